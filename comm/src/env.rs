@@ -1,0 +1,1 @@
+//! Ranks and rendezvous from the environment.
