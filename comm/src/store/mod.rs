@@ -1,1 +1,144 @@
-//! The rendezvous store.
+//! The rendezvous store: a small key-value server and its client.
+//!
+//! Processes of one job find each other through it: they leave values under names, wait for those of others and count.
+//! It carries addresses, names and counters, and is never in the path of a collective.
+//!
+//! | | |
+//! |---|---|
+//! | [`Address`] | where it is: `tcp://host:port` or `unix://name` |
+//! | [`Server`] | serves it from one thread until dropped; in `flow-launch`, or in rank 0 without it |
+//! | [`Store`] | one client's connection: `set`, `get`, `wait`, `add`, `compare_and_set` |
+//!
+//! Whoever connects must know the job's token; on a unix socket both sides must also belong to the same user.
+//! Keys and values live as long as the server.
+
+mod client;
+mod protocol;
+mod server;
+
+use std::fmt;
+use std::io;
+use std::os::fd::AsFd;
+use std::str::FromStr;
+use std::time::Duration;
+
+use nix::sys::socket::{getsockopt, sockopt};
+
+pub use client::Store;
+pub use server::Server;
+
+/// Where a store is served. Shown and parsed as `tcp://host:port` or `unix://name`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Address {
+    /// `host:port`, with an IPv6 host in brackets. A server that is given port 0 takes a free one.
+    Tcp(String),
+    /// A name in Linux's abstract namespace of unix sockets: no file, so nothing is left behind.
+    Unix(String),
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Address::Tcp(host_and_port) => write!(f, "tcp://{host_and_port}"),
+            Address::Unix(name) => write!(f, "unix://{name}"),
+        }
+    }
+}
+
+impl FromStr for Address {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Address> {
+        if let Some(name) = text.strip_prefix("unix://").filter(|name| !name.is_empty()) {
+            return Ok(Address::Unix(name.to_string()));
+        }
+        text.strip_prefix("tcp://")
+            .filter(|rest| {
+                rest.rsplit_once(':').is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok())
+            })
+            .map(|rest| Address::Tcp(rest.to_string()))
+            .ok_or_else(|| Error::Address { text: text.to_string() })
+    }
+}
+
+/// What can go wrong with a store, with the address and the operation on which key.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum Error {
+    /// A text is no [`Address`].
+    #[error("\"{text}\" is no store address: give tcp://HOST:PORT or unix://NAME")]
+    Address {
+        /// The text.
+        text: String,
+    },
+    /// Nothing answered within the timeout.
+    #[error("store {address}: no connection within {timeout:?}: {cause}; is the process that serves it (flow-launch, or rank 0) alive and reachable?")]
+    Connect {
+        /// The store.
+        address: Address,
+        /// How long was tried.
+        timeout: Duration,
+        /// The last attempt's failure.
+        cause: String,
+    },
+    /// The store, or the client, refused to go on after the first exchange.
+    #[error("store {address}: {reason}")]
+    Denied {
+        /// The store.
+        address: Address,
+        /// Why, and what would be right.
+        reason: String,
+    },
+    /// Keys were not set within the timeout.
+    #[error(
+        "store {address}: {operation} timed out after {timeout:?}; not set: {}; are the ranks that set them alive?",
+        list(missing)
+    )]
+    Timeout {
+        /// The store.
+        address: Address,
+        /// The operation and its key.
+        operation: String,
+        /// How long was waited.
+        timeout: Duration,
+        /// The keys that are still missing.
+        missing: Vec<String>,
+    },
+    /// The connection failed, now or in an earlier call. This client is of no more use.
+    #[error("store {address}: {operation}: {cause}; has the process that serves it (flow-launch, or rank 0) ended?")]
+    Lost {
+        /// The store.
+        address: Address,
+        /// The operation and its key.
+        operation: String,
+        /// What happened.
+        cause: String,
+    },
+    /// The request cannot be carried out. The connection stays usable.
+    #[error("store {address}: {operation}: {reason}")]
+    Rejected {
+        /// The store.
+        address: Address,
+        /// The operation and its key.
+        operation: String,
+        /// Why, and what would be right.
+        reason: String,
+    },
+}
+
+/// A result whose error is the store's.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// The keys for a message: the first few by name, the rest as a number.
+fn list(keys: &[impl std::fmt::Display]) -> String {
+    const SHOWN: usize = 8;
+    let mut text = keys.iter().take(SHOWN).map(|key| format!("\"{key}\"")).collect::<Vec<_>>().join(", ");
+    if keys.len() > SHOWN {
+        text.push_str(&format!(" and {} more", keys.len() - SHOWN));
+    }
+    text
+}
+
+/// Whether the process at the other end of a unix socket belongs to our user.
+fn belongs_to_us(socket: &impl AsFd) -> io::Result<bool> {
+    Ok(getsockopt(socket, sockopt::PeerCredentials)?.uid() == nix::unistd::geteuid().as_raw())
+}

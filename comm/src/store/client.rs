@@ -1,0 +1,283 @@
+//! The client's side of the store.
+
+use std::io::{self, Read, Write};
+use std::net::{TcpStream, ToSocketAddrs};
+use std::os::fd::OwnedFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixStream};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::protocol::{Reply, Request, MAX_FRAME, MAX_TIMEOUT, VERSION};
+use super::{belongs_to_us, list, Address, Error, Result};
+
+/// How much later than an operation's own timeout the answer may come before the server counts as dead.
+const GRACE: Duration = Duration::from_secs(10);
+/// Pauses between attempts to connect grow from the first to the second.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
+
+/// A connection to a store.
+///
+/// It may be shared between threads, but serves one call after the other: a thread that waits long for a key keeps the
+/// others from theirs, and should have a `Store` of its own. When a call has failed with [`Error::Lost`], all later ones
+/// fail at once.
+pub struct Store {
+    address: Address,
+    /// The socket, or why there is none any more.
+    connection: Mutex<std::result::Result<Box<dyn Socket>, String>>,
+}
+
+impl Store {
+    /// Connects, and retries until `timeout`, as the server may start later than its clients.
+    ///
+    /// # Errors
+    /// [`Error::Connect`] after the timeout; [`Error::Denied`] at once where the token or the user is wrong.
+    pub fn connect(address: &Address, token: &str, timeout: Duration) -> Result<Store> {
+        let deadline = Instant::now() + timeout.min(MAX_TIMEOUT);
+        let mut pause = PAUSES.0;
+        loop {
+            let error = match open(address, token, deadline) {
+                Ok(Ok(socket)) => return Ok(Store { address: address.clone(), connection: Mutex::new(Ok(socket)) }),
+                Ok(Err(reason)) => return Err(Error::Denied { address: address.clone(), reason }),
+                Err(error) => error,
+            };
+            let left = deadline.saturating_duration_since(Instant::now());
+            if !may_pass(error.kind()) || left.is_zero() {
+                return Err(Error::Connect { address: address.clone(), timeout, cause: error.to_string() });
+            }
+            thread::sleep(pause.min(left));
+            pause = (pause * 2).min(PAUSES.1);
+        }
+    }
+
+    /// The address this client is connected to.
+    pub fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Sets `key` to `value` (at most 64 MiB with the key).
+    pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        let request = Request::Set { key, value };
+        self.call(named("set", key), &request, Duration::ZERO, |reply| matches!(reply, Reply::Done).then_some(()))
+    }
+
+    /// The value of `key`, for which it waits.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] if the key is not set in time.
+    pub fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
+        self.call(named("get", key), &Request::Get { key, timeout }, timeout, |reply| match reply {
+            Reply::Value(value) => Some(value.to_vec()),
+            _ => None,
+        })
+    }
+
+    /// The value of `key`, `None` if it is not set.
+    pub fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        match self.get(key, Duration::ZERO) {
+            Err(Error::Timeout { .. }) => Ok(None),
+            value => value.map(Some),
+        }
+    }
+
+    /// Adds `increment` to the number under `key` (0 if there is none) and returns the sum. It is kept as decimal text.
+    ///
+    /// # Errors
+    /// [`Error::Rejected`] if the value is no number, or the sum does not fit.
+    pub fn add(&self, key: &str, increment: i64) -> Result<i64> {
+        let request = Request::Add { key, increment };
+        self.call(named("add", key), &request, Duration::ZERO, |reply| match reply {
+            Reply::Number(sum) => Some(sum),
+            _ => None,
+        })
+    }
+
+    /// Sets `key` to `new` if its value is `expected` (`None`: if it is not set). The inner `Err` is the value that it
+    /// has instead, and keeps.
+    pub fn compare_and_set(
+        &self,
+        key: &str,
+        expected: Option<&[u8]>,
+        new: &[u8],
+    ) -> Result<std::result::Result<(), Option<Vec<u8>>>> {
+        let request = Request::CompareAndSet { key, expected, new };
+        self.call(named("compare_and_set", key), &request, Duration::ZERO, |reply| match reply {
+            Reply::Done => Some(Ok(())),
+            Reply::Differs(present) => Some(Err(present.map(<[u8]>::to_vec))),
+            _ => None,
+        })
+    }
+
+    /// Waits until all of `keys` are set.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`], with the keys that are missing.
+    pub fn wait(&self, keys: &[impl AsRef<str>], timeout: Duration) -> Result<()> {
+        let keys: Vec<&str> = keys.iter().map(AsRef::as_ref).collect();
+        let operation = format!("wait for {}", list(&keys));
+        let request = Request::Wait { keys, timeout };
+        self.call(operation, &request, timeout, |reply| matches!(reply, Reply::Done).then_some(()))
+    }
+
+    /// Sends a request and has `accept` take the reply, or return `None` where it makes no sense.
+    fn call<T>(
+        &self,
+        operation: String,
+        request: &Request,
+        timeout: Duration,
+        accept: impl FnOnce(Reply) -> Option<T>,
+    ) -> Result<T> {
+        let address = self.address.clone();
+        let frame = request.encode();
+        if frame.len() - 4 > MAX_FRAME {
+            let reason = format!("the request is {} bytes, and at most {MAX_FRAME} are possible", frame.len() - 4);
+            return Err(Error::Rejected { address, operation, reason });
+        }
+        let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
+        let socket = match &mut *connection {
+            Ok(socket) => socket,
+            Err(cause) => {
+                let cause = format!("the connection failed earlier ({cause})");
+                return Err(Error::Lost { address, operation, cause });
+            }
+        };
+        let cause = match exchange(socket.as_mut(), &frame, timeout.min(MAX_TIMEOUT) + GRACE) {
+            Err(error) => describe(&error),
+            Ok(frame) => match Reply::decode(&frame) {
+                Some(Reply::Missing(keys)) => {
+                    let missing = keys.into_iter().map(String::from).collect();
+                    return Err(Error::Timeout { address, operation, timeout, missing });
+                }
+                Some(Reply::Refused(reason)) => {
+                    return Err(Error::Rejected { address, operation, reason: reason.to_string() });
+                }
+                reply => match reply.and_then(accept) {
+                    Some(result) => return Ok(result),
+                    None => "the reply makes no sense".to_string(),
+                },
+            },
+        };
+        *connection = Err(format!("{operation}: {cause}"));
+        Err(Error::Lost { address, operation, cause })
+    }
+}
+
+impl std::fmt::Debug for Store {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Store").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+fn named(operation: &str, key: &str) -> String {
+    format!("{operation} \"{key}\"")
+}
+
+/// One attempt to connect and say hello. The inner error is final and says what is wrong.
+fn open(address: &Address, token: &str, deadline: Instant) -> io::Result<std::result::Result<Box<dyn Socket>, String>> {
+    let mut socket: Box<dyn Socket> = match address {
+        Address::Tcp(host_and_port) => Box::new(connect_tcp(host_and_port, deadline)?),
+        Address::Unix(name) => {
+            // Mio's connect does not block where the server's backlog is full, and so cannot hang.
+            let stream = mio::net::UnixStream::connect_addr(&SocketAddr::from_abstract_name(name)?)?;
+            if !belongs_to_us(&stream)? {
+                return Ok(Err("another user serves it; remove that process, or choose another name".to_string()));
+            }
+            let stream = UnixStream::from(OwnedFd::from(stream));
+            stream.set_nonblocking(false)?;
+            Box::new(stream)
+        }
+    };
+    let hello = Request::Hello { version: VERSION, token: token.as_bytes() }.encode();
+    let frame = exchange(socket.as_mut(), &hello, left_until(deadline)?)?;
+    Ok(match Reply::decode(&frame) {
+        Some(Reply::Done) => Ok(socket),
+        Some(Reply::Refused(reason)) => Err(reason.to_string()),
+        _ => Err("what answers there is no store; check host and port".to_string()),
+    })
+}
+
+fn connect_tcp(host_and_port: &str, deadline: Instant) -> io::Result<TcpStream> {
+    let mut last = io::Error::new(io::ErrorKind::InvalidInput, "the host has no address");
+    for address in host_and_port.to_socket_addrs()? {
+        match TcpStream::connect_timeout(&address, left_until(deadline)?) {
+            // While nobody listens on a port that the kernel also hands out, a socket can get connected to itself.
+            Ok(stream) if stream.local_addr()? == stream.peer_addr()? => last = io::ErrorKind::ConnectionRefused.into(),
+            Ok(stream) => {
+                stream.set_nodelay(true)?;
+                return Ok(stream);
+            }
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+fn left_until(deadline: Instant) -> io::Result<Duration> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() {
+        return Err(io::ErrorKind::TimedOut.into());
+    }
+    Ok(left)
+}
+
+/// Whether a failure to connect may be over at the next attempt: the server has not started, or is overrun.
+fn may_pass(kind: io::ErrorKind) -> bool {
+    use io::ErrorKind::*;
+    matches!(
+        kind,
+        ConnectionRefused
+            | ConnectionReset
+            | ConnectionAborted
+            | BrokenPipe
+            | UnexpectedEof
+            | HostUnreachable
+            | NetworkUnreachable
+            | WouldBlock
+            | TimedOut
+            | Interrupted
+    )
+}
+
+/// Sends a frame and reads the one that answers it (without its length). Each read or write may take `timeout`.
+fn exchange(socket: &mut dyn Socket, frame: &[u8], timeout: Duration) -> io::Result<Vec<u8>> {
+    socket.set_timeout(timeout)?;
+    socket.write_all(frame)?;
+    let mut length = [0; 4];
+    socket.read_exact(&mut length)?;
+    let length = u32::from_le_bytes(length) as usize;
+    if length > MAX_FRAME {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "the reply is too long to be one"));
+    }
+    let mut reply = vec![0; length];
+    socket.read_exact(&mut reply)?;
+    Ok(reply)
+}
+
+fn describe(error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof => "the server closed the connection".to_string(),
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => "the server does not answer".to_string(),
+        _ => error.to_string(),
+    }
+}
+
+/// A connected, blocking socket.
+trait Socket: Read + Write + Send {
+    /// Bounds every later read and write.
+    fn set_timeout(&self, timeout: Duration) -> io::Result<()>;
+}
+
+impl Socket for TcpStream {
+    fn set_timeout(&self, timeout: Duration) -> io::Result<()> {
+        self.set_read_timeout(Some(timeout))?;
+        self.set_write_timeout(Some(timeout))
+    }
+}
+
+impl Socket for UnixStream {
+    fn set_timeout(&self, timeout: Duration) -> io::Result<()> {
+        self.set_read_timeout(Some(timeout))?;
+        self.set_write_timeout(Some(timeout))
+    }
+}

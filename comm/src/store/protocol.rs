@@ -1,0 +1,222 @@
+//! The store's wire protocol.
+//!
+//! Both directions carry frames: the length of the rest (u32), an operation (u8), its fields. Numbers are little-endian,
+//! a byte string is its length (u32) and its bytes, an optional one is preceded by 0 or 1 (u8), a list by its length (u32).
+//!
+//! | request | fields | replies |
+//! |---|---|---|
+//! | 0 hello | `FLOW`, version (u8), token | done, refused |
+//! | 1 set | key, value | done |
+//! | 2 get | key, timeout in us (u64) | value, missing |
+//! | 3 wait | keys, timeout in us (u64) | done, missing |
+//! | 4 add | key, increment (i64) | number, refused |
+//! | 5 compare and set | key, expected (optional), new value | done, differs |
+//!
+//! | reply | fields |
+//! |---|---|
+//! | 0 done | |
+//! | 1 value | value |
+//! | 2 number | i64 |
+//! | 3 missing (after the timeout) | keys |
+//! | 4 differs | present value (optional) |
+//! | 5 refused | reason |
+//!
+//! The first request is hello, and the next one follows the reply to the last: whoever sends anything else is cut off.
+
+use std::time::Duration;
+
+/// The version in hello; both sides must have the same.
+pub const VERSION: u8 = 1;
+/// The largest frame before hello, without its length.
+pub const MAX_HELLO: usize = 1024;
+/// The longest token: one that fits hello.
+pub const MAX_TOKEN: usize = 512;
+/// The largest frame after hello, without its length.
+pub const MAX_FRAME: usize = 64 << 20;
+/// No wait is longer: it keeps sums of times from overflowing.
+pub const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
+
+const MAGIC: &[u8] = b"FLOW";
+
+/// What a client asks for.
+pub enum Request<'a> {
+    Hello { version: u8, token: &'a [u8] },
+    Set { key: &'a str, value: &'a [u8] },
+    Get { key: &'a str, timeout: Duration },
+    Wait { keys: Vec<&'a str>, timeout: Duration },
+    Add { key: &'a str, increment: i64 },
+    CompareAndSet { key: &'a str, expected: Option<&'a [u8]>, new: &'a [u8] },
+}
+
+/// What the server answers.
+pub enum Reply<'a> {
+    Done,
+    Value(&'a [u8]),
+    Number(i64),
+    Missing(Vec<&'a str>),
+    Differs(Option<&'a [u8]>),
+    Refused(&'a str),
+}
+
+impl<'a> Request<'a> {
+    /// The request as a frame, with its length in front.
+    pub fn encode(&self) -> Vec<u8> {
+        match self {
+            Request::Hello { version, token } => Frame::new(0).raw(MAGIC).raw(&[*version]).bytes(token),
+            Request::Set { key, value } => Frame::new(1).bytes(key.as_bytes()).bytes(value),
+            Request::Get { key, timeout } => Frame::new(2).bytes(key.as_bytes()).timeout(*timeout),
+            Request::Wait { keys, timeout } => Frame::new(3).list(keys).timeout(*timeout),
+            Request::Add { key, increment } => Frame::new(4).bytes(key.as_bytes()).raw(&increment.to_le_bytes()),
+            Request::CompareAndSet { key, expected, new } => {
+                Frame::new(5).bytes(key.as_bytes()).optional(*expected).bytes(new)
+            }
+        }
+        .finish()
+    }
+
+    /// The request in a frame (without its length), `None` if it is none.
+    pub fn decode(frame: &'a [u8]) -> Option<Request<'a>> {
+        let mut fields = Fields(frame);
+        let request = match fields.byte()? {
+            0 => {
+                fields.raw(MAGIC.len()).filter(|magic| *magic == MAGIC)?;
+                Request::Hello { version: fields.byte()?, token: fields.bytes()? }
+            }
+            1 => Request::Set { key: fields.text()?, value: fields.bytes()? },
+            2 => Request::Get { key: fields.text()?, timeout: fields.timeout()? },
+            3 => Request::Wait { keys: fields.list()?, timeout: fields.timeout()? },
+            4 => Request::Add { key: fields.text()?, increment: fields.i64()? },
+            5 => Request::CompareAndSet { key: fields.text()?, expected: fields.optional()?, new: fields.bytes()? },
+            _ => return None,
+        };
+        fields.0.is_empty().then_some(request)
+    }
+}
+
+impl<'a> Reply<'a> {
+    /// The reply as a frame, with its length in front.
+    pub fn encode(&self) -> Vec<u8> {
+        match self {
+            Reply::Done => Frame::new(0),
+            Reply::Value(value) => Frame::new(1).bytes(value),
+            Reply::Number(number) => Frame::new(2).raw(&number.to_le_bytes()),
+            Reply::Missing(keys) => Frame::new(3).list(keys),
+            Reply::Differs(present) => Frame::new(4).optional(*present),
+            Reply::Refused(reason) => Frame::new(5).bytes(reason.as_bytes()),
+        }
+        .finish()
+    }
+
+    /// The reply in a frame (without its length), `None` if it is none.
+    pub fn decode(frame: &'a [u8]) -> Option<Reply<'a>> {
+        let mut fields = Fields(frame);
+        let reply = match fields.byte()? {
+            0 => Reply::Done,
+            1 => Reply::Value(fields.bytes()?),
+            2 => Reply::Number(fields.i64()?),
+            3 => Reply::Missing(fields.list()?),
+            4 => Reply::Differs(fields.optional()?),
+            5 => Reply::Refused(fields.text()?),
+            _ => return None,
+        };
+        fields.0.is_empty().then_some(reply)
+    }
+}
+
+/// A frame being written.
+struct Frame(Vec<u8>);
+
+impl Frame {
+    fn new(operation: u8) -> Frame {
+        Frame(vec![0, 0, 0, 0, operation])
+    }
+
+    fn raw(mut self, bytes: &[u8]) -> Frame {
+        self.0.extend_from_slice(bytes);
+        self
+    }
+
+    /// Lengths beyond u32 are in frames beyond [`MAX_FRAME`], which are never sent.
+    fn length(self, length: usize) -> Frame {
+        self.raw(&(length as u32).to_le_bytes())
+    }
+
+    fn bytes(self, bytes: &[u8]) -> Frame {
+        self.length(bytes.len()).raw(bytes)
+    }
+
+    fn optional(self, bytes: Option<&[u8]>) -> Frame {
+        match bytes {
+            None => self.raw(&[0]),
+            Some(bytes) => self.raw(&[1]).bytes(bytes),
+        }
+    }
+
+    fn list(self, texts: &[&str]) -> Frame {
+        texts.iter().fold(self.length(texts.len()), |frame, text| frame.bytes(text.as_bytes()))
+    }
+
+    fn timeout(self, timeout: Duration) -> Frame {
+        let micros = timeout.min(MAX_TIMEOUT).as_micros() as u64;
+        self.raw(&micros.to_le_bytes())
+    }
+
+    fn finish(mut self) -> Vec<u8> {
+        let length = (self.0.len() - 4) as u32;
+        self.0[..4].copy_from_slice(&length.to_le_bytes());
+        self.0
+    }
+}
+
+/// The unread rest of a frame. Every reader returns `None` where the frame ends too early.
+struct Fields<'a>(&'a [u8]);
+
+impl<'a> Fields<'a> {
+    fn raw(&mut self, count: usize) -> Option<&'a [u8]> {
+        let (taken, rest) = self.0.split_at_checked(count)?;
+        self.0 = rest;
+        Some(taken)
+    }
+
+    fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
+        self.raw(N)?.try_into().ok()
+    }
+
+    fn byte(&mut self) -> Option<u8> {
+        Some(self.array::<1>()?[0])
+    }
+
+    fn i64(&mut self) -> Option<i64> {
+        Some(i64::from_le_bytes(self.array()?))
+    }
+
+    fn length(&mut self) -> Option<usize> {
+        Some(u32::from_le_bytes(self.array()?) as usize)
+    }
+
+    fn bytes(&mut self) -> Option<&'a [u8]> {
+        let length = self.length()?;
+        self.raw(length)
+    }
+
+    fn text(&mut self) -> Option<&'a str> {
+        std::str::from_utf8(self.bytes()?).ok()
+    }
+
+    fn optional(&mut self) -> Option<Option<&'a [u8]>> {
+        match self.byte()? {
+            0 => Some(None),
+            1 => Some(Some(self.bytes()?)),
+            _ => None,
+        }
+    }
+
+    fn list(&mut self) -> Option<Vec<&'a str>> {
+        let length = self.length()?;
+        (0..length).map(|_| self.text()).collect()
+    }
+
+    fn timeout(&mut self) -> Option<Duration> {
+        Some(Duration::from_micros(u64::from_le_bytes(self.array()?)).min(MAX_TIMEOUT))
+    }
+}
