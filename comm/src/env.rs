@@ -1,1 +1,262 @@
-//! Ranks and rendezvous from the environment.
+//! Which rank this process is and how it finds the others, from the environment that its launcher made.
+
+use std::fmt;
+
+use crate::store::Address;
+
+/// A process's place in its job.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Membership {
+    /// This process, from 0 to `world_size - 1`.
+    pub rank: usize,
+    /// The number of processes in the job.
+    pub world_size: usize,
+    /// This process among those of its node, from 0 to `local_world_size - 1`.
+    pub local_rank: usize,
+    /// The number of processes on its node.
+    pub local_world_size: usize,
+    /// How the processes find each other.
+    pub rendezvous: Rendezvous,
+}
+
+/// How the processes of a job find each other.
+#[derive(Clone, PartialEq, Eq)]
+pub enum Rendezvous {
+    /// The process is alone.
+    None,
+    /// Through a store that the launcher serves.
+    Server {
+        /// Where it is.
+        address: Address,
+        /// What admits to it.
+        token: String,
+    },
+    /// Through a store that rank 0 is to serve.
+    RankZero {
+        /// Where to serve it: a name that the job's ranks on this node, and no other job's, derive alike.
+        address: Address,
+        /// What admits to it. Derived like the address, and no secret: it is the socket that admits one user only.
+        token: String,
+    },
+}
+
+impl fmt::Debug for Rendezvous {
+    /// Leaves out the token, which is not for logs.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Rendezvous::None => write!(f, "None"),
+            Rendezvous::Server { address, .. } => write!(f, "Server({address})"),
+            Rendezvous::RankZero { address, .. } => write!(f, "RankZero({address})"),
+        }
+    }
+}
+
+/// What is wrong with the environment; one line that names the variables, their values, and what would be right.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct Error(String);
+
+/// The variables in which a kind of launcher tells a process its place.
+struct Family {
+    rank: &'static str,
+    world_size: &'static str,
+    local_rank: &'static str,
+    local_world_size: LocalWorldSize,
+    /// Whether the launcher always sets both `rank` and `world_size`, or neither.
+    is_complete: bool,
+}
+
+enum LocalWorldSize {
+    /// A number.
+    Is(&'static str),
+    /// A list of all nodes' numbers, and the index into it.
+    OfNode { counts: &'static str, node: &'static str },
+}
+
+/// In the order in which they are looked for: the innermost launcher first, as `torchrun` may run under `srun`.
+const FAMILIES: [Family; 3] = [
+    // flow-launch, torchrun, or by hand.
+    Family {
+        rank: "RANK",
+        world_size: "WORLD_SIZE",
+        local_rank: "LOCAL_RANK",
+        local_world_size: LocalWorldSize::Is("LOCAL_WORLD_SIZE"),
+        is_complete: true,
+    },
+    // OpenMPI's mpirun.
+    Family {
+        rank: "OMPI_COMM_WORLD_RANK",
+        world_size: "OMPI_COMM_WORLD_SIZE",
+        local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
+        local_world_size: LocalWorldSize::Is("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        is_complete: true,
+    },
+    // Slurm's srun. Not SLURM_NTASKS: a batch script has that, and a SLURM_PROCID, without being one of so many.
+    Family {
+        rank: "SLURM_PROCID",
+        world_size: "SLURM_STEP_NUM_TASKS",
+        local_rank: "SLURM_LOCALID",
+        local_world_size: LocalWorldSize::OfNode { counts: "SLURM_STEP_TASKS_PER_NODE", node: "SLURM_NODEID" },
+        is_complete: false,
+    },
+];
+
+/// What tells a launcher's jobs apart, as far as it is set.
+const JOB_NAMES: [&str; 7] = [
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+];
+
+impl Membership {
+    /// From this process's environment, as flow-launch, torchrun, OpenMPI or Slurm make it. Without any: world size 1.
+    ///
+    /// # Errors
+    /// Variables that contradict each other, or are no numbers.
+    pub fn from_env() -> Result<Membership, Error> {
+        Membership::from_vars(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+    }
+
+    /// From the variables that `get` returns, as [`Membership::from_env`] does.
+    pub fn from_vars(get: impl Fn(&str) -> Option<String>) -> Result<Membership, Error> {
+        let mut membership =
+            Membership { rank: 0, world_size: 1, local_rank: 0, local_world_size: 1, rendezvous: Rendezvous::None };
+        for family in &FAMILIES {
+            if let Some(place) = family.read(&get)? {
+                membership = place;
+                break;
+            }
+        }
+        membership.rendezvous = rendezvous(&get, membership.world_size, membership.local_world_size)?;
+        Ok(membership)
+    }
+}
+
+impl Family {
+    /// The place that this family's variables tell, `None` where they are not set.
+    fn read(&self, get: &impl Fn(&str) -> Option<String>) -> Result<Option<Membership>, Error> {
+        let (rank, world_size) = match (number(get, self.rank)?, number(get, self.world_size)?) {
+            (Some(rank), Some(world_size)) => (rank, world_size),
+            (None, Some(size)) if self.is_complete => return Err(half(self.world_size, size, self.rank)),
+            (Some(rank), None) if self.is_complete => return Err(half(self.rank, rank, self.world_size)),
+            _ => return Ok(None),
+        };
+        let local_world_size = match self.local_world_size {
+            LocalWorldSize::Is(name) => number(get, name)?.map(|size| Named(name, size)),
+            LocalWorldSize::OfNode { counts, node } => size_of_node(get, counts, node)?.map(|size| Named(counts, size)),
+        };
+        let rank = Named(self.rank, rank);
+        let world_size = Named(self.world_size, world_size);
+        let local_rank = number(get, self.local_rank)?.map_or(rank, |rank| Named(self.local_rank, rank));
+        let local_world_size = local_world_size.unwrap_or(world_size);
+
+        rank.must_be_below(world_size)?;
+        if local_world_size.1 > world_size.1 {
+            return Err(Error(format!(
+                "{local_world_size} but {world_size}: a node cannot have more ranks than the job"
+            )));
+        }
+        local_rank.must_be_below(local_world_size)?;
+        Ok(Some(Membership {
+            rank: rank.1,
+            world_size: world_size.1,
+            local_rank: local_rank.1,
+            local_world_size: local_world_size.1,
+            rendezvous: Rendezvous::None,
+        }))
+    }
+}
+
+/// A variable and its value.
+#[derive(Clone, Copy)]
+struct Named(&'static str, usize);
+
+impl fmt::Display for Named {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}={}", self.0, self.1)
+    }
+}
+
+impl Named {
+    fn must_be_below(self, size: Named) -> Result<(), Error> {
+        match size.1 {
+            0 => Err(Error(format!("{size}: a job has at least one rank"))),
+            1 if self.1 > 0 => Err(Error(format!("{self} but {size}: {} must be 0", self.0))),
+            size_value if self.1 >= size_value => {
+                Err(Error(format!("{self} but {size}: {} must be 0 to {}", self.0, size_value - 1)))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+fn half(set: &str, value: usize, missing: &str) -> Error {
+    Error(format!("{set}={value} but {missing} is not set: set both, or neither to run alone"))
+}
+
+fn number(get: &impl Fn(&str) -> Option<String>, name: &str) -> Result<Option<usize>, Error> {
+    let parse = |text: String| match text.parse::<u32>() {
+        Ok(number) => Ok(number as usize),
+        Err(_) => Err(Error(format!("{name}={text:?}: must be a whole number, 0 or more"))),
+    };
+    get(name).map(parse).transpose()
+}
+
+/// The number of tasks on this node, from Slurm's list of all nodes' numbers: `4`, `2,1`, `2(x3),1`.
+fn size_of_node(get: &impl Fn(&str) -> Option<String>, counts: &str, node: &str) -> Result<Option<usize>, Error> {
+    let (Some(text), Some(index)) = (get(counts), number(get, node)?) else { return Ok(None) };
+    let malformed = || Error(format!("{counts}={text:?}: must be a list such as \"4\", \"2,1\" or \"2(x3),1\""));
+    let mut nodes = 0;
+    for part in text.split(',') {
+        let (count, repeat) = match part.split_once("(x") {
+            None => (part, "1"),
+            Some((count, repeat)) => (count, repeat.strip_suffix(')').ok_or_else(malformed)?),
+        };
+        let (count, repeat): (u32, u32) = count.parse().ok().zip(repeat.parse().ok()).ok_or_else(malformed)?;
+        nodes += repeat as usize;
+        if index < nodes {
+            return Ok(Some(count as usize));
+        }
+    }
+    Err(Error(format!("{node}={index} but {counts}={text:?} lists {nodes} nodes: {node} must be below that")))
+}
+
+fn rendezvous(
+    get: &impl Fn(&str) -> Option<String>,
+    world_size: usize,
+    local_world_size: usize,
+) -> Result<Rendezvous, Error> {
+    match (get("FLOW_STORE"), get("FLOW_TOKEN")) {
+        (Some(address), Some(token)) => {
+            let address = address.parse().map_err(|error| Error(format!("FLOW_STORE: {error}")))?;
+            Ok(Rendezvous::Server { address, token })
+        }
+        (Some(address), None) => {
+            Err(Error(format!("FLOW_STORE={address} but FLOW_TOKEN is not set: flow-launch sets both")))
+        }
+        (None, Some(_)) => Err(Error("FLOW_TOKEN is set but FLOW_STORE is not: flow-launch sets both".to_string())),
+        (None, None) if world_size == 1 => Ok(Rendezvous::None),
+        (None, None) if local_world_size < world_size => Err(Error(format!(
+            "{local_world_size} of {world_size} ranks are on this node and FLOW_STORE is not set: \
+             to run on several nodes, start them with flow-launch"
+        ))),
+        (None, None) => {
+            let set = JOB_NAMES.iter().filter_map(|name| get(name).map(|value| format!("{name}={value}\n")));
+            let job: String = set.chain([format!("world size {world_size}\n")]).collect();
+            let user = nix::unistd::geteuid();
+            Ok(Rendezvous::RankZero {
+                address: Address::Unix(format!("flow-{user}-{:016x}", fnv1a(job.as_bytes()))),
+                token: format!("{:016x}", fnv1a(format!("token of {job}").as_bytes())),
+            })
+        }
+    }
+}
+
+/// The 64-bit FNV-1a hash (Fowler, Noll, Vo), which is the same in every process and build.
+fn fnv1a(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+}
