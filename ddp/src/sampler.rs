@@ -1,0 +1,346 @@
+//! Which samples of a data set each rank sees, in which order: the same as `torch.utils.data.DistributedSampler`.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use crate::permutation::{randperm, Index, KeyedPermutation};
+
+/// Deals the samples `0..len` of a data set out to the ranks: rank `r` of `W` takes places `r`, `r + W`, `r + 2 W`, ...
+/// of an order that all ranks share.
+///
+/// Shuffling is on, the seed is 0 and the last places are padded unless the builder methods say otherwise. The indices
+/// are then those of PyTorch's `DistributedSampler` for the same length, replicas, rank, `shuffle`, `seed`, `drop_last`
+/// and epoch. Call [`set_epoch`](Self::set_epoch) before each epoch, or every epoch has the same order.
+///
+/// ```
+/// use flow_ddp::DistributedSampler;
+///
+/// let mut sampler = DistributedSampler::with_replicas(10, 2, 0)?.seed(0);
+/// assert_eq!(sampler.indices(), [4, 7, 3, 0, 6]);
+/// sampler.set_epoch(1);
+/// assert_eq!(sampler.indices(), [5, 1, 0, 9, 7]);
+/// # Ok::<(), flow_ddp::SamplerError>(())
+/// ```
+///
+/// # Memory
+///
+/// Without a shuffle and with [`keyed_shuffle`](Self::keyed_shuffle): none. With PyTorch's shuffle of `n` samples over
+/// `W` ranks: `4 n` bytes while an epoch's order is made, of which `4 n / W` stay as long as the epoch's iterator lives
+/// (twice that where `n` exceeds 2^32).
+///
+/// # Continuing in mid-epoch
+///
+/// [`state`](Self::state) counts the samples that were taken from this epoch's iterator; batches that a
+/// [`DataLoader`](crate::DataLoader) has prefetched and not yet handed out do not count. After
+/// [`resume`](Self::resume), the next iteration starts there; those after it start at 0 again.
+#[derive(Debug)]
+pub struct DistributedSampler {
+    samples: usize,
+    replicas: usize,
+    rank: usize,
+    shuffle: Shuffle,
+    seed: u64,
+    drop_last: bool,
+    pad: bool,
+    epoch: u64,
+    /// Samples taken in this epoch, shared with its iterator.
+    position: Arc<AtomicUsize>,
+    /// `position` was set by `resume` and no iteration has started there yet.
+    resumed: AtomicBool,
+}
+
+/// How a [`DistributedSampler`] orders the samples.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Shuffle {
+    /// In the order of the data set.
+    None,
+    /// PyTorch's permutation.
+    Torch,
+    /// The keyed permutation.
+    Keyed,
+}
+
+/// Where a [`DistributedSampler`] stands, to be kept in a checkpoint. The same on all ranks that took as many samples,
+/// so that one rank's state serves all.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SamplerState {
+    /// The epoch.
+    pub epoch: u64,
+    /// Samples that each rank has taken in this epoch.
+    pub position: usize,
+    /// Length of the data set.
+    pub samples: usize,
+    /// Number of ranks.
+    pub replicas: usize,
+    /// The seed.
+    pub seed: u64,
+    /// The kind of shuffle.
+    pub shuffle: Shuffle,
+    /// Whether the samples that do not fill a place on every rank are dropped.
+    pub drop_last: bool,
+    /// Whether samples are repeated to fill the last places.
+    pub pad: bool,
+}
+
+/// What a [`DistributedSampler`] refuses.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SamplerError {
+    /// The number of ranks is 0.
+    #[error("invalid number of replicas 0, it should be at least 1")]
+    Replicas,
+    /// The rank is not one of the replicas.
+    #[error("invalid rank {rank}, it should be in the interval [0, {}]", .replicas - 1)]
+    Rank {
+        /// The rank that was given.
+        rank: usize,
+        /// The number of ranks.
+        replicas: usize,
+    },
+    /// The state to resume from was saved by a sampler with other settings.
+    #[error("cannot resume: the state was saved with {field} {saved}, this sampler has {field} {here}")]
+    Mismatch {
+        /// The setting, as its method or [`SamplerState`] field is called.
+        field: &'static str,
+        /// Its value in the state.
+        saved: String,
+        /// Its value here.
+        here: String,
+    },
+    /// The state to resume from has taken more samples than a rank has.
+    #[error("cannot resume: the state's position {position} is beyond the {samples} samples of a rank")]
+    Position {
+        /// The position in the state.
+        position: usize,
+        /// The most samples that a rank has.
+        samples: usize,
+    },
+}
+
+impl DistributedSampler {
+    /// A sampler for `rank` of `replicas` over a data set of `len` samples.
+    ///
+    /// # Errors
+    /// When `replicas` is 0, or `rank` is not below it.
+    pub fn with_replicas(len: usize, replicas: usize, rank: usize) -> Result<Self, SamplerError> {
+        if replicas == 0 {
+            return Err(SamplerError::Replicas);
+        }
+        if rank >= replicas {
+            return Err(SamplerError::Rank { rank, replicas });
+        }
+        Ok(Self {
+            samples: len,
+            replicas,
+            rank,
+            shuffle: Shuffle::Torch,
+            seed: 0,
+            drop_last: false,
+            pad: true,
+            epoch: 0,
+            position: Arc::default(),
+            resumed: AtomicBool::new(false),
+        })
+    }
+
+    /// Whether to shuffle, with PyTorch's permutation for seed + epoch (default: true).
+    pub fn shuffle(mut self, shuffle: bool) -> Self {
+        self.shuffle = if shuffle { Shuffle::Torch } else { Shuffle::None };
+        self
+    }
+
+    /// Shuffle by a keyed permutation that is computed for each index when it is asked for, for data sets too large for
+    /// a vector of their indices. It depends on nothing but length, seed and epoch, and is another one than PyTorch's:
+    /// a Feistel network over SplitMix64's mixer, walking cycles to stay below the length.
+    pub fn keyed_shuffle(mut self) -> Self {
+        self.shuffle = Shuffle::Keyed;
+        self
+    }
+
+    /// The seed, the same on all ranks (default: 0). PyTorch's permutation uses the low 32 bits of seed + epoch.
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// Whether to leave out the last `len % replicas` samples instead of padding (default: false).
+    pub fn drop_last(mut self, drop_last: bool) -> Self {
+        self.drop_last = drop_last;
+        self
+    }
+
+    /// Whether to repeat samples from the front of the order until all ranks have the same number (default: true).
+    /// With `pad(false)`, for evaluation, no sample is seen twice and ranks may differ by one sample.
+    pub fn pad(mut self, pad: bool) -> Self {
+        self.pad = pad;
+        self
+    }
+
+    /// Starts `epoch`, which gives a new order, at its first sample; a position that [`resume`](Self::resume) has just
+    /// set in this epoch is kept.
+    pub fn set_epoch(&mut self, epoch: u64) {
+        if *self.resumed.get_mut() && epoch == self.epoch {
+            return;
+        }
+        self.go_to(epoch, 0, false);
+    }
+
+    /// The epoch.
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// Number of samples that this rank sees in an epoch.
+    pub fn len(&self) -> usize {
+        self.len_of(self.rank)
+    }
+
+    /// Whether this rank sees no sample.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// This rank's indices in this epoch, all of them.
+    pub fn indices(&self) -> Vec<usize> {
+        let order = self.order();
+        (0..self.len()).map(|i| order(i)).collect()
+    }
+
+    /// Iterates over this rank's indices in this epoch, from the position that [`resume`](Self::resume) has set or else
+    /// from the first, and moves the sampler's position on. One iteration at a time.
+    pub fn iter(&self) -> Indices {
+        let start = self.start();
+        self.resumed.store(false, Ordering::Relaxed);
+        self.position.store(start, Ordering::Relaxed);
+        Indices { order: self.order(), range: start..self.len(), position: Arc::clone(&self.position) }
+    }
+
+    /// Where this sampler stands.
+    pub fn state(&self) -> SamplerState {
+        SamplerState {
+            epoch: self.epoch,
+            position: self.position.load(Ordering::Relaxed),
+            samples: self.samples,
+            replicas: self.replicas,
+            seed: self.seed,
+            shuffle: self.shuffle,
+            drop_last: self.drop_last,
+            pad: self.pad,
+        }
+    }
+
+    /// Goes to the epoch and position of `state`; the next iteration starts there.
+    ///
+    /// # Errors
+    /// When `state` was saved by a sampler with other settings, or its position is beyond the end. The sampler is then
+    /// unchanged.
+    pub fn resume(&mut self, state: &SamplerState) -> Result<(), SamplerError> {
+        let here = self.state();
+        same("samples", state.samples, here.samples)?;
+        same("replicas", state.replicas, here.replicas)?;
+        same("seed", state.seed, here.seed)?;
+        same("shuffle", state.shuffle, here.shuffle)?;
+        same("drop_last", state.drop_last, here.drop_last)?;
+        same("pad", state.pad, here.pad)?;
+        let most = self.len_of(0);
+        if state.position > most {
+            return Err(SamplerError::Position { position: state.position, samples: most });
+        }
+        // Without padding, this rank may have one sample less than the rank that saved the state.
+        self.go_to(state.epoch, state.position.min(self.len()), true);
+        Ok(())
+    }
+
+    /// An iterator of before keeps the old counter, so that it no longer moves this sampler.
+    fn go_to(&mut self, epoch: u64, position: usize, resumed: bool) {
+        self.epoch = epoch;
+        self.position = Arc::new(AtomicUsize::new(position));
+        self.resumed = AtomicBool::new(resumed);
+    }
+
+    /// The number of samples in the whole data set.
+    pub(crate) fn samples(&self) -> usize {
+        self.samples
+    }
+
+    pub(crate) fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Where the next iteration starts.
+    pub(crate) fn start(&self) -> usize {
+        if self.resumed.load(Ordering::Relaxed) {
+            self.position.load(Ordering::Relaxed)
+        } else {
+            0
+        }
+    }
+
+    fn len_of(&self, rank: usize) -> usize {
+        if self.drop_last {
+            self.samples / self.replicas
+        } else if self.pad {
+            self.samples.div_ceil(self.replicas)
+        } else {
+            self.samples.saturating_sub(rank).div_ceil(self.replicas)
+        }
+    }
+
+    /// Maps a position in this rank's samples to an index of the data set.
+    fn order(&self) -> Arc<Order> {
+        let (samples, replicas, rank) = (self.samples, self.replicas, self.rank);
+        // Places beyond the last sample are the padding, which starts over from the front.
+        let place = move |position: usize| (rank + position * replicas) % samples;
+        match self.shuffle {
+            Shuffle::None => Arc::new(place),
+            Shuffle::Keyed => {
+                let permutation = KeyedPermutation::new(samples, self.seed, self.epoch);
+                Arc::new(move |position| permutation.get(place(position)))
+            }
+            Shuffle::Torch if u32::try_from(samples).is_ok() => self.torch_order::<u32>(place),
+            Shuffle::Torch => self.torch_order::<usize>(place),
+        }
+    }
+
+    fn torch_order<I: Index>(&self, place: impl Fn(usize) -> usize) -> Arc<Order> {
+        let all = randperm::<I>(self.samples, self.seed.wrapping_add(self.epoch));
+        let own: Vec<I> = (0..self.len()).map(|position| all[place(position)]).collect();
+        Arc::new(move |position| own[position].get())
+    }
+}
+
+fn same<T: PartialEq + std::fmt::Debug>(field: &'static str, saved: T, here: T) -> Result<(), SamplerError> {
+    if saved == here {
+        return Ok(());
+    }
+    Err(SamplerError::Mismatch { field, saved: format!("{saved:?}"), here: format!("{here:?}") })
+}
+
+/// From a position in a rank's samples to an index of the data set.
+pub(crate) type Order = dyn Fn(usize) -> usize + Send + Sync;
+
+/// A rank's indices in one epoch; see [`DistributedSampler::iter`].
+pub struct Indices {
+    pub(crate) order: Arc<Order>,
+    pub(crate) range: Range<usize>,
+    pub(crate) position: Arc<AtomicUsize>,
+}
+
+impl Iterator for Indices {
+    type Item = usize;
+
+    fn next(&mut self) -> Option<usize> {
+        let position = self.range.next()?;
+        self.position.store(position + 1, Ordering::Relaxed);
+        Some((self.order)(position))
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        self.range.size_hint()
+    }
+}
+
+impl ExactSizeIterator for Indices {}
