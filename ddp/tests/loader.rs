@@ -147,7 +147,8 @@ fn an_error_reaches_the_caller_in_its_place() {
         assert_eq!(good, 2);
         assert_eq!(
             error.to_string(),
-            "cannot load batch 2 of rank 1 (samples 20 to 30 of its epoch, data set indices 41 ... 59): sample 55 is corrupt"
+            "cannot load batch 2 of rank 1 (samples 20 to 30 of its epoch, data set indices 41 ... 59): \
+             sample 55 is corrupt"
         );
         assert_eq!(sampler.state().position, 20);
         let LoaderError::Dataset { batch, .. } = error else { panic!("{error}") };
