@@ -6,6 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use flow_comm::store::{Address, Error, Server, Store};
+use nix::sys::resource::{setrlimit, Resource};
 
 const TOKEN: &str = "0123456789abcdef";
 /// Longer than anything here takes, so that reaching it is a failure.
@@ -335,4 +336,32 @@ fn a_client_that_dies_while_it_waits_is_forgotten() {
     let store = client(&server);
     store.set("key", b"value").unwrap();
     assert_eq!(store.get("key", LONG).unwrap(), b"value");
+}
+
+/// In a process of its own, as the limit is the process's.
+#[test]
+fn a_server_without_free_file_descriptors_goes_on() {
+    const CHILD: &str = "FLOW_TEST_FILE_LIMIT";
+    if std::env::var_os(CHILD).is_none() {
+        let test = "a_server_without_free_file_descriptors_goes_on";
+        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        let output = command.args(["--exact", test, "--nocapture"]).env(CHILD, "1").output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        return;
+    }
+    setrlimit(Resource::RLIMIT_NOFILE, 100, 100).unwrap();
+    let server = serve();
+    let first = client(&server);
+    // Both ends of each connection count, so the clients reach the limit, too.
+    let Address::Tcp(host_and_port) = server.address() else { panic!("not served by TCP") };
+    let strangers: Vec<TcpStream> = (0..100).map_while(|_| TcpStream::connect(host_and_port).ok()).collect();
+    assert!(strangers.len() < 100);
+    assert_eq!(first.add("n", 1).unwrap(), 1);
+    drop(strangers);
+
+    let more: Vec<Store> = (0..100).map_while(|_| Store::connect(server.address(), TOKEN, 10 * SHORT).ok()).collect();
+    assert!(more.len() < 100);
+    assert_eq!(first.add("n", 1).unwrap(), 2);
+    drop(more);
+    assert_eq!(client(&server).add("n", 1).unwrap(), 3);
 }

@@ -217,7 +217,9 @@ impl EventLoop {
             }
             for event in &events {
                 match event.token() {
-                    LISTENER => self.accept_at = Some(Instant::now()),
+                    LISTENER => {
+                        self.accept_at.get_or_insert_with(Instant::now);
+                    }
                     WAKER => {
                         while let Ok(command) = self.commands.try_recv() {
                             match command {
@@ -245,7 +247,7 @@ impl EventLoop {
     }
 
     fn next_deadline(&self) -> Option<Instant> {
-        let hello = self.strangers.first_key_value().map(|(_, at)| *at);
+        let hello = self.oldest_stranger().map(|(_, at)| at);
         let wait = self.deadlines.first().map(|(at, _)| *at);
         [self.accept_at, hello, wait].into_iter().flatten().min()
     }
@@ -265,9 +267,10 @@ impl EventLoop {
                 ErrorKind::Interrupted | ErrorKind::ConnectionAborted | ErrorKind::PermissionDenied => continue,
                 _ => {}
             }
-            let out_of_files =
+            // Those who have had some time to say hello make room, if it is room that is wanted.
+            let is_full =
                 [Errno::EMFILE, Errno::ENFILE].map(|errno| Some(errno as i32)).contains(&error.raw_os_error());
-            if !(out_of_files && self.close_oldest_stranger()) {
+            if !(is_full && self.close_strangers(now + HELLO_TIMEOUT - ACCEPT_PAUSE)) {
                 log::warn!("the store cannot accept connections for now: {error}");
                 return Some(now + ACCEPT_PAUSE);
             }
@@ -276,8 +279,8 @@ impl EventLoop {
     }
 
     fn welcome(&mut self, mut socket: Box<dyn Socket>, now: Instant) -> io::Result<()> {
-        if self.strangers.len() >= MAX_STRANGERS {
-            self.close_oldest_stranger();
+        if let Some((oldest, _)) = self.oldest_stranger().filter(|_| self.strangers.len() >= MAX_STRANGERS) {
+            self.close(oldest);
         }
         let id = self.next_id;
         self.next_id += 1;
@@ -288,9 +291,18 @@ impl EventLoop {
         Ok(())
     }
 
-    fn close_oldest_stranger(&mut self) -> bool {
-        let oldest = self.strangers.first_key_value().map(|(id, _)| *id);
-        oldest.map(|id| self.close(id)).is_some()
+    /// Closes the strangers whose time is over at `now`, and returns whether there were any.
+    fn close_strangers(&mut self, now: Instant) -> bool {
+        let mut any = false;
+        while let Some((id, _)) = self.oldest_stranger().filter(|(_, at)| *at <= now) {
+            self.close(id);
+            any = true;
+        }
+        any
+    }
+
+    fn oldest_stranger(&self) -> Option<(usize, Instant)> {
+        self.strangers.first_key_value().map(|(id, at)| (*id, *at))
     }
 
     fn close(&mut self, id: usize) {
@@ -433,9 +445,7 @@ impl EventLoop {
 
     /// Ends waits and hellos that took too long.
     fn expire(&mut self, now: Instant) {
-        while self.strangers.first_key_value().is_some_and(|(_, at)| *at <= now) {
-            self.close_oldest_stranger();
-        }
+        self.close_strangers(now);
         while let Some((_, id)) = self.deadlines.first().copied().filter(|(at, _)| *at <= now) {
             self.deadlines.pop_first();
             let waiting = self.connections.get_mut(&id).and_then(|connection| connection.waiting.take());
