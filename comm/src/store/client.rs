@@ -44,7 +44,7 @@ impl Store {
             };
             let left = deadline.saturating_duration_since(Instant::now());
             if !may_pass(error.kind()) || left.is_zero() {
-                return Err(Error::Connect { address: address.clone(), timeout, cause: error.to_string() });
+                return Err(Error::Connect { address: address.clone(), timeout, cause: describe(&error) });
             }
             thread::sleep(pause.min(left));
             pause = (pause * 2).min(PAUSES.1);

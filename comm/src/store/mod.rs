@@ -104,7 +104,7 @@ pub enum Error {
         missing: Vec<String>,
     },
     /// The connection failed, now or in an earlier call. This client is of no more use.
-    #[error("store {address}: {operation}: {cause}; has the process that serves it (flow-launch, or rank 0) ended?")]
+    #[error("store {address}: {operation}: {cause}; is the process that serves it (flow-launch, or rank 0) alive?")]
     Lost {
         /// The store.
         address: Address,
