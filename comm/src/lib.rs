@@ -1,3 +1,38 @@
-//! placeholder
+//! Process groups and collectives for training on many processes, without libtorch: memory and types only.
+//!
+//! | here | in torch.distributed |
+//! |---|---|
+//! | [`ProcessGroup::from_env`] | `init_process_group(init_method="env://")` |
+//! | [`ProcessGroup::new_group`] | `new_group` |
+//! | [`ProcessGroup::all_reduce`] and the other collectives | functions of the same names |
+//! | `..._async`, [`Work::wait`] | `async_op=True`, `Work.wait` |
+//! | [`ProcessGroup::alloc_shared`] | none: memory that collectives use in place |
+//! | [`store::Store`] | `TCPStore` |
+//!
+//! ```
+//! use flow_comm::{ProcessGroup, ReduceOp};
+//!
+//! let group = ProcessGroup::from_env()?; // alone: a group of one
+//! let mut sum = [group.rank() as f32 + 1.0];
+//! group.all_reduce(&mut sum, ReduceOp::Sum)?;
+//! # assert_eq!(sum, [1.0]);
+//! # Ok::<(), flow_comm::Error>(())
+//! ```
+//!
+//! Groups work over shared memory on one machine; see [`ProcessGroup`].
+
+mod buffer;
 pub mod env;
+mod error;
+mod group;
+mod shm;
 pub mod store;
+mod work;
+
+pub use buffer::{Buffer, SharedBuffer};
+pub use error::{Error, Result};
+pub use flow_kernels::{bf16, f16, DType, Element, ReduceOp};
+pub use group::{ProcessGroup, DEFAULT_TIMEOUT};
+pub use shm::arena::{Arena, Block};
+pub use shm::Segments;
+pub use work::Work;

@@ -1,0 +1,82 @@
+//! What can go wrong in a process group.
+
+use std::time::Duration;
+
+/// Errors of process groups. Every message names this rank, the operation and, where there is one, the peer.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum Error {
+    /// The environment does not describe a rank.
+    #[error(transparent)]
+    Environment(#[from] crate::env::Error),
+    /// Ranks could not find each other.
+    #[error("rank {rank}: joining the process group failed: {reason}")]
+    Join {
+        /// This rank.
+        rank: usize,
+        /// What happened and what to do.
+        reason: String,
+    },
+    /// An argument that cannot work on any rank, found before anything was sent.
+    #[error("rank {rank}: {operation}: {reason}")]
+    Argument {
+        /// This rank.
+        rank: usize,
+        /// The call.
+        operation: String,
+        /// What was wrong and what would be right.
+        reason: String,
+    },
+    /// Ranks called different operations, or the same one with different sizes or types.
+    #[error("rank {rank}: ranks disagree about the next collective: {detail}; every rank must call the same operations in the same order with the same sizes")]
+    Mismatch {
+        /// This rank.
+        rank: usize,
+        /// What each side was doing.
+        detail: String,
+    },
+    /// Some ranks did not arrive in time.
+    #[error("rank {rank}: {operation} timed out after {timeout:?}: waited for {missing}")]
+    Timeout {
+        /// This rank.
+        rank: usize,
+        /// Name and sequence number of the operation.
+        operation: String,
+        /// The group's timeout.
+        timeout: Duration,
+        /// The ranks that had not arrived, and how far they were.
+        missing: String,
+    },
+    /// A rank died, or left the group, while others needed it.
+    #[error("rank {rank}: {operation} failed: {peer}")]
+    PeerLost {
+        /// This rank.
+        rank: usize,
+        /// Name and sequence number of the operation.
+        operation: String,
+        /// Which rank, its process and how it ended.
+        peer: String,
+    },
+    /// The group failed before; it cannot be used any more.
+    #[error("rank {rank}: {operation} failed: the process group is unusable since an earlier failure: {cause}")]
+    Poisoned {
+        /// This rank.
+        rank: usize,
+        /// Name and sequence number of the operation.
+        operation: String,
+        /// The first failure, as the rank that saw it described it.
+        cause: String,
+    },
+    /// The system refused something.
+    #[error("rank {rank}: {operation} failed: {reason}")]
+    System {
+        /// This rank.
+        rank: usize,
+        /// What was attempted.
+        operation: String,
+        /// The system's answer and what to do.
+        reason: String,
+    },
+}
+
+/// Result of process group operations.
+pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -1,0 +1,358 @@
+//! Memory that every local rank maps: one sparse memfd, a region of it for each rank to allocate from.
+//!
+//! The file is far larger than the machine's memory: pages come into being when they are touched, so growing needs
+//! no protocol between ranks, and an offset means the same bytes in every process. A memfd has no name and is not
+//! bound by the size of `/dev/shm`: when the last process that maps it ends, however it ends, it is gone.
+
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::ops::Range;
+use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rustix::fs::MemfdFlags;
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+/// Alignment of blocks of a page and more; smaller ones are aligned to a cache line.
+const PAGE: usize = 4096;
+const CACHE_LINE: usize = 64;
+/// Freed blocks keep their pages up to this many bytes, or as many as are in use: allocations of a training step
+/// then never fault.
+const MIN_CACHE: usize = 256 << 20;
+/// Only blocks this large are worth a system call to give their pages back.
+const MIN_RELEASE: usize = 1 << 20;
+
+/// The shared mapping, and the allocator of this process' region.
+pub struct Arena {
+    base: NonNull<u8>,
+    len: usize,
+    region: Range<usize>,
+    blocks: Mutex<Blocks>,
+    /// Raised when a collective failed: a peer may still write into blocks that were in use then, so these are not
+    /// used again.
+    quarantine: AtomicU32,
+}
+
+// SAFETY: `base` is a plain shared mapping, valid in all threads until `Arena` is dropped; the allocator is locked.
+unsafe impl Send for Arena {}
+// SAFETY: as above.
+unsafe impl Sync for Arena {}
+
+#[derive(Default)]
+struct Blocks {
+    /// Free blocks by size: offset, and whether the block's pages are still there.
+    free: BTreeMap<usize, Vec<(usize, bool)>>,
+    /// End of the part of the region that was ever handed out.
+    used: usize,
+    live_bytes: usize,
+    warm_free_bytes: usize,
+}
+
+impl Arena {
+    /// Makes the memfd for `regions` ranks. Its size is what the address space and the file size limit allow, some
+    /// times the machine's memory for each rank.
+    pub fn create_file(regions: usize) -> Result<(OwnedFd, usize), String> {
+        let memory = {
+            let info = rustix::system::sysinfo();
+            (info.totalram as usize).saturating_mul(info.mem_unit.max(1) as usize)
+        };
+        let wanted = memory.saturating_mul(4).max(64 << 30).min((1 << 45) / regions);
+        let file_limit = rustix::process::getrlimit(rustix::process::Resource::Fsize).current.unwrap_or(u64::MAX);
+        let space_limit = rustix::process::getrlimit(rustix::process::Resource::As).current.unwrap_or(u64::MAX);
+        let limit = file_limit.min(space_limit / 2) as usize / regions;
+        let region = wanted.min(limit) / (1 << 20) * (1 << 20);
+        if region < (64 << 20) {
+            return Err(format!(
+                "only {} MiB of shared memory per rank is allowed by the limits on file size (ulimit -f) and address \
+                 space (ulimit -v); at least 64 MiB are needed: raise them",
+                region >> 20
+            ));
+        }
+        let file = rustix::fs::memfd_create(c"flow-arena", MemfdFlags::CLOEXEC)
+            .map_err(|e| format!("memfd_create failed: {e}"))?;
+        rustix::fs::ftruncate(&file, (region * regions) as u64)
+            .map_err(|e| format!("cannot size the shared memory to {} bytes: {e}", region * regions))?;
+        Ok((file, region))
+    }
+
+    /// Maps all of `file`; this process allocates from region number `index`, whose first `reserved` bytes are kept
+    /// for the caller.
+    pub fn map(file: impl AsFd, regions: usize, region: usize, index: usize, reserved: usize) -> Result<Self, String> {
+        let len = regions * region;
+        // SAFETY: a fresh mapping at an address of the kernel's choice touches no existing memory.
+        let base = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED | MapFlags::NORESERVE,
+                file,
+                0,
+            )
+        }
+        .map_err(|e| {
+            format!("cannot map {len} bytes of shared memory: {e} (is the address space limited? ulimit -v)")
+        })?;
+        // SAFETY: the range was just mapped. Without this a core dump would walk the whole sparse mapping.
+        let _ = unsafe { rustix::mm::madvise(base, len, Advice::LinuxDontDump) };
+        let region = index * region..(index + 1) * region;
+        let blocks = Blocks { used: region.start + reserved.next_multiple_of(PAGE), ..Blocks::default() };
+        Ok(Self {
+            base: NonNull::new(base.cast()).ok_or("mmap returned a null address")?,
+            len,
+            region,
+            blocks: Mutex::new(blocks),
+            quarantine: AtomicU32::new(0),
+        })
+    }
+
+    /// Address of `offset`, which must be inside the mapping.
+    pub fn at(&self, offset: usize) -> *mut u8 {
+        debug_assert!(offset < self.len);
+        self.base.as_ptr().wrapping_add(offset)
+    }
+
+    /// Whether `bytes` bytes from `offset` lie inside the mapping: offsets of peers are checked before use.
+    pub fn contains(&self, offset: usize, bytes: usize) -> bool {
+        offset.checked_add(bytes).is_some_and(|end| end <= self.len)
+    }
+
+    /// Offset of the memory at `pointer`, if all of it lies in this process' region.
+    pub fn offset_of(&self, pointer: *const u8, bytes: usize) -> Option<usize> {
+        let offset = (pointer as usize).checked_sub(self.base.as_ptr() as usize)?;
+        (offset >= self.region.start && offset.checked_add(bytes)? <= self.region.end).then_some(offset)
+    }
+
+    /// A block of at least `bytes` bytes with unspecified contents; `None` when the region is full.
+    pub fn allocate(self: &Arc<Self>, bytes: usize) -> Option<Block> {
+        let size = size_class(bytes);
+        let mut blocks = self.blocks();
+        // A block up to a quarter larger serves as well: close sizes share their memory.
+        let found = blocks.free.range_mut(size..=size + size / 4).find_map(|(&size, list)| Some((size, list.pop()?)));
+        let (size, offset) = match found {
+            Some((size, (offset, warm))) => {
+                if warm {
+                    blocks.warm_free_bytes -= size;
+                }
+                (size, offset)
+            }
+            None => {
+                let offset = if size >= PAGE { blocks.used.next_multiple_of(PAGE) } else { blocks.used };
+                let end = offset.checked_add(size).filter(|&end| end <= self.region.end)?;
+                blocks.used = end;
+                (size, offset)
+            }
+        };
+        blocks.live_bytes += size;
+        drop(blocks);
+        let born = self.quarantine.load(Ordering::Acquire);
+        Some(Block { arena: Arc::clone(self), offset, size, born })
+    }
+
+    /// As [`Arena::allocate`], all bytes zero.
+    pub fn allocate_zeroed(self: &Arc<Self>, bytes: usize) -> Option<Block> {
+        let block = self.allocate(bytes)?;
+        if block.size < PAGE || !self.discard(block.offset, block.size) {
+            // SAFETY: the block is ours alone and `size` bytes long.
+            unsafe { std::ptr::write_bytes(self.at(block.offset), 0, block.size) };
+        }
+        Some(block)
+    }
+
+    /// Keeps the blocks that are in use now from being used again: see `quarantine`.
+    pub fn quarantine(&self) {
+        self.quarantine.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Bytes handed out and not yet freed, and bytes of freed blocks whose pages are kept.
+    pub fn usage(&self) -> (usize, usize) {
+        let blocks = self.blocks();
+        (blocks.live_bytes, blocks.warm_free_bytes)
+    }
+
+    fn free(&self, offset: usize, size: usize, born: u32) {
+        let mut blocks = self.blocks();
+        blocks.live_bytes -= size;
+        let reusable = born == self.quarantine.load(Ordering::Acquire);
+        let over = blocks.warm_free_bytes + size > MIN_CACHE.max(blocks.live_bytes);
+        // Under the lock: nobody can be handed the block while its pages go.
+        let cold = (!reusable || over) && size >= MIN_RELEASE && self.discard(offset, size);
+        if reusable {
+            if !cold {
+                blocks.warm_free_bytes += size;
+            }
+            blocks.free.entry(size).or_default().push((offset, !cold));
+        }
+    }
+
+    /// Gives the pages back to the system: they read as zeros afterwards.
+    fn discard(&self, offset: usize, size: usize) -> bool {
+        // SAFETY: the range is page aligned (blocks of a page and more are), inside the mapping and unused.
+        unsafe { rustix::mm::madvise(self.at(offset).cast::<c_void>(), size, Advice::LinuxRemove) }.is_ok()
+    }
+
+    fn blocks(&self) -> MutexGuard<'_, Blocks> {
+        self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        // SAFETY: every block holds an `Arc` of the arena, so nothing points into the mapping any more.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+/// Eight classes between powers of two: at most an eighth is lost. Sizes of a page and more are whole pages.
+fn size_class(bytes: usize) -> usize {
+    let bytes = bytes.max(CACHE_LINE);
+    let step = (bytes.next_power_of_two() / 16).max(CACHE_LINE);
+    let size = bytes.next_multiple_of(step);
+    if size >= PAGE {
+        size.next_multiple_of(PAGE)
+    } else {
+        size
+    }
+}
+
+/// A block of the arena, freed when dropped.
+pub struct Block {
+    arena: Arc<Arena>,
+    offset: usize,
+    size: usize,
+    born: u32,
+}
+
+impl Block {
+    /// Where the block begins in the mapping, the same in all processes.
+    pub fn offset(&self) -> usize {
+        self.offset
+    }
+
+    /// Address of the block in this process.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.arena.at(self.offset)
+    }
+
+    /// The arena the block came from.
+    pub fn arena(&self) -> &Arc<Arena> {
+        &self.arena
+    }
+
+    /// Gives the block up without freeing it: peers may still use it.
+    pub fn abandon(mut self) {
+        self.size = 0;
+    }
+
+    /// Usable bytes: at least as many as were asked for.
+    pub fn size(&self) -> usize {
+        self.size
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        if self.size != 0 {
+            self.arena.free(self.offset, self.size, self.born);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn arena() -> Arc<Arena> {
+        let (file, region) = Arena::create_file(1).unwrap();
+        Arc::new(Arena::map(&file, 1, region, 0, 0).unwrap())
+    }
+
+    #[test]
+    fn classes_hold_what_was_asked_for_and_waste_little() {
+        for bytes in (1..10_000).chain([65_536, 65_537, 1 << 20, (1 << 20) + 1, 26_214_400, 123_456_789]) {
+            let size = size_class(bytes);
+            assert!(size >= bytes && size % CACHE_LINE == 0);
+            assert!(size < PAGE || size % PAGE == 0);
+            assert!(bytes < 64 * 1024 || size - bytes <= bytes / 8 + PAGE, "{bytes} -> {size}");
+        }
+    }
+
+    #[test]
+    fn freed_blocks_serve_again() {
+        let arena = arena();
+        let first = arena.allocate(100_000).unwrap();
+        let offset = first.offset();
+        drop(first);
+        let second = arena.allocate(99_000).unwrap();
+        assert_eq!(second.offset(), offset);
+        assert_ne!(arena.allocate(100_000).unwrap().offset(), offset);
+    }
+
+    #[test]
+    fn blocks_do_not_overlap() {
+        let arena = arena();
+        let mut blocks: Vec<Block> = Vec::new();
+        for round in 0..4 {
+            for i in 0..200 {
+                let block = arena.allocate(1 + (i * 7919 + round * 104_729) % 300_000).unwrap();
+                for other in &blocks {
+                    assert!(
+                        block.offset() + block.size() <= other.offset()
+                            || other.offset() + other.size() <= block.offset()
+                    );
+                }
+                blocks.push(block);
+            }
+            let mut keep = false;
+            blocks.retain(|_| std::mem::replace(&mut keep, !keep));
+        }
+        drop(blocks);
+        assert_eq!(arena.usage().0, 0);
+    }
+
+    #[test]
+    fn zeroed_blocks_are_zero_after_use() {
+        let arena = arena();
+        for bytes in [100, 5_000, 2 << 20] {
+            let block = arena.allocate(bytes).unwrap();
+            // SAFETY: the block is ours and at least `bytes` long.
+            unsafe { std::ptr::write_bytes(block.as_ptr(), 0xAB, bytes) };
+            drop(block);
+            let block = arena.allocate_zeroed(bytes).unwrap();
+            // SAFETY: as above.
+            let content = unsafe { std::slice::from_raw_parts(block.as_ptr(), bytes) };
+            assert!(content.iter().all(|&b| b == 0));
+        }
+    }
+
+    #[test]
+    fn quarantined_blocks_are_not_used_again() {
+        let arena = arena();
+        let block = arena.allocate(100_000).unwrap();
+        let offset = block.offset();
+        arena.quarantine();
+        drop(block);
+        assert_ne!(arena.allocate(100_000).unwrap().offset(), offset);
+    }
+
+    #[test]
+    fn a_full_region_says_so() {
+        let arena = arena();
+        assert!(arena.allocate(usize::MAX / 4).is_none());
+        assert!(arena.allocate(arena.len + 1).is_none());
+    }
+
+    #[test]
+    fn pages_beyond_the_cache_are_given_back() {
+        let arena = arena();
+        let bytes = MIN_CACHE / 4;
+        let blocks: Vec<Block> = (0..8).map(|_| arena.allocate(bytes).unwrap()).collect();
+        drop(blocks);
+        let (live, warm) = arena.usage();
+        assert_eq!(live, 0);
+        // A freed block may exceed the cache only while as much is in use.
+        assert!(warm <= 5 * size_class(bytes), "{warm} bytes kept");
+    }
+}

@@ -1,0 +1,248 @@
+//! The part of the arena through which the ranks of one group coordinate: counters, posts, staging memory.
+//!
+//! A group works in *rounds*. In a round every rank posts what it does and where its data lies, raises `arrived`, and,
+//! when it has read (and written) what it needed from the others, raises `done`. The counters only grow, so that a
+//! slot serves again every [`SLOTS`] rounds without being reset.
+//!
+//! Everything here is atomics over zeroed memory: a peer that was killed half-way leaves values, never broken locks.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicU8, Ordering};
+use std::sync::Arc;
+
+use super::arena::Arena;
+
+/// Rounds that may be under way at once.
+pub const SLOTS: u64 = 64;
+/// Data up to this many bytes travels in the round's own payload: one synchronisation instead of two.
+pub const PAYLOAD: usize = 4096;
+/// Staging buffer for ordinary memory: two of them per rank stay in the second-level cache.
+pub const CHUNK: usize = 256 << 10;
+
+/// A counter that ranks wait on. Only whoever raises it to a multiple of the group's size wakes the waiters.
+#[repr(C, align(64))]
+pub struct Counter {
+    pub value: AtomicU32,
+    pub waiters: AtomicU32,
+}
+
+impl Counter {
+    /// Whether the counter has come to `target`; counters may wrap around.
+    pub fn reached(&self, target: u32) -> bool {
+        self.value.load(Ordering::Acquire).wrapping_sub(target) as i32 >= 0
+    }
+
+    /// Adds one and wakes all who wait if that makes it `target`.
+    pub fn raise(&self, target: u32) {
+        let value = self.value.fetch_add(1, Ordering::SeqCst).wrapping_add(1);
+        if value == target {
+            self.wake();
+        }
+    }
+
+    pub fn wake(&self) {
+        if self.waiters.load(Ordering::SeqCst) != 0 {
+            let _ = rustix::thread::futex::wake(&self.value, rustix::thread::futex::Flags::empty(), i32::MAX as u32);
+        }
+    }
+}
+
+/// Text that one rank writes once and others read.
+#[repr(C, align(64))]
+pub struct Note {
+    /// 0: none; 1: being written; 2: readable.
+    state: AtomicU32,
+    kind: AtomicU32,
+    len: AtomicU32,
+    text: [AtomicU8; 2036],
+}
+
+impl Note {
+    /// Writes the note if there is none yet.
+    pub fn write(&self, kind: u32, text: &str) -> bool {
+        if self.state.compare_exchange(0, 1, Ordering::SeqCst, Ordering::SeqCst).is_err() {
+            return false;
+        }
+        let mut len = text.len().min(self.text.len());
+        while !text.is_char_boundary(len) {
+            len -= 1;
+        }
+        for (to, from) in self.text.iter().zip(&text.as_bytes()[..len]) {
+            to.store(*from, Ordering::Relaxed);
+        }
+        self.len.store(len as u32, Ordering::Relaxed);
+        self.kind.store(kind, Ordering::Relaxed);
+        self.state.store(2, Ordering::SeqCst);
+        true
+    }
+
+    pub fn is_set(&self) -> bool {
+        self.state.load(Ordering::SeqCst) == 2
+    }
+
+    /// Kind and text, once written.
+    pub fn read(&self) -> Option<(u32, String)> {
+        if !self.is_set() {
+            return None;
+        }
+        let len = (self.len.load(Ordering::Relaxed) as usize).min(self.text.len());
+        let bytes: Vec<u8> = self.text[..len].iter().map(|b| b.load(Ordering::Relaxed)).collect();
+        Some((self.kind.load(Ordering::Relaxed), String::from_utf8_lossy(&bytes).into_owned()))
+    }
+}
+
+/// What every rank may know of another.
+#[repr(C, align(64))]
+pub struct RankState {
+    /// Rounds this rank has arrived in and is done with.
+    pub posted: AtomicU64,
+    pub completed: AtomicU64,
+    /// Set when the rank has dropped its group.
+    pub left: AtomicU32,
+    /// What this rank has to say about a failure.
+    pub notice: Note,
+}
+
+#[repr(C, align(64))]
+pub struct Header {
+    /// Ranks that still use this memory.
+    pub attached: AtomicU32,
+    /// The first failure.
+    pub poison: Note,
+}
+
+#[repr(C)]
+pub struct Slot {
+    pub arrived: Counter,
+    pub done: Counter,
+}
+
+/// One rank's post in a round, see `operation::Post`.
+#[repr(C, align(64))]
+pub struct PostWords(pub [AtomicU64; 8]);
+
+/// One direction between two ranks for `send` and `recv`.
+#[repr(C)]
+pub struct Mailbox {
+    pub sent: Counter,
+    pub taken: Counter,
+    pub post: PostWords,
+}
+
+/// Where the parts lie, in bytes from the beginning of the control block.
+#[derive(Clone, Copy)]
+struct Layout {
+    ranks: usize,
+    slots: usize,
+    posts: usize,
+    payloads: usize,
+    staging: usize,
+    mailboxes: usize,
+    letters: usize,
+    letter: usize,
+    total: usize,
+}
+
+impl Layout {
+    fn of(size: usize) -> Self {
+        let ranks = std::mem::size_of::<Header>();
+        let slots = ranks + size * std::mem::size_of::<RankState>();
+        let posts = slots + SLOTS as usize * std::mem::size_of::<Slot>();
+        let payloads = (posts + SLOTS as usize * size * std::mem::size_of::<PostWords>()).next_multiple_of(4096);
+        let staging = payloads + SLOTS as usize * size * PAYLOAD;
+        let mailboxes = staging + size * 2 * CHUNK;
+        let letters = (mailboxes + size * size * std::mem::size_of::<Mailbox>()).next_multiple_of(4096);
+        let letter = ((1 << 30) / (size * size * 2)).clamp(4096, 128 << 10) / 4096 * 4096;
+        let total = letters + size * size * 2 * letter;
+        Self { ranks, slots, posts, payloads, staging, mailboxes, letters, letter, total }
+    }
+}
+
+/// A group's control block, mapped in this process.
+pub struct Control {
+    arena: Arc<Arena>,
+    offset: usize,
+    size: usize,
+    layout: Layout,
+}
+
+impl Control {
+    /// Bytes a group of `size` ranks needs, zeroed.
+    pub fn bytes(size: usize) -> usize {
+        Layout::of(size).total
+    }
+
+    /// The control block at `offset` of the arena.
+    pub fn attach(arena: Arc<Arena>, offset: usize, size: usize) -> Self {
+        assert!(arena.contains(offset, Self::bytes(size)), "a control block lies inside the arena");
+        Self { arena, offset, size, layout: Layout::of(size) }
+    }
+
+    fn at<T>(&self, start: usize, index: usize) -> &T {
+        let pointer = self.arena.at(self.offset + start + index * std::mem::size_of::<T>());
+        // SAFETY: `start` and `index` are inside the layout, which is inside the mapping; the types consist of
+        // atomics only, for which any bytes are valid; alignment: the block is page aligned, the parts 64.
+        unsafe { &*pointer.cast::<T>() }
+    }
+
+    pub fn header(&self) -> &Header {
+        self.at(0, 0)
+    }
+
+    pub fn rank(&self, rank: usize) -> &RankState {
+        debug_assert!(rank < self.size);
+        self.at(self.layout.ranks, rank)
+    }
+
+    pub fn slot(&self, round: u64) -> &Slot {
+        self.at(self.layout.slots, (round % SLOTS) as usize)
+    }
+
+    pub fn post(&self, round: u64, rank: usize) -> &PostWords {
+        debug_assert!(rank < self.size);
+        self.at(self.layout.posts, (round % SLOTS) as usize * self.size + rank)
+    }
+
+    /// Value of `arrived` or `done` when all ranks are there in `round`.
+    pub fn target(&self, round: u64) -> u32 {
+        (self.size as u64 * (round / SLOTS + 1)) as u32
+    }
+
+    /// A rank's [`PAYLOAD`] bytes in a round.
+    pub fn payload(&self, round: u64, rank: usize) -> *mut u8 {
+        debug_assert!(rank < self.size);
+        let index = (round % SLOTS) as usize * self.size + rank;
+        self.arena.at(self.offset + self.layout.payloads + index * PAYLOAD)
+    }
+
+    /// A rank's staging buffer of [`CHUNK`] bytes number 0 or 1.
+    pub fn staging(&self, rank: usize, which: usize) -> *mut u8 {
+        debug_assert!(rank < self.size && which < 2);
+        self.arena.at(self.offset + self.layout.staging + (rank * 2 + which) * CHUNK)
+    }
+
+    pub fn mailbox(&self, from: usize, to: usize) -> &Mailbox {
+        debug_assert!(from < self.size && to < self.size);
+        self.at(self.layout.mailboxes, from * self.size + to)
+    }
+
+    /// Memory for part `part` of a message between two ranks, and its size: two parts may be on their way.
+    pub fn letter(&self, from: usize, to: usize, part: u32) -> (*mut u8, usize) {
+        debug_assert!(from < self.size && to < self.size);
+        let index = (from * self.size + to) * 2 + (part % 2) as usize;
+        (self.arena.at(self.offset + self.layout.letters + index * self.layout.letter), self.layout.letter)
+    }
+
+    /// Wakes every rank that waits for anything in this group.
+    pub fn wake_all(&self) {
+        for round in 0..SLOTS {
+            self.slot(round).arrived.wake();
+            self.slot(round).done.wake();
+        }
+        for from in 0..self.size {
+            for to in 0..self.size {
+                self.mailbox(from, to).sent.wake();
+                self.mailbox(from, to).taken.wake();
+            }
+        }
+    }
+}

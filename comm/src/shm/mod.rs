@@ -1,0 +1,57 @@
+//! Process groups over shared memory: CPU, one machine.
+//!
+//! | file | subject |
+//! |---|---|
+//! | `arena` | the memory all local ranks map, and its allocator |
+//! | `world` | how ranks meet, who lives |
+//! | `control` | counters, posts and staging buffers of one group |
+//! | `operation` | what a rank posts about the collective it is in |
+//! | `engine` | rounds: posting, waiting, failing |
+//! | `exchange` | collectives that read from peers |
+//! | `reduction` | all_reduce, reduce, and the bucket reductions of data-parallel training |
+//! | `message` | send and recv |
+//!
+//! All `unsafe` code of the crate is in here.
+
+pub mod arena;
+mod control;
+pub mod engine;
+mod exchange;
+mod message;
+pub mod operation;
+mod reduction;
+pub mod world;
+
+pub use control::Control;
+pub use exchange::Raw;
+pub use reduction::Segments;
+
+use flow_kernels::Element;
+
+use arena::Block;
+
+/// The bytes of a slice of numbers.
+pub fn as_bytes<T: Element>(slice: &[T]) -> &[u8] {
+    // SAFETY: numbers have no padding, any alignment is right for bytes, and the length is the slice's.
+    unsafe { std::slice::from_raw_parts(slice.as_ptr().cast(), std::mem::size_of_val(slice)) }
+}
+
+/// The bytes of a slice of numbers, for writing.
+pub fn as_bytes_mut<T: Element>(slice: &mut [T]) -> &mut [u8] {
+    // SAFETY: as above, and any bytes are a number.
+    unsafe { std::slice::from_raw_parts_mut(slice.as_mut_ptr().cast(), std::mem::size_of_val(slice)) }
+}
+
+/// The first `len` numbers of a block.
+pub fn block_as_slice<T: Element>(block: &Block, len: usize) -> &[T] {
+    assert!(len * std::mem::size_of::<T>() <= block.size(), "the block was allocated for the slice");
+    // SAFETY: the block holds that many bytes, is cache line aligned, and was zero when made; any bytes are numbers.
+    unsafe { std::slice::from_raw_parts(block.as_ptr().cast(), len) }
+}
+
+/// The first `len` numbers of a block, for writing.
+pub fn block_as_slice_mut<T: Element>(block: &mut Block, len: usize) -> &mut [T] {
+    assert!(len * std::mem::size_of::<T>() <= block.size(), "the block was allocated for the slice");
+    // SAFETY: as above; the block is borrowed mutably.
+    unsafe { std::slice::from_raw_parts_mut(block.as_ptr().cast(), len) }
+}

@@ -1,0 +1,146 @@
+//! What a rank says it is doing: posted beside the data in every round, compared by every rank.
+
+use std::fmt;
+use std::sync::atomic::Ordering;
+
+use flow_kernels::{DType, ReduceOp};
+
+use super::control::PostWords;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Kind {
+    AllReduce = 1,
+    Reduce,
+    Broadcast,
+    AllGather,
+    ReduceScatter,
+    AllToAll,
+    Gather,
+    Scatter,
+    Barrier,
+    NewGroup,
+    Send,
+}
+
+impl Kind {
+    const ALL: [Kind; 11] = [
+        Kind::AllReduce,
+        Kind::Reduce,
+        Kind::Broadcast,
+        Kind::AllGather,
+        Kind::ReduceScatter,
+        Kind::AllToAll,
+        Kind::Gather,
+        Kind::Scatter,
+        Kind::Barrier,
+        Kind::NewGroup,
+        Kind::Send,
+    ];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::AllReduce => "all_reduce",
+            Kind::Reduce => "reduce",
+            Kind::Broadcast => "broadcast",
+            Kind::AllGather => "all_gather",
+            Kind::ReduceScatter => "reduce_scatter",
+            Kind::AllToAll => "all_to_all",
+            Kind::Gather => "gather",
+            Kind::Scatter => "scatter",
+            Kind::Barrier => "barrier",
+            Kind::NewGroup => "new_group",
+            Kind::Send => "send",
+        }
+    }
+
+    fn has_root(self) -> bool {
+        matches!(self, Kind::Reduce | Kind::Broadcast | Kind::Gather | Kind::Scatter)
+    }
+
+    fn reduces(self) -> bool {
+        matches!(self, Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter)
+    }
+}
+
+/// An operation as all ranks must agree on it. `count` is the number of elements a rank contributes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Operation {
+    pub sequence: u64,
+    pub kind: Kind,
+    pub dtype: DType,
+    pub reduce: ReduceOp,
+    pub root: u32,
+    pub count: u64,
+    /// Number of separate pieces the data consists of, and the bucket they make up.
+    pub segments: u32,
+    pub bucket: Option<u32>,
+}
+
+/// Where a rank's data of a round lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Location {
+    /// At this offset of the arena.
+    Shared(usize),
+    /// In the rank's payload or staging buffer.
+    Staged,
+}
+
+const STAGED: u64 = u64::MAX;
+
+/// What is wrong with a peer's post.
+const UNREADABLE: &str = "an operation this version does not know";
+
+impl Operation {
+    pub fn write(&self, location: Location, words: &PostWords) {
+        let packed = u64::from(self.kind as u8)
+            | u64::from(self.dtype as u8) << 8
+            | u64::from(self.reduce as u8) << 16
+            | u64::from(self.root) << 32;
+        let offset = match location {
+            Location::Shared(offset) => offset as u64,
+            Location::Staged => STAGED,
+        };
+        let pieces = u64::from(self.segments) | u64::from(self.bucket.map_or(0, |b| b + 1)) << 32;
+        for (word, value) in words.0.iter().zip([self.sequence, packed, self.count, offset, pieces]) {
+            word.store(value, Ordering::Relaxed);
+        }
+    }
+
+    pub fn read(words: &PostWords) -> Result<(Self, Location), &'static str> {
+        let [sequence, packed, count, offset, pieces] = std::array::from_fn(|i| words.0[i].load(Ordering::Relaxed));
+        let kind = Kind::ALL.into_iter().find(|k| *k as u64 == packed & 0xFF).ok_or(UNREADABLE)?;
+        let operation = Self {
+            sequence,
+            kind,
+            dtype: DType::try_from((packed >> 8) as u8).map_err(|_| UNREADABLE)?,
+            reduce: ReduceOp::try_from((packed >> 16) as u8).map_err(|_| UNREADABLE)?,
+            root: (packed >> 32) as u32,
+            count,
+            segments: pieces as u32,
+            bucket: ((pieces >> 32) as u32).checked_sub(1),
+        };
+        let location = if offset == STAGED { Location::Staged } else { Location::Shared(offset as usize) };
+        Ok((operation, location))
+    }
+}
+
+impl fmt::Display for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} #{}", self.kind.name(), self.sequence)?;
+        match self.kind {
+            Kind::Barrier | Kind::NewGroup => return Ok(()),
+            _ => write!(f, " ({} x {}", self.count, self.dtype)?,
+        }
+        if self.kind.reduces() {
+            write!(f, ", {}", self.reduce)?;
+        }
+        if self.kind.has_root() {
+            write!(f, ", root {}", self.root)?;
+        }
+        if let Some(bucket) = self.bucket {
+            write!(f, ", bucket {bucket}")?;
+        }
+        write!(f, ")")
+    }
+}

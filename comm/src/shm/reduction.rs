@@ -1,0 +1,292 @@
+//! all_reduce, reduce, and bucket reductions.
+//!
+//! Rank r reduces slice r over all ranks' memory, in rank order, and writes the result to all of them (for `reduce`:
+//! to the root). In shared memory that is done in place: each rank moves 2N bytes however many ranks there are, and
+//! all ranks hold the same bits. Ordinary memory goes through the staging buffers, the copies of one chunk
+//! overlapping with the reduction of another.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
+use std::time::Instant;
+
+use flow_kernels::{DType, ReduceOp};
+
+use super::arena::{Arena, Block};
+use super::control::{CHUNK, PAYLOAD};
+use super::engine::{Engine, State};
+use super::exchange::Raw;
+use super::operation::{Kind, Location, Operation};
+use crate::error::{Error, Result};
+
+/// Pieces of shared memory that are reduced as one: a bucket of gradients, where each was born.
+///
+/// Every rank has as many pieces of the same lengths; where they lie may differ. The memory named by
+/// [`Segments::place`] must stay allocated until the reduction is over.
+pub struct Segments {
+    bucket: u32,
+    dtype: DType,
+    lengths: Vec<usize>,
+    total: usize,
+    /// Offsets of the pieces, readable by all ranks.
+    table: Block,
+}
+
+impl Segments {
+    pub(crate) fn new(arena: &Arc<Arena>, bucket: u32, dtype: DType, lengths: Vec<usize>) -> Option<Self> {
+        let table = arena.allocate_zeroed(lengths.len() * 8)?;
+        let total = lengths.iter().sum();
+        Some(Self { bucket, dtype, lengths, total, table })
+    }
+
+    /// Says where piece `index` lies now. False if that is not memory all ranks can reach.
+    pub fn place(&self, index: usize, data: *const u8) -> bool {
+        let bytes = self.lengths[index] * self.dtype.size();
+        match self.table.arena().offset_of(data, bytes) {
+            Some(offset) => {
+                self.entry(self.table.offset(), index).store(offset as u64, Ordering::Relaxed);
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// Bytes of all pieces together.
+    pub fn bytes(&self) -> usize {
+        self.total * self.dtype.size()
+    }
+
+    fn entry(&self, table: usize, index: usize) -> &AtomicU64 {
+        let entry = self.table.arena().at(table + index * 8);
+        // SAFETY: `table` was checked to hold an entry per piece, is cache line aligned, and is written only while
+        // its rank has not arrived.
+        unsafe { &*entry.cast::<AtomicU64>() }
+    }
+}
+
+/// A bucket reduction that this rank has posted.
+pub struct InFlight {
+    round: u64,
+    operation: Operation,
+    segments: Arc<Segments>,
+    reduced: bool,
+}
+
+impl Engine {
+    /// Reduces `data` over all ranks, in place.
+    pub fn all_reduce(&self, data: Raw, dtype: DType, reduce: ReduceOp) -> Result<()> {
+        let operation = self.operation(Kind::AllReduce, dtype, reduce, 0, data.bytes / dtype.size());
+        self.reduce_into(operation, data, |_| true)
+    }
+
+    /// Reduces `data` over all ranks into the root's; other ranks' stays as it is.
+    pub fn reduce(&self, data: Raw, dtype: DType, reduce: ReduceOp, root: usize) -> Result<()> {
+        let operation = self.operation(Kind::Reduce, dtype, reduce, root, data.bytes / dtype.size());
+        self.reduce_into(operation, data, |rank| rank == root)
+    }
+
+    fn reduce_into(&self, mut operation: Operation, data: Raw, receives: impl Fn(usize) -> bool) -> Result<()> {
+        let state = &mut *self.state();
+        self.begin(state, &mut operation)?;
+        let operation = &operation;
+        let element = operation.dtype.size();
+        if data.bytes <= PAYLOAD {
+            let round = self.open(state, operation)?;
+            // SAFETY: the payload holds PAYLOAD bytes and is ours alone until we arrive.
+            unsafe { std::ptr::copy_nonoverlapping(data.data, self.control.payload(round, self.rank), data.bytes) };
+            self.post(round, operation, Location::Staged);
+            self.arrive(round);
+            self.wait_arrived(round, operation)?;
+            self.locations(round, operation, 0)?;
+            if receives(self.rank) {
+                let from = |rank| self.control.payload(round, rank);
+                self.combine(operation, &from, &mut [data.data], data.bytes / element);
+            }
+            self.done(round);
+            return Ok(());
+        }
+
+        let own = self.locate(data.data, data.bytes);
+        let mut locations = Vec::new();
+        // The chunk before: reduced here, not yet by all.
+        let mut pending: Option<(u64, Range<usize>)> = None;
+        let mut start = 0;
+        loop {
+            let range = start..(start + CHUNK).min(data.bytes);
+            let round = self.open(state, operation)?;
+            if own == Location::Staged {
+                let staging = self.stage(state, round, operation)?;
+                // SAFETY: the range is inside the caller's memory and fits the buffer, which nobody reads now.
+                unsafe { std::ptr::copy_nonoverlapping(data.data.add(range.start), staging, range.len()) };
+            }
+            self.post(round, operation, own);
+            self.arrive(round);
+            if let Some((round, range)) = pending.take() {
+                self.collect(round, range, own, data, operation, &receives)?;
+            }
+            self.wait_arrived(round, operation)?;
+            if start == 0 {
+                locations = self.locations(round, operation, data.bytes)?;
+            }
+            let in_place = locations.iter().all(|l| matches!(l, Location::Shared(_)));
+            let range = if in_place { 0..data.bytes } else { range };
+            let at = |rank: usize| match locations[rank] {
+                Location::Shared(offset) => self.world.arena.at(offset + start),
+                Location::Staged => self.control.staging(rank, (round % 2) as usize),
+            };
+            let slice = slice(range.len() / element, self.size(), self.rank, element);
+            let from = |rank| at(rank).wrapping_add(slice.start * element);
+            let mut to: Vec<*mut u8> = (0..self.size()).filter(|&r| receives(r)).map(from).collect();
+            self.combine(operation, &from, &mut to, slice.len());
+            self.done(round);
+            start = range.end;
+            if start == data.bytes {
+                return self.collect(round, range, own, data, operation, &receives);
+            }
+            pending = Some((round, range));
+        }
+    }
+
+    /// Waits until all ranks have reduced their slices of a chunk, and takes the result home.
+    fn collect(
+        &self,
+        round: u64,
+        range: Range<usize>,
+        own: Location,
+        data: Raw,
+        operation: &Operation,
+        receives: &impl Fn(usize) -> bool,
+    ) -> Result<()> {
+        self.wait_done(round, operation)?;
+        if own == Location::Staged && receives(self.rank) {
+            let staging = self.control.staging(self.rank, (round % 2) as usize);
+            // SAFETY: the range is inside the caller's memory, and the staged chunk is as long.
+            unsafe { std::ptr::copy_nonoverlapping(staging, data.data.add(range.start), range.len()) };
+        }
+        Ok(())
+    }
+
+    /// Reduces `count` elements at `from(rank)` of all ranks to all addresses in `to`.
+    fn combine(&self, operation: &Operation, from: &dyn Fn(usize) -> *mut u8, to: &mut [*mut u8], count: usize) {
+        let sources: Vec<*const u8> = (0..self.size()).map(|rank| from(rank).cast_const()).collect();
+        // SAFETY: all ranks have arrived, so their memory is there and holds still; slices do not overlap, so no
+        // other rank touches these elements; each destination is one of the sources or apart from all.
+        unsafe { flow_kernels::reduce(operation.dtype, operation.reduce, &sources, to, count) };
+    }
+
+    /// Posts a bucket whose pieces are all in place. Does not wait; false if too many buckets are under way, then
+    /// nothing was done. All ranks post the same buckets in the same order.
+    pub fn post_bucket(&self, segments: &Arc<Segments>, reduce: ReduceOp) -> Result<bool> {
+        let state = &mut *self.state();
+        let Some(round) = self.try_open(state) else {
+            return self.advance(state, false).map(|()| false);
+        };
+        let mut operation = self.operation(Kind::AllReduce, segments.dtype, reduce, 0, segments.total);
+        operation.segments = segments.lengths.len() as u32;
+        operation.bucket = Some(segments.bucket);
+        self.number(state, &mut operation)?;
+        self.post(round, &operation, Location::Shared(segments.table.offset()));
+        self.arrive(round);
+        state.in_flight.push_back(InFlight { round, operation, segments: Arc::clone(segments), reduced: false });
+        Ok(true)
+    }
+
+    /// Reduces this rank's slices of all posted buckets that all ranks have reached, without waiting.
+    pub fn progress(&self) -> Result<()> {
+        self.advance(&mut self.state(), false)
+    }
+
+    /// Waits for all posted buckets. Returns when each was seen to be finished, by bucket number.
+    pub fn finish_buckets(&self) -> Result<Vec<(u32, Instant)>> {
+        let state = &mut *self.state();
+        self.advance(state, true)?;
+        Ok(std::mem::take(&mut state.finished))
+    }
+
+    /// Starts a collective: buckets that were posted before come first.
+    pub fn begin(&self, state: &mut State, operation: &mut Operation) -> Result<()> {
+        if !state.in_flight.is_empty() {
+            self.advance(state, true)?;
+        }
+        self.number(state, operation)
+    }
+
+    fn advance(&self, state: &mut State, wait: bool) -> Result<()> {
+        for flight in state.in_flight.iter_mut().filter(|f| !f.reduced) {
+            if wait {
+                self.wait_arrived(flight.round, &flight.operation)?;
+            } else if !self.all_arrived(flight.round) {
+                break;
+            }
+            self.reduce_bucket(flight)?;
+            flight.reduced = true;
+            self.done(flight.round);
+        }
+        while let Some(first) = state.in_flight.front().filter(|f| f.reduced) {
+            if wait {
+                self.wait_done(first.round, &first.operation)?;
+            } else if !self.all_done(first.round) {
+                break;
+            }
+            state.finished.extend(first.operation.bucket.map(|bucket| (bucket, Instant::now())));
+            state.in_flight.pop_front();
+        }
+        if !wait {
+            self.check_poison(&"all_reduce of gradients")?;
+        }
+        Ok(())
+    }
+
+    fn reduce_bucket(&self, flight: &InFlight) -> Result<()> {
+        let InFlight { round, operation, segments, .. } = flight;
+        let tables = self.locations(*round, operation, segments.lengths.len() * 8)?;
+        let element = segments.dtype.size();
+        let slice = slice(segments.total, self.size(), self.rank, element);
+        let mut begin = 0;
+        for (index, length) in segments.lengths.iter().enumerate() {
+            let (low, high) = (slice.start.max(begin), slice.end.min(begin + length));
+            if low < high {
+                let mut to = Vec::with_capacity(self.size());
+                for (rank, table) in tables.iter().enumerate() {
+                    let Location::Shared(table) = *table else { continue };
+                    let offset = segments.entry(table, index).load(Ordering::Relaxed) as usize;
+                    if !self.world.arena.contains(offset, length * element) {
+                        let detail = format!("rank {} placed a gradient outside the shared memory", self.ranks[rank]);
+                        return Err(self.fail(Error::Mismatch { rank: self.world.rank, detail }));
+                    }
+                    to.push(self.world.arena.at(offset + (low - begin) * element));
+                }
+                let from = to.clone();
+                self.combine(operation, &|rank| from[rank], &mut to, high - low);
+            }
+            begin += length;
+        }
+        Ok(())
+    }
+}
+
+/// Rank `rank`'s part of `count` elements: all parts but the last are whole cache lines.
+fn slice(count: usize, ranks: usize, rank: usize, element: usize) -> Range<usize> {
+    let line = (64 / element).max(1);
+    let each = count.div_ceil(ranks).next_multiple_of(line);
+    (rank * each).min(count)..((rank + 1) * each).min(count)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::slice;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn slices_cover_everything_once(count in 0usize..100_000, ranks in 1usize..40, element in prop::sample::select(vec![1usize, 2, 4, 8])) {
+            let mut end = 0;
+            for rank in 0..ranks {
+                let part = slice(count, ranks, rank, element);
+                prop_assert_eq!(part.start, end);
+                end = part.end;
+            }
+            prop_assert_eq!(end, count);
+        }
+    }
+}

@@ -1,0 +1,259 @@
+//! The ranks of a job on this machine: how they find each other, the arena they share, and whether they still live.
+
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::process::{Pid, PidfdFlags};
+
+use super::arena::{Arena, Block};
+use super::control::{Control, Counter};
+use crate::env::{Membership, Rendezvous};
+use crate::error::{Error, Result};
+use crate::store::{Server, Store};
+
+/// How long a waiting rank sleeps before it looks whether its peers live.
+pub const SLICE: Duration = Duration::from_millis(100);
+/// How long the launcher may take to say how a dead rank ended.
+const EXIT_REPORT: Duration = Duration::from_millis(500);
+
+/// At the beginning of rank 0's region.
+#[repr(C)]
+struct Header {
+    attached: Counter,
+    /// Offset of the control block of the group of all ranks.
+    root: AtomicU64,
+}
+
+struct Peer {
+    pid: u32,
+    /// Readable once the process has ended. None for this rank itself, and where the kernel has no pidfds.
+    pidfd: Option<OwnedFd>,
+    /// The process had ended before it could be watched.
+    gone: bool,
+}
+
+/// What the groups of one job share in this process.
+pub struct World {
+    pub rank: usize,
+    pub size: usize,
+    pub arena: Arc<Arena>,
+    /// Every local rank can have a core of its own: a short spin is then cheaper than sleeping.
+    pub spin: bool,
+    root: usize,
+    host: String,
+    peers: Vec<Peer>,
+    store: Option<Store>,
+    launched: bool,
+    _server: Option<Server>,
+    /// Control blocks of dropped groups that peers have not yet left.
+    graveyard: Mutex<Vec<(Block, Control)>>,
+}
+
+impl World {
+    /// Meets the other ranks of the job. All ranks call this equally often, in the same order.
+    pub fn join(membership: &Membership, timeout: Duration) -> Result<Self> {
+        static GENERATION: AtomicUsize = AtomicUsize::new(0);
+        let generation = GENERATION.fetch_add(1, Ordering::Relaxed);
+        let (rank, size) = (membership.rank, membership.world_size);
+        let fail = |reason: String| Error::Join { rank, reason };
+        if membership.local_world_size != size {
+            return Err(fail(format!(
+                "the job has {size} ranks and only {} of them on this machine; process groups over several machines \
+                 are not available yet: start all ranks on one machine",
+                membership.local_world_size
+            )));
+        }
+        let deadline = Instant::now() + timeout;
+        let left = || deadline.saturating_duration_since(Instant::now());
+        let (server, store) = match &membership.rendezvous {
+            Rendezvous::None => (None, None),
+            Rendezvous::Server { address, token } => {
+                (None, Some(Store::connect(address, token, left()).map_err(|e| fail(e.to_string()))?))
+            }
+            Rendezvous::RankZero { address, token } => {
+                let server = (rank == 0).then(|| Server::start(address, token)).transpose().map_err(|e| {
+                    fail(format!(
+                        "cannot serve the rendezvous at {address}: {e}; if another job of yours runs here, give each its own MASTER_PORT"
+                    ))
+                })?;
+                (server, Some(Store::connect(address, token, left()).map_err(|e| fail(e.to_string()))?))
+            }
+        };
+        let key = |name: &str| format!("world/{generation}/{name}");
+        if let Some(store) = &store {
+            let joined = store
+                .compare_and_set(&key(&format!("rank/{rank}")), None, std::process::id().to_string().as_bytes())
+                .map_err(|e| fail(e.to_string()))?;
+            if let Err(other) = joined {
+                let other = String::from_utf8_lossy(&other.unwrap_or_default()).into_owned();
+                return Err(fail(format!(
+                    "process {other} has joined as rank {rank} before: every process needs its own RANK"
+                )));
+            }
+        }
+
+        let reserved = std::mem::size_of::<Header>() + size * std::mem::size_of::<AtomicU32>();
+        let (arena, file) = if rank == 0 {
+            let (file, region) = Arena::create_file(size).map_err(fail)?;
+            let arena = Arc::new(Arena::map(&file, size, region, 0, reserved).map_err(fail)?);
+            let block = arena
+                .allocate_zeroed(Control::bytes(size))
+                .ok_or_else(|| fail(format!("no shared memory for the control block of {size} ranks")))?;
+            let root = Control::attach(Arc::clone(&arena), block.offset(), size);
+            root.header().attached.store(size as u32, Ordering::SeqCst);
+            header(&arena).root.store(block.offset() as u64, Ordering::Release);
+            // Nobody can know when every rank has left the job: this block goes with the arena.
+            block.abandon();
+            if let Some(store) = &store {
+                let place = format!("{} {} {region}", std::process::id(), file.as_raw_fd());
+                store.set(&key("arena"), place.as_bytes()).map_err(|e| fail(e.to_string()))?;
+            }
+            (arena, Some(file))
+        } else {
+            let store = store.as_ref().ok_or_else(|| fail("there is no rendezvous store".into()))?;
+            let place = store.get(&key("arena"), left()).map_err(|e| fail(format!("rank 0 has not joined: {e}")))?;
+            let place = String::from_utf8_lossy(&place).into_owned();
+            let fields: Vec<usize> = place.split(' ').filter_map(|f| f.parse().ok()).collect();
+            let [pid, fd, region] = fields[..] else {
+                return Err(fail(format!("rank 0 announced its shared memory as {place:?}, which is not understood")));
+            };
+            let path = format!("/proc/{pid}/fd/{fd}");
+            let file = std::fs::File::options().read(true).write(true).open(&path).map_err(|e| {
+                fail(format!(
+                    "cannot open rank 0's shared memory at {path}: {e}; all ranks must run on one machine as one user"
+                ))
+            })?;
+            (Arc::new(Arena::map(&file, size, region, rank, 0).map_err(fail)?), None)
+        };
+
+        let own = std::process::id();
+        pid(&arena, rank).store(own, Ordering::Release);
+        header(&arena).attached.raise(size as u32);
+        let attached = &header(&arena).attached;
+        while !attached.reached(size as u32) {
+            if left().is_zero() {
+                let missing: Vec<String> =
+                    (0..size).filter(|&r| pid(&arena, r).load(Ordering::Acquire) == 0).map(|r| r.to_string()).collect();
+                return Err(fail(format!("ranks {} have not joined within {timeout:?}", missing.join(", "))));
+            }
+            sleep_on(attached, size as u32, left().min(SLICE));
+        }
+        // All have it mapped: from here on it lives only as long as they do.
+        drop(file);
+
+        let peers = (0..size)
+            .map(|r| {
+                let pid = pid(&arena, r).load(Ordering::Acquire);
+                let opened = Pid::from_raw(pid as i32)
+                    .filter(|_| r != rank)
+                    .map(|pid| rustix::process::pidfd_open(pid, PidfdFlags::empty()));
+                let gone = matches!(opened, Some(Err(rustix::io::Errno::SRCH)));
+                Peer { pid, pidfd: opened.and_then(|o| o.ok()), gone }
+            })
+            .collect();
+        let root = header(&arena).root.load(Ordering::Acquire) as usize;
+        let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+        Ok(Self {
+            rank,
+            size,
+            arena,
+            spin: size <= cores,
+            root,
+            host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
+            peers,
+            store,
+            launched: matches!(membership.rendezvous, Rendezvous::Server { .. }),
+            _server: server,
+            graveyard: Mutex::default(),
+        })
+    }
+
+    /// The control block of the group of all ranks.
+    pub fn root_control(&self) -> Control {
+        Control::attach(Arc::clone(&self.arena), self.root, self.size)
+    }
+
+    /// The control block of a new group of `size` ranks, allocated by its first rank.
+    pub fn new_control_block(&self, size: usize) -> Option<Block> {
+        self.sweep();
+        let block = self.arena.allocate_zeroed(Control::bytes(size))?;
+        let control = Control::attach(Arc::clone(&self.arena), block.offset(), size);
+        control.header().attached.store(size as u32, Ordering::SeqCst);
+        Some(block)
+    }
+
+    /// Frees a group's control block as soon as its last member has left.
+    pub fn bury(&self, block: Block, control: Control) {
+        self.graveyard.lock().unwrap_or_else(PoisonError::into_inner).push((block, control));
+        self.sweep();
+    }
+
+    fn sweep(&self) {
+        let mut graveyard = self.graveyard.lock().unwrap_or_else(PoisonError::into_inner);
+        graveyard.retain(|(_, control)| control.header().attached.load(Ordering::SeqCst) != 0);
+    }
+
+    /// Which of `ranks` have ended.
+    pub fn ended(&self, ranks: &[usize]) -> Vec<usize> {
+        let watched: Vec<(usize, &OwnedFd)> =
+            ranks.iter().filter_map(|&r| Some((r, self.peers[r].pidfd.as_ref()?))).collect();
+        let mut fds: Vec<PollFd<'_>> = watched.iter().map(|(_, fd)| PollFd::new(fd, PollFlags::IN)).collect();
+        let zero = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+        if rustix::event::poll(&mut fds, Some(&zero)).is_err() {
+            return Vec::new();
+        }
+        let ended = watched.iter().zip(&fds).filter(|(_, fd)| !fd.revents().is_empty()).map(|((r, _), _)| *r);
+        ranks.iter().copied().filter(|&r| self.peers[r].gone).chain(ended).collect()
+    }
+
+    /// "rank 1 (pid 42 on host) ...", for messages.
+    pub fn describe(&self, rank: usize) -> String {
+        format!("rank {rank} (pid {} on {})", self.peers[rank].pid, self.host)
+    }
+
+    /// How a rank that has ended came to its end, as far as the launcher says.
+    pub fn cause_of_end(&self, rank: usize) -> String {
+        let report = self.store.as_ref().filter(|_| self.launched);
+        match report.and_then(|store| store.get(&format!("exit/{rank}"), EXIT_REPORT).ok()) {
+            Some(text) => format!("ended with {}", String::from_utf8_lossy(&text)),
+            None => "died".into(),
+        }
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        self.sweep();
+        let graveyard = self.graveyard.get_mut().unwrap_or_else(PoisonError::into_inner);
+        graveyard.drain(..).for_each(|(block, _)| block.abandon());
+    }
+}
+
+/// Sleeps until `counter` may have come to `target`, at most for `time`. Returns whether the time ran out.
+pub fn sleep_on(counter: &Counter, target: u32, time: Duration) -> bool {
+    use rustix::thread::futex;
+    counter.waiters.fetch_add(1, Ordering::SeqCst);
+    let seen = counter.value.load(Ordering::SeqCst);
+    let mut timed_out = false;
+    if (seen.wrapping_sub(target) as i32) < 0 {
+        let time = futex::Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) };
+        let slept = futex::wait(&counter.value, futex::Flags::empty(), seen, Some(&time));
+        timed_out = slept == Err(rustix::io::Errno::TIMEDOUT);
+    }
+    counter.waiters.fetch_sub(1, Ordering::SeqCst);
+    timed_out
+}
+
+fn header(arena: &Arena) -> &Header {
+    // SAFETY: the mapping begins with the header, page aligned and zero at first; it consists of atomics.
+    unsafe { &*arena.at(0).cast::<Header>() }
+}
+
+fn pid(arena: &Arena, rank: usize) -> &AtomicU32 {
+    let pids = arena.at(std::mem::size_of::<Header>()).cast::<AtomicU32>();
+    // SAFETY: the header is followed by one word per rank, reserved when the arena was mapped.
+    unsafe { &*pids.add(rank) }
+}

@@ -1,0 +1,89 @@
+//! Collectives that run beside the caller.
+
+use std::sync::mpsc;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+
+use crate::error::{Error, Result};
+
+/// A collective that was started: it runs on the group's communication thread.
+///
+/// The buffer was moved in and comes back from [`Work::wait`], so nothing can touch it meanwhile. Dropping a `Work`
+/// loses the buffer and the result; the collective still runs, as the other ranks need it.
+#[must_use = "the result, and the buffer, come from wait()"]
+pub struct Work<T> {
+    outcome: mpsc::Receiver<Result<T>>,
+    rank: usize,
+    operation: &'static str,
+}
+
+impl<T> Work<T> {
+    /// Waits for the collective and returns its buffer. The group's timeout bounds the wait.
+    pub fn wait(self) -> Result<T> {
+        self.outcome.recv().unwrap_or_else(|_| {
+            Err(Error::System {
+                rank: self.rank,
+                operation: self.operation.into(),
+                reason: "the communication thread ended before it".into(),
+            })
+        })
+    }
+}
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// A thread that runs jobs in the order of their submission.
+pub(crate) struct Worker {
+    jobs: Option<mpsc::Sender<Job>>,
+    thread: Option<std::thread::JoinHandle<()>>,
+    pending: Arc<(Mutex<usize>, Condvar)>,
+}
+
+impl Worker {
+    pub fn start(rank: usize) -> std::io::Result<Self> {
+        let (sender, receiver) = mpsc::channel::<Job>();
+        let pending = Arc::new((Mutex::new(0), Condvar::new()));
+        let counted = Arc::clone(&pending);
+        let thread = std::thread::Builder::new().name(format!("flow-comm-{rank}")).spawn(move || {
+            for job in receiver {
+                // A job that panics drops its sender: `wait` reports that.
+                let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(job));
+                let (count, idle) = &*counted;
+                *count.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+                idle.notify_all();
+            }
+        })?;
+        Ok(Self { jobs: Some(sender), thread: Some(thread), pending })
+    }
+
+    pub fn submit<T: Send + 'static>(
+        &self,
+        rank: usize,
+        operation: &'static str,
+        job: impl FnOnce() -> Result<T> + Send + 'static,
+    ) -> Work<T> {
+        let (sender, outcome) = mpsc::channel();
+        *self.pending.0.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        let job: Job = Box::new(move || drop(sender.send(job())));
+        if let Some(jobs) = &self.jobs {
+            // The thread ends only when `jobs` is dropped.
+            let _ = jobs.send(job);
+        }
+        Work { outcome, rank, operation }
+    }
+
+    /// Waits until all submitted jobs are over; each is bounded by its group's timeout.
+    pub fn drain(&self) {
+        let (count, idle) = &*self.pending;
+        let count = count.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(idle.wait_while(count, |count| *count > 0).unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.jobs = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
