@@ -1,0 +1,245 @@
+//! Reduction of any number of buffers into any number of buffers.
+
+use std::array::from_fn;
+
+use half::{bf16, f16};
+
+use crate::number::{Arithmetic, Number, Widen};
+use crate::types::{DType, ReduceOp};
+
+/// Elements handled at once: few enough that the accumulators of all but the widest types stay in registers.
+const TILE: usize = 64;
+
+/// Writes `op` over `sources` to every destination, element by element:
+/// `destination[i] = sources[0][i] op sources[1][i] op ...`, in the order of `sources`.
+///
+/// | | `f32`, `f64` | `f16`, `bf16` | `i32`, `i64`, `u8` |
+/// |---|---|---|---|
+/// | `Sum`, `Product` | in their own type | in `f32`, rounded once at the end | wrapping |
+/// | `Avg` | the sum divided by the number of sources | likewise | the exact sum divided, truncated toward zero |
+/// | `Min`, `Max` | NaN if any source is NaN | likewise | |
+///
+/// Without sources nothing is written.
+///
+/// # Safety
+///
+/// - Each source must be readable and each destination writable for `count` elements of `dtype`, and aligned to
+///   `dtype.size()`. More alignment is not needed.
+/// - A destination may be the same pointer as a source or another destination (reduction in place), and must not
+///   overlap any of them otherwise.
+/// - No other thread may write the sources or access the destinations meanwhile.
+pub unsafe fn reduce(dtype: DType, op: ReduceOp, sources: &[*const u8], destinations: &[*mut u8], count: usize) {
+    // SAFETY: `detect` returns a set that this CPU has; the rest is the caller's promise.
+    unsafe { reduce_with(InstructionSet::detect(), dtype, op, Buffers { sources, destinations, count }) }
+}
+
+/// The instruction sets that the loops are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum InstructionSet {
+    /// What the compiler targets anyway.
+    Baseline,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+}
+
+impl InstructionSet {
+    /// The best one of this CPU. The standard library caches the answers.
+    #[inline]
+    fn detect() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        {
+            if is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl")
+            {
+                return InstructionSet::Avx512;
+            }
+            if is_x86_feature_detected!("avx2") {
+                return InstructionSet::Avx2;
+            }
+        }
+        InstructionSet::Baseline
+    }
+}
+
+/// The memory of one reduction; the pointers are `T`'s where a function has a type parameter `T`.
+#[derive(Clone, Copy)]
+struct Buffers<'a> {
+    sources: &'a [*const u8],
+    destinations: &'a [*mut u8],
+    count: usize,
+}
+
+/// # Safety
+///
+/// As for [`reduce`], and the CPU must have `set`.
+unsafe fn reduce_with(set: InstructionSet, dtype: DType, op: ReduceOp, buffers: Buffers) {
+    // SAFETY: the type matches `dtype`; the rest is the caller's promise.
+    unsafe {
+        match dtype {
+            DType::F32 => reduce_elements::<f32>(set, op, buffers),
+            DType::F64 => reduce_elements::<f64>(set, op, buffers),
+            DType::F16 => reduce_elements::<f16>(set, op, buffers),
+            DType::BF16 => reduce_elements::<bf16>(set, op, buffers),
+            DType::I32 => reduce_elements::<i32>(set, op, buffers),
+            DType::I64 => reduce_elements::<i64>(set, op, buffers),
+            DType::U8 => reduce_elements::<u8>(set, op, buffers),
+        }
+    }
+}
+
+/// # Safety
+///
+/// As for [`reduce_with`], with elements of type `T`.
+unsafe fn reduce_elements<T: Arithmetic>(set: InstructionSet, op: ReduceOp, buffers: Buffers) {
+    let ranks = buffers.sources.len();
+    // SAFETY: the caller's promise.
+    unsafe {
+        match op {
+            ReduceOp::Sum => run::<T, T::Accumulator, _>(set, Sum, buffers),
+            ReduceOp::Product => run::<T, T::Accumulator, _>(set, Product, buffers),
+            ReduceOp::Min => run::<T, T::Accumulator, _>(set, Min, buffers),
+            ReduceOp::Max => run::<T, T::Accumulator, _>(set, Max, buffers),
+            ReduceOp::Avg => match T::Mean::exact_reciprocal(ranks) {
+                Some(reciprocal) => run::<T, T::Mean, _>(set, SumTimes(reciprocal), buffers),
+                None => run::<T, T::Mean, _>(set, SumOver(T::Mean::from_count(ranks)), buffers),
+            },
+        }
+    }
+}
+
+/// How accumulators of type `A` are combined.
+trait Operation<A: Number>: Copy {
+    fn combine(self, left: A, right: A) -> A;
+
+    /// What becomes of the last accumulator.
+    #[inline(always)]
+    fn finish(self, total: A) -> A {
+        total
+    }
+}
+
+macro_rules! operation {
+    ($name:ident, $combine:ident) => {
+        #[derive(Clone, Copy)]
+        struct $name;
+
+        impl<A: Number> Operation<A> for $name {
+            #[inline(always)]
+            fn combine(self, left: A, right: A) -> A {
+                left.$combine(right)
+            }
+        }
+    };
+    ($name:ident, $combine:ident, then $finish:ident) => {
+        #[derive(Clone, Copy)]
+        struct $name<A>(A);
+
+        impl<A: Number> Operation<A> for $name<A> {
+            #[inline(always)]
+            fn combine(self, left: A, right: A) -> A {
+                left.$combine(right)
+            }
+
+            #[inline(always)]
+            fn finish(self, total: A) -> A {
+                total.$finish(self.0)
+            }
+        }
+    };
+}
+
+operation!(Sum, add);
+operation!(Product, multiply);
+operation!(Min, minimum);
+operation!(Max, maximum);
+operation!(SumTimes, add, then multiply);
+operation!(SumOver, add, then divide);
+
+/// # Safety
+///
+/// As for [`reduce_with`], with elements of type `T`.
+unsafe fn run<T: Widen<A>, A: Number, O: Operation<A>>(set: InstructionSet, operation: O, buffers: Buffers) {
+    // SAFETY: the caller's promise, which includes that the CPU has `set`.
+    unsafe {
+        match set {
+            InstructionSet::Baseline => run_here::<T, A, O>(operation, buffers),
+            #[cfg(target_arch = "x86_64")]
+            InstructionSet::Avx2 => run_avx2::<T, A, O>(operation, buffers),
+            #[cfg(target_arch = "x86_64")]
+            InstructionSet::Avx512 => run_avx512::<T, A, O>(operation, buffers),
+        }
+    }
+}
+
+/// # Safety
+///
+/// As for [`reduce`], with elements of type `T`, on a CPU with AVX2.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+unsafe fn run_avx2<T: Widen<A>, A: Number, O: Operation<A>>(operation: O, buffers: Buffers) {
+    // SAFETY: the caller's promise.
+    unsafe { run_here::<T, A, O>(operation, buffers) }
+}
+
+/// # Safety
+///
+/// As for [`reduce`], with elements of type `T`, on a CPU with these parts of AVX-512.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn run_avx512<T: Widen<A>, A: Number, O: Operation<A>>(operation: O, buffers: Buffers) {
+    // SAFETY: the caller's promise.
+    unsafe { run_here::<T, A, O>(operation, buffers) }
+}
+
+/// # Safety
+///
+/// As for [`reduce`], with elements of type `T`.
+#[inline(always)]
+unsafe fn run_here<T: Widen<A>, A: Number, O: Operation<A>>(operation: O, buffers: Buffers) {
+    // SAFETY: the caller's promise; both calls together cover each element once.
+    unsafe {
+        let tiled = run_tiles::<T, A, O, TILE>(operation, buffers, 0);
+        run_tiles::<T, A, O, 1>(operation, buffers, tiled);
+    }
+}
+
+/// Reduces from element `start` on in tiles of `N`, and returns where fewer than `N` elements are left.
+///
+/// # Safety
+///
+/// As for [`reduce`], with elements of type `T`.
+#[inline(always)]
+unsafe fn run_tiles<T: Widen<A>, A: Number, O: Operation<A>, const N: usize>(
+    operation: O,
+    buffers: Buffers,
+    mut start: usize,
+) -> usize {
+    let Some((first, others)) = buffers.sources.split_first() else { return buffers.count };
+    while buffers.count - start >= N {
+        // SAFETY: the tile lies within `count` elements. No destination, which may be the same memory, is written before
+        // all of its sources were read.
+        unsafe {
+            let tile = |source: &*const u8| &*source.cast::<T>().add(start).cast::<[T; N]>();
+            let mut accumulators: [A; N] = from_fn(|i| tile(first)[i].widen());
+            for other in others {
+                let other = tile(other);
+                for (accumulator, &element) in accumulators.iter_mut().zip(other) {
+                    *accumulator = operation.combine(*accumulator, element.widen());
+                }
+            }
+            let result: [T; N] = from_fn(|i| T::narrow(operation.finish(accumulators[i])));
+            for destination in buffers.destinations {
+                destination.cast::<T>().add(start).cast::<[T; N]>().write(result);
+            }
+        }
+        start += N;
+    }
+    start
+}
+
+#[cfg(test)]
+mod tests;
