@@ -1,1 +1,66 @@
-fn main() {}
+//! `flow-launch`: starts the workers of a job, passes on their output, and stops them all when one fails.
+//!
+//! | file | subject |
+//! |---|---|
+//! | `args.rs` | command line -> [`args::Job`] |
+//! | `find.rs` | PROGRAM -> the command to run |
+//! | `plan.rs` | job -> each worker's rank, command and environment (pure) |
+//! | `rendezvous.rs` | the store and the ports the workers meet at |
+//! | `worker.rs` | starting, signalling and reaping one worker |
+//! | `guard.rs` | the process that cleans up when the launcher is killed |
+//! | `policy.rs` | when to stop whom, and which failure is the root cause (pure) |
+//! | `supervise.rs` | the event loop |
+//! | `output.rs`, `sink.rs` | lines: assembling them (pure), writing them |
+//! | `report.rs` | what is said about a failure (pure) |
+
+mod args;
+mod find;
+mod guard;
+mod machine;
+mod output;
+mod plan;
+mod policy;
+mod rendezvous;
+mod report;
+mod signals;
+mod sink;
+mod supervise;
+mod worker;
+
+use std::process::ExitCode;
+
+use args::{Job, Usage};
+
+/// Exit code for a command line that makes no sense.
+const USAGE: u8 = 2;
+
+fn main() -> ExitCode {
+    let mut arguments = std::env::args_os();
+    match arguments.nth(1).as_deref().and_then(|first| first.to_str()) {
+        Some(worker::HIDDEN_FLAG) => return worker::exec(arguments),
+        Some(guard::HIDDEN_FLAG) => return guard::main(),
+        _ => {}
+    }
+    env_logger::Builder::from_env(env_logger::Env::new().filter("FLOW_LOG")).init();
+    match Job::parse(std::env::args_os()).map_err(anyhow::Error::from).and_then(run) {
+        Ok(code) => ExitCode::from(code),
+        Err(error) => {
+            eprintln!("flow-launch: {error:#}");
+            ExitCode::from(if error.is::<Usage>() { USAGE } else { 1 })
+        }
+    }
+}
+
+/// Runs a job to its end and returns the exit code to end with.
+fn run(job: Job) -> anyhow::Result<u8> {
+    let machine = machine::Machine::this();
+    let local_world_size = plan::local_world_size(&job, &machine)?;
+    let command = find::command(&job.program, &job.arguments)?;
+    let signals = signals::Signals::catch()?;
+    let guard = guard::Guard::start()?;
+    let rendezvous = rendezvous::Rendezvous::start(&job)?;
+    let threads = plan::omp_threads(local_world_size, &machine);
+    let workers = plan::workers(&job, local_world_size, &command, threads, rendezvous.meeting_point());
+    let note = threads.and_then(|threads| plan::omp_note(threads, local_world_size, &machine));
+    supervise::Supervisor::start(&job, workers, signals, guard, rendezvous, note)?.run()
+}

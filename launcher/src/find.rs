@@ -1,0 +1,119 @@
+//! From PROGRAM to the command that runs it.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::Access;
+
+use crate::args::Usage;
+
+/// The command for PROGRAM and its arguments: a path is taken as it is, a name is looked for beside flow-launch and
+/// then on PATH, and a `.py` file (which may also be a name in the current folder) runs with `python3 -u`.
+pub fn command(program: &OsStr, arguments: &[OsString]) -> Result<Vec<OsString>, Usage> {
+    let beside = std::env::current_exe().ok().and_then(|path| path.parent().map(Path::to_path_buf));
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let places = Places { beside, path: std::env::split_paths(&path).collect() };
+    let mut command = places.command(program)?;
+    command.extend_from_slice(arguments);
+    Ok(command)
+}
+
+struct Places {
+    beside: Option<PathBuf>,
+    path: Vec<PathBuf>,
+}
+
+impl Places {
+    fn command(&self, program: &OsStr) -> Result<Vec<OsString>, Usage> {
+        if Path::new(program).extension() != Some(OsStr::new("py")) {
+            return Ok(vec![self.program(program)?]);
+        }
+        let Some(python) = self.on_path(OsStr::new("python3")) else {
+            return Err(Usage(format!("{} needs python3, which is not on PATH", program.display())));
+        };
+        let script = if Path::new(program).is_file() { program.to_owned() } else { self.find(program, Path::is_file)? };
+        Ok(vec![python.into(), "-u".into(), script])
+    }
+
+    fn program(&self, program: &OsStr) -> Result<OsString, Usage> {
+        let found = self.find(program, is_executable)?;
+        let path = Path::new(&found);
+        if path.is_dir() {
+            return Err(Usage(format!("{} is a folder, not a program", path.display())));
+        }
+        if !is_executable(path) {
+            return Err(Usage(format!("{} is not executable; chmod +x it", path.display())));
+        }
+        Ok(found)
+    }
+
+    fn find(&self, program: &OsStr, fits: impl Fn(&Path) -> bool) -> Result<OsString, Usage> {
+        let name = program.display();
+        if program.as_bytes().contains(&b'/') {
+            return match Path::new(program).exists() {
+                true => Ok(program.to_owned()),
+                false => Err(Usage(format!("no program {name}: there is no such file"))),
+            };
+        }
+        let folders = self.beside.iter().chain(&self.path);
+        if let Some(found) = folders.map(|folder| folder.join(program)).find(|path| fits(path)) {
+            return Ok(found.into());
+        }
+        let beside = self.beside.as_deref().unwrap_or(Path::new("?")).display();
+        let hint =
+            if Path::new(program).is_file() { format!("; for the file here write ./{name}") } else { String::new() };
+        Err(Usage(format!("no program {name}: neither beside flow-launch ({beside}) nor on PATH{hint}")))
+    }
+
+    fn on_path(&self, name: &OsStr) -> Option<PathBuf> {
+        self.path.iter().map(|folder| folder.join(name)).find(|path| is_executable(path))
+    }
+}
+
+fn is_executable(path: &Path) -> bool {
+    path.is_file() && rustix::fs::access(path, Access::EXEC_OK).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+
+    fn file(folder: &Path, name: &str, mode: u32) -> PathBuf {
+        let path = folder.join(name);
+        fs::write(&path, "").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+        path
+    }
+
+    #[test]
+    fn order_of_places() {
+        let (beside, early, late) =
+            (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let places = Places { beside: Some(beside.path().into()), path: vec![early.path().into(), late.path().into()] };
+        let find = |name: &str| places.command(OsStr::new(name)).map_err(|usage| usage.0);
+        assert!(find("train").unwrap_err().contains("nor on PATH"));
+        let in_late = file(late.path(), "train", 0o755);
+        file(early.path(), "train", 0o644);
+        assert_eq!(find("train").unwrap(), [in_late.clone().into_os_string()]);
+        let in_beside = file(beside.path(), "train", 0o755);
+        assert_eq!(find("train").unwrap(), [in_beside.into_os_string()]);
+        assert_eq!(find(in_late.to_str().unwrap()).unwrap(), [in_late.into_os_string()]);
+    }
+
+    #[test]
+    fn what_cannot_run_is_said() {
+        let folder = tempfile::tempdir().unwrap();
+        let places = Places { beside: None, path: vec![folder.path().into()] };
+        let error = |path: PathBuf| places.command(path.as_os_str()).unwrap_err().0;
+        assert!(error(folder.path().join("absent")).contains("no such file"));
+        assert!(error(folder.path().into()).contains("folder"));
+        assert!(error(file(folder.path(), "plain", 0o644)).contains("chmod"));
+        assert!(error(file(folder.path(), "train.py", 0o644)).contains("python3"));
+        let python = file(folder.path(), "python3", 0o755).into_os_string();
+        let script = folder.path().join("train.py");
+        assert_eq!(places.command(script.as_os_str()).unwrap(), [python, "-u".into(), script.into_os_string()]);
+    }
+}

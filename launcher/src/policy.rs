@@ -1,0 +1,162 @@
+//! Decides when workers are stopped and which event is to blame. Pure: time comes in as an argument.
+
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+
+use crate::worker::End;
+
+/// What made the job stop before its end.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Cause {
+    /// This worker (by index) failed first.
+    Failure(usize),
+    /// The launcher was sent this signal.
+    Signal(i32),
+}
+
+/// What is to be done to all workers that are still there.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Action {
+    Nothing,
+    Send(i32),
+    Kill,
+    /// They cannot even be killed (stuck in the kernel): no longer wait for them.
+    Abandon,
+}
+
+/// How long a killed process may take to go.
+const LAST_WAIT: Duration = Duration::from_secs(10);
+
+/// First failure or signal: ask all to stop. After the grace period, or at a second signal: kill.
+pub struct Policy {
+    grace: Duration,
+    cause: Option<Cause>,
+    deadline: Option<Instant>,
+    interrupted: bool,
+    killed: bool,
+}
+
+impl Policy {
+    pub fn new(grace: Duration) -> Policy {
+        Policy { grace, cause: None, deadline: None, interrupted: false, killed: false }
+    }
+
+    pub fn cause(&self) -> Option<Cause> {
+        self.cause
+    }
+
+    /// When [`Policy::elapsed`] is to be called.
+    pub fn deadline(&self) -> Option<Instant> {
+        self.deadline
+    }
+
+    /// Workers have been asked to stop and are being given time to do so.
+    pub fn in_grace(&self) -> bool {
+        self.cause.is_some() && !self.killed
+    }
+
+    /// Someone wants the launcher itself to end, and the time for doing so in good order is over.
+    pub fn must_leave(&self) -> bool {
+        self.interrupted && self.killed
+    }
+
+    /// These workers (by index, in rank order) were seen to have ended together.
+    pub fn ended(&mut self, ends: &[(usize, End)], now: Instant) -> Action {
+        match root_cause(ends) {
+            Some(worker) if self.cause.is_none() => self.stop(Cause::Failure(worker), Signal::SIGTERM as i32, now),
+            _ => Action::Nothing,
+        }
+    }
+
+    /// The launcher was sent a signal.
+    pub fn signalled(&mut self, signal: i32, now: Instant) -> Action {
+        self.interrupted = true;
+        match self.cause {
+            None => self.stop(Cause::Signal(signal), signal, now),
+            Some(_) => self.kill(now),
+        }
+    }
+
+    /// Time has passed.
+    pub fn elapsed(&mut self, now: Instant) -> Action {
+        match self.deadline {
+            Some(deadline) if deadline <= now && !self.killed => self.kill(now),
+            Some(deadline) if deadline <= now => {
+                self.deadline = None;
+                Action::Abandon
+            }
+            _ => Action::Nothing,
+        }
+    }
+
+    fn stop(&mut self, cause: Cause, signal: i32, now: Instant) -> Action {
+        self.cause = Some(cause);
+        self.deadline = Some(now + self.grace);
+        Action::Send(signal)
+    }
+
+    fn kill(&mut self, now: Instant) -> Action {
+        self.killed = true;
+        self.deadline = Some(now + LAST_WAIT);
+        Action::Kill
+    }
+}
+
+/// Of failures seen together, the one to blame: a crash (any signal but SIGTERM, with which others would have been
+/// asked to stop) before an exit code, which is how a worker that misses its peer ends; then the lowest rank.
+fn root_cause(ends: &[(usize, End)]) -> Option<usize> {
+    let failures = || ends.iter().filter(|(_, end)| end.is_failure());
+    let crash = |end: &End| matches!(end, End::Signal(signal) if *signal != Signal::SIGTERM as i32);
+    failures().find(|(_, end)| crash(end)).or_else(|| failures().next()).map(|(worker, _)| *worker)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GRACE: Duration = Duration::from_secs(5);
+
+    #[test]
+    fn success_stops_nobody() {
+        let mut policy = Policy::new(GRACE);
+        assert_eq!(policy.ended(&[(0, End::Exit(0))], Instant::now()), Action::Nothing);
+        assert_eq!((policy.cause(), policy.deadline()), (None, None));
+    }
+
+    #[test]
+    fn first_failure_then_grace_then_kill_then_abandon() {
+        let (mut policy, now) = (Policy::new(GRACE), Instant::now());
+        assert_eq!(policy.ended(&[(2, End::Exit(1))], now), Action::Send(15));
+        assert!(policy.in_grace());
+        assert_eq!(policy.ended(&[(0, End::Signal(9))], now), Action::Nothing);
+        assert_eq!(policy.cause(), Some(Cause::Failure(2)));
+        assert_eq!(policy.elapsed(now + GRACE / 2), Action::Nothing);
+        assert_eq!(policy.elapsed(now + GRACE), Action::Kill);
+        assert!(!policy.in_grace());
+        assert_eq!(policy.elapsed(now + GRACE), Action::Nothing);
+        assert_eq!(policy.elapsed(now + GRACE + LAST_WAIT), Action::Abandon);
+        assert_eq!(policy.deadline(), None);
+        assert!(!policy.must_leave());
+    }
+
+    #[test]
+    fn a_signal_is_passed_on_and_a_second_kills() {
+        let (mut policy, now) = (Policy::new(GRACE), Instant::now());
+        assert_eq!(policy.signalled(2, now), Action::Send(2));
+        assert!(!policy.must_leave());
+        assert_eq!(policy.ended(&[(0, End::Signal(2))], now), Action::Nothing);
+        assert_eq!(policy.signalled(15, now), Action::Kill);
+        assert_eq!(policy.cause(), Some(Cause::Signal(2)));
+        assert!(policy.must_leave());
+    }
+
+    #[test]
+    fn of_failures_seen_together_a_crash_is_the_cause() {
+        let (exit, term, kill, fine) = (End::Exit(1), End::Signal(15), End::Signal(9), End::Exit(0));
+        assert_eq!(root_cause(&[(0, fine)]), None);
+        assert_eq!(root_cause(&[(0, fine), (1, exit), (2, exit)]), Some(1));
+        assert_eq!(root_cause(&[(0, exit), (1, term), (2, kill)]), Some(2));
+        assert_eq!(root_cause(&[(0, exit), (1, term)]), Some(0));
+    }
+}

@@ -1,0 +1,89 @@
+//! The launcher's own standard output and standard error, written without ever blocking the event loop.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::fs::{FileType, Mode, OFlags};
+use rustix::io::Errno;
+
+use crate::output::Queue;
+
+/// Bytes that may wait to be written; with more, workers' pipes are not read, so that they are held up in turn.
+const FULL: usize = 1 << 20;
+
+/// A pipe that is ready for writing takes this much without blocking (PIPE_BUF, pipe(7)).
+const SAFE_WRITE: usize = 4096;
+
+/// A write where blocking is impossible anyhow.
+const LARGE_WRITE: usize = 1 << 16;
+
+/// One output and what waits to be written to it.
+pub struct Sink {
+    pub queue: Queue,
+    /// None when nobody reads any more.
+    fd: Option<OwnedFd>,
+    write_limit: usize,
+}
+
+/// Standard output and standard error; a single sink if both are the same file, so that they do not mix either.
+pub fn standard() -> io::Result<Vec<Sink>> {
+    let (stdout, stderr) = (io::stdout(), io::stderr());
+    let (out, err) = (rustix::fs::fstat(&stdout)?, rustix::fs::fstat(&stderr)?);
+    let mut sinks = vec![Sink::new(stdout.as_fd(), FileType::from_raw_mode(out.st_mode))?];
+    if (out.st_dev, out.st_ino) != (err.st_dev, err.st_ino) {
+        sinks.push(Sink::new(stderr.as_fd(), FileType::from_raw_mode(err.st_mode))?);
+    }
+    Ok(sinks)
+}
+
+impl Sink {
+    /// A pipe or terminal is opened once more, non-blocking: the flag on the given one would be shared with whoever
+    /// else has it, such as the shell.
+    fn new(fd: BorrowedFd<'_>, kind: FileType) -> io::Result<Sink> {
+        let own = match kind {
+            FileType::Fifo | FileType::CharacterDevice => {
+                let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&fd));
+                let flags = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+                rustix::fs::open(path, flags, Mode::empty()).ok()
+            }
+            _ => None,
+        };
+        let write_limit = if own.is_some() { LARGE_WRITE } else { SAFE_WRITE };
+        let fd = own.map_or_else(|| fd.try_clone_to_owned(), Ok)?;
+        Ok(Sink { queue: Queue::default(), fd: Some(fd), write_limit })
+    }
+
+    pub fn is_closed(&self) -> bool {
+        self.fd.is_none()
+    }
+
+    pub fn is_full(&self) -> bool {
+        self.queue.len() >= FULL
+    }
+
+    /// What to wait for before calling [`Sink::write`], if there is anything to write.
+    pub fn wants_to_write(&self) -> Option<BorrowedFd<'_>> {
+        self.fd.as_ref().filter(|_| self.queue.len() > 0).map(AsFd::as_fd)
+    }
+
+    /// Writes some of the queue. An error closes the sink; one other than "nobody reads any more" is returned.
+    pub fn write(&mut self) -> Result<(), Errno> {
+        let Some(fd) = &self.fd else { return Ok(()) };
+        match rustix::io::write(fd, self.queue.front(self.write_limit)) {
+            Ok(count) => {
+                self.queue.written(count);
+                Ok(())
+            }
+            Err(Errno::AGAIN | Errno::INTR) => Ok(()),
+            Err(error) => {
+                self.fd = None;
+                self.queue.clear();
+                if error == Errno::PIPE {
+                    Ok(())
+                } else {
+                    Err(error)
+                }
+            }
+        }
+    }
+}

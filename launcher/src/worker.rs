@@ -1,0 +1,166 @@
+//! One worker process: starting it, signalling it, learning how it ended.
+//!
+//! A worker starts as flow-launch itself ([`exec`]), which asks the kernel to kill it when the launcher dies, waits
+//! until the guard knows of it, and only then becomes the program. So there is no moment at which a killed launcher
+//! leaves a worker behind.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::fs::File;
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::{Command, ExitCode, Stdio};
+
+use rustix::process::{
+    kill_process_group, pidfd_open, set_parent_process_death_signal, waitid, Pid, PidfdFlags, Signal, WaitId,
+    WaitIdOptions,
+};
+
+use crate::guard::Guard;
+use crate::plan::WorkerSpec;
+use crate::signals;
+
+/// First argument of a flow-launch process that is about to become a worker.
+pub const HIDDEN_FLAG: &str = "--exec-worker";
+
+/// How a process ended.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum End {
+    Exit(i32),
+    Signal(i32),
+}
+
+impl End {
+    pub fn is_failure(self) -> bool {
+        self != End::Exit(0)
+    }
+
+    /// The exit code by which a shell would tell of it.
+    pub fn code(self) -> u8 {
+        match self {
+            End::Exit(code) => code as u8,
+            End::Signal(signal) => 128u8.wrapping_add(signal as u8),
+        }
+    }
+}
+
+impl fmt::Display for End {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            End::Exit(code) => write!(f, "exit code {code}"),
+            End::Signal(signal) => write!(f, "signal {signal} ({})", signal_name(*signal)),
+        }
+    }
+}
+
+/// "SIGTERM" for 15.
+pub fn signal_name(signal: i32) -> String {
+    match nix::sys::signal::Signal::try_from(signal) {
+        Ok(signal) => signal.as_str().into(),
+        Err(_) => format!("real-time signal {signal}"),
+    }
+}
+
+/// A worker that has been started and not yet reaped. It leads a process group of its own.
+pub struct Process {
+    pub pid: Pid,
+    pidfd: OwnedFd,
+}
+
+impl Process {
+    /// Starts a worker; returns it with the pipes from its standard output and standard error.
+    ///
+    /// To be called on the main thread: the kernel ties a worker's life to the thread that has started it.
+    pub fn start(spec: &WorkerSpec, guard: &mut Guard) -> io::Result<(Process, [OwnedFd; 2])> {
+        let mut command = Command::new("/proc/self/exe");
+        command.arg0("flow-launch").arg(HIDDEN_FLAG).args(&spec.command).process_group(0);
+        command.env_remove("FLOW_STORE").env_remove("FLOW_TOKEN");
+        command.envs(spec.environment.iter().map(|(name, value)| (name, value)));
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn()?;
+        let pid = Pid::from_child(&child);
+        guard.register(pid);
+        let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
+        let (Some(mut gate), Some(stdout), Some(stderr)) =
+            (child.stdin.take(), child.stdout.take(), child.stderr.take())
+        else {
+            return Err(io::Error::other("a pipe is missing"));
+        };
+        // Fails only if the worker has already been killed; its end will be seen.
+        let _ = gate.write_all(b"!");
+        Ok((Process { pid, pidfd }, [stdout.into(), stderr.into()]))
+    }
+
+    /// Sends a signal to the worker and all of its process group.
+    pub fn signal(&self, signal: i32) {
+        let Some(signal) = Signal::from_named_raw(signal) else { return };
+        if let Err(error) = kill_process_group(self.pid, signal) {
+            log::debug!("cannot signal process group {}: {error}", self.pid);
+        }
+    }
+
+    pub fn kill(&self) {
+        self.signal(Signal::KILL.as_raw());
+    }
+
+    /// How the worker has ended, if it has; its pid stays taken until it is reaped.
+    pub fn end(&self) -> io::Result<Option<End>> {
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        let status = waitid(WaitId::PidFd(self.pidfd.as_fd()), options)?;
+        Ok(status.and_then(|status| {
+            status.exit_status().map(End::Exit).or_else(|| status.terminating_signal().map(End::Signal))
+        }))
+    }
+
+    /// Frees the pid of a worker that has ended.
+    pub fn reap(&self) {
+        if let Err(error) = waitid(WaitId::PidFd(self.pidfd.as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG) {
+            log::warn!("cannot reap process {}: {error}", self.pid);
+        }
+    }
+}
+
+/// Readable when the worker has ended.
+impl AsFd for Process {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.pidfd.as_fd()
+    }
+}
+
+/// In the new process: becomes the program, or says why not and exits as a shell would.
+pub fn exec(mut command: impl Iterator<Item = OsString>) -> ExitCode {
+    let Some(program) = command.next() else { return ExitCode::FAILURE };
+    let error = match await_launcher() {
+        Ok(()) => Command::new(&program).args(command).exec(),
+        Err(error) => error,
+    };
+    let hint = match error.kind() {
+        ErrorKind::NotFound if std::path::Path::new(&program).exists() => "; is the interpreter it names installed?",
+        _ if error.raw_os_error() == Some(nix::libc::ENOEXEC) => "; a script must start with #! and its interpreter",
+        _ => "",
+    };
+    eprintln!("flow-launch: cannot run {}: {error}{hint}", program.display());
+    ExitCode::from(if error.kind() == ErrorKind::NotFound { 127 } else { 126 })
+}
+
+fn await_launcher() -> io::Result<()> {
+    set_parent_process_death_signal(Some(Signal::KILL))?;
+    let mut gate = [0];
+    io::stdin().read_exact(&mut gate).map_err(|_| io::Error::other("the launcher has gone"))?;
+    nix::unistd::dup2_stdin(File::open("/dev/null")?)?;
+    Ok(signals::unblock()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ends_are_told_as_a_shell_would() {
+        assert_eq!((End::Exit(3).code(), End::Exit(3).to_string()), (3, "exit code 3".into()));
+        assert_eq!((End::Signal(9).code(), End::Signal(9).to_string()), (137, "signal 9 (SIGKILL)".into()));
+        assert_eq!(End::Signal(40).to_string(), "signal 40 (real-time signal 40)");
+        assert!(!End::Exit(0).is_failure() && End::Exit(1).is_failure() && End::Signal(15).is_failure());
+    }
+}
