@@ -305,8 +305,11 @@ mod tests {
                 }
                 blocks.push(block);
             }
-            let mut keep = false;
-            blocks.retain(|_| std::mem::replace(&mut keep, !keep));
+            let mut index = 0;
+            blocks.retain(|_| {
+                index += 1;
+                index % 2 == 0
+            });
         }
         drop(blocks);
         assert_eq!(arena.usage().0, 0);
