@@ -19,7 +19,10 @@ import zipfile
 
 # What libtorch_cpu.so of the CUDA 13.0 wheel is linked with, GPU or not.
 NVIDIA_FOR_CPU = ["nvidia-cuda-runtime==13.0.96", "nvidia-cuda-cupti==13.0.85"]
-WHEEL_PARTS_FOR_CPU = re.compile(r"torch/include/|torch/lib/lib(?!.*(cuda|nvrtc|nvshmem|python|shm|global_deps))[^/]*\.so|nvidia/cu13/lib/")
+WHEEL_PARTS_FOR_CPU = re.compile(
+    r"torch/include/|torch/lib/lib(?!.*(cuda|nvrtc|nvshmem|python|shm|global_deps))[^/]*\.so|nvidia/cu13/lib/"
+)
+DOWNLOAD = {"cpu": "530 MB", "cuda": "about 2.5 GB"}
 FREE_GB = {"cpu": 2.5, "cuda": 12}
 
 
@@ -45,16 +48,37 @@ def installed_torch(version, libraries):
 def pip(partial, lock, *arguments):
     """Runs pip for the wheel's own platform (any Python will do), with its temporary files in `partial` too."""
     machine = platform.machine()
-    command = [sys.executable, "-m", "pip", *arguments, "--only-binary=:all:", "--python-version=3.12", "--no-cache-dir",
-               "--disable-pip-version-check", "--retries=2", "--timeout=30"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        *arguments,
+        "--only-binary=:all:",
+        "--python-version=3.12",
+        "--no-cache-dir",
+        "--disable-pip-version-check",
+        "--retries=2",
+        "--timeout=30",
+    ]
     command += [f"--platform=manylinux_2_{glibc}_{machine}" for glibc in range(28, 16, -1)]
     if not sys.stderr.isatty():
         command.append("--quiet")
     # pip holds the lock as well: should we be killed, nobody removes its folder while it still writes there.
-    child = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=subprocess.PIPE, text=True,
-                           env={**os.environ, "TMPDIR": partial}, pass_fds=[lock.fileno()])
+    child = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": partial},
+        pass_fds=[lock.fileno()],
+    )
     if child.returncode != 0:
-        errors = [line for line in child.stderr.splitlines() if line.startswith("ERROR")] or child.stderr.splitlines() or [""]
+        errors = (
+            [line for line in child.stderr.splitlines() if line.startswith("ERROR")]
+            or child.stderr.splitlines()
+            or [""]
+        )
         fail(f"pip could not get torch; is there a network? It said: {errors[0]}")
 
 
@@ -76,6 +100,22 @@ def get_cuda(version, partial, lock):
     pip(partial, lock, "install", f"--target={partial}", *(requirement.strip() for requirement in needed))
 
 
+def get(version, libraries, folder, lock):
+    partial = folder + ".partial"
+    shutil.rmtree(partial, ignore_errors=True)  # of a set-up that was killed
+    cache = os.path.dirname(folder)
+    free, needed = shutil.disk_usage(cache).free / 1e9, FREE_GB[libraries]
+    if free < needed:
+        fail(f"{cache} has {free:.1f} GB free, {needed} are needed: free some, or set FLOW_CACHE to another folder")
+    os.mkdir(partial)
+    try:
+        say(f"getting torch {version} ({libraries}) from PyPI, {DOWNLOAD[libraries]}")
+        (get_cpu if libraries == "cpu" else get_cuda)(version, partial, lock)
+        os.rename(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def main():
     version, libraries, folder = sys.argv[1:]
     found = installed_torch(version, libraries)
@@ -93,18 +133,7 @@ def main():
     with open(os.path.join(cache, "lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another set-up may be at it
         if not os.path.exists(folder):
-            partial = folder + ".partial"
-            shutil.rmtree(partial, ignore_errors=True)  # of a set-up that was killed
-            free = shutil.disk_usage(cache).free / 1e9
-            if free < FREE_GB[libraries]:
-                fail(f"{FREE_GB[libraries]} GB of disk are needed, {cache} has {free:.1f}: free some, or set FLOW_CACHE to a folder elsewhere")
-            os.mkdir(partial)
-            try:
-                say(f"getting torch {version} ({libraries}) from PyPI, {'530 MB' if libraries == 'cpu' else 'about 2.5 GB'}")
-                (get_cpu if libraries == "cpu" else get_cuda)(version, partial, lock)
-                os.rename(partial, folder)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
+            get(version, libraries, folder, lock)
     print(os.path.join(folder, "torch"))
 
 

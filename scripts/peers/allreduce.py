@@ -30,7 +30,13 @@ def main():
         dist.broadcast(count, 0)
         median = statistics.median(time_one(tensor) for _ in range(count.item()))
         if dist.get_rank() == 0:
-            line = {"bench": "allreduce", "memory": "ordinary", "bytes": size, "ranks": dist.get_world_size(), "median_us": median * 1e6}
+            line = {
+                "bench": "allreduce",
+                "memory": "ordinary",
+                "bytes": size,
+                "ranks": dist.get_world_size(),
+                "median_us": median * 1e6,
+            }
             print(json.dumps(line), flush=True)
     dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
-"""PyTorch's side of `flow-bench step`: the median step time without and with DistributedDataParallel, as JSON lines from rank 0.
+"""PyTorch's side of `flow-bench step`: median step times without and with DistributedDataParallel, as JSON lines.
 
-A step is zero_grad, forward, backward, SGD; the input is fixed. Both ranks run the local model at the same time, so that it
-has the same share of the memory's bandwidth. Blocks of local and distributed steps alternate.
+A step is zero_grad, forward, backward, SGD; the input is fixed. Both ranks run the local model at the same time, so
+that it has the same share of the memory's bandwidth. Blocks of local and distributed steps alternate.
 
 usage: torchrun --nproc_per_node R step.py mlp|lenet|wide|mobilenet...
 """
@@ -60,7 +60,15 @@ class InvertedResidual(nn.Module):
 def mobilenet():
     """MobileNetV2 (Sandler et al. 2018), width 1."""
     layers, channels = conv_bn_relu6(3, 32, 3, stride=2), 32
-    settings = [(1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)]
+    settings = [
+        (1, 16, 1, 1),
+        (6, 24, 2, 2),
+        (6, 32, 3, 2),
+        (6, 64, 4, 2),
+        (6, 96, 3, 1),
+        (6, 160, 3, 2),
+        (6, 320, 1, 1),
+    ]
     for expansion, outputs, repeats, stride in settings:
         for i in range(repeats):
             layers.append(InvertedResidual(channels, outputs, stride if i == 0 else 1, expansion))

@@ -1,0 +1,226 @@
+"""Writes tests/data/parity/models.json: what PyTorch's DistributedDataParallel computes on two ranks, bit for bit.
+
+Run with any Python that has torch 2.11.0 (numpy is needed too): python scripts/parity/models.py
+It starts itself under torchrun (gloo) twice, and writes only what both runs agree on.
+
+Whoever compares must do the same arithmetic:
+
+Environment. ENVIRONMENT below must be set before libtorch is loaded: without it, kernels are picked by processor, and
+their bits differ.
+
+Values. Weights and inputs come from a 32-bit hash, so that they are the same without torch's generator. All arithmetic
+is on u32 and wraps; >> shifts in zeros; ^ is exclusive or:
+
+    hash(salt, k):   h = k * 2654435761 + salt
+                     h = (h ^ (h >> 16)) * 0x85ebca6b
+                     h = (h ^ (h >> 13)) * 0xc2b2ae35
+                     h ^ (h >> 16)
+    value(salt, k) = ((hash(salt, k) >> 8) / 2^24 - 0.5) * scale    in f32; exact, as every scale is a power of two
+
+A tensor's element k (row-major) is value(salt, k).
+- Parameter number p (from 0, in the order listed): salt p + 1, scale as listed. BatchNorm's parameters and buffers
+  instead start as 1 (weight), 0 (bias), 0 (running_mean) and 1 (running_var).
+- Input of a rank at a step: salt 1000 + 4 * step + 2 * rank, scale 2.
+- Its labels, i64: hash(salt + 1, k) % 10, with the input's salt.
+
+Training. STEPS steps; at each, every rank forwards its own BATCH samples in training mode (so BatchNorm uses the
+batch's statistics and updates its buffers with momentum 0.1, eps 1e-5; DDP first broadcasts rank 0's buffers), the loss
+is the cross entropy's mean over them, then backward with averaged gradients, then SGD with the model's learning rate
+and momentum (dampening 0, no weight decay, no Nesterov). The loss stored is the rank's own.
+
+Models, and their parameters in order (shape; scale):
+- mlp: input [8, 784]; linear, relu, linear. Rate 0.05, momentum 0.
+    fc1.weight [512, 784] 2^-4, fc1.bias [512] 2^-4, fc2.weight [10, 512] 2^-3, fc2.bias [10] 2^-3
+- lenet: input [8, 1, 28, 28]; conv 5x5, max-pool 2, conv 5x5, max-pool 2, flatten, linear, relu, linear; no padding,
+  stride 1. Rate 0.05, momentum 0.9.
+    conv1.weight [32, 1, 5, 5] 2^-1, conv1.bias [32] 2^-1, conv2.weight [64, 32, 5, 5] 2^-4, conv2.bias [64] 2^-4,
+    fc1.weight [512, 1024] 2^-4, fc1.bias [512] 2^-4, fc2.weight [10, 512] 2^-3, fc2.bias [10] 2^-3
+- batchnorm: input [8, 3, 16, 16]; conv 3x3, batch norm, relu, conv 3x3 with stride 2, batch norm, relu, mean over
+  height and width, linear; convolutions have padding 1 and no bias. Rate 0.05, momentum 0.
+    conv1.weight [8, 3, 3, 3] 2^-1, bn1.weight [8], bn1.bias [8], conv2.weight [16, 8, 3, 3] 2^-2, bn2.weight [16],
+    bn2.bias [16], fc.weight [10, 16] 2^-1, fc.bias [10] 2^-1
+    buffers: bn1.running_mean [8], bn1.running_var [8], bn2.running_mean [16], bn2.running_var [16]
+
+The file. `losses[rank][step]` are f32 bits in hex. Checksums are FNV-1a (64 bits, hex) over a tensor's little-endian
+f32 bytes: `initial` and `final` of each parameter, `buffers[rank]` at the end (they differ, as each rank saw its own
+last batch), and `inputs[rank]` of the first step's input, to tell a wrong start from wrong arithmetic.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+FILE = Path(__file__).resolve().parent.parent.parent / "tests" / "data" / "parity" / "models.json"
+ENVIRONMENT = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "MKL_CBWR": "COMPATIBLE",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+    "OMP_NUM_THREADS": "1",
+}
+TORCH_VERSION = "2.11.0"
+WORLD_SIZE, STEPS, BATCH = 2, 20, 8
+
+
+def worker(path):
+    import numpy
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.functional import cross_entropy, max_pool2d, relu
+    from torch.nn.parallel import DistributedDataParallel
+
+    class Mlp(nn.Module):
+        name, input, rate, momentum = "mlp", (784,), 0.05, 0.0
+        scales = {"fc1": 2**-4, "fc2": 2**-3}
+
+        def __init__(self):
+            super().__init__()
+            self.fc1 = nn.Linear(784, 512)
+            self.fc2 = nn.Linear(512, 10)
+
+        def forward(self, x):
+            return self.fc2(relu(self.fc1(x)))
+
+    class LeNet(nn.Module):
+        name, input, rate, momentum = "lenet", (1, 28, 28), 0.05, 0.9
+        scales = {"conv1": 2**-1, "conv2": 2**-4, "fc1": 2**-4, "fc2": 2**-3}
+
+        def __init__(self):
+            super().__init__()
+            self.conv1 = nn.Conv2d(1, 32, 5)
+            self.conv2 = nn.Conv2d(32, 64, 5)
+            self.fc1 = nn.Linear(1024, 512)
+            self.fc2 = nn.Linear(512, 10)
+
+        def forward(self, x):
+            x = max_pool2d(self.conv1(x), 2)
+            x = max_pool2d(self.conv2(x), 2)
+            return self.fc2(relu(self.fc1(x.flatten(1))))
+
+    class BatchNorm(nn.Module):
+        name, input, rate, momentum = "batchnorm", (3, 16, 16), 0.05, 0.0
+        scales = {"conv1": 2**-1, "conv2": 2**-2, "fc": 2**-1}
+
+        def __init__(self):
+            super().__init__()
+            self.conv1 = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+            self.bn1 = nn.BatchNorm2d(8)
+            self.conv2 = nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False)
+            self.bn2 = nn.BatchNorm2d(16)
+            self.fc = nn.Linear(16, 10)
+
+        def forward(self, x):
+            x = relu(self.bn1(self.conv1(x)))
+            x = relu(self.bn2(self.conv2(x)))
+            return self.fc(x.mean((2, 3)))
+
+    def hashes(salt, shape):
+        k = numpy.arange(numpy.prod(shape), dtype=numpy.uint32)
+        h = k * numpy.uint32(2654435761) + numpy.uint32(salt)
+        h = (h ^ (h >> numpy.uint32(16))) * numpy.uint32(0x85EBCA6B)
+        h = (h ^ (h >> numpy.uint32(13))) * numpy.uint32(0xC2B2AE35)
+        return (h ^ (h >> numpy.uint32(16))).reshape(shape)
+
+    def values(salt, shape, scale):
+        fractions = (hashes(salt, shape) >> numpy.uint32(8)).astype(numpy.float32) / numpy.float32(2**24)
+        return torch.from_numpy((fractions - numpy.float32(0.5)) * numpy.float32(scale))
+
+    def labels(salt, count):
+        return torch.from_numpy((hashes(salt, (count,)) % 10).astype(numpy.int64))
+
+    def checksum(tensor):
+        value = 0xCBF29CE484222325
+        for byte in tensor.detach().contiguous().numpy().astype("<f4").tobytes():
+            value = ((value ^ byte) * 0x100000001B3) % 2**64
+        return f"{value:016x}"
+
+    def gathered(value):
+        parts = [None] * WORLD_SIZE
+        dist.all_gather_object(parts, value)
+        return parts
+
+    def train(kind):
+        model = kind()
+        with torch.no_grad():
+            for p, (name, parameter) in enumerate(model.named_parameters()):
+                scale = kind.scales.get(name.split(".")[0])
+                if scale is not None:
+                    parameter.copy_(values(p + 1, tuple(parameter.shape), scale))
+        names = [name for name, _ in model.named_parameters()]
+        initial = [checksum(parameter) for parameter in model.parameters()]
+        ddp = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=kind.rate, momentum=kind.momentum)
+
+        losses, first_input = [], None
+        for step in range(STEPS):
+            salt = 1000 + 4 * step + 2 * dist.get_rank()
+            x, y = values(salt, (BATCH, *kind.input), 2), labels(salt + 1, BATCH)
+            first_input = first_input or checksum(x)
+            optimizer.zero_grad()
+            loss = cross_entropy(ddp(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(f"{loss.detach().numpy().view(numpy.uint32):08x}")
+
+        final = [checksum(parameter) for parameter in model.parameters()]
+        assert gathered(final) == [final] * WORLD_SIZE, "the ranks' parameters differ"
+        buffers = {name: checksum(buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+        return {
+            "learning_rate": kind.rate,
+            "momentum": kind.momentum,
+            "inputs": gathered(first_input),
+            "losses": gathered(losses),
+            "parameters": [{"name": n, "initial": i, "final": f} for n, i, f in zip(names, initial, final)],
+            "buffers": gathered([{"name": name, "final": final} for name, final in buffers.items()]),
+        }
+
+    assert torch.__version__.split("+")[0] == TORCH_VERSION, (
+        f"torch {TORCH_VERSION} is needed, this is {torch.__version__}"
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    models = {kind.name: train(kind) for kind in (Mlp, LeNet, BatchNorm)}
+    if dist.get_rank() == 0:
+        Path(path).write_text(json.dumps(models))
+    dist.destroy_process_group()
+
+
+def run():
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "models.json"
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={WORLD_SIZE}",
+            __file__,
+            str(path),
+        ]
+        subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT})
+        return json.loads(path.read_text())
+
+
+def main():
+    models = run()
+    if run() != models:
+        sys.exit("two runs differ: nothing written")
+    result = {
+        "torch": TORCH_VERSION,
+        "environment": ENVIRONMENT,
+        "world_size": WORLD_SIZE,
+        "steps": STEPS,
+        "batch": BATCH,
+        "models": models,
+    }
+    FILE.parent.mkdir(parents=True, exist_ok=True)
+    FILE.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if len(sys.argv) > 1:
+    worker(sys.argv[1])
+else:
+    main()
