@@ -1,1 +1,47 @@
-//! placeholder
+//! Data-parallel training of `tch` models on many processes.
+//!
+//! | here | in PyTorch |
+//! |---|---|
+//! | [`ProcessGroup::from_env`] | `torch.distributed.init_process_group` |
+//! | [`Ddp`] | `torch.nn.parallel.DistributedDataParallel` |
+//! | [`DistributedSampler`] | `torch.utils.data.distributed.DistributedSampler` |
+//! | [`DataLoader`], [`Dataset`] | `torch.utils.data.DataLoader`, `Dataset` |
+//! | [`TensorCollectives`] | `torch.distributed.all_reduce` and others, on tensors |
+//!
+//! ```no_run
+//! # fn main() -> anyhow::Result<()> {
+//! use flow_ddp::{Ddp, ProcessGroup, TensorCollectives};
+//! use tch::nn::{self, ModuleT, OptimizerConfig};
+//!
+//! let group = ProcessGroup::from_env()?; // ranks from flow-launch; alone: world size 1
+//! let vs = nn::VarStore::new(group.device());
+//! let net = nn::linear(vs.root(), 784, 10, Default::default());
+//! let model = Ddp::new(net, &vs, &group)?;
+//! let mut optimizer = nn::Sgd::default().build(&vs, 0.1)?;
+//! # let (images, labels) = (tch::Tensor::new(), tch::Tensor::new());
+//! let loss = model.forward_t(&images, true).cross_entropy_for_logits(&labels);
+//! optimizer.backward_step(&loss); // gradients are averaged in here
+//! # Ok(()) }
+//! ```
+
+mod birthplace;
+mod bucket;
+mod bucket_memory;
+mod ddp;
+mod error;
+mod loader;
+mod permutation;
+mod progress;
+mod reducer;
+mod sampler;
+mod stats;
+mod tensors;
+mod verify;
+
+pub use ddp::{Ddp, DdpBuilder, NoSync};
+pub use error::{Error, Result};
+pub use flow_comm::{ProcessGroup, ReduceOp};
+pub use loader::{BatchId, Batches, DataLoader, Dataset, LoaderError};
+pub use sampler::{DistributedSampler, Indices, SamplerError, SamplerState, Shuffle};
+pub use stats::{BucketStats, Stats};
+pub use tensors::TensorCollectives;

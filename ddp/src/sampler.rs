@@ -6,6 +6,8 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use flow_comm::ProcessGroup;
+
 use crate::permutation::{randperm, Index, KeyedPermutation};
 
 /// Deals the samples `0..len` of a data set out to the ranks: rank `r` of `W` takes places `r`, `r + W`, `r + 2 W`, ...
@@ -121,6 +123,11 @@ pub enum SamplerError {
 }
 
 impl DistributedSampler {
+    /// A sampler for this rank of `group` over a data set of `len` samples.
+    pub fn new(len: usize, group: &ProcessGroup) -> Self {
+        Self::of(len, group.world_size(), group.rank())
+    }
+
     /// A sampler for `rank` of `replicas` over a data set of `len` samples.
     ///
     /// # Errors
@@ -132,8 +139,12 @@ impl DistributedSampler {
         if rank >= replicas {
             return Err(SamplerError::Rank { rank, replicas });
         }
-        Ok(Self {
-            samples: len,
+        Ok(Self::of(len, replicas, rank))
+    }
+
+    fn of(samples: usize, replicas: usize, rank: usize) -> Self {
+        Self {
+            samples,
             replicas,
             rank,
             shuffle: Shuffle::Torch,
@@ -143,7 +154,7 @@ impl DistributedSampler {
             epoch: 0,
             position: Arc::default(),
             resumed: AtomicBool::new(false),
-        })
+        }
     }
 
     /// Whether to shuffle, with PyTorch's permutation for seed + epoch (default: true).

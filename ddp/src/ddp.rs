@@ -1,0 +1,341 @@
+//! The wrapper that makes a model train on many processes.
+
+use std::fmt;
+use std::ops::{Deref, DerefMut};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use flow_autograd::GradHook;
+use flow_comm::ProcessGroup;
+use tch::nn::{Module, ModuleT, VarStore};
+use tch::{Device, Kind, Tensor};
+
+use crate::birthplace::Birthplace;
+use crate::bucket::Caps;
+use crate::error::{Error, Result};
+use crate::reducer::{Options, Parameter, Reducer};
+use crate::stats::Stats;
+use crate::tensors::CoalescedBroadcast;
+use crate::verify::difference;
+
+const MIB: f64 = 1024.0 * 1024.0;
+
+/// A model whose gradients are averaged over all ranks of a process group, inside `backward`.
+///
+/// Made once, it needs no further call: train the model as if it were alone. At construction all ranks compare their
+/// models and take over rank 0's parameters and buffers. Each `backward` leaves in every parameter's `.grad` the mean
+/// of all ranks' gradients; reductions run while backward still does. In training mode, `forward_t` first gives all
+/// ranks rank 0's buffers (running statistics).
+///
+/// `Ddp` implements [`ModuleT`] for models that do, and thereby for every [`Module`]; it derefs to the model for its
+/// other methods. (It cannot implement `Module` too: tch implements `ModuleT` for all `Module`s, so that Rust would
+/// see two implementations.)
+///
+/// All ranks run the same number of backwards. With one rank nothing is installed and nothing costs.
+pub struct Ddp<M> {
+    model: M,
+    group: ProcessGroup,
+    reducer: Option<Arc<Reducer>>,
+    /// Dropped with the wrapper, so that the bare model is left as it was.
+    _hooks: Vec<GradHook>,
+    _birthplace: Option<Arc<Birthplace>>,
+    buffers: Mutex<CoalescedBroadcast>,
+    broadcast_buffers: bool,
+}
+
+impl<M> Ddp<M> {
+    /// Wraps `model`, whose variables are in `vs`, with the default options of [`DdpBuilder`].
+    ///
+    /// Errors: models that differ between ranks (on every rank, naming the parameter and both ranks), no parameter to
+    /// train, parameters that cannot be reduced, failing communication.
+    pub fn new(model: M, vs: &VarStore, group: &ProcessGroup) -> Result<Self> {
+        DdpBuilder::new(group).wrap(model, vs)
+    }
+
+    /// As [`Ddp::new`] for a model that keeps no `VarStore`: its tensors by name. Those that require gradients are its
+    /// parameters, in the order of their use in forward, the others its buffers.
+    pub fn from_tensors(model: M, tensors: Vec<(String, Tensor)>, group: &ProcessGroup) -> Result<Self> {
+        DdpBuilder::new(group).wrap_tensors(model, tensors)
+    }
+
+    /// Options to choose before wrapping.
+    pub fn builder(group: &ProcessGroup) -> DdpBuilder {
+        DdpBuilder::new(group)
+    }
+
+    /// The group that gradients are averaged over.
+    pub fn group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
+    /// Until the guard is dropped, backward only accumulates this rank's gradients; the first backward after it
+    /// reduces what has been accumulated.
+    #[must_use = "gradients are reduced again as soon as the guard is dropped"]
+    pub fn no_sync(&self) -> NoSync {
+        let before = self.reducer.as_ref().is_some_and(|r| r.set_synchronize(false));
+        NoSync { reducer: self.reducer.clone().filter(|_| before) }
+    }
+
+    /// Runs `accumulate` under [`Ddp::no_sync`].
+    pub fn without_sync<T>(&self, accumulate: impl FnOnce(&Self) -> T) -> T {
+        let _guard = self.no_sync();
+        accumulate(self)
+    }
+
+    /// What the last backward's communication took.
+    pub fn stats(&self) -> Stats {
+        self.reducer.as_ref().map(|r| r.stats()).unwrap_or_default()
+    }
+
+    /// The model, without its hooks.
+    pub fn into_inner(self) -> M {
+        self.model
+    }
+
+    fn sync_buffers(&self) -> Result<()> {
+        let synchronizes = self.reducer.as_ref().is_some_and(|r| r.synchronizes());
+        let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.broadcast_buffers && synchronizes && !buffers.is_empty() {
+            buffers.run(&self.group, 0)?;
+        }
+        Ok(())
+    }
+}
+
+impl<M: ModuleT> Ddp<M> {
+    /// As `forward_t`, with the error if rank 0's buffers cannot be had.
+    pub fn try_forward_t(&self, input: &Tensor, train: bool) -> Result<Tensor> {
+        if train {
+            self.sync_buffers()?;
+        }
+        Ok(self.model.forward_t(input, train))
+    }
+}
+
+impl<M: Module> Ddp<M> {
+    /// The model's `forward`, as in training.
+    pub fn forward(&self, input: &Tensor) -> Tensor {
+        self.forward_t(input, true)
+    }
+}
+
+impl<M: ModuleT> ModuleT for Ddp<M> {
+    /// A failure to broadcast the buffers makes the group unusable, so that the backward that follows returns it; use
+    /// [`Ddp::try_forward_t`] to have it here.
+    fn forward_t(&self, input: &Tensor, train: bool) -> Tensor {
+        self.try_forward_t(input, train).unwrap_or_else(|error| {
+            log::error!("{error}");
+            self.group.abort(&error.to_string());
+            if let Some(reducer) = &self.reducer {
+                reducer.abort(&error.to_string());
+            }
+            self.model.forward_t(input, train)
+        })
+    }
+}
+
+impl<M> Deref for Ddp<M> {
+    type Target = M;
+
+    fn deref(&self) -> &M {
+        &self.model
+    }
+}
+
+impl<M> DerefMut for Ddp<M> {
+    fn deref_mut(&mut self) -> &mut M {
+        &mut self.model
+    }
+}
+
+impl<M: fmt::Debug> fmt::Debug for Ddp<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Ddp").field("model", &self.model).field("group", &self.group).finish_non_exhaustive()
+    }
+}
+
+/// Keeps gradients local while it lives: see [`Ddp::no_sync`].
+pub struct NoSync {
+    reducer: Option<Arc<Reducer>>,
+}
+
+impl Drop for NoSync {
+    fn drop(&mut self) {
+        if let Some(reducer) = &self.reducer {
+            reducer.set_synchronize(true);
+        }
+    }
+}
+
+/// Options of a [`Ddp`]; all ranks choose the same.
+///
+/// ```no_run
+/// # fn main() -> anyhow::Result<()> {
+/// use flow_ddp::{Ddp, ProcessGroup, TensorCollectives};
+/// use tch::{nn, Kind};
+///
+/// let group = ProcessGroup::from_env()?;
+/// let vs = nn::VarStore::new(group.device());
+/// let net = nn::linear(vs.root(), 784, 10, Default::default());
+/// let model = Ddp::<nn::Linear>::builder(&group)
+///     .bucket_cap_mb(4.0)
+///     .find_unused_parameters(true)
+///     .communication_kind(Kind::BFloat16)
+///     .wrap(net, &vs)?;
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone)]
+pub struct DdpBuilder {
+    group: ProcessGroup,
+    options: Options,
+    broadcast_buffers: bool,
+}
+
+impl DdpBuilder {
+    /// PyTorch's defaults: buckets of 1 MiB first and 25 MiB then, buffers broadcast, every parameter used.
+    pub fn new(group: &ProcessGroup) -> Self {
+        let caps = Caps { first: MIB as usize, rest: 25 * MIB as usize };
+        let options = Options { caps, find_unused: false, bucket_view: false, communication: None };
+        Self { group: group.clone(), options, broadcast_buffers: true }
+    }
+
+    /// Cap of all buckets, in MiB.
+    pub fn bucket_cap_mb(mut self, cap: f64) -> Self {
+        let cap = (cap * MIB) as usize;
+        self.options.caps = Caps { first: cap, rest: cap };
+        self
+    }
+
+    /// Cap of the first bucket, in MiB: small, so that communication begins early.
+    pub fn first_bucket_cap_mb(mut self, cap: f64) -> Self {
+        self.options.caps.first = (cap * MIB) as usize;
+        self
+    }
+
+    /// Whether a forward in training mode begins with a broadcast of rank 0's buffers (default: yes).
+    pub fn broadcast_buffers(mut self, broadcast: bool) -> Self {
+        self.broadcast_buffers = broadcast;
+        self
+    }
+
+    /// Whether a backward may leave parameters out (default: no, that is an error). They take part with zeros; one
+    /// that no rank used keeps its `.grad`.
+    pub fn find_unused_parameters(mut self, find: bool) -> Self {
+        self.options.find_unused = find;
+        self
+    }
+
+    /// Whether the `.grad` of small parameters becomes a view of the bucket, which saves a copy (default: no). A
+    /// gradient kept beyond its step then changes with the next.
+    pub fn gradient_as_bucket_view(mut self, view: bool) -> Self {
+        self.options.bucket_view = view;
+        self
+    }
+
+    /// Type in which gradients are sent, such as `Kind::BFloat16` for half the bytes (default: their own). They are
+    /// averaged in single precision and rounded to this type once before and once after.
+    pub fn communication_kind(mut self, kind: Kind) -> Self {
+        self.options.communication = Some(kind);
+        self
+    }
+
+    /// Wraps a model whose variables are in `vs`: see [`Ddp::new`].
+    pub fn wrap<M>(self, model: M, vs: &VarStore) -> Result<Ddp<M>> {
+        let variables = vs.variables_.lock().unwrap_or_else(PoisonError::into_inner);
+        // Parameters in the order of their creation, which is that of their use in forward as a rule; the map of
+        // names has no order of its own.
+        let mut named: Vec<(String, Tensor)> =
+            variables.named_variables.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect();
+        let created: Vec<*mut u8> =
+            variables.trainable_variables.iter().map(|v| flow_autograd::data_ptr(&v.tensor)).collect();
+        drop(variables);
+        let place = |tensor: &Tensor| {
+            let data = flow_autograd::data_ptr(tensor);
+            created.iter().position(|&c| c == data).unwrap_or(usize::MAX)
+        };
+        named.sort_by_cached_key(|(name, tensor)| (place(tensor), name.clone()));
+        self.wrap_tensors(model, named)
+    }
+
+    /// Wraps a model by its named tensors: see [`Ddp::from_tensors`].
+    pub fn wrap_tensors<M>(self, model: M, tensors: Vec<(String, Tensor)>) -> Result<Ddp<M>> {
+        let Self { group, options, broadcast_buffers } = self;
+        let rank = group.rank();
+        if group.world_size() > 1 {
+            let lines = describe(&tensors, &options, broadcast_buffers);
+            if let Some(difference) = difference(&group, &lines)? {
+                return Err(Error::Mismatch { rank, difference });
+            }
+        }
+        check(&tensors, &options).map_err(|reason| Error::Model { rank, reason })?;
+        let copies = |wanted: fn(&Tensor) -> bool| -> Vec<Tensor> {
+            tensors.iter().filter(|(_, t)| wanted(t)).map(|(_, t)| t.shallow_clone()).collect()
+        };
+        if group.world_size() == 1 {
+            let buffers = Mutex::new(CoalescedBroadcast::new(&group, Vec::new())?);
+            return Ok(Ddp {
+                model,
+                group,
+                reducer: None,
+                _hooks: Vec::new(),
+                _birthplace: None,
+                buffers,
+                broadcast_buffers,
+            });
+        }
+        CoalescedBroadcast::new(&group, copies(|_| true))?.run(&group, 0)?;
+        let buffers = Mutex::new(CoalescedBroadcast::new(&group, copies(|t| !t.requires_grad()))?);
+        let trained = tensors.into_iter().filter(|(_, t)| t.requires_grad());
+        let parameters = trained.map(|(name, tensor)| Parameter::new(name, tensor)).collect();
+        // Before the first backward: gradients are to be born in shared memory from then on.
+        let birthplace = Birthplace::install(group.arena());
+        let reducer = Reducer::new(group.duplicate()?, parameters, options)?;
+        let hooks = reducer.install_hooks()?;
+        Ok(Ddp {
+            model,
+            group,
+            reducer: Some(reducer),
+            _hooks: hooks,
+            _birthplace: birthplace,
+            buffers,
+            broadcast_buffers,
+        })
+    }
+}
+
+/// What must be equal on all ranks, a line each.
+fn describe(tensors: &[(String, Tensor)], options: &Options, broadcast_buffers: bool) -> Vec<String> {
+    let options = format!("options {options:?}, broadcast_buffers: {broadcast_buffers}");
+    let tensor = |(name, tensor): &(String, Tensor)| {
+        let name = name.replace('\n', " ");
+        format!("{name} {:?} {:?} requires_grad={}", tensor.size(), tensor.kind(), tensor.requires_grad())
+    };
+    std::iter::once(options).chain(tensors.iter().map(tensor)).collect()
+}
+
+/// What can be said of a model without other ranks.
+fn check(tensors: &[(String, Tensor)], options: &Options) -> Result<(), String> {
+    if !tensors.iter().any(|(_, t)| t.requires_grad()) {
+        return Err("the model has no parameter that requires a gradient: there is nothing to wrap".into());
+    }
+    if options.caps.first == 0 || options.caps.rest == 0 {
+        return Err("bucket caps must be positive".into());
+    }
+    for (name, tensor) in tensors {
+        if tensor.device() != Device::Cpu {
+            return Err(format!("{name} is on {:?}: only CPU models can be wrapped so far", tensor.device()));
+        }
+        if tensor.is_sparse() {
+            return Err(format!("{name} is sparse: make it dense"));
+        }
+        let floating = matches!(tensor.kind(), Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16);
+        if tensor.requires_grad() && !floating {
+            return Err(format!("{name} is {:?}: parameters must be Float, Double, Half or BFloat16", tensor.kind()));
+        }
+    }
+    match options.communication {
+        Some(kind) if !matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16) => {
+            Err(format!("gradients cannot be sent as {kind:?}: use Float, Double, Half or BFloat16"))
+        }
+        _ => Ok(()),
+    }
+}

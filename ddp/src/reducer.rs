@@ -1,0 +1,418 @@
+//! A gradient's way from hook to optimizer.
+//!
+//! The hook of a parameter hands its gradient to its bucket. A bucket that has all its gradients is ready; ready
+//! buckets are launched strictly in order, so that every rank issues the same collectives in the same order whatever
+//! its backward order was. The callback at the end of backward finishes what is under way and writes back what was
+//! copied. After the first backward the buckets are built anew, in the order in which rank 0's gradients came.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use flow_autograd::GradHook;
+use flow_comm::{ProcessGroup, ReduceOp};
+use tch::{Kind, Tensor};
+
+use crate::bucket::{assign, Caps, Item};
+use crate::bucket_memory::Bucket;
+use crate::error::{Error, Result};
+use crate::progress::Progress;
+use crate::stats::{times, BucketStats, Stats};
+
+/// Set to 1: every gradient is copied into its bucket, none is reduced where it was born.
+const COPY: &str = "FLOW_DDP_COPY";
+
+/// A parameter that is trained.
+pub(crate) struct Parameter {
+    pub name: String,
+    pub tensor: Tensor,
+    pub shape: Vec<i64>,
+    pub kind: Kind,
+}
+
+impl Parameter {
+    pub fn new(name: String, tensor: Tensor) -> Self {
+        Self { name, shape: tensor.size(), kind: tensor.kind(), tensor }
+    }
+
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product::<i64>() as usize
+    }
+}
+
+/// What the reducer does differently when asked to.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Options {
+    pub caps: Caps,
+    pub find_unused: bool,
+    pub bucket_view: bool,
+    pub communication: Option<Kind>,
+}
+
+/// The state of one wrapped model, shared by its hooks.
+pub(crate) struct Reducer {
+    group: ProcessGroup,
+    options: Options,
+    progress: Progress,
+    in_place: bool,
+    state: Mutex<State>,
+}
+
+struct State {
+    parameters: Vec<Parameter>,
+    buckets: Vec<Bucket>,
+    /// Bucket and slot of each parameter.
+    places: Vec<(usize, usize)>,
+    synchronize: bool,
+    /// Between the first hook and the end of a backward.
+    running: bool,
+    arrived: Vec<bool>,
+    /// Parameters in the order of their gradients' coming.
+    order: Vec<usize>,
+    /// The next bucket to launch.
+    next: usize,
+    in_place_bytes: Vec<usize>,
+    rebuilt: bool,
+    /// Another rank has failed for want of gradients: backward runs on to the end, where all ranks meet.
+    failing: bool,
+    stats: Stats,
+}
+
+impl Reducer {
+    /// `group` is the reducer's own: nothing else uses it.
+    pub fn new(group: ProcessGroup, parameters: Vec<Parameter>, options: Options) -> Result<Arc<Self>> {
+        let model = |reason| Error::Model { rank: group.rank(), reason };
+        let progress = Progress::choose(&group, group.world_size()).map_err(model)?;
+        let order: Vec<usize> = (0..parameters.len()).rev().collect();
+        let count = parameters.len();
+        let mut state = State {
+            parameters,
+            buckets: Vec::new(),
+            places: vec![(0, 0); count],
+            synchronize: true,
+            running: false,
+            arrived: vec![false; count],
+            order: Vec::with_capacity(count),
+            next: 0,
+            in_place_bytes: Vec::new(),
+            rebuilt: false,
+            failing: false,
+            stats: Stats::default(),
+        };
+        state.build(&group, options, &order)?;
+        let in_place = std::env::var_os(COPY).is_none_or(|v| v != "1");
+        Ok(Arc::new(Self { group, options, progress, in_place, state: Mutex::new(state) }))
+    }
+
+    /// Hooks of all parameters: dropped, they are gone from the model.
+    pub fn install_hooks(self: &Arc<Self>) -> Result<Vec<GradHook>> {
+        let state = self.state();
+        let install = |(index, parameter): (usize, &Parameter)| {
+            let reducer = Arc::clone(self);
+            GradHook::install(&parameter.tensor, move |tensor| Ok(reducer.on_gradient(index, tensor)?))
+                .map_err(|e| self.torch("installing a hook", format!("{}: {e}", parameter.name)))
+        };
+        state.parameters.iter().enumerate().map(install).collect()
+    }
+
+    /// Whether backwards reduce gradients. Returns what it was before.
+    pub fn set_synchronize(&self, synchronize: bool) -> bool {
+        std::mem::replace(&mut self.state().synchronize, synchronize)
+    }
+
+    pub fn synchronizes(&self) -> bool {
+        self.state().synchronize
+    }
+
+    /// Makes the next backward fail, on all ranks.
+    pub fn abort(&self, cause: &str) {
+        self.group.abort(cause);
+    }
+
+    pub fn stats(&self) -> Stats {
+        self.state().stats.clone()
+    }
+
+    /// Called by libtorch when `.grad` of a parameter is final.
+    fn on_gradient(self: &Arc<Self>, index: usize, tensor: &Tensor) -> Result<()> {
+        let mut state = self.state();
+        if !state.synchronize {
+            return Ok(());
+        }
+        if !state.running {
+            state.begin();
+            // Unlocked: if the callback is refused it is dropped, and locks the state for that.
+            drop(state);
+            let end = EndOfBackward { reducer: Arc::clone(self), reached: false };
+            flow_autograd::at_end_of_backward(move || Ok(end.run()?))
+                .map_err(|e| self.torch("backward", e.to_string()))?;
+            state = self.state();
+        }
+        let state = &mut *state;
+        if std::mem::replace(&mut state.arrived[index], true) {
+            let reason = format!(
+                "{} got its gradient twice in one backward (a nested backward, as in checkpointing): its first part was \
+                 already being reduced; run the parts under no_sync, or wrap the whole",
+                state.parameters[index].name
+            );
+            return Err(Error::Model { rank: self.group.rank(), reason });
+        }
+        state.order.push(index);
+        let gradient = tensor.grad();
+        if gradient.is_sparse() {
+            let reason = format!("{} has a sparse gradient; use dense gradients", state.parameters[index].name);
+            return Err(Error::Model { rank: self.group.rank(), reason });
+        }
+        let (bucket, slot) = state.places[index];
+        if state.buckets[bucket].take(slot, &gradient, self.in_place) {
+            state.in_place_bytes[bucket] += gradient.numel() * gradient.kind().elt_size_in_bytes();
+        } else if self.options.bucket_view {
+            self.alias(state, index)?;
+        }
+        self.tolerate(state, |reducer, state| {
+            reducer.launch(state)?;
+            reducer.progress.advance()
+        })
+    }
+
+    /// Makes `.grad` of a parameter its place in the bucket, if the type is the same.
+    fn alias(&self, state: &State, index: usize) -> Result<()> {
+        let (bucket, slot) = state.places[index];
+        let parameter = &state.parameters[index];
+        match state.buckets[bucket].result(slot) {
+            Some(place) if place.kind() == parameter.kind => flow_autograd::set_grad(&parameter.tensor, Some(place))
+                .map_err(|e| self.torch("backward", e.to_string())),
+            _ => Ok(()),
+        }
+    }
+
+    /// Launches the ready buckets whose turn it is.
+    fn launch(&self, state: &mut State) -> flow_comm::Result<()> {
+        while let Some(bucket) = state.buckets.get(state.next).filter(|b| b.pending == 0) {
+            if !self.progress.post(&bucket.segments)? {
+                break;
+            }
+            state.next += 1;
+        }
+        Ok(())
+    }
+
+    /// Runs communication. If it fails because another rank misses gradients, that is noted, and told at the end of
+    /// backward, when this rank knows its own part of it.
+    fn tolerate(
+        &self,
+        state: &mut State,
+        communicate: impl FnOnce(&Self, &mut State) -> flow_comm::Result<()>,
+    ) -> Result<()> {
+        if state.failing {
+            return Ok(());
+        }
+        match communicate(self, state) {
+            Err(_) if self.group.awaits_notice() => {
+                state.failing = true;
+                Ok(())
+            }
+            other => Ok(other?),
+        }
+    }
+
+    /// The end of backward: all gradients of this rank are there, or will not come.
+    fn finish(&self) -> Result<()> {
+        let mut state = self.state();
+        let result = self.finish_buckets(&mut state);
+        state.running = false;
+        // Also after an error: gradients must not be kept alive.
+        state.buckets.iter_mut().for_each(Bucket::reset);
+        let missing = result?;
+        if !std::mem::replace(&mut state.rebuilt, true) {
+            self.rebuild(&mut state, missing)?;
+        }
+        Ok(())
+    }
+
+    /// Returns the parameters without a gradient.
+    fn finish_buckets(&self, state: &mut State) -> Result<Vec<usize>> {
+        let backward_end = Instant::now();
+        let missing: Vec<usize> = (0..state.arrived.len()).filter(|&i| !state.arrived[i]).collect();
+        let mut finished = Vec::new();
+        if !missing.is_empty() && !self.options.find_unused {
+            state.failing = true;
+        }
+        for &index in missing.iter().filter(|_| self.options.find_unused) {
+            let (bucket, slot) = state.places[index];
+            let gradient = state.parameters[index].tensor.grad();
+            if gradient.defined() {
+                if self.options.bucket_view {
+                    let apart = gradient.copy();
+                    flow_autograd::set_grad(&state.parameters[index].tensor, Some(&apart))
+                        .map_err(|e| self.torch("backward", e.to_string()))?;
+                }
+                // What earlier backwards under no_sync have left counts; it must not change before all agree.
+                state.buckets[bucket].take(slot, &gradient, false);
+            } else {
+                state.buckets[bucket].take_zeros(slot);
+            }
+        }
+        let mut used: Vec<u8> = state.arrived.iter().map(|&a| u8::from(a)).collect();
+        self.tolerate(state, |reducer, state| {
+            loop {
+                reducer.launch(state)?;
+                finished.extend(reducer.progress.finish()?);
+                if state.next == state.buckets.len() {
+                    break;
+                }
+            }
+            if reducer.options.find_unused {
+                reducer.group.all_reduce(&mut used, ReduceOp::Max)?;
+            }
+            Ok(())
+        })?;
+        if state.failing {
+            return Err(self.missing_gradients(state, &missing));
+        }
+        for (index, _) in used.iter().enumerate().filter(|(_, used)| **used != 0) {
+            self.write_back(state, index)?;
+        }
+        state.record(&finished, backward_end);
+        Ok(missing)
+    }
+
+    /// Brings a reduced gradient that was copied home to `.grad`.
+    fn write_back(&self, state: &State, index: usize) -> Result<()> {
+        let (bucket, slot) = state.places[index];
+        let Some(place) = state.buckets[bucket].result(slot) else { return Ok(()) };
+        let parameter = &state.parameters[index];
+        let mut gradient = parameter.tensor.grad();
+        if !gradient.defined() {
+            let fresh = if self.options.bucket_view && place.kind() == parameter.kind {
+                place.shallow_clone()
+            } else {
+                place.to_kind(parameter.kind).copy()
+            };
+            return flow_autograd::set_grad(&parameter.tensor, Some(&fresh))
+                .map_err(|e| self.torch("backward", e.to_string()));
+        }
+        if flow_autograd::data_ptr(&gradient) != flow_autograd::data_ptr(place) {
+            tch::no_grad(|| gradient.copy_(place));
+        }
+        Ok(())
+    }
+
+    /// Meets all ranks to tell each other whose parameters have no gradient.
+    fn missing_gradients(&self, state: &mut State, missing: &[usize]) -> Error {
+        state.failing = false;
+        let name = |&index: &usize| {
+            let parameter = &state.parameters[index];
+            let frozen = if parameter.tensor.requires_grad() { "" } else { " (frozen after wrapping)" };
+            format!("{}{frozen}", parameter.name)
+        };
+        let mut own = missing.iter().take(20).map(name).collect::<Vec<_>>().join(", ");
+        if missing.len() > 20 {
+            own += &format!(" and {} more", missing.len() - 20);
+        }
+        let told = self.group.fail_with_notice("parameters got no gradient", &own);
+        let told: Vec<String> = told.iter().map(|(rank, names)| format!("rank {rank}: {names}")).collect();
+        Error::MissingGradients { rank: self.group.rank(), missing: told.join("; ") }
+    }
+
+    /// Buckets in the order in which rank 0's gradients came; unused parameters last.
+    fn rebuild(&self, state: &mut State, missing: Vec<usize>) -> Result<()> {
+        let mut order: Vec<i32> = state.order.iter().chain(&missing).map(|&i| i as i32).collect();
+        self.group.broadcast(&mut order, 0)?;
+        let order: Vec<usize> = order.into_iter().map(|i| i as usize).collect();
+        state.build(&self.group, self.options, &order)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn torch(&self, operation: &'static str, reason: String) -> Error {
+        Error::Torch { rank: self.group.rank(), operation, reason }
+    }
+}
+
+impl State {
+    fn begin(&mut self) {
+        self.running = true;
+        self.failing = false;
+        self.arrived.fill(false);
+        self.order.clear();
+        self.next = 0;
+        self.in_place_bytes.fill(0);
+    }
+
+    fn build(&mut self, group: &ProcessGroup, options: Options, order: &[usize]) -> Result<()> {
+        let mut kinds: Vec<Kind> = Vec::new();
+        let items: Vec<Item> = self
+            .parameters
+            .iter()
+            .map(|p| {
+                let class = kinds.iter().position(|&k| k == p.kind).unwrap_or_else(|| {
+                    kinds.push(p.kind);
+                    kinds.len() - 1
+                });
+                let kind = options.communication.unwrap_or(p.kind);
+                Item { bytes: p.elements() * kind.elt_size_in_bytes(), class: class as u8 }
+            })
+            .collect();
+        let assigned = assign(&items, order, options.caps);
+        if assigned.iter().eq(self.buckets.iter().map(|b| &b.members)) {
+            return Ok(());
+        }
+        // The old buckets' memory first: the new ones take as much.
+        self.buckets.clear();
+        for (number, members) in assigned.into_iter().enumerate() {
+            for (slot, &member) in members.iter().enumerate() {
+                self.places[member] = (number, slot);
+            }
+            self.buckets.push(Bucket::new(group, number, members, &self.parameters, options.communication)?);
+        }
+        self.in_place_bytes = vec![0; self.buckets.len()];
+        Ok(())
+    }
+
+    fn record(&mut self, finished: &[(u32, Instant)], backward_end: Instant) {
+        let done: HashMap<u32, Instant> = finished.iter().copied().collect();
+        let end = Instant::now();
+        let bucket = |(number, bucket): (usize, &Bucket)| {
+            let done = done.get(&(number as u32)).copied().unwrap_or(end);
+            let (ready_to_done, behind_backward) = times(bucket.ready.unwrap_or(done), done, backward_end);
+            BucketStats {
+                bytes: bucket.segments.bytes(),
+                parameters: bucket.members.iter().map(|&m| self.parameters[m].name.clone()).collect(),
+                in_place: self.in_place_bytes[number],
+                ready_to_done,
+                behind_backward,
+            }
+        };
+        self.stats.buckets = self.buckets.iter().enumerate().map(bucket).collect();
+        self.stats.backwards += 1;
+        self.stats.exposed = end - backward_end;
+    }
+}
+
+/// Queued in the first hook of a backward. If backward fails before its end, the group is failed with it, so that no
+/// rank waits for gradients that will not come.
+struct EndOfBackward {
+    reducer: Arc<Reducer>,
+    reached: bool,
+}
+
+impl EndOfBackward {
+    fn run(mut self) -> Result<()> {
+        self.reached = true;
+        self.reducer.finish()
+    }
+}
+
+impl Drop for EndOfBackward {
+    fn drop(&mut self) {
+        if !self.reached {
+            self.reducer.group.abort("backward failed on this rank before all its gradients were there");
+            let mut state = self.reducer.state();
+            state.running = false;
+            state.buckets.iter_mut().for_each(Bucket::reset);
+        }
+    }
+}
