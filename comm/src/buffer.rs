@@ -87,6 +87,12 @@ impl<T: Element> DerefMut for SharedBuffer<T> {
     }
 }
 
+impl<T: Element> AsMut<[T]> for SharedBuffer<T> {
+    fn as_mut(&mut self) -> &mut [T] {
+        self
+    }
+}
+
 impl<T: Element + fmt::Debug> fmt::Debug for SharedBuffer<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_list().entries(self.iter()).finish()

@@ -1,7 +1,9 @@
 //! Process groups: the ranks that take part in collectives together.
 
+use std::collections::hash_map::Entry;
+use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use flow_kernels::{DType, Element, ReduceOp};
@@ -33,10 +35,19 @@ pub struct ProcessGroup {
 }
 
 struct Inner {
-    // Before `engine`: its thread must end first.
-    worker: Mutex<Option<Worker>>,
+    // Before `engine`: their threads must end first.
+    workers: Mutex<HashMap<Lane, Arc<Worker>>>,
     engine: Arc<Engine>,
     local_rank: usize,
+}
+
+/// What keeps its order: collectives, and the messages to and from each rank. Each lane has a thread of its own for
+/// its asynchronous operations, so that a rank may send while it waits to receive.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Lane {
+    Collectives,
+    To(usize),
+    From(usize),
 }
 
 impl ProcessGroup {
@@ -59,7 +70,7 @@ impl ProcessGroup {
     }
 
     fn of(engine: Engine, local_rank: usize) -> Self {
-        Self { inner: Arc::new(Inner { worker: Mutex::default(), engine: Arc::new(engine), local_rank }) }
+        Self { inner: Arc::new(Inner { workers: Mutex::default(), engine: Arc::new(engine), local_rank }) }
     }
 
     /// This process' number in the group.
@@ -116,7 +127,7 @@ impl ProcessGroup {
         };
         let list = fingerprint(&members);
         let offset = block.as_ref().map_or(0, |b| b.offset() as u64);
-        let words = self.idle(|engine| engine.exchange_words(Kind::NewGroup, &[list, offset]))?;
+        let words = self.idle(Lane::Collectives, |engine| engine.exchange_words(Kind::NewGroup, &[list, offset]))?;
         if let Some(other) = words.iter().position(|w| w[0] != list) {
             let detail = format!(
                 "rank {} called new_group with {ranks:?}, rank {} with other ranks",
@@ -154,21 +165,21 @@ impl ProcessGroup {
     /// Reduces `buffer` element by element over all ranks; all get the result.
     pub fn all_reduce<B: Buffer + ?Sized>(&self, buffer: &mut B, op: ReduceOp) -> Result<()> {
         let (data, dtype) = self.raw_mut("all_reduce", buffer)?;
-        self.idle(|engine| engine.all_reduce(data, dtype, op))
+        self.idle(Lane::Collectives, |engine| engine.all_reduce(data, dtype, op))
     }
 
     /// As [`ProcessGroup::all_reduce`]; only rank `root` gets the result, the other buffers stay as they are.
     pub fn reduce<B: Buffer + ?Sized>(&self, buffer: &mut B, op: ReduceOp, root: usize) -> Result<()> {
         self.check_rank("reduce", "root", root)?;
         let (data, dtype) = self.raw_mut("reduce", buffer)?;
-        self.idle(|engine| engine.reduce(data, dtype, op, root))
+        self.idle(Lane::Collectives, |engine| engine.reduce(data, dtype, op, root))
     }
 
     /// Copies rank `root`'s `buffer` to all ranks'.
     pub fn broadcast<B: Buffer + ?Sized>(&self, buffer: &mut B, root: usize) -> Result<()> {
         self.check_rank("broadcast", "root", root)?;
         let (data, dtype) = self.raw_mut("broadcast", buffer)?;
-        self.idle(|engine| engine.broadcast(data, dtype, root))
+        self.idle(Lane::Collectives, |engine| engine.broadcast(data, dtype, root))
     }
 
     /// All ranks' `input`, in rank order, to every rank's `output`, which is world size times as long.
@@ -178,7 +189,7 @@ impl ProcessGroup {
         O: Buffer + ?Sized,
     {
         let (input, output, dtype) = self.pair("all_gather", input, output, (1, self.world_size()))?;
-        self.idle(|engine| engine.all_gather(input, output, dtype))
+        self.idle(Lane::Collectives, |engine| engine.all_gather(input, output, dtype))
     }
 
     /// As [`ProcessGroup::all_gather`], to rank `root` only, which gives `Some` output; the others give `None`.
@@ -196,7 +207,7 @@ impl ProcessGroup {
             }
             None => (raw(input), None, input.dtype()),
         };
-        self.idle(|engine| engine.gather(input, output, dtype, root))
+        self.idle(Lane::Collectives, |engine| engine.gather(input, output, dtype, root))
     }
 
     /// Gives block r of rank `root`'s `input` (world size blocks, each as long as `output`) to rank r. The root gives
@@ -218,7 +229,7 @@ impl ProcessGroup {
                 (None, output, dtype)
             }
         };
-        self.idle(|engine| engine.scatter(input, output, dtype, root))
+        self.idle(Lane::Collectives, |engine| engine.scatter(input, output, dtype, root))
     }
 
     /// Reduces `input` (world size blocks, each as long as `output`) over all ranks; rank r gets block r.
@@ -228,7 +239,7 @@ impl ProcessGroup {
         O: Buffer + ?Sized,
     {
         let (input, output, dtype) = self.pair("reduce_scatter", input, output, (self.world_size(), 1))?;
-        self.idle(|engine| engine.reduce_scatter(input, output, dtype, op))
+        self.idle(Lane::Collectives, |engine| engine.reduce_scatter(input, output, dtype, op))
     }
 
     /// Block s of rank r's `output` becomes block r of rank s' `input`; both are world size equal blocks.
@@ -246,31 +257,31 @@ impl ProcessGroup {
             );
             return Err(self.argument("all_to_all", reason));
         }
-        self.idle(|engine| engine.all_to_all(input, output, dtype))
+        self.idle(Lane::Collectives, |engine| engine.all_to_all(input, output, dtype))
     }
 
     /// Sends `data` to rank `to`, which calls [`ProcessGroup::recv`] with the same size and type. May return before
     /// it does. Messages between two ranks keep their order.
     pub fn send<B: Buffer + ?Sized>(&self, data: &B, to: usize) -> Result<()> {
         self.check_peer("send", to)?;
-        self.idle(|engine| engine.send(raw(data), data.dtype(), to))
+        self.idle(Lane::To(to), |engine| engine.send(raw(data), data.dtype(), to))
     }
 
     /// Receives what rank `from` sends next.
     pub fn recv<B: Buffer + ?Sized>(&self, buffer: &mut B, from: usize) -> Result<()> {
         self.check_peer("recv", from)?;
         let (data, dtype) = self.raw_mut("recv", buffer)?;
-        self.idle(|engine| engine.recv(data, dtype, from))
+        self.idle(Lane::From(from), |engine| engine.recv(data, dtype, from))
     }
 
     /// Returns when all ranks of the group have called it.
     pub fn barrier(&self) -> Result<()> {
-        self.idle(Engine::barrier)
+        self.idle(Lane::Collectives, Engine::barrier)
     }
 
     /// Starts [`ProcessGroup::all_reduce`] on `buffer`, which [`Work::wait`] returns.
     pub fn all_reduce_async<B: Buffer + Send + 'static>(&self, mut buffer: B, op: ReduceOp) -> Result<Work<B>> {
-        self.start("all_reduce", move |group| group.all_reduce(&mut buffer, op).map(|()| buffer))
+        self.start(Lane::Collectives, "all_reduce", move |group| group.all_reduce(&mut buffer, op).map(|()| buffer))
     }
 
     /// Starts [`ProcessGroup::reduce`].
@@ -280,12 +291,12 @@ impl ProcessGroup {
         op: ReduceOp,
         root: usize,
     ) -> Result<Work<B>> {
-        self.start("reduce", move |group| group.reduce(&mut buffer, op, root).map(|()| buffer))
+        self.start(Lane::Collectives, "reduce", move |group| group.reduce(&mut buffer, op, root).map(|()| buffer))
     }
 
     /// Starts [`ProcessGroup::broadcast`].
     pub fn broadcast_async<B: Buffer + Send + 'static>(&self, mut buffer: B, root: usize) -> Result<Work<B>> {
-        self.start("broadcast", move |group| group.broadcast(&mut buffer, root).map(|()| buffer))
+        self.start(Lane::Collectives, "broadcast", move |group| group.broadcast(&mut buffer, root).map(|()| buffer))
     }
 
     /// Starts [`ProcessGroup::all_gather`]; both buffers come back.
@@ -294,7 +305,9 @@ impl ProcessGroup {
         I: Buffer + Send + 'static,
         O: Buffer + Send + 'static,
     {
-        self.start("all_gather", move |group| group.all_gather(&input, &mut output).map(|()| (input, output)))
+        self.start(Lane::Collectives, "all_gather", move |group| {
+            group.all_gather(&input, &mut output).map(|()| (input, output))
+        })
     }
 
     /// Starts [`ProcessGroup::reduce_scatter`]; both buffers come back.
@@ -303,7 +316,7 @@ impl ProcessGroup {
         I: Buffer + Send + 'static,
         O: Buffer + Send + 'static,
     {
-        self.start("reduce_scatter", move |group| {
+        self.start(Lane::Collectives, "reduce_scatter", move |group| {
             group.reduce_scatter(&input, &mut output, op).map(|()| (input, output))
         })
     }
@@ -314,7 +327,9 @@ impl ProcessGroup {
         I: Buffer + Send + 'static,
         O: Buffer + Send + 'static,
     {
-        self.start("all_to_all", move |group| group.all_to_all(&input, &mut output).map(|()| (input, output)))
+        self.start(Lane::Collectives, "all_to_all", move |group| {
+            group.all_to_all(&input, &mut output).map(|()| (input, output))
+        })
     }
 
     /// Starts [`ProcessGroup::gather`]; both buffers come back.
@@ -323,7 +338,9 @@ impl ProcessGroup {
         I: Buffer + Send + 'static,
         O: Buffer + Send + 'static,
     {
-        self.start("gather", move |group| group.gather(&input, output.as_mut(), root).map(|()| (input, output)))
+        self.start(Lane::Collectives, "gather", move |group| {
+            group.gather(&input, output.as_mut(), root).map(|()| (input, output))
+        })
     }
 
     /// Starts [`ProcessGroup::scatter`]; both buffers come back.
@@ -332,22 +349,24 @@ impl ProcessGroup {
         I: Buffer + Send + 'static,
         O: Buffer + Send + 'static,
     {
-        self.start("scatter", move |group| group.scatter(input.as_ref(), &mut output, root).map(|()| (input, output)))
+        self.start(Lane::Collectives, "scatter", move |group| {
+            group.scatter(input.as_ref(), &mut output, root).map(|()| (input, output))
+        })
     }
 
     /// Starts [`ProcessGroup::send`]; the data comes back when it has been sent.
     pub fn send_async<B: Buffer + Send + 'static>(&self, data: B, to: usize) -> Result<Work<B>> {
-        self.start("send", move |group| group.send(&data, to).map(|()| data))
+        self.start(Lane::To(to), "send", move |group| group.send(&data, to).map(|()| data))
     }
 
     /// Starts [`ProcessGroup::recv`].
     pub fn recv_async<B: Buffer + Send + 'static>(&self, mut buffer: B, from: usize) -> Result<Work<B>> {
-        self.start("recv", move |group| group.recv(&mut buffer, from).map(|()| buffer))
+        self.start(Lane::From(from), "recv", move |group| group.recv(&mut buffer, from).map(|()| buffer))
     }
 
     /// Starts [`ProcessGroup::barrier`].
     pub fn barrier_async(&self) -> Result<Work<()>> {
-        self.start("barrier", |group| group.barrier())
+        self.start(Lane::Collectives, "barrier", |group| group.barrier())
     }
 
     /// A bucket of gradients for [`ProcessGroup::post_bucket`]: pieces of these lengths, in elements.
@@ -386,17 +405,17 @@ impl ProcessGroup {
 
     /// Makes the group unusable on all ranks, whose waits end with `cause`.
     pub fn abort(&self, cause: &str) {
-        let error = self.system("abort", cause.to_string());
-        let _ = self.engine().fail(error);
+        self.engine().abort(cause);
     }
 
     fn engine(&self) -> &Engine {
         &self.inner.engine
     }
 
-    /// Runs a blocking operation after the asynchronous ones that were started before it.
-    fn idle<T>(&self, operation: impl FnOnce(&Engine) -> Result<T>) -> Result<T> {
-        if let Some(worker) = &*self.worker() {
+    /// Runs a blocking operation after the asynchronous ones of its lane that were started before it.
+    fn idle<T>(&self, lane: Lane, operation: impl FnOnce(&Engine) -> Result<T>) -> Result<T> {
+        let worker = self.workers().get(&lane).cloned();
+        if let Some(worker) = worker {
             worker.drain();
         }
         operation(self.engine())
@@ -404,30 +423,31 @@ impl ProcessGroup {
 
     fn start<T: Send + 'static>(
         &self,
+        lane: Lane,
         operation: &'static str,
         run: impl FnOnce(&ProcessGroup) -> Result<T> + Send + 'static,
     ) -> Result<Work<T>> {
-        let mut worker = self.worker();
-        if worker.is_none() {
-            let started = Worker::start(self.rank());
-            *worker = Some(started.map_err(|e| self.system(operation, format!("cannot start a thread: {e}")))?);
-        }
-        // On the worker's side the group has no worker: its operations run at once, and it keeps no thread alive.
-        let inner = Inner {
-            worker: Mutex::default(),
-            engine: Arc::clone(&self.inner.engine),
-            local_rank: self.inner.local_rank,
+        // On the worker's side the group has no workers: its operations run at once, and it keeps no thread alive.
+        let group = Self {
+            inner: Arc::new(Inner {
+                workers: Mutex::default(),
+                engine: Arc::clone(&self.inner.engine),
+                local_rank: self.inner.local_rank,
+            }),
         };
-        let group = ProcessGroup { inner: Arc::new(inner) };
-        let job = move || run(&group);
-        match &*worker {
-            Some(worker) => Ok(worker.submit(self.rank(), operation, job)),
-            None => Err(self.system(operation, "there is no communication thread".into())),
-        }
+        let worker = match self.workers().entry(lane) {
+            Entry::Occupied(worker) => Arc::clone(worker.get()),
+            Entry::Vacant(none) => {
+                let started = Worker::start(self.rank());
+                let worker = started.map_err(|e| self.system(operation, format!("cannot start a thread: {e}")))?;
+                Arc::clone(none.insert(Arc::new(worker)))
+            }
+        };
+        Ok(worker.submit(self.rank(), operation, move || run(&group)))
     }
 
-    fn worker(&self) -> std::sync::MutexGuard<'_, Option<Worker>> {
-        self.inner.worker.lock().unwrap_or_else(PoisonError::into_inner)
+    fn workers(&self) -> MutexGuard<'_, HashMap<Lane, Arc<Worker>>> {
+        self.inner.workers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn raw_mut<B: Buffer + ?Sized>(&self, operation: &str, buffer: &mut B) -> Result<(Raw, DType)> {

@@ -252,6 +252,13 @@ impl Block {
     }
 }
 
+impl AsMut<[u8]> for Block {
+    fn as_mut(&mut self) -> &mut [u8] {
+        // SAFETY: the block is that long, is initialized as all mapped memory is, and is borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.as_ptr(), self.size) }
+    }
+}
+
 impl Drop for Block {
     fn drop(&mut self) {
         if self.size != 0 {

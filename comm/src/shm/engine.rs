@@ -21,6 +21,8 @@ const SPIN: Duration = Duration::from_micros(50);
 const FIRST_WARNING: Duration = Duration::from_secs(30);
 /// Kind of a poison note whose ranks have more to say: see [`Engine::fail_with_notice`].
 const NOTICES: u32 = 1;
+/// Kind of a poison note about the loss of the group's first rank; of the next, one more; and so on.
+const LOST: u32 = 2;
 
 /// This rank's part in one group.
 pub struct Engine {
@@ -34,6 +36,8 @@ pub struct Engine {
     timeout: AtomicU64,
     quarantined: AtomicBool,
     state: Mutex<State>,
+    /// Held while sending to, and while receiving from, each rank.
+    pub mail: Vec<[Mutex<()>; 2]>,
 }
 
 /// Advanced equally on all ranks.
@@ -56,6 +60,7 @@ impl Engine {
         ranks: Vec<usize>,
         timeout: Duration,
     ) -> Self {
+        let mail = ranks.iter().map(|_| Default::default()).collect();
         let rank = ranks.iter().position(|&r| r == world.rank).expect("the caller is a member"); // invariant
         let engine = Self {
             world,
@@ -66,6 +71,7 @@ impl Engine {
             timeout: AtomicU64::new(0),
             quarantined: AtomicBool::new(false),
             state: Mutex::default(),
+            mail,
         };
         engine.set_timeout(timeout);
         engine
@@ -119,14 +125,16 @@ impl Engine {
         operation.write(location, self.control.post(round, self.rank));
     }
 
+    // The counters first: a rank that is killed in between must be among those that the others miss.
+
     pub fn arrive(&self, round: u64) {
-        self.control.rank(self.rank).posted.store(round + 1, Ordering::Release);
         self.control.slot(round).arrived.raise(self.control.target(round));
+        self.control.rank(self.rank).posted.store(round + 1, Ordering::Release);
     }
 
     pub fn done(&self, round: u64) {
-        self.control.rank(self.rank).completed.store(round + 1, Ordering::Release);
         self.control.slot(round).done.raise(self.control.target(round));
+        self.control.rank(self.rank).completed.store(round + 1, Ordering::Release);
     }
 
     pub fn all_arrived(&self, round: u64) -> bool {
@@ -193,22 +201,25 @@ impl Engine {
         }
         let timeout = self.timeout();
         let mut warning = FIRST_WARNING;
+        let mut look = SLICE.min(timeout);
         loop {
-            let left = timeout.saturating_sub(start.elapsed());
-            let slept_in_vain = sleep_on(counter, target, left.min(SLICE));
+            sleep_on(counter, target, look.saturating_sub(start.elapsed()));
             if counter.reached(target) {
                 return Ok(());
             }
             self.check_poison(operation)?;
-            if !slept_in_vain {
+            if start.elapsed() < look {
                 continue;
             }
+            look = (start.elapsed() + SLICE).min(timeout);
             if let Some(peer) = self.lost(missing) {
-                return Err(self.fail(Error::PeerLost {
-                    rank: self.world.rank,
-                    operation: operation.to_string(),
-                    peer,
-                }));
+                // Arriving may have been the last thing it did.
+                if counter.reached(target) {
+                    return Ok(());
+                }
+                let error = self.peer_lost(peer, operation);
+                self.poison(LOST + peer as u32, &error.to_string());
+                return Err(error);
             }
             if start.elapsed() >= timeout {
                 let missing = self.describe_all(&missing());
@@ -256,11 +267,20 @@ impl Engine {
     pub fn check_poison(&self, operation: &dyn std::fmt::Display) -> Result<()> {
         match self.control.header().poison.read() {
             None => Ok(()),
-            Some((_, cause)) => {
-                self.quarantine();
-                Err(Error::Poisoned { rank: self.world.rank, operation: operation.to_string(), cause })
+            Some((kind, cause)) => {
+                let first = self.quarantine();
+                // Whichever rank saw it first, the loss of a peer is the same error on all.
+                Err(match kind.checked_sub(LOST) {
+                    Some(peer) if first && (peer as usize) < self.size() => self.peer_lost(peer as usize, operation),
+                    _ => Error::Poisoned { rank: self.world.rank, operation: operation.to_string(), cause },
+                })
             }
         }
+    }
+
+    /// Makes the group unusable on all ranks because this one says so.
+    pub fn abort(&self, cause: &str) {
+        self.poison(0, &format!("rank {} aborted the group: {cause}", self.world.rank));
     }
 
     fn poison(&self, kind: u32, text: &str) {
@@ -269,27 +289,41 @@ impl Engine {
         self.control.wake_all();
     }
 
-    fn quarantine(&self) {
-        if !self.quarantined.swap(true, Ordering::SeqCst) {
+    /// Returns whether this is the first that this rank hears of a failure.
+    fn quarantine(&self) -> bool {
+        let first = !self.quarantined.swap(true, Ordering::SeqCst);
+        if first {
             self.world.arena.quarantine();
         }
+        first
     }
 
     fn ranks_where(&self, condition: impl Fn(usize) -> bool) -> Vec<usize> {
         (0..self.size()).filter(|&r| condition(r)).collect()
     }
 
-    /// The first of the missing ranks that can never arrive, and why.
-    fn lost(&self, missing: &dyn Fn() -> Vec<usize>) -> Option<String> {
+    /// The first of the missing ranks that can never arrive.
+    fn lost(&self, missing: &dyn Fn() -> Vec<usize>) -> Option<usize> {
         let ended = self.world.ended(&missing().iter().map(|&r| self.ranks[r]).collect::<Vec<_>>());
         // Only now is it certain that a rank that has ended, or left, did so without arriving.
         let missing = missing();
-        if let Some(&rank) = missing.iter().find(|&&r| self.control.rank(r).left.load(Ordering::SeqCst) != 0) {
-            return Some(format!("{} has left the group without it", self.world.describe(self.ranks[rank])));
+        let left = missing.iter().find(|&&r| self.has_left(r));
+        left.or_else(|| missing.iter().find(|&&r| ended.contains(&self.ranks[r]))).copied()
+    }
+
+    fn has_left(&self, rank: usize) -> bool {
+        self.control.rank(rank).left.load(Ordering::SeqCst) != 0
+    }
+
+    /// The error for an operation that needs `peer`, a rank of this group that has left or ended.
+    fn peer_lost(&self, peer: usize, operation: &dyn std::fmt::Display) -> Error {
+        let global = self.ranks[peer];
+        let end = if self.has_left(peer) { "has left the group".into() } else { self.world.cause_of_end(global) };
+        Error::PeerLost {
+            rank: self.world.rank,
+            operation: operation.to_string(),
+            peer: format!("{} {end}", self.world.describe(global)),
         }
-        let rank = *missing.iter().find(|&&r| ended.contains(&self.ranks[r]))?;
-        let global = self.ranks[rank];
-        Some(format!("{} {}", self.world.describe(global), self.world.cause_of_end(global)))
     }
 
     fn describe_all(&self, missing: &[usize]) -> String {

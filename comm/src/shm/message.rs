@@ -3,6 +3,8 @@
 //! Each part of a message raises `sent`, and `taken` when the receiver has it; two parts may be on their way. Data in
 //! shared memory is one part, read in place.
 
+use std::sync::PoisonError;
+
 use flow_kernels::{DType, ReduceOp};
 
 use super::engine::Engine;
@@ -12,6 +14,7 @@ use crate::error::{Error, Result};
 
 impl Engine {
     pub fn send(&self, data: Raw, dtype: DType, to: usize) -> Result<()> {
+        let _one_at_a_time = self.mail[to][0].lock().unwrap_or_else(PoisonError::into_inner);
         let mailbox = self.control.mailbox(self.rank, to);
         let what = Transfer { verb: "send to", peer: self.ranks[to] };
         self.check_poison(&what)?;
@@ -49,6 +52,7 @@ impl Engine {
     }
 
     pub fn recv(&self, data: Raw, dtype: DType, from: usize) -> Result<()> {
+        let _one_at_a_time = self.mail[from][1].lock().unwrap_or_else(PoisonError::into_inner);
         let mailbox = self.control.mailbox(from, self.rank);
         let what = Transfer { verb: "recv from", peer: self.ranks[from] };
         self.check_poison(&what)?;

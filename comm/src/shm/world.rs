@@ -12,7 +12,7 @@ use super::arena::{Arena, Block};
 use super::control::{Control, Counter};
 use crate::env::{Membership, Rendezvous};
 use crate::error::{Error, Result};
-use crate::store::{Server, Store};
+use crate::store::{Address, Server, Store};
 
 /// How long a waiting rank sleeps before it looks whether its peers live.
 pub const SLICE: Duration = Duration::from_millis(100);
@@ -74,6 +74,11 @@ impl World {
                 (None, Some(Store::connect(address, token, left()).map_err(|e| fail(e.to_string()))?))
             }
             Rendezvous::RankZero { address, token } => {
+                // A server for each join: that of the one before may be there still, or gone already.
+                let address = &match address {
+                    Address::Unix(name) if generation > 0 => Address::Unix(format!("{name}-{generation}")),
+                    address => address.clone(),
+                };
                 let server = (rank == 0).then(|| Server::start(address, token)).transpose().map_err(|e| {
                     fail(format!(
                         "cannot serve the rendezvous at {address}: {e}; if another job of yours runs here, give each its own MASTER_PORT"
@@ -232,19 +237,17 @@ impl Drop for World {
     }
 }
 
-/// Sleeps until `counter` may have come to `target`, at most for `time`. Returns whether the time ran out.
-pub fn sleep_on(counter: &Counter, target: u32, time: Duration) -> bool {
+/// Sleeps until `counter` may have come to `target`, at most for `time`.
+pub fn sleep_on(counter: &Counter, target: u32, time: Duration) {
     use rustix::thread::futex;
     counter.waiters.fetch_add(1, Ordering::SeqCst);
     let seen = counter.value.load(Ordering::SeqCst);
-    let mut timed_out = false;
     if (seen.wrapping_sub(target) as i32) < 0 {
         let time = futex::Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) };
-        let slept = futex::wait(&counter.value, futex::Flags::empty(), seen, Some(&time));
-        timed_out = slept == Err(rustix::io::Errno::TIMEDOUT);
+        // Woken, timed out, interrupted: the caller looks at the counter in any case.
+        let _ = futex::wait(&counter.value, futex::Flags::empty(), seen, Some(&time));
     }
     counter.waiters.fetch_sub(1, Ordering::SeqCst);
-    timed_out
 }
 
 fn header(arena: &Arena) -> &Header {
