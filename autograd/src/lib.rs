@@ -1,1 +1,26 @@
-//! placeholder
+//! What data-parallel training needs of libtorch and `tch` does not have.
+//!
+//! | to | call |
+//! |---|---|
+//! | be told, inside `backward`, that a parameter's gradient is final | [`GradHook::install`] |
+//! | run something when `backward` is otherwise done | [`at_end_of_backward`] |
+//! | replace a gradient | [`set_grad`] |
+//! | read and write a tensor's memory | [`bytes`], [`bytes_mut`], [`data_ptr`], [`is_dense_contiguous`] |
+//! | make a tensor of given memory | [`tensor_in`], [`tensor_over`] |
+//! | give libtorch's large tensors other memory | [`set_cpu_allocator`] |
+//!
+//! Errors and panics of hooks and callbacks come out of `backward` as errors: `Tensor::f_backward` returns them, and
+//! `Tensor::backward` panics with their text, as with any error of libtorch.
+//!
+//! This is the only crate with C++ in it (`shim.cpp`).
+
+mod allocator;
+mod error;
+mod ffi;
+mod hook;
+mod memory;
+
+pub use allocator::{set_cpu_allocator, Block, BlockAllocator};
+pub use error::Error;
+pub use hook::{at_end_of_backward, BoxError, GradHook};
+pub use memory::{bytes, bytes_mut, data_ptr, dtype, is_dense_contiguous, set_grad, tensor_in, tensor_over};

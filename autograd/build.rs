@@ -1,0 +1,20 @@
+//! Compiles the shim against the libtorch that torch-sys found.
+
+use std::path::PathBuf;
+
+fn main() {
+    println!("cargo:rerun-if-changed=src/shim.cpp");
+    let Some(libraries) = std::env::var_os("DEP_TCH_LIBTORCH_LIB").map(PathBuf::from) else {
+        println!("cargo::error=torch-sys names no libtorch; run scripts/setup");
+        return;
+    };
+    let include = libraries.with_file_name("include");
+    let mut build = cc::Build::new();
+    build.cpp(true).std("c++17").file("src/shim.cpp");
+    // As system headers, so that the compiler's warnings are about the shim only.
+    for folder in [include.join("torch/csrc/api/include"), include] {
+        build.flag("-isystem").flag(folder);
+    }
+    build.compile("flow_autograd_shim");
+    println!("cargo:rustc-link-arg=-Wl,-rpath,{}", libraries.display()); // for this package's tests
+}

@@ -1,0 +1,93 @@
+//! The shim's functions, and errors on their way between Rust and C++.
+
+use std::any::Any;
+use std::ffi::{c_char, c_void, CStr, CString};
+use std::panic::{catch_unwind, AssertUnwindSafe};
+
+use torch_sys::C_tensor;
+
+use crate::hook::BoxError;
+use crate::Error;
+
+/// A closure for C++ to own: `call` returns an error's text (see [`report`]) or null, `drop` is called once.
+#[repr(C)]
+pub struct Closure {
+    pub data: *mut c_void,
+    pub call: unsafe extern "C" fn(data: *mut c_void, argument: *const C_tensor) -> *mut c_char,
+    pub drop: unsafe extern "C" fn(data: *mut c_void),
+}
+
+/// Memory for a tensor, freed by dropping its owner.
+#[repr(C)]
+pub struct Block {
+    pub data: *mut c_void,
+    pub owner: *mut c_void,
+}
+
+/// Where a tensor's elements are.
+#[repr(C)]
+#[derive(Default)]
+pub struct Memory {
+    pub data: Option<std::ptr::NonNull<u8>>,
+    pub bytes: usize,
+    pub on_cpu: bool,
+    pub dense_contiguous: bool,
+}
+
+pub type TakeBlock = unsafe extern "C" fn(bytes: usize, block: *mut Block) -> bool;
+pub type DropOwner = unsafe extern "C" fn(owner: *mut c_void);
+
+extern "C" {
+    pub fn flow_grad_hook(parameter: *const C_tensor, data: *mut *mut c_void) -> *mut c_char;
+    pub fn flow_set_grad_hook(parameter: *const C_tensor, closure: Closure) -> *mut c_char;
+    pub fn flow_at_end_of_backward(closure: Closure) -> *mut c_char;
+    pub fn flow_set_grad(parameter: *const C_tensor, grad: *const C_tensor) -> *mut c_char;
+    pub fn flow_memory(tensor: *const C_tensor, memory: *mut Memory) -> *mut c_char;
+    pub fn flow_own_memory(tensor: *const C_tensor, owner: *mut c_void, drop: DropOwner) -> *mut c_char;
+    pub fn flow_set_cpu_allocator(take: TakeBlock, drop: DropOwner, min_bytes: usize) -> *mut c_char;
+}
+
+/// Makes a `Result` of what a function of the shim returned.
+///
+/// # Safety
+///
+/// `text` must be null or a C string from `malloc`, and is freed.
+pub unsafe fn check(operation: &'static str, text: *mut c_char) -> Result<(), Error> {
+    if text.is_null() {
+        return Ok(());
+    }
+    // SAFETY: not null, so a C string, which is not used after it is freed.
+    let reason = unsafe {
+        let reason = CStr::from_ptr(text).to_string_lossy().into_owned();
+        libc::free(text.cast());
+        reason
+    };
+    Err(Error::Libtorch { operation, reason })
+}
+
+/// Runs `body` for C++: its error or panic as a text that C++ frees, or null. `who` is named in the text of a panic.
+pub fn report(who: &str, body: impl FnOnce() -> Result<(), BoxError>) -> *mut c_char {
+    let text = match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => return std::ptr::null_mut(),
+        Ok(Err(error)) => error.to_string(),
+        Err(payload) => format!("{who} panicked: {}", panic_text(payload.as_ref())),
+    };
+    let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
+    // SAFETY: `text` is a C string.
+    unsafe { libc::strdup(text.as_ptr()) }
+}
+
+fn panic_text(payload: &(dyn Any + Send)) -> &str {
+    let text = payload.downcast_ref::<&str>().copied();
+    text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("no text")
+}
+
+/// Drops the `Box<T>` behind `data`, for C++. The panic of a destructor ends here: the panic hook has told of it.
+///
+/// # Safety
+///
+/// `data` must come from `Box::<T>::into_raw` and not be used again.
+pub unsafe extern "C" fn drop_box<T>(data: *mut c_void) {
+    // SAFETY: the caller's promise.
+    let _ = catch_unwind(AssertUnwindSafe(|| drop(unsafe { Box::from_raw(data.cast::<T>()) })));
+}

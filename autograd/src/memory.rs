@@ -1,0 +1,147 @@
+//! Tensors as memory, and memory as tensors.
+
+use flow_kernels::DType;
+use tch::{Device, Kind, Tensor};
+
+use crate::ffi::{self, Memory};
+use crate::Error;
+
+/// The dtype that collectives know this kind by, if they do.
+pub fn dtype(kind: Kind) -> Option<DType> {
+    match kind {
+        Kind::Float => Some(DType::F32),
+        Kind::Double => Some(DType::F64),
+        Kind::Half => Some(DType::F16),
+        Kind::BFloat16 => Some(DType::BF16),
+        Kind::Int => Some(DType::I32),
+        Kind::Int64 => Some(DType::I64),
+        Kind::Uint8 => Some(DType::U8),
+        _ => None,
+    }
+}
+
+fn memory(tensor: &Tensor) -> Memory {
+    let mut memory = Memory::default();
+    // SAFETY: the tensor is alive and `memory` is writable.
+    let result = unsafe { ffi::check("memory", ffi::flow_memory(tensor.as_ptr(), &mut memory)) };
+    match result {
+        Ok(()) => memory,
+        Err(_) => Memory::default(), // kinds of tensors that have no memory to speak of
+    }
+}
+
+/// Where the tensor's first element is, on whatever device; null if it has no memory of its own (undefined, sparse).
+pub fn data_ptr(tensor: &Tensor) -> *mut u8 {
+    memory(tensor).data.map_or(std::ptr::null_mut(), |data| data.as_ptr())
+}
+
+/// Whether the elements lie in memory one after the other, in the order of the indices.
+pub fn is_dense_contiguous(tensor: &Tensor) -> bool {
+    memory(tensor).dense_contiguous
+}
+
+/// Start and length in bytes of a contiguous CPU tensor.
+fn plain_memory(tensor: &Tensor) -> Result<(*mut u8, usize), Error> {
+    let memory = memory(tensor);
+    if !tensor.defined() {
+        Err(Error::NotPlainMemory("undefined".into()))
+    } else if !memory.on_cpu {
+        Err(Error::NotPlainMemory(format!("on {:?}", tensor.device())))
+    } else if memory.dense_contiguous {
+        Ok(memory.data.map_or((std::ptr::dangling_mut(), 0), |data| (data.as_ptr(), memory.bytes)))
+    } else if memory.data.is_none() {
+        Err(Error::NotPlainMemory("of a sparse or opaque layout".into()))
+    } else {
+        Err(Error::NotPlainMemory(format!("not contiguous (shape {:?}, strides {:?})", tensor.size(), tensor.stride())))
+    }
+}
+
+/// The elements of a contiguous CPU tensor as bytes.
+///
+/// Tensors share memory (`shallow_clone`, views, `detach`): as with tch's own views of data, nobody may write through
+/// another tensor while the slice is in use.
+///
+/// # Errors
+///
+/// The tensor is not dense, not contiguous or not on the CPU.
+pub fn bytes(tensor: &Tensor) -> Result<&[u8], Error> {
+    let (data, bytes) = plain_memory(tensor)?;
+    // SAFETY: the elements lie there without gaps, and live as long as the tensor is borrowed.
+    Ok(unsafe { std::slice::from_raw_parts(data, bytes) })
+}
+
+/// The elements of a contiguous CPU tensor as bytes to write. See [`bytes`], also for the errors; autograd does not
+/// notice such writes.
+pub fn bytes_mut(tensor: &mut Tensor) -> Result<&mut [u8], Error> {
+    let (data, bytes) = plain_memory(tensor)?;
+    // SAFETY: as above, and the tensor is borrowed mutably.
+    Ok(unsafe { std::slice::from_raw_parts_mut(data, bytes) })
+}
+
+/// Makes `grad` the parameter's gradient (the tensor itself, not a copy), or leaves it without one.
+///
+/// # Errors
+///
+/// The gradient's shape, kind or device is not the parameter's.
+pub fn set_grad(parameter: &Tensor, grad: Option<&Tensor>) -> Result<(), Error> {
+    let grad = grad.map_or(std::ptr::null(), |grad| grad.as_ptr());
+    // SAFETY: both tensors are alive, or `grad` is null.
+    unsafe { ffi::check("set_grad", ffi::flow_set_grad(parameter.as_ptr(), grad)) }
+}
+
+/// A contiguous CPU tensor over `memory`, which is dropped when the last tensor that uses it is gone.
+///
+/// # Errors
+///
+/// The memory is too small for the shape, or not aligned for the kind.
+pub fn tensor_in(memory: impl AsMut<[u8]> + Send + 'static, shape: &[i64], kind: Kind) -> Result<Tensor, Error> {
+    let mut owner = Box::new(memory); // does not move from here on
+    let memory = (*owner).as_mut();
+    let element = kind.elt_size_in_bytes();
+    let needed = shape
+        .iter()
+        .try_fold(element, |bytes, &length| bytes.checked_mul(usize::try_from(length).ok()?))
+        .ok_or_else(|| Error::UnfitMemory(format!("a tensor cannot have the shape {shape:?}")))?;
+    if memory.len() < needed {
+        let message =
+            format!("a tensor of shape {shape:?} and kind {kind:?} needs {needed} bytes, not {}", memory.len());
+        return Err(Error::UnfitMemory(message));
+    }
+    if !memory.as_ptr().addr().is_multiple_of(element) {
+        return Err(Error::UnfitMemory(format!("memory at {:p} is not aligned for kind {kind:?}", memory.as_ptr())));
+    }
+    let data = memory.as_mut_ptr();
+    // SAFETY: there is room for the shape, and the owner keeps it.
+    unsafe { tensor_over(data, shape, kind, owner) }
+}
+
+/// A contiguous CPU tensor over the memory at `data`; `owner` is dropped, on whatever thread, when the last tensor that
+/// uses it is gone.
+///
+/// # Errors
+///
+/// libtorch refuses the shape; `owner` has been dropped then.
+///
+/// # Safety
+///
+/// From `data` on there must be room for `shape` elements of `kind`, aligned for them, readable and writable until `owner`
+/// is dropped, and not used by others in ways that conflict with the tensor's use.
+pub unsafe fn tensor_over(
+    data: *mut u8,
+    shape: &[i64],
+    kind: Kind,
+    owner: impl Send + 'static,
+) -> Result<Tensor, Error> {
+    fn own<T>(tensor: Tensor, owner: T) -> Result<Tensor, Error> {
+        let owner = Box::into_raw(Box::new(owner)).cast();
+        // SAFETY: the tensor is alive; the function fits the owner.
+        unsafe { ffi::check("tensor_over", ffi::flow_own_memory(tensor.as_ptr(), owner, ffi::drop_box::<T>))? };
+        Ok(tensor)
+    }
+    let strides: Vec<i64> = (0..shape.len())
+        .map(|axis| shape[axis + 1..].iter().fold(1, |stride: i64, &length| stride.wrapping_mul(length)))
+        .collect();
+    // SAFETY: the caller's promise.
+    let tensor = unsafe { Tensor::f_from_blob(data, shape, &strides, kind, Device::Cpu) };
+    own(tensor.map_err(|error| Error::Libtorch { operation: "tensor_over", reason: error.to_string() })?, owner)
+}

@@ -1,0 +1,211 @@
+// What flow-autograd needs of libtorch's C++ interface, as plain C functions.
+//
+// Functions that can fail return the error's text, to be freed with free(), or null. No exception leaves this file except
+// into libtorch's engine, and Rust code never unwinds into it: Rust callbacks return their error's text the same way.
+// The types of pointers to autograd nodes differ between the libtorch versions we support: leave them to `auto`.
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/CPUAllocator.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+namespace autograd = torch::autograd;
+
+namespace {
+
+// A Rust closure. Whoever gets one owns it, and calls `drop` once.
+struct Closure {
+    void* data;
+    char* (*call)(void* data, const at::Tensor* argument);
+    void (*drop)(void* data);
+};
+
+// Calls the closure and throws the error it returns.
+void call(const Closure& closure, const at::Tensor* argument) {
+    if (char* text = closure.call(closure.data, argument)) {
+        const std::string message(text);
+        std::free(text);
+        throw std::runtime_error(message);
+    }
+}
+
+// Runs `body` and returns the text of what it throws.
+template <typename Body>
+char* guarded(Body&& body) noexcept {
+    try {
+        body();
+        return nullptr;
+    } catch (const c10::Error& error) {
+        return strdup(error.what_without_backtrace());
+    } catch (const std::exception& error) {
+        return strdup(error.what());
+    } catch (...) {
+        return strdup("an unknown C++ exception");
+    }
+}
+
+class GradHook final : public autograd::PostAccumulateGradHook {
+public:
+    explicit GradHook(Closure closure) : closure_(closure) {}
+    GradHook(const GradHook&) = delete;
+    GradHook& operator=(const GradHook&) = delete;
+    ~GradHook() override { closure_.drop(closure_.data); }
+
+    void operator()(const at::Tensor& parameter) override { call(closure_, &parameter); }
+
+    void* data() const { return closure_.data; }
+
+private:
+    Closure closure_;
+};
+
+// Memory for a tensor: `drop(owner)` frees it.
+struct Block {
+    void* data;
+    void* owner;
+};
+
+using TakeBlock = bool (*)(size_t bytes, Block* block);
+using DropBlock = void (*)(void* owner);
+
+// Large blocks from Rust, all others from the allocator that was there before.
+//
+// `raw_deleter` stays null, libtorch's sign for "no raw interface": that interface frees by address alone, and ours by owner.
+class CpuAllocator final : public c10::Allocator {
+public:
+    CpuAllocator(c10::Allocator* original, TakeBlock take, DropBlock drop) : original_(original), take_(take), drop_(drop) {}
+
+    void set_min_bytes(size_t bytes) { min_bytes_.store(bytes, std::memory_order_relaxed); }
+
+    c10::DataPtr allocate(size_t bytes) override {
+        if (bytes >= min_bytes_.load(std::memory_order_relaxed)) {
+            Block block;
+            if (take_(bytes, &block)) return {block.data, block.owner, drop_, c10::Device(c10::kCPU)};
+        }
+        return original_->allocate(bytes);
+    }
+
+    bool is_simple_data_ptr(const c10::DataPtr& pointer) const override {
+        return pointer.get_deleter() == drop_ || original_->is_simple_data_ptr(pointer);
+    }
+
+    void copy_data(void* destination, const void* source, size_t bytes) const override {
+        default_copy_data(destination, source, bytes);
+    }
+
+private:
+    c10::Allocator* const original_;
+    const TakeBlock take_;
+    const DropBlock drop_;
+    std::atomic<size_t> min_bytes_{SIZE_MAX};
+};
+
+// Where a tensor's elements are. `data` is null where they are not plain memory.
+struct Memory {
+    void* data;
+    size_t bytes;
+    bool on_cpu;
+    bool dense_contiguous;
+};
+
+}  // namespace
+
+extern "C" {
+
+// The data of the closure that `flow_set_grad_hook` put on the parameter, null if it has no hook. An error if it can have none.
+char* flow_grad_hook(const at::Tensor* parameter, void** data) {
+    return guarded([&] {
+        TORCH_CHECK(parameter->defined() && parameter->is_leaf() && parameter->requires_grad(),
+                    "only a leaf tensor that requires a gradient can have a gradient hook");
+        *data = nullptr;
+        if (const auto& hook = autograd::impl::post_acc_grad_hooks(*parameter)) {
+            const auto ours = dynamic_cast<const GradHook*>(hook.get());
+            TORCH_CHECK(ours, "the tensor has a gradient hook that is not Flow's");
+            *data = ours->data();
+        }
+    });
+}
+
+// Calls the closure with the parameter, one that `flow_grad_hook` accepts, whenever its gradient has been accumulated in a
+// backward.
+char* flow_set_grad_hook(const at::Tensor* parameter, Closure closure) {
+    return guarded([&] {
+        auto hook = std::make_unique<GradHook>(closure);
+        autograd::impl::set_post_acc_grad_hooks(*parameter, std::move(hook));
+    });
+}
+
+// Calls the closure, with null, when the backward that runs on this thread is otherwise done.
+char* flow_at_end_of_backward(Closure closure) {
+    return guarded([&] {
+        const std::shared_ptr<void> owner(closure.data, closure.drop);
+        TORCH_CHECK(autograd::get_current_graph_task_id() != -1, "no backward runs on this thread; call it from a gradient hook");
+        autograd::Engine::get_default_engine().queue_callback([owner, closure] { call(closure, nullptr); });
+    });
+}
+
+// Makes `grad`, or nothing if null, the parameter's gradient.
+char* flow_set_grad(const at::Tensor* parameter, const at::Tensor* grad) {
+    return guarded([&] {
+        TORCH_CHECK(parameter->defined(), "the tensor is undefined");
+        if (grad) {
+            TORCH_CHECK(grad->defined(), "the gradient is undefined");
+            TORCH_CHECK(grad->sizes() == parameter->sizes() && grad->scalar_type() == parameter->scalar_type() &&
+                            grad->device() == parameter->device(),
+                        "a gradient of shape ", grad->sizes(), ", ", grad->scalar_type(), ", on ", grad->device(),
+                        " does not fit a tensor of shape ", parameter->sizes(), ", ", parameter->scalar_type(), ", on ",
+                        parameter->device());
+        }
+        parameter->mutable_grad() = grad ? *grad : at::Tensor();
+    });
+}
+
+char* flow_memory(const at::Tensor* tensor, Memory* memory) {
+    return guarded([&] {
+        *memory = Memory{};
+        if (!tensor->defined()) return;
+        memory->on_cpu = tensor->is_cpu();
+        if (tensor->layout() != c10::kStrided || !tensor->has_storage()) return;
+        memory->data = tensor->data_ptr();
+        memory->bytes = tensor->nbytes();
+        memory->dense_contiguous = tensor->is_contiguous() && !tensor->is_neg() && !tensor->is_conj();
+    });
+}
+
+// Ties `owner` to the tensor's memory, which nobody owned before: `drop(owner)` is called when its last user is gone.
+char* flow_own_memory(const at::Tensor* tensor, void* owner, DropBlock drop) {
+    std::unique_ptr<void, DropBlock> held(owner, drop);
+    return guarded([&] {
+        const auto& storage = tensor->storage();
+        c10::DataPtr owned(storage.mutable_data(), held.get(), drop, storage.device());
+        held.release();
+        storage.set_data_ptr_noswap(std::move(owned));
+    });
+}
+
+// From now on asks `take` for every block of at least `min_bytes`. The calls must not overlap.
+char* flow_set_cpu_allocator(TakeBlock take, DropBlock drop, size_t min_bytes) {
+    static CpuAllocator* installed = nullptr;  // libtorch keeps a pointer to it in every storage: never freed
+    return guarded([&] {
+        if (!installed) {
+            constexpr uint8_t priority = 100;  // the default allocator's is 0
+            auto allocator = std::make_unique<CpuAllocator>(c10::GetCPUAllocator(), take, drop);
+            c10::SetCPUAllocator(allocator.get(), priority);
+            TORCH_CHECK(c10::GetCPUAllocator() == allocator.get(), "another CPU allocator is installed with a higher priority");
+            installed = allocator.release();
+        }
+        installed->set_min_bytes(min_bytes);
+    });
+}
+
+}  // extern "C"

@@ -1,0 +1,358 @@
+//! Gradient hooks and end-of-backward callbacks, in real backwards.
+
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+
+use flow_autograd::{at_end_of_backward, set_grad, Error, GradHook};
+use tch::{Device, Kind, TchError, Tensor};
+
+fn parameter(values: &[f32]) -> Tensor {
+    Tensor::from_slice(values).set_requires_grad(true)
+}
+
+/// A scalar with the gradient 2 for each element of `parameter`.
+fn loss(parameter: &Tensor) -> Tensor {
+    (parameter * 2).sum(Kind::Float)
+}
+
+fn values(tensor: &Tensor) -> Vec<f32> {
+    Vec::try_from(tensor).unwrap()
+}
+
+/// The text of the error that `backward` must end with.
+fn error_text(result: Result<(), TchError>) -> String {
+    result.expect_err("backward should have failed").to_string()
+}
+
+/// A hook that counts its calls.
+fn counting_hook(parameter: &Tensor) -> (GradHook, Arc<AtomicUsize>) {
+    let calls = Arc::new(AtomicUsize::new(0));
+    let hook_calls = calls.clone();
+    let hook = GradHook::install(parameter, move |_| {
+        hook_calls.fetch_add(1, SeqCst);
+        Ok(())
+    });
+    (hook.unwrap(), calls)
+}
+
+#[test]
+fn hooks_fire_in_reverse_layer_order_and_the_callback_before_backward_returns() {
+    let layers: Vec<Tensor> =
+        (0..4).map(|_| Tensor::randn([8, 8], (Kind::Float, Device::Cpu)).set_requires_grad(true)).collect();
+    let events = Arc::new(Mutex::new(Vec::<String>::new()));
+    let caller = std::thread::current().id();
+    let hooks: Vec<GradHook> = (layers.iter().enumerate())
+        .map(|(index, layer)| {
+            let events = events.clone();
+            GradHook::install(layer, move |layer| {
+                assert!(layer.grad().defined() && layer.size() == [8, 8]);
+                assert_eq!(std::thread::current().id(), caller);
+                let mut recorded = events.lock().unwrap();
+                if recorded.is_empty() {
+                    let events = events.clone();
+                    at_end_of_backward(move || {
+                        events.lock().unwrap().push("end".into());
+                        Ok(())
+                    })?;
+                }
+                recorded.push(format!("layer {index}"));
+                Ok(())
+            })
+            .unwrap()
+        })
+        .collect();
+    for _ in 0..2 {
+        let input = Tensor::randn([3, 8], (Kind::Float, Device::Cpu));
+        let output = layers.iter().fold(input, |input, layer| input.matmul(layer).tanh());
+        output.sum(Kind::Float).backward();
+        let recorded = std::mem::take(&mut *events.lock().unwrap());
+        assert_eq!(recorded, ["layer 3", "layer 2", "layer 1", "layer 0", "end"]);
+    }
+    drop(hooks);
+}
+
+#[test]
+fn an_error_in_a_hook_is_the_error_of_backward() {
+    let weight = parameter(&[1.0, 2.0]);
+    let fails = Arc::new(AtomicUsize::new(1));
+    let counter = fails.clone();
+    let _hook = GradHook::install(&weight, move |_| match counter.fetch_sub(1, SeqCst) {
+        1 => Err("bucket 3: rank 1 is gone".into()),
+        _ => Ok(()),
+    })
+    .unwrap();
+    assert!(error_text(loss(&weight).f_backward()).contains("bucket 3: rank 1 is gone"));
+    loss(&weight).f_backward().expect("the next backward works");
+}
+
+#[test]
+fn a_panic_in_a_hook_is_the_error_of_backward() {
+    let weight = parameter(&[1.0]);
+    let calls = Arc::new(AtomicUsize::new(0));
+    let counter = calls.clone();
+    let _hook = GradHook::install(&weight, move |_| {
+        let call = counter.fetch_add(1, SeqCst);
+        assert!(call != 0, "the first call");
+        Ok(())
+    })
+    .unwrap();
+    assert!(error_text(loss(&weight).f_backward()).contains("a gradient hook panicked: the first call"));
+    loss(&weight).f_backward().expect("the next backward works");
+    assert_eq!(calls.load(SeqCst), 2);
+}
+
+#[test]
+fn errors_and_panics_of_the_callback_are_errors_of_backward() {
+    let weight = parameter(&[1.0]);
+    let step = Arc::new(AtomicUsize::new(0));
+    let counter = step.clone();
+    let _hook = GradHook::install(&weight, move |_| {
+        let step = counter.fetch_add(1, SeqCst);
+        Ok(at_end_of_backward(move || match step {
+            0 => Err("timed out".into()),
+            1 => panic!("at step {step}"),
+            _ => Ok(()),
+        })?)
+    })
+    .unwrap();
+    assert!(error_text(loss(&weight).f_backward()).contains("timed out"));
+    assert!(error_text(loss(&weight).f_backward()).contains("an end-of-backward callback panicked: at step 1"));
+    loss(&weight).f_backward().expect("the next backward works");
+    assert_eq!(step.load(SeqCst), 3);
+}
+
+#[test]
+fn a_callback_is_freed_uncalled_when_backward_fails_first() {
+    let (early, late) = (parameter(&[1.0]), parameter(&[1.0]));
+    let witness = Arc::new(());
+    let captured = witness.clone();
+    let _queues = GradHook::install(&late, move |_| {
+        let captured = captured.clone();
+        Ok(at_end_of_backward(move || panic!("called with {captured:?}"))?)
+    })
+    .unwrap();
+    let _fails = GradHook::install(&early, |_| Err("no".into())).unwrap();
+    let result = ((&early * 2).tanh() * &late).sum(Kind::Float).f_backward();
+    let text = error_text(result);
+    assert!(text.contains("no") && !text.contains("called with"), "{text}");
+    assert_eq!(Arc::strong_count(&witness), 2, "the hook's and ours");
+}
+
+#[test]
+fn callbacks_run_in_order_and_may_queue_more() {
+    let weight = parameter(&[1.0]);
+    let order = Arc::new(Mutex::new(Vec::new()));
+    let recorded = order.clone();
+    let _hook = GradHook::install(&weight, move |_| {
+        for index in 0..20 {
+            let recorded = recorded.clone();
+            at_end_of_backward(move || {
+                recorded.lock().unwrap().push(index);
+                Ok(at_end_of_backward(move || {
+                    recorded.lock().unwrap().push(100 + index);
+                    Ok(())
+                })?)
+            })?;
+        }
+        Ok(())
+    })
+    .unwrap();
+    loss(&weight).backward();
+    assert_eq!(*order.lock().unwrap(), (0..20).chain(100..120).collect::<Vec<_>>());
+}
+
+#[test]
+fn a_callback_outside_backward_is_refused_and_freed() {
+    let witness = Arc::new(());
+    let captured = witness.clone();
+    let error = at_end_of_backward(move || {
+        drop(captured);
+        Ok(())
+    })
+    .unwrap_err();
+    assert!(error.to_string().contains("no backward runs on this thread"), "{error}");
+    assert_eq!(Arc::strong_count(&witness), 1);
+}
+
+#[test]
+fn removal_frees_the_closure_and_stops_the_calls() {
+    for fails in [false, true] {
+        let weight = parameter(&[1.0]);
+        let calls = Arc::new(AtomicUsize::new(0));
+        let counter = calls.clone();
+        let hook = GradHook::install(&weight, move |_| {
+            counter.fetch_add(1, SeqCst);
+            if fails {
+                Err("no".into())
+            } else {
+                Ok(())
+            }
+        })
+        .unwrap();
+        assert_eq!(loss(&weight).f_backward().is_err(), fails);
+        assert_eq!(Arc::strong_count(&calls), 2);
+        drop(hook);
+        assert_eq!(Arc::strong_count(&calls), 1);
+        loss(&weight).backward();
+        assert_eq!(calls.load(SeqCst), 1);
+    }
+}
+
+#[test]
+fn a_hook_may_outlive_its_parameter() {
+    let weight = parameter(&[1.0]);
+    let (hook, calls) = counting_hook(&weight);
+    let output = loss(&weight);
+    drop(weight);
+    output.backward(); // the graph keeps the parameter alive
+    assert_eq!(calls.load(SeqCst), 1);
+    drop(output);
+    drop(hook);
+    assert_eq!(Arc::strong_count(&calls), 1);
+}
+
+#[test]
+fn a_hook_may_remove_itself() {
+    let weight = parameter(&[1.0]);
+    let own = Arc::new(Mutex::new(None::<GradHook>));
+    let calls = Arc::new(AtomicUsize::new(0));
+    let (inside, counter) = (own.clone(), calls.clone());
+    let hook = GradHook::install(&weight, move |_| {
+        drop(inside.lock().unwrap().take());
+        counter.fetch_add(1, SeqCst); // what it captured is still there
+        Ok(())
+    });
+    *own.lock().unwrap() = Some(hook.unwrap());
+    loss(&weight).backward();
+    loss(&weight).backward();
+    assert_eq!((calls.load(SeqCst), Arc::strong_count(&calls)), (1, 1));
+}
+
+#[test]
+fn a_second_hook_is_refused_until_the_first_is_gone() {
+    let weight = parameter(&[1.0]);
+    let (first, calls) = counting_hook(&weight);
+    let second = GradHook::install(&weight.shallow_clone(), |_| Ok(()));
+    assert!(matches!(second, Err(Error::HookInstalled)));
+    loss(&weight).backward();
+    assert_eq!(calls.load(SeqCst), 1, "the first is untouched");
+    drop(first);
+    let (_second, calls) = counting_hook(&weight);
+    loss(&weight).backward();
+    assert_eq!(calls.load(SeqCst), 1);
+}
+
+#[test]
+fn only_leaves_that_require_a_gradient_take_a_hook() {
+    let weight = parameter(&[1.0]);
+    let witness = Arc::new(());
+    for tensor in [&weight * 2, Tensor::ones([2], (Kind::Float, Device::Cpu)), Tensor::new()] {
+        let captured = witness.clone();
+        let result = GradHook::install(&tensor, move |_| {
+            drop(captured.clone());
+            Ok(())
+        });
+        let text = result.expect_err("it should have been refused").to_string();
+        assert!(text.contains("only a leaf tensor that requires a gradient"), "{text}");
+    }
+    assert_eq!(Arc::strong_count(&witness), 1);
+}
+
+#[test]
+fn a_thousand_hooks_come_and_go() {
+    let weight = parameter(&[1.0]);
+    let calls = Arc::new(AtomicUsize::new(0));
+    for _ in 0..1000 {
+        let counter = calls.clone();
+        let hook = GradHook::install(&weight, move |_| {
+            counter.fetch_add(1, SeqCst);
+            Ok(())
+        });
+        loss(&weight).backward();
+        drop(hook.unwrap());
+    }
+    assert_eq!((calls.load(SeqCst), Arc::strong_count(&calls)), (1000, 1));
+}
+
+#[test]
+fn hooks_may_be_dropped_while_another_thread_runs_backward() {
+    let weight = parameter(&[1.0; 64]);
+    let running = Arc::new(AtomicUsize::new(0));
+    let seen = running.clone();
+    let clone = weight.shallow_clone();
+    let backwards = std::thread::spawn(move || {
+        while seen.load(SeqCst) == 0 {
+            loss(&clone).backward();
+        }
+    });
+    for _ in 0..500 {
+        drop(counting_hook(&weight));
+    }
+    running.store(1, SeqCst);
+    backwards.join().unwrap();
+}
+
+#[test]
+fn accumulation_calls_the_hook_in_each_backward() {
+    let weight = parameter(&[1.0, 1.0]);
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let gradients = seen.clone();
+    let _hook = GradHook::install(&weight, move |weight| {
+        gradients.lock().unwrap().push(weight.grad().double_value(&[0]));
+        Ok(())
+    })
+    .unwrap();
+    loss(&weight).backward();
+    loss(&weight).backward();
+    assert_eq!(*seen.lock().unwrap(), [2.0, 4.0]);
+}
+
+#[test]
+fn one_backward_that_uses_a_parameter_twice_calls_the_hook_once() {
+    let weight = parameter(&[3.0]);
+    let (_hook, calls) = counting_hook(&weight);
+    (&weight * &weight + &weight).sum(Kind::Float).backward();
+    assert_eq!((calls.load(SeqCst), values(&weight.grad())), (1, vec![7.0]));
+}
+
+#[test]
+fn a_parameter_that_takes_no_part_has_no_call() {
+    let (used, unused) = (parameter(&[1.0]), parameter(&[1.0]));
+    let (_used, used_calls) = counting_hook(&used);
+    let (_unused, unused_calls) = counting_hook(&unused);
+    loss(&used).backward();
+    assert_eq!((used_calls.load(SeqCst), unused_calls.load(SeqCst)), (1, 0));
+}
+
+#[test]
+fn a_hook_may_replace_the_gradient() {
+    let weight = parameter(&[1.0, 2.0]);
+    let flat = Tensor::zeros([4], (Kind::Float, Device::Cpu));
+    let view = flat.narrow(0, 1, 2);
+    let _hook = GradHook::install(&weight, move |weight| {
+        view.shallow_clone().copy_(&(weight.grad() * 10));
+        Ok(set_grad(weight, Some(&view))?)
+    })
+    .unwrap();
+    loss(&weight).backward();
+    assert_eq!(values(&weight.grad()), [20.0, 20.0]);
+    assert_eq!(values(&flat), [0.0, 20.0, 20.0, 0.0]);
+    assert_eq!(weight.grad().data_ptr(), flat.narrow(0, 1, 1).data_ptr());
+}
+
+#[test]
+fn set_grad_sets_resets_and_checks() {
+    let weight = parameter(&[1.0, 2.0]);
+    let grad = Tensor::from_slice(&[5f32, 6.0]);
+    set_grad(&weight, Some(&grad)).unwrap();
+    assert_eq!(weight.grad().data_ptr(), grad.data_ptr());
+    set_grad(&weight, None).unwrap();
+    assert!(!weight.grad().defined());
+    for unfit in [Tensor::from_slice(&[1f32]), Tensor::from_slice(&[1f64, 2.0])] {
+        let text = set_grad(&weight, Some(&unfit)).unwrap_err().to_string();
+        assert!(text.contains("does not fit a tensor of shape [2]"), "{text}");
+    }
+    assert!(!weight.grad().defined());
+    assert!(set_grad(&weight, Some(&Tensor::new())).is_err());
+    assert!(set_grad(&Tensor::new(), None).is_err());
+}
