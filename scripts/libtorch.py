@@ -60,7 +60,8 @@ def pip(partial, lock, *arguments):
         "--retries=2",
         "--timeout=30",
     ]
-    command += [f"--platform=manylinux_2_{glibc}_{machine}" for glibc in range(28, 16, -1)]
+    tags = [*(f"_2_{glibc}" for glibc in range(28, 16, -1)), "2014"]
+    command += [f"--platform=manylinux{tag}_{machine}" for tag in tags]
     if not sys.stderr.isatty():
         command.append("--quiet")
     # pip holds the lock as well: should we be killed, nobody removes its folder while it still writes there.
