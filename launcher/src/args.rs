@@ -85,7 +85,7 @@ struct Flags {
     #[arg(long, help_heading = "Output")]
     prefix: bool,
 
-    #[arg(hide = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    #[arg(hide = true, trailing_var_arg = true)]
     command: Vec<OsString>,
 }
 

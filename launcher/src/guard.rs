@@ -1,44 +1,73 @@
-//! The guard: a process that outlives the launcher for a moment, to kill what a killed launcher leaves behind.
+//! The guard: a process that outlives the launcher for a moment, to kill what a job leaves behind.
 //!
 //! It is told of each worker's process group through a pipe that only the launcher holds open. However the launcher
-//! dies, the pipe ends, and the guard kills the groups that are still registered, grandchildren included.
+//! dies, the pipe ends, and the guard kills the groups that are still registered. Then, unless the job ended well, it
+//! looks for processes that have left those groups (as those of `timeout` do) by a mark in their environment.
 
 use std::collections::HashSet;
+use std::ffi::OsString;
+use std::fs;
 use std::io::{BufRead, Write};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitCode, Stdio};
+use std::time::SystemTime;
 
 use anyhow::Context;
 use nix::sys::signal::SigSet;
-use rustix::process::{kill_process_group, Pid, Signal};
+use rustix::process::{kill_process, kill_process_group, Pid, Signal};
 
-/// First argument of a flow-launch process that is a guard.
+/// First argument of a flow-launch process that is a guard; the mark is the second.
 pub const HIDDEN_FLAG: &str = "--guard";
 
-/// The launcher's side of the guard. Dropping it ends the guard, which kills what is still registered.
-pub struct Guard(Child);
+/// Variable in the environment of all processes of a job that holds its mark.
+const MARK: &str = "FLOW_LAUNCHER";
+
+/// What tells the guard that the job ended well.
+const DISMISSAL: &str = "dismissed";
+
+/// Looks for marked processes at most so many times: new ones may be born meanwhile, and some cannot be killed.
+const SWEEPS: usize = 100;
+
+/// The launcher's side of the guard. Dropping it ends the guard, which kills what is left of the job.
+pub struct Guard {
+    process: Child,
+    mark: String,
+}
 
 impl Guard {
     pub fn start() -> anyhow::Result<Guard> {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let mark = format!("{}.{}", std::process::id(), now.as_nanos());
         let mut command = Command::new("/proc/self/exe");
-        command.arg0("flow-launch").arg(HIDDEN_FLAG).process_group(0);
+        command.arg0("flow-launch").arg(HIDDEN_FLAG).arg(&mark).process_group(0);
         command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
-        Ok(Guard(command.spawn().context("cannot start the guard process")?))
+        Ok(Guard { process: command.spawn().context("cannot start the guard process")?, mark })
+    }
+
+    /// What is to be in the environment of every worker.
+    pub fn mark(&self) -> (&'static str, &str) {
+        (MARK, &self.mark)
+    }
+
+    /// The job has ended well; what it left running on purpose may stay.
+    pub fn dismiss(&mut self) {
+        self.tell(DISMISSAL);
     }
 
     /// From now on the group of this worker is killed when the launcher dies.
     pub fn register(&mut self, worker: Pid) {
-        self.tell('+', worker);
+        self.tell(&format!("+{worker}"));
     }
 
     /// To be called before the worker is reaped, while its pid cannot mean another process.
     pub fn unregister(&mut self, worker: Pid) {
-        self.tell('-', worker);
+        self.tell(&format!("-{worker}"));
     }
 
-    fn tell(&mut self, sign: char, worker: Pid) {
-        let Some(pipe) = &mut self.0.stdin else { return };
-        if let Err(error) = pipe.write_all(format!("{sign}{worker}\n").as_bytes()) {
+    fn tell(&mut self, line: &str) {
+        let Some(pipe) = &mut self.process.stdin else { return };
+        if let Err(error) = pipe.write_all(format!("{line}\n").as_bytes()) {
             log::warn!("the guard process has gone ({error}): grandchildren would outlive a killed launcher");
         }
     }
@@ -47,21 +76,21 @@ impl Guard {
 impl Drop for Guard {
     fn drop(&mut self) {
         // Closes the pipe first.
-        if let Err(error) = self.0.wait() {
+        if let Err(error) = self.process.wait() {
             log::warn!("cannot wait for the guard process: {error}");
         }
     }
 }
 
 /// The guard process itself.
-pub fn main() -> ExitCode {
+pub fn main(mark: Option<OsString>) -> ExitCode {
     // What is meant for the launcher (Ctrl-C, a hang-up, a kill by name) must not end the guard first.
-    if SigSet::all().thread_block().is_err() {
-        return ExitCode::FAILURE;
-    }
+    let (Some(mark), Ok(())) = (mark, SigSet::all().thread_block()) else { return ExitCode::FAILURE };
     let _ = nix::sys::prctl::set_name(c"flow-guard");
     let mut groups = HashSet::new();
+    let mut is_dismissed = false;
     for line in std::io::stdin().lock().lines().map_while(Result::ok) {
+        is_dismissed |= line == DISMISSAL;
         let Some(pid) = line.get(1..).and_then(|pid| pid.parse().ok()).and_then(Pid::from_raw) else { continue };
         match line.starts_with('+') {
             true => groups.insert(pid),
@@ -71,5 +100,22 @@ pub fn main() -> ExitCode {
     for group in groups {
         let _ = kill_process_group(group, Signal::KILL);
     }
+    if !is_dismissed {
+        let entry = [MARK.as_bytes(), b"=", mark.as_bytes()].concat();
+        (0..SWEEPS).take_while(|_| sweep(&entry)).for_each(|_| std::thread::yield_now());
+    }
     ExitCode::SUCCESS
+}
+
+/// Kills all processes with this entry in their environment; false if there are none.
+fn sweep(entry: &[u8]) -> bool {
+    let mut found = false;
+    for process in fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let pid = process.file_name().to_str().and_then(|name| name.parse().ok()).and_then(Pid::from_raw);
+        let environment = fs::read(process.path().join("environ")).unwrap_or_default();
+        if let Some(pid) = pid.filter(|_| environment.split(|byte| *byte == 0).any(|other| other == entry)) {
+            found |= kill_process(pid, Signal::KILL).is_ok();
+        }
+    }
+    found
 }

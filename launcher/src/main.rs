@@ -38,7 +38,7 @@ fn main() -> ExitCode {
     let mut arguments = std::env::args_os();
     match arguments.nth(1).as_deref().and_then(|first| first.to_str()) {
         Some(worker::HIDDEN_FLAG) => return worker::exec(arguments),
-        Some(guard::HIDDEN_FLAG) => return guard::main(),
+        Some(guard::HIDDEN_FLAG) => return guard::main(arguments.next()),
         _ => {}
     }
     env_logger::Builder::from_env(env_logger::Env::new().filter("FLOW_LOG")).init();

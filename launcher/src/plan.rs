@@ -149,8 +149,9 @@ mod tests {
                 let job = job(&format!("f --nnodes {nodes} --node_rank {node} --master_addr a --master_port 1 p"));
                 for (local, worker) in workers(&job, size, &["p".into()], Some(1), &meeting_point()).iter().enumerate() {
                     prop_assert_eq!(worker.local_rank as usize, local);
-                    prop_assert_eq!(get(worker, "RANK"), Some(worker.rank.to_string().as_str()));
-                    prop_assert_eq!(get(worker, "WORLD_SIZE"), Some((nodes * size).to_string().as_str()));
+                    let number = |name| get(worker, name).and_then(|value| value.parse::<u32>().ok());
+                    prop_assert_eq!(number("RANK"), Some(worker.rank));
+                    prop_assert_eq!(number("WORLD_SIZE"), Some(nodes * size));
                     prop_assert_eq!(get(worker, "NODE_RANK"), get(worker, "GROUP_RANK"));
                     prop_assert!(ranks.insert(worker.rank));
                 }

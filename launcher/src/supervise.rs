@@ -114,22 +114,38 @@ impl Supervisor {
 
     /// Sees the job to its end; returns the exit code that tells of it.
     pub fn run(mut self) -> anyhow::Result<u8> {
-        while !self.workers.iter().all(|worker| worker.settled && worker.streams.iter().all(|s| s.pipe.is_none())) {
-            self.turn()?;
-            if self.policy.must_leave() && self.workers.iter().all(|worker| worker.settled) {
+        while !(self.is_settled() && self.workers.iter().all(|worker| worker.streams.iter().all(|s| s.pipe.is_none())))
+        {
+            if !self.turn()? && self.must_leave() {
                 break;
             }
         }
         let code = self.conclude();
-        while self.sinks.iter().any(|sink| sink.wants_to_write().is_some()) && !self.policy.must_leave() {
-            self.turn()?;
+        if code == 0 {
+            self.guard.dismiss();
+        }
+        while self.sinks.iter().any(|sink| sink.wants_to_write().is_some()) {
+            if !self.turn()? && self.must_leave() {
+                break;
+            }
         }
         Ok(code)
     }
 
-    /// Waits for something to happen and deals with it.
-    fn turn(&mut self) -> anyhow::Result<()> {
+    /// Every worker has gone.
+    fn is_settled(&self) -> bool {
+        self.workers.iter().all(|worker| worker.settled)
+    }
+
+    /// There is nothing to wait for but a reader of our output, and the launcher was told to end: no longer wait.
+    fn must_leave(&self) -> bool {
+        self.policy.must_leave() && self.is_settled()
+    }
+
+    /// Waits for something to happen and deals with it; false if nothing did.
+    fn turn(&mut self) -> anyhow::Result<bool> {
         let ready = self.wait().context("cannot wait for workers")?;
+        let is_idle = ready.is_empty();
         let mut ended = Vec::new();
         for event in ready {
             match event {
@@ -150,7 +166,7 @@ impl Supervisor {
         let action = self.policy.elapsed(Instant::now());
         self.act(action);
         self.settle();
-        Ok(())
+        Ok(!is_idle)
     }
 
     fn wait(&self) -> Result<Vec<Ready>, Errno> {
@@ -174,7 +190,8 @@ impl Supervisor {
                 }
             }
         }
-        let timeout = self.policy.deadline().map(|deadline| {
+        let deadline = if self.must_leave() { Some(Instant::now()) } else { self.policy.deadline() };
+        let timeout = deadline.map(|deadline| {
             let left = deadline.saturating_duration_since(Instant::now());
             Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() }
         });

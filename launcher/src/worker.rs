@@ -10,6 +10,7 @@ use std::fs::File;
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 
 use rustix::process::{
@@ -76,6 +77,7 @@ impl Process {
         let mut command = Command::new("/proc/self/exe");
         command.arg0("flow-launch").arg(HIDDEN_FLAG).args(&spec.command).process_group(0);
         command.env_remove("FLOW_STORE").env_remove("FLOW_TOKEN");
+        command.envs([guard.mark()]);
         command.envs(spec.environment.iter().map(|(name, value)| (name, value)));
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn()?;
@@ -135,13 +137,11 @@ pub fn exec(mut command: impl Iterator<Item = OsString>) -> ExitCode {
         Ok(()) => Command::new(&program).args(command).exec(),
         Err(error) => error,
     };
-    let hint = match error.kind() {
-        ErrorKind::NotFound if std::path::Path::new(&program).exists() => "; is the interpreter it names installed?",
-        _ if error.raw_os_error() == Some(nix::libc::ENOEXEC) => "; a script must start with #! and its interpreter",
-        _ => "",
-    };
+    let is_missing = error.kind() == ErrorKind::NotFound;
+    let lacks_interpreter = is_missing && Path::new(&program).exists();
+    let hint = if lacks_interpreter { "; is the interpreter it names installed?" } else { "" };
     eprintln!("flow-launch: cannot run {}: {error}{hint}", program.display());
-    ExitCode::from(if error.kind() == ErrorKind::NotFound { 127 } else { 126 })
+    ExitCode::from(if is_missing { 127 } else { 126 })
 }
 
 fn await_launcher() -> io::Result<()> {

@@ -1,0 +1,103 @@
+//! A worker fails: the others are stopped, the report leads with the cause, the exit code is the failed worker's.
+
+mod common;
+use common::{run, script, until_gone, Running};
+
+use std::time::Duration;
+
+use flow_comm::store::Store;
+
+/// Rank 1 does one thing, all others another.
+fn odd_one(flags: &str, one: &str, others: &str) -> std::process::Command {
+    script(flags, &format!("if [ $RANK = 1 ]; then {one}; else {others}; fi"))
+}
+
+#[test]
+fn success_is_silent() {
+    let finished = run(&mut script("--nproc_per_node 4", "exit 0"));
+    assert_eq!((finished.code, finished.stderr.as_str()), (Some(0), ""));
+}
+
+#[test]
+fn exit_code_and_report_are_those_of_the_first_failure() {
+    let finished = run(&mut odd_one("--nproc_per_node 3", "echo boom >&2; exit 3", "exec sleep 1000"));
+    assert_eq!(finished.code, Some(3));
+    let lines: Vec<_> = finished.stderr.lines().collect();
+    assert_eq!(lines[0], "boom");
+    assert!(lines[1].starts_with("flow-launch: rank 1 (local rank 1, pid "), "{lines:?}");
+    assert!(lines[1].ends_with("failed with exit code 3"), "{lines:?}");
+    assert_eq!(lines[2..4], ["flow-launch: the last line of its stderr:", "flow-launch:   | boom"]);
+    assert_eq!(lines[4..], ["flow-launch: the others: ranks 0, 2 stopped by flow-launch"]);
+}
+
+#[test]
+fn a_killed_worker_is_named_with_its_signal_and_last_words() {
+    let one = "for i in $(seq 1 30); do echo line $i >&2; done; kill -9 $$";
+    let finished = run(&mut odd_one("--nproc_per_node 2", one, "exec sleep 1000"));
+    assert_eq!(finished.code, Some(137));
+    assert!(finished.stderr.contains("rank 1 (local rank 1, pid "), "{}", finished.stderr);
+    assert!(finished.stderr.contains("was killed by signal 9 (SIGKILL)"));
+    assert!(finished.stderr.contains("the last 20 lines of its stderr:\nflow-launch:   | line 11\n"));
+    assert!(finished.stderr.contains("flow-launch:   | line 30\n"));
+}
+
+#[test]
+fn a_worker_that_ignores_sigterm_is_killed_after_the_grace_period() {
+    let stubborn = "trap '' TERM; echo ready; while :; do sleep 0.05; done";
+    let one = "sleep 0.5; exit 4";
+    let finished = run(&mut odd_one("--nproc_per_node 3 --grace 0.3", one, stubborn));
+    assert_eq!(finished.code, Some(4));
+    assert_eq!(finished.stdout, "ready\nready\n");
+    let last = finished.stderr.lines().last().unwrap();
+    assert_eq!(last, "flow-launch: the others: ranks 0, 2 killed by flow-launch after the grace period");
+}
+
+#[test]
+fn what_siblings_do_when_stopped_is_not_the_cause() {
+    let others = "trap 'echo dying >&2; exit 99' TERM; echo ready; while :; do sleep 0.05; done";
+    let finished = run(&mut odd_one("--nproc_per_node 3", "sleep 0.5; exit 5", others));
+    assert_eq!(finished.code, Some(5));
+    let report: Vec<_> = finished.stderr.lines().filter(|line| line.starts_with("flow-launch: rank ")).collect();
+    assert_eq!(report.len(), 1);
+    assert!(report[0].contains("rank 1 "), "{report:?}");
+    assert!(finished.stderr.ends_with("ranks 0, 2 stopped by flow-launch\n"));
+}
+
+#[test]
+fn a_stopped_workers_children_may_use_the_grace_period() {
+    let others = "(trap 'sleep 0.3; echo saved; exit' TERM; echo ready; while :; do sleep 0.05; done) & wait";
+    let finished = run(&mut odd_one("--nproc_per_node 2", "sleep 0.5; exit 6", others));
+    assert_eq!(finished.code, Some(6));
+    assert_eq!(finished.stdout, "ready\nsaved\n");
+}
+
+#[test]
+fn what_a_finished_worker_leaves_in_its_group_is_killed() {
+    let mut running = Running::start(&mut script("--nproc_per_node 2", "sleep 1000 & echo $$ $!"));
+    let pids = running.numbers(2);
+    assert_eq!(running.finish().code, Some(0));
+    until_gone(&pids);
+}
+
+#[test]
+fn a_process_that_escapes_with_the_output_does_not_hold_up_the_end() {
+    let escape = "setsid sleep 1000 & echo $!; until [ $(ps -o sid= -p $!) = $! ]; do :; done; echo last words";
+    let mut running = Running::start(&mut script("", escape));
+    let pid = running.numbers(1)[0];
+    let finished = running.finish();
+    assert_eq!((finished.code, finished.stdout.as_str()), (Some(0), "last words\n"));
+    let _ = rustix::process::kill_process(rustix::process::Pid::from_raw(pid).unwrap(), rustix::process::Signal::KILL);
+}
+
+#[test]
+fn the_store_tells_survivors_how_a_worker_ended() {
+    let others = "trap '' TERM; echo $FLOW_STORE $FLOW_TOKEN; while :; do sleep 0.05; done";
+    let mut running = Running::start(&mut odd_one("--nproc_per_node 2 --grace 20", "sleep 0.3; kill -SEGV $$", others));
+    let line = running.line();
+    let (address, token) = line.split_once(' ').unwrap();
+    let timeout = Duration::from_secs(20);
+    let store = Store::connect(&address.parse().unwrap(), token, timeout).unwrap();
+    assert_eq!(store.get("exit/1", timeout).unwrap(), b"signal 11 (SIGSEGV)");
+    running.signal(rustix::process::Signal::TERM);
+    assert_eq!(running.finish().code, Some(139));
+}

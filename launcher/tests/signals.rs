@@ -1,0 +1,151 @@
+//! Signals to the launcher, and its sudden death.
+
+mod common;
+use common::{children, is_alive, run, script, until, until_gone, Running};
+
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+use rustix::process::Signal;
+
+#[test]
+fn signals_are_passed_on() {
+    for (signal, name, code) in [(Signal::TERM, "TERM", 143), (Signal::INT, "INT", 130), (Signal::HUP, "HUP", 129)] {
+        let text = format!("trap 'echo got {name}; exit 0' {name}; echo ready; while :; do sleep 0.05; done");
+        let mut running = Running::start(&mut script("--nproc_per_node 2", &text));
+        assert_eq!((running.line(), running.line()), ("ready".into(), "ready".into()));
+        running.signal(signal);
+        let finished = running.finish();
+        assert_eq!(finished.code, Some(code));
+        assert_eq!(finished.stdout, format!("got {name}\ngot {name}\n"));
+        // The shell may say that its sleep was terminated; the launcher has nothing to report.
+        assert!(!finished.stderr.contains("flow-launch"), "{}", finished.stderr);
+    }
+}
+
+#[test]
+fn who_does_not_stop_on_a_signal_is_killed_and_named() {
+    let text = "[ $RANK = 1 ] && trap '' INT; echo $$; while :; do sleep 0.05; done";
+    let mut running = Running::start(&mut script("--nproc_per_node 2 --grace 0.2", text));
+    let pids = running.numbers(2);
+    running.signal(Signal::INT);
+    let finished = running.finish();
+    assert_eq!(finished.code, Some(130));
+    let report = "flow-launch: rank 1 did not stop on SIGINT and had to be killed\n";
+    assert!(finished.stderr.ends_with(report), "{}", finished.stderr);
+    until_gone(&pids);
+}
+
+#[test]
+fn a_second_signal_kills_at_once() {
+    let text = "trap 'echo no' INT; echo $$; while :; do sleep 0.05; done";
+    let mut running = Running::start(&mut script("--grace 1000000", text));
+    let pids = running.numbers(1);
+    running.signal(Signal::INT);
+    assert_eq!(running.line(), "no");
+    running.signal(Signal::TERM);
+    assert_eq!(running.finish().code, Some(130));
+    until_gone(&pids);
+}
+
+#[test]
+fn a_signal_that_was_ignored_at_the_start_stays_ignored() {
+    let flow_launch = env!("CARGO_BIN_EXE_flow-launch");
+    let inner = "echo ready; sleep 0.5; echo done";
+    let text = format!("trap '' HUP; exec {flow_launch} sh -c '{inner}'");
+    let mut running = Running::start(Command::new("sh").args(["-c", &text]));
+    assert_eq!(running.line(), "ready");
+    running.signal(Signal::HUP);
+    let finished = running.finish();
+    assert_eq!((finished.code, finished.stdout.as_str()), (Some(0), "done\n"));
+}
+
+#[test]
+fn nothing_survives_a_killed_launcher() {
+    let text = "trap '' TERM HUP INT; sh -c 'trap \"\" TERM HUP; echo $$ $PPID; while :; do sleep 1000; done' & wait";
+    let mut running = Running::start(&mut script("--nproc_per_node 3", text));
+    let mut pids = running.numbers(3);
+    // The workers and the guard.
+    let direct = children(running.pid());
+    assert_eq!(direct.len(), 4);
+    pids.extend(direct);
+    pids.extend(pids.clone().iter().filter(|pid| is_alive(**pid)).flat_map(|pid| children(*pid)));
+    running.signal(Signal::KILL);
+    assert_eq!(running.finish().code, None);
+    until_gone(&pids);
+}
+
+#[test]
+fn grandchildren_that_left_the_group_are_found() {
+    let text = "setsid sleep 1000 & timeout 1000 sleep 1001 & echo $$; wait";
+    for signal in [Signal::KILL, Signal::TERM] {
+        let mut running = Running::start(&mut script("--grace 0.3", text));
+        let worker = running.numbers(1)[0];
+        let group_of = |pid: i32| rustix::process::getpgid(rustix::process::Pid::from_raw(pid)).unwrap();
+        until("both have left the group", || {
+            children(worker).iter().filter(|p| group_of(**p) != group_of(worker)).count() == 2
+        });
+        let pids = children(worker);
+        until("timeout has a child", || pids.iter().any(|pid| !children(*pid).is_empty()));
+        let all: Vec<i32> = pids.iter().flat_map(|pid| children(*pid)).chain(pids.clone()).collect();
+        running.signal(signal);
+        running.finish();
+        until_gone(&all);
+    }
+}
+
+#[test]
+fn what_a_job_that_ended_well_leaves_on_purpose_may_stay() {
+    let text = "setsid sleep 1000 & until [ $(ps -o sid= -p $!) = $! ]; do :; done; echo $!";
+    let mut running = Running::start(&mut script("", text));
+    let pid = running.numbers(1)[0];
+    assert_eq!(running.finish().code, Some(0));
+    assert!(is_alive(pid));
+    rustix::process::kill_process(rustix::process::Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+}
+
+#[test]
+fn a_launcher_killed_while_it_starts_leaves_nothing() {
+    for delay in 0..20 {
+        // Workers name themselves by an argument that no other process has.
+        let mark = format!("{}.{delay}", 1000 + std::process::id());
+        let mut running = Running::start(&mut script("--nproc_per_node 8", &format!("sleep {mark} & sleep {mark}")));
+        std::thread::sleep(std::time::Duration::from_micros(delay * 700));
+        running.child.kill().unwrap();
+        running.child.wait().unwrap();
+        until("no worker is left", || !any_command_line_has(&mark));
+    }
+}
+
+fn any_command_line_has(mark: &str) -> bool {
+    let processes = std::fs::read_dir("/proc").unwrap().flatten();
+    processes.filter_map(|entry| entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok())).any(|pid| {
+        let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        is_alive(pid) && String::from_utf8_lossy(&line).contains(mark)
+    })
+}
+
+#[test]
+fn the_guard_outlives_signals_to_the_launchers_group() {
+    let mut command = script("", "trap '' TERM; sleep 1000 & echo $$ $!; wait; wait");
+    let mut running = Running::start(command.process_group(0));
+    let mut pids = running.numbers(1);
+    pids.extend(children(running.pid()));
+    for pid in children(running.pid()) {
+        let pid = rustix::process::Pid::from_raw(pid).unwrap();
+        rustix::process::kill_process(pid, Signal::TERM).unwrap();
+    }
+    running.signal(Signal::KILL);
+    running.finish();
+    until_gone(&pids);
+}
+
+#[test]
+fn nothing_is_left_of_a_job_that_ends_well() {
+    let mut running = Running::start(&mut script("--nproc_per_node 2", "echo $$; sleep 0.2"));
+    let mut pids = running.numbers(2);
+    pids.extend(children(running.pid()));
+    assert_eq!(running.finish().code, Some(0));
+    assert!(!pids.iter().any(|pid| is_alive(*pid)));
+    assert_eq!(run(&mut script("", "exit 0")).code, Some(0));
+}

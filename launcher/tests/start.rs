@@ -1,0 +1,120 @@
+//! How workers are started: command, arguments, environment.
+
+mod common;
+use common::{launcher, run, script};
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::process::Command;
+
+#[test]
+fn environment_of_one_node() {
+    let names = "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $GROUP_RANK $NODE_RANK $MASTER_ADDR";
+    let finished = run(&mut script("--nproc_per_node 3", &format!("echo {names}")));
+    assert_eq!(finished.code, Some(0));
+    assert_eq!(finished.stderr, "");
+    let lines = ["0 0 3 3 0 0 127.0.0.1", "1 1 3 3 0 0 127.0.0.1", "2 2 3 3 0 0 127.0.0.1"];
+    assert_eq!(finished.sorted_lines(), lines);
+}
+
+#[test]
+fn workers_share_a_port_a_store_and_a_token() {
+    let finished = run(&mut script("--nproc_per_node 2", "echo $MASTER_PORT $FLOW_STORE $FLOW_TOKEN"));
+    let lines = finished.sorted_lines();
+    assert_eq!(lines[0], lines[1]);
+    let words: Vec<_> = lines[0].split(' ').collect();
+    assert!(words[0].parse::<u16>().unwrap() > 0);
+    assert!(words[1].starts_with("tcp://127.0.0.1:"));
+    assert_eq!(words[2].len(), 32);
+    assert_ne!(
+        lines,
+        run(&mut script("--nproc_per_node 2", "echo $MASTER_PORT $FLOW_STORE $FLOW_TOKEN")).sorted_lines()
+    );
+}
+
+#[test]
+fn environment_of_the_second_of_three_nodes() {
+    let flags = "--nnodes 3 --node-rank=1 --nproc-per-node 2 --master-addr node0 --master-port 29500";
+    let names = "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $GROUP_RANK $NODE_RANK $MASTER_ADDR $MASTER_PORT";
+    // A store that happens to be in the environment is not this job's.
+    let mut command = script(flags, &format!("echo {names} ${{FLOW_STORE-none}} ${{FLOW_TOKEN-none}}"));
+    let finished = run(command.env("FLOW_STORE", "tcp://old:1").env("FLOW_TOKEN", "old"));
+    assert_eq!(finished.sorted_lines(), ["2 0 6 2 1 1 node0 29500 none none", "3 1 6 2 1 1 node0 29500 none none"]);
+}
+
+#[test]
+fn omp_threads_are_chosen_and_said_once() {
+    let line = |flags: &str| run(script(flags, "echo $OMP_NUM_THREADS").env_remove("OMP_NUM_THREADS"));
+    let several = line("--nproc_per_node 64");
+    assert_eq!(several.stderr.matches("OMP_NUM_THREADS=").count(), 1, "{}", several.stderr);
+    assert_eq!(several.stderr.lines().count(), 1);
+    assert!(several.sorted_lines().iter().all(|threads| threads.parse::<u32>().unwrap() >= 1));
+    let one = line("");
+    assert_eq!(one.stderr, "");
+    assert!(one.stdout.trim().parse::<u32>().unwrap() >= 1);
+    let chosen = run(script("--nproc_per_node 2", "echo $OMP_NUM_THREADS").env("OMP_NUM_THREADS", "7"));
+    assert_eq!((chosen.stdout.as_str(), chosen.stderr.as_str()), ("7\n7\n", ""));
+}
+
+#[test]
+fn arguments_of_the_program_are_untouched() {
+    let arguments = ["--nproc_per_node", "9", "--", "--help", "", "a b", "*", "-x=\"1\""];
+    let finished = run(launcher(&["printf", "<%s>"]).args(arguments));
+    assert_eq!(finished.stdout, "<--nproc_per_node><9><--><--help><><a b><*><-x=\"1\">");
+    let escaped = run(&mut launcher(&["--nproc_per_node", "1", "--", "printf", "<%s>", "--", "-1"]));
+    assert_eq!(escaped.stdout, "<--><-1>");
+}
+
+#[test]
+fn programs_by_path_beside_and_on_path() {
+    let folder = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        fs::write(&path, text).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        path
+    };
+    let by_path = write("tool", "#!/bin/sh\necho by path");
+    assert_eq!(run(&mut launcher(&[by_path.to_str().unwrap()])).stdout, "by path\n");
+    assert_eq!(run(launcher(&["./tool"]).current_dir(&folder)).stdout, "by path\n");
+    let path = format!("{}:{}", folder.path().display(), std::env::var("PATH").unwrap());
+    assert_eq!(run(launcher(&["tool"]).env("PATH", &path)).stdout, "by path\n");
+    let hint = run(launcher(&["tool"]).current_dir(&folder));
+    assert!(hint.code == Some(2) && hint.stderr.contains("write ./tool"), "{hint:?}");
+
+    // Beside flow-launch comes before PATH.
+    let bin = folder.path().join("bin");
+    fs::create_dir(&bin).unwrap();
+    fs::copy(env!("CARGO_BIN_EXE_flow-launch"), bin.join("flow-launch")).unwrap();
+    fs::copy(write("beside", "#!/bin/sh\necho beside"), bin.join("tool")).unwrap();
+    let finished = run(Command::new(bin.join("flow-launch")).arg("tool").env("PATH", &path));
+    assert_eq!(finished.stdout, "beside\n", "{finished:?}");
+}
+
+#[test]
+fn python_scripts_run_unbuffered() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = "import sys, os\nprint(os.environ['RANK'], sys.argv[1:], sys.stdout.write_through, flush=False)\n";
+    fs::write(folder.path().join("train.py"), text).unwrap();
+    let finished = run(launcher(&["train.py", "--lr", "1"]).current_dir(&folder));
+    assert_eq!(finished.stdout, "0 ['--lr', '1'] True\n", "{finished:?}");
+}
+
+#[test]
+fn what_cannot_be_executed_is_said_by_the_worker() {
+    let folder = tempfile::tempdir().unwrap();
+    for (text, code, hint) in [("#!/no/such/interpreter\n", 127, "interpreter"), ("#!/tmp\n", 126, "denied")] {
+        let path = folder.path().join("tool");
+        fs::write(&path, text).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        let finished = run(&mut launcher(&[path.to_str().unwrap()]));
+        assert_eq!(finished.code, Some(code), "{finished:?}");
+        assert!(finished.stderr.contains("cannot run") && finished.stderr.contains(hint), "{}", finished.stderr);
+    }
+}
+
+#[test]
+fn workers_have_no_stdin_and_inherit_no_blocked_signals() {
+    let finished = run(&mut script("", "cat; grep SigBlk /proc/self/status"));
+    assert_eq!(finished.stdout, "SigBlk:\t0000000000000000\n");
+}
