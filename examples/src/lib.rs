@@ -1,1 +1,4 @@
-//! placeholder
+//! What the examples share: reading real data sets.
+
+pub mod fashion;
+pub mod idx;

@@ -1,0 +1,67 @@
+//! The zero-copy bound: how fast two threads can sum two buffers in place, with no library in between.
+
+use std::convert::Infallible;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::Result;
+use flow_comm::env::Membership;
+use serde_json::json;
+
+use crate::{median, microseconds, repetitions, size_name, time, Sizes};
+
+const THREADS: usize = 2;
+const TIME_PER_SIZE: Duration = Duration::from_millis(300);
+const WARM_UP: usize = 5;
+
+pub fn run(sizes: &Sizes) -> Result<()> {
+    if Membership::from_env()?.rank != 0 {
+        return Ok(());
+    }
+    for &bytes in &sizes.sizes {
+        let us = microseconds(measure(bytes / size_of::<f32>()));
+        if sizes.json {
+            println!("{}", json!({"bench": "limit", "bytes": bytes, "median_us": us}));
+        } else {
+            println!("limit, {THREADS} threads {:>10} {us:>12.2} us", size_name(bytes));
+        }
+    }
+    Ok(())
+}
+
+fn measure(len: usize) -> Duration {
+    let (mut a, mut b) = (vec![0f32; len], vec![0f32; len]);
+    let count = repetitions(&mut sum_repeatedly(&mut a, &mut b, WARM_UP), TIME_PER_SIZE);
+    median(&mut sum_repeatedly(&mut a, &mut b, count))
+}
+
+/// Has each thread sum its half `count` times, the threads waiting for each other every time.
+fn sum_repeatedly(a: &mut [f32], b: &mut [f32], count: usize) -> Vec<Duration> {
+    let (a, b) = (a.split_at_mut(a.len().div_ceil(THREADS)), b.split_at_mut(b.len().div_ceil(THREADS)));
+    let arrived = AtomicUsize::new(0);
+    let repeat = |a: &mut [f32], b: &mut [f32]| {
+        let mut target = 0;
+        let Ok(times) = time::<Infallible>(count, || {
+            sum_in_place(a, b);
+            target += THREADS;
+            arrived.fetch_add(1, Ordering::AcqRel);
+            while arrived.load(Ordering::Acquire) < target {
+                std::hint::spin_loop();
+            }
+            Ok(())
+        });
+        times
+    };
+    thread::scope(|scope| {
+        scope.spawn(|| repeat(a.1, b.1));
+        repeat(a.0, b.0)
+    })
+}
+
+fn sum_in_place(a: &mut [f32], b: &mut [f32]) {
+    for (a, b) in a.iter_mut().zip(b) {
+        let sum = *a + *b;
+        (*a, *b) = (sum, sum);
+    }
+}

@@ -1,0 +1,102 @@
+//! A training step without and with `Ddp`.
+//!
+//! As in `scripts/peers/step.py`: blocks of local and distributed steps take turns in the same processes. All ranks run
+//! the local model at the same time, so that it has the same share of the memory's bandwidth.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use clap::Args;
+use flow_ddp::{Ddp, ProcessGroup};
+use serde_json::json;
+use tch::nn::{ModuleT, Optimizer, OptimizerConfig, Sgd, VarStore};
+use tch::{Device, Kind, TchError, Tensor};
+
+use crate::models::Model;
+use crate::{median, repetitions, time};
+
+const LEARNING_RATE: f64 = 0.01;
+const BLOCKS: usize = 5;
+const TIME_PER_BLOCK: Duration = Duration::from_millis(500);
+const WARM_UP: usize = 5;
+
+#[derive(Args)]
+pub struct Options {
+    #[arg(long, value_enum)]
+    model: Model,
+    /// Steps in each of the five blocks [default: as many as fit in half a second]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    steps: Option<u32>,
+    /// Print a JSON line
+    #[arg(long)]
+    json: bool,
+    /// Print what rank 0 knows of the last step's communication
+    #[arg(long)]
+    stats: bool,
+}
+
+pub fn run(options: &Options) -> Result<()> {
+    tch::set_num_threads(1);
+    let group = ProcessGroup::from_env()?;
+    tch::manual_seed(group.rank() as i64);
+    let x = Tensor::randn(options.model.input(), (Kind::Float, Device::Cpu));
+    let y = Tensor::randint(10, [x.size()[0]], (Kind::Int64, Device::Cpu));
+
+    let store = VarStore::new(Device::Cpu);
+    let model = options.model.build(&store.root());
+    let mut optimizer = Sgd::default().build(&store, LEARNING_RATE)?;
+    let mut local = || step(&model, &mut optimizer, &x, &y);
+
+    let ddp_store = VarStore::new(Device::Cpu);
+    let ddp = Ddp::new(options.model.build(&ddp_store.root()), &ddp_store, &group)?;
+    let mut ddp_optimizer = Sgd::default().build(&ddp_store, LEARNING_RATE)?;
+    let mut distributed = || step(&ddp, &mut ddp_optimizer, &x, &y);
+
+    let warm_up = repetitions(&mut time(WARM_UP, &mut distributed)?, TIME_PER_BLOCK).min(500);
+    let mut count = [options.steps.map_or(warm_up as i64, i64::from)];
+    group.broadcast(&mut count, 0)?;
+    let (mut local_times, mut ddp_times) = (Vec::new(), Vec::new());
+    for _ in 0..BLOCKS {
+        block(&group, count[0] as usize, &mut local, &mut local_times)?;
+        block(&group, count[0] as usize, &mut distributed, &mut ddp_times)?;
+    }
+    if group.rank() == 0 {
+        print(options, median(&mut local_times), median(&mut ddp_times));
+        if options.stats {
+            println!("{:#?}", ddp.stats());
+        }
+    }
+    Ok(())
+}
+
+fn step(model: &impl ModuleT, optimizer: &mut Optimizer, x: &Tensor, y: &Tensor) -> Result<(), TchError> {
+    optimizer.zero_grad();
+    model.forward_t(x, true).cross_entropy_for_logits(y).f_backward()?;
+    optimizer.step();
+    Ok(())
+}
+
+/// Runs and times `count` steps, after one that is not counted, on all ranks at once.
+fn block(
+    group: &ProcessGroup,
+    count: usize,
+    mut step: impl FnMut() -> Result<(), TchError>,
+    times: &mut Vec<Duration>,
+) -> Result<()> {
+    group.barrier()?;
+    step()?;
+    times.extend(time(count, step)?);
+    Ok(())
+}
+
+fn print(options: &Options, local: Duration, ddp: Duration) {
+    let model = options.model.name();
+    let [local, ddp] = [local, ddp].map(|time| time.as_secs_f64() * 1e3);
+    let efficiency = local / ddp;
+    if options.json {
+        let line = json!({"bench": "step", "model": model, "local_ms": local, "ddp_ms": ddp, "efficiency": efficiency});
+        println!("{line}");
+    } else {
+        println!("step, {model}: {local:.3} ms alone, {ddp:.3} ms with Ddp: efficiency {efficiency:.3}");
+    }
+}

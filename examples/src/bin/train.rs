@@ -1,0 +1,51 @@
+//! OneFlow's documented data-parallel example: y = x w by gradient descent on two ranks.
+//!
+//!     flow-launch --nproc_per_node 2 train
+
+use flow_ddp::{Ddp, ProcessGroup, TensorCollectives};
+use tch::nn::{self, Module, OptimizerConfig};
+use tch::Tensor;
+
+#[derive(Debug)]
+struct Model {
+    w: Tensor,
+}
+
+impl Module for Model {
+    fn forward(&self, x: &Tensor) -> Tensor {
+        x.matmul(&self.w)
+    }
+}
+
+fn main() -> anyhow::Result<()> {
+    let group = ProcessGroup::from_env()?;
+    let (x, y): ([[f32; 2]; 2], [[f32; 1]; 2]) = match group.rank() {
+        0 => ([[1., 2.], [2., 3.]], [[8.], [13.]]),
+        1 => ([[4., 6.], [3., 1.]], [[26.], [9.]]),
+        rank => anyhow::bail!("rank {rank}: this example has data for two ranks; run it with --nproc_per_node 2"),
+    };
+    let (x, y) = (Tensor::from_slice2(&x), Tensor::from_slice2(&y));
+
+    let vs = nn::VarStore::new(group.device());
+    let w = vs.root().zeros("w", &[2, 1]);
+    let model = Ddp::new(Model { w }, &vs, &group)?;
+    let mut optimizer = nn::Sgd::default().build(&vs, 0.01)?;
+
+    for step in 1..=500 {
+        let loss = (model.forward(&x) - &y).square().sum(tch::Kind::Float);
+        optimizer.backward_step(&loss); // the gradients are averaged over the ranks in here
+        if step % 50 == 0 {
+            println!("{step}/500 loss:{}", loss.double_value(&[]));
+        }
+    }
+    println!("w: {}", rows(&model.w)?);
+    Ok(())
+}
+
+/// A matrix in four decimals, as `[[2.0000], [3.0000]]`.
+fn rows(matrix: &Tensor) -> anyhow::Result<String> {
+    let rows = Vec::<Vec<f64>>::try_from(matrix)?;
+    let number = |n: &f64| format!("{n:.4}");
+    let row = |row: &Vec<f64>| format!("[{}]", row.iter().map(number).collect::<Vec<_>>().join(", "));
+    Ok(format!("[{}]", rows.iter().map(row).collect::<Vec<_>>().join(", ")))
+}
