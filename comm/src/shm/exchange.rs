@@ -25,7 +25,7 @@ impl Raw {
     fn write(self, start: usize, from: *const u8, count: usize) {
         debug_assert!(start + count <= self.bytes);
         // SAFETY: the range is inside the caller's memory, which no other rank writes in this collective.
-        unsafe { std::ptr::copy_nonoverlapping(from, self.data.add(start), count) };
+        unsafe { super::copy(from, self.data.add(start), count) };
     }
 }
 
@@ -175,7 +175,7 @@ impl Engine {
             let round = self.open(state, operation)?;
             if let Some(data) = data {
                 // SAFETY: `data` holds `total` bytes; the payload holds PAYLOAD and is ours alone until we arrive.
-                unsafe { std::ptr::copy_nonoverlapping(data, self.control.payload(round, self.rank), total) };
+                unsafe { super::copy(data, self.control.payload(round, self.rank), total) };
             }
             self.post(round, operation, Location::Staged);
             self.arrive(round);
@@ -198,7 +198,7 @@ impl Engine {
                 for block in 0..blocks {
                     let from = data.wrapping_add(block * block_bytes + start);
                     // SAFETY: the range is inside the block; `blocks` pieces fit the buffer, which nobody reads now.
-                    unsafe { std::ptr::copy_nonoverlapping(from, staging.add(block * piece), range.len()) };
+                    unsafe { super::copy(from, staging.add(block * piece), range.len()) };
                 }
             }
             self.post(round, operation, own);

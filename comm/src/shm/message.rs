@@ -31,7 +31,7 @@ impl Engine {
             let len = if own == Location::Staged { capacity.min(data.bytes - start) } else { data.bytes };
             if own == Location::Staged {
                 // SAFETY: the range is inside the caller's memory and fits the letter, which was taken.
-                unsafe { std::ptr::copy_nonoverlapping(data.data.add(start), letter, len) };
+                unsafe { super::copy(data.data.add(start), letter, len) };
             }
             if start == 0 {
                 // The post of the message before must have been read.
@@ -71,7 +71,7 @@ impl Engine {
                 Location::Staged => (letter, capacity.min(data.bytes - start)),
             };
             // SAFETY: the sender leaves the source alone until it is taken; the range is inside the caller's memory.
-            unsafe { std::ptr::copy_nonoverlapping(source, data.data.add(start), len) };
+            unsafe { super::copy(source, data.data.add(start), len) };
             part = part.wrapping_add(1);
             mailbox.taken.raise(part);
             start += len;

@@ -55,3 +55,17 @@ pub fn block_as_slice_mut<T: Element>(block: &mut Block, len: usize) -> &mut [T]
     // SAFETY: as above; the block is borrowed mutably.
     unsafe { std::slice::from_raw_parts_mut(block.as_ptr().cast(), len) }
 }
+
+/// As `copy_nonoverlapping`, in pieces small enough for the C library to move them by vector registers: its `rep movsb`
+/// for larger ones takes three times as long on AMD's Zen 3 for addresses that lie badly to each other.
+///
+/// # Safety
+///
+/// As for `copy_nonoverlapping`.
+unsafe fn copy(from: *const u8, to: *mut u8, count: usize) {
+    const PIECE: usize = 2048;
+    for start in (0..count).step_by(PIECE) {
+        // SAFETY: the pieces are parts of the caller's ranges.
+        unsafe { std::ptr::copy_nonoverlapping(from.add(start), to.add(start), PIECE.min(count - start)) };
+    }
+}

@@ -93,7 +93,7 @@ impl Engine {
         if data.bytes <= PAYLOAD {
             let round = self.open(state, operation)?;
             // SAFETY: the payload holds PAYLOAD bytes and is ours alone until we arrive.
-            unsafe { std::ptr::copy_nonoverlapping(data.data, self.control.payload(round, self.rank), data.bytes) };
+            unsafe { super::copy(data.data, self.control.payload(round, self.rank), data.bytes) };
             self.post(round, operation, Location::Staged);
             self.arrive(round);
             self.wait_arrived(round, operation)?;
@@ -117,7 +117,7 @@ impl Engine {
             if own == Location::Staged {
                 let staging = self.stage(state, round, operation)?;
                 // SAFETY: the range is inside the caller's memory and fits the buffer, which nobody reads now.
-                unsafe { std::ptr::copy_nonoverlapping(data.data.add(range.start), staging, range.len()) };
+                unsafe { super::copy(data.data.add(range.start), staging, range.len()) };
             }
             self.post(round, operation, own);
             self.arrive(round);
@@ -161,7 +161,7 @@ impl Engine {
         if own == Location::Staged && receives(self.rank) {
             let staging = self.control.staging(self.rank, (round % 2) as usize);
             // SAFETY: the range is inside the caller's memory, and the staged chunk is as long.
-            unsafe { std::ptr::copy_nonoverlapping(staging, data.data.add(range.start), range.len()) };
+            unsafe { super::copy(staging, data.data.add(range.start), range.len()) };
         }
         Ok(())
     }
