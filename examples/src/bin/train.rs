@@ -18,6 +18,9 @@ impl Module for Model {
 }
 
 fn main() -> anyhow::Result<()> {
+    // OneFlow's digits come from an update without fused multiply-add; libtorch's fastest kernels fuse.
+    std::env::set_var("ATEN_CPU_CAPABILITY", "default");
+
     let group = ProcessGroup::from_env()?;
     let (x, y): ([[f32; 2]; 2], [[f32; 1]; 2]) = match group.rank() {
         0 => ([[1., 2.], [2., 3.]], [[8.], [13.]]),
@@ -35,11 +38,19 @@ fn main() -> anyhow::Result<()> {
         let loss = (model.forward(&x) - &y).square().sum(tch::Kind::Float);
         optimizer.backward_step(&loss); // the gradients are averaged over the ranks in here
         if step % 50 == 0 {
-            println!("{step}/500 loss:{}", loss.double_value(&[]));
+            println!("{step}/500 loss:{}", scientific(loss.double_value(&[])));
         }
     }
     println!("w: {}", rows(&model.w)?);
     Ok(())
+}
+
+/// A number as Python prints it: `6.5e-06` where Rust has `0.0000065`.
+fn scientific(number: f64) -> String {
+    match format!("{number:e}").split_once("e-") {
+        Some((digits, exponent)) if exponent.len() > 1 || exponent > "4" => format!("{digits}e-{exponent:0>2}"),
+        _ => number.to_string(),
+    }
 }
 
 /// A matrix in four decimals, as `[[2.0000], [3.0000]]`.
