@@ -48,16 +48,26 @@ fn a_second_signal_kills_at_once() {
     until_gone(&pids);
 }
 
+fn ignoring(signal: &str, script: &str) -> Command {
+    let mut command = Command::new("env");
+    command.args([&format!("--ignore-signal={signal}"), env!("CARGO_BIN_EXE_flow-launch"), "sh", "-c", script]);
+    command
+}
+
 #[test]
 fn a_signal_that_was_ignored_at_the_start_stays_ignored() {
-    let flow_launch = env!("CARGO_BIN_EXE_flow-launch");
-    let inner = "echo ready; sleep 0.5; echo done";
-    let text = format!("trap '' HUP; exec {flow_launch} sh -c '{inner}'");
-    let mut running = Running::start(Command::new("sh").args(["-c", &text]));
+    let mut running = Running::start(&mut ignoring("HUP", "echo ready; sleep 0.5; echo done"));
     assert_eq!(running.line(), "ready");
     running.signal(Signal::HUP);
     let finished = running.finish();
     assert_eq!((finished.code, finished.stdout.as_str()), (Some(0), "done\n"));
+}
+
+#[test]
+fn exit_codes_that_cannot_be_seen_are_an_error() {
+    let finished = run(&mut ignoring("CHLD", "exit 0"));
+    assert_eq!(finished.code, Some(1));
+    assert!(finished.stderr.contains("SIGCHLD is ignored"), "{finished:?}");
 }
 
 #[test]
@@ -96,7 +106,7 @@ fn grandchildren_that_left_the_group_are_found() {
 
 #[test]
 fn what_a_job_that_ended_well_leaves_on_purpose_may_stay() {
-    let text = "setsid sleep 1000 & until [ $(ps -o sid= -p $!) = $! ]; do :; done; echo $!";
+    let text = "setsid sleep 1000 & until [ $(cut -d' ' -f6 /proc/$!/stat) = $! ]; do :; done; echo $!";
     let mut running = Running::start(&mut script("", text));
     let pid = running.numbers(1)[0];
     assert_eq!(running.finish().code, Some(0));

@@ -28,10 +28,12 @@ impl Finished {
     }
 }
 
-/// flow-launch with these arguments, without the note on OMP_NUM_THREADS.
+/// flow-launch with these arguments, without the note on OMP_NUM_THREADS, and with no signal ignored (as SIGINT is where
+/// tests run in the background of a script).
 pub fn launcher(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_flow-launch"));
-    command.args(arguments).env("OMP_NUM_THREADS", "1").env_remove("FLOW_LOG").stdin(Stdio::null());
+    let mut command = Command::new("env");
+    command.args(["--default-signal", env!("CARGO_BIN_EXE_flow-launch")]).args(arguments);
+    command.env("OMP_NUM_THREADS", "1").env_remove("FLOW_LOG").stdin(Stdio::null());
     command
 }
 
