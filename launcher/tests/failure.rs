@@ -81,7 +81,8 @@ fn what_a_finished_worker_leaves_in_its_group_is_killed() {
 
 #[test]
 fn a_process_that_escapes_with_the_output_does_not_hold_up_the_end() {
-    let escape = "setsid sleep 1000 & echo $!; until [ $(cut -d' ' -f6 /proc/$!/stat) = $! ]; do :; done; echo last words";
+    let escape =
+        "setsid sleep 1000 & echo $!; until [ $(cut -d' ' -f6 /proc/$!/stat) = $! ]; do :; done; echo last words";
     let mut running = Running::start(&mut script("", escape));
     let pid = running.numbers(1)[0];
     let finished = running.finish();
