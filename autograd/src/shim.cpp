@@ -9,8 +9,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/CPUAllocator.h>
@@ -80,34 +82,56 @@ using DropBlock = void (*)(void* owner);
 
 // Large blocks from Rust, all others from the allocator that was there before.
 //
-// `raw_deleter` stays null, libtorch's sign for "no raw interface": that interface frees by address alone, and ours by owner.
+// libtorch's "raw" interface, which oneDNN's layers use unasked, frees by address alone: blocks are found by theirs.
 class CpuAllocator final : public c10::Allocator {
 public:
-    CpuAllocator(c10::Allocator* original, TakeBlock take, DropBlock drop) : original_(original), take_(take), drop_(drop) {}
+    CpuAllocator(c10::Allocator* original, TakeBlock take, DropBlock drop) : original_(original), take_(take), drop_(drop) {
+        TORCH_CHECK(original->raw_deleter(), "the CPU allocator in use does not free by address");
+    }
+
+    // The one that is installed. libtorch keeps a pointer to it in every storage: never freed.
+    static inline CpuAllocator* installed = nullptr;
 
     void set_min_bytes(size_t bytes) { min_bytes_.store(bytes, std::memory_order_relaxed); }
 
     c10::DataPtr allocate(size_t bytes) override {
         if (bytes >= min_bytes_.load(std::memory_order_relaxed)) {
             Block block;
-            if (take_(bytes, &block)) return {block.data, block.owner, drop_, c10::Device(c10::kCPU)};
+            if (take_(bytes, &block)) {
+                std::lock_guard<std::mutex> lock(mutex_);
+                owners_.emplace(block.data, block.owner);
+                return {block.data, block.data, free_any, c10::Device(c10::kCPU)};
+            }
         }
         return original_->allocate(bytes);
     }
 
-    bool is_simple_data_ptr(const c10::DataPtr& pointer) const override {
-        return pointer.get_deleter() == drop_ || original_->is_simple_data_ptr(pointer);
-    }
+    c10::DeleterFnPtr raw_deleter() const override { return free_any; }
 
     void copy_data(void* destination, const void* source, size_t bytes) const override {
         default_copy_data(destination, source, bytes);
     }
 
 private:
+    static void free_any(void* data) { installed->free(data); }
+
+    void free(void* data) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        const auto node = owners_.extract(data);
+        lock.unlock();
+        if (node) {
+            drop_(node.mapped());
+        } else {
+            original_->raw_deleter()(data);
+        }
+    }
+
     c10::Allocator* const original_;
     const TakeBlock take_;
     const DropBlock drop_;
     std::atomic<size_t> min_bytes_{SIZE_MAX};
+    std::mutex mutex_;
+    std::unordered_map<void*, void*> owners_;
 };
 
 // Where a tensor's elements are. `data` is null where they are not plain memory.
@@ -195,8 +219,8 @@ char* flow_own_memory(const at::Tensor* tensor, void* owner, DropBlock drop) {
 
 // From now on asks `take` for every block of at least `min_bytes`. The calls must not overlap.
 char* flow_set_cpu_allocator(TakeBlock take, DropBlock drop, size_t min_bytes) {
-    static CpuAllocator* installed = nullptr;  // libtorch keeps a pointer to it in every storage: never freed
     return guarded([&] {
+        auto& installed = CpuAllocator::installed;
         if (!installed) {
             constexpr uint8_t priority = 100;  // the default allocator's is 0
             auto allocator = std::make_unique<CpuAllocator>(c10::GetCPUAllocator(), take, drop);

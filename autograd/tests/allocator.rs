@@ -109,6 +109,26 @@ fn gradients_are_born_in_the_allocator() {
     assert_eq!(allocator.in_use(), 0);
 }
 
+/// oneDNN frees its memory by address alone.
+#[test]
+fn convolutions_work() {
+    let _turn = turn();
+    let options = (Kind::Float, Device::Cpu);
+    let weight = Tensor::randn([64, 32, 5, 5], options).set_requires_grad(true);
+    let images = Tensor::randn([50, 32, 12, 12], options);
+    let gradient = || {
+        images.conv2d::<Tensor>(&weight, None, [1, 1], [0, 0], [1, 1], 1).square().sum(Kind::Float).backward();
+        let gradient = weight.grad();
+        flow_autograd::set_grad(&weight, None).unwrap();
+        gradient
+    };
+    let expected = gradient();
+    let allocator = Tracking::install();
+    assert!(gradient().allclose(&expected, 1e-4, 1e-4, false));
+    assert_eq!(allocator.in_use(), 0);
+    set_cpu_allocator(None, 0).unwrap();
+}
+
 #[test]
 fn blocks_go_back_where_they_came_from() {
     let _turn = turn();
