@@ -1,0 +1,208 @@
+//! LeNet on Fashion-MNIST, trained on any number of ranks.
+//!
+//!     flow-launch --nproc_per_node 2 mnist
+
+use std::fs;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{ensure, Context, Result};
+use clap::Parser;
+use flow_ddp::{DataLoader, Dataset, Ddp, DistributedSampler, ProcessGroup, ReduceOp, TensorCollectives};
+use flow_examples::fashion::{self, Split};
+use indicatif::{ProgressBar, ProgressStyle};
+use tch::nn::{self, ModuleT, OptimizerConfig, SequentialT};
+use tch::{Kind, Tensor};
+
+/// Rows and columns of an image.
+const SIDE: usize = 28;
+/// Mean and standard deviation of all grey values of Fashion-MNIST, on a scale from 0 to 1.
+const MEAN: f32 = 0.2860;
+const DEVIATION: f32 = 0.3530;
+
+/// Trains LeNet on Fashion-MNIST.
+#[derive(Parser)]
+struct Args {
+    /// Folder with the data set's four IDX files, gzipped or not [default: Debian's dataset-fashion-mnist]
+    #[arg(long, value_name = "DIR")]
+    data: Option<PathBuf>,
+    /// How often all images are seen
+    #[arg(long, value_name = "N", default_value = "3")]
+    epochs: NonZeroUsize,
+    /// Images per rank and step
+    #[arg(long, value_name = "N", default_value = "50")]
+    batch_size: NonZeroUsize,
+    /// Learning rate of the first step; it falls in a straight line, to 0 after the last
+    #[arg(long, value_name = "RATE", default_value = "0.05", value_parser = from_zero_up)]
+    lr: f64,
+    /// Momentum of the gradient descent
+    #[arg(long, value_name = "M", default_value = "0.9", value_parser = from_zero_up)]
+    momentum: f64,
+    /// Seed of the first weights and of the images' order
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u32,
+    /// Stop after so many steps
+    #[arg(long, value_name = "N", default_value_t = usize::MAX, hide_default_value = true)]
+    steps: usize,
+    /// Threads per rank that load images
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    workers: usize,
+    /// File for the loss of each step, the mean over all ranks, a line each
+    #[arg(long, value_name = "FILE")]
+    losses: Option<PathBuf>,
+}
+
+fn from_zero_up(text: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|number: &f64| number.is_finite() && *number >= 0.0);
+    number.ok_or_else(|| "it should be a number from 0 up".into())
+}
+
+fn main() -> ExitCode {
+    env_logger::init();
+    match run(&Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("mnist: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<()> {
+    let group = ProcessGroup::from_env()?;
+    let first = group.rank() == 0;
+    let (train, test) = load(&args.data.clone().unwrap_or_else(fashion::default_folder))?;
+
+    tch::manual_seed(args.seed.into());
+    let vs = nn::VarStore::new(group.device());
+    let model = Ddp::new(lenet(&vs.root()), &vs, &group)?;
+    let mut optimizer = nn::sgd(args.momentum, 0.0, 0.0, false).build(&vs, args.lr)?;
+    let mut sampler = DistributedSampler::new(train.len(), &group).seed(args.seed.into());
+
+    let batches = train.len().div_ceil(group.world_size() * args.batch_size.get()); // in an epoch
+    let steps = batches.saturating_mul(args.epochs.get()).min(args.steps);
+    let mut losses = Vec::new();
+    for epoch in 1..=steps.div_ceil(batches) {
+        let (start, before) = (Instant::now(), losses.len());
+        sampler.set_epoch(epoch as u64);
+        let loader = DataLoader::new(&train, &sampler, args.batch_size.get()).workers(args.workers);
+        let progress = Progress::new(first, epoch, batches);
+        for batch in loader.into_iter().take(steps - before) {
+            let (images, labels) = batch?;
+            optimizer.set_lr(args.lr * (1.0 - losses.len() as f64 / steps as f64));
+            let loss = model.forward_t(&images, true).cross_entropy_for_logits(&labels);
+            optimizer.backward_step(&loss);
+
+            let mut loss = [loss.double_value(&[])];
+            group.all_reduce(&mut loss, ReduceOp::Avg)?;
+            losses.push(loss[0]);
+            progress.step(losses.len() - before, loss[0]);
+        }
+        progress.finish();
+
+        let loss = losses[before..].iter().sum::<f64>() / (losses.len() - before) as f64;
+        let accuracy = 100.0 * accuracy(&model, &test, args.workers)?;
+        if first {
+            let seconds = start.elapsed().as_secs_f64();
+            println!("epoch {epoch}: loss {loss:.4}, test accuracy {accuracy:.2} %, {seconds:.1} s");
+        }
+    }
+    if let Some(file) = args.losses.as_ref().filter(|_| first) {
+        let lines: String = losses.iter().map(|loss| format!("{loss}\n")).collect();
+        fs::write(file, lines).with_context(|| format!("cannot write {}", file.display()))?;
+    }
+    Ok(())
+}
+
+fn lenet(path: &nn::Path) -> SequentialT {
+    nn::seq_t()
+        .add(nn::conv2d(path / "conv1", 1, 32, 5, Default::default()))
+        .add_fn(|x| x.relu().max_pool2d_default(2))
+        .add(nn::conv2d(path / "conv2", 32, 64, 5, Default::default()))
+        .add_fn(|x| x.relu().max_pool2d_default(2).flat_view())
+        .add(nn::linear(path / "dense1", 64 * 4 * 4, 512, Default::default()))
+        .add_fn(|x| x.relu())
+        .add(nn::linear(path / "dense2", 512, fashion::CLASSES as i64, Default::default()))
+}
+
+/// The part of `images` that the model classifies rightly, over all ranks. Each image is seen once, so that ranks may
+/// have different numbers of batches: they meet only after their last.
+fn accuracy(model: &Ddp<SequentialT>, images: &Arc<Images>, workers: usize) -> Result<f64> {
+    let _no_grad = tch::no_grad_guard();
+    let sampler = DistributedSampler::new(images.len(), model.group()).shuffle(false).pad(false);
+    let mut correct = [0];
+    for batch in DataLoader::new(images, &sampler, 250).workers(workers) {
+        let (images, labels) = batch?;
+        let classes = model.forward_t(&images, false).argmax(1, false);
+        correct[0] += classes.eq_tensor(&labels).sum(Kind::Int64).int64_value(&[]);
+    }
+    model.group().all_reduce(&mut correct, ReduceOp::Sum)?;
+    Ok(correct[0] as f64 / images.len() as f64)
+}
+
+/// Labelled images that become tensors a batch at a time.
+struct Images(Split);
+
+impl Dataset for Images {
+    /// Normalized images [batch, 1, 28, 28] and their classes [batch].
+    type Batch = (Tensor, Tensor);
+
+    fn len(&self) -> usize {
+        self.0.labels.len()
+    }
+
+    fn batch(&self, indices: &[usize]) -> Result<Self::Batch, Box<dyn std::error::Error + Send + Sync>> {
+        let Split { images, labels, .. } = &self.0;
+        let bytes = indices.iter().flat_map(|index| &images[index * SIDE * SIDE..][..SIDE * SIDE]);
+        let pixels: Vec<f32> = bytes.map(|&byte| (f32::from(byte) / 255.0 - MEAN) / DEVIATION).collect();
+        let labels: Vec<i64> = indices.iter().map(|&index| labels[index].into()).collect();
+        Ok((Tensor::from_slice(&pixels).view([-1, 1, SIDE as i64, SIDE as i64]), Tensor::from_slice(&labels)))
+    }
+}
+
+/// The training and the test images in `folder`.
+fn load(folder: &Path) -> Result<(Arc<Images>, Arc<Images>)> {
+    let (train, test) = fashion::load(folder)?;
+    for split in [&train, &test] {
+        let (count, rows, columns) = (split.labels.len(), split.rows, split.columns);
+        ensure!(
+            count > 0 && (rows, columns) == (SIDE, SIDE),
+            "{}: found {count} images of {rows} x {columns}, LeNet takes one or more of {SIDE} x {SIDE}",
+            folder.display()
+        );
+    }
+    Ok((Arc::new(Images(train)), Arc::new(Images(test))))
+}
+
+/// Rank 0's progress in an epoch: a bar on a terminal, else a line now and then.
+struct Progress {
+    bar: ProgressBar,
+    /// Whether to print lines.
+    lines: bool,
+    epoch: usize,
+}
+
+impl Progress {
+    fn new(first: bool, epoch: usize, steps: usize) -> Self {
+        let bar = if first { ProgressBar::new(steps as u64) } else { ProgressBar::hidden() };
+        let style = ProgressStyle::with_template("{prefix} {wide_bar} {pos}/{len} {msg} {eta}");
+        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        bar.set_prefix(format!("epoch {epoch}"));
+        Self { lines: first && bar.is_hidden(), bar, epoch }
+    }
+
+    fn step(&self, step: usize, loss: f64) {
+        self.bar.set_position(step as u64);
+        self.bar.set_message(format!("loss {loss:.4}"));
+        if self.lines && step % 100 == 0 {
+            println!("epoch {}, step {step}/{}: loss {loss:.4}", self.epoch, self.bar.length().unwrap_or_default());
+        }
+    }
+
+    fn finish(&self) {
+        self.bar.finish_and_clear();
+    }
+}
