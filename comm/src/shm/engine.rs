@@ -207,7 +207,7 @@ impl Engine {
             if counter.reached(target) {
                 return Ok(());
             }
-            self.check_poison(operation)?;
+            self.check_failure(operation, true)?;
             if start.elapsed() < look {
                 continue;
             }
@@ -264,18 +264,21 @@ impl Engine {
         self.control.header().poison.read().is_some_and(|(kind, _)| kind == NOTICES)
     }
 
+    /// The error of an operation that begins in a group that has failed.
     pub fn check_poison(&self, operation: &dyn std::fmt::Display) -> Result<()> {
-        match self.control.header().poison.read() {
-            None => Ok(()),
-            Some((kind, cause)) => {
-                let first = self.quarantine();
-                // Whichever rank saw it first, the loss of a peer is the same error on all.
-                Err(match kind.checked_sub(LOST) {
-                    Some(peer) if first && (peer as usize) < self.size() => self.peer_lost(peer as usize, operation),
-                    _ => Error::Poisoned { rank: self.world.rank, operation: operation.to_string(), cause },
-                })
-            }
-        }
+        self.check_failure(operation, false)
+    }
+
+    /// Whichever rank saw it first, the loss of a peer is the same error to every operation that was `under_way`, and
+    /// to the first that begins after it.
+    fn check_failure(&self, operation: &dyn std::fmt::Display, under_way: bool) -> Result<()> {
+        let Some((kind, cause)) = self.control.header().poison.read() else { return Ok(()) };
+        let first = self.quarantine();
+        let peer = kind.checked_sub(LOST).map(|peer| peer as usize).filter(|&peer| peer < self.size());
+        Err(match peer {
+            Some(peer) if under_way || first => self.peer_lost(peer, operation),
+            _ => Error::Poisoned { rank: self.world.rank, operation: operation.to_string(), cause },
+        })
     }
 
     /// Makes the group unusable on all ranks because this one says so.
