@@ -1,1 +1,169 @@
-//! placeholder
+//! Helpers of the multi-process tests: starting workers, under the real flow-launch or by hand, and hearing from them.
+
+use std::io::Read;
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// The longest that a job of these tests may take before it counts as stuck.
+pub const PATIENCE: Duration = Duration::from_secs(120);
+
+/// The program `name` of this workspace, built in the same profile as the running test.
+pub fn program(name: &str) -> PathBuf {
+    let test = std::env::current_exe().expect("a test knows its own path");
+    let path = test.ancestors().nth(2).expect("tests lie in target/<profile>/deps").join(name);
+    assert!(path.is_file(), "{} is missing; build it first: cargo build --release --bins", path.display());
+    path
+}
+
+/// What a process said, and how it ended.
+#[derive(Debug)]
+pub struct Finished {
+    /// Its id, while it ran.
+    pub pid: u32,
+    /// How it ended.
+    pub status: ExitStatus,
+    /// All it wrote to its standard output.
+    pub stdout: String,
+    /// All it wrote to its standard error.
+    pub stderr: String,
+}
+
+impl Finished {
+    /// The output of a process that must have succeeded.
+    pub fn success(self) -> String {
+        assert!(self.status.success(), "{}\nstdout:\n{}\nstderr:\n{}", self.status, self.stdout, self.stderr);
+        self.stdout
+    }
+}
+
+/// A running process whose output is collected; killed when dropped.
+pub struct Process {
+    child: Child,
+    stdout: Collected,
+    stderr: Collected,
+}
+
+impl Process {
+    /// Starts `command`, without any variable of a launcher that the test itself may run under.
+    pub fn start(mut command: Command) -> Self {
+        let inherited = std::env::vars().map(|(name, _)| name);
+        let launchers = ["RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "SLURM_", "FLOW_"];
+        let set: Vec<_> = command.get_envs().map(|(name, _)| name.to_owned()).collect();
+        for name in inherited.filter(|name| launchers.iter().any(|prefix| name.starts_with(prefix))) {
+            if !set.iter().any(|own| *own == *name) {
+                command.env_remove(name);
+            }
+        }
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
+        let stdout = Collected::from(child.stdout.take().expect("it is piped"));
+        let stderr = Collected::from(child.stderr.take().expect("it is piped"));
+        Self { child, stdout, stderr }
+    }
+
+    /// The id of the process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Waits until the process has written `text` to its standard output.
+    pub fn wait_for(&mut self, text: &str) {
+        let deadline = Instant::now() + PATIENCE;
+        while !self.stdout.so_far().contains(text) {
+            let ended = self.child.try_wait().expect("the child is ours").is_some();
+            assert!(!ended && Instant::now() < deadline, "no {text:?} from {}:\n{}", self.pid(), self.output());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Waits until the process has ended, at most for `time`.
+    pub fn finish(mut self, time: Duration) -> Finished {
+        let deadline = Instant::now() + time;
+        let status = loop {
+            if let Some(status) = self.child.try_wait().expect("the child is ours") {
+                break status;
+            }
+            assert!(Instant::now() < deadline, "{} runs for more than {time:?}:\n{}", self.pid(), self.output());
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        Finished { pid: self.pid(), status, stdout: self.stdout.all(), stderr: self.stderr.all() }
+    }
+
+    fn output(&self) -> String {
+        format!("stdout:\n{}\nstderr:\n{}", self.stdout.so_far(), self.stderr.so_far())
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A pipe that is read as it fills.
+struct Collected {
+    text: Arc<Mutex<Vec<u8>>>,
+    reader: Option<JoinHandle<()>>,
+}
+
+impl Collected {
+    fn from(mut pipe: impl Read + Send + 'static) -> Self {
+        let text = Arc::<Mutex<Vec<u8>>>::default();
+        let written = Arc::clone(&text);
+        let reader = std::thread::spawn(move || {
+            let mut buffer = [0; 4096];
+            while let Ok(count @ 1..) = pipe.read(&mut buffer) {
+                written.lock().unwrap_or_else(PoisonError::into_inner).extend(&buffer[..count]);
+            }
+        });
+        Self { text, reader: Some(reader) }
+    }
+
+    fn so_far(&self) -> String {
+        String::from_utf8_lossy(&self.text.lock().unwrap_or_else(PoisonError::into_inner)).into_owned()
+    }
+
+    fn all(&mut self) -> String {
+        if let Some(reader) = self.reader.take() {
+            reader.join().expect("the reader does not panic");
+        }
+        self.so_far()
+    }
+}
+
+/// `flow-launch --nproc_per_node <ranks> <flags> <worker> <arguments>`, to be started.
+pub fn launcher(ranks: usize, flags: &[&str], worker: &str, arguments: &[&str]) -> Command {
+    let mut command = Command::new(program("flow-launch"));
+    command.arg("--nproc_per_node").arg(ranks.to_string()).args(flags).arg(program(worker)).args(arguments);
+    command
+}
+
+/// Runs `worker` as `ranks` ranks under flow-launch to its good end; returns what they wrote.
+pub fn launch(ranks: usize, worker: &str, arguments: &[&str]) -> String {
+    Process::start(launcher(ranks, &[], worker, arguments)).finish(PATIENCE).success()
+}
+
+/// A worker to be started by hand as rank `rank` of the job `job`.
+pub fn rank(job: &str, rank: usize, size: usize, worker: &str, arguments: &[&str]) -> Command {
+    let mut command = Command::new(program(worker));
+    command.env("RANK", rank.to_string()).env("WORLD_SIZE", size.to_string());
+    command.env("TORCHELASTIC_RUN_ID", job).args(arguments);
+    command
+}
+
+/// Starts `size` ranks by hand: nobody stops the others when one fails.
+pub fn ranks(size: usize, worker: &str, arguments: &[&str]) -> Vec<Process> {
+    let job = job();
+    (0..size).map(|r| Process::start(rank(&job, r, size, worker, arguments))).collect()
+}
+
+/// A name for a job that no other has.
+pub fn job() -> String {
+    static NUMBER: AtomicUsize = AtomicUsize::new(0);
+    format!("flow-tests-{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed))
+}

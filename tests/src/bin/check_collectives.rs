@@ -1,0 +1,414 @@
+//! Compares every collective with a plain reference, over all types, reductions, sizes and kinds of memory. Started
+//! as any number of ranks; each checks its own results.
+
+use std::ops::{Deref, DerefMut};
+
+use anyhow::{ensure, Result};
+use flow_comm::{bf16, f16, Buffer, DType, Element, ProcessGroup, ReduceOp, SharedBuffer, Work};
+
+/// Bytes that ordinary memory is staged in at once.
+const CHUNK: usize = 256 << 10;
+
+fn main() -> Result<()> {
+    let group = ProcessGroup::from_env()?;
+    Grid::<f32>::run(&group)?;
+    Grid::<f64>::run(&group)?;
+    Grid::<f16>::run(&group)?;
+    Grid::<bf16>::run(&group)?;
+    Grid::<i32>::run(&group)?;
+    Grid::<i64>::run(&group)?;
+    Grid::<u8>::run(&group)?;
+    for count in [0, 3, 1000, 70_000] {
+        overlapping::<f32>(&group, count)?;
+        overlapping::<u8>(&group, count)?;
+        crossing_messages::<f64>(&group, count)?;
+    }
+    unaligned_parts(&group)?;
+    group.barrier()?;
+    if group.rank() == 0 {
+        println!("{} ranks agree", group.world_size());
+    }
+    Ok(())
+}
+
+/// Where a rank's buffers lie.
+#[derive(Clone, Copy, Debug)]
+enum Place {
+    Shared,
+    Ordinary,
+    /// Shared on some ranks, ordinary on others.
+    Mixed,
+}
+
+#[derive(Debug)]
+enum Memory<T: Element> {
+    Shared(SharedBuffer<T>),
+    Ordinary(Vec<T>),
+}
+
+impl<T: Element> Deref for Memory<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        match self {
+            Self::Shared(buffer) => buffer,
+            Self::Ordinary(buffer) => buffer,
+        }
+    }
+}
+
+impl<T: Element> DerefMut for Memory<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        match self {
+            Self::Shared(buffer) => buffer,
+            Self::Ordinary(buffer) => buffer,
+        }
+    }
+}
+
+impl<T: Element> Buffer for Memory<T> {
+    fn dtype(&self) -> DType {
+        T::DTYPE
+    }
+
+    fn bytes(&self) -> &[u8] {
+        (**self).bytes()
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        (**self).bytes_mut()
+    }
+}
+
+/// A type whose reductions are known.
+trait Reference: Element + PartialEq + std::fmt::Debug {
+    fn value(seed: u64) -> Self;
+    fn reduce(op: ReduceOp, values: &[Self]) -> Self;
+    fn bits(self) -> u64;
+}
+
+macro_rules! float_reference {
+    ($($float:ty as $wide:ty: $lift:expr, $lower:expr;)*) => {$(
+        impl Reference for $float {
+            fn value(seed: u64) -> Self {
+                $lower((seed % 4001) as $wide / 1000.0 - 2.0)
+            }
+
+            fn reduce(op: ReduceOp, values: &[Self]) -> Self {
+                let values: Vec<$wide> = values.iter().map(|&value| $lift(value)).collect();
+                let both = |combine: fn($wide, $wide) -> $wide| values.iter().copied().reduce(combine).unwrap();
+                $lower(match op {
+                    ReduceOp::Sum => both(|a, b| a + b),
+                    ReduceOp::Avg => both(|a, b| a + b) / values.len() as $wide,
+                    ReduceOp::Product => both(|a, b| a * b),
+                    ReduceOp::Min => both(<$wide>::min),
+                    ReduceOp::Max => both(<$wide>::max),
+                })
+            }
+
+            fn bits(self) -> u64 {
+                u64::from(self.to_bits())
+            }
+        }
+    )*};
+}
+
+float_reference! {
+    f32 as f32: |value: f32| value, |value: f32| value;
+    f64 as f64: |value: f64| value, |value: f64| value;
+    f16 as f32: f16::to_f32, f16::from_f32;
+    bf16 as f32: bf16::to_f32, bf16::from_f32;
+}
+
+macro_rules! integer_reference {
+    ($($integer:ty),*) => {$(
+        impl Reference for $integer {
+            fn value(seed: u64) -> Self {
+                seed as $integer
+            }
+
+            fn reduce(op: ReduceOp, values: &[Self]) -> Self {
+                let wide = || values.iter().map(|&value| i128::from(value));
+                match op {
+                    ReduceOp::Sum => wide().sum::<i128>() as $integer,
+                    ReduceOp::Avg => (wide().sum::<i128>() / values.len() as i128) as $integer,
+                    ReduceOp::Product => values.iter().fold(1, |product, &value| product.wrapping_mul(value)),
+                    ReduceOp::Min => *values.iter().min().unwrap(),
+                    ReduceOp::Max => *values.iter().max().unwrap(),
+                }
+            }
+
+            fn bits(self) -> u64 {
+                self as u64
+            }
+        }
+    )*};
+}
+
+integer_reference!(i32, i64, u8);
+
+/// Element `index` of rank `rank`'s input, the same in every process (the finaliser of MurmurHash3).
+fn value<T: Reference>(rank: usize, index: usize) -> T {
+    let mut seed = (rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ index as u64;
+    seed = (seed ^ seed >> 33).wrapping_mul(0xff51_afd7_ed55_8ccd);
+    seed = (seed ^ seed >> 33).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
+    T::value(seed ^ seed >> 33)
+}
+
+fn reduced<T: Reference>(op: ReduceOp, size: usize, index: usize) -> T {
+    let values: Vec<T> = (0..size).map(|rank| value(rank, index)).collect();
+    T::reduce(op, &values)
+}
+
+fn check<T: Reference>(case: &str, got: &[T], expected: impl Fn(usize) -> T) -> Result<()> {
+    let wrong = got.iter().enumerate().find(|&(index, element)| element.bits() != expected(index).bits());
+    if let Some((index, element)) = wrong {
+        anyhow::bail!("{case}: element {index} is {element:?} and not {:?}", expected(index));
+    }
+    Ok(())
+}
+
+/// All collectives on buffers of one length in one kind of memory.
+struct Grid<'a, T> {
+    group: &'a ProcessGroup,
+    count: usize,
+    place: Place,
+    /// A rank that differs from case to case.
+    root: usize,
+    element: std::marker::PhantomData<T>,
+}
+
+impl<'a, T: Reference> Grid<'a, T> {
+    fn run(group: &'a ProcessGroup) -> Result<()> {
+        let mut root = 0;
+        for count in [0, 1, 3, 1000, CHUNK / T::DTYPE.size() + 1] {
+            for place in [Place::Shared, Place::Ordinary, Place::Mixed] {
+                root = (root + 1) % group.world_size();
+                let grid = Self { group, count, place, root, element: std::marker::PhantomData };
+                for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Product, ReduceOp::Min, ReduceOp::Max] {
+                    grid.reductions(op)?;
+                }
+                grid.movements()?;
+                grid.messages()?;
+                group.barrier()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn case(&self, operation: &str) -> String {
+        let (rank, size) = (self.group.rank(), self.group.world_size());
+        let Self { count, place, root, .. } = self;
+        format!("{operation} of {count} x {}, {place:?}, root {root}, rank {rank} of {size}", T::DTYPE)
+    }
+
+    /// A buffer that begins as `content` says. `flip` swaps who has shared memory where it is mixed.
+    fn memory(&self, len: usize, flip: usize, content: impl Fn(usize) -> T) -> Result<Memory<T>> {
+        let shared = match self.place {
+            Place::Shared => true,
+            Place::Ordinary => false,
+            Place::Mixed => (self.group.rank() + self.root + flip).is_multiple_of(2),
+        };
+        let content = (0..len).map(content);
+        if !shared {
+            return Ok(Memory::Ordinary(content.collect()));
+        }
+        let mut buffer = self.group.alloc_shared(len)?;
+        buffer.iter_mut().zip(content).for_each(|(to, from)| *to = from);
+        Ok(Memory::Shared(buffer))
+    }
+
+    fn own(&self, len: usize) -> Result<Memory<T>> {
+        let rank = self.group.rank();
+        self.memory(len, 0, |index| value(rank, index))
+    }
+
+    fn blank(&self, len: usize) -> Result<Memory<T>> {
+        self.memory(len, 1, |_| T::value(0))
+    }
+
+    /// Whether all ranks hold the same bits.
+    fn agree(&self, case: &str, data: &[T]) -> Result<()> {
+        let hash = data.iter().fold(7_i64, |hash, element| hash.wrapping_mul(31).wrapping_add(element.bits() as i64));
+        let mut hashes = vec![0; self.group.world_size()];
+        self.group.all_gather(&[hash], &mut hashes)?;
+        ensure!(hashes.iter().all(|&other| other == hash), "{case}: ranks hold different bits");
+        Ok(())
+    }
+
+    fn reductions(&self, op: ReduceOp) -> Result<()> {
+        let Self { group, count, root, .. } = *self;
+        let (rank, size) = (group.rank(), group.world_size());
+
+        let case = self.case(&format!("all_reduce {op}"));
+        let mut data = self.own(count)?;
+        group.all_reduce(&mut data, op)?;
+        check(&case, &data, |index| reduced(op, size, index))?;
+        self.agree(&case, &data)?;
+
+        let case = self.case(&format!("reduce {op}"));
+        let mut data = self.own(count)?;
+        group.reduce(&mut data, op, root)?;
+        check(&case, &data, |index| if rank == root { reduced(op, size, index) } else { value(rank, index) })?;
+
+        let case = self.case(&format!("reduce_scatter {op}"));
+        let (input, mut output) = (self.own(size * count)?, self.blank(count)?);
+        group.reduce_scatter(&input, &mut output, op)?;
+        check(&case, &output, |index| reduced(op, size, rank * count + index))?;
+        check(&case, &input, |index| value(rank, index))
+    }
+
+    fn movements(&self) -> Result<()> {
+        let Self { group, count, root, .. } = *self;
+        let (rank, size) = (group.rank(), group.world_size());
+
+        let case = self.case("broadcast");
+        let mut data = self.own(count)?;
+        group.broadcast(&mut data, root)?;
+        check(&case, &data, |index| value(root, index))?;
+        self.agree(&case, &data)?;
+
+        let case = self.case("all_gather");
+        let (input, mut output) = (self.own(count)?, self.blank(size * count)?);
+        group.all_gather(&input, &mut output)?;
+        check(&case, &output, |index| value(index / count, index % count))?;
+        self.agree(&case, &output)?;
+
+        let case = self.case("gather");
+        let mut output = (rank == root).then(|| self.blank(size * count)).transpose()?;
+        group.gather(&input, output.as_mut(), root)?;
+        check(&case, output.as_deref().unwrap_or_default(), |index| value(index / count, index % count))?;
+
+        let case = self.case("scatter");
+        let input = (rank == root).then(|| self.own(size * count)).transpose()?;
+        let mut output = self.blank(count)?;
+        group.scatter(input.as_ref(), &mut output, root)?;
+        check(&case, &output, |index| value(root, rank * count + index))?;
+
+        let case = self.case("all_to_all");
+        let (input, mut output) = (self.own(size * count)?, self.blank(size * count)?);
+        group.all_to_all(&input, &mut output)?;
+        check(&case, &output, |index| value(index / count, rank * count + index % count))
+    }
+
+    fn messages(&self) -> Result<()> {
+        let Self { group, count, .. } = *self;
+        let (rank, size) = (group.rank(), group.world_size());
+
+        let case = self.case("send and recv, all pairs");
+        let data = self.own(count)?;
+        for from in 0..size {
+            for to in (0..size).filter(|&to| to != from) {
+                if rank == from {
+                    group.send(&data, to)?;
+                } else if rank == to {
+                    let mut received = self.blank(count)?;
+                    group.recv(&mut received, from)?;
+                    check(&case, &received, |index| value(from, index))?;
+                }
+            }
+        }
+
+        if size > 1 {
+            let case = self.case("send and recv, ring");
+            let (next, previous) = ((rank + 1) % size, (rank + size - 1) % size);
+            let sending = group.send_async(data, next)?;
+            let mut received = self.blank(count)?;
+            group.recv(&mut received, previous)?;
+            check(&case, &received, |index| value(previous, index))?;
+            check(&case, &sending.wait()?, |index| value(rank, index))?;
+        }
+        Ok(())
+    }
+}
+
+/// Every collective started before any is waited for, with blocking ones in between.
+fn overlapping<T: Reference>(group: &ProcessGroup, count: usize) -> Result<()> {
+    let (rank, size) = (group.rank(), group.world_size());
+    let root = size - 1;
+    let at_root = |present: bool, len: usize| present.then(|| own::<T>(rank, len));
+    let blank = |len: usize| vec![T::value(0); len];
+    let shared = |len: usize| -> Result<SharedBuffer<T>> {
+        let mut buffer = group.alloc_shared(len)?;
+        buffer.iter_mut().enumerate().for_each(|(index, to)| *to = value(rank, index));
+        Ok(buffer)
+    };
+
+    let all_reduce = group.all_reduce_async(own::<T>(rank, count), ReduceOp::Sum)?;
+    let all_reduce_in_place = group.all_reduce_async(shared(count)?, ReduceOp::Max)?;
+    let reduce = group.reduce_async(own::<T>(rank, count), ReduceOp::Min, root)?;
+    let broadcast = group.broadcast_async(own::<T>(rank, count), root)?;
+    let all_gather = group.all_gather_async(shared(count)?, blank(size * count))?;
+
+    let mut between = own::<T>(rank, count);
+    group.all_reduce(&mut between, ReduceOp::Product)?;
+    check("blocking all_reduce between", &between, |index| reduced(ReduceOp::Product, size, index))?;
+
+    let reduce_scatter = group.reduce_scatter_async(own::<T>(rank, size * count), blank(count), ReduceOp::Avg)?;
+    let all_to_all = group.all_to_all_async(own::<T>(rank, size * count), blank(size * count))?;
+    let gather = group.gather_async(own::<T>(rank, count), at_root(rank == root, size * count), root)?;
+    let scatter = group.scatter_async(at_root(rank == root, size * count), blank(count), root)?;
+    let barrier = group.barrier_async()?;
+
+    group.barrier()?;
+    barrier.wait()?;
+    check("scatter_async", &scatter.wait()?.1, |index| value(root, rank * count + index))?;
+    let gathered = gather.wait()?.1.unwrap_or_default();
+    check("gather_async", &gathered, |index| value(index / count, index % count))?;
+    check("all_to_all_async", &all_to_all.wait()?.1, |i| value(i / count, rank * count + i % count))?;
+    let scattered = reduce_scatter.wait()?.1;
+    check("reduce_scatter_async", &scattered, |index| reduced(ReduceOp::Avg, size, rank * count + index))?;
+    check("all_gather_async", &all_gather.wait()?.1, |index| value(index / count, index % count))?;
+    check("broadcast_async", &broadcast.wait()?, |index| value(root, index))?;
+    let kept = |index| if rank == root { reduced(ReduceOp::Min, size, index) } else { value(rank, index) };
+    check("reduce_async", &reduce.wait()?, kept)?;
+    check("all_reduce_async, shared", &all_reduce_in_place.wait()?, |index| reduced(ReduceOp::Max, size, index))?;
+    check("all_reduce_async", &all_reduce.wait()?, |index| reduced(ReduceOp::Sum, size, index))
+}
+
+/// Every rank sends to and receives from every other at once, in shared and ordinary memory; messages between two
+/// ranks keep their order.
+fn crossing_messages<T: Reference>(group: &ProcessGroup, count: usize) -> Result<()> {
+    let rank = group.rank();
+    let others: Vec<usize> = (0..group.world_size()).filter(|&other| other != rank).collect();
+    let mut received: Vec<(usize, Work<Vec<T>>)> = Vec::new();
+    let mut sent: Vec<Work<Memory<T>>> = Vec::new();
+    for &other in &others {
+        received.push((other, group.recv_async(vec![T::value(0); count], other)?));
+    }
+    for &other in &others {
+        let mut first = group.alloc_shared(count)?;
+        first.copy_from_slice(&own::<T>(rank, count));
+        sent.push(group.send_async(Memory::Shared(first), other)?);
+        sent.push(group.send_async(Memory::Ordinary(own::<T>(rank + 100, count)), other)?);
+    }
+    let mut all = own::<T>(rank, count);
+    group.all_reduce(&mut all, ReduceOp::Sum)?;
+    for &other in &others {
+        let mut second = vec![T::value(0); count];
+        group.recv(&mut second, other)?;
+        check("recv after recv_async", &second, |index| value(other + 100, index))?;
+    }
+    for (other, work) in received {
+        check("recv_async", &work.wait()?, |index| value(other, index))?;
+    }
+    sent.into_iter().try_for_each(|work| work.wait().map(drop))?;
+    Ok(())
+}
+
+/// Parts of shared buffers that begin at a different, odd place on every rank.
+fn unaligned_parts(group: &ProcessGroup) -> Result<()> {
+    let (rank, size) = (group.rank(), group.world_size());
+    let (count, start) = (50_001, 1 + 3 * rank);
+    let mut data = group.alloc_shared::<f32>(start + count + 5)?;
+    data[start..start + count].copy_from_slice(&own::<f32>(rank, count));
+    group.all_reduce(&mut data[start..start + count], ReduceOp::Sum)?;
+    check("all_reduce of a part", &data[start..start + count], |index| reduced(ReduceOp::Sum, size, index))?;
+    let around = data[..start].iter().chain(&data[start + count..]);
+    ensure!(around.into_iter().all(|&element| element == 0.0), "all_reduce of a part wrote beside it");
+    Ok(())
+}
+
+fn own<T: Reference>(rank: usize, len: usize) -> Vec<T> {
+    (0..len).map(|index| value(rank, index)).collect()
+}

@@ -1,0 +1,254 @@
+//! What groups promise beyond single collectives, one scenario by name; each rank checks its own part.
+
+use std::fmt::Debug;
+use std::fs;
+
+use anyhow::{bail, ensure, Context, Result};
+use flow_comm::{Error, ProcessGroup, ReduceOp};
+
+fn main() -> Result<()> {
+    let scenario = std::env::args().nth(1).context("usage: check_groups SCENARIO")?;
+    let group = ProcessGroup::from_env()?;
+    match scenario.as_str() {
+        "sub_groups" => sub_groups(&group)?,
+        "different_lists" => different_lists(&group)?,
+        "arguments" => arguments(&group)?,
+        "groups_come_and_go" => groups_come_and_go(&group)?,
+        "worlds_come_and_go" => worlds_come_and_go(&group)?,
+        "two_worlds" => two_worlds(&group)?,
+        "rounds" => rounds(&group)?,
+        _ => bail!("there is no scenario {scenario}"),
+    }
+    println!("{scenario} passed");
+    Ok(())
+}
+
+/// The sum over the group of the members' ranks in the job.
+fn sum_of_ranks(group: &ProcessGroup) -> Result<i64> {
+    let mut sum = [group.ranks()[group.rank()] as i64];
+    group.all_reduce(&mut sum, ReduceOp::Sum)?;
+    Ok(sum[0])
+}
+
+/// With five ranks.
+fn sub_groups(world: &ProcessGroup) -> Result<()> {
+    let rank = world.rank();
+    ensure!(world.ranks() == [0, 1, 2, 3, 4], "{world:?}");
+
+    let even = world.new_group(&[0, 2, 4])?;
+    let upper = world.new_group(&[4, 2, 3])?;
+    let single = world.new_group(&[1])?;
+    ensure!(
+        even.is_some() == rank.is_multiple_of(2) && upper.is_some() == (rank >= 2) && single.is_some() == (rank == 1)
+    );
+    for round in 0..200 {
+        if let Some(even) = &even {
+            ensure!(even.ranks() == [0, 2, 4] && even.rank() == rank / 2 && even.world_size() == 3);
+            ensure!(sum_of_ranks(even)? == 6);
+        }
+        ensure!(sum_of_ranks(world)? == 10);
+        if let Some(upper) = &upper {
+            ensure!(upper.ranks() == [2, 3, 4] && upper.rank() == rank - 2);
+            let mut data = vec![rank as f32; 100_000];
+            upper.broadcast(&mut data, round % 3)?;
+            ensure!(data.iter().all(|&element| element == (2 + round % 3) as f32));
+        }
+        if let Some(single) = &single {
+            ensure!(sum_of_ranks(single)? == 1);
+            single.barrier()?;
+        }
+    }
+
+    // Ranks of a group of a group are counted in the latter.
+    if let Some(upper) = &upper {
+        let ends = upper.new_group(&[0, 2])?;
+        ensure!(ends.is_some() == (rank != 3));
+        if let Some(ends) = ends {
+            ensure!(ends.ranks() == [2, 4] && sum_of_ranks(&ends)? == 6);
+        }
+    }
+
+    // What is under way in one group does not hold up another.
+    let twin = world.duplicate()?;
+    ensure!(twin.ranks() == world.ranks());
+    let slow = world.all_reduce_async(vec![1.0_f32; 300_000], ReduceOp::Sum)?;
+    let fast = twin.all_reduce_async(vec![1_i32; 3], ReduceOp::Sum)?;
+    ensure!(sum_of_ranks(&twin)? == 10);
+    ensure!(fast.wait()? == [5; 3] && slow.wait()?.iter().all(|&element| element == 5.0));
+
+    for (list, what) in [(vec![1, 1], "[1, 1]"), (vec![0, 5], "[0, 5]"), (vec![], "[]")] {
+        let error = world.new_group(&list).err().context("a bad list was accepted")?;
+        ensure!(matches!(error, Error::Argument { .. }), "{error:?}");
+        let expected = format!("rank {rank}: new_group: {what} must be different ranks from 0 to 4");
+        ensure!(error.to_string() == expected, "{error}");
+    }
+    ensure!(sum_of_ranks(world)? == 10);
+    Ok(())
+}
+
+/// With three ranks.
+fn different_lists(world: &ProcessGroup) -> Result<()> {
+    let rank = world.rank();
+    let list = if rank == 1 { [0, 1] } else { [0, 2] };
+    let error = world.new_group(&list).err().context("different lists were accepted")?;
+    ensure!(matches!(error, Error::Mismatch { .. }), "{error:?}");
+    let other = if rank == 1 { 0 } else { 1 };
+    let text = error.to_string();
+    ensure!(text.contains(&format!("rank {rank} called new_group with {list:?}, rank {other} with other")), "{text}");
+    Ok(())
+}
+
+/// With two ranks.
+fn arguments(group: &ProcessGroup) -> Result<()> {
+    let (rank, other) = (group.rank(), 1 - group.rank());
+    let refused = |operation: &str, reason: &str, result: Result<(), Error>| {
+        let Err(error) = result else { bail!("{operation} accepted what it should not: {reason}") };
+        ensure!(matches!(error, Error::Argument { .. }), "{error:?}");
+        let expected = format!("rank {rank}: {operation}: {reason}");
+        ensure!(error.to_string() == expected, "{error:?} and not {expected:?}");
+        ensure!(sum_of_ranks(group)? == 1, "after {expected}");
+        Ok(())
+    };
+    let mut four = [0.0_f32; 4];
+    let mut five = [0.0_f32; 5];
+    let no_rank = "2 is not a rank: it must be 0 to 1";
+    refused("broadcast", &format!("root {no_rank}"), group.broadcast(&mut four, 2))?;
+    refused("reduce", &format!("root {no_rank}"), group.reduce(&mut four, ReduceOp::Sum, 2))?;
+    refused("gather", &format!("root {no_rank}"), group.gather(&[1], None::<&mut [i32; 2]>, 2))?;
+    refused("scatter", &format!("root {no_rank}"), group.scatter(None::<&[i32; 2]>, &mut [1], 2))?;
+    refused("send", &format!("peer {no_rank}"), group.send(&four, 2))?;
+    refused("recv", &format!("peer {no_rank}"), group.recv(&mut four, 2))?;
+
+    let itself = format!("rank {rank} is this rank itself: a peer is another one");
+    refused("send", &itself, group.send(&four, rank))?;
+    refused("recv", &itself, group.recv(&mut four, rank))?;
+    refused("send", &itself, group.send_async(vec![1_u8], rank)?.wait().map(drop))?;
+
+    let lengths = |input, output, right| {
+        format!("input of {input} and output of {output} elements do not fit: output must be {right} elements")
+    };
+    refused("all_gather", &lengths(4, 5, 8), group.all_gather(&four, &mut five))?;
+    refused("reduce_scatter", &lengths(4, 5, 2), group.reduce_scatter(&four, &mut five, ReduceOp::Sum))?;
+    refused("all_to_all", &lengths(4, 5, 4), group.all_to_all(&four, &mut five))?;
+    let odd = "5 elements cannot be divided into 2 equal blocks";
+    refused("all_to_all", odd, group.all_to_all(&five.clone(), &mut five))?;
+    refused("gather", &lengths(4, 5, 8), group.gather(&four, Some(&mut five), rank))?;
+    refused("scatter", &lengths(4, 5, 2), group.scatter(Some(&four), &mut five, rank))?;
+
+    let types = "input is f32 but output is i32: they must be alike";
+    refused("all_gather", types, group.all_gather(&four, &mut [0_i32; 8]))?;
+    refused("reduce_scatter", types, group.reduce_scatter(&four, &mut [0_i32; 2], ReduceOp::Sum))?;
+    refused("all_to_all", types, group.all_to_all(&four, &mut [0_i32; 4]))?;
+
+    let side = |root: usize, what: &str| format!("the root (rank {root}), and no other rank, gives the {what}");
+    refused("gather", &side(rank, "output"), group.gather(&four, None::<&mut [f32; 8]>, rank))?;
+    refused("gather", &side(other, "output"), group.gather(&four, Some(&mut [0.0_f32; 8]), other))?;
+    refused("scatter", &side(rank, "input"), group.scatter(None::<&[f32; 8]>, &mut four, rank))?;
+    refused("scatter", &side(other, "input"), group.scatter(Some(&[0.0_f32; 8]), &mut four, other))?;
+
+    let error = group.alloc_shared::<f64>(1 << 50).err().context("8 PiB were allocated")?.to_string();
+    let expected = format!("rank {rank}: alloc_shared failed: no room for {} x f64 in this rank's region", 1_u64 << 50);
+    ensure!(error == expected, "{error}");
+    ensure!(group.alloc_shared::<f64>(usize::MAX).is_err());
+    Ok(())
+}
+
+/// What a leak would show in.
+#[derive(Debug)]
+struct Resources {
+    descriptors: usize,
+    threads: usize,
+    mappings: usize,
+    /// KiB, shared memory included.
+    resident: usize,
+}
+
+impl Resources {
+    fn of_this_process() -> Result<Self> {
+        let status = fs::read_to_string("/proc/self/status")?;
+        let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let resident = resident.and_then(|text| text.trim().strip_suffix(" kB")).context("no VmRSS")?.parse()?;
+        Ok(Self {
+            descriptors: fs::read_dir("/proc/self/fd")?.count(),
+            threads: fs::read_dir("/proc/self/task")?.count(),
+            mappings: fs::read_to_string("/proc/self/maps")?.lines().count(),
+            resident,
+        })
+    }
+
+    fn have_not_grown_since(&self, before: &Self) -> Result<()> {
+        ensure!(
+            self.descriptors <= before.descriptors
+                && self.threads <= before.threads
+                // The allocator may take or join a few areas of its own.
+                && self.mappings <= before.mappings + 8
+                && self.resident <= before.resident + (16 << 10),
+            "leaked: {before:?} became {self:?}"
+        );
+        Ok(())
+    }
+}
+
+/// Uses every part of a group: payloads, staging buffers, messages, threads.
+fn use_all(group: &ProcessGroup) -> Result<()> {
+    let (rank, size) = (group.rank(), group.world_size());
+    ensure!(sum_of_ranks(group)? == (0..size as i64).sum());
+    let reduced = group.all_reduce_async(vec![1.0_f32; 100_000], ReduceOp::Sum)?;
+    let sent = group.send_async(vec![rank as u8; 5000], (rank + 1) % size)?;
+    let mut received = group.alloc_shared::<u8>(5000)?;
+    group.recv(&mut received, (rank + size - 1) % size)?;
+    ensure!(received.iter().all(|&from| usize::from(from) == (rank + size - 1) % size));
+    ensure!(sent.wait()?.len() == 5000 && reduced.wait()?[99_999] == size as f32);
+    Ok(())
+}
+
+fn groups_come_and_go(world: &ProcessGroup) -> Result<()> {
+    come_and_go(1000, || use_all(&world.duplicate()?))
+}
+
+fn worlds_come_and_go(_: &ProcessGroup) -> Result<()> {
+    come_and_go(200, || use_all(&ProcessGroup::from_env()?))
+}
+
+fn come_and_go(times: usize, once: impl Fn() -> Result<()>) -> Result<()> {
+    (0..times / 10).try_for_each(|_| once())?;
+    let before = Resources::of_this_process()?;
+    (0..times).try_for_each(|_| once())?;
+    Resources::of_this_process()?.have_not_grown_since(&before)
+}
+
+/// Two groups of all ranks, joined one after the other, live side by side.
+fn two_worlds(first: &ProcessGroup) -> Result<()> {
+    let second = ProcessGroup::from_env()?;
+    use_all(&second)?;
+    use_all(first)?;
+    drop(second);
+    let third = ProcessGroup::from_env()?;
+    use_all(first)?;
+    use_all(&third)
+}
+
+/// More rounds than a group has slots for, in all ways in which data moves.
+fn rounds(group: &ProcessGroup) -> Result<()> {
+    let (rank, size) = (group.rank(), group.world_size());
+    let same = |what: &str, got: &dyn Debug, right: bool| {
+        ensure!(right, "{what}: rank {rank} of {size} got {got:?}");
+        Ok(())
+    };
+    let mut shared = group.alloc_shared::<i64>(2000)?;
+    for round in 0..100_i64 {
+        let all: i64 = (0..size as i64).sum::<i64>() + round * size as i64;
+        let mut small = [rank as i64 + round];
+        group.all_reduce(&mut small, ReduceOp::Sum)?;
+        same("small", &small, small == [all])?;
+        shared.fill(rank as i64 + round);
+        group.all_reduce(&mut shared, ReduceOp::Sum)?;
+        same("shared", &shared[0], shared.iter().all(|&element| element == all))?;
+        if round % 10 == 0 {
+            let mut large = vec![rank as i64 + round; 40_000];
+            group.all_reduce(&mut large, ReduceOp::Sum)?;
+            same("large", &large[0], large.iter().all(|&element| element == all))?;
+        }
+    }
+    Ok(())
+}
