@@ -186,6 +186,8 @@ def worker(path):
     if dist.get_rank() == 0:
         Path(path).write_text(json.dumps(models))
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # skips Python's finalization, in which gloo's threads now and then abort
 
 
 def run():
