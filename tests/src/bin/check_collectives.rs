@@ -8,9 +8,12 @@ use flow_comm::{bf16, f16, Buffer, DType, Element, ProcessGroup, ReduceOp, Share
 
 /// Bytes that ordinary memory is staged in at once.
 const CHUNK: usize = 256 << 10;
+/// More are of no use to this check.
+const MAX_RANKS: usize = 16;
 
 fn main() -> Result<()> {
     let group = ProcessGroup::from_env()?;
+    ensure!(group.world_size() <= MAX_RANKS, "at most {MAX_RANKS} ranks can be checked");
     Grid::<f32>::run(&group)?;
     Grid::<f64>::run(&group)?;
     Grid::<f16>::run(&group)?;
@@ -95,8 +98,8 @@ macro_rules! float_reference {
             }
 
             fn reduce(op: ReduceOp, values: &[Self]) -> Self {
-                let values: Vec<$wide> = values.iter().map(|&value| $lift(value)).collect();
-                let both = |combine: fn($wide, $wide) -> $wide| values.iter().copied().reduce(combine).unwrap();
+                let wide = values.iter().map(|&value| $lift(value));
+                let both = |combine: fn($wide, $wide) -> $wide| wide.reduce(combine).unwrap();
                 $lower(match op {
                     ReduceOp::Sum => both(|a, b| a + b),
                     ReduceOp::Avg => both(|a, b| a + b) / values.len() as $wide,
@@ -156,8 +159,9 @@ fn value<T: Reference>(rank: usize, index: usize) -> T {
 }
 
 fn reduced<T: Reference>(op: ReduceOp, size: usize, index: usize) -> T {
-    let values: Vec<T> = (0..size).map(|rank| value(rank, index)).collect();
-    T::reduce(op, &values)
+    let mut values = [T::value(0); MAX_RANKS];
+    values[..size].iter_mut().enumerate().for_each(|(rank, to)| *to = value(rank, index));
+    T::reduce(op, &values[..size])
 }
 
 fn check<T: Reference>(case: &str, got: &[T], expected: impl Fn(usize) -> T) -> Result<()> {
