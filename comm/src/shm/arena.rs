@@ -280,8 +280,8 @@ mod tests {
     fn classes_hold_what_was_asked_for_and_waste_little() {
         for bytes in (1..10_000).chain([65_536, 65_537, 1 << 20, (1 << 20) + 1, 26_214_400, 123_456_789]) {
             let size = size_class(bytes);
-            assert!(size >= bytes && size % CACHE_LINE == 0);
-            assert!(size < PAGE || size % PAGE == 0);
+            assert!(size >= bytes && size.is_multiple_of(CACHE_LINE));
+            assert!(size < PAGE || size.is_multiple_of(PAGE));
             assert!(bytes < 64 * 1024 || size - bytes <= bytes / 8 + PAGE, "{bytes} -> {size}");
         }
     }
