@@ -27,8 +27,9 @@ def mlp():
 
 
 def lenet():
-    layers = [nn.Conv2d(1, 32, 5), nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.MaxPool2d(2), nn.Flatten()]
-    layers += [nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 10)]
+    layers = [nn.Conv2d(1, 32, 5, padding=2), nn.MaxPool2d(2)]
+    layers += [nn.Conv2d(32, 64, 5, padding=2), nn.MaxPool2d(2), nn.Flatten()]
+    layers += [nn.Linear(64 * 7 * 7, 512), nn.ReLU(), nn.Linear(512, 10)]
     return nn.Sequential(*layers), (50, 1, 28, 28)
 
 

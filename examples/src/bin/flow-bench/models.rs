@@ -57,12 +57,13 @@ fn mlp(path: &nn::Path) -> SequentialT {
 }
 
 fn lenet(path: &nn::Path) -> SequentialT {
+    let same = nn::ConvConfig { padding: 2, ..Default::default() };
     nn::seq_t()
-        .add(nn::conv2d(path / "conv1", 1, 32, 5, Default::default()))
+        .add(nn::conv2d(path / "conv1", 1, 32, 5, same))
         .add_fn(|x| x.max_pool2d_default(2))
-        .add(nn::conv2d(path / "conv2", 32, 64, 5, Default::default()))
+        .add(nn::conv2d(path / "conv2", 32, 64, 5, same))
         .add_fn(|x| x.max_pool2d_default(2).flat_view())
-        .add(nn::linear(path / "fc1", 1024, 512, Default::default()))
+        .add(nn::linear(path / "fc1", 64 * 7 * 7, 512, Default::default()))
         .add_fn(|x| x.relu())
         .add(nn::linear(path / "fc2", 512, 10, Default::default()))
 }
