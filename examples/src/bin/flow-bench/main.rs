@@ -38,8 +38,8 @@ struct Sizes {
 }
 
 fn parse_size(text: &str) -> Result<usize, String> {
-    let bytes = text.parse().map_err(|error| format!("{error}"))?;
-    if bytes == 0 || bytes % size_of::<f32>() != 0 {
+    let bytes: usize = text.parse().map_err(|error| format!("{error}"))?;
+    if bytes == 0 || !bytes.is_multiple_of(size_of::<f32>()) {
         return Err("a buffer of f32 takes a multiple of 4 bytes, at least 4".into());
     }
     Ok(bytes)
@@ -87,8 +87,8 @@ fn microseconds(time: Duration) -> f64 {
 
 fn size_name(bytes: usize) -> String {
     match bytes {
-        bytes if bytes % (1 << 20) == 0 => format!("{} MiB", bytes >> 20),
-        bytes if bytes % (1 << 10) == 0 => format!("{} KiB", bytes >> 10),
+        bytes if bytes.is_multiple_of(1 << 20) => format!("{} MiB", bytes >> 20),
+        bytes if bytes.is_multiple_of(1 << 10) => format!("{} KiB", bytes >> 10),
         bytes => format!("{bytes} B"),
     }
 }
