@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::{Pid, PidfdFlags};
+use rustix::thread::CpuSet;
 
 use super::arena::{Arena, Block};
 use super::control::{Control, Counter};
@@ -25,6 +26,8 @@ struct Header {
     attached: Counter,
     /// Offset of the control block of the group of all ranks.
     root: AtomicU64,
+    /// The processors that some rank may run on, a bit each.
+    processors: [AtomicU64; CpuSet::MAX_CPU / 64],
 }
 
 struct Peer {
@@ -135,6 +138,7 @@ impl World {
         };
 
         let own = std::process::id();
+        announce_processors(&arena);
         pid(&arena, rank).store(own, Ordering::Release);
         header(&arena).attached.raise(size as u32);
         let attached = &header(&arena).attached;
@@ -160,12 +164,11 @@ impl World {
             })
             .collect();
         let root = header(&arena).root.load(Ordering::Acquire) as usize;
-        let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
         Ok(Self {
             rank,
             size,
+            spin: size <= processors(&arena),
             arena,
-            spin: size <= cores,
             root,
             host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
             peers,
@@ -253,6 +256,25 @@ pub fn sleep_on(counter: &Counter, target: u32, time: Duration) {
 fn header(arena: &Arena) -> &Header {
     // SAFETY: the mapping begins with the header, page aligned and zero at first; it consists of atomics.
     unsafe { &*arena.at(0).cast::<Header>() }
+}
+
+fn announce_processors(arena: &Arena) {
+    let Ok(own) = rustix::thread::sched_getaffinity(None) else { return };
+    for processor in (0..CpuSet::MAX_CPU).filter(|&p| own.is_set(p)) {
+        header(arena).processors[processor / 64].fetch_or(1 << (processor % 64), Ordering::Relaxed);
+    }
+}
+
+/// How many processors all ranks have together: each may be bound to its own, or to less than its share by a quota.
+fn processors(arena: &Arena) -> usize {
+    let all: u32 = header(arena).processors.iter().map(|p| p.load(Ordering::Relaxed).count_ones()).sum();
+    let bound = rustix::thread::sched_getaffinity(None).map_or(0, |own| own.count() as usize);
+    let usable = std::thread::available_parallelism().map_or(1, |n| n.get());
+    if usable < bound {
+        usable
+    } else {
+        all as usize
+    }
 }
 
 fn pid(arena: &Arena, rank: usize) -> &AtomicU32 {
