@@ -207,7 +207,10 @@ impl Engine {
             if counter.reached(target) {
                 return Ok(());
             }
-            self.check_failure(operation, true)?;
+            if let Err(error) = self.check_failure(operation, true) {
+                // The others may have come to the end of this, and failed in what follows.
+                return if counter.reached(target) { Ok(()) } else { Err(error) };
+            }
             if start.elapsed() < look {
                 continue;
             }
@@ -248,7 +251,7 @@ impl Engine {
     /// with an empty text if it has nothing to add, and gets what all ranks said, with their ranks.
     pub fn fail_with_notice(&self, operation: &str, own: &str) -> Vec<(usize, String)> {
         self.control.rank(self.rank).notice.write(0, own);
-        self.poison(NOTICES, &format!("{operation}: {own}"));
+        self.poison(NOTICES, &format!("rank {}: {operation}: {own}", self.world.rank));
         let deadline = Instant::now() + self.timeout();
         let silent = || self.ranks_where(|r| !self.control.rank(r).notice.is_set());
         while !silent().is_empty() && Instant::now() < deadline && self.lost(&silent).is_none() {
@@ -271,7 +274,7 @@ impl Engine {
 
     /// Whichever rank saw it first, the loss of a peer is the same error to every operation that was `under_way`, and
     /// to the first that begins after it.
-    fn check_failure(&self, operation: &dyn std::fmt::Display, under_way: bool) -> Result<()> {
+    pub fn check_failure(&self, operation: &dyn std::fmt::Display, under_way: bool) -> Result<()> {
         let Some((kind, cause)) = self.control.header().poison.read() else { return Ok(()) };
         let first = self.quarantine();
         let peer = kind.checked_sub(LOST).map(|peer| peer as usize).filter(|&peer| peer < self.size());
@@ -283,6 +286,8 @@ impl Engine {
 
     /// Makes the group unusable on all ranks because this one says so.
     pub fn abort(&self, cause: &str) {
+        // Nor is there anything else to wait for from this rank.
+        self.control.rank(self.rank).notice.write(0, "");
         self.poison(0, &format!("rank {} aborted the group: {cause}", self.world.rank));
     }
 

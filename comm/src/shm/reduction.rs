@@ -231,10 +231,16 @@ impl Engine {
             state.finished.extend(first.operation.bucket.map(|bucket| (bucket, Instant::now())));
             state.in_flight.pop_front();
         }
-        if !wait {
-            self.check_poison(&"all_reduce of gradients")?;
-        }
-        Ok(())
+        let Some(first) = state.in_flight.front() else { return Ok(()) };
+        self.check_failure(&first.operation, true).or_else(|error| {
+            // The others may have come to the end of these, and failed in what follows.
+            let over = state.in_flight.iter().all(|flight| self.all_done(flight.round));
+            if over {
+                Ok(())
+            } else {
+                Err(error)
+            }
+        })
     }
 
     fn reduce_bucket(&self, flight: &InFlight) -> Result<()> {
