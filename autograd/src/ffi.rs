@@ -40,6 +40,7 @@ pub type DropOwner = unsafe extern "C" fn(owner: *mut c_void);
 extern "C" {
     pub fn flow_grad_hook(parameter: *const C_tensor, data: *mut *mut c_void) -> *mut c_char;
     pub fn flow_set_grad_hook(parameter: *const C_tensor, closure: Closure) -> *mut c_char;
+    pub fn flow_owns_grad(parameter: *const C_tensor, owns: *mut bool) -> *mut c_char;
     pub fn flow_at_end_of_backward(closure: Closure) -> *mut c_char;
     pub fn flow_set_grad(parameter: *const C_tensor, grad: *const C_tensor) -> *mut c_char;
     pub fn flow_memory(tensor: *const C_tensor, memory: *mut Memory) -> *mut c_char;

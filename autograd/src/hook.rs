@@ -114,6 +114,15 @@ impl std::fmt::Debug for GradHook {
     }
 }
 
+/// Whether the gradient of `parameter` lies in memory that nothing else uses, so that it may be changed at once. To be
+/// asked in the parameter's hook: libtorch may have made the gradient of memory that nodes still to come will read.
+pub fn owns_grad(parameter: &Tensor) -> bool {
+    let mut owns = false;
+    // SAFETY: the tensor is alive and `owns` is writable.
+    let result = unsafe { ffi::check("owns_grad", ffi::flow_owns_grad(parameter.as_ptr(), &mut owns)) };
+    result.is_ok() && owns
+}
+
 /// # Safety
 ///
 /// `slot` must point to an `Arc<Slot>` and `parameter` to a tensor.

@@ -56,9 +56,37 @@ char* guarded(Body&& body) noexcept {
     }
 }
 
+// What came to a parameter last, to be accumulated: where it lies, and whether nobody else uses that memory.
+struct Incoming {
+    const c10::StorageImpl* storage = nullptr;
+    bool alone = false;
+};
+
+// Fills in `Incoming`, before libtorch accumulates: afterwards it cannot be told, as what the engine holds for other nodes
+// looks the same as what it is about to drop.
+class IncomingHook final : public autograd::FunctionPreHook {
+public:
+    explicit IncomingHook(std::shared_ptr<Incoming> incoming) : incoming_(std::move(incoming)) {}
+
+    autograd::variable_list operator()(const autograd::variable_list& grads) override {
+        *incoming_ = Incoming{};
+        if (grads.size() == 1 && grads[0].defined() && grads[0].has_storage()) {
+            const auto& grad = grads[0];
+            const auto& storage = grad.storage();
+            // A view keeps the tensor that it is a view of.
+            const bool alone = grad.is_view() ? storage.use_count() == 2 && grad._base().use_count() == 1 : storage.use_count() == 1;
+            *incoming_ = {storage.unsafeGetStorageImpl(), alone};
+        }
+        return grads;
+    }
+
+private:
+    const std::shared_ptr<Incoming> incoming_;
+};
+
 class GradHook final : public autograd::PostAccumulateGradHook {
 public:
-    explicit GradHook(Closure closure) : closure_(closure) {}
+    GradHook(Closure closure, std::shared_ptr<Incoming> incoming) : closure_(closure), incoming_(std::move(incoming)) {}
     GradHook(const GradHook&) = delete;
     GradHook& operator=(const GradHook&) = delete;
     ~GradHook() override { closure_.drop(closure_.data); }
@@ -67,8 +95,18 @@ public:
 
     void* data() const { return closure_.data; }
 
+    // During the hook: whether the parameter's gradient lies in memory of its own.
+    bool owns_grad(const at::Tensor& parameter) const {
+        const auto& grad = parameter.grad();
+        if (!grad.defined() || !grad.has_storage()) return false;
+        // Either what came has become the gradient as it was, or it was copied or added.
+        const bool taken = grad.storage().unsafeGetStorageImpl() == incoming_->storage;
+        return taken ? incoming_->alone : grad.storage().use_count() == 1;
+    }
+
 private:
-    Closure closure_;
+    const Closure closure_;
+    const std::shared_ptr<Incoming> incoming_;
 };
 
 // Memory for a tensor: `drop(owner)` frees it.
@@ -164,8 +202,18 @@ char* flow_grad_hook(const at::Tensor* parameter, void** data) {
 // backward.
 char* flow_set_grad_hook(const at::Tensor* parameter, Closure closure) {
     return guarded([&] {
-        auto hook = std::make_unique<GradHook>(closure);
+        const auto incoming = std::make_shared<Incoming>();
+        auto hook = std::make_unique<GradHook>(closure, incoming);
+        autograd::impl::add_hook(*parameter, std::make_unique<IncomingHook>(incoming));
         autograd::impl::set_post_acc_grad_hooks(*parameter, std::move(hook));
+    });
+}
+
+// Whether, in a hook of the parameter, its gradient lies in memory that nobody else uses.
+char* flow_owns_grad(const at::Tensor* parameter, bool* owns) {
+    return guarded([&] {
+        const auto ours = dynamic_cast<const GradHook*>(autograd::impl::post_acc_grad_hooks(*parameter).get());
+        *owns = ours && ours->owns_grad(*parameter);
     });
 }
 

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
-use flow_autograd::{at_end_of_backward, set_grad, Error, GradHook};
+use flow_autograd::{at_end_of_backward, owns_grad, set_grad, Error, GradHook};
 use tch::{Device, Kind, TchError, Tensor};
 
 fn parameter(values: &[f32]) -> Tensor {
@@ -355,4 +355,47 @@ fn set_grad_sets_resets_and_checks() {
     assert!(!weight.grad().defined());
     assert!(set_grad(&weight, Some(&Tensor::new())).is_err());
     assert!(set_grad(&Tensor::new(), None).is_err());
+}
+
+#[test]
+fn a_gradient_owns_its_memory_unless_backward_still_reads_it() {
+    let float = (Kind::Float, Device::Cpu);
+    let parameter = |shape: &[i64]| Tensor::ones(shape, float).set_requires_grad(true);
+    let owns = Arc::new(Mutex::new(Vec::<bool>::new()));
+    let watch = |parameter: &Tensor| {
+        let owns = owns.clone();
+        let hook = GradHook::install(parameter, move |parameter| {
+            owns.lock().unwrap().push(owns_grad(parameter));
+            Ok(())
+        });
+        hook.unwrap()
+    };
+    let asked = || std::mem::take(&mut *owns.lock().unwrap());
+
+    let (weight, bias) = (parameter(&[4, 3]), parameter(&[4]));
+    let hooks = [watch(&weight), watch(&bias)];
+    for _ in 0..2 {
+        // The second time the gradients are there and are added to.
+        Tensor::ones([2, 3], float).linear(&weight, Some(&bias)).sum(Kind::Float).f_backward().unwrap();
+        assert_eq!(asked(), [true, true]);
+    }
+    assert!(!owns_grad(&parameter(&[1])), "it has neither gradient nor hook");
+    drop(hooks);
+
+    // What comes to `second` is a view of what flows on to `first`.
+    let (first, second) = (parameter(&[6]), parameter(&[6]));
+    let _hook = watch(&second);
+    let sum = (&first * 5).view([2, 3]) + second.view([2, 3]);
+    (sum * Tensor::ones([2, 3], float)).sum(Kind::Float).f_backward().unwrap();
+    assert_eq!(asked(), [false]);
+
+    // Another tensor shares the gradient's memory.
+    let third = parameter(&[6]);
+    let _hook = watch(&third);
+    loss(&third).f_backward().unwrap();
+    let shared = third.grad().detach();
+    loss(&third).f_backward().unwrap();
+    drop(shared);
+    loss(&third).f_backward().unwrap();
+    assert_eq!(asked(), [true, false, true]);
 }

@@ -42,6 +42,13 @@ pub struct Ddp<M> {
     broadcast_buffers: bool,
 }
 
+impl Ddp<()> {
+    /// Options to choose before wrapping a model, of whatever type.
+    pub fn builder(group: &ProcessGroup) -> DdpBuilder {
+        DdpBuilder::new(group)
+    }
+}
+
 impl<M> Ddp<M> {
     /// Wraps `model`, whose variables are in `vs`, with the default options of [`DdpBuilder`].
     ///
@@ -55,11 +62,6 @@ impl<M> Ddp<M> {
     /// parameters, in the order of their use in forward, the others its buffers.
     pub fn from_tensors(model: M, tensors: Vec<(String, Tensor)>, group: &ProcessGroup) -> Result<Self> {
         DdpBuilder::new(group).wrap_tensors(model, tensors)
-    }
-
-    /// Options to choose before wrapping.
-    pub fn builder(group: &ProcessGroup) -> DdpBuilder {
-        DdpBuilder::new(group)
     }
 
     /// The group that gradients are averaged over.
@@ -176,7 +178,7 @@ impl Drop for NoSync {
 /// let group = ProcessGroup::from_env()?;
 /// let vs = nn::VarStore::new(group.device());
 /// let net = nn::linear(vs.root(), 784, 10, Default::default());
-/// let model = Ddp::<nn::Linear>::builder(&group)
+/// let model = Ddp::builder(&group)
 ///     .bucket_cap_mb(4.0)
 ///     .find_unused_parameters(true)
 ///     .communication_kind(Kind::BFloat16)
@@ -192,7 +194,7 @@ pub struct DdpBuilder {
 
 impl DdpBuilder {
     /// PyTorch's defaults: buckets of 1 MiB first and 25 MiB then, buffers broadcast, every parameter used.
-    pub fn new(group: &ProcessGroup) -> Self {
+    fn new(group: &ProcessGroup) -> Self {
         let caps = Caps { first: MIB as usize, rest: 25 * MIB as usize };
         let options = Options { caps, find_unused: false, bucket_view: false, communication: None };
         Self { group: group.clone(), options, broadcast_buffers: true }
@@ -253,11 +255,18 @@ impl DdpBuilder {
             created.iter().position(|&c| c == data).unwrap_or(usize::MAX)
         };
         named.sort_by_cached_key(|(name, tensor)| (place(tensor), name.clone()));
-        self.wrap_tensors(model, named)
+        // A parameter stays one when it is frozen; only what was made as not trainable is a buffer.
+        let buffers = named.iter().filter(|(_, t)| place(t) == usize::MAX).map(|(_, t)| t.shallow_clone()).collect();
+        self.wrap_parts(model, named, buffers)
     }
 
     /// Wraps a model by its named tensors: see [`Ddp::from_tensors`].
     pub fn wrap_tensors<M>(self, model: M, tensors: Vec<(String, Tensor)>) -> Result<Ddp<M>> {
+        let buffers = tensors.iter().filter(|(_, t)| !t.requires_grad()).map(|(_, t)| t.shallow_clone()).collect();
+        self.wrap_parts(model, tensors, buffers)
+    }
+
+    fn wrap_parts<M>(self, model: M, tensors: Vec<(String, Tensor)>, buffers: Vec<Tensor>) -> Result<Ddp<M>> {
         let Self { group, options, broadcast_buffers } = self;
         let rank = group.rank();
         if group.world_size() > 1 {
@@ -267,9 +276,6 @@ impl DdpBuilder {
             }
         }
         check(&tensors, &options).map_err(|reason| Error::Model { rank, reason })?;
-        let copies = |wanted: fn(&Tensor) -> bool| -> Vec<Tensor> {
-            tensors.iter().filter(|(_, t)| wanted(t)).map(|(_, t)| t.shallow_clone()).collect()
-        };
         if group.world_size() == 1 {
             let buffers = Mutex::new(CoalescedBroadcast::new(&group, Vec::new())?);
             return Ok(Ddp {
@@ -282,8 +288,9 @@ impl DdpBuilder {
                 broadcast_buffers,
             });
         }
-        CoalescedBroadcast::new(&group, copies(|_| true))?.run(&group, 0)?;
-        let buffers = Mutex::new(CoalescedBroadcast::new(&group, copies(|t| !t.requires_grad()))?);
+        let all = tensors.iter().map(|(_, t)| t.shallow_clone()).collect();
+        CoalescedBroadcast::new(&group, all)?.run(&group, 0)?;
+        let buffers = Mutex::new(CoalescedBroadcast::new(&group, buffers)?);
         let trained = tensors.into_iter().filter(|(_, t)| t.requires_grad());
         let parameters = trained.map(|(name, tensor)| Parameter::new(name, tensor)).collect();
         // Before the first backward: gradients are to be born in shared memory from then on.

@@ -75,6 +75,8 @@ struct State {
     rebuilt: bool,
     /// Another rank has failed for want of gradients: backward runs on to the end, where all ranks meet.
     failing: bool,
+    /// All ranks have met for that: the group is of no more use.
+    failed: bool,
     stats: Stats,
 }
 
@@ -97,6 +99,7 @@ impl Reducer {
             in_place_bytes: Vec::new(),
             rebuilt: false,
             failing: false,
+            failed: false,
             stats: Stats::default(),
         };
         state.build(&group, options, &order)?;
@@ -140,6 +143,9 @@ impl Reducer {
             return Ok(());
         }
         if !state.running {
+            if state.failed {
+                self.group.barrier()?; // says why, at once
+            }
             state.begin();
             // Unlocked: if the callback is refused it is dropped, and locks the state for that.
             drop(state);
@@ -164,7 +170,9 @@ impl Reducer {
             return Err(Error::Model { rank: self.group.rank(), reason });
         }
         let (bucket, slot) = state.places[index];
-        if state.buckets[bucket].take(slot, &gradient, self.in_place) {
+        // Memory that backward will yet read must stay as it is.
+        let in_place = self.in_place && flow_autograd::owns_grad(tensor);
+        if state.buckets[bucket].take(slot, &gradient, in_place) {
             state.in_place_bytes[bucket] += gradient.numel() * gradient.kind().elt_size_in_bytes();
         } else if self.options.bucket_view {
             self.alias(state, index)?;
@@ -300,7 +308,7 @@ impl Reducer {
 
     /// Meets all ranks to tell each other whose parameters have no gradient.
     fn missing_gradients(&self, state: &mut State, missing: &[usize]) -> Error {
-        state.failing = false;
+        state.failed = true;
         let name = |&index: &usize| {
             let parameter = &state.parameters[index];
             let frozen = if parameter.tensor.requires_grad() { "" } else { " (frozen after wrapping)" };
@@ -319,6 +327,8 @@ impl Reducer {
     fn rebuild(&self, state: &mut State, missing: Vec<usize>) -> Result<()> {
         let mut order: Vec<i32> = state.order.iter().chain(&missing).map(|&i| i as i32).collect();
         self.group.broadcast(&mut order, 0)?;
+        // A rank that went on and failed would else take from slower ones what this backward has done.
+        self.group.barrier()?;
         let order: Vec<usize> = order.into_iter().map(|i| i as usize).collect();
         state.build(&self.group, self.options, &order)
     }

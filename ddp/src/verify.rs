@@ -7,7 +7,7 @@ use flow_comm::{ProcessGroup, Result};
 pub(crate) fn difference(group: &ProcessGroup, own: &[String]) -> Result<Option<String>> {
     let text = own.join("\n").into_bytes();
     let digest = [fnv1a(&text) as i64, text.len() as i64];
-    let mut digests = vec![0; 2 * group.world_size()];
+    let mut digests = vec![0i64; 2 * group.world_size()];
     group.all_gather(&digest, &mut digests)?;
     if digests.chunks(2).all(|d| d == &digests[..2]) {
         return Ok(None);
@@ -16,7 +16,7 @@ pub(crate) fn difference(group: &ProcessGroup, own: &[String]) -> Result<Option<
     let longest = digests.chunks(2).map(|d| d[1]).max().unwrap_or(0) as usize;
     let mut padded = text;
     padded.resize(longest, b'\n');
-    let mut all = vec![0; longest * group.world_size()];
+    let mut all = vec![0u8; longest * group.world_size()];
     group.all_gather(&padded, &mut all)?;
     let texts: Vec<String> = all.chunks(longest).map(|t| String::from_utf8_lossy(t).into_owned()).collect();
     let lines: Vec<Vec<&str>> = texts.iter().map(|t| t.trim_end_matches('\n').lines().collect()).collect();
