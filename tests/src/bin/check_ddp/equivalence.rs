@@ -1,0 +1,142 @@
+//! Training on several ranks against training in one process.
+
+use anyhow::{ensure, Context, Result};
+use flow_comm::ProcessGroup;
+use flow_ddp::Ddp;
+use tch::nn::{self, ModuleT, OptimizerConfig, Path, SequentialT};
+use tch::{Device, Kind, Tensor};
+
+use crate::helpers::{close, copies, gradient_is, gradients, in_place, mean, part, plausible, same_everywhere, values};
+use crate::models::{self, store};
+
+const FLOAT: (Kind, Device) = (Kind::Float, Device::Cpu);
+const INDEX: (Kind, Device) = (Kind::Int64, Device::Cpu);
+
+/// Input r on rank r: the gradient is the mean of the ranks.
+pub fn linear(group: &ProcessGroup) -> Result<()> {
+    for view in [false, true] {
+        let store = store();
+        let linear = nn::linear(store.root(), 1, 5, Default::default());
+        let model = Ddp::builder(group).gradient_as_bucket_view(view).wrap(linear, &store)?;
+        let mut optimizer = nn::Sgd::default().build(&store, 0.01)?;
+        for _ in 0..100 {
+            optimizer.zero_grad();
+            model.forward(&Tensor::from_slice(&[group.rank() as f32])).sum(Kind::Float).backward();
+            gradient_is(&model.ws, (group.world_size() - 1) as f64 / 2.0)?;
+            gradient_is(model.bs.as_ref().context("it has a bias")?, 1.0)?;
+            optimizer.step();
+        }
+        same_everywhere(group, &store)?;
+        plausible(&model.stats(), 100)?;
+    }
+    Ok(())
+}
+
+pub fn mlp(group: &ProcessGroup) -> Result<()> {
+    against_one_process(group, &[6, 784], models::mlp)
+}
+
+pub fn lenet(group: &ProcessGroup) -> Result<()> {
+    against_one_process(group, &[3, 1, 28, 28], models::lenet)
+}
+
+/// The same model on the ranks' parts of a batch, and in this process on the whole.
+fn against_one_process(group: &ProcessGroup, shape: &[i64], build: fn(&Path) -> SequentialT) -> Result<()> {
+    let mut joined = shape.to_vec();
+    joined[0] *= group.world_size() as i64;
+    for view in [false, true] {
+        let (alone_store, store) = (store(), store());
+        tch::manual_seed(1);
+        let alone = build(&alone_store.root());
+        tch::manual_seed(1 + group.rank() as i64); // rank 0's weights are those that count
+        let model = Ddp::builder(group).gradient_as_bucket_view(view).wrap(build(&store.root()), &store)?;
+        let optimizer = || nn::sgd(0.9, 0.0, 0.0, false);
+        let mut alone_optimizer = optimizer().build(&alone_store, 0.05)?;
+        let mut optimizer = optimizer().build(&store, 0.05)?;
+        for step in 0..4 {
+            tch::manual_seed(100 + step);
+            let (x, y) = (Tensor::randn(&joined, FLOAT), Tensor::randint(10, [joined[0]], INDEX));
+            alone_optimizer.zero_grad();
+            alone.forward_t(&x, true).cross_entropy_for_logits(&y).backward();
+            optimizer.zero_grad();
+            let loss = model.forward_t(&part(&x, group), true).cross_entropy_for_logits(&part(&y, group));
+            loss.f_backward()?;
+            close(&gradients(&store)?, &gradients(&alone_store)?, 1e-4).with_context(|| format!("step {step}"))?;
+            alone_optimizer.step();
+            optimizer.step();
+            let stats = model.stats();
+            plausible(&stats, step as u64 + 1)?;
+            ensure!(copies() || in_place(&stats) > 0, "no gradient was born in shared memory: {stats:?}");
+        }
+        close(&values(&store), &values(&alone_store), 1e-4)?;
+        same_everywhere(group, &store)?;
+    }
+    Ok(())
+}
+
+/// With running statistics, one process stands for all ranks by taking their parts one after the other, each with the
+/// buffers that rank 0 had before, and keeping those that rank 0 has after.
+pub fn mobilenet(group: &ProcessGroup) -> Result<()> {
+    let ranks = group.world_size() as i64;
+    let (alone_store, store) = (store(), store());
+    tch::manual_seed(1);
+    let alone = tch::vision::mobilenet::v2(&alone_store.root(), 10);
+    tch::manual_seed(1 + group.rank() as i64);
+    let model = Ddp::new(tch::vision::mobilenet::v2(&store.root(), 10), &store, group)?;
+    let mut alone_optimizer = nn::Sgd::default().build(&alone_store, 0.05)?;
+    let mut optimizer = nn::Sgd::default().build(&store, 0.05)?;
+    for step in 0..3 {
+        tch::manual_seed(100 + step);
+        let (x, y) = (Tensor::randn([4 * ranks, 3, 32, 32], FLOAT), Tensor::randint(10, [4 * ranks], INDEX));
+        let loss = |model: &dyn ModuleT, rank: usize| {
+            tch::manual_seed(1000 * (step + 1) + rank as i64); // for the dropout
+            let part = |joined: &Tensor| joined.chunk(ranks, 0).swap_remove(rank);
+            model.forward_t(&part(&x), true).cross_entropy_for_logits(&part(&y))
+        };
+        alone_optimizer.zero_grad();
+        let before: Vec<(Tensor, Tensor)> = values(&alone_store).into_values().map(|t| (t.copy(), t)).collect();
+        for rank in (0..group.world_size()).rev() {
+            for (kept, tensor) in &before {
+                tensor.shallow_clone().copy_(kept);
+            }
+            (loss(&alone, rank) / ranks).backward();
+        }
+        optimizer.zero_grad();
+        loss(&model, group.rank()).f_backward()?;
+        close(&gradients(&store)?, &gradients(&alone_store)?, 1e-3).with_context(|| format!("step {step}"))?;
+        alone_optimizer.step();
+        optimizer.step();
+    }
+    plausible(&model.stats(), 3)?;
+    // Each rank's running statistics have seen its own last part; rank 0's are those that count.
+    let trained = |store| values(store).into_iter().filter(|(name, _)| !name.contains("running")).collect();
+    close(&trained(&store), &trained(&alone_store), 1e-3)?;
+    if group.rank() == 0 {
+        close(&values(&store), &values(&alone_store), 1e-3)?;
+    }
+    Ok(())
+}
+
+/// libtorch may make a gradient of memory that backward still reads, here a view of what flows on to `scale`:
+/// reducing it where it lies would change that.
+pub fn shared_gradients(group: &ProcessGroup) -> Result<()> {
+    const LENGTH: i64 = 64 << 10;
+    let store = store();
+    let scale = store.root().ones("scale", &[LENGTH]);
+    let offset = store.root().ones("offset", &[LENGTH]);
+    let other = store.root().ones("other", &[LENGTH]);
+    let own = |rank: usize| (rank + 1) as f64;
+    let model = Ddp::builder(group).bucket_cap_mb(1e-3).wrap((), &store)?;
+    let mut optimizer = nn::Sgd::default().build(&store, 0.0)?;
+    for _ in 0..20 {
+        optimizer.zero_grad();
+        let scaled = (&scale * own(group.rank())).view([1, LENGTH]);
+        let (other, offset) = (other.view([1, LENGTH]), offset.view([1, LENGTH]));
+        let factors = Tensor::full([1, LENGTH], own(group.rank()), FLOAT);
+        ((scaled + other + offset) * factors).sum(Kind::Float).f_backward()?;
+        gradient_is(&store.root().get("offset").context("offset")?, mean(group, own)).context("offset")?;
+        gradient_is(&store.root().get("other").context("other")?, mean(group, own)).context("other")?;
+        gradient_is(&scale, mean(group, |rank| own(rank) * own(rank))).context("scale")?;
+    }
+    plausible(&model.stats(), 20)
+}

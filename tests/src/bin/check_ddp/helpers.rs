@@ -1,0 +1,110 @@
+//! What several checks need.
+
+use std::collections::BTreeMap;
+
+use anyhow::{ensure, Context, Result};
+use flow_comm::ProcessGroup;
+use flow_ddp::{Stats, TensorCollectives};
+use tch::nn::VarStore;
+use tch::{Kind, Tensor};
+
+/// Whether gradients are to be copied in this run, instead of being reduced where they are born.
+pub fn copies() -> bool {
+    std::env::var("FLOW_DDP_COPY").is_ok_and(|value| value == "1")
+}
+
+/// This rank's part of what all ranks work on.
+pub fn part(joined: &Tensor, group: &ProcessGroup) -> Tensor {
+    joined.chunk(group.world_size() as i64, 0).swap_remove(group.rank())
+}
+
+/// The mean of `of(rank)`.
+pub fn mean(group: &ProcessGroup, of: impl Fn(usize) -> f64) -> f64 {
+    (0..group.world_size()).map(of).sum::<f64>() / group.world_size() as f64
+}
+
+/// All variables by name.
+pub fn values(store: &VarStore) -> BTreeMap<String, Tensor> {
+    store.variables().into_iter().map(|(name, tensor)| (name, tensor.detach())).collect()
+}
+
+/// All gradients by parameter.
+pub fn gradients(store: &VarStore) -> Result<BTreeMap<String, Tensor>> {
+    let trained = store.variables().into_iter().filter(|(_, tensor)| tensor.requires_grad());
+    trained
+        .map(|(name, tensor)| {
+            let gradient = tensor.grad();
+            ensure!(gradient.defined(), "{name} has no gradient");
+            Ok((name, gradient))
+        })
+        .collect()
+}
+
+/// Compares tensors by name; `tolerance` is relative to the largest element, or to a hundredth of the largest of all
+/// tensors: before a batch normalization some gradients are nothing but what rounding leaves of zero.
+pub fn close(actual: &BTreeMap<String, Tensor>, expected: &BTreeMap<String, Tensor>, tolerance: f64) -> Result<()> {
+    ensure!(actual.keys().eq(expected.keys()), "{:?} instead of {:?}", actual.keys(), expected.keys());
+    let largest = expected.values().map(|t| t.abs().max().double_value(&[])).fold(0.0, f64::max);
+    for (name, actual) in actual {
+        let [actual, expected] = [actual, &expected[name]].map(|t| t.to_kind(Kind::Double));
+        let scale = expected.abs().max().double_value(&[]).max(largest / 100.0);
+        let difference = (actual - expected).abs().max().double_value(&[]);
+        ensure!(difference <= tolerance * scale, "{name} differs by {difference}, its largest element is {scale}");
+    }
+    Ok(())
+}
+
+/// Every element of the gradient must be `expected`.
+pub fn gradient_is(tensor: &Tensor, expected: f64) -> Result<()> {
+    let gradient = tensor.grad();
+    ensure!(gradient.defined(), "there is no gradient; its elements should be {expected}");
+    let difference = (&gradient - expected).abs().max().double_value(&[]);
+    ensure!(
+        difference <= 1e-6 * expected.abs().max(1.0),
+        "the gradient's elements should be {expected}, they are from {} to {}",
+        gradient.min().double_value(&[]),
+        gradient.max().double_value(&[])
+    );
+    Ok(())
+}
+
+/// The variables must have the same bits on all ranks.
+pub fn same_everywhere(group: &ProcessGroup, store: &VarStore) -> Result<()> {
+    for (name, tensor) in values(store) {
+        let all = group.all_gather_tensor(&tensor)?;
+        for rank in 0..group.world_size() as i64 {
+            ensure!(all.get(rank) == tensor, "{name} on rank {rank} differs from rank {}'s", group.rank());
+        }
+    }
+    Ok(())
+}
+
+/// The text of the error that a call must give.
+pub fn error<T>(result: Result<T, impl std::fmt::Display>) -> Result<String> {
+    result.err().map(|error| error.to_string()).context("there should have been an error")
+}
+
+/// All words must be in the text.
+pub fn says(text: &str, words: &[&str]) -> Result<()> {
+    for word in words {
+        ensure!(text.contains(word), "{word:?} is missing in: {text}");
+    }
+    Ok(())
+}
+
+/// Bytes that were reduced without a copy.
+pub fn in_place(stats: &Stats) -> usize {
+    stats.buckets.iter().map(|bucket| bucket.in_place).sum()
+}
+
+/// What the statistics of any backward must obey.
+pub fn plausible(stats: &Stats, backwards: u64) -> Result<()> {
+    ensure!(stats.backwards == backwards, "{} backwards instead of {backwards}", stats.backwards);
+    ensure!((0.0..=1.0).contains(&stats.hidden()), "hidden: {}", stats.hidden());
+    for bucket in &stats.buckets {
+        ensure!(bucket.in_place <= bucket.bytes && !bucket.parameters.is_empty(), "{bucket:?}");
+        ensure!(bucket.behind_backward <= bucket.ready_to_done, "{bucket:?}");
+    }
+    ensure!(!copies() || in_place(stats) == 0, "gradients were not copied: {stats:?}");
+    Ok(())
+}

@@ -1,0 +1,216 @@
+//! Wrapping, unwrapping, and what stays as it was.
+
+use anyhow::{ensure, Context, Result};
+use flow_comm::ProcessGroup;
+use flow_ddp::{Ddp, DistributedSampler, TensorCollectives};
+use tch::nn::{self, Module, ModuleT, OptimizerConfig, VarStore};
+use tch::{Device, Kind, Tensor};
+
+use crate::helpers::{copies, gradient_is, in_place, mean, plausible, same_everywhere};
+use crate::models::{self, store, Vectors};
+
+/// Parameters that are frozen before wrapping have no part in anything.
+pub fn frozen(group: &ProcessGroup) -> Result<()> {
+    let store = store();
+    let vectors = Vectors::new(&store, &[10, 40_000, 10]);
+    let _ = vectors.0[1].set_requires_grad(false);
+    let model = Ddp::new(vectors, &store, group)?;
+    for _ in 0..3 {
+        model.0.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
+        model.forward(&Tensor::from(group.rank() as f32)).f_backward()?;
+        for trained in [0, 2] {
+            gradient_is(&model.0[trained], mean(group, |rank| rank as f64))?;
+        }
+        ensure!(!model.0[1].grad().defined());
+    }
+    let stats = model.stats();
+    ensure!(stats.buckets.iter().all(|b| !b.parameters.contains(&"w1".to_string())), "{stats:?}");
+    // It is no buffer either: nobody sends it with each forward.
+    let _ = model.0[1].data().fill_(group.rank() as f64);
+    let _ = model.forward(&Tensor::from(1f32));
+    ensure!(model.0[1].data().max().double_value(&[]) == group.rank() as f64, "a frozen parameter was overwritten");
+    Ok(())
+}
+
+#[derive(Debug)]
+struct WithBuffer {
+    weight: Tensor,
+    buffer: Tensor,
+    count: Tensor,
+}
+
+impl ModuleT for WithBuffer {
+    fn forward_t(&self, x: &Tensor, _train: bool) -> Tensor {
+        (x * &self.weight).sum(Kind::Float) + self.buffer.sum(Kind::Float)
+    }
+}
+
+impl WithBuffer {
+    /// Buffers hold `own`, one of them lies in memory column by column.
+    fn new(store: &VarStore, own: i64) -> Self {
+        let mut weight = store.root().ones("weight", &[3]);
+        let _ = tch::no_grad(|| weight.fill_(own));
+        let buffer = store.root().add_tensor("buffer", own, &[2, 3]);
+        let count = store.root().add_tensor("count", own, &[1]);
+        Self { weight, buffer, count }
+    }
+
+    fn buffers(&self) -> (f64, f64) {
+        (self.buffer.max().double_value(&[]), self.count.max().double_value(&[]))
+    }
+}
+
+trait AddTensor {
+    fn add_tensor(&self, name: &str, value: i64, shape: &[i64]) -> Tensor;
+}
+
+impl AddTensor for nn::Path<'_> {
+    fn add_tensor(&self, name: &str, value: i64, shape: &[i64]) -> Tensor {
+        let mut tensor = self.zeros_no_train(name, shape);
+        let _ = tensor.fill_(value);
+        tensor
+    }
+}
+
+/// Buffers are rank 0's from construction on, and anew with each forward in training mode.
+pub fn buffers(group: &ProcessGroup) -> Result<()> {
+    let own = group.rank() as i64 + 5;
+    for broadcast in [true, false] {
+        let store = store();
+        let builder = Ddp::builder(group).broadcast_buffers(broadcast);
+        let model = builder.wrap(WithBuffer::new(&store, own), &store)?;
+        ensure!(model.buffers() == (5.0, 5.0), "{:?}", model.buffers());
+        ensure!(model.weight.detach() == Tensor::from_slice(&[5f32; 3]), "{}", model.weight);
+        let x = Tensor::from(1f32);
+        let set = |value: i64| {
+            let _ = model.buffer.shallow_clone().fill_(value);
+            let _ = model.count.shallow_clone().fill_(value);
+        };
+        set(own);
+        let _ = tch::no_grad(|| model.forward_t(&x, false));
+        ensure!(model.buffers() == (own as f64, own as f64), "a forward in evaluation changed the buffers");
+        model.without_sync(|model| model.forward_t(&x, true)).f_backward()?;
+        ensure!(model.buffers() == (own as f64, own as f64), "a forward under no_sync changed the buffers");
+        model.try_forward_t(&x, true)?.f_backward()?;
+        let expected = if broadcast { 5.0 } else { own as f64 };
+        ensure!(model.buffers() == (expected, expected), "{:?} instead of {expected}", model.buffers());
+    }
+    Ok(())
+}
+
+/// A dropped wrapper leaves hooks and allocator as they were before; a second one works.
+pub fn wrapped_again(group: &ProcessGroup) -> Result<()> {
+    fn sendable<T: Send>(value: T) -> T {
+        value
+    }
+    let store = store();
+    let mut vectors = Vectors::new(&store, &[40_000, 10]);
+    for round in 0..3 {
+        let model = sendable(Ddp::new(vectors, &store, group)?);
+        let input = |rank: usize| (rank + round) as f64;
+        // Training may run on another thread than wrapping.
+        let model = std::thread::scope(|scope| {
+            let train = || {
+                model.0.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
+                model.forward(&Tensor::from(input(group.rank()) as f32)).f_backward()?;
+                anyhow::Ok(model)
+            };
+            scope.spawn(train).join().map_err(|_| anyhow::anyhow!("training panicked"))?
+        })?;
+        model.0.iter().try_for_each(|w| gradient_is(w, mean(group, input)))?;
+        ensure!(copies() || in_place(&model.stats()) > 0, "{:?}", model.stats());
+        let inside = flow_autograd::data_ptr(&Tensor::zeros([100_000], (Kind::Float, Device::Cpu)));
+        let before = group.arena().usage().0;
+        vectors = model.into_inner();
+        vectors.0.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
+        ensure!(group.arena().usage().0 < before, "dropping the wrapper freed nothing");
+        vectors.forward(&Tensor::from(input(group.rank()) as f32)).f_backward()?;
+        vectors.0.iter().try_for_each(|w| gradient_is(w, input(group.rank()))).context("unwrapped")?;
+        let outside = Tensor::zeros([100_000], (Kind::Float, Device::Cpu));
+        let at = |pointer: *mut u8| pointer.addr().wrapping_sub(group.arena().at(0).addr());
+        ensure!(group.arena().contains(at(inside), 1), "a large tensor was not born in shared memory");
+        ensure!(
+            !group.arena().contains(at(flow_autograd::data_ptr(&outside)), 1),
+            "the allocator is still there after the wrapper"
+        );
+    }
+    Ok(())
+}
+
+/// A group of some of the ranks trains by itself, while the others do not.
+pub fn sub_group(group: &ProcessGroup) -> Result<()> {
+    let members = [0, group.world_size() - 1];
+    let sub = group.new_group(&members)?;
+    ensure!(sub.is_some() == members.contains(&group.rank()));
+    if let Some(sub) = sub {
+        let store = store();
+        let model = Ddp::new(Vectors::new(&store, &[40_000, 10]), &store, &sub)?;
+        for _ in 0..3 {
+            model.0.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
+            model.forward(&Tensor::from(group.rank() as f32)).f_backward()?;
+            model.0.iter().try_for_each(|w| gradient_is(w, members[1] as f64 / 2.0))?;
+        }
+        same_everywhere(&sub, &store)?;
+        let uses = if sub.rank() == 0 { vec![(0, 1.0)] } else { vec![(0, 1.0), (1, 1.0)] };
+        let text = crate::helpers::error(model.weighted_sum(&uses).f_backward())?;
+        crate::helpers::says(&text, &["rank 0: w1"])?;
+    }
+    // What befell the sub-group is no matter to the group it came from.
+    group.barrier()?;
+    Ok(())
+}
+
+/// Two hundred steps need no more memory than twenty.
+pub fn memory(group: &ProcessGroup) -> Result<()> {
+    let store = store();
+    let model = Ddp::new(models::mlp(&store.root()), &store, group)?;
+    let mut optimizer = nn::sgd(0.9, 0.0, 0.0, false).build(&store, 0.01)?;
+    let mut train = |steps| {
+        for _ in 0..steps {
+            let x = Tensor::randn([16, 784], (Kind::Float, Device::Cpu));
+            let loss = model.forward_t(&x, true).square().mean(Kind::Float);
+            optimizer.backward_step(&loss);
+        }
+    };
+    train(20);
+    let before = resident()?;
+    train(200);
+    let after = resident()?;
+    ensure!(after < before + (8 << 20), "memory grew from {before} to {after} bytes");
+    Ok(())
+}
+
+/// Bytes of this process' memory that are there.
+fn resident() -> Result<usize> {
+    let pages = std::fs::read_to_string("/proc/self/statm")?;
+    let pages: usize = pages.split(' ').nth(1).context("statm has two fields")?.parse()?;
+    Ok(pages * 4096)
+}
+
+/// All ranks' indices are those of the whole data set.
+pub fn sampler(group: &ProcessGroup) -> Result<()> {
+    let length = 5 * group.world_size();
+    let sampler = DistributedSampler::new(length, group).shuffle(true).seed(3);
+    let own: Vec<i64> = sampler.iter().map(|index| index as i64).collect();
+    let all = group.all_gather_tensor(&Tensor::from_slice(&own))?;
+    let mut all: Vec<i64> = all.flatten(0, 1).try_into()?;
+    all.sort_unstable();
+    ensure!(all == (0..length as i64).collect::<Vec<_>>(), "{all:?}");
+    Ok(())
+}
+
+/// With one rank, nothing is installed.
+pub fn alone(group: &ProcessGroup) -> Result<()> {
+    if let Some(one) = group.new_group(&[0])? {
+        let store = store();
+        let model = Ddp::new(Vectors::new(&store, &[40_000, 10]), &store, &one)?;
+        let hook = flow_autograd::GradHook::install(&model.0[0], |_| Ok(()))?;
+        let _guard = model.no_sync();
+        model.forward(&Tensor::from(3f32)).f_backward()?;
+        model.0.iter().try_for_each(|w| gradient_is(w, 3.0))?;
+        ensure!(model.stats().backwards == 0 && model.stats().buckets.is_empty());
+        plausible(&model.stats(), 0)?;
+        drop(hook);
+    }
+    Ok(())
+}

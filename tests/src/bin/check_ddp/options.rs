@@ -1,0 +1,181 @@
+//! Types, buckets, layouts.
+
+use anyhow::{ensure, Context, Result};
+use flow_comm::ProcessGroup;
+use flow_ddp::Ddp;
+use tch::nn::{self, ModuleT, OptimizerConfig};
+use tch::{Device, Kind, Tensor};
+
+use crate::helpers::{copies, gradient_is, in_place, mean, plausible, same_everywhere};
+use crate::models::{self, store, Vectors};
+
+/// Parameters of several types in one model, and a model all in bf16.
+pub fn kinds(group: &ProcessGroup) -> Result<()> {
+    let kinds = [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half];
+    for view in [false, true] {
+        let named: Vec<(String, Tensor)> = (0..8)
+            .map(|i| {
+                let shape = if i < 4 { [50_000] } else { [7] };
+                let tensor = Tensor::ones(shape, (kinds[i % 4], Device::Cpu)).set_requires_grad(true);
+                (format!("w{i}"), tensor)
+            })
+            .collect();
+        let tensors: Vec<Tensor> = named.iter().map(|(_, t)| t.shallow_clone()).collect();
+        let model = Ddp::builder(group).gradient_as_bucket_view(view).wrap_tensors((), named)?;
+        for step in 0..4 {
+            tensors.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
+            // Powers of two, so that no type rounds their mean over two ranks much.
+            let factor = |rank: usize| (4 * (rank + step)) as f64;
+            let one = |w: &Tensor| (w * factor(group.rank())).sum(Kind::Double);
+            tensors.iter().map(one).reduce(|a, b| a + b).context("not empty")?.f_backward()?;
+            for tensor in &tensors {
+                ensure!(tensor.grad().kind() == tensor.kind());
+                gradient_is(tensor, mean(group, factor)).with_context(|| format!("{:?}", tensor.kind()))?;
+            }
+        }
+        let stats = model.stats();
+        plausible(&stats, 4)?;
+        ensure!(stats.buckets.len() == 4, "a bucket for each type: {stats:?}");
+
+        let mut store = store();
+        let net = models::mlp(&store.root());
+        store.bfloat16();
+        let model = Ddp::builder(group).gradient_as_bucket_view(view).wrap(net, &store)?;
+        let mut optimizer = nn::Sgd::default().build(&store, 0.1)?;
+        for _ in 0..3 {
+            let x = Tensor::randn([4, 784], (Kind::BFloat16, Device::Cpu));
+            optimizer.zero_grad();
+            model.forward_t(&x, true).square().mean(Kind::Float).f_backward()?;
+            optimizer.step();
+        }
+        same_everywhere(group, &store)?;
+        ensure!(copies() || in_place(&model.stats()) > 0, "{:?}", model.stats());
+    }
+    Ok(())
+}
+
+/// Gradients sent with fewer bits are exact to that type's rounding, and the optimizer sees their own type.
+pub fn communication_kinds(group: &ProcessGroup) -> Result<()> {
+    for view in [false, true] {
+        for (kind, epsilon) in
+            [(Kind::BFloat16, 1.0 / 256.0), (Kind::Half, 1.0 / 2048.0), (Kind::Float, 1e-6), (Kind::Double, 1e-6)]
+        {
+            let store = store();
+            let builder = Ddp::builder(group).communication_kind(kind).gradient_as_bucket_view(view);
+            let model = builder.wrap(Vectors::new(&store, &[40_000, 10]), &store)?;
+            for step in 0..3 {
+                if step != 1 {
+                    model.0.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
+                } else {
+                    model.0.iter().for_each(|w| w.shallow_clone().zero_grad());
+                }
+                let input = |rank: usize| 1.0 / (rank + step + 3) as f64;
+                model.forward(&Tensor::from(input(group.rank()) as f32)).f_backward()?;
+                let expected = mean(group, input);
+                for vector in &model.0 {
+                    let gradient = vector.grad();
+                    ensure!(gradient.kind() == Kind::Float);
+                    let error = (gradient - expected).abs().max().double_value(&[]);
+                    // Rounded before and after.
+                    ensure!(error <= 2.0 * epsilon * expected, "{kind:?}: wrong by {error}, of {expected}");
+                    ensure!(error > 0.0 || epsilon <= 1e-6, "{kind:?} cannot be that exact");
+                }
+            }
+            let stats = model.stats();
+            plausible(&stats, 3)?;
+            let bytes: usize = stats.buckets.iter().map(|bucket| bucket.bytes).sum();
+            ensure!(bytes == 40_010 * kind.elt_size_in_bytes(), "{stats:?}");
+        }
+    }
+    Ok(())
+}
+
+/// More buckets than can be under way at once.
+pub fn many_buckets(group: &ProcessGroup) -> Result<()> {
+    for (count, cap) in [(10, 100), (150, 1), (200, 4 * 1000)] {
+        for view in [false, true] {
+            let store = store();
+            let lengths: Vec<i64> = (0..count).map(|i| if i % 50 == 3 { 20_000 } else { i % 7 + 1 }).collect();
+            let builder = Ddp::builder(group).bucket_cap_mb(f64::from(cap) / f64::from(1 << 20));
+            let model = builder.gradient_as_bucket_view(view).wrap(Vectors::new(&store, &lengths), &store)?;
+            for step in 0..5 {
+                model.0.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
+                let factor = |index: usize, rank: usize| ((index + 1) * (rank + step)) as f64;
+                let factors: Vec<_> = (0..lengths.len()).map(|i| (i, factor(i, group.rank()))).collect();
+                model.weighted_sum(&factors).f_backward()?;
+                for (index, vector) in model.0.iter().enumerate() {
+                    gradient_is(vector, mean(group, |rank| factor(index, rank)))
+                        .with_context(|| format!("w{index} of {count} in step {step}"))?;
+                }
+            }
+            let stats = model.stats();
+            plausible(&stats, 5)?;
+            let parameters: usize = stats.buckets.iter().map(|bucket| bucket.parameters.len()).sum();
+            ensure!(parameters == lengths.len());
+            ensure!(cap > 1 || stats.buckets.len() == lengths.len(), "{} buckets", stats.buckets.len());
+        }
+    }
+    Ok(())
+}
+
+/// Buckets follow, from the second backward on, the order in which rank 0's gradients came in the first.
+pub fn ready_order(group: &ProcessGroup) -> Result<()> {
+    let store = store();
+    let builder = Ddp::builder(group).bucket_cap_mb(1e-6);
+    let model = builder.wrap(Vectors::new(&store, &[10, 40_000, 10, 40_000]), &store)?;
+    // Each rank uses them in another order; backward goes the other way.
+    let mut uses = [2, 0, 3, 1];
+    uses.rotate_left(group.rank());
+    let factor = |index: usize, rank: usize| (index + 10 * rank) as f64;
+    for step in 0..3 {
+        model.0.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
+        model.weighted_sum(&uses.map(|index| (index, factor(index, group.rank())))).f_backward()?;
+        for (index, vector) in model.0.iter().enumerate() {
+            gradient_is(vector, mean(group, |rank| factor(index, rank)))?;
+        }
+        let order: Vec<String> = model.stats().buckets.into_iter().flat_map(|bucket| bucket.parameters).collect();
+        let expected = if step == 0 { ["w3", "w2", "w1", "w0"] } else { ["w1", "w3", "w0", "w2"] };
+        ensure!(order == expected, "step {step}: {order:?} instead of {expected:?}");
+    }
+    Ok(())
+}
+
+/// Parameters, and thereby gradients, that do not lie in the order of their indices.
+pub fn layouts(group: &ProcessGroup) -> Result<()> {
+    for view in [false, true] {
+        let float = (Kind::Float, Device::Cpu);
+        tch::manual_seed(group.rank() as i64);
+        // Columns first, as channels_last does for convolutions; once large, once small; and one with gaps.
+        let transposed = |rows, columns| Tensor::randn([rows, columns], float).tr();
+        let gaps = Tensor::randn([100, 4], float).slice(1, 0, 2, 1);
+        let channels_last = Tensor::randn([64, 5, 5, 32], float).permute([0, 3, 1, 2]);
+        let named: Vec<(String, Tensor)> = [transposed(200, 300), transposed(3, 5), gaps, channels_last]
+            .into_iter()
+            .enumerate()
+            .map(|(i, tensor)| (format!("w{i}"), tensor.set_requires_grad(true)))
+            .collect();
+        let tensors: Vec<Tensor> = named.iter().map(|(_, t)| t.shallow_clone()).collect();
+        let model = Ddp::builder(group).gradient_as_bucket_view(view).wrap_tensors((), named)?;
+        for tensor in &tensors {
+            let all = tch::no_grad(|| flow_ddp::TensorCollectives::all_gather_tensor(group, tensor))?;
+            ensure!((0..group.world_size() as i64).all(|r| all.get(r) == all.get(0)), "ranks start with their own");
+        }
+        for step in 0..3 {
+            tensors.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
+            // Each element's gradient is another, so that none may change its place.
+            let factors = |index: usize, rank: usize| {
+                tch::manual_seed((100 * step + 10 * index + rank) as i64);
+                Tensor::randn(tensors[index].size(), float)
+            };
+            let one = |(index, w): (usize, &Tensor)| (w * factors(index, group.rank())).sum(Kind::Float);
+            tensors.iter().enumerate().map(one).reduce(|a, b| a + b).context("not empty")?.f_backward()?;
+            for (index, tensor) in tensors.iter().enumerate() {
+                let sum = (0..group.world_size()).map(|rank| factors(index, rank)).reduce(|a, b| a + b);
+                let expected = sum.context("not empty")? / group.world_size() as i64;
+                ensure!(tensor.grad().allclose(&expected, 1e-5, 1e-6, false), "w{index} in step {step}");
+            }
+        }
+        plausible(&model.stats(), 3)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,57 @@
+//! Trains, until something happens to rank 1 in step 5: `check_ddp_failures EVENT`. `nothing` trains on until it is
+//! killed, `five_steps` ends well.
+
+use std::io::Write;
+use std::time::Duration;
+
+use anyhow::{bail, Result};
+use flow_autograd::GradHook;
+use flow_ddp::{Ddp, ProcessGroup, TensorCollectives};
+use nix::sys::signal::{raise, Signal};
+use tch::nn::{self, ModuleT, OptimizerConfig, VarStore};
+use tch::{Device, Kind, Tensor};
+
+const FLOAT: (Kind, Device) = (Kind::Float, Device::Cpu);
+
+fn main() -> Result<()> {
+    let event = std::env::args().nth(1).unwrap_or_default();
+    tch::set_num_threads(1);
+    let group = ProcessGroup::from_env()?;
+    let store = VarStore::new(group.device());
+    // Between the layers a tensor that is no parameter, whose hook runs when one bucket is ready and another is not.
+    let gate = Tensor::ones([1], FLOAT).set_requires_grad(true);
+    let between = gate.shallow_clone();
+    let net = nn::seq_t()
+        .add(nn::linear(store.root() / "fc1", 784, 512, Default::default()))
+        .add_fn(move |x| x.relu() * &between)
+        .add(nn::linear(store.root() / "fc2", 512, 10, Default::default()));
+    let model = Ddp::builder(&group).bucket_cap_mb(0.01).wrap(net, &store)?;
+    let mut optimizer = nn::Sgd::default().build(&store, 0.01)?;
+
+    let mut _hook = None;
+    for step in 0.. {
+        println!("step {step} pid {}", std::process::id());
+        std::io::stdout().flush()?;
+        if group.rank() == 1 && step == 5 {
+            match event.as_str() {
+                "exit" => std::process::exit(3),
+                "kill" => raise(Signal::SIGKILL)?,
+                "hang" => std::thread::sleep(Duration::from_secs(3600)),
+                "panic" => panic!("the model cannot go on"),
+                "hook_panic" => _hook = Some(GradHook::install(&gate, |_| panic!("the hook cannot go on"))?),
+                "hook_error" => _hook = Some(GradHook::install(&gate, |_| Err("the hook has had enough".into()))?),
+                _ => {}
+            }
+        }
+        if step == 5 && event == "five_steps" {
+            break;
+        }
+        optimizer.zero_grad();
+        let loss = model.forward_t(&Tensor::randn([8, 784], FLOAT), true).square().mean(Kind::Float);
+        if let Err(error) = loss.f_backward() {
+            bail!("step {step}: {error}");
+        }
+        optimizer.step();
+    }
+    Ok(())
+}

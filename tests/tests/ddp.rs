@@ -1,0 +1,35 @@
+//! `Ddp` in real processes: see `check_ddp` for what each check is about.
+
+use flow_tests::{launcher, Process, PATIENCE};
+
+/// How gradients may travel: the default, by copies, and with a thread for communication.
+const MODES: [Option<(&str, &str)>; 3] = [None, Some(("FLOW_DDP_COPY", "1")), Some(("FLOW_DDP_PROGRESS", "thread"))];
+
+fn holds(check: &str, ranks: usize, mode: Option<(&str, &str)>) {
+    let mut command = launcher(ranks, &[], "check_ddp", &[check]);
+    command.env("OMP_NUM_THREADS", "1").env("RUST_BACKTRACE", "0").envs(mode);
+    let output = Process::start(command).finish(PATIENCE).success();
+    assert_eq!(output, format!("{check} holds on {ranks} ranks\n"), "{mode:?}");
+}
+
+/// A test for each check: on two and three ranks, in all modes on one of these.
+macro_rules! checks {
+    ($($name:ident)*) => {$(
+        #[test]
+        fn $name() {
+            for (mode, ranks) in MODES.into_iter().zip([2, 3, 2]) {
+                holds(stringify!($name), ranks, mode);
+            }
+            holds(stringify!($name), 3, None);
+        }
+    )*};
+}
+
+checks! {
+    linear mlp lenet mobilenet shared_gradients
+    no_sync several_forwards cleared_gradients
+    unused_found unused_now_and_then unused_everywhere unused_accumulated
+    unused_reported frozen_later differing_models unfit_models
+    frozen buffers wrapped_again sub_group memory sampler alone
+    kinds communication_kinds many_buckets ready_order layouts
+}

@@ -1,0 +1,134 @@
+//! Training in which something goes wrong.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use flow_tests::{job, launcher, rank, Finished, Process, PATIENCE};
+use nix::sys::signal::{kill, Signal};
+use nix::unistd::Pid;
+
+const WORKER: &str = "check_ddp_failures";
+/// Long enough for a loaded machine, far less than the groups' own timeout of half an hour.
+const SOON: Duration = Duration::from_secs(30);
+/// See `ddp.rs`.
+const MODES: [Option<(&str, &str)>; 3] = [None, Some(("FLOW_DDP_COPY", "1")), Some(("FLOW_DDP_PROGRESS", "thread"))];
+
+fn quiet(mut command: Command, mode: Option<(&str, &str)>) -> Command {
+    command.env("OMP_NUM_THREADS", "1").env("RUST_BACKTRACE", "0").envs(mode);
+    command
+}
+
+fn launched(ranks: usize, event: &str, mode: Option<(&str, &str)>) -> Finished {
+    Process::start(quiet(launcher(ranks, &[], WORKER, &[event]), mode)).finish(SOON)
+}
+
+/// The ranks of a job without a launcher, which would stop the others at once: how each ended.
+fn by_hand(ranks: usize, event: &str, mode: Option<(&str, &str)>) -> Vec<Finished> {
+    let job = job();
+    let start = |r| Process::start(quiet(rank(&job, r, ranks, WORKER, &[event]), mode));
+    let ranks: Vec<Process> = (0..ranks).map(start).collect();
+    ranks.into_iter().map(|rank| rank.finish(SOON)).collect()
+}
+
+fn assert_contains(text: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(text.contains(part), "{part:?} is not in {text}");
+    }
+}
+
+#[test]
+fn the_launcher_reports_a_rank_that_exits() {
+    for mode in MODES {
+        let job = launched(3, "exit", mode);
+        assert_eq!(job.status.code(), Some(3), "{}", job.stderr);
+        assert_contains(&job.stderr, &["rank 1 (local rank 1, pid ", "failed with exit code 3"]);
+    }
+}
+
+#[test]
+fn the_launcher_reports_a_rank_that_is_killed() {
+    let job = launched(2, "kill", None);
+    assert_eq!(job.status.code(), Some(128 + 9), "{}", job.stderr);
+    assert_contains(&job.stderr, &["rank 1 (local rank 1, pid ", "was killed by signal 9 (SIGKILL)"]);
+}
+
+#[test]
+fn the_launcher_reports_a_panic_in_forward() {
+    let job = launched(2, "panic", None);
+    assert_eq!(job.status.code(), Some(101), "{}", job.stderr);
+    assert_contains(&job.stderr, &["rank 1 (local rank 1, pid ", "the model cannot go on"]);
+}
+
+#[test]
+fn a_rank_that_hangs_is_named_when_the_time_is_over() {
+    for mode in MODES {
+        let mut command = quiet(launcher(3, &["--grace", "1"], WORKER, &["hang"]), mode);
+        command.env("FLOW_TIMEOUT", "2");
+        let job = Process::start(command).finish(SOON);
+        assert_eq!(job.status.code(), Some(1), "{}", job.stderr);
+        assert_contains(
+            &job.stderr,
+            &["step 5", "all_reduce", "bucket", "timed out after 2s", "waited for rank 1 (pid "],
+        );
+    }
+}
+
+#[test]
+fn survivors_name_the_rank_that_is_gone() {
+    for (event, mode) in [("kill", MODES[0]), ("kill", MODES[1]), ("kill", MODES[2]), ("exit", MODES[0])] {
+        let ranks = by_hand(3, event, mode);
+        let gone = format!("rank 1 (pid {} on ", ranks[1].pid);
+        for rank in [0, 2] {
+            let Finished { status, stderr, .. } = &ranks[rank];
+            assert_eq!(status.code(), Some(1), "{stderr}");
+            assert_contains(stderr, &["step 5", &format!("rank {rank}: all_reduce #"), "bucket", &gone, "died"]);
+        }
+    }
+}
+
+#[test]
+fn a_backward_that_fails_on_one_rank_fails_on_all() {
+    for mode in MODES {
+        for (event, reason) in [("hook_panic", "panicked: the hook cannot go on"), ("hook_error", "has had enough")] {
+            let ranks = by_hand(3, event, mode);
+            assert_contains(&ranks[1].stderr, &["step 5", reason]);
+            for rank in [0, 2] {
+                let reason = "rank 1 aborted the group: backward failed on this rank";
+                assert_contains(&ranks[rank].stderr, &["step 5", &format!("rank {rank}: all_reduce #"), reason]);
+            }
+            assert!(ranks.iter().all(|rank| rank.status.code() == Some(1)));
+        }
+    }
+}
+
+#[test]
+fn nothing_survives_the_launcher() {
+    let mut job = Process::start(quiet(launcher(3, &[], WORKER, &["nothing"]), None));
+    job.wait_for("step 20 ");
+    kill(Pid::from_raw(job.pid() as i32), Signal::SIGKILL).unwrap();
+    let said = job.finish(SOON).stdout;
+    let mut pids: Vec<&str> = said.lines().filter_map(|line| line.split(' ').nth(3)).collect();
+    pids.sort_unstable();
+    pids.dedup();
+    assert_eq!(pids.len(), 3, "{said}");
+    // Their memory has no name, and goes with the last of them.
+    let deadline = Instant::now() + SOON;
+    while let Some(pid) = pids.iter().find(|pid| runs(pid)) {
+        assert!(Instant::now() < deadline, "process {pid} has survived");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let names = std::fs::read_dir("/dev/shm").into_iter().flatten().flatten();
+    assert_eq!(names.filter(|name| name.file_name().to_string_lossy().contains("flow")).count(), 0);
+}
+
+/// Whether the process is there and no zombie.
+fn runs(pid: &str) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    status.rsplit(')').next().is_some_and(|fields| !fields.trim().is_empty() && !fields.trim().starts_with(['Z', 'X']))
+}
+
+#[test]
+fn sixteen_ranks_on_whatever_cores_there_are() {
+    let job = Process::start(quiet(launcher(16, &[], WORKER, &["five_steps"]), None)).finish(PATIENCE);
+    assert_eq!(job.success().lines().filter(|line| line.starts_with("step 5 ")).count(), 16);
+}
