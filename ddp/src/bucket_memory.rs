@@ -6,7 +6,7 @@ use std::time::Instant;
 use flow_comm::{DType, ProcessGroup, Segments};
 use tch::{Kind, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{job_rank, Error, Result};
 use crate::reducer::Parameter;
 
 /// A bucket and the shared memory it may need.
@@ -33,7 +33,7 @@ impl Bucket {
         parameters: &[Parameter],
         communication: Option<Kind>,
     ) -> Result<Self> {
-        let rank = group.rank();
+        let rank = job_rank(group);
         let fail = |reason: String| Error::Torch { rank, operation: "making a bucket", reason };
         let kind = communication.unwrap_or(parameters[members[0]].kind);
         let dtype: DType = flow_autograd::dtype(kind).ok_or_else(|| fail(format!("{kind:?} cannot be reduced")))?;

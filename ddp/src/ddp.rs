@@ -11,7 +11,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::birthplace::Birthplace;
 use crate::bucket::Caps;
-use crate::error::{Error, Result};
+use crate::error::{job_rank, Error, Result};
 use crate::reducer::{Options, Parameter, Reducer};
 use crate::stats::Stats;
 use crate::tensors::CoalescedBroadcast;
@@ -268,7 +268,7 @@ impl DdpBuilder {
 
     fn wrap_parts<M>(self, model: M, tensors: Vec<(String, Tensor)>, buffers: Vec<Tensor>) -> Result<Ddp<M>> {
         let Self { group, options, broadcast_buffers } = self;
-        let rank = group.rank();
+        let rank = job_rank(&group);
         if group.world_size() > 1 {
             let lines = describe(&tensors, &options, broadcast_buffers);
             if let Some(difference) = difference(&group, &lines)? {

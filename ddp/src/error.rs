@@ -1,6 +1,8 @@
 //! What can go wrong in data-parallel training.
 
-/// Errors of [`Ddp`](crate::Ddp) and of collectives on tensors.
+use flow_comm::ProcessGroup;
+
+/// Errors of [`Ddp`](crate::Ddp) and of collectives on tensors. Ranks are those in the job.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A collective failed.
@@ -47,3 +49,8 @@ pub enum Error {
 
 /// Result of data-parallel training.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// This rank in the job, by which errors call it also in smaller groups.
+pub(crate) fn job_rank(group: &ProcessGroup) -> usize {
+    group.ranks()[group.rank()]
+}

@@ -15,7 +15,7 @@ use tch::{Kind, Tensor};
 
 use crate::bucket::{assign, Caps, Item};
 use crate::bucket_memory::Bucket;
-use crate::error::{Error, Result};
+use crate::error::{job_rank, Error, Result};
 use crate::progress::Progress;
 use crate::stats::{times, BucketStats, Stats};
 
@@ -83,7 +83,7 @@ struct State {
 impl Reducer {
     /// `group` is the reducer's own: nothing else uses it.
     pub fn new(group: ProcessGroup, parameters: Vec<Parameter>, options: Options) -> Result<Arc<Self>> {
-        let model = |reason| Error::Model { rank: group.rank(), reason };
+        let model = |reason| Error::Model { rank: job_rank(&group), reason };
         let progress = Progress::choose(&group, group.world_size()).map_err(model)?;
         let order: Vec<usize> = (0..parameters.len()).rev().collect();
         let count = parameters.len();
@@ -161,13 +161,13 @@ impl Reducer {
                  already being reduced; run the parts under no_sync, or wrap the whole",
                 state.parameters[index].name
             );
-            return Err(Error::Model { rank: self.group.rank(), reason });
+            return Err(Error::Model { rank: job_rank(&self.group), reason });
         }
         state.order.push(index);
         let gradient = tensor.grad();
         if gradient.is_sparse() {
             let reason = format!("{} has a sparse gradient; use dense gradients", state.parameters[index].name);
-            return Err(Error::Model { rank: self.group.rank(), reason });
+            return Err(Error::Model { rank: job_rank(&self.group), reason });
         }
         let (bucket, slot) = state.places[index];
         // Memory that backward will yet read must stay as it is.
@@ -320,7 +320,7 @@ impl Reducer {
         }
         let told = self.group.fail_with_notice("parameters got no gradient", &own);
         let told: Vec<String> = told.iter().map(|(rank, names)| format!("rank {rank}: {names}")).collect();
-        Error::MissingGradients { rank: self.group.rank(), missing: told.join("; ") }
+        Error::MissingGradients { rank: job_rank(&self.group), missing: told.join("; ") }
     }
 
     /// Buckets in the order in which rank 0's gradients came; unused parameters last.
@@ -338,7 +338,7 @@ impl Reducer {
     }
 
     fn torch(&self, operation: &'static str, reason: String) -> Error {
-        Error::Torch { rank: self.group.rank(), operation, reason }
+        Error::Torch { rank: job_rank(&self.group), operation, reason }
     }
 }
 

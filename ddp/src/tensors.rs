@@ -3,7 +3,7 @@
 use flow_comm::{Buffer, DType, ProcessGroup, ReduceOp, SharedBuffer};
 use tch::{Device, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{job_rank, Error, Result};
 
 /// What a process group does with tensors. CPU tensors that are contiguous are worked on where they are, others
 /// through a contiguous copy.
@@ -63,7 +63,7 @@ struct Memory {
 
 impl Memory {
     fn new(group: &ProcessGroup, operation: &'static str, tensor: Tensor) -> Result<Self> {
-        let fail = |reason| Error::Torch { rank: group.rank(), operation, reason };
+        let fail = |reason| Error::Torch { rank: job_rank(group), operation, reason };
         flow_autograd::bytes(&tensor).map_err(|e| fail(e.to_string()))?;
         let kind = tensor.kind();
         let dtype = flow_autograd::dtype(kind).ok_or_else(|| fail(format!("tensors of {kind:?} cannot be sent")))?;
@@ -105,7 +105,7 @@ impl CoalescedBroadcast {
     /// Gives all ranks the root's values. Costs a copy on each side; the transfer itself is one.
     pub fn run(&mut self, group: &ProcessGroup, root: usize) -> Result<()> {
         let fail = |e: flow_autograd::Error| Error::Torch {
-            rank: group.rank(),
+            rank: job_rank(group),
             operation: "broadcasting tensors",
             reason: e.to_string(),
         };

@@ -153,7 +153,7 @@ pub fn sub_group(group: &ProcessGroup) -> Result<()> {
         same_everywhere(&sub, &store)?;
         let uses = if sub.rank() == 0 { vec![(0, 1.0)] } else { vec![(0, 1.0), (1, 1.0)] };
         let text = crate::helpers::error(model.weighted_sum(&uses).f_backward())?;
-        crate::helpers::says(&text, &["rank 0: w1"])?;
+        crate::helpers::says(&text, &[&format!("rank {}: Ddp", group.rank()), "backward: rank 0: w1"])?;
     }
     // What befell the sub-group is no matter to the group it came from.
     group.barrier()?;
