@@ -30,7 +30,9 @@ const MIB: f64 = 1024.0 * 1024.0;
 /// other methods. (It cannot implement `Module` too: tch implements `ModuleT` for all `Module`s, so that Rust would
 /// see two implementations.)
 ///
-/// All ranks run the same number of backwards. With one rank nothing is installed and nothing costs.
+/// All ranks run the same number of backwards. Parameters are those that require gradients when the model is wrapped;
+/// freeze and unfreeze before. Where one backward goes through several wrapped models, all ranks must go through them
+/// in the same order. With one rank nothing is installed and nothing costs.
 pub struct Ddp<M> {
     model: M,
     group: ProcessGroup,
@@ -114,7 +116,7 @@ impl<M: ModuleT> Ddp<M> {
 }
 
 impl<M: Module> Ddp<M> {
-    /// The model's `forward`, as in training.
+    /// The model's `forward`, as in training: all ranks call it. To evaluate on some ranks only, use `forward_t`.
     pub fn forward(&self, input: &Tensor) -> Tensor {
         self.forward_t(input, true)
     }

@@ -47,7 +47,7 @@ pub trait Dataset: Send + Sync + 'static {
 /// loop has one place where loading can fail.
 ///
 /// Dropping the iterator half-way stops and joins the workers; it waits for the batches that they are just making.
-pub struct DataLoader<'a, D: Dataset> {
+pub struct DataLoader<'a, D: Dataset + ?Sized> {
     dataset: &'a Arc<D>,
     sampler: &'a DistributedSampler,
     batch_size: usize,
@@ -56,7 +56,7 @@ pub struct DataLoader<'a, D: Dataset> {
     drop_last: bool,
 }
 
-impl<'a, D: Dataset> DataLoader<'a, D> {
+impl<'a, D: Dataset + ?Sized> DataLoader<'a, D> {
     /// A loader of batches of `batch_size` samples, the last of which may be smaller, with one worker thread.
     pub fn new(dataset: &'a Arc<D>, sampler: &'a DistributedSampler, batch_size: usize) -> Self {
         Self { dataset, sampler, batch_size, workers: 1, prefetch: 2, drop_last: false }
@@ -82,7 +82,7 @@ impl<'a, D: Dataset> DataLoader<'a, D> {
 
     /// Number of batches that an iteration gives; after [`DistributedSampler::resume`], those that are left.
     pub fn len(&self) -> usize {
-        let samples = self.sampler.len() - self.sampler.start();
+        let samples = self.sampler.len().saturating_sub(self.sampler.start());
         match (self.batch_size, self.drop_last) {
             (0, _) => 0,
             (size, true) => samples / size,
@@ -107,7 +107,7 @@ impl<'a, D: Dataset> DataLoader<'a, D> {
     }
 }
 
-impl<D: Dataset> IntoIterator for DataLoader<'_, D> {
+impl<D: Dataset + ?Sized> IntoIterator for DataLoader<'_, D> {
     type Item = Result<D::Batch, LoaderError>;
     type IntoIter = Batches<D>;
 
@@ -137,7 +137,7 @@ impl<D: Dataset> IntoIterator for DataLoader<'_, D> {
 }
 
 /// The batches of one epoch; see [`DataLoader`].
-pub struct Batches<D: Dataset> {
+pub struct Batches<D: Dataset + ?Sized> {
     plan: Arc<Plan<D>>,
     /// Numbers of the batches still to come.
     numbers: Range<usize>,
@@ -152,7 +152,7 @@ struct Worker<B> {
     thread: JoinHandle<()>,
 }
 
-impl<D: Dataset> Batches<D> {
+impl<D: Dataset + ?Sized> Batches<D> {
     fn start(&mut self, workers: usize, prefetch: usize) -> Result<(), LoaderError> {
         for worker in 0..workers {
             // The batch in a worker's hands counts too.
@@ -179,7 +179,7 @@ impl<D: Dataset> Batches<D> {
     }
 }
 
-impl<D: Dataset> Iterator for Batches<D> {
+impl<D: Dataset + ?Sized> Iterator for Batches<D> {
     type Item = Result<D::Batch, LoaderError>;
 
     fn next(&mut self) -> Option<Self::Item> {
@@ -205,14 +205,14 @@ impl<D: Dataset> Iterator for Batches<D> {
     }
 }
 
-impl<D: Dataset> Drop for Batches<D> {
+impl<D: Dataset + ?Sized> Drop for Batches<D> {
     fn drop(&mut self) {
         self.stop();
     }
 }
 
 /// What a worker needs to know to make any batch of the epoch.
-struct Plan<D> {
+struct Plan<D: ?Sized> {
     dataset: Arc<D>,
     order: Arc<Order>,
     /// The positions in the rank's samples that are batched.
@@ -221,7 +221,7 @@ struct Plan<D> {
     rank: usize,
 }
 
-impl<D: Dataset> Plan<D> {
+impl<D: Dataset + ?Sized> Plan<D> {
     /// A worker's life: ends after its last batch, a failed one, or when nobody wants batches any more.
     fn work(&self, numbers: impl Iterator<Item = usize>, sender: &SyncSender<Result<D::Batch, LoaderError>>) {
         for number in numbers {

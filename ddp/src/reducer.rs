@@ -67,6 +67,10 @@ struct State {
     /// Between the first hook and the end of a backward.
     running: bool,
     arrived: Vec<bool>,
+    /// Parameters that got a gradient since the last reduction, under `no_sync` too.
+    used: Vec<bool>,
+    /// Why a hook of this rank failed.
+    cause: Option<String>,
     /// Parameters in the order of their gradients' coming.
     order: Vec<usize>,
     /// The next bucket to launch.
@@ -94,6 +98,8 @@ impl Reducer {
             synchronize: true,
             running: false,
             arrived: vec![false; count],
+            used: vec![false; count],
+            cause: None,
             order: Vec::with_capacity(count),
             next: 0,
             in_place_bytes: Vec::new(),
@@ -112,7 +118,11 @@ impl Reducer {
         let state = self.state();
         let install = |(index, parameter): (usize, &Parameter)| {
             let reducer = Arc::clone(self);
-            GradHook::install(&parameter.tensor, move |tensor| Ok(reducer.on_gradient(index, tensor)?))
+            let hook = move |tensor: &Tensor| {
+                let result = reducer.on_gradient(index, tensor);
+                Ok(result.inspect_err(|error| reducer.state().cause = Some(error.to_string()))?)
+            };
+            GradHook::install(&parameter.tensor, hook)
                 .map_err(|e| self.torch("installing a hook", format!("{}: {e}", parameter.name)))
         };
         state.parameters.iter().enumerate().map(install).collect()
@@ -139,6 +149,7 @@ impl Reducer {
     /// Called by libtorch when `.grad` of a parameter is final.
     fn on_gradient(self: &Arc<Self>, index: usize, tensor: &Tensor) -> Result<()> {
         let mut state = self.state();
+        state.used[index] = true;
         if !state.synchronize {
             return Ok(());
         }
@@ -261,7 +272,7 @@ impl Reducer {
                 state.buckets[bucket].take_zeros(slot);
             }
         }
-        let mut used: Vec<u8> = state.arrived.iter().map(|&a| u8::from(a)).collect();
+        let mut used: Vec<u8> = state.used.iter().map(|&used| u8::from(used)).collect();
         self.tolerate(state, |reducer, state| {
             loop {
                 reducer.launch(state)?;
@@ -281,6 +292,7 @@ impl Reducer {
         for (index, _) in used.iter().enumerate().filter(|(_, used)| **used != 0) {
             self.write_back(state, index)?;
         }
+        state.used.fill(false);
         state.record(&finished, backward_end);
         Ok(missing)
     }
@@ -419,8 +431,10 @@ impl EndOfBackward {
 impl Drop for EndOfBackward {
     fn drop(&mut self) {
         if !self.reached {
-            self.reducer.group.abort("backward failed on this rank before all its gradients were there");
             let mut state = self.reducer.state();
+            let cause = state.cause.take();
+            let unknown = "backward failed on this rank before all its gradients were there";
+            self.reducer.group.abort(cause.as_deref().unwrap_or(unknown));
             state.running = false;
             state.buckets.iter_mut().for_each(Bucket::reset);
         }

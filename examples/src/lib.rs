@@ -1,4 +1,5 @@
-//! What the examples share: reading real data sets.
+//! What the examples share: reading arguments and real data sets.
 
+pub mod arguments;
 pub mod fashion;
 pub mod idx;

@@ -155,6 +155,7 @@ fn wrong_arguments_are_usage_errors() {
         let finished = Process::start(command).finish(PATIENCE);
         assert_eq!(finished.status.code(), Some(2), "{finished:?}");
         let value = argument.split('=').next_back().unwrap();
-        assert!(finished.stderr.lines().next().unwrap().contains(&format!("'{value}'")), "{finished:?}");
+        assert_eq!(finished.stderr.lines().count(), 1, "{finished:?}");
+        assert!(finished.stderr.contains(&format!("'{value}'")), "{finished:?}");
     }
 }

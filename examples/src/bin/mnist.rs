@@ -11,7 +11,9 @@ use std::time::Instant;
 
 use anyhow::{ensure, Context, Result};
 use clap::Parser;
-use flow_ddp::{DataLoader, Dataset, Ddp, DistributedSampler, ProcessGroup, ReduceOp, TensorCollectives};
+use flow_ddp::{
+    DataLoader, Dataset, Ddp, DistributedSampler, ProcessGroup, ReduceOp, TensorCollectives, TryBackwardStep,
+};
 use flow_examples::fashion::{self, Split};
 use indicatif::{ProgressBar, ProgressStyle};
 use tch::nn::init::{FanInOut, Init, NonLinearity, NormalOrUniform};
@@ -63,7 +65,7 @@ fn from_zero_up(text: &str) -> Result<f64, String> {
 
 fn main() -> ExitCode {
     env_logger::init();
-    match run(&Args::parse()) {
+    match run(&flow_examples::arguments::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("mnist: {error:#}");
@@ -95,7 +97,7 @@ fn run(args: &Args) -> Result<()> {
             let (images, labels) = batch?;
             optimizer.set_lr(args.lr * schedule(losses.len(), steps));
             let loss = model.forward_t(&images, true).cross_entropy_for_logits(&labels);
-            optimizer.backward_step(&loss);
+            optimizer.try_backward_step(&loss)?;
 
             let mut loss = [loss.double_value(&[])];
             group.all_reduce(&mut loss, ReduceOp::Avg)?;

@@ -47,7 +47,7 @@ fn parse_size(text: &str) -> Result<usize, String> {
 
 fn main() -> ExitCode {
     env_logger::init();
-    let result = match Command::parse() {
+    let result = match flow_examples::arguments::parse() {
         Command::Allreduce(options) => allreduce::run(&options),
         Command::Limit(sizes) => limit::run(&sizes),
         Command::Step(options) => step::run(&options),
