@@ -103,11 +103,6 @@ impl ProcessGroup {
         self.engine().set_timeout(timeout);
     }
 
-    /// Whether every rank of the machine can have a core of its own.
-    pub fn has_core_per_rank(&self) -> bool {
-        self.engine().world.spin
-    }
-
     /// A group of some of this group's ranks, given by their ranks in this group; they are numbered in ascending
     /// order. Called by all ranks of this group with the same list; `None` on ranks that are not in it.
     pub fn new_group(&self, ranks: &[usize]) -> Result<Option<Self>> {
@@ -205,7 +200,10 @@ impl ProcessGroup {
                 let (input, output, dtype) = self.pair("gather", input, output, (1, self.world_size()))?;
                 (input, Some(output), dtype)
             }
-            None => (raw(input), None, input.dtype()),
+            None => {
+                let (input, dtype) = self.raw("gather", input)?;
+                (input, None, dtype)
+            }
         };
         self.idle(Lane::Collectives, |engine| engine.gather(input, output, dtype, root))
     }
@@ -264,7 +262,8 @@ impl ProcessGroup {
     /// it does. Messages between two ranks keep their order.
     pub fn send<B: Buffer + ?Sized>(&self, data: &B, to: usize) -> Result<()> {
         self.check_peer("send", to)?;
-        self.idle(Lane::To(to), |engine| engine.send(raw(data), data.dtype(), to))
+        let (data, dtype) = self.raw("send", data)?;
+        self.idle(Lane::To(to), |engine| engine.send(data, dtype, to))
     }
 
     /// Receives what rank `from` sends next.
@@ -450,15 +449,26 @@ impl ProcessGroup {
         self.inner.workers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn raw<B: Buffer + ?Sized>(&self, operation: &str, buffer: &B) -> Result<(Raw, DType)> {
+        let bytes = buffer.bytes();
+        // Collectives only read what they are given as input.
+        self.elements(operation, Raw { data: bytes.as_ptr().cast_mut(), bytes: bytes.len() }, buffer.dtype())
+    }
+
     fn raw_mut<B: Buffer + ?Sized>(&self, operation: &str, buffer: &mut B) -> Result<(Raw, DType)> {
         let dtype = buffer.dtype();
         let bytes = buffer.bytes_mut();
-        let raw = Raw { data: bytes.as_mut_ptr(), bytes: bytes.len() };
-        if !raw.bytes.is_multiple_of(dtype.size()) || !(raw.data as usize).is_multiple_of(dtype.size()) {
-            let reason = format!("{} bytes at {:p} are not aligned elements of {dtype}", raw.bytes, raw.data);
-            return Err(self.argument(operation, reason));
+        self.elements(operation, Raw { data: bytes.as_mut_ptr(), bytes: bytes.len() }, dtype)
+    }
+
+    /// Checks that memory consists of aligned elements: nothing at all may lie anywhere.
+    fn elements(&self, operation: &str, raw: Raw, dtype: DType) -> Result<(Raw, DType)> {
+        let aligned = raw.bytes == 0 || (raw.data as usize).is_multiple_of(dtype.size());
+        if aligned && raw.bytes.is_multiple_of(dtype.size()) {
+            return Ok((raw, dtype));
         }
-        Ok((raw, dtype))
+        let reason = format!("{} bytes at {:p} are not aligned elements of {dtype}", raw.bytes, raw.data);
+        Err(self.argument(operation, reason))
     }
 
     /// Input and output whose lengths must be in the ratio `(input, output)`.
@@ -467,7 +477,7 @@ impl ProcessGroup {
         I: Buffer + ?Sized,
         O: Buffer + ?Sized,
     {
-        let (input, from) = (raw(input), input.dtype());
+        let (input, from) = self.raw(operation, input)?;
         let (output, to) = self.raw_mut(operation, output)?;
         if from != to {
             return Err(self.argument(operation, format!("input is {from} but output is {to}: they must be alike")));
@@ -520,12 +530,6 @@ impl fmt::Debug for ProcessGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "ProcessGroup(rank {} of {}, {:?})", self.rank(), self.world_size(), self.ranks())
     }
-}
-
-fn raw<B: Buffer + ?Sized>(buffer: &B) -> Raw {
-    let bytes = buffer.bytes();
-    // Collectives only read what they are given as input.
-    Raw { data: bytes.as_ptr().cast_mut(), bytes: bytes.len() }
 }
 
 /// FNV-1a over the members of a group.
