@@ -4,7 +4,7 @@
 //! no protocol between ranks, and an offset means the same bytes in every process. A memfd has no name and is not
 //! bound by the size of `/dev/shm`: when the last process that maps it ends, however it ends, it is gone.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_void;
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
@@ -19,10 +19,8 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 const PAGE: usize = 4096;
 const CACHE_LINE: usize = 64;
 /// Freed blocks keep their pages up to this many bytes, or as many as are in use: allocations of a training step
-/// then never fault.
+/// then never fault. Beyond that, those that were freed longest ago give theirs back.
 const MIN_CACHE: usize = 256 << 20;
-/// Only blocks this large are worth a system call to give their pages back.
-const MIN_RELEASE: usize = 1 << 20;
 
 /// The shared mapping, and the allocator of this process' region.
 pub struct Arena {
@@ -42,12 +40,49 @@ unsafe impl Sync for Arena {}
 
 #[derive(Default)]
 struct Blocks {
-    /// Free blocks by size: offset, and whether the block's pages are still there.
-    free: BTreeMap<usize, Vec<(usize, bool)>>,
+    /// Free blocks by size.
+    free: BTreeMap<usize, FreeList>,
+    /// How many blocks were ever freed: the time by which they age.
+    frees: u64,
     /// End of the part of the region that was ever handed out.
     used: usize,
     live_bytes: usize,
     warm_free_bytes: usize,
+}
+
+/// Free blocks of one size, by offset.
+#[derive(Default)]
+struct FreeList {
+    /// Those that have their pages, and when they were freed, oldest first.
+    warm: VecDeque<(u64, usize)>,
+    /// Those that gave them back.
+    cold: Vec<usize>,
+}
+
+impl Blocks {
+    fn take_free(&mut self, sizes: std::ops::RangeInclusive<usize>) -> Option<(usize, usize)> {
+        for (&size, list) in self.free.range_mut(sizes) {
+            if let Some((_, offset)) = list.warm.pop_back() {
+                self.warm_free_bytes -= size;
+                return Some((size, offset));
+            }
+            if let Some(offset) = list.cold.pop() {
+                return Some((size, offset));
+            }
+        }
+        None
+    }
+
+    /// Makes the warm block that was freed longest ago a cold one: its size and offset.
+    fn cool_oldest(&mut self) -> Option<(usize, usize)> {
+        let oldest = self.free.range(PAGE..).filter_map(|(&size, list)| Some((list.warm.front()?.0, size))).min();
+        let (_, size) = oldest?;
+        let list = self.free.get_mut(&size)?;
+        let (_, offset) = list.warm.pop_front()?;
+        list.cold.push(offset);
+        self.warm_free_bytes -= size;
+        Some((size, offset))
+    }
 }
 
 impl Arena {
@@ -130,14 +165,8 @@ impl Arena {
         let size = size_class(bytes);
         let mut blocks = self.blocks();
         // A block up to a quarter larger serves as well: close sizes share their memory.
-        let found = blocks.free.range_mut(size..=size + size / 4).find_map(|(&size, list)| Some((size, list.pop()?)));
-        let (size, offset) = match found {
-            Some((size, (offset, warm))) => {
-                if warm {
-                    blocks.warm_free_bytes -= size;
-                }
-                (size, offset)
-            }
+        let (size, offset) = match blocks.take_free(size..=size + size / 4) {
+            Some(found) => found,
             None => {
                 let offset = if size >= PAGE { blocks.used.next_multiple_of(PAGE) } else { blocks.used };
                 let end = offset.checked_add(size).filter(|&end| end <= self.region.end)?;
@@ -175,15 +204,20 @@ impl Arena {
     fn free(&self, offset: usize, size: usize, born: u32) {
         let mut blocks = self.blocks();
         blocks.live_bytes -= size;
-        let reusable = born == self.quarantine.load(Ordering::Acquire);
-        let over = blocks.warm_free_bytes + size > MIN_CACHE.max(blocks.live_bytes);
-        // Under the lock: nobody can be handed the block while its pages go.
-        let cold = (!reusable || over) && size >= MIN_RELEASE && self.discard(offset, size);
-        if reusable {
-            if !cold {
-                blocks.warm_free_bytes += size;
+        if born != self.quarantine.load(Ordering::Acquire) {
+            if size >= PAGE {
+                self.discard(offset, size);
             }
-            blocks.free.entry(size).or_default().push((offset, !cold));
+            return;
+        }
+        blocks.frees += 1;
+        let now = blocks.frees;
+        blocks.free.entry(size).or_default().warm.push_back((now, offset));
+        blocks.warm_free_bytes += size;
+        while blocks.warm_free_bytes > MIN_CACHE.max(blocks.live_bytes) {
+            let Some((size, offset)) = blocks.cool_oldest() else { break };
+            // Under the lock: nobody can be handed the block while its pages go.
+            self.discard(offset, size);
         }
     }
 
@@ -362,7 +396,26 @@ mod tests {
         drop(blocks);
         let (live, warm) = arena.usage();
         assert_eq!(live, 0);
-        // A freed block may exceed the cache only while as much is in use.
-        assert!(warm <= 5 * size_class(bytes), "{warm} bytes kept");
+        assert!(warm <= MIN_CACHE, "{warm} bytes kept");
+    }
+
+    #[test]
+    fn blocks_freed_long_ago_make_room_in_the_cache() {
+        let arena = arena();
+        let write = |block: &Block| {
+            // SAFETY: the block is ours.
+            unsafe { block.as_ptr().write(7) };
+        };
+        let small: Vec<Block> = (0..2 * MIN_CACHE / (512 << 10)).map(|_| arena.allocate(512 << 10).unwrap()).collect();
+        small.iter().for_each(write);
+        drop(small);
+        assert!(arena.usage().1 <= MIN_CACHE);
+        let large = arena.allocate(MIN_CACHE / 4).unwrap();
+        write(&large);
+        drop(large);
+        assert!(arena.usage().1 <= MIN_CACHE);
+        let large = arena.allocate(MIN_CACHE / 4).unwrap();
+        // SAFETY: the block is ours. Had it given its pages back, they would read as zeros.
+        assert_eq!(unsafe { large.as_ptr().read() }, 7);
     }
 }
