@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use flow_kernels::{DType, ReduceOp};
 
-use super::control::{CHUNK, PAYLOAD};
+use super::control::{CHUNK, PAYLOAD, SLOTS};
 use super::engine::{Engine, State};
 use super::operation::{Kind, Location, Operation};
 use crate::error::Result;
@@ -231,7 +231,8 @@ impl Engine {
     /// This rank's staging buffer for a round, as soon as nobody reads what it held before.
     pub fn stage(&self, state: &mut State, round: u64, operation: &Operation) -> Result<*mut u8> {
         let which = (round % 2) as usize;
-        if let Some(last) = state.staged[which].replace(round) {
+        // A round whose slot has been opened again is over, and its counters have moved on.
+        if let Some(last) = state.staged[which].replace(round).filter(|last| round - last < SLOTS) {
             self.wait_done(last, operation)?;
         }
         Ok(self.control.staging(self.rank, which))
