@@ -254,7 +254,9 @@ impl Engine {
         self.poison(NOTICES, &format!("rank {}: {operation}: {own}", self.world.rank));
         let deadline = Instant::now() + self.timeout();
         let silent = || self.ranks_where(|r| !self.control.rank(r).notice.is_set());
-        while !silent().is_empty() && Instant::now() < deadline && self.lost(&silent).is_none() {
+        // If the group had failed for another reason, the others have heard of that and write no notices.
+        let awaited = || self.control.header().poison.read().is_none_or(|(kind, _)| kind == NOTICES);
+        while awaited() && !silent().is_empty() && Instant::now() < deadline && self.lost(&silent).is_none() {
             // A failure path: peers still finish their backward, so there is nothing to be quick about.
             std::thread::sleep(Duration::from_millis(2));
         }
@@ -312,7 +314,8 @@ impl Engine {
 
     /// The first of the missing ranks that can never arrive.
     fn lost(&self, missing: &dyn Fn() -> Vec<usize>) -> Option<usize> {
-        let ended = self.world.ended(&missing().iter().map(|&r| self.ranks[r]).collect::<Vec<_>>());
+        let ranks: Vec<usize> = missing().iter().map(|&r| self.ranks[r]).collect();
+        let ended = self.world.ended(&ranks, Duration::ZERO);
         // Only now is it certain that a rank that has ended, or left, did so without arriving.
         let missing = missing();
         let left = missing.iter().find(|&&r| self.has_left(r));
@@ -326,7 +329,7 @@ impl Engine {
     /// The error for an operation that needs `peer`, a rank of this group that has left or ended.
     fn peer_lost(&self, peer: usize, operation: &dyn std::fmt::Display) -> Error {
         let global = self.ranks[peer];
-        let end = if self.has_left(peer) { "has left the group".into() } else { self.world.cause_of_end(global) };
+        let end = self.world.cause_of_loss(global, self.has_left(peer));
         Error::PeerLost {
             rank: self.world.rank,
             operation: operation.to_string(),

@@ -17,7 +17,7 @@ use crate::store::{Address, Server, Store};
 
 /// How long a waiting rank sleeps before it looks whether its peers live.
 pub const SLICE: Duration = Duration::from_millis(100);
-/// How long the launcher may take to say how a dead rank ended.
+/// How long a rank that left a group may take to end, and the launcher to say how.
 const EXIT_REPORT: Duration = Duration::from_millis(500);
 
 /// At the beginning of rank 0's region.
@@ -204,13 +204,13 @@ impl World {
         graveyard.retain(|(_, control)| control.header().attached.load(Ordering::SeqCst) != 0);
     }
 
-    /// Which of `ranks` have ended.
-    pub fn ended(&self, ranks: &[usize]) -> Vec<usize> {
+    /// Which of `ranks` have ended, or the first that do within `time`.
+    pub fn ended(&self, ranks: &[usize], time: Duration) -> Vec<usize> {
         let watched: Vec<(usize, &OwnedFd)> =
             ranks.iter().filter_map(|&r| Some((r, self.peers[r].pidfd.as_ref()?))).collect();
         let mut fds: Vec<PollFd<'_>> = watched.iter().map(|(_, fd)| PollFd::new(fd, PollFlags::IN)).collect();
-        let zero = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
-        if rustix::event::poll(&mut fds, Some(&zero)).is_err() {
+        let time = rustix::event::Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) };
+        if rustix::event::poll(&mut fds, Some(&time)).is_err() {
             return Vec::new();
         }
         let ended = watched.iter().zip(&fds).filter(|(_, fd)| !fd.revents().is_empty()).map(|((r, _), _)| *r);
@@ -222,12 +222,18 @@ impl World {
         format!("rank {rank} (pid {} on {})", self.peers[rank].pid, self.host)
     }
 
-    /// How a rank that has ended came to its end, as far as the launcher says.
-    pub fn cause_of_end(&self, rank: usize) -> String {
+    /// What became of a rank that has ended, or `left` its group, which it may have done on its way to its end: to
+    /// wait for that tells the cause, and lets its process end before those that only fail because of it.
+    pub fn cause_of_loss(&self, rank: usize, left: bool) -> String {
+        if left && self.ended(&[rank], EXIT_REPORT).is_empty() {
+            return "has left the group".into();
+        }
         let report = self.store.as_ref().filter(|_| self.launched);
-        match report.and_then(|store| store.get(&format!("exit/{rank}"), EXIT_REPORT).ok()) {
-            Some(text) => format!("ended with {}", String::from_utf8_lossy(&text)),
-            None => "died".into(),
+        let report = report.and_then(|store| store.get(&format!("exit/{rank}"), EXIT_REPORT).ok());
+        let end = report.map(|text| format!("ended with {}", String::from_utf8_lossy(&text)));
+        match (left, end) {
+            (false, end) => end.unwrap_or_else(|| "died".into()),
+            (true, end) => format!("has left the group, and {}", end.as_deref().unwrap_or("ended")),
         }
     }
 }
