@@ -161,7 +161,7 @@ fn accuracy(model: &Ddp<SequentialT>, images: &Arc<Images>, workers: usize) -> R
 struct Images(Split);
 
 impl Dataset for Images {
-    /// Normalized images [batch, 1, 28, 28] and their classes [batch].
+    /// Normalized images `[batch, 1, 28, 28]` and their classes `[batch]`.
     type Batch = (Tensor, Tensor);
 
     fn len(&self) -> usize {
