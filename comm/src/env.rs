@@ -1,6 +1,7 @@
 //! Which rank this process is and how it finds the others, from the environment that its launcher made.
 
 use std::fmt;
+use std::hash::Hasher;
 
 use crate::store::Address;
 
@@ -249,14 +250,16 @@ fn rendezvous(
             let job: String = set.chain([format!("world size {world_size}\n")]).collect();
             let user = nix::unistd::geteuid();
             Ok(Rendezvous::RankZero {
-                address: Address::Unix(format!("flow-{user}-{:016x}", fnv1a(job.as_bytes()))),
-                token: format!("{:016x}", fnv1a(format!("token of {job}").as_bytes())),
+                address: Address::Unix(format!("flow-{user}-{:016x}", hash(&job))),
+                token: format!("{:016x}", hash(&format!("token of {job}"))),
             })
         }
     }
 }
 
-/// The 64-bit FNV-1a hash (Fowler, Noll, Vo), which is the same in every process and build.
-fn fnv1a(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+/// A hash that is the same in every process and build.
+fn hash(text: &str) -> u64 {
+    let mut hasher = fnv::FnvHasher::default();
+    hasher.write(text.as_bytes());
+    hasher.finish()
 }

@@ -1,12 +1,16 @@
 //! Whether all ranks wrapped the same model.
 
+use std::hash::Hasher;
+
 use flow_comm::{ProcessGroup, Result};
 
 /// Compares `own`, one line for each thing that must be equal, over all ranks. `Some` is the first difference, in the
 /// same words on every rank.
 pub(crate) fn difference(group: &ProcessGroup, own: &[String]) -> Result<Option<String>> {
     let text = own.join("\n").into_bytes();
-    let digest = [fnv1a(&text) as i64, text.len() as i64];
+    let mut hasher = fnv::FnvHasher::default();
+    hasher.write(&text);
+    let digest = [hasher.finish() as i64, text.len() as i64];
     let mut digests = vec![0i64; 2 * group.world_size()];
     group.all_gather(&digest, &mut digests)?;
     if digests.chunks(2).all(|d| d == &digests[..2]) {
@@ -33,8 +37,4 @@ pub(crate) fn difference(group: &ProcessGroup, own: &[String]) -> Result<Option<
         None => format!("rank {} has nothing in its place", group.ranks()[rank]),
     };
     Ok(Some(format!("{}, {}", told(0, first), told(rank, theirs))))
-}
-
-fn fnv1a(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &b| (hash ^ u64::from(b)).wrapping_mul(0x100_0000_01b3))
 }

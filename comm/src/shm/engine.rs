@@ -12,13 +12,11 @@ use super::arena::Block;
 use super::control::{Control, Counter, SLOTS};
 use super::operation::{Location, Operation};
 use super::reduction::InFlight;
-use super::world::{sleep_on, World, SLICE};
+use super::world::{sleep_on, World, FIRST_WARNING, SLICE};
 use crate::error::{Error, Result};
 
 /// How long to spin before sleeping, where every rank has a core.
 const SPIN: Duration = Duration::from_micros(50);
-/// A wait this long is worth a line in the log; then twice as long, and so on.
-const FIRST_WARNING: Duration = Duration::from_secs(30);
 /// Kind of a poison note whose ranks have more to say: see [`Engine::fail_with_notice`].
 const NOTICES: u32 = 1;
 /// Kind of a poison note about the loss of the group's first rank; of the next, one more; and so on.

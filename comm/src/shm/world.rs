@@ -17,6 +17,8 @@ use crate::store::{Address, Server, Store};
 
 /// How long a waiting rank sleeps before it looks whether its peers live.
 pub const SLICE: Duration = Duration::from_millis(100);
+/// A wait this long is worth a line in the log.
+pub const FIRST_WARNING: Duration = Duration::from_secs(30);
 /// How long a rank that left a group may take to end, and the launcher to say how.
 const EXIT_REPORT: Duration = Duration::from_millis(500);
 
@@ -71,11 +73,12 @@ impl World {
         }
         let deadline = Instant::now() + timeout;
         let left = || deadline.saturating_duration_since(Instant::now());
+        let connect = |address: &Address, token: &str| {
+            patiently(rank, deadline, |time| Store::connect(address, token, time)).map_err(|e| fail(e.to_string()))
+        };
         let (server, store) = match &membership.rendezvous {
             Rendezvous::None => (None, None),
-            Rendezvous::Server { address, token } => {
-                (None, Some(Store::connect(address, token, left()).map_err(|e| fail(e.to_string()))?))
-            }
+            Rendezvous::Server { address, token } => (None, Some(connect(address, token)?)),
             Rendezvous::RankZero { address, token } => {
                 // A server for each join: that of the one before may be there still, or gone already.
                 let address = &match address {
@@ -87,7 +90,7 @@ impl World {
                         "cannot serve the rendezvous at {address}: {e}; if another job of yours runs here, give each its own MASTER_PORT"
                     ))
                 })?;
-                (server, Some(Store::connect(address, token, left()).map_err(|e| fail(e.to_string()))?))
+                (server, Some(connect(address, token)?))
             }
         };
         let key = |name: &str| format!("world/{generation}/{name}");
@@ -122,7 +125,8 @@ impl World {
             (arena, Some(file))
         } else {
             let store = store.as_ref().ok_or_else(|| fail("there is no rendezvous store".into()))?;
-            let place = store.get(&key("arena"), left()).map_err(|e| fail(format!("rank 0 has not joined: {e}")))?;
+            let place = patiently(rank, deadline, |time| store.get(&key("arena"), time))
+                .map_err(|e| fail(format!("rank 0 has not joined: {e}")))?;
             let place = String::from_utf8_lossy(&place).into_owned();
             let fields: Vec<usize> = place.split(' ').filter_map(|f| f.parse().ok()).collect();
             let [pid, fd, region] = fields[..] else {
@@ -142,11 +146,18 @@ impl World {
         pid(&arena, rank).store(own, Ordering::Release);
         header(&arena).attached.raise(size as u32);
         let attached = &header(&arena).attached;
+        let missing = || {
+            let missing = (0..size).filter(|&r| pid(&arena, r).load(Ordering::Acquire) == 0);
+            missing.map(|r| r.to_string()).collect::<Vec<_>>().join(", ")
+        };
+        let mut warning = Instant::now() + FIRST_WARNING;
         while !attached.reached(size as u32) {
             if left().is_zero() {
-                let missing: Vec<String> =
-                    (0..size).filter(|&r| pid(&arena, r).load(Ordering::Acquire) == 0).map(|r| r.to_string()).collect();
-                return Err(fail(format!("ranks {} have not joined within {timeout:?}", missing.join(", "))));
+                return Err(fail(format!("ranks {} have not joined within {timeout:?}", missing())));
+            }
+            if Instant::now() >= warning {
+                log::warn!("rank {rank} still waits for ranks {} to join", missing());
+                warning += FIRST_WARNING;
             }
             sleep_on(attached, size as u32, left().min(SLICE));
         }
@@ -244,6 +255,23 @@ impl Drop for World {
         let graveyard = self.graveyard.get_mut().unwrap_or_else(PoisonError::into_inner);
         graveyard.drain(..).for_each(|(block, _)| block.abandon());
     }
+}
+
+/// A wait that takes the time it is given, with a line in the log if that is long.
+fn patiently<T, E: std::fmt::Display>(
+    rank: usize,
+    deadline: Instant,
+    wait: impl Fn(Duration) -> std::result::Result<T, E>,
+) -> std::result::Result<T, E> {
+    let left = || deadline.saturating_duration_since(Instant::now());
+    let warning = Instant::now() + FIRST_WARNING;
+    wait(left().min(FIRST_WARNING)).or_else(|error| {
+        if left().is_zero() || Instant::now() < warning {
+            return Err(error);
+        }
+        log::warn!("rank {rank} still waits for the others to join: {error}");
+        wait(left())
+    })
 }
 
 /// Sleeps until `counter` may have come to `target`, at most for `time`.

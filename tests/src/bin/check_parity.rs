@@ -1,6 +1,7 @@
 //! Trains the models of `scripts/parity/models.py`, whose header describes them, and compares every bit with what
 //! PyTorch's DistributedDataParallel made of them: `check_parity models.json`, as two ranks.
 
+use std::hash::Hasher;
 use std::num::Wrapping;
 
 use anyhow::{ensure, Context, Result};
@@ -171,6 +172,7 @@ fn values(salt: u32, shape: &[i64], scale: f32) -> Tensor {
 fn checksum(tensor: &Tensor) -> Result<String> {
     let tensor = tensor.contiguous();
     let bytes = flow_autograd::bytes(&tensor)?;
-    let sum = bytes.iter().fold(0xcbf2_9ce4_8422_2325_u64, |h, &b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
-    Ok(format!("{sum:016x}"))
+    let mut hasher = fnv::FnvHasher::default();
+    hasher.write(bytes);
+    Ok(format!("{:016x}", hasher.finish()))
 }

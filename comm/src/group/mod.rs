@@ -1,26 +1,32 @@
 //! Process groups: the ranks that take part in collectives together.
 
-use std::collections::hash_map::Entry;
-use std::collections::HashMap;
-use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+mod arguments;
+mod asynchronous;
+mod buckets;
 
-use flow_kernels::{DType, Element, ReduceOp};
+use std::fmt;
+use std::hash::{Hash, Hasher};
+use std::sync::Arc;
+use std::time::Duration;
+
+use flow_kernels::{Element, ReduceOp};
 
 use crate::buffer::{Buffer, SharedBuffer};
 use crate::env::Membership;
 use crate::error::{Error, Result};
-use crate::shm::arena::Arena;
 use crate::shm::engine::Engine;
 use crate::shm::operation::Kind;
 use crate::shm::world::World;
-use crate::shm::{Raw, Segments};
-use crate::work::{Work, Worker};
+use crate::shm::Control;
+
+use asynchronous::{Lane, Workers};
 
 /// How long ranks wait for each other unless `FLOW_TIMEOUT` (in seconds) or [`ProcessGroup::set_timeout`] says
 /// otherwise: as long as PyTorch's CPU groups do.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(1800);
+
+/// Told by the first rank of a new group that has no memory for it.
+const NO_BLOCK: u64 = u64::MAX;
 
 /// A group of ranks, and this process' place in it.
 ///
@@ -28,7 +34,7 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(1800);
 /// that they do. Results of reductions are the same bits on all ranks: operands are taken in rank order. An error
 /// makes the group unusable on all ranks; sub-groups and the group they came from fail apart.
 ///
-/// Clones are the same group.
+/// Clones are the same group. Dropping the last one waits for asynchronous operations that are still under way.
 #[derive(Clone)]
 pub struct ProcessGroup {
     inner: Arc<Inner>,
@@ -36,18 +42,9 @@ pub struct ProcessGroup {
 
 struct Inner {
     // Before `engine`: their threads must end first.
-    workers: Mutex<HashMap<Lane, Arc<Worker>>>,
+    workers: Workers,
     engine: Arc<Engine>,
     local_rank: usize,
-}
-
-/// What keeps its order: collectives, and the messages to and from each rank. Each lane has a thread of its own for
-/// its asynchronous operations, so that a rank may send while it waits to receive.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-enum Lane {
-    Collectives,
-    To(usize),
-    From(usize),
 }
 
 impl ProcessGroup {
@@ -70,7 +67,7 @@ impl ProcessGroup {
     }
 
     fn of(engine: Engine, local_rank: usize) -> Self {
-        Self { inner: Arc::new(Inner { workers: Mutex::default(), engine: Arc::new(engine), local_rank }) }
+        Self { inner: Arc::new(Inner { workers: Workers::default(), engine: Arc::new(engine), local_rank }) }
     }
 
     /// This process' number in the group.
@@ -114,14 +111,10 @@ impl ProcessGroup {
             return Err(self.argument("new_group", reason));
         }
         let engine = self.engine();
-        let block = if members[0] == self.rank() {
-            let no_memory = || self.system("new_group", "the shared memory region of this rank is full".into());
-            Some(engine.world.new_control_block(members.len()).ok_or_else(no_memory)?)
-        } else {
-            None
-        };
+        let first = members[0];
+        let block = (first == self.rank()).then(|| engine.world.new_control_block(members.len())).flatten();
         let list = fingerprint(&members);
-        let offset = block.as_ref().map_or(0, |b| b.offset() as u64);
+        let offset = block.as_ref().map_or(NO_BLOCK, |b| b.offset() as u64);
         let words = self.idle(Lane::Collectives, |engine| engine.exchange_words(Kind::NewGroup, &[list, offset]))?;
         if let Some(other) = words.iter().position(|w| w[0] != list) {
             let detail = format!(
@@ -130,11 +123,15 @@ impl ProcessGroup {
             );
             return Err(engine.fail(Error::Mismatch { rank: engine.world.rank, detail }));
         }
+        let offset = words[first][1];
+        if offset == NO_BLOCK {
+            let reason = format!("the shared memory region of rank {} is full", engine.ranks[first]);
+            return Err(self.system("new_group", reason));
+        }
         if !members.contains(&self.rank()) {
             return Ok(None);
         }
-        let control =
-            crate::shm::Control::attach(Arc::clone(&engine.world.arena), words[members[0]][1] as usize, members.len());
+        let control = Control::attach(Arc::clone(&engine.world.arena), offset as usize, members.len());
         let global = members.iter().map(|&r| engine.ranks[r]).collect();
         let engine = Engine::new(Arc::clone(&engine.world), control, block, global, self.timeout());
         Ok(Some(Self::of(engine, self.inner.local_rank)))
@@ -150,11 +147,6 @@ impl ProcessGroup {
     pub fn alloc_shared<T: Element>(&self, len: usize) -> Result<SharedBuffer<T>> {
         let full = || self.system("alloc_shared", format!("no room for {len} x {} in this rank's region", T::DTYPE));
         SharedBuffer::new(&self.engine().world.arena, len).ok_or_else(full)
-    }
-
-    /// The memory that all ranks of the machine map.
-    pub fn arena(&self) -> &Arc<Arena> {
-        &self.engine().world.arena
     }
 
     /// Reduces `buffer` element by element over all ranks; all get the result.
@@ -278,243 +270,8 @@ impl ProcessGroup {
         self.idle(Lane::Collectives, Engine::barrier)
     }
 
-    /// Starts [`ProcessGroup::all_reduce`] on `buffer`, which [`Work::wait`] returns.
-    pub fn all_reduce_async<B: Buffer + Send + 'static>(&self, mut buffer: B, op: ReduceOp) -> Result<Work<B>> {
-        self.start(Lane::Collectives, "all_reduce", move |group| group.all_reduce(&mut buffer, op).map(|()| buffer))
-    }
-
-    /// Starts [`ProcessGroup::reduce`].
-    pub fn reduce_async<B: Buffer + Send + 'static>(
-        &self,
-        mut buffer: B,
-        op: ReduceOp,
-        root: usize,
-    ) -> Result<Work<B>> {
-        self.start(Lane::Collectives, "reduce", move |group| group.reduce(&mut buffer, op, root).map(|()| buffer))
-    }
-
-    /// Starts [`ProcessGroup::broadcast`].
-    pub fn broadcast_async<B: Buffer + Send + 'static>(&self, mut buffer: B, root: usize) -> Result<Work<B>> {
-        self.start(Lane::Collectives, "broadcast", move |group| group.broadcast(&mut buffer, root).map(|()| buffer))
-    }
-
-    /// Starts [`ProcessGroup::all_gather`]; both buffers come back.
-    pub fn all_gather_async<I, O>(&self, input: I, mut output: O) -> Result<Work<(I, O)>>
-    where
-        I: Buffer + Send + 'static,
-        O: Buffer + Send + 'static,
-    {
-        self.start(Lane::Collectives, "all_gather", move |group| {
-            group.all_gather(&input, &mut output).map(|()| (input, output))
-        })
-    }
-
-    /// Starts [`ProcessGroup::reduce_scatter`]; both buffers come back.
-    pub fn reduce_scatter_async<I, O>(&self, input: I, mut output: O, op: ReduceOp) -> Result<Work<(I, O)>>
-    where
-        I: Buffer + Send + 'static,
-        O: Buffer + Send + 'static,
-    {
-        self.start(Lane::Collectives, "reduce_scatter", move |group| {
-            group.reduce_scatter(&input, &mut output, op).map(|()| (input, output))
-        })
-    }
-
-    /// Starts [`ProcessGroup::all_to_all`]; both buffers come back.
-    pub fn all_to_all_async<I, O>(&self, input: I, mut output: O) -> Result<Work<(I, O)>>
-    where
-        I: Buffer + Send + 'static,
-        O: Buffer + Send + 'static,
-    {
-        self.start(Lane::Collectives, "all_to_all", move |group| {
-            group.all_to_all(&input, &mut output).map(|()| (input, output))
-        })
-    }
-
-    /// Starts [`ProcessGroup::gather`]; both buffers come back.
-    pub fn gather_async<I, O>(&self, input: I, mut output: Option<O>, root: usize) -> Result<Work<(I, Option<O>)>>
-    where
-        I: Buffer + Send + 'static,
-        O: Buffer + Send + 'static,
-    {
-        self.start(Lane::Collectives, "gather", move |group| {
-            group.gather(&input, output.as_mut(), root).map(|()| (input, output))
-        })
-    }
-
-    /// Starts [`ProcessGroup::scatter`]; both buffers come back.
-    pub fn scatter_async<I, O>(&self, input: Option<I>, mut output: O, root: usize) -> Result<Work<(Option<I>, O)>>
-    where
-        I: Buffer + Send + 'static,
-        O: Buffer + Send + 'static,
-    {
-        self.start(Lane::Collectives, "scatter", move |group| {
-            group.scatter(input.as_ref(), &mut output, root).map(|()| (input, output))
-        })
-    }
-
-    /// Starts [`ProcessGroup::send`]; the data comes back when it has been sent.
-    pub fn send_async<B: Buffer + Send + 'static>(&self, data: B, to: usize) -> Result<Work<B>> {
-        self.start(Lane::To(to), "send", move |group| group.send(&data, to).map(|()| data))
-    }
-
-    /// Starts [`ProcessGroup::recv`].
-    pub fn recv_async<B: Buffer + Send + 'static>(&self, mut buffer: B, from: usize) -> Result<Work<B>> {
-        self.start(Lane::From(from), "recv", move |group| group.recv(&mut buffer, from).map(|()| buffer))
-    }
-
-    /// Starts [`ProcessGroup::barrier`].
-    pub fn barrier_async(&self) -> Result<Work<()>> {
-        self.start(Lane::Collectives, "barrier", |group| group.barrier())
-    }
-
-    /// A bucket of gradients for [`ProcessGroup::post_bucket`]: pieces of these lengths, in elements.
-    pub fn segments(&self, bucket: u32, dtype: DType, lengths: Vec<usize>) -> Result<Segments> {
-        let full = || self.system("segments", "the shared memory region of this rank is full".into());
-        Segments::new(self.arena(), bucket, dtype, lengths).ok_or_else(full)
-    }
-
-    /// Announces a bucket whose pieces are all in place, without waiting; false if too many are under way already.
-    /// All ranks post the same buckets in the same order; [`ProcessGroup::progress`] and
-    /// [`ProcessGroup::finish_buckets`] reduce them in place.
-    pub fn post_bucket(&self, segments: &Arc<Segments>, op: ReduceOp) -> Result<bool> {
-        self.engine().post_bucket(segments, op)
-    }
-
-    /// Does this rank's share of all posted buckets that all ranks have reached, without waiting.
-    pub fn progress(&self) -> Result<()> {
-        self.engine().progress()
-    }
-
-    /// Waits for all posted buckets. Returns, by bucket number, when each was seen to be finished.
-    pub fn finish_buckets(&self) -> Result<Vec<(u32, Instant)>> {
-        self.engine().finish_buckets()
-    }
-
-    /// Fails the group on all ranks because of something one or more of them found out: all ranks call this (those
-    /// with nothing to add with an empty text) and get what all said, by rank in the job.
-    pub fn fail_with_notice(&self, operation: &str, own: &str) -> Vec<(usize, String)> {
-        self.engine().fail_with_notice(operation, own)
-    }
-
-    /// Whether another rank has called [`ProcessGroup::fail_with_notice`].
-    pub fn awaits_notice(&self) -> bool {
-        self.engine().awaits_notice()
-    }
-
-    /// Makes the group unusable on all ranks, whose waits end with `cause`.
-    pub fn abort(&self, cause: &str) {
-        self.engine().abort(cause);
-    }
-
     fn engine(&self) -> &Engine {
         &self.inner.engine
-    }
-
-    /// Runs a blocking operation after the asynchronous ones of its lane that were started before it.
-    fn idle<T>(&self, lane: Lane, operation: impl FnOnce(&Engine) -> Result<T>) -> Result<T> {
-        let worker = self.workers().get(&lane).cloned();
-        if let Some(worker) = worker {
-            worker.drain();
-        }
-        operation(self.engine())
-    }
-
-    fn start<T: Send + 'static>(
-        &self,
-        lane: Lane,
-        operation: &'static str,
-        run: impl FnOnce(&ProcessGroup) -> Result<T> + Send + 'static,
-    ) -> Result<Work<T>> {
-        // On the worker's side the group has no workers: its operations run at once, and it keeps no thread alive.
-        let group = Self {
-            inner: Arc::new(Inner {
-                workers: Mutex::default(),
-                engine: Arc::clone(&self.inner.engine),
-                local_rank: self.inner.local_rank,
-            }),
-        };
-        let worker = match self.workers().entry(lane) {
-            Entry::Occupied(worker) => Arc::clone(worker.get()),
-            Entry::Vacant(none) => {
-                let started = Worker::start(self.rank());
-                let worker = started.map_err(|e| self.system(operation, format!("cannot start a thread: {e}")))?;
-                Arc::clone(none.insert(Arc::new(worker)))
-            }
-        };
-        Ok(worker.submit(self.rank(), operation, move || run(&group)))
-    }
-
-    fn workers(&self) -> MutexGuard<'_, HashMap<Lane, Arc<Worker>>> {
-        self.inner.workers.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn raw<B: Buffer + ?Sized>(&self, operation: &str, buffer: &B) -> Result<(Raw, DType)> {
-        let bytes = buffer.bytes();
-        // Collectives only read what they are given as input.
-        self.elements(operation, Raw { data: bytes.as_ptr().cast_mut(), bytes: bytes.len() }, buffer.dtype())
-    }
-
-    fn raw_mut<B: Buffer + ?Sized>(&self, operation: &str, buffer: &mut B) -> Result<(Raw, DType)> {
-        let dtype = buffer.dtype();
-        let bytes = buffer.bytes_mut();
-        self.elements(operation, Raw { data: bytes.as_mut_ptr(), bytes: bytes.len() }, dtype)
-    }
-
-    /// Checks that memory consists of aligned elements: nothing at all may lie anywhere.
-    fn elements(&self, operation: &str, raw: Raw, dtype: DType) -> Result<(Raw, DType)> {
-        let aligned = raw.bytes == 0 || (raw.data as usize).is_multiple_of(dtype.size());
-        if aligned && raw.bytes.is_multiple_of(dtype.size()) {
-            return Ok((raw, dtype));
-        }
-        let reason = format!("{} bytes at {:p} are not aligned elements of {dtype}", raw.bytes, raw.data);
-        Err(self.argument(operation, reason))
-    }
-
-    /// Input and output whose lengths must be in the ratio `(input, output)`.
-    fn pair<I, O>(&self, operation: &str, input: &I, output: &mut O, ratio: (usize, usize)) -> Result<(Raw, Raw, DType)>
-    where
-        I: Buffer + ?Sized,
-        O: Buffer + ?Sized,
-    {
-        let (input, from) = self.raw(operation, input)?;
-        let (output, to) = self.raw_mut(operation, output)?;
-        if from != to {
-            return Err(self.argument(operation, format!("input is {from} but output is {to}: they must be alike")));
-        }
-        if input.bytes * ratio.1 != output.bytes * ratio.0 {
-            let reason = format!(
-                "input of {} and output of {} elements do not fit: output must be {} elements",
-                input.bytes / from.size(),
-                output.bytes / from.size(),
-                input.bytes / from.size() * ratio.1 / ratio.0,
-            );
-            return Err(self.argument(operation, reason));
-        }
-        Ok((input, output, from))
-    }
-
-    fn check_rank(&self, operation: &str, what: &str, rank: usize) -> Result<()> {
-        if rank < self.world_size() {
-            return Ok(());
-        }
-        Err(self.argument(operation, format!("{what} {rank} is not a rank: it must be 0 to {}", self.world_size() - 1)))
-    }
-
-    fn check_peer(&self, operation: &str, peer: usize) -> Result<()> {
-        self.check_rank(operation, "peer", peer)?;
-        if peer == self.rank() {
-            return Err(self.argument(operation, format!("rank {peer} is this rank itself: a peer is another one")));
-        }
-        Ok(())
-    }
-
-    fn check_root_side(&self, operation: &str, what: &str, given: bool, root: usize) -> Result<()> {
-        if given == (self.rank() == root) {
-            return Ok(());
-        }
-        let reason = format!("the root (rank {root}), and no other rank, gives the {what}");
-        Err(self.argument(operation, reason))
     }
 
     fn argument(&self, operation: &str, reason: String) -> Error {
@@ -532,9 +289,10 @@ impl fmt::Debug for ProcessGroup {
     }
 }
 
-/// FNV-1a over the members of a group.
 fn fingerprint(ranks: &[usize]) -> u64 {
-    ranks.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &rank| (hash ^ rank as u64).wrapping_mul(0x100_0000_01b3))
+    let mut hasher = fnv::FnvHasher::default();
+    ranks.hash(&mut hasher);
+    hasher.finish()
 }
 
 fn timeout_from_env(rank: usize) -> Result<Duration> {

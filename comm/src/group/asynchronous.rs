@@ -1,0 +1,155 @@
+//! Collectives that run beside the caller, each lane on a thread of its own.
+
+use std::collections::hash_map::Entry;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use flow_kernels::ReduceOp;
+
+use super::{Inner, ProcessGroup};
+use crate::buffer::Buffer;
+use crate::error::Result;
+use crate::shm::engine::Engine;
+use crate::work::{Work, Worker};
+
+/// What keeps its order: collectives, and the messages to and from each rank. Each lane has a thread of its own for
+/// its asynchronous operations, so that a rank may send while it waits to receive.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Lane {
+    Collectives,
+    To(usize),
+    From(usize),
+}
+
+/// Started with the first operation of their lanes.
+pub(super) type Workers = Mutex<HashMap<Lane, Arc<Worker>>>;
+
+impl ProcessGroup {
+    /// Starts [`ProcessGroup::all_reduce`] on `buffer`, which [`Work::wait`] returns.
+    pub fn all_reduce_async<B: Buffer + Send + 'static>(&self, mut buffer: B, op: ReduceOp) -> Result<Work<B>> {
+        self.start(Lane::Collectives, "all_reduce", move |group| group.all_reduce(&mut buffer, op).map(|()| buffer))
+    }
+
+    /// Starts [`ProcessGroup::reduce`].
+    pub fn reduce_async<B: Buffer + Send + 'static>(
+        &self,
+        mut buffer: B,
+        op: ReduceOp,
+        root: usize,
+    ) -> Result<Work<B>> {
+        self.start(Lane::Collectives, "reduce", move |group| group.reduce(&mut buffer, op, root).map(|()| buffer))
+    }
+
+    /// Starts [`ProcessGroup::broadcast`].
+    pub fn broadcast_async<B: Buffer + Send + 'static>(&self, mut buffer: B, root: usize) -> Result<Work<B>> {
+        self.start(Lane::Collectives, "broadcast", move |group| group.broadcast(&mut buffer, root).map(|()| buffer))
+    }
+
+    /// Starts [`ProcessGroup::all_gather`]; both buffers come back.
+    pub fn all_gather_async<I, O>(&self, input: I, mut output: O) -> Result<Work<(I, O)>>
+    where
+        I: Buffer + Send + 'static,
+        O: Buffer + Send + 'static,
+    {
+        self.start(Lane::Collectives, "all_gather", move |group| {
+            group.all_gather(&input, &mut output).map(|()| (input, output))
+        })
+    }
+
+    /// Starts [`ProcessGroup::reduce_scatter`]; both buffers come back.
+    pub fn reduce_scatter_async<I, O>(&self, input: I, mut output: O, op: ReduceOp) -> Result<Work<(I, O)>>
+    where
+        I: Buffer + Send + 'static,
+        O: Buffer + Send + 'static,
+    {
+        self.start(Lane::Collectives, "reduce_scatter", move |group| {
+            group.reduce_scatter(&input, &mut output, op).map(|()| (input, output))
+        })
+    }
+
+    /// Starts [`ProcessGroup::all_to_all`]; both buffers come back.
+    pub fn all_to_all_async<I, O>(&self, input: I, mut output: O) -> Result<Work<(I, O)>>
+    where
+        I: Buffer + Send + 'static,
+        O: Buffer + Send + 'static,
+    {
+        self.start(Lane::Collectives, "all_to_all", move |group| {
+            group.all_to_all(&input, &mut output).map(|()| (input, output))
+        })
+    }
+
+    /// Starts [`ProcessGroup::gather`]; both buffers come back.
+    pub fn gather_async<I, O>(&self, input: I, mut output: Option<O>, root: usize) -> Result<Work<(I, Option<O>)>>
+    where
+        I: Buffer + Send + 'static,
+        O: Buffer + Send + 'static,
+    {
+        self.start(Lane::Collectives, "gather", move |group| {
+            group.gather(&input, output.as_mut(), root).map(|()| (input, output))
+        })
+    }
+
+    /// Starts [`ProcessGroup::scatter`]; both buffers come back.
+    pub fn scatter_async<I, O>(&self, input: Option<I>, mut output: O, root: usize) -> Result<Work<(Option<I>, O)>>
+    where
+        I: Buffer + Send + 'static,
+        O: Buffer + Send + 'static,
+    {
+        self.start(Lane::Collectives, "scatter", move |group| {
+            group.scatter(input.as_ref(), &mut output, root).map(|()| (input, output))
+        })
+    }
+
+    /// Starts [`ProcessGroup::send`]; the data comes back when it has been sent.
+    pub fn send_async<B: Buffer + Send + 'static>(&self, data: B, to: usize) -> Result<Work<B>> {
+        self.start(Lane::To(to), "send", move |group| group.send(&data, to).map(|()| data))
+    }
+
+    /// Starts [`ProcessGroup::recv`].
+    pub fn recv_async<B: Buffer + Send + 'static>(&self, mut buffer: B, from: usize) -> Result<Work<B>> {
+        self.start(Lane::From(from), "recv", move |group| group.recv(&mut buffer, from).map(|()| buffer))
+    }
+
+    /// Starts [`ProcessGroup::barrier`].
+    pub fn barrier_async(&self) -> Result<Work<()>> {
+        self.start(Lane::Collectives, "barrier", |group| group.barrier())
+    }
+
+    /// Runs a blocking operation after the asynchronous ones of its lane that were started before it.
+    pub(super) fn idle<T>(&self, lane: Lane, operation: impl FnOnce(&Engine) -> Result<T>) -> Result<T> {
+        let worker = self.workers().get(&lane).cloned();
+        if let Some(worker) = worker {
+            worker.drain();
+        }
+        operation(self.engine())
+    }
+
+    fn start<T: Send + 'static>(
+        &self,
+        lane: Lane,
+        operation: &'static str,
+        run: impl FnOnce(&ProcessGroup) -> Result<T> + Send + 'static,
+    ) -> Result<Work<T>> {
+        // On the worker's side the group has no workers: its operations run at once, and it keeps no thread alive.
+        let group = Self {
+            inner: Arc::new(Inner {
+                workers: Workers::default(),
+                engine: Arc::clone(&self.inner.engine),
+                local_rank: self.inner.local_rank,
+            }),
+        };
+        let worker = match self.workers().entry(lane) {
+            Entry::Occupied(worker) => Arc::clone(worker.get()),
+            Entry::Vacant(none) => {
+                let started = Worker::start(self.rank());
+                let worker = started.map_err(|e| self.system(operation, format!("cannot start a thread: {e}")))?;
+                Arc::clone(none.insert(Arc::new(worker)))
+            }
+        };
+        Ok(worker.submit(self.rank(), operation, move || run(&group)))
+    }
+
+    fn workers(&self) -> MutexGuard<'_, HashMap<Lane, Arc<Worker>>> {
+        self.inner.workers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

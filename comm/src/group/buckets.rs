@@ -1,0 +1,58 @@
+//! What data-parallel training needs of a group beyond collectives: buckets that are reduced piece by piece without
+//! waiting, and failures that several ranks explain together.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use flow_kernels::{DType, ReduceOp};
+
+use super::ProcessGroup;
+use crate::error::Result;
+use crate::shm::arena::Arena;
+use crate::shm::Segments;
+
+impl ProcessGroup {
+    /// The memory that all ranks of the machine map.
+    pub fn arena(&self) -> &Arc<Arena> {
+        &self.engine().world.arena
+    }
+
+    /// A bucket of gradients for [`ProcessGroup::post_bucket`]: pieces of these lengths, in elements.
+    pub fn segments(&self, bucket: u32, dtype: DType, lengths: Vec<usize>) -> Result<Segments> {
+        let full = || self.system("segments", "the shared memory region of this rank is full".into());
+        Segments::new(self.arena(), bucket, dtype, lengths).ok_or_else(full)
+    }
+
+    /// Announces a bucket whose pieces are all in place, without waiting; false if too many are under way already.
+    /// All ranks post the same buckets in the same order; [`ProcessGroup::progress`] and
+    /// [`ProcessGroup::finish_buckets`] reduce them in place.
+    pub fn post_bucket(&self, segments: &Arc<Segments>, op: ReduceOp) -> Result<bool> {
+        self.engine().post_bucket(segments, op)
+    }
+
+    /// Does this rank's share of all posted buckets that all ranks have reached, without waiting.
+    pub fn progress(&self) -> Result<()> {
+        self.engine().progress()
+    }
+
+    /// Waits for all posted buckets. Returns, by bucket number, when each was seen to be finished.
+    pub fn finish_buckets(&self) -> Result<Vec<(u32, Instant)>> {
+        self.engine().finish_buckets()
+    }
+
+    /// Fails the group on all ranks because of something one or more of them found out: all ranks call this (those
+    /// with nothing to add with an empty text) and get what all said, by rank in the job.
+    pub fn fail_with_notice(&self, operation: &str, own: &str) -> Vec<(usize, String)> {
+        self.engine().fail_with_notice(operation, own)
+    }
+
+    /// Whether another rank has called [`ProcessGroup::fail_with_notice`].
+    pub fn awaits_notice(&self) -> bool {
+        self.engine().awaits_notice()
+    }
+
+    /// Makes the group unusable on all ranks, whose waits end with `cause`.
+    pub fn abort(&self, cause: &str) {
+        self.engine().abort(cause);
+    }
+}
