@@ -1,7 +1,8 @@
 //! A training step without and with `Ddp`.
 //!
 //! As in `scripts/peers/step.py`: blocks of local and distributed steps take turns in the same processes. All ranks run
-//! the local model at the same time, so that it has the same share of the memory's bandwidth.
+//! the local model at the same time, so that it has the same share of the memory's bandwidth. Local steps that end in a
+//! barrier are the bound for any synchronous training: ranks wait for the slowest, and pay nothing else.
 
 use std::time::Duration;
 
@@ -10,7 +11,7 @@ use clap::Args;
 use flow_ddp::{Ddp, ProcessGroup};
 use serde_json::json;
 use tch::nn::{ModuleT, Optimizer, OptimizerConfig, Sgd, VarStore};
-use tch::{Device, Kind, TchError, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::models::Model;
 use crate::{median, repetitions, time};
@@ -55,13 +56,23 @@ pub fn run(options: &Options) -> Result<()> {
     let warm_up = repetitions(&mut time(WARM_UP, &mut distributed)?, TIME_PER_BLOCK).min(500);
     let mut count = [options.steps.map_or(warm_up as i64, i64::from)];
     group.broadcast(&mut count, 0)?;
-    let (mut local_times, mut ddp_times) = (Vec::new(), Vec::new());
+    let [mut local_times, mut barrier_times, mut ddp_times] = [const { Vec::new() }; 3];
     for _ in 0..BLOCKS {
-        block(&group, count[0] as usize, &mut local, &mut local_times)?;
-        block(&group, count[0] as usize, &mut distributed, &mut ddp_times)?;
+        let count = count[0] as usize;
+        block(&group, count, &mut local, &mut local_times)?;
+        block(
+            &group,
+            count,
+            || {
+                local()?;
+                Ok(group.barrier()?)
+            },
+            &mut barrier_times,
+        )?;
+        block(&group, count, &mut distributed, &mut ddp_times)?;
     }
     if group.rank() == 0 {
-        print(options, median(&mut local_times), median(&mut ddp_times));
+        print(options, [&mut local_times, &mut barrier_times, &mut ddp_times].map(|times| median(times)));
         if options.stats {
             println!("{:#?}", ddp.stats());
         }
@@ -69,7 +80,7 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-fn step(model: &impl ModuleT, optimizer: &mut Optimizer, x: &Tensor, y: &Tensor) -> Result<(), TchError> {
+fn step(model: &impl ModuleT, optimizer: &mut Optimizer, x: &Tensor, y: &Tensor) -> Result<()> {
     optimizer.zero_grad();
     model.forward_t(x, true).cross_entropy_for_logits(y).f_backward()?;
     optimizer.step();
@@ -80,7 +91,7 @@ fn step(model: &impl ModuleT, optimizer: &mut Optimizer, x: &Tensor, y: &Tensor)
 fn block(
     group: &ProcessGroup,
     count: usize,
-    mut step: impl FnMut() -> Result<(), TchError>,
+    mut step: impl FnMut() -> Result<()>,
     times: &mut Vec<Duration>,
 ) -> Result<()> {
     group.barrier()?;
@@ -89,14 +100,20 @@ fn block(
     Ok(())
 }
 
-fn print(options: &Options, local: Duration, ddp: Duration) {
+fn print(options: &Options, times: [Duration; 3]) {
     let model = options.model.name();
-    let [local, ddp] = [local, ddp].map(|time| time.as_secs_f64() * 1e3);
-    let efficiency = local / ddp;
+    let [local, barrier, ddp] = times.map(|time| time.as_secs_f64() * 1e3);
+    let (efficiency, of_bound) = (local / ddp, barrier / ddp);
     if options.json {
-        let line = json!({"bench": "step", "model": model, "local_ms": local, "ddp_ms": ddp, "efficiency": efficiency});
+        let line = json!({
+            "bench": "step", "model": model, "local_ms": local, "barrier_ms": barrier, "ddp_ms": ddp,
+            "efficiency": efficiency,
+        });
         println!("{line}");
     } else {
-        println!("step, {model}: {local:.3} ms alone, {ddp:.3} ms with Ddp: efficiency {efficiency:.3}");
+        println!(
+            "step, {model}: {local:.3} ms alone, {barrier:.3} ms with a barrier, {ddp:.3} ms with Ddp: efficiency \
+             {efficiency:.3}, {of_bound:.3} of what a barrier leaves"
+        );
     }
 }
