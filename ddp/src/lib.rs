@@ -39,6 +39,11 @@ mod stats;
 mod tensors;
 mod verify;
 
+/// The programs in the README compile.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+struct Readme;
+
 pub use ddp::{Ddp, DdpBuilder, NoSync};
 pub use error::{Error, Result};
 pub use flow_comm::{ProcessGroup, ReduceOp};

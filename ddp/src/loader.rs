@@ -11,9 +11,12 @@ use std::io;
 use std::ops::Range;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{sync_channel, Receiver, SyncSender};
+use std::sync::mpsc::{sync_channel, Receiver, RecvTimeoutError, SyncSender};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use flow_comm::DEFAULT_TIMEOUT;
 
 use crate::sampler::{DistributedSampler, Order};
 
@@ -54,12 +57,13 @@ pub struct DataLoader<'a, D: Dataset + ?Sized> {
     workers: usize,
     prefetch: usize,
     drop_last: bool,
+    timeout: Duration,
 }
 
 impl<'a, D: Dataset + ?Sized> DataLoader<'a, D> {
     /// A loader of batches of `batch_size` samples, the last of which may be smaller, with one worker thread.
     pub fn new(dataset: &'a Arc<D>, sampler: &'a DistributedSampler, batch_size: usize) -> Self {
-        Self { dataset, sampler, batch_size, workers: 1, prefetch: 2, drop_last: false }
+        Self { dataset, sampler, batch_size, workers: 1, prefetch: 2, drop_last: false, timeout: DEFAULT_TIMEOUT }
     }
 
     /// Number of worker threads (default: 1). With 0, the caller's thread makes each batch when it is asked for.
@@ -77,6 +81,13 @@ impl<'a, D: Dataset + ?Sized> DataLoader<'a, D> {
     /// Whether to leave out a last batch of fewer than `batch_size` samples (default: false).
     pub fn drop_last(mut self, drop_last: bool) -> Self {
         self.drop_last = drop_last;
+        self
+    }
+
+    /// How long to wait for a batch from a worker (default: as long as ranks wait for each other). A worker that takes
+    /// longer is left behind: the iteration ends with an error.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
         self
     }
 
@@ -126,6 +137,7 @@ impl<D: Dataset + ?Sized> IntoIterator for DataLoader<'_, D> {
             numbers: 0..count,
             position: indices.position,
             workers: Vec::new(),
+            timeout: self.timeout,
             failure: None,
         };
         if let Err(error) = self.check().and_then(|()| batches.start(self.workers.min(count), self.prefetch)) {
@@ -144,6 +156,7 @@ pub struct Batches<D: Dataset + ?Sized> {
     /// The sampler's position.
     position: Arc<AtomicUsize>,
     workers: Vec<Worker<D::Batch>>,
+    timeout: Duration,
     failure: Option<LoaderError>,
 }
 
@@ -165,6 +178,20 @@ impl<D: Dataset + ?Sized> Batches<D> {
             self.workers.push(Worker { batches, thread });
         }
         Ok(())
+    }
+
+    fn receive(&mut self, number: usize) -> Result<D::Batch, LoaderError> {
+        let worker = number % self.workers.len();
+        self.workers[worker].batches.recv_timeout(self.timeout).unwrap_or_else(|why| {
+            let batch = self.plan.id(number);
+            Err(match why {
+                RecvTimeoutError::Timeout => {
+                    self.workers.clear(); // not joined: the one that hangs may do so for ever
+                    LoaderError::Timeout { batch, timeout: self.timeout }
+                }
+                RecvTimeoutError::Disconnected => LoaderError::Panic { batch, message: "worker lost".into() },
+            })
+        })
     }
 
     /// Ends the iteration.
@@ -190,13 +217,7 @@ impl<D: Dataset + ?Sized> Iterator for Batches<D> {
             self.stop();
             return None;
         };
-        let batch = if self.workers.is_empty() {
-            self.plan.batch(number)
-        } else {
-            let worker = number % self.workers.len();
-            let lost = |_| Err(LoaderError::Panic { batch: self.plan.id(number), message: "worker lost".into() });
-            self.workers[worker].batches.recv().unwrap_or_else(lost)
-        };
+        let batch = if self.workers.is_empty() { self.plan.batch(number) } else { self.receive(number) };
         match &batch {
             Ok(_) => self.position.store(self.plan.positions(number).end, Ordering::Relaxed),
             Err(_) => self.stop(),
@@ -316,6 +337,16 @@ pub enum LoaderError {
         batch: BatchId,
         /// The data set's error.
         error: Box<dyn Error + Send + Sync>,
+    },
+    /// The data set took too long.
+    #[error(
+        "{batch} was not there within {timeout:?}: does the data set hang? DataLoader::timeout() changes the limit"
+    )]
+    Timeout {
+        /// The batch.
+        batch: BatchId,
+        /// The limit.
+        timeout: Duration,
     },
     /// The data set panicked.
     #[error("the data set panicked in {batch}: {message}")]

@@ -17,6 +17,8 @@ struct Numbers {
     slow: bool,
     /// Index whose batch fails, and whether by a panic.
     bad: Option<(usize, bool)>,
+    /// Index whose batch waits for this lock.
+    stuck: (Option<usize>, Mutex<()>),
     /// Batches begun.
     begun: AtomicUsize,
     /// `/proc` folders of the threads that have made batches.
@@ -43,6 +45,9 @@ impl Dataset for Numbers {
         self.threads.lock().unwrap().push(Path::new("/proc").join(task));
         if self.slow {
             thread::sleep(Duration::from_millis((indices[0] as u64 * 7919) % 5));
+        }
+        if self.stuck.0.is_some_and(|stuck| indices.contains(&stuck)) {
+            drop(self.stuck.1.lock());
         }
         match self.bad {
             Some((bad, false)) if indices.contains(&bad) => return Err(format!("sample {bad} is corrupt").into()),
@@ -175,6 +180,23 @@ fn a_panic_reaches_the_caller_as_an_error() {
             nothing_is_left(&dataset);
         }
     }
+}
+
+#[test]
+fn a_data_set_that_hangs_is_an_error() {
+    let dataset = Arc::new(Numbers { stuck: (Some(5), Mutex::default()), ..numbers(12) });
+    let held = dataset.stuck.1.lock().unwrap();
+    let sampler = sampler(12).shuffle(false);
+    let mut batches = DataLoader::new(&dataset, &sampler, 4).timeout(Duration::from_millis(500)).into_iter();
+    assert!(batches.next().unwrap().is_ok());
+    let error = batches.next().unwrap().err().unwrap();
+    assert!(matches!(error, LoaderError::Timeout { .. }), "{error}");
+    assert!(error.to_string().starts_with("batch 1 of rank 0 (samples 4 to 8"), "{error}");
+    assert!(batches.next().is_none());
+    drop(batches); // waits for nobody
+    drop(held);
+    eventually("the worker goes on for ever", || Arc::strong_count(&dataset) == 1);
+    nothing_is_left(&dataset);
 }
 
 #[test]
