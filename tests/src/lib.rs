@@ -40,6 +40,13 @@ impl Finished {
     }
 }
 
+/// All `parts` are in `text`.
+pub fn assert_contains(text: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(text.contains(part), "{part:?} is not in {text:?}");
+    }
+}
+
 /// A running process whose output is collected; killed when dropped.
 pub struct Process {
     child: Child,

@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use flow_tests::{job, launcher, rank, Finished, Process, PATIENCE};
+use flow_tests::{assert_contains, job, launcher, rank, Finished, Process, PATIENCE};
 use nix::sys::signal::{kill, Signal};
 use nix::unistd::Pid;
 
@@ -28,12 +28,6 @@ fn by_hand(ranks: usize, event: &str, mode: Option<(&str, &str)>) -> Vec<Finishe
     let start = |r| Process::start(quiet(rank(&job, r, ranks, WORKER, &[event]), mode));
     let ranks: Vec<Process> = (0..ranks).map(start).collect();
     ranks.into_iter().map(|rank| rank.finish(SOON)).collect()
-}
-
-fn assert_contains(text: &str, parts: &[&str]) {
-    for part in parts {
-        assert!(text.contains(part), "{part:?} is not in {text}");
-    }
 }
 
 #[test]

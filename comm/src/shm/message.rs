@@ -16,7 +16,7 @@ impl Engine {
     pub fn send(&self, data: Raw, dtype: DType, to: usize) -> Result<()> {
         let _one_at_a_time = self.mail[to][0].lock().unwrap_or_else(PoisonError::into_inner);
         let mailbox = self.control.mailbox(self.rank, to);
-        let what = Transfer { verb: "send to", peer: self.ranks[to] };
+        let what = Transfer { verb: "send to", peer: self.ranks[to], count: data.bytes / dtype.size(), dtype };
         self.check_poison(&what)?;
         let mut operation = self.operation(Kind::Send, dtype, ReduceOp::Sum, to, data.bytes / dtype.size());
         let own = self.locate(data.data, data.bytes);
@@ -54,7 +54,7 @@ impl Engine {
     pub fn recv(&self, data: Raw, dtype: DType, from: usize) -> Result<()> {
         let _one_at_a_time = self.mail[from][1].lock().unwrap_or_else(PoisonError::into_inner);
         let mailbox = self.control.mailbox(from, self.rank);
-        let what = Transfer { verb: "recv from", peer: self.ranks[from] };
+        let what = Transfer { verb: "recv from", peer: self.ranks[from], count: data.bytes / dtype.size(), dtype };
         self.check_poison(&what)?;
         let mut part = mailbox.taken.value.load(std::sync::atomic::Ordering::Relaxed);
         let missing = || vec![from];
@@ -104,10 +104,12 @@ impl Engine {
 struct Transfer {
     verb: &'static str,
     peer: usize,
+    count: usize,
+    dtype: DType,
 }
 
 impl std::fmt::Display for Transfer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} rank {}", self.verb, self.peer)
+        write!(f, "{} rank {} ({} x {})", self.verb, self.peer, self.count, self.dtype)
     }
 }
