@@ -242,8 +242,8 @@ fn rendezvous(
         (None, Some(_)) => Err(Error("FLOW_TOKEN is set but FLOW_STORE is not: flow-launch sets both".to_string())),
         (None, None) if world_size == 1 => Ok(Rendezvous::None),
         (None, None) if local_world_size < world_size => Err(Error(format!(
-            "{local_world_size} of {world_size} ranks are on this node and FLOW_STORE is not set: \
-             to run on several nodes, start them with flow-launch"
+            "the job has {world_size} ranks and only {local_world_size} of them on this machine; process groups over \
+             several machines are not available yet: start all ranks on one machine"
         ))),
         (None, None) => {
             let set = JOB_NAMES.iter().filter_map(|name| get(name).map(|value| format!("{name}={value}\n")));

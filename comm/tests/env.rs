@@ -135,7 +135,7 @@ fn without_a_store_rank_zero_serves_one() {
 fn several_nodes_need_a_store() {
     let place = "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2";
     let error = membership(place).unwrap_err();
-    assert!(error.contains("2 of 4 ranks") && error.contains("flow-launch"), "{error}");
+    assert!(error.contains("4 ranks and only 2") && error.contains("several machines"), "{error}");
     let with_store = membership(&format!("{place} FLOW_STORE=unix://s FLOW_TOKEN=secret")).unwrap();
     assert_eq!(format!("{:?}", with_store.rendezvous), "Server(unix://s)", "a token is not for logs");
 }

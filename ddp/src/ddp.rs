@@ -60,10 +60,15 @@ impl<M> Ddp<M> {
         DdpBuilder::new(group).wrap(model, vs)
     }
 
-    /// As [`Ddp::new`] for a model that keeps no `VarStore`: its tensors by name. Those that require gradients are its
-    /// parameters, in the order of their use in forward, the others its buffers.
-    pub fn from_tensors(model: M, tensors: Vec<(String, Tensor)>, group: &ProcessGroup) -> Result<Self> {
-        DdpBuilder::new(group).wrap_tensors(model, tensors)
+    /// As [`Ddp::new`] for a model that keeps no `VarStore`: its parameters by name, in the order of their use in
+    /// forward, and its buffers (running statistics). Parameters that do not require gradients are frozen.
+    pub fn from_tensors(
+        model: M,
+        parameters: Vec<(String, Tensor)>,
+        buffers: Vec<(String, Tensor)>,
+        group: &ProcessGroup,
+    ) -> Result<Self> {
+        DdpBuilder::new(group).wrap_tensors(model, parameters, buffers)
     }
 
     /// The group that gradients are averaged over.
@@ -258,26 +263,28 @@ impl DdpBuilder {
         };
         named.sort_by_cached_key(|(name, tensor)| (place(tensor), name.clone()));
         // A parameter stays one when it is frozen; only what was made as not trainable is a buffer.
-        let buffers = named.iter().filter(|(_, t)| place(t) == usize::MAX).map(|(_, t)| t.shallow_clone()).collect();
-        self.wrap_parts(model, named, buffers)
+        let (parameters, buffers) = named.into_iter().partition(|(_, tensor)| place(tensor) != usize::MAX);
+        self.wrap_tensors(model, parameters, buffers)
     }
 
     /// Wraps a model by its named tensors: see [`Ddp::from_tensors`].
-    pub fn wrap_tensors<M>(self, model: M, tensors: Vec<(String, Tensor)>) -> Result<Ddp<M>> {
-        let buffers = tensors.iter().filter(|(_, t)| !t.requires_grad()).map(|(_, t)| t.shallow_clone()).collect();
-        self.wrap_parts(model, tensors, buffers)
-    }
-
-    fn wrap_parts<M>(self, model: M, tensors: Vec<(String, Tensor)>, buffers: Vec<Tensor>) -> Result<Ddp<M>> {
+    pub fn wrap_tensors<M>(
+        self,
+        model: M,
+        parameters: Vec<(String, Tensor)>,
+        buffers: Vec<(String, Tensor)>,
+    ) -> Result<Ddp<M>> {
         let Self { group, options, broadcast_buffers } = self;
         let rank = job_rank(&group);
         if group.world_size() > 1 {
-            let lines = describe(&tensors, &options, broadcast_buffers);
+            let mut lines = vec![format!("options {options:?}, broadcast_buffers: {broadcast_buffers}")];
+            lines.extend(parameters.iter().map(|named| describe("parameter", named)));
+            lines.extend(buffers.iter().map(|named| describe("buffer", named)));
             if let Some(difference) = difference(&group, &lines)? {
                 return Err(Error::Mismatch { rank, difference });
             }
         }
-        check(&tensors, &options).map_err(|reason| Error::Model { rank, reason })?;
+        check(&parameters, &buffers, &options).map_err(|reason| Error::Model { rank, reason })?;
         if group.world_size() == 1 {
             let buffers = Mutex::new(CoalescedBroadcast::new(&group, Vec::new())?);
             return Ok(Ddp {
@@ -290,14 +297,15 @@ impl DdpBuilder {
                 broadcast_buffers,
             });
         }
-        let all = tensors.iter().map(|(_, t)| t.shallow_clone()).collect();
+        let all = parameters.iter().chain(&buffers).map(|(_, t)| t.shallow_clone()).collect();
         CoalescedBroadcast::new(&group, all)?.run(&group, 0)?;
+        let buffers = buffers.into_iter().map(|(_, tensor)| tensor).collect();
         let buffers = Mutex::new(CoalescedBroadcast::new(&group, buffers)?);
-        let trained = tensors.into_iter().filter(|(_, t)| t.requires_grad());
-        let parameters = trained.map(|(name, tensor)| Parameter::new(name, tensor)).collect();
+        let parameters = parameters.into_iter().map(|(name, tensor)| Parameter::new(name, tensor));
+        let (trained, frozen) = parameters.partition(|parameter| parameter.tensor.requires_grad());
         // Before the first backward: gradients are to be born in shared memory from then on.
         let birthplace = Birthplace::install(group.arena());
-        let reducer = Reducer::new(group.duplicate()?, parameters, options)?;
+        let reducer = Reducer::new(group.duplicate()?, trained, frozen, options)?;
         let hooks = reducer.install_hooks()?;
         Ok(Ddp {
             model,
@@ -311,25 +319,21 @@ impl DdpBuilder {
     }
 }
 
-/// What must be equal on all ranks, a line each.
-fn describe(tensors: &[(String, Tensor)], options: &Options, broadcast_buffers: bool) -> Vec<String> {
-    let options = format!("options {options:?}, broadcast_buffers: {broadcast_buffers}");
-    let tensor = |(name, tensor): &(String, Tensor)| {
-        let name = name.replace('\n', " ");
-        format!("{name} {:?} {:?} requires_grad={}", tensor.size(), tensor.kind(), tensor.requires_grad())
-    };
-    std::iter::once(options).chain(tensors.iter().map(tensor)).collect()
+/// What must be equal on all ranks of a tensor, in a line.
+fn describe(what: &str, (name, tensor): &(String, Tensor)) -> String {
+    let name = name.replace('\n', " ");
+    format!("{what} {name} {:?} {:?} requires_grad={}", tensor.size(), tensor.kind(), tensor.requires_grad())
 }
 
 /// What can be said of a model without other ranks.
-fn check(tensors: &[(String, Tensor)], options: &Options) -> Result<(), String> {
-    if !tensors.iter().any(|(_, t)| t.requires_grad()) {
+fn check(parameters: &[(String, Tensor)], buffers: &[(String, Tensor)], options: &Options) -> Result<(), String> {
+    if !parameters.iter().any(|(_, t)| t.requires_grad()) {
         return Err("the model has no parameter that requires a gradient: there is nothing to wrap".into());
     }
     if options.caps.first == 0 || options.caps.rest == 0 {
         return Err("bucket caps must be positive".into());
     }
-    for (name, tensor) in tensors {
+    for (name, tensor) in parameters.iter().chain(buffers) {
         if tensor.device() != Device::Cpu {
             return Err(format!("{name} is on {:?}: only CPU models can be wrapped so far", tensor.device()));
         }

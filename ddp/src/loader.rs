@@ -5,13 +5,14 @@
 //! receiving ends stops the workers.
 
 use std::any::Any;
+use std::convert::Infallible;
 use std::error::Error;
 use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{sync_channel, Receiver, RecvTimeoutError, SyncSender};
+use std::sync::mpsc::{channel, sync_channel, Receiver, RecvTimeoutError, Sender, SyncSender};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -49,7 +50,8 @@ pub trait Dataset: Send + Sync + 'static {
 /// for a data set of another length) are reported in the same place, as the first and only item, so that a training
 /// loop has one place where loading can fail.
 ///
-/// Dropping the iterator half-way stops and joins the workers; it waits for the batches that they are just making.
+/// Dropping the iterator half-way stops and joins the workers; it waits for the batches that they are just making, for
+/// at most the timeout.
 pub struct DataLoader<'a, D: Dataset + ?Sized> {
     dataset: &'a Arc<D>,
     sampler: &'a DistributedSampler,
@@ -137,6 +139,7 @@ impl<D: Dataset + ?Sized> IntoIterator for DataLoader<'_, D> {
             numbers: 0..count,
             position: indices.position,
             workers: Vec::new(),
+            ended: None,
             timeout: self.timeout,
             failure: None,
         };
@@ -156,6 +159,8 @@ pub struct Batches<D: Dataset + ?Sized> {
     /// The sampler's position.
     position: Arc<AtomicUsize>,
     workers: Vec<Worker<D::Batch>>,
+    /// Disconnected when the last worker has ended.
+    ended: Option<Receiver<Infallible>>,
     timeout: Duration,
     failure: Option<LoaderError>,
 }
@@ -167,13 +172,18 @@ struct Worker<B> {
 
 impl<D: Dataset + ?Sized> Batches<D> {
     fn start(&mut self, workers: usize, prefetch: usize) -> Result<(), LoaderError> {
+        let (alive, ended) = channel::<Infallible>();
+        self.ended = Some(ended);
         for worker in 0..workers {
             // The batch in a worker's hands counts too.
             let (sender, batches) = sync_channel(prefetch - 1);
             let (plan, numbers) = (Arc::clone(&self.plan), self.numbers.clone().skip(worker).step_by(workers));
             let thread = thread::Builder::new()
                 .name(format!("flow-loader-{worker}"))
-                .spawn(move || plan.work(numbers, &sender))
+                .spawn({
+                    let alive = alive.clone();
+                    move || plan.work(numbers, &sender, alive)
+                })
                 .map_err(|error| LoaderError::Spawn { rank: self.plan.rank, worker, error })?;
             self.workers.push(Worker { batches, thread });
         }
@@ -186,7 +196,7 @@ impl<D: Dataset + ?Sized> Batches<D> {
             let batch = self.plan.id(number);
             Err(match why {
                 RecvTimeoutError::Timeout => {
-                    self.workers.clear(); // not joined: the one that hangs may do so for ever
+                    self.workers.clear(); // not joined: the one that hangs has had its time
                     LoaderError::Timeout { batch, timeout: self.timeout }
                 }
                 RecvTimeoutError::Disconnected => LoaderError::Panic { batch, message: "worker lost".into() },
@@ -199,6 +209,11 @@ impl<D: Dataset + ?Sized> Batches<D> {
         self.numbers = 0..0;
         // All receivers go before the first join: a worker that waits to send ends when its receiver is gone.
         let threads: Vec<_> = self.workers.drain(..).map(|worker| worker.thread).collect();
+        let Some(ended) = self.ended.take().filter(|_| !threads.is_empty()) else { return };
+        if let Err(RecvTimeoutError::Timeout) = ended.recv_timeout(self.timeout) {
+            log::warn!("rank {}: the data set hangs; its loader's threads are left behind", self.plan.rank);
+            return;
+        }
         for thread in threads {
             // A worker hands every panic of the data set over as an error.
             let _ = thread.join();
@@ -244,7 +259,12 @@ struct Plan<D: ?Sized> {
 
 impl<D: Dataset + ?Sized> Plan<D> {
     /// A worker's life: ends after its last batch, a failed one, or when nobody wants batches any more.
-    fn work(&self, numbers: impl Iterator<Item = usize>, sender: &SyncSender<Result<D::Batch, LoaderError>>) {
+    fn work(
+        &self,
+        numbers: impl Iterator<Item = usize>,
+        sender: &SyncSender<Result<D::Batch, LoaderError>>,
+        _alive: Sender<Infallible>,
+    ) {
         for number in numbers {
             let batch = self.batch(number);
             let failed = batch.is_err();

@@ -60,6 +60,8 @@ pub(crate) struct Reducer {
 
 struct State {
     parameters: Vec<Parameter>,
+    /// Those that were not trained when the model was wrapped: they have no hooks.
+    frozen: Vec<Parameter>,
     buckets: Vec<Bucket>,
     /// Bucket and slot of each parameter.
     places: Vec<(usize, usize)>,
@@ -86,13 +88,19 @@ struct State {
 
 impl Reducer {
     /// `group` is the reducer's own: nothing else uses it.
-    pub fn new(group: ProcessGroup, parameters: Vec<Parameter>, options: Options) -> Result<Arc<Self>> {
+    pub fn new(
+        group: ProcessGroup,
+        parameters: Vec<Parameter>,
+        frozen: Vec<Parameter>,
+        options: Options,
+    ) -> Result<Arc<Self>> {
         let model = |reason| Error::Model { rank: job_rank(&group), reason };
         let progress = Progress::choose(&group, group.world_size()).map_err(model)?;
         let order: Vec<usize> = (0..parameters.len()).rev().collect();
         let count = parameters.len();
         let mut state = State {
             parameters,
+            frozen,
             buckets: Vec::new(),
             places: vec![(0, 0); count],
             synchronize: true,
@@ -156,6 +164,11 @@ impl Reducer {
         if !state.running {
             if state.failed {
                 self.group.barrier()?; // says why, at once
+            }
+            if let Some(parameter) = state.frozen.iter().find(|p| p.tensor.requires_grad()) {
+                let name = &parameter.name;
+                let reason = format!("{name} was frozen when the model was wrapped and is not now: wrap it again");
+                return Err(Error::Model { rank: job_rank(&self.group), reason });
             }
             state.begin();
             // Unlocked: if the callback is refused it is dropped, and locks the state for that.

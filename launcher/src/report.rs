@@ -89,7 +89,8 @@ fn fates(outcomes: &[&Outcome]) -> String {
     for outcome in outcomes {
         let fate = match (outcome.end, outcome.stopped) {
             (None, _) => "could not be killed".into(),
-            (Some(_), Stopped::Asked) => "stopped by flow-launch".into(),
+            (Some(End::Exit(0 | 143) | End::Signal(15)), Stopped::Asked) => "stopped by flow-launch".into(),
+            (Some(end), Stopped::Asked) => format!("ended by flow-launch or at the same time ({end})"),
             (Some(_), Stopped::Killed) => "killed by flow-launch after the grace period".into(),
             (Some(End::Exit(0)), Stopped::No) => "had finished".into(),
             (Some(end), Stopped::No) => format!("failed too ({end})"),
@@ -158,8 +159,9 @@ mod tests {
         assert_eq!(lines[1..3], ["the last line of its stderr:", "  | boom"]);
         assert_eq!(
             lines[3],
-            "the others: ranks 0, 4 stopped by flow-launch; rank 2 had finished; \
-             rank 3 killed by flow-launch after the grace period"
+            "the others: rank 0 stopped by flow-launch; rank 2 had finished; \
+             rank 3 killed by flow-launch after the grace period; \
+             rank 4 ended by flow-launch or at the same time (exit code 1)"
         );
         assert_eq!(unwilling(&outcomes, 15).unwrap(), "rank 3 did not stop on SIGTERM and had to be killed");
         assert_eq!(unwilling(&outcomes[..3], 15), None);

@@ -268,7 +268,12 @@ fn told(variables: &[(&str, &str)]) -> String {
 
 #[test]
 fn contradictions_in_the_environment_are_told() {
-    let cases: [(&[(&str, &str)], &str); 5] = [
+    let cases: [(&[(&str, &str)], &str); 6] = [
+        (
+            &[("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")],
+            "Environment: the job has 4 ranks and only 2 of them on this machine; process groups over several machines \
+             are not available yet: start all ranks on one machine",
+        ),
         (&[("RANK", "2"), ("WORLD_SIZE", "2")], "Environment: RANK=2 but WORLD_SIZE=2: RANK must be 0 to 1"),
         (&[("RANK", "0")], "Environment: RANK=0 but WORLD_SIZE is not set: set both, or neither to run alone"),
         (&[("WORLD_SIZE", "2")], "Environment: WORLD_SIZE=2 but RANK is not set: set both, or neither to run alone"),
@@ -282,6 +287,7 @@ fn contradictions_in_the_environment_are_told() {
         assert_eq!(told(variables), expected);
     }
     assert_eq!(told(&[]), "no error");
+    assert_eq!(told(&[("FLOW_TIMEOUT", "1e19")]), "no error");
 }
 
 #[test]

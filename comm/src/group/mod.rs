@@ -24,6 +24,8 @@ use asynchronous::{Lane, Workers};
 /// How long ranks wait for each other unless `FLOW_TIMEOUT` (in seconds) or [`ProcessGroup::set_timeout`] says
 /// otherwise: as long as PyTorch's CPU groups do.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(1800);
+/// Longer timeouts mean this: a year.
+const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// Told by the first rank of a new group that has no memory for it.
 const NO_BLOCK: u64 = u64::MAX;
@@ -61,6 +63,7 @@ impl ProcessGroup {
 
     /// As [`ProcessGroup::from_env`], with the place in the job and the timeout given.
     pub fn join(membership: &Membership, timeout: Duration) -> Result<Self> {
+        let timeout = timeout.min(MAX_TIMEOUT);
         let world = Arc::new(World::join(membership, timeout)?);
         let (control, ranks) = (world.root_control(), (0..world.size).collect());
         Ok(Self::of(Engine::new(world, control, None, ranks, timeout), membership.local_rank))
@@ -97,7 +100,7 @@ impl ProcessGroup {
 
     /// Changes how long this rank waits; groups made from this one start with the new value.
     pub fn set_timeout(&self, timeout: Duration) {
-        self.engine().set_timeout(timeout);
+        self.engine().set_timeout(timeout.min(MAX_TIMEOUT));
     }
 
     /// A group of some of this group's ranks, given by their ranks in this group; they are numbered in ascending

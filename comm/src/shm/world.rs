@@ -34,7 +34,7 @@ struct Header {
 
 struct Peer {
     pid: u32,
-    /// Readable once the process has ended. None for this rank itself, and where the kernel has no pidfds.
+    /// Readable once the process has ended. None for this rank itself, and for one that is gone.
     pidfd: Option<OwnedFd>,
     /// The process had ended before it could be watched.
     gone: bool,
@@ -164,16 +164,19 @@ impl World {
         // All have it mapped: from here on it lives only as long as they do.
         drop(file);
 
-        let peers = (0..size)
-            .map(|r| {
-                let pid = pid(&arena, r).load(Ordering::Acquire);
-                let opened = Pid::from_raw(pid as i32)
-                    .filter(|_| r != rank)
-                    .map(|pid| rustix::process::pidfd_open(pid, PidfdFlags::empty()));
-                let gone = matches!(opened, Some(Err(rustix::io::Errno::SRCH)));
-                Peer { pid, pidfd: opened.and_then(|o| o.ok()), gone }
-            })
-            .collect();
+        let watch = |r: usize| {
+            let pid = pid(&arena, r).load(Ordering::Acquire);
+            let others = Pid::from_raw(pid as i32).filter(|_| r != rank);
+            match others.map(|pid| rustix::process::pidfd_open(pid, PidfdFlags::empty())).transpose() {
+                Ok(pidfd) => Ok(Peer { pid, pidfd, gone: false }),
+                Err(rustix::io::Errno::SRCH) => Ok(Peer { pid, pidfd: None, gone: true }),
+                Err(error) => Err(fail(format!(
+                    "cannot watch rank {r} (pid {pid}): {error}; that takes Linux 5.3, and a file descriptor for each \
+                     rank (ulimit -n)"
+                ))),
+            }
+        };
+        let peers = (0..size).map(watch).collect::<Result<_>>()?;
         let root = header(&arena).root.load(Ordering::Acquire) as usize;
         Ok(Self {
             rank,

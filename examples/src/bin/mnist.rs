@@ -77,6 +77,10 @@ fn main() -> ExitCode {
 fn run(args: &Args) -> Result<()> {
     let group = ProcessGroup::from_env()?;
     let first = group.rank() == 0;
+    if let Some(file) = args.losses.as_ref().filter(|_| first) {
+        // Now, rather than when all the work is done.
+        fs::File::create(file).with_context(|| format!("cannot write {}", file.display()))?;
+    }
     let (train, test) = load(&args.data.clone().unwrap_or_else(fashion::default_folder))?;
 
     tch::manual_seed(args.seed.into());

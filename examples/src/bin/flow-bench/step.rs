@@ -1,14 +1,15 @@
 //! A training step without and with `Ddp`.
 //!
 //! As in `scripts/peers/step.py`: blocks of local and distributed steps take turns in the same processes. All ranks run
-//! the local model at the same time, so that it has the same share of the memory's bandwidth. Local steps that end in a
-//! barrier are the bound for any synchronous training: ranks wait for the slowest, and pay nothing else.
+//! the local model at the same time, so that it has the same share of the memory's bandwidth; the wrapper is made anew
+//! for each block, so that local steps are plain libtorch, with its own allocator. Local steps that end in a barrier are
+//! the bound for any synchronous training: ranks wait for the slowest, and pay nothing else.
 
 use std::time::Duration;
 
 use anyhow::Result;
 use clap::Args;
-use flow_ddp::{Ddp, ProcessGroup};
+use flow_ddp::{Ddp, ProcessGroup, Stats};
 use serde_json::json;
 use tch::nn::{ModuleT, Optimizer, OptimizerConfig, Sgd, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -49,11 +50,11 @@ pub fn run(options: &Options) -> Result<()> {
     let mut local = || step(&model, &mut optimizer, &x, &y);
 
     let ddp_store = VarStore::new(Device::Cpu);
-    let ddp = Ddp::new(options.model.build(&ddp_store.root()), &ddp_store, &group)?;
+    let mut wrapped = options.model.build(&ddp_store.root());
     let mut ddp_optimizer = Sgd::default().build(&ddp_store, LEARNING_RATE)?;
-    let mut distributed = || step(&ddp, &mut ddp_optimizer, &x, &y);
+    let mut stats = Stats::default();
 
-    let warm_up = repetitions(&mut time(WARM_UP, &mut distributed)?, TIME_PER_BLOCK).min(500);
+    let warm_up = repetitions(&mut time(WARM_UP, &mut local)?, TIME_PER_BLOCK).min(500);
     let mut count = [options.steps.map_or(warm_up as i64, i64::from)];
     group.broadcast(&mut count, 0)?;
     let [mut local_times, mut barrier_times, mut ddp_times] = [const { Vec::new() }; 3];
@@ -69,12 +70,17 @@ pub fn run(options: &Options) -> Result<()> {
             },
             &mut barrier_times,
         )?;
-        block(&group, count, &mut distributed, &mut ddp_times)?;
+        let ddp = Ddp::new(wrapped, &ddp_store, &group)?;
+        let mut distributed = || step(&ddp, &mut ddp_optimizer, &x, &y);
+        (0..WARM_UP).try_for_each(|_| distributed())?;
+        block(&group, count, distributed, &mut ddp_times)?;
+        stats = ddp.stats();
+        wrapped = ddp.into_inner();
     }
     if group.rank() == 0 {
         print(options, [&mut local_times, &mut barrier_times, &mut ddp_times].map(|times| median(times)));
         if options.stats {
-            println!("{:#?}", ddp.stats());
+            println!("{stats:#?}");
         }
     }
     Ok(())

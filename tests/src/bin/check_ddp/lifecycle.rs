@@ -6,15 +6,24 @@ use flow_ddp::{Ddp, DistributedSampler, TensorCollectives};
 use tch::nn::{self, Module, ModuleT, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::helpers::{copies, gradient_is, in_place, mean, plausible, same_everywhere};
+use crate::helpers::{copies, error, gradient_is, in_place, mean, plausible, same_everywhere, says};
 use crate::models::{self, store, Vectors};
 
 /// Parameters that are frozen before wrapping have no part in anything.
 pub fn frozen(group: &ProcessGroup) -> Result<()> {
+    let vectors = |store: &VarStore| {
+        let vectors = Vectors::new(store, &[10, 40_000, 10]);
+        let _ = vectors.0[1].set_requires_grad(false);
+        vectors
+    };
     let store = store();
-    let vectors = Vectors::new(&store, &[10, 40_000, 10]);
-    let _ = vectors.0[1].set_requires_grad(false);
-    let model = Ddp::new(vectors, &store, group)?;
+    frozen_in(group, Ddp::new(vectors(&store), &store, group)?)?;
+    let vectors = vectors(&self::store());
+    let named = vectors.0.iter().enumerate().map(|(i, w)| (format!("w{i}"), w.shallow_clone())).collect();
+    frozen_in(group, Ddp::from_tensors(vectors, named, vec![], group)?)
+}
+
+fn frozen_in(group: &ProcessGroup, model: Ddp<Vectors>) -> Result<()> {
     for _ in 0..3 {
         model.0.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
         model.forward(&Tensor::from(group.rank() as f32)).f_backward()?;
@@ -29,7 +38,9 @@ pub fn frozen(group: &ProcessGroup) -> Result<()> {
     let _ = model.0[1].data().fill_(group.rank() as f64);
     let _ = model.forward(&Tensor::from(1f32));
     ensure!(model.0[1].data().max().double_value(&[]) == group.rank() as f64, "a frozen parameter was overwritten");
-    Ok(())
+    // Trained after all, it would be trained by each rank alone.
+    let _ = model.0[1].set_requires_grad(true);
+    says(&error(model.forward(&Tensor::from(1f32)).f_backward())?, &["w1 was frozen", "wrap it again"])
 }
 
 #[derive(Debug)]

@@ -21,7 +21,7 @@ pub fn kinds(group: &ProcessGroup) -> Result<()> {
             })
             .collect();
         let tensors: Vec<Tensor> = named.iter().map(|(_, t)| t.shallow_clone()).collect();
-        let model = Ddp::builder(group).gradient_as_bucket_view(view).wrap_tensors((), named)?;
+        let model = Ddp::builder(group).gradient_as_bucket_view(view).wrap_tensors((), named, vec![])?;
         for step in 0..4 {
             tensors.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
             // Powers of two, so that no type rounds their mean over two ranks much.
@@ -155,7 +155,7 @@ pub fn layouts(group: &ProcessGroup) -> Result<()> {
             .map(|(i, tensor)| (format!("w{i}"), tensor.set_requires_grad(true)))
             .collect();
         let tensors: Vec<Tensor> = named.iter().map(|(_, t)| t.shallow_clone()).collect();
-        let model = Ddp::builder(group).gradient_as_bucket_view(view).wrap_tensors((), named)?;
+        let model = Ddp::builder(group).gradient_as_bucket_view(view).wrap_tensors((), named, vec![])?;
         for tensor in &tensors {
             let all = tch::no_grad(|| flow_ddp::TensorCollectives::all_gather_tensor(group, tensor))?;
             ensure!((0..group.world_size() as i64).all(|r| all.get(r) == all.get(0)), "ranks start with their own");

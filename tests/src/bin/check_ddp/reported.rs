@@ -52,7 +52,7 @@ pub fn unused(group: &ProcessGroup) -> Result<()> {
             // Wrapped again, all is well.
             let w0 = store.root().get("w0").context("w0")?;
             flow_autograd::set_grad(&w0, None)?;
-            let again = Ddp::from_tensors((), vec![("w0".into(), w0.shallow_clone())], group)?;
+            let again = Ddp::from_tensors((), vec![("w0".into(), w0.shallow_clone())], vec![], group)?;
             (&w0 * 2).sum(Kind::Float).f_backward()?;
             gradient_is(&w0, 2.0)?;
             drop(again);
@@ -131,7 +131,7 @@ pub fn differing_models(group: &ProcessGroup) -> Result<()> {
     ];
     for (change, told) in changes {
         let tensors = if odd { change(plain()) } else { plain() };
-        let text = error(Ddp::from_tensors((), tensors, group))?;
+        let text = error(Ddp::from_tensors((), tensors, vec![], group))?;
         says(&text, &["differs between ranks", &ranks[0], &ranks[1], "weight", told])?;
     }
     // Longer on one rank than on the other.
@@ -139,13 +139,13 @@ pub fn differing_models(group: &ProcessGroup) -> Result<()> {
     if odd {
         tensors.push(("another".into(), tensor(&[1], Kind::Float)));
     }
-    let text = error(Ddp::from_tensors((), tensors, group))?;
+    let text = error(Ddp::from_tensors((), tensors, vec![], group))?;
     says(&text, &["another", "rank 0 has nothing", &ranks[1]])?;
     // Options.
     let builder = if odd { Ddp::builder(group).bucket_cap_mb(3.0) } else { Ddp::builder(group) };
-    says(&error(builder.wrap_tensors((), plain()))?, &["options", &ranks[0], &ranks[1]])?;
+    says(&error(builder.wrap_tensors((), plain(), vec![]))?, &["options", &ranks[0], &ranks[1]])?;
     // Nothing was broken by all this.
-    Ddp::from_tensors((), plain(), group)?;
+    Ddp::from_tensors((), plain(), vec![], group)?;
     Ok(())
 }
 
@@ -154,24 +154,25 @@ pub fn unfit_models(group: &ProcessGroup) -> Result<()> {
     let float = |shape: &[i64]| Tensor::zeros(shape, (Kind::Float, Device::Cpu));
     let trained = |shape: &[i64]| float(shape).set_requires_grad(true);
     let named = |tensor| vec![("weight".to_string(), tensor)];
-    says(&error(Ddp::from_tensors((), named(float(&[2])), group))?, &["no parameter"])?;
-    says(&error(Ddp::from_tensors((), vec![], group))?, &["no parameter"])?;
+    says(&error(Ddp::from_tensors((), named(float(&[2])), vec![], group))?, &["no parameter"])?;
+    says(&error(Ddp::from_tensors((), vec![], vec![], group))?, &["no parameter"])?;
     let complex = Tensor::zeros([2], (Kind::ComplexFloat, Device::Cpu)).set_requires_grad(true);
-    says(&error(Ddp::from_tensors((), named(complex), group))?, &["weight", "ComplexFloat"])?;
+    says(&error(Ddp::from_tensors((), named(complex), vec![], group))?, &["weight", "ComplexFloat"])?;
     let builder = || Ddp::builder(group);
-    says(&error(builder().bucket_cap_mb(0.0).wrap_tensors((), named(trained(&[2]))))?, &["cap"])?;
+    says(&error(builder().bucket_cap_mb(0.0).wrap_tensors((), named(trained(&[2])), vec![]))?, &["cap"])?;
     let integers = builder().communication_kind(Kind::Int);
-    says(&error(integers.wrap_tensors((), named(trained(&[2]))))?, &["Int", "BFloat16"])?;
+    says(&error(integers.wrap_tensors((), named(trained(&[2])), vec![]))?, &["Int", "BFloat16"])?;
     // One tensor by two names, and one that another Ddp has.
     let tied = trained(&[2]);
     let twice = vec![("a".to_string(), tied.shallow_clone()), ("b".to_string(), tied)];
-    says(&error(Ddp::from_tensors((), twice, group))?, &["b", "hook"])?;
+    says(&error(Ddp::from_tensors((), twice, vec![], group))?, &["b", "hook"])?;
     let store = store();
     let linear = nn::linear(store.root(), 2, 2, Default::default());
     let _first = Ddp::new((), &store, group)?;
     says(&error(Ddp::new(linear, &store, group))?, &["hook"])?;
     // Parameters without elements are no mistake.
-    let model = Ddp::from_tensors((), vec![("none".into(), trained(&[0])), ("some".into(), trained(&[2]))], group)?;
+    let model =
+        Ddp::from_tensors((), vec![("none".into(), trained(&[0])), ("some".into(), trained(&[2]))], vec![], group)?;
     drop(model);
     Ok(())
 }

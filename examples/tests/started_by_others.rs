@@ -1,0 +1,41 @@
+//! The same binary, started by what its users have: OpenMPI's mpirun, torchrun.
+
+use std::process::Command;
+
+use flow_tests::{assert_contains, program, Process, PATIENCE};
+
+/// The end of OneFlow's documented example, which takes two ranks that found each other.
+fn trains(mut command: Command) {
+    command.env_remove("OMP_NUM_THREADS");
+    let output = Process::start(command).finish(PATIENCE).success();
+    assert_contains(&output, &["500/500 loss:4.547473508864641e-12", "500/500 loss:6.184563972055912e-11"]);
+}
+
+/// Whether a command is there and ends well.
+fn works(program: &str, arguments: &[&str]) -> bool {
+    Command::new(program).args(arguments).output().is_ok_and(|output| output.status.success())
+}
+
+#[test]
+fn by_mpirun() {
+    if !works("mpirun", &["--version"]) {
+        println!("SKIPPED: starting by mpirun: there is none (Debian, Ubuntu: apt-get install openmpi-bin)");
+        return;
+    }
+    let mut command = Command::new("mpirun");
+    command.args(["--allow-run-as-root", "--oversubscribe", "-np", "2"]).arg(program("train"));
+    trains(command);
+}
+
+#[test]
+fn by_torchrun() {
+    let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".into());
+    if !works(&python, &["-c", "import torch.distributed.run"]) {
+        println!("SKIPPED: starting by torchrun: {python} has no PyTorch (set PYTHON to one that has)");
+        return;
+    }
+    let mut command = Command::new(python);
+    command.args(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]);
+    command.arg(program("train"));
+    trains(command);
+}
