@@ -5,7 +5,7 @@
 //! | be told, inside `backward`, that a parameter's gradient is final | [`GradHook::install`] |
 //! | run something when `backward` is otherwise done | [`at_end_of_backward`] |
 //! | know whether a gradient's memory is nobody else's, and replace it | [`owns_grad`], [`set_grad`] |
-//! | read and write a tensor's memory | [`bytes`], [`bytes_mut`], [`data_ptr`], [`is_dense_contiguous`] |
+//! | read and write a tensor's memory | [`bytes`], [`bytes_mut`], [`data_ptr`] |
 //! | make a tensor of given memory | [`tensor_in`], [`tensor_over`] |
 //! | give libtorch's large tensors other memory | [`set_cpu_allocator`] |
 //!
@@ -23,4 +23,4 @@ mod memory;
 pub use allocator::{set_cpu_allocator, Block, BlockAllocator};
 pub use error::Error;
 pub use hook::{at_end_of_backward, owns_grad, BoxError, GradHook};
-pub use memory::{bytes, bytes_mut, data_ptr, dtype, is_dense_contiguous, set_grad, tensor_in, tensor_over};
+pub use memory::{bytes, bytes_mut, data_ptr, dtype, set_grad, tensor_in, tensor_over};

@@ -35,11 +35,6 @@ pub fn data_ptr(tensor: &Tensor) -> *mut u8 {
     memory(tensor).data.map_or(std::ptr::null_mut(), |data| data.as_ptr())
 }
 
-/// Whether the elements lie in memory one after the other, in the order of the indices.
-pub fn is_dense_contiguous(tensor: &Tensor) -> bool {
-    memory(tensor).dense_contiguous
-}
-
 /// Start and length in bytes of a contiguous CPU tensor.
 fn plain_memory(tensor: &Tensor) -> Result<(*mut u8, usize), Error> {
     let memory = memory(tensor);

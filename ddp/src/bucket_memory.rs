@@ -16,8 +16,8 @@ pub(crate) struct Bucket {
     pub segments: Arc<Segments>,
     /// For gradients that were not born in shared memory, or not in the type of communication: a place for each.
     places: Vec<Tensor>,
-    /// Gradients that are reduced where they are, kept alive until that is over.
-    held: Vec<Option<Tensor>>,
+    /// Which gradients of this backward were copied to their places.
+    copied: Vec<bool>,
     /// Gradients still to come in this backward.
     pub pending: usize,
     /// When the last one came.
@@ -45,20 +45,17 @@ impl Bucket {
         };
         let places = members.iter().zip(&lengths).map(place).collect::<Result<Vec<_>>>()?;
         let segments = Arc::new(group.segments(number as u32, dtype, lengths)?);
-        let held = members.iter().map(|_| None).collect();
-        let pending = members.len();
-        Ok(Self { members, segments, places, held, pending, ready: None, kind })
+        let (copied, pending) = (vec![false; members.len()], members.len());
+        Ok(Self { members, segments, places, copied, pending, ready: None, kind })
     }
 
     /// Takes in a member's gradient. With `in_place` it is reduced where it is, if all ranks can reach it there.
     /// Returns whether it is.
     pub fn take(&mut self, slot: usize, gradient: &Tensor, in_place: bool) -> bool {
-        let reachable = in_place
-            && gradient.kind() == self.kind
-            && flow_autograd::is_dense_contiguous(gradient)
-            && self.segments.place(slot, flow_autograd::data_ptr(gradient));
+        let reachable =
+            in_place && gradient.kind() == self.kind && self.segments.place(slot, Memory(gradient.shallow_clone()));
         if reachable {
-            self.held[slot] = Some(gradient.shallow_clone());
+            self.copied[slot] = false;
         } else {
             tch::no_grad(|| self.places[slot].copy_(gradient));
             self.use_place(slot);
@@ -75,9 +72,9 @@ impl Bucket {
     }
 
     fn use_place(&mut self, slot: usize) {
-        let placed = self.segments.place(slot, flow_autograd::data_ptr(&self.places[slot]));
-        debug_assert!(placed, "places are shared memory");
-        self.held[slot] = None;
+        self.copied[slot] = true;
+        // Refused only if a backward that failed was reducing the bucket: then posting it again fails.
+        self.segments.place(slot, Memory(self.places[slot].shallow_clone()));
     }
 
     fn arrived(&mut self) {
@@ -89,13 +86,22 @@ impl Bucket {
 
     /// The reduced gradient of a member that was copied; None if it was reduced where it is.
     pub fn result(&self, slot: usize) -> Option<&Tensor> {
-        self.held[slot].is_none().then(|| &self.places[slot])
+        self.copied[slot].then(|| &self.places[slot])
     }
 
     /// Ready for the next backward.
     pub fn reset(&mut self) {
         self.pending = self.members.len();
         self.ready = None;
-        self.held.fill_with(|| None);
+        self.segments.clear();
+    }
+}
+
+/// A contiguous CPU tensor; of others, nothing.
+struct Memory(Tensor);
+
+impl AsMut<[u8]> for Memory {
+    fn as_mut(&mut self) -> &mut [u8] {
+        flow_autograd::bytes_mut(&mut self.0).unwrap_or_default()
     }
 }

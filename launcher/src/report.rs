@@ -90,7 +90,7 @@ fn fates(outcomes: &[&Outcome]) -> String {
         let fate = match (outcome.end, outcome.stopped) {
             (None, _) => "could not be killed".into(),
             (Some(End::Exit(0 | 143) | End::Signal(15)), Stopped::Asked) => "stopped by flow-launch".into(),
-            (Some(end), Stopped::Asked) => format!("ended by flow-launch or at the same time ({end})"),
+            (Some(end), Stopped::Asked) => format!("asked to stop, ended with {end}"),
             (Some(_), Stopped::Killed) => "killed by flow-launch after the grace period".into(),
             (Some(End::Exit(0)), Stopped::No) => "had finished".into(),
             (Some(end), Stopped::No) => format!("failed too ({end})"),
@@ -161,7 +161,7 @@ mod tests {
             lines[3],
             "the others: rank 0 stopped by flow-launch; rank 2 had finished; \
              rank 3 killed by flow-launch after the grace period; \
-             rank 4 ended by flow-launch or at the same time (exit code 1)"
+             rank 4 asked to stop, ended with exit code 1"
         );
         assert_eq!(unwilling(&outcomes, 15).unwrap(), "rank 3 did not stop on SIGTERM and had to be killed");
         assert_eq!(unwilling(&outcomes[..3], 15), None);

@@ -60,7 +60,7 @@ fn what_siblings_do_when_stopped_is_not_the_cause() {
     let report: Vec<_> = finished.stderr.lines().filter(|line| line.starts_with("flow-launch: rank ")).collect();
     assert_eq!(report.len(), 1);
     assert!(report[0].contains("rank 1 "), "{report:?}");
-    assert!(finished.stderr.ends_with("ranks 0, 2 stopped by flow-launch\n"));
+    assert!(finished.stderr.ends_with("ranks 0, 2 asked to stop, ended with exit code 99\n"));
 }
 
 #[test]

@@ -350,6 +350,10 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if !state.in_flight.is_empty() {
+            self.quarantine(); // others may yet write to these buckets
+        }
         self.control.rank(self.rank).left.store(1, Ordering::SeqCst);
         self.control.wake_all();
         self.control.header().attached.fetch_sub(1, Ordering::SeqCst);

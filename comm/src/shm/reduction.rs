@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use flow_kernels::{DType, ReduceOp};
@@ -21,8 +21,7 @@ use crate::error::{Error, Result};
 
 /// Pieces of shared memory that are reduced as one: a bucket of gradients, where each was born.
 ///
-/// Every rank has as many pieces of the same lengths; where they lie may differ. The memory named by
-/// [`Segments::place`] must stay allocated until the reduction is over.
+/// Every rank has as many pieces of the same lengths; where they lie may differ.
 pub struct Segments {
     bucket: u32,
     dtype: DType,
@@ -30,25 +29,63 @@ pub struct Segments {
     total: usize,
     /// Offsets of the pieces, readable by all ranks.
     table: Block,
+    pieces: Mutex<Pieces>,
 }
+
+struct Pieces {
+    /// Keep the pieces' memory until it is reduced.
+    owners: Vec<Option<Owner>>,
+    under_way: bool,
+}
+
+type Owner = Box<dyn AsMut<[u8]> + Send>;
 
 impl Segments {
     pub(crate) fn new(arena: &Arc<Arena>, bucket: u32, dtype: DType, lengths: Vec<usize>) -> Option<Self> {
         let table = arena.allocate_zeroed(lengths.len() * 8)?;
         let total = lengths.iter().sum();
-        Some(Self { bucket, dtype, lengths, total, table })
+        let pieces = Mutex::new(Pieces { owners: lengths.iter().map(|_| None).collect(), under_way: false });
+        Some(Self { bucket, dtype, lengths, total, table, pieces })
     }
 
-    /// Says where piece `index` lies now. False if that is not memory all ranks can reach.
-    pub fn place(&self, index: usize, data: *const u8) -> bool {
+    /// Says where piece `index` lies now: in `memory`, whose address stays the same until it is dropped, which is when
+    /// the piece has been reduced. False if not all ranks can reach it there, or the bucket is being reduced.
+    pub fn place(&self, index: usize, memory: impl AsMut<[u8]> + Send + 'static) -> bool {
+        let mut pieces = self.pieces();
+        let mut owner: Owner = Box::new(memory);
+        let memory = (*owner).as_mut();
         let bytes = self.lengths[index] * self.dtype.size();
-        match self.table.arena().offset_of(data, bytes) {
-            Some(offset) => {
-                self.entry(self.table.offset(), index).store(offset as u64, Ordering::Relaxed);
-                true
-            }
-            None => bytes == 0, // which lies nowhere, and nobody will look
+        let offset = self.table.arena().offset_of(memory.as_ptr(), bytes);
+        // Nothing at all may lie anywhere: nobody will look.
+        let Some(offset) = offset.or((bytes == 0).then_some(0)) else { return false };
+        if pieces.under_way || memory.len() < bytes {
+            return false;
         }
+        self.entry(self.table.offset(), index).store(offset as u64, Ordering::Relaxed);
+        pieces.owners[index] = Some(owner);
+        true
+    }
+
+    /// Lets go of the memory of all pieces, unless they are being reduced.
+    pub fn clear(&self) {
+        let mut pieces = self.pieces();
+        if !pieces.under_way {
+            pieces.owners.fill_with(|| None);
+        }
+    }
+
+    /// Whether a reduction may begin: all pieces are in place, and none is under way.
+    fn is_ready(&self) -> bool {
+        let pieces = self.pieces();
+        !pieces.under_way && pieces.owners.iter().all(Option::is_some)
+    }
+
+    fn set_under_way(&self, under_way: bool) {
+        self.pieces().under_way = under_way;
+    }
+
+    fn pieces(&self) -> MutexGuard<'_, Pieces> {
+        self.pieces.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Bytes of all pieces together.
@@ -177,6 +214,11 @@ impl Engine {
     /// Posts a bucket whose pieces are all in place. Does not wait; false if too many buckets are under way, then
     /// nothing was done. All ranks post the same buckets in the same order.
     pub fn post_bucket(&self, segments: &Arc<Segments>, reduce: ReduceOp) -> Result<bool> {
+        if !segments.is_ready() {
+            let reason =
+                format!("bucket {} is being reduced already, or not all its pieces are placed", segments.bucket);
+            return Err(Error::Argument { rank: self.world.rank, operation: "post_bucket".into(), reason });
+        }
         let state = &mut *self.state();
         let Some(round) = self.try_open(state) else {
             return self.advance(state, false).map(|()| false);
@@ -185,6 +227,7 @@ impl Engine {
         operation.segments = segments.lengths.len() as u32;
         operation.bucket = Some(segments.bucket);
         self.number(state, &mut operation)?;
+        segments.set_under_way(true);
         self.post(round, &operation, Location::Shared(segments.table.offset()));
         self.arrive(round);
         state.in_flight.push_back(InFlight { round, operation, segments: Arc::clone(segments), reduced: false });
@@ -229,6 +272,8 @@ impl Engine {
                 break;
             }
             state.finished.extend(first.operation.bucket.map(|bucket| (bucket, Instant::now())));
+            first.segments.set_under_way(false);
+            first.segments.clear();
             state.in_flight.pop_front();
         }
         let Some(first) = state.in_flight.front() else { return Ok(()) };
