@@ -71,7 +71,11 @@ pub fn run(options: &Options) -> Result<()> {
         wrapped = ddp.into_inner();
     }
     if group.rank() == 0 {
-        print(options, [&mut local_times, &mut barrier_times, &mut ddp_times].map(|times| median(times)));
+        print(
+            options,
+            group.world_size(),
+            [&mut local_times, &mut barrier_times, &mut ddp_times].map(|times| median(times)),
+        );
         if options.stats {
             println!("{stats:#?}");
         }
@@ -99,13 +103,13 @@ fn block(
     Ok(())
 }
 
-fn print(options: &Options, times: [Duration; 3]) {
+fn print(options: &Options, ranks: usize, times: [Duration; 3]) {
     let model = options.model.name();
     let [local, barrier, ddp] = times.map(|time| time.as_secs_f64() * 1e3);
     let (efficiency, of_bound) = (local / ddp, barrier / ddp);
     if options.json {
         let line = json!({
-            "bench": "step", "model": model, "local_ms": local, "barrier_ms": barrier, "ddp_ms": ddp,
+            "bench": "step", "model": model, "ranks": ranks, "local_ms": local, "barrier_ms": barrier, "ddp_ms": ddp,
             "efficiency": efficiency,
         });
         println!("{line}");
