@@ -15,8 +15,9 @@ use super::reduction::InFlight;
 use super::world::{sleep_on, World, FIRST_WARNING, SLICE};
 use crate::error::{Error, Result};
 
-/// How long to spin before sleeping, where every rank has a core.
-const SPIN: Duration = Duration::from_micros(50);
+/// How long to spin before sleeping, where every rank has a core: some times what it takes to be woken, which is tens
+/// of microseconds, and more on virtual machines.
+const SPIN: Duration = Duration::from_micros(500);
 /// Kind of a poison note whose ranks have more to say: see [`Engine::fail_with_notice`].
 const NOTICES: u32 = 1;
 /// Kind of a poison note about the loss of the group's first rank; of the next, one more; and so on.
