@@ -30,7 +30,9 @@ const MIB: f64 = 1024.0 * 1024.0;
 /// other methods. (It cannot implement `Module` too: tch implements `ModuleT` for all `Module`s, so that Rust would
 /// see two implementations.)
 ///
-/// All ranks run the same number of backwards. Parameters are those that require gradients when the model is wrapped;
+/// All ranks run the same number of backwards. Gradients are reduced in a group of `Ddp`'s own, so that they do not mix
+/// with what the program does in `group`; the price: a rank that is in backward while another, out of step, is in a
+/// collective of `group` hears of it when the time is over, not at once. Parameters are those that require gradients when the model is wrapped;
 /// freeze and unfreeze before. Where one backward goes through several wrapped models, all ranks must go through them
 /// in the same order. With one rank nothing is installed and nothing costs.
 pub struct Ddp<M> {

@@ -8,6 +8,12 @@ pub enum Error {
     /// A collective failed.
     #[error(transparent)]
     Comm(#[from] flow_comm::Error),
+    /// Backward failed, in libtorch or in reducing gradients.
+    #[error("backward: {reason}")]
+    Backward {
+        /// libtorch's text, or this rank's error.
+        reason: String,
+    },
     /// libtorch, or the hooks into it, failed.
     #[error("rank {rank}: {operation}: {reason}")]
     Torch {

@@ -165,11 +165,6 @@ impl Reducer {
             if state.failed {
                 self.group.barrier()?; // says why, at once
             }
-            if let Some(parameter) = state.frozen.iter().find(|p| p.tensor.requires_grad()) {
-                let name = &parameter.name;
-                let reason = format!("{name} was frozen when the model was wrapped and is not now: wrap it again");
-                return Err(Error::Model { rank: job_rank(&self.group), reason });
-            }
             state.begin();
             // Unlocked: if the callback is refused it is dropped, and locks the state for that.
             drop(state);
@@ -177,6 +172,12 @@ impl Reducer {
             flow_autograd::at_end_of_backward(move || Ok(end.run()?))
                 .map_err(|e| self.torch("backward", e.to_string()))?;
             state = self.state();
+            // From here on an error of this rank alone reaches the others.
+            if let Some(parameter) = state.frozen.iter().find(|p| p.tensor.requires_grad()) {
+                let name = &parameter.name;
+                let reason = format!("{name} was frozen when the model was wrapped and is not now: wrap it again");
+                return Err(Error::Model { rank: job_rank(&self.group), reason });
+            }
         }
         let state = &mut *state;
         if std::mem::replace(&mut state.arrived[index], true) {

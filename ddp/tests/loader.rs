@@ -194,7 +194,8 @@ fn a_data_set_that_hangs_is_an_error() {
     assert!(error.to_string().starts_with("batch 1 of rank 0 (samples 4 to 8"), "{error}");
     assert!(batches.next().is_none());
     drop(batches); // waits for nobody
-                   // Nor does one that is dropped while the data set hangs wait for ever.
+
+    // Nor does one that is dropped while the data set hangs wait for ever.
     let mut batches = DataLoader::new(&dataset, &sampler, 4).timeout(Duration::from_millis(500)).into_iter();
     assert!(batches.next().unwrap().is_ok());
     drop(batches);

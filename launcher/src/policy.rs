@@ -25,6 +25,8 @@ pub enum Action {
     Abandon,
 }
 
+/// Signals that come together are one wish: GNU timeout signals its child, and then the child's process group.
+const TOGETHER: Duration = Duration::from_millis(200);
 /// How long a killed process may take to go.
 const LAST_WAIT: Duration = Duration::from_secs(10);
 
@@ -33,13 +35,13 @@ pub struct Policy {
     grace: Duration,
     cause: Option<Cause>,
     deadline: Option<Instant>,
-    interrupted: bool,
+    interrupted: Option<Instant>,
     killed: bool,
 }
 
 impl Policy {
     pub fn new(grace: Duration) -> Policy {
-        Policy { grace, cause: None, deadline: None, interrupted: false, killed: false }
+        Policy { grace, cause: None, deadline: None, interrupted: None, killed: false }
     }
 
     pub fn cause(&self) -> Option<Cause> {
@@ -58,7 +60,7 @@ impl Policy {
 
     /// Someone wants the launcher itself to end, and the time for doing so in good order is over.
     pub fn must_leave(&self) -> bool {
-        self.interrupted && self.killed
+        self.interrupted.is_some() && self.killed
     }
 
     /// These workers (by index, in rank order) were seen to have ended together.
@@ -71,9 +73,10 @@ impl Policy {
 
     /// The launcher was sent a signal.
     pub fn signalled(&mut self, signal: i32, now: Instant) -> Action {
-        self.interrupted = true;
+        let first = *self.interrupted.get_or_insert(now);
         match self.cause {
             None => self.stop(Cause::Signal(signal), signal, now),
+            Some(Cause::Signal(_)) if now - first < TOGETHER => Action::Nothing,
             Some(_) => self.kill(now),
         }
     }
@@ -146,7 +149,9 @@ mod tests {
         assert_eq!(policy.signalled(2, now), Action::Send(2));
         assert!(!policy.must_leave());
         assert_eq!(policy.ended(&[(0, End::Signal(2))], now), Action::Nothing);
-        assert_eq!(policy.signalled(15, now), Action::Kill);
+        assert_eq!(policy.signalled(15, now + TOGETHER / 2), Action::Nothing);
+        assert!(policy.in_grace() && !policy.must_leave());
+        assert_eq!(policy.signalled(15, now + TOGETHER), Action::Kill);
         assert_eq!(policy.cause(), Some(Cause::Signal(2)));
         assert!(policy.must_leave());
     }

@@ -32,6 +32,9 @@ const OWN_DESCRIPTORS: u64 = 64;
 /// Descriptors per worker: its pidfd, its two pipes and a connection to the store.
 const WORKER_DESCRIPTORS: u64 = 4;
 
+/// What to look at where the system refuses.
+const LIMITS: &str = "start fewer workers, or raise the limits on open files and processes (ulimit -n, ulimit -u)";
+
 struct Worker {
     spec: WorkerSpec,
     process: Process,
@@ -93,8 +96,8 @@ impl Supervisor {
         let mut workers = Vec::with_capacity(specs.len());
         for spec in specs {
             let rank = spec.rank;
-            let (process, pipes) =
-                Process::start(&spec, &mut guard).with_context(|| format!("cannot start rank {rank}"))?;
+            let (process, pipes) = Process::start(&spec, &mut guard)
+                .map_err(|error| anyhow::anyhow!("cannot start rank {rank}: {error}; {LIMITS}"))?;
             log::debug!("rank {rank} is process {}", process.pid);
             let streams = pipes.map(|pipe| Stream { pipe: Some(pipe), assembler: Assembler::new(), left: None });
             workers.push(Worker {

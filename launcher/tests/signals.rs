@@ -5,6 +5,7 @@ use common::{children, is_alive, run, script, until, until_gone, Running};
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;
+use std::time::Duration;
 
 use rustix::process::Signal;
 
@@ -43,9 +44,22 @@ fn a_second_signal_kills_at_once() {
     let pids = running.numbers(1);
     running.signal(Signal::INT);
     assert_eq!(running.line(), "no");
+    std::thread::sleep(Duration::from_millis(250));
     running.signal(Signal::TERM);
     assert_eq!(running.finish().code, Some(130));
     until_gone(&pids);
+}
+
+/// GNU timeout signals the launcher, and its process group right after that.
+#[test]
+fn signals_that_come_together_are_one() {
+    for _ in 0..3 {
+        let text = "trap 'sleep 0.3; echo saved; exit 0' TERM; while :; do sleep 0.05; done";
+        let mut command = Command::new("timeout");
+        command.args(["0.3", env!("CARGO_BIN_EXE_flow-launch"), "sh", "-c", text]);
+        let finished = run(&mut command);
+        assert_eq!((finished.code, finished.stdout.as_str()), (Some(124), "saved\n"), "{}", finished.stderr);
+    }
 }
 
 fn ignoring(signal: &str, script: &str) -> Command {

@@ -96,6 +96,18 @@ fn a_backward_that_fails_on_one_rank_fails_on_all() {
 }
 
 #[test]
+fn a_parameter_that_one_rank_thaws_fails_on_all() {
+    for mode in MODES {
+        let ranks = by_hand(3, "thaw", mode);
+        let reason = "frozen.weight was frozen when the model was wrapped and is not now: wrap it again";
+        assert_contains(&ranks[1].stderr, &["step 5", reason]);
+        for rank in [0, 2] {
+            assert_contains(&ranks[rank].stderr, &["step 5", "rank 1 aborted the group: ", reason]);
+        }
+    }
+}
+
+#[test]
 fn nothing_survives_the_launcher() {
     let mut job = Process::start(quiet(launcher(3, &[], WORKER, &["nothing"]), None));
     job.wait_for("step 20 ");

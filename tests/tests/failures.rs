@@ -306,8 +306,8 @@ fn two_processes_with_the_same_rank_are_told() {
     let refused = format!("process {} has joined as rank 1 before: every process needs its own RANK", pids[1 - second]);
     assert_contains(&said[second], &["Join: rank 1: ", &refused]);
     said.swap(0, second);
-    assert_contains(&said[1], &["ranks 2 have not joined within 3s"]);
-    assert_contains(&lines(first.finish(SOON))[0], &["Join: rank 0", "ranks 2 have not joined within 3s"]);
+    assert_contains(&said[1], &["rank 2 has not joined"]);
+    assert_contains(&lines(first.finish(SOON))[0], &["Join: rank 0", "rank 2 has not joined within 3s"]);
 }
 
 #[test]
@@ -317,4 +317,36 @@ fn ranks_that_never_join_are_named() {
     command.env("FLOW_TIMEOUT", "1.5");
     let said = lines(Process::start(command).finish(SOON));
     assert_eq!(said, ["Join: rank 0: joining the process group failed: ranks 1, 2 have not joined within 1.5s"]);
+}
+
+#[test]
+fn a_rank_that_dies_while_it_joins_is_named() {
+    let job = job();
+    let start = |number| Process::start(rank(&job, number, 4, "check_failures", &["join"]));
+    let (first, victim, other) = (start(0), start(2), start(1));
+    std::thread::sleep(Duration::from_millis(300));
+    signal(&victim, Signal::SIGKILL);
+    let died = format!("rank 2 (pid {}) died before all ranks had joined", victim.pid());
+    for (rank, process) in [(0, first), (1, other)] {
+        assert_contains(&lines(process.finish(SOON))[0], &[&format!("Join: rank {rank}: "), &died]);
+    }
+}
+
+/// It is no failure to the launcher, which therefore stops nobody.
+#[test]
+fn a_rank_that_ends_well_without_having_joined_is_named() {
+    let worker = flow_tests::program("check_failures");
+    for gone in [0, 1] {
+        let script = format!("[ $RANK = {gone} ] && sleep 0.5 || exec {} join", worker.display());
+        let mut command = std::process::Command::new(flow_tests::program("flow-launch"));
+        command.args(["--nproc_per_node", "3", "sh", "-c", &script]);
+        let said = lines(Process::start(command).finish(SOON));
+        assert_eq!(said.len(), 2, "{said:?}");
+        for line in said {
+            assert_contains(
+                &line,
+                &["Join: rank ", &format!("rank {gone} ended with exit code 0 before all ranks had joined")],
+            );
+        }
+    }
 }

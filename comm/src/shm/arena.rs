@@ -149,9 +149,16 @@ impl Arena {
         self.base.as_ptr().wrapping_add(offset)
     }
 
-    /// Whether `bytes` bytes from `offset` lie inside the mapping: offsets of peers are checked before use.
+    /// Whether `bytes` bytes from `offset` lie inside the mapping.
     pub fn contains(&self, offset: usize, bytes: usize) -> bool {
         offset.checked_add(bytes).is_some_and(|end| end <= self.len)
+    }
+
+    /// Whether `bytes` bytes from `offset` can be a block of region number `index`. None begins at 0, which is what is
+    /// read where a rank gave its memory back after a failure.
+    pub fn holds(&self, index: usize, offset: usize, bytes: usize) -> bool {
+        let start = index * self.region.len();
+        offset != 0 && offset >= start && self.contains(offset, bytes) && offset + bytes <= start + self.region.len()
     }
 
     /// Offset of the memory at `pointer`, if all of it lies in this process' region.
@@ -162,6 +169,9 @@ impl Arena {
 
     /// A block of at least `bytes` bytes with unspecified contents; `None` when the region is full.
     pub fn allocate(self: &Arc<Self>, bytes: usize) -> Option<Block> {
+        if bytes > self.region.len() {
+            return None;
+        }
         let size = size_class(bytes);
         let mut blocks = self.blocks();
         // A block up to a quarter larger serves as well: close sizes share their memory.

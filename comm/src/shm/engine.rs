@@ -159,21 +159,28 @@ impl Engine {
     pub fn locations(&self, round: u64, operation: &Operation, bytes: usize) -> Result<Vec<Location>> {
         let read = |rank| match Operation::read(self.control.post(round, rank)) {
             Ok((theirs, location)) if theirs == *operation => match location {
-                Location::Shared(offset) if !self.world.arena.contains(offset, bytes) => {
+                Location::Shared(offset) if !self.is_reachable(rank, offset, bytes) => {
                     Err(format!("rank {} posted {theirs} outside the shared memory", self.ranks[rank]))
                 }
                 _ => Ok(location),
             },
-            Ok((theirs, _)) => Err(format!(
-                "rank {} called {operation}, rank {} called {theirs}",
-                self.ranks[self.rank], self.ranks[rank]
-            )),
+            Ok((theirs, _)) => {
+                let same = Operation { layout: operation.layout, ..theirs } == *operation;
+                let pieces = if same { " with pieces of other lengths" } else { "" };
+                let (own, peer) = (self.ranks[self.rank], self.ranks[rank]);
+                Err(format!("rank {own} called {operation}, rank {peer} called {theirs}{pieces}"))
+            }
             Err(unknown) => Err(format!("rank {} posted {unknown}", self.ranks[rank])),
         };
         (0..self.size())
             .map(read)
             .collect::<Result<_, String>>()
             .map_err(|detail| self.fail(Error::Mismatch { rank: self.world.rank, detail }))
+    }
+
+    /// Whether what a member says of its memory can be: offsets of peers are checked before use.
+    pub fn is_reachable(&self, rank: usize, offset: usize, bytes: usize) -> bool {
+        self.world.arena.holds(self.ranks[rank], offset, bytes)
     }
 
     /// Waits until `counter` has come to `target`; `missing` says which members of the group are waited for.

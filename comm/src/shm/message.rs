@@ -93,7 +93,7 @@ impl Engine {
             )));
         }
         match location {
-            Location::Shared(offset) if !self.world.arena.contains(offset, data.bytes) => {
+            Location::Shared(offset) if !self.is_reachable(from, offset, data.bytes) => {
                 Err(mismatch(format!("rank {} sends from outside the shared memory", self.ranks[from])))
             }
             location => Ok(location),

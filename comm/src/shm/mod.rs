@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `arena` | the memory all local ranks map, and its allocator |
 //! | `world` | how ranks meet, who lives |
+//! | `joining` | the patience of those who wait for others to join |
 //! | `control` | counters, posts and staging buffers of one group |
 //! | `operation` | what a rank posts about the collective it is in |
 //! | `engine` | rounds: posting, waiting, failing |
@@ -17,6 +18,7 @@ pub mod arena;
 mod control;
 pub mod engine;
 mod exchange;
+mod joining;
 mod message;
 pub mod operation;
 mod reduction;

@@ -72,9 +72,9 @@ pub struct Operation {
     pub reduce: ReduceOp,
     pub root: u32,
     pub count: u64,
-    /// Number of separate pieces the data consists of, and the bucket they make up.
-    pub segments: u32,
+    /// The bucket that is reduced, and a digest of the pieces it consists of.
     pub bucket: Option<u32>,
+    pub layout: u64,
 }
 
 /// Where a rank's data of a round lies.
@@ -101,14 +101,15 @@ impl Operation {
             Location::Shared(offset) => offset as u64,
             Location::Staged => STAGED,
         };
-        let pieces = u64::from(self.segments) | u64::from(self.bucket.map_or(0, |b| b + 1)) << 32;
-        for (word, value) in words.0.iter().zip([self.sequence, packed, self.count, offset, pieces]) {
+        let bucket = self.bucket.map_or(0, |b| u64::from(b) + 1);
+        for (word, value) in words.0.iter().zip([self.sequence, packed, self.count, offset, bucket, self.layout]) {
             word.store(value, Ordering::Relaxed);
         }
     }
 
     pub fn read(words: &PostWords) -> Result<(Self, Location), &'static str> {
-        let [sequence, packed, count, offset, pieces] = std::array::from_fn(|i| words.0[i].load(Ordering::Relaxed));
+        let [sequence, packed, count, offset, bucket, layout] =
+            std::array::from_fn(|i| words.0[i].load(Ordering::Relaxed));
         let kind = Kind::ALL.into_iter().find(|k| *k as u64 == packed & 0xFF).ok_or(UNREADABLE)?;
         let operation = Self {
             sequence,
@@ -117,8 +118,8 @@ impl Operation {
             reduce: ReduceOp::try_from((packed >> 16) as u8).map_err(|_| UNREADABLE)?,
             root: (packed >> 32) as u32,
             count,
-            segments: pieces as u32,
-            bucket: ((pieces >> 32) as u32).checked_sub(1),
+            bucket: bucket.checked_sub(1).map(|b| b as u32),
+            layout,
         };
         let location = if offset == STAGED { Location::Staged } else { Location::Shared(offset as usize) };
         Ok((operation, location))

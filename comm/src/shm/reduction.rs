@@ -5,12 +5,14 @@
 //! all ranks hold the same bits. Ordinary memory goes through the staging buffers, the copies of one chunk
 //! overlapping with the reduction of another.
 
+use std::hash::{Hash, Hasher};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use flow_kernels::{DType, ReduceOp};
+use fnv::FnvHasher;
 
 use super::arena::{Arena, Block};
 use super::control::{CHUNK, PAYLOAD};
@@ -42,23 +44,26 @@ type Owner = Box<dyn AsMut<[u8]> + Send>;
 
 impl Segments {
     pub(crate) fn new(arena: &Arc<Arena>, bucket: u32, dtype: DType, lengths: Vec<usize>) -> Option<Self> {
+        let total = lengths.iter().try_fold(0usize, |total, &length| total.checked_add(length))?;
+        total.checked_mul(dtype.size())?;
         let table = arena.allocate_zeroed(lengths.len() * 8)?;
-        let total = lengths.iter().sum();
         let pieces = Mutex::new(Pieces { owners: lengths.iter().map(|_| None).collect(), under_way: false });
         Some(Self { bucket, dtype, lengths, total, table, pieces })
     }
 
     /// Says where piece `index` lies now: in `memory`, whose address stays the same until it is dropped, which is when
-    /// the piece has been reduced. False if not all ranks can reach it there, or the bucket is being reduced.
+    /// the piece has been reduced. False if there is no such piece, the memory is too short or badly aligned for it, not
+    /// all ranks can reach it there, or the bucket is being reduced.
     pub fn place(&self, index: usize, memory: impl AsMut<[u8]> + Send + 'static) -> bool {
-        let mut pieces = self.pieces();
+        let Some(length) = self.lengths.get(index) else { return false };
+        let bytes = length * self.dtype.size();
         let mut owner: Owner = Box::new(memory);
         let memory = (*owner).as_mut();
-        let bytes = self.lengths[index] * self.dtype.size();
         let offset = self.table.arena().offset_of(memory.as_ptr(), bytes);
         // Nothing at all may lie anywhere: nobody will look.
         let Some(offset) = offset.or((bytes == 0).then_some(0)) else { return false };
-        if pieces.under_way || memory.len() < bytes {
+        let mut pieces = self.pieces();
+        if pieces.under_way || memory.len() < bytes || offset % self.dtype.size() != 0 {
             return false;
         }
         self.entry(self.table.offset(), index).store(offset as u64, Ordering::Relaxed);
@@ -74,14 +79,18 @@ impl Segments {
         }
     }
 
-    /// Whether a reduction may begin: all pieces are in place, and none is under way.
-    fn is_ready(&self) -> bool {
-        let pieces = self.pieces();
-        !pieces.under_way && pieces.owners.iter().all(Option::is_some)
+    /// The pieces have been reduced: lets go of their memory.
+    fn finish(&self) {
+        let mut pieces = self.pieces();
+        pieces.under_way = false;
+        pieces.owners.fill_with(|| None);
     }
 
-    fn set_under_way(&self, under_way: bool) {
-        self.pieces().under_way = under_way;
+    /// Tells apart buckets whose pieces differ in number or lengths.
+    fn layout(&self) -> u64 {
+        let mut hasher = FnvHasher::default();
+        self.lengths.hash(&mut hasher);
+        hasher.finish()
     }
 
     fn pieces(&self) -> MutexGuard<'_, Pieces> {
@@ -214,20 +223,27 @@ impl Engine {
     /// Posts a bucket whose pieces are all in place. Does not wait; false if too many buckets are under way, then
     /// nothing was done. All ranks post the same buckets in the same order.
     pub fn post_bucket(&self, segments: &Arc<Segments>, reduce: ReduceOp) -> Result<bool> {
-        if !segments.is_ready() {
-            let reason =
-                format!("bucket {} is being reduced already, or not all its pieces are placed", segments.bucket);
-            return Err(Error::Argument { rank: self.world.rank, operation: "post_bucket".into(), reason });
+        let refuse = |reason: &str| {
+            let (operation, reason) = ("post_bucket".into(), format!("bucket {} {reason}", segments.bucket));
+            Err(Error::Argument { rank: self.world.rank, operation, reason })
+        };
+        if !Arc::ptr_eq(segments.table.arena(), &self.world.arena) {
+            return refuse("was made by a group of another job; make it with this one's segments()");
         }
         let state = &mut *self.state();
+        let mut pieces = segments.pieces();
+        if pieces.under_way || pieces.owners.iter().any(Option::is_none) {
+            return refuse("is being reduced already, or not all its pieces are placed");
+        }
         let Some(round) = self.try_open(state) else {
+            drop(pieces);
             return self.advance(state, false).map(|()| false);
         };
         let mut operation = self.operation(Kind::AllReduce, segments.dtype, reduce, 0, segments.total);
-        operation.segments = segments.lengths.len() as u32;
         operation.bucket = Some(segments.bucket);
+        operation.layout = segments.layout();
         self.number(state, &mut operation)?;
-        segments.set_under_way(true);
+        pieces.under_way = true;
         self.post(round, &operation, Location::Shared(segments.table.offset()));
         self.arrive(round);
         state.in_flight.push_back(InFlight { round, operation, segments: Arc::clone(segments), reduced: false });
@@ -272,8 +288,7 @@ impl Engine {
                 break;
             }
             state.finished.extend(first.operation.bucket.map(|bucket| (bucket, Instant::now())));
-            first.segments.set_under_way(false);
-            first.segments.clear();
+            first.segments.finish();
             state.in_flight.pop_front();
         }
         let Some(first) = state.in_flight.front() else { return Ok(()) };
@@ -301,7 +316,9 @@ impl Engine {
                 for (rank, table) in tables.iter().enumerate() {
                     let Location::Shared(table) = *table else { continue };
                     let offset = segments.entry(table, index).load(Ordering::Relaxed) as usize;
-                    if !self.world.arena.contains(offset, length * element) {
+                    if !self.is_reachable(rank, offset, length * element) {
+                        // The rank may have heard of a failure, and given its bucket up.
+                        self.check_failure(operation, true)?;
                         let detail = format!("rank {} placed a gradient outside the shared memory", self.ranks[rank]);
                         return Err(self.fail(Error::Mismatch { rank: self.world.rank, detail }));
                     }

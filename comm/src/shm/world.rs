@@ -3,17 +3,18 @@
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::{Pid, PidfdFlags};
 use rustix::thread::CpuSet;
 
 use super::arena::{Arena, Block};
-use super::control::{Control, Counter};
+use super::control::{Control, Counter, Note};
+use super::joining::Joining;
 use crate::env::{Membership, Rendezvous};
 use crate::error::{Error, Result};
-use crate::store::{Address, Server, Store};
+use crate::store::{Address, Error as StoreError, Server, Store};
 
 /// How long a waiting rank sleeps before it looks whether its peers live.
 pub const SLICE: Duration = Duration::from_millis(100);
@@ -28,6 +29,8 @@ struct Header {
     attached: Counter,
     /// Offset of the control block of the group of all ranks.
     root: AtomicU64,
+    /// Why the ranks cannot come together, as the first of them found out.
+    failure: Note,
     /// The processors that some rank may run on, a bit each.
     processors: [AtomicU64; CpuSet::MAX_CPU / 64],
 }
@@ -71,11 +74,8 @@ impl World {
                 membership.local_world_size
             )));
         }
-        let deadline = Instant::now() + timeout;
-        let left = || deadline.saturating_duration_since(Instant::now());
-        let connect = |address: &Address, token: &str| {
-            patiently(rank, deadline, |time| Store::connect(address, token, time)).map_err(|e| fail(e.to_string()))
-        };
+        let connect =
+            |address: &Address, token: &str| Store::connect(address, token, timeout).map_err(|e| fail(e.to_string()));
         let (server, store) = match &membership.rendezvous {
             Rendezvous::None => (None, None),
             Rendezvous::Server { address, token } => (None, Some(connect(address, token)?)),
@@ -93,7 +93,10 @@ impl World {
                 (server, Some(connect(address, token)?))
             }
         };
-        let key = |name: &str| format!("world/{generation}/{name}");
+        let launched = matches!(membership.rendezvous, Rendezvous::Server { .. });
+        let prefix = format!("world/{generation}/");
+        let key = |name: &str| format!("{prefix}{name}");
+        let mut joining = store.as_ref().map(|store| Joining::new((rank, size), &prefix, store, launched, timeout));
         if let Some(store) = &store {
             let joined = store
                 .compare_and_set(&key(&format!("rank/{rank}")), None, std::process::id().to_string().as_bytes())
@@ -124,9 +127,16 @@ impl World {
             }
             (arena, Some(file))
         } else {
-            let store = store.as_ref().ok_or_else(|| fail("there is no rendezvous store".into()))?;
-            let place = patiently(rank, deadline, |time| store.get(&key("arena"), time))
-                .map_err(|e| fail(format!("rank 0 has not joined: {e}")))?;
+            let (Some(store), Some(joining)) = (&store, &mut joining) else {
+                return Err(fail("there is no rendezvous store".into()));
+            };
+            let place = loop {
+                match store.get(&key("arena"), joining.left(SLICE)) {
+                    Ok(place) => break place,
+                    Err(StoreError::Timeout { .. }) => joining.look(&|| vec![0]).map_err(fail)?,
+                    Err(error) => return Err(fail(error.to_string())),
+                }
+            };
             let place = String::from_utf8_lossy(&place).into_owned();
             let fields: Vec<usize> = place.split(' ').filter_map(|f| f.parse().ok()).collect();
             let [pid, fd, region] = fields[..] else {
@@ -134,9 +144,10 @@ impl World {
             };
             let path = format!("/proc/{pid}/fd/{fd}");
             let file = std::fs::File::options().read(true).write(true).open(&path).map_err(|e| {
-                fail(format!(
+                let refused = format!(
                     "cannot open rank 0's shared memory at {path}: {e}; all ranks must run on one machine as one user"
-                ))
+                );
+                fail(joining.look(&|| vec![0]).err().unwrap_or(refused))
             })?;
             (Arc::new(Arena::map(&file, size, region, rank, 0).map_err(fail)?), None)
         };
@@ -146,20 +157,15 @@ impl World {
         pid(&arena, rank).store(own, Ordering::Release);
         header(&arena).attached.raise(size as u32);
         let attached = &header(&arena).attached;
-        let missing = || {
-            let missing = (0..size).filter(|&r| pid(&arena, r).load(Ordering::Acquire) == 0);
-            missing.map(|r| r.to_string()).collect::<Vec<_>>().join(", ")
-        };
-        let mut warning = Instant::now() + FIRST_WARNING;
-        while !attached.reached(size as u32) {
-            if left().is_zero() {
-                return Err(fail(format!("ranks {} have not joined within {timeout:?}", missing())));
-            }
-            if Instant::now() >= warning {
-                log::warn!("rank {rank} still waits for ranks {} to join", missing());
-                warning += FIRST_WARNING;
-            }
-            sleep_on(attached, size as u32, left().min(SLICE));
+        let missing = || -> Vec<usize> { (0..size).filter(|&r| pid(&arena, r).load(Ordering::Acquire) == 0).collect() };
+        while let (Some(joining), false) = (&mut joining, missing().is_empty()) {
+            sleep_on(attached, size as u32, joining.left(SLICE));
+            joining.look(&missing).map_err(|reason| {
+                // What this rank found out may be a consequence of that.
+                let first = &header(&arena).failure;
+                let earlier = (!first.write(0, &reason)).then(|| first.read()).flatten();
+                fail(earlier.map_or(reason, |(_, earlier)| earlier))
+            })?;
         }
         // All have it mapped: from here on it lives only as long as they do.
         drop(file);
@@ -187,7 +193,7 @@ impl World {
             host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
             peers,
             store,
-            launched: matches!(membership.rendezvous, Rendezvous::Server { .. }),
+            launched,
             _server: server,
             graveyard: Mutex::default(),
         })
@@ -258,23 +264,6 @@ impl Drop for World {
         let graveyard = self.graveyard.get_mut().unwrap_or_else(PoisonError::into_inner);
         graveyard.drain(..).for_each(|(block, _)| block.abandon());
     }
-}
-
-/// A wait that takes the time it is given, with a line in the log if that is long.
-fn patiently<T, E: std::fmt::Display>(
-    rank: usize,
-    deadline: Instant,
-    wait: impl Fn(Duration) -> std::result::Result<T, E>,
-) -> std::result::Result<T, E> {
-    let left = || deadline.saturating_duration_since(Instant::now());
-    let warning = Instant::now() + FIRST_WARNING;
-    wait(left().min(FIRST_WARNING)).or_else(|error| {
-        if left().is_zero() || Instant::now() < warning {
-            return Err(error);
-        }
-        log::warn!("rank {rank} still waits for the others to join: {error}");
-        wait(left())
-    })
 }
 
 /// Sleeps until `counter` may have come to `target`, at most for `time`.

@@ -14,6 +14,8 @@ use super::{belongs_to_us, list, Address, Error, Result};
 
 /// How much later than an operation's own timeout the answer may come before the server counts as dead.
 const GRACE: Duration = Duration::from_secs(10);
+/// A wait for the server this long is worth a line in the log.
+const FIRST_WARNING: Duration = Duration::from_secs(30);
 /// Pauses between attempts to connect grow from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
 
@@ -36,6 +38,7 @@ impl Store {
     pub fn connect(address: &Address, token: &str, timeout: Duration) -> Result<Store> {
         let deadline = Instant::now() + timeout.min(MAX_TIMEOUT);
         let mut pause = PAUSES.0;
+        let mut warning = Instant::now() + FIRST_WARNING;
         loop {
             let error = match open(address, token, deadline) {
                 Ok(Ok(socket)) => return Ok(Store { address: address.clone(), connection: Mutex::new(Ok(socket)) }),
@@ -45,6 +48,10 @@ impl Store {
             let left = deadline.saturating_duration_since(Instant::now());
             if !may_pass(error.kind()) || left.is_zero() {
                 return Err(Error::Connect { address: address.clone(), timeout, cause: describe(&error) });
+            }
+            if Instant::now() >= warning {
+                log::warn!("store {address}: no connection yet: {}", describe(&error));
+                warning += FIRST_WARNING;
             }
             thread::sleep(pause.min(left));
             pause = (pause * 2).min(PAUSES.1);

@@ -39,10 +39,10 @@ struct Args {
     #[arg(long, value_name = "N", default_value = "50")]
     batch_size: NonZeroUsize,
     /// Highest learning rate, reached after a fifth of all steps
-    #[arg(long, value_name = "RATE", default_value = "0.08", value_parser = from_zero_up)]
+    #[arg(long, value_name = "RATE", default_value = "0.08", value_parser = from_zero_up, allow_hyphen_values = true)]
     lr: f64,
     /// Momentum of the gradient descent
-    #[arg(long, value_name = "M", default_value = "0.9", value_parser = from_zero_up)]
+    #[arg(long, value_name = "M", default_value = "0.9", value_parser = from_zero_up, allow_hyphen_values = true)]
     momentum: f64,
     /// Seed of the first weights and of the images' order
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -64,7 +64,7 @@ fn from_zero_up(text: &str) -> Result<f64, String> {
 }
 
 fn main() -> ExitCode {
-    env_logger::init();
+    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
     match run(&flow_examples::arguments::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

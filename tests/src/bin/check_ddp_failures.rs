@@ -25,6 +25,7 @@ fn main() -> Result<()> {
         .add(nn::linear(store.root() / "fc1", 784, 512, Default::default()))
         .add_fn(move |x| x.relu() * &between)
         .add(nn::linear(store.root() / "fc2", 512, 10, Default::default()));
+    let frozen = (store.root() / "frozen").ones("weight", &[1]).set_requires_grad(false);
     let model = Ddp::builder(&group).bucket_cap_mb(0.01).wrap(net, &store)?;
     let mut optimizer = nn::Sgd::default().build(&store, 0.01)?;
 
@@ -38,6 +39,7 @@ fn main() -> Result<()> {
                 "kill" => raise(Signal::SIGKILL)?,
                 "hang" => std::thread::sleep(Duration::from_secs(3600)),
                 "panic" => panic!("the model cannot go on"),
+                "thaw" => drop(frozen.set_requires_grad(true)),
                 "hook_panic" => _hook = Some(GradHook::install(&gate, |_| panic!("the hook cannot go on"))?),
                 "hook_error" => _hook = Some(GradHook::install(&gate, |_| Err("the hook has had enough".into()))?),
                 _ => {}

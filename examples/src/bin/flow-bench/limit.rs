@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use flow_comm::env::Membership;
 use multiversion::multiversion;
 use serde_json::json;
@@ -21,7 +21,7 @@ pub fn run(sizes: &Sizes) -> Result<()> {
         return Ok(());
     }
     for &bytes in &sizes.sizes {
-        let us = microseconds(measure(bytes));
+        let us = microseconds(measure(bytes)?);
         if sizes.json {
             println!("{}", json!({"bench": "limit", "bytes": bytes, "median_us": us}));
         } else {
@@ -37,11 +37,16 @@ pub fn run(sizes: &Sizes) -> Result<()> {
 #[repr(align(64))]
 struct Line([f32; 16]);
 
-fn measure(bytes: usize) -> Duration {
-    let zeros = || vec![Line([0.0; 16]); bytes.div_ceil(size_of::<Line>())];
-    let (mut a, mut b) = (zeros(), zeros());
+fn measure(bytes: usize) -> Result<Duration> {
+    let zeros = || {
+        let (mut lines, count) = (Vec::new(), bytes.div_ceil(size_of::<Line>()));
+        lines.try_reserve_exact(count).with_context(|| format!("no memory for {bytes} bytes"))?;
+        lines.resize(count, Line([0.0; 16]));
+        anyhow::Ok(lines)
+    };
+    let (mut a, mut b) = (zeros()?, zeros()?);
     let count = repetitions(&mut sum_repeatedly(&mut a, &mut b, WARM_UP), TIME_PER_SIZE);
-    median(&mut sum_repeatedly(&mut a, &mut b, count))
+    Ok(median(&mut sum_repeatedly(&mut a, &mut b, count)))
 }
 
 /// Has each thread sum its half `count` times, the threads waiting for each other every time.

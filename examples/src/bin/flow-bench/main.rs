@@ -29,7 +29,7 @@ enum Command {
 #[derive(Args)]
 struct Sizes {
     /// Bytes of a buffer, several with commas between them
-    #[arg(long, value_delimiter = ',', value_parser = parse_size,
+    #[arg(long, value_delimiter = ',', value_parser = parse_size, allow_hyphen_values = true,
           default_values_t = [4, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 100 << 20])]
     sizes: Vec<usize>,
     /// Print JSON lines
@@ -38,15 +38,12 @@ struct Sizes {
 }
 
 fn parse_size(text: &str) -> Result<usize, String> {
-    let bytes: usize = text.parse().map_err(|error| format!("{error}"))?;
-    if bytes == 0 || !bytes.is_multiple_of(size_of::<f32>()) {
-        return Err("a buffer of f32 takes a multiple of 4 bytes, at least 4".into());
-    }
-    Ok(bytes)
+    let bytes = text.parse().ok().filter(|bytes: &usize| *bytes != 0 && bytes.is_multiple_of(size_of::<f32>()));
+    bytes.ok_or_else(|| "a buffer of f32 takes a multiple of 4 bytes, at least 4".into())
 }
 
 fn main() -> ExitCode {
-    env_logger::init();
+    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
     let result = match flow_examples::arguments::parse() {
         Command::Allreduce(options) => allreduce::run(&options),
         Command::Limit(sizes) => limit::run(&sizes),
