@@ -29,6 +29,8 @@ pub struct Segments {
     dtype: DType,
     lengths: Vec<usize>,
     total: usize,
+    /// Tells buckets apart whose pieces differ in number or lengths.
+    layout: u64,
     /// Offsets of the pieces, readable by all ranks.
     table: Block,
     pieces: Mutex<Pieces>,
@@ -46,9 +48,11 @@ impl Segments {
     pub(crate) fn new(arena: &Arc<Arena>, bucket: u32, dtype: DType, lengths: Vec<usize>) -> Option<Self> {
         let total = lengths.iter().try_fold(0usize, |total, &length| total.checked_add(length))?;
         total.checked_mul(dtype.size())?;
+        let mut hasher = FnvHasher::default();
+        lengths.hash(&mut hasher);
         let table = arena.allocate_zeroed(lengths.len() * 8)?;
         let pieces = Mutex::new(Pieces { owners: lengths.iter().map(|_| None).collect(), under_way: false });
-        Some(Self { bucket, dtype, lengths, total, table, pieces })
+        Some(Self { bucket, dtype, lengths, total, layout: hasher.finish(), table, pieces })
     }
 
     /// Says where piece `index` lies now: in `memory`, whose address stays the same until it is dropped, which is when
@@ -84,13 +88,6 @@ impl Segments {
         let mut pieces = self.pieces();
         pieces.under_way = false;
         pieces.owners.fill_with(|| None);
-    }
-
-    /// Tells apart buckets whose pieces differ in number or lengths.
-    fn layout(&self) -> u64 {
-        let mut hasher = FnvHasher::default();
-        self.lengths.hash(&mut hasher);
-        hasher.finish()
     }
 
     fn pieces(&self) -> MutexGuard<'_, Pieces> {
@@ -241,7 +238,7 @@ impl Engine {
         };
         let mut operation = self.operation(Kind::AllReduce, segments.dtype, reduce, 0, segments.total);
         operation.bucket = Some(segments.bucket);
-        operation.layout = segments.layout();
+        operation.layout = segments.layout;
         self.number(state, &mut operation)?;
         pieces.under_way = true;
         self.post(round, &operation, Location::Shared(segments.table.offset()));

@@ -1,0 +1,66 @@
+//! flow-bench: what scripts/bench reads of it is there, and wrong arguments are told.
+
+use std::process::Command;
+
+use flow_tests::{launch, Process, PATIENCE};
+use serde_json::Value;
+
+fn lines(output: &str) -> Vec<Value> {
+    output.lines().map(|line| serde_json::from_str(line).expect("JSON lines")).collect()
+}
+
+fn positive(line: &Value, names: &[&str]) {
+    for name in names {
+        assert!(line[name].as_f64().is_some_and(|number| number > 0.0), "{name} in {line}");
+    }
+}
+
+#[test]
+fn all_reduce_and_its_limit_are_measured() {
+    let measured = lines(&launch(2, "flow-bench", &["allreduce", "--json", "--sizes", "4,65536"]));
+    let kinds: Vec<_> = measured.iter().map(|line| (line["bytes"].as_u64(), line["memory"].as_str())).collect();
+    let (small, large) = (Some(4), Some(65536));
+    let (shared, ordinary) = (Some("shared"), Some("ordinary"));
+    assert_eq!(kinds, [(small, shared), (small, ordinary), (large, shared), (large, ordinary)]);
+    measured.iter().for_each(|line| positive(line, &["median_us", "ranks"]));
+
+    let limit = lines(&launch(1, "flow-bench", &["limit", "--json", "--sizes", "4096"]));
+    assert_eq!(limit.len(), 1);
+    positive(&limit[0], &["bytes", "median_us"]);
+}
+
+#[test]
+fn steps_are_measured() {
+    let measured = lines(&launch(2, "flow-bench", &["step", "--model", "mlp", "--json"]));
+    assert_eq!(measured.len(), 1);
+    positive(&measured[0], &["local_ms", "ddp_ms", "barrier_ms", "efficiency", "ranks"]);
+}
+
+#[test]
+fn wrong_arguments_are_usage_errors() {
+    let cases: [(&[&str], &str); 5] = [
+        (&[], "error: a subcommand is missing: allreduce, limit, step; see --help\n"),
+        (&["allreduce", "--sizes", "-4"], "a buffer of f32 takes a multiple of 4 bytes, at least 4\n"),
+        (&["limit", "--sizes", "6"], "a buffer of f32 takes a multiple of 4 bytes, at least 4\n"),
+        (&["step", "--model", "gpt"], "[possible values: mlp, lenet, wide, mobilenet]\n"),
+        (&["allreduce", "--foo"], "unexpected argument '--foo' found\n"),
+    ];
+    for (arguments, end) in cases {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_flow-bench"));
+        command.args(arguments);
+        let finished = Process::start(command).finish(PATIENCE);
+        assert_eq!(finished.status.code(), Some(2), "{finished:?}");
+        assert!(finished.stderr.lines().count() == 1 && finished.stderr.ends_with(end), "{finished:?}");
+    }
+}
+
+#[test]
+fn what_finds_no_memory_is_an_error() {
+    for arguments in [["limit", "--sizes", "1000000000000000"], ["allreduce", "--sizes", "18446744073709551612"]] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_flow-bench"));
+        command.args(arguments);
+        let finished = Process::start(command).finish(PATIENCE);
+        assert_eq!(finished.status.code(), Some(1), "{finished:?}");
+        assert!(finished.stderr.starts_with("flow-bench: error: "), "{finished:?}");
+    }
+}
