@@ -30,7 +30,7 @@ const TOGETHER: Duration = Duration::from_millis(200);
 /// How long a killed process may take to go.
 const LAST_WAIT: Duration = Duration::from_secs(10);
 
-/// First failure or signal: ask all to stop. After the grace period, or at a second signal: kill.
+/// First failure or signal: ask all to stop. After the grace period, or at a signal that comes later: kill.
 pub struct Policy {
     grace: Duration,
     cause: Option<Cause>,

@@ -32,8 +32,8 @@ const OWN_DESCRIPTORS: u64 = 64;
 /// Descriptors per worker: its pidfd, its two pipes and a connection to the store.
 const WORKER_DESCRIPTORS: u64 = 4;
 
-/// What to look at where the system refuses.
-const LIMITS: &str = "start fewer workers, or raise the limits on open files and processes (ulimit -n, ulimit -u)";
+/// What to do where the system has no room for more.
+const LIMITS: &str = "; start fewer workers, or raise the limits on open files and processes (ulimit -n, ulimit -u)";
 
 struct Worker {
     spec: WorkerSpec,
@@ -96,8 +96,12 @@ impl Supervisor {
         let mut workers = Vec::with_capacity(specs.len());
         for spec in specs {
             let rank = spec.rank;
-            let (process, pipes) = Process::start(&spec, &mut guard)
-                .map_err(|error| anyhow::anyhow!("cannot start rank {rank}: {error}; {LIMITS}"))?;
+            let (process, pipes) = Process::start(&spec, &mut guard).map_err(|error| {
+                let errno = Errno::from_io_error(&error);
+                let limited = matches!(errno, Some(Errno::MFILE | Errno::NFILE | Errno::AGAIN | Errno::NOMEM));
+                let advice = if limited { LIMITS } else { "" };
+                anyhow::anyhow!("cannot start rank {rank}: {error}{advice}")
+            })?;
             log::debug!("rank {rank} is process {}", process.pid);
             let streams = pipes.map(|pipe| Stream { pipe: Some(pipe), assembler: Assembler::new(), left: None });
             workers.push(Worker {

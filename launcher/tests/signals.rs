@@ -50,16 +50,18 @@ fn a_second_signal_kills_at_once() {
     until_gone(&pids);
 }
 
-/// GNU timeout signals the launcher, and its process group right after that.
+/// As GNU timeout does, which signals the launcher and right after that the launcher's process group.
 #[test]
 fn signals_that_come_together_are_one() {
-    for _ in 0..3 {
-        let text = "trap 'sleep 0.3; echo saved; exit 0' TERM; while :; do sleep 0.05; done";
-        let mut command = Command::new("timeout");
-        command.args(["0.3", env!("CARGO_BIN_EXE_flow-launch"), "sh", "-c", text]);
-        let finished = run(&mut command);
-        assert_eq!((finished.code, finished.stdout.as_str()), (Some(124), "saved\n"), "{}", finished.stderr);
+    let text = "trap 'sleep 0.3; echo saved; exit 0' INT; echo ready; while :; do sleep 0.05; done";
+    let mut running = Running::start(&mut script("", text));
+    assert_eq!(running.line(), "ready");
+    // They wait for it together.
+    for signal in [Signal::STOP, Signal::INT, Signal::TERM, Signal::CONT] {
+        running.signal(signal);
     }
+    let finished = running.finish();
+    assert_eq!((finished.code, finished.stdout.as_str()), (Some(130), "saved\n"), "{}", finished.stderr);
 }
 
 fn ignoring(signal: &str, script: &str) -> Command {

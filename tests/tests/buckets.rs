@@ -24,4 +24,5 @@ fn pieces_of_other_lengths_are_told() {
 #[test]
 fn a_bucket_that_was_given_up_harms_nothing() {
     passes("given_up");
+    passes("left");
 }

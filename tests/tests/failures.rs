@@ -3,7 +3,7 @@
 //! Workers are started by hand except where the launcher is the subject: it would stop the others at once.
 
 use std::collections::BTreeSet;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use flow_tests::{assert_contains, job, launcher, rank, ranks, Finished, Process, PATIENCE};
 use nix::sys::signal::{kill, Signal};
@@ -324,7 +324,11 @@ fn a_rank_that_dies_while_it_joins_is_named() {
     let job = job();
     let start = |number| Process::start(rank(&job, number, 4, "check_failures", &["join"]));
     let (first, victim, other) = (start(0), start(2), start(1));
-    std::thread::sleep(Duration::from_millis(300));
+    let deadline = Instant::now() + SOON;
+    while [&first, &victim, &other].iter().any(|rank| shared_memory_of(&rank.pid().to_string()).is_empty()) {
+        assert!(Instant::now() < deadline, "the three do not meet");
+        std::thread::sleep(Duration::from_millis(10));
+    }
     signal(&victim, Signal::SIGKILL);
     let died = format!("rank 2 (pid {}) died before all ranks had joined", victim.pid());
     for (rank, process) in [(0, first), (1, other)] {
@@ -332,12 +336,12 @@ fn a_rank_that_dies_while_it_joins_is_named() {
     }
 }
 
-/// It is no failure to the launcher, which therefore stops nobody.
+/// It is no failure to the launcher, which therefore stops nobody. Rank 2 comes when the others have given up.
 #[test]
 fn a_rank_that_ends_well_without_having_joined_is_named() {
     let worker = flow_tests::program("check_failures");
     for gone in [0, 1] {
-        let script = format!("[ $RANK = {gone} ] && sleep 0.5 || exec {} join", worker.display());
+        let script = format!("[ $RANK = {gone} ] && exit; [ $RANK = 2 ] && sleep 2; exec {} join", worker.display());
         let mut command = std::process::Command::new(flow_tests::program("flow-launch"));
         command.args(["--nproc_per_node", "3", "sh", "-c", &script]);
         let said = lines(Process::start(command).finish(SOON));

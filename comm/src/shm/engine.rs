@@ -226,9 +226,7 @@ impl Engine {
                 if counter.reached(target) {
                     return Ok(());
                 }
-                let error = self.peer_lost(peer, operation);
-                self.poison(LOST + peer as u32, &error.to_string());
-                return Err(error);
+                return Err(self.lose(peer, operation));
             }
             if start.elapsed() >= timeout {
                 let missing = self.describe_all(&missing());
@@ -307,11 +305,12 @@ impl Engine {
 
     /// Returns whether this is the first that this rank hears of a failure.
     fn quarantine(&self) -> bool {
-        let first = !self.quarantined.swap(true, Ordering::SeqCst);
-        if first {
-            self.world.arena.quarantine();
+        if self.quarantined.load(Ordering::SeqCst) {
+            return false;
         }
-        first
+        // Before anyone may take it for done; twice does no harm.
+        self.world.arena.quarantine();
+        !self.quarantined.swap(true, Ordering::SeqCst)
     }
 
     fn ranks_where(&self, condition: impl Fn(usize) -> bool) -> Vec<usize> {
@@ -328,7 +327,14 @@ impl Engine {
         left.or_else(|| missing.iter().find(|&&r| ended.contains(&self.ranks[r]))).copied()
     }
 
-    fn has_left(&self, rank: usize) -> bool {
+    /// Fails the group because `peer`, a rank of it, has left or ended.
+    pub fn lose(&self, peer: usize, operation: &dyn std::fmt::Display) -> Error {
+        let error = self.peer_lost(peer, operation);
+        self.poison(LOST + peer as u32, &error.to_string());
+        error
+    }
+
+    pub fn has_left(&self, rank: usize) -> bool {
         self.control.rank(rank).left.load(Ordering::SeqCst) != 0
     }
 

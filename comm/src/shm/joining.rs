@@ -6,94 +6,103 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::process::{pidfd_open, Pid, PidfdFlags};
 
-use super::world::FIRST_WARNING;
+use super::world::{EXIT_REPORT, FIRST_WARNING};
 use crate::store::Store;
 
-/// How many ranks to ask the store for at a time.
-const LOOKS: usize = 16;
+/// How often to look whether ranks have ended, and how many of those that are missing to ask the store for.
+pub const LOOK: Duration = Duration::from_millis(500);
+const ASKED: usize = 4;
 
 /// One rank's patience while its world comes together.
 pub struct Joining<'a> {
-    rank: usize,
-    size: usize,
+    pub rank: usize,
+    pub size: usize,
+    pub store: &'a Store,
     /// Begins the keys of this world.
-    prefix: &'a str,
-    store: &'a Store,
+    pub prefix: &'a str,
     /// Whether flow-launch says in the store which ranks have ended.
-    launched: bool,
-    timeout: Duration,
-    deadline: Instant,
-    warning: Instant,
-    /// The first rank to look for next.
-    next: usize,
+    pub launched: bool,
+    pub begin: Instant,
+    pub timeout: Duration,
+    pub next_look: Instant,
+    pub next_warning: Instant,
 }
 
-impl<'a> Joining<'a> {
-    /// `timeout` counts from now.
-    pub fn new(
-        (rank, size): (usize, usize),
-        prefix: &'a str,
-        store: &'a Store,
-        launched: bool,
-        timeout: Duration,
-    ) -> Self {
-        let (deadline, warning) = (Instant::now() + timeout, Instant::now() + FIRST_WARNING);
-        Self { rank, size, prefix, store, launched, timeout, deadline, warning, next: 0 }
-    }
-
+impl Joining<'_> {
     /// The time that is left, at most `slice`.
     pub fn left(&self, slice: Duration) -> Duration {
-        self.deadline.saturating_duration_since(Instant::now()).min(slice)
+        self.timeout.saturating_sub(self.begin.elapsed()).min(slice)
     }
 
-    /// To be called again and again while ranks are `missing`; fine if none is.
+    /// To be called again and again while ranks are `missing`; fine if none is. `pid` is that of a rank that has come, 0
+    /// for others.
     ///
     /// # Errors
-    /// When the time is over, or a rank has ended, be it one that had come already.
-    pub fn look(&mut self, missing: &dyn Fn() -> Vec<usize>) -> Result<(), String> {
-        let Some(&first) = missing().first() else { return Ok(()) };
-        let some = (self.next..self.next + LOOKS.min(self.size)).map(|rank| rank % self.size);
-        self.next = (self.next + LOOKS) % self.size;
-        let mut looked_for = std::iter::once(first).chain(some).filter(|&rank| rank != self.rank);
-        let ended = looked_for.find_map(|rank| self.fate(rank).transpose());
-        // Only now: a rank may have ended because all were there, and it had nothing else to do.
+    /// When the time is over, or a rank has ended.
+    pub fn look(&mut self, missing: &dyn Fn() -> Vec<usize>, pid: &dyn Fn(usize) -> u32) -> Result<(), String> {
+        let now = Instant::now();
         let ranks = match &missing()[..] {
             [] => return Ok(()),
             [one] => format!("rank {one} has"),
             all => format!("ranks {} have", all.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")),
         };
-        match ended {
-            Some(Ok(fate)) => return Err(format!("{fate} before all ranks had joined")),
-            Some(Err(lost)) => return Err(format!("{ranks} not joined, and {lost}")),
-            None => {}
-        }
-        let now = Instant::now();
-        if now >= self.deadline {
+        if self.left(self.timeout).is_zero() {
             return Err(format!("{ranks} not joined within {:?}", self.timeout));
         }
-        if now >= self.warning {
+        if now >= self.next_warning {
             log::warn!("rank {}: {ranks} not joined yet", self.rank);
-            self.warning = now + FIRST_WARNING;
+            self.next_warning = now + FIRST_WARNING;
         }
-        Ok(())
+        if now < self.next_look {
+            return Ok(());
+        }
+        self.next_look = now + LOOK;
+        let come = (0..self.size).filter(|&rank| rank != self.rank).find_map(|rank| self.fate(rank, pid(rank)));
+        let ended = come.or_else(|| missing().into_iter().take(ASKED).find_map(|rank| self.fate_of_missing(rank)));
+        match ended {
+            // It may have ended because all were there, and it had nothing else to do.
+            Some(fate) if !missing().is_empty() => Err(format!("{fate} before all ranks had joined")),
+            _ => Ok(()),
+        }
     }
 
-    /// How `rank` has ended, if it has.
-    fn fate(&self, rank: usize) -> Result<Option<String>, String> {
-        let read = |key: &str| {
-            let value = self.store.try_get(key).map_err(|e| e.to_string())?;
-            Ok::<_, String>(value.map(|value| String::from_utf8_lossy(&value).into_owned()))
-        };
+    /// How a rank that has come has ended, if it has.
+    fn fate(&self, rank: usize, pid: u32) -> Option<String> {
+        has_ended(pid).then(|| match self.value(&format!("exit/{rank}"), EXIT_REPORT).filter(|_| self.launched) {
+            Some(end) => format!("rank {rank} ended with {end}"),
+            None => format!("rank {rank} (pid {pid}) died"),
+        })
+    }
+
+    fn fate_of_missing(&self, rank: usize) -> Option<String> {
         if self.launched {
-            return Ok(read(&format!("exit/{rank}"))?.map(|end| format!("rank {rank} ended with {end}")));
+            return Some(format!("rank {rank} ended with {}", self.value(&format!("exit/{rank}"), Duration::ZERO)?));
         }
-        let pid = read(&format!("{}rank/{rank}", self.prefix))?;
-        Ok(pid.filter(|pid| pid.parse().is_ok_and(has_ended)).map(|pid| format!("rank {rank} (pid {pid}) died")))
+        let pid = self.value(&format!("{}rank/{rank}", self.prefix), Duration::ZERO)?;
+        pid.parse().is_ok_and(has_ended).then(|| format!("rank {rank} (pid {pid}) died"))
+    }
+
+    /// Leaves word of why this rank gives up, for those who come later.
+    pub fn give_up(&self, reason: &str) {
+        // It is gone together with rank 0 if that serves it: then there is nothing to tell.
+        let _ = self.store.compare_and_set(&format!("{}failure", self.prefix), None, reason.as_bytes());
+    }
+
+    /// Why others gave up.
+    pub fn given_up(&self) -> Option<String> {
+        self.value(&format!("{}failure", self.prefix), Duration::ZERO)
+    }
+
+    /// A store that does not answer has no news.
+    fn value(&self, key: &str, timeout: Duration) -> Option<String> {
+        let value = self.store.get(key, timeout).ok()?;
+        Some(String::from_utf8_lossy(&value).into_owned())
     }
 }
 
-fn has_ended(pid: i32) -> bool {
-    let Some(pid) = Pid::from_raw(pid) else { return false };
+/// Whether the process is gone; 0 is none.
+pub fn has_ended(pid: u32) -> bool {
+    let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return false };
     match pidfd_open(pid, PidfdFlags::empty()) {
         Ok(pidfd) => {
             let now = Timespec { tv_sec: 0, tv_nsec: 0 };

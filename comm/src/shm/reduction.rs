@@ -56,16 +56,18 @@ impl Segments {
     }
 
     /// Says where piece `index` lies now: in `memory`, whose address stays the same until it is dropped, which is when
-    /// the piece has been reduced. False if there is no such piece, the memory is too short or badly aligned for it, not
+    /// the piece has been reduced; its `Drop` must not call the group. False if there is no such piece, the memory is too short or badly aligned for it, not
     /// all ranks can reach it there, or the bucket is being reduced.
     pub fn place(&self, index: usize, memory: impl AsMut<[u8]> + Send + 'static) -> bool {
         let Some(length) = self.lengths.get(index) else { return false };
         let bytes = length * self.dtype.size();
         let mut owner: Owner = Box::new(memory);
         let memory = (*owner).as_mut();
-        let offset = self.table.arena().offset_of(memory.as_ptr(), bytes);
         // Nothing at all may lie anywhere: nobody will look.
-        let Some(offset) = offset.or((bytes == 0).then_some(0)) else { return false };
+        let nothing = (bytes == 0).then_some(0);
+        let Some(offset) = nothing.or_else(|| self.table.arena().offset_of(memory.as_ptr(), bytes)) else {
+            return false;
+        };
         let mut pieces = self.pieces();
         if pieces.under_way || memory.len() < bytes || offset % self.dtype.size() != 0 {
             return false;
@@ -300,6 +302,18 @@ impl Engine {
         })
     }
 
+    /// The error where a rank that has posted a bucket no longer has its pieces.
+    fn gave_up(&self, rank: usize, operation: &Operation) -> Error {
+        if let Err(error) = self.check_failure(operation, true) {
+            return error;
+        }
+        if self.has_left(rank) {
+            return self.lose(rank, operation);
+        }
+        let detail = format!("rank {} placed a gradient outside the shared memory", self.ranks[rank]);
+        self.fail(Error::Mismatch { rank: self.world.rank, detail })
+    }
+
     fn reduce_bucket(&self, flight: &InFlight) -> Result<()> {
         let InFlight { round, operation, segments, .. } = flight;
         let tables = self.locations(*round, operation, segments.lengths.len() * 8)?;
@@ -311,13 +325,14 @@ impl Engine {
             if low < high {
                 let mut to = Vec::with_capacity(self.size());
                 for (rank, table) in tables.iter().enumerate() {
-                    let Location::Shared(table) = *table else { continue };
-                    let offset = segments.entry(table, index).load(Ordering::Relaxed) as usize;
-                    if !self.is_reachable(rank, offset, length * element) {
-                        // The rank may have heard of a failure, and given its bucket up.
-                        self.check_failure(operation, true)?;
-                        let detail = format!("rank {} placed a gradient outside the shared memory", self.ranks[rank]);
-                        return Err(self.fail(Error::Mismatch { rank: self.world.rank, detail }));
+                    let offset = match *table {
+                        Location::Shared(table) if table % 64 == 0 => {
+                            segments.entry(table, index).load(Ordering::Relaxed)
+                        }
+                        _ => 0,
+                    } as usize;
+                    if offset % element != 0 || !self.is_reachable(rank, offset, length * element) {
+                        return Err(self.gave_up(rank, operation));
                     }
                     to.push(self.world.arena.at(offset + (low - begin) * element));
                 }

@@ -3,7 +3,7 @@
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::{Pid, PidfdFlags};
@@ -11,7 +11,7 @@ use rustix::thread::CpuSet;
 
 use super::arena::{Arena, Block};
 use super::control::{Control, Counter, Note};
-use super::joining::Joining;
+use super::joining::{has_ended, Joining, LOOK};
 use crate::env::{Membership, Rendezvous};
 use crate::error::{Error, Result};
 use crate::store::{Address, Error as StoreError, Server, Store};
@@ -21,7 +21,7 @@ pub const SLICE: Duration = Duration::from_millis(100);
 /// A wait this long is worth a line in the log.
 pub const FIRST_WARNING: Duration = Duration::from_secs(30);
 /// How long a rank that left a group may take to end, and the launcher to say how.
-const EXIT_REPORT: Duration = Duration::from_millis(500);
+pub const EXIT_REPORT: Duration = Duration::from_millis(500);
 
 /// At the beginning of rank 0's region.
 #[repr(C)]
@@ -66,6 +66,7 @@ impl World {
         static GENERATION: AtomicUsize = AtomicUsize::new(0);
         let generation = GENERATION.fetch_add(1, Ordering::Relaxed);
         let (rank, size) = (membership.rank, membership.world_size);
+        let begin = Instant::now();
         let fail = |reason: String| Error::Join { rank, reason };
         if membership.local_world_size != size {
             return Err(fail(format!(
@@ -96,7 +97,17 @@ impl World {
         let launched = matches!(membership.rendezvous, Rendezvous::Server { .. });
         let prefix = format!("world/{generation}/");
         let key = |name: &str| format!("{prefix}{name}");
-        let mut joining = store.as_ref().map(|store| Joining::new((rank, size), &prefix, store, launched, timeout));
+        let mut joining = store.as_ref().map(|store| Joining {
+            rank,
+            size,
+            store,
+            prefix: &prefix,
+            launched,
+            begin,
+            timeout,
+            next_look: begin + LOOK,
+            next_warning: begin + FIRST_WARNING,
+        });
         if let Some(store) = &store {
             let joined = store
                 .compare_and_set(&key(&format!("rank/{rank}")), None, std::process::id().to_string().as_bytes())
@@ -131,10 +142,10 @@ impl World {
                 return Err(fail("there is no rendezvous store".into()));
             };
             let place = loop {
-                match store.get(&key("arena"), joining.left(SLICE)) {
+                match store.get(&key("arena"), joining.left(LOOK)) {
                     Ok(place) => break place,
-                    Err(StoreError::Timeout { .. }) => joining.look(&|| vec![0]).map_err(fail)?,
-                    Err(error) => return Err(fail(error.to_string())),
+                    Err(StoreError::Timeout { .. }) => joining.look(&|| vec![0], &|_| 0).map_err(fail)?,
+                    Err(error) => return Err(fail(format!("rank 0 has not joined: {error}"))),
                 }
             };
             let place = String::from_utf8_lossy(&place).into_owned();
@@ -144,10 +155,13 @@ impl World {
             };
             let path = format!("/proc/{pid}/fd/{fd}");
             let file = std::fs::File::options().read(true).write(true).open(&path).map_err(|e| {
-                let refused = format!(
-                    "cannot open rank 0's shared memory at {path}: {e}; all ranks must run on one machine as one user"
-                );
-                fail(joining.look(&|| vec![0]).err().unwrap_or(refused))
+                fail(match joining.given_up() {
+                    Some(reason) => reason,
+                    None if has_ended(pid as u32) => format!("rank 0 (pid {pid}) died before all ranks had joined"),
+                    None => format!(
+                        "cannot open rank 0's shared memory at {path}: {e}; all ranks must run on one machine as one user"
+                    ),
+                })
             })?;
             (Arc::new(Arena::map(&file, size, region, rank, 0).map_err(fail)?), None)
         };
@@ -158,14 +172,19 @@ impl World {
         header(&arena).attached.raise(size as u32);
         let attached = &header(&arena).attached;
         let missing = || -> Vec<usize> { (0..size).filter(|&r| pid(&arena, r).load(Ordering::Acquire) == 0).collect() };
-        while let (Some(joining), false) = (&mut joining, missing().is_empty()) {
+        let failure = &header(&arena).failure;
+        while let (Some(joining), false, None) = (&mut joining, missing().is_empty(), failure.read()) {
             sleep_on(attached, size as u32, joining.left(SLICE));
-            joining.look(&missing).map_err(|reason| {
-                // What this rank found out may be a consequence of that.
-                let first = &header(&arena).failure;
-                let earlier = (!first.write(0, &reason)).then(|| first.read()).flatten();
-                fail(earlier.map_or(reason, |(_, earlier)| earlier))
-            })?;
+            if let Err(reason) = joining.look(&missing, &|r| pid(&arena, r).load(Ordering::Acquire)) {
+                // Only if it is the first: what this rank found out may be a consequence of that.
+                failure.write(0, &reason);
+                let reason = failure.read().map_or(reason, |(_, first)| first);
+                joining.give_up(&reason);
+                return Err(fail(reason));
+            }
+        }
+        if let Some((_, reason)) = failure.read() {
+            return Err(fail(reason));
         }
         // All have it mapped: from here on it lives only as long as they do.
         drop(file);

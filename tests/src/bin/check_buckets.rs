@@ -13,7 +13,10 @@ fn main() -> Result<()> {
         "pieces" => pieces(&group)?,
         "refused" => refused(&group)?,
         "other_lengths" => other_lengths(&group)?,
-        "given_up" => given_up(&group)?,
+        "given_up" => {
+            given_up(&group, Some("the loss is not finite"), "rank 1 aborted the group: the loss is not finite")?
+        }
+        "left" => given_up(&group, None, "has left the group")?,
         _ => bail!("there is no scenario {scenario}"),
     }
     println!("{scenario} passed");
@@ -100,8 +103,8 @@ fn other_lengths(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// Rank 1 gives its bucket up when both have posted theirs, and rank 0 hears of it late.
-fn given_up(world: &ProcessGroup) -> Result<()> {
+/// Rank 1 gives its bucket up when both have posted theirs, saying why or not, and rank 0 hears of it late.
+fn given_up(world: &ProcessGroup, cause: Option<&str>, told: &str) -> Result<()> {
     let group = world.duplicate()?;
     // So many pieces that the table of their places is several pages.
     let mut lengths = vec![1; 5000];
@@ -112,7 +115,7 @@ fn given_up(world: &ProcessGroup) -> Result<()> {
     ensure!(group.post_bucket(&segments, ReduceOp::Sum)?);
     world.barrier()?;
     if group.rank() == 1 {
-        group.abort("the loss is not finite");
+        cause.inspect(|cause| group.abort(cause));
         drop(segments);
         drop(group);
         world.barrier()?;
@@ -125,7 +128,7 @@ fn given_up(world: &ProcessGroup) -> Result<()> {
                 Ok(()) => ensure!(Instant::now() < deadline, "the group goes on without rank 1"),
             }
         };
-        ensure!(error.to_string().contains("rank 1 aborted the group: the loss is not finite"), "{error}");
+        ensure!(error.to_string().contains(told), "{error}");
         ensure!(others.iter().all(|&element| element == 1.0), "other memory was overwritten");
     }
     world.barrier()?;
