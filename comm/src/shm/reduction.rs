@@ -326,12 +326,12 @@ impl Engine {
                 let mut to = Vec::with_capacity(self.size());
                 for (rank, table) in tables.iter().enumerate() {
                     let offset = match *table {
-                        Location::Shared(table) if table % 64 == 0 => {
+                        Location::Shared(table) if table.is_multiple_of(64) => {
                             segments.entry(table, index).load(Ordering::Relaxed)
                         }
                         _ => 0,
                     } as usize;
-                    if offset % element != 0 || !self.is_reachable(rank, offset, length * element) {
+                    if !offset.is_multiple_of(element) || !self.is_reachable(rank, offset, length * element) {
                         return Err(self.gave_up(rank, operation));
                     }
                     to.push(self.world.arena.at(offset + (low - begin) * element));
