@@ -32,9 +32,11 @@ const MIB: f64 = 1024.0 * 1024.0;
 ///
 /// All ranks run the same number of backwards. Gradients are reduced in a group of `Ddp`'s own, so that they do not mix
 /// with what the program does in `group`; the price: a rank that is in backward while another, out of step, is in a
-/// collective of `group` hears of it when the time is over, not at once. Parameters are those that require gradients when the model is wrapped;
-/// freeze and unfreeze before. Where one backward goes through several wrapped models, all ranks must go through them
-/// in the same order. With one rank nothing is installed and nothing costs.
+/// collective of `group` hears of it when the time is over, not at once.
+///
+/// Parameters are those that require gradients when the model is wrapped; freeze and unfreeze before. Where one
+/// backward goes through several wrapped models, all ranks must go through them in the same order. With one rank
+/// nothing is installed and nothing costs.
 pub struct Ddp<M> {
     model: M,
     group: ProcessGroup,

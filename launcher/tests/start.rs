@@ -118,3 +118,13 @@ fn workers_have_no_stdin_and_inherit_no_blocked_signals() {
     let finished = run(&mut script("", "cat; grep SigBlk /proc/self/status"));
     assert_eq!(finished.stdout, "SigBlk:\t0000000000000000\n");
 }
+
+#[test]
+fn too_few_descriptors_are_told() {
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -n 20; exec \"$0\" --nproc_per_node 50 sleep 1000", env!("CARGO_BIN_EXE_flow-launch")]);
+    command.env("OMP_NUM_THREADS", "1");
+    let finished = run(&mut command);
+    assert_eq!((finished.code, finished.stderr.lines().count()), (Some(1), 1), "{finished:?}");
+    assert!(finished.stderr.contains("cannot start rank ") && finished.stderr.contains("ulimit -n"), "{finished:?}");
+}

@@ -68,7 +68,8 @@ impl Joining<'_> {
 
     /// How a rank that has come has ended, if it has.
     fn fate(&self, rank: usize, pid: u32) -> Option<String> {
-        has_ended(pid).then(|| match self.value(&format!("exit/{rank}"), EXIT_REPORT).filter(|_| self.launched) {
+        let report = || self.launched.then(|| self.value(&format!("exit/{rank}"), EXIT_REPORT)).flatten();
+        has_ended(pid).then(|| match report() {
             Some(end) => format!("rank {rank} ended with {end}"),
             None => format!("rank {rank} (pid {pid}) died"),
         })
