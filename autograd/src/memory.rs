@@ -20,7 +20,7 @@ pub fn dtype(kind: Kind) -> Option<DType> {
     }
 }
 
-fn memory(tensor: &Tensor) -> Memory {
+pub(crate) fn memory(tensor: &Tensor) -> Memory {
     let mut memory = Memory::default();
     // SAFETY: the tensor is alive and `memory` is writable.
     let result = unsafe { ffi::check("memory", ffi::flow_memory(tensor.as_ptr(), &mut memory)) };
@@ -92,26 +92,31 @@ pub fn set_grad(parameter: &Tensor, grad: Option<&Tensor>) -> Result<(), Error> 
 pub fn tensor_in(memory: impl AsMut<[u8]> + Send + 'static, shape: &[i64], kind: Kind) -> Result<Tensor, Error> {
     let mut owner = Box::new(memory); // does not move from here on
     let memory = (*owner).as_mut();
+    check_fit(memory.as_ptr().addr(), memory.len(), shape, kind)?;
+    let data = memory.as_mut_ptr();
+    // SAFETY: there is room for the shape, and the owner keeps it.
+    unsafe { tensor_over(data, shape, kind, Device::Cpu, owner) }
+}
+
+/// Whether a contiguous tensor fits into so many bytes at `address`.
+pub(crate) fn check_fit(address: usize, bytes: usize, shape: &[i64], kind: Kind) -> Result<(), Error> {
     let element = kind.elt_size_in_bytes();
     let needed = shape
         .iter()
         .try_fold(element, |bytes, &length| bytes.checked_mul(usize::try_from(length).ok()?))
         .ok_or_else(|| Error::UnfitMemory(format!("a tensor cannot have the shape {shape:?}")))?;
-    if memory.len() < needed {
-        let message =
-            format!("a tensor of shape {shape:?} and kind {kind:?} needs {needed} bytes, not {}", memory.len());
+    if bytes < needed {
+        let message = format!("a tensor of shape {shape:?} and kind {kind:?} needs {needed} bytes, not {bytes}");
         return Err(Error::UnfitMemory(message));
     }
-    if !memory.as_ptr().addr().is_multiple_of(element) {
-        return Err(Error::UnfitMemory(format!("memory at {:p} is not aligned for kind {kind:?}", memory.as_ptr())));
+    if !address.is_multiple_of(element) {
+        return Err(Error::UnfitMemory(format!("memory at {address:#x} is not aligned for kind {kind:?}")));
     }
-    let data = memory.as_mut_ptr();
-    // SAFETY: there is room for the shape, and the owner keeps it.
-    unsafe { tensor_over(data, shape, kind, owner) }
+    Ok(())
 }
 
-/// A contiguous CPU tensor over the memory at `data`; `owner` is dropped, on whatever thread, when the last tensor that
-/// uses it is gone.
+/// A contiguous tensor over the memory at `data` on `device`; `owner` is dropped, on whatever thread, when the last
+/// tensor that uses it is gone.
 ///
 /// # Errors
 ///
@@ -125,6 +130,7 @@ pub unsafe fn tensor_over(
     data: *mut u8,
     shape: &[i64],
     kind: Kind,
+    device: Device,
     owner: impl Send + 'static,
 ) -> Result<Tensor, Error> {
     fn own<T>(tensor: Tensor, owner: T) -> Result<Tensor, Error> {
@@ -137,6 +143,6 @@ pub unsafe fn tensor_over(
         .map(|axis| shape[axis + 1..].iter().fold(1, |stride: i64, &length| stride.wrapping_mul(length)))
         .collect();
     // SAFETY: the caller's promise.
-    let tensor = unsafe { Tensor::f_from_blob(data, shape, &strides, kind, Device::Cpu) };
+    let tensor = unsafe { Tensor::f_from_blob(data, shape, &strides, kind, device) };
     own(tensor.map_err(|error| Error::Libtorch { operation: "tensor_over", reason: error.to_string() })?, owner)
 }

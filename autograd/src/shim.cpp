@@ -14,8 +14,12 @@
 #include <string>
 #include <unordered_map>
 
+#include <dlfcn.h>
+
+#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -177,6 +181,7 @@ struct Memory {
     void* data;
     size_t bytes;
     bool on_cpu;
+    bool on_cuda;
     bool dense_contiguous;
 };
 
@@ -247,10 +252,33 @@ char* flow_memory(const at::Tensor* tensor, Memory* memory) {
         *memory = Memory{};
         if (!tensor->defined()) return;
         memory->on_cpu = tensor->is_cpu();
+        memory->on_cuda = tensor->is_cuda();
         if (tensor->layout() != c10::kStrided || !tensor->has_storage()) return;
         memory->data = tensor->data_ptr();
         memory->bytes = tensor->nbytes();
         memory->dense_contiguous = tensor->is_contiguous() && !tensor->is_neg() && !tensor->is_conj();
+    });
+}
+
+// Loads the CUDA part of libtorch, which lies beside the CPU part, if it is not there yet.
+char* flow_load_cuda() {
+    return guarded([] {
+        if (c10::impl::hasDeviceGuardImpl(c10::kCUDA)) return;
+        Dl_info cpu;
+        TORCH_CHECK(dladdr(reinterpret_cast<void*>(&at::globalContext), &cpu), "cannot tell where libtorch is");
+        const std::string path(cpu.dli_fname);
+        const std::string cuda = path.substr(0, path.rfind('/') + 1) + "libtorch_cuda.so";
+        // It registers itself with the CPU part, for as long as the process lives.
+        TORCH_CHECK(dlopen(cuda.c_str(), RTLD_NOW | RTLD_GLOBAL), dlerror());
+        TORCH_CHECK(c10::impl::hasDeviceGuardImpl(c10::kCUDA), cuda, " did not register with libtorch");
+    });
+}
+
+// The CUDA stream on which this thread's work on the device is at present.
+char* flow_current_stream(int device, void** stream) {
+    return guarded([&] {
+        const c10::impl::VirtualGuardImpl cuda(c10::kCUDA);
+        *stream = cuda.getStream(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(device))).native_handle();
     });
 }
 

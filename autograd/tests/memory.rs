@@ -104,7 +104,7 @@ fn a_tensor_over_a_pointer_drops_the_owner_last() {
     let data = memory.as_mut_ptr().cast();
     let witness = Arc::new(());
     // SAFETY: the owner holds the memory, which has room for the shape.
-    let tensor = unsafe { tensor_over(data, &[3], Kind::Float, (memory, witness.clone())) }.unwrap();
+    let tensor = unsafe { tensor_over(data, &[3], Kind::Float, Device::Cpu, (memory, witness.clone())) }.unwrap();
     let doubled = &tensor * 2;
     assert_eq!(data_ptr(&tensor), data);
     drop(tensor);

@@ -25,6 +25,7 @@ mod buffer;
 pub mod env;
 mod error;
 mod group;
+pub mod nccl;
 mod shm;
 pub mod store;
 mod work;

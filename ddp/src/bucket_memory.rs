@@ -1,80 +1,72 @@
 //! One bucket's life in a backward: gradients come in, are reduced, and are where the optimizer reads them.
 
-use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use flow_comm::{DType, ProcessGroup, Segments};
+use flow_comm::nccl::Event;
+use flow_comm::{DType, ProcessGroup};
 use tch::{Kind, Tensor};
 
+use crate::cuda_bucket::CudaBucket;
 use crate::error::{job_rank, Error, Result};
+use crate::progress::Means;
 use crate::reducer::Parameter;
+use crate::shared_bucket::SharedBucket;
 
-/// A bucket and the shared memory it may need.
+/// A bucket and the memory it is reduced in.
 pub(crate) struct Bucket {
     /// Parameters by index, in the order of their places.
     pub members: Vec<usize>,
-    pub segments: Arc<Segments>,
-    /// For gradients that were not born in shared memory, or not in the type of communication: a place for each.
-    places: Vec<Tensor>,
-    /// Which gradients of this backward were copied to their places.
-    copied: Vec<bool>,
+    memory: Memory,
     /// Gradients still to come in this backward.
     pub pending: usize,
     /// When the last one came.
     pub ready: Option<Instant>,
-    kind: Kind,
+}
+
+enum Memory {
+    Shared(SharedBucket),
+    Cuda(Box<CudaBucket>),
 }
 
 impl Bucket {
     pub fn new(
         group: &ProcessGroup,
+        means: &Means,
         number: usize,
         members: Vec<usize>,
         parameters: &[Parameter],
         communication: Option<Kind>,
     ) -> Result<Self> {
-        let rank = job_rank(group);
-        let fail = |reason: String| Error::Torch { rank, operation: "making a bucket", reason };
-        let kind = communication.unwrap_or(parameters[members[0]].kind);
-        let dtype: DType = flow_autograd::dtype(kind).ok_or_else(|| fail(format!("{kind:?} cannot be reduced")))?;
-        let lengths: Vec<usize> = members.iter().map(|&m| parameters[m].elements()).collect();
-        // Memory that no gradient is ever copied to is never touched, and costs none.
-        let place = |(&member, &length): (&usize, &usize)| {
-            let memory = group.alloc_shared::<u8>(length * dtype.size())?;
-            flow_autograd::tensor_in(memory, &parameters[member].shape, kind).map_err(|e| fail(e.to_string()))
+        let number = number as u32;
+        let tensors: Vec<&Parameter> = members.iter().map(|&m| &parameters[m]).collect();
+        let kind = communication.unwrap_or(tensors[0].kind);
+        let memory = match means {
+            Means::Cpu(progress) => Memory::Shared(SharedBucket::new(group, progress, number, &tensors, kind)?),
+            Means::Cuda(cuda) => Memory::Cuda(Box::new(CudaBucket::new(group, cuda, number, &tensors, kind)?)),
         };
-        let places = members.iter().zip(&lengths).map(place).collect::<Result<Vec<_>>>()?;
-        let segments = Arc::new(group.segments(number as u32, dtype, lengths)?);
-        let (copied, pending) = (vec![false; members.len()], members.len());
-        Ok(Self { members, segments, places, copied, pending, ready: None, kind })
+        let pending = members.len();
+        Ok(Self { members, memory, pending, ready: None })
     }
 
-    /// Takes in a member's gradient. With `in_place` it is reduced where it is, if all ranks can reach it there.
-    /// Returns whether it is.
-    pub fn take(&mut self, slot: usize, gradient: &Tensor, in_place: bool) -> bool {
-        let reachable =
-            in_place && gradient.kind() == self.kind && self.segments.place(slot, Memory(gradient.shallow_clone()));
-        if reachable {
-            self.copied[slot] = false;
-        } else {
-            tch::no_grad(|| self.places[slot].copy_(gradient));
-            self.use_place(slot);
-        }
+    /// Takes in a member's gradient, of which `owned` says whether its memory is nobody else's. On the CPU it is then
+    /// reduced where it is, if all ranks can reach it there. Returns whether it is.
+    pub fn take(&mut self, slot: usize, gradient: &Tensor, owned: bool) -> Result<bool> {
+        let in_place = match &mut self.memory {
+            Memory::Shared(bucket) => bucket.take(slot, gradient, owned),
+            Memory::Cuda(bucket) => bucket.take(slot, gradient, owned)?,
+        };
         self.arrived();
-        reachable
+        Ok(in_place)
     }
 
     /// Takes part with zeros for a member that got no gradient.
-    pub fn take_zeros(&mut self, slot: usize) {
-        let _ = tch::no_grad(|| self.places[slot].zero_());
-        self.use_place(slot);
+    pub fn take_zeros(&mut self, slot: usize) -> Result<()> {
+        match &mut self.memory {
+            Memory::Shared(bucket) => bucket.take_zeros(slot),
+            Memory::Cuda(bucket) => bucket.take_zeros(slot)?,
+        }
         self.arrived();
-    }
-
-    fn use_place(&mut self, slot: usize) {
-        self.copied[slot] = true;
-        // Refused only if a backward that failed was reducing the bucket: then posting it again fails.
-        self.segments.place(slot, Memory(self.places[slot].shallow_clone()));
+        Ok(())
     }
 
     fn arrived(&mut self) {
@@ -84,24 +76,60 @@ impl Bucket {
         }
     }
 
-    /// The reduced gradient of a member that was copied; None if it was reduced where it is.
+    /// Hands the bucket over to be reduced; false if that must be tried again later.
+    pub fn post(&mut self) -> flow_comm::Result<bool> {
+        match &mut self.memory {
+            Memory::Shared(bucket) => bucket.post(),
+            Memory::Cuda(bucket) => bucket.reduce().map(|()| true),
+        }
+    }
+
+    /// The reduced gradient of a member; None if it was reduced where it is.
     pub fn result(&self, slot: usize) -> Option<&Tensor> {
-        self.copied[slot].then(|| &self.places[slot])
+        match &self.memory {
+            Memory::Shared(bucket) => bucket.result(slot),
+            Memory::Cuda(bucket) => bucket.result(slot),
+        }
+    }
+
+    /// Whether [`Bucket::result`] is to become the gradient, rather than be copied to it.
+    pub fn gives_gradients(&self) -> bool {
+        matches!(self.memory, Memory::Cuda(_))
+    }
+
+    /// Bytes as communicated.
+    pub fn bytes(&self) -> usize {
+        match &self.memory {
+            Memory::Shared(bucket) => bucket.segments.bytes(),
+            Memory::Cuda(bucket) => bucket.bytes(),
+        }
+    }
+
+    /// On a GPU: how long the last reduction took, and how much of that was before `backward_end`.
+    pub fn times(&self, backward_end: &Event) -> Option<(Duration, Duration)> {
+        match &self.memory {
+            Memory::Shared(_) => None,
+            Memory::Cuda(bucket) => bucket.times(backward_end),
+        }
     }
 
     /// Ready for the next backward.
     pub fn reset(&mut self) {
         self.pending = self.members.len();
         self.ready = None;
-        self.segments.clear();
+        match &mut self.memory {
+            Memory::Shared(bucket) => bucket.segments.clear(),
+            Memory::Cuda(bucket) => bucket.clear(),
+        }
     }
 }
 
-/// A contiguous CPU tensor; of others, nothing.
-struct Memory(Tensor);
+/// The type by which collectives know a kind of gradients.
+pub(crate) fn dtype(group: &ProcessGroup, kind: Kind) -> Result<DType> {
+    flow_autograd::dtype(kind).ok_or_else(|| failed(group)(format!("{kind:?} cannot be reduced")))
+}
 
-impl AsMut<[u8]> for Memory {
-    fn as_mut(&mut self) -> &mut [u8] {
-        flow_autograd::bytes_mut(&mut self.0).unwrap_or_default()
-    }
+pub(crate) fn failed(group: &ProcessGroup) -> impl Fn(String) -> Error {
+    let rank = job_rank(group);
+    move |reason| Error::Torch { rank, operation: "reducing a bucket", reason }
 }

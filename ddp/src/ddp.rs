@@ -14,7 +14,7 @@ use crate::bucket::Caps;
 use crate::error::{job_rank, Error, Result};
 use crate::reducer::{Options, Parameter, Reducer};
 use crate::stats::Stats;
-use crate::tensors::CoalescedBroadcast;
+use crate::tensors::{cuda_group, CoalescedBroadcast};
 use crate::verify::difference;
 
 const MIB: f64 = 1024.0 * 1024.0;
@@ -306,10 +306,13 @@ impl DdpBuilder {
         let buffers = buffers.into_iter().map(|(_, tensor)| tensor).collect();
         let buffers = Mutex::new(CoalescedBroadcast::new(&group, buffers)?);
         let parameters = parameters.into_iter().map(|(name, tensor)| Parameter::new(name, tensor));
-        let (trained, frozen) = parameters.partition(|parameter| parameter.tensor.requires_grad());
+        let (trained, frozen): (Vec<_>, Vec<_>) = parameters.partition(|parameter| parameter.tensor.requires_grad());
         // Before the first backward: gradients are to be born in shared memory from then on.
-        let birthplace = Birthplace::install(group.arena());
-        let reducer = Reducer::new(group.duplicate()?, trained, frozen, options)?;
+        let own = group.duplicate()?;
+        let cuda =
+            trained.first().map(|parameter: &Parameter| cuda_group(&own, &parameter.tensor)).transpose()?.flatten();
+        let birthplace = cuda.is_none().then(|| Birthplace::install(group.arena())).flatten();
+        let reducer = Reducer::new(own, cuda, trained, frozen, options)?;
         let hooks = reducer.install_hooks()?;
         Ok(Ddp {
             model,
@@ -337,9 +340,14 @@ fn check(parameters: &[(String, Tensor)], buffers: &[(String, Tensor)], options:
     if options.caps.first == 0 || options.caps.rest == 0 {
         return Err("bucket caps must be positive".into());
     }
+    let (first, device) = (&parameters[0].0, parameters[0].1.device());
     for (name, tensor) in parameters.iter().chain(buffers) {
-        if tensor.device() != Device::Cpu {
-            return Err(format!("{name} is on {:?}: only CPU models can be wrapped so far", tensor.device()));
+        if !matches!(tensor.device(), Device::Cpu | Device::Cuda(_)) {
+            return Err(format!("{name} is on {:?}: models on the CPU or on GPUs can be wrapped", tensor.device()));
+        }
+        if tensor.device() != device {
+            let other = tensor.device();
+            return Err(format!("{first} is on {device:?} and {name} on {other:?}: a model must be on one device"));
         }
         if tensor.is_sparse() {
             return Err(format!("{name} is sparse: make it dense"));

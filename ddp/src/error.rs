@@ -24,6 +24,14 @@ pub enum Error {
         /// The cause.
         reason: String,
     },
+    /// The device that was asked for cannot be used.
+    #[error("rank {rank}: choosing a device: {reason}")]
+    Device {
+        /// This rank.
+        rank: usize,
+        /// What is missing and what to do.
+        reason: String,
+    },
     /// A model or an option that data-parallel training cannot work with.
     #[error("rank {rank}: Ddp: {reason}")]
     Model {

@@ -27,7 +27,9 @@
 mod birthplace;
 mod bucket;
 mod bucket_memory;
+mod cuda_bucket;
 mod ddp;
+mod device;
 mod error;
 mod loader;
 mod optimizer;
@@ -35,6 +37,7 @@ mod permutation;
 mod progress;
 mod reducer;
 mod sampler;
+mod shared_bucket;
 mod stats;
 mod tensors;
 mod verify;
@@ -45,6 +48,7 @@ mod verify;
 struct Readme;
 
 pub use ddp::{Ddp, DdpBuilder, NoSync};
+pub use device::DeviceKind;
 pub use error::{Error, Result};
 pub use flow_comm::{ProcessGroup, ReduceOp};
 pub use loader::{BatchId, Batches, DataLoader, Dataset, LoaderError};

@@ -5,10 +5,36 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+use flow_comm::nccl::CudaGroup;
 use flow_comm::{ProcessGroup, ReduceOp, Result, Segments};
 
 /// Forces one of the two: `hooks` or `thread`.
 const CHOICE: &str = "FLOW_DDP_PROGRESS";
+
+/// By what means gradients are reduced.
+#[derive(Clone)]
+pub(crate) enum Means {
+    Cpu(Arc<Progress>),
+    /// On the GPU, where reductions are enqueued, and nobody waits for them but libtorch's stream.
+    Cuda(Arc<CudaGroup>),
+}
+
+impl Means {
+    pub fn cuda(&self) -> Option<&Arc<CudaGroup>> {
+        match self {
+            Self::Cpu(_) => None,
+            Self::Cuda(cuda) => Some(cuda),
+        }
+    }
+
+    /// Called when a hook has done its own work.
+    pub fn advance(&self) -> Result<()> {
+        match self {
+            Self::Cpu(progress) => progress.advance(),
+            Self::Cuda(cuda) => cuda.check(),
+        }
+    }
+}
 
 /// Launches buckets in order, and finishes them.
 pub(crate) enum Progress {
@@ -49,8 +75,7 @@ impl Progress {
         }
     }
 
-    /// Called when a hook has done its own work.
-    pub fn advance(&self) -> Result<()> {
+    fn advance(&self) -> Result<()> {
         match self {
             Self::Hooks(group) => group.progress(),
             Self::Thread(_) => Ok(()),

@@ -10,14 +10,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use flow_autograd::GradHook;
+use flow_comm::nccl::{CudaGroup, Event};
 use flow_comm::{ProcessGroup, ReduceOp};
 use tch::{Kind, Tensor};
 
 use crate::bucket::{assign, Caps, Item};
 use crate::bucket_memory::Bucket;
 use crate::error::{job_rank, Error, Result};
-use crate::progress::Progress;
+use crate::progress::{Means, Progress};
 use crate::stats::{times, BucketStats, Stats};
+use crate::tensors::current_stream;
 
 /// Set to 1: every gradient is copied into its bucket, none is reduced where it was born.
 const COPY: &str = "FLOW_DDP_COPY";
@@ -53,7 +55,7 @@ pub(crate) struct Options {
 pub(crate) struct Reducer {
     group: ProcessGroup,
     options: Options,
-    progress: Progress,
+    means: Means,
     in_place: bool,
     state: Mutex<State>,
 }
@@ -84,18 +86,24 @@ struct State {
     /// All ranks have met for that: the group is of no more use.
     failed: bool,
     stats: Stats,
+    /// On a GPU: where the last backward that reduced gradients ended on libtorch's stream, without reductions and with.
+    ends: Option<[Event; 2]>,
 }
 
 impl Reducer {
     /// `group` is the reducer's own: nothing else uses it.
     pub fn new(
         group: ProcessGroup,
+        cuda: Option<Arc<CudaGroup>>,
         parameters: Vec<Parameter>,
         frozen: Vec<Parameter>,
         options: Options,
     ) -> Result<Arc<Self>> {
         let model = |reason| Error::Model { rank: job_rank(&group), reason };
-        let progress = Progress::choose(&group, group.world_size()).map_err(model)?;
+        let means = match cuda {
+            Some(cuda) => Means::Cuda(cuda),
+            None => Means::Cpu(Arc::new(Progress::choose(&group, group.world_size()).map_err(model)?)),
+        };
         let order: Vec<usize> = (0..parameters.len()).rev().collect();
         let count = parameters.len();
         let mut state = State {
@@ -115,10 +123,11 @@ impl Reducer {
             failing: false,
             failed: false,
             stats: Stats::default(),
+            ends: None,
         };
-        state.build(&group, options, &order)?;
+        state.build(&group, &means, options, &order)?;
         let in_place = std::env::var_os(COPY).is_none_or(|v| v != "1");
-        Ok(Arc::new(Self { group, options, progress, in_place, state: Mutex::new(state) }))
+        Ok(Arc::new(Self { group, options, means, in_place, state: Mutex::new(state) }))
     }
 
     /// Hooks of all parameters: dropped, they are gone from the model.
@@ -148,10 +157,13 @@ impl Reducer {
     /// Makes the next backward fail, on all ranks.
     pub fn abort(&self, cause: &str) {
         self.group.abort(cause);
+        if let Some(cuda) = self.means.cuda() {
+            cuda.abort(cause);
+        }
     }
 
     pub fn stats(&self) -> Stats {
-        self.state().stats.clone()
+        self.state().timed_stats()
     }
 
     /// Called by libtorch when `.grad` of a parameter is final.
@@ -164,6 +176,9 @@ impl Reducer {
         if !state.running {
             if state.failed {
                 self.group.barrier()?; // says why, at once
+            }
+            if let Some(cuda) = self.means.cuda() {
+                self.tolerate(&mut state, |_, _| cuda.check())?;
             }
             state.begin();
             // Unlocked: if the callback is refused it is dropped, and locks the state for that.
@@ -197,14 +212,14 @@ impl Reducer {
         let (bucket, slot) = state.places[index];
         // Memory that backward will yet read must stay as it is.
         let in_place = self.in_place && flow_autograd::owns_grad(tensor);
-        if state.buckets[bucket].take(slot, &gradient, in_place) {
+        if state.buckets[bucket].take(slot, &gradient, in_place)? {
             state.in_place_bytes[bucket] += gradient.numel() * gradient.kind().elt_size_in_bytes();
-        } else if self.options.bucket_view {
+        } else if self.options.bucket_view && self.means.cuda().is_none() {
             self.alias(state, index)?;
         }
         self.tolerate(state, |reducer, state| {
             reducer.launch(state)?;
-            reducer.progress.advance()
+            reducer.means.advance()
         })
     }
 
@@ -221,8 +236,8 @@ impl Reducer {
 
     /// Launches the ready buckets whose turn it is.
     fn launch(&self, state: &mut State) -> flow_comm::Result<()> {
-        while let Some(bucket) = state.buckets.get(state.next).filter(|b| b.pending == 0) {
-            if !self.progress.post(&bucket.segments)? {
+        while let Some(bucket) = state.buckets.get_mut(state.next).filter(|b| b.pending == 0) {
+            if !bucket.post()? {
                 break;
             }
             state.next += 1;
@@ -266,6 +281,7 @@ impl Reducer {
     /// Returns the parameters without a gradient.
     fn finish_buckets(&self, state: &mut State) -> Result<Vec<usize>> {
         let backward_end = Instant::now();
+        self.mark(state, 0)?;
         let missing: Vec<usize> = (0..state.arrived.len()).filter(|&i| !state.arrived[i]).collect();
         let mut finished = Vec::new();
         if !missing.is_empty() && !self.options.find_unused {
@@ -275,22 +291,24 @@ impl Reducer {
             let (bucket, slot) = state.places[index];
             let gradient = state.parameters[index].tensor.grad();
             if gradient.defined() {
-                if self.options.bucket_view {
+                if self.options.bucket_view || self.means.cuda().is_some() {
                     let apart = gradient.copy();
                     flow_autograd::set_grad(&state.parameters[index].tensor, Some(&apart))
                         .map_err(|e| self.torch("backward", e.to_string()))?;
                 }
                 // What earlier backwards under no_sync have left counts; it must not change before all agree.
-                state.buckets[bucket].take(slot, &gradient, false);
+                state.buckets[bucket].take(slot, &gradient, false)?;
             } else {
-                state.buckets[bucket].take_zeros(slot);
+                state.buckets[bucket].take_zeros(slot)?;
             }
         }
         let mut used: Vec<u8> = state.used.iter().map(|&used| u8::from(used)).collect();
         self.tolerate(state, |reducer, state| {
             loop {
                 reducer.launch(state)?;
-                finished.extend(reducer.progress.finish()?);
+                if let Means::Cpu(progress) = &reducer.means {
+                    finished.extend(progress.finish()?);
+                }
                 if state.next == state.buckets.len() {
                     break;
                 }
@@ -303,12 +321,29 @@ impl Reducer {
         if state.failing {
             return Err(self.missing_gradients(state, &missing));
         }
+        if let Some(cuda) = self.means.cuda() {
+            cuda.join(&current_stream(&self.group, cuda)?)?;
+        }
         for (index, _) in used.iter().enumerate().filter(|(_, used)| **used != 0) {
             self.write_back(state, index)?;
         }
         state.used.fill(false);
+        self.mark(state, 1)?;
         state.record(&finished, backward_end);
         Ok(missing)
+    }
+
+    /// On a GPU: marks where libtorch's stream is at the end of backward, before (0) and after (1) it waits for the
+    /// reductions.
+    fn mark(&self, state: &mut State, which: usize) -> Result<()> {
+        let Some(cuda) = self.means.cuda() else { return Ok(()) };
+        let stream = current_stream(&self.group, cuda)?;
+        let device = |error: flow_comm::nccl::DeviceError| self.torch("backward", error.to_string());
+        if state.ends.is_none() {
+            state.ends =
+                Some([Event::timed(cuda.device()).map_err(device)?, Event::timed(cuda.device()).map_err(device)?]);
+        }
+        state.ends.iter().try_for_each(|ends| ends[which].record(&stream)).map_err(device)
     }
 
     /// Brings a reduced gradient that was copied home to `.grad`.
@@ -317,6 +352,13 @@ impl Reducer {
         let Some(place) = state.buckets[bucket].result(slot) else { return Ok(()) };
         let parameter = &state.parameters[index];
         let mut gradient = parameter.tensor.grad();
+        if state.buckets[bucket].gives_gradients() {
+            if flow_autograd::data_ptr(&gradient) == flow_autograd::data_ptr(place) {
+                return Ok(());
+            }
+            return flow_autograd::set_grad(&parameter.tensor, Some(place))
+                .map_err(|e| self.torch("backward", e.to_string()));
+        }
         if !gradient.defined() {
             let fresh = if self.options.bucket_view && place.kind() == parameter.kind {
                 place.shallow_clone()
@@ -356,7 +398,7 @@ impl Reducer {
         // A rank that went on and failed would else take from slower ones what this backward has done.
         self.group.barrier()?;
         let order: Vec<usize> = order.into_iter().map(|i| i as usize).collect();
-        state.build(&self.group, self.options, &order)
+        state.build(&self.group, &self.means, self.options, &order)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -378,7 +420,7 @@ impl State {
         self.in_place_bytes.fill(0);
     }
 
-    fn build(&mut self, group: &ProcessGroup, options: Options, order: &[usize]) -> Result<()> {
+    fn build(&mut self, group: &ProcessGroup, means: &Means, options: Options, order: &[usize]) -> Result<()> {
         let mut kinds: Vec<Kind> = Vec::new();
         let items: Vec<Item> = self
             .parameters
@@ -402,7 +444,7 @@ impl State {
             for (slot, &member) in members.iter().enumerate() {
                 self.places[member] = (number, slot);
             }
-            self.buckets.push(Bucket::new(group, number, members, &self.parameters, options.communication)?);
+            self.buckets.push(Bucket::new(group, means, number, members, &self.parameters, options.communication)?);
         }
         self.in_place_bytes = vec![0; self.buckets.len()];
         Ok(())
@@ -415,7 +457,7 @@ impl State {
             let done = done.get(&(number as u32)).copied().unwrap_or(end);
             let (ready_to_done, behind_backward) = times(bucket.ready.unwrap_or(done), done, backward_end);
             BucketStats {
-                bytes: bucket.segments.bytes(),
+                bytes: bucket.bytes(),
                 parameters: bucket.members.iter().map(|&m| self.parameters[m].name.clone()).collect(),
                 in_place: self.in_place_bytes[number],
                 ready_to_done,
@@ -425,6 +467,19 @@ impl State {
         self.stats.buckets = self.buckets.iter().enumerate().map(bucket).collect();
         self.stats.backwards += 1;
         self.stats.exposed = end - backward_end;
+    }
+
+    /// What is known of the last backward. On a GPU, times are the device's: asking for them waits for it.
+    fn timed_stats(&self) -> Stats {
+        let mut stats = self.stats.clone();
+        let Some([before, after]) = self.ends.as_ref().filter(|_| stats.backwards > 0) else { return stats };
+        for (told, bucket) in stats.buckets.iter_mut().zip(&self.buckets) {
+            if let Some((ready_to_done, behind_backward)) = bucket.times(before) {
+                (told.ready_to_done, told.behind_backward) = (ready_to_done, behind_backward);
+            }
+        }
+        stats.exposed = after.synchronize().and_then(|()| after.since(before)).unwrap_or_default();
+        stats
     }
 }
 

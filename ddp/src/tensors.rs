@@ -1,14 +1,28 @@
 //! Collectives on tensors.
 
+use std::sync::Arc;
+
+use flow_autograd::CudaTensor;
+use flow_comm::nccl::CudaGroup;
 use flow_comm::{Buffer, DType, ProcessGroup, ReduceOp, SharedBuffer};
 use tch::{Device, Tensor};
 
+use crate::device::{choose, DeviceKind};
 use crate::error::{job_rank, Error, Result};
 
-/// What a process group does with tensors. CPU tensors that are contiguous are worked on where they are, others
-/// through a contiguous copy.
+/// What a process group does with tensors, which are on the CPU or on this rank's GPU, the same on all ranks.
+///
+/// Tensors that are contiguous are worked on where they are, others through a contiguous copy. Operations on GPUs are
+/// enqueued in the order of libtorch's current stream, as its own are.
 pub trait TensorCollectives {
-    /// The device this rank computes on.
+    /// Chooses what ranks compute on: for [`DeviceKind::Cuda`], each the GPU of its local rank (LOCAL_RANK), counted
+    /// among those that CUDA_VISIBLE_DEVICES leaves. All ranks call this, before anything else is done with tensors.
+    ///
+    /// # Errors
+    ///
+    /// On all ranks, if one cannot have its device: more ranks than GPUs, a libtorch without CUDA, no driver.
+    fn use_device(&self, kind: DeviceKind) -> Result<Device>;
+    /// The device this rank computes on: the CPU, unless [`TensorCollectives::use_device`] chose a GPU.
     fn device(&self) -> Device;
     /// Reduces `tensor` element by element over all ranks, in place.
     fn all_reduce_tensor(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()>;
@@ -19,38 +33,80 @@ pub trait TensorCollectives {
 }
 
 impl TensorCollectives for ProcessGroup {
+    fn use_device(&self, kind: DeviceKind) -> Result<Device> {
+        choose(self, kind)
+    }
+
     fn device(&self) -> Device {
-        Device::Cpu
+        self.cuda_device().map_or(Device::Cpu, |device| Device::Cuda(device.ordinal()))
     }
 
     fn all_reduce_tensor(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {
-        in_place(self, tensor, "all_reduce", |memory| self.all_reduce(memory, op))
+        let operation = "all_reduce";
+        in_place(tensor, |contiguous| match cuda_group(self, contiguous)? {
+            Some(cuda) => {
+                let mut memory = CudaTensor::new(contiguous).map_err(torch(self, operation))?;
+                Ok(cuda.all_reduce(&mut memory, op, &current_stream(self, &cuda)?)?)
+            }
+            None => Ok(self.all_reduce(&mut Memory::new(self, operation, contiguous)?, op)?),
+        })
     }
 
     fn broadcast_tensor(&self, tensor: &mut Tensor, root: usize) -> Result<()> {
-        in_place(self, tensor, "broadcast", |memory| self.broadcast(memory, root))
+        let operation = "broadcast";
+        in_place(tensor, |contiguous| match cuda_group(self, contiguous)? {
+            Some(cuda) => {
+                let memory = CudaTensor::new(contiguous).map_err(torch(self, operation))?;
+                Ok(cuda.broadcast(&mut [memory], root, &current_stream(self, &cuda)?)?)
+            }
+            None => Ok(self.broadcast(&mut Memory::new(self, operation, contiguous)?, root)?),
+        })
     }
 
     fn all_gather_tensor(&self, tensor: &Tensor) -> Result<Tensor> {
-        let input = Memory::new(self, "all_gather", tensor.contiguous())?;
+        let operation = "all_gather";
+        let tensor = tensor.contiguous();
         let shape: Vec<i64> = std::iter::once(self.world_size() as i64).chain(tensor.size()).collect();
-        let output = Tensor::empty(shape, (tensor.kind(), Device::Cpu));
-        let mut output = Memory::new(self, "all_gather", output)?;
-        self.all_gather(&input, &mut output)?;
-        Ok(output.tensor)
+        let output = Tensor::empty(shape, (tensor.kind(), tensor.device()));
+        match cuda_group(self, &tensor)? {
+            Some(cuda) => {
+                let input = CudaTensor::new(&tensor).map_err(torch(self, operation))?;
+                let mut memory = CudaTensor::new(&output).map_err(torch(self, operation))?;
+                cuda.all_gather(&input, &mut memory, &current_stream(self, &cuda)?)?;
+            }
+            None => {
+                let input = Memory::new(self, operation, &tensor)?;
+                self.all_gather(&input, &mut Memory::new(self, operation, &output)?)?;
+            }
+        }
+        Ok(output)
     }
 }
 
-fn in_place(
-    group: &ProcessGroup,
-    tensor: &mut Tensor,
-    operation: &'static str,
-    run: impl FnOnce(&mut Memory) -> flow_comm::Result<()>,
-) -> Result<()> {
-    let mut memory = Memory::new(group, operation, tensor.detach().contiguous())?;
-    run(&mut memory)?;
-    if flow_autograd::data_ptr(&memory.tensor) != flow_autograd::data_ptr(tensor) {
-        tch::no_grad(|| tensor.copy_(&memory.tensor));
+/// The group's collectives on the tensor's GPU; None for a tensor that is not on one.
+pub(crate) fn cuda_group(group: &ProcessGroup, tensor: &Tensor) -> Result<Option<Arc<CudaGroup>>> {
+    match tensor.device() {
+        Device::Cuda(ordinal) => Ok(Some(group.nccl(ordinal)?)),
+        _ => Ok(None),
+    }
+}
+
+/// libtorch's stream on the group's GPU.
+pub(crate) fn current_stream(group: &ProcessGroup, cuda: &CudaGroup) -> Result<flow_comm::nccl::Stream> {
+    flow_autograd::current_stream(cuda.device()).map_err(torch(group, "finding libtorch's stream"))
+}
+
+fn torch(group: &ProcessGroup, operation: &'static str) -> impl Fn(flow_autograd::Error) -> Error {
+    let rank = job_rank(group);
+    move |error| Error::Torch { rank, operation, reason: error.to_string() }
+}
+
+/// Has `run` work on the tensor itself, or on a contiguous copy of it.
+fn in_place(tensor: &mut Tensor, run: impl FnOnce(&Tensor) -> Result<()>) -> Result<()> {
+    let contiguous = tensor.detach().contiguous();
+    run(&contiguous)?;
+    if flow_autograd::data_ptr(&contiguous) != flow_autograd::data_ptr(tensor) {
+        tch::no_grad(|| tensor.copy_(&contiguous));
     }
     Ok(())
 }
@@ -62,12 +118,15 @@ struct Memory {
 }
 
 impl Memory {
-    fn new(group: &ProcessGroup, operation: &'static str, tensor: Tensor) -> Result<Self> {
-        let fail = |reason| Error::Torch { rank: job_rank(group), operation, reason };
-        flow_autograd::bytes(&tensor).map_err(|e| fail(e.to_string()))?;
-        let kind = tensor.kind();
-        let dtype = flow_autograd::dtype(kind).ok_or_else(|| fail(format!("tensors of {kind:?} cannot be sent")))?;
-        Ok(Self { tensor, dtype })
+    fn new(group: &ProcessGroup, operation: &'static str, tensor: &Tensor) -> Result<Self> {
+        flow_autograd::bytes(tensor).map_err(torch(group, operation))?;
+        let unknown = || Error::Torch {
+            rank: job_rank(group),
+            operation,
+            reason: format!("tensors of {:?} cannot be sent", tensor.kind()),
+        };
+        let dtype = flow_autograd::dtype(tensor.kind()).ok_or_else(unknown)?;
+        Ok(Self { tensor: tensor.shallow_clone(), dtype })
     }
 }
 
@@ -89,45 +148,65 @@ impl Buffer for Memory {
 /// Broadcasts many small tensors in one collective.
 pub(crate) struct CoalescedBroadcast {
     tensors: Vec<Tensor>,
+    /// For tensors on the CPU, which all have a place in it.
     memory: SharedBuffer<u8>,
+    cuda: Option<Arc<CudaGroup>>,
 }
 
 impl CoalescedBroadcast {
+    /// All tensors are on the same device.
     pub fn new(group: &ProcessGroup, tensors: Vec<Tensor>) -> Result<Self> {
-        let bytes = tensors.iter().map(size_in_bytes).sum();
-        Ok(Self { tensors, memory: group.alloc_shared(bytes)? })
+        let cuda = match tensors.first().filter(|_| group.world_size() > 1) {
+            Some(tensor) => cuda_group(group, tensor)?,
+            None => None,
+        };
+        let bytes = if cuda.is_some() { 0 } else { tensors.iter().map(size_in_bytes).sum() };
+        Ok(Self { tensors, memory: group.alloc_shared(bytes)?, cuda })
     }
 
     pub fn is_empty(&self) -> bool {
         self.tensors.is_empty()
     }
 
-    /// Gives all ranks the root's values. Costs a copy on each side; the transfer itself is one.
+    /// Gives all ranks the root's values. On the CPU that costs a copy on each side; the transfer itself is one.
     pub fn run(&mut self, group: &ProcessGroup, root: usize) -> Result<()> {
-        let fail = |e: flow_autograd::Error| Error::Torch {
-            rank: job_rank(group),
-            operation: "broadcasting tensors",
-            reason: e.to_string(),
-        };
+        let contiguous: Vec<Tensor> = self.tensors.iter().map(|tensor| tensor.detach().contiguous()).collect();
+        match &self.cuda {
+            Some(cuda) => {
+                let fail = torch(group, "broadcasting tensors");
+                let memory = contiguous.iter().map(CudaTensor::as_bytes).collect::<Result<Vec<_>, _>>();
+                cuda.broadcast(&mut memory.map_err(fail)?, root, &current_stream(group, cuda)?)?;
+            }
+            None => self.run_shared(group, root, &contiguous)?,
+        }
+        if group.rank() != root {
+            for (tensor, contiguous) in self.tensors.iter_mut().zip(&contiguous) {
+                if flow_autograd::data_ptr(contiguous) != flow_autograd::data_ptr(tensor) {
+                    tch::no_grad(|| tensor.copy_(contiguous));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn run_shared(&mut self, group: &ProcessGroup, root: usize, tensors: &[Tensor]) -> Result<()> {
+        let fail = torch(group, "broadcasting tensors");
         let mut end = 0;
         if group.rank() == root {
-            for tensor in &self.tensors {
-                let tensor = tensor.detach().contiguous();
-                let bytes = flow_autograd::bytes(&tensor).map_err(fail)?;
+            for tensor in tensors {
+                let bytes = flow_autograd::bytes(tensor).map_err(&fail)?;
                 self.memory[end..end + bytes.len()].copy_from_slice(bytes);
                 end += bytes.len();
             }
-            group.broadcast(&mut self.memory, root)?;
-            return Ok(());
         }
         group.broadcast(&mut self.memory, root)?;
-        for tensor in &mut self.tensors {
-            let mut target = tensor.detach().contiguous();
-            let bytes = flow_autograd::bytes_mut(&mut target).map_err(fail)?;
-            bytes.copy_from_slice(&self.memory[end..end + bytes.len()]);
-            end += bytes.len();
-            if flow_autograd::data_ptr(&target) != flow_autograd::data_ptr(tensor) {
-                tch::no_grad(|| tensor.copy_(&target));
+        if group.rank() != root {
+            end = 0;
+            for tensor in tensors {
+                let mut target = tensor.shallow_clone();
+                let bytes = flow_autograd::bytes_mut(&mut target).map_err(&fail)?;
+                bytes.copy_from_slice(&self.memory[end..end + bytes.len()]);
+                end += bytes.len();
             }
         }
         Ok(())

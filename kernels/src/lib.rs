@@ -4,6 +4,7 @@
 //! All of them give the same bits: sums are taken in the order of the sources and nothing is fused (only which NaN a
 //! result is, where several came in, is left open).
 
+pub mod cuda;
 mod number;
 mod reduce;
 mod types;

@@ -3,10 +3,11 @@
 mod arguments;
 mod asynchronous;
 mod buckets;
+mod cuda;
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use flow_kernels::{Element, ReduceOp};
@@ -20,6 +21,7 @@ use crate::shm::world::World;
 use crate::shm::Control;
 
 use asynchronous::{Lane, Workers};
+use cuda::Cuda;
 
 /// How long ranks wait for each other unless `FLOW_TIMEOUT` (in seconds) or [`ProcessGroup::set_timeout`] says
 /// otherwise: as long as PyTorch's CPU groups do.
@@ -45,6 +47,7 @@ pub struct ProcessGroup {
 struct Inner {
     // Before `engine`: their threads must end first.
     workers: Workers,
+    cuda: Mutex<Cuda>,
     engine: Arc<Engine>,
     local_rank: usize,
 }
@@ -66,11 +69,13 @@ impl ProcessGroup {
         let timeout = timeout.min(MAX_TIMEOUT);
         let world = Arc::new(World::join(membership, timeout)?);
         let (control, ranks) = (world.root_control(), (0..world.size).collect());
-        Ok(Self::of(Engine::new(world, control, None, ranks, timeout), membership.local_rank))
+        let engine = Arc::new(Engine::new(world, control, None, ranks, timeout));
+        Ok(Self::of(engine, membership.local_rank, Cuda::default()))
     }
 
-    fn of(engine: Engine, local_rank: usize) -> Self {
-        Self { inner: Arc::new(Inner { workers: Workers::default(), engine: Arc::new(engine), local_rank }) }
+    fn of(engine: Arc<Engine>, local_rank: usize, cuda: Cuda) -> Self {
+        let (workers, cuda) = (Workers::default(), Mutex::new(cuda));
+        Self { inner: Arc::new(Inner { workers, cuda, engine, local_rank }) }
     }
 
     /// This process' number in the group.
@@ -131,13 +136,13 @@ impl ProcessGroup {
             let reason = format!("the shared memory region of rank {} is full", engine.ranks[first]);
             return Err(self.system("new_group", reason));
         }
-        if !members.contains(&self.rank()) {
-            return Ok(None);
-        }
-        let control = Control::attach(Arc::clone(&engine.world.arena), offset as usize, members.len());
-        let global = members.iter().map(|&r| engine.ranks[r]).collect();
-        let engine = Engine::new(Arc::clone(&engine.world), control, block, global, self.timeout());
-        Ok(Some(Self::of(engine, self.inner.local_rank)))
+        let member = members.contains(&self.rank()).then(|| {
+            let control = Control::attach(Arc::clone(&engine.world.arena), offset as usize, members.len());
+            let global = members.iter().map(|&r| engine.ranks[r]).collect();
+            Arc::new(Engine::new(Arc::clone(&engine.world), control, block, global, self.timeout()))
+        });
+        let cuda = self.split_cuda(member.as_ref())?;
+        Ok(member.map(|engine| Self::of(engine, self.inner.local_rank, cuda)))
     }
 
     /// A group of the same ranks with collectives of its own, which do not mix with this one's.

@@ -334,6 +334,12 @@ impl Engine {
         error
     }
 
+    /// The other members that have left the group or ended.
+    pub fn gone(&self) -> Vec<usize> {
+        let ended = self.world.ended(&self.ranks, Duration::ZERO);
+        self.ranks_where(|r| r != self.rank && (self.has_left(r) || ended.contains(&self.ranks[r])))
+    }
+
     pub fn has_left(&self, rank: usize) -> bool {
         self.control.rank(rank).left.load(Ordering::SeqCst) != 0
     }

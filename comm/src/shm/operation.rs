@@ -21,10 +21,11 @@ pub enum Kind {
     Barrier,
     NewGroup,
     Send,
+    Recv,
 }
 
 impl Kind {
-    const ALL: [Kind; 11] = [
+    const ALL: [Kind; 12] = [
         Kind::AllReduce,
         Kind::Reduce,
         Kind::Broadcast,
@@ -36,6 +37,7 @@ impl Kind {
         Kind::Barrier,
         Kind::NewGroup,
         Kind::Send,
+        Kind::Recv,
     ];
 
     pub fn name(self) -> &'static str {
@@ -51,6 +53,7 @@ impl Kind {
             Kind::Barrier => "barrier",
             Kind::NewGroup => "new_group",
             Kind::Send => "send",
+            Kind::Recv => "recv",
         }
     }
 

@@ -243,6 +243,11 @@ impl World {
         graveyard.retain(|(_, control)| control.header().attached.load(Ordering::SeqCst) != 0);
     }
 
+    /// The rendezvous store; None for a process alone.
+    pub fn store(&self) -> Option<&Store> {
+        self.store.as_ref()
+    }
+
     /// Which of `ranks` have ended, or the first that do within `time`.
     pub fn ended(&self, ranks: &[usize], time: Duration) -> Vec<usize> {
         let watched: Vec<(usize, &OwnedFd)> =

@@ -12,13 +12,14 @@ use std::time::Instant;
 use anyhow::{ensure, Context, Result};
 use clap::Parser;
 use flow_ddp::{
-    DataLoader, Dataset, Ddp, DistributedSampler, ProcessGroup, ReduceOp, TensorCollectives, TryBackwardStep,
+    DataLoader, Dataset, Ddp, DeviceKind, DistributedSampler, ProcessGroup, ReduceOp, TensorCollectives,
+    TryBackwardStep,
 };
 use flow_examples::fashion::{self, Split};
 use indicatif::{ProgressBar, ProgressStyle};
 use tch::nn::init::{FanInOut, Init, NonLinearity, NormalOrUniform};
 use tch::nn::{self, ModuleT, OptimizerConfig, SequentialT};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 /// Rows and columns of an image.
 const SIDE: usize = 28;
@@ -50,6 +51,9 @@ struct Args {
     /// Stop after so many steps
     #[arg(long, value_name = "N", default_value_t = usize::MAX, hide_default_value = true)]
     steps: usize,
+    /// cpu, or cuda: a GPU for each rank
+    #[arg(long, default_value = "cpu")]
+    device: DeviceKind,
     /// Threads per rank that load images
     #[arg(long, value_name = "N", default_value_t = 1)]
     workers: usize,
@@ -76,6 +80,7 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<()> {
     let group = ProcessGroup::from_env()?;
+    let device = group.use_device(args.device)?;
     let first = group.rank() == 0;
     if let Some(file) = args.losses.as_ref().filter(|_| first) {
         // Now, rather than when all the work is done.
@@ -84,7 +89,7 @@ fn run(args: &Args) -> Result<()> {
     let (train, test) = load(&args.data.clone().unwrap_or_else(fashion::default_folder))?;
 
     tch::manual_seed(args.seed.into());
-    let vs = nn::VarStore::new(group.device());
+    let vs = nn::VarStore::new(device);
     let model = Ddp::new(lenet(&vs.root()), &vs, &group)?;
     let mut optimizer = nn::sgd(args.momentum, 0.0, 0.0, false).build(&vs, args.lr)?;
     let mut sampler = DistributedSampler::new(train.len(), &group).seed(args.seed.into());
@@ -98,7 +103,7 @@ fn run(args: &Args) -> Result<()> {
         let loader = DataLoader::new(&train, &sampler, args.batch_size.get()).workers(args.workers);
         let progress = Progress::new(first, epoch, batches);
         for batch in loader.into_iter().take(steps - before) {
-            let (images, labels) = batch?;
+            let (images, labels) = on(device, batch?);
             optimizer.set_lr(args.lr * schedule(losses.len(), steps));
             let loss = model.forward_t(&images, true).cross_entropy_for_logits(&labels);
             optimizer.try_backward_step(&loss)?;
@@ -140,6 +145,10 @@ fn lenet(path: &nn::Path) -> SequentialT {
         .add(nn::linear(path / "dense2", 512, fashion::CLASSES as i64, dense))
 }
 
+fn on(device: Device, (images, labels): (Tensor, Tensor)) -> (Tensor, Tensor) {
+    (images.to(device), labels.to(device))
+}
+
 /// The learning rate's way, as a part of its peak: up in a straight line during the first fifth of all steps, then down.
 fn schedule(step: usize, steps: usize) -> f64 {
     let place = (step + 1) as f64 / (steps + 1) as f64;
@@ -153,7 +162,7 @@ fn accuracy(model: &Ddp<SequentialT>, images: &Arc<Images>, workers: usize) -> R
     let sampler = DistributedSampler::new(images.len(), model.group()).shuffle(false).pad(false);
     let mut correct = [0];
     for batch in DataLoader::new(images, &sampler, 250).workers(workers) {
-        let (images, labels) = batch?;
+        let (images, labels) = on(model.group().device(), batch?);
         let classes = model.forward_t(&images, false).argmax(1, false);
         correct[0] += classes.eq_tensor(&labels).sum(Kind::Int64).int64_value(&[]);
     }

@@ -1,10 +1,20 @@
 //! OneFlow's documented data-parallel example: y = x w by gradient descent on two ranks.
 //!
 //!     flow-launch --nproc_per_node 2 train
+//!     flow-launch --nproc_per_node 2 train --device cuda
 
-use flow_ddp::{Ddp, ProcessGroup, TensorCollectives};
+use clap::Parser;
+use flow_ddp::{Ddp, DeviceKind, ProcessGroup, TensorCollectives};
 use tch::nn::{self, Module, OptimizerConfig};
 use tch::Tensor;
+
+/// Fits y = x w on two ranks.
+#[derive(Parser)]
+struct Args {
+    /// cpu, or cuda: a GPU for each rank
+    #[arg(long, default_value = "cpu")]
+    device: DeviceKind,
+}
 
 #[derive(Debug)]
 struct Model {
@@ -21,15 +31,17 @@ fn main() -> anyhow::Result<()> {
     // OneFlow's digits come from an update without fused multiply-add; libtorch's fastest kernels fuse.
     std::env::set_var("ATEN_CPU_CAPABILITY", "default");
 
+    let args: Args = flow_examples::arguments::parse();
     let group = ProcessGroup::from_env()?;
+    let device = group.use_device(args.device)?;
     let (x, y): ([[f32; 2]; 2], [[f32; 1]; 2]) = match group.rank() {
         0 => ([[1., 2.], [2., 3.]], [[8.], [13.]]),
         1 => ([[4., 6.], [3., 1.]], [[26.], [9.]]),
         rank => anyhow::bail!("rank {rank}: this example has data for two ranks; run it with --nproc_per_node 2"),
     };
-    let (x, y) = (Tensor::from_slice2(&x), Tensor::from_slice2(&y));
+    let (x, y) = (Tensor::from_slice2(&x).to(device), Tensor::from_slice2(&y).to(device));
 
-    let vs = nn::VarStore::new(group.device());
+    let vs = nn::VarStore::new(device);
     let w = vs.root().zeros("w", &[2, 1]);
     let model = Ddp::new(Model { w }, &vs, &group)?;
     let mut optimizer = nn::Sgd::default().build(&vs, 0.01)?;

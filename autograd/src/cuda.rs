@@ -1,0 +1,131 @@
+//! CUDA tensors and streams, as NCCL and CUDA kernels know them.
+//!
+//! The program is linked with the CPU part of libtorch only; the CUDA part is loaded when it is asked for.
+
+use std::sync::Arc;
+
+use flow_kernels::cuda::{Device, DeviceBuffer, Stream};
+use flow_kernels::DType;
+use tch::{Cuda, Kind, Tensor};
+
+use crate::ffi;
+use crate::memory::{check_fit, memory, tensor_over};
+use crate::Error;
+
+/// Loads the CUDA part of libtorch if it is not there yet. To be called before anything else is done with tensors:
+/// libtorch decides once for all whether it has CUDA, when it is first asked something that depends on it.
+///
+/// Returns the number of GPUs that libtorch sees.
+///
+/// # Errors
+///
+/// libtorch is one without CUDA, its libraries do not load, or it has decided already.
+pub fn load_cuda() -> Result<usize, Error> {
+    // SAFETY: there are no arguments; constructors of libtorch's own library run.
+    unsafe { ffi::check("load_cuda", ffi::flow_load_cuda()) }.map_err(|error| {
+        Error::NoCuda(format!("{error}; scripts/setup --cuda gets a libtorch with CUDA, or set LIBTORCH to one"))
+    })?;
+    let (found, seen) = (Device::count().map_err(|error| Error::NoCuda(error.to_string()))?, Cuda::device_count());
+    match usize::try_from(seen) {
+        Ok(seen) if seen > 0 || found == 0 => Ok(seen),
+        _ => Err(Error::NoCuda(format!(
+            "the driver has {found} GPUs and libtorch none: choose the device before any other use of tch, and see that \
+             the driver is new enough for this libtorch"
+        ))),
+    }
+}
+
+/// The stream on which libtorch, called by this thread, works on `device` at present.
+///
+/// # Errors
+///
+/// The CUDA part of libtorch is not loaded.
+pub fn current_stream(device: &Arc<Device>) -> Result<Stream, Error> {
+    let mut handle = std::ptr::null_mut();
+    // SAFETY: `handle` is writable.
+    unsafe { ffi::check("current_stream", ffi::flow_current_stream(device.ordinal() as i32, &mut handle))? };
+    // SAFETY: libtorch's streams, on the primary context as `device` is, are never destroyed.
+    Ok(unsafe { Stream::borrowed(device, handle) })
+}
+
+/// A contiguous CUDA tensor as a buffer of collectives and kernels.
+#[derive(Debug)]
+pub struct CudaTensor {
+    tensor: Tensor,
+    address: u64,
+    bytes: usize,
+    dtype: DType,
+}
+
+impl CudaTensor {
+    /// Shares the tensor's memory. As with CPU tensors, nobody may use it through another tensor while an operation
+    /// works on it, but in the order of the stream that the operation was given.
+    ///
+    /// # Errors
+    ///
+    /// The tensor is not on a GPU, not contiguous, or of a kind that collectives do not know.
+    pub fn new(tensor: &Tensor) -> Result<Self, Error> {
+        let unknown = || Error::UnfitMemory(format!("tensors of {:?} cannot be sent", tensor.kind()));
+        Ok(Self { dtype: crate::dtype(tensor.kind()).ok_or_else(unknown)?, ..Self::as_bytes(tensor)? })
+    }
+
+    /// As [`CudaTensor::new`], for any kind of tensor: a buffer of bytes.
+    ///
+    /// # Errors
+    ///
+    /// The tensor is not on a GPU, or not contiguous.
+    pub fn as_bytes(tensor: &Tensor) -> Result<Self, Error> {
+        let memory = memory(tensor);
+        if !memory.on_cuda || !memory.dense_contiguous {
+            return Err(Error::UnfitMemory(format!(
+                "a tensor on {:?} of shape {:?} is not contiguous memory of a GPU",
+                tensor.device(),
+                tensor.size()
+            )));
+        }
+        Ok(Self {
+            tensor: tensor.shallow_clone(),
+            address: memory.data.map_or(0, |data| data.as_ptr() as u64),
+            bytes: memory.bytes,
+            dtype: DType::U8,
+        })
+    }
+
+    /// The tensor itself.
+    pub fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+}
+
+// SAFETY: a contiguous CUDA tensor's memory is `bytes` from `address`; the tensor keeps it, and libtorch's allocator
+// hands it out again in the order of the stream that it was allocated for.
+unsafe impl DeviceBuffer for CudaTensor {
+    fn address(&self) -> u64 {
+        self.address
+    }
+
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+}
+
+/// A contiguous tensor in device memory, which is dropped when the last tensor that uses it is gone.
+///
+/// # Errors
+///
+/// The memory is too small for the shape, or not aligned for the kind.
+pub fn tensor_on(
+    device: &Device,
+    memory: impl DeviceBuffer + Send + 'static,
+    shape: &[i64],
+    kind: Kind,
+) -> Result<Tensor, Error> {
+    check_fit(memory.address() as usize, memory.bytes(), shape, kind)?;
+    let data = memory.address() as *mut u8;
+    // SAFETY: there is room for the shape on the device, and the owner keeps it.
+    unsafe { tensor_over(data, shape, kind, tch::Device::Cuda(device.ordinal()), memory) }
+}

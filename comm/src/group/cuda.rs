@@ -1,0 +1,100 @@
+//! A group's part on GPUs.
+
+use std::sync::{Arc, PoisonError};
+
+use flow_kernels::cuda::Device;
+
+use super::ProcessGroup;
+use crate::error::Result;
+use crate::nccl::{own_tag, CudaGroup};
+use crate::shm::engine::Engine;
+
+/// Test only: the ranks of a machine share its GPUs. To NCCL each then looks like a host of its own, as it refuses two
+/// ranks on one GPU of a host.
+const SHARE: &str = "FLOW_TEST_SHARE_GPUS";
+
+/// What a group has on GPUs, once it is used there.
+#[derive(Default)]
+pub(super) struct Cuda {
+    device: Option<Arc<Device>>,
+    group: Option<Arc<CudaGroup>>,
+}
+
+impl ProcessGroup {
+    /// Chooses the GPU for this rank: that of its number on the machine ([`ProcessGroup::local_rank`]), counted among
+    /// those that CUDA_VISIBLE_DEVICES leaves. All ranks call this.
+    ///
+    /// # Errors
+    ///
+    /// On all ranks, if one of them has no GPU: how many ranks there are on its machine, and how many GPUs.
+    pub fn use_cuda(&self) -> Result<Arc<Device>> {
+        let share = std::env::var_os(SHARE).is_some_and(|value| value == "1");
+        let (rank, local_rank) = (self.engine().world.rank, self.local_rank());
+        let device = Device::count().map_err(|error| error.to_string()).and_then(|found| {
+            let ordinal = if share && found > 0 { local_rank % found } else { local_rank };
+            if ordinal >= found {
+                let asked = self.engine().world.size;
+                return Err(format!(
+                    "asked for {asked} ranks with a GPU each on this machine, found {found} GPUs: start at most as many \
+                     ranks (--nproc_per_node gpu), or see what CUDA_VISIBLE_DEVICES leaves"
+                ));
+            }
+            Device::open(ordinal).map_err(|error| error.to_string())
+        });
+        if share {
+            std::env::set_var("NCCL_HOSTID", format!("flow-test-{rank}"));
+        }
+        // Nobody goes on if one of them cannot.
+        let mut able = vec![0u8; self.world_size()];
+        self.all_gather(&[u8::from(device.is_ok())], &mut able)?;
+        let device = device.map_err(|reason| self.system("use_cuda", reason))?;
+        if let Some(other) = able.iter().position(|&able| able == 0) {
+            return Err(self.system("use_cuda", format!("rank {} has no GPU", self.ranks()[other])));
+        }
+        let mut cuda = self.inner.cuda.lock().unwrap_or_else(PoisonError::into_inner);
+        cuda.device = Some(Arc::clone(&device));
+        Ok(device)
+    }
+
+    /// The GPU that this rank computes on, if one was chosen.
+    pub fn cuda_device(&self) -> Option<Arc<Device>> {
+        self.inner.cuda.lock().unwrap_or_else(PoisonError::into_inner).device.clone()
+    }
+
+    /// The group's collectives on GPUs. At the first call, which all ranks make, they meet over NCCL, each with its
+    /// GPU `ordinal`.
+    ///
+    /// # Errors
+    ///
+    /// No usable driver, GPU or NCCL, ranks that do not come in time; another GPU than before.
+    pub fn nccl(&self, ordinal: usize) -> Result<Arc<CudaGroup>> {
+        let mut cuda = self.inner.cuda.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(group) = &cuda.group {
+            let used = group.device().ordinal();
+            return match used == ordinal {
+                true => Ok(Arc::clone(group)),
+                false => {
+                    Err(self.argument("nccl", format!("this group uses cuda:{used}, not cuda:{ordinal}: keep to one")))
+                }
+            };
+        }
+        let device = Device::open(ordinal).map_err(|error| self.system("nccl", error.to_string()))?;
+        let mut tag = own_tag();
+        self.broadcast(&mut tag, 0)?;
+        let tag = format!("{}-{}", tag[0], tag[1]);
+        let group = Arc::new(CudaGroup::new(Arc::clone(&self.inner.engine), Arc::clone(&device), &tag)?);
+        cuda.device = Some(device);
+        cuda.group = Some(Arc::clone(&group));
+        Ok(group)
+    }
+
+    /// A sub-group's part, where this group has one. All ranks of this group call this.
+    pub(super) fn split_cuda(&self, member: Option<&Arc<Engine>>) -> Result<Cuda> {
+        let (device, group) = {
+            let cuda = self.inner.cuda.lock().unwrap_or_else(PoisonError::into_inner);
+            (cuda.device.clone(), cuda.group.clone())
+        };
+        let group = group.map(|group| group.split(member)).transpose()?.flatten().map(Arc::new);
+        Ok(Cuda { device, group })
+    }
+}

@@ -1,0 +1,124 @@
+//! A bucket of gradients on a GPU: packed, reduced, and where the optimizer reads them, without the host ever waiting.
+
+use std::sync::Arc;
+
+use flow_kernels::cuda::{DeviceBuffer, Event, Packer, Stream};
+use flow_kernels::{DType, ReduceOp};
+
+use super::group::CudaGroup;
+use super::memory::{FlatMemory, Registration};
+use crate::error::Result;
+use crate::shm::operation::{Kind, Operation};
+
+/// Flat device memory with a place for each gradient of a bucket.
+///
+/// Made by [`CudaGroup::bucket`], reduced by [`CudaGroup::reduce_bucket`].
+pub struct FlatBucket {
+    number: u32,
+    packer: Packer,
+    flat: Place,
+    /// Gradients are of another type than what is communicated.
+    casts: bool,
+    timing: Option<[Arc<Event>; 2]>,
+    _registration: Option<Registration>,
+}
+
+impl FlatBucket {
+    /// Where the reduced gradient of a slot lies, in the type of communication.
+    pub fn place(&self, slot: usize) -> Place {
+        let size = self.flat.dtype.size();
+        let (start, length) = (self.packer.layout().places()[slot], self.packer.layout().lengths()[slot]);
+        Place { start: self.flat.start + start * size, bytes: length * size, ..self.flat.clone() }
+    }
+
+    /// Bytes as communicated, padding included.
+    pub fn bytes(&self) -> usize {
+        self.flat.bytes
+    }
+
+    /// When the last reduction became possible, and when it was over.
+    pub fn timing(&self) -> Option<&[Arc<Event>; 2]> {
+        self.timing.as_ref()
+    }
+}
+
+/// A part of device memory, which it keeps.
+#[derive(Clone)]
+pub struct Place {
+    memory: Arc<FlatMemory>,
+    start: usize,
+    bytes: usize,
+    dtype: DType,
+}
+
+// SAFETY: a place lies within its memory, which it keeps, and which waits for the device before it is freed.
+unsafe impl DeviceBuffer for Place {
+    fn address(&self) -> u64 {
+        self.memory.address() + self.start as u64
+    }
+
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+}
+
+impl CudaGroup {
+    /// Bucket `number`, of gradients of these lengths (in elements) and type, which are communicated as `communication`.
+    ///
+    /// # Errors
+    ///
+    /// Too little device memory; a kernel that cannot be compiled.
+    pub fn bucket(&self, number: u32, gradients: DType, communication: DType, lengths: &[usize]) -> Result<FlatBucket> {
+        let cuda = |error: flow_kernels::cuda::Error| self.system("making a bucket", error.to_string());
+        let packer = Packer::new(self.device(), gradients, communication, lengths).map_err(cuda)?;
+        let bytes = packer.layout().bytes();
+        let memory = Arc::new(self.allocate(bytes)?);
+        let registration = self.register(&memory)?;
+        // The gaps between places are reduced too, whatever they hold: nobody looks at them.
+        let flat = Place { memory, start: 0, bytes, dtype: communication };
+        let casts = gradients != communication;
+        Ok(FlatBucket { number, packer, flat, casts, timing: None, _registration: registration })
+    }
+
+    /// Enqueues the mean of a bucket over all ranks: it begins when what has been enqueued on the streams `after` is
+    /// over, and other streams wait for it by [`CudaGroup::join`]. The result is in the bucket's places or, where the
+    /// types differ, in the gradients themselves, in which they are also sent. Gradients are scaled in single
+    /// precision (double, if they are) and rounded to the type of communication; NCCL adds in that type.
+    ///
+    /// Until the join has been passed on all streams that use them, gradients must be left alone.
+    ///
+    /// # Errors
+    ///
+    /// A failure of the group, now or before.
+    pub fn reduce_bucket<B: DeviceBuffer>(
+        &self,
+        bucket: &mut FlatBucket,
+        gradients: &mut [B],
+        after: &[Stream],
+    ) -> Result<()> {
+        let count = bucket.bytes() / bucket.flat.dtype.size();
+        let operation = self.operation(Kind::AllReduce, bucket.flat.dtype, count, ReduceOp::Sum, 0);
+        let operation = Operation { bucket: Some(bucket.number), ..operation };
+        let scale = 1.0 / self.size() as f64;
+        let ready = self.event()?;
+        if let Some(stream) = after.last() {
+            ready.record(stream).map_err(|error| self.system("recording an event", error.to_string()))?;
+        }
+        let (packer, flat, casts) = (&bucket.packer, &mut bucket.flat, bucket.casts);
+        let done = self.enqueue(operation, after, |communicator, stream| {
+            packer.pack(gradients, flat, scale, stream)?;
+            // SAFETY: the bucket's memory is used on this stream only, until others have been made to wait for it.
+            unsafe { communicator.all_reduce(flat, ReduceOp::Sum, stream)? };
+            if casts {
+                packer.unpack(flat, gradients, stream)?;
+            }
+            Ok(())
+        })?;
+        bucket.timing = Some([ready, done]);
+        Ok(())
+    }
+}

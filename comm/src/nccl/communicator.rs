@@ -1,0 +1,437 @@
+//! A communicator: a group's ranks, as NCCL knows them.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{mpsc, Arc};
+use std::time::{Duration, Instant};
+
+use flow_kernels::cuda::{Device, DeviceBuffer, Stream};
+use flow_kernels::{DType, ReduceOp};
+
+use super::library::Library;
+use super::result::{Config, NcclError, State, UniqueId};
+use super::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t};
+use crate::error::Error;
+
+/// Pauses between two looks at an operation of NCCL that is under way grow from the first to the second.
+const PAUSES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(5));
+/// How long an abort waits for calls of other threads to return before it pulls the communicator away from them.
+const LEAVE: Duration = Duration::from_secs(1);
+/// How long ending a communicator in peace may take.
+const FAREWELL: Duration = Duration::from_secs(10);
+
+/// Why a communicator could not be made or used.
+pub enum Failure {
+    /// NCCL said so.
+    Nccl(NcclError),
+    /// The caller's patience came to its end, for this reason.
+    Stopped(Error),
+    /// It has been aborted.
+    Aborted,
+}
+
+impl From<NcclError> for Failure {
+    fn from(error: NcclError) -> Self {
+        Failure::Nccl(error)
+    }
+}
+
+/// Asked again and again during a wait; its error ends the wait.
+pub type Patience<'a> = &'a mut dyn FnMut() -> Result<(), Error>;
+
+/// NCCL's handle of a communicator.
+#[derive(Clone, Copy)]
+pub(super) struct Handle(pub(super) ncclComm_t);
+
+// SAFETY: NCCL's communicators may be used by any thread, by one at a time; `ncclCommAbort` and
+// `ncclCommGetAsyncError` at any time.
+unsafe impl Send for Handle {}
+// SAFETY: as above; whoever enqueues operations holds the group's turn.
+unsafe impl Sync for Handle {}
+
+/// One rank's part in a communicator. Operations only enqueue work on a stream; callers issue them one at a time.
+pub struct Communicator {
+    pub(super) library: &'static Library,
+    pub(super) device: Arc<Device>,
+    /// Made without blocking, so that making it can be given up; it is only ever split.
+    root: Handle,
+    /// Split off `root`. It blocks the caller until an operation has been enqueued; one that does not would start a
+    /// thread for each.
+    pub(super) work: Handle,
+    rank: usize,
+    size: usize,
+    /// Threads that are in a call of NCCL's.
+    inside: AtomicUsize,
+    aborted: AtomicBool,
+}
+
+impl Communicator {
+    /// Meets the ranks that have the same `id`. Every rank calls this.
+    pub fn new(
+        device: &Arc<Device>,
+        id: &UniqueId,
+        rank: usize,
+        size: usize,
+        patience: Patience<'_>,
+    ) -> Result<Self, Failure> {
+        let library = Library::get().map_err(|error| Failure::Nccl(NcclError::missing(error.to_string())))?;
+        bind(device)?;
+        let config = Config::new().blocking(false).split_share(true);
+        let mut root = std::ptr::null_mut();
+        // SAFETY: `root` is writable; the configuration and the id are read before the call returns.
+        unsafe { library.comm_init_rank_config(&mut root, size, id, rank, &config)? };
+        Self::of(library, device, Handle(root), rank, size, patience)
+    }
+
+    /// The ranks that give the same `color`, numbered in the order of `key`; None for ranks that give no color. Every
+    /// rank calls this.
+    pub fn split(&self, color: Option<u32>, key: usize, patience: Patience<'_>) -> Result<Option<Self>, Failure> {
+        bind(&self.device)?;
+        let _inside = self.enter()?;
+        let config = Config::new().blocking(false).split_share(true);
+        let root = split(self.library, self.root, color, key, &config, patience)?;
+        let Some(root) = root else { return Ok(None) };
+        // SAFETY: the new communicator is ready, and nobody else has it.
+        let (rank, size) = unsafe { (self.library.comm_user_rank(root.0)?, self.library.comm_count(root.0)?) };
+        Self::of(self.library, &self.device, root, rank, size, patience).map(Some)
+    }
+
+    fn of(
+        library: &'static Library,
+        device: &Arc<Device>,
+        root: Handle,
+        rank: usize,
+        size: usize,
+        patience: Patience<'_>,
+    ) -> Result<Self, Failure> {
+        let config = Config::new().blocking(true);
+        let work = settle(library, root, patience)
+            .and_then(|()| split(library, root, Some(0), rank, &config, patience))
+            .and_then(|work| work.ok_or(Failure::Aborted));
+        match work {
+            Ok(work) => Ok(Self {
+                library,
+                device: Arc::clone(device),
+                root,
+                work,
+                rank,
+                size,
+                inside: AtomicUsize::new(0),
+                aborted: AtomicBool::new(false),
+            }),
+            Err(failure) => {
+                // SAFETY: the handle is NCCL's, and is not used again.
+                let _ = unsafe { library.comm_abort(root.0) };
+                Err(failure)
+            }
+        }
+    }
+
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
+    /// What went wrong on the device or between ranks since the last look.
+    pub fn check(&self) -> Result<(), Failure> {
+        let _inside = self.enter()?;
+        // SAFETY: the handle is valid as long as the communicator is not aborted, which waits for us.
+        unsafe { self.library.async_error(self.work.0)? };
+        Ok(())
+    }
+
+    /// Ends whatever is under way, on the device too; every later call fails. May be called by any thread at any time.
+    pub fn abort(&self) {
+        if self.aborted.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        // A call that does not return waits for the device, which only the abort sets free.
+        let deadline = Instant::now() + LEAVE;
+        while self.inside.load(Ordering::SeqCst) > 0 && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let _ = bind(&self.device);
+        for handle in [self.work, self.root] {
+            // SAFETY: the handles are NCCL's, and no call that begins from now on uses them.
+            if let Err(error) = unsafe { self.library.comm_abort(handle.0) } {
+                log::warn!("rank {} of {}: {error}", self.rank, self.size);
+            }
+        }
+    }
+
+    /// # Safety
+    ///
+    /// As for all operations: until what it enqueues on `stream` is over, nobody else uses the buffers, and they are
+    /// not freed.
+    pub unsafe fn all_reduce(
+        &self,
+        buffer: &mut dyn DeviceBuffer,
+        op: ReduceOp,
+        stream: &Stream,
+    ) -> Result<(), Failure> {
+        let _inside = self.enter()?;
+        let (data, count, dtype) = parts(buffer);
+        // SAFETY: the memory holds `count` elements; the caller's promise.
+        unsafe { self.library.all_reduce(data, data, count, dtype, operator(op), self.work.0, stream.handle())? };
+        Ok(())
+    }
+
+    /// # Safety
+    ///
+    /// See [`Communicator::all_reduce`].
+    pub unsafe fn reduce(
+        &self,
+        buffer: &mut dyn DeviceBuffer,
+        op: ReduceOp,
+        root: usize,
+        stream: &Stream,
+    ) -> Result<(), Failure> {
+        let _inside = self.enter()?;
+        let (data, count, dtype) = parts(buffer);
+        // SAFETY: the memory holds `count` elements; NCCL writes to the root's only.
+        unsafe { self.library.reduce(data, data, count, dtype, operator(op), root, self.work.0, stream.handle())? };
+        Ok(())
+    }
+
+    /// Broadcasts all buffers as one operation.
+    ///
+    /// # Safety
+    ///
+    /// See [`Communicator::all_reduce`].
+    pub unsafe fn broadcast<B: DeviceBuffer>(
+        &self,
+        buffers: &mut [B],
+        root: usize,
+        stream: &Stream,
+    ) -> Result<(), Failure> {
+        self.grouped(|| {
+            buffers.iter_mut().try_for_each(|buffer| {
+                let (data, count, dtype) = parts(buffer);
+                // SAFETY: the memory holds `count` elements; the caller's promise.
+                unsafe { self.library.broadcast(data, data, count, dtype, root, self.work.0, stream.handle()) }
+            })
+        })
+    }
+
+    /// `output` holds one block like `input` for each rank.
+    ///
+    /// # Safety
+    ///
+    /// See [`Communicator::all_reduce`].
+    pub unsafe fn all_gather(
+        &self,
+        input: &dyn DeviceBuffer,
+        output: &mut dyn DeviceBuffer,
+        stream: &Stream,
+    ) -> Result<(), Failure> {
+        let _inside = self.enter()?;
+        let (from, count, dtype) = parts(input);
+        // SAFETY: `output` holds `count` elements for each rank; the caller's promise.
+        unsafe { self.library.all_gather(from, parts(output).0, count, dtype, self.work.0, stream.handle())? };
+        Ok(())
+    }
+
+    /// `input` holds one block like `output` for each rank.
+    ///
+    /// # Safety
+    ///
+    /// See [`Communicator::all_reduce`].
+    pub unsafe fn reduce_scatter(
+        &self,
+        input: &dyn DeviceBuffer,
+        output: &mut dyn DeviceBuffer,
+        op: ReduceOp,
+        stream: &Stream,
+    ) -> Result<(), Failure> {
+        let _inside = self.enter()?;
+        let (to, count, dtype) = parts(output);
+        // SAFETY: `input` holds `count` elements for each rank; the caller's promise.
+        unsafe {
+            self.library.reduce_scatter(
+                parts(input).0,
+                to,
+                count,
+                dtype,
+                operator(op),
+                self.work.0,
+                stream.handle(),
+            )?;
+        }
+        Ok(())
+    }
+
+    /// Sends and receives blocks as one operation: NCCL has no other way to let them overlap. A block is a buffer, the
+    /// number of its first byte, and how many bytes it has.
+    ///
+    /// # Safety
+    ///
+    /// See [`Communicator::all_reduce`]; blocks lie within their buffers.
+    pub unsafe fn exchange(&self, sends: &[Block<'_>], receives: &[Block<'_>], stream: &Stream) -> Result<(), Failure> {
+        let (comm, stream) = (self.work.0, stream.handle());
+        self.grouped(|| {
+            for block in sends {
+                let (data, count, dtype) = block.parts();
+                // SAFETY: the memory holds `count` elements; the caller's promise.
+                unsafe { self.library.send(data, count, dtype, block.peer, comm, stream)? };
+            }
+            for block in receives {
+                let (data, count, dtype) = block.parts();
+                // SAFETY: as above.
+                unsafe { self.library.recv(data, count, dtype, block.peer, comm, stream)? };
+            }
+            Ok(())
+        })
+    }
+
+    /// Makes one operation of those that `body` enqueues.
+    fn grouped(&self, body: impl FnOnce() -> Result<(), NcclError>) -> Result<(), Failure> {
+        let _inside = self.enter()?;
+        self.library.group_start()?;
+        let result = body();
+        let end = self.library.group_end(); // in any case
+        Ok(result.and(end)?)
+    }
+
+    pub(super) fn enter(&self) -> Result<Inside<'_>, Failure> {
+        self.inside.fetch_add(1, Ordering::SeqCst);
+        let inside = Inside(self);
+        match self.aborted.load(Ordering::SeqCst) {
+            true => Err(Failure::Aborted),
+            false => Ok(inside),
+        }
+    }
+}
+
+impl Drop for Communicator {
+    /// Ends in peace with the other ranks, who do the same. That may take until the last of them has come so far:
+    /// whoever waits too long leaves it to the end of the process.
+    fn drop(&mut self) {
+        if self.aborted.load(Ordering::SeqCst) {
+            return;
+        }
+        let (library, device, work, root) = (self.library, Arc::clone(&self.device), self.work, self.root);
+        let (done, outcome) = mpsc::channel();
+        let farewell = move || {
+            let _ = bind(&device);
+            let (Handle(work), Handle(root)) = (work, root);
+            // SAFETY: nobody else has the handles any more.
+            let result = unsafe {
+                library
+                    .comm_finalize(work)
+                    .and_then(|()| library.comm_destroy(work))
+                    .and_then(|()| library.comm_finalize(root))
+                    .and_then(|()| {
+                        let begin = Instant::now();
+                        while matches!(library.async_error(root), Ok(State::InProgress)) && begin.elapsed() < FAREWELL {
+                            std::thread::sleep(PAUSES.1);
+                        }
+                        library.comm_destroy(root)
+                    })
+            };
+            let _ = done.send(result);
+        };
+        if std::thread::Builder::new().name("flow-nccl-end".into()).spawn(farewell).is_err() {
+            return;
+        }
+        match outcome.recv_timeout(FAREWELL) {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => log::warn!("rank {} of {}: {error}", self.rank, self.size),
+            Err(_) => log::warn!("rank {} of {}: other ranks have not left NCCL's communicator", self.rank, self.size),
+        }
+    }
+}
+
+/// A thread's stay in NCCL.
+pub(super) struct Inside<'a>(&'a Communicator);
+
+impl Drop for Inside<'_> {
+    fn drop(&mut self) {
+        self.0.inside.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// A part of a buffer, to or from `peer`.
+pub struct Block<'a> {
+    pub buffer: &'a dyn DeviceBuffer,
+    pub start: usize,
+    pub bytes: usize,
+    pub peer: usize,
+}
+
+impl Block<'_> {
+    fn parts(&self) -> (*mut std::ffi::c_void, usize, ncclDataType_t) {
+        let dtype = self.buffer.dtype();
+        ((self.buffer.address() as usize + self.start) as *mut _, self.bytes / dtype.size(), data_type(dtype))
+    }
+}
+
+pub(super) fn bind(device: &Device) -> Result<(), NcclError> {
+    device.make_current().map_err(|error| NcclError::missing(error.to_string()))
+}
+
+/// Waits until what was begun on a non-blocking communicator is over.
+fn settle(library: &Library, comm: Handle, patience: Patience<'_>) -> Result<(), Failure> {
+    let mut pause = PAUSES.0;
+    loop {
+        // SAFETY: the handle is NCCL's, of a communicator that is being made or split by this thread.
+        if let State::Done = unsafe { library.async_error(comm.0)? } {
+            return Ok(());
+        }
+        patience().map_err(Failure::Stopped)?;
+        std::thread::sleep(pause);
+        pause = (2 * pause).min(PAUSES.1);
+    }
+}
+
+fn split(
+    library: &Library,
+    from: Handle,
+    color: Option<u32>,
+    key: usize,
+    config: &Config,
+    patience: Patience<'_>,
+) -> Result<Option<Handle>, Failure> {
+    // NCCL writes to it when the split is over.
+    let child = Box::leak(Box::new(std::ptr::null_mut::<super::sys::ncclComm>()));
+    // SAFETY: `from` is ready; `child` stays writable however long the split takes.
+    unsafe { library.comm_split(from.0, color, key, child, config)? };
+    settle(library, from, patience)?; // on an error, `child` must stay
+    let child: *mut ncclComm_t = child;
+    // SAFETY: the split is over: the box is ours again.
+    let child = *unsafe { Box::from_raw(child) };
+    if child.is_null() {
+        return Ok(None);
+    }
+    settle(library, Handle(child), patience)?;
+    Ok(Some(Handle(child)))
+}
+
+/// Address, number of elements and type.
+fn parts<B: DeviceBuffer + ?Sized>(buffer: &B) -> (*mut std::ffi::c_void, usize, ncclDataType_t) {
+    let dtype = buffer.dtype();
+    (buffer.address() as usize as *mut _, buffer.bytes() / dtype.size(), data_type(dtype))
+}
+
+fn data_type(dtype: DType) -> ncclDataType_t {
+    match dtype {
+        DType::F32 => ncclDataType_t::ncclFloat32,
+        DType::F64 => ncclDataType_t::ncclFloat64,
+        DType::F16 => ncclDataType_t::ncclFloat16,
+        DType::BF16 => ncclDataType_t::ncclBfloat16,
+        DType::I32 => ncclDataType_t::ncclInt32,
+        DType::I64 => ncclDataType_t::ncclInt64,
+        DType::U8 => ncclDataType_t::ncclUint8,
+    }
+}
+
+fn operator(op: ReduceOp) -> ncclRedOp_t {
+    match op {
+        ReduceOp::Sum => ncclRedOp_t::ncclSum,
+        ReduceOp::Avg => ncclRedOp_t::ncclAvg,
+        ReduceOp::Product => ncclRedOp_t::ncclProd,
+        ReduceOp::Min => ncclRedOp_t::ncclMin,
+        ReduceOp::Max => ncclRedOp_t::ncclMax,
+    }
+}

@@ -1,0 +1,467 @@
+//! A process group's collectives on GPUs.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use flow_kernels::cuda::{Device, DeviceBuffer, Event, Memory, Stream};
+use flow_kernels::{DType, ReduceOp};
+
+use super::communicator::{Block, Communicator, Failure};
+use super::meeting::{meet, not_joined, patience, JOINING};
+use super::memory::{FlatMemory, Registration};
+use super::watch::{Issued, Watch};
+use crate::error::{Error, Result};
+use crate::shm::engine::Engine;
+use crate::shm::operation::{Kind, Operation};
+
+/// What a process group does on one GPU, over NCCL.
+///
+/// Made by [`ProcessGroup::use_cuda`](crate::ProcessGroup::use_cuda). An operation is enqueued on the group's own stream
+/// and returns at once: it begins when the work that was enqueued on `stream` before is over, and later work on `stream`
+/// begins when it is over. The host never waits, except in [`CudaGroup::barrier`] and for NCCL to connect the ranks when
+/// they first need it.
+///
+/// A failure (a lost peer, an error of NCCL's, a rank that does not come in time) is found by a watchdog. It aborts what
+/// is on the device, fails the process group on all ranks, and is the error of the next call. A program that makes none
+/// for 30 seconds, as it hangs in a call to the device, is ended.
+pub struct CudaGroup {
+    /// Before the communicator: it uses that.
+    watch: Watch,
+    communicator: Arc<Communicator>,
+    engine: Arc<Engine>,
+    device: Arc<Device>,
+    stream: Stream,
+    turn: Mutex<Turn>,
+    /// Beginning of the group's keys in the store.
+    prefix: String,
+}
+
+/// Operations are issued one after the other.
+struct Turn {
+    sequence: u64,
+    splits: usize,
+    ready: Event,
+    /// All in use, or once were.
+    events: VecDeque<Arc<Event>>,
+}
+
+impl CudaGroup {
+    /// `tag` is the same on all ranks, and no other group's.
+    pub(crate) fn new(engine: Arc<Engine>, device: Arc<Device>, tag: &str) -> Result<Self> {
+        let prefix = format!("nccl/{tag}/");
+        let communicator = meet(&engine, &device, &prefix)?;
+        Self::of(engine, device, communicator, prefix)
+    }
+
+    fn of(engine: Arc<Engine>, device: Arc<Device>, communicator: Communicator, prefix: String) -> Result<Self> {
+        let system = |reason: String| failed(&engine, JOINING, reason);
+        let cuda = |error: flow_kernels::cuda::Error| system(error.to_string());
+        let stream = Stream::high_priority(&device).map_err(cuda)?;
+        let ready = Event::new(&device).map_err(cuda)?;
+        let communicator = Arc::new(communicator);
+        let watch = Watch::start(Arc::clone(&engine), Arc::clone(&communicator), prefix.clone())
+            .map_err(|error| system(format!("cannot start a thread: {error}")))?;
+        let turn = Mutex::new(Turn { sequence: 0, splits: 0, ready, events: VecDeque::new() });
+        Ok(Self { watch, communicator, engine, device, stream, turn, prefix })
+    }
+
+    /// The part of a new sub-group, of which `member` is this rank's engine if it is in it. All ranks of this group
+    /// call this.
+    pub(crate) fn split(&self, member: Option<&Arc<Engine>>) -> Result<Option<Self>> {
+        let mut turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        self.watch.check(&"new_group")?;
+        turn.splits += 1;
+        let prefix = format!("{}{}/", self.prefix, turn.splits);
+        let key = member.map_or(0, |engine| engine.rank);
+        let mut patience = patience(&self.engine, &prefix)?;
+        let split = self.communicator.split(member.map(|_| 0), key, &mut patience);
+        drop(patience);
+        let split = split.map_err(|failure| self.watch.fail(not_joined(&self.engine, failure)))?;
+        match (split, member) {
+            (Some(communicator), Some(engine)) => {
+                Self::of(Arc::clone(engine), Arc::clone(&self.device), communicator, prefix).map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// The GPU.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    /// Number of ranks.
+    pub fn size(&self) -> usize {
+        self.communicator.size()
+    }
+
+    /// This rank in the group.
+    pub fn rank(&self) -> usize {
+        self.communicator.rank()
+    }
+
+    /// Reduces `buffer` element by element over all ranks; all get the result.
+    pub fn all_reduce(&self, buffer: &mut impl DeviceBuffer, op: ReduceOp, stream: &Stream) -> Result<()> {
+        let operation = self.operation(Kind::AllReduce, buffer.dtype(), count(buffer), op, 0);
+        // SAFETY: `in_order` has the buffer used in the order of the caller's stream.
+        self.in_order(operation, stream, |communicator, own| unsafe { communicator.all_reduce(buffer, op, own) })
+    }
+
+    /// As [`CudaGroup::all_reduce`]; only rank `root` gets the result, the other buffers stay as they are.
+    pub fn reduce(&self, buffer: &mut impl DeviceBuffer, op: ReduceOp, root: usize, stream: &Stream) -> Result<()> {
+        self.check_rank("reduce", "root", root)?;
+        let operation = self.operation(Kind::Reduce, buffer.dtype(), count(buffer), op, root);
+        // SAFETY: as above.
+        self.in_order(operation, stream, |communicator, own| unsafe { communicator.reduce(buffer, op, root, own) })
+    }
+
+    /// Copies rank `root`'s buffers to all ranks', as one operation.
+    pub fn broadcast<B: DeviceBuffer>(&self, buffers: &mut [B], root: usize, stream: &Stream) -> Result<()> {
+        self.check_rank("broadcast", "root", root)?;
+        let bytes = buffers.iter().map(B::bytes).sum();
+        let operation = self.operation(Kind::Broadcast, DType::U8, bytes, ReduceOp::Sum, root);
+        // SAFETY: as above.
+        self.in_order(operation, stream, |communicator, own| unsafe { communicator.broadcast(buffers, root, own) })
+    }
+
+    /// All ranks' `input`, in rank order, to every rank's `output`, which is group size times as long.
+    pub fn all_gather(&self, input: &impl DeviceBuffer, output: &mut impl DeviceBuffer, stream: &Stream) -> Result<()> {
+        self.check_pair("all_gather", input, output, (1, self.size()))?;
+        let operation = self.operation(Kind::AllGather, input.dtype(), count(input), ReduceOp::Sum, 0);
+        // SAFETY: as above; the output is long enough.
+        self.in_order(operation, stream, |communicator, own| unsafe { communicator.all_gather(input, output, own) })
+    }
+
+    /// Reduces `input` (group size blocks, each as long as `output`) over all ranks; rank r gets block r.
+    pub fn reduce_scatter(
+        &self,
+        input: &impl DeviceBuffer,
+        output: &mut impl DeviceBuffer,
+        op: ReduceOp,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.check_pair("reduce_scatter", input, output, (self.size(), 1))?;
+        let operation = self.operation(Kind::ReduceScatter, input.dtype(), count(input), op, 0);
+        // SAFETY: as above; the input is long enough.
+        self.in_order(operation, stream, |communicator, own| unsafe {
+            communicator.reduce_scatter(input, output, op, own)
+        })
+    }
+
+    /// Block s of rank r's `output` becomes block r of rank s' `input`; both are group size equal blocks.
+    pub fn all_to_all(&self, input: &impl DeviceBuffer, output: &mut impl DeviceBuffer, stream: &Stream) -> Result<()> {
+        self.check_pair("all_to_all", input, output, (1, 1))?;
+        if !count(input).is_multiple_of(self.size()) {
+            let reason = format!("{} elements cannot be divided into {} equal blocks", count(input), self.size());
+            return Err(self.argument("all_to_all", reason));
+        }
+        let operation = self.operation(Kind::AllToAll, input.dtype(), count(input), ReduceOp::Sum, 0);
+        let (sends, receives) = (blocks(input, self.size()), blocks(&*output, self.size()));
+        // SAFETY: as above; the blocks are parts of the buffers.
+        self.in_order(operation, stream, |communicator, own| unsafe { communicator.exchange(&sends, &receives, own) })
+    }
+
+    /// As [`CudaGroup::all_gather`], to rank `root` only, which gives `Some` output; the others give `None`.
+    pub fn gather<B: DeviceBuffer>(
+        &self,
+        input: &B,
+        output: Option<&mut B>,
+        root: usize,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.check_rank("gather", "root", root)?;
+        self.check_root_side("gather", "output", output.is_some(), root)?;
+        let output = match output {
+            Some(output) => {
+                self.check_pair("gather", input, output, (1, self.size()))?;
+                Some(output)
+            }
+            None => None,
+        };
+        let operation = self.operation(Kind::Gather, input.dtype(), count(input), ReduceOp::Sum, root);
+        let send = Block { buffer: input, start: 0, bytes: input.bytes(), peer: root };
+        let receives = output.map_or(Vec::new(), |output| blocks(&*output, self.size()));
+        // SAFETY: as above.
+        self.in_order(operation, stream, |communicator, own| unsafe { communicator.exchange(&[send], &receives, own) })
+    }
+
+    /// Gives block r of rank `root`'s `input` (group size blocks, each as long as `output`) to rank r. The root gives
+    /// `Some` input, the others `None`.
+    pub fn scatter<B: DeviceBuffer>(
+        &self,
+        input: Option<&B>,
+        output: &mut B,
+        root: usize,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.check_rank("scatter", "root", root)?;
+        self.check_root_side("scatter", "input", input.is_some(), root)?;
+        if let Some(input) = input {
+            self.check_pair("scatter", input, output, (self.size(), 1))?;
+        }
+        let operation = self.operation(Kind::Scatter, output.dtype(), count(output), ReduceOp::Sum, root);
+        let receive = Block { buffer: &*output, start: 0, bytes: output.bytes(), peer: root };
+        let sends = input.map_or(Vec::new(), |input| blocks(input, self.size()));
+        // SAFETY: as above.
+        self.in_order(operation, stream, |communicator, own| unsafe { communicator.exchange(&sends, &[receive], own) })
+    }
+
+    /// Sends `data` to rank `to`, which calls [`CudaGroup::recv`] with the same size and type. Operations of a group
+    /// follow each other: two ranks that both send before they receive wait for each other.
+    pub fn send(&self, data: &impl DeviceBuffer, to: usize, stream: &Stream) -> Result<()> {
+        self.check_peer("send", to)?;
+        let operation = self.operation(Kind::Send, data.dtype(), count(data), ReduceOp::Sum, to);
+        let block = Block { buffer: data, start: 0, bytes: data.bytes(), peer: to };
+        // SAFETY: as above.
+        self.in_order(operation, stream, |communicator, own| unsafe { communicator.exchange(&[block], &[], own) })
+    }
+
+    /// Receives what rank `from` sends next.
+    pub fn recv(&self, buffer: &mut impl DeviceBuffer, from: usize, stream: &Stream) -> Result<()> {
+        self.check_peer("recv", from)?;
+        let operation = self.operation(Kind::Recv, buffer.dtype(), count(buffer), ReduceOp::Sum, from);
+        let block = Block { buffer: &*buffer, start: 0, bytes: buffer.bytes(), peer: from };
+        // SAFETY: as above.
+        self.in_order(operation, stream, |communicator, own| unsafe { communicator.exchange(&[], &[block], own) })
+    }
+
+    /// Returns when all ranks have called it and all their earlier operations are over.
+    pub fn barrier(&self) -> Result<()> {
+        let memory =
+            Memory::allocate(&self.device, DType::F32.size()).map_err(|e| self.system("barrier", e.to_string()))?;
+        let mut word = Word(memory);
+        let operation = self.operation(Kind::Barrier, DType::F32, 1, ReduceOp::Sum, 0);
+        let done = self.enqueue(operation, &[], |communicator, stream| {
+            word.0.fill_zero(stream)?;
+            // SAFETY: freeing the word waits for the device.
+            Ok(unsafe { communicator.all_reduce(&mut word, ReduceOp::Sum, stream) }?)
+        })?;
+        let mut pause = Duration::from_micros(20);
+        while !done.is_done().map_err(|error| self.system("barrier", error.to_string()))? {
+            self.check()?;
+            std::thread::sleep(pause);
+            pause = (2 * pause).min(Duration::from_millis(1));
+        }
+        self.check()
+    }
+
+    /// The failure of the group, if it has failed.
+    pub fn check(&self) -> Result<()> {
+        self.watch.check(&"NCCL")
+    }
+
+    /// Lets later work on `stream` wait for all operations that have been enqueued.
+    pub fn join(&self, stream: &Stream) -> Result<()> {
+        let turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let joined = turn.ready.record(&self.stream).and_then(|()| stream.wait(&turn.ready));
+        joined.map_err(|error| self.system("joining a stream", error.to_string()))
+    }
+
+    /// Makes the group unusable on all ranks, and ends what is under way on this rank's device.
+    pub fn abort(&self, cause: &str) {
+        self.engine.abort(cause);
+        let rank = self.engine.world.rank;
+        self.watch.fail(Error::Poisoned { rank, operation: "NCCL".into(), cause: cause.into() });
+    }
+
+    /// Enqueues an operation between what was enqueued on `stream` before and what will be.
+    fn in_order(
+        &self,
+        operation: Operation,
+        stream: &Stream,
+        issue: impl FnOnce(&Communicator, &Stream) -> Result<(), Failure>,
+    ) -> Result<()> {
+        let done =
+            self.enqueue(operation, std::slice::from_ref(stream), |communicator, own| Ok(issue(communicator, own)?))?;
+        stream.wait(&done).map_err(|error| self.system(&operation.to_string(), error.to_string()))
+    }
+
+    /// Enqueues an operation that begins when what was enqueued on the streams `after` is over.
+    pub(super) fn enqueue(
+        &self,
+        mut operation: Operation,
+        after: &[Stream],
+        issue: impl FnOnce(&Communicator, &Stream) -> Result<(), Fault>,
+    ) -> Result<Arc<Event>> {
+        let mut turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        operation.sequence = turn.sequence;
+        let issued = Issued { operation, bytes: operation.count as usize * operation.dtype.size() };
+        self.watch.check(&issued)?;
+        turn.sequence += 1;
+        self.watch.begin(issued);
+        let result = after
+            .iter()
+            .try_for_each(|stream| turn.ready.record(stream).and_then(|()| self.stream.wait(&turn.ready)))
+            .map_err(Fault::from)
+            .and_then(|()| issue(&self.communicator, &self.stream))
+            .and_then(|()| {
+                let done = turn.take_event(&self.device)?;
+                done.record(&self.stream)?;
+                Ok(done)
+            });
+        match result {
+            Ok(done) => {
+                self.watch.enqueued(Arc::clone(&done));
+                turn.events.push_back(Arc::clone(&done));
+                Ok(done)
+            }
+            Err(fault) => Err(self.watch.fail(self.system(&issued.to_string(), fault.0))),
+        }
+    }
+
+    pub(super) fn event(&self) -> Result<Arc<Event>> {
+        let mut turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let event = turn.take_event(&self.device).map_err(|error| self.system("making an event", error.to_string()))?;
+        turn.events.push_back(Arc::clone(&event));
+        Ok(event)
+    }
+
+    pub(super) fn allocate(&self, bytes: usize) -> Result<FlatMemory> {
+        self.communicator
+            .allocate(bytes)
+            .map_err(|failure| self.system("allocating device memory", Fault::from(failure).0))
+    }
+
+    pub(super) fn register(&self, memory: &Arc<FlatMemory>) -> Result<Option<Registration>> {
+        let registered = self.communicator.register(memory);
+        registered.map_err(|failure| self.system("registering device memory", Fault::from(failure).0))
+    }
+
+    /// An operation that is about to be issued: its number comes then.
+    pub(super) fn operation(&self, kind: Kind, dtype: DType, count: usize, reduce: ReduceOp, root: usize) -> Operation {
+        let (root, count) = (root as u32, count as u64);
+        Operation { sequence: 0, kind, dtype, reduce, root, count, bucket: None, layout: 0 }
+    }
+
+    pub(super) fn system(&self, operation: &str, reason: String) -> Error {
+        failed(&self.engine, operation, reason)
+    }
+
+    fn argument(&self, operation: &str, reason: String) -> Error {
+        Error::Argument { rank: self.engine.world.rank, operation: operation.into(), reason }
+    }
+
+    fn check_rank(&self, operation: &str, what: &str, rank: usize) -> Result<()> {
+        if rank < self.size() {
+            return Ok(());
+        }
+        Err(self.argument(operation, format!("{what} {rank} is not a rank: it must be 0 to {}", self.size() - 1)))
+    }
+
+    fn check_peer(&self, operation: &str, peer: usize) -> Result<()> {
+        self.check_rank(operation, "peer", peer)?;
+        if peer == self.rank() {
+            return Err(self.argument(operation, format!("rank {peer} is this rank itself: a peer is another one")));
+        }
+        Ok(())
+    }
+
+    fn check_root_side(&self, operation: &str, what: &str, given: bool, root: usize) -> Result<()> {
+        if given == (self.rank() == root) {
+            return Ok(());
+        }
+        Err(self.argument(operation, format!("the root (rank {root}), and no other rank, gives the {what}")))
+    }
+
+    /// Checks that the lengths are in the ratio `(input, output)`, and the types equal.
+    fn check_pair(
+        &self,
+        operation: &str,
+        input: &impl DeviceBuffer,
+        output: &impl DeviceBuffer,
+        ratio: (usize, usize),
+    ) -> Result<()> {
+        let (from, to) = (input.dtype(), output.dtype());
+        if from != to {
+            return Err(self.argument(operation, format!("input is {from} but output is {to}: they must be alike")));
+        }
+        if input.bytes() * ratio.1 != output.bytes() * ratio.0 {
+            let (given, right) = (count(output), count(input) * ratio.1 / ratio.0);
+            let reason = format!(
+                "input of {} and output of {given} elements do not fit: output must be {right} elements",
+                count(input)
+            );
+            return Err(self.argument(operation, reason));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for CudaGroup {
+    /// Waits until operations under way are over; the group's timeout bounds that.
+    fn drop(&mut self) {
+        self.watch.drain();
+    }
+}
+
+impl fmt::Debug for CudaGroup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CudaGroup(rank {} of {} on {:?})", self.rank(), self.size(), self.device)
+    }
+}
+
+impl Turn {
+    /// An event that nobody uses any more, or a new one.
+    fn take_event(&mut self, device: &Arc<Device>) -> Result<Arc<Event>, flow_kernels::cuda::Error> {
+        match self.events.pop_front() {
+            Some(event) if Arc::strong_count(&event) == 1 => Ok(event),
+            used => {
+                self.events.extend(used);
+                Event::timed(device).map(Arc::new)
+            }
+        }
+    }
+}
+
+/// Why an operation could not be enqueued, in words.
+pub(super) struct Fault(pub(super) String);
+
+impl From<flow_kernels::cuda::Error> for Fault {
+    fn from(error: flow_kernels::cuda::Error) -> Self {
+        Fault(error.to_string())
+    }
+}
+
+impl From<Failure> for Fault {
+    fn from(failure: Failure) -> Self {
+        Fault(match failure {
+            Failure::Nccl(error) => error.to_string(),
+            Failure::Stopped(error) => error.to_string(),
+            Failure::Aborted => "the communicator has been aborted".into(),
+        })
+    }
+}
+
+/// One element for a barrier.
+struct Word(Memory);
+
+// SAFETY: the memory holds one f32 and is freed when the device has done all its work.
+unsafe impl DeviceBuffer for Word {
+    fn address(&self) -> u64 {
+        self.0.address()
+    }
+
+    fn bytes(&self) -> usize {
+        self.0.bytes()
+    }
+
+    fn dtype(&self) -> DType {
+        DType::F32
+    }
+}
+
+fn count(buffer: &impl DeviceBuffer) -> usize {
+    buffer.bytes() / buffer.dtype().size()
+}
+
+/// A buffer's equal blocks, one for each of `peers`.
+fn blocks(buffer: &impl DeviceBuffer, peers: usize) -> Vec<Block<'_>> {
+    let bytes = buffer.bytes() / peers;
+    (0..peers).map(|peer| Block { buffer, start: peer * bytes, bytes, peer }).collect()
+}
+
+pub(super) fn failed(engine: &Engine, operation: &str, reason: String) -> Error {
+    Error::System { rank: engine.world.rank, operation: operation.into(), reason }
+}

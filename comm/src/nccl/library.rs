@@ -1,0 +1,159 @@
+//! Finds NCCL and opens it, at run time and once per process.
+
+use std::error::Error as _;
+use std::ffi::{c_int, OsStr, OsString};
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use super::sys;
+
+/// The oldest NCCL with all that is needed: the first with `ncclCommSplit`.
+const OLDEST: Version = Version { major: 2, minor: 18, patch: 0 };
+
+/// The NCCL of this process.
+pub struct Library {
+    pub(super) nccl: sys::Nccl,
+    pub(super) registration: Option<sys::Registration>,
+    version: Version,
+    path: PathBuf,
+}
+
+/// Why there is no NCCL: what was found where, what is wrong with it and what to do.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error(
+    "no NCCL {OLDEST} or newer ({0}): install one (pip install nvidia-nccl-cu13; Debian, Ubuntu: NVIDIA's libnccl2) \
+     and, where it is not found by itself, set FLOW_NCCL_PATH to its libnccl.so.2"
+)]
+pub struct Error(String);
+
+/// A version of NCCL.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[allow(missing_docs)]
+pub struct Version {
+    pub major: u32,
+    pub minor: u32,
+    pub patch: u32,
+}
+
+impl Library {
+    /// The NCCL of this process, looked for once: the one that libtorch has loaded, or the system's, or what PyTorch's
+    /// wheels have beside the loaded libtorch, or the file that `FLOW_NCCL_PATH` names; the first that is new enough.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn get() -> Result<&'static Library, Error> {
+        static FOUND: OnceLock<Result<Library, Error>> = OnceLock::new();
+        FOUND.get_or_init(find).as_ref().map_err(Clone::clone)
+    }
+
+    /// Its version, which is that of its `ncclGetVersion`.
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    /// The file that it was loaded from.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether it can allocate and register memory (since 2.19).
+    pub fn has_registration(&self) -> bool {
+        self.registration.is_some()
+    }
+
+    fn open(name: &OsStr) -> Result<Library, String> {
+        // SAFETY: what NCCL runs when loaded asks nothing of its user, nor does what it runs when unloaded: if it is
+        // refused, nothing of it was used but ncclGetVersion.
+        let library = unsafe { libloading::Library::new(name) }.map_err(reason)?;
+        let mut code: c_int = 0;
+        // SAFETY: ncclGetVersion has had this signature in all versions, and only writes the number.
+        let (address, result) = unsafe {
+            let get_version = library
+                .get::<unsafe extern "C" fn(*mut c_int) -> sys::ncclResult_t>("ncclGetVersion")
+                .map_err(reason)?;
+            (*get_version as usize, get_version(&mut code))
+        };
+        let version = Version::from_code(code.unsigned_abs());
+        let path = file_at(address).unwrap_or_else(|| name.into());
+        if result != sys::ncclResult_t::ncclSuccess {
+            return Err(format!("{} does not tell its version", path.display()));
+        }
+        if version < OLDEST {
+            return Err(format!("{} is {version}", path.display()));
+        }
+        Ok(Library {
+            // SAFETY: the functions are NCCL's own, whose ABI is stable within version 2.
+            nccl: unsafe { sys::Nccl::from_library(library) }
+                .map_err(|error| format!("{} is {version} but incomplete: {}", path.display(), reason(error)))?,
+            // SAFETY: as above.
+            registration: unsafe { sys::Registration::new(name) }.ok(),
+            version,
+            path,
+        })
+    }
+}
+
+impl Version {
+    /// From NCCL's number for it: 2804 is 2.8.4, and since 2.9 there are two digits for the minor version.
+    fn from_code(code: u32) -> Version {
+        let unit = if code < 10_000 { 1_000 } else { 10_000 };
+        Version { major: code / unit, minor: code % unit / 100, patch: code % 100 }
+    }
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}.{}", self.major, self.minor, self.patch)
+    }
+}
+
+fn find() -> Result<Library, Error> {
+    let mut refused = Vec::new();
+    // By the first name, the dynamic loader gives the copy that libtorch has loaded, if it has: there must not be two.
+    for name in ["libnccl.so.2".into(), "libnccl.so".into()].into_iter().chain(beside_libtorch()) {
+        match Library::open(&name) {
+            Ok(library) => return Ok(library),
+            Err(reason) => refused.push(reason),
+        }
+    }
+    if let Some(name) = std::env::var_os("FLOW_NCCL_PATH").filter(|name| !name.is_empty()) {
+        match Library::open(&name) {
+            Ok(library) => return Ok(library),
+            Err(reason) => refused.push(format!("FLOW_NCCL_PATH: {reason}")),
+        }
+    }
+    Err(Error(refused.join("; ")))
+}
+
+/// Where PyTorch's wheels have NCCL, if this process has loaded libtorch.
+fn beside_libtorch() -> Option<OsString> {
+    let libtorch = mappings().into_iter().find(|(_, path)| {
+        path.parent().is_some_and(|folder| folder.ends_with("torch/lib"))
+            && path.file_name().is_some_and(|name| name == "libtorch_cpu.so" || name == "libc10.so")
+    });
+    let packages = libtorch?.1.ancestors().nth(3)?.to_path_buf();
+    Some(packages.join("nvidia/nccl/lib/libnccl.so.2").into())
+}
+
+/// What the dynamic loader says.
+fn reason(error: libloading::Error) -> String {
+    error.source().map_or_else(|| error.to_string(), ToString::to_string)
+}
+
+/// The file that is mapped at `address`.
+fn file_at(address: usize) -> Option<PathBuf> {
+    mappings().into_iter().find(|(addresses, _)| addresses.contains(&address)).map(|(_, path)| path)
+}
+
+/// The files that are mapped into this process, and where.
+fn mappings() -> Vec<(std::ops::Range<usize>, PathBuf)> {
+    let parse = |line: &str| {
+        let (begin, end) = line.split_once(' ')?.0.split_once('-')?;
+        let address = |hexadecimal| usize::from_str_radix(hexadecimal, 16).ok();
+        Some((address(begin)?..address(end)?, line[line.find('/')?..].into()))
+    };
+    let maps = fs::read("/proc/self/maps").unwrap_or_default();
+    String::from_utf8_lossy(&maps).lines().filter_map(parse).collect()
+}

@@ -1,0 +1,97 @@
+//! Device memory that NCCL knows, so that it moves it best.
+
+use std::sync::Arc;
+
+use flow_kernels::cuda::{Device, DeviceBuffer, Memory};
+
+use super::communicator::{bind, Communicator, Failure};
+use super::library::Library;
+use super::result::NcclError;
+
+impl Communicator {
+    /// `bytes` bytes of the kind that NCCL moves best.
+    pub fn allocate(&self, bytes: usize) -> Result<FlatMemory, Failure> {
+        if self.library.has_registration() {
+            bind(&self.device)?;
+            let mut data = std::ptr::null_mut();
+            // SAFETY: `data` is writable.
+            unsafe { self.library.mem_alloc(&mut data, bytes)? };
+            let owner = Owner::Nccl { library: self.library, data: data as u64 };
+            return Ok(FlatMemory { device: Arc::clone(&self.device), bytes, owner });
+        }
+        let memory = Memory::allocate(&self.device, bytes).map_err(|e| NcclError::missing(e.to_string()))?;
+        Ok(FlatMemory { device: Arc::clone(&self.device), bytes, owner: Owner::Driver(memory) })
+    }
+
+    /// Tells NCCL of memory that will be used again and again. None where this NCCL cannot use that.
+    pub fn register(self: &Arc<Self>, memory: &Arc<FlatMemory>) -> Result<Option<Registration>, Failure> {
+        if !self.library.has_registration() || memory.bytes == 0 {
+            return Ok(None);
+        }
+        let _inside = self.enter()?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the memory stays as long as the registration, which keeps it.
+        unsafe {
+            self.library.comm_register(self.work.0, memory.address() as *mut _, memory.bytes, &mut handle)?;
+        }
+        Ok(Some(Registration { communicator: Arc::clone(self), _memory: Arc::clone(memory), handle: handle as usize }))
+    }
+}
+
+/// Device memory for many reductions.
+pub struct FlatMemory {
+    device: Arc<Device>,
+    bytes: usize,
+    owner: Owner,
+}
+
+enum Owner {
+    Nccl { library: &'static Library, data: u64 },
+    Driver(Memory),
+}
+
+impl FlatMemory {
+    pub fn address(&self) -> u64 {
+        match &self.owner {
+            Owner::Nccl { data, .. } => *data,
+            Owner::Driver(memory) => memory.address(),
+        }
+    }
+}
+
+impl Drop for FlatMemory {
+    /// Whatever was enqueued before may still use the memory: a thread of its own waits for that.
+    fn drop(&mut self) {
+        let Owner::Nccl { library, data } = self.owner else { return };
+        let device = Arc::clone(&self.device);
+        let free = move || {
+            let freed = device.synchronize().map_err(|error| error.to_string());
+            // SAFETY: the memory is NCCL's, and nothing uses it any more.
+            let freed = freed.and_then(|()| unsafe { library.mem_free(data as *mut _) }.map_err(|e| e.to_string()));
+            if let Err(error) = freed {
+                log::debug!("device memory stays allocated: {error}");
+            }
+        };
+        // Where no thread can be started the memory stays, rather than being freed too early.
+        let _ = std::thread::Builder::new().name("flow-nccl-free".into()).spawn(free);
+    }
+}
+
+/// NCCL knows the memory as long as this lives.
+pub struct Registration {
+    communicator: Arc<Communicator>,
+    _memory: Arc<FlatMemory>,
+    handle: usize,
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        let Ok(_inside) = self.communicator.enter() else { return };
+        let communicator = &self.communicator;
+        // SAFETY: the handle is this registration's.
+        if let Err(error) = unsafe { communicator.library.comm_deregister(communicator.work.0, self.handle as *mut _) }
+        {
+            log::debug!("{error}");
+        }
+    }
+}

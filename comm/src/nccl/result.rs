@@ -1,0 +1,347 @@
+//! NCCL's functions as they are, with Rust's `Result`.
+
+use std::ffi::{c_char, c_int, c_void, CStr};
+use std::ptr;
+
+use super::library::Library;
+use super::sys::{self, ncclComm_t, ncclConfig_t, ncclDataType_t, ncclRedOp_t, ncclResult_t};
+
+/// A call to NCCL that failed.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{call}: {text}")]
+pub struct NcclError {
+    /// The function's name.
+    pub call: &'static str,
+    /// What it returned.
+    pub code: ncclResult_t,
+    /// What that means, and what NCCL says about it.
+    pub text: String,
+}
+
+impl NcclError {
+    /// Nothing could be called: something that NCCL needs is not there.
+    pub fn missing(text: String) -> NcclError {
+        NcclError { call: "NCCL", code: ncclResult_t::ncclInvalidUsage, text }
+    }
+}
+
+/// How far a communicator is with what it was last asked to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// It is ready.
+    Done,
+    /// A non-blocking call is not over: until it is, the communicator can only be asked again, or aborted.
+    InProgress,
+}
+
+/// What the ranks of a new communicator find each other by. Whoever has it can join.
+#[derive(Clone, Copy)]
+pub struct UniqueId(sys::ncclUniqueId);
+
+impl UniqueId {
+    /// The number of its bytes.
+    pub const BYTES: usize = sys::NCCL_UNIQUE_ID_BYTES as usize;
+
+    /// Its bytes, for the other ranks.
+    pub fn to_bytes(self) -> [u8; Self::BYTES] {
+        self.0.internal.map(|byte| byte as u8)
+    }
+
+    /// From the bytes that another rank sent.
+    pub fn from_bytes(bytes: [u8; Self::BYTES]) -> UniqueId {
+        UniqueId(sys::ncclUniqueId { internal: bytes.map(|byte| byte as c_char) })
+    }
+}
+
+/// The settings of a communicator. Those that are not set are as NCCL likes.
+#[derive(Clone, Copy)]
+pub struct Config(ncclConfig_t);
+
+impl Config {
+    /// Nothing set.
+    pub fn new() -> Config {
+        const UNDEFINED: c_int = sys::NCCL_CONFIG_UNDEF_INT;
+        Config(ncclConfig_t {
+            // Every version takes this: an older one reads as much as it knows, a newer one sees which fields are not
+            // here.
+            size: size_of::<ncclConfig_t>(),
+            magic: 0xcafe_beef,
+            version: sys::NCCL_VERSION_CODE,
+            blocking: UNDEFINED,
+            cgaClusterSize: UNDEFINED,
+            minCTAs: UNDEFINED,
+            maxCTAs: UNDEFINED,
+            netName: ptr::null(),
+            splitShare: UNDEFINED,
+            trafficClass: UNDEFINED,
+            commName: ptr::null(),
+            collnetEnable: UNDEFINED,
+            CTAPolicy: UNDEFINED,
+            shrinkShare: UNDEFINED,
+            nvlsCTAs: UNDEFINED,
+            nChannelsPerNetPeer: UNDEFINED,
+            nvlinkCentricSched: UNDEFINED,
+        })
+    }
+
+    /// Whether calls return only once the communicator is ready again.
+    pub fn blocking(mut self, blocking: bool) -> Config {
+        self.0.blocking = blocking.into();
+        self
+    }
+
+    /// Whether the communicators that are split from it use its resources.
+    pub fn split_share(mut self, split_share: bool) -> Config {
+        self.0.splitShare = split_share.into();
+        self
+    }
+}
+
+type Result<T, E = NcclError> = std::result::Result<T, E>;
+
+/// Calls a function of NCCL's on behalf of an `unsafe` method, or one that can be called anyhow.
+macro_rules! call {
+    ($library:expr, $functions:expr, $function:ident($($argument:expr),*)) => {{
+        // SAFETY: the arguments are what NCCL asks for: that is what the method's callers promise.
+        let code = unsafe { $functions.$function($($argument),*) };
+        $library.check(stringify!($function), code)
+    }};
+}
+
+/// NCCL's functions, each by its name. A non-blocking communicator that is not ready is no error: see `async_error`.
+///
+/// # Safety
+///
+/// Of the `unsafe` ones, as NCCL has it: a communicator is this library's, and neither destroyed nor aborted. Results
+/// can be written where they are to go. Buffers are memory of the communicator's device with that many elements, and
+/// nobody else uses or frees them before `stream`, which is of the same device, has done the work.
+impl Library {
+    /// The id of a new communicator. One of its ranks makes it, and must stay until all have joined.
+    pub fn unique_id(&self) -> Result<UniqueId> {
+        let mut id = sys::ncclUniqueId { internal: [0; UniqueId::BYTES] };
+        call!(self, self.nccl, ncclGetUniqueId(&mut id)).map(|()| UniqueId(id))
+    }
+
+    /// Joins a new communicator, on the current device. `comm` is written before this returns.
+    pub(super) unsafe fn comm_init_rank_config(
+        &self,
+        comm: &mut ncclComm_t,
+        size: usize,
+        id: &UniqueId,
+        rank: usize,
+        config: &Config,
+    ) -> Result<()> {
+        let mut config = config.0;
+        call!(self, self.nccl, ncclCommInitRankConfig(comm, number(size), id.0, number(rank), &mut config))
+    }
+
+    /// Splits the ranks of `comm` by color. `child` is written when that is over, for a non-blocking `comm` later.
+    pub(super) unsafe fn comm_split(
+        &self,
+        comm: ncclComm_t,
+        color: Option<u32>,
+        key: usize,
+        child: *mut ncclComm_t,
+        config: &Config,
+    ) -> Result<()> {
+        let mut config = config.0;
+        let color = color.map_or(sys::NCCL_SPLIT_NOCOLOR, |color| number(color as usize));
+        call!(self, self.nccl, ncclCommSplit(comm, color, number(key), child, &mut config))
+    }
+
+    pub(super) unsafe fn comm_finalize(&self, comm: ncclComm_t) -> Result<()> {
+        call!(self, self.nccl, ncclCommFinalize(comm))
+    }
+
+    pub(super) unsafe fn comm_destroy(&self, comm: ncclComm_t) -> Result<()> {
+        call!(self, self.nccl, ncclCommDestroy(comm))
+    }
+
+    pub(super) unsafe fn comm_abort(&self, comm: ncclComm_t) -> Result<()> {
+        call!(self, self.nccl, ncclCommAbort(comm))
+    }
+
+    /// How far `comm` is, or what has gone wrong with it since.
+    pub(super) unsafe fn async_error(&self, comm: ncclComm_t) -> Result<State> {
+        let mut state = ncclResult_t::ncclSuccess;
+        call!(self, self.nccl, ncclCommGetAsyncError(comm, &mut state))?;
+        self.check("ncclCommGetAsyncError", state)?;
+        Ok(if state == ncclResult_t::ncclInProgress { State::InProgress } else { State::Done })
+    }
+
+    pub(super) unsafe fn comm_count(&self, comm: ncclComm_t) -> Result<usize> {
+        let mut count = 0;
+        call!(self, self.nccl, ncclCommCount(comm, &mut count)).map(|()| count as usize)
+    }
+
+    pub(super) unsafe fn comm_user_rank(&self, comm: ncclComm_t) -> Result<usize> {
+        let mut rank = 0;
+        call!(self, self.nccl, ncclCommUserRank(comm, &mut rank)).map(|()| rank as usize)
+    }
+
+    pub(super) unsafe fn comm_register(
+        &self,
+        comm: ncclComm_t,
+        data: *mut c_void,
+        bytes: usize,
+        handle: &mut *mut c_void,
+    ) -> Result<()> {
+        call!(self, self.registration()?, ncclCommRegister(comm, data, bytes, handle))
+    }
+
+    pub(super) unsafe fn comm_deregister(&self, comm: ncclComm_t, handle: *mut c_void) -> Result<()> {
+        call!(self, self.registration()?, ncclCommDeregister(comm, handle))
+    }
+
+    pub(super) unsafe fn mem_alloc(&self, data: &mut *mut c_void, bytes: usize) -> Result<()> {
+        call!(self, self.registration()?, ncclMemAlloc(data, bytes))
+    }
+
+    pub(super) unsafe fn mem_free(&self, data: *mut c_void) -> Result<()> {
+        call!(self, self.registration()?, ncclMemFree(data))
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    pub(super) unsafe fn all_reduce(
+        &self,
+        from: *const c_void,
+        to: *mut c_void,
+        count: usize,
+        dtype: ncclDataType_t,
+        op: ncclRedOp_t,
+        comm: ncclComm_t,
+        stream: *mut c_void,
+    ) -> Result<()> {
+        call!(self, self.nccl, ncclAllReduce(from, to, count, dtype, op, comm, stream.cast()))
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    pub(super) unsafe fn reduce(
+        &self,
+        from: *const c_void,
+        to: *mut c_void,
+        count: usize,
+        dtype: ncclDataType_t,
+        op: ncclRedOp_t,
+        root: usize,
+        comm: ncclComm_t,
+        stream: *mut c_void,
+    ) -> Result<()> {
+        call!(self, self.nccl, ncclReduce(from, to, count, dtype, op, number(root), comm, stream.cast()))
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    pub(super) unsafe fn broadcast(
+        &self,
+        from: *const c_void,
+        to: *mut c_void,
+        count: usize,
+        dtype: ncclDataType_t,
+        root: usize,
+        comm: ncclComm_t,
+        stream: *mut c_void,
+    ) -> Result<()> {
+        call!(self, self.nccl, ncclBroadcast(from, to, count, dtype, number(root), comm, stream.cast()))
+    }
+
+    /// `count` elements from each rank.
+    pub(super) unsafe fn all_gather(
+        &self,
+        from: *const c_void,
+        to: *mut c_void,
+        count: usize,
+        dtype: ncclDataType_t,
+        comm: ncclComm_t,
+        stream: *mut c_void,
+    ) -> Result<()> {
+        call!(self, self.nccl, ncclAllGather(from, to, count, dtype, comm, stream.cast()))
+    }
+
+    /// `count` elements to each rank.
+    #[allow(clippy::too_many_arguments)]
+    pub(super) unsafe fn reduce_scatter(
+        &self,
+        from: *const c_void,
+        to: *mut c_void,
+        count: usize,
+        dtype: ncclDataType_t,
+        op: ncclRedOp_t,
+        comm: ncclComm_t,
+        stream: *mut c_void,
+    ) -> Result<()> {
+        call!(self, self.nccl, ncclReduceScatter(from, to, count, dtype, op, comm, stream.cast()))
+    }
+
+    pub(super) unsafe fn send(
+        &self,
+        from: *const c_void,
+        count: usize,
+        dtype: ncclDataType_t,
+        peer: usize,
+        comm: ncclComm_t,
+        stream: *mut c_void,
+    ) -> Result<()> {
+        call!(self, self.nccl, ncclSend(from, count, dtype, number(peer), comm, stream.cast()))
+    }
+
+    pub(super) unsafe fn recv(
+        &self,
+        to: *mut c_void,
+        count: usize,
+        dtype: ncclDataType_t,
+        peer: usize,
+        comm: ncclComm_t,
+        stream: *mut c_void,
+    ) -> Result<()> {
+        call!(self, self.nccl, ncclRecv(to, count, dtype, number(peer), comm, stream.cast()))
+    }
+
+    /// Begins a group: the calls of this thread until `group_end` become one.
+    pub(super) fn group_start(&self) -> Result<()> {
+        call!(self, self.nccl, ncclGroupStart())
+    }
+
+    /// Issues the calls of the group, under the promises made for each.
+    pub(super) fn group_end(&self) -> Result<()> {
+        call!(self, self.nccl, ncclGroupEnd())
+    }
+
+    fn registration(&self) -> Result<&sys::Registration> {
+        self.registration.as_ref().ok_or_else(|| {
+            let (version, path) = (self.version(), self.path().display());
+            NcclError::missing(format!("NCCL {version} ({path}) cannot register memory: install 2.19 or newer"))
+        })
+    }
+
+    fn check(&self, call: &'static str, code: ncclResult_t) -> Result<()> {
+        if matches!(code, ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress) {
+            return Ok(());
+        }
+        // SAFETY: NCCL knows a text for every number, and keeps it.
+        let meaning = unsafe { text(self.nccl.ncclGetErrorString(code)) };
+        // SAFETY: it asks for no communicator, and what it returns stays; another thread's error at the same time may
+        // garble it, but not end it.
+        let last = unsafe { text(self.nccl.ncclGetLastError(ptr::null_mut())) };
+        let text = if last.is_empty() { meaning } else { format!("{meaning} (last error: {last})") };
+        Err(NcclError { call, code, text })
+    }
+}
+
+/// A rank, or a number of ranks. NCCL itself refuses what is too large for it.
+fn number(value: usize) -> c_int {
+    value.try_into().unwrap_or(c_int::MAX)
+}
+
+/// The text at `pointer`, as one line.
+///
+/// # Safety
+///
+/// `pointer` is null or a C string.
+unsafe fn text(pointer: *const c_char) -> String {
+    if pointer.is_null() {
+        return String::new();
+    }
+    // SAFETY: the caller's promise.
+    let text = unsafe { CStr::from_ptr(pointer) }.to_string_lossy();
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}

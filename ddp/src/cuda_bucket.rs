@@ -1,0 +1,121 @@
+//! A bucket on a GPU: gradients are packed into flat memory, reduced there beside backward, and become views of it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use flow_autograd::CudaTensor;
+use flow_comm::nccl::{CudaGroup, Event, FlatBucket, Stream};
+use flow_comm::ProcessGroup;
+use tch::{Kind, Tensor};
+
+use crate::bucket_memory::{dtype, failed};
+use crate::error::{Error, Result};
+use crate::reducer::Parameter;
+
+pub(crate) struct CudaBucket {
+    cuda: Arc<CudaGroup>,
+    flat: FlatBucket,
+    /// This backward's gradients. They are kept until its end, when libtorch's stream has been made to wait for what reads
+    /// them: only then may their memory be used again.
+    gradients: Vec<Option<CudaTensor>>,
+    /// The places of gradients in flat memory; none if they are communicated in another type.
+    views: Vec<Tensor>,
+    /// The streams on which the gradients were computed, mostly one.
+    streams: Vec<Stream>,
+    shapes: Vec<Vec<i64>>,
+    kind: Kind,
+    rank: usize,
+}
+
+impl CudaBucket {
+    pub fn new(
+        group: &ProcessGroup,
+        cuda: &Arc<CudaGroup>,
+        number: u32,
+        members: &[&Parameter],
+        communication: Kind,
+    ) -> Result<Self> {
+        let kind = members[0].kind;
+        let lengths: Vec<usize> = members.iter().map(|member| member.elements()).collect();
+        let flat = cuda.bucket(number, dtype(group, kind)?, dtype(group, communication)?, &lengths)?;
+        let view = |(slot, member): (usize, &&Parameter)| {
+            flow_autograd::tensor_on(cuda.device(), flat.place(slot), &member.shape, kind)
+                .map_err(|e| failed(group)(e.to_string()))
+        };
+        let views = match kind == communication {
+            true => members.iter().enumerate().map(view).collect::<Result<Vec<_>>>()?,
+            false => Vec::new(),
+        };
+        Ok(Self {
+            cuda: Arc::clone(cuda),
+            flat,
+            gradients: members.iter().map(|_| None).collect(),
+            views,
+            streams: Vec::new(),
+            shapes: members.iter().map(|member| member.shape.clone()).collect(),
+            kind,
+            rank: group.ranks()[group.rank()],
+        })
+    }
+
+    /// Takes in a gradient. Returns whether it is reduced where it is: where it lies in the bucket already.
+    pub fn take(&mut self, slot: usize, gradient: &Tensor, owned: bool) -> Result<bool> {
+        // A gradient that is reduced in another type gets the result itself: nobody else may still need it.
+        let source = match self.views.is_empty() && !owned {
+            true => gradient.contiguous().copy(),
+            false => gradient.contiguous(),
+        };
+        let in_place =
+            self.views.get(slot).is_some_and(|v| flow_autograd::data_ptr(v) == flow_autograd::data_ptr(&source));
+        self.put(slot, &source)?;
+        Ok(in_place)
+    }
+
+    pub fn take_zeros(&mut self, slot: usize) -> Result<()> {
+        let device = tch::Device::Cuda(self.cuda.device().ordinal());
+        let zeros = Tensor::zeros(&self.shapes[slot], (self.kind, device));
+        self.put(slot, &zeros)
+    }
+
+    fn put(&mut self, slot: usize, source: &Tensor) -> Result<()> {
+        let fail = |error: flow_autograd::Error| Error::Torch {
+            rank: self.rank,
+            operation: "reducing a bucket",
+            reason: error.to_string(),
+        };
+        let stream = flow_autograd::current_stream(self.cuda.device()).map_err(fail)?;
+        if !self.streams.contains(&stream) {
+            self.streams.push(stream);
+        }
+        self.gradients[slot] = Some(CudaTensor::new(source).map_err(fail)?);
+        Ok(())
+    }
+
+    /// Enqueues the reduction; all gradients are there.
+    pub fn reduce(&mut self) -> flow_comm::Result<()> {
+        let mut gradients: Vec<&mut CudaTensor> = self.gradients.iter_mut().flatten().collect();
+        self.cuda.reduce_bucket(&mut self.flat, &mut gradients, &self.streams)
+    }
+
+    /// The reduced gradient of a slot.
+    pub fn result(&self, slot: usize) -> Option<&Tensor> {
+        self.views.get(slot).or_else(|| self.gradients[slot].as_ref().map(CudaTensor::tensor))
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.flat.bytes()
+    }
+
+    /// How long the last reduction took from its last gradient, and how much of that was before `backward_end`.
+    pub fn times(&self, backward_end: &Event) -> Option<(Duration, Duration)> {
+        let [ready, done] = self.flat.timing()?;
+        done.synchronize().ok()?;
+        let total = done.since(ready).ok()?;
+        Some((total, total.saturating_sub(done.since(backward_end).ok()?)))
+    }
+
+    pub fn clear(&mut self) {
+        self.gradients.fill_with(|| None);
+        self.streams.clear();
+    }
+}

@@ -1,0 +1,87 @@
+//! A bucket on the CPU: gradients are reduced in memory that all ranks of the machine reach.
+
+use std::sync::Arc;
+
+use flow_comm::{ProcessGroup, Segments};
+use tch::{Kind, Tensor};
+
+use crate::bucket_memory::{dtype, failed};
+use crate::error::Result;
+use crate::progress::Progress;
+use crate::reducer::Parameter;
+
+pub(crate) struct SharedBucket {
+    pub segments: Arc<Segments>,
+    progress: Arc<Progress>,
+    /// For gradients that were not born in shared memory, or not in the type of communication: a place for each.
+    places: Vec<Tensor>,
+    /// Which gradients of this backward were copied to their places.
+    copied: Vec<bool>,
+    kind: Kind,
+}
+
+impl SharedBucket {
+    pub fn new(
+        group: &ProcessGroup,
+        progress: &Arc<Progress>,
+        number: u32,
+        members: &[&Parameter],
+        kind: Kind,
+    ) -> Result<Self> {
+        let dtype = dtype(group, kind)?;
+        let lengths: Vec<usize> = members.iter().map(|member| member.elements()).collect();
+        // Memory that no gradient is ever copied to is never touched, and costs none.
+        let place = |member: &&Parameter| {
+            let memory = group.alloc_shared::<u8>(member.elements() * dtype.size())?;
+            flow_autograd::tensor_in(memory, &member.shape, kind).map_err(|e| failed(group)(e.to_string()))
+        };
+        let places = members.iter().map(place).collect::<Result<Vec<_>>>()?;
+        let segments = Arc::new(group.segments(number, dtype, lengths)?);
+        let progress = Arc::clone(progress);
+        Ok(Self { segments, progress, places, copied: vec![false; members.len()], kind })
+    }
+
+    /// Takes in a gradient. With `in_place` it is reduced where it is, if all ranks can reach it there. Returns whether
+    /// it is.
+    pub fn take(&mut self, slot: usize, gradient: &Tensor, in_place: bool) -> bool {
+        let reachable =
+            in_place && gradient.kind() == self.kind && self.segments.place(slot, Memory(gradient.shallow_clone()));
+        if reachable {
+            self.copied[slot] = false;
+        } else {
+            tch::no_grad(|| self.places[slot].copy_(gradient));
+            self.use_place(slot);
+        }
+        reachable
+    }
+
+    pub fn take_zeros(&mut self, slot: usize) {
+        let _ = tch::no_grad(|| self.places[slot].zero_());
+        self.use_place(slot);
+    }
+
+    fn use_place(&mut self, slot: usize) {
+        self.copied[slot] = true;
+        // Refused only if a backward that failed was reducing the bucket: then posting it again fails.
+        self.segments.place(slot, Memory(self.places[slot].shallow_clone()));
+    }
+
+    /// Hands the bucket over to be reduced; false if that must be tried again later.
+    pub fn post(&self) -> flow_comm::Result<bool> {
+        self.progress.post(&self.segments)
+    }
+
+    /// The reduced gradient of a slot that was copied; None if it was reduced where it is.
+    pub fn result(&self, slot: usize) -> Option<&Tensor> {
+        self.copied[slot].then(|| &self.places[slot])
+    }
+}
+
+/// A contiguous CPU tensor; of others, nothing.
+struct Memory(Tensor);
+
+impl AsMut<[u8]> for Memory {
+    fn as_mut(&mut self) -> &mut [u8] {
+        flow_autograd::bytes_mut(&mut self.0).unwrap_or_default()
+    }
+}

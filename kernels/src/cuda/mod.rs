@@ -1,0 +1,29 @@
+//! CUDA devices, and the kernels that gather gradients into one flat buffer and spread them again.
+//!
+//! | type | is |
+//! |---|---|
+//! | [`Device`] | a GPU's primary context, which libtorch uses too |
+//! | [`Stream`], [`Event`] | a queue of the GPU's work, and a mark in it |
+//! | [`DeviceBuffer`], [`Memory`] | somebody's memory on the GPU, and our own |
+//! | [`Layout`], [`Packer`] | where each tensor lies in the flat buffer, and the kernels that move them |
+//!
+//! Nothing of CUDA is linked: the driver (`libcuda.so.1`) is opened when a device is asked for, and NVIDIA's run-time
+//! compiler (`libnvrtc.so`) when a kernel is first needed. Where one is missing, the [`Error`] says what to install.
+
+mod cache;
+mod compile;
+mod device;
+mod error;
+mod layout;
+mod library;
+mod memory;
+mod pack;
+mod stream;
+
+pub use compile::compile;
+pub use device::Device;
+pub use error::{Error, Result};
+pub use layout::{Launch, Layout, Piece, TENSORS_PER_LAUNCH};
+pub use memory::{DeviceBuffer, Memory};
+pub use pack::Packer;
+pub use stream::{Event, Stream};
