@@ -2,7 +2,7 @@
 //!
 //! The program is linked with the CPU part of libtorch only; the CUDA part is loaded when it is asked for.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use flow_kernels::cuda::{Device, DeviceBuffer, Stream};
 use flow_kernels::DType;
@@ -11,6 +11,21 @@ use tch::{Cuda, Kind, Tensor};
 use crate::ffi;
 use crate::memory::{check_fit, memory, tensor_over};
 use crate::Error;
+
+/// Test only: tensors are on the CPU, and a stand-in for the driver, whose memory is the host's, takes them as a GPU's. Its
+/// default stream is the thread that calls.
+fn stands_in() -> bool {
+    static STANDS_IN: OnceLock<bool> = OnceLock::new();
+    *STANDS_IN.get_or_init(|| std::env::var_os("FLOW_TEST_HOST_AS_GPU").is_some_and(|value| value == "1"))
+}
+
+/// What libtorch calls the device.
+pub fn torch_device(device: &Device) -> tch::Device {
+    match stands_in() {
+        true => tch::Device::Cpu,
+        false => tch::Device::Cuda(device.ordinal()),
+    }
+}
 
 /// Loads the CUDA part of libtorch if it is not there yet. To be called before anything else is done with tensors:
 /// libtorch decides once for all whether it has CUDA, when it is first asked something that depends on it.
@@ -21,6 +36,9 @@ use crate::Error;
 ///
 /// libtorch is one without CUDA, its libraries do not load, or it has decided already.
 pub fn load_cuda() -> Result<usize, Error> {
+    if stands_in() {
+        return Ok(0);
+    }
     // SAFETY: there are no arguments; constructors of libtorch's own library run.
     unsafe { ffi::check("load_cuda", ffi::flow_load_cuda()) }.map_err(|error| {
         Error::NoCuda(format!("{error}; scripts/setup --cuda gets a libtorch with CUDA, or set LIBTORCH to one"))
@@ -42,8 +60,10 @@ pub fn load_cuda() -> Result<usize, Error> {
 /// The CUDA part of libtorch is not loaded.
 pub fn current_stream(device: &Arc<Device>) -> Result<Stream, Error> {
     let mut handle = std::ptr::null_mut();
-    // SAFETY: `handle` is writable.
-    unsafe { ffi::check("current_stream", ffi::flow_current_stream(device.ordinal() as i32, &mut handle))? };
+    if !stands_in() {
+        // SAFETY: `handle` is writable.
+        unsafe { ffi::check("current_stream", ffi::flow_current_stream(device.ordinal() as i32, &mut handle))? };
+    }
     // SAFETY: libtorch's streams, on the primary context as `device` is, are never destroyed.
     Ok(unsafe { Stream::borrowed(device, handle) })
 }
@@ -76,7 +96,7 @@ impl CudaTensor {
     /// The tensor is not on a GPU, or not contiguous.
     pub fn as_bytes(tensor: &Tensor) -> Result<Self, Error> {
         let memory = memory(tensor);
-        if !memory.on_cuda || !memory.dense_contiguous {
+        if !(memory.on_cuda || stands_in()) || !memory.dense_contiguous {
             return Err(Error::UnfitMemory(format!(
                 "a tensor on {:?} of shape {:?} is not contiguous memory of a GPU",
                 tensor.device(),
@@ -127,5 +147,5 @@ pub fn tensor_on(
     check_fit(memory.address() as usize, memory.bytes(), shape, kind)?;
     let data = memory.address() as *mut u8;
     // SAFETY: there is room for the shape on the device, and the owner keeps it.
-    unsafe { tensor_over(data, shape, kind, tch::Device::Cuda(device.ordinal()), memory) }
+    unsafe { tensor_over(data, shape, kind, torch_device(device), memory) }
 }

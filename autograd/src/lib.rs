@@ -23,7 +23,7 @@ mod hook;
 mod memory;
 
 pub use allocator::{set_cpu_allocator, Block, BlockAllocator};
-pub use cuda::{current_stream, load_cuda, tensor_on, CudaTensor};
+pub use cuda::{current_stream, load_cuda, tensor_on, torch_device, CudaTensor};
 pub use error::Error;
 pub use hook::{at_end_of_backward, owns_grad, BoxError, GradHook};
 pub use memory::{bytes, bytes_mut, data_ptr, dtype, set_grad, tensor_in, tensor_over};

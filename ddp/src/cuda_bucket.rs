@@ -72,7 +72,7 @@ impl CudaBucket {
     }
 
     pub fn take_zeros(&mut self, slot: usize) -> Result<()> {
-        let device = tch::Device::Cuda(self.cuda.device().ordinal());
+        let device = flow_autograd::torch_device(self.cuda.device());
         let zeros = Tensor::zeros(&self.shapes[slot], (self.kind, device));
         self.put(slot, &zeros)
     }

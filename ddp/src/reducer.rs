@@ -177,9 +177,6 @@ impl Reducer {
             if state.failed {
                 self.group.barrier()?; // says why, at once
             }
-            if let Some(cuda) = self.means.cuda() {
-                self.tolerate(&mut state, |_, _| cuda.check())?;
-            }
             state.begin();
             // Unlocked: if the callback is refused it is dropped, and locks the state for that.
             drop(state);
@@ -394,9 +391,15 @@ impl Reducer {
     /// Buckets in the order in which rank 0's gradients came; unused parameters last.
     fn rebuild(&self, state: &mut State, missing: Vec<usize>) -> Result<()> {
         let mut order: Vec<i32> = state.order.iter().chain(&missing).map(|&i| i as i32).collect();
-        self.group.broadcast(&mut order, 0)?;
-        // A rank that went on and failed would else take from slower ones what this backward has done.
-        self.group.barrier()?;
+        self.tolerate(state, |reducer, _| {
+            reducer.group.broadcast(&mut order, 0)?;
+            // A rank that went on and failed would else take from slower ones what this backward has done.
+            reducer.group.barrier()
+        })?;
+        // On a GPU, only here does a rank hear that another has failed in this backward.
+        if state.failing {
+            return Err(self.missing_gradients(state, &missing));
+        }
         let order: Vec<usize> = order.into_iter().map(|i| i as usize).collect();
         state.build(&self.group, &self.means, self.options, &order)
     }

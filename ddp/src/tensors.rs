@@ -38,7 +38,7 @@ impl TensorCollectives for ProcessGroup {
     }
 
     fn device(&self) -> Device {
-        self.cuda_device().map_or(Device::Cpu, |device| Device::Cuda(device.ordinal()))
+        self.cuda_device().map_or(Device::Cpu, |device| flow_autograd::torch_device(&device))
     }
 
     fn all_reduce_tensor(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {
@@ -85,8 +85,10 @@ impl TensorCollectives for ProcessGroup {
 
 /// The group's collectives on the tensor's GPU; None for a tensor that is not on one.
 pub(crate) fn cuda_group(group: &ProcessGroup, tensor: &Tensor) -> Result<Option<Arc<CudaGroup>>> {
-    match tensor.device() {
-        Device::Cuda(ordinal) => Ok(Some(group.nccl(ordinal)?)),
+    let chosen = group.cuda_device().filter(|device| flow_autograd::torch_device(device) == tensor.device());
+    match (chosen, tensor.device()) {
+        (Some(device), _) => Ok(Some(group.nccl(device.ordinal())?)),
+        (None, Device::Cuda(ordinal)) => Ok(Some(group.nccl(ordinal)?)),
         _ => Ok(None),
     }
 }

@@ -1,7 +1,7 @@
 //! Helpers of the multi-process tests: starting workers, under the real flow-launch or by hand, and hearing from them.
 
 use std::io::Read;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -173,4 +173,26 @@ pub fn ranks(size: usize, worker: &str, arguments: &[&str]) -> Vec<Process> {
 pub fn job() -> String {
     static NUMBER: AtomicUsize = AtomicUsize::new(0);
     format!("flow-tests-{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed))
+}
+
+/// Where the stand-ins for the CUDA driver, its compiler and NCCL are; see `stand-in`.
+pub const STAND_IN: &str = env!("FLOW_STAND_IN");
+
+/// Has `command` use the stand-ins, with eight GPUs; None, with a printed reason, where another NCCL is found before ours.
+pub fn on_stand_in(mut command: Command) -> Option<Command> {
+    let stand_in = |command: &mut Command| {
+        let nccl = Path::new(STAND_IN).join("libnccl_stand_in.so");
+        command.env("LD_LIBRARY_PATH", STAND_IN).env("FLOW_NCCL_PATH", nccl).env("FLOW_STAND_IN_GPUS", "8");
+        // What the stand-in for the compiler makes is of no use to others.
+        command.env("FLOW_CACHE", Path::new(STAND_IN).join("cache")).env_remove("FLOW_NVRTC");
+    };
+    let mut which = rank(&job(), 0, 1, "check_nccl", &["library"]);
+    stand_in(&mut which);
+    let found = Process::start(which).finish(PATIENCE).success();
+    if found.contains("stand_in") {
+        stand_in(&mut command);
+        return Some(command);
+    }
+    println!("SKIPPED: NCCL groups on stand-ins: this machine has an NCCL of its own, {}", found.trim());
+    None
 }

@@ -1,9 +1,23 @@
 //! `Ddp` in real processes: see `check_ddp` for what each check is about.
 
-use flow_tests::{launcher, Process, PATIENCE};
+use flow_tests::{launcher, on_stand_in, Process, PATIENCE};
 
 /// How gradients may travel: the default, by copies, and with a thread for communication.
 const MODES: [Option<(&str, &str)>; 3] = [None, Some(("FLOW_DDP_COPY", "1")), Some(("FLOW_DDP_PROGRESS", "thread"))];
+
+/// What is about the CPU's shared memory.
+const NOT_ON_GPUS: [&str; 1] = ["wrapped_again"];
+
+/// The way of GPUs, with tensors on the CPU: libtorch has no stand-in. `scripts/gpu-check` runs the same on GPUs.
+fn holds_on_stand_ins(check: &str, ranks: usize) {
+    let mut command = launcher(ranks, &[], "check_ddp", &[check]);
+    command.env("OMP_NUM_THREADS", "1").env("RUST_BACKTRACE", "0");
+    command.env("FLOW_TEST_DEVICE", "cuda").env("FLOW_TEST_HOST_AS_GPU", "1");
+    if let Some(command) = on_stand_in(command).filter(|_| !NOT_ON_GPUS.contains(&check)) {
+        let output = Process::start(command).finish(PATIENCE).success();
+        assert_eq!(output, format!("{check} holds on {ranks} ranks\n"), "on stand-ins for GPUs");
+    }
+}
 
 fn holds(check: &str, ranks: usize, mode: Option<(&str, &str)>) {
     let mut command = launcher(ranks, &[], "check_ddp", &[check]);
@@ -21,6 +35,8 @@ macro_rules! checks {
                 holds(stringify!($name), ranks, mode);
             }
             holds(stringify!($name), 3, None);
+            holds_on_stand_ins(stringify!($name), 2);
+            holds_on_stand_ins(stringify!($name), 3);
         }
     )*};
 }

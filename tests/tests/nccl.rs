@@ -3,29 +3,11 @@
 //! on which `scripts/gpu-check` runs the same program.
 
 use std::path::Path;
-use std::process::Command;
 use std::time::{Duration, Instant};
 
-use flow_tests::{assert_contains, job, launcher, rank, Finished, Process, PATIENCE};
+use flow_tests::{assert_contains, job, launcher, on_stand_in, rank, Finished, Process, PATIENCE, STAND_IN};
 
-const STAND_IN: &str = env!("FLOW_STAND_IN");
 const WORKER: &str = "check_nccl";
-
-/// Has `command` find the stand-ins; None, with a printed reason, where another NCCL is found before ours.
-fn on_stand_in(mut command: Command) -> Option<Command> {
-    let nccl = Path::new(STAND_IN).join("libnccl_stand_in.so");
-    command.env("LD_LIBRARY_PATH", STAND_IN).env("FLOW_NCCL_PATH", &nccl).env("FLOW_STAND_IN_GPUS", "8");
-    // What the stand-in for the compiler makes is of no use to others.
-    command.env("FLOW_CACHE", Path::new(STAND_IN).join("cache"));
-    let mut which = rank(&job(), 0, 1, WORKER, &["library"]);
-    which.env("LD_LIBRARY_PATH", STAND_IN).env("FLOW_NCCL_PATH", &nccl);
-    let found = Process::start(which).finish(PATIENCE).success();
-    if found.contains("stand_in") {
-        return Some(command);
-    }
-    println!("SKIPPED: NCCL groups on the stand-in: this machine has an NCCL of its own, {found}");
-    None
-}
 
 fn check(ranks: usize, what: &str) {
     if let Some(command) = on_stand_in(launcher(ranks, &[], WORKER, &[what])) {

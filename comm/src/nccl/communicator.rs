@@ -75,7 +75,8 @@ impl Communicator {
     ) -> Result<Self, Failure> {
         let library = Library::get().map_err(|error| Failure::Nccl(NcclError::missing(error.to_string())))?;
         bind(device)?;
-        let config = Config::new().blocking(false).split_share(true);
+        // Without shared resources: aborting a part would abort the whole.
+        let config = Config::new(false);
         let mut root = std::ptr::null_mut();
         // SAFETY: `root` is writable; the configuration and the id are read before the call returns.
         unsafe { library.comm_init_rank_config(&mut root, size, id, rank, &config)? };
@@ -87,7 +88,7 @@ impl Communicator {
     pub fn split(&self, color: Option<u32>, key: usize, patience: Patience<'_>) -> Result<Option<Self>, Failure> {
         bind(&self.device)?;
         let _inside = self.enter()?;
-        let config = Config::new().blocking(false).split_share(true);
+        let config = Config::new(false);
         let root = split(self.library, self.root, color, key, &config, patience)?;
         let Some(root) = root else { return Ok(None) };
         // SAFETY: the new communicator is ready, and nobody else has it.
@@ -103,7 +104,7 @@ impl Communicator {
         size: usize,
         patience: Patience<'_>,
     ) -> Result<Self, Failure> {
-        let config = Config::new().blocking(true);
+        let config = Config::new(true);
         let work = settle(library, root, patience)
             .and_then(|()| split(library, root, Some(0), rank, &config, patience))
             .and_then(|work| work.ok_or(Failure::Aborted));

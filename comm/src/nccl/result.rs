@@ -58,8 +58,8 @@ impl UniqueId {
 pub struct Config(ncclConfig_t);
 
 impl Config {
-    /// Nothing set.
-    pub fn new() -> Config {
+    /// `blocking`: whether calls return only once the communicator is ready again.
+    pub fn new(blocking: bool) -> Config {
         const UNDEFINED: c_int = sys::NCCL_CONFIG_UNDEF_INT;
         Config(ncclConfig_t {
             // Every version takes this: an older one reads as much as it knows, a newer one sees which fields are not
@@ -67,7 +67,7 @@ impl Config {
             size: size_of::<ncclConfig_t>(),
             magic: 0xcafe_beef,
             version: sys::NCCL_VERSION_CODE,
-            blocking: UNDEFINED,
+            blocking: blocking.into(),
             cgaClusterSize: UNDEFINED,
             minCTAs: UNDEFINED,
             maxCTAs: UNDEFINED,
@@ -82,18 +82,6 @@ impl Config {
             nChannelsPerNetPeer: UNDEFINED,
             nvlinkCentricSched: UNDEFINED,
         })
-    }
-
-    /// Whether calls return only once the communicator is ready again.
-    pub fn blocking(mut self, blocking: bool) -> Config {
-        self.0.blocking = blocking.into();
-        self
-    }
-
-    /// Whether the communicators that are split from it use its resources.
-    pub fn split_share(mut self, split_share: bool) -> Config {
-        self.0.splitShare = split_share.into();
-        self
     }
 }
 

@@ -4,10 +4,10 @@ use anyhow::{ensure, Context, Result};
 use flow_comm::ProcessGroup;
 use flow_ddp::{Ddp, DistributedSampler, TensorCollectives};
 use tch::nn::{self, Module, ModuleT, OptimizerConfig, VarStore};
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use crate::helpers::{copies, error, gradient_is, in_place, mean, plausible, same_everywhere, says};
-use crate::models::{self, store, Vectors};
+use crate::models::{self, device, store, Vectors};
 
 /// Parameters that are frozen before wrapping have no part in anything.
 pub fn frozen(group: &ProcessGroup) -> Result<()> {
@@ -91,7 +91,7 @@ pub fn buffers(group: &ProcessGroup) -> Result<()> {
         let builder = Ddp::builder(group).broadcast_buffers(broadcast);
         let model = builder.wrap(WithBuffer::new(&store, own), &store)?;
         ensure!(model.buffers() == (5.0, 5.0), "{:?}", model.buffers());
-        ensure!(model.weight.detach() == Tensor::from_slice(&[5f32; 3]), "{}", model.weight);
+        ensure!(model.weight.detach() == Tensor::from_slice(&[5f32; 3]).to(device()), "{}", model.weight);
         let x = Tensor::from(1f32);
         let set = |value: i64| {
             let _ = model.buffer.shallow_clone().fill_(value);
@@ -130,14 +130,14 @@ pub fn wrapped_again(group: &ProcessGroup) -> Result<()> {
         })?;
         model.0.iter().try_for_each(|w| gradient_is(w, mean(group, input)))?;
         ensure!(copies() || in_place(&model.stats()) > 0, "{:?}", model.stats());
-        let inside = flow_autograd::data_ptr(&Tensor::zeros([100_000], (Kind::Float, Device::Cpu)));
+        let inside = flow_autograd::data_ptr(&Tensor::zeros([100_000], (Kind::Float, device())));
         let before = group.arena().usage().0;
         vectors = model.into_inner();
         vectors.0.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
         ensure!(group.arena().usage().0 < before, "dropping the wrapper freed nothing");
         vectors.forward(&Tensor::from(input(group.rank()) as f32)).f_backward()?;
         vectors.0.iter().try_for_each(|w| gradient_is(w, input(group.rank()))).context("unwrapped")?;
-        let outside = Tensor::zeros([100_000], (Kind::Float, Device::Cpu));
+        let outside = Tensor::zeros([100_000], (Kind::Float, device()));
         let at = |pointer: *mut u8| pointer.addr().wrapping_sub(group.arena().at(0).addr());
         ensure!(group.arena().contains(at(inside), 1), "a large tensor was not born in shared memory");
         ensure!(
@@ -163,7 +163,7 @@ pub fn sub_group(group: &ProcessGroup) -> Result<()> {
         }
         same_everywhere(&sub, &store)?;
         let uses = if sub.rank() == 0 { vec![(0, 1.0)] } else { vec![(0, 1.0), (1, 1.0)] };
-        let text = crate::helpers::error(model.weighted_sum(&uses).f_backward())?;
+        let text = crate::helpers::told(|| model.weighted_sum(&uses).f_backward())?;
         crate::helpers::says(&text, &[&format!("rank {}: Ddp", group.rank()), "backward: rank 0: w1"])?;
     }
     // What befell the sub-group is no matter to the group it came from.
@@ -178,7 +178,7 @@ pub fn memory(group: &ProcessGroup) -> Result<()> {
     let mut optimizer = nn::sgd(0.9, 0.0, 0.0, false).build(&store, 0.01)?;
     let mut train = |steps| {
         for _ in 0..steps {
-            let x = Tensor::randn([16, 784], (Kind::Float, Device::Cpu));
+            let x = Tensor::randn([16, 784], (Kind::Float, device()));
             let loss = model.forward_t(&x, true).square().mean(Kind::Float);
             optimizer.backward_step(&loss);
         }

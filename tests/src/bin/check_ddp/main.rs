@@ -50,6 +50,7 @@ fn main() -> Result<()> {
     let (_, check) = CHECKS.iter().find(|(n, _)| *n == name).with_context(|| format!("there is no check {name}"))?;
     tch::set_num_threads(1);
     let group = ProcessGroup::from_env()?;
+    models::choose_device(&group)?;
     check(&group).with_context(|| format!("{name}, rank {}", group.rank()))?;
     group.barrier()?;
     if group.rank() == 0 {

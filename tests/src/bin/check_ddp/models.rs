@@ -1,7 +1,30 @@
 //! Models to wrap.
 
+use std::sync::OnceLock;
+
+use flow_comm::ProcessGroup;
+use flow_ddp::{DeviceKind, TensorCollectives};
 use tch::nn::{self, Module, Path, SequentialT, VarStore};
 use tch::{Device, Kind, Tensor};
+
+static DEVICE: OnceLock<Device> = OnceLock::new();
+
+/// Where this run's tensors are.
+pub fn device() -> Device {
+    *DEVICE.get().unwrap_or(&Device::Cpu)
+}
+
+/// Whether gradients take the way of GPUs in this run (`FLOW_TEST_DEVICE=cuda`), if only on stand-ins.
+pub fn on_gpu() -> bool {
+    std::env::var("FLOW_TEST_DEVICE").is_ok_and(|kind| kind == "cuda")
+}
+
+pub fn choose_device(group: &ProcessGroup) -> anyhow::Result<()> {
+    let kind = if on_gpu() { DeviceKind::Cuda } else { DeviceKind::Cpu };
+    let device = group.use_device(kind)?;
+    anyhow::ensure!(DEVICE.set(device).is_ok(), "the device is chosen once");
+    Ok(())
+}
 
 /// 784-512-10: its first weight is large enough to be born in shared memory, the others are not.
 pub fn mlp(path: &Path) -> SequentialT {
@@ -51,5 +74,5 @@ impl Module for Vectors {
 }
 
 pub fn store() -> VarStore {
-    VarStore::new(Device::Cpu)
+    VarStore::new(device())
 }

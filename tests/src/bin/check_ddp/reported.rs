@@ -4,12 +4,12 @@ use anyhow::{ensure, Context, Result};
 use flow_comm::ProcessGroup;
 use flow_ddp::Ddp;
 use tch::nn;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
-use crate::helpers::{error, gradient_is, says};
-use crate::models::{store, Vectors};
+use crate::helpers::{error, gradient_is, says, told};
+use crate::models::{device, store, Vectors};
 
-/// Parameters without a gradient fail the same backward on all ranks, with the names of all of them.
+/// Parameters without a gradient fail the backward on all ranks, with the names of all of them.
 pub fn unused(group: &ProcessGroup) -> Result<()> {
     // What each rank leaves out: one rank one of them, all the same, each another.
     let cases: [fn(usize) -> Vec<usize>; 4] = [
@@ -36,8 +36,8 @@ pub fn unused(group: &ProcessGroup) -> Result<()> {
             }
             let own = leaves_out(group.rank());
             let used: Vec<_> = all.iter().copied().filter(|(index, _)| !own.contains(index)).collect();
-            let text = error(model.weighted_sum(&used).f_backward())?;
-            let (_, text) = text.split_once("no gradient in this backward: ").context("the reason")?;
+            let text = told(|| model.weighted_sum(&used).f_backward())?;
+            let (_, text) = text.split_once("no gradient in this backward: ").with_context(|| text.clone())?;
             let context = || format!("case {number} after {good_steps} good steps: {text}");
             for rank in 0..group.world_size() {
                 let names: Vec<String> = leaves_out(rank).iter().map(|i| format!("w{i}")).collect();
@@ -82,7 +82,7 @@ pub fn differing_models(group: &ProcessGroup) -> Result<()> {
     let last = group.world_size() - 1;
     let odd = group.rank() == last;
     let ranks = ["rank 0 has".to_string(), format!("rank {last} has")];
-    let tensor = |shape: &[i64], kind| Tensor::zeros(shape, (kind, Device::Cpu)).set_requires_grad(true);
+    let tensor = |shape: &[i64], kind| Tensor::zeros(shape, (kind, device())).set_requires_grad(true);
     let plain = || vec![("first".to_string(), tensor(&[3], Kind::Float)), ("weight".into(), tensor(&[2], Kind::Float))];
     type Change = fn(Vec<(String, Tensor)>) -> Vec<(String, Tensor)>;
     let changes: [(Change, &str); 6] = [
@@ -95,14 +95,14 @@ pub fn differing_models(group: &ProcessGroup) -> Result<()> {
         ),
         (
             |mut t| {
-                t[1].1 = Tensor::zeros([3], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+                t[1].1 = Tensor::zeros([3], (Kind::Float, device())).set_requires_grad(true);
                 t
             },
             "[3]",
         ),
         (
             |mut t| {
-                t[1].1 = Tensor::zeros([2], (Kind::Double, Device::Cpu)).set_requires_grad(true);
+                t[1].1 = Tensor::zeros([2], (Kind::Double, device())).set_requires_grad(true);
                 t
             },
             "Double",
@@ -151,12 +151,12 @@ pub fn differing_models(group: &ProcessGroup) -> Result<()> {
 
 /// Models that cannot be wrapped, alike on all ranks.
 pub fn unfit_models(group: &ProcessGroup) -> Result<()> {
-    let float = |shape: &[i64]| Tensor::zeros(shape, (Kind::Float, Device::Cpu));
+    let float = |shape: &[i64]| Tensor::zeros(shape, (Kind::Float, device()));
     let trained = |shape: &[i64]| float(shape).set_requires_grad(true);
     let named = |tensor| vec![("weight".to_string(), tensor)];
     says(&error(Ddp::from_tensors((), named(float(&[2])), vec![], group))?, &["no parameter"])?;
     says(&error(Ddp::from_tensors((), vec![], vec![], group))?, &["no parameter"])?;
-    let complex = Tensor::zeros([2], (Kind::ComplexFloat, Device::Cpu)).set_requires_grad(true);
+    let complex = Tensor::zeros([2], (Kind::ComplexFloat, device())).set_requires_grad(true);
     says(&error(Ddp::from_tensors((), named(complex), vec![], group))?, &["weight", "ComplexFloat"])?;
     let builder = || Ddp::builder(group);
     says(&error(builder().bucket_cap_mb(0.0).wrap_tensors((), named(trained(&[2])), vec![]))?, &["cap"])?;

@@ -6,7 +6,7 @@ use flow_ddp::{Ddp, DdpBuilder};
 use tch::{Kind, Tensor};
 
 use crate::helpers::{gradient_is, mean, plausible};
-use crate::models::{store, Vectors};
+use crate::models::{device, store, Vectors};
 
 const LARGE: i64 = 40_000;
 
@@ -24,7 +24,7 @@ pub fn found(group: &ProcessGroup) -> Result<()> {
         let others = (group.world_size() - 1) as f64;
         for round in 1..=3 {
             let used = if group.rank() == 0 { &t0 } else { &t1 };
-            (used + Tensor::ones([2, 2], (Kind::Float, tch::Device::Cpu))).mean(Kind::Float).f_backward()?;
+            (used + Tensor::ones([2, 2], (Kind::Float, device()))).mean(Kind::Float).f_backward()?;
             // 0.25 on each rank that uses it; two ranks: 0.125 on both. Not cleared, they add up.
             let share = 0.25 / group.world_size() as f64;
             gradient_is(&t0, share * round as f64).context("t0")?;
@@ -71,9 +71,9 @@ pub fn everywhere(group: &ProcessGroup) -> Result<()> {
         let store = store();
         let model = builder.wrap(Vectors::new(&store, &[10, LARGE, 10]), &store)?;
         model.weighted_sum(&[(0, 1.0), (1, 1.0), (2, 1.0)]).f_backward()?;
-        let kept = Tensor::full([LARGE], group.rank() as f64, (Kind::Float, tch::Device::Cpu));
+        let kept = Tensor::full([LARGE], group.rank() as f64, (Kind::Float, device()));
         flow_autograd::set_grad(&model.0[1], Some(&kept))?;
-        let kept = Tensor::full([10], group.rank() as f64 + 0.1, (Kind::Float, tch::Device::Cpu));
+        let kept = Tensor::full([10], group.rank() as f64 + 0.1, (Kind::Float, device()));
         flow_autograd::set_grad(&model.0[2], Some(&kept))?;
         for _ in 0..3 {
             model.weighted_sum(&[(0, 1.0)]).f_backward()?;
