@@ -105,11 +105,11 @@ impl Bucket {
         }
     }
 
-    /// On a GPU: how long the last reduction took, and how much of that was before `backward_end`.
-    pub fn times(&self, backward_end: &Event) -> Option<(Duration, Duration)> {
+    /// On a GPU: see [`CudaBucket::times`].
+    pub fn times(&self, begin: &Event, end: &Event) -> Option<[Duration; 3]> {
         match &self.memory {
             Memory::Shared(_) => None,
-            Memory::Cuda(bucket) => bucket.times(backward_end),
+            Memory::Cuda(bucket) => bucket.times(begin, end),
         }
     }
 

@@ -106,12 +106,13 @@ impl CudaBucket {
         self.flat.bytes()
     }
 
-    /// How long the last reduction took from its last gradient, and how much of that was before `backward_end`.
-    pub fn times(&self, backward_end: &Event) -> Option<(Duration, Duration)> {
+    /// The last reduction: its last gradient after `begin`, how long it took from there, and how much of that was before
+    /// `end`.
+    pub fn times(&self, begin: &Event, end: &Event) -> Option<[Duration; 3]> {
         let [ready, done] = self.flat.timing()?;
         done.synchronize().ok()?;
         let total = done.since(ready).ok()?;
-        Some((total, total.saturating_sub(done.since(backward_end).ok()?)))
+        Some([ready.since(begin).ok()?, total, total.saturating_sub(done.since(end).ok()?)])
     }
 
     pub fn clear(&mut self) {

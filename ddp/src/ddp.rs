@@ -11,10 +11,11 @@ use tch::{Device, Kind, Tensor};
 
 use crate::birthplace::Birthplace;
 use crate::bucket::Caps;
+use crate::coalesced::CoalescedBroadcast;
 use crate::error::{job_rank, Error, Result};
 use crate::reducer::{Options, Parameter, Reducer};
 use crate::stats::Stats;
-use crate::tensors::{cuda_group, CoalescedBroadcast};
+use crate::tensors::cuda_group;
 use crate::verify::difference;
 
 const MIB: f64 = 1024.0 * 1024.0;

@@ -27,6 +27,7 @@
 mod birthplace;
 mod bucket;
 mod bucket_memory;
+mod coalesced;
 mod cuda_bucket;
 mod ddp;
 mod device;

@@ -86,8 +86,10 @@ struct State {
     /// All ranks have met for that: the group is of no more use.
     failed: bool,
     stats: Stats,
-    /// On a GPU: where the last backward that reduced gradients ended on libtorch's stream, without reductions and with.
-    ends: Option<[Event; 2]>,
+    /// When the first gradient of this backward came.
+    began: Instant,
+    /// On a GPU, and in libtorch's stream: the first gradient, the end of backward, and that of its reductions.
+    marks: Option<[Event; 3]>,
 }
 
 impl Reducer {
@@ -123,7 +125,8 @@ impl Reducer {
             failing: false,
             failed: false,
             stats: Stats::default(),
-            ends: None,
+            began: Instant::now(),
+            marks: None,
         };
         state.build(&group, &means, options, &order)?;
         let in_place = std::env::var_os(COPY).is_none_or(|v| v != "1");
@@ -185,6 +188,7 @@ impl Reducer {
                 .map_err(|e| self.torch("backward", e.to_string()))?;
             state = self.state();
             // From here on an error of this rank alone reaches the others.
+            self.mark(&mut state, 0)?;
             if let Some(parameter) = state.frozen.iter().find(|p| p.tensor.requires_grad()) {
                 let name = &parameter.name;
                 let reason = format!("{name} was frozen when the model was wrapped and is not now: wrap it again");
@@ -278,7 +282,7 @@ impl Reducer {
     /// Returns the parameters without a gradient.
     fn finish_buckets(&self, state: &mut State) -> Result<Vec<usize>> {
         let backward_end = Instant::now();
-        self.mark(state, 0)?;
+        self.mark(state, 1)?;
         let missing: Vec<usize> = (0..state.arrived.len()).filter(|&i| !state.arrived[i]).collect();
         let mut finished = Vec::new();
         if !missing.is_empty() && !self.options.find_unused {
@@ -325,22 +329,24 @@ impl Reducer {
             self.write_back(state, index)?;
         }
         state.used.fill(false);
-        self.mark(state, 1)?;
+        self.mark(state, 2)?;
         state.record(&finished, backward_end);
         Ok(missing)
     }
 
-    /// On a GPU: marks where libtorch's stream is at the end of backward, before (0) and after (1) it waits for the
-    /// reductions.
+    /// On a GPU: records one of the backward's marks in libtorch's stream.
     fn mark(&self, state: &mut State, which: usize) -> Result<()> {
         let Some(cuda) = self.means.cuda() else { return Ok(()) };
         let stream = current_stream(&self.group, cuda)?;
-        let device = |error: flow_comm::nccl::DeviceError| self.torch("backward", error.to_string());
-        if state.ends.is_none() {
-            state.ends =
-                Some([Event::timed(cuda.device()).map_err(device)?, Event::timed(cuda.device()).map_err(device)?]);
-        }
-        state.ends.iter().try_for_each(|ends| ends[which].record(&stream)).map_err(device)
+        let fail = |error: flow_comm::nccl::DeviceError| self.torch("backward", error.to_string());
+        let marks = match state.marks.take() {
+            Some(marks) => marks,
+            None => {
+                let event = || Event::timed(cuda.device()).map_err(fail);
+                [event()?, event()?, event()?]
+            }
+        };
+        state.marks.insert(marks)[which].record(&stream).map_err(fail)
     }
 
     /// Brings a reduced gradient that was copied home to `.grad`.
@@ -416,6 +422,7 @@ impl Reducer {
 impl State {
     fn begin(&mut self) {
         self.running = true;
+        self.began = Instant::now();
         self.failing = false;
         self.arrived.fill(false);
         self.order.clear();
@@ -463,10 +470,12 @@ impl State {
                 bytes: bucket.bytes(),
                 parameters: bucket.members.iter().map(|&m| self.parameters[m].name.clone()).collect(),
                 in_place: self.in_place_bytes[number],
+                ready_at: bucket.ready.unwrap_or(done).saturating_duration_since(self.began),
                 ready_to_done,
                 behind_backward,
             }
         };
+        self.stats.backward = backward_end - self.began;
         self.stats.buckets = self.buckets.iter().enumerate().map(bucket).collect();
         self.stats.backwards += 1;
         self.stats.exposed = end - backward_end;
@@ -475,13 +484,16 @@ impl State {
     /// What is known of the last backward. On a GPU, times are the device's: asking for them waits for it.
     fn timed_stats(&self) -> Stats {
         let mut stats = self.stats.clone();
-        let Some([before, after]) = self.ends.as_ref().filter(|_| stats.backwards > 0) else { return stats };
+        let Some([begin, end, after]) = self.marks.as_ref().filter(|_| stats.backwards > 0) else { return stats };
         for (told, bucket) in stats.buckets.iter_mut().zip(&self.buckets) {
-            if let Some((ready_to_done, behind_backward)) = bucket.times(before) {
-                (told.ready_to_done, told.behind_backward) = (ready_to_done, behind_backward);
+            if let Some(times) = bucket.times(begin, end) {
+                [told.ready_at, told.ready_to_done, told.behind_backward] = times;
             }
         }
-        stats.exposed = after.synchronize().and_then(|()| after.since(before)).unwrap_or_default();
+        if after.synchronize().is_ok() {
+            stats.backward = end.since(begin).unwrap_or_default();
+            stats.exposed = after.since(end).unwrap_or_default();
+        }
         stats
     }
 }

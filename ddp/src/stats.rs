@@ -2,13 +2,15 @@
 
 use std::time::{Duration, Instant};
 
-/// The last backward that reduced gradients, seen from this rank.
+/// The last backward that reduced gradients, seen from this rank. On a GPU, times are the device's.
 #[derive(Debug, Clone, Default)]
 pub struct Stats {
     /// Backwards that reduced gradients so far.
     pub backwards: u64,
     /// In the order of reduction.
     pub buckets: Vec<BucketStats>,
+    /// From the first gradient to the last, without what reductions add.
+    pub backward: Duration,
     /// How long backward was held up at its end: waiting for other ranks, finishing reductions, copying back.
     pub exposed: Duration,
 }
@@ -22,6 +24,8 @@ pub struct BucketStats {
     pub parameters: Vec<String>,
     /// Bytes that were reduced where backward had put them, without a copy.
     pub in_place: usize,
+    /// From the backward's first gradient to this bucket's last.
+    pub ready_at: Duration,
     /// From its last gradient on this rank until the reduction was seen to be over.
     pub ready_to_done: Duration,
     /// The part of `ready_to_done` during which backward still ran.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use flow_autograd::CudaTensor;
 use flow_comm::nccl::CudaGroup;
-use flow_comm::{Buffer, DType, ProcessGroup, ReduceOp, SharedBuffer};
+use flow_comm::{Buffer, DType, ProcessGroup, ReduceOp};
 use tch::{Device, Tensor};
 
 use crate::device::{choose, DeviceKind};
@@ -98,7 +98,7 @@ pub(crate) fn current_stream(group: &ProcessGroup, cuda: &CudaGroup) -> Result<f
     flow_autograd::current_stream(cuda.device()).map_err(torch(group, "finding libtorch's stream"))
 }
 
-fn torch(group: &ProcessGroup, operation: &'static str) -> impl Fn(flow_autograd::Error) -> Error {
+pub(crate) fn torch(group: &ProcessGroup, operation: &'static str) -> impl Fn(flow_autograd::Error) -> Error {
     let rank = job_rank(group);
     move |error| Error::Torch { rank, operation, reason: error.to_string() }
 }
@@ -145,76 +145,4 @@ impl Buffer for Memory {
     fn bytes_mut(&mut self) -> &mut [u8] {
         flow_autograd::bytes_mut(&mut self.tensor).unwrap_or_default()
     }
-}
-
-/// Broadcasts many small tensors in one collective.
-pub(crate) struct CoalescedBroadcast {
-    tensors: Vec<Tensor>,
-    /// For tensors on the CPU, which all have a place in it.
-    memory: SharedBuffer<u8>,
-    cuda: Option<Arc<CudaGroup>>,
-}
-
-impl CoalescedBroadcast {
-    /// All tensors are on the same device.
-    pub fn new(group: &ProcessGroup, tensors: Vec<Tensor>) -> Result<Self> {
-        let cuda = match tensors.first().filter(|_| group.world_size() > 1) {
-            Some(tensor) => cuda_group(group, tensor)?,
-            None => None,
-        };
-        let bytes = if cuda.is_some() { 0 } else { tensors.iter().map(size_in_bytes).sum() };
-        Ok(Self { tensors, memory: group.alloc_shared(bytes)?, cuda })
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.tensors.is_empty()
-    }
-
-    /// Gives all ranks the root's values. On the CPU that costs a copy on each side; the transfer itself is one.
-    pub fn run(&mut self, group: &ProcessGroup, root: usize) -> Result<()> {
-        let contiguous: Vec<Tensor> = self.tensors.iter().map(|tensor| tensor.detach().contiguous()).collect();
-        match &self.cuda {
-            Some(cuda) => {
-                let fail = torch(group, "broadcasting tensors");
-                let memory = contiguous.iter().map(CudaTensor::as_bytes).collect::<Result<Vec<_>, _>>();
-                cuda.broadcast(&mut memory.map_err(fail)?, root, &current_stream(group, cuda)?)?;
-            }
-            None => self.run_shared(group, root, &contiguous)?,
-        }
-        if group.rank() != root {
-            for (tensor, contiguous) in self.tensors.iter_mut().zip(&contiguous) {
-                if flow_autograd::data_ptr(contiguous) != flow_autograd::data_ptr(tensor) {
-                    tch::no_grad(|| tensor.copy_(contiguous));
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn run_shared(&mut self, group: &ProcessGroup, root: usize, tensors: &[Tensor]) -> Result<()> {
-        let fail = torch(group, "broadcasting tensors");
-        let mut end = 0;
-        if group.rank() == root {
-            for tensor in tensors {
-                let bytes = flow_autograd::bytes(tensor).map_err(&fail)?;
-                self.memory[end..end + bytes.len()].copy_from_slice(bytes);
-                end += bytes.len();
-            }
-        }
-        group.broadcast(&mut self.memory, root)?;
-        if group.rank() != root {
-            end = 0;
-            for tensor in tensors {
-                let mut target = tensor.shallow_clone();
-                let bytes = flow_autograd::bytes_mut(&mut target).map_err(&fail)?;
-                bytes.copy_from_slice(&self.memory[end..end + bytes.len()]);
-                end += bytes.len();
-            }
-        }
-        Ok(())
-    }
-}
-
-fn size_in_bytes(tensor: &Tensor) -> usize {
-    tensor.numel() * tensor.kind().elt_size_in_bytes()
 }

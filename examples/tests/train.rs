@@ -1,6 +1,6 @@
 //! OneFlow's documented example, to the digit.
 
-use flow_tests::{launcher, Process, PATIENCE};
+use flow_tests::{launcher, on_stand_in, Process, PATIENCE};
 
 /// What OneFlow's documentation shows for each rank; from step 300 on the loss no longer changes.
 const DOCUMENTED: [[&str; 6]; 2] = [
@@ -24,7 +24,50 @@ const DOCUMENTED: [[&str; 6]; 2] = [
 
 #[test]
 fn prints_the_documented_digits() {
-    let output = Process::start(launcher(2, &["--prefix"], "train", &[])).finish(PATIENCE).success();
+    has_the_documented_digits(&Process::start(launcher(2, &["--prefix"], "train", &[])).finish(PATIENCE).success());
+}
+
+/// The way of GPUs, with tensors on the CPU.
+#[test]
+fn on_stand_ins_for_gpus_the_digits_are_the_same() {
+    let Some(mut command) = on_stand_in(launcher(2, &["--prefix"], "train", &["--device", "cuda"])) else { return };
+    command.env("FLOW_TEST_HOST_AS_GPU", "1");
+    has_the_documented_digits(&Process::start(command).finish(PATIENCE).success());
+}
+
+#[test]
+fn more_ranks_than_gpus_are_told_how_many_there_are() {
+    let Some(mut command) = on_stand_in(launcher(2, &[], "train", &["--device", "cuda"])) else { return };
+    command.env("FLOW_TEST_HOST_AS_GPU", "1").env("FLOW_STAND_IN_GPUS", "1").env("RUST_BACKTRACE", "0");
+    let finished = Process::start(command).finish(PATIENCE);
+    assert_eq!((finished.status.code(), finished.stdout.as_str()), (Some(1), ""), "{}", finished.stderr);
+    let message = "asked for 2 ranks with a GPU each on this machine, found 1 GPU";
+    assert!(finished.stderr.contains(message), "{}", finished.stderr);
+}
+
+/// Which of the two is missing first depends on the machine; where neither is, there is nothing to see.
+#[test]
+fn without_cuda_the_error_says_what_to_install() {
+    let mut command = launcher(1, &[], "train", &["--device", "cuda"]);
+    command.env("RUST_BACKTRACE", "0");
+    let finished = Process::start(command).finish(PATIENCE);
+    if finished.status.success() {
+        println!("SKIPPED: the error of a machine without CUDA: this one has a GPU");
+        return;
+    }
+    let texts =
+        ["libcuda.so.1 is not found; install NVIDIA's driver", "scripts/setup --cuda gets a libtorch with CUDA"];
+    assert!(texts.iter().any(|text| finished.stderr.contains(text)), "{}", finished.stderr);
+}
+
+#[test]
+fn an_unknown_device_is_a_usage_error() {
+    let finished = Process::start(launcher(1, &[], "train", &["--device", "gpu"])).finish(PATIENCE);
+    assert_eq!(finished.status.code(), Some(2));
+    assert!(finished.stderr.contains("it should be cpu or cuda"), "{}", finished.stderr);
+}
+
+fn has_the_documented_digits(output: &str) {
     for (rank, documented) in DOCUMENTED.iter().enumerate() {
         let prefix = format!("[rank {rank}] ");
         let printed: Vec<_> = output.lines().filter_map(|line| line.strip_prefix(&prefix)).collect();

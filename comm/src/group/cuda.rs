@@ -35,8 +35,9 @@ impl ProcessGroup {
             if ordinal >= found {
                 let asked = self.engine().world.size;
                 return Err(format!(
-                    "asked for {asked} ranks with a GPU each on this machine, found {found} GPUs: start at most as many \
-                     ranks (--nproc_per_node gpu), or see what CUDA_VISIBLE_DEVICES leaves"
+                    "asked for {asked} ranks with a GPU each on this machine, found {found} GPU{}: start at most as many \
+                     ranks (--nproc_per_node gpu), or see what CUDA_VISIBLE_DEVICES leaves",
+                    if found == 1 { "" } else { "s" }
                 ));
             }
             Device::open(ordinal).map_err(|error| error.to_string())

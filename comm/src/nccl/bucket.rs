@@ -121,4 +121,36 @@ impl CudaGroup {
         bucket.timing = Some([ready, done]);
         Ok(())
     }
+
+    /// Copies rank `root`'s tensors, which a bucket was made for, to all ranks', in the order of `stream`. One kernel on
+    /// each side and one transfer, however many tensors there are.
+    ///
+    /// # Errors
+    ///
+    /// A failure of the group, now or before.
+    pub fn broadcast_bucket<B: DeviceBuffer>(
+        &self,
+        bucket: &mut FlatBucket,
+        tensors: &mut [B],
+        root: usize,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.check_rank("broadcast", "root", root)?;
+        let count = bucket.bytes() / bucket.flat.dtype.size();
+        let operation = self.operation(Kind::Broadcast, bucket.flat.dtype, count, ReduceOp::Sum, root);
+        let operation = Operation { bucket: Some(bucket.number), ..operation };
+        let (packer, flat) = (&bucket.packer, &mut bucket.flat);
+        let done = self.enqueue(operation, std::slice::from_ref(stream), |communicator, own| {
+            if self.rank() == root {
+                packer.pack(tensors, flat, 1.0, own)?;
+            }
+            // SAFETY: the bucket's memory is used on this stream only.
+            unsafe { communicator.broadcast(std::slice::from_mut(flat), root, own)? };
+            if self.rank() != root {
+                packer.unpack(flat, tensors, own)?;
+            }
+            Ok(())
+        })?;
+        stream.wait(&done).map_err(|error| self.system(&operation.to_string(), error.to_string()))
+    }
 }

@@ -43,7 +43,7 @@ struct Turn {
     sequence: u64,
     splits: usize,
     ready: Event,
-    /// All in use, or once were.
+    /// All that there are, the longest used first.
     events: VecDeque<Arc<Event>>,
 }
 
@@ -343,7 +343,7 @@ impl CudaGroup {
         Error::Argument { rank: self.engine.world.rank, operation: operation.into(), reason }
     }
 
-    fn check_rank(&self, operation: &str, what: &str, rank: usize) -> Result<()> {
+    pub(super) fn check_rank(&self, operation: &str, what: &str, rank: usize) -> Result<()> {
         if rank < self.size() {
             return Ok(());
         }
@@ -405,12 +405,10 @@ impl fmt::Debug for CudaGroup {
 impl Turn {
     /// An event that nobody uses any more, or a new one.
     fn take_event(&mut self, device: &Arc<Device>) -> Result<Arc<Event>, flow_kernels::cuda::Error> {
-        match self.events.pop_front() {
-            Some(event) if Arc::strong_count(&event) == 1 => Ok(event),
-            used => {
-                self.events.extend(used);
-                Event::timed(device).map(Arc::new)
-            }
+        let free = self.events.iter().position(|event| Arc::strong_count(event) == 1);
+        match free.and_then(|index| self.events.remove(index)) {
+            Some(event) => Ok(event),
+            None => Event::timed(device).map(Arc::new),
         }
     }
 }

@@ -11,6 +11,7 @@ use super::result::NcclError;
 impl Communicator {
     /// `bytes` bytes of the kind that NCCL moves best.
     pub fn allocate(&self, bytes: usize) -> Result<FlatMemory, Failure> {
+        let bytes = bytes.max(1); // so that it has an address
         if self.library.has_registration() {
             bind(&self.device)?;
             let mut data = std::ptr::null_mut();

@@ -2,11 +2,16 @@
 //!
 //! `flow-launch --nproc_per_node 2 flow-bench allreduce`, `flow-bench limit`,
 //! `flow-launch --nproc_per_node 2 flow-bench step --model mlp`
+//!
+//! On GPUs, where `scripts/gpu-check` runs it: `flow-bench launch`, `step` and `losses` with `--device cuda`.
 
 mod allreduce;
+mod launch;
 mod limit;
+mod losses;
 mod models;
 mod step;
+mod timeline;
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -23,6 +28,10 @@ enum Command {
     Limit(Sizes),
     /// A training step without and with Ddp, on all ranks
     Step(step::Options),
+    /// The losses of a short training with Ddp, on all ranks
+    Losses(losses::Options),
+    /// The host's time to launch the reduction of a bucket on a GPU, on all ranks
+    Launch(launch::Options),
 }
 
 /// What is measured and how it is printed.
@@ -48,6 +57,8 @@ fn main() -> ExitCode {
         Command::Allreduce(options) => allreduce::run(&options),
         Command::Limit(sizes) => limit::run(&sizes),
         Command::Step(options) => step::run(&options),
+        Command::Losses(options) => losses::run(&options),
+        Command::Launch(options) => launch::run(&options),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

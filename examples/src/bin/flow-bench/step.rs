@@ -4,18 +4,22 @@
 //! the local model at the same time, so that it has the same share of the memory's bandwidth; the wrapper is made anew
 //! for each block, so that local steps are plain libtorch, with its own allocator. Local steps on Flow's memory that end in
 //! a barrier are the bound for synchronous training: ranks wait for the slowest, and pay nothing else.
+//!
+//! On GPUs a block is timed as a whole, from an idle device to an idle device, and a step ends with backward: the optimizer
+//! is no part of what is compared, and libtorch's takes another way than Python's.
 
-use std::time::Duration;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use clap::Args;
-use flow_ddp::{Ddp, ProcessGroup, Stats};
+use flow_ddp::{Ddp, DeviceKind, ProcessGroup, Stats, TensorCollectives};
 use serde_json::json;
 use tch::nn::{ModuleT, Optimizer, OptimizerConfig, Sgd, VarStore};
-use tch::{Device, Kind, Tensor};
+use tch::{Cuda, Device, Kind, Tensor};
 
 use crate::models::Model;
-use crate::{median, repetitions, time};
+use crate::{median, repetitions, time, timeline};
 
 /// So small that all models stay alike: max_pool, for one, takes longer or shorter with the values it meets.
 const LEARNING_RATE: f64 = 1e-6;
@@ -27,6 +31,12 @@ const WARM_UP: usize = 5;
 pub struct Options {
     #[arg(long, value_enum)]
     model: Model,
+    /// cpu, or cuda: a GPU for each rank
+    #[arg(long, default_value = "cpu")]
+    device: DeviceKind,
+    /// Inputs of each rank in a step [default: the model's]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    batch_size: Option<u32>,
     /// Steps in each of the five blocks [default: as many as fit in half a second]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     steps: Option<u32>,
@@ -36,90 +46,122 @@ pub struct Options {
     /// Print what rank 0 knows of the last step's communication
     #[arg(long)]
     stats: bool,
+    /// Write rank 0's last backward and its reductions, as a trace for browsers
+    #[arg(long, value_name = "FILE")]
+    timeline: Option<PathBuf>,
+}
+
+/// Times of steps, or their means over blocks.
+#[derive(Default)]
+struct Times {
+    local: Vec<Duration>,
+    /// Of the bound; none on GPUs.
+    barrier: Vec<Duration>,
+    ddp: Vec<Duration>,
 }
 
 pub fn run(options: &Options) -> Result<()> {
     tch::set_num_threads(1);
     let group = ProcessGroup::from_env()?;
+    let device = group.use_device(options.device)?;
+    let on_cpu = options.device == DeviceKind::Cpu;
     tch::manual_seed(group.rank() as i64);
-    let x = Tensor::randn(options.model.input(), (Kind::Float, Device::Cpu));
-    let y = Tensor::randint(10, [x.size()[0]], (Kind::Int64, Device::Cpu));
+    let mut shape = options.model.input().to_vec();
+    shape[0] = options.batch_size.map_or(shape[0], i64::from);
+    let x = Tensor::randn(&shape, (Kind::Float, device));
+    let y = Tensor::randint(10, [shape[0]], (Kind::Int64, device));
 
-    let store = VarStore::new(Device::Cpu);
+    let store = VarStore::new(device);
     tch::manual_seed(0);
     let model = options.model.build(&store.root());
     let mut optimizer = Sgd::default().build(&store, LEARNING_RATE)?;
-    let mut local = || step(&model, &mut optimizer, &x, &y);
+    let mut local = || step(&model, &mut optimizer, on_cpu, &x, &y);
 
-    let ddp_store = VarStore::new(Device::Cpu);
+    let ddp_store = VarStore::new(device);
     tch::manual_seed(0);
     let mut wrapped = options.model.build(&ddp_store.root());
     let mut ddp_optimizer = Sgd::default().build(&ddp_store, LEARNING_RATE)?;
     let mut stats = Stats::default();
 
-    let warm_up = repetitions(&mut time(WARM_UP, &mut local)?, TIME_PER_BLOCK).min(500);
+    let block = |count, step: &mut dyn FnMut() -> Result<()>| block(&group, device, count, step);
+    let warm_up = repetitions(&mut block(WARM_UP, &mut local)?, TIME_PER_BLOCK).min(500);
     let mut count = [options.steps.map_or(warm_up as i64, i64::from)];
     group.broadcast(&mut count, 0)?;
-    let [mut local_times, mut barrier_times, mut ddp_times] = [const { Vec::new() }; 3];
+    let count = count[0] as usize;
+    let mut times = Times::default();
     for _ in 0..BLOCKS {
-        let count = count[0] as usize;
-        block(&group, count, &mut local, &mut local_times)?;
+        times.local.extend(block(count, &mut local)?);
         let ddp = Ddp::new(wrapped, &ddp_store, &group)?;
-        let mut distributed = || step(&ddp, &mut ddp_optimizer, &x, &y);
+        let mut distributed = || step(&ddp, &mut ddp_optimizer, on_cpu, &x, &y);
         (0..WARM_UP).try_for_each(|_| distributed())?;
-        block(&group, count, distributed, &mut ddp_times)?;
-        let in_step = || local().and_then(|()| Ok(group.barrier()?));
-        block(&group, count, in_step, &mut barrier_times)?;
+        times.ddp.extend(block(count, &mut distributed)?);
+        if on_cpu {
+            let mut in_step = || local().and_then(|()| Ok(group.barrier()?));
+            times.barrier.extend(block(count, &mut in_step)?);
+        }
         stats = ddp.stats();
         wrapped = ddp.into_inner();
     }
     if group.rank() == 0 {
-        print(
-            options,
-            group.world_size(),
-            [&mut local_times, &mut barrier_times, &mut ddp_times].map(|times| median(times)),
-        );
+        let parameters: usize = store.trainable_variables().iter().map(Tensor::numel).sum();
+        print(options, group.world_size(), parameters, &mut times);
         if options.stats {
             println!("{stats:#?}");
+        }
+        if let Some(file) = &options.timeline {
+            timeline::write(file, &stats)?;
         }
     }
     Ok(())
 }
 
-fn step(model: &impl ModuleT, optimizer: &mut Optimizer, x: &Tensor, y: &Tensor) -> Result<()> {
+fn step(model: &impl ModuleT, optimizer: &mut Optimizer, update: bool, x: &Tensor, y: &Tensor) -> Result<()> {
     optimizer.zero_grad();
     model.forward_t(x, true).cross_entropy_for_logits(y).f_backward()?;
-    optimizer.step();
+    if update {
+        optimizer.step();
+    }
     Ok(())
 }
 
-/// Runs and times `count` steps, after one that is not counted, on all ranks at once.
+/// Runs `count` steps, after one that is not counted, on all ranks at once: the time of each or, on a GPU, their mean.
 fn block(
     group: &ProcessGroup,
+    device: Device,
     count: usize,
-    mut step: impl FnMut() -> Result<()>,
-    times: &mut Vec<Duration>,
-) -> Result<()> {
+    step: &mut dyn FnMut() -> Result<()>,
+) -> Result<Vec<Duration>> {
     group.barrier()?;
     step()?;
-    times.extend(time(count, step)?);
-    Ok(())
+    let Device::Cuda(ordinal) = device else { return time(count, step) };
+    Cuda::synchronize(ordinal as i64);
+    let start = Instant::now();
+    (0..count).try_for_each(|_| step())?;
+    Cuda::synchronize(ordinal as i64);
+    Ok(vec![start.elapsed() / count as u32])
 }
 
-fn print(options: &Options, ranks: usize, times: [Duration; 3]) {
+fn print(options: &Options, ranks: usize, parameters: usize, times: &mut Times) {
     let model = options.model.name();
-    let [local, barrier, ddp] = times.map(|time| time.as_secs_f64() * 1e3);
-    let (efficiency, of_bound) = (local / ddp, barrier / ddp);
+    let ms = |times: &mut [Duration]| median(times).as_secs_f64() * 1e3;
+    let (local, ddp) = (ms(&mut times.local), ms(&mut times.ddp));
+    let barrier = (!times.barrier.is_empty()).then(|| ms(&mut times.barrier));
+    let efficiency = local / ddp;
     if options.json {
-        let line = json!({
-            "bench": "step", "model": model, "ranks": ranks, "local_ms": local, "barrier_ms": barrier, "ddp_ms": ddp,
+        let mut line = json!({
+            "bench": "step", "model": model, "ranks": ranks, "parameters": parameters, "local_ms": local, "ddp_ms": ddp,
             "efficiency": efficiency,
         });
+        if let Some(barrier) = barrier {
+            line["barrier_ms"] = barrier.into();
+        }
         println!("{line}");
     } else {
+        let bound =
+            barrier.map(|barrier| format!("; {barrier:.3} ms with a barrier, {:.3} of which is left", barrier / ddp));
         println!(
-            "step, {model}: {local:.3} ms alone, {barrier:.3} ms with a barrier, {ddp:.3} ms with Ddp: efficiency \
-             {efficiency:.3}, {of_bound:.3} of what a barrier leaves"
+            "step, {model}: {local:.3} ms alone, {ddp:.3} ms with Ddp: efficiency {efficiency:.3}{}",
+            bound.unwrap_or_default()
         );
     }
 }

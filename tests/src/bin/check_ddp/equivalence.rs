@@ -87,8 +87,8 @@ fn against_one_process(group: &ProcessGroup, shape: &[i64], build: fn(&Path) -> 
 /// buffers that rank 0 had before, and keeping those that rank 0 has after. On the CPU, arithmetic is the same to the bit.
 pub fn mobilenet(group: &ProcessGroup) -> Result<()> {
     let ranks = group.world_size() as i64;
-    // Small batches make much of small differences.
-    let tolerance = if on_gpu() { 0.05 } else { 0.0 };
+    // On GPUs a sum is another to the last bit, of which small batches make much in a few steps.
+    let (steps, tolerance) = if on_gpu() { (1, 5e-3) } else { (3, 0.0) };
     let (alone_store, store) = (store(), store());
     tch::manual_seed(1);
     let alone = tch::vision::mobilenet::v2(&alone_store.root(), 10);
@@ -96,7 +96,7 @@ pub fn mobilenet(group: &ProcessGroup) -> Result<()> {
     let model = Ddp::new(tch::vision::mobilenet::v2(&store.root(), 10), &store, group)?;
     let mut alone_optimizer = nn::Sgd::default().build(&alone_store, 0.05)?;
     let mut optimizer = nn::Sgd::default().build(&store, 0.05)?;
-    for step in 0..3 {
+    for step in 0..steps {
         tch::manual_seed(100 + step);
         let (x, y) = (Tensor::randn([4 * ranks, 3, 32, 32], float()), Tensor::randint(10, [4 * ranks], index()));
         let loss = |model: &dyn ModuleT, rank: usize| {
@@ -134,7 +134,7 @@ pub fn mobilenet(group: &ProcessGroup) -> Result<()> {
         alone_optimizer.step();
         optimizer.step();
     }
-    plausible(&model.stats(), 3)?;
+    plausible(&model.stats(), steps as u64)?;
     // Each rank's running statistics have seen its own last part; rank 0's are those that count.
     let trained = |store| values(store).into_iter().filter(|(name, _)| !name.contains("running")).collect();
     close(&trained(&store), &trained(&alone_store), tolerance)?;

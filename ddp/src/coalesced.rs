@@ -1,0 +1,141 @@
+//! Many tensors in one broadcast.
+
+use std::sync::Arc;
+
+use flow_autograd::CudaTensor;
+use flow_comm::nccl::{CudaGroup, FlatBucket};
+use flow_comm::{ProcessGroup, SharedBuffer};
+use tch::{Kind, Tensor};
+
+use crate::error::Result;
+use crate::tensors::{cuda_group, current_stream, torch};
+
+const OPERATION: &str = "broadcasting tensors";
+
+/// Broadcasts many tensors, all on one device, as few.
+pub(crate) struct CoalescedBroadcast {
+    tensors: Vec<Tensor>,
+    means: Means,
+}
+
+enum Means {
+    /// All tensors' bytes, one after the other.
+    Cpu(SharedBuffer<u8>),
+    Cuda {
+        cuda: Arc<CudaGroup>,
+        flat: Vec<Flat>,
+    },
+}
+
+/// Tensors of one kind, by index.
+struct Flat {
+    members: Vec<usize>,
+    /// None for kinds that the kernels do not know, which are broadcast one by one.
+    bucket: Option<FlatBucket>,
+}
+
+impl CoalescedBroadcast {
+    pub fn new(group: &ProcessGroup, tensors: Vec<Tensor>) -> Result<Self> {
+        let first = tensors.first().filter(|_| group.world_size() > 1);
+        let means = match first.map(|tensor| cuda_group(group, tensor)).transpose()?.flatten() {
+            Some(cuda) => Means::Cuda { flat: flat(&cuda, &tensors)?, cuda },
+            None => Means::Cpu(group.alloc_shared(tensors.iter().map(size_in_bytes).sum())?),
+        };
+        Ok(Self { tensors, means })
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.tensors.is_empty()
+    }
+
+    /// Gives all ranks the root's values. That costs a copy on each side; the transfer itself is one.
+    pub fn run(&mut self, group: &ProcessGroup, root: usize) -> Result<()> {
+        let contiguous: Vec<Tensor> = self.tensors.iter().map(|tensor| tensor.detach().contiguous()).collect();
+        match &mut self.means {
+            Means::Cpu(memory) => broadcast_shared(group, memory, root, &contiguous)?,
+            Means::Cuda { cuda, flat } => broadcast_flat(group, cuda, flat, root, &contiguous)?,
+        }
+        if group.rank() != root {
+            for (tensor, contiguous) in self.tensors.iter_mut().zip(&contiguous) {
+                if flow_autograd::data_ptr(contiguous) != flow_autograd::data_ptr(tensor) {
+                    tch::no_grad(|| tensor.copy_(contiguous));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn flat(cuda: &CudaGroup, tensors: &[Tensor]) -> Result<Vec<Flat>> {
+    let mut kinds: Vec<(Kind, Vec<usize>)> = Vec::new();
+    for (index, tensor) in tensors.iter().enumerate() {
+        match kinds.iter_mut().find(|(kind, _)| *kind == tensor.kind()) {
+            Some((_, members)) => members.push(index),
+            None => kinds.push((tensor.kind(), vec![index])),
+        }
+    }
+    let of_kind = |(number, (kind, members)): (usize, (Kind, Vec<usize>))| {
+        let floating = matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16);
+        let lengths: Vec<usize> = members.iter().map(|&member| tensors[member].numel()).collect();
+        let dtype = flow_autograd::dtype(kind).filter(|_| floating);
+        let bucket = dtype.map(|dtype| cuda.bucket(number as u32, dtype, dtype, &lengths)).transpose()?;
+        Ok(Flat { members, bucket })
+    };
+    kinds.into_iter().enumerate().map(of_kind).collect()
+}
+
+fn broadcast_flat(
+    group: &ProcessGroup,
+    cuda: &CudaGroup,
+    flat: &mut [Flat],
+    root: usize,
+    tensors: &[Tensor],
+) -> Result<()> {
+    let stream = current_stream(group, cuda)?;
+    for Flat { members, bucket } in flat {
+        let members = || members.iter().map(|&member| &tensors[member]);
+        match bucket {
+            Some(bucket) => {
+                let tensors = members().map(CudaTensor::new).collect::<std::result::Result<Vec<_>, _>>();
+                cuda.broadcast_bucket(bucket, &mut tensors.map_err(torch(group, OPERATION))?, root, &stream)?;
+            }
+            None => {
+                let tensors = members().map(CudaTensor::as_bytes).collect::<std::result::Result<Vec<_>, _>>();
+                cuda.broadcast(&mut tensors.map_err(torch(group, OPERATION))?, root, &stream)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn broadcast_shared(
+    group: &ProcessGroup,
+    memory: &mut SharedBuffer<u8>,
+    root: usize,
+    tensors: &[Tensor],
+) -> Result<()> {
+    let fail = torch(group, OPERATION);
+    let mut end = 0;
+    if group.rank() == root {
+        for tensor in tensors {
+            let bytes = flow_autograd::bytes(tensor).map_err(&fail)?;
+            memory[end..end + bytes.len()].copy_from_slice(bytes);
+            end += bytes.len();
+        }
+    }
+    group.broadcast(memory, root)?;
+    if group.rank() != root {
+        end = 0;
+        for tensor in tensors {
+            let mut target = tensor.shallow_clone();
+            let bytes = flow_autograd::bytes_mut(&mut target).map_err(&fail)?;
+            bytes.copy_from_slice(&memory[end..end + bytes.len()]);
+            end += bytes.len();
+        }
+    }
+    Ok(())
+}
+
+fn size_in_bytes(tensor: &Tensor) -> usize {
+    tensor.numel() * tensor.kind().elt_size_in_bytes()
+}
