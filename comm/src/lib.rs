@@ -7,6 +7,7 @@
 //! | [`ProcessGroup::all_reduce`] and the other collectives | functions of the same names |
 //! | `..._async`, [`Work::wait`] | `async_op=True`, `Work.wait` |
 //! | [`ProcessGroup::alloc_shared`] | none: memory that collectives use in place |
+//! | [`nccl::CudaGroup`] | `ProcessGroupNCCL` |
 //! | [`store::Store`] | `TCPStore` |
 //!
 //! ```
@@ -19,8 +20,10 @@
 //! # Ok::<(), flow_comm::Error>(())
 //! ```
 //!
-//! Groups work over shared memory on one machine; see [`ProcessGroup`].
+//! Groups work over shared memory on one machine; see [`ProcessGroup`]. On GPUs they work over NCCL; see
+//! [`ProcessGroup::use_cuda`] and [`nccl::CudaGroup`].
 
+mod arguments;
 mod buffer;
 pub mod env;
 mod error;

@@ -112,3 +112,14 @@ fn says_why_there_is_none() {
         assert!(error.ends_with("set FLOW_NCCL_PATH to its libnccl.so.2"), "{error}");
     }
 }
+
+/// Even if it is of no use: two in one process would be worse.
+#[test]
+fn the_one_that_is_loaded_is_the_only_one() {
+    let version = |code| format!("int ncclGetVersion(int* version) {{ *version = {code}; return 0; }}\n");
+    let loaded = compiled("loaded/libnccl.so.2", &version(21602));
+    let other = compiled("libother.so", &version(22809));
+    let error = says(&[("LD_PRELOAD", &loaded), ("FLOW_NCCL_PATH", &other)]);
+    let expected = format!("no NCCL 2.18.0 or newer (loaded already: {} is 2.16.2)", loaded.display());
+    assert!(error.starts_with(&expected), "{error}");
+}

@@ -15,7 +15,7 @@ pub const PATIENCE: Duration = Duration::from_secs(120);
 pub fn program(name: &str) -> PathBuf {
     let test = std::env::current_exe().expect("a test knows its own path");
     let path = test.ancestors().nth(2).expect("tests lie in target/<profile>/deps").join(name);
-    assert!(path.is_file(), "{} is missing; build it first: cargo build --release --bins", path.display());
+    assert!(path.is_file(), "{} is missing; build it first: cargo build --release --bins --examples", path.display());
     path
 }
 

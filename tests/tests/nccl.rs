@@ -3,9 +3,10 @@
 //! on which `scripts/gpu-check` runs the same program.
 
 use std::path::Path;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
-use flow_tests::{assert_contains, job, launcher, on_stand_in, rank, Finished, Process, PATIENCE, STAND_IN};
+use flow_tests::{assert_contains, job, launcher, on_stand_in, program, rank, Finished, Process, PATIENCE, STAND_IN};
 
 const WORKER: &str = "check_nccl";
 
@@ -20,6 +21,13 @@ fn collectives() {
     for ranks in [1, 2, 3, 4] {
         check(ranks, "collectives");
     }
+}
+
+/// Packing and unpacking, compiled by the C++ compiler.
+#[test]
+fn kernels() {
+    let Some(command) = on_stand_in(Command::new(program("examples/cuda_check"))) else { return };
+    assert_contains(&Process::start(command).finish(PATIENCE).success(), &["cases are right"]);
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Checks of what callers pass to collectives.
+//! Memory that callers pass to collectives.
 
 use flow_kernels::DType;
 
@@ -27,7 +27,7 @@ impl ProcessGroup {
             return Ok((raw, dtype));
         }
         let reason = format!("{} bytes at {:p} are not aligned elements of {dtype}", raw.bytes, raw.data);
-        Err(self.argument(operation, reason))
+        Err(self.caller().argument(operation, reason))
     }
 
     /// Input and output whose lengths must be in the ratio `(input, output)`.
@@ -44,41 +44,7 @@ impl ProcessGroup {
     {
         let (input, from) = self.raw(operation, input)?;
         let (output, to) = self.raw_mut(operation, output)?;
-        if from != to {
-            return Err(self.argument(operation, format!("input is {from} but output is {to}: they must be alike")));
-        }
-        if input.bytes * ratio.1 != output.bytes * ratio.0 {
-            let reason = format!(
-                "input of {} and output of {} elements do not fit: output must be {} elements",
-                input.bytes / from.size(),
-                output.bytes / from.size(),
-                input.bytes / from.size() * ratio.1 / ratio.0,
-            );
-            return Err(self.argument(operation, reason));
-        }
+        self.caller().check_pair(operation, (input.bytes, from), (output.bytes, to), ratio)?;
         Ok((input, output, from))
-    }
-
-    pub(super) fn check_rank(&self, operation: &str, what: &str, rank: usize) -> Result<()> {
-        if rank < self.world_size() {
-            return Ok(());
-        }
-        Err(self.argument(operation, format!("{what} {rank} is not a rank: it must be 0 to {}", self.world_size() - 1)))
-    }
-
-    pub(super) fn check_peer(&self, operation: &str, peer: usize) -> Result<()> {
-        self.check_rank(operation, "peer", peer)?;
-        if peer == self.rank() {
-            return Err(self.argument(operation, format!("rank {peer} is this rank itself: a peer is another one")));
-        }
-        Ok(())
-    }
-
-    pub(super) fn check_root_side(&self, operation: &str, what: &str, given: bool, root: usize) -> Result<()> {
-        if given == (self.rank() == root) {
-            return Ok(());
-        }
-        let reason = format!("the root (rank {root}), and no other rank, gives the {what}");
-        Err(self.argument(operation, reason))
     }
 }

@@ -74,9 +74,9 @@ impl ProcessGroup {
             let used = group.device().ordinal();
             return match used == ordinal {
                 true => Ok(Arc::clone(group)),
-                false => {
-                    Err(self.argument("nccl", format!("this group uses cuda:{used}, not cuda:{ordinal}: keep to one")))
-                }
+                false => Err(self
+                    .caller()
+                    .argument("nccl", format!("this group uses cuda:{used}, not cuda:{ordinal}: keep to one"))),
             };
         }
         let device = Device::open(ordinal).map_err(|error| self.system("nccl", error.to_string()))?;

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use flow_kernels::{Element, ReduceOp};
 
+use crate::arguments::Caller;
 use crate::buffer::{Buffer, SharedBuffer};
 use crate::env::Membership;
 use crate::error::{Error, Result};
@@ -116,7 +117,7 @@ impl ProcessGroup {
         members.dedup();
         if members.len() != ranks.len() || members.is_empty() || members[members.len() - 1] >= self.world_size() {
             let reason = format!("{ranks:?} must be different ranks from 0 to {}", self.world_size() - 1);
-            return Err(self.argument("new_group", reason));
+            return Err(self.caller().argument("new_group", reason));
         }
         let engine = self.engine();
         let first = members[0];
@@ -165,14 +166,14 @@ impl ProcessGroup {
 
     /// As [`ProcessGroup::all_reduce`]; only rank `root` gets the result, the other buffers stay as they are.
     pub fn reduce<B: Buffer + ?Sized>(&self, buffer: &mut B, op: ReduceOp, root: usize) -> Result<()> {
-        self.check_rank("reduce", "root", root)?;
+        self.caller().check_rank("reduce", "root", root)?;
         let (data, dtype) = self.raw_mut("reduce", buffer)?;
         self.idle(Lane::Collectives, |engine| engine.reduce(data, dtype, op, root))
     }
 
     /// Copies rank `root`'s `buffer` to all ranks'.
     pub fn broadcast<B: Buffer + ?Sized>(&self, buffer: &mut B, root: usize) -> Result<()> {
-        self.check_rank("broadcast", "root", root)?;
+        self.caller().check_rank("broadcast", "root", root)?;
         let (data, dtype) = self.raw_mut("broadcast", buffer)?;
         self.idle(Lane::Collectives, |engine| engine.broadcast(data, dtype, root))
     }
@@ -193,8 +194,8 @@ impl ProcessGroup {
         I: Buffer + ?Sized,
         O: Buffer + ?Sized,
     {
-        self.check_rank("gather", "root", root)?;
-        self.check_root_side("gather", "output", output.is_some(), root)?;
+        self.caller().check_rank("gather", "root", root)?;
+        self.caller().check_root_side("gather", "output", output.is_some(), root)?;
         let (input, output, dtype) = match output {
             Some(output) => {
                 let (input, output, dtype) = self.pair("gather", input, output, (1, self.world_size()))?;
@@ -215,8 +216,8 @@ impl ProcessGroup {
         I: Buffer + ?Sized,
         O: Buffer + ?Sized,
     {
-        self.check_rank("scatter", "root", root)?;
-        self.check_root_side("scatter", "input", input.is_some(), root)?;
+        self.caller().check_rank("scatter", "root", root)?;
+        self.caller().check_root_side("scatter", "input", input.is_some(), root)?;
         let (input, output, dtype) = match input {
             Some(input) => {
                 let (input, output, dtype) = self.pair("scatter", input, output, (self.world_size(), 1))?;
@@ -247,28 +248,21 @@ impl ProcessGroup {
         O: Buffer + ?Sized,
     {
         let (input, output, dtype) = self.pair("all_to_all", input, output, (1, 1))?;
-        if !(input.bytes / dtype.size()).is_multiple_of(self.world_size()) {
-            let reason = format!(
-                "{} elements cannot be divided into {} equal blocks",
-                input.bytes / dtype.size(),
-                self.world_size()
-            );
-            return Err(self.argument("all_to_all", reason));
-        }
+        self.caller().check_blocks("all_to_all", input.bytes / dtype.size())?;
         self.idle(Lane::Collectives, |engine| engine.all_to_all(input, output, dtype))
     }
 
     /// Sends `data` to rank `to`, which calls [`ProcessGroup::recv`] with the same size and type. May return before
     /// it does. Messages between two ranks keep their order.
     pub fn send<B: Buffer + ?Sized>(&self, data: &B, to: usize) -> Result<()> {
-        self.check_peer("send", to)?;
+        self.caller().check_peer("send", to)?;
         let (data, dtype) = self.raw("send", data)?;
         self.idle(Lane::To(to), |engine| engine.send(data, dtype, to))
     }
 
     /// Receives what rank `from` sends next.
     pub fn recv<B: Buffer + ?Sized>(&self, buffer: &mut B, from: usize) -> Result<()> {
-        self.check_peer("recv", from)?;
+        self.caller().check_peer("recv", from)?;
         let (data, dtype) = self.raw_mut("recv", buffer)?;
         self.idle(Lane::From(from), |engine| engine.recv(data, dtype, from))
     }
@@ -282,8 +276,8 @@ impl ProcessGroup {
         &self.inner.engine
     }
 
-    fn argument(&self, operation: &str, reason: String) -> Error {
-        Error::Argument { rank: self.engine().world.rank, operation: operation.into(), reason }
+    fn caller(&self) -> Caller {
+        self.engine().caller()
     }
 
     fn system(&self, operation: &str, reason: String) -> Error {

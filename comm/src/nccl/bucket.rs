@@ -135,7 +135,7 @@ impl CudaGroup {
         root: usize,
         stream: &Stream,
     ) -> Result<()> {
-        self.check_rank("broadcast", "root", root)?;
+        self.caller().check_rank("broadcast", "root", root)?;
         let count = bucket.bytes() / bucket.flat.dtype.size();
         let operation = self.operation(Kind::Broadcast, bucket.flat.dtype, count, ReduceOp::Sum, root);
         let operation = Operation { bucket: Some(bucket.number), ..operation };

@@ -12,6 +12,7 @@ use super::communicator::{Block, Communicator, Failure};
 use super::meeting::{meet, not_joined, patience, JOINING};
 use super::memory::{FlatMemory, Registration};
 use super::watch::{Issued, Watch};
+use crate::arguments::Caller;
 use crate::error::{Error, Result};
 use crate::shm::engine::Engine;
 use crate::shm::operation::{Kind, Operation};
@@ -111,7 +112,7 @@ impl CudaGroup {
 
     /// As [`CudaGroup::all_reduce`]; only rank `root` gets the result, the other buffers stay as they are.
     pub fn reduce(&self, buffer: &mut impl DeviceBuffer, op: ReduceOp, root: usize, stream: &Stream) -> Result<()> {
-        self.check_rank("reduce", "root", root)?;
+        self.caller().check_rank("reduce", "root", root)?;
         let operation = self.operation(Kind::Reduce, buffer.dtype(), count(buffer), op, root);
         // SAFETY: as above.
         self.in_order(operation, stream, |communicator, own| unsafe { communicator.reduce(buffer, op, root, own) })
@@ -119,7 +120,7 @@ impl CudaGroup {
 
     /// Copies rank `root`'s buffers to all ranks', as one operation.
     pub fn broadcast<B: DeviceBuffer>(&self, buffers: &mut [B], root: usize, stream: &Stream) -> Result<()> {
-        self.check_rank("broadcast", "root", root)?;
+        self.caller().check_rank("broadcast", "root", root)?;
         let bytes = buffers.iter().map(B::bytes).sum();
         let operation = self.operation(Kind::Broadcast, DType::U8, bytes, ReduceOp::Sum, root);
         // SAFETY: as above.
@@ -153,10 +154,7 @@ impl CudaGroup {
     /// Block s of rank r's `output` becomes block r of rank s' `input`; both are group size equal blocks.
     pub fn all_to_all(&self, input: &impl DeviceBuffer, output: &mut impl DeviceBuffer, stream: &Stream) -> Result<()> {
         self.check_pair("all_to_all", input, output, (1, 1))?;
-        if !count(input).is_multiple_of(self.size()) {
-            let reason = format!("{} elements cannot be divided into {} equal blocks", count(input), self.size());
-            return Err(self.argument("all_to_all", reason));
-        }
+        self.caller().check_blocks("all_to_all", count(input))?;
         let operation = self.operation(Kind::AllToAll, input.dtype(), count(input), ReduceOp::Sum, 0);
         let (sends, receives) = (blocks(input, self.size()), blocks(&*output, self.size()));
         // SAFETY: as above; the blocks are parts of the buffers.
@@ -171,8 +169,8 @@ impl CudaGroup {
         root: usize,
         stream: &Stream,
     ) -> Result<()> {
-        self.check_rank("gather", "root", root)?;
-        self.check_root_side("gather", "output", output.is_some(), root)?;
+        self.caller().check_rank("gather", "root", root)?;
+        self.caller().check_root_side("gather", "output", output.is_some(), root)?;
         let output = match output {
             Some(output) => {
                 self.check_pair("gather", input, output, (1, self.size()))?;
@@ -196,8 +194,8 @@ impl CudaGroup {
         root: usize,
         stream: &Stream,
     ) -> Result<()> {
-        self.check_rank("scatter", "root", root)?;
-        self.check_root_side("scatter", "input", input.is_some(), root)?;
+        self.caller().check_rank("scatter", "root", root)?;
+        self.caller().check_root_side("scatter", "input", input.is_some(), root)?;
         if let Some(input) = input {
             self.check_pair("scatter", input, output, (self.size(), 1))?;
         }
@@ -211,7 +209,7 @@ impl CudaGroup {
     /// Sends `data` to rank `to`, which calls [`CudaGroup::recv`] with the same size and type. Operations of a group
     /// follow each other: two ranks that both send before they receive wait for each other.
     pub fn send(&self, data: &impl DeviceBuffer, to: usize, stream: &Stream) -> Result<()> {
-        self.check_peer("send", to)?;
+        self.caller().check_peer("send", to)?;
         let operation = self.operation(Kind::Send, data.dtype(), count(data), ReduceOp::Sum, to);
         let block = Block { buffer: data, start: 0, bytes: data.bytes(), peer: to };
         // SAFETY: as above.
@@ -220,7 +218,7 @@ impl CudaGroup {
 
     /// Receives what rank `from` sends next.
     pub fn recv(&self, buffer: &mut impl DeviceBuffer, from: usize, stream: &Stream) -> Result<()> {
-        self.check_peer("recv", from)?;
+        self.caller().check_peer("recv", from)?;
         let operation = self.operation(Kind::Recv, buffer.dtype(), count(buffer), ReduceOp::Sum, from);
         let block = Block { buffer: &*buffer, start: 0, bytes: buffer.bytes(), peer: from };
         // SAFETY: as above.
@@ -339,30 +337,8 @@ impl CudaGroup {
         failed(&self.engine, operation, reason)
     }
 
-    fn argument(&self, operation: &str, reason: String) -> Error {
-        Error::Argument { rank: self.engine.world.rank, operation: operation.into(), reason }
-    }
-
-    pub(super) fn check_rank(&self, operation: &str, what: &str, rank: usize) -> Result<()> {
-        if rank < self.size() {
-            return Ok(());
-        }
-        Err(self.argument(operation, format!("{what} {rank} is not a rank: it must be 0 to {}", self.size() - 1)))
-    }
-
-    fn check_peer(&self, operation: &str, peer: usize) -> Result<()> {
-        self.check_rank(operation, "peer", peer)?;
-        if peer == self.rank() {
-            return Err(self.argument(operation, format!("rank {peer} is this rank itself: a peer is another one")));
-        }
-        Ok(())
-    }
-
-    fn check_root_side(&self, operation: &str, what: &str, given: bool, root: usize) -> Result<()> {
-        if given == (self.rank() == root) {
-            return Ok(());
-        }
-        Err(self.argument(operation, format!("the root (rank {root}), and no other rank, gives the {what}")))
+    pub(super) fn caller(&self) -> Caller {
+        self.engine.caller()
     }
 
     /// Checks that the lengths are in the ratio `(input, output)`, and the types equal.
@@ -373,19 +349,8 @@ impl CudaGroup {
         output: &impl DeviceBuffer,
         ratio: (usize, usize),
     ) -> Result<()> {
-        let (from, to) = (input.dtype(), output.dtype());
-        if from != to {
-            return Err(self.argument(operation, format!("input is {from} but output is {to}: they must be alike")));
-        }
-        if input.bytes() * ratio.1 != output.bytes() * ratio.0 {
-            let (given, right) = (count(output), count(input) * ratio.1 / ratio.0);
-            let reason = format!(
-                "input of {} and output of {given} elements do not fit: output must be {right} elements",
-                count(input)
-            );
-            return Err(self.argument(operation, reason));
-        }
-        Ok(())
+        let [input, output] = [(input.bytes(), input.dtype()), (output.bytes(), output.dtype())];
+        self.caller().check_pair(operation, input, output, ratio)
     }
 }
 

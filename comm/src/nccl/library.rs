@@ -110,21 +110,22 @@ impl fmt::Display for Version {
 }
 
 fn find() -> Result<Library, Error> {
+    let by_name: OsString = "libnccl.so.2".into(); // of a copy that is loaded, this is the name
     let mut refused = Vec::new();
-    // By the first name, the dynamic loader gives the copy that libtorch has loaded, if it has: there must not be two.
-    for name in ["libnccl.so.2".into(), "libnccl.so".into()].into_iter().chain(beside_libtorch()) {
-        match Library::open(&name) {
-            Ok(library) => return Ok(library),
-            Err(reason) => refused.push(reason),
-        }
-    }
-    if let Some(name) = std::env::var_os("FLOW_NCCL_PATH").filter(|name| !name.is_empty()) {
-        match Library::open(&name) {
-            Ok(library) => return Ok(library),
-            Err(reason) => refused.push(format!("FLOW_NCCL_PATH: {reason}")),
-        }
-    }
-    Err(Error(refused.join("; ")))
+    let mut open = |(origin, name): (&str, OsString)| {
+        Library::open(&name).map_err(|reason| refused.push(format!("{origin}{reason}"))).ok()
+    };
+    let is_nccl =
+        |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("libnccl.so"));
+    let found = if mappings().iter().any(|(_, path)| is_nccl(path)) {
+        // libtorch's: there must not be two in a process.
+        open(("loaded already: ", by_name))
+    } else {
+        let names = [by_name, "libnccl.so".into()].into_iter().chain(beside_libtorch()).map(|name| ("", name));
+        let path = std::env::var_os("FLOW_NCCL_PATH").filter(|path| !path.is_empty());
+        names.chain(path.map(|path| ("FLOW_NCCL_PATH: ", path))).find_map(&mut open)
+    };
+    found.ok_or_else(|| Error(refused.join("; ")))
 }
 
 /// Where PyTorch's wheels have NCCL, if this process has loaded libtorch.

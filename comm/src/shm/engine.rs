@@ -13,6 +13,7 @@ use super::control::{Control, Counter, SLOTS};
 use super::operation::{Location, Operation};
 use super::reduction::InFlight;
 use super::world::{sleep_on, World, FIRST_WARNING, SLICE};
+use crate::arguments::Caller;
 use crate::error::{Error, Result};
 
 /// How long to spin before sleeping, where every rank has a core: some times what it takes to be woken, which is tens
@@ -78,6 +79,10 @@ impl Engine {
 
     pub fn size(&self) -> usize {
         self.ranks.len()
+    }
+
+    pub fn caller(&self) -> Caller {
+        Caller { job_rank: self.world.rank, rank: self.rank, size: self.size() }
     }
 
     pub fn timeout(&self) -> Duration {

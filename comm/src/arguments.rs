@@ -1,0 +1,75 @@
+//! Checks of what callers pass to collectives, wherever their memory is.
+
+use flow_kernels::DType;
+
+use crate::error::{Error, Result};
+
+/// Who calls: a rank of a group.
+#[derive(Clone, Copy)]
+pub struct Caller {
+    /// In the job, for messages.
+    pub job_rank: usize,
+    pub rank: usize,
+    pub size: usize,
+}
+
+impl Caller {
+    pub fn argument(self, operation: &str, reason: String) -> Error {
+        Error::Argument { rank: self.job_rank, operation: operation.into(), reason }
+    }
+
+    pub fn check_rank(self, operation: &str, what: &str, rank: usize) -> Result<()> {
+        if rank < self.size {
+            return Ok(());
+        }
+        Err(self.argument(operation, format!("{what} {rank} is not a rank: it must be 0 to {}", self.size - 1)))
+    }
+
+    pub fn check_peer(self, operation: &str, peer: usize) -> Result<()> {
+        self.check_rank(operation, "peer", peer)?;
+        if peer == self.rank {
+            return Err(self.argument(operation, format!("rank {peer} is this rank itself: a peer is another one")));
+        }
+        Ok(())
+    }
+
+    pub fn check_root_side(self, operation: &str, what: &str, given: bool, root: usize) -> Result<()> {
+        if given == (self.rank == root) {
+            return Ok(());
+        }
+        let reason = format!("the root (rank {root}), and no other rank, gives the {what}");
+        Err(self.argument(operation, reason))
+    }
+
+    /// Input and output, by bytes and type, whose lengths must be in the ratio `(input, output)`.
+    pub fn check_pair(
+        self,
+        operation: &str,
+        (input, from): (usize, DType),
+        (output, to): (usize, DType),
+        ratio: (usize, usize),
+    ) -> Result<()> {
+        if from != to {
+            return Err(self.argument(operation, format!("input is {from} but output is {to}: they must be alike")));
+        }
+        if input * ratio.1 != output * ratio.0 {
+            let reason = format!(
+                "input of {} and output of {} elements do not fit: output must be {} elements",
+                input / from.size(),
+                output / from.size(),
+                input / from.size() * ratio.1 / ratio.0,
+            );
+            return Err(self.argument(operation, reason));
+        }
+        Ok(())
+    }
+
+    /// A buffer of so many elements must consist of one block for each rank.
+    pub fn check_blocks(self, operation: &str, elements: usize) -> Result<()> {
+        if elements.is_multiple_of(self.size) {
+            return Ok(());
+        }
+        let reason = format!("{elements} elements cannot be divided into {} equal blocks", self.size);
+        Err(self.argument(operation, reason))
+    }
+}
