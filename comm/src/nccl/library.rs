@@ -110,20 +110,20 @@ impl fmt::Display for Version {
 }
 
 fn find() -> Result<Library, Error> {
-    let by_name: OsString = "libnccl.so.2".into(); // of a copy that is loaded, this is the name
     let mut refused = Vec::new();
     let mut open = |(origin, name): (&str, OsString)| {
         Library::open(&name).map_err(|reason| refused.push(format!("{origin}{reason}"))).ok()
     };
     let is_nccl =
         |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("libnccl.so"));
-    let found = if mappings().iter().any(|(_, path)| is_nccl(path)) {
+    let loaded = mappings().into_iter().map(|(_, path)| path).find(is_nccl);
+    let found = if let Some(path) = loaded {
         // libtorch's: there must not be two in a process.
-        open(("loaded already: ", by_name))
+        open(("loaded already: ", path.into()))
     } else {
-        let names = [by_name, "libnccl.so".into()].into_iter().chain(beside_libtorch()).map(|name| ("", name));
+        let names = ["libnccl.so.2".into(), "libnccl.so".into()].into_iter().chain(beside_libtorch());
         let path = std::env::var_os("FLOW_NCCL_PATH").filter(|path| !path.is_empty());
-        names.chain(path.map(|path| ("FLOW_NCCL_PATH: ", path))).find_map(&mut open)
+        names.map(|name| ("", name)).chain(path.map(|path| ("FLOW_NCCL_PATH: ", path))).find_map(&mut open)
     };
     found.ok_or_else(|| Error(refused.join("; ")))
 }
