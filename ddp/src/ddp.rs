@@ -31,6 +31,10 @@ const MIB: f64 = 1024.0 * 1024.0;
 /// other methods. (It cannot implement `Module` too: tch implements `ModuleT` for all `Module`s, so that Rust would
 /// see two implementations.)
 ///
+/// The model is on the CPU or, on each rank, on that rank's GPU. There, reductions run over NCCL on a stream of their own
+/// and the host waits for none of them: each `.grad` is a view of its bucket, to be used in the order of libtorch's
+/// stream, and an error of another rank comes from the next backward at the latest.
+///
 /// All ranks run the same number of backwards. Gradients are reduced in a group of `Ddp`'s own, so that they do not mix
 /// with what the program does in `group`; the price: a rank that is in backward while another, out of step, is in a
 /// collective of `group` hears of it when the time is over, not at once.
@@ -239,14 +243,16 @@ impl DdpBuilder {
     }
 
     /// Whether the `.grad` of small parameters becomes a view of the bucket, which saves a copy (default: no). A
-    /// gradient kept beyond its step then changes with the next.
+    /// gradient kept beyond its step then changes with the next. On GPUs every `.grad` does, unless gradients are sent in
+    /// another type.
     pub fn gradient_as_bucket_view(mut self, view: bool) -> Self {
         self.options.bucket_view = view;
         self
     }
 
     /// Type in which gradients are sent, such as `Kind::BFloat16` for half the bytes (default: their own). They are
-    /// averaged in single precision and rounded to this type once before and once after.
+    /// averaged in single precision and rounded to this type once before and once after; on GPUs they are scaled before
+    /// they are rounded, and NCCL adds in this type.
     pub fn communication_kind(mut self, kind: Kind) -> Self {
         self.options.communication = Some(kind);
         self
