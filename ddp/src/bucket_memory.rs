@@ -113,13 +113,13 @@ impl Bucket {
         }
     }
 
-    /// Ready for the next backward.
-    pub fn reset(&mut self) {
+    /// Ready for the next backward. `passed`: nothing on a GPU uses the gradients any more, in libtorch's order.
+    pub fn reset(&mut self, passed: bool) {
         self.pending = self.members.len();
         self.ready = None;
         match &mut self.memory {
             Memory::Shared(bucket) => bucket.segments.clear(),
-            Memory::Cuda(bucket) => bucket.clear(),
+            Memory::Cuda(bucket) => bucket.clear(passed),
         }
     }
 }

@@ -78,7 +78,7 @@ fn flat(cuda: &CudaGroup, tensors: &[Tensor]) -> Result<Vec<Flat>> {
         let floating = matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16);
         let lengths: Vec<usize> = members.iter().map(|&member| tensors[member].numel()).collect();
         let dtype = flow_autograd::dtype(kind).filter(|_| floating);
-        let bucket = dtype.map(|dtype| cuda.bucket(number as u32, dtype, dtype, &lengths)).transpose()?;
+        let bucket = dtype.map(|dtype| cuda.bucket_to_broadcast(number as u32, dtype, &lengths)).transpose()?;
         Ok(Flat { members, bucket })
     };
     kinds.into_iter().enumerate().map(of_kind).collect()

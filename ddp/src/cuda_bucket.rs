@@ -115,8 +115,13 @@ impl CudaBucket {
         Some([ready.since(begin).ok()?, total, total.saturating_sub(done.since(end).ok()?)])
     }
 
-    pub fn clear(&mut self) {
-        self.gradients.fill_with(|| None);
+    /// Gives the gradients back; if they may still be in use, their memory is lost instead.
+    pub fn clear(&mut self, passed: bool) {
+        for gradient in self.gradients.iter_mut().filter_map(Option::take) {
+            if !passed {
+                std::mem::forget(gradient);
+            }
+        }
         self.streams.clear();
     }
 }

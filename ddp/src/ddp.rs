@@ -99,6 +99,15 @@ impl<M> Ddp<M> {
         accumulate(self)
     }
 
+    /// Waits until the last backward's gradients are averaged, which on a GPU may be after `backward` has returned. To be
+    /// called before what was trained is kept, as in a checkpoint: gradients, and what the optimizer made of them, are of
+    /// no use after a failure.
+    ///
+    /// Errors: a failure of this rank or another, a rank that does not come in time.
+    pub fn synchronize(&self) -> Result<()> {
+        self.reducer.as_ref().map_or(Ok(()), |reducer| reducer.synchronize())
+    }
+
     /// What the last backward's communication took.
     pub fn stats(&self) -> Stats {
         self.reducer.as_ref().map(|r| r.stats()).unwrap_or_default()

@@ -165,6 +165,14 @@ impl Reducer {
         }
     }
 
+    /// Waits until the reductions of the last backward are over.
+    pub fn synchronize(&self) -> Result<()> {
+        match self.means.cuda() {
+            Some(cuda) => Ok(cuda.synchronize()?),
+            None => Ok(()), // backward has waited
+        }
+    }
+
     pub fn stats(&self) -> Stats {
         self.state().timed_stats()
     }
@@ -271,7 +279,7 @@ impl Reducer {
         let result = self.finish_buckets(&mut state);
         state.running = false;
         // Also after an error: gradients must not be kept alive.
-        state.buckets.iter_mut().for_each(Bucket::reset);
+        self.release(&mut state);
         let missing = result?;
         if !std::mem::replace(&mut state.rebuilt, true) {
             self.rebuild(&mut state, missing)?;
@@ -377,6 +385,15 @@ impl Reducer {
         Ok(())
     }
 
+    /// Gives the gradients back. libtorch may use their memory again when its stream has passed what reads it.
+    fn release(&self, state: &mut State) {
+        let passed = match self.means.cuda() {
+            Some(cuda) => current_stream(&self.group, cuda).is_ok_and(|stream| cuda.join(&stream).is_ok()),
+            None => true,
+        };
+        state.buckets.iter_mut().for_each(|bucket| bucket.reset(passed));
+    }
+
     /// Meets all ranks to tell each other whose parameters have no gradient.
     fn missing_gradients(&self, state: &mut State, missing: &[usize]) -> Error {
         state.failed = true;
@@ -407,6 +424,16 @@ impl Reducer {
             return Err(self.missing_gradients(state, &missing));
         }
         let order: Vec<usize> = order.into_iter().map(|i| i as usize).collect();
+        if self.means.cuda().is_some() {
+            // Gradients that are views of the old buckets would keep their memory beside that of the new ones.
+            for parameter in &state.parameters {
+                let gradient = parameter.tensor.grad();
+                if gradient.defined() {
+                    flow_autograd::set_grad(&parameter.tensor, Some(&gradient.copy()))
+                        .map_err(|e| self.torch("backward", e.to_string()))?;
+                }
+            }
+        }
         state.build(&self.group, &self.means, self.options, &order)
     }
 
@@ -485,15 +512,16 @@ impl State {
     fn timed_stats(&self) -> Stats {
         let mut stats = self.stats.clone();
         let Some([begin, end, after]) = self.marks.as_ref().filter(|_| stats.backwards > 0) else { return stats };
+        if after.synchronize().is_err() {
+            return stats;
+        }
         for (told, bucket) in stats.buckets.iter_mut().zip(&self.buckets) {
             if let Some(times) = bucket.times(begin, end) {
                 [told.ready_at, told.ready_to_done, told.behind_backward] = times;
             }
         }
-        if after.synchronize().is_ok() {
-            stats.backward = end.since(begin).unwrap_or_default();
-            stats.exposed = after.since(end).unwrap_or_default();
-        }
+        stats.backward = end.since(begin).unwrap_or_default();
+        stats.exposed = after.since(end).unwrap_or_default();
         stats
     }
 }
@@ -520,7 +548,7 @@ impl Drop for EndOfBackward {
             let unknown = "backward failed on this rank before all its gradients were there";
             self.reducer.group.abort(cause.as_deref().unwrap_or(unknown));
             state.running = false;
-            state.buckets.iter_mut().for_each(Bucket::reset);
+            self.reducer.release(&mut state);
         }
     }
 }

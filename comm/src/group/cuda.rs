@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, PoisonError};
 
-use flow_kernels::cuda::Device;
+use flow_kernels::cuda::{Device, Error as DeviceError};
 
 use super::ProcessGroup;
 use crate::error::Result;
@@ -63,7 +63,7 @@ impl ProcessGroup {
     }
 
     /// The group's collectives on GPUs. At the first call, which all ranks make, they meet over NCCL, each with its
-    /// GPU `ordinal`.
+    /// GPU `ordinal`. A program that also uses libtorch has that load its CUDA part first, which brings NCCL.
     ///
     /// # Errors
     ///
@@ -79,7 +79,8 @@ impl ProcessGroup {
                     .argument("nccl", format!("this group uses cuda:{used}, not cuda:{ordinal}: keep to one"))),
             };
         }
-        let device = Device::open(ordinal).map_err(|error| self.system("nccl", error.to_string()))?;
+        let fail = |error: DeviceError| self.engine().fail(self.system("nccl", error.to_string()));
+        let device = Device::open(ordinal).map_err(fail)?;
         let mut tag = own_tag();
         self.broadcast(&mut tag, 0)?;
         let tag = format!("{}-{}", tag[0], tag[1]);

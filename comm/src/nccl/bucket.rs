@@ -14,13 +14,14 @@ use crate::shm::operation::{Kind, Operation};
 ///
 /// Made by [`CudaGroup::bucket`], reduced by [`CudaGroup::reduce_bucket`].
 pub struct FlatBucket {
+    /// First, as it is undone before the memory is freed.
+    registration: Option<Registration>,
     number: u32,
     packer: Packer,
     flat: Place,
     /// Gradients are of another type than what is communicated.
     casts: bool,
     timing: Option<[Arc<Event>; 2]>,
-    _registration: Option<Registration>,
 }
 
 impl FlatBucket {
@@ -73,15 +74,30 @@ impl CudaGroup {
     ///
     /// Too little device memory; a kernel that cannot be compiled.
     pub fn bucket(&self, number: u32, gradients: DType, communication: DType, lengths: &[usize]) -> Result<FlatBucket> {
+        let mut bucket = self.flat(number, gradients, communication, lengths)?;
+        bucket.registration = self.register(&bucket.flat.memory)?;
+        Ok(bucket)
+    }
+
+    /// Bucket `number`, of tensors of these lengths (in elements) and type, for [`CudaGroup::broadcast_bucket`].
+    ///
+    /// # Errors
+    ///
+    /// Those of [`CudaGroup::bucket`].
+    pub fn bucket_to_broadcast(&self, number: u32, dtype: DType, lengths: &[usize]) -> Result<FlatBucket> {
+        // NCCL need not know the memory: it would gain nothing, and has more to undo in an abort.
+        self.flat(number, dtype, dtype, lengths)
+    }
+
+    fn flat(&self, number: u32, tensors: DType, communication: DType, lengths: &[usize]) -> Result<FlatBucket> {
         let cuda = |error: flow_kernels::cuda::Error| self.system("making a bucket", error.to_string());
-        let packer = Packer::new(self.device(), gradients, communication, lengths).map_err(cuda)?;
+        let packer = Packer::new(self.device(), tensors, communication, lengths).map_err(cuda)?;
         let bytes = packer.layout().bytes();
         let memory = Arc::new(self.allocate(bytes)?);
-        let registration = self.register(&memory)?;
         // The gaps between places are reduced too, whatever they hold: nobody looks at them.
         let flat = Place { memory, start: 0, bytes, dtype: communication };
-        let casts = gradients != communication;
-        Ok(FlatBucket { number, packer, flat, casts, timing: None, _registration: registration })
+        let casts = tensors != communication;
+        Ok(FlatBucket { registration: None, number, packer, flat, casts, timing: None })
     }
 
     /// Enqueues the mean of a bucket over all ranks: it begins when what has been enqueued on the streams `after` is

@@ -1,7 +1,7 @@
 //! A communicator: a group's ranks, as NCCL knows them.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{mpsc, Arc};
+use std::sync::{mpsc, Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use flow_kernels::cuda::{Device, DeviceBuffer, Stream};
@@ -14,8 +14,8 @@ use crate::error::Error;
 
 /// Pauses between two looks at an operation of NCCL that is under way grow from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(5));
-/// How long an abort waits for calls of other threads to return before it pulls the communicator away from them.
-const LEAVE: Duration = Duration::from_secs(1);
+/// How long an abort waits for calls of other threads to return.
+const LEAVE: Duration = Duration::from_secs(5);
 /// How long ending a communicator in peace may take.
 const FAREWELL: Duration = Duration::from_secs(10);
 
@@ -61,6 +61,8 @@ pub struct Communicator {
     size: usize,
     /// Threads that are in a call of NCCL's.
     inside: AtomicUsize,
+    /// Held in all calls but those that NCCL allows beside others.
+    turn: Mutex<()>,
     aborted: AtomicBool,
 }
 
@@ -74,6 +76,10 @@ impl Communicator {
         patience: Patience<'_>,
     ) -> Result<Self, Failure> {
         let library = Library::get().map_err(|error| Failure::Nccl(NcclError::missing(error.to_string())))?;
+        if std::env::var_os("NCCL_COMM_BLOCKING").is_some() {
+            let reason = "NCCL_COMM_BLOCKING is set: unset it, as Flow needs both kinds of communicators";
+            return Err(Failure::Nccl(NcclError::missing(reason.into())));
+        }
         bind(device)?;
         // Without shared resources: aborting a part would abort the whole.
         let config = Config::new(false);
@@ -87,7 +93,7 @@ impl Communicator {
     /// rank calls this.
     pub fn split(&self, color: Option<u32>, key: usize, patience: Patience<'_>) -> Result<Option<Self>, Failure> {
         bind(&self.device)?;
-        let _inside = self.enter()?;
+        let _turn = self.take_turn()?;
         let config = Config::new(false);
         let root = split(self.library, self.root, color, key, &config, patience)?;
         let Some(root) = root else { return Ok(None) };
@@ -117,6 +123,7 @@ impl Communicator {
                 rank,
                 size,
                 inside: AtomicUsize::new(0),
+                turn: Mutex::new(()),
                 aborted: AtomicBool::new(false),
             }),
             Err(failure) => {
@@ -144,22 +151,28 @@ impl Communicator {
     }
 
     /// Ends whatever is under way, on the device too; every later call fails. May be called by any thread at any time.
-    pub fn abort(&self) {
+    ///
+    /// Returns whether it could: not while another thread is in a call of NCCL's and does not come back, as that would
+    /// use the communicator after it is freed. Then only the end of the process helps.
+    pub fn abort(&self) -> bool {
         if self.aborted.swap(true, Ordering::SeqCst) {
-            return;
+            return true;
         }
-        // A call that does not return waits for the device, which only the abort sets free.
         let deadline = Instant::now() + LEAVE;
-        while self.inside.load(Ordering::SeqCst) > 0 && Instant::now() < deadline {
+        while self.inside.load(Ordering::SeqCst) > 0 {
+            if Instant::now() >= deadline {
+                return false;
+            }
             std::thread::sleep(Duration::from_millis(1));
         }
         let _ = bind(&self.device);
         for handle in [self.work, self.root] {
-            // SAFETY: the handles are NCCL's, and no call that begins from now on uses them.
+            // SAFETY: the handles are NCCL's, no thread is in a call with them, and none will be.
             if let Err(error) = unsafe { self.library.comm_abort(handle.0) } {
                 log::warn!("rank {} of {}: {error}", self.rank, self.size);
             }
         }
+        true
     }
 
     /// # Safety
@@ -172,7 +185,7 @@ impl Communicator {
         op: ReduceOp,
         stream: &Stream,
     ) -> Result<(), Failure> {
-        let _inside = self.enter()?;
+        let _turn = self.take_turn()?;
         let (data, count, dtype) = parts(buffer);
         // SAFETY: the memory holds `count` elements; the caller's promise.
         unsafe { self.library.all_reduce(data, data, count, dtype, operator(op), self.work.0, stream.handle())? };
@@ -189,7 +202,7 @@ impl Communicator {
         root: usize,
         stream: &Stream,
     ) -> Result<(), Failure> {
-        let _inside = self.enter()?;
+        let _turn = self.take_turn()?;
         let (data, count, dtype) = parts(buffer);
         // SAFETY: the memory holds `count` elements; NCCL writes to the root's only.
         unsafe { self.library.reduce(data, data, count, dtype, operator(op), root, self.work.0, stream.handle())? };
@@ -227,7 +240,7 @@ impl Communicator {
         output: &mut dyn DeviceBuffer,
         stream: &Stream,
     ) -> Result<(), Failure> {
-        let _inside = self.enter()?;
+        let _turn = self.take_turn()?;
         let (from, count, dtype) = parts(input);
         // SAFETY: `output` holds `count` elements for each rank; the caller's promise.
         unsafe { self.library.all_gather(from, parts(output).0, count, dtype, self.work.0, stream.handle())? };
@@ -246,7 +259,7 @@ impl Communicator {
         op: ReduceOp,
         stream: &Stream,
     ) -> Result<(), Failure> {
-        let _inside = self.enter()?;
+        let _turn = self.take_turn()?;
         let (to, count, dtype) = parts(output);
         // SAFETY: `input` holds `count` elements for each rank; the caller's promise.
         unsafe {
@@ -288,14 +301,20 @@ impl Communicator {
 
     /// Makes one operation of those that `body` enqueues.
     fn grouped(&self, body: impl FnOnce() -> Result<(), NcclError>) -> Result<(), Failure> {
-        let _inside = self.enter()?;
+        let _turn = self.take_turn()?;
         self.library.group_start()?;
         let result = body();
         let end = self.library.group_end(); // in any case
         Ok(result.and(end)?)
     }
 
-    pub(super) fn enter(&self) -> Result<Inside<'_>, Failure> {
+    /// For calls that must not be made beside others.
+    pub(super) fn take_turn(&self) -> Result<(MutexGuard<'_, ()>, Inside<'_>), Failure> {
+        let turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok((turn, self.enter()?))
+    }
+
+    fn enter(&self) -> Result<Inside<'_>, Failure> {
         self.inside.fetch_add(1, Ordering::SeqCst);
         let inside = Inside(self);
         match self.aborted.load(Ordering::SeqCst) {

@@ -57,7 +57,7 @@ impl CudaGroup {
     }
 
     fn of(engine: Arc<Engine>, device: Arc<Device>, communicator: Communicator, prefix: String) -> Result<Self> {
-        let system = |reason: String| failed(&engine, JOINING, reason);
+        let system = |reason: String| engine.fail(failed(&engine, JOINING, reason));
         let cuda = |error: flow_kernels::cuda::Error| system(error.to_string());
         let stream = Stream::high_priority(&device).map_err(cuda)?;
         let ready = Event::new(&device).map_err(cuda)?;
@@ -236,8 +236,25 @@ impl CudaGroup {
             // SAFETY: freeing the word waits for the device.
             Ok(unsafe { communicator.all_reduce(&mut word, ReduceOp::Sum, stream) }?)
         })?;
+        self.wait("barrier", &done)
+    }
+
+    /// Waits until all operations that have been enqueued are over. To know that before results are kept: after a
+    /// failure, what is in device memory is of no use.
+    ///
+    /// # Errors
+    ///
+    /// A failure of the group, now or before.
+    pub fn synchronize(&self) -> Result<()> {
+        let done = self.event()?;
+        done.record(&self.stream).map_err(|error| self.system("synchronize", error.to_string()))?;
+        self.wait("synchronize", &done)
+    }
+
+    /// Has the host wait for an event; the watchdog bounds that.
+    fn wait(&self, operation: &str, done: &Event) -> Result<()> {
         let mut pause = Duration::from_micros(20);
-        while !done.is_done().map_err(|error| self.system("barrier", error.to_string()))? {
+        while !done.is_done().map_err(|error| self.system(operation, error.to_string()))? {
             self.check()?;
             std::thread::sleep(pause);
             pause = (2 * pause).min(Duration::from_millis(1));
@@ -271,6 +288,10 @@ impl CudaGroup {
         stream: &Stream,
         issue: impl FnOnce(&Communicator, &Stream) -> Result<(), Failure>,
     ) -> Result<()> {
+        if !Arc::ptr_eq(stream.device(), &self.device) {
+            let reason = format!("the stream is on {:?}, the group on {:?}", stream.device(), self.device);
+            return Err(self.caller().argument(operation.kind.name(), reason));
+        }
         let done =
             self.enqueue(operation, std::slice::from_ref(stream), |communicator, own| Ok(issue(communicator, own)?))?;
         stream.wait(&done).map_err(|error| self.system(&operation.to_string(), error.to_string()))

@@ -21,7 +21,8 @@ pub const JOINING: &str = "joining over NCCL";
 
 /// Makes the communicator: the first rank's unique id reaches the others through the store.
 pub fn meet(engine: &Engine, device: &Arc<Device>, prefix: &str) -> Result<Communicator> {
-    let system = |reason: String| failed(engine, JOINING, reason);
+    // The others wait for this rank.
+    let system = |reason: String| engine.fail(failed(engine, JOINING, reason));
     let mut patience = patience(engine, prefix)?;
     let (store, key) = (engine.world.store(), format!("{prefix}id"));
     let id = if engine.rank == 0 {

@@ -29,7 +29,7 @@ impl Communicator {
         if !self.library.has_registration() || memory.bytes == 0 {
             return Ok(None);
         }
-        let _inside = self.enter()?;
+        let _turn = self.take_turn()?;
         let mut handle = std::ptr::null_mut();
         // SAFETY: the memory stays as long as the registration, which keeps it.
         unsafe {
@@ -61,20 +61,15 @@ impl FlatMemory {
 }
 
 impl Drop for FlatMemory {
-    /// Whatever was enqueued before may still use the memory: a thread of its own waits for that.
+    /// Waits for whatever was enqueued before, as `cuMemFree` does.
     fn drop(&mut self) {
         let Owner::Nccl { library, data } = self.owner else { return };
-        let device = Arc::clone(&self.device);
-        let free = move || {
-            let freed = device.synchronize().map_err(|error| error.to_string());
-            // SAFETY: the memory is NCCL's, and nothing uses it any more.
-            let freed = freed.and_then(|()| unsafe { library.mem_free(data as *mut _) }.map_err(|e| e.to_string()));
-            if let Err(error) = freed {
-                log::debug!("device memory stays allocated: {error}");
-            }
-        };
-        // Where no thread can be started the memory stays, rather than being freed too early.
-        let _ = std::thread::Builder::new().name("flow-nccl-free".into()).spawn(free);
+        let done = self.device.synchronize().map_err(|error| error.to_string());
+        // SAFETY: the memory is NCCL's, and nothing uses it any more.
+        let freed = done.and_then(|()| unsafe { library.mem_free(data as *mut _) }.map_err(|error| error.to_string()));
+        if let Err(error) = freed {
+            log::debug!("device memory stays allocated: {error}");
+        }
     }
 }
 
@@ -87,8 +82,10 @@ pub struct Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        let Ok(_inside) = self.communicator.enter() else { return };
         let communicator = &self.communicator;
+        // Unmapping does not wait for what uses the memory; and NCCL comes back to the thread's device.
+        let done = communicator.device.synchronize();
+        let (Ok(()), Ok(_turn)) = (done, communicator.take_turn()) else { return };
         // SAFETY: the handle is this registration's.
         if let Err(error) = unsafe { communicator.library.comm_deregister(communicator.work.0, self.handle as *mut _) }
         {

@@ -7,6 +7,7 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -26,9 +27,16 @@ const LOOK: Duration = Duration::from_millis(50);
 const PUBLISH: Duration = Duration::from_secs(1);
 /// How much longer than a peer's clean end its last operation may take here.
 const AFTERGLOW: Duration = Duration::from_secs(5);
-/// How long the program has to take notice of a failure before the process is ended: it may hang in a call to the
-/// device that not even the abort sets free.
+/// How long the program has to take notice of a failure, and an abort to set the device free, before the process is ended:
+/// it may hang in a call to the device that not even the abort ends.
 const NOTICE: Duration = Duration::from_secs(30);
+/// How long the watchdog itself may be silent, in such a call.
+const SILENCE: Duration = Duration::from_secs(60);
+/// How long dropping a group waits for its watchdog.
+const FAREWELL: Duration = Duration::from_secs(10);
+
+/// The program has got the failure of some group as an error.
+static TOLD: AtomicBool = AtomicBool::new(false);
 
 /// An operation as messages name it.
 #[derive(Clone, Copy)]
@@ -50,14 +58,18 @@ struct Pending {
     done: Option<Arc<Event>>,
 }
 
-#[derive(Default)]
 struct State {
     pending: VecDeque<Pending>,
     /// The last operation that was begun.
     last: Option<Issued>,
-    failure: Option<Error>,
-    /// The program has got the failure as an error.
+    /// The first failure, and when it was found.
+    failure: Option<(Error, Instant)>,
+    /// The program has got it as an error.
     told: bool,
+    /// The communicator has been aborted.
+    freed: bool,
+    /// When the watchdog last came by.
+    beat: Instant,
     stopped: bool,
     warned: bool,
 }
@@ -73,31 +85,46 @@ struct Shared {
 
 pub struct Watch {
     shared: Arc<Shared>,
-    thread: Option<JoinHandle<()>>,
+    threads: Vec<JoinHandle<()>>,
 }
 
 impl Watch {
     pub fn start(engine: Arc<Engine>, communicator: Arc<Communicator>, prefix: String) -> std::io::Result<Self> {
-        let shared = Shared { engine, communicator, prefix, state: Mutex::default(), change: Condvar::new() };
+        let state = State {
+            pending: VecDeque::new(),
+            last: None,
+            failure: None,
+            told: false,
+            freed: false,
+            beat: Instant::now(),
+            stopped: false,
+            warned: false,
+        };
+        let shared = Shared { engine, communicator, prefix, state: Mutex::new(state), change: Condvar::new() };
         let shared = Arc::new(shared);
-        let watched = Arc::clone(&shared);
-        let thread = std::thread::Builder::new().name("flow-nccl".into()).spawn(move || watched.run())?;
-        Ok(Self { shared, thread: Some(thread) })
+        let [watched, guarded] = [Arc::clone(&shared), Arc::clone(&shared)];
+        let mut watch = Self { shared, threads: Vec::new() };
+        let start = |name: &str| std::thread::Builder::new().name(name.into());
+        watch.threads.push(start("flow-nccl").spawn(move || watched.run())?);
+        watch.threads.push(start("flow-nccl-guard").spawn(move || guarded.guard())?);
+        Ok(watch)
     }
 
     /// The failure, if there was one, as the error of an operation that begins now.
     pub fn check(&self, operation: &dyn fmt::Display) -> Result<()> {
         let mut state = self.shared.state();
-        if let Some(failure) = &state.failure {
-            let (rank, cause, first) = (self.shared.engine.world.rank, failure.clone(), !state.told);
-            state.told = true;
-            let poisoned = || Error::Poisoned { rank, operation: operation.to_string(), cause: cause.to_string() };
-            return Err(if first { cause.clone() } else { poisoned() });
+        let failure = state.failure.as_ref().map(|(error, _)| error.clone());
+        if let Some(cause) = failure {
+            TOLD.store(true, Ordering::SeqCst);
+            self.shared.change.notify_all();
+            if !std::mem::replace(&mut state.told, true) {
+                return Err(cause);
+            }
+            let rank = self.shared.engine.world.rank;
+            return Err(Error::Poisoned { rank, operation: operation.to_string(), cause: cause.to_string() });
         }
         drop(state);
-        self.shared.engine.check_failure(operation, false).inspect_err(|error| {
-            self.fail(error.clone());
-        })
+        self.shared.engine.check_failure(operation, false).map_err(|error| self.fail(error))
     }
 
     /// An operation begins.
@@ -106,6 +133,7 @@ impl Watch {
         state.pending.push_back(Pending { issued, begun: Instant::now(), done: None });
         state.last = Some(issued);
         if state.pending.len() == 1 {
+            state.beat = Instant::now();
             self.shared.change.notify_all();
         }
     }
@@ -121,6 +149,8 @@ impl Watch {
     pub fn fail(&self, error: Error) -> Error {
         let error = self.shared.fail(error);
         self.shared.state().told = true;
+        TOLD.store(true, Ordering::SeqCst);
+        self.shared.change.notify_all();
         error
     }
 
@@ -136,8 +166,9 @@ impl Drop for Watch {
     fn drop(&mut self) {
         self.shared.state().stopped = true;
         self.shared.change.notify_all();
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
+        let begin = Instant::now();
+        while !self.threads.iter().all(JoinHandle::is_finished) && begin.elapsed() < FAREWELL {
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 }
@@ -148,98 +179,149 @@ impl Shared {
     }
 
     fn run(&self) {
-        let (mut published, mut last_publish) = (None, Instant::now());
+        let (mut published, mut last_publish, mut gone_since) = (None, Instant::now(), None);
         loop {
             let mut state = self.state();
-            retire(&mut state);
-            if state.pending.is_empty() {
-                self.change.notify_all();
-            }
+            state.beat = Instant::now();
             if state.stopped || state.failure.is_some() {
                 break;
             }
-            let last = state.last.map(|issued| issued.operation.sequence);
-            let news = last != published;
-            if news && last_publish.elapsed() >= PUBLISH.min(self.engine.timeout() / 4) {
-                let text = state.last.map(|issued| issued.to_string()).unwrap_or_default();
-                drop(state);
-                self.publish(last, &text);
-                (published, last_publish) = (last, Instant::now());
-                continue;
-            }
-            if !state.pending.is_empty() {
-                let begun = state.pending.front().map(|p| (p.issued, p.begun, state.warned));
-                drop(state);
-                if let Some(error) = begun.and_then(|(issued, begun, warned)| self.look(&issued, begun, warned)) {
-                    self.fail(error);
-                    break;
-                }
-                std::thread::sleep(LOOK);
-            } else if news {
-                drop(self.change.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner));
-            } else {
-                drop(self.change.wait(state).unwrap_or_else(PoisonError::into_inner));
-            }
-        }
-        let state = self.state();
-        if state.failure.is_none() {
             let last = state.last;
+            let news = last.map(|issued| issued.operation.sequence) != published;
+            let oldest = state.pending.front().map(|pending| (pending.issued, pending.begun, pending.done.clone()));
+            let Some((issued, begun, done)) = oldest else {
+                self.change.notify_all();
+                if news && last_publish.elapsed() < PUBLISH {
+                    drop(self.change.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner));
+                } else if news {
+                    drop(state);
+                    (published, last_publish) = (self.publish(last), Instant::now());
+                } else {
+                    drop(self.change.wait(state).unwrap_or_else(PoisonError::into_inner));
+                }
+                continue;
+            };
             drop(state);
-            // For those who would else miss this rank, which is about to leave.
-            if let Some(last) = last.filter(|last| Some(last.operation.sequence) != published) {
-                self.publish(Some(last.operation.sequence), &last.to_string());
+            // Unlocked, as calls to the device may take long.
+            let error = match is_over(done.as_deref()) {
+                Ok(true) => {
+                    self.retire(&issued);
+                    continue;
+                }
+                Ok(false) => self.look(&issued, begun, done.as_deref(), &mut gone_since),
+                Err(reason) => Some(self.system(&issued, reason)),
+            };
+            if let Some(error) = error {
+                self.fail(error);
+                break;
             }
-            return;
+            if news && last_publish.elapsed() >= PUBLISH.min(self.engine.timeout() / 4) {
+                (published, last_publish) = (self.publish(last), Instant::now());
+            }
+            std::thread::sleep(LOOK);
         }
-        let ignorant = |state: &mut State| !state.told && !state.stopped;
-        let waited = self.change.wait_timeout_while(state, NOTICE, ignorant);
-        let (state, waited) = waited.unwrap_or_else(PoisonError::into_inner);
-        if let (true, Some(failure)) = (waited.timed_out(), &state.failure) {
-            // The only way out that is left: the program is stuck, and nobody would learn why.
-            eprintln!("{failure}; the program has not noticed for {NOTICE:?}, so its process ends here");
-            std::process::abort();
+        let last = self.state().last;
+        if last.map(|issued| issued.operation.sequence) != published {
+            // For those who would else miss this rank, which is about to leave.
+            self.publish(last);
         }
     }
 
-    /// What is wrong with the oldest operation, if anything is.
-    fn look(&self, issued: &Issued, begun: Instant, warned: bool) -> Option<Error> {
+    /// Ends the process when nothing else is left: the program is stuck, or the watchdog is, and nobody would learn why.
+    /// Calls neither the device nor NCCL nor the store, any of which may hang.
+    fn guard(&self) {
+        let mut state = self.state();
+        loop {
+            let done = TOLD.load(Ordering::SeqCst) && state.freed;
+            let until = match &state.failure {
+                Some((_, found)) if !done => Some(*found + NOTICE),
+                None if !state.pending.is_empty() => Some(state.beat + SILENCE),
+                _ => None,
+            };
+            if state.stopped && (state.failure.is_none() || state.freed) || state.failure.is_some() && done {
+                return;
+            }
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            match (left, &state.failure) {
+                (Some(Duration::ZERO), Some((failure, _))) => {
+                    eprintln!("{failure}; the program has not noticed for {NOTICE:?}, so its process ends here");
+                    std::process::abort();
+                }
+                (Some(Duration::ZERO), None) => {
+                    let rank = self.engine.world.rank;
+                    let issued = state.pending.front().map(|pending| pending.issued.to_string()).unwrap_or_default();
+                    eprintln!("rank {rank}: {issued}: the GPU's driver has not answered for {SILENCE:?}, so the process ends here");
+                    std::process::abort();
+                }
+                _ => {
+                    let wait = left.unwrap_or(SILENCE);
+                    state = self.change.wait_timeout(state, wait).unwrap_or_else(PoisonError::into_inner).0;
+                }
+            }
+        }
+    }
+
+    fn retire(&self, issued: &Issued) {
+        let mut state = self.state();
+        let sequence = |pending: &Pending| pending.issued.operation.sequence;
+        if state.pending.front().is_some_and(|oldest| sequence(oldest) == issued.operation.sequence) {
+            state.pending.pop_front();
+            state.warned = false;
+        }
+    }
+
+    /// What is wrong with the oldest operation, if anything is. Takes note of when peers were first seen to be gone.
+    fn look(
+        &self,
+        issued: &Issued,
+        begun: Instant,
+        done: Option<&Event>,
+        gone_since: &mut Option<Instant>,
+    ) -> Option<Error> {
         let (engine, rank) = (&self.engine, self.engine.world.rank);
         if let Err(error) = engine.check_failure(issued, true) {
             return Some(error);
         }
         if let Err(Failure::Nccl(error)) = self.communicator.check() {
-            return Some(Error::System { rank, operation: issued.to_string(), reason: error.to_string() });
+            return Some(self.system(issued, error.to_string()));
         }
-        let age = begun.elapsed();
         // A peer may have gone once it had done its part, even a little before this rank has seen that.
-        let gone = engine.gone().into_iter();
-        if let Some(peer) = gone.filter(|&peer| age > AFTERGLOW || !self.has_begun(peer, issued)).min() {
-            return Some(engine.lose(peer, issued));
+        let gone = engine.gone();
+        if !gone.is_empty() && is_over(done) == Ok(false) {
+            let late = gone_since.get_or_insert_with(Instant::now).elapsed() > AFTERGLOW;
+            if let Some(peer) = gone.into_iter().find(|&peer| late || !self.has_begun(peer, issued)) {
+                return Some(engine.lose(peer, issued));
+            }
         }
-        let timeout = engine.timeout();
+        let (age, timeout) = (begun.elapsed(), engine.timeout());
         if age >= timeout {
             return Some(self.timed_out(issued, timeout));
         }
-        if age >= FIRST_WARNING && !warned {
-            self.state().warned = true;
+        if age >= FIRST_WARNING && !std::mem::replace(&mut self.state().warned, true) {
             log::warn!("rank {rank}: {issued} has waited {} s for {}", age.as_secs(), self.missing(issued));
         }
         None
     }
 
+    fn system(&self, issued: &Issued, reason: String) -> Error {
+        Error::System { rank: self.engine.world.rank, operation: issued.to_string(), reason }
+    }
+
     fn fail(&self, error: Error) -> Error {
         let mut state = self.state();
-        if let Some(first) = &state.failure {
+        if let Some((first, _)) = &state.failure {
             return first.clone();
         }
-        state.failure = Some(error.clone());
+        state.failure = Some((error.clone(), Instant::now()));
         state.pending.clear();
         drop(state);
+        self.change.notify_all();
         log::error!("{error}");
         if self.engine.check_failure(&"NCCL", false).is_ok() {
             self.engine.fail(error.clone());
         }
-        self.communicator.abort();
+        let freed = self.communicator.abort();
+        self.state().freed = freed;
         self.change.notify_all();
         error
     }
@@ -284,12 +366,14 @@ impl Shared {
         self.engine.world.store()
     }
 
-    fn publish(&self, sequence: Option<u64>, text: &str) {
-        let (Some(store), Some(sequence)) = (self.store(), sequence) else { return };
-        let key = format!("{}at/{}", self.prefix, self.engine.rank);
-        if let Err(error) = store.set(&key, format!("{sequence} {text}").as_bytes()) {
+    /// Tells the others how far this rank is. Returns the number that they know now.
+    fn publish(&self, last: Option<Issued>) -> Option<u64> {
+        let (store, last) = (self.store()?, last?);
+        let (key, sequence) = (format!("{}at/{}", self.prefix, self.engine.rank), last.operation.sequence);
+        if let Err(error) = store.set(&key, format!("{sequence} {last}").as_bytes()) {
             log::debug!("rank {}: {error}", self.engine.world.rank);
         }
+        Some(sequence)
     }
 
     /// The last operation that a rank has told of.
@@ -301,15 +385,7 @@ impl Shared {
     }
 }
 
-/// Forgets what is over. An event that cannot be asked counts as not over: the clock decides then.
-fn retire(state: &mut State) {
-    while let Some(pending) = state.pending.front() {
-        match pending.done.as_ref().map(|done| done.is_done()) {
-            Some(Ok(true)) => {
-                state.pending.pop_front();
-                state.warned = false;
-            }
-            _ => break,
-        }
-    }
+/// Whether an operation is over; its error if the device has failed.
+fn is_over(done: Option<&Event>) -> std::result::Result<bool, String> {
+    done.map_or(Ok(false), |done| done.is_done().map_err(|error| error.to_string()))
 }

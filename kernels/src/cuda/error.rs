@@ -9,7 +9,7 @@ use cudarc::driver::sys::{self, CUresult};
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum Error {
     /// The driver's library is missing or too old.
-    #[error("CUDA cannot be used: {reason}; install NVIDIA's driver 580 or newer, or run on the CPU")]
+    #[error("CUDA cannot be used: {reason}; install NVIDIA's driver (580 or newer for CUDA 13), or run on the CPU")]
     NoDriver {
         /// What is missing.
         reason: String,

@@ -54,7 +54,8 @@ pub fn run(group: &ProcessGroup) -> Result<()> {
         for root in [0, group.world_size() - 1] {
             let array = |(slot, &length): (usize, &usize)| gpu.array(gradients, &own(group.rank(), 9, slot, length));
             let mut arrays = LENGTHS.iter().enumerate().map(array).collect::<Result<Vec<_>>>()?;
-            nccl.broadcast_bucket(&mut buckets[0], &mut arrays, root, &gpu.stream)?;
+            let mut bucket = nccl.bucket_to_broadcast(2, gradients, &LENGTHS)?;
+            nccl.broadcast_bucket(&mut bucket, &mut arrays, root, &gpu.stream)?;
             for (slot, array) in arrays.iter().enumerate() {
                 let found = gpu.snapshot(array)?.numbers(&gpu)?;
                 ensure!(

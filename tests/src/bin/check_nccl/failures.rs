@@ -8,14 +8,17 @@ use flow_comm::{DType, ProcessGroup, ReduceOp};
 
 use crate::memory::Gpu;
 
-const TIMEOUT: Duration = Duration::from_secs(2);
+/// Where time-outs are what is checked.
+const TIMEOUT: Duration = Duration::from_secs(4);
 
 pub fn run(group: &ProcessGroup, way: &str) -> Result<()> {
     let device = match group.use_cuda() {
         Ok(device) => device,
         Err(error) => return tell(&Err(error)),
     };
-    group.set_timeout(TIMEOUT);
+    if !matches!(way, "dies" | "aborts") {
+        group.set_timeout(TIMEOUT);
+    }
     let second = group.rank() == 1;
     if way == "never_joins" && second {
         return sleep();
@@ -31,6 +34,8 @@ pub fn run(group: &ProcessGroup, way: &str) -> Result<()> {
     let mut buffer = gpu.array(DType::F32, &[1.0; 1000])?;
     let mut sum = |nccl: &CudaGroup| nccl.all_reduce(&mut buffer, ReduceOp::Sum, &gpu.stream);
     sum(&nccl)?;
+    nccl.synchronize()?;
+    group.barrier()?;
     let outcome = match way {
         // Rank 1 does nothing more.
         "late" if second => return sleep(),
@@ -54,10 +59,7 @@ pub fn run(group: &ProcessGroup, way: &str) -> Result<()> {
             nccl.send(&mut other, 1, &gpu.stream)?;
             stuck(&nccl, &gpu)
         }
-        "dies" if second => {
-            gpu.stream.synchronize()?;
-            std::process::abort();
-        }
+        "dies" if second => std::process::abort(),
         "dies" => sum(&nccl).and_then(|()| stuck(&nccl, &gpu)),
         "aborts" if second => {
             nccl.abort("the data ran out");
