@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from models import MODELS
 from ranks import join, leave
 
-BLOCKS = 5
-SECONDS_PER_BLOCK = 0.5
+# Blocks, seconds for each, and how many steps at most.
+PLANS = {"cpu": (5, 0.5, 500), "cuda": (10, 0.25, 250)}
 WARM_UP = 5
 
 
@@ -73,10 +73,11 @@ def bench(name, device, arguments):
     for _ in range(WARM_UP):
         distributed()
     warm_up = statistics.median(block(device, WARM_UP, distributed))
-    count = torch.tensor([arguments.steps or max(5, min(500, int(SECONDS_PER_BLOCK / warm_up)))], device=device)
+    blocks, seconds, most = PLANS[device.type]
+    count = torch.tensor([arguments.steps or max(5, min(most, int(seconds / warm_up)))], device=device)
     dist.broadcast(count, 0)
     times = {local: [], distributed: []}
-    for _ in range(BLOCKS):
+    for _ in range(blocks):
         for step in (local, distributed):
             times[step] += block(device, count.item(), step)
     local_ms, ddp_ms = (statistics.median(times[step]) * 1e3 for step in (local, distributed))

@@ -14,7 +14,7 @@ const BYTES: usize = 25 << 20;
 const GRADIENTS: usize = 30;
 /// So few launches in a row that the device's queue is never full, after which it is waited for.
 const LAUNCHES: usize = 8;
-const ROUNDS: usize = 100;
+const ROUNDS: usize = 50;
 const WARM_UP: usize = 10;
 
 #[derive(Args)]

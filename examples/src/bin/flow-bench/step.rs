@@ -23,9 +23,18 @@ use crate::{median, repetitions, time, timeline};
 
 /// So small that all models stay alike: max_pool, for one, takes longer or shorter with the values it meets.
 const LEARNING_RATE: f64 = 1e-6;
-const BLOCKS: usize = 5;
-const TIME_PER_BLOCK: Duration = Duration::from_millis(500);
 const WARM_UP: usize = 5;
+
+/// How much is measured.
+struct Plan {
+    blocks: usize,
+    time_per_block: Duration,
+    most_steps: usize,
+}
+
+const ON_CPU: Plan = Plan { blocks: 5, time_per_block: Duration::from_millis(500), most_steps: 500 };
+/// A block is one figure only.
+const ON_GPU: Plan = Plan { blocks: 10, time_per_block: Duration::from_millis(250), most_steps: 250 };
 
 #[derive(Args)]
 pub struct Options {
@@ -37,7 +46,7 @@ pub struct Options {
     /// Inputs of each rank in a step [default: the model's]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     batch_size: Option<u32>,
-    /// Steps in each of the five blocks [default: as many as fit in half a second]
+    /// Steps in each block [default: as many as fit in half a second, a quarter on a GPU]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     steps: Option<u32>,
     /// Print a JSON line
@@ -61,10 +70,11 @@ struct Times {
 }
 
 pub fn run(options: &Options) -> Result<()> {
-    tch::set_num_threads(1);
     let group = ProcessGroup::from_env()?;
     let device = group.use_device(options.device)?;
+    tch::set_num_threads(1);
     let on_cpu = options.device == DeviceKind::Cpu;
+    let plan = if on_cpu { ON_CPU } else { ON_GPU };
     tch::manual_seed(group.rank() as i64);
     let mut shape = options.model.input().to_vec();
     shape[0] = options.batch_size.map_or(shape[0], i64::from);
@@ -84,12 +94,12 @@ pub fn run(options: &Options) -> Result<()> {
     let mut stats = Stats::default();
 
     let block = |count, step: &mut dyn FnMut() -> Result<()>| block(&group, device, count, step);
-    let warm_up = repetitions(&mut block(WARM_UP, &mut local)?, TIME_PER_BLOCK).min(500);
+    let warm_up = repetitions(&mut block(WARM_UP, &mut local)?, plan.time_per_block).min(plan.most_steps);
     let mut count = [options.steps.map_or(warm_up as i64, i64::from)];
     group.broadcast(&mut count, 0)?;
     let count = count[0] as usize;
     let mut times = Times::default();
-    for _ in 0..BLOCKS {
+    for _ in 0..plan.blocks {
         times.local.extend(block(count, &mut local)?);
         let ddp = Ddp::new(wrapped, &ddp_store, &group)?;
         let mut distributed = || step(&ddp, &mut ddp_optimizer, on_cpu, &x, &y);
