@@ -39,10 +39,10 @@ fn steps_are_measured() {
 #[test]
 fn wrong_arguments_are_usage_errors() {
     let cases: [(&[&str], &str); 5] = [
-        (&[], "error: a subcommand is missing: allreduce, limit, step; see --help\n"),
+        (&[], "error: a subcommand is missing: allreduce, limit, step, losses, launch; see --help\n"),
         (&["allreduce", "--sizes", "-4"], "a buffer of f32 takes a multiple of 4 bytes, at least 4\n"),
         (&["limit", "--sizes", "6"], "a buffer of f32 takes a multiple of 4 bytes, at least 4\n"),
-        (&["step", "--model", "gpt"], "[possible values: mlp, lenet, wide, mobilenet]\n"),
+        (&["step", "--model", "vgg"], "[possible values: mlp, lenet, wide, mobilenet, resnet50, gpt]\n"),
         (&["allreduce", "--foo"], "unexpected argument '--foo' found\n"),
     ];
     for (arguments, end) in cases {

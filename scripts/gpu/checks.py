@@ -1,0 +1,97 @@
+"""What must be right on a GPU."""
+
+import re
+from functools import partial
+
+from programs import BUNDLE, CannotRun, Failed, json_line
+
+# About the CPU's shared memory.
+DDP_NOT_ON_GPUS = {"wrapped_again"}
+MNIST_STEPS = 400
+FIRST_STEPS = 10
+
+
+def checks(about, quick):
+    """Pairs of a name and a function of the programs, which returns what is to be told or raises."""
+    yield "kernels against references, on fresh random numbers", kernels
+    for ranks in (1, 2, 4):
+        for what in ("collectives", "buckets", "groups")[: 2 if ranks == 1 else 3]:
+            yield f"NCCL: {what}, {named(ranks)}", partial(nccl, what, ranks)
+    yield "train, 2 ranks, against the CPU", train
+    for ranks in (1, 2):
+        yield f"mnist, {named(ranks)}, against the CPU", partial(mnist, ranks, 100 if quick else MNIST_STEPS)
+    for model in ("mlp", "lenet"):
+        for ranks in (1, 2):
+            yield f"losses of {model}, {named(ranks)}, against PyTorch DDP", partial(losses, model, ranks)
+    for check in about["ddp_checks"]:
+        if check not in DDP_NOT_ON_GPUS:
+            yield f"Ddp: {check}, 2 ranks", partial(ddp, check, 2)
+    yield "Ddp: mlp, 4 ranks", partial(ddp, "mlp", 4)
+
+
+def named(ranks):
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def kernels(programs):
+    return programs.flow(0, "cuda_check").splitlines()[-1]
+
+
+def nccl(what, ranks, programs):
+    return programs.flow(ranks, "check_nccl", what).strip()
+
+
+def ddp(check, ranks, programs):
+    return programs.flow(ranks, "check_ddp", check, FLOW_TEST_DEVICE="cuda").strip()
+
+
+def train(programs):
+    def run(device):
+        lines = programs.flow(2, "train", "--device", device).splitlines()
+        found = [float(line.rpartition("loss:")[2]) for line in lines if "loss:" in line]
+        return found, sorted(line for line in lines if line.startswith("w: "))
+
+    (losses, w), (expected, expected_w) = run("cuda"), run("cpu")
+    # The ranks' lines come in any order.
+    compare("the first losses", sorted(losses)[-2:], sorted(expected)[-2:], 1e-3)
+    if w != expected_w:
+        raise Failed(f"found {w}, on the CPU {expected_w}")
+    return w[0]
+
+
+def mnist(ranks, steps, programs):
+    data = BUNDLE / "fashion-mnist"
+    if not data.is_dir():
+        raise CannotRun("the bundle was made without Fashion-MNIST (scripts/setup --data)")
+
+    def run(device):
+        file = programs.out / f"losses-{device}-{ranks}.txt"
+        options = ("--device", device, "--data", data, "--steps", steps, "--losses", file)
+        output = programs.flow(ranks, "mnist", *options)
+        losses = [float(line) for line in file.read_text().split()]
+        file.unlink()
+        return losses[:FIRST_STEPS], float(re.findall(r"accuracy ([0-9.]+) %", output)[-1])
+
+    (losses, accuracy), (expected, expected_accuracy) = run("cuda"), run("cpu")
+    compare("the first losses", losses, expected, 0.02)
+    if abs(accuracy - expected_accuracy) > 1.5:
+        raise Failed(f"test accuracy {accuracy} %, on the CPU {expected_accuracy} %")
+    return f"test accuracy {accuracy} %, on the CPU {expected_accuracy} %"
+
+
+def losses(model, ranks, programs):
+    output = programs.flow(ranks, "flow-bench", "losses", "--model", model, "--device", "cuda")
+    found = json_line(output)["losses"]
+    expected = json_line(programs.pytorch(ranks, "losses.py", model))["losses"]
+    furthest = compare("the losses", found, expected, 2e-3)
+    return f"{len(found)} losses differ by {furthest:.1e} at most, relatively"
+
+
+def compare(what, found, expected, tolerance):
+    """Returns the largest relative difference."""
+    if not found or len(found) != len(expected):
+        raise Failed(f"{what}: {len(found)} of them, not {len(expected)}")
+    differences = [abs(f - e) / abs(e) for f, e in zip(found, expected)]
+    if not max(differences) <= tolerance:
+        raise Failed(f"{what} are {found}, not {expected}, within {tolerance:g}")
+    return max(differences)

@@ -1,0 +1,141 @@
+#!/usr/bin/env python3
+"""Checks and measures Flow on this machine's GPU, without Rust; torch 2.11 with CUDA must be there for `python3`.
+
+Writes DIR/gpu-results.md, to be copied to docs/gpu-results.md, results.json, timelines, and log.txt with all that was
+printed. Checks and benches may run one after the other, in two commands with one DIR.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from time import monotonic
+
+import report
+from benches import benches
+from checks import checks
+from programs import BUNDLE, CannotRun, Failed, Programs, driver, probe
+
+CHECKS_AT_A_TIME = 3  # most of a check is its start
+
+
+def parse():
+    parser = argparse.ArgumentParser(
+        prog="run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="checks|bench", help="what to run (default: both)")
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"), metavar="DIR", help="default: ./gpu-results")
+    parser.add_argument("--quick", action="store_true", help="fewer steps, models and rounds")
+    parser.add_argument("--only", metavar="TEXT", default="", help="only what has this in its name")
+    parser.add_argument("--python", default="python3", help="the interpreter with torch (default: python3)")
+    parser.add_argument(
+        "--rehearse",
+        type=Path,
+        metavar="STAND_INS",
+        help="try this program without a GPU, on the tests' stand-ins for the driver and NCCL in that folder",
+    )
+    arguments = parser.parse_args()
+    unknown = [part for part in arguments.parts if part not in ("checks", "bench")]
+    if unknown:
+        parser.error(f"there is no part {unknown[0]!r}: checks, bench")
+    return arguments
+
+
+def run_one(programs, item, function):
+    start = monotonic()
+    try:
+        result = function(programs)
+        item["outcome"] = "ok"
+        if isinstance(result, str):
+            item["detail"] = result
+        else:
+            item["rows"], item["timelines"] = result
+    except CannotRun as error:
+        item.update(outcome="could not run", detail=str(error))
+    except Failed as error:
+        item.update(outcome="FAILED", detail=str(error))
+    except Exception as error:  # output of another form than expected, a missing file: the others still run
+        item.update(outcome="FAILED", detail=f"{type(error).__name__}: {error}")
+    item["seconds"] = round(monotonic() - start, 1)
+    return item
+
+
+def run_part(programs, functions, at_a_time, items, save):
+    with ThreadPoolExecutor(at_a_time) as pool:
+        try:
+            for item in pool.map(lambda pair: run_one(programs, *pair), zip(items, functions)):
+                print(f"{item['name']}: {report.told(item)} ({item['seconds']} s)", flush=True)
+                for row in item.get("rows", []):
+                    print("    " + "  ".join(filter(None, row)), flush=True)
+                save()
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            programs.stop_all()
+            raise
+
+
+def earlier(out, commit, rehearsal):
+    """The parts of an earlier run of the same bundle."""
+    try:
+        results = json.loads((out / "results.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return results["parts"] if (results["commit"], results["rehearsal"]) == (commit, rehearsal) else {}
+
+
+def main():
+    arguments = parse()
+    rehearsal = arguments.rehearse is not None
+    about = json.loads((BUNDLE / "about.json").read_text())
+    try:
+        torch = probe(arguments.python)
+        if not torch["gpus"] and not rehearsal:
+            raise CannotRun("torch sees no GPU here (nvidia-smi shows what the driver sees)")
+    except CannotRun as error:
+        sys.exit(f"run: error: {error}")
+    out = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    stand_ins = arguments.rehearse.resolve() if rehearsal else None
+    programs = Programs(arguments.python, torch, stand_ins, out)
+
+    device = "none, stand-ins" if rehearsal else f"{len(torch['gpus'])} x {torch['gpus'][0]}"
+    machine = {**torch, "device": device, "driver": driver(), "cores": os.cpu_count()}
+    del machine["folders"]
+    results = {
+        "rehearsal": rehearsal,
+        "commit": about["commit"],
+        "machine": machine,
+        "parts": earlier(out, about["commit"], rehearsal),
+    }
+    if rehearsal:
+        print("A rehearsal on stand-ins: no GPU result.")
+    print(f"{device}, driver {machine['driver']}; torch {torch['torch']}, NCCL {torch['nccl']}; Flow {about['commit']}")
+    failed = 0
+    for part in arguments.parts or ["checks", "bench"]:
+        listed = checks(about, arguments.quick) if part == "checks" else benches(arguments.quick, rehearsal)
+        listed = [(name, function) for name, function in listed if arguments.only in name]
+        items = [{"name": name, "outcome": "not run"} for name, _ in listed]
+        options = ["--quick"] * arguments.quick + [f"--only '{arguments.only}'"] * bool(arguments.only)
+        results["parts"][part] = {
+            "date": datetime.date.today().isoformat(),
+            "command": " ".join(["scripts/gpu-check's run", part, *options]),
+            "items": items,
+        }
+        report.write(out, results)
+        at_a_time = CHECKS_AT_A_TIME if part == "checks" and not rehearsal else 1
+        run_part(programs, [function for _, function in listed], at_a_time, items, lambda: report.write(out, results))
+        failed += sum(item["outcome"] == "FAILED" for item in items)
+    print(f"{out / 'gpu-results.md'} is written; {failed or 'nothing'} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.stderr.write("run: interrupted\n")
+        sys.stderr.flush()
+        os._exit(130)
