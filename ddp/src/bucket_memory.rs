@@ -9,8 +9,8 @@ use tch::{Kind, Tensor};
 use crate::cuda_bucket::CudaBucket;
 use crate::error::{job_rank, Error, Result};
 use crate::progress::Means;
-use crate::reducer::Parameter;
 use crate::shared_bucket::SharedBucket;
+use crate::state::Parameter;
 
 /// A bucket and the memory it is reduced in.
 pub(crate) struct Bucket {

@@ -10,7 +10,7 @@ use tch::{Kind, Tensor};
 
 use crate::bucket_memory::{dtype, failed};
 use crate::error::{Error, Result};
-use crate::reducer::Parameter;
+use crate::state::Parameter;
 
 pub(crate) struct CudaBucket {
     cuda: Arc<CudaGroup>,

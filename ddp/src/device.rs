@@ -40,7 +40,7 @@ pub(crate) fn choose(group: &ProcessGroup, kind: DeviceKind) -> Result<Device> {
     let device = group.use_cuda();
     let fail = |reason: String| Error::Device { rank, reason };
     match (loaded, device) {
-        (Ok(_), Ok(device)) => Ok(flow_autograd::torch_device(&device)),
+        (Ok(()), Ok(device)) => Ok(flow_autograd::torch_device(&device)),
         (_, Err(error)) => Err(error.into()),
         (Err(error), Ok(_)) => Err(fail(error.to_string())),
     }

@@ -39,6 +39,7 @@ mod progress;
 mod reducer;
 mod sampler;
 mod shared_bucket;
+mod state;
 mod stats;
 mod tensors;
 mod verify;

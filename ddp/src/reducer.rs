@@ -5,7 +5,6 @@
 //! its backward order was. The callback at the end of backward finishes what is under way and writes back what was
 //! copied. After the first backward the buckets are built anew, in the order in which rank 0's gradients came.
 
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -14,33 +13,15 @@ use flow_comm::nccl::{CudaGroup, Event};
 use flow_comm::{ProcessGroup, ReduceOp};
 use tch::{Kind, Tensor};
 
-use crate::bucket::{assign, Caps, Item};
-use crate::bucket_memory::Bucket;
+use crate::bucket::Caps;
 use crate::error::{job_rank, Error, Result};
 use crate::progress::{Means, Progress};
-use crate::stats::{times, BucketStats, Stats};
+use crate::state::{Parameter, State};
+use crate::stats::Stats;
 use crate::tensors::current_stream;
 
 /// Set to 1: every gradient is copied into its bucket, none is reduced where it was born.
 const COPY: &str = "FLOW_DDP_COPY";
-
-/// A parameter that is trained.
-pub(crate) struct Parameter {
-    pub name: String,
-    pub tensor: Tensor,
-    pub shape: Vec<i64>,
-    pub kind: Kind,
-}
-
-impl Parameter {
-    pub fn new(name: String, tensor: Tensor) -> Self {
-        Self { name, shape: tensor.size(), kind: tensor.kind(), tensor }
-    }
-
-    pub fn elements(&self) -> usize {
-        self.shape.iter().product::<i64>() as usize
-    }
-}
 
 /// What the reducer does differently when asked to.
 #[derive(Debug, Clone, Copy)]
@@ -60,38 +41,6 @@ pub(crate) struct Reducer {
     state: Mutex<State>,
 }
 
-struct State {
-    parameters: Vec<Parameter>,
-    /// Those that were not trained when the model was wrapped: they have no hooks.
-    frozen: Vec<Parameter>,
-    buckets: Vec<Bucket>,
-    /// Bucket and slot of each parameter.
-    places: Vec<(usize, usize)>,
-    synchronize: bool,
-    /// Between the first hook and the end of a backward.
-    running: bool,
-    arrived: Vec<bool>,
-    /// Parameters that got a gradient since the last reduction, under `no_sync` too.
-    used: Vec<bool>,
-    /// Why a hook of this rank failed.
-    cause: Option<String>,
-    /// Parameters in the order of their gradients' coming.
-    order: Vec<usize>,
-    /// The next bucket to launch.
-    next: usize,
-    in_place_bytes: Vec<usize>,
-    rebuilt: bool,
-    /// Another rank has failed for want of gradients: backward runs on to the end, where all ranks meet.
-    failing: bool,
-    /// All ranks have met for that: the group is of no more use.
-    failed: bool,
-    stats: Stats,
-    /// When the first gradient of this backward came.
-    began: Instant,
-    /// On a GPU, and in libtorch's stream: the first gradient, the end of backward, and that of its reductions.
-    marks: Option<[Event; 3]>,
-}
-
 impl Reducer {
     /// `group` is the reducer's own: nothing else uses it.
     pub fn new(
@@ -107,27 +56,7 @@ impl Reducer {
             None => Means::Cpu(Arc::new(Progress::choose(&group, group.world_size()).map_err(model)?)),
         };
         let order: Vec<usize> = (0..parameters.len()).rev().collect();
-        let count = parameters.len();
-        let mut state = State {
-            parameters,
-            frozen,
-            buckets: Vec::new(),
-            places: vec![(0, 0); count],
-            synchronize: true,
-            running: false,
-            arrived: vec![false; count],
-            used: vec![false; count],
-            cause: None,
-            order: Vec::with_capacity(count),
-            next: 0,
-            in_place_bytes: Vec::new(),
-            rebuilt: false,
-            failing: false,
-            failed: false,
-            stats: Stats::default(),
-            began: Instant::now(),
-            marks: None,
-        };
+        let mut state = State::new(parameters, frozen);
         state.build(&group, &means, options, &order)?;
         let in_place = std::env::var_os(COPY).is_none_or(|v| v != "1");
         Ok(Arc::new(Self { group, options, means, in_place, state: Mutex::new(state) }))
@@ -443,86 +372,6 @@ impl Reducer {
 
     fn torch(&self, operation: &'static str, reason: String) -> Error {
         Error::Torch { rank: job_rank(&self.group), operation, reason }
-    }
-}
-
-impl State {
-    fn begin(&mut self) {
-        self.running = true;
-        self.began = Instant::now();
-        self.failing = false;
-        self.arrived.fill(false);
-        self.order.clear();
-        self.next = 0;
-        self.in_place_bytes.fill(0);
-    }
-
-    fn build(&mut self, group: &ProcessGroup, means: &Means, options: Options, order: &[usize]) -> Result<()> {
-        let mut kinds: Vec<Kind> = Vec::new();
-        let items: Vec<Item> = self
-            .parameters
-            .iter()
-            .map(|p| {
-                let class = kinds.iter().position(|&k| k == p.kind).unwrap_or_else(|| {
-                    kinds.push(p.kind);
-                    kinds.len() - 1
-                });
-                let kind = options.communication.unwrap_or(p.kind);
-                Item { bytes: p.elements() * kind.elt_size_in_bytes(), class: class as u8 }
-            })
-            .collect();
-        let assigned = assign(&items, order, options.caps);
-        if assigned.iter().eq(self.buckets.iter().map(|b| &b.members)) {
-            return Ok(());
-        }
-        // The old buckets' memory first: the new ones take as much.
-        self.buckets.clear();
-        for (number, members) in assigned.into_iter().enumerate() {
-            for (slot, &member) in members.iter().enumerate() {
-                self.places[member] = (number, slot);
-            }
-            self.buckets.push(Bucket::new(group, means, number, members, &self.parameters, options.communication)?);
-        }
-        self.in_place_bytes = vec![0; self.buckets.len()];
-        Ok(())
-    }
-
-    fn record(&mut self, finished: &[(u32, Instant)], backward_end: Instant) {
-        let done: HashMap<u32, Instant> = finished.iter().copied().collect();
-        let end = Instant::now();
-        let bucket = |(number, bucket): (usize, &Bucket)| {
-            let done = done.get(&(number as u32)).copied().unwrap_or(end);
-            let (ready_to_done, behind_backward) = times(bucket.ready.unwrap_or(done), done, backward_end);
-            BucketStats {
-                bytes: bucket.bytes(),
-                parameters: bucket.members.iter().map(|&m| self.parameters[m].name.clone()).collect(),
-                in_place: self.in_place_bytes[number],
-                ready_at: bucket.ready.unwrap_or(done).saturating_duration_since(self.began),
-                ready_to_done,
-                behind_backward,
-            }
-        };
-        self.stats.backward = backward_end - self.began;
-        self.stats.buckets = self.buckets.iter().enumerate().map(bucket).collect();
-        self.stats.backwards += 1;
-        self.stats.exposed = end - backward_end;
-    }
-
-    /// What is known of the last backward. On a GPU, times are the device's: asking for them waits for it.
-    fn timed_stats(&self) -> Stats {
-        let mut stats = self.stats.clone();
-        let Some([begin, end, after]) = self.marks.as_ref().filter(|_| stats.backwards > 0) else { return stats };
-        if after.synchronize().is_err() {
-            return stats;
-        }
-        for (told, bucket) in stats.buckets.iter_mut().zip(&self.buckets) {
-            if let Some(times) = bucket.times(begin, end) {
-                [told.ready_at, told.ready_to_done, told.behind_backward] = times;
-            }
-        }
-        stats.backward = end.since(begin).unwrap_or_default();
-        stats.exposed = after.since(end).unwrap_or_default();
-        stats
     }
 }
 

@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 use crate::bucket_memory::{dtype, failed};
 use crate::error::Result;
 use crate::progress::Progress;
-use crate::reducer::Parameter;
+use crate::state::Parameter;
 
 pub(crate) struct SharedBucket {
     pub segments: Arc<Segments>,

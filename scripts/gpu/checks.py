@@ -1,5 +1,6 @@
 """What must be right on a GPU."""
 
+import os
 import re
 from functools import partial
 
@@ -9,6 +10,16 @@ from programs import BUNDLE, CannotRun, Failed, json_line
 DDP_NOT_ON_GPUS = {"wrapped_again"}
 MNIST_STEPS = 400
 FIRST_STEPS = 10
+# Ways to fail, and what rank 0 says of each.
+FAILURES = {
+    "late": ["all_reduce #1 (1000 x f32, sum), 4000 bytes, over NCCL timed out", "waited for rank 1"],
+    "late_bucket": ["bucket 7), 2096 bytes, over NCCL timed out", "waited for rank 1"],
+    "mismatch": ["ranks disagree", "rank 0 called send", "rank 1 called broadcast"],
+    "dies": ["failed: rank 1", "died"],
+    "aborts": ["rank 1 aborted the group: the data ran out"],
+    "never_joins": ["timed out", "rank 1"],
+    "ignores": ["so its process ends here"],
+}
 
 
 def checks(about, quick):
@@ -17,7 +28,12 @@ def checks(about, quick):
     for ranks in (1, 2, 4):
         for what in ("collectives", "buckets", "groups")[: 2 if ranks == 1 else 3]:
             yield f"NCCL: {what}, {named(ranks)}", partial(nccl, what, ranks)
-    yield "train, 2 ranks, against the CPU", train
+    for way, told in FAILURES.items():
+        yield f"failure: {way}", partial(failure, way, told)
+    yield "more ranks than GPUs", too_many
+    yield "--nproc_per_node gpu", as_many
+    for ranks in (1, 2):
+        yield f"train, {named(ranks)}, against the CPU", partial(train, ranks)
     for ranks in (1, 2):
         yield f"mnist, {named(ranks)}, against the CPU", partial(mnist, ranks, 100 if quick else MNIST_STEPS)
     for model in ("mlp", "lenet"):
@@ -41,19 +57,51 @@ def nccl(what, ranks, programs):
     return programs.flow(ranks, "check_nccl", what).strip()
 
 
+def failure(way, told, programs):
+    try:
+        output = programs.pair(f"gpu-check-{os.getpid()}-{way}", "check_nccl", "fail", way)
+    except Failed as error:
+        output = str(error)
+    missing = [words for words in told if words not in output]
+    if missing:
+        raise Failed(f"{missing[0]!r} is not in: {output[:400]}")
+    return output.splitlines()[0]
+
+
+def too_many(programs):
+    found, asked = programs.gpus, programs.gpus + 1
+    told = f"asked for {asked} ranks with a GPU each on this machine, found {found} GPU"
+    try:
+        programs.flow(asked, "check_nccl", "collectives", FLOW_TEST_SHARE_GPUS="0")
+    except Failed as error:
+        if told in str(error):
+            return told + "s" * (found != 1)
+        raise
+    raise Failed(f"{asked} ranks work on {found} GPUs")
+
+
+def as_many(programs):
+    if programs.rehearsal:
+        raise CannotRun("flow-launch counts real GPUs")
+    told = programs.flow("gpu", "check_nccl", "buckets").strip()
+    if told != f"{programs.gpus} ranks agree":
+        raise Failed(told)
+    return told
+
+
 def ddp(check, ranks, programs):
     return programs.flow(ranks, "check_ddp", check, FLOW_TEST_DEVICE="cuda").strip()
 
 
-def train(programs):
+def train(ranks, programs):
     def run(device):
-        lines = programs.flow(2, "train", "--device", device).splitlines()
+        lines = programs.flow(ranks, "train", "--device", device).splitlines()
         found = [float(line.rpartition("loss:")[2]) for line in lines if "loss:" in line]
         return found, sorted(line for line in lines if line.startswith("w: "))
 
     (losses, w), (expected, expected_w) = run("cuda"), run("cpu")
     # The ranks' lines come in any order.
-    compare("the first losses", sorted(losses)[-2:], sorted(expected)[-2:], 1e-3)
+    compare("the first losses", sorted(losses)[-ranks:], sorted(expected)[-ranks:], 1e-3)
     if w != expected_w:
         raise Failed(f"found {w}, on the CPU {expected_w}")
     return w[0]

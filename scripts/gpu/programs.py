@@ -11,7 +11,9 @@ from time import monotonic
 BUNDLE = Path(__file__).resolve().parent
 TORCH_VERSION = "2.11."
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "SLURM_", "TORCHELASTIC_", "FLOW_", "NCCL_HOSTID")
-LIMIT_S = 150  # for one program
+LIMIT_S = 300  # for one program
+# Ranks that share a GPU look like hosts of their own; whatever network there is, both sides take the same.
+SHARED = {"NCCL_NET": "Socket"}
 
 PROBE = """
 import glob, json, os, platform, torch
@@ -81,24 +83,52 @@ class Programs:
         variables["LD_LIBRARY_PATH"] = ":".join(filter(None, folders))
         self.environment = {**self.peer_environment, **{k: str(v) for k, v in variables.items()}}
 
+    def compare_exactly(self, exactly):
+        """Whether products are in f32, also where they may be in TF32: batches of other sizes then compare better."""
+        for environment in (self.environment, self.peer_environment):
+            if exactly:
+                environment["NVIDIA_TF32_OVERRIDE"] = "0"
+            else:
+                environment.pop("NVIDIA_TF32_OVERRIDE", None)
+
     def flow(self, ranks, program, *arguments, limit=LIMIT_S, **variables):
         """What a program of the bundle prints, as that many ranks; 0: without flow-launch."""
         command = [BUNDLE / "bin" / program, *arguments]
         if ranks:
             command = [BUNDLE / "bin" / "flow-launch", "--nproc_per_node", ranks, *command]
-        if ranks > self.gpus:
-            variables["FLOW_TEST_SHARE_GPUS"] = "1"
+        if isinstance(ranks, int) and ranks > self.gpus:
+            variables = {"FLOW_TEST_SHARE_GPUS": "1", **SHARED, **variables}
         if self.rehearsal and program not in ("cuda_check", "check_nccl"):
             variables["FLOW_TEST_HOST_AS_GPU"] = "1"  # tensors stay on the CPU
         return self.run(command, {**self.environment, **variables}, limit)
 
+    def pair(self, job, program, *arguments):
+        """What rank 0 prints of two that nobody launches, so that nobody stops one when the other fails."""
+        command = [BUNDLE / "bin" / program, *arguments]
+        variables = {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": job}
+        if self.gpus < 2:
+            variables |= {"FLOW_TEST_SHARE_GPUS": "1", **SHARED}
+        environments = [{**self.environment, **variables, "RANK": str(rank)} for rank in range(2)]
+        quiet = {name: subprocess.DEVNULL for name in ("stdin", "stdout", "stderr")}
+        other = subprocess.Popen(command, env=environments[1], start_new_session=True, **quiet)
+        with self.lock:
+            self.running.add(other)
+        try:
+            return self.run(command, environments[0], LIMIT_S)
+        finally:
+            stop(other)
+            with self.lock:
+                self.running.discard(other)
+
     def pytorch(self, ranks, script, *arguments, limit=LIMIT_S):
         """What a peer prints; in a rehearsal it works on the CPU."""
-        command = [self.python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
+        command = [self.python, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        command += ["--nproc_per_node", ranks]
         command += [BUNDLE / "peers" / script, "--device", "cpu" if self.rehearsal else "cuda"]
         command += ["--share-gpus"] if ranks > self.gpus else []
+        variables = {"OMP_NUM_THREADS": "1", **(SHARED if ranks > self.gpus else {})}
         try:
-            return self.run([*command, *arguments], {**self.peer_environment, "OMP_NUM_THREADS": "1"}, limit)
+            return self.run([*command, *arguments], {**self.peer_environment, **variables}, limit)
         except Failed as error:
             raise Failed(f"PyTorch: {error}") from error
 

@@ -19,7 +19,7 @@ from benches import benches
 from checks import checks
 from programs import BUNDLE, CannotRun, Failed, Programs, driver, probe
 
-CHECKS_AT_A_TIME = 3  # most of a check is its start
+CHECKS_AT_A_TIME = 2  # most of a check is its start
 
 
 def parse():
@@ -115,9 +115,14 @@ def main():
     print(f"{device}, driver {machine['driver']}; torch {torch['torch']}, NCCL {torch['nccl']}; Flow {about['commit']}")
     failed = 0
     for part in arguments.parts or ["checks", "bench"]:
-        listed = checks(about, arguments.quick) if part == "checks" else benches(arguments.quick, rehearsal)
-        listed = [(name, function) for name, function in listed if arguments.only in name]
-        items = [{"name": name, "outcome": "not run"} for name, _ in listed]
+        programs.compare_exactly(part == "checks")
+        listed = list(checks(about, arguments.quick) if part == "checks" else benches(arguments.quick, rehearsal))
+        before = {item["name"]: item for item in results["parts"].get(part, {}).get("items", [])}
+        if part == "bench":  # what is left out is told as well
+            listed += [(name, None) for name, _ in benches(False, False) if name not in dict(listed)]
+        chosen = [(name, function) for name, function in listed if function and arguments.only in name]
+        fresh = {name: {"name": name, "outcome": "not run"} for name, _ in chosen}
+        items = [fresh.get(name) or before.get(name) or {"name": name, "outcome": "not run"} for name, _ in listed]
         options = ["--quick"] * arguments.quick + [f"--only '{arguments.only}'"] * bool(arguments.only)
         results["parts"][part] = {
             "date": datetime.date.today().isoformat(),
@@ -126,8 +131,9 @@ def main():
         }
         report.write(out, results)
         at_a_time = CHECKS_AT_A_TIME if part == "checks" and not rehearsal else 1
-        run_part(programs, [function for _, function in listed], at_a_time, items, lambda: report.write(out, results))
-        failed += sum(item["outcome"] == "FAILED" for item in items)
+        functions = [function for _, function in chosen]
+        run_part(programs, functions, at_a_time, list(fresh.values()), lambda: report.write(out, results))
+        failed += sum(item["outcome"] == "FAILED" for item in fresh.values())
     print(f"{out / 'gpu-results.md'} is written; {failed or 'nothing'} failed")
     return 1 if failed else 0
 

@@ -6,6 +6,7 @@
 // ordered but by events, pageable memory is copied when the job runs, and fresh and freed memory is filled with 0xCD and 0xDD.
 // Releasing a primary context frees nothing.
 
+#include <cstdio>
 #include <cstring>
 #include <map>
 #include <string>
@@ -118,6 +119,16 @@ Result device_exists(int device) {
     return device >= 0 && size_t(device) < driver.contexts.size() ? SUCCESS : INVALID_DEVICE;
 }
 
+/// FLOW_STAND_IN_WAITS=<prefix>: each call that has the host wait for the device is a line of <prefix>.<RANK>.
+void note_wait(const char* call) {
+    static const char *prefix = std::getenv("FLOW_STAND_IN_WAITS"), *rank = std::getenv("RANK");
+    if (!prefix) return;
+    if (std::FILE* file = std::fopen((std::string(prefix) + "." + (rank ? rank : "0")).c_str(), "a")) {
+        std::fprintf(file, "%s\n", call);
+        std::fclose(file);
+    }
+}
+
 /// Enqueues `job` if the memory it touches is the device's; `wait`: until it is done.
 int submit(void* handle, std::initializer_list<Address> device_memory, size_t bytes, bool wait, Job job) {
     std::shared_ptr<Stream> stream;
@@ -135,7 +146,7 @@ int submit(void* handle, std::initializer_list<Address> device_memory, size_t by
         }
         stream->enqueue(std::move(job));
     }
-    if (wait) stream->synchronize();
+    if (wait) note_wait("copy or cuStreamSynchronize"), stream->synchronize();
     return SUCCESS;
 }
 
@@ -147,6 +158,7 @@ Job copy(void* to, const void* from, size_t bytes) {
 
 /// Waits for all streams of `context`.
 void synchronize(Context* context) {
+    note_wait("cuCtxSynchronize or cuMemFree");
     std::vector<std::shared_ptr<Stream>> streams;
     {
         Lock lock(driver.mutex);
@@ -430,7 +442,7 @@ EXPORT int cuEventSynchronize(void* handle) {
         if (!event) return INVALID_HANDLE;
         mark = event->mark;
     }
-    if (mark) mark->wait();
+    if (mark) note_wait("cuEventSynchronize"), mark->wait();
     return SUCCESS;
 }
 

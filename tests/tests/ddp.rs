@@ -13,8 +13,13 @@ fn holds_on_stand_ins(check: &str, ranks: usize) {
     let mut command = launcher(ranks, &[], "check_ddp", &[check]);
     command.env("OMP_NUM_THREADS", "1").env("RUST_BACKTRACE", "0");
     command.env("FLOW_TEST_DEVICE", "cuda").env("FLOW_TEST_HOST_AS_GPU", "1");
+    let waits = std::env::temp_dir().join(format!("flow-waits-{}-{check}-{ranks}", std::process::id()));
+    command.env("FLOW_STAND_IN_WAITS", &waits);
     if let Some(command) = on_stand_in(command).filter(|_| !NOT_ON_GPUS.contains(&check)) {
         let output = Process::start(command).finish(PATIENCE).success();
+        for rank in 0..ranks {
+            let _ = std::fs::remove_file(waits.with_extension(rank.to_string()));
+        }
         assert_eq!(output, format!("{check} holds on {ranks} ranks\n"), "on stand-ins for GPUs");
     }
 }
@@ -46,6 +51,6 @@ checks! {
     no_sync several_forwards cleared_gradients
     unused_found unused_now_and_then unused_everywhere unused_accumulated
     unused_reported frozen_later differing_models unfit_models
-    frozen buffers wrapped_again sub_group memory sampler alone
+    frozen buffers wrapped_again sub_group memory waits sampler alone
     kinds communication_kinds many_buckets ready_order layouts
 }

@@ -75,8 +75,8 @@ fn a_rank_that_does_not_come_is_a_timeout_that_names_it() {
 #[test]
 fn a_late_bucket_is_named_with_its_bytes() {
     let Some(lines) = fail("late_bucket", &[]) else { return };
-    // 1000 and 24 gradients, each at a place that is aligned to 512 bytes.
-    assert_contains(&lines[0], &["all_reduce #1", "x bf16, sum, bucket 7)", "bytes, over NCCL timed out", "rank 1"]);
+    // 1000 gradients of 2 bytes, 24 more from the next multiple of 512 bytes on.
+    assert_contains(&lines[0], &["all_reduce #1", "x bf16, sum, bucket 7), 2096 bytes, over NCCL timed out", "rank 1"]);
 }
 
 #[test]
@@ -137,9 +137,11 @@ fn a_program_that_ignores_a_failure_is_ended() {
 fn more_ranks_than_gpus_is_an_error_before_training() {
     let Some(started) = ranks(3, &["fail", "late"], &[("FLOW_STAND_IN_GPUS", "2")]) else { return };
     let texts: Vec<String> = started.into_iter().map(|process| process.finish(PATIENCE).success()).collect();
-    assert_contains(&texts[2], &["asked for 3 ranks with a GPU each on this machine, found 2 GPUs"]);
-    for text in &texts[..2] {
-        assert_contains(text, &["rank 2 has no GPU"]);
+    for text in &texts {
+        assert_contains(
+            text,
+            &["asked for 3 ranks with a GPU each on this machine, found 2 GPUs", "--nproc_per_node gpu"],
+        );
     }
 }
 
@@ -176,5 +178,10 @@ fn all_ranks_issue_the_same_calls_in_order() {
         assert_contains(call, &["ncclAllReduce", count, "registered=1"]);
     }
     assert!(first[3].starts_with("ncclBroadcast") && first[4].starts_with("ncclAllReduce"), "{first:?}");
+    for rank in [0, 1] {
+        let text = std::fs::read_to_string(folder.join(format!("calls.{rank}"))).expect("the stand-in wrote it");
+        let ends: Vec<&str> = text.lines().rev().take(4).filter_map(|line| line.split(' ').next()).collect();
+        assert_eq!(ends, ["ncclCommDestroy", "ncclCommFinalize", "ncclCommDestroy", "ncclCommFinalize"], "{text}");
+    }
     std::fs::remove_dir_all(&folder).expect("the folder can be removed");
 }

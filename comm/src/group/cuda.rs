@@ -13,6 +13,9 @@ use crate::shm::engine::Engine;
 /// ranks on one GPU of a host.
 const SHARE: &str = "FLOW_TEST_SHARE_GPUS";
 
+/// In place of a number of GPUs.
+const NO_CUDA: i64 = -1;
+
 /// What a group has on GPUs, once it is used there.
 #[derive(Default)]
 pub(super) struct Cuda {
@@ -30,28 +33,30 @@ impl ProcessGroup {
     pub fn use_cuda(&self) -> Result<Arc<Device>> {
         let share = std::env::var_os(SHARE).is_some_and(|value| value == "1");
         let (rank, local_rank) = (self.engine().world.rank, self.local_rank());
-        let device = Device::count().map_err(|error| error.to_string()).and_then(|found| {
-            let ordinal = if share && found > 0 { local_rank % found } else { local_rank };
-            if ordinal >= found {
-                let asked = self.engine().world.size;
-                return Err(format!(
-                    "asked for {asked} ranks with a GPU each on this machine, found {found} GPU{}: start at most as many \
-                     ranks (--nproc_per_node gpu), or see what CUDA_VISIBLE_DEVICES leaves",
-                    if found == 1 { "" } else { "s" }
-                ));
-            }
-            Device::open(ordinal).map_err(|error| error.to_string())
-        });
+        let counted = Device::count();
+        let found = counted.as_ref().map_or(NO_CUDA, |&count| count as i64);
+        let ordinal = if share && found > 0 { local_rank as i64 % found } else { local_rank as i64 };
         if share {
             std::env::set_var("NCCL_HOSTID", format!("flow-test-{rank}"));
         }
-        // Nobody goes on if one of them cannot.
-        let mut able = vec![0u8; self.world_size()];
-        self.all_gather(&[u8::from(device.is_ok())], &mut able)?;
-        let device = device.map_err(|reason| self.system("use_cuda", reason))?;
-        if let Some(other) = able.iter().position(|&able| able == 0) {
-            return Err(self.system("use_cuda", format!("rank {} has no GPU", self.ranks()[other])));
+        // Nobody goes on if one of them cannot, and all say the same.
+        let mut all = vec![0; 2 * self.world_size()];
+        self.all_gather(&[ordinal, found], &mut all)?;
+        let fail = |reason: String| self.system("use_cuda", reason);
+        counted.map_err(|error| fail(error.to_string()))?;
+        if let Some(other) = all.chunks(2).position(|rank| rank[1] == NO_CUDA) {
+            return Err(fail(format!("rank {} cannot use CUDA: see its error", self.ranks()[other])));
         }
+        if let Some(short) = all.chunks(2).find(|rank| rank[0] >= rank[1]) {
+            return Err(fail(format!(
+                "asked for {} ranks with a GPU each on this machine, found {} GPU{}: start at most as many ranks \
+                 (--nproc_per_node gpu), or see what CUDA_VISIBLE_DEVICES leaves",
+                self.engine().world.size,
+                short[1],
+                if short[1] == 1 { "" } else { "s" }
+            )));
+        }
+        let device = Device::open(ordinal as usize).map_err(|error| self.engine().fail(fail(error.to_string())))?;
         let mut cuda = self.inner.cuda.lock().unwrap_or_else(PoisonError::into_inner);
         cuda.device = Some(Arc::clone(&device));
         Ok(device)

@@ -39,10 +39,11 @@ pub struct Version {
 
 impl Library {
     /// The NCCL of this process, looked for once: the one that libtorch has loaded, or the system's, or what PyTorch's
-    /// wheels have beside the loaded libtorch, or the file that `FLOW_NCCL_PATH` names; the first that is new enough.
+    /// wheels have beside the loaded libtorch, or the file that `FLOW_NCCL_PATH` names; the first that is new enough. One
+    /// that is loaded is the only one.
     ///
     /// # Errors
-    /// There is none.
+    /// No usable NCCL: what was found where, and why it was refused.
     pub fn get() -> Result<&'static Library, Error> {
         static FOUND: OnceLock<Result<Library, Error>> = OnceLock::new();
         FOUND.get_or_init(find).as_ref().map_err(Clone::clone)

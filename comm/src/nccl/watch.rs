@@ -250,7 +250,9 @@ impl Shared {
                 (Some(Duration::ZERO), None) => {
                     let rank = self.engine.world.rank;
                     let issued = state.pending.front().map(|pending| pending.issued.to_string()).unwrap_or_default();
-                    eprintln!("rank {rank}: {issued}: the GPU's driver has not answered for {SILENCE:?}, so the process ends here");
+                    eprintln!(
+                        "rank {rank}: {issued}: no answer from the driver for {SILENCE:?}, so the process ends here"
+                    );
                     std::process::abort();
                 }
                 _ => {

@@ -89,8 +89,10 @@ fn run(args: &Args) -> Result<()> {
     let (train, test) = load(&args.data.clone().unwrap_or_else(fashion::default_folder))?;
 
     tch::manual_seed(args.seed.into());
-    let vs = nn::VarStore::new(device);
-    let model = Ddp::new(lenet(&vs.root()), &vs, &group)?;
+    let mut vs = nn::VarStore::new(Device::Cpu); // whose random numbers the first weights are, on all devices
+    let net = lenet(&vs.root());
+    vs.set_device(device);
+    let model = Ddp::new(net, &vs, &group)?;
     let mut optimizer = nn::sgd(args.momentum, 0.0, 0.0, false).build(&vs, args.lr)?;
     let mut sampler = DistributedSampler::new(train.len(), &group).seed(args.seed.into());
 

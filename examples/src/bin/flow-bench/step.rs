@@ -94,7 +94,18 @@ pub fn run(options: &Options) -> Result<()> {
     let mut stats = Stats::default();
 
     let block = |count, step: &mut dyn FnMut() -> Result<()>| block(&group, device, count, step);
-    let warm_up = repetitions(&mut block(WARM_UP, &mut local)?, plan.time_per_block).min(plan.most_steps);
+    let mut warm_up = if on_cpu {
+        block(WARM_UP, &mut local)?
+    } else {
+        // On GPUs a distributed step may take many times as long; PyTorch's side counts by it as well.
+        let ddp = Ddp::new(wrapped, &ddp_store, &group)?;
+        let mut distributed = || step(&ddp, &mut ddp_optimizer, on_cpu, &x, &y);
+        (0..WARM_UP).try_for_each(|_| distributed())?;
+        let times = block(WARM_UP, &mut distributed)?;
+        wrapped = ddp.into_inner();
+        times
+    };
+    let warm_up = repetitions(&mut warm_up, plan.time_per_block).min(plan.most_steps);
     let mut count = [options.steps.map_or(warm_up as i64, i64::from)];
     group.broadcast(&mut count, 0)?;
     let count = count[0] as usize;

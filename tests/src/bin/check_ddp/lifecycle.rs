@@ -191,6 +191,30 @@ pub fn memory(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
+/// From the second backward on the host waits for a GPU in no step. The stand-in writes down when it does.
+pub fn waits(group: &ProcessGroup) -> Result<()> {
+    let Some(prefix) = std::env::var_os("FLOW_STAND_IN_WAITS") else { return Ok(()) };
+    let file = format!("{}.{}", prefix.display(), group.rank());
+    let waits = || std::fs::read_to_string(&file).unwrap_or_default();
+    let store = store();
+    let net = nn::seq_t().add(models::mlp(&store.root())).add(nn::batch_norm1d(store.root(), 10, Default::default()));
+    let model = Ddp::builder(group).bucket_cap_mb(0.1).wrap(net, &store)?;
+    let mut optimizer = nn::sgd(0.9, 0.0, 0.0, false).build(&store, 0.01)?;
+    let mut train = |steps| {
+        for _ in 0..steps {
+            let x = Tensor::randn([16, 784], (Kind::Float, device()));
+            optimizer.backward_step(&model.forward_t(&x, true).square().mean(Kind::Float));
+        }
+    };
+    train(2);
+    let before = waits();
+    ensure!(!before.is_empty(), "the stand-in tells of no waits at all");
+    train(5);
+    let after = waits();
+    ensure!(before == after, "the host waited for the device: {:?}", after.strip_prefix(&before));
+    Ok(())
+}
+
 /// Bytes of this process' memory that are there.
 fn resident() -> Result<usize> {
     let pages = std::fs::read_to_string("/proc/self/statm")?;

@@ -36,6 +36,7 @@ const CHECKS: &[(&str, Check)] = &[
     ("wrapped_again", lifecycle::wrapped_again),
     ("sub_group", lifecycle::sub_group),
     ("memory", lifecycle::memory),
+    ("waits", lifecycle::waits),
     ("sampler", lifecycle::sampler),
     ("alone", lifecycle::alone),
     ("kinds", options::kinds),

@@ -10,6 +10,8 @@ use crate::memory::{Array, Gpu};
 
 pub fn run(group: &ProcessGroup) -> Result<()> {
     let device = group.use_cuda()?;
+    let shares = std::env::var_os("FLOW_TEST_SHARE_GPUS").is_some_and(|value| value == "1");
+    ensure!(shares || device.ordinal() == group.local_rank(), "{device:?} is not the GPU of this local rank");
     let check = Check { nccl: group.nccl(device.ordinal())?, gpu: Gpu::new(&device)? };
     for &dtype in DType::ALL {
         for length in [0, 1, 5, 1000, 70_001] {

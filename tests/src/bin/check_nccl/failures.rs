@@ -55,8 +55,8 @@ pub fn run(group: &ProcessGroup, way: &str) -> Result<()> {
             stuck(&nccl, &gpu)
         }
         "mismatch" => {
-            let mut other = gpu.array(DType::F32, &[1.0; 10])?;
-            nccl.send(&mut other, 1, &gpu.stream)?;
+            let other = gpu.array(DType::F32, &[1.0; 10])?;
+            nccl.send(&other, 1, &gpu.stream)?;
             stuck(&nccl, &gpu)
         }
         "dies" if second => std::process::abort(),
@@ -72,7 +72,8 @@ pub fn run(group: &ProcessGroup, way: &str) -> Result<()> {
         "ignores" if second => return sleep(),
         "ignores" => {
             sum(&nccl)?;
-            return sleep();
+            std::thread::sleep(Duration::from_secs(100));
+            return Ok(());
         }
         _ => bail!("there is no failure {way:?}"),
     };
@@ -96,8 +97,9 @@ fn tell(outcome: &flow_comm::Result<()>) -> Result<()> {
     Ok(())
 }
 
+/// Longer than the others wait.
 fn sleep() -> Result<()> {
     println!("sleeping");
-    std::thread::sleep(Duration::from_secs(100));
+    std::thread::sleep(4 * TIMEOUT);
     Ok(())
 }
