@@ -39,7 +39,8 @@ impl CudaBucket {
         let lengths: Vec<usize> = members.iter().map(|member| member.elements()).collect();
         let flat = cuda.bucket(number, dtype(group, kind)?, dtype(group, communication)?, &lengths)?;
         let view = |(slot, member): (usize, &&Parameter)| {
-            flow_autograd::tensor_on(cuda.device(), flat.place(slot), &member.shape, kind)
+            let place = flat.place(slot).ok_or_else(|| failed(group)(format!("there is no slot {slot}")))?;
+            flow_autograd::tensor_on(cuda.device(), place, &member.shape, kind)
                 .map_err(|e| failed(group)(e.to_string()))
         };
         let views = match kind == communication {
@@ -107,10 +108,9 @@ impl CudaBucket {
     }
 
     /// The last reduction: its last gradient after `begin`, how long it took from there, and how much of that was before
-    /// `end`.
+    /// `end`; the device must have come so far.
     pub fn times(&self, begin: &Event, end: &Event) -> Option<[Duration; 3]> {
         let [ready, done] = self.flat.timing()?;
-        done.synchronize().ok()?;
         let total = done.since(ready).ok()?;
         Some([ready.since(begin).ok()?, total, total.saturating_sub(done.since(end).ok()?)])
     }

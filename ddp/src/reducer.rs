@@ -208,7 +208,7 @@ impl Reducer {
         let result = self.finish_buckets(&mut state);
         state.running = false;
         // Also after an error: gradients must not be kept alive.
-        self.release(&mut state);
+        self.release(&mut state, result.is_ok());
         let missing = result?;
         if !std::mem::replace(&mut state.rebuilt, true) {
             self.rebuild(&mut state, missing)?;
@@ -314,9 +314,10 @@ impl Reducer {
         Ok(())
     }
 
-    /// Gives the gradients back. libtorch may use their memory again when its stream has passed what reads it.
-    fn release(&self, state: &mut State) {
-        let passed = match self.means.cuda() {
+    /// Gives the gradients back. libtorch may use their memory again when its stream has passed what reads it, which
+    /// `joined` says that it does.
+    fn release(&self, state: &mut State, joined: bool) {
+        let passed = match self.means.cuda().filter(|_| !joined) {
             Some(cuda) => current_stream(&self.group, cuda).is_ok_and(|stream| cuda.join(&stream).is_ok()),
             None => true,
         };
@@ -397,7 +398,7 @@ impl Drop for EndOfBackward {
             let unknown = "backward failed on this rank before all its gradients were there";
             self.reducer.group.abort(cause.as_deref().unwrap_or(unknown));
             state.running = false;
-            self.reducer.release(&mut state);
+            self.reducer.release(&mut state, false);
         }
     }
 }

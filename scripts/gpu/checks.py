@@ -6,8 +6,8 @@ from functools import partial
 
 from programs import BUNDLE, CannotRun, Failed, json_line
 
-# About the CPU's shared memory.
-DDP_NOT_ON_GPUS = {"wrapped_again"}
+# About the CPU's shared memory, and told by the stand-in alone.
+DDP_NOT_ON_GPUS = {"wrapped_again", "waits"}
 MNIST_STEPS = 400
 FIRST_STEPS = 10
 # Ways to fail, and what rank 0 says of each.

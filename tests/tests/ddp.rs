@@ -31,6 +31,11 @@ fn holds(check: &str, ranks: usize, mode: Option<(&str, &str)>) {
     assert_eq!(output, format!("{check} holds on {ranks} ranks\n"), "{mode:?}");
 }
 
+#[test]
+fn the_host_waits_for_a_gpu_in_no_step() {
+    holds_on_stand_ins("waits", 2);
+}
+
 /// A test for each check: on two and three ranks, in all modes on one of these.
 macro_rules! checks {
     ($($name:ident)*) => {$(
@@ -51,6 +56,6 @@ checks! {
     no_sync several_forwards cleared_gradients
     unused_found unused_now_and_then unused_everywhere unused_accumulated
     unused_reported frozen_later differing_models unfit_models
-    frozen buffers wrapped_again sub_group memory waits sampler alone
+    frozen buffers wrapped_again sub_group memory sampler alone
     kinds communication_kinds many_buckets ready_order layouts
 }

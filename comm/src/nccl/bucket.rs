@@ -25,11 +25,11 @@ pub struct FlatBucket {
 }
 
 impl FlatBucket {
-    /// Where the reduced gradient of a slot lies, in the type of communication.
-    pub fn place(&self, slot: usize) -> Place {
-        let size = self.flat.dtype.size();
-        let (start, length) = (self.packer.layout().places()[slot], self.packer.layout().lengths()[slot]);
-        Place { start: self.flat.start + start * size, bytes: length * size, ..self.flat.clone() }
+    /// Where the reduced gradient of a slot lies, in the type of communication; None if there is no such slot.
+    pub fn place(&self, slot: usize) -> Option<Place> {
+        let (size, layout) = (self.flat.dtype.size(), self.packer.layout());
+        let (start, length) = (layout.places().get(slot)?, layout.lengths().get(slot)?);
+        Some(Place { start: self.flat.start + start * size, bytes: length * size, ..self.flat.clone() })
     }
 
     /// Bytes as communicated, padding included.

@@ -56,7 +56,8 @@ pub fn patience<'a>(engine: &'a Engine, prefix: &'a str) -> Result<impl FnMut() 
     let store = engine.world.store();
     let joined = move |rank: usize| format!("{prefix}joined/{rank}");
     if let Some(store) = store {
-        store.set(&joined(engine.rank), b"").map_err(|e| failed(engine, JOINING, e.to_string()))?;
+        let fail = |error: StoreError| engine.fail(failed(engine, JOINING, error.to_string()));
+        store.set(&joined(engine.rank), b"").map_err(fail)?;
     }
     let mut next_look = begin + LOOK;
     Ok(move || {

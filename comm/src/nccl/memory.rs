@@ -26,7 +26,7 @@ impl Communicator {
 
     /// Tells NCCL of memory that will be used again and again. None where this NCCL cannot use that.
     pub fn register(self: &Arc<Self>, memory: &Arc<FlatMemory>) -> Result<Option<Registration>, Failure> {
-        if !self.library.has_registration() || memory.bytes == 0 {
+        if !self.library.has_registration() {
             return Ok(None);
         }
         let _turn = self.take_turn()?;

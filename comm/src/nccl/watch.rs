@@ -188,10 +188,11 @@ impl Shared {
             }
             let last = state.last;
             let news = last.map(|issued| issued.operation.sequence) != published;
+            let due = last_publish.elapsed() >= PUBLISH.min(self.engine.timeout() / 4);
             let oldest = state.pending.front().map(|pending| (pending.issued, pending.begun, pending.done.clone()));
             let Some((issued, begun, done)) = oldest else {
                 self.change.notify_all();
-                if news && last_publish.elapsed() < PUBLISH {
+                if news && !due {
                     drop(self.change.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner));
                 } else if news {
                     drop(state);
@@ -215,7 +216,7 @@ impl Shared {
                 self.fail(error);
                 break;
             }
-            if news && last_publish.elapsed() >= PUBLISH.min(self.engine.timeout() / 4) {
+            if news && due {
                 (published, last_publish) = (self.publish(last), Instant::now());
             }
             std::thread::sleep(LOOK);

@@ -1,6 +1,6 @@
 //! Buckets of gradients: packed, reduced and spread, beside the stream that computes.
 
-use anyhow::{ensure, Result};
+use anyhow::{ensure, Context, Result};
 use flow_comm::{DType, ProcessGroup};
 
 use crate::memory::{Array, Gpu};
@@ -39,7 +39,7 @@ pub fn run(group: &ProcessGroup) -> Result<()> {
             for (number, (bucket, arrays)) in buckets.iter().zip(&kept).enumerate() {
                 for (slot, array) in arrays.iter().enumerate() {
                     let result = match gradients == communication {
-                        true => gpu.snapshot(&bucket.place(slot))?,
+                        true => gpu.snapshot(&bucket.place(slot).context("a slot")?)?,
                         false => gpu.snapshot(array)?,
                     };
                     let length = result.numbers(&gpu)?.len();
@@ -69,7 +69,8 @@ pub fn run(group: &ProcessGroup) -> Result<()> {
             let array = |(slot, &length): (usize, &usize)| gpu.array(gradients, &own(group.rank(), 1, slot, length));
             let mut arrays = LENGTHS.iter().enumerate().map(array).collect::<Result<Vec<_>>>()?;
             nccl.reduce_bucket(&mut buckets[0], &mut arrays, std::slice::from_ref(&gpu.stream))?;
-            let places: Vec<_> = (0..LENGTHS.len()).map(|slot| buckets[0].place(slot)).collect();
+            let places: Vec<_> = (0..LENGTHS.len()).filter_map(|slot| buckets[0].place(slot)).collect();
+            ensure!(places.len() == LENGTHS.len() && buckets[0].place(LENGTHS.len()).is_none(), "other slots");
             let mut views = places.clone();
             nccl.reduce_bucket(&mut buckets[0], &mut views, std::slice::from_ref(&gpu.stream))?;
             nccl.join(&gpu.stream)?;
