@@ -16,12 +16,16 @@
 mod args;
 mod find;
 mod guard;
+#[allow(dead_code)]
+mod job;
 mod machine;
 mod output;
 mod plan;
 mod policy;
 mod rendezvous;
 mod report;
+#[allow(dead_code)]
+mod round;
 mod signals;
 mod sink;
 mod supervise;
