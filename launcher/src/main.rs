@@ -11,13 +11,25 @@
 //! | `policy.rs` | when to stop whom, and which failure is the root cause (pure) |
 //! | `supervise.rs` | the event loop |
 //! | `output.rs`, `sink.rs` | lines: assembling them (pure), writing them |
+//! | `route.rs`, `copies.rs` | which way a stream of a worker goes (pure), copying it there |
+//! | `logs.rs` | the files of streams and errors |
+//! | `error_file.rs` | what a worker recorded of its error |
 //! | `report.rs` | what is said about a failure (pure) |
+//! | `events.rs` | what has happened, for programs |
 
 mod args;
+#[allow(dead_code)]
+mod copies;
+#[allow(dead_code)]
+mod error_file;
+#[allow(dead_code)]
+mod events;
 mod find;
 mod guard;
 #[allow(dead_code)]
 mod job;
+#[allow(dead_code)]
+mod logs;
 mod machine;
 mod output;
 mod plan;
@@ -26,6 +38,8 @@ mod rendezvous;
 mod report;
 #[allow(dead_code)]
 mod round;
+#[allow(dead_code)]
+mod route;
 mod signals;
 mod sink;
 mod supervise;

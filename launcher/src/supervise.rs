@@ -368,6 +368,8 @@ impl Worker {
             end: self.end,
             stopped: self.stopped,
             tail: &self.tail,
+            error: None,
+            log: None,
         }
     }
 }
