@@ -27,6 +27,8 @@ pub enum Event<'a> {
         #[serde(flatten)]
         end: EndFields,
     },
+    /// The workers are started once more, after a failure or with other nodes.
+    Restart { round: u32, world_size: u32 },
     /// The workers of this node are told to stop.
     Stop { reason: &'a str },
     /// flow-launch ends with this exit code.

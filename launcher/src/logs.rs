@@ -12,12 +12,14 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use memchr::memmem::Finder;
 
+use crate::copies::Copies;
 use crate::guard::Guard;
 use crate::job::Output;
-use crate::route::{self, Route, Which};
+use crate::route::{self, Routes, Which, BOTH};
 
 /// Where files of which kind are.
 pub struct Logs {
+    routes: Routes,
     /// What is above the workers' folders, if any stream may go to a file.
     streams: Option<PathBuf>,
     /// What is above the folders with error files.
@@ -29,8 +31,9 @@ pub struct Logs {
 
 impl Logs {
     /// Makes the folders. Without a log folder, error files are in a temporary one, which goes with the launcher.
-    pub fn create(output: &Output, run_id: &str, guard: &Guard) -> anyhow::Result<Logs> {
-        let mut logs = Logs { streams: None, errors: None, oneflow_names: output.oneflow_names, note: None };
+    pub fn create(output: &Output, routes: Routes, run_id: &str, guard: &Guard) -> anyhow::Result<Logs> {
+        let oneflow_names = output.oneflow_names;
+        let mut logs = Logs { routes, streams: None, errors: None, oneflow_names, note: None };
         if route::is_nowhere(output) {
             return Ok(logs);
         }
@@ -57,9 +60,19 @@ impl Logs {
         Ok(logs)
     }
 
-    /// Opens the file that a worker's stream goes to, if it goes to one.
-    pub fn stream(&self, attempt: u32, local_rank: u32, which: Which, route: &Route) -> io::Result<Option<LogFile>> {
-        let Some(folder) = self.streams.as_ref().filter(|_| route.file) else { return Ok(None) };
+    /// Opens what a worker's streams are copied to; `worker` numbers it.
+    pub fn copies(&self, attempt: u32, worker: usize, rank: u32, local_rank: u32) -> io::Result<[Copies; 2]> {
+        let open = |which: Which| -> io::Result<Copies> {
+            let route = self.routes.of(which, rank, local_rank);
+            let file = if route.file { self.stream(attempt, local_rank, which)? } else { None };
+            Ok(Copies::new(2 * worker + which as usize, which, route, file))
+        };
+        let [stdout, stderr] = BOTH.map(open);
+        Ok([stdout?, stderr?])
+    }
+
+    fn stream(&self, attempt: u32, local_rank: u32, which: Which) -> io::Result<Option<LogFile>> {
+        let Some(folder) = &self.streams else { return Ok(None) };
         let (folder, name) = match self.oneflow_names {
             true => (folder.join(format!("local_rank_{local_rank}")), which.name().to_string()),
             false => (worker_folder(folder, attempt, local_rank), format!("{}.log", which.name())),
@@ -84,17 +97,21 @@ impl Logs {
         })
     }
 
-    /// Opens the file for those lines of all workers that are looked for, if any are.
-    pub fn filter(&self, attempt: u32, which: Which, output: &Output) -> io::Result<Option<Filter>> {
-        let (Some(folder), [_, ..]) = (&self.streams, route::needles(output, which)) else { return Ok(None) };
+    /// Opens the files for those lines of all workers that are looked for.
+    pub fn filters(&self, attempt: u32) -> io::Result<[Option<Filter>; 2]> {
+        let [stdout, stderr] = BOTH.map(|which| self.filter(attempt, which));
+        Ok([stdout?, stderr?])
+    }
+
+    fn filter(&self, attempt: u32, which: Which) -> io::Result<Option<Filter>> {
+        let (Some(folder), needles @ [_, ..]) = (&self.streams, self.routes.needles(which)) else { return Ok(None) };
         let folder = match self.oneflow_names {
             true => folder.clone(),
             false => folder.join(format!("attempt_{attempt}")),
         };
         std::fs::create_dir_all(&folder)?;
         let file = LogFile::open(folder.join(format!("filtered_{}.log", which.name())), false)?;
-        let needles = route::needles(output, which).iter().map(|needle| Finder::new(needle).into_owned()).collect();
-        Ok(Some(Filter { needles, file }))
+        Ok(Some(Filter { needles: needles.iter().map(|needle| Finder::new(needle).into_owned()).collect(), file }))
     }
 }
 
@@ -180,6 +197,7 @@ impl Filter {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::job::{StreamMap, Streams};
     use std::os::unix::fs::PermissionsExt;
 
     #[test]
@@ -198,12 +216,23 @@ mod tests {
     }
 
     fn logs(base: &Path, oneflow_names: bool) -> Logs {
-        Logs { streams: Some(base.into()), errors: Some(base.into()), oneflow_names, note: None }
+        let all = StreamMap::All(Streams { stdout: true, stderr: true });
+        let output = Output {
+            prefix: false,
+            log_dir: None,
+            oneflow_names,
+            redirects: all.clone(),
+            tee: all,
+            shown: None,
+            stdout_filters: Vec::new(),
+            stderr_filters: Vec::new(),
+        };
+        let routes = Routes::new(&output, "default", None, false);
+        Logs { routes, streams: Some(base.into()), errors: Some(base.into()), oneflow_names, note: None }
     }
 
     fn write(logs: &Logs, attempt: u32, text: &str) -> PathBuf {
-        let route = Route { console: None, file: true, filtered: None };
-        let mut file = logs.stream(attempt, 3, Which::Stderr, &route).unwrap().unwrap();
+        let mut file = logs.stream(attempt, 3, Which::Stderr).unwrap().unwrap();
         file.write(text.as_bytes()).unwrap();
         file.path
     }

@@ -48,9 +48,9 @@ impl Route {
 }
 
 /// The ways of all streams of a job.
-pub struct Routes<'a> {
-    output: &'a Output,
-    role: &'a str,
+pub struct Routes {
+    output: Output,
+    role: String,
     /// torchrun's TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE.
     template: Option<String>,
     /// There is a folder for files of streams.
@@ -59,9 +59,10 @@ pub struct Routes<'a> {
     prefix: bool,
 }
 
-impl<'a> Routes<'a> {
-    pub fn new(output: &'a Output, role: &'a str, template: Option<String>, prefix: bool) -> Routes<'a> {
-        Routes { output, role, template, has_files: wants_files(output), prefix: prefix || output.prefix }
+impl Routes {
+    pub fn new(output: &Output, role: &str, template: Option<String>, is_terminal: bool) -> Routes {
+        let (has_files, prefix) = (wants_files(output), is_terminal || output.prefix);
+        Routes { output: output.clone(), role: role.into(), template, has_files, prefix }
     }
 
     pub fn of(&self, which: Which, rank: u32, local_rank: u32) -> Route {
@@ -77,7 +78,7 @@ impl<'a> Routes<'a> {
         };
         // torchrun looks at what is tee'd only; where nothing is, there would be nothing to look at.
         let is_looked_at = is_teed || !any(&self.output.tee, which);
-        let is_filtered = self.has_files && !needles(self.output, which).is_empty() && is_looked_at;
+        let is_filtered = self.has_files && !self.needles(which).is_empty() && is_looked_at;
         Route {
             console: (is_shown && !is_redirected).then_some(console),
             file: is_teed || is_redirected,
@@ -85,16 +86,20 @@ impl<'a> Routes<'a> {
         }
     }
 
+    /// What lines of this stream are looked for.
+    pub fn needles(&self, which: Which) -> &[String] {
+        needles(&self.output, which)
+    }
+
     /// As torchrun's: `[default0]:`.
     fn tee_prefix(&self, rank: u32, local_rank: u32) -> String {
         let Some(template) = &self.template else { return format!("[{}{local_rank}]:", self.role) };
-        let values = [("role_name", self.role), ("local_rank", &local_rank.to_string()), ("rank", &rank.to_string())];
+        let values = [("role_name", &self.role), ("local_rank", &local_rank.to_string()), ("rank", &rank.to_string())];
         values.iter().fold(template.clone(), |text, (name, value)| text.replace(&format!("${{{name}}}"), value))
     }
 }
 
-/// What lines of this stream are looked for.
-pub fn needles(output: &Output, which: Which) -> &[String] {
+fn needles(output: &Output, which: Which) -> &[String] {
     match which {
         Which::Stdout => &output.stdout_filters,
         Which::Stderr => &output.stderr_filters,
