@@ -6,11 +6,12 @@
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use memchr::memmem::Finder;
+use rustix::fs::OFlags;
 
 use crate::copies::Copies;
 use crate::guard::Guard;
@@ -37,15 +38,15 @@ impl Logs {
         if route::is_nowhere(output) {
             return Ok(logs);
         }
-        if route::wants_files(output) || output.log_dir.is_some() {
+        if route::wants_files(output) || output.log_dir.is_some() && !oneflow_names {
             let folder = output.log_dir.clone().unwrap_or_else(std::env::temp_dir);
-            let folder = make_log_folder(folder, output.oneflow_names, run_id, guard.name())?;
+            let folder = make_log_folder(folder, oneflow_names, run_id, guard.name())?;
             if output.log_dir.is_none() {
                 logs.note = Some(format!("logs are in {}; --log-dir chooses another folder", folder.display()));
             }
             logs.streams = Some(folder);
         }
-        if logs.streams.is_some() && !output.oneflow_names {
+        if logs.streams.is_some() && !oneflow_names {
             logs.errors = logs.streams.clone();
         } else {
             let folder = guard.temporary_folder();
@@ -155,10 +156,8 @@ pub struct LogFile {
 
 impl LogFile {
     fn open(path: PathBuf, truncate: bool) -> io::Result<LogFile> {
-        let file = OpenOptions::new().append(true).create(true).open(&path)?;
-        if truncate {
-            file.set_len(0)?;
-        }
+        let flags = if truncate { OFlags::TRUNC } else { OFlags::empty() };
+        let file = OpenOptions::new().append(true).create(true).custom_flags(flags.bits() as i32).open(&path)?;
         Ok(LogFile { start: file.metadata()?.len(), file: Some(file), path })
     }
 
