@@ -121,6 +121,7 @@ impl Supervisor {
                     self.has_joined = true;
                     self.obey(order);
                 }
+                Heard::Wait(notice) => self.sinks.say(&notice),
                 Heard::Lost(reason) => self.lose(reason),
             }
         }
