@@ -2,43 +2,56 @@
 //!
 //! | file | subject |
 //! |---|---|
-//! | `args.rs` | command line -> [`args::Job`] |
+//! | `args.rs`, `args/` | command line and environment -> [`job::Job`] (pure) |
 //! | `find.rs` | PROGRAM -> the command to run |
-//! | `plan.rs` | job -> each worker's rank, command and environment (pure) |
-//! | `rendezvous.rs` | the store and the ports the workers meet at |
+//! | `plan.rs` | job and placement -> each worker's rank, command and environment (pure) |
+//! | `numa.rs` | the CPUs of each worker |
+//! | `dry_run.rs` | what would be started (pure) |
 //! | `worker.rs` | starting, signalling and reaping one worker |
 //! | `guard.rs` | the process that cleans up when the launcher is killed |
 //! | `policy.rs` | when to stop whom, and which failure is the root cause (pure) |
 //! | `supervise.rs` | the event loop |
 //! | `output.rs`, `sink.rs` | lines: assembling them (pure), writing them |
+//! | `route.rs`, `copies.rs` | which way a stream of a worker goes (pure), copying it there |
+//! | `logs.rs` | the files of streams and errors |
+//! | `error_file.rs` | what a worker recorded of its error |
 //! | `report.rs` | what is said about a failure (pure) |
+//! | `events.rs` | what has happened, for programs |
 
 mod address;
 mod args;
 mod coordinator;
+mod copies;
 mod crew;
+mod dry_run;
+mod error_file;
+mod events;
 mod find;
 mod guard;
 mod hang;
 mod job;
 mod leader;
 mod link;
+mod logs;
 mod machine;
 mod member;
+mod numa;
 mod output;
 mod plan;
 mod policy;
 mod report;
 mod round;
+mod route;
 mod signals;
 mod sink;
 mod supervise;
 mod worker;
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use args::Usage;
-use job::Job;
+use job::{Job, Meeting};
 use supervise::Supervisor;
 
 /// Exit code for a command line that makes no sense.
@@ -52,7 +65,8 @@ fn main() -> ExitCode {
         _ => {}
     }
     env_logger::Builder::from_env(env_logger::Env::new().filter("FLOW_LOG")).init();
-    match Job::parse(std::env::args_os()).map_err(anyhow::Error::from).and_then(run) {
+    let environment = |name: &str| std::env::var_os(name);
+    match Job::parse(std::env::args_os(), &environment).map_err(anyhow::Error::from).and_then(run) {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
             eprintln!("flow-launch: {error:#}");
@@ -62,8 +76,21 @@ fn main() -> ExitCode {
 }
 
 /// Runs a job to its end and returns the exit code to end with.
-fn run(job: Job) -> anyhow::Result<u8> {
-    let machine = machine::Machine::this();
+fn run(mut job: Job) -> anyhow::Result<u8> {
+    let mut machine = machine::Machine::this();
+    let local_world_size = plan::local_world_size(&job, &machine)?;
+    if let Some(binding) = job.numa_binding {
+        let topology = numa::Topology::this(machine.visible_devices())?;
+        machine.binding = numa::bind(binding, local_world_size as usize, &topology)?;
+    }
     let command = find::command(&job.program)?;
+    if job.dry_run {
+        std::io::stdout().write_all(dry_run::describe(&job, local_world_size, &command, &machine).as_bytes())?;
+        return Ok(0);
+    }
+    // One node's job is its own: programs name things by its id.
+    if matches!(job.nodes.meeting, Meeting::Alone { .. }) && job.nodes.id == args::NO_ID {
+        job.nodes.id = std::fs::read_to_string("/proc/sys/kernel/random/uuid")?.trim_end().into();
+    }
     Supervisor::start(job, machine, command)?.run()
 }

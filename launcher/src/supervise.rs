@@ -3,6 +3,7 @@
 
 use std::ffi::OsString;
 use std::io::IsTerminal;
+use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::Context;
@@ -12,14 +13,18 @@ use rustix::io::Errno;
 use crate::address;
 use crate::coordinator::{Event, Failure, Order, Verdict};
 use crate::crew::{self, Crew};
+use crate::error_file;
+use crate::events::{self, Events};
 use crate::guard::Guard;
 use crate::job::Job;
 use crate::link::{self, Heard, Link};
+use crate::logs::Logs;
 use crate::machine::Machine;
 use crate::plan;
 use crate::policy::{Action, Policy};
-use crate::report;
+use crate::report::{self, Outcome};
 use crate::round::Placement;
+use crate::route::Routes;
 use crate::signals::Signals;
 use crate::sink::Sinks;
 use crate::worker::End;
@@ -46,6 +51,8 @@ pub struct Supervisor {
     /// The crew of the last round, when it is over.
     last: Option<Crew>,
     sinks: Sinks,
+    logs: Logs,
+    events: Events,
     signals: Signals,
     /// The first signal that was sent to this process.
     signalled: Option<i32>,
@@ -65,9 +72,15 @@ impl Supervisor {
         if let Some(note) = threads.and_then(|threads| plan::omp_note(threads, local_world_size, &machine)) {
             sinks.say(&note);
         }
+        let template = std::env::var("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE").ok();
+        let routes = Routes::new(&job.output, &job.role, template, std::io::stdout().is_terminal());
+        let logs = Logs::create(&job.output, routes, &job.nodes.id, &guard)?;
+        logs.note.iter().for_each(|note| sinks.say(note));
+        let host = address::host_name();
         Ok(Supervisor {
+            events: Events::open(job.events.as_deref(), &host)?,
             link: Link::open(&job, local_world_size)?,
-            host: address::host_name(),
+            host,
             has_joined: false,
             crew: None,
             last: None,
@@ -78,6 +91,7 @@ impl Supervisor {
             command,
             local_world_size,
             sinks,
+            logs,
             signals,
             guard,
         })
@@ -92,7 +106,7 @@ impl Supervisor {
             }
             if !self.turn()? && self.must_leave() {
                 // Only a reader of our output is waited for.
-                self.crew.iter_mut().for_each(|crew| (0..2).for_each(|which| crew.hang_up(which)));
+                self.crew.iter_mut().for_each(Crew::hang_up);
             }
         }
         let code = self.conclude();
@@ -135,13 +149,17 @@ impl Supervisor {
         match order {
             Order::Start { round, placement } => self.begin(round, &placement),
             Order::Stop { round, why } => {
-                if let Some(why) = why {
-                    self.sinks.say(&why);
+                if let Some(why) = &why {
+                    self.sinks.say(why);
                 }
                 match &mut self.crew {
                     Some(crew) => {
                         let action = crew.policy.ordered(Instant::now());
                         crew.act(action);
+                        if action != Action::Nothing {
+                            let reason = why.as_deref().unwrap_or("a failure on another node");
+                            record(&events::Event::Stop { reason }, &mut self.events, &mut self.sinks);
+                        }
                     }
                     None => self.tell_stopped(round, None),
                 }
@@ -153,11 +171,23 @@ impl Supervisor {
 
     /// Starts the workers of a round.
     fn begin(&mut self, round: u32, placement: &Placement) {
-        let specs = plan::workers(&self.job, placement, &self.command, &self.machine, |_| None);
-        let prefix = self.job.output.prefix || std::io::stdout().is_terminal();
-        self.last = None;
-        match Crew::start(round, specs, Policy::new(self.job.grace), prefix, &mut self.guard) {
-            Ok(crew) => self.crew = Some(crew),
+        let attempt = placement.restart_count;
+        let error_file = |local_rank| self.logs.error_file(attempt, local_rank);
+        let specs = plan::workers(&self.job, placement, &self.command, &self.machine, error_file);
+        (self.events.node, self.events.restart_count) = (placement.group_rank, attempt);
+        if self.last.take().is_some() {
+            let restart = events::Event::Restart { round, world_size: placement.world_size };
+            record(&restart, &mut self.events, &mut self.sinks);
+        }
+        match Crew::start(round, attempt, specs, Policy::new(self.job.grace), &self.logs, &mut self.guard) {
+            Ok(mut crew) => {
+                (0..2).filter(|which| self.sinks.of(*which).is_closed()).for_each(|which| crew.leave_console(which));
+                for Outcome { rank, local_rank, pid, .. } in crew.outcomes() {
+                    let start = events::Event::Start { rank, local_rank, pid };
+                    record(&start, &mut self.events, &mut self.sinks);
+                }
+                self.crew = Some(crew);
+            }
             Err(error) => {
                 let summary = format!("{error:#} (host {})", self.host);
                 let failure = Failure { summary: summary.clone(), end: End::Exit(1) };
@@ -211,7 +241,10 @@ impl Supervisor {
                         let round = crew.round;
                         // The others learn of it before any of them is stopped for it.
                         self.link.tell(Event::Exited { round, rank, end: end.to_string() });
-                        ended.push((worker, end));
+                        let Outcome { local_rank, pid, .. } = crew.outcome(worker);
+                        let exit = events::Event::Exit { rank, local_rank, pid, end: end.into() };
+                        record(&exit, &mut self.events, &mut self.sinks);
+                        ended.push((worker, end, crew.error_time(worker)));
                     }
                 }
                 (Ready::Link | Ready::Crew(_), _) => {}
@@ -222,14 +255,15 @@ impl Supervisor {
     }
 
     /// Sees to the workers, some of which have just ended.
-    fn supervise(&mut self, ended: &[(usize, End)]) {
+    fn supervise(&mut self, ended: &[(usize, End, Option<f64>)]) {
         let Some(crew) = &mut self.crew else { return };
         let now = Instant::now();
         let action = crew.policy.ended(ended, now);
         crew.act(action);
         if action != Action::Nothing {
             if let Some((first, end)) = crew.first_failure() {
-                let summary = report::summary(&crew.outcomes()[first], &self.host);
+                let summary = report::summary(&crew.outcome(first), &self.host);
+                record(&events::Event::Stop { reason: &summary }, &mut self.events, &mut self.sinks);
                 self.link.tell(Event::Failed { round: crew.round, failure: Failure { summary, end } });
             }
         }
@@ -240,7 +274,7 @@ impl Supervisor {
             let round = crew.round;
             let cause = crew.first_failure().map(|(first, _)| match crew.ended_for_want_of_readers(&self.sinks) {
                 true => String::new(),
-                false => report::cause(&crew.outcomes()[first], &self.host),
+                false => report::cause(&crew.outcome(first), &self.host),
             });
             let is_finished = crew.policy.cause().is_none();
             self.last = self.crew.take();
@@ -257,6 +291,10 @@ impl Supervisor {
             if let Some(crew) = &mut self.crew {
                 let action = crew.policy.signalled(signal, Instant::now());
                 crew.act(action);
+                if let Action::Send(_) = action {
+                    let reason = End::Signal(signal).to_string();
+                    record(&events::Event::Stop { reason: &reason }, &mut self.events, &mut self.sinks);
+                }
             }
             if self.signalled.replace(signal).is_none() {
                 self.link.tell(Event::Leaving { signal });
@@ -292,7 +330,7 @@ impl Supervisor {
     /// Writes to one of our own outputs. When nobody reads it any more, the workers must feel it as they would alone.
     fn write(&mut self, sink: usize) {
         for which in self.sinks.write(sink) {
-            self.crew.iter_mut().for_each(|crew| crew.hang_up(*which));
+            self.crew.iter_mut().for_each(|crew| crew.leave_console(*which));
         }
     }
 
@@ -312,6 +350,28 @@ impl Supervisor {
         if let Some(message) = message {
             self.sinks.say(&message);
         }
+        if code != 0 {
+            self.pass_on_error();
+        }
+        record(&events::Event::End { code }, &mut self.events, &mut self.sinks);
         code
+    }
+
+    /// Tells whoever has started flow-launch as a worker of the error that a worker here has recorded.
+    fn pass_on_error(&mut self) {
+        let path = std::env::var_os(error_file::VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
+        let recorded = self.last.as_ref().and_then(Crew::first_error);
+        if let Some((path, (error, end))) = path.zip(recorded) {
+            if let Err(error) = error.copy(&path, end) {
+                self.sinks.say(&format!("cannot write to {}: {error}", path.display()));
+            }
+        }
+    }
+}
+
+/// Writes to the file of events.
+fn record(event: &events::Event, events: &mut Events, sinks: &mut Sinks) {
+    if let Err(error) = events.tell(event) {
+        sinks.say(&error);
     }
 }
