@@ -6,10 +6,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use flow_comm::store::{Address, Error, Server, Store};
+use hmac::{Hmac, Mac};
 use nix::sys::resource::{setrlimit, Resource};
 use rustix::event::{poll, PollFd, PollFlags, Timespec};
+use sha2::Sha256;
 
 const TOKEN: &str = "0123456789abcdef";
+const VERSION: u8 = 2;
 /// Longer than anything here takes, so that reaching it is a failure.
 const LONG: Duration = Duration::from_secs(60);
 const SHORT: Duration = Duration::from_millis(50);
@@ -45,8 +48,33 @@ fn frame(payload: &[u8]) -> Vec<u8> {
     [&(payload.len() as u32).to_le_bytes(), payload].concat()
 }
 
-fn hello(version: u8, token: &str) -> Vec<u8> {
-    frame(&[&[0], &b"FLOW"[..], &[version], &(token.len() as u32).to_le_bytes(), token.as_bytes()].concat())
+fn hello(version: u8) -> Vec<u8> {
+    frame(&[&[0], &b"FLOW"[..], &[version]].concat())
+}
+
+/// Sends a request and reads the frame that answers it, without its length.
+fn ask(stream: &mut TcpStream, request: &[u8]) -> Vec<u8> {
+    stream.write_all(request).unwrap();
+    let mut length = [0; 4];
+    stream.read_exact(&mut length).unwrap();
+    let mut reply = vec![0; u32::from_le_bytes(length) as usize];
+    stream.read_exact(&mut reply).unwrap();
+    reply
+}
+
+/// The answer to the server's challenge.
+fn proof(challenge: &[u8], token: &str) -> Vec<u8> {
+    assert_eq!((challenge[0], challenge.len()), (6, 17));
+    let mac = Hmac::<Sha256>::new_from_slice(token.as_bytes()).unwrap().chain_update(&challenge[1..]).finalize();
+    frame(&[&[8], &32u32.to_le_bytes()[..], &mac.into_bytes()].concat())
+}
+
+/// A client by hand.
+fn admitted(server: &Server) -> TcpStream {
+    let mut stream = stranger(server);
+    let challenge = ask(&mut stream, &hello(VERSION));
+    assert_eq!(ask(&mut stream, &proof(&challenge, TOKEN)), [0]);
+    stream
 }
 
 #[test]
@@ -211,8 +239,8 @@ fn wrong_tokens_are_refused_at_once() {
         assert!(matches!(error, Error::Denied { .. }) && error.to_string().contains("FLOW_TOKEN"), "{error}");
     }
     let mut stream = stranger(&server);
-    stream.write_all(&hello(9, TOKEN)).unwrap();
-    let said = read_to_close(stream);
+    let said = ask(&mut stream, &hello(9));
+    assert_eq!(read_to_close(stream), b"");
     assert!(String::from_utf8_lossy(&said).contains("version 2"), "{said:?}");
     assert!(Server::start(&Address::Tcp("127.0.0.1:0".to_string()), "").is_err());
 }
@@ -227,7 +255,7 @@ fn garbage_closes_only_its_own_connection() {
         &[0; 64],
         &[255; 100_000],
         &frame(&[0; 2000]),
-        &frame(b"\0WOLF\x01\0\0\0\0"),
+        &frame(b"\0WOLF\x02"),
         &frame(&[]),
         &request_before_hello,
     ];
@@ -240,12 +268,8 @@ fn garbage_closes_only_its_own_connection() {
     let endless_list = frame(&[&[3][..], &u32::MAX.to_le_bytes()].concat());
     let not_utf8 = frame(&[&[1], &1u32.to_le_bytes()[..], b"\xff", &0u32.to_le_bytes()].concat());
     let too_long = [&((64u32 << 20) + 1).to_le_bytes(), &[0; 100][..]].concat();
-    for bytes in [frame(&[77]), endless_list, not_utf8, too_long, hello(2, TOKEN)] {
-        let mut stream = stranger(&server);
-        stream.write_all(&hello(2, TOKEN)).unwrap();
-        let mut done = [0; 5];
-        stream.read_exact(&mut done).unwrap();
-        assert_eq!(done, [1, 0, 0, 0, 0]);
+    for bytes in [frame(&[77]), endless_list, not_utf8, too_long, hello(VERSION)] {
+        let mut stream = admitted(&server);
         let _ = stream.write_all(&bytes);
         assert_eq!(read_to_close(stream), b"", "{:?}", &bytes[..bytes.len().min(32)]);
     }
@@ -256,15 +280,17 @@ fn garbage_closes_only_its_own_connection() {
 fn half_a_frame_then_silence() {
     let server = serve();
     let mut before_hello = stranger(&server);
-    before_hello.write_all(&hello(2, TOKEN)[..9]).unwrap();
-    let mut after_hello = stranger(&server);
-    after_hello.write_all(&hello(2, TOKEN)).unwrap();
-    after_hello.read_exact(&mut [0; 5]).unwrap();
-    after_hello.write_all(&frame(&[1; 1000])[..500]).unwrap();
+    before_hello.write_all(&hello(VERSION)[..7]).unwrap();
+    let mut before_proof = stranger(&server);
+    let challenge = ask(&mut before_proof, &hello(VERSION));
+    before_proof.write_all(&proof(&challenge, TOKEN)[..20]).unwrap();
+    let mut admitted = admitted(&server);
+    admitted.write_all(&frame(&[1; 1000])[..500]).unwrap();
     let store = client(&server);
     store.set("key", b"value").unwrap();
     assert_eq!(store.get("key", LONG).unwrap(), b"value");
     assert_eq!(read_to_close(before_hello), b"");
+    assert_eq!(read_to_close(before_proof), b"");
     store.set("key", b"value").unwrap();
 }
 
@@ -329,9 +355,7 @@ fn a_stopping_server_ends_all_waits() {
 #[test]
 fn a_client_that_dies_while_it_waits_is_forgotten() {
     let server = serve();
-    let mut stream = stranger(&server);
-    stream.write_all(&hello(2, TOKEN)).unwrap();
-    stream.read_exact(&mut [0; 5]).unwrap();
+    let mut stream = admitted(&server);
     stream.write_all(&frame(&[&[2], &3u32.to_le_bytes()[..], b"key", &60_000_000u64.to_le_bytes()].concat())).unwrap();
     drop(stream);
     let store = client(&server);
@@ -435,11 +459,8 @@ fn a_will_is_executed_once_when_its_connection_ends() {
     no_post(&server);
     // A client that is cut off for what it sends, and one that dies while it waits.
     for then in [frame(&[77]), frame(&[&[2], &3u32.to_le_bytes()[..], b"key", &60_000_000u64.to_le_bytes()].concat())] {
-        let mut stream = stranger(&server);
-        for request in [hello(2, TOKEN), frame(&will("gone", LONG))] {
-            stream.write_all(&request).unwrap();
-            stream.read_exact(&mut [0; 5]).unwrap();
-        }
+        let mut stream = admitted(&server);
+        assert_eq!(ask(&mut stream, &frame(&will("gone", LONG))), [0]);
         stream.write_all(&then).unwrap();
         drop(stream);
         assert_eq!(next_post(&server), "gone");

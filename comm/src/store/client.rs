@@ -1,7 +1,7 @@
 //! The client's side of the store.
 
 use std::io::{self, Read, Write};
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::TcpStream;
 use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixStream};
@@ -10,7 +10,10 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::protocol::{Reply, Request, MAX_FRAME, MAX_TIMEOUT, VERSION};
+use hmac::Mac;
+
+use super::address::resolve;
+use super::protocol::{prove, Reply, Request, MAX_FRAME, MAX_TIMEOUT, VERSION};
 use super::{belongs_to_us, list, Address, Error, Result};
 
 /// [`Store::set_patience`] at first.
@@ -230,8 +233,11 @@ fn open(address: &Address, token: &str, deadline: Instant) -> io::Result<std::re
             Box::new(stream)
         }
     };
-    let hello = Request::Hello { version: VERSION, token: token.as_bytes() }.encode();
-    let frame = exchange(socket.as_mut(), &hello, left_until(deadline)?)?;
+    let mut frame = exchange(socket.as_mut(), &Request::Hello { version: VERSION }.encode(), left_until(deadline)?)?;
+    if let Some(Reply::Challenge(nonce)) = Reply::decode(&frame) {
+        let proof = prove(token, &nonce).finalize().into_bytes();
+        frame = exchange(socket.as_mut(), &Request::Proof { proof: &proof }.encode(), left_until(deadline)?)?;
+    }
     Ok(match Reply::decode(&frame) {
         Some(Reply::Done) => Ok(socket),
         Some(Reply::Refused(reason)) => Err(reason.to_string()),
@@ -240,9 +246,12 @@ fn open(address: &Address, token: &str, deadline: Instant) -> io::Result<std::re
 }
 
 fn connect_tcp(host_and_port: &str, deadline: Instant) -> io::Result<TcpStream> {
-    let mut last = io::Error::new(io::ErrorKind::InvalidInput, "the host has no address");
-    for address in host_and_port.to_socket_addrs()? {
-        match TcpStream::connect_timeout(&address, left_until(deadline)?) {
+    let addresses = resolve(host_and_port)?;
+    let mut last = io::Error::from(io::ErrorKind::TimedOut);
+    for (i, address) in addresses.iter().enumerate() {
+        // One that never answers must leave time for the others.
+        let share = left_until(deadline)? / (addresses.len() - i) as u32;
+        match TcpStream::connect_timeout(address, share) {
             // While nobody listens on a port that the kernel also hands out, a socket can get connected to itself.
             Ok(stream) if stream.local_addr()? == stream.peer_addr()? => last = io::ErrorKind::ConnectionRefused.into(),
             Ok(stream) => {
