@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use flow_comm::store::{Address, Error, Server, Store};
 use hmac::{Hmac, Mac};
-use nix::sys::resource::{setrlimit, Resource};
+use nix::sys::resource::{getrlimit, setrlimit, Resource};
 use rustix::event::{poll, PollFd, PollFlags, Timespec};
 use sha2::Sha256;
 
@@ -31,6 +31,13 @@ fn stranger(server: &Server) -> TcpStream {
     let stream = TcpStream::connect(host_and_port).unwrap();
     stream.set_read_timeout(Some(LONG)).unwrap();
     stream
+}
+
+/// For the tests with many connections; returns the limit.
+fn raise_file_limit() -> u64 {
+    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, most, most).unwrap();
+    most
 }
 
 /// Asserts that the server closes a connection, and returns what it said before.
@@ -208,14 +215,27 @@ fn abstract_unix_address() {
 
 #[test]
 fn addresses_as_text() {
-    for text in ["tcp://127.0.0.1:29500", "tcp://[::1]:0", "tcp://node-1:80", "unix://flow"] {
+    for text in ["tcp://127.0.0.1:29500", "tcp://[::1]:0", "tcp://node-1:80", "tcp://[fe80::1%eth0]:80", "unix://flow"]
+    {
         assert_eq!(text.parse::<Address>().unwrap().to_string(), text);
     }
-    for text in
-        ["", "127.0.0.1:29500", "tcp://", "tcp://host", "tcp://:80", "tcp://host:99999", "unix://", "http://a:1"]
-    {
+    for text in [
+        "",
+        "127.0.0.1:29500",
+        "tcp://",
+        "tcp://host",
+        "tcp://:80",
+        "tcp://host:99999",
+        "tcp://::1:80",
+        "tcp://[::1]",
+        "tcp://[::1:80",
+        "tcp://[]:80",
+        "tcp://[host]:80",
+        "unix://",
+        "http://a:1",
+    ] {
         let error = text.parse::<Address>().unwrap_err();
-        assert!(error.to_string().contains("give tcp://HOST:PORT or unix://NAME"), "{error}");
+        assert!(error.to_string().contains("give tcp://HOST:PORT or unix://NAME, an IPv6 host in brackets"), "{error}");
     }
 }
 
@@ -296,17 +316,100 @@ fn half_a_frame_then_silence() {
 
 #[test]
 fn idle_strangers_do_not_keep_clients_out() {
+    const WANTED: usize = 10_000;
+    /// What the server and the tests beside this one need.
+    const OTHERS: usize = 5_000;
+    let most = raise_file_limit();
+    let count = WANTED.min((most as usize).saturating_sub(OTHERS)).max(700);
+    if count < WANTED {
+        println!("SKIPPED: {WANTED} idle connections: the limit on open files is {most}; {count} instead");
+    }
     let server = serve();
-    let mut strangers: Vec<TcpStream> = (0..700).map(|_| stranger(&server)).collect();
+    let before = client(&server);
+    let mut strangers: Vec<TcpStream> = (0..count)
+        .map(|i| {
+            if i % 100 == 0 {
+                before.add("n", 1).unwrap();
+            }
+            stranger(&server)
+        })
+        .collect();
+    let begin = Instant::now();
     let store = client(&server);
-    assert_eq!(store.add("n", 1).unwrap(), 1);
+    println!("a client got in after {:?}, past {count} idle connections", begin.elapsed());
+    assert_eq!(store.add("n", 1).unwrap(), (count / 100) as i64 + 1);
     // The oldest had to go.
     assert_eq!(read_to_close(strangers.swap_remove(0)), b"");
 }
 
 #[test]
+fn strangers_that_come_and_go_or_dribble() {
+    let server = serve();
+    let store = client(&server);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut stream = stranger(&server);
+            // In time, a hello may come byte by byte.
+            for byte in hello(VERSION) {
+                stream.write_all(&[byte]).unwrap();
+                thread::sleep(SHORT);
+            }
+            let challenge = ask(&mut stream, &[]);
+            assert_eq!(ask(&mut stream, &proof(&challenge, TOKEN)), [0]);
+        });
+        scope.spawn(|| {
+            let mut stream = stranger(&server);
+            // Not so if it takes forever.
+            let huge = [&60u32.to_le_bytes()[..], &[0; 60]].concat();
+            assert!(huge.iter().any(|byte| {
+                thread::sleep(10 * SHORT);
+                stream.write_all(&[*byte]).is_err()
+            }));
+        });
+        for _ in 0..1000 {
+            drop(stranger(&server));
+        }
+        store.set("key", b"value").unwrap();
+        assert_eq!(client(&server).get("key", LONG).unwrap(), b"value");
+    });
+}
+
+#[test]
+fn a_proof_is_good_for_its_own_challenge_only() {
+    let server = serve();
+    let mut heard = stranger(&server);
+    let challenge = ask(&mut heard, &hello(VERSION));
+    let mut stream = stranger(&server);
+    ask(&mut stream, &hello(VERSION));
+    let said = ask(&mut stream, &proof(&challenge, TOKEN));
+    assert!(String::from_utf8_lossy(&said).contains("wrong token"), "{said:?}");
+    assert_eq!(read_to_close(stream), b"");
+}
+
+#[test]
+fn ipv6() {
+    if TcpListener::bind("[::1]:0").is_err() {
+        println!("SKIPPED: IPv6: no [::1] here");
+        return;
+    }
+    let server = Server::start(&"tcp://[::1]:0".parse().unwrap(), TOKEN).unwrap();
+    let Address::Tcp(host_and_port) = server.address() else { panic!("not served by TCP") };
+    assert!(host_and_port.starts_with("[::1]:") && !host_and_port.ends_with(":0"), "{host_and_port}");
+    assert_eq!(client(&server).add("n", 1).unwrap(), 1);
+
+    let server = Server::start(&"tcp://[::]:0".parse().unwrap(), TOKEN).unwrap();
+    let Address::Tcp(host_and_port) = server.address() else { panic!("not served by TCP") };
+    let port = host_and_port.strip_prefix("[::]:").unwrap();
+    for (host, n) in [("[::1]", 1), ("127.0.0.1", 2), ("localhost", 3)] {
+        let store = Store::connect(&Address::Tcp(format!("{host}:{port}")), TOKEN, LONG).unwrap();
+        assert_eq!(store.add("n", 1).unwrap(), n);
+    }
+}
+
+#[test]
 fn many_clients() {
-    const CLIENTS: usize = 500;
+    const CLIENTS: usize = 1000;
+    raise_file_limit();
     let server = serve();
     let names: Vec<String> = (0..CLIENTS).map(|i| format!("rank/{i}")).collect();
     thread::scope(|scope| {

@@ -17,7 +17,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// strangers from using up the process's file descriptors; a client that is hit tries again.
 const MOST: usize = 512;
 /// But it may stay so long: when many clients come at once, they wait in the listener's queue instead.
-const SHORTEST_STAY: Duration = Duration::from_millis(50);
+const SHORTEST_STAY: Duration = Duration::from_millis(250);
 
 /// The connections that are not admitted yet, by their ids, which ascend with the time of arrival.
 pub struct Strangers {

@@ -142,7 +142,7 @@ impl EventLoop {
             match self.strangers.removable(now).filter(|_| is_full) {
                 Some(id) => self.close(id),
                 None => {
-                    log::warn!("the store cannot accept connections for now: {error}");
+                    log::warn!("the store cannot accept connections for now: {error} (see also ulimit -n)");
                     return Some(now + ACCEPT_PAUSE);
                 }
             }
