@@ -1,7 +1,9 @@
 //! The store over real sockets: what its calls do, and what strangers cannot do to it.
 
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -9,6 +11,7 @@ use flow_comm::store::{Address, Error, Server, Store};
 use hmac::{Hmac, Mac};
 use nix::sys::resource::{getrlimit, setrlimit, Resource};
 use rustix::event::{poll, PollFd, PollFlags, Timespec};
+use rustix::process::{kill_process, Pid, Signal};
 use sha2::Sha256;
 
 const TOKEN: &str = "0123456789abcdef";
@@ -472,7 +475,7 @@ fn a_server_without_free_file_descriptors_goes_on() {
     const CHILD: &str = "FLOW_TEST_FILE_LIMIT";
     if std::env::var_os(CHILD).is_none() {
         let test = "a_server_without_free_file_descriptors_goes_on";
-        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        let mut command = Command::new(std::env::current_exe().unwrap());
         let output = command.args(["--exact", test, "--nocapture"]).env(CHILD, "1").output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         return;
@@ -601,6 +604,61 @@ fn a_will_is_executed_when_its_client_is_silent() {
     assert!(matches!(idle.try_get("key").unwrap_err(), Error::Lost { .. }));
     drop(alive);
     assert_eq!(next_post(&server), "alive");
+}
+
+/// A server whose process was stopped for longer than a client may be silent has not heard it, but it was not silent.
+#[test]
+fn a_stopped_server_takes_no_client_for_silent() {
+    const CHILD: &str = "FLOW_TEST_STOPPED_SERVER";
+    const SILENCE: Duration = Duration::from_secs(2);
+    if std::env::var_os(CHILD).is_some() {
+        let server = serve();
+        println!("served at {}", server.address());
+        loop {
+            let message = next_post(&server);
+            server.set("posted", message.as_bytes());
+        }
+    }
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "a_stopped_server_takes_no_client_for_silent", "--nocapture"]).env(CHILD, "1");
+    let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+    let address = BufReader::new(child.stdout.take().unwrap())
+        .lines()
+        .find_map(|line| line.unwrap().split_once("served at ").map(|(_, address)| address.parse().unwrap()))
+        .unwrap();
+    let connect = || Store::connect(&address, TOKEN, LONG).unwrap();
+    let signal = |signal| kill_process(Pid::from_child(&child), signal).unwrap();
+    let (waiting, asking, end) = (connect(), connect(), AtomicBool::new(false));
+    for store in [&waiting, &asking] {
+        store.will(b"gone", SILENCE).unwrap();
+        store.set_patience(LONG);
+    }
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !end.load(Ordering::Relaxed) {
+                waiting.get("never", 2 * SHORT).unwrap_err();
+            }
+        });
+        scope.spawn(|| {
+            while !end.load(Ordering::Relaxed) {
+                asking.try_get("never").unwrap();
+                thread::sleep(SHORT);
+            }
+        });
+        thread::sleep(4 * SHORT);
+        signal(Signal::STOP);
+        thread::sleep(2 * SILENCE);
+        signal(Signal::CONT);
+        thread::sleep(4 * SHORT);
+        end.store(true, Ordering::Relaxed);
+    });
+    for store in [&waiting, &asking] {
+        assert_eq!(store.try_get("posted").unwrap(), None);
+    }
+    drop(waiting);
+    assert_eq!(asking.get("posted", LONG).unwrap(), b"gone");
+    child.kill().unwrap();
+    child.wait().unwrap();
 }
 
 #[test]
