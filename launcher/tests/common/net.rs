@@ -7,11 +7,13 @@ use std::fs::{self, File};
 use std::io::{pipe, BufRead, BufReader};
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 
 use rustix::process::{kill_process, Pid, Signal};
 use rustix::thread::{move_into_link_name_space, LinkNameSpaceType};
+use tempfile::TempDir;
 
 use super::{children, is_alive, until, wait, Finished};
 
@@ -273,4 +275,26 @@ fn read(file: &File) -> String {
     let mut bytes = vec![0; file.metadata().map_or(0, |data| data.len() as usize)];
     let count = file.read_at(&mut bytes, 0).unwrap_or_default();
     String::from_utf8_lossy(&bytes[..count]).into_owned()
+}
+
+/// What workers wait at until the test lets them go on. All nodes see it, as on a shared disk.
+pub struct Gate(TempDir);
+
+impl Gate {
+    pub fn new() -> Gate {
+        Gate(tempfile::tempdir().unwrap())
+    }
+
+    /// The shell command that waits.
+    pub fn wait(&self) -> String {
+        format!("while [ ! -e {} ]; do sleep 0.05; done", self.path().display())
+    }
+
+    pub fn open(&self) {
+        File::create(self.path()).unwrap();
+    }
+
+    fn path(&self) -> PathBuf {
+        self.0.path().join("open")
+    }
 }
