@@ -24,9 +24,9 @@ fn fixed(node: usize, more: &str) -> String {
     format!("--nnodes 2 --node_rank {node} --master_addr {address} --master_port 29500 --nproc_per_node 2 {more}")
 }
 
-/// Flags of a node of three that meet at one address.
-fn meeting(more: &str) -> String {
-    format!("--nnodes 3 --rdzv-backend c10d --rdzv-endpoint {}:29400 --rdzv-id job {more}", ipv4(0))
+/// Flags of a node of three that meet at an address of node 0.
+fn meeting(host: &str, more: &str) -> String {
+    format!("--nnodes 3 --rdzv-backend c10d --rdzv-endpoint {host}:29400 --rdzv-id job {more}")
 }
 
 /// A job on two nodes.
@@ -86,9 +86,10 @@ fn nodes_with_numbers_meet_in_any_order() {
 fn nodes_without_numbers_meet_in_any_order_with_any_number_of_workers() {
     let Some(net) = Net::new(3) else { return };
     let text = "echo $RANK $LOCAL_RANK $GROUP_RANK $WORLD_SIZE $GROUP_WORLD_SIZE $TORCHELASTIC_RUN_ID $MASTER_ADDR";
-    for order in [[0, 1, 2], [2, 1, 0]] {
+    let orders = [([0, 1, 2], ipv4(0)), ([1, 0, 2], "node0".into()), ([2, 1, 0], format!("[{}]", ipv6(0)))];
+    for (order, host) in orders {
         let agents = order.map(|node| {
-            let agent = net.start(node, &script(&meeting(&format!("--nproc-per-node {}", node + 1)), text));
+            let agent = net.start(node, &script(&meeting(&host, &format!("--nproc-per-node {}", node + 1)), text));
             thread::sleep(Duration::from_millis(300));
             agent
         });
@@ -112,7 +113,8 @@ fn nodes_without_numbers_meet_in_any_order_with_any_number_of_workers() {
         let places: Vec<_> = places.into_values().collect();
         assert!(places.is_sorted(), "{places:?}");
         let master = places[0].1;
-        assert!(masters.iter().all(|name| *name == ipv4(master) || *name == format!("node{master}")), "{masters:?}");
+        let names = [ipv4(master), ipv6(master), format!("node{master}")];
+        assert!(masters.iter().all(|name| *name == masters[0] && names.contains(name)), "{masters:?}");
     }
     net.until_nothing_is_left();
 }
@@ -122,7 +124,7 @@ fn nodes_that_do_not_come_are_named() {
     let Some(net) = Net::new(3) else { return };
     let number_0 = net.start(0, &script(&fixed(0, IMPATIENT), "echo started"));
     let number_1 = net.start(2, &script(&fixed(1, &format!("{IMPATIENT} --master_addr {}", ipv4(1))), "echo started"));
-    let two = [0, 1].map(|node| net.start(node, &script(&meeting(IMPATIENT), "echo started")));
+    let two = [0, 1].map(|node| net.start(node, &script(&meeting(&ipv4(0), IMPATIENT), "echo started")));
     let expect = |agent: Agent, text: &str| {
         let finished = agent.finish();
         assert_eq!((finished.code, finished.stdout.as_str()), (Some(1), ""), "{finished:?}");
