@@ -81,7 +81,8 @@ pub fn cause(worker: &Outcome, host: &str) -> String {
 pub fn others(outcomes: &[Outcome], failed: Option<usize>) -> Option<String> {
     let others: Vec<_> =
         outcomes.iter().enumerate().filter(|(index, _)| Some(*index) != failed).map(|(_, outcome)| outcome).collect();
-    (!others.is_empty()).then(|| format!("the others: {}", fates(&others)))
+    let who = if failed.is_some() { "the others" } else { "on this node" };
+    (!others.is_empty()).then(|| format!("{who}: {}", fates(&others)))
 }
 
 /// What is said of workers that did not stop when the launcher was told to; nothing if all did.
