@@ -4,6 +4,8 @@ mod common;
 use common::net::{ipv4, Agent, Gate, Net};
 use common::{script, until};
 
+use std::fs;
+
 use rustix::process::Signal;
 
 /// Flags of a node with two workers. All meet at node 0.
@@ -42,10 +44,11 @@ fn until_places(agent: &Agent, world: usize, times: usize) {
     });
 }
 
-/// Whether it is the shell of a worker, in which [`places`] is written.
-fn is_worker(pid: i32) -> bool {
-    let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-    line.starts_with(b"sh\0-c\0")
+/// How many workers, those of earlier starts too, there are on a node.
+fn workers(net: &Net, node: usize, gate: &Gate) -> usize {
+    let line = |pid| fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let is_worker = |line: &String| line.contains(&gate.wait()) && !line.contains("--nnodes");
+    net.processes(node).into_iter().map(line).filter(is_worker).count()
 }
 
 /// The job ends well when its workers do.
@@ -108,8 +111,7 @@ fn a_node_that_slept_too_long_joins_again() {
     agent_1.signal(Signal::CONT);
     until_places(&agent_0, 4, 4);
     until_places(&agent_1, 4, 4);
-    let workers = |node| net.processes(node).into_iter().filter(|pid| is_worker(*pid)).count();
-    until("no worker of an earlier start is left", || [0, 1].map(workers) == [2, 2]);
+    until("no worker of an earlier start is left", || [0, 1].map(|node| workers(&net, node, &gate)) == [2, 2]);
     end_well(&net, &gate, [agent_0, agent_1]);
 }
 
