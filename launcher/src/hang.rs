@@ -15,6 +15,8 @@ const TOGETHER: Duration = Duration::from_secs(1);
 #[derive(Debug, Deserialize)]
 pub struct Wait {
     rank: u32,
+    /// Tells the waits of a rank apart, which may have several threads.
+    id: u64,
     /// The operation with its sequence number and bucket. None: it has gone on.
     operation: Option<String>,
     /// How long it has waited, in seconds.
@@ -35,7 +37,7 @@ struct Waiting {
 #[derive(Default)]
 pub struct Waits {
     limit: Option<Duration>,
-    waiting: BTreeMap<u32, Waiting>,
+    waiting: BTreeMap<(u32, u64), Waiting>,
     /// When to report what has not been reported yet.
     report_at: Option<Instant>,
 }
@@ -58,18 +60,18 @@ impl Waits {
     /// A worker has told of a wait.
     pub fn take(&mut self, wait: Wait, now: Instant) {
         let Some(operation) = wait.operation else {
-            self.waiting.remove(&wait.rank);
+            self.waiting.remove(&(wait.rank, wait.id));
             return;
         };
         let waited = Duration::try_from_secs_f64(wait.seconds).unwrap_or_default();
         let since = now.checked_sub(waited).unwrap_or(now);
-        self.waiting.insert(wait.rank, Waiting { operation, since, missing: wait.missing });
+        self.waiting.insert((wait.rank, wait.id), Waiting { operation, since, missing: wait.missing });
         self.report_at.get_or_insert(now + TOGETHER);
     }
 
     /// A worker has ended: it waits no more.
     pub fn ended(&mut self, rank: u32) {
-        self.waiting.remove(&rank);
+        self.waiting.retain(|(waiting, _), _| *waiting != rank);
     }
 
     /// When [`Waits::elapsed`] is to be called.
@@ -97,14 +99,15 @@ impl Waits {
     fn report(&self, waited: Duration) -> String {
         let missing: BTreeSet<u32> =
             self.waiting.values().flat_map(|waiting| waiting.missing.iter().copied()).collect();
-        let absent: Vec<u32> = missing.into_iter().filter(|rank| !self.waiting.contains_key(rank)).collect();
+        let is_waiting = |rank: &u32| self.waiting.keys().any(|(waiting, _)| waiting == rank);
+        let absent: Vec<u32> = missing.into_iter().filter(|rank| !is_waiting(rank)).collect();
         let mut report = format!("no progress for {} s", waited.as_secs());
         if !absent.is_empty() {
             let does = if absent.len() == 1 { "is" } else { "are" };
             report += &format!(": {} {does} in no collective", ranks(&absent));
         }
         let mut places: Vec<(&str, &[u32], Vec<u32>)> = Vec::new();
-        for (rank, Waiting { operation, missing, .. }) in &self.waiting {
+        for ((rank, _), Waiting { operation, missing, .. }) in &self.waiting {
             match places.iter_mut().find(|(known, awaited, _)| known == operation && awaited == missing) {
                 Some((_, _, members)) => members.push(*rank),
                 None => places.push((operation, missing, vec![*rank])),
@@ -124,7 +127,7 @@ mod tests {
     use super::*;
 
     fn wait(rank: u32, operation: &str, missing: &[u32]) -> Wait {
-        Wait { rank, operation: Some(operation.into()), seconds: 30.0, missing: missing.into() }
+        Wait { rank, id: 0, operation: Some(operation.into()), seconds: 30.0, missing: missing.into() }
     }
 
     #[test]
@@ -161,7 +164,7 @@ mod tests {
     fn who_goes_on_is_forgotten() {
         let (mut waits, now) = (Waits::new(Some(Duration::from_secs(40))), Instant::now());
         waits.take(wait(0, "barrier #1", &[1]), now);
-        waits.take(Wait { rank: 0, operation: None, seconds: 0.0, missing: Vec::new() }, now);
+        waits.take(Wait { rank: 0, id: 0, operation: None, seconds: 0.0, missing: Vec::new() }, now);
         assert_eq!(waits.elapsed(now + TOGETHER), None);
         waits.take(wait(1, "barrier #1", &[0]), now);
         waits.ended(1);

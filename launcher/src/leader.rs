@@ -141,7 +141,11 @@ impl Leader {
             if matches!(order, Order::End(_)) {
                 self.farewell.get_or_insert_with(|| Instant::now() + FAREWELL);
             }
-            log::debug!("order for agent {agent}: {order:?}");
+            match &order {
+                // It holds the store's token, which is not for logs.
+                Order::Start { round, .. } => log::debug!("order for agent {agent}: start round {round}"),
+                order => log::debug!("order for agent {agent}: {order:?}"),
+            }
             match &self.agents {
                 _ if agent == LEADER => self.orders.push_back(order),
                 Some(agents) => {

@@ -167,6 +167,20 @@ mod tests {
     }
 
     #[test]
+    fn an_order_stops_workers_and_the_signal_that_comes_with_it_does_not_kill() {
+        let (mut policy, now) = (Policy::new(GRACE), Instant::now());
+        assert_eq!(policy.ordered(now), Action::Send(15));
+        assert_eq!(policy.cause(), Some(Cause::Order));
+        assert_eq!(policy.ordered(now), Action::Nothing);
+        assert_eq!(policy.signalled(15, now), Action::Nothing);
+        assert_eq!(policy.signalled(15, now + GRACE / 2), Action::Kill);
+        let mut signalled = Policy::new(GRACE);
+        signalled.signalled(2, now);
+        assert_eq!(signalled.ordered(now), Action::Nothing);
+        assert_eq!(signalled.cause(), Some(Cause::Signal(2)));
+    }
+
+    #[test]
     fn of_failures_seen_together_a_crash_is_the_cause() {
         let (exit, term, kill, fine) = (End::Exit(1), End::Signal(15), End::Signal(9), End::Exit(0));
         assert_eq!(root_cause(&[(0, fine)]), None);
