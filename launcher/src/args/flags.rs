@@ -135,7 +135,8 @@ pub fn command() -> Command {
 /// The flags that a shortened one may stand for.
 pub fn candidates(start: &str) -> Vec<&'static str> {
     let fits = |flag: &&Flag| flag.spellings().any(|spelling| spelling.starts_with(start));
-    FLAGS.iter().filter(fits).map(|flag| flag.name).collect()
+    let of_clap = ["help", "version"].into_iter().filter(|name| name.starts_with(start));
+    of_clap.chain(FLAGS.iter().filter(fits).map(|flag| flag.name)).collect()
 }
 
 #[cfg(test)]
