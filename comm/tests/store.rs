@@ -1,15 +1,21 @@
 //! The store over real sockets: what its calls do, and what strangers cannot do to it.
 
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use flow_comm::store::{Address, Error, Server, Store};
-use nix::sys::resource::{setrlimit, Resource};
+use hmac::{Hmac, Mac};
+use nix::sys::resource::{getrlimit, setrlimit, Resource};
 use rustix::event::{poll, PollFd, PollFlags, Timespec};
+use rustix::process::{kill_process, Pid, Signal};
+use sha2::Sha256;
 
 const TOKEN: &str = "0123456789abcdef";
+const VERSION: u8 = 2;
 /// Longer than anything here takes, so that reaching it is a failure.
 const LONG: Duration = Duration::from_secs(60);
 const SHORT: Duration = Duration::from_millis(50);
@@ -30,6 +36,13 @@ fn stranger(server: &Server) -> TcpStream {
     stream
 }
 
+/// For the tests with many connections; returns the limit.
+fn raise_file_limit() -> u64 {
+    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, most, most).unwrap();
+    most
+}
+
 /// Asserts that the server closes a connection, and returns what it said before.
 fn read_to_close(mut stream: TcpStream) -> Vec<u8> {
     let mut said = Vec::new();
@@ -45,8 +58,33 @@ fn frame(payload: &[u8]) -> Vec<u8> {
     [&(payload.len() as u32).to_le_bytes(), payload].concat()
 }
 
-fn hello(version: u8, token: &str) -> Vec<u8> {
-    frame(&[&[0], &b"FLOW"[..], &[version], &(token.len() as u32).to_le_bytes(), token.as_bytes()].concat())
+fn hello(version: u8) -> Vec<u8> {
+    frame(&[&[0], &b"FLOW"[..], &[version]].concat())
+}
+
+/// Sends a request and reads the frame that answers it, without its length.
+fn ask(stream: &mut TcpStream, request: &[u8]) -> Vec<u8> {
+    stream.write_all(request).unwrap();
+    let mut length = [0; 4];
+    stream.read_exact(&mut length).unwrap();
+    let mut reply = vec![0; u32::from_le_bytes(length) as usize];
+    stream.read_exact(&mut reply).unwrap();
+    reply
+}
+
+/// The answer to the server's challenge.
+fn proof(challenge: &[u8], token: &str) -> Vec<u8> {
+    assert_eq!((challenge[0], challenge.len()), (6, 17));
+    let mac = Hmac::<Sha256>::new_from_slice(token.as_bytes()).unwrap().chain_update(&challenge[1..]).finalize();
+    frame(&[&[8], &32u32.to_le_bytes()[..], &mac.into_bytes()].concat())
+}
+
+/// A client by hand.
+fn admitted(server: &Server) -> TcpStream {
+    let mut stream = stranger(server);
+    let challenge = ask(&mut stream, &hello(VERSION));
+    assert_eq!(ask(&mut stream, &proof(&challenge, TOKEN)), [0]);
+    stream
 }
 
 #[test]
@@ -180,14 +218,27 @@ fn abstract_unix_address() {
 
 #[test]
 fn addresses_as_text() {
-    for text in ["tcp://127.0.0.1:29500", "tcp://[::1]:0", "tcp://node-1:80", "unix://flow"] {
+    for text in ["tcp://127.0.0.1:29500", "tcp://[::1]:0", "tcp://node-1:80", "tcp://[fe80::1%eth0]:80", "unix://flow"]
+    {
         assert_eq!(text.parse::<Address>().unwrap().to_string(), text);
     }
-    for text in
-        ["", "127.0.0.1:29500", "tcp://", "tcp://host", "tcp://:80", "tcp://host:99999", "unix://", "http://a:1"]
-    {
+    for text in [
+        "",
+        "127.0.0.1:29500",
+        "tcp://",
+        "tcp://host",
+        "tcp://:80",
+        "tcp://host:99999",
+        "tcp://::1:80",
+        "tcp://[::1]",
+        "tcp://[::1:80",
+        "tcp://[]:80",
+        "tcp://[host]:80",
+        "unix://",
+        "http://a:1",
+    ] {
         let error = text.parse::<Address>().unwrap_err();
-        assert!(error.to_string().contains("give tcp://HOST:PORT or unix://NAME"), "{error}");
+        assert!(error.to_string().contains("give tcp://HOST:PORT or unix://NAME, an IPv6 host in brackets"), "{error}");
     }
 }
 
@@ -211,8 +262,8 @@ fn wrong_tokens_are_refused_at_once() {
         assert!(matches!(error, Error::Denied { .. }) && error.to_string().contains("FLOW_TOKEN"), "{error}");
     }
     let mut stream = stranger(&server);
-    stream.write_all(&hello(9, TOKEN)).unwrap();
-    let said = read_to_close(stream);
+    let said = ask(&mut stream, &hello(9));
+    assert_eq!(read_to_close(stream), b"");
     assert!(String::from_utf8_lossy(&said).contains("version 2"), "{said:?}");
     assert!(Server::start(&Address::Tcp("127.0.0.1:0".to_string()), "").is_err());
 }
@@ -227,7 +278,7 @@ fn garbage_closes_only_its_own_connection() {
         &[0; 64],
         &[255; 100_000],
         &frame(&[0; 2000]),
-        &frame(b"\0WOLF\x01\0\0\0\0"),
+        &frame(b"\0WOLF\x02"),
         &frame(&[]),
         &request_before_hello,
     ];
@@ -240,12 +291,8 @@ fn garbage_closes_only_its_own_connection() {
     let endless_list = frame(&[&[3][..], &u32::MAX.to_le_bytes()].concat());
     let not_utf8 = frame(&[&[1], &1u32.to_le_bytes()[..], b"\xff", &0u32.to_le_bytes()].concat());
     let too_long = [&((64u32 << 20) + 1).to_le_bytes(), &[0; 100][..]].concat();
-    for bytes in [frame(&[77]), endless_list, not_utf8, too_long, hello(2, TOKEN)] {
-        let mut stream = stranger(&server);
-        stream.write_all(&hello(2, TOKEN)).unwrap();
-        let mut done = [0; 5];
-        stream.read_exact(&mut done).unwrap();
-        assert_eq!(done, [1, 0, 0, 0, 0]);
+    for bytes in [frame(&[77]), endless_list, not_utf8, too_long, hello(VERSION)] {
+        let mut stream = admitted(&server);
         let _ = stream.write_all(&bytes);
         assert_eq!(read_to_close(stream), b"", "{:?}", &bytes[..bytes.len().min(32)]);
     }
@@ -256,31 +303,116 @@ fn garbage_closes_only_its_own_connection() {
 fn half_a_frame_then_silence() {
     let server = serve();
     let mut before_hello = stranger(&server);
-    before_hello.write_all(&hello(2, TOKEN)[..9]).unwrap();
-    let mut after_hello = stranger(&server);
-    after_hello.write_all(&hello(2, TOKEN)).unwrap();
-    after_hello.read_exact(&mut [0; 5]).unwrap();
-    after_hello.write_all(&frame(&[1; 1000])[..500]).unwrap();
+    before_hello.write_all(&hello(VERSION)[..7]).unwrap();
+    let mut before_proof = stranger(&server);
+    let challenge = ask(&mut before_proof, &hello(VERSION));
+    before_proof.write_all(&proof(&challenge, TOKEN)[..20]).unwrap();
+    let mut admitted = admitted(&server);
+    admitted.write_all(&frame(&[1; 1000])[..500]).unwrap();
     let store = client(&server);
     store.set("key", b"value").unwrap();
     assert_eq!(store.get("key", LONG).unwrap(), b"value");
     assert_eq!(read_to_close(before_hello), b"");
+    assert_eq!(read_to_close(before_proof), b"");
     store.set("key", b"value").unwrap();
 }
 
 #[test]
 fn idle_strangers_do_not_keep_clients_out() {
+    const WANTED: usize = 10_000;
+    /// What the server and the tests beside this one need.
+    const OTHERS: usize = 5_000;
+    let most = raise_file_limit();
+    let count = WANTED.min((most as usize).saturating_sub(OTHERS)).max(700);
+    if count < WANTED {
+        println!("SKIPPED: {WANTED} idle connections: the limit on open files is {most}; {count} instead");
+    }
     let server = serve();
-    let mut strangers: Vec<TcpStream> = (0..700).map(|_| stranger(&server)).collect();
+    let before = client(&server);
+    let mut strangers: Vec<TcpStream> = (0..count)
+        .map(|i| {
+            if i % 100 == 0 {
+                before.add("n", 1).unwrap();
+            }
+            stranger(&server)
+        })
+        .collect();
+    let begin = Instant::now();
     let store = client(&server);
-    assert_eq!(store.add("n", 1).unwrap(), 1);
+    println!("a client got in after {:?}, past {count} idle connections", begin.elapsed());
+    assert_eq!(store.add("n", 1).unwrap(), (count / 100) as i64 + 1);
     // The oldest had to go.
     assert_eq!(read_to_close(strangers.swap_remove(0)), b"");
 }
 
 #[test]
+fn strangers_that_come_and_go_or_dribble() {
+    let server = serve();
+    let store = client(&server);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut stream = stranger(&server);
+            // In time, a hello may come byte by byte.
+            for byte in hello(VERSION) {
+                stream.write_all(&[byte]).unwrap();
+                thread::sleep(SHORT);
+            }
+            let challenge = ask(&mut stream, &[]);
+            assert_eq!(ask(&mut stream, &proof(&challenge, TOKEN)), [0]);
+        });
+        scope.spawn(|| {
+            let mut stream = stranger(&server);
+            // Not so if it takes forever.
+            let huge = [&60u32.to_le_bytes()[..], &[0; 60]].concat();
+            assert!(huge.iter().any(|byte| {
+                thread::sleep(10 * SHORT);
+                stream.write_all(&[*byte]).is_err()
+            }));
+        });
+        for _ in 0..1000 {
+            drop(stranger(&server));
+        }
+        store.set("key", b"value").unwrap();
+        assert_eq!(client(&server).get("key", LONG).unwrap(), b"value");
+    });
+}
+
+#[test]
+fn a_proof_is_good_for_its_own_challenge_only() {
+    let server = serve();
+    let mut heard = stranger(&server);
+    let challenge = ask(&mut heard, &hello(VERSION));
+    let mut stream = stranger(&server);
+    ask(&mut stream, &hello(VERSION));
+    let said = ask(&mut stream, &proof(&challenge, TOKEN));
+    assert!(String::from_utf8_lossy(&said).contains("wrong token"), "{said:?}");
+    assert_eq!(read_to_close(stream), b"");
+}
+
+#[test]
+fn ipv6() {
+    if TcpListener::bind("[::1]:0").is_err() {
+        println!("SKIPPED: IPv6: no [::1] here");
+        return;
+    }
+    let server = Server::start(&"tcp://[::1]:0".parse().unwrap(), TOKEN).unwrap();
+    let Address::Tcp(host_and_port) = server.address() else { panic!("not served by TCP") };
+    assert!(host_and_port.starts_with("[::1]:") && !host_and_port.ends_with(":0"), "{host_and_port}");
+    assert_eq!(client(&server).add("n", 1).unwrap(), 1);
+
+    let server = Server::start(&"tcp://[::]:0".parse().unwrap(), TOKEN).unwrap();
+    let Address::Tcp(host_and_port) = server.address() else { panic!("not served by TCP") };
+    let port = host_and_port.strip_prefix("[::]:").unwrap();
+    for (host, n) in [("[::1]", 1), ("127.0.0.1", 2), ("localhost", 3)] {
+        let store = Store::connect(&Address::Tcp(format!("{host}:{port}")), TOKEN, LONG).unwrap();
+        assert_eq!(store.add("n", 1).unwrap(), n);
+    }
+}
+
+#[test]
 fn many_clients() {
-    const CLIENTS: usize = 500;
+    const CLIENTS: usize = 1000;
+    raise_file_limit();
     let server = serve();
     let names: Vec<String> = (0..CLIENTS).map(|i| format!("rank/{i}")).collect();
     thread::scope(|scope| {
@@ -329,9 +461,7 @@ fn a_stopping_server_ends_all_waits() {
 #[test]
 fn a_client_that_dies_while_it_waits_is_forgotten() {
     let server = serve();
-    let mut stream = stranger(&server);
-    stream.write_all(&hello(2, TOKEN)).unwrap();
-    stream.read_exact(&mut [0; 5]).unwrap();
+    let mut stream = admitted(&server);
     stream.write_all(&frame(&[&[2], &3u32.to_le_bytes()[..], b"key", &60_000_000u64.to_le_bytes()].concat())).unwrap();
     drop(stream);
     let store = client(&server);
@@ -345,7 +475,7 @@ fn a_server_without_free_file_descriptors_goes_on() {
     const CHILD: &str = "FLOW_TEST_FILE_LIMIT";
     if std::env::var_os(CHILD).is_none() {
         let test = "a_server_without_free_file_descriptors_goes_on";
-        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        let mut command = Command::new(std::env::current_exe().unwrap());
         let output = command.args(["--exact", test, "--nocapture"]).env(CHILD, "1").output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         return;
@@ -435,11 +565,8 @@ fn a_will_is_executed_once_when_its_connection_ends() {
     no_post(&server);
     // A client that is cut off for what it sends, and one that dies while it waits.
     for then in [frame(&[77]), frame(&[&[2], &3u32.to_le_bytes()[..], b"key", &60_000_000u64.to_le_bytes()].concat())] {
-        let mut stream = stranger(&server);
-        for request in [hello(2, TOKEN), frame(&will("gone", LONG))] {
-            stream.write_all(&request).unwrap();
-            stream.read_exact(&mut [0; 5]).unwrap();
-        }
+        let mut stream = admitted(&server);
+        assert_eq!(ask(&mut stream, &frame(&will("gone", LONG))), [0]);
         stream.write_all(&then).unwrap();
         drop(stream);
         assert_eq!(next_post(&server), "gone");
@@ -477,6 +604,61 @@ fn a_will_is_executed_when_its_client_is_silent() {
     assert!(matches!(idle.try_get("key").unwrap_err(), Error::Lost { .. }));
     drop(alive);
     assert_eq!(next_post(&server), "alive");
+}
+
+/// A server whose process was stopped for longer than a client may be silent has not heard it, but it was not silent.
+#[test]
+fn a_stopped_server_takes_no_client_for_silent() {
+    const CHILD: &str = "FLOW_TEST_STOPPED_SERVER";
+    const SILENCE: Duration = Duration::from_secs(2);
+    if std::env::var_os(CHILD).is_some() {
+        let server = serve();
+        println!("served at {}", server.address());
+        loop {
+            let message = next_post(&server);
+            server.set("posted", message.as_bytes());
+        }
+    }
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "a_stopped_server_takes_no_client_for_silent", "--nocapture"]).env(CHILD, "1");
+    let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+    let address = BufReader::new(child.stdout.take().unwrap())
+        .lines()
+        .find_map(|line| line.unwrap().split_once("served at ").map(|(_, address)| address.parse().unwrap()))
+        .unwrap();
+    let connect = || Store::connect(&address, TOKEN, LONG).unwrap();
+    let signal = |signal| kill_process(Pid::from_child(&child), signal).unwrap();
+    let (waiting, asking, end) = (connect(), connect(), AtomicBool::new(false));
+    for store in [&waiting, &asking] {
+        store.will(b"gone", SILENCE).unwrap();
+        store.set_patience(LONG);
+    }
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !end.load(Ordering::Relaxed) {
+                waiting.get("never", 2 * SHORT).unwrap_err();
+            }
+        });
+        scope.spawn(|| {
+            while !end.load(Ordering::Relaxed) {
+                asking.try_get("never").unwrap();
+                thread::sleep(SHORT);
+            }
+        });
+        thread::sleep(4 * SHORT);
+        signal(Signal::STOP);
+        thread::sleep(2 * SILENCE);
+        signal(Signal::CONT);
+        thread::sleep(4 * SHORT);
+        end.store(true, Ordering::Relaxed);
+    });
+    for store in [&waiting, &asking] {
+        assert_eq!(store.try_get("posted").unwrap(), None);
+    }
+    drop(waiting);
+    assert_eq!(asking.get("posted", LONG).unwrap(), b"gone");
+    child.kill().unwrap();
+    child.wait().unwrap();
 }
 
 #[test]

@@ -210,6 +210,7 @@ mod tests {
         assert!(parse("--virt train").unwrap().virtual_local_rank);
         let line = refusal("--master 3 train");
         assert!(line.contains("--master-addr") && line.contains("--master-port") && !line.contains('\n'), "{line}");
+        assert!(refusal("--h train").contains("--help, --hang-timeout"));
         assert!(refusal("--rdzv-c=3 train").contains("--rdzv-conf"));
         assert!(refusal("--nosuch train").contains("--nosuch"));
     }

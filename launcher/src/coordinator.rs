@@ -89,6 +89,9 @@ pub struct Verdict {
 /// ends.
 const TOGETHER: Duration = Duration::from_millis(200);
 
+/// When to say for the first time that nodes are missing.
+const FIRST_NOTICE: Duration = Duration::from_secs(10);
+
 /// Exit code of a job that hung, as that of `timeout`.
 const HUNG: i32 = 124;
 
@@ -112,10 +115,11 @@ enum State {
 
 #[derive(Clone, Debug, PartialEq)]
 enum Phase {
-    /// Since when agents are awaited, and since when there are enough.
+    /// Since when agents are awaited, since when there are enough, and when to say that some are missing.
     Gathering {
         since: Instant,
         enough: Option<Instant>,
+        notice: Instant,
     },
     Running,
     Stopping {
@@ -169,7 +173,7 @@ impl Coordinator {
             grace: job.grace,
             max_restarts: job.max_restarts,
             agents: BTreeMap::new(),
-            phase: Phase::Gathering { since: now, enough: None },
+            phase: Phase::Gathering { since: now, enough: None, notice: now + FIRST_NOTICE },
             round: 0,
             failures: 0,
             orders: Vec::new(),
@@ -223,9 +227,10 @@ impl Coordinator {
     /// When [`Coordinator::elapsed`] is to be called.
     pub fn deadline(&self) -> Option<Instant> {
         match &self.phase {
-            Phase::Gathering { since, enough } => {
-                Some(enough.map_or(*since + self.patience.join, |enough| enough + self.patience.last_call))
-            }
+            Phase::Gathering { since, enough, notice } => Some(match enough {
+                Some(enough) => *enough + self.patience.last_call,
+                None => (*since + self.patience.join).min(*notice),
+            }),
             Phase::Stopping { deadline, .. } => Some(*deadline),
             Phase::Running | Phase::Over => None,
         }
@@ -325,16 +330,21 @@ impl Coordinator {
                 self.stopped(why, now);
             }
         }
-        if let Phase::Gathering { since, enough } = self.phase {
+        if let Phase::Gathering { since, enough, mut notice } = self.phase {
             let present = self.agents.len();
             let enough = enough.or((present >= self.min).then_some(now)).filter(|_| present >= self.min);
-            self.phase = Phase::Gathering { since, enough };
+            if now >= notice && enough.is_none() {
+                notice = now + 2 * (now - since);
+                let text = self.missing(now - since);
+                self.orders.extend(self.agents.keys().map(|agent| (*agent, Order::Say(text.clone()))));
+            }
+            self.phase = Phase::Gathering { since, enough, notice };
             // Later rounds take who is there: another node is welcome at any time.
             let last_call = if self.round == 0 { self.patience.last_call } else { Duration::ZERO };
             if present >= self.max || enough.is_some_and(|enough| now >= enough + last_call) {
                 self.start();
             } else if enough.is_none() && now >= since + self.patience.join {
-                self.end_all(1, Some(self.missing()));
+                self.end_all(1, Some(self.missing(self.patience.join)));
             }
         }
     }
@@ -358,7 +368,7 @@ impl Coordinator {
     }
 
     fn gather(&mut self, now: Instant) {
-        self.phase = Phase::Gathering { since: now, enough: None };
+        self.phase = Phase::Gathering { since: now, enough: None, notice: now + FIRST_NOTICE };
     }
 
     fn start(&mut self) {
@@ -438,20 +448,21 @@ impl Coordinator {
         }
     }
 
-    fn missing(&self) -> String {
-        let waited = self.patience.join;
+    /// Who has not come so far.
+    fn missing(&self, waited: Duration) -> String {
+        let waited = waited.as_secs();
         if self.is_static {
             let present = |rank: usize| self.agents.values().any(|agent| agent.node.node_rank == Some(rank as u32));
             let missing: Vec<_> = (0..self.max).filter(|rank| !present(*rank)).map(|rank| rank.to_string()).collect();
             let list = missing.join(", ");
             return match missing.len() {
-                1 => format!("node {list} has not joined within {waited:?}"),
-                _ => format!("nodes {list} have not joined within {waited:?}"),
+                1 => format!("node {list} has not joined within {waited} s"),
+                _ => format!("nodes {list} have not joined within {waited} s"),
             };
         }
         let hosts: Vec<_> = self.agents.values().map(|agent| agent.node.host.as_str()).collect();
         let (present, min) = (self.agents.len(), self.min);
-        format!("only {present} of at least {min} nodes have joined within {waited:?}: {}", hosts.join(", "))
+        format!("only {present} of at least {min} nodes have joined within {waited} s: {}", hosts.join(", "))
     }
 }
 
@@ -602,13 +613,25 @@ mod tests {
         test.pass(2 * SECOND);
         assert_eq!(test.orders, []);
         test.pass(SECOND);
-        assert_eq!(test.end(), (1, Some("node 1 has not joined within 3s".into())));
+        assert_eq!(test.end(), (1, Some("node 1 has not joined within 3 s".into())));
         let mut test = Test::new(&format!("{THREE} --rdzv-conf join_timeout=3"));
         test.join(LEADER, 1);
         test.join(1, 1);
         test.pass(3 * SECOND);
         let cause = test.end().1.unwrap();
-        assert_eq!(cause, "only 2 of at least 3 nodes have joined within 3s: host0, host1");
+        assert_eq!(cause, "only 2 of at least 3 nodes have joined within 3 s: host0, host1");
+    }
+
+    #[test]
+    fn a_long_wait_for_nodes_is_said() {
+        let mut test = Test::new(STATIC);
+        test.join(LEADER, 1);
+        test.pass(FIRST_NOTICE);
+        assert_eq!(test.orders, [(LEADER, Order::Say("node 1 has not joined within 10 s".into()))]);
+        test.pass(FIRST_NOTICE);
+        assert_eq!(test.orders.len(), 1);
+        test.pass(FIRST_NOTICE);
+        assert_eq!(test.orders.len(), 2);
     }
 
     #[test]

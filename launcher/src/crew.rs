@@ -75,7 +75,7 @@ pub struct Crew {
 }
 
 impl Crew {
-    /// Starts all workers. On an error those already started are killed when the guard is dropped.
+    /// Starts all workers. On an error those already started are killed.
     pub fn start(
         round: u32,
         attempt: u32,
@@ -86,19 +86,26 @@ impl Crew {
     ) -> anyhow::Result<Crew> {
         allow_descriptors(OWN_DESCRIPTORS + WORKER_DESCRIPTORS * specs.len() as u64);
         let filters = logs.filters(attempt).context("cannot open the files for filtered lines")?;
-        let mut workers = Vec::with_capacity(specs.len());
+        let workers = Vec::with_capacity(specs.len());
+        let mut crew = Crew { round, policy, workers, filters, buffer: vec![0; READ] };
         for (index, spec) in specs.into_iter().enumerate() {
             let rank = spec.rank;
-            let worker = Worker::start(index, spec, attempt, logs, guard).map_err(|error| {
-                let errno = Errno::from_io_error(&error);
-                let limited = matches!(errno, Some(Errno::MFILE | Errno::NFILE | Errno::AGAIN | Errno::NOMEM));
-                let advice = if limited { LIMITS } else { "" };
-                anyhow::anyhow!("cannot start rank {rank}: {error}{advice}")
-            })?;
-            log::debug!("rank {rank} is process {}", worker.process.pid);
-            workers.push(worker);
+            match Worker::start(index, spec, attempt, logs, guard) {
+                Ok(worker) => {
+                    log::debug!("rank {rank} is process {}", worker.process.pid);
+                    crew.workers.push(worker);
+                }
+                Err(error) => {
+                    crew.act(Action::Kill);
+                    crew.workers.iter().for_each(|worker| guard.unregister(worker.process.pid));
+                    let errno = Errno::from_io_error(&error);
+                    let limited = matches!(errno, Some(Errno::MFILE | Errno::NFILE | Errno::AGAIN | Errno::NOMEM));
+                    let advice = if limited { LIMITS } else { "" };
+                    anyhow::bail!("cannot start rank {rank}: {error}{advice}");
+                }
+            }
         }
-        Ok(Crew { round, policy, workers, filters, buffer: vec![0; READ] })
+        Ok(crew)
     }
 
     /// Every worker has gone.

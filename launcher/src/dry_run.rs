@@ -16,17 +16,16 @@ use crate::round::Placement;
 /// What is known later only is between angle brackets.
 pub fn describe(job: &Job, local_world_size: u32, command: &[OsString], machine: &Machine) -> String {
     let nodes = &job.nodes;
-    let mut text = match &nodes.meeting {
-        Meeting::Alone { .. } => format!("{local_world_size} workers on one node\n"),
-        Meeting::Static { node_rank, .. } => format!(
-            "{local_world_size} workers on node {node_rank} of {}; ranks are right if each node has as many\n",
-            nodes.max
-        ),
-        Meeting::Endpoint { host, port, .. } => format!(
-            "{local_world_size} workers on a node of {} to {}; ranks are given when they meet at {host} port {port}\n",
-            nodes.min, nodes.max
-        ),
+    let place = match &nodes.meeting {
+        Meeting::Alone { .. } => "one node".into(),
+        Meeting::Static { node_rank, .. } => {
+            format!("node {node_rank} of {}; the ranks are right if each node has as many", nodes.max)
+        }
+        Meeting::Endpoint { host, port, .. } => {
+            format!("a node of {} to {}; ranks are given when they meet at {host} port {port}", nodes.min, nodes.max)
+        }
     };
+    let mut text = format!("workers: {local_world_size}, on {place}\n");
     let has_error_files = job.output.log_dir.as_deref() != Some(Path::new("/dev/null"));
     let error_file = |_| has_error_files.then(|| PathBuf::from("error.json"));
     for worker in plan::workers(job, &placement(job, local_world_size), command, machine, error_file) {
@@ -115,7 +114,7 @@ mod tests {
     fn one_node() {
         let text = dry_run("--nproc_per_node 2 --log-dir /dev/null train");
         let expected = "\
-2 workers on one node
+workers: 2, on one node
 
 rank 0, local rank 0, CPUs 0-1
   FLOW_STORE=<the launcher's store>
@@ -136,7 +135,7 @@ rank 0, local rank 0, CPUs 0-1
   TORCHELASTIC_MAX_RESTARTS=0
   TORCHELASTIC_RESTART_COUNT=0
   TORCHELASTIC_RUN_ID=<a new one>
-  TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT
+  TORCHELASTIC_SIGNALS_TO_HANDLE='SIGTERM,SIGINT,SIGHUP,SIGQUIT'
   TORCHELASTIC_USE_AGENT_STORE=False
   WORLD_SIZE=2
   /bin/train 'a b' 0
@@ -150,7 +149,7 @@ rank 1, local rank 1, CPUs 2-3
     #[test]
     fn several_nodes() {
         let text = dry_run("--nnodes 2 --node_rank 1 --master_addr a train");
-        assert!(text.starts_with("2 workers on node 1 of 2;"), "{text}");
+        assert!(text.starts_with("workers: 2, on node 1 of 2;"), "{text}");
         assert!(text.contains("\nrank 2, ") && text.contains("\n  RANK=3\n") && text.contains("MASTER_PORT=29500"));
         assert!(text.contains("TORCHELASTIC_ERROR_FILE=<a file>"));
         let text = dry_run("--nnodes 1:3 --rdzv-endpoint a train");

@@ -46,20 +46,23 @@ impl Places {
 
     /// The interpreter for a script or a module.
     fn python(&self, program: &OsStr) -> Result<OsString, Usage> {
-        let (source, python) = match &self.python {
-            Some(python) => ("PYTHON_EXEC: ", python.as_os_str()),
-            None => ("", OsStr::new("python3")),
+        let program = program.display();
+        let Some(python) = &self.python else {
+            let found = self.on_path(OsStr::new("python3")).map(OsString::from);
+            return found.ok_or_else(|| {
+                Usage(format!("{program} needs python3, which is not on PATH; or name another by PYTHON_EXEC"))
+            });
         };
-        let found = if python.as_bytes().contains(&b'/') {
-            Some(PathBuf::from(python)).filter(|path| is_executable(path))
+        let is_path = python.as_bytes().contains(&b'/');
+        let found = if is_path {
+            Some(python.into()).filter(|path: &PathBuf| is_executable(path))
         } else {
             self.on_path(python)
         };
+        let python = python.display();
         found.map(OsString::from).ok_or_else(|| {
             Usage(format!(
-                "{} needs {}, which is no program ({source}on PATH or a path)",
-                program.display(),
-                python.display()
+                "PYTHON_EXEC is '{python}'; for {program} it must be an interpreter, by path or by name on PATH"
             ))
         })
     }

@@ -19,6 +19,8 @@ const AGAIN: Duration = Duration::from_secs(60);
 #[derive(Debug)]
 pub enum Heard {
     Order(Order),
+    /// It takes long to join; for the user.
+    Wait(String),
     /// The coordinator cannot be reached any more, or refuses this node.
     Lost(String),
 }

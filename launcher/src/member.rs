@@ -20,6 +20,9 @@ use crate::link::{self, Heard};
 /// How often the leader hears from this node.
 const HEARTBEAT: Duration = Duration::from_secs(1);
 
+/// When to say that there is no connection yet.
+const FIRST_NOTICE: Duration = Duration::from_secs(10);
+
 /// How long the end of this agent waits for its last events to be posted.
 const LAST_WORDS: Duration = Duration::from_secs(3);
 
@@ -114,13 +117,19 @@ impl Joining {
     /// Joins and listens until there is nothing more to hear. The error says why the leader is lost.
     fn run(&self, events: Receiver<Event>, posting: Sender<()>, ear: &Ear) -> Result<(), String> {
         let lost = |error: Error| format!("the leading node cannot be reached: {error}");
-        let open = || {
-            let store = Store::connect(&self.address, &self.token, self.patience)?;
-            store.set_patience(self.heartbeat / 2);
-            Ok(store)
+        let soon = self.patience.min(FIRST_NOTICE);
+        let store = match self.open(soon) {
+            Err(Error::Connect { cause, .. }) if self.patience > soon => {
+                let (address, patience) = (&self.address, self.patience.as_secs());
+                ear.tell(Heard::Wait(format!(
+                    "no connection to the leading node at {address} yet ({cause}); trying for {patience} s"
+                )));
+                self.open(self.patience - soon)
+            }
+            result => result,
         };
-        let store = open().map_err(lost)?;
-        let posts = open().map_err(lost)?;
+        let store = store.map_err(lost)?;
+        let posts = self.open(soon).map_err(lost)?;
         let agent = store.add("agents", 1).map_err(lost)? as AgentId;
         let will = Event::Gone { why: "there is no sign of life from its flow-launch".into() };
         store.will(&message(agent, &will), self.heartbeat).map_err(lost)?;
@@ -154,6 +163,12 @@ impl Joining {
             }
         }
         Ok(())
+    }
+
+    fn open(&self, patience: Duration) -> Result<Store, Error> {
+        let store = Store::connect(&self.address, &self.token, patience)?;
+        store.set_patience(self.heartbeat / 2);
+        Ok(store)
     }
 }
 

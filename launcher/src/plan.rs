@@ -3,11 +3,15 @@
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use crate::args::Usage;
 use crate::job::{Job, Processes};
 use crate::machine::Machine;
 use crate::round::Placement;
+
+/// A wait in a collective that is longer than this is reported.
+const REPORT_WAITS: Duration = Duration::from_secs(30);
 
 /// One worker: what to run and in which environment (added to the launcher's own).
 #[derive(Clone, Debug, PartialEq)]
@@ -122,6 +126,8 @@ fn environment(
     if !machine.has_variable("TORCH_NCCL_ASYNC_ERROR_HANDLING") {
         environment.push(("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1".into()));
     }
+    let report_waits = job.hang_timeout.map_or(REPORT_WAITS, |limit| REPORT_WAITS.min(limit / 2));
+    environment.push(("FLOW_REPORT_WAITS", report_waits.as_secs_f64().to_string().into()));
     if let Some(threads) = omp_threads(placement.local_world_size, machine) {
         environment.push(("OMP_NUM_THREADS", threads.to_string().into()));
     }

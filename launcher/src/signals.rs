@@ -5,21 +5,19 @@ use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use std::os::fd::{AsFd, BorrowedFd};
 
-const PASSED_ON: [Signal; 4] = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT];
-
 /// Reads the signals that are passed on, one at a time.
 pub struct Signals(SignalFd);
 
 impl Signals {
-    /// Blocks the signals that are passed on, so that they can be read here. One that whoever started us has had
+    /// Blocks the signals that are to be `passed_on`, so that they can be read here. One that whoever started us has had
     /// ignored (as nohup does with SIGHUP) stays ignored.
-    pub fn catch() -> anyhow::Result<Signals> {
+    pub fn catch(passed_on: &[Signal]) -> anyhow::Result<Signals> {
         let ignored = ignored_signals().context("cannot read /proc/self/status")?;
         let is_ignored = |signal: Signal| ignored & (1 << (signal as i32 - 1)) != 0;
         if is_ignored(Signal::SIGCHLD) {
             bail!("SIGCHLD is ignored by whatever started flow-launch, so that no exit code could be seen; start it otherwise");
         }
-        let mask: SigSet = PASSED_ON.into_iter().filter(|signal| !is_ignored(*signal)).collect();
+        let mask: SigSet = passed_on.iter().copied().filter(|signal| !is_ignored(*signal)).collect();
         mask.thread_block().context("cannot block signals")?;
         let flags = SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC;
         Ok(Signals(SignalFd::with_flags(&mask, flags).context("cannot open a signalfd")?))
@@ -45,7 +43,7 @@ impl AsFd for Signals {
 
 /// Undoes in a new worker what [`Signals::catch`] has done in the launcher.
 pub fn unblock() -> nix::Result<()> {
-    PASSED_ON.into_iter().collect::<SigSet>().thread_unblock()
+    SigSet::all().thread_unblock()
 }
 
 /// Bit N-1 is set where signal N is ignored (proc(5), SigIgn).

@@ -47,6 +47,8 @@ pub struct Supervisor {
     link: Link,
     /// Whether the coordinator has been heard.
     has_joined: bool,
+    /// The coordinator is out of reach: to join again when the workers are gone.
+    is_cut_off: bool,
     crew: Option<Crew>,
     /// The crew of the last round, when it is over.
     last: Option<Crew>,
@@ -65,7 +67,7 @@ impl Supervisor {
     /// Joins the job.
     pub fn start(job: Job, machine: Machine, command: Vec<OsString>) -> anyhow::Result<Supervisor> {
         let local_world_size = plan::local_world_size(&job, &machine)?;
-        let signals = Signals::catch()?;
+        let signals = Signals::catch(&job.signals)?;
         let guard = Guard::start()?;
         let mut sinks = Sinks::standard().context("cannot open standard output and standard error")?;
         let threads = plan::omp_threads(local_world_size, &machine);
@@ -82,6 +84,7 @@ impl Supervisor {
             link: Link::open(&job, local_world_size)?,
             host,
             has_joined: false,
+            is_cut_off: false,
             crew: None,
             last: None,
             signalled: None,
@@ -135,6 +138,7 @@ impl Supervisor {
                     self.has_joined = true;
                     self.obey(order);
                 }
+                Heard::Wait(notice) => self.sinks.say(&notice),
                 Heard::Lost(reason) => self.lose(reason),
             }
         }
@@ -213,13 +217,22 @@ impl Supervisor {
         let may_return = self.has_joined && self.job.nodes.min < self.job.nodes.max && self.signalled.is_none();
         if may_return {
             self.sinks.say(&format!("{reason}; stopping the workers and joining again"));
-            self.has_joined = false;
-            match Link::reopen(&self.job, self.local_world_size) {
-                Ok(link) => return self.link = link,
-                Err(error) => self.sinks.say(&format!("{error:#}")),
-            }
+            self.is_cut_off = true;
+            return self.return_to_job();
         }
         self.verdict.get_or_insert(Verdict { code: 1, cause: Some(reason) });
+    }
+
+    /// Joins again, if that is wanted and no worker is left.
+    fn return_to_job(&mut self) {
+        if !self.is_cut_off || self.crew.is_some() {
+            return;
+        }
+        (self.is_cut_off, self.has_joined) = (false, false);
+        match Link::reopen(&self.job, self.local_world_size) {
+            Ok(link) => self.link = link,
+            Err(error) => self.verdict = Some(Verdict { code: 1, cause: Some(format!("{error:#}")) }),
+        }
     }
 
     /// Waits for something to happen and deals with it; false if nothing did.
@@ -281,6 +294,7 @@ impl Supervisor {
                 true => self.link.tell(Event::Finished { round }),
                 false => self.tell_stopped(round, cause),
             }
+            self.return_to_job();
         }
     }
 

@@ -1,16 +1,19 @@
 //! The client's side of the store.
 
-use std::io::{self, Read, Write};
-use std::net::{TcpStream, ToSocketAddrs};
+use std::io::{self, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixStream};
+use std::os::unix::net::{SocketAddr as UnixAddr, UnixStream};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::protocol::{Reply, Request, MAX_FRAME, MAX_TIMEOUT, VERSION};
+use hmac::Mac;
+
+use super::address::resolve;
+use super::protocol::{prove, Reply, Request, MAX_FRAME, MAX_TIMEOUT, VERSION};
 use super::{belongs_to_us, list, Address, Error, Result};
 
 /// [`Store::set_patience`] at first.
@@ -221,7 +224,7 @@ fn open(address: &Address, token: &str, deadline: Instant) -> io::Result<std::re
         Address::Tcp(host_and_port) => Box::new(connect_tcp(host_and_port, deadline)?),
         Address::Unix(name) => {
             // Mio's connect does not block where the server's backlog is full, and so cannot hang.
-            let stream = mio::net::UnixStream::connect_addr(&SocketAddr::from_abstract_name(name)?)?;
+            let stream = mio::net::UnixStream::connect_addr(&UnixAddr::from_abstract_name(name)?)?;
             if !belongs_to_us(&stream)? {
                 return Ok(Err("another user serves it; remove that process, or choose another name".to_string()));
             }
@@ -230,8 +233,11 @@ fn open(address: &Address, token: &str, deadline: Instant) -> io::Result<std::re
             Box::new(stream)
         }
     };
-    let hello = Request::Hello { version: VERSION, token: token.as_bytes() }.encode();
-    let frame = exchange(socket.as_mut(), &hello, left_until(deadline)?)?;
+    let mut frame = exchange(socket.as_mut(), &Request::Hello { version: VERSION }.encode(), left_until(deadline)?)?;
+    if let Some(Reply::Challenge(nonce)) = Reply::decode(&frame) {
+        let proof = prove(token, &nonce).finalize().into_bytes();
+        frame = exchange(socket.as_mut(), &Request::Proof { proof: &proof }.encode(), left_until(deadline)?)?;
+    }
     Ok(match Reply::decode(&frame) {
         Some(Reply::Done) => Ok(socket),
         Some(Reply::Refused(reason)) => Err(reason.to_string()),
@@ -240,9 +246,15 @@ fn open(address: &Address, token: &str, deadline: Instant) -> io::Result<std::re
 }
 
 fn connect_tcp(host_and_port: &str, deadline: Instant) -> io::Result<TcpStream> {
-    let mut last = io::Error::new(io::ErrorKind::InvalidInput, "the host has no address");
-    for address in host_and_port.to_socket_addrs()? {
-        match TcpStream::connect_timeout(&address, left_until(deadline)?) {
+    connect_any(&resolve(host_and_port)?, deadline)
+}
+
+fn connect_any(addresses: &[SocketAddr], deadline: Instant) -> io::Result<TcpStream> {
+    let mut last = io::Error::from(io::ErrorKind::TimedOut);
+    for (i, address) in addresses.iter().enumerate() {
+        // One that never answers must leave time for the others.
+        let share = left_until(deadline)? / (addresses.len() - i) as u32;
+        match TcpStream::connect_timeout(address, share) {
             // While nobody listens on a port that the kernel also hands out, a socket can get connected to itself.
             Ok(stream) if stream.local_addr()? == stream.peer_addr()? => last = io::ErrorKind::ConnectionRefused.into(),
             Ok(stream) => {
@@ -285,6 +297,8 @@ fn may_pass(kind: io::ErrorKind) -> bool {
 fn exchange(socket: &mut dyn Socket, frame: &[u8], timeout: Duration) -> io::Result<Vec<u8>> {
     socket.set_timeout(timeout)?;
     socket.write_all(frame)?;
+    // One read is enough for most replies.
+    let mut socket = BufReader::with_capacity(512, socket);
     let mut length = [0; 4];
     socket.read_exact(&mut length)?;
     let length = u32::from_le_bytes(length) as usize;
@@ -321,5 +335,36 @@ impl Socket for UnixStream {
     fn set_timeout(&self, timeout: Duration) -> io::Result<()> {
         self.set_read_timeout(Some(timeout))?;
         self.set_write_timeout(Some(timeout))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    #[test]
+    fn all_addresses_of_a_host_are_tried() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let serves = listener.local_addr().unwrap();
+        let refuses = TcpListener::bind("127.0.0.2:0").unwrap().local_addr().unwrap();
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let stream = connect_any(&[refuses, serves], deadline).unwrap();
+        assert_eq!(stream.peer_addr().unwrap(), serves);
+        assert_eq!(connect_any(&[refuses], deadline).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
+    }
+
+    #[test]
+    fn an_address_that_never_answers_leaves_time_for_the_others() {
+        // A queue of no length that is full: further connections are neither taken nor refused.
+        let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+        nix::sys::socket::listen(&silent, nix::sys::socket::Backlog::new(0).unwrap()).unwrap();
+        let silences = silent.local_addr().unwrap();
+        let _full = TcpStream::connect(silences).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let serves = listener.local_addr().unwrap();
+        let stream = connect_any(&[silences, serves], Instant::now() + Duration::from_secs(4)).unwrap();
+        assert_eq!(stream.peer_addr().unwrap(), serves);
     }
 }

@@ -10,65 +10,36 @@
 //! | [`Store`] | one client's connection: `set`, `get`, `wait`, `add`, `compare_and_set`, `post`, `will` |
 //! | [`Posts`] | what clients have to say to the process that serves it |
 //!
-//! Whoever connects must know the job's token; on a unix socket both sides must also belong to the same user.
+//! Whoever connects must prove to know the job's token, which is not sent itself; on a unix socket both sides must also belong to the same user.
 //! Keys and values live as long as the server.
 
+mod address;
+mod admission;
 mod client;
+mod connection;
+mod event_loop;
+mod listener;
 mod posts;
 mod protocol;
 mod server;
+mod values;
 
-use std::fmt;
 use std::io;
 use std::os::fd::AsFd;
-use std::str::FromStr;
 use std::time::Duration;
 
 use nix::sys::socket::{getsockopt, sockopt};
 
+pub use address::Address;
 pub use client::Store;
 pub use posts::Posts;
 pub use server::Server;
-
-/// Where a store is served. Shown and parsed as `tcp://host:port` or `unix://name`.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Address {
-    /// `host:port`, with an IPv6 host in brackets. A server that is given port 0 takes a free one.
-    Tcp(String),
-    /// A name in Linux's abstract namespace of unix sockets: no file, so nothing is left behind.
-    Unix(String),
-}
-
-impl fmt::Display for Address {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Address::Tcp(host_and_port) => write!(f, "tcp://{host_and_port}"),
-            Address::Unix(name) => write!(f, "unix://{name}"),
-        }
-    }
-}
-
-impl FromStr for Address {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Address> {
-        if let Some(name) = text.strip_prefix("unix://").filter(|name| !name.is_empty()) {
-            return Ok(Address::Unix(name.to_string()));
-        }
-        text.strip_prefix("tcp://")
-            .filter(|rest| {
-                rest.rsplit_once(':').is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok())
-            })
-            .map(|rest| Address::Tcp(rest.to_string()))
-            .ok_or_else(|| Error::Address { text: text.to_string() })
-    }
-}
 
 /// What can go wrong with a store, with the address and the operation on which key.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum Error {
     /// A text is no [`Address`].
-    #[error("\"{text}\" is no store address: give tcp://HOST:PORT or unix://NAME")]
+    #[error("\"{text}\" is no store address: give tcp://HOST:PORT or unix://NAME, an IPv6 host in brackets")]
     Address {
         /// The text.
         text: String,

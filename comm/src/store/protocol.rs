@@ -5,7 +5,7 @@
 //!
 //! | request | fields | replies |
 //! |---|---|---|
-//! | 0 hello | `FLOW`, version (u8), token | done, refused |
+//! | 0 hello | `FLOW`, version (u8) | challenge, refused |
 //! | 1 set | key, value | done |
 //! | 2 get | key, timeout in us (u64) | value, missing |
 //! | 3 wait | keys, timeout in us (u64) | done, missing |
@@ -13,6 +13,7 @@
 //! | 5 compare and set | key, expected (optional), new value | done, differs |
 //! | 6 post | message | done, refused |
 //! | 7 will | message, silence in us (u64) | done, refused |
+//! | 8 proof | HMAC-SHA256 of the challenge with the token as key | done, refused |
 //!
 //! | reply | fields |
 //! |---|---|
@@ -22,18 +23,22 @@
 //! | 3 missing (after the timeout) | keys |
 //! | 4 differs | present value (optional) |
 //! | 5 refused | reason |
+//! | 6 challenge | random bytes |
 //!
-//! The first request is hello, and the next one follows the reply to the last: whoever sends anything else is cut off.
+//! The first request is hello, the second proof, and each follows the reply to the last: whoever sends anything else is
+//! cut off. The token itself is never sent. All else is, in clear: who can read or change what is on the wire between two
+//! machines is not kept from reading or changing the store.
 
 use std::time::Duration;
 
+use hmac::{Hmac, Mac};
+use sha2::Sha256;
+
 /// The version in hello; both sides must have the same.
 pub const VERSION: u8 = 2;
-/// The largest frame before hello, without its length.
-pub const MAX_HELLO: usize = 1024;
-/// The longest token: one that fits hello.
-pub const MAX_TOKEN: usize = 512;
-/// The largest frame after hello, without its length.
+/// The largest frame before a client is admitted, without its length.
+pub const MAX_HELLO: usize = 64;
+/// The largest frame thereafter, without its length.
 pub const MAX_FRAME: usize = 64 << 20;
 /// The longest message of a will: every client may leave one.
 pub const MAX_WILL: usize = 64 << 10;
@@ -42,9 +47,17 @@ pub const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
 
 const MAGIC: &[u8] = b"FLOW";
 
+/// What a challenge consists of.
+pub type Nonce = [u8; 16];
+
+/// The proof of knowing `token`, for who was challenged with `nonce`.
+pub fn prove(token: &str, nonce: &Nonce) -> Hmac<Sha256> {
+    Hmac::<Sha256>::new_from_slice(token.as_bytes()).expect("a key may have any length").chain_update(nonce)
+}
+
 /// What a client asks for.
 pub enum Request<'a> {
-    Hello { version: u8, token: &'a [u8] },
+    Hello { version: u8 },
     Set { key: &'a str, value: &'a [u8] },
     Get { key: &'a str, timeout: Duration },
     Wait { keys: Vec<&'a str>, timeout: Duration },
@@ -52,6 +65,7 @@ pub enum Request<'a> {
     CompareAndSet { key: &'a str, expected: Option<&'a [u8]>, new: &'a [u8] },
     Post { message: &'a [u8] },
     Will { message: &'a [u8], silence: Duration },
+    Proof { proof: &'a [u8] },
 }
 
 /// What the server answers.
@@ -62,13 +76,14 @@ pub enum Reply<'a> {
     Missing(Vec<&'a str>),
     Differs(Option<&'a [u8]>),
     Refused(&'a str),
+    Challenge(Nonce),
 }
 
 impl<'a> Request<'a> {
     /// The request as a frame, with its length in front.
     pub fn encode(&self) -> Vec<u8> {
         match self {
-            Request::Hello { version, token } => Frame::new(0).raw(MAGIC).raw(&[*version]).bytes(token),
+            Request::Hello { version } => Frame::new(0).raw(MAGIC).raw(&[*version]),
             Request::Set { key, value } => Frame::new(1).bytes(key.as_bytes()).bytes(value),
             Request::Get { key, timeout } => Frame::new(2).bytes(key.as_bytes()).timeout(*timeout),
             Request::Wait { keys, timeout } => Frame::new(3).list(keys).timeout(*timeout),
@@ -78,6 +93,7 @@ impl<'a> Request<'a> {
             }
             Request::Post { message } => Frame::new(6).bytes(message),
             Request::Will { message, silence } => Frame::new(7).bytes(message).timeout(*silence),
+            Request::Proof { proof } => Frame::new(8).bytes(proof),
         }
         .finish()
     }
@@ -88,7 +104,10 @@ impl<'a> Request<'a> {
         let request = match fields.byte()? {
             0 => {
                 fields.raw(MAGIC.len()).filter(|magic| *magic == MAGIC)?;
-                Request::Hello { version: fields.byte()?, token: fields.bytes()? }
+                let version = fields.byte()?;
+                // Another version may have more to say.
+                fields.0 = &[];
+                Request::Hello { version }
             }
             1 => Request::Set { key: fields.text()?, value: fields.bytes()? },
             2 => Request::Get { key: fields.text()?, timeout: fields.timeout()? },
@@ -97,6 +116,7 @@ impl<'a> Request<'a> {
             5 => Request::CompareAndSet { key: fields.text()?, expected: fields.optional()?, new: fields.bytes()? },
             6 => Request::Post { message: fields.bytes()? },
             7 => Request::Will { message: fields.bytes()?, silence: fields.timeout()? },
+            8 => Request::Proof { proof: fields.bytes()? },
             _ => return None,
         };
         fields.0.is_empty().then_some(request)
@@ -113,6 +133,7 @@ impl<'a> Reply<'a> {
             Reply::Missing(keys) => Frame::new(3).list(keys),
             Reply::Differs(present) => Frame::new(4).optional(*present),
             Reply::Refused(reason) => Frame::new(5).bytes(reason.as_bytes()),
+            Reply::Challenge(nonce) => Frame::new(6).raw(nonce),
         }
         .finish()
     }
@@ -127,6 +148,7 @@ impl<'a> Reply<'a> {
             3 => Reply::Missing(fields.list()?),
             4 => Reply::Differs(fields.optional()?),
             5 => Reply::Refused(fields.text()?),
+            6 => Reply::Challenge(fields.array()?),
             _ => return None,
         };
         fields.0.is_empty().then_some(reply)

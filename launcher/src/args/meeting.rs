@@ -253,7 +253,7 @@ mod tests {
     #[test]
     fn configuration() {
         let patience = |conf: &str| {
-            let patience = nodes(&format!("--rdzv-conf {conf}")).patience;
+            let patience = nodes(&format!("--rdzv-conf={conf}")).patience;
             [patience.join, patience.last_call, patience.heartbeat].map(|time| time.as_secs_f64())
         };
         assert_eq!(patience(""), [600.0, 30.0, 8.0]);

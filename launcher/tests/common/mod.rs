@@ -1,6 +1,8 @@
 //! Drives the real flow-launch. Workers are small shell scripts.
 #![allow(dead_code)] // Each test file uses a part of it.
 
+pub mod net;
+
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, ChildStdout, Command, Stdio};

@@ -1,0 +1,114 @@
+//! How those who connect become clients.
+//!
+//! Anybody can connect, so nobody is trusted before a proof that they know the token, and what they can use up until
+//! then is bounded: bytes, time and file descriptors.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use hmac::Mac;
+use rustix::rand::{getrandom, GetRandomFlags};
+
+use super::protocol::{prove, Nonce, Request, VERSION};
+
+/// A connection that is not admitted by then is closed.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// With so many connections not yet admitted, the oldest of them has to go before another is accepted. It keeps idle
+/// strangers from using up the process's file descriptors; a client that is hit tries again.
+const MOST: usize = 512;
+/// But it may stay so long: when many clients come at once, they wait in the listener's queue instead.
+const SHORTEST_STAY: Duration = Duration::from_millis(250);
+
+/// The connections that are not admitted yet, by their ids, which ascend with the time of arrival.
+pub struct Strangers {
+    token: String,
+    all: BTreeMap<usize, Stranger>,
+}
+
+struct Stranger {
+    since: Instant,
+    /// What it has been challenged with after hello.
+    nonce: Option<Nonce>,
+}
+
+/// What becomes of a stranger that has said something.
+pub enum Verdict {
+    Challenge(Nonce),
+    Admit,
+    /// It seems to be one of us, and is told the reason.
+    Refuse(String),
+    Close,
+}
+
+impl Strangers {
+    pub fn new(token: &str) -> Strangers {
+        Strangers { token: token.to_string(), all: BTreeMap::new() }
+    }
+
+    pub fn add(&mut self, id: usize, now: Instant) {
+        self.all.insert(id, Stranger { since: now, nonce: None });
+    }
+
+    /// Whether it was one.
+    pub fn remove(&mut self, id: usize) -> bool {
+        self.all.remove(&id).is_some()
+    }
+
+    pub fn contains(&self, id: usize) -> bool {
+        self.all.contains_key(&id)
+    }
+
+    /// One that has been here for `stay` at `now`.
+    fn older(&self, now: Instant, stay: Duration) -> Option<usize> {
+        self.all.first_key_value().filter(|(_, stranger)| now >= stranger.since + stay).map(|(id, _)| *id)
+    }
+
+    /// One whose time is over at `now`.
+    pub fn overdue(&self, now: Instant) -> Option<usize> {
+        self.older(now, PATIENCE)
+    }
+
+    /// One that has had time to say something, and can make room for another connection.
+    pub fn removable(&self, now: Instant) -> Option<usize> {
+        self.older(now, SHORTEST_STAY)
+    }
+
+    pub fn is_full(&self) -> bool {
+        self.all.len() >= MOST
+    }
+
+    /// When the next one's time is over.
+    pub fn deadline(&self) -> Option<Instant> {
+        self.all.first_key_value().map(|(_, stranger)| stranger.since + PATIENCE)
+    }
+
+    /// When the next one becomes removable.
+    pub fn next_removable(&self) -> Option<Instant> {
+        self.all.first_key_value().map(|(_, stranger)| stranger.since + SHORTEST_STAY)
+    }
+
+    pub fn judge(&mut self, id: usize, request: Option<Request>) -> Verdict {
+        let Some(stranger) = self.all.get_mut(&id) else { return Verdict::Close };
+        match (request, stranger.nonce) {
+            (Some(Request::Hello { version: VERSION }), None) => {
+                let mut nonce = Nonce::default();
+                // So few bytes are never given in part.
+                match getrandom(&mut nonce, GetRandomFlags::empty()) {
+                    Ok(_) => {
+                        stranger.nonce = Some(nonce);
+                        Verdict::Challenge(nonce)
+                    }
+                    Err(error) => Verdict::Refuse(format!("no random numbers: {error}")),
+                }
+            }
+            (Some(Request::Hello { version }), None) => Verdict::Refuse(format!(
+                "it speaks version {VERSION} of its protocol, this program version {version}; use one version of Flow in a job"
+            )),
+            (Some(Request::Proof { proof }), Some(nonce)) if prove(&self.token, &nonce).verify_slice(proof).is_ok() => Verdict::Admit,
+            (Some(Request::Proof { .. }), Some(_)) => {
+                Verdict::Refuse("wrong token; FLOW_TOKEN must be that of the job which serves the store".to_string())
+            }
+            _ => Verdict::Close,
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! What a store holds, and who waits for what it does not hold yet.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+
+use super::protocol::Reply;
+
+/// Keys are never removed. Those who wait go by the ids of their connections.
+#[derive(Default)]
+pub struct Values {
+    values: HashMap<String, Value>,
+    watchers: HashMap<String, BTreeSet<usize>>,
+}
+
+/// A value, kept as the reply that carries it: all who ask for it share one copy.
+pub struct Value(Arc<Vec<u8>>);
+
+impl Value {
+    /// The bytes before the value in its reply: the frame's length, the operation, the value's length.
+    const HEADER: usize = 9;
+
+    pub fn bytes(&self) -> &[u8] {
+        &self.0[Value::HEADER..]
+    }
+
+    pub fn reply(&self) -> Arc<Vec<u8>> {
+        Arc::clone(&self.0)
+    }
+}
+
+impl Values {
+    pub fn get(&self, key: &str) -> Option<&Value> {
+        self.values.get(key)
+    }
+
+    /// Sets `key` and returns who watched it. They no longer do.
+    pub fn set(&mut self, key: &str, value: &[u8]) -> BTreeSet<usize> {
+        self.values.insert(key.to_string(), Value(Arc::new(Reply::Value(value).encode())));
+        self.watchers.remove(key).unwrap_or_default()
+    }
+
+    /// The number under `key`, 0 if there is none, plus `increment`; or why that is impossible.
+    pub fn sum(&self, key: &str, increment: i64) -> Result<i64, &'static str> {
+        let Some(value) = self.get(key) else { return Ok(increment) };
+        let number = std::str::from_utf8(value.bytes()).ok().and_then(|text| text.parse::<i64>().ok());
+        number.ok_or("the value is no number")?.checked_add(increment).ok_or("the sum does not fit 64 bits")
+    }
+
+    pub fn watch(&mut self, key: &str, id: usize) {
+        self.watchers.entry(key.to_string()).or_default().insert(id);
+    }
+
+    pub fn unwatch(&mut self, key: &str, id: usize) {
+        if let Some(watchers) = self.watchers.get_mut(key) {
+            watchers.remove(&id);
+            if watchers.is_empty() {
+                self.watchers.remove(key);
+            }
+        }
+    }
+}

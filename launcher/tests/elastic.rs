@@ -1,0 +1,157 @@
+//! Jobs that start anew: after a failure, or with other nodes.
+
+mod common;
+use common::net::{ipv4, Agent, Gate, Net};
+use common::{script, until};
+
+use std::fs;
+
+use rustix::process::Signal;
+
+/// Flags of a node with two workers. All meet at node 0.
+fn elastic(nodes: &str, more: &str) -> String {
+    format!(
+        "--nnodes {nodes} --nproc_per_node 2 --rdzv-endpoint {}:29400 --rdzv-id job \
+         --rdzv-conf last_call_timeout=1,join_timeout=5 {more}",
+        ipv4(0)
+    )
+}
+
+/// Workers that tell their place and wait.
+fn places(gate: &Gate) -> String {
+    format!("echo $RANK of $WORLD_SIZE, restart $TORCHELASTIC_RESTART_COUNT; {}", gate.wait())
+}
+
+/// One or two nodes, of which node 0 comes first.
+fn start(net: &Net, node: usize, gate: &Gate) -> Agent {
+    net.start(node, &script(&elastic("1:2", "--max-restarts 3"), &places(gate)))
+}
+
+/// Two nodes whose workers have all started.
+fn start_two(net: &Net, gate: &Gate) -> [Agent; 2] {
+    let agents = [0, 1].map(|node| start(net, node, gate));
+    agents.iter().for_each(|agent| until_places(agent, 4, 2));
+    agents
+}
+
+/// Waits until the workers of a node have said so many times that the world has this size, and nothing else since.
+fn until_places(agent: &Agent, world: usize, times: usize) {
+    let place = format!(" of {world}, restart 0");
+    until(&format!("{times} times '{place}'"), || {
+        let said = agent.stdout();
+        let count = said.lines().filter(|line| line.ends_with(&place)).count();
+        count >= times && said.lines().last().is_some_and(|line| line.ends_with(&place))
+    });
+}
+
+/// How many workers, those of earlier starts too, there are on a node.
+fn workers(net: &Net, node: usize, gate: &Gate) -> usize {
+    let line = |pid| fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let is_worker = |line: &String| line.contains(&gate.wait()) && !line.contains("--nnodes");
+    net.processes(node).into_iter().map(line).filter(is_worker).count()
+}
+
+/// The job ends well when its workers do.
+fn end_well(net: &Net, gate: &Gate, agents: impl IntoIterator<Item = Agent>) {
+    gate.open();
+    for agent in agents {
+        let end = agent.finish();
+        assert_eq!(end.code, Some(0), "{end:?}");
+    }
+    net.until_nothing_is_left();
+}
+
+#[test]
+fn a_lost_node_is_done_without_and_a_new_one_is_taken_in() {
+    let Some(net) = Net::new(3) else { return };
+    let gate = Gate::new();
+    let [agent_0, _lost] = start_two(&net, &gate);
+    net.power_off(1);
+    until_places(&agent_0, 2, 2);
+    let agent_2 = start(&net, 2, &gate);
+    until_places(&agent_0, 4, 4);
+    until_places(&agent_2, 4, 2);
+    let (said_0, said_2) = (agent_0.stdout(), agent_2.stdout());
+    let mut ranks: Vec<_> = said_0.lines().rev().take(2).chain(said_2.lines()).map(|line| &line[..1]).collect();
+    ranks.sort_unstable();
+    assert_eq!(ranks, ["0", "1", "2", "3"]);
+    end_well(&net, &gate, [agent_0, agent_2]);
+}
+
+#[test]
+fn a_killed_agents_node_is_done_without() {
+    let Some(net) = Net::new(2) else { return };
+    let gate = Gate::new();
+    let [agent_0, agent_1] = start_two(&net, &gate);
+    agent_1.signal(Signal::KILL);
+    until_places(&agent_0, 2, 2);
+    until("its workers are gone", || net.processes(1).is_empty());
+    end_well(&net, &gate, [agent_0]);
+}
+
+#[test]
+fn a_node_that_is_told_to_stop_leaves_the_others_at_work() {
+    let Some(net) = Net::new(2) else { return };
+    let gate = Gate::new();
+    let [agent_0, agent_1] = start_two(&net, &gate);
+    agent_1.signal(Signal::TERM);
+    let left = agent_1.finish();
+    assert_eq!(left.code, Some(143), "{left:?}");
+    until_places(&agent_0, 2, 2);
+    end_well(&net, &gate, [agent_0]);
+}
+
+#[test]
+fn a_node_that_slept_too_long_joins_again() {
+    let Some(net) = Net::new(2) else { return };
+    let gate = Gate::new();
+    let [agent_0, agent_1] = start_two(&net, &gate);
+    agent_1.signal(Signal::STOP);
+    until_places(&agent_0, 2, 2);
+    agent_1.signal(Signal::CONT);
+    until_places(&agent_0, 4, 4);
+    until_places(&agent_1, 4, 4);
+    until("no worker of an earlier start is left", || [0, 1].map(|node| workers(&net, node, &gate)) == [2, 2]);
+    end_well(&net, &gate, [agent_0, agent_1]);
+}
+
+#[test]
+fn the_others_end_with_the_node_where_all_meet() {
+    let Some(net) = Net::new(2) else { return };
+    let [_lost, agent_1] = start_two(&net, &Gate::new());
+    net.power_off(0);
+    let end = agent_1.finish();
+    assert!(end.code.is_some_and(|code| code != 0) && end.stderr.contains(&ipv4(0)), "{end:?}");
+    net.until_nothing_is_left();
+}
+
+/// Two nodes of which all workers do this.
+fn two(net: &Net, more: &str, text: &str) -> [common::Finished; 2] {
+    [0, 1].map(|node| net.start(node, &script(&elastic("2", more), text))).map(Agent::finish)
+}
+
+#[test]
+fn after_a_failure_all_workers_of_all_nodes_start_again() {
+    let Some(net) = Net::new(2) else { return };
+    let text = "case $RANK.$TORCHELASTIC_RESTART_COUNT in 3.0) exit 5;; *.0) exec sleep 1000;; esac; \
+                echo $RANK: restart $TORCHELASTIC_RESTART_COUNT of $TORCHELASTIC_MAX_RESTARTS";
+    let ends = two(&net, "--max-restarts 1", text);
+    let said = [ends[0].stdout.as_str(), &ends[1].stdout].concat();
+    let mut lines: Vec<_> = said.lines().collect();
+    lines.sort_unstable();
+    assert_eq!(lines, [0, 1, 2, 3].map(|rank| format!("{rank}: restart 1 of 1")));
+    assert!(ends.iter().all(|end| end.code == Some(0)), "{ends:?}");
+    net.until_nothing_is_left();
+}
+
+#[test]
+fn after_the_last_restart_a_failure_is_final() {
+    let Some(net) = Net::new(2) else { return };
+    let text = "echo restart $TORCHELASTIC_RESTART_COUNT; [ $RANK != 3 ] || exit 5; exec sleep 1000";
+    for end in two(&net, "--max-restarts 1", text) {
+        assert_eq!(end.code, Some(5), "{end:?}");
+        assert!(end.stderr.contains("rank 3 ") && end.stderr.contains("failed with exit code 5"), "{end:?}");
+        assert!(!end.stdout.contains("restart 2"), "{end:?}");
+    }
+    net.until_nothing_is_left();
+}
