@@ -88,7 +88,7 @@ def main(version, folder):
 
         # Shows that it works, and leaves compiled what most scripts import, also where Python is told not to.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        program = "import torch; torch.ones(1); import torch.distributed.run, torch.nn.parallel, torch.utils.data"
+        program = "import torch, torch._dynamo, torch.distributed.run, torch.utils.data; torch.ones(1)"
         subprocess.run([os.path.join(partial, "bin", "python3"), "-c", program], env=environment, check=True)
 
     libtorch.fill_once(folder, FREE_GB, get)
