@@ -1,10 +1,19 @@
 //! The command line, validated into a [`Job`].
 
+mod flags;
+mod meeting;
+mod output;
+mod settings;
+
 use std::ffi::OsString;
-use std::str::FromStr;
 use std::time::Duration;
 
-use clap::Parser;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use nix::sys::signal::Signal;
+
+pub use self::meeting::NO_ID;
+use self::settings::{Environment, Setting, Settings};
+use crate::job::{Job, NumaBinding, Processes, Program, ProgramKind};
 
 /// A command line that makes no sense: one line that says what was wrong and what would be right.
 #[derive(Debug)]
@@ -18,185 +27,253 @@ impl std::fmt::Display for Usage {
 
 impl std::error::Error for Usage {}
 
-/// `--nproc_per_node`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Processes {
-    Count(u32),
-    /// One per GPU where there are any, else one per core.
-    Auto,
-    Cpu,
-    Gpu,
-}
+const GRACE: Duration = Duration::from_secs(5);
 
-/// What the user asked for.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Job {
-    pub processes: Processes,
-    pub nodes: u32,
-    pub node_rank: u32,
-    /// Given for certain when there are several nodes.
-    pub master_addr: Option<String>,
-    /// Given for certain when there are several nodes.
-    pub master_port: Option<u16>,
-    pub grace: Duration,
-    pub prefix: bool,
-    pub program: OsString,
-    pub arguments: Vec<OsString>,
-}
-
-const ABOUT: &str = "\
-Starts PROGRAM once per worker, passes on the output, and stops all workers when one fails.
-
-PROGRAM is a path, a name beside flow-launch, or a name on PATH; a .py file runs with python3 -u.
-Everything after PROGRAM is PROGRAM's. Flags may be written with dashes or underscores.";
-
-/// The flags as they are written.
-#[derive(Parser)]
-#[command(name = "flow-launch", version, about = ABOUT, args_override_self = true)]
-#[command(override_usage = "flow-launch [OPTIONS] PROGRAM [ARGS...]")]
-struct Flags {
-    /// Workers on this node
-    #[arg(long, alias = "nproc_per_node", value_name = "N|auto|cpu|gpu", default_value = "1")]
-    #[arg(allow_hyphen_values = true, help_heading = "Workers")]
-    nproc_per_node: String,
-
-    /// Nodes in the job
-    #[arg(long, value_name = "N", default_value = "1", allow_hyphen_values = true, help_heading = "Nodes")]
-    nnodes: String,
-
-    /// This node, from 0
-    #[arg(long, alias = "node_rank", value_name = "N", default_value = "0")]
-    #[arg(allow_hyphen_values = true, help_heading = "Nodes")]
-    node_rank: String,
-
-    /// Address of node 0 [default: 127.0.0.1 for one node]
-    #[arg(long, alias = "master_addr", value_name = "HOST", allow_hyphen_values = true, help_heading = "Nodes")]
-    master_addr: Option<String>,
-
-    /// Port on node 0 [default: a free one for one node]
-    #[arg(long, alias = "master_port", value_name = "PORT", allow_hyphen_values = true, help_heading = "Nodes")]
-    master_port: Option<String>,
-
-    /// Time between asking workers to stop (SIGTERM) and killing them
-    #[arg(long, value_name = "SECONDS", default_value = "5", allow_hyphen_values = true, help_heading = "Workers")]
-    grace: String,
-
-    /// Put `[rank N]` before each line of output, as on a terminal
-    #[arg(long, help_heading = "Output")]
-    prefix: bool,
-
-    #[arg(hide = true, trailing_var_arg = true)]
-    command: Vec<OsString>,
-}
+/// As torchrun's.
+const SIGNALS: [Signal; 4] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT];
 
 impl Job {
-    /// Reads a whole command line, program name first. `--help` and `--version` are answered here and end the process.
-    pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Job, Usage> {
-        match Flags::try_parse_from(arguments) {
-            Ok(flags) => Job::validate(flags),
+    /// Reads a whole command line, program name first, and the environment. `--help` and `--version` are answered here
+    /// and end the process.
+    pub fn parse(arguments: impl IntoIterator<Item = OsString>, environment: Environment<'_>) -> Result<Job, Usage> {
+        match flags::command().try_get_matches_from(arguments) {
+            Ok(matches) => Job::validate(Settings { matches, environment }),
             Err(error) if !error.use_stderr() => error.exit(),
-            Err(error) => {
-                let text = error.to_string();
-                let line = text.lines().next().unwrap_or_default();
-                Err(Usage(format!("{}; see flow-launch --help", line.trim_start_matches("error: "))))
-            }
+            Err(error) => Err(explain(&error)),
         }
     }
 
-    fn validate(flags: Flags) -> Result<Job, Usage> {
-        let mut command = flags.command.into_iter();
-        let Some(program) = command.next().filter(|program| !program.is_empty()) else {
+    fn validate(mut settings: Settings<'_>) -> Result<Job, Usage> {
+        let command: Option<Vec<OsString>> = settings.matches.remove_many(flags::COMMAND).map(Iterator::collect);
+        let mut command = command.unwrap_or_default().into_iter();
+        let Some(name) = command.next().filter(|program| !program.is_empty()) else {
             return Err(Usage("no program given; usage: flow-launch [OPTIONS] PROGRAM [ARGS...]".into()));
         };
-        let processes = match flags.nproc_per_node.as_str() {
-            "auto" => Processes::Auto,
-            "cpu" => Processes::Cpu,
-            "gpu" => Processes::Gpu,
-            text => Processes::Count(number("nproc_per_node", text, 1, "a number from 1, or auto, cpu or gpu")?),
-        };
-        let nodes = number("nnodes", &flags.nnodes, 1, "a number from 1")?;
-        let node_rank = number("node_rank", &flags.node_rank, 0, "a number from 0")?;
-        if node_rank >= nodes {
-            return Err(Usage(format!("--node_rank is {node_rank}; with --nnodes {nodes} it must be below {nodes}")));
-        }
-        let master_port = match &flags.master_port {
-            Some(text) => Some(number("master_port", text, 1, "a port from 1 to 65535")?),
-            None => None,
-        };
-        if let Some(address) = &flags.master_addr {
-            if address.is_empty() || address.starts_with('-') || address.contains(char::is_whitespace) {
-                return Err(Usage(format!("--master_addr is '{address}'; it must be a host name or an address")));
-            }
-        }
-        if nodes > 1 && (flags.master_addr.is_none() || master_port.is_none()) {
-            return Err(Usage(format!(
-                "--nnodes {nodes} needs --master_addr and --master_port, the same on every node"
-            )));
-        }
+        output::refuse_plugins(&settings)?;
+        ignore_what_has_no_meaning(&settings)?;
+        let numa_bindings = [
+            ("node", NumaBinding::Node),
+            ("socket", NumaBinding::Socket),
+            ("exclusive", NumaBinding::Exclusive),
+            ("core-complex", NumaBinding::CoreComplex),
+        ];
+        let timeout =
+            || settings.get("shutdown-timeout").or_else(|| settings.variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT"));
         Ok(Job {
-            processes,
-            nodes,
-            node_rank,
-            master_addr: flags.master_addr,
-            master_port,
-            grace: grace(&flags.grace)?,
-            prefix: flags.prefix,
-            program,
-            arguments: command.collect(),
+            program: Program { kind: program_kind(&settings)?, name, arguments: command.collect() },
+            processes: settings.get("nproc-per-node").map_or(Ok(Processes::Count(1)), |s| processes(&s))?,
+            role: settings.get_text("role")?.unwrap_or_else(|| "default".into()),
+            nodes: meeting::nodes(&settings)?,
+            max_restarts: settings.get_number("max-restarts", 0, "a number from 0")?.unwrap_or(0),
+            grace: timeout().map_or(Ok(GRACE), |setting| setting.seconds())?,
+            hang_timeout: settings.get("hang-timeout").map(|setting| hang_timeout(&setting)).transpose()?,
+            signals: settings.get("signals-to-handle").map_or(Ok(SIGNALS.into()), |setting| signals(&setting))?,
+            numa_binding: settings.get("numa-binding").map(|setting| setting.one_of(&numa_bindings)).transpose()?,
+            virtual_local_rank: settings.is_on("virtual-local-rank")?,
+            output: output::output(&settings)?,
+            events: settings.get_path("events")?,
+            dry_run: settings.is_on("dry-run")?,
         })
     }
 }
 
-fn number<T: FromStr + PartialOrd>(flag: &str, text: &str, least: T, right: &str) -> Result<T, Usage> {
-    match text.parse() {
-        Ok(value) if value >= least => Ok(value),
-        _ => Err(Usage(format!("--{flag} is '{text}'; it must be {right}"))),
+/// One line for what clap says in several.
+fn explain(error: &clap::Error) -> Usage {
+    let text = error.to_string();
+    let line = text.lines().next().unwrap_or_default().trim_start_matches("error: ");
+    if let (ErrorKind::UnknownArgument, Some(ContextValue::String(flag))) =
+        (error.kind(), error.get(ContextKind::InvalidArg))
+    {
+        let candidates = flag.strip_prefix("--").map(flags::candidates).unwrap_or_default();
+        if candidates.len() > 1 {
+            return Usage(format!("{flag} is short for several: --{}", candidates.join(", --")));
+        }
+    }
+    Usage(format!("{line}; see flow-launch --help"))
+}
+
+fn program_kind(settings: &Settings) -> Result<ProgramKind, Usage> {
+    let [is_module, no_python] = [settings.is_on("module")?, settings.is_on("no-python")?];
+    Ok(match (settings.is_on("run-path")?, is_module, no_python) {
+        (true, true, _) => return Err(Usage("--module and --run-path exclude each other; give one".into())),
+        (false, true, true) => return Err(Usage("--module and --no-python exclude each other; give one".into())),
+        (true, false, _) => ProgramKind::Script,
+        (false, true, false) => ProgramKind::Module,
+        (false, false, true) => ProgramKind::Executable,
+        (false, false, false) => ProgramKind::ByName,
+    })
+}
+
+fn processes(setting: &Setting) -> Result<Processes, Usage> {
+    match setting.text()? {
+        "auto" => Ok(Processes::Auto),
+        "cpu" => Ok(Processes::Cpu),
+        "gpu" => Ok(Processes::Gpu),
+        _ => setting.number(1, "a number from 1, or auto, cpu or gpu").map(Processes::Count),
     }
 }
 
-/// Longest grace period that can be asked for, in seconds.
-const LONGEST_GRACE: f64 = 1e6;
-
-fn grace(text: &str) -> Result<Duration, Usage> {
-    match text.parse::<f64>() {
-        Ok(seconds) if (0.0..=LONGEST_GRACE).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
-        _ => Err(Usage(format!("--grace is '{text}'; it must be a number of seconds from 0 to {LONGEST_GRACE}"))),
+fn hang_timeout(setting: &Setting) -> Result<Duration, Usage> {
+    let timeout = setting.seconds()?;
+    if timeout.is_zero() {
+        return Err(setting.wrong("more than 0 seconds; leave it out for no limit"));
     }
+    Ok(timeout)
+}
+
+/// Names with or without SIG.
+fn signals(setting: &Setting) -> Result<Vec<Signal>, Usage> {
+    let mut signals = Vec::new();
+    for name in setting.text()?.split(',').map(|name| name.trim().to_uppercase()) {
+        let name = if name.starts_with("SIG") { name } else { format!("SIG{name}") };
+        let wrong = |what| Err(setting.wrong(&format!("names of signals such as SIGTERM,SIGUSR1; {name} {what}")));
+        match name.parse() {
+            Err(_) => return wrong("is none"),
+            Ok(Signal::SIGKILL | Signal::SIGSTOP) => return wrong("cannot be caught"),
+            Ok(Signal::SIGCHLD | Signal::SIGPIPE) => return wrong("is flow-launch's own"),
+            Ok(signal) if !signals.contains(&signal) => signals.push(signal),
+            Ok(_) => {}
+        }
+    }
+    Ok(signals)
+}
+
+/// Flags of torchrun that say how it does what is done otherwise here: it polls, and it may fork Python.
+fn ignore_what_has_no_meaning(settings: &Settings) -> Result<(), Usage> {
+    settings.get("monitor-interval").map(|setting| setting.seconds()).transpose()?;
+    let methods = ["spawn", "fork", "forkserver"].map(|name| (name, ()));
+    settings.get("start-method").map(|setting| setting.one_of(&methods)).transpose()?;
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::job::Meeting;
     use proptest::prelude::*;
 
-    fn parse(arguments: &[&str]) -> Result<Job, Usage> {
-        Job::parse(std::iter::once("flow-launch").chain(arguments.iter().copied()).map(OsString::from))
+    /// With these variables in the environment.
+    fn parse_with(variables: &[(&str, &str)], arguments: &[&str]) -> Result<Job, Usage> {
+        let environment = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, v)| v.into());
+        Job::parse(std::iter::once("flow-launch").chain(arguments.iter().copied()).map(OsString::from), &environment)
+    }
+
+    /// Of words separated by spaces.
+    pub fn parse(line: &str) -> Result<Job, Usage> {
+        parse_with(&[], &line.split_whitespace().collect::<Vec<_>>())
+    }
+
+    pub fn refusal(line: &str) -> String {
+        parse(line).expect_err(line).0
     }
 
     #[test]
     fn defaults() {
-        let job = parse(&["train"]).unwrap();
+        let job = parse("train").unwrap();
+        assert_eq!(job.program, Program { kind: ProgramKind::ByName, name: "train".into(), arguments: vec![] });
         assert_eq!(job.processes, Processes::Count(1));
-        assert_eq!((job.nodes, job.node_rank), (1, 0));
-        assert_eq!((job.master_addr, job.master_port), (None, None));
-        assert_eq!(job.grace, Duration::from_secs(5));
-        assert!(!job.prefix);
-        assert_eq!(job.program, "train");
-        assert!(job.arguments.is_empty());
+        assert_eq!((job.nodes.min, job.nodes.max), (1, 1));
+        assert_eq!(job.nodes.meeting, Meeting::Alone { master_addr: None, master_port: None });
+        assert_eq!((job.role.as_str(), job.nodes.id.as_str(), job.max_restarts), ("default", "none", 0));
+        assert_eq!((job.grace, job.hang_timeout), (Duration::from_secs(5), None));
+        assert_eq!(job.signals, SIGNALS);
+        assert_eq!((job.numa_binding, job.events, job.dry_run), (None, None, false));
+        assert!(!job.output.prefix && !job.output.oneflow_names && job.output.log_dir.is_none());
     }
 
     #[test]
     fn both_spellings_and_the_last_one_wins() {
         let dashes = "--nproc-per-node=2 --nnodes 3 --node-rank 1 --master-addr h --master-port 9 --grace 0.5 p";
-        let underscores = "--nproc_per_node 7 --nproc_per_node 2 --nnodes=3 --node_rank=1 --master_addr=h --master_port=9 --grace=.5 p";
-        let split = |line: &str| parse(&line.split(' ').collect::<Vec<_>>()).unwrap();
-        assert_eq!(split(dashes), split(underscores));
-        assert_eq!(split(dashes).grace, Duration::from_millis(500));
+        let underscores = "--nproc_per_node 7 --nproc_per_node 2 --nnodes=3 --node_rank=1 --master_addr=h \
+                           --master_port=9 --prefix --shutdown_timeout=.5 p";
+        let mut first = parse(dashes).unwrap();
+        first.output.prefix = true;
+        assert_eq!(first, parse(underscores).unwrap());
+        assert_eq!(first.grace, Duration::from_millis(500));
     }
 
     #[test]
-    fn a_world_too_large_to_count_is_no_panic() {
-        assert!(parse(&["--nproc_per_node", "99999999999", "train"]).is_err());
+    fn every_flag_in_every_spelling() {
+        for flag in flags::FLAGS {
+            for spelling in flag.spellings() {
+                let taken = flags::command().try_get_matches_from(["f", &format!("--{spelling}"), "1", "p"]);
+                assert!(taken.is_ok_and(|matches| matches.contains_id(flag.name)), "{spelling}");
+            }
+        }
+    }
+
+    #[test]
+    fn flags_may_be_shortened_while_it_is_clear_which_is_meant() {
+        assert_eq!(parse("--nproc 3 train").unwrap().processes, Processes::Count(3));
+        assert_eq!(parse("--nproc_p=3 train").unwrap().processes, Processes::Count(3));
+        assert_eq!(parse("--max 3 train").unwrap().max_restarts, 3);
+        assert!(parse("--virt train").unwrap().virtual_local_rank);
+        let line = refusal("--master 3 train");
+        assert!(line.contains("--master-addr") && line.contains("--master-port") && !line.contains('\n'), "{line}");
+        assert!(refusal("--rdzv-c=3 train").contains("--rdzv-conf"));
+        assert!(refusal("--nosuch train").contains("--nosuch"));
+    }
+
+    #[test]
+    fn variables_stand_in_for_flags() {
+        let variables = [("PET_NPROC_PER_NODE", "3"), ("PET_NNODES", ""), ("PET_ROLE", "actor"), ("PET_MODULE", "1")];
+        let job = parse_with(&variables, &["train"]).unwrap();
+        assert_eq!((job.processes, job.nodes.max, job.role.as_str()), (Processes::Count(3), 1, "actor"));
+        assert_eq!(job.program.kind, ProgramKind::Module);
+        let job = parse_with(&variables, &["--nproc_per_node", "2", "train"]).unwrap();
+        assert_eq!(job.processes, Processes::Count(2));
+        assert_eq!(parse_with(&[("PET_MODULE", "0")], &["train"]).unwrap().program.kind, ProgramKind::ByName);
+        for (variable, value) in
+            [("PET_NNODES", "x"), ("PET_STANDALONE", "yes"), ("PET_RDZV_CONF", "x"), ("PET_MASTER_PORT", "0")]
+        {
+            assert!(parse_with(&[(variable, value)], &["train"]).unwrap_err().0.contains(variable));
+        }
+        // Those that torchrun reads from the command line only.
+        assert!(parse_with(&[("PET_NUMA_BINDING", "x"), ("PET_LOGS_SPECS", "x")], &["train"]).is_ok());
+    }
+
+    #[test]
+    fn shutdown_timeout_has_two_variables() {
+        let elastic = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7");
+        let grace = |variables: &[_], line: &[&str]| parse_with(variables, line).unwrap().grace.as_secs();
+        assert_eq!(grace(&[elastic], &["p"]), 7);
+        assert_eq!(grace(&[elastic, ("PET_SHUTDOWN_TIMEOUT", "8")], &["p"]), 8);
+        assert_eq!(grace(&[elastic], &["--grace", "9", "p"]), 9);
+        assert!(parse_with(&[(elastic.0, "soon")], &["p"]).unwrap_err().0.contains(elastic.0));
+    }
+
+    #[test]
+    fn kinds_of_programs() {
+        let kind = |line: &str| parse(line).unwrap().program.kind;
+        assert_eq!(kind("-m package.train"), ProgramKind::Module);
+        assert_eq!(kind("--no_python train.py"), ProgramKind::Executable);
+        assert_eq!(kind("--run-path --no-python train"), ProgramKind::Script);
+        assert!(refusal("-m --no-python train").contains("--no-python"));
+        assert!(refusal("-m --run-path train").contains("--run-path"));
+    }
+
+    #[test]
+    fn signals_by_name() {
+        let signals = |names: &str| parse(&format!("--signals-to-handle {names} p")).unwrap().signals;
+        assert_eq!(signals("SIGTERM,usr1,TERM"), [Signal::SIGTERM, Signal::SIGUSR1]);
+        for wrong in ["SIGKILL", "STOP", "CHLD", "SIGPIPE", "9", "SIGTERM,"] {
+            assert!(refusal(&format!("--signals-to-handle {wrong} p")).contains("--signals-to-handle"), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn what_has_no_meaning_here_is_checked_all_the_same() {
+        assert!(parse("--monitor-interval 0.1 --start-method fork --use_env p").is_ok());
+        assert!(refusal("--monitor-interval x p").contains("--monitor-interval"));
+        assert!(refusal("--start-method x p").contains("forkserver"));
+    }
+
+    #[test]
+    fn bindings_and_times() {
+        assert_eq!(parse("--numa-binding core-complex p").unwrap().numa_binding, Some(NumaBinding::CoreComplex));
+        assert!(refusal("--numa-binding x p").contains("core-complex"));
+        assert_eq!(parse("--hang_timeout 1.5 p").unwrap().hang_timeout, Some(Duration::from_millis(1500)));
+        assert!(refusal("--hang-timeout 0 p").contains("leave it out"));
     }
 
     proptest! {
@@ -204,18 +281,29 @@ mod tests {
         fn everything_after_the_program_is_the_programs(arguments in prop::collection::vec("(--)?[a-z_=-]{0,12}", 0..8)) {
             let mut line = vec!["--nproc_per_node", "2", "train"];
             line.extend(arguments.iter().map(String::as_str));
-            let job = parse(&line).unwrap();
-            prop_assert_eq!(job.program, "train");
-            prop_assert_eq!(job.arguments, arguments.iter().map(OsString::from).collect::<Vec<_>>());
+            let program = parse_with(&[], &line).unwrap().program;
+            prop_assert_eq!(program.name, "train");
+            prop_assert_eq!(program.arguments, arguments.iter().map(OsString::from).collect::<Vec<_>>());
         }
 
         #[test]
         fn any_value_gives_a_job_or_a_single_line(
-            flag in prop::sample::select(vec!["nproc_per_node", "nnodes", "node_rank", "master_port", "master_addr", "grace", "other"]),
+            flag in prop::sample::select(flags::FLAGS.iter().map(|flag| flag.name).chain(["other"]).collect::<Vec<_>>()),
             value in "[ -~]{0,10}",
         ) {
-            if let Err(Usage(line)) = parse(&[&format!("--{flag}"), &value, "train"]) {
+            if let Err(Usage(line)) = parse_with(&[], &[&format!("--{flag}={value}"), "train"]) {
                 prop_assert!(!line.contains('\n') && line.contains(flag), "{line}");
+            }
+        }
+
+        #[test]
+        fn any_variable_gives_a_job_or_names_the_variable(
+            flag in prop::sample::select(flags::FLAGS.iter().map(|flag| flag.name).collect::<Vec<_>>()),
+            value in "[ -~]{0,10}",
+        ) {
+            let variable = format!("PET_{}", flag.to_uppercase().replace('-', "_"));
+            if let Err(Usage(line)) = parse_with(&[(&variable, &value)], &["train"]) {
+                prop_assert!(!line.contains('\n') && line.contains(&variable), "{line}");
             }
         }
     }

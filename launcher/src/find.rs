@@ -7,33 +7,61 @@ use std::path::{Path, PathBuf};
 use rustix::fs::Access;
 
 use crate::args::Usage;
+use crate::job::{Program, ProgramKind};
 
 /// The command for PROGRAM and its arguments: a path is taken as it is, a name is looked for beside flow-launch and
-/// then on PATH, and a `.py` file (which may also be a name in the current folder) runs with `python3 -u`.
-pub fn command(program: &OsStr, arguments: &[OsString]) -> Result<Vec<OsString>, Usage> {
+/// then on PATH, and a `.py` file (which may also be a name in the current folder) runs with `python3 -u`, or with
+/// PYTHON_EXEC.
+pub fn command(program: &Program) -> Result<Vec<OsString>, Usage> {
     let beside = std::env::current_exe().ok().and_then(|path| path.parent().map(Path::to_path_buf));
     let path = std::env::var_os("PATH").unwrap_or_default();
-    let places = Places { beside, path: std::env::split_paths(&path).collect() };
-    let mut command = places.command(program)?;
-    command.extend_from_slice(arguments);
+    let python = std::env::var_os("PYTHON_EXEC").filter(|python| !python.is_empty());
+    let places = Places { beside, path: std::env::split_paths(&path).collect(), python };
+    let mut command = places.command(program.kind, &program.name)?;
+    command.extend_from_slice(&program.arguments);
     Ok(command)
 }
 
 struct Places {
     beside: Option<PathBuf>,
     path: Vec<PathBuf>,
+    /// The interpreter to use, where that is not `python3`.
+    python: Option<OsString>,
 }
 
 impl Places {
-    fn command(&self, program: &OsStr) -> Result<Vec<OsString>, Usage> {
-        if Path::new(program).extension() != Some(OsStr::new("py")) {
-            return Ok(vec![self.program(program)?]);
+    fn command(&self, kind: ProgramKind, name: &OsStr) -> Result<Vec<OsString>, Usage> {
+        match kind {
+            ProgramKind::Module => Ok(vec![self.python(name)?, "-u".into(), "-m".into(), name.into()]),
+            ProgramKind::Script => self.script(name),
+            ProgramKind::ByName if Path::new(name).extension() == Some(OsStr::new("py")) => self.script(name),
+            ProgramKind::ByName | ProgramKind::Executable => Ok(vec![self.program(name)?]),
         }
-        let Some(python) = self.on_path(OsStr::new("python3")) else {
-            return Err(Usage(format!("{} needs python3, which is not on PATH", program.display())));
+    }
+
+    fn script(&self, name: &OsStr) -> Result<Vec<OsString>, Usage> {
+        let script = if Path::new(name).is_file() { name.to_owned() } else { self.find(name, Path::is_file)? };
+        Ok(vec![self.python(name)?, "-u".into(), script])
+    }
+
+    /// The interpreter for a script or a module.
+    fn python(&self, program: &OsStr) -> Result<OsString, Usage> {
+        let (source, python) = match &self.python {
+            Some(python) => ("PYTHON_EXEC: ", python.as_os_str()),
+            None => ("", OsStr::new("python3")),
         };
-        let script = if Path::new(program).is_file() { program.to_owned() } else { self.find(program, Path::is_file)? };
-        Ok(vec![python.into(), "-u".into(), script])
+        let found = if python.as_bytes().contains(&b'/') {
+            Some(PathBuf::from(python)).filter(|path| is_executable(path))
+        } else {
+            self.on_path(python)
+        };
+        found.map(OsString::from).ok_or_else(|| {
+            Usage(format!(
+                "{} needs {}, which is no program ({source}on PATH or a path)",
+                program.display(),
+                python.display()
+            ))
+        })
     }
 
     fn program(&self, program: &OsStr) -> Result<OsString, Usage> {
@@ -92,8 +120,9 @@ mod tests {
     fn order_of_places() {
         let (beside, early, late) =
             (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-        let places = Places { beside: Some(beside.path().into()), path: vec![early.path().into(), late.path().into()] };
-        let find = |name: &str| places.command(OsStr::new(name)).map_err(|usage| usage.0);
+        let path = vec![early.path().into(), late.path().into()];
+        let places = Places { beside: Some(beside.path().into()), path, python: None };
+        let find = |name: &str| places.command(ProgramKind::ByName, OsStr::new(name)).map_err(|usage| usage.0);
         assert!(find("train").unwrap_err().contains("nor on PATH"));
         let in_late = file(late.path(), "train", 0o755);
         file(early.path(), "train", 0o644);
@@ -106,14 +135,40 @@ mod tests {
     #[test]
     fn what_cannot_run_is_said() {
         let folder = tempfile::tempdir().unwrap();
-        let places = Places { beside: None, path: vec![folder.path().into()] };
-        let error = |path: PathBuf| places.command(path.as_os_str()).unwrap_err().0;
+        let places = Places { beside: None, path: vec![folder.path().into()], python: None };
+        let error = |path: PathBuf| places.command(ProgramKind::ByName, path.as_os_str()).unwrap_err().0;
         assert!(error(folder.path().join("absent")).contains("no such file"));
         assert!(error(folder.path().into()).contains("folder"));
         assert!(error(file(folder.path(), "plain", 0o644)).contains("chmod"));
         assert!(error(file(folder.path(), "train.py", 0o644)).contains("python3"));
         let python = file(folder.path(), "python3", 0o755).into_os_string();
         let script = folder.path().join("train.py");
-        assert_eq!(places.command(script.as_os_str()).unwrap(), [python, "-u".into(), script.into_os_string()]);
+        let command = places.command(ProgramKind::ByName, script.as_os_str()).unwrap();
+        assert_eq!(command, [python, "-u".into(), script.into_os_string()]);
+    }
+
+    #[test]
+    fn who_runs_what() {
+        let folder = tempfile::tempdir().unwrap();
+        let python = file(folder.path(), "python3", 0o755).into_os_string();
+        let other = file(folder.path(), "other", 0o755).into_os_string();
+        let plain = file(folder.path(), "plain", 0o644).into_os_string();
+        let script = file(folder.path(), "train.py", 0o755).into_os_string();
+        let places = |python: Option<&str>| Places {
+            beside: None,
+            path: vec![folder.path().into()],
+            python: python.map(OsString::from),
+        };
+        let command = |kind, name: &OsString| places(None).command(kind, name).unwrap();
+        assert_eq!(command(ProgramKind::Executable, &script), std::slice::from_ref(&script));
+        assert_eq!(command(ProgramKind::Script, &plain), [python.clone(), "-u".into(), plain.clone()]);
+        assert_eq!(command(ProgramKind::Module, &"a.b".into()), [python, "-u".into(), "-m".into(), "a.b".into()]);
+        for name in [other.to_str().unwrap(), "other"] {
+            let command = places(Some(name)).command(ProgramKind::ByName, &script).unwrap();
+            assert_eq!(command, [other.clone(), "-u".into(), script.clone()]);
+        }
+        for name in ["absent", "/absent"] {
+            assert!(places(Some(name)).command(ProgramKind::Script, &plain).unwrap_err().0.contains("PYTHON_EXEC"));
+        }
     }
 }

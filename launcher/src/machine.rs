@@ -1,25 +1,40 @@
 //! What this machine has to offer.
 
+use std::collections::HashMap;
+use std::ffi::{OsStr, OsString};
+
 /// The facts about this machine and environment that planning depends on.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Machine {
     /// Cores this process may use (affinity mask and cgroup quota).
     pub cores: u32,
     pub gpus: u32,
-    /// Whether the user has set OMP_NUM_THREADS.
-    pub omp_is_set: bool,
+    /// The launcher's environment, which workers inherit.
+    pub environment: HashMap<OsString, OsString>,
+    /// The CPUs of each worker, by local rank; empty where workers are not bound to any.
+    pub binding: Vec<Vec<usize>>,
 }
 
 impl Machine {
     pub fn this() -> Machine {
-        let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
-        Machine {
-            cores: std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32),
-            gpus: visible_gpus(nvidia_devices(), visible.as_deref()),
-            omp_is_set: std::env::var_os("OMP_NUM_THREADS").is_some(),
-        }
+        let environment: HashMap<_, _> = std::env::vars_os().collect();
+        let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
+        let mut machine = Machine { cores, gpus: 0, environment, binding: Vec::new() };
+        machine.gpus = visible_gpus(nvidia_devices(), machine.visible_devices());
+        machine
+    }
+
+    /// What the environment says of the GPUs to use.
+    pub fn visible_devices(&self) -> Option<&str> {
+        self.environment.get(OsStr::new(VISIBLE))?.to_str()
+    }
+
+    pub fn has_variable(&self, name: &str) -> bool {
+        self.environment.contains_key(OsStr::new(name))
     }
 }
+
+const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 
 fn nvidia_devices() -> u32 {
     let Ok(entries) = std::fs::read_dir("/dev") else { return 0 };

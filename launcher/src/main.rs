@@ -2,9 +2,11 @@
 //!
 //! | file | subject |
 //! |---|---|
-//! | `args.rs` | command line -> [`args::Job`] |
+//! | `args.rs`, `args/` | command line and environment -> [`job::Job`] (pure) |
 //! | `find.rs` | PROGRAM -> the command to run |
-//! | `plan.rs` | job -> each worker's rank, command and environment (pure) |
+//! | `plan.rs` | job and placement -> each worker's rank, command and environment (pure) |
+//! | `numa.rs` | the CPUs of each worker |
+//! | `dry_run.rs` | what would be started (pure) |
 //! | `rendezvous.rs` | the store and the ports the workers meet at |
 //! | `worker.rs` | starting, signalling and reaping one worker |
 //! | `guard.rs` | the process that cleans up when the launcher is killed |
@@ -14,26 +16,29 @@
 //! | `report.rs` | what is said about a failure (pure) |
 
 mod args;
+mod dry_run;
 mod find;
 mod guard;
 #[allow(dead_code)]
 mod job;
 mod machine;
+mod numa;
 mod output;
 mod plan;
 mod policy;
 mod rendezvous;
 mod report;
-#[allow(dead_code)]
 mod round;
 mod signals;
 mod sink;
 mod supervise;
 mod worker;
 
+use std::io::Write;
 use std::process::ExitCode;
 
-use args::{Job, Usage};
+use args::Usage;
+use job::{Job, Meeting};
 
 /// Exit code for a command line that makes no sense.
 const USAGE: u8 = 2;
@@ -46,7 +51,8 @@ fn main() -> ExitCode {
         _ => {}
     }
     env_logger::Builder::from_env(env_logger::Env::new().filter("FLOW_LOG")).init();
-    match Job::parse(std::env::args_os()).map_err(anyhow::Error::from).and_then(run) {
+    let environment = |name: &str| std::env::var_os(name);
+    match Job::parse(std::env::args_os(), &environment).map_err(anyhow::Error::from).and_then(run) {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
             eprintln!("flow-launch: {error:#}");
@@ -56,15 +62,31 @@ fn main() -> ExitCode {
 }
 
 /// Runs a job to its end and returns the exit code to end with.
-fn run(job: Job) -> anyhow::Result<u8> {
-    let machine = machine::Machine::this();
+fn run(mut job: Job) -> anyhow::Result<u8> {
+    let mut machine = machine::Machine::this();
     let local_world_size = plan::local_world_size(&job, &machine)?;
-    let command = find::command(&job.program, &job.arguments)?;
+    if let Some(binding) = job.numa_binding {
+        let topology = numa::Topology::this(machine.visible_devices())?;
+        machine.binding = numa::bind(binding, local_world_size as usize, &topology)?;
+    }
+    let command = find::command(&job.program)?;
+    if job.dry_run {
+        std::io::stdout().write_all(dry_run::describe(&job, local_world_size, &command, &machine).as_bytes())?;
+        return Ok(0);
+    }
+    // One node's job is its own: programs name things by its id.
+    if matches!(job.nodes.meeting, Meeting::Alone { .. }) && job.nodes.id == args::NO_ID {
+        job.nodes.id = std::fs::read_to_string("/proc/sys/kernel/random/uuid")?.trim_end().into();
+    }
     let signals = signals::Signals::catch()?;
     let guard = guard::Guard::start()?;
-    let rendezvous = rendezvous::Rendezvous::start(&job)?;
+    let rendezvous = rendezvous::Rendezvous::start(&job, local_world_size)?;
+    let mut workers = plan::workers(&job, rendezvous.placement(), &command, &machine, |_| None);
+    if job.nodes.max > 1 {
+        let is_of_store = |name: &str| matches!(name, "FLOW_STORE" | "FLOW_TOKEN");
+        workers.iter_mut().for_each(|worker| worker.environment.retain(|(name, _)| !is_of_store(name)));
+    }
     let threads = plan::omp_threads(local_world_size, &machine);
-    let workers = plan::workers(&job, local_world_size, &command, threads, rendezvous.meeting_point());
     let note = threads.and_then(|threads| plan::omp_note(threads, local_world_size, &machine));
     supervise::Supervisor::start(&job, workers, signals, guard, rendezvous, note)?.run()
 }

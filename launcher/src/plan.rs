@@ -1,9 +1,13 @@
 //! From a job to its workers: pure functions.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
 
-use crate::args::{Job, Processes, Usage};
+use crate::args::Usage;
+use crate::job::{Job, Processes};
 use crate::machine::Machine;
+use crate::round::Placement;
 
 /// One worker: what to run and in which environment (added to the launcher's own).
 #[derive(Clone, Debug, PartialEq)]
@@ -11,16 +15,9 @@ pub struct WorkerSpec {
     pub rank: u32,
     pub local_rank: u32,
     pub command: Vec<OsString>,
-    pub environment: Vec<(&'static str, String)>,
-}
-
-/// Where the workers find each other.
-#[derive(Clone, Debug)]
-pub struct MeetingPoint {
-    pub master_addr: String,
-    pub master_port: u16,
-    /// Address and token of the launcher's store, where it has one.
-    pub store: Option<(String, String)>,
+    pub environment: Vec<(&'static str, OsString)>,
+    /// The CPUs it is bound to, if to any.
+    pub cores: Option<Vec<usize>>,
 }
 
 /// Number of workers on this node.
@@ -31,19 +28,28 @@ pub fn local_world_size(job: &Job, machine: &Machine) -> Result<u32, Usage> {
         Processes::Auto if machine.gpus == 0 => machine.cores,
         Processes::Auto => machine.gpus,
         Processes::Gpu if machine.gpus == 0 => {
-            return Err(Usage("--nproc_per_node is 'gpu' but no GPU is visible here; use cpu or a number".into()))
+            return Err(Usage("--nproc-per-node is 'gpu' but no GPU is visible here; use cpu or a number".into()))
         }
         Processes::Gpu => machine.gpus,
     };
-    match size.checked_mul(job.nodes) {
-        Some(_) => Ok(size),
-        None => Err(Usage(format!("--nnodes {} times --nproc_per_node {size} is too many workers", job.nodes))),
+    let nodes = job.nodes.max;
+    if size.checked_mul(nodes).is_none() {
+        return Err(Usage(format!("--nnodes {nodes} times --nproc-per-node {size} is too many workers")));
+    }
+    let visible = machine.visible_devices().map(|list| list.split(',').count());
+    match visible.filter(|visible| job.virtual_local_rank && *visible < size as usize) {
+        Some(visible) => Err(Usage(format!(
+            "--virtual-local-rank needs a GPU for each of {size} workers, but CUDA_VISIBLE_DEVICES names {visible}"
+        ))),
+        None => Ok(size),
     }
 }
 
-/// OMP_NUM_THREADS for each worker: its share of the cores; none where the user has set it.
+/// OMP_NUM_THREADS for each worker: its share of the cores, or those it is bound to; none where the user has set it.
 pub fn omp_threads(local_world_size: u32, machine: &Machine) -> Option<u32> {
-    (!machine.omp_is_set).then(|| (machine.cores / local_world_size).max(1))
+    let share = machine.cores / local_world_size;
+    let bound = machine.binding.iter().map(|cpus| cpus.len() as u32).min();
+    (!machine.has_variable("OMP_NUM_THREADS")).then(|| bound.map_or(share, |bound| share.min(bound)).max(1))
 }
 
 /// The line that tells the user of [`omp_threads`]; not needed for a single worker, which has all cores as it would alone.
@@ -56,55 +62,141 @@ pub fn omp_note(threads: u32, local_world_size: u32, machine: &Machine) -> Optio
     })
 }
 
-/// The workers of this node, in rank order.
+/// The workers of this node, in rank order. `error_file` is where each may leave what it failed of, by local rank.
 pub fn workers(
     job: &Job,
-    local_world_size: u32,
+    placement: &Placement,
     command: &[OsString],
-    omp_threads: Option<u32>,
-    meeting_point: &MeetingPoint,
+    machine: &Machine,
+    error_file: impl Fn(u32) -> Option<PathBuf>,
 ) -> Vec<WorkerSpec> {
-    let worker = |local_rank: u32| {
-        let rank = job.node_rank * local_world_size + local_rank;
-        let mut environment = vec![
-            ("RANK", rank.to_string()),
-            ("LOCAL_RANK", local_rank.to_string()),
-            ("WORLD_SIZE", (job.nodes * local_world_size).to_string()),
-            ("LOCAL_WORLD_SIZE", local_world_size.to_string()),
-            ("GROUP_RANK", job.node_rank.to_string()),
-            ("NODE_RANK", job.node_rank.to_string()),
-            ("MASTER_ADDR", meeting_point.master_addr.clone()),
-            ("MASTER_PORT", meeting_point.master_port.to_string()),
-        ];
-        environment.extend(omp_threads.map(|threads| ("OMP_NUM_THREADS", threads.to_string())));
-        if let Some((address, token)) = &meeting_point.store {
-            environment.extend([("FLOW_STORE", address.clone()), ("FLOW_TOKEN", token.clone())]);
-        }
-        WorkerSpec { rank, local_rank, command: command.to_vec(), environment }
+    let worker = |local_rank: u32| WorkerSpec {
+        rank: placement.first_rank + local_rank,
+        local_rank,
+        command: command.iter().map(|word| substitute(word, local_rank)).collect(),
+        environment: environment(job, placement, machine, local_rank, error_file(local_rank)),
+        cores: machine.binding.get(local_rank as usize).cloned(),
     };
-    (0..local_world_size).map(worker).collect()
+    (0..placement.local_world_size).map(worker).collect()
+}
+
+/// The environment of torchrun's workers, and what Flow's own need.
+fn environment(
+    job: &Job,
+    placement: &Placement,
+    machine: &Machine,
+    local_rank: u32,
+    error_file: Option<PathBuf>,
+) -> Vec<(&'static str, OsString)> {
+    let numbers = [
+        ("RANK", placement.first_rank + local_rank),
+        ("LOCAL_RANK", if job.virtual_local_rank { 0 } else { local_rank }),
+        ("GROUP_RANK", placement.group_rank),
+        ("NODE_RANK", placement.group_rank),
+        ("ROLE_RANK", placement.first_role_rank + local_rank),
+        ("LOCAL_WORLD_SIZE", placement.local_world_size),
+        ("WORLD_SIZE", placement.world_size),
+        ("GROUP_WORLD_SIZE", placement.group_world_size),
+        ("ROLE_WORLD_SIZE", placement.role_world_size),
+        ("MASTER_PORT", placement.master_port.into()),
+        ("TORCHELASTIC_RESTART_COUNT", placement.restart_count),
+        ("TORCHELASTIC_MAX_RESTARTS", job.max_restarts),
+    ];
+    let signals: Vec<_> = job.signals.iter().map(|signal| signal.as_str()).collect();
+    let (store, token) = &placement.store;
+    let texts = [
+        ("ROLE_NAME", job.role.as_str()),
+        ("MASTER_ADDR", &placement.master_addr),
+        ("TORCHELASTIC_RUN_ID", &job.nodes.id),
+        // Rank 0 serves torch's store itself: the launcher's speaks another protocol.
+        ("TORCHELASTIC_USE_AGENT_STORE", "False"),
+        ("TORCHELASTIC_SIGNALS_TO_HANDLE", &signals.join(",")),
+        ("FLOW_STORE", store),
+        ("FLOW_TOKEN", token),
+    ];
+    let mut environment: Vec<(&str, OsString)> =
+        numbers.into_iter().map(|(name, number)| (name, number.to_string().into())).collect();
+    environment.extend(texts.map(|(name, text)| (name, text.into())));
+    // Empty where there is none, lest a worker write the file of a launcher around this one.
+    environment.push(("TORCHELASTIC_ERROR_FILE", error_file.unwrap_or_default().into()));
+    if !machine.has_variable("TORCH_NCCL_ASYNC_ERROR_HANDLING") {
+        environment.push(("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1".into()));
+    }
+    if let Some(threads) = omp_threads(placement.local_world_size, machine) {
+        environment.push(("OMP_NUM_THREADS", threads.to_string().into()));
+    }
+    if job.virtual_local_rank {
+        let device = machine.visible_devices().and_then(|list| list.split(',').nth(local_rank as usize));
+        let device = device.map_or_else(|| local_rank.to_string(), |device| device.trim().into());
+        environment.push(("CUDA_VISIBLE_DEVICES", device.into()));
+    }
+    if let Some(folder) = job.output.log_dir.as_deref().filter(|_| job.output.oneflow_names) {
+        environment.push(("GLOG_log_dir", oneflow_folder(folder, local_rank).into()));
+    }
+    environment
+}
+
+/// Where a worker's files are, by OneFlow's names.
+fn oneflow_folder(log_dir: &Path, local_rank: u32) -> PathBuf {
+    log_dir.join(format!("local_rank_{local_rank}"))
+}
+
+/// torchrun's `${local_rank}` in a command.
+fn substitute(word: &OsStr, local_rank: u32) -> OsString {
+    const MACRO: &[u8] = b"${local_rank}";
+    let mut rest = word.as_bytes();
+    let mut done = Vec::with_capacity(rest.len());
+    while let Some(at) = rest.windows(MACRO.len()).position(|window| window == MACRO) {
+        done.extend_from_slice(&rest[..at]);
+        done.extend_from_slice(local_rank.to_string().as_bytes());
+        rest = &rest[at + MACRO.len()..];
+    }
+    done.extend_from_slice(rest);
+    OsString::from_vec(done)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use std::collections::BTreeSet;
+    use std::collections::HashMap;
 
     fn job(line: &str) -> Job {
-        Job::parse(line.split(' ').map(OsString::from)).unwrap()
+        Job::parse(line.split(' ').map(OsString::from), &|_| None).unwrap()
     }
 
     fn machine(cores: u32, gpus: u32) -> Machine {
-        Machine { cores, gpus, omp_is_set: false }
+        Machine { cores, gpus, ..Machine::default() }
     }
 
-    fn meeting_point() -> MeetingPoint {
-        MeetingPoint { master_addr: "node0".into(), master_port: 29500, store: None }
+    fn with_variable(machine: Machine, name: &str, value: &str) -> Machine {
+        Machine { environment: HashMap::from([(name.into(), value.into())]), ..machine }
+    }
+
+    /// The second of three nodes, whose first has 5 workers.
+    fn placement() -> Placement {
+        Placement {
+            restart_count: 1,
+            group_rank: 1,
+            group_world_size: 3,
+            first_rank: 5,
+            local_world_size: 2,
+            world_size: 8,
+            first_role_rank: 3,
+            role_world_size: 6,
+            master_addr: "node0".into(),
+            master_port: 29500,
+            store: ("tcp://node0:9".into(), "abc".into()),
+        }
+    }
+
+    fn planned(line: &str, command: &[&str], machine: &Machine) -> Vec<WorkerSpec> {
+        let command: Vec<_> = command.iter().map(OsString::from).collect();
+        workers(&job(line), &placement(), &command, machine, |local| Some(format!("/logs/{local}").into()))
     }
 
     fn get<'a>(worker: &'a WorkerSpec, name: &str) -> Option<&'a str> {
-        worker.environment.iter().find(|(key, _)| *key == name).map(|(_, value)| value.as_str())
+        worker.environment.iter().find(|(key, _)| *key == name).and_then(|(_, value)| value.to_str())
     }
 
     #[test]
@@ -126,37 +218,101 @@ mod tests {
         assert_eq!(omp_threads(2, &machine(8, 0)), Some(4));
         assert_eq!(omp_threads(3, &machine(8, 0)), Some(2));
         assert_eq!(omp_threads(16, &machine(2, 0)), Some(1));
-        assert_eq!(omp_threads(2, &Machine { cores: 8, gpus: 0, omp_is_set: true }), None);
+        assert_eq!(omp_threads(2, &with_variable(machine(8, 0), "OMP_NUM_THREADS", "3")), None);
+        let bound = Machine { binding: vec![vec![0, 1], vec![2]], ..machine(8, 0) };
+        assert_eq!(omp_threads(2, &bound), Some(1));
         assert_eq!(omp_note(8, 1, &machine(8, 0)), None);
         assert!(omp_note(4, 2, &machine(8, 0)).unwrap().contains("OMP_NUM_THREADS=4"));
     }
 
     #[test]
-    fn the_store_is_named_where_there_is_one() {
-        let store = Some(("tcp://127.0.0.1:9".to_string(), "abc".to_string()));
-        let with = workers(&job("f p"), 1, &[], None, &MeetingPoint { store, ..meeting_point() });
-        assert_eq!(get(&with[0], "FLOW_STORE"), Some("tcp://127.0.0.1:9"));
-        assert_eq!(get(&with[0], "FLOW_TOKEN"), Some("abc"));
-        let without = workers(&job("f p"), 1, &[], None, &meeting_point());
-        assert_eq!(get(&without[0], "FLOW_STORE"), None);
+    fn the_whole_environment() {
+        let workers = planned("f --max-restarts 4 --role actor --rdzv-id job7 p", &["p"], &machine(8, 0));
+        let mut found: Vec<_> =
+            workers[1].environment.iter().map(|(name, value)| (*name, value.to_str().unwrap())).collect();
+        found.sort_unstable();
+        let expected = [
+            ("FLOW_STORE", "tcp://node0:9"),
+            ("FLOW_TOKEN", "abc"),
+            ("GROUP_RANK", "1"),
+            ("GROUP_WORLD_SIZE", "3"),
+            ("LOCAL_RANK", "1"),
+            ("LOCAL_WORLD_SIZE", "2"),
+            ("MASTER_ADDR", "node0"),
+            ("MASTER_PORT", "29500"),
+            ("NODE_RANK", "1"),
+            ("OMP_NUM_THREADS", "4"),
+            ("RANK", "6"),
+            ("ROLE_NAME", "actor"),
+            ("ROLE_RANK", "4"),
+            ("ROLE_WORLD_SIZE", "6"),
+            ("TORCHELASTIC_ERROR_FILE", "/logs/1"),
+            ("TORCHELASTIC_MAX_RESTARTS", "4"),
+            ("TORCHELASTIC_RESTART_COUNT", "1"),
+            ("TORCHELASTIC_RUN_ID", "job7"),
+            ("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
+            ("TORCHELASTIC_USE_AGENT_STORE", "False"),
+            ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            ("WORLD_SIZE", "8"),
+        ];
+        assert_eq!(found, expected);
+        assert_eq!((workers[1].rank, workers[1].local_rank, &workers[1].cores), (6, 1, &None));
+    }
+
+    #[test]
+    fn what_the_user_has_set_is_left_alone() {
+        let name = "TORCH_NCCL_ASYNC_ERROR_HANDLING";
+        let workers = planned("f p", &["p"], &with_variable(machine(8, 0), name, "0"));
+        assert_eq!(get(&workers[0], name), None);
+        let specs = super::workers(&job("f p"), &placement(), &[], &machine(1, 0), |_| None);
+        assert_eq!(get(&specs[0], "TORCHELASTIC_ERROR_FILE"), Some(""));
+    }
+
+    #[test]
+    fn virtual_local_ranks() {
+        let gpus = with_variable(machine(8, 3), "CUDA_VISIBLE_DEVICES", "4, 2,GPU-a");
+        for (machine, device) in [(&gpus, "2"), (&machine(8, 3), "1")] {
+            let worker = &planned("f --virtual-local-rank p", &["${local_rank}"], machine)[1];
+            assert_eq!((get(worker, "LOCAL_RANK"), get(worker, "CUDA_VISIBLE_DEVICES")), (Some("0"), Some(device)));
+            assert_eq!((worker.local_rank, worker.command[0].to_str()), (1, Some("1")));
+        }
+        let size = |count| local_world_size(&job(&format!("f --virtual-local-rank --nproc_per_node {count} p")), &gpus);
+        assert_eq!(size(3).unwrap(), 3);
+        assert!(size(4).unwrap_err().0.contains("CUDA_VISIBLE_DEVICES"));
+    }
+
+    #[test]
+    fn oneflows_folder_is_told() {
+        let worker = &planned("f --logdir /x --redirect_stdout_and_stderr p", &["p"], &machine(1, 0))[1];
+        assert_eq!(get(worker, "GLOG_log_dir"), Some("/x/local_rank_1"));
+    }
+
+    #[test]
+    fn local_rank_is_put_into_the_command() {
+        let command = ["p", "--out=${local_rank}/${local_rank}.log", "${rank}", "$local_rank", "$$", "${local_rank"];
+        let worker = &planned("f p", &command, &machine(1, 0))[1];
+        assert_eq!(worker.command, ["p", "--out=1/1.log", "${rank}", "$local_rank", "$$", "${local_rank"]);
+        let odd = OsString::from_vec(b"\xff${local_rank}\xfe".to_vec());
+        assert_eq!(substitute(&odd, 12).as_bytes(), b"\xff12\xfe");
+    }
+
+    #[test]
+    fn workers_are_bound_as_planned() {
+        let machine = Machine { binding: vec![vec![0, 1], vec![2, 3]], ..machine(4, 0) };
+        let cores: Vec<_> = planned("f p", &["p"], &machine).into_iter().map(|worker| worker.cores).collect();
+        assert_eq!(cores, [Some(vec![0, 1]), Some(vec![2, 3])]);
     }
 
     proptest! {
         #[test]
-        fn ranks_of_all_nodes_are_each_number_once(nodes in 1u32..5, size in 1u32..9) {
-            let mut ranks = BTreeSet::new();
-            for node in 0..nodes {
-                let job = job(&format!("f --nnodes {nodes} --node_rank {node} --master_addr a --master_port 1 p"));
-                for (local, worker) in workers(&job, size, &["p".into()], Some(1), &meeting_point()).iter().enumerate() {
-                    prop_assert_eq!(worker.local_rank as usize, local);
-                    let number = |name| get(worker, name).and_then(|value| value.parse::<u32>().ok());
-                    prop_assert_eq!(number("RANK"), Some(worker.rank));
-                    prop_assert_eq!(number("WORLD_SIZE"), Some(nodes * size));
-                    prop_assert_eq!(get(worker, "NODE_RANK"), get(worker, "GROUP_RANK"));
-                    prop_assert!(ranks.insert(worker.rank));
-                }
+        fn ranks_follow_the_first(first_rank in 0u32..1000, local_world_size in 1u32..9) {
+            let placement = Placement { first_rank, local_world_size, ..placement() };
+            for (local, worker) in workers(&job("f p"), &placement, &[], &machine(1, 0), |_| None).iter().enumerate() {
+                let number = |name| get(worker, name).and_then(|value| value.parse::<u32>().ok());
+                prop_assert_eq!(number("RANK"), Some(first_rank + local as u32));
+                prop_assert_eq!((worker.rank, worker.local_rank), (first_rank + local as u32, local as u32));
+                prop_assert_eq!(get(worker, "NODE_RANK"), get(worker, "GROUP_RANK"));
             }
-            prop_assert_eq!(ranks, (0..nodes * size).collect());
         }
     }
 }

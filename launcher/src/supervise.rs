@@ -9,8 +9,8 @@ use rustix::event::{poll, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::process::{getrlimit, setrlimit, Resource, Rlimit, Signal};
 
-use crate::args::Job;
 use crate::guard::Guard;
+use crate::job::Job;
 use crate::output::{Assembler, StreamId};
 use crate::plan::WorkerSpec;
 use crate::policy::{Action, Cause, Policy};
@@ -92,7 +92,7 @@ impl Supervisor {
         if let Some((note, sink)) = note.zip(sinks.last_mut()) {
             sink.queue.say(&note);
         }
-        let prefix = job.prefix || std::io::stdout().is_terminal();
+        let prefix = job.output.prefix || std::io::stdout().is_terminal();
         let mut workers = Vec::with_capacity(specs.len());
         for spec in specs {
             let rank = spec.rank;

@@ -4,7 +4,7 @@
 //! until the guard knows of it, and only then becomes the program. So there is no moment at which a killed launcher
 //! leaves a worker behind.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::fs::File;
 use std::io::{self, ErrorKind, Read, Write};
@@ -17,8 +17,10 @@ use rustix::process::{
     kill_process_group, pidfd_open, set_parent_process_death_signal, waitid, Pid, PidfdFlags, Signal, WaitId,
     WaitIdOptions,
 };
+use rustix::thread::{sched_setaffinity, CpuSet};
 
 use crate::guard::Guard;
+use crate::numa;
 use crate::plan::WorkerSpec;
 use crate::signals;
 
@@ -75,7 +77,8 @@ impl Process {
     /// To be called on the main thread: the kernel ties a worker's life to the thread that has started it.
     pub fn start(spec: &WorkerSpec, guard: &mut Guard) -> io::Result<(Process, [OwnedFd; 2])> {
         let mut command = Command::new("/proc/self/exe");
-        command.arg0("flow-launch").arg(HIDDEN_FLAG).args(&spec.command).process_group(0);
+        let cores = spec.cores.as_deref().map(numa::list).unwrap_or_default();
+        command.arg0("flow-launch").arg(HIDDEN_FLAG).arg(cores).args(&spec.command).process_group(0);
         command.env_remove("FLOW_STORE").env_remove("FLOW_TOKEN");
         command.envs([guard.mark()]);
         command.envs(spec.environment.iter().map(|(name, value)| (name, value)));
@@ -130,10 +133,11 @@ impl AsFd for Process {
     }
 }
 
-/// In the new process: becomes the program, or says why not and exits as a shell would.
+/// In the new process: becomes the program, or says why not and exits as a shell would. Before the program and its
+/// arguments are the CPUs it is bound to.
 pub fn exec(mut command: impl Iterator<Item = OsString>) -> ExitCode {
-    let Some(program) = command.next() else { return ExitCode::FAILURE };
-    let error = match await_launcher() {
+    let (Some(cores), Some(program)) = (command.next(), command.next()) else { return ExitCode::FAILURE };
+    let error = match await_launcher().and_then(|()| bind(&cores)) {
         Ok(()) => Command::new(&program).args(command).exec(),
         Err(error) => error,
     };
@@ -150,6 +154,17 @@ fn await_launcher() -> io::Result<()> {
     io::stdin().read_exact(&mut gate).map_err(|_| io::Error::other("the launcher has gone"))?;
     nix::unistd::dup2_stdin(File::open("/dev/null")?)?;
     Ok(signals::unblock()?)
+}
+
+/// Keeps this process to some CPUs; to none in particular if none are listed.
+fn bind(cores: &OsStr) -> io::Result<()> {
+    let cores = cores.to_str().and_then(numa::parse).unwrap_or_default();
+    if cores.is_empty() {
+        return Ok(());
+    }
+    let mut mask = CpuSet::new();
+    cores.into_iter().filter(|core| *core < CpuSet::MAX_CPU).for_each(|core| mask.set(core));
+    Ok(sched_setaffinity(None, &mask)?)
 }
 
 #[cfg(test)]

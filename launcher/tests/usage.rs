@@ -29,12 +29,26 @@ fn one_line_each() {
         ("--grace nan true", "'nan'"),
         ("--grace inf true", "'inf'"),
         ("--nnodes 0 true", "'0'"),
-        ("--node_rank 1 true", "--node_rank is 1"),
-        ("--nnodes 2 true", "--master_addr and --master_port"),
-        ("--nnodes 2 --master_addr a true", "--master_port"),
+        ("--node_rank 1 true", "--node-rank is '1'"),
+        ("--nnodes 2 true", "--master-addr"),
+        ("--nnodes 2:1 true", "'2:1'"),
+        ("--nnodes 1:2 --master_addr a true", "--rdzv-endpoint"),
+        ("--nnodes 2 --rdzv-backend c10d true", "--rdzv-endpoint"),
+        ("--rdzv_backend etcd true", "static or c10d"),
+        ("--nnodes 2 --rdzv_endpoint a:b true", "'a:b'"),
+        ("--rdzv_conf join=1 true", "join_timeout"),
+        ("--standalone --nnodes 2 true", "--standalone"),
         ("--nnodes 2 --node_rank 2 --master_addr a --master_port 1 true", "below 2"),
         ("--nnodes 70000 --nproc_per_node 70000 --master_addr a --master_port 1 true", "too many workers"),
         ("--nosuchflag true", "--nosuchflag"),
+        ("--master x true", "--master-addr, --master-port"),
+        ("--tee 4 true", "'4'"),
+        ("-r 0:x true", "'0:x'"),
+        ("-m --no-python true", "--no-python"),
+        ("--signals-to-handle SIGKILL true", "cannot be caught"),
+        ("--numa_binding all true", "core-complex"),
+        ("--logs-specs mine true", "plug-ins"),
+        ("--events= true", "a path"),
         ("--prefix=2 true", "--prefix"),
     ];
     for (line, named) in table {
@@ -54,11 +68,30 @@ fn an_empty_program_is_no_program() {
 }
 
 #[test]
+fn a_variable_that_makes_no_sense_is_named() {
+    let table = [
+        ("PET_NPROC_PER_NODE", "many"),
+        ("PET_NODE_RANK", "1"),
+        ("PET_STANDALONE", "yes"),
+        ("PET_TEE", "0:"),
+        ("PET_SHUTDOWN_TIMEOUT", "soon"),
+        ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "soon"),
+    ];
+    for (variable, value) in table {
+        let finished = run(launcher(&["true"]).env(variable, value));
+        assert_eq!((finished.code, finished.stderr.lines().count()), (Some(2), 1), "{finished:?}");
+        assert!(finished.stderr.contains(&format!("{variable} is '{value}'")), "{}", finished.stderr);
+    }
+}
+
+#[test]
 fn help_is_answered() {
     let finished = run(&mut launcher(&["--help"]));
-    assert_eq!(finished.code, Some(0));
-    for flag in ["--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--grace", "--prefix"]
-    {
-        assert!(finished.stdout.contains(flag), "{flag}");
+    assert_eq!((finished.code, finished.stderr.as_str()), (Some(0), ""));
+    assert!(finished.stdout.lines().all(|line| line.len() <= 120), "{}", finished.stdout);
+    for text in ["Workers:", "Program:", "Nodes:", "Output:", "--nproc-per-node <N>", "-m, --module", "--grace"] {
+        assert!(finished.stdout.contains(text), "{text}");
     }
+    assert!(!finished.stdout.contains("--monitor-interval"));
+    assert!(run(&mut launcher(&["--version"])).stdout.starts_with("flow-launch "));
 }

@@ -1,0 +1,168 @@
+//! Every flag there is, as a table.
+
+use clap::builder::ValueParser;
+use clap::{Arg, ArgAction, Command};
+
+/// A flag. It may also be written with underscores.
+pub struct Flag {
+    pub name: &'static str,
+    pub aliases: &'static [&'static str],
+    short: Option<char>,
+    /// What follows it, if anything does.
+    value: Option<&'static str>,
+    /// `PET_<NAME>` stands in where it is not given, as in torchrun.
+    pub has_variable: bool,
+    heading: &'static str,
+    /// Empty: accepted, for it means something to torchrun, and left out of `--help`.
+    help: &'static str,
+}
+
+impl Flag {
+    /// All spellings, without the dashes before them.
+    pub fn spellings(&self) -> impl Iterator<Item = String> + '_ {
+        [self.name, &self.name.replace('-', "_")]
+            .map(String::from)
+            .into_iter()
+            .chain(self.aliases.iter().map(|a| a.to_string()))
+    }
+
+    fn argument(&self) -> Arg {
+        let argument = Arg::new(self.name).long(self.name).aliases(self.spellings().skip(1)).help(self.help);
+        let argument = argument.help_heading(self.heading).hide(self.help.is_empty());
+        let argument = if let Some(short) = self.short { argument.short(short) } else { argument };
+        match self.value {
+            Some(value) => argument.value_name(value).value_parser(ValueParser::os_string()).allow_hyphen_values(true),
+            None => argument.action(ArgAction::SetTrue),
+        }
+    }
+
+    const fn alias(mut self, aliases: &'static [&'static str]) -> Flag {
+        self.aliases = aliases;
+        self
+    }
+
+    const fn short(mut self, short: char) -> Flag {
+        self.short = Some(short);
+        self
+    }
+
+    /// Not a flag of torchrun's, or one that it reads from the command line only.
+    const fn without_variable(mut self) -> Flag {
+        self.has_variable = false;
+        self
+    }
+}
+
+const fn option(heading: &'static str, name: &'static str, value: &'static str, help: &'static str) -> Flag {
+    Flag { name, aliases: &[], short: None, value: Some(value), has_variable: true, heading, help }
+}
+
+const fn switch(heading: &'static str, name: &'static str, help: &'static str) -> Flag {
+    Flag { name, aliases: &[], short: None, value: None, has_variable: true, heading, help }
+}
+
+const WORKERS: &str = "Workers";
+const PROGRAM: &str = "Program";
+const NODES: &str = "Nodes";
+const OUTPUT: &str = "Output";
+
+pub const FLAGS: &[Flag] = &[
+    option(WORKERS, "nproc-per-node", "N", "Workers on this node: a number, auto, cpu or gpu [default: 1]"),
+    option(WORKERS, "max-restarts", "N", "Starts anew after a failure [default: 0]"),
+    option(WORKERS, "shutdown-timeout", "SECONDS", "From SIGTERM to SIGKILL; also --grace [default: 5]")
+        .alias(&["grace"]),
+    option(WORKERS, "hang-timeout", "SECONDS", "Longest wait in one collective [default: no limit]").without_variable(),
+    option(WORKERS, "signals-to-handle", "NAMES", "Passed on to workers [default: SIGTERM,SIGINT,SIGHUP,SIGQUIT]"),
+    option(WORKERS, "numa-binding", "KIND", "Cores for each: node, socket, exclusive or core-complex")
+        .without_variable(),
+    switch(WORKERS, "virtual-local-rank", "Each sees one GPU, its own, and LOCAL_RANK 0"),
+    option(WORKERS, "role", "NAME", "Told to them as ROLE_NAME [default: default]"),
+    switch(PROGRAM, "module", "PROGRAM is a Python module").short('m'),
+    switch(PROGRAM, "no-python", "PROGRAM runs as it is, even if its name ends in .py"),
+    switch(PROGRAM, "run-path", "PROGRAM is a Python script, whatever its name"),
+    option(NODES, "nnodes", "N|MIN:MAX", "Nodes in the job [default: 1]"),
+    option(NODES, "node-rank", "N", "This node, from 0, where --master-addr names node 0 [default: 0]"),
+    option(NODES, "master-addr", "HOST", "Address of node 0"),
+    option(NODES, "master-port", "PORT", "Port on node 0 [default: 29500; for one node a free one]"),
+    option(NODES, "rdzv-endpoint", "HOST[:PORT]", "Where nodes meet, in any order [default port: 29400]"),
+    option(NODES, "rdzv-backend", "KIND", "static (by --master-addr) or c10d (by --rdzv-endpoint)"),
+    option(NODES, "rdzv-id", "ID", "Tells this job from others"),
+    option(NODES, "rdzv-conf", "KEY=VALUE,...", "join_timeout, last_call_timeout, heartbeat_timeout, is_host"),
+    switch(NODES, "standalone", "One node, whatever the other flags say"),
+    option(NODES, "local-addr", "HOST", "Address at which others reach this node"),
+    switch(OUTPUT, "prefix", "Put the rank before each line, as on a terminal").without_variable(),
+    option(OUTPUT, "log-dir", "DIR", "For the files of --redirects and --tee"),
+    option(OUTPUT, "redirects", "STREAMS", "To files: 0 none, 1 stdout, 2 stderr, 3 both; or by rank 0:3,10:1")
+        .short('r')
+        .alias(&["redirect"]),
+    option(OUTPUT, "tee", "STREAMS", "To files and here; STREAMS as above").short('t'),
+    option(OUTPUT, "local-ranks-filter", "RANKS", "Show only these: 0,2"),
+    option(OUTPUT, "duplicate-stdout-filters", "TEXTS", "Copy lines with one of a,b to filtered_stdout.log"),
+    option(OUTPUT, "duplicate-stderr-filters", "TEXTS", "Copy lines with one of a,b to filtered_stderr.log"),
+    switch(OUTPUT, "redirect-stdout-and-stderr", "OneFlow's --redirects 3").without_variable(),
+    option(OUTPUT, "logdir", "DIR", "OneFlow's --log-dir [default: log]").without_variable(),
+    option(OUTPUT, "events", "FILE", "Write what happens, a JSON object a line").without_variable(),
+    switch(OUTPUT, "dry-run", "Print what would be started").without_variable(),
+    option(OUTPUT, "event-log-handler", "NAME", ""),
+    option(OUTPUT, "logs-specs", "NAME", "").without_variable(),
+    option(WORKERS, "monitor-interval", "SECONDS", ""),
+    option(WORKERS, "start-method", "NAME", ""),
+    switch(PROGRAM, "use-env", "").without_variable(),
+];
+
+/// Name under which PROGRAM and its arguments are found.
+pub const COMMAND: &str = "command";
+
+const ABOUT: &str = "\
+Starts PROGRAM once per worker, passes on the output, and stops all workers when one fails.
+
+PROGRAM is a path, a name beside flow-launch, or a name on PATH; a .py file runs with python3 -u.
+Everything after PROGRAM is PROGRAM's. Flags may be written with underscores, and shortened.";
+
+pub fn command() -> Command {
+    let program = Arg::new(COMMAND).num_args(0..).value_parser(ValueParser::os_string());
+    Command::new("flow-launch")
+        .version(env!("CARGO_PKG_VERSION"))
+        .about(ABOUT)
+        .override_usage("flow-launch [OPTIONS] PROGRAM [ARGS...]")
+        .term_width(120)
+        .args_override_self(true)
+        .infer_long_args(true)
+        .args(FLAGS.iter().map(Flag::argument))
+        .arg(program.hide(true).trailing_var_arg(true))
+}
+
+/// The flags that a shortened one may stand for.
+pub fn candidates(start: &str) -> Vec<&'static str> {
+    let fits = |flag: &&Flag| flag.spellings().any(|spelling| spelling.starts_with(start));
+    FLAGS.iter().filter(fits).map(|flag| flag.name).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_makes_a_command_line() {
+        command().debug_assert();
+    }
+
+    #[test]
+    fn help_has_a_line_for_each_flag_and_is_short() {
+        let help = command().render_help().to_string();
+        for flag in FLAGS.iter().filter(|flag| !flag.help.is_empty()) {
+            let line = help.lines().find(|line| line.contains(&format!("--{}", flag.name)));
+            assert!(line.is_some_and(|line| line.contains(flag.help)), "{}", flag.name);
+        }
+        assert!(help.lines().count() <= 60, "{help}");
+    }
+
+    #[test]
+    fn the_documentation_has_each_flag() {
+        let page = include_str!("../../../docs/flags.md");
+        for flag in FLAGS {
+            assert!(page.contains(&format!("`--{}", flag.name)), "{}", flag.name);
+            assert!(flag.aliases.iter().all(|alias| page.contains(&format!("`--{alias}`"))), "{}", flag.name);
+        }
+    }
+}

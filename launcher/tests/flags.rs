@@ -1,0 +1,102 @@
+//! What flags and variables do to the workers.
+
+mod common;
+use common::{launcher, run, script};
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+/// A file with this text, to be executed.
+fn executable(path: &Path, text: &str) {
+    fs::write(path, text).unwrap();
+    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+}
+
+#[test]
+fn variables_stand_in_for_flags() {
+    let mut command = script("", "echo $RANK $ROLE_NAME $TORCHELASTIC_MAX_RESTARTS");
+    command.env("PET_NPROC_PER_NODE", "2").env("PET_ROLE", "actor").env("PET_MAX_RESTARTS", "3");
+    assert_eq!(run(&mut command).sorted_lines(), ["0 actor 3", "1 actor 3"]);
+    let finished = run(script("--role critic --nproc 1", "echo $RANK $ROLE_NAME").env("PET_NPROC_PER_NODE", "2"));
+    assert_eq!(finished.stdout, "0 critic\n");
+}
+
+#[test]
+fn the_environment_is_torchruns() {
+    let names = "$GROUP_WORLD_SIZE $ROLE_RANK $ROLE_WORLD_SIZE $ROLE_NAME $TORCHELASTIC_RESTART_COUNT \
+                 $TORCHELASTIC_MAX_RESTARTS $TORCHELASTIC_USE_AGENT_STORE $TORCHELASTIC_RUN_ID \
+                 $TORCH_NCCL_ASYNC_ERROR_HANDLING $TORCHELASTIC_SIGNALS_TO_HANDLE";
+    let flags = "--nproc_per_node 2 --rdzv-id job7 --signals-to-handle TERM,USR1";
+    let finished = run(script(flags, &format!("echo {names}")).env_remove("TORCH_NCCL_ASYNC_ERROR_HANDLING"));
+    let lines = ["1 0 2 default 0 0 False job7 1 SIGTERM,SIGUSR1", "1 1 2 default 0 0 False job7 1 SIGTERM,SIGUSR1"];
+    assert_eq!(finished.sorted_lines(), lines, "{finished:?}");
+    let finished = run(script("", &format!("echo {names}")).env("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"));
+    assert!(finished.stdout.contains(" 0 SIGTERM,SIGINT,SIGHUP,SIGQUIT"), "{finished:?}");
+}
+
+#[test]
+fn jobs_of_one_node_have_ids_of_their_own() {
+    let id = |flags: &str| run(&mut script(flags, "echo $TORCHELASTIC_RUN_ID")).stdout;
+    let first = id("--standalone --rdzv-id mine");
+    assert_eq!(first.len(), 37, "{first}");
+    assert_ne!(first, id("--standalone --rdzv-id mine"));
+}
+
+#[test]
+fn local_rank_in_arguments() {
+    let finished = run(&mut launcher(&["--nproc_per_node", "2", "echo", "${local_rank}.log", "${rank}", "$$"]));
+    assert_eq!(finished.sorted_lines(), ["0.log ${rank} $$", "1.log ${rank} $$"]);
+}
+
+#[test]
+fn virtual_local_ranks_see_one_gpu_each() {
+    let text = "echo $RANK $LOCAL_RANK $CUDA_VISIBLE_DEVICES";
+    let mut command = script("--nproc_per_node 2 --virtual-local-rank", text);
+    assert_eq!(run(command.env_remove("CUDA_VISIBLE_DEVICES")).sorted_lines(), ["0 0 0", "1 0 1"]);
+    assert_eq!(run(command.env("CUDA_VISIBLE_DEVICES", "6,3")).sorted_lines(), ["0 0 6", "1 0 3"]);
+    let finished = run(command.env("CUDA_VISIBLE_DEVICES", "6"));
+    assert!(finished.code == Some(2) && finished.stderr.contains("CUDA_VISIBLE_DEVICES names 1"), "{finished:?}");
+}
+
+#[test]
+fn oneflows_log_folder_is_told() {
+    let finished = run(&mut script("--nproc_per_node 2 --logdir /x/log", "echo $GLOG_log_dir"));
+    assert_eq!(finished.sorted_lines(), ["/x/log/local_rank_0", "/x/log/local_rank_1"]);
+}
+
+#[test]
+fn python_by_name_by_flag_and_as_a_module() {
+    let folder = tempfile::tempdir().unwrap();
+    let text =
+        "#!/bin/sh\n'''exec' echo by shell '''\nimport sys\nprint(__name__, sys.argv[1:], sys.stdout.write_through)\n";
+    for name in ["train.py", "train"] {
+        executable(&folder.path().join(name), text);
+    }
+    let stdout = |arguments: &[&str]| run(launcher(arguments).current_dir(&folder)).stdout;
+    for arguments in [["--run-path", "train", "x"].as_slice(), &["train.py", "x"], &["-m", "train", "x"]] {
+        assert_eq!(stdout(arguments), "__main__ ['x'] True\n", "{arguments:?}");
+    }
+    assert_eq!(stdout(&["--run-path", "--no-python", "train", "x"]), "__main__ ['x'] True\n");
+    executable(&folder.path().join("other"), "#!/bin/sh\necho other \"$@\"\n");
+    assert_eq!(stdout(&["--no-python", "./train.py", "x"]), "by shell \n");
+    let python = folder.path().join("other");
+    let other = |arguments: &[&str]| run(launcher(arguments).env("PYTHON_EXEC", &python).current_dir(&folder)).stdout;
+    assert_eq!(other(&["train.py", "x"]), "other -u train.py x\n");
+    assert_eq!(other(&["--module", "a.b", "-m"]), "other -u -m a.b -m\n");
+}
+
+#[test]
+fn workers_run_on_the_cpus_they_are_bound_to() {
+    let text = "sed -n 's/^Cpus_allowed_list:.//p' /proc/self/status";
+    let whole = run(&mut script("", text)).stdout;
+    assert_eq!(run(&mut script("--numa-binding socket", text)).code, Some(0));
+    let finished = run(&mut script("--nproc_per_node 2 --numa-binding exclusive", text));
+    if finished.code == Some(2) {
+        assert!(finished.stderr.contains("1 cores for 2 workers"), "{finished:?}");
+        println!("SKIPPED: workers on cores of their own: there is one core");
+        return;
+    }
+    let lines = finished.sorted_lines();
+    assert!(lines.len() == 2 && lines[0] != lines[1] && !lines.contains(&whole.trim()), "{finished:?} of {whole}");
+}
