@@ -4,6 +4,7 @@
 mod common;
 use common::{finish, launcher, run, until_gone, Finished, Running};
 
+use std::fs;
 use std::net::TcpListener;
 use std::process::{self, Command, Stdio};
 
@@ -13,7 +14,8 @@ fn python() -> String {
 
 /// Whether there is PyTorch; says so if not.
 fn have_pytorch() -> bool {
-    let found = Command::new(python()).args(["-c", "import torch"]).output().is_ok_and(|output| output.status.success());
+    let found =
+        Command::new(python()).args(["-c", "import torch"]).output().is_ok_and(|output| output.status.success());
     if !found {
         println!("SKIPPED: PyTorch scripts: {} has no PyTorch (scripts/setup --pytorch gets one)", python());
     }
@@ -61,20 +63,21 @@ fn ddp_trains_as_one_process_does() {
     let mut two = launch("--nproc-per-node 2", "train.py --epochs 2 --workers 2");
     assert_close(&weights([&run(two.current_dir(&elsewhere))], 2), &one);
 
-    // The same on two nodes, of which one has two workers.
-    let port = free_ports();
+    let master = master();
     let [first, second] = [0, 1].map(|node| {
-        let flags = format!("--nnodes 2 --nproc-per-node 2 --node-rank {node} --master-addr 127.0.0.1 --master-port {port}");
+        let flags = format!("--nnodes 2 --nproc-per-node 2 --node-rank {node} {master}");
         let mut command = launch(&flags, "train.py --epochs 2");
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     });
     assert_close(&weights([&finish(first), &finish(second)], 4), &one);
 }
 
-/// A port which is free, as the next one is.
-fn free_ports() -> u16 {
+/// Flags that name an address whose port is free, as the next one is.
+fn master() -> String {
     let is_free = |port: u16| TcpListener::bind(("127.0.0.1", port)).is_ok();
-    (0..6000).map(|i| 20000 + 2 * ((process::id() + i) % 6000) as u16).find(|port| is_free(*port) && is_free(port + 1)).unwrap()
+    let mut ports = (0..6000).map(|i| 20000 + 2 * ((process::id() + i) % 6000) as u16);
+    let port = ports.find(|port| is_free(*port) && is_free(port + 1)).unwrap();
+    format!("--master-addr 127.0.0.1 --master-port {port}")
 }
 
 #[test]
@@ -110,4 +113,29 @@ fn children_of_workers_do_not_outlive_them() {
     assert!(finished.stderr.contains("flow-launch: rank 1 (local rank 1, "), "{finished:?}");
     assert_eq!(pids.len(), 8);
     until_gone(&pids);
+}
+
+/// Each of torchrun's ways to ask for four workers on one node starts those four.
+#[test]
+fn torchruns_own_cases() {
+    let master = format!("--nnodes 1 --nproc-per-node 4 --node-rank 0 {}", master());
+    let cases = [
+        ("--nproc-per-node 4", "touch.py"),
+        (&master, "touch.py"),
+        ("--nproc-per-node 4 --no-python", "touch.sh"),
+        ("--nproc-per-node 4 --standalone", "touch.py"),
+        ("--nproc-per-node 4 --run-path", "touch.py"),
+        ("", "touch.py"),
+    ];
+    for (flags, script) in cases {
+        let folder = tempfile::tempdir().unwrap();
+        let mut command = launch(flags, &format!("{script} {}", folder.path().display()));
+        if flags.is_empty() {
+            command.env("PET_NPROC_PER_NODE", "4").env("PET_STANDALONE", "1").env("PET_RDZV_ID", "a-job");
+        }
+        let finished = run(&mut command);
+        let mut ranks: Vec<_> = fs::read_dir(&folder).unwrap().map(|file| file.unwrap().file_name()).collect();
+        ranks.sort();
+        assert!(finished.code == Some(0) && ranks == ["0", "1", "2", "3"], "{flags}: {ranks:?} {finished:?}");
+    }
 }
