@@ -2,20 +2,23 @@
 //!
 //! It is told of each worker's process group through a pipe that only the launcher holds open. However the launcher
 //! dies, the pipe ends, and the guard kills the groups that are still registered. Then, unless the job ended well, it
-//! looks for processes that have left those groups (as those of `timeout` do) by a mark in their environment.
+//! looks for processes that have left those groups (as those of `timeout` do) by a mark in their environment. Last it
+//! removes the job's temporary folder, which has the mark in its name: so it need not be told when that is made.
 
 use std::collections::HashSet;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io::{BufRead, Write};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use anyhow::Context;
 use nix::sys::signal::SigSet;
-use rustix::process::{kill_process, kill_process_group, Pid, Signal};
+use rustix::process::{geteuid, kill_process, kill_process_group, Pid, Signal};
 
 /// First argument of a flow-launch process that is a guard; the mark is the second.
 pub const HIDDEN_FLAG: &str = "--guard";
@@ -28,6 +31,10 @@ const DISMISSAL: &str = "dismissed";
 
 /// Looks for marked processes at most so many times: new ones may be born meanwhile, and some cannot be killed.
 const SWEEPS: usize = 100;
+
+/// Tries to remove the temporary folder so many times: a worker that is being killed may still write to it.
+const REMOVALS: usize = 100;
+const BETWEEN_REMOVALS: Duration = Duration::from_millis(10);
 
 /// The launcher's side of the guard. Dropping it ends the guard, which kills what is left of the job.
 pub struct Guard {
@@ -43,6 +50,16 @@ impl Guard {
         command.arg0("flow-launch").arg(HIDDEN_FLAG).arg(&mark).process_group(0);
         command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
         Ok(Guard { process: command.spawn().context("cannot start the guard process")?, mark })
+    }
+
+    /// What tells this job from all others on this machine.
+    pub fn name(&self) -> &str {
+        &self.mark
+    }
+
+    /// Where the job may make a folder that is gone when the launcher is.
+    pub fn temporary_folder(&self) -> PathBuf {
+        temporary_folder(self.mark.as_ref())
     }
 
     /// What is to be in the environment of every worker.
@@ -79,12 +96,15 @@ impl Drop for Guard {
         if let Err(error) = self.process.wait() {
             log::warn!("cannot wait for the guard process: {error}");
         }
+        // Nothing is left of it, unless somebody has killed the guard.
+        remove(&self.temporary_folder());
     }
 }
 
 /// The guard process itself.
 pub fn main(mark: Option<OsString>) -> ExitCode {
     // What is meant for the launcher (Ctrl-C, a hang-up, a kill by name) must not end the guard first.
+    let mark = mark.filter(|mark| !mark.as_bytes().contains(&b'/'));
     let (Some(mark), Ok(())) = (mark, SigSet::all().thread_block()) else { return ExitCode::FAILURE };
     let _ = nix::sys::prctl::set_name(c"flow-guard");
     let mut groups = HashSet::new();
@@ -104,7 +124,21 @@ pub fn main(mark: Option<OsString>) -> ExitCode {
         let entry = [MARK.as_bytes(), b"=", mark.as_bytes()].concat();
         (0..SWEEPS).take_while(|_| sweep(&entry)).for_each(|_| std::thread::yield_now());
     }
+    let folder = temporary_folder(&mark);
+    (0..REMOVALS).take_while(|_| !remove(&folder)).for_each(|_| std::thread::sleep(BETWEEN_REMOVALS));
     ExitCode::SUCCESS
+}
+
+fn temporary_folder(mark: &OsStr) -> PathBuf {
+    let mut name = OsString::from("flow-launch_");
+    name.push(mark);
+    std::env::temp_dir().join(name)
+}
+
+/// Removes a job's temporary folder, if there is one and it is ours; false if some of it is left.
+fn remove(folder: &Path) -> bool {
+    let is_ours = |found: &fs::Metadata| found.is_dir() && found.uid() == geteuid().as_raw();
+    !fs::symlink_metadata(folder).is_ok_and(|found| is_ours(&found)) || fs::remove_dir_all(folder).is_ok()
 }
 
 /// Kills all processes with this entry in their environment; false if there are none.

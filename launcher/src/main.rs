@@ -7,28 +7,41 @@
 //! | `plan.rs` | job and placement -> each worker's rank, command and environment (pure) |
 //! | `numa.rs` | the CPUs of each worker |
 //! | `dry_run.rs` | what would be started (pure) |
-//! | `rendezvous.rs` | the store and the ports the workers meet at |
 //! | `worker.rs` | starting, signalling and reaping one worker |
 //! | `guard.rs` | the process that cleans up when the launcher is killed |
 //! | `policy.rs` | when to stop whom, and which failure is the root cause (pure) |
 //! | `supervise.rs` | the event loop |
 //! | `output.rs`, `sink.rs` | lines: assembling them (pure), writing them |
+//! | `route.rs`, `copies.rs` | which way a stream of a worker goes (pure), copying it there |
+//! | `logs.rs` | the files of streams and errors |
+//! | `error_file.rs` | what a worker recorded of its error |
 //! | `report.rs` | what is said about a failure (pure) |
+//! | `events.rs` | what has happened, for programs |
 
+mod address;
 mod args;
+mod coordinator;
+mod copies;
+mod crew;
 mod dry_run;
+mod error_file;
+mod events;
 mod find;
 mod guard;
-#[allow(dead_code)]
+mod hang;
 mod job;
+mod leader;
+mod link;
+mod logs;
 mod machine;
+mod member;
 mod numa;
 mod output;
 mod plan;
 mod policy;
-mod rendezvous;
 mod report;
 mod round;
+mod route;
 mod signals;
 mod sink;
 mod supervise;
@@ -39,6 +52,7 @@ use std::process::ExitCode;
 
 use args::Usage;
 use job::{Job, Meeting};
+use supervise::Supervisor;
 
 /// Exit code for a command line that makes no sense.
 const USAGE: u8 = 2;
@@ -78,15 +92,5 @@ fn run(mut job: Job) -> anyhow::Result<u8> {
     if matches!(job.nodes.meeting, Meeting::Alone { .. }) && job.nodes.id == args::NO_ID {
         job.nodes.id = std::fs::read_to_string("/proc/sys/kernel/random/uuid")?.trim_end().into();
     }
-    let signals = signals::Signals::catch()?;
-    let guard = guard::Guard::start()?;
-    let rendezvous = rendezvous::Rendezvous::start(&job, local_world_size)?;
-    let mut workers = plan::workers(&job, rendezvous.placement(), &command, &machine, |_| None);
-    if job.nodes.max > 1 {
-        let is_of_store = |name: &str| matches!(name, "FLOW_STORE" | "FLOW_TOKEN");
-        workers.iter_mut().for_each(|worker| worker.environment.retain(|(name, _)| !is_of_store(name)));
-    }
-    let threads = plan::omp_threads(local_world_size, &machine);
-    let note = threads.and_then(|threads| plan::omp_note(threads, local_world_size, &machine));
-    supervise::Supervisor::start(&job, workers, signals, guard, rendezvous, note)?.run()
+    Supervisor::start(job, machine, command)?.run()
 }

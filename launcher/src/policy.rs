@@ -13,6 +13,8 @@ pub enum Cause {
     Failure(usize),
     /// The launcher was sent this signal.
     Signal(i32),
+    /// The coordinator has said so: the cause is elsewhere.
+    Order,
 }
 
 /// What is to be done to all workers that are still there.
@@ -63,11 +65,20 @@ impl Policy {
         self.interrupted.is_some() && self.killed
     }
 
-    /// These workers (by index, in rank order) were seen to have ended together.
-    pub fn ended(&mut self, ends: &[(usize, End)], now: Instant) -> Action {
+    /// These workers (by index, in rank order) were seen to have ended together; with the time of the error that each
+    /// has recorded.
+    pub fn ended(&mut self, ends: &[(usize, End, Option<f64>)], now: Instant) -> Action {
         match root_cause(ends) {
             Some(worker) if self.cause.is_none() => self.stop(Cause::Failure(worker), Signal::SIGTERM as i32, now),
             _ => Action::Nothing,
+        }
+    }
+
+    /// The workers are to stop for a reason that is not here.
+    pub fn ordered(&mut self, now: Instant) -> Action {
+        match self.cause {
+            None => self.stop(Cause::Order, Signal::SIGTERM as i32, now),
+            Some(_) => Action::Nothing,
         }
     }
 
@@ -77,6 +88,7 @@ impl Policy {
         match self.cause {
             None => self.stop(Cause::Signal(signal), signal, now),
             Some(Cause::Signal(_)) if now - first < TOGETHER => Action::Nothing,
+            Some(_) if now == first && self.cause == Some(Cause::Order) => Action::Nothing,
             Some(_) => self.kill(now),
         }
     }
@@ -106,12 +118,16 @@ impl Policy {
     }
 }
 
-/// Of failures seen together, the one to blame: a crash (any signal but SIGTERM, with which others would have been
-/// asked to stop) before an exit code, which is how a worker that misses its peer ends; then the lowest rank.
-fn root_cause(ends: &[(usize, End)]) -> Option<usize> {
-    let failures = || ends.iter().filter(|(_, end)| end.is_failure());
-    let crash = |end: &End| matches!(end, End::Signal(signal) if *signal != Signal::SIGTERM as i32);
-    failures().find(|(_, end)| crash(end)).or_else(|| failures().next()).map(|(worker, _)| *worker)
+/// Of failures seen together, the one to blame: a crash before an exit code, which is how a worker that misses its peer
+/// ends; then the error that was recorded first; then the lowest rank.
+fn root_cause(ends: &[(usize, End, Option<f64>)]) -> Option<usize> {
+    let failures = ends.iter().filter(|(_, end, _)| end.is_failure());
+    let order = |(_, end, time): &(usize, End, Option<f64>)| (!end.is_crash(), time.unwrap_or(f64::INFINITY));
+    let first = failures.min_by(|a, b| {
+        let (a, b) = (order(a), order(b));
+        a.0.cmp(&b.0).then(a.1.total_cmp(&b.1))
+    });
+    first.map(|(worker, ..)| *worker)
 }
 
 #[cfg(test)]
@@ -123,16 +139,16 @@ mod tests {
     #[test]
     fn success_stops_nobody() {
         let mut policy = Policy::new(GRACE);
-        assert_eq!(policy.ended(&[(0, End::Exit(0))], Instant::now()), Action::Nothing);
+        assert_eq!(policy.ended(&[(0, End::Exit(0), None)], Instant::now()), Action::Nothing);
         assert_eq!((policy.cause(), policy.deadline()), (None, None));
     }
 
     #[test]
     fn first_failure_then_grace_then_kill_then_abandon() {
         let (mut policy, now) = (Policy::new(GRACE), Instant::now());
-        assert_eq!(policy.ended(&[(2, End::Exit(1))], now), Action::Send(15));
+        assert_eq!(policy.ended(&[(2, End::Exit(1), None)], now), Action::Send(15));
         assert!(policy.in_grace());
-        assert_eq!(policy.ended(&[(0, End::Signal(9))], now), Action::Nothing);
+        assert_eq!(policy.ended(&[(0, End::Signal(9), None)], now), Action::Nothing);
         assert_eq!(policy.cause(), Some(Cause::Failure(2)));
         assert_eq!(policy.elapsed(now + GRACE / 2), Action::Nothing);
         assert_eq!(policy.elapsed(now + GRACE), Action::Kill);
@@ -148,7 +164,7 @@ mod tests {
         let (mut policy, now) = (Policy::new(GRACE), Instant::now());
         assert_eq!(policy.signalled(2, now), Action::Send(2));
         assert!(!policy.must_leave());
-        assert_eq!(policy.ended(&[(0, End::Signal(2))], now), Action::Nothing);
+        assert_eq!(policy.ended(&[(0, End::Signal(2), None)], now), Action::Nothing);
         assert_eq!(policy.signalled(15, now + TOGETHER / 2), Action::Nothing);
         assert!(policy.in_grace() && !policy.must_leave());
         assert_eq!(policy.signalled(15, now + TOGETHER), Action::Kill);
@@ -157,11 +173,37 @@ mod tests {
     }
 
     #[test]
+    fn an_order_stops_workers_and_the_signal_that_comes_with_it_does_not_kill() {
+        let (mut policy, now) = (Policy::new(GRACE), Instant::now());
+        assert_eq!(policy.ordered(now), Action::Send(15));
+        assert_eq!(policy.cause(), Some(Cause::Order));
+        assert_eq!(policy.ordered(now), Action::Nothing);
+        assert_eq!(policy.signalled(15, now), Action::Nothing);
+        assert_eq!(policy.signalled(15, now + GRACE / 2), Action::Kill);
+        let mut signalled = Policy::new(GRACE);
+        signalled.signalled(2, now);
+        assert_eq!(signalled.ordered(now), Action::Nothing);
+        assert_eq!(signalled.cause(), Some(Cause::Signal(2)));
+    }
+
+    #[test]
     fn of_failures_seen_together_a_crash_is_the_cause() {
         let (exit, term, kill, fine) = (End::Exit(1), End::Signal(15), End::Signal(9), End::Exit(0));
+        let root_cause = |ends: &[(usize, End)]| {
+            let ends: Vec<_> = ends.iter().map(|(worker, end)| (*worker, *end, None)).collect();
+            super::root_cause(&ends)
+        };
         assert_eq!(root_cause(&[(0, fine)]), None);
         assert_eq!(root_cause(&[(0, fine), (1, exit), (2, exit)]), Some(1));
         assert_eq!(root_cause(&[(0, exit), (1, term), (2, kill)]), Some(2));
         assert_eq!(root_cause(&[(0, exit), (1, term)]), Some(0));
+    }
+
+    #[test]
+    fn of_errors_seen_together_the_first_recorded_is_the_cause() {
+        let (exit, kill) = (End::Exit(1), End::Signal(9));
+        assert_eq!(root_cause(&[(0, exit, Some(7.0)), (1, exit, Some(6.5)), (2, exit, Some(6.5))]), Some(1));
+        assert_eq!(root_cause(&[(0, exit, None), (1, exit, Some(7.0))]), Some(1));
+        assert_eq!(root_cause(&[(0, exit, Some(1.0)), (1, kill, None)]), Some(1));
     }
 }

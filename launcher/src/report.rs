@@ -1,7 +1,11 @@
 //! What is said when a job has failed.
 
 use std::collections::VecDeque;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::Path;
 
+use crate::error_file::ErrorFile;
+use crate::logs::LogFile;
 use crate::worker::{signal_name, End};
 
 /// Lines of stderr in a report.
@@ -15,6 +19,24 @@ const TAIL_BYTES: usize = 1 << 15;
 pub struct Tail(VecDeque<u8>);
 
 impl Tail {
+    /// Of a worker that has written to the file itself.
+    pub fn of_file(log: &LogFile) -> Tail {
+        let mut tail = Tail::default();
+        let read = || -> std::io::Result<Vec<u8>> {
+            let mut file = std::fs::File::open(&log.path)?;
+            let end = file.metadata()?.len();
+            file.seek(SeekFrom::Start(log.start.max(end.saturating_sub(TAIL_BYTES as u64))))?;
+            let mut bytes = Vec::new();
+            file.take(TAIL_BYTES as u64).read_to_end(&mut bytes)?;
+            Ok(bytes)
+        };
+        match read() {
+            Ok(bytes) => tail.push(&bytes),
+            Err(error) => log::warn!("cannot read {}: {error}", log.path.display()),
+        }
+        tail
+    }
+
     pub fn push(&mut self, bytes: &[u8]) {
         let kept = &bytes[bytes.len().saturating_sub(TAIL_BYTES)..];
         let excess = (self.0.len() + kept.len()).saturating_sub(TAIL_BYTES);
@@ -49,32 +71,53 @@ pub struct Outcome<'a> {
     pub end: Option<End>,
     pub stopped: Stopped,
     pub tail: &'a Tail,
+    /// What it has recorded of its error.
+    pub error: Option<&'a ErrorFile>,
+    /// The file its stderr is in.
+    pub log: Option<&'a Path>,
 }
 
-/// The report on a job of which worker `cause` (an index) failed first.
-pub fn failure(outcomes: &[Outcome], cause: usize, host: &str) -> String {
-    let first = &outcomes[cause];
-    let what = match first.end {
+/// In a line, how a worker that failed did so.
+pub fn summary(worker: &Outcome, host: &str) -> String {
+    let what = match worker.end {
         Some(End::Signal(signal)) => format!("was killed by signal {signal} ({})", signal_name(signal)),
         Some(End::Exit(code)) => format!("failed with exit code {code}"),
         None => "failed".into(),
     };
-    let Outcome { rank, local_rank, pid, .. } = first;
-    let mut report = format!("rank {rank} (local rank {local_rank}, pid {pid}, host {host}) {what}\n");
-    let tail = first.tail.lines();
-    match tail.len() {
-        0 => report.push_str("it wrote nothing to stderr\n"),
-        1 => report.push_str("the last line of its stderr:\n"),
-        count => report.push_str(&format!("the last {count} lines of its stderr:\n")),
+    let Outcome { rank, local_rank, pid, .. } = worker;
+    format!("rank {rank} (local rank {local_rank}, pid {pid}, host {host}) {what}")
+}
+
+/// All there is to say of the worker that failed first.
+pub fn cause(worker: &Outcome, host: &str) -> String {
+    format!("{}\n{}", summary(worker, host), last_words(worker))
+}
+
+/// What the worker said itself: the error it recorded, or else the last of its stderr.
+fn last_words(outcome: &Outcome) -> String {
+    let mut recorded = Tail::default();
+    if let Some(error) = outcome.error {
+        recorded.push(error.traceback.as_ref().unwrap_or(&error.message).as_bytes());
     }
-    for line in tail {
-        report.push_str(&format!("  | {line}\n"));
-    }
-    let others: Vec<_> = outcomes.iter().filter(|other| other.rank != *rank).collect();
-    if !others.is_empty() {
-        report.push_str(&format!("the others: {}\n", fates(&others)));
-    }
-    report
+    let (source, lines) = match (recorded.lines(), outcome.log) {
+        (lines, _) if !lines.is_empty() => ("the error it recorded".to_string(), lines),
+        (_, None) => ("its stderr".to_string(), outcome.tail.lines()),
+        (_, Some(log)) => (format!("its stderr ({})", log.display()), outcome.tail.lines()),
+    };
+    let heading = match lines.len() {
+        0 => "it wrote nothing to stderr\n".to_string(),
+        1 => format!("the last line of {source}:\n"),
+        count => format!("the last {count} lines of {source}:\n"),
+    };
+    lines.iter().fold(heading, |text, line| format!("{text}  | {line}\n"))
+}
+
+/// What became of the workers of this node but for the one (by index) that failed first, if there are others.
+pub fn others(outcomes: &[Outcome], failed: Option<usize>) -> Option<String> {
+    let others: Vec<_> =
+        outcomes.iter().enumerate().filter(|(index, _)| Some(*index) != failed).map(|(_, outcome)| outcome).collect();
+    let who = if failed.is_some() { "the others" } else { "on this node" };
+    (!others.is_empty()).then(|| format!("{who}: {}", fates(&others)))
 }
 
 /// What is said of workers that did not stop when the launcher was told to; nothing if all did.
@@ -104,7 +147,7 @@ fn fates(outcomes: &[&Outcome]) -> String {
 }
 
 /// "rank 3", "ranks 0, 2-7": ranks come in ascending order.
-fn ranks(ranks: &[u32]) -> String {
+pub fn ranks(ranks: &[u32]) -> String {
     let mut runs: Vec<(u32, u32)> = Vec::new();
     for rank in ranks {
         match runs.last_mut() {
@@ -145,7 +188,16 @@ mod tests {
     fn the_root_cause_leads() {
         let (empty, mut said) = (Tail::default(), Tail::default());
         said.push(b"boom\n");
-        let outcome = |rank, end, stopped, tail| Outcome { rank, local_rank: rank, pid: 7, end, stopped, tail };
+        let outcome = |rank, end, stopped, tail| Outcome {
+            rank,
+            local_rank: rank,
+            pid: 7,
+            end,
+            stopped,
+            tail,
+            error: None,
+            log: None,
+        };
         let outcomes = [
             outcome(0, Some(End::Signal(15)), Stopped::Asked, &empty),
             outcome(1, Some(End::Signal(11)), Stopped::No, &said),
@@ -153,7 +205,7 @@ mod tests {
             outcome(3, Some(End::Signal(9)), Stopped::Killed, &empty),
             outcome(4, Some(End::Exit(1)), Stopped::Asked, &empty),
         ];
-        let report = failure(&outcomes, 1, "node0");
+        let report = cause(&outcomes[1], "node0") + &others(&outcomes, Some(1)).unwrap();
         let lines: Vec<_> = report.lines().collect();
         assert_eq!(lines[0], "rank 1 (local rank 1, pid 7, host node0) was killed by signal 11 (SIGSEGV)");
         assert_eq!(lines[1..3], ["the last line of its stderr:", "  | boom"]);
@@ -165,5 +217,32 @@ mod tests {
         );
         assert_eq!(unwilling(&outcomes, 15).unwrap(), "rank 3 did not stop on SIGTERM and had to be killed");
         assert_eq!(unwilling(&outcomes[..3], 15), None);
+    }
+
+    #[test]
+    fn a_recorded_error_goes_before_stderr() {
+        let mut said = Tail::default();
+        said.push(b"warning\n");
+        let error = |traceback| ErrorFile::new("m", traceback);
+        let words = |error: Option<&ErrorFile>, log: Option<&str>| {
+            last_words(&Outcome {
+                rank: 0,
+                local_rank: 0,
+                pid: 7,
+                end: Some(End::Exit(1)),
+                stopped: Stopped::No,
+                tail: &said,
+                error,
+                log: log.map(Path::new),
+            })
+        };
+        assert_eq!(
+            words(None, Some("/logs/0/stderr.log")),
+            "the last line of its stderr (/logs/0/stderr.log):\n  | warning\n"
+        );
+        assert_eq!(words(Some(&error(None)), None), "the last line of the error it recorded:\n  | m\n");
+        let both = words(Some(&error(Some("Traceback:\nboom\n"))), None);
+        assert_eq!(both, "the last 2 lines of the error it recorded:\n  | Traceback:\n  | boom\n");
+        assert!(words(Some(&error(Some(""))), None).contains("warning"));
     }
 }

@@ -13,6 +13,8 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 
+use serde::{Deserialize, Serialize};
+
 use rustix::process::{
     kill_process_group, pidfd_open, set_parent_process_death_signal, waitid, Pid, PidfdFlags, Signal, WaitId,
     WaitIdOptions,
@@ -28,7 +30,7 @@ use crate::signals;
 pub const HIDDEN_FLAG: &str = "--exec-worker";
 
 /// How a process ended.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum End {
     Exit(i32),
     Signal(i32),
@@ -37,6 +39,11 @@ pub enum End {
 impl End {
     pub fn is_failure(self) -> bool {
         self != End::Exit(0)
+    }
+
+    /// Any signal but SIGTERM, with which others would have been asked to stop.
+    pub fn is_crash(self) -> bool {
+        matches!(self, End::Signal(signal) if signal != Signal::TERM.as_raw())
     }
 
     /// The exit code by which a shell would tell of it.
@@ -72,29 +79,32 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts a worker; returns it with the pipes from its standard output and standard error.
+    /// Starts a worker; returns it with the pipes from its standard output and standard error, where it is not given
+    /// a file to write them to.
     ///
     /// To be called on the main thread: the kernel ties a worker's life to the thread that has started it.
-    pub fn start(spec: &WorkerSpec, guard: &mut Guard) -> io::Result<(Process, [OwnedFd; 2])> {
+    pub fn start(
+        spec: &WorkerSpec,
+        files: [Option<File>; 2],
+        guard: &mut Guard,
+    ) -> io::Result<(Process, [Option<OwnedFd>; 2])> {
         let mut command = Command::new("/proc/self/exe");
         let cores = spec.cores.as_deref().map(numa::list).unwrap_or_default();
         command.arg0("flow-launch").arg(HIDDEN_FLAG).arg(cores).args(&spec.command).process_group(0);
         command.env_remove("FLOW_STORE").env_remove("FLOW_TOKEN");
         command.envs([guard.mark()]);
         command.envs(spec.environment.iter().map(|(name, value)| (name, value)));
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let [stdout, stderr] = files.map(|file| file.map_or_else(Stdio::piped, Stdio::from));
+        command.stdin(Stdio::piped()).stdout(stdout).stderr(stderr);
         let mut child = command.spawn()?;
         let pid = Pid::from_child(&child);
         guard.register(pid);
         let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
-        let (Some(mut gate), Some(stdout), Some(stderr)) =
-            (child.stdin.take(), child.stdout.take(), child.stderr.take())
-        else {
-            return Err(io::Error::other("a pipe is missing"));
-        };
+        let Some(mut gate) = child.stdin.take() else { return Err(io::Error::other("a pipe is missing")) };
         // Fails only if the worker has already been killed; its end will be seen.
         let _ = gate.write_all(b"!");
-        Ok((Process { pid, pidfd }, [stdout.into(), stderr.into()]))
+        let pipes = [child.stdout.take().map(OwnedFd::from), child.stderr.take().map(OwnedFd::from)];
+        Ok((Process { pid, pidfd }, pipes))
     }
 
     /// Sends a signal to the worker and all of its process group.

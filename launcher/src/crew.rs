@@ -1,0 +1,344 @@
+//! The workers of this node in one round: their processes, their output, their ends.
+
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+
+use anyhow::Context;
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::process::{getrlimit, setrlimit, Resource, Rlimit, Signal};
+
+use crate::copies::Copies;
+use crate::error_file::ErrorFile;
+use crate::guard::Guard;
+use crate::logs::{Filter, Logs};
+use crate::plan::WorkerSpec;
+use crate::policy::{Action, Cause, Policy};
+use crate::report::{Outcome, Stopped, Tail};
+use crate::route::Which;
+use crate::sink::Sinks;
+use crate::worker::{End, Process};
+
+/// Bytes read from a worker at once.
+const READ: usize = 1 << 16;
+
+/// Index of a stream of a worker.
+const STDERR: usize = Which::Stderr as usize;
+
+/// Descriptors the launcher needs beside those of its workers, with room to spare.
+const OWN_DESCRIPTORS: u64 = 64;
+
+/// Descriptors per worker: its pidfd, its two pipes, two files and a connection to the store.
+const WORKER_DESCRIPTORS: u64 = 6;
+
+/// What to do where the system has no room for more.
+const LIMITS: &str = "; start fewer workers, or raise the limits on open files and processes (ulimit -n, ulimit -u)";
+
+struct Worker {
+    spec: WorkerSpec,
+    process: Process,
+    streams: [Stream; 2],
+    tail: Tail,
+    error_file: Option<PathBuf>,
+    /// What it has recorded there, if it was among the first to fail.
+    error: Option<ErrorFile>,
+    /// How it ended, once it has.
+    end: Option<End>,
+    stopped: Stopped,
+    /// Nothing more is to be done: it is reaped and its group is gone, or it was given up.
+    settled: bool,
+}
+
+/// Standard output or standard error of a worker.
+struct Stream {
+    /// None when it has ended, or the worker writes to a file itself.
+    pipe: Option<OwnedFd>,
+    copies: Copies,
+    /// Bytes still to be read, when the worker has ended: processes it left behind may hold the pipe open for ever.
+    left: Option<u64>,
+}
+
+/// What `poll` has found ready of a crew.
+pub enum Ready {
+    End(usize),
+    Output(usize, usize),
+}
+
+/// See the head of this file. Dropping it leaves its processes to the guard.
+pub struct Crew {
+    pub round: u32,
+    pub policy: Policy,
+    workers: Vec<Worker>,
+    /// The files for lines that are looked for, by stream.
+    filters: [Option<Filter>; 2],
+    buffer: Vec<u8>,
+}
+
+impl Crew {
+    /// Starts all workers. On an error those already started are killed when the guard is dropped.
+    pub fn start(
+        round: u32,
+        attempt: u32,
+        specs: Vec<WorkerSpec>,
+        policy: Policy,
+        logs: &Logs,
+        guard: &mut Guard,
+    ) -> anyhow::Result<Crew> {
+        allow_descriptors(OWN_DESCRIPTORS + WORKER_DESCRIPTORS * specs.len() as u64);
+        let filters = logs.filters(attempt).context("cannot open the files for filtered lines")?;
+        let mut workers = Vec::with_capacity(specs.len());
+        for (index, spec) in specs.into_iter().enumerate() {
+            let rank = spec.rank;
+            let worker = Worker::start(index, spec, attempt, logs, guard).map_err(|error| {
+                let errno = Errno::from_io_error(&error);
+                let limited = matches!(errno, Some(Errno::MFILE | Errno::NFILE | Errno::AGAIN | Errno::NOMEM));
+                let advice = if limited { LIMITS } else { "" };
+                anyhow::anyhow!("cannot start rank {rank}: {error}{advice}")
+            })?;
+            log::debug!("rank {rank} is process {}", worker.process.pid);
+            workers.push(worker);
+        }
+        Ok(Crew { round, policy, workers, filters, buffer: vec![0; READ] })
+    }
+
+    /// Every worker has gone.
+    pub fn is_settled(&self) -> bool {
+        self.workers.iter().all(|worker| worker.settled)
+    }
+
+    /// Every worker has gone, and all they wrote was read.
+    pub fn is_over(&self) -> bool {
+        self.is_settled() && self.workers.iter().all(|worker| worker.streams.iter().all(|s| s.pipe.is_none()))
+    }
+
+    /// What to wait for. A stream whose sink is full is left alone.
+    pub fn watch<'a>(&'a self, sinks: &Sinks) -> Vec<(Ready, PollFd<'a>)> {
+        let mut watched = Vec::new();
+        for (index, worker) in self.workers.iter().enumerate() {
+            if worker.end.is_none() && !worker.settled {
+                watched.push((Ready::End(index), PollFd::new(&worker.process, PollFlags::IN)));
+            }
+            for (which, stream) in worker.streams.iter().enumerate() {
+                if let Some(pipe) = stream.pipe.as_ref().filter(|_| !stream.must_wait(which, sinks)) {
+                    watched.push((Ready::Output(index, which), PollFd::new(pipe, PollFlags::IN)));
+                }
+            }
+        }
+        watched
+    }
+
+    /// Records how a worker ended; its rank.
+    pub fn note_end(&mut self, index: usize) -> anyhow::Result<Option<(u32, End)>> {
+        let worker = &mut self.workers[index];
+        let rank = worker.spec.rank;
+        worker.end = worker.process.end().with_context(|| format!("cannot learn how rank {rank} ended"))?;
+        if worker.end.is_some_and(End::is_failure) && self.policy.cause().is_none() {
+            worker.hear_last_words();
+        }
+        Ok(worker.end.map(|end| (rank, end)))
+    }
+
+    /// When the error was that a worker has recorded, if it has; in seconds since 1970.
+    pub fn error_time(&self, index: usize) -> Option<f64> {
+        self.workers[index].error.as_ref()?.timestamp
+    }
+
+    /// Does what the policy has decided.
+    pub fn act(&mut self, action: Action) {
+        for worker in self.workers.iter_mut().filter(|worker| !worker.settled) {
+            let stopped = match action {
+                Action::Nothing => return,
+                Action::Send(signal) => {
+                    worker.process.signal(signal);
+                    Stopped::Asked
+                }
+                Action::Kill => {
+                    worker.process.kill();
+                    Stopped::Killed
+                }
+                Action::Abandon => {
+                    worker.settled = true;
+                    worker.streams.iter_mut().for_each(|stream| stream.pipe = None);
+                    Stopped::Killed
+                }
+            };
+            if worker.end.is_none() {
+                worker.stopped = stopped;
+            }
+        }
+    }
+
+    /// Finishes with workers that have ended. Processes that a stopped one leaves in its group get what is left of the
+    /// grace period (a script's child may be writing its checkpoint), taken to be over when its output is closed.
+    pub fn settle(&mut self, sinks: &mut Sinks, guard: &mut Guard) {
+        let in_grace = self.policy.in_grace();
+        for index in 0..self.workers.len() {
+            let worker = &mut self.workers[index];
+            if worker.end.is_none() || worker.settled {
+                continue;
+            }
+            let is_open = worker.streams.iter().any(|stream| stream.pipe.is_some());
+            if in_grace && worker.stopped == Stopped::Asked && is_open {
+                continue;
+            }
+            worker.process.kill();
+            guard.unregister(worker.process.pid);
+            worker.process.reap();
+            worker.settled = true;
+            for which in 0..worker.streams.len() {
+                let stream = &mut self.workers[index].streams[which];
+                stream.left = stream.pipe.as_ref().map(|pipe| rustix::io::ioctl_fionread(pipe).unwrap_or(0));
+                if stream.left == Some(0) {
+                    self.close(index, which, sinks);
+                }
+            }
+        }
+    }
+
+    /// Passes on what a worker has written.
+    pub fn read(&mut self, index: usize, which: usize, sinks: &mut Sinks) {
+        let worker = &mut self.workers[index];
+        let stream = &mut worker.streams[which];
+        let (Some(pipe), false) = (&stream.pipe, stream.must_wait(which, sinks)) else { return };
+        let limit = stream.left.map_or(READ, |left| READ.min(left as usize));
+        let count = match rustix::io::read(pipe, &mut self.buffer[..limit]) {
+            Ok(count) => count,
+            Err(Errno::INTR) => return,
+            Err(error) => {
+                log::warn!("cannot read the output of rank {}: {error}", worker.spec.rank);
+                0
+            }
+        };
+        let bytes = &self.buffer[..count];
+        if which == STDERR {
+            worker.tail.push(bytes);
+        }
+        let queue = &mut sinks.of_mut(which).queue;
+        if let Err(error) = stream.copies.put(bytes, queue, self.filters[which].as_mut()) {
+            sinks.say(&error);
+        }
+        if let Some(left) = &mut stream.left {
+            *left -= count as u64;
+        }
+        if count == 0 || stream.left == Some(0) {
+            self.close(index, which, sinks);
+        }
+    }
+
+    /// Ends a stream of a worker; an unfinished last line is passed on.
+    fn close(&mut self, index: usize, which: usize, sinks: &mut Sinks) {
+        let stream = &mut self.workers[index].streams[which];
+        stream.pipe = None;
+        let queue = &mut sinks.of_mut(which).queue;
+        if let Err(error) = stream.copies.finish(queue, self.filters[which].as_mut()) {
+            sinks.say(&error);
+        }
+    }
+
+    /// No longer reads what workers write.
+    pub fn hang_up(&mut self) {
+        self.workers.iter_mut().flat_map(|worker| &mut worker.streams).for_each(|stream| stream.pipe = None);
+    }
+
+    /// Nobody reads this output any more: the workers that have no other must feel it as they would alone.
+    pub fn leave_console(&mut self, which: usize) {
+        for stream in self.workers.iter_mut().map(|worker| &mut worker.streams[which]) {
+            if !stream.copies.leave_console() {
+                stream.pipe = None;
+            }
+        }
+    }
+
+    /// What became of the workers, in rank order.
+    pub fn outcomes(&self) -> Vec<Outcome<'_>> {
+        self.workers.iter().map(Worker::outcome).collect()
+    }
+
+    /// What became of a worker so far.
+    pub fn outcome(&self, index: usize) -> Outcome<'_> {
+        self.workers[index].outcome()
+    }
+
+    /// The worker (by index) that failed first, and how.
+    pub fn first_failure(&self) -> Option<(usize, End)> {
+        match self.policy.cause()? {
+            Cause::Failure(first) => Some((first, self.workers[first].end.unwrap_or(End::Exit(1)))),
+            Cause::Signal(_) | Cause::Order => None,
+        }
+    }
+
+    /// What the worker that failed first has recorded of its error.
+    pub fn first_error(&self) -> Option<(&ErrorFile, End)> {
+        let (first, end) = self.first_failure()?;
+        Some((self.workers[first].error.as_ref()?, end))
+    }
+
+    /// `flow-launch yes | head -1` is as quiet as `yes | head -1`.
+    pub fn ended_for_want_of_readers(&self, sinks: &Sinks) -> bool {
+        let broken_pipe = End::Signal(Signal::PIPE.as_raw());
+        sinks.of(0).is_closed() && self.first_failure().is_some_and(|(_, end)| end == broken_pipe)
+    }
+}
+
+impl Stream {
+    /// The console has no room for more of it.
+    fn must_wait(&self, which: usize, sinks: &Sinks) -> bool {
+        self.copies.is_shown() && sinks.of(which).is_full()
+    }
+}
+
+impl Worker {
+    fn start(index: usize, spec: WorkerSpec, attempt: u32, logs: &Logs, guard: &mut Guard) -> std::io::Result<Worker> {
+        let local_rank = spec.local_rank;
+        logs.clear_error_file(attempt, local_rank)?;
+        let mut copies = logs.copies(attempt, index, spec.rank, local_rank)?;
+        let [stdout, stderr] = copies.each_mut().map(Copies::direct);
+        let (process, pipes) = Process::start(&spec, [stdout?, stderr?], guard)?;
+        let [stdout, stderr] = copies;
+        let [out, err] = pipes;
+        let stream = |pipe, copies| Stream { pipe, copies, left: None };
+        Ok(Worker {
+            spec,
+            process,
+            streams: [stream(out, stdout), stream(err, stderr)],
+            tail: Tail::default(),
+            error_file: logs.error_file(attempt, local_rank),
+            error: None,
+            end: None,
+            stopped: Stopped::No,
+            settled: false,
+        })
+    }
+
+    /// Reads what it has left in files to tell of its failure.
+    fn hear_last_words(&mut self) {
+        self.error = self.error_file.as_deref().and_then(ErrorFile::read);
+        if let (None, Some(log)) = (&self.streams[STDERR].pipe, self.streams[STDERR].copies.file()) {
+            self.tail = Tail::of_file(log);
+        }
+    }
+
+    fn outcome(&self) -> Outcome<'_> {
+        Outcome {
+            rank: self.spec.rank,
+            local_rank: self.spec.local_rank,
+            pid: self.process.pid.as_raw_pid(),
+            end: self.end,
+            stopped: self.stopped,
+            tail: &self.tail,
+            error: self.error.as_ref(),
+            log: self.streams[STDERR].copies.file().map(|log| log.path.as_path()),
+        }
+    }
+}
+
+/// Raises the soft limit on open files as far as needed and allowed.
+fn allow_descriptors(needed: u64) {
+    let limit = getrlimit(Resource::Nofile);
+    if limit.current.is_some_and(|current| current < needed) {
+        let current = limit.maximum.map_or(needed, |maximum| maximum.min(needed));
+        if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: Some(current), maximum: limit.maximum }) {
+            log::warn!("cannot raise the limit on open files to {current}: {error}");
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! `--events`: what happens to a job, one JSON object a line, for programs to read.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use anyhow::Context;
+use jiff::Timestamp;
+use rustix::fs::OFlags;
+use serde::Serialize;
+
+use crate::worker::End;
+
+/// Something that has happened.
+#[derive(Debug, Serialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum Event<'a> {
+    /// A worker was started.
+    Start { rank: u32, local_rank: u32, pid: i32 },
+    /// A worker has ended.
+    Exit {
+        rank: u32,
+        local_rank: u32,
+        pid: i32,
+        #[serde(flatten)]
+        end: EndFields,
+    },
+    /// The workers are started once more, after a failure or with other nodes.
+    Restart { round: u32, world_size: u32 },
+    /// The workers of this node are told to stop.
+    Stop { reason: &'a str },
+    /// flow-launch ends with this exit code.
+    End { code: u8 },
+}
+
+/// How a process ended: exactly one of them.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EndFields {
+    Code(i32),
+    Signal(i32),
+}
+
+impl From<End> for EndFields {
+    fn from(end: End) -> EndFields {
+        match end {
+            End::Exit(code) => EndFields::Code(code),
+            End::Signal(signal) => EndFields::Signal(signal),
+        }
+    }
+}
+
+#[derive(Serialize)]
+struct Record<'a> {
+    time: String,
+    host: &'a str,
+    node: u32,
+    restart_count: u32,
+    #[serde(flatten)]
+    event: &'a Event<'a>,
+}
+
+/// The file of events, where there is one.
+pub struct Events {
+    file: Option<(File, PathBuf)>,
+    host: String,
+    /// This node's number, and how often the job was restarted: they go with each event.
+    pub node: u32,
+    pub restart_count: u32,
+}
+
+impl Events {
+    /// Opens the file, which other launchers may be writing as well.
+    pub fn open(path: Option<&Path>, host: &str) -> anyhow::Result<Events> {
+        // A pipe must be read by somebody already, and is given up when it is full: flow-launch waits for no reader.
+        let open = |path: &Path| {
+            let flags = OFlags::NONBLOCK.bits() as i32;
+            let file = OpenOptions::new().append(true).create(true).custom_flags(flags).open(path);
+            file.with_context(|| format!("cannot open {} for --events", path.display())).map(|file| (file, path.into()))
+        };
+        Ok(Events { file: path.map(open).transpose()?, host: host.into(), node: 0, restart_count: 0 })
+    }
+
+    /// Writes an event. An error closes the file and is told once.
+    pub fn tell(&mut self, event: &Event) -> Result<(), String> {
+        let Some((file, path)) = &self.file else { return Ok(()) };
+        let Events { host, node, restart_count, .. } = self;
+        let record = Record { time: now(), host, node: *node, restart_count: *restart_count, event };
+        let Err(error) = write(file, &record) else { return Ok(()) };
+        let message = format!("cannot write to {}: {error}; it will lack further events", path.display());
+        self.file = None;
+        Err(message)
+    }
+}
+
+/// In one write, so that lines of several launchers do not mix.
+fn write(mut file: &File, record: &Record) -> io::Result<()> {
+    let mut line = serde_json::to_vec(record)?;
+    line.push(b'\n');
+    match file.write(&line)? {
+        count if count == line.len() => Ok(()),
+        _ => Err(io::Error::from(io::ErrorKind::StorageFull)),
+    }
+}
+
+/// As in RFC 3339: 2026-01-31T12:00:00.123Z.
+fn now() -> String {
+    Timestamp::try_from(SystemTime::now()).map_or_else(|_| String::new(), |now| format!("{now:.3}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{json, Value};
+
+    #[test]
+    fn events_are_lines_of_json() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("events");
+        let told = [
+            Event::Start { rank: 3, local_rank: 1, pid: 7 },
+            Event::Exit { rank: 3, local_rank: 1, pid: 7, end: End::Signal(9).into() },
+            Event::End { code: 137 },
+        ];
+        for event in &told {
+            // Each time anew: nothing is lost.
+            let mut events = Events::open(Some(&path), "node0").unwrap();
+            events.node = 1;
+            events.tell(event).unwrap();
+        }
+        let text = std::fs::read_to_string(&path).unwrap();
+        let mut lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        for line in &mut lines {
+            let time = line.as_object_mut().unwrap().remove("time").unwrap();
+            let time = time.as_str().unwrap();
+            assert!(time.len() == 24 && time.parse::<Timestamp>().is_ok(), "{time}");
+        }
+        let common = |mut value: Value| {
+            let fields = json!({"host": "node0", "node": 1, "restart_count": 0});
+            value.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+            value
+        };
+        assert_eq!(lines[0], common(json!({"event": "start", "rank": 3, "local_rank": 1, "pid": 7})));
+        assert_eq!(lines[1], common(json!({"event": "exit", "rank": 3, "local_rank": 1, "pid": 7, "signal": 9})));
+        assert_eq!(lines[2], common(json!({"event": "end", "code": 137})));
+    }
+
+    #[test]
+    fn a_full_disk_is_told_once() {
+        let mut events = Events::open(Some("/dev/full".as_ref()), "node0").unwrap();
+        assert!(events.tell(&Event::End { code: 0 }).unwrap_err().contains("/dev/full"));
+        assert_eq!(events.tell(&Event::End { code: 0 }), Ok(()));
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_opened_is_an_error() {
+        let error = Events::open(Some("/no/such/folder/events".as_ref()), "node0").err().unwrap();
+        assert!(format!("{error:#}").starts_with("cannot open /no/such/folder/events for --events: "), "{error:#}");
+    }
+}
