@@ -63,13 +63,14 @@ fn ddp_trains_as_one_process_does() {
     let mut two = launch("--nproc-per-node 2", "train.py --epochs 2 --workers 2");
     assert_close(&weights([&run(two.current_dir(&elsewhere))], 2), &one);
 
+    // One worker on the first node, two on the second.
     let master = master();
     let [first, second] = [0, 1].map(|node| {
-        let flags = format!("--nnodes 2 --nproc-per-node 2 --node-rank {node} {master}");
+        let flags = format!("--nnodes 2 --nproc-per-node {} --node-rank {node} {master}", node + 1);
         let mut command = launch(&flags, "train.py --epochs 2");
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     });
-    assert_close(&weights([&finish(first), &finish(second)], 4), &one);
+    assert_close(&weights([&finish(first), &finish(second)], 3), &one);
 }
 
 /// Flags that name an address whose port is free, as the next one is.
@@ -94,7 +95,10 @@ fn an_exception_is_the_cause_in_the_report() {
     if !have_pytorch() {
         return;
     }
-    let finished = run(&mut launch("--nproc-per-node 2", "fail.py"));
+    // What Python prints goes to a file: what is told is what the worker has recorded.
+    let logs = tempfile::tempdir().unwrap();
+    let flags = format!("--nproc-per-node 2 --redirects 2 --log-dir {}", logs.path().display());
+    let finished = run(&mut launch(&flags, "fail.py"));
     assert_eq!(finished.code, Some(1), "{finished:?}");
     let (_, report) = finished.stderr.split_once("flow-launch: rank ").expect(&finished.stderr);
     assert!(report.starts_with("1 (local rank 1, "), "{report}");
@@ -118,10 +122,17 @@ fn children_of_workers_do_not_outlive_them() {
 /// Each of torchrun's ways to ask for four workers on one node starts those four.
 #[test]
 fn torchruns_own_cases() {
-    let master = format!("--nnodes 1 --nproc-per-node 4 --node-rank 0 {}", master());
+    let master = master();
+    let port = master.rsplit(' ').next().unwrap();
+    let node_0 = format!("--nnodes 1 --nproc-per-node 4 --node-rank 0 {master}");
+    let one_of_two = format!(
+        "--nnodes=1:2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{port} --rdzv-id=a-job \
+         --rdzv-conf=join_timeout=60,last_call_timeout=1"
+    );
     let cases = [
         ("--nproc-per-node 4", "touch.py"),
-        (&master, "touch.py"),
+        (&node_0, "touch.py"),
+        (&one_of_two, "touch.py"),
         ("--nproc-per-node 4 --no-python", "touch.sh"),
         ("--nproc-per-node 4 --standalone", "touch.py"),
         ("--nproc-per-node 4 --run-path", "touch.py"),
