@@ -12,7 +12,7 @@ use std::time::{Duration, Instant, SystemTime};
 use common::{accuracies, data, write_noise};
 use flate2::write::GzEncoder;
 use flate2::Compression;
-use flow_tests::{assert_contains, launch, launcher, Finished, Process, PATIENCE};
+use flow_tests::{assert_contains, launcher, Finished, Process, PATIENCE};
 use rustix::process::{kill_process, Pid, Signal};
 use tempfile::{tempdir, TempDir};
 
@@ -189,6 +189,7 @@ fn the_checkpoint_of_another_training_is_an_error_that_says_what_differs() {
         ("--epochs", "2", format!("{with} --epochs 1, not 2; use that, or another folder")),
         ("--batch-size", "20", format!("{with} --batch-size 10, not 20; use that, or another folder")),
         ("--lr", "0.5", format!("{with} --lr 0.02, not 0.5; use that, or another folder")),
+        ("--steps", "50", format!("{with} --steps all, not 50; use that, or another folder")),
         ("--momentum", "0", format!("{with} --momentum 0.9, not 0; use that, or another folder")),
         ("--seed", "7", "cannot resume: the state was saved with seed 0, this sampler has seed 7".to_owned()),
     ] {
@@ -246,7 +247,8 @@ fn one_rank_goes_on_for_two_and_learns() {
     let checkpoint = folder.path("checkpoint");
     let arguments = ["--data", &data, "--epochs", "1", "--checkpoint", &checkpoint, "--checkpoint-every", "50"];
     folder.kill_after(150, 2, &arguments.map(String::from));
-    let output = launch(1, "mnist", &arguments);
+    let training = Process::start(launcher(1, &[], "mnist", &arguments));
+    let output = training.finish(Duration::from_secs(900)).success();
     assert_contains(&output, &["going on in epoch 1 after "]);
     let accuracy = accuracies(&output)[0];
     assert!((80.0..100.0).contains(&accuracy), "{output}");

@@ -52,8 +52,8 @@ struct Args {
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u32,
     /// Stop after so many steps
-    #[arg(long, value_name = "N", default_value_t = usize::MAX, hide_default_value = true)]
-    steps: usize,
+    #[arg(long, value_name = "N")]
+    steps: Option<usize>,
     /// cpu, or cuda: a GPU for each rank
     #[arg(long, default_value = "cpu")]
     device: DeviceKind,
@@ -134,7 +134,7 @@ fn run(args: &Args) -> Result<()> {
     }
 
     let batches = train.len().div_ceil(group.world_size() * args.batch_size.get()); // in an epoch
-    let steps = batches.saturating_mul(args.epochs.get()).min(args.steps);
+    let steps = batches.saturating_mul(args.epochs.get()).min(args.steps.unwrap_or(usize::MAX));
     for epoch in sampler.epoch().max(1) as usize..=steps.div_ceil(batches) {
         let start = Instant::now();
         sampler.set_epoch(epoch as u64);
@@ -182,13 +182,14 @@ fn run(args: &Args) -> Result<()> {
 
 /// The options that the trained weights depend on, beside those that the sampler keeps.
 fn options(args: &Args) -> Vec<(String, String)> {
-    let Args { epochs, batch_size, lr, momentum, steps, .. } = args;
+    let Args { epochs, batch_size, lr, momentum, .. } = args;
+    let steps = args.steps.map_or("all".to_owned(), |steps| steps.to_string());
     let options: [(&str, &dyn ToString); 5] = [
         ("--epochs", epochs),
         ("--batch-size", batch_size),
         ("--lr", lr),
         ("--momentum", momentum),
-        ("--steps", steps),
+        ("--steps", &steps),
     ];
     options.map(|(name, value)| (name.to_owned(), value.to_string())).to_vec()
 }
