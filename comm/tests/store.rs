@@ -1,12 +1,13 @@
 //! The store over real sockets: what its calls do, and what strangers cannot do to it.
 
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use flow_comm::store::{Address, Error, Server, Store};
 use nix::sys::resource::{setrlimit, Resource};
+use rustix::event::{poll, PollFd, PollFlags, Timespec};
 
 const TOKEN: &str = "0123456789abcdef";
 /// Longer than anything here takes, so that reaching it is a failure.
@@ -212,7 +213,7 @@ fn wrong_tokens_are_refused_at_once() {
     let mut stream = stranger(&server);
     stream.write_all(&hello(9, TOKEN)).unwrap();
     let said = read_to_close(stream);
-    assert!(String::from_utf8_lossy(&said).contains("version 1"), "{said:?}");
+    assert!(String::from_utf8_lossy(&said).contains("version 2"), "{said:?}");
     assert!(Server::start(&Address::Tcp("127.0.0.1:0".to_string()), "").is_err());
 }
 
@@ -239,9 +240,9 @@ fn garbage_closes_only_its_own_connection() {
     let endless_list = frame(&[&[3][..], &u32::MAX.to_le_bytes()].concat());
     let not_utf8 = frame(&[&[1], &1u32.to_le_bytes()[..], b"\xff", &0u32.to_le_bytes()].concat());
     let too_long = [&((64u32 << 20) + 1).to_le_bytes(), &[0; 100][..]].concat();
-    for bytes in [frame(&[77]), endless_list, not_utf8, too_long, hello(1, TOKEN)] {
+    for bytes in [frame(&[77]), endless_list, not_utf8, too_long, hello(2, TOKEN)] {
         let mut stream = stranger(&server);
-        stream.write_all(&hello(1, TOKEN)).unwrap();
+        stream.write_all(&hello(2, TOKEN)).unwrap();
         let mut done = [0; 5];
         stream.read_exact(&mut done).unwrap();
         assert_eq!(done, [1, 0, 0, 0, 0]);
@@ -255,9 +256,9 @@ fn garbage_closes_only_its_own_connection() {
 fn half_a_frame_then_silence() {
     let server = serve();
     let mut before_hello = stranger(&server);
-    before_hello.write_all(&hello(1, TOKEN)[..9]).unwrap();
+    before_hello.write_all(&hello(2, TOKEN)[..9]).unwrap();
     let mut after_hello = stranger(&server);
-    after_hello.write_all(&hello(1, TOKEN)).unwrap();
+    after_hello.write_all(&hello(2, TOKEN)).unwrap();
     after_hello.read_exact(&mut [0; 5]).unwrap();
     after_hello.write_all(&frame(&[1; 1000])[..500]).unwrap();
     let store = client(&server);
@@ -329,7 +330,7 @@ fn a_stopping_server_ends_all_waits() {
 fn a_client_that_dies_while_it_waits_is_forgotten() {
     let server = serve();
     let mut stream = stranger(&server);
-    stream.write_all(&hello(1, TOKEN)).unwrap();
+    stream.write_all(&hello(2, TOKEN)).unwrap();
     stream.read_exact(&mut [0; 5]).unwrap();
     stream.write_all(&frame(&[&[2], &3u32.to_le_bytes()[..], b"key", &60_000_000u64.to_le_bytes()].concat())).unwrap();
     drop(stream);
@@ -364,4 +365,134 @@ fn a_server_without_free_file_descriptors_goes_on() {
     assert_eq!(first.add("n", 1).unwrap(), 2);
     drop(more);
     assert_eq!(client(&server).add("n", 1).unwrap(), 3);
+}
+
+/// Whether a post comes within `timeout`, by the file descriptor.
+fn has_post(server: &Server, timeout: Duration) -> bool {
+    let timeout = Timespec::try_from(timeout).unwrap();
+    poll(&mut [PollFd::new(server.posts(), PollFlags::IN)], Some(&timeout)).unwrap() == 1
+}
+
+fn next_post(server: &Server) -> String {
+    assert!(has_post(server, LONG), "no post in time");
+    String::from_utf8(server.posts().try_next().expect("it was readable")).unwrap()
+}
+
+/// Asserts that nothing is posted for a while.
+fn no_post(server: &Server) {
+    assert!(!has_post(server, 4 * SHORT));
+    assert_eq!(server.posts().try_next(), None);
+}
+
+#[test]
+fn posts_arrive_in_order() {
+    let server = serve();
+    no_post(&server);
+    let store = client(&server);
+    for message in ["a", "", "c"] {
+        store.post(message.as_bytes()).unwrap();
+    }
+    for message in ["a", "", "c"] {
+        assert_eq!(next_post(&server), message);
+    }
+    no_post(&server);
+    store.post(b"d").unwrap();
+    assert_eq!(next_post(&server), "d");
+}
+
+#[test]
+fn posts_that_nobody_reads_are_refused_at_some_point() {
+    let server = serve();
+    let store = client(&server);
+    store.will(b"gone", LONG).unwrap();
+    let message = vec![0; 20 << 20];
+    let error = (0..10).find_map(|_| store.post(&message).err()).expect("200 MiB unread");
+    assert!(matches!(error, Error::Rejected { .. }) && error.to_string().contains("unread"), "{error}");
+    // The will that was accepted is executed even so.
+    drop(store);
+    while next_post(&server) != "gone" {}
+    let store = client(&server);
+    let error = (0..100_000).find_map(|_| store.post(b"").err()).expect("100,000 unread");
+    assert!(matches!(error, Error::Rejected { .. }), "{error}");
+    assert!(matches!(store.will(b"gone", LONG).unwrap_err(), Error::Rejected { .. }));
+    assert!(matches!(store.will(&vec![0; 100_000], LONG).unwrap_err(), Error::Rejected { .. }));
+    store.set("key", b"the connection stays usable").unwrap();
+}
+
+#[test]
+fn a_will_is_executed_once_when_its_connection_ends() {
+    let server = serve();
+    let store = client(&server);
+    store.will(b"not this", LONG).unwrap();
+    store.will(b"gone", LONG).unwrap();
+    no_post(&server);
+    drop(store);
+    assert_eq!(next_post(&server), "gone");
+    let store = client(&server);
+    store.will(b"not this", LONG).unwrap();
+    store.will(b"", LONG).unwrap();
+    drop(store);
+    no_post(&server);
+    // A client that is cut off for what it sends, and one that dies while it waits.
+    for then in [frame(&[77]), frame(&[&[2], &3u32.to_le_bytes()[..], b"key", &60_000_000u64.to_le_bytes()].concat())] {
+        let mut stream = stranger(&server);
+        for request in [hello(2, TOKEN), frame(&will("gone", LONG))] {
+            stream.write_all(&request).unwrap();
+            stream.read_exact(&mut [0; 5]).unwrap();
+        }
+        stream.write_all(&then).unwrap();
+        drop(stream);
+        assert_eq!(next_post(&server), "gone");
+    }
+    no_post(&server);
+}
+
+fn will(message: &str, silence: Duration) -> Vec<u8> {
+    let silence = silence.as_micros() as u64;
+    [&[7], &(message.len() as u32).to_le_bytes()[..], message.as_bytes(), &silence.to_le_bytes()].concat()
+}
+
+#[test]
+fn a_will_is_executed_when_its_client_is_silent() {
+    let server = serve();
+    let (idle, waiting, alive) = (client(&server), client(&server), client(&server));
+    let silence = 60 * SHORT;
+    alive.will(b"alive", silence).unwrap();
+    idle.will(b"idle", 4 * SHORT).unwrap();
+    let begin = Instant::now();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            waiting.will(b"waiting", silence).unwrap();
+            waiting.get("never", LONG).unwrap_err()
+        });
+        let mut gone = Vec::new();
+        while gone.len() < 2 {
+            assert!(begin.elapsed() < LONG);
+            alive.get("never", 2 * SHORT).unwrap_err();
+            gone.extend(server.posts().try_next());
+        }
+        assert_eq!(gone, [&b"idle"[..], b"waiting"]);
+        assert!(begin.elapsed() >= silence);
+    });
+    assert!(matches!(idle.try_get("key").unwrap_err(), Error::Lost { .. }));
+    drop(alive);
+    assert_eq!(next_post(&server), "alive");
+}
+
+#[test]
+fn patience_ends() {
+    // Like a server whose machine is stopped: it takes the connection, says done to hello, and no more.
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = Address::Tcp(listener.local_addr().unwrap().to_string());
+    let server = thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.write_all(&[1, 0, 0, 0, 0]).unwrap();
+        stream
+    });
+    let store = Store::connect(&address, TOKEN, LONG).unwrap();
+    let _stream = server.join().unwrap();
+    store.set_patience(2 * SHORT);
+    let begin = Instant::now();
+    let error = store.get("key", SHORT).unwrap_err();
+    assert!(matches!(error, Error::Lost { .. }) && begin.elapsed() >= 3 * SHORT, "{error}");
 }

@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use clap::Parser;
 
+use crate::job::*;
+
 /// A command line that makes no sense: one line that says what was wrong and what would be right.
 #[derive(Debug)]
 pub struct Usage(pub String);
@@ -17,32 +19,6 @@ impl std::fmt::Display for Usage {
 }
 
 impl std::error::Error for Usage {}
-
-/// `--nproc_per_node`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Processes {
-    Count(u32),
-    /// One per GPU where there are any, else one per core.
-    Auto,
-    Cpu,
-    Gpu,
-}
-
-/// What the user asked for.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Job {
-    pub processes: Processes,
-    pub nodes: u32,
-    pub node_rank: u32,
-    /// Given for certain when there are several nodes.
-    pub master_addr: Option<String>,
-    /// Given for certain when there are several nodes.
-    pub master_port: Option<u16>,
-    pub grace: Duration,
-    pub prefix: bool,
-    pub program: OsString,
-    pub arguments: Vec<OsString>,
-}
 
 const ABOUT: &str = "\
 Starts PROGRAM once per worker, passes on the output, and stops all workers when one fails.
@@ -85,6 +61,15 @@ struct Flags {
     #[arg(long, help_heading = "Output")]
     prefix: bool,
 
+    #[arg(long, alias = "max_restarts", default_value = "0")]
+    max_restarts: u32,
+    #[arg(long, alias = "rdzv_endpoint")]
+    rdzv_endpoint: Option<String>,
+    #[arg(long, alias = "rdzv_id")]
+    rdzv_id: Option<String>,
+    #[arg(long, alias = "rdzv_conf")]
+    rdzv_conf: Option<String>,
+
     #[arg(hide = true, trailing_var_arg = true)]
     command: Vec<OsString>,
 }
@@ -114,35 +99,67 @@ impl Job {
             "gpu" => Processes::Gpu,
             text => Processes::Count(number("nproc_per_node", text, 1, "a number from 1, or auto, cpu or gpu")?),
         };
-        let nodes = number("nnodes", &flags.nnodes, 1, "a number from 1")?;
+        let (min, max) = match flags.nnodes.split_once(':') {
+            Some((a, b)) => (number("nnodes", a, 1, "x")?, number("nnodes", b, 1, "x")?),
+            None => {
+                let n = number("nnodes", &flags.nnodes, 1, "a number from 1")?;
+                (n, n)
+            }
+        };
         let node_rank = number("node_rank", &flags.node_rank, 0, "a number from 0")?;
-        if node_rank >= nodes {
-            return Err(Usage(format!("--node_rank is {node_rank}; with --nnodes {nodes} it must be below {nodes}")));
-        }
         let master_port = match &flags.master_port {
             Some(text) => Some(number("master_port", text, 1, "a port from 1 to 65535")?),
             None => None,
         };
-        if let Some(address) = &flags.master_addr {
-            if address.is_empty() || address.starts_with('-') || address.contains(char::is_whitespace) {
-                return Err(Usage(format!("--master_addr is '{address}'; it must be a host name or an address")));
+        let s = Duration::from_secs;
+        let mut patience = Patience { join: s(600), last_call: s(30), heartbeat: s(8) };
+        for kv in flags.rdzv_conf.as_deref().unwrap_or("").split(',') {
+            match kv.split_once('=') {
+                Some(("join_timeout", v)) => patience.join = s(v.parse().unwrap()),
+                Some(("last_call_timeout", v)) => patience.last_call = s(v.parse().unwrap()),
+                Some(("heartbeat_timeout", v)) => patience.heartbeat = s(v.parse().unwrap()),
+                _ => {}
             }
         }
-        if nodes > 1 && (flags.master_addr.is_none() || master_port.is_none()) {
-            return Err(Usage(format!(
-                "--nnodes {nodes} needs --master_addr and --master_port, the same on every node"
-            )));
-        }
+        let meeting = if max == 1 {
+            Meeting::Alone { master_addr: flags.master_addr.clone(), master_port }
+        } else if let Some(e) = &flags.rdzv_endpoint {
+            let (h, p) = e.rsplit_once(':').unwrap();
+            Meeting::Endpoint {
+                host: h.trim_matches(|c| c == '[' || c == ']').into(),
+                port: p.parse().unwrap(),
+                is_host: None,
+            }
+        } else {
+            Meeting::Static {
+                node_rank,
+                master_addr: flags.master_addr.clone().unwrap(),
+                master_port: master_port.unwrap(),
+            }
+        };
         Ok(Job {
             processes,
-            nodes,
-            node_rank,
-            master_addr: flags.master_addr,
-            master_port,
+            nodes: Nodes { min, max, meeting, id: flags.rdzv_id.unwrap_or("none".into()), local_addr: None, patience },
             grace: grace(&flags.grace)?,
-            prefix: flags.prefix,
-            program,
-            arguments: command.collect(),
+            output: Output {
+                prefix: flags.prefix,
+                log_dir: None,
+                oneflow_names: false,
+                redirects: StreamMap::All(Streams::default()),
+                tee: StreamMap::All(Streams::default()),
+                shown: None,
+                stdout_filters: vec![],
+                stderr_filters: vec![],
+            },
+            program: Program { kind: ProgramKind::ByName, name: program, arguments: command.collect() },
+            role: "default".into(),
+            max_restarts: flags.max_restarts,
+            hang_timeout: None,
+            signals: vec![],
+            numa_binding: None,
+            virtual_local_rank: false,
+            events: None,
+            dry_run: false,
         })
     }
 }
@@ -161,62 +178,5 @@ fn grace(text: &str) -> Result<Duration, Usage> {
     match text.parse::<f64>() {
         Ok(seconds) if (0.0..=LONGEST_GRACE).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
         _ => Err(Usage(format!("--grace is '{text}'; it must be a number of seconds from 0 to {LONGEST_GRACE}"))),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    fn parse(arguments: &[&str]) -> Result<Job, Usage> {
-        Job::parse(std::iter::once("flow-launch").chain(arguments.iter().copied()).map(OsString::from))
-    }
-
-    #[test]
-    fn defaults() {
-        let job = parse(&["train"]).unwrap();
-        assert_eq!(job.processes, Processes::Count(1));
-        assert_eq!((job.nodes, job.node_rank), (1, 0));
-        assert_eq!((job.master_addr, job.master_port), (None, None));
-        assert_eq!(job.grace, Duration::from_secs(5));
-        assert!(!job.prefix);
-        assert_eq!(job.program, "train");
-        assert!(job.arguments.is_empty());
-    }
-
-    #[test]
-    fn both_spellings_and_the_last_one_wins() {
-        let dashes = "--nproc-per-node=2 --nnodes 3 --node-rank 1 --master-addr h --master-port 9 --grace 0.5 p";
-        let underscores = "--nproc_per_node 7 --nproc_per_node 2 --nnodes=3 --node_rank=1 --master_addr=h --master_port=9 --grace=.5 p";
-        let split = |line: &str| parse(&line.split(' ').collect::<Vec<_>>()).unwrap();
-        assert_eq!(split(dashes), split(underscores));
-        assert_eq!(split(dashes).grace, Duration::from_millis(500));
-    }
-
-    #[test]
-    fn a_world_too_large_to_count_is_no_panic() {
-        assert!(parse(&["--nproc_per_node", "99999999999", "train"]).is_err());
-    }
-
-    proptest! {
-        #[test]
-        fn everything_after_the_program_is_the_programs(arguments in prop::collection::vec("(--)?[a-z_=-]{0,12}", 0..8)) {
-            let mut line = vec!["--nproc_per_node", "2", "train"];
-            line.extend(arguments.iter().map(String::as_str));
-            let job = parse(&line).unwrap();
-            prop_assert_eq!(job.program, "train");
-            prop_assert_eq!(job.arguments, arguments.iter().map(OsString::from).collect::<Vec<_>>());
-        }
-
-        #[test]
-        fn any_value_gives_a_job_or_a_single_line(
-            flag in prop::sample::select(vec!["nproc_per_node", "nnodes", "node_rank", "master_port", "master_addr", "grace", "other"]),
-            value in "[ -~]{0,10}",
-        ) {
-            if let Err(Usage(line)) = parse(&[&format!("--{flag}"), &value, "train"]) {
-                prop_assert!(!line.contains('\n') && line.contains(flag), "{line}");
-            }
-        }
     }
 }

@@ -10,12 +10,12 @@ use crate::args::Usage;
 
 /// The command for PROGRAM and its arguments: a path is taken as it is, a name is looked for beside flow-launch and
 /// then on PATH, and a `.py` file (which may also be a name in the current folder) runs with `python3 -u`.
-pub fn command(program: &OsStr, arguments: &[OsString]) -> Result<Vec<OsString>, Usage> {
+pub fn command(program: &crate::job::Program) -> Result<Vec<OsString>, Usage> {
     let beside = std::env::current_exe().ok().and_then(|path| path.parent().map(Path::to_path_buf));
     let path = std::env::var_os("PATH").unwrap_or_default();
     let places = Places { beside, path: std::env::split_paths(&path).collect() };
-    let mut command = places.command(program)?;
-    command.extend_from_slice(arguments);
+    let mut command = places.command(&program.name)?;
+    command.extend_from_slice(&program.arguments);
     Ok(command)
 }
 

@@ -13,18 +13,22 @@
 //! | `output.rs`, `sink.rs` | lines: assembling them (pure), writing them |
 //! | `report.rs` | what is said about a failure (pure) |
 
+mod address;
 mod args;
+mod coordinator;
+mod crew;
 mod find;
 mod guard;
-#[allow(dead_code)]
+mod hang;
 mod job;
+mod leader;
+mod link;
 mod machine;
+mod member;
 mod output;
 mod plan;
 mod policy;
-mod rendezvous;
 mod report;
-#[allow(dead_code)]
 mod round;
 mod signals;
 mod sink;
@@ -33,7 +37,9 @@ mod worker;
 
 use std::process::ExitCode;
 
-use args::{Job, Usage};
+use args::Usage;
+use job::Job;
+use supervise::Supervisor;
 
 /// Exit code for a command line that makes no sense.
 const USAGE: u8 = 2;
@@ -58,13 +64,6 @@ fn main() -> ExitCode {
 /// Runs a job to its end and returns the exit code to end with.
 fn run(job: Job) -> anyhow::Result<u8> {
     let machine = machine::Machine::this();
-    let local_world_size = plan::local_world_size(&job, &machine)?;
-    let command = find::command(&job.program, &job.arguments)?;
-    let signals = signals::Signals::catch()?;
-    let guard = guard::Guard::start()?;
-    let rendezvous = rendezvous::Rendezvous::start(&job)?;
-    let threads = plan::omp_threads(local_world_size, &machine);
-    let workers = plan::workers(&job, local_world_size, &command, threads, rendezvous.meeting_point());
-    let note = threads.and_then(|threads| plan::omp_note(threads, local_world_size, &machine));
-    supervise::Supervisor::start(&job, workers, signals, guard, rendezvous, note)?.run()
+    let command = find::command(&job.program)?;
+    Supervisor::start(job, machine, command)?.run()
 }

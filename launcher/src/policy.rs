@@ -13,6 +13,8 @@ pub enum Cause {
     Failure(usize),
     /// The launcher was sent this signal.
     Signal(i32),
+    /// The coordinator has said so: the cause is elsewhere.
+    Order,
 }
 
 /// What is to be done to all workers that are still there.
@@ -71,12 +73,21 @@ impl Policy {
         }
     }
 
+    /// The workers are to stop for a reason that is not here.
+    pub fn ordered(&mut self, now: Instant) -> Action {
+        match self.cause {
+            None => self.stop(Cause::Order, Signal::SIGTERM as i32, now),
+            Some(_) => Action::Nothing,
+        }
+    }
+
     /// The launcher was sent a signal.
     pub fn signalled(&mut self, signal: i32, now: Instant) -> Action {
         let first = *self.interrupted.get_or_insert(now);
         match self.cause {
             None => self.stop(Cause::Signal(signal), signal, now),
             Some(Cause::Signal(_)) if now - first < TOGETHER => Action::Nothing,
+            Some(_) if now == first && self.cause == Some(Cause::Order) => Action::Nothing,
             Some(_) => self.kill(now),
         }
     }
@@ -110,8 +121,7 @@ impl Policy {
 /// asked to stop) before an exit code, which is how a worker that misses its peer ends; then the lowest rank.
 fn root_cause(ends: &[(usize, End)]) -> Option<usize> {
     let failures = || ends.iter().filter(|(_, end)| end.is_failure());
-    let crash = |end: &End| matches!(end, End::Signal(signal) if *signal != Signal::SIGTERM as i32);
-    failures().find(|(_, end)| crash(end)).or_else(|| failures().next()).map(|(worker, _)| *worker)
+    failures().find(|(_, end)| end.is_crash()).or_else(|| failures().next()).map(|(worker, _)| *worker)
 }
 
 #[cfg(test)]
@@ -154,6 +164,20 @@ mod tests {
         assert_eq!(policy.signalled(15, now + TOGETHER), Action::Kill);
         assert_eq!(policy.cause(), Some(Cause::Signal(2)));
         assert!(policy.must_leave());
+    }
+
+    #[test]
+    fn an_order_stops_workers_and_the_signal_that_comes_with_it_does_not_kill() {
+        let (mut policy, now) = (Policy::new(GRACE), Instant::now());
+        assert_eq!(policy.ordered(now), Action::Send(15));
+        assert_eq!(policy.cause(), Some(Cause::Order));
+        assert_eq!(policy.ordered(now), Action::Nothing);
+        assert_eq!(policy.signalled(15, now), Action::Nothing);
+        assert_eq!(policy.signalled(15, now + GRACE / 2), Action::Kill);
+        let mut signalled = Policy::new(GRACE);
+        signalled.signalled(2, now);
+        assert_eq!(signalled.ordered(now), Action::Nothing);
+        assert_eq!(signalled.cause(), Some(Cause::Signal(2)));
     }
 
     #[test]

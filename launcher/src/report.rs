@@ -51,17 +51,21 @@ pub struct Outcome<'a> {
     pub tail: &'a Tail,
 }
 
-/// The report on a job of which worker `cause` (an index) failed first.
-pub fn failure(outcomes: &[Outcome], cause: usize, host: &str) -> String {
-    let first = &outcomes[cause];
-    let what = match first.end {
+/// In a line, how a worker that failed did so.
+pub fn summary(worker: &Outcome, host: &str) -> String {
+    let what = match worker.end {
         Some(End::Signal(signal)) => format!("was killed by signal {signal} ({})", signal_name(signal)),
         Some(End::Exit(code)) => format!("failed with exit code {code}"),
         None => "failed".into(),
     };
-    let Outcome { rank, local_rank, pid, .. } = first;
-    let mut report = format!("rank {rank} (local rank {local_rank}, pid {pid}, host {host}) {what}\n");
-    let tail = first.tail.lines();
+    let Outcome { rank, local_rank, pid, .. } = worker;
+    format!("rank {rank} (local rank {local_rank}, pid {pid}, host {host}) {what}")
+}
+
+/// All there is to say of the worker that failed first.
+pub fn cause(worker: &Outcome, host: &str) -> String {
+    let mut report = format!("{}\n", summary(worker, host));
+    let tail = worker.tail.lines();
     match tail.len() {
         0 => report.push_str("it wrote nothing to stderr\n"),
         1 => report.push_str("the last line of its stderr:\n"),
@@ -70,11 +74,15 @@ pub fn failure(outcomes: &[Outcome], cause: usize, host: &str) -> String {
     for line in tail {
         report.push_str(&format!("  | {line}\n"));
     }
-    let others: Vec<_> = outcomes.iter().filter(|other| other.rank != *rank).collect();
-    if !others.is_empty() {
-        report.push_str(&format!("the others: {}\n", fates(&others)));
-    }
     report
+}
+
+/// What became of the workers of this node but for the one (by index) that failed first, if there are others.
+pub fn others(outcomes: &[Outcome], failed: Option<usize>) -> Option<String> {
+    let others: Vec<_> =
+        outcomes.iter().enumerate().filter(|(index, _)| Some(*index) != failed).map(|(_, outcome)| outcome).collect();
+    let who = if failed.is_some() { "the others" } else { "on this node" };
+    (!others.is_empty()).then(|| format!("{who}: {}", fates(&others)))
 }
 
 /// What is said of workers that did not stop when the launcher was told to; nothing if all did.
@@ -104,7 +112,7 @@ fn fates(outcomes: &[&Outcome]) -> String {
 }
 
 /// "rank 3", "ranks 0, 2-7": ranks come in ascending order.
-fn ranks(ranks: &[u32]) -> String {
+pub fn ranks(ranks: &[u32]) -> String {
     let mut runs: Vec<(u32, u32)> = Vec::new();
     for rank in ranks {
         match runs.last_mut() {
@@ -153,7 +161,7 @@ mod tests {
             outcome(3, Some(End::Signal(9)), Stopped::Killed, &empty),
             outcome(4, Some(End::Exit(1)), Stopped::Asked, &empty),
         ];
-        let report = failure(&outcomes, 1, "node0");
+        let report = cause(&outcomes[1], "node0") + &others(&outcomes, Some(1)).unwrap();
         let lines: Vec<_> = report.lines().collect();
         assert_eq!(lines[0], "rank 1 (local rank 1, pid 7, host node0) was killed by signal 11 (SIGSEGV)");
         assert_eq!(lines[1..3], ["the last line of its stderr:", "  | boom"]);

@@ -26,14 +26,52 @@ pub struct Sink {
 }
 
 /// Standard output and standard error; a single sink if both are the same file, so that they do not mix either.
-pub fn standard() -> io::Result<Vec<Sink>> {
-    let (stdout, stderr) = (io::stdout(), io::stderr());
-    let (out, err) = (rustix::fs::fstat(&stdout)?, rustix::fs::fstat(&stderr)?);
-    let mut sinks = vec![Sink::new(stdout.as_fd(), FileType::from_raw_mode(out.st_mode))?];
-    if (out.st_dev, out.st_ino) != (err.st_dev, err.st_ino) {
-        sinks.push(Sink::new(stderr.as_fd(), FileType::from_raw_mode(err.st_mode))?);
+pub struct Sinks(Vec<Sink>);
+
+impl Sinks {
+    pub fn standard() -> io::Result<Sinks> {
+        let (stdout, stderr) = (io::stdout(), io::stderr());
+        let (out, err) = (rustix::fs::fstat(&stdout)?, rustix::fs::fstat(&stderr)?);
+        let mut sinks = vec![Sink::new(stdout.as_fd(), FileType::from_raw_mode(out.st_mode))?];
+        if (out.st_dev, out.st_ino) != (err.st_dev, err.st_ino) {
+            sinks.push(Sink::new(stderr.as_fd(), FileType::from_raw_mode(err.st_mode))?);
+        }
+        Ok(Sinks(sinks))
     }
-    Ok(sinks)
+
+    /// That of stream 0 (standard output) or 1 (standard error).
+    pub fn of(&self, which: usize) -> &Sink {
+        &self.0[which.min(self.0.len() - 1)]
+    }
+
+    pub fn of_mut(&mut self, which: usize) -> &mut Sink {
+        let last = self.0.len() - 1;
+        &mut self.0[which.min(last)]
+    }
+
+    /// Writes what a sink takes. When nobody reads it any more: the streams that went there.
+    pub fn write(&mut self, index: usize) -> &'static [usize] {
+        const STREAMS: [&[usize]; 3] = [&[0], &[1], &[0, 1]];
+        let sink = &mut self.0[index];
+        if let Err(error) = sink.write() {
+            let name = if index == 0 { "standard output" } else { "standard error" };
+            self.say(&format!("cannot write to {name}: {error}"));
+        }
+        match self.0[index].is_closed() {
+            true => STREAMS[if self.0.len() == 1 { 2 } else { index }],
+            false => &[],
+        }
+    }
+
+    /// What to wait for, with the sink's number.
+    pub fn watch(&self) -> impl Iterator<Item = (usize, BorrowedFd<'_>)> {
+        self.0.iter().enumerate().filter_map(|(index, sink)| Some((index, sink.wants_to_write()?)))
+    }
+
+    /// A message of the launcher, to standard error.
+    pub fn say(&mut self, message: &str) {
+        self.of_mut(1).queue.say(message);
+    }
 }
 
 impl Sink {
@@ -67,7 +105,7 @@ impl Sink {
     }
 
     /// Writes some of the queue. An error closes the sink; one other than "nobody reads any more" is returned.
-    pub fn write(&mut self) -> Result<(), Errno> {
+    fn write(&mut self) -> Result<(), Errno> {
         let Some(fd) = &self.fd else { return Ok(()) };
         match rustix::io::write(fd, self.queue.front(self.write_limit)) {
             Ok(count) => {

@@ -1,137 +1,105 @@
-//! The event loop: one thread waits in `poll` for signals, ends of workers and output, and never blocks elsewhere.
+//! The event loop of an agent: one thread waits in `poll` for signals, ends of workers, output and what the
+//! coordinator has to say, and never blocks elsewhere.
 
+use std::ffi::OsString;
 use std::io::IsTerminal;
-use std::os::fd::OwnedFd;
 use std::time::Instant;
 
 use anyhow::Context;
 use rustix::event::{poll, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
-use rustix::process::{getrlimit, setrlimit, Resource, Rlimit, Signal};
 
-use crate::args::Job;
+use crate::address;
+use crate::coordinator::{Event, Failure, Order, Verdict};
+use crate::crew::{self, Crew};
 use crate::guard::Guard;
-use crate::output::{Assembler, StreamId};
-use crate::plan::WorkerSpec;
-use crate::policy::{Action, Cause, Policy};
-use crate::rendezvous::Rendezvous;
-use crate::report::{self, Outcome, Stopped, Tail};
+use crate::job::Job;
+use crate::link::{self, Heard, Link};
+use crate::machine::Machine;
+use crate::plan;
+use crate::policy::{Action, Policy};
+use crate::report;
+use crate::round::Placement;
 use crate::signals::Signals;
-use crate::sink::{self, Sink};
-use crate::worker::{End, Process};
-
-/// Bytes read from a worker at once.
-const READ: usize = 1 << 16;
-
-/// Index of a stream of a worker, and of the sink it goes to where there are two.
-const STDERR: usize = 1;
-
-/// Descriptors the launcher needs beside those of its workers, with room to spare.
-const OWN_DESCRIPTORS: u64 = 64;
-
-/// Descriptors per worker: its pidfd, its two pipes and a connection to the store.
-const WORKER_DESCRIPTORS: u64 = 4;
-
-/// What to do where the system has no room for more.
-const LIMITS: &str = "; start fewer workers, or raise the limits on open files and processes (ulimit -n, ulimit -u)";
-
-struct Worker {
-    spec: WorkerSpec,
-    process: Process,
-    /// What goes before each of its lines.
-    prefix: Vec<u8>,
-    streams: [Stream; 2],
-    tail: Tail,
-    /// How it ended, once it has.
-    end: Option<End>,
-    stopped: Stopped,
-    /// Nothing more is to be done: it is reaped and its group is gone, or it was given up.
-    settled: bool,
-}
-
-/// Standard output or standard error of a worker.
-struct Stream {
-    pipe: Option<OwnedFd>,
-    assembler: Assembler,
-    /// Bytes still to be read, when the worker has ended: processes it left behind may hold the pipe open for ever.
-    left: Option<u64>,
-}
+use crate::sink::Sinks;
+use crate::worker::End;
 
 /// What `poll` has found ready.
 enum Ready {
     Signals,
+    Link,
     Sink(usize),
-    End(usize),
-    Output(usize, usize),
+    Crew(crew::Ready),
 }
 
-/// A running job.
+/// This node's part in a job.
 pub struct Supervisor {
-    workers: Vec<Worker>,
-    sinks: Vec<Sink>,
-    policy: Policy,
+    job: Job,
+    machine: Machine,
+    command: Vec<OsString>,
+    local_world_size: u32,
+    host: String,
+    link: Link,
+    /// Whether the coordinator has been heard.
+    has_joined: bool,
+    crew: Option<Crew>,
+    /// The crew of the last round, when it is over.
+    last: Option<Crew>,
+    sinks: Sinks,
     signals: Signals,
-    rendezvous: Rendezvous,
-    buffer: Vec<u8>,
+    /// The first signal that was sent to this process.
+    signalled: Option<i32>,
+    verdict: Option<Verdict>,
     // Last, so that it is dropped last.
     guard: Guard,
 }
 
 impl Supervisor {
-    /// Starts all workers. On an error those already started are killed.
-    pub fn start(
-        job: &Job,
-        specs: Vec<WorkerSpec>,
-        signals: Signals,
-        mut guard: Guard,
-        rendezvous: Rendezvous,
-        note: Option<String>,
-    ) -> anyhow::Result<Supervisor> {
-        allow_descriptors(OWN_DESCRIPTORS + WORKER_DESCRIPTORS * specs.len() as u64);
-        let mut sinks = sink::standard().context("cannot open standard output and standard error")?;
-        if let Some((note, sink)) = note.zip(sinks.last_mut()) {
-            sink.queue.say(&note);
+    /// Joins the job.
+    pub fn start(job: Job, machine: Machine, command: Vec<OsString>) -> anyhow::Result<Supervisor> {
+        let local_world_size = plan::local_world_size(&job, &machine)?;
+        let signals = Signals::catch()?;
+        let guard = Guard::start()?;
+        let mut sinks = Sinks::standard().context("cannot open standard output and standard error")?;
+        let threads = plan::omp_threads(local_world_size, &machine);
+        if let Some(note) = threads.and_then(|threads| plan::omp_note(threads, local_world_size, &machine)) {
+            sinks.say(&note);
         }
-        let prefix = job.prefix || std::io::stdout().is_terminal();
-        let mut workers = Vec::with_capacity(specs.len());
-        for spec in specs {
-            let rank = spec.rank;
-            let (process, pipes) = Process::start(&spec, &mut guard).map_err(|error| {
-                let errno = Errno::from_io_error(&error);
-                let limited = matches!(errno, Some(Errno::MFILE | Errno::NFILE | Errno::AGAIN | Errno::NOMEM));
-                let advice = if limited { LIMITS } else { "" };
-                anyhow::anyhow!("cannot start rank {rank}: {error}{advice}")
-            })?;
-            log::debug!("rank {rank} is process {}", process.pid);
-            let streams = pipes.map(|pipe| Stream { pipe: Some(pipe), assembler: Assembler::new(), left: None });
-            workers.push(Worker {
-                prefix: if prefix { format!("[rank {rank}] ").into_bytes() } else { Vec::new() },
-                spec,
-                process,
-                streams,
-                tail: Tail::default(),
-                end: None,
-                stopped: Stopped::No,
-                settled: false,
-            });
-        }
-        let policy = Policy::new(job.grace);
-        Ok(Supervisor { workers, sinks, policy, signals, rendezvous, buffer: vec![0; READ], guard })
+        Ok(Supervisor {
+            link: Link::open(&job, local_world_size)?,
+            host: address::host_name(),
+            has_joined: false,
+            crew: None,
+            last: None,
+            signalled: None,
+            verdict: None,
+            job,
+            machine,
+            command,
+            local_world_size,
+            sinks,
+            signals,
+            guard,
+        })
     }
 
     /// Sees the job to its end; returns the exit code that tells of it.
     pub fn run(mut self) -> anyhow::Result<u8> {
-        while !(self.is_settled() && self.workers.iter().all(|worker| worker.streams.iter().all(|s| s.pipe.is_none())))
-        {
-            if !self.turn()? && self.must_leave() {
+        loop {
+            self.listen();
+            if self.crew.is_none() && self.verdict.is_some() && self.link.is_done() {
                 break;
+            }
+            if !self.turn()? && self.must_leave() {
+                // Only a reader of our output is waited for.
+                self.crew.iter_mut().for_each(|crew| (0..2).for_each(|which| crew.hang_up(which)));
             }
         }
         let code = self.conclude();
         if code == 0 {
             self.guard.dismiss();
         }
-        while self.sinks.iter().any(|sink| sink.wants_to_write().is_some()) {
+        while self.sinks.watch().next().is_some() {
             if !self.turn()? && self.must_leave() {
                 break;
             }
@@ -139,14 +107,89 @@ impl Supervisor {
         Ok(code)
     }
 
-    /// Every worker has gone.
-    fn is_settled(&self) -> bool {
-        self.workers.iter().all(|worker| worker.settled)
-    }
-
     /// There is nothing to wait for but a reader of our output, and the launcher was told to end: no longer wait.
     fn must_leave(&self) -> bool {
-        self.policy.must_leave() && self.is_settled()
+        let crew = self.crew.as_ref().or(self.last.as_ref());
+        crew.is_some_and(|crew| crew.policy.must_leave() && crew.is_settled())
+    }
+
+    /// Does what the coordinator says.
+    fn listen(&mut self) {
+        while let Some(heard) = self.link.hear() {
+            match heard {
+                Heard::Order(order) => {
+                    self.has_joined = true;
+                    self.obey(order);
+                }
+                Heard::Lost(reason) => self.lose(reason),
+            }
+        }
+        // Whoever was told to end waits for nobody.
+        if let (Some(signal), None, Link::Member(_)) = (self.signalled, &self.crew, &self.link) {
+            self.verdict.get_or_insert(Verdict { code: End::Signal(signal).code(), cause: None });
+        }
+    }
+
+    fn obey(&mut self, order: Order) {
+        match order {
+            Order::Start { round, placement } => self.begin(round, &placement),
+            Order::Stop { round, why } => {
+                if let Some(why) = why {
+                    self.sinks.say(&why);
+                }
+                match &mut self.crew {
+                    Some(crew) => {
+                        let action = crew.policy.ordered(Instant::now());
+                        crew.act(action);
+                    }
+                    None => self.tell_stopped(round, None),
+                }
+            }
+            Order::Say(text) => self.sinks.say(&text),
+            Order::End(verdict) => self.verdict = Some(verdict),
+        }
+    }
+
+    /// Starts the workers of a round.
+    fn begin(&mut self, round: u32, placement: &Placement) {
+        let specs = plan::workers(&self.job, placement, &self.command, &self.machine, |_| None);
+        let prefix = self.job.output.prefix || std::io::stdout().is_terminal();
+        self.last = None;
+        match Crew::start(round, specs, Policy::new(self.job.grace), prefix, &mut self.guard) {
+            Ok(crew) => self.crew = Some(crew),
+            Err(error) => {
+                let summary = format!("{error:#} (host {})", self.host);
+                let failure = Failure { summary: summary.clone(), end: End::Exit(1) };
+                self.link.tell(Event::Failed { round, failure });
+                self.tell_stopped(round, Some(summary));
+            }
+        }
+    }
+
+    fn tell_stopped(&mut self, round: u32, cause: Option<String>) {
+        let port = link::master_port(&self.job).unwrap_or_else(|error| {
+            self.sinks.say(&format!("{error:#}"));
+            0
+        });
+        self.link.tell(Event::Stopped { round, cause, port });
+    }
+
+    /// The coordinator is out of reach.
+    fn lose(&mut self, reason: String) {
+        if let Some(crew) = &mut self.crew {
+            let action = crew.policy.ordered(Instant::now());
+            crew.act(action);
+        }
+        let may_return = self.has_joined && self.job.nodes.min < self.job.nodes.max && self.signalled.is_none();
+        if may_return {
+            self.sinks.say(&format!("{reason}; stopping the workers and joining again"));
+            self.has_joined = false;
+            match Link::reopen(&self.job, self.local_world_size) {
+                Ok(link) => return self.link = link,
+                Err(error) => self.sinks.say(&format!("{error:#}")),
+            }
+        }
+        self.verdict.get_or_insert(Verdict { code: 1, cause: Some(reason) });
     }
 
     /// Waits for something to happen and deals with it; false if nothing did.
@@ -155,49 +198,84 @@ impl Supervisor {
         let is_idle = ready.is_empty();
         let mut ended = Vec::new();
         for event in ready {
-            match event {
-                Ready::Signals => {
-                    while let Some(signal) = self.signals.next() {
-                        log::debug!("received signal {signal}");
-                        let action = self.policy.signalled(signal, Instant::now());
-                        self.act(action);
+            match (event, &mut self.crew) {
+                (Ready::Signals, _) => self.take_signals(),
+                (Ready::Sink(sink), _) => self.write(sink),
+                (Ready::Crew(crew::Ready::Output(worker, which)), Some(crew)) => {
+                    crew.read(worker, which, &mut self.sinks);
+                }
+                (Ready::Crew(crew::Ready::End(worker)), Some(crew)) => {
+                    if let Some((rank, end)) = crew.note_end(worker)? {
+                        log::debug!("rank {rank} ended: {end}");
+                        let round = crew.round;
+                        // The others learn of it before any of them is stopped for it.
+                        self.link.tell(Event::Exited { round, rank, end: end.to_string() });
+                        ended.push((worker, end));
                     }
                 }
-                Ready::Sink(sink) => self.write(sink),
-                Ready::Output(worker, which) => self.read(worker, which),
-                Ready::End(worker) => ended.extend(self.note_end(worker)?.map(|end| (worker, end))),
+                (Ready::Link | Ready::Crew(_), _) => {}
             }
         }
-        let action = self.policy.ended(&ended, Instant::now());
-        self.act(action);
-        let action = self.policy.elapsed(Instant::now());
-        self.act(action);
-        self.settle();
+        self.supervise(&ended);
         Ok(!is_idle)
     }
 
+    /// Sees to the workers, some of which have just ended.
+    fn supervise(&mut self, ended: &[(usize, End)]) {
+        let Some(crew) = &mut self.crew else { return };
+        let now = Instant::now();
+        let action = crew.policy.ended(ended, now);
+        crew.act(action);
+        if action != Action::Nothing {
+            if let Some((first, end)) = crew.first_failure() {
+                let summary = report::summary(&crew.outcomes()[first], &self.host);
+                self.link.tell(Event::Failed { round: crew.round, failure: Failure { summary, end } });
+            }
+        }
+        let action = crew.policy.elapsed(now);
+        crew.act(action);
+        crew.settle(&mut self.sinks, &mut self.guard);
+        if crew.is_over() {
+            let round = crew.round;
+            let cause = crew.first_failure().map(|(first, _)| match crew.ended_for_want_of_readers(&self.sinks) {
+                true => String::new(),
+                false => report::cause(&crew.outcomes()[first], &self.host),
+            });
+            let is_finished = crew.policy.cause().is_none();
+            self.last = self.crew.take();
+            match is_finished {
+                true => self.link.tell(Event::Finished { round }),
+                false => self.tell_stopped(round, cause),
+            }
+        }
+    }
+
+    fn take_signals(&mut self) {
+        while let Some(signal) = self.signals.next() {
+            log::debug!("received signal {signal}");
+            if let Some(crew) = &mut self.crew {
+                let action = crew.policy.signalled(signal, Instant::now());
+                crew.act(action);
+            }
+            if self.signalled.replace(signal).is_none() {
+                self.link.tell(Event::Leaving { signal });
+            }
+        }
+    }
+
     fn wait(&self) -> Result<Vec<Ready>, Errno> {
-        let mut events = vec![Ready::Signals];
-        let mut fds = vec![PollFd::new(&self.signals, PollFlags::IN)];
-        for (index, sink) in self.sinks.iter().enumerate() {
-            if let Some(fd) = sink.wants_to_write() {
-                events.push(Ready::Sink(index));
-                fds.push(PollFd::from_borrowed_fd(fd, PollFlags::OUT));
-            }
+        let mut watched = vec![(Ready::Signals, PollFd::new(&self.signals, PollFlags::IN))];
+        let link = self.link.watch();
+        watched.extend(link.into_iter().map(|fd| (Ready::Link, PollFd::from_borrowed_fd(fd, PollFlags::IN))));
+        let sinks = self.sinks.watch();
+        watched.extend(sinks.map(|(sink, fd)| (Ready::Sink(sink), PollFd::from_borrowed_fd(fd, PollFlags::OUT))));
+        if let Some(crew) = &self.crew {
+            watched.extend(crew.watch(&self.sinks).into_iter().map(|(event, fd)| (Ready::Crew(event), fd)));
         }
-        for (index, worker) in self.workers.iter().enumerate() {
-            if worker.end.is_none() && !worker.settled {
-                events.push(Ready::End(index));
-                fds.push(PollFd::new(&worker.process, PollFlags::IN));
-            }
-            for (which, stream) in worker.streams.iter().enumerate() {
-                if let Some(pipe) = stream.pipe.as_ref().filter(|_| !self.sinks[self.sink_of(which)].is_full()) {
-                    events.push(Ready::Output(index, which));
-                    fds.push(PollFd::new(pipe, PollFlags::IN));
-                }
-            }
-        }
-        let deadline = if self.must_leave() { Some(Instant::now()) } else { self.policy.deadline() };
+        let (events, mut fds): (Vec<_>, Vec<_>) = watched.into_iter().unzip();
+        let crew = self.crew.as_ref().and_then(|crew| crew.policy.deadline());
+        let deadline =
+            if self.must_leave() { Some(Instant::now()) } else { crew.into_iter().chain(self.link.deadline()).min() };
         let timeout = deadline.map(|deadline| {
             let left = deadline.saturating_duration_since(Instant::now());
             Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() }
@@ -210,179 +288,29 @@ impl Supervisor {
         Ok(events.into_iter().zip(is_ready).filter_map(|(event, ready)| ready.then_some(event)).collect())
     }
 
-    /// Records how a worker ended and tells the others, before any of them is stopped for it.
-    fn note_end(&mut self, index: usize) -> anyhow::Result<Option<End>> {
-        let worker = &mut self.workers[index];
-        worker.end =
-            worker.process.end().with_context(|| format!("cannot learn how rank {} ended", worker.spec.rank))?;
-        if let Some(end) = worker.end {
-            log::debug!("rank {} ended: {end}", worker.spec.rank);
-            self.rendezvous.ended(worker.spec.rank, end);
-        }
-        Ok(worker.end)
-    }
-
-    fn act(&mut self, action: Action) {
-        for worker in self.workers.iter_mut().filter(|worker| !worker.settled) {
-            let stopped = match action {
-                Action::Nothing => return,
-                Action::Send(signal) => {
-                    worker.process.signal(signal);
-                    Stopped::Asked
-                }
-                Action::Kill => {
-                    worker.process.kill();
-                    Stopped::Killed
-                }
-                Action::Abandon => {
-                    worker.settled = true;
-                    worker.streams.iter_mut().for_each(|stream| stream.pipe = None);
-                    Stopped::Killed
-                }
-            };
-            if worker.end.is_none() {
-                worker.stopped = stopped;
-            }
-        }
-    }
-
-    /// Finishes with workers that have ended. Processes that a stopped one leaves in its group get what is left of the
-    /// grace period (a script's child may be writing its checkpoint), taken to be over when its output is closed.
-    fn settle(&mut self) {
-        let in_grace = self.policy.in_grace();
-        for index in 0..self.workers.len() {
-            let worker = &mut self.workers[index];
-            if worker.end.is_none() || worker.settled {
-                continue;
-            }
-            let is_open = worker.streams.iter().any(|stream| stream.pipe.is_some());
-            if in_grace && worker.stopped == Stopped::Asked && is_open {
-                continue;
-            }
-            worker.process.kill();
-            self.guard.unregister(worker.process.pid);
-            worker.process.reap();
-            worker.settled = true;
-            for which in 0..worker.streams.len() {
-                let stream = &mut self.workers[index].streams[which];
-                stream.left = stream.pipe.as_ref().map(|pipe| rustix::io::ioctl_fionread(pipe).unwrap_or(0));
-                if stream.left == Some(0) {
-                    self.close(index, which);
-                }
-            }
-        }
-    }
-
-    /// Passes on what a worker has written.
-    fn read(&mut self, index: usize, which: usize) {
-        let sink = self.sink_of(which);
-        let worker = &mut self.workers[index];
-        let stream = &mut worker.streams[which];
-        let (Some(pipe), false) = (&stream.pipe, self.sinks[sink].is_full()) else { return };
-        let limit = stream.left.map_or(READ, |left| READ.min(left as usize));
-        let count = match rustix::io::read(pipe, &mut self.buffer[..limit]) {
-            Ok(count) => count,
-            Err(Errno::INTR) => return,
-            Err(error) => {
-                log::warn!("cannot read the output of rank {}: {error}", worker.spec.rank);
-                0
-            }
-        };
-        let bytes = &self.buffer[..count];
-        if which == STDERR {
-            worker.tail.push(bytes);
-        }
-        let queue = &mut self.sinks[sink].queue;
-        let id = stream_id(index, which);
-        stream.assembler.feed(bytes, |previous, segment| queue.put(id, &worker.prefix, previous, segment));
-        if let Some(left) = &mut stream.left {
-            *left -= count as u64;
-        }
-        if count == 0 || stream.left == Some(0) {
-            self.close(index, which);
-        }
-    }
-
-    /// Ends a stream of a worker; an unfinished last line is passed on.
-    fn close(&mut self, index: usize, which: usize) {
-        let sink = self.sink_of(which);
-        let worker = &mut self.workers[index];
-        let stream = &mut worker.streams[which];
-        stream.pipe = None;
-        let queue = &mut self.sinks[sink].queue;
-        let id = stream_id(index, which);
-        stream.assembler.finish(|previous, segment| queue.put(id, &worker.prefix, previous, segment));
-    }
-
     /// Writes to one of our own outputs. When nobody reads it any more, the workers must feel it as they would alone.
     fn write(&mut self, sink: usize) {
-        if let Err(error) = self.sinks[sink].write() {
-            let name = if sink == STDERR { "standard error" } else { "standard output" };
-            self.say(&format!("cannot write to {name}: {error}"));
-        }
-        if self.sinks[sink].is_closed() {
-            let gone: Vec<usize> = (0..2).filter(|which| self.sink_of(*which) == sink).collect();
-            for worker in &mut self.workers {
-                gone.iter().for_each(|which| worker.streams[*which].pipe = None);
-            }
+        for which in self.sinks.write(sink) {
+            self.crew.iter_mut().for_each(|crew| crew.hang_up(*which));
         }
     }
 
     /// The exit code of the job; what there is to say about it is queued.
     fn conclude(&mut self) -> u8 {
-        let outcomes: Vec<_> = self.workers.iter().map(Worker::outcome).collect();
-        let (code, message) = match self.policy.cause() {
-            None => (0, None),
-            Some(Cause::Signal(signal)) => (End::Signal(signal).code(), report::unwilling(&outcomes, signal)),
-            Some(Cause::Failure(first)) => {
-                let end = outcomes[first].end.unwrap_or(End::Exit(1));
-                // `flow-launch yes | head -1` is as quiet as `yes | head -1`.
-                let is_quiet = self.sinks[0].is_closed() && end == End::Signal(Signal::PIPE.as_raw());
-                let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-                (end.code(), (!is_quiet).then(|| report::failure(&outcomes, first, &host)))
-            }
+        let Some(Verdict { code, cause }) = self.verdict.take() else { return 1 };
+        if let Some(cause) = cause.as_ref().filter(|cause| !cause.is_empty()) {
+            self.sinks.say(cause);
+        }
+        let outcomes = self.last.as_ref().map(Crew::outcomes).unwrap_or_default();
+        let failed = self.last.as_ref().and_then(Crew::first_failure).map(|(first, _)| first);
+        let message = match self.signalled {
+            Some(signal) if failed.is_none() => report::unwilling(&outcomes, signal),
+            _ if code != 0 && cause.is_some_and(|cause| !cause.is_empty()) => report::others(&outcomes, failed),
+            _ => None,
         };
         if let Some(message) = message {
-            self.say(&message);
+            self.sinks.say(&message);
         }
         code
-    }
-
-    fn say(&mut self, message: &str) {
-        if let Some(sink) = self.sinks.last_mut() {
-            sink.queue.say(message);
-        }
-    }
-
-    fn sink_of(&self, which: usize) -> usize {
-        which.min(self.sinks.len() - 1)
-    }
-}
-
-impl Worker {
-    fn outcome(&self) -> Outcome<'_> {
-        Outcome {
-            rank: self.spec.rank,
-            local_rank: self.spec.local_rank,
-            pid: self.process.pid.as_raw_pid(),
-            end: self.end,
-            stopped: self.stopped,
-            tail: &self.tail,
-        }
-    }
-}
-
-fn stream_id(worker: usize, which: usize) -> StreamId {
-    2 * worker + which
-}
-
-/// Raises the soft limit on open files as far as needed and allowed.
-fn allow_descriptors(needed: u64) {
-    let limit = getrlimit(Resource::Nofile);
-    if limit.current.is_some_and(|current| current < needed) {
-        let current = limit.maximum.map_or(needed, |maximum| maximum.min(needed));
-        if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: Some(current), maximum: limit.maximum }) {
-            log::warn!("cannot raise the limit on open files to {current}: {error}");
-        }
     }
 }

@@ -13,6 +13,8 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 
+use serde::{Deserialize, Serialize};
+
 use rustix::process::{
     kill_process_group, pidfd_open, set_parent_process_death_signal, waitid, Pid, PidfdFlags, Signal, WaitId,
     WaitIdOptions,
@@ -26,7 +28,7 @@ use crate::signals;
 pub const HIDDEN_FLAG: &str = "--exec-worker";
 
 /// How a process ended.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum End {
     Exit(i32),
     Signal(i32),
@@ -35,6 +37,11 @@ pub enum End {
 impl End {
     pub fn is_failure(self) -> bool {
         self != End::Exit(0)
+    }
+
+    /// Any signal but SIGTERM, with which others would have been asked to stop.
+    pub fn is_crash(self) -> bool {
+        matches!(self, End::Signal(signal) if signal != Signal::TERM.as_raw())
     }
 
     /// The exit code by which a shell would tell of it.

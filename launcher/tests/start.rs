@@ -1,7 +1,7 @@
 //! How workers are started: command, arguments, environment.
 
 mod common;
-use common::{launcher, run, script};
+use common::{launcher, run, script, Running};
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -32,14 +32,29 @@ fn workers_share_a_port_a_store_and_a_token() {
     );
 }
 
+/// A port that is free like the next one, and that the system gives to nobody who asks for any.
+fn two_free_ports() -> u16 {
+    let is_free = |port: u16| std::net::TcpListener::bind(("0.0.0.0", port)).is_ok();
+    (20_000..30_000).step_by(2).find(|port| is_free(*port) && is_free(port + 1)).unwrap()
+}
+
 #[test]
-fn environment_of_the_second_of_three_nodes() {
-    let flags = "--nnodes 3 --node-rank=1 --nproc-per-node 2 --master-addr node0 --master-port 29500";
+fn three_nodes_meet_at_the_first() {
+    let port = two_free_ports();
     let names = "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $GROUP_RANK $NODE_RANK $MASTER_ADDR $MASTER_PORT";
-    // A store that happens to be in the environment is not this job's.
-    let mut command = script(flags, &format!("echo {names} ${{FLOW_STORE-none}} ${{FLOW_TOKEN-none}}"));
-    let finished = run(command.env("FLOW_STORE", "tcp://old:1").env("FLOW_TOKEN", "old"));
-    assert_eq!(finished.sorted_lines(), ["2 0 6 2 1 1 node0 29500 none none", "3 1 6 2 1 1 node0 29500 none none"]);
+    let node = |rank: u32| {
+        let flags =
+            format!("--nnodes 3 --node-rank={rank} --nproc-per-node 2 --master-addr 127.0.0.1 --master-port {port}");
+        // A store that happens to be in the environment is not this job's.
+        let mut command = script(&flags, &format!("echo {names} ${{FLOW_STORE%:*}}"));
+        Running::start(command.env("FLOW_STORE", "tcp://old:1"))
+    };
+    let nodes = [2, 1, 0].map(node).map(Running::finish);
+    for (node, finished) in [2, 1, 0].iter().zip(&nodes) {
+        let line =
+            |local: u32| format!("{} {local} 6 2 {node} {node} 127.0.0.1 {port} tcp://127.0.0.1", 2 * node + local);
+        assert_eq!((finished.code, finished.sorted_lines()), (Some(0), vec![&*line(0), &*line(1)]), "{finished:?}");
+    }
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixStream};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -12,8 +13,8 @@ use std::time::{Duration, Instant};
 use super::protocol::{Reply, Request, MAX_FRAME, MAX_TIMEOUT, VERSION};
 use super::{belongs_to_us, list, Address, Error, Result};
 
-/// How much later than an operation's own timeout the answer may come before the server counts as dead.
-const GRACE: Duration = Duration::from_secs(10);
+/// [`Store::set_patience`] at first.
+const PATIENCE: Duration = Duration::from_secs(10);
 /// A wait for the server this long is worth a line in the log.
 const FIRST_WARNING: Duration = Duration::from_secs(30);
 /// Pauses between attempts to connect grow from the first to the second.
@@ -28,6 +29,8 @@ pub struct Store {
     address: Address,
     /// The socket, or why there is none any more.
     connection: Mutex<std::result::Result<Box<dyn Socket>, String>>,
+    /// In microseconds.
+    patience: AtomicU64,
 }
 
 impl Store {
@@ -41,7 +44,10 @@ impl Store {
         let mut warning = Instant::now() + FIRST_WARNING;
         loop {
             let error = match open(address, token, deadline) {
-                Ok(Ok(socket)) => return Ok(Store { address: address.clone(), connection: Mutex::new(Ok(socket)) }),
+                Ok(Ok(socket)) => {
+                    let patience = AtomicU64::new(PATIENCE.as_micros() as u64);
+                    return Ok(Store { address: address.clone(), connection: Mutex::new(Ok(socket)), patience });
+                }
                 Ok(Err(reason)) => return Err(Error::Denied { address: address.clone(), reason }),
                 Err(error) => error,
             };
@@ -61,6 +67,12 @@ impl Store {
     /// The address this client is connected to.
     pub fn address(&self) -> &Address {
         &self.address
+    }
+
+    /// Sets how much later than an operation's own timeout the answer may come before the server counts as dead, and the
+    /// call fails with [`Error::Lost`]: 10 s at first.
+    pub fn set_patience(&self, patience: Duration) {
+        self.patience.store(patience.min(MAX_TIMEOUT).as_micros() as u64, Ordering::Relaxed);
     }
 
     /// Sets `key` to `value` (at most 64 MiB with the key).
@@ -127,6 +139,28 @@ impl Store {
         self.call(operation, &request, timeout, |reply| matches!(reply, Reply::Done).then_some(()))
     }
 
+    /// Hands `message` to the process that serves the store, behind those posted before.
+    ///
+    /// # Errors
+    /// [`Error::Rejected`] if that process leaves its messages unread.
+    pub fn post(&self, message: &[u8]) -> Result<()> {
+        let request = Request::Post { message };
+        self.call("post".to_string(), &request, Duration::ZERO, |reply| matches!(reply, Reply::Done).then_some(()))
+    }
+
+    /// Has the server post `message` (at most 64 KiB) once for this client when it is gone: when its connection ends in
+    /// whatever way, or when it says nothing for `silence`, in which case the server closes the connection. It replaces
+    /// the will before; an empty message takes it back. A server that stops executes no wills.
+    ///
+    /// A client that waits for a key says nothing: it must ask again before `silence` is over, with a timeout well below.
+    ///
+    /// # Errors
+    /// [`Error::Rejected`] if the message is too long, or the process that serves leaves its messages unread.
+    pub fn will(&self, message: &[u8], silence: Duration) -> Result<()> {
+        let request = Request::Will { message, silence };
+        self.call("will".to_string(), &request, Duration::ZERO, |reply| matches!(reply, Reply::Done).then_some(()))
+    }
+
     /// Sends a request and has `accept` take the reply, or return `None` where it makes no sense.
     fn call<T>(
         &self,
@@ -149,7 +183,8 @@ impl Store {
                 return Err(Error::Lost { address, operation, cause });
             }
         };
-        let cause = match exchange(socket.as_mut(), &frame, timeout.min(MAX_TIMEOUT) + GRACE) {
+        let patience = Duration::from_micros(self.patience.load(Ordering::Relaxed));
+        let cause = match exchange(socket.as_mut(), &frame, timeout.min(MAX_TIMEOUT) + patience) {
             Err(error) => describe(&error),
             Ok(frame) => match Reply::decode(&frame) {
                 Some(Reply::Missing(keys)) => {

@@ -7,12 +7,14 @@
 //! |---|---|
 //! | [`Address`] | where it is: `tcp://host:port` or `unix://name` |
 //! | [`Server`] | serves it from one thread until dropped; in `flow-launch`, or in rank 0 without it |
-//! | [`Store`] | one client's connection: `set`, `get`, `wait`, `add`, `compare_and_set` |
+//! | [`Store`] | one client's connection: `set`, `get`, `wait`, `add`, `compare_and_set`, `post`, `will` |
+//! | [`Posts`] | what clients have to say to the process that serves it |
 //!
 //! Whoever connects must know the job's token; on a unix socket both sides must also belong to the same user.
 //! Keys and values live as long as the server.
 
 mod client;
+mod posts;
 mod protocol;
 mod server;
 
@@ -25,6 +27,7 @@ use std::time::Duration;
 use nix::sys::socket::{getsockopt, sockopt};
 
 pub use client::Store;
+pub use posts::Posts;
 pub use server::Server;
 
 /// Where a store is served. Shown and parsed as `tcp://host:port` or `unix://name`.

@@ -11,6 +11,8 @@
 //! | 3 wait | keys, timeout in us (u64) | done, missing |
 //! | 4 add | key, increment (i64) | number, refused |
 //! | 5 compare and set | key, expected (optional), new value | done, differs |
+//! | 6 post | message | done, refused |
+//! | 7 will | message, silence in us (u64) | done, refused |
 //!
 //! | reply | fields |
 //! |---|---|
@@ -26,13 +28,15 @@
 use std::time::Duration;
 
 /// The version in hello; both sides must have the same.
-pub const VERSION: u8 = 1;
+pub const VERSION: u8 = 2;
 /// The largest frame before hello, without its length.
 pub const MAX_HELLO: usize = 1024;
 /// The longest token: one that fits hello.
 pub const MAX_TOKEN: usize = 512;
 /// The largest frame after hello, without its length.
 pub const MAX_FRAME: usize = 64 << 20;
+/// The longest message of a will: every client may leave one.
+pub const MAX_WILL: usize = 64 << 10;
 /// No wait is longer: it keeps sums of times from overflowing.
 pub const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
 
@@ -46,6 +50,8 @@ pub enum Request<'a> {
     Wait { keys: Vec<&'a str>, timeout: Duration },
     Add { key: &'a str, increment: i64 },
     CompareAndSet { key: &'a str, expected: Option<&'a [u8]>, new: &'a [u8] },
+    Post { message: &'a [u8] },
+    Will { message: &'a [u8], silence: Duration },
 }
 
 /// What the server answers.
@@ -70,6 +76,8 @@ impl<'a> Request<'a> {
             Request::CompareAndSet { key, expected, new } => {
                 Frame::new(5).bytes(key.as_bytes()).optional(*expected).bytes(new)
             }
+            Request::Post { message } => Frame::new(6).bytes(message),
+            Request::Will { message, silence } => Frame::new(7).bytes(message).timeout(*silence),
         }
         .finish()
     }
@@ -87,6 +95,8 @@ impl<'a> Request<'a> {
             3 => Request::Wait { keys: fields.list()?, timeout: fields.timeout()? },
             4 => Request::Add { key: fields.text()?, increment: fields.i64()? },
             5 => Request::CompareAndSet { key: fields.text()?, expected: fields.optional()?, new: fields.bytes()? },
+            6 => Request::Post { message: fields.bytes()? },
+            7 => Request::Will { message: fields.bytes()?, silence: fields.timeout()? },
             _ => return None,
         };
         fields.0.is_empty().then_some(request)

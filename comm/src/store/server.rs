@@ -5,6 +5,7 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::mem;
 use std::os::linux::net::SocketAddrExt;
 use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -13,7 +14,8 @@ use mio::{Events, Interest, Poll, Token, Waker};
 use nix::errno::Errno;
 use nix::sys::socket::{listen, Backlog};
 
-use super::protocol::{Reply, Request, MAX_FRAME, MAX_HELLO, MAX_TOKEN, VERSION};
+use super::posts::Posts;
+use super::protocol::{Reply, Request, MAX_FRAME, MAX_HELLO, MAX_TOKEN, MAX_WILL, VERSION};
 use super::{belongs_to_us, Address};
 
 /// A connection that has not said a valid hello by then is closed.
@@ -25,6 +27,8 @@ const MAX_STRANGERS: usize = 512;
 const ACCEPT_BATCH: usize = 256;
 /// When accepting fails for want of a resource, it is tried again after this time, or when a connection is closed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
+
+const UNREAD: &str = "the process that serves the store leaves its messages unread; is it stopped or very busy?";
 
 const LISTENER: Token = Token(usize::MAX);
 const WAKER: Token = Token(usize::MAX - 1);
@@ -38,6 +42,7 @@ const WAKER: Token = Token(usize::MAX - 1);
 #[derive(Debug)]
 pub struct Server {
     address: Address,
+    posts: Arc<Posts>,
     commands: Sender<Command>,
     waker: Waker,
     thread: Option<JoinHandle<()>>,
@@ -72,10 +77,12 @@ impl Server {
         }
         let waker = Waker::new(poll.registry(), WAKER)?;
         let (commands, receiver) = mpsc::channel();
+        let posts = Arc::new(Posts::new()?);
         let mut event_loop = EventLoop {
             poll,
             listener,
             token: token.to_string(),
+            posts: Arc::clone(&posts),
             commands: receiver,
             accept_at: None,
             values: HashMap::new(),
@@ -84,14 +91,20 @@ impl Server {
             strangers: BTreeMap::new(),
             watchers: HashMap::new(),
             deadlines: BTreeSet::new(),
+            silences: BTreeSet::new(),
         };
         let thread = thread::Builder::new().name("flow-store".to_string()).spawn(move || event_loop.run())?;
-        Ok(Server { address, commands, waker, thread: Some(thread) })
+        Ok(Server { address, posts, commands, waker, thread: Some(thread) })
     }
 
     /// Where the store is served, with the port that was taken.
     pub fn address(&self) -> &Address {
         &self.address
+    }
+
+    /// What clients have posted to this process. It need not be read: when there is too much, clients are refused.
+    pub fn posts(&self) -> &Posts {
+        &self.posts
     }
 
     /// Sets `key` to `value`, as a client would. It does not wait for the server's thread to do so.
@@ -174,6 +187,17 @@ struct Connection {
     /// What the socket has taken of it.
     written: usize,
     waiting: Option<Waiting>,
+    will: Option<Will>,
+    /// Since when it has said nothing, less the time for which it was this thread that was late.
+    silent_since: Instant,
+}
+
+/// What to post when a client is gone, or has been silent for so long.
+struct Will {
+    message: Vec<u8>,
+    silence: Duration,
+    /// When to look again how long the client has been silent.
+    look_at: Instant,
 }
 
 /// A get or wait that is not answered yet.
@@ -190,6 +214,7 @@ struct EventLoop {
     poll: Poll,
     listener: Listener,
     token: String,
+    posts: Arc<Posts>,
     commands: Receiver<Command>,
     /// When to accept, if there may be connections to accept.
     accept_at: Option<Instant>,
@@ -202,6 +227,8 @@ struct EventLoop {
     watchers: HashMap<String, Vec<usize>>,
     /// The connections that wait, by their deadlines.
     deadlines: BTreeSet<(Instant, usize)>,
+    /// The connections with a will, by when to look whether they have been silent for too long.
+    silences: BTreeSet<(Instant, usize)>,
 }
 
 impl EventLoop {
@@ -243,13 +270,15 @@ impl EventLoop {
                 self.accept_at = self.accept(now);
             }
             self.expire(now);
+            self.close_silent(now, &mut scratch);
         }
     }
 
     fn next_deadline(&self) -> Option<Instant> {
         let hello = self.oldest_stranger().map(|(_, at)| at);
         let wait = self.deadlines.first().map(|(at, _)| *at);
-        [self.accept_at, hello, wait].into_iter().flatten().min()
+        let silence = self.silences.first().map(|(at, _)| *at);
+        [self.accept_at, hello, wait, silence].into_iter().flatten().min()
     }
 
     /// Accepts what is there, and returns when to go on if that was not all.
@@ -285,7 +314,15 @@ impl EventLoop {
         let id = self.next_id;
         self.next_id += 1;
         self.poll.registry().register(&mut socket, Token(id), Interest::READABLE | Interest::WRITABLE)?;
-        let connection = Connection { socket, input: Vec::new(), output: Vec::new(), written: 0, waiting: None };
+        let connection = Connection {
+            socket,
+            input: Vec::new(),
+            output: Vec::new(),
+            written: 0,
+            waiting: None,
+            will: None,
+            silent_since: now,
+        };
         self.connections.insert(id, connection);
         self.strangers.insert(id, now + HELLO_TIMEOUT);
         Ok(())
@@ -311,6 +348,10 @@ impl EventLoop {
             if let Some(waiting) = connection.waiting {
                 self.forget(id, &waiting);
             }
+            if let Some(will) = connection.will {
+                self.silences.remove(&(will.look_at, id));
+                self.posts.add(will.message);
+            }
             // Closing the socket does it in any case.
             let _ = self.poll.registry().deregister(&mut connection.socket);
             self.accept_at = self.accept_at.map(|_| Instant::now());
@@ -330,6 +371,7 @@ impl EventLoop {
             if count == 0 || connection.waiting.is_some() || !connection.output.is_empty() {
                 return self.close(id);
             }
+            connection.silent_since = Instant::now();
             connection.input.extend_from_slice(&scratch[..count]);
             let limit = if self.strangers.contains_key(&id) { MAX_HELLO } else { MAX_FRAME };
             let Some((length, rest)) = connection.input.split_first_chunk() else { continue };
@@ -385,6 +427,26 @@ impl EventLoop {
                     self.answer(id, reply);
                 }
             }
+            Some(Request::Post { message }) => {
+                let reply = if self.posts.has_room(message.len()) {
+                    self.posts.add(message.to_vec());
+                    Reply::Done
+                } else {
+                    Reply::Refused(UNREAD)
+                };
+                self.answer(id, reply.encode());
+            }
+            Some(Request::Will { message, silence }) => {
+                let reply = if message.len() > MAX_WILL {
+                    Reply::Refused("a will has at most 64 KiB")
+                } else if !(message.is_empty() || self.posts.has_room(message.len())) {
+                    Reply::Refused(UNREAD)
+                } else {
+                    self.replace_will(id, message, silence);
+                    Reply::Done
+                };
+                self.answer(id, reply.encode());
+            }
         }
     }
 
@@ -436,10 +498,17 @@ impl EventLoop {
             }
             waiting.next += 1;
         }
-        self.deadlines.remove(&(waiting.deadline, id));
         let value = waiting.keys.first().filter(|_| waiting.wants_value).and_then(|key| self.values.get(key));
         let reply = value.map_or(Reply::Done, |value| Reply::Value(value)).encode();
-        connection.waiting = None;
+        self.end_wait(id, reply);
+    }
+
+    fn end_wait(&mut self, id: usize, reply: Vec<u8>) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        let Some(waiting) = connection.waiting.take() else { return };
+        // The client could not speak before the answer, so what this comes too late is not its silence.
+        connection.silent_since += Instant::now().saturating_duration_since(waiting.deadline);
+        self.forget(id, &waiting);
         self.answer(id, reply);
     }
 
@@ -448,17 +517,44 @@ impl EventLoop {
         self.close_strangers(now);
         while let Some((_, id)) = self.deadlines.first().copied().filter(|(at, _)| *at <= now) {
             self.deadlines.pop_first();
-            let waiting = self.connections.get_mut(&id).and_then(|connection| connection.waiting.take());
+            let waiting = self.connections.get(&id).and_then(|connection| connection.waiting.as_ref());
             if let Some(waiting) = waiting {
-                self.forget(id, &waiting);
                 let missing = waiting.keys.iter().map(String::as_str).filter(|key| !self.values.contains_key(*key));
                 let reply = Reply::Missing(missing.collect()).encode();
-                self.answer(id, reply);
+                self.end_wait(id, reply);
             }
         }
     }
 
-    /// Removes the traces of a wait that ends before its keys are set.
+    fn replace_will(&mut self, id: usize, message: &[u8], silence: Duration) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        if let Some(will) = connection.will.take() {
+            self.silences.remove(&(will.look_at, id));
+        }
+        if !message.is_empty() {
+            let look_at = connection.silent_since + silence;
+            connection.will = Some(Will { message: message.to_vec(), silence, look_at });
+            self.silences.insert((look_at, id));
+        }
+    }
+
+    /// Closes the connections with a will that have been silent for too long at `now`.
+    fn close_silent(&mut self, now: Instant, scratch: &mut [u8]) {
+        while let Some((_, id)) = self.silences.first().copied().filter(|(at, _)| *at <= now) {
+            // What has come already counts: this thread may have been stopped.
+            self.read(id, scratch);
+            let Some(connection) = self.connections.get_mut(&id) else { continue };
+            let Some(will) = &mut connection.will else { continue };
+            self.silences.remove(&(will.look_at, id));
+            will.look_at = connection.silent_since + will.silence;
+            self.silences.insert((will.look_at, id));
+            if will.look_at <= now {
+                self.close(id);
+            }
+        }
+    }
+
+    /// Removes the traces of a wait that ends.
     fn forget(&mut self, id: usize, waiting: &Waiting) {
         self.deadlines.remove(&(waiting.deadline, id));
         let Some(key) = waiting.keys.get(waiting.next) else { return };

@@ -1,0 +1,75 @@
+//! Messages from clients to the process that serves the store.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use rustix::event::{eventfd, EventfdFlags};
+
+use super::protocol::MAX_FRAME;
+
+/// With so many messages unread, or so many bytes of them, more are refused: the server's owner may never read any.
+const MAX_UNREAD: usize = 1 << 16;
+const MAX_UNREAD_BYTES: usize = MAX_FRAME;
+
+/// What clients have posted, and the wills of those that are gone, in the order of arrival.
+///
+/// Its file descriptor is readable while there is a message: for `poll` and the like, never to be read from.
+#[derive(Debug)]
+pub struct Posts {
+    unread: Mutex<Unread>,
+    ready: OwnedFd,
+}
+
+#[derive(Debug, Default)]
+struct Unread {
+    messages: VecDeque<Vec<u8>>,
+    bytes: usize,
+}
+
+impl Posts {
+    pub(super) fn new() -> io::Result<Posts> {
+        let ready = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Posts { unread: Mutex::default(), ready })
+    }
+
+    /// The oldest message that has not been taken yet.
+    pub fn try_next(&self) -> Option<Vec<u8>> {
+        let mut unread = self.lock();
+        let message = unread.messages.pop_front()?;
+        unread.bytes -= message.len();
+        if unread.messages.is_empty() {
+            // It cannot fail: it is above zero, as there was a message.
+            let _ = rustix::io::read(&self.ready, &mut [0; 8]);
+        }
+        Some(message)
+    }
+
+    /// Whether a message of `length` bytes may be added.
+    pub(super) fn has_room(&self, length: usize) -> bool {
+        let unread = self.lock();
+        unread.messages.len() < MAX_UNREAD && unread.bytes + length <= MAX_UNREAD_BYTES
+    }
+
+    /// Adds a message, whether or not there is room.
+    pub(super) fn add(&self, message: Vec<u8>) {
+        let mut unread = self.lock();
+        if unread.messages.is_empty() {
+            // It cannot fail: it is zero, as there was no message.
+            let _ = rustix::io::write(&self.ready, &1u64.to_ne_bytes());
+        }
+        unread.bytes += message.len();
+        unread.messages.push_back(message);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Unread> {
+        self.unread.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl AsFd for Posts {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.ready.as_fd()
+    }
+}

@@ -1,0 +1,198 @@
+//! The leading node's side of the link: the coordinator, and the stores through which agents and workers reach it.
+//!
+//! An agent posts its events to the agents' store and finds its orders there, numbered. Each round has a store of its
+//! own, for the workers.
+
+use std::collections::{HashMap, VecDeque};
+use std::fs::File;
+use std::io::{self, Read};
+use std::net::{IpAddr, Ipv4Addr};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::{Duration, Instant};
+
+use anyhow::{bail, Context};
+use flow_comm::store::{Address, Server};
+
+use crate::address;
+use crate::coordinator::{AgentId, Coordinator, Event, Node, Order, Verdict, LEADER};
+use crate::hang::{Finding, Waits};
+use crate::job::Job;
+use crate::link;
+
+/// How long the leader stays for others to hear how the job ended.
+const FAREWELL: Duration = Duration::from_secs(10);
+
+/// See the head of this file.
+pub struct Leader {
+    coordinator: Coordinator,
+    agents: Option<Server>,
+    /// How many orders each agent was given.
+    given: HashMap<AgentId, u64>,
+    /// The store of the present round.
+    round: Option<Round>,
+    /// Where to serve it, and as what it is known to workers.
+    bind: IpAddr,
+    address: String,
+    orders: VecDeque<Order>,
+    hang_timeout: Option<Duration>,
+    /// When to leave, once the job is over.
+    farewell: Option<Instant>,
+}
+
+impl Leader {
+    /// For a job on this node only.
+    pub fn alone(job: &Job, node: Node) -> anyhow::Result<Leader> {
+        Leader::new(job, node, None, Ipv4Addr::LOCALHOST.into(), "127.0.0.1".into())
+    }
+
+    /// Serves the other agents at `port`.
+    ///
+    /// # Errors
+    /// An `io::Error`, `AddrInUse` if the port is taken.
+    pub fn serving(job: &Job, node: Node, port: u16) -> anyhow::Result<Leader> {
+        let (bind, address) = (address::any(), node.address.clone());
+        let endpoint = Address::Tcp(address::join(&bind.to_string(), port));
+        let agents = Server::start(&endpoint, &link::token(job))?;
+        Leader::new(job, node, Some(agents), bind, address)
+    }
+
+    fn new(job: &Job, node: Node, agents: Option<Server>, bind: IpAddr, address: String) -> anyhow::Result<Leader> {
+        let coordinator = Coordinator::new(job, Instant::now());
+        let (given, orders) = (HashMap::new(), VecDeque::new());
+        let hang_timeout = job.hang_timeout;
+        let mut leader =
+            Leader { coordinator, agents, given, round: None, bind, address, orders, hang_timeout, farewell: None };
+        leader.tell(Event::Joined { node, port: link::master_port(job)? });
+        Ok(leader)
+    }
+
+    /// What the agent of this node has to tell.
+    pub fn tell(&mut self, event: Event) {
+        self.take(LEADER, event);
+    }
+
+    /// The next order for the agent of this node.
+    pub fn hear(&mut self) -> Option<Order> {
+        while let Some(message) = self.agents.as_ref().and_then(|agents| agents.posts().try_next()) {
+            match serde_json::from_slice(&message) {
+                Ok((agent, event)) if agent != LEADER => self.take(agent, event),
+                _ => log::warn!("another node's agent has sent what makes no sense: is it of the same version?"),
+            }
+        }
+        let now = Instant::now();
+        if let Some(round) = &mut self.round {
+            while let Some(message) = round.store.posts().try_next() {
+                match serde_json::from_slice(&message) {
+                    Ok(wait) => round.waits.take(wait, now),
+                    Err(error) => log::warn!("a worker has posted what makes no sense: {error}"),
+                }
+            }
+            let orders = match round.waits.elapsed(now) {
+                Some(Finding::Report(report)) => self.coordinator.say(&report),
+                Some(Finding::Hung(report)) => self.coordinator.hung(report, now),
+                None => Vec::new(),
+            };
+            self.pass_on(orders);
+        }
+        let orders = self.coordinator.elapsed(now);
+        self.pass_on(orders);
+        self.orders.pop_front()
+    }
+
+    pub fn watch(&self) -> Vec<BorrowedFd<'_>> {
+        let round = self.round.as_ref().map(|round| &round.store);
+        self.agents.iter().chain(round).map(|store| store.posts().as_fd()).collect()
+    }
+
+    pub fn deadline(&self) -> Option<Instant> {
+        let waits = self.round.as_ref().and_then(|round| round.waits.deadline());
+        [self.farewell, self.coordinator.deadline(), waits].into_iter().flatten().min()
+    }
+
+    /// All others have heard that the job is over, or had time to.
+    pub fn is_alone(&self) -> bool {
+        self.coordinator.is_alone() || self.farewell.is_some_and(|farewell| farewell <= Instant::now())
+    }
+
+    fn take(&mut self, agent: AgentId, event: Event) {
+        if let Event::Exited { round, rank, end } = &event {
+            if let Some(present) = self.round.as_mut().filter(|present| present.number == *round) {
+                present.waits.ended(*rank);
+                present.store.set(&format!("exit/{rank}"), end.as_bytes());
+            }
+            return;
+        }
+        log::debug!("agent {agent}: {event:?}");
+        let orders = self.coordinator.handle(agent, event, Instant::now());
+        self.pass_on(orders);
+    }
+
+    fn pass_on(&mut self, orders: Vec<(AgentId, Order)>) {
+        for (agent, mut order) in orders {
+            if let Order::Start { round, placement } = &mut order {
+                match self.store(*round) {
+                    Ok(store) => placement.store = store,
+                    Err(error) => {
+                        let cause = Some(format!("cannot serve the workers' store: {error:#}"));
+                        order = Order::End(Verdict { code: 1, cause });
+                    }
+                }
+            }
+            if matches!(order, Order::End(_)) {
+                self.farewell.get_or_insert_with(|| Instant::now() + FAREWELL);
+            }
+            match &order {
+                // It holds the store's token, which is not for logs.
+                Order::Start { round, .. } => log::debug!("order for agent {agent}: start round {round}"),
+                order => log::debug!("order for agent {agent}: {order:?}"),
+            }
+            match &self.agents {
+                _ if agent == LEADER => self.orders.push_back(order),
+                Some(agents) => {
+                    let number = self.given.entry(agent).or_default();
+                    let text = serde_json::to_vec(&order).unwrap_or_default(); // plain data: it cannot fail
+                    agents.set(&order_key(agent, *number), &text);
+                    *number += 1;
+                }
+                None => {}
+            }
+        }
+    }
+
+    /// Address and token of a round's store, which takes the place of the last round's.
+    fn store(&mut self, round: u32) -> anyhow::Result<(String, String)> {
+        if let Some(Round { number, place, .. }) = &self.round {
+            if *number == round {
+                return Ok(place.clone());
+            }
+        }
+        let token = secret().context("cannot read /dev/urandom")?;
+        let store = Server::start(&Address::Tcp(address::join(&self.bind.to_string(), 0)), &token)?;
+        let Address::Tcp(bound) = store.address() else { bail!("it is served elsewhere: {}", store.address()) };
+        let port = bound.rsplit_once(':').and_then(|(_, port)| port.parse().ok()).context("it has no port")?;
+        let place = (Address::Tcp(address::join(&self.address, port)).to_string(), token);
+        let waits = Waits::new(self.hang_timeout);
+        self.round = Some(Round { number: round, store, place: place.clone(), waits });
+        Ok(place)
+    }
+}
+
+/// The workers' store in a round, with the address and the token by which they know it, and their long waits.
+struct Round {
+    number: u32,
+    store: Server,
+    place: (String, String),
+    waits: Waits,
+}
+
+/// Where an agent finds its order of this number.
+pub fn order_key(agent: AgentId, number: u64) -> String {
+    format!("orders/{agent}/{number}")
+}
+
+/// 128 random bits.
+fn secret() -> io::Result<String> {
+    let mut bytes = [0; 16];
+    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}

@@ -1,0 +1,143 @@
+//! How this node's agent and the coordinator hear of each other.
+
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::time::{Duration, Instant};
+
+use anyhow::{bail, Context};
+
+use crate::address;
+use crate::coordinator::{Event, Node, Order};
+use crate::job::{Job, Meeting};
+use crate::leader::Leader;
+use crate::member::Member;
+
+/// How long a node that was cut off tries to come back.
+const AGAIN: Duration = Duration::from_secs(60);
+
+/// What an agent hears.
+#[derive(Debug)]
+pub enum Heard {
+    Order(Order),
+    /// The coordinator cannot be reached any more, or refuses this node.
+    Lost(String),
+}
+
+/// See the head of this file.
+pub enum Link {
+    /// The coordinator runs in this agent, which leads the others if there are any.
+    Leader(Box<Leader>),
+    Member(Member),
+}
+
+impl Link {
+    /// Joins the job as its leader or as a member; how that went is heard later.
+    pub fn open(job: &Job, local_world_size: u32) -> anyhow::Result<Link> {
+        Link::find(job, local_world_size, job.nodes.patience.join, true)
+    }
+
+    /// Joins again, as a member that was cut off.
+    pub fn reopen(job: &Job, local_world_size: u32) -> anyhow::Result<Link> {
+        Link::find(job, local_world_size, job.nodes.patience.join.min(AGAIN), false)
+    }
+
+    fn find(job: &Job, local_world_size: u32, patience: Duration, may_lead: bool) -> anyhow::Result<Link> {
+        let node = |address: String, node_rank: Option<u32>| Node {
+            host: address::host_name(),
+            address: job.nodes.local_addr.clone().unwrap_or(address),
+            node_rank,
+            local_world_size,
+            role: job.role.clone(),
+        };
+        let (node_rank, host, port) = match &job.nodes.meeting {
+            Meeting::Alone { master_addr, .. } => {
+                let address = master_addr.clone().unwrap_or_else(|| "127.0.0.1".into());
+                return Ok(Link::Leader(Box::new(Leader::alone(job, node(address, None))?)));
+            }
+            Meeting::Static { node_rank, master_addr, master_port } => {
+                // MASTER_PORT itself is rank 0's.
+                let port = master_port.checked_add(1).unwrap_or(*master_port - 1);
+                (Some(*node_rank), master_addr, port)
+            }
+            Meeting::Endpoint { host, port, .. } => (None, host, *port),
+        };
+        let serves = match &job.nodes.meeting {
+            Meeting::Endpoint { is_host, .. } => is_host.unwrap_or_else(|| address::is_local(host)),
+            _ => node_rank == Some(0),
+        };
+        if serves && may_lead {
+            match Leader::serving(job, node(host.clone(), node_rank), port) {
+                Ok(leader) => return Ok(Link::Leader(Box::new(leader))),
+                // Another agent of this machine has come first.
+                Err(error) if is_taken(&error) && !must_serve(job) => {}
+                Err(error) => {
+                    return Err(error).with_context(|| format!("cannot serve the other nodes at port {port}"))
+                }
+            }
+        }
+        match address::towards(host, port) {
+            Ok(own) => Ok(Link::Member(Member::join(job, node(own, node_rank), host, port, patience)?)),
+            Err(error) => bail!("cannot find a way to {host}: {error}; see --master_addr or --rdzv-endpoint"),
+        }
+    }
+
+    pub fn tell(&mut self, event: Event) {
+        match self {
+            Link::Leader(leader) => leader.tell(event),
+            Link::Member(member) => member.tell(event),
+        }
+    }
+
+    /// What has been heard, one at a time.
+    pub fn hear(&mut self) -> Option<Heard> {
+        match self {
+            Link::Leader(leader) => leader.hear().map(Heard::Order),
+            Link::Member(member) => member.hear(),
+        }
+    }
+
+    /// Readable when there is something to hear.
+    pub fn watch(&self) -> Vec<BorrowedFd<'_>> {
+        match self {
+            Link::Leader(leader) => leader.watch(),
+            Link::Member(member) => vec![member.watch()],
+        }
+    }
+
+    /// When [`Link::hear`] is to be called in any case.
+    pub fn deadline(&self) -> Option<Instant> {
+        match self {
+            Link::Leader(leader) => leader.deadline(),
+            Link::Member(_) => None,
+        }
+    }
+
+    /// The job is over and nobody needs this agent any more.
+    pub fn is_done(&self) -> bool {
+        match self {
+            Link::Leader(leader) => leader.is_alone(),
+            Link::Member(_) => true,
+        }
+    }
+}
+
+fn must_serve(job: &Job) -> bool {
+    !matches!(job.nodes.meeting, Meeting::Endpoint { is_host: None, .. })
+}
+
+fn is_taken(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::AddrInUse)
+}
+
+/// The port that workers are told for a store of their own.
+pub fn master_port(job: &Job) -> anyhow::Result<u16> {
+    match &job.nodes.meeting {
+        Meeting::Alone { master_port: Some(port), .. } | Meeting::Static { master_port: port, .. } => Ok(*port),
+        _ => address::free_port().context("cannot find a free port for MASTER_PORT; give --master_port"),
+    }
+}
+
+/// What admits an agent: the same secret on all nodes from FLOW_TOKEN, or else just the job's name.
+pub fn token(job: &Job) -> String {
+    std::env::var("FLOW_TOKEN").unwrap_or_else(|_| format!("flow-launch job {}", job.nodes.id))
+}

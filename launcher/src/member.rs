@@ -1,0 +1,162 @@
+//! Another node's side of the link: a connection that listens for orders, whose long polls are the heartbeat, and one
+//! that posts events.
+
+use std::io::{self, PipeReader, PipeWriter, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use flow_comm::store::{Address, Error, Store};
+
+use crate::address;
+use crate::coordinator::{AgentId, Event, Node, Order};
+use crate::job::Job;
+use crate::leader::order_key;
+use crate::link::{self, Heard};
+
+/// How often the leader hears from this node.
+const HEARTBEAT: Duration = Duration::from_secs(1);
+
+/// How long the end of this agent waits for its last events to be posted.
+const LAST_WORDS: Duration = Duration::from_secs(3);
+
+/// See the head of this file.
+pub struct Member {
+    events: Option<Sender<Event>>,
+    heard: Receiver<Heard>,
+    /// Readable when something was heard: a byte for each.
+    bell: PipeReader,
+    /// Whether there is a connection, and what closes when it has posted all events.
+    connected: Arc<AtomicBool>,
+    posted: Receiver<()>,
+}
+
+impl Member {
+    /// Joins the job whose leader is at `host` and `port`, within `patience`.
+    pub fn join(job: &Job, node: Node, host: &str, port: u16, patience: Duration) -> anyhow::Result<Member> {
+        let (sender, heard) = mpsc::channel();
+        let (bell, ring) = io::pipe()?;
+        rustix::io::ioctl_fionbio(&bell, true)?;
+        let (events, receiver) = mpsc::channel();
+        let (posting, posted) = mpsc::channel();
+        let connected = Arc::new(AtomicBool::new(false));
+        let joining = Joining {
+            address: Address::Tcp(address::join(host, port)),
+            token: link::token(job),
+            patience,
+            heartbeat: job.nodes.patience.heartbeat,
+            joined: Event::Joined { node, port: link::master_port(job)? },
+            connected: Arc::clone(&connected),
+        };
+        let ear = Ear { heard: sender, bell: ring };
+        thread::Builder::new().name("flow-link".into()).spawn(move || {
+            if let Err(reason) = joining.run(receiver, posting, &ear) {
+                ear.tell(Heard::Lost(reason));
+            }
+        })?;
+        Ok(Member { events: Some(events), heard, bell, connected, posted })
+    }
+
+    pub fn tell(&self, event: Event) {
+        if let Some(events) = &self.events {
+            // Without a connection there is nobody to tell; that is heard.
+            let _ = events.send(event);
+        }
+    }
+
+    pub fn hear(&mut self) -> Option<Heard> {
+        let heard = self.heard.try_recv().ok()?;
+        let _ = self.bell.read(&mut [0]);
+        Some(heard)
+    }
+
+    pub fn watch(&self) -> BorrowedFd<'_> {
+        self.bell.as_fd()
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        self.events = None;
+        if self.connected.load(Ordering::SeqCst) {
+            let _ = self.posted.recv_timeout(LAST_WORDS);
+        }
+    }
+}
+
+/// Passes on what is heard.
+struct Ear {
+    heard: Sender<Heard>,
+    bell: PipeWriter,
+}
+
+impl Ear {
+    /// False if nobody listens any more.
+    fn tell(&self, heard: Heard) -> bool {
+        self.heard.send(heard).is_ok() && (&self.bell).write_all(b"!").is_ok()
+    }
+}
+
+/// What the thread of the connection that listens needs.
+struct Joining {
+    address: Address,
+    token: String,
+    patience: Duration,
+    heartbeat: Duration,
+    joined: Event,
+    connected: Arc<AtomicBool>,
+}
+
+impl Joining {
+    /// Joins and listens until there is nothing more to hear. The error says why the leader is lost.
+    fn run(&self, events: Receiver<Event>, posting: Sender<()>, ear: &Ear) -> Result<(), String> {
+        let lost = |error: Error| format!("the leading node cannot be reached: {error}");
+        let open = || {
+            let store = Store::connect(&self.address, &self.token, self.patience)?;
+            store.set_patience(self.heartbeat / 2);
+            Ok(store)
+        };
+        let store = open().map_err(lost)?;
+        let posts = open().map_err(lost)?;
+        let agent = store.add("agents", 1).map_err(lost)? as AgentId;
+        let will = Event::Gone { why: "there is no sign of life from its flow-launch".into() };
+        store.will(&message(agent, &will), self.heartbeat).map_err(lost)?;
+        posts.post(&message(agent, &self.joined)).map_err(lost)?;
+        self.connected.store(true, Ordering::SeqCst);
+        let post = move || {
+            let _closes_at_the_end = posting;
+            for event in events {
+                if let Err(error) = posts.post(&message(agent, &event)) {
+                    return log::debug!("cannot post {event:?}: {error}");
+                }
+            }
+        };
+        thread::Builder::new()
+            .name("flow-posts".into())
+            .spawn(post)
+            .map_err(|e| format!("cannot start a thread: {e}"))?;
+        for number in 0.. {
+            let text = loop {
+                match store.get(&order_key(agent, number), HEARTBEAT) {
+                    Err(Error::Timeout { .. }) => {}
+                    text => break text.map_err(lost)?,
+                }
+            };
+            let order: Order = serde_json::from_slice(&text).map_err(|error| {
+                format!("the leading node's order makes no sense ({error}): is its flow-launch of the same version?")
+            })?;
+            let is_last = matches!(order, Order::End(_));
+            if !ear.tell(Heard::Order(order)) || is_last {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+}
+
+fn message(agent: AgentId, event: &Event) -> Vec<u8> {
+    serde_json::to_vec(&(agent, event)).unwrap_or_default() // plain data: it cannot fail
+}
