@@ -71,9 +71,15 @@ impl Folder {
         (fs::read(weights).unwrap(), fs::read_to_string(losses).unwrap())
     }
 
-    /// Starts the job, and kills rank 0 at some moment after it has written the checkpoint of `step`.
-    fn kill_after(&self, step: usize, ranks: usize, arguments: &[String]) {
-        let job = Process::start(command(ranks, arguments));
+    /// Runs the job until rank 0 is killed, after the checkpoint of `step`.
+    fn killed_after(&self, step: usize, ranks: usize, arguments: &[String]) {
+        let job = Process::start(command(ranks, &[], arguments));
+        self.kill_after(step);
+        assert_contains(&job.finish(PATIENCE).stderr, &["rank 0", "SIGKILL"]);
+    }
+
+    /// Kills rank 0 of the running job at some moment after it has written the checkpoint of `step`.
+    fn kill_after(&self, step: usize) {
         let deadline = Instant::now() + PATIENCE;
         while self.steps().last().is_none_or(|&last| last < step) {
             assert!(Instant::now() < deadline, "no checkpoint of step {step}: {:?}", self.steps());
@@ -82,17 +88,15 @@ impl Folder {
         sleep(random(Duration::from_millis(40)));
         let rank_0 = worker(&self.path("checkpoint")).expect("rank 0 runs");
         kill_process(rank_0, Signal::KILL).unwrap();
-        let finished = job.finish(PATIENCE);
-        assert_contains(&finished.stderr, &["rank 0", "SIGKILL"]);
     }
 }
 
-fn command(ranks: usize, arguments: &[String]) -> Command {
-    launcher(ranks, &[], "mnist", &arguments.iter().map(String::as_str).collect::<Vec<_>>())
+fn command(ranks: usize, flags: &[&str], arguments: &[String]) -> Command {
+    launcher(ranks, flags, "mnist", &arguments.iter().map(String::as_str).collect::<Vec<_>>())
 }
 
 fn run(ranks: usize, arguments: &[String]) -> Finished {
-    let finished = Process::start(command(ranks, arguments)).finish(PATIENCE);
+    let finished = Process::start(command(ranks, &[], arguments)).finish(PATIENCE);
     assert!(finished.status.success(), "{finished:?}");
     finished
 }
@@ -122,7 +126,7 @@ fn killed_three_times_it_ends_with_the_same_weights() {
     let folder = Folder::new();
     let arguments = folder.job(&["--checkpoint-every", "1"]);
     for step in [3, 25, 40] {
-        folder.kill_after(step, 2, &arguments);
+        folder.killed_after(step, 2, &arguments);
         assert!((1..=3).contains(&folder.steps().len()), "{:?}", folder.steps());
     }
     // As a writer leaves it that is killed before all is written.
@@ -139,6 +143,19 @@ fn killed_three_times_it_ends_with_the_same_weights() {
     // Started once more, there is nothing to do.
     run(2, &arguments);
     assert!(folder.result() == expected, "other weights or losses");
+}
+
+#[test]
+fn restarted_by_the_launcher_it_ends_with_the_same_weights() {
+    let folder = Folder::new();
+    let arguments = folder.job(&["--checkpoint-every", "1"]);
+    let job = Process::start(command(2, &["--max-restarts", "2"], &arguments));
+    for step in [10, 35] {
+        folder.kill_after(step);
+    }
+    let output = job.finish(PATIENCE).success();
+    assert_contains(&output, &["going on in epoch 1", "going on in epoch 2"]);
+    assert!(folder.result() == folder.uninterrupted(2), "other weights or losses");
 }
 
 #[test]
@@ -227,9 +244,9 @@ fn a_folder_that_cannot_be_written_is_an_error() {
 fn other_numbers_of_ranks_go_on_with_the_rest_of_the_epoch() {
     let folder = Folder::new();
     let arguments = folder.job(&["--checkpoint-every", "1"]);
-    folder.kill_after(5, 2, &arguments);
+    folder.killed_after(5, 2, &arguments);
     let by_two = *folder.steps().last().unwrap();
-    folder.kill_after(by_two + 3, 3, &arguments);
+    folder.killed_after(by_two + 3, 3, &arguments);
     let by_three = *folder.steps().last().unwrap() - by_two;
     let output = run(1, &arguments).stdout;
 
@@ -246,7 +263,7 @@ fn one_rank_goes_on_for_two_and_learns() {
     let folder = Folder::new();
     let checkpoint = folder.path("checkpoint");
     let arguments = ["--data", &data, "--epochs", "1", "--checkpoint", &checkpoint, "--checkpoint-every", "50"];
-    folder.kill_after(150, 2, &arguments.map(String::from));
+    folder.killed_after(150, 2, &arguments.map(String::from));
     let training = Process::start(launcher(1, &[], "mnist", &arguments));
     let output = training.finish(Duration::from_secs(900)).success();
     assert_contains(&output, &["going on in epoch 1 after "]);
