@@ -40,7 +40,8 @@ impl Folder {
 
     /// As [`Folder::arguments`], with checkpoints, weights and losses of the job in this folder.
     fn job(&self, more: &[&str]) -> Vec<String> {
-        let files = ["checkpoint", "save", "losses"].map(|name| [format!("--{name}"), self.path(name)]);
+        let files = [("checkpoint", "checkpoint"), ("save", "weights.safetensors"), ("losses", "losses")];
+        let files = files.map(|(option, name)| [format!("--{option}"), self.path(name)]);
         let arguments = self.arguments(more);
         arguments.into_iter().chain(files.into_iter().flatten()).collect()
     }
@@ -61,12 +62,12 @@ impl Folder {
 
     /// The weights and the losses that the job ended with.
     fn result(&self) -> (Vec<u8>, String) {
-        (fs::read(self.path("save")).unwrap(), fs::read_to_string(self.path("losses")).unwrap())
+        (fs::read(self.path("weights.safetensors")).unwrap(), fs::read_to_string(self.path("losses")).unwrap())
     }
 
     /// The same of a job that nobody interrupts, and that writes no checkpoint.
     fn uninterrupted(&self, ranks: usize) -> (Vec<u8>, String) {
-        let (weights, losses) = (self.path("whole"), self.path("whole-losses"));
+        let (weights, losses) = (self.path("whole.safetensors"), self.path("whole-losses"));
         run(ranks, &self.arguments(&["--save", &weights, "--losses", &losses]));
         (fs::read(weights).unwrap(), fs::read_to_string(losses).unwrap())
     }
