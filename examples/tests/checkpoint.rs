@@ -12,9 +12,12 @@ use std::time::{Duration, Instant, SystemTime};
 use common::{accuracies, data, write_noise};
 use flate2::write::GzEncoder;
 use flate2::Compression;
-use flow_tests::{assert_contains, launcher, Finished, Process, PATIENCE};
+use flow_tests::{assert_contains, launcher, Finished, Process};
 use rustix::process::{kill_process, Pid, Signal};
 use tempfile::{tempdir, TempDir};
+
+/// The longest that a training may take before it counts as stuck.
+const LONG: Duration = Duration::from_secs(900);
 
 /// A folder with random images, and what jobs write.
 struct Folder(TempDir);
@@ -76,12 +79,12 @@ impl Folder {
     fn killed_after(&self, step: usize, ranks: usize, arguments: &[String]) {
         let job = Process::start(command(ranks, &[], arguments));
         self.kill_after(step);
-        assert_contains(&job.finish(PATIENCE).stderr, &["rank 0", "SIGKILL"]);
+        assert_contains(&job.finish(LONG).stderr, &["rank 0", "SIGKILL"]);
     }
 
     /// Kills rank 0 of the running job at some moment after it has written the checkpoint of `step`.
     fn kill_after(&self, step: usize) {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + LONG;
         while self.steps().last().is_none_or(|&last| last < step) {
             assert!(Instant::now() < deadline, "no checkpoint of step {step}: {:?}", self.steps());
             sleep(Duration::from_millis(1));
@@ -97,7 +100,7 @@ fn command(ranks: usize, flags: &[&str], arguments: &[String]) -> Command {
 }
 
 fn run(ranks: usize, arguments: &[String]) -> Finished {
-    let finished = Process::start(command(ranks, &[], arguments)).finish(PATIENCE);
+    let finished = Process::start(command(ranks, &[], arguments)).finish(LONG);
     assert!(finished.status.success(), "{finished:?}");
     finished
 }
@@ -154,7 +157,7 @@ fn restarted_by_the_launcher_it_ends_with_the_same_weights() {
     for step in [10, 35] {
         folder.kill_after(step);
     }
-    let output = job.finish(PATIENCE).success();
+    let output = job.finish(LONG).success();
     assert_contains(&output, &["going on in epoch 1", "going on in epoch 2"]);
     assert!(folder.result() == folder.uninterrupted(2), "other weights or losses");
 }
@@ -193,7 +196,7 @@ fn a_damaged_checkpoint_is_told_and_the_one_before_serves() {
 fn error(arguments: &[String]) -> String {
     let mut command = Command::new(env!("CARGO_BIN_EXE_mnist"));
     command.args(arguments);
-    let finished = Process::start(command).finish(PATIENCE);
+    let finished = Process::start(command).finish(LONG);
     assert_eq!(finished.status.code(), Some(1), "{finished:?}");
     finished.stderr
 }
@@ -266,7 +269,7 @@ fn one_rank_goes_on_for_two_and_learns() {
     let arguments = ["--data", &data, "--epochs", "1", "--checkpoint", &checkpoint, "--checkpoint-every", "50"];
     folder.killed_after(150, 2, &arguments.map(String::from));
     let training = Process::start(launcher(1, &[], "mnist", &arguments));
-    let output = training.finish(Duration::from_secs(900)).success();
+    let output = training.finish(LONG).success();
     assert_contains(&output, &["going on in epoch 1 after "]);
     let accuracy = accuracies(&output)[0];
     assert!((80.0..100.0).contains(&accuracy), "{output}");
