@@ -236,6 +236,11 @@ impl Coordinator {
         }
     }
 
+    /// The host name of an agent that is there.
+    pub fn host(&self, agent: AgentId) -> Option<&str> {
+        self.agents.get(&agent).map(|agent| agent.node.host.as_str())
+    }
+
     /// Every agent that was there has gone, but for the leader's.
     pub fn is_alone(&self) -> bool {
         self.agents.keys().all(|agent| *agent == LEADER)
@@ -637,7 +642,8 @@ mod tests {
     #[test]
     fn a_failure_stops_all_and_is_told_to_all() {
         let mut test = Test::new(STATIC);
-        (test.join(LEADER, 1), test.join(1, 1));
+        test.join(LEADER, 1);
+        test.join(1, 1);
         test.started();
         test.fail(1, End::Exit(3));
         assert_eq!(test.stops(), (vec![0, 1], None));
@@ -651,12 +657,14 @@ mod tests {
     fn of_failures_that_come_together_a_crash_is_the_cause() {
         for (wait, code) in [(Duration::ZERO, 137), (SECOND, 1)] {
             let mut test = Test::new(STATIC);
-            (test.join(LEADER, 1), test.join(1, 1));
+            test.join(LEADER, 1);
+            test.join(1, 1);
             test.fail(LEADER, End::Exit(1));
             test.now += wait;
             test.fail(1, End::Signal(9));
             test.orders.clear();
-            (test.stopped(LEADER, None), test.stopped(1, None));
+            test.stopped(LEADER, None);
+            test.stopped(1, None);
             assert_eq!(test.end().0, code);
         }
     }
@@ -664,25 +672,29 @@ mod tests {
     #[test]
     fn restarts_are_counted_and_finished_nodes_take_part() {
         let mut test = Test::new(&format!("{STATIC} --max-restarts 1"));
-        (test.join(LEADER, 1), test.join(1, 1));
+        test.join(LEADER, 1);
+        test.join(1, 1);
         assert_eq!(test.started()[0].1.restart_count, 0);
         test.finish(LEADER);
         test.fail(1, End::Exit(3));
         let (agents, said) = test.stops();
         assert_eq!((agents, said.unwrap().as_str()), (vec![0, 1], "agent 1: exit code 3; restart 1 of 1"));
-        (test.stopped(1, None), test.stopped(LEADER, None));
+        test.stopped(1, None);
+        test.stopped(LEADER, None);
         let started = test.started();
         assert!(started.len() == 2 && started.iter().all(|(_, p)| p.restart_count == 1 && p.master_port == 200));
         test.fail(1, End::Exit(4));
         test.stops();
-        (test.stopped(1, None), test.stopped(LEADER, None));
+        test.stopped(1, None);
+        test.stopped(LEADER, None);
         assert_eq!(test.end(), (4, Some("agent 1: exit code 4".into())));
     }
 
     #[test]
     fn a_lost_node_ends_a_static_job() {
         let mut test = Test::new(STATIC);
-        (test.join(LEADER, 1), test.join(1, 1));
+        test.join(LEADER, 1);
+        test.join(1, 1);
         test.started();
         test.tell(1, Event::Gone { why: "silence".into() });
         assert_eq!(test.stops(), (vec![0], None));
@@ -693,7 +705,8 @@ mod tests {
     #[test]
     fn a_lost_node_may_come_back_if_restarts_are_left() {
         let mut test = Test::new(&format!("{STATIC} --max-restarts 1"));
-        (test.join(LEADER, 1), test.join(1, 1));
+        test.join(LEADER, 1);
+        test.join(1, 1);
         test.tell(1, Event::Gone { why: "silence".into() });
         test.stopped(LEADER, None);
         test.orders.clear();
@@ -714,7 +727,8 @@ mod tests {
     #[test]
     fn an_elastic_job_goes_on_with_who_is_left_and_takes_in_who_comes() {
         let mut test = Test::new(ELASTIC);
-        (test.join(LEADER, 1), test.join(1, 2));
+        test.join(LEADER, 1);
+        test.join(1, 2);
         assert_eq!(test.ranks(), (vec![(0, 0), (1, 1)], 3));
         test.tell(1, Event::Gone { why: "silence".into() });
         assert!(test.stops().1.unwrap().ends_with("was lost: silence; going on without it"));
@@ -732,14 +746,16 @@ mod tests {
         test.stops();
         test.stopped(LEADER, None);
         assert_eq!(test.ranks(), (vec![(0, 0), (3, 1)], 2));
-        (test.finish(3), test.finish(LEADER));
+        test.finish(3);
+        test.finish(LEADER);
         assert_eq!(test.end(), (0, None));
     }
 
     #[test]
     fn a_signal_to_one_node_ends_a_static_job() {
         let mut test = Test::new(STATIC);
-        (test.join(LEADER, 1), test.join(1, 1));
+        test.join(LEADER, 1);
+        test.join(1, 1);
         test.started();
         test.tell(1, Event::Leaving { signal: 15 });
         test.stops();
@@ -755,7 +771,8 @@ mod tests {
     #[test]
     fn an_agent_that_does_not_stop_its_workers_is_given_up() {
         let mut test = Test::new(STATIC);
-        (test.join(LEADER, 1), test.join(1, 1));
+        test.join(LEADER, 1);
+        test.join(1, 1);
         test.started();
         test.fail(LEADER, End::Exit(3));
         test.stops();

@@ -11,6 +11,7 @@ use jiff::Timestamp;
 use rustix::fs::OFlags;
 use serde::Serialize;
 
+use crate::leader::News;
 use crate::worker::End;
 
 /// Something that has happened.
@@ -31,8 +32,24 @@ pub enum Event<'a> {
     Restart { round: u32, world_size: u32 },
     /// The workers of this node are told to stop.
     Stop { reason: &'a str },
+    /// Another node has joined. Told on the leading node, as are the next two.
+    NodeJoined { node_host: &'a str },
+    /// Another node is gone before the job's end.
+    NodeLost { node_host: &'a str, reason: &'a str },
+    /// Workers wait long for each other.
+    Hang { report: &'a str },
     /// flow-launch ends with this exit code.
     End { code: u8 },
+}
+
+impl<'a> From<&'a News> for Event<'a> {
+    fn from(news: &'a News) -> Event<'a> {
+        match news {
+            News::Joined { host } => Event::NodeJoined { node_host: host },
+            News::Lost { host, reason } => Event::NodeLost { node_host: host, reason },
+            News::Hang { report } => Event::Hang { report },
+        }
+    }
 }
 
 /// How a process ended: exactly one of them.

@@ -51,6 +51,14 @@ pub enum Finding {
     Hung(String),
 }
 
+impl Finding {
+    pub fn report(&self) -> &str {
+        match self {
+            Finding::Report(report) | Finding::Hung(report) => report,
+        }
+    }
+}
+
 impl Waits {
     /// Nobody waits yet. A wait of more than `limit` fails the round.
     pub fn new(limit: Option<Duration>) -> Waits {

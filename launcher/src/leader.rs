@@ -22,6 +22,14 @@ use crate::link;
 /// How long the leader stays for others to hear how the job ended.
 const FAREWELL: Duration = Duration::from_secs(10);
 
+/// What is worth an event.
+#[derive(Debug)]
+pub enum News {
+    Joined { host: String },
+    Lost { host: String, reason: String },
+    Hang { report: String },
+}
+
 /// See the head of this file.
 pub struct Leader {
     coordinator: Coordinator,
@@ -34,6 +42,7 @@ pub struct Leader {
     bind: IpAddr,
     address: String,
     orders: VecDeque<Order>,
+    news: Vec<News>,
     hang_timeout: Option<Duration>,
     /// When to leave, once the job is over.
     farewell: Option<Instant>,
@@ -58,10 +67,20 @@ impl Leader {
 
     fn new(job: &Job, node: Node, agents: Option<Server>, bind: IpAddr, address: String) -> anyhow::Result<Leader> {
         let coordinator = Coordinator::new(job, Instant::now());
-        let (given, orders) = (HashMap::new(), VecDeque::new());
+        let (given, orders, news) = (HashMap::new(), VecDeque::new(), Vec::new());
         let hang_timeout = job.hang_timeout;
-        let mut leader =
-            Leader { coordinator, agents, given, round: None, bind, address, orders, hang_timeout, farewell: None };
+        let mut leader = Leader {
+            coordinator,
+            agents,
+            given,
+            round: None,
+            bind,
+            address,
+            orders,
+            news,
+            hang_timeout,
+            farewell: None,
+        };
         leader.tell(Event::Joined { node, port: link::master_port(job)? });
         Ok(leader)
     }
@@ -87,7 +106,9 @@ impl Leader {
                     Err(error) => log::warn!("a worker has posted what makes no sense: {error}"),
                 }
             }
-            let orders = match round.waits.elapsed(now) {
+            let finding = round.waits.elapsed(now);
+            self.news.extend(finding.as_ref().map(|finding| News::Hang { report: finding.report().into() }));
+            let orders = match finding {
                 Some(Finding::Report(report)) => self.coordinator.say(&report),
                 Some(Finding::Hung(report)) => self.coordinator.hung(report, now),
                 None => Vec::new(),
@@ -97,6 +118,11 @@ impl Leader {
         let orders = self.coordinator.elapsed(now);
         self.pass_on(orders);
         self.orders.pop_front()
+    }
+
+    /// What has happened since the last call.
+    pub fn news(&mut self) -> Vec<News> {
+        std::mem::take(&mut self.news)
     }
 
     pub fn watch(&self) -> Vec<BorrowedFd<'_>> {
@@ -123,6 +149,15 @@ impl Leader {
             return;
         }
         log::debug!("agent {agent}: {event:?}");
+        match (&event, self.coordinator.host(agent)) {
+            (Event::Joined { node, .. }, _) if agent != LEADER => {
+                self.news.push(News::Joined { host: node.host.clone() })
+            }
+            (Event::Gone { why }, Some(host)) if self.farewell.is_none() => {
+                self.news.push(News::Lost { host: host.into(), reason: why.clone() })
+            }
+            _ => {}
+        }
         let orders = self.coordinator.handle(agent, event, Instant::now());
         self.pass_on(orders);
     }

@@ -9,7 +9,7 @@ use anyhow::{bail, Context};
 use crate::address;
 use crate::coordinator::{Event, Node, Order};
 use crate::job::{Job, Meeting};
-use crate::leader::Leader;
+use crate::leader::{Leader, News};
 use crate::member::Member;
 
 /// How long a node that was cut off tries to come back.
@@ -95,6 +95,14 @@ impl Link {
         match self {
             Link::Leader(leader) => leader.hear().map(Heard::Order),
             Link::Member(member) => member.hear(),
+        }
+    }
+
+    /// What the leader has learnt of other nodes and of hangs since the last call.
+    pub fn news(&mut self) -> Vec<News> {
+        match self {
+            Link::Leader(leader) => leader.news(),
+            Link::Member(_) => Vec::new(),
         }
     }
 

@@ -238,6 +238,7 @@ mod tests {
             workers[1].environment.iter().map(|(name, value)| (*name, value.to_str().unwrap())).collect();
         found.sort_unstable();
         let expected = [
+            ("FLOW_REPORT_WAITS", "30"),
             ("FLOW_STORE", "tcp://node0:9"),
             ("FLOW_TOKEN", "abc"),
             ("GROUP_RANK", "1"),

@@ -52,6 +52,8 @@ pub struct Supervisor {
     crew: Option<Crew>,
     /// The crew of the last round, when it is over.
     last: Option<Crew>,
+    /// The round of which it was told that no worker is left.
+    stopped: Option<u32>,
     sinks: Sinks,
     logs: Logs,
     events: Events,
@@ -87,6 +89,7 @@ impl Supervisor {
             is_cut_off: false,
             crew: None,
             last: None,
+            stopped: None,
             signalled: None,
             verdict: None,
             job,
@@ -142,6 +145,9 @@ impl Supervisor {
                 Heard::Lost(reason) => self.lose(reason),
             }
         }
+        for news in self.link.news() {
+            record(&events::Event::from(&news), &mut self.events, &mut self.sinks);
+        }
         // Whoever was told to end waits for nobody.
         if let (Some(signal), None, Link::Member(_)) = (self.signalled, &self.crew, &self.link) {
             self.verdict.get_or_insert(Verdict { code: End::Signal(signal).code(), cause: None });
@@ -164,6 +170,7 @@ impl Supervisor {
                             record(&events::Event::Stop { reason }, &mut self.events, &mut self.sinks);
                         }
                     }
+                    None if self.stopped == Some(round) => {}
                     None => self.tell_stopped(round, None),
                 }
             }
@@ -201,6 +208,7 @@ impl Supervisor {
     }
 
     fn tell_stopped(&mut self, round: u32, cause: Option<String>) {
+        self.stopped = Some(round);
         let port = link::master_port(&self.job).unwrap_or_else(|error| {
             self.sinks.say(&format!("{error:#}"));
             0
