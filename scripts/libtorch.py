@@ -45,8 +45,8 @@ def installed_torch(version, libraries):
     return None
 
 
-def pip(partial, lock, *arguments):
-    """Runs pip for the wheel's own platform (any Python will do), with its temporary files in `partial` too."""
+def pip(partial, lock, *arguments, python="3.12"):
+    """Runs pip for that Python, whatever runs it itself, with its temporary files in `partial` too."""
     machine = platform.machine()
     command = [
         sys.executable,
@@ -54,7 +54,7 @@ def pip(partial, lock, *arguments):
         "pip",
         *arguments,
         "--only-binary=:all:",
-        "--python-version=3.12",
+        f"--python-version={python}",
         "--no-cache-dir",
         "--disable-pip-version-check",
         "--retries=2",
@@ -83,10 +83,10 @@ def pip(partial, lock, *arguments):
         fail(f"pip could not get the wheels; is there a network? It said: {errors[0]}")
 
 
-def wheels(partial, lock, *requirements):
+def wheels(partial, lock, *requirements, **options):
     """Opens the wheels of these packages, one after the other; they are gone at the end."""
     folder = os.path.join(partial, "wheels")
-    pip(partial, lock, "download", "--no-deps", f"--dest={folder}", *requirements)
+    pip(partial, lock, "download", "--no-deps", f"--dest={folder}", *requirements, **options)
     say("unpacking")
     for path in glob.glob(os.path.join(folder, "*.whl")):
         with zipfile.ZipFile(path) as wheel:
@@ -152,7 +152,7 @@ def run(main):
         main(*sys.argv[1:])
     except KeyboardInterrupt:
         sys.exit(130)
-    except OSError as error:
+    except (OSError, subprocess.CalledProcessError) as error:
         fail(error)
 
 

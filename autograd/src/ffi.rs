@@ -4,7 +4,7 @@ use std::any::Any;
 use std::ffi::{c_char, c_int, c_void, CStr, CString};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 
-use torch_sys::C_tensor;
+use torch_sys::{C_optimizer, C_tensor};
 
 use crate::hook::BoxError;
 use crate::Error;
@@ -37,6 +37,7 @@ pub struct Memory {
 
 pub type TakeBlock = unsafe extern "C" fn(bytes: usize, block: *mut Block) -> bool;
 pub type DropOwner = unsafe extern "C" fn(owner: *mut c_void);
+pub type TellTensor = unsafe extern "C" fn(data: *mut c_void, name: *const c_char, tensor: *mut C_tensor);
 
 extern "C" {
     pub fn flow_grad_hook(parameter: *const C_tensor, data: *mut *mut c_void) -> *mut c_char;
@@ -47,6 +48,13 @@ extern "C" {
     pub fn flow_memory(tensor: *const C_tensor, memory: *mut Memory) -> *mut c_char;
     pub fn flow_load_cuda() -> *mut c_char;
     pub fn flow_current_stream(device: c_int, stream: *mut *mut c_void) -> *mut c_char;
+    pub fn flow_optimizer_state(optimizer: *const C_optimizer, data: *mut c_void, tell: TellTensor) -> *mut c_char;
+    pub fn flow_set_optimizer_state(
+        optimizer: *mut C_optimizer,
+        names: *const *const c_char,
+        tensors: *const *const C_tensor,
+        count: usize,
+    ) -> *mut c_char;
     pub fn flow_own_memory(tensor: *const C_tensor, owner: *mut c_void, drop: DropOwner) -> *mut c_char;
     pub fn flow_set_cpu_allocator(take: TakeBlock, drop: DropOwner, min_bytes: usize) -> *mut c_char;
 }

@@ -8,6 +8,7 @@
 //! | read and write a tensor's memory | [`bytes`], [`bytes_mut`], [`data_ptr`] |
 //! | make a tensor of given memory | [`tensor_in`], [`tensor_over`] |
 //! | give libtorch's large tensors other memory | [`set_cpu_allocator`] |
+//! | keep an optimizer's state in a checkpoint | [`OptimizerState`] |
 //! | compute on GPUs, and hand tensors and streams to NCCL and CUDA | [`load_cuda`], [`CudaTensor`], [`current_stream`] |
 //!
 //! Errors and panics of hooks and callbacks come out of `backward` as errors: `Tensor::f_backward` returns them, and
@@ -21,9 +22,11 @@ mod error;
 mod ffi;
 mod hook;
 mod memory;
+mod optimizer;
 
 pub use allocator::{set_cpu_allocator, Block, BlockAllocator};
 pub use cuda::{current_stream, load_cuda, tensor_on, torch_device, CudaTensor};
 pub use error::Error;
 pub use hook::{at_end_of_backward, owns_grad, BoxError, GradHook};
 pub use memory::{bytes, bytes_mut, data_ptr, dtype, set_grad, tensor_in, tensor_over};
+pub use optimizer::OptimizerState;

@@ -5,6 +5,7 @@
 //! | [`ProcessGroup::from_env`] | `torch.distributed.init_process_group` |
 //! | [`Ddp`] | `torch.nn.parallel.DistributedDataParallel` |
 //! | [`DistributedSampler`] | `torch.utils.data.distributed.DistributedSampler` |
+//! | [`OptimizerState`] | `optimizer.state_dict()`, `load_state_dict` |
 //! | [`DataLoader`], [`Dataset`] | `torch.utils.data.DataLoader`, `Dataset` |
 //! | [`TensorCollectives`] | `torch.distributed.all_reduce` and others, on tensors |
 //!
@@ -52,6 +53,7 @@ struct Readme;
 pub use ddp::{Ddp, DdpBuilder, NoSync};
 pub use device::DeviceKind;
 pub use error::{Error, Result};
+pub use flow_autograd::OptimizerState;
 pub use flow_comm::{ProcessGroup, ReduceOp};
 pub use loader::{BatchId, Batches, DataLoader, Dataset, LoaderError};
 pub use optimizer::TryBackwardStep;

@@ -11,7 +11,6 @@ use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::panic::{catch_unwind, AssertUnwindSafe};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{channel, sync_channel, Receiver, RecvTimeoutError, Sender, SyncSender};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
@@ -19,7 +18,7 @@ use std::time::Duration;
 
 use flow_comm::DEFAULT_TIMEOUT;
 
-use crate::sampler::{DistributedSampler, Order};
+use crate::sampler::{DistributedSampler, Order, Taken};
 
 /// Samples that can be fetched by index, a batch at a time and from several threads at once.
 pub trait Dataset: Send + Sync + 'static {
@@ -95,7 +94,7 @@ impl<'a, D: Dataset + ?Sized> DataLoader<'a, D> {
 
     /// Number of batches that an iteration gives; after [`DistributedSampler::resume`], those that are left.
     pub fn len(&self) -> usize {
-        let samples = self.sampler.len().saturating_sub(self.sampler.start());
+        let samples = self.sampler.range().len();
         match (self.batch_size, self.drop_last) {
             (0, _) => 0,
             (size, true) => samples / size,
@@ -137,7 +136,7 @@ impl<D: Dataset + ?Sized> IntoIterator for DataLoader<'_, D> {
         let mut batches = Batches {
             plan: Arc::new(plan),
             numbers: 0..count,
-            position: indices.position,
+            taken: indices.taken,
             workers: Vec::new(),
             ended: None,
             timeout: self.timeout,
@@ -157,7 +156,7 @@ pub struct Batches<D: Dataset + ?Sized> {
     /// Numbers of the batches still to come.
     numbers: Range<usize>,
     /// The sampler's position.
-    position: Arc<AtomicUsize>,
+    taken: Taken,
     workers: Vec<Worker<D::Batch>>,
     /// Disconnected when the last worker has ended.
     ended: Option<Receiver<Infallible>>,
@@ -234,7 +233,7 @@ impl<D: Dataset + ?Sized> Iterator for Batches<D> {
         };
         let batch = if self.workers.is_empty() { self.plan.batch(number) } else { self.receive(number) };
         match &batch {
-            Ok(_) => self.position.store(self.plan.positions(number).end, Ordering::Relaxed),
+            Ok(_) => self.taken.up_to(self.plan.positions(number).end),
             Err(_) => self.stop(),
         }
         Some(batch)

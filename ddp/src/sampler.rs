@@ -37,7 +37,8 @@ use crate::permutation::{randperm, Index, KeyedPermutation};
 ///
 /// [`state`](Self::state) counts the samples that were taken from this epoch's iterator; batches that a
 /// [`DataLoader`](crate::DataLoader) has prefetched and not yet handed out do not count. After
-/// [`resume`](Self::resume), the next iteration starts there; those after it start at 0 again.
+/// [`resume`](Self::resume), the next iteration starts there; those after it start at 0 again. The number of ranks may
+/// be another one: what is left of the epoch is dealt out anew, and no sample is left out or seen twice but as padding.
 #[derive(Debug)]
 pub struct DistributedSampler {
     samples: usize,
@@ -48,9 +49,9 @@ pub struct DistributedSampler {
     drop_last: bool,
     pad: bool,
     epoch: u64,
-    /// Samples taken in this epoch, shared with its iterator.
-    position: Arc<AtomicUsize>,
-    /// `position` was set by `resume` and no iteration has started there yet.
+    /// Places of this epoch's order that all ranks together have taken, shared with its iterator.
+    taken: Arc<AtomicUsize>,
+    /// `taken` was set by `resume` and no iteration has started there yet.
     resumed: AtomicBool,
 }
 
@@ -72,12 +73,10 @@ pub enum Shuffle {
 pub struct SamplerState {
     /// The epoch.
     pub epoch: u64,
-    /// Samples that each rank has taken in this epoch.
-    pub position: usize,
+    /// Samples that all ranks together have taken in this epoch.
+    pub taken: usize,
     /// Length of the data set.
     pub samples: usize,
-    /// Number of ranks.
-    pub replicas: usize,
     /// The seed.
     pub seed: u64,
     /// The kind of shuffle.
@@ -112,12 +111,12 @@ pub enum SamplerError {
         /// Its value here.
         here: String,
     },
-    /// The state to resume from has taken more samples than a rank has.
-    #[error("cannot resume: the state's position {position} is beyond the {samples} samples of a rank")]
-    Position {
-        /// The position in the state.
-        position: usize,
-        /// The most samples that a rank has.
+    /// The state to resume from has taken more samples than there are.
+    #[error("cannot resume: the state has taken {taken} samples of an epoch of {samples}")]
+    Taken {
+        /// The samples taken in the state.
+        taken: usize,
+        /// Length of the data set.
         samples: usize,
     },
 }
@@ -152,7 +151,7 @@ impl DistributedSampler {
             drop_last: false,
             pad: true,
             epoch: 0,
-            position: Arc::default(),
+            taken: Arc::default(),
             resumed: AtomicBool::new(false),
         }
     }
@@ -206,7 +205,7 @@ impl DistributedSampler {
 
     /// Number of samples that this rank sees in an epoch.
     pub fn len(&self) -> usize {
-        self.len_of(self.rank)
+        self.len_after(self.start() % self.replicas)
     }
 
     /// Whether this rank sees no sample.
@@ -216,26 +215,27 @@ impl DistributedSampler {
 
     /// This rank's indices in this epoch, all of them.
     pub fn indices(&self) -> Vec<usize> {
-        let order = self.order();
+        let order = self.order(self.start() % self.replicas);
         (0..self.len()).map(|i| order(i)).collect()
     }
 
     /// Iterates over this rank's indices in this epoch, from the position that [`resume`](Self::resume) has set or else
     /// from the first, and moves the sampler's position on. One iteration at a time.
     pub fn iter(&self) -> Indices {
-        let start = self.start();
+        let (start, range) = (self.start(), self.range());
         self.resumed.store(false, Ordering::Relaxed);
-        self.position.store(start, Ordering::Relaxed);
-        Indices { order: self.order(), range: start..self.len(), position: Arc::clone(&self.position) }
+        let skipped = start % self.replicas;
+        let taken = Taken { places: Arc::clone(&self.taken), skipped, replicas: self.replicas };
+        taken.up_to(range.start);
+        Indices { order: self.order(skipped), range, taken }
     }
 
     /// Where this sampler stands.
     pub fn state(&self) -> SamplerState {
         SamplerState {
             epoch: self.epoch,
-            position: self.position.load(Ordering::Relaxed),
+            taken: self.taken.load(Ordering::Relaxed).min(self.samples), // the other places are padding
             samples: self.samples,
-            replicas: self.replicas,
             seed: self.seed,
             shuffle: self.shuffle,
             drop_last: self.drop_last,
@@ -243,32 +243,29 @@ impl DistributedSampler {
         }
     }
 
-    /// Goes to the epoch and position of `state`; the next iteration starts there.
+    /// Goes to the epoch and position of `state`, of whatever number of ranks; the next iteration starts there.
     ///
     /// # Errors
-    /// When `state` was saved by a sampler with other settings, or its position is beyond the end. The sampler is then
-    /// unchanged.
+    /// When `state` was saved by a sampler with other settings, or has taken more samples than there are. The sampler is
+    /// then unchanged.
     pub fn resume(&mut self, state: &SamplerState) -> Result<(), SamplerError> {
         let here = self.state();
         same("samples", state.samples, here.samples)?;
-        same("replicas", state.replicas, here.replicas)?;
         same("seed", state.seed, here.seed)?;
         same("shuffle", state.shuffle, here.shuffle)?;
         same("drop_last", state.drop_last, here.drop_last)?;
         same("pad", state.pad, here.pad)?;
-        let most = self.len_of(0);
-        if state.position > most {
-            return Err(SamplerError::Position { position: state.position, samples: most });
+        if state.taken > self.samples {
+            return Err(SamplerError::Taken { taken: state.taken, samples: self.samples });
         }
-        // Without padding, this rank may have one sample less than the rank that saved the state.
-        self.go_to(state.epoch, state.position.min(self.len()), true);
+        self.go_to(state.epoch, state.taken, true);
         Ok(())
     }
 
     /// An iterator of before keeps the old counter, so that it no longer moves this sampler.
-    fn go_to(&mut self, epoch: u64, position: usize, resumed: bool) {
+    fn go_to(&mut self, epoch: u64, taken: usize, resumed: bool) {
         self.epoch = epoch;
-        self.position = Arc::new(AtomicUsize::new(position));
+        self.taken = Arc::new(AtomicUsize::new(taken));
         self.resumed = AtomicBool::new(resumed);
     }
 
@@ -281,44 +278,52 @@ impl DistributedSampler {
         self.rank
     }
 
-    /// Where the next iteration starts.
-    pub(crate) fn start(&self) -> usize {
+    /// The positions in this rank's samples that the next iteration goes through.
+    pub(crate) fn range(&self) -> Range<usize> {
+        self.start() / self.replicas..self.len()
+    }
+
+    /// The place in the order of all ranks where the next iteration starts. Another number of ranks may have come that
+    /// far: the places before it that do not make a whole position of every rank are then skipped, and the others dealt.
+    fn start(&self) -> usize {
         if self.resumed.load(Ordering::Relaxed) {
-            self.position.load(Ordering::Relaxed)
+            self.taken.load(Ordering::Relaxed)
         } else {
             0
         }
     }
 
-    fn len_of(&self, rank: usize) -> usize {
+    /// This rank's number of samples where the first `skipped` places are not dealt out.
+    fn len_after(&self, skipped: usize) -> usize {
+        let samples = self.samples - skipped;
         if self.drop_last {
-            self.samples / self.replicas
+            samples / self.replicas
         } else if self.pad {
-            self.samples.div_ceil(self.replicas)
+            samples.div_ceil(self.replicas)
         } else {
-            self.samples.saturating_sub(rank).div_ceil(self.replicas)
+            samples.saturating_sub(self.rank).div_ceil(self.replicas)
         }
     }
 
     /// Maps a position in this rank's samples to an index of the data set.
-    fn order(&self) -> Arc<Order> {
-        let (samples, replicas, rank) = (self.samples, self.replicas, self.rank);
+    fn order(&self, skipped: usize) -> Arc<Order> {
+        let (samples, replicas, first) = (self.samples, self.replicas, skipped + self.rank);
         // Places beyond the last sample are the padding, which starts over from the front.
-        let place = move |position: usize| (rank + position * replicas) % samples;
+        let place = move |position: usize| (first + position * replicas) % samples;
         match self.shuffle {
             Shuffle::None => Arc::new(place),
             Shuffle::Keyed => {
                 let permutation = KeyedPermutation::new(samples, self.seed, self.epoch);
                 Arc::new(move |position| permutation.get(place(position)))
             }
-            Shuffle::Torch if u32::try_from(samples).is_ok() => self.torch_order::<u32>(place),
-            Shuffle::Torch => self.torch_order::<usize>(place),
+            Shuffle::Torch if u32::try_from(samples).is_ok() => self.torch_order::<u32>(skipped, place),
+            Shuffle::Torch => self.torch_order::<usize>(skipped, place),
         }
     }
 
-    fn torch_order<I: Index>(&self, place: impl Fn(usize) -> usize) -> Arc<Order> {
+    fn torch_order<I: Index>(&self, skipped: usize, place: impl Fn(usize) -> usize) -> Arc<Order> {
         let all = randperm::<I>(self.samples, self.seed.wrapping_add(self.epoch));
-        let own: Vec<I> = (0..self.len()).map(|position| all[place(position)]).collect();
+        let own: Vec<I> = (0..self.len_after(skipped)).map(|position| all[place(position)]).collect();
         Arc::new(move |position| own[position].get())
     }
 }
@@ -337,7 +342,21 @@ pub(crate) type Order = dyn Fn(usize) -> usize + Send + Sync;
 pub struct Indices {
     pub(crate) order: Arc<Order>,
     pub(crate) range: Range<usize>,
-    pub(crate) position: Arc<AtomicUsize>,
+    pub(crate) taken: Taken,
+}
+
+/// Tells a sampler how far its iteration is.
+pub(crate) struct Taken {
+    places: Arc<AtomicUsize>,
+    skipped: usize,
+    replicas: usize,
+}
+
+impl Taken {
+    /// Each rank's samples before `position` are taken.
+    pub fn up_to(&self, position: usize) {
+        self.places.store(self.skipped + position * self.replicas, Ordering::Relaxed);
+    }
 }
 
 impl Iterator for Indices {
@@ -345,7 +364,7 @@ impl Iterator for Indices {
 
     fn next(&mut self) -> Option<usize> {
         let position = self.range.next()?;
-        self.position.store(position + 1, Ordering::Relaxed);
+        self.taken.up_to(position + 1);
         Some((self.order)(position))
     }
 

@@ -155,7 +155,7 @@ fn an_error_reaches_the_caller_in_its_place() {
             "cannot load batch 2 of rank 1 (samples 20 to 30 of its epoch, data set indices 41 ... 59): \
              sample 55 is corrupt"
         );
-        assert_eq!(sampler.state().position, 20);
+        assert_eq!(sampler.state().taken, 40);
         let LoaderError::Dataset { batch, .. } = error else { panic!("{error}") };
         assert_eq!((batch.positions, batch.indices), (20..30, sampler.indices()[20..30].to_vec()));
         if workers > 0 {
@@ -213,7 +213,7 @@ fn dropping_half_way_leaves_nothing_behind() {
         eventually("every worker has started", || dataset.begun.load(SeqCst) >= taken + 3);
         drop(batches);
         nothing_is_left(&dataset);
-        assert_eq!(sampler.state().position, 4 * taken);
+        assert_eq!(sampler.state().taken, 4 * taken);
     }
 }
 
@@ -261,7 +261,7 @@ fn continues_in_mid_epoch() {
     }
     // Prefetched batches do not count as seen.
     let state = before.state();
-    assert_eq!((state.epoch, state.position), (2, 24));
+    assert_eq!((state.epoch, state.taken), (2, 48));
 
     let mut after = make();
     after.resume(&state).unwrap();
@@ -270,5 +270,5 @@ fn continues_in_mid_epoch() {
     assert_eq!(loader.len(), 6);
     seen.extend(loader.into_iter().flat_map(|batch| batch.unwrap().indices));
     assert_eq!(seen, before.indices());
-    assert_eq!(after.state().position, 52);
+    assert_eq!(after.state().taken, 103);
 }

@@ -85,9 +85,9 @@ fn shuffles_unless_told_otherwise() {
 fn a_later_iteration_starts_over() {
     let sampler = sampler(10, 2, 0);
     assert_eq!(sampler.iter().take(2).collect::<Vec<_>>(), [4, 7]);
-    assert_eq!(sampler.state().position, 2);
+    assert_eq!(sampler.state().taken, 4);
     assert_eq!(sampler.iter().collect::<Vec<_>>(), [4, 7, 3, 0, 6]);
-    assert_eq!(sampler.state().position, 5);
+    assert_eq!(sampler.state().taken, 10);
 }
 
 #[test]
@@ -97,7 +97,7 @@ fn a_new_epoch_starts_at_zero_and_leaves_older_iterators_behind() {
     old.next();
     sampler.set_epoch(1);
     old.next();
-    assert_eq!((sampler.state().epoch, sampler.state().position), (1, 0));
+    assert_eq!((sampler.state().epoch, sampler.state().taken), (1, 0));
     assert_eq!(sampler.iter().collect::<Vec<_>>(), [5, 1, 0, 9, 7]);
 }
 
@@ -107,7 +107,6 @@ fn resume_refuses_the_state_of_another_sampler() {
     let state = make().state();
     for (field, mut other) in [
         ("samples", sampler(99, 4, 1).seed(7)),
-        ("replicas", sampler(100, 5, 1).seed(7)),
         ("seed", make().seed(8)),
         ("shuffle", make().keyed_shuffle()),
         ("drop_last", make().drop_last(true)),
@@ -119,8 +118,27 @@ fn resume_refuses_the_state_of_another_sampler() {
         assert!(error.to_string().starts_with("cannot resume: the state was saved with "), "{error}");
         assert_eq!(other.state(), before);
     }
-    let error = make().resume(&SamplerState { position: 26, ..state }).unwrap_err();
-    assert_eq!(error.to_string(), "cannot resume: the state's position 26 is beyond the 25 samples of a rank");
+    let error = make().resume(&SamplerState { taken: 101, ..state }).unwrap_err();
+    assert_eq!(error.to_string(), "cannot resume: the state has taken 101 samples of an epoch of 100");
+}
+
+#[test]
+fn another_number_of_ranks_deals_out_the_rest() {
+    let mut two = sampler(10, 2, 0).shuffle(false);
+    two.set_epoch(3);
+    assert_eq!(two.iter().take(2).collect::<Vec<_>>(), [0, 2]); // and rank 1: 1, 3
+    let resumed = |rank| {
+        let mut sampler = sampler(10, 3, rank).shuffle(false);
+        sampler.resume(&two.state()).unwrap();
+        sampler
+    };
+    let rest = |rank| resumed(rank).iter().collect::<Vec<_>>();
+    assert_eq!([rest(0), rest(1), rest(2)], [[4, 7], [5, 8], [6, 9]]);
+
+    let later = resumed(1);
+    later.iter().next();
+    assert_eq!(later.state().taken, 7);
+    assert_eq!(later.iter().collect::<Vec<_>>(), [1, 4, 7, 0], "a later iteration has the whole epoch");
 }
 
 #[test]
@@ -217,6 +235,30 @@ proptest! {
         seen.extend(after.iter());
         prop_assert_eq!(seen, before.indices());
         prop_assert_eq!(after.iter().collect::<Vec<_>>(), before.indices());
+    }
+
+    #[test]
+    fn however_often_the_ranks_change_every_sample_is_seen_once(
+        settings in any_settings(),
+        stages in prop::collection::vec((1usize..12, 0usize..60), 0..5),
+    ) {
+        let mut state = settings.sampler(0).pad(false).state();
+        let mut seen = Vec::new();
+        for (replicas, each) in stages.into_iter().chain([(settings.replicas, usize::MAX)]) {
+            let settings = Settings { replicas, epoch: 0, ..settings.clone() };
+            let samplers: Vec<_> = (0..replicas)
+                .map(|rank| {
+                    let mut sampler = settings.sampler(rank).pad(false);
+                    sampler.resume(&state).unwrap();
+                    let taken: Vec<usize> = sampler.iter().take(each).collect();
+                    seen.extend(taken);
+                    sampler
+                })
+                .collect();
+            state = samplers[0].state();
+        }
+        seen.sort_unstable();
+        prop_assert_eq!(seen, (0..settings.n).collect::<Vec<_>>());
     }
 
     #[test]

@@ -1,5 +1,6 @@
-//! What the examples share: reading arguments and real data sets.
+//! What the examples share: reading arguments and real data sets, and checkpoints.
 
 pub mod arguments;
+pub mod checkpoint;
 pub mod fashion;
 pub mod idx;

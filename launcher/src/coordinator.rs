@@ -483,7 +483,7 @@ mod tests {
     impl Test {
         fn new(flags: &str) -> Test {
             let line = format!("flow-launch {flags} train");
-            let job = Job::parse(line.split_whitespace().map(OsString::from)).unwrap();
+            let job = Job::parse(line.split_whitespace().map(OsString::from), &|_| None).unwrap();
             let now = Instant::now();
             Test { coordinator: Coordinator::new(&job, now), now, orders: Vec::new() }
         }

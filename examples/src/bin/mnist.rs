@@ -1,6 +1,7 @@
 //! LeNet on Fashion-MNIST, trained on any number of ranks.
 //!
 //!     flow-launch --nproc_per_node 2 mnist
+//!     flow-launch --nproc_per_node 2 mnist --checkpoint FOLDER    # and again, to go on after an interruption
 
 use std::fs;
 use std::num::NonZeroUsize;
@@ -12,11 +13,13 @@ use std::time::Instant;
 use anyhow::{ensure, Context, Result};
 use clap::Parser;
 use flow_ddp::{
-    DataLoader, Dataset, Ddp, DeviceKind, DistributedSampler, ProcessGroup, ReduceOp, TensorCollectives,
+    DataLoader, Dataset, Ddp, DeviceKind, DistributedSampler, ProcessGroup, ReduceOp, SamplerState, TensorCollectives,
     TryBackwardStep,
 };
+use flow_examples::checkpoint::Checkpoints;
 use flow_examples::fashion::{self, Split};
 use indicatif::{ProgressBar, ProgressStyle};
+use serde::{Deserialize, Serialize};
 use tch::nn::init::{FanInOut, Init, NonLinearity, NormalOrUniform};
 use tch::nn::{self, ModuleT, OptimizerConfig, SequentialT};
 use tch::{Device, Kind, Tensor};
@@ -49,8 +52,8 @@ struct Args {
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u32,
     /// Stop after so many steps
-    #[arg(long, value_name = "N", default_value_t = usize::MAX, hide_default_value = true)]
-    steps: usize,
+    #[arg(long, value_name = "N")]
+    steps: Option<usize>,
     /// cpu, or cuda: a GPU for each rank
     #[arg(long, default_value = "cpu")]
     device: DeviceKind,
@@ -60,6 +63,27 @@ struct Args {
     /// File for the loss of each step, the mean over all ranks, a line each
     #[arg(long, value_name = "FILE")]
     losses: Option<PathBuf>,
+    /// File for the trained weights, such as weights.safetensors
+    #[arg(long, value_name = "FILE")]
+    save: Option<PathBuf>,
+    /// Folder for checkpoints: training goes on from the newest one there
+    #[arg(long, value_name = "DIR")]
+    checkpoint: Option<PathBuf>,
+    /// Steps from one checkpoint to the next; there is also one at the end of each epoch
+    #[arg(long, value_name = "N", default_value = "100")]
+    checkpoint_every: NonZeroUsize,
+}
+
+/// Where training is, beside the weights and the optimizer's state.
+#[derive(Serialize, Deserialize)]
+struct Position {
+    /// The options that the trained weights depend on.
+    options: Vec<(String, String)>,
+    sampler: SamplerState,
+    /// Of all steps.
+    losses: Vec<f64>,
+    /// Number of losses of earlier epochs.
+    before: usize,
 }
 
 fn from_zero_up(text: &str) -> Result<f64, String> {
@@ -82,7 +106,7 @@ fn run(args: &Args) -> Result<()> {
     let group = ProcessGroup::from_env()?;
     let device = group.use_device(args.device)?;
     let first = group.rank() == 0;
-    if let Some(file) = args.losses.as_ref().filter(|_| first) {
+    for file in [&args.losses, &args.save].into_iter().flatten().filter(|_| first) {
         // Now, rather than when all the work is done.
         fs::File::create(file).with_context(|| format!("cannot write {}", file.display()))?;
     }
@@ -96,24 +120,45 @@ fn run(args: &Args) -> Result<()> {
     let mut optimizer = nn::sgd(args.momentum, 0.0, 0.0, false).build(&vs, args.lr)?;
     let mut sampler = DistributedSampler::new(train.len(), &group).seed(args.seed.into());
 
+    let (mut losses, mut before) = (Vec::new(), 0);
+    let mut checkpoints = args.checkpoint.as_ref().map(|folder| Checkpoints::open(folder, &group)).transpose()?;
+    if let Some(saved) = checkpoints.as_mut().map(Checkpoints::newest::<Position>).transpose()?.flatten() {
+        same_options(&saved.state.options, &options(args))?;
+        sampler.resume(&saved.state.sampler)?;
+        saved.restore(&vs, &mut optimizer)?;
+        (losses, before) = (saved.state.losses, saved.state.before);
+        if first {
+            let SamplerState { epoch, taken, samples, .. } = saved.state.sampler;
+            println!("going on in epoch {epoch} after {taken} of {samples} images");
+        }
+    }
+
     let batches = train.len().div_ceil(group.world_size() * args.batch_size.get()); // in an epoch
-    let steps = batches.saturating_mul(args.epochs.get()).min(args.steps);
-    let mut losses = Vec::new();
-    for epoch in 1..=steps.div_ceil(batches) {
-        let (start, before) = (Instant::now(), losses.len());
+    let steps = batches.saturating_mul(args.epochs.get()).min(args.steps.unwrap_or(usize::MAX));
+    for epoch in sampler.epoch().max(1) as usize..=steps.div_ceil(batches) {
+        let start = Instant::now();
         sampler.set_epoch(epoch as u64);
         let loader = DataLoader::new(&train, &sampler, args.batch_size.get()).workers(args.workers);
         let progress = Progress::new(first, epoch, batches);
-        for batch in loader.into_iter().take(steps - before) {
+        let mut step = epoch * batches - loader.len(); // of all: a resumed epoch has fewer batches left
+        for batch in loader.into_iter().take(steps.saturating_sub(step)) {
             let (images, labels) = on(device, batch?);
-            optimizer.set_lr(args.lr * schedule(losses.len(), steps));
+            optimizer.set_lr(args.lr * schedule(step, steps));
             let loss = model.forward_t(&images, true).cross_entropy_for_logits(&labels);
             optimizer.try_backward_step(&loss)?;
 
             let mut loss = [loss.double_value(&[])];
             group.all_reduce(&mut loss, ReduceOp::Avg)?;
             losses.push(loss[0]);
-            progress.step(losses.len() - before, loss[0]);
+            step += 1;
+            progress.step(step - (epoch - 1) * batches, loss[0]);
+
+            let due = step.is_multiple_of(args.checkpoint_every.get()) || [epoch * batches, steps].contains(&step);
+            if let Some(checkpoints) = checkpoints.as_mut().filter(|_| due) {
+                let (options, sampler, losses) = (options(args), sampler.state(), losses.clone());
+                model.synchronize()?;
+                checkpoints.write(losses.len(), &Position { options, sampler, losses, before }, &vs, &optimizer)?;
+            }
         }
         progress.finish();
 
@@ -123,10 +168,35 @@ fn run(args: &Args) -> Result<()> {
             let seconds = start.elapsed().as_secs_f64();
             println!("epoch {epoch}: loss {loss:.4}, test accuracy {accuracy:.2} %, {seconds:.1} s");
         }
+        before = losses.len();
+    }
+    if let Some(file) = args.save.as_ref().filter(|_| first) {
+        vs.save(file).with_context(|| format!("cannot write {}", file.display()))?;
     }
     if let Some(file) = args.losses.as_ref().filter(|_| first) {
         let lines: String = losses.iter().map(|loss| format!("{loss}\n")).collect();
         fs::write(file, lines).with_context(|| format!("cannot write {}", file.display()))?;
+    }
+    Ok(())
+}
+
+/// The options that the trained weights depend on, beside those that the sampler keeps.
+fn options(args: &Args) -> Vec<(String, String)> {
+    let Args { epochs, batch_size, lr, momentum, .. } = args;
+    let steps = args.steps.map_or("all".to_owned(), |steps| steps.to_string());
+    let options: [(&str, &dyn ToString); 5] = [
+        ("--epochs", epochs),
+        ("--batch-size", batch_size),
+        ("--lr", lr),
+        ("--momentum", momentum),
+        ("--steps", &steps),
+    ];
+    options.map(|(name, value)| (name.to_owned(), value.to_string())).to_vec()
+}
+
+fn same_options(saved: &[(String, String)], here: &[(String, String)]) -> Result<()> {
+    for ((name, saved), (_, here)) in saved.iter().zip(here) {
+        ensure!(saved == here, "the checkpoint was made with {name} {saved}, not {here}; use that, or another folder");
     }
     Ok(())
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{kill_process, Pid, Signal};
 
 /// Longest time anything may take; far more than it should.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 /// How a run of flow-launch ended.
 #[derive(Debug)]

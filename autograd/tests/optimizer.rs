@@ -1,0 +1,134 @@
+//! The optimizers' state, saved and loaded.
+
+use flow_autograd::OptimizerState;
+use tch::nn::{self, Optimizer, OptimizerConfig, VarStore};
+use tch::{Device, Kind, Tensor};
+
+/// A model with weights `[3, 4]` and a bias, and an optimizer for it.
+struct Training {
+    vs: VarStore,
+    weights: Tensor,
+    bias: Tensor,
+    optimizer: Optimizer,
+}
+
+impl Training {
+    fn new(config: impl OptimizerConfig) -> Self {
+        let vs = VarStore::new(Device::Cpu);
+        let (weights, bias) = (vs.root().ones("weights", &[3, 4]), vs.root().zeros("bias", &[4]));
+        let optimizer = config.build(&vs, 0.05).unwrap();
+        Self { vs, weights, bias, optimizer }
+    }
+
+    /// Steps `range` of a training whose steps all have other gradients.
+    fn steps(&mut self, range: std::ops::Range<i64>) {
+        for step in range {
+            let input = Tensor::arange(6, (Kind::Float, Device::Cpu)).view([2, 3]).cos() * (step + 1);
+            let loss = (input.matmul(&self.weights) + &self.bias - 0.3).square().mean(Kind::Float);
+            self.optimizer.backward_step(&loss);
+        }
+    }
+
+    fn values(&self) -> Vec<Vec<f32>> {
+        let value = |tensor: &Tensor| Vec::try_from(tensor.detach().view(-1)).unwrap();
+        vec![value(&self.weights), value(&self.bias)]
+    }
+}
+
+fn names(state: &[(String, Tensor)]) -> Vec<&str> {
+    state.iter().map(|(name, _)| name.as_str()).collect()
+}
+
+/// Ten steps, and five, a new start with what was saved, and five, end with the same weights to the bit; without the state
+/// they do not. The state has `parts` for each parameter.
+fn goes_on(config: impl OptimizerConfig + Copy, parts: &[&str]) {
+    let mut whole = Training::new(config);
+    whole.steps(0..10);
+
+    let mut first = Training::new(config);
+    first.steps(0..5);
+    let saved = first.optimizer.state().unwrap();
+    let expected: Vec<String> = (0..2).flat_map(|i| parts.iter().map(move |part| format!("{i}.{part}"))).collect();
+    assert_eq!(names(&saved), expected);
+    let second_of = |state: Option<&[(String, Tensor)]>| {
+        let mut second = Training::new(config);
+        second.vs.copy(&first.vs).unwrap();
+        if let Some(state) = state {
+            second.optimizer.load_state(state).unwrap();
+        }
+        second.steps(5..10);
+        second.values()
+    };
+    let unsaved = second_of(None);
+    let resumed = second_of(Some(&saved));
+    assert_eq!(resumed, whole.values());
+    assert_ne!(unsaved, resumed);
+    assert_eq!(second_of(Some(&saved)), resumed, "loading has not tied the saved tensors to the optimizer");
+
+    first.steps(5..10);
+    assert_eq!(first.values(), whole.values(), "saving changed nothing");
+}
+
+#[test]
+fn training_goes_on_to_the_bit() {
+    goes_on(nn::sgd(0.9, 0.1, 0.01, false), &["momentum_buffer"]);
+    goes_on(nn::sgd(0.9, 0.0, 0.0, true), &["momentum_buffer"]);
+    goes_on(nn::Adam::default(), &["step", "exp_avg", "exp_avg_sq"]);
+    goes_on(nn::AdamW::default(), &["step", "exp_avg", "exp_avg_sq"]);
+    goes_on(nn::AdamW::default().amsgrad(true), &["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"]);
+    goes_on(nn::RmsProp::default(), &["step", "square_avg"]);
+    let all = nn::rms_prop(0.99, 1e-8, 0.0, 0.9, true);
+    goes_on(all, &["step", "square_avg", "momentum_buffer", "grad_avg"]);
+}
+
+#[test]
+fn what_has_had_no_gradient_has_no_state() {
+    let mut training = Training::new(nn::Adam::default());
+    assert_eq!(names(&training.optimizer.state().unwrap()), [""; 0]);
+    training.optimizer.backward_step(&training.bias.sum(Kind::Float));
+    let saved = training.optimizer.state().unwrap();
+    assert_eq!(names(&saved), ["1.step", "1.exp_avg", "1.exp_avg_sq"]);
+    training.optimizer.load_state(&[]).unwrap();
+    assert_eq!(names(&training.optimizer.state().unwrap()), [""; 0]);
+    training.optimizer.load_state(&saved).unwrap();
+    assert_eq!(names(&training.optimizer.state().unwrap()), names(&saved));
+
+    let mut plain = Training::new(nn::Sgd::default());
+    plain.steps(0..2);
+    assert_eq!(names(&plain.optimizer.state().unwrap()), [""; 0]);
+}
+
+#[test]
+fn a_state_that_does_not_fit_is_refused_and_changes_nothing() {
+    let mut adam = Training::new(nn::Adam::default());
+    adam.steps(0..3);
+    let good = adam.optimizer.state().unwrap();
+    let mut sgd = Training::new(nn::sgd(0.9, 0.0, 0.0, false));
+    sgd.steps(0..3);
+    let of_sgd = sgd.optimizer.state().unwrap();
+
+    let with = |name: &str, tensor: Option<Tensor>| {
+        let kept = good.iter().filter(|(other, _)| other != name).map(|(name, tensor)| (name.clone(), tensor.copy()));
+        kept.chain(tensor.map(|tensor| (name.to_owned(), tensor))).collect::<Vec<_>>()
+    };
+    let floats = |shape: &[i64]| Some(Tensor::zeros(shape, (Kind::Float, Device::Cpu)));
+    for (state, reason) in [
+        (of_sgd, "which the optimizer has no place for"),
+        (with("0.exp_avg", None), "the state lacks 0.exp_avg"),
+        (with("2.exp_avg", floats(&[1])), "the state has 2.exp_avg, which the optimizer has no place for"),
+        (
+            with("0.exp_avg", floats(&[4, 3])),
+            "0.exp_avg has shape [4, 3] and type Float, its parameter has [3, 4] and Float",
+        ),
+        (with("1.exp_avg", floats(&[4]).map(|t| t.to_kind(Kind::Double))), "1.exp_avg has shape [4] and type Double"),
+        (with("1.step", floats(&[4])), "1.step is not a count"),
+        (with("1.\0", floats(&[4])), "a name in the state has a zero byte"),
+    ] {
+        let error = adam.optimizer.load_state(&state).unwrap_err().to_string();
+        assert!(error.starts_with("OptimizerState::load_state: ") && error.contains(reason), "{error}");
+        assert_eq!(error.lines().count(), 1, "{error}");
+        let now = adam.optimizer.state().unwrap();
+        assert_eq!(names(&now), names(&good));
+        assert!(now.iter().zip(&good).all(|((_, now), (_, good))| now == good));
+    }
+}

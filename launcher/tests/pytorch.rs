@@ -1,0 +1,152 @@
+//! Python scripts as they are written for torchrun: real ones, with PyTorch's DDP over gloo, and torchrun's own cases.
+//! PYTHON names an interpreter that has PyTorch, if python3 has none.
+
+mod common;
+use common::{finish, launcher, run, until_gone, Finished, Running};
+
+use std::fs;
+use std::net::TcpListener;
+use std::process::{self, Command, Stdio};
+
+fn python() -> String {
+    std::env::var("PYTHON").unwrap_or_else(|_| "python3".into())
+}
+
+/// Whether there is PyTorch; says so if not.
+fn have_pytorch() -> bool {
+    let found =
+        Command::new(python()).args(["-c", "import torch"]).output().is_ok_and(|output| output.status.success());
+    if !found {
+        println!("SKIPPED: PyTorch scripts: {} has no PyTorch (scripts/setup --pytorch gets one)", python());
+    }
+    found
+}
+
+/// A file in the folder `pytorch`.
+fn file(name: &str) -> String {
+    format!("{}/tests/pytorch/{name}", env!("CARGO_MANIFEST_DIR"))
+}
+
+/// flow-launch with these flags and then a script of ours and its arguments (separated by spaces).
+fn launch(flags: &str, script: &str) -> Command {
+    let mut words = script.split_whitespace();
+    let script = file(words.next().unwrap());
+    let arguments: Vec<_> = flags.split_whitespace().chain([script.as_str()]).chain(words).collect();
+    let mut command = launcher(&arguments);
+    command.env("PYTHON_EXEC", python());
+    command
+}
+
+/// What `train.py` printed on each rank, which must be the same.
+fn weights<'a>(finished: impl IntoIterator<Item = &'a Finished>, ranks: usize) -> Vec<f64> {
+    let finished: Vec<_> = finished.into_iter().collect();
+    assert!(finished.iter().all(|finished| finished.code == Some(0)), "{finished:?}");
+    let lines: Vec<_> = finished.iter().flat_map(|finished| finished.stdout.lines()).collect();
+    assert_eq!(lines.len(), ranks, "{finished:?}");
+    assert!(lines.iter().all(|line| *line == lines[0]), "{finished:?}");
+    let weights = lines[0].strip_prefix("weights ").expect(lines[0]);
+    weights.split(' ').map(|weight| weight.parse().unwrap()).collect()
+}
+
+fn assert_close(left: &[f64], right: &[f64]) {
+    assert_eq!(left.len(), right.len());
+    assert!(left.iter().zip(right).all(|(left, right)| (left - right).abs() < 2e-5), "{left:?} {right:?}");
+}
+
+#[test]
+fn ddp_trains_as_one_process_does() {
+    if !have_pytorch() {
+        return;
+    }
+    let one = weights([&run(&mut launch("", "train.py --epochs 2"))], 1);
+    let elsewhere = tempfile::tempdir().unwrap();
+    let mut two = launch("--nproc-per-node 2", "train.py --epochs 2 --workers 2");
+    assert_close(&weights([&run(two.current_dir(&elsewhere))], 2), &one);
+
+    // One worker on the first node, two on the second.
+    let master = master();
+    let [first, second] = [0, 1].map(|node| {
+        let flags = format!("--nnodes 2 --nproc-per-node {} --node-rank {node} {master}", node + 1);
+        let mut command = launch(&flags, "train.py --epochs 2");
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    });
+    assert_close(&weights([&finish(first), &finish(second)], 3), &one);
+}
+
+/// Flags that name an address whose port is free, as the next one is.
+fn master() -> String {
+    let is_free = |port: u16| TcpListener::bind(("127.0.0.1", port)).is_ok();
+    let mut ports = (0..6000).map(|i| 20000 + 2 * ((process::id() + i) % 6000) as u16);
+    let port = ports.find(|port| is_free(*port) && is_free(port + 1)).unwrap();
+    format!("--master-addr 127.0.0.1 --master-port {port}")
+}
+
+#[test]
+fn a_store_at_the_masters_address() {
+    if !have_pytorch() {
+        return;
+    }
+    let finished = run(&mut launch("--nproc-per-node 3", "collective.py"));
+    assert_eq!(finished.sorted_lines(), ["0 0 True 3", "1 1 True 3", "2 2 True 3"], "{finished:?}");
+}
+
+#[test]
+fn an_exception_is_the_cause_in_the_report() {
+    if !have_pytorch() {
+        return;
+    }
+    // What Python prints goes to a file: what is told is what the worker has recorded.
+    let logs = tempfile::tempdir().unwrap();
+    let flags = format!("--nproc-per-node 2 --redirects 2 --log-dir {}", logs.path().display());
+    let finished = run(&mut launch(&flags, "fail.py"));
+    assert_eq!(finished.code, Some(1), "{finished:?}");
+    let (_, report) = finished.stderr.split_once("flow-launch: rank ").expect(&finished.stderr);
+    assert!(report.starts_with("1 (local rank 1, "), "{report}");
+    assert!(report.contains("ValueError: no class has number 12"), "{report}");
+}
+
+#[test]
+fn children_of_workers_do_not_outlive_them() {
+    if !have_pytorch() {
+        return;
+    }
+    let mut running = Running::start(&mut launch("--nproc-per-node 2", "children.py"));
+    let pids = running.numbers(2);
+    let finished = running.finish();
+    assert_eq!(finished.code, Some(137), "{finished:?}");
+    assert!(finished.stderr.contains("flow-launch: rank 1 (local rank 1, "), "{finished:?}");
+    assert_eq!(pids.len(), 8);
+    until_gone(&pids);
+}
+
+/// Each of torchrun's ways to ask for four workers on one node starts those four.
+#[test]
+fn torchruns_own_cases() {
+    let master = master();
+    let port = master.rsplit(' ').next().unwrap();
+    let node_0 = format!("--nnodes 1 --nproc-per-node 4 --node-rank 0 {master}");
+    let one_of_two = format!(
+        "--nnodes=1:2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{port} --rdzv-id=a-job \
+         --rdzv-conf=join_timeout=60,last_call_timeout=1"
+    );
+    let cases = [
+        ("--nproc-per-node 4", "touch.py"),
+        (&node_0, "touch.py"),
+        (&one_of_two, "touch.py"),
+        ("--nproc-per-node 4 --no-python", "touch.sh"),
+        ("--nproc-per-node 4 --standalone", "touch.py"),
+        ("--nproc-per-node 4 --run-path", "touch.py"),
+        ("", "touch.py"),
+    ];
+    for (flags, script) in cases {
+        let folder = tempfile::tempdir().unwrap();
+        let mut command = launch(flags, &format!("{script} {}", folder.path().display()));
+        if flags.is_empty() {
+            command.env("PET_NPROC_PER_NODE", "4").env("PET_STANDALONE", "1").env("PET_RDZV_ID", "a-job");
+        }
+        let finished = run(&mut command);
+        let mut ranks: Vec<_> = fs::read_dir(&folder).unwrap().map(|file| file.unwrap().file_name()).collect();
+        ranks.sort();
+        assert!(finished.code == Some(0) && ranks == ["0", "1", "2", "3"], "{flags}: {ranks:?} {finished:?}");
+    }
+}
