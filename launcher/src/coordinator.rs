@@ -189,7 +189,8 @@ impl Coordinator {
             Event::Failed { round, failure } if round == self.round => self.failed(agent, failure, now),
             Event::Finished { round } if round == self.round => self.set(agent, State::Finished),
             Event::Stopped { round, cause, port } if round == self.round => {
-                if let Some(agent) = self.agents.get_mut(&agent) {
+                // One that had stopped before it was ordered to says so twice; the first time it knows the cause.
+                if let Some(agent) = self.agents.get_mut(&agent).filter(|agent| agent.state != State::Idle) {
                     (agent.state, agent.cause, agent.port) = (State::Idle, cause, port);
                 }
             }
@@ -648,6 +649,7 @@ mod tests {
         test.fail(1, End::Exit(3));
         assert_eq!(test.stops(), (vec![0, 1], None));
         test.stopped(1, Some("rank 1 ..."));
+        test.stopped(1, None); // it had stopped when it was ordered to
         assert_eq!(test.orders, []);
         test.stopped(LEADER, None);
         assert_eq!(test.end(), (3, Some("rank 1 ...".into())));

@@ -173,7 +173,8 @@ impl Leader {
                     }
                 }
             }
-            if matches!(order, Order::End(_)) {
+            // Others that are refused are ended before the job is.
+            if agent == LEADER && matches!(order, Order::End(_)) {
                 self.farewell.get_or_insert_with(|| Instant::now() + FAREWELL);
             }
             match &order {

@@ -5,6 +5,8 @@ use common::net::{ipv4, Agent, Gate, Net};
 use common::{script, until};
 
 use std::fs;
+use std::thread;
+use std::time::Duration;
 
 use rustix::process::Signal;
 
@@ -101,18 +103,43 @@ fn a_node_that_is_told_to_stop_leaves_the_others_at_work() {
     end_well(&net, &gate, [agent_0]);
 }
 
-#[test]
-fn a_node_that_slept_too_long_joins_again() {
+/// Node 1 gets lost, stops its workers when it notices, and takes part again.
+fn joins_again(lose: fn(&Net, &Agent), find: fn(&Net, &Agent)) {
     let Some(net) = Net::new(2) else { return };
     let gate = Gate::new();
     let [agent_0, agent_1] = start_two(&net, &gate);
-    agent_1.signal(Signal::STOP);
+    lose(&net, &agent_1);
     until_places(&agent_0, 2, 2);
-    agent_1.signal(Signal::CONT);
+    find(&net, &agent_1);
     until_places(&agent_0, 4, 4);
     until_places(&agent_1, 4, 4);
     until("no worker of an earlier start is left", || [0, 1].map(|node| workers(&net, node, &gate)) == [2, 2]);
     end_well(&net, &gate, [agent_0, agent_1]);
+}
+
+#[test]
+fn a_node_that_slept_too_long_joins_again() {
+    joins_again(|_, agent| agent.signal(Signal::STOP), |_, agent| agent.signal(Signal::CONT));
+}
+
+#[test]
+fn a_node_that_was_cut_off_joins_again() {
+    joins_again(|net, _| net.cut(1), |net, _| net.restore(1));
+}
+
+#[test]
+fn a_node_too_many_waits_until_it_is_needed() {
+    let Some(net) = Net::new(3) else { return };
+    let gate = Gate::new();
+    let [agent_0, agent_1] = start_two(&net, &gate);
+    let spare = start(&net, 2, &gate);
+    // Longer than anybody waits for others to join.
+    thread::sleep(Duration::from_secs(7));
+    assert_eq!((agent_0.stdout().lines().count(), spare.stdout().as_str()), (2, ""));
+    agent_1.signal(Signal::KILL);
+    until_places(&agent_0, 4, 4);
+    until_places(&spare, 4, 2);
+    end_well(&net, &gate, [agent_0, spare]);
 }
 
 #[test]
