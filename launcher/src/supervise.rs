@@ -52,8 +52,6 @@ pub struct Supervisor {
     crew: Option<Crew>,
     /// The crew of the last round, when it is over.
     last: Option<Crew>,
-    /// The round of which it was told that no worker is left.
-    stopped: Option<u32>,
     sinks: Sinks,
     logs: Logs,
     events: Events,
@@ -89,7 +87,6 @@ impl Supervisor {
             is_cut_off: false,
             crew: None,
             last: None,
-            stopped: None,
             signalled: None,
             verdict: None,
             job,
@@ -170,7 +167,6 @@ impl Supervisor {
                             record(&events::Event::Stop { reason }, &mut self.events, &mut self.sinks);
                         }
                     }
-                    None if self.stopped == Some(round) => {}
                     None => self.tell_stopped(round, None),
                 }
             }
@@ -208,7 +204,6 @@ impl Supervisor {
     }
 
     fn tell_stopped(&mut self, round: u32, cause: Option<String>) {
-        self.stopped = Some(round);
         let port = link::master_port(&self.job).unwrap_or_else(|error| {
             self.sinks.say(&format!("{error:#}"));
             0
