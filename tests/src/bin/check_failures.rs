@@ -53,6 +53,15 @@ fn main() -> Result<()> {
             group.set_timeout(Duration::from_secs(1));
             sum(&group)
         }
+        ["late", seconds] if group.rank() == 1 => {
+            std::thread::sleep(Duration::from_secs_f64(seconds.parse()?));
+            sum(&group)
+        }
+        ["late", _] => sum(&group),
+        ["hang_once"] if group.rank() == 1 && std::env::var("TORCHELASTIC_RESTART_COUNT").as_deref() == Ok("0") => {
+            sleep_until_killed();
+        }
+        ["hang_once"] => sum(&group),
         ["abort"] if group.rank() == 0 => {
             group.barrier()?;
             group.abort("the data ran out");

@@ -1,0 +1,30 @@
+//! What flow-launch says and does when workers wait long for each other.
+
+use flow_tests::{assert_contains, launcher, Process, PATIENCE};
+
+#[test]
+fn a_hang_is_told_and_ended() {
+    let job = launcher(3, &["--hang-timeout", "6"], "check_failures", &["late", "1000"]);
+    let finished = Process::start(job).finish(PATIENCE);
+    assert_eq!(finished.status.code(), Some(124), "{finished:?}");
+    assert_contains(&finished.stderr, &["ranks 0, 2 wait in all_reduce #0 (", ") for rank 1"]);
+    // Once when it was long, and once at the end.
+    assert_eq!(finished.stderr.matches("s: rank 1 is in no collective").count(), 2, "{finished:?}");
+}
+
+#[test]
+fn a_rank_that_is_late_is_told_of_and_waited_for() {
+    let job = launcher(3, &["--hang-timeout", "20"], "check_failures", &["late", "13"]);
+    let finished = Process::start(job).finish(PATIENCE);
+    assert_contains(&finished.stderr, &["ranks 0, 2 wait in all_reduce #0 ("]);
+    assert_eq!(finished.stderr.matches("no progress").count(), 1, "{finished:?}");
+    finished.success();
+}
+
+#[test]
+fn a_job_that_hung_may_be_restarted() {
+    let flags = ["--hang-timeout", "2", "--max-restarts", "1"];
+    let finished = Process::start(launcher(2, &flags, "check_failures", &["hang_once"])).finish(PATIENCE);
+    assert_contains(&finished.stderr, &["rank 0 waits in all_reduce #0 (", "; restart 1 of 1"]);
+    finished.success();
+}
