@@ -29,6 +29,7 @@ pub mod env;
 mod error;
 mod group;
 pub mod nccl;
+mod nodes;
 mod shm;
 pub mod store;
 mod work;
