@@ -16,6 +16,8 @@ pub struct Membership {
     pub local_rank: usize,
     /// The number of processes on its node.
     pub local_world_size: usize,
+    /// The number of its node, where the launcher tells it. Else nodes are told apart by the names of their hosts.
+    pub node: Option<usize>,
     /// How the processes find each other.
     pub rendezvous: Rendezvous,
 }
@@ -34,9 +36,11 @@ pub enum Rendezvous {
     },
     /// Through a store that rank 0 is to serve.
     RankZero {
-        /// Where to serve it: a name that the job's ranks on this node, and no other job's, derive alike.
+        /// Where to serve it: on one node a name that the job's ranks, and no other job's, derive alike; on several
+        /// MASTER_ADDR and MASTER_PORT.
         address: Address,
-        /// What admits to it. Derived like the address, and no secret: it is the socket that admits one user only.
+        /// What admits to it. FLOW_TOKEN, or else derived like the address, and no secret: on one node it is the socket
+        /// that admits one user only.
         token: String,
     },
 }
@@ -63,6 +67,8 @@ struct Family {
     world_size: &'static str,
     local_rank: &'static str,
     local_world_size: LocalWorldSize,
+    /// The first that is set counts.
+    node: &'static [&'static str],
     /// Whether the launcher always sets both `rank` and `world_size`, or neither.
     is_complete: bool,
 }
@@ -82,6 +88,7 @@ const FAMILIES: [Family; 3] = [
         world_size: "WORLD_SIZE",
         local_rank: "LOCAL_RANK",
         local_world_size: LocalWorldSize::Is("LOCAL_WORLD_SIZE"),
+        node: &["GROUP_RANK", "NODE_RANK"],
         is_complete: true,
     },
     // OpenMPI's mpirun.
@@ -90,6 +97,7 @@ const FAMILIES: [Family; 3] = [
         world_size: "OMPI_COMM_WORLD_SIZE",
         local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
         local_world_size: LocalWorldSize::Is("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        node: &[],
         is_complete: true,
     },
     // Slurm's srun. Not SLURM_NTASKS: a batch script has that, and a SLURM_PROCID, without being one of so many.
@@ -98,6 +106,7 @@ const FAMILIES: [Family; 3] = [
         world_size: "SLURM_STEP_NUM_TASKS",
         local_rank: "SLURM_LOCALID",
         local_world_size: LocalWorldSize::OfNode { counts: "SLURM_STEP_TASKS_PER_NODE", node: "SLURM_NODEID" },
+        node: &["SLURM_NODEID"],
         is_complete: false,
     },
 ];
@@ -124,8 +133,14 @@ impl Membership {
 
     /// From the variables that `get` returns, as [`Membership::from_env`] does.
     pub fn from_vars(get: impl Fn(&str) -> Option<String>) -> Result<Membership, Error> {
-        let mut membership =
-            Membership { rank: 0, world_size: 1, local_rank: 0, local_world_size: 1, rendezvous: Rendezvous::None };
+        let mut membership = Membership {
+            rank: 0,
+            world_size: 1,
+            local_rank: 0,
+            local_world_size: 1,
+            node: None,
+            rendezvous: Rendezvous::None,
+        };
         for family in &FAMILIES {
             if let Some(place) = family.read(&get)? {
                 membership = place;
@@ -162,11 +177,13 @@ impl Family {
             )));
         }
         local_rank.must_be_below(local_world_size)?;
+        let node = self.node.iter().find_map(|name| number(get, name).transpose()).transpose()?;
         Ok(Some(Membership {
             rank: rank.1,
             world_size: world_size.1,
             local_rank: local_rank.1,
             local_world_size: local_world_size.1,
+            node,
             rendezvous: Rendezvous::None,
         }))
     }
@@ -231,6 +248,7 @@ fn rendezvous(
     world_size: usize,
     local_world_size: usize,
 ) -> Result<Rendezvous, Error> {
+    let several_nodes = local_world_size < world_size;
     match (get("FLOW_STORE"), get("FLOW_TOKEN")) {
         (Some(address), Some(token)) => {
             let address = address.parse().map_err(|error| Error(format!("FLOW_STORE: {error}")))?;
@@ -239,22 +257,55 @@ fn rendezvous(
         (Some(address), None) => {
             Err(Error(format!("FLOW_STORE={address} but FLOW_TOKEN is not set: flow-launch sets both")))
         }
-        (None, Some(_)) => Err(Error("FLOW_TOKEN is set but FLOW_STORE is not: flow-launch sets both".to_string())),
+        (None, Some(_)) if !several_nodes => {
+            Err(Error("FLOW_TOKEN is set but FLOW_STORE is not: flow-launch sets both".to_string()))
+        }
         (None, None) if world_size == 1 => Ok(Rendezvous::None),
-        (None, None) if local_world_size < world_size => Err(Error(format!(
-            "the job has {world_size} ranks and only {local_world_size} of them on this machine; process groups over \
-             several machines are not available yet: start all ranks on one machine"
-        ))),
-        (None, None) => {
+        (None, token) => {
             let set = JOB_NAMES.iter().filter_map(|name| get(name).map(|value| format!("{name}={value}\n")));
             let job: String = set.chain([format!("world size {world_size}\n")]).collect();
-            let user = nix::unistd::geteuid();
-            Ok(Rendezvous::RankZero {
-                address: Address::Unix(format!("flow-{user}-{:016x}", hash(&job))),
-                token: format!("{:016x}", hash(&format!("token of {job}"))),
-            })
+            let address = if several_nodes {
+                master(get)?.ok_or_else(|| {
+                    Error(format!(
+                        "the job has {world_size} ranks, {local_world_size} of them on this node: set MASTER_ADDR to \
+                         the host of rank 0, and MASTER_PORT to a free port there"
+                    ))
+                })?
+            } else {
+                Address::Unix(format!("flow-{}-{:016x}", nix::unistd::geteuid(), hash(&job)))
+            };
+            let token = token.unwrap_or_else(|| format!("{:016x}", hash(&format!("token of {job}"))));
+            Ok(Rendezvous::RankZero { address, token })
         }
     }
+}
+
+/// Where rank 0 can serve a job of several nodes.
+fn master(get: &impl Fn(&str) -> Option<String>) -> Result<Option<Address>, Error> {
+    let (host, port) = match (get("MASTER_ADDR"), get("MASTER_PORT")) {
+        (Some(host), Some(port)) => {
+            let malformed = || Error(format!("MASTER_PORT={port:?}: must be a port, 1 to 65534"));
+            let port = port.parse::<u16>().ok().filter(|port| (1..u16::MAX).contains(port)).ok_or_else(malformed)?;
+            // torchrun's agent listens at the port itself then.
+            (host, port + u16::from(get("TORCHELASTIC_USE_AGENT_STORE").as_deref() == Some("True")))
+        }
+        (None, None) => {
+            match (get("SLURM_STEP_NODELIST").and_then(|list| first_host(&list)), number(get, "SLURM_JOB_ID")?) {
+                (Some(host), Some(job)) => (host, 20_000 + (job % 10_000) as u16),
+                _ => return Ok(None),
+            }
+        }
+        _ => return Ok(None),
+    };
+    Ok(Some(Address::Tcp(if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") })))
+}
+
+/// The first of Slurm's list of hosts: `n003` of `n[003-005,7],m1`.
+fn first_host(list: &str) -> Option<String> {
+    let end = list.find([',', '[']).unwrap_or(list.len());
+    let (host, rest) = list.split_at(end);
+    let number = rest.strip_prefix('[').map(|rest| rest.split(['-', ',', ']']).next().unwrap_or_default());
+    Some(format!("{host}{}", number.unwrap_or_default())).filter(|host| !host.is_empty())
 }
 
 /// A hash that is the same in every process and build.

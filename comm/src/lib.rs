@@ -29,8 +29,10 @@ pub mod env;
 mod error;
 mod group;
 pub mod nccl;
+mod nodes;
 mod shm;
 pub mod store;
+mod waits;
 mod work;
 
 pub use buffer::{Buffer, SharedBuffer};

@@ -10,5 +10,5 @@ mod reduce;
 mod types;
 
 pub use half::{bf16, f16};
-pub use reduce::reduce;
+pub use reduce::{average, reduce};
 pub use types::{DType, Element, ReduceOp, UnknownCode};

@@ -30,7 +30,21 @@ const TILE: usize = 64;
 /// - No other thread may write the sources or access the destinations meanwhile.
 pub unsafe fn reduce(dtype: DType, op: ReduceOp, sources: &[*const u8], destinations: &[*mut u8], count: usize) {
     // SAFETY: `detect` returns a set that this CPU has; the rest is the caller's promise.
-    unsafe { reduce_with(InstructionSet::detect(), dtype, op, Buffers { sources, destinations, count }) }
+    unsafe {
+        reduce_with(InstructionSet::detect(), dtype, op, Buffers { sources, destinations, count, ranks: sources.len() })
+    }
+}
+
+/// As [`reduce`] by [`ReduceOp::Avg`], where the sources are themselves sums, of `ranks` numbers together: the quotient is
+/// taken by that.
+///
+/// # Safety
+///
+/// As for [`reduce`].
+pub unsafe fn average(dtype: DType, sources: &[*const u8], destinations: &[*mut u8], count: usize, ranks: usize) {
+    let buffers = Buffers { sources, destinations, count, ranks };
+    // SAFETY: as in `reduce`.
+    unsafe { reduce_with(InstructionSet::detect(), dtype, ReduceOp::Avg, buffers) }
 }
 
 /// The instruction sets that the loops are compiled for.
@@ -71,6 +85,8 @@ struct Buffers<'a> {
     sources: &'a [*const u8],
     destinations: &'a [*mut u8],
     count: usize,
+    /// What an average is over.
+    ranks: usize,
 }
 
 /// # Safety
@@ -95,7 +111,7 @@ unsafe fn reduce_with(set: InstructionSet, dtype: DType, op: ReduceOp, buffers: 
 ///
 /// As for [`reduce_with`], with elements of type `T`.
 unsafe fn reduce_elements<T: Arithmetic>(set: InstructionSet, op: ReduceOp, buffers: Buffers) {
-    let ranks = buffers.sources.len();
+    let ranks = buffers.ranks;
     // SAFETY: the caller's promise.
     unsafe {
         match op {

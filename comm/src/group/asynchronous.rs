@@ -134,6 +134,7 @@ impl ProcessGroup {
         let group = Self {
             inner: Arc::new(Inner {
                 workers: Workers::default(),
+                carrier: Mutex::default(),
                 cuda: Mutex::default(),
                 engine: Arc::clone(&self.inner.engine),
                 local_rank: self.inner.local_rank,

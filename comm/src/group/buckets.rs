@@ -1,7 +1,7 @@
 //! What data-parallel training needs of a group beyond collectives: buckets that are reduced piece by piece without
 //! waiting, and failures that several ranks explain together.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 use flow_kernels::{DType, ReduceOp};
@@ -10,6 +10,7 @@ use super::ProcessGroup;
 use crate::error::Result;
 use crate::shm::arena::Arena;
 use crate::shm::Segments;
+use crate::work::Worker;
 
 impl ProcessGroup {
     /// The memory that all ranks of the machine map.
@@ -27,7 +28,23 @@ impl ProcessGroup {
     /// All ranks post the same buckets in the same order; [`ProcessGroup::progress`] and
     /// [`ProcessGroup::finish_buckets`] reduce them in place.
     pub fn post_bucket(&self, segments: &Arc<Segments>, op: ReduceOp) -> Result<bool> {
-        self.engine().post_bucket(segments, op)
+        let (posted, cargo) = self.engine().post_bucket(segments, op)?;
+        if let Some(cargo) = cargo {
+            let engine = Arc::clone(&self.inner.engine);
+            let mut carrier = self.inner.carrier.lock().unwrap_or_else(PoisonError::into_inner);
+            let carrier = match &mut *carrier {
+                Some(carrier) => carrier,
+                none => {
+                    let started = Worker::start(self.rank());
+                    let fail =
+                        |e| self.engine().fail(self.system("post_bucket", format!("cannot start a thread: {e}")));
+                    none.insert(started.map_err(fail)?)
+                }
+            };
+            // An error is the group's, and found by whoever waits for the bucket.
+            drop(carrier.submit(self.rank(), "post_bucket", move || engine.carry_bucket(&cargo)));
+        }
+        Ok(posted)
     }
 
     /// Does this rank's share of all posted buckets that all ranks have reached, without waiting.

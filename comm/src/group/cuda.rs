@@ -51,7 +51,7 @@ impl ProcessGroup {
             return Err(fail(format!(
                 "asked for {} ranks with a GPU each on this machine, found {} GPU{}: start at most as many ranks \
                  (--nproc_per_node gpu), or see what CUDA_VISIBLE_DEVICES leaves",
-                self.engine().world.size,
+                self.engine().world.locals.len(),
                 short[1],
                 if short[1] == 1 { "" } else { "s" }
             )));

@@ -7,7 +7,8 @@ mod cuda;
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use flow_kernels::{Element, ReduceOp};
@@ -20,6 +21,7 @@ use crate::shm::engine::Engine;
 use crate::shm::operation::Kind;
 use crate::shm::world::World;
 use crate::shm::Control;
+use crate::work::Worker;
 
 use asynchronous::{Lane, Workers};
 use cuda::Cuda;
@@ -48,9 +50,22 @@ pub struct ProcessGroup {
 struct Inner {
     // Before `engine`: their threads must end first.
     workers: Workers,
+    /// Reduces buckets between nodes, in the leader.
+    carrier: Mutex<Option<Worker>>,
     cuda: Mutex<Cuda>,
     engine: Arc<Engine>,
     local_rank: usize,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.workers.get_mut().unwrap_or_else(PoisonError::into_inner).clear();
+        // Nobody waits for the buckets that are still under way.
+        let carrier = self.carrier.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        if carrier.is_some() && self.engine.has_buckets() {
+            self.engine.give_up();
+        }
+    }
 }
 
 impl ProcessGroup {
@@ -58,7 +73,7 @@ impl ProcessGroup {
     /// WORLD_SIZE, ...), OpenMPI's, or Slurm's; without any, a group of this process alone.
     ///
     /// Waits for all ranks. All ranks must call it equally often. Errors: a contradiction in the variables, ranks
-    /// that do not come, ranks on several machines.
+    /// that do not come.
     pub fn from_env() -> Result<Self> {
         let membership = Membership::from_env()?;
         let timeout = timeout_from_env(membership.rank)?;
@@ -70,13 +85,13 @@ impl ProcessGroup {
         let timeout = timeout.min(MAX_TIMEOUT);
         let world = Arc::new(World::join(membership, timeout)?);
         let (control, ranks) = (world.root_control(), (0..world.size).collect());
-        let engine = Arc::new(Engine::new(world, control, None, ranks, timeout));
+        let engine = Arc::new(Engine::new(world, control, None, ranks, timeout, "0".into())?);
         Ok(Self::of(engine, membership.local_rank, Cuda::default()))
     }
 
     fn of(engine: Arc<Engine>, local_rank: usize, cuda: Cuda) -> Self {
         let (workers, cuda) = (Workers::default(), Mutex::new(cuda));
-        Self { inner: Arc::new(Inner { workers, cuda, engine, local_rank }) }
+        Self { inner: Arc::new(Inner { workers, carrier: Mutex::default(), cuda, engine, local_rank }) }
     }
 
     /// This process' number in the group.
@@ -120,8 +135,11 @@ impl ProcessGroup {
             return Err(self.caller().argument("new_group", reason));
         }
         let engine = self.engine();
-        let first = members[0];
-        let block = (first == self.rank()).then(|| engine.world.new_control_block(members.len())).flatten();
+        // On each node the first member there has the memory.
+        let locals: Vec<usize> = members.iter().copied().filter(|member| engine.locals.contains(member)).collect();
+        let first = locals.first().copied().unwrap_or(members[0]);
+        let block = || engine.world.new_control_block(members.len(), locals.len());
+        let block = (first == self.rank()).then(block).flatten();
         let list = fingerprint(&members);
         let offset = block.as_ref().map_or(NO_BLOCK, |b| b.offset() as u64);
         let words = self.idle(Lane::Collectives, |engine| engine.exchange_words(Kind::NewGroup, &[list, offset]))?;
@@ -132,16 +150,22 @@ impl ProcessGroup {
             );
             return Err(engine.fail(Error::Mismatch { rank: engine.world.rank, detail }));
         }
-        let offset = words[first][1];
-        if offset == NO_BLOCK {
-            let reason = format!("the shared memory region of rank {} is full", engine.ranks[first]);
+        let is_first = |&&member: &&usize| {
+            let node = |member: usize| engine.world.node(engine.ranks[member]);
+            members.iter().find(|&&other| node(other) == node(member)) == Some(&member)
+        };
+        if let Some(&full) = members.iter().filter(is_first).find(|&&first| words[first][1] == NO_BLOCK) {
+            let reason = format!("the shared memory region of rank {} is full", engine.ranks[full]);
             return Err(self.system("new_group", reason));
         }
+        let name = format!("{}.{}", engine.name, engine.children.fetch_add(1, Ordering::Relaxed));
         let member = members.contains(&self.rank()).then(|| {
-            let control = Control::attach(Arc::clone(&engine.world.arena), offset as usize, members.len());
+            let (arena, offset) = (Arc::clone(&engine.world.arena), words[first][1] as usize);
+            let control = Control::attach(arena, offset, members.len(), locals.len());
             let global = members.iter().map(|&r| engine.ranks[r]).collect();
-            Arc::new(Engine::new(Arc::clone(&engine.world), control, block, global, self.timeout()))
+            Engine::new(Arc::clone(&engine.world), control, block, global, self.timeout(), name).map(Arc::new)
         });
+        let member = member.transpose()?;
         let cuda = self.split_cuda(member.as_ref())?;
         Ok(member.map(|engine| Self::of(engine, self.inner.local_rank, cuda)))
     }

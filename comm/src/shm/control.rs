@@ -4,12 +4,16 @@
 //! when it has read (and written) what it needed from the others, raises `done`. The counters only grow, so that a
 //! slot serves again every [`SLOTS`] rounds without being reset.
 //!
+//! Every member of the group has its place here, those on other nodes too: what they post, this node's leader writes down,
+//! and raises the counters for them. Only `send` and `recv` are for members on this node alone.
+//!
 //! Everything here is atomics over zeroed memory: a peer that was killed half-way leaves values, never broken locks.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicU8, Ordering};
 use std::sync::Arc;
 
 use super::arena::Arena;
+use super::Part;
 
 /// Rounds that may be under way at once.
 pub const SLOTS: u64 = 64;
@@ -33,8 +37,13 @@ impl Counter {
 
     /// Adds one and wakes all who wait if that makes it `target`.
     pub fn raise(&self, target: u32) {
-        let value = self.value.fetch_add(1, Ordering::SeqCst).wrapping_add(1);
-        if value == target {
+        self.raise_by(1, &[target]);
+    }
+
+    /// Adds `count` and wakes all who wait if that makes it one of `targets`.
+    pub fn raise_by(&self, count: u32, targets: &[u32]) {
+        let value = self.value.fetch_add(count, Ordering::SeqCst).wrapping_add(count);
+        if targets.contains(&value) {
             self.wake();
         }
     }
@@ -118,7 +127,18 @@ pub struct Slot {
 
 /// One rank's post in a round, see `operation::Post`.
 #[repr(C, align(64))]
+#[derive(Default)]
 pub struct PostWords(pub [AtomicU64; 8]);
+
+impl PostWords {
+    /// # Safety
+    ///
+    /// As for [`Part::new`].
+    pub unsafe fn part(&mut self) -> Part {
+        // SAFETY: the caller's promise; the words may be any bytes.
+        unsafe { Part::new(std::ptr::from_mut(self).cast(), std::mem::size_of::<Self>()) }
+    }
+}
 
 /// One direction between two ranks for `send` and `recv`.
 #[repr(C)]
@@ -143,16 +163,16 @@ struct Layout {
 }
 
 impl Layout {
-    fn of(size: usize) -> Self {
+    fn of(size: usize, locals: usize) -> Self {
         let ranks = std::mem::size_of::<Header>();
         let slots = ranks + size * std::mem::size_of::<RankState>();
         let posts = slots + SLOTS as usize * std::mem::size_of::<Slot>();
         let payloads = (posts + SLOTS as usize * size * std::mem::size_of::<PostWords>()).next_multiple_of(4096);
         let staging = payloads + SLOTS as usize * size * PAYLOAD;
         let mailboxes = staging + size * 2 * CHUNK;
-        let letters = (mailboxes + size * size * std::mem::size_of::<Mailbox>()).next_multiple_of(4096);
-        let letter = ((1 << 30) / (size * size * 2)).clamp(4096, 128 << 10) / 4096 * 4096;
-        let total = letters + size * size * 2 * letter;
+        let letters = (mailboxes + locals * locals * std::mem::size_of::<Mailbox>()).next_multiple_of(4096);
+        let letter = ((1 << 30) / (locals * locals * 2)).clamp(4096, 128 << 10) / 4096 * 4096;
+        let total = letters + locals * locals * 2 * letter;
         Self { ranks, slots, posts, payloads, staging, mailboxes, letters, letter, total }
     }
 }
@@ -162,19 +182,20 @@ pub struct Control {
     arena: Arc<Arena>,
     offset: usize,
     size: usize,
+    locals: usize,
     layout: Layout,
 }
 
 impl Control {
-    /// Bytes a group of `size` ranks needs, zeroed.
-    pub fn bytes(size: usize) -> usize {
-        Layout::of(size).total
+    /// Bytes a group of `size` ranks, `locals` of them on this node, needs, zeroed.
+    pub fn bytes(size: usize, locals: usize) -> usize {
+        Layout::of(size, locals).total
     }
 
     /// The control block at `offset` of the arena.
-    pub fn attach(arena: Arc<Arena>, offset: usize, size: usize) -> Self {
-        assert!(arena.contains(offset, Self::bytes(size)), "a control block lies inside the arena");
-        Self { arena, offset, size, layout: Layout::of(size) }
+    pub fn attach(arena: Arc<Arena>, offset: usize, size: usize, locals: usize) -> Self {
+        assert!(arena.contains(offset, Self::bytes(size, locals)), "a control block lies inside the arena");
+        Self { arena, offset, size, locals, layout: Layout::of(size, locals) }
     }
 
     fn at<T>(&self, start: usize, index: usize) -> &T {
@@ -207,6 +228,11 @@ impl Control {
         (self.size as u64 * (round / SLOTS + 1)) as u32
     }
 
+    /// Value of `arrived` when all members on this node are there: the leader speaks for the others after that.
+    pub fn local_target(&self, round: u64) -> u32 {
+        self.target(round).wrapping_sub((self.size - self.locals) as u32)
+    }
+
     /// A rank's [`PAYLOAD`] bytes in a round.
     pub fn payload(&self, round: u64, rank: usize) -> *mut u8 {
         debug_assert!(rank < self.size);
@@ -220,15 +246,16 @@ impl Control {
         self.arena.at(self.offset + self.layout.staging + (rank * 2 + which) * CHUNK)
     }
 
+    /// The ranks are numbers among the members on this node.
     pub fn mailbox(&self, from: usize, to: usize) -> &Mailbox {
-        debug_assert!(from < self.size && to < self.size);
-        self.at(self.layout.mailboxes, from * self.size + to)
+        debug_assert!(from < self.locals && to < self.locals);
+        self.at(self.layout.mailboxes, from * self.locals + to)
     }
 
     /// Memory for part `part` of a message between two ranks, and its size: two parts may be on their way.
     pub fn letter(&self, from: usize, to: usize, part: u32) -> (*mut u8, usize) {
-        debug_assert!(from < self.size && to < self.size);
-        let index = (from * self.size + to) * 2 + (part % 2) as usize;
+        debug_assert!(from < self.locals && to < self.locals);
+        let index = (from * self.locals + to) * 2 + (part % 2) as usize;
         (self.arena.at(self.offset + self.layout.letters + index * self.layout.letter), self.layout.letter)
     }
 
@@ -238,8 +265,8 @@ impl Control {
             self.slot(round).arrived.wake();
             self.slot(round).done.wake();
         }
-        for from in 0..self.size {
-            for to in 0..self.size {
+        for from in 0..self.locals {
+            for to in 0..self.locals {
                 self.mailbox(from, to).sent.wake();
                 self.mailbox(from, to).taken.wake();
             }

@@ -1,26 +1,31 @@
 //! Rounds: the one protocol beneath all collectives of a group.
 //!
 //! A round: write the post (what, how much, where), raise `arrived`, wait until all have arrived, compare the posts,
-//! move data, raise `done`. Whoever waits watches the peers' lives and the clock. The first failure poisons the group.
+//! data, raise `done`. Whoever waits watches the peers' lives and the clock. The first failure poisons the group.
+//!
+//! Members on other nodes take part through the leader, this node's first member: when all members here have arrived,
+//! it brings the posts of the others (see `carrying`), and arrives for them; when it is done, so are they.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::abroad::Abroad;
 use super::arena::Block;
 use super::control::{Control, Counter, SLOTS};
 use super::operation::{Location, Operation};
 use super::reduction::InFlight;
-use super::world::{sleep_on, World, FIRST_WARNING, SLICE};
+use super::world::{sleep_on, World, EXIT_REPORT, FIRST_WARNING, SLICE};
 use crate::arguments::Caller;
 use crate::error::{Error, Result};
+use crate::nodes::{Departure, Loss, Wire};
 
 /// How long to spin before sleeping, where every rank has a core: some times what it takes to be woken, which is tens
 /// of microseconds, and more on virtual machines.
 const SPIN: Duration = Duration::from_micros(500);
 /// Kind of a poison note whose ranks have more to say: see [`Engine::fail_with_notice`].
-const NOTICES: u32 = 1;
+pub const NOTICES: u32 = 1;
 /// Kind of a poison note about the loss of the group's first rank; of the next, one more; and so on.
 const LOST: u32 = 2;
 
@@ -31,13 +36,23 @@ pub struct Engine {
     /// This rank within the group, and the members' ranks in the job.
     pub rank: usize,
     pub ranks: Vec<usize>,
-    /// The control block, in its first rank.
+    /// The members on this node, and this rank's place among them.
+    pub locals: Vec<usize>,
+    pub local: usize,
+    /// What there is to members on other nodes, if there are any.
+    pub abroad: Option<Abroad>,
+    /// Tells the group from others, of which so many were made from it.
+    pub name: String,
+    pub children: AtomicU64,
+    /// The control block, in the first rank of the node.
     block: Mutex<Option<Block>>,
     timeout: AtomicU64,
     quarantined: AtomicBool,
     state: Mutex<State>,
-    /// Held while sending to, and while receiving from, each rank.
-    pub mail: Vec<[Mutex<()>; 2]>,
+    /// Held while sending to, and while receiving from, each rank; with the link to a rank on another node.
+    pub mail: Vec<[Mutex<Option<Box<dyn Wire>>>; 2]>,
+    /// This rank drops the group: nobody is to wait in it any longer.
+    given_up: AtomicBool,
 }
 
 /// Advanced equally on all ranks.
@@ -59,22 +74,43 @@ impl Engine {
         block: Option<Block>,
         ranks: Vec<usize>,
         timeout: Duration,
-    ) -> Self {
+        name: String,
+    ) -> Result<Self> {
         let mail = ranks.iter().map(|_| Default::default()).collect();
         let rank = ranks.iter().position(|&r| r == world.rank).expect("the caller is a member"); // invariant
-        let engine = Self {
+        let locals: Vec<usize> = (0..ranks.len()).filter(|&r| world.local_index(ranks[r]).is_some()).collect();
+        let local = locals.iter().position(|&r| r == rank).expect("a rank is on its own node"); // invariant
+        let abroad = (locals.len() < ranks.len()).then(|| Abroad::new(&world, &ranks, &name));
+        let mut engine = Self {
             world,
             control,
             rank,
             ranks,
+            locals,
+            local,
+            abroad,
+            name,
+            children: AtomicU64::new(0),
             block: Mutex::new(block),
             timeout: AtomicU64::new(0),
             quarantined: AtomicBool::new(false),
             state: Mutex::default(),
             mail,
+            given_up: AtomicBool::new(false),
         };
         engine.set_timeout(timeout);
-        engine
+        engine.link()?;
+        Ok(engine)
+    }
+
+    /// Whether this rank carries data between nodes for those of its own.
+    pub fn leads(&self) -> bool {
+        self.abroad.is_some() && self.local == 0
+    }
+
+    /// How many members are on other nodes.
+    pub fn others(&self) -> usize {
+        self.size() - self.locals.len()
     }
 
     pub fn size(&self) -> usize {
@@ -102,6 +138,9 @@ impl Engine {
         operation.sequence = state.sequence;
         self.check_poison(&operation)?;
         state.sequence += 1;
+        if let Some(abroad) = &self.abroad {
+            abroad.sequence.store(state.sequence, Ordering::Relaxed);
+        }
         Ok(())
     }
 
@@ -113,6 +152,17 @@ impl Engine {
             state.round += 1;
             round
         })
+    }
+
+    /// The next two rounds, or None while their slots are in use.
+    pub fn try_open_two(&self, state: &mut State) -> Option<(u64, u64)> {
+        let round = state.round;
+        let first = self.try_open(state)?;
+        let second = self.try_open(state);
+        if second.is_none() {
+            state.round = round;
+        }
+        Some((first, second?))
     }
 
     /// The next round, waiting for its slot.
@@ -132,12 +182,22 @@ impl Engine {
     // The counters first: a rank that is killed in between must be among those that the others miss.
 
     pub fn arrive(&self, round: u64) {
-        self.control.slot(round).arrived.raise(self.control.target(round));
+        let targets = [self.control.target(round), self.control.local_target(round)];
+        self.control.slot(round).arrived.raise_by(1, &targets);
         self.control.rank(self.rank).posted.store(round + 1, Ordering::Release);
     }
 
+    /// The leader, when it has what the members on other nodes show in a round.
+    pub fn others_arrive(&self, round: u64) {
+        self.control.slot(round).arrived.raise_by(self.others() as u32, &[self.control.target(round)]);
+        for rank in self.ranks_where(|r| !self.locals.contains(&r)) {
+            self.control.rank(rank).posted.store(round + 1, Ordering::Release);
+        }
+    }
+
     pub fn done(&self, round: u64) {
-        self.control.slot(round).done.raise(self.control.target(round));
+        let count = if self.leads() { 1 + self.others() as u32 } else { 1 };
+        self.control.slot(round).done.raise_by(count, &[self.control.target(round)]);
         self.control.rank(self.rank).completed.store(round + 1, Ordering::Release);
     }
 
@@ -145,26 +205,69 @@ impl Engine {
         self.control.slot(round).arrived.reached(self.control.target(round))
     }
 
+    /// Whether all members on this node have arrived.
+    pub fn locals_arrived(&self, round: u64) -> bool {
+        self.control.slot(round).arrived.reached(self.control.local_target(round))
+    }
+
     pub fn all_done(&self, round: u64) -> bool {
         self.control.slot(round).done.reached(self.control.target(round))
     }
 
-    pub fn wait_arrived(&self, round: u64, operation: &Operation) -> Result<()> {
+    /// Waits until all have arrived, with `payload` bytes each. That the leader sees to.
+    pub fn wait_arrived(&self, round: u64, operation: &Operation, payload: usize) -> Result<()> {
+        if self.leads() {
+            self.wait_locals_arrived(round, operation)?;
+            self.exchange_posts(round, operation, payload)?;
+            self.others_arrive(round);
+        }
+        self.wait_all_arrived(round, operation)
+    }
+
+    pub fn wait_all_arrived(&self, round: u64, operation: &Operation) -> Result<()> {
         let missing = || self.ranks_where(|r| self.control.rank(r).posted.load(Ordering::Acquire) <= round);
         self.wait(&self.control.slot(round).arrived, self.control.target(round), operation, &missing)
     }
 
+    pub fn wait_locals_arrived(&self, round: u64, operation: &Operation) -> Result<()> {
+        let here = |r| self.locals.contains(&r) && self.control.rank(r).posted.load(Ordering::Acquire) <= round;
+        let missing = || self.ranks_where(here);
+        self.wait(&self.control.slot(round).arrived, self.control.local_target(round), operation, &missing)
+    }
+
     pub fn wait_done(&self, round: u64, operation: &Operation) -> Result<()> {
-        let missing = || self.ranks_where(|r| self.control.rank(r).completed.load(Ordering::Acquire) <= round);
+        let here = |r| self.locals.contains(&r) && self.control.rank(r).completed.load(Ordering::Acquire) <= round;
+        let missing = || self.ranks_where(here);
         self.wait(&self.control.slot(round).done, self.control.target(round), operation, &missing)
     }
 
     /// Every rank's post of a round in which all have arrived, compared with ours. `bytes` is how much a shared
     /// location must hold.
     pub fn locations(&self, round: u64, operation: &Operation, bytes: usize) -> Result<Vec<Location>> {
+        self.posted_by(&mut (0..self.size()), round, operation, bytes)
+    }
+
+    /// Whether all have posted this operation.
+    pub fn all_agree(&self, round: u64, operation: &Operation) -> bool {
+        let posted = |rank| Operation::read(self.control.post(round, rank));
+        (0..self.size()).all(|rank| posted(rank).is_ok_and(|(theirs, _)| theirs == *operation))
+    }
+
+    /// As [`Engine::locations`], of the members on this node, once these have arrived.
+    pub fn local_locations(&self, round: u64, operation: &Operation, bytes: usize) -> Result<Vec<Location>> {
+        self.posted_by(&mut self.locals.iter().copied(), round, operation, bytes)
+    }
+
+    fn posted_by(
+        &self,
+        ranks: &mut dyn Iterator<Item = usize>,
+        round: u64,
+        operation: &Operation,
+        bytes: usize,
+    ) -> Result<Vec<Location>> {
         let read = |rank| match Operation::read(self.control.post(round, rank)) {
             Ok((theirs, location)) if theirs == *operation => match location {
-                Location::Shared(offset) if !self.is_reachable(rank, offset, bytes) => {
+                Location::Shared(offset) if self.locals.contains(&rank) && !self.is_reachable(rank, offset, bytes) => {
                     Err(format!("rank {} posted {theirs} outside the shared memory", self.ranks[rank]))
                 }
                 _ => Ok(location),
@@ -177,7 +280,7 @@ impl Engine {
             }
             Err(unknown) => Err(format!("rank {} posted {unknown}", self.ranks[rank])),
         };
-        (0..self.size())
+        ranks
             .map(read)
             .collect::<Result<_, String>>()
             .map_err(|detail| self.fail(Error::Mismatch { rank: self.world.rank, detail }))
@@ -185,7 +288,7 @@ impl Engine {
 
     /// Whether what a member says of its memory can be: offsets of peers are checked before use.
     pub fn is_reachable(&self, rank: usize, offset: usize, bytes: usize) -> bool {
-        self.world.arena.holds(self.ranks[rank], offset, bytes)
+        self.world.local_index(self.ranks[rank]).is_some_and(|index| self.world.arena.holds(index, offset, bytes))
     }
 
     /// Waits until `counter` has come to `target`; `missing` says which members of the group are waited for.
@@ -199,28 +302,44 @@ impl Engine {
         if counter.reached(target) {
             return Ok(());
         }
-        let start = Instant::now();
-        if self.world.spin {
-            while start.elapsed() < SPIN {
-                for _ in 0..64 {
-                    if counter.reached(target) {
-                        return Ok(());
-                    }
-                    std::hint::spin_loop();
-                }
+        self.wait_until(operation, missing, &mut |time| {
+            if !time.is_zero() {
+                sleep_on(counter, target, time);
             }
-        }
+            for _ in 0..64 {
+                if counter.reached(target) {
+                    return Ok(true);
+                }
+                std::hint::spin_loop();
+            }
+            Ok(false)
+        })
+    }
+
+    /// Waits until `attempt` says that what is waited for has come; it may take the time that it is given for that.
+    pub fn wait_until(
+        &self,
+        operation: &dyn std::fmt::Display,
+        missing: &dyn Fn() -> Vec<usize>,
+        attempt: &mut dyn FnMut(Duration) -> Result<bool, Loss>,
+    ) -> Result<()> {
+        let start = Instant::now();
         let timeout = self.timeout();
         let mut warning = FIRST_WARNING;
         let mut look = SLICE.min(timeout);
+        let mut long = self.world.long_wait();
         loop {
-            sleep_on(counter, target, look.saturating_sub(start.elapsed()));
-            if counter.reached(target) {
-                return Ok(());
+            let spins = self.world.spin && start.elapsed() < SPIN;
+            let time = if spins { Duration::ZERO } else { look.saturating_sub(start.elapsed()) };
+            match attempt(time) {
+                Ok(true) => return Ok(()),
+                Ok(false) if spins => continue,
+                Ok(false) => {}
+                Err(loss) => return Err(self.cut_off(loss, operation)),
             }
             if let Err(error) = self.check_failure(operation, true) {
                 // The others may have come to the end of this, and failed in what follows.
-                return if counter.reached(target) { Ok(()) } else { Err(error) };
+                return if matches!(attempt(Duration::ZERO), Ok(true)) { Ok(()) } else { Err(error) };
             }
             if start.elapsed() < look {
                 continue;
@@ -228,13 +347,17 @@ impl Engine {
             look = (start.elapsed() + SLICE).min(timeout);
             if let Some(peer) = self.lost(missing) {
                 // Arriving may have been the last thing it did.
-                if counter.reached(target) {
+                if matches!(attempt(Duration::ZERO), Ok(true)) {
                     return Ok(());
                 }
                 return Err(self.lose(peer, operation));
             }
+            self.tell_place(start.elapsed(), timeout);
+            if let Some(long) = &mut long {
+                long.look(start.elapsed(), operation, || missing().iter().map(|&r| self.ranks[r]).collect());
+            }
             if start.elapsed() >= timeout {
-                let missing = self.describe_all(&missing());
+                let missing = self.describe_all(&self.not_in_place(missing()));
                 let operation = operation.to_string();
                 return Err(self.fail(Error::Timeout { rank: self.world.rank, operation, timeout, missing }));
             }
@@ -259,13 +382,18 @@ impl Engine {
     /// Fails the group for a reason of which other ranks may have their own part to tell: every rank calls this,
     /// with an empty text if it has nothing to add, and gets what all ranks said, with their ranks.
     pub fn fail_with_notice(&self, operation: &str, own: &str) -> Vec<(usize, String)> {
-        self.control.rank(self.rank).notice.write(0, own);
+        self.notify(own);
         self.poison(NOTICES, &format!("rank {}: {operation}: {own}", self.world.rank));
         let deadline = Instant::now() + self.timeout();
         let silent = || self.ranks_where(|r| !self.control.rank(r).notice.is_set());
         // If the group had failed for another reason, the others have heard of that and write no notices.
         let awaited = || self.control.header().poison.read().is_none_or(|(kind, _)| kind == NOTICES);
-        while awaited() && !silent().is_empty() && Instant::now() < deadline && self.lost(&silent).is_none() {
+        while awaited()
+            && self.fetch_notices(&silent())
+            && !silent().is_empty()
+            && Instant::now() < deadline
+            && self.lost(&silent).is_none()
+        {
             // A failure path: peers still finish their backward, so there is nothing to be quick about.
             std::thread::sleep(Duration::from_millis(2));
         }
@@ -286,6 +414,13 @@ impl Engine {
     /// Whichever rank saw it first, the loss of a peer is the same error to every operation that was `under_way`, and
     /// to the first that begins after it.
     pub fn check_failure(&self, operation: &dyn std::fmt::Display, under_way: bool) -> Result<()> {
+        if under_way {
+            self.hear();
+        }
+        if self.given_up.load(Ordering::Relaxed) {
+            let cause = format!("rank {} has left it", self.world.rank);
+            return Err(Error::Poisoned { rank: self.world.rank, operation: operation.to_string(), cause });
+        }
         let Some((kind, cause)) = self.control.header().poison.read() else { return Ok(()) };
         let first = self.quarantine();
         let peer = kind.checked_sub(LOST).map(|peer| peer as usize).filter(|&peer| peer < self.size());
@@ -298,14 +433,31 @@ impl Engine {
     /// Makes the group unusable on all ranks because this one says so.
     pub fn abort(&self, cause: &str) {
         // Nor is there anything else to wait for from this rank.
-        self.control.rank(self.rank).notice.write(0, "");
+        self.notify("");
         self.poison(0, &format!("rank {} aborted the group: {cause}", self.world.rank));
     }
 
     fn poison(&self, kind: u32, text: &str) {
-        self.control.header().poison.write(kind, text);
+        if self.hear_of(kind, text) {
+            self.tell_failure(kind, text);
+        }
+    }
+
+    /// Fails the group on this node; whether that was the first failure.
+    pub fn hear_of(&self, kind: u32, text: &str) -> bool {
+        let first = self.control.header().poison.write(kind, text);
         self.quarantine();
         self.control.wake_all();
+        first
+    }
+
+    pub fn has_buckets(&self) -> bool {
+        !self.state().in_flight.is_empty()
+    }
+
+    /// Has all waits of this rank in the group end.
+    pub fn give_up(&self) {
+        self.given_up.store(true, Ordering::Relaxed);
     }
 
     /// Returns whether this is the first that this rank hears of a failure.
@@ -318,7 +470,7 @@ impl Engine {
         !self.quarantined.swap(true, Ordering::SeqCst)
     }
 
-    fn ranks_where(&self, condition: impl Fn(usize) -> bool) -> Vec<usize> {
+    pub fn ranks_where(&self, condition: impl Fn(usize) -> bool) -> Vec<usize> {
         (0..self.size()).filter(|&r| condition(r)).collect()
     }
 
@@ -329,6 +481,7 @@ impl Engine {
         // Only now is it certain that a rank that has ended, or left, did so without arriving.
         let missing = missing();
         let left = missing.iter().find(|&&r| self.has_left(r));
+        let left = left.or_else(|| missing.iter().find(|&&r| !self.locals.contains(&r) && self.is_cut_off(r)));
         left.or_else(|| missing.iter().find(|&&r| ended.contains(&self.ranks[r]))).copied()
     }
 
@@ -342,11 +495,37 @@ impl Engine {
     /// The other members that have left the group or ended.
     pub fn gone(&self) -> Vec<usize> {
         let ended = self.world.ended(&self.ranks, Duration::ZERO);
-        self.ranks_where(|r| r != self.rank && (self.has_left(r) || ended.contains(&self.ranks[r])))
+        let gone = |r| self.has_left(r) || ended.contains(&self.ranks[r]) || self.is_cut_off(r);
+        self.ranks_where(|r| r != self.rank && gone(r))
     }
 
     pub fn has_left(&self, rank: usize) -> bool {
         self.control.rank(rank).left.load(Ordering::SeqCst) != 0
+    }
+
+    /// The error where the connection to another leader has ended.
+    pub fn cut_off(&self, loss: Loss, operation: &dyn std::fmt::Display) -> Error {
+        let Some(abroad) = &self.abroad else { return self.lose(self.rank, operation) };
+        self.lose_member(abroad.leaders[loss.member], loss.how, operation)
+    }
+
+    /// The error where the connection to a member on another node has ended.
+    pub fn lose_member(&self, peer: usize, how: Departure, operation: &dyn std::fmt::Display) -> Error {
+        // It may have ended because of a failure, of which its node has told.
+        self.hear_within(EXIT_REPORT);
+        if let Err(error) = self.check_failure(operation, true) {
+            return error;
+        }
+        match how {
+            Departure::Ended => {}
+            Departure::Left => self.control.rank(peer).left.store(1, Ordering::SeqCst),
+            Departure::OutOfReach(reason) => {
+                let peer = format!("{} cannot be reached: {reason}", self.world.describe(self.ranks[peer]));
+                let (rank, operation) = (self.world.rank, operation.to_string());
+                return self.fail(Error::PeerLost { rank, operation, peer });
+            }
+        }
+        self.lose(peer, operation)
     }
 
     /// The error for an operation that needs `peer`, a rank of this group that has left or ended.
@@ -378,13 +557,16 @@ impl Drop for Engine {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         if !state.in_flight.is_empty() {
             self.quarantine(); // others may yet write to these buckets
+        } else {
+            self.say_goodbye();
         }
         self.control.rank(self.rank).left.store(1, Ordering::SeqCst);
         self.control.wake_all();
         self.control.header().attached.fetch_sub(1, Ordering::SeqCst);
         let block = self.block.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(block) = block {
-            let control = Control::attach(Arc::clone(&self.world.arena), block.offset(), self.ranks.len());
+            let control =
+                Control::attach(Arc::clone(&self.world.arena), block.offset(), self.size(), self.locals.len());
             self.world.bury(block, control);
         }
     }

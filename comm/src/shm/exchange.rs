@@ -2,7 +2,8 @@
 //!
 //! What is shown consists of `blocks` equal blocks (one for all_gather, one per rank for all_to_all). If it lies in
 //! shared memory on all ranks, everyone reads in place. Otherwise it goes through the staging buffers in chunks, a
-//! chunk holding the same range of every block; up to [`PAYLOAD`] bytes go through the round's payload at once.
+//! chunk holding the same range of every block; up to [`PAYLOAD`] bytes go through the round's payload at once. What
+//! ranks on other nodes show, the leader puts where they would stage it here.
 
 use std::ops::Range;
 
@@ -37,7 +38,7 @@ struct Shown {
 }
 
 /// Address of the range at hand in a rank's block: `at(rank, block)`.
-type At<'a> = &'a dyn Fn(usize, usize) -> *const u8;
+pub type At<'a> = &'a dyn Fn(usize, usize) -> *const u8;
 
 impl Engine {
     /// Copies `data` from the root to all ranks.
@@ -179,7 +180,7 @@ impl Engine {
             }
             self.post(round, operation, Location::Staged);
             self.arrive(round);
-            self.wait_arrived(round, operation)?;
+            self.wait_arrived(round, operation, total)?;
             self.locations(round, operation, total)?;
             read(0..block_bytes, &|rank, block| self.control.payload(round, rank).wrapping_add(block * block_bytes));
             self.done(round);
@@ -189,10 +190,16 @@ impl Engine {
         let own = self.locate(data.unwrap_or(std::ptr::null()), total);
         let piece = CHUNK / blocks / 64 * 64;
         let mut locations = Vec::new();
+        if self.abroad.is_some() {
+            locations = self.reachable(self.agree(state, operation, own, total)?);
+        }
         let mut start = 0;
         loop {
             let range = start..(start + piece).min(block_bytes);
             let round = self.open(state, operation)?;
+            if self.leads() {
+                self.stage(state, round, operation)?;
+            }
             if let (Some(data), Location::Staged) = (data, own) {
                 let staging = self.stage(state, round, operation)?;
                 for block in 0..blocks {
@@ -203,15 +210,21 @@ impl Engine {
             }
             self.post(round, operation, own);
             self.arrive(round);
-            self.wait_arrived(round, operation)?;
-            if start == 0 {
-                locations = self.locations(round, operation, total)?;
+            if self.abroad.is_none() {
+                self.wait_arrived(round, operation, 0)?;
+                if start == 0 {
+                    locations = self.locations(round, operation, total)?;
+                }
             }
             let at = |rank: usize, block: usize| match locations[rank] {
                 Location::Shared(offset) => self.world.arena.at(offset + block * block_bytes + start).cast_const(),
                 Location::Staged => self.control.staging(rank, (round % 2) as usize).wrapping_add(block * piece),
             };
-            let in_place = (0..self.size()).all(|r| !shows(r) || matches!(locations[r], Location::Shared(_)));
+            if self.abroad.is_some() {
+                self.wait_carried(round, operation, || self.pieces(operation, blocks, &range, &at))?;
+            }
+            let in_place = self.abroad.is_none()
+                && (0..self.size()).all(|r| !shows(r) || matches!(locations[r], Location::Shared(_)));
             let range = if in_place { 0..block_bytes } else { range };
             read(range.clone(), &at);
             self.done(round);
@@ -230,9 +243,13 @@ impl Engine {
 
     /// This rank's staging buffer for a round, as soon as nobody reads what it held before.
     pub fn stage(&self, state: &mut State, round: u64, operation: &Operation) -> Result<*mut u8> {
-        let which = (round % 2) as usize;
+        self.stage_in(state, (round % 2) as usize, round, operation)
+    }
+
+    /// As [`Engine::stage`], with the buffer chosen; `round` is the one until whose end it is used.
+    pub fn stage_in(&self, state: &mut State, which: usize, round: u64, operation: &Operation) -> Result<*mut u8> {
         // A round whose slot has been opened again is over, and its counters have moved on.
-        if let Some(last) = state.staged[which].replace(round).filter(|last| round - last < SLOTS) {
+        if let Some(last) = state.staged[which].replace(round).filter(|&last| last < round && round - last < SLOTS) {
             self.wait_done(last, operation)?;
         }
         Ok(self.control.staging(self.rank, which))

@@ -6,8 +6,9 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::process::{pidfd_open, Pid, PidfdFlags};
 
+use super::meeting::{machine, Card};
 use super::world::{EXIT_REPORT, FIRST_WARNING};
-use crate::store::Store;
+use crate::store::{Error as StoreError, Store};
 
 /// How often to look whether ranks have ended, and how many of those that are missing to ask the store for.
 pub const LOOK: Duration = Duration::from_millis(500);
@@ -79,8 +80,73 @@ impl Joining<'_> {
         if self.launched {
             return Some(format!("rank {rank} ended with {}", self.value(&format!("exit/{rank}"), Duration::ZERO)?));
         }
-        let pid = self.value(&format!("{}rank/{rank}", self.prefix), Duration::ZERO)?;
-        pid.parse().is_ok_and(has_ended).then(|| format!("rank {rank} (pid {pid}) died"))
+        let card = Card::from_text(&self.value(&self.card_of(rank), Duration::ZERO)?)?;
+        let ended = card.machine == machine() && has_ended(card.pid);
+        ended.then(|| format!("rank {rank} (pid {}) died", card.pid))
+    }
+
+    /// Tells the others of this rank.
+    pub fn announce(&self, own: &Card) -> Result<(), String> {
+        let announced = self.store.compare_and_set(&self.card_of(self.rank), None, own.to_text().as_bytes());
+        match announced.map_err(|e| e.to_string())? {
+            Ok(()) => Ok(()),
+            Err(other) => {
+                let other = Card::from_text(&String::from_utf8_lossy(&other.unwrap_or_default()));
+                let other = other.map(|other| format!("process {}", other.pid));
+                Err(format!(
+                    "{} has joined as rank {} before: every process needs its own RANK",
+                    other.as_deref().unwrap_or("another process"),
+                    self.rank
+                ))
+            }
+        }
+    }
+
+    /// What all ranks tell of themselves, once all have. Rank 0 collects it: the others have one thing to ask for.
+    pub fn all_cards(&mut self) -> Result<Vec<Card>, String> {
+        let lost = |error: StoreError| error.to_string();
+        let (store, key) = (self.store, format!("{}members", self.prefix));
+        let cards: Vec<String> = (0..self.size).map(|rank| self.card_of(rank)).collect();
+        let missing = || match store.wait(&cards, Duration::ZERO) {
+            Err(StoreError::Timeout { missing, .. }) => {
+                missing.iter().filter_map(|key| key.rsplit('/').next()?.parse().ok()).collect()
+            }
+            _ => Vec::new(),
+        };
+        let text = loop {
+            let patience = self.left(LOOK);
+            let told = match self.rank {
+                0 => store.wait(&cards, patience).and_then(|()| {
+                    let texts =
+                        cards.iter().map(|card| store.get(card, Duration::ZERO)).collect::<Result<Vec<_>, _>>()?;
+                    let text = texts.join(&b'\n');
+                    store.set(&key, &text).map(|()| text)
+                }),
+                _ => store.get(&key, patience),
+            };
+            match told {
+                Ok(text) => break text,
+                Err(StoreError::Timeout { .. }) => {}
+                Err(error) => return Err(lost(error)),
+            }
+            if let Some(reason) = self.given_up() {
+                return Err(reason);
+            }
+            if let Err(reason) = self.look(&missing, &|_| 0) {
+                self.give_up(&reason);
+                return Err(self.given_up().unwrap_or(reason));
+            }
+            if self.left(self.timeout).is_zero() {
+                return Err(format!("rank 0 has not told within {:?} who has joined", self.timeout));
+            }
+        };
+        let text = String::from_utf8_lossy(&text).into_owned();
+        let cards: Option<Vec<Card>> = text.lines().map(Card::from_text).collect();
+        cards.filter(|cards| cards.len() == self.size).ok_or_else(|| "rank 0 told nonsense of who has joined".into())
+    }
+
+    fn card_of(&self, rank: usize) -> String {
+        format!("{}rank/{rank}", self.prefix)
     }
 
     /// Leaves word of why this rank gives up, for those who come later.

@@ -2,23 +2,31 @@
 //!
 //! Each part of a message raises `sent`, and `taken` when the receiver has it; two parts may be on their way. Data in
 //! shared memory is one part, read in place.
+//!
+//! To a member on another node there is a link, made by the first message: the post, then the data.
 
 use std::sync::PoisonError;
 
 use flow_kernels::{DType, ReduceOp};
 
+use super::control::PostWords;
 use super::engine::Engine;
 use super::exchange::Raw;
 use super::operation::{Kind, Location, Operation};
+use super::Part;
 use crate::error::{Error, Result};
+use crate::nodes::Wire;
 
 impl Engine {
     pub fn send(&self, data: Raw, dtype: DType, to: usize) -> Result<()> {
-        let _one_at_a_time = self.mail[to][0].lock().unwrap_or_else(PoisonError::into_inner);
-        let mailbox = self.control.mailbox(self.rank, to);
+        let mut link = self.mail[to][0].lock().unwrap_or_else(PoisonError::into_inner);
         let what = Transfer { verb: "send to", peer: self.ranks[to], count: data.bytes / dtype.size(), dtype };
         self.check_poison(&what)?;
         let mut operation = self.operation(Kind::Send, dtype, ReduceOp::Sum, to, data.bytes / dtype.size());
+        let Some(receiver) = self.locals.iter().position(|&local| local == to) else {
+            return self.send_abroad(&mut link, data, &operation, to, &what);
+        };
+        let mailbox = self.control.mailbox(self.local, receiver);
         let own = self.locate(data.data, data.bytes);
         let mut part = mailbox.sent.value.load(std::sync::atomic::Ordering::Relaxed);
         operation.sequence = u64::from(part);
@@ -27,7 +35,7 @@ impl Engine {
         loop {
             // The post and both letters are free when at most one part is on its way.
             self.wait(&mailbox.taken, part.wrapping_sub(1), &what, &missing)?;
-            let (letter, capacity) = self.control.letter(self.rank, to, part);
+            let (letter, capacity) = self.control.letter(self.local, receiver, part);
             let len = if own == Location::Staged { capacity.min(data.bytes - start) } else { data.bytes };
             if own == Location::Staged {
                 // SAFETY: the range is inside the caller's memory and fits the letter, which was taken.
@@ -52,10 +60,13 @@ impl Engine {
     }
 
     pub fn recv(&self, data: Raw, dtype: DType, from: usize) -> Result<()> {
-        let _one_at_a_time = self.mail[from][1].lock().unwrap_or_else(PoisonError::into_inner);
-        let mailbox = self.control.mailbox(from, self.rank);
+        let mut link = self.mail[from][1].lock().unwrap_or_else(PoisonError::into_inner);
         let what = Transfer { verb: "recv from", peer: self.ranks[from], count: data.bytes / dtype.size(), dtype };
         self.check_poison(&what)?;
+        let Some(sender) = self.locals.iter().position(|&local| local == from) else {
+            return self.recv_abroad(&mut link, data, dtype, from, &what);
+        };
+        let mailbox = self.control.mailbox(sender, self.local);
         let mut part = mailbox.taken.value.load(std::sync::atomic::Ordering::Relaxed);
         let missing = || vec![from];
         let mut location = Location::Staged;
@@ -63,9 +74,9 @@ impl Engine {
         loop {
             self.wait(&mailbox.sent, part.wrapping_add(1), &what, &missing)?;
             if start == 0 {
-                location = self.check_message(from, data, dtype)?;
+                location = self.check_message(from, &mailbox.post, data, dtype)?;
             }
-            let (letter, capacity) = self.control.letter(from, self.rank, part);
+            let (letter, capacity) = self.control.letter(sender, self.local, part);
             let (source, len) = match location {
                 Location::Shared(offset) => (self.world.arena.at(offset), data.bytes),
                 Location::Staged => (letter, capacity.min(data.bytes - start)),
@@ -81,10 +92,78 @@ impl Engine {
         }
     }
 
-    fn check_message(&self, from: usize, data: Raw, dtype: DType) -> Result<Location> {
+    fn send_abroad(
+        &self,
+        link: &mut Option<Box<dyn Wire>>,
+        data: Raw,
+        operation: &Operation,
+        to: usize,
+        what: &Transfer,
+    ) -> Result<()> {
+        let mut post = PostWords::default();
+        operation.write(Location::Staged, &post);
+        self.transfer(link, Link { sender: self.rank, receiver: to }, what, |wire| {
+            // SAFETY: nobody writes the post or the caller's memory until they are sent.
+            for part in unsafe { [post.part(), Part::new(data.data, data.bytes)] } {
+                wire.send(0, part);
+            }
+        })
+    }
+
+    fn recv_abroad(
+        &self,
+        link: &mut Option<Box<dyn Wire>>,
+        data: Raw,
+        dtype: DType,
+        from: usize,
+        what: &Transfer,
+    ) -> Result<()> {
+        let mut post = PostWords::default();
+        let ends = Link { sender: from, receiver: self.rank };
+        self.transfer(link, ends, what, |wire| {
+            // SAFETY: nobody touches the post until it is filled.
+            wire.receive(1, unsafe { post.part() });
+        })?;
+        self.check_message(from, &post, data, dtype)?;
+        self.transfer(link, ends, what, |wire| {
+            // SAFETY: nobody touches the caller's memory until it is filled.
+            wire.receive(1, unsafe { Part::new(data.data, data.bytes) });
+        })
+    }
+
+    /// Has something sent or received over the link between two ranks, which is made first if there is none yet.
+    fn transfer(
+        &self,
+        link: &mut Option<Box<dyn Wire>>,
+        Link { sender, receiver }: Link,
+        what: &Transfer,
+        begin: impl FnOnce(&mut dyn Wire),
+    ) -> Result<()> {
+        // Of the two the last, which does not wait for the other, is the sender.
+        let own = usize::from(sender == self.rank);
+        let peer = if own == 1 { receiver } else { sender };
+        let mut wire = match link.take() {
+            Some(wire) => wire,
+            None => self.connect(&format!("messages/{sender}-{receiver}"), &[receiver, sender], own, what)?,
+        };
+        begin(&mut *wire);
+        let mut departure = None;
+        let moved = self.wait_until(what, &|| vec![peer], &mut |time| {
+            if let Err(loss) = wire.drive(time) {
+                departure = Some(loss.how);
+            }
+            Ok(departure.is_some() || wire.is_idle())
+        });
+        match departure {
+            // The wire, and what it had to move, is dropped.
+            Some(how) => Err(self.lose_member(peer, how, what)),
+            None => moved.map(|()| *link = Some(wire)),
+        }
+    }
+
+    fn check_message(&self, from: usize, post: &PostWords, data: Raw, dtype: DType) -> Result<Location> {
         let mismatch = |detail| self.fail(Error::Mismatch { rank: self.world.rank, detail });
-        let (theirs, location) =
-            Operation::read(&self.control.mailbox(from, self.rank).post).map_err(|e| mismatch(e.to_string()))?;
+        let (theirs, location) = Operation::read(post).map_err(|e| mismatch(e.to_string()))?;
         let count = data.bytes / dtype.size();
         if theirs.dtype != dtype || theirs.count != count as u64 {
             return Err(mismatch(format!(
@@ -99,6 +178,13 @@ impl Engine {
             location => Ok(location),
         }
     }
+}
+
+/// The ends of a link.
+#[derive(Clone, Copy)]
+struct Link {
+    sender: usize,
+    receiver: usize,
 }
 
 struct Transfer {

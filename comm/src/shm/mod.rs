@@ -1,9 +1,10 @@
-//! Process groups over shared memory: CPU, one machine.
+//! Process groups over shared memory: CPU, and what of it goes between machines.
 //!
 //! | file | subject |
 //! |---|---|
 //! | `arena` | the memory all local ranks map, and its allocator |
-//! | `world` | how ranks meet, who lives |
+//! | `world` | the ranks of the job, who lives |
+//! | `meeting` | how they come together |
 //! | `joining` | the patience of those who wait for others to join |
 //! | `control` | counters, posts and staging buffers of one group |
 //! | `operation` | what a rank posts about the collective it is in |
@@ -11,21 +12,31 @@
 //! | `exchange` | collectives that read from peers |
 //! | `reduction` | all_reduce, reduce, and the bucket reductions of data-parallel training |
 //! | `message` | send and recv |
+//! | `abroad` | members on other nodes: linking, posts, news of failures |
+//! | `carrying` | what a node's leader carries to and from other nodes |
+//! | `hierarchy` | reductions in a node, then between nodes |
+//! | `part` | memory that is lent to a wire |
 //!
 //! All `unsafe` code of the crate is in here.
 
+mod abroad;
 pub mod arena;
+mod carrying;
 mod control;
 pub mod engine;
 mod exchange;
+mod hierarchy;
 mod joining;
+mod meeting;
 mod message;
 pub mod operation;
+mod part;
 mod reduction;
 pub mod world;
 
 pub use control::Control;
 pub use exchange::Raw;
+pub use part::Part;
 pub use reduction::Segments;
 
 use flow_kernels::Element;

@@ -4,6 +4,8 @@
 //! to the root). In shared memory that is done in place: each rank moves 2N bytes however many ranks there are, and
 //! all ranks hold the same bits. Ordinary memory goes through the staging buffers, the copies of one chunk
 //! overlapping with the reduction of another.
+//!
+//! Over several nodes that is so for small data, and for what needs each rank's own; see `hierarchy` for the rest.
 
 use std::hash::{Hash, Hasher};
 use std::ops::Range;
@@ -27,8 +29,8 @@ use crate::error::{Error, Result};
 pub struct Segments {
     bucket: u32,
     dtype: DType,
-    lengths: Vec<usize>,
-    total: usize,
+    pub(super) lengths: Vec<usize>,
+    pub(super) total: usize,
     /// Tells buckets apart whose pieces differ in number or lengths.
     layout: u64,
     /// Offsets of the pieces, readable by all ranks.
@@ -112,9 +114,19 @@ impl Segments {
 /// A bucket reduction that this rank has posted.
 pub struct InFlight {
     round: u64,
+    /// Over several nodes: in which all ranks take the result home.
+    homeward: Option<u64>,
     operation: Operation,
     segments: Arc<Segments>,
     reduced: bool,
+}
+
+/// A bucket for a leader to reduce between nodes.
+pub struct Cargo {
+    pub round: u64,
+    pub homeward: u64,
+    pub operation: Operation,
+    pub segments: Arc<Segments>,
 }
 
 impl Engine {
@@ -141,7 +153,7 @@ impl Engine {
             unsafe { super::copy(data.data, self.control.payload(round, self.rank), data.bytes) };
             self.post(round, operation, Location::Staged);
             self.arrive(round);
-            self.wait_arrived(round, operation)?;
+            self.wait_arrived(round, operation, data.bytes)?;
             self.locations(round, operation, 0)?;
             if receives(self.rank) {
                 let from = |rank| self.control.payload(round, rank);
@@ -153,13 +165,20 @@ impl Engine {
 
         let own = self.locate(data.data, data.bytes);
         let mut locations = Vec::new();
+        if self.abroad.is_some() {
+            locations = self.agree(state, operation, own, data.bytes)?;
+            if operation.kind == Kind::AllReduce && !is_mean_of_integers(operation) {
+                return self.reduce_between_nodes(state, operation, data, &locations);
+            }
+            locations = self.reachable(locations);
+        }
         // The chunk before: reduced here, not yet by all.
         let mut pending: Option<(u64, Range<usize>)> = None;
         let mut start = 0;
         loop {
             let range = start..(start + CHUNK).min(data.bytes);
             let round = self.open(state, operation)?;
-            if own == Location::Staged {
+            if own == Location::Staged || self.leads() {
                 let staging = self.stage(state, round, operation)?;
                 // SAFETY: the range is inside the caller's memory and fits the buffer, which nobody reads now.
                 unsafe { super::copy(data.data.add(range.start), staging, range.len()) };
@@ -169,9 +188,11 @@ impl Engine {
             if let Some((round, range)) = pending.take() {
                 self.collect(round, range, own, data, operation, &receives)?;
             }
-            self.wait_arrived(round, operation)?;
-            if start == 0 {
-                locations = self.locations(round, operation, data.bytes)?;
+            if self.abroad.is_none() {
+                self.wait_arrived(round, operation, 0)?;
+                if start == 0 {
+                    locations = self.locations(round, operation, data.bytes)?;
+                }
             }
             let in_place = locations.iter().all(|l| matches!(l, Location::Shared(_)));
             let range = if in_place { 0..data.bytes } else { range };
@@ -179,9 +200,13 @@ impl Engine {
                 Location::Shared(offset) => self.world.arena.at(offset + start),
                 Location::Staged => self.control.staging(rank, (round % 2) as usize),
             };
-            let slice = slice(range.len() / element, self.size(), self.rank, element);
+            if self.abroad.is_some() {
+                let at = |rank: usize, _| at(rank).cast_const();
+                self.wait_carried(round, operation, || self.pieces(operation, 1, &range, &at))?;
+            }
+            let slice = slice(range.len() / element, self.locals.len(), self.local, element);
             let from = |rank| at(rank).wrapping_add(slice.start * element);
-            let mut to: Vec<*mut u8> = (0..self.size()).filter(|&r| receives(r)).map(from).collect();
+            let mut to: Vec<*mut u8> = self.locals.iter().copied().filter(|&r| receives(r)).map(from).collect();
             self.combine(operation, &from, &mut to, slice.len());
             self.done(round);
             start = range.end;
@@ -213,7 +238,13 @@ impl Engine {
 
     /// Reduces `count` elements at `from(rank)` of all ranks to all addresses in `to`.
     fn combine(&self, operation: &Operation, from: &dyn Fn(usize) -> *mut u8, to: &mut [*mut u8], count: usize) {
-        let sources: Vec<*const u8> = (0..self.size()).map(|rank| from(rank).cast_const()).collect();
+        let places: Vec<*mut u8> = (0..self.size()).map(from).collect();
+        self.combine_places(operation, &places, to, count);
+    }
+
+    /// Reduces `count` elements at all of `from` to all of `to`.
+    pub fn combine_places(&self, operation: &Operation, from: &[*mut u8], to: &mut [*mut u8], count: usize) {
+        let sources: Vec<*const u8> = from.iter().map(|place| place.cast_const()).collect();
         // SAFETY: all ranks have arrived, so their memory is there and holds still; slices do not overlap, so no
         // other rank touches these elements; each destination is one of the sources or apart from all.
         unsafe { flow_kernels::reduce(operation.dtype, operation.reduce, &sources, to, count) };
@@ -221,7 +252,9 @@ impl Engine {
 
     /// Posts a bucket whose pieces are all in place. Does not wait; false if too many buckets are under way, then
     /// nothing was done. All ranks post the same buckets in the same order.
-    pub fn post_bucket(&self, segments: &Arc<Segments>, reduce: ReduceOp) -> Result<bool> {
+    ///
+    /// With a cargo, which has to be given to [`Engine::carry_bucket`], in the order of posting.
+    pub fn post_bucket(&self, segments: &Arc<Segments>, reduce: ReduceOp) -> Result<(bool, Option<Cargo>)> {
         let refuse = |reason: &str| {
             let (operation, reason) = ("post_bucket".into(), format!("bucket {} {reason}", segments.bucket));
             Err(Error::Argument { rank: self.world.rank, operation, reason })
@@ -230,23 +263,43 @@ impl Engine {
             return refuse("was made by a group of another job; make it with this one's segments()");
         }
         let state = &mut *self.state();
+        let mut operation = self.operation(Kind::AllReduce, segments.dtype, reduce, 0, segments.total);
+        if self.abroad.is_some() && is_mean_of_integers(&operation) {
+            return refuse("is to be an average of integers, which buckets cannot be over several nodes; sum them");
+        }
         let mut pieces = segments.pieces();
         if pieces.under_way || pieces.owners.iter().any(Option::is_none) {
             return refuse("is being reduced already, or not all its pieces are placed");
         }
-        let Some(round) = self.try_open(state) else {
+        let Some((round, homeward)) = self.try_open_bucket(state) else {
             drop(pieces);
-            return self.advance(state, false).map(|()| false);
+            return self.advance(state, false).map(|()| (false, None));
         };
-        let mut operation = self.operation(Kind::AllReduce, segments.dtype, reduce, 0, segments.total);
         operation.bucket = Some(segments.bucket);
         operation.layout = segments.layout;
         self.number(state, &mut operation)?;
         pieces.under_way = true;
         self.post(round, &operation, Location::Shared(segments.table.offset()));
         self.arrive(round);
-        state.in_flight.push_back(InFlight { round, operation, segments: Arc::clone(segments), reduced: false });
-        Ok(true)
+        let cargo = homeward.filter(|_| self.leads()).map(|homeward| {
+            let segments = Arc::clone(segments);
+            Cargo { round, homeward, operation, segments }
+        });
+        if let Some(homeward) = homeward {
+            self.arrive(homeward);
+        }
+        // In the leader the carrier does the rest.
+        let reduced = cargo.is_some();
+        state.in_flight.push_back(InFlight { round, homeward, operation, segments: Arc::clone(segments), reduced });
+        Ok((true, cargo))
+    }
+
+    /// The rounds of a bucket, or None while their slots are in use.
+    fn try_open_bucket(&self, state: &mut State) -> Option<(u64, Option<u64>)> {
+        match self.abroad {
+            None => Some((self.try_open(state)?, None)),
+            Some(_) => self.try_open_two(state).map(|(round, homeward)| (round, Some(homeward))),
+        }
     }
 
     /// Reduces this rank's slices of all posted buckets that all ranks have reached, without waiting.
@@ -272,15 +325,25 @@ impl Engine {
     fn advance(&self, state: &mut State, wait: bool) -> Result<()> {
         for flight in state.in_flight.iter_mut().filter(|f| !f.reduced) {
             if wait {
-                self.wait_arrived(flight.round, &flight.operation)?;
-            } else if !self.all_arrived(flight.round) {
+                self.wait_locals_arrived(flight.round, &flight.operation)?;
+            } else if !self.locals_arrived(flight.round) {
                 break;
             }
             self.reduce_bucket(flight)?;
             flight.reduced = true;
             self.done(flight.round);
         }
-        while let Some(first) = state.in_flight.front().filter(|f| f.reduced) {
+        while let Some(first) = state.in_flight.front_mut().filter(|f| f.reduced) {
+            if let Some(homeward) = first.homeward {
+                if wait {
+                    self.wait_all_arrived(homeward, &first.operation)?;
+                } else if !self.all_arrived(homeward) {
+                    break;
+                }
+                self.take_home(first.round, &first.operation, &first.segments)?;
+                self.done(homeward);
+                (first.round, first.homeward) = (homeward, None);
+            }
             if wait {
                 self.wait_done(first.round, &first.operation)?;
             } else if !self.all_done(first.round) {
@@ -316,37 +379,77 @@ impl Engine {
 
     fn reduce_bucket(&self, flight: &InFlight) -> Result<()> {
         let InFlight { round, operation, segments, .. } = flight;
-        let tables = self.locations(*round, operation, segments.lengths.len() * 8)?;
+        let pieces = self.pieces_of_all(*round, operation, segments)?;
         let element = segments.dtype.size();
-        let slice = slice(segments.total, self.size(), self.rank, element);
+        // Over several nodes the leader has other work, and is where the sum goes.
+        let (reducers, own) = match self.abroad {
+            None => (self.size(), self.local),
+            Some(_) => (self.locals.len() - 1, self.local.wrapping_sub(1)),
+        };
+        let slice = slice(segments.total, reducers, own, element);
+        let local = self.on_this_node(operation);
         let mut begin = 0;
-        for (index, length) in segments.lengths.iter().enumerate() {
+        for (length, mut places) in segments.lengths.iter().zip(pieces) {
             let (low, high) = (slice.start.max(begin), slice.end.min(begin + length));
             if low < high {
-                let mut to = Vec::with_capacity(self.size());
-                for (rank, table) in tables.iter().enumerate() {
-                    let offset = match *table {
-                        Location::Shared(table) if table.is_multiple_of(64) => {
-                            segments.entry(table, index).load(Ordering::Relaxed)
-                        }
-                        _ => 0,
-                    } as usize;
-                    if !offset.is_multiple_of(element) || !self.is_reachable(rank, offset, length * element) {
-                        return Err(self.gave_up(rank, operation));
-                    }
-                    to.push(self.world.arena.at(offset + (low - begin) * element));
-                }
-                let from = to.clone();
-                self.combine(operation, &|rank| from[rank], &mut to, high - low);
+                places.iter_mut().for_each(|place| *place = place.wrapping_add((low - begin) * element));
+                let mut to = places.clone();
+                to.truncate(if self.abroad.is_some() { 1 } else { to.len() });
+                self.combine_places(&local, &places, &mut to, high - low);
             }
             begin += length;
         }
         Ok(())
     }
+
+    /// Where the pieces of a bucket lie on the members on this node, once these have arrived.
+    pub fn pieces_of_all(&self, round: u64, operation: &Operation, segments: &Segments) -> Result<Vec<Vec<*mut u8>>> {
+        let tables = self.local_locations(round, operation, segments.lengths.len() * 8)?;
+        let element = segments.dtype.size();
+        let place = |index: usize, rank: usize, table: Location| {
+            let length = segments.lengths[index];
+            let offset = match table {
+                // Nothing may lie anywhere.
+                _ if length == 0 => return Ok(std::ptr::null_mut()),
+                Location::Shared(table) if table.is_multiple_of(64) => {
+                    segments.entry(table, index).load(Ordering::Relaxed)
+                }
+                _ => 0,
+            } as usize;
+            if !offset.is_multiple_of(element) || !self.is_reachable(rank, offset, length * element) {
+                return Err(self.gave_up(rank, operation));
+            }
+            Ok(self.world.arena.at(offset))
+        };
+        let all = |index| self.locals.iter().zip(&tables).map(|(&rank, &table)| place(index, rank, table)).collect();
+        (0..segments.lengths.len()).map(all).collect()
+    }
+
+    /// Copies what the leader has of a bucket that is reduced over all nodes.
+    fn take_home(&self, round: u64, operation: &Operation, segments: &Segments) -> Result<()> {
+        // Only now is known what the other nodes have posted.
+        self.locations(round, operation, 0)?;
+        if self.local == 0 {
+            return Ok(());
+        }
+        let pieces = self.pieces_of_all(round, operation, segments)?;
+        for (length, places) in segments.lengths.iter().zip(pieces).filter(|(&length, _)| length > 0) {
+            let (from, to, bytes) = (places[0], places[self.local], length * segments.dtype.size());
+            // SAFETY: both are pieces of that length, in memory that all ranks of this node map; the leader's is final, and
+            // this rank's own is its alone now.
+            unsafe { super::copy(from, to, bytes) };
+        }
+        Ok(())
+    }
+}
+
+/// A mean of integers is exact: sums of a node's values would not fit their type.
+fn is_mean_of_integers(operation: &Operation) -> bool {
+    operation.reduce == ReduceOp::Avg && matches!(operation.dtype, DType::I32 | DType::I64 | DType::U8)
 }
 
 /// Rank `rank`'s part of `count` elements: all parts but the last are whole cache lines.
-fn slice(count: usize, ranks: usize, rank: usize, element: usize) -> Range<usize> {
+pub fn slice(count: usize, ranks: usize, rank: usize, element: usize) -> Range<usize> {
     let line = (64 / element).max(1);
     let each = count.div_ceil(ranks).next_multiple_of(line);
     (rank * each).min(count)..((rank + 1) * each).min(count)

@@ -1,0 +1,347 @@
+//! Links over TCP.
+//!
+//! Two ranks of a link have two connections: one for the data, and one on which nothing is sent until a member leaves.
+//! As the latter is idle, the kernel's keep-alive tells within ten seconds when the other machine, or the network, is
+//! gone; a process that is merely slow, or stopped, is alive to it. (`TCP_USER_TIMEOUT` on the data would take a stopped
+//! reader for dead.) The sizes of buffers are left to the kernel, which adapts them up to a larger bound than it
+//! grants to those who ask.
+
+use std::collections::VecDeque;
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpStream};
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use nix::sys::socket::{setsockopt, sockopt};
+use rustix::event::{PollFd, PollFlags, Timespec};
+
+use super::lobby::Lobby;
+use super::{Departure, Loss, Network, Patience, Unlinked, Wire};
+use crate::error::Result;
+use crate::shm::Part;
+
+/// A connection that is idle for so many seconds is probed, at such an interval, and is broken when so many probes were
+/// not answered.
+const PROBE_AFTER: u32 = 4;
+const PROBE_INTERVAL: u32 = 2;
+const PROBES: u32 = 3;
+/// One attempt to connect, and one look at who has connected.
+const ATTEMPT: Duration = Duration::from_secs(1);
+const LOOK: Duration = Duration::from_millis(10);
+/// Parts that one call to the kernel moves.
+const BATCH: usize = 64;
+/// How long the word of a member that leaves may be behind the end of its data.
+const FAREWELL: Duration = Duration::from_millis(200);
+
+/// The connections of one rank.
+pub struct TcpNetwork {
+    rank: usize,
+    lobby: Lobby,
+    /// Of all ranks' lobbies.
+    addresses: Vec<SocketAddr>,
+}
+
+impl TcpNetwork {
+    /// Begins to listen at `address`, where other ranks of the job can connect.
+    pub fn listen(rank: usize, address: IpAddr, token: &str) -> io::Result<Self> {
+        Ok(Self { rank, lobby: Lobby::open(address, token)?, addresses: Vec::new() })
+    }
+
+    pub fn address(&self) -> io::Result<SocketAddr> {
+        self.lobby.address()
+    }
+
+    /// All ranks' addresses, by rank.
+    pub fn set_addresses(&mut self, addresses: Vec<SocketAddr>) {
+        self.addresses = addresses;
+    }
+
+    fn connect(&self, name: &str, rank: usize, mut patience: impl FnMut() -> Result<()>) -> Result<TcpStream, Failed> {
+        loop {
+            match self.lobby.knock(self.addresses[rank], name, ATTEMPT) {
+                Ok(stream) => return Ok(stream),
+                // It has listened since before its address was known.
+                Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                    return Err(Failed::Lost(Departure::Ended));
+                }
+                Err(error) if error.kind() != io::ErrorKind::TimedOut => {
+                    return Err(Failed::Lost(Departure::OutOfReach(error.to_string())));
+                }
+                Err(_) => patience().map_err(Failed::GivenUp)?,
+            }
+        }
+    }
+
+    fn accept(&self, name: &str, mut patience: impl FnMut() -> Result<()>) -> Result<TcpStream, Failed> {
+        loop {
+            match self.lobby.take(name, LOOK) {
+                Ok(Some(stream)) => return Ok(stream),
+                Ok(None) => patience().map_err(Failed::GivenUp)?,
+                Err(error) => return Err(Failed::Lost(Departure::OutOfReach(error.to_string()))),
+            }
+        }
+    }
+}
+
+enum Failed {
+    Lost(Departure),
+    GivenUp(crate::Error),
+}
+
+impl Network for TcpNetwork {
+    fn link(
+        &self,
+        channel: &str,
+        members: &[usize],
+        own: usize,
+        patience: Patience,
+    ) -> Result<Box<dyn Wire>, Unlinked> {
+        let mut peers: Vec<Option<Peer>> = members.iter().map(|_| None).collect();
+        // Those before this rank first: that takes nobody's patience.
+        for member in (0..own).chain(own + 1..members.len()) {
+            let mut patience = || patience(&[member]);
+            let mut connection = |kind: &str| match member < own {
+                true => {
+                    let name = format!("{channel}/{kind}/{}", self.rank);
+                    self.connect(&name, members[member], &mut patience)
+                }
+                false => self.accept(&format!("{channel}/{kind}/{}", members[member]), &mut patience),
+            };
+            let peer = connection("data").and_then(|data| {
+                let pulse = connection("pulse")?;
+                Peer::new(data, pulse).map_err(|error| Failed::Lost(Departure::OutOfReach(error.to_string())))
+            });
+            peers[member] = Some(peer.map_err(|failed| match failed {
+                Failed::Lost(how) => Unlinked::Lost(Loss { member, how }),
+                Failed::GivenUp(error) => Unlinked::GivenUp(error),
+            })?);
+        }
+        Ok(Box::new(TcpWire { peers }))
+    }
+}
+
+struct TcpWire {
+    /// By position; None for this rank.
+    peers: Vec<Option<Peer>>,
+}
+
+struct Peer {
+    data: TcpStream,
+    pulse: TcpStream,
+    sending: Queue,
+    receiving: Queue,
+    /// Whether a read found nothing, or a write no room.
+    waits: (bool, bool),
+}
+
+/// Parts in order, of the first of which so many bytes are through.
+#[derive(Default)]
+struct Queue {
+    parts: VecDeque<Part>,
+    offset: usize,
+    /// Parts that ever were in it, and those that are through.
+    queued: u64,
+    done: u64,
+}
+
+impl Queue {
+    fn push(&mut self, part: Part) -> u64 {
+        self.queued += 1;
+        self.parts.push_back(part);
+        self.skip(0);
+        self.queued
+    }
+
+    /// `count` more bytes are through; empty parts are at once.
+    fn skip(&mut self, count: usize) {
+        self.offset += count;
+        while let Some(first) = self.parts.front().filter(|first| first.bytes().len() <= self.offset) {
+            self.offset -= first.bytes().len();
+            self.parts.pop_front();
+            self.done += 1;
+        }
+    }
+}
+
+impl Peer {
+    fn new(data: TcpStream, pulse: TcpStream) -> io::Result<Self> {
+        data.set_nodelay(true)?;
+        setsockopt(&pulse, sockopt::KeepAlive, &true)?;
+        setsockopt(&pulse, sockopt::TcpKeepIdle, &PROBE_AFTER)?;
+        setsockopt(&pulse, sockopt::TcpKeepInterval, &PROBE_INTERVAL)?;
+        setsockopt(&pulse, sockopt::TcpKeepCount, &PROBES)?;
+        data.set_nonblocking(true)?;
+        pulse.set_nonblocking(true)?;
+        Ok(Self { data, pulse, sending: Queue::default(), receiving: Queue::default(), waits: (false, false) })
+    }
+
+    /// Moves what can be moved without waiting; whether that was anything.
+    fn go_on(&mut self) -> Result<bool, Departure> {
+        let mut moved = false;
+        self.waits = (false, false);
+        while !self.sending.parts.is_empty() {
+            let queue = &self.sending;
+            let mut slices = [IoSlice::new(&[]); BATCH];
+            for (index, (slice, part)) in slices.iter_mut().zip(&queue.parts).enumerate() {
+                *slice = IoSlice::new(&part.bytes()[if index == 0 { queue.offset } else { 0 }..]);
+            }
+            match (&self.data).write_vectored(&slices[..queue.parts.len().min(BATCH)]) {
+                Ok(count) => self.sending.skip(count),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.waits.1 = true;
+                    break;
+                }
+                Err(error) => return Err(self.departure(Some(error))),
+            }
+            moved = true;
+        }
+        while !self.receiving.parts.is_empty() {
+            let queue = &mut self.receiving;
+            let (offset, count) = (queue.offset, queue.parts.len().min(BATCH));
+            let mut slices: [IoSliceMut<'_>; BATCH] = std::array::from_fn(|_| IoSliceMut::new(&mut []));
+            for (index, (slice, part)) in slices.iter_mut().zip(&mut queue.parts).enumerate() {
+                *slice = IoSliceMut::new(&mut part.bytes_mut()[if index == 0 { offset } else { 0 }..]);
+            }
+            match (&self.data).read_vectored(&mut slices[..count]) {
+                Ok(0) => return Err(self.departure(None)),
+                Ok(count) => self.receiving.skip(count),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.waits.0 = true;
+                    break;
+                }
+                Err(error) => return Err(self.departure(Some(error))),
+            }
+            moved = true;
+        }
+        Ok(moved)
+    }
+
+    /// Why the data has come to its end.
+    fn departure(&self, error: Option<io::Error>) -> Departure {
+        use io::ErrorKind::{BrokenPipe, ConnectionReset};
+        if let Some(error) = error.filter(|e| !matches!(e.kind(), BrokenPipe | ConnectionReset)) {
+            return Departure::OutOfReach(error.to_string());
+        }
+        let begin = Instant::now();
+        loop {
+            match (&self.pulse).read(&mut [0]) {
+                Ok(0) => return Departure::Ended,
+                Ok(_) => return Departure::Left,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock && begin.elapsed() < FAREWELL => {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                Err(_) => return Departure::Ended,
+            }
+        }
+    }
+
+    /// What is known to be wrong with the connections, when no data is waited for.
+    fn ailment(&self) -> Option<Departure> {
+        match self.pulse.take_error() {
+            Ok(None) => {}
+            Ok(Some(error)) | Err(error) => return Some(self.departure(Some(error))),
+        }
+        match self.data.peek(&mut [0]) {
+            Ok(0) => Some(self.departure(None)),
+            Err(error) if error.kind() != io::ErrorKind::WouldBlock => Some(self.departure(Some(error))),
+            _ => None,
+        }
+    }
+}
+
+impl TcpWire {
+    fn peer(&mut self, member: usize) -> &mut Peer {
+        self.peers[member].as_mut().expect("no member talks to itself") // invariant
+    }
+
+    fn others(&mut self) -> impl Iterator<Item = (usize, &mut Peer)> {
+        self.peers.iter_mut().enumerate().filter_map(|(member, peer)| Some((member, peer.as_mut()?)))
+    }
+
+    fn go_on(&mut self) -> Result<bool, Loss> {
+        let mut moved = false;
+        for (member, peer) in self.others() {
+            moved |= peer.go_on().map_err(|how| Loss { member, how })?;
+        }
+        Ok(moved)
+    }
+
+    /// Waits until something can be moved.
+    fn sleep(&mut self, time: Duration) -> Result<(), Loss> {
+        let mut fds = Vec::with_capacity(2 * self.peers.len());
+        let busy: Vec<(usize, &Peer)> =
+            self.peers.iter().enumerate().filter_map(|(member, peer)| Some((member, peer.as_ref()?))).collect();
+        for (_, peer) in &busy {
+            let mut events = PollFlags::empty();
+            events.set(PollFlags::IN, peer.waits.0);
+            events.set(PollFlags::OUT, peer.waits.1);
+            // A connection that has ended and from which nothing is wanted must not cut every sleep short.
+            let data = if events.is_empty() { peer.pulse.as_fd() } else { peer.data.as_fd() };
+            fds.push(PollFd::from_borrowed_fd(data, events));
+            fds.push(PollFd::from_borrowed_fd(peer.pulse.as_fd(), PollFlags::empty()));
+        }
+        let time = Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) };
+        if rustix::event::poll(&mut fds, Some(&time)).is_err() {
+            return Ok(()); // interrupted: the caller looks in any case
+        }
+        for ((member, peer), fds) in busy.iter().zip(fds.chunks(2)) {
+            // An end of the pulse without an error is told by the data, after all that was sent.
+            if fds[1].revents().contains(PollFlags::ERR) {
+                let error = peer.pulse.take_error().ok().flatten();
+                if let Some(error) = error.filter(|error| error.kind() != io::ErrorKind::ConnectionReset) {
+                    return Err(Loss { member: *member, how: Departure::OutOfReach(error.to_string()) });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Wire for TcpWire {
+    fn send(&mut self, to: usize, part: Part) -> u64 {
+        self.peer(to).sending.push(part)
+    }
+
+    fn receive(&mut self, from: usize, part: Part) -> u64 {
+        self.peer(from).receiving.push(part)
+    }
+
+    fn sent(&self, to: usize) -> u64 {
+        self.peers[to].as_ref().map_or(0, |peer| peer.sending.done)
+    }
+
+    fn received(&self, from: usize) -> u64 {
+        self.peers[from].as_ref().map_or(0, |peer| peer.receiving.done)
+    }
+
+    fn is_idle(&self) -> bool {
+        self.peers.iter().flatten().all(|peer| peer.sending.parts.is_empty() && peer.receiving.parts.is_empty())
+    }
+
+    fn drive(&mut self, time: Duration) -> Result<(), Loss> {
+        if self.go_on()? || time.is_zero() {
+            return Ok(());
+        }
+        self.sleep(time)?;
+        self.go_on().map(drop)
+    }
+
+    fn lost(&mut self) -> Option<Loss> {
+        self.others().find_map(|(member, peer)| Some(Loss { member, how: peer.ailment()? }))
+    }
+
+    fn abandon(&mut self) {
+        for (_, peer) in self.others() {
+            peer.sending = Queue::default();
+            peer.receiving = Queue::default();
+            let _ = peer.data.shutdown(Shutdown::Both);
+            let _ = peer.pulse.shutdown(Shutdown::Both);
+        }
+    }
+
+    fn leave(&mut self) {
+        for (_, peer) in self.others() {
+            let _ = (&peer.pulse).write(b"!");
+        }
+    }
+}

@@ -1,0 +1,241 @@
+//! Members on other nodes: how a group is linked to them, and what its ranks tell each other beside the data.
+//!
+//! Data goes over the leaders' wire. Everything that is rare goes through the store, where each rank has a connection
+//! of its own, so that it is told and heard whatever the leaders are doing: the group's first failure, what ranks say
+//! about it, and where those are that have waited long.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::engine::{Engine, NOTICES};
+use super::world::World;
+use crate::error::{Error, Result};
+use crate::nodes::{Unlinked, Wire};
+
+/// How often a rank that waits asks for news, and how long it has waited when it tells where it is.
+const NEWS: Duration = Duration::from_millis(500);
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// A group's part on other nodes.
+pub struct Abroad {
+    /// Begins the group's keys in the store and the names of its links.
+    prefix: String,
+    /// The node of each member: they are numbered by their first members.
+    pub nodes: Vec<usize>,
+    pub here: usize,
+    /// The first member on each node.
+    pub leaders: Vec<usize>,
+    /// In the leader.
+    pub carrier: Option<Mutex<Carrier>>,
+    /// Collectives that this rank has begun.
+    pub sequence: AtomicU64,
+    /// The last place that was told.
+    told: AtomicU64,
+    /// When this rank last asked.
+    news: Mutex<Option<Instant>>,
+}
+
+/// What a leader carries data with.
+pub struct Carrier {
+    /// Between the leaders, by node.
+    pub wire: Box<dyn Wire>,
+    /// Where what is to be reduced comes in.
+    pub scratch: Vec<u64>,
+}
+
+impl Abroad {
+    pub fn new(world: &World, ranks: &[usize], name: &str) -> Self {
+        let mut firsts: Vec<usize> = Vec::new();
+        let mut leaders = Vec::new();
+        let mut nodes = Vec::with_capacity(ranks.len());
+        for (member, &rank) in ranks.iter().enumerate() {
+            let node = firsts.iter().position(|&first| first == world.node(rank)).unwrap_or_else(|| {
+                firsts.push(world.node(rank));
+                leaders.push(member);
+                firsts.len() - 1
+            });
+            nodes.push(node);
+        }
+        let here = firsts.iter().position(|&first| first == world.node(world.rank)).unwrap_or_default();
+        let prefix = format!("{}group/{name}/", world.prefix);
+        Self {
+            prefix,
+            nodes,
+            here,
+            leaders,
+            carrier: None,
+            sequence: AtomicU64::new(0),
+            told: AtomicU64::new(0),
+            news: Mutex::new(None),
+        }
+    }
+
+    /// The other nodes.
+    pub fn others(&self) -> impl Iterator<Item = usize> + Clone + '_ {
+        (0..self.leaders.len()).filter(|&node| node != self.here)
+    }
+}
+
+impl Engine {
+    /// Links the leaders.
+    pub fn link(&mut self) -> Result<()> {
+        if !self.leads() {
+            return Ok(());
+        }
+        let Some((abroad, here)) = self.abroad.as_ref().map(|abroad| (abroad, abroad.here)) else { return Ok(()) };
+        let wire = self.connect("leaders", &abroad.leaders, here, &"linking the nodes")?;
+        if let Some(abroad) = &mut self.abroad {
+            abroad.carrier = Some(Mutex::new(Carrier { wire, scratch: Vec::new() }));
+        }
+        Ok(())
+    }
+
+    /// Links members of the group.
+    pub fn connect(
+        &self,
+        channel: &str,
+        members: &[usize],
+        own: usize,
+        operation: &dyn std::fmt::Display,
+    ) -> Result<Box<dyn Wire>> {
+        let (Some(abroad), Some(network)) = (&self.abroad, &self.world.network) else {
+            return Err(self.caller().argument("link", "there is no other node".into()));
+        };
+        let ranks: Vec<usize> = members.iter().map(|&member| self.ranks[member]).collect();
+        let begin = Instant::now();
+        let mut patience = |missing: &[usize]| {
+            let missing: Vec<usize> = missing.iter().map(|&missing| members[missing]).collect();
+            self.check_failure(operation, true)?;
+            if let Some(&left) = missing.iter().find(|&&r| self.has_left(r) || self.is_cut_off(r)) {
+                return Err(self.lose(left, operation));
+            }
+            self.tell_place(begin.elapsed(), self.timeout());
+            if begin.elapsed() < self.timeout() {
+                return Ok(());
+            }
+            let missing: Vec<String> = missing.iter().map(|&r| self.world.describe(self.ranks[r])).collect();
+            let (rank, operation, timeout) = (self.world.rank, operation.to_string(), self.timeout());
+            Err(self.fail(Error::Timeout { rank, operation, timeout, missing: missing.join("; ") }))
+        };
+        let linked = network.link(&format!("{}{channel}", abroad.prefix), &ranks, own, &mut patience);
+        linked.map_err(|unlinked| match unlinked {
+            Unlinked::GivenUp(error) => error,
+            Unlinked::Lost(loss) => self.lose_member(members[loss.member], loss.how, operation),
+        })
+    }
+
+    /// Whether the connection to a leader on another node has ended, as far as this rank can see.
+    pub fn is_cut_off(&self, rank: usize) -> bool {
+        let Some(abroad) = self.abroad.as_ref().filter(|abroad| abroad.leaders.contains(&rank)) else { return false };
+        // Whoever drives the wire sees that for himself.
+        let Some(Ok(mut carrier)) = abroad.carrier.as_ref().map(Mutex::try_lock) else { return false };
+        carrier.wire.lost().is_some_and(|loss| abroad.leaders[loss.member] == rank)
+    }
+
+    /// Tells the other nodes of the group's first failure.
+    pub fn tell_failure(&self, kind: u32, text: &str) {
+        let Some(abroad) = &self.abroad else { return };
+        self.tell("failure", &format!("{kind} {text}"));
+        // Those who wait for this rank see at once that there is something to hear.
+        if let Some(Ok(mut carrier)) = abroad.carrier.as_ref().map(Mutex::try_lock) {
+            carrier.wire.abandon();
+        }
+    }
+
+    /// Asks for failures on other nodes, now and then.
+    pub fn hear(&self) {
+        let Some(abroad) = &self.abroad else { return };
+        let mut last = abroad.news.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = last.get_or_insert_with(Instant::now);
+        if last.elapsed() >= NEWS {
+            *last = Instant::now();
+            self.hear_within(Duration::ZERO);
+        }
+    }
+
+    /// Waits for news of a failure on another node.
+    pub fn hear_within(&self, time: Duration) {
+        if self.control.header().poison.is_set() {
+            return;
+        }
+        if let Some((kind, text)) = self.told_failure(time) {
+            self.hear_of(kind, &text);
+        }
+    }
+
+    fn told_failure(&self, time: Duration) -> Option<(u32, String)> {
+        let failure = self.told("failure", time)?;
+        let (kind, text) = failure.split_once(' ')?;
+        Some((kind.parse().ok()?, text.into()))
+    }
+
+    /// Says something about a failure.
+    pub fn notify(&self, own: &str) {
+        self.control.rank(self.rank).notice.write(0, own);
+        self.tell(&format!("notice/{}", self.rank), own);
+    }
+
+    /// Brings what ranks on other nodes say. Whether more can be expected: not if these fail for another reason.
+    pub fn fetch_notices(&self, silent: &[usize]) -> bool {
+        if self.abroad.is_none() {
+            return true;
+        }
+        for &rank in silent.iter().filter(|rank| !self.locals.contains(rank)) {
+            if let Some(notice) = self.told(&format!("notice/{rank}"), Duration::ZERO) {
+                self.control.rank(rank).notice.write(0, &notice);
+            }
+        }
+        self.told_failure(Duration::ZERO).is_none_or(|(kind, _)| kind == NOTICES)
+    }
+
+    /// Tells in which collective this rank is, when it has waited long.
+    pub fn tell_place(&self, waited: Duration, timeout: Duration) {
+        let Some(abroad) = &self.abroad else { return };
+        let place = abroad.sequence.load(Ordering::Relaxed);
+        if waited >= PATIENCE.min(timeout / 4) && abroad.told.swap(place, Ordering::Relaxed) != place {
+            if let Some(store) = self.world.store() {
+                let _ = store.set(&format!("{}at/{}", abroad.prefix, self.rank), place.to_string().as_bytes());
+            }
+        }
+    }
+
+    /// Without those members on other nodes that are known to be where this rank is: they wait as well.
+    pub fn not_in_place(&self, missing: Vec<usize>) -> Vec<usize> {
+        let Some(abroad) = &self.abroad else { return missing };
+        let own = abroad.sequence.load(Ordering::Relaxed);
+        let there = |&rank: &usize| {
+            let place = self.told(&format!("at/{rank}"), Duration::ZERO).and_then(|place| place.parse::<u64>().ok());
+            !self.locals.contains(&rank) && place.is_some_and(|place| place >= own)
+        };
+        let late: Vec<usize> = missing.iter().copied().filter(|rank| !there(rank)).collect();
+        if late.is_empty() {
+            missing
+        } else {
+            late
+        }
+    }
+
+    /// Tells the other leaders that this one has done its part.
+    pub fn say_goodbye(&self) {
+        let carrier = self.abroad.as_ref().and_then(|abroad| abroad.carrier.as_ref());
+        if let Some(Ok(mut carrier)) = carrier.map(Mutex::try_lock) {
+            if !self.control.header().poison.is_set() {
+                carrier.wire.leave();
+            }
+        }
+    }
+
+    /// Leaves word under one of the group's keys, unless somebody has.
+    fn tell(&self, key: &str, text: &str) {
+        if let (Some(abroad), Some(store)) = (&self.abroad, self.world.store()) {
+            // If the store is gone, so is the rank, or the launcher, that served it: the others see that.
+            let _ = store.compare_and_set(&format!("{}{key}", abroad.prefix), None, text.as_bytes());
+        }
+    }
+
+    fn told(&self, key: &str, time: Duration) -> Option<String> {
+        let value = self.world.store()?.get(&format!("{}{key}", self.abroad.as_ref()?.prefix), time).ok()?;
+        Some(String::from_utf8_lossy(&value).into_owned())
+    }
+}

@@ -1,0 +1,32 @@
+//! Memory that is lent to a wire between nodes.
+
+/// A piece of memory that is sent or filled.
+pub struct Part {
+    data: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: whoever makes a part promises that nobody else touches the memory meanwhile, on whatever thread that is.
+unsafe impl Send for Part {}
+
+impl Part {
+    /// # Safety
+    ///
+    /// Until the part is through or dropped, the memory stays valid and nobody writes it; where it is to be filled, nobody
+    /// reads it either.
+    pub unsafe fn new(data: *mut u8, bytes: usize) -> Self {
+        Self { data, bytes }
+    }
+
+    /// What is to be sent.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: the promise of whoever made the part.
+        unsafe { std::slice::from_raw_parts(self.data, self.bytes) }
+    }
+
+    /// What is to be filled.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above.
+        unsafe { std::slice::from_raw_parts_mut(self.data, self.bytes) }
+    }
+}
