@@ -30,6 +30,8 @@ pub struct Node {
     pub node_rank: Option<u32>,
     pub local_world_size: u32,
     pub role: String,
+    /// `--nnodes`, by which all must go.
+    pub nodes: (u32, u32),
 }
 
 /// What an agent tells.
@@ -184,7 +186,7 @@ impl Coordinator {
     pub fn handle(&mut self, agent: AgentId, event: Event, now: Instant) -> Vec<(AgentId, Order)> {
         match event {
             Event::Joined { node, port } => self.joined(agent, node, port, now),
-            Event::Gone { why } => self.gone(agent, &why, now),
+            Event::Gone { why } => self.gone(agent, &format!("was lost: {why}"), now),
             _ if !self.agents.contains_key(&agent) => {}
             Event::Failed { round, failure } if round == self.round => self.failed(agent, failure, now),
             Event::Finished { round } if round == self.round => self.set(agent, State::Finished),
@@ -206,7 +208,7 @@ impl Coordinator {
         if matches!(&self.phase, Phase::Stopping { deadline, .. } if *deadline <= now) {
             for agent in self.members() {
                 if self.agents[&agent].state == State::Running {
-                    self.gone(agent, "it did not stop its workers in time", now);
+                    self.gone(agent, "was lost: it did not stop its workers in time", now);
                 }
             }
         }
@@ -248,11 +250,21 @@ impl Coordinator {
     }
 
     fn joined(&mut self, agent: AgentId, node: Node, port: u16, now: Instant) {
-        let taken = self.agents.values().find(|other| self.is_static && other.node.node_rank == node.node_rank);
-        if let Some(other) = taken {
-            let rank = node.node_rank.unwrap_or_default();
-            let cause = format!("node rank {rank} is taken by host {}: give each node its own", other.node.host);
+        let own = (self.min as u32, self.max as u32);
+        if node.nodes != own {
+            let cause = format!("--nnodes is {} here, but {} on the leading node", range(node.nodes), range(own));
             return self.end(agent, 1, Some(cause));
+        }
+        let taken = self.agents.iter().find(|(_, other)| self.is_static && other.node.node_rank == node.node_rank);
+        if let Some((&other, Agent { node: Node { host, .. }, .. })) = taken {
+            if self.max_restarts == 0 || *host != node.host || other == LEADER {
+                let rank = node.node_rank.unwrap_or_default();
+                let cause = format!("node rank {rank} is taken by host {host}: give each node its own");
+                return self.end(agent, 1, Some(cause));
+            }
+            // A machine that was started again before its silence was noticed.
+            self.end(other, 1, Some("another flow-launch has taken its place".into()));
+            self.gone(other, "was lost: it was started again", now);
         }
         if self.phase == Phase::Over {
             return self.end(agent, 1, Some("the job is over".into()));
@@ -283,7 +295,7 @@ impl Coordinator {
     fn leaving(&mut self, agent: AgentId, signal: i32, now: Instant) {
         let enough_left = self.members().iter().filter(|other| **other != agent).count() >= self.min;
         if agent != LEADER && !self.is_static && (enough_left || self.agents[&agent].state != State::Running) {
-            return self.gone(agent, "it was told to end", now);
+            return self.gone(agent, "has left, as it was told to end", now);
         }
         let cause = (agent != LEADER).then(|| format!("{} was told to end", self.describe(agent)));
         let signalled = Why::Signal { signal, cause };
@@ -297,13 +309,14 @@ impl Coordinator {
         }
     }
 
-    fn gone(&mut self, agent: AgentId, why: &str, now: Instant) {
+    /// An agent is not there any more: `how` follows its description.
+    fn gone(&mut self, agent: AgentId, how: &str, now: Instant) {
         let description = self.describe(agent);
         let Some(lost) = self.agents.remove(&agent) else { return };
         if self.phase != Phase::Running || lost.state != State::Running {
             return;
         }
-        let summary = format!("{description} was lost: {why}");
+        let summary = format!("{description} {how}");
         if self.is_elastic() && self.members().len() >= self.min {
             self.stop(Why::Change, Some(format!("{summary}; going on without it")), now);
         } else {
@@ -472,6 +485,13 @@ impl Coordinator {
     }
 }
 
+fn range((min, max): (u32, u32)) -> String {
+    match min == max {
+        true => max.to_string(),
+        false => format!("{min}:{max}"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -505,6 +525,7 @@ mod tests {
                 node_rank: self.coordinator.is_static.then_some(agent as u32),
                 local_world_size: workers,
                 role: "default".into(),
+                nodes: (self.coordinator.min as u32, self.coordinator.max as u32),
             };
             self.tell(agent, Event::Joined { node, port: 100 + agent as u16 });
         }
@@ -714,6 +735,29 @@ mod tests {
         test.orders.clear();
         test.join(1, 1);
         assert_eq!(test.started()[0].1.restart_count, 1);
+    }
+
+    #[test]
+    fn a_node_that_was_started_again_takes_its_own_place() {
+        let mut test = Test::new(&format!("{STATIC} --max-restarts 1"));
+        test.join(LEADER, 1);
+        test.join(1, 1);
+        test.started();
+        let node = Node { host: "host1".into(), ..test.coordinator.agents[&1].node.clone() };
+        test.tell(2, Event::Joined { node, port: 300 });
+        assert!(matches!(&test.orders[..], [(1, Order::End(_)), (LEADER, Order::Stop { .. })]), "{:?}", test.orders);
+        test.orders.clear();
+        test.stopped(LEADER, None);
+        assert_eq!(test.ranks(), (vec![(0, 0), (2, 1)], 2));
+    }
+
+    #[test]
+    fn nodes_must_agree_on_their_number() {
+        let mut test = Test::new(STATIC);
+        test.join(LEADER, 1);
+        let node = Node { nodes: (1, 3), node_rank: Some(1), ..test.coordinator.agents[&LEADER].node.clone() };
+        test.tell(1, Event::Joined { node, port: 1 });
+        assert_eq!(test.end(), (1, Some("--nnodes is 1:3 here, but 2 on the leading node".into())));
     }
 
     #[test]

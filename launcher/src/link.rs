@@ -50,6 +50,7 @@ impl Link {
             node_rank,
             local_world_size,
             role: job.role.clone(),
+            nodes: (job.nodes.min, job.nodes.max),
         };
         let (node_rank, host, port) = match &job.nodes.meeting {
             Meeting::Alone { master_addr, .. } => {

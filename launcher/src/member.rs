@@ -116,7 +116,14 @@ struct Joining {
 impl Joining {
     /// Joins and listens until there is nothing more to hear. The error says why the leader is lost.
     fn run(&self, events: Receiver<Event>, posting: Sender<()>, ear: &Ear) -> Result<(), String> {
-        let lost = |error: Error| format!("the leading node cannot be reached: {error}");
+        let lost = |error: Error| {
+            match error {
+            Error::Denied { address, reason } => format!(
+                "the leading node at {address} refuses this one: {reason} (without FLOW_TOKEN: --rdzv-id must be the same)"
+            ),
+            error => format!("the leading node cannot be reached: {error}"),
+        }
+        };
         let soon = self.patience.min(FIRST_NOTICE);
         let store = match self.open(soon) {
             Err(Error::Connect { cause, .. }) if self.patience > soon => {
@@ -131,7 +138,7 @@ impl Joining {
         let store = store.map_err(lost)?;
         let posts = self.open(soon).map_err(lost)?;
         let agent = store.add("agents", 1).map_err(lost)? as AgentId;
-        let will = Event::Gone { why: "there is no sign of life from its flow-launch".into() };
+        let will = Event::Gone { why: "its flow-launch was killed, or cannot be reached".into() };
         store.will(&message(agent, &will), self.heartbeat).map_err(lost)?;
         posts.post(&message(agent, &self.joined)).map_err(lost)?;
         self.connected.store(true, Ordering::SeqCst);

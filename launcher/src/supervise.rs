@@ -217,7 +217,9 @@ impl Supervisor {
             let action = crew.policy.ordered(Instant::now());
             crew.act(action);
         }
-        let may_return = self.has_joined && self.job.nodes.min < self.job.nodes.max && self.signalled.is_none();
+        let nodes = &self.job.nodes;
+        let is_awaited = nodes.min < nodes.max || self.job.max_restarts > 0;
+        let may_return = self.has_joined && is_awaited && self.signalled.is_none();
         if may_return {
             self.sinks.say(&format!("{reason}; stopping the workers and joining again"));
             self.is_cut_off = true;
