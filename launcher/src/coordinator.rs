@@ -199,19 +199,25 @@ impl Coordinator {
             Event::Leaving { signal } => self.leaving(agent, signal, now),
             Event::Exited { .. } | Event::Failed { .. } | Event::Finished { .. } | Event::Stopped { .. } => {}
         }
-        self.advance(now);
-        std::mem::take(&mut self.orders)
+        self.go_on(now)
     }
 
     /// Time has passed.
     pub fn elapsed(&mut self, now: Instant) -> Vec<(AgentId, Order)> {
-        if matches!(&self.phase, Phase::Stopping { deadline, .. } if *deadline <= now) {
-            for agent in self.members() {
-                if self.agents[&agent].state == State::Running {
-                    self.gone(agent, "was lost: it did not stop its workers in time", now);
-                }
-            }
+        match &mut self.phase {
+            Phase::Stopping { deadline, .. } if *deadline <= now => *deadline = now + STOPPING,
+            _ => return self.go_on(now),
         }
+        // The leader's own workers are waited for: there is nobody to go on without it.
+        let late: Vec<AgentId> = self.members().into_iter().filter(|agent| *agent != LEADER).collect();
+        for agent in late {
+            self.end(agent, 1, Some("the workers of this node did not stop in time".into()));
+            self.gone(agent, "was lost: it did not stop its workers in time", now);
+        }
+        self.go_on(now)
+    }
+
+    fn go_on(&mut self, now: Instant) -> Vec<(AgentId, Order)> {
         self.advance(now);
         std::mem::take(&mut self.orders)
     }
@@ -224,6 +230,12 @@ impl Coordinator {
     /// The workers hang: that is a failure.
     pub fn hung(&mut self, summary: String, now: Instant) -> Vec<(AgentId, Order)> {
         self.failed(LEADER, Failure { summary, end: End::Exit(HUNG) }, now);
+        std::mem::take(&mut self.orders)
+    }
+
+    /// The job cannot go on, for this reason.
+    pub fn give_up(&mut self, cause: String) -> Vec<(AgentId, Order)> {
+        self.end_all(1, Some(cause));
         std::mem::take(&mut self.orders)
     }
 
@@ -255,9 +267,13 @@ impl Coordinator {
             let cause = format!("--nnodes is {} here, but {} on the leading node", range(node.nodes), range(own));
             return self.end(agent, 1, Some(cause));
         }
+        let workers = self.agents.values().map(|other| u64::from(other.node.local_world_size)).sum::<u64>();
+        if workers + u64::from(node.local_world_size) > u32::MAX.into() {
+            return self.end(agent, 1, Some("all nodes together have too many workers".into()));
+        }
         let taken = self.agents.iter().find(|(_, other)| self.is_static && other.node.node_rank == node.node_rank);
         if let Some((&other, Agent { node: Node { host, .. }, .. })) = taken {
-            if self.max_restarts == 0 || *host != node.host || other == LEADER {
+            if self.failures >= self.max_restarts || *host != node.host || other == LEADER {
                 let rank = node.node_rank.unwrap_or_default();
                 let cause = format!("node rank {rank} is taken by host {host}: give each node its own");
                 return self.end(agent, 1, Some(cause));
@@ -824,6 +840,22 @@ mod tests {
         test.stops();
         test.stopped(LEADER, Some("rank 0 ..."));
         test.pass(test.coordinator.grace + STOPPING);
+        assert!(matches!(&test.orders[0], (1, Order::End(verdict)) if verdict.code == 1), "{:?}", test.orders);
+        test.orders.remove(0);
+        assert_eq!(test.end(), (3, Some("rank 0 ...".into())));
+    }
+
+    #[test]
+    fn the_leaders_own_workers_are_waited_for() {
+        let mut test = Test::new("");
+        test.join(LEADER, 1);
+        test.started();
+        test.fail(LEADER, End::Exit(3));
+        test.stops();
+        test.pass(test.coordinator.grace + STOPPING);
+        assert_eq!(test.orders, []);
+        assert!(test.coordinator.deadline().unwrap() > test.now);
+        test.stopped(LEADER, Some("rank 0 ..."));
         assert_eq!(test.end(), (3, Some("rank 0 ...".into())));
     }
 }

@@ -25,8 +25,9 @@ const READ: usize = 1 << 16;
 /// Index of a stream of a worker.
 const STDERR: usize = Which::Stderr as usize;
 
-/// Descriptors the launcher needs beside those of its workers, with room to spare.
-const OWN_DESCRIPTORS: u64 = 64;
+/// Descriptors the launcher needs beside those of its workers: for two stores that hold up to 512 strangers each, with
+/// room to spare.
+const OWN_DESCRIPTORS: u64 = 64 + 2 * 512;
 
 /// Descriptors per worker: its pidfd, its two pipes, two files and a connection to the store.
 const WORKER_DESCRIPTORS: u64 = 6;
@@ -68,6 +69,8 @@ pub enum Ready {
 pub struct Crew {
     pub round: u32,
     pub policy: Policy,
+    /// Why not all workers were started.
+    pub shortfall: Option<String>,
     workers: Vec<Worker>,
     /// The files for lines that are looked for, by stream.
     filters: [Option<Filter>; 2],
@@ -75,7 +78,7 @@ pub struct Crew {
 }
 
 impl Crew {
-    /// Starts all workers. On an error those already started are killed.
+    /// Starts all workers, or, with a `shortfall`, some: they are to be stopped.
     pub fn start(
         round: u32,
         attempt: u32,
@@ -84,10 +87,9 @@ impl Crew {
         logs: &Logs,
         guard: &mut Guard,
     ) -> anyhow::Result<Crew> {
-        allow_descriptors(OWN_DESCRIPTORS + WORKER_DESCRIPTORS * specs.len() as u64);
         let filters = logs.filters(attempt).context("cannot open the files for filtered lines")?;
         let workers = Vec::with_capacity(specs.len());
-        let mut crew = Crew { round, policy, workers, filters, buffer: vec![0; READ] };
+        let mut crew = Crew { round, policy, workers, filters, buffer: vec![0; READ], shortfall: None };
         for (index, spec) in specs.into_iter().enumerate() {
             let rank = spec.rank;
             match Worker::start(index, spec, attempt, logs, guard) {
@@ -96,12 +98,11 @@ impl Crew {
                     crew.workers.push(worker);
                 }
                 Err(error) => {
-                    crew.act(Action::Kill);
-                    crew.workers.iter().for_each(|worker| guard.unregister(worker.process.pid));
                     let errno = Errno::from_io_error(&error);
                     let limited = matches!(errno, Some(Errno::MFILE | Errno::NFILE | Errno::AGAIN | Errno::NOMEM));
                     let advice = if limited { LIMITS } else { "" };
-                    anyhow::bail!("cannot start rank {rank}: {error}{advice}");
+                    crew.shortfall = Some(format!("cannot start rank {rank}: {error}{advice}"));
+                    break;
                 }
             }
         }
@@ -339,8 +340,9 @@ impl Worker {
     }
 }
 
-/// Raises the soft limit on open files as far as needed and allowed.
-fn allow_descriptors(needed: u64) {
+/// Raises the soft limit on open files as far as needed for so many workers, and allowed.
+pub fn allow_descriptors(workers: u32) {
+    let needed = OWN_DESCRIPTORS + WORKER_DESCRIPTORS * u64::from(workers);
     let limit = getrlimit(Resource::Nofile);
     if limit.current.is_some_and(|current| current < needed) {
         let current = limit.maximum.map_or(needed, |maximum| maximum.min(needed));

@@ -47,7 +47,7 @@ impl Guard {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let mark = format!("{}.{}", std::process::id(), now.as_nanos());
         let mut command = Command::new("/proc/self/exe");
-        command.arg0("flow-launch").arg(HIDDEN_FLAG).arg(&mark).process_group(0);
+        command.arg0("flow-launch").arg(HIDDEN_FLAG).arg(&mark).process_group(0).env_remove(MARK);
         command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
         Ok(Guard { process: command.spawn().context("cannot start the guard process")?, mark })
     }

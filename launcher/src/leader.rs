@@ -14,7 +14,7 @@ use anyhow::{bail, Context};
 use flow_comm::store::{Address, Server};
 
 use crate::address;
-use crate::coordinator::{AgentId, Coordinator, Event, Node, Order, Verdict, LEADER};
+use crate::coordinator::{AgentId, Coordinator, Event, Node, Order, LEADER};
 use crate::hang::{Finding, Waits};
 use crate::job::Job;
 use crate::link;
@@ -61,7 +61,7 @@ impl Leader {
     pub fn serving(job: &Job, node: Node, port: u16) -> anyhow::Result<Leader> {
         let (bind, address) = (address::any(), node.address.clone());
         let endpoint = Address::Tcp(address::join(&bind.to_string(), port));
-        let agents = Server::start(&endpoint, &link::token(job))?;
+        let agents = Server::start(&endpoint, &link::token(job)?)?;
         Leader::new(job, node, Some(agents), bind, address)
     }
 
@@ -168,8 +168,9 @@ impl Leader {
                 match self.store(*round) {
                     Ok(store) => placement.store = store,
                     Err(error) => {
-                        let cause = Some(format!("cannot serve the workers' store: {error:#}"));
-                        order = Order::End(Verdict { code: 1, cause });
+                        // No agent has started yet: they all get the end instead.
+                        let end = self.coordinator.give_up(format!("cannot serve the workers' store: {error:#}"));
+                        return self.pass_on(end);
                     }
                 }
             }

@@ -1,5 +1,6 @@
 //! How this node's agent and the coordinator hear of each other.
 
+use std::ffi::OsString;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
@@ -11,6 +12,9 @@ use crate::coordinator::{Event, Node, Order};
 use crate::job::{Job, Meeting};
 use crate::leader::{Leader, News};
 use crate::member::Member;
+
+/// The variable with the secret of the job.
+const TOKEN: &str = "FLOW_TOKEN";
 
 /// How long a node that was cut off tries to come back.
 const AGAIN: Duration = Duration::from_secs(60);
@@ -70,7 +74,14 @@ impl Link {
         };
         if serves && may_lead {
             match Leader::serving(job, node(host.clone(), node_rank), port) {
-                Ok(leader) => return Ok(Link::Leader(Box::new(leader))),
+                Ok(leader) => {
+                    if std::env::var_os(TOKEN).is_none() {
+                        log::warn!(
+                            "whoever knows --rdzv-id may join at port {port}; set {TOKEN}, a secret, on all nodes"
+                        );
+                    }
+                    return Ok(Link::Leader(Box::new(leader)));
+                }
                 // Another agent of this machine has come first.
                 Err(error) if is_taken(&error) && !must_serve(job) => {}
                 Err(error) => {
@@ -78,10 +89,7 @@ impl Link {
                 }
             }
         }
-        match address::towards(host, port) {
-            Ok(own) => Ok(Link::Member(Member::join(job, node(own, node_rank), host, port, patience)?)),
-            Err(error) => bail!("cannot find a way to {host}: {error}; see --master_addr or --rdzv-endpoint"),
-        }
+        Ok(Link::Member(Member::join(job, node(String::new(), node_rank), host, port, patience)?))
     }
 
     pub fn tell(&mut self, event: Event) {
@@ -149,6 +157,10 @@ pub fn master_port(job: &Job) -> anyhow::Result<u16> {
 }
 
 /// What admits an agent: the same secret on all nodes from FLOW_TOKEN, or else just the job's name.
-pub fn token(job: &Job) -> String {
-    std::env::var("FLOW_TOKEN").unwrap_or_else(|_| format!("flow-launch job {}", job.nodes.id))
+pub fn token(job: &Job) -> anyhow::Result<String> {
+    match std::env::var_os(TOKEN).map(OsString::into_string) {
+        None => Ok(format!("flow-launch job {}", job.nodes.id)),
+        Some(Ok(token)) if !token.is_empty() => Ok(token),
+        Some(_) => bail!("{TOKEN} is empty or not UTF-8; it must be the same text on all nodes"),
+    }
 }

@@ -7,10 +7,14 @@
 //! | `plan.rs` | job and placement -> each worker's rank, command and environment (pure) |
 //! | `numa.rs` | the CPUs of each worker |
 //! | `dry_run.rs` | what would be started (pure) |
+//! | `machine.rs`, `address.rs` | what this machine has, and where others reach it |
+//! | `coordinator.rs` | who takes part, when a round starts and stops, how the job ends (pure) |
+//! | `link.rs`, `leader.rs`, `member.rs` | how the nodes' agents and the coordinator hear of each other |
+//! | `hang.rs` | who waits for whom (pure) |
 //! | `worker.rs` | starting, signalling and reaping one worker |
 //! | `guard.rs` | the process that cleans up when the launcher is killed |
 //! | `policy.rs` | when to stop whom, and which failure is the root cause (pure) |
-//! | `supervise.rs` | the event loop |
+//! | `supervise.rs`, `crew.rs`, `signals.rs` | the event loop, this node's workers, the signals passed on |
 //! | `output.rs`, `sink.rs` | lines: assembling them (pure), writing them |
 //! | `route.rs`, `copies.rs` | which way a stream of a worker goes (pure), copying it there |
 //! | `logs.rs` | the files of streams and errors |
@@ -64,7 +68,7 @@ fn main() -> ExitCode {
         Some(guard::HIDDEN_FLAG) => return guard::main(arguments.next()),
         _ => {}
     }
-    env_logger::Builder::from_env(env_logger::Env::new().filter("FLOW_LOG")).init();
+    env_logger::Builder::from_env(env_logger::Env::new().filter_or("FLOW_LOG", "warn")).init();
     let environment = |name: &str| std::env::var_os(name);
     match Job::parse(std::env::args_os(), &environment).map_err(anyhow::Error::from).and_then(run) {
         Ok(code) => ExitCode::from(code),

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use flow_comm::store::{Address, Error, Store};
 
@@ -19,6 +19,9 @@ use crate::link::{self, Heard};
 
 /// How often the leader hears from this node.
 const HEARTBEAT: Duration = Duration::from_secs(1);
+
+/// How long to wait before a name is looked up again.
+const PAUSE: Duration = Duration::from_millis(500);
 
 /// When to say that there is no connection yet.
 const FIRST_NOTICE: Duration = Duration::from_secs(10);
@@ -48,10 +51,12 @@ impl Member {
         let connected = Arc::new(AtomicBool::new(false));
         let joining = Joining {
             address: Address::Tcp(address::join(host, port)),
-            token: link::token(job),
+            token: link::token(job)?,
             patience,
             heartbeat: job.nodes.patience.heartbeat,
-            joined: Event::Joined { node, port: link::master_port(job)? },
+            leader: host.to_string(),
+            node,
+            port: link::master_port(job)?,
             connected: Arc::clone(&connected),
         };
         let ear = Ear { heard: sender, bell: ring };
@@ -97,6 +102,10 @@ struct Ear {
 }
 
 impl Ear {
+    fn try_clone(&self) -> io::Result<Ear> {
+        Ok(Ear { heard: self.heard.clone(), bell: self.bell.try_clone()? })
+    }
+
     /// False if nobody listens any more.
     fn tell(&self, heard: Heard) -> bool {
         self.heard.send(heard).is_ok() && (&self.bell).write_all(b"!").is_ok()
@@ -109,44 +118,56 @@ struct Joining {
     token: String,
     patience: Duration,
     heartbeat: Duration,
-    joined: Event,
+    leader: String,
+    /// This one; without an address it is the one on the way to the leader.
+    node: Node,
+    port: u16,
     connected: Arc<AtomicBool>,
 }
 
 impl Joining {
     /// Joins and listens until there is nothing more to hear. The error says why the leader is lost.
     fn run(&self, events: Receiver<Event>, posting: Sender<()>, ear: &Ear) -> Result<(), String> {
-        let lost = |error: Error| {
-            match error {
-            Error::Denied { address, reason } => format!(
-                "the leading node at {address} refuses this one: {reason} (without FLOW_TOKEN: --rdzv-id must be the same)"
-            ),
+        let lost = |error: Error| match error {
+            Error::Denied { address, reason } => {
+                let hint = "without FLOW_TOKEN, --rdzv-id must be the same";
+                format!("the leading node at {address} refuses this one: {reason} ({hint})")
+            }
             error => format!("the leading node cannot be reached: {error}"),
-        }
         };
+        let begin = Instant::now();
         let soon = self.patience.min(FIRST_NOTICE);
         let store = match self.open(soon) {
             Err(Error::Connect { cause, .. }) if self.patience > soon => {
                 let (address, patience) = (&self.address, self.patience.as_secs());
-                ear.tell(Heard::Wait(format!(
-                    "no connection to the leading node at {address} yet ({cause}); trying for {patience} s"
-                )));
-                self.open(self.patience - soon)
+                let wait =
+                    format!("no connection to the leading node at {address} yet ({cause}); trying for {patience} s");
+                ear.tell(Heard::Wait(wait));
+                self.open(self.patience.saturating_sub(begin.elapsed()))
             }
             result => result,
         };
         let store = store.map_err(lost)?;
+        store.set_patience(self.heartbeat / 2);
         let posts = self.open(soon).map_err(lost)?;
+        posts.set_patience(self.heartbeat);
+        let mut node = self.node.clone();
+        if node.address.is_empty() {
+            let port = self.port;
+            node.address = address::towards(&self.leader, port).map_err(|error| format!("{}: {error}", self.leader))?;
+        }
         let agent = store.add("agents", 1).map_err(lost)? as AgentId;
         let will = Event::Gone { why: "its flow-launch was killed, or cannot be reached".into() };
         store.will(&message(agent, &will), self.heartbeat).map_err(lost)?;
-        posts.post(&message(agent, &self.joined)).map_err(lost)?;
+        posts.post(&message(agent, &Event::Joined { node, port: self.port })).map_err(lost)?;
         self.connected.store(true, Ordering::SeqCst);
+        let own_ear = ear.try_clone().map_err(|error| format!("cannot duplicate a pipe: {error}"))?;
         let post = move || {
             let _closes_at_the_end = posting;
             for event in events {
                 if let Err(error) = posts.post(&message(agent, &event)) {
-                    return log::debug!("cannot post {event:?}: {error}");
+                    own_ear.tell(Heard::Lost(format!("the leading node cannot be reached: {error}")));
+                    return;
                 }
             }
         };
@@ -172,10 +193,16 @@ impl Joining {
         Ok(())
     }
 
+    /// Connects. A name that is not known may become known: that of a machine which is starting.
     fn open(&self, patience: Duration) -> Result<Store, Error> {
-        let store = Store::connect(&self.address, &self.token, patience)?;
-        store.set_patience(self.heartbeat / 2);
-        Ok(store)
+        let begin = Instant::now();
+        loop {
+            let left = patience.saturating_sub(begin.elapsed());
+            match Store::connect(&self.address, &self.token, left) {
+                Err(Error::Connect { .. }) if begin.elapsed() + PAUSE < patience => thread::sleep(PAUSE),
+                result => return result,
+            }
+        }
     }
 }
 

@@ -10,6 +10,9 @@ use crate::job::{Job, Processes};
 use crate::machine::Machine;
 use crate::round::Placement;
 
+/// Workers on one node.
+const MOST_WORKERS: u32 = 1 << 16;
+
 /// A wait in a collective that is longer than this is reported.
 const REPORT_WAITS: Duration = Duration::from_secs(30);
 
@@ -36,6 +39,9 @@ pub fn local_world_size(job: &Job, machine: &Machine) -> Result<u32, Usage> {
         }
         Processes::Gpu => machine.gpus,
     };
+    if size > MOST_WORKERS {
+        return Err(Usage(format!("--nproc-per-node is {size}; it must be at most {MOST_WORKERS}")));
+    }
     let nodes = job.nodes.max;
     if size.checked_mul(nodes).is_none() {
         return Err(Usage(format!("--nnodes {nodes} times --nproc-per-node {size} is too many workers")));
@@ -215,7 +221,7 @@ mod tests {
         assert_eq!(size("auto", 6, 2).unwrap(), 2);
         assert_eq!(size("auto", 6, 0).unwrap(), 6);
         assert!(size("gpu", 6, 0).unwrap_err().0.contains("no GPU"));
-        let large = job("f --nnodes 70000 --nproc_per_node 70000 --master_addr a --master_port 1 p");
+        let large = job("f --nnodes 80000 --nproc_per_node 60000 --master_addr a --master_port 1 p");
         assert!(local_world_size(&large, &machine(1, 0)).unwrap_err().0.contains("too many"));
     }
 

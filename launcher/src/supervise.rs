@@ -67,6 +67,7 @@ impl Supervisor {
     /// Joins the job.
     pub fn start(job: Job, machine: Machine, command: Vec<OsString>) -> anyhow::Result<Supervisor> {
         let local_world_size = plan::local_world_size(&job, &machine)?;
+        crew::allow_descriptors(local_world_size);
         let signals = Signals::catch(&job.signals)?;
         let guard = Guard::start()?;
         let mut sinks = Sinks::standard().context("cannot open standard output and standard error")?;
@@ -177,6 +178,10 @@ impl Supervisor {
 
     /// Starts the workers of a round.
     fn begin(&mut self, round: u32, placement: &Placement) {
+        if self.signalled.is_some() {
+            return self.tell_stopped(round, None);
+        }
+        crew::allow_descriptors(placement.world_size);
         let attempt = placement.restart_count;
         let error_file = |local_rank| self.logs.error_file(attempt, local_rank);
         let specs = plan::workers(&self.job, placement, &self.command, &self.machine, error_file);
@@ -191,6 +196,12 @@ impl Supervisor {
                 for Outcome { rank, local_rank, pid, .. } in crew.outcomes() {
                     let start = events::Event::Start { rank, local_rank, pid };
                     record(&start, &mut self.events, &mut self.sinks);
+                }
+                if let Some(shortfall) = &crew.shortfall {
+                    let failure = Failure { summary: format!("{shortfall} (host {})", self.host), end: End::Exit(1) };
+                    self.link.tell(Event::Failed { round, failure });
+                    crew.policy.ordered(Instant::now());
+                    crew.act(Action::Kill);
                 }
                 self.crew = Some(crew);
             }
@@ -293,6 +304,7 @@ impl Supervisor {
                 true => String::new(),
                 false => report::cause(&crew.outcome(first), &self.host),
             });
+            let cause = crew.shortfall.clone().or(cause);
             let is_finished = crew.policy.cause().is_none();
             self.last = self.crew.take();
             match is_finished {
@@ -331,8 +343,8 @@ impl Supervisor {
         }
         let (events, mut fds): (Vec<_>, Vec<_>) = watched.into_iter().unzip();
         let crew = self.crew.as_ref().and_then(|crew| crew.policy.deadline());
-        let deadline =
-            if self.must_leave() { Some(Instant::now()) } else { crew.into_iter().chain(self.link.deadline()).min() };
+        let is_due = self.must_leave() || self.crew.as_ref().is_some_and(Crew::is_over);
+        let deadline = if is_due { Some(Instant::now()) } else { crew.into_iter().chain(self.link.deadline()).min() };
         let timeout = deadline.map(|deadline| {
             let left = deadline.saturating_duration_since(Instant::now());
             Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() }
@@ -358,7 +370,8 @@ impl Supervisor {
         if let Some(cause) = cause.as_ref().filter(|cause| !cause.is_empty()) {
             self.sinks.say(cause);
         }
-        let outcomes = self.last.as_ref().map(Crew::outcomes).unwrap_or_default();
+        let crew = self.last.as_ref().filter(|crew| crew.shortfall.is_none());
+        let outcomes = crew.map(Crew::outcomes).unwrap_or_default();
         let failed = self.last.as_ref().and_then(Crew::first_failure).map(|(first, _)| first);
         let message = match self.signalled {
             Some(signal) if failed.is_none() => report::unwilling(&outcomes, signal),

@@ -99,7 +99,11 @@ impl Process {
         let mut child = command.spawn()?;
         let pid = Pid::from_child(&child);
         guard.register(pid);
-        let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
+        let pidfd = pidfd_open(pid, PidfdFlags::empty()).inspect_err(|_| {
+            // It ends, as its gate is closed.
+            let _ = child.wait();
+            guard.unregister(pid);
+        })?;
         let Some(mut gate) = child.stdin.take() else { return Err(io::Error::other("a pipe is missing")) };
         // Fails only if the worker has already been killed; its end will be seen.
         let _ = gate.write_all(b"!");

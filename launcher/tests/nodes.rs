@@ -216,6 +216,23 @@ fn a_link_that_comes_back_soon_does_no_harm() {
 }
 
 #[test]
+fn a_failure_while_the_leader_sleeps_is_not_lost() {
+    let Some(net) = Net::new(2) else { return };
+    let gate = Gate::new();
+    let agents = pair(&net, &format!("echo ready; {}; [ $RANK != 3 ] || exit 7; {IDLE}", gate.wait()));
+    agents.iter().for_each(|agent| agent.until_says(&["ready"]));
+    // Longer than half the heartbeat's time, shorter than all of it.
+    agents[0].signal(Signal::STOP);
+    gate.open();
+    thread::sleep(Duration::from_millis(4300));
+    agents[0].signal(Signal::CONT);
+    for end in agents.map(Agent::finish) {
+        assert_eq!(end.code, Some(7), "{end:?}");
+    }
+    net.until_nothing_is_left();
+}
+
+#[test]
 fn a_slow_link_is_enough() {
     let Some(net) = Net::new(2) else { return };
     if !net.slow(1, "64kbit") {
@@ -223,6 +240,9 @@ fn a_slow_link_is_enough() {
     }
     for end in pair(&net, "echo $RANK; sleep 1").map(Agent::finish) {
         assert_eq!((end.code, end.stderr.as_str(), end.stdout.lines().count()), (Some(0), "", 2));
+    }
+    for end in pair(&net, "[ $RANK != 3 ] || exit 7; exec sleep 1000").map(Agent::finish) {
+        assert_eq!(end.code, Some(7), "{end:?}");
     }
     net.until_nothing_is_left();
 }

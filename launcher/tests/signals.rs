@@ -131,6 +131,16 @@ fn what_a_job_that_ended_well_leaves_on_purpose_may_stay() {
 }
 
 #[test]
+fn a_killed_launcher_takes_the_launchers_it_has_started_with_it() {
+    let launcher = env!("CARGO_BIN_EXE_flow-launch");
+    let mut running =
+        Running::start(&mut script("", &format!("exec {launcher} sh -c 'sleep 1000 & echo $! $$; wait'")));
+    let pids = running.numbers(1);
+    running.signal(Signal::KILL);
+    until_gone(&pids);
+}
+
+#[test]
 fn a_launcher_killed_while_it_starts_leaves_nothing() {
     for delay in 0..20 {
         // Workers name themselves by an argument that no other process has.

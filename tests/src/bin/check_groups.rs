@@ -192,7 +192,7 @@ impl Resources {
 /// Uses every part of a group: payloads, staging buffers, messages, threads.
 fn use_all(group: &ProcessGroup) -> Result<()> {
     let (rank, size) = (group.rank(), group.world_size());
-    ensure!(sum_of_ranks(group)? == (0..size as i64).sum());
+    ensure!(sum_of_ranks(group)? == (0..size as i64).sum::<i64>());
     let reduced = group.all_reduce_async(vec![1.0_f32; 100_000], ReduceOp::Sum)?;
     let sent = group.send_async(vec![rank as u8; 5000], (rank + 1) % size)?;
     let mut received = group.alloc_shared::<u8>(5000)?;
