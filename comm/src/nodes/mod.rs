@@ -45,11 +45,14 @@ pub enum Unlinked {
 /// Moves bytes between the members of a link, each of which is named by its position in it. What is sent to a member
 /// comes in the order in which it was sent.
 pub trait Wire: Send {
-    /// Has `part` sent.
-    fn send(&mut self, to: usize, part: Part);
+    /// Has `part` sent. Returns a number that [`Wire::sent`] comes to when it is.
+    fn send(&mut self, to: usize, part: Part) -> u64;
 
     /// Has `part` filled with what `from` sends next. Returns a number that [`Wire::received`] comes to when it is.
     fn receive(&mut self, from: usize, part: Part) -> u64;
+
+    /// How many parts to a member have been sent.
+    fn sent(&self, to: usize) -> u64;
 
     /// How many parts from a member have been filled.
     fn received(&self, from: usize) -> u64;

@@ -269,12 +269,16 @@ impl TcpWire {
 }
 
 impl Wire for TcpWire {
-    fn send(&mut self, to: usize, part: Part) {
-        self.peer(to).sending.push(part);
+    fn send(&mut self, to: usize, part: Part) -> u64 {
+        self.peer(to).sending.push(part)
     }
 
     fn receive(&mut self, from: usize, part: Part) -> u64 {
         self.peer(from).receiving.push(part)
+    }
+
+    fn sent(&self, to: usize) -> u64 {
+        self.peers[to].as_ref().map_or(0, |peer| peer.sending.done)
     }
 
     fn received(&self, from: usize) -> u64 {

@@ -33,6 +33,9 @@ impl Drop for Load<'_> {
     }
 }
 
+/// For each node, what the numbers of parts sent to it and received from it must come to.
+pub type Due = [(u64, u64)];
+
 /// What goes between this node and others in a round, in the order of going.
 #[derive(Default)]
 pub struct Pieces {
@@ -50,9 +53,8 @@ impl Engine {
         Ok((abroad, Load { carrier: carrier.lock().unwrap_or_else(PoisonError::into_inner), delivered: false }))
     }
 
-    /// Drives the wire until each node has sent what makes its number of received parts `due`, and, for `all`, until
-    /// everything is also sent.
-    pub fn drive(&self, load: &mut Load, operation: &Operation, due: &[u64], all: bool) -> Result<()> {
+    /// Drives the wire until what is due has come, or gone, and, for `all`, until nothing is left to move.
+    pub fn drive(&self, load: &mut Load, operation: &Operation, due: &Due, all: bool) -> Result<()> {
         let wire = &mut load.carrier.wire;
         let late = RefCell::new(Vec::new());
         let missing = || {
@@ -63,7 +65,9 @@ impl Engine {
             wire.drive(time)?;
             let mut late = late.borrow_mut();
             late.clear();
-            late.extend((0..due.len()).filter(|&node| wire.received(node) < due[node]));
+            late.extend(
+                (0..due.len()).filter(|&node| wire.sent(node) < due[node].0 || wire.received(node) < due[node].1),
+            );
             Ok(late.is_empty() && (!all || wire.is_idle()))
         })
     }
@@ -82,14 +86,14 @@ impl Engine {
         }
         let count = abroad.leaders.len();
         let (mut heads, mut bodies) = (vec![[0_u8; 8]; count], vec![Vec::new(); count]);
-        let mut due = vec![0; count];
+        let mut due = vec![(0, 0); count];
         for node in abroad.others() {
             let wire = &mut load.carrier.wire;
             // SAFETY: the frame and the heads outlive what the load has to carry.
             let (sent, head) =
                 unsafe { (Part::new(frame.as_mut_ptr(), frame.len()), Part::new(heads[node].as_mut_ptr(), 8)) };
             wire.send(node, sent);
-            due[node] = wire.receive(node, head);
+            due[node].1 = wire.receive(node, head);
         }
         self.drive(&mut load, operation, &due, false)?;
         for node in abroad.others() {
@@ -102,7 +106,7 @@ impl Engine {
             bodies[node] = vec![0; members * (POST + payload)];
             // SAFETY: as above.
             let body = unsafe { Part::new(bodies[node].as_mut_ptr(), bodies[node].len()) };
-            due[node] = load.carrier.wire.receive(node, body);
+            due[node].1 = load.carrier.wire.receive(node, body);
         }
         self.drive(&mut load, operation, &due, true)?;
         load.delivered();
@@ -114,7 +118,6 @@ impl Engine {
                 for (word, bytes) in self.control.post(round, rank).0.iter().zip(post.chunks_exact(8)) {
                     word.store(u64::from_le_bytes(bytes.try_into().unwrap_or_default()), Ordering::Relaxed);
                 }
-                Operation::set_staged(self.control.post(round, rank));
                 // SAFETY: the payload of a member on another node is the leader's to write until it arrives for it.
                 unsafe { super::copy(data.as_ptr(), self.control.payload(round, rank), data.len()) };
             }
@@ -122,7 +125,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Has all ranks agree on an operation before its data is carried: where the members on this node have theirs.
+    /// Has all ranks agree on an operation before its data is carried: where they have theirs.
     pub fn agree(
         &self,
         state: &mut super::engine::State,
@@ -139,6 +142,14 @@ impl Engine {
         Ok(locations)
     }
 
+    /// What members on other nodes show comes to where they would stage it here, wherever it lies there.
+    pub fn reachable(&self, mut locations: Vec<Location>) -> Vec<Location> {
+        for rank in self.ranks_where(|rank| !self.locals.contains(&rank)) {
+            locations[rank] = Location::Staged;
+        }
+        locations
+    }
+
     /// Waits until all have arrived in a round of an operation on which all have agreed. The leader first carries what
     /// `pieces` says.
     pub fn wait_carried(&self, round: u64, operation: &Operation, pieces: impl FnOnce() -> Pieces) -> Result<()> {
@@ -146,9 +157,9 @@ impl Engine {
             self.wait_locals_arrived(round, operation)?;
             let (abroad, mut load) = self.load()?;
             let Pieces { receives, sends } = pieces();
-            let mut due = vec![0; abroad.leaders.len()];
+            let mut due = vec![(0, 0); abroad.leaders.len()];
             for (node, part) in receives {
-                due[node] = load.carrier.wire.receive(node, part);
+                due[node].1 = load.carrier.wire.receive(node, part);
             }
             if operation.kind == Kind::Broadcast {
                 // What is passed on must first be here.

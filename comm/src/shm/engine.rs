@@ -267,7 +267,7 @@ impl Engine {
     ) -> Result<Vec<Location>> {
         let read = |rank| match Operation::read(self.control.post(round, rank)) {
             Ok((theirs, location)) if theirs == *operation => match location {
-                Location::Shared(offset) if !self.is_reachable(rank, offset, bytes) => {
+                Location::Shared(offset) if self.locals.contains(&rank) && !self.is_reachable(rank, offset, bytes) => {
                     Err(format!("rank {} posted {theirs} outside the shared memory", self.ranks[rank]))
                 }
                 _ => Ok(location),

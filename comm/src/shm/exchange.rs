@@ -191,7 +191,7 @@ impl Engine {
         let piece = CHUNK / blocks / 64 * 64;
         let mut locations = Vec::new();
         if self.abroad.is_some() {
-            locations = self.agree(state, operation, own, total)?;
+            locations = self.reachable(self.agree(state, operation, own, total)?);
         }
         let mut start = 0;
         loop {

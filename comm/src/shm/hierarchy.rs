@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use flow_kernels::{DType, ReduceOp};
 
-use super::carrying::Load;
+use super::carrying::{Due, Load};
 use super::control::CHUNK;
 use super::engine::{Engine, State};
 use super::exchange::Raw;
@@ -22,8 +22,6 @@ use crate::error::Result;
 
 /// Bytes of a slice: enough for the calls to the kernel to be few, few enough to stay in the second-level cache.
 const SLICE: usize = 256 << 10;
-/// Bytes of memory in place that go from the members of a node to its leader at once.
-const PIECE: usize = 1 << 20;
 
 /// Memory that is reduced as one, in the order of its pieces: where each begins, and how many elements it has.
 struct Span {
@@ -56,6 +54,83 @@ impl Span {
     }
 }
 
+/// A node's part in an all-reduce, block by block.
+struct Together<'a> {
+    engine: &'a Engine,
+    state: &'a mut State,
+    operation: &'a Operation,
+    data: Raw,
+    locations: &'a [Location],
+    /// Bytes of a block.
+    block: usize,
+    /// The round of each block, of those under way, in which all take the result home.
+    homeward: [u64; 2],
+}
+
+impl Together<'_> {
+    /// The bytes of a block.
+    fn range(&self, block: usize) -> Range<usize> {
+        block * self.block..((block + 1) * self.block).min(self.data.bytes)
+    }
+
+    /// A member's memory of a block.
+    fn at(&self, rank: usize, block: usize) -> *mut u8 {
+        match self.locations[rank] {
+            Location::Shared(offset) => self.engine.world.arena.at(offset + block * self.block),
+            Location::Staged => self.engine.control.staging(rank, block % 2),
+        }
+    }
+
+    /// Where the leader has a block.
+    fn home(&self, block: usize) -> *mut u8 {
+        self.at(self.engine.locals[0], block)
+    }
+
+    /// Reduces a block of all members to the leader's.
+    fn gather(&mut self, block: usize) -> Result<()> {
+        let (engine, operation, range) = (self.engine, self.operation, self.range(block));
+        let element = operation.dtype.size();
+        let (round, homeward) = (engine.open(self.state, operation)?, engine.open(self.state, operation)?);
+        self.homeward[block % 2] = homeward;
+        if self.locations[engine.rank] == Location::Staged {
+            let staging = engine.stage_in(self.state, block % 2, homeward, operation)?;
+            // SAFETY: the range is inside the caller's memory and fits the buffer, which nobody reads now.
+            unsafe { super::copy(self.data.data.add(range.start), staging, range.len()) };
+        }
+        engine.arrive(round);
+        engine.arrive(homeward);
+        engine.wait_locals_arrived(round, operation)?;
+        if engine.leads() {
+            // It has other work than the others.
+            engine.others_arrive(round);
+            engine.done(round);
+            return engine.wait_done(round, operation);
+        }
+        let slice = slice(range.len() / element, engine.locals.len() - 1, engine.local - 1, element);
+        let place = |&rank: &usize| self.at(rank, block).wrapping_add(slice.start * element);
+        let places: Vec<*mut u8> = engine.locals.iter().map(place).collect();
+        engine.combine_places(&engine.on_this_node(operation), &places, &mut [places[0]], slice.len());
+        engine.done(round);
+        Ok(())
+    }
+
+    /// Takes home what the leader has of a block, once it is reduced over all nodes.
+    fn take_home(&mut self, block: usize) -> Result<()> {
+        let (engine, range, homeward) = (self.engine, self.range(block), self.homeward[block % 2]);
+        if engine.leads() {
+            engine.others_arrive(homeward);
+        }
+        engine.wait_all_arrived(homeward, self.operation)?;
+        let (from, to) = (self.home(block), self.data.data.wrapping_add(range.start));
+        if from != to {
+            // SAFETY: the range is inside the caller's memory; the leader's is as long, final, and not the same.
+            unsafe { super::copy(from, to, range.len()) };
+        }
+        engine.done(homeward);
+        Ok(())
+    }
+}
+
 impl Engine {
     /// Reduces `data` of all ranks, who have agreed on it; `locations` are theirs.
     pub fn reduce_between_nodes(
@@ -63,69 +138,42 @@ impl Engine {
         state: &mut State,
         operation: &Operation,
         data: Raw,
-        own: Location,
         locations: &[Location],
     ) -> Result<()> {
+        let Some(abroad) = &self.abroad else { return Ok(()) };
         let element = operation.dtype.size();
+        let nodes = abroad.leaders.len();
+        // All nodes cut alike: where any has to stage, a block fits the staging buffers.
+        let is_alone = |rank: usize| abroad.nodes.iter().filter(|&&node| node == abroad.nodes[rank]).count() == 1;
+        let staged = (0..self.size()).any(|rank| locations[rank] == Location::Staged && !is_alone(rank));
+        let slice = if staged { (CHUNK / nodes / 64 * 64).max(64) } else { SLICE };
         if self.locals.len() == 1 {
             let (_, mut load) = self.load()?;
-            self.carry_sum(&mut load, operation, &Span::new(vec![(data.data, data.bytes / element)], operation.dtype))?;
+            let span = Span::new(vec![(data.data, data.bytes / element)], operation.dtype);
+            self.carry_sum(&mut load, operation, &span, slice, None)?;
             load.delivered();
             return Ok(());
         }
-        let local = self.on_this_node(operation);
-        let in_place = self.locals.iter().all(|&rank| locations[rank] != Location::Staged);
-        let piece = if in_place { PIECE } else { CHUNK };
-        let range = |index: usize| index * piece..((index + 1) * piece).min(data.bytes);
-        let at = |rank: usize, index: usize| match locations[rank] {
-            Location::Shared(offset) => self.world.arena.at(offset + index * piece),
-            Location::Staged => self.control.staging(rank, index % 2),
-        };
-        let home = |index| at(self.locals[0], index);
-        let count = data.bytes.div_ceil(piece);
-        let mut homeward = [0; 2];
-        for index in 0..=count {
-            if index < count {
-                let range = range(index);
-                let (round, back) = (self.open(state, operation)?, self.open(state, operation)?);
-                homeward[index % 2] = back;
-                if own == Location::Staged {
-                    let staging = self.stage_in(state, index % 2, back, operation)?;
-                    // SAFETY: the range is inside the caller's memory and fits the buffer, which nobody reads now.
-                    unsafe { super::copy(data.data.add(range.start), staging, range.len()) };
+        let block = slice * nodes;
+        let mut node = Together { engine: self, state, operation, data, locations, block, homeward: [0; 2] };
+        let blocks = data.bytes.div_ceil(block);
+        if self.leads() {
+            let pieces = (0..blocks).map(|block| (node.home(block), node.range(block).len() / element)).collect();
+            let (_, mut load) = self.load()?;
+            self.carry_sum(&mut load, operation, &Span::new(pieces, operation.dtype), slice, Some(&mut node))?;
+            load.delivered();
+        } else {
+            for block in 0..blocks {
+                node.gather(block)?;
+                if block > 0 {
+                    node.take_home(block - 1)?;
                 }
-                self.arrive(round);
-                self.arrive(back);
-                self.wait_locals_arrived(round, operation)?;
-                if self.leads() {
-                    self.others_arrive(round);
-                } else {
-                    let slice = slice(range.len() / element, self.locals.len() - 1, self.local - 1, element);
-                    let from: Vec<_> =
-                        self.locals.iter().map(|&rank| at(rank, index).wrapping_add(slice.start * element)).collect();
-                    self.combine_places(&local, &from, &mut [from[0]], slice.len());
-                }
-                self.done(round);
             }
-            let Some(last) = index.checked_sub(1) else { continue };
-            let (range, back) = (range(last), homeward[last % 2]);
-            if self.leads() {
-                self.wait_done(back - 1, operation)?;
-                let (_, mut load) = self.load()?;
-                let span = Span::new(vec![(home(last), range.len() / element)], operation.dtype);
-                self.carry_sum(&mut load, operation, &span)?;
-                load.delivered();
-                self.others_arrive(back);
-            }
-            self.wait_all_arrived(back, operation)?;
-            if home(last) != data.data.wrapping_add(range.start) {
-                // SAFETY: the range is inside the caller's memory; the leader's is as long, final, and not the same.
-                unsafe { super::copy(home(last), data.data.add(range.start), range.len()) };
-            }
-            self.done(back);
+            node.take_home(blocks - 1)?;
         }
-        // Until then others read the leader's memory, and this rank's has been read.
-        self.wait_done(homeward[(count - 1) % 2], operation)
+        // Until then others read this rank's memory.
+        let last = node.homeward[(blocks - 1) % 2];
+        self.wait_done(last, operation)
     }
 
     /// Reduces a bucket between nodes, once it is reduced on this one. In the leader, beside what that computes.
@@ -144,7 +192,7 @@ impl Engine {
         let places = self.pieces_of_all(*round, operation, segments)?;
         let pieces = places.iter().zip(&segments.lengths).map(|(places, &length)| (places[0], length)).collect();
         let (_, mut load) = self.load()?;
-        self.carry_sum(&mut load, operation, &Span::new(pieces, operation.dtype))?;
+        self.carry_sum(&mut load, operation, &Span::new(pieces, operation.dtype), SLICE, None)?;
         load.delivered();
         self.others_arrive(*homeward);
         Ok(())
@@ -158,12 +206,21 @@ impl Engine {
         }
     }
 
-    /// Reduces what the leaders have, in place.
-    fn carry_sum(&self, load: &mut Load, operation: &Operation, span: &Span) -> Result<()> {
+    /// Reduces what the leaders have, in place, in slices of so many bytes; all cut alike. The other members of the node
+    /// take part block by block, if they do.
+    fn carry_sum(
+        &self,
+        load: &mut Load,
+        operation: &Operation,
+        span: &Span,
+        slice: usize,
+        mut together: Option<&mut Together>,
+    ) -> Result<()> {
         let Some(abroad) = &self.abroad else { return Ok(()) };
         let (nodes, here, element) = (abroad.leaders.len(), abroad.here, span.element);
-        let most = SLICE / element;
-        let each = span.total.div_ceil(nodes).next_multiple_of((64 / element).max(1)).min(most);
+        // What fits one block is cut evenly.
+        let even = span.total.div_ceil(nodes).next_multiple_of(64 / element);
+        let each = if span.total * element > slice * nodes { slice / element } else { even };
         let blocks = span.total.div_ceil((each * nodes).max(1));
         let slice = |block: usize, node: usize| {
             let start = (block * nodes + node) * each;
@@ -174,21 +231,28 @@ impl Engine {
         let incoming = |block: usize, node: usize| scratch.wrapping_add((block % 2 * nodes + node) * each * element);
         // SAFETY: nobody but this rank uses the memory until the sum is there, and it touches no slice that is under way.
         let part = |(data, count): (*mut u8, usize)| unsafe { Part::new(data, count * element) };
-        let mut due = [vec![0; nodes], vec![0; nodes]];
-        let send_slices = |load: &mut Load, block: usize, due: &mut Vec<u64>| {
+        let (mut slices, mut sums) = ([vec![(0, 0); nodes], vec![(0, 0); nodes]], vec![(0, 0); nodes]);
+        let send_slices = |load: &mut Load, block: usize, due: &mut Due| {
             for node in abroad.others() {
-                span.parts(slice(block, node)).for_each(|piece| load.carrier.wire.send(node, part(piece)));
-                due[node] = load.carrier.wire.receive(node, part((incoming(block, node), slice(block, here).len())));
+                let wire = &mut load.carrier.wire;
+                span.parts(slice(block, node)).for_each(|piece| _ = wire.send(node, part(piece)));
+                due[node].1 = wire.receive(node, part((incoming(block, node), slice(block, here).len())));
             }
         };
-        if blocks > 0 {
-            send_slices(load, 0, &mut due[0]);
-        }
-        for block in 0..blocks {
-            if block + 1 < blocks {
-                send_slices(load, block + 1, &mut due[(block + 1) % 2]);
+        for block in 0..=blocks {
+            // The sums of the block before the last come, and its memory is free, before the next is begun.
+            if let (Some(together), Some(last)) = (&mut together, block.checked_sub(2)) {
+                self.drive(load, operation, &sums, false)?;
+                together.take_home(last)?;
             }
-            self.drive(load, operation, &due[block % 2], false)?;
+            if block < blocks {
+                if let Some(together) = &mut together {
+                    together.gather(block)?;
+                }
+                send_slices(load, block, &mut slices[block % 2]);
+            }
+            let Some(block) = block.checked_sub(1) else { continue };
+            self.drive(load, operation, &slices[block % 2], false)?;
             let mut offset = 0;
             for (own, count) in span.parts(slice(block, here)) {
                 let source = |node| if node == here { own } else { incoming(block, node).wrapping_add(offset) };
@@ -205,13 +269,20 @@ impl Engine {
                 offset += count * element;
             }
             for node in abroad.others() {
-                span.parts(slice(block, here)).for_each(|piece| load.carrier.wire.send(node, part(piece)));
+                let wire = &mut load.carrier.wire;
+                for piece in span.parts(slice(block, here)) {
+                    sums[node].0 = wire.send(node, part(piece));
+                }
                 for piece in span.parts(slice(block, node)) {
-                    load.carrier.wire.receive(node, part(piece));
+                    sums[node].1 = wire.receive(node, part(piece));
                 }
             }
         }
-        self.drive(load, operation, &vec![0; nodes], true)
+        self.drive(load, operation, &sums, true)?;
+        match (together, blocks) {
+            (Some(together), 1..) => together.take_home(blocks - 1),
+            _ => Ok(()),
+        }
     }
 }
 

@@ -110,11 +110,6 @@ impl Operation {
         }
     }
 
-    /// Where the data lies on another node means nothing here.
-    pub fn set_staged(words: &PostWords) {
-        words.0[3].store(STAGED, Ordering::Relaxed);
-    }
-
     pub fn read(words: &PostWords) -> Result<(Self, Location), &'static str> {
         let [sequence, packed, count, offset, bucket, layout] =
             std::array::from_fn(|i| words.0[i].load(Ordering::Relaxed));

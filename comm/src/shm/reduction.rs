@@ -168,8 +168,9 @@ impl Engine {
         if self.abroad.is_some() {
             locations = self.agree(state, operation, own, data.bytes)?;
             if operation.kind == Kind::AllReduce && !is_mean_of_integers(operation) {
-                return self.reduce_between_nodes(state, operation, data, own, &locations);
+                return self.reduce_between_nodes(state, operation, data, &locations);
             }
+            locations = self.reachable(locations);
         }
         // The chunk before: reduced here, not yet by all.
         let mut pending: Option<(u64, Range<usize>)> = None;

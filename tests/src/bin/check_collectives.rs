@@ -2,18 +2,28 @@
 //! as any number of ranks; each checks its own results.
 
 use std::ops::{Deref, DerefMut};
+use std::sync::OnceLock;
 
 use anyhow::{ensure, Result};
 use flow_comm::{bf16, f16, Buffer, DType, Element, ProcessGroup, ReduceOp, SharedBuffer, Work};
 
 /// Bytes that ordinary memory is staged in at once.
 const CHUNK: usize = 256 << 10;
+/// Data up to this many bytes is reduced in rank order over all nodes; more of it by node.
+const SMALL: usize = 4096;
 /// More are of no use to this check.
 const MAX_RANKS: usize = 16;
+
+/// The node of each rank.
+static NODES: OnceLock<Vec<u32>> = OnceLock::new();
 
 fn main() -> Result<()> {
     let group = ProcessGroup::from_env()?;
     ensure!(group.world_size() <= MAX_RANKS, "at most {MAX_RANKS} ranks can be checked");
+    let node = std::env::var("GROUP_RANK").map_or(Ok(0), |node| node.parse::<i32>())?;
+    let mut nodes = vec![0; group.world_size()];
+    group.all_gather(&[node], &mut nodes)?;
+    NODES.get_or_init(|| nodes.into_iter().map(|node| node as u32).collect());
     Grid::<f32>::run(&group)?;
     Grid::<f64>::run(&group)?;
     Grid::<f16>::run(&group)?;
@@ -87,6 +97,8 @@ impl<T: Element> Buffer for Memory<T> {
 trait Reference: Element + PartialEq + std::fmt::Debug {
     fn value(seed: u64) -> Self;
     fn reduce(op: ReduceOp, values: &[Self]) -> Self;
+    /// The average of `ranks` values, of which `sums` are parts.
+    fn average(sums: &[Self], ranks: usize) -> Self;
     fn bits(self) -> u64;
 }
 
@@ -107,6 +119,11 @@ macro_rules! float_reference {
                     ReduceOp::Min => both(<$wide>::min),
                     ReduceOp::Max => both(<$wide>::max),
                 })
+            }
+
+            fn average(sums: &[Self], ranks: usize) -> Self {
+                let sum = sums.iter().map(|&sum| $lift(sum)).reduce(|a, b| a + b).unwrap();
+                $lower(sum / ranks as $wide)
             }
 
             fn bits(self) -> u64 {
@@ -141,6 +158,10 @@ macro_rules! integer_reference {
                 }
             }
 
+            fn average(_: &[Self], _: usize) -> Self {
+                unreachable!("averages of integers are exact")
+            }
+
             fn bits(self) -> u64 {
                 self as u64
             }
@@ -162,6 +183,33 @@ fn reduced<T: Reference>(op: ReduceOp, size: usize, index: usize) -> T {
     let mut values = [T::value(0); MAX_RANKS];
     values[..size].iter_mut().enumerate().for_each(|(rank, to)| *to = value(rank, index));
     T::reduce(op, &values[..size])
+}
+
+/// As [`reduced`], as all_reduce does it for `count` elements: in each node first where they are many.
+fn all_reduced<T: Reference>(op: ReduceOp, size: usize, count: usize, index: usize) -> T {
+    let exact = op == ReduceOp::Avg && matches!(T::DTYPE, DType::I32 | DType::I64 | DType::U8);
+    let nodes = NODES.get().map_or(&[0_u32][..], |nodes| nodes);
+    if count * T::DTYPE.size() <= SMALL || exact || nodes.iter().all(|node| *node == nodes[0]) {
+        return reduced(op, size, index);
+    }
+    let (mut sums, mut firsts) = ([T::value(0); MAX_RANKS], 0);
+    for (rank, node) in nodes.iter().enumerate() {
+        if nodes[..rank].contains(node) {
+            continue;
+        }
+        let (mut values, mut members) = ([T::value(0); MAX_RANKS], 0);
+        for member in (rank..size).filter(|&other| nodes[other] == *node) {
+            values[members] = value(member, index);
+            members += 1;
+        }
+        let within = if op == ReduceOp::Avg { ReduceOp::Sum } else { op };
+        sums[firsts] = T::reduce(within, &values[..members]);
+        firsts += 1;
+    }
+    match op {
+        ReduceOp::Avg => T::average(&sums[..firsts], size),
+        _ => T::reduce(op, &sums[..firsts]),
+    }
 }
 
 fn check<T: Reference>(case: &str, got: &[T], expected: impl Fn(usize) -> T) -> Result<()> {
@@ -247,7 +295,7 @@ impl<'a, T: Reference> Grid<'a, T> {
         let case = self.case(&format!("all_reduce {op}"));
         let mut data = self.own(count)?;
         group.all_reduce(&mut data, op)?;
-        check(&case, &data, |index| reduced(op, size, index))?;
+        check(&case, &data, |index| all_reduced(op, size, count, index))?;
         self.agree(&case, &data)?;
 
         let case = self.case(&format!("reduce {op}"));
@@ -346,7 +394,7 @@ fn overlapping<T: Reference>(group: &ProcessGroup, count: usize) -> Result<()> {
 
     let mut between = own::<T>(rank, count);
     group.all_reduce(&mut between, ReduceOp::Product)?;
-    check("blocking all_reduce between", &between, |index| reduced(ReduceOp::Product, size, index))?;
+    check("blocking all_reduce between", &between, |index| all_reduced(ReduceOp::Product, size, count, index))?;
 
     let reduce_scatter = group.reduce_scatter_async(own::<T>(rank, size * count), blank(count), ReduceOp::Avg)?;
     let all_to_all = group.all_to_all_async(own::<T>(rank, size * count), blank(size * count))?;
@@ -366,8 +414,9 @@ fn overlapping<T: Reference>(group: &ProcessGroup, count: usize) -> Result<()> {
     check("broadcast_async", &broadcast.wait()?, |index| value(root, index))?;
     let kept = |index| if rank == root { reduced(ReduceOp::Min, size, index) } else { value(rank, index) };
     check("reduce_async", &reduce.wait()?, kept)?;
-    check("all_reduce_async, shared", &all_reduce_in_place.wait()?, |index| reduced(ReduceOp::Max, size, index))?;
-    check("all_reduce_async", &all_reduce.wait()?, |index| reduced(ReduceOp::Sum, size, index))
+    let in_place = all_reduce_in_place.wait()?;
+    check("all_reduce_async, shared", &in_place, |index| all_reduced(ReduceOp::Max, size, count, index))?;
+    check("all_reduce_async", &all_reduce.wait()?, |index| all_reduced(ReduceOp::Sum, size, count, index))
 }
 
 /// Every rank sends to and receives from every other at once, in shared and ordinary memory; messages between two
