@@ -129,8 +129,7 @@ fn check_messages(group: &ProcessGroup) -> Result<()> {
         for distance in 1..size {
             let (to, from) = ((rank + distance) % size, (rank + size - distance) % size);
             let mail: Vec<Vec<i64>> = (0..2).map(|number| vec![(rank * 10 + number) as i64; len]).collect();
-            let sent: Vec<_> =
-                mail.iter().map(|data| group.send_async(data.clone(), to)).collect::<Result<_, _>>()?;
+            let sent: Vec<_> = mail.iter().map(|data| group.send_async(data.clone(), to)).collect::<Result<_, _>>()?;
             for number in 0..2 {
                 let mut data = vec![0_i64; len];
                 group.recv(&mut data[..], from)?;

@@ -157,8 +157,7 @@ impl Session {
         let (rank, size) = (own.rank() as usize, own.size() as usize);
         std::mem::forget(own); // lives as long as MPI does
         let (tags, leftovers) = (HashMap::new(), Vec::new());
-        let session =
-            Self { communicator, rank, size, tag: HELLO, tags, hello: None, leftovers, _universe: universe };
+        let session = Self { communicator, rank, size, tag: HELLO, tags, hello: None, leftovers, _universe: universe };
         // SAFETY: the communicator was just made.
         check(unsafe { ffi::MPI_Comm_set_errhandler(communicator, ffi::RSMPI_ERRORS_RETURN) })?;
         // SAFETY: the function lives as long as the process.
@@ -264,12 +263,14 @@ pub fn meet(membership: &Membership, timeout: Duration) -> Result<(Option<Server
     let (rank, size) = (membership.rank, membership.world_size);
     let begin = Instant::now();
     let mut buffer = vec![0; MAX_PLACE];
-    with(|session| match (session.rank, session.size) {
+    with(|session| {
+        match (session.rank, session.size) {
         place if place == (rank, size) => Ok(()),
         (own, of) => Err(format!(
             "this is rank {rank} of {size}, but rank {own} of {of} to MPI: start the job with the mpirun of the MPI that \
              the program is built with, or with a srun that knows it (srun --mpi=list), or set FLOW_BACKEND=tcp"
         )),
+    }
     })?;
     let server = (rank == 0).then(|| serve(&mut buffer)).transpose().map_err(|e| format!("no rendezvous: {e}"))?;
     let mut message = with(|session| session.broadcast(buffer))?;
@@ -363,7 +364,8 @@ impl Peer {
 
     /// Moves what can be moved now; whether that was anything.
     fn go_on(&mut self, session: &Session, channel: &str, tag: c_int) -> Result<bool, Departure> {
-        let moved = self.go_on_sending(session, tag).and_then(|sent| Ok(self.go_on_receiving(session, channel)? || sent));
+        let moved =
+            self.go_on_sending(session, tag).and_then(|sent| Ok(self.go_on_receiving(session, channel)? || sent));
         let moved = moved.map_err(Departure::OutOfReach)?;
         match &self.departure {
             Some(how) if !self.receiving.parts.is_empty() || !self.sending.parts.is_empty() => Err(how.clone()),
@@ -452,7 +454,8 @@ impl MpiWire {
         let moved = with(|session| {
             session.progress()?;
             let mut moved = false;
-            for (member, peer) in peers.iter_mut().enumerate().filter_map(|(member, peer)| Some((member, peer.as_mut()?)))
+            for (member, peer) in
+                peers.iter_mut().enumerate().filter_map(|(member, peer)| Some((member, peer.as_mut()?)))
             {
                 last = member;
                 match peer.go_on(session, channel, *tag) {
@@ -515,9 +518,8 @@ impl Wire for MpiWire {
     }
 
     fn lost(&mut self) -> Option<Loss> {
-        let departure = |(member, peer): (usize, &Option<Peer>)| {
-            Some(Loss { member, how: peer.as_ref()?.departure.clone()? })
-        };
+        let departure =
+            |(member, peer): (usize, &Option<Peer>)| Some(Loss { member, how: peer.as_ref()?.departure.clone()? });
         self.go_on().err().or_else(|| self.peers.iter().enumerate().find_map(departure))
     }
 

@@ -187,7 +187,10 @@ fn rendezvous(
         #[cfg(feature = "mpi")]
         Rendezvous::Mpi => {
             let (server, address, token) = crate::nodes::mpi::meet(membership, timeout)?;
-            Ok((server.map(Arc::new), connect(&address, &token)?))
+            let store = connect(&address, &token).map_err(|error| {
+                format!("{error}; if the name of rank 0's host leads nowhere, set {LOCAL_ADDRESS} there to its address")
+            })?;
+            Ok((server.map(Arc::new), store))
         }
         #[cfg(not(feature = "mpi"))]
         Rendezvous::Mpi => Err("this program is built without MPI: build it with --features mpi".into()),
