@@ -17,7 +17,7 @@
 //! | `hierarchy` | reductions in a node, then between nodes |
 //! | `part` | memory that is lent to a wire |
 //!
-//! All `unsafe` code of the crate is in here, in `nccl`, and in `nodes::mpi`.
+//! All `unsafe` code of the crate is in here, in `nccl`, and in `nodes::mpi::session`.
 
 mod abroad;
 pub mod arena;
