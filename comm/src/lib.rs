@@ -20,7 +20,7 @@
 //! # Ok::<(), flow_comm::Error>(())
 //! ```
 //!
-//! Groups work over shared memory on one machine; see [`ProcessGroup`]. On GPUs they work over NCCL; see
+//! Groups work over shared memory on one machine, and over TCP between machines; see [`ProcessGroup`]. On GPUs they work over NCCL; see
 //! [`ProcessGroup::use_cuda`] and [`nccl::CudaGroup`].
 
 mod arguments;

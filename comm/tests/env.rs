@@ -54,7 +54,10 @@ fn places() {
     ];
     for (environment, [rank, world_size, local_rank, local_world_size]) in cases {
         let rendezvous = Rendezvous::Server { address: Address::Tcp("h:1".to_string()), token: "t".to_string() };
-        let expected = Membership { rank, world_size, local_rank, local_world_size, rendezvous };
+        let node = environment.split_whitespace().find_map(|word| word.strip_prefix("SLURM_NODEID="));
+        let node = node.filter(|_| environment.contains("STEP_NUM_TASKS") && !environment.contains("WORLD"));
+        let node = node.map(|node| node.parse().unwrap());
+        let expected = Membership { rank, world_size, local_rank, local_world_size, node, rendezvous };
         assert_eq!(membership(&format!("{environment} {STORE}")), Ok(expected), "{environment}");
     }
 }
@@ -132,10 +135,35 @@ fn without_a_store_rank_zero_serves_one() {
 }
 
 #[test]
-fn several_nodes_need_a_store() {
-    let place = "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2";
+fn several_nodes_need_a_place_to_meet() {
+    let place = "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=1";
     let error = membership(place).unwrap_err();
-    assert!(error.contains("4 ranks and only 2") && error.contains("several machines"), "{error}");
+    assert!(error.contains("4 ranks, 2 of them on this node") && error.contains("MASTER_ADDR"), "{error}");
+    let error = membership(&format!("{place} MASTER_ADDR=h MASTER_PORT=99999")).unwrap_err();
+    assert!(error.contains("MASTER_PORT=\"99999\""), "{error}");
+
     let with_store = membership(&format!("{place} FLOW_STORE=unix://s FLOW_TOKEN=secret")).unwrap();
     assert_eq!(format!("{:?}", with_store.rendezvous), "Server(unix://s)", "a token is not for logs");
+    assert_eq!(with_store.node, Some(1));
+
+    let slurm =
+        "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_NODEID=0 SLURM_JOB_ID=12345";
+    for (environment, served) in [
+        (format!("{place} MASTER_ADDR=h MASTER_PORT=7"), "tcp://h:7"),
+        (format!("{place} MASTER_ADDR=fd00::1 MASTER_PORT=7"), "tcp://[fd00::1]:7"),
+        (format!("{place} MASTER_ADDR=h MASTER_PORT=7 TORCHELASTIC_USE_AGENT_STORE=True"), "tcp://h:8"),
+        (format!("{slurm} SLURM_STEP_NODELIST=n[003-005,7],m1"), "tcp://n003:22345"),
+        (format!("{slurm} SLURM_STEP_NODELIST=gpu-a,gpu-b"), "tcp://gpu-a:22345"),
+    ] {
+        let Rendezvous::RankZero { address, token } = membership(&environment).unwrap().rendezvous else {
+            panic!("{environment}: rank 0 is to serve");
+        };
+        assert_eq!(address.to_string(), served, "{environment}");
+        assert!(!token.is_empty());
+    }
+    let token = |environment: &str| match membership(environment).unwrap().rendezvous {
+        Rendezvous::RankZero { token, .. } => token,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(token(&format!("{place} MASTER_ADDR=h MASTER_PORT=7 FLOW_TOKEN=secret")), "secret");
 }

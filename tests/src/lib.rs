@@ -58,7 +58,7 @@ impl Process {
     /// Starts `command`, without any variable of a launcher that the test itself may run under.
     pub fn start(mut command: Command) -> Self {
         let inherited = std::env::vars().map(|(name, _)| name);
-        let launchers = ["RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "SLURM_", "FLOW_"];
+        let launchers = ["RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "OMPI_", "SLURM_", "FLOW_"];
         let set: Vec<_> = command.get_envs().map(|(name, _)| name.to_owned()).collect();
         for name in inherited.filter(|name| launchers.iter().any(|prefix| name.starts_with(prefix))) {
             if !set.iter().any(|own| *own == *name) {
@@ -167,6 +167,22 @@ pub fn rank(job: &str, rank: usize, size: usize, worker: &str, arguments: &[&str
 pub fn ranks(size: usize, worker: &str, arguments: &[&str]) -> Vec<Process> {
     let job = job();
     (0..size).map(|r| Process::start(rank(&job, r, size, worker, arguments))).collect()
+}
+
+/// Starts ranks by hand on several nodes of this machine: so many on each.
+pub fn ranks_on_nodes(nodes: &[usize], worker: &str, arguments: &[&str]) -> Vec<Process> {
+    // Nobody else takes a port of 127.0.0.1 in the moment between: the kernel hands them out in turn.
+    let free = std::net::TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
+    let port = free.expect("there is a free port").port().to_string();
+    let (job, size) = (job(), nodes.iter().sum());
+    let places = nodes.iter().enumerate().flat_map(|(node, &count)| (0..count).map(move |local| (node, count, local)));
+    let start = |(number, (node, count, local)): (usize, (usize, usize, usize))| {
+        let mut command = rank(&job, number, size, worker, arguments);
+        command.env("LOCAL_RANK", local.to_string()).env("LOCAL_WORLD_SIZE", count.to_string());
+        command.env("GROUP_RANK", node.to_string()).env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
+        Process::start(command)
+    };
+    places.enumerate().map(start).collect()
 }
 
 /// A name for a job that no other has.

@@ -271,8 +271,8 @@ fn contradictions_in_the_environment_are_told() {
     let cases: [(&[(&str, &str)], &str); 6] = [
         (
             &[("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")],
-            "Environment: the job has 4 ranks and only 2 of them on this machine; process groups over several machines \
-             are not available yet: start all ranks on one machine",
+            "Environment: the job has 4 ranks, 2 of them on this node: set MASTER_ADDR to the host of rank 0, and \
+             MASTER_PORT to a free port there",
         ),
         (&[("RANK", "2"), ("WORLD_SIZE", "2")], "Environment: RANK=2 but WORLD_SIZE=2: RANK must be 0 to 1"),
         (&[("RANK", "0")], "Environment: RANK=0 but WORLD_SIZE is not set: set both, or neither to run alone"),

@@ -323,6 +323,9 @@ impl Engine {
     }
 
     fn advance(&self, state: &mut State, wait: bool) -> Result<()> {
+        if wait && self.abroad.is_some() {
+            return self.advance_in_turn(state);
+        }
         for flight in state.in_flight.iter_mut().filter(|f| !f.reduced) {
             if wait {
                 self.wait_locals_arrived(flight.round, &flight.operation)?;
@@ -363,6 +366,19 @@ impl Engine {
                 Err(error)
             }
         })
+    }
+
+    /// Finishes one bucket after the other: ranks that have posted fewer may wait for this one to take the first home.
+    fn advance_in_turn(&self, state: &mut State) -> Result<()> {
+        while let Some(InFlight { round, homeward, operation, reduced, .. }) = state.in_flight.front() {
+            match homeward {
+                _ if !reduced => self.wait_locals_arrived(*round, operation)?,
+                Some(homeward) => self.wait_all_arrived(*homeward, operation)?,
+                None => self.wait_done(*round, operation)?,
+            }
+            self.advance(state, false)?;
+        }
+        Ok(())
     }
 
     /// The error where a rank that has posted a bucket no longer has its pieces.

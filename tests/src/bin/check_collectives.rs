@@ -456,7 +456,7 @@ fn unaligned_parts(group: &ProcessGroup) -> Result<()> {
     let mut data = group.alloc_shared::<f32>(start + count + 5)?;
     data[start..start + count].copy_from_slice(&own::<f32>(rank, count));
     group.all_reduce(&mut data[start..start + count], ReduceOp::Sum)?;
-    check("all_reduce of a part", &data[start..start + count], |index| reduced(ReduceOp::Sum, size, index))?;
+    check("all_reduce of a part", &data[start..start + count], |index| all_reduced(ReduceOp::Sum, size, count, index))?;
     let around = data[..start].iter().chain(&data[start + count..]);
     ensure!(around.into_iter().all(|&element| element == 0.0), "all_reduce of a part wrote beside it");
     Ok(())

@@ -1,0 +1,166 @@
+//! Groups over several nodes, on one machine: each node's ranks share their own memory, and the rest goes over TCP.
+
+use std::time::Duration;
+
+use flow_tests::{assert_contains, ranks_on_nodes, Finished, Process, PATIENCE};
+use nix::sys::signal::{kill, Signal};
+use nix::unistd::Pid;
+
+/// Long enough for a loaded machine, far less than the groups' own timeout of half an hour.
+const SOON: Duration = Duration::from_secs(30);
+
+/// Rank 0 says `expected`; all end well.
+fn succeeds(nodes: &[usize], worker: &str, arguments: &[&str], expected: &str) {
+    let ranks = ranks_on_nodes(nodes, worker, arguments);
+    let said: Vec<String> = ranks.into_iter().map(|rank| rank.finish(PATIENCE).success()).collect();
+    assert_eq!(said[0], expected, "{nodes:?} {worker} {arguments:?}");
+}
+
+fn lines(finished: Finished) -> Vec<String> {
+    finished.success().lines().filter(|line| *line != "looping").map(str::to_owned).collect()
+}
+
+fn signal(process: &Process, signal: Signal) {
+    kill(Pid::from_raw(process.pid() as i32), signal).expect("the process is ours");
+}
+
+#[test]
+fn collectives_on_nodes_of_one() {
+    succeeds(&[1, 1], "check_collectives", &[], "2 ranks agree\n");
+    succeeds(&[1, 1, 1, 1], "check_collectives", &[], "4 ranks agree\n");
+}
+
+#[test]
+fn collectives_on_even_nodes() {
+    succeeds(&[2, 2], "check_collectives", &[], "4 ranks agree\n");
+}
+
+#[test]
+fn collectives_on_uneven_nodes() {
+    succeeds(&[1, 2, 3], "check_collectives", &[], "6 ranks agree\n");
+    succeeds(&[2, 1], "check_collectives", &[], "3 ranks agree\n");
+}
+
+#[test]
+fn groups() {
+    for (nodes, scenario) in [
+        (&[2, 3][..], "sub_groups"),
+        (&[1, 2], "different_lists"),
+        (&[1, 1], "arguments"),
+        (&[1, 1], "groups_come_and_go"),
+        (&[1, 1], "worlds_come_and_go"),
+        (&[1, 2], "two_worlds"),
+        (&[2, 2, 2], "rounds"),
+    ] {
+        succeeds(nodes, "check_groups", &[scenario], &format!("{scenario} passed\n"));
+    }
+}
+
+#[test]
+fn buckets() {
+    for scenario in ["pieces", "refused", "other_lengths"] {
+        succeeds(&[1, 1], "check_buckets", &[scenario], &format!("{scenario} passed\n"));
+    }
+}
+
+/// Rank 1 of three is killed, whether it leads its node or not.
+#[test]
+fn a_killed_rank_is_named_on_all_nodes() {
+    for nodes in [&[2, 1][..], &[1, 2], &[1, 1, 1]] {
+        for what in ["small", "shared", "ordinary", "gather", "async", "messages"] {
+            let mut ranks = ranks_on_nodes(nodes, "check_failures", &["loop", what]);
+            ranks.iter_mut().for_each(|rank| rank.wait_for("looping"));
+            let victim = ranks.remove(1);
+            signal(&victim, Signal::SIGKILL);
+            for process in ranks {
+                let said = lines(process.finish(SOON));
+                assert_contains(&said[0], &[&format!("rank 1 (pid {} on ", victim.pid()), "died"]);
+                assert!(said[0].starts_with("PeerLost"), "{nodes:?} {what}: {said:?}");
+                assert_contains(&said[1], &["then Poisoned"]);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_is_named() {
+    for nodes in [&[2, 1][..], &[1, 2], &[1, 1, 1]] {
+        let mut ranks = ranks_on_nodes(nodes, "check_failures", &["leave"]);
+        let mut leaver = ranks.remove(1);
+        leaver.wait_for("left");
+        for process in ranks {
+            let said = lines(process.finish(SOON));
+            let peer = format!("failed: rank 1 (pid {} on ", leaver.pid());
+            assert_contains(&said[0], &["PeerLost", "all_reduce #1 (4 x f32, sum)", &peer, "has left the group"]);
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_never_comes_is_named_on_all_nodes() {
+    for nodes in [&[1, 2][..], &[2, 1], &[1, 1, 1]] {
+        let mut ranks = ranks_on_nodes(nodes, "check_failures", &["absent"]);
+        let absent = ranks.pop().expect("there are three");
+        let culprit = format!("timed out after 1s: waited for rank 2 (pid {} on ", absent.pid());
+        for process in ranks {
+            assert_contains(&lines(process.finish(SOON))[0], &[&culprit]);
+        }
+    }
+}
+
+/// It hears of the failure as well, and a rank that is stopped for a while only is waited for.
+#[test]
+fn a_stopped_rank_is_waited_for_until_the_timeout() {
+    let mut ranks = ranks_on_nodes(&[1, 1], "check_failures", &["loop_timeout", "ordinary", "6"]);
+    ranks.iter_mut().for_each(|rank| rank.wait_for("looping"));
+    signal(&ranks[1], Signal::SIGSTOP);
+    std::thread::sleep(Duration::from_secs(2));
+    signal(&ranks[1], Signal::SIGCONT);
+    std::thread::sleep(Duration::from_millis(500));
+    signal(&ranks[1], Signal::SIGSTOP);
+    let stopped = ranks.remove(1);
+    let culprit = format!("timed out after 6s: waited for rank 1 (pid {} on ", stopped.pid());
+    let said = lines(ranks.remove(0).finish(SOON));
+    assert_contains(&said[0], &["Timeout", &culprit]);
+    signal(&stopped, Signal::SIGCONT);
+    assert_contains(&lines(stopped.finish(SOON))[0], &["timed out after 6s"]);
+}
+
+#[test]
+fn an_abort_reaches_all_nodes() {
+    for process in ranks_on_nodes(&[2, 1], "check_failures", &["abort"]) {
+        let said = lines(process.finish(SOON));
+        assert_contains(&said[0], &["Poisoned", "all_reduce #1", "rank 0 aborted the group: the data ran out"]);
+    }
+}
+
+/// Each rank is told its own side and that of a rank that does something else, whichever node that is on.
+#[test]
+fn disagreements_are_told_on_all_nodes() {
+    for (what, even, odd) in [
+        ("operation", "all_reduce #1 (4 x f32, sum)", "broadcast #1 (4 x f32, root 0)"),
+        ("much", "all_reduce #1 (4 x f32, sum)", "all_reduce #1 (200000 x f32, sum)"),
+        ("much_gathered", "all_gather #1 (200000 x u8)", "all_gather #1 (4 x u8)"),
+        ("new_group", "barrier #1", "new_group #1"),
+    ] {
+        for nodes in [&[2, 1][..], &[1, 2]] {
+            for (rank, process) in ranks_on_nodes(nodes, "check_failures", &["mismatch", what]).into_iter().enumerate()
+            {
+                let said = lines(process.finish(SOON));
+                let sides = match rank {
+                    1 => format!("rank 1 called {odd}, rank 0 called {even};"),
+                    _ => format!("rank {rank} called {even}, rank 1 called {odd};"),
+                };
+                assert_contains(&said[0], &[&format!("Mismatch: rank {rank}: ranks disagree"), &sides]);
+            }
+        }
+    }
+}
+
+#[test]
+fn ddp_on_two_nodes() {
+    for check in ["linear", "mlp", "lenet", "many_buckets", "unused_found", "unused_reported", "ready_order"] {
+        succeeds(&[2, 2], "check_ddp", &[check], &format!("{check} holds on 4 ranks\n"));
+        succeeds(&[1, 1], "check_ddp", &[check], &format!("{check} holds on 2 ranks\n"));
+    }
+}
