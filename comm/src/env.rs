@@ -293,7 +293,10 @@ fn rendezvous(
 fn uses_mpi(get: &impl Fn(&str) -> Option<String>, is_built: bool) -> Result<bool, Error> {
     match get("FLOW_BACKEND").as_deref() {
         // flow-launch or torchrun may run under an MPI launcher, and its ranks are not the launcher's.
-        None => Ok(is_built && get("RANK").is_none() && MPI_RANKS.iter().any(|name| get(name).is_some())),
+        None => {
+            let is_set = |name: &&str| get(name).is_some();
+            Ok(is_built && MPI_RANKS.iter().any(is_set) && !["RANK", "FLOW_STORE"].iter().any(is_set))
+        }
         Some("tcp") => Ok(false),
         Some("mpi") if is_built => Ok(true),
         Some("mpi") => Err(Error(
@@ -355,6 +358,7 @@ mod tests {
             assert_eq!(uses(&[(rank, "0")], false), Ok(false), "{rank}");
             assert_eq!(uses(&[(rank, "0"), ("FLOW_BACKEND", "tcp")], true), Ok(false), "{rank}");
             assert_eq!(uses(&[(rank, "0"), ("RANK", "0")], true), Ok(false), "{rank}");
+            assert_eq!(uses(&[(rank, "0"), ("FLOW_STORE", "tcp://h:1")], true), Ok(false), "{rank}");
         }
         assert_eq!(uses(&[], true), Ok(false));
         assert_eq!(uses(&[("FLOW_BACKEND", "mpi"), ("RANK", "0")], true), Ok(true));
