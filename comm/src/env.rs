@@ -43,6 +43,8 @@ pub enum Rendezvous {
         /// that admits one user only.
         token: String,
     },
+    /// Through a store that rank 0 is to serve, of which it tells by MPI. Nodes are connected by MPI then.
+    Mpi,
 }
 
 impl fmt::Debug for Rendezvous {
@@ -52,6 +54,7 @@ impl fmt::Debug for Rendezvous {
             Rendezvous::None => write!(f, "None"),
             Rendezvous::Server { address, .. } => write!(f, "Server({address})"),
             Rendezvous::RankZero { address, .. } => write!(f, "RankZero({address})"),
+            Rendezvous::Mpi => write!(f, "Mpi"),
         }
     }
 }
@@ -110,6 +113,9 @@ const FAMILIES: [Family; 3] = [
         is_complete: false,
     },
 ];
+
+/// What tells a process its rank in MPI: set where the launcher is one for MPI programs.
+const MPI_RANKS: [&str; 3] = ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"];
 
 /// What tells a launcher's jobs apart, as far as it is set.
 const JOB_NAMES: [&str; 7] = [
@@ -249,6 +255,9 @@ fn rendezvous(
     local_world_size: usize,
 ) -> Result<Rendezvous, Error> {
     let several_nodes = local_world_size < world_size;
+    if uses_mpi(get, cfg!(feature = "mpi"))? && several_nodes {
+        return Ok(Rendezvous::Mpi);
+    }
     match (get("FLOW_STORE"), get("FLOW_TOKEN")) {
         (Some(address), Some(token)) => {
             let address = address.parse().map_err(|error| Error(format!("FLOW_STORE: {error}")))?;
@@ -277,6 +286,25 @@ fn rendezvous(
             let token = token.unwrap_or_else(|| format!("{:016x}", hash(&format!("token of {job}"))));
             Ok(Rendezvous::RankZero { address, token })
         }
+    }
+}
+
+/// Whether nodes are connected by MPI, in a program that is built with it or not.
+fn uses_mpi(get: &impl Fn(&str) -> Option<String>, is_built: bool) -> Result<bool, Error> {
+    match get("FLOW_BACKEND").as_deref() {
+        // flow-launch or torchrun may run under an MPI launcher, and its ranks are not the launcher's.
+        None => {
+            let is_set = |name: &&str| get(name).is_some();
+            Ok(is_built && MPI_RANKS.iter().any(is_set) && !["RANK", "FLOW_STORE"].iter().any(is_set))
+        }
+        Some("tcp") => Ok(false),
+        Some("mpi") if is_built => Ok(true),
+        Some("mpi") => Err(Error(
+            "FLOW_BACKEND=mpi but this program is built without MPI: build it with --features mpi, or set \
+             FLOW_BACKEND=tcp"
+                .into(),
+        )),
+        Some(other) => Err(Error(format!("FLOW_BACKEND={other:?}: must be \"tcp\" or \"mpi\", or not set"))),
     }
 }
 
@@ -313,4 +341,28 @@ fn hash(text: &str) -> u64 {
     let mut hasher = fnv::FnvHasher::default();
     hasher.write(text.as_bytes());
     hasher.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn uses(vars: &[(&str, &str)], is_built: bool) -> Result<bool, Error> {
+        uses_mpi(&|name| vars.iter().find(|(var, _)| *var == name).map(|(_, value)| value.to_string()), is_built)
+    }
+
+    #[test]
+    fn mpi_is_used_under_its_launcher_or_if_asked_for() {
+        for rank in MPI_RANKS {
+            assert_eq!(uses(&[(rank, "0")], true), Ok(true), "{rank}");
+            assert_eq!(uses(&[(rank, "0")], false), Ok(false), "{rank}");
+            assert_eq!(uses(&[(rank, "0"), ("FLOW_BACKEND", "tcp")], true), Ok(false), "{rank}");
+            assert_eq!(uses(&[(rank, "0"), ("RANK", "0")], true), Ok(false), "{rank}");
+            assert_eq!(uses(&[(rank, "0"), ("FLOW_STORE", "tcp://h:1")], true), Ok(false), "{rank}");
+        }
+        assert_eq!(uses(&[], true), Ok(false));
+        assert_eq!(uses(&[("FLOW_BACKEND", "mpi"), ("RANK", "0")], true), Ok(true));
+        assert!(uses(&[("FLOW_BACKEND", "mpi")], false).unwrap_err().to_string().contains("--features mpi"));
+        assert!(uses(&[("FLOW_BACKEND", "ucx")], true).unwrap_err().to_string().contains("\"tcp\" or \"mpi\""));
+    }
 }

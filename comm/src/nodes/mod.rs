@@ -4,11 +4,16 @@
 //! |---|---|
 //! | `tcp` | connections between two ranks: how they are made, and how bytes go over them |
 //! | `lobby` | where connections come in, and how they are admitted |
+//! | `mpi` | the same over MPI, with the feature of that name |
+//! | `queue` | what is still to be moved to, or from, a member |
 //!
 //! Inside a node ranks share memory (`shm`). Between nodes the first member of a group on each node, its *leader*,
 //! sends and receives for all; for `send` and `recv` any two ranks are linked.
 
 mod lobby;
+#[cfg(feature = "mpi")]
+pub mod mpi;
+mod queue;
 pub mod tcp;
 
 use std::time::Duration;

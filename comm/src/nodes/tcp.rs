@@ -6,7 +6,6 @@
 //! reader for dead.) The sizes of buffers are left to the kernel, which adapts them up to a larger bound than it
 //! grants to those who ask.
 
-use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{IpAddr, Shutdown, SocketAddr, TcpStream};
 use std::os::fd::AsFd;
@@ -16,6 +15,7 @@ use nix::sys::socket::{setsockopt, sockopt};
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::lobby::Lobby;
+use super::queue::Queue;
 use super::{Departure, Loss, Network, Patience, Unlinked, Wire};
 use crate::error::Result;
 use crate::shm::Part;
@@ -132,35 +132,6 @@ struct Peer {
     receiving: Queue,
     /// Whether a read found nothing, or a write no room.
     waits: (bool, bool),
-}
-
-/// Parts in order, of the first of which so many bytes are through.
-#[derive(Default)]
-struct Queue {
-    parts: VecDeque<Part>,
-    offset: usize,
-    /// Parts that ever were in it, and those that are through.
-    queued: u64,
-    done: u64,
-}
-
-impl Queue {
-    fn push(&mut self, part: Part) -> u64 {
-        self.queued += 1;
-        self.parts.push_back(part);
-        self.skip(0);
-        self.queued
-    }
-
-    /// `count` more bytes are through; empty parts are at once.
-    fn skip(&mut self, count: usize) {
-        self.offset += count;
-        while let Some(first) = self.parts.front().filter(|first| first.bytes().len() <= self.offset) {
-            self.offset -= first.bytes().len();
-            self.parts.pop_front();
-            self.done += 1;
-        }
-    }
 }
 
 impl Peer {

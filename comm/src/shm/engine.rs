@@ -29,6 +29,9 @@ pub const NOTICES: u32 = 1;
 /// Kind of a poison note about the loss of the group's first rank; of the next, one more; and so on.
 const LOST: u32 = 2;
 
+/// Messages in one direction, with the link to a rank on another node.
+pub type Mail = Mutex<Option<Box<dyn Wire>>>;
+
 /// This rank's part in one group.
 pub struct Engine {
     pub world: Arc<World>,
@@ -49,8 +52,8 @@ pub struct Engine {
     timeout: AtomicU64,
     quarantined: AtomicBool,
     state: Mutex<State>,
-    /// Held while sending to, and while receiving from, each rank; with the link to a rank on another node.
-    pub mail: Vec<[Mutex<Option<Box<dyn Wire>>>; 2]>,
+    /// Held while sending to, and while receiving from, each rank.
+    pub mail: Vec<[Mail; 2]>,
     /// This rank drops the group: nobody is to wait in it any longer.
     given_up: AtomicBool,
 }

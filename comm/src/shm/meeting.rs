@@ -21,7 +21,7 @@ use crate::store::{Address, Error as StoreError, Server, Store};
 use crate::waits::Waits;
 
 /// Where this rank can be reached by other nodes; else at the address from which it reaches the store.
-const LOCAL_ADDRESS: &str = "FLOW_LOCAL_ADDR";
+pub const LOCAL_ADDRESS: &str = "FLOW_LOCAL_ADDR";
 
 /// At the beginning of the region of a node's first rank.
 #[repr(C)]
@@ -85,7 +85,8 @@ impl World {
         let begin = Instant::now();
         let fail = |reason: String| Error::Join { rank, reason };
         let (server, store) = rendezvous(membership, generation, timeout).map_err(fail)?;
-        let mut network = match membership.local_world_size < size {
+        let several_nodes = membership.local_world_size < size;
+        let mut network = match several_nodes && membership.rendezvous != Rendezvous::Mpi {
             true => Some(network(membership).map_err(fail)?),
             false => None,
         };
@@ -106,10 +107,13 @@ impl World {
         if let Some(joining) = &joining {
             joining.announce(&own).map_err(fail)?;
         }
-        let cards = match (&mut network, &mut joining) {
-            (Some(network), Some(joining)) => {
+        let cards = match &mut joining {
+            Some(joining) if several_nodes => {
                 let cards = joining.all_cards().map_err(fail)?;
-                network.set_addresses(reachable(&cards, &own, membership).map_err(fail)?);
+                check_node(&cards, &own, membership).map_err(fail)?;
+                if let Some(network) = &mut network {
+                    network.set_addresses(reachable(&cards, &own).map_err(fail)?);
+                }
                 cards
             }
             // On one node what else there is to know is in the arena.
@@ -151,11 +155,25 @@ impl World {
             waits: Waits::from_env(rank).filter(|_| launched),
             store,
             prefix,
-            network: network.map(|network| Box::new(network) as Box<dyn Network>),
+            network: match network {
+                Some(network) => Some(Box::new(network)),
+                None => several_nodes.then(by_mpi).flatten(),
+            },
             _server: server,
             graveyard: Mutex::default(),
         })
     }
+}
+
+#[cfg(feature = "mpi")]
+fn by_mpi() -> Option<Box<dyn Network>> {
+    Some(Box::new(crate::nodes::mpi::MpiNetwork))
+}
+
+/// Nor is there such a rendezvous.
+#[cfg(not(feature = "mpi"))]
+fn by_mpi() -> Option<Box<dyn Network>> {
+    None
 }
 
 /// The store, and its server if that is this rank's to run.
@@ -169,6 +187,16 @@ fn rendezvous(
     match &membership.rendezvous {
         Rendezvous::None => Ok((None, None)),
         Rendezvous::Server { address, token } => Ok((None, connect(address, token)?)),
+        #[cfg(feature = "mpi")]
+        Rendezvous::Mpi => {
+            let (server, address, token) = crate::nodes::mpi::meet(membership, timeout)?;
+            let store = connect(&address, &token).map_err(|error| {
+                format!("{error}; if the name of rank 0's host leads nowhere, set {LOCAL_ADDRESS} there to its address")
+            })?;
+            Ok((server.map(Arc::new), store))
+        }
+        #[cfg(not(feature = "mpi"))]
+        Rendezvous::Mpi => Err("this program is built without MPI: build it with --features mpi".into()),
         Rendezvous::RankZero { address, token } => {
             // A server for each join: that of the one before may be there still, or gone already.
             let address = &match address {
@@ -236,8 +264,8 @@ fn towards(host_and_port: &str) -> std::io::Result<IpAddr> {
     Err(last)
 }
 
-/// All ranks' addresses, if they make sense.
-fn reachable(cards: &[Card], own: &Card, membership: &Membership) -> Result<Vec<SocketAddr>, String> {
+/// Whether the ranks on this node are as many as they should be.
+fn check_node(cards: &[Card], own: &Card, membership: &Membership) -> Result<(), String> {
     let nodemates = cards.iter().filter(|card| card.node == own.node).count();
     if nodemates != membership.local_world_size {
         return Err(format!(
@@ -246,6 +274,11 @@ fn reachable(cards: &[Card], own: &Card, membership: &Membership) -> Result<Vec<
             membership.local_world_size, own.host
         ));
     }
+    Ok(())
+}
+
+/// All ranks' addresses, if they make sense.
+fn reachable(cards: &[Card], own: &Card) -> Result<Vec<SocketAddr>, String> {
     let address = |(rank, card): (usize, &Card)| match card.address {
         Some(address) if address.ip().is_loopback() && card.machine != own.machine => Err(format!(
             "rank {rank} on {} says that it is at {address}, where only its own host can reach it: set {LOCAL_ADDRESS} \

@@ -17,7 +17,7 @@
 //! | `hierarchy` | reductions in a node, then between nodes |
 //! | `part` | memory that is lent to a wire |
 //!
-//! All `unsafe` code of the crate is in here.
+//! All `unsafe` code of the crate is in here, in `nccl`, and in `nodes::mpi::session`.
 
 mod abroad;
 pub mod arena;
@@ -36,6 +36,8 @@ pub mod world;
 
 pub use control::Control;
 pub use exchange::Raw;
+#[cfg(feature = "mpi")]
+pub use meeting::LOCAL_ADDRESS;
 pub use part::Part;
 pub use reduction::Segments;
 

@@ -1,0 +1,240 @@
+//! This process' use of MPI.
+//!
+//! MPI may read or write a message's memory until the message is through, whoever has given up on it meanwhile. So
+//! messages have buffers of their own, and one whose message never comes through is left to MPI for good.
+//!
+//! One lock is held for every call of MPI, none of which waits; [`Threading::Serialized`] is enough. As MPI moves
+//! messages only while it is called, a thread calls it now and then, for ranks that compute meanwhile.
+//!
+//! A process that exits with status 0 finalizes MPI, which waits for all others to come so far. One that fails does
+//! not: that is how `mpirun` sees that the job has to be ended.
+//!
+//! This file is the only one outside `shm` and `nccl` with `unsafe` code: all of it calls MPI, of which the `mpi` crate
+//! makes safe only what ends within a scope.
+
+use std::collections::HashMap;
+use std::ffi::{c_char, c_int, c_void};
+use std::mem::MaybeUninit;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use mpi::environment::Universe;
+use mpi::ffi;
+use mpi::traits::{AsRaw, Communicator};
+use mpi::Threading;
+
+/// The tag of hellos, which no link has, and the longest hello.
+pub const HELLO: c_int = 0;
+const MAX_HELLO: usize = 2048;
+/// How often MPI is called while no rank waits, and the longest sleep of one that does.
+const TICK: Duration = Duration::from_millis(2);
+pub const NAP: Duration = Duration::from_millis(1);
+
+static SESSION: Mutex<State> = Mutex::new(State::New);
+
+enum State {
+    New,
+    Open(Session),
+    Over,
+}
+
+/// This process' use of MPI. All calls of MPI are methods of it, so that there is one at a time.
+pub struct Session {
+    communicator: ffi::MPI_Comm,
+    pub rank: usize,
+    pub size: usize,
+    /// The tag of the last link.
+    pub tag: c_int,
+    /// What hellos have told: the tag of a rank in a channel.
+    pub tags: HashMap<(c_int, String), c_int>,
+    /// Where the next hello comes in.
+    hello: Option<Message>,
+    /// What is still to be sent, though nobody waits for that.
+    pub leftovers: Vec<Message>,
+    /// Finalizes MPI, after all else here is dropped. None where the program itself had initialized MPI.
+    _universe: Option<Universe>,
+}
+
+// SAFETY: the handles in it name objects of the whole process, and MPI was told that any thread may come with them.
+unsafe impl Send for Session {}
+
+/// What MPI sends or fills.
+pub struct Message {
+    request: ffi::MPI_Request,
+    pub buffer: Vec<u8>,
+    is_through: bool,
+}
+
+// SAFETY: as for the session.
+unsafe impl Send for Message {}
+
+impl Drop for Message {
+    fn drop(&mut self) {
+        if !self.is_through {
+            // MPI may use it at any time.
+            std::mem::forget(std::mem::take(&mut self.buffer));
+        }
+    }
+}
+
+/// Of a message that is through.
+pub struct Receipt {
+    pub source: c_int,
+    pub bytes: usize,
+}
+
+extern "C" {
+    /// As `atexit`, but it is told the status.
+    fn on_exit(function: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
+}
+
+extern "C" fn finalize(status: c_int, _: *mut c_void) {
+    if status == 0 {
+        let mut state = lock();
+        drop(std::mem::replace(&mut *state, State::Over));
+    }
+}
+
+fn lock() -> MutexGuard<'static, State> {
+    SESSION.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Calls MPI, which is initialized by the first call.
+pub fn with<T>(action: impl FnOnce(&mut Session) -> Result<T, String>) -> Result<T, String> {
+    let mut state = lock();
+    if matches!(*state, State::New) {
+        *state = State::Open(Session::open()?);
+    }
+    match &mut *state {
+        State::Open(session) => action(session),
+        _ => Err("MPI is finalized: the process is about to end".into()),
+    }
+}
+
+/// The error of an MPI function, from what it returned.
+fn check(code: c_int) -> Result<(), String> {
+    if code == 0 {
+        return Ok(());
+    }
+    let mut text = [0_u8; ffi::MPI_MAX_ERROR_STRING as usize];
+    let mut length = 0;
+    // SAFETY: the buffer has the size that the standard asks for.
+    unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast::<c_char>(), &mut length) };
+    Err(String::from_utf8_lossy(&text[..usize::try_from(length).unwrap_or(0)]).into_owned())
+}
+
+impl Session {
+    fn open() -> Result<Self, String> {
+        let (universe, threading) = match mpi::initialize_with_threading(Threading::Serialized) {
+            Some((universe, threading)) => (Some(universe), threading),
+            None => (None, mpi::environment::threading_support()),
+        };
+        if threading < Threading::Serialized {
+            return Err(format!("MPI was initialized for {threading:?} threads: it takes MPI_THREAD_SERIALIZED"));
+        }
+        // Apart from what the program itself may send.
+        let own = mpi::topology::SimpleCommunicator::world().duplicate();
+        let communicator = own.as_raw();
+        let (rank, size) = (own.rank() as usize, own.size() as usize);
+        std::mem::forget(own); // lives as long as MPI does
+        let (tags, leftovers) = (HashMap::new(), Vec::new());
+        let session = Self { communicator, rank, size, tag: HELLO, tags, hello: None, leftovers, _universe: universe };
+        // SAFETY: the communicator was just made.
+        check(unsafe { ffi::MPI_Comm_set_errhandler(communicator, ffi::RSMPI_ERRORS_RETURN) })?;
+        // SAFETY: the function lives as long as the process.
+        if unsafe { on_exit(finalize, std::ptr::null_mut()) } != 0 {
+            return Err("there is no room for a function to be called at exit".into());
+        }
+        let tick = || loop {
+            std::thread::sleep(TICK);
+            match &mut *lock() {
+                // Whoever drives a wire hears of what goes wrong.
+                State::Open(session) => drop(session.progress()),
+                _ => break,
+            }
+        };
+        std::thread::Builder::new().name("flow-mpi".into()).spawn(tick).map_err(|e| e.to_string())?;
+        Ok(session)
+    }
+
+    pub fn send(&self, mut buffer: Vec<u8>, to: c_int, tag: c_int) -> Result<Message, String> {
+        let (data, count) = (buffer.as_mut_ptr().cast::<c_void>(), buffer.len() as c_int);
+        Message::begin(buffer, |request| {
+            // SAFETY: the buffer is that long, and lives until the message is through.
+            unsafe { ffi::MPI_Isend(data, count, ffi::RSMPI_UINT8_T, to, tag, self.communicator, request) }
+        })
+    }
+
+    pub fn receive(&self, mut buffer: Vec<u8>, from: c_int, tag: c_int) -> Result<Message, String> {
+        let (data, count) = (buffer.as_mut_ptr().cast::<c_void>(), buffer.len() as c_int);
+        Message::begin(buffer, |request| {
+            // SAFETY: as above, and nobody else uses it.
+            unsafe { ffi::MPI_Irecv(data, count, ffi::RSMPI_UINT8_T, from, tag, self.communicator, request) }
+        })
+    }
+
+    /// Rank 0's buffer to all, which are as long.
+    pub fn broadcast(&self, mut buffer: Vec<u8>) -> Result<Message, String> {
+        let (data, count) = (buffer.as_mut_ptr().cast::<c_void>(), buffer.len() as c_int);
+        Message::begin(buffer, |request| {
+            // SAFETY: as above.
+            unsafe { ffi::MPI_Ibcast(data, count, ffi::RSMPI_UINT8_T, 0, self.communicator, request) }
+        })
+    }
+
+    /// Whether the message is through.
+    pub fn test(&self, message: &mut Message) -> Result<Option<Receipt>, String> {
+        let (mut flag, mut status, mut count) = (0, MaybeUninit::<ffi::MPI_Status>::zeroed(), 0);
+        // SAFETY: the request is under way: whoever has heard that it is through drops it, or uses its buffer anew.
+        check(unsafe { ffi::MPI_Test(&mut message.request, &mut flag, status.as_mut_ptr()) })?;
+        if flag == 0 {
+            return Ok(None);
+        }
+        message.is_through = true;
+        // SAFETY: a status consists of numbers.
+        let status = unsafe { status.assume_init() };
+        // SAFETY: it is one of a message of bytes.
+        check(unsafe { ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut count) })?;
+        Ok(Some(Receipt { source: status.MPI_SOURCE, bytes: usize::try_from(count).unwrap_or(0) }))
+    }
+
+    /// Forgets what was to come in.
+    pub fn cancel(&self, mut message: Message) {
+        // SAFETY: the request is under way.
+        if unsafe { ffi::MPI_Cancel(&mut message.request) } == 0 {
+            let _ = self.test(&mut message);
+        }
+    }
+
+    /// Takes what hellos have come, and goes on with what is left over.
+    pub fn progress(&mut self) -> Result<(), String> {
+        loop {
+            let mut hello = match self.hello.take() {
+                Some(hello) => hello,
+                // SAFETY: it is a number.
+                None => self.receive(vec![0; MAX_HELLO], unsafe { ffi::RSMPI_ANY_SOURCE }, HELLO)?,
+            };
+            let Some(Receipt { source, bytes }) = self.test(&mut hello)? else {
+                self.hello = Some(hello);
+                break;
+            };
+            if let Some((tag, channel)) = hello.buffer[..bytes].split_first_chunk() {
+                let channel = String::from_utf8_lossy(channel).into_owned();
+                self.tags.insert((source, channel), c_int::from_le_bytes(*tag));
+            }
+        }
+        let mut leftovers = std::mem::take(&mut self.leftovers);
+        leftovers.retain_mut(|message| matches!(self.test(message), Ok(None)));
+        self.leftovers = leftovers;
+        Ok(())
+    }
+}
+
+impl Message {
+    fn begin(buffer: Vec<u8>, begin: impl FnOnce(*mut ffi::MPI_Request) -> c_int) -> Result<Self, String> {
+        let mut request = MaybeUninit::uninit();
+        check(begin(request.as_mut_ptr()))?;
+        // SAFETY: MPI has written it.
+        Ok(Self { request: unsafe { request.assume_init() }, buffer, is_through: false })
+    }
+}

@@ -1,0 +1,271 @@
+//! The two ends of a link.
+//!
+//! Parts are cut into, and put together from, messages of at most [`CHUNK`] bytes. Each member of a link sends under a
+//! tag of its own there, of which it tells the others by a *hello*. Nobody waits for hellos: what is sent before its tag
+//! is known waits at its destination.
+
+use std::collections::VecDeque;
+use std::ffi::c_int;
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use super::session::{with, Message, Session, HELLO, NAP};
+use crate::nodes::queue::Queue;
+use crate::nodes::{Departure, Loss, Network, Patience, Unlinked, Wire};
+use crate::shm::Part;
+
+/// The most bytes of one message, and how many messages to and from a member are under way at most.
+const CHUNK: usize = 256 << 10;
+const DEPTH: usize = 4;
+
+/// A message's first byte: data follows, or nothing more does, because the sender leaves or has given up.
+const DATA: u8 = 0;
+const LEAVES: u8 = 1;
+const GIVES_UP: u8 = 2;
+
+/// The ranks of the job, which are MPI's.
+pub struct MpiNetwork;
+
+impl Network for MpiNetwork {
+    fn link(&self, channel: &str, members: &[usize], own: usize, _: Patience) -> Result<Box<dyn Wire>, Unlinked> {
+        let others = (0..members.len()).filter(|&member| member != own);
+        let linked = with(|session| {
+            session.tag += 1;
+            let hello = [&session.tag.to_le_bytes(), channel.as_bytes()].concat();
+            for member in others.clone() {
+                let message = session.send(hello.clone(), members[member] as c_int, HELLO)?;
+                session.leftovers.push(message);
+            }
+            Ok(session.tag)
+        });
+        let tag = linked.map_err(|error| {
+            Unlinked::Lost(Loss { member: others.clone().next().unwrap_or(own), how: Departure::OutOfReach(error) })
+        })?;
+        let peer = |member: usize| (member != own).then(|| Peer::new(members[member] as c_int));
+        let peers = (0..members.len()).map(peer).collect();
+        Ok(Box::new(MpiWire { channel: channel.into(), tag, peers, has_ended: false }))
+    }
+}
+
+struct MpiWire {
+    channel: String,
+    /// Of what this rank sends.
+    tag: c_int,
+    /// By position; None for this rank.
+    peers: Vec<Option<Peer>>,
+    /// It has told the others that it sends nothing more.
+    has_ended: bool,
+}
+
+struct Peer {
+    rank: c_int,
+    sending: Queue,
+    receiving: Queue,
+    outgoing: VecDeque<Message>,
+    /// Where messages come in, once the peer's tag is known.
+    incoming: VecDeque<Message>,
+    tag: Option<c_int>,
+    /// The first that has come, and what of it is still to be copied.
+    come: Option<(Message, Range<usize>)>,
+    departure: Option<Departure>,
+}
+
+impl Peer {
+    fn new(rank: c_int) -> Self {
+        Self {
+            rank,
+            sending: Queue::default(),
+            receiving: Queue::default(),
+            outgoing: VecDeque::new(),
+            incoming: VecDeque::new(),
+            tag: None,
+            come: None,
+            departure: None,
+        }
+    }
+
+    /// Moves what can be moved now; whether that was anything.
+    fn go_on(&mut self, session: &mut Session, channel: &str, tag: c_int) -> Result<bool, Departure> {
+        let moved =
+            self.go_on_sending(session, tag).and_then(|sent| Ok(self.go_on_receiving(session, channel)? || sent));
+        let moved = moved.map_err(Departure::OutOfReach)?;
+        match &self.departure {
+            Some(how) if !self.receiving.parts.is_empty() || !self.sending.parts.is_empty() => Err(how.clone()),
+            _ => Ok(moved),
+        }
+    }
+
+    fn go_on_sending(&mut self, session: &Session, tag: c_int) -> Result<bool, String> {
+        let mut moved = false;
+        while let Some(first) = self.outgoing.front_mut() {
+            if session.test(first)?.is_none() {
+                break;
+            }
+            self.outgoing.pop_front();
+        }
+        while !self.sending.parts.is_empty() && self.outgoing.len() < DEPTH {
+            let mut buffer = vec![DATA];
+            while let Some(part) = self.sending.parts.front().filter(|_| buffer.len() <= CHUNK) {
+                let rest = &part.bytes()[self.sending.offset..];
+                let count = rest.len().min(CHUNK + 1 - buffer.len());
+                buffer.extend_from_slice(&rest[..count]);
+                self.sending.skip(count);
+            }
+            self.outgoing.push_back(session.send(buffer, self.rank, tag)?);
+            moved = true;
+        }
+        Ok(moved)
+    }
+
+    fn go_on_receiving(&mut self, session: &mut Session, channel: &str) -> Result<bool, String> {
+        let mut moved = false;
+        if self.tag.is_none() {
+            self.tag = session.tags.remove(&(self.rank, channel.to_string()));
+            for _ in 0..self.tag.map_or(0, |_| DEPTH) {
+                self.expect(session, vec![0; CHUNK + 1])?;
+            }
+        }
+        while self.departure.is_none() {
+            let Some((mut message, mut rest)) = self.come.take() else {
+                let Some(first) = self.incoming.front_mut() else { break };
+                let Some(receipt) = session.test(first)? else { break };
+                let Some(message) = self.incoming.pop_front() else { break };
+                match message.buffer[0] {
+                    DATA => self.come = Some((message, 1..receipt.bytes)),
+                    LEAVES => self.departure = Some(Departure::Left),
+                    _ => self.departure = Some(Departure::Ended),
+                }
+                continue;
+            };
+            let Some(part) = self.receiving.parts.front_mut() else {
+                self.come = Some((message, rest));
+                break;
+            };
+            let to = &mut part.bytes_mut()[self.receiving.offset..];
+            let count = to.len().min(rest.len());
+            to[..count].copy_from_slice(&message.buffer[rest.start..rest.start + count]);
+            rest.start += count;
+            self.receiving.skip(count);
+            moved = true;
+            if rest.is_empty() {
+                self.expect(session, std::mem::take(&mut message.buffer))?;
+            } else {
+                self.come = Some((message, rest));
+            }
+        }
+        Ok(moved)
+    }
+
+    fn expect(&mut self, session: &Session, buffer: Vec<u8>) -> Result<(), String> {
+        if let Some(tag) = self.tag {
+            self.incoming.push_back(session.receive(buffer, self.rank, tag)?);
+        }
+        Ok(())
+    }
+}
+
+impl MpiWire {
+    fn peer(&mut self, member: usize) -> &mut Peer {
+        self.peers[member].as_mut().expect("no member talks to itself") // invariant
+    }
+
+    fn go_on(&mut self) -> Result<bool, Loss> {
+        let Self { channel, tag, peers, .. } = self;
+        // What goes wrong in all of MPI is told of somebody.
+        let mut last = peers.iter().position(Option::is_some).unwrap_or_default();
+        let moved = with(|session| {
+            session.progress()?;
+            let mut moved = false;
+            for (member, peer) in
+                peers.iter_mut().enumerate().filter_map(|(member, peer)| Some((member, peer.as_mut()?)))
+            {
+                last = member;
+                match peer.go_on(session, channel, *tag) {
+                    Ok(some) => moved |= some,
+                    Err(how) => return Ok(Err(Loss { member, how })),
+                }
+            }
+            Ok(Ok(moved))
+        });
+        moved.unwrap_or_else(|error| Err(Loss { member: last, how: Departure::OutOfReach(error) }))
+    }
+
+    /// Tells the others, once, that nothing more is sent, and why.
+    fn end(&mut self, why: u8) {
+        if std::mem::replace(&mut self.has_ended, true) {
+            return;
+        }
+        // At the end of the process nobody listens.
+        let _ = with(|session| {
+            for peer in self.peers.iter_mut().flatten() {
+                session.leftovers.extend(peer.outgoing.drain(..));
+                if let Ok(message) = session.send(vec![why], peer.rank, self.tag) {
+                    session.leftovers.push(message);
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+impl Wire for MpiWire {
+    fn send(&mut self, to: usize, part: Part) -> u64 {
+        self.peer(to).sending.push(part)
+    }
+
+    fn receive(&mut self, from: usize, part: Part) -> u64 {
+        self.peer(from).receiving.push(part)
+    }
+
+    fn sent(&self, to: usize) -> u64 {
+        self.peers[to].as_ref().map_or(0, |peer| peer.sending.done)
+    }
+
+    fn received(&self, from: usize) -> u64 {
+        self.peers[from].as_ref().map_or(0, |peer| peer.receiving.done)
+    }
+
+    fn is_idle(&self) -> bool {
+        self.peers.iter().flatten().all(|peer| peer.sending.parts.is_empty() && peer.receiving.parts.is_empty())
+    }
+
+    fn drive(&mut self, time: Duration) -> Result<(), Loss> {
+        let begin = Instant::now();
+        let mut nap = Duration::from_micros(10);
+        while !self.go_on()? && begin.elapsed() < time {
+            std::thread::sleep(nap);
+            nap = (2 * nap).min(NAP);
+        }
+        Ok(())
+    }
+
+    fn lost(&mut self) -> Option<Loss> {
+        let departure =
+            |(member, peer): (usize, &Option<Peer>)| Some(Loss { member, how: peer.as_ref()?.departure.clone()? });
+        self.go_on().err().or_else(|| self.peers.iter().enumerate().find_map(departure))
+    }
+
+    fn abandon(&mut self) {
+        self.end(GIVES_UP);
+        for peer in self.peers.iter_mut().flatten() {
+            peer.sending = Queue::default();
+            peer.receiving = Queue::default();
+            peer.departure = Some(Departure::Ended);
+        }
+    }
+
+    fn leave(&mut self) {
+        self.end(LEAVES);
+    }
+}
+
+impl Drop for MpiWire {
+    fn drop(&mut self) {
+        self.end(GIVES_UP);
+        let _ = with(|session| {
+            let incoming = self.peers.iter_mut().flatten().flat_map(|peer| peer.incoming.drain(..));
+            incoming.for_each(|message| session.cancel(message));
+            Ok(())
+        });
+    }
+}
