@@ -66,8 +66,8 @@ pub trait Wire: Send {
     /// The member to which the connection is known to have ended, if any.
     fn lost(&mut self) -> Option<Loss>;
 
-    /// Forgets all parts; nothing more is sent or received.
-    fn abandon(&mut self);
+    /// Forgets all parts, and ends the connections. The others are told why, as the departure of this member.
+    fn abandon(&mut self, why: &str);
 
     /// Tells the others that this member leaves because it has nothing more to do.
     fn leave(&mut self);
@@ -86,6 +86,8 @@ pub struct Loss {
 pub enum Departure {
     /// It has said so.
     Left,
+    /// It has said why.
+    Failed(String),
     /// Its end of the connection is closed, as when a process ends.
     Ended,
     /// Something between it and this rank.

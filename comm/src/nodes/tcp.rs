@@ -30,6 +30,8 @@ const ATTEMPT: Duration = Duration::from_secs(1);
 const LOOK: Duration = Duration::from_millis(10);
 /// Parts that one call to the kernel moves.
 const BATCH: usize = 64;
+/// Said by a member that leaves with nothing more to do.
+const LEAVING: &[u8] = b"!";
 /// How long the word of a member that leaves may be behind the end of its data.
 const FAREWELL: Duration = Duration::from_millis(200);
 
@@ -193,16 +195,20 @@ impl Peer {
         if let Some(error) = error.filter(|e| !matches!(e.kind(), BrokenPipe | ConnectionReset)) {
             return Departure::OutOfReach(error.to_string());
         }
-        let begin = Instant::now();
+        let (begin, mut words, mut buffer) = (Instant::now(), Vec::new(), [0; 4096]);
         loop {
-            match (&self.pulse).read(&mut [0]) {
-                Ok(0) => return Departure::Ended,
-                Ok(_) => return Departure::Left,
+            match (&self.pulse).read(&mut buffer) {
+                Ok(count @ 1..) => words.extend(&buffer[..count]),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock && begin.elapsed() < FAREWELL => {
                     std::thread::sleep(Duration::from_millis(5));
                 }
-                Err(_) => return Departure::Ended,
+                _ => break,
             }
+        }
+        match &words[..] {
+            [] => Departure::Ended,
+            LEAVING => Departure::Left,
+            why => Departure::Failed(String::from_utf8_lossy(why).into_owned()),
         }
     }
 
@@ -301,18 +307,19 @@ impl Wire for TcpWire {
         self.others().find_map(|(member, peer)| Some(Loss { member, how: peer.ailment()? }))
     }
 
-    fn abandon(&mut self) {
+    fn abandon(&mut self, why: &str) {
         for (_, peer) in self.others() {
+            let _ = (&peer.pulse).write(why.as_bytes());
             peer.sending = Queue::default();
             peer.receiving = Queue::default();
             let _ = peer.data.shutdown(Shutdown::Both);
-            let _ = peer.pulse.shutdown(Shutdown::Both);
+            let _ = peer.pulse.shutdown(Shutdown::Write);
         }
     }
 
     fn leave(&mut self) {
         for (_, peer) in self.others() {
-            let _ = (&peer.pulse).write(b"!");
+            let _ = (&peer.pulse).write(LEAVING);
         }
     }
 }

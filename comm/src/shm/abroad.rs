@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::engine::{Engine, NOTICES};
+use super::engine::{Engine, LOST, NOTICES};
 use super::world::World;
 use crate::error::{Error, Result};
 use crate::nodes::{Unlinked, Wire};
@@ -136,11 +136,37 @@ impl Engine {
     /// Tells the other nodes of the group's first failure.
     pub fn tell_failure(&self, kind: u32, text: &str) {
         let Some(abroad) = &self.abroad else { return };
-        self.tell("failure", &format!("{kind} {text}"));
-        // Those who wait for this rank see at once that there is something to hear.
+        // Those who wait for this rank are told at once; if this is about the wire in use, by whoever uses that.
         if let Some(Ok(mut carrier)) = abroad.carrier.as_ref().map(Mutex::try_lock) {
-            carrier.wire.abandon();
+            self.abandon(&mut carrier);
         }
+        self.tell("failure", &self.words(kind, text));
+    }
+
+    /// Gives the wire up, with the group's failure as the reason.
+    pub fn abandon(&self, carrier: &mut Carrier) {
+        let failure = self.control.header().poison.read();
+        carrier.wire.abandon(&failure.map(|(kind, text)| self.words(kind, &text)).unwrap_or_default());
+    }
+
+    /// A failure in words, for other nodes: its kind, whether it is about a rank that has left, and its text.
+    fn words(&self, kind: u32, text: &str) -> String {
+        let lost = kind.checked_sub(LOST).map(|rank| rank as usize).filter(|&rank| rank < self.size());
+        format!("{kind} {} {text}", u8::from(lost.is_some_and(|rank| self.has_left(rank))))
+    }
+
+    /// Takes note of a failure on another node.
+    pub fn hear_words(&self, words: &str) {
+        let mut parts = words.splitn(3, ' ');
+        let (Some(Ok(kind)), Some(left), Some(text)) = (parts.next().map(str::parse), parts.next(), parts.next())
+        else {
+            return;
+        };
+        let lost = u32::checked_sub(kind, LOST).map(|rank| rank as usize).filter(|&rank| rank < self.size());
+        if let Some(rank) = lost.filter(|_| left == "1") {
+            self.control.rank(rank).left.store(1, Ordering::SeqCst);
+        }
+        self.hear_of(kind, text);
     }
 
     /// Asks for failures on other nodes, now and then.
@@ -159,15 +185,9 @@ impl Engine {
         if self.control.header().poison.is_set() {
             return;
         }
-        if let Some((kind, text)) = self.told_failure(time) {
-            self.hear_of(kind, &text);
+        if let Some(words) = self.told("failure", time) {
+            self.hear_words(&words);
         }
-    }
-
-    fn told_failure(&self, time: Duration) -> Option<(u32, String)> {
-        let failure = self.told("failure", time)?;
-        let (kind, text) = failure.split_once(' ')?;
-        Some((kind.parse().ok()?, text.into()))
     }
 
     /// Says something about a failure.
@@ -186,7 +206,8 @@ impl Engine {
                 self.control.rank(rank).notice.write(0, &notice);
             }
         }
-        self.told_failure(Duration::ZERO).is_none_or(|(kind, _)| kind == NOTICES)
+        let notices = format!("{NOTICES} ");
+        self.told("failure", Duration::ZERO).is_none_or(|words| words.starts_with(&notices))
     }
 
     /// Tells in which collective this rank is, when it has waited long.

@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, PoisonError};
+use std::time::Duration;
 
 use super::abroad::{Abroad, Carrier};
 use super::control::{PostWords, PAYLOAD};
@@ -11,10 +12,11 @@ use super::engine::Engine;
 use super::operation::{Kind, Location, Operation};
 use super::Part;
 use crate::error::Result;
-use crate::nodes::{Departure, Loss};
+use crate::nodes::{Departure, Loss, Wire};
 
 /// The carrier in use. Unless all went well, what it still was to carry is forgotten, and nothing more is.
 pub struct Load<'a> {
+    engine: &'a Engine,
     pub carrier: MutexGuard<'a, Carrier>,
     delivered: bool,
 }
@@ -28,7 +30,7 @@ impl Load<'_> {
 impl Drop for Load<'_> {
     fn drop(&mut self) {
         if !self.delivered {
-            self.carrier.wire.abandon();
+            self.engine.abandon(&mut self.carrier);
         }
     }
 }
@@ -43,6 +45,16 @@ pub struct Pieces {
     sends: Vec<(usize, Part)>,
 }
 
+/// Moves what can be moved; if it then is not over, waits for more.
+pub fn drive(wire: &mut dyn Wire, time: Duration, is_over: &mut dyn FnMut(&dyn Wire) -> bool) -> Result<bool, Loss> {
+    wire.drive(Duration::ZERO)?;
+    if time.is_zero() || is_over(wire) {
+        return Ok(is_over(wire));
+    }
+    wire.drive(time)?;
+    Ok(is_over(wire))
+}
+
 impl Engine {
     /// In the leader.
     pub fn load(&self) -> Result<(&Abroad, Load<'_>)> {
@@ -50,7 +62,8 @@ impl Engine {
         let Some((abroad, carrier)) = carrier else {
             return Err(self.caller().argument("carrying", "this rank does not lead its node".into()));
         };
-        Ok((abroad, Load { carrier: carrier.lock().unwrap_or_else(PoisonError::into_inner), delivered: false }))
+        let carrier = carrier.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok((abroad, Load { engine: self, carrier, delivered: false }))
     }
 
     /// Drives the wire until what is due has come, or gone, and, for `all`, until nothing is left to move.
@@ -61,15 +74,12 @@ impl Engine {
             let Some(abroad) = &self.abroad else { return Vec::new() };
             self.ranks_where(|rank| late.borrow().contains(&abroad.nodes[rank]))
         };
-        self.wait_until(operation, &missing, &mut |time| {
-            wire.drive(time)?;
-            let mut late = late.borrow_mut();
-            late.clear();
-            late.extend(
-                (0..due.len()).filter(|&node| wire.sent(node) < due[node].0 || wire.received(node) < due[node].1),
-            );
-            Ok(late.is_empty() && (!all || wire.is_idle()))
-        })
+        let mut is_over = |wire: &dyn Wire| {
+            let is_late = |&node: &usize| wire.sent(node) < due[node].0 || wire.received(node) < due[node].1;
+            late.replace((0..due.len()).filter(is_late).collect());
+            late.borrow().is_empty() && (!all || wire.is_idle())
+        };
+        self.wait_until(operation, &missing, &mut |time| drive(&mut **wire, time, &mut is_over))
     }
 
     /// Shows the other nodes what the members on this one post in a round, each with `payload` bytes, and writes down what

@@ -27,7 +27,7 @@ const SPIN: Duration = Duration::from_micros(500);
 /// Kind of a poison note whose ranks have more to say: see [`Engine::fail_with_notice`].
 pub const NOTICES: u32 = 1;
 /// Kind of a poison note about the loss of the group's first rank; of the next, one more; and so on.
-const LOST: u32 = 2;
+pub const LOST: u32 = 2;
 
 /// Messages in one direction, with the link to a rank on another node.
 pub type Mail = Mutex<Option<Box<dyn Wire>>>;
@@ -514,13 +514,18 @@ impl Engine {
 
     /// The error where the connection to a member on another node has ended.
     pub fn lose_member(&self, peer: usize, how: Departure, operation: &dyn std::fmt::Display) -> Error {
-        // It may have ended because of a failure, of which its node has told.
-        self.hear_within(EXIT_REPORT);
+        // It may have ended because of a failure, of which it, or its node, has told.
+        match &how {
+            Departure::Failed(why) => self.hear_words(why),
+            _ => self.hear_within(EXIT_REPORT),
+        }
         if let Err(error) = self.check_failure(operation, true) {
             return error;
         }
         match how {
             Departure::Ended => {}
+            // That was heard.
+            Departure::Failed(_) => {}
             Departure::Left => self.control.rank(peer).left.store(1, Ordering::SeqCst),
             Departure::OutOfReach(reason) => {
                 let peer = format!("{} cannot be reached: {reason}", self.world.describe(self.ranks[peer]));

@@ -9,6 +9,7 @@ use std::sync::PoisonError;
 
 use flow_kernels::{DType, ReduceOp};
 
+use super::carrying::drive;
 use super::control::PostWords;
 use super::engine::Engine;
 use super::exchange::Raw;
@@ -149,10 +150,10 @@ impl Engine {
         begin(&mut *wire);
         let mut departure = None;
         let moved = self.wait_until(what, &|| vec![peer], &mut |time| {
-            if let Err(loss) = wire.drive(time) {
+            drive(&mut *wire, time, &mut |wire| wire.is_idle()).or_else(|loss| {
                 departure = Some(loss.how);
-            }
-            Ok(departure.is_some() || wire.is_idle())
+                Ok(true)
+            })
         });
         match departure {
             // The wire, and what it had to move, is dropped.
