@@ -10,6 +10,7 @@ use std::os::fd::AsFd;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use nix::sys::socket::{listen, Backlog};
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 /// The longest hello.
@@ -40,6 +41,8 @@ struct Pending {
 impl Lobby {
     pub fn open(address: IpAddr, token: &str) -> io::Result<Self> {
         let listener = TcpListener::bind((address, 0))?;
+        // Again, for the longest queue: nobody may be there to accept for a while.
+        listen(&listener, Backlog::MAXALLOWABLE)?;
         listener.set_nonblocking(true)?;
         Ok(Self { listener, token: token.into(), guests: Mutex::default() })
     }
