@@ -159,7 +159,7 @@ fn disagreements_are_told_on_all_nodes() {
 
 #[test]
 fn ddp_on_two_nodes() {
-    for check in ["linear", "mlp", "lenet", "many_buckets", "unused_found", "unused_reported", "ready_order"] {
+    for check in ["linear", "mlp", "many_buckets", "unused_found", "unused_reported", "ready_order"] {
         succeeds(&[2, 2], "check_ddp", &[check], &format!("{check} holds on 4 ranks\n"));
         succeeds(&[1, 1], "check_ddp", &[check], &format!("{check} holds on 2 ranks\n"));
     }

@@ -138,15 +138,15 @@ impl Engine {
         let Some(abroad) = &self.abroad else { return };
         // Those who wait for this rank are told at once; if this is about the wire in use, by whoever uses that.
         if let Some(Ok(mut carrier)) = abroad.carrier.as_ref().map(Mutex::try_lock) {
-            self.abandon(&mut carrier);
+            self.abandon(&mut *carrier.wire);
         }
         self.tell("failure", &self.words(kind, text));
     }
 
-    /// Gives the wire up, with the group's failure as the reason.
-    pub fn abandon(&self, carrier: &mut Carrier) {
+    /// Gives a wire up, with the group's failure as the reason.
+    pub fn abandon(&self, wire: &mut dyn Wire) {
         let failure = self.control.header().poison.read();
-        carrier.wire.abandon(&failure.map(|(kind, text)| self.words(kind, &text)).unwrap_or_default());
+        wire.abandon(&failure.map(|(kind, text)| self.words(kind, &text)).unwrap_or_default());
     }
 
     /// A failure in words, for other nodes: its kind, whether it is about a rank that has left, and its text.
@@ -237,12 +237,18 @@ impl Engine {
         }
     }
 
-    /// Tells the other leaders that this one has done its part.
+    /// Tells those that this rank is linked with that it has done its part.
     pub fn say_goodbye(&self) {
+        if self.control.header().poison.is_set() {
+            return;
+        }
         let carrier = self.abroad.as_ref().and_then(|abroad| abroad.carrier.as_ref());
         if let Some(Ok(mut carrier)) = carrier.map(Mutex::try_lock) {
-            if !self.control.header().poison.is_set() {
-                carrier.wire.leave();
+            carrier.wire.leave();
+        }
+        for mut link in self.mail.iter().flatten().filter_map(|link| link.try_lock().ok()) {
+            if let Some(wire) = &mut *link {
+                wire.leave();
             }
         }
     }

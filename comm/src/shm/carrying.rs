@@ -30,7 +30,7 @@ impl Load<'_> {
 impl Drop for Load<'_> {
     fn drop(&mut self) {
         if !self.delivered {
-            self.engine.abandon(&mut self.carrier);
+            self.engine.abandon(&mut *self.carrier.wire);
         }
     }
 }
@@ -85,11 +85,11 @@ impl Engine {
     /// Shows the other nodes what the members on this one post in a round, each with `payload` bytes, and writes down what
     /// they show.
     pub fn exchange_posts(&self, round: u64, operation: &Operation, payload: usize) -> Result<()> {
-        const POST: usize = std::mem::size_of::<PostWords>();
+        const POST: usize = PostWords::BYTES;
         let (abroad, mut load) = self.load()?;
         let mut frame = (payload as u64).to_le_bytes().to_vec();
         for &rank in &self.locals {
-            let words = &self.control.post(round, rank).0;
+            let words = self.control.post(round, rank).of_post();
             frame.extend(words.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()));
             // SAFETY: the rank has arrived: it leaves its payload alone until the round is over.
             frame.extend(unsafe { std::slice::from_raw_parts(self.control.payload(round, rank), payload) });
@@ -125,7 +125,7 @@ impl Engine {
             let members = (0..self.size()).filter(|&rank| abroad.nodes[rank] == node);
             for (rank, shown) in members.zip(bodies[node].chunks_exact(POST + payload)) {
                 let (post, data) = shown.split_at(POST);
-                for (word, bytes) in self.control.post(round, rank).0.iter().zip(post.chunks_exact(8)) {
+                for (word, bytes) in self.control.post(round, rank).of_post().iter().zip(post.chunks_exact(8)) {
                     word.store(u64::from_le_bytes(bytes.try_into().unwrap_or_default()), Ordering::Relaxed);
                 }
                 // SAFETY: the payload of a member on another node is the leader's to write until it arrives for it.

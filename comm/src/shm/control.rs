@@ -102,9 +102,8 @@ impl Note {
 /// What every rank may know of another.
 #[repr(C, align(64))]
 pub struct RankState {
-    /// Rounds this rank has arrived in and is done with.
+    /// Rounds this rank has arrived in.
     pub posted: AtomicU64,
-    pub completed: AtomicU64,
     /// Set when the rank has dropped its group.
     pub left: AtomicU32,
     /// What this rank has to say about a failure.
@@ -130,7 +129,18 @@ pub struct Slot {
 #[derive(Default)]
 pub struct PostWords(pub [AtomicU64; 8]);
 
+/// The words that are not of the post: 1 more than the last round that the rank arrived in, and was done with.
+const ARRIVED: usize = 6;
+const DONE: usize = 7;
+
 impl PostWords {
+    /// Of the post.
+    pub const BYTES: usize = ARRIVED * std::mem::size_of::<AtomicU64>();
+
+    pub fn of_post(&self) -> &[AtomicU64] {
+        &self.0[..ARRIVED]
+    }
+
     /// # Safety
     ///
     /// As for [`Part::new`].
@@ -221,6 +231,25 @@ impl Control {
     pub fn post(&self, round: u64, rank: usize) -> &PostWords {
         debug_assert!(rank < self.size);
         self.at(self.layout.posts, (round % SLOTS) as usize * self.size + rank)
+    }
+
+    /// Notes that a rank has arrived in a round. That need not be in the order of rounds.
+    pub fn set_arrived(&self, round: u64, rank: usize) {
+        self.post(round, rank).0[ARRIVED].store(round + 1, Ordering::Release);
+        self.rank(rank).posted.fetch_max(round + 1, Ordering::Relaxed);
+    }
+
+    pub fn has_arrived(&self, round: u64, rank: usize) -> bool {
+        self.post(round, rank).0[ARRIVED].load(Ordering::Acquire) == round + 1
+    }
+
+    /// As [`Control::set_arrived`], that it is done.
+    pub fn set_done(&self, round: u64, rank: usize) {
+        self.post(round, rank).0[DONE].store(round + 1, Ordering::Release);
+    }
+
+    pub fn is_done(&self, round: u64, rank: usize) -> bool {
+        self.post(round, rank).0[DONE].load(Ordering::Acquire) == round + 1
     }
 
     /// Value of `arrived` or `done` when all ranks are there in `round`.

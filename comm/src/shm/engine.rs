@@ -187,21 +187,21 @@ impl Engine {
     pub fn arrive(&self, round: u64) {
         let targets = [self.control.target(round), self.control.local_target(round)];
         self.control.slot(round).arrived.raise_by(1, &targets);
-        self.control.rank(self.rank).posted.store(round + 1, Ordering::Release);
+        self.control.set_arrived(round, self.rank);
     }
 
     /// The leader, when it has what the members on other nodes show in a round.
     pub fn others_arrive(&self, round: u64) {
         self.control.slot(round).arrived.raise_by(self.others() as u32, &[self.control.target(round)]);
         for rank in self.ranks_where(|r| !self.locals.contains(&r)) {
-            self.control.rank(rank).posted.store(round + 1, Ordering::Release);
+            self.control.set_arrived(round, rank);
         }
     }
 
     pub fn done(&self, round: u64) {
         let count = if self.leads() { 1 + self.others() as u32 } else { 1 };
         self.control.slot(round).done.raise_by(count, &[self.control.target(round)]);
-        self.control.rank(self.rank).completed.store(round + 1, Ordering::Release);
+        self.control.set_done(round, self.rank);
     }
 
     pub fn all_arrived(&self, round: u64) -> bool {
@@ -228,18 +228,18 @@ impl Engine {
     }
 
     pub fn wait_all_arrived(&self, round: u64, operation: &Operation) -> Result<()> {
-        let missing = || self.ranks_where(|r| self.control.rank(r).posted.load(Ordering::Acquire) <= round);
+        let missing = || self.ranks_where(|r| !self.control.has_arrived(round, r));
         self.wait(&self.control.slot(round).arrived, self.control.target(round), operation, &missing)
     }
 
     pub fn wait_locals_arrived(&self, round: u64, operation: &Operation) -> Result<()> {
-        let here = |r| self.locals.contains(&r) && self.control.rank(r).posted.load(Ordering::Acquire) <= round;
+        let here = |r| self.locals.contains(&r) && !self.control.has_arrived(round, r);
         let missing = || self.ranks_where(here);
         self.wait(&self.control.slot(round).arrived, self.control.local_target(round), operation, &missing)
     }
 
     pub fn wait_done(&self, round: u64, operation: &Operation) -> Result<()> {
-        let here = |r| self.locals.contains(&r) && self.control.rank(r).completed.load(Ordering::Acquire) <= round;
+        let here = |r| self.locals.contains(&r) && !self.control.is_done(round, r);
         let missing = || self.ranks_where(here);
         self.wait(&self.control.slot(round).done, self.control.target(round), operation, &missing)
     }
@@ -479,6 +479,15 @@ impl Engine {
 
     /// The first of the missing ranks that can never arrive.
     fn lost(&self, missing: &dyn Fn() -> Vec<usize>) -> Option<usize> {
+        let leader = self.locals[0];
+        let missing = || {
+            let mut missing = missing();
+            // Others come by way of the leader.
+            if missing.iter().any(|rank| !self.locals.contains(rank)) && self.rank != leader {
+                missing.push(leader);
+            }
+            missing
+        };
         let ranks: Vec<usize> = missing().iter().map(|&r| self.ranks[r]).collect();
         let ended = self.world.ended(&ranks, Duration::ZERO);
         // Only now is it certain that a rank that has ended, or left, did so without arriving.

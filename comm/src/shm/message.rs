@@ -155,11 +155,15 @@ impl Engine {
                 Ok(true)
             })
         });
-        match departure {
-            // The wire, and what it had to move, is dropped.
+        let moved = match departure {
             Some(how) => Err(self.lose_member(peer, how, what)),
-            None => moved.map(|()| *link = Some(wire)),
+            None => moved,
+        };
+        if moved.is_err() {
+            self.abandon(&mut *wire);
         }
+        *link = Some(wire);
+        moved
     }
 
     fn check_message(&self, from: usize, post: &PostWords, data: Raw, dtype: DType) -> Result<Location> {
