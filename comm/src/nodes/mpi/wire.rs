@@ -18,7 +18,8 @@ use crate::shm::Part;
 const CHUNK: usize = 256 << 10;
 const DEPTH: usize = 4;
 
-/// A message's first byte: data follows, or nothing more does, because the sender leaves or has given up.
+/// A message's first byte: data follows, or nothing more does, because the sender leaves or has given up. Why, is in the
+/// rest, if it knows.
 const DATA: u8 = 0;
 const LEAVES: u8 = 1;
 const GIVES_UP: u8 = 2;
@@ -133,7 +134,11 @@ impl Peer {
                 match message.buffer[0] {
                     DATA => self.come = Some((message, 1..receipt.bytes)),
                     LEAVES => self.departure = Some(Departure::Left),
-                    _ => self.departure = Some(Departure::Ended),
+                    _ if receipt.bytes == 1 => self.departure = Some(Departure::Ended),
+                    _ => {
+                        let why = String::from_utf8_lossy(&message.buffer[1..receipt.bytes]);
+                        self.departure = Some(Departure::Failed(why.into_owned()));
+                    }
                 }
                 continue;
             };
@@ -191,7 +196,7 @@ impl MpiWire {
     }
 
     /// Tells the others, once, that nothing more is sent, and why.
-    fn end(&mut self, why: u8) {
+    fn end(&mut self, kind: u8, why: &str) {
         if std::mem::replace(&mut self.has_ended, true) {
             return;
         }
@@ -199,7 +204,7 @@ impl MpiWire {
         let _ = with(|session| {
             for peer in self.peers.iter_mut().flatten() {
                 session.leftovers.extend(peer.outgoing.drain(..));
-                if let Ok(message) = session.send(vec![why], peer.rank, self.tag) {
+                if let Ok(message) = session.send([&[kind], why.as_bytes()].concat(), peer.rank, self.tag) {
                     session.leftovers.push(message);
                 }
             }
@@ -245,8 +250,8 @@ impl Wire for MpiWire {
         self.go_on().err().or_else(|| self.peers.iter().enumerate().find_map(departure))
     }
 
-    fn abandon(&mut self) {
-        self.end(GIVES_UP);
+    fn abandon(&mut self, why: &str) {
+        self.end(GIVES_UP, why);
         for peer in self.peers.iter_mut().flatten() {
             peer.sending = Queue::default();
             peer.receiving = Queue::default();
@@ -255,13 +260,13 @@ impl Wire for MpiWire {
     }
 
     fn leave(&mut self) {
-        self.end(LEAVES);
+        self.end(LEAVES, "");
     }
 }
 
 impl Drop for MpiWire {
     fn drop(&mut self) {
-        self.end(GIVES_UP);
+        self.end(GIVES_UP, "");
         let _ = with(|session| {
             let incoming = self.peers.iter_mut().flatten().flat_map(|peer| peer.incoming.drain(..));
             incoming.for_each(|message| session.cancel(message));
