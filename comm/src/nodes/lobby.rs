@@ -10,6 +10,7 @@ use std::os::fd::AsFd;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use nix::sys::socket::{listen, Backlog};
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 /// The longest hello.
@@ -41,6 +42,8 @@ impl Lobby {
     pub fn open(address: IpAddr, token: &str) -> io::Result<Self> {
         let listener = TcpListener::bind((address, 0))?;
         listener.set_nonblocking(true)?;
+        // Nobody accepts while nobody waits.
+        listen(&listener, Backlog::MAXALLOWABLE)?;
         Ok(Self { listener, token: token.into(), guests: Mutex::default() })
     }
 

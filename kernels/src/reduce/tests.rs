@@ -133,7 +133,8 @@ fn check_inputs<T: Reference>(inputs: &[Vec<T>], extra: usize) {
                     sources_at[..in_place].iter().copied().chain(beside_at).map(|pointer| pointer.cast()).collect();
                 let source_bytes: Vec<*const u8> =
                     sources_at.iter().map(|pointer| pointer.cast_const().cast()).collect();
-                let buffers = Buffers { sources: &source_bytes, destinations: &destinations, count };
+                let ranks = source_bytes.len();
+                let buffers = Buffers { sources: &source_bytes, destinations: &destinations, count, ranks };
                 // SAFETY: the buffers have `count` elements after the guard, and this machine has `set`.
                 unsafe { reduce_with(set, T::DTYPE, op, buffers) };
 
