@@ -41,7 +41,7 @@ struct Pending {
 impl Lobby {
     pub fn open(address: IpAddr, token: &str) -> io::Result<Self> {
         let listener = TcpListener::bind((address, 0))?;
-        // Again, for the longest queue: nobody may be there to accept for a while.
+        // Again, for the longest queue: nobody accepts while nobody waits.
         listen(&listener, Backlog::MAXALLOWABLE)?;
         listener.set_nonblocking(true)?;
         Ok(Self { listener, token: token.into(), guests: Mutex::default() })

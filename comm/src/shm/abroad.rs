@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::engine::{Engine, LOST, NOTICES};
+use super::engine::Engine;
+use super::failure::{LOST, NOTICES};
 use super::world::World;
 use crate::error::{Error, Result};
 use crate::nodes::{Unlinked, Wire};

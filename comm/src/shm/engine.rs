@@ -16,21 +16,17 @@ use super::arena::Block;
 use super::control::{Control, Counter, SLOTS};
 use super::operation::{Location, Operation};
 use super::reduction::InFlight;
-use super::world::{sleep_on, World, EXIT_REPORT, FIRST_WARNING, SLICE};
+use super::world::{sleep_on, World, FIRST_WARNING, SLICE};
 use crate::arguments::Caller;
 use crate::error::{Error, Result};
-use crate::nodes::{Departure, Loss, Wire};
+use crate::nodes::{Loss, Wire};
 
 /// How long to spin before sleeping, where every rank has a core: some times what it takes to be woken, which is tens
 /// of microseconds, and more on virtual machines.
 const SPIN: Duration = Duration::from_micros(500);
-/// Kind of a poison note whose ranks have more to say: see [`Engine::fail_with_notice`].
-pub const NOTICES: u32 = 1;
-/// Kind of a poison note about the loss of the group's first rank; of the next, one more; and so on.
-pub const LOST: u32 = 2;
 
-/// Messages in one direction, with the link to a rank on another node.
-pub type Mail = Mutex<Option<Box<dyn Wire>>>;
+/// To a rank on another node, once there has been a message.
+pub type Link = Option<Box<dyn Wire>>;
 
 /// This rank's part in one group.
 pub struct Engine {
@@ -50,12 +46,12 @@ pub struct Engine {
     /// The control block, in the first rank of the node.
     block: Mutex<Option<Block>>,
     timeout: AtomicU64,
-    quarantined: AtomicBool,
+    pub(super) quarantined: AtomicBool,
     state: Mutex<State>,
-    /// Held while sending to, and while receiving from, each rank.
-    pub mail: Vec<[Mail; 2]>,
+    /// Held while sending to, and while receiving from, each rank; with the link to a rank on another node.
+    pub mail: Vec<[Mutex<Link>; 2]>,
     /// This rank drops the group: nobody is to wait in it any longer.
-    given_up: AtomicBool,
+    pub(super) given_up: AtomicBool,
 }
 
 /// Advanced equally on all ranks.
@@ -376,196 +372,12 @@ impl Engine {
         }
     }
 
-    /// Marks the group as failed, wakes everyone, and hands the error back.
-    pub fn fail(&self, error: Error) -> Error {
-        self.poison(0, &error.to_string());
-        error
-    }
-
-    /// Fails the group for a reason of which other ranks may have their own part to tell: every rank calls this,
-    /// with an empty text if it has nothing to add, and gets what all ranks said, with their ranks.
-    pub fn fail_with_notice(&self, operation: &str, own: &str) -> Vec<(usize, String)> {
-        self.notify(own);
-        self.poison(NOTICES, &format!("rank {}: {operation}: {own}", self.world.rank));
-        let deadline = Instant::now() + self.timeout();
-        let silent = || self.ranks_where(|r| !self.control.rank(r).notice.is_set());
-        // If the group had failed for another reason, the others have heard of that and write no notices.
-        let awaited = || self.control.header().poison.read().is_none_or(|(kind, _)| kind == NOTICES);
-        while awaited()
-            && self.fetch_notices(&silent())
-            && !silent().is_empty()
-            && Instant::now() < deadline
-            && self.lost(&silent).is_none()
-        {
-            // A failure path: peers still finish their backward, so there is nothing to be quick about.
-            std::thread::sleep(Duration::from_millis(2));
-        }
-        let notices = (0..self.size()).filter_map(|r| Some((self.ranks[r], self.control.rank(r).notice.read()?.1)));
-        notices.filter(|(_, text)| !text.is_empty()).collect()
-    }
-
-    /// Whether the group failed in a way that [`Engine::fail_with_notice`] completes.
-    pub fn awaits_notice(&self) -> bool {
-        self.control.header().poison.read().is_some_and(|(kind, _)| kind == NOTICES)
-    }
-
-    /// The error of an operation that begins in a group that has failed.
-    pub fn check_poison(&self, operation: &dyn std::fmt::Display) -> Result<()> {
-        self.check_failure(operation, false)
-    }
-
-    /// Whichever rank saw it first, the loss of a peer is the same error to every operation that was `under_way`, and
-    /// to the first that begins after it.
-    pub fn check_failure(&self, operation: &dyn std::fmt::Display, under_way: bool) -> Result<()> {
-        if under_way {
-            self.hear();
-        }
-        if self.given_up.load(Ordering::Relaxed) {
-            let cause = format!("rank {} has left it", self.world.rank);
-            return Err(Error::Poisoned { rank: self.world.rank, operation: operation.to_string(), cause });
-        }
-        let Some((kind, cause)) = self.control.header().poison.read() else { return Ok(()) };
-        let first = self.quarantine();
-        let peer = kind.checked_sub(LOST).map(|peer| peer as usize).filter(|&peer| peer < self.size());
-        Err(match peer {
-            Some(peer) if under_way || first => self.peer_lost(peer, operation),
-            _ => Error::Poisoned { rank: self.world.rank, operation: operation.to_string(), cause },
-        })
-    }
-
-    /// Makes the group unusable on all ranks because this one says so.
-    pub fn abort(&self, cause: &str) {
-        // Nor is there anything else to wait for from this rank.
-        self.notify("");
-        self.poison(0, &format!("rank {} aborted the group: {cause}", self.world.rank));
-    }
-
-    fn poison(&self, kind: u32, text: &str) {
-        if self.hear_of(kind, text) {
-            self.tell_failure(kind, text);
-        }
-    }
-
-    /// Fails the group on this node; whether that was the first failure.
-    pub fn hear_of(&self, kind: u32, text: &str) -> bool {
-        let first = self.control.header().poison.write(kind, text);
-        self.quarantine();
-        self.control.wake_all();
-        first
-    }
-
     pub fn has_buckets(&self) -> bool {
         !self.state().in_flight.is_empty()
     }
 
-    /// Has all waits of this rank in the group end.
-    pub fn give_up(&self) {
-        self.given_up.store(true, Ordering::Relaxed);
-    }
-
-    /// Returns whether this is the first that this rank hears of a failure.
-    fn quarantine(&self) -> bool {
-        if self.quarantined.load(Ordering::SeqCst) {
-            return false;
-        }
-        // Before anyone may take it for done; twice does no harm.
-        self.world.arena.quarantine();
-        !self.quarantined.swap(true, Ordering::SeqCst)
-    }
-
     pub fn ranks_where(&self, condition: impl Fn(usize) -> bool) -> Vec<usize> {
         (0..self.size()).filter(|&r| condition(r)).collect()
-    }
-
-    /// The first of the missing ranks that can never arrive.
-    fn lost(&self, missing: &dyn Fn() -> Vec<usize>) -> Option<usize> {
-        let leader = self.locals[0];
-        let missing = || {
-            let mut missing = missing();
-            // Others come by way of the leader.
-            if missing.iter().any(|rank| !self.locals.contains(rank)) && self.rank != leader {
-                missing.push(leader);
-            }
-            missing
-        };
-        let ranks: Vec<usize> = missing().iter().map(|&r| self.ranks[r]).collect();
-        let ended = self.world.ended(&ranks, Duration::ZERO);
-        // Only now is it certain that a rank that has ended, or left, did so without arriving.
-        let missing = missing();
-        let left = missing.iter().find(|&&r| self.has_left(r));
-        let left = left.or_else(|| missing.iter().find(|&&r| !self.locals.contains(&r) && self.is_cut_off(r)));
-        left.or_else(|| missing.iter().find(|&&r| ended.contains(&self.ranks[r]))).copied()
-    }
-
-    /// Fails the group because `peer`, a rank of it, has left or ended.
-    pub fn lose(&self, peer: usize, operation: &dyn std::fmt::Display) -> Error {
-        let error = self.peer_lost(peer, operation);
-        self.poison(LOST + peer as u32, &error.to_string());
-        error
-    }
-
-    /// The other members that have left the group or ended.
-    pub fn gone(&self) -> Vec<usize> {
-        let ended = self.world.ended(&self.ranks, Duration::ZERO);
-        let gone = |r| self.has_left(r) || ended.contains(&self.ranks[r]) || self.is_cut_off(r);
-        self.ranks_where(|r| r != self.rank && gone(r))
-    }
-
-    pub fn has_left(&self, rank: usize) -> bool {
-        self.control.rank(rank).left.load(Ordering::SeqCst) != 0
-    }
-
-    /// The error where the connection to another leader has ended.
-    pub fn cut_off(&self, loss: Loss, operation: &dyn std::fmt::Display) -> Error {
-        let Some(abroad) = &self.abroad else { return self.lose(self.rank, operation) };
-        self.lose_member(abroad.leaders[loss.member], loss.how, operation)
-    }
-
-    /// The error where the connection to a member on another node has ended.
-    pub fn lose_member(&self, peer: usize, how: Departure, operation: &dyn std::fmt::Display) -> Error {
-        // It may have ended because of a failure, of which it, or its node, has told.
-        match &how {
-            Departure::Failed(why) => self.hear_words(why),
-            _ => self.hear_within(EXIT_REPORT),
-        }
-        if let Err(error) = self.check_failure(operation, true) {
-            return error;
-        }
-        match how {
-            Departure::Ended => {}
-            // That was heard.
-            Departure::Failed(_) => {}
-            Departure::Left => self.control.rank(peer).left.store(1, Ordering::SeqCst),
-            Departure::OutOfReach(reason) => {
-                let peer = format!("{} cannot be reached: {reason}", self.world.describe(self.ranks[peer]));
-                let (rank, operation) = (self.world.rank, operation.to_string());
-                return self.fail(Error::PeerLost { rank, operation, peer });
-            }
-        }
-        self.lose(peer, operation)
-    }
-
-    /// The error for an operation that needs `peer`, a rank of this group that has left or ended.
-    fn peer_lost(&self, peer: usize, operation: &dyn std::fmt::Display) -> Error {
-        let global = self.ranks[peer];
-        let end = self.world.cause_of_loss(global, self.has_left(peer));
-        Error::PeerLost {
-            rank: self.world.rank,
-            operation: operation.to_string(),
-            peer: format!("{} {end}", self.world.describe(global)),
-        }
-    }
-
-    fn describe_all(&self, missing: &[usize]) -> String {
-        let one = |&rank: &usize| {
-            let rounds = self.control.rank(rank).posted.load(Ordering::Acquire);
-            format!("{}, which has arrived {rounds} times", self.world.describe(self.ranks[rank]))
-        };
-        let mut text = missing.iter().take(8).map(one).collect::<Vec<_>>().join("; ");
-        if missing.len() > 8 {
-            text += &format!("; and {} more", missing.len() - 8);
-        }
-        text
     }
 }
 

@@ -20,8 +20,8 @@ use super::reduction::{slice, Cargo};
 use super::Part;
 use crate::error::Result;
 
-/// Bytes of a slice: enough for the calls to the kernel to be few, few enough to stay in the second-level cache.
-const SLICE: usize = 256 << 10;
+/// Bytes of a slice: enough for the calls to the kernel to be few, few enough that what is under way stays in the cache.
+const SLICE: usize = 64 << 10;
 
 /// Memory that is reduced as one, in the order of its pieces: where each begins, and how many elements it has.
 struct Span {

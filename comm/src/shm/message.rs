@@ -11,7 +11,7 @@ use flow_kernels::{DType, ReduceOp};
 
 use super::carrying::drive;
 use super::control::PostWords;
-use super::engine::Engine;
+use super::engine::{Engine, Link};
 use super::exchange::Raw;
 use super::operation::{Kind, Location, Operation};
 use super::Part;
@@ -93,17 +93,10 @@ impl Engine {
         }
     }
 
-    fn send_abroad(
-        &self,
-        link: &mut Option<Box<dyn Wire>>,
-        data: Raw,
-        operation: &Operation,
-        to: usize,
-        what: &Transfer,
-    ) -> Result<()> {
+    fn send_abroad(&self, link: &mut Link, data: Raw, operation: &Operation, to: usize, what: &Transfer) -> Result<()> {
         let mut post = PostWords::default();
         operation.write(Location::Staged, &post);
-        self.transfer(link, Link { sender: self.rank, receiver: to }, what, |wire| {
+        self.transfer(link, Ends { sender: self.rank, receiver: to }, what, |wire| {
             // SAFETY: nobody writes the post or the caller's memory until they are sent.
             for part in unsafe { [post.part(), Part::new(data.data, data.bytes)] } {
                 wire.send(0, part);
@@ -111,16 +104,9 @@ impl Engine {
         })
     }
 
-    fn recv_abroad(
-        &self,
-        link: &mut Option<Box<dyn Wire>>,
-        data: Raw,
-        dtype: DType,
-        from: usize,
-        what: &Transfer,
-    ) -> Result<()> {
+    fn recv_abroad(&self, link: &mut Link, data: Raw, dtype: DType, from: usize, what: &Transfer) -> Result<()> {
         let mut post = PostWords::default();
-        let ends = Link { sender: from, receiver: self.rank };
+        let ends = Ends { sender: from, receiver: self.rank };
         self.transfer(link, ends, what, |wire| {
             // SAFETY: nobody touches the post until it is filled.
             wire.receive(1, unsafe { post.part() });
@@ -135,8 +121,8 @@ impl Engine {
     /// Has something sent or received over the link between two ranks, which is made first if there is none yet.
     fn transfer(
         &self,
-        link: &mut Option<Box<dyn Wire>>,
-        Link { sender, receiver }: Link,
+        link: &mut Link,
+        Ends { sender, receiver }: Ends,
         what: &Transfer,
         begin: impl FnOnce(&mut dyn Wire),
     ) -> Result<()> {
@@ -187,7 +173,7 @@ impl Engine {
 
 /// The ends of a link.
 #[derive(Clone, Copy)]
-struct Link {
+struct Ends {
     sender: usize,
     receiver: usize,
 }

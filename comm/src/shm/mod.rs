@@ -8,7 +8,8 @@
 //! | `joining` | the patience of those who wait for others to join |
 //! | `control` | counters, posts and staging buffers of one group |
 //! | `operation` | what a rank posts about the collective it is in |
-//! | `engine` | rounds: posting, waiting, failing |
+//! | `engine` | rounds: posting, waiting |
+//! | `failure` | what becomes of a group that fails |
 //! | `exchange` | collectives that read from peers |
 //! | `reduction` | all_reduce, reduce, and the bucket reductions of data-parallel training |
 //! | `message` | send and recv |
@@ -25,6 +26,7 @@ mod carrying;
 mod control;
 pub mod engine;
 mod exchange;
+mod failure;
 mod hierarchy;
 mod joining;
 mod meeting;
