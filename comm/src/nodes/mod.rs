@@ -63,8 +63,8 @@ pub trait Wire: Send {
     /// Moves what can be moved now, or else as soon as something can, at most for `time`.
     fn drive(&mut self, time: Duration) -> Result<(), Loss>;
 
-    /// The member to which the connection is known to have ended, if any.
-    fn lost(&mut self) -> Option<Loss>;
+    /// How a member has gone, if the connection to it is known to have ended.
+    fn lost(&mut self, member: usize) -> Option<Departure>;
 
     /// Forgets all parts, and ends the connections. The others are told why, as the departure of this member.
     fn abandon(&mut self, why: &str);

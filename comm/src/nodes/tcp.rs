@@ -134,6 +134,10 @@ struct Peer {
     receiving: Queue,
     /// Whether a read found nothing, or a write no room.
     waits: (bool, bool),
+    /// Once it is known to have gone.
+    departure: Option<Departure>,
+    /// Nothing more is wanted from it than word of its departure.
+    is_abandoned: bool,
 }
 
 impl Peer {
@@ -145,13 +149,21 @@ impl Peer {
         setsockopt(&pulse, sockopt::TcpKeepCount, &PROBES)?;
         data.set_nonblocking(true)?;
         pulse.set_nonblocking(true)?;
-        Ok(Self { data, pulse, sending: Queue::default(), receiving: Queue::default(), waits: (false, false) })
+        let (sending, receiving) = (Queue::default(), Queue::default());
+        Ok(Self { data, pulse, sending, receiving, waits: (false, false), departure: None, is_abandoned: false })
     }
 
     /// Moves what can be moved without waiting; whether that was anything.
     fn go_on(&mut self) -> Result<bool, Departure> {
+        let written = self.write_on();
+        // Who takes nothing more may have sent something before.
+        let read = self.read_on();
+        Ok(written? | read?)
+    }
+
+    fn write_on(&mut self) -> Result<bool, Departure> {
         let mut moved = false;
-        self.waits = (false, false);
+        self.waits.1 = false;
         while !self.sending.parts.is_empty() {
             let queue = &self.sending;
             let mut slices = [IoSlice::new(&[]); BATCH];
@@ -168,6 +180,12 @@ impl Peer {
             }
             moved = true;
         }
+        Ok(moved)
+    }
+
+    fn read_on(&mut self) -> Result<bool, Departure> {
+        let mut moved = false;
+        self.waits.0 = false;
         while !self.receiving.parts.is_empty() {
             let queue = &mut self.receiving;
             let (offset, count) = (queue.offset, queue.parts.len().min(BATCH));
@@ -189,8 +207,13 @@ impl Peer {
         Ok(moved)
     }
 
-    /// Why the data has come to its end.
-    fn departure(&self, error: Option<io::Error>) -> Departure {
+    /// Why the data has come to its end, which the peer says once.
+    fn departure(&mut self, error: Option<io::Error>) -> Departure {
+        let departure = self.departure.take().unwrap_or_else(|| self.last_words(error));
+        self.departure.insert(departure).clone()
+    }
+
+    fn last_words(&self, error: Option<io::Error>) -> Departure {
         use io::ErrorKind::{BrokenPipe, ConnectionReset};
         if let Some(error) = error.filter(|e| !matches!(e.kind(), BrokenPipe | ConnectionReset)) {
             return Departure::OutOfReach(error.to_string());
@@ -213,12 +236,18 @@ impl Peer {
     }
 
     /// What is known to be wrong with the connections, when no data is waited for.
-    fn ailment(&self) -> Option<Departure> {
+    fn ailment(&mut self) -> Option<Departure> {
+        if self.departure.is_some() {
+            return self.departure.clone();
+        }
         match self.pulse.take_error() {
             Ok(None) => {}
             Ok(Some(error)) | Err(error) => return Some(self.departure(Some(error))),
         }
-        match self.data.peek(&mut [0]) {
+        // The data says so after all that was sent.
+        let last = if self.is_abandoned { &self.pulse } else { &self.data };
+        match last.peek(&mut [0]) {
+            Ok(1..) if self.is_abandoned => Some(self.departure(None)),
             Ok(0) => Some(self.departure(None)),
             Err(error) if error.kind() != io::ErrorKind::WouldBlock => Some(self.departure(Some(error))),
             _ => None,
@@ -261,16 +290,16 @@ impl TcpWire {
         if rustix::event::poll(&mut fds, Some(&time)).is_err() {
             return Ok(()); // interrupted: the caller looks in any case
         }
-        for ((member, peer), fds) in busy.iter().zip(fds.chunks(2)) {
-            // An end of the pulse without an error is told by the data, after all that was sent.
-            if fds[1].revents().contains(PollFlags::ERR) {
-                let error = peer.pulse.take_error().ok().flatten();
-                if let Some(error) = error.filter(|error| error.kind() != io::ErrorKind::ConnectionReset) {
-                    return Err(Loss { member: *member, how: Departure::OutOfReach(error.to_string()) });
-                }
+        // An end of the pulse without an error is told by the data, after all that was sent.
+        let broken = fds.chunks(2).position(|fds| fds[1].revents().contains(PollFlags::ERR));
+        let Some(member) = broken.map(|index| busy[index].0) else { return Ok(()) };
+        let peer = self.peer(member);
+        match peer.pulse.take_error() {
+            Ok(Some(error)) if error.kind() != io::ErrorKind::ConnectionReset => {
+                Err(Loss { member, how: peer.departure(Some(error)) })
             }
+            _ => Ok(()),
         }
-        Ok(())
     }
 }
 
@@ -303,8 +332,8 @@ impl Wire for TcpWire {
         self.go_on().map(drop)
     }
 
-    fn lost(&mut self) -> Option<Loss> {
-        self.others().find_map(|(member, peer)| Some(Loss { member, how: peer.ailment()? }))
+    fn lost(&mut self, member: usize) -> Option<Departure> {
+        self.peers[member].as_mut()?.ailment()
     }
 
     fn abandon(&mut self, why: &str) {
@@ -312,6 +341,7 @@ impl Wire for TcpWire {
             let _ = (&peer.pulse).write(why.as_bytes());
             peer.sending = Queue::default();
             peer.receiving = Queue::default();
+            peer.is_abandoned = true;
             let _ = peer.data.shutdown(Shutdown::Both);
             let _ = peer.pulse.shutdown(Shutdown::Write);
         }

@@ -12,7 +12,7 @@ use super::engine::Engine;
 use super::failure::{LOST, NOTICES};
 use super::world::World;
 use crate::error::{Error, Result};
-use crate::nodes::{Unlinked, Wire};
+use crate::nodes::{Departure, Unlinked, Wire};
 
 /// How often a rank that waits asks for news, and how long it has waited when it tells where it is.
 const NEWS: Duration = Duration::from_millis(500);
@@ -126,12 +126,20 @@ impl Engine {
         })
     }
 
-    /// Whether the connection to a leader on another node has ended, as far as this rank can see.
+    /// Whether the connection to a leader on another node has ended, as far as this rank can see, without a failure of
+    /// which that leader has told.
     pub fn is_cut_off(&self, rank: usize) -> bool {
         let Some(abroad) = self.abroad.as_ref().filter(|abroad| abroad.leaders.contains(&rank)) else { return false };
         // Whoever drives the wire sees that for himself.
         let Some(Ok(mut carrier)) = abroad.carrier.as_ref().map(Mutex::try_lock) else { return false };
-        carrier.wire.lost().is_some_and(|loss| abroad.leaders[loss.member] == rank)
+        let node = abroad.nodes[rank];
+        match (node != abroad.here).then(|| carrier.wire.lost(node)).flatten() {
+            Some(Departure::Failed(why)) => {
+                self.hear_words(&why);
+                false
+            }
+            departure => departure.is_some(),
+        }
     }
 
     /// Tells the other nodes of the group's first failure.
@@ -197,18 +205,18 @@ impl Engine {
         self.tell(&format!("notice/{}", self.rank), own);
     }
 
-    /// Brings what ranks on other nodes say. Whether more can be expected: not if these fail for another reason.
-    pub fn fetch_notices(&self, silent: &[usize]) -> bool {
-        if self.abroad.is_none() {
-            return true;
-        }
-        for &rank in silent.iter().filter(|rank| !self.locals.contains(rank)) {
+    /// Brings what ranks on other nodes say.
+    pub fn fetch_notices(&self) {
+        for rank in self.ranks_where(|rank| !self.locals.contains(&rank) && !self.control.rank(rank).notice.is_set()) {
             if let Some(notice) = self.told(&format!("notice/{rank}"), Duration::ZERO) {
                 self.control.rank(rank).notice.write(0, &notice);
             }
         }
-        let notices = format!("{NOTICES} ");
-        self.told("failure", Duration::ZERO).is_none_or(|words| words.starts_with(&notices))
+    }
+
+    /// Whether the group did not fail for another reason on other nodes.
+    pub fn others_await_notices(&self) -> bool {
+        self.told("failure", Duration::ZERO).is_none_or(|words| words.starts_with(&format!("{NOTICES} ")))
     }
 
     /// Tells in which collective this rank is, when it has waited long.

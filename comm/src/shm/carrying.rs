@@ -45,19 +45,21 @@ pub struct Pieces {
     sends: Vec<(usize, Part)>,
 }
 
-/// Moves what can be moved; if it then is not over, waits for more.
+/// Moves what can be moved; if it then is not over, waits for more. A member that has gone may have sent all before.
 pub fn drive(wire: &mut dyn Wire, time: Duration, is_over: &mut dyn FnMut(&dyn Wire) -> bool) -> Result<bool, Loss> {
-    wire.drive(Duration::ZERO)?;
+    let moved = wire.drive(Duration::ZERO);
     if is_over(wire) {
         return Ok(true);
     }
+    moved?;
     if time.is_zero() {
         // The other end may be on the same processor: the kernel likes to put together who talk to each other.
         std::thread::yield_now();
         return Ok(false);
     }
-    wire.drive(time)?;
-    Ok(is_over(wire))
+    let moved = wire.drive(time);
+    let is_over = is_over(wire);
+    moved.map(|()| is_over).or_else(|loss| if is_over { Ok(true) } else { Err(loss) })
 }
 
 impl Engine {
@@ -88,7 +90,7 @@ impl Engine {
     }
 
     /// Shows the other nodes what the members on this one post in a round, each with `payload` bytes, and writes down what
-    /// they show.
+    /// they show: they have arrived.
     pub fn exchange_posts(&self, round: u64, operation: &Operation, payload: usize) -> Result<()> {
         const POST: usize = PostWords::BYTES;
         let (abroad, mut load) = self.load()?;
@@ -105,26 +107,25 @@ impl Engine {
         let count = abroad.leaders.len();
         let members = |node| abroad.nodes.iter().filter(move |&&of| of == node).count();
         let mut frames: Vec<Vec<u8>> = (0..count).map(|node| vec![0; 8 + members(node) * (POST + payload)]).collect();
-        let (mut heads, mut all) = (vec![(0, 0); count], vec![(0, 0); count]);
+        let mut due = vec![(0, 0); count];
         for node in abroad.others() {
             let wire = &mut load.carrier.wire;
-            let (head, data) = frames[node].split_at_mut(8 + members(node) * POST);
+            let head = &mut frames[node][..8 + members(node) * POST];
             // SAFETY: the frames outlive what the load has to carry.
             let part = |bytes: &mut [u8]| unsafe { Part::new(bytes.as_mut_ptr(), bytes.len()) };
-            all[node].0 = wire.send(node, part(&mut frame));
-            heads[node].1 = wire.receive(node, part(head));
-            all[node].1 = wire.receive(node, part(data));
+            due[node] = (wire.send(node, part(&mut frame)), wire.receive(node, part(head)));
         }
-        self.drive(&mut load, operation, &heads, false)?;
+        self.drive(&mut load, operation, &due, false)?;
         // Who shows another number of bytes does something else, which the posts tell: there is no way to go on.
-        let alike = |node: usize| frames[node][..8] == frame[..8];
-        if abroad.others().all(alike) {
-            self.drive(&mut load, operation, &all, false)?;
-            load.delivered();
-        } else {
-            let sent: Vec<(u64, u64)> = all.iter().zip(&heads).map(|(all, head)| (all.0, head.1)).collect();
-            self.drive(&mut load, operation, &sent, false)?;
+        if abroad.others().all(|node| frames[node][..8] == frame[..8]) {
+            for node in abroad.others() {
+                let data = &mut frames[node][8 + members(node) * POST..];
+                // SAFETY: as above.
+                due[node].1 = load.carrier.wire.receive(node, unsafe { Part::new(data.as_mut_ptr(), data.len()) });
+            }
+            self.drive(&mut load, operation, &due, false)?;
         }
+        load.delivered();
         for node in abroad.others() {
             let (posts, data) = frames[node][8..].split_at(members(node) * POST);
             let ranks = (0..self.size()).filter(|&rank| abroad.nodes[rank] == node);
@@ -137,6 +138,7 @@ impl Engine {
                 unsafe { super::copy(data.as_ptr(), self.control.payload(round, rank), data.len()) };
             }
         }
+        self.others_arrive(round);
         Ok(())
     }
 

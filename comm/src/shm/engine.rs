@@ -218,7 +218,6 @@ impl Engine {
         if self.leads() {
             self.wait_locals_arrived(round, operation)?;
             self.exchange_posts(round, operation, payload)?;
-            self.others_arrive(round);
         }
         self.wait_all_arrived(round, operation)
     }

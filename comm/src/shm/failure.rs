@@ -28,15 +28,13 @@ impl Engine {
         self.notify(own);
         self.poison(NOTICES, &format!("rank {}: {operation}: {own}", self.world.rank));
         let deadline = Instant::now() + self.timeout();
-        let silent = || self.ranks_where(|r| !self.control.rank(r).notice.is_set());
+        let silent = || {
+            self.fetch_notices();
+            self.ranks_where(|r| !self.control.rank(r).notice.is_set())
+        };
         // If the group had failed for another reason, the others have heard of that and write no notices.
-        let awaited = || self.control.header().poison.read().is_none_or(|(kind, _)| kind == NOTICES);
-        while awaited()
-            && self.fetch_notices(&silent())
-            && !silent().is_empty()
-            && Instant::now() < deadline
-            && self.lost(&silent).is_none()
-        {
+        let awaited = || self.awaits_notice() && self.others_await_notices();
+        while awaited() && !silent().is_empty() && Instant::now() < deadline && self.lost(&silent).is_none() {
             // A failure path: peers still finish their backward, so there is nothing to be quick about.
             std::thread::sleep(Duration::from_millis(2));
         }

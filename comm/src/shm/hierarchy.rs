@@ -183,7 +183,6 @@ impl Engine {
         self.done(*round);
         self.wait_done(*round, operation)?;
         self.exchange_posts(*round, operation, 0)?;
-        self.others_arrive(*round);
         if !self.all_agree(*round, operation) {
             // Each rank says so itself when it takes the result home.
             self.others_arrive(*homeward);

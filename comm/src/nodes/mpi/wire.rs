@@ -69,6 +69,8 @@ struct Peer {
     /// The first that has come, and what of it is still to be copied.
     come: Option<(Message, Range<usize>)>,
     departure: Option<Departure>,
+    /// Nothing more is wanted from it than word of its departure.
+    is_abandoned: bool,
 }
 
 impl Peer {
@@ -82,6 +84,7 @@ impl Peer {
             tag: None,
             come: None,
             departure: None,
+            is_abandoned: false,
         }
     }
 
@@ -143,6 +146,10 @@ impl Peer {
                 continue;
             };
             let Some(part) = self.receiving.parts.front_mut() else {
+                if self.is_abandoned {
+                    self.expect(session, std::mem::take(&mut message.buffer))?;
+                    continue;
+                }
                 self.come = Some((message, rest));
                 break;
             };
@@ -244,10 +251,11 @@ impl Wire for MpiWire {
         Ok(())
     }
 
-    fn lost(&mut self) -> Option<Loss> {
-        let departure =
-            |(member, peer): (usize, &Option<Peer>)| Some(Loss { member, how: peer.as_ref()?.departure.clone()? });
-        self.go_on().err().or_else(|| self.peers.iter().enumerate().find_map(departure))
+    fn lost(&mut self, member: usize) -> Option<Departure> {
+        match self.go_on() {
+            Err(loss) if loss.member == member => Some(loss.how),
+            _ => self.peers[member].as_ref()?.departure.clone(),
+        }
     }
 
     fn abandon(&mut self, why: &str) {
@@ -255,7 +263,7 @@ impl Wire for MpiWire {
         for peer in self.peers.iter_mut().flatten() {
             peer.sending = Queue::default();
             peer.receiving = Queue::default();
-            peer.departure = Some(Departure::Ended);
+            peer.is_abandoned = true;
         }
     }
 
