@@ -176,7 +176,7 @@ fn a_stopped_rank_is_named_and_hears_of_it() {
 
 #[test]
 fn an_abort_reaches_all() {
-    for process in ranks(3, "check_failures", &["abort"]) {
+    for process in ranks(3, "check_failures", &["abort", "0"]) {
         let said = lines(process.finish(SOON));
         assert_contains(&said[0], &["Poisoned", "all_reduce #1", "rank 0 aborted the group: the data ran out"]);
     }

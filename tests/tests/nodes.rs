@@ -51,6 +51,7 @@ fn groups() {
         (&[1, 1], "worlds_come_and_go"),
         (&[1, 2], "two_worlds"),
         (&[2, 2, 2], "rounds"),
+        (&[4, 1], "half_averages"),
     ] {
         succeeds(nodes, "check_groups", &[scenario], &format!("{scenario} passed\n"));
     }
@@ -128,9 +129,35 @@ fn a_stopped_rank_is_waited_for_until_the_timeout() {
 
 #[test]
 fn an_abort_reaches_all_nodes() {
-    for process in ranks_on_nodes(&[2, 1], "check_failures", &["abort"]) {
-        let said = lines(process.finish(SOON));
-        assert_contains(&said[0], &["Poisoned", "all_reduce #1", "rank 0 aborted the group: the data ran out"]);
+    for by in ["0", "1", "2"] {
+        for process in ranks_on_nodes(&[2, 1], "check_failures", &["abort", by]) {
+            let said = lines(process.finish(SOON));
+            let culprit = format!("rank {by} aborted the group: the data ran out");
+            assert_contains(&said[0], &["Poisoned", "all_reduce #1", &culprit]);
+        }
+    }
+}
+
+/// Only its sender matters to a message between nodes.
+#[test]
+fn a_message_comes_though_others_leave() {
+    let ranks = ranks_on_nodes(&[1, 2], "check_failures", &["message_past"]);
+    let said: Vec<_> = ranks.into_iter().map(|rank| lines(rank.finish(SOON))).collect();
+    assert_eq!(said[2], ["received [7, 7, 7, 7, 7, 7, 7, 7, 7]", "no error"]);
+}
+
+#[test]
+fn a_message_of_a_rank_that_has_ended_is_not_waited_for() {
+    let mut ranks = ranks_on_nodes(&[1, 2], "check_failures", &["message_of_ended"]);
+    let said = lines(ranks.remove(0).finish(SOON));
+    assert_contains(&said[0], &["PeerLost: rank 0: recv from rank 2", "died"]);
+}
+
+/// Also where the receiver serves the store, and ends at once.
+#[test]
+fn a_message_of_another_length_is_told_on_both_sides() {
+    for process in ranks_on_nodes(&[1, 1], "check_failures", &["message_too_long"]) {
+        assert_contains(&lines(process.finish(SOON))[0], &["rank 1 sends 16777216 x u8, rank 0 receives 9 x u8"]);
     }
 }
 

@@ -29,6 +29,9 @@ pub trait Network: Send + Sync {
     /// `patience` is called again and again with the positions of those that are missing; it ends the wait by an error.
     fn link(&self, channel: &str, members: &[usize], own: usize, patience: Patience)
         -> Result<Box<dyn Wire>, Unlinked>;
+
+    /// Whether a rank of the job is known to have ended. May take a second to find out.
+    fn is_gone(&self, rank: usize) -> bool;
 }
 
 /// See [`Network::link`].

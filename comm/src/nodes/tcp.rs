@@ -8,7 +8,6 @@
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{IpAddr, Shutdown, SocketAddr, TcpStream};
-use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use nix::sys::socket::{setsockopt, sockopt};
@@ -119,6 +118,11 @@ impl Network for TcpNetwork {
             })?);
         }
         Ok(Box::new(TcpWire { peers }))
+    }
+
+    fn is_gone(&self, rank: usize) -> bool {
+        let error = TcpStream::connect_timeout(&self.addresses[rank], ATTEMPT).err();
+        error.is_some_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
     }
 }
 
@@ -274,30 +278,31 @@ impl TcpWire {
 
     /// Waits until something can be moved.
     fn sleep(&mut self, time: Duration) -> Result<(), Loss> {
-        let mut fds = Vec::with_capacity(2 * self.peers.len());
-        let busy: Vec<(usize, &Peer)> =
-            self.peers.iter().enumerate().filter_map(|(member, peer)| Some((member, peer.as_ref()?))).collect();
-        for (_, peer) in &busy {
+        let (mut fds, mut pulses) = (Vec::with_capacity(2 * self.peers.len()), Vec::with_capacity(self.peers.len()));
+        for (member, peer) in self.peers.iter().enumerate().filter_map(|(member, peer)| Some((member, peer.as_ref()?)))
+        {
+            // An end that is known already must not cut every sleep short.
+            if peer.departure.is_none() {
+                pulses.push((member, fds.len()));
+                fds.push(PollFd::new(&peer.pulse, PollFlags::empty()));
+            }
             let mut events = PollFlags::empty();
             events.set(PollFlags::IN, peer.waits.0);
             events.set(PollFlags::OUT, peer.waits.1);
-            // A connection that has ended and from which nothing is wanted must not cut every sleep short.
-            let data = if events.is_empty() { peer.pulse.as_fd() } else { peer.data.as_fd() };
-            fds.push(PollFd::from_borrowed_fd(data, events));
-            fds.push(PollFd::from_borrowed_fd(peer.pulse.as_fd(), PollFlags::empty()));
+            if !events.is_empty() {
+                fds.push(PollFd::new(&peer.data, events));
+            }
         }
         let time = Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) };
         if rustix::event::poll(&mut fds, Some(&time)).is_err() {
             return Ok(()); // interrupted: the caller looks in any case
         }
-        // An end of the pulse without an error is told by the data, after all that was sent.
-        let broken = fds.chunks(2).position(|fds| fds[1].revents().contains(PollFlags::ERR));
-        let Some(member) = broken.map(|index| busy[index].0) else { return Ok(()) };
+        let ended = pulses.iter().find(|(_, at)| fds[*at].revents().intersects(PollFlags::ERR | PollFlags::HUP));
+        let Some(&(member, _)) = ended else { return Ok(()) };
         let peer = self.peer(member);
-        match peer.pulse.take_error() {
-            Ok(Some(error)) if error.kind() != io::ErrorKind::ConnectionReset => {
-                Err(Loss { member, how: peer.departure(Some(error)) })
-            }
+        match peer.departure(peer.pulse.take_error().ok().flatten()) {
+            how @ Departure::OutOfReach(_) => Err(Loss { member, how }),
+            // The data comes to its end after all that was sent.
             _ => Ok(()),
         }
     }

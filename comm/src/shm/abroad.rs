@@ -11,12 +11,14 @@ use std::time::{Duration, Instant};
 use super::engine::Engine;
 use super::failure::{LOST, NOTICES};
 use super::world::World;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::nodes::{Departure, Unlinked, Wire};
 
 /// How often a rank that waits asks for news, and how long it has waited when it tells where it is.
 const NEWS: Duration = Duration::from_millis(500);
 const PATIENCE: Duration = Duration::from_secs(1);
+/// How often a rank that waits to be linked looks whether the other is still there.
+const KNOCK: Duration = Duration::from_secs(1);
 
 /// A group's part on other nodes.
 pub struct Abroad {
@@ -104,20 +106,19 @@ impl Engine {
             return Err(self.caller().argument("link", "there is no other node".into()));
         };
         let ranks: Vec<usize> = members.iter().map(|&member| self.ranks[member]).collect();
-        let begin = Instant::now();
+        let (mut waiting, mut knocked) = (self.begin_to_wait(), Instant::now());
         let mut patience = |missing: &[usize]| {
             let missing: Vec<usize> = missing.iter().map(|&missing| members[missing]).collect();
             self.check_failure(operation, true)?;
-            if let Some(&left) = missing.iter().find(|&&r| self.has_left(r) || self.is_cut_off(r)) {
-                return Err(self.lose(left, operation));
+            let mut gone = missing.iter().find_map(|&r| Some((r, self.how_cut_off(r)?)));
+            if gone.is_none() && knocked.elapsed() >= KNOCK {
+                knocked = Instant::now();
+                gone = missing.iter().find(|&&r| network.is_gone(self.ranks[r])).map(|&r| (r, Departure::Ended));
             }
-            self.tell_place(begin.elapsed(), self.timeout());
-            if begin.elapsed() < self.timeout() {
-                return Ok(());
+            match gone {
+                Some((peer, how)) => Err(self.lose_member(peer, how, operation)),
+                None => self.look(&mut waiting, operation, &|| missing.clone()),
             }
-            let missing: Vec<String> = missing.iter().map(|&r| self.world.describe(self.ranks[r])).collect();
-            let (rank, operation, timeout) = (self.world.rank, operation.to_string(), self.timeout());
-            Err(self.fail(Error::Timeout { rank, operation, timeout, missing: missing.join("; ") }))
         };
         let linked = network.link(&format!("{}{channel}", abroad.prefix), &ranks, own, &mut patience);
         linked.map_err(|unlinked| match unlinked {
@@ -126,19 +127,18 @@ impl Engine {
         })
     }
 
-    /// Whether the connection to a leader on another node has ended, as far as this rank can see, without a failure of
-    /// which that leader has told.
-    pub fn is_cut_off(&self, rank: usize) -> bool {
-        let Some(abroad) = self.abroad.as_ref().filter(|abroad| abroad.leaders.contains(&rank)) else { return false };
+    /// How the connection to a leader on another node has ended, as far as this rank can see. If because of a failure of
+    /// which that leader has told, that is heard.
+    pub fn how_cut_off(&self, rank: usize) -> Option<Departure> {
+        let abroad = self.abroad.as_ref().filter(|abroad| abroad.leaders.contains(&rank))?;
         // Whoever drives the wire sees that for himself.
-        let Some(Ok(mut carrier)) = abroad.carrier.as_ref().map(Mutex::try_lock) else { return false };
-        let node = abroad.nodes[rank];
-        match (node != abroad.here).then(|| carrier.wire.lost(node)).flatten() {
-            Some(Departure::Failed(why)) => {
+        let mut carrier = abroad.carrier.as_ref()?.try_lock().ok()?;
+        match carrier.wire.lost(abroad.nodes[rank])? {
+            Departure::Failed(why) => {
                 self.hear_words(&why);
-                false
+                None
             }
-            departure => departure.is_some(),
+            departure => Some(departure),
         }
     }
 
@@ -152,10 +152,15 @@ impl Engine {
         self.tell("failure", &self.words(kind, text));
     }
 
-    /// Gives a wire up, with the group's failure as the reason.
+    /// Gives a wire up, with the group's failure as the reason, or because this rank leaves.
     pub fn abandon(&self, wire: &mut dyn Wire) {
-        let failure = self.control.header().poison.read();
-        wire.abandon(&failure.map(|(kind, text)| self.words(kind, &text)).unwrap_or_default());
+        match self.control.header().poison.read() {
+            Some((kind, text)) => wire.abandon(&self.words(kind, &text)),
+            None => {
+                wire.leave();
+                wire.abandon("");
+            }
+        }
     }
 
     /// A failure in words, for other nodes: its kind, whether it is about a rank that has left, and its text.
@@ -246,18 +251,17 @@ impl Engine {
         }
     }
 
-    /// Tells those that this rank is linked with that it has done its part.
+    /// Tells those that this rank is linked with that it leaves, and why if the group has failed.
     pub fn say_goodbye(&self) {
-        if self.control.header().poison.is_set() {
-            return;
-        }
+        let has_failed = self.control.header().poison.is_set();
+        let leave = |wire: &mut dyn Wire| if has_failed { self.abandon(wire) } else { wire.leave() };
         let carrier = self.abroad.as_ref().and_then(|abroad| abroad.carrier.as_ref());
         if let Some(Ok(mut carrier)) = carrier.map(Mutex::try_lock) {
-            carrier.wire.leave();
+            leave(&mut *carrier.wire);
         }
         for mut link in self.mail.iter().flatten().filter_map(|link| link.try_lock().ok()) {
             if let Some(wire) = &mut *link {
-                wire.leave();
+                leave(&mut **wire);
             }
         }
     }

@@ -86,14 +86,14 @@ impl Engine {
             late.replace((0..due.len()).filter(is_late).collect());
             late.borrow().is_empty() && (!all || wire.is_idle())
         };
-        self.wait_until(operation, &missing, &mut |time| drive(&mut **wire, time, &mut is_over))
+        self.wait_until(operation, &missing, &|| None, &mut |time| drive(&mut **wire, time, &mut is_over))
     }
 
     /// Shows the other nodes what the members on this one post in a round, each with `payload` bytes, and writes down what
     /// they show: they have arrived.
     pub fn exchange_posts(&self, round: u64, operation: &Operation, payload: usize) -> Result<()> {
         const POST: usize = PostWords::BYTES;
-        let (abroad, mut load) = self.load()?;
+        let Some(abroad) = &self.abroad else { return Ok(()) };
         // First how many bytes each member shows, and the posts, then those bytes.
         let mut frame = (payload as u64).to_le_bytes().to_vec();
         for &rank in &self.locals {
@@ -108,6 +108,8 @@ impl Engine {
         let members = |node| abroad.nodes.iter().filter(move |&&of| of == node).count();
         let mut frames: Vec<Vec<u8>> = (0..count).map(|node| vec![0; 8 + members(node) * (POST + payload)]).collect();
         let mut due = vec![(0, 0); count];
+        // After the frames, which thus outlive what it is to carry.
+        let (_, mut load) = self.load()?;
         for node in abroad.others() {
             let wire = &mut load.carrier.wire;
             let head = &mut frames[node][..8 + members(node) * POST];

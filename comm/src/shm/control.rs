@@ -21,6 +21,8 @@ pub const SLOTS: u64 = 64;
 pub const PAYLOAD: usize = 4096;
 /// Staging buffer for ordinary memory: two of them per rank stay in the second-level cache.
 pub const CHUNK: usize = 256 << 10;
+/// Each has at least a cache line of a staging buffer.
+pub const MAX_RANKS: usize = CHUNK / 64;
 
 /// A counter that ranks wait on. Only whoever raises it to a multiple of the group's size wakes the waiters.
 #[repr(C, align(64))]

@@ -7,6 +7,7 @@
 //! it brings the posts of the others (see `carrying`), and arrives for them; when it is done, so are they.
 
 use std::collections::VecDeque;
+use std::fmt::Display;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -19,7 +20,8 @@ use super::reduction::InFlight;
 use super::world::{sleep_on, World, FIRST_WARNING, SLICE};
 use crate::arguments::Caller;
 use crate::error::{Error, Result};
-use crate::nodes::{Loss, Wire};
+use crate::nodes::{Departure, Loss, Wire};
+use crate::waits::LongWait;
 
 /// How long to spin before sleeping, where every rank has a core: some times what it takes to be woken, which is tens
 /// of microseconds, and more on virtual machines.
@@ -27,6 +29,15 @@ const SPIN: Duration = Duration::from_micros(500);
 
 /// To a rank on another node, once there has been a message.
 pub type Link = Option<Box<dyn Wire>>;
+
+/// A wait that goes on.
+pub struct Waiting<'a> {
+    since: Instant,
+    timeout: Duration,
+    /// When it is next worth a line in the log.
+    warning: Duration,
+    long: Option<LongWait<'a>>,
+}
 
 /// This rank's part in one group.
 pub struct Engine {
@@ -294,13 +305,13 @@ impl Engine {
         &self,
         counter: &Counter,
         target: u32,
-        operation: &dyn std::fmt::Display,
+        operation: &dyn Display,
         missing: &dyn Fn() -> Vec<usize>,
     ) -> Result<()> {
         if counter.reached(target) {
             return Ok(());
         }
-        self.wait_until(operation, missing, &mut |time| {
+        self.wait_until(operation, missing, &|| self.lost(missing), &mut |time| {
             if !time.is_zero() {
                 sleep_on(counter, target, time);
             }
@@ -315,17 +326,17 @@ impl Engine {
     }
 
     /// Waits until `attempt` says that what is waited for has come; it may take the time that it is given for that.
+    /// `lost` says which member can never bring it, as far as `attempt` does not see that.
     pub fn wait_until(
         &self,
-        operation: &dyn std::fmt::Display,
+        operation: &dyn Display,
         missing: &dyn Fn() -> Vec<usize>,
+        lost: &dyn Fn() -> Option<(usize, Departure)>,
         attempt: &mut dyn FnMut(Duration) -> Result<bool, Loss>,
     ) -> Result<()> {
-        let start = Instant::now();
-        let timeout = self.timeout();
-        let mut warning = FIRST_WARNING;
+        let mut waiting = self.begin_to_wait();
+        let (start, timeout) = (waiting.since, waiting.timeout);
         let mut look = SLICE.min(timeout);
-        let mut long = self.world.long_wait();
         loop {
             let spins = self.world.spin && start.elapsed() < SPIN;
             let time = if spins { Duration::ZERO } else { look.saturating_sub(start.elapsed()) };
@@ -343,32 +354,40 @@ impl Engine {
                 continue;
             }
             look = (start.elapsed() + SLICE).min(timeout);
-            if let Some(peer) = self.lost(missing) {
+            if let Some((peer, how)) = lost() {
                 // Arriving may have been the last thing it did.
                 if matches!(attempt(Duration::ZERO), Ok(true)) {
                     return Ok(());
                 }
-                return Err(self.lose(peer, operation));
+                return Err(self.lose_member(peer, how, operation));
             }
-            self.tell_place(start.elapsed(), timeout);
-            if let Some(long) = &mut long {
-                long.look(start.elapsed(), operation, || missing().iter().map(|&r| self.ranks[r]).collect());
-            }
-            if start.elapsed() >= timeout {
-                let missing = self.describe_all(&self.not_in_place(missing()));
-                let operation = operation.to_string();
-                return Err(self.fail(Error::Timeout { rank: self.world.rank, operation, timeout, missing }));
-            }
-            if start.elapsed() >= warning {
-                log::warn!(
-                    "rank {}: {operation} has waited {} s for {}",
-                    self.world.rank,
-                    start.elapsed().as_secs(),
-                    self.describe_all(&missing())
-                );
-                warning *= 2;
-            }
+            self.look(&mut waiting, operation, missing)?;
         }
+    }
+
+    pub fn begin_to_wait(&self) -> Waiting<'_> {
+        let (since, timeout) = (Instant::now(), self.timeout());
+        Waiting { since, timeout, warning: FIRST_WARNING, long: self.world.long_wait() }
+    }
+
+    /// Tells of a wait that has become long, and fails the group when its time is over.
+    pub fn look(&self, waiting: &mut Waiting, operation: &dyn Display, missing: &dyn Fn() -> Vec<usize>) -> Result<()> {
+        let (rank, timeout, waited) = (self.world.rank, waiting.timeout, waiting.since.elapsed());
+        self.tell_place(waited, timeout);
+        if let Some(long) = &mut waiting.long {
+            long.look(waited, operation, || missing().iter().map(|&r| self.ranks[r]).collect());
+        }
+        if waited >= timeout {
+            let missing = self.describe_all(&self.not_in_place(missing()));
+            let operation = operation.to_string();
+            return Err(self.fail(Error::Timeout { rank, operation, timeout, missing }));
+        }
+        if waited >= waiting.warning {
+            let missing = self.describe_all(&missing());
+            log::warn!("rank {rank}: {operation} has waited {} s for {missing}", waited.as_secs());
+            waiting.warning *= 2;
+        }
+        Ok(())
     }
 
     pub fn has_buckets(&self) -> bool {
@@ -385,9 +404,8 @@ impl Drop for Engine {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         if !state.in_flight.is_empty() {
             self.quarantine(); // others may yet write to these buckets
-        } else {
-            self.say_goodbye();
         }
+        self.say_goodbye();
         self.control.rank(self.rank).left.store(1, Ordering::SeqCst);
         self.control.wake_all();
         self.control.header().attached.fetch_sub(1, Ordering::SeqCst);

@@ -38,6 +38,10 @@ impl Engine {
             // A failure path: peers still finish their backward, so there is nothing to be quick about.
             std::thread::sleep(Duration::from_millis(2));
         }
+        if self.abroad.is_some() && self.world.serves() {
+            // The others ask for them as well.
+            std::thread::sleep(EXIT_REPORT);
+        }
         let notices = (0..self.size()).filter_map(|r| Some((self.ranks[r], self.control.rank(r).notice.read()?.1)));
         notices.filter(|(_, text)| !text.is_empty()).collect()
     }
@@ -108,7 +112,7 @@ impl Engine {
     }
 
     /// The first of the missing ranks that can never arrive.
-    pub fn lost(&self, missing: &dyn Fn() -> Vec<usize>) -> Option<usize> {
+    pub fn lost(&self, missing: &dyn Fn() -> Vec<usize>) -> Option<(usize, Departure)> {
         let leader = self.locals[0];
         let missing = || {
             let mut missing = missing();
@@ -122,9 +126,10 @@ impl Engine {
         let ended = self.world.ended(&ranks, Duration::ZERO);
         // Only now is it certain that a rank that has ended, or left, did so without arriving.
         let missing = missing();
-        let left = missing.iter().find(|&&r| self.has_left(r));
-        let left = left.or_else(|| missing.iter().find(|&&r| !self.locals.contains(&r) && self.is_cut_off(r)));
-        left.or_else(|| missing.iter().find(|&&r| ended.contains(&self.ranks[r]))).copied()
+        let left = missing.iter().find(|&&r| self.has_left(r)).map(|&r| (r, Departure::Left));
+        let cut_off = || missing.iter().find_map(|&r| Some((r, self.how_cut_off(r)?)));
+        let ended = || missing.iter().find(|&&r| ended.contains(&self.ranks[r])).map(|&r| (r, Departure::Ended));
+        left.or_else(cut_off).or_else(ended)
     }
 
     /// Fails the group because `peer`, a rank of it, has left or ended.
@@ -137,7 +142,7 @@ impl Engine {
     /// The other members that have left the group or ended.
     pub fn gone(&self) -> Vec<usize> {
         let ended = self.world.ended(&self.ranks, Duration::ZERO);
-        let gone = |r| self.has_left(r) || ended.contains(&self.ranks[r]) || self.is_cut_off(r);
+        let gone = |r| self.has_left(r) || ended.contains(&self.ranks[r]) || self.how_cut_off(r).is_some();
         self.ranks_where(|r| r != self.rank && gone(r))
     }
 
@@ -151,11 +156,12 @@ impl Engine {
         self.lose_member(abroad.leaders[loss.member], loss.how, operation)
     }
 
-    /// The error where the connection to a member on another node has ended.
+    /// The error where a member has gone, or the connection to it.
     pub fn lose_member(&self, peer: usize, how: Departure, operation: &dyn std::fmt::Display) -> Error {
         // It may have ended because of a failure, of which it, or its node, has told.
         match &how {
             Departure::Failed(why) => self.hear_words(why),
+            _ if self.locals.contains(&peer) => {}
             _ => self.hear_within(EXIT_REPORT),
         }
         if let Err(error) = self.check_failure(operation, true) {

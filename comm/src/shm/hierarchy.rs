@@ -16,7 +16,7 @@ use super::control::CHUNK;
 use super::engine::{Engine, State};
 use super::exchange::Raw;
 use super::operation::{Location, Operation};
-use super::reduction::{slice, Cargo};
+use super::reduction::{is_divided_first, slice, Cargo};
 use super::Part;
 use crate::error::Result;
 
@@ -109,7 +109,7 @@ impl Together<'_> {
         let slice = slice(range.len() / element, engine.locals.len() - 1, engine.local - 1, element);
         let place = |&rank: &usize| self.at(rank, block).wrapping_add(slice.start * element);
         let places: Vec<*mut u8> = engine.locals.iter().map(place).collect();
-        engine.combine_places(&engine.on_this_node(operation), &places, &mut [places[0]], slice.len());
+        engine.combine_places(operation, &places, &mut [places[0]], slice.len());
         engine.done(round);
         Ok(())
     }
@@ -197,14 +197,6 @@ impl Engine {
         Ok(())
     }
 
-    /// What is done in a node for an operation over all: an average is a sum there.
-    pub fn on_this_node(&self, operation: &Operation) -> Operation {
-        match operation.reduce {
-            ReduceOp::Avg if self.abroad.is_some() => Operation { reduce: ReduceOp::Sum, ..*operation },
-            _ => *operation,
-        }
-    }
-
     /// Reduces what the leaders have, in place, in slices of so many bytes; all cut alike. The other members of the node
     /// take part block by block, if they do.
     fn carry_sum(
@@ -217,6 +209,11 @@ impl Engine {
     ) -> Result<()> {
         let Some(abroad) = &self.abroad else { return Ok(()) };
         let (nodes, here, element) = (abroad.leaders.len(), abroad.here, span.element);
+        if self.locals.len() == 1 && is_divided_first(operation) {
+            for &(data, count) in &span.pieces {
+                self.combine_places(operation, &[data], &mut [data], count);
+            }
+        }
         // What fits one block is cut evenly.
         let even = span.total.div_ceil(nodes).next_multiple_of(64 / element);
         let each = if span.total * element > slice * nodes { slice / element } else { even };
@@ -259,6 +256,9 @@ impl Engine {
                 // SAFETY: this node's part and what has come from the others are that long, and nobody else uses them.
                 unsafe {
                     match operation.reduce {
+                        ReduceOp::Avg if is_divided_first(operation) => {
+                            flow_kernels::reduce(operation.dtype, ReduceOp::Sum, &sources, &[own], count);
+                        }
                         ReduceOp::Avg => {
                             flow_kernels::average(operation.dtype, &sources, &[own], count, self.size());
                         }

@@ -10,7 +10,7 @@ use rustix::process::{Pid, PidfdFlags};
 use rustix::thread::CpuSet;
 
 use super::arena::Arena;
-use super::control::{Control, Counter, Note};
+use super::control::{Control, Counter, Note, MAX_RANKS};
 use super::joining::{has_ended, Joining, LOOK};
 use super::world::{sleep_on, Peer, World, FIRST_WARNING, SLICE};
 use crate::env::{Membership, Rendezvous};
@@ -84,6 +84,9 @@ impl World {
         let (rank, size) = (membership.rank, membership.world_size);
         let begin = Instant::now();
         let fail = |reason: String| Error::Join { rank, reason };
+        if size > MAX_RANKS {
+            return Err(fail(format!("a job can have at most {MAX_RANKS} ranks, not {size}")));
+        }
         let (server, store) = rendezvous(membership, generation, timeout).map_err(fail)?;
         let several_nodes = membership.local_world_size < size;
         let mut network = match several_nodes && membership.rendezvous != Rendezvous::Mpi {
@@ -159,7 +162,7 @@ impl World {
                 Some(network) => Some(Box::new(network)),
                 None => several_nodes.then(by_mpi).flatten(),
             },
-            _server: server,
+            server,
             graveyard: Mutex::default(),
         })
     }

@@ -16,7 +16,9 @@ use super::exchange::Raw;
 use super::operation::{Kind, Location, Operation};
 use super::Part;
 use crate::error::{Error, Result};
-use crate::nodes::Wire;
+
+/// Bytes that a link moves within the group's timeout.
+const PIECE: usize = 8 << 20;
 
 impl Engine {
     pub fn send(&self, data: Raw, dtype: DType, to: usize) -> Result<()> {
@@ -96,35 +98,31 @@ impl Engine {
     fn send_abroad(&self, link: &mut Link, data: Raw, operation: &Operation, to: usize, what: &Transfer) -> Result<()> {
         let mut post = PostWords::default();
         operation.write(Location::Staged, &post);
-        self.transfer(link, Ends { sender: self.rank, receiver: to }, what, |wire| {
-            // SAFETY: nobody writes the post or the caller's memory until they are sent.
-            for part in unsafe { [post.part(), Part::new(data.data, data.bytes)] } {
-                wire.send(0, part);
-            }
-        })
+        let ends = Ends { sender: self.rank, receiver: to };
+        // SAFETY: nobody writes the post until it is sent.
+        let post = unsafe { post.part() };
+        let mut pieces = pieces(data);
+        self.transfer(link, ends, what, std::iter::once(post).chain(pieces.next()))?;
+        pieces.try_for_each(|piece| self.transfer(link, ends, what, [piece]))
     }
 
     fn recv_abroad(&self, link: &mut Link, data: Raw, dtype: DType, from: usize, what: &Transfer) -> Result<()> {
         let mut post = PostWords::default();
         let ends = Ends { sender: from, receiver: self.rank };
-        self.transfer(link, ends, what, |wire| {
-            // SAFETY: nobody touches the post until it is filled.
-            wire.receive(1, unsafe { post.part() });
-        })?;
+        // SAFETY: nobody touches the post until it is filled.
+        self.transfer(link, ends, what, [unsafe { post.part() }])?;
         self.check_message(from, &post, data, dtype)?;
-        self.transfer(link, ends, what, |wire| {
-            // SAFETY: nobody touches the caller's memory until it is filled.
-            wire.receive(1, unsafe { Part::new(data.data, data.bytes) });
-        })
+        pieces(data).try_for_each(|piece| self.transfer(link, ends, what, [piece]))
     }
 
-    /// Has something sent or received over the link between two ranks, which is made first if there is none yet.
+    /// Has parts sent or received over the link between two ranks, which is made first if there is none yet. Nobody
+    /// watches the sender: all that it has sent comes before the end of the link.
     fn transfer(
         &self,
         link: &mut Link,
         Ends { sender, receiver }: Ends,
         what: &Transfer,
-        begin: impl FnOnce(&mut dyn Wire),
+        parts: impl IntoIterator<Item = Part>,
     ) -> Result<()> {
         // Of the two the last, which does not wait for the other, is the sender.
         let own = usize::from(sender == self.rank);
@@ -133,9 +131,14 @@ impl Engine {
             Some(wire) => wire,
             None => self.connect(&format!("messages/{sender}-{receiver}"), &[receiver, sender], own, what)?,
         };
-        begin(&mut *wire);
+        for part in parts {
+            match own {
+                1 => wire.send(0, part),
+                _ => wire.receive(1, part),
+            };
+        }
         let mut departure = None;
-        let moved = self.wait_until(what, &|| vec![peer], &mut |time| {
+        let moved = self.wait_until(what, &|| vec![peer], &|| None, &mut |time| {
             drive(&mut *wire, time, &mut |wire| wire.is_idle()).or_else(|loss| {
                 departure = Some(loss.how);
                 Ok(true)
@@ -169,6 +172,13 @@ impl Engine {
             location => Ok(location),
         }
     }
+}
+
+/// Parts of a message that are waited for one by one.
+fn pieces(data: Raw) -> impl Iterator<Item = Part> {
+    let starts = (0..data.bytes).step_by(PIECE);
+    // SAFETY: they are inside the caller's memory, which is valid for the length of the call.
+    starts.map(move |start| unsafe { Part::new(data.data.add(start), PIECE.min(data.bytes - start)) })
 }
 
 /// The ends of a link.

@@ -242,12 +242,21 @@ impl Engine {
         self.combine_places(operation, &places, to, count);
     }
 
-    /// Reduces `count` elements at all of `from` to all of `to`.
+    /// Reduces `count` elements at all of `from`, some members' or all, to all of `to`.
     pub fn combine_places(&self, operation: &Operation, from: &[*mut u8], to: &mut [*mut u8], count: usize) {
         let sources: Vec<*const u8> = from.iter().map(|place| place.cast_const()).collect();
+        let (dtype, is_part) = (operation.dtype, from.len() < self.size());
         // SAFETY: all ranks have arrived, so their memory is there and holds still; slices do not overlap, so no
         // other rank touches these elements; each destination is one of the sources or apart from all.
-        unsafe { flow_kernels::reduce(operation.dtype, operation.reduce, &sources, to, count) };
+        unsafe {
+            match operation.reduce {
+                ReduceOp::Avg if is_part && !is_divided_first(operation) => {
+                    flow_kernels::reduce(dtype, ReduceOp::Sum, &sources, to, count);
+                }
+                ReduceOp::Avg => flow_kernels::average(dtype, &sources, to, count, self.size()),
+                reduce => flow_kernels::reduce(dtype, reduce, &sources, to, count),
+            }
+        }
     }
 
     /// Posts a bucket whose pieces are all in place. Does not wait; false if too many buckets are under way, then
@@ -403,7 +412,6 @@ impl Engine {
             Some(_) => (self.locals.len() - 1, self.local.wrapping_sub(1)),
         };
         let slice = slice(segments.total, reducers, own, element);
-        let local = self.on_this_node(operation);
         let mut begin = 0;
         for (length, mut places) in segments.lengths.iter().zip(pieces) {
             let (low, high) = (slice.start.max(begin), slice.end.min(begin + length));
@@ -411,7 +419,7 @@ impl Engine {
                 places.iter_mut().for_each(|place| *place = place.wrapping_add((low - begin) * element));
                 let mut to = places.clone();
                 to.truncate(if self.abroad.is_some() { 1 } else { to.len() });
-                self.combine_places(&local, &places, &mut to, high - low);
+                self.combine_places(operation, &places, &mut to, high - low);
             }
             begin += length;
         }
@@ -462,6 +470,11 @@ impl Engine {
 /// A mean of integers is exact: sums of a node's values would not fit their type.
 fn is_mean_of_integers(operation: &Operation) -> bool {
     operation.reduce == ReduceOp::Avg && matches!(operation.dtype, DType::I32 | DType::I64 | DType::U8)
+}
+
+/// Whether an average is divided in each node, before the sum between nodes: that of half numbers might overflow.
+pub fn is_divided_first(operation: &Operation) -> bool {
+    operation.reduce == ReduceOp::Avg && matches!(operation.dtype, DType::F16 | DType::BF16)
 }
 
 /// Rank `rank`'s part of `count` elements: all parts but the last are whole cache lines.

@@ -51,7 +51,7 @@ pub struct World {
     pub(super) waits: Option<Waits>,
     /// To other nodes; None if there are none.
     pub network: Option<Box<dyn Network>>,
-    pub(super) _server: Option<Arc<Server>>,
+    pub(super) server: Option<Arc<Server>>,
     /// Control blocks of dropped groups that peers have not yet left.
     pub(super) graveyard: Mutex<Vec<(Block, Control)>>,
 }
@@ -100,6 +100,11 @@ impl World {
     /// The rendezvous store; None for a process alone.
     pub fn store(&self) -> Option<&Store> {
         self.store.as_ref()
+    }
+
+    /// Whether the store ends with this process.
+    pub fn serves(&self) -> bool {
+        self.server.is_some()
     }
 
     /// Which of `ranks`, as far as they are on this node, have ended, or the first that do within `time`.

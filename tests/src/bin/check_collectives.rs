@@ -192,6 +192,7 @@ fn all_reduced<T: Reference>(op: ReduceOp, size: usize, count: usize, index: usi
     if count * T::DTYPE.size() <= SMALL || exact || nodes.iter().all(|node| *node == nodes[0]) {
         return reduced(op, size, index);
     }
+    let divided_first = matches!(T::DTYPE, DType::F16 | DType::BF16);
     let (mut sums, mut firsts) = ([T::value(0); MAX_RANKS], 0);
     for (rank, node) in nodes.iter().enumerate() {
         if nodes[..rank].contains(node) {
@@ -202,11 +203,15 @@ fn all_reduced<T: Reference>(op: ReduceOp, size: usize, count: usize, index: usi
             values[members] = value(member, index);
             members += 1;
         }
-        let within = if op == ReduceOp::Avg { ReduceOp::Sum } else { op };
-        sums[firsts] = T::reduce(within, &values[..members]);
+        sums[firsts] = match op {
+            ReduceOp::Avg if divided_first => T::average(&values[..members], size),
+            ReduceOp::Avg => T::reduce(ReduceOp::Sum, &values[..members]),
+            _ => T::reduce(op, &values[..members]),
+        };
         firsts += 1;
     }
     match op {
+        ReduceOp::Avg if divided_first => T::reduce(ReduceOp::Sum, &sums[..firsts]),
         ReduceOp::Avg => T::average(&sums[..firsts], size),
         _ => T::reduce(op, &sums[..firsts]),
     }

@@ -62,12 +62,12 @@ fn main() -> Result<()> {
             sleep_until_killed();
         }
         ["hang_once"] => sum(&group),
-        ["abort"] if group.rank() == 0 => {
+        ["abort", by] if by.parse() == Ok(group.rank()) => {
             group.barrier()?;
             group.abort("the data ran out");
             sum(&group)
         }
-        ["abort"] => group.barrier().and_then(|()| sum(&group)),
+        ["abort", _] => group.barrier().and_then(|()| sum(&group)),
         ["message_then_exit"] if group.rank() == 0 => {
             group.send(&vec![7_u8; 9], 1)?;
             return Ok(());
@@ -79,6 +79,23 @@ fn main() -> Result<()> {
             println!("received {message:?}");
             result.and_then(|()| group.recv(&mut message, 0))
         }
+        // A rank waits for a message while one that has no part in it leaves.
+        ["message_past"] if group.rank() == 1 => return Ok(()),
+        ["message_past"] if group.rank() == 0 => {
+            std::thread::sleep(Duration::from_secs(1));
+            group.send(&[7_u8; 9], 2)
+        }
+        ["message_past"] => {
+            let mut message = [0_u8; 9];
+            let result = group.recv(&mut message, 0);
+            println!("received {message:?}");
+            result
+        }
+        // A rank that has never sent anything has ended.
+        ["message_of_ended"] if group.rank() > 0 => return Ok(()),
+        ["message_of_ended"] => group.recv(&mut [0_u8; 9], 2),
+        ["message_too_long"] if group.rank() == 0 => group.recv(&mut [0_u8; 9], 1),
+        ["message_too_long"] => group.send(&vec![7_u8; 16 << 20], 0),
         ["mismatch", what] => mismatch(&group, what)?,
         ["apart"] => {
             let part = group.duplicate()?;

@@ -5,7 +5,7 @@ use std::fs;
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure, Context, Result};
-use flow_comm::{Error, ProcessGroup, ReduceOp};
+use flow_comm::{f16, Error, ProcessGroup, ReduceOp};
 
 fn main() -> Result<()> {
     let scenario = std::env::args().nth(1).context("usage: check_groups SCENARIO")?;
@@ -18,6 +18,7 @@ fn main() -> Result<()> {
         "worlds_come_and_go" => worlds_come_and_go(&group)?,
         "two_worlds" => two_worlds(&group)?,
         "rounds" => rounds(&group)?,
+        "half_averages" => half_averages(&group)?,
         _ => bail!("there is no scenario {scenario}"),
     }
     println!("{scenario} passed");
@@ -231,6 +232,14 @@ fn two_worlds(first: &ProcessGroup) -> Result<()> {
     let third = ProcessGroup::from_env()?;
     use_all(first)?;
     use_all(&third)
+}
+
+/// Of numbers whose sum is more than a half number can be.
+fn half_averages(group: &ProcessGroup) -> Result<()> {
+    let mut data = vec![f16::from_f32(20_000.0); 8000];
+    group.all_reduce(&mut data, ReduceOp::Avg)?;
+    ensure!(data.iter().all(|element| element.to_f32() == 20_000.0), "{} and so on", data[0]);
+    Ok(())
 }
 
 /// More rounds than a group has slots for, in all ways in which data moves.

@@ -46,6 +46,10 @@ impl Network for MpiNetwork {
         let peers = (0..members.len()).map(peer).collect();
         Ok(Box::new(MpiWire { channel: channel.into(), tag, peers, has_ended: false }))
     }
+
+    fn is_gone(&self, _: usize) -> bool {
+        false // mpirun ends the job where a rank does
+    }
 }
 
 struct MpiWire {
