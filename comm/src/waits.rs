@@ -8,6 +8,8 @@ use crate::store::Store;
 
 /// How long a wait must be to be told, in seconds; set by flow-launch.
 const REPORT: &str = "FLOW_REPORT_WAITS";
+/// How often it is seen whether a long wait is for others than before.
+const AGAIN: Duration = Duration::from_secs(1);
 
 /// A rank's way to tell of its long waits.
 pub struct Waits {
@@ -25,7 +27,7 @@ impl Waits {
     /// A wait that begins now.
     pub fn begin<'a>(&'a self, store: &'a Store) -> LongWait<'a> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        LongWait { waits: self, store, id: NEXT.fetch_add(1, Ordering::Relaxed), told: None }
+        LongWait { waits: self, store, id: NEXT.fetch_add(1, Ordering::Relaxed), next: self.after, told: None }
     }
 }
 
@@ -34,6 +36,8 @@ pub struct LongWait<'a> {
     waits: &'a Waits,
     store: &'a Store,
     id: u64,
+    /// How long it has waited when it is next looked at.
+    next: Duration,
     /// The ranks that were missing when it was last told.
     told: Option<Vec<usize>>,
 }
@@ -41,9 +45,10 @@ pub struct LongWait<'a> {
 impl LongWait<'_> {
     /// Tells of the wait if it has become long, and again when it is for others than before.
     pub fn look(&mut self, waited: Duration, operation: &dyn Display, missing: impl FnOnce() -> Vec<usize>) {
-        if waited < self.waits.after {
+        if waited < self.next {
             return;
         }
+        self.next = waited + AGAIN;
         let missing = missing();
         if self.told.as_ref() == Some(&missing) {
             return;

@@ -122,9 +122,11 @@ impl Waits {
             }
         }
         for (operation, missing, members) in places {
-            let (who, whom) = (ranks(&members), ranks(missing));
+            let who = ranks(&members);
             let wait = if members.len() == 1 { "waits" } else { "wait" };
-            report += &format!("\n{who} {wait} in {operation} for {whom}");
+            // All may have begun it, and the device or the network not have come to its end.
+            let whom = if missing.is_empty() { String::new() } else { format!(" for {}", ranks(missing)) };
+            report += &format!("\n{who} {wait} in {operation}{whom}");
         }
         report
     }

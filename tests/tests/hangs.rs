@@ -1,6 +1,6 @@
 //! What flow-launch says and does when workers wait long for each other.
 
-use flow_tests::{assert_contains, launcher, Process, PATIENCE};
+use flow_tests::{assert_contains, launcher, on_stand_in, Process, PATIENCE};
 
 #[test]
 fn a_hang_is_told_and_ended() {
@@ -27,4 +27,14 @@ fn a_job_that_hung_may_be_restarted() {
     let finished = Process::start(launcher(2, &flags, "check_failures", &["hang_once"])).finish(PATIENCE);
     assert_contains(&finished.stderr, &["rank 0 waits in all_reduce #0 (", "; restart 1 of 1"]);
     finished.success();
+}
+
+/// On the stand-ins for GPUs and NCCL.
+#[test]
+fn a_hang_over_nccl_is_told_and_ended() {
+    let job = launcher(3, &["--hang-timeout", "3"], "check_nccl", &["fail", "late"]);
+    let Some(job) = on_stand_in(job) else { return };
+    let finished = Process::start(job).finish(PATIENCE);
+    assert_eq!(finished.status.code(), Some(124), "{finished:?}");
+    assert_contains(&finished.stderr, &["rank 1 is in no collective", "ranks 0, 2 wait in all_reduce #", "for rank 1"]);
 }

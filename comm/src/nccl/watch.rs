@@ -20,6 +20,7 @@ use crate::shm::engine::Engine;
 use crate::shm::operation::Operation;
 use crate::shm::world::FIRST_WARNING;
 use crate::store::Store;
+use crate::waits::LongWait;
 
 /// Between two looks at operations under way.
 const LOOK: Duration = Duration::from_millis(50);
@@ -180,6 +181,8 @@ impl Shared {
 
     fn run(&self) {
         let (mut published, mut last_publish, mut gone_since) = (None, Instant::now(), None);
+        // The oldest operation's, if flow-launch wants to know.
+        let mut long: Option<LongWait> = None;
         loop {
             let mut state = self.state();
             state.beat = Instant::now();
@@ -192,6 +195,7 @@ impl Shared {
             let oldest = state.pending.front().map(|pending| (pending.issued, pending.begun, pending.done.clone()));
             let Some((issued, begun, done)) = oldest else {
                 self.change.notify_all();
+                long = None;
                 if news && !due {
                     drop(self.change.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner));
                 } else if news {
@@ -207,6 +211,7 @@ impl Shared {
             let error = match is_over(done.as_deref()) {
                 Ok(true) => {
                     self.retire(&issued);
+                    long = None;
                     continue;
                 }
                 Ok(false) => self.look(&issued, begun, done.as_deref(), &mut gone_since),
@@ -218,6 +223,12 @@ impl Shared {
             }
             if news && due {
                 (published, last_publish) = (self.publish(last), Instant::now());
+            }
+            if long.is_none() {
+                long = self.engine.world.long_wait();
+            }
+            if let Some(long) = &mut long {
+                long.look(begun.elapsed(), &issued, || self.late(&issued).map(|r| self.engine.ranks[r]).collect());
             }
             std::thread::sleep(LOOK);
         }
@@ -347,14 +358,18 @@ impl Shared {
     }
 
     /// The ranks that have not begun the operation, as far as the store knows.
+    fn late<'a>(&'a self, issued: &'a Issued) -> impl Iterator<Item = usize> + 'a {
+        (0..self.engine.size()).filter(|&r| r != self.engine.rank && !self.has_begun(r, issued))
+    }
+
+    /// As [`Shared::late`], in words.
     fn missing(&self, issued: &Issued) -> String {
-        let late = (0..self.engine.size()).filter(|&r| r != self.engine.rank && !self.has_begun(r, issued));
         let describe = |r: usize| {
             let at =
                 self.progress(r).map_or("which has begun nothing".into(), |(_, text)| format!("which is at {text}"));
             format!("{}, {at}", self.engine.world.describe(self.engine.ranks[r]))
         };
-        let late: Vec<String> = late.map(describe).collect();
+        let late: Vec<String> = self.late(issued).map(describe).collect();
         match late.is_empty() {
             true => "the device or the network: all ranks have begun it".into(),
             false => late.join("; "),
