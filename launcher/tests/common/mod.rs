@@ -1,4 +1,4 @@
-//! Drives the real flow-launch. Workers are small shell scripts.
+//! Drives the real flow-launch. Workers are small shell scripts. Its `net` is also used by the tests of flow-tests.
 #![allow(dead_code)] // Each test file uses a part of it.
 
 pub mod net;
@@ -34,7 +34,11 @@ impl Finished {
 /// tests run in the background of a script).
 pub fn launcher(arguments: &[&str]) -> Command {
     let mut command = Command::new("env");
-    command.args(["--default-signal", env!("CARGO_BIN_EXE_flow-launch")]).args(arguments);
+    let program = match option_env!("CARGO_BIN_EXE_flow-launch") {
+        Some(program) => program,
+        None => panic!("this is no test of the flow-launch crate"),
+    };
+    command.args(["--default-signal", program]).args(arguments);
     command.env("OMP_NUM_THREADS", "1").env("FLOW_TOKEN", "secret").env_remove("FLOW_LOG").stdin(Stdio::null());
     command
 }

@@ -1,0 +1,88 @@
+//! Groups of ranks on several machines: namespaces with a network between them, each with a flow-launch.
+
+#[path = "../../launcher/tests/common/mod.rs"]
+mod common;
+use common::net::{ipv4, Agent, Net};
+use common::until;
+
+use std::thread;
+use std::time::Duration;
+
+use flow_tests::launcher;
+
+/// Starts two workers on each of two nodes.
+fn start(net: &Net, worker: &str, arguments: &[&str]) -> [Agent; 2] {
+    let address = ipv4(0);
+    [0, 1].map(|node| {
+        let number = node.to_string();
+        let flags = ["--nnodes", "2", "--node_rank", &number, "--master_addr", &address, "--master_port", "29500"];
+        let mut command = launcher(2, &flags, worker, arguments);
+        command.env("FLOW_TOKEN", "secret").env("OMP_NUM_THREADS", "1");
+        net.start(node, &command)
+    })
+}
+
+/// Starts workers that reduce for ever, and waits until they do.
+fn start_endless(net: &Net, what: &str) -> [Agent; 2] {
+    let agents = start(net, "check_failures", &["loop", what]);
+    for agent in &agents {
+        until("both workers loop", || agent.stdout().matches("looping").count() == 2);
+    }
+    agents
+}
+
+/// The agent ends because the other node was lost.
+fn fails(agent: Agent) {
+    let finished = agent.finish();
+    let says = |text| finished.stderr.contains(text);
+    assert!(finished.code != Some(0) && (says("was lost") || says("cannot be reached")), "{finished:?}");
+}
+
+#[test]
+fn collectives() {
+    let Some(net) = Net::new(2) else { return };
+    let finished = start(&net, "check_collectives", &[]).map(Agent::finish);
+    assert_eq!(finished[0].stdout, "4 ranks agree\n", "{finished:?}");
+    assert_eq!(finished.map(|finished| finished.code), [Some(0); 2]);
+    net.until_nothing_is_left();
+}
+
+/// Also when it is gone for a while.
+#[test]
+fn a_slow_link_is_enough() {
+    let Some(net) = Net::new(2) else { return };
+    if !net.slow(1, "20mbit") {
+        return;
+    }
+    let agents = start(&net, "check_groups", &["rounds"]);
+    thread::sleep(Duration::from_secs(2));
+    net.cut(1);
+    thread::sleep(Duration::from_secs(2));
+    net.restore(1);
+    let finished = agents.map(Agent::finish);
+    for finished in finished {
+        assert_eq!((finished.code, finished.stdout.as_str()), (Some(0), "rounds passed\nrounds passed\n"));
+    }
+}
+
+#[test]
+fn a_cut_link_ends_the_job_on_both_sides() {
+    let Some(net) = Net::new(2) else { return };
+    for what in ["ordinary", "messages"] {
+        let agents = start_endless(&net, what);
+        net.cut(1);
+        agents.into_iter().for_each(fails);
+        net.until_nothing_is_left();
+        net.restore(1);
+    }
+}
+
+#[test]
+fn a_node_without_power_ends_the_job_on_the_other() {
+    let Some(net) = Net::new(2) else { return };
+    let [agent, gone] = start_endless(&net, "shared");
+    net.power_off(1);
+    drop(gone);
+    fails(agent);
+    net.until_nothing_is_left();
+}
