@@ -49,7 +49,7 @@ impl TcpNetwork {
         Ok(Self { rank, lobby: Lobby::open(address, token)?, addresses: Vec::new() })
     }
 
-    pub fn address(&self) -> io::Result<SocketAddr> {
+    pub fn address(&self) -> SocketAddr {
         self.lobby.address()
     }
 
@@ -77,9 +77,8 @@ impl TcpNetwork {
     fn accept(&self, name: &str, mut patience: impl FnMut() -> Result<()>) -> Result<TcpStream, Failed> {
         loop {
             match self.lobby.take(name, LOOK) {
-                Ok(Some(stream)) => return Ok(stream),
-                Ok(None) => patience().map_err(Failed::GivenUp)?,
-                Err(error) => return Err(Failed::Lost(Departure::OutOfReach(error.to_string()))),
+                Some(stream) => return Ok(stream),
+                None => patience().map_err(Failed::GivenUp)?,
             }
         }
     }

@@ -90,7 +90,7 @@ impl World {
             true => Some(network(membership).map_err(fail)?),
             false => None,
         };
-        let address = network.as_ref().map(TcpNetwork::address).transpose().map_err(|e| fail(e.to_string()))?;
+        let address = network.as_ref().map(TcpNetwork::address);
         let prefix = format!("world/{generation}/");
         let mut joining = store.as_ref().map(|store| Joining {
             rank,
