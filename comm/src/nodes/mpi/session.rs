@@ -9,7 +9,7 @@
 //!
 //! A process that exits with status 0 finalizes MPI, which waits for all others to come so far. One that fails does
 //! not: that is how `mpirun` sees that the job has to be ended. A program that has initialized MPI itself finalizes it
-//! itself. Either way MPI says so first, to an attribute of its smallest communicator, and the session ends there.
+//! itself: then MPI says so first, to an attribute of its smallest communicator, and the session ends there.
 //!
 //! This file is the only one outside `shm` and `nccl` with `unsafe` code: all of it calls MPI, of which the `mpi` crate
 //! makes safe only what ends within a scope.
@@ -106,12 +106,16 @@ extern "C" {
 
 extern "C" fn finalize(status: c_int, _: *mut c_void) {
     if status == 0 {
-        let universe = match &mut *lock() {
-            State::Open(session) => session.universe.take(),
-            _ => None,
-        };
-        // No longer under the lock, which the end of the session takes.
-        drop(universe);
+        drop(end());
+    }
+}
+
+/// Ends the session. To drop what it returns, which takes that the lock is free, finalizes MPI.
+fn end() -> Option<Universe> {
+    let state = std::mem::replace(&mut *lock(), State::Over);
+    match state {
+        State::Open(session) => session.end(),
+        _ => None,
     }
 }
 
@@ -123,10 +127,8 @@ impl CommAttribute for End {}
 
 impl Drop for End {
     fn drop(&mut self) {
-        let state = std::mem::replace(&mut *lock(), State::Over);
-        if let State::Open(session) = state {
-            session.end();
-        }
+        // That is what is going on.
+        std::mem::forget(end());
     }
 }
 
@@ -195,7 +197,6 @@ impl Session {
         let max_tag = SimpleCommunicator::world().get_attr::<MaxTag>().map_or(0, |tag| tag.0);
         // SAFETY: the communicator was just made.
         check(unsafe { ffi::MPI_Comm_set_errhandler(communicator, ffi::RSMPI_ERRORS_RETURN) })?;
-        SimpleCommunicator::self_comm().set_attr(End);
         // SAFETY: the function lives as long as the process.
         if universe.is_some() && unsafe { on_exit(finalize, std::ptr::null_mut()) } != 0 {
             return Err("there is no room for a function to be called at exit".into());
@@ -209,14 +210,14 @@ impl Session {
             }
         };
         std::thread::Builder::new().name("flow-mpi".into()).spawn(tick).map_err(|e| e.to_string())?;
+        // Not before all else is well: to drop the universe here must not end the session.
+        SimpleCommunicator::self_comm().set_attr(End);
         let (tags, leftovers) = (HashMap::new(), Vec::new());
         Ok(Self { communicator, rank, size, tag: HELLO, max_tag, tags, hello: None, leftovers, universe })
     }
 
     /// Leaves as little as possible under way.
-    fn end(mut self) {
-        // If it is there still, the program itself finalizes MPI at this moment.
-        std::mem::forget(self.universe.take());
+    fn end(mut self) -> Option<Universe> {
         let begin = Instant::now();
         while self.progress().is_ok() && !self.leftovers.is_empty() && begin.elapsed() < LAST_MOMENT {
             std::thread::sleep(NAP);
@@ -227,6 +228,7 @@ impl Session {
         if let Some(hello) = self.hello.take() {
             self.cancel(hello);
         }
+        self.universe.take()
     }
 
     /// A tag that this rank has not used before.
