@@ -29,25 +29,35 @@ fn has_mpirun() -> bool {
     has
 }
 
-/// The program that the ranks run: comm/examples/collectives.rs.
-fn program() -> PathBuf {
+/// A program of comm/examples that the ranks run.
+fn program(name: &str) -> PathBuf {
     let test = std::env::current_exe().unwrap();
     let target = test.ancestors().nth(3).unwrap();
     let built = Command::new(env!("CARGO"))
-        .args(["build", "--release", "--quiet", "-p", "flow-comm", "--features", "mpi", "--example", "collectives"])
+        .args(["build", "--release", "--quiet", "-p", "flow-comm", "--features", "mpi", "--example", name])
         .env("CARGO_TARGET_DIR", target)
         .current_dir(env!("CARGO_MANIFEST_DIR"))
         .status();
     assert!(built.unwrap().success());
-    target.join("release/examples/collectives")
+    target.join("release/examples").join(name)
 }
 
-/// Runs four ranks, each by a shell script, with some variables; `name` is that of the test.
+/// Runs four ranks of `collectives`, each by a shell script, with some variables; `name` is that of the test.
 fn run(name: &str, script: &str, arguments: &[&str], variables: &[(&str, &str)]) -> (bool, String) {
+    run_program("collectives", name, script, arguments, variables)
+}
+
+fn run_program(
+    example: &str,
+    name: &str,
+    script: &str,
+    arguments: &[&str],
+    variables: &[(&str, &str)],
+) -> (bool, String) {
     let job = format!("{name}-{}", std::process::id());
     let mut command = Command::new("timeout");
     command.args(["120", "mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "4", "sh", "-c", script, "sh"]);
-    command.arg(program()).args(arguments).envs(variables.iter().copied());
+    command.arg(program(example)).args(arguments).envs(variables.iter().copied());
     command.env("FLOW_TEST_JOB", &job).env("TMPDIR", env!("CARGO_TARGET_TMPDIR"));
     let Output { status, stdout, stderr } = command.output().unwrap();
     let output = String::from_utf8_lossy(&[stdout, stderr].concat()).into_owned();
@@ -138,7 +148,7 @@ fn a_timeout_names_who_is_missing() {
 fn ranks_that_mpi_does_not_know_are_told_what_to_do() {
     let alone = [("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")];
     let started = |backend: &str| {
-        let output = Command::new(program()).envs(alone).env("FLOW_BACKEND", backend).output().unwrap();
+        let output = Command::new(program("collectives")).envs(alone).env("FLOW_BACKEND", backend).output().unwrap();
         assert!(!output.status.success());
         String::from_utf8_lossy(&output.stderr).into_owned()
     };
@@ -146,4 +156,23 @@ fn ranks_that_mpi_does_not_know_are_told_what_to_do() {
     assert!(error.contains("rank 0 of 2, but rank 0 of 1 to MPI: start the job with the mpirun"), "{error}");
     let error = started("ucx");
     assert!(error.contains("FLOW_BACKEND=\"ucx\": must be \"tcp\" or \"mpi\""), "{error}");
+}
+
+#[test]
+fn a_program_may_use_mpi_itself() {
+    if !has_mpirun() {
+        return;
+    }
+    let own_mpi = |threading| run_program("own_mpi", "own-mpi", NODES_OF_TWO, &[threading], &[]);
+    assert_all_well(own_mpi("multiple"));
+    for (argument, reason) in [
+        (
+            "serialized",
+            "for Serialized threads, and Flow has one that calls MPI as well: initialize it with MPI_THREAD_MULTIPLE",
+        ),
+        ("finalized", "the program has finalized MPI already"),
+    ] {
+        let (success, output) = own_mpi(argument);
+        assert!(!success && output.contains(reason), "{output}");
+    }
 }

@@ -48,7 +48,7 @@ impl TcpNetwork {
         Ok(Self { rank, lobby: Lobby::open(address, token)?, addresses: Vec::new() })
     }
 
-    pub fn address(&self) -> io::Result<SocketAddr> {
+    pub fn address(&self) -> SocketAddr {
         self.lobby.address()
     }
 
@@ -63,7 +63,10 @@ impl TcpNetwork {
                 Ok(stream) => return Ok(stream),
                 // It has listened since before its address was known.
                 Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-                    return Err(Failed::Lost(Departure::Ended));
+                    let address = self.addresses[rank];
+                    return Err(Failed::Lost(Departure::OutOfReach(format!(
+                        "{address} refuses the connection: the process has ended, or a firewall lies between"
+                    ))));
                 }
                 Err(error) if error.kind() != io::ErrorKind::TimedOut => {
                     return Err(Failed::Lost(Departure::OutOfReach(error.to_string())));
@@ -76,9 +79,8 @@ impl TcpNetwork {
     fn accept(&self, name: &str, mut patience: impl FnMut() -> Result<()>) -> Result<TcpStream, Failed> {
         loop {
             match self.lobby.take(name, LOOK) {
-                Ok(Some(stream)) => return Ok(stream),
-                Ok(None) => patience().map_err(Failed::GivenUp)?,
-                Err(error) => return Err(Failed::Lost(Departure::OutOfReach(error.to_string()))),
+                Some(stream) => return Ok(stream),
+                None => patience().map_err(Failed::GivenUp)?,
             }
         }
     }
@@ -356,5 +358,22 @@ impl Wire for TcpWire {
         for (_, peer) in self.others() {
             let _ = (&peer.pulse).write(LEAVING);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_refuses_a_connection_may_be_behind_a_firewall() {
+        let mut network = TcpNetwork::listen(1, [127, 0, 0, 1].into(), "token").unwrap();
+        let gone = TcpNetwork::listen(0, [127, 0, 0, 1].into(), "token").unwrap().address();
+        network.set_addresses(vec![gone, network.address()]);
+        let linked = network.link("channel", &[0, 1], 1, &mut |_| Ok(()));
+        let Err(Unlinked::Lost(Loss { member: 0, how: Departure::OutOfReach(why) })) = linked else {
+            panic!("it must be out of reach")
+        };
+        assert!(why.contains(&format!("{gone} refuses the connection")), "{why}");
     }
 }

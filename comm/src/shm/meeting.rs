@@ -93,7 +93,7 @@ impl World {
             true => Some(network(membership).map_err(fail)?),
             false => None,
         };
-        let address = network.as_ref().map(TcpNetwork::address).transpose().map_err(|e| fail(e.to_string()))?;
+        let address = network.as_ref().map(TcpNetwork::address);
         let prefix = format!("world/{generation}/");
         let mut joining = store.as_ref().map(|store| Joining {
             rank,
@@ -206,7 +206,13 @@ fn rendezvous(
                 Address::Unix(name) if generation > 0 => Address::Unix(format!("{name}-{generation}")),
                 address => address.clone(),
             };
-            let server = (membership.rank == 0).then(|| serve(address, token)).transpose().map_err(|e| {
+            let serve = || match address {
+                Address::Tcp(at) if membership.local_world_size < membership.world_size => {
+                    serve(&Address::Tcp(on_all_interfaces(at)), token)
+                }
+                address => serve(address, token),
+            };
+            let server = (membership.rank == 0).then(serve).transpose().map_err(|e| {
                 format!(
                     "cannot serve the rendezvous at {address}: {e}; if another job of yours runs here, give each its own MASTER_PORT"
                 )
@@ -214,6 +220,14 @@ fn rendezvous(
             Ok((server, connect(address, token)?))
         }
     }
+}
+
+/// Where to serve other nodes: to this one, the name of its own host may be that of the loopback interface.
+fn on_all_interfaces(host_and_port: &str) -> String {
+    let is_ipv6 = |mut addresses: std::vec::IntoIter<SocketAddr>| addresses.all(|address| address.is_ipv6());
+    let host = if host_and_port.to_socket_addrs().is_ok_and(is_ipv6) { "[::]" } else { "0.0.0.0" };
+    let port = host_and_port.rsplit_once(':').map_or("", |(_, port)| port);
+    format!("{host}:{port}")
 }
 
 /// Starts a server. There is only one port: what is served there lives as long as the process, for all its joins.
@@ -404,4 +418,28 @@ fn pid(arena: &Arena, index: usize) -> &AtomicU32 {
     let pids = arena.at(std::mem::size_of::<Header>()).cast::<AtomicU32>();
     // SAFETY: the header is followed by one word per rank, reserved when the arena was mapped.
     unsafe { &*pids.add(index) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rendezvous_of_several_nodes_is_served_on_all_interfaces() {
+        for (host, address) in [("127.0.1.1", "127.0.0.1"), ("localhost", "127.0.1.1"), ("[::1]", "[::1]")] {
+            let bind = |host| std::net::TcpListener::bind(format!("{host}:0"));
+            let Ok(port) = bind(host).map(|free| free.local_addr().unwrap().port()) else {
+                println!("SKIPPED: a rendezvous at {host}: there is no such address here");
+                continue;
+            };
+            let at = |host: &str| Address::Tcp(format!("{host}:{port}"));
+            let rendezvous = Rendezvous::RankZero { address: at(host), token: "token".into() };
+            let membership =
+                Membership { rank: 0, world_size: 2, local_rank: 0, local_world_size: 1, node: None, rendezvous };
+            let joining = std::thread::spawn(move || World::join(&membership, Duration::from_secs(3)).map(drop));
+            let store = Store::connect(&at(address), "token", Duration::from_secs(2)).map(drop);
+            assert!(store.is_ok(), "{host}: {store:?}");
+            assert!(joining.join().unwrap().is_err(), "rank 1 does not come");
+        }
+    }
 }

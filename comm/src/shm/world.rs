@@ -125,15 +125,19 @@ impl World {
         format!("rank {rank} (pid {} on {})", self.peers[rank].pid, self.peers[rank].host)
     }
 
+    /// How a rank has ended, if flow-launch says so.
+    pub fn report_of_end(&self, rank: usize) -> Option<String> {
+        let report = self.store.as_ref().filter(|_| self.launched)?.get(&format!("exit/{rank}"), EXIT_REPORT).ok()?;
+        Some(String::from_utf8_lossy(&report).into_owned())
+    }
+
     /// What became of a rank that has ended, or `left` its group, which it may have done on its way to its end: to
     /// wait for that tells the cause, and lets its process end before those that only fail because of it.
     pub fn cause_of_loss(&self, rank: usize, left: bool) -> String {
         if left && self.local_index(rank).is_some() && self.ended(&[rank], EXIT_REPORT).is_empty() {
             return "has left the group".into();
         }
-        let report = self.store.as_ref().filter(|_| self.launched);
-        let report = report.and_then(|store| store.get(&format!("exit/{rank}"), EXIT_REPORT).ok());
-        let end = report.map(|text| format!("ended with {}", String::from_utf8_lossy(&text)));
+        let end = self.report_of_end(rank).map(|end| format!("ended with {end}"));
         match (left, end) {
             (false, end) => end.unwrap_or_else(|| "died".into()),
             (true, None) if self.local_index(rank).is_none() => "has left the group".into(),

@@ -33,6 +33,7 @@ use nix::sys::socket::{getsockopt, sockopt};
 pub use address::Address;
 pub use client::Store;
 pub use posts::Posts;
+pub(crate) use protocol::prove;
 pub use server::Server;
 
 /// What can go wrong with a store, with the address and the operation on which key.

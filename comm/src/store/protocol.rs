@@ -51,7 +51,7 @@ const MAGIC: &[u8] = b"FLOW";
 pub type Nonce = [u8; 16];
 
 /// The proof of knowing `token`, for who was challenged with `nonce`.
-pub fn prove(token: &str, nonce: &Nonce) -> Hmac<Sha256> {
+pub fn prove(token: &str, nonce: &[u8]) -> Hmac<Sha256> {
     Hmac::<Sha256>::new_from_slice(token.as_bytes()).expect("a key may have any length").chain_update(nonce)
 }
 

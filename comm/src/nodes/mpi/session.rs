@@ -3,11 +3,13 @@
 //! MPI may read or write a message's memory until the message is through, whoever has given up on it meanwhile. So
 //! messages have buffers of their own, and one whose message never comes through is left to MPI for good.
 //!
-//! One lock is held for every call of MPI, none of which waits; [`Threading::Serialized`] is enough. As MPI moves
-//! messages only while it is called, a thread calls it now and then, for ranks that compute meanwhile.
+//! One lock is held for every call of MPI, none of which waits; [`Threading::Serialized`] is enough, unless the program
+//! calls MPI as well. As MPI moves messages only while it is called, a thread calls it now and then, for ranks that
+//! compute meanwhile.
 //!
 //! A process that exits with status 0 finalizes MPI, which waits for all others to come so far. One that fails does
-//! not: that is how `mpirun` sees that the job has to be ended.
+//! not: that is how `mpirun` sees that the job has to be ended. A program that has initialized MPI itself finalizes it
+//! itself: then MPI says so first, to an attribute of its smallest communicator, and the session ends there.
 //!
 //! This file is the only one outside `shm` and `nccl` with `unsafe` code: all of it calls MPI, of which the `mpi` crate
 //! makes safe only what ends within a scope.
@@ -16,19 +18,24 @@ use std::collections::HashMap;
 use std::ffi::{c_char, c_int, c_void};
 use std::mem::MaybeUninit;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use mpi::attribute::{AttributeKey, CommAttribute};
 use mpi::environment::Universe;
 use mpi::ffi;
-use mpi::traits::{AsRaw, Communicator};
+use mpi::topology::SimpleCommunicator;
+use mpi::traits::{AnyCommunicator, AsRaw, Communicator};
 use mpi::Threading;
 
 /// The tag of hellos, which no link has, and the longest hello.
 pub const HELLO: c_int = 0;
-const MAX_HELLO: usize = 2048;
+pub const MAX_HELLO: usize = 2048;
 /// How often MPI is called while no rank waits, and the longest sleep of one that does.
 const TICK: Duration = Duration::from_millis(2);
 pub const NAP: Duration = Duration::from_millis(1);
+
+/// How long the end waits for what is still to be done.
+const LAST_MOMENT: Duration = Duration::from_secs(1);
 
 static SESSION: Mutex<State> = Mutex::new(State::New);
 
@@ -43,16 +50,25 @@ pub struct Session {
     communicator: ffi::MPI_Comm,
     pub rank: usize,
     pub size: usize,
-    /// The tag of the last link.
-    pub tag: c_int,
+    /// The tag of the last link, and the highest that MPI has.
+    tag: c_int,
+    max_tag: c_int,
     /// What hellos have told: the tag of a rank in a channel.
     pub tags: HashMap<(c_int, String), c_int>,
     /// Where the next hello comes in.
     hello: Option<Message>,
-    /// What is still to be sent, though nobody waits for that.
-    pub leftovers: Vec<Message>,
-    /// Finalizes MPI, after all else here is dropped. None where the program itself had initialized MPI.
-    _universe: Option<Universe>,
+    pub leftovers: Vec<Box<dyn Leftover>>,
+    /// Finalizes MPI. None where the program itself had initialized it.
+    universe: Option<Universe>,
+}
+
+/// What is still to be done, though nobody waits for that.
+pub trait Leftover: Send {
+    /// Does what can be done now; whether that was all.
+    fn is_done(&mut self, session: &mut Session) -> bool;
+
+    /// Forgets what is still to come in.
+    fn cancel(&mut self, _: &Session) {}
 }
 
 // SAFETY: the handles in it name objects of the whole process, and MPI was told that any thread may come with them.
@@ -90,8 +106,40 @@ extern "C" {
 
 extern "C" fn finalize(status: c_int, _: *mut c_void) {
     if status == 0 {
-        let mut state = lock();
-        drop(std::mem::replace(&mut *state, State::Over));
+        drop(end());
+    }
+}
+
+/// Ends the session. To drop what it returns, which takes that the lock is free, finalizes MPI.
+fn end() -> Option<Universe> {
+    let state = std::mem::replace(&mut *lock(), State::Over);
+    match state {
+        State::Open(session) => session.end(),
+        _ => None,
+    }
+}
+
+/// An attribute that MPI drops before it does anything else to finalize itself.
+#[derive(Clone)]
+struct End;
+
+impl CommAttribute for End {}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        // That is what is going on.
+        std::mem::forget(end());
+    }
+}
+
+/// MPI's own attribute that is the highest tag.
+#[derive(Clone)]
+struct MaxTag(c_int);
+
+impl CommAttribute for MaxTag {
+    fn get_key() -> AttributeKey {
+        // SAFETY: it is a key of MPI's own.
+        unsafe { AttributeKey::new_unchecked(ffi::MPI_TAG_UB as c_int) }
     }
 }
 
@@ -125,24 +173,32 @@ fn check(code: c_int) -> Result<(), String> {
 
 impl Session {
     fn open() -> Result<Self, String> {
+        if mpi::environment::is_finalized() {
+            return Err("the program has finalized MPI already".into());
+        }
         let (universe, threading) = match mpi::initialize_with_threading(Threading::Serialized) {
             Some((universe, threading)) => (Some(universe), threading),
             None => (None, mpi::environment::threading_support()),
         };
-        if threading < Threading::Serialized {
-            return Err(format!("MPI was initialized for {threading:?} threads: it takes MPI_THREAD_SERIALIZED"));
+        if universe.is_some() && threading < Threading::Serialized {
+            return Err(format!("this MPI is for {threading:?} threads: it takes one with MPI_THREAD_SERIALIZED"));
+        }
+        if universe.is_none() && threading < Threading::Multiple {
+            return Err(format!(
+                "the program has initialized MPI for {threading:?} threads, and Flow has one that calls MPI as well: \
+                 initialize it with MPI_THREAD_MULTIPLE"
+            ));
         }
         // Apart from what the program itself may send.
-        let own = mpi::topology::SimpleCommunicator::world().duplicate();
+        let own = SimpleCommunicator::world().duplicate();
         let communicator = own.as_raw();
         let (rank, size) = (own.rank() as usize, own.size() as usize);
         std::mem::forget(own); // lives as long as MPI does
-        let (tags, leftovers) = (HashMap::new(), Vec::new());
-        let session = Self { communicator, rank, size, tag: HELLO, tags, hello: None, leftovers, _universe: universe };
+        let max_tag = SimpleCommunicator::world().get_attr::<MaxTag>().map_or(0, |tag| tag.0);
         // SAFETY: the communicator was just made.
         check(unsafe { ffi::MPI_Comm_set_errhandler(communicator, ffi::RSMPI_ERRORS_RETURN) })?;
         // SAFETY: the function lives as long as the process.
-        if unsafe { on_exit(finalize, std::ptr::null_mut()) } != 0 {
+        if universe.is_some() && unsafe { on_exit(finalize, std::ptr::null_mut()) } != 0 {
             return Err("there is no room for a function to be called at exit".into());
         }
         let tick = || loop {
@@ -154,7 +210,38 @@ impl Session {
             }
         };
         std::thread::Builder::new().name("flow-mpi".into()).spawn(tick).map_err(|e| e.to_string())?;
-        Ok(session)
+        // Not before all else is well: to drop the universe here must not end the session.
+        SimpleCommunicator::self_comm().set_attr(End);
+        let (tags, leftovers) = (HashMap::new(), Vec::new());
+        Ok(Self { communicator, rank, size, tag: HELLO, max_tag, tags, hello: None, leftovers, universe })
+    }
+
+    /// Leaves as little as possible under way.
+    fn end(mut self) -> Option<Universe> {
+        let begin = Instant::now();
+        while self.progress().is_ok() && !self.leftovers.is_empty() && begin.elapsed() < LAST_MOMENT {
+            std::thread::sleep(NAP);
+        }
+        for mut leftover in std::mem::take(&mut self.leftovers) {
+            leftover.cancel(&self);
+        }
+        if let Some(hello) = self.hello.take() {
+            self.cancel(hello);
+        }
+        self.universe.take()
+    }
+
+    /// A tag that this rank has not used before.
+    pub fn new_tag(&mut self) -> Result<c_int, String> {
+        if self.tag >= self.max_tag {
+            return Err(format!(
+                "this process has had {} links, and this MPI has no more tags (MPI_TAG_UB): make groups once and keep \
+                 them, or set FLOW_BACKEND=tcp",
+                self.max_tag
+            ));
+        }
+        self.tag += 1;
+        Ok(self.tag)
     }
 
     pub fn send(&self, mut buffer: Vec<u8>, to: c_int, tag: c_int) -> Result<Message, String> {
@@ -185,7 +272,7 @@ impl Session {
     /// Whether the message is through.
     pub fn test(&self, message: &mut Message) -> Result<Option<Receipt>, String> {
         let (mut flag, mut status, mut count) = (0, MaybeUninit::<ffi::MPI_Status>::zeroed(), 0);
-        // SAFETY: the request is under way: whoever has heard that it is through drops it, or uses its buffer anew.
+        // SAFETY: the request is under way, or null after an error: whoever has heard that it is through drops it.
         check(unsafe { ffi::MPI_Test(&mut message.request, &mut flag, status.as_mut_ptr()) })?;
         if flag == 0 {
             return Ok(None);
@@ -214,9 +301,13 @@ impl Session {
                 // SAFETY: it is a number.
                 None => self.receive(vec![0; MAX_HELLO], unsafe { ffi::RSMPI_ANY_SOURCE }, HELLO)?,
             };
-            let Some(Receipt { source, bytes }) = self.test(&mut hello)? else {
-                self.hello = Some(hello);
-                break;
+            let Receipt { source, bytes } = match self.test(&mut hello) {
+                Ok(Some(receipt)) => receipt,
+                other => {
+                    self.hello = Some(hello);
+                    other?;
+                    break;
+                }
             };
             if let Some((tag, channel)) = hello.buffer[..bytes].split_first_chunk() {
                 let channel = String::from_utf8_lossy(channel).into_owned();
@@ -224,7 +315,7 @@ impl Session {
             }
         }
         let mut leftovers = std::mem::take(&mut self.leftovers);
-        leftovers.retain_mut(|message| matches!(self.test(message), Ok(None)));
+        leftovers.retain_mut(|leftover| !leftover.is_done(self));
         self.leftovers = leftovers;
         Ok(())
     }
@@ -236,5 +327,12 @@ impl Message {
         check(begin(request.as_mut_ptr()))?;
         // SAFETY: MPI has written it.
         Ok(Self { request: unsafe { request.assume_init() }, buffer, is_through: false })
+    }
+}
+
+/// What is still to be sent.
+impl Leftover for Message {
+    fn is_done(&mut self, session: &mut Session) -> bool {
+        !matches!(session.test(self), Ok(None))
     }
 }

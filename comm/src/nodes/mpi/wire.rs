@@ -9,7 +9,7 @@ use std::ffi::c_int;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use super::session::{with, Message, Session, HELLO, NAP};
+use super::session::{with, Leftover, Message, Session, HELLO, MAX_HELLO, NAP};
 use crate::nodes::queue::Queue;
 use crate::nodes::{Departure, Loss, Network, Patience, Unlinked, Wire};
 use crate::shm::Part;
@@ -31,13 +31,16 @@ impl Network for MpiNetwork {
     fn link(&self, channel: &str, members: &[usize], own: usize, _: Patience) -> Result<Box<dyn Wire>, Unlinked> {
         let others = (0..members.len()).filter(|&member| member != own);
         let linked = with(|session| {
-            session.tag += 1;
-            let hello = [&session.tag.to_le_bytes(), channel.as_bytes()].concat();
+            let tag = session.new_tag()?;
+            let hello = [&tag.to_le_bytes(), channel.as_bytes()].concat();
+            if hello.len() > MAX_HELLO {
+                return Err(format!("the name of the link has {} bytes, which is too long", channel.len()));
+            }
             for member in others.clone() {
                 let message = session.send(hello.clone(), members[member] as c_int, HELLO)?;
-                session.leftovers.push(message);
+                session.leftovers.push(Box::new(message));
             }
-            Ok(session.tag)
+            Ok(tag)
         });
         let tag = linked.map_err(|error| {
             Unlinked::Lost(Loss { member: others.clone().next().unwrap_or(own), how: Departure::OutOfReach(error) })
@@ -172,6 +175,13 @@ impl Peer {
         Ok(moved)
     }
 
+    /// Forgets all parts; what else comes in is of no interest.
+    fn abandon(&mut self) {
+        self.sending = Queue::default();
+        self.receiving = Queue::default();
+        self.is_abandoned = true;
+    }
+
     fn expect(&mut self, session: &Session, buffer: Vec<u8>) -> Result<(), String> {
         if let Some(tag) = self.tag {
             self.incoming.push_back(session.receive(buffer, self.rank, tag)?);
@@ -214,9 +224,9 @@ impl MpiWire {
         // At the end of the process nobody listens.
         let _ = with(|session| {
             for peer in self.peers.iter_mut().flatten() {
-                session.leftovers.extend(peer.outgoing.drain(..));
-                if let Ok(message) = session.send([&[kind], why.as_bytes()].concat(), peer.rank, self.tag) {
-                    session.leftovers.push(message);
+                let goodbye = session.send([&[kind], why.as_bytes()].concat(), peer.rank, self.tag);
+                for message in peer.outgoing.drain(..).chain(goodbye) {
+                    session.leftovers.push(Box::new(message));
                 }
             }
             Ok(())
@@ -264,11 +274,7 @@ impl Wire for MpiWire {
 
     fn abandon(&mut self, why: &str) {
         self.end(GIVES_UP, why);
-        for peer in self.peers.iter_mut().flatten() {
-            peer.sending = Queue::default();
-            peer.receiving = Queue::default();
-            peer.is_abandoned = true;
-        }
+        self.peers.iter_mut().flatten().for_each(Peer::abandon);
     }
 
     fn leave(&mut self) {
@@ -280,9 +286,32 @@ impl Drop for MpiWire {
     fn drop(&mut self) {
         self.end(GIVES_UP, "");
         let _ = with(|session| {
-            let incoming = self.peers.iter_mut().flatten().flat_map(|peer| peer.incoming.drain(..));
-            incoming.for_each(|message| session.cancel(message));
+            for mut peer in self.peers.drain(..).flatten() {
+                peer.abandon();
+                session.leftovers.push(Box::new(Farewell { peer, channel: self.channel.clone() }));
+            }
             Ok(())
         });
+    }
+}
+
+/// A peer that has yet to say that it sends nothing more. Until then somebody has to take what comes, or MPI would keep
+/// it for good.
+struct Farewell {
+    peer: Peer,
+    channel: String,
+}
+
+impl Leftover for Farewell {
+    fn is_done(&mut self, session: &mut Session) -> bool {
+        let is_done = self.peer.go_on_receiving(session, &self.channel).is_err() || self.peer.departure.is_some();
+        if is_done {
+            self.cancel(session);
+        }
+        is_done
+    }
+
+    fn cancel(&mut self, session: &Session) {
+        self.peer.incoming.drain(..).for_each(|message| session.cancel(message));
     }
 }
