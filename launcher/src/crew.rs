@@ -75,6 +75,8 @@ pub struct Crew {
     /// The files for lines that are looked for, by stream.
     filters: [Option<Filter>; 2],
     buffer: Vec<u8>,
+    /// The guard was asked to kill what the workers, which were stopped, have left behind.
+    has_asked_to_sweep: bool,
 }
 
 impl Crew {
@@ -89,7 +91,9 @@ impl Crew {
     ) -> anyhow::Result<Crew> {
         let filters = logs.filters(attempt).context("cannot open the files for filtered lines")?;
         let workers = Vec::with_capacity(specs.len());
-        let mut crew = Crew { round, policy, workers, filters, buffer: vec![0; READ], shortfall: None };
+        let (buffer, shortfall, has_asked_to_sweep) = (vec![0; READ], None, false);
+        let mut crew = Crew { round, policy, shortfall, workers, filters, buffer, has_asked_to_sweep };
+        guard.begin(round);
         for (index, spec) in specs.into_iter().enumerate() {
             let rank = spec.rank;
             match Worker::start(index, spec, attempt, logs, guard) {
@@ -114,9 +118,17 @@ impl Crew {
         self.workers.iter().all(|worker| worker.settled)
     }
 
-    /// Every worker has gone, and all they wrote was read.
-    pub fn is_over(&self) -> bool {
-        self.is_settled() && self.workers.iter().all(|worker| worker.streams.iter().all(|s| s.pipe.is_none()))
+    /// Every worker has gone, and all they wrote was read; if they were stopped, nothing is left of them.
+    pub fn is_over(&self, guard: &Guard) -> bool {
+        let is_read = self.workers.iter().all(|worker| worker.streams.iter().all(|stream| stream.pipe.is_none()));
+        // Where the launcher itself must end it does not wait: the guard sweeps then anyway.
+        let is_swept = || self.policy.must_leave() || self.has_asked_to_sweep && !guard.is_sweeping();
+        self.is_settled() && is_read && (self.ended_well() || is_swept())
+    }
+
+    /// Nothing has made the workers stop: once they have gone, they have ended well.
+    pub fn ended_well(&self) -> bool {
+        self.policy.cause().is_none()
     }
 
     /// What to wait for. A stream whose sink is full is left alone.
@@ -177,7 +189,8 @@ impl Crew {
     }
 
     /// Finishes with workers that have ended. Processes that a stopped one leaves in its group get what is left of the
-    /// grace period (a script's child may be writing its checkpoint), taken to be over when its output is closed.
+    /// grace period (a script's child may be writing its checkpoint), taken to be over when its output is closed. Those
+    /// that have left their group are the guard's when all workers are gone.
     pub fn settle(&mut self, sinks: &mut Sinks, guard: &mut Guard) {
         let in_grace = self.policy.in_grace();
         for index in 0..self.workers.len() {
@@ -200,6 +213,10 @@ impl Crew {
                     self.close(index, which, sinks);
                 }
             }
+        }
+        if self.is_settled() && !self.ended_well() && !self.has_asked_to_sweep {
+            guard.sweep();
+            self.has_asked_to_sweep = true;
         }
     }
 

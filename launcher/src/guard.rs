@@ -2,32 +2,44 @@
 //!
 //! It is told of each worker's process group through a pipe that only the launcher holds open. However the launcher
 //! dies, the pipe ends, and the guard kills the groups that are still registered. Then, unless the job ended well, it
-//! looks for processes that have left those groups (as those of `timeout` do) by a mark in their environment. Last it
-//! removes the job's temporary folder, which has the mark in its name: so it need not be told when that is made.
+//! *sweeps*: it looks for processes that have left those groups (as those of `timeout` do) by a mark in their
+//! environment, and kills them. Last it removes the job's temporary folder, which has the job's mark in its name: so it
+//! need not be told when that is made.
+//!
+//! Each round has a mark of its own, which begins with the job's. After a round that was stopped the launcher asks for
+//! what is left of it to be swept: so no process meets those of the next start. To look at all processes of a machine
+//! may take long, and the launcher's event loop goes on meanwhile.
 
 use std::collections::HashSet;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::fs;
-use std::io::{BufRead, Write};
-use std::os::unix::ffi::OsStrExt;
+use std::io::{self, BufRead, Write};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitCode, Stdio};
-use std::time::{Duration, SystemTime};
+use std::process::{Child, ChildStdout, Command, ExitCode, Stdio};
+use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::Context;
 use nix::sys::signal::SigSet;
+use rustix::io::Errno;
 use rustix::process::{geteuid, kill_process, kill_process_group, Pid, Signal};
 
 /// First argument of a flow-launch process that is a guard; the mark is the second.
 pub const HIDDEN_FLAG: &str = "--guard";
 
-/// Variable in the environment of all processes of a job that holds its mark.
+/// Variable in the environment of all processes of a round that holds its mark.
 const MARK: &str = "FLOW_LAUNCHER";
 
 /// What tells the guard that the job ended well.
 const DISMISSAL: &str = "dismissed";
+
+/// What tells the guard to sweep the round whose number follows. When that is done, it answers with a byte.
+const SWEEP: &str = "sweep ";
+
+/// How long the launcher waits for that.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Looks for marked processes at most so many times: new ones may be born meanwhile, and some cannot be killed.
 const SWEEPS: usize = 100;
@@ -39,7 +51,13 @@ const BETWEEN_REMOVALS: Duration = Duration::from_millis(10);
 /// The launcher's side of the guard. Dropping it ends the guard, which kills what is left of the job.
 pub struct Guard {
     process: Child,
+    answers: ChildStdout,
     mark: String,
+    /// The round of which workers are started.
+    round: u32,
+    /// How many sweeps it has not answered yet, and until when to wait for that, if at all.
+    unanswered: usize,
+    deadline: Option<Instant>,
 }
 
 impl Guard {
@@ -48,8 +66,11 @@ impl Guard {
         let mark = format!("{}.{}", std::process::id(), now.as_nanos());
         let mut command = Command::new("/proc/self/exe");
         command.arg0("flow-launch").arg(HIDDEN_FLAG).arg(&mark).process_group(0).env_remove(MARK);
-        command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
-        Ok(Guard { process: command.spawn().context("cannot start the guard process")?, mark })
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut process = command.spawn().context("cannot start the guard process")?;
+        let answers = process.stdout.take().context("the guard process has no standard output")?;
+        rustix::io::ioctl_fionbio(&answers, true).context("cannot listen to the guard process")?;
+        Ok(Guard { process, answers, mark, round: 0, unanswered: 0, deadline: None })
     }
 
     /// What tells this job from all others on this machine.
@@ -59,12 +80,60 @@ impl Guard {
 
     /// Where the job may make a folder that is gone when the launcher is.
     pub fn temporary_folder(&self) -> PathBuf {
-        temporary_folder(self.mark.as_ref())
+        temporary_folder(&self.mark)
+    }
+
+    /// The workers that are started from now on are those of this round.
+    pub fn begin(&mut self, round: u32) {
+        self.round = round;
     }
 
     /// What is to be in the environment of every worker.
-    pub fn mark(&self) -> (&'static str, &str) {
-        (MARK, &self.mark)
+    pub fn mark(&self) -> (&'static str, String) {
+        (MARK, round_mark(&self.mark, &self.round.to_string()))
+    }
+
+    /// Asks for all that is left of this round to be killed.
+    pub fn sweep(&mut self) {
+        self.tell(&format!("{SWEEP}{}", self.round));
+        self.unanswered += 1;
+        self.deadline = Some(Instant::now() + PATIENCE);
+    }
+
+    /// What was asked for is not done yet.
+    pub fn is_sweeping(&self) -> bool {
+        self.deadline.is_some()
+    }
+
+    /// What becomes readable when the guard answers, if that is awaited.
+    pub fn watch(&self) -> Option<BorrowedFd<'_>> {
+        self.is_sweeping().then(|| self.answers.as_fd())
+    }
+
+    /// When [`Guard::elapsed`] is to be called.
+    pub fn deadline(&self) -> Option<Instant> {
+        self.deadline
+    }
+
+    /// Time has passed.
+    pub fn elapsed(&mut self, now: Instant) {
+        if self.deadline.is_some_and(|deadline| deadline <= now) {
+            log::warn!("the guard process does not answer: processes of the last start may be left");
+            self.deadline = None;
+        }
+    }
+
+    /// Takes an answer, for which [`Guard::watch`] waits.
+    pub fn hear(&mut self) {
+        match rustix::io::read(&self.answers, &mut [0; 1]) {
+            Err(Errno::AGAIN | Errno::INTR) => {}
+            Ok(1) => self.unanswered -= 1,
+            // It has gone, and answers no more.
+            _ => self.unanswered = 0,
+        }
+        if self.unanswered == 0 {
+            self.deadline = None;
+        }
     }
 
     /// The job has ended well; what it left running on purpose may stay.
@@ -85,7 +154,7 @@ impl Guard {
     fn tell(&mut self, line: &str) {
         let Some(pipe) = &mut self.process.stdin else { return };
         if let Err(error) = pipe.write_all(format!("{line}\n").as_bytes()) {
-            log::warn!("the guard process has gone ({error}): grandchildren would outlive a killed launcher");
+            log::warn!("the guard process has gone ({error}): processes that leave their group may outlive the job");
         }
     }
 }
@@ -104,13 +173,18 @@ impl Drop for Guard {
 /// The guard process itself.
 pub fn main(mark: Option<OsString>) -> ExitCode {
     // What is meant for the launcher (Ctrl-C, a hang-up, a kill by name) must not end the guard first.
-    let mark = mark.filter(|mark| !mark.as_bytes().contains(&b'/'));
+    let mark = mark.and_then(|mark| mark.into_string().ok()).filter(|mark| !mark.contains('/'));
     let (Some(mark), Ok(())) = (mark, SigSet::all().thread_block()) else { return ExitCode::FAILURE };
     let _ = nix::sys::prctl::set_name(c"flow-guard");
     let mut groups = HashSet::new();
     let mut is_dismissed = false;
-    for line in std::io::stdin().lock().lines().map_while(Result::ok) {
+    for line in io::stdin().lock().lines().map_while(Result::ok) {
         is_dismissed |= line == DISMISSAL;
+        if let Some(round) = line.strip_prefix(SWEEP) {
+            sweep(&round_mark(&mark, round));
+            // Fails only if the launcher has died.
+            let _ = rustix::io::write(io::stdout(), b"!");
+        }
         let Some(pid) = line.get(1..).and_then(|pid| pid.parse().ok()).and_then(Pid::from_raw) else { continue };
         match line.starts_with('+') {
             true => groups.insert(pid),
@@ -121,18 +195,25 @@ pub fn main(mark: Option<OsString>) -> ExitCode {
         let _ = kill_process_group(group, Signal::KILL);
     }
     if !is_dismissed {
-        let entry = [MARK.as_bytes(), b"=", mark.as_bytes()].concat();
-        (0..SWEEPS).take_while(|_| sweep(&entry)).for_each(|_| std::thread::yield_now());
+        sweep(&job_mark(&mark));
     }
     let folder = temporary_folder(&mark);
     (0..REMOVALS).take_while(|_| !remove(&folder)).for_each(|_| std::thread::sleep(BETWEEN_REMOVALS));
     ExitCode::SUCCESS
 }
 
-fn temporary_folder(mark: &OsStr) -> PathBuf {
-    let mut name = OsString::from("flow-launch_");
-    name.push(mark);
-    std::env::temp_dir().join(name)
+/// What the marks of all rounds of a job begin with.
+fn job_mark(job: &str) -> String {
+    format!("{job}.")
+}
+
+/// No round's mark begins with another's.
+fn round_mark(job: &str, round: &str) -> String {
+    format!("{}{round}.", job_mark(job))
+}
+
+fn temporary_folder(job: &str) -> PathBuf {
+    std::env::temp_dir().join(format!("flow-launch_{job}"))
 }
 
 /// Removes a job's temporary folder, if there is one and it is ours; false if some of it is left.
@@ -141,13 +222,19 @@ fn remove(folder: &Path) -> bool {
     !fs::symlink_metadata(folder).is_ok_and(|found| is_ours(&found)) || fs::remove_dir_all(folder).is_ok()
 }
 
-/// Kills all processes with this entry in their environment; false if there are none.
-fn sweep(entry: &[u8]) -> bool {
+/// Kills all processes whose mark begins like this.
+fn sweep(mark: &str) {
+    let entry = format!("{MARK}={mark}");
+    (0..SWEEPS).take_while(|_| kill_all(entry.as_bytes())).for_each(|_| std::thread::yield_now());
+}
+
+/// Kills all processes in whose environment an entry begins like this; false if there are none.
+fn kill_all(entry: &[u8]) -> bool {
     let mut found = false;
     for process in fs::read_dir("/proc").into_iter().flatten().flatten() {
         let pid = process.file_name().to_str().and_then(|name| name.parse().ok()).and_then(Pid::from_raw);
         let environment = fs::read(process.path().join("environ")).unwrap_or_default();
-        if let Some(pid) = pid.filter(|_| environment.split(|byte| *byte == 0).any(|other| other == entry)) {
+        if let Some(pid) = pid.filter(|_| environment.split(|byte| *byte == 0).any(|other| other.starts_with(entry))) {
             found |= kill_process(pid, Signal::KILL).is_ok();
         }
     }

@@ -1,4 +1,4 @@
-//! Workers that wait long in a collective, as they tell through their store, and what follows from it. Pure: the time
+//! Workers that wait long for each other, as they tell through their store, and what follows from it. Pure: the time
 //! comes in.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -92,8 +92,9 @@ impl Waits {
     /// Time has passed.
     pub fn elapsed(&mut self, now: Instant) -> Option<Finding> {
         let oldest = self.waiting.values().map(|waiting| now.saturating_duration_since(waiting.since)).max();
-        if let Some(waited) = oldest.filter(|waited| self.limit.is_some_and(|limit| *waited >= limit)) {
+        if let Some((waited, limit)) = oldest.zip(self.limit).filter(|(waited, limit)| waited >= limit) {
             let report = self.report(waited);
+            let report = format!("{report}\nthat is a failure, as --hang-timeout is {} s", limit.as_secs_f64());
             self.waiting.clear();
             self.report_at = None;
             return Some(Finding::Hung(report));
@@ -187,7 +188,8 @@ mod tests {
         waits.take(wait(0, "barrier #1", &[1]), now);
         waits.elapsed(now + TOGETHER);
         assert_eq!(waits.deadline(), Some(now + Duration::from_secs(10)));
-        assert!(matches!(waits.elapsed(now + Duration::from_secs(10)), Some(Finding::Hung(_))));
+        let Some(Finding::Hung(report)) = waits.elapsed(now + Duration::from_secs(10)) else { panic!() };
+        assert_eq!(report.lines().last(), Some("that is a failure, as --hang-timeout is 40 s"));
         assert_eq!(waits.deadline(), None);
     }
 }

@@ -12,7 +12,7 @@
 //! | `link.rs`, `leader.rs`, `member.rs` | how the nodes' agents and the coordinator hear of each other |
 //! | `hang.rs` | who waits for whom (pure) |
 //! | `worker.rs` | starting, signalling and reaping one worker |
-//! | `guard.rs` | the process that cleans up when the launcher is killed |
+//! | `guard.rs` | the process that cleans up after a round that was stopped, and when the launcher is killed |
 //! | `policy.rs` | when to stop whom, and which failure is the root cause (pure) |
 //! | `supervise.rs`, `crew.rs`, `signals.rs` | the event loop, this node's workers, the signals passed on |
 //! | `output.rs`, `sink.rs` | lines: assembling them (pure), writing them |

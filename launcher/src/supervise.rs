@@ -33,6 +33,7 @@ use crate::worker::End;
 enum Ready {
     Signals,
     Link,
+    Guard,
     Sink(usize),
     Crew(crew::Ready),
 }
@@ -159,14 +160,11 @@ impl Supervisor {
                 if let Some(why) = &why {
                     self.sinks.say(why);
                 }
-                match &mut self.crew {
-                    Some(crew) => {
-                        let action = crew.policy.ordered(Instant::now());
-                        crew.act(action);
-                        if action != Action::Nothing {
-                            let reason = why.as_deref().unwrap_or("a failure on another node");
-                            record(&events::Event::Stop { reason }, &mut self.events, &mut self.sinks);
-                        }
+                match self.stop() {
+                    Some(Action::Nothing) => {}
+                    Some(_) => {
+                        let reason = why.as_deref().unwrap_or("a failure on another node");
+                        record(&events::Event::Stop { reason }, &mut self.events, &mut self.sinks);
                     }
                     None => self.tell_stopped(round, None),
                 }
@@ -174,6 +172,19 @@ impl Supervisor {
             Order::Say(text) => self.sinks.say(&text),
             Order::End(verdict) => self.verdict = Some(verdict),
         }
+    }
+
+    /// Stops the workers for a reason that is not here. If they have already ended well, what they have left behind must
+    /// go all the same. None if there is nothing to stop.
+    fn stop(&mut self) -> Option<Action> {
+        if self.crew.is_none() {
+            self.crew = self.last.take_if(|crew| crew.ended_well());
+        }
+        let crew = self.crew.as_mut()?;
+        let action = crew.policy.ordered(Instant::now());
+        crew.act(action);
+        crew.settle(&mut self.sinks, &mut self.guard);
+        Some(action)
     }
 
     /// Starts the workers of a round.
@@ -202,6 +213,7 @@ impl Supervisor {
                     self.link.tell(Event::Failed { round, failure });
                     crew.policy.ordered(Instant::now());
                     crew.act(Action::Kill);
+                    crew.settle(&mut self.sinks, &mut self.guard);
                 }
                 self.crew = Some(crew);
             }
@@ -222,12 +234,12 @@ impl Supervisor {
         self.link.tell(Event::Stopped { round, cause, port });
     }
 
-    /// The coordinator is out of reach.
+    /// The coordinator is out of reach, as it may be when the job is over.
     fn lose(&mut self, reason: String) {
-        if let Some(crew) = &mut self.crew {
-            let action = crew.policy.ordered(Instant::now());
-            crew.act(action);
+        if self.verdict.is_some() && self.crew.is_none() {
+            return;
         }
+        self.stop();
         let nodes = &self.job.nodes;
         let is_awaited = nodes.min < nodes.max || self.job.max_restarts > 0;
         let may_return = self.has_joined && is_awaited && self.signalled.is_none();
@@ -259,6 +271,7 @@ impl Supervisor {
         for event in ready {
             match (event, &mut self.crew) {
                 (Ready::Signals, _) => self.take_signals(),
+                (Ready::Guard, _) => self.guard.hear(),
                 (Ready::Sink(sink), _) => self.write(sink),
                 (Ready::Crew(crew::Ready::Output(worker, which)), Some(crew)) => {
                     crew.read(worker, which, &mut self.sinks);
@@ -284,8 +297,9 @@ impl Supervisor {
 
     /// Sees to the workers, some of which have just ended.
     fn supervise(&mut self, ended: &[(usize, End, Option<f64>)]) {
-        let Some(crew) = &mut self.crew else { return };
         let now = Instant::now();
+        self.guard.elapsed(now);
+        let Some(crew) = &mut self.crew else { return };
         let action = crew.policy.ended(ended, now);
         crew.act(action);
         if action != Action::Nothing {
@@ -298,14 +312,14 @@ impl Supervisor {
         let action = crew.policy.elapsed(now);
         crew.act(action);
         crew.settle(&mut self.sinks, &mut self.guard);
-        if crew.is_over() {
+        if crew.is_over(&self.guard) {
             let round = crew.round;
             let cause = crew.first_failure().map(|(first, _)| match crew.ended_for_want_of_readers(&self.sinks) {
                 true => String::new(),
                 false => report::cause(&crew.outcome(first), &self.host),
             });
             let cause = crew.shortfall.clone().or(cause);
-            let is_finished = crew.policy.cause().is_none();
+            let is_finished = crew.ended_well();
             self.last = self.crew.take();
             match is_finished {
                 true => self.link.tell(Event::Finished { round }),
@@ -336,6 +350,8 @@ impl Supervisor {
         let mut watched = vec![(Ready::Signals, PollFd::new(&self.signals, PollFlags::IN))];
         let link = self.link.watch();
         watched.extend(link.into_iter().map(|fd| (Ready::Link, PollFd::from_borrowed_fd(fd, PollFlags::IN))));
+        let guard = self.guard.watch();
+        watched.extend(guard.map(|fd| (Ready::Guard, PollFd::from_borrowed_fd(fd, PollFlags::IN))));
         let sinks = self.sinks.watch();
         watched.extend(sinks.map(|(sink, fd)| (Ready::Sink(sink), PollFd::from_borrowed_fd(fd, PollFlags::OUT))));
         if let Some(crew) = &self.crew {
@@ -343,8 +359,9 @@ impl Supervisor {
         }
         let (events, mut fds): (Vec<_>, Vec<_>) = watched.into_iter().unzip();
         let crew = self.crew.as_ref().and_then(|crew| crew.policy.deadline());
-        let is_due = self.must_leave() || self.crew.as_ref().is_some_and(Crew::is_over);
-        let deadline = if is_due { Some(Instant::now()) } else { crew.into_iter().chain(self.link.deadline()).min() };
+        let is_due = self.must_leave() || self.crew.as_ref().is_some_and(|crew| crew.is_over(&self.guard));
+        let deadlines = [crew, self.guard.deadline(), self.link.deadline()];
+        let deadline = if is_due { Some(Instant::now()) } else { deadlines.into_iter().flatten().min() };
         let timeout = deadline.map(|deadline| {
             let left = deadline.saturating_duration_since(Instant::now());
             Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() }

@@ -2,7 +2,7 @@
 
 mod common;
 use common::net::{ipv4, Agent, Gate, Net};
-use common::{script, until};
+use common::{events, named, script, seconds_until_killed, until};
 
 use std::fs;
 use std::thread;
@@ -46,11 +46,16 @@ fn until_places(agent: &Agent, world: usize, times: usize) {
     });
 }
 
+/// The command lines of a node's processes, words ending with a zero.
+fn command_lines(net: &Net, node: usize) -> Vec<String> {
+    let line = |pid| fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    net.processes(node).into_iter().map(line).collect()
+}
+
 /// How many workers, those of earlier starts too, there are on a node.
 fn workers(net: &Net, node: usize, gate: &Gate) -> usize {
-    let line = |pid| fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-    let is_worker = |line: &String| line.contains(&gate.wait()) && !line.contains("--nnodes");
-    net.processes(node).into_iter().map(line).filter(is_worker).count()
+    let is_worker = |line: &&String| line.contains(&gate.wait()) && !line.contains("--nnodes");
+    command_lines(net, node).iter().filter(is_worker).count()
 }
 
 /// The job ends well when its workers do.
@@ -89,6 +94,26 @@ fn a_killed_agents_node_is_done_without() {
     until_places(&agent_0, 2, 2);
     until("its workers are gone", || net.processes(1).is_empty());
     end_well(&net, &gate, [agent_0]);
+}
+
+#[test]
+fn nodes_that_come_and_go_are_events() {
+    let Some(net) = Net::new(2) else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let told = folder.path().join("events");
+    let gate = Gate::new();
+    let start = |node, more: &str| net.start(node, &script(&elastic("1:2", more), &places(&gate)));
+    let agents = [start(0, &format!("--events {}", told.display())), start(1, "")];
+    agents.iter().for_each(|agent| until_places(agent, 4, 2));
+    let [agent_0, agent_1] = agents;
+    agent_1.signal(Signal::KILL);
+    until_places(&agent_0, 2, 2);
+    end_well(&net, &gate, [agent_0]);
+    let told = events(&told);
+    let (joined, lost) = (named(&told, "node_joined"), named(&told, "node_lost"));
+    assert_eq!((joined.len(), lost.len()), (1, 1), "{told:?}");
+    assert_eq!((&joined[0]["node_host"], &lost[0]["node_host"]), (&"node1".into(), &"node1".into()));
+    assert!(lost[0]["reason"].as_str().unwrap().contains("killed"), "{}", lost[0]);
 }
 
 #[test]
@@ -181,4 +206,60 @@ fn after_the_last_restart_a_failure_is_final() {
         assert!(!end.stdout.contains("restart 2"), "{end:?}");
     }
     net.until_nothing_is_left();
+}
+
+/// What workers of node 0 have started, and what has left their process groups, goes with their start; also if they
+/// themselves have ended well, but the start fails on node 1.
+#[test]
+fn nothing_of_a_start_that_fails_elsewhere_lives_on() {
+    for (then, processes) in [("exit 0", 4), ("exec sleep 1000", 6)] {
+        let Some(net) = Net::new(2) else { return };
+        let [failure, end] = [Gate::new(), Gate::new()];
+        let text = format!(
+            "if [ $TORCHELASTIC_RESTART_COUNT = 0 ]; then
+                [ $RANK != 3 ] || {{ {}; exit 5; }}
+                [ $GROUP_RANK = 0 ] || exec sleep 1000
+                if [ $RANK = 0 ]; then
+                    timeout 1000 sleep 1001 &
+                    until [ $(cut -d' ' -f5 /proc/$!/stat) = $! ]; do :; done
+                fi
+                {then}
+             fi
+             echo again; {}",
+            failure.wait(),
+            end.wait()
+        );
+        let flags = elastic("2", "--max-restarts 1 --grace 0.5");
+        let agents = [0, 1].map(|node| net.start(node, &script(&flags, &text)));
+        let survivors = || command_lines(&net, 0).iter().filter(|line| line.starts_with("sleep\x001001")).count();
+        // The agent, its guard, timeout and what it runs, and the workers that have not ended.
+        until("node 0 has come so far", || survivors() == 1 && net.processes(0).len() == processes);
+        failure.open();
+        agents.iter().for_each(|agent| agent.until_says(&["again"]));
+        until("nothing is left of the first start", || survivors() == 0);
+        end_well(&net, &end, agents);
+    }
+}
+
+#[test]
+fn workers_have_the_shutdown_timeout_when_another_node_stops_them() {
+    let Some(net) = Net::new(2) else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let told = folder.path().join("events");
+    let gate = Gate::new();
+    let text = format!(
+        "[ $TORCHELASTIC_RESTART_COUNT = 0 ] || exit 0
+         [ $GROUP_RANK = 0 ] || {{ {}; exit 3; }}
+         trap '' TERM; echo ready $RANK; while :; do sleep 0.1; done",
+        gate.wait()
+    );
+    // More than without the flag.
+    let start = |node, more: &str| {
+        net.start(node, &script(&elastic("2", &format!("--max-restarts 1 --shutdown-timeout 6 {more}")), &text))
+    };
+    let agents = [start(0, &format!("--events {}", told.display())), start(1, "")];
+    agents[0].until_says(&["ready 0", "ready 1"]);
+    end_well(&net, &gate, agents);
+    let seconds = seconds_until_killed(&told);
+    assert!(seconds > 5.5, "killed after {seconds} s");
 }

@@ -1,21 +1,11 @@
 //! The file of events: `--events`.
 
 mod common;
-use common::{run, script, Running};
+use common::{events, named, run, script, Running};
 
 use std::path::Path;
 
 use rustix::process::Signal;
-use serde_json::Value;
-
-fn events(path: &Path) -> Vec<Value> {
-    let text = std::fs::read_to_string(path).unwrap();
-    text.lines().map(|line| serde_json::from_str(line).expect(line)).collect()
-}
-
-fn named<'a>(events: &'a [Value], name: &str) -> Vec<&'a Value> {
-    events.iter().filter(|event| event["event"] == name).collect()
-}
 
 /// Flags that write events to this file, and what else there is.
 fn to(path: &Path, flags: &str) -> String {

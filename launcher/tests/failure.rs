@@ -1,7 +1,7 @@
 //! A worker fails: the others are stopped, the report leads with the cause, the exit code is the failed worker's.
 
 mod common;
-use common::{run, script, until_gone, Running};
+use common::{is_alive, run, script, until_gone, Running};
 
 use std::time::Duration;
 
@@ -88,6 +88,20 @@ fn a_process_that_escapes_with_the_output_does_not_hold_up_the_end() {
     let finished = running.finish();
     assert_eq!((finished.code, finished.stdout.as_str()), (Some(0), "last words\n"));
     let _ = rustix::process::kill_process(rustix::process::Pid::from_raw(pid).unwrap(), rustix::process::Signal::KILL);
+}
+
+/// Nothing tells the launcher of this process but the output, which it holds open: it has no mark of the job.
+#[test]
+fn an_output_held_open_beyond_the_grace_period_does_not_hold_up_the_end() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("pid");
+    let hold = format!("env -i setsid sh -c 'echo $$ >{}; exec sleep 1000' & wait", file.display());
+    let one = format!("while [ ! -s {} ]; do sleep 0.05; done; exit 3", file.display());
+    let finished = run(&mut odd_one("--nproc_per_node 2 --grace 0.5", &one, &hold));
+    let pid: i32 = std::fs::read_to_string(&file).unwrap().trim().parse().unwrap();
+    assert!(is_alive(pid));
+    let _ = rustix::process::kill_process(rustix::process::Pid::from_raw(pid).unwrap(), rustix::process::Signal::KILL);
+    assert_eq!(finished.code, Some(3), "{finished:?}");
 }
 
 #[test]

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
 use std::net::TcpStream;
+use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -152,7 +153,9 @@ fn a_failure_on_one_node_stops_all_and_all_name_it() {
     gate.open();
     let opened = Instant::now();
     let ends = agents.map(Agent::finish);
-    assert!(opened.elapsed() < Duration::from_secs(10));
+    // A failure is to end the job everywhere within 2 s where workers stop when asked, as these do at once. More than
+    // that is for machines with much else to do; with a grace period or a heartbeat to wait for it would take longer.
+    assert!(opened.elapsed() < Duration::from_secs(5), "{:?}", opened.elapsed());
     for end in &ends {
         assert_eq!(end.code, Some(3), "{end:?}");
         let report: Vec<_> = end.stderr.lines().filter(|line| line.starts_with("flow-launch: ")).collect();
@@ -356,16 +359,28 @@ fn a_node_rank_that_is_taken_is_refused() {
     net.until_nothing_is_left();
 }
 
-/// The port of the agents, while the nodes meet and while they run.
+/// The port of the agents, while the nodes meet and while they run; by more connections than an agent may have files.
 #[test]
 fn strangers_at_the_port_do_no_harm() {
     let Some(net) = Net::new(3) else { return };
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
+    if maximum.is_some_and(|maximum| maximum < 8000) {
+        return println!(
+            "SKIPPED: strangers at the port: they need 8000 open files, and the hard limit is {maximum:?}"
+        );
+    }
     setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }).unwrap();
     let gate = Gate::new();
     let text = format!("echo ready; {}", gate.wait());
     let address = format!("{}:29501", ipv4(0));
-    let agent_0 = net.start(0, &script(&fixed(0, ""), &text));
+    let start = |node| {
+        let agent = script(&fixed(node, ""), &text);
+        let mut limited = Command::new("prlimit");
+        limited.arg("--nofile=1024:").arg(agent.get_program()).args(agent.get_args());
+        limited.envs(agent.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        net.start(node, &limited)
+    };
+    let agent_0 = start(0);
     until("the agent listens", || net.within(2, || TcpStream::connect(&address).is_ok()));
     let disturb = || {
         net.within(2, || {
@@ -377,11 +392,11 @@ fn strangers_at_the_port_do_no_harm() {
                 // It may be refused before all of it is sent.
                 let _ = connect().write_all(garbage);
             }
-            (0..1000).map(|_| connect()).collect::<Vec<_>>()
+            (0..3000).map(|_| connect()).collect::<Vec<_>>()
         })
     };
     let _early = disturb();
-    let agent_1 = net.start(1, &script(&fixed(1, ""), &text));
+    let agent_1 = start(1);
     [&agent_0, &agent_1].iter().for_each(|agent| agent.until_says(&["ready"]));
     let _late = disturb();
     gate.open();

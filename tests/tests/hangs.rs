@@ -1,6 +1,8 @@
 //! What flow-launch says and does when workers wait long for each other.
 
-use flow_tests::{assert_contains, launcher, on_stand_in, Process, PATIENCE};
+use std::process::Command;
+
+use flow_tests::{assert_contains, launcher, on_stand_in, program, Process, PATIENCE};
 
 #[test]
 fn a_hang_is_told_and_ended() {
@@ -10,6 +12,21 @@ fn a_hang_is_told_and_ended() {
     assert_contains(&finished.stderr, &["ranks 0, 2 wait in all_reduce #0 (", ") for rank 1"]);
     // Once when it was long, and once at the end.
     assert_eq!(finished.stderr.matches("s: rank 1 is in no collective").count(), 2, "{finished:?}");
+    assert_contains(&finished.stderr, &["that is a failure, as --hang-timeout is 6 s"]);
+}
+
+/// On one node, and on nodes of one rank each.
+#[test]
+fn a_rank_that_does_not_join_is_a_hang() {
+    for place in ["", "export GROUP_RANK=$RANK LOCAL_RANK=0 LOCAL_WORLD_SIZE=1;"] {
+        let worker = program("check_failures");
+        let text = format!("{place} [ $RANK != 1 ] || exec sleep 1000; exec {} join", worker.display());
+        let mut job = Command::new(program("flow-launch"));
+        job.args(["--nproc_per_node", "3", "--hang-timeout", "4", "sh", "-c", &text]);
+        let finished = Process::start(job).finish(PATIENCE);
+        assert_eq!(finished.status.code(), Some(124), "{finished:?}");
+        assert_contains(&finished.stderr, &["ranks 0, 2 wait in joining the process group for rank 1"]);
+    }
 }
 
 #[test]

@@ -9,6 +9,7 @@ use rustix::process::{pidfd_open, Pid, PidfdFlags};
 use super::meeting::{machine, Card};
 use super::world::{EXIT_REPORT, FIRST_WARNING};
 use crate::store::{Error as StoreError, Store};
+use crate::waits::LongWait;
 
 /// How often to look whether ranks have ended, and how many of those that are missing to ask the store for.
 pub const LOOK: Duration = Duration::from_millis(500);
@@ -27,6 +28,8 @@ pub struct Joining<'a> {
     pub timeout: Duration,
     pub next_look: Instant,
     pub next_warning: Instant,
+    /// Tells flow-launch, if it listens, when this takes long.
+    pub long: Option<LongWait<'a>>,
 }
 
 impl Joining<'_> {
@@ -42,7 +45,8 @@ impl Joining<'_> {
     /// When the time is over, or a rank has ended.
     pub fn look(&mut self, missing: &dyn Fn() -> Vec<usize>, pid: &dyn Fn(usize) -> u32) -> Result<(), String> {
         let now = Instant::now();
-        let ranks = match &missing()[..] {
+        let absent = missing();
+        let ranks = match &absent[..] {
             [] => return Ok(()),
             [one] => format!("rank {one} has"),
             all => format!("ranks {} have", all.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")),
@@ -53,6 +57,9 @@ impl Joining<'_> {
         if now >= self.next_warning {
             log::warn!("rank {}: {ranks} not joined yet", self.rank);
             self.next_warning = now + FIRST_WARNING;
+        }
+        if let Some(long) = &mut self.long {
+            long.look(self.begin.elapsed(), &"joining the process group", || absent);
         }
         if now < self.next_look {
             return Ok(());

@@ -95,16 +95,19 @@ impl World {
         };
         let address = network.as_ref().map(TcpNetwork::address);
         let prefix = format!("world/{generation}/");
+        let launched = matches!(membership.rendezvous, Rendezvous::Server { .. });
+        let waits = Waits::from_env(rank).filter(|_| launched);
         let mut joining = store.as_ref().map(|store| Joining {
             rank,
             size,
             store,
             prefix: &prefix,
-            launched: matches!(membership.rendezvous, Rendezvous::Server { .. }),
+            launched,
             begin,
             timeout,
             next_look: begin + LOOK,
             next_warning: begin + FIRST_WARNING,
+            long: waits.as_ref().map(|waits| waits.begin(store)),
         });
         let own = Card::own(membership, address);
         if let Some(joining) = &joining {
@@ -125,6 +128,7 @@ impl World {
         let locals: Vec<usize> = (0..size).filter(|&r| cards[r].node == own.node).collect();
 
         let arena = share_arena(rank, size, &locals, joining.as_mut())?;
+        drop(joining);
         let watch = |r: usize| {
             let node = cards.iter().position(|card| card.node == cards[r].node).unwrap_or(r);
             let host = cards[r].host.clone();
@@ -145,7 +149,6 @@ impl World {
         let peers = (0..size).map(watch).collect::<Result<_>>()?;
         let root = header(&arena).root.load(Ordering::Acquire) as usize;
         let neighbours = cards.iter().filter(|card| card.machine == own.machine).count();
-        let launched = joining.is_some_and(|joining| joining.launched);
         Ok(Self {
             rank,
             size,
@@ -155,7 +158,7 @@ impl World {
             root,
             peers,
             launched,
-            waits: Waits::from_env(rank).filter(|_| launched),
+            waits,
             store,
             prefix,
             network: match network {

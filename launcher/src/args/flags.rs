@@ -71,7 +71,8 @@ pub const FLAGS: &[Flag] = &[
     option(WORKERS, "max-restarts", "N", "Starts anew after a failure [default: 0]"),
     option(WORKERS, "shutdown-timeout", "SECONDS", "From SIGTERM to SIGKILL; also --grace [default: 5]")
         .alias(&["grace"]),
-    option(WORKERS, "hang-timeout", "SECONDS", "Longest wait in one collective [default: no limit]").without_variable(),
+    option(WORKERS, "hang-timeout", "SECONDS", "Longest wait in a collective, or to join [default: none]")
+        .without_variable(),
     option(WORKERS, "signals-to-handle", "NAMES", "Passed on to workers [default: SIGTERM,SIGINT,SIGHUP,SIGQUIT]"),
     option(WORKERS, "numa-binding", "KIND", "Cores for each: node, socket, exclusive or core-complex")
         .without_variable(),

@@ -5,11 +5,14 @@ pub mod net;
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use jiff::Timestamp;
 use rustix::process::{kill_process, Pid, Signal};
+use serde_json::Value;
 
 /// Longest time anything may take; far more than it should.
 const PATIENCE: Duration = Duration::from_secs(300);
@@ -154,4 +157,23 @@ pub fn until_gone(pids: &[i32]) {
 pub fn children(pid: i32) -> Vec<i32> {
     let list = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
     list.split_whitespace().map(|pid| pid.parse().unwrap()).collect()
+}
+
+/// What `--events` has written to this file.
+pub fn events(path: &Path) -> Vec<Value> {
+    let text = fs::read_to_string(path).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).expect(line)).collect()
+}
+
+/// The events of this name.
+pub fn named<'a>(events: &'a [Value], name: &str) -> Vec<&'a Value> {
+    events.iter().filter(|event| event["event"] == name).collect()
+}
+
+/// How many seconds after the first order to stop, as a file of events has it, rank 0 had to be killed.
+pub fn seconds_until_killed(path: &Path) -> f64 {
+    let events = events(path);
+    let killed = named(&events, "exit").into_iter().find(|exit| exit["rank"] == 0 && exit["signal"] == 9).unwrap();
+    let time = |event: &Value| event["time"].as_str().unwrap().parse::<Timestamp>().unwrap();
+    time(killed).duration_since(time(named(&events, "stop")[0])).as_secs_f64()
 }
