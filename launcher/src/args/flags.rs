@@ -161,7 +161,7 @@ mod tests {
 
     #[test]
     fn the_documentation_has_each_flag() {
-        let page = include_str!("../../../docs/flags.md");
+        let page = include_str!("../../../README.md");
         for flag in FLAGS {
             assert!(page.contains(&format!("`--{}", flag.name)), "{}", flag.name);
             assert!(flag.aliases.iter().all(|alias| page.contains(&format!("`--{alias}`"))), "{}", flag.name);
