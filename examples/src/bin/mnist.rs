@@ -12,6 +12,7 @@ use std::time::Instant;
 
 use anyhow::{ensure, Context, Result};
 use clap::Parser;
+use flate2::Crc;
 use flow_ddp::{
     DataLoader, Dataset, Ddp, DeviceKind, DistributedSampler, ProcessGroup, ReduceOp, SamplerState, TensorCollectives,
     TryBackwardStep,
@@ -77,8 +78,11 @@ struct Args {
 /// Where training is, beside the weights and the optimizer's state.
 #[derive(Serialize, Deserialize)]
 struct Position {
-    /// The options that the trained weights depend on.
+    /// The options and data that the trained weights depend on.
     options: Vec<(String, String)>,
+    ranks: usize,
+    /// Of each rank.
+    threads: i32,
     sampler: SamplerState,
     /// Of all steps.
     losses: Vec<f64>,
@@ -120,12 +124,23 @@ fn run(args: &Args) -> Result<()> {
     let mut optimizer = nn::sgd(args.momentum, 0.0, 0.0, false).build(&vs, args.lr)?;
     let mut sampler = DistributedSampler::new(train.len(), &group).seed(args.seed.into());
 
+    let options = options(args, &train.0);
+    let (ranks, threads) = (group.world_size(), tch::get_num_threads());
     let (mut losses, mut before) = (Vec::new(), 0);
     let mut checkpoints = args.checkpoint.as_ref().map(|folder| Checkpoints::open(folder, &group)).transpose()?;
     if let Some(saved) = checkpoints.as_mut().map(Checkpoints::newest::<Position>).transpose()?.flatten() {
-        same_options(&saved.state.options, &options(args))?;
         sampler.resume(&saved.state.sampler)?;
+        same_options(&saved.state.options, &options)?;
         saved.restore(&vs, &mut optimizer)?;
+        let there = (saved.state.ranks, saved.state.threads);
+        if first && there != (ranks, threads) {
+            log::warn!(
+                "the checkpoint was made by {} rank(s) of {} thread(s), here {ranks} of {threads} go on: the weights will not \
+                 be the same to the bit",
+                there.0,
+                there.1
+            );
+        }
         (losses, before) = (saved.state.losses, saved.state.before);
         if first {
             let SamplerState { epoch, taken, samples, .. } = saved.state.sampler;
@@ -133,31 +148,40 @@ fn run(args: &Args) -> Result<()> {
         }
     }
 
-    let batches = train.len().div_ceil(group.world_size() * args.batch_size.get()); // in an epoch
-    let steps = batches.saturating_mul(args.epochs.get()).min(args.steps.unwrap_or(usize::MAX));
-    for epoch in sampler.epoch().max(1) as usize..=steps.div_ceil(batches) {
+    let batches = train.len().div_ceil(ranks * args.batch_size.get()); // in a whole epoch
+    let start_epoch = sampler.epoch().max(1) as usize;
+    let later = batches.saturating_mul(args.epochs.get().saturating_sub(start_epoch));
+    let left = DataLoader::new(&train, &sampler, args.batch_size.get()).len().saturating_add(later);
+    // Those that were done, by however many ranks, and those that are left for these ranks.
+    let steps = left.saturating_add(losses.len()).min(args.steps.unwrap_or(usize::MAX));
+    for epoch in start_epoch..=args.epochs.get() {
+        if losses.len() == before && before >= steps {
+            break; // an epoch of which there are losses is reported, even if it has no step left
+        }
         let start = Instant::now();
         sampler.set_epoch(epoch as u64);
         let loader = DataLoader::new(&train, &sampler, args.batch_size.get()).workers(args.workers);
+        let end = losses.len() + loader.len(); // of the epoch
+        let last = end.min(steps);
         let progress = Progress::new(first, epoch, batches);
-        let mut step = epoch * batches - loader.len(); // of all: a resumed epoch has fewer batches left
-        for batch in loader.into_iter().take(steps.saturating_sub(step)) {
+        for batch in loader.into_iter().take(last.saturating_sub(losses.len())) {
             let (images, labels) = on(device, batch?);
-            optimizer.set_lr(args.lr * schedule(step, steps));
+            optimizer.set_lr(args.lr * schedule(losses.len(), steps));
             let loss = model.forward_t(&images, true).cross_entropy_for_logits(&labels);
             optimizer.try_backward_step(&loss)?;
 
             let mut loss = [loss.double_value(&[])];
             group.all_reduce(&mut loss, ReduceOp::Avg)?;
             losses.push(loss[0]);
-            step += 1;
-            progress.step(step - (epoch - 1) * batches, loss[0]);
+            let step = losses.len();
+            progress.step(batches - (end - step), loss[0]);
 
-            let due = step.is_multiple_of(args.checkpoint_every.get()) || [epoch * batches, steps].contains(&step);
+            let due = step.is_multiple_of(args.checkpoint_every.get()) || step == last;
             if let Some(checkpoints) = checkpoints.as_mut().filter(|_| due) {
-                let (options, sampler, losses) = (options(args), sampler.state(), losses.clone());
+                let (options, sampler, losses) = (options.clone(), sampler.state(), losses.clone());
                 model.synchronize()?;
-                checkpoints.write(losses.len(), &Position { options, sampler, losses, before }, &vs, &optimizer)?;
+                let position = Position { options, ranks, threads, sampler, losses, before };
+                checkpoints.write(step, &position, &vs, &optimizer)?;
             }
         }
         progress.finish();
@@ -180,16 +204,21 @@ fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// The options that the trained weights depend on, beside those that the sampler keeps.
-fn options(args: &Args) -> Vec<(String, String)> {
+/// The options and data that the trained weights depend on, beside what the sampler keeps.
+fn options(args: &Args, train: &Split) -> Vec<(String, String)> {
     let Args { epochs, batch_size, lr, momentum, .. } = args;
+    let mut checksum = Crc::new();
+    checksum.update(&train.images);
+    checksum.update(&train.labels);
+    let checksum = format!("{:08x}", checksum.sum());
     let steps = args.steps.map_or("all".to_owned(), |steps| steps.to_string());
-    let options: [(&str, &dyn ToString); 5] = [
+    let options: [(&str, &dyn ToString); 6] = [
         ("--epochs", epochs),
         ("--batch-size", batch_size),
         ("--lr", lr),
         ("--momentum", momentum),
         ("--steps", &steps),
+        ("training data of checksum", &checksum),
     ];
     options.map(|(name, value)| (name.to_owned(), value.to_string())).to_vec()
 }

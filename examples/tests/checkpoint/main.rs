@@ -1,0 +1,9 @@
+//! mnist with checkpoints, killed and started again through the real launcher.
+
+#[path = "../common/mod.rs"]
+mod common;
+mod folder;
+mod job;
+mod killed;
+mod other_ranks;
+mod other_training;
