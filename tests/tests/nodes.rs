@@ -150,7 +150,7 @@ fn a_message_comes_though_others_leave() {
 fn a_message_of_a_rank_that_has_ended_is_not_waited_for() {
     let mut ranks = ranks_on_nodes(&[1, 2], "check_failures", &["message_of_ended"]);
     let said = lines(ranks.remove(0).finish(SOON));
-    assert_contains(&said[0], &["PeerLost: rank 0: recv from rank 2", "died"]);
+    assert_contains(&said[0], &["PeerLost: rank 0: recv from rank 2", "refuses the connection: the process has ended"]);
 }
 
 /// Also where the receiver serves the store, and ends at once.

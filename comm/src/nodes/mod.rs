@@ -30,8 +30,8 @@ pub trait Network: Send + Sync {
     fn link(&self, channel: &str, members: &[usize], own: usize, patience: Patience)
         -> Result<Box<dyn Wire>, Unlinked>;
 
-    /// Whether a rank of the job is known to have ended. May take a second to find out.
-    fn is_gone(&self, rank: usize) -> bool;
+    /// How a rank of the job has gone, if it can no longer be linked. May take a second to find out.
+    fn refusal(&self, rank: usize) -> Option<Departure>;
 }
 
 /// See [`Network::link`].

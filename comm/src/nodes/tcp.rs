@@ -63,10 +63,7 @@ impl TcpNetwork {
                 Ok(stream) => return Ok(stream),
                 // It has listened since before its address was known.
                 Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-                    let address = self.addresses[rank];
-                    return Err(Failed::Lost(Departure::OutOfReach(format!(
-                        "{address} refuses the connection: the process has ended, or a firewall lies between"
-                    ))));
+                    return Err(Failed::Lost(refused(self.addresses[rank])));
                 }
                 Err(error) if error.kind() != io::ErrorKind::TimedOut => {
                     return Err(Failed::Lost(Departure::OutOfReach(error.to_string())));
@@ -84,6 +81,11 @@ impl TcpNetwork {
             }
         }
     }
+}
+
+fn refused(address: SocketAddr) -> Departure {
+    let why = "refuses the connection: the process has ended, or a firewall lies between";
+    Departure::OutOfReach(format!("{address} {why}"))
 }
 
 enum Failed {
@@ -122,9 +124,10 @@ impl Network for TcpNetwork {
         Ok(Box::new(TcpWire { peers }))
     }
 
-    fn is_gone(&self, rank: usize) -> bool {
-        let error = TcpStream::connect_timeout(&self.addresses[rank], ATTEMPT).err();
-        error.is_some_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
+    fn refusal(&self, rank: usize) -> Option<Departure> {
+        let address = self.addresses[rank];
+        let error = TcpStream::connect_timeout(&address, ATTEMPT).err()?;
+        (error.kind() == io::ErrorKind::ConnectionRefused).then(|| refused(address))
     }
 }
 

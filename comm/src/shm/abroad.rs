@@ -12,7 +12,7 @@ use super::engine::Engine;
 use super::failure::{LOST, NOTICES};
 use super::world::World;
 use crate::error::Result;
-use crate::nodes::{Departure, Unlinked, Wire};
+use crate::nodes::{Departure, Network, Unlinked, Wire};
 
 /// How often a rank that waits asks for news, and how long it has waited when it tells where it is.
 const NEWS: Duration = Duration::from_millis(500);
@@ -113,7 +113,7 @@ impl Engine {
             let mut gone = missing.iter().find_map(|&r| Some((r, self.how_cut_off(r)?)));
             if gone.is_none() && knocked.elapsed() >= KNOCK {
                 knocked = Instant::now();
-                gone = missing.iter().find(|&&r| network.is_gone(self.ranks[r])).map(|&r| (r, Departure::Ended));
+                gone = missing.iter().find_map(|&r| Some((r, self.how_ended(&**network, self.ranks[r])?)));
             }
             match gone {
                 Some((peer, how)) => Err(self.lose_member(peer, how, operation)),
@@ -125,6 +125,14 @@ impl Engine {
             Unlinked::GivenUp(error) => error,
             Unlinked::Lost(loss) => self.lose_member(members[loss.member], loss.how, operation),
         })
+    }
+
+    /// How a rank that is to be linked has gone: flow-launch knows, else an attempt to connect may tell.
+    fn how_ended(&self, network: &dyn Network, rank: usize) -> Option<Departure> {
+        match self.world.launched {
+            true => self.world.report_of_end(rank, Duration::ZERO).map(|_| Departure::Ended),
+            false => network.refusal(rank),
+        }
     }
 
     /// How the connection to a leader on another node has ended, as far as this rank can see. If because of a failure of

@@ -172,7 +172,7 @@ impl Engine {
             // That was heard.
             Departure::Failed(_) => {}
             Departure::Left => self.control.rank(peer).left.store(1, Ordering::SeqCst),
-            Departure::OutOfReach(_) if self.world.report_of_end(self.ranks[peer]).is_some() => {}
+            Departure::OutOfReach(_) if self.world.report_of_end(self.ranks[peer], EXIT_REPORT).is_some() => {}
             Departure::OutOfReach(reason) => {
                 let peer = format!("{} cannot be reached: {reason}", self.world.describe(self.ranks[peer]));
                 let (rank, operation) = (self.world.rank, operation.to_string());

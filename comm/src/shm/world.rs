@@ -125,9 +125,9 @@ impl World {
         format!("rank {rank} (pid {} on {})", self.peers[rank].pid, self.peers[rank].host)
     }
 
-    /// How a rank has ended, if flow-launch says so.
-    pub fn report_of_end(&self, rank: usize) -> Option<String> {
-        let report = self.store.as_ref().filter(|_| self.launched)?.get(&format!("exit/{rank}"), EXIT_REPORT).ok()?;
+    /// How a rank has ended, if flow-launch says so within `time`.
+    pub fn report_of_end(&self, rank: usize, time: Duration) -> Option<String> {
+        let report = self.store.as_ref().filter(|_| self.launched)?.get(&format!("exit/{rank}"), time).ok()?;
         Some(String::from_utf8_lossy(&report).into_owned())
     }
 
@@ -137,7 +137,7 @@ impl World {
         if left && self.local_index(rank).is_some() && self.ended(&[rank], EXIT_REPORT).is_empty() {
             return "has left the group".into();
         }
-        let end = self.report_of_end(rank).map(|end| format!("ended with {end}"));
+        let end = self.report_of_end(rank, EXIT_REPORT).map(|end| format!("ended with {end}"));
         match (left, end) {
             (false, end) => end.unwrap_or_else(|| "died".into()),
             (true, None) if self.local_index(rank).is_none() => "has left the group".into(),

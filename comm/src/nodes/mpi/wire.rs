@@ -50,8 +50,8 @@ impl Network for MpiNetwork {
         Ok(Box::new(MpiWire { channel: channel.into(), tag, peers, has_ended: false }))
     }
 
-    fn is_gone(&self, _: usize) -> bool {
-        false // mpirun ends the job where a rank does
+    fn refusal(&self, _: usize) -> Option<Departure> {
+        None // mpirun ends the job where a rank does
     }
 }
 
