@@ -8,7 +8,7 @@ use common::until;
 use std::thread;
 use std::time::Duration;
 
-use flow_tests::launcher;
+use flow_tests::{assert_contains, launcher};
 
 /// Starts two workers on each of two nodes.
 fn start(net: &Net, worker: &str, arguments: &[&str]) -> [Agent; 2] {
@@ -45,6 +45,14 @@ fn collectives() {
     assert_eq!(finished[0].stdout, "4 ranks agree\n", "{finished:?}");
     assert_eq!(finished.map(|finished| finished.code), [Some(0); 2]);
     net.until_nothing_is_left();
+}
+
+#[test]
+fn a_message_of_a_rank_that_has_ended_is_not_waited_for() {
+    let Some(net) = Net::new(2) else { return };
+    let [first, other] = start(&net, "check_failures", &["message_of_ended"]).map(Agent::finish);
+    assert_contains(&first.stdout, &["PeerLost: rank 0: recv from rank 3", "ended with exit code 0"]);
+    assert_eq!((first.code, other.code), (Some(0), Some(0)));
 }
 
 /// Also when it is gone for a while.

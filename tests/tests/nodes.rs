@@ -146,13 +146,6 @@ fn a_message_comes_though_others_leave() {
     assert_eq!(said[2], ["received [7, 7, 7, 7, 7, 7, 7, 7, 7]", "no error"]);
 }
 
-#[test]
-fn a_message_of_a_rank_that_has_ended_is_not_waited_for() {
-    let mut ranks = ranks_on_nodes(&[1, 2], "check_failures", &["message_of_ended"]);
-    let said = lines(ranks.remove(0).finish(SOON));
-    assert_contains(&said[0], &["PeerLost: rank 0: recv from rank 2", "refuses the connection: the process has ended"]);
-}
-
 /// Also where the receiver serves the store, and ends at once.
 #[test]
 fn a_message_of_another_length_is_told_on_both_sides() {

@@ -27,7 +27,7 @@ const MAX_HELLO: usize = 2048;
 /// cannot be accepted, not even for so long.
 const MAX_PENDING: usize = 256;
 const HELLO_TIME: Duration = Duration::from_secs(10);
-const CROWDED_TIME: Duration = Duration::from_millis(250);
+const CROWDED_TIME: Duration = Duration::from_secs(1);
 
 pub struct Lobby {
     listener: TcpListener,

@@ -29,9 +29,6 @@ pub trait Network: Send + Sync {
     /// `patience` is called again and again with the positions of those that are missing; it ends the wait by an error.
     fn link(&self, channel: &str, members: &[usize], own: usize, patience: Patience)
         -> Result<Box<dyn Wire>, Unlinked>;
-
-    /// How a rank of the job has gone, if it can no longer be linked. May take a second to find out.
-    fn refusal(&self, rank: usize) -> Option<Departure>;
 }
 
 /// See [`Network::link`].

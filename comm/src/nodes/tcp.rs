@@ -33,6 +33,8 @@ const BATCH: usize = 64;
 const LEAVING: &[u8] = b"!";
 /// How long the word of a member that leaves may be behind the end of its data.
 const FAREWELL: Duration = Duration::from_millis(200);
+/// How long what a member has sent before it went may stay away.
+const DRY: Duration = Duration::from_secs(10);
 
 /// The connections of one rank.
 pub struct TcpNetwork {
@@ -63,7 +65,10 @@ impl TcpNetwork {
                 Ok(stream) => return Ok(stream),
                 // It has listened since before its address was known.
                 Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-                    return Err(Failed::Lost(refused(self.addresses[rank])));
+                    let address = self.addresses[rank];
+                    return Err(Failed::Lost(Departure::OutOfReach(format!(
+                        "{address} refuses the connection: the process has ended, or a firewall lies between"
+                    ))));
                 }
                 Err(error) if error.kind() != io::ErrorKind::TimedOut => {
                     return Err(Failed::Lost(Departure::OutOfReach(error.to_string())));
@@ -81,11 +86,6 @@ impl TcpNetwork {
             }
         }
     }
-}
-
-fn refused(address: SocketAddr) -> Departure {
-    let why = "refuses the connection: the process has ended, or a firewall lies between";
-    Departure::OutOfReach(format!("{address} {why}"))
 }
 
 enum Failed {
@@ -123,12 +123,6 @@ impl Network for TcpNetwork {
         }
         Ok(Box::new(TcpWire { peers }))
     }
-
-    fn refusal(&self, rank: usize) -> Option<Departure> {
-        let address = self.addresses[rank];
-        let error = TcpStream::connect_timeout(&address, ATTEMPT).err()?;
-        (error.kind() == io::ErrorKind::ConnectionRefused).then(|| refused(address))
-    }
 }
 
 struct TcpWire {
@@ -143,8 +137,9 @@ struct Peer {
     receiving: Queue,
     /// Whether a read found nothing, or a write no room.
     waits: (bool, bool),
-    /// Once it is known to have gone.
+    /// Once it is known to have gone; and since when nothing has come from it, from then on.
     departure: Option<Departure>,
+    quiet_since: Instant,
     /// Nothing more is wanted from it than word of its departure.
     is_abandoned: bool,
 }
@@ -159,7 +154,16 @@ impl Peer {
         data.set_nonblocking(true)?;
         pulse.set_nonblocking(true)?;
         let (sending, receiving) = (Queue::default(), Queue::default());
-        Ok(Self { data, pulse, sending, receiving, waits: (false, false), departure: None, is_abandoned: false })
+        Ok(Self {
+            data,
+            pulse,
+            sending,
+            receiving,
+            waits: (false, false),
+            departure: None,
+            quiet_since: Instant::now(),
+            is_abandoned: false,
+        })
     }
 
     /// Moves what can be moved without waiting; whether that was anything.
@@ -213,12 +217,24 @@ impl Peer {
             }
             moved = true;
         }
+        if moved && self.departure.is_some() {
+            self.quiet_since = Instant::now();
+        }
         Ok(moved)
+    }
+
+    /// How it has gone, if something is due that will not come any more.
+    fn overdue(&self) -> Option<Departure> {
+        let is_due = !self.receiving.parts.is_empty() || !self.sending.parts.is_empty();
+        self.departure.clone().filter(|_| is_due && self.quiet_since.elapsed() >= DRY)
     }
 
     /// Why the data has come to its end, which the peer says once.
     fn departure(&mut self, error: Option<io::Error>) -> Departure {
-        let departure = self.departure.take().unwrap_or_else(|| self.last_words(error));
+        let departure = self.departure.take().unwrap_or_else(|| {
+            self.quiet_since = Instant::now();
+            self.last_words(error)
+        });
         self.departure.insert(departure).clone()
     }
 
@@ -339,7 +355,12 @@ impl Wire for TcpWire {
             return Ok(());
         }
         self.sleep(time)?;
-        self.go_on().map(drop)
+        if self.go_on()? {
+            return Ok(());
+        }
+        // Where the pulse was reset, as by a machine that has started again, the data may never come to its end.
+        let overdue = self.others().find_map(|(member, peer)| Some(Loss { member, how: peer.overdue()? }));
+        overdue.map_or(Ok(()), Err)
     }
 
     fn lost(&mut self, member: usize) -> Option<Departure> {

@@ -12,13 +12,11 @@ use super::engine::Engine;
 use super::failure::{LOST, NOTICES};
 use super::world::World;
 use crate::error::Result;
-use crate::nodes::{Departure, Network, Unlinked, Wire};
+use crate::nodes::{Departure, Unlinked, Wire};
 
 /// How often a rank that waits asks for news, and how long it has waited when it tells where it is.
 const NEWS: Duration = Duration::from_millis(500);
 const PATIENCE: Duration = Duration::from_secs(1);
-/// How often a rank that waits to be linked looks whether the other is still there.
-const KNOCK: Duration = Duration::from_secs(1);
 
 /// A group's part on other nodes.
 pub struct Abroad {
@@ -106,18 +104,20 @@ impl Engine {
             return Err(self.caller().argument("link", "there is no other node".into()));
         };
         let ranks: Vec<usize> = members.iter().map(|&member| self.ranks[member]).collect();
-        let (mut waiting, mut knocked) = (self.begin_to_wait(), Instant::now());
+        let (mut waiting, mut asked, mut suspect) = (self.begin_to_wait(), Instant::now(), None);
         let mut patience = |missing: &[usize]| {
             let missing: Vec<usize> = missing.iter().map(|&missing| members[missing]).collect();
             self.check_failure(operation, true)?;
             let mut gone = missing.iter().find_map(|&r| Some((r, self.how_cut_off(r)?)));
-            if gone.is_none() && knocked.elapsed() >= KNOCK {
-                knocked = Instant::now();
-                gone = missing.iter().find_map(|&r| Some((r, self.how_ended(&**network, self.ranks[r])?)));
+            if gone.is_none() && asked.elapsed() >= NEWS {
+                asked = Instant::now();
+                let report = |&&r: &&usize| self.world.report_of_end(self.ranks[r], Duration::ZERO).is_some();
+                gone = missing.iter().find(report).map(|&r| (r, Departure::Ended));
             }
             match gone {
-                Some((peer, how)) => Err(self.lose_member(peer, how, operation)),
-                None => self.look(&mut waiting, operation, &|| missing.clone()),
+                // Before it went it may have connected: there is another look at the connections in between.
+                Some((peer, how)) if suspect.replace(peer) == Some(peer) => Err(self.lose_member(peer, how, operation)),
+                _ => self.look(&mut waiting, operation, &|| missing.clone()),
             }
         };
         let linked = network.link(&format!("{}{channel}", abroad.prefix), &ranks, own, &mut patience);
@@ -125,14 +125,6 @@ impl Engine {
             Unlinked::GivenUp(error) => error,
             Unlinked::Lost(loss) => self.lose_member(members[loss.member], loss.how, operation),
         })
-    }
-
-    /// How a rank that is to be linked has gone: flow-launch knows, else an attempt to connect may tell.
-    fn how_ended(&self, network: &dyn Network, rank: usize) -> Option<Departure> {
-        match self.world.launched {
-            true => self.world.report_of_end(rank, Duration::ZERO).map(|_| Departure::Ended),
-            false => network.refusal(rank),
-        }
     }
 
     /// How the connection to a leader on another node has ended, as far as this rank can see. If because of a failure of
@@ -165,7 +157,9 @@ impl Engine {
         match self.control.header().poison.read() {
             Some((kind, text)) => wire.abandon(&self.words(kind, &text)),
             None => {
-                wire.leave();
+                if self.has_given_up() {
+                    wire.leave();
+                }
                 wire.abandon("");
             }
         }

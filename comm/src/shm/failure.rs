@@ -62,7 +62,7 @@ impl Engine {
         if under_way {
             self.hear();
         }
-        if self.given_up.load(Ordering::Relaxed) {
+        if self.has_given_up() {
             let cause = format!("rank {} has left it", self.world.rank);
             return Err(Error::Poisoned { rank: self.world.rank, operation: operation.to_string(), cause });
         }
@@ -99,6 +99,10 @@ impl Engine {
     /// Has all waits of this rank in the group end.
     pub fn give_up(&self) {
         self.given_up.store(true, Ordering::Relaxed);
+    }
+
+    pub fn has_given_up(&self) -> bool {
+        self.given_up.load(Ordering::Relaxed)
     }
 
     /// Returns whether this is the first that this rank hears of a failure.

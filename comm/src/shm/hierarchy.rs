@@ -192,8 +192,9 @@ impl Engine {
         let pieces = places.iter().zip(&segments.lengths).map(|(places, &length)| (places[0], length)).collect();
         let (_, mut load) = self.load()?;
         self.carry_sum(&mut load, operation, &Span::new(pieces, operation.dtype), SLICE, None)?;
-        load.delivered();
+        // Before others may see that a node has left, having done its part.
         self.others_arrive(*homeward);
+        load.delivered();
         Ok(())
     }
 

@@ -93,7 +93,7 @@ fn main() -> Result<()> {
         }
         // A rank that has never sent anything has ended.
         ["message_of_ended"] if group.rank() > 0 => return Ok(()),
-        ["message_of_ended"] => group.recv(&mut [0_u8; 9], 2),
+        ["message_of_ended"] => group.recv(&mut [0_u8; 9], group.world_size() - 1),
         ["message_too_long"] if group.rank() == 0 => group.recv(&mut [0_u8; 9], 1),
         ["message_too_long"] => group.send(&vec![7_u8; 16 << 20], 0),
         ["mismatch", what] => mismatch(&group, what)?,

@@ -49,10 +49,6 @@ impl Network for MpiNetwork {
         let peers = (0..members.len()).map(peer).collect();
         Ok(Box::new(MpiWire { channel: channel.into(), tag, peers, has_ended: false }))
     }
-
-    fn refusal(&self, _: usize) -> Option<Departure> {
-        None // mpirun ends the job where a rank does
-    }
 }
 
 struct MpiWire {
