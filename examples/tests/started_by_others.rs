@@ -22,9 +22,14 @@ fn by_mpirun() {
         println!("SKIPPED: starting by mpirun: there is none (Debian, Ubuntu: apt-get install openmpi-bin)");
         return;
     }
-    let mut command = Command::new("mpirun");
-    command.args(["--allow-run-as-root", "--oversubscribe", "-np", "2"]).arg(program("train"));
-    trains(command);
+    let mpirun = |ranks: &str| {
+        let mut command = Command::new("mpirun");
+        command.args(["--allow-run-as-root", "--oversubscribe", "-np", ranks]).arg(program("train"));
+        command
+    };
+    trains(mpirun("2"));
+    let output = Process::start(mpirun("4")).finish(PATIENCE).success();
+    assert_eq!(output.matches("w: [[2.0000], [3.0000]]").count(), 4, "{output}");
 }
 
 #[test]
