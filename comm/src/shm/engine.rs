@@ -23,9 +23,13 @@ use crate::error::{Error, Result};
 use crate::nodes::{Departure, Loss, Wire};
 use crate::waits::LongWait;
 
-/// How long to spin before sleeping, where every rank has a core: some times what it takes to be woken, which is tens
-/// of microseconds, and more on virtual machines.
-const SPIN: Duration = Duration::from_micros(500);
+/// How long a waiting rank keeps its core to itself, where every rank can have one: most waits are shorter.
+const SPIN: Duration = Duration::from_micros(20);
+/// How long such a rank stays awake, and then offers its core to others between two looks: some times what it takes to be
+/// woken, which is tens of microseconds, and more on virtual machines. After that it sleeps.
+const AWAKE: Duration = Duration::from_micros(500);
+/// The same where there are more ranks than cores: a rank that has work to do should not take turns with many that wait.
+const AWAKE_ON_SHARED_CORES: Duration = Duration::from_micros(50);
 
 /// To a rank on another node, once there has been a message.
 pub type Link = Option<Box<dyn Wire>>;
@@ -315,13 +319,7 @@ impl Engine {
             if !time.is_zero() {
                 sleep_on(counter, target, time);
             }
-            for _ in 0..64 {
-                if counter.reached(target) {
-                    return Ok(true);
-                }
-                std::hint::spin_loop();
-            }
-            Ok(false)
+            Ok(counter.reached(target))
         })
     }
 
@@ -337,12 +335,25 @@ impl Engine {
         let mut waiting = self.begin_to_wait();
         let (start, timeout) = (waiting.since, waiting.timeout);
         let mut look = SLICE.min(timeout);
+        let (spin, awake) = match self.world.spin {
+            true => (SPIN, AWAKE),
+            false => (Duration::ZERO, AWAKE_ON_SHARED_CORES),
+        };
         loop {
-            let spins = self.world.spin && start.elapsed() < SPIN;
-            let time = if spins { Duration::ZERO } else { look.saturating_sub(start.elapsed()) };
+            let waited = start.elapsed();
+            let is_awake = waited < awake;
+            let time = if is_awake { Duration::ZERO } else { look.saturating_sub(waited) };
             match attempt(time) {
                 Ok(true) => return Ok(()),
-                Ok(false) if spins => continue,
+                Ok(false) if is_awake => {
+                    if waited < spin {
+                        std::hint::spin_loop();
+                    } else {
+                        // Whoever is waited for may be waiting for this core.
+                        std::thread::yield_now();
+                    }
+                    continue;
+                }
                 Ok(false) => {}
                 Err(loss) => return Err(self.cut_off(loss, operation)),
             }

@@ -202,7 +202,8 @@ impl Engine {
             }
             if let (Some(data), Location::Staged) = (data, own) {
                 let staging = self.stage(state, round, operation)?;
-                for block in 0..blocks {
+                // Nobody else reads this rank's block of several.
+                for block in (0..blocks).filter(|&block| blocks == 1 || block != self.rank) {
                     let from = data.wrapping_add(block * block_bytes + start);
                     // SAFETY: the range is inside the block; `blocks` pieces fit the buffer, which nobody reads now.
                     unsafe { super::copy(from, staging.add(block * piece), range.len()) };
@@ -216,9 +217,10 @@ impl Engine {
                     locations = self.locations(round, operation, total)?;
                 }
             }
-            let at = |rank: usize, block: usize| match locations[rank] {
-                Location::Shared(offset) => self.world.arena.at(offset + block * block_bytes + start).cast_const(),
-                Location::Staged => self.control.staging(rank, (round % 2) as usize).wrapping_add(block * piece),
+            let at = |rank: usize, block: usize| match (locations[rank], data) {
+                (_, Some(own)) if rank == self.rank => own.wrapping_add(block * block_bytes + start),
+                (Location::Shared(offset), _) => self.world.arena.at(offset + block * block_bytes + start).cast_const(),
+                (Location::Staged, _) => self.control.staging(rank, (round % 2) as usize).wrapping_add(block * piece),
             };
             if self.abroad.is_some() {
                 self.wait_carried(round, operation, || self.pieces(operation, blocks, &range, &at))?;
