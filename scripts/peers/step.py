@@ -89,6 +89,8 @@ def bench(name, device, arguments):
             "local_ms": local_ms,
             "ddp_ms": ddp_ms,
             "efficiency": local_ms / ddp_ms,
+            "local_mean_ms": statistics.mean(times[local]) * 1e3,
+            "ddp_mean_ms": statistics.mean(times[distributed]) * 1e3,
         }
         print(json.dumps(line), flush=True)
 

@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use flow_comm::{Buffer, ProcessGroup, ReduceOp};
 use serde_json::json;
 
-use crate::{median, microseconds, repetitions, size_name, time, Sizes};
+use crate::{mean, median, microseconds, repetitions, size_name, time, Sizes};
 
 const TIME_PER_SIZE: Duration = Duration::from_millis(300);
 const WARM_UP: usize = 5;
@@ -54,34 +54,38 @@ pub fn run(options: &Options) -> Result<()> {
     for &bytes in &options.sizes.sizes {
         for &memory in memories {
             let len = bytes / size_of::<f32>();
-            let time = match memory {
+            let mut times = match memory {
                 Memory::Shared => measure(&group, &mut group.alloc_shared::<f32>(len)?)?,
                 Memory::Ordinary => measure(&group, &mut vec![0f32; len])?,
             };
             if group.rank() == 0 {
-                print(options, memory, bytes, group.world_size(), microseconds(time));
+                print(options, memory, bytes, group.world_size(), &mut times);
             }
         }
     }
     Ok(())
 }
 
-/// Median time of an all-reduce among those that follow each other without a pause.
-fn measure<B: Buffer>(group: &ProcessGroup, buffer: &mut B) -> Result<Duration> {
+/// Times of all-reduces that follow each other without a pause.
+fn measure<B: Buffer>(group: &ProcessGroup, buffer: &mut B) -> Result<Vec<Duration>> {
     let mut run = |count| time(count, || group.all_reduce(buffer, ReduceOp::Sum));
     let mut count = [repetitions(&mut run(WARM_UP)?, TIME_PER_SIZE) as i64];
     group.broadcast(&mut count, 0)?;
-    Ok(median(&mut run(count[0] as usize)?))
+    Ok(run(count[0] as usize)?)
 }
 
-fn print(options: &Options, memory: Memory, bytes: usize, ranks: usize, us: f64) {
+fn print(options: &Options, memory: Memory, bytes: usize, ranks: usize, times: &mut [Duration]) {
+    let (mean, median) = (microseconds(mean(times)), microseconds(median(times)));
     if options.sizes.json {
         let memory = memory.to_string();
         println!(
             "{}",
-            json!({"bench": "allreduce", "memory": memory, "bytes": bytes, "ranks": ranks, "median_us": us})
+            json!({
+                "bench": "allreduce", "memory": memory, "bytes": bytes, "ranks": ranks, "median_us": median, "mean_us": mean,
+            })
         );
     } else {
-        println!("all-reduce, {ranks} ranks, {memory:<8} memory {:>10} {us:>12.2} us", size_name(bytes));
+        let size = size_name(bytes);
+        println!("all-reduce, {ranks} ranks, {memory:<8} memory {size:>10} {median:>12.2} us, mean {mean:>12.2} us");
     }
 }

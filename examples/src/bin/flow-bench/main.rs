@@ -89,6 +89,10 @@ fn median(times: &mut [Duration]) -> Duration {
     *times.select_nth_unstable(middle).1
 }
 
+fn mean(times: &[Duration]) -> Duration {
+    times.iter().sum::<Duration>() / times.len() as u32
+}
+
 fn microseconds(time: Duration) -> f64 {
     time.as_secs_f64() * 1e6
 }

@@ -19,7 +19,7 @@ use tch::nn::{ModuleT, Optimizer, OptimizerConfig, Sgd, VarStore};
 use tch::{Cuda, Device, Kind, Tensor};
 
 use crate::models::Model;
-use crate::{median, repetitions, time, timeline};
+use crate::{mean, median, repetitions, time, timeline};
 
 /// So small that all models stay alike: max_pool, for one, takes longer or shorter with the values it meets.
 const LEARNING_RATE: f64 = 1e-6;
@@ -165,13 +165,15 @@ fn block(
 fn print(options: &Options, ranks: usize, parameters: usize, times: &mut Times) {
     let model = options.model.name();
     let ms = |times: &mut [Duration]| median(times).as_secs_f64() * 1e3;
+    let mean_ms = |times: &[Duration]| mean(times).as_secs_f64() * 1e3;
+    let (local_mean, ddp_mean) = (mean_ms(&times.local), mean_ms(&times.ddp));
     let (local, ddp) = (ms(&mut times.local), ms(&mut times.ddp));
     let barrier = (!times.barrier.is_empty()).then(|| ms(&mut times.barrier));
     let efficiency = local / ddp;
     if options.json {
         let mut line = json!({
             "bench": "step", "model": model, "ranks": ranks, "parameters": parameters, "local_ms": local, "ddp_ms": ddp,
-            "efficiency": efficiency,
+            "efficiency": efficiency, "local_mean_ms": local_mean, "ddp_mean_ms": ddp_mean,
         });
         if let Some(barrier) = barrier {
             line["barrier_ms"] = barrier.into();
