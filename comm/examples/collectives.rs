@@ -141,6 +141,33 @@ fn check_messages(group: &ProcessGroup) -> Result<()> {
             }
         }
     }
+    check_tags(group)
+}
+
+/// Each rank sends to all others: what is sent last is received first, and the rest from any rank.
+fn check_tags(group: &ProcessGroup) -> Result<()> {
+    let (rank, size) = (group.rank(), group.world_size());
+    let others = || (0..size).filter(|&other| other != rank);
+    let mut sent = Vec::new();
+    for to in others() {
+        sent.push(group.send_with_tag_async(vec![rank as i64; 100_000], to, 1)?);
+        sent.push(group.send_with_tag_async(vec![rank as i64], to, 2)?);
+    }
+    for from in others() {
+        let mut last = [0_i64];
+        group.recv_with_tag(&mut last, from, 2)?;
+        ensure!(last == [from as i64], "rank {rank}: a wrong message from rank {from}");
+    }
+    let mut senders = Vec::new();
+    for _ in others() {
+        let mut data = vec![0_i64; 100_000];
+        let from = group.recv_any(&mut data, 1)?;
+        ensure!(data.iter().all(|&got| got == from as i64), "rank {rank}: a wrong message from rank {from}");
+        senders.push(from);
+    }
+    senders.sort_unstable();
+    ensure!(senders.iter().copied().eq(others()), "rank {rank}: messages from {senders:?}");
+    sent.into_iter().try_for_each(|work| work.wait().map(drop))?;
     Ok(())
 }
 

@@ -71,6 +71,11 @@ impl Worker {
         Work { outcome, rank, operation }
     }
 
+    /// Whether all submitted jobs are over.
+    pub fn is_idle(&self) -> bool {
+        *self.pending.0.lock().unwrap_or_else(PoisonError::into_inner) == 0
+    }
+
     /// Waits until all submitted jobs are over; each is bounded by its group's timeout.
     pub fn drain(&self) {
         let (count, idle) = &*self.pending;

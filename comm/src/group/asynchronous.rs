@@ -12,13 +12,22 @@ use crate::error::Result;
 use crate::shm::engine::Engine;
 use crate::work::{Work, Worker};
 
-/// What keeps its order: collectives, and the messages to and from each rank. Each lane has a thread of its own for
-/// its asynchronous operations, so that a rank may send while it waits to receive.
+/// What keeps its order: collectives, the messages to each rank, and those with each tag from each rank. Each lane has a
+/// thread of its own for its asynchronous operations, so that a rank may send while it waits to receive.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Lane {
     Collectives,
     To(usize),
-    From(usize),
+    /// With this tag.
+    From(usize, u32),
+    FromAny(u32),
+}
+
+impl Lane {
+    /// Programs may use any number of tags, each for a short time.
+    fn is_lasting(self) -> bool {
+        !matches!(self, Lane::From(_, 1..) | Lane::FromAny(1..))
+    }
 }
 
 /// Started with the first operation of their lanes.
@@ -102,12 +111,37 @@ impl ProcessGroup {
 
     /// Starts [`ProcessGroup::send`]; the data comes back when it has been sent.
     pub fn send_async<B: Buffer + Send + 'static>(&self, data: B, to: usize) -> Result<Work<B>> {
-        self.start(Lane::To(to), "send", move |group| group.send(&data, to).map(|()| data))
+        self.send_with_tag_async(data, to, 0)
     }
 
     /// Starts [`ProcessGroup::recv`].
-    pub fn recv_async<B: Buffer + Send + 'static>(&self, mut buffer: B, from: usize) -> Result<Work<B>> {
-        self.start(Lane::From(from), "recv", move |group| group.recv(&mut buffer, from).map(|()| buffer))
+    pub fn recv_async<B: Buffer + Send + 'static>(&self, buffer: B, from: usize) -> Result<Work<B>> {
+        self.recv_with_tag_async(buffer, from, 0)
+    }
+
+    /// Starts [`ProcessGroup::send_with_tag`]; the data comes back when it has been sent. Messages to a rank are sent
+    /// one after the other, whatever their tags.
+    pub fn send_with_tag_async<B: Buffer + Send + 'static>(&self, data: B, to: usize, tag: u32) -> Result<Work<B>> {
+        self.start(Lane::To(to), "send", move |group| group.send_with_tag(&data, to, tag).map(|()| data))
+    }
+
+    /// Starts [`ProcessGroup::recv_with_tag`]. Receives with other tags, or from other ranks, do not wait for it.
+    pub fn recv_with_tag_async<B: Buffer + Send + 'static>(
+        &self,
+        mut buffer: B,
+        from: usize,
+        tag: u32,
+    ) -> Result<Work<B>> {
+        self.start(Lane::From(from, tag), "recv", move |group| {
+            group.recv_with_tag(&mut buffer, from, tag).map(|()| buffer)
+        })
+    }
+
+    /// Starts [`ProcessGroup::recv_any`]; the sender's rank comes with the buffer.
+    pub fn recv_any_async<B: Buffer + Send + 'static>(&self, mut buffer: B, tag: u32) -> Result<Work<(B, usize)>> {
+        self.start(Lane::FromAny(tag), "recv_any", move |group| {
+            group.recv_any(&mut buffer, tag).map(|from| (buffer, from))
+        })
     }
 
     /// Starts [`ProcessGroup::barrier`].
@@ -140,12 +174,17 @@ impl ProcessGroup {
                 local_rank: self.inner.local_rank,
             }),
         };
-        let worker = match self.workers().entry(lane) {
-            Entry::Occupied(worker) => Arc::clone(worker.get()),
+        // Until the work is submitted, so that nobody takes the worker for an idle one.
+        let mut workers = self.workers();
+        if !lane.is_lasting() && !workers.contains_key(&lane) {
+            workers.retain(|lane, worker| lane.is_lasting() || !worker.is_idle());
+        }
+        let worker = match workers.entry(lane) {
+            Entry::Occupied(worker) => worker.into_mut(),
             Entry::Vacant(none) => {
                 let started = Worker::start(self.rank());
                 let worker = started.map_err(|e| self.system(operation, format!("cannot start a thread: {e}")))?;
-                Arc::clone(none.insert(Arc::new(worker)))
+                none.insert(Arc::new(worker))
             }
         };
         Ok(worker.submit(self.rank(), operation, move || run(&group)))

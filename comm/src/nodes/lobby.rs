@@ -10,7 +10,7 @@ use std::collections::{HashMap, VecDeque};
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
-use std::sync::{Mutex, Once, PoisonError};
+use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 use std::time::{Duration, Instant};
 
 use hmac::{Hmac, Mac};
@@ -104,13 +104,25 @@ impl Lobby {
         self.look(name).0
     }
 
+    /// Whether the connections of all these names have come.
+    pub fn have_come(&self, names: &[String]) -> bool {
+        let (guests, _) = self.admit();
+        names.iter().all(|name| guests.admitted.contains_key(name))
+    }
+
     /// The connection of this name, if it has come, and whether all have been accepted.
     fn look(&self, name: &str) -> (Option<TcpStream>, bool) {
-        let guests = &mut *self.guests.lock().unwrap_or_else(PoisonError::into_inner);
+        let (mut guests, has_accepted_all) = self.admit();
+        (guests.admitted.remove(name), has_accepted_all)
+    }
+
+    /// Accepts those who wait, and says whether that was all.
+    fn admit(&self) -> (MutexGuard<'_, Guests>, bool) {
+        let mut guests = self.guests.lock().unwrap_or_else(PoisonError::into_inner);
         let has_accepted_all = guests.accept(&self.listener);
         let patience = if has_accepted_all { HELLO_TIME } else { CROWDED_TIME };
         guests.read_on(&self.token, self.address, patience);
-        (guests.admitted.remove(name), has_accepted_all)
+        (guests, has_accepted_all)
     }
 }
 

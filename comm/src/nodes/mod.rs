@@ -29,6 +29,9 @@ pub trait Network: Send + Sync {
     /// `patience` is called again and again with the positions of those that are missing; it ends the wait by an error.
     fn link(&self, channel: &str, members: &[usize], own: usize, patience: Patience)
         -> Result<Box<dyn Wire>, Unlinked>;
+
+    /// Whether the members after this one have begun to link, so that [`Network::link`] need not wait for them.
+    fn have_come(&self, channel: &str, members: &[usize], own: usize) -> bool;
 }
 
 /// See [`Network::link`].

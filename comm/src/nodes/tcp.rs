@@ -123,6 +123,12 @@ impl Network for TcpNetwork {
         }
         Ok(Box::new(TcpWire { peers }))
     }
+
+    fn have_come(&self, channel: &str, members: &[usize], own: usize) -> bool {
+        let name = |kind, rank: &usize| format!("{channel}/{kind}/{rank}");
+        let names = members[own + 1..].iter().flat_map(|rank| [name("data", rank), name("pulse", rank)]);
+        self.lobby.have_come(&names.collect::<Vec<_>>())
+    }
 }
 
 struct TcpWire {

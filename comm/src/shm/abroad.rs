@@ -15,7 +15,7 @@ use crate::error::Result;
 use crate::nodes::{Departure, Unlinked, Wire};
 
 /// How often a rank that waits asks for news, and how long it has waited when it tells where it is.
-const NEWS: Duration = Duration::from_millis(500);
+pub const NEWS: Duration = Duration::from_millis(500);
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// A group's part on other nodes.
@@ -125,6 +125,13 @@ impl Engine {
             Unlinked::GivenUp(error) => error,
             Unlinked::Lost(loss) => self.lose_member(members[loss.member], loss.how, operation),
         })
+    }
+
+    /// Whether those of `members` that come after this one have connected, so that [`Engine::connect`] need not wait.
+    pub fn have_connected(&self, channel: &str, members: &[usize], own: usize) -> bool {
+        let (Some(abroad), Some(network)) = (&self.abroad, &self.world.network) else { return false };
+        let ranks: Vec<usize> = members.iter().map(|&member| self.ranks[member]).collect();
+        network.have_come(&format!("{}{channel}", abroad.prefix), &ranks, own)
     }
 
     /// How the connection to a leader on another node has ended, as far as this rank can see. If because of a failure of
@@ -261,8 +268,13 @@ impl Engine {
         if let Some(Ok(mut carrier)) = carrier.map(Mutex::try_lock) {
             leave(&mut *carrier.wire);
         }
-        for mut link in self.mail.iter().flatten().filter_map(|link| link.try_lock().ok()) {
+        for mut link in self.outgoing.iter().filter_map(|link| link.try_lock().ok()) {
             if let Some(wire) = &mut *link {
+                leave(&mut **wire);
+            }
+        }
+        for mut inbox in self.inboxes.iter().filter_map(|inbox| inbox.open(&self.control.rank(self.rank).doorbell)) {
+            if let Some(wire) = &mut inbox.link {
                 leave(&mut **wire);
             }
         }

@@ -9,8 +9,9 @@
 //!
 //! Everything here is atomics over zeroed memory: a peer that was killed half-way leaves values, never broken locks.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, AtomicU8, Ordering};
+use std::sync::atomic::{fence, AtomicU32, AtomicU64, AtomicU8, Ordering};
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::arena::Arena;
 use super::Part;
@@ -54,6 +55,30 @@ impl Counter {
         if self.waiters.load(Ordering::SeqCst) != 0 {
             let _ = rustix::thread::futex::wake(&self.value, rustix::thread::futex::Flags::empty(), i32::MAX as u32);
         }
+    }
+
+    /// As a doorbell: wakes those who sleep by [`Counter::sleep_unless`]. It costs nothing while nobody does.
+    pub fn ring(&self) {
+        if self.waiters.load(Ordering::SeqCst) != 0 {
+            self.value.fetch_add(1, Ordering::SeqCst);
+            self.wake();
+        }
+    }
+
+    /// Sleeps until the doorbell is rung, at most for `time`; not at all if `is_due` then finds that something has
+    /// happened. What happens after that look rings.
+    pub fn sleep_unless(&self, time: Duration, is_due: impl FnOnce() -> bool) {
+        use rustix::thread::futex;
+        self.waiters.fetch_add(1, Ordering::SeqCst);
+        // Either `is_due` sees what was done before the bell was rung, or whoever rings sees the sleeper.
+        fence(Ordering::SeqCst);
+        let seen = self.value.load(Ordering::SeqCst);
+        if !is_due() {
+            let time = futex::Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) };
+            // Rung, timed out, interrupted: the caller looks in any case.
+            let _ = futex::wait(&self.value, futex::Flags::empty(), seen, Some(&time));
+        }
+        self.waiters.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
@@ -108,6 +133,8 @@ pub struct RankState {
     pub posted: AtomicU64,
     /// Set when the rank has dropped its group.
     pub left: AtomicU32,
+    /// Rung for what may be of interest to a thread of this rank that waits for messages from any rank, or for its turn.
+    pub doorbell: Counter,
     /// What this rank has to say about a failure.
     pub notice: Note,
 }
@@ -302,5 +329,6 @@ impl Control {
                 self.mailbox(from, to).taken.wake();
             }
         }
+        (0..self.size).for_each(|rank| self.rank(rank).doorbell.ring());
     }
 }

@@ -8,13 +8,14 @@
 
 use std::collections::VecDeque;
 use std::fmt::Display;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::abroad::Abroad;
 use super::arena::Block;
 use super::control::{Control, Counter, SLOTS};
+use super::inbox::Inbox;
 use super::operation::{Location, Operation};
 use super::reduction::InFlight;
 use super::world::{sleep_on, World, FIRST_WARNING, SLICE};
@@ -63,8 +64,12 @@ pub struct Engine {
     timeout: AtomicU64,
     pub(super) quarantined: AtomicBool,
     state: Mutex<State>,
-    /// Held while sending to, and while receiving from, each rank; with the link to a rank on another node.
-    pub mail: Vec<[Mutex<Link>; 2]>,
+    /// Held while sending to each rank; with the link to a rank on another node.
+    pub outgoing: Vec<Mutex<Link>>,
+    /// What comes from each rank.
+    pub inboxes: Vec<Inbox>,
+    /// Where a receive from any rank begins to look, so that each has its turn.
+    pub next_sender: AtomicUsize,
     /// This rank drops the group: nobody is to wait in it any longer.
     pub(super) given_up: AtomicBool,
 }
@@ -90,10 +95,12 @@ impl Engine {
         timeout: Duration,
         name: String,
     ) -> Result<Self> {
-        let mail = ranks.iter().map(|_| Default::default()).collect();
+        let outgoing = ranks.iter().map(|_| Default::default()).collect();
         let rank = ranks.iter().position(|&r| r == world.rank).expect("the caller is a member"); // invariant
         let locals: Vec<usize> = (0..ranks.len()).filter(|&r| world.local_index(ranks[r]).is_some()).collect();
         let local = locals.iter().position(|&r| r == rank).expect("a rank is on its own node"); // invariant
+        let place = |rank: usize| locals.iter().position(|&local| local == rank);
+        let inboxes = (0..ranks.len()).map(|rank| Inbox::new(place(rank))).collect();
         let abroad = (locals.len() < ranks.len()).then(|| Abroad::new(&world, &ranks, &name));
         let mut engine = Self {
             world,
@@ -109,7 +116,9 @@ impl Engine {
             timeout: AtomicU64::new(0),
             quarantined: AtomicBool::new(false),
             state: Mutex::default(),
-            mail,
+            outgoing,
+            inboxes,
+            next_sender: AtomicUsize::new(0),
             given_up: AtomicBool::new(false),
         };
         engine.set_timeout(timeout);

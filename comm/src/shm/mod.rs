@@ -13,6 +13,8 @@
 //! | `exchange` | collectives that read from peers |
 //! | `reduction` | all_reduce, reduce, and the bucket reductions of data-parallel training |
 //! | `message` | send and recv |
+//! | `receiving` | how messages find their receivers |
+//! | `inbox` | messages that have come before anybody asked for them |
 //! | `abroad` | members on other nodes: linking, posts, news of failures |
 //! | `carrying` | what a node's leader carries to and from other nodes |
 //! | `hierarchy` | reductions in a node, then between nodes |
@@ -28,11 +30,13 @@ pub mod engine;
 mod exchange;
 mod failure;
 mod hierarchy;
+mod inbox;
 mod joining;
 mod meeting;
 mod message;
 pub mod operation;
 mod part;
+mod receiving;
 mod reduction;
 pub mod world;
 

@@ -75,7 +75,7 @@ pub struct Operation {
     pub reduce: ReduceOp,
     pub root: u32,
     pub count: u64,
-    /// The bucket that is reduced, and a digest of the pieces it consists of.
+    /// The bucket that is reduced, and a digest of the pieces it consists of; of a message, its tag.
     pub bucket: Option<u32>,
     pub layout: u64,
 }
@@ -95,6 +95,11 @@ const STAGED: u64 = u64::MAX;
 const UNREADABLE: &str = "an operation this version does not know";
 
 impl Operation {
+    /// Of a message.
+    pub fn tag(&self) -> u32 {
+        self.layout as u32
+    }
+
     pub fn write(&self, location: Location, words: &PostWords) {
         let packed = u64::from(self.kind as u8)
             | u64::from(self.dtype as u8) << 8

@@ -96,6 +96,44 @@ fn main() -> Result<()> {
         ["message_of_ended"] => group.recv(&mut [0_u8; 9], group.world_size() - 1),
         ["message_too_long"] if group.rank() == 0 => group.recv(&mut [0_u8; 9], 1),
         ["message_too_long"] => group.send(&vec![7_u8; 16 << 20], 0),
+        // Rank 0 waits for a message with tag 5 from rank 1, or from any rank.
+        ["message_wait", from] if group.rank() == 0 => {
+            println!("waiting");
+            receive(&group, from)
+        }
+        ["message_wait", _] => sleep_until_killed(),
+        ["message_late", from] if group.rank() == 0 => {
+            group.set_timeout(Duration::from_secs(1));
+            receive(&group, from)
+        }
+        // Others come all the time.
+        ["message_late", _] if group.rank() == 1 => loop {
+            if let Err(error) = group.send_with_tag(&vec![1_u8; 300_000], 0, 4) {
+                break Err(error);
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        },
+        ["message_late", _] => sleep_until_killed(),
+        ["message_left_behind"] if group.rank() == 1 => {
+            group.send_with_tag(&[7_u8; 9], 0, 4)?;
+            return Ok(());
+        }
+        ["message_left_behind"] => {
+            std::thread::sleep(Duration::from_millis(300));
+            let mut message = [0_u8; 9];
+            let result = group.recv_any(&mut message, 4);
+            println!("received {message:?}");
+            result.and_then(|_| receive(&group, "one"))
+        }
+        ["message_of_other_type", _] if group.rank() == 1 => {
+            let sent = group.send_with_tag(&[1.0_f32; 5], 0, 5);
+            sent.and_then(|()| group.send_with_tag(&[7_u8; 9], 0, 4))
+        }
+        ["message_of_other_type", "kept"] => {
+            let kept = group.recv_with_tag(&mut [0_u8; 9], 1, 4);
+            kept.and_then(|()| receive(&group, "one"))
+        }
+        ["message_of_other_type", from] => receive(&group, from),
         ["mismatch", what] => mismatch(&group, what)?,
         ["apart"] => {
             let part = group.duplicate()?;
@@ -129,6 +167,13 @@ fn describe(error: &Error) -> String {
     let kind = format!("{error:?}");
     let kind: String = kind.chars().take_while(|c| c.is_alphanumeric()).collect();
     format!("{kind}: {error}")
+}
+
+fn receive(group: &ProcessGroup, from: &str) -> Result<(), Error> {
+    match from {
+        "any" => group.recv_any(&mut [0_u8; 9], 5).map(drop),
+        _ => group.recv_with_tag(&mut [0_u8; 9], 1, 5),
+    }
 }
 
 fn sum(group: &ProcessGroup) -> Result<(), Error> {

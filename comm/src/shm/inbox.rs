@@ -1,0 +1,189 @@
+//! Messages that have come before anybody asked for them: what MPI calls the queue of unexpected messages.
+//!
+//! Each sender has an inbox, which one thread of the receiving rank opens at a time. Whoever has it open takes whatever
+//! comes next: a message with its own tag goes where it is wanted, others are kept here. Nothing but memory limits
+//! how many.
+
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, VecDeque};
+use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+
+use super::control::{Counter, PostWords};
+use super::engine::Link;
+use super::operation::{Location, Operation};
+use super::Part;
+
+/// What comes from one rank.
+pub struct Inbox {
+    /// The sender's number among the members on this node; None for one on another node.
+    pub sender: Option<usize>,
+    incoming: Mutex<Incoming>,
+    /// A thread has found it open since it was last closed.
+    is_wanted: AtomicBool,
+    kept: Mutex<Kept>,
+    /// How many are kept. Whoever has the inbox open sees all of them.
+    count: AtomicUsize,
+}
+
+/// By tag, in the order in which they were sent; no queue is empty.
+type Kept = HashMap<u32, VecDeque<Message>, fnv::FnvBuildHasher>;
+
+/// What is still to come.
+#[derive(Default)]
+pub struct Incoming {
+    /// From a rank on another node. It comes before what it may be about to fill: fields are dropped in this order.
+    pub link: Link,
+    /// Where the link puts the next message's post.
+    pub post: Box<PostWords>,
+    /// The link was told where to put what comes next.
+    pub is_expected: bool,
+    /// The sender on another node has left, after all that it has sent.
+    pub has_left: bool,
+    /// To be kept, once all of it has come.
+    pub unfinished: Option<Message>,
+}
+
+/// A message that is kept, as far as it has come.
+pub struct Message {
+    pub operation: Operation,
+    pub location: Location,
+    pub data: Vec<u8>,
+    bytes: usize,
+}
+
+/// An inbox that this thread has open.
+pub struct Open<'a> {
+    incoming: MutexGuard<'a, Incoming>,
+    // After the lock: fields are dropped in this order.
+    closing: Closing<'a>,
+}
+
+struct Closing<'a> {
+    inbox: &'a Inbox,
+    doorbell: &'a Counter,
+}
+
+impl Inbox {
+    pub fn new(sender: Option<usize>) -> Self {
+        Self {
+            sender,
+            incoming: Mutex::default(),
+            is_wanted: AtomicBool::new(false),
+            kept: Mutex::default(),
+            count: AtomicUsize::new(0),
+        }
+    }
+
+    /// None while another thread has it open, which rings the doorbell when it closes it.
+    pub fn open<'a>(&'a self, doorbell: &'a Counter) -> Option<Open<'a>> {
+        let try_open = || match self.incoming.try_lock() {
+            Ok(incoming) => Some(incoming),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        };
+        let incoming = try_open().or_else(|| {
+            self.is_wanted.store(true, Ordering::SeqCst);
+            try_open()
+        })?;
+        Some(Open { incoming, closing: Closing { inbox: self, doorbell } })
+    }
+
+    /// The first message with this tag that was kept.
+    pub fn take(&self, tag: u32) -> Option<Message> {
+        if self.count.load(Ordering::SeqCst) == 0 {
+            return None;
+        }
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let Entry::Occupied(mut queue) = kept.entry(tag) else { return None };
+        let message = queue.get_mut().pop_front()?;
+        if queue.get().is_empty() {
+            queue.remove();
+        }
+        self.count.fetch_sub(1, Ordering::SeqCst);
+        Some(message)
+    }
+
+    /// Whether a message with this tag is kept.
+    pub fn has(&self, tag: u32) -> bool {
+        self.count.load(Ordering::SeqCst) != 0
+            && self.kept.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&tag)
+    }
+}
+
+impl Open<'_> {
+    /// Keeps a message, as soon as all of it has come.
+    pub fn put(&mut self, message: Message) {
+        if message.missing() > 0 {
+            self.unfinished = Some(message);
+            return;
+        }
+        let Closing { inbox, doorbell } = self.closing;
+        let mut kept = inbox.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.entry(message.operation.tag()).or_default().push_back(message);
+        inbox.count.fetch_add(1, Ordering::SeqCst);
+        drop(kept);
+        doorbell.ring();
+    }
+}
+
+impl Deref for Open<'_> {
+    type Target = Incoming;
+
+    fn deref(&self) -> &Incoming {
+        &self.incoming
+    }
+}
+
+impl DerefMut for Open<'_> {
+    fn deref_mut(&mut self) -> &mut Incoming {
+        &mut self.incoming
+    }
+}
+
+impl Drop for Closing<'_> {
+    fn drop(&mut self) {
+        if self.inbox.is_wanted.load(Ordering::SeqCst) && self.inbox.is_wanted.swap(false, Ordering::SeqCst) {
+            self.doorbell.ring();
+        }
+    }
+}
+
+impl Message {
+    /// None if there is no memory for it.
+    pub fn new(operation: Operation, location: Location) -> Option<Self> {
+        let bytes = usize::try_from(operation.count).ok()?.checked_mul(operation.dtype.size())?;
+        let mut data = Vec::new();
+        data.try_reserve_exact(bytes).ok()?;
+        Some(Self { operation, location, data, bytes })
+    }
+
+    /// How many bytes are still to come.
+    pub fn missing(&self) -> usize {
+        self.bytes - self.data.len()
+    }
+
+    /// # Safety
+    ///
+    /// So many bytes are at `from`, and are still to come.
+    pub unsafe fn append(&mut self, from: *const u8, count: usize) {
+        let start = self.data.len();
+        // SAFETY: the caller's promise, and memory was reserved for all of the message.
+        unsafe { super::copy(from, self.data.as_mut_ptr().add(start), count) };
+        // SAFETY: these bytes were written just now.
+        unsafe { self.data.set_len(start + count) };
+    }
+
+    /// Where the next bytes, at most `most`, are to be put.
+    ///
+    /// # Safety
+    ///
+    /// Until the part is through or dropped, the message lives and nobody else looks at it.
+    pub unsafe fn next_part(&mut self, most: usize) -> Part {
+        let (start, count) = (self.data.len(), self.missing().min(most));
+        self.data.resize(start + count, 0);
+        // SAFETY: the range is inside the data, whose memory was reserved for all of it, so that it does not move.
+        unsafe { Part::new(self.data.as_mut_ptr().add(start), count) }
+    }
+}

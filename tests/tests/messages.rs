@@ -1,0 +1,155 @@
+//! Messages with tags, and from any rank: how they are matched, on one node and on several, and what is said when they do
+//! not come.
+
+use std::time::Duration;
+
+use flow_tests::{assert_contains, launch, launcher, ranks, ranks_on_nodes, Finished, Process, PATIENCE};
+use nix::sys::signal::{kill, Signal};
+use nix::unistd::Pid;
+
+/// Long enough for a loaded machine, far less than the groups' own timeout of half an hour.
+const SOON: Duration = Duration::from_secs(30);
+
+fn passes(size: usize, scenario: &str) {
+    assert_eq!(launch(size, "check_messages", &[scenario]), format!("{scenario} passed\n").repeat(size));
+}
+
+fn passes_on_nodes(nodes: &[usize], scenario: &str) {
+    for rank in ranks_on_nodes(nodes, "check_messages", &[scenario]) {
+        assert_eq!(rank.finish(PATIENCE).success(), format!("{scenario} passed\n"), "{nodes:?}");
+    }
+}
+
+fn lines(finished: Finished) -> Vec<String> {
+    finished.success().lines().filter(|line| *line != "waiting").map(str::to_owned).collect()
+}
+
+/// The same number of ranks on one node, and on two.
+fn everywhere(size: usize, scenario: &str, arguments: &[&str]) -> [Vec<Process>; 2] {
+    let arguments = [&[scenario], arguments].concat();
+    [ranks(size, "check_failures", &arguments), ranks_on_nodes(&[1, size - 1], "check_failures", &arguments)]
+}
+
+#[test]
+fn tags_are_received_in_any_order() {
+    passes(3, "out_of_order");
+    passes_on_nodes(&[2, 1], "out_of_order");
+}
+
+#[test]
+fn a_message_that_is_passed_over_releases_its_sender() {
+    passes(2, "passed_over");
+    passes_on_nodes(&[1, 1], "passed_over");
+}
+
+#[test]
+fn thousands_are_kept() {
+    passes(2, "many_kept");
+    passes_on_nodes(&[1, 1], "many_kept");
+}
+
+#[test]
+fn threads_receive_from_one_rank_at_once() {
+    passes(2, "threads");
+    passes_on_nodes(&[1, 1], "threads");
+}
+
+#[test]
+fn asynchronous_receives_do_not_hold_up_others() {
+    passes(2, "asynchronous");
+    passes_on_nodes(&[1, 1], "asynchronous");
+}
+
+#[test]
+fn messages_come_from_any_rank() {
+    passes(3, "any");
+    passes(4, "any");
+    passes_on_nodes(&[1, 2], "any");
+    passes_on_nodes(&[2, 2], "any");
+}
+
+#[test]
+fn ranks_are_served_in_turn() {
+    passes(4, "any_in_turn");
+    passes_on_nodes(&[2, 1], "any_in_turn");
+}
+
+#[test]
+fn threads_receive_from_any_rank_beside_others() {
+    passes(4, "any_beside_others");
+    passes_on_nodes(&[1, 2, 1], "any_beside_others");
+}
+
+#[test]
+fn a_message_from_any_rank_comes_though_others_leave() {
+    passes(3, "any_until_all_left");
+    passes_on_nodes(&[2, 1], "any_until_all_left");
+    passes_on_nodes(&[1, 2], "any_until_all_left");
+}
+
+#[test]
+fn alone_there_is_nobody_to_receive_from() {
+    passes(1, "alone");
+}
+
+const FROM_ONE: &str = "rank 0: recv from rank 1 (9 x u8, tag 5) ";
+const FROM_ANY: &str = "rank 0: recv from any rank (9 x u8, tag 5) ";
+
+#[test]
+fn a_killed_sender_is_named() {
+    for (from, operation) in [("one", FROM_ONE), ("any", FROM_ANY)] {
+        for mut ranks in everywhere(3, "message_wait", &[from]) {
+            ranks[0].wait_for("waiting");
+            kill(Pid::from_raw(ranks[1].pid() as i32), Signal::SIGKILL).expect("the process is ours");
+            let said = lines(ranks.remove(0).finish(SOON));
+            let victim = format!("failed: rank 1 (pid {} on ", ranks[0].pid());
+            assert_contains(&said[0], &["PeerLost: ", operation, &victim, "died"]);
+            assert_contains(&said[1], &["then Poisoned"]);
+        }
+    }
+}
+
+/// Also while messages with other tags come.
+#[test]
+fn a_message_that_does_not_come_is_told() {
+    for (from, operation) in [("one", FROM_ONE), ("any", FROM_ANY)] {
+        for mut ranks in everywhere(3, "message_late", &[from]) {
+            let said = lines(ranks.remove(0).finish(SOON));
+            let late = format!("timed out after 1s: waited for rank 1 (pid {} on ", ranks[0].pid());
+            assert_contains(&said[0], &["Timeout: ", operation, &late]);
+            let said = lines(ranks.remove(0).finish(SOON));
+            assert_contains(&said[0], &["rank 1: send to rank 0 (300000 x u8, tag 4) failed", operation, &late]);
+        }
+    }
+}
+
+#[test]
+fn a_message_outlives_its_sender_and_another_is_not_waited_for() {
+    for mut ranks in everywhere(2, "message_left_behind", &[]) {
+        let sender = ranks.remove(1).finish(SOON);
+        let said = lines(ranks.remove(0).finish(SOON));
+        assert_eq!(said[0], "received [7, 7, 7, 7, 7, 7, 7, 7, 7]");
+        let peer = format!("failed: rank 1 (pid {} on ", sender.pid);
+        assert_contains(&said[1], &["PeerLost: ", FROM_ONE, &peer, "has left the group"]);
+    }
+}
+
+/// Whether it is received as it comes, or was kept before.
+#[test]
+fn a_message_of_another_type_is_told_with_its_tag() {
+    for what in ["one", "any", "kept"] {
+        for mut ranks in everywhere(2, "message_of_other_type", &[what]) {
+            let said = lines(ranks.remove(0).finish(SOON));
+            let sides = "rank 1 sends 5 x f32, rank 0 receives 9 x u8, both with tag 5";
+            assert_contains(&said[0], &["Mismatch: rank 0: ", sides]);
+        }
+    }
+}
+
+#[test]
+fn who_waits_for_any_rank_is_told_of_in_a_hang() {
+    let job = launcher(3, &["--hang-timeout", "3"], "check_failures", &["message_wait", "any"]);
+    let finished = Process::start(job).finish(PATIENCE);
+    assert_eq!(finished.status.code(), Some(124), "{finished:?}");
+    assert_contains(&finished.stderr, &["rank 0 waits in recv from any rank (9 x u8, tag 5)"]);
+}
