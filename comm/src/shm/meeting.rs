@@ -11,6 +11,7 @@ use rustix::thread::CpuSet;
 
 use super::arena::Arena;
 use super::control::{Control, Counter, Note, MAX_RANKS};
+use super::fork::ForkSafe;
 use super::joining::{has_ended, Joining, LOOK};
 use super::world::{sleep_on, Peer, World, FIRST_WARNING, SLICE};
 use crate::env::{Membership, Rendezvous};
@@ -235,14 +236,14 @@ fn on_all_interfaces(host_and_port: &str) -> String {
 
 /// Starts a server. There is only one port: what is served there lives as long as the process, for all its joins.
 fn serve(address: &Address, token: &str) -> std::io::Result<Arc<Server>> {
-    static KEPT: Mutex<Option<(Address, Arc<Server>)>> = Mutex::new(None);
+    static KEPT: Mutex<Option<(Address, ForkSafe<Arc<Server>>)>> = Mutex::new(None);
     let Address::Tcp(_) = address else { return Server::start(address, token).map(Arc::new) };
     let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some((_, server)) = kept.as_ref().filter(|(at, _)| at == address) {
+    if let Some((_, server)) = kept.as_ref().filter(|(at, server)| at == address && server.is_ours()) {
         return Ok(Arc::clone(server));
     }
     let server = Arc::new(Server::start(address, token)?);
-    *kept = Some((address.clone(), Arc::clone(&server)));
+    *kept = Some((address.clone(), ForkSafe::new(Arc::clone(&server))));
     Ok(server)
 }
 
