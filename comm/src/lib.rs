@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`ProcessGroup::from_env`] | `init_process_group(init_method="env://")` |
 //! | [`ProcessGroup::new_group`] | `new_group` |
+//! | [`ProcessGroup::new_group_of`] | `new_group(use_local_synchronization=True)` |
 //! | [`ProcessGroup::all_reduce`] and the other collectives | functions of the same names |
 //! | `..._async`, [`Work::wait`] | `async_op=True`, `Work.wait` |
 //! | [`ProcessGroup::alloc_shared`] | none: memory that collectives use in place |

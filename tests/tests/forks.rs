@@ -36,12 +36,6 @@ fn a_fork_beside_busy_threads() {
 }
 
 #[test]
-fn a_child_that_exits() {
-    passes("exit");
-    passes_by_hand("exit");
-}
-
-#[test]
 fn a_connection_to_the_store_is_its_maker_s() {
     passes("store");
 }
@@ -53,5 +47,13 @@ fn tensors_of_a_child() {
         let mut command = launcher(2, &[], WORKER, &["tensors"]);
         command.env("FLOW_DDP_PROGRESS", progress);
         assert_eq!(Process::start(command).finish(PATIENCE).success(), "tensors passed\n".repeat(2));
+    }
+}
+
+#[test]
+fn children_join_anew() {
+    passes("joins_anew");
+    for rank in ranks(2, WORKER, &["joins_anew"]) {
+        assert_eq!(rank.finish(PATIENCE).success(), "joins_anew passed\n");
     }
 }

@@ -97,6 +97,12 @@ impl ProcessGroup {
         Ok(group)
     }
 
+    /// What a group has that others of this one's ranks do not take part in making: the GPU, and no communicator yet, as
+    /// splitting this group's would take them all.
+    pub(super) fn apart(&self) -> Cuda {
+        Cuda { device: self.cuda_device(), group: None }
+    }
+
     /// A sub-group's part, where this group has one. All ranks of this group call this.
     pub(super) fn split_cuda(&self, member: Option<&Arc<Engine>>) -> Result<Cuda> {
         let (device, group) = {

@@ -4,6 +4,7 @@ mod arguments;
 mod asynchronous;
 mod buckets;
 mod cuda;
+mod members;
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
@@ -76,7 +77,7 @@ impl ProcessGroup {
     /// The group of all ranks of the job, as told by the environment: flow-launch's or torchrun's variables (RANK,
     /// WORLD_SIZE, ...), OpenMPI's, or Slurm's; without any, a group of this process alone.
     ///
-    /// Waits for all ranks. All ranks must call it equally often. Errors: a contradiction in the variables, ranks
+    /// Waits for all ranks. All ranks must call it equally often (see [`ProcessGroup::join_named`]). Errors: a contradiction in the variables, ranks
     /// that do not come.
     pub fn from_env() -> Result<Self> {
         let membership = Membership::from_env()?;
@@ -86,8 +87,15 @@ impl ProcessGroup {
 
     /// As [`ProcessGroup::from_env`], with the place in the job and the timeout given.
     pub fn join(membership: &Membership, timeout: Duration) -> Result<Self> {
+        Self::join_named(membership, "", timeout)
+    }
+
+    /// As [`ProcessGroup::join`], with those ranks that join under the same name: what else they have joined, or not, does not
+    /// matter. Under one name all of them must join equally often. [`ProcessGroup::join`] is to join without a name, that is
+    /// under an empty one.
+    pub fn join_named(membership: &Membership, name: &str, timeout: Duration) -> Result<Self> {
         let timeout = timeout.min(MAX_TIMEOUT);
-        let world = Arc::new(World::join(membership, timeout)?);
+        let world = Arc::new(World::join(membership, name, timeout)?);
         let (control, ranks) = (world.root_control(), (0..world.size).collect());
         let engine = Arc::new(Engine::new(world, control, None, ranks, timeout, "0".into())?);
         Ok(Self::of(engine, membership.local_rank, Cuda::default()))

@@ -236,6 +236,7 @@ impl CudaGroup {
 
     /// Returns when all ranks have called it and all their earlier operations are over.
     pub fn barrier(&self) -> Result<()> {
+        self.member(&"barrier")?;
         let memory =
             Memory::allocate(&self.device, DType::F32.size()).map_err(|e| self.system("barrier", e.to_string()))?;
         let mut word = Word(memory);

@@ -135,6 +135,16 @@ impl Store {
         })
     }
 
+    /// Deletes `keys`, as far as they are set; returns how many were.
+    pub fn delete(&self, keys: &[impl AsRef<str>]) -> Result<usize> {
+        let keys: Vec<&str> = keys.iter().map(AsRef::as_ref).collect();
+        let operation = format!("delete {}", list(&keys));
+        self.call(operation, &Request::Delete { keys }, Duration::ZERO, |reply| match reply {
+            Reply::Number(count) => usize::try_from(count).ok(),
+            _ => None,
+        })
+    }
+
     /// Waits until all of `keys` are set.
     ///
     /// # Errors

@@ -34,9 +34,9 @@ fn main() -> Result<()> {
         "memory" => memory(&group)?,
         "operations" => operations(&group)?,
         "busy" => busy(&group)?,
-        "exit" => exit(&group)?,
         "store" => store(&group)?,
         "tensors" => tensors(&group)?,
+        "joins_anew" => joins_anew(&group)?,
         _ => bail!("there is no scenario {scenario}"),
     };
     // A child goes this way too, and drops its copies of all that its parent has.
@@ -202,6 +202,9 @@ fn busy(group: &ProcessGroup) -> Result<Side> {
                 .contains("all_reduce failed: it runs in the process that this one was forked from"));
             drop(works);
             drop(twin);
+            if round % 2 == 0 {
+                std::process::exit(0);
+            }
             return Ok(Side::Child);
         };
         for work in works {
@@ -209,23 +212,12 @@ fn busy(group: &ProcessGroup) -> Result<Side> {
         }
         child.ends_well()?;
     }
+    // A program that takes the child's place is none of its business.
+    ensure!(std::process::Command::new("true").status()?.success());
     stop.store(true, Ordering::Relaxed);
     ensure!(allocating.into_iter().all(|thread| thread.join().is_ok()));
     go_on(group)?;
     go_on(&twin)?;
-    Ok(Side::Rank)
-}
-
-/// A child that ends at once leaves all to the C library's handlers.
-fn exit(group: &ProcessGroup) -> Result<Side> {
-    let sub = group.duplicate()?;
-    go_on(&sub)?;
-    let Some(child) = forked()? else { std::process::exit(0) };
-    child.ends_well()?;
-    // A program that takes the child's place is none of its business.
-    ensure!(std::process::Command::new("true").status()?.success());
-    go_on(group)?;
-    go_on(&sub)?;
     Ok(Side::Rank)
 }
 
@@ -300,5 +292,41 @@ fn tensors(group: &ProcessGroup) -> Result<Side> {
         step()?;
         go_on(group)?;
     }
+    Ok(Side::Rank)
+}
+
+/// The children are ranks of a job of their own, with an arena of their own.
+fn joins_anew(group: &ProcessGroup) -> Result<Side> {
+    let wrap = |group: &ProcessGroup, vs: &nn::VarStore| {
+        Ddp::new(nn::linear(vs.root(), 300, 300, Default::default()), vs, group)
+    };
+    let train = |group: &ProcessGroup, vs: &nn::VarStore, model: &Ddp<nn::Linear>| -> Result<()> {
+        let input = Tensor::full([20, 300], 0.5, (Kind::Float, Device::Cpu)) * (1.0 + group.rank() as f64);
+        model.forward(&input).square().mean(Kind::Float).f_backward()?;
+        let gradient = vs.variables()["weight"].grad();
+        let is_ours = group.arena().offset_of(gradient.data_ptr().cast(), 1).is_some();
+        ensure!(is_ours, "the gradient was not born in the group's arena");
+        go_on(group)
+    };
+    // The parent's memory is in use before.
+    let vs = nn::VarStore::new(Device::Cpu);
+    let model = wrap(group, &vs)?;
+    let Some(child) = forked()? else {
+        let children = ProcessGroup::join_named(&Membership::from_env()?, "children", PATIENCE)?;
+        go_on(&children)?;
+        let mut shared = children.alloc_shared::<i64>(MIB / 8)?;
+        shared.fill(1);
+        children.all_reduce(&mut shared, ReduceOp::Sum)?;
+        ensure!(shared.iter().all(|&element| element == children.world_size() as i64));
+        go_on(&children.new_group_of(&[1, 0], "key")?)?;
+        let vs = nn::VarStore::new(Device::Cpu);
+        let model = wrap(&children, &vs)?;
+        train(&children, &vs, &model)?;
+        is_forked("a collective", group.barrier(), group)?;
+        return Ok(Side::Child);
+    };
+    train(group, &vs, &model)?;
+    child.ends_well()?;
+    train(group, &vs, &model)?;
     Ok(Side::Rank)
 }
