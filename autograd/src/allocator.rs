@@ -23,7 +23,8 @@ const ALIGNMENT: usize = 64;
 static CURRENT: RwLock<Option<Arc<dyn BlockAllocator>>> = RwLock::new(None);
 
 /// From now on libtorch takes CPU blocks of `min_bytes` and more from `allocator`; with `None`, from its own allocator
-/// again. Each block goes back where it came from, however often this is called in between.
+/// again. Each block goes back where it came from, however often this is called in between. A forked child begins with
+/// libtorch's own allocator.
 ///
 /// The first call should come before other threads use tensors: libtorch does not lock its pointer to the allocator.
 ///

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include <dlfcn.h>
+#include <pthread.h>
 
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
@@ -142,6 +143,17 @@ public:
     static inline CpuAllocator* installed = nullptr;
 
     void set_min_bytes(size_t bytes) { min_bytes_.store(bytes, std::memory_order_relaxed); }
+
+    // A forked child has its memory from the original allocator, unless one is set there anew: the blocks are its parent's.
+    // What it inherits it can free at any time, as no other thread holds the lock while a process forks.
+    static void watch_forks() {
+        const int failed = pthread_atfork([] { installed->mutex_.lock(); }, [] { installed->mutex_.unlock(); },
+                                          [] {
+                                              installed->mutex_.unlock();
+                                              installed->set_min_bytes(SIZE_MAX);
+                                          });
+        TORCH_CHECK(!failed, "no memory to watch for forks");
+    }
 
     c10::DataPtr allocate(size_t bytes) override {
         if (bytes >= min_bytes_.load(std::memory_order_relaxed)) {
@@ -411,6 +423,7 @@ char* flow_set_cpu_allocator(TakeBlock take, DropBlock drop, size_t min_bytes) {
             c10::SetCPUAllocator(allocator.get(), priority);
             TORCH_CHECK(c10::GetCPUAllocator() == allocator.get(), "another CPU allocator is installed with a higher priority");
             installed = allocator.release();
+            CpuAllocator::watch_forks();
         }
         installed->set_min_bytes(min_bytes);
     });

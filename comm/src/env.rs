@@ -36,8 +36,8 @@ pub enum Rendezvous {
     },
     /// Through a store that rank 0 is to serve.
     RankZero {
-        /// Where to serve it: on one node a name that the job's ranks, and no other job's, derive alike; on several
-        /// MASTER_ADDR and MASTER_PORT.
+        /// Where to serve it: on one node a name that the job's ranks, and no other job's, derive alike, to which each join
+        /// adds its own; on several MASTER_ADDR and MASTER_PORT.
         address: Address,
         /// What admits to it. FLOW_TOKEN, or else derived like the address, and no secret: on one node it is the socket
         /// that admits one user only.
@@ -337,7 +337,7 @@ fn first_host(list: &str) -> Option<String> {
 }
 
 /// A hash that is the same in every process and build.
-fn hash(text: &str) -> u64 {
+pub(crate) fn hash(text: &str) -> u64 {
     let mut hasher = fnv::FnvHasher::default();
     hasher.write(text.as_bytes());
     hasher.finish()

@@ -66,6 +66,21 @@ pub enum Error {
         /// The first failure, as the rank that saw it described it.
         cause: String,
     },
+    /// This process was forked from a rank, which alone is the member of its groups.
+    #[error(
+        "rank {rank}: {operation} failed: this process (pid {pid}) was forked from {parent}, and only that is a member of \
+         the group: join in the forked process as a rank of its own, or start it as a program (std::process::Command)"
+    )]
+    Forked {
+        /// The rank that this process was forked from.
+        rank: usize,
+        /// What was attempted.
+        operation: String,
+        /// This process.
+        pid: u32,
+        /// That rank's process.
+        parent: String,
+    },
     /// The system refused something.
     #[error("rank {rank}: {operation} failed: {reason}")]
     System {

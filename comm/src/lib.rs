@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`ProcessGroup::from_env`] | `init_process_group(init_method="env://")` |
 //! | [`ProcessGroup::new_group`] | `new_group` |
+//! | [`ProcessGroup::new_group_of`] | `new_group(use_local_synchronization=True)` |
 //! | [`ProcessGroup::all_reduce`] and the other collectives | functions of the same names |
 //! | `..._async`, [`Work::wait`] | `async_op=True`, `Work.wait` |
 //! | [`ProcessGroup::alloc_shared`] | none: memory that collectives use in place |
@@ -40,5 +41,6 @@ pub use error::{Error, Result};
 pub use flow_kernels::{bf16, f16, DType, Element, ReduceOp};
 pub use group::{ProcessGroup, DEFAULT_TIMEOUT};
 pub use shm::arena::{Arena, Block};
+pub use shm::fork::ForkSafe;
 pub use shm::Segments;
 pub use work::Work;

@@ -4,6 +4,7 @@ use std::sync::mpsc;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use crate::error::{Error, Result};
+use crate::shm::fork::ForkSafe;
 
 /// A collective that was started: it runs on the group's communication thread.
 ///
@@ -11,7 +12,7 @@ use crate::error::{Error, Result};
 /// loses the buffer and the result; the collective still runs, as the other ranks need it.
 #[must_use = "the result, and the buffer, come from wait()"]
 pub struct Work<T> {
-    outcome: mpsc::Receiver<Result<T>>,
+    outcome: ForkSafe<mpsc::Receiver<Result<T>>>,
     rank: usize,
     operation: &'static str,
 }
@@ -19,13 +20,14 @@ pub struct Work<T> {
 impl<T> Work<T> {
     /// Waits for the collective and returns its buffer. The group's timeout bounds the wait.
     pub fn wait(self) -> Result<T> {
-        self.outcome.recv().unwrap_or_else(|_| {
-            Err(Error::System {
-                rank: self.rank,
-                operation: self.operation.into(),
-                reason: "the communication thread ended before it".into(),
-            })
-        })
+        let lost = |reason: &str| {
+            let (rank, operation) = (self.rank, self.operation.into());
+            Err(Error::System { rank, operation, reason: reason.into() })
+        };
+        if !self.outcome.is_ours() {
+            return lost("it runs in the process that this one was forked from: wait for it there");
+        }
+        self.outcome.recv().unwrap_or_else(|_| lost("the communication thread ended before it"))
     }
 }
 
@@ -68,7 +70,7 @@ impl Worker {
             // The thread ends only when `jobs` is dropped.
             let _ = jobs.send(job);
         }
-        Work { outcome, rank, operation }
+        Work { outcome: ForkSafe::new(outcome), rank, operation }
     }
 
     /// Whether all submitted jobs are over.

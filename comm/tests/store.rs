@@ -15,7 +15,7 @@ use rustix::process::{kill_process, Pid, Signal};
 use sha2::Sha256;
 
 const TOKEN: &str = "0123456789abcdef";
-const VERSION: u8 = 2;
+const VERSION: u8 = 3;
 /// Longer than anything here takes, so that reaching it is a failure.
 const LONG: Duration = Duration::from_secs(60);
 const SHORT: Duration = Duration::from_millis(50);
@@ -179,6 +179,27 @@ fn adding_counts_each_client_once() {
         assert!(matches!(error, Error::Rejected { .. }) && error.to_string().contains(reason), "{error}");
     }
     assert_eq!(store.get("text", LONG).unwrap(), b"many");
+}
+
+#[test]
+fn deleted_keys_are_as_if_never_set() {
+    let server = serve();
+    let store = client(&server);
+    store.set("a", b"1").unwrap();
+    store.set("b", b"2").unwrap();
+    assert_eq!(store.delete(&["a", "b", "c"]).unwrap(), 2);
+    assert_eq!(store.delete(&["a"]).unwrap(), 0);
+    assert_eq!(store.delete(&[] as &[&str]).unwrap(), 0);
+    assert_eq!(store.try_get("a").unwrap(), None);
+    assert_eq!(store.add("a", 5).unwrap(), 5);
+    assert_eq!(store.compare_and_set("b", None, b"new").unwrap(), Ok(()));
+    // Whoever waits for a key does so until it is set again.
+    store.delete(&["b"]).unwrap();
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| client(&server).get("b", LONG));
+        store.set("b", b"again").unwrap();
+        assert_eq!(waiting.join().unwrap().unwrap(), b"again");
+    });
 }
 
 #[test]

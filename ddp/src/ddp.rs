@@ -43,6 +43,9 @@ const MIB: f64 = 1024.0 * 1024.0;
 /// Parameters are those that require gradients when the model is wrapped; freeze and unfreeze before. Where one
 /// backward goes through several wrapped models, all ranks must go through them in the same order. With one rank
 /// nothing is installed and nothing costs.
+///
+/// A process that is forked from a rank can use the model to infer (`forward_t` with `train` false); forward in training mode and
+/// backward are errors there.
 pub struct Ddp<M> {
     model: M,
     group: ProcessGroup,
@@ -120,6 +123,9 @@ impl<M> Ddp<M> {
     }
 
     fn sync_buffers(&self) -> Result<()> {
+        if let Some(reducer) = &self.reducer {
+            reducer.check_process("forward")?;
+        }
         let synchronizes = self.reducer.as_ref().is_some_and(|r| r.synchronizes());
         let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
         if self.broadcast_buffers && synchronizes && !buffers.is_empty() {

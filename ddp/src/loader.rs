@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use flow_comm::DEFAULT_TIMEOUT;
+use flow_comm::{ForkSafe, DEFAULT_TIMEOUT};
 
 use crate::sampler::{DistributedSampler, Order, Taken};
 
@@ -137,8 +137,8 @@ impl<D: Dataset + ?Sized> IntoIterator for DataLoader<'_, D> {
             plan: Arc::new(plan),
             numbers: 0..count,
             taken: indices.taken,
-            workers: Vec::new(),
-            ended: None,
+            workers: ForkSafe::new(Vec::new()),
+            ended: ForkSafe::new(None),
             timeout: self.timeout,
             failure: None,
         };
@@ -157,9 +157,9 @@ pub struct Batches<D: Dataset + ?Sized> {
     numbers: Range<usize>,
     /// The sampler's position.
     taken: Taken,
-    workers: Vec<Worker<D::Batch>>,
+    workers: ForkSafe<Vec<Worker<D::Batch>>>,
     /// Disconnected when the last worker has ended.
-    ended: Option<Receiver<Infallible>>,
+    ended: ForkSafe<Option<Receiver<Infallible>>>,
     timeout: Duration,
     failure: Option<LoaderError>,
 }
@@ -172,7 +172,7 @@ struct Worker<B> {
 impl<D: Dataset + ?Sized> Batches<D> {
     fn start(&mut self, workers: usize, prefetch: usize) -> Result<(), LoaderError> {
         let (alive, ended) = channel::<Infallible>();
-        self.ended = Some(ended);
+        *self.ended = Some(ended);
         for worker in 0..workers {
             // The batch in a worker's hands counts too.
             let (sender, batches) = sync_channel(prefetch - 1);
@@ -190,6 +190,10 @@ impl<D: Dataset + ?Sized> Batches<D> {
     }
 
     fn receive(&mut self, number: usize) -> Result<D::Batch, LoaderError> {
+        if !self.workers.is_ours() {
+            let message = "its thread is in the process that this one was forked from: begin an epoch here".into();
+            return Err(LoaderError::Panic { batch: self.plan.id(number), message });
+        }
         let worker = number % self.workers.len();
         self.workers[worker].batches.recv_timeout(self.timeout).unwrap_or_else(|why| {
             let batch = self.plan.id(number);
@@ -206,6 +210,9 @@ impl<D: Dataset + ?Sized> Batches<D> {
     /// Ends the iteration.
     fn stop(&mut self) {
         self.numbers = 0..0;
+        if !self.workers.is_ours() {
+            return;
+        }
         // All receivers go before the first join: a worker that waits to send ends when its receiver is gone.
         let threads: Vec<_> = self.workers.drain(..).map(|worker| worker.thread).collect();
         let Some(ended) = self.ended.take().filter(|_| !threads.is_empty()) else { return };

@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use flow_autograd::GradHook;
 use flow_comm::nccl::{CudaGroup, Event};
-use flow_comm::{ProcessGroup, ReduceOp};
+use flow_comm::{ForkSafe, ProcessGroup, ReduceOp};
 use tch::{Kind, Tensor};
 
 use crate::bucket::Caps;
@@ -36,9 +36,9 @@ pub(crate) struct Options {
 pub(crate) struct Reducer {
     group: ProcessGroup,
     options: Options,
-    means: Means,
+    means: ForkSafe<Means>,
     in_place: bool,
-    state: Mutex<State>,
+    state: ForkSafe<Mutex<State>>,
 }
 
 impl Reducer {
@@ -59,7 +59,8 @@ impl Reducer {
         let mut state = State::new(parameters, frozen);
         state.build(&group, &means, options, &order)?;
         let in_place = std::env::var_os(COPY).is_none_or(|v| v != "1");
-        Ok(Arc::new(Self { group, options, means, in_place, state: Mutex::new(state) }))
+        let (means, state) = (ForkSafe::new(means), ForkSafe::new(Mutex::new(state)));
+        Ok(Arc::new(Self { group, options, means, in_place, state }))
     }
 
     /// Hooks of all parameters: dropped, they are gone from the model.
@@ -68,6 +69,8 @@ impl Reducer {
         let install = |(index, parameter): (usize, &Parameter)| {
             let reducer = Arc::clone(self);
             let hook = move |tensor: &Tensor| {
+                // First of all: in a forked child the state may be locked for ever.
+                reducer.check_process("backward")?;
                 let result = reducer.on_gradient(index, tensor);
                 Ok(result.inspect_err(|error| reducer.state().cause = Some(error.to_string()))?)
             };
@@ -79,11 +82,16 @@ impl Reducer {
 
     /// Whether backwards reduce gradients. Returns what it was before.
     pub fn set_synchronize(&self, synchronize: bool) -> bool {
-        std::mem::replace(&mut self.state().synchronize, synchronize)
+        self.state.is_ours() && std::mem::replace(&mut self.state().synchronize, synchronize)
     }
 
     pub fn synchronizes(&self) -> bool {
         self.state().synchronize
+    }
+
+    /// The error of `operation` in a process that was forked from this rank.
+    pub fn check_process(&self, operation: &str) -> Result<()> {
+        Ok(self.group.check_process(operation)?)
     }
 
     /// Makes the next backward fail, on all ranks.
@@ -103,6 +111,9 @@ impl Reducer {
     }
 
     pub fn stats(&self) -> Stats {
+        if !self.state.is_ours() {
+            return Stats::default();
+        }
         self.state().timed_stats()
     }
 
@@ -244,7 +255,7 @@ impl Reducer {
         self.tolerate(state, |reducer, state| {
             loop {
                 reducer.launch(state)?;
-                if let Means::Cpu(progress) = &reducer.means {
+                if let Means::Cpu(progress) = &*reducer.means {
                     finished.extend(progress.finish()?);
                 }
                 if state.next == state.buckets.len() {

@@ -46,6 +46,10 @@ fn groups() {
     for (nodes, scenario) in [
         (&[2, 3][..], "sub_groups"),
         (&[1, 2], "different_lists"),
+        (&[2, 3], "members"),
+        (&[1, 2], "members_differ"),
+        (&[1, 1, 1], "members_absent"),
+        (&[2, 1], "named_worlds"),
         (&[1, 1], "arguments"),
         (&[1, 1], "groups_come_and_go"),
         (&[1, 1], "worlds_come_and_go"),

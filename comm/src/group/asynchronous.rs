@@ -2,6 +2,7 @@
 
 use std::collections::hash_map::Entry;
 use std::collections::HashMap;
+use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use flow_kernels::ReduceOp;
@@ -10,6 +11,7 @@ use super::{Inner, ProcessGroup};
 use crate::buffer::Buffer;
 use crate::error::Result;
 use crate::shm::engine::Engine;
+use crate::shm::fork::ForkSafe;
 use crate::work::{Work, Worker};
 
 /// What keeps its order: collectives, the messages to each rank, and those with each tag from each rank. Each lane has a
@@ -27,6 +29,16 @@ impl Lane {
     /// Programs may use any number of tags, each for a short time.
     fn is_lasting(self) -> bool {
         !matches!(self, Lane::From(_, 1..) | Lane::FromAny(1..))
+    }
+}
+
+impl fmt::Display for Lane {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Lane::Collectives => write!(f, "a collective"),
+            Lane::To(peer) => write!(f, "send to rank {peer} of the group"),
+            Lane::From(peer) => write!(f, "recv from rank {peer} of the group"),
+        }
     }
 }
 
@@ -151,11 +163,12 @@ impl ProcessGroup {
 
     /// Runs a blocking operation after the asynchronous ones of its lane that were started before it.
     pub(super) fn idle<T>(&self, lane: Lane, operation: impl FnOnce(&Engine) -> Result<T>) -> Result<T> {
+        let engine = self.member(&lane)?;
         let worker = self.workers().get(&lane).cloned();
         if let Some(worker) = worker {
             worker.drain();
         }
-        operation(self.engine())
+        operation(engine)
     }
 
     fn start<T: Send + 'static>(
@@ -164,15 +177,16 @@ impl ProcessGroup {
         operation: &'static str,
         run: impl FnOnce(&ProcessGroup) -> Result<T> + Send + 'static,
     ) -> Result<Work<T>> {
+        self.member(&operation)?;
         // On the worker's side the group has no workers: its operations run at once, and it keeps no thread alive.
         let group = Self {
-            inner: Arc::new(Inner {
+            inner: Arc::new(ForkSafe::new(Inner {
                 workers: Workers::default(),
                 carrier: Mutex::default(),
                 cuda: Mutex::default(),
                 engine: Arc::clone(&self.inner.engine),
                 local_rank: self.inner.local_rank,
-            }),
+            })),
         };
         // Until the work is submitted, so that nobody takes the worker for an idle one.
         let mut workers = self.workers();

@@ -9,6 +9,7 @@ use flow_kernels::{DType, ReduceOp};
 use super::ProcessGroup;
 use crate::error::Result;
 use crate::shm::arena::Arena;
+use crate::shm::engine::Engine;
 use crate::shm::Segments;
 use crate::work::Worker;
 
@@ -21,6 +22,7 @@ impl ProcessGroup {
     /// A bucket of gradients for [`ProcessGroup::post_bucket`]: pieces of these lengths, in elements.
     pub fn segments(&self, bucket: u32, dtype: DType, lengths: Vec<usize>) -> Result<Segments> {
         let full = || self.system("segments", "the shared memory region of this rank is full".into());
+        self.member(&"segments")?;
         Segments::new(self.arena(), bucket, dtype, lengths).ok_or_else(full)
     }
 
@@ -28,7 +30,7 @@ impl ProcessGroup {
     /// All ranks post the same buckets in the same order; [`ProcessGroup::progress`] and
     /// [`ProcessGroup::finish_buckets`] reduce them in place.
     pub fn post_bucket(&self, segments: &Arc<Segments>, op: ReduceOp) -> Result<bool> {
-        let (posted, cargo) = self.engine().post_bucket(segments, op)?;
+        let (posted, cargo) = self.member(&"post_bucket")?.post_bucket(segments, op)?;
         if let Some(cargo) = cargo {
             let engine = Arc::clone(&self.inner.engine);
             let mut carrier = self.inner.carrier.lock().unwrap_or_else(PoisonError::into_inner);
@@ -49,27 +51,34 @@ impl ProcessGroup {
 
     /// Does this rank's share of all posted buckets that all ranks have reached, without waiting.
     pub fn progress(&self) -> Result<()> {
-        self.engine().progress()
+        self.member(&"progress")?.progress()
     }
 
     /// Waits for all posted buckets. Returns, by bucket number, when each was seen to be finished.
     pub fn finish_buckets(&self) -> Result<Vec<(u32, Instant)>> {
-        self.engine().finish_buckets()
+        self.member(&"finish_buckets")?.finish_buckets()
+    }
+
+    /// The error of `operation` in a process that was forked from this rank; fine in the rank itself.
+    pub fn check_process(&self, operation: &str) -> Result<()> {
+        self.member(&operation).map(drop)
     }
 
     /// Fails the group on all ranks because of something one or more of them found out: all ranks call this (those
     /// with nothing to add with an empty text) and get what all said, by rank in the job.
     pub fn fail_with_notice(&self, operation: &str, own: &str) -> Vec<(usize, String)> {
-        self.engine().fail_with_notice(operation, own)
+        self.member(&operation).map_or(Vec::new(), |engine| engine.fail_with_notice(operation, own))
     }
 
     /// Whether another rank has called [`ProcessGroup::fail_with_notice`].
     pub fn awaits_notice(&self) -> bool {
-        self.engine().awaits_notice()
+        self.member(&"awaits_notice").is_ok_and(Engine::awaits_notice)
     }
 
     /// Makes the group unusable on all ranks, whose waits end with `cause`.
     pub fn abort(&self, cause: &str) {
-        self.engine().abort(cause);
+        if let Ok(engine) = self.member(&"abort") {
+            engine.abort(cause);
+        }
     }
 }

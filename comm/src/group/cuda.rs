@@ -31,6 +31,7 @@ impl ProcessGroup {
     ///
     /// On all ranks, if one of them has no GPU: how many ranks there are on its machine, and how many GPUs.
     pub fn use_cuda(&self) -> Result<Arc<Device>> {
+        self.member(&"use_cuda")?;
         let share = std::env::var_os(SHARE).is_some_and(|value| value == "1");
         let (rank, local_rank) = (self.engine().world.rank, self.local_rank());
         let counted = Device::count();
@@ -74,6 +75,7 @@ impl ProcessGroup {
     ///
     /// No usable driver, GPU or NCCL, ranks that do not come in time; another GPU than before.
     pub fn nccl(&self, ordinal: usize) -> Result<Arc<CudaGroup>> {
+        self.member(&"nccl")?;
         let mut cuda = self.inner.cuda.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(group) = &cuda.group {
             let used = group.device().ordinal();
@@ -93,6 +95,12 @@ impl ProcessGroup {
         cuda.device = Some(device);
         cuda.group = Some(Arc::clone(&group));
         Ok(group)
+    }
+
+    /// What a group has that others of this one's ranks do not take part in making: the GPU, and no communicator yet, as
+    /// splitting this group's would take them all.
+    pub(super) fn apart(&self) -> Cuda {
+        Cuda { device: self.cuda_device(), group: None }
     }
 
     /// A sub-group's part, where this group has one. All ranks of this group call this.

@@ -4,6 +4,7 @@ mod arguments;
 mod asynchronous;
 mod buckets;
 mod cuda;
+mod members;
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
@@ -18,6 +19,7 @@ use crate::buffer::{Buffer, SharedBuffer};
 use crate::env::Membership;
 use crate::error::{Error, Result};
 use crate::shm::engine::Engine;
+use crate::shm::fork::ForkSafe;
 use crate::shm::operation::Kind;
 use crate::shm::world::World;
 use crate::shm::Control;
@@ -42,9 +44,12 @@ const NO_BLOCK: u64 = u64::MAX;
 /// makes the group unusable on all ranks; sub-groups and the group they came from fail apart.
 ///
 /// Clones are the same group. Dropping the last one waits for asynchronous operations that are still under way.
+///
+/// A process that is forked from a rank (and is not replaced by another program) is not a member of the rank's groups: all
+/// operations on them fail there at once, and dropping them does nothing. It may join as a rank of its own.
 #[derive(Clone)]
 pub struct ProcessGroup {
-    inner: Arc<Inner>,
+    inner: Arc<ForkSafe<Inner>>,
 }
 
 struct Inner {
@@ -72,7 +77,7 @@ impl ProcessGroup {
     /// The group of all ranks of the job, as told by the environment: flow-launch's or torchrun's variables (RANK,
     /// WORLD_SIZE, ...), OpenMPI's, or Slurm's; without any, a group of this process alone.
     ///
-    /// Waits for all ranks. All ranks must call it equally often. Errors: a contradiction in the variables, ranks
+    /// Waits for all ranks. All ranks must call it equally often (see [`ProcessGroup::join_named`]). Errors: a contradiction in the variables, ranks
     /// that do not come.
     pub fn from_env() -> Result<Self> {
         let membership = Membership::from_env()?;
@@ -82,8 +87,15 @@ impl ProcessGroup {
 
     /// As [`ProcessGroup::from_env`], with the place in the job and the timeout given.
     pub fn join(membership: &Membership, timeout: Duration) -> Result<Self> {
+        Self::join_named(membership, "", timeout)
+    }
+
+    /// As [`ProcessGroup::join`], with those ranks that join under the same name: what else they have joined, or not, does not
+    /// matter. Under one name all of them must join equally often. [`ProcessGroup::join`] is to join without a name, that is
+    /// under an empty one.
+    pub fn join_named(membership: &Membership, name: &str, timeout: Duration) -> Result<Self> {
         let timeout = timeout.min(MAX_TIMEOUT);
-        let world = Arc::new(World::join(membership, timeout)?);
+        let world = Arc::new(World::join(membership, name, timeout)?);
         let (control, ranks) = (world.root_control(), (0..world.size).collect());
         let engine = Arc::new(Engine::new(world, control, None, ranks, timeout, "0".into())?);
         Ok(Self::of(engine, membership.local_rank, Cuda::default()))
@@ -91,7 +103,8 @@ impl ProcessGroup {
 
     fn of(engine: Arc<Engine>, local_rank: usize, cuda: Cuda) -> Self {
         let (workers, cuda) = (Workers::default(), Mutex::new(cuda));
-        Self { inner: Arc::new(Inner { workers, carrier: Mutex::default(), cuda, engine, local_rank }) }
+        let inner = Inner { workers, carrier: Mutex::default(), cuda, engine, local_rank };
+        Self { inner: Arc::new(ForkSafe::new(inner)) }
     }
 
     /// This process' number in the group.
@@ -134,7 +147,7 @@ impl ProcessGroup {
             let reason = format!("{ranks:?} must be different ranks from 0 to {}", self.world_size() - 1);
             return Err(self.caller().argument("new_group", reason));
         }
-        let engine = self.engine();
+        let engine = self.member(&"new_group")?;
         // On each node the first member there has the memory.
         let locals: Vec<usize> = members.iter().copied().filter(|member| engine.locals.contains(member)).collect();
         let first = locals.first().copied().unwrap_or(members[0]);
@@ -179,7 +192,7 @@ impl ProcessGroup {
     /// `len` zeros in memory that collectives use in place.
     pub fn alloc_shared<T: Element>(&self, len: usize) -> Result<SharedBuffer<T>> {
         let full = || self.system("alloc_shared", format!("no room for {len} x {} in this rank's region", T::DTYPE));
-        SharedBuffer::new(&self.engine().world.arena, len).ok_or_else(full)
+        SharedBuffer::new(&self.member(&"alloc_shared")?.world.arena, len).ok_or_else(full)
     }
 
     /// Reduces `buffer` element by element over all ranks; all get the result.
@@ -330,6 +343,14 @@ impl ProcessGroup {
 
     fn engine(&self) -> &Engine {
         &self.inner.engine
+    }
+
+    /// The engine, for an operation that takes the member itself, and not a process that was forked from it.
+    fn member(&self, operation: &dyn fmt::Display) -> Result<&Engine> {
+        match self.inner.is_ours() {
+            true => Ok(self.engine()),
+            false => Err(self.engine().world.forked(operation)),
+        }
     }
 
     fn caller(&self) -> Caller {

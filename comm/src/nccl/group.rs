@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use flow_kernels::cuda::{Device, DeviceBuffer, Event, Memory, Stream};
@@ -15,6 +15,7 @@ use super::watch::{Issued, Watch};
 use crate::arguments::Caller;
 use crate::error::{Error, Result};
 use crate::shm::engine::Engine;
+use crate::shm::fork::ForkSafe;
 use crate::shm::operation::{Kind, Operation};
 
 /// What a process group does on one GPU, over NCCL.
@@ -29,12 +30,12 @@ use crate::shm::operation::{Kind, Operation};
 /// for 30 seconds, as it hangs in a call to the device, is ended.
 pub struct CudaGroup {
     /// Before the communicator: it uses that.
-    watch: Watch,
-    communicator: Arc<Communicator>,
-    engine: Arc<Engine>,
-    device: Arc<Device>,
-    stream: Stream,
-    turn: Mutex<Turn>,
+    watch: ForkSafe<Watch>,
+    communicator: ForkSafe<Arc<Communicator>>,
+    engine: ForkSafe<Arc<Engine>>,
+    device: ForkSafe<Arc<Device>>,
+    stream: ForkSafe<Stream>,
+    turn: ForkSafe<Mutex<Turn>>,
     /// Beginning of the group's keys in the store.
     prefix: String,
 }
@@ -65,13 +66,21 @@ impl CudaGroup {
         let watch = Watch::start(Arc::clone(&engine), Arc::clone(&communicator), prefix.clone())
             .map_err(|error| system(format!("cannot start a thread: {error}")))?;
         let turn = Mutex::new(Turn { sequence: 0, splits: 0, ready, events: VecDeque::new() });
-        Ok(Self { watch, communicator, engine, device, stream, turn, prefix })
+        Ok(Self {
+            watch: ForkSafe::new(watch),
+            communicator: ForkSafe::new(communicator),
+            engine: ForkSafe::new(engine),
+            device: ForkSafe::new(device),
+            stream: ForkSafe::new(stream),
+            turn: ForkSafe::new(turn),
+            prefix,
+        })
     }
 
     /// The part of a new sub-group, of which `member` is this rank's engine if it is in it. All ranks of this group
     /// call this.
     pub(crate) fn split(&self, member: Option<&Arc<Engine>>) -> Result<Option<Self>> {
-        let mut turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut turn = self.turn(&"new_group")?;
         self.watch.check(&"new_group")?;
         turn.splits += 1;
         let prefix = format!("{}{}/", self.prefix, turn.splits);
@@ -227,6 +236,7 @@ impl CudaGroup {
 
     /// Returns when all ranks have called it and all their earlier operations are over.
     pub fn barrier(&self) -> Result<()> {
+        self.member(&"barrier")?;
         let memory =
             Memory::allocate(&self.device, DType::F32.size()).map_err(|e| self.system("barrier", e.to_string()))?;
         let mut word = Word(memory);
@@ -264,18 +274,21 @@ impl CudaGroup {
 
     /// The failure of the group, if it has failed.
     pub fn check(&self) -> Result<()> {
-        self.watch.check(&"NCCL")
+        self.member(&"NCCL")?.watch.check(&"NCCL")
     }
 
     /// Lets later work on `stream` wait for all operations that have been enqueued.
     pub fn join(&self, stream: &Stream) -> Result<()> {
-        let turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let turn = self.turn(&"joining a stream")?;
         let joined = turn.ready.record(&self.stream).and_then(|()| stream.wait(&turn.ready));
         joined.map_err(|error| self.system("joining a stream", error.to_string()))
     }
 
     /// Makes the group unusable on all ranks, and ends what is under way on this rank's device.
     pub fn abort(&self, cause: &str) {
+        if self.member(&"abort").is_err() {
+            return;
+        }
         self.engine.abort(cause);
         let rank = self.engine.world.rank;
         self.watch.fail(Error::Poisoned { rank, operation: "NCCL".into(), cause: cause.into() });
@@ -304,7 +317,7 @@ impl CudaGroup {
         after: &[Stream],
         issue: impl FnOnce(&Communicator, &Stream) -> Result<(), Fault>,
     ) -> Result<Arc<Event>> {
-        let mut turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut turn = self.turn(&operation.kind.name())?;
         operation.sequence = turn.sequence;
         let issued = Issued { operation, bytes: operation.count as usize * operation.dtype.size() };
         self.watch.check(&issued)?;
@@ -331,21 +344,34 @@ impl CudaGroup {
     }
 
     pub(super) fn event(&self) -> Result<Arc<Event>> {
-        let mut turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut turn = self.turn(&"making an event")?;
         let event = turn.take_event(&self.device).map_err(|error| self.system("making an event", error.to_string()))?;
         turn.events.push_back(Arc::clone(&event));
         Ok(event)
     }
 
     pub(super) fn allocate(&self, bytes: usize) -> Result<FlatMemory> {
-        self.communicator
+        self.member(&"allocating device memory")?
+            .communicator
             .allocate(bytes)
             .map_err(|failure| self.system("allocating device memory", Fault::from(failure).0))
     }
 
     pub(super) fn register(&self, memory: &Arc<FlatMemory>) -> Result<Option<Registration>> {
-        let registered = self.communicator.register(memory);
+        let registered = self.member(&"registering device memory")?.communicator.register(memory);
         registered.map_err(|failure| self.system("registering device memory", Fault::from(failure).0))
+    }
+
+    /// The group, for an operation that takes a member, and not a process that was forked from it.
+    fn member(&self, operation: &dyn fmt::Display) -> Result<&Self> {
+        match self.engine.is_ours() {
+            true => Ok(self),
+            false => Err(self.engine.world.forked(operation)),
+        }
+    }
+
+    fn turn(&self, operation: &dyn fmt::Display) -> Result<MutexGuard<'_, Turn>> {
+        Ok(self.member(operation)?.turn.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// An operation that is about to be issued: its number comes then.
@@ -378,7 +404,9 @@ impl CudaGroup {
 impl Drop for CudaGroup {
     /// Waits until operations under way are over; the group's timeout bounds that.
     fn drop(&mut self) {
-        self.watch.drain();
+        if self.watch.is_ours() {
+            self.watch.drain();
+        }
     }
 }
 

@@ -15,6 +15,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use rustix::fs::MemfdFlags;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
+use super::fork::ForkSafe;
+
 /// Alignment of blocks of a page and more; smaller ones are aligned to a cache line.
 const PAGE: usize = 4096;
 const CACHE_LINE: usize = 64;
@@ -23,11 +25,14 @@ const CACHE_LINE: usize = 64;
 const MIN_CACHE: usize = 256 << 20;
 
 /// The shared mapping, and the allocator of this process' region.
+///
+/// A process that is forked from this one may read and write what it has inherited, which stays shared: it is not copied on
+/// write. The allocator is its parent's: it has no blocks for the child, and takes none back from it.
 pub struct Arena {
     base: NonNull<u8>,
     len: usize,
     region: Range<usize>,
-    blocks: Mutex<Blocks>,
+    blocks: ForkSafe<Mutex<Blocks>>,
     /// Raised when a collective failed: a peer may still write into blocks that were in use then, so these are not
     /// used again.
     quarantine: AtomicU32,
@@ -138,7 +143,7 @@ impl Arena {
             base: NonNull::new(base.cast()).ok_or("mmap returned a null address")?,
             len,
             region,
-            blocks: Mutex::new(blocks),
+            blocks: ForkSafe::new(Mutex::new(blocks)),
             quarantine: AtomicU32::new(0),
         })
     }
@@ -167,13 +172,13 @@ impl Arena {
         (offset >= self.region.start && offset.checked_add(bytes)? <= self.region.end).then_some(offset)
     }
 
-    /// A block of at least `bytes` bytes with unspecified contents; `None` when the region is full.
+    /// A block of at least `bytes` bytes with unspecified contents; `None` when the region is full, and in a forked child.
     pub fn allocate(self: &Arc<Self>, bytes: usize) -> Option<Block> {
         if bytes > self.region.len() {
             return None;
         }
         let size = size_class(bytes);
-        let mut blocks = self.blocks();
+        let mut blocks = self.blocks()?;
         // A block up to a quarter larger serves as well: close sizes share their memory.
         let (size, offset) = match blocks.take_free(size..=size + size / 4) {
             Some(found) => found,
@@ -205,14 +210,13 @@ impl Arena {
         self.quarantine.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Bytes handed out and not yet freed, and bytes of freed blocks whose pages are kept.
+    /// Bytes handed out and not yet freed, and bytes of freed blocks whose pages are kept; none of a forked child.
     pub fn usage(&self) -> (usize, usize) {
-        let blocks = self.blocks();
-        (blocks.live_bytes, blocks.warm_free_bytes)
+        self.blocks().map_or((0, 0), |blocks| (blocks.live_bytes, blocks.warm_free_bytes))
     }
 
     fn free(&self, offset: usize, size: usize, born: u32) {
-        let mut blocks = self.blocks();
+        let Some(mut blocks) = self.blocks() else { return };
         blocks.live_bytes -= size;
         if born != self.quarantine.load(Ordering::Acquire) {
             if size >= PAGE {
@@ -237,15 +241,18 @@ impl Arena {
         unsafe { rustix::mm::madvise(self.at(offset).cast::<c_void>(), size, Advice::LinuxRemove) }.is_ok()
     }
 
-    fn blocks(&self) -> MutexGuard<'_, Blocks> {
-        self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
+    /// None in a forked child.
+    fn blocks(&self) -> Option<MutexGuard<'_, Blocks>> {
+        self.blocks.is_ours().then(|| self.blocks.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        // SAFETY: every block holds an `Arc` of the arena, so nothing points into the mapping any more.
-        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
+        if self.blocks.is_ours() {
+            // SAFETY: every block holds an `Arc` of the arena, so nothing points into the mapping any more.
+            let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
+        }
     }
 }
 

@@ -59,6 +59,8 @@ pub struct Engine {
     /// Tells the group from others, of which so many were made from it.
     pub name: String,
     pub children: AtomicU64,
+    /// Groups of its members' own making that this rank is about to join.
+    pub meetings: Mutex<Vec<String>>,
     /// The control block, in the first rank of the node.
     block: Mutex<Option<Block>>,
     timeout: AtomicU64,
@@ -112,6 +114,7 @@ impl Engine {
             abroad,
             name,
             children: AtomicU64::new(0),
+            meetings: Mutex::default(),
             block: Mutex::new(block),
             timeout: AtomicU64::new(0),
             quarantined: AtomicBool::new(false),

@@ -1,8 +1,9 @@
 //! How the ranks of a job come together: who they are, the arena of each node, and the network between nodes.
 
+use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::os::fd::AsRawFd;
-use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -11,9 +12,10 @@ use rustix::thread::CpuSet;
 
 use super::arena::Arena;
 use super::control::{Control, Counter, Note, MAX_RANKS};
+use super::fork::ForkSafe;
 use super::joining::{has_ended, Joining, LOOK};
 use super::world::{sleep_on, Peer, World, FIRST_WARNING, SLICE};
-use crate::env::{Membership, Rendezvous};
+use crate::env::{hash, Membership, Rendezvous};
 use crate::error::{Error, Result};
 use crate::nodes::tcp::TcpNetwork;
 use crate::nodes::Network;
@@ -77,24 +79,23 @@ pub fn machine() -> String {
 }
 
 impl World {
-    /// Meets the other ranks of the job. All ranks call this equally often, in the same order.
-    pub fn join(membership: &Membership, timeout: Duration) -> Result<Self> {
-        static GENERATION: AtomicUsize = AtomicUsize::new(0);
-        let generation = GENERATION.fetch_add(1, Ordering::Relaxed);
+    /// Meets the other ranks that join under this name. All of them do so equally often; what else they have joined does not
+    /// matter.
+    pub fn join(membership: &Membership, name: &str, timeout: Duration) -> Result<Self> {
+        let prefix = next_prefix(name);
         let (rank, size) = (membership.rank, membership.world_size);
         let begin = Instant::now();
         let fail = |reason: String| Error::Join { rank, reason };
         if size > MAX_RANKS {
             return Err(fail(format!("a job can have at most {MAX_RANKS} ranks, not {size}")));
         }
-        let (server, store) = rendezvous(membership, generation, timeout).map_err(fail)?;
+        let (server, store) = rendezvous(membership, &prefix, timeout).map_err(fail)?;
         let several_nodes = membership.local_world_size < size;
         let mut network = match several_nodes && membership.rendezvous != Rendezvous::Mpi {
             true => Some(network(membership).map_err(fail)?),
             false => None,
         };
         let address = network.as_ref().map(TcpNetwork::address);
-        let prefix = format!("world/{generation}/");
         let launched = matches!(membership.rendezvous, Rendezvous::Server { .. });
         let waits = Waits::from_env(rank).filter(|_| launched);
         let mut joining = store.as_ref().map(|store| Joining {
@@ -182,10 +183,23 @@ fn by_mpi() -> Option<Box<dyn Network>> {
     None
 }
 
+/// Begins the keys of a join: tells its name, and how often this process has joined under that before.
+fn next_prefix(name: &str) -> String {
+    static JOINS: Mutex<BTreeMap<String, usize>> = Mutex::new(BTreeMap::new());
+    let mut joins = JOINS.lock().unwrap_or_else(PoisonError::into_inner);
+    let count = joins.entry(name.into()).or_default();
+    let number = std::mem::replace(count, *count + 1);
+    match name {
+        "" => format!("world/{number}/"),
+        // In quotes, so that no part of the one can be taken for a part of the other.
+        name => format!("world/{name:?}/{number}/"),
+    }
+}
+
 /// The store, and its server if that is this rank's to run.
 fn rendezvous(
     membership: &Membership,
-    generation: usize,
+    prefix: &str,
     timeout: Duration,
 ) -> Result<(Option<Arc<Server>>, Option<Store>), String> {
     let connect =
@@ -206,7 +220,7 @@ fn rendezvous(
         Rendezvous::RankZero { address, token } => {
             // A server for each join: that of the one before may be there still, or gone already.
             let address = &match address {
-                Address::Unix(name) if generation > 0 => Address::Unix(format!("{name}-{generation}")),
+                Address::Unix(name) => Address::Unix(format!("{name}-{:016x}", hash(prefix))),
                 address => address.clone(),
             };
             let serve = || match address {
@@ -235,14 +249,14 @@ fn on_all_interfaces(host_and_port: &str) -> String {
 
 /// Starts a server. There is only one port: what is served there lives as long as the process, for all its joins.
 fn serve(address: &Address, token: &str) -> std::io::Result<Arc<Server>> {
-    static KEPT: Mutex<Option<(Address, Arc<Server>)>> = Mutex::new(None);
+    static KEPT: Mutex<Option<(Address, ForkSafe<Arc<Server>>)>> = Mutex::new(None);
     let Address::Tcp(_) = address else { return Server::start(address, token).map(Arc::new) };
     let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some((_, server)) = kept.as_ref().filter(|(at, _)| at == address) {
+    if let Some((_, server)) = kept.as_ref().filter(|(at, server)| at == address && server.is_ours()) {
         return Ok(Arc::clone(server));
     }
     let server = Arc::new(Server::start(address, token)?);
-    *kept = Some((address.clone(), Arc::clone(&server)));
+    *kept = Some((address.clone(), ForkSafe::new(Arc::clone(&server))));
     Ok(server)
 }
 
@@ -439,7 +453,7 @@ mod tests {
             let rendezvous = Rendezvous::RankZero { address: at(host), token: "token".into() };
             let membership =
                 Membership { rank: 0, world_size: 2, local_rank: 0, local_world_size: 1, node: None, rendezvous };
-            let joining = std::thread::spawn(move || World::join(&membership, Duration::from_secs(3)).map(drop));
+            let joining = std::thread::spawn(move || World::join(&membership, "", Duration::from_secs(3)).map(drop));
             let store = Store::connect(&at(address), "token", Duration::from_secs(2)).map(drop);
             assert!(store.is_ok(), "{host}: {store:?}");
             assert!(joining.join().unwrap().is_err(), "rank 1 does not come");

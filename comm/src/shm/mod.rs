@@ -10,6 +10,7 @@
 //! | `operation` | what a rank posts about the collective it is in |
 //! | `engine` | rounds: posting, waiting |
 //! | `failure` | what becomes of a group that fails |
+//! | `fork` | what a forked child must leave alone |
 //! | `exchange` | collectives that read from peers |
 //! | `reduction` | all_reduce, reduce, and the bucket reductions of data-parallel training |
 //! | `message` | send and recv |
@@ -29,6 +30,7 @@ mod control;
 pub mod engine;
 mod exchange;
 mod failure;
+pub mod fork;
 mod hierarchy;
 mod inbox;
 mod joining;

@@ -1,5 +1,6 @@
 //! The ranks of a job: on this machine the arena they share, on all machines who they are and whether they still live.
 
+use std::fmt::Display;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,6 +10,7 @@ use rustix::event::{PollFd, PollFlags};
 
 use super::arena::{Arena, Block};
 use super::control::{Control, Counter};
+use crate::error::Error;
 use crate::nodes::Network;
 use crate::store::{Server, Store};
 use crate::waits::{LongWait, Waits};
@@ -123,6 +125,12 @@ impl World {
     /// "rank 1 (pid 42 on host) ...", for messages.
     pub fn describe(&self, rank: usize) -> String {
         format!("rank {rank} (pid {} on {})", self.peers[rank].pid, self.peers[rank].host)
+    }
+
+    /// The error of an operation in a process that was forked from this rank.
+    pub fn forked(&self, operation: &dyn Display) -> Error {
+        let (rank, pid, parent) = (self.rank, std::process::id(), self.describe(self.rank));
+        Error::Forked { rank, operation: operation.to_string(), pid, parent }
     }
 
     /// How a rank has ended, if flow-launch says so within `time`.

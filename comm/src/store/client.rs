@@ -15,6 +15,7 @@ use hmac::Mac;
 use super::address::resolve;
 use super::protocol::{prove, Reply, Request, MAX_FRAME, MAX_TIMEOUT, VERSION};
 use super::{belongs_to_us, list, Address, Error, Result};
+use crate::shm::fork::Process;
 
 /// [`Store::set_patience`] at first.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -34,6 +35,8 @@ pub struct Store {
     connection: Mutex<std::result::Result<Box<dyn Socket>, String>>,
     /// In microseconds.
     patience: AtomicU64,
+    /// Whose connection it is: in a forked child the requests of two would mix.
+    process: Process,
 }
 
 impl Store {
@@ -49,7 +52,8 @@ impl Store {
             let error = match open(address, token, deadline) {
                 Ok(Ok(socket)) => {
                     let patience = AtomicU64::new(PATIENCE.as_micros() as u64);
-                    return Ok(Store { address: address.clone(), connection: Mutex::new(Ok(socket)), patience });
+                    let (address, connection) = (address.clone(), Mutex::new(Ok(socket)));
+                    return Ok(Store { address, connection, patience, process: Process::current() });
                 }
                 Ok(Err(reason)) => return Err(Error::Denied { address: address.clone(), reason }),
                 Err(error) => error,
@@ -131,6 +135,16 @@ impl Store {
         })
     }
 
+    /// Deletes `keys`, as far as they are set; returns how many were.
+    pub fn delete(&self, keys: &[impl AsRef<str>]) -> Result<usize> {
+        let keys: Vec<&str> = keys.iter().map(AsRef::as_ref).collect();
+        let operation = format!("delete {}", list(&keys));
+        self.call(operation, &Request::Delete { keys }, Duration::ZERO, |reply| match reply {
+            Reply::Number(count) => usize::try_from(count).ok(),
+            _ => None,
+        })
+    }
+
     /// Waits until all of `keys` are set.
     ///
     /// # Errors
@@ -173,6 +187,10 @@ impl Store {
         accept: impl FnOnce(Reply) -> Option<T>,
     ) -> Result<T> {
         let address = self.address.clone();
+        if !self.process.is_current() {
+            let reason = "the connection is that of the process that this one was forked from: connect anew".into();
+            return Err(Error::Rejected { address, operation, reason });
+        }
         let frame = request.encode();
         if frame.len() - 4 > MAX_FRAME {
             let reason = format!("the request is {} bytes, and at most {MAX_FRAME} are possible", frame.len() - 4);

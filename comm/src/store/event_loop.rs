@@ -238,6 +238,10 @@ impl EventLoop {
                     self.with(id, |connection| connection.send(reply));
                 }
             }
+            Some(Request::Delete { keys }) => {
+                let removed = keys.into_iter().filter(|key| self.values.remove(key)).count();
+                self.answer(id, Reply::Number(removed as i64));
+            }
             Some(Request::Post { message }) => {
                 if self.posts.has_room(message.len()) {
                     self.posts.add(message.to_vec());

@@ -7,11 +7,11 @@
 //! |---|---|
 //! | [`Address`] | where it is: `tcp://host:port` or `unix://name` |
 //! | [`Server`] | serves it from one thread until dropped; in `flow-launch`, or in rank 0 without it |
-//! | [`Store`] | one client's connection: `set`, `get`, `wait`, `add`, `compare_and_set`, `post`, `will` |
+//! | [`Store`] | one client's connection: `set`, `get`, `wait`, `add`, `compare_and_set`, `delete`, `post`, `will` |
 //! | [`Posts`] | what clients have to say to the process that serves it |
 //!
 //! Whoever connects must prove to know the job's token, which is not sent itself; on a unix socket both sides must also belong to the same user.
-//! Keys and values live as long as the server.
+//! Keys and values live until they are deleted, or as long as the server.
 
 mod address;
 mod admission;

@@ -14,6 +14,7 @@
 //! | 6 post | message | done, refused |
 //! | 7 will | message, silence in us (u64) | done, refused |
 //! | 8 proof | HMAC-SHA256 of the challenge with the token as key | done, refused |
+//! | 9 delete | keys | number |
 //!
 //! | reply | fields |
 //! |---|---|
@@ -35,7 +36,7 @@ use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
 /// The version in hello; both sides must have the same.
-pub const VERSION: u8 = 2;
+pub const VERSION: u8 = 3;
 /// The largest frame before a client is admitted, without its length.
 pub const MAX_HELLO: usize = 64;
 /// The largest frame thereafter, without its length.
@@ -66,6 +67,7 @@ pub enum Request<'a> {
     Post { message: &'a [u8] },
     Will { message: &'a [u8], silence: Duration },
     Proof { proof: &'a [u8] },
+    Delete { keys: Vec<&'a str> },
 }
 
 /// What the server answers.
@@ -94,6 +96,7 @@ impl<'a> Request<'a> {
             Request::Post { message } => Frame::new(6).bytes(message),
             Request::Will { message, silence } => Frame::new(7).bytes(message).timeout(*silence),
             Request::Proof { proof } => Frame::new(8).bytes(proof),
+            Request::Delete { keys } => Frame::new(9).list(keys),
         }
         .finish()
     }
@@ -117,6 +120,7 @@ impl<'a> Request<'a> {
             6 => Request::Post { message: fields.bytes()? },
             7 => Request::Will { message: fields.bytes()?, silence: fields.timeout()? },
             8 => Request::Proof { proof: fields.bytes()? },
+            9 => Request::Delete { keys: fields.list()? },
             _ => return None,
         };
         fields.0.is_empty().then_some(request)

@@ -11,10 +11,12 @@ use super::event_loop::{Command, EventLoop, LISTENER, WAKER};
 use super::listener::Listener;
 use super::posts::Posts;
 use super::Address;
+use crate::shm::fork::ForkSafe;
 
 /// A store being served, until dropped.
 ///
-/// Dropping it stops the thread and closes all connections: a client that waits gets an error at once.
+/// Dropping it stops the thread and closes all connections: a client that waits gets an error at once. (Not in a process
+/// that is forked from this one, where there is no such thread.)
 ///
 /// Each client takes one file descriptor. The limit (`ulimit -n`) is the process's; at the limit the server keeps
 /// serving those it has, and accepts others as soon as it can.
@@ -22,9 +24,14 @@ use super::Address;
 pub struct Server {
     address: Address,
     posts: Arc<Posts>,
-    commands: Sender<Command>,
     waker: Waker,
-    thread: Option<JoinHandle<()>>,
+    thread: ForkSafe<Thread>,
+}
+
+#[derive(Debug)]
+struct Thread {
+    commands: Sender<Command>,
+    handle: Option<JoinHandle<()>>,
 }
 
 impl Server {
@@ -48,8 +55,8 @@ impl Server {
         let (commands, receiver) = mpsc::channel();
         let posts = Arc::new(Posts::new()?);
         let mut event_loop = EventLoop::new(poll, listener, token, Arc::clone(&posts), receiver);
-        let thread = thread::Builder::new().name("flow-store".to_string()).spawn(move || event_loop.run())?;
-        Ok(Server { address, posts, commands, waker, thread: Some(thread) })
+        let handle = Some(thread::Builder::new().name("flow-store".to_string()).spawn(move || event_loop.run())?);
+        Ok(Server { address, posts, waker, thread: ForkSafe::new(Thread { commands, handle }) })
     }
 
     /// Where the store is served, with the port that was taken.
@@ -69,14 +76,17 @@ impl Server {
 
     /// Whether the server's thread will see the command.
     fn command(&self, command: Command) -> bool {
-        self.commands.send(command).is_ok() && self.waker.wake().is_ok()
+        self.thread.is_ours() && self.thread.commands.send(command).is_ok() && self.waker.wake().is_ok()
     }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
+        if !self.thread.is_ours() {
+            return;
+        }
         self.command(Command::Stop);
-        if let Some(thread) = self.thread.take() {
+        if let Some(thread) = self.thread.handle.take() {
             // A panic there has been printed, and there is nobody to tell here.
             let _ = thread.join();
         }

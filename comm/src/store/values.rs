@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::protocol::Reply;
 
-/// Keys are never removed. Those who wait go by the ids of their connections.
+/// Those who wait go by the ids of their connections.
 #[derive(Default)]
 pub struct Values {
     values: HashMap<String, Value>,
@@ -37,6 +37,11 @@ impl Values {
     pub fn set(&mut self, key: &str, value: &[u8]) -> BTreeSet<usize> {
         self.values.insert(key.to_string(), Value(Arc::new(Reply::Value(value).encode())));
         self.watchers.remove(key).unwrap_or_default()
+    }
+
+    /// Whether there was such a key.
+    pub fn remove(&mut self, key: &str) -> bool {
+        self.values.remove(key).is_some()
     }
 
     /// The number under `key`, 0 if there is none, plus `increment`; or why that is impossible.

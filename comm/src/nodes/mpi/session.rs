@@ -17,7 +17,7 @@
 use std::collections::HashMap;
 use std::ffi::{c_char, c_int, c_void};
 use std::mem::MaybeUninit;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use mpi::attribute::{AttributeKey, CommAttribute};
@@ -26,6 +26,8 @@ use mpi::ffi;
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::{AnyCommunicator, AsRaw, Communicator};
 use mpi::Threading;
+
+use crate::shm::fork::Process;
 
 /// The tag of hellos, which no link has, and the longest hello.
 pub const HELLO: c_int = 0;
@@ -38,6 +40,8 @@ pub const NAP: Duration = Duration::from_millis(1);
 const LAST_MOMENT: Duration = Duration::from_secs(1);
 
 static SESSION: Mutex<State> = Mutex::new(State::New);
+/// Whose session it is: MPI knows nothing of forked children.
+static OWNER: OnceLock<Process> = OnceLock::new();
 
 enum State {
     New,
@@ -105,7 +109,7 @@ extern "C" {
 }
 
 extern "C" fn finalize(status: c_int, _: *mut c_void) {
-    if status == 0 {
+    if status == 0 && is_ours() {
         drop(end());
     }
 }
@@ -143,14 +147,24 @@ impl CommAttribute for MaxTag {
     }
 }
 
+fn is_ours() -> bool {
+    OWNER.get().is_none_or(|owner| owner.is_current())
+}
+
 fn lock() -> MutexGuard<'static, State> {
     SESSION.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Calls MPI, which is initialized by the first call.
 pub fn with<T>(action: impl FnOnce(&mut Session) -> Result<T, String>) -> Result<T, String> {
+    if !is_ours() {
+        return Err("this process was forked from one that uses MPI, and cannot: start it as a program \
+                    (std::process::Command), or set FLOW_BACKEND=tcp"
+            .into());
+    }
     let mut state = lock();
     if matches!(*state, State::New) {
+        OWNER.get_or_init(Process::current);
         *state = State::Open(Session::open()?);
     }
     match &mut *state {

@@ -38,6 +38,14 @@ pub fn groups(group: &ProcessGroup) -> Result<()> {
             check.all(DType::F32, 1000)?;
             // The whole group meanwhile, on all its ranks.
         }
+        // Made by its members alone, in another order.
+        if group.rank().is_multiple_of(2) {
+            let backwards: Vec<usize> = even.iter().rev().copied().collect();
+            let part = group.new_group_of(&backwards, "backwards")?;
+            let check = Check { nccl: part.nccl(device.ordinal())?, gpu: Gpu::new(&device)? };
+            ensure!(part.ranks() == backwards && check.nccl.rank() == part.rank(), "another place in the group");
+            check.all(DType::F32, 1000)?;
+        }
         let whole = group.duplicate()?;
         let check = Check { nccl: whole.nccl(device.ordinal())?, gpu: Gpu::new(&device)? };
         check.all(DType::F16, 33)?;

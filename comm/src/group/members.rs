@@ -1,0 +1,318 @@
+//! Groups that only their members make: these meet in the store.
+//!
+//! The first to come leaves a *call* under the key: who is called, and the name of the group to be. All answer it. The last
+//! takes the call away, so that the key can serve again, and writes down the *outcome*: where on each node the group's memory
+//! is. A member that gives up writes an outcome too. The first outcome counts, for all: nobody uses the memory of a group that
+//! another has given up. Whoever has read a good outcome counts himself, and the last of these deletes it.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+use serde_json::{json, Value};
+
+use super::ProcessGroup;
+use crate::error::{Error, Result};
+use crate::shm::arena::Block;
+use crate::shm::engine::Engine;
+use crate::shm::world::FIRST_WARNING;
+use crate::shm::Control;
+use crate::store::{Error as StoreError, Store};
+
+/// How long to wait for the outcome before looking whether the others still live; and how long others may then have the
+/// connection to the store.
+const LOOK: Duration = Duration::from_millis(50);
+const PAUSE: Duration = Duration::from_millis(1);
+/// How often the launcher is asked how ranks on other nodes have ended.
+const NEWS: Duration = Duration::from_millis(500);
+
+impl ProcessGroup {
+    /// A group of some of this group's ranks, given by their ranks in this group, which only they call: all with the same
+    /// list. They are numbered in its order: with `[4, 2, 3]`, rank 4 becomes rank 0.
+    ///
+    /// They meet under `key`, which no other group that is being made has; afterwards it may serve again. Who makes several
+    /// groups one after the other makes them in the same order on all ranks, or waits for ever; threads may make several at
+    /// once. Over NCCL the members meet when they first call [`ProcessGroup::nccl`].
+    ///
+    /// Errors: lists that differ, on all members that have come; a member that has ended or left this group, or does not come
+    /// in time. This group stays usable. The key of an attempt that failed does not serve again.
+    pub fn new_group_of(&self, ranks: &[usize], key: &str) -> Result<Self> {
+        let engine = self.member(&"new_group_of")?;
+        let mut sorted = ranks.to_vec();
+        sorted.sort_unstable();
+        sorted.dedup();
+        if sorted.len() != ranks.len() || sorted.last() >= Some(&self.world_size()) || !ranks.contains(&self.rank()) {
+            let (last, own) = (self.world_size() - 1, self.rank());
+            let reason = format!("{ranks:?} must be different ranks from 0 to {last}, this one ({own}) among them");
+            return Err(self.caller().argument("new_group_of", reason));
+        }
+        let locals: Vec<usize> = ranks.iter().copied().filter(|member| engine.locals.contains(member)).collect();
+        let first = locals[0]; // this rank is one of them
+        let block = || engine.world.new_control_block(ranks.len(), locals.len());
+        let block = (first == self.rank()).then(block).flatten();
+        let own = Operation { engine, ranks, key };
+        let (name, offset) = match engine.world.store() {
+            Some(store) if ranks.len() > 1 => own.meet(store, first, block.as_ref())?,
+            _ => (own.new_name(), block.as_ref().map(Block::offset)),
+        };
+        let bytes = Control::bytes(ranks.len(), locals.len());
+        let reachable = |&offset: &usize| engine.is_reachable(first, offset, bytes);
+        let offset = offset.filter(reachable).ok_or_else(|| own.failed("the shared memory region is full".into()))?;
+        let control = Control::attach(Arc::clone(&engine.world.arena), offset, ranks.len(), locals.len());
+        let global = ranks.iter().map(|&member| engine.ranks[member]).collect();
+        let group = Engine::new(Arc::clone(&engine.world), control, block, global, self.timeout(), name)?;
+        Ok(Self::of(Arc::new(group), self.inner.local_rank, self.apart()))
+    }
+}
+
+/// A call of [`ProcessGroup::new_group_of`].
+struct Operation<'a> {
+    engine: &'a Engine,
+    ranks: &'a [usize],
+    key: &'a str,
+}
+
+impl std::fmt::Display for Operation<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "new_group_of({:?}, {:?})", self.ranks, self.key)
+    }
+}
+
+/// Where the members of a group to be meet.
+struct Place {
+    name: String,
+    prefix: String,
+}
+
+impl Place {
+    fn of(&self, what: &str) -> String {
+        format!("{}{what}", self.prefix)
+    }
+
+    fn answer(&self, member: usize) -> String {
+        self.of(&format!("answer/{member}"))
+    }
+
+    fn outcome(&self) -> String {
+        self.of("outcome")
+    }
+}
+
+/// One rank's patience.
+struct Patience {
+    begin: Instant,
+    news: Instant,
+    warning: Duration,
+}
+
+impl Operation<'_> {
+    /// For a group to be, which no other has.
+    fn new_name(&self) -> String {
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        format!("{}.{}-{}", self.engine.name, self.engine.world.rank, NUMBER.fetch_add(1, Ordering::Relaxed))
+    }
+
+    fn place(&self, name: &str) -> Place {
+        Place { name: name.into(), prefix: format!("{}group/{name}/", self.engine.world.prefix) }
+    }
+
+    fn call_key(&self) -> String {
+        format!("{}group/{}/call/{}", self.engine.world.prefix, self.engine.name, self.key)
+    }
+
+    fn failed(&self, reason: String) -> Error {
+        Error::System { rank: self.engine.world.rank, operation: self.to_string(), reason }
+    }
+
+    /// The group's name, and where on this node its memory is, of which member `first` has the `block`.
+    fn meet(&self, store: &Store, first: usize, block: Option<&Block>) -> Result<(String, Option<usize>)> {
+        let fail = |error: StoreError| self.failed(error.to_string());
+        let (begin, warning) = (Instant::now(), FIRST_WARNING);
+        let mut patience = Patience { begin, news: begin, warning };
+        let place = self.answer(store, block, &mut patience)?;
+        let outcome = self.outcome(store, &place, &mut patience);
+        self.engine.meetings.lock().unwrap_or_else(PoisonError::into_inner).retain(|name| *name != place.name);
+        let outcome = outcome?;
+        let offsets = outcome["offsets"].as_object().ok_or_else(|| self.error(&outcome))?;
+        if store.add(&place.of("heard"), 1).map_err(fail)? == self.ranks.len() as i64 {
+            store.delete(&[place.of("heard"), place.outcome()]).map_err(fail)?;
+        }
+        let offset = offsets.get(&first.to_string()).and_then(Value::as_u64);
+        Ok((place.name, offset.map(|offset| offset as usize)))
+    }
+
+    /// Answers the call under the key, which may be this rank's own. If there is another there, waits until it is gone.
+    fn answer(&self, store: &Store, block: Option<&Block>, patience: &mut Patience) -> Result<Place> {
+        let fail = |error: StoreError| self.failed(error.to_string());
+        let own = json!({"name": self.new_name(), "rank": self.engine.world.rank, "ranks": self.ranks});
+        loop {
+            // Locked until the call is answered: a call to a meeting that is over in this rank is gone.
+            let mut meetings = self.engine.meetings.lock().unwrap_or_else(PoisonError::into_inner);
+            let called = store.compare_and_set(&self.call_key(), None, own.to_string().as_bytes()).map_err(fail)?;
+            let (is_own, call) = match called {
+                Ok(()) => (true, own.clone()),
+                Err(other) => (false, read(&other.unwrap_or_default())),
+            };
+            let name = call["name"].as_str().unwrap_or_default();
+            let (place, caller, ranks) = (self.place(name), &call["rank"], numbers(&call["ranks"]));
+            let outcome = if is_own { None } else { store.try_get(&place.outcome()).map_err(fail)? };
+            let failure = outcome.map(|outcome| read(&outcome)).filter(|outcome| outcome["offsets"].is_null());
+            let is_ours = ranks == self.ranks;
+            if let Some(outcome) = failure.filter(|_| is_ours || !ranks.contains(&self.engine.rank)) {
+                let cause = self.error(&outcome);
+                return Err(if is_ours {
+                    cause
+                } else {
+                    self.failed(format!("others had the key and failed: {cause}"))
+                });
+            }
+            if is_ours && !meetings.iter().any(|meeting| meeting == name) {
+                let offset = json!(block.map(Block::offset));
+                store.set(&place.answer(self.engine.rank), offset.to_string().as_bytes()).map_err(fail)?;
+                meetings.push(name.into());
+                if store.add(&place.of("answers"), 1).map_err(fail)? == self.ranks.len() as i64 {
+                    self.conclude(store, &place)?;
+                }
+                return Ok(place);
+            }
+            drop(meetings);
+            if !is_ours && ranks.contains(&self.engine.rank) {
+                let rank = self.engine.world.rank;
+                let detail = format!("rank {rank} called {self}, rank {caller} called it with {ranks:?}");
+                self.decide(store, &place, json!({ "differ": detail }))?;
+                return Err(Error::Mismatch { rank, detail });
+            }
+            if patience.begin.elapsed() >= self.engine.timeout() {
+                return Err(
+                    self.timed_out(format!("the group of {ranks:?}, which has the key as rank {caller} called it"))
+                );
+            }
+            std::thread::sleep(LOOK.min(self.engine.timeout() / 4));
+        }
+    }
+
+    /// All have answered.
+    fn conclude(&self, store: &Store, place: &Place) -> Result<()> {
+        let fail = |error: StoreError| self.failed(error.to_string());
+        store.delete(&[self.call_key()]).map_err(fail)?;
+        let world = &self.engine.world;
+        let node = |member: usize| world.node(self.engine.ranks[member]);
+        let is_first =
+            |&&member: &&usize| self.ranks.iter().find(|&&other| node(other) == node(member)) == Some(&member);
+        let offset = |&member: &usize| {
+            let offset = read(&store.get(&place.answer(member), Duration::ZERO).map_err(fail)?);
+            Ok((member.to_string(), offset))
+        };
+        let offsets = self.ranks.iter().filter(is_first).map(offset).collect::<Result<serde_json::Map<_, _>>>()?;
+        let full = offsets.iter().find(|(_, offset)| offset.is_null()).and_then(|(member, _)| member.parse().ok());
+        let outcome = match full.map(|member: usize| self.engine.ranks[member]) {
+            Some(rank) => json!({ "failed": format!("the shared memory region of rank {rank} is full") }),
+            None => json!({ "offsets": offsets }),
+        };
+        self.decide(store, place, outcome)?;
+        let answers = self.ranks.iter().map(|&member| place.answer(member)).chain([place.of("answers")]);
+        store.delete(&answers.collect::<Vec<_>>()).map_err(fail)?;
+        Ok(())
+    }
+
+    /// Writes an outcome down, unless there is one: the one that counts.
+    fn decide(&self, store: &Store, place: &Place, outcome: Value) -> Result<Value> {
+        let decided = store.compare_and_set(&place.outcome(), None, outcome.to_string().as_bytes());
+        match decided.map_err(|error| self.failed(error.to_string()))? {
+            Ok(()) => Ok(outcome),
+            Err(first) => Ok(read(&first.unwrap_or_default())),
+        }
+    }
+
+    /// Waits for the outcome, while all members live.
+    fn outcome(&self, store: &Store, place: &Place, patience: &mut Patience) -> Result<Value> {
+        let (engine, timeout) = (self.engine, self.engine.timeout());
+        let global = |members: &[usize]| -> Vec<usize> { members.iter().map(|&member| engine.ranks[member]).collect() };
+        let mut long = engine.world.long_wait();
+        loop {
+            match store.get(&place.outcome(), LOOK.min(timeout / 4)) {
+                Ok(outcome) => return Ok(read(&outcome)),
+                Err(StoreError::Timeout { .. }) => {}
+                Err(error) => return Err(self.failed(error.to_string())),
+            }
+            let waited = patience.begin.elapsed();
+            let missing = || self.missing(store, place);
+            // Before the outcome nobody comes back from this call, so whoever has gone will never take part.
+            if let Some(gone) = self.gone(patience, &missing) {
+                return self.decide(store, place, json!({ "gone": gone }));
+            }
+            if waited >= timeout {
+                let error = self.timed_out(self.describe(&missing()));
+                let decided = self.decide(store, place, json!({ "failed": error.to_string() }))?;
+                return if decided["offsets"].is_null() { Err(error) } else { Ok(decided) };
+            }
+            if waited >= patience.warning {
+                let (rank, missing) = (engine.world.rank, self.describe(&missing()));
+                log::warn!("rank {rank}: {self} has waited {} s for {missing}", waited.as_secs());
+                patience.warning *= 2;
+            }
+            if let Some(long) = &mut long {
+                long.look(waited, self, || global(&missing()));
+            }
+            // The lock of the connection goes to whoever is quickest: other threads of this rank are to have their turn.
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// A member that has gone.
+    fn gone(&self, patience: &mut Patience, missing: &dyn Fn() -> Vec<usize>) -> Option<usize> {
+        let gone = self.engine.gone().into_iter().find(|member| self.ranks.contains(member));
+        if gone.is_some() || patience.news.elapsed() < NEWS {
+            return gone;
+        }
+        patience.news = Instant::now();
+        let world = &self.engine.world;
+        let has_ended = |member: &usize| world.report_of_end(self.engine.ranks[*member], Duration::ZERO).is_some();
+        missing().into_iter().find(has_ended)
+    }
+
+    /// The members that have not answered; all others, if the last of them has not written down the outcome.
+    fn missing(&self, store: &Store, place: &Place) -> Vec<usize> {
+        let answers: Vec<String> = self.ranks.iter().map(|&member| place.answer(member)).collect();
+        match store.wait(&answers, Duration::ZERO) {
+            Err(StoreError::Timeout { missing, .. }) => {
+                missing.iter().filter_map(|key| key.rsplit('/').next()?.parse().ok()).collect()
+            }
+            _ => self.ranks.iter().copied().filter(|&member| member != self.engine.rank).collect(),
+        }
+    }
+
+    fn describe(&self, members: &[usize]) -> String {
+        let one = |&member: &usize| self.engine.world.describe(self.engine.ranks[member]);
+        members.iter().map(one).collect::<Vec<_>>().join("; ")
+    }
+
+    fn timed_out(&self, missing: String) -> Error {
+        let (rank, timeout) = (self.engine.world.rank, self.engine.timeout());
+        Error::Timeout { rank, operation: self.to_string(), timeout, missing }
+    }
+
+    /// The error in an outcome.
+    fn error(&self, outcome: &Value) -> Error {
+        let (engine, rank) = (self.engine, self.engine.world.rank);
+        let gone = outcome["gone"].as_u64().map(|member| member as usize).filter(|&member| member < engine.size());
+        if let Some(member) = gone {
+            let end = engine.world.cause_of_loss(engine.ranks[member], engine.has_left(member));
+            let peer = format!("{} {end}", engine.world.describe(engine.ranks[member]));
+            return Error::PeerLost { rank, operation: self.to_string(), peer };
+        }
+        match (outcome["differ"].as_str(), outcome["failed"].as_str()) {
+            (Some(detail), _) => Error::Mismatch { rank, detail: detail.into() },
+            (_, reason) => self.failed(reason.unwrap_or("the store has nonsense of it").into()),
+        }
+    }
+}
+
+fn numbers(list: &Value) -> Vec<usize> {
+    let number = |value: &Value| value.as_u64().map(|number| number as usize);
+    list.as_array().map_or(Vec::new(), |list| list.iter().filter_map(number).collect())
+}
+
+fn read(bytes: &[u8]) -> Value {
+    serde_json::from_slice(bytes).unwrap_or_default()
+}

@@ -1,0 +1,89 @@
+//! Processes that are forked, and not replaced by another program (exec): Python's DataLoader has such workers.
+//!
+//! The child has copies of all objects of its parent, and maps the same arena, but is no rank. It has none of its parent's
+//! threads: a lock that one of them held stays locked for ever, and nobody can be waited for. So what belongs to the parent,
+//! the child neither uses nor drops. It may read the memory that it has inherited, and join as a rank of its own.
+
+use std::fmt;
+use std::mem::ManuallyDrop;
+use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+use nix::libc::pthread_atfork;
+
+/// How many forks lie between this process and the first that used this library.
+static GENERATION: AtomicU32 = AtomicU32::new(0);
+
+/// A process, told from those that are forked from it.
+#[derive(Clone, Copy, Debug)]
+pub struct Process(u32);
+
+impl Process {
+    /// The one that calls this.
+    pub fn current() -> Self {
+        static WATCHES: AtomicBool = AtomicBool::new(false);
+        extern "C" fn in_child() {
+            GENERATION.fetch_add(1, Ordering::Relaxed);
+        }
+        // No `Once`: a fork might leave that half done.
+        if !WATCHES.swap(true, Ordering::Relaxed) {
+            // SAFETY: the handler may run in a child of many threads: it touches nothing but an atomic.
+            if unsafe { pthread_atfork(None, None, Some(in_child)) } != 0 {
+                log::warn!("no memory to watch for forks: a forked child of this process may disturb it");
+            }
+        }
+        Self(GENERATION.load(Ordering::Relaxed))
+    }
+
+    /// Whether it is the one that calls this, and not a parent of it.
+    pub fn is_current(self) -> bool {
+        self.0 == GENERATION.load(Ordering::Relaxed)
+    }
+}
+
+/// What belongs to the process that made it: in a forked child it is not even dropped.
+pub struct ForkSafe<T> {
+    process: Process,
+    value: ManuallyDrop<T>,
+}
+
+impl<T> ForkSafe<T> {
+    /// The value belongs to this process.
+    pub fn new(value: T) -> Self {
+        Self { process: Process::current(), value: ManuallyDrop::new(value) }
+    }
+
+    /// False in a process that was forked from the one that made it: there the value is not to be used.
+    pub fn is_ours(&self) -> bool {
+        self.process.is_current()
+    }
+}
+
+impl<T> Deref for ForkSafe<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.value
+    }
+}
+
+impl<T> DerefMut for ForkSafe<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.value
+    }
+}
+
+impl<T> Drop for ForkSafe<T> {
+    fn drop(&mut self) {
+        if self.is_ours() {
+            // SAFETY: nobody uses the value after this.
+            unsafe { ManuallyDrop::drop(&mut self.value) };
+        }
+    }
+}
+
+impl<T: fmt::Debug> fmt::Debug for ForkSafe<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.value.fmt(f)
+    }
+}
