@@ -138,10 +138,11 @@ unsafe extern "C" fn call_slot(slot: *mut c_void, parameter: *const C_tensor) ->
 type Callback = Option<Box<dyn FnOnce() -> Result<(), BoxError> + Send>>;
 
 /// Calls `callback` once, when all gradients of the running backward are accumulated and before it returns, on the
-/// thread that called it or one of libtorch's. Several callbacks run in the order of these calls.
+/// thread that called it or one of libtorch's. Several callbacks run in the order of these calls. If that backward runs
+/// inside a node of another, as in checkpointing, the other's gradients are waited for as well, and so on.
 ///
 /// An `Err` or a panic of `callback` makes the backward return an error with that text. If the backward fails earlier,
-/// `callback` is dropped without being called.
+/// `callback` is dropped without being called: when backward returns or, if an outer one fails, when its graph is freed.
 ///
 /// # Errors
 ///

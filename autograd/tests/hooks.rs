@@ -161,6 +161,63 @@ fn callbacks_run_in_order_and_may_queue_more() {
     assert_eq!(*order.lock().unwrap(), (0..20).chain(100..120).collect::<Vec<_>>());
 }
 
+/// The outer gradients are those of a gate, in whose hook another backward runs, and of what comes before the gate.
+#[test]
+fn the_end_of_an_inner_backward_is_not_the_end() {
+    let events = Arc::new(Mutex::new(Vec::<String>::new()));
+    let note = |event: &str| events.lock().unwrap().push(event.into());
+    let noting = |parameter: &Tensor, name: &'static str| {
+        let events = events.clone();
+        GradHook::install(parameter, move |_| {
+            events.lock().unwrap().push(name.into());
+            let events = events.clone();
+            Ok(at_end_of_backward(move || {
+                events.lock().unwrap().push(format!("end for {name}"));
+                Ok(())
+            })?)
+        })
+        .unwrap()
+    };
+    let (innermost, inner, last) = (parameter(&[1.0]), parameter(&[1.0]), parameter(&[1.0]));
+    let _hooks = [noting(&innermost, "innermost"), noting(&inner, "inner"), noting(&last, "last")];
+    let gates = [parameter(&[1.0]), parameter(&[1.0])];
+    let through = |gate: &Tensor, before: &Tensor| (before.tanh() * gate).sum(Kind::Float);
+    let inner_gate = gates[0].shallow_clone();
+    let hooks = [
+        GradHook::install(&gates[0], move |_| Ok(tch::with_grad(|| loss(&innermost)).f_backward()?)),
+        GradHook::install(&gates[1], move |_| Ok(tch::with_grad(|| through(&inner_gate, &inner)).f_backward()?)),
+    ];
+    hooks.iter().for_each(|hook| assert!(hook.is_ok()));
+    for _ in 0..2 {
+        through(&gates[1], &last).f_backward().unwrap();
+        note("returned");
+        let ends = ["end for innermost", "end for inner", "end for last", "returned"];
+        assert_eq!(std::mem::take(&mut *events.lock().unwrap()), [&["innermost", "inner", "last"], &ends[..]].concat());
+    }
+}
+
+#[test]
+fn a_callback_of_an_inner_backward_is_freed_uncalled_when_the_outer_one_fails() {
+    let (gate, weight) = (parameter(&[1.0]), parameter(&[1.0]));
+    let witness = Arc::new(());
+    let captured = witness.clone();
+    let _queues = GradHook::install(&weight, move |_| {
+        let captured = captured.clone();
+        Ok(at_end_of_backward(move || panic!("called with {captured:?}"))?)
+    })
+    .unwrap();
+    let _fails = GradHook::install(&gate, move |_| {
+        tch::with_grad(|| loss(&weight)).f_backward()?;
+        Err("no".into())
+    })
+    .unwrap();
+    let outer = loss(&gate);
+    let text = error_text(outer.f_backward());
+    assert!(text.contains("no") && !text.contains("called with"), "{text}");
+    drop(outer);
+    assert_eq!(Arc::strong_count(&witness), 2, "the hook's and ours");
+}
+
 #[test]
 fn a_callback_outside_backward_is_refused_and_freed() {
     let witness = Arc::new(());
