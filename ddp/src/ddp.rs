@@ -86,12 +86,13 @@ impl<M> Ddp<M> {
         &self.group
     }
 
-    /// Until the guard is dropped, backward only accumulates this rank's gradients; the first backward after it
-    /// reduces what has been accumulated.
+    /// Until the guard is dropped, and every other one, backward only accumulates this rank's gradients; the first
+    /// backward after that reduces what has been accumulated.
     #[must_use = "gradients are reduced again as soon as the guard is dropped"]
     pub fn no_sync(&self) -> NoSync {
-        let before = self.reducer.as_ref().is_some_and(|r| r.set_synchronize(false));
-        NoSync { reducer: self.reducer.clone().filter(|_| before) }
+        let reducer = self.reducer.clone();
+        reducer.iter().for_each(|reducer| reducer.keep_local());
+        NoSync { reducer }
     }
 
     /// Runs `accumulate` under [`Ddp::no_sync`].
@@ -189,7 +190,7 @@ pub struct NoSync {
 impl Drop for NoSync {
     fn drop(&mut self) {
         if let Some(reducer) = &self.reducer {
-            reducer.set_synchronize(true);
+            reducer.end_local();
         }
     }
 }

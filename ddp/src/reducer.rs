@@ -8,7 +8,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use flow_autograd::GradHook;
+use flow_autograd::{BoxError, GradHook};
 use flow_comm::nccl::{CudaGroup, Event};
 use flow_comm::{ProcessGroup, ReduceOp};
 use tch::{Kind, Tensor};
@@ -67,23 +67,24 @@ impl Reducer {
         let state = self.state();
         let install = |(index, parameter): (usize, &Parameter)| {
             let reducer = Arc::clone(self);
-            let hook = move |tensor: &Tensor| {
-                let result = reducer.on_gradient(index, tensor);
-                Ok(result.inspect_err(|error| reducer.state().cause = Some(error.to_string()))?)
-            };
+            let hook = move |tensor: &Tensor| reducer.on_gradient(index, tensor).map_err(|error| reducer.fail(error));
             GradHook::install(&parameter.tensor, hook)
                 .map_err(|e| self.torch("installing a hook", format!("{}: {e}", parameter.name)))
         };
         state.parameters.iter().enumerate().map(install).collect()
     }
 
-    /// Whether backwards reduce gradients. Returns what it was before.
-    pub fn set_synchronize(&self, synchronize: bool) -> bool {
-        std::mem::replace(&mut self.state().synchronize, synchronize)
+    /// Backwards reduce no gradients until this has been ended, and every other call.
+    pub fn keep_local(&self) {
+        self.state().local += 1;
+    }
+
+    pub fn end_local(&self) {
+        self.state().local -= 1;
     }
 
     pub fn synchronizes(&self) -> bool {
-        self.state().synchronize
+        self.state().local == 0
     }
 
     /// Makes the next backward fail, on all ranks.
@@ -110,19 +111,18 @@ impl Reducer {
     fn on_gradient(self: &Arc<Self>, index: usize, tensor: &Tensor) -> Result<()> {
         let mut state = self.state();
         state.used[index] = true;
-        if !state.synchronize {
+        if state.local > 0 {
             return Ok(());
         }
         if !state.running {
             if state.failed {
-                self.group.barrier()?; // says why, at once
+                self.group.check("backward")?;
             }
             state.begin();
             // Unlocked: if the callback is refused it is dropped, and locks the state for that.
             drop(state);
             let end = EndOfBackward { reducer: Arc::clone(self), reached: false };
-            flow_autograd::at_end_of_backward(move || Ok(end.run()?))
-                .map_err(|e| self.torch("backward", e.to_string()))?;
+            flow_autograd::at_end_of_backward(move || end.run()).map_err(|e| self.torch("backward", e.to_string()))?;
             state = self.state();
             // From here on an error of this rank alone reaches the others.
             self.mark(&mut state, 0)?;
@@ -324,9 +324,18 @@ impl Reducer {
         state.buckets.iter_mut().for_each(|bucket| bucket.reset(passed));
     }
 
+    /// A backward of this rank fails, and with it the group: no rank is to wait for gradients that will not come.
+    fn fail(&self, error: Error) -> BoxError {
+        self.state().failed = true;
+        // The ranks have told each other what they miss. If the group has failed for anything else, that remains the cause.
+        if !matches!(error, Error::MissingGradients { .. }) {
+            self.group.abort(&error.to_string());
+        }
+        error.end_backward()
+    }
+
     /// Meets all ranks to tell each other whose parameters have no gradient.
     fn missing_gradients(&self, state: &mut State, missing: &[usize]) -> Error {
-        state.failed = true;
         let name = |&index: &usize| {
             let parameter = &state.parameters[index];
             let frozen = if parameter.tensor.requires_grad() { "" } else { " (frozen after wrapping)" };
@@ -376,17 +385,16 @@ impl Reducer {
     }
 }
 
-/// Queued in the first hook of a backward. If backward fails before its end, the group is failed with it, so that no
-/// rank waits for gradients that will not come.
+/// Queued in the first hook of a backward. If backward fails before its end, the group is failed with it.
 struct EndOfBackward {
     reducer: Arc<Reducer>,
     reached: bool,
 }
 
 impl EndOfBackward {
-    fn run(mut self) -> Result<()> {
+    fn run(mut self) -> Result<(), BoxError> {
         self.reached = true;
-        self.reducer.finish()
+        self.reducer.finish().map_err(|error| self.reducer.fail(error))
     }
 }
 
@@ -394,9 +402,13 @@ impl Drop for EndOfBackward {
     fn drop(&mut self) {
         if !self.reached {
             let mut state = self.reducer.state();
-            let cause = state.cause.take();
-            let unknown = "backward failed on this rank before all its gradients were there";
-            self.reducer.group.abort(cause.as_deref().unwrap_or(unknown));
+            // A hook of ours has told why it failed. What else fails in a backward is told to its caller alone.
+            if !std::mem::replace(&mut state.failed, true) {
+                self.reducer.group.abort(
+                    "its backward failed before all gradients were there, see its own error; to go on, all ranks drop \
+                     their Ddp and wrap the model again",
+                );
+            }
             state.running = false;
             self.reducer.release(&mut state, false);
         }

@@ -69,7 +69,7 @@ pub struct Engine {
 #[derive(Default)]
 pub struct State {
     round: u64,
-    sequence: u64,
+    pub(super) sequence: u64,
     /// The last round that used each staging buffer.
     pub staged: [Option<u64>; 2],
     pub in_flight: VecDeque<InFlight>,

@@ -273,6 +273,11 @@ impl Engine {
         }
         let state = &mut *self.state();
         let mut operation = self.operation(Kind::AllReduce, segments.dtype, reduce, 0, segments.total);
+        operation.sequence = state.sequence;
+        operation.bucket = Some(segments.bucket);
+        operation.layout = segments.layout;
+        // Before anything is said of the state in which a failure has left the bucket.
+        self.check_poison(&operation)?;
         if self.abroad.is_some() && is_mean_of_integers(&operation) {
             return refuse("is to be an average of integers, which buckets cannot be over several nodes; sum them");
         }
@@ -284,8 +289,6 @@ impl Engine {
             drop(pieces);
             return self.advance(state, false).map(|()| (false, None));
         };
-        operation.bucket = Some(segments.bucket);
-        operation.layout = segments.layout;
         self.number(state, &mut operation)?;
         pieces.under_way = true;
         self.post(round, &operation, Location::Shared(segments.table.offset()));

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{bail, Result};
 use flow_autograd::GradHook;
-use flow_ddp::{Ddp, ProcessGroup, TensorCollectives};
+use flow_ddp::{CommError, Ddp, Error, ProcessGroup, TensorCollectives, TryBackwardStep};
 use nix::sys::signal::{raise, Signal};
 use tch::nn::{self, ModuleT, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -26,7 +26,7 @@ fn main() -> Result<()> {
         .add_fn(move |x| x.relu() * &between)
         .add(nn::linear(store.root() / "fc2", 512, 10, Default::default()));
     let frozen = (store.root() / "frozen").ones("weight", &[1]).set_requires_grad(false);
-    let model = Ddp::builder(&group).bucket_cap_mb(0.01).wrap(net, &store)?;
+    let mut model = Ddp::builder(&group).bucket_cap_mb(0.01).wrap(net, &store)?;
     let mut optimizer = nn::Sgd::default().build(&store, 0.01)?;
 
     let mut _hook = None;
@@ -45,15 +45,44 @@ fn main() -> Result<()> {
                 _ => {}
             }
         }
+        if step == 5 && event.starts_with("all_fail") {
+            _hook = Some(GradHook::install(&gate, |_| Err("no rank can go on".into()))?);
+        }
         if step == 5 && event == "five_steps" {
             break;
         }
         optimizer.zero_grad();
-        let loss = model.forward_t(&Tensor::randn([8, 784], FLOAT), true).square().mean(Kind::Float);
-        if let Err(error) = loss.f_backward() {
-            bail!("step {step}: {error}");
+        let loss = |model: &Ddp<nn::SequentialT>| {
+            model.forward_t(&Tensor::randn([8, 784], FLOAT), true).square().mean(Kind::Float)
+        };
+        if let Err(error) = loss(&model).f_backward().map_err(Error::from_backward) {
+            drop(_hook.take());
+            let again = optimizer.try_backward_step(&loss(&model)).err();
+            let again = again.map_or("no error".into(), |error| told(&error));
+            let told = told(&error);
+            if event != "all_fail_and_wrap" {
+                bail!("step {step}: {told}, again: {again}");
+            }
+            println!("step {step}: {told}, again: {again}");
+            model = Ddp::builder(&group).bucket_cap_mb(0.01).wrap(model.into_inner(), &store)?;
+            optimizer.try_backward_step(&loss(&model))?;
+            break;
         }
         optimizer.step();
     }
     Ok(())
+}
+
+/// The error's kind and its text.
+fn told(error: &Error) -> String {
+    let kind = match error {
+        Error::Comm(CommError::PeerLost { .. }) => "PeerLost",
+        Error::Comm(CommError::Timeout { .. }) => "Timeout",
+        Error::Comm(CommError::Mismatch { .. }) => "Mismatch",
+        Error::Comm(CommError::Poisoned { .. }) => "Poisoned",
+        Error::Model { .. } => "Model",
+        Error::Backward { .. } => "Backward",
+        _ => "another",
+    };
+    format!("{kind}: {error}")
 }
