@@ -152,6 +152,23 @@ void queue_at_end(std::shared_ptr<const Closure> closure) {
     });
 }
 
+// Calls the closure when a backward comes to a node.
+class NodeHook final : public autograd::FunctionPreHook {
+public:
+    explicit NodeHook(Closure closure) : closure_(closure) {}
+    NodeHook(const NodeHook&) = delete;
+    NodeHook& operator=(const NodeHook&) = delete;
+    ~NodeHook() override { closure_.drop(closure_.data); }
+
+    autograd::variable_list operator()(const autograd::variable_list& grads) override {
+        call(closure_, nullptr);
+        return grads;
+    }
+
+private:
+    const Closure closure_;
+};
+
 // Memory for a tensor: `drop(owner)` frees it.
 struct Block {
     void* data;
@@ -323,6 +340,18 @@ char* flow_at_end_of_backward(Closure closure) {
         queue_at_end({owned, &owned->second});
     });
 }
+
+// Calls the closure, with null, whenever a backward comes to the operation that the tensor is a result of. Drops it with
+// that, or at once if there is none.
+char* flow_on_backward(const at::Tensor* tensor, Closure closure) {
+    return guarded([&] {
+        auto hook = std::make_unique<NodeHook>(closure);
+        if (const auto& node = tensor->grad_fn()) node->add_pre_hook(std::move(hook));
+    });
+}
+
+// How many tensor handles there are of the tensor, this one included.
+size_t flow_use_count(const at::Tensor* tensor) { return tensor->use_count(); }
 
 // Makes `grad`, or nothing if null, the parameter's gradient.
 char* flow_set_grad(const at::Tensor* parameter, const at::Tensor* grad) {

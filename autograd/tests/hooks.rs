@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
-use flow_autograd::{at_end_of_backward, owns_grad, set_grad, Error, GradHook};
+use flow_autograd::{at_end_of_backward, on_backward, owns_grad, set_grad, Error, GradHook};
 use tch::{Device, Kind, TchError, Tensor};
 
 fn parameter(values: &[f32]) -> Tensor {
@@ -216,6 +216,41 @@ fn a_callback_of_an_inner_backward_is_freed_uncalled_when_the_outer_one_fails() 
     assert!(text.contains("no") && !text.contains("called with"), "{text}");
     drop(outer);
     assert_eq!(Arc::strong_count(&witness), 2, "the hook's and ours");
+}
+
+#[test]
+fn a_tensor_tells_of_its_backwards_and_of_the_end_of_its_graph() {
+    let weight = parameter(&[1.0]);
+    let calls = Arc::new(AtomicUsize::new(0));
+    let watched = |fails: bool| {
+        let (output, counter) = (loss(&weight), calls.clone());
+        let hook = move || {
+            counter.fetch_add(1, SeqCst);
+            if fails {
+                Err("no".into())
+            } else {
+                Ok(())
+            }
+        };
+        on_backward(&output, hook).unwrap();
+        output
+    };
+    let outputs = [false, false, true].map(watched);
+    assert_eq!(Arc::strong_count(&calls), 4);
+    Tensor::run_backward(&[&outputs[0] * 2], &[&weight], true, false);
+    (&outputs[0] * 2).backward();
+    assert!(error_text((&outputs[2] + &weight).sum(Kind::Float).f_backward()).contains("no"));
+    assert_eq!((calls.load(SeqCst), Arc::strong_count(&calls)), (3, 4));
+    drop(outputs);
+    assert_eq!(Arc::strong_count(&calls), 1);
+    // What no operation has made has none.
+    let captured = calls.clone();
+    let hook = move || {
+        let _ = &captured;
+        Ok(())
+    };
+    on_backward(&weight, hook).unwrap();
+    assert_eq!(Arc::strong_count(&calls), 1);
 }
 
 #[test]

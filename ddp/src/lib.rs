@@ -42,6 +42,7 @@ mod sampler;
 mod shared_bucket;
 mod state;
 mod stats;
+mod steps;
 mod tensors;
 mod verify;
 

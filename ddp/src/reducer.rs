@@ -5,7 +5,7 @@
 //! its backward order was. The callback at the end of backward finishes what is under way and writes back what was
 //! copied. After the first backward the buckets are built anew, in the order in which rank 0's gradients came.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use flow_autograd::{BoxError, GradHook};
@@ -14,10 +14,12 @@ use flow_comm::{ProcessGroup, ReduceOp};
 use tch::{Kind, Tensor};
 
 use crate::bucket::Caps;
+use crate::coalesced::CoalescedBroadcast;
 use crate::error::{job_rank, Error, Result};
 use crate::progress::{Means, Progress};
 use crate::state::{Parameter, State};
 use crate::stats::Stats;
+use crate::steps::Steps;
 use crate::tensors::current_stream;
 
 /// Set to 1: every gradient is copied into its bucket, none is reduced where it was born.
@@ -32,12 +34,17 @@ pub(crate) struct Options {
     pub communication: Option<Kind>,
 }
 
+/// The name of a parameter that the model has got since it was wrapped, if there is one.
+pub(crate) type Added = Box<dyn Fn() -> Option<String> + Send + Sync>;
+
 /// The state of one wrapped model, shared by its hooks.
 pub(crate) struct Reducer {
     group: ProcessGroup,
     options: Options,
     means: Means,
     in_place: bool,
+    steps: Arc<Steps>,
+    added: OnceLock<Added>,
     state: Mutex<State>,
 }
 
@@ -59,7 +66,8 @@ impl Reducer {
         let mut state = State::new(parameters, frozen);
         state.build(&group, &means, options, &order)?;
         let in_place = std::env::var_os(COPY).is_none_or(|v| v != "1");
-        Ok(Arc::new(Self { group, options, means, in_place, state: Mutex::new(state) }))
+        let (steps, added) = (Arc::default(), OnceLock::new());
+        Ok(Arc::new(Self { group, options, means, in_place, steps, added, state: Mutex::new(state) }))
     }
 
     /// Hooks of all parameters: dropped, they are gone from the model.
@@ -87,12 +95,31 @@ impl Reducer {
         self.state().local == 0
     }
 
+    /// Has each backward ask `added`.
+    pub fn watch_for(&self, added: Added) {
+        let _ = self.added.set(added); // once, when the model is wrapped
+    }
+
+    /// A forward in training mode has this result.
+    pub fn follow(&self, output: &Tensor) -> Result<()> {
+        match self.synchronizes() {
+            true => self.steps.follow(output).map_err(|e| self.torch("forward", e.to_string())),
+            false => Ok(()),
+        }
+    }
+
     /// Makes the next backward fail, on all ranks.
     pub fn abort(&self, cause: &str) {
         self.group.abort(cause);
         if let Some(cuda) = self.means.cuda() {
             cuda.abort(cause);
         }
+    }
+
+    /// Gives all ranks rank 0's buffers: in the group in which gradients are reduced, so that a rank that is out of step
+    /// finds others in backward.
+    pub fn broadcast(&self, buffers: &mut CoalescedBroadcast) -> Result<()> {
+        buffers.run(&self.group, 0)
     }
 
     /// Waits until the reductions of the last backward are over.
@@ -114,11 +141,13 @@ impl Reducer {
         if state.local > 0 {
             return Ok(());
         }
+        if state.failed {
+            self.group.check("backward")?;
+        }
         if !state.running {
-            if state.failed {
-                self.group.check("backward")?;
-            }
             state.begin();
+            let step = self.steps.begin();
+            state.buckets.iter_mut().for_each(|bucket| bucket.set_step(step));
             // Unlocked: if the callback is refused it is dropped, and locks the state for that.
             drop(state);
             let end = EndOfBackward { reducer: Arc::clone(self), reached: false };
@@ -129,6 +158,10 @@ impl Reducer {
             if let Some(parameter) = state.frozen.iter().find(|p| p.tensor.requires_grad()) {
                 let name = &parameter.name;
                 let reason = format!("{name} was frozen when the model was wrapped and is not now: wrap it again");
+                return Err(Error::Model { rank: job_rank(&self.group), reason });
+            }
+            if let Some(name) = self.added.get().and_then(|added| added()) {
+                let reason = format!("{name} was added after the model was wrapped: wrap it again");
                 return Err(Error::Model { rank: job_rank(&self.group), reason });
             }
         }

@@ -57,6 +57,6 @@ checks! {
     nested nested_unused nested_twice
     unused_found unused_now_and_then unused_everywhere unused_accumulated
     unused_reported frozen_later differing_models unfit_models
-    frozen buffers wrapped_again sub_group memory sampler alone
+    frozen buffers changed wrapped_again sub_group memory sampler alone
     kinds communication_kinds many_buckets ready_order layouts
 }

@@ -62,7 +62,7 @@ fn a_rank_that_hangs_is_named_when_the_time_is_over() {
         assert_eq!(job.status.code(), Some(1), "{}", job.stderr);
         assert_contains(
             &job.stderr,
-            &["step 5: Timeout: ", "all_reduce", "bucket", "timed out after 2s", "waited for rank 1 (pid "],
+            &["step 5: Timeout: ", "all_reduce", "bucket", "step 6)", "timed out after 2s", "waited for rank 1 (pid "],
         );
     }
 }
@@ -98,6 +98,30 @@ fn a_backward_that_fails_on_one_rank_fails_on_all() {
             }
             assert!(ranks.iter().all(|rank| rank.status.code() == Some(1)));
         }
+    }
+}
+
+#[test]
+fn ranks_that_are_out_of_step_find_out() {
+    for mode in MODES {
+        for event in ["forward_only", "other_loss", "caught"] {
+            for (rank, Finished { status, stderr, .. }) in by_hand(3, event, mode).into_iter().enumerate() {
+                assert_eq!(status.code(), Some(1), "{event}: {stderr}");
+                let own = if rank == 1 { "step 6: " } else { "step 5: " };
+                assert_contains(&stderr, &[own, "ranks disagree", "one of them skipped a backward"]);
+                let told = |one: &str, other: &str| stderr.contains(&format!("{one}, rank {other}"));
+                let [zero, two] = [0, 2].map(|other| {
+                    told("rank 1 is in step 7", &format!("{other} in step 6"))
+                        || told(&format!("rank {other} is in step 6"), "1 in step 7")
+                });
+                assert!(zero || two, "{event}: {stderr}");
+            }
+        }
+        for Finished { status, stderr, .. } in by_hand(3, "forward_only_with_buffers", mode) {
+            assert_eq!(status.code(), Some(1), "{stderr}");
+            assert_contains(&stderr, &["ranks disagree", "called all_reduce", "step 6)", "called broadcast"]);
+        }
+        by_hand(2, "all_forward_only", mode).into_iter().for_each(|rank| _ = rank.success());
     }
 }
 

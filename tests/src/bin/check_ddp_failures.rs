@@ -21,14 +21,20 @@ fn main() -> Result<()> {
     // Between the layers a tensor that is no parameter, whose hook runs when one bucket is ready and another is not.
     let gate = Tensor::ones([1], FLOAT).set_requires_grad(true);
     let between = gate.shallow_clone();
-    let net = nn::seq_t()
+    let mut net = nn::seq_t()
         .add(nn::linear(store.root() / "fc1", 784, 512, Default::default()))
         .add_fn(move |x| x.relu() * &between)
         .add(nn::linear(store.root() / "fc2", 512, 10, Default::default()));
+    if event == "forward_only_with_buffers" {
+        net = net.add(nn::batch_norm1d(store.root() / "norm", 10, Default::default()));
+    }
     let frozen = (store.root() / "frozen").ones("weight", &[1]).set_requires_grad(false);
     let mut model = Ddp::builder(&group).bucket_cap_mb(0.01).wrap(net, &store)?;
     let mut optimizer = nn::Sgd::default().build(&store, 0.01)?;
 
+    let loss = |model: &Ddp<nn::SequentialT>| {
+        model.forward_t(&Tensor::randn([8, 784], FLOAT), true).square().mean(Kind::Float)
+    };
     let mut _hook = None;
     for step in 0.. {
         println!("step {step} pid {}", std::process::id());
@@ -42,19 +48,31 @@ fn main() -> Result<()> {
                 "thaw" => drop(frozen.set_requires_grad(true)),
                 "hook_panic" => _hook = Some(GradHook::install(&gate, |_| panic!("the hook cannot go on"))?),
                 "hook_error" => _hook = Some(GradHook::install(&gate, |_| Err("the hook has had enough".into()))?),
+                "forward_only" | "forward_only_with_buffers" => drop(loss(&model)),
+                "other_loss" => (&gate * 2).f_backward().map(|()| drop(loss(&model)))?,
+                "caught" => {
+                    let last = Tensor::ones([1], FLOAT).set_requires_grad(true);
+                    let _fails = GradHook::install(&last, |_| Err("before any gradient of the model".into()))?;
+                    let failed = (loss(&model) * &last).f_backward();
+                    println!("caught: {failed:?}");
+                }
                 _ => {}
             }
+            if ["forward_only", "forward_only_with_buffers", "other_loss", "caught"].contains(&event.as_str()) {
+                continue;
+            }
+        }
+        if step == 5 && event == "all_forward_only" {
+            drop(loss(&model));
+            continue;
         }
         if step == 5 && event.starts_with("all_fail") {
             _hook = Some(GradHook::install(&gate, |_| Err("no rank can go on".into()))?);
         }
-        if step == 5 && event == "five_steps" {
+        if step == 5 && event == "five_steps" || step == 8 && event == "all_forward_only" {
             break;
         }
         optimizer.zero_grad();
-        let loss = |model: &Ddp<nn::SequentialT>| {
-            model.forward_t(&Tensor::randn([8, 784], FLOAT), true).square().mean(Kind::Float)
-        };
         if let Err(error) = loss(&model).f_backward().map_err(Error::from_backward) {
             drop(_hook.take());
             let again = optimizer.try_backward_step(&loss(&model)).err();

@@ -38,6 +38,7 @@ const CHECKS: &[(&str, Check)] = &[
     ("unfit_models", reported::unfit_models),
     ("frozen", lifecycle::frozen),
     ("buffers", lifecycle::buffers),
+    ("changed", lifecycle::changed),
     ("wrapped_again", lifecycle::wrapped_again),
     ("sub_group", lifecycle::sub_group),
     ("memory", lifecycle::memory),
