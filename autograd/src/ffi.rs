@@ -44,6 +44,8 @@ extern "C" {
     pub fn flow_set_grad_hook(parameter: *const C_tensor, closure: Closure) -> *mut c_char;
     pub fn flow_owns_grad(parameter: *const C_tensor, owns: *mut bool) -> *mut c_char;
     pub fn flow_at_end_of_backward(closure: Closure) -> *mut c_char;
+    pub fn flow_on_backward(tensor: *const C_tensor, closure: Closure) -> *mut c_char;
+    pub fn flow_use_count(tensor: *const C_tensor) -> usize;
     pub fn flow_set_grad(parameter: *const C_tensor, grad: *const C_tensor) -> *mut c_char;
     pub fn flow_memory(tensor: *const C_tensor, memory: *mut Memory) -> *mut c_char;
     pub fn flow_load_cuda() -> *mut c_char;

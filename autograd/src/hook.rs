@@ -135,13 +135,46 @@ unsafe extern "C" fn call_slot(slot: *mut c_void, parameter: *const C_tensor) ->
     })
 }
 
+type NodeHook = Box<dyn Fn() -> Result<(), BoxError> + Send + Sync>;
+
+/// Calls `hook` whenever a backward comes to the operation that `tensor` is a result of, on the thread that runs it.
+/// The hook is dropped when nobody can run that backward any more, as the graph is freed; at once if there is none.
+///
+/// An `Err` or a panic of `hook` ends the backward, which returns an error with that text.
+///
+/// # Errors
+///
+/// libtorch's.
+pub fn on_backward(
+    tensor: &Tensor,
+    hook: impl Fn() -> Result<(), BoxError> + Send + Sync + 'static,
+) -> Result<(), Error> {
+    let hook: NodeHook = Box::new(hook);
+    let data = Box::into_raw(Box::new(hook)).cast();
+    let closure = Closure { data, call: call_node_hook, drop: ffi::drop_box::<NodeHook> };
+    // SAFETY: the tensor is alive; the closure's functions fit its data.
+    unsafe { ffi::check("on_backward", ffi::flow_on_backward(tensor.as_ptr(), closure)) }
+}
+
+/// # Safety
+///
+/// `hook` must point to a `NodeHook`.
+unsafe extern "C" fn call_node_hook(hook: *mut c_void, _: *const C_tensor) -> *mut c_char {
+    ffi::report("a hook of a node", || {
+        // SAFETY: the caller's promise.
+        let hook = unsafe { &*hook.cast::<NodeHook>() };
+        hook()
+    })
+}
+
 type Callback = Option<Box<dyn FnOnce() -> Result<(), BoxError> + Send>>;
 
 /// Calls `callback` once, when all gradients of the running backward are accumulated and before it returns, on the
-/// thread that called it or one of libtorch's. Several callbacks run in the order of these calls.
+/// thread that called it or one of libtorch's. Several callbacks run in the order of these calls. If that backward runs
+/// inside a node of another, as in checkpointing, the other's gradients are waited for as well, and so on.
 ///
 /// An `Err` or a panic of `callback` makes the backward return an error with that text. If the backward fails earlier,
-/// `callback` is dropped without being called.
+/// `callback` is dropped without being called: when backward returns or, if an outer one fails, when its graph is freed.
 ///
 /// # Errors
 ///

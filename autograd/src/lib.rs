@@ -4,7 +4,9 @@
 //! |---|---|
 //! | be told, inside `backward`, that a parameter's gradient is final | [`GradHook::install`] |
 //! | run something when `backward` is otherwise done | [`at_end_of_backward`] |
+//! | know whether a backward comes to a tensor, or can no longer | [`on_backward`] |
 //! | know whether a gradient's memory is nobody else's, and replace it | [`owns_grad`], [`set_grad`] |
+//! | know whether anybody else has a tensor | [`use_count`] |
 //! | read and write a tensor's memory | [`bytes`], [`bytes_mut`], [`data_ptr`] |
 //! | make a tensor of given memory | [`tensor_in`], [`tensor_over`] |
 //! | give libtorch's large tensors other memory | [`set_cpu_allocator`] |
@@ -27,6 +29,6 @@ mod optimizer;
 pub use allocator::{set_cpu_allocator, Block, BlockAllocator};
 pub use cuda::{current_stream, load_cuda, tensor_on, torch_device, CudaTensor};
 pub use error::Error;
-pub use hook::{at_end_of_backward, owns_grad, BoxError, GradHook};
-pub use memory::{bytes, bytes_mut, data_ptr, dtype, set_grad, tensor_in, tensor_over};
+pub use hook::{at_end_of_backward, on_backward, owns_grad, BoxError, GradHook};
+pub use memory::{bytes, bytes_mut, data_ptr, dtype, set_grad, tensor_in, tensor_over, use_count};
 pub use optimizer::OptimizerState;

@@ -98,6 +98,12 @@ pub fn tensor_in(memory: impl AsMut<[u8]> + Send + 'static, shape: &[i64], kind:
     unsafe { tensor_over(data, shape, kind, Device::Cpu, owner) }
 }
 
+/// How many handles there are of `tensor`: its shallow clones, this one included, and libtorch's own.
+pub fn use_count(tensor: &Tensor) -> usize {
+    // SAFETY: the tensor is alive.
+    unsafe { ffi::flow_use_count(tensor.as_ptr()) }
+}
+
 /// Whether a contiguous tensor fits into so many bytes at `address`.
 pub(crate) fn check_fit(address: usize, bytes: usize, shape: &[i64], kind: Kind) -> Result<(), Error> {
     let element = kind.elt_size_in_bytes();

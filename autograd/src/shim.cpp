@@ -14,6 +14,7 @@
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <dlfcn.h>
@@ -119,6 +120,54 @@ public:
 private:
     const Closure closure_;
     const std::shared_ptr<Incoming> incoming_;
+};
+
+// Calls the closure when the backward that runs on this thread is otherwise done.
+//
+// A backward may run inside a node of another one, as in checkpointing, and libtorch calls back at the end of the inner one,
+// while that node is being evaluated. What is to be called then waits for the end of the outer one: it is queued anew, as
+// that can only be done from inside, by a hook that runs after the node.
+void queue_at_end(std::shared_ptr<const Closure> closure);
+
+class QueueAgain final : public autograd::FunctionPostHook {
+public:
+    explicit QueueAgain(std::shared_ptr<const Closure> closure) : closure_(std::move(closure)) {}
+
+    autograd::variable_list operator()(const autograd::variable_list& outputs, const autograd::variable_list&) override {
+        // Once, however often the node may yet run.
+        if (closure_) queue_at_end(std::move(closure_));
+        return outputs;
+    }
+
+private:
+    std::shared_ptr<const Closure> closure_;
+};
+
+void queue_at_end(std::shared_ptr<const Closure> closure) {
+    autograd::Engine::get_default_engine().queue_callback([closure = std::move(closure)] {
+        if (const auto outer = autograd::get_current_node()) {
+            outer->add_post_hook(std::make_unique<QueueAgain>(closure));
+        } else {
+            call(*closure, nullptr);
+        }
+    });
+}
+
+// Calls the closure when a backward comes to a node.
+class NodeHook final : public autograd::FunctionPreHook {
+public:
+    explicit NodeHook(Closure closure) : closure_(closure) {}
+    NodeHook(const NodeHook&) = delete;
+    NodeHook& operator=(const NodeHook&) = delete;
+    ~NodeHook() override { closure_.drop(closure_.data); }
+
+    autograd::variable_list operator()(const autograd::variable_list& grads) override {
+        call(closure_, nullptr);
+        return grads;
+    }
+
+private:
+    const Closure closure_;
 };
 
 // Memory for a tensor: `drop(owner)` frees it.
@@ -293,14 +342,28 @@ char* flow_owns_grad(const at::Tensor* parameter, bool* owns) {
     });
 }
 
-// Calls the closure, with null, when the backward that runs on this thread is otherwise done.
+// Calls the closure, with null, when the backward that runs on this thread, and all that it runs inside of, are otherwise
+// done.
 char* flow_at_end_of_backward(Closure closure) {
     return guarded([&] {
         const std::shared_ptr<void> owner(closure.data, closure.drop);
         TORCH_CHECK(autograd::get_current_graph_task_id() != -1, "no backward runs on this thread; call it from a gradient hook");
-        autograd::Engine::get_default_engine().queue_callback([owner, closure] { call(closure, nullptr); });
+        const auto owned = std::make_shared<std::pair<std::shared_ptr<void>, Closure>>(owner, closure);
+        queue_at_end({owned, &owned->second});
     });
 }
+
+// Calls the closure, with null, whenever a backward comes to the operation that the tensor is a result of. Drops it with
+// that, or at once if there is none.
+char* flow_on_backward(const at::Tensor* tensor, Closure closure) {
+    return guarded([&] {
+        auto hook = std::make_unique<NodeHook>(closure);
+        if (const auto& node = tensor->grad_fn()) node->add_pre_hook(std::move(hook));
+    });
+}
+
+// How many tensor handles there are of the tensor, this one included.
+size_t flow_use_count(const at::Tensor* tensor) { return tensor->use_count(); }
 
 // Makes `grad`, or nothing if null, the parameter's gradient.
 char* flow_set_grad(const at::Tensor* parameter, const at::Tensor* grad) {

@@ -48,6 +48,14 @@ impl Bucket {
         Ok(Self { members, memory, pending, ready: None })
     }
 
+    /// Says in which step the bucket is reduced next.
+    pub fn set_step(&mut self, step: u32) {
+        match &mut self.memory {
+            Memory::Shared(bucket) => bucket.segments.set_step(step),
+            Memory::Cuda(bucket) => bucket.set_step(step),
+        }
+    }
+
     /// Takes in a member's gradient, of which `owned` says whether its memory is nobody else's. On the CPU it is then
     /// reduced where it is, if all ranks can reach it there. Returns whether it is.
     pub fn take(&mut self, slot: usize, gradient: &Tensor, owned: bool) -> Result<bool> {

@@ -92,6 +92,10 @@ impl CudaBucket {
         Ok(())
     }
 
+    pub fn set_step(&mut self, step: u32) {
+        self.flat.set_step(step);
+    }
+
     /// Enqueues the reduction; all gradients are there.
     pub fn reduce(&mut self) -> flow_comm::Result<()> {
         let mut gradients: Vec<&mut CudaTensor> = self.gradients.iter_mut().flatten().collect();

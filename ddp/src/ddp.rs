@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use flow_autograd::GradHook;
 use flow_comm::ProcessGroup;
-use tch::nn::{Module, ModuleT, VarStore};
+use tch::nn::{Module, ModuleT, VarStore, Variables};
 use tch::{Device, Kind, Tensor};
 
 use crate::birthplace::Birthplace;
@@ -36,11 +36,26 @@ const MIB: f64 = 1024.0 * 1024.0;
 /// and the host waits for none of them: each `.grad` is a view of its bucket, to be used in the order of libtorch's
 /// stream, and an error of another rank comes from the next backward at the latest.
 ///
-/// All ranks run the same number of backwards. Gradients are reduced in a group of `Ddp`'s own, so that they do not mix
-/// with what the program does in `group`; the price: a rank that is in backward while another, out of step, is in a
-/// collective of `group` hears of it when the time is over, not at once.
+/// All ranks run the same number of backwards. A *step* is a backward that reduces gradients, or a [`Ddp::forward_t`] in
+/// training mode that none follows: its loss was thrown away, or did not depend on it, or its backward failed. If only some
+/// ranks have such a step, the next backward fails on all and says which rank is in which step (with buffers, who is in
+/// forward and who in backward): gradients of different steps would else be averaged. Not found out is a rank that leaves
+/// out the forward as well, or calls other methods of the model, until it has a backward less at the end, for which the
+/// others wait in vain. Nor are ranks on GPUs, whose hosts do not wait for each other; their time-outs name the steps.
 ///
-/// Parameters are those that require gradients when the model is wrapped; freeze and unfreeze before. Where one
+/// A backward that fails on one rank, once gradients have come, fails on all. The `Ddp` is then of no more use: each later
+/// backward says why. If all ranks still live, they may drop theirs and wrap the model anew. [`Error::from_backward`] gives
+/// the error that ended a backward. A backward may run inside another one, as in checkpointing, if each parameter gets its
+/// gradient in one of them.
+///
+/// Gradients are reduced, and buffers broadcast, in a group of `Ddp`'s own, so that they do not mix with what the program
+/// does in `group`; the price: a rank that is in backward while another, out of step, is in a collective of `group` hears
+/// of it when the time is over, not at once.
+///
+/// Parameters are those that require gradients when the model is wrapped; freeze and unfreeze before. One that the
+/// `VarStore` gets later is an error of the next backward. Buffers are the tensors that they are when the model is wrapped:
+/// write into them. One that the model has replaced (`model.norm.running_mean = ...`) is an error of the next forward that
+/// would broadcast it, unless something else still holds the old tensor. Where one
 /// backward goes through several wrapped models, all ranks must go through them in the same order. With one rank
 /// nothing is installed and nothing costs.
 ///
@@ -54,7 +69,16 @@ pub struct Ddp<M> {
     _hooks: Vec<GradHook>,
     _birthplace: Option<Arc<Birthplace>>,
     buffers: Mutex<CoalescedBroadcast>,
+    held: Mutex<Vec<Held>>,
     broadcast_buffers: bool,
+}
+
+/// A buffer that, besides those who have all buffers, somebody had when the model was wrapped: the model itself.
+struct Held {
+    name: String,
+    tensor: Tensor,
+    /// The handles that would be left if the model replaced it.
+    others: usize,
 }
 
 impl Ddp<()> {
@@ -89,12 +113,13 @@ impl<M> Ddp<M> {
         &self.group
     }
 
-    /// Until the guard is dropped, backward only accumulates this rank's gradients; the first backward after it
-    /// reduces what has been accumulated.
+    /// Until the guard is dropped, and every other one, backward only accumulates this rank's gradients; the first
+    /// backward after that reduces what has been accumulated.
     #[must_use = "gradients are reduced again as soon as the guard is dropped"]
     pub fn no_sync(&self) -> NoSync {
-        let before = self.reducer.as_ref().is_some_and(|r| r.set_synchronize(false));
-        NoSync { reducer: self.reducer.clone().filter(|_| before) }
+        let reducer = self.reducer.clone();
+        reducer.iter().for_each(|reducer| reducer.keep_local());
+        NoSync { reducer }
     }
 
     /// Runs `accumulate` under [`Ddp::no_sync`].
@@ -123,13 +148,23 @@ impl<M> Ddp<M> {
     }
 
     fn sync_buffers(&self) -> Result<()> {
-        if let Some(reducer) = &self.reducer {
-            reducer.check_process("forward")?;
+        let Some(reducer) = &self.reducer else { return Ok(()) };
+        reducer.check_process("forward")?;
+        if !reducer.synchronizes() {
+            return Ok(());
         }
-        let synchronizes = self.reducer.as_ref().is_some_and(|r| r.synchronizes());
         let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.broadcast_buffers && synchronizes && !buffers.is_empty() {
-            buffers.run(&self.group, 0)?;
+        if self.broadcast_buffers && !buffers.is_empty() {
+            let held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+            let replaced = |buffer: &&Held| flow_autograd::use_count(&buffer.tensor) <= buffer.others;
+            if let Some(Held { name, .. }) = held.iter().find(replaced) {
+                let reason = format!(
+                    "the model has another tensor in place of the buffer {name} since it was wrapped, which ranks would \
+                     not share: copy into the buffer (copy_), or wrap the model again"
+                );
+                return Err(Error::Model { rank: job_rank(&self.group), reason });
+            }
+            reducer.broadcast(&mut buffers)?;
         }
         Ok(())
     }
@@ -141,7 +176,11 @@ impl<M: ModuleT> Ddp<M> {
         if train {
             self.sync_buffers()?;
         }
-        Ok(self.model.forward_t(input, train))
+        let output = self.model.forward_t(input, train);
+        if let Some(reducer) = self.reducer.as_ref().filter(|_| train) {
+            reducer.follow(&output)?;
+        }
+        Ok(output)
     }
 }
 
@@ -153,12 +192,11 @@ impl<M: Module> Ddp<M> {
 }
 
 impl<M: ModuleT> ModuleT for Ddp<M> {
-    /// A failure to broadcast the buffers makes the group unusable, so that the backward that follows returns it; use
+    /// A failure to broadcast the buffers is returned by the backward that follows, on all ranks; use
     /// [`Ddp::try_forward_t`] to have it here.
     fn forward_t(&self, input: &Tensor, train: bool) -> Tensor {
         self.try_forward_t(input, train).unwrap_or_else(|error| {
             log::error!("{error}");
-            self.group.abort(&error.to_string());
             if let Some(reducer) = &self.reducer {
                 reducer.abort(&error.to_string());
             }
@@ -195,7 +233,7 @@ pub struct NoSync {
 impl Drop for NoSync {
     fn drop(&mut self) {
         if let Some(reducer) = &self.reducer {
-            reducer.set_synchronize(true);
+            reducer.end_local();
         }
     }
 }
@@ -291,7 +329,19 @@ impl DdpBuilder {
         named.sort_by_cached_key(|(name, tensor)| (place(tensor), name.clone()));
         // A parameter stays one when it is frozen; only what was made as not trainable is a buffer.
         let (parameters, buffers) = named.into_iter().partition(|(_, tensor)| place(tensor) != usize::MAX);
-        self.wrap_tensors(model, parameters, buffers)
+        let mut ddp = self.wrap_tensors(model, parameters, buffers)?;
+        // The store has them all.
+        let held = ddp.held.get_mut().unwrap_or_else(PoisonError::into_inner);
+        held.iter_mut().for_each(|buffer| buffer.others += 1);
+        held.retain(|buffer| flow_autograd::use_count(&buffer.tensor) > buffer.others);
+        if let Some(reducer) = &ddp.reducer {
+            let (store, known) = (Arc::clone(&vs.variables_), created.len());
+            reducer.watch_for(Box::new(move || {
+                let store = store.try_lock().ok()?;
+                added(&store, known)
+            }));
+        }
+        Ok(ddp)
     }
 
     /// Wraps a model by its named tensors: see [`Ddp::from_tensors`].
@@ -321,17 +371,22 @@ impl DdpBuilder {
                 _hooks: Vec::new(),
                 _birthplace: None,
                 buffers,
+                held: Mutex::default(),
                 broadcast_buffers,
             });
         }
         let all = parameters.iter().chain(&buffers).map(|(_, t)| t.shallow_clone()).collect();
         CoalescedBroadcast::new(&group, all)?.run(&group, 0)?;
-        let buffers = buffers.into_iter().map(|(_, tensor)| tensor).collect();
-        let buffers = Mutex::new(CoalescedBroadcast::new(&group, buffers)?);
+        let tensors = buffers.iter().map(|(_, tensor)| tensor.shallow_clone()).collect();
+        // There are two handles here, one in the broadcast.
+        let held = buffers.into_iter().map(|(name, tensor)| Held { name, tensor, others: 2 });
+        let own = group.duplicate()?;
+        let buffers = Mutex::new(CoalescedBroadcast::new(&own, tensors)?);
+        let held = held.filter(|buffer| flow_autograd::use_count(&buffer.tensor) > buffer.others);
+        let held = Mutex::new(held.collect());
         let parameters = parameters.into_iter().map(|(name, tensor)| Parameter::new(name, tensor));
         let (trained, frozen): (Vec<_>, Vec<_>) = parameters.partition(|parameter| parameter.tensor.requires_grad());
         // Before the first backward: gradients are to be born in shared memory from then on.
-        let own = group.duplicate()?;
         let cuda =
             trained.first().map(|parameter: &Parameter| cuda_group(&own, &parameter.tensor)).transpose()?.flatten();
         let birthplace = cuda.is_none().then(|| Birthplace::install(group.arena())).flatten();
@@ -344,9 +399,18 @@ impl DdpBuilder {
             _hooks: hooks,
             _birthplace: birthplace,
             buffers,
+            held,
             broadcast_buffers,
         })
     }
+}
+
+/// The name of a parameter in a store that has come to the first `known`.
+fn added(store: &Variables, known: usize) -> Option<String> {
+    let new = store.trainable_variables.iter().skip(known).find(|variable| variable.tensor.requires_grad())?;
+    let data = flow_autograd::data_ptr(&new.tensor);
+    let named = store.named_variables.iter().find(|(_, tensor)| flow_autograd::data_ptr(tensor) == data);
+    Some(named.map_or_else(|| "a parameter".into(), |(name, _)| name.clone()))
 }
 
 /// What must be equal on all ranks of a tensor, in a line.

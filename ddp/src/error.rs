@@ -1,17 +1,23 @@
 //! What can go wrong in data-parallel training.
 
+use std::collections::VecDeque;
+use std::sync::{Mutex, PoisonError};
+
 use flow_comm::ProcessGroup;
+use tch::TchError;
 
 /// Errors of [`Ddp`](crate::Ddp) and of collectives on tensors. Ranks are those in the job.
+///
+/// What ends a backward comes to the caller through libtorch, and so as an error of tch's: see [`Error::from_backward`].
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A collective failed.
     #[error(transparent)]
     Comm(#[from] flow_comm::Error),
-    /// Backward failed, in libtorch or in reducing gradients.
+    /// Backward failed in libtorch, or in a hook that is not [`Ddp`](crate::Ddp)'s.
     #[error("backward: {reason}")]
     Backward {
-        /// libtorch's text, or this rank's error.
+        /// libtorch's text.
         reason: String,
     },
     /// libtorch, or the hooks into it, failed.
@@ -59,6 +65,48 @@ pub enum Error {
         /// Ranks and the names of their parameters.
         missing: String,
     },
+}
+
+/// What has ended backwards, with the text under which libtorch passes it on: the last few, for whoever asks.
+static IN_BACKWARD: Mutex<VecDeque<(String, Error)>> = Mutex::new(VecDeque::new());
+const KEPT: usize = 16;
+
+impl Error {
+    /// The error of a backward that tch returned, as it was when it ended the backward: that of [`Ddp`](crate::Ddp), if
+    /// it was that, or else [`Error::Backward`]. To be asked once for each error.
+    ///
+    /// ```
+    /// # use tch::{Kind, Tensor};
+    /// use flow_ddp::{CommError, Error};
+    ///
+    /// # let loss = Tensor::ones([1], (Kind::Float, tch::Device::Cpu)).set_requires_grad(true).sum(Kind::Float);
+    /// match loss.f_backward().map_err(Error::from_backward) {
+    ///     Ok(()) => {}
+    ///     Err(Error::Comm(CommError::PeerLost { peer, .. })) => eprintln!("without {peer} there is no going on"),
+    ///     Err(other) => return Err(other),
+    /// }
+    /// # Ok(())
+    /// ```
+    pub fn from_backward(error: TchError) -> Self {
+        let reason = match error {
+            TchError::Torch(reason) => reason,
+            other => other.to_string(),
+        };
+        let mut kept = IN_BACKWARD.lock().unwrap_or_else(PoisonError::into_inner);
+        let own = kept.iter().rposition(|(text, _)| reason.contains(text)).and_then(|index| kept.remove(index));
+        own.map_or(Self::Backward { reason }, |(_, error)| error)
+    }
+
+    /// Ends a backward with this error: returns what libtorch is to pass on.
+    pub(crate) fn end_backward(self) -> flow_autograd::BoxError {
+        let text = self.to_string();
+        let mut kept = IN_BACKWARD.lock().unwrap_or_else(PoisonError::into_inner);
+        if kept.len() == KEPT {
+            kept.pop_front();
+        }
+        kept.push_back((text.clone(), self));
+        text.into()
+    }
 }
 
 /// Result of data-parallel training.

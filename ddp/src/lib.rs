@@ -42,6 +42,7 @@ mod sampler;
 mod shared_bucket;
 mod state;
 mod stats;
+mod steps;
 mod tensors;
 mod verify;
 
@@ -54,7 +55,7 @@ pub use ddp::{Ddp, DdpBuilder, NoSync};
 pub use device::DeviceKind;
 pub use error::{Error, Result};
 pub use flow_autograd::OptimizerState;
-pub use flow_comm::{ProcessGroup, ReduceOp};
+pub use flow_comm::{Error as CommError, ProcessGroup, ReduceOp};
 pub use loader::{BatchId, Batches, DataLoader, Dataset, LoaderError};
 pub use optimizer::TryBackwardStep;
 pub use sampler::{DistributedSampler, Indices, SamplerError, SamplerState, Shuffle};

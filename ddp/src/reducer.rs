@@ -5,19 +5,21 @@
 //! its backward order was. The callback at the end of backward finishes what is under way and writes back what was
 //! copied. After the first backward the buckets are built anew, in the order in which rank 0's gradients came.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
-use flow_autograd::GradHook;
+use flow_autograd::{BoxError, GradHook};
 use flow_comm::nccl::{CudaGroup, Event};
 use flow_comm::{ForkSafe, ProcessGroup, ReduceOp};
 use tch::{Kind, Tensor};
 
 use crate::bucket::Caps;
+use crate::coalesced::CoalescedBroadcast;
 use crate::error::{job_rank, Error, Result};
 use crate::progress::{Means, Progress};
 use crate::state::{Parameter, State};
 use crate::stats::Stats;
+use crate::steps::Steps;
 use crate::tensors::current_stream;
 
 /// Set to 1: every gradient is copied into its bucket, none is reduced where it was born.
@@ -32,12 +34,17 @@ pub(crate) struct Options {
     pub communication: Option<Kind>,
 }
 
+/// The name of a parameter that the model has got since it was wrapped, if there is one.
+pub(crate) type Added = Box<dyn Fn() -> Option<String> + Send + Sync>;
+
 /// The state of one wrapped model, shared by its hooks.
 pub(crate) struct Reducer {
     group: ProcessGroup,
     options: Options,
     means: ForkSafe<Means>,
     in_place: bool,
+    steps: Arc<Steps>,
+    added: OnceLock<Added>,
     state: ForkSafe<Mutex<State>>,
 }
 
@@ -60,7 +67,8 @@ impl Reducer {
         state.build(&group, &means, options, &order)?;
         let in_place = std::env::var_os(COPY).is_none_or(|v| v != "1");
         let (means, state) = (ForkSafe::new(means), ForkSafe::new(Mutex::new(state)));
-        Ok(Arc::new(Self { group, options, means, in_place, state }))
+        let (steps, added) = (Arc::default(), OnceLock::new());
+        Ok(Arc::new(Self { group, options, means, in_place, steps, added, state }))
     }
 
     /// Hooks of all parameters: dropped, they are gone from the model.
@@ -71,8 +79,7 @@ impl Reducer {
             let hook = move |tensor: &Tensor| {
                 // First of all: in a forked child the state may be locked for ever.
                 reducer.check_process("backward")?;
-                let result = reducer.on_gradient(index, tensor);
-                Ok(result.inspect_err(|error| reducer.state().cause = Some(error.to_string()))?)
+                reducer.on_gradient(index, tensor).map_err(|error| reducer.fail(error))
             };
             GradHook::install(&parameter.tensor, hook)
                 .map_err(|e| self.torch("installing a hook", format!("{}: {e}", parameter.name)))
@@ -80,13 +87,34 @@ impl Reducer {
         state.parameters.iter().enumerate().map(install).collect()
     }
 
-    /// Whether backwards reduce gradients. Returns what it was before.
-    pub fn set_synchronize(&self, synchronize: bool) -> bool {
-        self.state.is_ours() && std::mem::replace(&mut self.state().synchronize, synchronize)
+    /// Backwards reduce no gradients until this has been ended, and every other call.
+    pub fn keep_local(&self) {
+        if self.state.is_ours() {
+            self.state().local += 1;
+        }
+    }
+
+    pub fn end_local(&self) {
+        if self.state.is_ours() {
+            self.state().local -= 1;
+        }
     }
 
     pub fn synchronizes(&self) -> bool {
-        self.state().synchronize
+        self.state().local == 0
+    }
+
+    /// Has each backward ask `added`.
+    pub fn watch_for(&self, added: Added) {
+        let _ = self.added.set(added); // once, when the model is wrapped
+    }
+
+    /// A forward in training mode has this result.
+    pub fn follow(&self, output: &Tensor) -> Result<()> {
+        match self.synchronizes() {
+            true => self.steps.follow(output).map_err(|e| self.torch("forward", e.to_string())),
+            false => Ok(()),
+        }
     }
 
     /// The error of `operation` in a process that was forked from this rank.
@@ -100,6 +128,12 @@ impl Reducer {
         if let Some(cuda) = self.means.cuda() {
             cuda.abort(cause);
         }
+    }
+
+    /// Gives all ranks rank 0's buffers: in the group in which gradients are reduced, so that a rank that is out of step
+    /// finds others in backward.
+    pub fn broadcast(&self, buffers: &mut CoalescedBroadcast) -> Result<()> {
+        buffers.run(&self.group, 0)
     }
 
     /// Waits until the reductions of the last backward are over.
@@ -121,25 +155,30 @@ impl Reducer {
     fn on_gradient(self: &Arc<Self>, index: usize, tensor: &Tensor) -> Result<()> {
         let mut state = self.state();
         state.used[index] = true;
-        if !state.synchronize {
+        if state.local > 0 {
             return Ok(());
         }
+        if state.failed {
+            self.group.check("backward")?;
+        }
         if !state.running {
-            if state.failed {
-                self.group.barrier()?; // says why, at once
-            }
             state.begin();
+            let step = self.steps.begin();
+            state.buckets.iter_mut().for_each(|bucket| bucket.set_step(step));
             // Unlocked: if the callback is refused it is dropped, and locks the state for that.
             drop(state);
             let end = EndOfBackward { reducer: Arc::clone(self), reached: false };
-            flow_autograd::at_end_of_backward(move || Ok(end.run()?))
-                .map_err(|e| self.torch("backward", e.to_string()))?;
+            flow_autograd::at_end_of_backward(move || end.run()).map_err(|e| self.torch("backward", e.to_string()))?;
             state = self.state();
             // From here on an error of this rank alone reaches the others.
             self.mark(&mut state, 0)?;
             if let Some(parameter) = state.frozen.iter().find(|p| p.tensor.requires_grad()) {
                 let name = &parameter.name;
                 let reason = format!("{name} was frozen when the model was wrapped and is not now: wrap it again");
+                return Err(Error::Model { rank: job_rank(&self.group), reason });
+            }
+            if let Some(name) = self.added.get().and_then(|added| added()) {
+                let reason = format!("{name} was added after the model was wrapped: wrap it again");
                 return Err(Error::Model { rank: job_rank(&self.group), reason });
             }
         }
@@ -335,9 +374,18 @@ impl Reducer {
         state.buckets.iter_mut().for_each(|bucket| bucket.reset(passed));
     }
 
+    /// A backward of this rank fails, and with it the group: no rank is to wait for gradients that will not come.
+    fn fail(&self, error: Error) -> BoxError {
+        self.state().failed = true;
+        // The ranks have told each other what they miss. If the group has failed for anything else, that remains the cause.
+        if !matches!(error, Error::MissingGradients { .. }) {
+            self.group.abort(&error.to_string());
+        }
+        error.end_backward()
+    }
+
     /// Meets all ranks to tell each other whose parameters have no gradient.
     fn missing_gradients(&self, state: &mut State, missing: &[usize]) -> Error {
-        state.failed = true;
         let name = |&index: &usize| {
             let parameter = &state.parameters[index];
             let frozen = if parameter.tensor.requires_grad() { "" } else { " (frozen after wrapping)" };
@@ -387,17 +435,16 @@ impl Reducer {
     }
 }
 
-/// Queued in the first hook of a backward. If backward fails before its end, the group is failed with it, so that no
-/// rank waits for gradients that will not come.
+/// Queued in the first hook of a backward. If backward fails before its end, the group is failed with it.
 struct EndOfBackward {
     reducer: Arc<Reducer>,
     reached: bool,
 }
 
 impl EndOfBackward {
-    fn run(mut self) -> Result<()> {
+    fn run(mut self) -> Result<(), BoxError> {
         self.reached = true;
-        self.reducer.finish()
+        self.reducer.finish().map_err(|error| self.reducer.fail(error))
     }
 }
 
@@ -405,9 +452,13 @@ impl Drop for EndOfBackward {
     fn drop(&mut self) {
         if !self.reached {
             let mut state = self.reducer.state();
-            let cause = state.cause.take();
-            let unknown = "backward failed on this rank before all its gradients were there";
-            self.reducer.group.abort(cause.as_deref().unwrap_or(unknown));
+            // A hook of ours has told why it failed. What else fails in a backward is told to its caller alone.
+            if !std::mem::replace(&mut state.failed, true) {
+                self.reducer.group.abort(
+                    "its backward failed before all gradients were there, see its own error; to go on, all ranks drop \
+                     their Ddp and wrap the model again",
+                );
+            }
             state.running = false;
             self.reducer.release(&mut state, false);
         }

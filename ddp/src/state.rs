@@ -40,14 +40,13 @@ pub(crate) struct State {
     pub buckets: Vec<Bucket>,
     /// Bucket and slot of each parameter.
     pub places: Vec<(usize, usize)>,
-    pub synchronize: bool,
+    /// How many [`NoSync`](crate::NoSync)s there are.
+    pub local: usize,
     /// Between the first hook and the end of a backward.
     pub running: bool,
     pub arrived: Vec<bool>,
     /// Parameters that got a gradient since the last reduction, under `no_sync` too.
     pub used: Vec<bool>,
-    /// Why a hook of this rank failed.
-    pub cause: Option<String>,
     /// Parameters in the order of their gradients' coming.
     pub order: Vec<usize>,
     /// The next bucket to launch.
@@ -56,7 +55,7 @@ pub(crate) struct State {
     pub rebuilt: bool,
     /// Another rank has failed for want of gradients: backward runs on to the end, where all ranks meet.
     pub failing: bool,
-    /// All ranks have met for that: the group is of no more use.
+    /// A backward has failed: the group is of no more use.
     pub failed: bool,
     pub stats: Stats,
     /// When the first gradient of this backward came.
@@ -73,11 +72,10 @@ impl State {
             frozen,
             buckets: Vec::new(),
             places: vec![(0, 0); count],
-            synchronize: true,
+            local: 0,
             running: false,
             arrived: vec![false; count],
             used: vec![false; count],
-            cause: None,
             order: Vec::with_capacity(count),
             next: 0,
             in_place_bytes: Vec::new(),

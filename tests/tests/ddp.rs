@@ -53,9 +53,10 @@ macro_rules! checks {
 
 checks! {
     linear mlp lenet mobilenet shared_gradients
-    no_sync several_forwards cleared_gradients
+    no_sync guards several_forwards cleared_gradients
+    nested nested_unused nested_twice
     unused_found unused_now_and_then unused_everywhere unused_accumulated
     unused_reported frozen_later differing_models unfit_models
-    frozen buffers wrapped_again sub_group memory sampler alone
+    frozen buffers changed wrapped_again sub_group memory sampler alone
     kinds communication_kinds many_buckets ready_order layouts
 }

@@ -62,7 +62,7 @@ fn a_rank_that_hangs_is_named_when_the_time_is_over() {
         assert_eq!(job.status.code(), Some(1), "{}", job.stderr);
         assert_contains(
             &job.stderr,
-            &["step 5", "all_reduce", "bucket", "timed out after 2s", "waited for rank 1 (pid "],
+            &["step 5: Timeout: ", "all_reduce", "bucket", "step 6)", "timed out after 2s", "waited for rank 1 (pid "],
         );
     }
 }
@@ -75,7 +75,9 @@ fn survivors_name_the_rank_that_is_gone() {
         for rank in [0, 2] {
             let Finished { status, stderr, .. } = &ranks[rank];
             assert_eq!(status.code(), Some(1), "{stderr}");
-            assert_contains(stderr, &["step 5", &format!("rank {rank}: all_reduce #"), "bucket", &gone, "died"]);
+            let [first, again] = ["all_reduce #", "backward failed"].map(|it| format!("rank {rank}: {it}"));
+            assert_contains(stderr, &[&format!("step 5: PeerLost: {first}"), "bucket", &gone, "died"]);
+            assert_contains(stderr, &[&format!("again: Poisoned: {again}: the process group is unusable"), &gone]);
         }
     }
 }
@@ -83,15 +85,58 @@ fn survivors_name_the_rank_that_is_gone() {
 #[test]
 fn a_backward_that_fails_on_one_rank_fails_on_all() {
     for mode in MODES {
-        for (event, reason) in [("hook_panic", "panicked: the hook cannot go on"), ("hook_error", "has had enough")] {
+        let [panic, error] = ["a gradient hook panicked: the hook cannot go on", "the hook has had enough"]
+            .map(|it| format!("backward: {it}"));
+        for (event, reason) in [("hook_panic", panic), ("hook_error", error)] {
             let ranks = by_hand(3, event, mode);
-            assert_contains(&ranks[1].stderr, &["step 5", reason]);
+            let cause = "rank 1 aborted the group: its backward failed before all gradients were there";
+            let again = |rank| format!("again: Poisoned: rank {rank}: backward failed: ");
+            assert_contains(&ranks[1].stderr, &[&format!("step 5: Backward: {reason}"), &again(1), cause]);
             for rank in [0, 2] {
-                let reason = "rank 1 aborted the group: backward failed on this rank";
-                assert_contains(&ranks[rank].stderr, &["step 5", &format!("rank {rank}: all_reduce #"), reason]);
+                let first = format!("step 5: Poisoned: rank {rank}: all_reduce #");
+                assert_contains(&ranks[rank].stderr, &[&first, &again(rank), cause]);
             }
             assert!(ranks.iter().all(|rank| rank.status.code() == Some(1)));
         }
+    }
+}
+
+#[test]
+fn ranks_that_are_out_of_step_find_out() {
+    for mode in MODES {
+        for event in ["forward_only", "other_loss", "caught"] {
+            for (rank, Finished { status, stderr, .. }) in by_hand(3, event, mode).into_iter().enumerate() {
+                assert_eq!(status.code(), Some(1), "{event}: {stderr}");
+                let own = if rank == 1 { "step 6: " } else { "step 5: " };
+                assert_contains(&stderr, &[own, "ranks disagree", "one of them skipped a backward"]);
+                let told = |one: &str, other: &str| stderr.contains(&format!("{one}, rank {other}"));
+                let [zero, two] = [0, 2].map(|other| {
+                    told("rank 1 is in step 7", &format!("{other} in step 6"))
+                        || told(&format!("rank {other} is in step 6"), "1 in step 7")
+                });
+                assert!(zero || two, "{event}: {stderr}");
+            }
+        }
+        for Finished { status, stderr, .. } in by_hand(3, "forward_only_with_buffers", mode) {
+            assert_eq!(status.code(), Some(1), "{stderr}");
+            assert_contains(&stderr, &["ranks disagree", "called all_reduce", "step 6)", "called broadcast"]);
+        }
+        by_hand(2, "all_forward_only", mode).into_iter().for_each(|rank| _ = rank.success());
+    }
+}
+
+#[test]
+fn after_a_backward_that_fails_on_all_the_model_can_be_wrapped_again() {
+    for mode in MODES {
+        let ranks = by_hand(2, "all_fail", mode);
+        for (rank, Finished { stderr, .. }) in ranks.iter().enumerate() {
+            let again = format!("again: Poisoned: rank {rank}: backward failed: the process group is unusable");
+            assert_contains(stderr, &["step 5: ", &again, "wrap the model again"]);
+        }
+        // The others may hear of that before they come to it themselves.
+        assert!(ranks.iter().any(|rank| rank.stderr.contains("step 5: Backward: backward: no rank can go on")));
+        assert!(ranks.iter().all(|rank| rank.status.code() == Some(1)));
+        by_hand(2, "all_fail_and_wrap", mode).into_iter().for_each(|rank| _ = rank.success());
     }
 }
 
@@ -100,9 +145,9 @@ fn a_parameter_that_one_rank_thaws_fails_on_all() {
     for mode in MODES {
         let ranks = by_hand(3, "thaw", mode);
         let reason = "frozen.weight was frozen when the model was wrapped and is not now: wrap it again";
-        assert_contains(&ranks[1].stderr, &["step 5", reason]);
+        assert_contains(&ranks[1].stderr, &[&format!("step 5: Model: rank 1: Ddp: {reason}"), "again: Poisoned: "]);
         for rank in [0, 2] {
-            assert_contains(&ranks[rank].stderr, &["step 5", "rank 1 aborted the group: ", reason]);
+            assert_contains(&ranks[rank].stderr, &["step 5: Poisoned: ", "rank 1 aborted the group: ", reason]);
         }
     }
 }

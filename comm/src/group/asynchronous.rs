@@ -37,7 +37,8 @@ impl fmt::Display for Lane {
         match self {
             Lane::Collectives => write!(f, "a collective"),
             Lane::To(peer) => write!(f, "send to rank {peer} of the group"),
-            Lane::From(peer) => write!(f, "recv from rank {peer} of the group"),
+            Lane::From(peer, _) => write!(f, "recv from rank {peer} of the group"),
+            Lane::FromAny(_) => write!(f, "recv from any rank"),
         }
     }
 }

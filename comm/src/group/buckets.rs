@@ -64,6 +64,11 @@ impl ProcessGroup {
         self.member(&operation).map(drop)
     }
 
+    /// The error of `operation`, which is about to begin, if the group has failed.
+    pub fn check(&self, operation: &str) -> Result<()> {
+        self.engine().check_poison(&operation)
+    }
+
     /// Fails the group on all ranks because of something one or more of them found out: all ranks call this (those
     /// with nothing to add with an empty text) and get what all said, by rank in the job.
     pub fn fail_with_notice(&self, operation: &str, own: &str) -> Vec<(usize, String)> {

@@ -17,6 +17,7 @@ pub struct FlatBucket {
     /// First, as it is undone before the memory is freed.
     registration: Option<Registration>,
     number: u32,
+    step: u32,
     packer: Packer,
     flat: Place,
     /// Gradients are of another type than what is communicated.
@@ -30,6 +31,11 @@ impl FlatBucket {
         let (size, layout) = (self.flat.dtype.size(), self.packer.layout());
         let (start, length) = (layout.places().get(slot)?, layout.lengths().get(slot)?);
         Some(Place { start: self.flat.start + start * size, bytes: length * size, ..self.flat.clone() })
+    }
+
+    /// Says in which step, from 1 on, the bucket is reduced next: errors name it.
+    pub fn set_step(&mut self, step: u32) {
+        self.step = step;
     }
 
     /// Bytes as communicated, padding included.
@@ -97,7 +103,7 @@ impl CudaGroup {
         // The gaps between places are reduced too, whatever they hold: nobody looks at them.
         let flat = Place { memory, start: 0, bytes, dtype: communication };
         let casts = tensors != communication;
-        Ok(FlatBucket { registration: None, number, packer, flat, casts, timing: None })
+        Ok(FlatBucket { registration: None, number, step: 0, packer, flat, casts, timing: None })
     }
 
     /// Enqueues the mean of a bucket over all ranks: it begins when what has been enqueued on the streams `after` is
@@ -118,7 +124,7 @@ impl CudaGroup {
     ) -> Result<()> {
         let count = bucket.bytes() / bucket.flat.dtype.size();
         let operation = self.operation(Kind::AllReduce, bucket.flat.dtype, count, ReduceOp::Sum, 0);
-        let operation = Operation { bucket: Some(bucket.number), ..operation };
+        let operation = Operation { bucket: Some(bucket.number), step: bucket.step, ..operation };
         let scale = 1.0 / self.size() as f64;
         let ready = self.event()?;
         if let Some(stream) = after.last() {

@@ -377,7 +377,7 @@ impl CudaGroup {
     /// An operation that is about to be issued: its number comes then.
     pub(super) fn operation(&self, kind: Kind, dtype: DType, count: usize, reduce: ReduceOp, root: usize) -> Operation {
         let (root, count) = (root as u32, count as u64);
-        Operation { sequence: 0, kind, dtype, reduce, root, count, bucket: None, layout: 0 }
+        Operation { sequence: 0, kind, dtype, reduce, root, count, bucket: None, step: 0, layout: 0 }
     }
 
     pub(super) fn system(&self, operation: &str, reason: String) -> Error {

@@ -80,7 +80,7 @@ pub struct Engine {
 #[derive(Default)]
 pub struct State {
     round: u64,
-    sequence: u64,
+    pub(super) sequence: u64,
     /// The last round that used each staging buffer.
     pub staged: [Option<u64>; 2],
     pub in_flight: VecDeque<InFlight>,
@@ -297,6 +297,15 @@ impl Engine {
                 }
                 _ => Ok(location),
             },
+            Ok((theirs, _)) if theirs.bucket.and(operation.bucket).is_some() && theirs.step != operation.step => {
+                let (own, peer) = (self.ranks[self.rank], self.ranks[rank]);
+                let (step, other) = (operation.step, theirs.step);
+                Err(format!(
+                    "rank {own} is in step {step}, rank {peer} in step {other} (a forward in training mode without its \
+                     backward is a step: one of them skipped a backward, had a loss without parameters, or caught a \
+                     backward's error)"
+                ))
+            }
             Ok((theirs, _)) => {
                 let same = Operation { layout: operation.layout, ..theirs } == *operation;
                 let pieces = if same { " with pieces of other lengths" } else { "" };

@@ -258,6 +258,16 @@ impl Engine {
     }
 
     pub fn operation(&self, kind: Kind, dtype: DType, reduce: ReduceOp, root: usize, count: usize) -> Operation {
-        Operation { sequence: 0, kind, dtype, reduce, root: root as u32, count: count as u64, bucket: None, layout: 0 }
+        Operation {
+            sequence: 0,
+            kind,
+            dtype,
+            reduce,
+            root: root as u32,
+            count: count as u64,
+            bucket: None,
+            step: 0,
+            layout: 0,
+        }
     }
 }

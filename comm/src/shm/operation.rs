@@ -75,8 +75,10 @@ pub struct Operation {
     pub reduce: ReduceOp,
     pub root: u32,
     pub count: u64,
-    /// The bucket that is reduced, and a digest of the pieces it consists of; of a message, its tag.
+    /// The bucket that is reduced, the step in which it is (0: not told), and a digest of the pieces it consists of; of a
+    /// message, `layout` is its tag.
     pub bucket: Option<u32>,
+    pub step: u32,
     pub layout: u64,
 }
 
@@ -109,7 +111,7 @@ impl Operation {
             Location::Shared(offset) => offset as u64,
             Location::Staged => STAGED,
         };
-        let bucket = self.bucket.map_or(0, |b| u64::from(b) + 1);
+        let bucket = self.bucket.map_or(0, |b| u64::from(b) + 1) | u64::from(self.step) << 32;
         for (word, value) in words.0.iter().zip([self.sequence, packed, self.count, offset, bucket, self.layout]) {
             word.store(value, Ordering::Relaxed);
         }
@@ -126,7 +128,8 @@ impl Operation {
             reduce: ReduceOp::try_from((packed >> 16) as u8).map_err(|_| UNREADABLE)?,
             root: (packed >> 32) as u32,
             count,
-            bucket: bucket.checked_sub(1).map(|b| b as u32),
+            bucket: (bucket as u32).checked_sub(1),
+            step: (bucket >> 32) as u32,
             layout,
         };
         let location = if offset == STAGED { Location::Staged } else { Location::Shared(offset as usize) };
@@ -149,6 +152,9 @@ impl fmt::Display for Operation {
         }
         if let Some(bucket) = self.bucket {
             write!(f, ", bucket {bucket}")?;
+        }
+        if self.step > 0 {
+            write!(f, ", step {}", self.step)?;
         }
         write!(f, ")")
     }

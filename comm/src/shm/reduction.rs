@@ -9,7 +9,7 @@
 
 use std::hash::{Hash, Hasher};
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -33,6 +33,8 @@ pub struct Segments {
     pub(super) total: usize,
     /// Tells buckets apart whose pieces differ in number or lengths.
     layout: u64,
+    /// Which step the bucket is reduced in, the same on all ranks.
+    step: AtomicU32,
     /// Offsets of the pieces, readable by all ranks.
     table: Block,
     pieces: Mutex<Pieces>,
@@ -54,7 +56,13 @@ impl Segments {
         lengths.hash(&mut hasher);
         let table = arena.allocate_zeroed(lengths.len() * 8)?;
         let pieces = Mutex::new(Pieces { owners: lengths.iter().map(|_| None).collect(), under_way: false });
-        Some(Self { bucket, dtype, lengths, total, layout: hasher.finish(), table, pieces })
+        let (layout, step) = (hasher.finish(), AtomicU32::new(0));
+        Some(Self { bucket, dtype, lengths, total, layout, step, table, pieces })
+    }
+
+    /// Says in which step, from 1 on, the bucket is posted next: ranks whose steps differ get an error that names both.
+    pub fn set_step(&self, step: u32) {
+        self.step.store(step, Ordering::Relaxed);
     }
 
     /// Says where piece `index` lies now: in `memory`, whose address stays the same until it is dropped, which is when
@@ -273,6 +281,12 @@ impl Engine {
         }
         let state = &mut *self.state();
         let mut operation = self.operation(Kind::AllReduce, segments.dtype, reduce, 0, segments.total);
+        operation.sequence = state.sequence;
+        operation.bucket = Some(segments.bucket);
+        operation.step = segments.step.load(Ordering::Relaxed);
+        operation.layout = segments.layout;
+        // Before anything is said of the state in which a failure has left the bucket.
+        self.check_poison(&operation)?;
         if self.abroad.is_some() && is_mean_of_integers(&operation) {
             return refuse("is to be an average of integers, which buckets cannot be over several nodes; sum them");
         }
@@ -284,8 +298,6 @@ impl Engine {
             drop(pieces);
             return self.advance(state, false).map(|()| (false, None));
         };
-        operation.bucket = Some(segments.bucket);
-        operation.layout = segments.layout;
         self.number(state, &mut operation)?;
         pieces.under_way = true;
         self.post(round, &operation, Location::Shared(segments.table.offset()));

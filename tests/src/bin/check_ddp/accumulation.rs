@@ -51,6 +51,21 @@ pub fn no_sync(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
+/// Gradients are local as long as there is one guard, in whatever order they go.
+pub fn guards(group: &ProcessGroup) -> Result<()> {
+    let store = store();
+    let model = Ddp::new(Vectors::new(&store, &LENGTHS), &store, group)?;
+    let own = |rank: usize| (rank + 1) as f64;
+    let backward = || Ok(model.forward(&Tensor::from(own(group.rank()) as f32)).f_backward()?);
+    let all = |expected: f64| model.0.iter().try_for_each(|w| gradient_is(w, expected));
+    let [first, second, third] = [(); 3].map(|()| model.no_sync());
+    for (count, guard) in [first, third, second].into_iter().enumerate() {
+        backward().and_then(|()| all((count + 1) as f64 * own(group.rank())))?;
+        drop(guard);
+    }
+    backward().and_then(|()| all(mean(group, |rank| 4.0 * own(rank))))
+}
+
 /// Several forwards, then as many backwards, in whatever order.
 pub fn several_forwards(group: &ProcessGroup) -> Result<()> {
     for view in [false, true] {

@@ -109,6 +109,35 @@ pub fn buffers(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
+/// What the model gets after it is wrapped would not be shared.
+pub fn changed(group: &ProcessGroup) -> Result<()> {
+    let store = store();
+    let own = group.rank() as i64 + 5;
+    let mut model = Ddp::new(WithBuffer::new(&store, own), &store, group)?;
+    let x = Tensor::from(1f32).to(device());
+    let another = model.buffer.shallow_clone();
+    model.try_forward_t(&x, true)?.f_backward()?;
+    drop(another);
+    let _ = model.buffer.fill_(own);
+    model.try_forward_t(&x, true)?.f_backward()?;
+    ensure!(model.buffers() == (5.0, 5.0), "a buffer that was written to is no longer rank 0's");
+    let buffer = std::mem::replace(&mut model.buffer, Tensor::ones([2, 3], (Kind::Float, device())));
+    drop(model.forward_t(&x, false));
+    model.without_sync(|model| model.try_forward_t(&x, true).map(drop))?;
+    // As long as the old one is held, it might be the model's.
+    drop(model.try_forward_t(&x, true)?);
+    drop(buffer);
+    says(&error(model.try_forward_t(&x, true))?, &["the buffer buffer", "copy_", "wrap the model again"])?;
+
+    let store = self::store();
+    let model = Ddp::new(Vectors::new(&store, &[10]), &store, group)?;
+    model.forward(&x).f_backward()?;
+    let _fixed = store.root().zeros_no_train("fixed", &[2]);
+    model.forward(&x).f_backward()?;
+    let _later = (store.root() / "head").ones("later", &[2]);
+    says(&error(model.forward(&x).f_backward())?, &["head.later was added after the model was wrapped"])
+}
+
 /// A dropped wrapper leaves hooks and allocator as they were before; a second one works.
 pub fn wrapped_again(group: &ProcessGroup) -> Result<()> {
     fn sendable<T: Send>(value: T) -> T {

@@ -5,6 +5,7 @@ mod equivalence;
 mod helpers;
 mod lifecycle;
 mod models;
+mod nested;
 mod options;
 mod reported;
 mod unused;
@@ -21,18 +22,23 @@ const CHECKS: &[(&str, Check)] = &[
     ("mobilenet", equivalence::mobilenet),
     ("shared_gradients", equivalence::shared_gradients),
     ("no_sync", accumulation::no_sync),
+    ("guards", accumulation::guards),
     ("several_forwards", accumulation::several_forwards),
     ("cleared_gradients", accumulation::cleared_gradients),
     ("unused_found", unused::found),
     ("unused_now_and_then", unused::now_and_then),
     ("unused_everywhere", unused::everywhere),
     ("unused_accumulated", unused::accumulated),
+    ("nested", nested::reduced),
+    ("nested_unused", nested::unused),
+    ("nested_twice", nested::twice),
     ("unused_reported", reported::unused),
     ("frozen_later", reported::frozen_later),
     ("differing_models", reported::differing_models),
     ("unfit_models", reported::unfit_models),
     ("frozen", lifecycle::frozen),
     ("buffers", lifecycle::buffers),
+    ("changed", lifecycle::changed),
     ("wrapped_again", lifecycle::wrapped_again),
     ("sub_group", lifecycle::sub_group),
     ("memory", lifecycle::memory),
