@@ -45,6 +45,8 @@ extern "C" {
     pub fn flow_owns_grad(parameter: *const C_tensor, owns: *mut bool) -> *mut c_char;
     pub fn flow_at_end_of_backward(closure: Closure) -> *mut c_char;
     pub fn flow_set_grad(parameter: *const C_tensor, grad: *const C_tensor) -> *mut c_char;
+    pub fn flow_check_plain(tensor: *const C_tensor) -> *mut c_char;
+    pub fn flow_identity(tensor: *const C_tensor) -> *const c_void;
     pub fn flow_memory(tensor: *const C_tensor, memory: *mut Memory) -> *mut c_char;
     pub fn flow_load_cuda() -> *mut c_char;
     pub fn flow_current_stream(device: c_int, stream: *mut *mut c_void) -> *mut c_char;

@@ -55,7 +55,8 @@ checks! {
     linear mlp lenet mobilenet shared_gradients
     no_sync several_forwards cleared_gradients
     unused_found unused_now_and_then unused_everywhere unused_accumulated
-    unused_reported frozen_later differing_models unfit_models
+    unused_reported frozen_later differing_models unfit_models unfit_tensors replaced_buffers
+    tied tied_names wrapped_twice
     frozen buffers wrapped_again sub_group memory sampler alone
     kinds communication_kinds many_buckets ready_order layouts
 }

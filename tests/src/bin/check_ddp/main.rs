@@ -7,6 +7,8 @@ mod lifecycle;
 mod models;
 mod options;
 mod reported;
+mod tied;
+mod unfit;
 mod unused;
 
 use anyhow::{Context, Result};
@@ -31,6 +33,11 @@ const CHECKS: &[(&str, Check)] = &[
     ("frozen_later", reported::frozen_later),
     ("differing_models", reported::differing_models),
     ("unfit_models", reported::unfit_models),
+    ("unfit_tensors", unfit::tensors),
+    ("replaced_buffers", unfit::replaced_buffers),
+    ("tied", tied::trained),
+    ("tied_names", tied::named),
+    ("wrapped_twice", tied::wrapped_twice),
     ("frozen", lifecycle::frozen),
     ("buffers", lifecycle::buffers),
     ("wrapped_again", lifecycle::wrapped_again),
