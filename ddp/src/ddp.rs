@@ -333,10 +333,11 @@ impl DdpBuilder {
         let parameters = parameters.into_iter().map(|(name, tensor)| Parameter::new(name, tensor));
         let (trained, frozen): (Vec<_>, Vec<_>) = parameters.partition(|parameter| parameter.tensor.requires_grad());
         // Before the first backward: gradients are to be born in shared memory from then on.
-        let own = group.duplicate()?;
+        let birthplace = Birthplace::current().filter(|_| group.cuda_device().is_none());
+        let own = group.duplicate_in(birthplace.as_ref().map(|birthplace| birthplace.home()))?;
         let cuda =
             trained.first().map(|parameter: &Parameter| cuda_group(&own, &parameter.tensor)).transpose()?.flatten();
-        let birthplace = cuda.is_none().then(|| Birthplace::install(group.arena())).flatten();
+        let birthplace = cuda.is_none().then(|| Birthplace::install(own.home())).flatten();
         let reducer = Reducer::new(own, cuda, trained, frozen, options)?;
         let hooks = reducer.install_hooks()?;
         Ok(Ddp { model, group, reducer: Some(reducer), _hooks: hooks, _birthplace: birthplace, buffers })

@@ -41,6 +41,7 @@ const CHECKS: &[(&str, Check)] = &[
     ("frozen", lifecycle::frozen),
     ("buffers", lifecycle::buffers),
     ("wrapped_again", lifecycle::wrapped_again),
+    ("joined_again", lifecycle::joined_again),
     ("sub_group", lifecycle::sub_group),
     ("memory", lifecycle::memory),
     ("waits", lifecycle::waits),
