@@ -15,7 +15,7 @@ use crate::birthplace::Birthplace;
 use crate::bucket::Caps;
 use crate::coalesced::CoalescedBroadcast;
 use crate::error::{job_rank, Error, Result};
-use crate::layout::{overlaps, OVERLAPS};
+use crate::layout::{overlaps, Layout, OVERLAPS};
 use crate::reducer::{Options, Reducer};
 use crate::state::Parameter;
 use crate::stats::Stats;
@@ -351,7 +351,9 @@ fn describe(parameters: &[(String, Tensor)], buffers: &[(String, Tensor)]) -> Ve
     let line = |(what, (name, tensor)): (&str, &(String, Tensor))| {
         let name = name.replace('\n', " ");
         let form = format!("{:?} {:?} requires_grad={}", tensor.size(), tensor.kind(), tensor.requires_grad());
-        let line = format!("{what} {name} {form}");
+        // What lies at the same place in memory is added up.
+        let layout = if what == "parameter" { Layout::of(tensor).to_string() } else { String::new() };
+        let line = format!("{what} {name} {form}{layout}");
         match first_names.entry(flow_autograd::identity(tensor)) {
             Entry::Occupied(first) => format!("{line}, the same tensor as {}", first.get()),
             Entry::Vacant(none) => {
