@@ -42,7 +42,7 @@ impl CudaBucket {
         let view = |(slot, member): (usize, &&Parameter)| {
             let place = flat.place(slot).ok_or_else(|| failed(group)(format!("there is no slot {slot}")))?;
             let view = flow_autograd::tensor_on(cuda.device(), place, &member.layout.memory_shape(), kind);
-            Ok(member.layout.from_memory_order(&view.map_err(|e| failed(group)(e.to_string()))?))
+            Ok(member.layout.in_own_order(&view.map_err(|e| failed(group)(e.to_string()))?))
         };
         let views = match kind == communication {
             true => members.iter().enumerate().map(view).collect::<Result<Vec<_>>>()?,
@@ -63,7 +63,7 @@ impl CudaBucket {
     /// Takes in a gradient. Returns whether it is reduced where it is: where it lies in the bucket already.
     pub fn take(&mut self, slot: usize, gradient: &Tensor, owned: bool) -> Result<bool> {
         // A gradient that is reduced in another type gets the result itself: nobody else may still need it.
-        let source = self.layouts[slot].to_memory_order(gradient).contiguous();
+        let source = self.layouts[slot].in_memory_order(gradient).contiguous();
         let source = if self.views.is_empty() && !owned { source.copy() } else { source };
         let in_place =
             self.views.get(slot).is_some_and(|v| flow_autograd::data_ptr(v) == flow_autograd::data_ptr(&source));
@@ -89,7 +89,7 @@ impl CudaBucket {
             self.streams.push(stream);
         }
         let memory = CudaTensor::new(source).map_err(fail)?;
-        let gradient = self.layouts[slot].from_memory_order(memory.tensor());
+        let gradient = self.layouts[slot].in_own_order(memory.tensor());
         self.gradients[slot] = Some((memory, gradient));
         Ok(())
     }

@@ -70,7 +70,7 @@ impl<M> Ddp<M> {
     /// Wraps `model`, whose variables are in `vs`, with the default options of [`DdpBuilder`].
     ///
     /// Errors: models that differ between ranks (on every rank, naming the parameter and both ranks), no parameter to
-    /// train, parameters that cannot be reduced, failing communication.
+    /// train, parameters that cannot be reduced or that another `Ddp` has, failing communication.
     pub fn new(model: M, vs: &VarStore, group: &ProcessGroup) -> Result<Self> {
         DdpBuilder::new(group).wrap(model, vs)
     }

@@ -30,15 +30,15 @@ impl Layout {
     }
 
     /// The tensor with its dimensions as they come in memory: contiguous if it has this layout.
-    pub fn to_memory_order(&self, tensor: &Tensor) -> Tensor {
+    pub fn in_memory_order(&self, tensor: &Tensor) -> Tensor {
         match &self.strided {
             Some((_, order)) => tensor.detach().permute(order),
             None => tensor.shallow_clone(),
         }
     }
 
-    /// The contiguous tensor that [`Layout::to_memory_order`] gave, with its dimensions in their own order again.
-    pub fn from_memory_order(&self, tensor: &Tensor) -> Tensor {
+    /// The contiguous tensor that [`Layout::in_memory_order`] gave, with its dimensions in their own order again.
+    pub fn in_own_order(&self, tensor: &Tensor) -> Tensor {
         match &self.strided {
             // Not as a view for autograd, as gradients are detached in place.
             Some((strides, _)) => tensor.as_strided(&self.shape, strides, None).detach(),
@@ -46,7 +46,7 @@ impl Layout {
         }
     }
 
-    /// The shape of a contiguous tensor for [`Layout::from_memory_order`].
+    /// The shape of a contiguous tensor for [`Layout::in_own_order`].
     pub fn memory_shape(&self) -> Vec<i64> {
         match &self.strided {
             Some((_, order)) => order.iter().map(|&dimension| self.shape[dimension as usize]).collect(),
@@ -108,7 +108,8 @@ mod tests {
 
     #[test]
     fn dimensions_come_in_the_order_of_memory() {
-        let cases: [(&[i64], &[i64], Option<&[i64]>); 11] = [
+        type Case = (&'static [i64], &'static [i64], Option<&'static [i64]>);
+        let cases: [Case; 11] = [
             (&[], &[], Some(&[])),
             (&[2, 3], &[3, 1], Some(&[0, 1])),
             (&[2, 3], &[1, 2], Some(&[1, 0])),
@@ -135,17 +136,17 @@ mod tests {
             (rows.shallow_clone(), ""),
         ] {
             let layout = Layout::of(&parameter);
-            let flat = layout.to_memory_order(&parameter);
+            let flat = layout.in_memory_order(&parameter);
             assert!(flat.is_contiguous() && flat.size() == layout.memory_shape());
-            let again = layout.from_memory_order(&flat);
+            let again = layout.in_own_order(&flat);
             assert_eq!((again.size(), again.stride()), (parameter.size(), parameter.stride()));
             assert_eq!(again, parameter);
             assert_eq!(layout.to_string(), told);
         }
         let columns = rows.view([6, 20]).tr();
-        assert!(!Layout::of(&columns).to_memory_order(&columns.contiguous()).is_contiguous());
+        assert!(!Layout::of(&columns).in_memory_order(&columns.contiguous()).is_contiguous());
         let gaps = rows.slice(3, 0, 2, 1);
-        assert_eq!(Layout::of(&gaps).from_memory_order(&gaps.contiguous()).stride(), [24, 8, 2, 1]);
+        assert_eq!(Layout::of(&gaps).in_own_order(&gaps.contiguous()).stride(), [24, 8, 2, 1]);
     }
 
     #[test]

@@ -37,7 +37,7 @@ impl SharedBucket {
         let place = |member: &&Parameter| {
             let memory = group.alloc_shared::<u8>(member.elements() * dtype.size())?;
             let place = flow_autograd::tensor_in(memory, &member.layout.memory_shape(), kind);
-            Ok(member.layout.from_memory_order(&place.map_err(|e| failed(group)(e.to_string()))?))
+            Ok(member.layout.in_own_order(&place.map_err(|e| failed(group)(e.to_string()))?))
         };
         let places = members.iter().map(place).collect::<Result<Vec<_>>>()?;
         let segments = Arc::new(group.segments(number, dtype, lengths)?);
@@ -50,7 +50,7 @@ impl SharedBucket {
     /// it is.
     pub fn take(&mut self, slot: usize, gradient: &Tensor, in_place: bool) -> bool {
         // Ranks add up what lies at the same place in memory: a gradient of another layout must not be taken as it is.
-        let memory = || Memory(self.layouts[slot].to_memory_order(gradient));
+        let memory = || Memory(self.layouts[slot].in_memory_order(gradient));
         let reachable = in_place && gradient.kind() == self.kind && self.segments.place(slot, memory());
         if reachable {
             self.copied[slot] = false;
@@ -69,7 +69,7 @@ impl SharedBucket {
     fn use_place(&mut self, slot: usize) {
         self.copied[slot] = true;
         // Refused only if a backward that failed was reducing the bucket: then posting it again fails.
-        self.segments.place(slot, Memory(self.layouts[slot].to_memory_order(&self.places[slot])));
+        self.segments.place(slot, Memory(self.layouts[slot].in_memory_order(&self.places[slot])));
     }
 
     /// Hands the bucket over to be reduced; false if that must be tried again later.

@@ -139,7 +139,11 @@ fn check(group: &ProcessGroup, operation: &'static str, tensor: &Tensor, written
 
 /// The tensor itself, without its history, or a contiguous copy of it.
 pub(crate) fn contiguous(tensor: &Tensor) -> Tensor {
-    tensor.detach().resolve_neg().contiguous()
+    let tensor = tensor.detach();
+    match tensor.is_neg() {
+        true => tensor.resolve_neg().contiguous(),
+        false => tensor.contiguous(),
+    }
 }
 
 /// Writes what [`contiguous`] gave back to the tensor, unless it is the tensor itself.

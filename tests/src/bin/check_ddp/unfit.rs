@@ -69,6 +69,12 @@ pub fn tensors(group: &ProcessGroup) -> Result<()> {
         models(group, &unfit).context(unfit.name)?;
         optimizers(&unfit).context(unfit.name)?;
     }
+    // The imaginary part of a conjugate is negated only when it is read.
+    let one = Tensor::ones([3], (Kind::Float, device()));
+    let mut negated = Tensor::complex(&one, &one).conj().imag();
+    ensure!(negated.is_neg());
+    group.all_reduce_tensor(&mut negated, ReduceOp::Sum)?;
+    ensure!(negated == &one * -(group.world_size() as i64), "{negated}");
     // Nothing was broken by all this.
     group.barrier()?;
     Ok(())
