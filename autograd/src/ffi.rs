@@ -47,6 +47,8 @@ extern "C" {
     pub fn flow_on_backward(tensor: *const C_tensor, closure: Closure) -> *mut c_char;
     pub fn flow_use_count(tensor: *const C_tensor) -> usize;
     pub fn flow_set_grad(parameter: *const C_tensor, grad: *const C_tensor) -> *mut c_char;
+    pub fn flow_check_plain(tensor: *const C_tensor) -> *mut c_char;
+    pub fn flow_identity(tensor: *const C_tensor) -> *const c_void;
     pub fn flow_memory(tensor: *const C_tensor, memory: *mut Memory) -> *mut c_char;
     pub fn flow_load_cuda() -> *mut c_char;
     pub fn flow_current_stream(device: c_int, stream: *mut *mut c_void) -> *mut c_char;

@@ -24,6 +24,15 @@ type Hook = dyn FnMut(&Tensor) -> Result<(), BoxError> + Send;
 struct Slot(Mutex<Option<Arc<Mutex<Hook>>>>);
 
 impl Slot {
+    /// The slot of a parameter that has, or once had, a hook; an error if it can have none.
+    fn of(parameter: &Tensor, operation: &'static str) -> Result<Option<Arc<Self>>, Error> {
+        let mut data = null_mut();
+        // SAFETY: the tensor is alive and `data` is writable.
+        unsafe { ffi::check(operation, ffi::flow_grad_hook(parameter.as_ptr(), &mut data))? };
+        // SAFETY: all our hooks' data are boxes of this type, which live as long as the parameter.
+        Ok((!data.is_null()).then(|| unsafe { &*data.cast::<Arc<Self>>() }.clone()))
+    }
+
     fn lock(&self) -> std::sync::MutexGuard<'_, Option<Arc<Mutex<Hook>>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -77,19 +86,16 @@ impl GradHook {
         static INSTALLING: Mutex<()> = Mutex::new(());
         let _one_at_a_time = INSTALLING.lock().unwrap_or_else(PoisonError::into_inner);
 
-        let mut data = null_mut();
-        // SAFETY: the tensor is alive and `data` is writable.
-        unsafe { ffi::check(OPERATION, ffi::flow_grad_hook(parameter.as_ptr(), &mut data))? };
-        let slot = if data.is_null() {
-            let slot = Arc::<Slot>::default();
-            let data = Box::into_raw(Box::new(slot.clone())).cast();
-            let closure = Closure { data, call: call_slot, drop: ffi::drop_box::<Arc<Slot>> };
-            // SAFETY: the tensor is alive; the closure's functions fit its data.
-            unsafe { ffi::check(OPERATION, ffi::flow_set_grad_hook(parameter.as_ptr(), closure))? };
-            slot
-        } else {
-            // SAFETY: all our hooks' data are boxes of this type, which live as long as the parameter.
-            unsafe { &*data.cast::<Arc<Slot>>() }.clone()
+        let slot = match Slot::of(parameter, OPERATION)? {
+            Some(slot) => slot,
+            None => {
+                let slot = Arc::<Slot>::default();
+                let data = Box::into_raw(Box::new(slot.clone())).cast();
+                let closure = Closure { data, call: call_slot, drop: ffi::drop_box::<Arc<Slot>> };
+                // SAFETY: the tensor is alive; the closure's functions fit its data.
+                unsafe { ffi::check(OPERATION, ffi::flow_set_grad_hook(parameter.as_ptr(), closure))? };
+                slot
+            }
         };
         let mut installed = slot.lock();
         if installed.is_some() {
@@ -98,6 +104,16 @@ impl GradHook {
         *installed = Some(Arc::new(Mutex::new(hook)));
         drop(installed);
         Ok(GradHook { slot })
+    }
+
+    /// Whether the parameter has a hook at present, so that [`GradHook::install`] would refuse it.
+    ///
+    /// # Errors
+    ///
+    /// It can have none: it is not a leaf that requires a gradient.
+    pub fn is_installed(parameter: &Tensor) -> Result<bool, Error> {
+        let slot = Slot::of(parameter, "GradHook::is_installed")?;
+        Ok(slot.is_some_and(|slot| slot.lock().is_some()))
     }
 }
 

@@ -8,6 +8,8 @@
 //! | know whether a gradient's memory is nobody else's, and replace it | [`owns_grad`], [`set_grad`] |
 //! | know whether anybody else has a tensor | [`use_count`] |
 //! | read and write a tensor's memory | [`bytes`], [`bytes_mut`], [`data_ptr`] |
+//! | know whether a tensor has elements that can be sent | [`unsendable`] |
+//! | tell whether two handles are of one tensor | [`identity`] |
 //! | make a tensor of given memory | [`tensor_in`], [`tensor_over`] |
 //! | give libtorch's large tensors other memory | [`set_cpu_allocator`] |
 //! | keep an optimizer's state in a checkpoint | [`OptimizerState`] |
@@ -30,5 +32,7 @@ pub use allocator::{set_cpu_allocator, Block, BlockAllocator};
 pub use cuda::{current_stream, load_cuda, tensor_on, torch_device, CudaTensor};
 pub use error::Error;
 pub use hook::{at_end_of_backward, on_backward, owns_grad, BoxError, GradHook};
-pub use memory::{bytes, bytes_mut, data_ptr, dtype, set_grad, tensor_in, tensor_over, use_count};
+pub use memory::{
+    bytes, bytes_mut, data_ptr, dtype, identity, set_grad, tensor_in, tensor_over, unsendable, use_count,
+};
 pub use optimizer::OptimizerState;

@@ -35,6 +35,26 @@ pub fn data_ptr(tensor: &Tensor) -> *mut u8 {
     memory(tensor).data.map_or(std::ptr::null_mut(), |data| data.as_ptr())
 }
 
+/// What keeps a tensor's elements from being sent to other ranks, and what would be right, as in "is sparse: ...". None for
+/// one whose elements, of a kind that tch knows, lie in plain memory of the CPU or a GPU.
+pub fn unsendable(tensor: &Tensor) -> Option<String> {
+    // SAFETY: the tensor is alive.
+    let result = unsafe { ffi::check("unsendable", ffi::flow_check_plain(tensor.as_ptr())) };
+    match (result, tensor.f_kind()) {
+        (Err(Error::Libtorch { reason, .. }), _) => Some(reason),
+        (Err(error), _) => Some(error.to_string()),
+        (Ok(()), Err(error)) => Some(format!("is of a kind that cannot be sent: {error}")),
+        (Ok(()), Ok(_)) => None,
+    }
+}
+
+/// Tells tensors apart: the same for all handles to one tensor (`shallow_clone`), and for no other that lives at the same
+/// time. A view, though it shares the memory, is a tensor of its own.
+pub fn identity(tensor: &Tensor) -> usize {
+    // SAFETY: the tensor is alive.
+    unsafe { ffi::flow_identity(tensor.as_ptr()) }.addr()
+}
+
 /// Start and length in bytes of a contiguous CPU tensor.
 fn plain_memory(tensor: &Tensor) -> Result<(*mut u8, usize), Error> {
     let memory = memory(tensor);

@@ -253,6 +253,16 @@ struct Memory {
     bool dense_contiguous;
 };
 
+// An error that begins with `name`, if the tensor's elements do not lie in plain memory of the CPU or a GPU.
+void check_plain(const at::Tensor& tensor, const std::string& name) {
+    TORCH_CHECK(tensor.defined(), name, "is undefined: it must have a shape and elements");
+    TORCH_CHECK(!tensor.is_nested(), name, "is nested: pad it, or use its parts");
+    TORCH_CHECK(tensor.layout() == c10::kStrided, name, "has the layout ", tensor.layout(), ": make it dense by to_dense()");
+    TORCH_CHECK(tensor.is_cpu() || tensor.is_cuda(), name, "is on ", tensor.device(), ": it must be on the CPU or a GPU");
+    TORCH_CHECK(!tensor.is_quantized(), name, "is quantized: make it an ordinary tensor by dequantize()");
+    TORCH_CHECK(tensor.has_storage(), name, "has no memory");
+}
+
 // A part of what an optimizer keeps for a parameter: a tensor like the parameter, or a count.
 struct Part {
     std::string name;
@@ -381,6 +391,13 @@ char* flow_set_grad(const at::Tensor* parameter, const at::Tensor* grad) {
     });
 }
 
+char* flow_check_plain(const at::Tensor* tensor) {
+    return guarded([&] { check_plain(*tensor, ""); });
+}
+
+// What all handles to one tensor have in common, and no other tensor that lives has; views are tensors of their own.
+const void* flow_identity(const at::Tensor* tensor) { return tensor->unsafeGetTensorImpl(); }
+
 char* flow_memory(const at::Tensor* tensor, Memory* memory) {
     return guarded([&] {
         *memory = Memory{};
@@ -447,7 +464,9 @@ char* flow_set_optimizer_state(optim::Optimizer* optimizer, const char* const* n
             if (std::none_of(wanted.begin(), wanted.end(), is_given)) return;  // had no gradient yet
             for (const auto& part : wanted) {
                 TORCH_CHECK(is_given(part), "the state lacks ", number, part.name);
-                const at::Tensor value = given.extract(number + part.name).mapped()->detach();
+                const at::Tensor* const tensor = given.extract(number + part.name).mapped();
+                check_plain(*tensor, number + part.name + " ");
+                const at::Tensor value = tensor->detach();
                 if (part.count) {
                     TORCH_CHECK(value.dim() == 0 && value.scalar_type() == at::kLong, number, part.name, " is not a count");
                     *part.count = value.item<int64_t>();

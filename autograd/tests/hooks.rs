@@ -323,15 +323,19 @@ fn a_hook_may_remove_itself() {
 #[test]
 fn a_second_hook_is_refused_until_the_first_is_gone() {
     let weight = parameter(&[1.0]);
+    assert!(!GradHook::is_installed(&weight).unwrap());
     let (first, calls) = counting_hook(&weight);
+    assert!(GradHook::is_installed(&weight).unwrap());
     let second = GradHook::install(&weight.shallow_clone(), |_| Ok(()));
     assert!(matches!(second, Err(Error::HookInstalled)));
     loss(&weight).backward();
     assert_eq!(calls.load(SeqCst), 1, "the first is untouched");
     drop(first);
+    assert!(!GradHook::is_installed(&weight).unwrap());
     let (_second, calls) = counting_hook(&weight);
     loss(&weight).backward();
     assert_eq!(calls.load(SeqCst), 1);
+    assert!(GradHook::is_installed(&(&weight * 2)).is_err(), "not a leaf");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use flow_autograd::{bytes, bytes_mut, data_ptr, dtype, tensor_in, tensor_over};
+use flow_autograd::{bytes, bytes_mut, data_ptr, dtype, identity, tensor_in, tensor_over, unsendable};
 use flow_kernels::DType;
 use tch::{Device, Kind, Tensor};
 
@@ -39,6 +39,32 @@ fn data_ptr_is_where_the_first_element_is() {
     assert_eq!(data_ptr(&tensor), tensor.data_ptr().cast());
     assert_eq!(data_ptr(&tensor.narrow(0, 1, 2)).addr() - data_ptr(&tensor).addr(), 4);
     assert!(data_ptr(&Tensor::new()).is_null());
+}
+
+#[test]
+fn handles_of_one_tensor_are_told_from_other_tensors() {
+    let tensor = Tensor::zeros([4], F32);
+    let (handle, view) = (tensor.shallow_clone(), tensor.narrow(0, 0, 4));
+    assert_eq!(identity(&handle), identity(&tensor));
+    assert_ne!(identity(&view), identity(&tensor));
+    assert_eq!(data_ptr(&view), data_ptr(&tensor));
+}
+
+#[test]
+fn what_cannot_be_sent_says_why() {
+    let matrix = Tensor::zeros([2, 3], F32);
+    for plain in [&matrix, &matrix.tr(), &Tensor::zeros([0], F32), &matrix.to_kind(Kind::ComplexFloat)] {
+        assert_eq!(unsendable(plain), None);
+    }
+    let cases = [
+        (Tensor::new(), "is undefined: it must have a shape and elements"),
+        (matrix.to_sparse_sparse_dim(2), "has the layout Sparse: make it dense by to_dense()"),
+        (matrix.to_sparse_csr(None), "has the layout SparseCsr: make it dense by to_dense()"),
+        (matrix.quantize_per_tensor(0.1, 0, Kind::QInt8), "is quantized: make it an ordinary tensor by dequantize()"),
+    ];
+    for (tensor, reason) in cases {
+        assert_eq!(unsendable(&tensor).as_deref(), Some(reason));
+    }
 }
 
 #[test]

@@ -122,6 +122,8 @@ fn a_state_that_does_not_fit_is_refused_and_changes_nothing() {
         ),
         (with("1.exp_avg", floats(&[4]).map(|t| t.to_kind(Kind::Double))), "1.exp_avg has shape [4] and type Double"),
         (with("1.step", floats(&[4])), "1.step is not a count"),
+        (with("0.exp_avg", Some(Tensor::new())), "0.exp_avg is undefined"),
+        (with("0.exp_avg", floats(&[3, 4]).map(|t| t.to_sparse_sparse_dim(2))), "0.exp_avg has the layout Sparse"),
         (with("1.\0", floats(&[4])), "a name in the state has a zero byte"),
     ] {
         let error = adam.optimizer.load_state(&state).unwrap_err().to_string();

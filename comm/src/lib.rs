@@ -39,7 +39,7 @@ mod work;
 pub use buffer::{Buffer, SharedBuffer};
 pub use error::{Error, Result};
 pub use flow_kernels::{bf16, f16, DType, Element, ReduceOp};
-pub use group::{ProcessGroup, DEFAULT_TIMEOUT};
+pub use group::{Home, ProcessGroup, DEFAULT_TIMEOUT};
 pub use shm::arena::{Arena, Block};
 pub use shm::fork::ForkSafe;
 pub use shm::Segments;

@@ -1,52 +1,64 @@
 //! Large gradients are born where all ranks can reach them: libtorch's large CPU tensors come from the arena.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use flow_autograd::{Block, BlockAllocator};
-use flow_comm::Arena;
+use flow_comm::{Arena, Home};
 
 /// Smaller tensors are left to malloc: copying a small gradient costs less than a block of its own.
 const MIN_BYTES: usize = 64 << 10;
 
-/// While this lives, libtorch allocates from the arena.
+/// While this lives, libtorch allocates from the arena, unless another is installed later and lives, too.
 pub(crate) struct Birthplace {
-    number: u64,
+    home: Home,
 }
 
-/// The last one installed: its arena and number, and itself while somebody uses it.
-static CURRENT: Mutex<(Weak<Arena>, u64, Weak<Birthplace>)> = Mutex::new((Weak::new(), 0, Weak::new()));
+/// All that live, the last one installed last.
+static INSTALLED: Mutex<Vec<Weak<Birthplace>>> = Mutex::new(Vec::new());
 
 impl Birthplace {
+    /// The one that libtorch allocates from. Models wrapped meanwhile are reduced there, too, whatever join of the job their
+    /// group is of: there is only one allocator.
+    pub fn current() -> Option<Arc<Self>> {
+        let installed = INSTALLED.lock().unwrap_or_else(PoisonError::into_inner);
+        installed.iter().rev().find_map(Weak::upgrade)
+    }
+
+    pub fn home(&self) -> &Home {
+        &self.home
+    }
+
     /// None if libtorch's allocator cannot be replaced; gradients are then copied.
-    pub fn install(arena: &Arc<Arena>) -> Option<Arc<Self>> {
-        static NUMBERS: AtomicU64 = AtomicU64::new(1);
-        let mut current = CURRENT.lock().unwrap_or_else(PoisonError::into_inner);
-        if Weak::as_ptr(&current.0) == Arc::as_ptr(arena) {
-            if let Some(installed) = current.2.upgrade() {
-                return Some(installed);
-            }
+    pub fn install(home: Home) -> Option<Arc<Self>> {
+        if let Some(current) = Self::current().filter(|current| Arc::ptr_eq(current.home.arena(), home.arena())) {
+            return Some(current);
         }
-        if let Err(error) = flow_autograd::set_cpu_allocator(Some(Arc::new(FromArena(Arc::clone(arena)))), MIN_BYTES) {
+        let mut installed = INSTALLED.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Err(error) = allocate_from(Some(&home)) {
             log::warn!("gradients will be copied into shared memory, as they cannot be allocated there: {error}");
             return None;
         }
-        let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
-        let installed = Arc::new(Self { number });
-        *current = (Arc::downgrade(arena), number, Arc::downgrade(&installed));
-        Some(installed)
+        let own = Arc::new(Self { home });
+        installed.push(Arc::downgrade(&own));
+        Some(own)
     }
 }
 
 impl Drop for Birthplace {
     fn drop(&mut self) {
-        let current = CURRENT.lock().unwrap_or_else(PoisonError::into_inner);
-        if current.1 == self.number {
-            if let Err(error) = flow_autograd::set_cpu_allocator(None, MIN_BYTES) {
-                log::warn!("{error}");
-            }
+        let mut installed = INSTALLED.lock().unwrap_or_else(PoisonError::into_inner);
+        installed.retain(|other| other.strong_count() > 0);
+        let before = installed.iter().rev().find_map(Weak::upgrade);
+        if let Err(error) = allocate_from(before.as_ref().map(|before| &before.home)) {
+            log::warn!("{error}");
         }
+        drop(installed); // first: `before` may be the last to hold that one
     }
+}
+
+fn allocate_from(home: Option<&Home>) -> Result<(), flow_autograd::Error> {
+    let allocator = home.map(|home| Arc::new(FromArena(Arc::clone(home.arena()))) as Arc<dyn BlockAllocator>);
+    flow_autograd::set_cpu_allocator(allocator, MIN_BYTES)
 }
 
 struct FromArena(Arc<Arena>);

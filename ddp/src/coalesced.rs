@@ -7,14 +7,17 @@ use flow_comm::nccl::{CudaGroup, FlatBucket};
 use flow_comm::{ProcessGroup, SharedBuffer};
 use tch::{Kind, Tensor};
 
-use crate::error::Result;
-use crate::tensors::{cuda_group, current_stream, torch};
+use crate::error::{job_rank, Error, Result};
+use crate::tensors::{contiguous, copy_home, cuda_group, current_stream, torch};
 
 const OPERATION: &str = "broadcasting tensors";
 
 /// Broadcasts many tensors, all on one device, as few.
 pub(crate) struct CoalescedBroadcast {
+    names: Vec<String>,
     tensors: Vec<Tensor>,
+    /// Of each tensor: what the means were made for.
+    sizes: Vec<(Kind, usize)>,
     means: Means,
 }
 
@@ -35,13 +38,15 @@ struct Flat {
 }
 
 impl CoalescedBroadcast {
-    pub fn new(group: &ProcessGroup, tensors: Vec<Tensor>) -> Result<Self> {
+    pub fn new(group: &ProcessGroup, named: Vec<(String, Tensor)>) -> Result<Self> {
+        let (names, tensors): (Vec<String>, Vec<Tensor>) = named.into_iter().unzip();
         let first = tensors.first().filter(|_| group.world_size() > 1);
         let means = match first.map(|tensor| cuda_group(group, tensor)).transpose()?.flatten() {
             Some(cuda) => Means::Cuda { flat: flat(&cuda, &tensors)?, cuda },
             None => Means::Cpu(group.alloc_shared(tensors.iter().map(size_in_bytes).sum())?),
         };
-        Ok(Self { tensors, means })
+        let sizes = tensors.iter().map(|tensor| (tensor.kind(), tensor.numel())).collect();
+        Ok(Self { names, tensors, sizes, means })
     }
 
     pub fn is_empty(&self) -> bool {
@@ -50,16 +55,25 @@ impl CoalescedBroadcast {
 
     /// Gives all ranks the root's values. That costs a copy on each side; the transfer itself is one.
     pub fn run(&mut self, group: &ProcessGroup, root: usize) -> Result<()> {
-        let contiguous: Vec<Tensor> = self.tensors.iter().map(|tensor| tensor.detach().contiguous()).collect();
+        let contiguous: Vec<Tensor> = self.tensors.iter().map(contiguous).collect();
+        // A model may have given a tensor other data since it was wrapped.
+        let changed = |(tensor, size): (&Tensor, &(Kind, usize))| (tensor.kind(), tensor.numel()) != *size;
+        if let Some(index) = contiguous.iter().zip(&self.sizes).position(changed) {
+            let (name, (kind, length), now) = (&self.names[index], self.sizes[index], &contiguous[index]);
+            let reason = format!(
+                "{name} had {length} elements of {kind:?} when the model was wrapped and is {:?} {:?} now: wrap it again",
+                now.size(),
+                now.kind()
+            );
+            return Err(Error::Model { rank: job_rank(group), reason });
+        }
         match &mut self.means {
             Means::Cpu(memory) => broadcast_shared(group, memory, root, &contiguous)?,
             Means::Cuda { cuda, flat } => broadcast_flat(group, cuda, flat, root, &contiguous)?,
         }
         if group.rank() != root {
             for (tensor, contiguous) in self.tensors.iter_mut().zip(&contiguous) {
-                if flow_autograd::data_ptr(contiguous) != flow_autograd::data_ptr(tensor) {
-                    tch::no_grad(|| tensor.copy_(contiguous));
-                }
+                copy_home(group, OPERATION, contiguous, tensor)?;
             }
         }
         Ok(())

@@ -10,19 +10,20 @@ use tch::{Kind, Tensor};
 
 use crate::bucket_memory::{dtype, failed};
 use crate::error::{Error, Result};
+use crate::layout::Layout;
 use crate::state::Parameter;
 
 pub(crate) struct CudaBucket {
     cuda: Arc<CudaGroup>,
     flat: FlatBucket,
-    /// This backward's gradients. They are kept until its end, when libtorch's stream has been made to wait for what reads
-    /// them: only then may their memory be used again.
-    gradients: Vec<Option<CudaTensor>>,
+    /// This backward's gradients, as they lie in memory and as themselves. They are kept until its end, when libtorch's
+    /// stream has been made to wait for what reads them: only then may their memory be used again.
+    gradients: Vec<Option<(CudaTensor, Tensor)>>,
     /// The places of gradients in flat memory; none if they are communicated in another type.
     views: Vec<Tensor>,
     /// The streams on which the gradients were computed, mostly one.
     streams: Vec<Stream>,
-    shapes: Vec<Vec<i64>>,
+    layouts: Vec<Layout>,
     kind: Kind,
     rank: usize,
 }
@@ -40,8 +41,8 @@ impl CudaBucket {
         let flat = cuda.bucket(number, dtype(group, kind)?, dtype(group, communication)?, &lengths)?;
         let view = |(slot, member): (usize, &&Parameter)| {
             let place = flat.place(slot).ok_or_else(|| failed(group)(format!("there is no slot {slot}")))?;
-            flow_autograd::tensor_on(cuda.device(), place, &member.shape, kind)
-                .map_err(|e| failed(group)(e.to_string()))
+            let view = flow_autograd::tensor_on(cuda.device(), place, &member.layout.memory_shape(), kind);
+            Ok(member.layout.in_own_order(&view.map_err(|e| failed(group)(e.to_string()))?))
         };
         let views = match kind == communication {
             true => members.iter().enumerate().map(view).collect::<Result<Vec<_>>>()?,
@@ -53,7 +54,7 @@ impl CudaBucket {
             gradients: members.iter().map(|_| None).collect(),
             views,
             streams: Vec::new(),
-            shapes: members.iter().map(|member| member.shape.clone()).collect(),
+            layouts: members.iter().map(|member| member.layout.clone()).collect(),
             kind,
             rank: group.ranks()[group.rank()],
         })
@@ -62,10 +63,8 @@ impl CudaBucket {
     /// Takes in a gradient. Returns whether it is reduced where it is: where it lies in the bucket already.
     pub fn take(&mut self, slot: usize, gradient: &Tensor, owned: bool) -> Result<bool> {
         // A gradient that is reduced in another type gets the result itself: nobody else may still need it.
-        let source = match self.views.is_empty() && !owned {
-            true => gradient.contiguous().copy(),
-            false => gradient.contiguous(),
-        };
+        let source = self.layouts[slot].in_memory_order(gradient).contiguous();
+        let source = if self.views.is_empty() && !owned { source.copy() } else { source };
         let in_place =
             self.views.get(slot).is_some_and(|v| flow_autograd::data_ptr(v) == flow_autograd::data_ptr(&source));
         self.put(slot, &source)?;
@@ -74,10 +73,11 @@ impl CudaBucket {
 
     pub fn take_zeros(&mut self, slot: usize) -> Result<()> {
         let device = flow_autograd::torch_device(self.cuda.device());
-        let zeros = Tensor::zeros(&self.shapes[slot], (self.kind, device));
+        let zeros = Tensor::zeros(self.layouts[slot].memory_shape(), (self.kind, device));
         self.put(slot, &zeros)
     }
 
+    /// `source` is contiguous, its dimensions as they come in memory.
     fn put(&mut self, slot: usize, source: &Tensor) -> Result<()> {
         let fail = |error: flow_autograd::Error| Error::Torch {
             rank: self.rank,
@@ -88,7 +88,9 @@ impl CudaBucket {
         if !self.streams.contains(&stream) {
             self.streams.push(stream);
         }
-        self.gradients[slot] = Some(CudaTensor::new(source).map_err(fail)?);
+        let memory = CudaTensor::new(source).map_err(fail)?;
+        let gradient = self.layouts[slot].in_own_order(memory.tensor());
+        self.gradients[slot] = Some((memory, gradient));
         Ok(())
     }
 
@@ -98,13 +100,14 @@ impl CudaBucket {
 
     /// Enqueues the reduction; all gradients are there.
     pub fn reduce(&mut self) -> flow_comm::Result<()> {
-        let mut gradients: Vec<&mut CudaTensor> = self.gradients.iter_mut().flatten().collect();
+        let mut gradients: Vec<&mut CudaTensor> =
+            self.gradients.iter_mut().flatten().map(|(memory, _)| memory).collect();
         self.cuda.reduce_bucket(&mut self.flat, &mut gradients, &self.streams)
     }
 
     /// The reduced gradient of a slot.
     pub fn result(&self, slot: usize) -> Option<&Tensor> {
-        self.views.get(slot).or_else(|| self.gradients[slot].as_ref().map(CudaTensor::tensor))
+        self.views.get(slot).or_else(|| self.gradients[slot].as_ref().map(|(_, gradient)| gradient))
     }
 
     pub fn bytes(&self) -> usize {

@@ -1,5 +1,7 @@
 //! The wrapper that makes a model train on many processes.
 
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -7,12 +9,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use flow_autograd::GradHook;
 use flow_comm::ProcessGroup;
 use tch::nn::{Module, ModuleT, VarStore, Variables};
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use crate::birthplace::Birthplace;
 use crate::bucket::Caps;
 use crate::coalesced::CoalescedBroadcast;
 use crate::error::{job_rank, Error, Result};
+use crate::layout::{overlaps, Layout, OVERLAPS};
 use crate::reducer::{Options, Reducer};
 use crate::state::Parameter;
 use crate::stats::Stats;
@@ -24,7 +27,8 @@ const MIB: f64 = 1024.0 * 1024.0;
 /// A model whose gradients are averaged over all ranks of a process group, inside `backward`.
 ///
 /// Made once, it needs no further call: train the model as if it were alone. At construction all ranks compare their
-/// models and take over rank 0's parameters and buffers. Each `backward` leaves in every parameter's `.grad` the mean
+/// models and take over rank 0's parameters and buffers (these not with [`DdpBuilder::broadcast_buffers`]`(false)`). Each
+/// `backward` leaves in every parameter's `.grad` the mean
 /// of all ranks' gradients; reductions run while backward still does. In training mode, `forward_t` first gives all
 /// ranks rank 0's buffers (running statistics).
 ///
@@ -53,7 +57,8 @@ const MIB: f64 = 1024.0 * 1024.0;
 /// of it when the time is over, not at once.
 ///
 /// Parameters are those that require gradients when the model is wrapped; freeze and unfreeze before. One that the
-/// `VarStore` gets later is an error of the next backward. Buffers are the tensors that they are when the model is wrapped:
+/// `VarStore` gets later is an error of the next backward. One tensor under several names (tied weights) is one parameter,
+/// of the first name. Buffers are the tensors that they are when the model is wrapped:
 /// write into them. One that the model has replaced (`model.norm.running_mean = ...`) is an error of the next forward that
 /// would broadcast it, unless something else still holds the old tensor. Where one
 /// backward goes through several wrapped models, all ranks must go through them in the same order. With one rank
@@ -68,9 +73,9 @@ pub struct Ddp<M> {
     /// Dropped with the wrapper, so that the bare model is left as it was.
     _hooks: Vec<GradHook>,
     _birthplace: Option<Arc<Birthplace>>,
+    /// Those that are broadcast.
     buffers: Mutex<CoalescedBroadcast>,
     held: Mutex<Vec<Held>>,
-    broadcast_buffers: bool,
 }
 
 /// A buffer that, besides those who have all buffers, somebody had when the model was wrapped: the model itself.
@@ -92,7 +97,7 @@ impl<M> Ddp<M> {
     /// Wraps `model`, whose variables are in `vs`, with the default options of [`DdpBuilder`].
     ///
     /// Errors: models that differ between ranks (on every rank, naming the parameter and both ranks), no parameter to
-    /// train, parameters that cannot be reduced, failing communication.
+    /// train, parameters that cannot be reduced or that another `Ddp` has, failing communication.
     pub fn new(model: M, vs: &VarStore, group: &ProcessGroup) -> Result<Self> {
         DdpBuilder::new(group).wrap(model, vs)
     }
@@ -154,7 +159,7 @@ impl<M> Ddp<M> {
             return Ok(());
         }
         let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.broadcast_buffers && !buffers.is_empty() {
+        if !buffers.is_empty() {
             let held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
             let replaced = |buffer: &&Held| flow_autograd::use_count(&buffer.tensor) <= buffer.others;
             if let Some(Held { name, .. }) = held.iter().find(replaced) {
@@ -283,7 +288,8 @@ impl DdpBuilder {
         self
     }
 
-    /// Whether a forward in training mode begins with a broadcast of rank 0's buffers (default: yes).
+    /// Whether ranks take over rank 0's buffers, when the model is wrapped and with each forward in training mode (default:
+    /// yes). If not, each rank's buffers are its own from the beginning, as in PyTorch.
     pub fn broadcast_buffers(mut self, broadcast: bool) -> Self {
         self.broadcast_buffers = broadcast;
         self
@@ -319,12 +325,12 @@ impl DdpBuilder {
         // names has no order of its own.
         let mut named: Vec<(String, Tensor)> =
             variables.named_variables.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect();
-        let created: Vec<*mut u8> =
-            variables.trainable_variables.iter().map(|v| flow_autograd::data_ptr(&v.tensor)).collect();
+        let created: Vec<usize> =
+            variables.trainable_variables.iter().map(|v| flow_autograd::identity(&v.tensor)).collect();
         drop(variables);
         let place = |tensor: &Tensor| {
-            let data = flow_autograd::data_ptr(tensor);
-            created.iter().position(|&c| c == data).unwrap_or(usize::MAX)
+            let identity = flow_autograd::identity(tensor);
+            created.iter().position(|&c| c == identity).unwrap_or(usize::MAX)
         };
         named.sort_by_cached_key(|(name, tensor)| (place(tensor), name.clone()));
         // A parameter stays one when it is frozen; only what was made as not trainable is a buffer.
@@ -348,20 +354,28 @@ impl DdpBuilder {
     pub fn wrap_tensors<M>(
         self,
         model: M,
-        parameters: Vec<(String, Tensor)>,
-        buffers: Vec<(String, Tensor)>,
+        mut parameters: Vec<(String, Tensor)>,
+        mut buffers: Vec<(String, Tensor)>,
     ) -> Result<Ddp<M>> {
         let Self { group, options, broadcast_buffers } = self;
         let rank = job_rank(&group);
+        let mut fit = check(&parameters, &buffers, &options, broadcast_buffers);
         if group.world_size() > 1 {
+            fit = fit.and_then(|()| check_hooks(&parameters));
             let mut lines = vec![format!("options {options:?}, broadcast_buffers: {broadcast_buffers}")];
-            lines.extend(parameters.iter().map(|named| describe("parameter", named)));
-            lines.extend(buffers.iter().map(|named| describe("buffer", named)));
+            match &fit {
+                Ok(()) => lines.extend(describe(&parameters, &buffers)),
+                Err(reason) => lines.push(format!("a model that cannot be wrapped: {}", reason.replace('\n', " "))),
+            }
             if let Some(difference) = difference(&group, &lines)? {
                 return Err(Error::Mismatch { rank, difference });
             }
         }
-        check(&parameters, &buffers, &options).map_err(|reason| Error::Model { rank, reason })?;
+        fit.map_err(|reason| Error::Model { rank, reason })?;
+        let mut seen = HashSet::new();
+        let mut is_first = |(_, tensor): &(String, Tensor)| seen.insert(flow_autograd::identity(tensor));
+        parameters.retain(&mut is_first);
+        buffers.retain(&mut is_first);
         if group.world_size() == 1 {
             let buffers = Mutex::new(CoalescedBroadcast::new(&group, Vec::new())?);
             return Ok(Ddp {
@@ -372,36 +386,30 @@ impl DdpBuilder {
                 _birthplace: None,
                 buffers,
                 held: Mutex::default(),
-                broadcast_buffers,
             });
         }
-        let all = parameters.iter().chain(&buffers).map(|(_, t)| t.shallow_clone()).collect();
-        CoalescedBroadcast::new(&group, all)?.run(&group, 0)?;
-        let tensors = buffers.iter().map(|(_, tensor)| tensor.shallow_clone()).collect();
+        if !broadcast_buffers {
+            buffers.clear();
+        }
+        let all = parameters.iter().chain(&buffers).map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
+        CoalescedBroadcast::new(&group, all.collect())?.run(&group, 0)?;
+        // Before the first backward: gradients are to be born in shared memory from then on.
+        let birthplace = Birthplace::current().filter(|_| group.cuda_device().is_none());
+        let own = group.duplicate_in(birthplace.as_ref().map(|birthplace| birthplace.home()))?;
+        let to_broadcast = buffers.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect();
         // There are two handles here, one in the broadcast.
         let held = buffers.into_iter().map(|(name, tensor)| Held { name, tensor, others: 2 });
-        let own = group.duplicate()?;
-        let buffers = Mutex::new(CoalescedBroadcast::new(&own, tensors)?);
+        let buffers = Mutex::new(CoalescedBroadcast::new(&own, to_broadcast)?);
         let held = held.filter(|buffer| flow_autograd::use_count(&buffer.tensor) > buffer.others);
         let held = Mutex::new(held.collect());
         let parameters = parameters.into_iter().map(|(name, tensor)| Parameter::new(name, tensor));
         let (trained, frozen): (Vec<_>, Vec<_>) = parameters.partition(|parameter| parameter.tensor.requires_grad());
-        // Before the first backward: gradients are to be born in shared memory from then on.
         let cuda =
             trained.first().map(|parameter: &Parameter| cuda_group(&own, &parameter.tensor)).transpose()?.flatten();
-        let birthplace = cuda.is_none().then(|| Birthplace::install(group.arena())).flatten();
+        let birthplace = cuda.is_none().then(|| Birthplace::install(own.home())).flatten();
         let reducer = Reducer::new(own, cuda, trained, frozen, options)?;
         let hooks = reducer.install_hooks()?;
-        Ok(Ddp {
-            model,
-            group,
-            reducer: Some(reducer),
-            _hooks: hooks,
-            _birthplace: birthplace,
-            buffers,
-            held,
-            broadcast_buffers,
-        })
+        Ok(Ddp { model, group, reducer: Some(reducer), _hooks: hooks, _birthplace: birthplace, buffers, held })
     }
 }
 
@@ -413,14 +421,51 @@ fn added(store: &Variables, known: usize) -> Option<String> {
     Some(named.map_or_else(|| "a parameter".into(), |(name, _)| name.clone()))
 }
 
-/// What must be equal on all ranks of a tensor, in a line.
-fn describe(what: &str, (name, tensor): &(String, Tensor)) -> String {
-    let name = name.replace('\n', " ");
-    format!("{what} {name} {:?} {:?} requires_grad={}", tensor.size(), tensor.kind(), tensor.requires_grad())
+/// What must be equal on all ranks of the model's tensors, each in a line.
+fn describe(parameters: &[(String, Tensor)], buffers: &[(String, Tensor)]) -> Vec<String> {
+    let mut first_names = HashMap::new();
+    let parameters = parameters.iter().map(|named| ("parameter", named));
+    let line = |(what, (name, tensor)): (&str, &(String, Tensor))| {
+        let name = name.replace('\n', " ");
+        let form = format!("{:?} {:?} requires_grad={}", tensor.size(), tensor.kind(), tensor.requires_grad());
+        // What lies at the same place in memory is added up.
+        let layout = if what == "parameter" { Layout::of(tensor).to_string() } else { String::new() };
+        let line = format!("{what} {name} {form}{layout}");
+        match first_names.entry(flow_autograd::identity(tensor)) {
+            Entry::Occupied(first) => format!("{line}, the same tensor as {}", first.get()),
+            Entry::Vacant(none) => {
+                none.insert(name);
+                line
+            }
+        }
+    };
+    parameters.chain(buffers.iter().map(|named| ("buffer", named))).map(line).collect()
+}
+
+/// Nobody else may be told of the parameters' gradients.
+fn check_hooks(parameters: &[(String, Tensor)]) -> Result<(), String> {
+    for (name, tensor) in parameters.iter().filter(|(_, tensor)| tensor.requires_grad()) {
+        match GradHook::is_installed(tensor) {
+            Ok(false) => {}
+            Ok(true) => return Err(format!("parameter {name} is wrapped in a Ddp already: drop the first")),
+            Err(error) => return Err(format!("parameter {name}: {error}")),
+        }
+    }
+    Ok(())
 }
 
 /// What can be said of a model without other ranks.
-fn check(parameters: &[(String, Tensor)], buffers: &[(String, Tensor)], options: &Options) -> Result<(), String> {
+fn check(
+    parameters: &[(String, Tensor)],
+    buffers: &[(String, Tensor)],
+    options: &Options,
+    broadcast_buffers: bool,
+) -> Result<(), String> {
+    for (name, tensor) in parameters.iter().chain(buffers) {
+        if let Some(reason) = flow_autograd::unsendable(tensor) {
+            return Err(format!("{name} {reason}"));
+        }
+    }
     if !parameters.iter().any(|(_, t)| t.requires_grad()) {
         return Err("the model has no parameter that requires a gradient: there is nothing to wrap".into());
     }
@@ -429,20 +474,18 @@ fn check(parameters: &[(String, Tensor)], buffers: &[(String, Tensor)], options:
     }
     let (first, device) = (&parameters[0].0, parameters[0].1.device());
     for (name, tensor) in parameters.iter().chain(buffers) {
-        if !matches!(tensor.device(), Device::Cpu | Device::Cuda(_)) {
-            return Err(format!("{name} is on {:?}: models on the CPU or on GPUs can be wrapped", tensor.device()));
-        }
         if tensor.device() != device {
             let other = tensor.device();
             return Err(format!("{first} is on {device:?} and {name} on {other:?}: a model must be on one device"));
-        }
-        if tensor.is_sparse() {
-            return Err(format!("{name} is sparse: make it dense"));
         }
         let floating = matches!(tensor.kind(), Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16);
         if tensor.requires_grad() && !floating {
             return Err(format!("{name} is {:?}: parameters must be Float, Double, Half or BFloat16", tensor.kind()));
         }
+    }
+    let written = parameters.iter().chain(buffers.iter().filter(|_| broadcast_buffers));
+    if let Some((name, _)) = written.into_iter().find(|(_, tensor)| overlaps(tensor)) {
+        return Err(format!("{name} {OVERLAPS}"));
     }
     match options.communication {
         Some(kind) if !matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16) => {

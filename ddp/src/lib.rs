@@ -33,6 +33,7 @@ mod cuda_bucket;
 mod ddp;
 mod device;
 mod error;
+mod layout;
 mod loader;
 mod optimizer;
 mod permutation;

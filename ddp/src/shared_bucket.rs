@@ -7,14 +7,17 @@ use tch::{Kind, Tensor};
 
 use crate::bucket_memory::{dtype, failed};
 use crate::error::Result;
+use crate::layout::Layout;
 use crate::progress::Progress;
 use crate::state::Parameter;
 
 pub(crate) struct SharedBucket {
     pub segments: Arc<Segments>,
     progress: Arc<Progress>,
-    /// For gradients that were not born in shared memory, or not in the type of communication: a place for each.
+    /// For gradients that were not born in shared memory, or not in the type of communication or their parameter's layout: a
+    /// place for each.
     places: Vec<Tensor>,
+    layouts: Vec<Layout>,
     /// Which gradients of this backward were copied to their places.
     copied: Vec<bool>,
     kind: Kind,
@@ -33,19 +36,22 @@ impl SharedBucket {
         // Memory that no gradient is ever copied to is never touched, and costs none.
         let place = |member: &&Parameter| {
             let memory = group.alloc_shared::<u8>(member.elements() * dtype.size())?;
-            flow_autograd::tensor_in(memory, &member.shape, kind).map_err(|e| failed(group)(e.to_string()))
+            let place = flow_autograd::tensor_in(memory, &member.layout.memory_shape(), kind);
+            Ok(member.layout.in_own_order(&place.map_err(|e| failed(group)(e.to_string()))?))
         };
         let places = members.iter().map(place).collect::<Result<Vec<_>>>()?;
         let segments = Arc::new(group.segments(number, dtype, lengths)?);
         let progress = Arc::clone(progress);
-        Ok(Self { segments, progress, places, copied: vec![false; members.len()], kind })
+        let layouts = members.iter().map(|member| member.layout.clone()).collect();
+        Ok(Self { segments, progress, places, layouts, copied: vec![false; members.len()], kind })
     }
 
     /// Takes in a gradient. With `in_place` it is reduced where it is, if all ranks can reach it there. Returns whether
     /// it is.
     pub fn take(&mut self, slot: usize, gradient: &Tensor, in_place: bool) -> bool {
-        let reachable =
-            in_place && gradient.kind() == self.kind && self.segments.place(slot, Memory(gradient.shallow_clone()));
+        // Ranks add up what lies at the same place in memory: a gradient of another layout must not be taken as it is.
+        let memory = || Memory(self.layouts[slot].in_memory_order(gradient));
+        let reachable = in_place && gradient.kind() == self.kind && self.segments.place(slot, memory());
         if reachable {
             self.copied[slot] = false;
         } else {
@@ -63,7 +69,7 @@ impl SharedBucket {
     fn use_place(&mut self, slot: usize) {
         self.copied[slot] = true;
         // Refused only if a backward that failed was reducing the bucket: then posting it again fails.
-        self.segments.place(slot, Memory(self.places[slot].shallow_clone()));
+        self.segments.place(slot, Memory(self.layouts[slot].in_memory_order(&self.places[slot])));
     }
 
     /// Hands the bucket over to be reduced; false if that must be tried again later.

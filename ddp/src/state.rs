@@ -10,6 +10,7 @@ use tch::{Kind, Tensor};
 use crate::bucket::{assign, Item};
 use crate::bucket_memory::Bucket;
 use crate::error::Result;
+use crate::layout::Layout;
 use crate::progress::Means;
 use crate::reducer::Options;
 use crate::stats::{times, BucketStats, Stats};
@@ -20,11 +21,13 @@ pub(crate) struct Parameter {
     pub tensor: Tensor,
     pub shape: Vec<i64>,
     pub kind: Kind,
+    /// Of its gradients, alike on all ranks.
+    pub layout: Layout,
 }
 
 impl Parameter {
     pub fn new(name: String, tensor: Tensor) -> Self {
-        Self { name, shape: tensor.size(), kind: tensor.kind(), tensor }
+        Self { name, shape: tensor.size(), kind: tensor.kind(), layout: Layout::of(&tensor), tensor }
     }
 
     pub fn elements(&self) -> usize {

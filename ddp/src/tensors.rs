@@ -5,15 +5,20 @@ use std::sync::Arc;
 use flow_autograd::CudaTensor;
 use flow_comm::nccl::CudaGroup;
 use flow_comm::{Buffer, DType, ProcessGroup, ReduceOp};
-use tch::{Device, Tensor};
+use tch::{Device, TchError, Tensor};
 
 use crate::device::{choose, DeviceKind};
 use crate::error::{job_rank, Error, Result};
+use crate::layout::{overlaps, OVERLAPS};
 
 /// What a process group does with tensors, which are on the CPU or on this rank's GPU, the same on all ranks.
 ///
 /// Tensors that are contiguous are worked on where they are, others through a contiguous copy. Operations on GPUs are
 /// enqueued in the order of libtorch's current stream, as its own are.
+///
+/// Tensors are dense, and of kind `Float`, `Double`, `Half`, `BFloat16`, `Int`, `Int64` or `Uint8`. What a result is
+/// written to has memory of its own for each element, unlike what `expand` makes. Any other tensor is an error of this
+/// rank, before the others are met.
 pub trait TensorCollectives {
     /// Chooses what ranks compute on: for [`DeviceKind::Cuda`], each the GPU of its local rank (LOCAL_RANK), counted
     /// among those that CUDA_VISIBLE_DEVICES leaves. All ranks call this, before anything else is done with tensors.
@@ -43,29 +48,40 @@ impl TensorCollectives for ProcessGroup {
 
     fn all_reduce_tensor(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {
         let operation = "all_reduce";
-        in_place(tensor, |contiguous| match cuda_group(self, contiguous)? {
+        check(self, operation, tensor, true)?;
+        let data = contiguous(tensor);
+        match cuda_group(self, &data)? {
             Some(cuda) => {
-                let mut memory = CudaTensor::new(contiguous).map_err(torch(self, operation))?;
-                Ok(cuda.all_reduce(&mut memory, op, &current_stream(self, &cuda)?)?)
+                let mut memory = CudaTensor::new(&data).map_err(torch(self, operation))?;
+                cuda.all_reduce(&mut memory, op, &current_stream(self, &cuda)?)?;
             }
-            None => Ok(self.all_reduce(&mut Memory::new(self, operation, contiguous)?, op)?),
-        })
+            None => self.all_reduce(&mut Memory::new(self, operation, &data)?, op)?,
+        }
+        copy_home(self, operation, &data, tensor)
     }
 
     fn broadcast_tensor(&self, tensor: &mut Tensor, root: usize) -> Result<()> {
         let operation = "broadcast";
-        in_place(tensor, |contiguous| match cuda_group(self, contiguous)? {
+        let receives = self.rank() != root;
+        check(self, operation, tensor, receives)?;
+        let data = contiguous(tensor);
+        match cuda_group(self, &data)? {
             Some(cuda) => {
-                let memory = CudaTensor::new(contiguous).map_err(torch(self, operation))?;
-                Ok(cuda.broadcast(&mut [memory], root, &current_stream(self, &cuda)?)?)
+                let memory = CudaTensor::new(&data).map_err(torch(self, operation))?;
+                cuda.broadcast(&mut [memory], root, &current_stream(self, &cuda)?)?;
             }
-            None => Ok(self.broadcast(&mut Memory::new(self, operation, contiguous)?, root)?),
-        })
+            None => self.broadcast(&mut Memory::new(self, operation, &data)?, root)?,
+        }
+        if receives {
+            copy_home(self, operation, &data, tensor)?;
+        }
+        Ok(())
     }
 
     fn all_gather_tensor(&self, tensor: &Tensor) -> Result<Tensor> {
         let operation = "all_gather";
-        let tensor = tensor.contiguous();
+        check(self, operation, tensor, false)?;
+        let tensor = contiguous(tensor);
         let shape: Vec<i64> = std::iter::once(self.world_size() as i64).chain(tensor.size()).collect();
         let output = Tensor::empty(shape, (tensor.kind(), tensor.device()));
         match cuda_group(self, &tensor)? {
@@ -103,14 +119,45 @@ pub(crate) fn torch(group: &ProcessGroup, operation: &'static str) -> impl Fn(fl
     move |error| Error::Torch { rank, operation, reason: error.to_string() }
 }
 
-/// Has `run` work on the tensor itself, or on a contiguous copy of it.
-fn in_place(tensor: &mut Tensor, run: impl FnOnce(&Tensor) -> Result<()>) -> Result<()> {
-    let contiguous = tensor.detach().contiguous();
-    run(&contiguous)?;
-    if flow_autograd::data_ptr(&contiguous) != flow_autograd::data_ptr(tensor) {
-        tch::no_grad(|| tensor.copy_(&contiguous));
+/// Whether a tensor can be sent and, if `written`, a result be written to it.
+fn check(group: &ProcessGroup, operation: &'static str, tensor: &Tensor, written: bool) -> Result<()> {
+    let fail = |reason: String| Err(Error::Torch { rank: job_rank(group), operation, reason });
+    if let Some(reason) = flow_autograd::unsendable(tensor) {
+        return fail(format!("the tensor {reason}"));
+    }
+    if flow_autograd::dtype(tensor.kind()).is_none() {
+        return fail(format!(
+            "the tensor is {:?}: make it Float, Double, Half, BFloat16, Int, Int64 or Uint8",
+            tensor.kind()
+        ));
+    }
+    if written && overlaps(tensor) {
+        return fail(format!("no result can be written to the tensor, as it {OVERLAPS}"));
     }
     Ok(())
+}
+
+/// The tensor itself, without its history, or a contiguous copy of it.
+pub(crate) fn contiguous(tensor: &Tensor) -> Tensor {
+    let tensor = tensor.detach();
+    match tensor.is_neg() {
+        true => tensor.resolve_neg().contiguous(),
+        false => tensor.contiguous(),
+    }
+}
+
+/// Writes what [`contiguous`] gave back to the tensor, unless it is the tensor itself.
+pub(crate) fn copy_home(
+    group: &ProcessGroup,
+    operation: &'static str,
+    contiguous: &Tensor,
+    tensor: &mut Tensor,
+) -> Result<()> {
+    if flow_autograd::data_ptr(contiguous) == flow_autograd::data_ptr(tensor) {
+        return Ok(());
+    }
+    let fail = |error: TchError| Error::Torch { rank: job_rank(group), operation, reason: error.to_string() };
+    tch::no_grad(|| tensor.f_copy_(contiguous)).map(drop).map_err(fail)
 }
 
 /// A contiguous CPU tensor as a buffer.

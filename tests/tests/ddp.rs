@@ -6,7 +6,7 @@ use flow_tests::{launcher, on_stand_in, Process, PATIENCE};
 const MODES: [Option<(&str, &str)>; 3] = [None, Some(("FLOW_DDP_COPY", "1")), Some(("FLOW_DDP_PROGRESS", "thread"))];
 
 /// What is about the CPU's shared memory.
-const NOT_ON_GPUS: [&str; 1] = ["wrapped_again"];
+const NOT_ON_GPUS: [&str; 2] = ["wrapped_again", "joined_again"];
 
 /// The way of GPUs, with tensors on the CPU: libtorch has no stand-in. `scripts/gpu-check` runs the same on GPUs.
 fn holds_on_stand_ins(check: &str, ranks: usize) {
@@ -56,7 +56,8 @@ checks! {
     no_sync guards several_forwards cleared_gradients
     nested nested_unused nested_twice
     unused_found unused_now_and_then unused_everywhere unused_accumulated
-    unused_reported frozen_later differing_models unfit_models
-    frozen buffers changed wrapped_again sub_group memory sampler alone
+    unused_reported frozen_later differing_models unfit_models unfit_tensors replaced_buffers
+    tied tied_names wrapped_twice
+    frozen buffers changed wrapped_again joined_again sub_group memory sampler alone
     kinds communication_kinds many_buckets ready_order layouts
 }

@@ -4,6 +4,7 @@ mod arguments;
 mod asynchronous;
 mod buckets;
 mod cuda;
+mod home;
 mod members;
 
 use std::fmt;
@@ -27,6 +28,7 @@ use crate::work::Worker;
 
 use asynchronous::{Lane, Workers};
 use cuda::Cuda;
+pub use home::Home;
 
 /// How long ranks wait for each other unless `FLOW_TIMEOUT` (in seconds) or [`ProcessGroup::set_timeout`] says
 /// otherwise: as long as PyTorch's CPU groups do.
@@ -140,6 +142,11 @@ impl ProcessGroup {
     /// A group of some of this group's ranks, given by their ranks in this group; they are numbered in ascending
     /// order. Called by all ranks of this group with the same list; `None` on ranks that are not in it.
     pub fn new_group(&self, ranks: &[usize]) -> Result<Option<Self>> {
+        self.new_group_in(&self.engine().world, ranks)
+    }
+
+    /// As [`ProcessGroup::new_group`], in the memory of `world`: this one's or that of another join of the same ranks.
+    fn new_group_in(&self, world: &Arc<World>, ranks: &[usize]) -> Result<Option<Self>> {
         let mut members = ranks.to_vec();
         members.sort_unstable();
         members.dedup();
@@ -151,7 +158,7 @@ impl ProcessGroup {
         // On each node the first member there has the memory.
         let locals: Vec<usize> = members.iter().copied().filter(|member| engine.locals.contains(member)).collect();
         let first = locals.first().copied().unwrap_or(members[0]);
-        let block = || engine.world.new_control_block(members.len(), locals.len());
+        let block = || world.new_control_block(members.len(), locals.len());
         let block = (first == self.rank()).then(block).flatten();
         let list = fingerprint(&members);
         let offset = block.as_ref().map_or(NO_BLOCK, |b| b.offset() as u64);
@@ -171,12 +178,14 @@ impl ProcessGroup {
             let reason = format!("the shared memory region of rank {} is full", engine.ranks[full]);
             return Err(self.system("new_group", reason));
         }
-        let name = format!("{}.{}", engine.name, engine.children.fetch_add(1, Ordering::Relaxed));
+        // In another world the name must be none of its own.
+        let prefix = if Arc::ptr_eq(world, &engine.world) { "" } else { &engine.world.prefix };
+        let name = format!("{prefix}{}.{}", engine.name, engine.children.fetch_add(1, Ordering::Relaxed));
         let member = members.contains(&self.rank()).then(|| {
-            let (arena, offset) = (Arc::clone(&engine.world.arena), words[first][1] as usize);
+            let (arena, offset) = (Arc::clone(&world.arena), words[first][1] as usize);
             let control = Control::attach(arena, offset, members.len(), locals.len());
             let global = members.iter().map(|&r| engine.ranks[r]).collect();
-            Engine::new(Arc::clone(&engine.world), control, block, global, self.timeout(), name).map(Arc::new)
+            Engine::new(Arc::clone(world), control, block, global, self.timeout(), name).map(Arc::new)
         });
         let member = member.transpose()?;
         let cuda = self.split_cuda(member.as_ref())?;

@@ -1,6 +1,7 @@
 //! The ranks of a job: on this machine the arena they share, on all machines who they are and whether they still live.
 
 use std::fmt::Display;
+use std::hash::{Hash, Hasher};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -67,6 +68,22 @@ impl World {
     /// A rank's number among those of this node.
     pub fn local_index(&self, rank: usize) -> Option<usize> {
         self.locals.iter().position(|&local| local == rank)
+    }
+
+    /// Whether `other`, another join of this process, has the same processes as its ranks.
+    pub fn has_ranks_of(&self, other: &World) -> bool {
+        let same =
+            |(own, other): (&Peer, &Peer)| (own.pid, own.node, &own.host) == (other.pid, other.node, &other.host);
+        let peers = self.peers.iter().zip(&other.peers);
+        (self.rank, self.size) == (other.rank, other.size) && peers.into_iter().all(same)
+    }
+
+    /// Tells joins apart, alike on all ranks of one: no process has two of the same prefix.
+    pub fn mark(&self) -> u64 {
+        let mut hasher = fnv::FnvHasher::default();
+        self.prefix.hash(&mut hasher);
+        self.peers.iter().for_each(|peer| (peer.pid, &peer.host).hash(&mut hasher));
+        hasher.finish()
     }
 
     /// The control block of the group of all ranks.

@@ -83,14 +83,15 @@ impl AddTensor for nn::Path<'_> {
     }
 }
 
-/// Buffers are rank 0's from construction on, and anew with each forward in training mode.
+/// Buffers are rank 0's from construction on, and anew with each forward in training mode; or each rank's own all along.
 pub fn buffers(group: &ProcessGroup) -> Result<()> {
     let own = group.rank() as i64 + 5;
     for broadcast in [true, false] {
         let store = store();
         let builder = Ddp::builder(group).broadcast_buffers(broadcast);
         let model = builder.wrap(WithBuffer::new(&store, own), &store)?;
-        ensure!(model.buffers() == (5.0, 5.0), "{:?}", model.buffers());
+        let expected = if broadcast { 5.0 } else { own as f64 };
+        ensure!(model.buffers() == (expected, expected), "{:?} instead of {expected}", model.buffers());
         ensure!(model.weight.detach() == Tensor::from_slice(&[5f32; 3]).to(device()), "{}", model.weight);
         let x = Tensor::from(1f32);
         let set = |value: i64| {
@@ -103,7 +104,6 @@ pub fn buffers(group: &ProcessGroup) -> Result<()> {
         model.without_sync(|model| model.forward_t(&x, true)).f_backward()?;
         ensure!(model.buffers() == (own as f64, own as f64), "a forward under no_sync changed the buffers");
         model.try_forward_t(&x, true)?.f_backward()?;
-        let expected = if broadcast { 5.0 } else { own as f64 };
         ensure!(model.buffers() == (expected, expected), "{:?} instead of {expected}", model.buffers());
     }
     Ok(())
@@ -173,6 +173,70 @@ pub fn wrapped_again(group: &ProcessGroup) -> Result<()> {
             !group.arena().contains(at(flow_autograd::data_ptr(&outside)), 1),
             "the allocator is still there after the wrapper"
         );
+    }
+    Ok(())
+}
+
+/// Models of several joins of the job are reduced in place, all of them, whichever ends first.
+pub fn joined_again(group: &ProcessGroup) -> Result<()> {
+    const LENGTH: i64 = 40_000;
+    let model = |group: &ProcessGroup| {
+        let store = store();
+        Ddp::new(Vectors::new(&store, &[LENGTH, 10]), &store, group)
+    };
+    let reduces_in_place = |model: &Ddp<Vectors>| {
+        let input = |rank: usize| (rank + 1) as f64;
+        for _ in 0..3 {
+            model.0.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
+            model.forward(&Tensor::from(input(group.rank()) as f32)).f_backward()?;
+            model.0.iter().try_for_each(|w| gradient_is(w, mean(group, input)))?;
+            let reduced = in_place(&model.stats());
+            ensure!(copies() || reduced == LENGTH as usize * 4, "{reduced} bytes in place");
+        }
+        anyhow::Ok(())
+    };
+    let first = model(group)?;
+    for round in 0..3 {
+        let again = ProcessGroup::from_env()?;
+        let second = model(&again)?;
+        for _ in 0..2 {
+            reduces_in_place(&first).context("the first model")?;
+            reduces_in_place(&second).context("the second model")?;
+        }
+        if round == 1 {
+            drop(again); // the model keeps what it needs
+            reduces_in_place(&second).context("without its group")?;
+        }
+        drop(second);
+        reduces_in_place(&first).context("after the second model")?;
+    }
+    // As if each evaluation joined anew, now with the first model gone.
+    let again = ProcessGroup::from_env()?;
+    let last = model(&again)?;
+    drop(first);
+    reduces_in_place(&last).context("after the first model")?;
+    let third = ProcessGroup::from_env()?;
+    reduces_in_place(&model(&third)?).context("a third join")?;
+    drop(last);
+    let outside = Tensor::zeros([LENGTH], (Kind::Float, device()));
+    let at = |group: &ProcessGroup| flow_autograd::data_ptr(&outside).addr().wrapping_sub(group.arena().at(0).addr());
+    for group in [group, &again, &third] {
+        ensure!(!group.arena().contains(at(group), 1), "the allocator is still there after the last model");
+    }
+
+    // A model that some ranks have alone allocates in their join: with others there is no common place but that of a new one.
+    let some = group.new_group(&[0, group.world_size() - 1])?;
+    let some = some.filter(|_| group.world_size() > 2);
+    let alone = some.as_ref().map(&model).transpose()?;
+    let again = ProcessGroup::from_env()?;
+    let all = model(&again)?;
+    reduces_in_place(&all).context("a model of all beside one of some")?;
+    drop(all);
+    if let (Some(alone), Some(some)) = (&alone, &some) {
+        alone.0.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
+        alone.forward(&Tensor::from(some.rank() as f32)).f_backward()?;
+        alone.0.iter().try_for_each(|w| gradient_is(w, 0.5))?;
+        ensure!(copies() || in_place(&alone.stats()) > 0, "the allocator is not back where it was");
     }
     Ok(())
 }

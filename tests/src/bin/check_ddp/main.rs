@@ -8,6 +8,8 @@ mod models;
 mod nested;
 mod options;
 mod reported;
+mod tied;
+mod unfit;
 mod unused;
 
 use anyhow::{Context, Result};
@@ -36,10 +38,16 @@ const CHECKS: &[(&str, Check)] = &[
     ("frozen_later", reported::frozen_later),
     ("differing_models", reported::differing_models),
     ("unfit_models", reported::unfit_models),
+    ("unfit_tensors", unfit::tensors),
+    ("replaced_buffers", unfit::replaced_buffers),
+    ("tied", tied::trained),
+    ("tied_names", tied::named),
+    ("wrapped_twice", tied::wrapped_twice),
     ("frozen", lifecycle::frozen),
     ("buffers", lifecycle::buffers),
     ("changed", lifecycle::changed),
     ("wrapped_again", lifecycle::wrapped_again),
+    ("joined_again", lifecycle::joined_again),
     ("sub_group", lifecycle::sub_group),
     ("memory", lifecycle::memory),
     ("waits", lifecycle::waits),

@@ -6,7 +6,7 @@ use flow_ddp::Ddp;
 use tch::nn::{self, ModuleT, OptimizerConfig};
 use tch::{Kind, Tensor};
 
-use crate::helpers::{copies, gradient_is, in_place, mean, plausible, same_everywhere};
+use crate::helpers::{copies, error, gradient_is, in_place, mean, plausible, same_everywhere, says};
 use crate::models::{self, device, on_gpu, store, Vectors};
 
 /// Parameters of several types in one model, and a model all in bf16.
@@ -142,42 +142,107 @@ pub fn ready_order(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// Parameters, and thereby gradients, that do not lie in the order of their indices.
+/// Parameters, and thereby gradients, that do not lie in the order of their indices: gradients keep their parameters' strides,
+/// as libtorch's own do.
 pub fn layouts(group: &ProcessGroup) -> Result<()> {
-    for view in [false, true] {
+    let builder = Ddp::builder(group);
+    let builders = [false, true].map(|view| builder.clone().gradient_as_bucket_view(view));
+    let sent_in_another = builder.communication_kind(Kind::Double);
+    for builder in builders.into_iter().chain([sent_in_another.clone(), sent_in_another.gradient_as_bucket_view(true)])
+    {
         let float = (Kind::Float, device());
         tch::manual_seed(group.rank() as i64);
         // Columns first, as channels_last does for convolutions; once large, once small; and one with gaps.
         let transposed = |rows, columns| Tensor::randn([rows, columns], float).tr();
         let gaps = Tensor::randn([100, 4], float).slice(1, 0, 2, 1);
         let channels_last = Tensor::randn([64, 5, 5, 32], float).permute([0, 3, 1, 2]);
-        let named: Vec<(String, Tensor)> = [transposed(200, 300), transposed(3, 5), gaps, channels_last]
-            .into_iter()
-            .enumerate()
-            .map(|(i, tensor)| (format!("w{i}"), tensor.set_requires_grad(true)))
-            .collect();
+        let pointwise = Tensor::randn([64, 1, 1, 32], float).permute([0, 3, 1, 2]);
+        let turned = |a, b, c| Tensor::randn([a, b, c], float).permute([1, 2, 0]);
+        let all = [
+            transposed(200, 300),
+            transposed(3, 5),
+            gaps,
+            channels_last,
+            pointwise,
+            turned(20, 30, 40),
+            turned(2, 3, 4),
+        ];
+        let named: Vec<(String, Tensor)> =
+            all.into_iter().enumerate().map(|(i, tensor)| (format!("w{i}"), tensor.set_requires_grad(true))).collect();
         let tensors: Vec<Tensor> = named.iter().map(|(_, t)| t.shallow_clone()).collect();
-        let model = Ddp::builder(group).gradient_as_bucket_view(view).wrap_tensors((), named, vec![])?;
+        // Each element's gradient is another, so that none may change its place.
+        let factors = |step: usize, index: usize, rank: usize| {
+            tch::manual_seed((100 * step + 10 * index + rank) as i64);
+            Tensor::randn(tensors[index].size(), float)
+        };
+        let backward = |step: usize, rank: usize| {
+            let one = |(index, w): (usize, &Tensor)| (w * factors(step, index, rank)).sum(Kind::Float);
+            anyhow::Ok(tensors.iter().enumerate().map(one).reduce(|a, b| a + b).context("not empty")?.f_backward()?)
+        };
+        backward(0, 0)?;
+        // Those that steps are taken along.
+        let strides = |tensor: &Tensor| -> Vec<i64> {
+            tensor.size().iter().zip(tensor.stride()).filter(|(length, _)| **length > 1).map(|(_, s)| s).collect()
+        };
+        let expected_strides: Vec<Vec<i64>> = tensors.iter().map(|w| strides(&w.grad())).collect();
+        let model = builder.wrap_tensors((), named, vec![])?;
         for tensor in &tensors {
             let all = tch::no_grad(|| flow_ddp::TensorCollectives::all_gather_tensor(group, tensor))?;
             ensure!((0..group.world_size() as i64).all(|r| all.get(r) == all.get(0)), "ranks start with their own");
         }
-        for step in 0..3 {
-            tensors.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
-            // Each element's gradient is another, so that none may change its place.
-            let factors = |index: usize, rank: usize| {
-                tch::manual_seed((100 * step + 10 * index + rank) as i64);
-                Tensor::randn(tensors[index].size(), float)
-            };
-            let one = |(index, w): (usize, &Tensor)| (w * factors(index, group.rank())).sum(Kind::Float);
-            tensors.iter().enumerate().map(one).reduce(|a, b| a + b).context("not empty")?.f_backward()?;
+        for step in 0..6 {
+            for tensor in &tensors {
+                match step {
+                    0..3 => flow_autograd::set_grad(tensor, None)?,
+                    3 => tensor.shallow_clone().zero_grad(),
+                    // A gradient that has the parameter's strides on some ranks only.
+                    _ => {
+                        let odd = step % group.world_size() == group.rank();
+                        let zeros =
+                            if odd { Tensor::zeros(tensor.size(), float) } else { tensor.detach().zeros_like() };
+                        flow_autograd::set_grad(tensor, Some(&zeros))?;
+                    }
+                }
+            }
+            backward(step, group.rank())?;
             for (index, tensor) in tensors.iter().enumerate() {
-                let sum = (0..group.world_size()).map(|rank| factors(index, rank)).reduce(|a, b| a + b);
+                let sum = (0..group.world_size()).map(|rank| factors(step, index, rank)).reduce(|a, b| a + b);
                 let expected = sum.context("not empty")? / group.world_size() as i64;
                 ensure!(tensor.grad().allclose(&expected, 1e-5, 1e-6, false), "w{index} in step {step}");
+                if step <= 3 {
+                    let (own, expected) = (strides(&tensor.grad()), &expected_strides[index]);
+                    ensure!(own == *expected, "w{index} in step {step}: strides {own:?} instead of {expected:?}");
+                }
             }
         }
-        plausible(&model.stats(), 3)?;
+        plausible(&model.stats(), 6)?;
+    }
+    in_place_by_memory(group)?;
+    // Ranks that order their memory differently.
+    let matrix = Tensor::ones([2, 3], (Kind::Float, device()));
+    let matrix = if group.rank() == 0 { matrix } else { matrix.tr().contiguous().tr() };
+    let named = vec![("w".to_string(), matrix.set_requires_grad(true))];
+    let text = error(Ddp::from_tensors((), named, vec![], group))?;
+    says(&text, &["rank 0 has parameter w [2, 3]", "rank 1 has", "memory order [1, 0]"])
+}
+
+/// A large gradient in its parameter's layout is reduced where it is; one in another layout is not.
+fn in_place_by_memory(group: &ProcessGroup) -> Result<()> {
+    let float = (Kind::Float, device());
+    let weight = Tensor::ones([64, 5, 5, 32], float).permute([0, 3, 1, 2]).set_requires_grad(true);
+    let model = Ddp::from_tensors((), vec![("w".to_string(), weight.shallow_clone())], vec![], group)?;
+    for contiguous in [false, true] {
+        let zeros = match contiguous {
+            false => weight.detach().zeros_like(),
+            true => Tensor::zeros(weight.size(), float),
+        };
+        flow_autograd::set_grad(&weight, Some(&zeros))?;
+        drop(zeros);
+        (&weight * (group.rank() as f64)).sum(Kind::Float).f_backward()?;
+        gradient_is(&weight, mean(group, |rank| rank as f64))?;
+        let reduced = in_place(&model.stats());
+        let all = 64 * 32 * 25 * 4;
+        ensure!(copies() || on_gpu() || reduced == if contiguous { 0 } else { all }, "{reduced} of {all} bytes");
     }
     Ok(())
 }

@@ -3,7 +3,6 @@
 use anyhow::{ensure, Context, Result};
 use flow_comm::ProcessGroup;
 use flow_ddp::Ddp;
-use tch::nn;
 use tch::{Kind, Tensor};
 
 use crate::helpers::{error, gradient_is, says, told};
@@ -162,14 +161,6 @@ pub fn unfit_models(group: &ProcessGroup) -> Result<()> {
     says(&error(builder().bucket_cap_mb(0.0).wrap_tensors((), named(trained(&[2])), vec![]))?, &["cap"])?;
     let integers = builder().communication_kind(Kind::Int);
     says(&error(integers.wrap_tensors((), named(trained(&[2])), vec![]))?, &["Int", "BFloat16"])?;
-    // One tensor by two names, and one that another Ddp has.
-    let tied = trained(&[2]);
-    let twice = vec![("a".to_string(), tied.shallow_clone()), ("b".to_string(), tied)];
-    says(&error(Ddp::from_tensors((), twice, vec![], group))?, &["b", "hook"])?;
-    let store = store();
-    let linear = nn::linear(store.root(), 2, 2, Default::default());
-    let _first = Ddp::new((), &store, group)?;
-    says(&error(Ddp::new(linear, &store, group))?, &["hook"])?;
     // Parameters without elements are no mistake.
     let model =
         Ddp::from_tensors((), vec![("none".into(), trained(&[0])), ("some".into(), trained(&[2]))], vec![], group)?;

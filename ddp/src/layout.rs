@@ -1,0 +1,169 @@
+//! How a tensor's elements lie in memory.
+
+use std::cmp::Reverse;
+use std::fmt;
+
+use tch::Tensor;
+
+/// Said of a tensor that [`overlaps`].
+pub(crate) const OVERLAPS: &str = "has elements that share memory, as expand() makes them: use contiguous()";
+
+/// The order in which a gradient's elements lie in memory.
+#[derive(Clone)]
+pub(crate) struct Layout {
+    shape: Vec<i64>,
+    /// Strides, and the dimensions as they come in memory; None for those of a contiguous tensor.
+    strided: Option<(Vec<i64>, Vec<i64>)>,
+}
+
+impl Layout {
+    /// That of the gradients of `parameter`: the parameter's own strides if it lies without gaps, otherwise those of a contiguous
+    /// tensor. This is libtorch's "gradient layout contract" (torch/csrc/autograd/functions/accumulate_grad.h), which a
+    /// gradient keeps as a rule.
+    pub fn of(parameter: &Tensor) -> Self {
+        let (shape, strides) = (parameter.size(), parameter.stride());
+        // Strictly: strides of dimensions of length 1 are kept, too.
+        let contiguous =
+            (0..shape.len()).map(|axis| shape[axis + 1..].iter().product::<i64>()).eq(strides.iter().copied());
+        let order = memory_order(&shape, &strides).filter(|_| !contiguous);
+        Self { shape, strided: order.map(|order| (strides, order)) }
+    }
+
+    /// The tensor with its dimensions as they come in memory: contiguous if it has this layout.
+    pub fn in_memory_order(&self, tensor: &Tensor) -> Tensor {
+        match &self.strided {
+            Some((_, order)) => tensor.detach().permute(order),
+            None => tensor.shallow_clone(),
+        }
+    }
+
+    /// The contiguous tensor that [`Layout::in_memory_order`] gave, with its dimensions in their own order again.
+    pub fn in_own_order(&self, tensor: &Tensor) -> Tensor {
+        match &self.strided {
+            // Not as a view for autograd, as gradients are detached in place.
+            Some((strides, _)) => tensor.as_strided(&self.shape, strides, None).detach(),
+            None => tensor.shallow_clone(),
+        }
+    }
+
+    /// The shape of a contiguous tensor for [`Layout::in_own_order`].
+    pub fn memory_shape(&self) -> Vec<i64> {
+        match &self.strided {
+            Some((_, order)) => order.iter().map(|&dimension| self.shape[dimension as usize]).collect(),
+            None => self.shape.clone(),
+        }
+    }
+}
+
+impl fmt::Display for Layout {
+    /// How elements come in memory, if not by their indices.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some((_, order)) = &self.strided else { return Ok(()) };
+        let order: Vec<i64> = order.iter().copied().filter(|&axis| self.shape[axis as usize] != 1).collect();
+        if order.is_sorted() {
+            Ok(())
+        } else {
+            write!(f, " memory order {order:?}")
+        }
+    }
+}
+
+/// The dimensions by falling strides, if elements lie without gaps or overlaps. Dimensions of length 1, which no step is
+/// taken along, come first.
+fn memory_order(shape: &[i64], strides: &[i64]) -> Option<Vec<i64>> {
+    let mut order: Vec<usize> = (0..shape.len()).collect();
+    order.sort_by_key(|&dimension| (shape[dimension] != 1).then_some(Reverse(strides[dimension])));
+    let mut step = 1;
+    let mut falling = order.iter().rev().filter(|&&dimension| shape[dimension] != 1);
+    let dense = falling.all(|&dimension| {
+        let expected = step;
+        step *= shape[dimension];
+        strides[dimension] == expected
+    });
+    (dense && !shape.contains(&0)).then(|| order.into_iter().map(|dimension| dimension as i64).collect())
+}
+
+/// Whether several of the tensor's elements may lie in the same place, so that it cannot be written to.
+pub(crate) fn overlaps(tensor: &Tensor) -> bool {
+    !tensor.is_contiguous() && may_overlap(&tensor.size(), &tensor.stride())
+}
+
+/// Whether a step along some dimension stays within what the dimensions of smaller steps reach.
+fn may_overlap(shape: &[i64], strides: &[i64]) -> bool {
+    let mut steps: Vec<(i64, i64)> =
+        strides.iter().zip(shape).filter(|(_, &length)| length != 1).map(|(&s, &l)| (s, l)).collect();
+    steps.sort_unstable();
+    let mut reach = 0;
+    let overlaps = |&(stride, length): &(i64, i64)| {
+        let within = stride <= reach;
+        reach += stride * (length - 1);
+        within
+    };
+    !shape.contains(&0) && steps.iter().any(overlaps)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dimensions_come_in_the_order_of_memory() {
+        type Case = (&'static [i64], &'static [i64], Option<&'static [i64]>);
+        let cases: [Case; 11] = [
+            (&[], &[], Some(&[])),
+            (&[2, 3], &[3, 1], Some(&[0, 1])),
+            (&[2, 3], &[1, 2], Some(&[1, 0])),
+            (&[8, 3, 5, 4], &[60, 1, 12, 3], Some(&[0, 2, 3, 1])), // channels last
+            (&[8, 3, 1, 1], &[3, 1, 3, 3], Some(&[2, 3, 0, 1])),   // the same, of a pointwise convolution
+            (&[2, 3, 4], &[4, 8, 1], Some(&[1, 0, 2])),
+            (&[3, 1, 2], &[1, 7, 3], Some(&[1, 2, 0])),
+            (&[2, 3], &[1, 4], None), // with gaps
+            (&[2, 3], &[0, 1], None), // expanded
+            (&[2, 2], &[1, 1], None), // overlapping
+            (&[0, 3], &[1, 1], None),
+        ];
+        for (shape, strides, expected) in cases {
+            assert_eq!(memory_order(shape, strides).as_deref(), expected, "{shape:?} {strides:?}");
+        }
+    }
+
+    #[test]
+    fn a_gradient_of_the_layout_is_contiguous_in_memory_order() {
+        let rows = Tensor::arange(120, (tch::Kind::Float, tch::Device::Cpu)).view([2, 3, 4, 5]);
+        for (parameter, told) in [
+            (rows.permute([3, 0, 2, 1]), " memory order [1, 3, 2, 0]"),
+            (rows.reshape([6, 1, 1, 20]).permute([0, 3, 1, 2]), ""),
+            (rows.shallow_clone(), ""),
+        ] {
+            let layout = Layout::of(&parameter);
+            let flat = layout.in_memory_order(&parameter);
+            assert!(flat.is_contiguous() && flat.size() == layout.memory_shape());
+            let again = layout.in_own_order(&flat);
+            assert_eq!((again.size(), again.stride()), (parameter.size(), parameter.stride()));
+            assert_eq!(again, parameter);
+            assert_eq!(layout.to_string(), told);
+        }
+        let columns = rows.view([6, 20]).tr();
+        assert!(!Layout::of(&columns).in_memory_order(&columns.contiguous()).is_contiguous());
+        let gaps = rows.slice(3, 0, 2, 1);
+        assert_eq!(Layout::of(&gaps).in_own_order(&gaps.contiguous()).stride(), [24, 8, 2, 1]);
+    }
+
+    #[test]
+    fn elements_that_share_memory_are_found() {
+        let cases: [(&[i64], &[i64], bool); 9] = [
+            (&[], &[], false),
+            (&[2, 3], &[3, 1], false),
+            (&[3, 2], &[1, 3], false),
+            (&[2, 3], &[8, 2], false), // with gaps
+            (&[4, 1], &[1, 0], false), // one step of no width is none
+            (&[0, 3], &[0, 0], false), // nothing at all
+            (&[3], &[0], true),
+            (&[2, 3], &[0, 1], true),
+            (&[3, 2], &[1, 1], true), // windows that overlap
+        ];
+        for (shape, strides, expected) in cases {
+            assert_eq!(may_overlap(shape, strides), expected, "{shape:?} {strides:?}");
+        }
+    }
+}
