@@ -51,10 +51,10 @@ impl Network for MpiNetwork {
     }
 
     fn have_come(&self, channel: &str, members: &[usize], own: usize) -> bool {
-        let has_come = |session: &Session, rank: usize| session.tags.contains_key(&(rank as c_int, channel.into()));
         let all = with(|session| {
             session.progress()?;
-            Ok(members[own + 1..].iter().all(|&rank| has_come(session, rank)))
+            let has_come = |&rank: &usize| session.tags.contains_key(&(rank as c_int, channel.to_string()));
+            Ok(members[own + 1..].iter().all(has_come))
         });
         // What is wrong with MPI is said by whoever links.
         all.unwrap_or(true)
