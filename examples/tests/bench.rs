@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use flow_tests::{launch, Process, PATIENCE};
+use flow_tests::{launch, program, Process, PATIENCE};
 use serde_json::Value;
 
 fn lines(output: &str) -> Vec<Value> {
@@ -46,7 +46,7 @@ fn wrong_arguments_are_usage_errors() {
         (&["allreduce", "--foo"], "unexpected argument '--foo' found\n"),
     ];
     for (arguments, end) in cases {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_flow-bench"));
+        let mut command = Command::new(program("flow-bench"));
         command.args(arguments);
         let finished = Process::start(command).finish(PATIENCE);
         assert_eq!(finished.status.code(), Some(2), "{finished:?}");
@@ -57,7 +57,7 @@ fn wrong_arguments_are_usage_errors() {
 #[test]
 fn what_finds_no_memory_is_an_error() {
     for arguments in [["limit", "--sizes", "1000000000000000"], ["allreduce", "--sizes", "18446744073709551612"]] {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_flow-bench"));
+        let mut command = Command::new(program("flow-bench"));
         command.args(arguments);
         let finished = Process::start(command).finish(PATIENCE);
         assert_eq!(finished.status.code(), Some(1), "{finished:?}");

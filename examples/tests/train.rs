@@ -1,6 +1,6 @@
 //! OneFlow's documented example, to the digit.
 
-use flow_tests::{launch, launcher, on_stand_in, Process, PATIENCE};
+use flow_tests::{instruction_sets, launch, launcher, on_stand_in, Process, PATIENCE};
 
 /// What OneFlow's documentation shows for each rank; from step 300 on the loss no longer changes.
 const DOCUMENTED: [[&str; 6]; 2] = [
@@ -24,7 +24,11 @@ const DOCUMENTED: [[&str; 6]; 2] = [
 
 #[test]
 fn prints_the_documented_digits() {
-    has_the_documented_digits(&Process::start(launcher(2, &["--prefix"], "train", &[])).finish(PATIENCE).success());
+    for set in instruction_sets() {
+        let mut command = launcher(2, &["--prefix"], "train", &[]);
+        command.envs(set);
+        has_the_documented_digits(&Process::start(command).finish(PATIENCE).success());
+    }
 }
 
 /// The way of GPUs, with tensors on the CPU.

@@ -4,19 +4,67 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// The longest that a job of these tests may take before it counts as stuck.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
-/// The program `name` of this workspace, built in the same profile as the running test.
+/// The program `name` of this workspace, of the running test's profile, and as new as its sources.
 pub fn program(name: &str) -> PathBuf {
-    let test = std::env::current_exe().expect("a test knows its own path");
-    let path = test.ancestors().nth(2).expect("tests lie in target/<profile>/deps").join(name);
-    assert!(path.is_file(), "{} is missing; build it first: cargo build --release --bins --examples", path.display());
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    let path = FOLDER.get_or_init(|| {
+        let test = std::env::current_exe().expect("a test knows its own path");
+        let folder = test.ancestors().nth(2).expect("tests lie in target/<profile>/deps");
+        build(env!("CARGO_MANIFEST_DIR").as_ref(), folder);
+        folder.to_owned()
+    });
+    let path = path.join(name);
+    assert!(path.is_file(), "{} is missing: is it a program of this workspace?", path.display());
     path
+}
+
+/// Has cargo build what is older than its sources among the programs of the workspace of `package`, into
+/// `target/<profile>`, the `folder`. Otherwise a test of one package would run the programs of others as they happen to
+/// lie there. Takes no time where all are new; other processes that do the same wait for cargo's lock.
+pub fn build(package: &Path, folder: &Path) {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| env!("CARGO").into());
+    let profile = folder.file_name().and_then(|name| name.to_str()).expect("a profile has a name");
+    let profile = if profile == "debug" { "dev" } else { profile };
+    let mut command = Command::new(cargo);
+    command.args(["build", "--quiet", "--workspace", "--bins", "--examples", "--profile", profile]);
+    command.env("CARGO_TARGET_DIR", folder.parent().expect("it lies in target")).current_dir(package);
+    let output = command.output().expect("cargo starts");
+    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// The instruction sets that libtorch has kernels for: the variables by which it, MKL and oneDNN behave as on a CPU that has
+/// no better one. Those that this CPU lacks are left out, with a printed reason.
+pub fn instruction_sets() -> Vec<[(&'static str, &'static str); 3]> {
+    let variables = |aten, mkl, onednn| {
+        [("ATEN_CPU_CAPABILITY", aten), ("MKL_ENABLE_INSTRUCTIONS", mkl), ("ONEDNN_MAX_CPU_ISA", onednn)]
+    };
+    let mut sets = vec![variables("default", "SSE4_2", "SSE41")];
+    #[cfg(target_arch = "x86_64")]
+    {
+        let has_avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+        let has_avx512 = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl");
+        for (name, found, set) in [
+            ("AVX2", has_avx2, variables("avx2", "AVX2", "AVX2")),
+            ("AVX-512", has_avx2 && has_avx512, variables("avx512", "AVX512", "AVX512_CORE")),
+        ] {
+            if found {
+                sets.push(set);
+            } else {
+                println!("SKIPPED: what depends on rounding, as libtorch computes with {name}: this CPU lacks it");
+            }
+        }
+    }
+    sets
 }
 
 /// What a process said, and how it ended.

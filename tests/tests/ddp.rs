@@ -1,6 +1,8 @@
 //! `Ddp` in real processes: see `check_ddp` for what each check is about.
 
-use flow_tests::{launcher, on_stand_in, Process, PATIENCE};
+use std::fmt::Debug;
+
+use flow_tests::{instruction_sets, launcher, on_stand_in, Process, PATIENCE};
 
 /// How gradients may travel: the default, by copies, and with a thread for communication.
 const MODES: [Option<(&str, &str)>; 3] = [None, Some(("FLOW_DDP_COPY", "1")), Some(("FLOW_DDP_PROGRESS", "thread"))];
@@ -24,7 +26,7 @@ fn holds_on_stand_ins(check: &str, ranks: usize) {
     }
 }
 
-fn holds(check: &str, ranks: usize, mode: Option<(&str, &str)>) {
+fn holds<'a>(check: &str, ranks: usize, mode: impl IntoIterator<Item = (&'a str, &'a str)> + Copy + Debug) {
     let mut command = launcher(ranks, &[], "check_ddp", &[check]);
     command.env("OMP_NUM_THREADS", "1").env("RUST_BACKTRACE", "0").envs(mode);
     let output = Process::start(command).finish(PATIENCE).success();
@@ -34,6 +36,16 @@ fn holds(check: &str, ranks: usize, mode: Option<(&str, &str)>) {
 #[test]
 fn the_host_waits_for_a_gpu_in_no_step() {
     holds_on_stand_ins("waits", 2);
+}
+
+/// The checks that compare what training makes of whole models.
+#[test]
+fn trained_weights_are_right_on_every_instruction_set() {
+    for set in instruction_sets() {
+        for check in ["mlp", "lenet", "mobilenet"] {
+            holds(check, 2, set);
+        }
+    }
 }
 
 /// A test for each check: on two and three ranks, in all modes on one of these.

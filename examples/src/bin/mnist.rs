@@ -58,6 +58,9 @@ struct Args {
     /// cpu, or cuda: a GPU for each rank
     #[arg(long, default_value = "cpu")]
     device: DeviceKind,
+    /// Compute in double precision, to compare trainings: what rounding makes of two then stays small
+    #[arg(long)]
+    double: bool,
     /// Threads per rank that load images
     #[arg(long, value_name = "N", default_value_t = 1)]
     workers: usize,
@@ -120,6 +123,9 @@ fn run(args: &Args) -> Result<()> {
     let mut vs = nn::VarStore::new(Device::Cpu); // whose random numbers the first weights are, on all devices
     let net = lenet(&vs.root());
     vs.set_device(device);
+    if args.double {
+        vs.set_kind(Kind::Double);
+    }
     let model = Ddp::new(net, &vs, &group)?;
     let mut optimizer = nn::sgd(args.momentum, 0.0, 0.0, false).build(&vs, args.lr)?;
     let mut sampler = DistributedSampler::new(train.len(), &group).seed(args.seed.into());
@@ -165,9 +171,10 @@ fn run(args: &Args) -> Result<()> {
         let last = end.min(steps);
         let progress = Progress::new(first, epoch, batches);
         for batch in loader.into_iter().take(last.saturating_sub(losses.len())) {
-            let (images, labels) = on(device, batch?);
+            let (images, labels) = on(&vs, batch?);
             optimizer.set_lr(args.lr * schedule(losses.len(), steps));
-            let loss = model.forward_t(&images, true).cross_entropy_for_logits(&labels);
+            // As `cross_entropy_for_logits`, which is in single precision whatever the model is in.
+            let loss = model.forward_t(&images, true).log_softmax(-1, vs.kind()).nll_loss(&labels);
             optimizer.try_backward_step(&loss)?;
 
             let mut loss = [loss.double_value(&[])];
@@ -187,7 +194,7 @@ fn run(args: &Args) -> Result<()> {
         progress.finish();
 
         let loss = losses[before..].iter().sum::<f64>() / (losses.len() - before) as f64;
-        let accuracy = 100.0 * accuracy(&model, &test, args.workers)?;
+        let accuracy = 100.0 * accuracy(&model, &vs, &test, args.workers)?;
         if first {
             let seconds = start.elapsed().as_secs_f64();
             println!("epoch {epoch}: loss {loss:.4}, test accuracy {accuracy:.2} %, {seconds:.1} s");
@@ -206,19 +213,20 @@ fn run(args: &Args) -> Result<()> {
 
 /// The options and data that the trained weights depend on, beside what the sampler keeps.
 fn options(args: &Args, train: &Split) -> Vec<(String, String)> {
-    let Args { epochs, batch_size, lr, momentum, .. } = args;
+    let Args { epochs, batch_size, lr, momentum, double, .. } = args;
     let mut checksum = Crc::new();
     checksum.update(&train.images);
     checksum.update(&train.labels);
     let checksum = format!("{:08x}", checksum.sum());
     let steps = args.steps.map_or("all".to_owned(), |steps| steps.to_string());
-    let options: [(&str, &dyn ToString); 6] = [
+    let options: [(&str, &dyn ToString); 7] = [
         ("--epochs", epochs),
         ("--batch-size", batch_size),
         ("--lr", lr),
         ("--momentum", momentum),
         ("--steps", &steps),
         ("training data of checksum", &checksum),
+        ("--double", double),
     ];
     options.map(|(name, value)| (name.to_owned(), value.to_string())).to_vec()
 }
@@ -246,8 +254,9 @@ fn lenet(path: &nn::Path) -> SequentialT {
         .add(nn::linear(path / "dense2", 512, fashion::CLASSES as i64, dense))
 }
 
-fn on(device: Device, (images, labels): (Tensor, Tensor)) -> (Tensor, Tensor) {
-    (images.to(device), labels.to(device))
+/// The batch on the model's device, the images in the model's precision.
+fn on(vs: &nn::VarStore, (images, labels): (Tensor, Tensor)) -> (Tensor, Tensor) {
+    (images.to_device_(vs.device(), vs.kind(), false, false), labels.to(vs.device()))
 }
 
 /// The learning rate's way, as a part of its peak: up in a straight line during the first fifth of all steps, then down.
@@ -258,12 +267,12 @@ fn schedule(step: usize, steps: usize) -> f64 {
 
 /// The part of `images` that the model classifies rightly, over all ranks. Each image is seen once, so that ranks may
 /// have different numbers of batches: they meet only after their last.
-fn accuracy(model: &Ddp<SequentialT>, images: &Arc<Images>, workers: usize) -> Result<f64> {
+fn accuracy(model: &Ddp<SequentialT>, vs: &nn::VarStore, images: &Arc<Images>, workers: usize) -> Result<f64> {
     let _no_grad = tch::no_grad_guard();
     let sampler = DistributedSampler::new(images.len(), model.group()).shuffle(false).pad(false);
     let mut correct = [0];
     for batch in DataLoader::new(images, &sampler, 250).workers(workers) {
-        let (images, labels) = on(model.group().device(), batch?);
+        let (images, labels) = on(vs, batch?);
         let classes = model.forward_t(&images, false).argmax(1, false);
         correct[0] += classes.eq_tensor(&labels).sum(Kind::Int64).int64_value(&[]);
     }

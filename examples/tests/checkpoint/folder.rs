@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use flow_tests::{job, rank, Process};
+use flow_tests::{job, program, rank, Process};
 
 use crate::job::{alone, error, kill, until, Folder, LONG};
 
@@ -86,7 +86,7 @@ fn new_folders_are_there_after_a_loss_of_power() {
     }
     let folder = Folder::new();
     let mut command = Command::new("strace");
-    command.args(["-f", "-y", "-e", "trace=mkdir,mkdirat,fsync", env!("CARGO_BIN_EXE_mnist")]);
+    command.args(["-f", "-y", "-e", "trace=mkdir,mkdirat,fsync", program("mnist").to_str().unwrap()]);
     command.args(folder.arguments(&["--steps", "1", "--checkpoint", "new/folders/here"])).current_dir(folder.path(""));
     let finished = Process::start(command).finish(LONG);
     assert!(finished.status.success() && Path::new(&folder.path("new/folders/here/step-1")).exists(), "{finished:?}");

@@ -6,7 +6,7 @@ use std::process::Command;
 use std::thread::sleep;
 use std::time::{Duration, Instant, SystemTime};
 
-use flow_tests::{assert_contains, launcher, Finished, Process};
+use flow_tests::{assert_contains, launcher, program, Finished, Process};
 use rustix::process::{kill_process, Pid, Signal};
 use tempfile::{tempdir, TempDir};
 
@@ -135,7 +135,7 @@ pub fn run(ranks: usize, arguments: &[String]) -> Finished {
 
 /// mnist without a launcher.
 pub fn alone(arguments: &[String]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_mnist"));
+    let mut command = Command::new(program("mnist"));
     command.args(arguments);
     command
 }

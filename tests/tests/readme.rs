@@ -1,0 +1,58 @@
+//! What README says of a crate of one's own works as it is written there.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use flow_tests::Process;
+
+/// The first block of code in this language after `text`, and what follows it.
+fn block<'a>(readme: &'a str, text: &str, language: &str) -> (&'a str, &'a str) {
+    let after = |rest: &'a str, text: &str| Some(rest.split_once(text)?.1);
+    let code = after(readme, text).and_then(|rest| after(after(rest, &format!("```{language}"))?, "\n"));
+    code.and_then(|code| code.split_once("```")).unwrap_or_else(|| panic!("README has no {language} after {text:?}"))
+}
+
+/// The crate lies in the checkout's target folder and shares it, so that what both depend on is compiled once.
+#[test]
+fn a_crate_of_ones_own() {
+    let checkout = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let readme = fs::read_to_string(checkout.join("README.md")).unwrap();
+    let (program, rest) = block(&readme, "## Your program", "rust");
+    let (manifest, rest) = block(rest, "`Cargo.toml`:", "toml");
+    let (config, rest) = block(rest, "`.cargo/config.toml`", "toml");
+    let (build, rest) = block(rest, "`build.rs`", "rust");
+    let (commands, _) = block(rest, "Then build and run", "sh");
+
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("my-training");
+    let installed = folder.with_file_name("installed");
+    let target = folder.ancestors().nth(2).unwrap();
+    let flow = |text: &str| text.replace("../flow", checkout.to_str().unwrap());
+    let _ = fs::remove_dir_all(&installed);
+    fs::create_dir_all(folder.join("src")).unwrap();
+    fs::create_dir_all(folder.join(".cargo")).unwrap();
+    // It is no member of the workspace around it.
+    fs::write(folder.join("Cargo.toml"), flow(manifest) + "\n[workspace]\n").unwrap();
+    fs::write(folder.join(".cargo/config.toml"), flow(config)).unwrap();
+    fs::write(folder.join("build.rs"), build).unwrap();
+    fs::write(folder.join("src/main.rs"), program).unwrap();
+    // Versions that are fetched already.
+    fs::copy(checkout.join("Cargo.lock"), folder.join("Cargo.lock")).unwrap();
+    let _ = fs::remove_file(folder.join("target"));
+    symlink(target, folder.join("target")).unwrap();
+
+    let mut shell = Command::new("bash");
+    shell.args(["-euxc", &flow(commands)]).current_dir(&folder);
+    let path = std::env::var("PATH").unwrap();
+    shell.env("PATH", format!("{}:{path}", installed.join("bin").display())).env("CARGO_INSTALL_ROOT", &installed);
+    shell.env("CARGO_NET_OFFLINE", "true").env("CARGO_TARGET_DIR", target);
+    shell.env("CARGO_PROFILE_RELEASE_DEBUG", "line-tables-only"); // as the checkout's own
+    shell.env_remove("LD_LIBRARY_PATH");
+    if std::env::var_os("LIBTORCH").is_some_and(|folder| folder == *checkout.join(".libtorch")) {
+        shell.env_remove("LIBTORCH"); // cargo has set it for this test
+    }
+    let finished = Process::start(shell).finish(Duration::from_secs(1800));
+    assert!(finished.status.success(), "{finished:?}");
+}
