@@ -31,7 +31,7 @@ impl ProcessGroup {
     /// list. They are numbered in its order: with `[4, 2, 3]`, rank 4 becomes rank 0.
     ///
     /// They meet under `key`, which no other group that is being made has; afterwards it may serve again. Who makes several
-    /// groups one after the other makes them in the same order on all ranks, or waits for ever; threads may make several at
+    /// groups one after the other makes them in the same order on all ranks, or waits until the time is over; threads may make several at
     /// once. Over NCCL the members meet when they first call [`ProcessGroup::nccl`].
     ///
     /// Errors: lists that differ, on all members that have come; a member that has ended or left this group, or does not come
