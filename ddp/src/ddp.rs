@@ -43,12 +43,15 @@ const MIB: f64 = 1024.0 * 1024.0;
 /// All ranks run the same number of backwards. A *step* is a backward that reduces gradients, or a [`Ddp::forward_t`] in
 /// training mode that none follows: its loss was thrown away, or did not depend on it, or its backward failed. If only some
 /// ranks have such a step, the next backward fails on all and says which rank is in which step (with buffers, who is in
-/// forward and who in backward): gradients of different steps would else be averaged. Not found out is a rank that leaves
+/// forward and who in backward): gradients of different steps would else be averaged. While something still holds the
+/// forward's graph (a loss that is kept for later: keep `loss.detach()`), it is the backward after that which fails. So
+/// evaluate with `forward_t(.., false)`, or under `no_grad`. Not found out is a rank that leaves
 /// out the forward as well, or calls other methods of the model, until it has a backward less at the end, for which the
 /// others wait in vain. Nor are ranks on GPUs, whose hosts do not wait for each other; their time-outs name the steps.
 ///
 /// A backward that fails on one rank, once gradients have come, fails on all. The `Ddp` is then of no more use: each later
-/// backward says why. If all ranks still live, they may drop theirs and wrap the model anew. [`Error::from_backward`] gives
+/// backward says why (after the failure of a backward in which another one ran: once its graph is freed). If all ranks still
+/// live, they may drop theirs and wrap the model anew. [`Error::from_backward`] gives
 /// the error that ended a backward. A backward may run inside another one, as in checkpointing, if each parameter gets its
 /// gradient in one of them.
 ///
@@ -158,6 +161,15 @@ impl<M> Ddp<M> {
         if !reducer.synchronizes() {
             return Ok(());
         }
+        // What is wrong with this rank's buffers the others are to hear: they wait for it.
+        self.broadcast_buffers(reducer).inspect_err(|error| {
+            if !matches!(error, Error::Comm(_)) {
+                reducer.abort(&error.to_string());
+            }
+        })
+    }
+
+    fn broadcast_buffers(&self, reducer: &Reducer) -> Result<()> {
         let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
         if !buffers.is_empty() {
             let held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
@@ -165,7 +177,8 @@ impl<M> Ddp<M> {
             if let Some(Held { name, .. }) = held.iter().find(replaced) {
                 let reason = format!(
                     "the model has another tensor in place of the buffer {name} since it was wrapped, which ranks would \
-                     not share: copy into the buffer (copy_), or wrap the model again"
+                     not share (or whoever else held the buffer then has dropped it): copy into the buffer (copy_), or wrap \
+                     the model again"
                 );
                 return Err(Error::Model { rank: job_rank(&self.group), reason });
             }
@@ -416,8 +429,8 @@ impl DdpBuilder {
 /// The name of a parameter in a store that has come to the first `known`.
 fn added(store: &Variables, known: usize) -> Option<String> {
     let new = store.trainable_variables.iter().skip(known).find(|variable| variable.tensor.requires_grad())?;
-    let data = flow_autograd::data_ptr(&new.tensor);
-    let named = store.named_variables.iter().find(|(_, tensor)| flow_autograd::data_ptr(tensor) == data);
+    let is_new = |tensor: &Tensor| flow_autograd::identity(tensor) == flow_autograd::identity(&new.tensor);
+    let named = store.named_variables.iter().find(|(_, tensor)| is_new(tensor));
     Some(named.map_or_else(|| "a parameter".into(), |(name, _)| name.clone()))
 }
 

@@ -67,7 +67,7 @@ impl Reducer {
         state.build(&group, &means, options, &order)?;
         let in_place = std::env::var_os(COPY).is_none_or(|v| v != "1");
         let (means, state) = (ForkSafe::new(means), ForkSafe::new(Mutex::new(state)));
-        let (steps, added) = (Arc::default(), OnceLock::new());
+        let (steps, added) = (Arc::new(Steps::new()), OnceLock::new());
         Ok(Arc::new(Self { group, options, means, in_place, steps, added, state }))
     }
 
@@ -78,7 +78,7 @@ impl Reducer {
             let reducer = Arc::clone(self);
             let hook = move |tensor: &Tensor| {
                 // First of all: in a forked child the state may be locked for ever.
-                reducer.check_process("backward")?;
+                reducer.check_process("backward").map_err(Error::end_backward)?;
                 reducer.on_gradient(index, tensor).map_err(|error| reducer.fail(error))
             };
             GradHook::install(&parameter.tensor, hook)
@@ -178,7 +178,10 @@ impl Reducer {
                 return Err(Error::Model { rank: job_rank(&self.group), reason });
             }
             if let Some(name) = self.added.get().and_then(|added| added()) {
-                let reason = format!("{name} was added after the model was wrapped: wrap it again");
+                let reason = format!(
+                    "{name} was added after the model was wrapped: wrap it again, or, if it is another model's, keep that \
+                     in a VarStore of its own"
+                );
                 return Err(Error::Model { rank: job_rank(&self.group), reason });
             }
         }
@@ -193,8 +196,8 @@ impl Reducer {
         }
         state.order.push(index);
         let gradient = tensor.grad();
-        if gradient.is_sparse() {
-            let reason = format!("{} has a sparse gradient; use dense gradients", state.parameters[index].name);
+        if let Some(reason) = flow_autograd::unsendable(&gradient) {
+            let reason = format!("the gradient of {} {reason}", state.parameters[index].name);
             return Err(Error::Model { rank: job_rank(&self.group), reason });
         }
         let (bucket, slot) = state.places[index];
@@ -260,6 +263,7 @@ impl Reducer {
         // Also after an error: gradients must not be kept alive.
         self.release(&mut state, result.is_ok());
         let missing = result?;
+        self.steps.end();
         if !std::mem::replace(&mut state.rebuilt, true) {
             self.rebuild(&mut state, missing)?;
         }

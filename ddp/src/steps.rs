@@ -1,25 +1,50 @@
 //! Which step a rank is in, so that ranks that are not in the same one find out.
 //!
 //! A step is a backward that reduces gradients. So is a forward in training mode that is followed by none: were only
-//! backwards counted, those of different steps would be averaged as soon as one rank had left one out.
+//! backwards counted, those of different steps would be averaged as soon as one rank had left one out. That no backward
+//! follows is known when the forward's graph is freed, or when a later backward is over.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::Arc;
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use flow_comm::ForkSafe;
 use tch::Tensor;
 
-#[derive(Default)]
 pub(crate) struct Steps {
-    backwards: AtomicU32,
-    /// Forwards whose backward can no longer come.
-    left_out: AtomicU32,
+    counts: ForkSafe<Mutex<Counts>>,
+}
+
+#[derive(Default)]
+struct Counts {
+    backwards: u32,
+    /// Forwards that no backward has followed.
+    left_out: u32,
+    /// How many forwards there were, and how many of them before the end of the last backward.
+    forwards: u64,
+    before_last: u64,
+    /// The numbers of those whose backward may yet come.
+    open: BTreeSet<u64>,
 }
 
 impl Steps {
+    pub fn new() -> Self {
+        Self { counts: ForkSafe::new(Mutex::default()) }
+    }
+
     /// A backward that reduces gradients begins: in which step, from 1 on.
     pub fn begin(&self) -> u32 {
-        let backwards = self.backwards.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
-        backwards.wrapping_add(self.left_out.load(Ordering::Relaxed))
+        let counts = &mut *self.counts();
+        let may_come = counts.open.split_off(&counts.before_last);
+        let left_out = std::mem::replace(&mut counts.open, may_come);
+        counts.left_out = counts.left_out.wrapping_add(left_out.len() as u32);
+        counts.backwards = counts.backwards.wrapping_add(1);
+        counts.backwards.wrapping_add(counts.left_out)
+    }
+
+    /// A backward that reduces gradients is over.
+    pub fn end(&self) {
+        let mut counts = self.counts();
+        counts.before_last = counts.forwards;
     }
 
     /// A forward in training mode has this result.
@@ -27,29 +52,43 @@ impl Steps {
         if !output.requires_grad() {
             return Ok(()); // it can have no backward
         }
-        let forward = Arc::new(Forward { steps: Arc::clone(self), done: AtomicBool::new(false) });
+        let number = {
+            let mut counts = self.counts();
+            let number = counts.forwards;
+            counts.forwards += 1;
+            counts.open.insert(number);
+            number
+        };
+        let forward = Arc::new(Forward { steps: Arc::clone(self), number });
         flow_autograd::on_backward(output, move || {
             let forward = Arc::clone(&forward);
             let done = move || {
-                forward.done.store(true, Ordering::Relaxed);
+                forward.steps.counts().open.remove(&forward.number);
                 Ok(())
             };
             Ok(flow_autograd::at_end_of_backward(done)?)
         })
+    }
+
+    fn counts(&self) -> MutexGuard<'_, Counts> {
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// Dropped with the graph and, in a backward that fails, with what was to be called at its end.
 struct Forward {
     steps: Arc<Steps>,
-    /// A backward has come through, and to its end.
-    done: AtomicBool,
+    number: u64,
 }
 
 impl Drop for Forward {
     fn drop(&mut self) {
-        if !*self.done.get_mut() {
-            self.steps.left_out.fetch_add(1, Ordering::Relaxed);
+        if !self.steps.counts.is_ours() {
+            return;
+        }
+        let mut counts = self.steps.counts();
+        if counts.open.remove(&self.number) {
+            counts.left_out = counts.left_out.wrapping_add(1);
         }
     }
 }

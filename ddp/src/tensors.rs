@@ -140,8 +140,8 @@ fn check(group: &ProcessGroup, operation: &'static str, tensor: &Tensor, written
 /// The tensor itself, without its history, or a contiguous copy of it.
 pub(crate) fn contiguous(tensor: &Tensor) -> Tensor {
     let tensor = tensor.detach();
-    match tensor.is_neg() {
-        true => tensor.resolve_neg().contiguous(),
+    match tensor.is_neg() || tensor.is_conj() {
+        true => tensor.resolve_conj().resolve_neg().contiguous(),
         false => tensor.contiguous(),
     }
 }

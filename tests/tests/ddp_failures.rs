@@ -121,7 +121,13 @@ fn ranks_that_are_out_of_step_find_out() {
             assert_eq!(status.code(), Some(1), "{stderr}");
             assert_contains(&stderr, &["ranks disagree", "called all_reduce", "step 6)", "called broadcast"]);
         }
-        by_hand(2, "all_forward_only", mode).into_iter().for_each(|rank| _ = rank.success());
+        for Finished { status, stderr, .. } in by_hand(2, "forward_kept", mode) {
+            assert_eq!(status.code(), Some(1), "{stderr}");
+            assert_contains(&stderr, &["ranks disagree", "in step 7", "in step 8", "one of them skipped a backward"]);
+        }
+        for event in ["all_forward_only", "all_forward_kept", "evaluates"] {
+            by_hand(2, event, mode).into_iter().for_each(|rank| _ = rank.success());
+        }
     }
 }
 

@@ -302,8 +302,9 @@ impl Engine {
                 let (step, other) = (operation.step, theirs.step);
                 Err(format!(
                     "rank {own} is in step {step}, rank {peer} in step {other} (a forward in training mode without its \
-                     backward is a step: one of them skipped a backward, had a loss without parameters, or caught a \
-                     backward's error)"
+                     backward is a step: one of them skipped a backward, had a loss without parameters, caught a \
+                     backward's error, or had a forward more than the others: evaluate with train = false or under \
+                     no_grad)"
                 ))
             }
             Ok((theirs, _)) => {

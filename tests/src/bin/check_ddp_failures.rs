@@ -36,6 +36,7 @@ fn main() -> Result<()> {
         model.forward_t(&Tensor::randn([8, 784], FLOAT), true).square().mean(Kind::Float)
     };
     let mut _hook = None;
+    let mut kept = Vec::new();
     for step in 0.. {
         println!("step {step} pid {}", std::process::id());
         std::io::stdout().flush()?;
@@ -49,6 +50,7 @@ fn main() -> Result<()> {
                 "hook_panic" => _hook = Some(GradHook::install(&gate, |_| panic!("the hook cannot go on"))?),
                 "hook_error" => _hook = Some(GradHook::install(&gate, |_| Err("the hook has had enough".into()))?),
                 "forward_only" | "forward_only_with_buffers" => drop(loss(&model)),
+                "forward_kept" => kept.push(loss(&model)),
                 "other_loss" => (&gate * 2).f_backward().map(|()| drop(loss(&model)))?,
                 "caught" => {
                     let last = Tensor::ones([1], FLOAT).set_requires_grad(true);
@@ -58,18 +60,29 @@ fn main() -> Result<()> {
                 }
                 _ => {}
             }
-            if ["forward_only", "forward_only_with_buffers", "other_loss", "caught"].contains(&event.as_str()) {
+            if ["forward_only", "forward_kept", "forward_only_with_buffers", "other_loss", "caught"]
+                .contains(&event.as_str())
+            {
                 continue;
             }
         }
-        if step == 5 && event == "all_forward_only" {
-            drop(loss(&model));
+        if step == 5 && ["all_forward_only", "all_forward_kept"].contains(&event.as_str()) {
+            kept.push(loss(&model));
+            if event == "all_forward_only" {
+                kept.clear();
+            }
             continue;
+        }
+        if event == "evaluates" && group.rank() == 1 {
+            kept.push(tch::no_grad(|| loss(&model)));
+            kept.push(model.forward_t(&Tensor::randn([8, 784], FLOAT), false));
         }
         if step == 5 && event.starts_with("all_fail") {
             _hook = Some(GradHook::install(&gate, |_| Err("no rank can go on".into()))?);
         }
-        if step == 5 && event == "five_steps" || step == 8 && event == "all_forward_only" {
+        if step == 5 && event == "five_steps"
+            || step == 8 && ["all_forward_only", "all_forward_kept", "evaluates"].contains(&event.as_str())
+        {
             break;
         }
         optimizer.zero_grad();

@@ -276,7 +276,10 @@ fn tensors(group: &ProcessGroup) -> Result<Side> {
             let error = model.try_forward_t(&input(), true).err().context("the child trains")?.to_string();
             ensure!(error.contains(&format!("forward failed: this process (pid {}) {forked}", std::process::id())));
             if is_first {
-                let error = output.mean(Kind::Float).f_backward().err().context("the child trains")?.to_string();
+                let error = output.mean(Kind::Float).f_backward().err().context("the child trains")?;
+                let error = flow_ddp::Error::from_backward(error);
+                ensure!(matches!(error, flow_ddp::Error::Comm(flow_ddp::CommError::Forked { .. })), "{error:?}");
+                let error = error.to_string();
                 ensure!(error.contains("backward failed: ") && error.contains(&forked), "{error}");
                 // The child's abort of the group must not reach it.
                 let _ = model.forward_t(&input(), true);
