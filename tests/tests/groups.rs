@@ -61,6 +61,23 @@ fn a_group_one_of_whose_members_dies() {
 }
 
 #[test]
+fn a_group_one_of_whose_members_dies_before_the_key_is_free() {
+    for nodes in [&[4][..], &[1, 1, 1, 1]] {
+        let mut started = match nodes {
+            [size] => ranks(*size, "check_groups", &["member_dies_before_its_turn"]),
+            nodes => ranks_on_nodes(nodes, "check_groups", &["member_dies_before_its_turn"]),
+        };
+        let victim = started.pop().expect("there are four");
+        let mut waiting = started.pop().expect("there are four");
+        waiting.wait_for("waiting");
+        let culprit = format!("failed: rank 3 (pid {} on ", victim.pid());
+        drop(victim);
+        assert_contains(&waiting.finish(PATIENCE).success(), &["new_group_of([2, 3], \"key\")", &culprit, "passed"]);
+        started.into_iter().for_each(|rank| drop(rank.finish(PATIENCE).success()));
+    }
+}
+
+#[test]
 fn five_hundred_groups_of_their_members_leak_nothing() {
     passes(2, "member_groups_come_and_go");
     passes(2, "members_leave_no_keys");

@@ -134,6 +134,16 @@ fn a_message_outlives_its_sender_and_another_is_not_waited_for() {
     }
 }
 
+#[test]
+fn a_message_from_any_rank_comes_though_another_rank_has_died() {
+    for mut ranks in everywhere(3, "message_beside_death", &[]) {
+        let said = lines(ranks.remove(0).finish(SOON));
+        assert_eq!(said[0], "received [7, 7, 7, 7, 7, 7, 7, 7, 7]");
+        let victim = format!("failed: rank 1 (pid {} on ", ranks[0].pid());
+        assert_contains(&said[1], &["PeerLost: ", FROM_ANY, &victim, "died"]);
+    }
+}
+
 /// Whether it is received as it comes, or was kept before.
 #[test]
 fn a_message_of_another_type_is_told_with_its_tag() {

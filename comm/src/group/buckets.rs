@@ -66,7 +66,7 @@ impl ProcessGroup {
 
     /// The error of `operation`, which is about to begin, if the group has failed.
     pub fn check(&self, operation: &str) -> Result<()> {
-        self.engine().check_poison(&operation)
+        self.member(&operation)?.check_poison(&operation)
     }
 
     /// Fails the group on all ranks because of something one or more of them found out: all ranks call this (those

@@ -5,6 +5,7 @@
 //! is. A member that gives up writes an outcome too. The first outcome counts, for all: nobody uses the memory of a group that
 //! another has given up. Whoever has read a good outcome counts himself, and the last of these deletes it.
 
+use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -18,6 +19,7 @@ use crate::shm::engine::Engine;
 use crate::shm::world::FIRST_WARNING;
 use crate::shm::Control;
 use crate::store::{Error as StoreError, Store};
+use crate::waits::LongWait;
 
 /// How long to wait for the outcome before looking whether the others still live; and how long others may then have the
 /// connection to the store.
@@ -30,12 +32,17 @@ impl ProcessGroup {
     /// A group of some of this group's ranks, given by their ranks in this group, which only they call: all with the same
     /// list. They are numbered in its order: with `[4, 2, 3]`, rank 4 becomes rank 0.
     ///
-    /// They meet under `key`, which no other group that is being made has; afterwards it may serve again. Who makes several
-    /// groups one after the other makes them in the same order on all ranks, or waits until the time is over; threads may make several at
-    /// once. Over NCCL the members meet when they first call [`ProcessGroup::nccl`].
+    /// They meet under `key`, which no other group that is being made has. It may serve again for a group none of whose members
+    /// can come before the earlier one is made. Who makes several groups one after the other makes them in the same order on
+    /// all ranks, or waits until the time is over; threads may make several at once. Over NCCL the members meet when they first
+    /// call [`ProcessGroup::nccl`].
     ///
     /// Errors: lists that differ, on all members that have come; a member that has ended or left this group, or does not come
-    /// in time. This group stays usable. The key of an attempt that failed does not serve again.
+    /// in time. This group stays usable. The key of an attempt that failed does not serve again. Where this group has failed,
+    /// it works all the same: those that are left can make a group of their own.
+    ///
+    /// Over several nodes without flow-launch, only the first ranks of nodes see each other die; else a member on another node
+    /// that has died is missed when the time is over.
     pub fn new_group_of(&self, ranks: &[usize], key: &str) -> Result<Self> {
         let engine = self.member(&"new_group_of")?;
         let mut sorted = ranks.to_vec();
@@ -49,10 +56,15 @@ impl ProcessGroup {
         let locals: Vec<usize> = ranks.iter().copied().filter(|member| engine.locals.contains(member)).collect();
         let first = locals[0]; // this rank is one of them
         let block = || engine.world.new_control_block(ranks.len(), locals.len());
-        let block = (first == self.rank()).then(block).flatten();
-        let own = Operation { engine, ranks, key };
+        let mut block = (first == self.rank()).then(block).flatten();
+        let own = Call { engine, ranks, key, may_succeed: Cell::new(false) };
         let (name, offset) = match engine.world.store() {
-            Some(store) if ranks.len() > 1 => own.meet(store, first, block.as_ref())?,
+            Some(store) if ranks.len() > 1 => own.meet(store, first, block.as_ref()).inspect_err(|_| {
+                // The others may use it.
+                if let Some(block) = block.take_if(|_| own.may_succeed.get()) {
+                    block.abandon();
+                }
+            })?,
             _ => (own.new_name(), block.as_ref().map(Block::offset)),
         };
         let bytes = Control::bytes(ranks.len(), locals.len());
@@ -66,13 +78,15 @@ impl ProcessGroup {
 }
 
 /// A call of [`ProcessGroup::new_group_of`].
-struct Operation<'a> {
+struct Call<'a> {
     engine: &'a Engine,
     ranks: &'a [usize],
     key: &'a str,
+    /// This rank has answered, and the outcome, as far as it knows that, is good.
+    may_succeed: Cell<bool>,
 }
 
-impl std::fmt::Display for Operation<'_> {
+impl std::fmt::Display for Call<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "new_group_of({:?}, {:?})", self.ranks, self.key)
     }
@@ -99,13 +113,14 @@ impl Place {
 }
 
 /// One rank's patience.
-struct Patience {
+struct Patience<'a> {
     begin: Instant,
     news: Instant,
     warning: Duration,
+    long: Option<LongWait<'a>>,
 }
 
-impl Operation<'_> {
+impl Call<'_> {
     /// For a group to be, which no other has.
     fn new_name(&self) -> String {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
@@ -128,7 +143,7 @@ impl Operation<'_> {
     fn meet(&self, store: &Store, first: usize, block: Option<&Block>) -> Result<(String, Option<usize>)> {
         let fail = |error: StoreError| self.failed(error.to_string());
         let (begin, warning) = (Instant::now(), FIRST_WARNING);
-        let mut patience = Patience { begin, news: begin, warning };
+        let mut patience = Patience { begin, news: begin, warning, long: self.engine.world.long_wait() };
         let place = self.answer(store, block, &mut patience)?;
         let outcome = self.outcome(store, &place, &mut patience);
         self.engine.meetings.lock().unwrap_or_else(PoisonError::into_inner).retain(|name| *name != place.name);
@@ -168,6 +183,7 @@ impl Operation<'_> {
             }
             if is_ours && !meetings.iter().any(|meeting| meeting == name) {
                 let offset = json!(block.map(Block::offset));
+                self.may_succeed.set(true);
                 store.set(&place.answer(self.engine.rank), offset.to_string().as_bytes()).map_err(fail)?;
                 meetings.push(name.into());
                 if store.add(&place.of("answers"), 1).map_err(fail)? == self.ranks.len() as i64 {
@@ -182,11 +198,16 @@ impl Operation<'_> {
                 self.decide(store, &place, json!({ "differ": detail }))?;
                 return Err(Error::Mismatch { rank, detail });
             }
-            if patience.begin.elapsed() >= self.engine.timeout() {
-                return Err(
-                    self.timed_out(format!("the group of {ranks:?}, which has the key as rank {caller} called it"))
-                );
+            let others = || self.ranks.iter().copied().filter(|&member| member != self.engine.rank).collect();
+            if let Some(gone) = self.gone(patience, &others) {
+                return Err(self.error(&json!({ "gone": gone })));
             }
+            let holders = || ranks.iter().copied().filter(|&member| member < self.engine.size()).collect();
+            let what = || format!("the group of {ranks:?}, which has the key as rank {caller} called it");
+            if patience.begin.elapsed() >= self.engine.timeout() {
+                return Err(self.timed_out(what()));
+            }
+            self.tell(patience, &holders, &what);
             std::thread::sleep(LOOK.min(self.engine.timeout() / 4));
         }
     }
@@ -219,43 +240,53 @@ impl Operation<'_> {
     fn decide(&self, store: &Store, place: &Place, outcome: Value) -> Result<Value> {
         let decided = store.compare_and_set(&place.outcome(), None, outcome.to_string().as_bytes());
         match decided.map_err(|error| self.failed(error.to_string()))? {
-            Ok(()) => Ok(outcome),
-            Err(first) => Ok(read(&first.unwrap_or_default())),
+            Ok(()) => Ok(self.learn(outcome)),
+            Err(first) => Ok(self.learn(read(&first.unwrap_or_default()))),
         }
+    }
+
+    /// An outcome that counts.
+    fn learn(&self, outcome: Value) -> Value {
+        if outcome["offsets"].is_null() {
+            self.may_succeed.set(false);
+        }
+        outcome
     }
 
     /// Waits for the outcome, while all members live.
     fn outcome(&self, store: &Store, place: &Place, patience: &mut Patience) -> Result<Value> {
-        let (engine, timeout) = (self.engine, self.engine.timeout());
-        let global = |members: &[usize]| -> Vec<usize> { members.iter().map(|&member| engine.ranks[member]).collect() };
-        let mut long = engine.world.long_wait();
+        let timeout = self.engine.timeout();
         loop {
             match store.get(&place.outcome(), LOOK.min(timeout / 4)) {
-                Ok(outcome) => return Ok(read(&outcome)),
+                Ok(outcome) => return Ok(self.learn(read(&outcome))),
                 Err(StoreError::Timeout { .. }) => {}
                 Err(error) => return Err(self.failed(error.to_string())),
             }
-            let waited = patience.begin.elapsed();
             let missing = || self.missing(store, place);
             // Before the outcome nobody comes back from this call, so whoever has gone will never take part.
             if let Some(gone) = self.gone(patience, &missing) {
                 return self.decide(store, place, json!({ "gone": gone }));
             }
-            if waited >= timeout {
+            if patience.begin.elapsed() >= timeout {
                 let error = self.timed_out(self.describe(&missing()));
                 let decided = self.decide(store, place, json!({ "failed": error.to_string() }))?;
                 return if decided["offsets"].is_null() { Err(error) } else { Ok(decided) };
             }
-            if waited >= patience.warning {
-                let (rank, missing) = (engine.world.rank, self.describe(&missing()));
-                log::warn!("rank {rank}: {self} has waited {} s for {missing}", waited.as_secs());
-                patience.warning *= 2;
-            }
-            if let Some(long) = &mut long {
-                long.look(waited, self, || global(&missing()));
-            }
+            self.tell(patience, &missing, &|| self.describe(&missing()));
             // The lock of the connection goes to whoever is quickest: other threads of this rank are to have their turn.
             std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// Tells of a wait that has become long.
+    fn tell(&self, patience: &mut Patience, missing: &dyn Fn() -> Vec<usize>, what: &dyn Fn() -> String) {
+        let (world, waited) = (&self.engine.world, patience.begin.elapsed());
+        if waited >= patience.warning {
+            log::warn!("rank {}: {self} has waited {} s for {}", world.rank, waited.as_secs(), what());
+            patience.warning *= 2;
+        }
+        if let Some(long) = &mut patience.long {
+            long.look(waited, self, || missing().iter().map(|&member| self.engine.ranks[member]).collect());
         }
     }
 

@@ -79,8 +79,8 @@ impl ProcessGroup {
     /// The group of all ranks of the job, as told by the environment: flow-launch's or torchrun's variables (RANK,
     /// WORLD_SIZE, ...), OpenMPI's, or Slurm's; without any, a group of this process alone.
     ///
-    /// Waits for all ranks. All ranks must call it equally often (see [`ProcessGroup::join_named`]). Errors: a contradiction in the variables, ranks
-    /// that do not come.
+    /// Waits for all ranks. All ranks must call it equally often (see [`ProcessGroup::join_named`]). Errors: a
+    /// contradiction in the variables, ranks that do not come.
     pub fn from_env() -> Result<Self> {
         let membership = Membership::from_env()?;
         let timeout = timeout_from_env(membership.rank)?;
@@ -94,7 +94,10 @@ impl ProcessGroup {
 
     /// As [`ProcessGroup::join`], with those ranks that join under the same name: what else they have joined, or not, does not
     /// matter. Under one name all of them must join equally often. [`ProcessGroup::join`] is to join without a name, that is
-    /// under an empty one.
+    /// under an empty one. Where MPI tells of the rendezvous, all ranks of the job join in the same order, whatever the names.
+    ///
+    /// Processes that the ranks have forked join apart from these. If each rank forks several, each set of them, one of each
+    /// rank, needs a name of its own.
     pub fn join_named(membership: &Membership, name: &str, timeout: Duration) -> Result<Self> {
         let timeout = timeout.min(MAX_TIMEOUT);
         let world = Arc::new(World::join(membership, name, timeout)?);
@@ -336,7 +339,9 @@ impl ProcessGroup {
     /// # Errors
     ///
     /// Beside those of every receive: a rank has died, or all others have left the group, and none has left such a
-    /// message behind.
+    /// message behind. Over several nodes without flow-launch, only the first ranks of nodes see each other die;
+    /// else a rank on another node that has died, or left, and has never sent this one anything, is missed when the time is
+    /// over.
     pub fn recv_any<B: Buffer + ?Sized>(&self, buffer: &mut B, tag: u32) -> Result<usize> {
         if self.world_size() == 1 {
             return Err(self.caller().argument("recv_any", "there is no other rank in the group".into()));

@@ -25,7 +25,8 @@ pub const CHUNK: usize = 256 << 10;
 /// Each has at least a cache line of a staging buffer.
 pub const MAX_RANKS: usize = CHUNK / 64;
 
-/// A counter that ranks wait on. Only whoever raises it to a multiple of the group's size wakes the waiters.
+/// A counter that ranks wait on. Of those that arrive in a round, and are done, the last wakes them; in a mailbox everyone
+/// who raises it does; and so does whoever rings a doorbell.
 #[repr(C, align(64))]
 pub struct Counter {
     pub value: AtomicU32,

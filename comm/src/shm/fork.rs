@@ -35,6 +35,11 @@ impl Process {
         Self(GENERATION.load(Ordering::Relaxed))
     }
 
+    /// How many forks lie between it and the first that used this library.
+    pub fn forks(self) -> u32 {
+        self.0
+    }
+
     /// Whether it is the one that calls this, and not a parent of it.
     pub fn is_current(self) -> bool {
         self.0 == GENERATION.load(Ordering::Relaxed)

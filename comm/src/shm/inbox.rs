@@ -39,6 +39,8 @@ pub struct Incoming {
     pub post: Box<PostWords>,
     /// The link was told where to put what comes next.
     pub is_expected: bool,
+    /// The group has failed in the middle of a message from another node: what comes after that is none.
+    pub is_abandoned: bool,
     /// The sender on another node has left, after all that it has sent.
     pub has_left: bool,
     /// To be kept, once all of it has come.

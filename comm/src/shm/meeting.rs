@@ -12,7 +12,7 @@ use rustix::thread::CpuSet;
 
 use super::arena::Arena;
 use super::control::{Control, Counter, Note, MAX_RANKS};
-use super::fork::ForkSafe;
+use super::fork::{ForkSafe, Process};
 use super::joining::{has_ended, Joining, LOOK};
 use super::world::{sleep_on, Peer, World, FIRST_WARNING, SLICE};
 use crate::env::{hash, Membership, Rendezvous};
@@ -96,7 +96,7 @@ impl World {
             false => None,
         };
         let address = network.as_ref().map(TcpNetwork::address);
-        let launched = matches!(membership.rendezvous, Rendezvous::Server { .. });
+        let launched = matches!(membership.rendezvous, Rendezvous::Server { .. }) && is_known_to_launcher(membership);
         let waits = Waits::from_env(rank).filter(|_| launched);
         let mut joining = store.as_ref().map(|store| Joining {
             rank,
@@ -183,17 +183,27 @@ fn by_mpi() -> Option<Box<dyn Network>> {
     None
 }
 
-/// Begins the keys of a join: tells its name, and how often this process has joined under that before.
+/// Begins the keys of a join: tells its name, how often this process has joined under that before, and how many forks lie
+/// behind it, so that forked processes do not meet those that they are forked from.
 fn next_prefix(name: &str) -> String {
-    static JOINS: Mutex<BTreeMap<String, usize>> = Mutex::new(BTreeMap::new());
+    static JOINS: Mutex<BTreeMap<(u32, String), usize>> = Mutex::new(BTreeMap::new());
     let mut joins = JOINS.lock().unwrap_or_else(PoisonError::into_inner);
-    let count = joins.entry(name.into()).or_default();
+    let forks = Process::current().forks();
+    let count = joins.entry((forks, name.into())).or_default();
     let number = std::mem::replace(count, *count + 1);
+    let forks = if forks == 0 { String::new() } else { format!("fork {forks}/") };
     match name {
-        "" => format!("world/{number}/"),
+        "" => format!("world/{forks}{number}/"),
         // In quotes, so that no part of the one can be taken for a part of the other.
-        name => format!("world/{name:?}/{number}/"),
+        name => format!("world/{name:?}/{forks}{number}/"),
     }
+}
+
+/// Whether what flow-launch tells of a rank, and is told, is of the process that has this rank here: not where a program
+/// gives its ranks numbers of its own, nor in forked processes.
+fn is_known_to_launcher(membership: &Membership) -> bool {
+    let is = |name, number: usize| std::env::var(name).is_ok_and(|value| value.parse() == Ok(number));
+    Process::current().forks() == 0 && is("RANK", membership.rank) && is("WORLD_SIZE", membership.world_size)
 }
 
 /// The store, and its server if that is this rank's to run.

@@ -150,15 +150,17 @@ impl Engine {
     /// What there is from any rank, beginning with the one after that which was served last.
     fn probe_all(&self, what: &Transfer) -> Result<Option<(usize, Found<'_>)>> {
         let first = self.next_sender.load(Ordering::Relaxed);
+        let mut died = None;
         for from in (first..self.size()).chain(0..first).filter(|&rank| rank != self.rank) {
             match self.probe(from, what, Patience::None)? {
                 Probe::Found(found) => return Ok(Some((from, found))),
                 // Others may still send.
                 Probe::Nothing(_) | Probe::Busy | Probe::Gone(Departure::Left) => {}
-                Probe::Gone(how) => return Err(self.lose_member(from, how, what)),
+                // Others may have sent.
+                Probe::Gone(how) => died = died.or(Some((from, how))),
             }
         }
-        Ok(None)
+        died.map_or(Ok(None), |(from, how)| Err(self.lose_member(from, how, what)))
     }
 
     /// Takes what has come from a rank until that is what is wanted.
@@ -173,13 +175,15 @@ impl Engine {
 
     fn probe_here<'a>(&'a self, from: usize, sender: usize, mut open: Open<'a>, what: &Transfer) -> Result<Probe<'a>> {
         let mailbox = self.control.mailbox(sender, self.local);
+        let begin = Instant::now();
         loop {
             if let Some(message) = self.inboxes[from].take(what.tag) {
                 return Ok(Probe::Found(Found::Kept(message)));
             }
             let part = mailbox.taken.value.load(Ordering::Relaxed);
             let next = part.wrapping_add(1);
-            if !mailbox.sent.reached(next) {
+            // However much comes, the caller has an eye on the clock.
+            if !mailbox.sent.reached(next) || begin.elapsed() >= SLICE {
                 return Ok(Probe::Nothing(next));
             }
             let mut message = match open.unfinished.take() {
@@ -222,7 +226,9 @@ impl Engine {
             if let Some(message) = self.inboxes[from].take(what.tag) {
                 return Ok(Probe::Found(Found::Kept(message)));
             }
-            let Incoming { link: Some(wire), post, is_expected, unfinished, .. } = &mut *open else {
+            // Of an abandoned link the group's failure tells.
+            let Incoming { link: Some(wire), is_abandoned: false, post, is_expected, unfinished, .. } = &mut *open
+            else {
                 return Ok(Probe::Nothing(0));
             };
             if !std::mem::replace(is_expected, true) {
@@ -262,10 +268,14 @@ impl Engine {
         let (Found::Kept(Message { operation, .. }) | Found::Next(_, operation, _)) = &found;
         if operation.dtype != what.dtype || operation.count != what.count as u64 {
             let tag = if what.tag == 0 { String::new() } else { format!(", both with tag {}", what.tag) };
-            return Err(self.message_mismatch(format!(
+            let error = self.message_mismatch(format!(
                 "rank {} sends {} x {}, rank {} receives {} x {}{tag}",
                 self.ranks[from], operation.count, operation.dtype, self.world.rank, what.count, what.dtype
-            )));
+            ));
+            if let Found::Next(mut open, ..) = found {
+                open.is_abandoned = true;
+            }
+            return Err(error);
         }
         match (found, self.inboxes[from].sender) {
             (Found::Kept(message), _) => {
@@ -276,7 +286,9 @@ impl Engine {
             (Found::Next(_open, _, location), Some(sender)) => self.take_parts(from, sender, location, data, what),
             (Found::Next(mut open, ..), None) => {
                 let ends = Ends { sender: from, receiver: self.rank };
-                pieces(data).try_for_each(|piece| self.transfer(&mut open.link, ends, what, [piece]))
+                let moved = pieces(data).try_for_each(|piece| self.transfer(&mut open.link, ends, what, [piece]));
+                open.is_abandoned = moved.is_err();
+                moved
             }
         }
     }
@@ -404,9 +416,14 @@ impl Engine {
         absent.gone = gone.into_iter().filter(|(rank, _)| suspects.contains(rank)).collect();
     }
 
+    /// Has the link forget where to put what was to come: nobody may take that for received.
     fn abandon_link(&self, from: usize) {
-        if let Some(wire) = self.inboxes[from].open(self.doorbell()).as_mut().and_then(|open| open.link.as_mut()) {
+        let Some(mut open) = self.inboxes[from].open(self.doorbell()) else { return };
+        if let Some(wire) = &mut open.link {
             self.abandon(&mut **wire);
+            open.unfinished = None;
+            open.is_expected = false;
+            open.is_abandoned = true;
         }
     }
 

@@ -111,7 +111,6 @@ fn main() -> Result<()> {
             if let Err(error) = group.send_with_tag(&vec![1_u8; 300_000], 0, 4) {
                 break Err(error);
             }
-            std::thread::sleep(Duration::from_millis(50));
         },
         ["message_late", _] => sleep_until_killed(),
         ["message_left_behind"] if group.rank() == 1 => {
@@ -124,6 +123,32 @@ fn main() -> Result<()> {
             let result = group.recv_any(&mut message, 4);
             println!("received {message:?}");
             result.and_then(|_| receive(&group, "one"))
+        }
+        // Rank 1, whose turn is the first, has died when rank 0 asks for a message of any rank; rank 2's is there.
+        ["message_beside_death"] if group.rank() == 1 => {
+            group.send_with_tag(&[i64::from(std::process::id())], 0, 3)?;
+            group.recv(&mut [0_u8], 0)?;
+            let _ = kill(Pid::this(), Signal::SIGKILL);
+            sleep_until_killed();
+        }
+        ["message_beside_death"] if group.rank() == 2 => {
+            group.send_with_tag(&[7_u8; 9], 0, 5)?;
+            group.send_with_tag(&[0_u8], 0, 3)?;
+            sleep_until_killed();
+        }
+        ["message_beside_death"] => {
+            let mut pid = [0_i64];
+            group.recv_with_tag(&mut [0_u8], 2, 3)?;
+            group.recv_with_tag(&mut pid, 1, 3)?;
+            group.send(&[0_u8], 1)?;
+            let status = format!("/proc/{}/stat", pid[0]);
+            while std::fs::read_to_string(&status).is_ok_and(|status| !status.contains(") Z ")) {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            let mut message = [0_u8; 9];
+            let result = group.recv_any(&mut message, 5);
+            println!("received {message:?}");
+            result.and_then(|_| receive(&group, "any"))
         }
         ["message_of_other_type", _] if group.rank() == 1 => {
             let sent = group.send_with_tag(&[1.0_f32; 5], 0, 5);

@@ -162,6 +162,7 @@ fn operations(group: &ProcessGroup) -> Result<Side> {
             is_forked("finish_buckets", group.finish_buckets().map(drop), group)?;
             is_forked("use_cuda", group.use_cuda().map(drop), group)?;
             is_forked("nccl", group.nccl(0).map(drop), group)?;
+            is_forked("check", group.check("check"), group)?;
             group.abort("by a child");
             ensure!(group.fail_with_notice("a test", "").is_empty() && !group.awaits_notice());
         }
@@ -314,7 +315,10 @@ fn joins_anew(group: &ProcessGroup) -> Result<Side> {
     // The parent's memory is in use before.
     let vs = nn::VarStore::new(Device::Cpu);
     let model = wrap(group, &vs)?;
+    let join = || ProcessGroup::join(&Membership::from_env()?, PATIENCE);
     let Some(child) = forked()? else {
+        // At the same time as the parent does.
+        go_on(&join()?)?;
         let children = ProcessGroup::join_named(&Membership::from_env()?, "children", PATIENCE)?;
         go_on(&children)?;
         let mut shared = children.alloc_shared::<i64>(MIB / 8)?;
@@ -328,6 +332,7 @@ fn joins_anew(group: &ProcessGroup) -> Result<Side> {
         is_forked("a collective", group.barrier(), group)?;
         return Ok(Side::Child);
     };
+    go_on(&join()?)?;
     train(group, &vs, &model)?;
     child.ends_well()?;
     train(group, &vs, &model)?;

@@ -19,6 +19,7 @@ fn main() -> Result<()> {
         "members_differ" => members_differ(&group)?,
         "members_absent" => members_absent(&group)?,
         "member_dies" => member_dies(&group)?,
+        "member_dies_before_its_turn" => member_dies_before_its_turn(&group)?,
         "members_leave_no_keys" => members_leave_no_keys(&group)?,
         "member_groups_come_and_go" => member_groups_come_and_go(&group)?,
         "named_worlds" => named_worlds(&group)?,
@@ -269,6 +270,43 @@ fn member_dies(world: &ProcessGroup) -> Result<()> {
     ensure!(world.arena().usage().0 == before, "its memory is not free");
     println!("{error}");
     ensure!(sum_of_ranks(&world.new_group_of(&[1, 0], "the rest")?)? == 1);
+    // Also where the group has failed.
+    ensure!(world.barrier().is_err() && world.barrier().is_err());
+    ensure!(sum_of_ranks(&world.new_group_of(&[0, 1], "the rest of a failed group")?)? == 1);
+    Ok(())
+}
+
+/// With four ranks, of which rank 3 is killed when rank 2 says that it waits for it. Others have the key all the time.
+fn member_dies_before_its_turn(world: &ProcessGroup) -> Result<()> {
+    match world.rank() {
+        0 => {
+            // Rank 1 comes when rank 2 has given up.
+            std::thread::scope(|scope| -> Result<()> {
+                let call = scope.spawn(|| world.new_group_of(&[0, 1], "key"));
+                std::thread::sleep(Duration::from_millis(300));
+                world.send(&[0_u8], 2)?;
+                world.recv(&mut [0_u8], 2)?;
+                world.send(&[0_u8], 1)?;
+                call.join().expect("no thread panics")?;
+                Ok(())
+            })?;
+        }
+        1 => {
+            world.recv(&mut [0_u8], 0)?;
+            world.new_group_of(&[0, 1], "key")?;
+        }
+        2 => {
+            world.recv(&mut [0_u8], 0)?;
+            println!("waiting");
+            let error = world.new_group_of(&[2, 3], "key").err().context("nobody was missing")?;
+            ensure!(matches!(error, Error::PeerLost { .. }), "{error:?}");
+            println!("{error}");
+            world.send(&[0_u8], 0)?;
+        }
+        _ => loop {
+            std::thread::sleep(Duration::from_secs(60));
+        },
+    }
     Ok(())
 }
 

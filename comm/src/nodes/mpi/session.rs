@@ -17,7 +17,8 @@
 use std::collections::HashMap;
 use std::ffi::{c_char, c_int, c_void};
 use std::mem::MaybeUninit;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use mpi::attribute::{AttributeKey, CommAttribute};
@@ -40,8 +41,9 @@ pub const NAP: Duration = Duration::from_millis(1);
 const LAST_MOMENT: Duration = Duration::from_secs(1);
 
 static SESSION: Mutex<State> = Mutex::new(State::New);
-/// Whose session it is: MPI knows nothing of forked children.
-static OWNER: OnceLock<Process> = OnceLock::new();
+/// Whose session it is, for MPI knows nothing of forked children: 1 more than the forks behind that process; 0: nobody's.
+/// No lock, which a fork might leave locked.
+static OWNER: AtomicU32 = AtomicU32::new(0);
 
 enum State {
     New,
@@ -147,8 +149,10 @@ impl CommAttribute for MaxTag {
     }
 }
 
+/// Whether this process was the first to ask.
 fn is_ours() -> bool {
-    OWNER.get().is_none_or(|owner| owner.is_current())
+    let own = Process::current().forks() + 1;
+    OWNER.compare_exchange(0, own, Ordering::Relaxed, Ordering::Relaxed).map_or_else(|owner| owner == own, |_| true)
 }
 
 fn lock() -> MutexGuard<'static, State> {
@@ -164,7 +168,6 @@ pub fn with<T>(action: impl FnOnce(&mut Session) -> Result<T, String>) -> Result
     }
     let mut state = lock();
     if matches!(*state, State::New) {
-        OWNER.get_or_init(Process::current);
         *state = State::Open(Session::open()?);
     }
     match &mut *state {
