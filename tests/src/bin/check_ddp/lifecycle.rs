@@ -7,7 +7,7 @@ use tch::nn::{self, Module, ModuleT, OptimizerConfig, VarStore};
 use tch::{Kind, Tensor};
 
 use crate::helpers::{copies, error, gradient_is, in_place, mean, plausible, same_everywhere, says};
-use crate::models::{self, device, store, Vectors};
+use crate::models::{self, device, on_gpu, store, Vectors};
 
 /// Parameters that are frozen before wrapping have no part in anything.
 pub fn frozen(group: &ProcessGroup) -> Result<()> {
@@ -128,13 +128,15 @@ pub fn changed(group: &ProcessGroup) -> Result<()> {
     drop(model.try_forward_t(&x, true)?);
     drop(buffer);
     says(&error(model.try_forward_t(&x, true))?, &["the buffer buffer", "copy_", "wrap the model again"])?;
-    // On one rank only: the others, who wait for its buffers, hear of it.
-    let store = self::store();
-    let mut model = Ddp::new(WithBuffer::new(&store, own), &store, group)?;
-    if group.rank() == 1 {
-        model.buffer = Tensor::ones([2, 3], (Kind::Float, device()));
+    // On one rank only: the others, who wait for its buffers, hear of it. On GPUs no host waits there.
+    if !on_gpu() {
+        let store = self::store();
+        let mut model = Ddp::new(WithBuffer::new(&store, own), &store, group)?;
+        if group.rank() == 1 {
+            model.buffer = Tensor::ones([2, 3], (Kind::Float, device()));
+        }
+        says(&error(model.try_forward_t(&x, true))?, &["rank 1", "the buffer buffer", "copy_"])?;
     }
-    says(&error(model.try_forward_t(&x, true))?, &["rank 1", "the buffer buffer", "copy_"])?;
 
     let store = self::store();
     let model = Ddp::new(Vectors::new(&store, &[10]), &store, group)?;
