@@ -74,11 +74,12 @@ impl Net {
             };
         }
         enter.stdout(stdout.try_clone().unwrap()).stderr(stderr.try_clone().unwrap());
-        let entered = enter.spawn().unwrap();
+        let mut entered = enter.spawn().unwrap();
         let mut pid = 0;
+        // One that is refused may be over before anybody sees it.
         until("the program starts", || {
             pid = children(entered.id() as i32).first().copied().unwrap_or_default();
-            pid != 0
+            pid != 0 || entered.try_wait().unwrap().is_some()
         });
         Agent { node, entered, pid, stdout, stderr }
     }
@@ -228,6 +229,7 @@ pub struct Agent {
     node: usize,
     /// nsenter, which ends as the program does.
     entered: Child,
+    /// 0 if the program was over before it was seen.
     pub pid: i32,
     stdout: File,
     stderr: File,
