@@ -1,6 +1,7 @@
 //! Signals to the launcher, and its sudden death.
 
 mod common;
+use common::net::Gate;
 use common::{children, is_alive, run, script, until, until_gone, Running};
 
 use std::os::unix::process::CommandExt;
@@ -178,9 +179,11 @@ fn the_guard_outlives_signals_to_the_launchers_group() {
 
 #[test]
 fn nothing_is_left_of_a_job_that_ends_well() {
-    let mut running = Running::start(&mut script("--nproc_per_node 2", "echo $$; sleep 0.2"));
+    let gate = Gate::new();
+    let mut running = Running::start(&mut script("--nproc_per_node 2", &format!("echo $$; {}", gate.wait())));
     let mut pids = running.numbers(2);
     pids.extend(children(running.pid()));
+    gate.open();
     assert_eq!(running.finish().code, Some(0));
     assert!(!pids.iter().any(|pid| is_alive(*pid)));
     assert_eq!(run(&mut script("", "exit 0")).code, Some(0));
