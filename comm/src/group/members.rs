@@ -3,7 +3,8 @@
 //! The first to come leaves a *call* under the key: who is called, and the name of the group to be. All answer it. The last
 //! takes the call away, so that the key can serve again, and writes down the *outcome*: where on each node the group's memory
 //! is. A member that gives up writes an outcome too. The first outcome counts, for all: nobody uses the memory of a group that
-//! another has given up. Whoever has read a good outcome counts himself, and the last of these deletes it.
+//! another has given up. Whoever has read a good outcome counts himself, and the last of these deletes it; until then the
+//! rank that serves the store stays.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,6 +26,8 @@ use crate::waits::LongWait;
 /// connection to the store.
 const LOOK: Duration = Duration::from_millis(50);
 const PAUSE: Duration = Duration::from_millis(1);
+/// How long the rank that serves the store stays at most for the others to hear the outcome.
+const FAREWELL: Duration = Duration::from_secs(5);
 /// How often the launcher is asked how ranks on other nodes have ended.
 const NEWS: Duration = Duration::from_millis(500);
 
@@ -151,6 +154,12 @@ impl Call<'_> {
         let offsets = outcome["offsets"].as_object().ok_or_else(|| self.error(&outcome))?;
         if store.add(&place.of("heard"), 1).map_err(fail)? == self.ranks.len() as i64 {
             store.delete(&[place.of("heard"), place.outcome()]).map_err(fail)?;
+        } else if self.engine.world.serves() {
+            // The store ends with this process, which may be over right after this.
+            let begin = Instant::now();
+            while begin.elapsed() < FAREWELL && matches!(store.try_get(&place.outcome()), Ok(Some(_))) {
+                std::thread::sleep(PAUSE);
+            }
         }
         let offset = offsets.get(&first.to_string()).and_then(Value::as_u64);
         Ok((place.name, offset.map(|offset| offset as usize)))
