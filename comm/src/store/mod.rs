@@ -6,22 +6,26 @@
 //! | | |
 //! |---|---|
 //! | [`Address`] | where it is: `tcp://host:port` or `unix://name` |
-//! | [`Server`] | serves it from one thread until dropped; in `flow-launch`, or in rank 0 without it |
+//! | [`Server`] | serves it until dropped; in `flow-launch`, or in rank 0 without it |
 //! | [`Store`] | one client's connection: `set`, `get`, `wait`, `add`, `compare_and_set`, `delete`, `post`, `will` |
 //! | [`Posts`] | what clients have to say to the process that serves it |
 //!
-//! Whoever connects must prove to know the job's token, which is not sent itself; on a unix socket both sides must also belong to the same user.
-//! Keys and values live until they are deleted, or as long as the server.
+//! Whoever connects must prove to know the store's token, which is not sent itself; on a unix socket both sides must also
+//! belong to the same user. Keys and values live until they are deleted, or as long as the store.
+//!
+//! One address can have several stores beside each other ([`Server::beside`]). The token decides in which one a client is.
 
 mod address;
 mod admission;
 mod client;
 mod connection;
 mod event_loop;
+mod hosted;
 mod listener;
 mod posts;
 mod protocol;
 mod server;
+mod service;
 mod values;
 
 use std::io;
