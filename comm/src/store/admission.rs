@@ -10,8 +10,9 @@ use std::time::{Duration, Instant};
 use hmac::Mac;
 use rustix::rand::{getrandom, GetRandomFlags};
 
-use super::connection::ServiceId;
 use super::protocol::{self, prove, Nonce, Request, MAX_HELLO, VERSION};
+use super::service::ServiceId;
+use super::tcp_store::VALIDATION;
 
 /// A connection that is not admitted by then is closed.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -27,6 +28,8 @@ pub struct Strangers {
     all: BTreeMap<usize, Stranger>,
     /// What must be known to be admitted to which store.
     tokens: BTreeMap<ServiceId, String>,
+    /// Where PyTorch's clients are admitted.
+    tcp_store: Option<ServiceId>,
 }
 
 struct Stranger {
@@ -40,7 +43,11 @@ pub enum Verdict {
     /// Until it has said more.
     Wait,
     Challenge(Nonce),
-    Admit(ServiceId),
+    /// It has spent so many bytes on it.
+    Admit {
+        service: ServiceId,
+        used: usize,
+    },
     /// It seems to be one of us, and is told the reason.
     Refuse(String),
 }
@@ -55,9 +62,17 @@ impl Strangers {
         is_new
     }
 
-    /// Admits nobody to `store` any more.
-    pub fn shut(&mut self, store: ServiceId) {
-        self.tokens.remove(&store);
+    /// Admits PyTorch's clients to `tcp_store` from now on, unless they are to another.
+    pub fn open_to_pytorch(&mut self, tcp_store: ServiceId) -> bool {
+        let is_new = self.tcp_store.is_none();
+        self.tcp_store.get_or_insert(tcp_store);
+        is_new
+    }
+
+    /// Admits nobody to `service` any more.
+    pub fn shut(&mut self, service: ServiceId) {
+        self.tokens.remove(&service);
+        self.tcp_store = self.tcp_store.filter(|tcp_store| *tcp_store != service);
     }
 
     pub fn add(&mut self, id: usize, now: Instant) {
@@ -103,6 +118,14 @@ impl Strangers {
     /// It is none of us.
     pub fn judge(&mut self, id: usize, input: &[u8]) -> io::Result<Verdict> {
         let invalid = || io::Error::from(ErrorKind::InvalidData);
+        // No frame of ours begins so.
+        if let Some(service) = self.tcp_store.filter(|_| input.starts_with(&VALIDATION[..1])) {
+            return match input {
+                _ if input.starts_with(&VALIDATION) => Ok(Verdict::Admit { service, used: VALIDATION.len() }),
+                _ if VALIDATION.starts_with(input) => Ok(Verdict::Wait),
+                _ => Err(invalid()),
+            };
+        }
         let Some(frame) = protocol::unframe(input, MAX_HELLO)? else { return Ok(Verdict::Wait) };
         let stranger = self.all.get_mut(&id).ok_or_else(invalid)?;
         Ok(match (Request::decode(frame).ok_or_else(invalid)?, stranger.nonce) {
@@ -123,7 +146,7 @@ impl Strangers {
             (Request::Proof { proof }, Some(nonce)) => {
                 let proves = |token: &str| prove(token, &nonce).verify_slice(proof).is_ok();
                 match self.tokens.iter().find(|(_, token)| proves(token)) {
-                    Some((store, _)) => Verdict::Admit(*store),
+                    Some((store, _)) => Verdict::Admit { service: *store, used: input.len() },
                     None => Verdict::Refuse(
                         "wrong token; FLOW_TOKEN must be that of the job which serves the store".to_string(),
                     ),

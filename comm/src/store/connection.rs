@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::listener::Socket;
+use super::service::ServiceId;
 
 /// So many replies are handed to the socket at once.
 const SLICES: usize = 64;
@@ -13,27 +14,26 @@ const SLICES: usize = 64;
 pub struct Connection {
     pub socket: Box<dyn Socket>,
     /// Who serves it, once it is admitted.
-    pub server: Option<ServiceId>,
+    pub service: Option<ServiceId>,
     /// What has come of a request that is not complete.
     pub input: Vec<u8>,
-    /// What the socket has not taken yet, and how much it has of the first.
+    /// What the socket has not taken yet, how many bytes it has taken of the first, and how many are left.
     output: VecDeque<Arc<Vec<u8>>>,
     written: usize,
+    unsent: usize,
     /// The time for which something about it has been noted.
     pub alarm: Option<Instant>,
 }
 
-/// Tells the services behind one address apart; never used twice.
-pub type ServiceId = usize;
-
 impl Connection {
     pub fn new(socket: Box<dyn Socket>) -> Connection {
         let output = VecDeque::new();
-        Connection { socket, server: None, input: Vec::new(), output, written: 0, alarm: None }
+        Connection { socket, service: None, input: Vec::new(), output, written: 0, unsent: 0, alarm: None }
     }
 
-    pub fn is_sending(&self) -> bool {
-        !self.output.is_empty()
+    /// How many bytes the socket has not taken yet.
+    pub fn unsent(&self) -> usize {
+        self.unsent
     }
 
     /// Reads once; returns how many bytes that gave, `None` if there is no more for now.
@@ -56,6 +56,7 @@ impl Connection {
     }
 
     pub fn enqueue(&mut self, reply: Arc<Vec<u8>>) {
+        self.unsent += reply.len();
         self.output.push_back(reply);
     }
 
@@ -66,7 +67,10 @@ impl Connection {
             slices[0] = IoSlice::new(&self.output[0][self.written..]);
             match self.socket.write_vectored(&slices) {
                 Ok(0) => return Err(ErrorKind::WriteZero.into()),
-                Ok(count) => self.written += count,
+                Ok(count) => {
+                    self.written += count;
+                    self.unsent -= count;
+                }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),

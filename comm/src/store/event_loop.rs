@@ -11,12 +11,13 @@ use mio::{Events, Interest, Poll, Token};
 use nix::errno::Errno;
 
 use super::admission::{Strangers, Verdict};
-use super::connection::{Connection, ServiceId};
+use super::connection::Connection;
 use super::hosted::Hosted;
 use super::listener::{Listener, Socket};
 use super::posts::Posts;
 use super::protocol::Reply;
-use super::service::{Outbox, Service};
+use super::service::{Outbox, Service, ServiceId};
+use super::tcp_store::HostedTcpStore;
 
 /// Connections accepted in one go, before others are served.
 const ACCEPT_BATCH: usize = 256;
@@ -37,13 +38,44 @@ pub enum Command {
         posts: Arc<Posts>,
         answer: Sender<Option<ServiceId>>,
     },
+    /// Serve a TCPStore to PyTorch's clients; the answer is its id, `None` if there is one.
+    OpenTcpStore {
+        answer: Sender<Option<ServiceId>>,
+    },
     Set {
         store: ServiceId,
         key: String,
         value: Vec<u8>,
     },
+    /// Remove the keys of a TCPStore that begin so, and answer when it is done.
+    RemovePrefix {
+        tcp_store: ServiceId,
+        prefix: String,
+        answer: Sender<()>,
+    },
     Close(ServiceId),
     Stop,
+}
+
+/// What is served behind the address.
+#[derive(Default)]
+struct Services {
+    stores: HashMap<ServiceId, Hosted>,
+    tcp_stores: HashMap<ServiceId, HostedTcpStore>,
+}
+
+impl Services {
+    fn get_mut(&mut self, id: ServiceId) -> Option<&mut dyn Service> {
+        if let Some(store) = self.stores.get_mut(&id) {
+            return Some(store);
+        }
+        Some(self.tcp_stores.get_mut(&id)?)
+    }
+
+    fn remove(&mut self, id: ServiceId) {
+        self.stores.remove(&id);
+        self.tcp_stores.remove(&id);
+    }
 }
 
 /// All of the server's state. Connections go by an id that is never used twice.
@@ -56,7 +88,7 @@ pub struct EventLoop {
     connections: HashMap<usize, Connection>,
     next_id: usize,
     strangers: Strangers,
-    stores: HashMap<ServiceId, Hosted>,
+    services: Services,
     next_service: ServiceId,
     /// Connections with more to read, after others had their turn.
     unread: Vec<usize>,
@@ -76,7 +108,7 @@ impl EventLoop {
             connections: HashMap::new(),
             next_id: 0,
             strangers: Strangers::default(),
-            stores: HashMap::new(),
+            services: Services::default(),
             next_service: 0,
             unread: Vec::new(),
             outbox: Outbox::default(),
@@ -148,27 +180,42 @@ impl EventLoop {
         match command {
             Command::Open { token, posts, answer } => {
                 let id = self.next_service;
-                let opened = self.strangers.open(id, token).then(|| {
-                    self.next_service += 1;
-                    self.stores.insert(id, Hosted::new(posts));
-                    id
-                });
+                self.next_service += 1;
+                let is_open = self.strangers.open(id, token);
+                if is_open {
+                    self.services.stores.insert(id, Hosted::new(posts));
+                }
                 // Who asked waits for it.
-                let _ = answer.send(opened);
+                let _ = answer.send(is_open.then_some(id));
+            }
+            Command::OpenTcpStore { answer } => {
+                let id = self.next_service;
+                self.next_service += 1;
+                let is_open = self.strangers.open_to_pytorch(id);
+                if is_open {
+                    self.services.tcp_stores.insert(id, HostedTcpStore::default());
+                }
+                let _ = answer.send(is_open.then_some(id));
             }
             Command::Set { store, key, value } => {
-                if let Some(store) = self.stores.get_mut(&store) {
+                if let Some(store) = self.services.stores.get_mut(&store) {
                     store.set(&key, &value, &mut self.outbox);
                     self.deliver();
                 }
             }
-            Command::Close(store) => {
+            Command::RemovePrefix { tcp_store, prefix, answer } => {
+                if let Some(tcp_store) = self.services.tcp_stores.get_mut(&tcp_store) {
+                    tcp_store.remove_prefix(&prefix);
+                }
+                let _ = answer.send(());
+            }
+            Command::Close(service) => {
                 // First, so that no will is executed.
-                self.stores.remove(&store);
-                self.strangers.shut(store);
-                let of_store =
-                    |(id, connection): (&usize, &Connection)| (connection.server == Some(store)).then_some(*id);
-                for id in self.connections.iter().filter_map(of_store).collect::<Vec<_>>() {
+                self.services.remove(service);
+                self.strangers.shut(service);
+                let theirs = |connection: &Connection| connection.service == Some(service);
+                let ids = self.connections.iter().filter(|(_, connection)| theirs(connection)).map(|(id, _)| *id);
+                for id in ids.collect::<Vec<_>>() {
                     self.close(id);
                 }
             }
@@ -222,8 +269,7 @@ impl EventLoop {
 
     /// Who serves a connection.
     fn service(&mut self, id: usize) -> Option<&mut dyn Service> {
-        let store = self.connections.get(&id)?.server?;
-        Some(self.stores.get_mut(&store)?)
+        self.services.get_mut(self.connections.get(&id)?.service?)
     }
 
     fn close(&mut self, id: usize) {
@@ -306,27 +352,17 @@ impl EventLoop {
 
     fn hear(&mut self, id: usize, input: &[u8]) -> io::Result<usize> {
         let Some(connection) = self.connections.get(&id) else { return Ok(0) };
-        let is_sending = connection.is_sending();
-        let Some(store) = connection.server else { return self.greet(id, input) };
-        let store = self.stores.get_mut(&store).ok_or(ErrorKind::NotFound)?;
-        store.hear(id, input, is_sending, &mut self.outbox)
+        let unsent = connection.unsent();
+        let Some(service) = connection.service else { return self.greet(id, input) };
+        let service = self.services.get_mut(service).ok_or(ErrorKind::NotFound)?;
+        service.hear(id, input, unsent, &mut self.outbox)
     }
 
     fn greet(&mut self, id: usize, input: &[u8]) -> io::Result<usize> {
         let reply = match self.strangers.judge(id, input)? {
             Verdict::Wait => return Ok(0),
+            Verdict::Admit { service, used } => return self.admit(id, service).map(|()| used),
             Verdict::Challenge(nonce) => Reply::Challenge(nonce).encode(),
-            Verdict::Admit(store) => {
-                self.strangers.remove(id);
-                self.resume_accepting();
-                if let Some(connection) = self.connections.get_mut(&id) {
-                    connection.server = Some(store);
-                }
-                if let Some(service) = self.service(id) {
-                    service.join(id, Instant::now());
-                }
-                Reply::Done.encode()
-            }
             Verdict::Refuse(reason) => {
                 self.outbox.send(id, Arc::new(Reply::Refused(&reason).encode()));
                 self.deliver();
@@ -335,6 +371,16 @@ impl EventLoop {
         };
         self.outbox.send(id, Arc::new(reply));
         Ok(input.len())
+    }
+
+    fn admit(&mut self, id: usize, service: ServiceId) -> io::Result<()> {
+        self.strangers.remove(id);
+        self.resume_accepting();
+        self.services.get_mut(service).ok_or(ErrorKind::NotFound)?.join(id, Instant::now(), &mut self.outbox)?;
+        if let Some(connection) = self.connections.get_mut(&id) {
+            connection.service = Some(service);
+        }
+        Ok(())
     }
 
     fn set_alarm(&mut self, id: usize) {
@@ -349,10 +395,9 @@ impl EventLoop {
 
     /// Does what is due for a connection at `now`: a wait has timed out, or it has been silent for too long.
     fn look_after(&mut self, id: usize, now: Instant) {
-        if let Some(store) = self.connections.get(&id).and_then(|connection| connection.server) {
-            if let Some(store) = self.stores.get_mut(&store) {
-                store.expire(id, now, &mut self.outbox);
-            }
+        let service = self.connections.get(&id).and_then(|connection| connection.service);
+        if let Some(service) = service.and_then(|service| self.services.get_mut(service)) {
+            service.expire(id, now, &mut self.outbox);
         }
         self.deliver();
         // What has come already counts: this thread may have been stopped.

@@ -150,15 +150,17 @@ impl Hosted {
 }
 
 impl Service for Hosted {
-    fn join(&mut self, id: usize, now: Instant) {
+    fn join(&mut self, id: usize, now: Instant, outbox: &mut Outbox) -> io::Result<()> {
         self.clients.insert(id, Client { waiting: None, will: None, silent_since: now });
+        outbox.send(id, Arc::new(Reply::Done.encode()));
+        Ok(())
     }
 
-    fn hear(&mut self, id: usize, input: &[u8], is_sending: bool, outbox: &mut Outbox) -> io::Result<usize> {
+    fn hear(&mut self, id: usize, input: &[u8], unsent: usize, outbox: &mut Outbox) -> io::Result<usize> {
         let invalid = || io::Error::from(ErrorKind::InvalidData);
         let client = self.clients.get_mut(&id).ok_or_else(invalid)?;
         // A client that sends before it has the last reply is none of ours.
-        if client.waiting.is_some() || is_sending {
+        if client.waiting.is_some() || unsent > 0 {
             return Err(invalid());
         }
         client.silent_since = Instant::now();

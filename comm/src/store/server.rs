@@ -7,10 +7,10 @@ use std::thread::{self, JoinHandle};
 
 use mio::{Poll, Waker};
 
-use super::connection::ServiceId;
 use super::event_loop::{Command, EventLoop, LISTENER, WAKER};
 use super::listener::Listener;
 use super::posts::Posts;
+use super::service::ServiceId;
 use super::Address;
 use crate::shm::fork::ForkSafe;
 
@@ -51,6 +51,26 @@ impl Server {
         })
     }
 
+    /// Serves PyTorch's clients as well, `torch.distributed.TCPStore(host, port, is_master=False)`, at this address.
+    ///
+    /// They have keys of their own, apart from all stores here: nobody asks them for a token.
+    ///
+    /// # Errors
+    /// `InvalidInput` if the address is no TCP address, `AlreadyExists` if they are served already.
+    pub fn serve_tcp_store(&self) -> io::Result<TcpStore> {
+        let failed = |kind, reason: &str| {
+            io::Error::new(kind, format!("store {}: PyTorch's clients cannot be served: {reason}", self.address()))
+        };
+        let Address::Tcp(_) = self.address() else {
+            return Err(failed(ErrorKind::InvalidInput, "they come by TCP only; serve the store at a TCP address"));
+        };
+        let (answer, opened) = mpsc::channel();
+        self.host.command(Command::OpenTcpStore { answer });
+        let opened = opened.recv().map_err(|_| Host::stopped())?;
+        let service = opened.ok_or_else(|| failed(ErrorKind::AlreadyExists, "they are already"))?;
+        Ok(TcpStore { host: Arc::clone(&self.host), service })
+    }
+
     fn open(host: Arc<Host>, token: &str) -> io::Result<Server> {
         if token.is_empty() {
             return Err(io::Error::new(ErrorKind::InvalidInput, "the token is empty"));
@@ -58,9 +78,8 @@ impl Server {
         let posts = Arc::new(Posts::new()?);
         let (answer, opened) = mpsc::channel();
         host.command(Command::Open { token: token.to_string(), posts: Arc::clone(&posts), answer });
-        let stopped = |_| io::Error::new(ErrorKind::BrokenPipe, "its thread is over");
         let taken = || io::Error::new(ErrorKind::InvalidInput, "another store has this token; give each its own");
-        let store = opened.recv().map_err(stopped)?.ok_or_else(taken)?;
+        let store = opened.recv().map_err(|_| Host::stopped())?.ok_or_else(taken)?;
         Ok(Server { host, store, posts })
     }
 
@@ -83,6 +102,34 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.host.command(Command::Close(self.store));
+    }
+}
+
+/// A store for PyTorch's clients being served, until dropped: then their connections are closed and its values forgotten.
+///
+/// It behaves as PyTorch's own server. At most half of the file descriptors that the process may have are theirs, and
+/// all values together may take 1 GiB: a client beyond that is closed, with a line in the log.
+#[derive(Debug)]
+pub struct TcpStore {
+    host: Arc<Host>,
+    service: ServiceId,
+}
+
+impl TcpStore {
+    /// Removes all keys that begin with `prefix`, and has done so when it returns.
+    ///
+    /// Keys are as `TCPStore`'s methods name them. Those of a `PrefixStore` begin with its prefix and a `/`.
+    pub fn remove_prefix(&self, prefix: &str) {
+        let (answer, removed) = mpsc::channel();
+        self.host.command(Command::RemovePrefix { tcp_store: self.service, prefix: prefix.to_string(), answer });
+        // It fails if the thread is over, and then there are no keys.
+        let _ = removed.recv();
+    }
+}
+
+impl Drop for TcpStore {
+    fn drop(&mut self) {
+        self.host.command(Command::Close(self.service));
     }
 }
 
@@ -110,6 +157,10 @@ impl Host {
         let mut event_loop = EventLoop::new(poll, listener, receiver);
         let handle = Some(thread::Builder::new().name("flow-store".to_string()).spawn(move || event_loop.run())?);
         Ok(Host { address, waker, thread: ForkSafe::new(Thread { commands, handle }) })
+    }
+
+    fn stopped() -> io::Error {
+        io::Error::new(ErrorKind::BrokenPipe, "its thread is over")
     }
 
     /// Has the thread do something, if there is one.

@@ -4,16 +4,23 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
+/// Tells the services behind one address apart; never used twice.
+pub type ServiceId = usize;
+
 /// Serves the connections that it was given, by their ids.
 pub trait Service {
-    fn join(&mut self, id: usize, now: Instant);
+    /// Takes a connection that was admitted.
+    ///
+    /// # Errors
+    /// There is no room for it.
+    fn join(&mut self, id: usize, now: Instant, outbox: &mut Outbox) -> io::Result<()>;
 
     /// Takes what it can use off the beginning of `input`, at most one request, and returns how many bytes that is: 0 if
-    /// it needs more. `is_sending`: the connection has not taken all that was sent before.
+    /// it needs more. The connection has not taken `unsent` bytes of what was sent before.
     ///
     /// # Errors
     /// The connection is of no more use.
-    fn hear(&mut self, id: usize, input: &[u8], is_sending: bool, outbox: &mut Outbox) -> io::Result<usize>;
+    fn hear(&mut self, id: usize, input: &[u8], unsent: usize, outbox: &mut Outbox) -> io::Result<usize>;
 
     /// When something must be done about a connection if it says nothing.
     fn due(&self, id: usize) -> Option<Instant>;
