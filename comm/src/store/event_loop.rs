@@ -91,7 +91,7 @@ pub struct EventLoop {
     services: Services,
     next_service: ServiceId,
     /// Connections with more to read, after others had their turn.
-    unread: Vec<usize>,
+    unread: BTreeSet<usize>,
     outbox: Outbox,
     /// When something is due for which connection.
     alarms: BTreeSet<(Instant, usize)>,
@@ -110,7 +110,7 @@ impl EventLoop {
             strangers: Strangers::default(),
             services: Services::default(),
             next_service: 0,
-            unread: Vec::new(),
+            unread: BTreeSet::new(),
             outbox: Outbox::default(),
             alarms: BTreeSet::new(),
             scratch: vec![0; 64 << 10],
@@ -326,13 +326,13 @@ impl EventLoop {
                 return;
             }
         }
-        self.unread.push(id);
+        self.unread.insert(id);
     }
 
     /// Handles the requests that have come.
     fn process(&mut self, id: usize) -> io::Result<()> {
         let Some(connection) = self.connections.get_mut(&id) else { return Ok(()) };
-        let mut input = mem::take(&mut connection.input);
+        let input = mem::take(&mut connection.input);
         let mut used = 0;
         while used < input.len() {
             let count = self.hear(id, &input[used..])?;
@@ -343,9 +343,9 @@ impl EventLoop {
             used += count;
         }
         self.set_alarm(id);
-        if let Some(connection) = self.connections.get_mut(&id).filter(|_| used < input.len()) {
-            input.drain(..used);
-            connection.input = input;
+        if let Some(connection) = self.connections.get_mut(&id) {
+            // A copy, unless it is all of it: what was used takes no memory any more.
+            connection.input = if used == 0 { input } else { input[used..].to_vec() };
         }
         Ok(())
     }

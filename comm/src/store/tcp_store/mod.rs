@@ -62,8 +62,8 @@ const WAIT_CANCELED: u8 = 1;
 /// PyTorch's clients put it before all keys but one of their own.
 const KEY_PREFIX: &str = "/";
 
-#[derive(Default)]
 pub struct HostedTcpStore {
+    max_size: usize,
     values: Values,
     waits: Waits,
     clients: HashMap<usize, Client>,
@@ -82,7 +82,24 @@ struct Client {
     held: usize,
 }
 
+impl Default for HostedTcpStore {
+    fn default() -> HostedTcpStore {
+        HostedTcpStore::bounded(MAX_SIZE)
+    }
+}
+
 impl HostedTcpStore {
+    fn bounded(max_size: usize) -> HostedTcpStore {
+        HostedTcpStore {
+            max_size,
+            values: Values::default(),
+            waits: Waits::default(),
+            clients: HashMap::new(),
+            held: 0,
+            was_full: false,
+        }
+    }
+
     /// Removes all keys that begin with `prefix` for PyTorch's clients.
     pub fn remove_prefix(&mut self, prefix: &str) {
         self.values.remove_prefix([KEY_PREFIX, prefix].concat().as_bytes());
@@ -233,9 +250,10 @@ impl Service for HostedTcpStore {
         let rest = input.len() - taken;
         let held = self.clients.get(&id).map_or(0, |client| client.replies + client.decoder.size() + rest);
         self.hold(id, held);
-        if self.size() > MAX_SIZE.max(before) {
+        if self.size() > self.max_size.max(before) {
             log::warn!(
-                "TCPStore: a client of PyTorch's is closed: it would have the store take more than {MAX_SIZE} bytes"
+                "TCPStore: a client of PyTorch's is closed: it would have the store take more than {} bytes",
+                self.max_size
             );
             return Err(ErrorKind::OutOfMemory.into());
         }
@@ -252,5 +270,80 @@ impl Service for HostedTcpStore {
         self.waits.cancel(id);
         self.hold(id, 0);
         self.clients.remove(&id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MAX: usize = 100_000;
+
+    /// A request with one key and perhaps a value.
+    fn request(operation: u8, key: &str, value: Option<usize>) -> Vec<u8> {
+        let mut wire = vec![operation];
+        wire::put(&mut wire, key.as_bytes());
+        if let Some(length) = value {
+            wire::put(&mut wire, &vec![0; length]);
+        }
+        wire
+    }
+
+    fn store() -> HostedTcpStore {
+        let mut store = HostedTcpStore::bounded(MAX);
+        for id in 0..3 {
+            store.join(id, Instant::now(), &mut Outbox::default()).unwrap();
+        }
+        store
+    }
+
+    /// Whether a client may have sent this.
+    fn hears(store: &mut HostedTcpStore, id: usize, wire: &[u8]) -> bool {
+        store.hear(id, wire, 0, &mut Outbox::default()).is_ok()
+    }
+
+    #[test]
+    fn values_and_queues_take_so_much_memory_and_no_more() {
+        for operation in [1, 9, 14] {
+            let mut store = store();
+            let count =
+                (0..1000).take_while(|i| hears(&mut store, 0, &request(operation, &i.to_string(), Some(900)))).count();
+            assert!((MAX / 2000..MAX / 900).contains(&count), "{count}");
+            store.leave(0);
+            // What takes no more is possible for others, and what makes room, and then what takes it.
+            assert!(hears(&mut store, 1, &request(3, "0", None)));
+            assert!(!hears(&mut store, 1, &request(operation, "another", Some(900))));
+            let remove = if operation == 14 { 15 } else { 8 };
+            for i in 0..3 {
+                assert!(hears(&mut store, 2, &request(remove, &i.to_string(), None)));
+            }
+            assert!(hears(&mut store, 2, &request(operation, "another", Some(900))));
+        }
+    }
+
+    #[test]
+    fn empty_keys_and_values_take_memory_as_well() {
+        let mut store = store();
+        let count = (0..MAX).take_while(|_| hears(&mut store, 0, &request(14, "", Some(0)))).count();
+        assert!(count < MAX / 100, "{count}");
+    }
+
+    #[test]
+    fn what_is_incomplete_or_waits_counts() {
+        let mut store = store();
+        let wire = request(1, "key", Some(MAX));
+        assert!(hears(&mut store, 0, &wire[..MAX / 2]));
+        assert!(!hears(&mut store, 1, &wire[..MAX - MAX / 4]));
+        store.leave(1);
+        let wait = |count: u64| {
+            let mut wire = [&[6][..], &count.to_le_bytes()].concat();
+            (0..count).for_each(|i| wire::put(&mut wire, &i.to_le_bytes()));
+            wire
+        };
+        assert!(hears(&mut store, 2, &wait(100)));
+        assert!(!hears(&mut store, 2, &wait(1000)));
+        store.leave(0);
+        store.leave(2);
+        assert_eq!(store.size(), 0);
     }
 }
