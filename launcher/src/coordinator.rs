@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use crate::job::{Job, Meeting, Patience};
-use crate::round::Placement;
+use crate::round::{Placement, Rendezvous};
 use crate::worker::End;
 
 /// An agent: flow-launch on one node.
@@ -37,8 +37,8 @@ pub struct Node {
 /// What an agent tells.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Event {
-    /// It is there and can start workers. `port` is free on its node.
-    Joined { node: Node, port: u16 },
+    /// It is there and can start workers.
+    Joined { node: Node },
     /// A worker has failed; the agent stops its others.
     Failed { round: u32, failure: Failure },
     /// A worker has ended, in these words: its peers may ask.
@@ -46,7 +46,7 @@ pub enum Event {
     /// All its workers have ended well.
     Finished { round: u32 },
     /// All its workers are gone, after a failure or an order. `cause` tells of its first failure in full.
-    Stopped { round: u32, cause: Option<String>, port: u16 },
+    Stopped { round: u32, cause: Option<String> },
     /// It was sent a signal and will end.
     Leaving { signal: i32 },
     /// It has ended. Told in its name if it could not.
@@ -102,7 +102,6 @@ const STOPPING: Duration = Duration::from_secs(30);
 
 struct Agent {
     node: Node,
-    port: u16,
     state: State,
     cause: Option<String>,
 }
@@ -185,15 +184,15 @@ impl Coordinator {
     /// An agent has told something; what is to be done about it, by whom.
     pub fn handle(&mut self, agent: AgentId, event: Event, now: Instant) -> Vec<(AgentId, Order)> {
         match event {
-            Event::Joined { node, port } => self.joined(agent, node, port, now),
+            Event::Joined { node } => self.joined(agent, node, now),
             Event::Gone { why } => self.gone(agent, &format!("was lost: {why}"), now),
             _ if !self.agents.contains_key(&agent) => {}
             Event::Failed { round, failure } if round == self.round => self.failed(agent, failure, now),
             Event::Finished { round } if round == self.round => self.set(agent, State::Finished),
-            Event::Stopped { round, cause, port } if round == self.round => {
+            Event::Stopped { round, cause } if round == self.round => {
                 // One that had stopped before it was ordered to says so twice; the first time it knows the cause.
                 if let Some(agent) = self.agents.get_mut(&agent).filter(|agent| agent.state != State::Idle) {
-                    (agent.state, agent.cause, agent.port) = (State::Idle, cause, port);
+                    (agent.state, agent.cause) = (State::Idle, cause);
                 }
             }
             Event::Leaving { signal } => self.leaving(agent, signal, now),
@@ -261,7 +260,7 @@ impl Coordinator {
         self.agents.keys().all(|agent| *agent == LEADER)
     }
 
-    fn joined(&mut self, agent: AgentId, node: Node, port: u16, now: Instant) {
+    fn joined(&mut self, agent: AgentId, node: Node, now: Instant) {
         let own = (self.min as u32, self.max as u32);
         if node.nodes != own {
             let cause = format!("--nnodes is {} here, but {} on the leading node", range(node.nodes), range(own));
@@ -285,7 +284,7 @@ impl Coordinator {
         if self.phase == Phase::Over {
             return self.end(agent, 1, Some("the job is over".into()));
         }
-        self.agents.insert(agent, Agent { node, port, state: State::Idle, cause: None });
+        self.agents.insert(agent, Agent { node, state: State::Idle, cause: None });
         let finishing = self.agents.values().any(|agent| agent.state == State::Finished);
         if self.phase == Phase::Running && self.members().len() < self.max && !finishing {
             let why = format!("{} has joined", self.describe(agent));
@@ -414,8 +413,6 @@ impl Coordinator {
         members.truncate(self.max);
         let nodes: Vec<&Node> = members.iter().map(|agent| &self.agents[agent].node).collect();
         let world_size = nodes.iter().map(|node| node.local_world_size).sum();
-        let first = &self.agents[&members[0]];
-        let (master_addr, master_port) = (first.node.address.clone(), first.port);
         let mut first_rank = 0;
         for (group_rank, agent) in members.iter().enumerate() {
             let node = nodes[group_rank];
@@ -431,9 +428,7 @@ impl Coordinator {
                 world_size,
                 first_role_rank: same_role(&nodes[..group_rank]),
                 role_world_size: same_role(&nodes),
-                master_addr: master_addr.clone(),
-                master_port,
-                store: Default::default(),
+                rendezvous: Rendezvous::default(),
             };
             first_rank += node.local_world_size;
             self.orders.push((*agent, Order::Start { round: self.round, placement }));

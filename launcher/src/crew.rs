@@ -25,12 +25,13 @@ const READ: usize = 1 << 16;
 /// Index of a stream of a worker.
 const STDERR: usize = Which::Stderr as usize;
 
-/// Descriptors the launcher needs beside those of its workers: for two stores that hold up to 512 strangers each, with
-/// room to spare.
-const OWN_DESCRIPTORS: u64 = 64 + 2 * 512;
+/// Descriptors the launcher needs beside those of its workers: for stores that hold up to 512 strangers, with room to
+/// spare.
+const OWN_DESCRIPTORS: u64 = 512 + 512;
 
-/// Descriptors per worker: its pidfd, its two pipes, two files and a connection to the store.
-const WORKER_DESCRIPTORS: u64 = 6;
+/// Descriptors per worker: its pidfd, its two pipes, two files, and connections to the stores, of which PyTorch's process
+/// groups may take some each.
+const WORKER_DESCRIPTORS: u64 = 12;
 
 /// What to do where the system has no room for more.
 const LIMITS: &str = "; start fewer workers, or raise the limits on open files and processes (ulimit -n, ulimit -u)";

@@ -108,21 +108,21 @@ fn environment(
         ("WORLD_SIZE", placement.world_size),
         ("GROUP_WORLD_SIZE", placement.group_world_size),
         ("ROLE_WORLD_SIZE", placement.role_world_size),
-        ("MASTER_PORT", placement.master_port.into()),
+        ("MASTER_PORT", placement.rendezvous.master_port.into()),
         ("TORCHELASTIC_RESTART_COUNT", placement.restart_count),
         ("TORCHELASTIC_MAX_RESTARTS", job.max_restarts),
     ];
     let signals: Vec<_> = job.signals.iter().map(|signal| signal.as_str()).collect();
-    let (store, token) = &placement.store;
+    let rendezvous = &placement.rendezvous;
     let texts = [
         ("ROLE_NAME", job.role.as_str()),
-        ("MASTER_ADDR", &placement.master_addr),
+        ("MASTER_ADDR", &rendezvous.master_addr),
         ("TORCHELASTIC_RUN_ID", &job.nodes.id),
-        // Rank 0 serves torch's store itself: the launcher's speaks another protocol.
-        ("TORCHELASTIC_USE_AGENT_STORE", "False"),
+        // PyTorch looks for this very word.
+        ("TORCHELASTIC_USE_AGENT_STORE", if rendezvous.has_agent_store { "True" } else { "False" }),
         ("TORCHELASTIC_SIGNALS_TO_HANDLE", &signals.join(",")),
-        ("FLOW_STORE", store),
-        ("FLOW_TOKEN", token),
+        ("FLOW_STORE", &rendezvous.store),
+        ("FLOW_TOKEN", &rendezvous.token),
     ];
     let mut environment: Vec<(&str, OsString)> =
         numbers.into_iter().map(|(name, number)| (name, number.to_string().into())).collect();
@@ -170,6 +170,7 @@ fn substitute(word: &OsStr, local_rank: u32) -> OsString {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::round::Rendezvous;
     use proptest::prelude::*;
     use std::collections::HashMap;
 
@@ -196,9 +197,13 @@ mod tests {
             world_size: 8,
             first_role_rank: 3,
             role_world_size: 6,
-            master_addr: "node0".into(),
-            master_port: 29500,
-            store: ("tcp://node0:9".into(), "abc".into()),
+            rendezvous: Rendezvous {
+                master_addr: "node0".into(),
+                master_port: 29500,
+                has_agent_store: true,
+                store: "tcp://node0:9".into(),
+                token: "abc".into(),
+            },
         }
     }
 
@@ -264,7 +269,7 @@ mod tests {
             ("TORCHELASTIC_RESTART_COUNT", "1"),
             ("TORCHELASTIC_RUN_ID", "job7"),
             ("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
-            ("TORCHELASTIC_USE_AGENT_STORE", "False"),
+            ("TORCHELASTIC_USE_AGENT_STORE", "True"),
             ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             ("WORLD_SIZE", "8"),
         ];

@@ -17,7 +17,7 @@ use crate::error_file;
 use crate::events::{self, Events};
 use crate::guard::Guard;
 use crate::job::Job;
-use crate::link::{self, Heard, Link};
+use crate::link::{Heard, Link};
 use crate::logs::Logs;
 use crate::machine::Machine;
 use crate::plan;
@@ -227,11 +227,7 @@ impl Supervisor {
     }
 
     fn tell_stopped(&mut self, round: u32, cause: Option<String>) {
-        let port = link::master_port(&self.job).unwrap_or_else(|error| {
-            self.sinks.say(&format!("{error:#}"));
-            0
-        });
-        self.link.tell(Event::Stopped { round, cause, port });
+        self.link.tell(Event::Stopped { round, cause });
     }
 
     /// The coordinator is out of reach, as it may be when the job is over.

@@ -29,7 +29,7 @@ fn the_environment_is_torchruns() {
                  $TORCH_NCCL_ASYNC_ERROR_HANDLING $TORCHELASTIC_SIGNALS_TO_HANDLE";
     let flags = "--nproc_per_node 2 --rdzv-id job7 --signals-to-handle TERM,USR1";
     let finished = run(script(flags, &format!("echo {names}")).env_remove("TORCH_NCCL_ASYNC_ERROR_HANDLING"));
-    let lines = ["1 0 2 default 0 0 False job7 1 SIGTERM,SIGUSR1", "1 1 2 default 0 0 False job7 1 SIGTERM,SIGUSR1"];
+    let lines = ["1 0 2 default 0 0 True job7 1 SIGTERM,SIGUSR1", "1 1 2 default 0 0 True job7 1 SIGTERM,SIGUSR1"];
     assert_eq!(finished.sorted_lines(), lines, "{finished:?}");
     let finished = run(script("", &format!("echo {names}")).env("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"));
     assert!(finished.stdout.contains(" 0 SIGTERM,SIGINT,SIGHUP,SIGQUIT"), "{finished:?}");

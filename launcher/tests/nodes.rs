@@ -372,7 +372,7 @@ fn strangers_at_the_port_do_no_harm() {
     setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }).unwrap();
     let gate = Gate::new();
     let text = format!("echo ready; {}", gate.wait());
-    let address = format!("{}:29501", ipv4(0));
+    let address = format!("{}:29500", ipv4(0));
     let start = |node| {
         let agent = script(&fixed(node, ""), &text);
         let mut limited = Command::new("prlimit");

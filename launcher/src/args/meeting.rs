@@ -34,12 +34,14 @@ pub fn nodes(settings: &Settings) -> Result<Nodes, Usage> {
     let master_port = settings.get_number("master-port", 1, "a port from 1 to 65535")?;
     let id = settings.get_text("rdzv-id")?.unwrap_or_else(|| NO_ID.into());
     let patience = configuration.patience;
+    // torchrun's own switch.
+    let has_agent_store = (settings.environment)("TORCH_DISABLE_SHARE_RDZV_TCP_STORE").is_none_or(|value| value != "1");
     if settings.is_on("standalone")? {
         if min > 1 {
             return Err(nnodes.wrong("1 with --standalone, which is for one node"));
         }
         let meeting = Meeting::Alone { master_addr, master_port };
-        return Ok(Nodes { min: 1, max: 1, meeting, id: NO_ID.into(), local_addr, patience });
+        return Ok(Nodes { min: 1, max: 1, meeting, id: NO_ID.into(), local_addr, patience, has_agent_store });
     }
     let endpoint = settings.get("rdzv-endpoint");
     let by_endpoint = backend.map_or(endpoint.is_some(), |backend| backend == Backend::Endpoint);
@@ -60,12 +62,9 @@ pub fn nodes(settings: &Settings) -> Result<Nodes, Usage> {
         let either = "--master-addr HOST, where node 0 runs, or --rdzv-endpoint HOST[:PORT]; the same on every node";
         let master_addr = host.ok_or_else(|| nnodes.needs(either))?;
         let master_port = port.or(master_port).unwrap_or(MASTER_PORT);
-        if master_port == u16::MAX {
-            return Err(Usage(format!("the port on node 0 is {master_port}; the port after it is needed too")));
-        }
         Meeting::Static { node_rank, master_addr, master_port }
     };
-    Ok(Nodes { min, max, meeting, id, local_addr, patience })
+    Ok(Nodes { min, max, meeting, id, local_addr, patience, has_agent_store })
 }
 
 /// This node's rank, where that is not decided by the meeting.
@@ -219,7 +218,7 @@ mod tests {
         assert!(refusal("--nnodes 2 train").contains("--master-addr"));
         assert!(refusal("--nnodes 1:2 --master-addr a train").contains("--rdzv-endpoint"));
         assert!(refusal("--nnodes 2 --node-rank 2 --master-addr a train").contains("below 2"));
-        assert!(refusal("--nnodes 2 --master-addr a --master-port 65535 train").contains("the port after it"));
+        assert_eq!(nodes("--nnodes 2 --master-addr a --master-port 65535").meeting, fixed(0, "a", 65535));
     }
 
     #[test]

@@ -33,7 +33,7 @@ impl Test {
             role: "default".into(),
             nodes: (self.coordinator.min as u32, self.coordinator.max as u32),
         };
-        self.tell(agent, Event::Joined { node, port: 100 + agent as u16 });
+        self.tell(agent, Event::Joined { node });
     }
 
     fn pass(&mut self, time: Duration) {
@@ -48,7 +48,7 @@ impl Test {
 
     fn stopped(&mut self, agent: AgentId, cause: Option<&str>) {
         let round = self.coordinator.round;
-        self.tell(agent, Event::Stopped { round, cause: cause.map(String::from), port: 200 });
+        self.tell(agent, Event::Stopped { round, cause: cause.map(String::from) });
     }
 
     fn finish(&mut self, agent: AgentId) {
@@ -109,7 +109,7 @@ fn a_job_on_one_node_starts_at_once_and_ends_well() {
     let mut test = Test::new("");
     test.join(LEADER, 2);
     let started = test.started();
-    assert_eq!((started[0].1.world_size, started[0].1.master_port), (2, 100));
+    assert_eq!(started[0].1.world_size, 2);
     assert_eq!(test.coordinator.deadline(), None);
     test.finish(LEADER);
     assert_eq!(test.end(), (0, None));
@@ -136,7 +136,6 @@ fn nodes_at_an_endpoint_are_ranked_as_they_come() {
     let started = test.started();
     let ranks: Vec<_> = started.iter().map(|(agent, p)| (*agent, p.group_rank, p.first_rank)).collect();
     assert_eq!(ranks, [(0, 0, 0), (1, 1, 1), (2, 2, 4)]);
-    assert!(started.iter().all(|(_, p)| p.master_addr == "10.0.0.0" && p.master_port == 100));
 }
 
 #[test]
@@ -211,7 +210,7 @@ fn restarts_are_counted_and_finished_nodes_take_part() {
     test.stopped(1, None);
     test.stopped(LEADER, None);
     let started = test.started();
-    assert!(started.len() == 2 && started.iter().all(|(_, p)| p.restart_count == 1 && p.master_port == 200));
+    assert!(started.len() == 2 && started.iter().all(|(_, p)| p.restart_count == 1));
     test.fail(1, End::Exit(4));
     test.stops();
     test.stopped(1, None);
@@ -250,7 +249,7 @@ fn a_node_that_was_started_again_takes_its_own_place() {
     test.join(1, 1);
     test.started();
     let node = Node { host: "host1".into(), ..test.coordinator.agents[&1].node.clone() };
-    test.tell(2, Event::Joined { node, port: 300 });
+    test.tell(2, Event::Joined { node });
     assert!(matches!(&test.orders[..], [(1, Order::End(_)), (LEADER, Order::Stop { .. })]), "{:?}", test.orders);
     test.orders.clear();
     test.stopped(LEADER, None);
@@ -262,7 +261,7 @@ fn nodes_must_agree_on_their_number() {
     let mut test = Test::new(STATIC);
     test.join(LEADER, 1);
     let node = Node { nodes: (1, 3), node_rank: Some(1), ..test.coordinator.agents[&LEADER].node.clone() };
-    test.tell(1, Event::Joined { node, port: 1 });
+    test.tell(1, Event::Joined { node });
     assert_eq!(test.end(), (1, Some("--nnodes is 1:3 here, but 2 on the leading node".into())));
 }
 
