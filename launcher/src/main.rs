@@ -51,7 +51,7 @@ mod sink;
 mod supervise;
 mod worker;
 
-use std::io::Write;
+use std::io::{stderr, Write};
 use std::process::ExitCode;
 
 use args::Usage;
@@ -81,6 +81,12 @@ fn main() -> ExitCode {
 
 /// Runs a job to its end and returns the exit code to end with.
 fn run(mut job: Job) -> anyhow::Result<u8> {
+    if job.quiet {
+        log::set_max_level(log::max_level().min(log::LevelFilter::Error));
+    }
+    for warning in job.warnings.iter().filter(|_| !job.quiet) {
+        let _ = writeln!(stderr(), "flow-launch: {warning}");
+    }
     let mut machine = machine::Machine::this();
     let local_world_size = plan::local_world_size(&job, &machine)?;
     if let Some(binding) = job.numa_binding {

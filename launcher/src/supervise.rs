@@ -71,15 +71,14 @@ impl Supervisor {
         crew::allow_descriptors(local_world_size);
         let signals = Signals::catch(&job.signals)?;
         let guard = Guard::start()?;
-        let mut sinks = Sinks::standard().context("cannot open standard output and standard error")?;
-        let threads = plan::omp_threads(local_world_size, &machine);
-        if let Some(note) = threads.and_then(|threads| plan::omp_note(threads, local_world_size, &machine)) {
-            sinks.say(&note);
+        let mut sinks = Sinks::standard(job.quiet).context("cannot open standard output and standard error")?;
+        if let Some(threads) = plan::omp_threads(local_world_size, &machine) {
+            sinks.note(&plan::omp_note(threads, local_world_size, &machine));
         }
         let template = std::env::var("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE").ok();
         let routes = Routes::new(&job.output, &job.role, template, std::io::stdout().is_terminal());
         let logs = Logs::create(&job.output, routes, &job.nodes.id, &guard)?;
-        logs.note.iter().for_each(|note| sinks.say(note));
+        logs.note.iter().for_each(|note| sinks.note(note));
         let host = address::host_name();
         Ok(Supervisor {
             events: Events::open(job.events.as_deref(), &host)?,
@@ -140,7 +139,7 @@ impl Supervisor {
                     self.has_joined = true;
                     self.obey(order);
                 }
-                Heard::Wait(notice) => self.sinks.say(&notice),
+                Heard::Wait(notice) => self.sinks.note(&notice),
                 Heard::Lost(reason) => self.lose(reason),
             }
         }
@@ -158,7 +157,7 @@ impl Supervisor {
             Order::Start { round, placement } => self.begin(round, &placement),
             Order::Stop { round, why } => {
                 if let Some(why) = &why {
-                    self.sinks.say(why);
+                    self.sinks.note(why);
                 }
                 match self.stop() {
                     Some(Action::Nothing) => {}
@@ -169,7 +168,7 @@ impl Supervisor {
                     None => self.tell_stopped(round, None),
                 }
             }
-            Order::Say(text) => self.sinks.say(&text),
+            Order::Say(text) => self.sinks.note(&text),
             Order::End(verdict) => self.verdict = Some(verdict),
         }
     }
@@ -244,7 +243,7 @@ impl Supervisor {
         let is_awaited = nodes.min < nodes.max || self.job.max_restarts > 0;
         let may_return = self.has_joined && is_awaited && self.signalled.is_none();
         if may_return {
-            self.sinks.say(&format!("{reason}; stopping the workers and joining again"));
+            self.sinks.note(&format!("{reason}; stopping the workers and joining again"));
             self.is_cut_off = true;
             return self.return_to_job();
         }
