@@ -128,8 +128,8 @@ pub const COMMAND: &str = "command";
 const ABOUT: &str = "\
 Starts PROGRAM once per worker, passes on the output, and stops all workers when one fails.
 
-PROGRAM is a path, a name beside flow-launch, or a name on PATH; a .py or .pyz file, or a folder with a __main__.py, runs
-with python3 -u.
+PROGRAM is a path, a name beside flow-launch, or a name on PATH; a .py or .pyz file, or a folder with __main__.py,
+runs with python3 -u.
 Everything after PROGRAM is PROGRAM's. Flags may be written with underscores, and shortened.";
 
 pub fn command() -> Command {
