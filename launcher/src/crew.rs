@@ -4,6 +4,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use anyhow::Context;
+use jiff::Timestamp;
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::process::{getrlimit, setrlimit, Resource, Rlimit, Signal};
@@ -45,6 +46,7 @@ struct Worker {
     error: Option<ErrorFile>,
     /// How it ended, once it has.
     end: Option<End>,
+    ended_at: Option<Timestamp>,
     stopped: Stopped,
     /// Nothing more is to be done: it is reaped and its group is gone, or it was given up.
     settled: bool,
@@ -151,6 +153,7 @@ impl Crew {
     pub fn note_end(&mut self, index: usize) -> anyhow::Result<Option<(u32, End)>> {
         let worker = &mut self.workers[index];
         let rank = worker.spec.rank;
+        worker.ended_at = Some(Timestamp::now());
         worker.end = worker.process.end().with_context(|| format!("cannot learn how rank {rank} ended"))?;
         if worker.end.is_some_and(End::is_failure) && self.policy.cause().is_none() {
             worker.hear_last_words();
@@ -330,6 +333,7 @@ impl Worker {
             error_file: logs.error_file(attempt, local_rank),
             error: None,
             end: None,
+            ended_at: None,
             stopped: Stopped::No,
             settled: false,
         })
@@ -349,6 +353,7 @@ impl Worker {
             local_rank: self.spec.local_rank,
             pid: self.process.pid.as_raw_pid(),
             end: self.end,
+            time: self.error.as_ref().and_then(ErrorFile::time).or(self.ended_at),
             stopped: self.stopped,
             tail: &self.tail,
             error: self.error.as_ref(),

@@ -161,7 +161,7 @@ fn a_failure_on_one_node_stops_all_and_all_name_it() {
         let report: Vec<_> = end.stderr.lines().filter(|line| line.starts_with("flow-launch: ")).collect();
         let cause = report[0];
         assert!(cause.starts_with("flow-launch: rank 3 (local rank 1, pid "), "{end:?}");
-        assert!(cause.contains("node1") && cause.ends_with("failed with exit code 3"), "{end:?}");
+        assert!(cause.contains("node1") && cause.contains("failed with exit code 3 at "), "{end:?}");
         assert_eq!(report.get(2), Some(&"flow-launch:   | boom"), "{end:?}");
     }
     net.until_nothing_is_left();
