@@ -7,7 +7,7 @@ use anyhow::Context;
 use jiff::Timestamp;
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
-use rustix::process::{getrlimit, setrlimit, Resource, Rlimit, Signal};
+use rustix::process::{getrlimit, setrlimit, Pid, Resource, Rlimit, Signal};
 
 use crate::copies::Copies;
 use crate::error_file::ErrorFile;
@@ -131,6 +131,12 @@ impl Crew {
     /// Nothing has made the workers stop: once they have gone, they have ended well.
     pub fn ended_well(&self) -> bool {
         self.policy.cause().is_none()
+    }
+
+    /// The workers' processes, with their ranks.
+    pub fn pids(&self) -> Vec<(Pid, u32)> {
+        let present = self.workers.iter().filter(|worker| !worker.settled);
+        present.map(|worker| (worker.process.pid, worker.spec.rank)).collect()
     }
 
     /// What to wait for. A stream whose sink is full is left alone.

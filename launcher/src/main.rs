@@ -11,6 +11,8 @@
 //! | `coordinator.rs` | who takes part, when a round starts and stops, how the job ends (pure) |
 //! | `link.rs`, `leader.rs`, `member.rs` | how the nodes' agents and the coordinator hear of each other |
 //! | `hang.rs` | who waits for whom (pure) |
+//! | `timers.rs`, `watchdog.rs` | torchelastic's timers (pure), the pipe they come through and whom they kill |
+//! | `health.rs` | torchelastic's health check |
 //! | `worker.rs` | starting, signalling and reaping one worker |
 //! | `guard.rs` | the process that cleans up after a round that was stopped, and when the launcher is killed |
 //! | `policy.rs` | when to stop whom, and which failure is the root cause (pure) |
@@ -33,6 +35,7 @@ mod events;
 mod find;
 mod guard;
 mod hang;
+mod health;
 mod job;
 mod leader;
 mod link;
@@ -49,6 +52,8 @@ mod route;
 mod signals;
 mod sink;
 mod supervise;
+mod timers;
+mod watchdog;
 mod worker;
 
 use std::io::{stderr, Write};
