@@ -8,7 +8,7 @@ use std::ffi::OsString;
 pub struct Flag {
     pub name: &'static str,
     pub aliases: &'static [&'static str],
-    pub short: Option<char>,
+    short: Option<char>,
     /// What follows it, if anything does.
     pub value: Option<&'static str>,
     /// `PET_<NAME>` stands in where it is not given, as in torchrun.
