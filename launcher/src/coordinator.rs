@@ -5,87 +5,15 @@
 //! stopped, and, if restarts are left, another round begins. With `--nnodes MIN:MAX` a round also ends for a node that
 //! is lost or has come, and goes on with those that are there, without using up a restart.
 
+mod protocol;
+
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
-
+pub use self::protocol::{AgentId, Event, Failure, Node, Order, Verdict, LEADER};
 use crate::job::{Job, Meeting, Patience};
 use crate::round::{Placement, Rendezvous};
 use crate::worker::End;
-
-/// An agent: flow-launch on one node.
-pub type AgentId = u64;
-
-/// The agent of the leading node, in which the coordinator runs.
-pub const LEADER: AgentId = 0;
-
-/// A node, as its agent describes it.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Node {
-    pub host: String,
-    /// Where the others reach it.
-    pub address: String,
-    /// Its place where it was given one.
-    pub node_rank: Option<u32>,
-    pub local_world_size: u32,
-    pub role: String,
-    /// `--nnodes`, by which all must go.
-    pub nodes: (u32, u32),
-}
-
-/// What an agent tells.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub enum Event {
-    /// It is there and can start workers.
-    Joined { node: Node },
-    /// A worker has failed; the agent stops its others.
-    Failed { round: u32, failure: Failure },
-    /// A worker has ended, in these words: its peers may ask.
-    Exited { round: u32, rank: u32, end: String },
-    /// All its workers have ended well.
-    Finished { round: u32 },
-    /// All its workers are gone, after a failure or an order. `cause` tells of its first failure in full.
-    Stopped { round: u32, cause: Option<String> },
-    /// It was sent a signal and will end.
-    Leaving { signal: i32 },
-    /// It has ended. Told in its name if it could not.
-    Gone { why: String },
-}
-
-/// The first failure on a node.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Failure {
-    /// In a line.
-    pub summary: String,
-    pub end: End,
-}
-
-/// What an agent is to do.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub enum Order {
-    Start {
-        round: u32,
-        placement: Placement,
-    },
-    /// Stop the workers; `why` is for the user.
-    Stop {
-        round: u32,
-        why: Option<String>,
-    },
-    /// Tell the user.
-    Say(String),
-    /// The job is over.
-    End(Verdict),
-}
-
-/// How the job ended.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Verdict {
-    pub code: u8,
-    /// What to say about it.
-    pub cause: Option<String>,
-}
 
 /// Failures that come together: a crash is to blame before an exit code, which is how a worker that misses its peer
 /// ends.
@@ -104,6 +32,8 @@ struct Agent {
     node: Node,
     state: State,
     cause: Option<String>,
+    /// It knows that there is no place for it at present.
+    is_spare: bool,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -284,12 +214,13 @@ impl Coordinator {
         if self.phase == Phase::Over {
             return self.end(agent, 1, Some("the job is over".into()));
         }
-        self.agents.insert(agent, Agent { node, state: State::Idle, cause: None });
+        self.agents.insert(agent, Agent { node, state: State::Idle, cause: None, is_spare: false });
         let finishing = self.agents.values().any(|agent| agent.state == State::Finished);
         if self.phase == Phase::Running && self.members().len() < self.max && !finishing {
             let why = format!("{} has joined", self.describe(agent));
             self.stop(Why::Change, Some(why), now);
         }
+        self.turn_away();
     }
 
     fn failed(&mut self, agent: AgentId, failure: Failure, now: Instant) {
@@ -437,6 +368,27 @@ impl Coordinator {
             self.set(agent, State::Running);
         }
         self.phase = Phase::Running;
+        self.turn_away();
+    }
+
+    /// Tells agents for which there is no place in the round that they wait for one, or, if there will be none, to end.
+    fn turn_away(&mut self) {
+        if self.phase != Phase::Running || self.members().len() < self.max {
+            return;
+        }
+        let has_use = self.is_elastic() || self.failures < self.max_restarts;
+        let its_nodes = format!("the job has its {} nodes", self.max);
+        self.agents.retain(|id, agent| {
+            let is_idle = agent.state == State::Idle;
+            if is_idle && !has_use {
+                let cause = Some(format!("this node is surplus: {its_nodes}"));
+                self.orders.push((*id, Order::End(Verdict { code: 1, cause })));
+            } else if is_idle && !std::mem::replace(&mut agent.is_spare, true) {
+                let text = format!("this node is a spare: {its_nodes}; it takes the place of one that is lost");
+                self.orders.push((*id, Order::Say(text)));
+            }
+            has_use || !is_idle
+        });
     }
 
     fn stop(&mut self, why: Why, told: Option<String>, now: Instant) {

@@ -26,8 +26,12 @@ pub struct Job {
     pub output: Output,
     /// Where to write what happens, a JSON object a line.
     pub events: Option<PathBuf>,
+    /// Say nothing but errors.
+    pub quiet: bool,
     /// Print what would be started, and start nothing.
     pub dry_run: bool,
+    /// What was odd in the command line, and was passed over.
+    pub warnings: Vec<String>,
 }
 
 /// What to run.

@@ -55,21 +55,19 @@ pub fn local_world_size(job: &Job, machine: &Machine) -> Result<u32, Usage> {
     }
 }
 
-/// OMP_NUM_THREADS for each worker: its share of the cores, or those it is bound to; none where the user has set it.
+/// OMP_NUM_THREADS for each of several workers: its share of the cores, or those it is bound to; none where the user has
+/// set it. A single worker has all cores, as it would alone.
 pub fn omp_threads(local_world_size: u32, machine: &Machine) -> Option<u32> {
     let share = machine.cores / local_world_size;
     let bound = machine.binding.iter().map(|cpus| cpus.len() as u32).min();
-    (!machine.has_variable("OMP_NUM_THREADS")).then(|| bound.map_or(share, |bound| share.min(bound)).max(1))
+    let is_chosen = local_world_size > 1 && !machine.has_variable("OMP_NUM_THREADS");
+    is_chosen.then(|| bound.map_or(share, |bound| share.min(bound)).max(1))
 }
 
-/// The line that tells the user of [`omp_threads`]; not needed for a single worker, which has all cores as it would alone.
-pub fn omp_note(threads: u32, local_world_size: u32, machine: &Machine) -> Option<String> {
+/// The line that tells the user of [`omp_threads`].
+pub fn omp_note(threads: u32, local_world_size: u32, machine: &Machine) -> String {
     let cores = machine.cores;
-    (local_world_size > 1).then(|| {
-        format!(
-            "OMP_NUM_THREADS={threads} for each of {local_world_size} workers on {cores} cores; set it to change this"
-        )
-    })
+    format!("OMP_NUM_THREADS={threads} for each of {local_world_size} workers on {cores} cores; set it to change this")
 }
 
 /// The workers of this node, in rank order. `error_file` is where each may leave what it failed of, by local rank.
@@ -238,8 +236,8 @@ mod tests {
         assert_eq!(omp_threads(2, &with_variable(machine(8, 0), "OMP_NUM_THREADS", "3")), None);
         let bound = Machine { binding: vec![vec![0, 1], vec![2]], ..machine(8, 0) };
         assert_eq!(omp_threads(2, &bound), Some(1));
-        assert_eq!(omp_note(8, 1, &machine(8, 0)), None);
-        assert!(omp_note(4, 2, &machine(8, 0)).unwrap().contains("OMP_NUM_THREADS=4"));
+        assert_eq!(omp_threads(1, &machine(8, 0)), None);
+        assert!(omp_note(4, 2, &machine(8, 0)).contains("OMP_NUM_THREADS=4"));
     }
 
     #[test]

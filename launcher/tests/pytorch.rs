@@ -203,3 +203,16 @@ fn torchruns_own_cases() {
         assert!(finished.code == Some(0) && ranks == ["0", "1", "2", "3"], "{flags}: {ranks:?} {finished:?}");
     }
 }
+
+#[test]
+fn torchs_timers_kill_a_worker_that_is_late() {
+    if !have_pytorch() {
+        return;
+    }
+    let finished = run(launch("--nproc-per-node 2", "timer.py").env("TORCHELASTIC_ENABLE_FILE_TIMER", "1"));
+    assert_eq!((finished.code, finished.stdout.as_str()), (Some(137), "in time\nin time\n"), "{finished:?}");
+    let told: Vec<_> = finished.stderr.lines().filter(|line| line.contains("the timer ")).collect();
+    let [told] = told[..] else { panic!("{finished:?}") };
+    assert!(told.starts_with("flow-launch: rank 1: the timer 'second step' of process "), "{told}");
+    assert!(told.ends_with("SIGKILL is sent to it, as it asked"), "{told}");
+}

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::settings::{host, seconds, Setting, Settings, LONGEST};
+use super::settings::{host, seconds, unquoted, Setting, Settings, LONGEST};
 use super::Usage;
 use crate::job::{Meeting, Nodes, Patience};
 
@@ -72,7 +72,7 @@ fn node_rank(settings: &Settings, by_endpoint: bool, nodes: u32) -> Result<u32, 
     let Some(setting) = settings.get("node-rank") else { return Ok(0) };
     let rank = setting.number(0, "a number from 0")?;
     if by_endpoint {
-        log::warn!("{} is ignored: nodes that meet at an endpoint are numbered there", setting.source());
+        settings.warn(format!("{} is ignored: nodes that meet at an endpoint are numbered there", setting.source()));
         return Ok(0);
     }
     if rank >= nodes {
@@ -135,7 +135,8 @@ impl Configuration {
         let Some(setting) = settings.get("rdzv-conf") else { return Ok(configuration) };
         let (mut interval, mut attempts) = (None, None);
         for pair in setting.text()?.split(',').map(str::trim).filter(|pair| !pair.is_empty()) {
-            let (key, value) = pair.split_once('=').map_or((pair, ""), |(key, value)| (key.trim(), value.trim()));
+            let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
+            let (key, value) = (key.trim(), unquoted(value.trim()));
             let wrong = |right: &str| Usage(format!("{} has {key}={value}; {key} must be {right}", setting.source()));
             let time = || {
                 let time = seconds(value).filter(|time| !time.is_zero());
@@ -152,7 +153,10 @@ impl Configuration {
                 }
                 "is_host" => configuration.is_host = Some(truth(value).ok_or_else(|| wrong("true or false"))?),
                 "read_timeout" | "close_timeout" | "store_type" => {}
-                _ => return Err(Usage(format!("{} has '{key}'; there are {KEYS}", setting.source()))),
+                _ if value.is_empty() => {
+                    return Err(Usage(format!("{} has '{key}' without a value; write KEY=VALUE,...", setting.source())))
+                }
+                _ => settings.warn(format!("{} has '{key}', which is ignored; there are {KEYS}", setting.source())),
             }
         }
         if interval.is_some() || attempts.is_some() {
@@ -269,6 +273,11 @@ mod tests {
             let line = refusal(&format!("--rdzv-conf {wrong} train"));
             assert!(line.contains("--rdzv-conf") && line.contains("must be"), "{line}");
         }
-        assert!(refusal("--rdzv-conf joint=1 train").contains("join_timeout"));
+        let job = parse("--rdzv-conf joint=1,timeout=5,joint=2,'x=1 train").unwrap();
+        assert_eq!(job.nodes.patience.join.as_secs(), 5);
+        let [first, second] = &job.warnings[..] else { panic!("{:?}", job.warnings) };
+        assert!(first.contains("'joint'") && first.contains("join_timeout"), "{first}");
+        assert!(second.contains("''x'"), "{second}");
+        assert!(refusal("--rdzv-conf joint train").contains("KEY=VALUE"));
     }
 }

@@ -85,6 +85,14 @@ impl Test {
         (agents.collect(), said)
     }
 
+    /// What one agent was told to say; there is no other order.
+    fn said(&mut self, agent: AgentId) -> String {
+        match &std::mem::take(&mut self.orders)[..] {
+            [(told, Order::Say(text))] if *told == agent => text.clone(),
+            other => panic!("{other:?}"),
+        }
+    }
+
     /// The code that all agents were told to end with, and what was said.
     fn end(&mut self) -> (u8, Option<String>) {
         let orders = std::mem::take(&mut self.orders);
@@ -292,13 +300,52 @@ fn an_elastic_job_goes_on_with_who_is_left_and_takes_in_who_comes() {
     assert_eq!(test.ranks(), (vec![(0, 0), (2, 1)], 5));
     // A third one waits until there is room.
     test.join(3, 1);
-    assert_eq!(test.orders, []);
+    assert!(test.said(3).contains("is a spare: the job has its 2 nodes"));
     test.tell(2, Event::Leaving { signal: 15 });
     test.stops();
     test.stopped(LEADER, None);
     assert_eq!(test.ranks(), (vec![(0, 0), (3, 1)], 2));
     test.finish(3);
     test.finish(LEADER);
+    assert_eq!(test.end(), (0, None));
+}
+
+#[test]
+fn a_surplus_node_is_a_spare_as_long_as_the_job_may_start_again() {
+    let mut test = Test::new(&format!("{THREE} --max-restarts 1"));
+    for agent in [LEADER, 1, 2] {
+        test.join(agent, 1);
+    }
+    test.started();
+    test.join(3, 1);
+    assert!(test.said(3).contains("is a spare: the job has its 3 nodes"));
+    test.join(4, 1);
+    assert!(test.said(4).contains("is a spare"));
+    test.tell(1, Event::Gone { why: "silence".into() });
+    test.stops();
+    test.stopped(LEADER, None);
+    test.stopped(2, None);
+    // One takes the place; there is no other start in which there could be one for the other.
+    let surplus = test.orders.pop().unwrap();
+    assert_eq!(test.ranks(), (vec![(0, 0), (2, 1), (3, 2)], 3));
+    let cause = Some("this node is surplus: the job has its 3 nodes".into());
+    assert_eq!(surplus, (4, Order::End(Verdict { code: 1, cause })));
+    test.tell(4, Event::Gone { why: "it ended".into() });
+    assert_eq!(test.orders, []);
+}
+
+#[test]
+fn a_surplus_node_of_a_job_that_starts_once_ends() {
+    let mut test = Test::new(THREE);
+    for agent in [LEADER, 1, 2] {
+        test.join(agent, 1);
+    }
+    test.started();
+    test.join(3, 1);
+    assert_eq!(test.end(), (1, Some("this node is surplus: the job has its 3 nodes".into())));
+    for agent in [LEADER, 1, 2] {
+        test.finish(agent);
+    }
     assert_eq!(test.end(), (0, None));
 }
 
