@@ -1,7 +1,7 @@
 //! The leading node's side of the link: the coordinator, and the stores through which agents and workers reach it.
 //!
 //! All are served at one address. An agent posts its events to the agents' store and finds its orders there, numbered.
-//! Each round has a store of its own beside it, for the workers, and PyTorch's is there for as long as the job.
+//! Each round has a store of its own beside it for the workers, and one of PyTorch's.
 
 use std::collections::{HashMap, VecDeque};
 use std::fs::File;
@@ -35,16 +35,15 @@ pub enum News {
 pub struct Leader {
     coordinator: Coordinator,
     agents: Server,
-    /// PyTorch's, while the leader serves it.
-    tcp_store: Option<TcpStore>,
     /// How many orders each agent was given.
     given: HashMap<AgentId, u64>,
-    /// The store of the present round.
+    /// The stores of the present round.
     round: Option<Round>,
     /// Where all reach this node.
     address: String,
     port: u16,
-    /// What is MASTER_PORT where rank 0 is to serve PyTorch's store, if the user has said so.
+    /// Whether PyTorch's store is served here; if not, what is to be MASTER_PORT, if the user has said so.
+    has_agent_store: bool,
     master_port: Option<u16>,
     orders: VecDeque<Order>,
     news: Vec<News>,
@@ -68,15 +67,14 @@ impl Leader {
         let agents = Server::start(&Address::Tcp(address::join(&bind.to_string(), port)), &token)?;
         let Address::Tcp(bound) = agents.address() else { bail!("it is served elsewhere: {}", agents.address()) };
         let port = bound.rsplit_once(':').and_then(|(_, port)| port.parse().ok()).context("it has no port")?;
-        let tcp_store = job.nodes.has_agent_store.then(|| agents.serve_tcp_store()).transpose()?;
         let mut leader = Leader {
             coordinator: Coordinator::new(job, Instant::now()),
             agents,
-            tcp_store,
             given: HashMap::new(),
             round: None,
             address: node.address.clone(),
             port,
+            has_agent_store: job.nodes.has_agent_store,
             master_port,
             orders: VecDeque::new(),
             news: Vec::new(),
@@ -167,7 +165,7 @@ impl Leader {
     fn pass_on(&mut self, orders: Vec<(AgentId, Order)>) {
         for (agent, mut order) in orders {
             if let Order::Start { round, placement } = &mut order {
-                match self.rendezvous(*round, placement.restart_count) {
+                match self.rendezvous(*round) {
                     Ok(rendezvous) => placement.rendezvous = rendezvous,
                     Err(error) => {
                         // No agent has started yet: they all get the end instead.
@@ -196,39 +194,39 @@ impl Leader {
         }
     }
 
-    /// How the workers of a round meet: at a new store, which takes the place of the last round's.
-    fn rendezvous(&mut self, round: u32, restart_count: u32) -> anyhow::Result<Rendezvous> {
+    /// How the workers of a round meet: at new stores, which take the place of the last round's.
+    fn rendezvous(&mut self, round: u32) -> anyhow::Result<Rendezvous> {
         if let Some(present) = self.round.as_ref().filter(|present| present.number == round) {
             return Ok(present.rendezvous.clone());
         }
+        self.round = None;
         let token = secret()?;
         let store = self.agents.beside(&token)?;
-        if let Some(tcp_store) = &self.tcp_store {
-            // A round after a change of nodes has the count, and so the keys, of the last one.
-            tcp_store.remove_prefix(&format!("/worker/attempt_{restart_count}/"));
-        }
-        let master_port = match (&self.tcp_store, self.master_port) {
-            (Some(_), _) => self.port,
-            (None, Some(port)) => port,
-            (None, None) => address::free_port().context("cannot find a free port for MASTER_PORT")?,
+        let tcp_store = self.has_agent_store.then(|| self.agents.serve_tcp_store()).transpose()?;
+        let master_port = match (self.has_agent_store, self.master_port) {
+            (true, _) => self.port,
+            (false, Some(port)) => port,
+            (false, None) => address::free_port().context("cannot find a free port for MASTER_PORT")?,
         };
         let rendezvous = Rendezvous {
             master_addr: self.address.clone(),
             master_port,
-            has_agent_store: self.tcp_store.is_some(),
+            has_agent_store: self.has_agent_store,
             store: Address::Tcp(address::join(&self.address, self.port)).to_string(),
             token,
         };
         let waits = Waits::new(self.hang_timeout);
-        self.round = Some(Round { number: round, store, rendezvous: rendezvous.clone(), waits });
+        self.round = Some(Round { number: round, store, _tcp_store: tcp_store, rendezvous: rendezvous.clone(), waits });
         Ok(rendezvous)
     }
 }
 
-/// The workers' store in a round, how they find it, and their long waits.
+/// The workers' stores in a round, how they find them, and their long waits.
 struct Round {
     number: u32,
     store: Server,
+    /// PyTorch's. A restarted program counts on one that is empty.
+    _tcp_store: Option<TcpStore>,
     rendezvous: Rendezvous,
     waits: Waits,
 }
