@@ -1,6 +1,7 @@
 //! The command line, validated into a [`Job`].
 
 mod flags;
+mod hosts;
 mod meeting;
 mod output;
 mod settings;
@@ -44,6 +45,7 @@ impl Job {
     }
 
     fn validate(mut settings: Settings<'_>) -> Result<Job, Usage> {
+        let flags = hosts::flags_of_agents(&settings);
         let command: Option<Vec<OsString>> = settings.matches.remove_many(flags::COMMAND).map(Iterator::collect);
         let mut command = command.unwrap_or_default().into_iter();
         let Some(name) = command.next().filter(|program| !program.is_empty()) else {
@@ -59,11 +61,13 @@ impl Job {
         ];
         let timeout =
             || settings.get("shutdown-timeout").or_else(|| settings.variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT"));
+        let processes = settings.get("nproc-per-node").map_or(Ok(Processes::Count(1)), |s| processes(&s))?;
         Ok(Job {
             program: Program { kind: program_kind(&settings)?, name, arguments: command.collect() },
-            processes: settings.get("nproc-per-node").map_or(Ok(Processes::Count(1)), |s| processes(&s))?,
+            processes,
             role: settings.get_text("role")?.unwrap_or_else(|| "default".into()),
             nodes: meeting::nodes(&settings)?,
+            hosts: hosts::hosts(&settings, processes, flags)?,
             max_restarts: settings.get_number("max-restarts", 0, "a number from 0")?.unwrap_or(0),
             grace: timeout().map_or(Ok(GRACE), |setting| setting.seconds())?,
             hang_timeout: settings.get("hang-timeout").map(|setting| hang_timeout(&setting)).transpose()?,

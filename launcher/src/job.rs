@@ -13,6 +13,8 @@ pub struct Job {
     pub processes: Processes,
     pub role: String,
     pub nodes: Nodes,
+    /// The machines on which this flow-launch is to start an agent each, if it is no agent itself.
+    pub hosts: Option<Hosts>,
     pub max_restarts: u32,
     /// Time between asking workers to stop and killing them.
     pub grace: Duration,
@@ -80,6 +82,29 @@ pub struct Nodes {
     /// The address at which others reach this node.
     pub local_addr: Option<String>,
     pub patience: Patience,
+}
+
+/// `--hosts` or `--hostfile`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Hosts {
+    /// By node rank.
+    pub list: Vec<Host>,
+    /// Where the others reach the first.
+    pub master_addr: String,
+    /// What runs a command on another machine: the host and the command are added.
+    pub remote_shell: Vec<String>,
+    /// The other flags, for the agents.
+    pub flags: Vec<OsString>,
+    /// `--export`: variables by name, with a value or with that of the head's environment.
+    pub exports: Vec<(String, Option<String>)>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Host {
+    pub user: Option<String>,
+    pub name: String,
+    /// As `--nproc-per-node` has it, if not given here.
+    pub workers: Option<u32>,
 }
 
 #[derive(Clone, Debug, PartialEq)]

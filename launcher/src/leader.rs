@@ -228,7 +228,7 @@ pub fn order_key(agent: AgentId, number: u64) -> String {
 }
 
 /// 128 random bits.
-fn secret() -> io::Result<String> {
+pub fn secret() -> io::Result<String> {
     let mut bytes = [0; 16];
     File::open("/dev/urandom")?.read_exact(&mut bytes)?;
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())

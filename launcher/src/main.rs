@@ -15,6 +15,9 @@
 //! | `guard.rs` | the process that cleans up after a round that was stopped, and when the launcher is killed |
 //! | `policy.rs` | when to stop whom, and which failure is the root cause (pure) |
 //! | `supervise.rs`, `crew.rs`, `signals.rs` | the event loop, this node's workers, the signals passed on |
+//! | `wait.rs` | waiting for one of several things |
+//! | `hosts.rs` | hosts -> what is started on each (pure) |
+//! | `remote.rs`, `leash.rs` | `--hosts`: starting the agents of all hosts; how they hang on whoever has started them |
 //! | `output.rs`, `sink.rs` | lines: assembling them (pure), writing them |
 //! | `route.rs`, `copies.rs` | which way a stream of a worker goes (pure), copying it there |
 //! | `logs.rs` | the files of streams and errors |
@@ -33,8 +36,10 @@ mod events;
 mod find;
 mod guard;
 mod hang;
+mod hosts;
 mod job;
 mod leader;
+mod leash;
 mod link;
 mod logs;
 mod machine;
@@ -43,14 +48,17 @@ mod numa;
 mod output;
 mod plan;
 mod policy;
+mod remote;
 mod report;
 mod round;
 mod route;
 mod signals;
 mod sink;
 mod supervise;
+mod wait;
 mod worker;
 
+use std::ffi::OsString;
 use std::io::Write;
 use std::process::ExitCode;
 
@@ -62,15 +70,22 @@ use supervise::Supervisor;
 const USAGE: u8 = 2;
 
 fn main() -> ExitCode {
-    let mut arguments = std::env::args_os();
-    match arguments.nth(1).as_deref().and_then(|first| first.to_str()) {
-        Some(worker::HIDDEN_FLAG) => return worker::exec(arguments),
-        Some(guard::HIDDEN_FLAG) => return guard::main(arguments.next()),
+    let mut arguments: Vec<OsString> = std::env::args_os().collect();
+    match arguments.get(1).and_then(|first| first.to_str()) {
+        Some(worker::HIDDEN_FLAG) => return worker::exec(arguments.into_iter().skip(2)),
+        Some(guard::HIDDEN_FLAG) => return guard::main(arguments.into_iter().nth(2)),
+        Some(leash::HIDDEN_FLAG) => {
+            arguments.remove(1);
+            if let Err(error) = leash::take() {
+                eprintln!("flow-launch: {error:#}");
+                return ExitCode::FAILURE;
+            }
+        }
         _ => {}
     }
     env_logger::Builder::from_env(env_logger::Env::new().filter_or("FLOW_LOG", "warn")).init();
     let environment = |name: &str| std::env::var_os(name);
-    match Job::parse(std::env::args_os(), &environment).map_err(anyhow::Error::from).and_then(run) {
+    match Job::parse(arguments, &environment).map_err(anyhow::Error::from).and_then(run) {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
             eprintln!("flow-launch: {error:#}");
@@ -81,6 +96,9 @@ fn main() -> ExitCode {
 
 /// Runs a job to its end and returns the exit code to end with.
 fn run(mut job: Job) -> anyhow::Result<u8> {
+    if let Some(hosts) = job.hosts.take() {
+        return remote::run(&job, &hosts);
+    }
     let mut machine = machine::Machine::this();
     let local_world_size = plan::local_world_size(&job, &machine)?;
     if let Some(binding) = job.numa_binding {

@@ -113,10 +113,10 @@ fn last_words(outcome: &Outcome) -> String {
 }
 
 /// What became of the workers of this node but for the one (by index) that failed first, if there are others.
-pub fn others(outcomes: &[Outcome], failed: Option<usize>) -> Option<String> {
+pub fn others(outcomes: &[Outcome], failed: Option<usize>, host: &str) -> Option<String> {
     let others: Vec<_> =
         outcomes.iter().enumerate().filter(|(index, _)| Some(*index) != failed).map(|(_, outcome)| outcome).collect();
-    let who = if failed.is_some() { "the others" } else { "on this node" };
+    let who = if failed.is_some() { "the others".into() } else { format!("on host {host}") };
     (!others.is_empty()).then(|| format!("{who}: {}", fates(&others)))
 }
 
@@ -205,7 +205,7 @@ mod tests {
             outcome(3, Some(End::Signal(9)), Stopped::Killed, &empty),
             outcome(4, Some(End::Exit(1)), Stopped::Asked, &empty),
         ];
-        let report = cause(&outcomes[1], "node0") + &others(&outcomes, Some(1)).unwrap();
+        let report = cause(&outcomes[1], "node0") + &others(&outcomes, Some(1), "node0").unwrap();
         let lines: Vec<_> = report.lines().collect();
         assert_eq!(lines[0], "rank 1 (local rank 1, pid 7, host node0) was killed by signal 11 (SIGSEGV)");
         assert_eq!(lines[1..3], ["the last line of its stderr:", "  | boom"]);
