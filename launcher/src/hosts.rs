@@ -47,7 +47,9 @@ pub fn start(job: &Job, hosts: &Hosts, node: usize, is_local: bool, place: &Plac
         let command = shell.iter().map(OsString::from).chain(words).collect();
         (shell, command)
     };
-    let starter: Vec<_> = starter.iter().map(|word| lossy(OsStr::new(word))).collect();
+    let is_plain = |word: &String| !word.contains(|letter: char| letter.is_whitespace() || "'\"\\".contains(letter));
+    let word = |word: String| if is_plain(&word) { word } else { lossy(OsStr::new(&word)) };
+    let starter: Vec<_> = starter.into_iter().map(word).collect();
     Start { host, starter: starter.join(" "), agent: launcher().chain(arguments).collect(), command }
 }
 

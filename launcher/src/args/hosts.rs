@@ -175,8 +175,8 @@ mod tests {
         assert_eq!(hosts_of("--hosts a,b --master-addr 10.0.0.9").master_addr, "10.0.0.9");
         assert_eq!(hosts_of("--hosts a,b").remote_shell[..3], ["ssh", "-o", "BatchMode=yes"]);
         assert_eq!(hosts_of("--hosts a,b --rsh rsh").remote_shell, ["rsh"]);
-        for wrong in ["", "a,", "a:0", "a:x", "a:-1", "::1", "-a", "a b", "@a", "-x@a", "a/b", "a:99999999999"] {
-            assert!(refusal(&format!("--hosts={} train", wrong.replace(' ', "\u{a0}"))).contains("--hosts"), "{wrong}");
+        for wrong in ["", "a,", "a:0", "a:x", "a:-1", "::1", "-a", "@a", "-x@a", "a/b", "a:99999999999"] {
+            assert!(refusal(&format!("--hosts={wrong} train")).contains("--hosts"), "{wrong}");
         }
         assert_eq!(parse("--nnodes 2 --master-addr a train").unwrap().hosts, None);
     }
@@ -192,7 +192,8 @@ mod tests {
             let line = refusal(&format!("{} train", flag(file.path())));
             assert!(line.contains(&format!("line 3 is '{wrong}'")) && line.contains("HOST slots=N"), "{line}");
         }
-        assert!(refusal(&format!("{} train", flag(file("# none\n").path()))).contains("names no host"));
+        let empty = file("# none\n");
+        assert!(refusal(&format!("{} train", flag(empty.path()))).contains("names no host"));
         assert!(refusal("--hostfile /nowhere/hosts train").contains("cannot read /nowhere/hosts"));
     }
 
