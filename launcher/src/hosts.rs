@@ -44,7 +44,8 @@ pub fn start(job: &Job, hosts: &Hosts, node: usize, is_local: bool, place: &Plac
     } else {
         let shell = hosts.remote_shell.clone();
         let words = [host.clone().into(), script(place, &on_leash.collect::<Vec<_>>())];
-        let command = shell.iter().map(OsString::from).chain(words).collect();
+        let command = launcher().chain([leash::REMOTE_SHELL_FLAG.into()]);
+        let command = command.chain(shell.iter().map(OsString::from)).chain(words).collect();
         (shell, command)
     };
     let is_plain = |word: &String| !word.contains(|letter: char| letter.is_whitespace() || "'\"\\".contains(letter));
@@ -170,7 +171,7 @@ mod tests {
         );
         assert_eq!((&agent[0], &agent[1..]), (&command[0], &command[2..]));
         let Start { command, starter, .. } = start(false);
-        assert_eq!((&command[0], &command[command.len() - 2]), (&"ssh".into(), &"me@b".into()));
+        assert_eq!((&command[2], &command[command.len() - 2]), (&"ssh".into(), &"me@b".into()));
         assert!(starter.starts_with("ssh -o BatchMode=yes"), "{starter}");
     }
 

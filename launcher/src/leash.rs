@@ -6,9 +6,11 @@
 //! ends its job as at SIGTERM. The agent says that it is there by a line on its standard output, before all else.
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
+use std::process::ExitCode;
 use std::thread;
 use std::time::Duration;
 
@@ -16,10 +18,16 @@ use anyhow::{bail, Context};
 use nix::sys::signal::SigSet;
 use rustix::event::{poll, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
-use rustix::process::{getpid, kill_process, Signal};
+use rustix::process::{getpid, kill_process, set_parent_process_death_signal, setsid, Signal};
+
+use crate::signals;
+use crate::worker;
 
 /// First argument of an agent on a leash.
 pub const HIDDEN_FLAG: &str = "--on-leash";
+
+/// First argument of a flow-launch process that is about to become a remote shell.
+pub const REMOTE_SHELL_FLAG: &str = "--exec-remote-shell";
 
 /// What the agent says first.
 pub const GREETING: &str = "flow-launch is here\n";
@@ -43,9 +51,36 @@ pub fn environment(variables: &BTreeMap<String, String>) -> anyhow::Result<Strin
     Ok(serde_json::to_string(variables)? + "\n")
 }
 
+/// In a new process on the leash: becomes a remote shell, which the kernel kills when the head dies. It has no terminal
+/// to ask questions at.
+pub fn exec_remote_shell(command: impl Iterator<Item = OsString>) -> ExitCode {
+    let ready = || -> io::Result<()> {
+        leave_terminal()?;
+        set_parent_process_death_signal(Some(Signal::KILL))?;
+        let stdin = io::stdin();
+        let mut leash = [PollFd::new(&stdin, PollFlags::empty())];
+        poll(&mut leash, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))?;
+        match leash[0].revents().contains(PollFlags::HUP) {
+            true => Err(io::Error::other("whoever has started it is gone")),
+            false => Ok(()),
+        }
+    };
+    worker::become_program(ready(), command)
+}
+
+/// What the terminal sends is for the head, which passes it on.
+fn leave_terminal() -> io::Result<()> {
+    match setsid() {
+        // Where ssh has started it, it leads a session already.
+        Ok(_) | Err(Errno::PERM) => Ok(signals::unblock()?),
+        Err(error) => Err(error.into()),
+    }
+}
+
 /// Puts this process on the leash at its standard input, which is empty from then on: workers inherit none of it. To be
 /// called while there is one thread.
 pub fn take() -> anyhow::Result<()> {
+    leave_terminal()?;
     let input = io::stdin().as_fd().try_clone_to_owned()?;
     nix::unistd::dup2_stdin(File::open("/dev/null")?)?;
     let mut leash = Leash { input, unread: Vec::new(), silence: SILENCE };

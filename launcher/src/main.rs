@@ -74,6 +74,7 @@ fn main() -> ExitCode {
     match arguments.get(1).and_then(|first| first.to_str()) {
         Some(worker::HIDDEN_FLAG) => return worker::exec(arguments.into_iter().skip(2)),
         Some(guard::HIDDEN_FLAG) => return guard::main(arguments.into_iter().nth(2)),
+        Some(leash::REMOTE_SHELL_FLAG) => return leash::exec_remote_shell(arguments.into_iter().skip(2)),
         Some(leash::HIDDEN_FLAG) => {
             arguments.remove(1);
             if let Err(error) = leash::take() {

@@ -5,7 +5,6 @@ use std::collections::{HashMap, VecDeque};
 use std::io::{self, IsTerminal, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
-use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -13,7 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
-use rustix::process::{kill_process_group, pidfd_open, Pid, PidfdFlags, Signal};
+use rustix::process::{kill_process, kill_process_group, pidfd_open, Pid, PidfdFlags, Signal};
 
 use crate::address;
 use crate::crew;
@@ -155,9 +154,12 @@ struct Stream {
 impl Agent {
     fn start(start: Start, environment: &str) -> io::Result<Agent> {
         let mut process = Command::new(&start.command[0]);
-        // What the terminal sends is for the head, which passes it on.
-        process.args(&start.command[1..]).process_group(0);
-        let mut process = process.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+        let mut process = process
+            .args(&start.command[1..])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()?;
         let (leash, stdout, stderr) = (process.stdin.take(), process.stdout.take(), process.stderr.take());
         // Without a leash it ends.
         let stream = |pipe: Option<OwnedFd>| -> io::Result<Option<Stream>> {
@@ -184,7 +186,10 @@ impl Agent {
     }
 
     fn kill(&self) {
-        if let Err(error) = kill_process_group(Pid::from_child(&self.process), Signal::KILL) {
+        let pid = Pid::from_child(&self.process);
+        // It has no group yet when it has only just been started.
+        let killed = kill_process_group(pid, Signal::KILL).or_else(|_| kill_process(pid, Signal::KILL));
+        if let Err(error) = killed {
             log::debug!("cannot kill what was started for {}: {error}", self.host);
         }
     }
@@ -235,12 +240,11 @@ impl Agent {
 impl Head {
     fn start(&mut self, starts: Vec<Start>, environment: &str) {
         for start in starts {
-            let (host, program) = (start.host.clone(), start.command[0].clone());
+            let host = start.host.clone();
             match Agent::start(start, environment) {
                 Ok(agent) => self.agents.push(agent),
                 Err(error) => {
-                    let program = program.display();
-                    self.sinks.say(&format!("cannot run {program}, which starts flow-launch on {host}: {error}"));
+                    self.sinks.say(&format!("cannot start a process for {host}: {error}"));
                     return self.fail(1);
                 }
             }
@@ -325,11 +329,12 @@ impl Head {
         let Head { agents, sinks, shown, .. } = self;
         let agent = &mut agents[index];
         let Some(mut stream) = agent.streams[which].take() else { return false };
-        let queue = &mut sinks.of_mut(which).queue;
         let has_ended = agent.has_ended;
         let mut put = |previous: Ending, segment: &[u8]| {
             if let Some(prefix) = agent.prefix(which, segment, shown) {
-                queue.put(2 * index + which, prefix.as_bytes(), previous, segment);
+                // What a shell says at its start is not the program's.
+                let sink = sinks.of_mut(if prefix.is_empty() { which } else { 1 });
+                sink.queue.put(2 * index + which, prefix.as_bytes(), previous, segment);
             }
         };
         let mut buffer = vec![0; READ];

@@ -140,8 +140,8 @@ fn a_host_that_cannot_be_reached_is_named_and_ends_all() {
     // The others would wait ten minutes for it.
     assert!(start.elapsed() < Duration::from_secs(120), "{:?}", start.elapsed());
     let finished = run(&mut script("--rsh /nowhere/ssh --hosts node0:1,node1:1", "echo started"));
-    assert_eq!(finished.code, Some(1), "{finished:?}");
-    assert!(finished.stderr.contains("cannot run /nowhere/ssh, which starts flow-launch on node0"), "{finished:?}");
+    assert_eq!(finished.code, Some(127), "{finished:?}");
+    assert!(finished.stderr.contains("flow-launch: cannot run /nowhere/ssh: No such file"), "{finished:?}");
     site.net.until_nothing_is_left();
 }
 
@@ -213,13 +213,18 @@ fn a_signal_goes_to_all_workers() {
 
 #[test]
 fn a_signal_while_a_host_is_being_reached_ends_at_once() {
-    let mut command = launcher(&["--rsh", "sh -c 'echo reaching >&2; exec sleep 1000'", "--hosts", "node0:1", "true"]);
-    let running = Running::start(&mut command);
-    until("ssh runs", || !children(running.pid()).is_empty());
-    let shell = children(running.pid());
-    running.signal(Signal::INT);
-    assert_eq!(running.finish().code, Some(130));
-    until_gone(&shell);
+    for (signal, code) in [(Signal::INT, Some(130)), (Signal::KILL, None)] {
+        // A remote shell that does not look at its standard input.
+        let mut command = launcher(&["--rsh", "sh -c 'exec sleep 1000'", "--hosts", "node0:1", "true"]);
+        let running = Running::start(&mut command);
+        let name = |pid: i32| fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        let is_reaching = || children(running.pid()).into_iter().any(|pid| name(pid) == "sleep\n");
+        until("the remote shell runs", is_reaching);
+        let shell = children(running.pid());
+        running.signal(signal);
+        assert_eq!(running.finish().code, code);
+        until_gone(&shell);
+    }
 }
 
 #[test]
@@ -232,6 +237,32 @@ fn a_connection_that_is_lost_ends_all() {
     let finished = running.finish();
     assert!(finished.code.is_some_and(|code| code != 0), "{finished:?}");
     assert!(finished.stderr.contains("node1"), "{finished:?}");
+    site.net.until_nothing_is_left();
+}
+
+/// Although the other would wait for it to be started again.
+#[test]
+fn a_lost_agent_is_not_waited_for() {
+    let Some(site) = Site::new() else { return };
+    let running = site.idle("--max-restarts 3");
+    let is_agent =
+        |pid: &&i32| fs::read_to_string(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.contains("--on-leash"));
+    let agent = *site.net.processes(1).iter().filter(is_agent).min().unwrap();
+    kill_process(Pid::from_raw(agent).unwrap(), Signal::KILL).unwrap();
+    let finished = running.finish();
+    assert_eq!(finished.code, Some(137), "{finished:?}");
+    assert!(finished.stderr.contains("node 1 (host node1) was lost"), "{finished:?}");
+    site.net.until_nothing_is_left();
+}
+
+/// As those of shells that greet whoever comes.
+#[test]
+fn what_comes_before_the_agent_is_no_output_of_the_program() {
+    let Some(site) = Site::new() else { return };
+    let rsh = format!("sh -c 'echo Welcome; exec {} \"$@\"' sh", site.ssh);
+    let finished = run(&mut launcher(&["--rsh", &rsh, "--hosts", "me@node1:1", "echo", "hello"]));
+    assert_eq!((finished.code, finished.stdout.as_str()), (Some(0), "hello\n"), "{finished:?}");
+    assert_eq!(finished.stderr, "me@node1: Welcome\n");
     site.net.until_nothing_is_left();
 }
 
