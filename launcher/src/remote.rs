@@ -46,11 +46,8 @@ const OF_LAUNCHER: &[u8] = b"flow-launch: ";
 /// Runs a job on several hosts to its end and returns the exit code to end with.
 pub fn run(job: &Job, hosts: &Hosts) -> anyhow::Result<u8> {
     let (mut variables, missing) = hosts::environment(std::env::vars_os(), &hosts.exports);
-    for name in missing {
-        log::warn!("--export {name}: there is no such variable here (or it is not UTF-8); {name}=VALUE sets it");
-    }
     if !variables.contains_key(TOKEN) {
-        variables.insert(TOKEN.into(), leader::secret().context("cannot read /dev/urandom")?);
+        variables.insert(TOKEN.into(), leader::secret()?);
     }
     let place = Place { launcher: std::env::current_exe()?, folder: folder().context("the current folder is gone")? };
     let prefix = io::stdout().is_terminal();
@@ -64,7 +61,7 @@ pub fn run(job: &Job, hosts: &Hosts) -> anyhow::Result<u8> {
     crew::allow_descriptors(hosts.list.len() as u32);
     let mut head = Head {
         signals: Signals::catch(&job.signals)?,
-        sinks: Sinks::standard().context("cannot open standard output and standard error")?,
+        sinks: Sinks::standard(job.quiet).context("cannot open standard output and standard error")?,
         grace: job.grace,
         patience: job.nodes.patience.join,
         started: Instant::now(),
@@ -75,6 +72,9 @@ pub fn run(job: &Job, hosts: &Hosts) -> anyhow::Result<u8> {
         code: 0,
         is_signalled: false,
     };
+    for name in missing {
+        head.sinks.note(&format!("--export {name}: there is no {name} here, or it is not UTF-8; {name}=VALUE sets it"));
+    }
     head.start(starts, &leash::environment(&variables)?);
     head.run()
 }

@@ -20,13 +20,13 @@ const EXCLUDED: [&str; 5] = ["nnodes", "node-rank", "rdzv-endpoint", "rdzv-backe
 const FORMATS: &str = "HOST, HOST:N or HOST slots=N, with N workers from 1 and an IPv6 address in brackets";
 
 /// The flags of this command line that the agents of all hosts are to have.
-pub fn flags_of_agents(settings: &Settings) -> Vec<OsString> {
+fn flags_of_agents(settings: &Settings) -> Vec<OsString> {
     let flags = FLAGS.iter().filter(|flag| !OF_THE_HEAD.contains(&flag.name));
     flags.filter_map(|flag| flag.given(&settings.matches)).collect()
 }
 
 /// None where there is no list of hosts. `processes` are those of a host without a number.
-pub fn hosts(settings: &Settings, processes: Processes, flags: Vec<OsString>) -> Result<Option<Hosts>, Usage> {
+pub fn hosts(settings: &Settings, processes: Processes) -> Result<Option<Hosts>, Usage> {
     let (hosts, hostfile) = (settings.get("hosts"), settings.get("hostfile"));
     let Some(source) = hosts.as_ref().or(hostfile.as_ref()).map(|setting| setting.source().to_string()) else {
         let useless = ["export", "rsh"].into_iter().find_map(|flag| settings.get(flag));
@@ -68,9 +68,15 @@ pub fn hosts(settings: &Settings, processes: Processes, flags: Vec<OsString>) ->
     }
     let master_addr = master_addr.unwrap_or_else(|| first.name.clone());
     let exports =
-        settings.get_all("export").into_iter().map(|setting| export(setting.text()?, || setting.wrong(EXPORT)));
+        settings.get_all("export").into_iter().map(|setting| export(setting.literal()?, || setting.wrong(EXPORT)));
     let exports = exports.collect::<Result<_, _>>()?;
-    Ok(Some(Hosts { list, master_addr, remote_shell: remote_shell(settings)?, flags, exports }))
+    Ok(Some(Hosts {
+        list,
+        master_addr,
+        remote_shell: remote_shell(settings)?,
+        flags: flags_of_agents(settings),
+        exports,
+    }))
 }
 
 const EXPORT: &str = "NAME or NAME=VALUE";
