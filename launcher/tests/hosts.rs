@@ -98,8 +98,10 @@ fn an_agent_on_this_machine_needs_no_ssh() {
     let finished = site.net.within(0, || run(&mut script(&only_here, IDLE)));
     let expected = format!("flow-launch: cannot start flow-launch on {}: false ended with exit code 1\n", ipv4(1));
     assert_eq!((finished.code, finished.stderr), (Some(1), expected));
-    let finished = run(&mut script("--hosts localhost:2", "echo $RANK of $WORLD_SIZE"));
+    let finished = run(&mut script("--hosts localhost:2 -x NOSUCH", "echo $RANK of $WORLD_SIZE"));
     assert_eq!((finished.code, finished.sorted_lines()), (Some(0), vec!["0 of 2", "1 of 2"]), "{finished:?}");
+    let note = "flow-launch: --export NOSUCH: there is no NOSUCH here, or it is not UTF-8; NOSUCH=VALUE sets it\n";
+    assert_eq!(finished.stderr, note);
     site.net.until_nothing_is_left();
 }
 
