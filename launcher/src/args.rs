@@ -1,6 +1,7 @@
 //! The command line, validated into a [`Job`].
 
 mod flags;
+mod hosts;
 mod meeting;
 mod output;
 mod settings;
@@ -65,10 +66,13 @@ impl Job {
         ];
         let timeout =
             || settings.get("shutdown-timeout").or_else(|| settings.variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT"));
+        let processes = settings.get("nproc-per-node").map_or(Ok(Processes::Count(1)), |s| processes(&s))?;
+        let hosts = hosts::hosts(settings, processes)?;
         let mut job = Job {
-            processes: settings.get("nproc-per-node").map_or(Ok(Processes::Count(1)), |s| processes(&s))?,
+            processes,
             role: settings.get_text("role")?.unwrap_or_else(|| "default".into()),
             nodes: meeting::nodes(settings)?,
+            hosts,
             max_restarts: settings.get_number("max-restarts", 0, "a number from 0")?.unwrap_or(0),
             grace: timeout().map_or(Ok(GRACE), |setting| setting.seconds())?,
             hang_timeout: settings.get("hang-timeout").map(|setting| hang_timeout(&setting)).transpose()?,

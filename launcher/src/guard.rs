@@ -26,6 +26,7 @@ use nix::sys::signal::SigSet;
 use rustix::io::Errno;
 use rustix::process::{geteuid, kill_process, kill_process_group, Pid, Signal};
 
+use crate::link::TOKEN;
 use crate::watchdog::remove_unread;
 
 /// First argument of a flow-launch process that is a guard; the mark is the second.
@@ -73,7 +74,7 @@ impl Guard {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let mark = format!("{}.{}", std::process::id(), now.as_nanos());
         let mut command = Command::new("/proc/self/exe");
-        command.arg0("flow-launch").arg(HIDDEN_FLAG).arg(&mark).process_group(0).env_remove(MARK);
+        command.arg0("flow-launch").arg(HIDDEN_FLAG).arg(&mark).process_group(0).env_remove(MARK).env_remove(TOKEN);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
         let mut process = command.spawn().context("cannot start the guard process")?;
         let answers = process.stdout.take().context("the guard process has no standard output")?;

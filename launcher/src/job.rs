@@ -13,6 +13,8 @@ pub struct Job {
     pub processes: Processes,
     pub role: String,
     pub nodes: Nodes,
+    /// The machines on which this flow-launch is to start an agent each, if it is no agent itself.
+    pub hosts: Option<Hosts>,
     pub max_restarts: u32,
     /// Time between asking workers to stop and killing them.
     pub grace: Duration,
@@ -86,6 +88,29 @@ pub struct Nodes {
     pub patience: Patience,
     /// The leading agent serves PyTorch's store; otherwise rank 0 may.
     pub has_agent_store: bool,
+}
+
+/// `--hosts` or `--hostfile`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Hosts {
+    /// By node rank.
+    pub list: Vec<Host>,
+    /// Where the others reach the first.
+    pub master_addr: String,
+    /// What runs a command on another machine: the host and the command are added.
+    pub remote_shell: Vec<String>,
+    /// The other flags, for the agents.
+    pub flags: Vec<OsString>,
+    /// `--export`: variables by name, with a value or with that of the head's environment.
+    pub exports: Vec<(String, Option<String>)>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Host {
+    pub user: Option<String>,
+    pub name: String,
+    /// As `--nproc-per-node` has it, if not given here.
+    pub workers: Option<u32>,
 }
 
 #[derive(Clone, Debug, PartialEq)]

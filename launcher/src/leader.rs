@@ -237,7 +237,7 @@ pub fn order_key(agent: AgentId, number: u64) -> String {
 }
 
 /// 128 random bits.
-fn secret() -> anyhow::Result<String> {
+pub fn secret() -> anyhow::Result<String> {
     let mut bytes = [0; 16];
     let random = File::open("/dev/urandom").and_then(|mut random| random.read_exact(&mut bytes));
     random.context("cannot read /dev/urandom")?;

@@ -14,7 +14,7 @@ use crate::leader::{Leader, News};
 use crate::member::Member;
 
 /// The variable with the secret of the job.
-const TOKEN: &str = "FLOW_TOKEN";
+pub const TOKEN: &str = "FLOW_TOKEN";
 
 /// How long a node that was cut off tries to come back.
 const AGAIN: Duration = Duration::from_secs(60);

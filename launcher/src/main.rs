@@ -17,6 +17,9 @@
 //! | `guard.rs` | the process that cleans up after a round that was stopped, and when the launcher is killed |
 //! | `policy.rs` | when to stop whom, and which failure is the root cause (pure) |
 //! | `supervise.rs`, `crew.rs`, `signals.rs` | the event loop, this node's workers, the signals passed on |
+//! | `wait.rs` | waiting for one of several things |
+//! | `hosts.rs` | hosts -> what is started on each (pure) |
+//! | `remote.rs`, `leash.rs` | `--hosts`: starting the agents of all hosts; how they hang on whoever has started them |
 //! | `output.rs`, `sink.rs` | lines: assembling them (pure), writing them |
 //! | `route.rs`, `copies.rs` | which way a stream of a worker goes (pure), copying it there |
 //! | `logs.rs` | the files of streams and errors |
@@ -36,8 +39,10 @@ mod find;
 mod guard;
 mod hang;
 mod health;
+mod hosts;
 mod job;
 mod leader;
+mod leash;
 mod link;
 mod logs;
 mod machine;
@@ -46,6 +51,7 @@ mod numa;
 mod output;
 mod plan;
 mod policy;
+mod remote;
 mod report;
 mod round;
 mod route;
@@ -53,9 +59,11 @@ mod signals;
 mod sink;
 mod supervise;
 mod timers;
+mod wait;
 mod watchdog;
 mod worker;
 
+use std::ffi::OsString;
 use std::io::{stderr, Write};
 use std::process::ExitCode;
 
@@ -67,15 +75,23 @@ use supervise::Supervisor;
 const USAGE: u8 = 2;
 
 fn main() -> ExitCode {
-    let mut arguments = std::env::args_os();
-    match arguments.nth(1).as_deref().and_then(|first| first.to_str()) {
-        Some(worker::HIDDEN_FLAG) => return worker::exec(arguments),
-        Some(guard::HIDDEN_FLAG) => return guard::main(arguments.next()),
+    let mut arguments: Vec<OsString> = std::env::args_os().collect();
+    match arguments.get(1).and_then(|first| first.to_str()) {
+        Some(worker::HIDDEN_FLAG) => return worker::exec(arguments.into_iter().skip(2)),
+        Some(guard::HIDDEN_FLAG) => return guard::main(arguments.into_iter().nth(2)),
+        Some(leash::REMOTE_SHELL_FLAG) => return leash::exec_remote_shell(arguments.into_iter().skip(2)),
+        Some(leash::HIDDEN_FLAG) => {
+            arguments.remove(1);
+            if let Err(error) = leash::take() {
+                eprintln!("flow-launch: {error:#}");
+                return ExitCode::FAILURE;
+            }
+        }
         _ => {}
     }
     env_logger::Builder::from_env(env_logger::Env::new().filter_or("FLOW_LOG", "warn")).init();
     let environment = |name: &str| std::env::var_os(name);
-    match Job::parse(std::env::args_os(), &environment).map_err(anyhow::Error::from).and_then(run) {
+    match Job::parse(arguments, &environment).map_err(anyhow::Error::from).and_then(run) {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
             eprintln!("flow-launch: {error:#}");
@@ -88,6 +104,9 @@ fn main() -> ExitCode {
 fn run(mut job: Job) -> anyhow::Result<u8> {
     if job.quiet {
         log::set_max_level(log::max_level().min(log::LevelFilter::Error));
+    }
+    if let Some(hosts) = job.hosts.take() {
+        return remote::run(&job, &hosts);
     }
     for warning in job.warnings.iter().filter(|_| !job.quiet) {
         let _ = writeln!(stderr(), "flow-launch: {warning}");

@@ -124,10 +124,10 @@ fn last_words(outcome: &Outcome) -> String {
 }
 
 /// What became of the workers of this node but for the one (by index) that failed first, if there are others.
-pub fn others(outcomes: &[Outcome], failed: Option<usize>) -> Option<String> {
+pub fn others(outcomes: &[Outcome], failed: Option<usize>, host: &str) -> Option<String> {
     let others: Vec<_> =
         outcomes.iter().enumerate().filter(|(index, _)| Some(*index) != failed).map(|(_, outcome)| outcome).collect();
-    let who = if failed.is_some() { "the others" } else { "on this node" };
+    let who = if failed.is_some() { "the others".into() } else { format!("on host {host}") };
     (!others.is_empty()).then(|| format!("{who}: {}", fates(&others)))
 }
 
@@ -218,7 +218,7 @@ mod tests {
             outcome(4, Some(End::Exit(1)), Stopped::Asked, &empty),
             outcome(5, Some(End::Exit(2)), Stopped::No, &empty),
         ];
-        let report = cause(&outcomes[1], "node0") + &others(&outcomes, Some(1)).unwrap();
+        let report = cause(&outcomes[1], "node0") + &others(&outcomes, Some(1), "node0").unwrap();
         let lines: Vec<_> = report.lines().collect();
         let time = at(Some(Timestamp::UNIX_EPOCH));
         let cause = format!("rank 1 (local rank 1, pid 7, host node0) was killed by signal 11 (SIGSEGV){time}");

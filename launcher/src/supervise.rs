@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::Context;
-use rustix::event::{poll, PollFd, PollFlags, Timespec};
+use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
 use crate::address;
@@ -28,6 +28,7 @@ use crate::round::Placement;
 use crate::route::Routes;
 use crate::signals::Signals;
 use crate::sink::Sinks;
+use crate::wait;
 use crate::watchdog::Watchdog;
 use crate::worker::End;
 
@@ -383,23 +384,13 @@ impl Supervisor {
         if let Some(crew) = &self.crew {
             watched.extend(crew.watch(&self.sinks).into_iter().map(|(event, fd)| (Ready::Crew(event), fd)));
         }
-        let (events, mut fds): (Vec<_>, Vec<_>) = watched.into_iter().unzip();
         let crew = self.crew.as_ref().and_then(|crew| crew.policy.deadline());
         let is_due = self.must_leave() || self.crew.as_ref().is_some_and(|crew| crew.is_over(&self.guard));
         let watchdog = self.watchdog.as_ref().and_then(Watchdog::deadline);
         let health = self.health.as_ref().and_then(Health::deadline);
         let deadlines = [crew, self.guard.deadline(), self.link.deadline(), watchdog, health];
         let deadline = if is_due { Some(Instant::now()) } else { deadlines.into_iter().flatten().min() };
-        let timeout = deadline.map(|deadline| {
-            let left = deadline.saturating_duration_since(Instant::now());
-            Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() }
-        });
-        match poll(&mut fds, timeout.as_ref()) {
-            Ok(_) | Err(Errno::INTR) => {}
-            Err(error) => return Err(error),
-        }
-        let is_ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
-        Ok(events.into_iter().zip(is_ready).filter_map(|(event, ready)| ready.then_some(event)).collect())
+        wait::until(watched, deadline)
     }
 
     /// Writes to one of our own outputs. When nobody reads it any more, the workers must feel it as they would alone.
@@ -420,7 +411,9 @@ impl Supervisor {
         let failed = self.last.as_ref().and_then(Crew::first_failure).map(|(first, _)| first);
         let message = match self.signalled {
             Some(signal) if failed.is_none() => report::unwilling(&outcomes, signal),
-            _ if code != 0 && cause.is_some_and(|cause| !cause.is_empty()) => report::others(&outcomes, failed),
+            _ if code != 0 && cause.is_some_and(|cause| !cause.is_empty()) => {
+                report::others(&outcomes, failed, &self.host)
+            }
             _ => None,
         };
         if let Some(message) = message {

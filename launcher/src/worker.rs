@@ -150,8 +150,14 @@ impl AsFd for Process {
 /// In the new process: becomes the program, or says why not and exits as a shell would. Before the program and its
 /// arguments are the CPUs it is bound to.
 pub fn exec(mut command: impl Iterator<Item = OsString>) -> ExitCode {
-    let (Some(cores), Some(program)) = (command.next(), command.next()) else { return ExitCode::FAILURE };
-    let error = match await_launcher().and_then(|()| bind(&cores)) {
+    let Some(cores) = command.next() else { return ExitCode::FAILURE };
+    become_program(await_launcher().and_then(|()| bind(&cores)), command)
+}
+
+/// Becomes the program, if all is `ready`.
+pub fn become_program(ready: io::Result<()>, mut command: impl Iterator<Item = OsString>) -> ExitCode {
+    let Some(program) = command.next() else { return ExitCode::FAILURE };
+    let error = match ready {
         Ok(()) => Command::new(&program).args(command).exec(),
         Err(error) => error,
     };

@@ -1,8 +1,10 @@
 //! Every flag there is, as a table.
 
-use clap::builder::ValueParser;
-use clap::{Arg, ArgAction, Command};
 use std::ffi::OsString;
+
+use clap::builder::ValueParser;
+use clap::parser::ValueSource;
+use clap::{Arg, ArgAction, ArgMatches, Command};
 
 /// A flag. It may also be written with underscores.
 pub struct Flag {
@@ -13,6 +15,8 @@ pub struct Flag {
     pub value: Option<&'static str>,
     /// `PET_<NAME>` stands in where it is not given, as in torchrun.
     pub has_variable: bool,
+    /// It may be given several times, and each counts.
+    is_list: bool,
     heading: &'static str,
     /// Empty: accepted, for it means something to torchrun, and left out of `--help`.
     help: &'static str,
@@ -40,10 +44,28 @@ impl Flag {
         let argument = Arg::new(self.name).long(self.name).aliases(self.spellings().skip(1)).help(self.help);
         let argument = argument.help_heading(self.heading).hide(self.help.is_empty());
         let argument = if let Some(short) = self.short { argument.short(short) } else { argument };
+        let action = if self.is_list { ArgAction::Append } else { ArgAction::Set };
         match self.value {
-            Some(value) => argument.value_name(value).value_parser(ValueParser::os_string()).allow_hyphen_values(true),
+            Some(value) => argument
+                .value_name(value)
+                .value_parser(ValueParser::os_string())
+                .allow_hyphen_values(true)
+                .action(action),
             None => argument.action(ArgAction::SetTrue),
         }
+    }
+
+    /// As another command line would have it, if this one has it.
+    pub fn given(&self, matches: &ArgMatches) -> Option<OsString> {
+        if matches.value_source(self.name) != Some(ValueSource::CommandLine) {
+            return None;
+        }
+        let mut given = OsString::from(format!("--{}", self.name));
+        if self.value.is_some() {
+            given.push("=");
+            given.push(matches.get_one::<OsString>(self.name)?);
+        }
+        Some(given)
     }
 
     const fn alias(mut self, aliases: &'static [&'static str]) -> Flag {
@@ -56,6 +78,11 @@ impl Flag {
         self
     }
 
+    const fn list(mut self) -> Flag {
+        self.is_list = true;
+        self
+    }
+
     /// Not a flag of torchrun's, or one that it reads from the command line only.
     const fn without_variable(mut self) -> Flag {
         self.has_variable = false;
@@ -64,11 +91,11 @@ impl Flag {
 }
 
 const fn option(heading: &'static str, name: &'static str, value: &'static str, help: &'static str) -> Flag {
-    Flag { name, aliases: &[], short: None, value: Some(value), has_variable: true, heading, help }
+    Flag { name, aliases: &[], short: None, value: Some(value), has_variable: true, is_list: false, heading, help }
 }
 
 const fn switch(heading: &'static str, name: &'static str, help: &'static str) -> Flag {
-    Flag { name, aliases: &[], short: None, value: None, has_variable: true, heading, help }
+    Flag { name, aliases: &[], short: None, value: None, has_variable: true, is_list: false, heading, help }
 }
 
 const WORKERS: &str = "Workers";
@@ -101,6 +128,15 @@ pub const FLAGS: &[Flag] = &[
     option(NODES, "rdzv-conf", "KEY=VALUE,...", "join_timeout, last_call_timeout, heartbeat_timeout, is_host"),
     switch(NODES, "standalone", "One node, whatever the other flags say"),
     option(NODES, "local-addr", "HOST", "Address at which others reach this node"),
+    option(NODES, "hosts", "HOST[:N],...", "Start a node with N workers on each, by ssh; also --host")
+        .alias(&["host"])
+        .without_variable(),
+    option(NODES, "hostfile", "FILE", "The same; a line is HOST, HOST:N or HOST slots=N").without_variable(),
+    option(NODES, "export", "NAME[=VALUE]", "A variable for all hosts, beside FLOW_*, NCCL_* and the like")
+        .short('x')
+        .list()
+        .without_variable(),
+    option(NODES, "rsh", "COMMAND", "In place of ssh, with its options; or FLOW_RSH").without_variable(),
     switch(OUTPUT, "prefix", "Put the rank before each line, as on a terminal").without_variable(),
     option(OUTPUT, "log-dir", "DIR", "For the files of --redirects and --tee"),
     option(OUTPUT, "redirects", "STREAMS", "To files: 0 none, 1 stdout, 2 stderr, 3 both; or by rank 0:3,10:1")

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::settings::{host, seconds, unquoted, Setting, Settings, LONGEST};
+use super::settings::{host_and_number, seconds, unquoted, Setting, Settings, LONGEST};
 use super::Usage;
 use crate::job::{Meeting, Nodes, Patience};
 
@@ -102,15 +102,8 @@ fn backend(setting: &Setting) -> Result<Backend, Usage> {
 /// `host`, `host:port`, `[v6]` or `[v6]:port`.
 fn host_and_port(setting: &Setting) -> Result<(String, Option<u16>), Usage> {
     let wrong = || setting.wrong("HOST or HOST:PORT, with an IPv6 address in brackets and a port from 1 to 65535");
-    let text = setting.text()?.trim();
-    let end_of_host = text.rfind(']').map_or(0, |end| end + 1);
-    let (name, port) = match text[end_of_host..].split_once(':') {
-        Some((rest, port)) => (&text[..end_of_host + rest.len()], Some(port)),
-        None => (text, None),
-    };
-    let port: Option<u16> = port.map(str::parse).transpose().map_err(|_| wrong())?;
-    let host = host(name).filter(|host| port != Some(0) && (!host.contains(':') || name.starts_with('[')));
-    Ok((host.ok_or_else(wrong)?, port))
+    let found = host_and_number(setting.text()?.trim());
+    found.filter(|(_, port)| *port != Some(0)).ok_or_else(wrong)
 }
 
 /// `--rdzv-conf`.

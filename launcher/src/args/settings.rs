@@ -58,6 +58,12 @@ impl Settings<'_> {
         }
     }
 
+    /// All values of a flag that may be given several times.
+    pub fn get_all(&self, flag: &str) -> Vec<Setting> {
+        let values = self.matches.get_many::<OsString>(flag).into_iter().flatten();
+        values.map(|value| Setting { source: format!("--{flag}"), value: value.clone() }).collect()
+    }
+
     /// Passes over something, and says so once.
     pub fn warn(&self, warning: String) {
         let mut warnings = self.warnings.borrow_mut();
@@ -161,6 +167,17 @@ pub const LONGEST: f64 = 1e6;
 
 pub fn seconds(text: &str) -> Option<Duration> {
     text.parse().ok().filter(|seconds| (0.0..=LONGEST).contains(seconds)).map(Duration::from_secs_f64)
+}
+
+/// `host`, `host:number`, `[v6]` or `[v6]:number`.
+pub fn host_and_number<N: FromStr>(text: &str) -> Option<(String, Option<N>)> {
+    let end_of_host = text.rfind(']').map_or(0, |end| end + 1);
+    let (name, number) = match text[end_of_host..].split_once(':') {
+        Some((rest, number)) => (&text[..end_of_host + rest.len()], Some(number.parse().ok()?)),
+        None => (text, None),
+    };
+    let host = host(name).filter(|host| !host.contains(':') || name.starts_with('['))?;
+    Some((host, number))
 }
 
 pub fn host(text: &str) -> Option<String> {

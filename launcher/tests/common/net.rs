@@ -6,7 +6,7 @@
 use std::fs::{self, File};
 use std::io::{pipe, BufRead, BufReader};
 use std::os::fd::AsFd;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::thread;
@@ -82,6 +82,25 @@ impl Net {
             pid != 0 || entered.try_wait().unwrap().is_some()
         });
         Agent { node, entered, pid, stdout, stderr }
+    }
+
+    /// A stand-in for ssh: `PATH HOST COMMAND` runs the command on a node, with nothing of the caller's environment. It
+    /// is gone when the folder is dropped.
+    pub fn remote_shell(&self) -> (TempDir, String) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("ssh");
+        let case = |(number, node): (usize, &Machine)| {
+            format!("node{number} | {} | {}) pid={} ;;\n", ipv4(number), ipv6(number), node.init)
+        };
+        let cases: String = self.nodes.iter().enumerate().map(case).collect();
+        let script = format!(
+            "#!/bin/sh\ncase ${{1#*@}} in\n{cases}*) echo \"ssh: Could not resolve hostname $1\" >&2; exit 255 ;;\nesac\n\
+             exec env -i PATH=\"$PATH\" nsenter --target $pid --net --uts --ipc --mount --pid -- sh -c \"$2\"\n"
+        );
+        fs::write(&path, script).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        let path = path.to_str().unwrap().to_string();
+        (folder, path)
     }
 
     /// Runs a function in the network of a node.
