@@ -13,7 +13,7 @@ use nix::sys::signal::Signal;
 
 pub use self::meeting::NO_ID;
 use self::settings::{Environment, Setting, Settings};
-use crate::job::{Job, NumaBinding, Processes, Program, ProgramKind};
+use crate::job::{Job, NumaBinding, Processes, Program, ProgramKind, Stdin};
 
 /// A command line that makes no sense: one line that says what was wrong and what would be right.
 #[derive(Debug)]
@@ -27,7 +27,8 @@ impl std::fmt::Display for Usage {
 
 impl std::error::Error for Usage {}
 
-const GRACE: Duration = Duration::from_secs(5);
+/// As torchrun's, Slurm's and Kubernetes'.
+const GRACE: Duration = Duration::from_secs(30);
 
 /// As torchrun's.
 const SIGNALS: [Signal; 4] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT];
@@ -68,6 +69,7 @@ impl Job {
             grace: timeout().map_or(Ok(GRACE), |setting| setting.seconds())?,
             hang_timeout: settings.get("hang-timeout").map(|setting| hang_timeout(&setting)).transpose()?,
             signals: settings.get("signals-to-handle").map_or(Ok(SIGNALS.into()), |setting| signals(&setting))?,
+            stdin: settings.get("stdin").map(|setting| stdin(&setting)).transpose()?,
             numa_binding: settings.get("numa-binding").map(|setting| setting.one_of(&numa_bindings)).transpose()?,
             virtual_local_rank: settings.is_on("virtual-local-rank")?,
             output: output::output(&settings)?,
@@ -110,6 +112,14 @@ fn processes(setting: &Setting) -> Result<Processes, Usage> {
         "cpu" => Ok(Processes::Cpu),
         "gpu" => Ok(Processes::Gpu),
         _ => setting.number(1, "a number from 1, or auto, cpu or gpu").map(Processes::Count),
+    }
+}
+
+fn stdin(setting: &Setting) -> Result<Stdin, Usage> {
+    match setting.text()? {
+        "all" => Ok(Stdin::All),
+        "none" => Ok(Stdin::None),
+        _ => setting.number(0, "all, none or a rank").map(Stdin::Rank),
     }
 }
 
@@ -175,9 +185,9 @@ mod tests {
         assert_eq!((job.nodes.min, job.nodes.max), (1, 1));
         assert_eq!(job.nodes.meeting, Meeting::Alone { master_addr: None, master_port: None });
         assert_eq!((job.role.as_str(), job.nodes.id.as_str(), job.max_restarts), ("default", "none", 0));
-        assert_eq!((job.grace, job.hang_timeout), (Duration::from_secs(5), None));
+        assert_eq!((job.grace, job.hang_timeout), (Duration::from_secs(30), None));
         assert_eq!(job.signals, SIGNALS);
-        assert_eq!((job.numa_binding, job.events, job.dry_run), (None, None, false));
+        assert_eq!((job.stdin, job.numa_binding, job.events, job.dry_run), (None, None, None, false));
         assert!(!job.output.prefix && !job.output.oneflow_names && job.output.log_dir.is_none());
     }
 
@@ -259,6 +269,17 @@ mod tests {
         assert_eq!(signals("SIGTERM,usr1,TERM"), [Signal::SIGTERM, Signal::SIGUSR1]);
         for wrong in ["SIGKILL", "STOP", "CHLD", "SIGPIPE", "9", "SIGTERM,"] {
             assert!(refusal(&format!("--signals-to-handle {wrong} p")).contains("--signals-to-handle"), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn who_reads_the_input() {
+        let stdin = |who: &str| parse(&format!("--stdin {who} p")).unwrap().stdin;
+        assert_eq!(stdin("all"), Some(Stdin::All));
+        assert_eq!(stdin("none"), Some(Stdin::None));
+        assert_eq!(stdin("3"), Some(Stdin::Rank(3)));
+        for wrong in ["-1", "some", "0,1"] {
+            assert!(refusal(&format!("--stdin {wrong} p")).contains("all, none or a rank"), "{wrong}");
         }
     }
 

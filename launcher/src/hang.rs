@@ -82,6 +82,12 @@ impl Waits {
         self.waiting.retain(|(waiting, _), _| *waiting != rank);
     }
 
+    /// For so long everything was stopped.
+    pub fn paused(&mut self, time: Duration) {
+        self.waiting.values_mut().for_each(|waiting| waiting.since += time);
+        self.report_at.iter_mut().for_each(|at| *at += time);
+    }
+
     /// When [`Waits::elapsed`] is to be called.
     pub fn deadline(&self) -> Option<Instant> {
         let oldest = self.waiting.values().map(|waiting| waiting.since).min();

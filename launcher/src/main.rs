@@ -14,8 +14,10 @@
 //! | `worker.rs` | starting, signalling and reaping one worker |
 //! | `guard.rs` | the process that cleans up after a round that was stopped, and when the launcher is killed |
 //! | `policy.rs` | when to stop whom, and which failure is the root cause (pure) |
-//! | `supervise.rs`, `crew.rs`, `signals.rs` | the event loop, this node's workers, the signals passed on |
+//! | `supervise.rs`, `crew.rs`, `signals.rs` | the event loop, this node's workers, signals |
 //! | `output.rs`, `sink.rs` | lines: assembling them (pure), writing them |
+//! | `screen.rs` | lines of a terminal that are not complete: prompts, progress bars (pure) |
+//! | `pty.rs`, `terminal.rs` | a terminal for rank 0, the user's terminal |
 //! | `route.rs`, `copies.rs` | which way a stream of a worker goes (pure), copying it there |
 //! | `logs.rs` | the files of streams and errors |
 //! | `error_file.rs` | what a worker recorded of its error |
@@ -43,12 +45,15 @@ mod numa;
 mod output;
 mod plan;
 mod policy;
+mod pty;
 mod report;
 mod round;
 mod route;
+mod screen;
 mod signals;
 mod sink;
 mod supervise;
+mod terminal;
 mod worker;
 
 use std::io::Write;
@@ -65,7 +70,7 @@ fn main() -> ExitCode {
     let mut arguments = std::env::args_os();
     match arguments.nth(1).as_deref().and_then(|first| first.to_str()) {
         Some(worker::HIDDEN_FLAG) => return worker::exec(arguments),
-        Some(guard::HIDDEN_FLAG) => return guard::main(arguments.next()),
+        Some(guard::HIDDEN_FLAG) => return guard::main(arguments),
         _ => {}
     }
     env_logger::Builder::from_env(env_logger::Env::new().filter_or("FLOW_LOG", "warn")).init();
