@@ -274,10 +274,10 @@ fn ctrl_c_twice_kills() {
     until_gone(&workers);
 }
 
-/// Whether all threads of a process are stopped.
+/// Whether a process is stopped, or a shell whose child (by vfork) is and has not become its program yet.
 fn is_stopped(pid: i32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
-    stat.rsplit(')').next().unwrap().trim_start().starts_with('T')
+    stat.rsplit(')').next().unwrap().trim_start().starts_with(['T', 'D'])
 }
 
 #[test]
