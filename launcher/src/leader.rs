@@ -127,7 +127,7 @@ impl Leader {
 
     /// For so long everything was stopped.
     pub fn paused(&mut self, time: Duration) {
-        self.round.iter_mut().for_each(|round| round.waits.paused(time));
+        self.round.iter_mut().for_each(|round| round.waits.paused(time, Instant::now()));
     }
 
     pub fn watch(&self) -> Vec<BorrowedFd<'_>> {

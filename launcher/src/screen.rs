@@ -41,12 +41,25 @@ impl Screen {
         let new = || Row { stream: source.id, is_live: source.is_live, text: Vec::new(), is_returned: false };
         let mut row = known.map_or_else(new, |index| self.rows.remove(index));
         let is_shown = self.shown == Some(source.id);
+        // The prefix goes where the text does: after what moves the cursor there or clears the line.
+        let moves = if row.text.is_empty() || row.is_returned { moves(text) } else { 0 };
+        let (moves, text) = text.split_at(moves);
         let is_fresh = row.text.is_empty() || row.is_returned && !text.is_empty();
         if is_fresh || row.text.len() > LONGEST {
             row.text = source.prefix.to_vec();
         }
         row.text.extend(text);
         row.is_returned = ending == Ending::Return || row.is_returned && text.is_empty();
+        if text.is_empty() && ending == Ending::Open {
+            // Such as to hide the cursor: there is no line yet, or none to be drawn anew.
+            self.make_room(out);
+            out.extend(moves);
+            self.shown = None;
+            if known.is_some() {
+                self.rows.push(row);
+            }
+            return;
+        }
         let must_yield = !row.is_live && self.rows.iter().any(|other| other.is_live);
         if ending == Ending::Newline || !must_yield {
             if is_shown && !is_fresh {
@@ -56,6 +69,7 @@ impl Screen {
                     true => out.push_back(b'\r'),
                     false => self.make_room(out),
                 }
+                out.extend(moves);
                 out.extend(&row.text);
             }
             self.shown = Some(source.id);
@@ -113,6 +127,18 @@ impl Screen {
             out.extend(ERASE);
         }
     }
+}
+
+/// How long at the start of a text is what moves the cursor or erases: control sequences but those for colours.
+fn moves(text: &[u8]) -> usize {
+    let mut length = 0;
+    while let Some(sequence) = text[length..].strip_prefix(b"\x1b[") {
+        match sequence.iter().position(|byte| (b'@'..=b'~').contains(byte)) {
+            Some(end) if sequence[end] != b'm' => length += 2 + end + 1,
+            _ => break,
+        }
+    }
+    length
 }
 
 #[cfg(test)]
@@ -217,6 +243,24 @@ mod tests {
         terminal.shows(&["0: > ", "2: 30%"]);
         terminal.end(3);
         terminal.shows(&["0: > ", "3: 20%", "2: 30%"]);
+    }
+
+    /// As rich does, which draws several lines.
+    #[test]
+    fn the_prefix_comes_after_what_moves_the_cursor() {
+        let mut screen = Screen::default();
+        let mut put = |text: &str| {
+            let mut out = VecDeque::new();
+            for segment in text.split_inclusive(['\r', '\n']) {
+                screen.put(&Source { id: 0, prefix: b"0: ", is_live: true }, segment.as_bytes(), &mut out);
+            }
+            screen.refresh(&mut out);
+            String::from_utf8(out.into()).unwrap()
+        };
+        assert_eq!(put("\x1b[?25l"), "\x1b[?25l");
+        assert_eq!(put("a\n\x1b[32mb"), "0: a\n0: \x1b[32mb");
+        assert_eq!(put("\r\x1b[2K\x1b[1A\x1b[2Ka"), "\r\x1b[2K\x1b[1A\x1b[2K0: a");
+        assert_eq!(put("\n\x1b[?25h"), "\n\x1b[?25h");
     }
 
     #[test]

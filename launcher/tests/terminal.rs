@@ -7,7 +7,8 @@ use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
-use std::thread;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use nix::pty::{openpty, Winsize};
 use rustix::process::{kill_process, Pid, Signal};
@@ -19,6 +20,7 @@ const FLOW_LAUNCH: &str = env!("CARGO_BIN_EXE_flow-launch");
 struct Terminal {
     keyboard: File,
     shown: Arc<Mutex<String>>,
+    reader: JoinHandle<()>,
     child: Child,
 }
 
@@ -40,13 +42,13 @@ impl Terminal {
         let shown = Arc::new(Mutex::new(String::new()));
         let (mut screen, text) = (File::from(terminal.master.try_clone().unwrap()), Arc::clone(&shown));
         // Reading ends with an error when nobody has the terminal any more.
-        thread::spawn(move || {
+        let reader = thread::spawn(move || {
             let mut bytes = [0; 4096];
             while let Ok(count @ 1..) = screen.read(&mut bytes) {
                 text.lock().unwrap().push_str(&String::from_utf8_lossy(&bytes[..count]));
             }
         });
-        Some(Terminal { keyboard: terminal.master.into(), shown, child })
+        Some(Terminal { keyboard: terminal.master.into(), shown, reader, child })
     }
 
     /// A shell script, which finds flow-launch as `$0`.
@@ -60,11 +62,9 @@ impl Terminal {
 
     fn until_it_shows(&self, text: &str) {
         until(&format!("the terminal shows {text:?}; it shows {:?}", self.shown()), || {
+            let is_over = self.reader.is_finished();
             let is_shown = self.shown().contains(text);
-            if !is_shown && !is_alive(self.child.id() as i32) {
-                thread::sleep(std::time::Duration::from_millis(200));
-                assert!(self.shown().contains(text), "{text:?} is not in {:?}", self.shown());
-            }
+            assert!(is_shown || !is_over, "{text:?} is not in {:?}", self.shown());
             is_shown
         });
     }
@@ -81,11 +81,10 @@ impl Terminal {
         self.child.id() as i32
     }
 
-    /// Waits for the end; the exit code and all that was shown.
+    /// Waits until nobody has the terminal any more; the exit code and all that was shown.
     fn end(mut self) -> (Option<i32>, String) {
         let code = wait(&mut self.child);
-        // What was written last may still be on its way.
-        thread::sleep(std::time::Duration::from_millis(100));
+        until("nobody has the terminal", || self.reader.is_finished());
         (code, self.shown())
     }
 }
@@ -151,10 +150,12 @@ fn the_last_words_on_a_terminal_are_not_lost() {
 #[test]
 fn a_terminal_that_is_held_open_does_not_hold_up_the_end() {
     let text = "setsid sleep 1000 & echo pid $!; until [ $(cut -d' ' -f6 /proc/$!/stat) = $! ]; do :; done; echo end";
-    let Some(terminal) = Terminal::start(&script("", text)) else { return };
-    let (code, shown) = terminal.end();
-    assert!(code == Some(0) && shown.ends_with("[rank 0] end\r\n"), "{shown:?}");
+    let Some(mut terminal) = Terminal::start(&script("", text)) else { return };
+    assert_eq!(wait(&mut terminal.child), Some(0));
+    terminal.until_it_shows("[rank 0] end\r\n");
+    let shown = terminal.shown();
     let pid = shown.split_once("pid ").unwrap().1.split_once('\r').unwrap().0.parse().unwrap();
+    assert!(is_alive(pid));
     kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
 }
 
@@ -267,7 +268,7 @@ fn ctrl_c_twice_kills() {
     terminal.types("\x03");
     terminal.until_it_shows("again to kill them");
     terminal.until_it_shows("no");
-    thread::sleep(std::time::Duration::from_millis(250));
+    thread::sleep(Duration::from_millis(250));
     terminal.types("\x03");
     terminal.until_it_shows("SIGINT: killing the ranks");
     assert_eq!(terminal.end().0, Some(130));
