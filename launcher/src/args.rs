@@ -16,7 +16,7 @@ use nix::sys::signal::Signal;
 
 pub use self::meeting::NO_ID;
 use self::settings::{Environment, Setting, Settings};
-use crate::job::{Job, NumaBinding, Processes, Program, ProgramKind};
+use crate::job::{Job, NumaBinding, Processes, Program, ProgramKind, Stdin};
 
 /// A command line that makes no sense: one line that says what was wrong and what would be right.
 #[derive(Debug)]
@@ -30,7 +30,8 @@ impl std::fmt::Display for Usage {
 
 impl std::error::Error for Usage {}
 
-const GRACE: Duration = Duration::from_secs(5);
+/// As torchrun's, Slurm's and Kubernetes'.
+const GRACE: Duration = Duration::from_secs(30);
 
 /// As torchrun's.
 const SIGNALS: [Signal; 4] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT];
@@ -77,6 +78,7 @@ impl Job {
             grace: timeout().map_or(Ok(GRACE), |setting| setting.seconds())?,
             hang_timeout: settings.get("hang-timeout").map(|setting| hang_timeout(&setting)).transpose()?,
             signals: settings.get("signals-to-handle").map_or(Ok(SIGNALS.into()), |names| signals(&names, settings))?,
+            stdin: settings.get("stdin").map(|setting| stdin(&setting)).transpose()?,
             numa_binding: settings.get("numa-binding").map(|setting| setting.one_of(&numa_bindings)).transpose()?,
             virtual_local_rank: settings.is_on("virtual-local-rank")?,
             output: output::output(settings)?,
@@ -161,6 +163,14 @@ fn processes(setting: &Setting) -> Result<Processes, Usage> {
     }
 }
 
+fn stdin(setting: &Setting) -> Result<Stdin, Usage> {
+    match setting.text()? {
+        "all" => Ok(Stdin::All),
+        "none" => Ok(Stdin::None),
+        _ => setting.number(0, "all, none or a rank").map(Stdin::Rank),
+    }
+}
+
 fn hang_timeout(setting: &Setting) -> Result<Duration, Usage> {
     let timeout = setting.seconds()?;
     if timeout.is_zero() {
@@ -224,9 +234,10 @@ mod tests {
         assert_eq!((job.nodes.min, job.nodes.max), (1, 1));
         assert_eq!(job.nodes.meeting, Meeting::Alone { master_addr: None, master_port: None });
         assert_eq!((job.role.as_str(), job.nodes.id.as_str(), job.max_restarts), ("default", "none", 0));
-        assert_eq!((job.grace, job.hang_timeout), (Duration::from_secs(5), None));
+        assert_eq!((job.grace, job.hang_timeout), (Duration::from_secs(30), None));
         assert_eq!(job.signals, SIGNALS);
-        assert_eq!((job.numa_binding, job.events, job.dry_run, job.quiet), (None, None, false, false));
+        assert_eq!((job.stdin, job.numa_binding, job.events), (None, None, None));
+        assert_eq!((job.dry_run, job.quiet), (false, false));
         assert_eq!(job.warnings, [""; 0]);
         assert!(!job.output.prefix && !job.output.oneflow_names && job.output.log_dir.is_none());
     }
@@ -312,6 +323,17 @@ mod tests {
             assert_eq!(job.signals, [Signal::SIGTERM]);
             let [warning] = &job.warnings[..] else { panic!("{:?}", job.warnings) };
             assert!(warning.contains(wrong) && warning.contains(why), "{warning}");
+        }
+    }
+
+    #[test]
+    fn who_reads_the_input() {
+        let stdin = |who: &str| parse(&format!("--stdin {who} p")).unwrap().stdin;
+        assert_eq!(stdin("all"), Some(Stdin::All));
+        assert_eq!(stdin("none"), Some(Stdin::None));
+        assert_eq!(stdin("3"), Some(Stdin::Rank(3)));
+        for wrong in ["-1", "some", "0,1"] {
+            assert!(refusal(&format!("--stdin {wrong} p")).contains("all, none or a rank"), "{wrong}");
         }
     }
 

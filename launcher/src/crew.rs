@@ -1,27 +1,33 @@
 //! The workers of this node in one round: their processes, their output, their ends.
 
+use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use jiff::Timestamp;
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::{poll, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::process::{getrlimit, setrlimit, Pid, Resource, Rlimit, Signal};
 
-use crate::copies::Copies;
+use crate::copies::{Copies, Partial};
 use crate::error_file::ErrorFile;
 use crate::guard::Guard;
 use crate::logs::{Filter, Logs};
 use crate::plan::WorkerSpec;
 use crate::policy::{Action, Cause, Policy};
+use crate::pty;
 use crate::report::{Outcome, Stopped, Tail};
 use crate::route::Which;
-use crate::sink::Sinks;
+use crate::sink::{Sink, Sinks};
 use crate::worker::{End, Process};
 
 /// Bytes read from a worker at once.
 const READ: usize = 1 << 16;
+
+/// How long a worker that may have asked something must write nothing until its prompt is shown.
+const QUIET: Duration = Duration::from_millis(100);
 
 /// Index of a stream of a worker.
 const STDERR: usize = Which::Stderr as usize;
@@ -55,11 +61,21 @@ struct Worker {
 
 /// Standard output or standard error of a worker.
 struct Stream {
-    /// None when it has ended, or the worker writes to a file itself.
+    /// Or our side of a pseudoterminal. None when it has ended, or the worker writes to a file itself.
     pipe: Option<OwnedFd>,
+    is_pty: bool,
     copies: Copies,
     /// Bytes still to be read, when the worker has ended: processes it left behind may hold the pipe open for ever.
     left: Option<u64>,
+    /// When to show a line that is not complete.
+    due: Option<Instant>,
+}
+
+/// Where workers' input comes from and what they say is shown.
+pub struct Console<'a> {
+    pub sinks: &'a Sinks,
+    /// Somebody may answer what a worker asks.
+    pub has_input: bool,
 }
 
 /// What `poll` has found ready of a crew.
@@ -90,6 +106,7 @@ impl Crew {
         specs: Vec<WorkerSpec>,
         policy: Policy,
         logs: &Logs,
+        console: &Console,
         guard: &mut Guard,
     ) -> anyhow::Result<Crew> {
         let filters = logs.filters(attempt).context("cannot open the files for filtered lines")?;
@@ -99,7 +116,7 @@ impl Crew {
         guard.begin(round);
         for (index, spec) in specs.into_iter().enumerate() {
             let rank = spec.rank;
-            match Worker::start(index, spec, attempt, logs, guard) {
+            match Worker::start(index, spec, attempt, logs, console, guard) {
                 Ok(worker) => {
                     log::debug!("rank {rank} is process {}", worker.process.pid);
                     crew.workers.push(worker);
@@ -154,6 +171,63 @@ impl Crew {
             }
         }
         watched
+    }
+
+    /// When [`Crew::elapsed`] is to be called, if not for the policy's sake.
+    pub fn deadline(&self, sinks: &Sinks) -> Option<Instant> {
+        self.prompts(sinks).filter_map(|(index, which)| self.workers[index].streams[which].due).min()
+    }
+
+    /// Time has passed: shows prompts.
+    pub fn elapsed(&mut self, now: Instant, sinks: &mut Sinks) {
+        let is_due = |stream: &Stream| stream.due.is_some_and(|due| due <= now);
+        let due: Vec<_> = self.prompts(sinks).filter(|(i, which)| is_due(&self.workers[*i].streams[*which])).collect();
+        for (index, which) in due {
+            let stream = &mut self.workers[index].streams[which];
+            let queue = &mut sinks.of_mut(which).queue;
+            // Of two that are due at once, one waits for the end of the other's line.
+            if stream.copies.may_show(queue) {
+                stream.copies.show_partial(queue);
+                stream.due = None;
+            }
+        }
+    }
+
+    /// The streams (worker, number) that have, or will soon have, a prompt to show, and may.
+    fn prompts<'a>(&'a self, sinks: &'a Sinks) -> impl Iterator<Item = (usize, usize)> + 'a {
+        let streams =
+            self.workers.iter().enumerate().flat_map(|(i, w)| w.streams.iter().enumerate().map(move |s| (i, s)));
+        streams.filter_map(|(index, (which, stream))| {
+            (stream.due.is_some() && stream.copies.may_show(&sinks.of(which).queue)).then_some((index, which))
+        })
+    }
+
+    /// Tells workers that have a terminal of ours of the real one's size.
+    pub fn resize(&mut self, sinks: &Sinks) {
+        for worker in self.workers.iter().filter(|worker| !worker.settled) {
+            let resized = worker.streams.iter().enumerate().filter(|(which, stream)| {
+                let ours = stream.pipe.as_ref().filter(|_| stream.is_pty);
+                let size = sinks.of(*which).window().map(|size| pty::beside(size, stream.copies.prefix_width()));
+                ours.zip(size).is_some_and(|(ours, size)| pty::resize(ours, size))
+            });
+            if resized.count() > 0 {
+                worker.process.signal(Signal::WINCH.as_raw());
+            }
+        }
+    }
+
+    /// Stops all workers, to go on when the user does.
+    pub fn pause(&self) {
+        self.signal(Signal::STOP);
+    }
+
+    pub fn resume(&self) {
+        self.signal(Signal::CONT);
+    }
+
+    fn signal(&self, signal: Signal) {
+        let workers = self.workers.iter().filter(|worker| !worker.settled);
+        workers.for_each(|worker| worker.process.signal(signal.as_raw()));
     }
 
     /// Records how a worker ended; its rank.
@@ -218,7 +292,17 @@ impl Crew {
             worker.settled = true;
             for which in 0..worker.streams.len() {
                 let stream = &mut self.workers[index].streams[which];
-                stream.left = stream.pipe.as_ref().map(|pipe| rustix::io::ioctl_fionread(pipe).unwrap_or(0));
+                stream.left = stream.pipe.as_ref().map(|pipe| match stream.is_pty {
+                    // It does not tell how much it holds.
+                    true => {
+                        if is_readable(pipe) {
+                            pty::HOLDS
+                        } else {
+                            0
+                        }
+                    }
+                    false => rustix::io::ioctl_fionread(pipe).unwrap_or(0),
+                });
                 if stream.left == Some(0) {
                     self.close(index, which, sinks);
                 }
@@ -238,7 +322,9 @@ impl Crew {
         let limit = stream.left.map_or(READ, |left| READ.min(left as usize));
         let count = match rustix::io::read(pipe, &mut self.buffer[..limit]) {
             Ok(count) => count,
-            Err(Errno::INTR) => return,
+            Err(Errno::INTR | Errno::AGAIN) => return,
+            // The worker's side is closed.
+            Err(Errno::IO) if stream.is_pty => 0,
             Err(error) => {
                 log::warn!("cannot read the output of rank {}: {error}", worker.spec.rank);
                 0
@@ -252,8 +338,9 @@ impl Crew {
         if let Err(error) = stream.copies.put(bytes, queue, self.filters[which].as_mut()) {
             sinks.say(&error);
         }
+        stream.due = stream.copies.is_due().then(|| Instant::now() + QUIET);
         if let Some(left) = &mut stream.left {
-            *left -= count as u64;
+            *left = if stream.is_pty && !is_readable(pipe) { 0 } else { *left - count as u64 };
         }
         if count == 0 || stream.left == Some(0) {
             self.close(index, which, sinks);
@@ -263,7 +350,7 @@ impl Crew {
     /// Ends a stream of a worker; an unfinished last line is passed on.
     fn close(&mut self, index: usize, which: usize, sinks: &mut Sinks) {
         let stream = &mut self.workers[index].streams[which];
-        stream.pipe = None;
+        (stream.pipe, stream.due) = (None, None);
         let queue = &mut sinks.of_mut(which).queue;
         if let Err(error) = stream.copies.finish(queue, self.filters[which].as_mut()) {
             sinks.say(&error);
@@ -323,19 +410,40 @@ impl Stream {
 }
 
 impl Worker {
-    fn start(index: usize, spec: WorkerSpec, attempt: u32, logs: &Logs, guard: &mut Guard) -> std::io::Result<Worker> {
+    fn start(
+        index: usize,
+        spec: WorkerSpec,
+        attempt: u32,
+        logs: &Logs,
+        console: &Console,
+        guard: &mut Guard,
+    ) -> std::io::Result<Worker> {
         let local_rank = spec.local_rank;
         logs.clear_error_file(attempt, local_rank)?;
         let mut copies = logs.copies(attempt, index, spec.rank, local_rank)?;
-        let [stdout, stderr] = copies.each_mut().map(Copies::direct);
-        let (process, pipes) = Process::start(&spec, [stdout?, stderr?], guard)?;
+        let (mut files, mut terminals) = ([None, None], [None, None]);
+        for (which, copies) in copies.iter_mut().enumerate() {
+            files[which] = copies.direct()?;
+            if files[which].is_none() && spec.is_foreground {
+                (terminals[which], files[which]) = terminal(copies, console.sinks.of(which)).unzip();
+            }
+            copies.partial = match &terminals[which] {
+                Some(_) => Partial::AtOnce,
+                None if spec.has_input && console.has_input => Partial::AfterQuiet,
+                None => Partial::Never,
+            };
+        }
+        let (process, pipes) = Process::start(&spec, files, guard)?;
         let [stdout, stderr] = copies;
-        let [out, err] = pipes;
-        let stream = |pipe, copies| Stream { pipe, copies, left: None };
+        let ([out, err], [out_terminal, err_terminal]) = (pipes, terminals);
+        let stream = |pipe, terminal: Option<OwnedFd>, copies| {
+            let is_pty = terminal.is_some();
+            Stream { pipe: terminal.or(pipe), is_pty, copies, left: None, due: None }
+        };
         Ok(Worker {
             spec,
             process,
-            streams: [stream(out, stdout), stream(err, stderr)],
+            streams: [stream(out, out_terminal, stdout), stream(err, err_terminal, stderr)],
             tail: Tail::default(),
             error_file: logs.error_file(attempt, local_rank),
             error: None,
@@ -367,6 +475,19 @@ impl Worker {
             log: self.streams[STDERR].copies.file().map(|log| log.path.as_path()),
         }
     }
+}
+
+/// Both sides of a terminal for a stream that is shown on one.
+fn terminal(copies: &Copies, sink: &Sink) -> Option<(OwnedFd, File)> {
+    let size = sink.window().filter(|_| copies.is_shown())?;
+    let opened = pty::open(pty::beside(size, copies.prefix_width()));
+    opened.inspect_err(|error| log::warn!("no terminal for a worker: cannot open a pseudoterminal: {error}")).ok()
+}
+
+/// There is something to read, or the end of it.
+fn is_readable(fd: &OwnedFd) -> bool {
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&now)).is_ok_and(|count| count > 0)
 }
 
 /// Raises the soft limit on open files as far as needed for so many workers, and allowed.

@@ -22,6 +22,15 @@ pub fn command(program: &Program) -> Result<Vec<OsString>, Usage> {
     Ok(command)
 }
 
+/// It is run by Python.
+pub fn is_python(program: &Program) -> bool {
+    match program.kind {
+        ProgramKind::Module | ProgramKind::Script => true,
+        ProgramKind::ByName => Path::new(&program.name).extension() == Some(OsStr::new("py")),
+        ProgramKind::Executable => false,
+    }
+}
+
 struct Places {
     beside: Option<PathBuf>,
     path: Vec<PathBuf>,

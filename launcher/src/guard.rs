@@ -3,8 +3,9 @@
 //! It is told of each worker's process group through a pipe that only the launcher holds open. However the launcher
 //! dies, the pipe ends, and the guard kills the groups that are still registered. Then, unless the job ended well, it
 //! *sweeps*: it looks for processes that have left those groups (as those of `timeout` do) by a mark in their
-//! environment, and kills them. Last it removes the job's temporary folder, which has the job's mark in its name: so it
-//! need not be told when that is made; and the pipe of the watchdog, of which it is told.
+//! environment, and kills them. Last it gives the terminal its modes back, and removes the pipe of the watchdog, of which
+//! it is told, and the job's temporary folder, which has the job's mark in its name: so it need not be told when that is
+//! made.
 //!
 //! Each round has a mark of its own, which begins with the job's. After a round that was stopped the launcher asks for
 //! what is left of it to be swept: so no process meets those of the next start. To look at all processes of a machine
@@ -27,9 +28,11 @@ use rustix::io::Errno;
 use rustix::process::{geteuid, kill_process, kill_process_group, Pid, Signal};
 
 use crate::link::TOKEN;
+use crate::terminal::Modes;
 use crate::watchdog::remove_unread;
 
-/// First argument of a flow-launch process that is a guard; the mark is the second.
+/// First argument of a flow-launch process that is a guard; the mark is the second. If its standard error is the user's
+/// terminal, the third is what modes that had at the start.
 pub const HIDDEN_FLAG: &str = "--guard";
 
 /// Variable in the environment of all processes of a round that holds its mark.
@@ -76,6 +79,10 @@ impl Guard {
         let mut command = Command::new("/proc/self/exe");
         command.arg0("flow-launch").arg(HIDDEN_FLAG).arg(&mark).process_group(0).env_remove(MARK).env_remove(TOKEN);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+        if let Some(modes) = Modes::of_input() {
+            let terminal = io::stdin().as_fd().try_clone_to_owned().context("cannot open the terminal once more")?;
+            command.arg(modes.to_string()).stderr(terminal);
+        }
         let mut process = command.spawn().context("cannot start the guard process")?;
         let answers = process.stdout.take().context("the guard process has no standard output")?;
         rustix::io::ioctl_fionbio(&answers, true).context("cannot listen to the guard process")?;
@@ -130,6 +137,11 @@ impl Guard {
     /// What becomes readable when the guard answers, if that is awaited.
     pub fn watch(&self) -> Option<BorrowedFd<'_>> {
         self.is_sweeping().then(|| self.answers.as_fd())
+    }
+
+    /// For so long the launcher was stopped.
+    pub fn paused(&mut self, time: Duration) {
+        self.deadline.iter_mut().for_each(|deadline| *deadline += time);
     }
 
     /// When [`Guard::elapsed`] is to be called.
@@ -194,7 +206,9 @@ impl Drop for Guard {
 }
 
 /// The guard process itself.
-pub fn main(mark: Option<OsString>) -> ExitCode {
+pub fn main(mut arguments: impl Iterator<Item = OsString>) -> ExitCode {
+    let mark = arguments.next();
+    let modes = arguments.next().and_then(|modes| Modes::parse(modes.to_str()?));
     // What is meant for the launcher (Ctrl-C, a hang-up, a kill by name) must not end the guard first.
     let mark = mark.and_then(|mark| mark.into_string().ok()).filter(|mark| !mark.contains('/'));
     let (Some(mark), Ok(())) = (mark, SigSet::all().thread_block()) else { return ExitCode::FAILURE };
@@ -222,6 +236,7 @@ pub fn main(mark: Option<OsString>) -> ExitCode {
     if !is_dismissed {
         sweep(&job_mark(&mark));
     }
+    modes.into_iter().for_each(Modes::restore);
     let folder = temporary_folder(&mark);
     let remove_all = || pipes.iter().fold(remove(&folder), |all, pipe| remove_unread(pipe) && all);
     (0..REMOVALS).take_while(|_| !remove_all()).for_each(|_| std::thread::sleep(BETWEEN_REMOVALS));

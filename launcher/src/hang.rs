@@ -40,6 +40,8 @@ pub struct Waits {
     waiting: BTreeMap<(u32, u64), Waiting>,
     /// When to report what has not been reported yet.
     report_at: Option<Instant>,
+    /// When everything was stopped: until when, and for how long.
+    pauses: Vec<(Instant, Duration)>,
 }
 
 /// What is to be done.
@@ -72,7 +74,11 @@ impl Waits {
             return;
         };
         let waited = Duration::try_from_secs_f64(wait.seconds).unwrap_or_default();
-        let since = now.checked_sub(waited).unwrap_or(now);
+        let mut since = now.checked_sub(waited).unwrap_or(now);
+        // The worker does not know that it was stopped.
+        for (end, time) in self.pauses.iter().rev() {
+            since += end.saturating_duration_since(since).min(*time);
+        }
         self.waiting.insert((wait.rank, wait.id), Waiting { operation, since, missing: wait.missing });
         self.report_at.get_or_insert(now + TOGETHER);
     }
@@ -80,6 +86,13 @@ impl Waits {
     /// A worker has ended: it waits no more.
     pub fn ended(&mut self, rank: u32) {
         self.waiting.retain(|(waiting, _), _| *waiting != rank);
+    }
+
+    /// For so long, until now, everything was stopped: nobody has waited.
+    pub fn paused(&mut self, time: Duration, now: Instant) {
+        self.pauses.push((now, time));
+        self.waiting.values_mut().for_each(|waiting| waiting.since += time);
+        self.report_at.iter_mut().for_each(|at| *at += time);
     }
 
     /// When [`Waits::elapsed`] is to be called.
@@ -180,6 +193,21 @@ mod tests {
         waits.take(wait(1, "barrier #1", &[0]), now);
         waits.ended(1);
         assert_eq!(waits.elapsed(now + Duration::from_secs(60)), None);
+    }
+
+    #[test]
+    fn time_spent_stopped_is_no_wait() {
+        let seconds = Duration::from_secs;
+        let (mut waits, now) = (Waits::new(Some(seconds(40))), Instant::now());
+        waits.take(wait(0, "barrier #1", &[1]), now);
+        waits.elapsed(now + TOGETHER);
+        waits.paused(seconds(100), now + seconds(105));
+        assert_eq!(waits.deadline(), Some(now + seconds(110)));
+        // This one was stopped, too, and says that it has waited for 108 seconds.
+        waits.take(Wait { seconds: 108.0, ..wait(1, "barrier #1", &[0]) }, now + seconds(106));
+        waits.ended(0);
+        waits.elapsed(now + seconds(108));
+        assert_eq!(waits.deadline(), Some(now + seconds(138)));
     }
 
     #[test]

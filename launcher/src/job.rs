@@ -22,6 +22,8 @@ pub struct Job {
     pub hang_timeout: Option<Duration>,
     /// What the launcher passes on to its workers before it ends.
     pub signals: Vec<Signal>,
+    /// Which workers read flow-launch's standard input, if that was said.
+    pub stdin: Option<Stdin>,
     pub numa_binding: Option<NumaBinding>,
     /// Every worker is told LOCAL_RANK 0 and sees one GPU, its own.
     pub virtual_local_rank: bool,
@@ -64,6 +66,28 @@ pub enum Processes {
     Auto,
     Cpu,
     Gpu,
+}
+
+/// `--stdin`: which workers read flow-launch's standard input; that of all others is empty.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Stdin {
+    All,
+    None,
+    Rank(u32),
+}
+
+impl Stdin {
+    pub fn is_for(self, rank: u32) -> bool {
+        self == Stdin::All || self == Stdin::Rank(rank)
+    }
+
+    /// The rank that the user at the terminal has before them.
+    pub fn foreground(self) -> u32 {
+        match self {
+            Stdin::Rank(rank) => rank,
+            Stdin::All | Stdin::None => 0,
+        }
+    }
 }
 
 /// `--numa-binding`, in torchrun's words.

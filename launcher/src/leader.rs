@@ -125,6 +125,11 @@ impl Leader {
         std::mem::take(&mut self.news)
     }
 
+    /// For so long everything was stopped.
+    pub fn paused(&mut self, time: Duration) {
+        self.round.iter_mut().for_each(|round| round.waits.paused(time, Instant::now()));
+    }
+
     pub fn watch(&self) -> Vec<BorrowedFd<'_>> {
         let round = self.round.as_ref().map(|round| &round.store);
         iter::once(&self.agents).chain(round).map(|store| store.posts().as_fd()).collect()

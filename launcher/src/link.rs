@@ -114,6 +114,13 @@ impl Link {
         }
     }
 
+    /// For so long this process was stopped.
+    pub fn paused(&mut self, time: Duration) {
+        if let Link::Leader(leader) = self {
+            leader.paused(time);
+        }
+    }
+
     /// Readable when there is something to hear.
     pub fn watch(&self) -> Vec<BorrowedFd<'_>> {
         match self {

@@ -16,11 +16,13 @@
 //! | `worker.rs` | starting, signalling and reaping one worker |
 //! | `guard.rs` | the process that cleans up after a round that was stopped, and when the launcher is killed |
 //! | `policy.rs` | when to stop whom, and which failure is the root cause (pure) |
-//! | `supervise.rs`, `crew.rs`, `signals.rs` | the event loop, this node's workers, the signals passed on |
+//! | `supervise.rs`, `crew.rs`, `signals.rs` | the event loop, this node's workers, signals |
 //! | `wait.rs` | waiting for one of several things |
 //! | `hosts.rs` | hosts -> what is started on each (pure) |
 //! | `remote.rs`, `leash.rs` | `--hosts`: starting the agents of all hosts; how they hang on whoever has started them |
 //! | `output.rs`, `sink.rs` | lines: assembling them (pure), writing them |
+//! | `screen.rs` | lines of a terminal that are not complete: prompts, progress bars (pure) |
+//! | `pty.rs`, `terminal.rs` | a terminal for rank 0, the user's terminal |
 //! | `route.rs`, `copies.rs` | which way a stream of a worker goes (pure), copying it there |
 //! | `logs.rs` | the files of streams and errors |
 //! | `error_file.rs` | what a worker recorded of its error |
@@ -51,13 +53,16 @@ mod numa;
 mod output;
 mod plan;
 mod policy;
+mod pty;
 mod remote;
 mod report;
 mod round;
 mod route;
+mod screen;
 mod signals;
 mod sink;
 mod supervise;
+mod terminal;
 mod timers;
 mod wait;
 mod watchdog;
@@ -78,7 +83,7 @@ fn main() -> ExitCode {
     let mut arguments: Vec<OsString> = std::env::args_os().collect();
     match arguments.get(1).and_then(|first| first.to_str()) {
         Some(worker::HIDDEN_FLAG) => return worker::exec(arguments.into_iter().skip(2)),
-        Some(guard::HIDDEN_FLAG) => return guard::main(arguments.into_iter().nth(2)),
+        Some(guard::HIDDEN_FLAG) => return guard::main(arguments.into_iter().skip(2)),
         Some(leash::REMOTE_SHELL_FLAG) => return leash::exec_remote_shell(arguments.into_iter().skip(2)),
         Some(leash::HIDDEN_FLAG) => {
             arguments.remove(1);

@@ -1,10 +1,12 @@
 //! Lines of output from many streams into one, never mixed within a line.
 //!
 //! A *segment* ends with `\n`, or with `\r`, so that progress bars pass through as they are drawn. A segment is passed
-//! on when it is complete. A line of more than [`LONGEST`] bytes is passed on in pieces, between which another stream
-//! may come (on a line of its own).
+//! on when it is complete; what there is of it before, such as a prompt, when that is asked for. A line of more than
+//! [`LONGEST`] bytes is passed on in pieces, between which another stream may come (on a line of its own).
 
 use std::collections::VecDeque;
+
+use crate::screen::Screen;
 
 /// Bytes of an incomplete line that are kept back, per stream.
 pub const LONGEST: usize = 1 << 20;
@@ -13,7 +15,19 @@ pub const LONGEST: usize = 1 << 20;
 pub type StreamId = usize;
 
 /// The launcher's own messages.
-pub const LAUNCHER: StreamId = StreamId::MAX;
+const LAUNCHER: StreamId = StreamId::MAX;
+
+/// A stream that has ended.
+const NOBODY: StreamId = StreamId::MAX - 1;
+
+/// A stream as the console knows it.
+pub struct Source<'a> {
+    pub id: StreamId,
+    /// What goes before each line.
+    pub prefix: &'a [u8],
+    /// It is passed on at once, complete lines or not.
+    pub is_live: bool,
+}
 
 /// How a segment ends.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -25,7 +39,7 @@ pub enum Ending {
 }
 
 impl Ending {
-    fn of(segment: &[u8]) -> Ending {
+    pub fn of(segment: &[u8]) -> Ending {
         match segment.last() {
             Some(b'\n') => Ending::Newline,
             Some(b'\r') => Ending::Return,
@@ -34,19 +48,36 @@ impl Ending {
     }
 }
 
+/// A segment of a stream.
+pub struct Segment<'a> {
+    pub bytes: &'a [u8],
+    /// So much of it has been passed on before it was complete.
+    passed: usize,
+    /// The ending of the segment before.
+    previous: Ending,
+}
+
+impl<'a> Segment<'a> {
+    /// What has not been passed on yet, and the ending of what was.
+    pub fn rest(&self) -> (Ending, &'a [u8]) {
+        (if self.passed == 0 { self.previous } else { Ending::Open }, &self.bytes[self.passed..])
+    }
+}
+
 /// Cuts one stream into segments.
 pub struct Assembler {
     partial: Vec<u8>,
+    passed: usize,
     previous: Ending,
 }
 
 impl Assembler {
     pub fn new() -> Assembler {
-        Assembler { partial: Vec::new(), previous: Ending::Newline }
+        Assembler { partial: Vec::new(), passed: 0, previous: Ending::Newline }
     }
 
-    /// Takes what was read and calls `put` with each segment it completes and the ending of the segment before.
-    pub fn feed(&mut self, bytes: &[u8], mut put: impl FnMut(Ending, &[u8])) {
+    /// Takes what was read and calls `put` with each segment it completes.
+    pub fn feed(&mut self, bytes: &[u8], mut put: impl FnMut(Segment)) {
         for piece in bytes.split_inclusive(|byte| matches!(byte, b'\n' | b'\r')) {
             if Ending::of(piece) == Ending::Open && self.partial.len() + piece.len() < LONGEST {
                 self.partial.extend_from_slice(piece);
@@ -57,13 +88,24 @@ impl Assembler {
     }
 
     /// The stream has ended: what is left is a segment too.
-    pub fn finish(&mut self, mut put: impl FnMut(Ending, &[u8])) {
+    pub fn finish(&mut self, mut put: impl FnMut(Segment)) {
         if !self.partial.is_empty() {
             self.complete(&[], &mut put);
         }
     }
 
-    fn complete(&mut self, last: &[u8], put: &mut impl FnMut(Ending, &[u8])) {
+    /// What there is of a segment that is not complete, beyond what was passed on. It is taken to be so now.
+    pub fn pass(&mut self) -> Option<Segment<'_>> {
+        let passed = std::mem::replace(&mut self.passed, self.partial.len());
+        (passed < self.passed).then_some(Segment { bytes: &self.partial, passed, previous: self.previous })
+    }
+
+    /// There is something to [`Assembler::pass`].
+    pub fn holds(&self) -> bool {
+        self.passed < self.partial.len()
+    }
+
+    fn complete(&mut self, last: &[u8], put: &mut impl FnMut(Segment)) {
         let segment = if self.partial.is_empty() {
             last
         } else {
@@ -71,8 +113,8 @@ impl Assembler {
             &self.partial
         };
         let ending = Ending::of(segment);
-        put(self.previous, segment);
-        self.previous = ending;
+        put(Segment { bytes: segment, passed: self.passed, previous: self.previous });
+        (self.previous, self.passed) = (ending, 0);
         self.partial.clear();
         self.partial.shrink_to(1 << 16);
     }
@@ -82,16 +124,29 @@ impl Assembler {
 #[derive(Default)]
 pub struct Queue {
     bytes: VecDeque<u8>,
-    /// Whose segment, not ended by a newline, is the last thing in the output.
-    unfinished: Option<StreamId>,
+    /// Where the output is a terminal that can erase: what is on its last line.
+    screen: Option<Screen>,
+    /// Elsewhere: whose segment, not ended by a newline, is the last thing in the output, and how it ends.
+    unfinished: Option<(StreamId, Ending)>,
 }
 
 impl Queue {
-    /// Appends a segment; `prefix` goes before it where it starts a line.
-    pub fn put(&mut self, stream: StreamId, prefix: &[u8], previous: Ending, segment: &[u8]) {
-        let mine = self.unfinished == Some(stream);
-        if segment == b"\n" && previous == Ending::Return {
-            // The second half of `\r\n`. If another stream came between, it has ended the line already.
+    /// For a terminal that can erase.
+    pub fn for_screen() -> Queue {
+        Queue { screen: Some(Screen::default()), ..Queue::default() }
+    }
+
+    /// Appends a segment, or the rest of one; the prefix goes before it where it starts a line.
+    pub fn put(&mut self, source: &Source, (previous, segment): (Ending, &[u8])) {
+        if segment.is_empty() {
+            return;
+        }
+        if let Some(screen) = &mut self.screen {
+            return screen.put(source, segment, &mut self.bytes);
+        }
+        let mine = self.unfinished.is_some_and(|(stream, _)| stream == source.id);
+        if segment == b"\n" && previous != Ending::Newline {
+            // The second half of `\r\n`, or the end of a prompt. If another stream came between, it has ended the line.
             if mine {
                 self.bytes.push_back(b'\n');
                 self.unfinished = None;
@@ -102,16 +157,50 @@ impl Queue {
             self.bytes.push_back(b'\n');
         }
         if !(mine && previous == Ending::Open) {
-            self.bytes.extend(prefix);
+            self.bytes.extend(source.prefix);
         }
         self.bytes.extend(segment);
-        self.unfinished = (Ending::of(segment) != Ending::Newline).then_some(stream);
+        let ending = Ending::of(segment);
+        self.unfinished = (ending != Ending::Newline).then_some((source.id, ending));
+    }
+
+    /// The stream has ended: others need not wait for the rest of its last line.
+    pub fn end(&mut self, stream: StreamId) {
+        match (&mut self.screen, &mut self.unfinished) {
+            (Some(screen), _) => screen.end(stream, &mut self.bytes),
+            (None, Some((last, _))) if *last == stream => *last = NOBODY,
+            _ => {}
+        }
+    }
+
+    /// No other stream is in the middle of a line.
+    pub fn is_free(&self, stream: StreamId) -> bool {
+        match (&self.screen, self.unfinished) {
+            (Some(screen), _) => screen.is_free(stream),
+            (None, Some((last, ending))) => last == stream || last == NOBODY || ending == Ending::Return,
+            (None, None) => true,
+        }
+    }
+
+    /// To be called before what is queued is written: brings back the prompt or bar that it has taken off the screen.
+    pub fn refresh(&mut self) {
+        if let Some(screen) = &mut self.screen {
+            screen.refresh(&mut self.bytes);
+        }
+    }
+
+    /// Somebody else has written to the terminal.
+    pub fn redraw(&mut self) {
+        if let Some(screen) = &mut self.screen {
+            screen.redraw(&mut self.bytes);
+        }
     }
 
     /// Appends a message of the launcher, which may have several lines.
     pub fn say(&mut self, message: &str) {
+        let launcher = Source { id: LAUNCHER, prefix: b"flow-launch: ", is_live: false };
         for line in message.lines() {
-            self.put(LAUNCHER, b"flow-launch: ", Ending::Newline, format!("{line}\n").as_bytes());
+            self.put(&launcher, (Ending::Newline, format!("{line}\n").as_bytes()));
         }
     }
 
@@ -145,11 +234,19 @@ mod tests {
         let mut assemblers: Vec<_> = (0..3).map(|_| Assembler::new()).collect();
         let mut queue = Queue::default();
         let prefix = |id: StreamId| if prefixes { format!("{id}: ") } else { String::new() };
+        let put = |queue: &mut Queue, id: StreamId, segment: Segment| {
+            queue.put(&Source { id, prefix: prefix(id).as_bytes(), is_live: false }, segment.rest());
+        };
         for (id, chunk) in chunks {
-            assemblers[*id].feed(chunk, |previous, segment| queue.put(*id, prefix(*id).as_bytes(), previous, segment));
+            assemblers[*id].feed(chunk, |segment| put(&mut queue, *id, segment));
+            // Stream 0 is one that asks: what it writes is passed on where nobody else is in the middle of a line.
+            if *id == 0 && queue.is_free(0) {
+                assemblers[0].pass().into_iter().for_each(|segment| put(&mut queue, 0, segment));
+            }
         }
         for (id, assembler) in assemblers.iter_mut().enumerate() {
-            assembler.finish(|previous, segment| queue.put(id, prefix(id).as_bytes(), previous, segment));
+            assembler.finish(|segment| put(&mut queue, id, segment));
+            queue.end(id);
         }
         let mut text = Vec::new();
         while queue.len() > 0 {
@@ -162,8 +259,27 @@ mod tests {
 
     #[test]
     fn lines_are_kept_whole() {
-        assert_eq!(output(&[(0, b"he"), (1, b"wor"), (0, b"llo\n"), (1, b"ld\n")], false), "hello\nworld\n");
-        assert_eq!(output(&[(0, b"a\nb"), (1, b"c\n")], true), "0: a\n1: c\n0: b");
+        assert_eq!(output(&[(2, b"he"), (1, b"wor"), (2, b"llo\n"), (1, b"ld\n")], false), "hello\nworld\n");
+        assert_eq!(output(&[(2, b"a\nb"), (1, b"c\n")], true), "2: a\n1: c\n2: b");
+    }
+
+    #[test]
+    fn a_prompt_is_passed_on_and_ended_by_whoever_comes_next() {
+        assert_eq!(output(&[(0, b"name? "), (0, b"Ann\n")], true), "0: name? Ann\n");
+        assert_eq!(output(&[(0, b"name? "), (1, b"x\n"), (0, b"Ann\n")], true), "0: name? \n1: x\n0: Ann\n");
+        assert_eq!(output(&[(0, b"a line"), (1, b"x\n"), (0, b"\n")], true), "0: a line\n1: x\n");
+    }
+
+    #[test]
+    fn a_prompt_waits_for_the_end_of_anothers_line() {
+        let mut queue = Queue::default();
+        let source = |id| Source { id, prefix: b"", is_live: false };
+        queue.put(&source(1), (Ending::Newline, b"Name: "));
+        assert!(queue.is_free(1) && !queue.is_free(0));
+        queue.end(1);
+        assert!(queue.is_free(0));
+        queue.put(&source(1), (Ending::Newline, b"10%\r"));
+        assert!(queue.is_free(0));
     }
 
     #[test]
@@ -190,7 +306,7 @@ mod tests {
     #[test]
     fn the_launcher_speaks_on_lines_of_its_own() {
         let mut queue = Queue::default();
-        queue.put(0, b"", Ending::Newline, b"50%\r");
+        queue.put(&Source { id: 0, prefix: b"", is_live: false }, (Ending::Newline, b"50%\r"));
         queue.say("one\ntwo");
         assert_eq!(queue.front(100), b"50%\r\nflow-launch: one\nflow-launch: two\n");
     }
@@ -214,7 +330,16 @@ mod tests {
             for (id, sent) in sent.iter().enumerate() {
                 let prefix = format!("{id}: ");
                 let received: Vec<_> = text.lines().filter_map(|line| line.strip_prefix(&prefix)).collect();
-                prop_assert_eq!(received, sent.lines().collect::<Vec<_>>());
+                if id == 0 {
+                    // Others may have come between a prompt and the rest of its line.
+                    prop_assert_eq!(received.concat(), sent.replace('\n', ""));
+                } else {
+                    prop_assert_eq!(received, sent.lines().collect::<Vec<_>>());
+                }
+            }
+            for line in text.lines() {
+                let (id, rest) = line.split_once(": ").expect(line);
+                prop_assert!(rest.bytes().all(|letter| letter - b'a' == id.as_bytes()[0] - b'0'), "{}", line);
             }
         }
 

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::args::Usage;
-use crate::job::{Job, Processes};
+use crate::find;
+use crate::job::{Job, Processes, Stdin};
 use crate::machine::Machine;
 use crate::round::Placement;
 
@@ -25,6 +26,10 @@ pub struct WorkerSpec {
     pub environment: Vec<(&'static str, OsString)>,
     /// The CPUs it is bound to, if to any.
     pub cores: Option<Vec<usize>>,
+    /// It reads flow-launch's standard input.
+    pub has_input: bool,
+    /// On a terminal the user has it before them.
+    pub is_foreground: bool,
 }
 
 /// Number of workers on this node.
@@ -46,6 +51,11 @@ pub fn local_world_size(job: &Job, machine: &Machine) -> Result<u32, Usage> {
     if size.checked_mul(nodes).is_none() {
         return Err(Usage(format!("--nnodes {nodes} times --nproc-per-node {size} is too many workers")));
     }
+    if let (Some(Stdin::Rank(rank)), 1) = (job.stdin, nodes) {
+        if rank >= size {
+            return Err(Usage(format!("--stdin is '{rank}'; it must be all, none or a rank below {size}")));
+        }
+    }
     let visible = machine.visible_devices().map(|list| list.split(',').count());
     match visible.filter(|visible| job.virtual_local_rank && *visible < size as usize) {
         Some(visible) => Err(Usage(format!(
@@ -53,6 +63,13 @@ pub fn local_world_size(job: &Job, machine: &Machine) -> Result<u32, Usage> {
         ))),
         None => Ok(size),
     }
+}
+
+/// Who reads flow-launch's standard input: unless told otherwise all, as with torchrun, for Python programs; for others
+/// rank 0, as with mpirun.
+pub fn stdin(job: &Job) -> Stdin {
+    let default = if find::is_python(&job.program) { Stdin::All } else { Stdin::Rank(0) };
+    job.stdin.unwrap_or(default)
 }
 
 /// OMP_NUM_THREADS for each of several workers: its share of the cores, or those it is bound to; none where the user has
@@ -78,12 +95,15 @@ pub fn workers(
     machine: &Machine,
     error_file: impl Fn(u32) -> Option<PathBuf>,
 ) -> Vec<WorkerSpec> {
+    let stdin = stdin(job);
     let worker = |local_rank: u32| WorkerSpec {
         rank: placement.first_rank + local_rank,
         local_rank,
         command: command.iter().map(|word| substitute(word, local_rank)).collect(),
         environment: environment(job, placement, machine, local_rank, error_file(local_rank)),
         cores: machine.binding.get(local_rank as usize).cloned(),
+        has_input: stdin.is_for(placement.first_rank + local_rank),
+        is_foreground: stdin.foreground() == placement.first_rank + local_rank,
     };
     (0..placement.local_world_size).map(worker).collect()
 }
@@ -226,6 +246,26 @@ mod tests {
         assert!(size("gpu", 6, 0).unwrap_err().0.contains("no GPU"));
         let large = job("f --nnodes 80000 --nproc_per_node 60000 --master_addr a --master_port 1 p");
         assert!(local_world_size(&large, &machine(1, 0)).unwrap_err().0.contains("too many"));
+    }
+
+    #[test]
+    fn the_input_is_for_all_pythons_or_for_rank_0() {
+        let readers = |line: &str| {
+            let first = Placement { first_rank: 0, ..placement() };
+            let workers = workers(&job(line), &first, &[], &machine(1, 0), |_| None);
+            workers.iter().map(|worker| (worker.has_input, worker.is_foreground)).collect::<Vec<_>>()
+        };
+        let (both, first, second) = ([(true, true), (true, false)], [(true, true), (false, false)], (true, true));
+        for line in ["f train.py", "f -m train", "f --run-path train", "f --stdin all train"] {
+            assert_eq!(readers(line), both, "{line}");
+        }
+        for line in ["f train", "f --no-python train.py", "f --stdin 0 train.py"] {
+            assert_eq!(readers(line), first, "{line}");
+        }
+        assert_eq!(readers("f --stdin 1 train.py"), [(false, false), second]);
+        assert_eq!(readers("f --stdin none train"), [(false, true), (false, false)]);
+        let line = "f --nproc_per_node 2 --stdin 2 train";
+        assert!(local_world_size(&job(line), &machine(1, 0)).unwrap_err().0.contains("a rank below 2"));
     }
 
     #[test]

@@ -32,18 +32,21 @@ const TOGETHER: Duration = Duration::from_millis(200);
 /// How long a killed process may take to go.
 const LAST_WAIT: Duration = Duration::from_secs(10);
 
-/// First failure or signal: ask all to stop. After the grace period, or at a signal that comes later: kill.
+/// First failure or signal: ask all to stop. After the grace period, or at a second Ctrl-C: kill. Other signals that come
+/// again are no order to kill: schedulers repeat them.
 pub struct Policy {
     grace: Duration,
     cause: Option<Cause>,
     deadline: Option<Instant>,
+    /// When the first signal came that was one wish with no other, and the first SIGINT.
+    signalled: Option<Instant>,
     interrupted: Option<Instant>,
     killed: bool,
 }
 
 impl Policy {
     pub fn new(grace: Duration) -> Policy {
-        Policy { grace, cause: None, deadline: None, interrupted: None, killed: false }
+        Policy { grace, cause: None, deadline: None, signalled: None, interrupted: None, killed: false }
     }
 
     pub fn cause(&self) -> Option<Cause> {
@@ -62,7 +65,19 @@ impl Policy {
 
     /// Someone wants the launcher itself to end, and the time for doing so in good order is over.
     pub fn must_leave(&self) -> bool {
-        self.interrupted.is_some() && self.killed
+        self.signalled.is_some() && self.killed
+    }
+
+    /// How long workers that were asked to stop may still take.
+    pub fn time_left(&self, now: Instant) -> Duration {
+        self.deadline.map(|deadline| deadline.saturating_duration_since(now)).unwrap_or_default()
+    }
+
+    /// For so long everything was stopped.
+    pub fn paused(&mut self, time: Duration) {
+        for moment in [&mut self.deadline, &mut self.signalled, &mut self.interrupted].into_iter().flatten() {
+            *moment += time;
+        }
     }
 
     /// These workers (by index, in rank order) were seen to have ended together; with the time of the error that each
@@ -82,14 +97,24 @@ impl Policy {
         }
     }
 
-    /// The launcher was sent a signal.
-    pub fn signalled(&mut self, signal: i32, now: Instant) -> Action {
-        let first = *self.interrupted.get_or_insert(now);
+    /// The launcher was sent a signal. None if that is no news; `Action::Nothing` if workers are stopping already.
+    pub fn signalled(&mut self, signal: i32, now: Instant) -> Option<Action> {
+        let is_interrupt = signal == Signal::SIGINT as i32;
+        let mut earlier = [self.signalled, self.interrupted].into_iter().flatten();
+        if earlier.any(|earlier| now.saturating_duration_since(earlier) < TOGETHER) {
+            return None;
+        }
+        let is_first = self.signalled.is_none();
+        self.signalled.get_or_insert(now);
+        let is_again = is_interrupt && self.interrupted.is_some();
+        if is_interrupt {
+            self.interrupted.get_or_insert(now);
+        }
         match self.cause {
-            None => self.stop(Cause::Signal(signal), signal, now),
-            Some(Cause::Signal(_)) if now - first < TOGETHER => Action::Nothing,
-            Some(_) if now == first && self.cause == Some(Cause::Order) => Action::Nothing,
-            Some(_) => self.kill(now),
+            None => Some(self.stop(Cause::Signal(signal), signal, now)),
+            Some(_) if self.killed => None,
+            Some(_) if is_again => Some(self.kill(now)),
+            Some(_) => (is_first || is_interrupt).then_some(Action::Nothing),
         }
     }
 
@@ -160,26 +185,51 @@ mod tests {
     }
 
     #[test]
-    fn a_signal_is_passed_on_and_a_second_kills() {
+    fn a_signal_is_passed_on_and_a_second_interrupt_kills() {
         let (mut policy, now) = (Policy::new(GRACE), Instant::now());
-        assert_eq!(policy.signalled(2, now), Action::Send(2));
+        assert_eq!(policy.signalled(2, now), Some(Action::Send(2)));
         assert!(!policy.must_leave());
         assert_eq!(policy.ended(&[(0, End::Signal(2), None)], now), Action::Nothing);
-        assert_eq!(policy.signalled(15, now + TOGETHER / 2), Action::Nothing);
+        assert_eq!(policy.signalled(2, now + TOGETHER / 2), None);
+        assert_eq!(policy.signalled(15, now + TOGETHER), None);
         assert!(policy.in_grace() && !policy.must_leave());
-        assert_eq!(policy.signalled(15, now + TOGETHER), Action::Kill);
+        assert_eq!(policy.signalled(2, now + TOGETHER), Some(Action::Kill));
         assert_eq!(policy.cause(), Some(Cause::Signal(2)));
         assert!(policy.must_leave());
+        assert_eq!(policy.signalled(2, now + 3 * TOGETHER), None);
     }
 
     #[test]
-    fn an_order_stops_workers_and_the_signal_that_comes_with_it_does_not_kill() {
+    fn signals_that_are_repeated_do_not_kill() {
+        let (mut policy, now) = (Policy::new(GRACE), Instant::now());
+        assert_eq!(policy.signalled(15, now), Some(Action::Send(15)));
+        for (times, signal) in [(1, 15), (2, 1), (3, 3), (4, 15)] {
+            assert_eq!(policy.signalled(signal, now + times * TOGETHER), None);
+        }
+        // An interrupt says first what the next one does.
+        assert_eq!(policy.signalled(2, now + 5 * TOGETHER), Some(Action::Nothing));
+        assert_eq!(policy.time_left(now + 5 * TOGETHER), GRACE - 5 * TOGETHER);
+        assert_eq!(policy.signalled(2, now + 6 * TOGETHER), Some(Action::Kill));
+    }
+
+    #[test]
+    fn time_spent_stopped_does_not_count() {
+        let (mut policy, now) = (Policy::new(GRACE), Instant::now());
+        policy.signalled(15, now);
+        policy.paused(GRACE);
+        assert_eq!(policy.elapsed(now + GRACE), Action::Nothing);
+        assert_eq!(policy.elapsed(now + 2 * GRACE), Action::Kill);
+    }
+
+    #[test]
+    fn an_order_stops_workers_and_signals_that_come_after_it_do_not_kill() {
         let (mut policy, now) = (Policy::new(GRACE), Instant::now());
         assert_eq!(policy.ordered(now), Action::Send(15));
         assert_eq!(policy.cause(), Some(Cause::Order));
         assert_eq!(policy.ordered(now), Action::Nothing);
-        assert_eq!(policy.signalled(15, now), Action::Nothing);
-        assert_eq!(policy.signalled(15, now + GRACE / 2), Action::Kill);
+        assert_eq!(policy.signalled(15, now), Some(Action::Nothing));
+        assert_eq!(policy.signalled(15, now + GRACE / 2), None);
+        assert_eq!(policy.cause(), Some(Cause::Order));
         let mut signalled = Policy::new(GRACE);
         signalled.signalled(2, now);
         assert_eq!(signalled.ordered(now), Action::Nothing);

@@ -21,8 +21,8 @@ use crate::job::{Hosts, Job};
 use crate::leader;
 use crate::leash;
 use crate::link::TOKEN;
-use crate::output::{Assembler, Ending};
-use crate::signals::Signals;
+use crate::output::{Assembler, Segment, Source};
+use crate::signals::{self, Request, Signals};
 use crate::sink::Sinks;
 use crate::wait;
 use crate::worker::End;
@@ -282,9 +282,15 @@ impl Head {
         for event in ready {
             match event {
                 Ready::Signals => {
-                    while let Some(signal) = self.signals.next() {
-                        self.is_signalled = true;
-                        self.stop(signal);
+                    while let Some(request) = self.signals.next() {
+                        match request {
+                            Request::End(signal) => {
+                                self.is_signalled = true;
+                                self.stop(signal);
+                            }
+                            Request::Suspend => drop(signals::suspend().context("cannot stop for a while")?),
+                            Request::Resize => {}
+                        }
                     }
                 }
                 Ready::Sink(sink) => {
@@ -330,11 +336,12 @@ impl Head {
         let agent = &mut agents[index];
         let Some(mut stream) = agent.streams[which].take() else { return false };
         let has_ended = agent.has_ended;
-        let mut put = |previous: Ending, segment: &[u8]| {
-            if let Some(prefix) = agent.prefix(which, segment, shown) {
+        let mut put = |segment: Segment| {
+            if let Some(prefix) = agent.prefix(which, segment.bytes, shown) {
                 // What a shell says at its start is not the program's.
                 let sink = sinks.of_mut(if prefix.is_empty() { which } else { 1 });
-                sink.queue.put(2 * index + which, prefix.as_bytes(), previous, segment);
+                let source = Source { id: 2 * index + which, prefix: prefix.as_bytes(), is_live: false };
+                sink.queue.put(&source, segment.rest());
             }
         };
         let mut buffer = vec![0; READ];

@@ -3,12 +3,16 @@
 use std::collections::VecDeque;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
+use std::time::Duration;
+
+use rustix::process::Signal;
 
 use jiff::tz::TimeZone;
 use jiff::Timestamp;
 
 use crate::error_file::ErrorFile;
 use crate::logs::LogFile;
+use crate::policy::Action;
 use crate::worker::{signal_name, End};
 
 /// Lines of stderr in a report.
@@ -131,6 +135,20 @@ pub fn others(outcomes: &[Outcome], failed: Option<usize>, host: &str) -> Option
     (!others.is_empty()).then(|| format!("{who}: {}", fates(&others)))
 }
 
+/// What is said when the launcher is told to end by a signal: how long workers may take, and what is done next.
+pub fn stopping(signal: i32, action: Action, time_left: Duration) -> String {
+    let name = signal_name(signal);
+    let again = if signal == Signal::INT.as_raw() { "; again to kill them" } else { "" };
+    match action {
+        Action::Kill => format!("{name}: killing the ranks"),
+        // Whole seconds where there are any.
+        _ => match time_left.as_secs_f64() {
+            left if left >= 1.0 => format!("{name}: waiting up to {} s for the ranks to stop{again}", left.round()),
+            left => format!("{name}: waiting up to {left:.1} s for the ranks to stop{again}"),
+        },
+    }
+}
+
 /// What is said of workers that did not stop when the launcher was told to; nothing if all did.
 pub fn unwilling(outcomes: &[Outcome], signal: i32) -> Option<String> {
     let killed: Vec<_> = outcomes.iter().filter(|outcome| outcome.stopped == Stopped::Killed).map(|o| o.rank).collect();
@@ -174,6 +192,18 @@ pub fn ranks(ranks: &[u32]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_signal_is_answered_by_what_follows() {
+        let seconds = Duration::from_secs_f64;
+        let said = stopping(2, Action::Send(2), seconds(30.0));
+        assert_eq!(said, "SIGINT: waiting up to 30 s for the ranks to stop; again to kill them");
+        let said = stopping(2, Action::Nothing, seconds(11.6));
+        assert_eq!(said, "SIGINT: waiting up to 12 s for the ranks to stop; again to kill them");
+        let said = stopping(15, Action::Send(15), seconds(0.3));
+        assert_eq!(said, "SIGTERM: waiting up to 0.3 s for the ranks to stop");
+        assert_eq!(stopping(2, Action::Kill, seconds(10.0)), "SIGINT: killing the ranks");
+    }
 
     #[test]
     fn ranks_in_runs() {

@@ -1,44 +1,76 @@
-//! The signals the launcher passes on to its workers.
+//! The signals that the launcher deals with: those that end the job, and what comes from a terminal.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::{Duration, Instant};
 
 use anyhow::{bail, Context};
-use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signal::{raise, SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
-use std::os::fd::{AsFd, BorrowedFd};
 
-/// Reads the signals that are passed on, one at a time.
-pub struct Signals(SignalFd);
+/// What a signal asks for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Request {
+    /// To end the job, by this signal.
+    End(i32),
+    /// To stop until the user goes on with us (Ctrl-Z).
+    Suspend,
+    /// To take note of the terminal's new size.
+    Resize,
+}
+
+/// Reads the signals one at a time.
+pub struct Signals {
+    arrived: SignalFd,
+    passed_on: SigSet,
+}
 
 impl Signals {
-    /// Blocks the signals that are to be `passed_on`, so that they can be read here. One that whoever started us has had
-    /// ignored (as nohup does with SIGHUP) stays ignored.
+    /// Blocks the signals that are to be `passed_on`, and the terminal's, so that they can be read here. One that whoever
+    /// started us has had ignored (as nohup does with SIGHUP) stays ignored.
     pub fn catch(passed_on: &[Signal]) -> anyhow::Result<Signals> {
         let ignored = ignored_signals().context("cannot read /proc/self/status")?;
-        let is_ignored = |signal: Signal| ignored & (1 << (signal as i32 - 1)) != 0;
-        if is_ignored(Signal::SIGCHLD) {
+        let is_ignored = |signal: &Signal| ignored & (1 << (*signal as i32 - 1)) != 0;
+        if is_ignored(&Signal::SIGCHLD) {
             bail!("SIGCHLD is ignored by whatever started flow-launch, so that no exit code could be seen; start it otherwise");
         }
-        let mask: SigSet = passed_on.iter().copied().filter(|signal| !is_ignored(*signal)).collect();
-        mask.thread_block().context("cannot block signals")?;
+        let passed_on: SigSet = passed_on.iter().copied().filter(|signal| !is_ignored(signal)).collect();
+        let terminals = [Signal::SIGTSTP, Signal::SIGWINCH];
+        let caught: SigSet = passed_on.iter().chain(terminals.into_iter().filter(|s| !is_ignored(s))).collect();
+        caught.thread_block().context("cannot block signals")?;
+        // We write also in the background of a terminal on which that stops others (stty tostop).
+        SigSet::from(Signal::SIGTTOU).thread_block().context("cannot block SIGTTOU")?;
         let flags = SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC;
-        Ok(Signals(SignalFd::with_flags(&mask, flags).context("cannot open a signalfd")?))
+        Ok(Signals { arrived: SignalFd::with_flags(&caught, flags).context("cannot open a signalfd")?, passed_on })
     }
 
-    /// The next signal that has arrived, by number.
-    pub fn next(&self) -> Option<i32> {
-        match self.0.read_signal() {
-            Ok(information) => information.map(|information| information.ssi_signo as i32),
-            Err(error) => {
-                log::warn!("cannot read signals: {error}");
-                None
-            }
-        }
+    /// What the next signal that has arrived asks for.
+    pub fn next(&self) -> Option<Request> {
+        let arrived = self.arrived.read_signal().inspect_err(|error| log::warn!("cannot read signals: {error}"));
+        let number = arrived.ok()??.ssi_signo as i32;
+        log::debug!("received signal {number}");
+        Some(match Signal::try_from(number) {
+            Ok(signal) if self.passed_on.contains(signal) => Request::End(number),
+            Ok(Signal::SIGTSTP) => Request::Suspend,
+            _ => Request::Resize,
+        })
     }
 }
 
 impl AsFd for Signals {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
+        self.arrived.as_fd()
     }
+}
+
+/// Stops this process, as its shell expects, until it is continued; for how long that was.
+pub fn suspend() -> nix::Result<Duration> {
+    let stop = SigSet::from(Signal::SIGTSTP);
+    let start = Instant::now();
+    raise(Signal::SIGTSTP)?;
+    // Here it takes effect.
+    stop.thread_unblock()?;
+    stop.thread_block()?;
+    Ok(start.elapsed())
 }
 
 /// Undoes in a new worker what [`Signals::catch`] has done in the launcher.

@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
+use rustix::termios::{isatty, tcgetwinsize, Winsize};
 
 use crate::output::Queue;
 
@@ -20,6 +21,7 @@ const LARGE_WRITE: usize = 1 << 16;
 /// One output and what waits to be written to it.
 pub struct Sink {
     pub queue: Queue,
+    is_terminal: bool,
     /// None when nobody reads any more.
     fd: Option<OwnedFd>,
     write_limit: usize,
@@ -72,6 +74,11 @@ impl Sinks {
         self.sinks.iter().enumerate().filter_map(|(index, sink)| Some((index, sink.wants_to_write()?)))
     }
 
+    /// Somebody else has written to the terminal.
+    pub fn redraw(&mut self) {
+        self.sinks.iter_mut().for_each(|sink| sink.queue.redraw());
+    }
+
     /// An error, to standard error.
     pub fn say(&mut self, message: &str) {
         self.of_mut(1).queue.say(message);
@@ -97,9 +104,17 @@ impl Sink {
             }
             _ => None,
         };
+        let is_terminal = isatty(fd);
+        let can_erase = is_terminal && std::env::var_os("TERM").is_none_or(|name| name != "dumb");
+        let queue = if can_erase { Queue::for_screen() } else { Queue::default() };
         let write_limit = if own.is_some() { LARGE_WRITE } else { SAFE_WRITE };
         let fd = own.map_or_else(|| fd.try_clone_to_owned(), Ok)?;
-        Ok(Sink { queue: Queue::default(), fd: Some(fd), write_limit })
+        Ok(Sink { queue, is_terminal, fd: Some(fd), write_limit })
+    }
+
+    /// The size of the terminal that it is, if it is one.
+    pub fn window(&self) -> Option<Winsize> {
+        tcgetwinsize(self.fd.as_ref().filter(|_| self.is_terminal)?).ok()
     }
 
     pub fn is_closed(&self) -> bool {
@@ -118,6 +133,7 @@ impl Sink {
     /// Writes some of the queue. An error closes the sink; one other than "nobody reads any more" is returned.
     fn write(&mut self) -> Result<(), Errno> {
         let Some(fd) = &self.fd else { return Ok(()) };
+        self.queue.refresh();
         match rustix::io::write(fd, self.queue.front(self.write_limit)) {
             Ok(count) => {
                 self.queue.written(count);

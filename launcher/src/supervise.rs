@@ -2,9 +2,11 @@
 //! coordinator has to say, and never blocks elsewhere.
 
 use std::ffi::OsString;
-use std::io::IsTerminal;
+use std::fs::File;
+use std::io::{self, IsTerminal};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use rustix::event::{PollFd, PollFlags};
@@ -12,7 +14,7 @@ use rustix::io::Errno;
 
 use crate::address;
 use crate::coordinator::{Event, Failure, Order, Verdict};
-use crate::crew::{self, Crew};
+use crate::crew::{self, Console, Crew};
 use crate::error_file;
 use crate::events::{self, Events};
 use crate::guard::Guard;
@@ -26,11 +28,11 @@ use crate::policy::{Action, Policy};
 use crate::report::{self, Outcome};
 use crate::round::Placement;
 use crate::route::Routes;
-use crate::signals::Signals;
+use crate::signals::{self, Request, Signals};
 use crate::sink::Sinks;
 use crate::wait;
 use crate::watchdog::Watchdog;
-use crate::worker::End;
+use crate::worker::{self, End};
 
 /// What `poll` has found ready.
 enum Ready {
@@ -59,6 +61,8 @@ pub struct Supervisor {
     /// The crew of the last round, when it is over.
     last: Option<Crew>,
     sinks: Sinks,
+    /// What we inherit as standard input may give something to read.
+    has_input: bool,
     logs: Logs,
     events: Events,
     signals: Signals,
@@ -108,6 +112,7 @@ impl Supervisor {
             command,
             local_world_size,
             sinks,
+            has_input: has_input(),
             logs,
             signals,
             watchdog,
@@ -219,7 +224,8 @@ impl Supervisor {
             let restart = events::Event::Restart { round, world_size: placement.world_size };
             record(&restart, &mut self.events, &mut self.sinks);
         }
-        match Crew::start(round, attempt, specs, Policy::new(self.job.grace), &self.logs, &mut self.guard) {
+        let console = Console { sinks: &self.sinks, has_input: self.has_input };
+        match Crew::start(round, attempt, specs, Policy::new(self.job.grace), &self.logs, &console, &mut self.guard) {
             Ok(mut crew) => {
                 (0..2).filter(|which| self.sinks.of(*which).is_closed()).for_each(|which| crew.leave_console(which));
                 for Outcome { rank, local_rank, pid, .. } in crew.outcomes() {
@@ -334,6 +340,7 @@ impl Supervisor {
         }
         let action = crew.policy.elapsed(now);
         crew.act(action);
+        crew.elapsed(now, &mut self.sinks);
         crew.settle(&mut self.sinks, &mut self.guard);
         if crew.is_over(&self.guard) {
             let round = crew.round;
@@ -353,20 +360,51 @@ impl Supervisor {
     }
 
     fn take_signals(&mut self) {
-        while let Some(signal) = self.signals.next() {
-            log::debug!("received signal {signal}");
-            if let Some(crew) = &mut self.crew {
-                let action = crew.policy.signalled(signal, Instant::now());
-                crew.act(action);
-                if let Action::Send(_) = action {
-                    let reason = End::Signal(signal).to_string();
-                    record(&events::Event::Stop { reason: &reason }, &mut self.events, &mut self.sinks);
-                }
-            }
-            if self.signalled.replace(signal).is_none() {
-                self.link.tell(Event::Leaving { signal });
+        while let Some(request) = self.signals.next() {
+            match request {
+                Request::End(signal) => self.told_to_end(signal),
+                Request::Suspend => self.suspend(),
+                Request::Resize => self.crew.iter_mut().for_each(|crew| crew.resize(&self.sinks)),
             }
         }
+    }
+
+    fn told_to_end(&mut self, signal: i32) {
+        let now = Instant::now();
+        if let Some(crew) = &mut self.crew {
+            let action = crew.policy.signalled(signal, now);
+            crew.act(action.unwrap_or(Action::Nothing));
+            if let Some(action) = action {
+                self.sinks.say(&report::stopping(signal, action, crew.policy.time_left(now)));
+            }
+            if let Some(Action::Send(_)) = action {
+                let reason = End::Signal(signal).to_string();
+                record(&events::Event::Stop { reason: &reason }, &mut self.events, &mut self.sinks);
+            }
+        } else if self.signalled.is_none() && self.verdict.is_none() {
+            self.sinks.say(&format!("{}: ending; no rank is running", worker::signal_name(signal)));
+        }
+        if self.signalled.is_none() {
+            self.signalled = Some(signal);
+            self.link.tell(Event::Leaving { signal });
+        }
+    }
+
+    /// Ctrl-Z: stops the workers, which do not feel it, and this process, until the user goes on with them.
+    fn suspend(&mut self) {
+        self.crew.iter().for_each(Crew::pause);
+        let stopped = signals::suspend().unwrap_or_else(|error| {
+            log::warn!("cannot stop: {error}");
+            Duration::ZERO
+        });
+        self.link.paused(stopped);
+        self.guard.paused(stopped);
+        if let Some(crew) = &mut self.crew {
+            crew.policy.paused(stopped);
+            crew.resume();
+            crew.resize(&self.sinks);
+        }
+        self.sinks.redraw();
     }
 
     fn wait(&self) -> Result<Vec<Ready>, Errno> {
@@ -386,9 +424,10 @@ impl Supervisor {
         }
         let crew = self.crew.as_ref().and_then(|crew| crew.policy.deadline());
         let is_due = self.must_leave() || self.crew.as_ref().is_some_and(|crew| crew.is_over(&self.guard));
+        let prompts = self.crew.as_ref().and_then(|crew| crew.deadline(&self.sinks));
         let watchdog = self.watchdog.as_ref().and_then(Watchdog::deadline);
         let health = self.health.as_ref().and_then(Health::deadline);
-        let deadlines = [crew, self.guard.deadline(), self.link.deadline(), watchdog, health];
+        let deadlines = [crew, prompts, self.guard.deadline(), self.link.deadline(), watchdog, health];
         let deadline = if is_due { Some(Instant::now()) } else { deadlines.into_iter().flatten().min() };
         wait::until(watched, deadline)
     }
@@ -436,6 +475,13 @@ impl Supervisor {
             }
         }
     }
+}
+
+/// Standard input is not `/dev/null`.
+fn has_input() -> bool {
+    let device = |fd: BorrowedFd| rustix::fs::fstat(fd).map(|stat| stat.st_rdev);
+    let nothing = File::open("/dev/null").ok().and_then(|nothing| device(nothing.as_fd()).ok());
+    device(io::stdin().as_fd()).ok() != nothing
 }
 
 /// Writes to the file of events.

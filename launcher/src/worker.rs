@@ -2,22 +2,31 @@
 //!
 //! A worker starts as flow-launch itself ([`exec`]), which asks the kernel to kill it when the launcher dies, waits
 //! until the guard knows of it, and only then becomes the program. So there is no moment at which a killed launcher
-//! leaves a worker behind.
+//! leaves a worker behind. What it waits for is its standard input, which comes through a socket.
+//!
+//! Each worker leads a session of its own. It has no controlling terminal there, so that no terminal can stop it.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::fs::File;
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 
 use serde::{Deserialize, Serialize};
 
+use rustix::io::{retry_on_intr, Errno};
+use rustix::net::{
+    recvmsg, sendmsg, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
+};
 use rustix::process::{
-    kill_process_group, pidfd_open, set_parent_process_death_signal, waitid, Pid, PidfdFlags, Signal, WaitId,
-    WaitIdOptions,
+    kill_process, kill_process_group, pidfd_open, set_parent_process_death_signal, setsid, waitid, Pid, PidfdFlags,
+    Signal, WaitId, WaitIdOptions,
 };
 use rustix::thread::{sched_setaffinity, CpuSet};
 
@@ -72,7 +81,7 @@ pub fn signal_name(signal: i32) -> String {
     }
 }
 
-/// A worker that has been started and not yet reaped. It leads a process group of its own.
+/// A worker that has been started and not yet reaped. It leads a session, and in it a process group.
 pub struct Process {
     pub pid: Pid,
     pidfd: OwnedFd,
@@ -90,23 +99,26 @@ impl Process {
     ) -> io::Result<(Process, [Option<OwnedFd>; 2])> {
         let mut command = Command::new("/proc/self/exe");
         let cores = spec.cores.as_deref().map(numa::list).unwrap_or_default();
-        command.arg0("flow-launch").arg(HIDDEN_FLAG).arg(cores).args(&spec.command).process_group(0);
+        command.arg0("flow-launch").arg(HIDDEN_FLAG).arg(cores).args(&spec.command);
         command.env_remove("FLOW_STORE").env_remove("FLOW_TOKEN");
         command.envs([guard.mark()]);
         command.envs(spec.environment.iter().map(|(name, value)| (name, value)));
         let [stdout, stderr] = files.map(|file| file.map_or_else(Stdio::piped, Stdio::from));
-        command.stdin(Stdio::piped()).stdout(stdout).stderr(stderr);
+        let (gate, awaited) = UnixStream::pair()?;
+        command.stdin(OwnedFd::from(awaited)).stdout(stdout).stderr(stderr);
         let mut child = command.spawn()?;
+        // With it go our copies of what is the worker's.
+        drop(command);
         let pid = Pid::from_child(&child);
         guard.register(pid);
-        let pidfd = pidfd_open(pid, PidfdFlags::empty()).inspect_err(|_| {
+        let start = pidfd_open(pid, PidfdFlags::empty()).map_err(io::Error::from);
+        let start = start.and_then(|pidfd| open_gate(&gate, spec.has_input).map(|()| pidfd));
+        drop(gate);
+        let pidfd = start.inspect_err(|_| {
             // It ends, as its gate is closed.
             let _ = child.wait();
             guard.unregister(pid);
         })?;
-        let Some(mut gate) = child.stdin.take() else { return Err(io::Error::other("a pipe is missing")) };
-        // Fails only if the worker has already been killed; its end will be seen.
-        let _ = gate.write_all(b"!");
         let pipes = [child.stdout.take().map(OwnedFd::from), child.stderr.take().map(OwnedFd::from)];
         Ok((Process { pid, pidfd }, pipes))
     }
@@ -114,7 +126,12 @@ impl Process {
     /// Sends a signal to the worker and all of its process group.
     pub fn signal(&self, signal: i32) {
         let Some(signal) = Signal::from_named_raw(signal) else { return };
-        if let Err(error) = kill_process_group(self.pid, signal) {
+        let sent = match kill_process_group(self.pid, signal) {
+            // It has only just been started, and has no group yet.
+            Err(Errno::SRCH) => kill_process(self.pid, signal),
+            sent => sent,
+        };
+        if let Err(error) = sent {
             log::debug!("cannot signal process group {}: {error}", self.pid);
         }
     }
@@ -168,11 +185,35 @@ pub fn become_program(ready: io::Result<()>, mut command: impl Iterator<Item = O
     ExitCode::from(if is_missing { 127 } else { 126 })
 }
 
+/// Lets a worker go on, with our standard input or an empty one.
+fn open_gate(gate: &UnixStream, has_input: bool) -> io::Result<()> {
+    let (stdin, nothing) = (io::stdin(), File::open("/dev/null")?);
+    let input = [if has_input { stdin.as_fd() } else { nothing.as_fd() }];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    control.push(SendAncillaryMessage::ScmRights(&input));
+    match retry_on_intr(|| sendmsg(gate, &[IoSlice::new(b"!")], &mut control, SendFlags::NOSIGNAL)) {
+        // It has already been killed; its end will be seen.
+        Ok(_) | Err(Errno::PIPE | Errno::CONNRESET) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
 fn await_launcher() -> io::Result<()> {
+    setsid()?;
     set_parent_process_death_signal(Some(Signal::KILL))?;
-    let mut gate = [0];
-    io::stdin().read_exact(&mut gate).map_err(|_| io::Error::other("the launcher has gone"))?;
-    nix::unistd::dup2_stdin(File::open("/dev/null")?)?;
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut byte = [0];
+    let gate = io::stdin();
+    let receive = || recvmsg(&gate, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC);
+    retry_on_intr(receive)?;
+    let mut input = control.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut received) => received.next(),
+        _ => None,
+    });
+    let input = input.next().ok_or_else(|| io::Error::other("the launcher has gone"))?;
+    nix::unistd::dup2_stdin(input)?;
     Ok(signals::unblock()?)
 }
 

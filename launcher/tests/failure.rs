@@ -70,6 +70,14 @@ fn what_siblings_do_when_stopped_is_not_the_cause() {
     assert!(finished.stderr.ends_with("ranks 0, 2 asked to stop, ended with exit code 99\n"));
 }
 
+/// Long enough for a checkpoint.
+#[test]
+fn workers_have_half_a_minute_after_anothers_failure() {
+    let others = "trap 'sleep 6; echo saved; exit' TERM; echo ready; while :; do sleep 0.05; done";
+    let finished = run(&mut odd_one("--nproc_per_node 2", "sleep 0.5; exit 6", others));
+    assert_eq!((finished.code, finished.stdout.as_str()), (Some(6), "ready\nsaved\n"));
+}
+
 #[test]
 fn a_stopped_workers_children_may_use_the_grace_period() {
     let others = "(trap 'sleep 0.3; echo saved; exit' TERM; echo ready; while :; do sleep 0.05; done) & wait";
@@ -114,12 +122,18 @@ fn an_output_held_open_beyond_the_grace_period_does_not_hold_up_the_end() {
 #[test]
 fn the_store_tells_survivors_how_a_worker_ended() {
     let others = "trap '' TERM; echo $FLOW_STORE $FLOW_TOKEN; while :; do sleep 0.05; done";
-    let mut running = Running::start(&mut odd_one("--nproc_per_node 2 --grace 20", "sleep 0.3; kill -SEGV $$", others));
+    let mut running =
+        Running::start(&mut odd_one("--nproc_per_node 2 --grace 1000", "sleep 0.3; kill -SEGV $$", others));
     let line = running.line();
     let (address, token) = line.split_once(' ').unwrap();
     let timeout = Duration::from_secs(20);
     let store = Store::connect(&address.parse().unwrap(), token, timeout).unwrap();
     assert_eq!(store.get("exit/1", timeout).unwrap(), b"signal 11 (SIGSEGV)");
-    running.signal(rustix::process::Signal::TERM);
-    assert_eq!(running.finish().code, Some(139));
+    // The first says what the second does, in a stop that had another cause too.
+    running.signal(rustix::process::Signal::INT);
+    std::thread::sleep(Duration::from_millis(250));
+    running.signal(rustix::process::Signal::INT);
+    let finished = running.finish();
+    assert_eq!(finished.code, Some(139));
+    assert!(finished.stderr.contains("again to kill them\nflow-launch: SIGINT: killing the ranks\n"), "{finished:?}");
 }

@@ -20,8 +20,9 @@ fn signals_are_passed_on() {
         let finished = running.finish();
         assert_eq!(finished.code, Some(code));
         assert_eq!(finished.stdout, format!("got {name}\ngot {name}\n"));
-        // The shell may say that its sleep was terminated; the launcher has nothing to report.
-        assert!(!finished.stderr.contains("flow-launch"), "{}", finished.stderr);
+        let again = if name == "INT" { "; again to kill them" } else { "" };
+        let said: Vec<_> = finished.stderr.lines().filter(|line| line.contains("flow-launch")).collect();
+        assert_eq!(said, [format!("flow-launch: SIG{name}: waiting up to 30 s for the ranks to stop{again}")]);
     }
 }
 
@@ -39,16 +40,57 @@ fn who_does_not_stop_on_a_signal_is_killed_and_named() {
 }
 
 #[test]
-fn a_second_signal_kills_at_once() {
+fn a_second_interrupt_kills_at_once() {
     let text = "trap 'echo no' INT; echo $$; while :; do sleep 0.05; done";
     let mut running = Running::start(&mut script("--grace 1000000", text));
     let pids = running.numbers(1);
     running.signal(Signal::INT);
     assert_eq!(running.line(), "no");
     std::thread::sleep(Duration::from_millis(250));
-    running.signal(Signal::TERM);
-    assert_eq!(running.finish().code, Some(130));
+    running.signal(Signal::INT);
+    let finished = running.finish();
+    assert_eq!(finished.code, Some(130));
+    assert!(finished.stderr.contains("flow-launch: SIGINT: killing the ranks\n"), "{}", finished.stderr);
     until_gone(&pids);
+}
+
+/// Schedulers repeat the signal with which they end a job.
+#[test]
+fn a_second_sigterm_does_not_kill_nor_is_it_passed_on() {
+    let gate = Gate::new();
+    let text = format!(
+        "trap 'echo saving; {}; echo saved; exit 0' TERM; echo ready; while :; do sleep 0.05; done",
+        gate.wait()
+    );
+    let mut running = Running::start(&mut script("--grace 1000000", &text));
+    assert_eq!(running.line(), "ready");
+    running.signal(Signal::TERM);
+    assert_eq!(running.line(), "saving");
+    for signal in [Signal::TERM, Signal::HUP, Signal::QUIT] {
+        std::thread::sleep(Duration::from_millis(250));
+        running.signal(signal);
+    }
+    // It says what the next one would do.
+    std::thread::sleep(Duration::from_millis(250));
+    running.signal(Signal::INT);
+    std::thread::sleep(Duration::from_millis(250));
+    gate.open();
+    let finished = running.finish();
+    assert_eq!((finished.code, finished.stdout.as_str()), (Some(143), "saved\n"), "{}", finished.stderr);
+    let said: Vec<_> = finished.stderr.lines().filter(|line| line.contains("waiting")).collect();
+    assert!(matches!(said[..], [first, second] if first.contains("SIGTERM") && second.contains("SIGINT")), "{said:?}");
+}
+
+#[test]
+fn a_signal_that_comes_before_any_worker_gets_a_line_too() {
+    // Nobody is there.
+    let flags = "--nnodes 2 --node-rank 1 --master-addr 127.0.0.1 --master-port 1 true";
+    let running = Running::start(&mut common::launcher(&flags.split(' ').collect::<Vec<_>>()));
+    until("it waits for others", || children(running.pid()).len() == 1);
+    running.signal(Signal::TERM);
+    let finished = running.finish();
+    assert_eq!(finished.code, Some(143));
+    assert!(finished.stderr.contains("flow-launch: SIGTERM: ending; no rank is running\n"), "{finished:?}");
 }
 
 /// As GNU timeout does, which signals the launcher and right after that the launcher's process group.

@@ -106,11 +106,13 @@ const OUTPUT: &str = "Output";
 pub const FLAGS: &[Flag] = &[
     option(WORKERS, "nproc-per-node", "N", "Workers on this node: a number, auto, cpu or gpu [default: 1]").short('n'),
     option(WORKERS, "max-restarts", "N", "Starts anew after a failure [default: 0]"),
-    option(WORKERS, "shutdown-timeout", "SECONDS", "From SIGTERM to SIGKILL; also --grace [default: 5]")
+    option(WORKERS, "shutdown-timeout", "SECONDS", "From SIGTERM to SIGKILL; also --grace [default: 30]")
         .alias(&["grace"]),
     option(WORKERS, "hang-timeout", "SECONDS", "Longest wait in a collective, or to join [default: none]")
         .without_variable(),
     option(WORKERS, "signals-to-handle", "NAMES", "Passed on to workers [default: SIGTERM,SIGINT,SIGHUP,SIGQUIT]"),
+    option(WORKERS, "stdin", "WHO", "Who reads the input: all, none or a rank [default: Python all, others 0]")
+        .without_variable(),
     option(WORKERS, "numa-binding", "KIND", "Cores for each: node, socket, exclusive or core-complex")
         .without_variable(),
     switch(WORKERS, "virtual-local-rank", "Each sees one GPU, its own, and LOCAL_RANK 0"),

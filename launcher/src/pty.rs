@@ -1,0 +1,59 @@
+//! A terminal of our own, to which a worker writes where flow-launch itself writes to one: so the worker draws its
+//! progress bars and uses colours as it would alone. Nobody types there: it can only be written.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+
+use rustix::fs::{Mode, OFlags};
+use rustix::pty::{grantpt, openpt, ptsname, unlockpt, OpenptFlags};
+use rustix::termios::{tcgetattr, tcgetwinsize, tcsetattr, tcsetwinsize, LocalModes, OptionalActions, OutputModes};
+
+pub use rustix::termios::Winsize;
+
+/// The most that is on its way from the worker to us.
+pub const HOLDS: u64 = 1 << 17;
+
+/// Our side, which does not block, and the worker's. What the worker writes arrives as it is.
+pub fn open(size: Winsize) -> io::Result<(OwnedFd, File)> {
+    let ours = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)?;
+    grantpt(&ours)?;
+    unlockpt(&ours)?;
+    let flags = OFlags::WRONLY | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let theirs = rustix::fs::open(ptsname(&ours, Vec::new())?, flags, Mode::empty())?;
+    let mut modes = tcgetattr(&theirs)?;
+    modes.output_modes.remove(OutputModes::OPOST);
+    modes.local_modes.remove(LocalModes::ECHO);
+    tcsetattr(&theirs, OptionalActions::Now, &modes)?;
+    tcsetwinsize(&ours, size)?;
+    rustix::io::ioctl_fionbio(&ours, true)?;
+    Ok((ours, theirs.into()))
+}
+
+/// The size that is left of a terminal beside a prefix.
+pub fn beside(size: Winsize, prefix: usize) -> Winsize {
+    let columns = size.ws_col.saturating_sub(prefix.try_into().unwrap_or(u16::MAX));
+    // 0 means that nobody knows.
+    Winsize { ws_col: columns.max(size.ws_col.min(1)), ..size }
+}
+
+/// Gives it another size; false if it has it already. The worker is to be told.
+pub fn resize(ours: &OwnedFd, size: Winsize) -> bool {
+    let columns_and_rows = |size: Winsize| (size.ws_col, size.ws_row);
+    let is_new = tcgetwinsize(ours).is_ok_and(|old| columns_and_rows(old) != columns_and_rows(size));
+    is_new && tcsetwinsize(ours, size).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn some_width_is_left_beside_any_prefix() {
+        let width = |columns, prefix| {
+            let size = Winsize { ws_col: columns, ws_row: 24, ws_xpixel: 0, ws_ypixel: 0 };
+            beside(size, prefix).ws_col
+        };
+        assert_eq!((width(80, 9), width(5, 9), width(0, 9), width(80, 1 << 20)), (71, 1, 0, 1));
+    }
+}

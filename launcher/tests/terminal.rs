@@ -1,0 +1,351 @@
+//! flow-launch on a terminal, as its user sees it and types into it.
+
+mod common;
+use common::{children, is_alive, launcher, script, until, until_gone, wait};
+
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use nix::pty::{openpty, Winsize};
+use rustix::process::{kill_process, Pid, Signal};
+use rustix::termios::{tcgetattr, tcgetwinsize, tcsetwinsize, LocalModes};
+
+const FLOW_LAUNCH: &str = env!("CARGO_BIN_EXE_flow-launch");
+
+/// A terminal with 30 lines of 100 columns, and what runs on it as the leader of its session.
+struct Terminal {
+    keyboard: File,
+    shown: Arc<Mutex<String>>,
+    reader: JoinHandle<()>,
+    child: Child,
+}
+
+impl Terminal {
+    /// None, and a line that says why, where there is no setsid.
+    fn start(command: &Command) -> Option<Terminal> {
+        let size = Winsize { ws_row: 30, ws_col: 100, ws_xpixel: 0, ws_ypixel: 0 };
+        let terminal = openpty(&size, None).unwrap();
+        let stream = || Stdio::from(terminal.slave.try_clone().unwrap());
+        let mut leader = Command::new("setsid");
+        leader.arg("--ctty").arg(command.get_program()).args(command.get_args()).env("TERM", "xterm");
+        leader.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        let spawned = leader.stdin(stream()).stdout(stream()).stderr(stream()).spawn();
+        let Ok(child) = spawned.inspect_err(|error| println!("SKIPPED: what happens on a terminal: setsid: {error}"))
+        else {
+            return None;
+        };
+        drop((leader, terminal.slave));
+        let shown = Arc::new(Mutex::new(String::new()));
+        let (mut screen, text) = (File::from(terminal.master.try_clone().unwrap()), Arc::clone(&shown));
+        // Reading ends with an error when nobody has the terminal any more.
+        let reader = thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(count @ 1..) = screen.read(&mut bytes) {
+                text.lock().unwrap().push_str(&String::from_utf8_lossy(&bytes[..count]));
+            }
+        });
+        Some(Terminal { keyboard: terminal.master.into(), shown, reader, child })
+    }
+
+    /// A shell script, which finds flow-launch as `$0`.
+    fn shell(text: &str) -> Option<Terminal> {
+        Terminal::start(Command::new("env").args(["--default-signal", "sh", "-c", text, FLOW_LAUNCH]))
+    }
+
+    fn shown(&self) -> String {
+        self.shown.lock().unwrap().clone()
+    }
+
+    fn until_it_shows(&self, text: &str) {
+        until(&format!("the terminal shows {text:?}; it shows {:?}", self.shown()), || {
+            let is_over = self.reader.is_finished();
+            let is_shown = self.shown().contains(text);
+            assert!(is_shown || !is_over, "{text:?} is not in {:?}", self.shown());
+            is_shown
+        });
+    }
+
+    fn types(&mut self, keys: &str) {
+        self.keyboard.write_all(keys.as_bytes()).unwrap();
+    }
+
+    fn echoes(&self) -> bool {
+        tcgetattr(&self.keyboard).unwrap().local_modes.contains(LocalModes::ECHO)
+    }
+
+    fn pid(&self) -> i32 {
+        self.child.id() as i32
+    }
+
+    /// Waits until nobody has the terminal any more; the exit code and all that was shown.
+    fn end(mut self) -> (Option<i32>, String) {
+        let code = wait(&mut self.child);
+        until("nobody has the terminal", || self.reader.is_finished());
+        (code, self.shown())
+    }
+}
+
+/// A file with a Python program.
+fn python(folder: &tempfile::TempDir, text: &str) -> String {
+    let path = folder.path().join("program.py");
+    fs::write(&path, text).unwrap();
+    path.to_str().unwrap().into()
+}
+
+#[test]
+fn rank_0_writes_to_a_terminal_of_the_width_that_is_left() {
+    let text = "trap 'stty size <&1; exit' WINCH
+                [ -t 1 ] && [ -t 2 ] && echo $RANK has one of $(stty size <&2) || { echo $RANK has none; exit; }
+                while :; do sleep 0.05; done";
+    let Some(terminal) = Terminal::start(&script("--nproc_per_node 2", text)) else { return };
+    terminal.until_it_shows("[rank 0] 0 has one of 30 91\r\n");
+    terminal.until_it_shows("[rank 1] 1 has none\r\n");
+    let size = tcgetwinsize(&terminal.keyboard).unwrap();
+    tcsetwinsize(&terminal.keyboard, rustix::termios::Winsize { ws_col: 60, ws_row: 20, ..size }).unwrap();
+    terminal.until_it_shows("[rank 0] 20 51\r\n");
+    assert_eq!(terminal.end().0, Some(0));
+}
+
+#[test]
+fn a_stream_that_is_no_terminal_stays_none() {
+    let Some(terminal) = Terminal::shell("$0 sh -c '[ -t 1 ] || echo none >&2; [ -t 2 ] && echo one >&2' | cat") else {
+        return;
+    };
+    terminal.until_it_shows("none\r\none\r\n");
+}
+
+#[test]
+fn a_progress_bar_is_drawn_anew_below_the_lines_of_others() {
+    let folder = tempfile::tempdir().unwrap();
+    let (drawn, said) = (folder.path().join("drawn"), folder.path().join("said"));
+    let text = format!(
+        "if [ $RANK = 1 ]; then until [ -e {0} ]; do sleep 0.02; done; echo hello; echo >{1}; exit; fi
+         printf '\\r10%%' >&2; printf '\\r20%%' >&2; echo >{0}
+         until [ -e {1} ]; do sleep 0.02; done; sleep 0.5; printf '\\r30%%\\n' >&2",
+        drawn.display(),
+        said.display()
+    );
+    let Some(terminal) = Terminal::start(&script("--nproc_per_node 2", &text)) else { return };
+    let (code, shown) = terminal.end();
+    let shown = shown.replace("\x1b[K", "<erase>");
+    assert_eq!(code, Some(0), "{shown:?}");
+    let bar = "10%\r[rank 0] 20%\r<erase>[rank 1] hello\r\n[rank 0] 20%\r[rank 0] 30%\r\n";
+    assert!(shown.ends_with(bar), "{shown:?}");
+}
+
+#[test]
+fn the_last_words_on_a_terminal_are_not_lost() {
+    let Some(terminal) = Terminal::start(&script("", "seq 2000; printf end; kill -9 $$")) else { return };
+    let (code, shown) = terminal.end();
+    assert_eq!(code, Some(137));
+    let lines: String = (1..=2000).map(|number| format!("[rank 0] {number}\r\n")).collect();
+    assert!(shown.starts_with(&format!("{lines}[rank 0] end\r\nflow-launch: rank 0 ")), "{shown}");
+}
+
+/// Whoever keeps the terminal of a worker open does not hold up the end.
+#[test]
+fn a_terminal_that_is_held_open_does_not_hold_up_the_end() {
+    let text = "setsid sleep 1000 & echo pid $!; until [ $(cut -d' ' -f6 /proc/$!/stat) = $! ]; do :; done; echo end";
+    let Some(mut terminal) = Terminal::start(&script("", text)) else { return };
+    assert_eq!(wait(&mut terminal.child), Some(0));
+    terminal.until_it_shows("[rank 0] end\r\n");
+    let shown = terminal.shown();
+    let pid = shown.split_once("pid ").unwrap().1.split_once('\r').unwrap().0.parse().unwrap();
+    assert!(is_alive(pid));
+    kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+}
+
+#[test]
+fn input_is_asked_for_and_typed() {
+    let folder = tempfile::tempdir().unwrap();
+    let program = python(&folder, "print('hello', input('name? '))");
+    let Some(mut terminal) = Terminal::start(&launcher(&[&program])) else { return };
+    terminal.until_it_shows("[rank 0] name? ");
+    terminal.types("Ann\n");
+    terminal.until_it_shows("hello Ann\r\n");
+    assert_eq!(terminal.end().0, Some(0));
+}
+
+#[test]
+fn pdb_takes_commands() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = "import os\nx = 41\nif os.environ['RANK'] == '0':\n    breakpoint()\n    print('x is', x)";
+    let Some(mut terminal) = Terminal::start(&launcher(&["--nproc_per_node", "2", &python(&folder, text)])) else {
+        return;
+    };
+    terminal.until_it_shows("(Pdb) ");
+    terminal.types("x + 100\n");
+    terminal.until_it_shows("141\r\n");
+    terminal.types("x = 42\n");
+    terminal.types("c\n");
+    terminal.until_it_shows("x is 42\r\n");
+    assert_eq!(terminal.end().0, Some(0));
+}
+
+#[test]
+fn pytorchs_breakpoint_works() {
+    let folder = tempfile::tempdir().unwrap();
+    let interpreter = std::env::var("PYTHON").unwrap_or_else(|_| "python3".into());
+    let import = Command::new(&interpreter).args(["-c", "import torch"]).output();
+    if !import.is_ok_and(|output| output.status.success()) {
+        println!(
+            "SKIPPED: torch.distributed.breakpoint: {interpreter} has no PyTorch (scripts/setup --pytorch gets one)"
+        );
+        return;
+    }
+    let text = "import torch.distributed as dist\ndist.init_process_group('gloo')\nx = dist.get_rank() + 41\n\
+                dist.breakpoint(0)\nprint('x is', x)\ndist.destroy_process_group()";
+    let mut command = launcher(&["--nproc_per_node", "2", &python(&folder, text)]);
+    let Some(mut terminal) = Terminal::start(command.env("PYTHON_EXEC", interpreter)) else { return };
+    terminal.until_it_shows("(Pdb) ");
+    terminal.types("up\n");
+    terminal.until_it_shows("program.py(4)");
+    terminal.types("x += 100\n");
+    terminal.types("c\n");
+    terminal.until_it_shows("x is 141\r\n");
+    terminal.until_it_shows("x is 42\r\n");
+    assert_eq!(terminal.end().0, Some(0));
+}
+
+#[test]
+fn a_password_is_not_shown() {
+    let folder = tempfile::tempdir().unwrap();
+    let program = python(&folder, "import getpass\nprint(len(getpass.getpass()), 'letters')");
+    let Some(mut terminal) = Terminal::start(&launcher(&["--stdin", "0", "--nproc_per_node", "2", &program])) else {
+        return;
+    };
+    terminal.until_it_shows("[rank 0] Password: ");
+    until("the echo is off", || !terminal.echoes());
+    terminal.types("sesame\n");
+    terminal.until_it_shows("6 letters\r\n");
+    let keyboard = terminal.keyboard.try_clone().unwrap();
+    let (_, shown) = terminal.end();
+    assert!(!shown.contains("sesame"), "{shown:?}");
+    assert!(tcgetattr(&keyboard).unwrap().local_modes.contains(LocalModes::ECHO));
+}
+
+/// Also where flow-launch itself is killed: then the guard does it.
+#[test]
+fn the_terminal_echoes_again_whatever_is_killed() {
+    for signal in [Signal::TERM, Signal::KILL] {
+        let launch = "$0 --grace 0.3 sh -c \"trap '' TERM; stty -echo; echo ready; while :; do sleep 0.05; done\"
+                      echo over; cat";
+        let Some(mut terminal) = Terminal::shell(launch) else { return };
+        terminal.until_it_shows("[rank 0] ready");
+        assert!(!terminal.echoes());
+        let launcher = Pid::from_raw(children(terminal.pid())[0]).unwrap();
+        kill_process(launcher, signal).unwrap();
+        terminal.until_it_shows("over");
+        until(&format!("the terminal echoes after {signal:?}"), || terminal.echoes());
+        terminal.types("\x04");
+        terminal.end();
+    }
+}
+
+#[test]
+fn ctrl_c_is_passed_on_once_and_says_what_a_second_does() {
+    let text = "trap 'echo got it; exit' INT; echo ready; while :; do sleep 0.05; done";
+    let Some(mut terminal) = Terminal::start(&script("--nproc_per_node 2", text)) else { return };
+    until("both are ready", || terminal.shown().matches("ready").count() == 2);
+    terminal.types("\x03");
+    let (code, shown) = terminal.end();
+    assert_eq!((code, shown.matches("got it").count()), (Some(130), 2), "{shown:?}");
+    let line = "flow-launch: SIGINT: waiting up to 30 s for the ranks to stop; again to kill them\r\n";
+    assert!(shown.contains(line), "{shown:?}");
+}
+
+#[test]
+fn ctrl_c_twice_kills() {
+    let text = "trap 'echo no' INT; echo $RANK pid $$; while :; do sleep 0.05; done";
+    let Some(mut terminal) = Terminal::start(&script("", text)) else { return };
+    terminal.until_it_shows("[rank 0] 0 pid ");
+    terminal.until_it_shows("\r\n");
+    let workers = children(terminal.pid());
+    terminal.types("\x03");
+    terminal.until_it_shows("again to kill them");
+    terminal.until_it_shows("no");
+    thread::sleep(Duration::from_millis(250));
+    terminal.types("\x03");
+    terminal.until_it_shows("SIGINT: killing the ranks");
+    assert_eq!(terminal.end().0, Some(130));
+    until_gone(&workers);
+}
+
+/// Whether a process is stopped, or a shell whose child (by vfork) is and has not become its program yet.
+fn is_stopped(pid: i32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    stat.rsplit(')').next().unwrap().trim_start().starts_with(['T', 'D'])
+}
+
+#[test]
+fn ctrl_z_stops_all_and_fg_goes_on() {
+    let launch =
+        "set -m; $0 --nproc_per_node 2 sh -c 'echo pid $$; until [ -e $1 ]; do sleep 0.05; done; echo done' sh $1
+                  echo stopped $?; read line; fg >/dev/null; echo ended $?";
+    let folder = tempfile::tempdir().unwrap();
+    let gate = folder.path().join("gate");
+    let mut command = Command::new("env");
+    command.args(["--default-signal", "sh", "-c", launch, FLOW_LAUNCH, gate.to_str().unwrap()]);
+    let Some(mut terminal) = Terminal::start(&command) else { return };
+    until("both are there", || terminal.shown().matches("pid").count() == 2);
+    let shown = terminal.shown();
+    let numbers = shown.lines().filter_map(|line| line.split_once("pid ")?.1.trim().parse::<i32>().ok());
+    let workers: Vec<_> = numbers.collect();
+    assert_eq!(workers.len(), 2, "{shown:?}");
+    terminal.types("\x1a");
+    terminal.until_it_shows("stopped 1");
+    until("the workers are stopped", || workers.iter().all(|pid| is_stopped(*pid)));
+    fs::write(&gate, "").unwrap();
+    terminal.types("\n");
+    terminal.until_it_shows("[rank 0] done\r\n");
+    terminal.until_it_shows("[rank 1] done\r\n");
+    terminal.until_it_shows("ended 0");
+    terminal.end();
+}
+
+#[test]
+fn in_the_background_output_comes_even_where_that_stops_others() {
+    let Some(terminal) = Terminal::shell("set -m; stty tostop; $0 sh -c 'echo hello' & wait; echo over") else {
+        return;
+    };
+    terminal.until_it_shows("[rank 0] hello\r\n");
+    terminal.until_it_shows("over");
+    terminal.end();
+}
+
+#[test]
+fn nothing_survives_a_terminal_that_is_closed() {
+    let Some(terminal) =
+        Terminal::start(&script("--nproc_per_node 2 --grace 0.3", "trap '' HUP; echo pid $$; sleep 1000"))
+    else {
+        return;
+    };
+    until("both are there", || terminal.shown().matches("pid").count() == 2);
+    let mut pids = children(terminal.pid());
+    pids.extend(pids.clone().iter().flat_map(|pid| children(*pid)));
+    let Terminal { keyboard, mut child, .. } = terminal;
+    // The reading thread has the other descriptor.
+    kill_process(Pid::from_child(&child), Signal::HUP).unwrap();
+    drop(keyboard);
+    assert_eq!(wait(&mut child), Some(129));
+    until_gone(&pids);
+}
+
+#[test]
+fn each_worker_leads_a_session_without_a_terminal() {
+    let text = "echo $$ $(cut -d' ' -f6,7 /proc/$$/stat); cat /dev/tty 2>/dev/null; exec sleep 1000";
+    let Some(terminal) = Terminal::start(&script("--nproc_per_node 2", text)) else { return };
+    until("both are there", || terminal.shown().matches(" 0\r\n").count() == 2);
+    for line in terminal.shown().lines() {
+        let numbers: Vec<_> = line.split_once("] ").unwrap().1.trim().split(' ').collect();
+        assert_eq!((numbers[0], numbers[2]), (numbers[1], "0"), "{line}");
+    }
+    let pids = children(terminal.pid());
+    kill_process(Pid::from_child(&terminal.child), Signal::KILL).unwrap();
+    terminal.end();
+    until_gone(&pids);
+}
