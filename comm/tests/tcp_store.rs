@@ -3,7 +3,7 @@
 
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::TcpStream;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -37,7 +37,11 @@ struct Client(TcpStream);
 
 impl Client {
     fn new(server: &Server) -> Client {
-        let mut client = Client(connect(server.address()));
+        Client::at(server.address())
+    }
+
+    fn at(address: &Address) -> Client {
+        let mut client = Client(connect(address));
         client.send(&VALIDATE);
         client
     }
@@ -81,6 +85,16 @@ fn read_to_close(mut stream: TcpStream) -> Vec<u8> {
         Err(error) => assert!(matches!(error.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe), "{error}"),
     }
     said
+}
+
+/// Starts a process that serves a store until its input ends, and says where.
+fn start_server(command: &mut Command) -> (Child, Address) {
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let address = BufReader::new(child.stdout.as_mut().unwrap())
+        .lines()
+        .find_map(|line| line.unwrap().split_once("served at ").map(|(_, address)| address.parse().unwrap()))
+        .unwrap();
+    (child, address)
 }
 
 /// A key or value as it is sent.
@@ -204,6 +218,35 @@ fn every_request() {
     }
     keys.sort_unstable();
     assert_eq!(keys, ["a", "b", "l", "m", "n", "o", "\u{e9}"]);
+}
+
+/// PYTHON names an interpreter that has PyTorch, if python3 has none.
+#[test]
+fn pytorchs_server_gives_the_same_replies() {
+    const SERVER: &str = "
+import sys, torch.distributed as dist
+store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+# Its own client leaves nothing.
+assert store.num_keys() == 0
+print('served at tcp://127.0.0.1:%d' % store.port, flush=True)
+sys.stdin.read()
+";
+    let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".into());
+    if !Command::new(&python).args(["-c", "import torch"]).output().is_ok_and(|output| output.status.success()) {
+        println!("SKIPPED: PyTorch's server: {python} has no PyTorch (scripts/setup --pytorch gets one)");
+        return;
+    }
+    let (mut child, address) = start_server(Command::new(python).args(["-c", SERVER]));
+    let mut client = Client::at(&address);
+    for (wire, reply) in conversation() {
+        // Not before 2.13.
+        if wire[0] != 18 && wire != get("b") {
+            println!("{wire:?}");
+            client.ask(&wire, &reply);
+        }
+    }
+    drop(child.stdin.take());
+    assert!(child.wait().unwrap().success());
 }
 
 #[test]
@@ -350,6 +393,10 @@ fn what_is_no_request_closes_its_own_connection_only() {
     ] {
         Client::new(&server).expect_close(&wire);
     }
+    // What was asked before it is answered.
+    let mut client = Client::new(&server);
+    client.send(&[13, 1, 2, 3, 4, 255]);
+    assert_eq!(read_to_close(client.0), [1, 2, 3, 4]);
     other.ping();
     other.ask(&get("text"), &text("many"));
     other.ask(&[7], &number(2));
@@ -553,11 +600,7 @@ fn file_descriptors_are_left_for_others() {
     }
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "file_descriptors_are_left_for_others", "--nocapture"]).env(CHILD, "1");
-    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-    let address: Address = BufReader::new(child.stdout.as_mut().unwrap())
-        .lines()
-        .find_map(|line| line.unwrap().split_once("served at ").map(|(_, address)| address.parse().unwrap()))
-        .unwrap();
+    let (mut child, address) = start_server(&mut command);
     let try_one = || {
         let mut client = Client(connect(&address));
         client.0.write_all(&[&VALIDATE[..], &[13, 1, 2, 3, 4]].concat()).ok()?;

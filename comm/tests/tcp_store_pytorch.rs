@@ -63,3 +63,29 @@ fn all_methods_do_what_they_do_with_pytorchs_server() {
         assert_eq!(ours.lines().count(), theirs.lines().count());
     }
 }
+
+/// As torchrun's workers do: all of them are clients, also rank 0.
+#[test]
+fn gloo_groups_meet_through_it() {
+    const RANKS: usize = 2;
+    if !have_pytorch() {
+        return;
+    }
+    let (_server, tcp_store, port) = serve();
+    for how in ["store", "tcp", "env"] {
+        let workers: Vec<Child> = (0..RANKS)
+            .map(|rank| {
+                let (rank, ranks) = (rank.to_string(), RANKS.to_string());
+                let mut command = script("store_join.py", &[how, &rank, &ranks, "127.0.0.1", &port]);
+                command.env("TORCHELASTIC_USE_AGENT_STORE", "True");
+                start(command)
+            })
+            .collect();
+        for (rank, worker) in workers.into_iter().enumerate() {
+            let expected = format!("{rank} of [{{'rank': 0}}, {{'rank': 1}}]\n");
+            assert_eq!(printed(worker.wait_with_output().unwrap()), expected, "{how}");
+        }
+        // Else the next ones would find what these have left, as all of them use the same keys.
+        tcp_store.remove_prefix("");
+    }
+}

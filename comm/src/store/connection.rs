@@ -8,6 +8,8 @@ use std::time::Instant;
 use super::listener::Socket;
 use super::service::ServiceId;
 
+/// Replies that are not longer together become one.
+const SMALL: usize = 4 << 10;
 /// So many replies are handed to the socket at once.
 const SLICES: usize = 64;
 
@@ -57,7 +59,10 @@ impl Connection {
 
     pub fn enqueue(&mut self, reply: Arc<Vec<u8>>) {
         self.unsent += reply.len();
-        self.output.push_back(reply);
+        match self.output.back_mut().and_then(Arc::get_mut) {
+            Some(last) if last.len() + reply.len() <= SMALL => last.extend_from_slice(&reply),
+            _ => self.output.push_back(reply),
+        }
     }
 
     /// Sends as much as the socket takes.

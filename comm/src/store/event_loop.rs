@@ -24,7 +24,9 @@ const ACCEPT_BATCH: usize = 256;
 /// When accepting fails for want of a resource, it is tried again after this time, or when a connection is closed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
 /// What is read of one connection in one go, before others are served.
-const READ_BATCH: usize = 1 << 20;
+const READ_BATCH: usize = 64 << 10;
+/// So much is sent before more is done for who it is sent to.
+const SEND_BATCH: usize = 64 << 10;
 
 pub const LISTENER: Token = Token(usize::MAX);
 pub const WAKER: Token = Token(usize::MAX - 1);
@@ -113,7 +115,7 @@ impl EventLoop {
             unread: BTreeSet::new(),
             outbox: Outbox::default(),
             alarms: BTreeSet::new(),
-            scratch: vec![0; 64 << 10],
+            scratch: vec![0; READ_BATCH],
         }
     }
 
@@ -294,39 +296,46 @@ impl EventLoop {
 
     /// Sends what is in the outbox. Who gets an answer may be due at another time than before.
     fn deliver(&mut self) {
+        self.deliver_but_for(None);
+    }
+
+    /// The same, but what is for `busy` may wait for more.
+    fn deliver_but_for(&mut self, busy: Option<usize>) {
         let mut replies = mem::take(&mut self.outbox.0);
-        let mut replies_left = replies.drain(..).peekable();
-        while let Some((id, reply)) = replies_left.next() {
+        let mut left = replies.drain(..).peekable();
+        while let Some((id, reply)) = left.next() {
             let Some(connection) = self.connections.get_mut(&id) else { continue };
             connection.enqueue(reply);
-            if replies_left.peek().is_none_or(|(next, _)| *next != id) {
+            let is_last = left.peek().is_none_or(|(next, _)| *next != id);
+            if is_last && (busy != Some(id) || connection.unsent() > SEND_BATCH) {
                 self.flush(id);
                 self.set_alarm(id);
             }
         }
-        drop(replies_left);
+        drop(left);
         self.outbox.0 = replies;
     }
 
-    /// Handles what can be read. `to_end`: the client's side may be closed, which no other event would tell.
+    /// Handles what can be read, or as much of it as others need not wait long for. `to_end`: the client's side may be
+    /// closed, which no other event would tell.
     ///
     /// Else a short read ends it, as the next bytes are another event.
     fn read(&mut self, id: usize, to_end: bool) {
-        for _ in 0..READ_BATCH / self.scratch.len() {
-            let Some(connection) = self.connections.get_mut(&id) else { return };
-            let count = match connection.receive(&mut self.scratch) {
-                Ok(Some(count)) => count,
-                Ok(None) => return,
-                Err(_) => return self.close(id),
-            };
-            if self.process(id).is_err() {
-                return self.close(id);
-            }
-            if count < self.scratch.len() && !to_end {
-                return;
-            }
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        let count = match connection.receive(&mut self.scratch) {
+            Ok(Some(count)) => count,
+            Ok(None) => return,
+            Err(_) => return self.close(id),
+        };
+        if self.process(id).is_err() {
+            // What it was answered before is still for it.
+            self.deliver();
+            self.flush(id);
+            return self.close(id);
         }
-        self.unread.insert(id);
+        if count == self.scratch.len() || to_end {
+            self.unread.insert(id);
+        }
     }
 
     /// Handles the requests that have come.
@@ -336,17 +345,18 @@ impl EventLoop {
         let mut used = 0;
         while used < input.len() {
             let count = self.hear(id, &input[used..])?;
-            self.deliver();
+            self.deliver_but_for(Some(id));
             if count == 0 {
                 break;
             }
             used += count;
         }
-        self.set_alarm(id);
         if let Some(connection) = self.connections.get_mut(&id) {
             // A copy, unless it is all of it: what was used takes no memory any more.
             connection.input = if used == 0 { input } else { input[used..].to_vec() };
         }
+        self.flush(id);
+        self.set_alarm(id);
         Ok(())
     }
 
@@ -365,7 +375,6 @@ impl EventLoop {
             Verdict::Challenge(nonce) => Reply::Challenge(nonce).encode(),
             Verdict::Refuse(reason) => {
                 self.outbox.send(id, Arc::new(Reply::Refused(&reason).encode()));
-                self.deliver();
                 return Err(ErrorKind::PermissionDenied.into());
             }
         };

@@ -118,7 +118,9 @@ pub struct TcpStore {
 impl TcpStore {
     /// Removes all keys that begin with `prefix`, and has done so when it returns.
     ///
-    /// Keys are as `TCPStore`'s methods name them. Those of a `PrefixStore` begin with its prefix and a `/`.
+    /// Keys are as `TCPStore`'s methods name them. Those of a `PrefixStore` begin with its prefix and a `/`. Workers that were
+    /// restarted find the keys of those before them: PyTorch gives the groups of all rounds the same names. A store with
+    /// neither the keys nor the clients of the last round is had by dropping this one and serving another.
     pub fn remove_prefix(&self, prefix: &str) {
         let (answer, removed) = mpsc::channel();
         self.host.command(Command::RemovePrefix { tcp_store: self.service, prefix: prefix.to_string(), answer });

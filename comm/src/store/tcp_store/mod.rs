@@ -51,7 +51,7 @@ use wire::{Decoder, Request, Value};
 
 pub use wire::VALIDATION;
 
-/// All that is kept, and all that clients have sent of incomplete requests, takes no more memory than this.
+/// All that is kept or is on its way to clients, and what they have sent of incomplete requests, takes no more memory.
 const MAX_SIZE: usize = 1 << 30;
 /// A client that asks more while so much is unsent does not read.
 const MAX_UNSENT: usize = 1 << 20;
@@ -67,7 +67,7 @@ pub struct HostedTcpStore {
     values: Values,
     waits: Waits,
     clients: HashMap<usize, Client>,
-    /// What clients hold beside the values.
+    /// The size of all incomplete requests.
     held: usize,
     /// Whether somebody has been turned away since the last one was not.
     was_full: bool,
@@ -76,9 +76,7 @@ pub struct HostedTcpStore {
 #[derive(Default)]
 struct Client {
     decoder: Decoder,
-    /// What is on its way to it and is kept for nobody else.
-    replies: usize,
-    /// What it holds in all.
+    /// The size of its incomplete request.
     held: usize,
 }
 
@@ -155,7 +153,6 @@ impl HostedTcpStore {
             Request::QueuePop { key } => {
                 send_number(id, self.values.queue_len(&key) as i64, outbox);
                 if let Some(value) = self.values.pop(&key) {
-                    self.clients.get_mut(&id)?.replies += value.0.len();
                     outbox.send(id, value.0);
                 }
             }
@@ -163,8 +160,9 @@ impl HostedTcpStore {
             Request::ListKeys => {
                 let mut list = (self.values.len() as i64).to_le_bytes().to_vec();
                 self.values.keys().for_each(|key| wire::put(&mut list, key));
-                self.clients.get_mut(&id)?.replies += list.len();
-                outbox.send(id, Arc::new(list));
+                let list = Arc::new(list);
+                self.values.lend(&list);
+                outbox.send(id, list);
             }
             Request::Barrier { key, world_size } => {
                 if self.values.add(&key, 1)? < world_size {
@@ -202,7 +200,7 @@ impl HostedTcpStore {
         self.values.size() + self.waits.size() + self.held
     }
 
-    /// Notes what a client holds.
+    /// Notes the size of a client's incomplete request.
     fn hold(&mut self, id: usize, held: usize) {
         let before = self.clients.get_mut(&id).map_or(0, |client| mem::replace(&mut client.held, held));
         self.held = self.held - before + held;
@@ -240,16 +238,16 @@ impl Service for HostedTcpStore {
         }
         let before = self.size();
         let client = self.clients.get_mut(&id).ok_or(ErrorKind::NotFound)?;
-        if unsent == 0 {
-            client.replies = 0;
-        }
         let (taken, request) = client.decoder.decode(input)?;
         if let Some(request) = request {
             self.handle(id, request, outbox).ok_or(ErrorKind::InvalidData)?;
         }
         let rest = input.len() - taken;
-        let held = self.clients.get(&id).map_or(0, |client| client.replies + client.decoder.size() + rest);
+        let held = self.clients.get(&id).map_or(0, |client| client.decoder.size() + rest);
         self.hold(id, held);
+        if self.size() > self.max_size {
+            self.values.sweep();
+        }
         if self.size() > self.max_size.max(before) {
             log::warn!(
                 "TCPStore: a client of PyTorch's is closed: it would have the store take more than {} bytes",

@@ -2,16 +2,23 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::AddAssign;
+use std::sync::{Arc, Weak};
 
 use super::wire::Value;
 
 /// What a key or an entry of a queue takes beside its bytes.
 const OVERHEAD: usize = 128;
+/// So many replies at least are under way before it is looked which have been sent.
+const MIN_LENT: usize = 64;
 
 #[derive(Default)]
 pub struct Values {
     values: HashMap<Vec<u8>, Value>,
     queues: HashMap<Vec<u8>, VecDeque<Value>>,
+    /// What is not kept here, but may be on its way to a client still, with its size.
+    lent: Vec<(Weak<Vec<u8>>, usize)>,
+    /// With so many of them it is time to look which have been sent.
+    sweep_at: usize,
     size: usize,
 }
 
@@ -43,8 +50,8 @@ impl Values {
         self.size += value.0.len();
         match self.values.get_mut(key) {
             Some(present) => {
-                self.size -= present.0.len();
-                *present = value;
+                let before = std::mem::replace(present, value);
+                self.release(before);
             }
             None => {
                 self.size += key.len() + OVERHEAD;
@@ -57,7 +64,12 @@ impl Values {
         match self.values.get_mut(key) {
             Some(present) => {
                 self.size += value.bytes().len();
+                // Those who are being sent it keep what it was.
+                let shared = (Arc::strong_count(&present.0) > 1).then(|| Arc::clone(&present.0));
                 present.append(&value);
+                if let Some(shared) = shared {
+                    self.lend(&shared);
+                }
             }
             None => self.set(key, value),
         }
@@ -74,9 +86,10 @@ impl Values {
 
     /// Whether there was such a value.
     pub fn remove(&mut self, key: &[u8]) -> bool {
-        let removed = self.values.remove(key);
-        self.size -= removed.as_ref().map_or(0, |value| key.len() + OVERHEAD + value.0.len());
-        removed.is_some()
+        let Some(value) = self.values.remove(key) else { return false };
+        self.size -= key.len() + OVERHEAD;
+        self.release(value);
+        true
     }
 
     pub fn push(&mut self, key: &[u8], value: Value) {
@@ -98,6 +111,7 @@ impl Values {
             self.queues.remove(key);
             self.size -= key.len() + OVERHEAD;
         }
+        self.lend(&value.0);
         Some(value)
     }
 
@@ -107,18 +121,41 @@ impl Values {
 
     /// Removes all values and queues whose keys begin with `prefix`.
     pub fn remove_prefix(&mut self, prefix: &[u8]) {
+        let begins = |key: &&Vec<u8>| key.starts_with(prefix);
+        for key in self.values.keys().filter(begins).cloned().collect::<Vec<_>>() {
+            self.remove(&key);
+        }
+        for key in self.queues.keys().filter(begins).cloned().collect::<Vec<_>>() {
+            while self.pop(&key).is_some() {}
+        }
+    }
+
+    /// Counts a reply until it has been sent.
+    pub fn lend(&mut self, reply: &Arc<Vec<u8>>) {
+        self.size += reply.len();
+        self.lent.push((Arc::downgrade(reply), reply.len()));
+        if self.lent.len() >= self.sweep_at {
+            self.sweep();
+        }
+    }
+
+    /// Counts no more what has been sent.
+    pub fn sweep(&mut self) {
         let size = &mut self.size;
-        self.values.retain(|key, value| {
-            let stays = !key.starts_with(prefix);
-            *size -= if stays { 0 } else { key.len() + OVERHEAD + value.0.len() };
-            stays
+        self.lent.retain(|(reply, length)| {
+            let is_sent = reply.strong_count() == 0;
+            *size -= if is_sent { *length } else { 0 };
+            !is_sent
         });
-        self.queues.retain(|key, queue| {
-            let stays = !key.starts_with(prefix);
-            let entries: usize = queue.iter().map(|value| value.0.len() + OVERHEAD).sum();
-            *size -= if stays { 0 } else { key.len() + OVERHEAD + entries };
-            stays
-        });
+        self.sweep_at = MIN_LENT.max(2 * self.lent.len());
+    }
+
+    /// Keeps a value no more.
+    fn release(&mut self, value: Value) {
+        self.size -= value.0.len();
+        if Arc::strong_count(&value.0) > 1 {
+            self.lend(&value.0);
+        }
     }
 }
 
@@ -164,6 +201,36 @@ mod tests {
         assert_eq!(number("9".repeat(100).as_bytes()), None);
     }
 
+    #[test]
+    fn what_is_being_sent_counts_although_it_is_kept_no_more() {
+        let mut values = Values::default();
+        values.set(b"key", Value::new(&[0; 1000]));
+        let kept = values.size();
+        let mut sent: Vec<Value> = Vec::new();
+        for change in 0..4 {
+            sent.extend(values.get(b"key").cloned());
+            match change {
+                0 => values.set(b"key", Value::new(&[1; 1000])),
+                1 => values.append(b"key", Value::new(b"")),
+                2 => drop(values.remove(b"key")),
+                _ => {
+                    values.push(b"q", Value::new(&[0; 1000]));
+                    sent.extend(values.pop(b"q"));
+                }
+            }
+        }
+        values.sweep();
+        assert_eq!((values.size(), values.lent.len()), (4 * 1008, 4));
+        sent.clear();
+        for _ in 0..1000 {
+            values.push(b"q", Value::new(&[0; 1000]));
+            drop(values.pop(b"q"));
+        }
+        assert!(values.size() < MIN_LENT * kept && values.lent.len() < MIN_LENT);
+        values.sweep();
+        assert_eq!((values.size(), values.lent.len()), (0, 0));
+    }
+
     proptest! {
         /// Whatever was done: once all is removed, nothing is left, also by the count of bytes.
         #[test]
@@ -186,6 +253,7 @@ mod tests {
                 while values.pop(&[b'k', key]).is_some() {}
             }
             values.remove_prefix(b"k");
+            values.sweep();
             prop_assert_eq!((values.size(), values.len(), values.queues.len()), (0, 0, 0));
         }
     }
