@@ -538,23 +538,6 @@ fn both_protocols_at_one_port_and_nothing_in_common() {
 }
 
 #[test]
-fn keys_of_a_round_are_removed() {
-    let (server, tcp_store) = serve();
-    let mut client = Client::new(&server);
-    // PyTorch's clients put a / before all keys.
-    for key in ["//worker/attempt_1/a", "//worker/attempt_1/b", "//worker/attempt_10/a", "//worker/attempt_2/a", "/c"] {
-        client.send(&set(key, "value"));
-    }
-    client.send(&push("//worker/attempt_1/q", "value"));
-    client.ping();
-    tcp_store.remove_prefix("/worker/attempt_1/");
-    client.ask(&[7], &number(3));
-    client.ask(&request(16, &["//worker/attempt_1/q"]), &number(0));
-    tcp_store.remove_prefix("");
-    client.ask(&[7], &number(0));
-}
-
-#[test]
 fn only_at_tcp_addresses() {
     let address = Address::Unix(format!("flow-test-tcp-store-{}", std::process::id()));
     let error = Server::start(&address, TOKEN).unwrap().serve_tcp_store().unwrap_err();

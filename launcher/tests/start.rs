@@ -121,11 +121,11 @@ fn programs_by_path_beside_and_on_path() {
     assert!(hint.code == Some(2) && hint.stderr.contains("write ./tool"), "{hint:?}");
 
     // Beside flow-launch comes before PATH.
-    let bin = folder.path().join("bin");
-    fs::create_dir(&bin).unwrap();
-    fs::copy(env!("CARGO_BIN_EXE_flow-launch"), bin.join("flow-launch")).unwrap();
-    fs::copy(write("beside", "#!/bin/sh\necho beside"), bin.join("tool")).unwrap();
-    let finished = run(Command::new(bin.join("flow-launch")).arg("tool").env("PATH", &path));
+    let bin = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    // A link: a copy could not be executed while a process that another test starts has it open for writing.
+    fs::hard_link(env!("CARGO_BIN_EXE_flow-launch"), bin.path().join("flow-launch")).unwrap();
+    fs::copy(write("beside", "#!/bin/sh\necho beside"), bin.path().join("tool")).unwrap();
+    let finished = run(Command::new(bin.path().join("flow-launch")).arg("tool").env("PATH", &path));
     assert_eq!(finished.stdout, "beside\n", "{finished:?}");
 }
 

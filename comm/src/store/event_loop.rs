@@ -49,12 +49,6 @@ pub enum Command {
         key: String,
         value: Vec<u8>,
     },
-    /// Remove the keys of a TCPStore that begin so, and answer when it is done.
-    RemovePrefix {
-        tcp_store: ServiceId,
-        prefix: String,
-        answer: Sender<()>,
-    },
     Close(ServiceId),
     Stop,
 }
@@ -204,12 +198,6 @@ impl EventLoop {
                     store.set(&key, &value, &mut self.outbox);
                     self.deliver();
                 }
-            }
-            Command::RemovePrefix { tcp_store, prefix, answer } => {
-                if let Some(tcp_store) = self.services.tcp_stores.get_mut(&tcp_store) {
-                    tcp_store.remove_prefix(&prefix);
-                }
-                let _ = answer.send(());
             }
             Command::Close(service) => {
                 // First, so that no will is executed.

@@ -115,20 +115,6 @@ pub struct TcpStore {
     service: ServiceId,
 }
 
-impl TcpStore {
-    /// Removes all keys that begin with `prefix`, and has done so when it returns.
-    ///
-    /// Keys are as `TCPStore`'s methods name them. Those of a `PrefixStore` begin with its prefix and a `/`. Workers that were
-    /// restarted find the keys of those before them: PyTorch gives the groups of all rounds the same names. A store with
-    /// neither the keys nor the clients of the last round is had by dropping this one and serving another.
-    pub fn remove_prefix(&self, prefix: &str) {
-        let (answer, removed) = mpsc::channel();
-        self.host.command(Command::RemovePrefix { tcp_store: self.service, prefix: prefix.to_string(), answer });
-        // It fails if the thread is over, and then there are no keys.
-        let _ = removed.recv();
-    }
-}
-
 impl Drop for TcpStore {
     fn drop(&mut self) {
         self.host.command(Command::Close(self.service));

@@ -59,8 +59,6 @@ const MAX_UNSENT: usize = 1 << 20;
 /// The first bytes of replies to wait and cancel wait.
 const STOP_WAITING: u8 = 0;
 const WAIT_CANCELED: u8 = 1;
-/// PyTorch's clients put it before all keys but one of their own.
-const KEY_PREFIX: &str = "/";
 
 pub struct HostedTcpStore {
     max_size: usize,
@@ -96,11 +94,6 @@ impl HostedTcpStore {
             held: 0,
             was_full: false,
         }
-    }
-
-    /// Removes all keys that begin with `prefix` for PyTorch's clients.
-    pub fn remove_prefix(&mut self, prefix: &str) {
-        self.values.remove_prefix([KEY_PREFIX, prefix].concat().as_bytes());
     }
 
     /// Carries out a request; `None` if that is impossible, which PyTorch's server ends the connection for as well.
