@@ -141,6 +141,7 @@ pub fn stopping(signal: i32, action: Action, time_left: Duration) -> String {
     let again = if signal == Signal::INT.as_raw() { "; again to kill them" } else { "" };
     match action {
         Action::Kill => format!("{name}: killing the ranks"),
+        _ if time_left.is_zero() => stopping(signal, Action::Kill, time_left),
         // Whole seconds where there are any.
         _ => match time_left.as_secs_f64() {
             left if left >= 1.0 => format!("{name}: waiting up to {} s for the ranks to stop{again}", left.round()),
@@ -202,7 +203,9 @@ mod tests {
         assert_eq!(said, "SIGINT: waiting up to 12 s for the ranks to stop; again to kill them");
         let said = stopping(15, Action::Send(15), seconds(0.3));
         assert_eq!(said, "SIGTERM: waiting up to 0.3 s for the ranks to stop");
-        assert_eq!(stopping(2, Action::Kill, seconds(10.0)), "SIGINT: killing the ranks");
+        for (action, left) in [(Action::Kill, 10.0), (Action::Send(2), 0.0)] {
+            assert_eq!(stopping(2, action, seconds(left)), "SIGINT: killing the ranks");
+        }
     }
 
     #[test]

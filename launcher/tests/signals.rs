@@ -2,7 +2,7 @@
 
 mod common;
 use common::net::Gate;
-use common::{children, is_alive, run, script, until, until_gone, Running};
+use common::{children, is_alive, run, script, until, until_gone, wait, Running};
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -192,6 +192,20 @@ fn a_launcher_killed_while_it_starts_leaves_nothing() {
         std::thread::sleep(std::time::Duration::from_micros(delay * 700));
         running.child.kill().unwrap();
         running.child.wait().unwrap();
+        until("no worker is left", || !any_command_line_has(&mark));
+    }
+}
+
+/// Workers get it whether they lead their session yet or not.
+#[test]
+fn a_signal_while_workers_start_is_not_lost() {
+    for delay in 0..20 {
+        let mark = format!("{}.{delay}", 100_000_000 + std::process::id());
+        let text = format!("exec sleep {mark}");
+        let mut running = Running::start(&mut script("--nproc_per_node 8 --grace 1000000", &text));
+        std::thread::sleep(std::time::Duration::from_micros(delay * 700));
+        running.signal(Signal::TERM);
+        wait(&mut running.child);
         until("no worker is left", || !any_command_line_has(&mark));
     }
 }

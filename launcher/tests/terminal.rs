@@ -10,9 +10,11 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use nix::pty::{openpty, Winsize};
+use rustix::event::{poll, PollFd, PollFlags, Timespec};
+use rustix::fs::{Mode, OFlags};
 use rustix::process::{kill_process, Pid, Signal};
-use rustix::termios::{tcgetattr, tcgetwinsize, tcsetwinsize, LocalModes};
+use rustix::pty::{openpt, ptsname, unlockpt, OpenptFlags};
+use rustix::termios::{tcgetattr, tcgetwinsize, tcsetwinsize, LocalModes, Winsize};
 
 const FLOW_LAUNCH: &str = env!("CARGO_BIN_EXE_flow-launch");
 
@@ -27,9 +29,13 @@ struct Terminal {
 impl Terminal {
     /// None, and a line that says why, where there is no setsid.
     fn start(command: &Command) -> Option<Terminal> {
-        let size = Winsize { ws_row: 30, ws_col: 100, ws_xpixel: 0, ws_ypixel: 0 };
-        let terminal = openpty(&size, None).unwrap();
-        let stream = || Stdio::from(terminal.slave.try_clone().unwrap());
+        // Nobody inherits either side unless it is meant to: the terminal closes with us.
+        let keyboard = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
+        unlockpt(&keyboard).unwrap();
+        tcsetwinsize(&keyboard, Winsize { ws_row: 30, ws_col: 100, ws_xpixel: 0, ws_ypixel: 0 }).unwrap();
+        let flags = OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let terminal = rustix::fs::open(ptsname(&keyboard, Vec::new()).unwrap(), flags, Mode::empty()).unwrap();
+        let stream = || Stdio::from(terminal.try_clone().unwrap());
         let mut leader = Command::new("setsid");
         leader.arg("--ctty").arg(command.get_program()).args(command.get_args()).env("TERM", "xterm");
         leader.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
@@ -38,17 +44,20 @@ impl Terminal {
         else {
             return None;
         };
-        drop((leader, terminal.slave));
+        drop((leader, terminal));
         let shown = Arc::new(Mutex::new(String::new()));
-        let (mut screen, text) = (File::from(terminal.master.try_clone().unwrap()), Arc::clone(&shown));
-        // Reading ends with an error when nobody has the terminal any more.
+        let (mut screen, text) = (File::from(keyboard.try_clone().unwrap()), Arc::clone(&shown));
+        // Reading ends with an error when nobody has the terminal any more, or when we look no longer.
         let reader = thread::spawn(move || {
-            let mut bytes = [0; 4096];
-            while let Ok(count @ 1..) = screen.read(&mut bytes) {
-                text.lock().unwrap().push_str(&String::from_utf8_lossy(&bytes[..count]));
+            let (mut bytes, patience) = ([0; 4096], Timespec { tv_sec: 0, tv_nsec: 20_000_000 });
+            while Arc::strong_count(&text) > 1 {
+                if poll(&mut [PollFd::new(&screen, PollFlags::IN)], Some(&patience)).unwrap() > 0 {
+                    let Ok(count @ 1..) = screen.read(&mut bytes) else { return };
+                    text.lock().unwrap().push_str(&String::from_utf8_lossy(&bytes[..count]));
+                }
             }
         });
-        Some(Terminal { keyboard: terminal.master.into(), shown, reader, child })
+        Some(Terminal { keyboard: keyboard.into(), shown, reader, child })
     }
 
     /// A shell script, which finds flow-launch as `$0`.
@@ -105,7 +114,7 @@ fn rank_0_writes_to_a_terminal_of_the_width_that_is_left() {
     terminal.until_it_shows("[rank 0] 0 has one of 30 91\r\n");
     terminal.until_it_shows("[rank 1] 1 has none\r\n");
     let size = tcgetwinsize(&terminal.keyboard).unwrap();
-    tcsetwinsize(&terminal.keyboard, rustix::termios::Winsize { ws_col: 60, ws_row: 20, ..size }).unwrap();
+    tcsetwinsize(&terminal.keyboard, Winsize { ws_col: 60, ws_row: 20, ..size }).unwrap();
     terminal.until_it_shows("[rank 0] 20 51\r\n");
     assert_eq!(terminal.end().0, Some(0));
 }
@@ -328,10 +337,8 @@ fn nothing_survives_a_terminal_that_is_closed() {
     until("both are there", || terminal.shown().matches("pid").count() == 2);
     let mut pids = children(terminal.pid());
     pids.extend(pids.clone().iter().flat_map(|pid| children(*pid)));
-    let Terminal { keyboard, mut child, .. } = terminal;
-    // The reading thread has the other descriptor.
-    kill_process(Pid::from_child(&child), Signal::HUP).unwrap();
-    drop(keyboard);
+    let Terminal { keyboard, shown, mut child, .. } = terminal;
+    drop((keyboard, shown));
     assert_eq!(wait(&mut child), Some(129));
     until_gone(&pids);
 }
