@@ -29,7 +29,7 @@ def main(requirements, python, folder):
         libtorch.pip(partial, lock, *target, *packages, python=version, **options)
 
     def get(partial, lock):
-        libtorch.say(f"getting {len(packages)} Python libraries from PyPI, 45 MB")
+        libtorch.say(f"getting {len(packages)} Python libraries from PyPI, 36 MB")
         install(partial, lock, [package for package in packages if not package.startswith(FROM_SOURCE)])
         try:
             source = [package for package in packages if package.startswith(FROM_SOURCE)]

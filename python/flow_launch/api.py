@@ -27,9 +27,9 @@ class DefaultLogsSpecs:
 class LaunchConfig:
     """A job; the fields are those of PyTorch's class of this name.
 
-    Two differ: `rdzv_backend` is "c10d" where none is given (PyTorch's "etcd" is no service of flow-launch's), and
-    `monitor_interval`, `start_method` and `metrics_cfg` mean nothing: flow-launch does not poll, each worker is a program
-    of its own, and `--events` writes what happens.
+    These differ: `rdzv_backend` is "c10d" where none is given (PyTorch's "etcd" is no service of flow-launch's), and
+    `monitor_interval`, `start_method` and `metrics_cfg` mean nothing: flow-launch does not poll, each worker is a
+    program of its own, and there are no metrics.
     """
 
     min_nodes: int

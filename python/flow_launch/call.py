@@ -1,7 +1,7 @@
 """A function call on each worker: how it gets there, and what it returns gets back.
 
-A worker is a new Python that is prepared as multiprocessing prepares those that it spawns, so that functions of the main
-script can be called, too.
+A worker is a new Python that is prepared as multiprocessing prepares those that it spawns, so that functions of the
+main script can be called, too.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def _pickle(function: Callable, arguments: list[Any], is_importable: bool) -> by
     try:
         import cloudpickle
     except ImportError:
-        message = f"{name} and its arguments cannot be sent to workers: {problem}; define it at the top level of a module"
-        raise TypeError(f"{message}, or install cloudpickle") from None
+        message = f"{name} and its arguments cannot be sent to workers: {problem}"
+        raise TypeError(f"{message}; define it at the top level of a module, or install cloudpickle") from None
     try:
         return cloudpickle.dumps((function, arguments))
     except Exception as error:
@@ -47,7 +47,8 @@ def _pickle(function: Callable, arguments: list[Any], is_importable: bool) -> by
 
 def command(called: str, returned: str) -> list[str]:
     """The command of a worker, for the paths of what it is to call and of where it is to put what that returns."""
-    return [sys.executable, "-u", os.path.join(os.path.dirname(os.path.abspath(__file__)), "_worker.py"), called, returned]
+    worker = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_worker.py")
+    return [sys.executable, "-u", worker, called, returned]
 
 
 def results(file) -> dict[int, Any]:

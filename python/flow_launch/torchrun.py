@@ -9,8 +9,9 @@ import os
 import shutil
 import sys
 
-SCRIPT = """#!{python}
-# torchrun by flow-launch
+MARK = "# torchrun by flow-launch"
+SCRIPT = f"""#!{sys.executable}
+{MARK}
 import runpy
 runpy.run_module("flow_launch.run", run_name="__main__")
 """
@@ -22,10 +23,10 @@ def main(args: list[str]):
     folder = os.path.abspath(args[0])
     path = os.path.join(folder, "torchrun")
     os.makedirs(folder, exist_ok=True)
-    if os.path.lexists(path) and "# torchrun by flow-launch" not in open(path).read():
-        sys.exit(f"flow_launch.torchrun: {path} is another torchrun; choose a folder of your own, and put it on PATH first")
+    if os.path.lexists(path) and MARK not in open(path).read():
+        sys.exit(f"flow_launch.torchrun: {path} is another torchrun; name a folder of your own, and put it on PATH first")
     with open(path, "w") as file:
-        file.write(SCRIPT.format(python=sys.executable))
+        file.write(SCRIPT)
     os.chmod(path, 0o755)
     if shutil.which("torchrun") != path:
         print(f'{path} is flow-launch; to have it found first: export PATH="{folder}:$PATH"')

@@ -1,0 +1,10 @@
+"""For `fabric run`, which makes the processes and tells the script of them."""
+
+import os
+
+import torch
+from lightning.fabric import Fabric
+
+fabric = Fabric()
+total = fabric.all_reduce(torch.tensor(fabric.global_rank + 1.0), reduce_op="sum")
+print(f"rank {fabric.global_rank} of {fabric.world_size}: {total.item()}, by flow-launch: {'FLOW_STORE' in os.environ}")
