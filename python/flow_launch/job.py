@@ -59,13 +59,14 @@ def run(arguments: list[str], name: str, signals: str, environment: dict[str, st
                     child.wait()
         happened.seek(0)
         events = [json.loads(line) for line in happened]
-    if caught.first is not None and code != 0:
-        message = f"Process {os.getpid()} got signal: {caught.first.value}"
-        raise errors.class_named("SignalException")(message, caught.first)
     attempt = max((event["restart_count"] for event in events), default=0)
     events = [event for event in events if event["restart_count"] == attempt]
-    if code != 0:
+    if code != 0 and caught.first is None:
         raise errors.child_failed(name, events, recorded) or subprocess.CalledProcessError(code, command)
+    recorded.close()
+    if code != 0:
+        message = f"Process {os.getpid()} got signal: {caught.first.value}"
+        raise errors.class_named("SignalException")(message, caught.first)
     return [event["rank"] for event in events if event["event"] == "start"]
 
 
@@ -113,12 +114,15 @@ class _Signals:
 
     def __exit__(self, *_):
         for number, handler in self.before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def pass_to(self, child):
+        # Each signal once: a second Ctrl-C is an order to kill.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
         self.child = child
         if self.first is not None:
             child.send_signal(self.first)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def handle(self, number, _frame):
         number = signal.Signals(number)

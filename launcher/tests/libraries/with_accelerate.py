@@ -4,6 +4,8 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 
+from result import tell
+
 accelerator = Accelerator(cpu=True)
 torch.manual_seed(0)
 inputs = torch.randn(16, 4)
@@ -18,5 +20,5 @@ for inputs, targets in loader:
 
 weights = " ".join(f"{weight:.4f}" for weight in accelerator.unwrap_model(model).weight[0])
 steps = accelerator.gather(torch.tensor([len(loader)])).tolist()
-print(f"rank {accelerator.process_index} of {accelerator.num_processes}: {weights} {steps}")
+tell(f"rank {accelerator.process_index} of {accelerator.num_processes}: {weights} {steps}")
 accelerator.end_training()

@@ -5,6 +5,8 @@ import os
 import torch
 from lightning.fabric import Fabric
 
+from result import tell
+
 fabric = Fabric()
 total = fabric.all_reduce(torch.tensor(fabric.global_rank + 1.0), reduce_op="sum")
-print(f"rank {fabric.global_rank} of {fabric.world_size}: {total.item()}, by flow-launch: {'FLOW_STORE' in os.environ}")
+tell(f"rank {fabric.global_rank} of {fabric.world_size}: {total.item()}, by flow-launch: {'FLOW_STORE' in os.environ}")

@@ -4,6 +4,8 @@ import ignite.distributed as idist
 import torch
 from ignite.engine import Engine
 
+from result import tell
+
 
 def main(local_rank):
     torch.manual_seed(0)
@@ -19,7 +21,7 @@ def main(local_rank):
     weights = " ".join(f"{weight:.4f}" for weight in model.module.weight[0])
     total = idist.all_reduce(torch.tensor(idist.get_rank() + 1.0)).item()
     rank = f"rank {idist.get_rank()} of {idist.get_world_size()}, local rank {local_rank}"
-    print(f"{rank}: {weights} {total}", flush=True)
+    tell(f"{rank}: {weights} {total}")
 
 
 with idist.Parallel(backend="gloo") as parallel:

@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from result import tell
+
 mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
 rank = dist.get_rank()
 assert rank == int(os.environ["RANK"]) and dist.get_node_local_rank() == int(os.environ["LOCAL_RANK"])
@@ -39,5 +41,5 @@ if rank == 0:
         os.remove(os.path.join(folder[0], name))
     os.rmdir(folder[0])
 
-print(f"rank {rank}: {product.sum().item():.1f} {list(table.to_local().shape)} {norm:.4f} {norm == again}", flush=True)
+tell(f"rank {rank}: {product.sum().item():.1f} {list(table.to_local().shape)} {norm:.4f} {norm == again}")
 dist.destroy_process_group()

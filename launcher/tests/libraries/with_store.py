@@ -6,6 +6,8 @@ import time
 
 import torch.distributed as dist
 
+from result import tell
+
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 timeout = datetime.timedelta(seconds=60)
 
@@ -33,4 +35,4 @@ else:
         time.sleep(0.05)
     store.set(f"after{rank}", "yes")
     assert client().get(f"after{rank}") == b"yes"
-print(f"rank {rank}: {ranks} {count <= world_size} {dist.is_torchelastic_launched()}", flush=True)
+tell(f"rank {rank}: {ranks} {count <= world_size} {dist.is_torchelastic_launched()}")

@@ -6,6 +6,8 @@ import torch
 from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 
+from result import tell
+
 # PyTorch for CPUs has no such function; that of scripts/setup has it, but no CUDA that it could call.
 vars(torch._C._distributed_c10d).pop("_reset_fr_recording_nccl", None)
 
@@ -25,7 +27,7 @@ for step in range(2):
     gradient = torch.full((2,), float(rank))
     manager.allreduce(gradient).wait()
     committed = manager.should_commit()
-    print(f"rank {rank}: step {step}, {manager.num_participants()} group, {committed} {gradient.tolist()}", flush=True)
+    tell(f"rank {rank}: step {step}, {manager.num_participants()} group, {committed} {gradient.tolist()}")
 manager.shutdown(wait=False)
 if lighthouse:
     lighthouse.shutdown()
