@@ -1,7 +1,5 @@
 """For `fabric run`, which makes the processes and tells the script of them."""
 
-import os
-
 import torch
 from lightning.fabric import Fabric
 
@@ -9,4 +7,4 @@ from result import tell
 
 fabric = Fabric()
 total = fabric.all_reduce(torch.tensor(fabric.global_rank + 1.0), reduce_op="sum")
-tell(f"rank {fabric.global_rank} of {fabric.world_size}: {total.item()}, by flow-launch: {'FLOW_STORE' in os.environ}")
+tell(f"rank {fabric.global_rank} of {fabric.world_size}: {total.item()}")

@@ -24,7 +24,7 @@ def loader():
     return DataLoader(TensorDataset(torch.arange(64.0).sin().view(16, 4)), batch_size=4)
 
 
-def tell(name, strategy, model):
+def tell_of(name, strategy, model):
     environment = type(strategy.cluster_environment).__name__
     weights = " ".join(f"{weight:.4f}" for weight in model.layer.weight[0])
     tell(f"rank {strategy.global_rank} of {strategy.world_size}, {name}, {environment}: {weights}")
@@ -36,7 +36,7 @@ def main():
     trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, **quiet)
     model = Model()
     trainer.fit(model, loader())
-    tell("trainer", trainer.strategy, model)
+    tell_of("trainer", trainer.strategy, model)
 
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
@@ -47,7 +47,7 @@ def main():
         optimizer.zero_grad()
         fabric.backward(wrapped.training_step(batch))
         optimizer.step()
-    tell("fabric", fabric.strategy, model)
+    tell_of("fabric", fabric.strategy, model)
 
 
 if __name__ == "__main__":
