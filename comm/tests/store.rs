@@ -480,6 +480,65 @@ fn a_stopping_server_ends_all_waits() {
 }
 
 #[test]
+fn stores_beside_each_other_have_nothing_in_common() {
+    const OTHER: &str = "the other store's token";
+    let server = serve();
+    let beside = server.beside(OTHER).unwrap();
+    assert_eq!(beside.address(), server.address());
+    let connect = |token| Store::connect(server.address(), token, LONG).unwrap();
+    let (a, b) = (connect(TOKEN), connect(OTHER));
+    a.set("key", b"a").unwrap();
+    beside.set("key", b"b");
+    assert_eq!((a.get("key", LONG).unwrap(), b.get("key", LONG).unwrap()), (b"a".to_vec(), b"b".to_vec()));
+    assert_eq!((a.delete(&["key"]).unwrap(), b.try_get("key").unwrap()), (1, Some(b"b".to_vec())));
+    b.post(b"post").unwrap();
+    assert_eq!(next_post(&beside), "post");
+    b.will(b"gone", LONG).unwrap();
+    drop(b);
+    assert_eq!(next_post(&beside), "gone");
+    no_post(&server);
+
+    let b = connect(OTHER);
+    b.will(b"not executed", LONG).unwrap();
+    thread::scope(|scope| {
+        let waits = scope.spawn(|| b.get("never", LONG).unwrap_err());
+        thread::sleep(SHORT);
+        a.set("never", b"of the other store").unwrap();
+        drop(beside);
+        let error = waits.join().unwrap();
+        assert!(matches!(error, Error::Lost { .. }), "{error}");
+    });
+    let error = Store::connect(server.address(), OTHER, LONG).unwrap_err();
+    assert!(matches!(error, Error::Denied { .. }), "{error}");
+    // The token is free again, and leads to a store that knows nothing of the one before.
+    let beside = server.beside(OTHER).unwrap();
+    assert_eq!(connect(OTHER).try_get("key").unwrap(), None);
+    assert_eq!(a.add("n", 1).unwrap(), 1);
+
+    // The last handle ends it, whichever that is.
+    let address = server.address().clone();
+    drop(server);
+    assert!(matches!(a.try_get("n").unwrap_err(), Error::Lost { .. }));
+    Store::connect(&address, OTHER, LONG).unwrap().set("key", b"value").unwrap();
+    assert_eq!(Server::start(&address, TOKEN).unwrap_err().kind(), std::io::ErrorKind::AddrInUse);
+    drop(beside);
+    Server::start(&address, TOKEN).expect("nothing is left");
+}
+
+#[test]
+fn a_store_beside_another_needs_a_token_of_its_own() {
+    let server = serve();
+    let beside = server.beside("other").unwrap();
+    for (server, token) in [(&server, TOKEN), (&server, "other"), (&beside, TOKEN), (&server, "")] {
+        let error = server.beside(token).unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::InvalidInput, "{error}");
+        assert!(error.to_string().contains(&server.address().to_string()), "{error}");
+    }
+    drop(beside);
+    server.beside("other").expect("the token is free again");
+}
+
+#[test]
 fn a_client_that_dies_while_it_waits_is_forgotten() {
     let server = serve();
     let mut stream = admitted(&server);

@@ -1,5 +1,6 @@
 //! Addresses and ports of this machine.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs, UdpSocket};
 
@@ -23,6 +24,30 @@ pub fn any() -> IpAddr {
     }
 }
 
+/// Where this machine is to listen for others, who know it by these names: at the one address that the names mean, else
+/// at all. A name that means this machine alone here (127.0.1.1, in Debian's /etc/hosts) means another address elsewhere.
+pub fn interface(names: &[&str]) -> IpAddr {
+    let found: BTreeSet<IpAddr> = names.iter().flat_map(|name| resolve(name)).collect();
+    let is_literal = names.iter().all(|name| name.parse::<IpAddr>().is_ok());
+    match found.first() {
+        Some(address) if found.len() == 1 && is_own(*address) && (is_literal || !address.is_loopback()) => *address,
+        _ => any(),
+    }
+}
+
+/// The address of this machine that `name` means here, IPv4 if there are several.
+pub fn own(name: &str) -> Option<IpAddr> {
+    resolve(name).into_iter().filter(|address| is_own(*address)).min()
+}
+
+fn resolve(name: &str) -> Vec<IpAddr> {
+    (name, 0).to_socket_addrs().map(|addresses| addresses.map(|address| address.ip()).collect()).unwrap_or_default()
+}
+
+fn is_own(address: IpAddr) -> bool {
+    UdpSocket::bind((address, 0)).is_ok()
+}
+
 /// `host:port`, with an IPv6 host in brackets.
 pub fn join(host: &str, port: u16) -> String {
     match host.parse::<Ipv6Addr>() {
@@ -33,14 +58,14 @@ pub fn join(host: &str, port: u16) -> String {
 
 /// Whether `host` is this machine.
 pub fn is_local(host: &str) -> bool {
-    let addresses = (host, 0).to_socket_addrs().map(Iterator::collect::<Vec<_>>).unwrap_or_default();
-    addresses.iter().any(|address| UdpSocket::bind(address).is_ok())
+    own(host).is_some()
 }
 
 /// The address from which this machine reaches `host`.
-pub fn towards(host: &str, port: u16) -> io::Result<String> {
+pub fn towards(host: &str) -> io::Result<String> {
     let mut error = io::Error::other(format!("{host} has no address"));
-    for address in (host, port).to_socket_addrs()? {
+    // Some port, as none is spoken to.
+    for address in (host, 1).to_socket_addrs()? {
         match source(address) {
             Ok(own) => return Ok(own.to_string()),
             Err(other) => error = other,
@@ -68,6 +93,18 @@ mod tests {
         assert_eq!(join("fd00::1", 1), "[fd00::1]:1");
         assert!(is_local("127.0.0.1") && is_local("localhost"));
         assert!(!is_local("192.0.2.1") && !is_local("no such host"));
-        assert_eq!(towards("127.0.0.1", 9).unwrap(), "127.0.0.1");
+        assert_eq!(towards("127.0.0.1").unwrap(), "127.0.0.1");
+    }
+
+    #[test]
+    fn where_to_listen() {
+        let ip = |text: &str| text.parse::<IpAddr>().unwrap();
+        assert_eq!((own("127.0.0.1"), own("192.0.2.1")), (Some(ip("127.0.0.1")), None));
+        assert!(own("localhost").is_some_and(|address| address.is_loopback()));
+        assert_eq!(interface(&["127.0.0.1", "127.0.0.1"]), ip("127.0.0.1"));
+        // Two addresses, a name that means only this machine, another machine's address, and nonsense.
+        for names in [&["127.0.0.1", "127.0.0.2"][..], &["localhost"], &["192.0.2.1"], &["no such host"]] {
+            assert!(interface(names).is_unspecified(), "{names:?}");
+        }
     }
 }

@@ -5,10 +5,12 @@ mod meeting;
 mod output;
 mod settings;
 
+use std::cell::RefCell;
 use std::ffi::OsString;
 use std::time::Duration;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::ArgMatches;
 use nix::sys::signal::Signal;
 
 pub use self::meeting::NO_ID;
@@ -36,21 +38,25 @@ impl Job {
     /// Reads a whole command line, program name first, and the environment. `--help` and `--version` are answered here
     /// and end the process.
     pub fn parse(arguments: impl IntoIterator<Item = OsString>, environment: Environment<'_>) -> Result<Job, Usage> {
-        match flags::command().try_get_matches_from(arguments) {
-            Ok(matches) => Job::validate(Settings { matches, environment }),
+        let arguments = flags::with_np(arguments);
+        let validate = |matches| Job::validate(&Settings { matches, environment, warnings: RefCell::default() });
+        match flags::command().try_get_matches_from(&arguments) {
+            Ok(matches) => validate(matches),
             Err(error) if !error.use_stderr() => error.exit(),
-            Err(error) => Err(explain(&error)),
+            Err(error) => {
+                // What a flag has taken for its value may be the reason, as in --nproc-per-node train.py --epochs 2.
+                let so_far = flags::command().ignore_errors(true).try_get_matches_from(&arguments).ok();
+                let wrong =
+                    so_far.filter(|matches| program(matches).is_err()).and_then(|matches| validate(matches).err());
+                Err(wrong.filter(|wrong| !wrong.0.starts_with(NO_PROGRAM)).unwrap_or_else(|| explain(&error)))
+            }
         }
     }
 
-    fn validate(mut settings: Settings<'_>) -> Result<Job, Usage> {
-        let command: Option<Vec<OsString>> = settings.matches.remove_many(flags::COMMAND).map(Iterator::collect);
-        let mut command = command.unwrap_or_default().into_iter();
-        let Some(name) = command.next().filter(|program| !program.is_empty()) else {
-            return Err(Usage("no program given; usage: flow-launch [OPTIONS] PROGRAM [ARGS...]".into()));
-        };
-        output::refuse_plugins(&settings)?;
-        ignore_what_has_no_meaning(&settings)?;
+    fn validate(settings: &Settings<'_>) -> Result<Job, Usage> {
+        settings.refuse_flags_as_values()?;
+        output::refuse_plugins(settings)?;
+        ignore_what_has_no_meaning(settings)?;
         let numa_bindings = [
             ("node", NumaBinding::Node),
             ("socket", NumaBinding::Socket),
@@ -59,22 +65,52 @@ impl Job {
         ];
         let timeout =
             || settings.get("shutdown-timeout").or_else(|| settings.variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT"));
-        Ok(Job {
-            program: Program { kind: program_kind(&settings)?, name, arguments: command.collect() },
+        let mut job = Job {
             processes: settings.get("nproc-per-node").map_or(Ok(Processes::Count(1)), |s| processes(&s))?,
             role: settings.get_text("role")?.unwrap_or_else(|| "default".into()),
-            nodes: meeting::nodes(&settings)?,
+            nodes: meeting::nodes(settings)?,
             max_restarts: settings.get_number("max-restarts", 0, "a number from 0")?.unwrap_or(0),
             grace: timeout().map_or(Ok(GRACE), |setting| setting.seconds())?,
             hang_timeout: settings.get("hang-timeout").map(|setting| hang_timeout(&setting)).transpose()?,
-            signals: settings.get("signals-to-handle").map_or(Ok(SIGNALS.into()), |setting| signals(&setting))?,
+            signals: settings.get("signals-to-handle").map_or(Ok(SIGNALS.into()), |names| signals(&names, settings))?,
             numa_binding: settings.get("numa-binding").map(|setting| setting.one_of(&numa_bindings)).transpose()?,
             virtual_local_rank: settings.is_on("virtual-local-rank")?,
-            output: output::output(&settings)?,
+            output: output::output(settings)?,
             events: settings.get_path("events")?,
+            quiet: settings.is_on("quiet")?,
             dry_run: settings.is_on("dry-run")?,
-        })
+            warnings: Vec::new(),
+            // Last: it may be missing because a flag before it lacks its value, which is the better thing to say.
+            program: {
+                let (name, arguments) = program(&settings.matches)?;
+                Program { kind: program_kind(settings)?, name, arguments }
+            },
+        };
+        job.warnings = settings.warnings.take();
+        Ok(job)
     }
+}
+
+const NO_PROGRAM: &str = "no program given";
+
+/// PROGRAM and its arguments.
+fn program(matches: &ArgMatches) -> Result<(OsString, Vec<OsString>), Usage> {
+    let mut command = matches.get_many(flags::COMMAND).into_iter().flatten().cloned();
+    let name = command.next().filter(|name: &OsString| !name.is_empty());
+    let name = name.ok_or_else(|| {
+        let last = last_option(matches).map(|(flag, value)| format!(" after --{flag} {}", value.display()));
+        let last = last.unwrap_or_default();
+        Usage(format!("{NO_PROGRAM}{last}; usage: flow-launch [OPTIONS] PROGRAM [ARGS...]"))
+    })?;
+    Ok((name, command.collect()))
+}
+
+/// The last flag that has a value: it may have taken PROGRAM for it.
+fn last_option(matches: &ArgMatches) -> Option<(&'static str, &OsString)> {
+    let options = flags::FLAGS.iter().filter(|flag| flag.value.is_some());
+    let given = options.filter_map(|flag| Some((matches.indices_of(flag.name)?.max()?, flag.name)));
+    let (_, name) = given.max()?;
+    Some((name, matches.get_one(name)?))
 }
 
 /// One line for what clap says in several.
@@ -84,9 +120,17 @@ fn explain(error: &clap::Error) -> Usage {
     if let (ErrorKind::UnknownArgument, Some(ContextValue::String(flag))) =
         (error.kind(), error.get(ContextKind::InvalidArg))
     {
+        let name = flag.trim_start_matches('-');
         let candidates = flag.strip_prefix("--").map(flags::candidates).unwrap_or_default();
         if candidates.len() > 1 {
             return Usage(format!("{flag} is short for several: --{}", candidates.join(", --")));
+        }
+        let similar = match error.get(ContextKind::SuggestedArg) {
+            Some(ContextValue::String(similar)) => Some(similar.trim_start_matches('-')),
+            _ => None,
+        };
+        if let Some(meant) = flags::elsewhere(name).or(similar) {
+            return Usage(format!("there is no {flag}; did you mean --{}?", meant.replace('_', "-")));
         }
     }
     Usage(format!("{line}; see flow-launch --help"))
@@ -121,16 +165,17 @@ fn hang_timeout(setting: &Setting) -> Result<Duration, Usage> {
     Ok(timeout)
 }
 
-/// Names with or without SIG.
-fn signals(setting: &Setting) -> Result<Vec<Signal>, Usage> {
+/// Names with or without SIG. As with torchrun, one that makes no sense is skipped.
+fn signals(setting: &Setting, settings: &Settings) -> Result<Vec<Signal>, Usage> {
     let mut signals = Vec::new();
-    for name in setting.text()?.split(',').map(|name| name.trim().to_uppercase()) {
-        let name = if name.starts_with("SIG") { name } else { format!("SIG{name}") };
-        let wrong = |what| Err(setting.wrong(&format!("names of signals such as SIGTERM,SIGUSR1; {name} {what}")));
-        match name.parse() {
-            Err(_) => return wrong("is none"),
-            Ok(Signal::SIGKILL | Signal::SIGSTOP) => return wrong("cannot be caught"),
-            Ok(Signal::SIGCHLD | Signal::SIGPIPE) => return wrong("is flow-launch's own"),
+    for name in setting.text()?.split(',').map(str::trim).filter(|name| !name.is_empty()) {
+        let upper = name.to_uppercase();
+        let upper = if upper.starts_with("SIG") { upper } else { format!("SIG{upper}") };
+        let skip = |what| settings.warn(format!("{} has '{name}', which is skipped: it {what}", setting.source()));
+        match upper.parse() {
+            Err(_) => skip("names no signal"),
+            Ok(Signal::SIGKILL | Signal::SIGSTOP) => skip("cannot be caught"),
+            Ok(Signal::SIGCHLD | Signal::SIGPIPE) => skip("is flow-launch's own"),
             Ok(signal) if !signals.contains(&signal) => signals.push(signal),
             Ok(_) => {}
         }
@@ -177,7 +222,8 @@ mod tests {
         assert_eq!((job.role.as_str(), job.nodes.id.as_str(), job.max_restarts), ("default", "none", 0));
         assert_eq!((job.grace, job.hang_timeout), (Duration::from_secs(5), None));
         assert_eq!(job.signals, SIGNALS);
-        assert_eq!((job.numa_binding, job.events, job.dry_run), (None, None, false));
+        assert_eq!((job.numa_binding, job.events, job.dry_run, job.quiet), (None, None, false, false));
+        assert_eq!(job.warnings, [""; 0]);
         assert!(!job.output.prefix && !job.output.oneflow_names && job.output.log_dir.is_none());
     }
 
@@ -211,7 +257,7 @@ mod tests {
         let line = refusal("--master 3 train");
         assert!(line.contains("--master-addr") && line.contains("--master-port") && !line.contains('\n'), "{line}");
         assert!(refusal("--h train").contains("--help, --hang-timeout"));
-        assert!(refusal("--rdzv-c=3 train").contains("--rdzv-conf"));
+        assert!(refusal("--rdzv-c=timeout=x train").contains("--rdzv-conf"));
         assert!(refusal("--nosuch train").contains("--nosuch"));
     }
 
@@ -257,9 +303,71 @@ mod tests {
     fn signals_by_name() {
         let signals = |names: &str| parse(&format!("--signals-to-handle {names} p")).unwrap().signals;
         assert_eq!(signals("SIGTERM,usr1,TERM"), [Signal::SIGTERM, Signal::SIGUSR1]);
-        for wrong in ["SIGKILL", "STOP", "CHLD", "SIGPIPE", "9", "SIGTERM,"] {
-            assert!(refusal(&format!("--signals-to-handle {wrong} p")).contains("--signals-to-handle"), "{wrong}");
+        for (wrong, why) in [("SIGKILL", "caught"), ("STOP", "caught"), ("SIGPIPE", "own"), ("9", "no signal")] {
+            let job = parse(&format!("--signals-to-handle {wrong},TERM,{wrong} p")).unwrap();
+            assert_eq!(job.signals, [Signal::SIGTERM]);
+            let [warning] = &job.warnings[..] else { panic!("{:?}", job.warnings) };
+            assert!(warning.contains(wrong) && warning.contains(why), "{warning}");
         }
+    }
+
+    #[test]
+    fn quotes_that_a_list_in_yaml_leaves() {
+        let line = "--nproc-per-node='2' --rdzv-conf='timeout=900,last_call_timeout=7' --nnodes=\"2\" --role 'a' \
+                    --rdzv-endpoint='node0:7' --tee='0:1' --start-method 'fork' --duplicate-stdout-filters='x' \
+                    --events 'e' p";
+        let job = parse(line).unwrap();
+        assert_eq!((job.processes, job.nodes.max, job.role.as_str()), (Processes::Count(2), 2, "a"));
+        assert_eq!((job.nodes.patience.join.as_secs(), job.nodes.patience.last_call.as_secs()), (900, 7));
+        assert_eq!(parse("--rdzv-conf timeout='90' p").unwrap().nodes.patience.join.as_secs(), 90);
+        // Those that may be meant.
+        assert_eq!((job.output.stdout_filters, job.events), (vec!["'x'".into()], Some("'e'".into())));
+        assert_eq!(parse("--role ' p").unwrap().role, "'");
+    }
+
+    #[test]
+    fn flags_that_are_no_flags_here() {
+        for (wrong, meant) in [
+            ("--nprocs-per-node", "--nproc-per-node"),
+            ("--num-proc", "--nproc-per-node"),
+            ("--num_processes", "--nproc-per-node"),
+            ("--max-restart-count", "--max-restarts"),
+            ("--num_machines", "--nnodes"),
+            ("--main_process_port", "--master-port"),
+        ] {
+            assert_eq!(refusal(&format!("{wrong} 2 train")), format!("there is no {wrong}; did you mean {meant}?"));
+        }
+        assert!(refusal("--nosuch train").ends_with("see flow-launch --help"));
+    }
+
+    #[test]
+    fn mpiruns_ways_to_say_how_many() {
+        for line in ["-n 3 p", "-np 3 p", "-n3 p", "--standalone -r 3 -np 3 p", "--rdzv_id -np -np 3 p", "-m -np 3 p"] {
+            assert_eq!(parse(line).unwrap().processes, Processes::Count(3), "{line}");
+        }
+        for line in ["p -np 3", "--max-restarts 1 p -np 3", "-- p -np 3", "--log-dir=x p -np 3"] {
+            let job = parse(line).unwrap();
+            assert_eq!((job.processes, job.program.arguments), (Processes::Count(1), vec!["-np".into(), "3".into()]));
+        }
+    }
+
+    #[test]
+    fn a_flag_without_its_value_is_named() {
+        for (line, flag) in [
+            ("--nproc-per-node train.py", "--nproc-per-node is 'train.py'"),
+            ("--nproc-per-node train.py --epochs 3 -x", "--nproc-per-node is 'train.py'"),
+            ("-np train.py", "--nproc-per-node is 'train.py'"),
+            ("--nproc-per-node", "--nproc-per-node"),
+            ("--max-restarts --standalone train.py", "--max-restarts lacks its value: '--standalone' follows it"),
+            ("--rdzv-id --nnodes=2 train.py", "--rdzv-id lacks its value"),
+            ("--role train.py", "no program given after --role train.py"),
+            ("--nproc-per-node 2", "no program given after --nproc-per-node 2"),
+            ("--standalone", "no program given; usage"),
+        ] {
+            let line = refusal(line);
+            assert!(line.contains(flag), "{line}");
+        }
+        assert!(refusal("--nproc-per-node 2 --epochs 3 train.py").contains("--epochs"));
     }
 
     #[test]

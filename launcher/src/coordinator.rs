@@ -5,87 +5,15 @@
 //! stopped, and, if restarts are left, another round begins. With `--nnodes MIN:MAX` a round also ends for a node that
 //! is lost or has come, and goes on with those that are there, without using up a restart.
 
+mod protocol;
+
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
-
+pub use self::protocol::{AgentId, Event, Failure, Node, Order, Verdict, LEADER};
 use crate::job::{Job, Meeting, Patience};
-use crate::round::Placement;
+use crate::round::{Placement, Rendezvous};
 use crate::worker::End;
-
-/// An agent: flow-launch on one node.
-pub type AgentId = u64;
-
-/// The agent of the leading node, in which the coordinator runs.
-pub const LEADER: AgentId = 0;
-
-/// A node, as its agent describes it.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Node {
-    pub host: String,
-    /// Where the others reach it.
-    pub address: String,
-    /// Its place where it was given one.
-    pub node_rank: Option<u32>,
-    pub local_world_size: u32,
-    pub role: String,
-    /// `--nnodes`, by which all must go.
-    pub nodes: (u32, u32),
-}
-
-/// What an agent tells.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub enum Event {
-    /// It is there and can start workers. `port` is free on its node.
-    Joined { node: Node, port: u16 },
-    /// A worker has failed; the agent stops its others.
-    Failed { round: u32, failure: Failure },
-    /// A worker has ended, in these words: its peers may ask.
-    Exited { round: u32, rank: u32, end: String },
-    /// All its workers have ended well.
-    Finished { round: u32 },
-    /// All its workers are gone, after a failure or an order. `cause` tells of its first failure in full.
-    Stopped { round: u32, cause: Option<String>, port: u16 },
-    /// It was sent a signal and will end.
-    Leaving { signal: i32 },
-    /// It has ended. Told in its name if it could not.
-    Gone { why: String },
-}
-
-/// The first failure on a node.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Failure {
-    /// In a line.
-    pub summary: String,
-    pub end: End,
-}
-
-/// What an agent is to do.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub enum Order {
-    Start {
-        round: u32,
-        placement: Placement,
-    },
-    /// Stop the workers; `why` is for the user.
-    Stop {
-        round: u32,
-        why: Option<String>,
-    },
-    /// Tell the user.
-    Say(String),
-    /// The job is over.
-    End(Verdict),
-}
-
-/// How the job ended.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Verdict {
-    pub code: u8,
-    /// What to say about it.
-    pub cause: Option<String>,
-}
 
 /// Failures that come together: a crash is to blame before an exit code, which is how a worker that misses its peer
 /// ends.
@@ -102,9 +30,10 @@ const STOPPING: Duration = Duration::from_secs(30);
 
 struct Agent {
     node: Node,
-    port: u16,
     state: State,
     cause: Option<String>,
+    /// It knows that there is no place for it at present.
+    is_spare: bool,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -185,15 +114,15 @@ impl Coordinator {
     /// An agent has told something; what is to be done about it, by whom.
     pub fn handle(&mut self, agent: AgentId, event: Event, now: Instant) -> Vec<(AgentId, Order)> {
         match event {
-            Event::Joined { node, port } => self.joined(agent, node, port, now),
+            Event::Joined { node } => self.joined(agent, node, now),
             Event::Gone { why } => self.gone(agent, &format!("was lost: {why}"), now),
             _ if !self.agents.contains_key(&agent) => {}
             Event::Failed { round, failure } if round == self.round => self.failed(agent, failure, now),
             Event::Finished { round } if round == self.round => self.set(agent, State::Finished),
-            Event::Stopped { round, cause, port } if round == self.round => {
+            Event::Stopped { round, cause } if round == self.round => {
                 // One that had stopped before it was ordered to says so twice; the first time it knows the cause.
                 if let Some(agent) = self.agents.get_mut(&agent).filter(|agent| agent.state != State::Idle) {
-                    (agent.state, agent.cause, agent.port) = (State::Idle, cause, port);
+                    (agent.state, agent.cause) = (State::Idle, cause);
                 }
             }
             Event::Leaving { signal } => self.leaving(agent, signal, now),
@@ -261,7 +190,7 @@ impl Coordinator {
         self.agents.keys().all(|agent| *agent == LEADER)
     }
 
-    fn joined(&mut self, agent: AgentId, node: Node, port: u16, now: Instant) {
+    fn joined(&mut self, agent: AgentId, node: Node, now: Instant) {
         let own = (self.min as u32, self.max as u32);
         if node.nodes != own {
             let cause = format!("--nnodes is {} here, but {} on the leading node", range(node.nodes), range(own));
@@ -285,12 +214,13 @@ impl Coordinator {
         if self.phase == Phase::Over {
             return self.end(agent, 1, Some("the job is over".into()));
         }
-        self.agents.insert(agent, Agent { node, port, state: State::Idle, cause: None });
+        self.agents.insert(agent, Agent { node, state: State::Idle, cause: None, is_spare: false });
         let finishing = self.agents.values().any(|agent| agent.state == State::Finished);
         if self.phase == Phase::Running && self.members().len() < self.max && !finishing {
             let why = format!("{} has joined", self.describe(agent));
             self.stop(Why::Change, Some(why), now);
         }
+        self.turn_away();
     }
 
     fn failed(&mut self, agent: AgentId, failure: Failure, now: Instant) {
@@ -414,8 +344,6 @@ impl Coordinator {
         members.truncate(self.max);
         let nodes: Vec<&Node> = members.iter().map(|agent| &self.agents[agent].node).collect();
         let world_size = nodes.iter().map(|node| node.local_world_size).sum();
-        let first = &self.agents[&members[0]];
-        let (master_addr, master_port) = (first.node.address.clone(), first.port);
         let mut first_rank = 0;
         for (group_rank, agent) in members.iter().enumerate() {
             let node = nodes[group_rank];
@@ -431,9 +359,7 @@ impl Coordinator {
                 world_size,
                 first_role_rank: same_role(&nodes[..group_rank]),
                 role_world_size: same_role(&nodes),
-                master_addr: master_addr.clone(),
-                master_port,
-                store: Default::default(),
+                rendezvous: Rendezvous::default(),
             };
             first_rank += node.local_world_size;
             self.orders.push((*agent, Order::Start { round: self.round, placement }));
@@ -442,6 +368,27 @@ impl Coordinator {
             self.set(agent, State::Running);
         }
         self.phase = Phase::Running;
+        self.turn_away();
+    }
+
+    /// Tells agents for which there is no place in the round that they wait for one, or, if there will be none, to end.
+    fn turn_away(&mut self) {
+        if self.phase != Phase::Running || self.members().len() < self.max {
+            return;
+        }
+        let has_use = self.is_elastic() || self.failures < self.max_restarts;
+        let its_nodes = format!("the job has its {} nodes", self.max);
+        self.agents.retain(|id, agent| {
+            let is_idle = agent.state == State::Idle;
+            if is_idle && !has_use {
+                let cause = Some(format!("this node is surplus: {its_nodes}"));
+                self.orders.push((*id, Order::End(Verdict { code: 1, cause })));
+            } else if is_idle && !std::mem::replace(&mut agent.is_spare, true) {
+                let text = format!("this node is a spare: {its_nodes}; it takes the place of one that is lost");
+                self.orders.push((*id, Order::Say(text)));
+            }
+            has_use || !is_idle
+        });
     }
 
     fn stop(&mut self, why: Why, told: Option<String>, now: Instant) {

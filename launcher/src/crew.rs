@@ -4,9 +4,10 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use anyhow::Context;
+use jiff::Timestamp;
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
-use rustix::process::{getrlimit, setrlimit, Resource, Rlimit, Signal};
+use rustix::process::{getrlimit, setrlimit, Pid, Resource, Rlimit, Signal};
 
 use crate::copies::Copies;
 use crate::error_file::ErrorFile;
@@ -25,12 +26,13 @@ const READ: usize = 1 << 16;
 /// Index of a stream of a worker.
 const STDERR: usize = Which::Stderr as usize;
 
-/// Descriptors the launcher needs beside those of its workers: for two stores that hold up to 512 strangers each, with
-/// room to spare.
-const OWN_DESCRIPTORS: u64 = 64 + 2 * 512;
+/// Descriptors the launcher needs beside those of its workers: for stores that hold up to 512 strangers, with room to
+/// spare.
+const OWN_DESCRIPTORS: u64 = 512 + 512;
 
-/// Descriptors per worker: its pidfd, its two pipes, two files and a connection to the store.
-const WORKER_DESCRIPTORS: u64 = 6;
+/// Descriptors per worker: its pidfd, its two pipes, two files, and connections to the stores, of which PyTorch's process
+/// groups may take some each.
+const WORKER_DESCRIPTORS: u64 = 12;
 
 /// What to do where the system has no room for more.
 const LIMITS: &str = "; start fewer workers, or raise the limits on open files and processes (ulimit -n, ulimit -u)";
@@ -45,6 +47,7 @@ struct Worker {
     error: Option<ErrorFile>,
     /// How it ended, once it has.
     end: Option<End>,
+    ended_at: Option<Timestamp>,
     stopped: Stopped,
     /// Nothing more is to be done: it is reaped and its group is gone, or it was given up.
     settled: bool,
@@ -131,6 +134,12 @@ impl Crew {
         self.policy.cause().is_none()
     }
 
+    /// The workers' processes, with their ranks.
+    pub fn pids(&self) -> Vec<(Pid, u32)> {
+        let present = self.workers.iter().filter(|worker| !worker.settled);
+        present.map(|worker| (worker.process.pid, worker.spec.rank)).collect()
+    }
+
     /// What to wait for. A stream whose sink is full is left alone.
     pub fn watch<'a>(&'a self, sinks: &Sinks) -> Vec<(Ready, PollFd<'a>)> {
         let mut watched = Vec::new();
@@ -151,6 +160,7 @@ impl Crew {
     pub fn note_end(&mut self, index: usize) -> anyhow::Result<Option<(u32, End)>> {
         let worker = &mut self.workers[index];
         let rank = worker.spec.rank;
+        worker.ended_at = Some(Timestamp::now());
         worker.end = worker.process.end().with_context(|| format!("cannot learn how rank {rank} ended"))?;
         if worker.end.is_some_and(End::is_failure) && self.policy.cause().is_none() {
             worker.hear_last_words();
@@ -330,6 +340,7 @@ impl Worker {
             error_file: logs.error_file(attempt, local_rank),
             error: None,
             end: None,
+            ended_at: None,
             stopped: Stopped::No,
             settled: false,
         })
@@ -349,6 +360,7 @@ impl Worker {
             local_rank: self.spec.local_rank,
             pid: self.process.pid.as_raw_pid(),
             end: self.end,
+            time: self.error.as_ref().and_then(ErrorFile::time).or(self.ended_at),
             stopped: self.stopped,
             tail: &self.tail,
             error: self.error.as_ref(),

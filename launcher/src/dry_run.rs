@@ -10,7 +10,7 @@ use crate::job::{Job, Meeting};
 use crate::machine::Machine;
 use crate::numa;
 use crate::plan;
-use crate::round::Placement;
+use crate::round::{Placement, Rendezvous};
 
 /// The workers of this node, each with its CPUs, what is added to its environment, and its command as for a shell.
 /// What is known later only is between angle brackets.
@@ -51,7 +51,7 @@ fn placement(job: &Job, local_world_size: u32) -> Placement {
             (0, master_addr.clone().unwrap_or_else(|| "127.0.0.1".into()), master_port.unwrap_or(0))
         }
         Meeting::Static { node_rank, master_addr, master_port } => (*node_rank, master_addr.clone(), *master_port),
-        Meeting::Endpoint { .. } => (0, String::new(), 0),
+        Meeting::Endpoint { port, .. } => (0, String::new(), *port),
     };
     Placement {
         restart_count: 0,
@@ -62,9 +62,12 @@ fn placement(job: &Job, local_world_size: u32) -> Placement {
         world_size: job.nodes.max * local_world_size,
         first_role_rank: group_rank * local_world_size,
         role_world_size: job.nodes.max * local_world_size,
-        master_addr,
-        master_port,
-        store: (String::new(), String::new()),
+        rendezvous: Rendezvous {
+            master_addr,
+            master_port,
+            has_agent_store: job.nodes.has_agent_store,
+            ..Default::default()
+        },
     }
 }
 
@@ -137,7 +140,7 @@ rank 0, local rank 0, CPUs 0-1
   TORCHELASTIC_RESTART_COUNT=0
   TORCHELASTIC_RUN_ID=<a new one>
   TORCHELASTIC_SIGNALS_TO_HANDLE='SIGTERM,SIGINT,SIGHUP,SIGQUIT'
-  TORCHELASTIC_USE_AGENT_STORE=False
+  TORCHELASTIC_USE_AGENT_STORE=True
   WORLD_SIZE=2
   /bin/train 'a b' 0
 

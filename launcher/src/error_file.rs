@@ -5,6 +5,7 @@ use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
+use jiff::Timestamp;
 use rustix::fs::OFlags;
 use serde_json::Value;
 
@@ -50,6 +51,11 @@ impl ErrorFile {
         let timestamp = timestamp.as_f64().or_else(|| timestamp.as_str()?.parse().ok()).filter(|time| time.is_finite());
         let (message, traceback) = (message.to_string(), extra["py_callstack"].as_str().map(str::to_string));
         Some(ErrorFile { message, traceback, timestamp, whole })
+    }
+
+    /// When the error was, as it was recorded.
+    pub fn time(&self) -> Option<Timestamp> {
+        Timestamp::from_second(self.timestamp? as i64).ok()
     }
 
     #[cfg(test)]

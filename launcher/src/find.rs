@@ -10,8 +10,8 @@ use crate::args::Usage;
 use crate::job::{Program, ProgramKind};
 
 /// The command for PROGRAM and its arguments: a path is taken as it is, a name is looked for beside flow-launch and
-/// then on PATH, and a `.py` file (which may also be a name in the current folder) runs with `python3 -u`, or with
-/// PYTHON_EXEC.
+/// then on PATH, and what only Python can run (which may also be a name in the current folder) runs with `python3 -u`, or
+/// with PYTHON_EXEC.
 pub fn command(program: &Program) -> Result<Vec<OsString>, Usage> {
     let beside = std::env::current_exe().ok().and_then(|path| path.parent().map(Path::to_path_buf));
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -34,13 +34,16 @@ impl Places {
         match kind {
             ProgramKind::Module => Ok(vec![self.python(name)?, "-u".into(), "-m".into(), name.into()]),
             ProgramKind::Script => self.script(name),
-            ProgramKind::ByName if Path::new(name).extension() == Some(OsStr::new("py")) => self.script(name),
+            ProgramKind::ByName if is_pythons(Path::new(name)) => self.script(name),
             ProgramKind::ByName | ProgramKind::Executable => Ok(vec![self.program(name)?]),
         }
     }
 
     fn script(&self, name: &OsStr) -> Result<Vec<OsString>, Usage> {
-        let script = if Path::new(name).is_file() { name.to_owned() } else { self.find(name, Path::is_file)? };
+        let script = match Path::new(name).exists() {
+            true => name.to_owned(),
+            false => self.find(name, Path::is_file, " nor in the current folder")?,
+        };
         Ok(vec![self.python(name)?, "-u".into(), script])
     }
 
@@ -68,18 +71,28 @@ impl Places {
     }
 
     fn program(&self, program: &OsStr) -> Result<OsString, Usage> {
-        let found = self.find(program, is_executable)?;
+        let name = program.display();
+        let hint = match Path::new(program) {
+            here if is_executable(here) => format!("; for the file here write ./{name}"),
+            here if here.is_file() => format!("; if the file here is Python's, write --run-path {name}"),
+            _ => String::new(),
+        };
+        let found = self.find(program, is_executable, &hint)?;
         let path = Path::new(&found);
         if path.is_dir() {
-            return Err(Usage(format!("{} is a folder, not a program", path.display())));
+            return Err(Usage(format!("{} is a folder, and has no __main__.py to run", path.display())));
         }
         if !is_executable(path) {
-            return Err(Usage(format!("{} is not executable; chmod +x it", path.display())));
+            let path = path.display();
+            return Err(Usage(format!(
+                "{path} is not executable; chmod +x it, or, if it is Python's, --run-path {path}"
+            )));
         }
         Ok(found)
     }
 
-    fn find(&self, program: &OsStr, fits: impl Fn(&Path) -> bool) -> Result<OsString, Usage> {
+    /// `more` is what else there is to say of a name that is not found.
+    fn find(&self, program: &OsStr, fits: impl Fn(&Path) -> bool, more: &str) -> Result<OsString, Usage> {
         let name = program.display();
         if program.as_bytes().contains(&b'/') {
             return match Path::new(program).exists() {
@@ -92,14 +105,18 @@ impl Places {
             return Ok(found.into());
         }
         let beside = self.beside.as_deref().unwrap_or(Path::new("?")).display();
-        let hint =
-            if Path::new(program).is_file() { format!("; for the file here write ./{name}") } else { String::new() };
-        Err(Usage(format!("no program {name}: neither beside flow-launch ({beside}) nor on PATH{hint}")))
+        Err(Usage(format!("no program {name}: neither beside flow-launch ({beside}) nor on PATH{more}")))
     }
 
     fn on_path(&self, name: &OsStr) -> Option<PathBuf> {
         self.path.iter().map(|folder| folder.join(name)).find(|path| is_executable(path))
     }
+}
+
+/// What Python runs and nothing else: a script, a program in one file (zipapp), compiled code, a folder of a program.
+fn is_pythons(path: &Path) -> bool {
+    let extension = path.extension().and_then(OsStr::to_str);
+    matches!(extension, Some("py" | "pyz" | "pyc")) || path.join("__main__.py").is_file()
 }
 
 fn is_executable(path: &Path) -> bool {
@@ -141,8 +158,10 @@ mod tests {
         let places = Places { beside: None, path: vec![folder.path().into()], python: None };
         let error = |path: PathBuf| places.command(ProgramKind::ByName, path.as_os_str()).unwrap_err().0;
         assert!(error(folder.path().join("absent")).contains("no such file"));
-        assert!(error(folder.path().into()).contains("folder"));
-        assert!(error(file(folder.path(), "plain", 0o644)).contains("chmod"));
+        assert!(error(folder.path().into()).contains("__main__.py"));
+        let hint = error(file(folder.path(), "plain", 0o644));
+        assert!(hint.contains("chmod") && hint.contains("--run-path"), "{hint}");
+        assert!(error("absent.py".into()).ends_with("nor on PATH nor in the current folder"));
         assert!(error(file(folder.path(), "train.py", 0o644)).contains("python3"));
         let python = file(folder.path(), "python3", 0o755).into_os_string();
         let script = folder.path().join("train.py");
@@ -165,7 +184,19 @@ mod tests {
         let command = |kind, name: &OsString| places(None).command(kind, name).unwrap();
         assert_eq!(command(ProgramKind::Executable, &script), std::slice::from_ref(&script));
         assert_eq!(command(ProgramKind::Script, &plain), [python.clone(), "-u".into(), plain.clone()]);
-        assert_eq!(command(ProgramKind::Module, &"a.b".into()), [python, "-u".into(), "-m".into(), "a.b".into()]);
+        assert_eq!(
+            command(ProgramKind::Module, &"a.b".into()),
+            [python.clone(), "-u".into(), "-m".into(), "a.b".into()]
+        );
+        for name in ["app.pyz", "app.pyc"] {
+            let app = file(folder.path(), name, 0o755).into_os_string();
+            assert_eq!(command(ProgramKind::ByName, &app), [python.clone(), "-u".into(), app]);
+        }
+        let package = folder.path().join("package");
+        fs::create_dir(&package).unwrap();
+        file(&package, "__main__.py", 0o644);
+        let package = package.into_os_string();
+        assert_eq!(command(ProgramKind::ByName, &package), [python.clone(), "-u".into(), package]);
         for name in [other.to_str().unwrap(), "other"] {
             let command = places(Some(name)).command(ProgramKind::ByName, &script).unwrap();
             assert_eq!(command, [other.clone(), "-u".into(), script.clone()]);

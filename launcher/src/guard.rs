@@ -4,7 +4,7 @@
 //! dies, the pipe ends, and the guard kills the groups that are still registered. Then, unless the job ended well, it
 //! *sweeps*: it looks for processes that have left those groups (as those of `timeout` do) by a mark in their
 //! environment, and kills them. Last it removes the job's temporary folder, which has the job's mark in its name: so it
-//! need not be told when that is made.
+//! need not be told when that is made; and the pipe of the watchdog, of which it is told.
 //!
 //! Each round has a mark of its own, which begins with the job's. After a round that was stopped the launcher asks for
 //! what is left of it to be swept: so no process meets those of the next start. To look at all processes of a machine
@@ -12,10 +12,10 @@
 
 use std::collections::HashSet;
 use std::ffi::OsString;
-use std::fs;
-use std::io::{self, BufRead, Write};
+use std::fs::{self, DirBuilder};
+use std::io::{self, BufRead, ErrorKind, Write};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, ExitCode, Stdio};
@@ -25,6 +25,8 @@ use anyhow::Context;
 use nix::sys::signal::SigSet;
 use rustix::io::Errno;
 use rustix::process::{geteuid, kill_process, kill_process_group, Pid, Signal};
+
+use crate::watchdog::remove_unread;
 
 /// First argument of a flow-launch process that is a guard; the mark is the second.
 pub const HIDDEN_FLAG: &str = "--guard";
@@ -38,13 +40,17 @@ const DISMISSAL: &str = "dismissed";
 /// What tells the guard to sweep the round whose number follows. When that is done, it answers with a byte.
 const SWEEP: &str = "sweep ";
 
+/// What tells the guard of a named pipe, whose path follows.
+const PIPE: &str = "pipe ";
+
 /// How long the launcher waits for that.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Looks for marked processes at most so many times: new ones may be born meanwhile, and some cannot be killed.
 const SWEEPS: usize = 100;
 
-/// Tries to remove the temporary folder so many times: a worker that is being killed may still write to it.
+/// Tries to remove the temporary folder and the pipe so many times: a worker that is being killed may still write to one,
+/// and the launcher that is being killed still read the other.
 const REMOVALS: usize = 100;
 const BETWEEN_REMOVALS: Duration = Duration::from_millis(10);
 
@@ -58,6 +64,8 @@ pub struct Guard {
     /// How many sweeps it has not answered yet, and until when to wait for that, if at all.
     unanswered: usize,
     deadline: Option<Instant>,
+    /// A named pipe to remove.
+    pipe: Option<PathBuf>,
 }
 
 impl Guard {
@@ -70,7 +78,7 @@ impl Guard {
         let mut process = command.spawn().context("cannot start the guard process")?;
         let answers = process.stdout.take().context("the guard process has no standard output")?;
         rustix::io::ioctl_fionbio(&answers, true).context("cannot listen to the guard process")?;
-        Ok(Guard { process, answers, mark, round: 0, unanswered: 0, deadline: None })
+        Ok(Guard { process, answers, mark, round: 0, unanswered: 0, deadline: None, pipe: None })
     }
 
     /// What tells this job from all others on this machine.
@@ -78,9 +86,22 @@ impl Guard {
         &self.mark
     }
 
-    /// Where the job may make a folder that is gone when the launcher is.
-    pub fn temporary_folder(&self) -> PathBuf {
-        temporary_folder(&self.mark)
+    /// The job's own folder, made where it is not there yet, which is gone when the launcher is.
+    pub fn temporary_folder(&self) -> io::Result<PathBuf> {
+        let folder = temporary_folder(&self.mark);
+        match DirBuilder::new().mode(0o700).create(&folder) {
+            Err(error) if error.kind() != ErrorKind::AlreadyExists || !is_ours(&folder) => Err(error),
+            _ => Ok(folder),
+        }
+    }
+
+    /// A named pipe that is about to be made is gone, too, when the launcher is.
+    pub fn adopt_pipe(&mut self, path: &Path) -> io::Result<()> {
+        let line = path.to_str().filter(|path| !path.contains('\n'));
+        let line = line.ok_or_else(|| io::Error::new(ErrorKind::InvalidInput, "it is not UTF-8 in one line"))?;
+        self.tell(&format!("{PIPE}{line}"));
+        self.pipe = Some(path.to_path_buf());
+        Ok(())
     }
 
     /// The workers that are started from now on are those of this round.
@@ -166,7 +187,8 @@ impl Drop for Guard {
             log::warn!("cannot wait for the guard process: {error}");
         }
         // Nothing is left of it, unless somebody has killed the guard.
-        remove(&self.temporary_folder());
+        remove(&temporary_folder(&self.mark));
+        self.pipe.as_deref().map(remove_unread);
     }
 }
 
@@ -177,6 +199,7 @@ pub fn main(mark: Option<OsString>) -> ExitCode {
     let (Some(mark), Ok(())) = (mark, SigSet::all().thread_block()) else { return ExitCode::FAILURE };
     let _ = nix::sys::prctl::set_name(c"flow-guard");
     let mut groups = HashSet::new();
+    let mut pipes: Vec<PathBuf> = Vec::new();
     let mut is_dismissed = false;
     for line in io::stdin().lock().lines().map_while(Result::ok) {
         is_dismissed |= line == DISMISSAL;
@@ -185,6 +208,7 @@ pub fn main(mark: Option<OsString>) -> ExitCode {
             // Fails only if the launcher has died.
             let _ = rustix::io::write(io::stdout(), b"!");
         }
+        pipes.extend(line.strip_prefix(PIPE).map(PathBuf::from));
         let Some(pid) = line.get(1..).and_then(|pid| pid.parse().ok()).and_then(Pid::from_raw) else { continue };
         match line.starts_with('+') {
             true => groups.insert(pid),
@@ -198,7 +222,8 @@ pub fn main(mark: Option<OsString>) -> ExitCode {
         sweep(&job_mark(&mark));
     }
     let folder = temporary_folder(&mark);
-    (0..REMOVALS).take_while(|_| !remove(&folder)).for_each(|_| std::thread::sleep(BETWEEN_REMOVALS));
+    let remove_all = || pipes.iter().fold(remove(&folder), |all, pipe| remove_unread(pipe) && all);
+    (0..REMOVALS).take_while(|_| !remove_all()).for_each(|_| std::thread::sleep(BETWEEN_REMOVALS));
     ExitCode::SUCCESS
 }
 
@@ -218,8 +243,11 @@ fn temporary_folder(job: &str) -> PathBuf {
 
 /// Removes a job's temporary folder, if there is one and it is ours; false if some of it is left.
 fn remove(folder: &Path) -> bool {
-    let is_ours = |found: &fs::Metadata| found.is_dir() && found.uid() == geteuid().as_raw();
-    !fs::symlink_metadata(folder).is_ok_and(|found| is_ours(&found)) || fs::remove_dir_all(folder).is_ok()
+    !is_ours(folder) || fs::remove_dir_all(folder).is_ok()
+}
+
+fn is_ours(folder: &Path) -> bool {
+    fs::symlink_metadata(folder).is_ok_and(|found| found.is_dir() && found.uid() == geteuid().as_raw())
 }
 
 /// Kills all processes whose mark begins like this.

@@ -26,8 +26,12 @@ pub struct Job {
     pub output: Output,
     /// Where to write what happens, a JSON object a line.
     pub events: Option<PathBuf>,
+    /// Say nothing but errors.
+    pub quiet: bool,
     /// Print what would be started, and start nothing.
     pub dry_run: bool,
+    /// What was odd in the command line, and was passed over.
+    pub warnings: Vec<String>,
 }
 
 /// What to run.
@@ -80,13 +84,15 @@ pub struct Nodes {
     /// The address at which others reach this node.
     pub local_addr: Option<String>,
     pub patience: Patience,
+    /// The leading agent serves PyTorch's store; otherwise rank 0 may.
+    pub has_agent_store: bool,
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub enum Meeting {
-    /// There is one node. The address and the port are for the workers.
+    /// There is one node. Its agent serves its workers at this address and port.
     Alone { master_addr: Option<String>, master_port: Option<u16> },
-    /// Node 0 is known: its agent listens on the port after `master_port`.
+    /// Node 0 is known: its agent serves the others, and all workers, at `master_port`.
     Static { node_rank: u32, master_addr: String, master_port: u16 },
     /// Whichever node has this address serves the others.
     Endpoint { host: String, port: u16, is_host: Option<bool> },

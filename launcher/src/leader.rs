@@ -1,23 +1,24 @@
 //! The leading node's side of the link: the coordinator, and the stores through which agents and workers reach it.
 //!
-//! An agent posts its events to the agents' store and finds its orders there, numbered. Each round has a store of its
-//! own, for the workers.
+//! All are served at one address. An agent posts its events to the agents' store and finds its orders there, numbered.
+//! Each round has a store of its own beside it, for the workers, and PyTorch's is there for as long as the job.
 
 use std::collections::{HashMap, VecDeque};
 use std::fs::File;
-use std::io::{self, Read};
-use std::net::{IpAddr, Ipv4Addr};
+use std::io::Read;
+use std::iter;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, Context};
-use flow_comm::store::{Address, Server};
+use flow_comm::store::{Address, Server, TcpStore};
 
 use crate::address;
 use crate::coordinator::{AgentId, Coordinator, Event, Node, Order, LEADER};
 use crate::hang::{Finding, Waits};
-use crate::job::Job;
+use crate::job::{Job, Meeting};
 use crate::link;
+use crate::round::Rendezvous;
 
 /// How long the leader stays for others to hear how the job ended.
 const FAREWELL: Duration = Duration::from_secs(10);
@@ -33,14 +34,18 @@ pub enum News {
 /// See the head of this file.
 pub struct Leader {
     coordinator: Coordinator,
-    agents: Option<Server>,
+    agents: Server,
+    /// PyTorch's, while the leader serves it.
+    tcp_store: Option<TcpStore>,
     /// How many orders each agent was given.
     given: HashMap<AgentId, u64>,
     /// The store of the present round.
     round: Option<Round>,
-    /// Where to serve it, and as what it is known to workers.
-    bind: IpAddr,
+    /// Where all reach this node.
     address: String,
+    port: u16,
+    /// What is MASTER_PORT where rank 0 is to serve PyTorch's store, if the user has said so.
+    master_port: Option<u16>,
     orders: VecDeque<Order>,
     news: Vec<News>,
     hang_timeout: Option<Duration>,
@@ -49,39 +54,36 @@ pub struct Leader {
 }
 
 impl Leader {
-    /// For a job on this node only.
-    pub fn alone(job: &Job, node: Node) -> anyhow::Result<Leader> {
-        Leader::new(job, node, None, Ipv4Addr::LOCALHOST.into(), "127.0.0.1".into())
-    }
-
-    /// Serves the other agents at `port`.
+    /// Serves all agents and workers at `port` of this machine, which others know as `host`; 0 is any free one.
     ///
     /// # Errors
     /// An `io::Error`, `AddrInUse` if the port is taken.
-    pub fn serving(job: &Job, node: Node, port: u16) -> anyhow::Result<Leader> {
-        let (bind, address) = (address::any(), node.address.clone());
-        let endpoint = Address::Tcp(address::join(&bind.to_string(), port));
-        let agents = Server::start(&endpoint, &link::token(job)?)?;
-        Leader::new(job, node, Some(agents), bind, address)
-    }
-
-    fn new(job: &Job, node: Node, agents: Option<Server>, bind: IpAddr, address: String) -> anyhow::Result<Leader> {
-        let coordinator = Coordinator::new(job, Instant::now());
-        let (given, orders, news) = (HashMap::new(), VecDeque::new(), Vec::new());
-        let hang_timeout = job.hang_timeout;
+    pub fn serving(job: &Job, node: Node, host: &str, port: u16) -> anyhow::Result<Leader> {
+        let (token, bind, master_port) = match job.nodes.meeting {
+            Meeting::Alone { master_port, .. } => {
+                (secret()?, address::own(host).unwrap_or_else(address::any), master_port)
+            }
+            _ => (link::token(job)?, address::interface(&[host, &node.address]), None),
+        };
+        let agents = Server::start(&Address::Tcp(address::join(&bind.to_string(), port)), &token)?;
+        let Address::Tcp(bound) = agents.address() else { bail!("it is served elsewhere: {}", agents.address()) };
+        let port = bound.rsplit_once(':').and_then(|(_, port)| port.parse().ok()).context("it has no port")?;
+        let tcp_store = job.nodes.has_agent_store.then(|| agents.serve_tcp_store()).transpose()?;
         let mut leader = Leader {
-            coordinator,
+            coordinator: Coordinator::new(job, Instant::now()),
             agents,
-            given,
+            tcp_store,
+            given: HashMap::new(),
             round: None,
-            bind,
-            address,
-            orders,
-            news,
-            hang_timeout,
+            address: node.address.clone(),
+            port,
+            master_port,
+            orders: VecDeque::new(),
+            news: Vec::new(),
+            hang_timeout: job.hang_timeout,
             farewell: None,
         };
-        leader.tell(Event::Joined { node, port: link::master_port(job)? });
+        leader.tell(Event::Joined { node });
         Ok(leader)
     }
 
@@ -92,7 +94,7 @@ impl Leader {
 
     /// The next order for the agent of this node.
     pub fn hear(&mut self) -> Option<Order> {
-        while let Some(message) = self.agents.as_ref().and_then(|agents| agents.posts().try_next()) {
+        while let Some(message) = self.agents.posts().try_next() {
             match serde_json::from_slice(&message) {
                 Ok((agent, event)) if agent != LEADER => self.take(agent, event),
                 _ => log::warn!("another node's agent has sent what makes no sense: is it of the same version?"),
@@ -127,7 +129,7 @@ impl Leader {
 
     pub fn watch(&self) -> Vec<BorrowedFd<'_>> {
         let round = self.round.as_ref().map(|round| &round.store);
-        self.agents.iter().chain(round).map(|store| store.posts().as_fd()).collect()
+        iter::once(&self.agents).chain(round).map(|store| store.posts().as_fd()).collect()
     }
 
     pub fn deadline(&self) -> Option<Instant> {
@@ -165,8 +167,8 @@ impl Leader {
     fn pass_on(&mut self, orders: Vec<(AgentId, Order)>) {
         for (agent, mut order) in orders {
             if let Order::Start { round, placement } = &mut order {
-                match self.store(*round) {
-                    Ok(store) => placement.store = store,
+                match self.rendezvous(*round, placement.restart_count) {
+                    Ok(rendezvous) => placement.rendezvous = rendezvous,
                     Err(error) => {
                         // No agent has started yet: they all get the end instead.
                         let end = self.coordinator.give_up(format!("cannot serve the workers' store: {error:#}"));
@@ -183,42 +185,51 @@ impl Leader {
                 Order::Start { round, .. } => log::debug!("order for agent {agent}: start round {round}"),
                 order => log::debug!("order for agent {agent}: {order:?}"),
             }
-            match &self.agents {
-                _ if agent == LEADER => self.orders.push_back(order),
-                Some(agents) => {
-                    let number = self.given.entry(agent).or_default();
-                    let text = serde_json::to_vec(&order).unwrap_or_default(); // plain data: it cannot fail
-                    agents.set(&order_key(agent, *number), &text);
-                    *number += 1;
-                }
-                None => {}
+            if agent == LEADER {
+                self.orders.push_back(order);
+                continue;
             }
+            let number = self.given.entry(agent).or_default();
+            let text = serde_json::to_vec(&order).unwrap_or_default(); // plain data: it cannot fail
+            self.agents.set(&order_key(agent, *number), &text);
+            *number += 1;
         }
     }
 
-    /// Address and token of a round's store, which takes the place of the last round's.
-    fn store(&mut self, round: u32) -> anyhow::Result<(String, String)> {
-        if let Some(Round { number, place, .. }) = &self.round {
-            if *number == round {
-                return Ok(place.clone());
-            }
+    /// How the workers of a round meet: at a new store, which takes the place of the last round's.
+    fn rendezvous(&mut self, round: u32, restart_count: u32) -> anyhow::Result<Rendezvous> {
+        if let Some(present) = self.round.as_ref().filter(|present| present.number == round) {
+            return Ok(present.rendezvous.clone());
         }
-        let token = secret().context("cannot read /dev/urandom")?;
-        let store = Server::start(&Address::Tcp(address::join(&self.bind.to_string(), 0)), &token)?;
-        let Address::Tcp(bound) = store.address() else { bail!("it is served elsewhere: {}", store.address()) };
-        let port = bound.rsplit_once(':').and_then(|(_, port)| port.parse().ok()).context("it has no port")?;
-        let place = (Address::Tcp(address::join(&self.address, port)).to_string(), token);
+        let token = secret()?;
+        let store = self.agents.beside(&token)?;
+        if let Some(tcp_store) = &self.tcp_store {
+            // A round after a change of nodes has the count, and so the keys, of the last one.
+            tcp_store.remove_prefix(&format!("/worker/attempt_{restart_count}/"));
+        }
+        let master_port = match (&self.tcp_store, self.master_port) {
+            (Some(_), _) => self.port,
+            (None, Some(port)) => port,
+            (None, None) => address::free_port().context("cannot find a free port for MASTER_PORT")?,
+        };
+        let rendezvous = Rendezvous {
+            master_addr: self.address.clone(),
+            master_port,
+            has_agent_store: self.tcp_store.is_some(),
+            store: Address::Tcp(address::join(&self.address, self.port)).to_string(),
+            token,
+        };
         let waits = Waits::new(self.hang_timeout);
-        self.round = Some(Round { number: round, store, place: place.clone(), waits });
-        Ok(place)
+        self.round = Some(Round { number: round, store, rendezvous: rendezvous.clone(), waits });
+        Ok(rendezvous)
     }
 }
 
-/// The workers' store in a round, with the address and the token by which they know it, and their long waits.
+/// The workers' store in a round, how they find it, and their long waits.
 struct Round {
     number: u32,
     store: Server,
-    place: (String, String),
+    rendezvous: Rendezvous,
     waits: Waits,
 }
 
@@ -228,8 +239,9 @@ pub fn order_key(agent: AgentId, number: u64) -> String {
 }
 
 /// 128 random bits.
-fn secret() -> io::Result<String> {
+fn secret() -> anyhow::Result<String> {
     let mut bytes = [0; 16];
-    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    let random = File::open("/dev/urandom").and_then(|mut random| random.read_exact(&mut bytes));
+    random.context("cannot read /dev/urandom")?;
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }

@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
-use anyhow::{bail, Context};
+use anyhow::bail;
 
 use crate::address;
 use crate::coordinator::{Event, Node, Order};
@@ -56,26 +56,23 @@ impl Link {
             role: job.role.clone(),
             nodes: (job.nodes.min, job.nodes.max),
         };
-        let (node_rank, host, port) = match &job.nodes.meeting {
-            Meeting::Alone { master_addr, .. } => {
-                let address = master_addr.clone().unwrap_or_else(|| "127.0.0.1".into());
-                return Ok(Link::Leader(Box::new(Leader::alone(job, node(address, None))?)));
+        let (node_rank, host, port, serves) = match &job.nodes.meeting {
+            Meeting::Alone { master_addr, master_port } => {
+                let host = master_addr.as_deref().or(job.nodes.local_addr.as_deref()).unwrap_or("127.0.0.1");
+                // A port that was given is for PyTorch's store, whoever serves that.
+                (None, host, master_port.filter(|_| job.nodes.has_agent_store).unwrap_or(0), true)
             }
             Meeting::Static { node_rank, master_addr, master_port } => {
-                // MASTER_PORT itself is rank 0's.
-                let port = master_port.checked_add(1).unwrap_or(*master_port - 1);
-                (Some(*node_rank), master_addr, port)
+                (Some(*node_rank), &**master_addr, *master_port, *node_rank == 0)
             }
-            Meeting::Endpoint { host, port, .. } => (None, host, *port),
-        };
-        let serves = match &job.nodes.meeting {
-            Meeting::Endpoint { is_host, .. } => is_host.unwrap_or_else(|| address::is_local(host)),
-            _ => node_rank == Some(0),
+            Meeting::Endpoint { host, port, is_host } => {
+                (None, &**host, *port, is_host.unwrap_or_else(|| address::is_local(host)))
+            }
         };
         if serves && may_lead {
-            match Leader::serving(job, node(host.clone(), node_rank), port) {
+            match Leader::serving(job, node(host.into(), node_rank), host, port) {
                 Ok(leader) => {
-                    if std::env::var_os(TOKEN).is_none() {
+                    if job.nodes.max > 1 && std::env::var_os(TOKEN).is_none() {
                         log::warn!(
                             "whoever knows --rdzv-id may join at port {port}; set {TOKEN}, a secret, on all nodes"
                         );
@@ -85,7 +82,9 @@ impl Link {
                 // Another agent of this machine has come first.
                 Err(error) if is_taken(&error) && !must_serve(job) => {}
                 Err(error) => {
-                    return Err(error).with_context(|| format!("cannot serve the other nodes at port {port}"))
+                    let hint =
+                        if is_taken(&error) { "; choose another by --master-port or --rdzv-endpoint" } else { "" };
+                    return Err(error.context(format!("cannot serve the job at port {port} of {host}{hint}")));
                 }
             }
         }
@@ -146,14 +145,6 @@ fn must_serve(job: &Job) -> bool {
 
 fn is_taken(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::AddrInUse)
-}
-
-/// The port that workers are told for a store of their own.
-pub fn master_port(job: &Job) -> anyhow::Result<u16> {
-    match &job.nodes.meeting {
-        Meeting::Alone { master_port: Some(port), .. } | Meeting::Static { master_port: port, .. } => Ok(*port),
-        _ => address::free_port().context("cannot find a free port for MASTER_PORT; give --master_port"),
-    }
 }
 
 /// What admits an agent: the same secret on all nodes from FLOW_TOKEN, or else just the job's name.

@@ -49,12 +49,10 @@ impl Logs {
         if logs.streams.is_some() && !oneflow_names {
             logs.errors = logs.streams.clone();
         } else {
-            let folder = guard.temporary_folder();
-            match private_folder().create(&folder) {
-                Ok(()) => logs.errors = Some(folder),
+            match guard.temporary_folder() {
+                Ok(folder) => logs.errors = Some(folder),
                 Err(error) => {
-                    let folder = folder.display();
-                    logs.note = Some(format!("workers get no error files: cannot make {folder}: {error}"));
+                    logs.note = Some(format!("workers get no error files: cannot make a temporary folder: {error}"));
                 }
             }
         }
@@ -120,12 +118,6 @@ fn worker_folder(folder: &Path, attempt: u32, local_rank: u32) -> PathBuf {
     folder.join(format!("attempt_{attempt}")).join(local_rank.to_string())
 }
 
-fn private_folder() -> DirBuilder {
-    let mut builder = DirBuilder::new();
-    builder.mode(0o700);
-    builder
-}
-
 fn make_log_folder(folder: PathBuf, oneflow_names: bool, run_id: &str, launch: &str) -> anyhow::Result<PathBuf> {
     let told = || format!("cannot make the log folder {}", folder.display());
     // A worker may change its current folder and must still find its error file.
@@ -135,7 +127,7 @@ fn make_log_folder(folder: PathBuf, oneflow_names: bool, run_id: &str, launch: &
         return Ok(folder);
     }
     let own = folder.join(format!("{}_{launch}", file_name(run_id)));
-    private_folder().create(&own).with_context(told)?;
+    DirBuilder::new().mode(0o700).create(&own).with_context(told)?;
     Ok(own)
 }
 

@@ -11,6 +11,8 @@
 //! | `coordinator.rs` | who takes part, when a round starts and stops, how the job ends (pure) |
 //! | `link.rs`, `leader.rs`, `member.rs` | how the nodes' agents and the coordinator hear of each other |
 //! | `hang.rs` | who waits for whom (pure) |
+//! | `timers.rs`, `watchdog.rs` | torchelastic's timers (pure), the pipe they come through and whom they kill |
+//! | `health.rs` | torchelastic's health check |
 //! | `worker.rs` | starting, signalling and reaping one worker |
 //! | `guard.rs` | the process that cleans up after a round that was stopped, and when the launcher is killed |
 //! | `policy.rs` | when to stop whom, and which failure is the root cause (pure) |
@@ -33,6 +35,7 @@ mod events;
 mod find;
 mod guard;
 mod hang;
+mod health;
 mod job;
 mod leader;
 mod link;
@@ -49,9 +52,11 @@ mod route;
 mod signals;
 mod sink;
 mod supervise;
+mod timers;
+mod watchdog;
 mod worker;
 
-use std::io::Write;
+use std::io::{stderr, Write};
 use std::process::ExitCode;
 
 use args::Usage;
@@ -81,6 +86,12 @@ fn main() -> ExitCode {
 
 /// Runs a job to its end and returns the exit code to end with.
 fn run(mut job: Job) -> anyhow::Result<u8> {
+    if job.quiet {
+        log::set_max_level(log::max_level().min(log::LevelFilter::Error));
+    }
+    for warning in job.warnings.iter().filter(|_| !job.quiet) {
+        let _ = writeln!(stderr(), "flow-launch: {warning}");
+    }
     let mut machine = machine::Machine::this();
     let local_world_size = plan::local_world_size(&job, &machine)?;
     if let Some(binding) = job.numa_binding {

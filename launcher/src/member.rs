@@ -56,7 +56,6 @@ impl Member {
             heartbeat: job.nodes.patience.heartbeat,
             leader: host.to_string(),
             node,
-            port: link::master_port(job)?,
             connected: Arc::clone(&connected),
         };
         let ear = Ear { heard: sender, bell: ring };
@@ -121,7 +120,6 @@ struct Joining {
     leader: String,
     /// This one; without an address it is the one on the way to the leader.
     node: Node,
-    port: u16,
     connected: Arc<AtomicBool>,
 }
 
@@ -153,13 +151,12 @@ impl Joining {
         posts.set_patience(self.heartbeat);
         let mut node = self.node.clone();
         if node.address.is_empty() {
-            let port = self.port;
-            node.address = address::towards(&self.leader, port).map_err(|error| format!("{}: {error}", self.leader))?;
+            node.address = address::towards(&self.leader).map_err(|error| format!("{}: {error}", self.leader))?;
         }
         let agent = store.add("agents", 1).map_err(lost)? as AgentId;
         let will = Event::Gone { why: "its flow-launch was killed, or cannot be reached".into() };
         store.will(&message(agent, &will), self.heartbeat).map_err(lost)?;
-        posts.post(&message(agent, &Event::Joined { node, port: self.port })).map_err(lost)?;
+        posts.post(&message(agent, &Event::Joined { node })).map_err(lost)?;
         self.connected.store(true, Ordering::SeqCst);
         let own_ear = ear.try_clone().map_err(|error| format!("cannot duplicate a pipe: {error}"))?;
         let post = move || {

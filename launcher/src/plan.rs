@@ -55,21 +55,19 @@ pub fn local_world_size(job: &Job, machine: &Machine) -> Result<u32, Usage> {
     }
 }
 
-/// OMP_NUM_THREADS for each worker: its share of the cores, or those it is bound to; none where the user has set it.
+/// OMP_NUM_THREADS for each of several workers: its share of the cores, or those it is bound to; none where the user has
+/// set it. A single worker has all cores, as it would alone.
 pub fn omp_threads(local_world_size: u32, machine: &Machine) -> Option<u32> {
     let share = machine.cores / local_world_size;
     let bound = machine.binding.iter().map(|cpus| cpus.len() as u32).min();
-    (!machine.has_variable("OMP_NUM_THREADS")).then(|| bound.map_or(share, |bound| share.min(bound)).max(1))
+    let is_chosen = local_world_size > 1 && !machine.has_variable("OMP_NUM_THREADS");
+    is_chosen.then(|| bound.map_or(share, |bound| share.min(bound)).max(1))
 }
 
-/// The line that tells the user of [`omp_threads`]; not needed for a single worker, which has all cores as it would alone.
-pub fn omp_note(threads: u32, local_world_size: u32, machine: &Machine) -> Option<String> {
+/// The line that tells the user of [`omp_threads`].
+pub fn omp_note(threads: u32, local_world_size: u32, machine: &Machine) -> String {
     let cores = machine.cores;
-    (local_world_size > 1).then(|| {
-        format!(
-            "OMP_NUM_THREADS={threads} for each of {local_world_size} workers on {cores} cores; set it to change this"
-        )
-    })
+    format!("OMP_NUM_THREADS={threads} for each of {local_world_size} workers on {cores} cores; set it to change this")
 }
 
 /// The workers of this node, in rank order. `error_file` is where each may leave what it failed of, by local rank.
@@ -108,21 +106,21 @@ fn environment(
         ("WORLD_SIZE", placement.world_size),
         ("GROUP_WORLD_SIZE", placement.group_world_size),
         ("ROLE_WORLD_SIZE", placement.role_world_size),
-        ("MASTER_PORT", placement.master_port.into()),
+        ("MASTER_PORT", placement.rendezvous.master_port.into()),
         ("TORCHELASTIC_RESTART_COUNT", placement.restart_count),
         ("TORCHELASTIC_MAX_RESTARTS", job.max_restarts),
     ];
     let signals: Vec<_> = job.signals.iter().map(|signal| signal.as_str()).collect();
-    let (store, token) = &placement.store;
+    let rendezvous = &placement.rendezvous;
     let texts = [
         ("ROLE_NAME", job.role.as_str()),
-        ("MASTER_ADDR", &placement.master_addr),
+        ("MASTER_ADDR", &rendezvous.master_addr),
         ("TORCHELASTIC_RUN_ID", &job.nodes.id),
-        // Rank 0 serves torch's store itself: the launcher's speaks another protocol.
-        ("TORCHELASTIC_USE_AGENT_STORE", "False"),
+        // PyTorch looks for this very word.
+        ("TORCHELASTIC_USE_AGENT_STORE", if rendezvous.has_agent_store { "True" } else { "False" }),
         ("TORCHELASTIC_SIGNALS_TO_HANDLE", &signals.join(",")),
-        ("FLOW_STORE", store),
-        ("FLOW_TOKEN", token),
+        ("FLOW_STORE", &rendezvous.store),
+        ("FLOW_TOKEN", &rendezvous.token),
     ];
     let mut environment: Vec<(&str, OsString)> =
         numbers.into_iter().map(|(name, number)| (name, number.to_string().into())).collect();
@@ -170,6 +168,7 @@ fn substitute(word: &OsStr, local_rank: u32) -> OsString {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::round::Rendezvous;
     use proptest::prelude::*;
     use std::collections::HashMap;
 
@@ -196,9 +195,13 @@ mod tests {
             world_size: 8,
             first_role_rank: 3,
             role_world_size: 6,
-            master_addr: "node0".into(),
-            master_port: 29500,
-            store: ("tcp://node0:9".into(), "abc".into()),
+            rendezvous: Rendezvous {
+                master_addr: "node0".into(),
+                master_port: 29500,
+                has_agent_store: true,
+                store: "tcp://node0:9".into(),
+                token: "abc".into(),
+            },
         }
     }
 
@@ -233,8 +236,8 @@ mod tests {
         assert_eq!(omp_threads(2, &with_variable(machine(8, 0), "OMP_NUM_THREADS", "3")), None);
         let bound = Machine { binding: vec![vec![0, 1], vec![2]], ..machine(8, 0) };
         assert_eq!(omp_threads(2, &bound), Some(1));
-        assert_eq!(omp_note(8, 1, &machine(8, 0)), None);
-        assert!(omp_note(4, 2, &machine(8, 0)).unwrap().contains("OMP_NUM_THREADS=4"));
+        assert_eq!(omp_threads(1, &machine(8, 0)), None);
+        assert!(omp_note(4, 2, &machine(8, 0)).contains("OMP_NUM_THREADS=4"));
     }
 
     #[test]
@@ -264,7 +267,7 @@ mod tests {
             ("TORCHELASTIC_RESTART_COUNT", "1"),
             ("TORCHELASTIC_RUN_ID", "job7"),
             ("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
-            ("TORCHELASTIC_USE_AGENT_STORE", "False"),
+            ("TORCHELASTIC_USE_AGENT_STORE", "True"),
             ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             ("WORLD_SIZE", "8"),
         ];

@@ -4,6 +4,9 @@ use std::collections::VecDeque;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 
+use jiff::tz::TimeZone;
+use jiff::Timestamp;
+
 use crate::error_file::ErrorFile;
 use crate::logs::LogFile;
 use crate::worker::{signal_name, End};
@@ -69,6 +72,8 @@ pub struct Outcome<'a> {
     pub pid: i32,
     /// None if it could not be killed.
     pub end: Option<End>,
+    /// When that was, or the error that led to it where it was recorded.
+    pub time: Option<Timestamp>,
     pub stopped: Stopped,
     pub tail: &'a Tail,
     /// What it has recorded of its error.
@@ -85,7 +90,13 @@ pub fn summary(worker: &Outcome, host: &str) -> String {
         None => "failed".into(),
     };
     let Outcome { rank, local_rank, pid, .. } = worker;
-    format!("rank {rank} (local rank {local_rank}, pid {pid}, host {host}) {what}")
+    format!("rank {rank} (local rank {local_rank}, pid {pid}, host {host}) {what}{}", at(worker.time))
+}
+
+/// " at 2026-01-31 12:00:00", in the time zone of this machine.
+fn at(time: Option<Timestamp>) -> String {
+    let local = |time: Timestamp| time.to_zoned(TimeZone::system()).strftime(" at %Y-%m-%d %H:%M:%S").to_string();
+    time.map(local).unwrap_or_default()
 }
 
 /// All there is to say of the worker that failed first.
@@ -136,7 +147,7 @@ fn fates(outcomes: &[&Outcome]) -> String {
             (Some(end), Stopped::Asked) => format!("asked to stop, ended with {end}"),
             (Some(_), Stopped::Killed) => "killed by flow-launch after the grace period".into(),
             (Some(End::Exit(0)), Stopped::No) => "had finished".into(),
-            (Some(end), Stopped::No) => format!("failed too ({end})"),
+            (Some(end), Stopped::No) => format!("failed too ({end}{})", at(outcome.time)),
         };
         match groups.iter_mut().find(|(known, _)| *known == fate) {
             Some((_, ranks)) => ranks.push(outcome.rank),
@@ -193,6 +204,7 @@ mod tests {
             local_rank: rank,
             pid: 7,
             end,
+            time: Some(Timestamp::UNIX_EPOCH),
             stopped,
             tail,
             error: None,
@@ -204,16 +216,21 @@ mod tests {
             outcome(2, Some(End::Exit(0)), Stopped::No, &empty),
             outcome(3, Some(End::Signal(9)), Stopped::Killed, &empty),
             outcome(4, Some(End::Exit(1)), Stopped::Asked, &empty),
+            outcome(5, Some(End::Exit(2)), Stopped::No, &empty),
         ];
         let report = cause(&outcomes[1], "node0") + &others(&outcomes, Some(1)).unwrap();
         let lines: Vec<_> = report.lines().collect();
-        assert_eq!(lines[0], "rank 1 (local rank 1, pid 7, host node0) was killed by signal 11 (SIGSEGV)");
+        let time = at(Some(Timestamp::UNIX_EPOCH));
+        let cause = format!("rank 1 (local rank 1, pid 7, host node0) was killed by signal 11 (SIGSEGV){time}");
+        assert_eq!(lines[0], cause);
         assert_eq!(lines[1..3], ["the last line of its stderr:", "  | boom"]);
         assert_eq!(
             lines[3],
-            "the others: rank 0 stopped by flow-launch; rank 2 had finished; \
-             rank 3 killed by flow-launch after the grace period; \
-             rank 4 asked to stop, ended with exit code 1"
+            format!(
+                "the others: rank 0 stopped by flow-launch; rank 2 had finished; \
+                 rank 3 killed by flow-launch after the grace period; \
+                 rank 4 asked to stop, ended with exit code 1; rank 5 failed too (exit code 2{time})"
+            )
         );
         assert_eq!(unwilling(&outcomes, 15).unwrap(), "rank 3 did not stop on SIGTERM and had to be killed");
         assert_eq!(unwilling(&outcomes[..3], 15), None);
@@ -230,6 +247,7 @@ mod tests {
                 local_rank: 0,
                 pid: 7,
                 end: Some(End::Exit(1)),
+                time: Some(Timestamp::UNIX_EPOCH),
                 stopped: Stopped::No,
                 tail: &said,
                 error,

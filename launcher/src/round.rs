@@ -17,9 +17,18 @@ pub struct Placement {
     /// As `first_rank` and `world_size`, among the workers of the same `--role`.
     pub first_role_rank: u32,
     pub role_world_size: u32,
-    /// Where rank 0 runs, and a port that is free there, for workers that make a store of their own.
+    pub rendezvous: Rendezvous,
+}
+
+/// How the workers of a round find each other; the leader knows it, not the coordinator.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Rendezvous {
+    /// Where the leading node's agent, beside rank 0, serves PyTorch's store.
     pub master_addr: String,
     pub master_port: u16,
-    /// Address and token of the launcher's store for this round.
-    pub store: (String, String),
+    /// Whether it does; else the port is free there, for rank 0 to serve one.
+    pub has_agent_store: bool,
+    /// Address and token of Flow's store for this round.
+    pub store: String,
+    pub token: String,
 }

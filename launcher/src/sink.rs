@@ -26,51 +26,62 @@ pub struct Sink {
 }
 
 /// Standard output and standard error; a single sink if both are the same file, so that they do not mix either.
-pub struct Sinks(Vec<Sink>);
+pub struct Sinks {
+    sinks: Vec<Sink>,
+    /// Whether only errors are said.
+    quiet: bool,
+}
 
 impl Sinks {
-    pub fn standard() -> io::Result<Sinks> {
+    pub fn standard(quiet: bool) -> io::Result<Sinks> {
         let (stdout, stderr) = (io::stdout(), io::stderr());
         let (out, err) = (rustix::fs::fstat(&stdout)?, rustix::fs::fstat(&stderr)?);
         let mut sinks = vec![Sink::new(stdout.as_fd(), FileType::from_raw_mode(out.st_mode))?];
         if (out.st_dev, out.st_ino) != (err.st_dev, err.st_ino) {
             sinks.push(Sink::new(stderr.as_fd(), FileType::from_raw_mode(err.st_mode))?);
         }
-        Ok(Sinks(sinks))
+        Ok(Sinks { sinks, quiet })
     }
 
     /// That of stream 0 (standard output) or 1 (standard error).
     pub fn of(&self, which: usize) -> &Sink {
-        &self.0[which.min(self.0.len() - 1)]
+        &self.sinks[which.min(self.sinks.len() - 1)]
     }
 
     pub fn of_mut(&mut self, which: usize) -> &mut Sink {
-        let last = self.0.len() - 1;
-        &mut self.0[which.min(last)]
+        let last = self.sinks.len() - 1;
+        &mut self.sinks[which.min(last)]
     }
 
     /// Writes what a sink takes. When nobody reads it any more: the streams that went there.
     pub fn write(&mut self, index: usize) -> &'static [usize] {
         const STREAMS: [&[usize]; 3] = [&[0], &[1], &[0, 1]];
-        let sink = &mut self.0[index];
+        let sink = &mut self.sinks[index];
         if let Err(error) = sink.write() {
             let name = if index == 0 { "standard output" } else { "standard error" };
             self.say(&format!("cannot write to {name}: {error}"));
         }
-        match self.0[index].is_closed() {
-            true => STREAMS[if self.0.len() == 1 { 2 } else { index }],
+        match self.sinks[index].is_closed() {
+            true => STREAMS[if self.sinks.len() == 1 { 2 } else { index }],
             false => &[],
         }
     }
 
     /// What to wait for, with the sink's number.
     pub fn watch(&self) -> impl Iterator<Item = (usize, BorrowedFd<'_>)> {
-        self.0.iter().enumerate().filter_map(|(index, sink)| Some((index, sink.wants_to_write()?)))
+        self.sinks.iter().enumerate().filter_map(|(index, sink)| Some((index, sink.wants_to_write()?)))
     }
 
-    /// A message of the launcher, to standard error.
+    /// An error, to standard error.
     pub fn say(&mut self, message: &str) {
         self.of_mut(1).queue.say(message);
+    }
+
+    /// What is no error, which a quiet launcher keeps to itself.
+    pub fn note(&mut self, message: &str) {
+        if !self.quiet {
+            self.say(message);
+        }
     }
 }
 

@@ -16,8 +16,9 @@ use crate::crew::{self, Crew};
 use crate::error_file;
 use crate::events::{self, Events};
 use crate::guard::Guard;
+use crate::health::Health;
 use crate::job::Job;
-use crate::link::{self, Heard, Link};
+use crate::link::{Heard, Link};
 use crate::logs::Logs;
 use crate::machine::Machine;
 use crate::plan;
@@ -27,6 +28,7 @@ use crate::round::Placement;
 use crate::route::Routes;
 use crate::signals::Signals;
 use crate::sink::Sinks;
+use crate::watchdog::Watchdog;
 use crate::worker::End;
 
 /// What `poll` has found ready.
@@ -34,6 +36,8 @@ enum Ready {
     Signals,
     Link,
     Guard,
+    Watchdog,
+    Health,
     Sink(usize),
     Crew(crew::Ready),
 }
@@ -60,6 +64,8 @@ pub struct Supervisor {
     /// The first signal that was sent to this process.
     signalled: Option<i32>,
     verdict: Option<Verdict>,
+    watchdog: Option<Watchdog>,
+    health: Option<Health>,
     // Last, so that it is dropped last.
     guard: Guard,
 }
@@ -70,16 +76,21 @@ impl Supervisor {
         let local_world_size = plan::local_world_size(&job, &machine)?;
         crew::allow_descriptors(local_world_size);
         let signals = Signals::catch(&job.signals)?;
-        let guard = Guard::start()?;
-        let mut sinks = Sinks::standard().context("cannot open standard output and standard error")?;
-        let threads = plan::omp_threads(local_world_size, &machine);
-        if let Some(note) = threads.and_then(|threads| plan::omp_note(threads, local_world_size, &machine)) {
-            sinks.say(&note);
+        let mut guard = Guard::start()?;
+        let mut sinks = Sinks::standard(job.quiet).context("cannot open standard output and standard error")?;
+        if let Some(threads) = plan::omp_threads(local_world_size, &machine) {
+            sinks.note(&plan::omp_note(threads, local_world_size, &machine));
         }
         let template = std::env::var("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE").ok();
         let routes = Routes::new(&job.output, &job.role, template, std::io::stdout().is_terminal());
         let logs = Logs::create(&job.output, routes, &job.nodes.id, &guard)?;
-        logs.note.iter().for_each(|note| sinks.say(note));
+        logs.note.iter().for_each(|note| sinks.note(note));
+        let (watchdog, note) = Watchdog::start(&mut guard)?.unzip();
+        note.flatten().iter().for_each(|note| sinks.note(note));
+        let health = Health::start().unwrap_or_else(|error| {
+            sinks.note(&error);
+            None
+        });
         let host = address::host_name();
         Ok(Supervisor {
             events: Events::open(job.events.as_deref(), &host)?,
@@ -98,6 +109,8 @@ impl Supervisor {
             sinks,
             logs,
             signals,
+            watchdog,
+            health,
             guard,
         })
     }
@@ -140,7 +153,7 @@ impl Supervisor {
                     self.has_joined = true;
                     self.obey(order);
                 }
-                Heard::Wait(notice) => self.sinks.say(&notice),
+                Heard::Wait(notice) => self.sinks.note(&notice),
                 Heard::Lost(reason) => self.lose(reason),
             }
         }
@@ -158,7 +171,7 @@ impl Supervisor {
             Order::Start { round, placement } => self.begin(round, &placement),
             Order::Stop { round, why } => {
                 if let Some(why) = &why {
-                    self.sinks.say(why);
+                    self.sinks.note(why);
                 }
                 match self.stop() {
                     Some(Action::Nothing) => {}
@@ -169,7 +182,7 @@ impl Supervisor {
                     None => self.tell_stopped(round, None),
                 }
             }
-            Order::Say(text) => self.sinks.say(&text),
+            Order::Say(text) => self.sinks.note(&text),
             Order::End(verdict) => self.verdict = Some(verdict),
         }
     }
@@ -195,7 +208,11 @@ impl Supervisor {
         crew::allow_descriptors(placement.world_size);
         let attempt = placement.restart_count;
         let error_file = |local_rank| self.logs.error_file(attempt, local_rank);
-        let specs = plan::workers(&self.job, placement, &self.command, &self.machine, error_file);
+        let mut specs = plan::workers(&self.job, placement, &self.command, &self.machine, error_file);
+        if let Some(watchdog) = &mut self.watchdog {
+            watchdog.clear();
+            specs.iter_mut().for_each(|spec| spec.environment.push(watchdog.variable()));
+        }
         (self.events.node, self.events.restart_count) = (placement.group_rank, attempt);
         if self.last.take().is_some() {
             let restart = events::Event::Restart { round, world_size: placement.world_size };
@@ -227,11 +244,7 @@ impl Supervisor {
     }
 
     fn tell_stopped(&mut self, round: u32, cause: Option<String>) {
-        let port = link::master_port(&self.job).unwrap_or_else(|error| {
-            self.sinks.say(&format!("{error:#}"));
-            0
-        });
-        self.link.tell(Event::Stopped { round, cause, port });
+        self.link.tell(Event::Stopped { round, cause });
     }
 
     /// The coordinator is out of reach, as it may be when the job is over.
@@ -244,7 +257,7 @@ impl Supervisor {
         let is_awaited = nodes.min < nodes.max || self.job.max_restarts > 0;
         let may_return = self.has_joined && is_awaited && self.signalled.is_none();
         if may_return {
-            self.sinks.say(&format!("{reason}; stopping the workers and joining again"));
+            self.sinks.note(&format!("{reason}; stopping the workers and joining again"));
             self.is_cut_off = true;
             return self.return_to_job();
         }
@@ -272,6 +285,10 @@ impl Supervisor {
             match (event, &mut self.crew) {
                 (Ready::Signals, _) => self.take_signals(),
                 (Ready::Guard, _) => self.guard.hear(),
+                (Ready::Watchdog, _) => {
+                    let complaint = self.watchdog.as_mut().and_then(Watchdog::take);
+                    complaint.iter().for_each(|complaint| self.sinks.note(complaint));
+                }
                 (Ready::Sink(sink), _) => self.write(sink),
                 (Ready::Crew(crew::Ready::Output(worker, which)), Some(crew)) => {
                     crew.read(worker, which, &mut self.sinks);
@@ -288,7 +305,7 @@ impl Supervisor {
                         ended.push((worker, end, crew.error_time(worker)));
                     }
                 }
-                (Ready::Link | Ready::Crew(_), _) => {}
+                (Ready::Link | Ready::Health | Ready::Crew(_), _) => {}
             }
         }
         self.supervise(&ended);
@@ -299,6 +316,11 @@ impl Supervisor {
     fn supervise(&mut self, ended: &[(usize, End, Option<f64>)]) {
         let now = Instant::now();
         self.guard.elapsed(now);
+        self.health.iter_mut().for_each(|health| health.serve(now));
+        if let Some(watchdog) = &mut self.watchdog {
+            let workers = || self.crew.as_ref().map(Crew::pids).unwrap_or_default();
+            watchdog.elapsed(workers).iter().for_each(|what| self.sinks.say(what));
+        }
         let Some(crew) = &mut self.crew else { return };
         let action = crew.policy.ended(ended, now);
         crew.act(action);
@@ -352,6 +374,10 @@ impl Supervisor {
         watched.extend(link.into_iter().map(|fd| (Ready::Link, PollFd::from_borrowed_fd(fd, PollFlags::IN))));
         let guard = self.guard.watch();
         watched.extend(guard.map(|fd| (Ready::Guard, PollFd::from_borrowed_fd(fd, PollFlags::IN))));
+        let watchdog = self.watchdog.as_ref().map(Watchdog::watch);
+        watched.extend(watchdog.map(|fd| (Ready::Watchdog, PollFd::from_borrowed_fd(fd, PollFlags::IN))));
+        let health = self.health.iter().flat_map(Health::watch);
+        watched.extend(health.map(|fd| (Ready::Health, PollFd::from_borrowed_fd(fd, PollFlags::IN))));
         let sinks = self.sinks.watch();
         watched.extend(sinks.map(|(sink, fd)| (Ready::Sink(sink), PollFd::from_borrowed_fd(fd, PollFlags::OUT))));
         if let Some(crew) = &self.crew {
@@ -360,7 +386,9 @@ impl Supervisor {
         let (events, mut fds): (Vec<_>, Vec<_>) = watched.into_iter().unzip();
         let crew = self.crew.as_ref().and_then(|crew| crew.policy.deadline());
         let is_due = self.must_leave() || self.crew.as_ref().is_some_and(|crew| crew.is_over(&self.guard));
-        let deadlines = [crew, self.guard.deadline(), self.link.deadline()];
+        let watchdog = self.watchdog.as_ref().and_then(Watchdog::deadline);
+        let health = self.health.as_ref().and_then(Health::deadline);
+        let deadlines = [crew, self.guard.deadline(), self.link.deadline(), watchdog, health];
         let deadline = if is_due { Some(Instant::now()) } else { deadlines.into_iter().flatten().min() };
         let timeout = deadline.map(|deadline| {
             let left = deadline.saturating_duration_since(Instant::now());

@@ -164,7 +164,11 @@ fn a_node_too_many_waits_until_it_is_needed() {
     agent_1.signal(Signal::KILL);
     until_places(&agent_0, 4, 4);
     until_places(&spare, 4, 2);
-    end_well(&net, &gate, [agent_0, spare]);
+    gate.open();
+    let [end, spare] = [agent_0, spare].map(Agent::finish);
+    assert_eq!((end.code, spare.code), (Some(0), Some(0)), "{end:?} {spare:?}");
+    assert_eq!(spare.stderr.matches("this node is a spare").count(), 1, "{spare:?}");
+    net.until_nothing_is_left();
 }
 
 #[test]

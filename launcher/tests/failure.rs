@@ -6,6 +6,9 @@ use common::{is_alive, run, script, until_gone, Running};
 use std::time::Duration;
 
 use flow_comm::store::Store;
+use jiff::civil::DateTime;
+use jiff::tz::{offset, TimeZone};
+use jiff::Timestamp;
 
 /// Rank 1 does one thing, all others another.
 fn odd_one(flags: &str, one: &str, others: &str) -> std::process::Command {
@@ -20,12 +23,16 @@ fn success_is_silent() {
 
 #[test]
 fn exit_code_and_report_are_those_of_the_first_failure() {
-    let finished = run(&mut odd_one("--nproc_per_node 3", "echo boom >&2; exit 3", "exec sleep 1000"));
+    let mut command = odd_one("--nproc_per_node 3", "echo boom >&2; exit 3", "exec sleep 1000");
+    let finished = run(command.env("TZ", "JST-9"));
     assert_eq!(finished.code, Some(3));
     let lines: Vec<_> = finished.stderr.lines().collect();
     assert_eq!(lines[0], "boom");
     assert!(lines[1].starts_with("flow-launch: rank 1 (local rank 1, pid "), "{lines:?}");
-    assert!(lines[1].ends_with("failed with exit code 3"), "{lines:?}");
+    let (_, time) = lines[1].split_once("failed with exit code 3 at ").expect(&finished.stderr);
+    let time = DateTime::strptime("%Y-%m-%d %H:%M:%S", time).expect(time).to_zoned(TimeZone::fixed(offset(9))).unwrap();
+    let age = Timestamp::now().duration_since(time.timestamp());
+    assert!((0..3600).contains(&age.as_secs()), "{time}: {age:?}");
     assert_eq!(lines[2..4], ["flow-launch: the last line of its stderr:", "flow-launch:   | boom"]);
     assert_eq!(lines[4..], ["flow-launch: the others: ranks 0, 2 stopped by flow-launch"]);
 }

@@ -6,6 +6,7 @@ use common::{launcher, run, script};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::process::Command;
 
 /// A file with this text, to be executed.
 fn executable(path: &Path, text: &str) {
@@ -29,7 +30,7 @@ fn the_environment_is_torchruns() {
                  $TORCH_NCCL_ASYNC_ERROR_HANDLING $TORCHELASTIC_SIGNALS_TO_HANDLE";
     let flags = "--nproc_per_node 2 --rdzv-id job7 --signals-to-handle TERM,USR1";
     let finished = run(script(flags, &format!("echo {names}")).env_remove("TORCH_NCCL_ASYNC_ERROR_HANDLING"));
-    let lines = ["1 0 2 default 0 0 False job7 1 SIGTERM,SIGUSR1", "1 1 2 default 0 0 False job7 1 SIGTERM,SIGUSR1"];
+    let lines = ["1 0 2 default 0 0 True job7 1 SIGTERM,SIGUSR1", "1 1 2 default 0 0 True job7 1 SIGTERM,SIGUSR1"];
     assert_eq!(finished.sorted_lines(), lines, "{finished:?}");
     let finished = run(script("", &format!("echo {names}")).env("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"));
     assert!(finished.stdout.contains(" 0 SIGTERM,SIGINT,SIGHUP,SIGQUIT"), "{finished:?}");
@@ -85,6 +86,59 @@ fn python_by_name_by_flag_and_as_a_module() {
     let other = |arguments: &[&str]| run(launcher(arguments).env("PYTHON_EXEC", &python).current_dir(&folder)).stdout;
     assert_eq!(other(&["train.py", "x"]), "other -u train.py x\n");
     assert_eq!(other(&["--module", "a.b", "-m"]), "other -u -m a.b -m\n");
+}
+
+#[test]
+fn programs_of_python_in_a_folder_and_in_one_file() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::create_dir(folder.path().join("package")).unwrap();
+    fs::write(folder.path().join("package/__main__.py"), "import sys\nprint(__name__, sys.argv[1:])\n").unwrap();
+    let zipped = Command::new("python3").args(["-m", "zipapp", "package"]).current_dir(&folder).status().unwrap();
+    assert!(zipped.success());
+    for program in ["package", "./package", "package/", "package.pyz", "./package.pyz"] {
+        let finished = run(launcher(&[program, "x"]).current_dir(&folder));
+        assert_eq!((finished.code, finished.stdout.as_str()), (Some(0), "__main__ ['x']\n"), "{program}: {finished:?}");
+    }
+    fs::write(folder.path().join("trainer"), "print(1)\n").unwrap();
+    let finished = run(launcher(&["trainer"]).current_dir(&folder));
+    assert!(finished.code == Some(2) && finished.stderr.contains("write --run-path trainer"), "{finished:?}");
+}
+
+#[test]
+fn what_torchrun_passes_over_is_a_warning() {
+    let flags = "--rdzv-conf='timeout=900,nosuch=1,nosuch=2' --signals-to-handle TERM,NOSUCH,KILL,NOSUCH";
+    let text = "echo $TORCHELASTIC_SIGNALS_TO_HANDLE";
+    let finished = run(&mut script(flags, text));
+    assert_eq!((finished.code, finished.stdout.as_str()), (Some(0), "SIGTERM\n"), "{finished:?}");
+    let lines: Vec<_> = finished.stderr.lines().collect();
+    for (line, text) in lines.iter().zip(["'nosuch'", "'NOSUCH'", "'KILL'"]) {
+        assert!(line.starts_with("flow-launch: ") && line.contains(text), "{finished:?}");
+    }
+    assert_eq!(lines.len(), 3, "{finished:?}");
+    assert_eq!(run(&mut script(&format!("--quiet {flags}"), text)).stderr, "");
+}
+
+#[test]
+fn a_quiet_launcher_says_errors_only() {
+    let text = "[ $TORCHELASTIC_RESTART_COUNT = 1 ] || exit 3; echo said >&2; exit 4";
+    let flags = "--nproc_per_node 2 --max-restarts 1 --rdzv-backend static --event-log-handler console";
+    let said = |flags: &str| run(script(flags, text).env_remove("OMP_NUM_THREADS"));
+    let finished = said(flags);
+    for note in ["OMP_NUM_THREADS", "restart 1 of 1", "--event-log-handler"] {
+        assert!(finished.stderr.contains(note), "{note}: {finished:?}");
+    }
+    let quiet = said(&format!("-q {flags}"));
+    assert_eq!(quiet.code, Some(4), "{quiet:?}");
+    let of_launcher = quiet.stderr.lines().filter(|line| *line != "said").collect::<Vec<_>>();
+    assert!(of_launcher[0].contains("failed with exit code 4"), "{quiet:?}");
+    assert!(!quiet.stderr.contains("OMP") && !quiet.stderr.contains("restart") && !quiet.stderr.contains("--event"));
+}
+
+#[test]
+fn mpiruns_flags_say_how_many() {
+    for flags in ["-n 2", "-np 2"] {
+        assert_eq!(run(&mut script(flags, "echo $RANK of $WORLD_SIZE")).sorted_lines(), ["0 of 2", "1 of 2"]);
+    }
 }
 
 #[test]

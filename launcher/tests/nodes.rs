@@ -125,6 +125,27 @@ fn nodes_without_numbers_meet_in_any_order_with_any_number_of_workers() {
 }
 
 #[test]
+fn a_node_too_many_says_so_and_ends() {
+    let Some(net) = Net::new(3) else { return };
+    let gate = Gate::new();
+    let text = format!("echo ready; {}", gate.wait());
+    let start = |node| {
+        let flags = format!("--nnodes 2 --rdzv-endpoint {}:29400 --rdzv-id job", ipv4(0));
+        net.start(node, &script(&flags, &text))
+    };
+    let agents = [0, 1].map(start);
+    agents.iter().for_each(|agent| agent.until_says(&["ready"]));
+    let surplus = start(2).finish();
+    assert_eq!((surplus.code, surplus.stdout.as_str()), (Some(1), ""), "{surplus:?}");
+    assert!(only_line(&surplus).contains("this node is surplus: the job has its 2 nodes"), "{surplus:?}");
+    gate.open();
+    for end in agents.map(Agent::finish) {
+        assert_eq!((end.code, end.stderr.as_str()), (Some(0), ""), "{end:?}");
+    }
+    net.until_nothing_is_left();
+}
+
+#[test]
 fn nodes_that_do_not_come_are_named() {
     let Some(net) = Net::new(3) else { return };
     let number_0 = net.start(0, &script(&fixed(0, IMPATIENT), "echo started"));
@@ -161,7 +182,7 @@ fn a_failure_on_one_node_stops_all_and_all_name_it() {
         let report: Vec<_> = end.stderr.lines().filter(|line| line.starts_with("flow-launch: ")).collect();
         let cause = report[0];
         assert!(cause.starts_with("flow-launch: rank 3 (local rank 1, pid "), "{end:?}");
-        assert!(cause.contains("node1") && cause.ends_with("failed with exit code 3"), "{end:?}");
+        assert!(cause.contains("node1") && cause.contains("failed with exit code 3 at "), "{end:?}");
         assert_eq!(report.get(2), Some(&"flow-launch:   | boom"), "{end:?}");
     }
     net.until_nothing_is_left();
@@ -372,7 +393,7 @@ fn strangers_at_the_port_do_no_harm() {
     setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }).unwrap();
     let gate = Gate::new();
     let text = format!("echo ready; {}", gate.wait());
-    let address = format!("{}:29501", ipv4(0));
+    let address = format!("{}:29500", ipv4(0));
     let start = |node| {
         let agent = script(&fixed(node, ""), &text);
         let mut limited = Command::new("prlimit");

@@ -73,12 +73,15 @@ fn ddp_trains_as_one_process_does() {
     assert_close(&weights([&finish(first), &finish(second)], 3), &one);
 }
 
-/// Flags that name an address whose port is free, as the next one is.
+/// A port that is free.
+fn free_port() -> u16 {
+    let is_free = |port: &u16| TcpListener::bind(("127.0.0.1", *port)).is_ok();
+    (0..10000).map(|i| 20000 + ((process::id() + i) % 10000) as u16).find(is_free).unwrap()
+}
+
+/// Flags that name an address whose port is free.
 fn master() -> String {
-    let is_free = |port: u16| TcpListener::bind(("127.0.0.1", port)).is_ok();
-    let mut ports = (0..6000).map(|i| 20000 + 2 * ((process::id() + i) % 6000) as u16);
-    let port = ports.find(|port| is_free(*port) && is_free(port + 1)).unwrap();
-    format!("--master-addr 127.0.0.1 --master-port {port}")
+    format!("--master-addr 127.0.0.1 --master-port {}", free_port())
 }
 
 #[test]
@@ -88,6 +91,56 @@ fn a_store_at_the_masters_address() {
     }
     let finished = run(&mut launch("--nproc-per-node 3", "collective.py"));
     assert_eq!(finished.sorted_lines(), ["0 0 True 3", "1 1 True 3", "2 2 True 3"], "{finished:?}");
+}
+
+#[test]
+fn the_store_is_there_before_rank_0_and_after_it() {
+    if !have_pytorch() {
+        return;
+    }
+    let finished = run(&mut launch("--nproc-per-node 3", "store.py"));
+    assert_eq!((finished.code, finished.sorted_lines()), (Some(0), vec!["1 True", "2 True"]), "{finished:?}");
+}
+
+/// With torchrun's switch for it, rank 0 serves the store.
+#[test]
+fn a_store_that_rank_0_serves() {
+    if !have_pytorch() {
+        return;
+    }
+    for flags in ["--nproc-per-node 2".into(), format!("--nproc-per-node 2 {}", master())] {
+        let mut command = launch(&flags, "collective.py");
+        let finished = run(command.env("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"));
+        assert_eq!(finished.sorted_lines(), ["0 0 True 1", "1 1 True 1"], "{finished:?}");
+    }
+}
+
+#[test]
+fn the_store_outlives_a_restart() {
+    if !have_pytorch() {
+        return;
+    }
+    let finished = run(&mut launch("--nproc-per-node 2 --max-restarts 1", "restart.py"));
+    // The third start of a worker and the fourth.
+    assert_eq!((finished.code, finished.sorted_lines()), (Some(0), vec!["0 7", "1 7"]), "{finished:?}");
+}
+
+/// The next start has the same TORCHELASTIC_RESTART_COUNT, from which PyTorch derives its keys.
+#[test]
+fn ranks_meet_anew_when_a_node_joins() {
+    if !have_pytorch() {
+        return;
+    }
+    let flags = format!(
+        "--nnodes 1:2 --rdzv-endpoint 127.0.0.1:{} --rdzv-conf last_call_timeout=0.1 --nproc-per-node 1",
+        free_port()
+    );
+    let mut first = Running::start(&mut launch(&flags, "grow.py"));
+    assert_eq!(first.line(), "1 0");
+    let second = run(&mut launch(&flags, "grow.py"));
+    let first = first.finish();
+    assert_eq!((second.code, second.stdout.as_str()), (Some(0), "2 0\n"), "{second:?}");
+    assert_eq!((first.code, first.stdout.as_str()), (Some(0), "2 0\n"), "{first:?}");
 }
 
 #[test]
@@ -149,4 +202,17 @@ fn torchruns_own_cases() {
         ranks.sort();
         assert!(finished.code == Some(0) && ranks == ["0", "1", "2", "3"], "{flags}: {ranks:?} {finished:?}");
     }
+}
+
+#[test]
+fn torchs_timers_kill_a_worker_that_is_late() {
+    if !have_pytorch() {
+        return;
+    }
+    let finished = run(launch("--nproc-per-node 2", "timer.py").env("TORCHELASTIC_ENABLE_FILE_TIMER", "1"));
+    assert_eq!((finished.code, finished.stdout.as_str()), (Some(137), "in time\nin time\n"), "{finished:?}");
+    let told: Vec<_> = finished.stderr.lines().filter(|line| line.contains("the timer ")).collect();
+    let [told] = told[..] else { panic!("{finished:?}") };
+    assert!(told.starts_with("flow-launch: rank 1: the timer 'second step' of process "), "{told}");
+    assert!(told.ends_with("SIGKILL is sent to it, as it asked"), "{told}");
 }

@@ -4,12 +4,15 @@
 //! then is bounded: bytes, time and file descriptors.
 
 use std::collections::BTreeMap;
+use std::io::{self, ErrorKind};
 use std::time::{Duration, Instant};
 
 use hmac::Mac;
 use rustix::rand::{getrandom, GetRandomFlags};
 
-use super::protocol::{prove, Nonce, Request, VERSION};
+use super::protocol::{self, prove, Nonce, Request, MAX_HELLO, VERSION};
+use super::service::ServiceId;
+use super::tcp_store::VALIDATION;
 
 /// A connection that is not admitted by then is closed.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -20,9 +23,13 @@ const MOST: usize = 512;
 const SHORTEST_STAY: Duration = Duration::from_millis(250);
 
 /// The connections that are not admitted yet, by their ids, which ascend with the time of arrival.
+#[derive(Default)]
 pub struct Strangers {
-    token: String,
     all: BTreeMap<usize, Stranger>,
+    /// What must be known to be admitted to which store.
+    tokens: BTreeMap<ServiceId, String>,
+    /// Where PyTorch's clients are admitted.
+    tcp_store: Option<ServiceId>,
 }
 
 struct Stranger {
@@ -33,29 +40,47 @@ struct Stranger {
 
 /// What becomes of a stranger that has said something.
 pub enum Verdict {
+    /// Until it has said more.
+    Wait,
     Challenge(Nonce),
-    Admit,
+    /// It has spent so many bytes on it.
+    Admit {
+        service: ServiceId,
+        used: usize,
+    },
     /// It seems to be one of us, and is told the reason.
     Refuse(String),
-    Close,
 }
 
 impl Strangers {
-    pub fn new(token: &str) -> Strangers {
-        Strangers { token: token.to_string(), all: BTreeMap::new() }
+    /// Admits those who know `token` to `store` from now on, unless that token leads to another.
+    pub fn open(&mut self, store: ServiceId, token: String) -> bool {
+        let is_new = !self.tokens.values().any(|other| *other == token);
+        if is_new {
+            self.tokens.insert(store, token);
+        }
+        is_new
+    }
+
+    /// Admits PyTorch's clients to `tcp_store` from now on, unless they are to another.
+    pub fn open_to_pytorch(&mut self, tcp_store: ServiceId) -> bool {
+        let is_new = self.tcp_store.is_none();
+        self.tcp_store.get_or_insert(tcp_store);
+        is_new
+    }
+
+    /// Admits nobody to `service` any more.
+    pub fn shut(&mut self, service: ServiceId) {
+        self.tokens.remove(&service);
+        self.tcp_store = self.tcp_store.filter(|tcp_store| *tcp_store != service);
     }
 
     pub fn add(&mut self, id: usize, now: Instant) {
         self.all.insert(id, Stranger { since: now, nonce: None });
     }
 
-    /// Whether it was one.
-    pub fn remove(&mut self, id: usize) -> bool {
-        self.all.remove(&id).is_some()
-    }
-
-    pub fn contains(&self, id: usize) -> bool {
-        self.all.contains_key(&id)
+    pub fn remove(&mut self, id: usize) {
+        self.all.remove(&id);
     }
 
     /// One that has been here for `stay` at `now`.
@@ -87,10 +112,24 @@ impl Strangers {
         self.all.first_key_value().map(|(_, stranger)| stranger.since + SHORTEST_STAY)
     }
 
-    pub fn judge(&mut self, id: usize, request: Option<Request>) -> Verdict {
-        let Some(stranger) = self.all.get_mut(&id) else { return Verdict::Close };
-        match (request, stranger.nonce) {
-            (Some(Request::Hello { version: VERSION }), None) => {
+    /// What to do about one that has said `input` since the last challenge.
+    ///
+    /// # Errors
+    /// It is none of us.
+    pub fn judge(&mut self, id: usize, input: &[u8]) -> io::Result<Verdict> {
+        let invalid = || io::Error::from(ErrorKind::InvalidData);
+        // No frame of ours begins so.
+        if let Some(service) = self.tcp_store.filter(|_| input.starts_with(&VALIDATION[..1])) {
+            return match input {
+                _ if input.starts_with(&VALIDATION) => Ok(Verdict::Admit { service, used: VALIDATION.len() }),
+                _ if VALIDATION.starts_with(input) => Ok(Verdict::Wait),
+                _ => Err(invalid()),
+            };
+        }
+        let Some(frame) = protocol::unframe(input, MAX_HELLO)? else { return Ok(Verdict::Wait) };
+        let stranger = self.all.get_mut(&id).ok_or_else(invalid)?;
+        Ok(match (Request::decode(frame).ok_or_else(invalid)?, stranger.nonce) {
+            (Request::Hello { version: VERSION }, None) => {
                 let mut nonce = Nonce::default();
                 // So few bytes are never given in part.
                 match getrandom(&mut nonce, GetRandomFlags::empty()) {
@@ -101,14 +140,19 @@ impl Strangers {
                     Err(error) => Verdict::Refuse(format!("no random numbers: {error}")),
                 }
             }
-            (Some(Request::Hello { version }), None) => Verdict::Refuse(format!(
+            (Request::Hello { version }, None) => Verdict::Refuse(format!(
                 "it speaks version {VERSION} of its protocol, this program version {version}; use one version of Flow in a job"
             )),
-            (Some(Request::Proof { proof }), Some(nonce)) if prove(&self.token, &nonce).verify_slice(proof).is_ok() => Verdict::Admit,
-            (Some(Request::Proof { .. }), Some(_)) => {
-                Verdict::Refuse("wrong token; FLOW_TOKEN must be that of the job which serves the store".to_string())
+            (Request::Proof { proof }, Some(nonce)) => {
+                let proves = |token: &str| prove(token, &nonce).verify_slice(proof).is_ok();
+                match self.tokens.iter().find(|(_, token)| proves(token)) {
+                    Some((store, _)) => Verdict::Admit { service: *store, used: input.len() },
+                    None => Verdict::Refuse(
+                        "wrong token; FLOW_TOKEN must be that of the job which serves the store".to_string(),
+                    ),
+                }
             }
-            _ => Verdict::Close,
-        }
+            _ => return Err(invalid()),
+        })
     }
 }

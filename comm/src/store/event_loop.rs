@@ -1,9 +1,9 @@
-//! The server's thread: it serves all clients, one event after the other.
+//! The server's thread: it serves all connections, one event after the other.
 
 use std::collections::{BTreeSet, HashMap};
 use std::io::{self, ErrorKind};
 use std::mem;
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::{Receiver, Sender};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -11,63 +11,107 @@ use mio::{Events, Interest, Poll, Token};
 use nix::errno::Errno;
 
 use super::admission::{Strangers, Verdict};
-use super::connection::{Connection, Waiting, Will};
+use super::connection::Connection;
+use super::hosted::Hosted;
 use super::listener::{Listener, Socket};
 use super::posts::Posts;
-use super::protocol::{Reply, Request, MAX_FRAME, MAX_HELLO, MAX_WILL};
-use super::values::Values;
+use super::protocol::Reply;
+use super::service::{Outbox, Service, ServiceId};
+use super::tcp_store::HostedTcpStore;
 
 /// Connections accepted in one go, before others are served.
 const ACCEPT_BATCH: usize = 256;
 /// When accepting fails for want of a resource, it is tried again after this time, or when a connection is closed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
-const UNREAD: &str = "the process that serves the store leaves its messages unread; is it stopped or very busy?";
+/// What is read of one connection in one go, before others are served.
+const READ_BATCH: usize = 1 << 20;
 
 pub const LISTENER: Token = Token(usize::MAX);
 pub const WAKER: Token = Token(usize::MAX - 1);
 
-/// What the owner of the server asks of its thread.
+/// What the owners of the stores ask of their thread.
 #[derive(Debug)]
 pub enum Command {
-    Set(String, Vec<u8>),
+    /// Serve a store to those who know a token; the answer is its id, `None` if another one has that token.
+    Open {
+        token: String,
+        posts: Arc<Posts>,
+        answer: Sender<Option<ServiceId>>,
+    },
+    /// Serve a TCPStore to PyTorch's clients; the answer is its id, `None` if there is one.
+    OpenTcpStore {
+        answer: Sender<Option<ServiceId>>,
+    },
+    Set {
+        store: ServiceId,
+        key: String,
+        value: Vec<u8>,
+    },
+    /// Remove the keys of a TCPStore that begin so, and answer when it is done.
+    RemovePrefix {
+        tcp_store: ServiceId,
+        prefix: String,
+        answer: Sender<()>,
+    },
+    Close(ServiceId),
     Stop,
+}
+
+/// What is served behind the address.
+#[derive(Default)]
+struct Services {
+    stores: HashMap<ServiceId, Hosted>,
+    tcp_stores: HashMap<ServiceId, HostedTcpStore>,
+}
+
+impl Services {
+    fn get_mut(&mut self, id: ServiceId) -> Option<&mut dyn Service> {
+        if let Some(store) = self.stores.get_mut(&id) {
+            return Some(store);
+        }
+        Some(self.tcp_stores.get_mut(&id)?)
+    }
+
+    fn remove(&mut self, id: ServiceId) {
+        self.stores.remove(&id);
+        self.tcp_stores.remove(&id);
+    }
 }
 
 /// All of the server's state. Connections go by an id that is never used twice.
 pub struct EventLoop {
     poll: Poll,
     listener: Listener,
-    posts: Arc<Posts>,
     commands: Receiver<Command>,
     /// When to accept, if there may be connections to accept.
     accept_at: Option<Instant>,
-    values: Values,
     connections: HashMap<usize, Connection>,
     next_id: usize,
     strangers: Strangers,
+    services: Services,
+    next_service: ServiceId,
+    /// Connections with more to read, after others had their turn.
+    unread: BTreeSet<usize>,
+    outbox: Outbox,
     /// When something is due for which connection.
     alarms: BTreeSet<(Instant, usize)>,
     scratch: Vec<u8>,
 }
 
 impl EventLoop {
-    pub fn new(
-        poll: Poll,
-        listener: Listener,
-        token: &str,
-        posts: Arc<Posts>,
-        commands: Receiver<Command>,
-    ) -> EventLoop {
+    pub fn new(poll: Poll, listener: Listener, commands: Receiver<Command>) -> EventLoop {
         EventLoop {
             poll,
             listener,
-            posts,
             commands,
             accept_at: None,
-            values: Values::default(),
             connections: HashMap::new(),
             next_id: 0,
-            strangers: Strangers::new(token),
+            strangers: Strangers::default(),
+            services: Services::default(),
+            next_service: 0,
+            unread: BTreeSet::new(),
+            outbox: Outbox::default(),
             alarms: BTreeSet::new(),
             scratch: vec![0; 64 << 10],
         }
@@ -77,13 +121,12 @@ impl EventLoop {
     pub fn run(&mut self) {
         let mut events = Events::with_capacity(1024);
         loop {
-            let alarm = self.alarms.first().map(|(at, _)| *at);
-            let next = [self.accept_at, self.strangers.deadline(), alarm].into_iter().flatten().min();
-            match self.poll.poll(&mut events, next.map(|at| at.saturating_duration_since(Instant::now()))) {
+            match self.poll.poll(&mut events, self.idle_time()) {
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
                 Err(error) => return log::error!("the store stops, as it cannot wait for its clients: {error}"),
                 Ok(()) => {}
             }
+            let unread = mem::take(&mut self.unread);
             for event in &events {
                 match event.token() {
                     LISTENER => {
@@ -91,21 +134,24 @@ impl EventLoop {
                     }
                     WAKER => {
                         while let Ok(command) = self.commands.try_recv() {
-                            match command {
-                                Command::Set(key, value) => self.set(&key, &value),
-                                Command::Stop => return,
+                            if matches!(command, Command::Stop) {
+                                return;
                             }
+                            self.obey(command);
                         }
                     }
                     Token(id) => {
                         if event.is_writable() {
-                            self.with(id, Connection::flush);
+                            self.flush(id);
                         }
                         if event.is_readable() {
                             self.read(id, event.is_read_closed());
                         }
                     }
                 }
+            }
+            for id in unread {
+                self.read(id, true);
             }
             let now = Instant::now();
             if self.accept_at.is_some_and(|at| at <= now) {
@@ -117,6 +163,63 @@ impl EventLoop {
             while let Some((_, id)) = self.alarms.first().copied().filter(|(at, _)| *at <= now) {
                 self.look_after(id, now);
             }
+        }
+    }
+
+    /// How long nothing needs to be done if nothing happens.
+    fn idle_time(&self) -> Option<Duration> {
+        if !self.unread.is_empty() {
+            return Some(Duration::ZERO);
+        }
+        let alarm = self.alarms.first().map(|(at, _)| *at);
+        let next = [self.accept_at, self.strangers.deadline(), alarm].into_iter().flatten().min();
+        next.map(|at| at.saturating_duration_since(Instant::now()))
+    }
+
+    fn obey(&mut self, command: Command) {
+        match command {
+            Command::Open { token, posts, answer } => {
+                let id = self.next_service;
+                self.next_service += 1;
+                let is_open = self.strangers.open(id, token);
+                if is_open {
+                    self.services.stores.insert(id, Hosted::new(posts));
+                }
+                // Who asked waits for it.
+                let _ = answer.send(is_open.then_some(id));
+            }
+            Command::OpenTcpStore { answer } => {
+                let id = self.next_service;
+                self.next_service += 1;
+                let is_open = self.strangers.open_to_pytorch(id);
+                if is_open {
+                    self.services.tcp_stores.insert(id, HostedTcpStore::default());
+                }
+                let _ = answer.send(is_open.then_some(id));
+            }
+            Command::Set { store, key, value } => {
+                if let Some(store) = self.services.stores.get_mut(&store) {
+                    store.set(&key, &value, &mut self.outbox);
+                    self.deliver();
+                }
+            }
+            Command::RemovePrefix { tcp_store, prefix, answer } => {
+                if let Some(tcp_store) = self.services.tcp_stores.get_mut(&tcp_store) {
+                    tcp_store.remove_prefix(&prefix);
+                }
+                let _ = answer.send(());
+            }
+            Command::Close(service) => {
+                // First, so that no will is executed.
+                self.services.remove(service);
+                self.strangers.shut(service);
+                let theirs = |connection: &Connection| connection.service == Some(service);
+                let ids = self.connections.iter().filter(|(_, connection)| theirs(connection)).map(|(id, _)| *id);
+                for id in ids.collect::<Vec<_>>() {
+                    self.close(id);
+                }
+            }
+            Command::Stop => {}
         }
     }
 
@@ -154,7 +257,7 @@ impl EventLoop {
         let id = self.next_id;
         self.next_id += 1;
         self.poll.registry().register(&mut socket, Token(id), Interest::READABLE | Interest::WRITABLE)?;
-        self.connections.insert(id, Connection::new(socket, now));
+        self.connections.insert(id, Connection::new(socket));
         self.strangers.add(id, now);
         Ok(())
     }
@@ -164,172 +267,125 @@ impl EventLoop {
         self.accept_at = self.accept_at.map(|_| Instant::now());
     }
 
+    /// Who serves a connection.
+    fn service(&mut self, id: usize) -> Option<&mut dyn Service> {
+        self.services.get_mut(self.connections.get(&id)?.service?)
+    }
+
     fn close(&mut self, id: usize) {
         self.strangers.remove(id);
+        if let Some(service) = self.service(id) {
+            service.leave(id);
+        }
         let Some(mut connection) = self.connections.remove(&id) else { return };
         if let Some(at) = connection.alarm {
             self.alarms.remove(&(at, id));
-        }
-        if let Some(waiting) = &connection.waiting {
-            self.unwatch(id, waiting);
-        }
-        if let Some(will) = connection.will {
-            self.posts.add(will.message);
         }
         // Closing the socket does it in any case.
         let _ = self.poll.registry().deregister(&mut connection.socket);
         self.resume_accepting();
     }
 
-    /// Does something with a connection that closes it if it fails.
-    fn with(&mut self, id: usize, action: impl FnOnce(&mut Connection) -> io::Result<()>) {
-        if self.connections.get_mut(&id).is_some_and(|connection| action(connection).is_err()) {
+    fn flush(&mut self, id: usize) {
+        if self.connections.get_mut(&id).is_some_and(|connection| connection.flush().is_err()) {
             self.close(id);
         }
     }
 
-    fn answer(&mut self, id: usize, reply: Reply) {
-        self.with(id, |connection| connection.send(Arc::new(reply.encode())));
+    /// Sends what is in the outbox. Who gets an answer may be due at another time than before.
+    fn deliver(&mut self) {
+        let mut replies = mem::take(&mut self.outbox.0);
+        let mut replies_left = replies.drain(..).peekable();
+        while let Some((id, reply)) = replies_left.next() {
+            let Some(connection) = self.connections.get_mut(&id) else { continue };
+            connection.enqueue(reply);
+            if replies_left.peek().is_none_or(|(next, _)| *next != id) {
+                self.flush(id);
+                self.set_alarm(id);
+            }
+        }
+        drop(replies_left);
+        self.outbox.0 = replies;
     }
 
-    /// Handles the request that can be read. `to_end`: the client's side is closed.
+    /// Handles what can be read. `to_end`: the client's side may be closed, which no other event would tell.
+    ///
+    /// Else a short read ends it, as the next bytes are another event.
     fn read(&mut self, id: usize, to_end: bool) {
-        let limit = if self.strangers.contains(id) { MAX_HELLO } else { MAX_FRAME };
-        while let Some(connection) = self.connections.get_mut(&id) {
-            match connection.receive(&mut self.scratch, limit, to_end) {
-                Ok(Some(frame)) => self.handle(id, &frame[4..]),
-                Ok(None) => break,
+        for _ in 0..READ_BATCH / self.scratch.len() {
+            let Some(connection) = self.connections.get_mut(&id) else { return };
+            let count = match connection.receive(&mut self.scratch) {
+                Ok(Some(count)) => count,
+                Ok(None) => return,
                 Err(_) => return self.close(id),
+            };
+            if self.process(id).is_err() {
+                return self.close(id);
             }
-            if !to_end {
+            if count < self.scratch.len() && !to_end {
+                return;
+            }
+        }
+        self.unread.insert(id);
+    }
+
+    /// Handles the requests that have come.
+    fn process(&mut self, id: usize) -> io::Result<()> {
+        let Some(connection) = self.connections.get_mut(&id) else { return Ok(()) };
+        let input = mem::take(&mut connection.input);
+        let mut used = 0;
+        while used < input.len() {
+            let count = self.hear(id, &input[used..])?;
+            self.deliver();
+            if count == 0 {
                 break;
             }
+            used += count;
         }
         self.set_alarm(id);
-    }
-
-    fn handle(&mut self, id: usize, frame: &[u8]) {
-        let request = Request::decode(frame);
-        if self.strangers.contains(id) {
-            return self.greet(id, request);
-        }
-        match request {
-            None | Some(Request::Hello { .. } | Request::Proof { .. }) => self.close(id),
-            Some(Request::Set { key, value }) => {
-                self.set(key, value);
-                self.answer(id, Reply::Done);
-            }
-            Some(Request::Get { key, timeout }) => self.wait(id, &[key], timeout, true),
-            Some(Request::Wait { keys, timeout }) => self.wait(id, &keys, timeout, false),
-            Some(Request::Add { key, increment }) => match self.values.sum(key, increment) {
-                Err(reason) => self.answer(id, Reply::Refused(reason)),
-                Ok(sum) => {
-                    self.set(key, sum.to_string().as_bytes());
-                    self.answer(id, Reply::Number(sum));
-                }
-            },
-            Some(Request::CompareAndSet { key, expected, new }) => {
-                let present = self.values.get(key).map(|value| value.bytes());
-                if present == expected {
-                    self.set(key, new);
-                    self.answer(id, Reply::Done);
-                } else {
-                    let reply = Arc::new(Reply::Differs(present).encode());
-                    self.with(id, |connection| connection.send(reply));
-                }
-            }
-            Some(Request::Delete { keys }) => {
-                let removed = keys.into_iter().filter(|key| self.values.remove(key)).count();
-                self.answer(id, Reply::Number(removed as i64));
-            }
-            Some(Request::Post { message }) => {
-                if self.posts.has_room(message.len()) {
-                    self.posts.add(message.to_vec());
-                    self.answer(id, Reply::Done);
-                } else {
-                    self.answer(id, Reply::Refused(UNREAD));
-                }
-            }
-            Some(Request::Will { message, silence }) => {
-                if message.len() > MAX_WILL {
-                    self.answer(id, Reply::Refused("a will has at most 64 KiB"));
-                } else if !message.is_empty() && !self.posts.has_room(message.len()) {
-                    self.answer(id, Reply::Refused(UNREAD));
-                } else {
-                    let will = (!message.is_empty()).then(|| Will { message: message.to_vec(), silence });
-                    self.with(id, |connection| {
-                        connection.will = will;
-                        connection.send(Arc::new(Reply::Done.encode()))
-                    });
-                }
-            }
-        }
-    }
-
-    fn greet(&mut self, id: usize, request: Option<Request>) {
-        match self.strangers.judge(id, request) {
-            Verdict::Challenge(nonce) => self.answer(id, Reply::Challenge(nonce)),
-            Verdict::Admit => {
-                self.strangers.remove(id);
-                self.resume_accepting();
-                self.answer(id, Reply::Done);
-            }
-            Verdict::Refuse(reason) => {
-                self.answer(id, Reply::Refused(&reason));
-                self.close(id);
-            }
-            Verdict::Close => self.close(id),
-        }
-    }
-
-    fn set(&mut self, key: &str, value: &[u8]) {
-        for id in self.values.set(key, value) {
-            self.advance(id);
-        }
-    }
-
-    fn wait(&mut self, id: usize, keys: &[&str], timeout: Duration, wants_value: bool) {
         if let Some(connection) = self.connections.get_mut(&id) {
-            let keys = keys.iter().map(ToString::to_string).collect();
-            connection.waiting = Some(Waiting { keys, next: 0, deadline: Instant::now() + timeout, wants_value });
-            self.advance(id);
+            // A copy, unless it is all of it: what was used takes no memory any more.
+            connection.input = if used == 0 { input } else { input[used..].to_vec() };
         }
+        Ok(())
     }
 
-    /// Answers a waiting connection if all its keys are set, else has it watch the first one that is not.
-    fn advance(&mut self, id: usize) {
-        let Some(connection) = self.connections.get_mut(&id) else { return };
-        let Some(waiting) = &mut connection.waiting else { return };
-        while let Some(key) = waiting.keys.get(waiting.next) {
-            if self.values.get(key).is_none() {
-                return self.values.watch(key, id);
+    fn hear(&mut self, id: usize, input: &[u8]) -> io::Result<usize> {
+        let Some(connection) = self.connections.get(&id) else { return Ok(0) };
+        let unsent = connection.unsent();
+        let Some(service) = connection.service else { return self.greet(id, input) };
+        let service = self.services.get_mut(service).ok_or(ErrorKind::NotFound)?;
+        service.hear(id, input, unsent, &mut self.outbox)
+    }
+
+    fn greet(&mut self, id: usize, input: &[u8]) -> io::Result<usize> {
+        let reply = match self.strangers.judge(id, input)? {
+            Verdict::Wait => return Ok(0),
+            Verdict::Admit { service, used } => return self.admit(id, service).map(|()| used),
+            Verdict::Challenge(nonce) => Reply::Challenge(nonce).encode(),
+            Verdict::Refuse(reason) => {
+                self.outbox.send(id, Arc::new(Reply::Refused(&reason).encode()));
+                self.deliver();
+                return Err(ErrorKind::PermissionDenied.into());
             }
-            waiting.next += 1;
-        }
-        let value = waiting.keys.first().filter(|_| waiting.wants_value).and_then(|key| self.values.get(key));
-        let reply = value.map_or_else(|| Arc::new(Reply::Done.encode()), |value| value.reply());
-        self.end_wait(id, reply);
+        };
+        self.outbox.send(id, Arc::new(reply));
+        Ok(input.len())
     }
 
-    fn end_wait(&mut self, id: usize, reply: Arc<Vec<u8>>) {
-        let Some(connection) = self.connections.get_mut(&id) else { return };
-        let Some(waiting) = connection.waiting.take() else { return };
-        // The client could not speak before the answer, so what this comes too late is not its silence.
-        connection.silent_since += Instant::now().saturating_duration_since(waiting.deadline);
-        self.unwatch(id, &waiting);
-        self.with(id, |connection| connection.send(reply));
-        self.set_alarm(id);
-    }
-
-    fn unwatch(&mut self, id: usize, waiting: &Waiting) {
-        if let Some(key) = waiting.keys.get(waiting.next) {
-            self.values.unwatch(key, id);
+    fn admit(&mut self, id: usize, service: ServiceId) -> io::Result<()> {
+        self.strangers.remove(id);
+        self.resume_accepting();
+        self.services.get_mut(service).ok_or(ErrorKind::NotFound)?.join(id, Instant::now(), &mut self.outbox)?;
+        if let Some(connection) = self.connections.get_mut(&id) {
+            connection.service = Some(service);
         }
+        Ok(())
     }
 
     fn set_alarm(&mut self, id: usize) {
+        let due = self.service(id).and_then(|service| service.due(id));
         let Some(connection) = self.connections.get_mut(&id) else { return };
-        let due = connection.due();
         let before = mem::replace(&mut connection.alarm, due);
         if due != before {
             before.map(|at| self.alarms.remove(&(at, id)));
@@ -339,16 +395,16 @@ impl EventLoop {
 
     /// Does what is due for a connection at `now`: a wait has timed out, or it has been silent for too long.
     fn look_after(&mut self, id: usize, now: Instant) {
-        let Some(connection) = self.connections.get(&id) else { return };
-        if let Some(waiting) = connection.waiting.as_ref().filter(|waiting| waiting.deadline <= now) {
-            let missing = waiting.keys.iter().map(String::as_str).filter(|key| self.values.get(key).is_none());
-            let reply = Reply::Missing(missing.collect()).encode();
-            return self.end_wait(id, Arc::new(reply));
+        let service = self.connections.get(&id).and_then(|connection| connection.service);
+        if let Some(service) = service.and_then(|service| self.services.get_mut(service)) {
+            service.expire(id, now, &mut self.outbox);
         }
+        self.deliver();
         // What has come already counts: this thread may have been stopped.
         self.read(id, false);
-        if self.connections.get(&id).and_then(Connection::due).is_some_and(|at| at <= now) {
-            self.close(id);
+        if self.service(id).and_then(|service| service.due(id)).is_some_and(|at| at <= now) {
+            return self.close(id);
         }
+        self.set_alarm(id);
     }
 }

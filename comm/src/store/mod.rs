@@ -6,22 +6,32 @@
 //! | | |
 //! |---|---|
 //! | [`Address`] | where it is: `tcp://host:port` or `unix://name` |
-//! | [`Server`] | serves it from one thread until dropped; in `flow-launch`, or in rank 0 without it |
+//! | [`Server`] | serves it until dropped; in `flow-launch`, or in rank 0 without it |
 //! | [`Store`] | one client's connection: `set`, `get`, `wait`, `add`, `compare_and_set`, `delete`, `post`, `will` |
+//! | [`TcpStore`] | serves PyTorch's own clients (`torch.distributed.TCPStore`) at the same address |
 //! | [`Posts`] | what clients have to say to the process that serves it |
 //!
-//! Whoever connects must prove to know the job's token, which is not sent itself; on a unix socket both sides must also belong to the same user.
-//! Keys and values live until they are deleted, or as long as the server.
+//! Whoever connects must prove to know the store's token, which is not sent itself; on a unix socket both sides must also
+//! belong to the same user. Keys and values live until they are deleted, or as long as the store.
+//!
+//! One address can have several stores beside each other ([`Server::beside`]). The token decides in which one a client is.
+//!
+//! What is not authenticated: clients of PyTorch's, where they are served ([`Server::serve_tcp_store`]). They have nothing
+//! to prove themselves with, so whoever reaches the port can read and change the values that they have there. These are
+//! apart from those of Flow's stores, which they cannot reach.
 
 mod address;
 mod admission;
 mod client;
 mod connection;
 mod event_loop;
+mod hosted;
 mod listener;
 mod posts;
 mod protocol;
 mod server;
+mod service;
+mod tcp_store;
 mod values;
 
 use std::io;
@@ -34,7 +44,7 @@ pub use address::Address;
 pub use client::Store;
 pub use posts::Posts;
 pub(crate) use protocol::prove;
-pub use server::Server;
+pub use server::{Server, TcpStore};
 
 /// What can go wrong with a store, with the address and the operation on which key.
 #[derive(Clone, Debug, thiserror::Error)]

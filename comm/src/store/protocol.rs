@@ -30,6 +30,7 @@
 //! cut off. The token itself is never sent. All else is, in clear: who can read or change what is on the wire between two
 //! machines is not kept from reading or changing the store.
 
+use std::io::{self, ErrorKind};
 use std::time::Duration;
 
 use hmac::{Hmac, Mac};
@@ -54,6 +55,19 @@ pub type Nonce = [u8; 16];
 /// The proof of knowing `token`, for who was challenged with `nonce`.
 pub fn prove(token: &str, nonce: &[u8]) -> Hmac<Sha256> {
     Hmac::<Sha256>::new_from_slice(token.as_bytes()).expect("a key may have any length").chain_update(nonce)
+}
+
+/// The frame that `input` consists of, without its length; `None` if it is not complete.
+///
+/// # Errors
+/// It is longer than `limit`, or more follows.
+pub fn unframe(input: &[u8], limit: usize) -> io::Result<Option<&[u8]>> {
+    let Some((length, frame)) = input.split_first_chunk() else { return Ok(None) };
+    let length = u32::from_le_bytes(*length) as usize;
+    if length > limit || frame.len() > length {
+        return Err(ErrorKind::InvalidData.into());
+    }
+    Ok((frame.len() == length).then_some(frame))
 }
 
 /// What a client asks for.

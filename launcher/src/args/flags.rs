@@ -2,6 +2,7 @@
 
 use clap::builder::ValueParser;
 use clap::{Arg, ArgAction, Command};
+use std::ffi::OsString;
 
 /// A flag. It may also be written with underscores.
 pub struct Flag {
@@ -9,7 +10,7 @@ pub struct Flag {
     pub aliases: &'static [&'static str],
     short: Option<char>,
     /// What follows it, if anything does.
-    value: Option<&'static str>,
+    pub value: Option<&'static str>,
     /// `PET_<NAME>` stands in where it is not given, as in torchrun.
     pub has_variable: bool,
     heading: &'static str,
@@ -24,6 +25,15 @@ impl Flag {
             .map(String::from)
             .into_iter()
             .chain(self.aliases.iter().map(|a| a.to_string()))
+    }
+
+    /// Whether this word, of dashes and a name, may stand for it.
+    fn is_meant_by(&self, word: &str) -> bool {
+        match (word.strip_prefix("--"), word.strip_prefix('-')) {
+            (Some(name), _) => !name.is_empty() && self.spellings().any(|spelling| spelling.starts_with(name)),
+            (None, Some(letter)) => self.short.is_some_and(|short| letter.chars().eq([short])),
+            (None, None) => false,
+        }
     }
 
     fn argument(&self) -> Arg {
@@ -67,7 +77,7 @@ const NODES: &str = "Nodes";
 const OUTPUT: &str = "Output";
 
 pub const FLAGS: &[Flag] = &[
-    option(WORKERS, "nproc-per-node", "N", "Workers on this node: a number, auto, cpu or gpu [default: 1]"),
+    option(WORKERS, "nproc-per-node", "N", "Workers on this node: a number, auto, cpu or gpu [default: 1]").short('n'),
     option(WORKERS, "max-restarts", "N", "Starts anew after a failure [default: 0]"),
     option(WORKERS, "shutdown-timeout", "SECONDS", "From SIGTERM to SIGKILL; also --grace [default: 5]")
         .alias(&["grace"]),
@@ -103,6 +113,7 @@ pub const FLAGS: &[Flag] = &[
     switch(OUTPUT, "redirect-stdout-and-stderr", "OneFlow's --redirects 3").without_variable(),
     option(OUTPUT, "logdir", "DIR", "OneFlow's --log-dir [default: log]").without_variable(),
     option(OUTPUT, "events", "FILE", "Write what happens, a JSON object a line").without_variable(),
+    switch(OUTPUT, "quiet", "Of flow-launch's own lines only those of errors").short('q').without_variable(),
     switch(OUTPUT, "dry-run", "Print what would be started").without_variable(),
     option(OUTPUT, "event-log-handler", "NAME", ""),
     option(OUTPUT, "logs-specs", "NAME", "").without_variable(),
@@ -117,7 +128,8 @@ pub const COMMAND: &str = "command";
 const ABOUT: &str = "\
 Starts PROGRAM once per worker, passes on the output, and stops all workers when one fails.
 
-PROGRAM is a path, a name beside flow-launch, or a name on PATH; a .py file runs with python3 -u.
+PROGRAM is a path, a name beside flow-launch, or a name on PATH; a .py or .pyz file, or a folder with __main__.py,
+runs with python3 -u.
 Everything after PROGRAM is PROGRAM's. Flags may be written with underscores, and shortened.";
 
 pub fn command() -> Command {
@@ -131,6 +143,46 @@ pub fn command() -> Command {
         .infer_long_args(true)
         .args(FLAGS.iter().map(Flag::argument))
         .arg(program.hide(true).trailing_var_arg(true))
+}
+
+/// A command line in which mpirun's `-np`, which clap would take for `-n p`, is `--nproc-per-node`; as far as it is not
+/// PROGRAM's.
+pub fn with_np(arguments: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
+    let mut arguments: Vec<OsString> = arguments.into_iter().collect();
+    let mut rest = arguments.iter_mut().skip(1);
+    while let Some(argument) = rest.next() {
+        if argument == "-np" {
+            *argument = "--nproc-per-node".into();
+        }
+        let Some(text) = argument.to_str().filter(|text| text.starts_with('-') && *text != "--") else { break };
+        if FLAGS.iter().any(|flag| flag.value.is_some() && flag.is_meant_by(text)) {
+            rest.next();
+        }
+    }
+    arguments
+}
+
+/// Whether this may be a flag, with a value or without.
+pub fn is_flag(text: &str) -> bool {
+    FLAGS.iter().any(|flag| flag.is_meant_by(text.split('=').next().unwrap_or_default()))
+}
+
+/// What other launchers call our flags.
+const ELSEWHERE: &[(&str, &[&str])] = &[
+    (
+        "nproc-per-node",
+        &["num-proc", "num-procs", "num-processes", "num-workers", "num-gpus", "ntasks-per-node", "ppn"],
+    ),
+    ("nnodes", &["num-nodes", "num-machines", "nodes"]),
+    ("node-rank", &["machine-rank"]),
+    ("master-addr", &["main-process-ip"]),
+    ("master-port", &["main-process-port"]),
+];
+
+/// Our flag for what another launcher calls like this.
+pub fn elsewhere(name: &str) -> Option<&'static str> {
+    let name = name.replace('_', "-");
+    ELSEWHERE.iter().find(|(_, names)| names.contains(&name.as_str())).map(|(flag, _)| *flag)
 }
 
 /// The flags that a shortened one may stand for.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::settings::{host, seconds, Setting, Settings, LONGEST};
+use super::settings::{host, seconds, unquoted, Setting, Settings, LONGEST};
 use super::Usage;
 use crate::job::{Meeting, Nodes, Patience};
 
@@ -34,12 +34,14 @@ pub fn nodes(settings: &Settings) -> Result<Nodes, Usage> {
     let master_port = settings.get_number("master-port", 1, "a port from 1 to 65535")?;
     let id = settings.get_text("rdzv-id")?.unwrap_or_else(|| NO_ID.into());
     let patience = configuration.patience;
+    // torchrun's own switch.
+    let has_agent_store = (settings.environment)("TORCH_DISABLE_SHARE_RDZV_TCP_STORE").is_none_or(|value| value != "1");
     if settings.is_on("standalone")? {
         if min > 1 {
             return Err(nnodes.wrong("1 with --standalone, which is for one node"));
         }
         let meeting = Meeting::Alone { master_addr, master_port };
-        return Ok(Nodes { min: 1, max: 1, meeting, id: NO_ID.into(), local_addr, patience });
+        return Ok(Nodes { min: 1, max: 1, meeting, id: NO_ID.into(), local_addr, patience, has_agent_store });
     }
     let endpoint = settings.get("rdzv-endpoint");
     let by_endpoint = backend.map_or(endpoint.is_some(), |backend| backend == Backend::Endpoint);
@@ -60,12 +62,9 @@ pub fn nodes(settings: &Settings) -> Result<Nodes, Usage> {
         let either = "--master-addr HOST, where node 0 runs, or --rdzv-endpoint HOST[:PORT]; the same on every node";
         let master_addr = host.ok_or_else(|| nnodes.needs(either))?;
         let master_port = port.or(master_port).unwrap_or(MASTER_PORT);
-        if master_port == u16::MAX {
-            return Err(Usage(format!("the port on node 0 is {master_port}; the port after it is needed too")));
-        }
         Meeting::Static { node_rank, master_addr, master_port }
     };
-    Ok(Nodes { min, max, meeting, id, local_addr, patience })
+    Ok(Nodes { min, max, meeting, id, local_addr, patience, has_agent_store })
 }
 
 /// This node's rank, where that is not decided by the meeting.
@@ -73,7 +72,7 @@ fn node_rank(settings: &Settings, by_endpoint: bool, nodes: u32) -> Result<u32, 
     let Some(setting) = settings.get("node-rank") else { return Ok(0) };
     let rank = setting.number(0, "a number from 0")?;
     if by_endpoint {
-        log::warn!("{} is ignored: nodes that meet at an endpoint are numbered there", setting.source());
+        settings.warn(format!("{} is ignored: nodes that meet at an endpoint are numbered there", setting.source()));
         return Ok(0);
     }
     if rank >= nodes {
@@ -136,7 +135,8 @@ impl Configuration {
         let Some(setting) = settings.get("rdzv-conf") else { return Ok(configuration) };
         let (mut interval, mut attempts) = (None, None);
         for pair in setting.text()?.split(',').map(str::trim).filter(|pair| !pair.is_empty()) {
-            let (key, value) = pair.split_once('=').map_or((pair, ""), |(key, value)| (key.trim(), value.trim()));
+            let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
+            let (key, value) = (key.trim(), unquoted(value.trim()));
             let wrong = |right: &str| Usage(format!("{} has {key}={value}; {key} must be {right}", setting.source()));
             let time = || {
                 let time = seconds(value).filter(|time| !time.is_zero());
@@ -153,7 +153,10 @@ impl Configuration {
                 }
                 "is_host" => configuration.is_host = Some(truth(value).ok_or_else(|| wrong("true or false"))?),
                 "read_timeout" | "close_timeout" | "store_type" => {}
-                _ => return Err(Usage(format!("{} has '{key}'; there are {KEYS}", setting.source()))),
+                _ if value.is_empty() => {
+                    return Err(Usage(format!("{} has '{key}' without a value; write KEY=VALUE,...", setting.source())))
+                }
+                _ => settings.warn(format!("{} has '{key}', which is ignored; there are {KEYS}", setting.source())),
             }
         }
         if interval.is_some() || attempts.is_some() {
@@ -219,7 +222,7 @@ mod tests {
         assert!(refusal("--nnodes 2 train").contains("--master-addr"));
         assert!(refusal("--nnodes 1:2 --master-addr a train").contains("--rdzv-endpoint"));
         assert!(refusal("--nnodes 2 --node-rank 2 --master-addr a train").contains("below 2"));
-        assert!(refusal("--nnodes 2 --master-addr a --master-port 65535 train").contains("the port after it"));
+        assert_eq!(nodes("--nnodes 2 --master-addr a --master-port 65535").meeting, fixed(0, "a", 65535));
     }
 
     #[test]
@@ -270,6 +273,11 @@ mod tests {
             let line = refusal(&format!("--rdzv-conf {wrong} train"));
             assert!(line.contains("--rdzv-conf") && line.contains("must be"), "{line}");
         }
-        assert!(refusal("--rdzv-conf joint=1 train").contains("join_timeout"));
+        let job = parse("--rdzv-conf joint=1,timeout=5,joint=2,'x=1 train").unwrap();
+        assert_eq!(job.nodes.patience.join.as_secs(), 5);
+        let [first, second] = &job.warnings[..] else { panic!("{:?}", job.warnings) };
+        assert!(first.contains("'joint'") && first.contains("join_timeout"), "{first}");
+        assert!(second.contains("''x'"), "{second}");
+        assert!(refusal("--rdzv-conf joint train").contains("KEY=VALUE"));
     }
 }

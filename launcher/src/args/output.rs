@@ -67,7 +67,7 @@ fn local_ranks(setting: &Setting) -> Result<Vec<u32>, Usage> {
 /// What commas separate; two commas are a comma.
 fn list(setting: &Setting) -> Result<Vec<String>, Usage> {
     let mut items = vec![String::new()];
-    let mut letters = setting.text()?.chars().peekable();
+    let mut letters = setting.literal()?.chars().peekable();
     while let Some(letter) = letters.next() {
         match items.last_mut() {
             Some(last) if letter != ',' || letters.next_if_eq(&',').is_some() => last.push(letter),
@@ -86,7 +86,7 @@ pub fn refuse_plugins(settings: &Settings) -> Result<(), Usage> {
     if let Some(setting) = settings.get("event-log-handler") {
         let known = ["null", "console", "dynamic_rendezvous"].map(|name| (name, name));
         if setting.one_of(&known)? != "null" {
-            log::warn!("{} has no meaning here; --events FILE writes what happens", setting.source());
+            settings.warn(format!("{} has no meaning here; --events FILE writes what happens", setting.source()));
         }
     }
     Ok(())

@@ -1,13 +1,14 @@
 //! What a flag was set to, on the command line or else by its variable in the environment.
 
-use std::ffi::{OsStr, OsString};
+use std::cell::RefCell;
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
 use clap::ArgMatches;
 
-use super::flags::FLAGS;
+use super::flags::{self, FLAGS};
 use super::Usage;
 
 /// Looks up a variable of the environment.
@@ -24,6 +25,8 @@ pub struct Setting {
 pub struct Settings<'a> {
     pub matches: ArgMatches,
     pub environment: Environment<'a>,
+    /// What was odd, and was passed over: for the user.
+    pub warnings: RefCell<Vec<String>>,
 }
 
 impl Settings<'_> {
@@ -53,6 +56,25 @@ impl Settings<'_> {
             Some(setting) if !self.matches.get_flag(flag) => Ok(setting.number(i64::MIN, "0 or 1")? != 0),
             _ => Ok(self.matches.get_flag(flag)),
         }
+    }
+
+    /// Passes over something, and says so once.
+    pub fn warn(&self, warning: String) {
+        let mut warnings = self.warnings.borrow_mut();
+        if !warnings.contains(&warning) {
+            warnings.push(warning);
+        }
+    }
+
+    /// A flag whose value is another flag lacks its value.
+    pub fn refuse_flags_as_values(&self) -> Result<(), Usage> {
+        for flag in FLAGS.iter().filter(|flag| flag.value.is_some()) {
+            let taken = self.matches.get_one::<OsString>(flag.name).and_then(|value| value.to_str());
+            if let Some(other) = taken.filter(|value| flags::is_flag(value)) {
+                return Err(Usage(format!("--{} lacks its value: '{other}' follows it", flag.name)));
+            }
+        }
+        Ok(())
     }
 
     pub fn get_text(&self, flag: &str) -> Result<Option<String>, Usage> {
@@ -94,8 +116,14 @@ impl Setting {
         &self.source
     }
 
-    pub fn text(&self) -> Result<&str, Usage> {
+    /// As it was written.
+    pub fn literal(&self) -> Result<&str, Usage> {
         self.value.to_str().ok_or_else(|| self.wrong("UTF-8"))
+    }
+
+    /// Without quotes around it, which can be part of no name or number, only of paths and of texts to look for.
+    pub fn text(&self) -> Result<&str, Usage> {
+        self.literal().map(unquoted)
     }
 
     pub fn number<T: FromStr + PartialOrd>(&self, least: T, right: &str) -> Result<T, Usage> {
@@ -115,10 +143,17 @@ impl Setting {
 
     /// One of some words.
     pub fn one_of<T: Copy>(&self, words: &[(&str, T)]) -> Result<T, Usage> {
-        let found = words.iter().find(|(word, _)| OsStr::new(word) == self.value);
+        let text = self.text()?;
+        let found = words.iter().find(|(word, _)| *word == text);
         let list = || words.iter().map(|(word, _)| *word).collect::<Vec<_>>().join(", ");
         found.map(|(_, value)| *value).ok_or_else(|| self.wrong(&format!("one of {}", list())))
     }
+}
+
+/// Without the quotes around it that are left where a command line comes from a list in YAML.
+pub fn unquoted(text: &str) -> &str {
+    let inside = |quote: char| text.strip_prefix(quote)?.strip_suffix(quote);
+    inside('\'').or_else(|| inside('"')).unwrap_or(text)
 }
 
 /// The longest time that can be asked for, in seconds.

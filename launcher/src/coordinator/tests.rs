@@ -33,7 +33,7 @@ impl Test {
             role: "default".into(),
             nodes: (self.coordinator.min as u32, self.coordinator.max as u32),
         };
-        self.tell(agent, Event::Joined { node, port: 100 + agent as u16 });
+        self.tell(agent, Event::Joined { node });
     }
 
     fn pass(&mut self, time: Duration) {
@@ -48,7 +48,7 @@ impl Test {
 
     fn stopped(&mut self, agent: AgentId, cause: Option<&str>) {
         let round = self.coordinator.round;
-        self.tell(agent, Event::Stopped { round, cause: cause.map(String::from), port: 200 });
+        self.tell(agent, Event::Stopped { round, cause: cause.map(String::from) });
     }
 
     fn finish(&mut self, agent: AgentId) {
@@ -85,6 +85,14 @@ impl Test {
         (agents.collect(), said)
     }
 
+    /// What one agent was told to say; there is no other order.
+    fn said(&mut self, agent: AgentId) -> String {
+        match &std::mem::take(&mut self.orders)[..] {
+            [(told, Order::Say(text))] if *told == agent => text.clone(),
+            other => panic!("{other:?}"),
+        }
+    }
+
     /// The code that all agents were told to end with, and what was said.
     fn end(&mut self) -> (u8, Option<String>) {
         let orders = std::mem::take(&mut self.orders);
@@ -109,7 +117,7 @@ fn a_job_on_one_node_starts_at_once_and_ends_well() {
     let mut test = Test::new("");
     test.join(LEADER, 2);
     let started = test.started();
-    assert_eq!((started[0].1.world_size, started[0].1.master_port), (2, 100));
+    assert_eq!(started[0].1.world_size, 2);
     assert_eq!(test.coordinator.deadline(), None);
     test.finish(LEADER);
     assert_eq!(test.end(), (0, None));
@@ -136,7 +144,6 @@ fn nodes_at_an_endpoint_are_ranked_as_they_come() {
     let started = test.started();
     let ranks: Vec<_> = started.iter().map(|(agent, p)| (*agent, p.group_rank, p.first_rank)).collect();
     assert_eq!(ranks, [(0, 0, 0), (1, 1, 1), (2, 2, 4)]);
-    assert!(started.iter().all(|(_, p)| p.master_addr == "10.0.0.0" && p.master_port == 100));
 }
 
 #[test]
@@ -211,7 +218,7 @@ fn restarts_are_counted_and_finished_nodes_take_part() {
     test.stopped(1, None);
     test.stopped(LEADER, None);
     let started = test.started();
-    assert!(started.len() == 2 && started.iter().all(|(_, p)| p.restart_count == 1 && p.master_port == 200));
+    assert!(started.len() == 2 && started.iter().all(|(_, p)| p.restart_count == 1));
     test.fail(1, End::Exit(4));
     test.stops();
     test.stopped(1, None);
@@ -250,7 +257,7 @@ fn a_node_that_was_started_again_takes_its_own_place() {
     test.join(1, 1);
     test.started();
     let node = Node { host: "host1".into(), ..test.coordinator.agents[&1].node.clone() };
-    test.tell(2, Event::Joined { node, port: 300 });
+    test.tell(2, Event::Joined { node });
     assert!(matches!(&test.orders[..], [(1, Order::End(_)), (LEADER, Order::Stop { .. })]), "{:?}", test.orders);
     test.orders.clear();
     test.stopped(LEADER, None);
@@ -262,7 +269,7 @@ fn nodes_must_agree_on_their_number() {
     let mut test = Test::new(STATIC);
     test.join(LEADER, 1);
     let node = Node { nodes: (1, 3), node_rank: Some(1), ..test.coordinator.agents[&LEADER].node.clone() };
-    test.tell(1, Event::Joined { node, port: 1 });
+    test.tell(1, Event::Joined { node });
     assert_eq!(test.end(), (1, Some("--nnodes is 1:3 here, but 2 on the leading node".into())));
 }
 
@@ -293,13 +300,52 @@ fn an_elastic_job_goes_on_with_who_is_left_and_takes_in_who_comes() {
     assert_eq!(test.ranks(), (vec![(0, 0), (2, 1)], 5));
     // A third one waits until there is room.
     test.join(3, 1);
-    assert_eq!(test.orders, []);
+    assert!(test.said(3).contains("is a spare: the job has its 2 nodes"));
     test.tell(2, Event::Leaving { signal: 15 });
     test.stops();
     test.stopped(LEADER, None);
     assert_eq!(test.ranks(), (vec![(0, 0), (3, 1)], 2));
     test.finish(3);
     test.finish(LEADER);
+    assert_eq!(test.end(), (0, None));
+}
+
+#[test]
+fn a_surplus_node_is_a_spare_as_long_as_the_job_may_start_again() {
+    let mut test = Test::new(&format!("{THREE} --max-restarts 1"));
+    for agent in [LEADER, 1, 2] {
+        test.join(agent, 1);
+    }
+    test.started();
+    test.join(3, 1);
+    assert!(test.said(3).contains("is a spare: the job has its 3 nodes"));
+    test.join(4, 1);
+    assert!(test.said(4).contains("is a spare"));
+    test.tell(1, Event::Gone { why: "silence".into() });
+    test.stops();
+    test.stopped(LEADER, None);
+    test.stopped(2, None);
+    // One takes the place; there is no other start in which there could be one for the other.
+    let surplus = test.orders.pop().unwrap();
+    assert_eq!(test.ranks(), (vec![(0, 0), (2, 1), (3, 2)], 3));
+    let cause = Some("this node is surplus: the job has its 3 nodes".into());
+    assert_eq!(surplus, (4, Order::End(Verdict { code: 1, cause })));
+    test.tell(4, Event::Gone { why: "it ended".into() });
+    assert_eq!(test.orders, []);
+}
+
+#[test]
+fn a_surplus_node_of_a_job_that_starts_once_ends() {
+    let mut test = Test::new(THREE);
+    for agent in [LEADER, 1, 2] {
+        test.join(agent, 1);
+    }
+    test.started();
+    test.join(3, 1);
+    assert_eq!(test.end(), (1, Some("this node is surplus: the job has its 3 nodes".into())));
+    for agent in [LEADER, 1, 2] {
+        test.finish(agent);
+    }
     assert_eq!(test.end(), (0, None));
 }
 

@@ -1,0 +1,198 @@
+//! One store, as the server's thread serves it.
+
+use std::collections::HashMap;
+use std::io::{self, ErrorKind};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::posts::Posts;
+use super::protocol::{self, Reply, Request, MAX_FRAME, MAX_WILL};
+use super::service::{Outbox, Service};
+use super::values::Values;
+
+const UNREAD: &str = "the process that serves the store leaves its messages unread; is it stopped or very busy?";
+
+/// The values of a store and the clients that were admitted to it.
+pub struct Hosted {
+    posts: Arc<Posts>,
+    values: Values,
+    clients: HashMap<usize, Client>,
+}
+
+struct Client {
+    waiting: Option<Waiting>,
+    will: Option<Will>,
+    /// Since when it has said nothing, less the time for which it was the server that was late.
+    silent_since: Instant,
+}
+
+/// A get or wait that is not answered yet.
+struct Waiting {
+    keys: Vec<String>,
+    /// The first key that is missing, and the only one that is watched: those before it were there.
+    next: usize,
+    deadline: Instant,
+    wants_value: bool,
+}
+
+/// What to post when a client is gone, or has been silent for so long.
+struct Will {
+    message: Vec<u8>,
+    silence: Duration,
+}
+
+impl Hosted {
+    pub fn new(posts: Arc<Posts>) -> Hosted {
+        Hosted { posts, values: Values::default(), clients: HashMap::new() }
+    }
+
+    pub fn set(&mut self, key: &str, value: &[u8], outbox: &mut Outbox) {
+        for id in self.values.set(key, value) {
+            self.advance(id, outbox);
+        }
+    }
+
+    /// What a request is answered with at once, if anything; `None` ends the connection.
+    fn handle(&mut self, id: usize, request: Request, outbox: &mut Outbox) -> Option<()> {
+        let reply = match request {
+            Request::Hello { .. } | Request::Proof { .. } => return None,
+            Request::Set { key, value } => {
+                self.set(key, value, outbox);
+                Reply::Done
+            }
+            Request::Get { key, timeout } => return self.wait(id, &[key], timeout, true, outbox),
+            Request::Wait { keys, timeout } => return self.wait(id, &keys, timeout, false, outbox),
+            Request::Add { key, increment } => match self.values.sum(key, increment) {
+                Err(reason) => Reply::Refused(reason),
+                Ok(sum) => {
+                    self.set(key, sum.to_string().as_bytes(), outbox);
+                    Reply::Number(sum)
+                }
+            },
+            Request::CompareAndSet { key, expected, new } => {
+                if self.values.get(key).map(|value| value.bytes()) == expected {
+                    self.set(key, new, outbox);
+                    Reply::Done
+                } else {
+                    Reply::Differs(self.values.get(key).map(|value| value.bytes()))
+                }
+            }
+            Request::Delete { keys } => {
+                Reply::Number(keys.into_iter().filter(|key| self.values.remove(key)).count() as i64)
+            }
+            Request::Post { message } => {
+                if self.posts.has_room(message.len()) {
+                    self.posts.add(message.to_vec());
+                    Reply::Done
+                } else {
+                    Reply::Refused(UNREAD)
+                }
+            }
+            Request::Will { message, silence } => {
+                if message.len() > MAX_WILL {
+                    Reply::Refused("a will has at most 64 KiB")
+                } else if !message.is_empty() && !self.posts.has_room(message.len()) {
+                    Reply::Refused(UNREAD)
+                } else {
+                    let will = (!message.is_empty()).then(|| Will { message: message.to_vec(), silence });
+                    self.clients.get_mut(&id)?.will = will;
+                    Reply::Done
+                }
+            }
+        };
+        outbox.send(id, Arc::new(reply.encode()));
+        Some(())
+    }
+
+    fn wait(
+        &mut self,
+        id: usize,
+        keys: &[&str],
+        timeout: Duration,
+        wants_value: bool,
+        outbox: &mut Outbox,
+    ) -> Option<()> {
+        let keys = keys.iter().map(ToString::to_string).collect();
+        let waiting = Waiting { keys, next: 0, deadline: Instant::now() + timeout, wants_value };
+        self.clients.get_mut(&id)?.waiting = Some(waiting);
+        self.advance(id, outbox);
+        Some(())
+    }
+
+    /// Answers a waiting client if all its keys are set, else has it watch the first one that is not.
+    fn advance(&mut self, id: usize, outbox: &mut Outbox) {
+        let Some(waiting) = self.clients.get_mut(&id).and_then(|client| client.waiting.as_mut()) else { return };
+        while let Some(key) = waiting.keys.get(waiting.next) {
+            if self.values.get(key).is_none() {
+                return self.values.watch(key, id);
+            }
+            waiting.next += 1;
+        }
+        let value = waiting.keys.first().filter(|_| waiting.wants_value).and_then(|key| self.values.get(key));
+        let reply = value.map_or_else(|| Arc::new(Reply::Done.encode()), |value| value.reply());
+        self.end_wait(id, reply, outbox);
+    }
+
+    fn end_wait(&mut self, id: usize, reply: Arc<Vec<u8>>, outbox: &mut Outbox) {
+        let Some(client) = self.clients.get_mut(&id) else { return };
+        let Some(waiting) = client.waiting.take() else { return };
+        // The client could not speak before the answer, so what this comes too late is not its silence.
+        client.silent_since += Instant::now().saturating_duration_since(waiting.deadline);
+        self.unwatch(id, &waiting);
+        outbox.send(id, reply);
+    }
+
+    fn unwatch(&mut self, id: usize, waiting: &Waiting) {
+        if let Some(key) = waiting.keys.get(waiting.next) {
+            self.values.unwatch(key, id);
+        }
+    }
+}
+
+impl Service for Hosted {
+    fn join(&mut self, id: usize, now: Instant, outbox: &mut Outbox) -> io::Result<()> {
+        self.clients.insert(id, Client { waiting: None, will: None, silent_since: now });
+        outbox.send(id, Arc::new(Reply::Done.encode()));
+        Ok(())
+    }
+
+    fn hear(&mut self, id: usize, input: &[u8], unsent: usize, outbox: &mut Outbox) -> io::Result<usize> {
+        let invalid = || io::Error::from(ErrorKind::InvalidData);
+        let client = self.clients.get_mut(&id).ok_or_else(invalid)?;
+        // A client that sends before it has the last reply is none of ours.
+        if client.waiting.is_some() || unsent > 0 {
+            return Err(invalid());
+        }
+        client.silent_since = Instant::now();
+        let Some(frame) = protocol::unframe(input, MAX_FRAME)? else { return Ok(0) };
+        let request = Request::decode(frame).ok_or_else(invalid)?;
+        self.handle(id, request, outbox).ok_or_else(invalid)?;
+        Ok(input.len())
+    }
+
+    fn due(&self, id: usize) -> Option<Instant> {
+        let client = self.clients.get(&id)?;
+        let wait = client.waiting.as_ref().map(|waiting| waiting.deadline);
+        let silence = client.will.as_ref().map(|will| client.silent_since + will.silence);
+        [wait, silence].into_iter().flatten().min()
+    }
+
+    fn expire(&mut self, id: usize, now: Instant, outbox: &mut Outbox) {
+        let waiting = self.clients.get(&id).and_then(|client| client.waiting.as_ref());
+        if let Some(waiting) = waiting.filter(|waiting| waiting.deadline <= now) {
+            let missing = waiting.keys.iter().map(String::as_str).filter(|key| self.values.get(key).is_none());
+            let reply = Reply::Missing(missing.collect()).encode();
+            self.end_wait(id, Arc::new(reply), outbox);
+        }
+    }
+
+    fn leave(&mut self, id: usize) {
+        let Some(client) = self.clients.remove(&id) else { return };
+        if let Some(waiting) = &client.waiting {
+            self.unwatch(id, waiting);
+        }
+        if let Some(will) = client.will {
+            self.posts.add(will.message);
+        }
+    }
+}

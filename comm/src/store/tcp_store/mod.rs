@@ -1,0 +1,349 @@
+//! PyTorch's TCPStore: its clients are served as by PyTorch's own server (that of libuv, the default).
+//!
+//! They speak first with a number that is no secret, so they are not authenticated: whoever reaches the port can read
+//! and change what is kept here. It is a key space of its own, from which there is no way to Flow's stores.
+//!
+//! | request | fields | reply |
+//! |---|---|---|
+//! | 0 validate | 0x3c85f7ce (u32) | |
+//! | 1 set | key, value | |
+//! | 2 compare set | key, expected, desired | the value thereafter; `expected` if there is none |
+//! | 3 get | key | value, empty if there is none |
+//! | 4 add | key, i64 | the sum (i64), kept as decimal text |
+//! | 5 check | keys | 0 if all are there, else 1 (u8) |
+//! | 6 wait | keys | 0 (u8) as soon as all are there |
+//! | 7 number of keys | | i64 |
+//! | 8 delete | key | 1 if it was there, else 0 (i64) |
+//! | 9 append | key, value | |
+//! | 10 multi get | keys | values |
+//! | 11 multi set | keys, each with its value | |
+//! | 12 cancel wait | | 1 (u8), after the reply to the wait if there was one |
+//! | 13 ping | u32 | the same |
+//! | 14 queue push | key, value | |
+//! | 15 queue pop | key | length before (i64), and the oldest entry unless it is 0 |
+//! | 16 queue length | key | i64 |
+//! | 17 list keys | | keys |
+//! | 18 barrier | key, number of clients (i64) | 0 (u8) as soon as so many have asked |
+//!
+//! Keys and values are preceded by their length (u64), lists by theirs. A client need not wait for a reply before it sends
+//! the next request.
+//!
+//! It differs from PyTorch's server where that one wakes clients by mistake: a compare set that sets nothing wakes nobody,
+//! nor does a queue wake those that it has woken before and that wait for another key now. And its memory is bounded: a
+//! client that would have it take more, or that does not read, is closed.
+
+mod values;
+mod waits;
+mod wire;
+
+use std::collections::{HashMap, HashSet};
+use std::io::{self, ErrorKind};
+use std::mem;
+use std::sync::Arc;
+use std::time::Instant;
+
+use nix::sys::resource::{getrlimit, Resource};
+
+use super::service::{Outbox, Service};
+use values::Values;
+use waits::Waits;
+use wire::{Decoder, Request, Value};
+
+pub use wire::VALIDATION;
+
+/// All that is kept, and all that clients have sent of incomplete requests, takes no more memory than this.
+const MAX_SIZE: usize = 1 << 30;
+/// A client that asks more while so much is unsent does not read.
+const MAX_UNSENT: usize = 1 << 20;
+
+/// The first bytes of replies to wait and cancel wait.
+const STOP_WAITING: u8 = 0;
+const WAIT_CANCELED: u8 = 1;
+/// PyTorch's clients put it before all keys but one of their own.
+const KEY_PREFIX: &str = "/";
+
+pub struct HostedTcpStore {
+    max_size: usize,
+    values: Values,
+    waits: Waits,
+    clients: HashMap<usize, Client>,
+    /// What clients hold beside the values.
+    held: usize,
+    /// Whether somebody has been turned away since the last one was not.
+    was_full: bool,
+}
+
+#[derive(Default)]
+struct Client {
+    decoder: Decoder,
+    /// What is on its way to it and is kept for nobody else.
+    replies: usize,
+    /// What it holds in all.
+    held: usize,
+}
+
+impl Default for HostedTcpStore {
+    fn default() -> HostedTcpStore {
+        HostedTcpStore::bounded(MAX_SIZE)
+    }
+}
+
+impl HostedTcpStore {
+    fn bounded(max_size: usize) -> HostedTcpStore {
+        HostedTcpStore {
+            max_size,
+            values: Values::default(),
+            waits: Waits::default(),
+            clients: HashMap::new(),
+            held: 0,
+            was_full: false,
+        }
+    }
+
+    /// Removes all keys that begin with `prefix` for PyTorch's clients.
+    pub fn remove_prefix(&mut self, prefix: &str) {
+        self.values.remove_prefix([KEY_PREFIX, prefix].concat().as_bytes());
+    }
+
+    /// Carries out a request; `None` if that is impossible, which PyTorch's server ends the connection for as well.
+    fn handle(&mut self, id: usize, request: Request, outbox: &mut Outbox) -> Option<()> {
+        match request {
+            Request::Set { key, value } => {
+                self.values.set(&key, value);
+                self.wake(&key, outbox);
+            }
+            Request::CompareSet { key, expected, desired } => {
+                let present = self.values.get(&key);
+                if present.map_or(expected.bytes().is_empty(), |present| *present == expected) {
+                    self.values.set(&key, desired);
+                    self.wake(&key, outbox);
+                }
+                outbox.send(id, self.values.get(&key).map_or(expected.0, |value| Arc::clone(&value.0)));
+            }
+            Request::Get { key } => self.get(id, &key, outbox),
+            Request::MultiGet { keys } => keys.iter().for_each(|key| self.get(id, key, outbox)),
+            Request::Add { key, amount } => {
+                let sum = self.values.add(&key, amount)?;
+                send_number(id, sum, outbox);
+                self.wake(&key, outbox);
+            }
+            Request::Check { keys } => {
+                let is_missing = !keys.iter().all(|key| self.values.has(key));
+                outbox.send(id, Arc::new(vec![u8::from(is_missing)]));
+            }
+            Request::Wait { keys } => {
+                let missing = keys.into_iter().filter(|key| !self.values.has(key));
+                self.wait(id, missing.collect(), outbox);
+            }
+            Request::NumKeys => send_number(id, self.values.len() as i64, outbox),
+            Request::Delete { key } => send_number(id, i64::from(self.values.remove(&key)), outbox),
+            Request::Append { key, value } => {
+                self.values.append(&key, value);
+                self.wake(&key, outbox);
+            }
+            Request::CancelWait => {
+                self.waits.cancel(id);
+                outbox.send(id, Arc::new(vec![WAIT_CANCELED]));
+            }
+            Request::Ping { nonce } => outbox.send(id, Arc::new(nonce.to_vec())),
+            Request::QueuePush { key, value } => {
+                self.values.push(&key, value);
+                if let Some(woken) = self.waits.wake_one(&key) {
+                    outbox.send(woken, Arc::new(vec![STOP_WAITING]));
+                }
+            }
+            Request::QueuePop { key } => {
+                send_number(id, self.values.queue_len(&key) as i64, outbox);
+                if let Some(value) = self.values.pop(&key) {
+                    self.clients.get_mut(&id)?.replies += value.0.len();
+                    outbox.send(id, value.0);
+                }
+            }
+            Request::QueueLen { key } => send_number(id, self.values.queue_len(&key) as i64, outbox),
+            Request::ListKeys => {
+                let mut list = (self.values.len() as i64).to_le_bytes().to_vec();
+                self.values.keys().for_each(|key| wire::put(&mut list, key));
+                self.clients.get_mut(&id)?.replies += list.len();
+                outbox.send(id, Arc::new(list));
+            }
+            Request::Barrier { key, world_size } => {
+                if self.values.add(&key, 1)? < world_size {
+                    self.wait(id, [key].into(), outbox);
+                } else {
+                    self.wake(&key, outbox);
+                    outbox.send(id, Arc::new(vec![STOP_WAITING]));
+                }
+            }
+        }
+        Some(())
+    }
+
+    fn get(&self, id: usize, key: &[u8], outbox: &mut Outbox) {
+        outbox.send(id, self.values.get(key).map_or_else(|| Value::new(b"").0, |value| Arc::clone(&value.0)));
+    }
+
+    fn wait(&mut self, id: usize, missing: HashSet<Vec<u8>>, outbox: &mut Outbox) {
+        if missing.is_empty() {
+            outbox.send(id, Arc::new(vec![STOP_WAITING]));
+        } else {
+            self.waits.add(id, missing);
+        }
+    }
+
+    fn wake(&mut self, key: &[u8], outbox: &mut Outbox) {
+        let woken = self.waits.wake_all(key);
+        if !woken.is_empty() {
+            let reply = Arc::new(vec![STOP_WAITING]);
+            woken.into_iter().for_each(|id| outbox.send(id, Arc::clone(&reply)));
+        }
+    }
+
+    fn size(&self) -> usize {
+        self.values.size() + self.waits.size() + self.held
+    }
+
+    /// Notes what a client holds.
+    fn hold(&mut self, id: usize, held: usize) {
+        let before = self.clients.get_mut(&id).map_or(0, |client| mem::replace(&mut client.held, held));
+        self.held = self.held - before + held;
+    }
+}
+
+fn send_number(id: usize, number: i64, outbox: &mut Outbox) {
+    outbox.send(id, Arc::new(number.to_le_bytes().to_vec()));
+}
+
+impl Service for HostedTcpStore {
+    /// At most half of the process's file descriptors are for PyTorch's clients, so that others find some.
+    fn join(&mut self, id: usize, _now: Instant, _outbox: &mut Outbox) -> io::Result<()> {
+        let (files, _) = getrlimit(Resource::RLIMIT_NOFILE)?;
+        let is_full = self.clients.len() as u64 >= files / 2;
+        if is_full && !mem::replace(&mut self.was_full, is_full) {
+            log::warn!(
+                "TCPStore: {} clients of PyTorch's are connected, and no more are accepted: the limit on open files is \
+                 {files} (ulimit -n)",
+                self.clients.len()
+            );
+        }
+        self.was_full = is_full;
+        if is_full {
+            return Err(ErrorKind::QuotaExceeded.into());
+        }
+        self.clients.insert(id, Client::default());
+        Ok(())
+    }
+
+    fn hear(&mut self, id: usize, input: &[u8], unsent: usize, outbox: &mut Outbox) -> io::Result<usize> {
+        if unsent > MAX_UNSENT {
+            log::warn!("TCPStore: a client of PyTorch's is closed: it sends requests and does not read the replies");
+            return Err(ErrorKind::InvalidData.into());
+        }
+        let before = self.size();
+        let client = self.clients.get_mut(&id).ok_or(ErrorKind::NotFound)?;
+        if unsent == 0 {
+            client.replies = 0;
+        }
+        let (taken, request) = client.decoder.decode(input)?;
+        if let Some(request) = request {
+            self.handle(id, request, outbox).ok_or(ErrorKind::InvalidData)?;
+        }
+        let rest = input.len() - taken;
+        let held = self.clients.get(&id).map_or(0, |client| client.replies + client.decoder.size() + rest);
+        self.hold(id, held);
+        if self.size() > self.max_size.max(before) {
+            log::warn!(
+                "TCPStore: a client of PyTorch's is closed: it would have the store take more than {} bytes",
+                self.max_size
+            );
+            return Err(ErrorKind::OutOfMemory.into());
+        }
+        Ok(taken)
+    }
+
+    fn due(&self, _id: usize) -> Option<Instant> {
+        None
+    }
+
+    fn expire(&mut self, _id: usize, _now: Instant, _outbox: &mut Outbox) {}
+
+    fn leave(&mut self, id: usize) {
+        self.waits.cancel(id);
+        self.hold(id, 0);
+        self.clients.remove(&id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MAX: usize = 100_000;
+
+    /// A request with one key and perhaps a value.
+    fn request(operation: u8, key: &str, value: Option<usize>) -> Vec<u8> {
+        let mut wire = vec![operation];
+        wire::put(&mut wire, key.as_bytes());
+        if let Some(length) = value {
+            wire::put(&mut wire, &vec![0; length]);
+        }
+        wire
+    }
+
+    fn store() -> HostedTcpStore {
+        let mut store = HostedTcpStore::bounded(MAX);
+        for id in 0..3 {
+            store.join(id, Instant::now(), &mut Outbox::default()).unwrap();
+        }
+        store
+    }
+
+    /// Whether a client may have sent this.
+    fn hears(store: &mut HostedTcpStore, id: usize, wire: &[u8]) -> bool {
+        store.hear(id, wire, 0, &mut Outbox::default()).is_ok()
+    }
+
+    #[test]
+    fn values_and_queues_take_so_much_memory_and_no_more() {
+        for operation in [1, 9, 14] {
+            let mut store = store();
+            let count =
+                (0..1000).take_while(|i| hears(&mut store, 0, &request(operation, &i.to_string(), Some(900)))).count();
+            assert!((MAX / 2000..MAX / 900).contains(&count), "{count}");
+            store.leave(0);
+            // What takes no more is possible for others, and what makes room, and then what takes it.
+            assert!(hears(&mut store, 1, &request(3, "0", None)));
+            assert!(!hears(&mut store, 1, &request(operation, "another", Some(900))));
+            let remove = if operation == 14 { 15 } else { 8 };
+            for i in 0..3 {
+                assert!(hears(&mut store, 2, &request(remove, &i.to_string(), None)));
+            }
+            assert!(hears(&mut store, 2, &request(operation, "another", Some(900))));
+        }
+    }
+
+    #[test]
+    fn empty_keys_and_values_take_memory_as_well() {
+        let mut store = store();
+        let count = (0..MAX).take_while(|_| hears(&mut store, 0, &request(14, "", Some(0)))).count();
+        assert!(count < MAX / 100, "{count}");
+    }
+
+    #[test]
+    fn what_is_incomplete_or_waits_counts() {
+        let mut store = store();
+        let wire = request(1, "key", Some(MAX));
+        assert!(hears(&mut store, 0, &wire[..MAX / 2]));
+        assert!(!hears(&mut store, 1, &wire[..MAX - MAX / 4]));
+        store.leave(1);
+        let wait = |count: u64| {
+            let mut wire = [&[6][..], &count.to_le_bytes()].concat();
+            (0..count).for_each(|i| wire::put(&mut wire, &i.to_le_bytes()));
+            wire
+        };
+        assert!(hears(&mut store, 2, &wait(100)));
+        assert!(!hears(&mut store, 2, &wait(1000)));
+        store.leave(0);
+        store.leave(2);
+        assert_eq!(store.size(), 0);
+    }
+}

@@ -1,0 +1,350 @@
+//! What PyTorch's clients send: its requests, taken from a stream of bytes that ends anywhere.
+//!
+//! A request is an operation (u8) and its fields. Numbers are little-endian; a key or a value is its length (u64) and its
+//! bytes. The limits are those of PyTorch's own server.
+
+use std::io::{self, ErrorKind};
+use std::mem;
+use std::sync::Arc;
+
+/// The first request of every client: VALIDATE, and a number that tells PyTorch's clients from others.
+pub const VALIDATION: [u8; 5] = [0, 0xce, 0xf7, 0x85, 0x3c];
+
+const MAX_KEY: u64 = 8 << 10;
+const MAX_VALUE: u64 = 8 << 20;
+/// The most keys in one request.
+const MAX_COUNT: u64 = 128 << 10;
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Request {
+    Set { key: Vec<u8>, value: Value },
+    CompareSet { key: Vec<u8>, expected: Value, desired: Value },
+    Get { key: Vec<u8> },
+    MultiGet { keys: Vec<Vec<u8>> },
+    Add { key: Vec<u8>, amount: i64 },
+    Check { keys: Vec<Vec<u8>> },
+    Wait { keys: Vec<Vec<u8>> },
+    NumKeys,
+    Delete { key: Vec<u8> },
+    Append { key: Vec<u8>, value: Value },
+    CancelWait,
+    Ping { nonce: [u8; 4] },
+    QueuePush { key: Vec<u8>, value: Value },
+    QueuePop { key: Vec<u8> },
+    QueueLen { key: Vec<u8> },
+    ListKeys,
+    Barrier { key: Vec<u8>, world_size: i64 },
+}
+
+/// A value as it is sent, with its length in front: all who ask for it share one copy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Value(pub Arc<Vec<u8>>);
+
+impl Value {
+    pub fn new(bytes: &[u8]) -> Value {
+        let mut wire = Vec::with_capacity(8 + bytes.len());
+        put(&mut wire, bytes);
+        Value(Arc::new(wire))
+    }
+
+    pub fn bytes(&self) -> &[u8] {
+        &self.0[8..]
+    }
+
+    pub fn append(&mut self, other: &Value) {
+        let wire = Arc::make_mut(&mut self.0);
+        wire.extend_from_slice(other.bytes());
+        let length = wire.len() as u64 - 8;
+        wire[..8].copy_from_slice(&length.to_le_bytes());
+    }
+}
+
+/// Writes bytes with their length in front.
+pub fn put(wire: &mut Vec<u8>, bytes: &[u8]) {
+    wire.extend_from_slice(&(bytes.len() as u64).to_le_bytes());
+    wire.extend_from_slice(bytes);
+}
+
+/// Requests of one client, of which the last may be incomplete.
+///
+/// A MULTI_SET comes out as so many sets: nothing of it has to be kept until all has come.
+#[derive(Default)]
+pub struct Decoder {
+    partial: Option<Partial>,
+}
+
+struct Partial {
+    operation: u8,
+    /// How many keys it has, or how many requests are still to come, for operations that say so.
+    count: Option<u64>,
+    taken: Vec<Vec<u8>>,
+    /// The bytes that these take.
+    size: usize,
+}
+
+/// What a request consists of.
+enum Layout {
+    Once(&'static [Field]),
+    /// A number, and so many keys.
+    Keys,
+    /// A number, and so many requests.
+    Each(&'static [Field]),
+}
+
+#[derive(Clone, Copy)]
+enum Field {
+    Key,
+    Value,
+    Number,
+    Nonce,
+}
+
+impl Layout {
+    fn of(operation: u8) -> Option<Layout> {
+        use Field::*;
+        Some(match operation {
+            7 | 12 | 17 => Layout::Once(&[]),
+            3 | 8 | 15 | 16 => Layout::Once(&[Key]),
+            1 | 9 | 14 => Layout::Once(&[Key, Value]),
+            2 => Layout::Once(&[Key, Value, Value]),
+            4 | 18 => Layout::Once(&[Key, Number]),
+            13 => Layout::Once(&[Nonce]),
+            5 | 6 | 10 => Layout::Keys,
+            11 => Layout::Each(&[Key, Value]),
+            _ => return None,
+        })
+    }
+}
+
+impl Decoder {
+    /// Takes a request off the beginning of `input`, or as much of one as is there. Returns how many bytes it has taken.
+    ///
+    /// # Errors
+    /// `InvalidData` if it is none.
+    pub fn decode(&mut self, input: &[u8]) -> io::Result<(usize, Option<Request>)> {
+        let mut rest = input;
+        let request = self.take(&mut rest)?;
+        Ok((input.len() - rest.len(), request))
+    }
+
+    /// The bytes that it keeps of an incomplete request.
+    pub fn size(&self) -> usize {
+        self.partial.as_ref().map_or(0, |partial| partial.size)
+    }
+
+    fn take(&mut self, rest: &mut &[u8]) -> io::Result<Option<Request>> {
+        if self.partial.is_none() {
+            let Some([operation]) = array(rest) else { return Ok(None) };
+            self.partial = Some(Partial { operation, count: None, taken: Vec::new(), size: 0 });
+        }
+        let Some(partial) = &mut self.partial else { return Ok(None) };
+        let layout = Layout::of(partial.operation).ok_or_else(invalid)?;
+        if partial.count.is_none() && !matches!(layout, Layout::Once(_)) {
+            let Some(count) = array(rest).map(u64::from_le_bytes) else { return Ok(None) };
+            partial.count = Some(count).filter(|count| *count <= MAX_COUNT);
+            partial.count.ok_or_else(invalid)?;
+        }
+        let (fields, repeats) = match layout {
+            Layout::Once(fields) => (fields, 1),
+            Layout::Keys => (&[Field::Key][..], partial.count.unwrap_or_default() as usize),
+            Layout::Each(_) if partial.count == Some(0) => {
+                self.partial = None;
+                return Ok(None);
+            }
+            Layout::Each(fields) => (fields, 1),
+        };
+        while partial.taken.len() < fields.len() * repeats {
+            let Some(field) = fields[partial.taken.len() % fields.len()].take(rest)? else { return Ok(None) };
+            partial.size += field.len() + mem::size_of::<Vec<u8>>();
+            partial.taken.push(field);
+        }
+        let request = request(partial.operation, mem::take(&mut partial.taken));
+        partial.size = 0;
+        partial.count = partial.count.filter(|_| matches!(layout, Layout::Each(_))).map(|count| count - 1);
+        if partial.count.is_none_or(|count| count == 0) {
+            self.partial = None;
+        }
+        Ok(request)
+    }
+}
+
+impl Field {
+    /// Takes one off the beginning of `rest`: a value with its length, all others without.
+    fn take(self, rest: &mut &[u8]) -> io::Result<Option<Vec<u8>>> {
+        let (head, length) = match self {
+            Field::Number => (0, 8),
+            Field::Nonce => (0, 4),
+            Field::Key | Field::Value => {
+                let Some(length) = array(&mut &rest[..]).map(u64::from_le_bytes) else { return Ok(None) };
+                if length > if matches!(self, Field::Key) { MAX_KEY } else { MAX_VALUE } {
+                    return Err(invalid());
+                }
+                (8, length as usize)
+            }
+        };
+        let Some((field, after)) = rest.split_at_checked(head + length) else { return Ok(None) };
+        *rest = after;
+        Ok(Some(if matches!(self, Field::Value) { field } else { &field[head..] }.to_vec()))
+    }
+}
+
+/// The request with these fields, which are those of its layout.
+fn request(operation: u8, fields: Vec<Vec<u8>>) -> Option<Request> {
+    match operation {
+        5 => return Some(Request::Check { keys: fields }),
+        6 => return Some(Request::Wait { keys: fields }),
+        10 => return Some(Request::MultiGet { keys: fields }),
+        _ => {}
+    }
+    let mut fields = fields.into_iter();
+    let mut next = || fields.next().unwrap_or_default();
+    let number = |field: Vec<u8>| Some(i64::from_le_bytes(field.try_into().ok()?));
+    Some(match operation {
+        1 | 11 => Request::Set { key: next(), value: Value(Arc::new(next())) },
+        2 => Request::CompareSet { key: next(), expected: Value(Arc::new(next())), desired: Value(Arc::new(next())) },
+        3 => Request::Get { key: next() },
+        4 => Request::Add { key: next(), amount: number(next())? },
+        7 => Request::NumKeys,
+        8 => Request::Delete { key: next() },
+        9 => Request::Append { key: next(), value: Value(Arc::new(next())) },
+        12 => Request::CancelWait,
+        13 => Request::Ping { nonce: next().try_into().ok()? },
+        14 => Request::QueuePush { key: next(), value: Value(Arc::new(next())) },
+        15 => Request::QueuePop { key: next() },
+        16 => Request::QueueLen { key: next() },
+        17 => Request::ListKeys,
+        18 => Request::Barrier { key: next(), world_size: number(next())? },
+        _ => return None,
+    })
+}
+
+fn array<const N: usize>(rest: &mut &[u8]) -> Option<[u8; N]> {
+    let (array, after) = rest.split_first_chunk()?;
+    *rest = after;
+    Some(*array)
+}
+
+fn invalid() -> io::Error {
+    ErrorKind::InvalidData.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn field(bytes: &[u8]) -> Vec<u8> {
+        let mut wire = Vec::new();
+        put(&mut wire, bytes);
+        wire
+    }
+
+    /// Any request as it is sent, and what comes out of it.
+    fn requests() -> impl Strategy<Value = (Vec<u8>, Vec<Request>)> {
+        let text = || vec(any::<u8>(), 0..20);
+        let one = |key: Vec<u8>, value: Vec<u8>, number: i64, operation: u8| {
+            let (k, v, n) = (field(&key), field(&value), number.to_le_bytes());
+            let value = Value::new(&value);
+            let (wire, request) = match operation {
+                0 => (vec![&[1][..], &k, &v], Request::Set { key, value }),
+                1 => (vec![&[2][..], &k, &v, &v], Request::CompareSet { key, expected: value.clone(), desired: value }),
+                2 => (vec![&[3][..], &k], Request::Get { key }),
+                3 => (vec![&[4][..], &k, &n], Request::Add { key, amount: number }),
+                4 => (vec![&[7][..]], Request::NumKeys),
+                5 => (vec![&[8][..], &k], Request::Delete { key }),
+                6 => (vec![&[9][..], &k, &v], Request::Append { key, value }),
+                7 => (vec![&[12][..]], Request::CancelWait),
+                8 => (vec![&[13][..], &n[..4]], Request::Ping { nonce: n[..4].try_into().unwrap() }),
+                9 => (vec![&[14][..], &k, &v], Request::QueuePush { key, value }),
+                10 => (vec![&[15][..], &k], Request::QueuePop { key }),
+                11 => (vec![&[16][..], &k], Request::QueueLen { key }),
+                12 => (vec![&[17][..]], Request::ListKeys),
+                _ => (vec![&[18][..], &k, &n], Request::Barrier { key, world_size: number }),
+            };
+            (wire.concat(), vec![request])
+        };
+        let single = (text(), text(), any::<i64>(), 0..14u8).prop_map(move |(k, v, n, o)| one(k, v, n, o));
+        let many = (vec((text(), text()), 0..5), 0..4usize).prop_map(|(pairs, kind)| {
+            let count = (pairs.len() as u64).to_le_bytes();
+            let mut wire = [&[[5, 6, 10, 11][kind]][..], &count].concat();
+            for (key, value) in &pairs {
+                put(&mut wire, key);
+                if kind == 3 {
+                    put(&mut wire, value);
+                }
+            }
+            let keys = || pairs.iter().map(|(key, _)| key.clone());
+            let requests = match kind {
+                0 => vec![Request::Check { keys: keys().collect() }],
+                1 => vec![Request::Wait { keys: keys().collect() }],
+                2 => vec![Request::MultiGet { keys: keys().collect() }],
+                _ => pairs
+                    .iter()
+                    .map(|(key, value)| Request::Set { key: key.clone(), value: Value::new(value) })
+                    .collect(),
+            };
+            (wire, requests)
+        });
+        prop_oneof![single, many]
+    }
+
+    /// What comes out of pieces that arrive one after the other.
+    fn decode(pieces: &[&[u8]]) -> io::Result<Vec<Request>> {
+        let (mut decoder, mut input, mut requests) = (Decoder::default(), Vec::new(), Vec::new());
+        for piece in pieces {
+            input.extend_from_slice(piece);
+            loop {
+                let (taken, request) = decoder.decode(&input)?;
+                input.drain(..taken);
+                requests.extend(request);
+                if taken == 0 {
+                    break;
+                }
+            }
+        }
+        assert!(input.len() < 8 + MAX_VALUE as usize);
+        Ok(requests)
+    }
+
+    proptest! {
+        #[test]
+        fn requests_come_out_of_any_pieces(all in vec(requests(), 0..8), size in 1..40usize) {
+            let wire: Vec<u8> = all.iter().flat_map(|(wire, _)| wire.clone()).collect();
+            let expected: Vec<Request> = all.into_iter().flat_map(|(_, requests)| requests).collect();
+            prop_assert_eq!(&decode(&wire.chunks(size).collect::<Vec<_>>()).unwrap(), &expected);
+            prop_assert_eq!(decode(&[&wire]).unwrap(), expected);
+        }
+
+        #[test]
+        fn garbage_is_an_error_or_waits_for_more(bytes in vec(any::<u8>(), 0..300)) {
+            let whole = decode(&[&bytes]).map_err(|error| error.kind());
+            let pieces = decode(&bytes.chunks(1).collect::<Vec<_>>()).map_err(|error| error.kind());
+            prop_assert_eq!(whole, pieces);
+        }
+    }
+
+    #[test]
+    fn limits_are_those_of_pytorch() {
+        for (head, most) in [(&[3][..], MAX_KEY), (&[5], MAX_COUNT), (&[11], MAX_COUNT)] {
+            let wire = |length: u64| [head, &length.to_le_bytes()].concat();
+            assert!(decode(&[&wire(most)]).unwrap().is_empty());
+            assert_eq!(decode(&[&wire(most + 1)]).unwrap_err().kind(), ErrorKind::InvalidData);
+        }
+        let wire = |length: u64| [&[1][..], &field(b"key"), &length.to_le_bytes()].concat();
+        assert!(decode(&[&wire(MAX_VALUE)]).unwrap().is_empty());
+        assert!(decode(&[&wire(MAX_VALUE + 1)]).is_err());
+        for operation in [0, 19, 255] {
+            assert!(decode(&[&[operation]]).is_err());
+        }
+    }
+
+    #[test]
+    fn values_grow() {
+        let mut value = Value::new(b"ab");
+        let before = value.clone();
+        value.append(&Value::new(b"cd"));
+        assert_eq!((value, before.bytes()), (Value::new(b"abcd"), &b"ab"[..]));
+    }
+}
