@@ -69,21 +69,20 @@ def class_named(name: str):
     return getattr(errors, name, None) or getattr(multiprocessing, name)
 
 
-def child_failed(name: str, events: list[dict], recorded) -> Exception | None:
-    """The error for these events of one start, if workers failed. `recorded` is the file with the first one's error."""
+def child_failed(name: str, events: list[dict], error_file: str) -> Exception | None:
+    """The error for these events of one start, if workers failed. The file is for what the first one has recorded."""
     exits = {event["rank"]: event for event in events if event["event"] == "exit" and event.get("code") != 0}
     if not exits:
         return None
-    # It may have been on another node.
-    first = next((event["rank"] for event in events if event["event"] == "end" and "rank" in event), next(iter(exits)))
-    failures = {first: _process_failure(exits.pop(first), f"/proc/{os.getpid()}/fd/{recorded.fileno()}")}
+    # It may have been on another node, and is then none of these.
+    last = next((event for event in events if event["event"] == "end"), {})
+    first = last["rank"] if last.get("rank") in exits else next(iter(exits))
+    failures = {first: _process_failure(exits.pop(first), error_file)}
     for rank, event in exits.items():
         failures[rank] = _process_failure(event)
         # get_first_failure() takes the earliest.
         failures[rank].timestamp = max(failures[rank].timestamp, failures[first].timestamp)
-    error = class_named("ChildFailedError")(name, failures)
-    error._recorded = recorded  # PyTorch's @record reads it when the error passes by.
-    return error
+    return class_named("ChildFailedError")(name, failures)
 
 
 def _process_failure(event: dict, error_file: str = ""):

@@ -62,7 +62,9 @@ def run(arguments: list[str], name: str, signals: str, environment: dict[str, st
     attempt = max((event["restart_count"] for event in events), default=0)
     events = [event for event in events if event["restart_count"] == attempt]
     if code != 0 and caught.first is None:
-        raise errors.child_failed(name, events, recorded) or subprocess.CalledProcessError(code, command)
+        error = errors.child_failed(name, events, path(recorded)) or subprocess.CalledProcessError(code, command)
+        error._recorded = recorded  # kept, for PyTorch's @record reads it when the error passes by
+        raise error
     recorded.close()
     if code != 0:
         message = f"Process {os.getpid()} got signal: {caught.first.value}"
