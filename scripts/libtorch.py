@@ -45,7 +45,7 @@ def installed_torch(version, libraries):
     return None
 
 
-def pip(partial, lock, *arguments, python="3.12"):
+def pip(partial, lock, *arguments, python="3.12", formats="--only-binary=:all:"):
     """Runs pip for that Python, whatever runs it itself, with its temporary files in `partial` too."""
     machine = platform.machine()
     command = [
@@ -53,7 +53,7 @@ def pip(partial, lock, *arguments, python="3.12"):
         "-m",
         "pip",
         *arguments,
-        "--only-binary=:all:",
+        formats,
         f"--python-version={python}",
         "--no-cache-dir",
         "--disable-pip-version-check",

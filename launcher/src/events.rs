@@ -39,7 +39,12 @@ pub enum Event<'a> {
     /// Workers wait long for each other.
     Hang { report: &'a str },
     /// flow-launch ends with this exit code.
-    End { code: u8 },
+    End {
+        code: u8,
+        /// The worker of this node that failed first, if one did.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        rank: Option<u32>,
+    },
 }
 
 impl<'a> From<&'a News> for Event<'a> {
@@ -139,7 +144,7 @@ mod tests {
         let told = [
             Event::Start { rank: 3, local_rank: 1, pid: 7 },
             Event::Exit { rank: 3, local_rank: 1, pid: 7, end: End::Signal(9).into() },
-            Event::End { code: 137 },
+            Event::End { code: 137, rank: Some(3) },
         ];
         for event in &told {
             // Each time anew: nothing is lost.
@@ -161,14 +166,14 @@ mod tests {
         };
         assert_eq!(lines[0], common(json!({"event": "start", "rank": 3, "local_rank": 1, "pid": 7})));
         assert_eq!(lines[1], common(json!({"event": "exit", "rank": 3, "local_rank": 1, "pid": 7, "signal": 9})));
-        assert_eq!(lines[2], common(json!({"event": "end", "code": 137})));
+        assert_eq!(lines[2], common(json!({"event": "end", "code": 137, "rank": 3})));
     }
 
     #[test]
     fn a_full_disk_is_told_once() {
         let mut events = Events::open(Some("/dev/full".as_ref()), "node0").unwrap();
-        assert!(events.tell(&Event::End { code: 0 }).unwrap_err().contains("/dev/full"));
-        assert_eq!(events.tell(&Event::End { code: 0 }), Ok(()));
+        assert!(events.tell(&Event::End { code: 0, rank: None }).unwrap_err().contains("/dev/full"));
+        assert_eq!(events.tell(&Event::End { code: 0, rank: None }), Ok(()));
     }
 
     #[test]

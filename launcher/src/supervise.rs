@@ -461,7 +461,8 @@ impl Supervisor {
         if code != 0 {
             self.pass_on_error();
         }
-        record(&events::Event::End { code }, &mut self.events, &mut self.sinks);
+        let rank = failed.and_then(|first| Some(self.last.as_ref()?.outcome(first).rank));
+        record(&events::Event::End { code, rank }, &mut self.events, &mut self.sinks);
         code
     }
 

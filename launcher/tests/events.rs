@@ -28,7 +28,7 @@ fn starts_and_ends_are_told() {
         }
     }
     assert!(exits.iter().all(|exit| exit["code"] == 0 && exit.get("signal").is_none()), "{exits:?}");
-    assert_eq!((&told[4]["event"], &told[4]["code"]), (&"end".into(), &0.into()));
+    assert_eq!((&told[4]["event"], &told[4]["code"], told[4].get("rank")), (&"end".into(), &0.into(), None));
     for event in &told {
         let time = event["time"].as_str().unwrap();
         assert!(time.starts_with("20") && time.ends_with('Z') && time.len() == 24, "{time}");
@@ -52,7 +52,7 @@ fn failures_and_restarts_are_told() {
     assert_eq!((&told[4]["rank"], &told[4]["signal"]), (&0.into(), &15.into()));
     let counts: Vec<_> = told.iter().map(|event| event["restart_count"].as_u64().unwrap()).collect();
     assert_eq!(counts, [[0; 5].as_slice(), &[1; 7]].concat());
-    assert_eq!(told[11]["code"], 3);
+    assert_eq!((&told[11]["code"], &told[11]["rank"]), (&3.into(), &1.into()));
 }
 
 #[test]

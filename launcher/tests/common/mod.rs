@@ -2,6 +2,7 @@
 #![allow(dead_code)] // Each test file uses a part of it.
 
 pub mod net;
+pub mod python;
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
@@ -33,15 +34,19 @@ impl Finished {
     }
 }
 
+/// The file of the flow-launch that is tested.
+pub fn binary() -> &'static str {
+    match option_env!("CARGO_BIN_EXE_flow-launch") {
+        Some(program) => program,
+        None => panic!("this is no test of the flow-launch crate"),
+    }
+}
+
 /// flow-launch with these arguments, without the note on OMP_NUM_THREADS, and with no signal ignored (as SIGINT is where
 /// tests run in the background of a script).
 pub fn launcher(arguments: &[&str]) -> Command {
     let mut command = Command::new("env");
-    let program = match option_env!("CARGO_BIN_EXE_flow-launch") {
-        Some(program) => program,
-        None => panic!("this is no test of the flow-launch crate"),
-    };
-    command.args(["--default-signal", program]).args(arguments);
+    command.args(["--default-signal", binary()]).args(arguments);
     command.env("OMP_NUM_THREADS", "1").env("FLOW_TOKEN", "secret").env_remove("FLOW_LOG").stdin(Stdio::null());
     command
 }
