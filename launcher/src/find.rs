@@ -22,12 +22,17 @@ pub fn command(program: &Program) -> Result<Vec<OsString>, Usage> {
     Ok(command)
 }
 
-/// It is run by Python.
+/// It is Python, or run by Python.
 pub fn is_python(program: &Program) -> bool {
+    let path = Path::new(&program.name);
+    let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
+    let version = name.strip_prefix("python");
+    let is_python =
+        version.is_some_and(|version| version.chars().all(|letter| letter.is_ascii_digit() || letter == '.'));
     match program.kind {
         ProgramKind::Module | ProgramKind::Script => true,
-        ProgramKind::ByName => Path::new(&program.name).extension() == Some(OsStr::new("py")),
-        ProgramKind::Executable => false,
+        ProgramKind::ByName => is_python || is_pythons(path),
+        ProgramKind::Executable => is_python,
     }
 }
 
@@ -143,6 +148,18 @@ mod tests {
         fs::write(&path, "").unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
         path
+    }
+
+    #[test]
+    fn what_is_python() {
+        let is_python = |kind, name: &str| is_python(&Program { kind, name: name.into(), arguments: vec![] });
+        for name in ["train.py", "app.pyz", "python3", "/opt/bin/python3.12"] {
+            assert!(is_python(ProgramKind::ByName, name), "{name}");
+        }
+        for name in ["train", "pythonic", "./python-app"] {
+            assert!(!is_python(ProgramKind::ByName, name) && is_python(ProgramKind::Module, name), "{name}");
+        }
+        assert!(!is_python(ProgramKind::Executable, "train.py") && is_python(ProgramKind::Executable, "python"));
     }
 
     #[test]
