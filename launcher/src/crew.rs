@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::Context;
 use jiff::Timestamp;
@@ -242,9 +242,17 @@ impl Crew {
         Ok(worker.end.map(|end| (rank, end)))
     }
 
-    /// When the error was that a worker has recorded, if it has; in seconds since 1970.
-    pub fn error_time(&self, index: usize) -> Option<f64> {
-        self.workers[index].error.as_ref()?.timestamp
+    /// When a worker that failed has recorded its error, if it has.
+    pub fn error_time(&self, index: usize) -> Option<SystemTime> {
+        self.workers[index].error.as_ref()?.time
+    }
+
+    /// Where one has failed: another one has recorded an error too, and is still there.
+    pub fn is_ending(&self) -> bool {
+        let has_recorded = |worker: &Worker| worker.error_file.as_deref().and_then(ErrorFile::read).is_some();
+        let has_failed = |worker: &Worker| worker.end.is_some_and(End::is_failure);
+        self.workers.iter().any(has_failed)
+            && self.workers.iter().any(|worker| worker.end.is_none() && has_recorded(worker))
     }
 
     /// Does what the policy has decided.
@@ -468,7 +476,7 @@ impl Worker {
             local_rank: self.spec.local_rank,
             pid: self.process.pid.as_raw_pid(),
             end: self.end,
-            time: self.error.as_ref().and_then(ErrorFile::time).or(self.ended_at),
+            time: self.error.as_ref().and_then(|error| Timestamp::try_from(error.time?).ok()).or(self.ended_at),
             stopped: self.stopped,
             tail: &self.tail,
             error: self.error.as_ref(),

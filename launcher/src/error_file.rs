@@ -4,8 +4,8 @@ use std::fs::OpenOptions;
 use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+use std::time::SystemTime;
 
-use jiff::Timestamp;
 use rustix::fs::OFlags;
 use serde_json::Value;
 
@@ -22,8 +22,8 @@ pub const VARIABLE: &str = "TORCHELASTIC_ERROR_FILE";
 pub struct ErrorFile {
     pub message: String,
     pub traceback: Option<String>,
-    /// Seconds since 1970.
-    pub timestamp: Option<f64>,
+    /// When it was recorded: its own timestamp is of whole seconds.
+    pub time: Option<SystemTime>,
     whole: Value,
 }
 
@@ -32,11 +32,11 @@ impl ErrorFile {
     pub fn read(path: &Path) -> Option<ErrorFile> {
         // A worker could have made it a pipe, which must not hold us up.
         let file = OpenOptions::new().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(path).ok()?;
-        let mut bytes = Vec::new();
-        if !file.metadata().ok()?.is_file() || file.take(LARGEST + 1).read_to_end(&mut bytes).ok()? as u64 > LARGEST {
+        let (mut bytes, metadata) = (Vec::new(), file.metadata().ok()?);
+        if !metadata.is_file() || file.take(LARGEST + 1).read_to_end(&mut bytes).ok()? as u64 > LARGEST {
             return None;
         }
-        ErrorFile::parse(&bytes)
+        Some(ErrorFile { time: metadata.modified().ok(), ..ErrorFile::parse(&bytes)? })
     }
 
     fn parse(bytes: &[u8]) -> Option<ErrorFile> {
@@ -47,21 +47,14 @@ impl ErrorFile {
             Some(message) => (message, &whole),
             None => (outer["message"].as_str()?, &outer["extraInfo"]),
         };
-        let timestamp = &extra["timestamp"];
-        let timestamp = timestamp.as_f64().or_else(|| timestamp.as_str()?.parse().ok()).filter(|time| time.is_finite());
         let (message, traceback) = (message.to_string(), extra["py_callstack"].as_str().map(str::to_string));
-        Some(ErrorFile { message, traceback, timestamp, whole })
-    }
-
-    /// When the error was, as it was recorded.
-    pub fn time(&self) -> Option<Timestamp> {
-        Timestamp::from_second(self.timestamp? as i64).ok()
+        Some(ErrorFile { message, traceback, time: None, whole })
     }
 
     #[cfg(test)]
     pub fn new(message: &str, traceback: Option<&str>) -> ErrorFile {
         let traceback = traceback.map(str::to_string);
-        ErrorFile { message: message.into(), traceback, timestamp: None, whole: Value::Null }
+        ErrorFile { message: message.into(), traceback, time: None, whole: Value::Null }
     }
 
     /// Passes the error on to whoever started flow-launch as a worker, with the exit code, as torchrun does.
@@ -90,11 +83,10 @@ mod tests {
         let error = ErrorFile::parse(RECORDED.as_bytes()).unwrap();
         assert_eq!(error.message, "ValueError: boom");
         assert_eq!(error.traceback.as_deref(), Some("Traceback:\nboom\n"));
-        assert_eq!(error.timestamp, Some(1.7e9));
         let plain = ErrorFile::parse(br#"{"message": "boom", "timestamp": 12.5}"#).unwrap();
-        assert_eq!((plain.message.as_str(), plain.traceback, plain.timestamp), ("boom", None, Some(12.5)));
+        assert_eq!((plain.message.as_str(), plain.traceback), ("boom", None));
         let bare = ErrorFile::parse(br#"{"message": {"message": "boom"}}"#).unwrap();
-        assert_eq!((bare.message.as_str(), bare.timestamp), ("boom", None));
+        assert_eq!(bare.message, "boom");
     }
 
     #[test]
@@ -102,8 +94,6 @@ mod tests {
         for text in ["", "{", "[]", "1", "{\"message\": 7}", "{\"message\": {\"message\": []}}", "\u{0}\u{1}"] {
             assert_eq!(ErrorFile::parse(text.as_bytes()), None, "{text}");
         }
-        let strange = ErrorFile::parse(br#"{"message": {"message": "m", "extraInfo": {"timestamp": "NaN"}}}"#);
-        assert_eq!(strange.unwrap().timestamp, None);
         assert_eq!(ErrorFile::parse("[".repeat(100_000).as_bytes()), None);
     }
 

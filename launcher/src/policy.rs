@@ -1,6 +1,6 @@
 //! Decides when workers are stopped and which event is to blame. Pure: time comes in as an argument.
 
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use nix::sys::signal::Signal;
 
@@ -29,14 +29,21 @@ pub enum Action {
 
 /// Signals that come together are one wish: GNU timeout signals its child, and then the child's process group.
 const TOGETHER: Duration = Duration::from_millis(200);
+/// How long a worker that has recorded its error may take to end.
+const ENDING: Duration = Duration::from_secs(2);
 /// How long a killed process may take to go.
 const LAST_WAIT: Duration = Duration::from_secs(10);
+
+/// A worker (by index) that has ended, and when it recorded an error, if it did.
+pub type Ended = (usize, End, Option<SystemTime>);
 
 /// First failure or signal: ask all to stop. After the grace period, or at a second Ctrl-C: kill. Other signals that come
 /// again are no order to kill: schedulers repeat them.
 pub struct Policy {
     grace: Duration,
     cause: Option<Cause>,
+    /// Failures of which none is blamed yet.
+    ends: Vec<Ended>,
     deadline: Option<Instant>,
     /// When the first signal came that was one wish with no other, and the first SIGINT.
     signalled: Option<Instant>,
@@ -46,7 +53,15 @@ pub struct Policy {
 
 impl Policy {
     pub fn new(grace: Duration) -> Policy {
-        Policy { grace, cause: None, deadline: None, signalled: None, interrupted: None, killed: false }
+        Policy {
+            grace,
+            cause: None,
+            ends: Vec::new(),
+            deadline: None,
+            signalled: None,
+            interrupted: None,
+            killed: false,
+        }
     }
 
     pub fn cause(&self) -> Option<Cause> {
@@ -81,11 +96,23 @@ impl Policy {
     }
 
     /// These workers (by index, in rank order) were seen to have ended together; with the time of the error that each
-    /// has recorded.
-    pub fn ended(&mut self, ends: &[(usize, End, Option<f64>)], now: Instant) -> Action {
-        match root_cause(ends) {
-            Some(worker) if self.cause.is_none() => self.stop(Cause::Failure(worker), Signal::SIGTERM as i32, now),
-            _ => Action::Nothing,
+    /// has recorded. `is_ending`: so has one that has not ended yet, which may be the first to have failed.
+    pub fn ended(&mut self, ends: &[Ended], is_ending: bool, now: Instant) -> Action {
+        if self.cause.is_some() {
+            return Action::Nothing;
+        }
+        self.ends.extend(ends.iter().filter(|(_, end, _)| end.is_failure()));
+        if is_ending && !self.ends.is_empty() {
+            self.deadline.get_or_insert(now + ENDING);
+            return Action::Nothing;
+        }
+        self.blame(now)
+    }
+
+    fn blame(&mut self, now: Instant) -> Action {
+        match root_cause(&self.ends) {
+            Some(worker) => self.stop(Cause::Failure(worker), Signal::SIGTERM as i32, now),
+            None => Action::Nothing,
         }
     }
 
@@ -121,6 +148,7 @@ impl Policy {
     /// Time has passed.
     pub fn elapsed(&mut self, now: Instant) -> Action {
         match self.deadline {
+            Some(deadline) if deadline <= now && self.cause.is_none() => self.blame(now),
             Some(deadline) if deadline <= now && !self.killed => self.kill(now),
             Some(deadline) if deadline <= now => {
                 self.deadline = None;
@@ -145,14 +173,9 @@ impl Policy {
 
 /// Of failures seen together, the one to blame: a crash before an exit code, which is how a worker that misses its peer
 /// ends; then the error that was recorded first; then the lowest rank.
-fn root_cause(ends: &[(usize, End, Option<f64>)]) -> Option<usize> {
-    let failures = ends.iter().filter(|(_, end, _)| end.is_failure());
-    let order = |(_, end, time): &(usize, End, Option<f64>)| (!end.is_crash(), time.unwrap_or(f64::INFINITY));
-    let first = failures.min_by(|a, b| {
-        let (a, b) = (order(a), order(b));
-        a.0.cmp(&b.0).then(a.1.total_cmp(&b.1))
-    });
-    first.map(|(worker, ..)| *worker)
+fn root_cause(failures: &[Ended]) -> Option<usize> {
+    let order = |(worker, end, time): &&Ended| (!end.is_crash(), time.is_none(), *time, *worker);
+    failures.iter().min_by_key(order).map(|(worker, ..)| *worker)
 }
 
 #[cfg(test)]
@@ -164,16 +187,16 @@ mod tests {
     #[test]
     fn success_stops_nobody() {
         let mut policy = Policy::new(GRACE);
-        assert_eq!(policy.ended(&[(0, End::Exit(0), None)], Instant::now()), Action::Nothing);
+        assert_eq!(policy.ended(&[(0, End::Exit(0), None)], true, Instant::now()), Action::Nothing);
         assert_eq!((policy.cause(), policy.deadline()), (None, None));
     }
 
     #[test]
     fn first_failure_then_grace_then_kill_then_abandon() {
         let (mut policy, now) = (Policy::new(GRACE), Instant::now());
-        assert_eq!(policy.ended(&[(2, End::Exit(1), None)], now), Action::Send(15));
+        assert_eq!(policy.ended(&[(2, End::Exit(1), None)], false, now), Action::Send(15));
         assert!(policy.in_grace());
-        assert_eq!(policy.ended(&[(0, End::Signal(9), None)], now), Action::Nothing);
+        assert_eq!(policy.ended(&[(0, End::Signal(9), None)], false, now), Action::Nothing);
         assert_eq!(policy.cause(), Some(Cause::Failure(2)));
         assert_eq!(policy.elapsed(now + GRACE / 2), Action::Nothing);
         assert_eq!(policy.elapsed(now + GRACE), Action::Kill);
@@ -189,7 +212,7 @@ mod tests {
         let (mut policy, now) = (Policy::new(GRACE), Instant::now());
         assert_eq!(policy.signalled(2, now), Some(Action::Send(2)));
         assert!(!policy.must_leave());
-        assert_eq!(policy.ended(&[(0, End::Signal(2), None)], now), Action::Nothing);
+        assert_eq!(policy.ended(&[(0, End::Signal(2), None)], false, now), Action::Nothing);
         assert_eq!(policy.signalled(2, now + TOGETHER / 2), None);
         assert_eq!(policy.signalled(15, now + TOGETHER), None);
         assert!(policy.in_grace() && !policy.must_leave());
@@ -238,13 +261,13 @@ mod tests {
 
     #[test]
     fn of_failures_seen_together_a_crash_is_the_cause() {
-        let (exit, term, kill, fine) = (End::Exit(1), End::Signal(15), End::Signal(9), End::Exit(0));
+        let (exit, term, kill) = (End::Exit(1), End::Signal(15), End::Signal(9));
         let root_cause = |ends: &[(usize, End)]| {
             let ends: Vec<_> = ends.iter().map(|(worker, end)| (*worker, *end, None)).collect();
             super::root_cause(&ends)
         };
-        assert_eq!(root_cause(&[(0, fine)]), None);
-        assert_eq!(root_cause(&[(0, fine), (1, exit), (2, exit)]), Some(1));
+        assert_eq!(root_cause(&[]), None);
+        assert_eq!(root_cause(&[(1, exit), (2, exit)]), Some(1));
         assert_eq!(root_cause(&[(0, exit), (1, term), (2, kill)]), Some(2));
         assert_eq!(root_cause(&[(0, exit), (1, term)]), Some(0));
     }
@@ -252,8 +275,26 @@ mod tests {
     #[test]
     fn of_errors_seen_together_the_first_recorded_is_the_cause() {
         let (exit, kill) = (End::Exit(1), End::Signal(9));
-        assert_eq!(root_cause(&[(0, exit, Some(7.0)), (1, exit, Some(6.5)), (2, exit, Some(6.5))]), Some(1));
-        assert_eq!(root_cause(&[(0, exit, None), (1, exit, Some(7.0))]), Some(1));
-        assert_eq!(root_cause(&[(0, exit, Some(1.0)), (1, kill, None)]), Some(1));
+        let at = |millis| Some(SystemTime::UNIX_EPOCH + Duration::from_millis(millis));
+        assert_eq!(root_cause(&[(0, exit, at(7000)), (1, exit, at(6500)), (2, exit, at(6500))]), Some(1));
+        assert_eq!(root_cause(&[(0, exit, None), (1, exit, at(7000))]), Some(1));
+        assert_eq!(root_cause(&[(0, exit, at(1000)), (1, kill, None)]), Some(1));
+    }
+
+    /// Its peers may be faster.
+    #[test]
+    fn a_worker_that_has_recorded_its_error_is_waited_for() {
+        let (exit, now) = (End::Exit(1), Instant::now());
+        let at = |millis| Some(SystemTime::UNIX_EPOCH + Duration::from_millis(millis));
+        let mut policy = Policy::new(GRACE);
+        assert_eq!(policy.ended(&[(0, exit, at(20))], true, now), Action::Nothing);
+        assert_eq!(policy.elapsed(now), Action::Nothing);
+        assert_eq!(policy.ended(&[(1, exit, at(10))], false, now), Action::Send(15));
+        assert_eq!(policy.cause(), Some(Cause::Failure(1)));
+        let mut policy = Policy::new(GRACE);
+        assert_eq!(policy.ended(&[(0, exit, at(20))], true, now), Action::Nothing);
+        assert_eq!(policy.elapsed(now + ENDING), Action::Send(15));
+        assert_eq!(policy.cause(), Some(Cause::Failure(0)));
+        assert_eq!(policy.deadline(), Some(now + ENDING + GRACE));
     }
 }

@@ -24,7 +24,7 @@ use crate::link::{Heard, Link};
 use crate::logs::Logs;
 use crate::machine::Machine;
 use crate::plan;
-use crate::policy::{Action, Policy};
+use crate::policy::{Action, Ended, Policy};
 use crate::report::{self, Outcome};
 use crate::round::Placement;
 use crate::route::Routes;
@@ -320,7 +320,7 @@ impl Supervisor {
     }
 
     /// Sees to the workers, some of which have just ended.
-    fn supervise(&mut self, ended: &[(usize, End, Option<f64>)]) {
+    fn supervise(&mut self, ended: &[Ended]) {
         let now = Instant::now();
         self.guard.elapsed(now);
         self.health.iter_mut().for_each(|health| health.serve(now));
@@ -329,17 +329,21 @@ impl Supervisor {
             watchdog.elapsed(workers).iter().for_each(|what| self.sinks.say(what));
         }
         let Some(crew) = &mut self.crew else { return };
-        let action = crew.policy.ended(ended, now);
+        let was_decided = crew.policy.cause().is_some();
+        if !ended.is_empty() && !was_decided {
+            let is_ending = crew.is_ending();
+            let action = crew.policy.ended(ended, is_ending, now);
+            crew.act(action);
+        }
+        let action = crew.policy.elapsed(now);
         crew.act(action);
-        if action != Action::Nothing {
+        if !was_decided {
             if let Some((first, end)) = crew.first_failure() {
                 let summary = report::summary(&crew.outcome(first), &self.host);
                 record(&events::Event::Stop { reason: &summary }, &mut self.events, &mut self.sinks);
                 self.link.tell(Event::Failed { round: crew.round, failure: Failure { summary, end } });
             }
         }
-        let action = crew.policy.elapsed(now);
-        crew.act(action);
         crew.elapsed(now, &mut self.sinks);
         crew.settle(&mut self.sinks, &mut self.guard);
         if crew.is_over(&self.guard) {

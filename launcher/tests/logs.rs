@@ -189,6 +189,23 @@ fn a_recorded_error_is_reported_and_passed_on() {
     assert_eq!(reply["message"]["message"], "E: boom 0");
 }
 
+/// Rank 1 fails, and takes its time to end; rank 0 fails because of that, and is faster.
+#[test]
+fn who_recorded_its_error_first_is_the_cause() {
+    let folder = tempfile::tempdir().unwrap();
+    let record = RECORD.split("; echo noise").next().unwrap();
+    let gate = folder.path().join("gate");
+    let text = format!(
+        "if [ $RANK = 1 ]; then {record}; echo > {0}; sleep 0.5; exit 3; fi
+         until [ -e {0} ]; do sleep 0.02; done; {record}; exit 4",
+        gate.display()
+    );
+    let finished = run(&mut script("--nproc-per-node 2", &text));
+    assert_eq!(finished.code, Some(3), "{finished:?}");
+    let (_, report) = finished.stderr.split_once("flow-launch: rank ").expect(&finished.stderr);
+    assert!(report.starts_with("1 (local rank 1, ") && report.contains("E: boom 1"), "{report}");
+}
+
 #[test]
 fn garbage_in_an_error_file_does_no_harm() {
     let text = "head -c 100000 /dev/urandom > $TORCHELASTIC_ERROR_FILE; echo why >&2; exit 3";
