@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::io::{self, ErrorKind};
 use std::mem;
 use std::sync::mpsc::{Receiver, Sender};
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
 use mio::{Events, Interest, Poll, Token};
@@ -81,6 +81,8 @@ pub struct EventLoop {
     commands: Receiver<Command>,
     /// When to accept, if there may be connections to accept.
     accept_at: Option<Instant>,
+    /// That it cannot accept is said once: how often it happens is the choice of others.
+    complaint: Once,
     connections: HashMap<usize, Connection>,
     next_id: usize,
     strangers: Strangers,
@@ -101,6 +103,7 @@ impl EventLoop {
             listener,
             commands,
             accept_at: None,
+            complaint: Once::new(),
             connections: HashMap::new(),
             next_id: 0,
             strangers: Strangers::default(),
@@ -235,7 +238,9 @@ impl EventLoop {
             match self.strangers.removable(now).filter(|_| is_full) {
                 Some(id) => self.close(id),
                 None => {
-                    log::warn!("the store cannot accept connections for now: {error} (see also ulimit -n)");
+                    self.complaint.call_once(|| {
+                        log::warn!("the store cannot accept connections for now: {error} (see also ulimit -n)");
+                    });
                     return Some(now + ACCEPT_PAUSE);
                 }
             }

@@ -36,6 +36,7 @@ mod values;
 mod waits;
 mod wire;
 
+use std::cell::OnceCell;
 use std::collections::{HashMap, HashSet};
 use std::io::{self, ErrorKind};
 use std::mem;
@@ -67,8 +68,16 @@ pub struct HostedTcpStore {
     clients: HashMap<usize, Client>,
     /// The size of all incomplete requests.
     held: usize,
-    /// Whether somebody has been turned away since the last one was not.
-    was_full: bool,
+    complaints: Complaints,
+}
+
+/// Each is made once: their number is the clients' choice, and the log may be a pipe that nobody reads, for which this
+/// thread would wait.
+#[derive(Default)]
+struct Complaints {
+    clients: OnceCell<()>,
+    memory: OnceCell<()>,
+    deaf: OnceCell<()>,
 }
 
 #[derive(Default)]
@@ -92,7 +101,7 @@ impl HostedTcpStore {
             waits: Waits::default(),
             clients: HashMap::new(),
             held: 0,
-            was_full: false,
+            complaints: Complaints::default(),
         }
     }
 
@@ -208,16 +217,14 @@ impl Service for HostedTcpStore {
     /// At most half of the process's file descriptors are for PyTorch's clients, so that others find some.
     fn join(&mut self, id: usize, _now: Instant, _outbox: &mut Outbox) -> io::Result<()> {
         let (files, _) = getrlimit(Resource::RLIMIT_NOFILE)?;
-        let is_full = self.clients.len() as u64 >= files / 2;
-        if is_full && !mem::replace(&mut self.was_full, is_full) {
-            log::warn!(
-                "TCPStore: {} clients of PyTorch's are connected, and no more are accepted: the limit on open files is \
-                 {files} (ulimit -n)",
-                self.clients.len()
-            );
-        }
-        self.was_full = is_full;
-        if is_full {
+        let count = self.clients.len();
+        if count as u64 >= files / 2 {
+            self.complaints.clients.get_or_init(|| {
+                log::warn!(
+                    "TCPStore: {count} clients of PyTorch's are connected, and no more are accepted: the limit on open \
+                     files is {files} (ulimit -n)"
+                );
+            });
             return Err(ErrorKind::QuotaExceeded.into());
         }
         self.clients.insert(id, Client::default());
@@ -226,7 +233,11 @@ impl Service for HostedTcpStore {
 
     fn hear(&mut self, id: usize, input: &[u8], unsent: usize, outbox: &mut Outbox) -> io::Result<usize> {
         if unsent > MAX_UNSENT {
-            log::warn!("TCPStore: a client of PyTorch's is closed: it sends requests and does not read the replies");
+            self.complaints.deaf.get_or_init(|| {
+                log::warn!(
+                    "TCPStore: a client of PyTorch's is closed: it sends requests and does not read the replies"
+                );
+            });
             return Err(ErrorKind::InvalidData.into());
         }
         let before = self.size();
@@ -242,10 +253,12 @@ impl Service for HostedTcpStore {
             self.values.sweep();
         }
         if self.size() > self.max_size.max(before) {
-            log::warn!(
-                "TCPStore: a client of PyTorch's is closed: it would have the store take more than {} bytes",
-                self.max_size
-            );
+            self.complaints.memory.get_or_init(|| {
+                log::warn!(
+                    "TCPStore: a client of PyTorch's is closed: it would have the store take more than {} bytes",
+                    self.max_size
+                );
+            });
             return Err(ErrorKind::OutOfMemory.into());
         }
         Ok(taken)
