@@ -235,7 +235,8 @@ fn send_number(id: usize, number: i64, outbox: &mut Outbox) {
 }
 
 impl Service for HostedTcpStore {
-    /// At most half of the process's file descriptors are for PyTorch's clients, so that others find some.
+    /// At most half of the process's file descriptors are for PyTorch's clients and a quarter for strangers, so that others
+    /// find some.
     fn join(&mut self, id: usize, _now: Instant, _outbox: &mut Outbox) -> io::Result<()> {
         let (files, _) = getrlimit(Resource::RLIMIT_NOFILE)?;
         let count = self.clients.len();
