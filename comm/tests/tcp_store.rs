@@ -416,8 +416,9 @@ fn the_longest_keys_and_values() {
     wire.chunks(1000).for_each(|piece| client.send(piece));
     client.ask(&get("dribbled"), &text(&value));
     // Other requests behind it at once.
-    client.send(&[set("a", &value), set("b", "b"), get("a"), get("b")].concat());
-    client.expect(&[text(&value), text("b")].concat());
+    // (and nothing behind the long reply, which might not fit into the sockets).
+    client.send(&[set("a", &value), set("b", "b"), get("b"), get("a")].concat());
+    client.expect(&[text("b"), text(&value)].concat());
     let keys: Vec<String> = (0..128 << 10).map(|i| i.to_string()).collect();
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
     client.ask(&counted(5, keys.len(), &keys), &[1]);
