@@ -45,7 +45,8 @@ def main(requirements, python, folder):
             command = [python, "-c", f"import {module}"]
             child = subprocess.run(command, env=environment, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
             if os.path.exists(path) and child.returncode != 0:
-                libtorch.say(f"{module} is left out: {child.stderr.strip().splitlines()[-1]}")
+                reason = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
+                libtorch.say(f"{module} is left out: {reason}")
                 shutil.rmtree(path)
 
     libtorch.fill_once(folder, FREE_GB, get)

@@ -1,9 +1,11 @@
 //! PyTorch's TCPStore over real sockets, byte by byte as its clients send it: what each request does, and what a client can
 //! do to others.
 
+use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -414,8 +416,9 @@ fn the_longest_keys_and_values() {
     wire.chunks(1000).for_each(|piece| client.send(piece));
     client.ask(&get("dribbled"), &text(&value));
     // Other requests behind it at once.
-    client.send(&[set("a", &value), set("b", "b"), get("a"), get("b")].concat());
-    client.expect(&[text(&value), text("b")].concat());
+    // (and nothing behind the long reply, which might not fit into the sockets).
+    client.send(&[set("a", &value), set("b", "b"), get("b"), get("a")].concat());
+    client.expect(&[text("b"), text(&value)].concat());
     let keys: Vec<String> = (0..128 << 10).map(|i| i.to_string()).collect();
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
     client.ask(&counted(5, keys.len(), &keys), &[1]);
@@ -494,6 +497,43 @@ fn a_client_that_never_ends_its_requests_keeps_nobody_from_his() {
         Store::connect(&address, TOKEN, LONG).unwrap().set("key", b"value").unwrap();
         drop((_tcp_store, server));
         sender.join().unwrap();
+    });
+}
+
+#[test]
+fn a_crowd_of_clients_keeps_nobody_from_theirs() {
+    const CROWD: usize = 300;
+    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, most, most).unwrap();
+    let (server, _tcp_store) = serve();
+    let keys: Vec<String> = (0..100_000).map(|i| i.to_string()).collect();
+    let pairs: Vec<&str> = keys.iter().flat_map(|key| [key, "value"]).collect();
+    let mut client = Client::new(&server);
+    client.send(&counted(11, keys.len(), &pairs));
+    client.ping();
+    let mut crowd: Vec<Client> = (0..CROWD).map(|_| Client::new(&server)).collect();
+    let (is_over, begin) = (AtomicBool::new(false), Instant::now());
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            // A new key, for which the list of all keys is made anew, and many short requests.
+            let wire = [set("new", ""), vec![17], request(8, &["new"]), vec![7; 65_000]].concat();
+            crowd.iter_mut().for_each(|client| client.0.set_nonblocking(true).unwrap());
+            let mut replies = vec![0; 1 << 20];
+            while !is_over.load(Ordering::Relaxed) && begin.elapsed() < 2 * LONG {
+                for client in &mut crowd {
+                    // Where it ends is of no interest, nor whether the server has had enough of it.
+                    let _ = client.0.read(&mut replies);
+                    let _ = client.0.write(&wire);
+                }
+            }
+        });
+        let store = Store::connect(server.address(), TOKEN, LONG).unwrap();
+        for i in 1..=20 {
+            assert_eq!(store.add("n", 1).unwrap(), i);
+            client.ping();
+        }
+        assert!(begin.elapsed() < LONG);
+        is_over.store(true, Ordering::Relaxed);
     });
 }
 
@@ -577,8 +617,12 @@ fn file_descriptors_are_left_for_others() {
         setrlimit(Resource::RLIMIT_NOFILE, 100, 100).unwrap();
         let (server, _tcp_store) = serve();
         println!("served at {}", server.address());
-        // Until the other process closes it.
-        std::io::stdin().read_line(&mut String::new()).unwrap();
+        // Until the other process closes it, and whether some files can be opened whenever it says something.
+        while std::io::stdin().read_line(&mut String::new()).unwrap() > 0 {
+            let files: Result<Vec<File>, _> = (0..10).map(|_| File::open("/dev/null")).collect();
+            std::io::stdout().write_all(if files.is_ok() { b"y" } else { b"n" }).unwrap();
+            std::io::stdout().flush().unwrap();
+        }
         return;
     }
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -592,7 +636,16 @@ fn file_descriptors_are_left_for_others() {
     };
     let mut clients: Vec<Client> = (0..100).map_while(|_| try_one()).collect();
     assert_eq!(clients.len(), 50);
-    Store::connect(&address, TOKEN, LONG).unwrap().set("key", b"value").unwrap();
+    // As many as are accepted of those who say nothing, and the others in the queue.
+    let strangers: Vec<TcpStream> = (0..100).map(|_| connect(&address)).collect();
+    for _ in 0..2 {
+        Store::connect(&address, TOKEN, LONG).unwrap().set("key", b"value").unwrap();
+        child.stdin.as_mut().unwrap().write_all(b"\n").unwrap();
+        let mut answer = [0];
+        child.stdout.as_mut().unwrap().read_exact(&mut answer).unwrap();
+        assert_eq!(answer, *b"y", "there is no file descriptor left");
+    }
+    drop(strangers);
     clients.iter_mut().for_each(Client::ping);
     clients.pop();
     let begin = Instant::now();

@@ -25,12 +25,15 @@ pub fn any() -> IpAddr {
 }
 
 /// Where this machine is to listen for others, who know it by these names: at the one address that the names mean, else
-/// at all. A name that means this machine alone here (127.0.1.1, in Debian's /etc/hosts) means another address elsewhere.
+/// at all. A name that means this machine alone here (127.0.1.1, in Debian's /etc/hosts) means another address elsewhere;
+/// but localhost does so everywhere, and of its addresses IPv4's is taken.
 pub fn interface(names: &[&str]) -> IpAddr {
-    let found: BTreeSet<IpAddr> = names.iter().flat_map(|name| resolve(name)).collect();
-    let is_literal = names.iter().all(|name| name.parse::<IpAddr>().is_ok());
+    let is_localhost = |name: &str| name.eq_ignore_ascii_case("localhost");
+    let addresses = |name| if is_localhost(name) { own(name).into_iter().collect() } else { resolve(name) };
+    let found: BTreeSet<IpAddr> = names.iter().flat_map(|name| addresses(name)).collect();
+    let is_same = names.iter().all(|name| name.parse::<IpAddr>().is_ok() || is_localhost(name));
     match found.first() {
-        Some(address) if found.len() == 1 && is_own(*address) && (is_literal || !address.is_loopback()) => *address,
+        Some(address) if found.len() == 1 && is_own(*address) && (is_same || !address.is_loopback()) => *address,
         _ => any(),
     }
 }
@@ -102,8 +105,11 @@ mod tests {
         assert_eq!((own("127.0.0.1"), own("192.0.2.1")), (Some(ip("127.0.0.1")), None));
         assert!(own("localhost").is_some_and(|address| address.is_loopback()));
         assert_eq!(interface(&["127.0.0.1", "127.0.0.1"]), ip("127.0.0.1"));
-        // Two addresses, a name that means only this machine, another machine's address, and nonsense.
-        for names in [&["127.0.0.1", "127.0.0.2"][..], &["localhost"], &["192.0.2.1"], &["no such host"]] {
+        for names in [&["localhost"][..], &["localhost", "Localhost"]] {
+            assert_eq!(Some(interface(names)), own("localhost"), "{names:?}");
+        }
+        // Two addresses, another machine's address, and nonsense.
+        for names in [&["127.0.0.1", "127.0.0.2"][..], &["localhost", "127.0.0.2"], &["192.0.2.1"], &["no such host"]] {
             assert!(interface(names).is_unspecified(), "{names:?}");
         }
     }

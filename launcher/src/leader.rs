@@ -60,7 +60,14 @@ impl Leader {
     pub fn serving(job: &Job, node: Node, host: &str, port: u16) -> anyhow::Result<Leader> {
         let (token, bind, master_port) = match job.nodes.meeting {
             Meeting::Alone { master_port, .. } => {
-                (secret()?, address::own(host).unwrap_or_else(address::any), master_port)
+                let own = address::own(host);
+                if own.is_none() {
+                    log::warn!(
+                        "{host} is no address of this machine: workers that go there find neither store; leave out \
+                         --master-addr for one node"
+                    );
+                }
+                (secret()?, own.unwrap_or_else(address::any), master_port)
             }
             _ => (link::token(job)?, address::interface(&[host, &node.address]), None),
         };

@@ -60,6 +60,18 @@ fn a_port_that_is_taken_is_named() {
     let finished = run(&mut script(&format!("--master-port {port}"), "true"));
     assert_eq!((finished.code, finished.stderr.lines().count()), (Some(1), 1), "{finished:?}");
     assert!(finished.stderr.contains(&format!("port {port}")) && finished.stderr.contains("--master-port"));
+    // It says that there is one node, whatever the environment of several has left.
+    let flags = format!("--standalone --master-addr 192.0.2.1 --master-port {port}");
+    let finished = run(&mut script(&flags, "echo $MASTER_ADDR"));
+    assert_eq!((finished.code, &*finished.stdout, &*finished.stderr), (Some(0), "127.0.0.1\n", ""));
+}
+
+#[test]
+fn an_address_of_another_machine_is_a_warning() {
+    let finished = run(&mut script("--master-addr 192.0.2.1", "echo $MASTER_ADDR"));
+    assert_eq!((finished.code, &*finished.stdout), (Some(0), "192.0.2.1\n"));
+    assert_eq!(finished.stderr.lines().count(), 1, "{}", finished.stderr);
+    assert!(finished.stderr.contains("192.0.2.1 is no address of this machine"), "{}", finished.stderr);
 }
 
 #[test]

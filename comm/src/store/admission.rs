@@ -8,6 +8,7 @@ use std::io::{self, ErrorKind};
 use std::time::{Duration, Instant};
 
 use hmac::Mac;
+use nix::sys::resource::{getrlimit, Resource};
 use rustix::rand::{getrandom, GetRandomFlags};
 
 use super::protocol::{self, prove, Nonce, Request, MAX_HELLO, VERSION};
@@ -16,9 +17,9 @@ use super::tcp_store::VALIDATION;
 
 /// A connection that is not admitted by then is closed.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// With so many connections not yet admitted, the oldest of them has to go before another is accepted. It keeps idle
-/// strangers from using up the process's file descriptors; a client that is hit tries again.
-const MOST: usize = 512;
+/// With so many connections not yet admitted, or a quarter of the process's file descriptors, the oldest of them has to go
+/// before another is accepted. It keeps idle strangers from using up all; a client that is hit tries again.
+const MOST: u64 = 512;
 /// But it may stay so long: when many clients come at once, they wait in the listener's queue instead.
 const SHORTEST_STAY: Duration = Duration::from_millis(250);
 
@@ -99,7 +100,8 @@ impl Strangers {
     }
 
     pub fn is_full(&self) -> bool {
-        self.all.len() >= MOST
+        let files = getrlimit(Resource::RLIMIT_NOFILE).map_or(u64::MAX, |(files, _)| files);
+        self.all.len() as u64 >= MOST.min(files / 4)
     }
 
     /// When the next one's time is over.

@@ -19,6 +19,8 @@ pub struct Connection {
     pub service: Option<ServiceId>,
     /// What has come of a request that is not complete.
     pub input: Vec<u8>,
+    /// Whether there is a request in it that has had no turn yet.
+    pub is_backlog: bool,
     /// What the socket has not taken yet, how many bytes it has taken of the first, and how many are left.
     output: VecDeque<Arc<Vec<u8>>>,
     written: usize,
@@ -30,7 +32,16 @@ pub struct Connection {
 impl Connection {
     pub fn new(socket: Box<dyn Socket>) -> Connection {
         let output = VecDeque::new();
-        Connection { socket, service: None, input: Vec::new(), output, written: 0, unsent: 0, alarm: None }
+        Connection {
+            socket,
+            service: None,
+            input: Vec::new(),
+            is_backlog: false,
+            output,
+            written: 0,
+            unsent: 0,
+            alarm: None,
+        }
     }
 
     /// How many bytes the socket has not taken yet.

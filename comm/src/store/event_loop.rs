@@ -1,10 +1,10 @@
 //! The server's thread: it serves all connections, one event after the other.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::{self, ErrorKind};
 use std::mem;
 use std::sync::mpsc::{Receiver, Sender};
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
 use mio::{Events, Interest, Poll, Token};
@@ -27,6 +27,10 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
 const READ_BATCH: usize = 64 << 10;
 /// So much is sent before more is done for who it is sent to.
 const SEND_BATCH: usize = 64 << 10;
+/// So long PyTorch's clients are served before all others have their turn again, for they prove nothing.
+const CROWD_TIME: Duration = Duration::from_millis(10);
+/// And so many requests of one of them before the next one's.
+const CROWD_BATCH: usize = 256;
 
 pub const LISTENER: Token = Token(usize::MAX);
 pub const WAKER: Token = Token(usize::MAX - 1);
@@ -81,6 +85,8 @@ pub struct EventLoop {
     commands: Receiver<Command>,
     /// When to accept, if there may be connections to accept.
     accept_at: Option<Instant>,
+    /// That it cannot accept is said once: how often it happens is the choice of others.
+    complaint: Once,
     connections: HashMap<usize, Connection>,
     next_id: usize,
     strangers: Strangers,
@@ -88,6 +94,9 @@ pub struct EventLoop {
     next_service: ServiceId,
     /// Connections with more to read, after others had their turn.
     unread: BTreeSet<usize>,
+    /// Connections of PyTorch's clients that may have more to read, whether to their end, and the last that had its turn.
+    crowd: BTreeMap<usize, bool>,
+    last_of_crowd: usize,
     outbox: Outbox,
     /// When something is due for which connection.
     alarms: BTreeSet<(Instant, usize)>,
@@ -101,12 +110,15 @@ impl EventLoop {
             listener,
             commands,
             accept_at: None,
+            complaint: Once::new(),
             connections: HashMap::new(),
             next_id: 0,
             strangers: Strangers::default(),
             services: Services::default(),
             next_service: 0,
             unread: BTreeSet::new(),
+            crowd: BTreeMap::new(),
+            last_of_crowd: 0,
             outbox: Outbox::default(),
             alarms: BTreeSet::new(),
             scratch: vec![0; READ_BATCH],
@@ -140,8 +152,10 @@ impl EventLoop {
                         if event.is_writable() {
                             self.flush(id);
                         }
-                        if event.is_readable() {
+                        if event.is_readable() && !self.is_of_crowd(id) {
                             self.read(id, event.is_read_closed());
+                        } else if event.is_readable() {
+                            *self.crowd.entry(id).or_default() |= event.is_read_closed();
                         }
                     }
                 }
@@ -159,12 +173,31 @@ impl EventLoop {
             while let Some((_, id)) = self.alarms.first().copied().filter(|(at, _)| *at <= now) {
                 self.look_after(id, now);
             }
+            self.serve_crowd(now + CROWD_TIME);
+        }
+    }
+
+    fn is_of_crowd(&self, id: usize) -> bool {
+        let service = self.connections.get(&id).and_then(|connection| connection.service);
+        service.is_some_and(|service| self.services.tcp_stores.contains_key(&service))
+    }
+
+    /// Serves PyTorch's clients, one after the other, until all are or it is `end`.
+    fn serve_crowd(&mut self, end: Instant) {
+        let mut left = self.crowd.len();
+        while left > 0 && Instant::now() < end {
+            let next = self.crowd.range(self.last_of_crowd + 1..).next().or(self.crowd.first_key_value());
+            let Some((&id, &to_end)) = next else { return };
+            self.crowd.remove(&id);
+            self.last_of_crowd = id;
+            left -= 1;
+            self.read(id, to_end);
         }
     }
 
     /// How long nothing needs to be done if nothing happens.
     fn idle_time(&self) -> Option<Duration> {
-        if !self.unread.is_empty() {
+        if !self.unread.is_empty() || !self.crowd.is_empty() {
             return Some(Duration::ZERO);
         }
         let alarm = self.alarms.first().map(|(at, _)| *at);
@@ -235,7 +268,9 @@ impl EventLoop {
             match self.strangers.removable(now).filter(|_| is_full) {
                 Some(id) => self.close(id),
                 None => {
-                    log::warn!("the store cannot accept connections for now: {error} (see also ulimit -n)");
+                    self.complaint.call_once(|| {
+                        log::warn!("the store cannot accept connections for now: {error} (see also ulimit -n)");
+                    });
                     return Some(now + ACCEPT_PAUSE);
                 }
             }
@@ -310,10 +345,14 @@ impl EventLoop {
     /// Else a short read ends it, as the next bytes are another event.
     fn read(&mut self, id: usize, to_end: bool) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
-        let count = match connection.receive(&mut self.scratch) {
-            Ok(Some(count)) => count,
-            Ok(None) => return,
-            Err(_) => return self.close(id),
+        let count = if connection.is_backlog {
+            0
+        } else {
+            match connection.receive(&mut self.scratch) {
+                Ok(Some(count)) => count,
+                Ok(None) => return,
+                Err(_) => return self.close(id),
+            }
         };
         if self.process(id).is_err() {
             // What it was answered before is still for it.
@@ -321,25 +360,39 @@ impl EventLoop {
             self.flush(id);
             return self.close(id);
         }
-        if count == self.scratch.len() || to_end {
+        let is_backlog = self.connections.get(&id).is_some_and(|connection| connection.is_backlog);
+        if count < self.scratch.len() && !to_end && !is_backlog {
+            return;
+        }
+        if self.is_of_crowd(id) {
+            self.crowd.insert(id, true);
+        } else {
             self.unread.insert(id);
         }
     }
 
-    /// Handles the requests that have come.
+    /// Handles the requests that have come, of PyTorch's clients so many.
     fn process(&mut self, id: usize) -> io::Result<()> {
+        let begin = Instant::now();
         let Some(connection) = self.connections.get_mut(&id) else { return Ok(()) };
         let input = mem::take(&mut connection.input);
-        let mut used = 0;
+        let (mut used, mut requests, mut is_backlog) = (0, 0, false);
         while used < input.len() {
+            let is_long = requests >= CROWD_BATCH || begin.elapsed() >= CROWD_TIME;
+            is_backlog = is_long && self.is_of_crowd(id);
+            if is_backlog {
+                break;
+            }
             let count = self.hear(id, &input[used..])?;
             self.deliver_but_for(Some(id));
             if count == 0 {
                 break;
             }
             used += count;
+            requests += 1;
         }
         if let Some(connection) = self.connections.get_mut(&id) {
+            connection.is_backlog = is_backlog;
             // A copy, unless it is all of it: what was used takes no memory any more.
             connection.input = if used == 0 { input } else { input[used..].to_vec() };
         }

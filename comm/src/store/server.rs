@@ -4,6 +4,7 @@ use std::io::{self, ErrorKind};
 use std::sync::mpsc::{self, Sender};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use mio::{Poll, Waker};
 
@@ -13,6 +14,9 @@ use super::posts::Posts;
 use super::service::ServiceId;
 use super::Address;
 use crate::shm::fork::ForkSafe;
+
+/// So long the thread may take to end. One that waits for somebody to read the log is left.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// A store being served, until dropped.
 ///
@@ -167,6 +171,13 @@ impl Drop for Host {
         }
         self.command(Command::Stop);
         if let Some(thread) = self.thread.handle.take() {
+            let begin = Instant::now();
+            while !thread.is_finished() {
+                if begin.elapsed() > PATIENCE {
+                    return;
+                }
+                thread::sleep(Duration::from_millis(1));
+            }
             // A panic there has been printed, and there is nobody to tell here.
             let _ = thread.join();
         }

@@ -40,7 +40,7 @@ pub fn nodes(settings: &Settings) -> Result<Nodes, Usage> {
         if min > 1 {
             return Err(nnodes.wrong("1 with --standalone, which is for one node"));
         }
-        let meeting = Meeting::Alone { master_addr, master_port };
+        let meeting = Meeting::Alone { master_addr: None, master_port: None };
         return Ok(Nodes { min: 1, max: 1, meeting, id: NO_ID.into(), local_addr, patience, has_agent_store });
     }
     let endpoint = settings.get("rdzv-endpoint");
@@ -197,6 +197,7 @@ mod tests {
             "--nnodes 1:1 --rdzv-backend c10d --rdzv-endpoint localhost:0",
             "--standalone --rdzv-endpoint nonsense:x --node-rank 3",
             "--standalone --nnodes 1:4",
+            "--standalone --master-addr 192.0.2.1 --master-port 7",
             "--rdzv-backend static --node-rank 0",
         ] {
             assert_eq!((nodes(line).meeting, nodes(line).max), (alone.clone(), 1), "{line}");

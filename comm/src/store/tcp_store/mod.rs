@@ -36,6 +36,7 @@ mod values;
 mod waits;
 mod wire;
 
+use std::cell::OnceCell;
 use std::collections::{HashMap, HashSet};
 use std::io::{self, ErrorKind};
 use std::mem;
@@ -67,8 +68,16 @@ pub struct HostedTcpStore {
     clients: HashMap<usize, Client>,
     /// The size of all incomplete requests.
     held: usize,
-    /// Whether somebody has been turned away since the last one was not.
-    was_full: bool,
+    complaints: Complaints,
+}
+
+/// Each is made once: their number is the clients' choice, and the log may be a pipe that nobody reads, for which this
+/// thread would wait.
+#[derive(Default)]
+struct Complaints {
+    clients: OnceCell<()>,
+    memory: OnceCell<()>,
+    deaf: OnceCell<()>,
 }
 
 #[derive(Default)]
@@ -92,12 +101,15 @@ impl HostedTcpStore {
             waits: Waits::default(),
             clients: HashMap::new(),
             held: 0,
-            was_full: false,
+            complaints: Complaints::default(),
         }
     }
 
-    /// Carries out a request; `None` if that is impossible, which PyTorch's server ends the connection for as well.
-    fn handle(&mut self, id: usize, request: Request, outbox: &mut Outbox) -> Option<()> {
+    /// Carries out a request.
+    ///
+    /// # Errors
+    /// That is impossible, which PyTorch's server ends the connection for as well.
+    fn handle(&mut self, id: usize, request: Request, outbox: &mut Outbox) -> io::Result<()> {
         match request {
             Request::Set { key, value } => {
                 self.values.set(&key, value);
@@ -114,7 +126,7 @@ impl HostedTcpStore {
             Request::Get { key } => self.get(id, &key, outbox),
             Request::MultiGet { keys } => keys.iter().for_each(|key| self.get(id, key, outbox)),
             Request::Add { key, amount } => {
-                let sum = self.values.add(&key, amount)?;
+                let sum = self.values.add(&key, amount).ok_or(ErrorKind::InvalidData)?;
                 send_number(id, sum, outbox);
                 self.wake(&key, outbox);
             }
@@ -151,14 +163,11 @@ impl HostedTcpStore {
             }
             Request::QueueLen { key } => send_number(id, self.values.queue_len(&key) as i64, outbox),
             Request::ListKeys => {
-                let mut list = (self.values.len() as i64).to_le_bytes().to_vec();
-                self.values.keys().for_each(|key| wire::put(&mut list, key));
-                let list = Arc::new(list);
-                self.values.lend(&list);
-                outbox.send(id, list);
+                self.make_room(self.values.list_cost(), 0)?;
+                outbox.send(id, self.values.list());
             }
             Request::Barrier { key, world_size } => {
-                if self.values.add(&key, 1)? < world_size {
+                if self.values.add(&key, 1).ok_or(ErrorKind::InvalidData)? < world_size {
                     self.wait(id, [key].into(), outbox);
                 } else {
                     self.wake(&key, outbox);
@@ -166,7 +175,7 @@ impl HostedTcpStore {
                 }
             }
         }
-        Some(())
+        Ok(())
     }
 
     fn get(&self, id: usize, key: &[u8], outbox: &mut Outbox) {
@@ -193,6 +202,27 @@ impl HostedTcpStore {
         self.values.size() + self.waits.size() + self.held
     }
 
+    /// Sees to it that `more` can be kept, or at least that no more is kept than `before`.
+    ///
+    /// # Errors
+    /// It is too much.
+    fn make_room(&mut self, more: usize, before: usize) -> io::Result<()> {
+        if self.size() + more > self.max_size {
+            self.values.forget_list();
+            self.values.sweep();
+        }
+        if self.size() + more <= self.max_size.max(before) {
+            return Ok(());
+        }
+        self.complaints.memory.get_or_init(|| {
+            log::warn!(
+                "TCPStore: a client of PyTorch's is closed: it would have the store take more than {} bytes",
+                self.max_size
+            );
+        });
+        Err(ErrorKind::OutOfMemory.into())
+    }
+
     /// Notes the size of a client's incomplete request.
     fn hold(&mut self, id: usize, held: usize) {
         let before = self.clients.get_mut(&id).map_or(0, |client| mem::replace(&mut client.held, held));
@@ -205,19 +235,18 @@ fn send_number(id: usize, number: i64, outbox: &mut Outbox) {
 }
 
 impl Service for HostedTcpStore {
-    /// At most half of the process's file descriptors are for PyTorch's clients, so that others find some.
+    /// At most half of the process's file descriptors are for PyTorch's clients and a quarter for strangers, so that others
+    /// find some.
     fn join(&mut self, id: usize, _now: Instant, _outbox: &mut Outbox) -> io::Result<()> {
         let (files, _) = getrlimit(Resource::RLIMIT_NOFILE)?;
-        let is_full = self.clients.len() as u64 >= files / 2;
-        if is_full && !mem::replace(&mut self.was_full, is_full) {
-            log::warn!(
-                "TCPStore: {} clients of PyTorch's are connected, and no more are accepted: the limit on open files is \
-                 {files} (ulimit -n)",
-                self.clients.len()
-            );
-        }
-        self.was_full = is_full;
-        if is_full {
+        let count = self.clients.len();
+        if count as u64 >= files / 2 {
+            self.complaints.clients.get_or_init(|| {
+                log::warn!(
+                    "TCPStore: {count} clients of PyTorch's are connected, and no more are accepted: the limit on open \
+                     files is {files} (ulimit -n)"
+                );
+            });
             return Err(ErrorKind::QuotaExceeded.into());
         }
         self.clients.insert(id, Client::default());
@@ -226,28 +255,23 @@ impl Service for HostedTcpStore {
 
     fn hear(&mut self, id: usize, input: &[u8], unsent: usize, outbox: &mut Outbox) -> io::Result<usize> {
         if unsent > MAX_UNSENT {
-            log::warn!("TCPStore: a client of PyTorch's is closed: it sends requests and does not read the replies");
+            self.complaints.deaf.get_or_init(|| {
+                log::warn!(
+                    "TCPStore: a client of PyTorch's is closed: it sends requests and does not read the replies"
+                );
+            });
             return Err(ErrorKind::InvalidData.into());
         }
         let before = self.size();
         let client = self.clients.get_mut(&id).ok_or(ErrorKind::NotFound)?;
         let (taken, request) = client.decoder.decode(input)?;
         if let Some(request) = request {
-            self.handle(id, request, outbox).ok_or(ErrorKind::InvalidData)?;
+            self.handle(id, request, outbox)?;
         }
         let rest = input.len() - taken;
         let held = self.clients.get(&id).map_or(0, |client| client.decoder.size() + rest);
         self.hold(id, held);
-        if self.size() > self.max_size {
-            self.values.sweep();
-        }
-        if self.size() > self.max_size.max(before) {
-            log::warn!(
-                "TCPStore: a client of PyTorch's is closed: it would have the store take more than {} bytes",
-                self.max_size
-            );
-            return Err(ErrorKind::OutOfMemory.into());
-        }
+        self.make_room(0, before)?;
         Ok(taken)
     }
 
@@ -317,6 +341,28 @@ mod tests {
         let mut store = store();
         let count = (0..MAX).take_while(|_| hears(&mut store, 0, &request(14, "", Some(0)))).count();
         assert!(count < MAX / 100, "{count}");
+    }
+
+    #[test]
+    fn a_list_of_keys_takes_memory_once() {
+        let mut store = store();
+        let key = "k".repeat(1000);
+        (0..40).for_each(|i| assert!(hears(&mut store, 0, &request(1, &format!("{key}{i}"), Some(0)))));
+        let before = store.size();
+        let mut outbox = Outbox::default();
+        for id in 0..3 {
+            assert_eq!(store.hear(id, &[17], 0, &mut outbox).unwrap(), 1);
+        }
+        let (_, list) = &outbox.0[0];
+        assert!(outbox.0.iter().all(|(_, other)| Arc::ptr_eq(list, other)));
+        assert_eq!(store.size(), before + list.len());
+        // It is kept no more, but on its way; a second one is too much, until the first has been sent.
+        assert!(hears(&mut store, 0, &request(1, "another", Some(0))));
+        assert!(!hears(&mut store, 1, &[17]));
+        outbox.0.clear();
+        assert!(hears(&mut store, 1, &[17]));
+        // Values need the room more.
+        assert!(hears(&mut store, 0, &request(1, "large", Some(40_000))));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::ops::AddAssign;
 use std::sync::{Arc, Weak};
 
-use super::wire::Value;
+use super::wire::{self, Value};
 
 /// What a key or an entry of a queue takes beside its bytes.
 const OVERHEAD: usize = 128;
@@ -17,6 +17,10 @@ pub struct Values {
     queues: HashMap<Vec<u8>, VecDeque<Value>>,
     /// What is not kept here, but may be on its way to a client still, with its size.
     lent: Vec<(Weak<Vec<u8>>, usize)>,
+    /// The keys of all values as they are sent, from when somebody asks until one comes or goes.
+    list: Option<Arc<Vec<u8>>>,
+    /// The size of such a list, but for the number in front.
+    list_size: usize,
     /// With so many of them it is time to look which have been sent.
     sweep_at: usize,
     size: usize,
@@ -42,8 +46,32 @@ impl Values {
         self.values.len()
     }
 
-    pub fn keys(&self) -> impl Iterator<Item = &[u8]> {
-        self.values.keys().map(Vec::as_slice)
+    /// How much memory `list` takes that is not taken yet.
+    pub fn list_cost(&self) -> usize {
+        if self.list.is_some() {
+            0
+        } else {
+            8 + self.list_size
+        }
+    }
+
+    /// The keys of all values, with their number in front.
+    pub fn list(&mut self) -> Arc<Vec<u8>> {
+        if let Some(list) = &self.list {
+            return Arc::clone(list);
+        }
+        let mut list = Vec::with_capacity(self.list_cost());
+        list.extend((self.values.len() as u64).to_le_bytes());
+        self.values.keys().for_each(|key| wire::put(&mut list, key));
+        self.size += list.len();
+        Arc::clone(self.list.insert(Arc::new(list)))
+    }
+
+    /// Does not keep the list.
+    pub fn forget_list(&mut self) {
+        if let Some(list) = self.list.take() {
+            self.release(list);
+        }
     }
 
     pub fn set(&mut self, key: &[u8], value: Value) {
@@ -51,10 +79,12 @@ impl Values {
         match self.values.get_mut(key) {
             Some(present) => {
                 let before = std::mem::replace(present, value);
-                self.release(before);
+                self.release(before.0);
             }
             None => {
+                self.forget_list();
                 self.size += key.len() + OVERHEAD;
+                self.list_size += 8 + key.len();
                 self.values.insert(key.to_vec(), value);
             }
         }
@@ -87,8 +117,10 @@ impl Values {
     /// Whether there was such a value.
     pub fn remove(&mut self, key: &[u8]) -> bool {
         let Some(value) = self.values.remove(key) else { return false };
+        self.forget_list();
         self.size -= key.len() + OVERHEAD;
-        self.release(value);
+        self.list_size -= 8 + key.len();
+        self.release(value.0);
         true
     }
 
@@ -120,7 +152,7 @@ impl Values {
     }
 
     /// Counts a reply until it has been sent.
-    pub fn lend(&mut self, reply: &Arc<Vec<u8>>) {
+    fn lend(&mut self, reply: &Arc<Vec<u8>>) {
         self.size += reply.len();
         self.lent.push((Arc::downgrade(reply), reply.len()));
         if self.lent.len() >= self.sweep_at {
@@ -139,11 +171,11 @@ impl Values {
         self.sweep_at = MIN_LENT.max(2 * self.lent.len());
     }
 
-    /// Keeps a value no more.
-    fn release(&mut self, value: Value) {
-        self.size -= value.0.len();
-        if Arc::strong_count(&value.0) > 1 {
-            self.lend(&value.0);
+    /// Keeps a reply no more.
+    fn release(&mut self, reply: Arc<Vec<u8>>) {
+        self.size -= reply.len();
+        if Arc::strong_count(&reply) > 1 {
+            self.lend(&reply);
         }
     }
 }
@@ -223,7 +255,7 @@ mod tests {
     proptest! {
         /// Whatever was done: once all is removed, nothing is left, also by the count of bytes.
         #[test]
-        fn the_size_is_that_of_what_is_there(steps in vec((0..6u8, 0..4u8, vec(any::<u8>(), 0..9)), 0..60)) {
+        fn the_size_is_that_of_what_is_there(steps in vec((0..7u8, 0..4u8, vec(any::<u8>(), 0..9)), 0..60)) {
             let mut values = Values::default();
             for (step, key, bytes) in steps {
                 let (key, value) = ([b'k', key], Value::new(&bytes));
@@ -233,7 +265,13 @@ mod tests {
                     2 => drop(values.add(&key, 1)),
                     3 => drop(values.remove(&key)),
                     4 => values.push(&key, value),
-                    _ => drop(values.pop(&key)),
+                    5 => drop(values.pop(&key)),
+                    _ => {
+                        let cost = values.list_cost();
+                        let list = values.list();
+                        prop_assert!(cost == 0 || cost == list.len());
+                        prop_assert_eq!((list.len(), list[0] as usize), (8 + 10 * values.len(), values.len()));
+                    }
                 }
                 prop_assert!(values.size() >= values.len() * (OVERHEAD + 10));
             }
@@ -241,6 +279,7 @@ mod tests {
                 values.remove(&[b'k', key]);
                 while values.pop(&[b'k', key]).is_some() {}
             }
+            values.forget_list();
             values.sweep();
             prop_assert_eq!((values.size(), values.len(), values.queues.len()), (0, 0, 0));
         }
