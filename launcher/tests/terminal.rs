@@ -240,19 +240,43 @@ fn a_password_is_not_shown() {
 
 /// Also where flow-launch itself is killed: then the guard does it.
 #[test]
-fn the_terminal_echoes_again_whatever_is_killed() {
+fn the_terminal_is_as_it_was_whatever_is_killed() {
     for signal in [Signal::TERM, Signal::KILL] {
-        let launch = "$0 --grace 0.3 sh -c \"trap '' TERM; stty -echo; echo ready; while :; do sleep 0.05; done\"
-                      echo over; cat";
-        let Some(mut terminal) = Terminal::shell(launch) else { return };
+        let change = "stty raw -echo intr ^X min 0 time 7 cstopb";
+        let launch = format!(
+            "modes=$(stty -a); $0 --grace 0.3 sh -c \"trap '' TERM; {change}; echo ready; while :; do sleep 0.05; done\"
+             echo over; read line; [ \"$modes\" = \"$(stty -a)\" ] && echo same; cat"
+        );
+        let Some(mut terminal) = Terminal::shell(&launch) else { return };
         terminal.until_it_shows("[rank 0] ready");
         assert!(!terminal.echoes());
         let launcher = Pid::from_raw(children(terminal.pid())[0]).unwrap();
         kill_process(launcher, signal).unwrap();
         terminal.until_it_shows("over");
         until(&format!("the terminal echoes after {signal:?}"), || terminal.echoes());
+        terminal.types("\n");
+        terminal.until_it_shows("same");
         terminal.types("\x04");
         terminal.end();
+    }
+}
+
+/// As a pager does, which may read the keys before we start and after we end.
+#[test]
+fn whoever_reads_the_output_may_set_the_modes() {
+    let folder = tempfile::tempdir().unwrap();
+    let launch =
+        "cd $1; { until [ -e ready ]; do sleep 0.02; done; $0 sh -c 'until [ -e set ]; do sleep 0.02; done'; } | {
+                  stty $2 </dev/tty; touch ready; sleep 0.5; stty $3 </dev/tty; touch set; cat; stty -a </dev/tty; }";
+    for (before, after) in [("-echo", "echo"), ("echo", "-echo")] {
+        let mut command = Command::new("env");
+        let folder = folder.path().to_str().unwrap();
+        command.args(["--default-signal", "sh", "-c", launch, FLOW_LAUNCH, folder, before, after]);
+        let Some(terminal) = Terminal::start(&command) else { return };
+        let (_, shown) = terminal.end();
+        assert!(shown.contains(&format!(" {after} ")), "{shown:?}");
+        fs::remove_file(format!("{folder}/ready")).unwrap();
+        fs::remove_file(format!("{folder}/set")).unwrap();
     }
 }
 
