@@ -8,8 +8,8 @@ use std::collections::VecDeque;
 
 use crate::output::{Ending, Source, StreamId, LONGEST};
 
-/// To the start of the line, and all that is on it away.
-const ERASE: &[u8] = b"\r\x1b[K";
+/// To the start of the line, and all that is on it away; without colours.
+const ERASE: &[u8] = b"\x1b[m\r\x1b[K";
 
 /// A line that is not complete.
 struct Row {
@@ -19,6 +19,8 @@ struct Row {
     text: Vec<u8>,
     /// What comes next is drawn over it.
     is_returned: bool,
+    /// It has been drawn over: a progress bar.
+    is_bar: bool,
 }
 
 /// See the head of this file.
@@ -30,6 +32,8 @@ pub struct Screen {
     shown: Option<StreamId>,
     /// On the screen is the last line, not complete, of a stream that has ended.
     is_dangling: bool,
+    /// The width of the terminal, or 0.
+    pub columns: usize,
 }
 
 impl Screen {
@@ -38,7 +42,8 @@ impl Screen {
         let ending = Ending::of(segment);
         let text = if ending == Ending::Open { segment } else { &segment[..segment.len() - 1] };
         let known = self.rows.iter().position(|row| row.stream == source.id);
-        let new = || Row { stream: source.id, is_live: source.is_live, text: Vec::new(), is_returned: false };
+        let new =
+            || Row { stream: source.id, is_live: source.is_live, text: Vec::new(), is_returned: false, is_bar: false };
         let mut row = known.map_or_else(new, |index| self.rows.remove(index));
         let is_shown = self.shown == Some(source.id);
         // The prefix goes where the text does: after what moves the cursor there or clears the line.
@@ -50,6 +55,7 @@ impl Screen {
         }
         row.text.extend(text);
         row.is_returned = ending == Ending::Return || row.is_returned && text.is_empty();
+        row.is_bar |= ending == Ending::Return;
         if text.is_empty() && ending == Ending::Open {
             // Such as to hide the cursor: there is no line yet, or none to be drawn anew.
             self.make_room(out);
@@ -93,6 +99,41 @@ impl Screen {
             out.extend(row.text);
             out.push_back(b'\n');
             self.shown = None;
+        }
+    }
+
+    /// The worker has gone on: its line, unless that is a progress bar, stays as it is.
+    pub fn leave(&mut self, stream: StreamId, out: &mut VecDeque<u8>) {
+        if self.rows.iter().any(|row| row.stream == stream && !row.is_bar) {
+            self.finish(stream, out);
+        }
+    }
+
+    /// All that another stream would have to wait for stays as it is.
+    pub fn interrupt(&mut self, out: &mut VecDeque<u8>) {
+        let rows = self.rows.iter().filter(|row| row.is_live || Some(row.stream) == self.shown);
+        let streams: Vec<_> = rows.map(|row| row.stream).collect();
+        streams.into_iter().for_each(|stream| self.finish(stream, out));
+    }
+
+    /// What comes next begins a new row.
+    fn finish(&mut self, stream: StreamId, out: &mut VecDeque<u8>) {
+        self.end(stream, out);
+        if std::mem::take(&mut self.is_dangling) {
+            self.begin_row(out);
+        }
+    }
+
+    /// To the start of a row. An answer that was typed, which we do not see, has brought the cursor there already: as many
+    /// blanks as there are columns reach the next row from any other place only.
+    fn begin_row(&self, out: &mut VecDeque<u8>) {
+        match self.columns {
+            0 => out.push_back(b'\n'),
+            columns => {
+                out.extend(b"\x1b[m");
+                out.extend(std::iter::repeat_n(b' ', columns));
+                out.extend(ERASE);
+            }
         }
     }
 
@@ -177,7 +218,7 @@ mod tests {
         }
 
         fn write(&mut self, bytes: VecDeque<u8>) {
-            let text = String::from_utf8(bytes.into()).unwrap().replace("\x1b[K", "\x1b");
+            let text = String::from_utf8(bytes.into()).unwrap().replace("\x1b[m", "").replace("\x1b[K", "\x1b");
             for letter in text.chars() {
                 if self.lines.is_empty() {
                     self.lines.push(String::new());

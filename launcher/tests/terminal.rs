@@ -140,7 +140,7 @@ fn a_progress_bar_is_drawn_anew_below_the_lines_of_others() {
     );
     let Some(terminal) = Terminal::start(&script("--nproc_per_node 2", &text)) else { return };
     let (code, shown) = terminal.end();
-    let shown = shown.replace("\x1b[K", "<erase>");
+    let shown = shown.replace("\x1b[m", "").replace("\r\x1b[K", "\r<erase>");
     assert_eq!(code, Some(0), "{shown:?}");
     let bar = "10%\r[rank 0] 20%\r<erase>[rank 1] hello\r\n[rank 0] 20%\r[rank 0] 30%\r\n";
     assert!(shown.ends_with(bar), "{shown:?}");
@@ -177,6 +177,46 @@ fn input_is_asked_for_and_typed() {
     terminal.types("Ann\n");
     terminal.until_it_shows("hello Ann\r\n");
     assert_eq!(terminal.end().0, Some(0));
+}
+
+/// Python asks on standard error and goes on on standard output.
+#[test]
+fn a_prompt_that_was_answered_is_over() {
+    let text =
+        "[ $RANK = 0 ] && { printf 'name? ' >&2; read name; echo hello $name; touch $0; sleep 1.5; echo end; exit; }
+                until [ -e $0 ]; do sleep 0.02; done; echo ready; printf 'age? '; read age; echo $age";
+    let folder = tempfile::tempdir().unwrap();
+    let gate = folder.path().join("gate");
+    for (tail, term) in [("", "xterm"), ("", "dumb"), (" 2>&1 | cat", "xterm")] {
+        let launch = format!("TERM={term} $0 --stdin all --prefix --nproc_per_node 2 sh -c \"$1\" $2{tail}");
+        let mut command = Command::new("env");
+        command.args(["--default-signal", "sh", "-c", &launch, FLOW_LAUNCH, text, gate.to_str().unwrap()]);
+        let Some(mut terminal) = Terminal::start(&command) else { return };
+        terminal.until_it_shows("[rank 0] name? ");
+        terminal.types("Ann\n");
+        terminal.until_it_shows("[rank 0] hello Ann\r\n");
+        terminal.until_it_shows("[rank 1] age? ");
+        terminal.types("7\n");
+        let (_, shown) = terminal.end();
+        assert_eq!(shown.matches("name? ").count(), 1, "{shown:?}");
+        fs::remove_file(&gate).unwrap();
+    }
+}
+
+/// Whoever never answers rank 0 sees all the same what rank 1 asks.
+#[test]
+fn a_prompt_waits_only_a_moment_for_anothers() {
+    let text = "[ $RANK = 0 ] && { printf 'name? '; exec sleep 1000; }; sleep 0.5; printf 'age? '; exec sleep 1000";
+    for tail in ["", " 2>&1 | cat"] {
+        let launch = format!("$0 --stdin all --prefix --nproc_per_node 2 sh -c \"$1\"{tail}");
+        let mut command = Command::new("env");
+        command.args(["--default-signal", "sh", "-c", &launch, FLOW_LAUNCH, text]);
+        let Some(mut terminal) = Terminal::start(&command) else { return };
+        terminal.until_it_shows("[rank 1] age? ");
+        terminal.until_it_shows("[rank 0] name? ");
+        terminal.types("\x03");
+        terminal.end();
+    }
 }
 
 #[test]
