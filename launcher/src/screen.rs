@@ -164,10 +164,34 @@ impl Screen {
     fn make_room(&mut self, out: &mut VecDeque<u8>) {
         if std::mem::take(&mut self.is_dangling) {
             out.push_back(b'\n');
-        } else if self.shown.is_some() {
-            out.extend(ERASE);
+        } else if let Some(shown) = self.shown {
+            let is_wide = |row: &Row| self.columns > 0 && width(&row.text) > self.columns;
+            match self.rows.iter().position(|row| row.stream == shown && is_wide(row)) {
+                // Only its end could be erased.
+                Some(index) => {
+                    self.rows.remove(index);
+                    out.extend(b"\x1b[m\n");
+                }
+                None => out.extend(ERASE),
+            }
         }
     }
+}
+
+/// How many columns a text takes, if each letter takes one.
+fn width(mut text: &[u8]) -> usize {
+    let mut columns = 0;
+    while let Some((first, rest)) = text.split_first() {
+        text = rest;
+        if let (b'\x1b', Some(sequence)) = (*first, rest.strip_prefix(b"[")) {
+            let end = sequence.iter().position(|byte| (b'@'..=b'~').contains(byte));
+            text = end.map_or(&[], |end| &sequence[end + 1..]);
+        } else {
+            // The bytes of a letter in UTF-8 but for the first begin so.
+            columns += usize::from(first & 0xc0 != 0x80);
+        }
+    }
+    columns
 }
 
 /// How long at the start of a text is what moves the cursor or erases: control sequences but those for colours.
@@ -302,6 +326,18 @@ mod tests {
         assert_eq!(put("a\n\x1b[32mb"), "0: a\n0: \x1b[32mb");
         assert_eq!(put("\r\x1b[2K\x1b[1A\x1b[2Ka"), "\r\x1b[2K\x1b[1A\x1b[2K0: a");
         assert_eq!(put("\n\x1b[?25h"), "\n\x1b[?25h");
+    }
+
+    #[test]
+    fn a_row_wider_than_the_terminal_is_not_drawn_again() {
+        let mut terminal = Terminal::default();
+        terminal.screen.columns = 10;
+        terminal.put(0, "a line of 20 letters");
+        terminal.put(2, "x\n");
+        terminal.put(2, "y\n");
+        terminal.put(0, "end\n");
+        terminal.shows(&["0: a line of 20 letters", "2: x", "2: y", "0: end", ""]);
+        assert_eq!(width("\x1b[31mä\x1b[0m€".as_bytes()), 2);
     }
 
     #[test]
