@@ -252,7 +252,11 @@ impl Crew {
                 }
                 Action::Kill => {
                     worker.process.kill();
-                    Stopped::Killed
+                    if self.policy.has_expired() {
+                        Stopped::Overdue
+                    } else {
+                        Stopped::Killed
+                    }
                 }
                 Action::Abandon => {
                     worker.settled = true;
