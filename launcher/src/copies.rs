@@ -19,7 +19,7 @@ pub enum Partial {
 
 /// A stream on its way.
 pub struct Copies {
-    id: StreamId,
+    pub id: StreamId,
     which: Which,
     pub partial: Partial,
     route: Route,

@@ -9,7 +9,7 @@ use anyhow::Context;
 use jiff::Timestamp;
 use rustix::event::{poll, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
-use rustix::process::{getrlimit, setrlimit, Pid, Resource, Rlimit, Signal};
+use rustix::process::{Pid, Signal};
 
 use crate::copies::{Copies, Partial};
 use crate::error_file::ErrorFile;
@@ -29,16 +29,11 @@ const READ: usize = 1 << 16;
 /// How long a worker that may have asked something must write nothing until its prompt is shown.
 const QUIET: Duration = Duration::from_millis(100);
 
+/// How much longer it waits for the end of another stream's line.
+const PATIENCE: Duration = Duration::from_secs(1);
+
 /// Index of a stream of a worker.
 const STDERR: usize = Which::Stderr as usize;
-
-/// Descriptors the launcher needs beside those of its workers: for stores that hold up to 512 strangers, with room to
-/// spare.
-const OWN_DESCRIPTORS: u64 = 512 + 512;
-
-/// Descriptors per worker: its pidfd, its two pipes, two files, and connections to the stores, of which PyTorch's process
-/// groups may take some each.
-const WORKER_DESCRIPTORS: u64 = 12;
 
 /// What to do where the system has no room for more.
 const LIMITS: &str = "; start fewer workers, or raise the limits on open files and processes (ulimit -n, ulimit -u)";
@@ -175,31 +170,22 @@ impl Crew {
 
     /// When [`Crew::elapsed`] is to be called, if not for the policy's sake.
     pub fn deadline(&self, sinks: &Sinks) -> Option<Instant> {
-        self.prompts(sinks).filter_map(|(index, which)| self.workers[index].streams[which].due).min()
+        let streams = self.workers.iter().flat_map(|worker| worker.streams.iter().enumerate());
+        streams.filter_map(|(which, stream)| stream.show_at(which, sinks)).min()
     }
 
     /// Time has passed: shows prompts.
     pub fn elapsed(&mut self, now: Instant, sinks: &mut Sinks) {
-        let is_due = |stream: &Stream| stream.due.is_some_and(|due| due <= now);
-        let due: Vec<_> = self.prompts(sinks).filter(|(i, which)| is_due(&self.workers[*i].streams[*which])).collect();
-        for (index, which) in due {
-            let stream = &mut self.workers[index].streams[which];
-            let queue = &mut sinks.of_mut(which).queue;
-            // Of two that are due at once, one waits for the end of the other's line.
-            if stream.copies.may_show(queue) {
+        for (which, stream) in self.workers.iter_mut().flat_map(|worker| worker.streams.iter_mut().enumerate()) {
+            if stream.show_at(which, sinks).is_some_and(|time| time <= now) {
+                let queue = &mut sinks.of_mut(which).queue;
+                if !stream.copies.may_show(queue) {
+                    queue.interrupt();
+                }
                 stream.copies.show_partial(queue);
                 stream.due = None;
             }
         }
-    }
-
-    /// The streams (worker, number) that have, or will soon have, a prompt to show, and may.
-    fn prompts<'a>(&'a self, sinks: &'a Sinks) -> impl Iterator<Item = (usize, usize)> + 'a {
-        let streams =
-            self.workers.iter().enumerate().flat_map(|(i, w)| w.streams.iter().enumerate().map(move |s| (i, s)));
-        streams.filter_map(|(index, (which, stream))| {
-            (stream.due.is_some() && stream.copies.may_show(&sinks.of(which).queue)).then_some((index, which))
-        })
     }
 
     /// Tells workers that have a terminal of ours of the real one's size.
@@ -266,7 +252,11 @@ impl Crew {
                 }
                 Action::Kill => {
                     worker.process.kill();
-                    Stopped::Killed
+                    if self.policy.has_expired() {
+                        Stopped::Overdue
+                    } else {
+                        Stopped::Killed
+                    }
                 }
                 Action::Abandon => {
                     worker.settled = true;
@@ -325,6 +315,7 @@ impl Crew {
     /// Passes on what a worker has written.
     pub fn read(&mut self, index: usize, which: usize, sinks: &mut Sinks) {
         let worker = &mut self.workers[index];
+        let other = worker.streams[1 - which].copies.id;
         let stream = &mut worker.streams[which];
         let (Some(pipe), false) = (&stream.pipe, stream.must_wait(which, sinks)) else { return };
         let limit = stream.left.map_or(READ, |left| READ.min(left as usize));
@@ -341,6 +332,9 @@ impl Crew {
         let bytes = &self.buffer[..count];
         if which == STDERR {
             worker.tail.push(bytes);
+        }
+        if bytes.contains(&b'\n') {
+            sinks.of_mut(1 - which).queue.leave(other);
         }
         let queue = &mut sinks.of_mut(which).queue;
         if let Err(error) = stream.copies.put(bytes, queue, self.filters[which].as_mut()) {
@@ -411,6 +405,12 @@ impl Crew {
 }
 
 impl Stream {
+    /// When a line that is not complete is shown.
+    fn show_at(&self, which: usize, sinks: &Sinks) -> Option<Instant> {
+        let is_free = self.copies.may_show(&sinks.of(which).queue);
+        self.due.map(|due| if is_free { due } else { due + PATIENCE })
+    }
+
     /// The console has no room for more of it.
     fn must_wait(&self, which: usize, sinks: &Sinks) -> bool {
         self.copies.is_shown() && sinks.of(which).is_full()
@@ -496,16 +496,4 @@ fn terminal(copies: &Copies, sink: &Sink) -> Option<(OwnedFd, File)> {
 fn is_readable(fd: &OwnedFd) -> bool {
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&now)).is_ok_and(|count| count > 0)
-}
-
-/// Raises the soft limit on open files as far as needed for so many workers, and allowed.
-pub fn allow_descriptors(workers: u32) {
-    let needed = OWN_DESCRIPTORS + WORKER_DESCRIPTORS * u64::from(workers);
-    let limit = getrlimit(Resource::Nofile);
-    if limit.current.is_some_and(|current| current < needed) {
-        let current = limit.maximum.map_or(needed, |maximum| maximum.min(needed));
-        if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: Some(current), maximum: limit.maximum }) {
-            log::warn!("cannot raise the limit on open files to {current}: {error}");
-        }
-    }
 }

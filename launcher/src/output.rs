@@ -182,9 +182,27 @@ impl Queue {
         }
     }
 
-    /// To be called before what is queued is written: brings back the prompt or bar that it has taken off the screen.
-    pub fn refresh(&mut self) {
+    /// The worker has written a line elsewhere: its prompt here, if there is one, has been answered.
+    pub fn leave(&mut self, stream: StreamId) {
         if let Some(screen) = &mut self.screen {
+            screen.leave(stream, &mut self.bytes);
+        }
+    }
+
+    /// Ends lines that are not complete, so that nobody need wait for them.
+    pub fn interrupt(&mut self) {
+        match &mut self.screen {
+            Some(screen) => screen.interrupt(&mut self.bytes),
+            None if self.unfinished.take().is_some() => self.bytes.push_back(b'\n'),
+            None => {}
+        }
+    }
+
+    /// To be called before what is queued is written, with the width of the terminal: brings back the prompt or bar that
+    /// it has taken off the screen.
+    pub fn refresh(&mut self, columns: Option<u16>) {
+        if let Some(screen) = &mut self.screen {
+            screen.columns = columns.map_or(0, usize::from);
             screen.refresh(&mut self.bytes);
         }
     }

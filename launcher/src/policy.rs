@@ -49,6 +49,8 @@ pub struct Policy {
     signalled: Option<Instant>,
     interrupted: Option<Instant>,
     killed: bool,
+    /// They were killed because the grace period was over.
+    expired: bool,
 }
 
 impl Policy {
@@ -61,6 +63,7 @@ impl Policy {
             signalled: None,
             interrupted: None,
             killed: false,
+            expired: false,
         }
     }
 
@@ -76,6 +79,11 @@ impl Policy {
     /// Workers have been asked to stop and are being given time to do so.
     pub fn in_grace(&self) -> bool {
         self.cause.is_some() && !self.killed
+    }
+
+    /// The grace period was not enough.
+    pub fn has_expired(&self) -> bool {
+        self.expired
     }
 
     /// Someone wants the launcher itself to end, and the time for doing so in good order is over.
@@ -149,7 +157,10 @@ impl Policy {
     pub fn elapsed(&mut self, now: Instant) -> Action {
         match self.deadline {
             Some(deadline) if deadline <= now && self.cause.is_none() => self.blame(now),
-            Some(deadline) if deadline <= now && !self.killed => self.kill(now),
+            Some(deadline) if deadline <= now && !self.killed => {
+                self.expired = true;
+                self.kill(now)
+            }
             Some(deadline) if deadline <= now => {
                 self.deadline = None;
                 Action::Abandon
@@ -200,7 +211,7 @@ mod tests {
         assert_eq!(policy.cause(), Some(Cause::Failure(2)));
         assert_eq!(policy.elapsed(now + GRACE / 2), Action::Nothing);
         assert_eq!(policy.elapsed(now + GRACE), Action::Kill);
-        assert!(!policy.in_grace());
+        assert!(!policy.in_grace() && policy.has_expired());
         assert_eq!(policy.elapsed(now + GRACE), Action::Nothing);
         assert_eq!(policy.elapsed(now + GRACE + LAST_WAIT), Action::Abandon);
         assert_eq!(policy.deadline(), None);
@@ -218,7 +229,7 @@ mod tests {
         assert!(policy.in_grace() && !policy.must_leave());
         assert_eq!(policy.signalled(2, now + TOGETHER), Some(Action::Kill));
         assert_eq!(policy.cause(), Some(Cause::Signal(2)));
-        assert!(policy.must_leave());
+        assert!(policy.must_leave() && !policy.has_expired());
         assert_eq!(policy.signalled(2, now + 3 * TOGETHER), None);
     }
 

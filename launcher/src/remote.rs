@@ -15,7 +15,6 @@ use rustix::io::Errno;
 use rustix::process::{kill_process, kill_process_group, pidfd_open, Pid, PidfdFlags, Signal};
 
 use crate::address;
-use crate::crew;
 use crate::hosts::{self, Place, Start};
 use crate::job::{Hosts, Job};
 use crate::leader;
@@ -25,7 +24,7 @@ use crate::output::{Assembler, Segment, Source};
 use crate::signals::{self, Request, Signals};
 use crate::sink::Sinks;
 use crate::wait;
-use crate::worker::End;
+use crate::worker::{self, End};
 
 /// When one agent has failed, the others hear of it from each other: this long they may take to end or stop.
 const TOGETHER: Duration = Duration::from_secs(5);
@@ -58,7 +57,7 @@ pub fn run(job: &Job, hosts: &Hosts) -> anyhow::Result<u8> {
         io::stdout().write_all(hosts::describe(&starts, &variables).as_bytes())?;
         return Ok(0);
     }
-    crew::allow_descriptors(hosts.list.len() as u32);
+    worker::allow_descriptors(hosts.list.len() as u32);
     let mut head = Head {
         signals: Signals::catch(&job.signals)?,
         sinks: Sinks::standard(job.quiet).context("cannot open standard output and standard error")?,

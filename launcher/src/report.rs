@@ -67,6 +67,8 @@ pub enum Stopped {
     No,
     Asked,
     Killed,
+    /// Killed when the grace period was over.
+    Overdue,
 }
 
 /// One worker, at the end of the job.
@@ -152,7 +154,7 @@ pub fn stopping(signal: i32, action: Action, time_left: Duration) -> String {
 
 /// What is said of workers that did not stop when the launcher was told to; nothing if all did.
 pub fn unwilling(outcomes: &[Outcome], signal: i32) -> Option<String> {
-    let killed: Vec<_> = outcomes.iter().filter(|outcome| outcome.stopped == Stopped::Killed).map(|o| o.rank).collect();
+    let killed: Vec<_> = outcomes.iter().filter(|outcome| outcome.stopped >= Stopped::Killed).map(|o| o.rank).collect();
     let name = signal_name(signal);
     (!killed.is_empty()).then(|| format!("{} did not stop on {name} and had to be killed", ranks(&killed)))
 }
@@ -164,7 +166,8 @@ fn fates(outcomes: &[&Outcome]) -> String {
             (None, _) => "could not be killed".into(),
             (Some(End::Exit(0 | 143) | End::Signal(15)), Stopped::Asked) => "stopped by flow-launch".into(),
             (Some(end), Stopped::Asked) => format!("asked to stop, ended with {end}"),
-            (Some(_), Stopped::Killed) => "killed by flow-launch after the grace period".into(),
+            (Some(_), Stopped::Killed) => "killed by flow-launch".into(),
+            (Some(_), Stopped::Overdue) => "killed by flow-launch after the grace period".into(),
             (Some(End::Exit(0)), Stopped::No) => "had finished".into(),
             (Some(end), Stopped::No) => format!("failed too ({end}{})", at(outcome.time)),
         };
@@ -247,9 +250,10 @@ mod tests {
             outcome(0, Some(End::Signal(15)), Stopped::Asked, &empty),
             outcome(1, Some(End::Signal(11)), Stopped::No, &said),
             outcome(2, Some(End::Exit(0)), Stopped::No, &empty),
-            outcome(3, Some(End::Signal(9)), Stopped::Killed, &empty),
+            outcome(3, Some(End::Signal(9)), Stopped::Overdue, &empty),
             outcome(4, Some(End::Exit(1)), Stopped::Asked, &empty),
             outcome(5, Some(End::Exit(2)), Stopped::No, &empty),
+            outcome(6, Some(End::Signal(9)), Stopped::Killed, &empty),
         ];
         let report = cause(&outcomes[1], "node0") + &others(&outcomes, Some(1), "node0").unwrap();
         let lines: Vec<_> = report.lines().collect();
@@ -262,10 +266,11 @@ mod tests {
             format!(
                 "the others: rank 0 stopped by flow-launch; rank 2 had finished; \
                  rank 3 killed by flow-launch after the grace period; \
-                 rank 4 asked to stop, ended with exit code 1; rank 5 failed too (exit code 2{time})"
+                 rank 4 asked to stop, ended with exit code 1; rank 5 failed too (exit code 2{time}); \
+                 rank 6 killed by flow-launch"
             )
         );
-        assert_eq!(unwilling(&outcomes, 15).unwrap(), "rank 3 did not stop on SIGTERM and had to be killed");
+        assert_eq!(unwilling(&outcomes, 15).unwrap(), "ranks 3, 6 did not stop on SIGTERM and had to be killed");
         assert_eq!(unwilling(&outcomes[..3], 15), None);
     }
 

@@ -8,8 +8,8 @@ use std::collections::VecDeque;
 
 use crate::output::{Ending, Source, StreamId, LONGEST};
 
-/// To the start of the line, and all that is on it away.
-const ERASE: &[u8] = b"\r\x1b[K";
+/// To the start of the line, and all that is on it away; without colours.
+const ERASE: &[u8] = b"\x1b[m\r\x1b[K";
 
 /// A line that is not complete.
 struct Row {
@@ -19,6 +19,8 @@ struct Row {
     text: Vec<u8>,
     /// What comes next is drawn over it.
     is_returned: bool,
+    /// It has been drawn over: a progress bar.
+    is_bar: bool,
 }
 
 /// See the head of this file.
@@ -30,6 +32,8 @@ pub struct Screen {
     shown: Option<StreamId>,
     /// On the screen is the last line, not complete, of a stream that has ended.
     is_dangling: bool,
+    /// The width of the terminal, or 0.
+    pub columns: usize,
 }
 
 impl Screen {
@@ -38,7 +42,8 @@ impl Screen {
         let ending = Ending::of(segment);
         let text = if ending == Ending::Open { segment } else { &segment[..segment.len() - 1] };
         let known = self.rows.iter().position(|row| row.stream == source.id);
-        let new = || Row { stream: source.id, is_live: source.is_live, text: Vec::new(), is_returned: false };
+        let new =
+            || Row { stream: source.id, is_live: source.is_live, text: Vec::new(), is_returned: false, is_bar: false };
         let mut row = known.map_or_else(new, |index| self.rows.remove(index));
         let is_shown = self.shown == Some(source.id);
         // The prefix goes where the text does: after what moves the cursor there or clears the line.
@@ -50,6 +55,7 @@ impl Screen {
         }
         row.text.extend(text);
         row.is_returned = ending == Ending::Return || row.is_returned && text.is_empty();
+        row.is_bar |= ending == Ending::Return;
         if text.is_empty() && ending == Ending::Open {
             // Such as to hide the cursor: there is no line yet, or none to be drawn anew.
             self.make_room(out);
@@ -96,6 +102,41 @@ impl Screen {
         }
     }
 
+    /// The worker has gone on: its line, unless that is a progress bar, stays as it is.
+    pub fn leave(&mut self, stream: StreamId, out: &mut VecDeque<u8>) {
+        if self.rows.iter().any(|row| row.stream == stream && !row.is_bar) {
+            self.finish(stream, out);
+        }
+    }
+
+    /// All that another stream would have to wait for stays as it is.
+    pub fn interrupt(&mut self, out: &mut VecDeque<u8>) {
+        let rows = self.rows.iter().filter(|row| row.is_live || Some(row.stream) == self.shown);
+        let streams: Vec<_> = rows.map(|row| row.stream).collect();
+        streams.into_iter().for_each(|stream| self.finish(stream, out));
+    }
+
+    /// What comes next begins a new row.
+    fn finish(&mut self, stream: StreamId, out: &mut VecDeque<u8>) {
+        self.end(stream, out);
+        if std::mem::take(&mut self.is_dangling) {
+            self.begin_row(out);
+        }
+    }
+
+    /// To the start of a row. An answer that was typed, which we do not see, has brought the cursor there already: as many
+    /// blanks as there are columns reach the next row from any other place only.
+    fn begin_row(&self, out: &mut VecDeque<u8>) {
+        match self.columns {
+            0 => out.push_back(b'\n'),
+            columns => {
+                out.extend(b"\x1b[m");
+                out.extend(std::iter::repeat_n(b' ', columns));
+                out.extend(ERASE);
+            }
+        }
+    }
+
     /// Draws a line that is not complete, if there are any and none is on the screen.
     pub fn refresh(&mut self, out: &mut VecDeque<u8>) {
         if self.shown.is_some() {
@@ -123,10 +164,34 @@ impl Screen {
     fn make_room(&mut self, out: &mut VecDeque<u8>) {
         if std::mem::take(&mut self.is_dangling) {
             out.push_back(b'\n');
-        } else if self.shown.is_some() {
-            out.extend(ERASE);
+        } else if let Some(shown) = self.shown {
+            let is_wide = |row: &Row| self.columns > 0 && width(&row.text) > self.columns;
+            match self.rows.iter().position(|row| row.stream == shown && is_wide(row)) {
+                // Only its end could be erased.
+                Some(index) => {
+                    self.rows.remove(index);
+                    out.extend(b"\x1b[m\n");
+                }
+                None => out.extend(ERASE),
+            }
         }
     }
+}
+
+/// How many columns a text takes, if each letter takes one.
+fn width(mut text: &[u8]) -> usize {
+    let mut columns = 0;
+    while let Some((first, rest)) = text.split_first() {
+        text = rest;
+        if let (b'\x1b', Some(sequence)) = (*first, rest.strip_prefix(b"[")) {
+            let end = sequence.iter().position(|byte| (b'@'..=b'~').contains(byte));
+            text = end.map_or(&[], |end| &sequence[end + 1..]);
+        } else {
+            // The bytes of a letter in UTF-8 but for the first begin so.
+            columns += usize::from(first & 0xc0 != 0x80);
+        }
+    }
+    columns
 }
 
 /// How long at the start of a text is what moves the cursor or erases: control sequences but those for colours.
@@ -177,7 +242,7 @@ mod tests {
         }
 
         fn write(&mut self, bytes: VecDeque<u8>) {
-            let text = String::from_utf8(bytes.into()).unwrap().replace("\x1b[K", "\x1b");
+            let text = String::from_utf8(bytes.into()).unwrap().replace("\x1b[m", "").replace("\x1b[K", "\x1b");
             for letter in text.chars() {
                 if self.lines.is_empty() {
                     self.lines.push(String::new());
@@ -261,6 +326,18 @@ mod tests {
         assert_eq!(put("a\n\x1b[32mb"), "0: a\n0: \x1b[32mb");
         assert_eq!(put("\r\x1b[2K\x1b[1A\x1b[2Ka"), "\r\x1b[2K\x1b[1A\x1b[2K0: a");
         assert_eq!(put("\n\x1b[?25h"), "\n\x1b[?25h");
+    }
+
+    #[test]
+    fn a_row_wider_than_the_terminal_is_not_drawn_again() {
+        let mut terminal = Terminal::default();
+        terminal.screen.columns = 10;
+        terminal.put(0, "a line of 20 letters");
+        terminal.put(2, "x\n");
+        terminal.put(2, "y\n");
+        terminal.put(0, "end\n");
+        terminal.shows(&["0: a line of 20 letters", "2: x", "2: y", "0: end", ""]);
+        assert_eq!(width("\x1b[31mä\x1b[0m€".as_bytes()), 2);
     }
 
     #[test]

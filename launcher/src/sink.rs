@@ -132,8 +132,9 @@ impl Sink {
 
     /// Writes some of the queue. An error closes the sink; one other than "nobody reads any more" is returned.
     fn write(&mut self) -> Result<(), Errno> {
+        let columns = self.window().map(|size| size.ws_col);
         let Some(fd) = &self.fd else { return Ok(()) };
-        self.queue.refresh();
+        self.queue.refresh(columns);
         match rustix::io::write(fd, self.queue.front(self.write_limit)) {
             Ok(count) => {
                 self.queue.written(count);

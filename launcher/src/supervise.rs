@@ -79,7 +79,7 @@ impl Supervisor {
     /// Joins the job.
     pub fn start(job: Job, machine: Machine, command: Vec<OsString>) -> anyhow::Result<Supervisor> {
         let local_world_size = plan::local_world_size(&job, &machine)?;
-        crew::allow_descriptors(local_world_size);
+        worker::allow_descriptors(local_world_size);
         let signals = Signals::catch(&job.signals)?;
         let mut guard = Guard::start()?;
         let mut sinks = Sinks::standard(job.quiet).context("cannot open standard output and standard error")?;
@@ -211,7 +211,7 @@ impl Supervisor {
         if self.signalled.is_some() {
             return self.tell_stopped(round, None);
         }
-        crew::allow_descriptors(placement.world_size);
+        worker::allow_descriptors(placement.world_size);
         let attempt = placement.restart_count;
         let error_file = |local_rank| self.logs.error_file(attempt, local_rank);
         let mut specs = plan::workers(&self.job, placement, &self.command, &self.machine, error_file);

@@ -5,31 +5,57 @@ use std::fmt;
 use std::io;
 
 use rustix::process::{getpgrp, Pid};
-use rustix::termios::{tcgetattr, tcgetpgrp, tcsetattr, InputModes, LocalModes, OptionalActions, OutputModes, Termios};
+use rustix::termios::{
+    isatty, tcgetattr, tcgetpgrp, tcsetattr, ControlModes, InputModes, LocalModes, OptionalActions, OutputModes,
+    SpecialCodeIndex, Termios,
+};
+
+/// Keys with a meaning, and how reads wait.
+const CODES: [SpecialCodeIndex; 17] = [
+    SpecialCodeIndex::VINTR,
+    SpecialCodeIndex::VQUIT,
+    SpecialCodeIndex::VERASE,
+    SpecialCodeIndex::VKILL,
+    SpecialCodeIndex::VEOF,
+    SpecialCodeIndex::VTIME,
+    SpecialCodeIndex::VMIN,
+    SpecialCodeIndex::VSWTC,
+    SpecialCodeIndex::VSTART,
+    SpecialCodeIndex::VSTOP,
+    SpecialCodeIndex::VSUSP,
+    SpecialCodeIndex::VEOL,
+    SpecialCodeIndex::VREPRINT,
+    SpecialCodeIndex::VDISCARD,
+    SpecialCodeIndex::VWERASE,
+    SpecialCodeIndex::VLNEXT,
+    SpecialCodeIndex::VEOL2,
+];
 
 /// What the modes are to be, while this process group has the terminal.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Modes {
     group: Pid,
-    input: InputModes,
-    output: OutputModes,
-    local: LocalModes,
+    /// For input, output, control and the line.
+    flags: [u32; 4],
+    codes: [u8; CODES.len()],
 }
 
 impl Modes {
-    /// Those of the terminal that is our standard input, if it is one and we have it: in the background it may be in
-    /// whatever state a shell needs.
+    /// Those of the terminal that is our standard input, if we have it: in the background it may be in whatever state a
+    /// shell needs. None where another output goes elsewhere: a pager there sets the modes for itself, and we could not
+    /// tell its doing from our workers'.
     pub fn of_input() -> Option<Modes> {
         let group = getpgrp();
-        if tcgetpgrp(io::stdin()).ok()? != group {
+        if tcgetpgrp(io::stdin()).ok()? != group || !isatty(io::stdout()) || !isatty(io::stderr()) {
             return None;
         }
         Some(Modes::of(group, &tcgetattr(io::stdin()).ok()?))
     }
 
     fn of(group: Pid, terminal: &Termios) -> Modes {
-        let Termios { input_modes: input, output_modes: output, local_modes: local, .. } = *terminal;
-        Modes { group, input, output, local }
+        let Termios { input_modes, output_modes, control_modes, local_modes, .. } = *terminal;
+        let flags = [input_modes.bits(), output_modes.bits(), control_modes.bits(), local_modes.bits()];
+        Modes { group, flags, codes: CODES.map(|code| terminal.special_codes[code]) }
     }
 
     /// Gives them back to the terminal that is our standard error. We may be in the background: SIGTTOU must be blocked.
@@ -39,29 +65,35 @@ impl Modes {
         if Modes::of(self.group, &now) == self || tcgetpgrp(&terminal) != Ok(self.group) {
             return;
         }
-        (now.input_modes, now.output_modes, now.local_modes) = (self.input, self.output, self.local);
+        let [input, output, control, local] = self.flags;
+        now.input_modes = InputModes::from_bits_retain(input);
+        now.output_modes = OutputModes::from_bits_retain(output);
+        now.control_modes = ControlModes::from_bits_retain(control);
+        now.local_modes = LocalModes::from_bits_retain(local);
+        CODES.into_iter().zip(self.codes).for_each(|(index, code)| now.special_codes[index] = code);
         // Fails only where the terminal has gone.
         let _ = tcsetattr(&terminal, OptionalActions::Now, &now);
     }
 
     /// From what `Display` writes.
     pub fn parse(text: &str) -> Option<Modes> {
-        let mut numbers = text.split(',');
-        let group = Pid::from_raw(numbers.next()?.parse().ok()?)?;
-        let mut bits = || numbers.next()?.parse().ok();
-        let (input, output, local) = (bits()?, bits()?, bits()?);
-        Some(Modes {
-            group,
-            input: InputModes::from_bits_retain(input),
-            output: OutputModes::from_bits_retain(output),
-            local: LocalModes::from_bits_retain(local),
-        })
+        let mut numbers = text.split(',').map(str::parse::<u32>);
+        let group = Pid::from_raw(numbers.next()?.ok()?.try_into().ok()?)?;
+        let (mut flags, mut codes) = ([0; 4], [0; CODES.len()]);
+        for flag in &mut flags {
+            *flag = numbers.next()?.ok()?;
+        }
+        for code in &mut codes {
+            *code = numbers.next()?.ok()?.try_into().ok()?;
+        }
+        Some(Modes { group, flags, codes })
     }
 }
 
 impl fmt::Display for Modes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{},{},{},{}", self.group, self.input.bits(), self.output.bits(), self.local.bits())
+        write!(f, "{}", self.group)?;
+        self.flags.into_iter().chain(self.codes.map(u32::from)).try_for_each(|number| write!(f, ",{number}"))
     }
 }
 
@@ -71,12 +103,8 @@ mod tests {
 
     #[test]
     fn modes_survive_the_way_to_another_process() {
-        let modes = Modes {
-            group: Pid::INIT,
-            input: InputModes::ICRNL,
-            output: OutputModes::OPOST,
-            local: LocalModes::ECHO | LocalModes::ICANON,
-        };
+        let codes = std::array::from_fn(|index| 200 + index as u8);
+        let modes = Modes { group: Pid::INIT, flags: [1, 2, u32::MAX, 0], codes };
         assert_eq!(Modes::parse(&modes.to_string()), Some(modes));
         assert_eq!(Modes::parse(""), None);
     }

@@ -25,8 +25,8 @@ use rustix::net::{
     SendFlags,
 };
 use rustix::process::{
-    kill_process, kill_process_group, pidfd_open, set_parent_process_death_signal, setsid, waitid, Pid, PidfdFlags,
-    Signal, WaitId, WaitIdOptions,
+    getrlimit, kill_process, kill_process_group, pidfd_open, set_parent_process_death_signal, setrlimit, setsid,
+    waitid, Pid, PidfdFlags, Resource, Rlimit, Signal, WaitId, WaitIdOptions,
 };
 use rustix::thread::{sched_setaffinity, CpuSet};
 
@@ -37,6 +37,14 @@ use crate::signals;
 
 /// First argument of a flow-launch process that is about to become a worker.
 pub const HIDDEN_FLAG: &str = "--exec-worker";
+
+/// Descriptors the launcher needs beside those of its workers: for stores that hold up to 512 strangers, with room to
+/// spare.
+const OWN_DESCRIPTORS: u64 = 512 + 512;
+
+/// Descriptors per worker: its pidfd, its two pipes, two files, and connections to the stores, of which PyTorch's process
+/// groups may take some each.
+const WORKER_DESCRIPTORS: u64 = 12;
 
 /// How a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -226,6 +234,18 @@ fn bind(cores: &OsStr) -> io::Result<()> {
     let mut mask = CpuSet::new();
     cores.into_iter().filter(|core| *core < CpuSet::MAX_CPU).for_each(|core| mask.set(core));
     Ok(sched_setaffinity(None, &mask)?)
+}
+
+/// Raises the soft limit on open files as far as needed for so many workers, and allowed.
+pub fn allow_descriptors(workers: u32) {
+    let needed = OWN_DESCRIPTORS + WORKER_DESCRIPTORS * u64::from(workers);
+    let limit = getrlimit(Resource::Nofile);
+    if limit.current.is_some_and(|current| current < needed) {
+        let current = limit.maximum.map_or(needed, |maximum| maximum.min(needed));
+        if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: Some(current), maximum: limit.maximum }) {
+            log::warn!("cannot raise the limit on open files to {current}: {error}");
+        }
+    }
 }
 
 #[cfg(test)]

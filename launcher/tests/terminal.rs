@@ -140,7 +140,7 @@ fn a_progress_bar_is_drawn_anew_below_the_lines_of_others() {
     );
     let Some(terminal) = Terminal::start(&script("--nproc_per_node 2", &text)) else { return };
     let (code, shown) = terminal.end();
-    let shown = shown.replace("\x1b[K", "<erase>");
+    let shown = shown.replace("\x1b[m", "").replace("\r\x1b[K", "\r<erase>");
     assert_eq!(code, Some(0), "{shown:?}");
     let bar = "10%\r[rank 0] 20%\r<erase>[rank 1] hello\r\n[rank 0] 20%\r[rank 0] 30%\r\n";
     assert!(shown.ends_with(bar), "{shown:?}");
@@ -177,6 +177,46 @@ fn input_is_asked_for_and_typed() {
     terminal.types("Ann\n");
     terminal.until_it_shows("hello Ann\r\n");
     assert_eq!(terminal.end().0, Some(0));
+}
+
+/// Python asks on standard error and goes on on standard output.
+#[test]
+fn a_prompt_that_was_answered_is_over() {
+    let text =
+        "[ $RANK = 0 ] && { printf 'name? ' >&2; read name; echo hello $name; touch $0; sleep 1.5; echo end; exit; }
+                until [ -e $0 ]; do sleep 0.02; done; echo ready; printf 'age? '; read age; echo $age";
+    let folder = tempfile::tempdir().unwrap();
+    let gate = folder.path().join("gate");
+    for (tail, term) in [("", "xterm"), ("", "dumb"), (" 2>&1 | cat", "xterm")] {
+        let launch = format!("TERM={term} $0 --stdin all --prefix --nproc_per_node 2 sh -c \"$1\" $2{tail}");
+        let mut command = Command::new("env");
+        command.args(["--default-signal", "sh", "-c", &launch, FLOW_LAUNCH, text, gate.to_str().unwrap()]);
+        let Some(mut terminal) = Terminal::start(&command) else { return };
+        terminal.until_it_shows("[rank 0] name? ");
+        terminal.types("Ann\n");
+        terminal.until_it_shows("[rank 0] hello Ann\r\n");
+        terminal.until_it_shows("[rank 1] age? ");
+        terminal.types("7\n");
+        let (_, shown) = terminal.end();
+        assert_eq!(shown.matches("name? ").count(), 1, "{shown:?}");
+        fs::remove_file(&gate).unwrap();
+    }
+}
+
+/// Whoever never answers rank 0 sees all the same what rank 1 asks.
+#[test]
+fn a_prompt_waits_only_a_moment_for_anothers() {
+    let text = "[ $RANK = 0 ] && { printf 'name? '; exec sleep 1000; }; sleep 0.5; printf 'age? '; exec sleep 1000";
+    for tail in ["", " 2>&1 | cat"] {
+        let launch = format!("$0 --stdin all --prefix --nproc_per_node 2 sh -c \"$1\"{tail}");
+        let mut command = Command::new("env");
+        command.args(["--default-signal", "sh", "-c", &launch, FLOW_LAUNCH, text]);
+        let Some(mut terminal) = Terminal::start(&command) else { return };
+        terminal.until_it_shows("[rank 1] age? ");
+        terminal.until_it_shows("[rank 0] name? ");
+        terminal.types("\x03");
+        terminal.end();
+    }
 }
 
 #[test]
@@ -240,19 +280,43 @@ fn a_password_is_not_shown() {
 
 /// Also where flow-launch itself is killed: then the guard does it.
 #[test]
-fn the_terminal_echoes_again_whatever_is_killed() {
+fn the_terminal_is_as_it_was_whatever_is_killed() {
     for signal in [Signal::TERM, Signal::KILL] {
-        let launch = "$0 --grace 0.3 sh -c \"trap '' TERM; stty -echo; echo ready; while :; do sleep 0.05; done\"
-                      echo over; cat";
-        let Some(mut terminal) = Terminal::shell(launch) else { return };
+        let change = "stty raw -echo intr ^X min 0 time 7 cstopb";
+        let launch = format!(
+            "modes=$(stty -a); $0 --grace 0.3 sh -c \"trap '' TERM; {change}; echo ready; while :; do sleep 0.05; done\"
+             echo over; read line; [ \"$modes\" = \"$(stty -a)\" ] && echo same; cat"
+        );
+        let Some(mut terminal) = Terminal::shell(&launch) else { return };
         terminal.until_it_shows("[rank 0] ready");
         assert!(!terminal.echoes());
         let launcher = Pid::from_raw(children(terminal.pid())[0]).unwrap();
         kill_process(launcher, signal).unwrap();
         terminal.until_it_shows("over");
         until(&format!("the terminal echoes after {signal:?}"), || terminal.echoes());
+        terminal.types("\n");
+        terminal.until_it_shows("same");
         terminal.types("\x04");
         terminal.end();
+    }
+}
+
+/// As a pager does, which may read the keys before we start and after we end.
+#[test]
+fn whoever_reads_the_output_may_set_the_modes() {
+    let folder = tempfile::tempdir().unwrap();
+    let launch =
+        "cd $1; { until [ -e ready ]; do sleep 0.02; done; $0 sh -c 'until [ -e set ]; do sleep 0.02; done'; } | {
+                  stty $2 </dev/tty; touch ready; sleep 0.5; stty $3 </dev/tty; touch set; cat; stty -a </dev/tty; }";
+    for (before, after) in [("-echo", "echo"), ("echo", "-echo")] {
+        let mut command = Command::new("env");
+        let folder = folder.path().to_str().unwrap();
+        command.args(["--default-signal", "sh", "-c", launch, FLOW_LAUNCH, folder, before, after]);
+        let Some(terminal) = Terminal::start(&command) else { return };
+        let (_, shown) = terminal.end();
+        assert!(shown.contains(&format!(" {after} ")), "{shown:?}");
+        fs::remove_file(format!("{folder}/ready")).unwrap();
+        fs::remove_file(format!("{folder}/set")).unwrap();
     }
 }
 
