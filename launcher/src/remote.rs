@@ -43,6 +43,9 @@ const OF_SSH: End = End::Exit(255);
 /// What agents put before their own messages.
 const OF_LAUNCHER: &[u8] = b"flow-launch: ";
 
+/// What an agent says when it is told to end.
+const OF_SIGTERM: &[u8] = b"flow-launch: SIGTERM: ";
+
 /// Runs a job on several hosts to its end and returns the exit code to end with.
 pub fn run(job: &Job, hosts: &Hosts) -> anyhow::Result<u8> {
     let (mut variables, missing) = hosts::environment(std::env::vars_os(), &hosts.exports);
@@ -332,11 +335,16 @@ impl Head {
 
     /// Passes on some of what an agent has written; false if there is no more for now.
     fn read(&mut self, index: usize, which: usize) -> bool {
+        // The head has ended the agents by SIGTERM, of which the user is to know nothing.
+        let is_ended_by_us = !self.is_signalled && matches!(self.phase, Phase::Stopping(_) | Phase::Killed(_));
         let Head { agents, sinks, shown, .. } = self;
         let agent = &mut agents[index];
         let Some(mut stream) = agent.streams[which].take() else { return false };
         let has_ended = agent.has_ended;
         let mut put = |segment: Segment| {
+            if is_ended_by_us && which == 1 && segment.bytes.starts_with(OF_SIGTERM) {
+                return;
+            }
             if let Some(prefix) = agent.prefix(which, segment.bytes, shown) {
                 // What a shell says at its start is not the program's.
                 let sink = sinks.of_mut(if prefix.is_empty() { which } else { 1 });
