@@ -368,7 +368,7 @@ mod tests {
 
     #[test]
     fn mpiruns_ways_to_say_how_many() {
-        for line in ["-n 3 p", "-np 3 p", "-n3 p", "--standalone -r 3 -np 3 p", "--rdzv_id -np -np 3 p", "-m -np 3 p"] {
+        for line in ["-n 3 p", "-np 3 p", "-np3 p", "-np=3 p", "-n3 p", "--standalone -r 3 -np 3 p", "-m -np 3 p"] {
             assert_eq!(parse(line).unwrap().processes, Processes::Count(3), "{line}");
         }
         for line in ["p -np 3", "--max-restarts 1 p -np 3", "-- p -np 3", "--log-dir=x p -np 3"] {
@@ -383,6 +383,8 @@ mod tests {
             ("--nproc-per-node train.py", "--nproc-per-node is 'train.py'"),
             ("--nproc-per-node train.py --epochs 3 -x", "--nproc-per-node is 'train.py'"),
             ("-np train.py", "--nproc-per-node is 'train.py'"),
+            ("-np=x train.py", "--nproc-per-node is 'x'"),
+            ("--role -np 2 w.py", "--role lacks its value: '-np'"),
             ("--nproc-per-node", "--nproc-per-node"),
             ("--max-restarts --standalone train.py", "--max-restarts lacks its value: '--standalone' follows it"),
             ("--rdzv-id --nnodes=2 train.py", "--rdzv-id lacks its value"),
@@ -394,6 +396,13 @@ mod tests {
             assert!(line.contains(flag), "{line}");
         }
         assert!(refusal("--nproc-per-node 2 --epochs 3 train.py").contains("--epochs"));
+    }
+
+    #[test]
+    fn white_space_and_control_characters() {
+        assert_eq!(parse_with(&[], &["-n", " 3 ", "p"]).unwrap().processes, Processes::Count(3));
+        let line = parse_with(&[], &["-n", "3\x1b[2J\n", "p"]).unwrap_err().0;
+        assert!(line.starts_with(r"--nproc-per-node is '3\u{1b}[2J\n'; it must be"), "{line}");
     }
 
     #[test]
