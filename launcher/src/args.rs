@@ -16,6 +16,7 @@ use nix::sys::signal::Signal;
 
 pub use self::meeting::NO_ID;
 use self::settings::{Environment, Setting, Settings};
+use crate::events;
 use crate::job::{Job, NumaBinding, Processes, Program, ProgramKind, Stdin};
 
 /// A command line that makes no sense: one line that says what was wrong and what would be right.
@@ -82,7 +83,10 @@ impl Job {
             numa_binding: settings.get("numa-binding").map(|setting| setting.one_of(&numa_bindings)).transpose()?,
             virtual_local_rank: settings.is_on("virtual-local-rank")?,
             output: output::output(settings)?,
-            events: settings.get_path("events")?,
+            events: [settings.get_path("events")?, settings.variable(events::VARIABLE).map(Setting::into_path)]
+                .into_iter()
+                .flatten()
+                .collect(),
             quiet: settings.is_on("quiet")?,
             dry_run: settings.is_on("dry-run")?,
             warnings: Vec::new(),
@@ -236,7 +240,7 @@ mod tests {
         assert_eq!((job.role.as_str(), job.nodes.id.as_str(), job.max_restarts), ("default", "none", 0));
         assert_eq!((job.grace, job.hang_timeout), (Duration::from_secs(30), None));
         assert_eq!(job.signals, SIGNALS);
-        assert_eq!((job.stdin, job.numa_binding, job.events), (None, None, None));
+        assert_eq!((job.stdin, job.numa_binding, job.events), (None, None, vec![]));
         assert_eq!((job.dry_run, job.quiet), (false, false));
         assert_eq!(job.warnings, [""; 0]);
         assert!(!job.output.prefix && !job.output.oneflow_names && job.output.log_dir.is_none());
@@ -347,7 +351,7 @@ mod tests {
         assert_eq!((job.nodes.patience.join.as_secs(), job.nodes.patience.last_call.as_secs()), (900, 7));
         assert_eq!(parse("--rdzv-conf timeout='90' p").unwrap().nodes.patience.join.as_secs(), 90);
         // Those that may be meant.
-        assert_eq!((job.output.stdout_filters, job.events), (vec!["'x'".into()], Some("'e'".into())));
+        assert_eq!((job.output.stdout_filters, job.events), (vec!["'x'".into()], vec!["'e'".into()]));
         assert_eq!(parse("--role ' p").unwrap().role, "'");
     }
 
