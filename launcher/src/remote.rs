@@ -43,8 +43,11 @@ const OF_SSH: End = End::Exit(255);
 /// What agents put before their own messages.
 const OF_LAUNCHER: &[u8] = b"flow-launch: ";
 
-/// What an agent says when it is told to end.
-const OF_SIGTERM: &[u8] = b"flow-launch: SIGTERM: ";
+/// Whether an agent says by this line that it, or another, is told to end.
+fn is_of_end(line: &[u8]) -> bool {
+    let message = line.strip_prefix(OF_LAUNCHER);
+    message.is_some_and(|message| message.starts_with(b"SIGTERM: ") || message.ends_with(b" was told to end\n"))
+}
 
 /// Runs a job on several hosts to its end and returns the exit code to end with.
 pub fn run(job: &Job, hosts: &Hosts) -> anyhow::Result<u8> {
@@ -342,7 +345,7 @@ impl Head {
         let Some(mut stream) = agent.streams[which].take() else { return false };
         let has_ended = agent.has_ended;
         let mut put = |segment: Segment| {
-            if is_ended_by_us && which == 1 && segment.bytes.starts_with(OF_SIGTERM) {
+            if is_ended_by_us && which == 1 && is_of_end(segment.bytes) {
                 return;
             }
             if let Some(prefix) = agent.prefix(which, segment.bytes, shown) {
