@@ -2,6 +2,8 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixStream};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -739,6 +741,27 @@ fn a_stopped_server_takes_no_client_for_silent() {
     assert_eq!(asking.get("posted", LONG).unwrap(), b"gone");
     child.kill().unwrap();
     child.wait().unwrap();
+}
+
+/// As soon as the address is there, when there is no store yet.
+#[test]
+fn who_comes_while_the_server_starts_is_admitted() {
+    for i in 0..300 {
+        let name = format!("flow-test-start-{}-{i}", std::process::id());
+        let (address, socket) = (Address::Unix(name.clone()), SocketAddr::from_abstract_name(&name).unwrap());
+        thread::scope(|scope| {
+            let clients: Vec<_> = (0..2)
+                .map(|_| {
+                    scope.spawn(|| {
+                        while UnixStream::connect_addr(&socket).is_err() {}
+                        Store::connect(&address, TOKEN, LONG).map(drop)
+                    })
+                })
+                .collect();
+            let _server = Server::start(&address, TOKEN).unwrap();
+            clients.into_iter().for_each(|client| client.join().unwrap().unwrap());
+        });
+    }
 }
 
 #[test]

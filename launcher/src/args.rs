@@ -16,6 +16,7 @@ use nix::sys::signal::Signal;
 
 pub use self::meeting::NO_ID;
 use self::settings::{Environment, Setting, Settings};
+use crate::events;
 use crate::job::{Job, NumaBinding, Processes, Program, ProgramKind, Stdin};
 
 /// A command line that makes no sense: one line that says what was wrong and what would be right.
@@ -82,7 +83,10 @@ impl Job {
             numa_binding: settings.get("numa-binding").map(|setting| setting.one_of(&numa_bindings)).transpose()?,
             virtual_local_rank: settings.is_on("virtual-local-rank")?,
             output: output::output(settings)?,
-            events: settings.get_path("events")?,
+            events: [settings.get_path("events")?, settings.variable(events::VARIABLE).map(Setting::into_path)]
+                .into_iter()
+                .flatten()
+                .collect(),
             quiet: settings.is_on("quiet")?,
             dry_run: settings.is_on("dry-run")?,
             warnings: Vec::new(),
@@ -236,7 +240,7 @@ mod tests {
         assert_eq!((job.role.as_str(), job.nodes.id.as_str(), job.max_restarts), ("default", "none", 0));
         assert_eq!((job.grace, job.hang_timeout), (Duration::from_secs(30), None));
         assert_eq!(job.signals, SIGNALS);
-        assert_eq!((job.stdin, job.numa_binding, job.events), (None, None, None));
+        assert_eq!((job.stdin, job.numa_binding, job.events), (None, None, vec![]));
         assert_eq!((job.dry_run, job.quiet), (false, false));
         assert_eq!(job.warnings, [""; 0]);
         assert!(!job.output.prefix && !job.output.oneflow_names && job.output.log_dir.is_none());
@@ -347,7 +351,7 @@ mod tests {
         assert_eq!((job.nodes.patience.join.as_secs(), job.nodes.patience.last_call.as_secs()), (900, 7));
         assert_eq!(parse("--rdzv-conf timeout='90' p").unwrap().nodes.patience.join.as_secs(), 90);
         // Those that may be meant.
-        assert_eq!((job.output.stdout_filters, job.events), (vec!["'x'".into()], Some("'e'".into())));
+        assert_eq!((job.output.stdout_filters, job.events), (vec!["'x'".into()], vec!["'e'".into()]));
         assert_eq!(parse("--role ' p").unwrap().role, "'");
     }
 
@@ -368,7 +372,7 @@ mod tests {
 
     #[test]
     fn mpiruns_ways_to_say_how_many() {
-        for line in ["-n 3 p", "-np 3 p", "-n3 p", "--standalone -r 3 -np 3 p", "--rdzv_id -np -np 3 p", "-m -np 3 p"] {
+        for line in ["-n 3 p", "-np 3 p", "-np3 p", "-np=3 p", "-n3 p", "--standalone -r 3 -np 3 p", "-m -np 3 p"] {
             assert_eq!(parse(line).unwrap().processes, Processes::Count(3), "{line}");
         }
         for line in ["p -np 3", "--max-restarts 1 p -np 3", "-- p -np 3", "--log-dir=x p -np 3"] {
@@ -383,6 +387,8 @@ mod tests {
             ("--nproc-per-node train.py", "--nproc-per-node is 'train.py'"),
             ("--nproc-per-node train.py --epochs 3 -x", "--nproc-per-node is 'train.py'"),
             ("-np train.py", "--nproc-per-node is 'train.py'"),
+            ("-np=x train.py", "--nproc-per-node is 'x'"),
+            ("--role -np 2 w.py", "--role lacks its value: '-np'"),
             ("--nproc-per-node", "--nproc-per-node"),
             ("--max-restarts --standalone train.py", "--max-restarts lacks its value: '--standalone' follows it"),
             ("--rdzv-id --nnodes=2 train.py", "--rdzv-id lacks its value"),
@@ -394,6 +400,13 @@ mod tests {
             assert!(line.contains(flag), "{line}");
         }
         assert!(refusal("--nproc-per-node 2 --epochs 3 train.py").contains("--epochs"));
+    }
+
+    #[test]
+    fn white_space_and_control_characters() {
+        assert_eq!(parse_with(&[], &["-n", " 3 ", "p"]).unwrap().processes, Processes::Count(3));
+        let line = parse_with(&[], &["-n", "3\x1b[2J\n", "p"]).unwrap_err().0;
+        assert!(line.starts_with(r"--nproc-per-node is '3\u{1b}[2J\n'; it must be"), "{line}");
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::SystemTime;
 
 use anyhow::Context;
@@ -13,6 +13,9 @@ use serde::Serialize;
 
 use crate::leader::News;
 use crate::worker::End;
+
+/// Whoever starts flow-launch from Python names a file of its own by it, beside the user's.
+pub const VARIABLE: &str = "FLOW_LAUNCHER_EVENTS";
 
 /// Something that has happened.
 #[derive(Debug, Serialize)]
@@ -84,9 +87,9 @@ struct Record<'a> {
     event: &'a Event<'a>,
 }
 
-/// The file of events, where there is one.
+/// The files of events.
 pub struct Events {
-    file: Option<(File, PathBuf)>,
+    files: Vec<(File, PathBuf)>,
     host: String,
     /// This node's number, and how often the job was restarted: they go with each event.
     pub node: u32,
@@ -94,26 +97,35 @@ pub struct Events {
 }
 
 impl Events {
-    /// Opens the file, which other launchers may be writing as well.
-    pub fn open(path: Option<&Path>, host: &str) -> anyhow::Result<Events> {
+    /// Opens the files, which other launchers may be writing as well.
+    pub fn open(paths: &[PathBuf], host: &str) -> anyhow::Result<Events> {
         // A pipe must be read by somebody already, and is given up when it is full: flow-launch waits for no reader.
-        let open = |path: &Path| {
+        let open = |path: &PathBuf| {
             let flags = OFlags::NONBLOCK.bits() as i32;
             let file = OpenOptions::new().append(true).create(true).custom_flags(flags).open(path);
-            file.with_context(|| format!("cannot open {} for --events", path.display())).map(|file| (file, path.into()))
+            file.with_context(|| format!("cannot open {} for --events", path.display()))
+                .map(|file| (file, path.clone()))
         };
-        Ok(Events { file: path.map(open).transpose()?, host: host.into(), node: 0, restart_count: 0 })
+        let files = paths.iter().map(open).collect::<Result<_, _>>()?;
+        Ok(Events { files, host: host.into(), node: 0, restart_count: 0 })
     }
 
     /// Writes an event. An error closes the file and is told once.
     pub fn tell(&mut self, event: &Event) -> Result<(), String> {
-        let Some((file, path)) = &self.file else { return Ok(()) };
-        let Events { host, node, restart_count, .. } = self;
+        let Events { files, host, node, restart_count } = self;
         let record = Record { time: now(), host, node: *node, restart_count: *restart_count, event };
-        let Err(error) = write(file, &record) else { return Ok(()) };
-        let message = format!("cannot write to {}: {error}; it will lack further events", path.display());
-        self.file = None;
-        Err(message)
+        let mut messages = Vec::new();
+        files.retain(|(file, path)| {
+            let written = write(file, &record);
+            messages.extend(
+                written
+                    .as_ref()
+                    .err()
+                    .map(|error| format!("cannot write to {}: {error}; it will lack further events", path.display())),
+            );
+            written.is_ok()
+        });
+        messages.is_empty().then_some(()).ok_or_else(|| messages.join("; "))
     }
 }
 
@@ -148,7 +160,7 @@ mod tests {
         ];
         for event in &told {
             // Each time anew: nothing is lost.
-            let mut events = Events::open(Some(&path), "node0").unwrap();
+            let mut events = Events::open(std::slice::from_ref(&path), "node0").unwrap();
             events.node = 1;
             events.tell(event).unwrap();
         }
@@ -171,14 +183,14 @@ mod tests {
 
     #[test]
     fn a_full_disk_is_told_once() {
-        let mut events = Events::open(Some("/dev/full".as_ref()), "node0").unwrap();
+        let mut events = Events::open(&["/dev/full".into()], "node0").unwrap();
         assert!(events.tell(&Event::End { code: 0, rank: None }).unwrap_err().contains("/dev/full"));
         assert_eq!(events.tell(&Event::End { code: 0, rank: None }), Ok(()));
     }
 
     #[test]
     fn a_file_that_cannot_be_opened_is_an_error() {
-        let error = Events::open(Some("/no/such/folder/events".as_ref()), "node0").err().unwrap();
+        let error = Events::open(&["/no/such/folder/events".into()], "node0").err().unwrap();
         assert!(format!("{error:#}").starts_with("cannot open /no/such/folder/events for --events: "), "{error:#}");
     }
 }

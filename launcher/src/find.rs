@@ -94,7 +94,11 @@ impl Places {
         let found = self.find(program, is_executable, &hint)?;
         let path = Path::new(&found);
         if path.is_dir() {
-            return Err(Usage(format!("{} is a folder, and has no __main__.py to run", path.display())));
+            let path = path.display();
+            return Err(Usage(match is_pythons(Path::new(&found)) {
+                true => format!("{path} is a folder; for Python to run it, leave --no-python out"),
+                false => format!("{path} is a folder, and has no __main__.py to run"),
+            }));
         }
         if !is_executable(path) {
             let path = path.display();
@@ -222,7 +226,9 @@ mod tests {
         fs::create_dir(&package).unwrap();
         file(&package, "__main__.py", 0o644);
         let package = package.into_os_string();
-        assert_eq!(command(ProgramKind::ByName, &package), [python.clone(), "-u".into(), package]);
+        assert_eq!(command(ProgramKind::ByName, &package), [python.clone(), "-u".into(), package.clone()]);
+        let refused = places(None).command(ProgramKind::Executable, &package).unwrap_err().0;
+        assert!(refused.contains("leave --no-python out"), "{refused}");
         for name in [other.to_str().unwrap(), "other"] {
             let command = places(Some(name)).command(ProgramKind::ByName, &script).unwrap();
             assert_eq!(command, [other.clone(), "-u".into(), script.clone()]);

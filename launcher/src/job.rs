@@ -29,7 +29,7 @@ pub struct Job {
     pub virtual_local_rank: bool,
     pub output: Output,
     /// Where to write what happens, a JSON object a line.
-    pub events: Option<PathBuf>,
+    pub events: Vec<PathBuf>,
     /// Say nothing but errors.
     pub quiet: bool,
     /// Print what would be started, and start nothing.

@@ -96,7 +96,10 @@ fn main() -> ExitCode {
     }
     env_logger::Builder::from_env(env_logger::Env::new().filter_or("FLOW_LOG", "warn")).init();
     let environment = |name: &str| std::env::var_os(name);
-    match Job::parse(arguments, &environment).map_err(anyhow::Error::from).and_then(run) {
+    let job = Job::parse(arguments, &environment);
+    // A worker may be a launcher, whose events are others.
+    std::env::remove_var(events::VARIABLE);
+    match job.map_err(anyhow::Error::from).and_then(run) {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
             eprintln!("flow-launch: {error:#}");

@@ -42,6 +42,12 @@ const OF_SSH: End = End::Exit(255);
 /// What agents put before their own messages.
 const OF_LAUNCHER: &[u8] = b"flow-launch: ";
 
+/// Whether an agent says by this line that it, or another, is told to end.
+fn is_of_end(line: &[u8]) -> bool {
+    let message = line.strip_prefix(OF_LAUNCHER);
+    message.is_some_and(|message| message.starts_with(b"SIGTERM: ") || message.ends_with(b" was told to end\n"))
+}
+
 /// Runs a job on several hosts to its end and returns the exit code to end with.
 pub fn run(job: &Job, hosts: &Hosts) -> anyhow::Result<u8> {
     let (mut variables, missing) = hosts::environment(std::env::vars_os(), &hosts.exports);
@@ -331,11 +337,16 @@ impl Head {
 
     /// Passes on some of what an agent has written; false if there is no more for now.
     fn read(&mut self, index: usize, which: usize) -> bool {
+        // The head has ended the agents by SIGTERM, of which the user is to know nothing.
+        let is_ended_by_us = !self.is_signalled && matches!(self.phase, Phase::Stopping(_) | Phase::Killed(_));
         let Head { agents, sinks, shown, .. } = self;
         let agent = &mut agents[index];
         let Some(mut stream) = agent.streams[which].take() else { return false };
         let has_ended = agent.has_ended;
         let mut put = |segment: Segment| {
+            if is_ended_by_us && which == 1 && is_of_end(segment.bytes) {
+                return;
+            }
             if let Some(prefix) = agent.prefix(which, segment.bytes, shown) {
                 // What a shell says at its start is not the program's.
                 let sink = sinks.of_mut(if prefix.is_empty() { which } else { 1 });

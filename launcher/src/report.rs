@@ -193,6 +193,15 @@ pub fn ranks(ranks: &[u32]) -> String {
     format!("{} {list}", if ranks.len() == 1 { "rank" } else { "ranks" })
 }
 
+/// With control characters escaped, so that no terminal obeys them.
+pub fn printable(text: &str) -> String {
+    let escaped = |letter: char| match letter.is_control() {
+        true => letter.escape_default().to_string(),
+        false => letter.to_string(),
+    };
+    text.chars().map(escaped).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

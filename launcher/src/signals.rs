@@ -1,11 +1,13 @@
 //! The signals that the launcher deals with: those that end the job, and what comes from a terminal.
 
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, Context};
 use nix::sys::signal::{raise, SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
+use signal_hook::flag;
 
 /// What a signal asks for.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -25,15 +27,21 @@ pub struct Signals {
 }
 
 impl Signals {
-    /// Blocks the signals that are to be `passed_on`, and the terminal's, so that they can be read here. One that whoever
-    /// started us has had ignored (as nohup does with SIGHUP) stays ignored.
+    /// Blocks the signals that are to be `passed_on`, and the terminal's, so that they can be read here. SIGHUP
+    /// stays ignored where nohup has had it so, and the terminal's too; not others, as SIGINT is in the background of a
+    /// shell's script.
     pub fn catch(passed_on: &[Signal]) -> anyhow::Result<Signals> {
         let ignored = ignored_signals().context("cannot read /proc/self/status")?;
         let is_ignored = |signal: &Signal| ignored & (1 << (*signal as i32 - 1)) != 0;
         if is_ignored(&Signal::SIGCHLD) {
             bail!("SIGCHLD is ignored by whatever started flow-launch, so that no exit code could be seen; start it otherwise");
         }
-        let passed_on: SigSet = passed_on.iter().copied().filter(|signal| !is_ignored(signal)).collect();
+        let passed_on = passed_on.iter().copied().filter(|signal| *signal != Signal::SIGHUP || !is_ignored(signal));
+        let passed_on: SigSet = passed_on.collect();
+        for signal in passed_on.iter().filter(is_ignored) {
+            // Workers do not inherit what has a handler.
+            flag::register(signal as i32, Arc::default()).with_context(|| format!("cannot handle {signal}"))?;
+        }
         let terminals = [Signal::SIGTSTP, Signal::SIGWINCH];
         let caught: SigSet = passed_on.iter().chain(terminals.into_iter().filter(|s| !is_ignored(s))).collect();
         caught.thread_block().context("cannot block signals")?;

@@ -98,7 +98,7 @@ impl Supervisor {
         });
         let host = address::host_name();
         Ok(Supervisor {
-            events: Events::open(job.events.as_deref(), &host)?,
+            events: Events::open(&job.events, &host)?,
             link: Link::open(&job, local_world_size)?,
             host,
             has_joined: false,

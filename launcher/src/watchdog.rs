@@ -16,6 +16,7 @@ use rustix::io::Errno;
 use rustix::process::{pidfd_open, pidfd_send_signal, Pid, PidfdFlags, Signal};
 
 use crate::guard::Guard;
+use crate::report::printable;
 use crate::timers::{Expired, Timers};
 use crate::worker::signal_name;
 
@@ -129,6 +130,7 @@ pub fn remove_unread(path: &Path) -> bool {
 /// Sends a process whose time has run out the signal it asked for.
 fn end(expired: &Expired, workers: &[(Pid, u32)]) -> Option<String> {
     let Expired { pid, scope, signal, late } = expired;
+    let scope = printable(scope);
     let what = format!("the timer '{scope}' of process {pid} expired {late:.1} s ago");
     let process = Pid::from_raw(*pid)?;
     // Held while it is looked at, so that its number cannot come to mean another.

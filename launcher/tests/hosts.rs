@@ -97,7 +97,7 @@ fn an_agent_on_this_machine_needs_no_ssh() {
     let only_here = format!("{hosts} --rsh false");
     let finished = site.net.within(0, || run(&mut script(&only_here, IDLE)));
     let expected = format!("flow-launch: cannot start flow-launch on {}: false ended with exit code 1\n", ipv4(1));
-    assert!(finished.code == Some(1) && finished.stderr.starts_with(&expected), "{finished:?}");
+    assert_eq!((finished.code, finished.stderr.as_str()), (Some(1), expected.as_str()));
     let finished = run(&mut script("--hosts localhost:2 -x NOSUCH", "echo $RANK of $WORLD_SIZE"));
     assert_eq!((finished.code, finished.sorted_lines()), (Some(0), vec!["0 of 2", "1 of 2"]), "{finished:?}");
     let note = "flow-launch: --export NOSUCH: there is no NOSUCH here, or it is not UTF-8; NOSUCH=VALUE sets it\n";
@@ -144,6 +144,24 @@ fn a_host_that_cannot_be_reached_is_named_and_ends_all() {
     let finished = run(&mut script("--rsh /nowhere/ssh --hosts node0:1,node1:1", "echo started"));
     assert_eq!(finished.code, Some(127), "{finished:?}");
     assert!(finished.stderr.contains("flow-launch: cannot run /nowhere/ssh: No such file"), "{finished:?}");
+    site.net.until_nothing_is_left();
+}
+
+/// Nobody has sent a signal, so that nothing is said of one.
+#[test]
+fn a_host_that_fails_late_ends_all_without_a_word_on_signals() {
+    let Some(site) = Site::new() else { return };
+    let gate = Gate::new();
+    let rsh = format!("sh -c 'case $1 in nowhere) {}; exit 255; esac; exec {} \"$@\"' sh", gate.wait(), site.ssh);
+    let mut command = launcher(&["--rsh", &rsh, "--hosts", "node0:1,nowhere:1,node1:1", "sh", "-c", "echo started"]);
+    let running = Running::start(&mut command);
+    // With their guards.
+    until("two agents wait", || [0, 1].iter().all(|node| site.net.processes(*node).len() == 2));
+    gate.open();
+    let finished = running.finish();
+    assert_eq!((finished.code, finished.stdout.as_str()), (Some(255), ""), "{finished:?}");
+    assert_eq!(finished.stderr.lines().count(), 1, "{finished:?}");
+    assert!(finished.stderr.starts_with("flow-launch: cannot start flow-launch on nowhere: "), "{finished:?}");
     site.net.until_nothing_is_left();
 }
 

@@ -2,7 +2,7 @@
 
 mod common;
 use common::python::{have, installed, python_path};
-use common::{finish, run, until_gone, Finished, Running};
+use common::{finish, named, python, run, until_gone, Finished, Running};
 
 use std::fs;
 use std::net::TcpListener;
@@ -62,7 +62,7 @@ fn torchruns_command_lines() {
     let torchrun = run(program(folder.path(), "torchrun").args(flags));
     assert_eq!(torchrun.sorted_lines(), expected, "{torchrun:?}");
     // Ours may be replaced, PyTorch's not.
-    assert_eq!(shim(folder.path()).code, Some(0));
+    assert!(lines(&shim(folder.path()))[0].contains("is flow-launch"));
     fs::write(folder.path().join("torchrun"), "#!/bin/sh\n").unwrap();
     let refused = shim(folder.path());
     assert!(refused.code == Some(1) && refused.stderr.contains("is another torchrun"), "{refused:?}");
@@ -85,6 +85,42 @@ fn functions_and_commands_return_by_rank() {
     assert_eq!(told[6..8], ["{0: None, 1: None}"; 2]);
     assert_eq!(told[8], "{0: (0, 'default_role', 'a-job'), 1: (1, 'default_role', 'a-job')}");
     assert_eq!(told[9..], ["PyTorch was imported: False"]);
+}
+
+#[test]
+fn what_else_can_be_started() {
+    let Some(bin) = bin() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let events = folder.path().join("events");
+    let mut command = program(bin, "python");
+    let finished = run(command.args(["-O", &file("odd.py")]).arg(&events));
+    let expected = [
+        "{0: ('partial', 1)}",
+        "{0: 'an object'}",
+        "{0: ('signals', 1)} SIG_DFL",
+        "events:",
+        "exit code 3",
+        "exit code 4",
+        "left open: 0",
+    ];
+    assert_eq!(lines(&finished), expected, "{finished:?}");
+    assert_eq!(named(&common::events(&events), "end").len(), 1);
+}
+
+#[test]
+fn what_is_missing_is_told_in_one_line() {
+    let Some(bin) = bin() else { return };
+    let one_line = |command: &mut Command, start: &str| {
+        let finished = run(command);
+        let is_one = finished.stderr.lines().count() == 1 && finished.stderr.starts_with(start);
+        assert!(finished.code == Some(1) && is_one, "{finished:?}");
+    };
+    one_line(program(bin, "python").args(["-m", "flow_launch.torchrun", "/dev/null"]), "flow_launch.torchrun: cannot");
+    // The package, and no command beside it.
+    let sources = python::root().join("python");
+    let mut command = Command::new(python::python());
+    command.args(["-m", "flow_launch.run", "true"]).env("PYTHONPATH", sources).env("PATH", "/usr/bin:/bin");
+    one_line(&mut command, "flow_launch.run: flow-launch is neither");
 }
 
 #[test]
@@ -155,15 +191,21 @@ fn the_job_ends_with_its_program() {
 fn configurations_become_flags() {
     let Some(bin) = bin().filter(|_| have("torch")) else { return };
     let finished = run(script(bin, "flags.py").env("PYTHONPATH", python_path()));
-    let several = "--nnodes=1:2 --nproc-per-node=3 --rdzv-id=a-job --role=actor --max-restarts=4 \
+    let several = |conf: &str| {
+        format!(
+            "--nnodes=1:2 --nproc-per-node=3 --rdzv-id=a-job --role=actor --max-restarts=4 \
                    --local-addr=127.0.0.1 --numa-binding=node --signals-to-handle=SIGTERM,SIGUSR1 \
                    --duplicate-stdout-filters=a,,b,c --log-dir=/tmp --redirects=1 --tee=0:3,1:2 \
                    --local-ranks-filter=0,1 --rdzv-backend=c10d --rdzv-endpoint=[::1]:29400 \
-                   --rdzv-conf=join_timeout=60,timeout=70 --virtual-local-rank";
+                   --rdzv-conf={conf} --virtual-local-rank"
+        )
+    };
+    // PyTorch's appends a timeout, to which flow-launch prefers the other.
+    let (pytorchs, ours) = (several("join_timeout=60,timeout=900"), several("join_timeout=60"));
     let fixed = "--nnodes=2:2 --nproc-per-node=1 --rdzv-id=x --role=default_role --max-restarts=3 \
                  --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT --master-addr=::1 --master-port=29500 --node-rank=1 \
                  --rdzv-conf=timeout=9";
-    assert_eq!(lines(&finished), [several, fixed, several, fixed]);
+    assert_eq!(lines(&finished), [&pytorchs, fixed, &ours, fixed]);
 }
 
 #[test]

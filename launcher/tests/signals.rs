@@ -114,7 +114,16 @@ fn ignoring(signal: &str, script: &str) -> Command {
 }
 
 #[test]
-fn a_signal_that_was_ignored_at_the_start_stays_ignored() {
+fn only_sighup_stays_ignored_where_it_was_so_at_the_start() {
+    for (name, signal, code) in [("INT", Signal::INT, 130), ("QUIT", Signal::QUIT, 131), ("TERM", Signal::TERM, 143)] {
+        let text = format!("trap 'echo got {name}; exit 0' {name}; echo ready; while :; do sleep 0.05; done");
+        let mut running = Running::start(&mut ignoring(name, &text));
+        assert_eq!(running.line(), "ready");
+        running.signal(signal);
+        let finished = running.finish();
+        assert_eq!((finished.code, finished.stdout), (Some(code), format!("got {name}\n")), "{}", finished.stderr);
+    }
+
     let mut running = Running::start(&mut ignoring("HUP", "echo ready; sleep 0.5; echo done"));
     assert_eq!(running.line(), "ready");
     running.signal(Signal::HUP);

@@ -64,11 +64,15 @@ fn what_a_worker_has_started_is_killed_too_and_nobody_elses() {
     // One that has left its worker's process group, and a process that is none of the job's.
     let text = format!(
         "setsid sleep 1001 & set_timer $! 5 9; wait $!; echo child $?
-         set_timer {pid} 5 9; set_timer 1 5 9; set_timer -1 5 9; echo nonsense >$TORCHELASTIC_TIMER_FILE; sleep 0.5"
+         printf '%s\\n' '{{\"pid\": {pid}, \"scope_id\": \"\\u001b[2J\", \"expiration_time\": 5, \"signal\": 9}}' \
+         >$TORCHELASTIC_TIMER_FILE
+         set_timer 1 5 9; set_timer -1 5 9; echo nonsense >$TORCHELASTIC_TIMER_FILE; sleep 0.5"
     );
     let finished = run(&mut watched("", &text));
     assert_eq!((finished.code, finished.stdout.as_str()), (Some(0), "child 137\n"), "{finished:?}");
-    for text in [&format!("of process {pid} expired"), "of process 1 expired", "no request of a timer"] {
+    for text in
+        [&format!(r"the timer '\u{{1b}}[2J' of process {pid} expired"), "of process 1 expired", "no request of a timer"]
+    {
         assert!(finished.stderr.contains(text), "{text}: {finished:?}");
     }
     assert_eq!(finished.stderr.matches("is left alone").count(), 2, "{finished:?}");

@@ -89,7 +89,7 @@ def launch_agent(config, entrypoint: Callable | str | list[str], args: list[Any]
     with tempfile.TemporaryFile() as called, tempfile.TemporaryFile() as returned:
         call.write(called, entrypoint, args)
         command = call.command(job.path(called), job.path(returned))
-        ranks = job.run([*start, *command], entrypoint.__name__, config.signals_to_handle, environment)
+        ranks = job.run([*start, *command], getattr(entrypoint, "__name__", type(entrypoint).__name__), config.signals_to_handle, environment)
         results = call.results(returned)
         return {rank: results.get(rank) for rank in ranks}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
 import sys
 from multiprocessing import spawn
 from typing import Any, Callable
@@ -48,7 +49,8 @@ def _pickle(function: Callable, arguments: list[Any], is_importable: bool) -> by
 def command(called: str, returned: str) -> list[str]:
     """The command of a worker, for the paths of what it is to call and of where it is to put what that returns."""
     worker = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_worker.py")
-    return [sys.executable, "-u", worker, called, returned]
+    options = subprocess._args_from_interpreter_flags()  # such as -O and -W, as multiprocessing passes them on
+    return [sys.executable, *options, "-u", worker, called, returned]
 
 
 def results(file) -> dict[int, Any]:

@@ -40,13 +40,15 @@ def run(arguments: list[str], name: str, signals: str, environment: dict[str, st
     """Returns the ranks of this node's workers, once all have ended well.
 
     A worker that fails is a `ChildFailedError`, one of these signals (names, separated by commas) that ends the job a
-    `SignalException`, and what flow-launch itself refuses, and has told on stderr, a `CalledProcessError`.
+    `SignalException`, and what flow-launch itself refuses, and has told on stderr, a `CalledProcessError`; so is a worker
+    that fails where there are `--hosts`, whose agents tell only the user what happens.
     """
     with tempfile.TemporaryFile() as happened:
         recorded = tempfile.TemporaryFile()
         environment = {**os.environ, **environment, "TORCHELASTIC_ERROR_FILE": path(recorded)}
+        environment["FLOW_LAUNCHER_EVENTS"] = path(happened)
         environment.setdefault("PYTHON_EXEC", sys.executable)
-        command = [launcher(), f"--events={path(happened)}", *arguments]
+        command = [launcher(), *arguments]
         on_terminal = _is_on_terminal()
         with _Signals(signals, on_terminal) as caught:
             child = subprocess.Popen(command, env=environment, preexec_fn=_bound_to_parent(not on_terminal))
@@ -64,7 +66,10 @@ def run(arguments: list[str], name: str, signals: str, environment: dict[str, st
     if code != 0 and caught.first is None:
         error = errors.child_failed(name, events, path(recorded)) or subprocess.CalledProcessError(code, command)
         error._recorded = recorded  # kept, for PyTorch's @record reads it when the error passes by
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # whose traceback has this frame: files are closed without the garbage collector
     recorded.close()
     if code != 0:
         message = f"Process {os.getpid()} got signal: {caught.first.value}"
@@ -101,17 +106,25 @@ class _Signals:
     Python takes signals in its main thread only: a job that another one starts gets none.
     """
 
+    CANNOT_BE_CAUGHT = {signal.SIGKILL, signal.SIGSTOP}
     FROM_TERMINAL = {signal.SIGINT, signal.SIGQUIT, signal.SIGHUP}
 
     def __init__(self, names: str, on_terminal: bool):
         in_main_thread = threading.current_thread() is threading.main_thread()
         names = (name.strip().upper() for name in names.split(",") if in_main_thread)
-        self.signals = [signal.Signals[name] for name in names if name in signal.Signals.__members__]
+        numbers = {signal.Signals[name] for name in names if name in signal.Signals.__members__}
+        self.signals = numbers - self.CANNOT_BE_CAUGHT
         self.on_terminal = on_terminal
         self.first = self.child = None
 
     def __enter__(self):
-        self.before = {number: signal.signal(number, self.handle) for number in self.signals}
+        self.before = {}
+        try:
+            for number in self.signals:
+                self.before[number] = signal.signal(number, self.handle)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_):

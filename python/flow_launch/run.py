@@ -48,5 +48,8 @@ def command_line(args: Namespace) -> list[str]:
 
 if __name__ == "__main__":
     os.environ.setdefault("PYTHON_EXEC", sys.executable)
-    launcher = job.launcher()
+    try:
+        launcher = job.launcher()
+    except FileNotFoundError as error:
+        sys.exit(f"flow_launch.run: {error}")
     os.execv(launcher, [launcher, *sys.argv[1:]])

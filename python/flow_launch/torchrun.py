@@ -22,14 +22,17 @@ def main(args: list[str]):
         sys.exit("usage: python -m flow_launch.torchrun FOLDER")
     folder = os.path.abspath(args[0])
     path = os.path.join(folder, "torchrun")
-    os.makedirs(folder, exist_ok=True)
-    if os.path.lexists(path) and MARK not in open(path).read():
-        sys.exit(f"flow_launch.torchrun: {path} is another torchrun; name a folder of your own, and put it on PATH first")
-    with open(path, "w") as file:
-        file.write(SCRIPT)
-    os.chmod(path, 0o755)
-    if shutil.which("torchrun") != path:
-        print(f'{path} is flow-launch; to have it found first: export PATH="{folder}:$PATH"')
+    try:
+        os.makedirs(folder, exist_ok=True)
+        if os.path.lexists(path) and MARK not in open(path, errors="replace").read():
+            sys.exit(f"flow_launch.torchrun: {path} is another torchrun; name a folder of your own, and put it on PATH first")
+        with open(path, "w") as file:
+            file.write(SCRIPT)
+        os.chmod(path, 0o755)
+    except OSError as error:
+        sys.exit(f"flow_launch.torchrun: cannot write {path}: {error.strerror}")
+    is_first = shutil.which("torchrun") == path
+    print(f"{path} is flow-launch" + ("" if is_first else f'; to have it found first: export PATH="{folder}:$PATH"'))
 
 
 if __name__ == "__main__":

@@ -127,6 +127,11 @@ impl EventLoop {
 
     /// Serves until told to stop.
     pub fn run(&mut self) {
+        // Nobody is heard before there is a store to be admitted to.
+        match self.commands.recv() {
+            Ok(Command::Stop) | Err(_) => return,
+            Ok(first) => self.obey(first),
+        }
         let mut events = Events::with_capacity(1024);
         loop {
             match self.poll.poll(&mut events, self.idle_time()) {

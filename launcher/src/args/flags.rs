@@ -183,14 +183,16 @@ pub fn command() -> Command {
         .arg(program.hide(true).trailing_var_arg(true))
 }
 
-/// A command line in which mpirun's `-np`, which clap would take for `-n p`, is `--nproc-per-node`; as far as it is not
+/// A command line in which mpirun's `-np` (or `-np=2`, `-np2`), which clap would take for `-n p`, is `--nproc-per-node`; as far as it is not
 /// PROGRAM's.
 pub fn with_np(arguments: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
     let mut arguments: Vec<OsString> = arguments.into_iter().collect();
     let mut rest = arguments.iter_mut().skip(1);
     while let Some(argument) = rest.next() {
-        if argument == "-np" {
-            *argument = "--nproc-per-node".into();
+        if let Some(count) = argument.to_str().and_then(|text| text.strip_prefix("-np")) {
+            let count = count.strip_prefix('=').unwrap_or(count);
+            let is_apart = count.is_empty();
+            *argument = if is_apart { "--nproc-per-node".into() } else { format!("--nproc-per-node={count}").into() };
         }
         let Some(text) = argument.to_str().filter(|text| text.starts_with('-') && *text != "--") else { break };
         if FLAGS.iter().any(|flag| flag.value.is_some() && flag.is_meant_by(text)) {
@@ -202,7 +204,8 @@ pub fn with_np(arguments: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
 
 /// Whether this may be a flag, with a value or without.
 pub fn is_flag(text: &str) -> bool {
-    FLAGS.iter().any(|flag| flag.is_meant_by(text.split('=').next().unwrap_or_default()))
+    let name = text.split('=').next().unwrap_or_default();
+    name == "-np" || FLAGS.iter().any(|flag| flag.is_meant_by(name))
 }
 
 /// What other launchers call our flags.

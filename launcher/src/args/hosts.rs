@@ -40,6 +40,9 @@ pub fn hosts(settings: &Settings, processes: Processes) -> Result<Option<Hosts>,
     if let Some(other) = excluded.or(standalone) {
         return Err(Usage(format!("{source} and {other} exclude each other: the nodes are those of the list")));
     }
+    if let Some(stdin) = settings.get("stdin").filter(|stdin| stdin.text().is_ok_and(|who| who != "none")) {
+        return Err(stdin.wrong(&format!("none with {source}, where workers have no standard input")));
+    }
     let mut list = Vec::new();
     if let Some(setting) = &hosts {
         for text in setting.text()?.split(',').map(str::trim) {
@@ -50,6 +53,8 @@ pub fn hosts(settings: &Settings, processes: Processes) -> Result<Option<Hosts>,
     if let Some(path) = settings.get_path("hostfile")? {
         let text = std::fs::read_to_string(&path)
             .map_err(|error| Usage(format!("{source}: cannot read {}: {error}", path.display())))?;
+        // Windows' editors begin a file with a byte order mark.
+        let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
         for (index, text) in text.lines().enumerate() {
             let at = format!("{source}: {}, line {}", path.display(), index + 1);
             let text = text.split('#').next().unwrap_or_default().trim();
@@ -189,7 +194,7 @@ mod tests {
 
     #[test]
     fn files() {
-        let formats = "# nodes\n\na slots=8\n  b:4  # fast\nc\nme@d slots=2 max_slots=4\n[fd00::1] slots=1\n";
+        let formats = "\u{feff}# nodes\n\na slots=8\n  b:4  # fast\nc\nme@d slots=2 max_slots=4\n[fd00::1] slots=1\n";
         let expected = [("a", Some(8)), ("b", Some(4)), ("c", None), ("me@d", Some(2)), ("fd00::1", Some(1))];
         let list = hosts_of(&flag(file(formats).path())).list;
         assert_eq!(of(&list), expected.map(|(name, workers)| (name.to_string(), workers)));
@@ -223,6 +228,8 @@ mod tests {
         assert!(refusal("--hosts a --hostfile f train").contains("exclude each other"));
         assert!(refusal("--hosts localhost,b train").contains("by which the others reach it"));
         assert!(parse("--hosts localhost:2,127.0.0.1:1 train").is_ok());
+        assert!(refusal("--hosts a --stdin all train").contains("must be none with --hosts"));
+        assert!(parse("--hosts a --stdin none train").is_ok());
         assert!(refusal("-x A=3 train").contains("needs --hosts"));
         assert!(refusal("--rsh ssh train").contains("needs --hosts"));
         assert!(refusal("--hosts a --rsh ' train").contains("--rsh"));

@@ -112,7 +112,7 @@ struct Configuration {
     is_host: Option<bool>,
 }
 
-const KEYS: &str = "join_timeout (or timeout), last_call_timeout, heartbeat_timeout, keep_alive_interval, \
+const KEYS: &str = "join_timeout (or else timeout), last_call_timeout, heartbeat_timeout, keep_alive_interval, \
                     keep_alive_max_attempt and is_host; read_timeout, close_timeout and store_type without meaning";
 
 impl Configuration {
@@ -126,7 +126,7 @@ impl Configuration {
             is_host: None,
         };
         let Some(setting) = settings.get("rdzv-conf") else { return Ok(configuration) };
-        let (mut interval, mut attempts) = (None, None);
+        let (mut join, mut timeout, mut interval, mut attempts) = (None, None, None, None);
         for pair in setting.text()?.split(',').map(str::trim).filter(|pair| !pair.is_empty()) {
             let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
             let (key, value) = (key.trim(), unquoted(value.trim()));
@@ -136,7 +136,8 @@ impl Configuration {
                 time.ok_or_else(|| wrong(&format!("a number of seconds above 0, at most {LONGEST}")))
             };
             match key {
-                "join_timeout" | "timeout" => configuration.patience.join = time()?,
+                "join_timeout" => join = Some(time()?),
+                "timeout" => timeout = Some(time()?),
                 "last_call_timeout" => configuration.patience.last_call = time()?,
                 "heartbeat_timeout" => configuration.patience.heartbeat = time()?,
                 "keep_alive_interval" => interval = Some(time()?),
@@ -152,6 +153,8 @@ impl Configuration {
                 _ => settings.warn(format!("{} has '{key}', which is ignored; there are {KEYS}", setting.source())),
             }
         }
+        // PyTorch's LaunchConfig appends a timeout of its own to what a program says.
+        configuration.patience.join = join.or(timeout).unwrap_or(configuration.patience.join);
         if interval.is_some() || attempts.is_some() {
             // torchrun's values for the one that is not given.
             configuration.patience.heartbeat = interval.unwrap_or(Duration::from_secs(5)) * attempts.unwrap_or(3);
@@ -255,6 +258,8 @@ mod tests {
         };
         assert_eq!(patience(""), [600.0, 30.0, 8.0]);
         assert_eq!(patience("join_timeout=1.5,last_call_timeout=2,heartbeat_timeout=3"), [1.5, 2.0, 3.0]);
+        assert_eq!(patience("join_timeout=1,timeout=9"), [1.0, 30.0, 8.0]);
+        assert_eq!(patience("timeout=9,join_timeout=1"), [1.0, 30.0, 8.0]);
         assert_eq!(patience("timeout=7,keep_alive_interval=4"), [7.0, 30.0, 12.0]);
         assert_eq!(patience("keep_alive_max_attempt=2,heartbeat_timeout=1"), [600.0, 30.0, 10.0]);
         assert_eq!(patience("read_timeout=1,close_timeout=1,store_type=file"), [600.0, 30.0, 8.0]);

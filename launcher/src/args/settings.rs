@@ -10,6 +10,7 @@ use clap::ArgMatches;
 
 use super::flags::{self, FLAGS};
 use super::Usage;
+use crate::report::printable;
 
 /// Looks up a variable of the environment.
 pub type Environment<'a> = &'a dyn Fn(&str) -> Option<OsString>;
@@ -110,12 +111,21 @@ impl Setting {
 
     /// The complaint that something else is missing.
     pub fn needs(&self, what: &str) -> Usage {
-        Usage(format!("{} is '{}', which needs {what}", self.source, self.value.display()))
+        Usage(format!("{} is '{}', which needs {what}", self.source, self.shown()))
     }
 
     /// The complaint about a value.
     pub fn wrong(&self, right: &str) -> Usage {
-        Usage(format!("{} is '{}'; it must be {right}", self.source, self.value.display()))
+        Usage(format!("{} is '{}'; it must be {right}", self.source, self.shown()))
+    }
+
+    /// The value for a message of one line.
+    fn shown(&self) -> String {
+        printable(&self.value.to_string_lossy())
+    }
+
+    pub fn into_path(self) -> PathBuf {
+        self.value.into()
     }
 
     pub fn source(&self) -> &str {
@@ -127,9 +137,10 @@ impl Setting {
         self.value.to_str().ok_or_else(|| self.wrong("UTF-8"))
     }
 
-    /// Without quotes around it, which can be part of no name or number, only of paths and of texts to look for.
+    /// Without quotes and white space around it, which can be part of no name or number, only of paths and of texts to
+    /// look for.
     pub fn text(&self) -> Result<&str, Usage> {
-        self.literal().map(unquoted)
+        self.literal().map(|text| unquoted(text.trim()).trim())
     }
 
     pub fn number<T: FromStr + PartialOrd>(&self, least: T, right: &str) -> Result<T, Usage> {

@@ -18,7 +18,7 @@ for config, logs in [(LaunchConfig, DefaultLogsSpecs), (flow_launch.LaunchConfig
         role="actor",
         rdzv_endpoint="[::1]:29400",
         rdzv_backend="c10d",
-        rdzv_configs={"join_timeout": 60, "timeout": 70},
+        rdzv_configs={"join_timeout": 60},
         max_restarts=4,
         local_addr="127.0.0.1",
         numa_options=NumaOptions(affinity_mode=AffinityMode.NODE),
