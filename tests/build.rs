@@ -1,5 +1,5 @@
-//! Lets the workers find libtorch where they were built, and says which version it is. Compiles the libraries that stand
-//! in for CUDA and NCCL.
+//! Lets the workers find libtorch where they were built, and says which version it is. Compiles the
+//! libraries that stand in for CUDA and NCCL.
 
 use std::path::Path;
 
@@ -7,7 +7,8 @@ fn main() {
     compile_stand_ins();
     let Ok(libtorch) = std::env::var("DEP_TCH_LIBTORCH_LIB") else { return };
     println!("cargo:rustc-link-arg=-Wl,-rpath,{libtorch}");
-    let version = version(&Path::new(&libtorch).with_file_name("include")).unwrap_or_else(|| "unknown".into());
+    let version = version(&Path::new(&libtorch).with_file_name("include"))
+        .unwrap_or_else(|| "unknown".into());
     println!("cargo:rustc-env=LIBTORCH_VERSION={version}");
 }
 
@@ -16,12 +17,16 @@ fn version(include: &Path) -> Option<String> {
     let header = std::fs::read_to_string(include.join("torch/headeronly/version.h")).ok()?;
     let number = |part: &str| {
         let define = format!("#define TORCH_VERSION_{part} ");
-        header.lines().find_map(|line| line.strip_prefix(&define)).map(|number| number.trim().to_owned())
+        header
+            .lines()
+            .find_map(|line| line.strip_prefix(&define))
+            .map(|number| number.trim().to_owned())
     };
     Some([number("MAJOR")?, number("MINOR")?, number("PATCH")?].join("."))
 }
 
-/// Puts the libraries made from `stand-in` into a folder, whose name the tests find as `FLOW_STAND_IN`.
+/// Puts the libraries made from `stand-in` into a folder, whose name the tests find as
+/// `FLOW_STAND_IN`.
 fn compile_stand_ins() {
     let folder = Path::new(&std::env::var("OUT_DIR").expect("cargo sets OUT_DIR")).join("stand-in");
     std::fs::create_dir_all(&folder).expect("OUT_DIR can be written");
@@ -38,7 +43,13 @@ fn compile_stand_ins() {
         ]);
         compiler.args(sources.iter().map(|source| Path::new("stand-in").join(source)));
         // Their threads run until the process ends: they must stay loaded.
-        compiler.arg("-Wl,-z,nodelete").arg("-o").arg(folder.join(library)).arg("-L").arg(&folder).args(link);
+        compiler
+            .arg("-Wl,-z,nodelete")
+            .arg("-o")
+            .arg(folder.join(library))
+            .arg("-L")
+            .arg(&folder)
+            .args(link);
         let status = compiler.status().expect("there is a C++ compiler");
         assert!(status.success(), "{library} did not compile: {compiler:?}");
     };

@@ -7,13 +7,15 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use crate::ffi;
 use crate::Error;
 
-/// Memory that frees itself when it is dropped, on whatever thread. The address must stay the same until then.
+/// Memory that frees itself when it is dropped, on whatever thread. The address must stay the same
+/// until then.
 pub type Block = Box<dyn AsMut<[u8]> + Send>;
 
 /// Where the memory of large CPU tensors comes from.
 pub trait BlockAllocator: Send + Sync {
-    /// A block of at least `bytes` bytes, aligned to 64, of any content; `None` leaves the request to libtorch's own
-    /// allocator (as does a block that is too small or misaligned). Called by any thread; it must not create tensors.
+    /// A block of at least `bytes` bytes, aligned to 64, of any content; `None` leaves the request
+    /// to libtorch's own allocator (as does a block that is too small or misaligned). Called by any
+    /// thread; it must not create tensors.
     fn allocate(&self, bytes: usize) -> Option<Block>;
 }
 
@@ -22,16 +24,20 @@ const ALIGNMENT: usize = 64;
 
 static CURRENT: RwLock<Option<Arc<dyn BlockAllocator>>> = RwLock::new(None);
 
-/// From now on libtorch takes CPU blocks of `min_bytes` and more from `allocator`; with `None`, from its own allocator
-/// again. Each block goes back where it came from, however often this is called in between. A forked child begins with
-/// libtorch's own allocator.
+/// From now on libtorch takes CPU blocks of `min_bytes` and more from `allocator`; with `None`,
+/// from its own allocator again. Each block goes back where it came from, however often this is
+/// called in between. A forked child begins with libtorch's own allocator.
 ///
-/// The first call should come before other threads use tensors: libtorch does not lock its pointer to the allocator.
+/// The first call should come before other threads use tensors: libtorch does not lock its pointer
+/// to the allocator.
 ///
 /// # Errors
 ///
 /// Another allocator than libtorch's default one has been installed, with a higher priority.
-pub fn set_cpu_allocator(allocator: Option<Arc<dyn BlockAllocator>>, min_bytes: usize) -> Result<(), Error> {
+pub fn set_cpu_allocator(
+    allocator: Option<Arc<dyn BlockAllocator>>,
+    min_bytes: usize,
+) -> Result<(), Error> {
     static SETTING: Mutex<()> = Mutex::new(());
     let _one_at_a_time = SETTING.lock().unwrap_or_else(PoisonError::into_inner);
     // libtorch asks for 0 bytes as well, and expects null.
@@ -41,7 +47,8 @@ pub fn set_cpu_allocator(allocator: Option<Arc<dyn BlockAllocator>>, min_bytes: 
         let text = ffi::flow_set_cpu_allocator(take_block, ffi::drop_box::<Block>, min_bytes);
         ffi::check("set_cpu_allocator", text)?;
     }
-    let previous = std::mem::replace(&mut *CURRENT.write().unwrap_or_else(PoisonError::into_inner), allocator);
+    let previous =
+        std::mem::replace(&mut *CURRENT.write().unwrap_or_else(PoisonError::into_inner), allocator);
     drop(previous); // with the lock released: it is the user's code
     Ok(())
 }

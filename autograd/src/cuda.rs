@@ -1,6 +1,7 @@
 //! CUDA tensors and streams, as NCCL and CUDA kernels know them.
 //!
-//! The program is linked with the CPU part of libtorch only; the CUDA part is loaded when it is asked for.
+//! The program is linked with the CPU part of libtorch only; the CUDA part is loaded when it is
+//! asked for.
 
 use std::sync::{Arc, OnceLock};
 
@@ -12,11 +13,12 @@ use crate::ffi;
 use crate::memory::{check_fit, memory, tensor_over};
 use crate::Error;
 
-/// Test only: tensors are on the CPU, and a stand-in for the driver, whose memory is the host's, takes them as a GPU's. Its
-/// default stream is the thread that calls.
+/// Test only: tensors are on the CPU, and a stand-in for the driver, whose memory is the host's,
+/// takes them as a GPU's. Its default stream is the thread that calls.
 fn stands_in() -> bool {
     static STANDS_IN: OnceLock<bool> = OnceLock::new();
-    *STANDS_IN.get_or_init(|| std::env::var_os("FLOW_TEST_HOST_AS_GPU").is_some_and(|value| value == "1"))
+    *STANDS_IN
+        .get_or_init(|| std::env::var_os("FLOW_TEST_HOST_AS_GPU").is_some_and(|value| value == "1"))
 }
 
 /// What libtorch calls the device.
@@ -27,8 +29,9 @@ pub fn torch_device(device: &Device) -> tch::Device {
     }
 }
 
-/// Loads the CUDA part of libtorch if it is not there yet. To be called before anything else is done with tensors:
-/// libtorch decides once for all whether it has CUDA, when it is first asked something that depends on it.
+/// Loads the CUDA part of libtorch if it is not there yet. To be called before anything else is
+/// done with tensors: libtorch decides once for all whether it has CUDA, when it is first asked
+/// something that depends on it.
 ///
 /// # Errors
 ///
@@ -39,9 +42,12 @@ pub fn load_cuda() -> Result<(), Error> {
     }
     // SAFETY: there are no arguments; constructors of libtorch's own library run.
     unsafe { ffi::check("load_cuda", ffi::flow_load_cuda()) }.map_err(|error| {
-        Error::NoCuda(format!("{error}; scripts/setup --cuda gets a libtorch with CUDA, or set LIBTORCH to one"))
+        Error::NoCuda(format!(
+            "{error}; scripts/setup --cuda gets a libtorch with CUDA, or set LIBTORCH to one"
+        ))
     })?;
-    let (found, seen) = (Device::count().map_err(|error| Error::NoCuda(error.to_string()))?, Cuda::device_count());
+    let (found, seen) =
+        (Device::count().map_err(|error| Error::NoCuda(error.to_string()))?, Cuda::device_count());
     if found > 0 && seen <= 0 {
         return Err(Error::NoCuda(format!(
             "the driver has {found} GPUs and libtorch none: choose the device before any other use of tch, and see that \
@@ -60,7 +66,12 @@ pub fn current_stream(device: &Arc<Device>) -> Result<Stream, Error> {
     let mut handle = std::ptr::null_mut();
     if !stands_in() {
         // SAFETY: `handle` is writable.
-        unsafe { ffi::check("current_stream", ffi::flow_current_stream(device.ordinal() as i32, &mut handle))? };
+        unsafe {
+            ffi::check(
+                "current_stream",
+                ffi::flow_current_stream(device.ordinal() as i32, &mut handle),
+            )?
+        };
     }
     // SAFETY: libtorch's streams, on the primary context as `device` is, are never destroyed.
     Ok(unsafe { Stream::borrowed(device, handle) })
@@ -76,15 +87,19 @@ pub struct CudaTensor {
 }
 
 impl CudaTensor {
-    /// Shares the tensor's memory. As with CPU tensors, nobody may use it through another tensor while an operation
-    /// works on it, but in the order of the stream that the operation was given.
+    /// Shares the tensor's memory. As with CPU tensors, nobody may use it through another tensor
+    /// while an operation works on it, but in the order of the stream that the operation was given.
     ///
     /// # Errors
     ///
     /// The tensor is not on a GPU, not contiguous, or of a kind that collectives do not know.
     pub fn new(tensor: &Tensor) -> Result<Self, Error> {
-        let unknown = || Error::UnfitMemory(format!("tensors of {:?} cannot be sent", tensor.kind()));
-        Ok(Self { dtype: crate::dtype(tensor.kind()).ok_or_else(unknown)?, ..Self::as_bytes(tensor)? })
+        let unknown =
+            || Error::UnfitMemory(format!("tensors of {:?} cannot be sent", tensor.kind()));
+        Ok(Self {
+            dtype: crate::dtype(tensor.kind()).ok_or_else(unknown)?,
+            ..Self::as_bytes(tensor)?
+        })
     }
 
     /// As [`CudaTensor::new`], for any kind of tensor: a buffer of bytes.
@@ -115,8 +130,8 @@ impl CudaTensor {
     }
 }
 
-// SAFETY: a contiguous CUDA tensor's memory is `bytes` from `address`; the tensor keeps it, and libtorch's allocator
-// hands it out again in the order of the stream that it was allocated for.
+// SAFETY: a contiguous CUDA tensor's memory is `bytes` from `address`; the tensor keeps it, and
+// libtorch's allocator hands it out again in the order of the stream that it was allocated for.
 unsafe impl DeviceBuffer for CudaTensor {
     fn address(&self) -> u64 {
         self.address
@@ -131,7 +146,8 @@ unsafe impl DeviceBuffer for CudaTensor {
     }
 }
 
-/// A contiguous tensor in device memory, which is dropped when the last tensor that uses it is gone.
+/// A contiguous tensor in device memory, which is dropped when the last tensor that uses it is
+/// gone.
 ///
 /// # Errors
 ///

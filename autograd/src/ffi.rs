@@ -9,7 +9,8 @@ use torch_sys::{C_optimizer, C_tensor};
 use crate::hook::BoxError;
 use crate::Error;
 
-/// A closure for C++ to own: `call` returns an error's text (see [`report`]) or null, `drop` is called once.
+/// A closure for C++ to own: `call` returns an error's text (see [`report`]) or null, `drop` is
+/// called once.
 #[repr(C)]
 pub struct Closure {
     pub data: *mut c_void,
@@ -37,7 +38,8 @@ pub struct Memory {
 
 pub type TakeBlock = unsafe extern "C" fn(bytes: usize, block: *mut Block) -> bool;
 pub type DropOwner = unsafe extern "C" fn(owner: *mut c_void);
-pub type TellTensor = unsafe extern "C" fn(data: *mut c_void, name: *const c_char, tensor: *mut C_tensor);
+pub type TellTensor =
+    unsafe extern "C" fn(data: *mut c_void, name: *const c_char, tensor: *mut C_tensor);
 
 extern "C" {
     pub fn flow_grad_hook(parameter: *const C_tensor, data: *mut *mut c_void) -> *mut c_char;
@@ -52,15 +54,27 @@ extern "C" {
     pub fn flow_memory(tensor: *const C_tensor, memory: *mut Memory) -> *mut c_char;
     pub fn flow_load_cuda() -> *mut c_char;
     pub fn flow_current_stream(device: c_int, stream: *mut *mut c_void) -> *mut c_char;
-    pub fn flow_optimizer_state(optimizer: *const C_optimizer, data: *mut c_void, tell: TellTensor) -> *mut c_char;
+    pub fn flow_optimizer_state(
+        optimizer: *const C_optimizer,
+        data: *mut c_void,
+        tell: TellTensor,
+    ) -> *mut c_char;
     pub fn flow_set_optimizer_state(
         optimizer: *mut C_optimizer,
         names: *const *const c_char,
         tensors: *const *const C_tensor,
         count: usize,
     ) -> *mut c_char;
-    pub fn flow_own_memory(tensor: *const C_tensor, owner: *mut c_void, drop: DropOwner) -> *mut c_char;
-    pub fn flow_set_cpu_allocator(take: TakeBlock, drop: DropOwner, min_bytes: usize) -> *mut c_char;
+    pub fn flow_own_memory(
+        tensor: *const C_tensor,
+        owner: *mut c_void,
+        drop: DropOwner,
+    ) -> *mut c_char;
+    pub fn flow_set_cpu_allocator(
+        take: TakeBlock,
+        drop: DropOwner,
+        min_bytes: usize,
+    ) -> *mut c_char;
 }
 
 /// Makes a `Result` of what a function of the shim returned.
@@ -81,7 +95,8 @@ pub unsafe fn check(operation: &'static str, text: *mut c_char) -> Result<(), Er
     Err(Error::Libtorch { operation, reason })
 }
 
-/// Runs `body` for C++: its error or panic as a text that C++ frees, or null. `who` is named in the text of a panic.
+/// Runs `body` for C++: its error or panic as a text that C++ frees, or null. `who` is named in the
+/// text of a panic.
 pub fn report(who: &str, body: impl FnOnce() -> Result<(), BoxError>) -> *mut c_char {
     let text = match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => return std::ptr::null_mut(),
@@ -98,7 +113,8 @@ fn panic_text(payload: &(dyn Any + Send)) -> &str {
     text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("no text")
 }
 
-/// Drops the `Box<T>` behind `data`, for C++. The panic of a destructor ends here: the panic hook has told of it.
+/// Drops the `Box<T>` behind `data`, for C++. The panic of a destructor ends here: the panic hook
+/// has told of it.
 ///
 /// # Safety
 ///

@@ -18,8 +18,9 @@ type Hook = dyn FnMut(&Tensor) -> Result<(), BoxError> + Send;
 
 /// The closure that a parameter's C++ hook calls, if any.
 ///
-/// The C++ hook stays on the parameter, with an empty slot, when the closure is removed: libtorch reads it without a
-/// lock, so that taking it away would be a race with a backward on another thread.
+/// The C++ hook stays on the parameter, with an empty slot, when the closure is removed: libtorch
+/// reads it without a lock, so that taking it away would be a race with a backward on another
+/// thread.
 #[derive(Default)]
 struct Slot(Mutex<Option<Arc<Mutex<Hook>>>>);
 
@@ -43,14 +44,17 @@ impl Slot {
         let result = match hook.try_lock() {
             Ok(mut hook) => hook(parameter),
             Err(TryLockError::Poisoned(hook)) => hook.into_inner()(parameter),
-            Err(TryLockError::WouldBlock) => Err("a gradient hook was called again before it returned".into()),
+            Err(TryLockError::WouldBlock) => {
+                Err("a gradient hook was called again before it returned".into())
+            }
         };
         result
     }
 }
 
-/// A closure that libtorch calls during `backward` each time a parameter's gradient has been accumulated. Dropping this
-/// removes the closure and frees it (after the call, if it is just running).
+/// A closure that libtorch calls during `backward` each time a parameter's gradient has been
+/// accumulated. Dropping this removes the closure and frees it (after the call, if it is just
+/// running).
 ///
 /// ```
 /// use flow_autograd::GradHook;
@@ -70,8 +74,9 @@ pub struct GradHook {
 }
 
 impl GradHook {
-    /// Calls `hook` with the parameter, on the thread that runs `backward` (a thread of libtorch's for a CUDA
-    /// parameter), whenever its `.grad` has its final value of that backward. `hook` may replace the gradient.
+    /// Calls `hook` with the parameter, on the thread that runs `backward` (a thread of libtorch's
+    /// for a CUDA parameter), whenever its `.grad` has its final value of that backward. `hook` may
+    /// replace the gradient.
     ///
     /// An `Err` or a panic of `hook` ends the backward, which returns an error with that text.
     ///
@@ -93,7 +98,9 @@ impl GradHook {
                 let data = Box::into_raw(Box::new(slot.clone())).cast();
                 let closure = Closure { data, call: call_slot, drop: ffi::drop_box::<Arc<Slot>> };
                 // SAFETY: the tensor is alive; the closure's functions fit its data.
-                unsafe { ffi::check(OPERATION, ffi::flow_set_grad_hook(parameter.as_ptr(), closure))? };
+                unsafe {
+                    ffi::check(OPERATION, ffi::flow_set_grad_hook(parameter.as_ptr(), closure))?
+                };
                 slot
             }
         };
@@ -130,12 +137,14 @@ impl std::fmt::Debug for GradHook {
     }
 }
 
-/// Whether the gradient of `parameter` lies in memory that nothing else uses, so that it may be changed at once. To be
-/// asked in the parameter's hook: libtorch may have made the gradient of memory that nodes still to come will read.
+/// Whether the gradient of `parameter` lies in memory that nothing else uses, so that it may be
+/// changed at once. To be asked in the parameter's hook: libtorch may have made the gradient of
+/// memory that nodes still to come will read.
 pub fn owns_grad(parameter: &Tensor) -> bool {
     let mut owns = false;
     // SAFETY: the tensor is alive and `owns` is writable.
-    let result = unsafe { ffi::check("owns_grad", ffi::flow_owns_grad(parameter.as_ptr(), &mut owns)) };
+    let result =
+        unsafe { ffi::check("owns_grad", ffi::flow_owns_grad(parameter.as_ptr(), &mut owns)) };
     result.is_ok() && owns
 }
 
@@ -145,16 +154,18 @@ pub fn owns_grad(parameter: &Tensor) -> bool {
 unsafe extern "C" fn call_slot(slot: *mut c_void, parameter: *const C_tensor) -> *mut c_char {
     ffi::report("a gradient hook", || {
         // SAFETY: the caller's promise. The tensor is C++'s, and not dropped here.
-        let (slot, parameter) =
-            unsafe { (&*slot.cast::<Arc<Slot>>(), ManuallyDrop::new(Tensor::from_ptr(parameter.cast_mut()))) };
+        let (slot, parameter) = unsafe {
+            (&*slot.cast::<Arc<Slot>>(), ManuallyDrop::new(Tensor::from_ptr(parameter.cast_mut())))
+        };
         slot.call(&parameter)
     })
 }
 
 type NodeHook = Box<dyn Fn() -> Result<(), BoxError> + Send + Sync>;
 
-/// Calls `hook` whenever a backward comes to the operation that `tensor` is a result of, on the thread that runs it.
-/// The hook is dropped when nobody can run that backward any more, as the graph is freed; at once if there is none.
+/// Calls `hook` whenever a backward comes to the operation that `tensor` is a result of, on the
+/// thread that runs it. The hook is dropped when nobody can run that backward any more, as the
+/// graph is freed; at once if there is none.
 ///
 /// An `Err` or a panic of `hook` ends the backward, which returns an error with that text.
 ///
@@ -185,17 +196,21 @@ unsafe extern "C" fn call_node_hook(hook: *mut c_void, _: *const C_tensor) -> *m
 
 type Callback = Option<Box<dyn FnOnce() -> Result<(), BoxError> + Send>>;
 
-/// Calls `callback` once, when all gradients of the running backward are accumulated and before it returns, on the
-/// thread that called it or one of libtorch's. Several callbacks run in the order of these calls. If that backward runs
-/// inside a node of another, as in checkpointing, the other's gradients are waited for as well, and so on.
+/// Calls `callback` once, when all gradients of the running backward are accumulated and before it
+/// returns, on the thread that called it or one of libtorch's. Several callbacks run in the order
+/// of these calls. If that backward runs inside a node of another, as in checkpointing, the other's
+/// gradients are waited for as well, and so on.
 ///
-/// An `Err` or a panic of `callback` makes the backward return an error with that text. If the backward fails earlier,
-/// `callback` is dropped without being called: when backward returns or, if an outer one fails, when its graph is freed.
+/// An `Err` or a panic of `callback` makes the backward return an error with that text. If the
+/// backward fails earlier, `callback` is dropped without being called: when backward returns or, if
+/// an outer one fails, when its graph is freed.
 ///
 /// # Errors
 ///
 /// No backward runs on this thread: this is for gradient hooks.
-pub fn at_end_of_backward(callback: impl FnOnce() -> Result<(), BoxError> + Send + 'static) -> Result<(), Error> {
+pub fn at_end_of_backward(
+    callback: impl FnOnce() -> Result<(), BoxError> + Send + 'static,
+) -> Result<(), Error> {
     let callback: Callback = Some(Box::new(callback));
     let data = Box::into_raw(Box::new(callback)).cast();
     let closure = Closure { data, call: call_callback, drop: ffi::drop_box::<Callback> };

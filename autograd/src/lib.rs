@@ -15,8 +15,8 @@
 //! | keep an optimizer's state in a checkpoint | [`OptimizerState`] |
 //! | compute on GPUs, and hand tensors and streams to NCCL and CUDA | [`load_cuda`], [`CudaTensor`], [`current_stream`] |
 //!
-//! Errors and panics of hooks and callbacks come out of `backward` as errors: `Tensor::f_backward` returns them, and
-//! `Tensor::backward` panics with their text, as with any error of libtorch.
+//! Errors and panics of hooks and callbacks come out of `backward` as errors: `Tensor::f_backward`
+//! returns them, and `Tensor::backward` panics with their text, as with any error of libtorch.
 //!
 //! This is the only crate with C++ in it (`shim.cpp`).
 
@@ -33,6 +33,7 @@ pub use cuda::{current_stream, load_cuda, tensor_on, torch_device, CudaTensor};
 pub use error::Error;
 pub use hook::{at_end_of_backward, on_backward, owns_grad, BoxError, GradHook};
 pub use memory::{
-    bytes, bytes_mut, data_ptr, dtype, identity, set_grad, tensor_in, tensor_over, unsendable, use_count,
+    bytes, bytes_mut, data_ptr, dtype, identity, set_grad, tensor_in, tensor_over, unsendable,
+    use_count,
 };
 pub use optimizer::OptimizerState;

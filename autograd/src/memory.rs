@@ -30,13 +30,15 @@ pub(crate) fn memory(tensor: &Tensor) -> Memory {
     }
 }
 
-/// Where the tensor's first element is, on whatever device; null if it has no memory of its own (undefined, sparse).
+/// Where the tensor's first element is, on whatever device; null if it has no memory of its own
+/// (undefined, sparse).
 pub fn data_ptr(tensor: &Tensor) -> *mut u8 {
     memory(tensor).data.map_or(std::ptr::null_mut(), |data| data.as_ptr())
 }
 
-/// What keeps a tensor's elements from being sent to other ranks, and what would be right, as in "is sparse: ...". None for
-/// one whose elements, of a kind that tch knows, lie in plain memory of the CPU or a GPU.
+/// What keeps a tensor's elements from being sent to other ranks, and what would be right, as in
+/// "is sparse: ...". None for one whose elements, of a kind that tch knows, lie in plain memory of
+/// the CPU or a GPU.
 pub fn unsendable(tensor: &Tensor) -> Option<String> {
     // SAFETY: the tensor is alive.
     let result = unsafe { ffi::check("unsendable", ffi::flow_check_plain(tensor.as_ptr())) };
@@ -48,8 +50,8 @@ pub fn unsendable(tensor: &Tensor) -> Option<String> {
     }
 }
 
-/// Tells tensors apart: the same for all handles to one tensor (`shallow_clone`), and for no other that lives at the same
-/// time. A view, though it shares the memory, is a tensor of its own.
+/// Tells tensors apart: the same for all handles to one tensor (`shallow_clone`), and for no other
+/// that lives at the same time. A view, though it shares the memory, is a tensor of its own.
 pub fn identity(tensor: &Tensor) -> usize {
     // SAFETY: the tensor is alive.
     unsafe { ffi::flow_identity(tensor.as_ptr()) }.addr()
@@ -67,14 +69,18 @@ fn plain_memory(tensor: &Tensor) -> Result<(*mut u8, usize), Error> {
     } else if memory.data.is_none() {
         Err(Error::NotPlainMemory("of a sparse or opaque layout".into()))
     } else {
-        Err(Error::NotPlainMemory(format!("not contiguous (shape {:?}, strides {:?})", tensor.size(), tensor.stride())))
+        Err(Error::NotPlainMemory(format!(
+            "not contiguous (shape {:?}, strides {:?})",
+            tensor.size(),
+            tensor.stride()
+        )))
     }
 }
 
 /// The elements of a contiguous CPU tensor as bytes.
 ///
-/// Tensors share memory (`shallow_clone`, views, `detach`): as with tch's own views of data, nobody may write through
-/// another tensor while the slice is in use.
+/// Tensors share memory (`shallow_clone`, views, `detach`): as with tch's own views of data, nobody
+/// may write through another tensor while the slice is in use.
 ///
 /// # Errors
 ///
@@ -85,8 +91,8 @@ pub fn bytes(tensor: &Tensor) -> Result<&[u8], Error> {
     Ok(unsafe { std::slice::from_raw_parts(data, bytes) })
 }
 
-/// The elements of a contiguous CPU tensor as bytes to write. See [`bytes`], also for the errors; autograd does not
-/// notice such writes.
+/// The elements of a contiguous CPU tensor as bytes to write. See [`bytes`], also for the errors;
+/// autograd does not notice such writes.
 pub fn bytes_mut(tensor: &mut Tensor) -> Result<&mut [u8], Error> {
     let (data, bytes) = plain_memory(tensor)?;
     // SAFETY: as above, and the tensor is borrowed mutably.
@@ -104,12 +110,17 @@ pub fn set_grad(parameter: &Tensor, grad: Option<&Tensor>) -> Result<(), Error> 
     unsafe { ffi::check("set_grad", ffi::flow_set_grad(parameter.as_ptr(), grad)) }
 }
 
-/// A contiguous CPU tensor over `memory`, which is dropped when the last tensor that uses it is gone.
+/// A contiguous CPU tensor over `memory`, which is dropped when the last tensor that uses it is
+/// gone.
 ///
 /// # Errors
 ///
 /// The memory is too small for the shape, or not aligned for the kind.
-pub fn tensor_in(memory: impl AsMut<[u8]> + Send + 'static, shape: &[i64], kind: Kind) -> Result<Tensor, Error> {
+pub fn tensor_in(
+    memory: impl AsMut<[u8]> + Send + 'static,
+    shape: &[i64],
+    kind: Kind,
+) -> Result<Tensor, Error> {
     let mut owner = Box::new(memory); // does not move from here on
     let memory = (*owner).as_mut();
     check_fit(memory.as_ptr().addr(), memory.len(), shape, kind)?;
@@ -118,31 +129,41 @@ pub fn tensor_in(memory: impl AsMut<[u8]> + Send + 'static, shape: &[i64], kind:
     unsafe { tensor_over(data, shape, kind, Device::Cpu, owner) }
 }
 
-/// How many handles there are of `tensor`: its shallow clones, this one included, and libtorch's own.
+/// How many handles there are of `tensor`: its shallow clones, this one included, and libtorch's
+/// own.
 pub fn use_count(tensor: &Tensor) -> usize {
     // SAFETY: the tensor is alive.
     unsafe { ffi::flow_use_count(tensor.as_ptr()) }
 }
 
 /// Whether a contiguous tensor fits into so many bytes at `address`.
-pub(crate) fn check_fit(address: usize, bytes: usize, shape: &[i64], kind: Kind) -> Result<(), Error> {
+pub(crate) fn check_fit(
+    address: usize,
+    bytes: usize,
+    shape: &[i64],
+    kind: Kind,
+) -> Result<(), Error> {
     let element = kind.elt_size_in_bytes();
     let needed = shape
         .iter()
         .try_fold(element, |bytes, &length| bytes.checked_mul(usize::try_from(length).ok()?))
         .ok_or_else(|| Error::UnfitMemory(format!("a tensor cannot have the shape {shape:?}")))?;
     if bytes < needed {
-        let message = format!("a tensor of shape {shape:?} and kind {kind:?} needs {needed} bytes, not {bytes}");
+        let message = format!(
+            "a tensor of shape {shape:?} and kind {kind:?} needs {needed} bytes, not {bytes}"
+        );
         return Err(Error::UnfitMemory(message));
     }
     if !address.is_multiple_of(element) {
-        return Err(Error::UnfitMemory(format!("memory at {address:#x} is not aligned for kind {kind:?}")));
+        return Err(Error::UnfitMemory(format!(
+            "memory at {address:#x} is not aligned for kind {kind:?}"
+        )));
     }
     Ok(())
 }
 
-/// A contiguous tensor over the memory at `data` on `device`; `owner` is dropped, on whatever thread, when the last
-/// tensor that uses it is gone.
+/// A contiguous tensor over the memory at `data` on `device`; `owner` is dropped, on whatever
+/// thread, when the last tensor that uses it is gone.
 ///
 /// # Errors
 ///
@@ -150,8 +171,9 @@ pub(crate) fn check_fit(address: usize, bytes: usize, shape: &[i64], kind: Kind)
 ///
 /// # Safety
 ///
-/// From `data` on there must be room for `shape` elements of `kind`, aligned for them, readable and writable until `owner`
-/// is dropped, and not used by others in ways that conflict with the tensor's use.
+/// From `data` on there must be room for `shape` elements of `kind`, aligned for them, readable and
+/// writable until `owner` is dropped, and not used by others in ways that conflict with the
+/// tensor's use.
 pub unsafe fn tensor_over(
     data: *mut u8,
     shape: &[i64],
@@ -162,13 +184,26 @@ pub unsafe fn tensor_over(
     fn own<T>(tensor: Tensor, owner: T) -> Result<Tensor, Error> {
         let owner = Box::into_raw(Box::new(owner)).cast();
         // SAFETY: the tensor is alive; the function fits the owner.
-        unsafe { ffi::check("tensor_over", ffi::flow_own_memory(tensor.as_ptr(), owner, ffi::drop_box::<T>))? };
+        unsafe {
+            ffi::check(
+                "tensor_over",
+                ffi::flow_own_memory(tensor.as_ptr(), owner, ffi::drop_box::<T>),
+            )?
+        };
         Ok(tensor)
     }
     let strides: Vec<i64> = (0..shape.len())
-        .map(|axis| shape[axis + 1..].iter().fold(1, |stride: i64, &length| stride.wrapping_mul(length)))
+        .map(|axis| {
+            shape[axis + 1..].iter().fold(1, |stride: i64, &length| stride.wrapping_mul(length))
+        })
         .collect();
     // SAFETY: the caller's promise.
     let tensor = unsafe { Tensor::f_from_blob(data, shape, &strides, kind, device) };
-    own(tensor.map_err(|error| Error::Libtorch { operation: "tensor_over", reason: error.to_string() })?, owner)
+    own(
+        tensor.map_err(|error| Error::Libtorch {
+            operation: "tensor_over",
+            reason: error.to_string(),
+        })?,
+        owner,
+    )
 }

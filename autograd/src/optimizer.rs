@@ -34,9 +34,10 @@ use crate::{ffi, Error};
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub trait OptimizerState {
-    /// Copies of the state's tensors. Each is named by its parameter's number, in the order in which the model was made,
-    /// and as PyTorch calls it: `0.momentum_buffer`, `0.exp_avg`, `0.step`. A parameter that has had no gradient has
-    /// none, nor has one of SGD without momentum.
+    /// Copies of the state's tensors. Each is named by its parameter's number, in the order in
+    /// which the model was made, and as PyTorch calls it: `0.momentum_buffer`, `0.exp_avg`,
+    /// `0.step`. A parameter that has had no gradient has none, nor has one of SGD without
+    /// momentum.
     ///
     /// # Errors
     ///
@@ -47,7 +48,8 @@ pub trait OptimizerState {
     ///
     /// # Errors
     ///
-    /// `state` is of another kind of optimizer, or of another model. The optimizer is then as it was.
+    /// `state` is of another kind of optimizer, or of another model. The optimizer is then as it
+    /// was.
     fn load_state(&mut self, state: &[(String, Tensor)]) -> Result<(), Error>;
 }
 
@@ -57,7 +59,12 @@ impl OptimizerState for Optimizer {
         let optimizer = c_optimizer(self, OPERATION)?;
         let mut state = Vec::<(String, Tensor)>::new();
         // SAFETY: the optimizer is alive; `tell` fits the data.
-        unsafe { ffi::check(OPERATION, ffi::flow_optimizer_state(optimizer, (&raw mut state).cast(), tell))? };
+        unsafe {
+            ffi::check(
+                OPERATION,
+                ffi::flow_optimizer_state(optimizer, (&raw mut state).cast(), tell),
+            )?
+        };
         Ok(state)
     }
 
@@ -65,15 +72,23 @@ impl OptimizerState for Optimizer {
         const OPERATION: &str = "OptimizerState::load_state";
         let optimizer = c_optimizer(self, OPERATION)?;
         let name = |(name, _): &(String, Tensor)| CString::new(name.as_str());
-        let names: Vec<CString> = state.iter().map(name).collect::<Result<_, _>>().map_err(|_| Error::Libtorch {
-            operation: OPERATION,
-            reason: "a name in the state has a zero byte".into(),
-        })?;
+        let names: Vec<CString> =
+            state.iter().map(name).collect::<Result<_, _>>().map_err(|_| Error::Libtorch {
+                operation: OPERATION,
+                reason: "a name in the state has a zero byte".into(),
+            })?;
         let names: Vec<*const c_char> = names.iter().map(|name| name.as_ptr()).collect();
-        let tensors: Vec<*const C_tensor> = state.iter().map(|(_, tensor)| tensor.as_ptr()).collect();
-        // SAFETY: the optimizer, which is borrowed mutably, and as many names and tensors as said are alive.
+        let tensors: Vec<*const C_tensor> =
+            state.iter().map(|(_, tensor)| tensor.as_ptr()).collect();
+        // SAFETY: the optimizer, which is borrowed mutably, and as many names and tensors as said
+        // are alive.
         unsafe {
-            let result = ffi::flow_set_optimizer_state(optimizer, names.as_ptr(), tensors.as_ptr(), state.len());
+            let result = ffi::flow_set_optimizer_state(
+                optimizer,
+                names.as_ptr(),
+                tensors.as_ptr(),
+                state.len(),
+            );
             ffi::check(OPERATION, result)
         }
     }
@@ -81,24 +96,33 @@ impl OptimizerState for Optimizer {
 
 /// # Safety
 ///
-/// `state` must point to a `Vec<(String, Tensor)>` that nobody else uses meanwhile, `name` must be a C string, and
-/// `tensor` the caller's, to give away.
+/// `state` must point to a `Vec<(String, Tensor)>` that nobody else uses meanwhile, `name` must be
+/// a C string, and `tensor` the caller's, to give away.
 unsafe extern "C" fn tell(state: *mut c_void, name: *const c_char, tensor: *mut C_tensor) {
     // SAFETY: the caller's promise.
-    let (state, name, tensor) =
-        unsafe { (&mut *state.cast::<Vec<(String, Tensor)>>(), CStr::from_ptr(name), Tensor::from_ptr(tensor)) };
+    let (state, name, tensor) = unsafe {
+        (
+            &mut *state.cast::<Vec<(String, Tensor)>>(),
+            CStr::from_ptr(name),
+            Tensor::from_ptr(tensor),
+        )
+    };
     // Nothing here panics but for want of memory.
-    let _ = catch_unwind(AssertUnwindSafe(|| state.push((name.to_string_lossy().into_owned(), tensor))));
+    let _ = catch_unwind(AssertUnwindSafe(|| {
+        state.push((name.to_string_lossy().into_owned(), tensor))
+    }));
 }
 
 const WORD: usize = size_of::<*mut C_optimizer>();
 /// Words in an [`Optimizer`].
 const WORDS: usize = size_of::<Optimizer>() / WORD;
 
-// tch's types, in all versions that we build with: `COptimizer` is a pointer to libtorch's optimizer, and `Optimizer` is a
-// `COptimizer`, the variables and their number, in an order that Rust chooses.
+// tch's types, in all versions that we build with: `COptimizer` is a pointer to libtorch's
+// optimizer, and `Optimizer` is a `COptimizer`, the variables and their number, in an order that
+// Rust chooses.
 const _: () = assert!(size_of::<COptimizer>() == WORD);
-const _: () = assert!(size_of::<Optimizer>() == size_of::<(COptimizer, Arc<()>, usize)>() && WORDS == 3);
+const _: () =
+    assert!(size_of::<Optimizer>() == size_of::<(COptimizer, Arc<()>, usize)>() && WORDS == 3);
 
 fn pointer(optimizer: &COptimizer) -> *mut C_optimizer {
     // SAFETY: it is a pointer and nothing else, see above.
@@ -132,6 +156,7 @@ fn c_optimizer(optimizer: &Optimizer, operation: &'static str) -> Result<*mut C_
         words(&probe).iter().position(|&word| word == noted.0.get())
     };
     let place = *PLACE.get_or_init(find);
-    let unknown = || Error::Libtorch { operation, reason: "this version of tch is not known".into() };
+    let unknown =
+        || Error::Libtorch { operation, reason: "this version of tch is not known".into() };
     Ok(words(optimizer)[place.ok_or_else(unknown)?])
 }

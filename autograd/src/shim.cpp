@@ -1,8 +1,9 @@
 // What flow-autograd needs of libtorch's C++ interface, as plain C functions.
 //
-// Functions that can fail return the error's text, to be freed with free(), or null. No exception leaves this file except
-// into libtorch's engine, and Rust code never unwinds into it: Rust callbacks return their error's text the same way.
-// The types of pointers to autograd nodes differ between the libtorch versions we support: leave them to `auto`.
+// Functions that can fail return the error's text, to be freed with free(), or null. No exception
+// leaves this file except into libtorch's engine, and Rust code never unwinds into it: Rust
+// callbacks return their error's text the same way. The types of pointers to autograd nodes differ
+// between the libtorch versions we support: leave them to `auto`.
 
 #include <algorithm>
 #include <atomic>
@@ -69,14 +70,15 @@ char* guarded(Body&& body) noexcept {
     }
 }
 
-// What came to a parameter last, to be accumulated: where it lies, and whether nobody else uses that memory.
+// What came to a parameter last, to be accumulated: where it lies, and whether nobody else uses
+// that memory.
 struct Incoming {
     const c10::StorageImpl* storage = nullptr;
     bool alone = false;
 };
 
-// Fills in `Incoming`, before libtorch accumulates: afterwards it cannot be told, as what the engine holds for other nodes
-// looks the same as what it is about to drop.
+// Fills in `Incoming`, before libtorch accumulates: afterwards it cannot be told, as what the
+// engine holds for other nodes looks the same as what it is about to drop.
 class IncomingHook final : public autograd::FunctionPreHook {
 public:
     explicit IncomingHook(std::shared_ptr<Incoming> incoming) : incoming_(std::move(incoming)) {}
@@ -124,9 +126,10 @@ private:
 
 // Calls the closure when the backward that runs on this thread is otherwise done.
 //
-// A backward may run inside a node of another one, as in checkpointing, and libtorch calls back at the end of the inner one,
-// while that node is being evaluated. What is to be called then waits for the end of the outer one: it is queued anew, as
-// that can only be done from inside, by a hook that runs after the node.
+// A backward may run inside a node of another one, as in checkpointing, and libtorch calls back at
+// the end of the inner one, while that node is being evaluated. What is to be called then waits for
+// the end of the outer one: it is queued anew, as that can only be done from inside, by a hook that
+// runs after the node.
 void queue_at_end(std::shared_ptr<const Closure> closure);
 
 class QueueAgain final : public autograd::FunctionPostHook {
@@ -181,7 +184,8 @@ using DropBlock = void (*)(void* owner);
 
 // Large blocks from Rust, all others from the allocator that was there before.
 //
-// libtorch's "raw" interface, which oneDNN's layers use unasked, frees by address alone: blocks are found by theirs.
+// libtorch's "raw" interface, which oneDNN's layers use unasked, frees by address alone: blocks are
+// found by theirs.
 class CpuAllocator final : public c10::Allocator {
 public:
     CpuAllocator(c10::Allocator* original, TakeBlock take, DropBlock drop) : original_(original), take_(take), drop_(drop) {
@@ -193,8 +197,9 @@ public:
 
     void set_min_bytes(size_t bytes) { min_bytes_.store(bytes, std::memory_order_relaxed); }
 
-    // A forked child has its memory from the original allocator, unless one is set there anew: the blocks are its parent's.
-    // What it inherits it can free at any time, as no other thread holds the lock while a process forks.
+    // A forked child has its memory from the original allocator, unless one is set there anew: the
+    // blocks are its parent's. What it inherits it can free at any time, as no other thread holds
+    // the lock while a process forks.
     static void watch_forks() {
         const int failed = pthread_atfork([] { installed->mutex_.lock(); }, [] { installed->mutex_.unlock(); },
                                           [] {
@@ -253,7 +258,8 @@ struct Memory {
     bool dense_contiguous;
 };
 
-// An error that begins with `name`, if the tensor's elements do not lie in plain memory of the CPU or a GPU.
+// An error that begins with `name`, if the tensor's elements do not lie in plain memory of the CPU
+// or a GPU.
 void check_plain(const at::Tensor& tensor, const std::string& name) {
     TORCH_CHECK(tensor.defined(), name, "is undefined: it must have a shape and elements");
     TORCH_CHECK(!tensor.is_nested(), name, "is nested: pad it, or use its parts");
@@ -319,7 +325,8 @@ using TellTensor = void (*)(void* data, const char* name, at::Tensor* tensor);
 
 extern "C" {
 
-// The data of the closure that `flow_set_grad_hook` put on the parameter, null if it has no hook. An error if it can have none.
+// The data of the closure that `flow_set_grad_hook` put on the parameter, null if it has no hook.
+// An error if it can have none.
 char* flow_grad_hook(const at::Tensor* parameter, void** data) {
     return guarded([&] {
         TORCH_CHECK(parameter->defined() && parameter->is_leaf() && parameter->requires_grad(),
@@ -333,8 +340,8 @@ char* flow_grad_hook(const at::Tensor* parameter, void** data) {
     });
 }
 
-// Calls the closure with the parameter, one that `flow_grad_hook` accepts, whenever its gradient has been accumulated in a
-// backward.
+// Calls the closure with the parameter, one that `flow_grad_hook` accepts, whenever its gradient
+// has been accumulated in a backward.
 char* flow_set_grad_hook(const at::Tensor* parameter, Closure closure) {
     return guarded([&] {
         const auto incoming = std::make_shared<Incoming>();
@@ -352,8 +359,8 @@ char* flow_owns_grad(const at::Tensor* parameter, bool* owns) {
     });
 }
 
-// Calls the closure, with null, when the backward that runs on this thread, and all that it runs inside of, are otherwise
-// done.
+// Calls the closure, with null, when the backward that runs on this thread, and all that it runs
+// inside of, are otherwise done.
 char* flow_at_end_of_backward(Closure closure) {
     return guarded([&] {
         const std::shared_ptr<void> owner(closure.data, closure.drop);
@@ -363,8 +370,8 @@ char* flow_at_end_of_backward(Closure closure) {
     });
 }
 
-// Calls the closure, with null, whenever a backward comes to the operation that the tensor is a result of. Drops it with
-// that, or at once if there is none.
+// Calls the closure, with null, whenever a backward comes to the operation that the tensor is a
+// result of. Drops it with that, or at once if there is none.
 char* flow_on_backward(const at::Tensor* tensor, Closure closure) {
     return guarded([&] {
         auto hook = std::make_unique<NodeHook>(closure);
@@ -395,7 +402,8 @@ char* flow_check_plain(const at::Tensor* tensor) {
     return guarded([&] { check_plain(*tensor, ""); });
 }
 
-// What all handles to one tensor have in common, and no other tensor that lives has; views are tensors of their own.
+// What all handles to one tensor have in common, and no other tensor that lives has; views are
+// tensors of their own.
 const void* flow_identity(const at::Tensor* tensor) { return tensor->unsafeGetTensorImpl(); }
 
 char* flow_memory(const at::Tensor* tensor, Memory* memory) {
@@ -433,7 +441,8 @@ char* flow_current_stream(int device, void** stream) {
     });
 }
 
-// Calls `tell`, which owns the tensor that it gets, with a copy of each part of the optimizer's state.
+// Calls `tell`, which owns the tensor that it gets, with a copy of each part of the optimizer's
+// state.
 char* flow_optimizer_state(const optim::Optimizer* optimizer, void* data, TellTensor tell) {
     return guarded([&] {
         const auto& states = optimizer->state();
@@ -448,8 +457,8 @@ char* flow_optimizer_state(const optim::Optimizer* optimizer, void* data, TellTe
     });
 }
 
-// Replaces the optimizer's state by copies of these tensors, which have the names that `flow_optimizer_state` tells. Does
-// nothing if they do not fit.
+// Replaces the optimizer's state by copies of these tensors, which have the names that
+// `flow_optimizer_state` tells. Does nothing if they do not fit.
 char* flow_set_optimizer_state(optim::Optimizer* optimizer, const char* const* names, const at::Tensor* const* tensors,
                                size_t count) {
     return guarded([&] {
@@ -484,7 +493,8 @@ char* flow_set_optimizer_state(optim::Optimizer* optimizer, const char* const* n
     });
 }
 
-// Ties `owner` to the tensor's memory, which nobody owned before: `drop(owner)` is called when its last user is gone.
+// Ties `owner` to the tensor's memory, which nobody owned before: `drop(owner)` is called when its
+// last user is gone.
 char* flow_own_memory(const at::Tensor* tensor, void* owner, DropBlock drop) {
     std::unique_ptr<void, DropBlock> held(owner, drop);
     return guarded([&] {

@@ -50,7 +50,8 @@ impl BlockAllocator for Tracking {
             return None;
         }
         let memory = vec![0; bytes + 128];
-        let start = memory.as_ptr().align_offset(64) + if self.misaligned.load(SeqCst) { 32 } else { 0 };
+        let start =
+            memory.as_ptr().align_offset(64) + if self.misaligned.load(SeqCst) { 32 } else { 0 };
         let mut block = TrackedBlock { memory, start, in_use: self.in_use.clone() };
         self.in_use.lock().unwrap().insert(block.as_mut().as_ptr().addr());
         Some(Box::new(block))
@@ -117,7 +118,11 @@ fn convolutions_work() {
     let weight = Tensor::randn([64, 32, 5, 5], options).set_requires_grad(true);
     let images = Tensor::randn([50, 32, 12, 12], options);
     let gradient = || {
-        images.conv2d::<Tensor>(&weight, None, [1, 1], [0, 0], [1, 1], 1).square().sum(Kind::Float).backward();
+        images
+            .conv2d::<Tensor>(&weight, None, [1, 1], [0, 0], [1, 1], 1)
+            .square()
+            .sum(Kind::Float)
+            .backward();
         let gradient = weight.grad();
         flow_autograd::set_grad(&weight, None).unwrap();
         gradient

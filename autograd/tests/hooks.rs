@@ -37,8 +37,9 @@ fn counting_hook(parameter: &Tensor) -> (GradHook, Arc<AtomicUsize>) {
 
 #[test]
 fn hooks_fire_in_reverse_layer_order_and_the_callback_before_backward_returns() {
-    let layers: Vec<Tensor> =
-        (0..4).map(|_| Tensor::randn([8, 8], (Kind::Float, Device::Cpu)).set_requires_grad(true)).collect();
+    let layers: Vec<Tensor> = (0..4)
+        .map(|_| Tensor::randn([8, 8], (Kind::Float, Device::Cpu)).set_requires_grad(true))
+        .collect();
     let events = Arc::new(Mutex::new(Vec::<String>::new()));
     let caller = std::thread::current().id();
     let hooks: Vec<GradHook> = (layers.iter().enumerate())
@@ -96,7 +97,9 @@ fn a_panic_in_a_hook_is_the_error_of_backward() {
         Ok(())
     })
     .unwrap();
-    assert!(error_text(loss(&weight).f_backward()).contains("a gradient hook panicked: the first call"));
+    assert!(
+        error_text(loss(&weight).f_backward()).contains("a gradient hook panicked: the first call")
+    );
     loss(&weight).f_backward().expect("the next backward works");
     assert_eq!(calls.load(SeqCst), 2);
 }
@@ -116,7 +119,8 @@ fn errors_and_panics_of_the_callback_are_errors_of_backward() {
     })
     .unwrap();
     assert!(error_text(loss(&weight).f_backward()).contains("timed out"));
-    assert!(error_text(loss(&weight).f_backward()).contains("an end-of-backward callback panicked: at step 1"));
+    assert!(error_text(loss(&weight).f_backward())
+        .contains("an end-of-backward callback panicked: at step 1"));
     loss(&weight).f_backward().expect("the next backward works");
     assert_eq!(step.load(SeqCst), 3);
 }
@@ -161,7 +165,8 @@ fn callbacks_run_in_order_and_may_queue_more() {
     assert_eq!(*order.lock().unwrap(), (0..20).chain(100..120).collect::<Vec<_>>());
 }
 
-/// The outer gradients are those of a gate, in whose hook another backward runs, and of what comes before the gate.
+/// The outer gradients are those of a gate, in whose hook another backward runs, and of what comes
+/// before the gate.
 #[test]
 fn the_end_of_an_inner_backward_is_not_the_end() {
     let events = Arc::new(Mutex::new(Vec::<String>::new()));
@@ -184,15 +189,23 @@ fn the_end_of_an_inner_backward_is_not_the_end() {
     let through = |gate: &Tensor, before: &Tensor| (before.tanh() * gate).sum(Kind::Float);
     let inner_gate = gates[0].shallow_clone();
     let hooks = [
-        GradHook::install(&gates[0], move |_| Ok(tch::with_grad(|| loss(&innermost)).f_backward()?)),
-        GradHook::install(&gates[1], move |_| Ok(tch::with_grad(|| through(&inner_gate, &inner)).f_backward()?)),
+        GradHook::install(
+            &gates[0],
+            move |_| Ok(tch::with_grad(|| loss(&innermost)).f_backward()?),
+        ),
+        GradHook::install(&gates[1], move |_| {
+            Ok(tch::with_grad(|| through(&inner_gate, &inner)).f_backward()?)
+        }),
     ];
     hooks.iter().for_each(|hook| assert!(hook.is_ok()));
     for _ in 0..2 {
         through(&gates[1], &last).f_backward().unwrap();
         note("returned");
         let ends = ["end for innermost", "end for inner", "end for last", "returned"];
-        assert_eq!(std::mem::take(&mut *events.lock().unwrap()), [&["innermost", "inner", "last"], &ends[..]].concat());
+        assert_eq!(
+            std::mem::take(&mut *events.lock().unwrap()),
+            [&["innermost", "inner", "last"], &ends[..]].concat()
+        );
     }
 }
 
@@ -472,7 +485,11 @@ fn a_gradient_owns_its_memory_unless_backward_still_reads_it() {
     let hooks = [watch(&weight), watch(&bias)];
     for _ in 0..2 {
         // The second time the gradients are there and are added to.
-        Tensor::ones([2, 3], float).linear(&weight, Some(&bias)).sum(Kind::Float).f_backward().unwrap();
+        Tensor::ones([2, 3], float)
+            .linear(&weight, Some(&bias))
+            .sum(Kind::Float)
+            .f_backward()
+            .unwrap();
         assert_eq!(asked(), [true, true]);
     }
     assert!(!owns_grad(&parameter(&[1])), "it has neither gradient nor hook");

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use flow_autograd::{bytes, bytes_mut, data_ptr, dtype, identity, tensor_in, tensor_over, unsendable};
+use flow_autograd::{
+    bytes, bytes_mut, data_ptr, dtype, identity, tensor_in, tensor_over, unsendable,
+};
 use flow_kernels::DType;
 use tch::{Device, Kind, Tensor};
 
@@ -53,14 +55,19 @@ fn handles_of_one_tensor_are_told_from_other_tensors() {
 #[test]
 fn what_cannot_be_sent_says_why() {
     let matrix = Tensor::zeros([2, 3], F32);
-    for plain in [&matrix, &matrix.tr(), &Tensor::zeros([0], F32), &matrix.to_kind(Kind::ComplexFloat)] {
+    for plain in
+        [&matrix, &matrix.tr(), &Tensor::zeros([0], F32), &matrix.to_kind(Kind::ComplexFloat)]
+    {
         assert_eq!(unsendable(plain), None);
     }
     let cases = [
         (Tensor::new(), "is undefined: it must have a shape and elements"),
         (matrix.to_sparse_sparse_dim(2), "has the layout Sparse: make it dense by to_dense()"),
         (matrix.to_sparse_csr(None), "has the layout SparseCsr: make it dense by to_dense()"),
-        (matrix.quantize_per_tensor(0.1, 0, Kind::QInt8), "is quantized: make it an ordinary tensor by dequantize()"),
+        (
+            matrix.quantize_per_tensor(0.1, 0, Kind::QInt8),
+            "is quantized: make it an ordinary tensor by dequantize()",
+        ),
     ];
     for (tensor, reason) in cases {
         assert_eq!(unsendable(&tensor).as_deref(), Some(reason));
@@ -69,7 +76,15 @@ fn what_cannot_be_sent_says_why() {
 
 #[test]
 fn dtypes_have_the_size_of_their_kinds() {
-    let kinds = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16, Kind::Int, Kind::Int64, Kind::Uint8];
+    let kinds = [
+        Kind::Float,
+        Kind::Double,
+        Kind::Half,
+        Kind::BFloat16,
+        Kind::Int,
+        Kind::Int64,
+        Kind::Uint8,
+    ];
     let dtypes: Vec<DType> = kinds.into_iter().filter_map(dtype).collect();
     assert_eq!(dtypes, DType::ALL);
     for (kind, dtype) in kinds.into_iter().zip(dtypes) {
@@ -90,7 +105,8 @@ impl AsMut<[u8]> for Witnessed {
 #[test]
 fn a_tensor_frees_its_memory_with_its_last_user() {
     let witness = Arc::new(());
-    let memory: Vec<u8> = [1i64, 2, 3, 4, 5, 6].iter().flat_map(|value| value.to_ne_bytes()).collect();
+    let memory: Vec<u8> =
+        [1i64, 2, 3, 4, 5, 6].iter().flat_map(|value| value.to_ne_bytes()).collect();
     let tensor = tensor_in(Witnessed(memory, witness.clone()), &[2, 3], Kind::Int64).unwrap();
     assert_eq!(tensor.size(), [2, 3]);
     assert_eq!(Vec::<Vec<i64>>::try_from(&tensor).unwrap(), [[1, 2, 3], [4, 5, 6]]);
@@ -106,10 +122,14 @@ fn a_tensor_frees_its_memory_with_its_last_user() {
 #[test]
 fn unfit_memory_is_refused_and_freed() {
     let witness = Arc::new(());
-    for (shape, reason) in
-        [(&[2, 3][..], "needs 24 bytes, not 20"), (&[-1], "cannot have"), (&[i64::MAX, 9], "cannot have")]
-    {
-        let text = tensor_in(Witnessed(vec![0; 20], witness.clone()), shape, Kind::Float).unwrap_err().to_string();
+    for (shape, reason) in [
+        (&[2, 3][..], "needs 24 bytes, not 20"),
+        (&[-1], "cannot have"),
+        (&[i64::MAX, 9], "cannot have"),
+    ] {
+        let text = tensor_in(Witnessed(vec![0; 20], witness.clone()), shape, Kind::Float)
+            .unwrap_err()
+            .to_string();
         assert!(text.contains(reason), "{text}");
     }
     struct Odd(Vec<u32>);
@@ -130,7 +150,9 @@ fn a_tensor_over_a_pointer_drops_the_owner_last() {
     let data = memory.as_mut_ptr().cast();
     let witness = Arc::new(());
     // SAFETY: the owner holds the memory, which has room for the shape.
-    let tensor = unsafe { tensor_over(data, &[3], Kind::Float, Device::Cpu, (memory, witness.clone())) }.unwrap();
+    let tensor =
+        unsafe { tensor_over(data, &[3], Kind::Float, Device::Cpu, (memory, witness.clone())) }
+            .unwrap();
     let doubled = &tensor * 2;
     assert_eq!(data_ptr(&tensor), data);
     drop(tensor);

@@ -23,7 +23,8 @@ impl Training {
     /// Steps `range` of a training whose steps all have other gradients.
     fn steps(&mut self, range: std::ops::Range<i64>) {
         for step in range {
-            let input = Tensor::arange(6, (Kind::Float, Device::Cpu)).view([2, 3]).cos() * (step + 1);
+            let input =
+                Tensor::arange(6, (Kind::Float, Device::Cpu)).view([2, 3]).cos() * (step + 1);
             let loss = (input.matmul(&self.weights) + &self.bias - 0.3).square().mean(Kind::Float);
             self.optimizer.backward_step(&loss);
         }
@@ -39,8 +40,8 @@ fn names(state: &[(String, Tensor)]) -> Vec<&str> {
     state.iter().map(|(name, _)| name.as_str()).collect()
 }
 
-/// Ten steps, and five, a new start with what was saved, and five, end with the same weights to the bit; without the state
-/// they do not. The state has `parts` for each parameter.
+/// Ten steps, and five, a new start with what was saved, and five, end with the same weights to the
+/// bit; without the state they do not. The state has `parts` for each parameter.
 fn goes_on(config: impl OptimizerConfig + Copy, parts: &[&str]) {
     let mut whole = Training::new(config);
     whole.steps(0..10);
@@ -48,7 +49,8 @@ fn goes_on(config: impl OptimizerConfig + Copy, parts: &[&str]) {
     let mut first = Training::new(config);
     first.steps(0..5);
     let saved = first.optimizer.state().unwrap();
-    let expected: Vec<String> = (0..2).flat_map(|i| parts.iter().map(move |part| format!("{i}.{part}"))).collect();
+    let expected: Vec<String> =
+        (0..2).flat_map(|i| parts.iter().map(move |part| format!("{i}.{part}"))).collect();
     assert_eq!(names(&saved), expected);
     let second_of = |state: Option<&[(String, Tensor)]>| {
         let mut second = Training::new(config);
@@ -63,7 +65,11 @@ fn goes_on(config: impl OptimizerConfig + Copy, parts: &[&str]) {
     let resumed = second_of(Some(&saved));
     assert_eq!(resumed, whole.values());
     assert_ne!(unsaved, resumed);
-    assert_eq!(second_of(Some(&saved)), resumed, "loading has not tied the saved tensors to the optimizer");
+    assert_eq!(
+        second_of(Some(&saved)),
+        resumed,
+        "loading has not tied the saved tensors to the optimizer"
+    );
 
     first.steps(5..10);
     assert_eq!(first.values(), whole.values(), "saving changed nothing");
@@ -75,7 +81,10 @@ fn training_goes_on_to_the_bit() {
     goes_on(nn::sgd(0.9, 0.0, 0.0, true), &["momentum_buffer"]);
     goes_on(nn::Adam::default(), &["step", "exp_avg", "exp_avg_sq"]);
     goes_on(nn::AdamW::default(), &["step", "exp_avg", "exp_avg_sq"]);
-    goes_on(nn::AdamW::default().amsgrad(true), &["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"]);
+    goes_on(
+        nn::AdamW::default().amsgrad(true),
+        &["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"],
+    );
     goes_on(nn::RmsProp::default(), &["step", "square_avg"]);
     let all = nn::rms_prop(0.99, 1e-8, 0.0, 0.9, true);
     goes_on(all, &["step", "square_avg", "momentum_buffer", "grad_avg"]);
@@ -108,26 +117,41 @@ fn a_state_that_does_not_fit_is_refused_and_changes_nothing() {
     let of_sgd = sgd.optimizer.state().unwrap();
 
     let with = |name: &str, tensor: Option<Tensor>| {
-        let kept = good.iter().filter(|(other, _)| other != name).map(|(name, tensor)| (name.clone(), tensor.copy()));
+        let kept = good
+            .iter()
+            .filter(|(other, _)| other != name)
+            .map(|(name, tensor)| (name.clone(), tensor.copy()));
         kept.chain(tensor.map(|tensor| (name.to_owned(), tensor))).collect::<Vec<_>>()
     };
     let floats = |shape: &[i64]| Some(Tensor::zeros(shape, (Kind::Float, Device::Cpu)));
     for (state, reason) in [
         (of_sgd, "which the optimizer has no place for"),
         (with("0.exp_avg", None), "the state lacks 0.exp_avg"),
-        (with("2.exp_avg", floats(&[1])), "the state has 2.exp_avg, which the optimizer has no place for"),
+        (
+            with("2.exp_avg", floats(&[1])),
+            "the state has 2.exp_avg, which the optimizer has no place for",
+        ),
         (
             with("0.exp_avg", floats(&[4, 3])),
             "0.exp_avg has shape [4, 3] and type Float, its parameter has [3, 4] and Float",
         ),
-        (with("1.exp_avg", floats(&[4]).map(|t| t.to_kind(Kind::Double))), "1.exp_avg has shape [4] and type Double"),
+        (
+            with("1.exp_avg", floats(&[4]).map(|t| t.to_kind(Kind::Double))),
+            "1.exp_avg has shape [4] and type Double",
+        ),
         (with("1.step", floats(&[4])), "1.step is not a count"),
         (with("0.exp_avg", Some(Tensor::new())), "0.exp_avg is undefined"),
-        (with("0.exp_avg", floats(&[3, 4]).map(|t| t.to_sparse_sparse_dim(2))), "0.exp_avg has the layout Sparse"),
+        (
+            with("0.exp_avg", floats(&[3, 4]).map(|t| t.to_sparse_sparse_dim(2))),
+            "0.exp_avg has the layout Sparse",
+        ),
         (with("1.\0", floats(&[4])), "a name in the state has a zero byte"),
     ] {
         let error = adam.optimizer.load_state(&state).unwrap_err().to_string();
-        assert!(error.starts_with("OptimizerState::load_state: ") && error.contains(reason), "{error}");
+        assert!(
+            error.starts_with("OptimizerState::load_state: ") && error.contains(reason),
+            "{error}"
+        );
         assert_eq!(error.lines().count(), 1, "{error}");
         let now = adam.optimizer.state().unwrap();
         assert_eq!(names(&now), names(&good));

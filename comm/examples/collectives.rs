@@ -2,7 +2,8 @@
 //!
 //! usage: collectives [check | late RANK | killed RANK]
 //!
-//! `late`: this rank does not come to a collective for a minute; `killed`: it is killed on the way there.
+//! `late`: this rank does not come to a collective for a minute; `killed`: it is killed on the way
+//! there.
 
 use std::time::Duration;
 
@@ -71,7 +72,9 @@ fn check(group: &ProcessGroup, len: usize) -> Result<()> {
     let mut shared = group.alloc_shared::<f32>(len)?;
     shared.copy_from_slice(&own);
     group.all_reduce(&mut shared, ReduceOp::Max)?;
-    expect("all_reduce (max)", &shared, &|index| (0..size).map(|rank| value(rank, index)).fold(0.0, f32::max))?;
+    expect("all_reduce (max)", &shared, &|index| {
+        (0..size).map(|rank| value(rank, index)).fold(0.0, f32::max)
+    })?;
 
     for root in [0, size - 1] {
         let mut data = own.clone();
@@ -80,7 +83,13 @@ fn check(group: &ProcessGroup, len: usize) -> Result<()> {
 
         let mut data = own.clone();
         group.reduce(&mut data[..], ReduceOp::Sum, root)?;
-        expect("reduce", &data, &|index| if rank == root { sum(index) } else { value(rank, index) })?;
+        expect("reduce", &data, &|index| {
+            if rank == root {
+                sum(index)
+            } else {
+                value(rank, index)
+            }
+        })?;
 
         let mut gathered = vec![-1.0; len * size];
         group.gather(&own[..], (rank == root).then_some(&mut gathered[..]), root)?;
@@ -128,13 +137,20 @@ fn check_messages(group: &ProcessGroup) -> Result<()> {
     for len in [1, 1_000_000] {
         for distance in 1..size {
             let (to, from) = ((rank + distance) % size, (rank + size - distance) % size);
-            let mail: Vec<Vec<i64>> = (0..2).map(|number| vec![(rank * 10 + number) as i64; len]).collect();
-            let sent: Vec<_> = mail.iter().map(|data| group.send_async(data.clone(), to)).collect::<Result<_, _>>()?;
+            let mail: Vec<Vec<i64>> =
+                (0..2).map(|number| vec![(rank * 10 + number) as i64; len]).collect();
+            let sent: Vec<_> = mail
+                .iter()
+                .map(|data| group.send_async(data.clone(), to))
+                .collect::<Result<_, _>>()?;
             for number in 0..2 {
                 let mut data = vec![0_i64; len];
                 group.recv(&mut data[..], from)?;
                 let expected = (from * 10 + number) as i64;
-                ensure!(data.iter().all(|&got| got == expected), "rank {rank}: a wrong message from rank {from}");
+                ensure!(
+                    data.iter().all(|&got| got == expected),
+                    "rank {rank}: a wrong message from rank {from}"
+                );
             }
             for work in sent {
                 work.wait()?;
@@ -162,7 +178,10 @@ fn check_tags(group: &ProcessGroup) -> Result<()> {
     for _ in others() {
         let mut data = vec![0_i64; 100_000];
         let from = group.recv_any(&mut data, 1)?;
-        ensure!(data.iter().all(|&got| got == from as i64), "rank {rank}: a wrong message from rank {from}");
+        ensure!(
+            data.iter().all(|&got| got == from as i64),
+            "rank {rank}: a wrong message from rank {from}"
+        );
         senders.push(from);
     }
     senders.sort_unstable();

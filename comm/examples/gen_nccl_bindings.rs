@@ -6,8 +6,8 @@ use std::path::Path;
 
 /// At the top of the bindings, below bindgen's own line with its version.
 const ABOUT: &str = "\
-//! NCCL's C interface, as the nccl.h of version [`NCCL_VERSION_CODE`] has it: of [`Nccl`] a library must have all
-//! functions, of [`Registration`] (since 2.19) all or none.
+//! NCCL's C interface, as the nccl.h of version [`NCCL_VERSION_CODE`] has it: of [`Nccl`] a library
+//! must have all functions, of [`Registration`] (since 2.19) all or none.
 //!
 //! Made by `scripts/gen-nccl-bindings`, not to be edited.
 #![allow(missing_docs, non_camel_case_types, non_snake_case, non_upper_case_globals)]
@@ -19,7 +19,8 @@ const FUNCTIONS: &str = "GetVersion|GetUniqueId|GetErrorString|GetLastError|\
 const REGISTRATION: &str = "MemAlloc|MemFree|CommRegister|CommDeregister";
 const CONSTANTS: &str = "VERSION_CODE|SPLIT_NOCOLOR|CONFIG_UNDEF_INT|UNIQUE_ID_BYTES";
 
-/// All that nccl.h takes from CUDA's and the system's headers. With these, the bindings are the same on every machine.
+/// All that nccl.h takes from CUDA's and the system's headers. With these, the bindings are the
+/// same on every machine.
 const STAND_INS: [(&str, &str); 3] = [
     ("cuda_runtime.h", "typedef __SIZE_TYPE__ size_t; typedef struct CUstream_st* cudaStream_t;"),
     ("cuda_fp16.h", ""),
@@ -41,16 +42,24 @@ pub fn bindings(tools: &Path) -> Result<String, String> {
             .allowlist_function(format!("nccl({names})"))
             .dynamic_library_name(library)
             .dynamic_link_require_all(true)
-            .default_enum_style(bindgen::EnumVariation::NewType { is_bitfield: false, is_global: false })
+            .default_enum_style(bindgen::EnumVariation::NewType {
+                is_bitfield: false,
+                is_global: false,
+            })
             .generate_comments(false)
             .wrap_unsafe_ops(true)
-            .rustfmt_configuration_file(Some(Path::new(env!("CARGO_MANIFEST_DIR")).join("../rustfmt.toml")))
+            .rustfmt_configuration_file(Some(
+                Path::new(env!("CARGO_MANIFEST_DIR")).join("../rustfmt.toml"),
+            ))
     };
     let parts = [
         functions(FUNCTIONS, "Nccl").allowlist_var(format!("NCCL_({CONSTANTS})")).raw_line(ABOUT),
         functions(REGISTRATION, "Registration").blocklist_type(".*").disable_header_comment(),
     ];
-    parts.into_iter().map(|part| Ok(part.generate().map_err(|error| error.to_string())?.to_string())).collect()
+    parts
+        .into_iter()
+        .map(|part| Ok(part.generate().map_err(|error| error.to_string())?.to_string()))
+        .collect()
 }
 
 fn main() -> Result<(), String> {

@@ -2,7 +2,8 @@
 //!
 //! usage: own_mpi [multiple | serialized | finalized]
 //!
-//! The first two tell for which threads it initializes MPI; `finalized`: it also finalizes MPI before there is a group.
+//! The first two tell for which threads it initializes MPI; `finalized`: it also finalizes MPI
+//! before there is a group.
 
 use std::time::Duration;
 
@@ -20,7 +21,8 @@ fn main() -> Result<()> {
         Some("finalized") => (Threading::Multiple, true),
         Some(other) => bail!("{other:?}: must be multiple, serialized or finalized"),
     };
-    let (universe, provided) = mpi::initialize_with_threading(threading).context("MPI is initialized already")?;
+    let (universe, provided) =
+        mpi::initialize_with_threading(threading).context("MPI is initialized already")?;
     ensure!(provided >= threading, "this MPI is for {provided:?} threads only");
     if is_finalized {
         drop(universe);

@@ -1,5 +1,5 @@
-//! How long it takes many clients to join a store on loopback: each connects, says hello, sets a key of its own, waits
-//! for one that the last of them sets, and gets a value.
+//! How long it takes many clients to join a store on loopback: each connects, says hello, sets a
+//! key of its own, waits for one that the last of them sets, and gets a value.
 //!
 //!     cargo run --release -p flow-comm --example store_clients [CLIENTS [RUNS]]
 
@@ -14,7 +14,8 @@ use nix::sys::time::TimeVal;
 
 const TOKEN: &str = "0123456789abcdef";
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// The clients are threads of so many processes, as one might not be allowed so many threads and file descriptors.
+/// The clients are threads of so many processes, as one might not be allowed so many threads and
+/// file descriptors.
 const PROCESSES: usize = 4;
 /// Tells a process that it is one of those, and where the store is.
 const STORE: &str = "STORE";
@@ -54,7 +55,8 @@ fn measure(clients: usize) -> f64 {
         })
         .collect();
     let store = Store::connect(server.address(), TOKEN, TIMEOUT).unwrap();
-    let ready: Vec<String> = processes.iter().map(|process| format!("ready/{}", process.id())).collect();
+    let ready: Vec<String> =
+        processes.iter().map(|process| format!("ready/{}", process.id())).collect();
     store.wait(&ready, TIMEOUT).unwrap();
     let begin = Instant::now();
     store.set("begin", b"").unwrap();

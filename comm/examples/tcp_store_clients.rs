@@ -1,10 +1,12 @@
-//! How long it takes many of PyTorch's clients to join a TCPStore on loopback, with our server and with PyTorch's: each
-//! connects, validates, pings, counts itself, waits for a key that the last of them sets, and gets it.
+//! How long it takes many of PyTorch's clients to join a TCPStore on loopback, with our server and
+//! with PyTorch's: each connects, validates, pings, counts itself, waits for a key that the last of
+//! them sets, and gets it.
 //!
 //!     cargo run --release -p flow-comm --example tcp_store_clients [CLIENTS [RUNS]]
 //!
-//! Each server is in a process of its own. The clients are the same for both, and not in Python, which would be the most
-//! of it. The servers take turns, and which comes first in each. PYTHON names an interpreter that has PyTorch.
+//! Each server is in a process of its own. The clients are the same for both, and not in Python,
+//! which would be the most of it. The servers take turns, and which comes first in each. PYTHON
+//! names an interpreter that has PyTorch.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -18,11 +20,13 @@ use nix::sys::resource::{getrlimit, setrlimit, Resource};
 
 const TOKEN: &str = "0123456789abcdef";
 const TIMEOUT: Duration = Duration::from_secs(120);
-/// The clients are threads of so many processes, as one might not be allowed so many threads and file descriptors.
+/// The clients are threads of so many processes, as one might not be allowed so many threads and
+/// file descriptors.
 const PROCESSES: usize = 4;
 /// What a process is for that this program has started: to serve, or to be clients.
 const ROLE: &str = "ROLE";
-/// It looks up the name of each client. On an IPv4 socket that is answered by /etc/hosts; else a name server would be asked.
+/// It looks up the name of each client. On an IPv4 socket that is answered by /etc/hosts; else a
+/// name server would be asked.
 const PYTORCHS: &str = "
 import socket, sys, torch.distributed as dist
 listener = socket.create_server(('127.0.0.1', 0))
@@ -37,7 +41,9 @@ fn main() {
     let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, most, most).unwrap();
     let arguments: Vec<String> = env::args().skip(1).collect();
-    let number = |i: usize, default| arguments.get(i).map_or(default, |text| text.parse().expect("a number"));
+    let number = |i: usize, default| {
+        arguments.get(i).map_or(default, |text| text.parse().expect("a number"))
+    };
     let (clients, runs) = (number(0, 4096), number(1, 7));
     match env::var(ROLE).as_deref() {
         Ok("server") => return serve(),
@@ -49,7 +55,10 @@ fn main() {
     for run in 0..runs {
         for which in [run % 2, 1 - run % 2] {
             let result = measure(clients, which == 0);
-            println!("run {run}: {:>9} {:.2} s, of which its processor {:.2} s", names[which], result.0, result.1);
+            println!(
+                "run {run}: {:>9} {:.2} s, of which its processor {:.2} s",
+                names[which], result.0, result.1
+            );
             results[which].push(result);
         }
     }
@@ -67,7 +76,8 @@ fn main() {
     }
 }
 
-/// Seconds from the start of the first client to the end of the last, and the server's processor time.
+/// Seconds from the start of the first client to the end of the last, and the server's processor
+/// time.
 fn measure(clients: usize, is_ours: bool) -> (f64, f64) {
     let mut command = if is_ours {
         let mut command = Command::new(env::current_exe().unwrap());
@@ -89,12 +99,18 @@ fn measure(clients: usize, is_ours: bool) -> (f64, f64) {
         .map(|process| {
             let own = clients / PROCESSES + usize::from(process < clients % PROCESSES);
             let mut command = Command::new(env::current_exe().unwrap());
-            command.args([own.to_string(), clients.to_string(), meeting.address().to_string(), port.to_string()]);
+            command.args([
+                own.to_string(),
+                clients.to_string(),
+                meeting.address().to_string(),
+                port.to_string(),
+            ]);
             command.env(ROLE, "clients").spawn().unwrap()
         })
         .collect();
     let store = Store::connect(meeting.address(), TOKEN, TIMEOUT).unwrap();
-    let ready: Vec<String> = processes.iter().map(|process| format!("ready/{}", process.id())).collect();
+    let ready: Vec<String> =
+        processes.iter().map(|process| format!("ready/{}", process.id())).collect();
     store.wait(&ready, TIMEOUT).unwrap();
     let begin = Instant::now();
     store.set("begin", b"").unwrap();
@@ -140,14 +156,16 @@ fn join(meeting: &str, port: &str, own: usize, clients: usize) {
         };
         // 4 add: the sum.
         let mut sum = [0; 8];
-        ask(&mut stream, &[&[4], &key("clients")[..], &1i64.to_le_bytes()].concat(), &mut sum).unwrap();
+        ask(&mut stream, &[&[4], &key("clients")[..], &1i64.to_le_bytes()].concat(), &mut sum)
+            .unwrap();
         if i64::from_le_bytes(sum) == clients as i64 {
             // 1 set: no reply.
             stream.write_all(&[&[1], &key("all")[..], &key("here")].concat()).unwrap();
         }
         // 6 wait: 0 when it is there; 3 get: the value.
         let mut done = [9];
-        ask(&mut stream, &[&[6], &1u64.to_le_bytes()[..], &key("all")].concat(), &mut done).unwrap();
+        ask(&mut stream, &[&[6], &1u64.to_le_bytes()[..], &key("all")].concat(), &mut done)
+            .unwrap();
         assert_eq!(done, [0]);
         let mut value = [0; 12];
         ask(&mut stream, &[&[3], &key("all")[..]].concat(), &mut value).unwrap();

@@ -22,18 +22,30 @@ impl Caller {
         if rank < self.size {
             return Ok(());
         }
-        Err(self.argument(operation, format!("{what} {rank} is not a rank: it must be 0 to {}", self.size - 1)))
+        Err(self.argument(
+            operation,
+            format!("{what} {rank} is not a rank: it must be 0 to {}", self.size - 1),
+        ))
     }
 
     pub fn check_peer(self, operation: &str, peer: usize) -> Result<()> {
         self.check_rank(operation, "peer", peer)?;
         if peer == self.rank {
-            return Err(self.argument(operation, format!("rank {peer} is this rank itself: a peer is another one")));
+            return Err(self.argument(
+                operation,
+                format!("rank {peer} is this rank itself: a peer is another one"),
+            ));
         }
         Ok(())
     }
 
-    pub fn check_root_side(self, operation: &str, what: &str, given: bool, root: usize) -> Result<()> {
+    pub fn check_root_side(
+        self,
+        operation: &str,
+        what: &str,
+        given: bool,
+        root: usize,
+    ) -> Result<()> {
         if given == (self.rank == root) {
             return Ok(());
         }
@@ -50,7 +62,10 @@ impl Caller {
         ratio: (usize, usize),
     ) -> Result<()> {
         if from != to {
-            return Err(self.argument(operation, format!("input is {from} but output is {to}: they must be alike")));
+            return Err(self.argument(
+                operation,
+                format!("input is {from} but output is {to}: they must be alike"),
+            ));
         }
         if input * ratio.1 != output * ratio.0 {
             let reason = format!(
@@ -69,7 +84,8 @@ impl Caller {
         if elements.is_multiple_of(self.size) {
             return Ok(());
         }
-        let reason = format!("{elements} elements cannot be divided into {} equal blocks", self.size);
+        let reason =
+            format!("{elements} elements cannot be divided into {} equal blocks", self.size);
         Err(self.argument(operation, reason))
     }
 }

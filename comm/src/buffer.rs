@@ -10,9 +10,9 @@ use std::sync::Arc;
 
 /// Contiguous elements of one type that a collective can read and write.
 ///
-/// Implemented for slices, arrays and vectors of [`Element`]s and for [`SharedBuffer`]; other owners of memory, such
-/// as tensors, implement it by handing out their bytes. The bytes must be aligned for the type and a whole number of
-/// elements, and stay where they are between calls.
+/// Implemented for slices, arrays and vectors of [`Element`]s and for [`SharedBuffer`]; other
+/// owners of memory, such as tensors, implement it by handing out their bytes. The bytes must be
+/// aligned for the type and a whole number of elements, and stay where they are between calls.
 pub trait Buffer {
     /// Type of the elements.
     fn dtype(&self) -> DType;
@@ -58,9 +58,10 @@ buffer_by_slice!([] Vec<T>, [const N: usize] [T; N], [] SharedBuffer<T>);
 
 /// Elements in memory that all ranks of the machine can reach: collectives on it copy nothing.
 ///
-/// Made by [`ProcessGroup::alloc_shared`](crate::ProcessGroup::alloc_shared), zero at first; use it as a slice. Other
-/// ranks write to it during collectives that its owner takes part in, and at no other time; after one that failed, a
-/// slow rank may yet write, so that the contents are of no use.
+/// Made by [`ProcessGroup::alloc_shared`](crate::ProcessGroup::alloc_shared), zero at first; use it
+/// as a slice. Other ranks write to it during collectives that its owner takes part in, and at no
+/// other time; after one that failed, a slow rank may yet write, so that the contents are of no
+/// use.
 pub struct SharedBuffer<T> {
     block: Block,
     len: usize,

@@ -1,4 +1,5 @@
-//! Which rank this process is and how it finds the others, from the environment that its launcher made.
+//! Which rank this process is and how it finds the others, from the environment that its launcher
+//! made.
 
 use std::fmt;
 use std::hash::Hasher;
@@ -16,7 +17,8 @@ pub struct Membership {
     pub local_rank: usize,
     /// The number of processes on its node.
     pub local_world_size: usize,
-    /// The number of its node, where the launcher tells it. Else nodes are told apart by the names of their hosts.
+    /// The number of its node, where the launcher tells it. Else nodes are told apart by the names
+    /// of their hosts.
     pub node: Option<usize>,
     /// How the processes find each other.
     pub rendezvous: Rendezvous,
@@ -36,14 +38,15 @@ pub enum Rendezvous {
     },
     /// Through a store that rank 0 is to serve.
     RankZero {
-        /// Where to serve it: on one node a name that the job's ranks, and no other job's, derive alike, to which each join
-        /// adds its own; on several MASTER_ADDR and MASTER_PORT.
+        /// Where to serve it: on one node a name that the job's ranks, and no other job's, derive
+        /// alike, to which each join adds its own; on several MASTER_ADDR and MASTER_PORT.
         address: Address,
-        /// What admits to it. FLOW_TOKEN, or else derived like the address, and no secret: on one node it is the socket
-        /// that admits one user only.
+        /// What admits to it. FLOW_TOKEN, or else derived like the address, and no secret: on one
+        /// node it is the socket that admits one user only.
         token: String,
     },
-    /// Through a store that rank 0 is to serve, of which it tells by MPI. Nodes are connected by MPI then.
+    /// Through a store that rank 0 is to serve, of which it tells by MPI. Nodes are connected by
+    /// MPI then.
     Mpi,
 }
 
@@ -59,7 +62,8 @@ impl fmt::Debug for Rendezvous {
     }
 }
 
-/// What is wrong with the environment; one line that names the variables, their values, and what would be right.
+/// What is wrong with the environment; one line that names the variables, their values, and what
+/// would be right.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Error(String);
@@ -83,7 +87,8 @@ enum LocalWorldSize {
     OfNode { counts: &'static str, node: &'static str },
 }
 
-/// In the order in which they are looked for: the innermost launcher first, as `torchrun` may run under `srun`.
+/// In the order in which they are looked for: the innermost launcher first, as `torchrun` may run
+/// under `srun`.
 const FAMILIES: [Family; 3] = [
     // flow-launch, torchrun, or by hand.
     Family {
@@ -103,12 +108,16 @@ const FAMILIES: [Family; 3] = [
         node: &[],
         is_complete: true,
     },
-    // Slurm's srun. Not SLURM_NTASKS: a batch script has that, and a SLURM_PROCID, without being one of so many.
+    // Slurm's srun. Not SLURM_NTASKS: a batch script has that, and a SLURM_PROCID, without being
+    // one of so many.
     Family {
         rank: "SLURM_PROCID",
         world_size: "SLURM_STEP_NUM_TASKS",
         local_rank: "SLURM_LOCALID",
-        local_world_size: LocalWorldSize::OfNode { counts: "SLURM_STEP_TASKS_PER_NODE", node: "SLURM_NODEID" },
+        local_world_size: LocalWorldSize::OfNode {
+            counts: "SLURM_STEP_TASKS_PER_NODE",
+            node: "SLURM_NODEID",
+        },
         node: &["SLURM_NODEID"],
         is_complete: false,
     },
@@ -129,12 +138,15 @@ const JOB_NAMES: [&str; 7] = [
 ];
 
 impl Membership {
-    /// From this process's environment, as flow-launch, torchrun, OpenMPI or Slurm make it. Without any: world size 1.
+    /// From this process's environment, as flow-launch, torchrun, OpenMPI or Slurm make it. Without
+    /// any: world size 1.
     ///
     /// # Errors
     /// Variables that contradict each other, or are no numbers.
     pub fn from_env() -> Result<Membership, Error> {
-        Membership::from_vars(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+        Membership::from_vars(|name| {
+            std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
+        })
     }
 
     /// From the variables that `get` returns, as [`Membership::from_env`] does.
@@ -153,7 +165,8 @@ impl Membership {
                 break;
             }
         }
-        membership.rendezvous = rendezvous(&get, membership.world_size, membership.local_world_size)?;
+        membership.rendezvous =
+            rendezvous(&get, membership.world_size, membership.local_world_size)?;
         Ok(membership)
     }
 }
@@ -163,17 +176,24 @@ impl Family {
     fn read(&self, get: &impl Fn(&str) -> Option<String>) -> Result<Option<Membership>, Error> {
         let (rank, world_size) = match (number(get, self.rank)?, number(get, self.world_size)?) {
             (Some(rank), Some(world_size)) => (rank, world_size),
-            (None, Some(size)) if self.is_complete => return Err(half(self.world_size, size, self.rank)),
-            (Some(rank), None) if self.is_complete => return Err(half(self.rank, rank, self.world_size)),
+            (None, Some(size)) if self.is_complete => {
+                return Err(half(self.world_size, size, self.rank))
+            }
+            (Some(rank), None) if self.is_complete => {
+                return Err(half(self.rank, rank, self.world_size))
+            }
             _ => return Ok(None),
         };
         let local_world_size = match self.local_world_size {
             LocalWorldSize::Is(name) => number(get, name)?.map(|size| Named(name, size)),
-            LocalWorldSize::OfNode { counts, node } => size_of_node(get, counts, node)?.map(|size| Named(counts, size)),
+            LocalWorldSize::OfNode { counts, node } => {
+                size_of_node(get, counts, node)?.map(|size| Named(counts, size))
+            }
         };
         let rank = Named(self.rank, rank);
         let world_size = Named(self.world_size, world_size);
-        let local_rank = number(get, self.local_rank)?.map_or(rank, |rank| Named(self.local_rank, rank));
+        let local_rank =
+            number(get, self.local_rank)?.map_or(rank, |rank| Named(self.local_rank, rank));
         let local_world_size = local_world_size.unwrap_or(world_size);
 
         rank.must_be_below(world_size)?;
@@ -230,23 +250,33 @@ fn number(get: &impl Fn(&str) -> Option<String>, name: &str) -> Result<Option<us
     get(name).map(parse).transpose()
 }
 
-/// The number of tasks on this node, from Slurm's list of all nodes' numbers: `4`, `2,1`, `2(x3),1`.
-fn size_of_node(get: &impl Fn(&str) -> Option<String>, counts: &str, node: &str) -> Result<Option<usize>, Error> {
+/// The number of tasks on this node, from Slurm's list of all nodes' numbers: `4`, `2,1`,
+/// `2(x3),1`.
+fn size_of_node(
+    get: &impl Fn(&str) -> Option<String>,
+    counts: &str,
+    node: &str,
+) -> Result<Option<usize>, Error> {
     let (Some(text), Some(index)) = (get(counts), number(get, node)?) else { return Ok(None) };
-    let malformed = || Error(format!("{counts}={text:?}: must be a list such as \"4\", \"2,1\" or \"2(x3),1\""));
+    let malformed = || {
+        Error(format!("{counts}={text:?}: must be a list such as \"4\", \"2,1\" or \"2(x3),1\""))
+    };
     let mut nodes = 0;
     for part in text.split(',') {
         let (count, repeat) = match part.split_once("(x") {
             None => (part, "1"),
             Some((count, repeat)) => (count, repeat.strip_suffix(')').ok_or_else(malformed)?),
         };
-        let (count, repeat): (u32, u32) = count.parse().ok().zip(repeat.parse().ok()).ok_or_else(malformed)?;
+        let (count, repeat): (u32, u32) =
+            count.parse().ok().zip(repeat.parse().ok()).ok_or_else(malformed)?;
         nodes += repeat as usize;
         if index < nodes {
             return Ok(Some(count as usize));
         }
     }
-    Err(Error(format!("{node}={index} but {counts}={text:?} lists {nodes} nodes: {node} must be below that")))
+    Err(Error(format!(
+        "{node}={index} but {counts}={text:?} lists {nodes} nodes: {node} must be below that"
+    )))
 }
 
 fn rendezvous(
@@ -263,15 +293,17 @@ fn rendezvous(
             let address = address.parse().map_err(|error| Error(format!("FLOW_STORE: {error}")))?;
             Ok(Rendezvous::Server { address, token })
         }
-        (Some(address), None) => {
-            Err(Error(format!("FLOW_STORE={address} but FLOW_TOKEN is not set: flow-launch sets both")))
-        }
+        (Some(address), None) => Err(Error(format!(
+            "FLOW_STORE={address} but FLOW_TOKEN is not set: flow-launch sets both"
+        ))),
         (None, Some(_)) if !several_nodes => {
             Err(Error("FLOW_TOKEN is set but FLOW_STORE is not: flow-launch sets both".to_string()))
         }
         (None, None) if world_size == 1 => Ok(Rendezvous::None),
         (None, token) => {
-            let set = JOB_NAMES.iter().filter_map(|name| get(name).map(|value| format!("{name}={value}\n")));
+            let set = JOB_NAMES
+                .iter()
+                .filter_map(|name| get(name).map(|value| format!("{name}={value}\n")));
             let job: String = set.chain([format!("world size {world_size}\n")]).collect();
             let address = if several_nodes {
                 master(get)?.ok_or_else(|| {
@@ -283,7 +315,8 @@ fn rendezvous(
             } else {
                 Address::Unix(format!("flow-{}-{:016x}", nix::unistd::geteuid(), hash(&job)))
             };
-            let token = token.unwrap_or_else(|| format!("{:016x}", hash(&format!("token of {job}"))));
+            let token =
+                token.unwrap_or_else(|| format!("{:016x}", hash(&format!("token of {job}"))));
             Ok(Rendezvous::RankZero { address, token })
         }
     }
@@ -292,7 +325,8 @@ fn rendezvous(
 /// Whether nodes are connected by MPI, in a program that is built with it or not.
 fn uses_mpi(get: &impl Fn(&str) -> Option<String>, is_built: bool) -> Result<bool, Error> {
     match get("FLOW_BACKEND").as_deref() {
-        // flow-launch or torchrun may run under an MPI launcher, and its ranks are not the launcher's.
+        // flow-launch or torchrun may run under an MPI launcher, and its ranks are not the
+        // launcher's.
         None => {
             let is_set = |name: &&str| get(name).is_some();
             Ok(is_built && MPI_RANKS.iter().any(is_set) && !["RANK", "FLOW_STORE"].iter().any(is_set))
@@ -313,26 +347,38 @@ fn master(get: &impl Fn(&str) -> Option<String>) -> Result<Option<Address>, Erro
     let (host, port) = match (get("MASTER_ADDR"), get("MASTER_PORT")) {
         (Some(host), Some(port)) => {
             let malformed = || Error(format!("MASTER_PORT={port:?}: must be a port, 1 to 65534"));
-            let port = port.parse::<u16>().ok().filter(|port| (1..u16::MAX).contains(port)).ok_or_else(malformed)?;
+            let port = port
+                .parse::<u16>()
+                .ok()
+                .filter(|port| (1..u16::MAX).contains(port))
+                .ok_or_else(malformed)?;
             // torchrun's agent listens at the port itself then.
             (host, port + u16::from(get("TORCHELASTIC_USE_AGENT_STORE").as_deref() == Some("True")))
         }
         (None, None) => {
-            match (get("SLURM_STEP_NODELIST").and_then(|list| first_host(&list)), number(get, "SLURM_JOB_ID")?) {
+            match (
+                get("SLURM_STEP_NODELIST").and_then(|list| first_host(&list)),
+                number(get, "SLURM_JOB_ID")?,
+            ) {
                 (Some(host), Some(job)) => (host, 20_000 + (job % 10_000) as u16),
                 _ => return Ok(None),
             }
         }
         _ => return Ok(None),
     };
-    Ok(Some(Address::Tcp(if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") })))
+    Ok(Some(Address::Tcp(if host.contains(':') {
+        format!("[{host}]:{port}")
+    } else {
+        format!("{host}:{port}")
+    })))
 }
 
 /// The first of Slurm's list of hosts: `n003` of `n[003-005,7],m1`.
 fn first_host(list: &str) -> Option<String> {
     let end = list.find([',', '[']).unwrap_or(list.len());
     let (host, rest) = list.split_at(end);
-    let number = rest.strip_prefix('[').map(|rest| rest.split(['-', ',', ']']).next().unwrap_or_default());
+    let number =
+        rest.strip_prefix('[').map(|rest| rest.split(['-', ',', ']']).next().unwrap_or_default());
     Some(format!("{host}{}", number.unwrap_or_default())).filter(|host| !host.is_empty())
 }
 
@@ -348,7 +394,10 @@ mod tests {
     use super::*;
 
     fn uses(vars: &[(&str, &str)], is_built: bool) -> Result<bool, Error> {
-        uses_mpi(&|name| vars.iter().find(|(var, _)| *var == name).map(|(_, value)| value.to_string()), is_built)
+        uses_mpi(
+            &|name| vars.iter().find(|(var, _)| *var == name).map(|(_, value)| value.to_string()),
+            is_built,
+        )
     }
 
     #[test]
@@ -358,11 +407,21 @@ mod tests {
             assert_eq!(uses(&[(rank, "0")], false), Ok(false), "{rank}");
             assert_eq!(uses(&[(rank, "0"), ("FLOW_BACKEND", "tcp")], true), Ok(false), "{rank}");
             assert_eq!(uses(&[(rank, "0"), ("RANK", "0")], true), Ok(false), "{rank}");
-            assert_eq!(uses(&[(rank, "0"), ("FLOW_STORE", "tcp://h:1")], true), Ok(false), "{rank}");
+            assert_eq!(
+                uses(&[(rank, "0"), ("FLOW_STORE", "tcp://h:1")], true),
+                Ok(false),
+                "{rank}"
+            );
         }
         assert_eq!(uses(&[], true), Ok(false));
         assert_eq!(uses(&[("FLOW_BACKEND", "mpi"), ("RANK", "0")], true), Ok(true));
-        assert!(uses(&[("FLOW_BACKEND", "mpi")], false).unwrap_err().to_string().contains("--features mpi"));
-        assert!(uses(&[("FLOW_BACKEND", "ucx")], true).unwrap_err().to_string().contains("\"tcp\" or \"mpi\""));
+        assert!(uses(&[("FLOW_BACKEND", "mpi")], false)
+            .unwrap_err()
+            .to_string()
+            .contains("--features mpi"));
+        assert!(uses(&[("FLOW_BACKEND", "ucx")], true)
+            .unwrap_err()
+            .to_string()
+            .contains("\"tcp\" or \"mpi\""));
     }
 }

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-/// Errors of process groups. Every message names this rank, the operation and, where there is one, the peer.
+/// Errors of process groups. Every message names this rank, the operation and, where there is one,
+/// the peer.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum Error {
     /// The environment does not describe a rank.

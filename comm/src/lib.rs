@@ -1,4 +1,5 @@
-//! Process groups and collectives for training on many processes, without libtorch: memory and types only.
+//! Process groups and collectives for training on many processes, without libtorch: memory and
+//! types only.
 //!
 //! | here | in torch.distributed |
 //! |---|---|
@@ -21,8 +22,9 @@
 //! # Ok::<(), flow_comm::Error>(())
 //! ```
 //!
-//! Groups work over shared memory on one machine, and over TCP between machines; see [`ProcessGroup`]. On GPUs they work over NCCL; see
-//! [`ProcessGroup::use_cuda`] and [`nccl::CudaGroup`].
+//! Groups work over shared memory on one machine, and over TCP between machines; see
+//! [`ProcessGroup`]. On GPUs they work over NCCL; see [`ProcessGroup::use_cuda`] and
+//! [`nccl::CudaGroup`].
 
 mod arguments;
 mod buffer;

@@ -1,4 +1,5 @@
-//! Long waits are told to flow-launch, so that a job that hangs says who is where and who waits for whom.
+//! Long waits are told to flow-launch, so that a job that hangs says who is where and who waits for
+//! whom.
 
 use std::fmt::Display;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -27,7 +28,13 @@ impl Waits {
     /// A wait that begins now.
     pub fn begin<'a>(&'a self, store: &'a Store) -> LongWait<'a> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        LongWait { waits: self, store, id: NEXT.fetch_add(1, Ordering::Relaxed), next: self.after, told: None }
+        LongWait {
+            waits: self,
+            store,
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            next: self.after,
+            told: None,
+        }
     }
 }
 
@@ -44,7 +51,12 @@ pub struct LongWait<'a> {
 
 impl LongWait<'_> {
     /// Tells of the wait if it has become long, and again when it is for others than before.
-    pub fn look(&mut self, waited: Duration, operation: &dyn Display, missing: impl FnOnce() -> Vec<usize>) {
+    pub fn look(
+        &mut self,
+        waited: Duration,
+        operation: &dyn Display,
+        missing: impl FnOnce() -> Vec<usize>,
+    ) {
         if waited < self.next {
             return;
         }

@@ -8,8 +8,9 @@ use crate::shm::fork::ForkSafe;
 
 /// A collective that was started: it runs on the group's communication thread.
 ///
-/// The buffer was moved in and comes back from [`Work::wait`], so nothing can touch it meanwhile. Dropping a `Work`
-/// loses the buffer and the result; the collective still runs, as the other ranks need it.
+/// The buffer was moved in and comes back from [`Work::wait`], so nothing can touch it meanwhile.
+/// Dropping a `Work` loses the buffer and the result; the collective still runs, as the other ranks
+/// need it.
 #[must_use = "the result, and the buffer, come from wait()"]
 pub struct Work<T> {
     outcome: ForkSafe<mpsc::Receiver<Result<T>>>,
@@ -45,15 +46,16 @@ impl Worker {
         let (sender, receiver) = mpsc::channel::<Job>();
         let pending = Arc::new((Mutex::new(0), Condvar::new()));
         let counted = Arc::clone(&pending);
-        let thread = std::thread::Builder::new().name(format!("flow-comm-{rank}")).spawn(move || {
-            for job in receiver {
-                // A job that panics drops its sender: `wait` reports that.
-                let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(job));
-                let (count, idle) = &*counted;
-                *count.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
-                idle.notify_all();
-            }
-        })?;
+        let thread =
+            std::thread::Builder::new().name(format!("flow-comm-{rank}")).spawn(move || {
+                for job in receiver {
+                    // A job that panics drops its sender: `wait` reports that.
+                    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(job));
+                    let (count, idle) = &*counted;
+                    *count.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+                    idle.notify_all();
+                }
+            })?;
         Ok(Self { jobs: Some(sender), thread: Some(thread), pending })
     }
 

@@ -5,7 +5,8 @@ use flow_comm::store::Address;
 
 /// Reads `NAME=VALUE` words as an environment.
 fn membership(environment: &str) -> Result<Membership, String> {
-    let vars: Vec<(&str, &str)> = environment.split_whitespace().map(|word| word.split_once('=').unwrap()).collect();
+    let vars: Vec<(&str, &str)> =
+        environment.split_whitespace().map(|word| word.split_once('=').unwrap()).collect();
     Membership::from_vars(|name| vars.iter().find(|var| var.0 == name).map(|var| var.1.to_string()))
         .map_err(|error| error.to_string())
 }
@@ -53,11 +54,15 @@ fn places() {
         ("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1", [1, 2, 1, 2]),
     ];
     for (environment, [rank, world_size, local_rank, local_world_size]) in cases {
-        let rendezvous = Rendezvous::Server { address: Address::Tcp("h:1".to_string()), token: "t".to_string() };
-        let node = environment.split_whitespace().find_map(|word| word.strip_prefix("SLURM_NODEID="));
-        let node = node.filter(|_| environment.contains("STEP_NUM_TASKS") && !environment.contains("WORLD"));
+        let rendezvous =
+            Rendezvous::Server { address: Address::Tcp("h:1".to_string()), token: "t".to_string() };
+        let node =
+            environment.split_whitespace().find_map(|word| word.strip_prefix("SLURM_NODEID="));
+        let node = node
+            .filter(|_| environment.contains("STEP_NUM_TASKS") && !environment.contains("WORLD"));
         let node = node.map(|node| node.parse().unwrap());
-        let expected = Membership { rank, world_size, local_rank, local_world_size, node, rendezvous };
+        let expected =
+            Membership { rank, world_size, local_rank, local_world_size, node, rendezvous };
         assert_eq!(membership(&format!("{environment} {STORE}")), Ok(expected), "{environment}");
     }
 }
@@ -75,11 +80,20 @@ fn contradictions_are_named() {
         ("RANK=one WORLD_SIZE=2", &["RANK=\"one\""]),
         ("RANK= WORLD_SIZE=2", &["RANK=\"\""]),
         ("RANK=0 WORLD_SIZE=99999999999999999999", &["WORLD_SIZE=\"99999999999999999999\""]),
-        ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2", &["LOCAL_RANK=2 but LOCAL_WORLD_SIZE=2", "0 to 1"]),
+        (
+            "RANK=0 WORLD_SIZE=2 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2",
+            &["LOCAL_RANK=2 but LOCAL_WORLD_SIZE=2", "0 to 1"],
+        ),
         ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=2", &["LOCAL_RANK=2 but WORLD_SIZE=2"]),
         ("RANK=3 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2", &["RANK=3 but LOCAL_WORLD_SIZE=2"]),
-        ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=4", &["LOCAL_WORLD_SIZE=4 but WORLD_SIZE=2"]),
-        ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=0", &["LOCAL_WORLD_SIZE=0", "at least one"]),
+        (
+            "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=4",
+            &["LOCAL_WORLD_SIZE=4 but WORLD_SIZE=2"],
+        ),
+        (
+            "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=0",
+            &["LOCAL_WORLD_SIZE=0", "at least one"],
+        ),
         ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=x", &["LOCAL_RANK=\"x\""]),
         ("OMPI_COMM_WORLD_RANK=0", &["OMPI_COMM_WORLD_RANK=0 but OMPI_COMM_WORLD_SIZE is not set"]),
         ("SLURM_PROCID=4 SLURM_STEP_NUM_TASKS=4", &["SLURM_PROCID=4 but SLURM_STEP_NUM_TASKS=4"]),
@@ -91,9 +105,15 @@ fn contradictions_are_named() {
             "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_NODEID=2",
             &["SLURM_NODEID=2", "lists 2 nodes"],
         ),
-        ("RANK=0 WORLD_SIZE=2 FLOW_STORE=tcp://h:1", &["FLOW_STORE=tcp://h:1 but FLOW_TOKEN is not set"]),
+        (
+            "RANK=0 WORLD_SIZE=2 FLOW_STORE=tcp://h:1",
+            &["FLOW_STORE=tcp://h:1 but FLOW_TOKEN is not set"],
+        ),
         ("RANK=0 WORLD_SIZE=2 FLOW_TOKEN=secret", &["FLOW_TOKEN is set but FLOW_STORE is not"]),
-        ("RANK=0 WORLD_SIZE=2 FLOW_STORE=h:1 FLOW_TOKEN=secret", &["FLOW_STORE", "\"h:1\"", "tcp://HOST:PORT"]),
+        (
+            "RANK=0 WORLD_SIZE=2 FLOW_STORE=h:1 FLOW_TOKEN=secret",
+            &["FLOW_STORE", "\"h:1\"", "tcp://HOST:PORT"],
+        ),
     ];
     for (environment, parts) in cases {
         let error = membership(environment).expect_err(environment);
@@ -105,7 +125,10 @@ fn contradictions_are_named() {
 #[test]
 fn without_a_store_rank_zero_serves_one() {
     assert_eq!(membership("").unwrap().rendezvous, Rendezvous::None);
-    assert_eq!(membership("RANK=0 WORLD_SIZE=1 MASTER_ADDR=h").unwrap().rendezvous, Rendezvous::None);
+    assert_eq!(
+        membership("RANK=0 WORLD_SIZE=1 MASTER_ADDR=h").unwrap().rendezvous,
+        Rendezvous::None
+    );
 
     let at = |environment: &str| match membership(environment).unwrap().rendezvous {
         Rendezvous::RankZero { address: Address::Unix(name), token } => (name, token),
@@ -113,7 +136,10 @@ fn without_a_store_rank_zero_serves_one() {
     };
     let first = at("RANK=0 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1 HOME=/a");
     assert_eq!(first, at("RANK=1 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1 HOME=/b"));
-    assert!(first.0.starts_with("flow-") && !first.1.is_empty() && !first.0.contains(&first.1), "{first:?}");
+    assert!(
+        first.0.starts_with("flow-") && !first.1.is_empty() && !first.0.contains(&first.1),
+        "{first:?}"
+    );
     let mut others: Vec<_> = [
         "",
         "MASTER_ADDR=h MASTER_PORT=1",
@@ -138,12 +164,19 @@ fn without_a_store_rank_zero_serves_one() {
 fn several_nodes_need_a_place_to_meet() {
     let place = "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=1";
     let error = membership(place).unwrap_err();
-    assert!(error.contains("4 ranks, 2 of them on this node") && error.contains("MASTER_ADDR"), "{error}");
+    assert!(
+        error.contains("4 ranks, 2 of them on this node") && error.contains("MASTER_ADDR"),
+        "{error}"
+    );
     let error = membership(&format!("{place} MASTER_ADDR=h MASTER_PORT=99999")).unwrap_err();
     assert!(error.contains("MASTER_PORT=\"99999\""), "{error}");
 
     let with_store = membership(&format!("{place} FLOW_STORE=unix://s FLOW_TOKEN=secret")).unwrap();
-    assert_eq!(format!("{:?}", with_store.rendezvous), "Server(unix://s)", "a token is not for logs");
+    assert_eq!(
+        format!("{:?}", with_store.rendezvous),
+        "Server(unix://s)",
+        "a token is not for logs"
+    );
     assert_eq!(with_store.node, Some(1));
 
     let slurm =
@@ -151,11 +184,15 @@ fn several_nodes_need_a_place_to_meet() {
     for (environment, served) in [
         (format!("{place} MASTER_ADDR=h MASTER_PORT=7"), "tcp://h:7"),
         (format!("{place} MASTER_ADDR=fd00::1 MASTER_PORT=7"), "tcp://[fd00::1]:7"),
-        (format!("{place} MASTER_ADDR=h MASTER_PORT=7 TORCHELASTIC_USE_AGENT_STORE=True"), "tcp://h:8"),
+        (
+            format!("{place} MASTER_ADDR=h MASTER_PORT=7 TORCHELASTIC_USE_AGENT_STORE=True"),
+            "tcp://h:8",
+        ),
         (format!("{slurm} SLURM_STEP_NODELIST=n[003-005,7],m1"), "tcp://n003:22345"),
         (format!("{slurm} SLURM_STEP_NODELIST=gpu-a,gpu-b"), "tcp://gpu-a:22345"),
     ] {
-        let Rendezvous::RankZero { address, token } = membership(&environment).unwrap().rendezvous else {
+        let Rendezvous::RankZero { address, token } = membership(&environment).unwrap().rendezvous
+        else {
             panic!("{environment}: rank 0 is to serve");
         };
         assert_eq!(address.to_string(), served, "{environment}");

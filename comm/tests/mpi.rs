@@ -1,4 +1,5 @@
-//! Groups over several nodes, connected by MPI: started by the real mpirun, on nodes that are all this machine.
+//! Groups over several nodes, connected by MPI: started by the real mpirun, on nodes that are all
+//! this machine.
 #![cfg(feature = "mpi")]
 
 use std::path::{Path, PathBuf};
@@ -34,7 +35,17 @@ fn program(name: &str) -> PathBuf {
     let test = std::env::current_exe().unwrap();
     let target = test.ancestors().nth(3).unwrap();
     let built = Command::new(env!("CARGO"))
-        .args(["build", "--release", "--quiet", "-p", "flow-comm", "--features", "mpi", "--example", name])
+        .args([
+            "build",
+            "--release",
+            "--quiet",
+            "-p",
+            "flow-comm",
+            "--features",
+            "mpi",
+            "--example",
+            name,
+        ])
         .env("CARGO_TARGET_DIR", target)
         .current_dir(env!("CARGO_MANIFEST_DIR"))
         .status();
@@ -42,7 +53,8 @@ fn program(name: &str) -> PathBuf {
     target.join("release/examples").join(name)
 }
 
-/// Runs four ranks of `collectives`, each by a shell script, with some variables; `name` is that of the test.
+/// Runs four ranks of `collectives`, each by a shell script, with some variables; `name` is that of
+/// the test.
 fn run(name: &str, script: &str, arguments: &[&str], variables: &[(&str, &str)]) -> (bool, String) {
     run_program("collectives", name, script, arguments, variables)
 }
@@ -56,7 +68,18 @@ fn run_program(
 ) -> (bool, String) {
     let job = format!("{name}-{}", std::process::id());
     let mut command = Command::new("timeout");
-    command.args(["120", "mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "4", "sh", "-c", script, "sh"]);
+    command.args([
+        "120",
+        "mpirun",
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "-np",
+        "4",
+        "sh",
+        "-c",
+        script,
+        "sh",
+    ]);
     command.arg(program(example)).args(arguments).envs(variables.iter().copied());
     command.env("FLOW_TEST_JOB", &job).env("TMPDIR", env!("CARGO_TARGET_TMPDIR"));
     let Output { status, stdout, stderr } = command.output().unwrap();
@@ -74,8 +97,9 @@ fn run_program(
 fn is_there(job: &str) -> bool {
     let entry = format!("FLOW_TEST_JOB={job}\0");
     let is_of_job = |process: &Path| {
-        std::fs::read(process.join("environ"))
-            .is_ok_and(|environ| environ.windows(entry.len()).any(|window| window == entry.as_bytes()))
+        std::fs::read(process.join("environ")).is_ok_and(|environ| {
+            environ.windows(entry.len()).any(|window| window == entry.as_bytes())
+        })
     };
     std::fs::read_dir("/proc").unwrap().flatten().any(|process| is_of_job(&process.path()))
 }
@@ -83,7 +107,10 @@ fn is_there(job: &str) -> bool {
 #[track_caller]
 fn assert_all_well((success, output): (bool, String)) {
     assert!(success, "{output}");
-    assert!((0..4).all(|rank| output.contains(&format!("rank {rank} of 4: all is well"))), "{output}");
+    assert!(
+        (0..4).all(|rank| output.contains(&format!("rank {rank} of 4: all is well"))),
+        "{output}"
+    );
 }
 
 #[test]
@@ -95,7 +122,8 @@ fn collectives_groups_and_messages() {
 
 #[test]
 fn every_rank_on_a_node_of_its_own() {
-    let script = NODES_OF_TWO.replace("% 2", "% 1").replace("/ 2", "/ 1").replace("SIZE=2", "SIZE=1");
+    let script =
+        NODES_OF_TWO.replace("% 2", "% 1").replace("/ 2", "/ 1").replace("SIZE=2", "SIZE=1");
     if has_mpirun() {
         assert_all_well(run("alone", &script, &[], &[]));
     }
@@ -120,7 +148,8 @@ fn mpirun_alone_is_enough() {
     // The names of the hosts lead nowhere.
     let variables = [("FLOW_LOCAL_ADDR", "127.0.0.1")];
     assert_all_well(run("hosts", HOSTS_OF_TWO, &[], &variables));
-    let (success, output) = run("by-tcp", HOSTS_OF_TWO, &[], &[("FLOW_BACKEND", "tcp"), variables[0]]);
+    let (success, output) =
+        run("by-tcp", HOSTS_OF_TWO, &[], &[("FLOW_BACKEND", "tcp"), variables[0]]);
     assert!(!success && output.contains("set MASTER_ADDR"), "{output}");
 }
 
@@ -138,22 +167,34 @@ fn the_death_of_a_rank_ends_the_job() {
 fn a_timeout_names_who_is_missing() {
     for rank in ["2", "3"] {
         if has_mpirun() {
-            let (success, output) = run("late", NODES_OF_TWO, &["late", rank], &[("FLOW_TIMEOUT", "3")]);
-            assert!(!success && output.contains(&format!("after 3s: waited for rank {rank} (pid")), "{output}");
+            let (success, output) =
+                run("late", NODES_OF_TWO, &["late", rank], &[("FLOW_TIMEOUT", "3")]);
+            assert!(
+                !success && output.contains(&format!("after 3s: waited for rank {rank} (pid")),
+                "{output}"
+            );
         }
     }
 }
 
 #[test]
 fn ranks_that_mpi_does_not_know_are_told_what_to_do() {
-    let alone = [("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")];
+    let alone =
+        [("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")];
     let started = |backend: &str| {
-        let output = Command::new(program("collectives")).envs(alone).env("FLOW_BACKEND", backend).output().unwrap();
+        let output = Command::new(program("collectives"))
+            .envs(alone)
+            .env("FLOW_BACKEND", backend)
+            .output()
+            .unwrap();
         assert!(!output.status.success());
         String::from_utf8_lossy(&output.stderr).into_owned()
     };
     let error = started("mpi");
-    assert!(error.contains("rank 0 of 2, but rank 0 of 1 to MPI: start the job with the mpirun"), "{error}");
+    assert!(
+        error.contains("rank 0 of 2, but rank 0 of 1 to MPI: start the job with the mpirun"),
+        "{error}"
+    );
     let error = started("ucx");
     assert!(error.contains("FLOW_BACKEND=\"ucx\": must be \"tcp\" or \"mpi\""), "{error}");
 }

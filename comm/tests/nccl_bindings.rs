@@ -12,11 +12,16 @@ fn are_up_to_date() {
     let tools = folder.join("../.cuda-tools");
     for file in ["nccl.h", "libclang.so"] {
         if !tools.join(file).exists() {
-            println!("SKIPPED: regenerating the NCCL bindings: no {file} (scripts/setup --cuda-tools)");
+            println!(
+                "SKIPPED: regenerating the NCCL bindings: no {file} (scripts/setup --cuda-tools)"
+            );
             return;
         }
     }
     let current = std::fs::read_to_string(folder.join("src/nccl/sys.rs")).unwrap();
     // Not assert_eq: the texts are long.
-    assert!(gen_nccl_bindings::bindings(&tools).unwrap() == current, "run scripts/gen-nccl-bindings");
+    assert!(
+        gen_nccl_bindings::bindings(&tools).unwrap() == current,
+        "run scripts/gen-nccl-bindings"
+    );
 }

@@ -1,4 +1,5 @@
-//! Which NCCL a process finds, and what it says where there is none. Each case is a process of its own.
+//! Which NCCL a process finds, and what it says where there is none. Each case is a process of its
+//! own.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -19,7 +20,10 @@ fn case() {
         Ok(library) => {
             let id = library.unique_id().map(|id| id.to_bytes().iter().any(|byte| *byte != 0));
             let (version, path) = (library.version(), library.path().display());
-            println!("CASE {version} from {path}, registers: {}, makes ids: {id:?}", library.has_registration());
+            println!(
+                "CASE {version} from {path}, registers: {}, makes ids: {id:?}",
+                library.has_registration()
+            );
         }
         Err(error) => {
             assert_eq!(error.to_string(), Library::get().err().unwrap().to_string());
@@ -54,7 +58,11 @@ fn compiled(name: &str, source: &str) -> PathBuf {
     let (source_file, library) = (folder.join(name).with_extension("c"), folder.join(name));
     std::fs::create_dir_all(library.parent().unwrap()).unwrap();
     std::fs::write(&source_file, source).unwrap();
-    let compiler = Command::new("cc").args(["-shared", "-fPIC", "-o"]).args([&library, &source_file]).output().unwrap();
+    let compiler = Command::new("cc")
+        .args(["-shared", "-fPIC", "-o"])
+        .args([&library, &source_file])
+        .output()
+        .unwrap();
     assert!(compiler.status.success(), "{compiler:?}");
     library
 }
@@ -82,7 +90,8 @@ fn says_why_there_is_none() {
         println!("SKIPPED: errors without NCCL: this machine has one");
         return;
     }
-    let version = |code| format!("int ncclGetVersion(int* version) {{ *version = {code}; return 0; }}\n");
+    let version =
+        |code| format!("int ncclGetVersion(int* version) {{ *version = {code}; return 0; }}\n");
     let foreign = compiled("libforeign.so", "int foreign;\n");
     let old = compiled("libold.so", &version(21003));
     let oldest = compiled("liboldest.so", &version(2804));
@@ -96,7 +105,10 @@ fn says_why_there_is_none() {
         (&[], "libnccl.so: cannot open shared object file: No such file or directory)".to_string()),
         (&[("LD_PRELOAD", &libtorch)], format!("; {} is 2.16.2)", beside.display())),
         (&[("FLOW_NCCL_PATH", Path::new(""))], "No such file or directory)".to_string()),
-        (&[("FLOW_NCCL_PATH", Path::new("/no/such"))], at(Path::new("/no/such"), ": cannot open shared object file")),
+        (
+            &[("FLOW_NCCL_PATH", Path::new("/no/such"))],
+            at(Path::new("/no/such"), ": cannot open shared object file"),
+        ),
         (&[("FLOW_NCCL_PATH", &text)], at(&text, ": ")),
         (&[("FLOW_NCCL_PATH", &foreign)], at(&foreign, ": undefined symbol: ncclGetVersion)")),
         (&[("FLOW_NCCL_PATH", &old)], at(&old, " is 2.10.3)")),
@@ -116,10 +128,12 @@ fn says_why_there_is_none() {
 /// Even if it is of no use: two in one process would be worse.
 #[test]
 fn the_one_that_is_loaded_is_the_only_one() {
-    let version = |code| format!("int ncclGetVersion(int* version) {{ *version = {code}; return 0; }}\n");
+    let version =
+        |code| format!("int ncclGetVersion(int* version) {{ *version = {code}; return 0; }}\n");
     let loaded = compiled("loaded/libnccl.so.2", &version(21602));
     let other = compiled("libother.so", &version(22809));
     let error = says(&[("LD_PRELOAD", &loaded), ("FLOW_NCCL_PATH", &other)]);
-    let expected = format!("no NCCL 2.18.0 or newer (loaded already: {} is 2.16.2)", loaded.display());
+    let expected =
+        format!("no NCCL 2.18.0 or newer (loaded already: {} is 2.16.2)", loaded.display());
     assert!(error.starts_with(&expected), "{error}");
 }

@@ -77,7 +77,10 @@ fn ask(stream: &mut TcpStream, request: &[u8]) -> Vec<u8> {
 /// The answer to the server's challenge.
 fn proof(challenge: &[u8], token: &str) -> Vec<u8> {
     assert_eq!((challenge[0], challenge.len()), (6, 17));
-    let mac = Hmac::<Sha256>::new_from_slice(token.as_bytes()).unwrap().chain_update(&challenge[1..]).finalize();
+    let mac = Hmac::<Sha256>::new_from_slice(token.as_bytes())
+        .unwrap()
+        .chain_update(&challenge[1..])
+        .finalize();
     frame(&[&[8], &32u32.to_le_bytes()[..], &mac.into_bytes()].concat())
 }
 
@@ -165,7 +168,9 @@ fn adding_counts_each_client_once() {
     let mut sums: Vec<i64> = thread::scope(|scope| {
         let clients: Vec<_> = (0..8)
             .map(|_| scope.spawn(|| client(&server)).join().unwrap())
-            .map(|store| scope.spawn(move || (0..50).map(|_| store.add("n", 1).unwrap()).collect::<Vec<_>>()))
+            .map(|store| {
+                scope.spawn(move || (0..50).map(|_| store.add("n", 1).unwrap()).collect::<Vec<_>>())
+            })
             .collect();
         clients.into_iter().flat_map(|sums| sums.join().unwrap()).collect()
     });
@@ -178,7 +183,10 @@ fn adding_counts_each_client_once() {
     store.set("most", i64::MAX.to_string().as_bytes()).unwrap();
     for (key, reason) in [("text", "no number"), ("most", "does not fit")] {
         let error = store.add(key, 1).unwrap_err();
-        assert!(matches!(error, Error::Rejected { .. }) && error.to_string().contains(reason), "{error}");
+        assert!(
+            matches!(error, Error::Rejected { .. }) && error.to_string().contains(reason),
+            "{error}"
+        );
     }
     assert_eq!(store.get("text", LONG).unwrap(), b"many");
 }
@@ -212,7 +220,9 @@ fn compare_and_set_has_one_winner() {
     let won: Vec<bool> = thread::scope(|scope| {
         let clients: Vec<_> = (0..8u8)
             .map(|i| (i, client(&server)))
-            .map(|(i, store)| scope.spawn(move || store.compare_and_set("leader", None, &[i]).unwrap().is_ok()))
+            .map(|(i, store)| {
+                scope.spawn(move || store.compare_and_set("leader", None, &[i]).unwrap().is_ok())
+            })
             .collect();
         clients.into_iter().map(|client| client.join().unwrap()).collect()
     });
@@ -228,7 +238,10 @@ fn compare_and_set_has_one_winner() {
 fn abstract_unix_address() {
     let address: Address = format!("unix://flow-test-{}", std::process::id()).parse().unwrap();
     let error = Store::connect(&address, TOKEN, SHORT).unwrap_err();
-    assert!(matches!(error, Error::Connect { .. }) && error.to_string().contains(&address.to_string()), "{error}");
+    assert!(
+        matches!(error, Error::Connect { .. }) && error.to_string().contains(&address.to_string()),
+        "{error}"
+    );
     let server = Server::start(&address, TOKEN).unwrap();
     assert_eq!(server.address(), &address);
     let error = Server::start(&address, TOKEN).unwrap_err();
@@ -241,8 +254,13 @@ fn abstract_unix_address() {
 
 #[test]
 fn addresses_as_text() {
-    for text in ["tcp://127.0.0.1:29500", "tcp://[::1]:0", "tcp://node-1:80", "tcp://[fe80::1%eth0]:80", "unix://flow"]
-    {
+    for text in [
+        "tcp://127.0.0.1:29500",
+        "tcp://[::1]:0",
+        "tcp://node-1:80",
+        "tcp://[fe80::1%eth0]:80",
+        "unix://flow",
+    ] {
         assert_eq!(text.parse::<Address>().unwrap().to_string(), text);
     }
     for text in [
@@ -261,7 +279,12 @@ fn addresses_as_text() {
         "http://a:1",
     ] {
         let error = text.parse::<Address>().unwrap_err();
-        assert!(error.to_string().contains("give tcp://HOST:PORT or unix://NAME, an IPv6 host in brackets"), "{error}");
+        assert!(
+            error
+                .to_string()
+                .contains("give tcp://HOST:PORT or unix://NAME, an IPv6 host in brackets"),
+            "{error}"
+        );
     }
 }
 
@@ -282,7 +305,10 @@ fn wrong_tokens_are_refused_at_once() {
     let server = serve();
     for token in ["", "0123456789abcdeX", "0123456789abcdef0", "0"] {
         let error = Store::connect(server.address(), token, LONG).unwrap_err();
-        assert!(matches!(error, Error::Denied { .. }) && error.to_string().contains("FLOW_TOKEN"), "{error}");
+        assert!(
+            matches!(error, Error::Denied { .. }) && error.to_string().contains("FLOW_TOKEN"),
+            "{error}"
+        );
     }
     let mut stream = stranger(&server);
     let said = ask(&mut stream, &hello(9));
@@ -295,7 +321,8 @@ fn wrong_tokens_are_refused_at_once() {
 fn garbage_closes_only_its_own_connection() {
     let server = serve();
     let store = client(&server);
-    let request_before_hello = frame(&[&[1], &1u32.to_le_bytes()[..], b"k", &1u32.to_le_bytes(), b"v"].concat());
+    let request_before_hello =
+        frame(&[&[1], &1u32.to_le_bytes()[..], b"k", &1u32.to_le_bytes(), b"v"].concat());
     let garbage: [&[u8]; 7] = [
         b"GET / HTTP/1.1\r\n\r\n",
         &[0; 64],
@@ -420,7 +447,10 @@ fn ipv6() {
     }
     let server = Server::start(&"tcp://[::1]:0".parse().unwrap(), TOKEN).unwrap();
     let Address::Tcp(host_and_port) = server.address() else { panic!("not served by TCP") };
-    assert!(host_and_port.starts_with("[::1]:") && !host_and_port.ends_with(":0"), "{host_and_port}");
+    assert!(
+        host_and_port.starts_with("[::1]:") && !host_and_port.ends_with(":0"),
+        "{host_and_port}"
+    );
     assert_eq!(client(&server).add("n", 1).unwrap(), 1);
 
     let server = Server::start(&"tcp://[::]:0".parse().unwrap(), TOKEN).unwrap();
@@ -474,7 +504,10 @@ fn a_stopping_server_ends_all_waits() {
         let (first, second) = wait.join().unwrap();
         for (error, operation) in [(&first, "get \"never\""), (&second, "set \"key\"")] {
             assert!(matches!(error, Error::Lost { .. }), "{error}");
-            assert!(error.to_string().contains(operation) && error.to_string().contains(&address), "{error}");
+            assert!(
+                error.to_string().contains(operation) && error.to_string().contains(&address),
+                "{error}"
+            );
         }
         assert!(second.to_string().contains("failed earlier (get \"never\""), "{second}");
     });
@@ -491,7 +524,10 @@ fn stores_beside_each_other_have_nothing_in_common() {
     let (a, b) = (connect(TOKEN), connect(OTHER));
     a.set("key", b"a").unwrap();
     beside.set("key", b"b");
-    assert_eq!((a.get("key", LONG).unwrap(), b.get("key", LONG).unwrap()), (b"a".to_vec(), b"b".to_vec()));
+    assert_eq!(
+        (a.get("key", LONG).unwrap(), b.get("key", LONG).unwrap()),
+        (b"a".to_vec(), b"b".to_vec())
+    );
     assert_eq!((a.delete(&["key"]).unwrap(), b.try_get("key").unwrap()), (1, Some(b"b".to_vec())));
     b.post(b"post").unwrap();
     assert_eq!(next_post(&beside), "post");
@@ -544,7 +580,11 @@ fn a_store_beside_another_needs_a_token_of_its_own() {
 fn a_client_that_dies_while_it_waits_is_forgotten() {
     let server = serve();
     let mut stream = admitted(&server);
-    stream.write_all(&frame(&[&[2], &3u32.to_le_bytes()[..], b"key", &60_000_000u64.to_le_bytes()].concat())).unwrap();
+    stream
+        .write_all(&frame(
+            &[&[2], &3u32.to_le_bytes()[..], b"key", &60_000_000u64.to_le_bytes()].concat(),
+        ))
+        .unwrap();
     drop(stream);
     let store = client(&server);
     store.set("key", b"value").unwrap();
@@ -558,7 +598,8 @@ fn a_server_without_free_file_descriptors_goes_on() {
     if std::env::var_os(CHILD).is_none() {
         let test = "a_server_without_free_file_descriptors_goes_on";
         let mut command = Command::new(std::env::current_exe().unwrap());
-        let output = command.args(["--exact", test, "--nocapture"]).env(CHILD, "1").output().unwrap();
+        let output =
+            command.args(["--exact", test, "--nocapture"]).env(CHILD, "1").output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         return;
     }
@@ -567,12 +608,14 @@ fn a_server_without_free_file_descriptors_goes_on() {
     let first = client(&server);
     // Both ends of each connection count, so the clients reach the limit, too.
     let Address::Tcp(host_and_port) = server.address() else { panic!("not served by TCP") };
-    let strangers: Vec<TcpStream> = (0..100).map_while(|_| TcpStream::connect(host_and_port).ok()).collect();
+    let strangers: Vec<TcpStream> =
+        (0..100).map_while(|_| TcpStream::connect(host_and_port).ok()).collect();
     assert!(strangers.len() < 100);
     assert_eq!(first.add("n", 1).unwrap(), 1);
     drop(strangers);
 
-    let more: Vec<Store> = (0..100).map_while(|_| Store::connect(server.address(), TOKEN, 10 * SHORT).ok()).collect();
+    let more: Vec<Store> =
+        (0..100).map_while(|_| Store::connect(server.address(), TOKEN, 10 * SHORT).ok()).collect();
     assert!(more.len() < 100);
     assert_eq!(first.add("n", 1).unwrap(), 2);
     drop(more);
@@ -619,7 +662,10 @@ fn posts_that_nobody_reads_are_refused_at_some_point() {
     store.will(b"gone", LONG).unwrap();
     let message = vec![0; 20 << 20];
     let error = (0..10).find_map(|_| store.post(&message).err()).expect("200 MiB unread");
-    assert!(matches!(error, Error::Rejected { .. }) && error.to_string().contains("unread"), "{error}");
+    assert!(
+        matches!(error, Error::Rejected { .. }) && error.to_string().contains("unread"),
+        "{error}"
+    );
     // The will that was accepted is executed even so.
     drop(store);
     while next_post(&server) != "gone" {}
@@ -646,7 +692,10 @@ fn a_will_is_executed_once_when_its_connection_ends() {
     drop(store);
     no_post(&server);
     // A client that is cut off for what it sends, and one that dies while it waits.
-    for then in [frame(&[77]), frame(&[&[2], &3u32.to_le_bytes()[..], b"key", &60_000_000u64.to_le_bytes()].concat())] {
+    for then in [
+        frame(&[77]),
+        frame(&[&[2], &3u32.to_le_bytes()[..], b"key", &60_000_000u64.to_le_bytes()].concat()),
+    ] {
         let mut stream = admitted(&server);
         assert_eq!(ask(&mut stream, &frame(&will("gone", LONG))), [0]);
         stream.write_all(&then).unwrap();
@@ -658,7 +707,8 @@ fn a_will_is_executed_once_when_its_connection_ends() {
 
 fn will(message: &str, silence: Duration) -> Vec<u8> {
     let silence = silence.as_micros() as u64;
-    [&[7], &(message.len() as u32).to_le_bytes()[..], message.as_bytes(), &silence.to_le_bytes()].concat()
+    [&[7], &(message.len() as u32).to_le_bytes()[..], message.as_bytes(), &silence.to_le_bytes()]
+        .concat()
 }
 
 #[test]
@@ -688,7 +738,8 @@ fn a_will_is_executed_when_its_client_is_silent() {
     assert_eq!(next_post(&server), "alive");
 }
 
-/// A server whose process was stopped for longer than a client may be silent has not heard it, but it was not silent.
+/// A server whose process was stopped for longer than a client may be silent has not heard it, but
+/// it was not silent.
 #[test]
 fn a_stopped_server_takes_no_client_for_silent() {
     const CHILD: &str = "FLOW_TEST_STOPPED_SERVER";
@@ -702,11 +753,15 @@ fn a_stopped_server_takes_no_client_for_silent() {
         }
     }
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "a_stopped_server_takes_no_client_for_silent", "--nocapture"]).env(CHILD, "1");
+    command
+        .args(["--exact", "a_stopped_server_takes_no_client_for_silent", "--nocapture"])
+        .env(CHILD, "1");
     let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
     let address = BufReader::new(child.stdout.take().unwrap())
         .lines()
-        .find_map(|line| line.unwrap().split_once("served at ").map(|(_, address)| address.parse().unwrap()))
+        .find_map(|line| {
+            line.unwrap().split_once("served at ").map(|(_, address)| address.parse().unwrap())
+        })
         .unwrap();
     let connect = || Store::connect(&address, TOKEN, LONG).unwrap();
     let signal = |signal| kill_process(Pid::from_child(&child), signal).unwrap();
@@ -748,7 +803,8 @@ fn a_stopped_server_takes_no_client_for_silent() {
 fn who_comes_while_the_server_starts_is_admitted() {
     for i in 0..300 {
         let name = format!("flow-test-start-{}-{i}", std::process::id());
-        let (address, socket) = (Address::Unix(name.clone()), SocketAddr::from_abstract_name(&name).unwrap());
+        let (address, socket) =
+            (Address::Unix(name.clone()), SocketAddr::from_abstract_name(&name).unwrap());
         thread::scope(|scope| {
             let clients: Vec<_> = (0..2)
                 .map(|_| {
@@ -766,7 +822,8 @@ fn who_comes_while_the_server_starts_is_admitted() {
 
 #[test]
 fn patience_ends() {
-    // Like a server whose machine is stopped: it takes the connection, says done to hello, and no more.
+    // Like a server whose machine is stopped: it takes the connection, says done to hello, and no
+    // more.
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = Address::Tcp(listener.local_addr().unwrap().to_string());
     let server = thread::spawn(move || {

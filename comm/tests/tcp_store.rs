@@ -1,5 +1,5 @@
-//! PyTorch's TCPStore over real sockets, byte by byte as its clients send it: what each request does, and what a client can
-//! do to others.
+//! PyTorch's TCPStore over real sockets, byte by byte as its clients send it: what each request
+//! does, and what a client can do to others.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
@@ -84,7 +84,10 @@ fn read_to_close(mut stream: TcpStream) -> Vec<u8> {
     let mut said = Vec::new();
     match stream.read_to_end(&mut said) {
         Ok(_) => {}
-        Err(error) => assert!(matches!(error.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe), "{error}"),
+        Err(error) => assert!(
+            matches!(error.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe),
+            "{error}"
+        ),
     }
     said
 }
@@ -94,7 +97,9 @@ fn start_server(command: &mut Command) -> (Child, Address) {
     let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let address = BufReader::new(child.stdout.as_mut().unwrap())
         .lines()
-        .find_map(|line| line.unwrap().split_once("served at ").map(|(_, address)| address.parse().unwrap()))
+        .find_map(|line| {
+            line.unwrap().split_once("served at ").map(|(_, address)| address.parse().unwrap())
+        })
         .unwrap();
     (child, address)
 }
@@ -234,8 +239,14 @@ print('served at tcp://127.0.0.1:%d' % store.port, flush=True)
 sys.stdin.read()
 ";
     let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".into());
-    if !Command::new(&python).args(["-c", "import torch"]).output().is_ok_and(|output| output.status.success()) {
-        println!("SKIPPED: PyTorch's server: {python} has no PyTorch (scripts/setup --pytorch gets one)");
+    if !Command::new(&python)
+        .args(["-c", "import torch"])
+        .output()
+        .is_ok_and(|output| output.status.success())
+    {
+        println!(
+            "SKIPPED: PyTorch's server: {python} has no PyTorch (scripts/setup --pytorch gets one)"
+        );
         return;
     }
     let (mut child, address) = start_server(Command::new(python).args(["-c", SERVER]));
@@ -269,7 +280,10 @@ fn waits_end_with_the_last_key() {
     let (server, _tcp_store) = serve();
     let (mut waiting, mut client) = (Client::new(&server), Client::new(&server));
     waiting.send(&wait(&["a", "b", "b", "c", "d", "q"]));
-    client.send(&[set("a", ""), request(9, &["b", "x"]), request(2, &["d", "", "y"]), push("q", "z")].concat());
+    client.send(
+        &[set("a", ""), request(9, &["b", "x"]), request(2, &["d", "", "y"]), push("q", "z")]
+            .concat(),
+    );
     client.expect(&text("y"));
     waiting.ping();
     client.ask(&add("c", 1), &number(1));
@@ -374,7 +388,9 @@ fn a_barrier_holds_until_all_are_there() {
 fn what_is_no_request_closes_its_own_connection_only() {
     let (server, _tcp_store) = serve();
     let mut other = Client::new(&server);
-    other.send(&[set("text", "many"), set("most", "9223372036854775808"), wait(&["never"])].concat());
+    other.send(
+        &[set("text", "many"), set("most", "9223372036854775808"), wait(&["never"])].concat(),
+    );
     let length = |operation: u8, lengths: &[i64]| {
         [vec![operation], lengths.iter().flat_map(|length| number(*length)).collect()].concat()
     };
@@ -617,7 +633,8 @@ fn file_descriptors_are_left_for_others() {
         setrlimit(Resource::RLIMIT_NOFILE, 100, 100).unwrap();
         let (server, _tcp_store) = serve();
         println!("served at {}", server.address());
-        // Until the other process closes it, and whether some files can be opened whenever it says something.
+        // Until the other process closes it, and whether some files can be opened whenever it says
+        // something.
         while std::io::stdin().read_line(&mut String::new()).unwrap() > 0 {
             let files: Result<Vec<File>, _> = (0..10).map(|_| File::open("/dev/null")).collect();
             std::io::stdout().write_all(if files.is_ok() { b"y" } else { b"n" }).unwrap();
@@ -626,7 +643,9 @@ fn file_descriptors_are_left_for_others() {
         return;
     }
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "file_descriptors_are_left_for_others", "--nocapture"]).env(CHILD, "1");
+    command
+        .args(["--exact", "file_descriptors_are_left_for_others", "--nocapture"])
+        .env(CHILD, "1");
     let (mut child, address) = start_server(&mut command);
     let try_one = || {
         let mut client = Client(connect(&address));

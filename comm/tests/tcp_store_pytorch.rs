@@ -1,5 +1,5 @@
-//! PyTorch's own clients, and the store that we serve them: they cannot tell it from PyTorch's server.
-//! PYTHON names an interpreter that has PyTorch, if python3 has none.
+//! PyTorch's own clients, and the store that we serve them: they cannot tell it from PyTorch's
+//! server. PYTHON names an interpreter that has PyTorch, if python3 has none.
 
 use std::process::{Child, Command, Output, Stdio};
 
@@ -11,17 +11,23 @@ fn python() -> String {
 
 /// Whether there is PyTorch; says so if not.
 fn have_pytorch() -> bool {
-    let found =
-        Command::new(python()).args(["-c", "import torch"]).output().is_ok_and(|output| output.status.success());
+    let found = Command::new(python())
+        .args(["-c", "import torch"])
+        .output()
+        .is_ok_and(|output| output.status.success());
     if !found {
-        println!("SKIPPED: PyTorch's clients: {} has no PyTorch (scripts/setup --pytorch gets one)", python());
+        println!(
+            "SKIPPED: PyTorch's clients: {} has no PyTorch (scripts/setup --pytorch gets one)",
+            python()
+        );
     }
     found
 }
 
 /// A store for PyTorch's clients, and its port.
 fn serve() -> (Server, TcpStore, String) {
-    let server = Server::start(&Address::Tcp("127.0.0.1:0".to_string()), "0123456789abcdef").unwrap();
+    let server =
+        Server::start(&Address::Tcp("127.0.0.1:0".to_string()), "0123456789abcdef").unwrap();
     let tcp_store = server.serve_tcp_store().unwrap();
     let Address::Tcp(host_and_port) = server.address() else { panic!("not served by TCP") };
     let port = host_and_port.rsplit_once(':').unwrap().1.to_string();
@@ -37,7 +43,8 @@ fn script(name: &str, arguments: &[&str]) -> Command {
 
 /// What a program has printed; it must have succeeded.
 fn printed(output: Output) -> String {
-    let [stdout, stderr] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    let [stdout, stderr] =
+        [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
     assert!(output.status.success(), "{stdout}{stderr}");
     stdout
 }
@@ -54,7 +61,8 @@ fn all_methods_do_what_they_do_with_pytorchs_server() {
     for use_libuv in ["1", "0"] {
         let theirs = start(script("store_methods.py", &[use_libuv]));
         let (_server, _tcp_store, port) = serve();
-        let ours = printed(script("store_methods.py", &[use_libuv, "127.0.0.1", &port]).output().unwrap());
+        let ours =
+            printed(script("store_methods.py", &[use_libuv, "127.0.0.1", &port]).output().unwrap());
         let theirs = printed(theirs.wait_with_output().unwrap());
         assert!(theirs.lines().count() > 60, "{theirs}");
         for (ours, theirs) in ours.lines().zip(theirs.lines()) {
@@ -77,7 +85,8 @@ fn gloo_groups_meet_through_it() {
         let workers: Vec<Child> = (0..RANKS)
             .map(|rank| {
                 let (rank, ranks) = (rank.to_string(), RANKS.to_string());
-                let mut command = script("store_join.py", &[how, &rank, &ranks, "127.0.0.1", &port]);
+                let mut command =
+                    script("store_join.py", &[how, &rank, &ranks, "127.0.0.1", &port]);
                 command.env("TORCHELASTIC_USE_AGENT_STORE", "True");
                 start(command)
             })

@@ -1,4 +1,5 @@
-//! Large gradients are born where all ranks can reach them: libtorch's large CPU tensors come from the arena.
+//! Large gradients are born where all ranks can reach them: libtorch's large CPU tensors come from
+//! the arena.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -8,7 +9,8 @@ use flow_comm::{Arena, Home};
 /// Smaller tensors are left to malloc: copying a small gradient costs less than a block of its own.
 const MIN_BYTES: usize = 64 << 10;
 
-/// While this lives, libtorch allocates from the arena, unless another is installed later and lives, too.
+/// While this lives, libtorch allocates from the arena, unless another is installed later and
+/// lives, too.
 pub(crate) struct Birthplace {
     home: Home,
 }
@@ -17,8 +19,8 @@ pub(crate) struct Birthplace {
 static INSTALLED: Mutex<Vec<Weak<Birthplace>>> = Mutex::new(Vec::new());
 
 impl Birthplace {
-    /// The one that libtorch allocates from. Models wrapped meanwhile are reduced there, too, whatever join of the job their
-    /// group is of: there is only one allocator.
+    /// The one that libtorch allocates from. Models wrapped meanwhile are reduced there, too,
+    /// whatever join of the job their group is of: there is only one allocator.
     pub fn current() -> Option<Arc<Self>> {
         let installed = INSTALLED.lock().unwrap_or_else(PoisonError::into_inner);
         installed.iter().rev().find_map(Weak::upgrade)
@@ -30,7 +32,9 @@ impl Birthplace {
 
     /// None if libtorch's allocator cannot be replaced; gradients are then copied.
     pub fn install(home: Home) -> Option<Arc<Self>> {
-        if let Some(current) = Self::current().filter(|current| Arc::ptr_eq(current.home.arena(), home.arena())) {
+        if let Some(current) =
+            Self::current().filter(|current| Arc::ptr_eq(current.home.arena(), home.arena()))
+        {
             return Some(current);
         }
         let mut installed = INSTALLED.lock().unwrap_or_else(PoisonError::into_inner);
@@ -57,7 +61,8 @@ impl Drop for Birthplace {
 }
 
 fn allocate_from(home: Option<&Home>) -> Result<(), flow_autograd::Error> {
-    let allocator = home.map(|home| Arc::new(FromArena(Arc::clone(home.arena()))) as Arc<dyn BlockAllocator>);
+    let allocator =
+        home.map(|home| Arc::new(FromArena(Arc::clone(home.arena()))) as Arc<dyn BlockAllocator>);
     flow_autograd::set_cpu_allocator(allocator, MIN_BYTES)
 }
 

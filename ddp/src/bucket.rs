@@ -9,17 +9,17 @@ pub struct Caps {
     pub rest: usize,
 }
 
-/// What bucketing needs to know of a parameter: its size in bytes as communicated, and a class (type and device);
-/// only parameters of one class share a bucket.
+/// What bucketing needs to know of a parameter: its size in bytes as communicated, and a class
+/// (type and device); only parameters of one class share a bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Item {
     pub bytes: usize,
     pub class: u8,
 }
 
-/// Assigns `items`, visited in `order`, to buckets: a bucket is closed as soon as it holds its cap or more (the rule
-/// of PyTorch's `compute_bucket_assignment_by_size`). Buckets come in the order in which they are full when gradients
-/// arrive in `order`.
+/// Assigns `items`, visited in `order`, to buckets: a bucket is closed as soon as it holds its cap
+/// or more (the rule of PyTorch's `compute_bucket_assignment_by_size`). Buckets come in the order
+/// in which they are full when gradients arrive in `order`.
 pub fn assign(items: &[Item], order: &[usize], caps: Caps) -> Vec<Vec<usize>> {
     struct Open {
         class: u8,
@@ -66,14 +66,21 @@ mod tests {
     fn caps_close_buckets_as_pytorch_does() {
         let order = [0, 1, 2, 3];
         let one_cap = Caps { first: 400, rest: 400 };
-        assert_eq!(assign(&floats(&[100, 200, 100, 50]), &order, one_cap), [vec![0], vec![1], vec![2], vec![3]]);
+        assert_eq!(
+            assign(&floats(&[100, 200, 100, 50]), &order, one_cap),
+            [vec![0], vec![1], vec![2], vec![3]]
+        );
         let two_caps = Caps { first: 40, rest: 80 };
-        assert_eq!(assign(&floats(&[10, 10, 10, 10]), &order, two_caps), [vec![0], vec![1, 2], vec![3]]);
+        assert_eq!(
+            assign(&floats(&[10, 10, 10, 10]), &order, two_caps),
+            [vec![0], vec![1, 2], vec![3]]
+        );
     }
 
     #[test]
     fn classes_do_not_mix_and_buckets_come_as_they_fill() {
-        let items = [(4, 0), (4, 1), (4, 0), (4, 1), (4, 0)].map(|(bytes, class)| Item { bytes, class });
+        let items =
+            [(4, 0), (4, 1), (4, 0), (4, 1), (4, 0)].map(|(bytes, class)| Item { bytes, class });
         let caps = Caps { first: 8, rest: 8 };
         assert_eq!(assign(&items, &[4, 3, 2, 1, 0], caps), [vec![4, 2], vec![3, 1], vec![0]]);
         let never_full = Caps { first: 100, rest: 100 };

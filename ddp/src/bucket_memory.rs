@@ -1,4 +1,5 @@
-//! One bucket's life in a backward: gradients come in, are reduced, and are where the optimizer reads them.
+//! One bucket's life in a backward: gradients come in, are reduced, and are where the optimizer
+//! reads them.
 
 use std::time::{Duration, Instant};
 
@@ -41,8 +42,12 @@ impl Bucket {
         let tensors: Vec<&Parameter> = members.iter().map(|&m| &parameters[m]).collect();
         let kind = communication.unwrap_or(tensors[0].kind);
         let memory = match means {
-            Means::Cpu(progress) => Memory::Shared(SharedBucket::new(group, progress, number, &tensors, kind)?),
-            Means::Cuda(cuda) => Memory::Cuda(Box::new(CudaBucket::new(group, cuda, number, &tensors, kind)?)),
+            Means::Cpu(progress) => {
+                Memory::Shared(SharedBucket::new(group, progress, number, &tensors, kind)?)
+            }
+            Means::Cuda(cuda) => {
+                Memory::Cuda(Box::new(CudaBucket::new(group, cuda, number, &tensors, kind)?))
+            }
         };
         let pending = members.len();
         Ok(Self { members, memory, pending, ready: None })
@@ -56,8 +61,9 @@ impl Bucket {
         }
     }
 
-    /// Takes in a member's gradient, of which `owned` says whether its memory is nobody else's. On the CPU it is then
-    /// reduced where it is, if all ranks can reach it there. Returns whether it is.
+    /// Takes in a member's gradient, of which `owned` says whether its memory is nobody else's. On
+    /// the CPU it is then reduced where it is, if all ranks can reach it there. Returns whether it
+    /// is.
     pub fn take(&mut self, slot: usize, gradient: &Tensor, owned: bool) -> Result<bool> {
         let in_place = match &mut self.memory {
             Memory::Shared(bucket) => bucket.take(slot, gradient, owned),
@@ -121,7 +127,8 @@ impl Bucket {
         }
     }
 
-    /// Ready for the next backward. `passed`: nothing on a GPU uses the gradients any more, in libtorch's order.
+    /// Ready for the next backward. `passed`: nothing on a GPU uses the gradients any more, in
+    /// libtorch's order.
     pub fn reset(&mut self, passed: bool) {
         self.pending = self.members.len();
         self.ready = None;

@@ -53,13 +53,16 @@ impl CoalescedBroadcast {
         self.tensors.is_empty()
     }
 
-    /// Gives all ranks the root's values. That costs a copy on each side; the transfer itself is one.
+    /// Gives all ranks the root's values. That costs a copy on each side; the transfer itself is
+    /// one.
     pub fn run(&mut self, group: &ProcessGroup, root: usize) -> Result<()> {
         let contiguous: Vec<Tensor> = self.tensors.iter().map(contiguous).collect();
         // A model may have given a tensor other data since it was wrapped.
-        let changed = |(tensor, size): (&Tensor, &(Kind, usize))| (tensor.kind(), tensor.numel()) != *size;
+        let changed =
+            |(tensor, size): (&Tensor, &(Kind, usize))| (tensor.kind(), tensor.numel()) != *size;
         if let Some(index) = contiguous.iter().zip(&self.sizes).position(changed) {
-            let (name, (kind, length), now) = (&self.names[index], self.sizes[index], &contiguous[index]);
+            let (name, (kind, length), now) =
+                (&self.names[index], self.sizes[index], &contiguous[index]);
             let reason = format!(
                 "{name} had {length} elements of {kind:?} when the model was wrapped and is {:?} {:?} now: wrap it again",
                 now.size(),
@@ -92,7 +95,9 @@ fn flat(cuda: &CudaGroup, tensors: &[Tensor]) -> Result<Vec<Flat>> {
         let floating = matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16);
         let lengths: Vec<usize> = members.iter().map(|&member| tensors[member].numel()).collect();
         let dtype = flow_autograd::dtype(kind).filter(|_| floating);
-        let bucket = dtype.map(|dtype| cuda.bucket_to_broadcast(number as u32, dtype, &lengths)).transpose()?;
+        let bucket = dtype
+            .map(|dtype| cuda.bucket_to_broadcast(number as u32, dtype, &lengths))
+            .transpose()?;
         Ok(Flat { members, bucket })
     };
     kinds.into_iter().enumerate().map(of_kind).collect()
@@ -110,11 +115,18 @@ fn broadcast_flat(
         let members = || members.iter().map(|&member| &tensors[member]);
         match bucket {
             Some(bucket) => {
-                let tensors = members().map(CudaTensor::new).collect::<std::result::Result<Vec<_>, _>>();
-                cuda.broadcast_bucket(bucket, &mut tensors.map_err(torch(group, OPERATION))?, root, &stream)?;
+                let tensors =
+                    members().map(CudaTensor::new).collect::<std::result::Result<Vec<_>, _>>();
+                cuda.broadcast_bucket(
+                    bucket,
+                    &mut tensors.map_err(torch(group, OPERATION))?,
+                    root,
+                    &stream,
+                )?;
             }
             None => {
-                let tensors = members().map(CudaTensor::as_bytes).collect::<std::result::Result<Vec<_>, _>>();
+                let tensors =
+                    members().map(CudaTensor::as_bytes).collect::<std::result::Result<Vec<_>, _>>();
                 cuda.broadcast(&mut tensors.map_err(torch(group, OPERATION))?, root, &stream)?;
             }
         }

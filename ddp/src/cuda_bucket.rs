@@ -1,4 +1,5 @@
-//! A bucket on a GPU: gradients are packed into flat memory, reduced there beside backward, and become views of it.
+//! A bucket on a GPU: gradients are packed into flat memory, reduced there beside backward, and
+//! become views of it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,8 +17,9 @@ use crate::state::Parameter;
 pub(crate) struct CudaBucket {
     cuda: Arc<CudaGroup>,
     flat: FlatBucket,
-    /// This backward's gradients, as they lie in memory and as themselves. They are kept until its end, when libtorch's
-    /// stream has been made to wait for what reads them: only then may their memory be used again.
+    /// This backward's gradients, as they lie in memory and as themselves. They are kept until its
+    /// end, when libtorch's stream has been made to wait for what reads them: only then may their
+    /// memory be used again.
     gradients: Vec<Option<(CudaTensor, Tensor)>>,
     /// The places of gradients in flat memory; none if they are communicated in another type.
     views: Vec<Tensor>,
@@ -38,10 +40,14 @@ impl CudaBucket {
     ) -> Result<Self> {
         let kind = members[0].kind;
         let lengths: Vec<usize> = members.iter().map(|member| member.elements()).collect();
-        let flat = cuda.bucket(number, dtype(group, kind)?, dtype(group, communication)?, &lengths)?;
+        let flat =
+            cuda.bucket(number, dtype(group, kind)?, dtype(group, communication)?, &lengths)?;
         let view = |(slot, member): (usize, &&Parameter)| {
-            let place = flat.place(slot).ok_or_else(|| failed(group)(format!("there is no slot {slot}")))?;
-            let view = flow_autograd::tensor_on(cuda.device(), place, &member.layout.memory_shape(), kind);
+            let place = flat
+                .place(slot)
+                .ok_or_else(|| failed(group)(format!("there is no slot {slot}")))?;
+            let view =
+                flow_autograd::tensor_on(cuda.device(), place, &member.layout.memory_shape(), kind);
             Ok(member.layout.in_own_order(&view.map_err(|e| failed(group)(e.to_string()))?))
         };
         let views = match kind == communication {
@@ -60,13 +66,17 @@ impl CudaBucket {
         })
     }
 
-    /// Takes in a gradient. Returns whether it is reduced where it is: where it lies in the bucket already.
+    /// Takes in a gradient. Returns whether it is reduced where it is: where it lies in the bucket
+    /// already.
     pub fn take(&mut self, slot: usize, gradient: &Tensor, owned: bool) -> Result<bool> {
-        // A gradient that is reduced in another type gets the result itself: nobody else may still need it.
+        // A gradient that is reduced in another type gets the result itself: nobody else may still
+        // need it.
         let source = self.layouts[slot].in_memory_order(gradient).contiguous();
         let source = if self.views.is_empty() && !owned { source.copy() } else { source };
-        let in_place =
-            self.views.get(slot).is_some_and(|v| flow_autograd::data_ptr(v) == flow_autograd::data_ptr(&source));
+        let in_place = self
+            .views
+            .get(slot)
+            .is_some_and(|v| flow_autograd::data_ptr(v) == flow_autograd::data_ptr(&source));
         self.put(slot, &source)?;
         Ok(in_place)
     }
@@ -114,8 +124,8 @@ impl CudaBucket {
         self.flat.bytes()
     }
 
-    /// The last reduction: its last gradient after `begin`, how long it took from there, and how much of that was before
-    /// `end`; the device must have come so far.
+    /// The last reduction: its last gradient after `begin`, how long it took from there, and how
+    /// much of that was before `end`; the device must have come so far.
     pub fn times(&self, begin: &Event, end: &Event) -> Option<[Duration; 3]> {
         let [ready, done] = self.flat.timing()?;
         let total = done.since(ready).ok()?;

@@ -8,7 +8,8 @@ use tch::TchError;
 
 /// Errors of [`Ddp`](crate::Ddp) and of collectives on tensors. Ranks are those in the job.
 ///
-/// What ends a backward comes to the caller through libtorch, and so as an error of tch's: see [`Error::from_backward`].
+/// What ends a backward comes to the caller through libtorch, and so as an error of tch's: see
+/// [`Error::from_backward`].
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A collective failed.
@@ -67,13 +68,15 @@ pub enum Error {
     },
 }
 
-/// What has ended backwards, with the text under which libtorch passes it on: the last few, for whoever asks.
+/// What has ended backwards, with the text under which libtorch passes it on: the last few, for
+/// whoever asks.
 static IN_BACKWARD: Mutex<VecDeque<(String, Error)>> = Mutex::new(VecDeque::new());
 const KEPT: usize = 16;
 
 impl Error {
-    /// The error of a backward that tch returned, as it was when it ended the backward: that of [`Ddp`](crate::Ddp), if
-    /// it was that, or else [`Error::Backward`]. To be asked once for each error.
+    /// The error of a backward that tch returned, as it was when it ended the backward: that of
+    /// [`Ddp`](crate::Ddp), if it was that, or else [`Error::Backward`]. To be asked once for each
+    /// error.
     ///
     /// ```
     /// # use tch::{Kind, Tensor};
@@ -93,7 +96,10 @@ impl Error {
             other => other.to_string(),
         };
         let mut kept = IN_BACKWARD.lock().unwrap_or_else(PoisonError::into_inner);
-        let own = kept.iter().rposition(|(text, _)| reason.contains(text)).and_then(|index| kept.remove(index));
+        let own = kept
+            .iter()
+            .rposition(|(text, _)| reason.contains(text))
+            .and_then(|index| kept.remove(index));
         own.map_or(Self::Backward { reason }, |(_, error)| error)
     }
 

@@ -6,7 +6,8 @@ use std::fmt;
 use tch::Tensor;
 
 /// Said of a tensor that [`overlaps`].
-pub(crate) const OVERLAPS: &str = "has elements that share memory, as expand() makes them: use contiguous()";
+pub(crate) const OVERLAPS: &str =
+    "has elements that share memory, as expand() makes them: use contiguous()";
 
 /// The order in which a gradient's elements lie in memory.
 #[derive(Clone)]
@@ -17,14 +18,15 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    /// That of the gradients of `parameter`: the parameter's own strides if it lies without gaps, otherwise those of a contiguous
-    /// tensor. This is libtorch's "gradient layout contract" (torch/csrc/autograd/functions/accumulate_grad.h), which a
-    /// gradient keeps as a rule.
+    /// That of the gradients of `parameter`: the parameter's own strides if it lies without gaps,
+    /// otherwise those of a contiguous tensor. This is libtorch's "gradient layout contract"
+    /// (torch/csrc/autograd/functions/accumulate_grad.h), which a gradient keeps as a rule.
     pub fn of(parameter: &Tensor) -> Self {
         let (shape, strides) = (parameter.size(), parameter.stride());
         // Strictly: strides of dimensions of length 1 are kept, too.
-        let contiguous =
-            (0..shape.len()).map(|axis| shape[axis + 1..].iter().product::<i64>()).eq(strides.iter().copied());
+        let contiguous = (0..shape.len())
+            .map(|axis| shape[axis + 1..].iter().product::<i64>())
+            .eq(strides.iter().copied());
         let order = memory_order(&shape, &strides).filter(|_| !contiguous);
         Self { shape, strided: order.map(|order| (strides, order)) }
     }
@@ -37,7 +39,8 @@ impl Layout {
         }
     }
 
-    /// The contiguous tensor that [`Layout::in_memory_order`] gave, with its dimensions in their own order again.
+    /// The contiguous tensor that [`Layout::in_memory_order`] gave, with its dimensions in their
+    /// own order again.
     pub fn in_own_order(&self, tensor: &Tensor) -> Tensor {
         match &self.strided {
             // Not as a view for autograd, as gradients are detached in place.
@@ -49,7 +52,9 @@ impl Layout {
     /// The shape of a contiguous tensor for [`Layout::in_own_order`].
     pub fn memory_shape(&self) -> Vec<i64> {
         match &self.strided {
-            Some((_, order)) => order.iter().map(|&dimension| self.shape[dimension as usize]).collect(),
+            Some((_, order)) => {
+                order.iter().map(|&dimension| self.shape[dimension as usize]).collect()
+            }
             None => self.shape.clone(),
         }
     }
@@ -59,7 +64,8 @@ impl fmt::Display for Layout {
     /// How elements come in memory, if not by their indices.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some((_, order)) = &self.strided else { return Ok(()) };
-        let order: Vec<i64> = order.iter().copied().filter(|&axis| self.shape[axis as usize] != 1).collect();
+        let order: Vec<i64> =
+            order.iter().copied().filter(|&axis| self.shape[axis as usize] != 1).collect();
         if order.is_sorted() {
             Ok(())
         } else {
@@ -68,8 +74,8 @@ impl fmt::Display for Layout {
     }
 }
 
-/// The dimensions by falling strides, if elements lie without gaps or overlaps. Dimensions of length 1, which no step is
-/// taken along, come first.
+/// The dimensions by falling strides, if elements lie without gaps or overlaps. Dimensions of
+/// length 1, which no step is taken along, come first.
 fn memory_order(shape: &[i64], strides: &[i64]) -> Option<Vec<i64>> {
     let mut order: Vec<usize> = (0..shape.len()).collect();
     order.sort_by_key(|&dimension| (shape[dimension] != 1).then_some(Reverse(strides[dimension])));
@@ -80,18 +86,24 @@ fn memory_order(shape: &[i64], strides: &[i64]) -> Option<Vec<i64>> {
         step *= shape[dimension];
         strides[dimension] == expected
     });
-    (dense && !shape.contains(&0)).then(|| order.into_iter().map(|dimension| dimension as i64).collect())
+    (dense && !shape.contains(&0))
+        .then(|| order.into_iter().map(|dimension| dimension as i64).collect())
 }
 
-/// Whether several of the tensor's elements may lie in the same place, so that it cannot be written to.
+/// Whether several of the tensor's elements may lie in the same place, so that it cannot be written
+/// to.
 pub(crate) fn overlaps(tensor: &Tensor) -> bool {
     !tensor.is_contiguous() && may_overlap(&tensor.size(), &tensor.stride())
 }
 
 /// Whether a step along some dimension stays within what the dimensions of smaller steps reach.
 fn may_overlap(shape: &[i64], strides: &[i64]) -> bool {
-    let mut steps: Vec<(i64, i64)> =
-        strides.iter().zip(shape).filter(|(_, &length)| length != 1).map(|(&s, &l)| (s, l)).collect();
+    let mut steps: Vec<(i64, i64)> = strides
+        .iter()
+        .zip(shape)
+        .filter(|(_, &length)| length != 1)
+        .map(|(&s, &l)| (s, l))
+        .collect();
     steps.sort_unstable();
     let mut reach = 0;
     let overlaps = |&(stride, length): &(i64, i64)| {
@@ -114,7 +126,7 @@ mod tests {
             (&[2, 3], &[3, 1], Some(&[0, 1])),
             (&[2, 3], &[1, 2], Some(&[1, 0])),
             (&[8, 3, 5, 4], &[60, 1, 12, 3], Some(&[0, 2, 3, 1])), // channels last
-            (&[8, 3, 1, 1], &[3, 1, 3, 3], Some(&[2, 3, 0, 1])),   // the same, of a pointwise convolution
+            (&[8, 3, 1, 1], &[3, 1, 3, 3], Some(&[2, 3, 0, 1])), // the same, of a pointwise convolution
             (&[2, 3, 4], &[4, 8, 1], Some(&[1, 0, 2])),
             (&[3, 1, 2], &[1, 7, 3], Some(&[1, 2, 0])),
             (&[2, 3], &[1, 4], None), // with gaps

@@ -1,8 +1,9 @@
-//! Batches of a data set, made ahead of time by worker threads and handed out in the sampler's order.
+//! Batches of a data set, made ahead of time by worker threads and handed out in the sampler's
+//! order.
 //!
-//! Worker `w` of `W` makes batches `w`, `w + W`, `w + 2 W`, ... and sends them through a bounded channel of its own;
-//! the caller takes from the channels in turn. The order is thereby fixed without any shared queue, and dropping the
-//! receiving ends stops the workers.
+//! Worker `w` of `W` makes batches `w`, `w + W`, `w + 2 W`, ... and sends them through a bounded
+//! channel of its own; the caller takes from the channels in turn. The order is thereby fixed
+//! without any shared queue, and dropping the receiving ends stops the workers.
 
 use std::any::Any;
 use std::convert::Infallible;
@@ -40,17 +41,19 @@ pub trait Dataset: Send + Sync + 'static {
     fn batch(&self, indices: &[usize]) -> Result<Self::Batch, Box<dyn Error + Send + Sync>>;
 }
 
-/// One epoch of a data set in batches, to be iterated over: `for batch in DataLoader::new(&dataset, &sampler, 64)`.
+/// One epoch of a data set in batches, to be iterated over:
+/// `for batch in DataLoader::new(&dataset, &sampler, 64)`.
 ///
-/// Batches come in the order of `sampler`, whatever the order in which workers finish. Iterating takes the sampler's
-/// epoch and position as they are at that moment, and moves the position on as batches are handed out.
+/// Batches come in the order of `sampler`, whatever the order in which workers finish. Iterating
+/// takes the sampler's epoch and position as they are at that moment, and moves the position on as
+/// batches are handed out.
 ///
-/// Each item is a `Result`; after an error the iteration ends. Settings that cannot work (a batch size of 0, a sampler
-/// for a data set of another length) are reported in the same place, as the first and only item, so that a training
-/// loop has one place where loading can fail.
+/// Each item is a `Result`; after an error the iteration ends. Settings that cannot work (a batch
+/// size of 0, a sampler for a data set of another length) are reported in the same place, as the
+/// first and only item, so that a training loop has one place where loading can fail.
 ///
-/// Dropping the iterator half-way stops and joins the workers; it waits for the batches that they are just making, for
-/// at most the timeout.
+/// Dropping the iterator half-way stops and joins the workers; it waits for the batches that they
+/// are just making, for at most the timeout.
 pub struct DataLoader<'a, D: Dataset + ?Sized> {
     dataset: &'a Arc<D>,
     sampler: &'a DistributedSampler,
@@ -62,18 +65,29 @@ pub struct DataLoader<'a, D: Dataset + ?Sized> {
 }
 
 impl<'a, D: Dataset + ?Sized> DataLoader<'a, D> {
-    /// A loader of batches of `batch_size` samples, the last of which may be smaller, with one worker thread.
+    /// A loader of batches of `batch_size` samples, the last of which may be smaller, with one
+    /// worker thread.
     pub fn new(dataset: &'a Arc<D>, sampler: &'a DistributedSampler, batch_size: usize) -> Self {
-        Self { dataset, sampler, batch_size, workers: 1, prefetch: 2, drop_last: false, timeout: DEFAULT_TIMEOUT }
+        Self {
+            dataset,
+            sampler,
+            batch_size,
+            workers: 1,
+            prefetch: 2,
+            drop_last: false,
+            timeout: DEFAULT_TIMEOUT,
+        }
     }
 
-    /// Number of worker threads (default: 1). With 0, the caller's thread makes each batch when it is asked for.
+    /// Number of worker threads (default: 1). With 0, the caller's thread makes each batch when it
+    /// is asked for.
     pub fn workers(mut self, workers: usize) -> Self {
         self.workers = workers;
         self
     }
 
-    /// How many batches each worker may have made, or be making, that were not yet handed out (default: 2, at least 1).
+    /// How many batches each worker may have made, or be making, that were not yet handed out
+    /// (default: 2, at least 1).
     pub fn prefetch(mut self, batches: usize) -> Self {
         self.prefetch = batches.max(1);
         self
@@ -85,14 +99,15 @@ impl<'a, D: Dataset + ?Sized> DataLoader<'a, D> {
         self
     }
 
-    /// How long to wait for a batch from a worker (default: as long as ranks wait for each other). A worker that takes
-    /// longer is left behind: the iteration ends with an error.
+    /// How long to wait for a batch from a worker (default: as long as ranks wait for each other).
+    /// A worker that takes longer is left behind: the iteration ends with an error.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
     }
 
-    /// Number of batches that an iteration gives; after [`DistributedSampler::resume`], those that are left.
+    /// Number of batches that an iteration gives; after [`DistributedSampler::resume`], those that
+    /// are left.
     pub fn len(&self) -> usize {
         let samples = self.sampler.range().len();
         match (self.batch_size, self.drop_last) {
@@ -142,7 +157,9 @@ impl<D: Dataset + ?Sized> IntoIterator for DataLoader<'_, D> {
             timeout: self.timeout,
             failure: None,
         };
-        if let Err(error) = self.check().and_then(|()| batches.start(self.workers.min(count), self.prefetch)) {
+        if let Err(error) =
+            self.check().and_then(|()| batches.start(self.workers.min(count), self.prefetch))
+        {
             batches.stop();
             batches.failure = Some(error);
         }
@@ -176,7 +193,8 @@ impl<D: Dataset + ?Sized> Batches<D> {
         for worker in 0..workers {
             // The batch in a worker's hands counts too.
             let (sender, batches) = sync_channel(prefetch - 1);
-            let (plan, numbers) = (Arc::clone(&self.plan), self.numbers.clone().skip(worker).step_by(workers));
+            let (plan, numbers) =
+                (Arc::clone(&self.plan), self.numbers.clone().skip(worker).step_by(workers));
             let thread = thread::Builder::new()
                 .name(format!("flow-loader-{worker}"))
                 .spawn({
@@ -191,7 +209,9 @@ impl<D: Dataset + ?Sized> Batches<D> {
 
     fn receive(&mut self, number: usize) -> Result<D::Batch, LoaderError> {
         if !self.workers.is_ours() {
-            let message = "its thread is in the process that this one was forked from: begin an epoch here".into();
+            let message =
+                "its thread is in the process that this one was forked from: begin an epoch here"
+                    .into();
             return Err(LoaderError::Panic { batch: self.plan.id(number), message });
         }
         let worker = number % self.workers.len();
@@ -202,7 +222,9 @@ impl<D: Dataset + ?Sized> Batches<D> {
                     self.workers.clear(); // not joined: the one that hangs has had its time
                     LoaderError::Timeout { batch, timeout: self.timeout }
                 }
-                RecvTimeoutError::Disconnected => LoaderError::Panic { batch, message: "worker lost".into() },
+                RecvTimeoutError::Disconnected => {
+                    LoaderError::Panic { batch, message: "worker lost".into() }
+                }
             })
         })
     }
@@ -213,11 +235,15 @@ impl<D: Dataset + ?Sized> Batches<D> {
         if !self.workers.is_ours() {
             return;
         }
-        // All receivers go before the first join: a worker that waits to send ends when its receiver is gone.
+        // All receivers go before the first join: a worker that waits to send ends when its
+        // receiver is gone.
         let threads: Vec<_> = self.workers.drain(..).map(|worker| worker.thread).collect();
         let Some(ended) = self.ended.take().filter(|_| !threads.is_empty()) else { return };
         if let Err(RecvTimeoutError::Timeout) = ended.recv_timeout(self.timeout) {
-            log::warn!("rank {}: the data set hangs; its loader's threads are left behind", self.plan.rank);
+            log::warn!(
+                "rank {}: the data set hangs; its loader's threads are left behind",
+                self.plan.rank
+            );
             return;
         }
         for thread in threads {
@@ -238,7 +264,8 @@ impl<D: Dataset + ?Sized> Iterator for Batches<D> {
             self.stop();
             return None;
         };
-        let batch = if self.workers.is_empty() { self.plan.batch(number) } else { self.receive(number) };
+        let batch =
+            if self.workers.is_empty() { self.plan.batch(number) } else { self.receive(number) };
         match &batch {
             Ok(_) => self.taken.up_to(self.plan.positions(number).end),
             Err(_) => self.stop(),
@@ -264,7 +291,8 @@ struct Plan<D: ?Sized> {
 }
 
 impl<D: Dataset + ?Sized> Plan<D> {
-    /// A worker's life: ends after its last batch, a failed one, or when nobody wants batches any more.
+    /// A worker's life: ends after its last batch, a failed one, or when nobody wants batches any
+    /// more.
     fn work(
         &self,
         numbers: impl Iterator<Item = usize>,
@@ -303,7 +331,9 @@ impl<D: Dataset + ?Sized> Plan<D> {
 
 fn message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message").to_owned()
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("no message")
+        .to_owned()
 }
 
 /// Which batch an error is about.
@@ -322,7 +352,11 @@ pub struct BatchId {
 impl fmt::Display for BatchId {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let Self { rank, number, positions, indices } = self;
-        write!(f, "batch {number} of rank {rank} (samples {} to {} of its epoch", positions.start, positions.end)?;
+        write!(
+            f,
+            "batch {number} of rank {rank} (samples {} to {} of its epoch",
+            positions.start, positions.end
+        )?;
         if let (Some(first), Some(last)) = (indices.first(), indices.last()) {
             write!(f, ", data set indices {first} ... {last}")?;
         }

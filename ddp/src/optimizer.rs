@@ -5,10 +5,11 @@ use tch::Tensor;
 
 use crate::error::{Error, Result};
 
-/// tch's `backward_step` panics when backward fails, and with many ranks backward fails when a peer is lost.
+/// tch's `backward_step` panics when backward fails, and with many ranks backward fails when a peer
+/// is lost.
 pub trait TryBackwardStep {
-    /// Zeroes the gradients, runs backward from `loss`, and steps. If backward fails the parameters are as they were, and
-    /// the error is that of [`Error::from_backward`].
+    /// Zeroes the gradients, runs backward from `loss`, and steps. If backward fails the parameters
+    /// are as they were, and the error is that of [`Error::from_backward`].
     fn try_backward_step(&mut self, loss: &Tensor) -> Result<()>;
 }
 

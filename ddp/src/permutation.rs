@@ -1,4 +1,5 @@
-//! Two pseudo-random permutations of `0..n`: PyTorch's, kept as a vector, and a keyed one that needs no memory.
+//! Two pseudo-random permutations of `0..n`: PyTorch's, kept as a vector, and a keyed one that
+//! needs no memory.
 
 use rand_mt::Mt;
 
@@ -29,8 +30,9 @@ impl Index for usize {
 /// From this many elements on, PyTorch takes 64-bit draws and the inside-out form of the shuffle.
 const LARGE: usize = u32::MAX as usize / 20;
 
-/// `torch.randperm(n, generator=torch.Generator().manual_seed(seed))` on CPU, element for element: a Fisher-Yates
-/// shuffle driven by the 32-bit Mersenne Twister, of whose seed PyTorch uses the low 32 bits. Every index must fit `I`.
+/// `torch.randperm(n, generator=torch.Generator().manual_seed(seed))` on CPU, element for element:
+/// a Fisher-Yates shuffle driven by the 32-bit Mersenne Twister, of whose seed PyTorch uses the low
+/// 32 bits. Every index must fit `I`.
 pub(crate) fn randperm<I: Index>(n: usize, seed: u64) -> Vec<I> {
     let mut random = Mt::new(seed as u32);
     let mut order: Vec<I> = (0..n).map(I::new).collect();
@@ -51,12 +53,13 @@ pub(crate) fn randperm<I: Index>(n: usize, seed: u64) -> Vec<I> {
 
 /// A keyed permutation of `0..n`, computed for one index at a time.
 ///
-/// A balanced Feistel network (Luby and Rackoff 1988) permutes the numbers of an even count of bits, the smallest that
-/// holds `n` and at least eight; a result of `n` or more is permuted again until it falls below `n`, which makes it a
-/// permutation of `0..n` (cycle walking, Black and Rogaway 2002). That takes at most four passes on average where `n`
-/// is 64 or more. The round function is the output mixer of SplitMix64 (Steele, Lea and Flood 2014). After eight
-/// rounds the tests below find every place, and every step between neighbours, equally likely; it is for shuffling,
-/// not for secrets.
+/// A balanced Feistel network (Luby and Rackoff 1988) permutes the numbers of an even count of
+/// bits, the smallest that holds `n` and at least eight; a result of `n` or more is permuted again
+/// until it falls below `n`, which makes it a permutation of `0..n` (cycle walking, Black and
+/// Rogaway 2002). That takes at most four passes on average where `n` is 64 or more. The round
+/// function is the output mixer of SplitMix64 (Steele, Lea and Flood 2014). After eight rounds the
+/// tests below find every place, and every step between neighbours, equally likely; it is for
+/// shuffling, not for secrets.
 #[derive(Clone, Debug)]
 pub(crate) struct KeyedPermutation {
     n: u64,
@@ -64,11 +67,13 @@ pub(crate) struct KeyedPermutation {
     keys: [u64; 8],
 }
 
-/// Below 256 numbers a network has too few distinct round functions for all orders to be equally likely.
+/// Below 256 numbers a network has too few distinct round functions for all orders to be equally
+/// likely.
 const MIN_HALF_BITS: u32 = 4;
 
 impl KeyedPermutation {
-    /// The permutation of `0..n` that belongs to `seed` and `epoch`; other seeds and epochs give unrelated ones.
+    /// The permutation of `0..n` that belongs to `seed` and `epoch`; other seeds and epochs give
+    /// unrelated ones.
     pub(crate) fn new(n: usize, seed: u64, epoch: u64) -> Self {
         let n = n as u64;
         let bits = u64::BITS - n.saturating_sub(1).leading_zeros();
@@ -99,7 +104,8 @@ impl KeyedPermutation {
     }
 }
 
-/// The output function of SplitMix64, a bijection of 64-bit words in which every input bit flips half of the output.
+/// The output function of SplitMix64, a bijection of 64-bit words in which every input bit flips
+/// half of the output.
 fn mix(word: u64) -> u64 {
     let word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -118,7 +124,8 @@ mod tests {
         assert_eq!(randperm::<u32>(1000, 123)[..8], [382, 974, 946, 31, 512, 42, 918, 564]);
     }
 
-    /// Either side of the length from which PyTorch takes 64-bit draws; first, middle and last elements for seed 42.
+    /// Either side of the length from which PyTorch takes 64-bit draws; first, middle and last
+    /// elements for seed 42.
     #[test]
     #[ignore = "takes 860 MB and half a minute, run with `cargo test --release -- --ignored`"]
     fn randperm_of_a_large_n_is_pytorchs() {
@@ -140,7 +147,9 @@ mod tests {
     #[test]
     fn keyed_is_a_bijection_for_every_small_n_and_around_powers_of_two() {
         assert!((0..600).all(|n| is_bijection(n, 7, 3)));
-        assert!((10..18).flat_map(|bits| [(1 << bits) - 1, 1 << bits, (1 << bits) + 1]).all(|n| is_bijection(n, 1, 0)));
+        assert!((10..18)
+            .flat_map(|bits| [(1 << bits) - 1, 1 << bits, (1 << bits) + 1])
+            .all(|n| is_bijection(n, 1, 0)));
     }
 
     #[test]
@@ -162,7 +171,8 @@ mod tests {
     fn excess(counts: &[u64]) -> f64 {
         let expected = counts.iter().sum::<u64>() as f64 / counts.len() as f64;
         let freedom = counts.len() as f64 - 1.0;
-        let chi2: f64 = counts.iter().map(|&count| (count as f64 - expected).powi(2) / expected).sum();
+        let chi2: f64 =
+            counts.iter().map(|&count| (count as f64 - expected).powi(2) / expected).sum();
         (chi2 - freedom) / (2.0 * freedom).sqrt()
     }
 

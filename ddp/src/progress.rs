@@ -1,4 +1,5 @@
-//! Who reduces buckets while backward runs: the hooks themselves, or a thread where a core is to spare.
+//! Who reduces buckets while backward runs: the hooks themselves, or a thread where a core is to
+//! spare.
 
 use std::sync::mpsc;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -38,14 +39,15 @@ impl Means {
 
 /// Launches buckets in order, and finishes them.
 pub(crate) enum Progress {
-    /// A hook posts its bucket and reduces its share of what all ranks have reached, without waiting; the rest is
-    /// done at the end of backward.
+    /// A hook posts its bucket and reduces its share of what all ranks have reached, without
+    /// waiting; the rest is done at the end of backward.
     Hooks(ProcessGroup),
     Thread(CommunicationThread),
 }
 
 impl Progress {
-    /// A thread only if every rank's computing threads leave a core for it: otherwise it would steal from backward.
+    /// A thread only if every rank's computing threads leave a core for it: otherwise it would
+    /// steal from backward.
     pub fn choose(group: &ProcessGroup, local_ranks: usize) -> std::result::Result<Self, String> {
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
         let busy = local_ranks * usize::try_from(tch::get_num_threads()).unwrap_or(1).max(1);
@@ -56,8 +58,8 @@ impl Progress {
             Err(_) => busy + local_ranks <= cores,
         };
         if thread {
-            let thread =
-                CommunicationThread::start(group.clone()).map_err(|e| format!("cannot start a thread: {e}"))?;
+            let thread = CommunicationThread::start(group.clone())
+                .map_err(|e| format!("cannot start a thread: {e}"))?;
             Ok(Self::Thread(thread))
         } else {
             Ok(Self::Hooks(group.clone()))
@@ -139,7 +141,8 @@ impl CommunicationThread {
         let (outcome, change) = &*self.outcome;
         let outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
         // Each reduction is bounded by the group's timeout.
-        let mut outcome = change.wait_while(outcome, |o| o.pending > 0).unwrap_or_else(PoisonError::into_inner);
+        let mut outcome =
+            change.wait_while(outcome, |o| o.pending > 0).unwrap_or_else(PoisonError::into_inner);
         match outcome.error.take() {
             Some(error) => Err(error),
             None => Ok(std::mem::take(&mut outcome.finished)),

@@ -1,9 +1,10 @@
 //! A gradient's way from hook to optimizer.
 //!
-//! The hook of a parameter hands its gradient to its bucket. A bucket that has all its gradients is ready; ready
-//! buckets are launched strictly in order, so that every rank issues the same collectives in the same order whatever
-//! its backward order was. The callback at the end of backward finishes what is under way and writes back what was
-//! copied. After the first backward the buckets are built anew, in the order in which rank 0's gradients came.
+//! The hook of a parameter hands its gradient to its bucket. A bucket that has all its gradients is
+//! ready; ready buckets are launched strictly in order, so that every rank issues the same
+//! collectives in the same order whatever its backward order was. The callback at the end of
+//! backward finishes what is under way and writes back what was copied. After the first backward
+//! the buckets are built anew, in the order in which rank 0's gradients came.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
@@ -60,7 +61,9 @@ impl Reducer {
         let model = |reason| Error::Model { rank: job_rank(&group), reason };
         let means = match cuda {
             Some(cuda) => Means::Cuda(cuda),
-            None => Means::Cpu(Arc::new(Progress::choose(&group, group.world_size()).map_err(model)?)),
+            None => {
+                Means::Cpu(Arc::new(Progress::choose(&group, group.world_size()).map_err(model)?))
+            }
         };
         let order: Vec<usize> = (0..parameters.len()).rev().collect();
         let mut state = State::new(parameters, frozen);
@@ -130,8 +133,8 @@ impl Reducer {
         }
     }
 
-    /// Gives all ranks rank 0's buffers: in the group in which gradients are reduced, so that a rank that is out of step
-    /// finds others in backward.
+    /// Gives all ranks rank 0's buffers: in the group in which gradients are reduced, so that a
+    /// rank that is out of step finds others in backward.
     pub fn broadcast(&self, buffers: &mut CoalescedBroadcast) -> Result<()> {
         buffers.run(&self.group, 0)
     }
@@ -168,13 +171,16 @@ impl Reducer {
             // Unlocked: if the callback is refused it is dropped, and locks the state for that.
             drop(state);
             let end = EndOfBackward { reducer: Arc::clone(self), reached: false };
-            flow_autograd::at_end_of_backward(move || end.run()).map_err(|e| self.torch("backward", e.to_string()))?;
+            flow_autograd::at_end_of_backward(move || end.run())
+                .map_err(|e| self.torch("backward", e.to_string()))?;
             state = self.state();
             // From here on an error of this rank alone reaches the others.
             self.mark(&mut state, 0)?;
             if let Some(parameter) = state.frozen.iter().find(|p| p.tensor.requires_grad()) {
                 let name = &parameter.name;
-                let reason = format!("{name} was frozen when the model was wrapped and is not now: wrap it again");
+                let reason = format!(
+                    "{name} was frozen when the model was wrapped and is not now: wrap it again"
+                );
                 return Err(Error::Model { rank: job_rank(&self.group), reason });
             }
             if let Some(name) = self.added.get().and_then(|added| added()) {
@@ -219,8 +225,10 @@ impl Reducer {
         let (bucket, slot) = state.places[index];
         let parameter = &state.parameters[index];
         match state.buckets[bucket].result(slot) {
-            Some(place) if place.kind() == parameter.kind => flow_autograd::set_grad(&parameter.tensor, Some(place))
-                .map_err(|e| self.torch("backward", e.to_string())),
+            Some(place) if place.kind() == parameter.kind => {
+                flow_autograd::set_grad(&parameter.tensor, Some(place))
+                    .map_err(|e| self.torch("backward", e.to_string()))
+            }
             _ => Ok(()),
         }
     }
@@ -236,8 +244,8 @@ impl Reducer {
         Ok(())
     }
 
-    /// Runs communication. If it fails because another rank misses gradients, that is noted, and told at the end of
-    /// backward, when this rank knows its own part of it.
+    /// Runs communication. If it fails because another rank misses gradients, that is noted, and
+    /// told at the end of backward, when this rank knows its own part of it.
     fn tolerate(
         &self,
         state: &mut State,
@@ -288,7 +296,8 @@ impl Reducer {
                     flow_autograd::set_grad(&state.parameters[index].tensor, Some(&apart))
                         .map_err(|e| self.torch("backward", e.to_string()))?;
                 }
-                // What earlier backwards under no_sync have left counts; it must not change before all agree.
+                // What earlier backwards under no_sync have left counts; it must not change before
+                // all agree.
                 state.buckets[bucket].take(slot, &gradient, false)?;
             } else {
                 state.buckets[bucket].take_zeros(slot)?;
@@ -368,20 +377,24 @@ impl Reducer {
         Ok(())
     }
 
-    /// Gives the gradients back. libtorch may use their memory again when its stream has passed what reads it, which
-    /// `joined` says that it does.
+    /// Gives the gradients back. libtorch may use their memory again when its stream has passed
+    /// what reads it, which `joined` says that it does.
     fn release(&self, state: &mut State, joined: bool) {
         let passed = match self.means.cuda().filter(|_| !joined) {
-            Some(cuda) => current_stream(&self.group, cuda).is_ok_and(|stream| cuda.join(&stream).is_ok()),
+            Some(cuda) => {
+                current_stream(&self.group, cuda).is_ok_and(|stream| cuda.join(&stream).is_ok())
+            }
             None => true,
         };
         state.buckets.iter_mut().for_each(|bucket| bucket.reset(passed));
     }
 
-    /// A backward of this rank fails, and with it the group: no rank is to wait for gradients that will not come.
+    /// A backward of this rank fails, and with it the group: no rank is to wait for gradients that
+    /// will not come.
     fn fail(&self, error: Error) -> BoxError {
         self.state().failed = true;
-        // The ranks have told each other what they miss. If the group has failed for anything else, that remains the cause.
+        // The ranks have told each other what they miss. If the group has failed for anything else,
+        // that remains the cause.
         if !matches!(error, Error::MissingGradients { .. }) {
             self.group.abort(&error.to_string());
         }
@@ -392,7 +405,8 @@ impl Reducer {
     fn missing_gradients(&self, state: &mut State, missing: &[usize]) -> Error {
         let name = |&index: &usize| {
             let parameter = &state.parameters[index];
-            let frozen = if parameter.tensor.requires_grad() { "" } else { " (frozen after wrapping)" };
+            let frozen =
+                if parameter.tensor.requires_grad() { "" } else { " (frozen after wrapping)" };
             format!("{}{frozen}", parameter.name)
         };
         let mut own = missing.iter().take(20).map(name).collect::<Vec<_>>().join(", ");
@@ -400,7 +414,8 @@ impl Reducer {
             own += &format!(" and {} more", missing.len() - 20);
         }
         let told = self.group.fail_with_notice("parameters got no gradient", &own);
-        let told: Vec<String> = told.iter().map(|(rank, names)| format!("rank {rank}: {names}")).collect();
+        let told: Vec<String> =
+            told.iter().map(|(rank, names)| format!("rank {rank}: {names}")).collect();
         Error::MissingGradients { rank: job_rank(&self.group), missing: told.join("; ") }
     }
 
@@ -409,7 +424,8 @@ impl Reducer {
         let mut order: Vec<i32> = state.order.iter().chain(&missing).map(|&i| i as i32).collect();
         self.tolerate(state, |reducer, _| {
             reducer.group.broadcast(&mut order, 0)?;
-            // A rank that went on and failed would else take from slower ones what this backward has done.
+            // A rank that went on and failed would else take from slower ones what this backward
+            // has done.
             reducer.group.barrier()
         })?;
         // On a GPU, only here does a rank hear that another has failed in this backward.
@@ -418,7 +434,8 @@ impl Reducer {
         }
         let order: Vec<usize> = order.into_iter().map(|i| i as usize).collect();
         if self.means.cuda().is_some() {
-            // Gradients that are views of the old buckets would keep their memory beside that of the new ones.
+            // Gradients that are views of the old buckets would keep their memory beside that of
+            // the new ones.
             for parameter in &state.parameters {
                 let gradient = parameter.tensor.grad();
                 if gradient.defined() {
@@ -439,7 +456,8 @@ impl Reducer {
     }
 }
 
-/// Queued in the first hook of a backward. If backward fails before its end, the group is failed with it.
+/// Queued in the first hook of a backward. If backward fails before its end, the group is failed
+/// with it.
 struct EndOfBackward {
     reducer: Arc<Reducer>,
     reached: bool,
@@ -456,7 +474,8 @@ impl Drop for EndOfBackward {
     fn drop(&mut self) {
         if !self.reached {
             let mut state = self.reducer.state();
-            // A hook of ours has told why it failed. What else fails in a backward is told to its caller alone.
+            // A hook of ours has told why it failed. What else fails in a backward is told to its
+            // caller alone.
             if !std::mem::replace(&mut state.failed, true) {
                 self.reducer.group.abort(
                     "its backward failed before all gradients were there, see its own error; to go on, all ranks drop \

@@ -1,4 +1,5 @@
-//! Which samples of a data set each rank sees, in which order: the same as `torch.utils.data.DistributedSampler`.
+//! Which samples of a data set each rank sees, in which order: the same as
+//! `torch.utils.data.DistributedSampler`.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -10,12 +11,13 @@ use flow_comm::ProcessGroup;
 
 use crate::permutation::{randperm, Index, KeyedPermutation};
 
-/// Deals the samples `0..len` of a data set out to the ranks: rank `r` of `W` takes places `r`, `r + W`, `r + 2 W`, ...
-/// of an order that all ranks share.
+/// Deals the samples `0..len` of a data set out to the ranks: rank `r` of `W` takes places `r`,
+/// `r + W`, `r + 2 W`, ... of an order that all ranks share.
 ///
-/// Shuffling is on, the seed is 0 and the last places are padded unless the builder methods say otherwise. The indices
-/// are then those of PyTorch's `DistributedSampler` for the same length, replicas, rank, `shuffle`, `seed`, `drop_last`
-/// and epoch. Call [`set_epoch`](Self::set_epoch) before each epoch, or every epoch has the same order.
+/// Shuffling is on, the seed is 0 and the last places are padded unless the builder methods say
+/// otherwise. The indices are then those of PyTorch's `DistributedSampler` for the same length,
+/// replicas, rank, `shuffle`, `seed`, `drop_last` and epoch. Call [`set_epoch`](Self::set_epoch)
+/// before each epoch, or every epoch has the same order.
 ///
 /// ```
 /// use flow_ddp::DistributedSampler;
@@ -29,16 +31,17 @@ use crate::permutation::{randperm, Index, KeyedPermutation};
 ///
 /// # Memory
 ///
-/// Without a shuffle and with [`keyed_shuffle`](Self::keyed_shuffle): none. With PyTorch's shuffle of `n` samples over
-/// `W` ranks: `4 n` bytes while an epoch's order is made, of which `4 n / W` stay as long as the epoch's iterator lives
-/// (twice that where `n` exceeds 2^32).
+/// Without a shuffle and with [`keyed_shuffle`](Self::keyed_shuffle): none. With PyTorch's shuffle
+/// of `n` samples over `W` ranks: `4 n` bytes while an epoch's order is made, of which `4 n / W`
+/// stay as long as the epoch's iterator lives (twice that where `n` exceeds 2^32).
 ///
 /// # Continuing in mid-epoch
 ///
-/// [`state`](Self::state) counts the samples that were taken from this epoch's iterator; batches that a
-/// [`DataLoader`](crate::DataLoader) has prefetched and not yet handed out do not count. After
-/// [`resume`](Self::resume), the next iteration starts there; those after it start at 0 again. The number of ranks may
-/// be another one: what is left of the epoch is dealt out anew, and no sample is left out or seen twice but as padding.
+/// [`state`](Self::state) counts the samples that were taken from this epoch's iterator; batches
+/// that a [`DataLoader`](crate::DataLoader) has prefetched and not yet handed out do not count.
+/// After [`resume`](Self::resume), the next iteration starts there; those after it start at 0
+/// again. The number of ranks may be another one: what is left of the epoch is dealt out anew, and
+/// no sample is left out or seen twice but as padding.
 #[derive(Debug)]
 pub struct DistributedSampler {
     samples: usize,
@@ -67,8 +70,8 @@ pub enum Shuffle {
     Keyed,
 }
 
-/// Where a [`DistributedSampler`] stands, to be kept in a checkpoint. The same on all ranks that took as many samples,
-/// so that one rank's state serves all.
+/// Where a [`DistributedSampler`] stands, to be kept in a checkpoint. The same on all ranks that
+/// took as many samples, so that one rank's state serves all.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SamplerState {
     /// The epoch.
@@ -102,7 +105,9 @@ pub enum SamplerError {
         replicas: usize,
     },
     /// The state to resume from was saved by a sampler with other settings.
-    #[error("cannot resume: the state was saved with {field} {saved}, this sampler has {field} {here}")]
+    #[error(
+        "cannot resume: the state was saved with {field} {saved}, this sampler has {field} {here}"
+    )]
     Mismatch {
         /// The setting, as its method or [`SamplerState`] field is called.
         field: &'static str,
@@ -162,15 +167,17 @@ impl DistributedSampler {
         self
     }
 
-    /// Shuffle by a keyed permutation that is computed for each index when it is asked for, for data sets too large for
-    /// a vector of their indices. It depends on nothing but length, seed and epoch, and is another one than PyTorch's:
-    /// a Feistel network over SplitMix64's mixer, walking cycles to stay below the length.
+    /// Shuffle by a keyed permutation that is computed for each index when it is asked for, for
+    /// data sets too large for a vector of their indices. It depends on nothing but length, seed
+    /// and epoch, and is another one than PyTorch's: a Feistel network over SplitMix64's mixer,
+    /// walking cycles to stay below the length.
     pub fn keyed_shuffle(mut self) -> Self {
         self.shuffle = Shuffle::Keyed;
         self
     }
 
-    /// The seed, the same on all ranks (default: 0). PyTorch's permutation uses the low 32 bits of seed + epoch.
+    /// The seed, the same on all ranks (default: 0). PyTorch's permutation uses the low 32 bits of
+    /// seed + epoch.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
@@ -182,15 +189,16 @@ impl DistributedSampler {
         self
     }
 
-    /// Whether to repeat samples from the front of the order until all ranks have the same number (default: true).
-    /// With `pad(false)`, for evaluation, no sample is seen twice and ranks may differ by one sample.
+    /// Whether to repeat samples from the front of the order until all ranks have the same number
+    /// (default: true). With `pad(false)`, for evaluation, no sample is seen twice and ranks may
+    /// differ by one sample.
     pub fn pad(mut self, pad: bool) -> Self {
         self.pad = pad;
         self
     }
 
-    /// Starts `epoch`, which gives a new order, at its first sample; a position that [`resume`](Self::resume) has just
-    /// set in this epoch is kept.
+    /// Starts `epoch`, which gives a new order, at its first sample; a position that
+    /// [`resume`](Self::resume) has just set in this epoch is kept.
     pub fn set_epoch(&mut self, epoch: u64) {
         if *self.resumed.get_mut() && epoch == self.epoch {
             return;
@@ -219,8 +227,9 @@ impl DistributedSampler {
         (0..self.len()).map(|i| order(i)).collect()
     }
 
-    /// Iterates over this rank's indices in this epoch, from the position that [`resume`](Self::resume) has set or else
-    /// from the first, and moves the sampler's position on. One iteration at a time.
+    /// Iterates over this rank's indices in this epoch, from the position that
+    /// [`resume`](Self::resume) has set or else from the first, and moves the sampler's position
+    /// on. One iteration at a time.
     pub fn iter(&self) -> Indices {
         let (start, range) = (self.start(), self.range());
         self.resumed.store(false, Ordering::Relaxed);
@@ -243,11 +252,12 @@ impl DistributedSampler {
         }
     }
 
-    /// Goes to the epoch and position of `state`, of whatever number of ranks; the next iteration starts there.
+    /// Goes to the epoch and position of `state`, of whatever number of ranks; the next iteration
+    /// starts there.
     ///
     /// # Errors
-    /// When `state` was saved by a sampler with other settings, or has taken more samples than there are. The sampler is
-    /// then unchanged.
+    /// When `state` was saved by a sampler with other settings, or has taken more samples than
+    /// there are. The sampler is then unchanged.
     pub fn resume(&mut self, state: &SamplerState) -> Result<(), SamplerError> {
         let here = self.state();
         same("samples", state.samples, here.samples)?;
@@ -283,8 +293,9 @@ impl DistributedSampler {
         self.start() / self.replicas..self.len()
     }
 
-    /// The place in the order of all ranks where the next iteration starts. Another number of ranks may have come that
-    /// far: the places before it that do not make a whole position of every rank are then skipped, and the others dealt.
+    /// The place in the order of all ranks where the next iteration starts. Another number of ranks
+    /// may have come that far: the places before it that do not make a whole position of every rank
+    /// are then skipped, and the others dealt.
     fn start(&self) -> usize {
         if self.resumed.load(Ordering::Relaxed) {
             self.taken.load(Ordering::Relaxed)
@@ -316,19 +327,26 @@ impl DistributedSampler {
                 let permutation = KeyedPermutation::new(samples, self.seed, self.epoch);
                 Arc::new(move |position| permutation.get(place(position)))
             }
-            Shuffle::Torch if u32::try_from(samples).is_ok() => self.torch_order::<u32>(skipped, place),
+            Shuffle::Torch if u32::try_from(samples).is_ok() => {
+                self.torch_order::<u32>(skipped, place)
+            }
             Shuffle::Torch => self.torch_order::<usize>(skipped, place),
         }
     }
 
     fn torch_order<I: Index>(&self, skipped: usize, place: impl Fn(usize) -> usize) -> Arc<Order> {
         let all = randperm::<I>(self.samples, self.seed.wrapping_add(self.epoch));
-        let own: Vec<I> = (0..self.len_after(skipped)).map(|position| all[place(position)]).collect();
+        let own: Vec<I> =
+            (0..self.len_after(skipped)).map(|position| all[place(position)]).collect();
         Arc::new(move |position| own[position].get())
     }
 }
 
-fn same<T: PartialEq + std::fmt::Debug>(field: &'static str, saved: T, here: T) -> Result<(), SamplerError> {
+fn same<T: PartialEq + std::fmt::Debug>(
+    field: &'static str,
+    saved: T,
+    here: T,
+) -> Result<(), SamplerError> {
     if saved == here {
         return Ok(());
     }

@@ -14,8 +14,8 @@ use crate::state::Parameter;
 pub(crate) struct SharedBucket {
     pub segments: Arc<Segments>,
     progress: Arc<Progress>,
-    /// For gradients that were not born in shared memory, or not in the type of communication or their parameter's layout: a
-    /// place for each.
+    /// For gradients that were not born in shared memory, or not in the type of communication or
+    /// their parameter's layout: a place for each.
     places: Vec<Tensor>,
     layouts: Vec<Layout>,
     /// Which gradients of this backward were copied to their places.
@@ -46,12 +46,14 @@ impl SharedBucket {
         Ok(Self { segments, progress, places, layouts, copied: vec![false; members.len()], kind })
     }
 
-    /// Takes in a gradient. With `in_place` it is reduced where it is, if all ranks can reach it there. Returns whether
-    /// it is.
+    /// Takes in a gradient. With `in_place` it is reduced where it is, if all ranks can reach it
+    /// there. Returns whether it is.
     pub fn take(&mut self, slot: usize, gradient: &Tensor, in_place: bool) -> bool {
-        // Ranks add up what lies at the same place in memory: a gradient of another layout must not be taken as it is.
+        // Ranks add up what lies at the same place in memory: a gradient of another layout must not
+        // be taken as it is.
         let memory = || Memory(self.layouts[slot].in_memory_order(gradient));
-        let reachable = in_place && gradient.kind() == self.kind && self.segments.place(slot, memory());
+        let reachable =
+            in_place && gradient.kind() == self.kind && self.segments.place(slot, memory());
         if reachable {
             self.copied[slot] = false;
         } else {
@@ -68,7 +70,8 @@ impl SharedBucket {
 
     fn use_place(&mut self, slot: usize) {
         self.copied[slot] = true;
-        // Refused only if a backward that failed was reducing the bucket: then posting it again fails.
+        // Refused only if a backward that failed was reducing the bucket: then posting it again
+        // fails.
         self.segments.place(slot, Memory(self.layouts[slot].in_memory_order(&self.places[slot])));
     }
 

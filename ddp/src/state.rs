@@ -27,7 +27,13 @@ pub(crate) struct Parameter {
 
 impl Parameter {
     pub fn new(name: String, tensor: Tensor) -> Self {
-        Self { name, shape: tensor.size(), kind: tensor.kind(), layout: Layout::of(&tensor), tensor }
+        Self {
+            name,
+            shape: tensor.size(),
+            kind: tensor.kind(),
+            layout: Layout::of(&tensor),
+            tensor,
+        }
     }
 
     pub fn elements(&self) -> usize {
@@ -56,14 +62,16 @@ pub(crate) struct State {
     pub next: usize,
     pub in_place_bytes: Vec<usize>,
     pub rebuilt: bool,
-    /// Another rank has failed for want of gradients: backward runs on to the end, where all ranks meet.
+    /// Another rank has failed for want of gradients: backward runs on to the end, where all ranks
+    /// meet.
     pub failing: bool,
     /// A backward has failed: the group is of no more use.
     pub failed: bool,
     pub stats: Stats,
     /// When the first gradient of this backward came.
     pub began: Instant,
-    /// On a GPU, and in libtorch's stream: the first gradient, the end of backward, and that of its reductions.
+    /// On a GPU, and in libtorch's stream: the first gradient, the end of backward, and that of its
+    /// reductions.
     pub marks: Option<[Event; 3]>,
 }
 
@@ -101,7 +109,13 @@ impl State {
         self.in_place_bytes.fill(0);
     }
 
-    pub fn build(&mut self, group: &ProcessGroup, means: &Means, options: Options, order: &[usize]) -> Result<()> {
+    pub fn build(
+        &mut self,
+        group: &ProcessGroup,
+        means: &Means,
+        options: Options,
+        order: &[usize],
+    ) -> Result<()> {
         let mut kinds: Vec<Kind> = Vec::new();
         let items: Vec<Item> = self
             .parameters
@@ -125,7 +139,14 @@ impl State {
             for (slot, &member) in members.iter().enumerate() {
                 self.places[member] = (number, slot);
             }
-            self.buckets.push(Bucket::new(group, means, number, members, &self.parameters, options.communication)?);
+            self.buckets.push(Bucket::new(
+                group,
+                means,
+                number,
+                members,
+                &self.parameters,
+                options.communication,
+            )?);
         }
         self.in_place_bytes = vec![0; self.buckets.len()];
         Ok(())
@@ -136,10 +157,15 @@ impl State {
         let end = Instant::now();
         let bucket = |(number, bucket): (usize, &Bucket)| {
             let done = done.get(&(number as u32)).copied().unwrap_or(end);
-            let (ready_to_done, behind_backward) = times(bucket.ready.unwrap_or(done), done, backward_end);
+            let (ready_to_done, behind_backward) =
+                times(bucket.ready.unwrap_or(done), done, backward_end);
             BucketStats {
                 bytes: bucket.bytes(),
-                parameters: bucket.members.iter().map(|&m| self.parameters[m].name.clone()).collect(),
+                parameters: bucket
+                    .members
+                    .iter()
+                    .map(|&m| self.parameters[m].name.clone())
+                    .collect(),
                 in_place: self.in_place_bytes[number],
                 ready_at: bucket.ready.unwrap_or(done).saturating_duration_since(self.began),
                 ready_to_done,
@@ -152,10 +178,13 @@ impl State {
         self.stats.exposed = end - backward_end;
     }
 
-    /// What is known of the last backward. On a GPU, times are the device's: asking for them waits for it.
+    /// What is known of the last backward. On a GPU, times are the device's: asking for them waits
+    /// for it.
     pub fn timed_stats(&self) -> Stats {
         let mut stats = self.stats.clone();
-        let Some([begin, end, after]) = self.marks.as_ref().filter(|_| stats.backwards > 0) else { return stats };
+        let Some([begin, end, after]) = self.marks.as_ref().filter(|_| stats.backwards > 0) else {
+            return stats;
+        };
         if after.synchronize().is_err() {
             return stats;
         }

@@ -11,7 +11,8 @@ pub struct Stats {
     pub buckets: Vec<BucketStats>,
     /// From the first gradient to the last, without what reductions add.
     pub backward: Duration,
-    /// How long backward was held up at its end: waiting for other ranks, finishing reductions, copying back.
+    /// How long backward was held up at its end: waiting for other ranks, finishing reductions,
+    /// copying back.
     pub exposed: Duration,
 }
 
@@ -35,7 +36,9 @@ pub struct BucketStats {
 impl Stats {
     /// Of the time that reductions took, the share during which backward still ran: 0 to 1.
     pub fn hidden(&self) -> f64 {
-        let sum = |time: fn(&BucketStats) -> Duration| self.buckets.iter().map(time).sum::<Duration>().as_secs_f64();
+        let sum = |time: fn(&BucketStats) -> Duration| {
+            self.buckets.iter().map(time).sum::<Duration>().as_secs_f64()
+        };
         let total = sum(|b| b.ready_to_done);
         if total == 0.0 {
             1.0
@@ -58,8 +61,14 @@ mod tests {
     fn hidden_is_the_share_before_the_end_of_backward() {
         let start = Instant::now();
         let at = |ms| start + Duration::from_millis(ms);
-        assert_eq!(times(at(1), at(3), at(10)), (Duration::from_millis(2), Duration::from_millis(2)));
-        assert_eq!(times(at(8), at(12), at(10)), (Duration::from_millis(4), Duration::from_millis(2)));
+        assert_eq!(
+            times(at(1), at(3), at(10)),
+            (Duration::from_millis(2), Duration::from_millis(2))
+        );
+        assert_eq!(
+            times(at(8), at(12), at(10)),
+            (Duration::from_millis(4), Duration::from_millis(2))
+        );
         assert_eq!(times(at(11), at(12), at(10)), (Duration::from_millis(1), Duration::ZERO));
     }
 }

@@ -1,8 +1,9 @@
 //! Which step a rank is in, so that ranks that are not in the same one find out.
 //!
-//! A step is a backward that reduces gradients. So is a forward in training mode that is followed by none: were only
-//! backwards counted, those of different steps would be averaged as soon as one rank had left one out. That no backward
-//! follows is known when the forward's graph is freed, or when a later backward is over.
+//! A step is a backward that reduces gradients. So is a forward in training mode that is followed
+//! by none: were only backwards counted, those of different steps would be averaged as soon as one
+//! rank had left one out. That no backward follows is known when the forward's graph is freed, or
+//! when a later backward is over.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

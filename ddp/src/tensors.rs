@@ -11,23 +11,27 @@ use crate::device::{choose, DeviceKind};
 use crate::error::{job_rank, Error, Result};
 use crate::layout::{overlaps, OVERLAPS};
 
-/// What a process group does with tensors, which are on the CPU or on this rank's GPU, the same on all ranks.
+/// What a process group does with tensors, which are on the CPU or on this rank's GPU, the same on
+/// all ranks.
 ///
-/// Tensors that are contiguous are worked on where they are, others through a contiguous copy. Operations on GPUs are
-/// enqueued in the order of libtorch's current stream, as its own are.
+/// Tensors that are contiguous are worked on where they are, others through a contiguous copy.
+/// Operations on GPUs are enqueued in the order of libtorch's current stream, as its own are.
 ///
-/// Tensors are dense, and of kind `Float`, `Double`, `Half`, `BFloat16`, `Int`, `Int64` or `Uint8`. What a result is
-/// written to has memory of its own for each element, unlike what `expand` makes. Any other tensor is an error of this
-/// rank, before the others are met.
+/// Tensors are dense, and of kind `Float`, `Double`, `Half`, `BFloat16`, `Int`, `Int64` or `Uint8`.
+/// What a result is written to has memory of its own for each element, unlike what `expand` makes.
+/// Any other tensor is an error of this rank, before the others are met.
 pub trait TensorCollectives {
-    /// Chooses what ranks compute on: for [`DeviceKind::Cuda`], each the GPU of its local rank (LOCAL_RANK), counted
-    /// among those that CUDA_VISIBLE_DEVICES leaves. All ranks call this, before anything else is done with tensors.
+    /// Chooses what ranks compute on: for [`DeviceKind::Cuda`], each the GPU of its local rank
+    /// (LOCAL_RANK), counted among those that CUDA_VISIBLE_DEVICES leaves. All ranks call this,
+    /// before anything else is done with tensors.
     ///
     /// # Errors
     ///
-    /// On all ranks, if one cannot have its device: more ranks than GPUs, a libtorch without CUDA, no driver.
+    /// On all ranks, if one cannot have its device: more ranks than GPUs, a libtorch without CUDA,
+    /// no driver.
     fn use_device(&self, kind: DeviceKind) -> Result<Device>;
-    /// The device this rank computes on: the CPU, unless [`TensorCollectives::use_device`] chose a GPU.
+    /// The device this rank computes on: the CPU, unless [`TensorCollectives::use_device`] chose a
+    /// GPU.
     fn device(&self) -> Device;
     /// Reduces `tensor` element by element over all ranks, in place.
     fn all_reduce_tensor(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()>;
@@ -82,7 +86,8 @@ impl TensorCollectives for ProcessGroup {
         let operation = "all_gather";
         check(self, operation, tensor, false)?;
         let tensor = contiguous(tensor);
-        let shape: Vec<i64> = std::iter::once(self.world_size() as i64).chain(tensor.size()).collect();
+        let shape: Vec<i64> =
+            std::iter::once(self.world_size() as i64).chain(tensor.size()).collect();
         let output = Tensor::empty(shape, (tensor.kind(), tensor.device()));
         match cuda_group(self, &tensor)? {
             Some(cuda) => {
@@ -101,7 +106,8 @@ impl TensorCollectives for ProcessGroup {
 
 /// The group's collectives on the tensor's GPU; None for a tensor that is not on one.
 pub(crate) fn cuda_group(group: &ProcessGroup, tensor: &Tensor) -> Result<Option<Arc<CudaGroup>>> {
-    let chosen = group.cuda_device().filter(|device| flow_autograd::torch_device(device) == tensor.device());
+    let chosen =
+        group.cuda_device().filter(|device| flow_autograd::torch_device(device) == tensor.device());
     match (chosen, tensor.device()) {
         (Some(device), _) => Ok(Some(group.nccl(device.ordinal())?)),
         (None, Device::Cuda(ordinal)) => Ok(Some(group.nccl(ordinal)?)),
@@ -110,17 +116,28 @@ pub(crate) fn cuda_group(group: &ProcessGroup, tensor: &Tensor) -> Result<Option
 }
 
 /// libtorch's stream on the group's GPU.
-pub(crate) fn current_stream(group: &ProcessGroup, cuda: &CudaGroup) -> Result<flow_comm::nccl::Stream> {
+pub(crate) fn current_stream(
+    group: &ProcessGroup,
+    cuda: &CudaGroup,
+) -> Result<flow_comm::nccl::Stream> {
     flow_autograd::current_stream(cuda.device()).map_err(torch(group, "finding libtorch's stream"))
 }
 
-pub(crate) fn torch(group: &ProcessGroup, operation: &'static str) -> impl Fn(flow_autograd::Error) -> Error {
+pub(crate) fn torch(
+    group: &ProcessGroup,
+    operation: &'static str,
+) -> impl Fn(flow_autograd::Error) -> Error {
     let rank = job_rank(group);
     move |error| Error::Torch { rank, operation, reason: error.to_string() }
 }
 
 /// Whether a tensor can be sent and, if `written`, a result be written to it.
-fn check(group: &ProcessGroup, operation: &'static str, tensor: &Tensor, written: bool) -> Result<()> {
+fn check(
+    group: &ProcessGroup,
+    operation: &'static str,
+    tensor: &Tensor,
+    written: bool,
+) -> Result<()> {
     let fail = |reason: String| Err(Error::Torch { rank: job_rank(group), operation, reason });
     if let Some(reason) = flow_autograd::unsendable(tensor) {
         return fail(format!("the tensor {reason}"));
@@ -156,7 +173,11 @@ pub(crate) fn copy_home(
     if flow_autograd::data_ptr(contiguous) == flow_autograd::data_ptr(tensor) {
         return Ok(());
     }
-    let fail = |error: TchError| Error::Torch { rank: job_rank(group), operation, reason: error.to_string() };
+    let fail = |error: TchError| Error::Torch {
+        rank: job_rank(group),
+        operation,
+        reason: error.to_string(),
+    };
     tch::no_grad(|| tensor.f_copy_(contiguous)).map(drop).map_err(fail)
 }
 

@@ -4,8 +4,8 @@ use std::hash::Hasher;
 
 use flow_comm::{ProcessGroup, Result};
 
-/// Compares `own`, one line for each thing that must be equal, over all ranks. `Some` is the first difference, in the
-/// same words on every rank.
+/// Compares `own`, one line for each thing that must be equal, over all ranks. `Some` is the first
+/// difference, in the same words on every rank.
 pub(crate) fn difference(group: &ProcessGroup, own: &[String]) -> Result<Option<String>> {
     let text = own.join("\n").into_bytes();
     let mut hasher = fnv::FnvHasher::default();
@@ -22,13 +22,16 @@ pub(crate) fn difference(group: &ProcessGroup, own: &[String]) -> Result<Option<
     padded.resize(longest, b'\n');
     let mut all = vec![0u8; longest * group.world_size()];
     group.all_gather(&padded, &mut all)?;
-    let texts: Vec<String> = all.chunks(longest).map(|t| String::from_utf8_lossy(t).into_owned()).collect();
-    let lines: Vec<Vec<&str>> = texts.iter().map(|t| t.trim_end_matches('\n').lines().collect()).collect();
+    let texts: Vec<String> =
+        all.chunks(longest).map(|t| String::from_utf8_lossy(t).into_owned()).collect();
+    let lines: Vec<Vec<&str>> =
+        texts.iter().map(|t| t.trim_end_matches('\n').lines().collect()).collect();
     let (rank, first, theirs) = lines
         .iter()
         .enumerate()
         .find_map(|(rank, theirs)| {
-            let at = (0..lines[0].len().max(theirs.len())).find(|&i| lines[0].get(i) != theirs.get(i))?;
+            let at = (0..lines[0].len().max(theirs.len()))
+                .find(|&i| lines[0].get(i) != theirs.get(i))?;
             Some((rank, lines[0].get(at).copied(), theirs.get(at).copied()))
         })
         .unwrap_or_default();

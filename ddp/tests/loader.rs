@@ -50,7 +50,9 @@ impl Dataset for Numbers {
             drop(self.stuck.1.lock());
         }
         match self.bad {
-            Some((bad, false)) if indices.contains(&bad) => return Err(format!("sample {bad} is corrupt").into()),
+            Some((bad, false)) if indices.contains(&bad) => {
+                return Err(format!("sample {bad} is corrupt").into())
+            }
             Some((bad, true)) if indices.contains(&bad) => panic!("sample {bad} is cursed"),
             _ => {}
         }
@@ -107,7 +109,8 @@ fn batches_come_in_the_samplers_order() {
         let sampler = sampler(203);
         let loader = DataLoader::new(&dataset, &sampler, 10).workers(workers).prefetch(prefetch);
         assert_eq!(loader.len(), 21);
-        let batches: Vec<Vec<usize>> = loader.into_iter().map(|batch| batch.unwrap().indices).collect();
+        let batches: Vec<Vec<usize>> =
+            loader.into_iter().map(|batch| batch.unwrap().indices).collect();
         assert_eq!(batches.len(), 21);
         assert!(batches[..20].iter().all(|batch| batch.len() == 10));
         assert_eq!(batches.concat(), sampler.indices());
@@ -187,7 +190,8 @@ fn a_data_set_that_hangs_is_an_error() {
     let dataset = Arc::new(Numbers { stuck: (Some(5), Mutex::default()), ..numbers(12) });
     let held = dataset.stuck.1.lock().unwrap();
     let sampler = sampler(12).shuffle(false);
-    let mut batches = DataLoader::new(&dataset, &sampler, 4).timeout(Duration::from_millis(500)).into_iter();
+    let mut batches =
+        DataLoader::new(&dataset, &sampler, 4).timeout(Duration::from_millis(500)).into_iter();
     assert!(batches.next().unwrap().is_ok());
     let error = batches.next().unwrap().err().unwrap();
     assert!(matches!(error, LoaderError::Timeout { .. }), "{error}");
@@ -196,7 +200,8 @@ fn a_data_set_that_hangs_is_an_error() {
     drop(batches); // waits for nobody
 
     // Nor does one that is dropped while the data set hangs wait for ever.
-    let mut batches = DataLoader::new(&dataset, &sampler, 4).timeout(Duration::from_millis(500)).into_iter();
+    let mut batches =
+        DataLoader::new(&dataset, &sampler, 4).timeout(Duration::from_millis(500)).into_iter();
     assert!(batches.next().unwrap().is_ok());
     drop(batches);
     drop(held);
@@ -242,7 +247,9 @@ fn prefetches_as_much_as_it_may_and_no_more() {
 #[test]
 fn without_workers_nothing_is_prefetched() {
     let (dataset, sampler) = (Arc::new(numbers(100)), sampler(100));
-    for (taken, _batch) in DataLoader::new(&dataset, &sampler, 10).workers(0).into_iter().enumerate() {
+    for (taken, _batch) in
+        DataLoader::new(&dataset, &sampler, 10).workers(0).into_iter().enumerate()
+    {
         assert_eq!(dataset.begun.load(SeqCst), taken + 1);
     }
     let here = Path::new("/proc").join(std::fs::read_link("/proc/thread-self").unwrap());

@@ -49,7 +49,8 @@ fn gives_the_indices_of_pytorch() {
         assert_eq!(case.ranks.len(), case.replicas);
         for (rank, expected) in case.ranks.iter().enumerate() {
             let sampler = sampler(case.n, case.replicas, rank);
-            let mut sampler = sampler.shuffle(case.shuffle).seed(case.seed).drop_last(case.drop_last);
+            let mut sampler =
+                sampler.shuffle(case.shuffle).seed(case.seed).drop_last(case.drop_last);
             sampler.set_epoch(case.epoch);
             let indices: Vec<usize> = sampler.iter().collect();
             assert_eq!(indices.len(), sampler.len(), "rank {rank} of {case:?}");
@@ -114,12 +115,21 @@ fn resume_refuses_the_state_of_another_sampler() {
     ] {
         let before = other.state();
         let error = other.resume(&state).unwrap_err();
-        assert!(matches!(error, SamplerError::Mismatch { field: named, .. } if named == field), "{error}");
-        assert!(error.to_string().starts_with("cannot resume: the state was saved with "), "{error}");
+        assert!(
+            matches!(error, SamplerError::Mismatch { field: named, .. } if named == field),
+            "{error}"
+        );
+        assert!(
+            error.to_string().starts_with("cannot resume: the state was saved with "),
+            "{error}"
+        );
         assert_eq!(other.state(), before);
     }
     let error = make().resume(&SamplerState { taken: 101, ..state }).unwrap_err();
-    assert_eq!(error.to_string(), "cannot resume: the state has taken 101 samples of an epoch of 100");
+    assert_eq!(
+        error.to_string(),
+        "cannot resume: the state has taken 101 samples of an epoch of 100"
+    );
 }
 
 #[test]
@@ -138,7 +148,11 @@ fn another_number_of_ranks_deals_out_the_rest() {
     let later = resumed(1);
     later.iter().next();
     assert_eq!(later.state().taken, 7);
-    assert_eq!(later.iter().collect::<Vec<_>>(), [1, 4, 7, 0], "a later iteration has the whole epoch");
+    assert_eq!(
+        later.iter().collect::<Vec<_>>(),
+        [1, 4, 7, 0],
+        "a later iteration has the whole epoch"
+    );
 }
 
 #[test]
@@ -187,13 +201,8 @@ impl Settings {
 
 fn any_settings() -> impl Strategy<Value = Settings> {
     let kind = (any::<bool>(), any::<bool>(), any::<u64>(), any::<u64>());
-    (0usize..400, 1usize..12, kind).prop_map(|(n, replicas, (keyed, shuffle, seed, epoch))| Settings {
-        n,
-        replicas,
-        keyed,
-        shuffle,
-        seed,
-        epoch,
+    (0usize..400, 1usize..12, kind).prop_map(|(n, replicas, (keyed, shuffle, seed, epoch))| {
+        Settings { n, replicas, keyed, shuffle, seed, epoch }
     })
 }
 

@@ -3,7 +3,8 @@
 use clap::error::ErrorKind;
 use clap::Parser;
 
-/// The program's arguments. Help and version go to stdout; a usage error is one line, and exit code 2.
+/// The program's arguments. Help and version go to stdout; a usage error is one line, and exit code
+/// 2.
 pub fn parse<A: Parser>() -> A {
     A::try_parse().unwrap_or_else(|error| {
         if !error.use_stderr() {
@@ -16,7 +17,8 @@ pub fn parse<A: Parser>() -> A {
             std::process::exit(2)
         }
         let text = error.to_string();
-        let more = |line: &&str| line.starts_with("Usage:") || line.starts_with("For more information");
+        let more =
+            |line: &&str| line.starts_with("Usage:") || line.starts_with("For more information");
         let lines = text.lines().map(str::trim).take_while(|line| !more(line));
         eprintln!("{}", lines.filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" "));
         std::process::exit(2)

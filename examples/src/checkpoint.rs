@@ -1,7 +1,7 @@
 //! Checkpoints of a training: files in a folder, each of them whole whenever the job is killed.
 //!
-//! A file is gzip, uncompressed, for its checksum: the program's state in MessagePack, which unlike JSON keeps a NaN, then
-//! tensors as libtorch keeps them.
+//! A file is gzip, uncompressed, for its checksum: the program's state in MessagePack, which unlike
+//! JSON keeps a NaN, then tensors as libtorch keeps them.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -25,13 +25,15 @@ use tch::{Device, Tensor};
 const LOCK: &str = ".checkpoint.lock";
 /// What is being written. What lies there at the start is of a writer that was killed.
 const PARTIAL: &str = ".checkpoint.partial";
-/// How long a writer that is being stopped may still hold the lock: longer than flow-launch waits before it kills.
+/// How long a writer that is being stopped may still hold the lock: longer than flow-launch waits
+/// before it kills.
 const STOPPING: Duration = Duration::from_secs(10);
 /// What the names of a file's tensors begin with.
 const MODEL: &str = "model.";
 const OPTIMIZER: &str = "optimizer.";
 
-/// The checkpoints in a folder, which rank 0 writes and reads for all: the other ranks need not see the folder.
+/// The checkpoints in a folder, which rank 0 writes and reads for all: the other ranks need not see
+/// the folder.
 pub struct Checkpoints {
     folder: PathBuf,
     group: ProcessGroup,
@@ -52,10 +54,12 @@ impl Checkpoints {
         Ok(Self { folder: folder.to_owned(), group: group.clone(), _lock: lock, last: None })
     }
 
-    /// The newest checkpoint that is not damaged, the same on all ranks; None where there is none at all.
+    /// The newest checkpoint that is not damaged, the same on all ranks; None where there is none
+    /// at all.
     ///
     /// # Errors
-    /// When there are only damaged ones, or those of another program, or rank 0 does not see what another rank sees.
+    /// When there are only damaged ones, or those of another program, or rank 0 does not see what
+    /// another rank sees.
     pub fn newest<S: DeserializeOwned>(&mut self) -> Result<Option<Checkpoint<S>>> {
         self.seen_by_rank_0()?;
         let mut bytes = if self.group.rank() == 0 { self.read_newest()? } else { Vec::new() };
@@ -67,18 +71,27 @@ impl Checkpoints {
         }
         self.group.broadcast(&mut bytes, 0)?;
         Checkpoint::parse(&bytes)
-            .with_context(|| format!("the checkpoint in {} is of another program", self.folder.display()))
+            .with_context(|| {
+                format!("the checkpoint in {} is of another program", self.folder.display())
+            })
             .map(Some)
     }
 
-    /// A folder that each machine has for itself would let training start anew when another machine has rank 0.
+    /// A folder that each machine has for itself would let training start anew when another machine
+    /// has rank 0.
     fn seen_by_rank_0(&self) -> Result<()> {
         // Other ranks than 0 need not see the folder at all.
         let own = self.files().unwrap_or_default().first().map_or(-1, |(step, _)| *step as i64);
         let mut newest = vec![-1i64; self.group.world_size()];
         self.group.all_gather(&[own], &mut newest)?;
         let Some(rank) = newest.iter().position(|&step| step > newest[0]) else { return Ok(()) };
-        let name = |rank: usize| if newest[rank] < 0 { "none".to_owned() } else { format!("step-{}", newest[rank]) };
+        let name = |rank: usize| {
+            if newest[rank] < 0 {
+                "none".to_owned()
+            } else {
+                format!("step-{}", newest[rank])
+            }
+        };
         bail!(
             "the newest checkpoint in {} is {} for rank {rank}, but {} for rank 0, which reads it for all; use a disk that \
              all machines share",
@@ -92,26 +105,44 @@ impl Checkpoints {
     ///
     /// # Errors
     /// When it cannot be written; the last one is then still there.
-    pub fn write<S: Serialize>(&mut self, step: usize, state: &S, vs: &VarStore, optimizer: &Optimizer) -> Result<()> {
+    pub fn write<S: Serialize>(
+        &mut self,
+        step: usize,
+        state: &S,
+        vs: &VarStore,
+        optimizer: &Optimizer,
+    ) -> Result<()> {
         if self.group.rank() > 0 {
             return Ok(());
         }
         let path = self.folder.join(format!("step-{step}"));
-        let weights = vs.variables().into_iter().map(|(name, weight)| (MODEL.to_owned() + &name, weight));
-        let optimizer = optimizer.state()?.into_iter().map(|(name, tensor)| (OPTIMIZER.to_owned() + &name, tensor));
+        let weights =
+            vs.variables().into_iter().map(|(name, weight)| (MODEL.to_owned() + &name, weight));
+        let optimizer = optimizer
+            .state()?
+            .into_iter()
+            .map(|(name, tensor)| (OPTIMIZER.to_owned() + &name, tensor));
         let tensors: Vec<_> = weights.chain(optimizer).collect();
-        self.write_file(&path, state, &tensors).with_context(|| format!("cannot write {}", path.display()))?;
+        self.write_file(&path, state, &tensors)
+            .with_context(|| format!("cannot write {}", path.display()))?;
         for (_, file) in self.files()? {
             if file != path && Some(&file) != self.last.as_ref() {
-                fs::remove_file(&file).with_context(|| format!("cannot remove {}", file.display()))?;
+                fs::remove_file(&file)
+                    .with_context(|| format!("cannot remove {}", file.display()))?;
             }
         }
         self.last = Some(path);
         Ok(())
     }
 
-    /// Whenever this is cut off, `path` is as it was or is the whole new file, even if the machine loses its power.
-    fn write_file<S: Serialize>(&self, path: &Path, state: &S, tensors: &[(String, Tensor)]) -> Result<()> {
+    /// Whenever this is cut off, `path` is as it was or is the whole new file, even if the machine
+    /// loses its power.
+    fn write_file<S: Serialize>(
+        &self,
+        path: &Path,
+        state: &S,
+        tensors: &[(String, Tensor)],
+    ) -> Result<()> {
         let mut bytes = rmp_serde::to_vec_named(state)?;
         Tensor::save_multi_to_stream(tensors, &mut bytes)?;
         let partial = self.folder.join(PARTIAL);
@@ -127,7 +158,8 @@ impl Checkpoints {
         let mut damage = None;
         for (_, path) in self.files()? {
             let mut bytes = Vec::new();
-            match fs::read(&path).and_then(|file| GzDecoder::new(&file[..]).read_to_end(&mut bytes)) {
+            match fs::read(&path).and_then(|file| GzDecoder::new(&file[..]).read_to_end(&mut bytes))
+            {
                 Ok(_) => {
                     self.last = Some(path);
                     return Ok(bytes);
@@ -138,16 +170,25 @@ impl Checkpoints {
                 }
             }
         }
-        let only = || format!("all checkpoints in {} are damaged; remove them to start anew", self.folder.display());
+        let only = || {
+            format!(
+                "all checkpoints in {} are damaged; remove them to start anew",
+                self.folder.display()
+            )
+        };
         damage.map_or(Ok(Vec::new()), |error| Err(error).with_context(only))
     }
 
     /// The checkpoints and their steps, the newest first.
     fn files(&self) -> Result<Vec<(usize, PathBuf)>> {
         let read = || -> io::Result<_> {
-            let paths = fs::read_dir(&self.folder)?.map(|entry| Ok(entry?.path())).collect::<io::Result<Vec<_>>>()?;
-            let step = |path: &Path| path.file_name()?.to_str()?.strip_prefix("step-")?.parse().ok();
-            let mut files: Vec<_> = paths.into_iter().filter_map(|path| Some((step(&path)?, path))).collect();
+            let paths = fs::read_dir(&self.folder)?
+                .map(|entry| Ok(entry?.path()))
+                .collect::<io::Result<Vec<_>>>()?;
+            let step =
+                |path: &Path| path.file_name()?.to_str()?.strip_prefix("step-")?.parse().ok();
+            let mut files: Vec<_> =
+                paths.into_iter().filter_map(|path| Some((step(&path)?, path))).collect();
             files.sort_unstable_by_key(|(step, _)| Reverse(*step));
             Ok(files)
         };
@@ -165,7 +206,10 @@ fn take(folder: &Path) -> Result<File> {
         match error {
             TryLockError::WouldBlock if Instant::now() < end => sleep(Duration::from_millis(50)),
             TryLockError::WouldBlock => {
-                bail!("another job writes checkpoints to {}; give each job a folder of its own", folder.display())
+                bail!(
+                    "another job writes checkpoints to {}; give each job a folder of its own",
+                    folder.display()
+                )
             }
             TryLockError::Error(error) => {
                 return Err(error).with_context(|| format!("cannot lock {}", folder.display()))
@@ -183,7 +227,8 @@ fn make(folder: &Path) -> io::Result<()> {
     if folder.is_dir() {
         return Ok(());
     }
-    let parent = folder.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
+    let parent =
+        folder.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
     make(parent)?;
     fs::create_dir_all(folder)?; // no error where another process has just made it
     File::open(parent)?.sync_all()
@@ -213,8 +258,16 @@ impl<S> Checkpoint<S> {
     /// When they are of another model or kind of optimizer.
     pub fn restore(&self, vs: &VarStore, optimizer: &mut Optimizer) -> Result<()> {
         for (name, mut weight) in vs.variables() {
-            let saved = self.tensors.get(&(MODEL.to_owned() + &name)).filter(|saved| saved.size() == weight.size());
-            let other = || format!("the checkpoint is of another model: it has no {name} of shape {:?}", weight.size());
+            let saved = self
+                .tensors
+                .get(&(MODEL.to_owned() + &name))
+                .filter(|saved| saved.size() == weight.size());
+            let other = || {
+                format!(
+                    "the checkpoint is of another model: it has no {name} of shape {:?}",
+                    weight.size()
+                )
+            };
             let saved = saved.with_context(other)?;
             tch::no_grad(|| weight.f_copy_(saved))?;
         }

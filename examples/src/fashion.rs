@@ -25,19 +25,27 @@ pub struct Split {
     pub columns: usize,
 }
 
-/// The folder where Fashion-MNIST is looked for by default: Debian's, or the cache folder of `scripts/setup --data`
-/// where that one exists and Debian's does not.
+/// The folder where Fashion-MNIST is looked for by default: Debian's, or the cache folder of
+/// `scripts/setup --data` where that one exists and Debian's does not.
 pub fn default_folder() -> PathBuf {
     let installed = PathBuf::from(INSTALLED);
-    let absolute = |variable| env::var_os(variable).map(PathBuf::from).filter(|folder| folder.is_absolute());
+    let absolute =
+        |variable| env::var_os(variable).map(PathBuf::from).filter(|folder| folder.is_absolute());
     let cache = absolute("FLOW_CACHE")
-        .or_else(|| Some(absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")))?.join("flow")))
+        .or_else(|| {
+            Some(
+                absolute("XDG_CACHE_HOME")
+                    .or_else(|| Some(absolute("HOME")?.join(".cache")))?
+                    .join("flow"),
+            )
+        })
         .map(|cache| cache.join("fashion-mnist"));
     cache.filter(|cache| !installed.is_dir() && cache.is_dir()).unwrap_or(installed)
 }
 
-/// Reads the training and the test split from `folder`, in files of their usual names (`train-images-idx3-ubyte`,
-/// with or without `.gz`, and so on). MNIST, which has the same names, will do as well.
+/// Reads the training and the test split from `folder`, in files of their usual names
+/// (`train-images-idx3-ubyte`, with or without `.gz`, and so on). MNIST, which has the same names,
+/// will do as well.
 ///
 /// # Errors
 /// When a file is missing or wrong, or the files do not fit each other.
@@ -49,11 +57,24 @@ fn split(folder: &Path, name: &str) -> Result<Split> {
     let (_, images) = array(folder, &format!("{name}-images-idx3-ubyte"), 3)?;
     let (path, labels) = array(folder, &format!("{name}-labels-idx1-ubyte"), 1)?;
     let (path, count) = (path.display(), images.shape[0]);
-    ensure!(labels.data.len() == count, "{path} has {} labels for {count} images", labels.data.len());
+    ensure!(
+        labels.data.len() == count,
+        "{path} has {} labels for {count} images",
+        labels.data.len()
+    );
     if let Some(index) = labels.data.iter().position(|&label| usize::from(label) >= CLASSES) {
-        bail!("{path}: label {} of image {index} is not in the interval [0, {}]", labels.data[index], CLASSES - 1);
+        bail!(
+            "{path}: label {} of image {index} is not in the interval [0, {}]",
+            labels.data[index],
+            CLASSES - 1
+        );
     }
-    Ok(Split { images: images.data, labels: labels.data, rows: images.shape[1], columns: images.shape[2] })
+    Ok(Split {
+        images: images.data,
+        labels: labels.data,
+        rows: images.shape[1],
+        columns: images.shape[2],
+    })
 }
 
 fn array(folder: &Path, name: &str, dimensions: usize) -> Result<(PathBuf, Idx)> {
@@ -76,7 +97,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let write = |name: &str, shape: &[u8], data: &[u8]| {
             let shape = shape.iter().flat_map(|&length| [0, 0, 0, length]);
-            let header: Vec<u8> = [0, 0, 8, shape.clone().count() as u8 / 4].into_iter().chain(shape).collect();
+            let header: Vec<u8> =
+                [0, 0, 8, shape.clone().count() as u8 / 4].into_iter().chain(shape).collect();
             fs::write(folder.path().join(name), [&header, data].concat()).unwrap();
         };
         write("train-images-idx3-ubyte", &[2, 2, 3], &[7; 12]);
@@ -93,7 +115,10 @@ mod tests {
     #[test]
     fn reads_both_splits() {
         let (train, test) = load(folder(&[0, 9]).path()).unwrap();
-        assert_eq!((train.images, train.labels, train.rows, train.columns), (vec![7; 12], vec![0, 9], 2, 3));
+        assert_eq!(
+            (train.images, train.labels, train.rows, train.columns),
+            (vec![7; 12], vec![0, 9], 2, 3)
+        );
         assert_eq!((test.images, test.labels), (vec![5; 6], vec![9]));
     }
 
@@ -114,7 +139,9 @@ mod tests {
 
     #[test]
     fn labels_must_fit_the_images() {
-        assert!(error(folder(&[1, 2, 3]).path()).ends_with("train-labels-idx1-ubyte has 3 labels for 2 images"));
-        assert!(error(folder(&[1, 10]).path()).ends_with("label 10 of image 1 is not in the interval [0, 9]"));
+        assert!(error(folder(&[1, 2, 3]).path())
+            .ends_with("train-labels-idx1-ubyte has 3 labels for 2 images"));
+        assert!(error(folder(&[1, 10]).path())
+            .ends_with("label 10 of image 1 is not in the interval [0, 9]"));
     }
 }

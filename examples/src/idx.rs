@@ -1,7 +1,8 @@
 //! Reader of IDX files, the format of MNIST and Fashion-MNIST, plain or gzipped.
 //!
-//! The format, from <http://yann.lecun.com/exdb/mnist/>: two zero bytes, a type byte (8 for unsigned bytes), the number
-//! of dimensions, each dimension as a big-endian 32-bit number, then the data in row-major order.
+//! The format, from <http://yann.lecun.com/exdb/mnist/>: two zero bytes, a type byte (8 for
+//! unsigned bytes), the number of dimensions, each dimension as a big-endian 32-bit number, then
+//! the data in row-major order.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind, Read};
@@ -23,22 +24,28 @@ pub struct Idx {
     pub data: Vec<u8>,
 }
 
-/// Reads the IDX file of unsigned bytes at `path`, whose array must have `dimensions` dimensions. A gzipped file is
-/// recognized by its first bytes.
+/// Reads the IDX file of unsigned bytes at `path`, whose array must have `dimensions` dimensions. A
+/// gzipped file is recognized by its first bytes.
 ///
 /// # Errors
-/// When the file cannot be read, is not such an IDX file, or has fewer or more bytes than its header says.
+/// When the file cannot be read, is not such an IDX file, or has fewer or more bytes than its
+/// header says.
 pub fn read(path: &Path, dimensions: usize) -> Result<Idx> {
     let name = path.display();
     let file = File::open(path).with_context(|| format!("cannot open {name}"))?;
     let mut file = BufReader::new(file);
-    let gzipped = file.fill_buf().with_context(|| format!("cannot read {name}"))?.starts_with(&GZIP_MAGIC);
-    let mut content: Box<dyn Read> = if gzipped { Box::new(MultiGzDecoder::new(file)) } else { Box::new(file) };
+    let gzipped =
+        file.fill_buf().with_context(|| format!("cannot read {name}"))?.starts_with(&GZIP_MAGIC);
+    let mut content: Box<dyn Read> =
+        if gzipped { Box::new(MultiGzDecoder::new(file)) } else { Box::new(file) };
     let mut read = |limit: u64| {
         let mut bytes = Vec::new();
         match content.by_ref().take(limit).read_to_end(&mut bytes) {
             Err(error) if error.kind() == ErrorKind::UnexpectedEof => {
-                bail!("{name} is truncated: its gzip stream ends early, after {} bytes of content", bytes.len())
+                bail!(
+                    "{name} is truncated: its gzip stream ends early, after {} bytes of content",
+                    bytes.len()
+                )
             }
             result => result.with_context(|| format!("cannot read {name}"))?,
         };
@@ -53,14 +60,20 @@ pub fn read(path: &Path, dimensions: usize) -> Result<Idx> {
         magic == expected,
         "{name} is no IDX file of bytes in {dimensions} dimensions: it starts with {magic:02x?}, not {expected:02x?}"
     );
-    ensure!(bytes.len() == header, "{name} is truncated: its header takes {header} bytes, found {}", bytes.len());
-    let lengths =
-        lengths.chunks_exact(4).map(|length| u32::from_be_bytes([length[0], length[1], length[2], length[3]]));
+    ensure!(
+        bytes.len() == header,
+        "{name} is truncated: its header takes {header} bytes, found {}",
+        bytes.len()
+    );
+    let lengths = lengths
+        .chunks_exact(4)
+        .map(|length| u32::from_be_bytes([length[0], length[1], length[2], length[3]]));
     let shape: Vec<usize> = lengths.map(|length| length as usize).collect();
 
     let size = shape.iter().try_fold(1usize, |size, &length| size.checked_mul(length));
     let size = size.with_context(|| format!("{name}: an array of shape {shape:?} is too large"))?;
-    // One byte more than expected, to see whether there is one, and to have gzip's checksum verified at the end.
+    // One byte more than expected, to see whether there is one, and to have gzip's checksum
+    // verified at the end.
     let data = read((size as u64).saturating_add(1))?;
     let of_shape = format!("an array of shape {shape:?} takes {size} bytes after the header");
     ensure!(data.len() >= size, "{name} is truncated: {of_shape}, found {}", data.len());
@@ -113,9 +126,12 @@ mod tests {
             (0..bytes.len()).for_each(|len| drop(error(&bytes[..len])));
         }
         let found = error(&plain[..20]);
-        assert!(found.ends_with("is truncated: an array of shape [2, 2, 3] takes 12 bytes after the header, found 4"));
+        assert!(found.ends_with(
+            "is truncated: an array of shape [2, 2, 3] takes 12 bytes after the header, found 4"
+        ));
         assert!(error(&plain[..10]).ends_with("is truncated: its header takes 16 bytes, found 10"));
-        assert!(error(&gzipped[..gzipped.len() - 1]).contains("is truncated: its gzip stream ends early"));
+        assert!(error(&gzipped[..gzipped.len() - 1])
+            .contains("is truncated: its gzip stream ends early"));
     }
 
     #[test]
@@ -134,16 +150,20 @@ mod tests {
         for (place, value) in [(0, 1), (2, 0x0d), (3, 1)] {
             let mut bytes = images();
             bytes[place] = value;
-            assert!(error(&bytes).contains("is no IDX file of bytes in 3 dimensions: it starts with ["));
+            assert!(
+                error(&bytes).contains("is no IDX file of bytes in 3 dimensions: it starts with [")
+            );
         }
-        assert!(error(b"<!DOCTYPE html>").ends_with("it starts with [3c, 21, 44, 4f], not [00, 00, 08, 03]"));
+        assert!(error(b"<!DOCTYPE html>")
+            .ends_with("it starts with [3c, 21, 44, 4f], not [00, 00, 08, 03]"));
         assert!(error(b"").ends_with("it starts with [], not [00, 00, 08, 03]"));
     }
 
     #[test]
     fn a_lying_header_does_not_take_memory() {
         let huge = [&[0, 0, 8, 3][..], &[0xff; 12]].concat();
-        assert!(error(&huge).ends_with("an array of shape [4294967295, 4294967295, 4294967295] is too large"));
+        assert!(error(&huge)
+            .ends_with("an array of shape [4294967295, 4294967295, 4294967295] is too large"));
         let large = [&[0, 0, 8, 3][..], &[0xff; 4], &[0, 0, 0, 1], &[0, 0, 0, 1]].concat();
         assert!(error(&large).ends_with("takes 4294967295 bytes after the header, found 0"));
     }

@@ -18,7 +18,8 @@ fn positive(line: &Value, names: &[&str]) {
 #[test]
 fn all_reduce_and_its_limit_are_measured() {
     let measured = lines(&launch(2, "flow-bench", &["allreduce", "--json", "--sizes", "4,65536"]));
-    let kinds: Vec<_> = measured.iter().map(|line| (line["bytes"].as_u64(), line["memory"].as_str())).collect();
+    let kinds: Vec<_> =
+        measured.iter().map(|line| (line["bytes"].as_u64(), line["memory"].as_str())).collect();
     let (small, large) = (Some(4), Some(65536));
     let (shared, ordinary) = (Some("shared"), Some("ordinary"));
     assert_eq!(kinds, [(small, shared), (small, ordinary), (large, shared), (large, ordinary)]);
@@ -39,10 +40,19 @@ fn steps_are_measured() {
 #[test]
 fn wrong_arguments_are_usage_errors() {
     let cases: [(&[&str], &str); 5] = [
-        (&[], "error: a subcommand is missing: allreduce, limit, step, losses, launch; see --help\n"),
-        (&["allreduce", "--sizes", "-4"], "a buffer of f32 takes a multiple of 4 bytes, at least 4\n"),
+        (
+            &[],
+            "error: a subcommand is missing: allreduce, limit, step, losses, launch; see --help\n",
+        ),
+        (
+            &["allreduce", "--sizes", "-4"],
+            "a buffer of f32 takes a multiple of 4 bytes, at least 4\n",
+        ),
         (&["limit", "--sizes", "6"], "a buffer of f32 takes a multiple of 4 bytes, at least 4\n"),
-        (&["step", "--model", "vgg"], "[possible values: mlp, lenet, wide, mobilenet, resnet50, gpt]\n"),
+        (
+            &["step", "--model", "vgg"],
+            "[possible values: mlp, lenet, wide, mobilenet, resnet50, gpt]\n",
+        ),
         (&["allreduce", "--foo"], "unexpected argument '--foo' found\n"),
     ];
     for (arguments, end) in cases {
@@ -50,13 +60,18 @@ fn wrong_arguments_are_usage_errors() {
         command.args(arguments);
         let finished = Process::start(command).finish(PATIENCE);
         assert_eq!(finished.status.code(), Some(2), "{finished:?}");
-        assert!(finished.stderr.lines().count() == 1 && finished.stderr.ends_with(end), "{finished:?}");
+        assert!(
+            finished.stderr.lines().count() == 1 && finished.stderr.ends_with(end),
+            "{finished:?}"
+        );
     }
 }
 
 #[test]
 fn what_finds_no_memory_is_an_error() {
-    for arguments in [["limit", "--sizes", "1000000000000000"], ["allreduce", "--sizes", "18446744073709551612"]] {
+    for arguments in
+        [["limit", "--sizes", "1000000000000000"], ["allreduce", "--sizes", "18446744073709551612"]]
+    {
         let mut command = Command::new(program("flow-bench"));
         command.args(arguments);
         let finished = Process::start(command).finish(PATIENCE);

@@ -11,13 +11,17 @@ use common::{accuracies, data, write_noise};
 use flow_tests::{instruction_sets, launch, launcher, program, Process, PATIENCE};
 use tempfile::tempdir;
 
-/// The losses of 20 steps in double precision in which `ranks` ranks have batches of `batch` images each.
+/// The losses of 20 steps in double precision in which `ranks` ranks have batches of `batch` images
+/// each.
 fn losses(data: &str, ranks: usize, batch: usize, instruction_set: [(&str, &str); 3]) -> Vec<f64> {
     let folder = tempdir().unwrap();
     // There is nothing to evaluate here: noise is enough.
     write_noise(folder.path(), 0, 4);
     for file in fs::read_dir(data).unwrap().map(|file| file.unwrap().path()) {
-        let Some(name) = file.file_name().and_then(|name| name.to_str()).filter(|name| name.starts_with("train"))
+        let Some(name) = file
+            .file_name()
+            .and_then(|name| name.to_str())
+            .filter(|name| name.starts_with("train"))
         else {
             continue;
         };
@@ -25,19 +29,32 @@ fn losses(data: &str, ranks: usize, batch: usize, instruction_set: [(&str, &str)
         symlink(&file, folder.path().join(name)).unwrap();
     }
     let file = folder.path().join("losses");
-    let (data, batch, file) = (folder.path().to_str().unwrap(), batch.to_string(), file.to_str().unwrap());
-    let arguments =
-        ["--data", data, "--double", "--batch-size", &batch, "--steps", "20", "--lr", "0.02", "--losses", file];
+    let (data, batch, file) =
+        (folder.path().to_str().unwrap(), batch.to_string(), file.to_str().unwrap());
+    let arguments = [
+        "--data",
+        data,
+        "--double",
+        "--batch-size",
+        &batch,
+        "--steps",
+        "20",
+        "--lr",
+        "0.02",
+        "--losses",
+        file,
+    ];
     let mut command = launcher(ranks, &[], "mnist", &arguments);
     command.envs(instruction_set);
     Process::start(command).finish(PATIENCE).success();
     fs::read_to_string(file).unwrap().lines().map(|line| line.parse().unwrap()).collect()
 }
 
-/// Both have the same 100 images in each step and sum over them in another order. In double precision that makes 5e-16,
-/// whatever the instruction set (in single precision 1e-7 in the first steps, of which later ones made 4e-5 with AVX-512).
-/// Gradients summed instead of averaged make 3e-3 in the second step and 0.1 in the tenth; other first weights or another
-/// order of the images make 2e-3 in the first.
+/// Both have the same 100 images in each step and sum over them in another order. In double
+/// precision that makes 5e-16, whatever the instruction set (in single precision 1e-7 in the first
+/// steps, of which later ones made 4e-5 with AVX-512). Gradients summed instead of averaged make
+/// 3e-3 in the second step and 0.1 in the tenth; other first weights or another order of the images
+/// make 2e-3 in the first.
 #[test]
 fn two_ranks_learn_as_one_with_the_joined_batch() {
     let Some(data) = data("the loss curve of two ranks against one") else { return };
@@ -47,8 +64,14 @@ fn two_ranks_learn_as_one_with_the_joined_batch() {
         assert!(two[19] < 0.8 * two[0], "it does not learn: {two:?}");
         for (step, (two, one)) in two.iter().zip(&one).enumerate() {
             let difference = (two - one).abs() / one;
-            println!("{}, step {step}: {two} {one}, relative difference {difference:.1e}", set[0].1);
-            assert!(difference < 1e-10, "{set:?}, step {step}: {two} with two ranks, {one} with one");
+            println!(
+                "{}, step {step}: {two} {one}, relative difference {difference:.1e}",
+                set[0].1
+            );
+            assert!(
+                difference < 1e-10,
+                "{set:?}, step {step}: {two} with two ranks, {one} with one"
+            );
         }
     }
 }
@@ -120,13 +143,22 @@ fn no_image_is_an_error() {
     let folder = tempdir().unwrap();
     write_noise(folder.path(), 4, 0);
     let folder = folder.path().to_str().unwrap();
-    let expected = format!("mnist: {folder}: found 0 images of 28 x 28, LeNet takes one or more of 28 x 28\n");
+    let expected =
+        format!("mnist: {folder}: found 0 images of 28 x 28, LeNet takes one or more of 28 x 28\n");
     assert_eq!(error(&["--data", folder]), expected);
 }
 
 #[test]
 fn wrong_arguments_are_usage_errors() {
-    for argument in ["--epochs=0", "--batch-size=0", "--lr=-1", "--momentum=nan", "--steps=-1", "--seed=x", "data"] {
+    for argument in [
+        "--epochs=0",
+        "--batch-size=0",
+        "--lr=-1",
+        "--momentum=nan",
+        "--steps=-1",
+        "--seed=x",
+        "data",
+    ] {
         let mut command = Command::new(program("mnist"));
         command.arg(argument);
         let finished = Process::start(command).finish(PATIENCE);

@@ -8,7 +8,10 @@ use flow_tests::{assert_contains, program, Process, PATIENCE};
 fn trains(mut command: Command) {
     command.env_remove("OMP_NUM_THREADS");
     let output = Process::start(command).finish(PATIENCE).success();
-    assert_contains(&output, &["500/500 loss:4.547473508864641e-12", "500/500 loss:6.184563972055912e-11"]);
+    assert_contains(
+        &output,
+        &["500/500 loss:4.547473508864641e-12", "500/500 loss:6.184563972055912e-11"],
+    );
 }
 
 /// Whether a command is there and ends well.
@@ -24,7 +27,9 @@ fn by_mpirun() {
     }
     let mpirun = |ranks: &str| {
         let mut command = Command::new("mpirun");
-        command.args(["--allow-run-as-root", "--oversubscribe", "-np", ranks]).arg(program("train"));
+        command
+            .args(["--allow-run-as-root", "--oversubscribe", "-np", ranks])
+            .arg(program("train"));
         command
     };
     trains(mpirun("2"));
@@ -36,11 +41,20 @@ fn by_mpirun() {
 fn by_torchrun() {
     let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".into());
     if !works(&python, &["-c", "import torch.distributed.run"]) {
-        println!("SKIPPED: starting by torchrun: {python} has no PyTorch (set PYTHON to one that has)");
+        println!(
+            "SKIPPED: starting by torchrun: {python} has no PyTorch (set PYTHON to one that has)"
+        );
         return;
     }
     let mut command = Command::new(python);
-    command.args(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]);
+    command.args([
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--no-python",
+    ]);
     command.arg(program("train"));
     trains(command);
 }

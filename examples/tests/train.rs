@@ -34,22 +34,36 @@ fn prints_the_documented_digits() {
 /// The way of GPUs, with tensors on the CPU.
 #[test]
 fn on_stand_ins_for_gpus_the_digits_are_the_same() {
-    let Some(mut command) = on_stand_in(launcher(2, &["--prefix"], "train", &["--device", "cuda"])) else { return };
+    let Some(mut command) = on_stand_in(launcher(2, &["--prefix"], "train", &["--device", "cuda"]))
+    else {
+        return;
+    };
     command.env("FLOW_TEST_HOST_AS_GPU", "1");
     has_the_documented_digits(&Process::start(command).finish(PATIENCE).success());
 }
 
 #[test]
 fn more_ranks_than_gpus_are_told_how_many_there_are() {
-    let Some(mut command) = on_stand_in(launcher(2, &[], "train", &["--device", "cuda"])) else { return };
-    command.env("FLOW_TEST_HOST_AS_GPU", "1").env("FLOW_STAND_IN_GPUS", "1").env("RUST_BACKTRACE", "0");
+    let Some(mut command) = on_stand_in(launcher(2, &[], "train", &["--device", "cuda"])) else {
+        return;
+    };
+    command
+        .env("FLOW_TEST_HOST_AS_GPU", "1")
+        .env("FLOW_STAND_IN_GPUS", "1")
+        .env("RUST_BACKTRACE", "0");
     let finished = Process::start(command).finish(PATIENCE);
-    assert_eq!((finished.status.code(), finished.stdout.as_str()), (Some(1), ""), "{}", finished.stderr);
+    assert_eq!(
+        (finished.status.code(), finished.stdout.as_str()),
+        (Some(1), ""),
+        "{}",
+        finished.stderr
+    );
     let message = "asked for 2 ranks with a GPU each on this machine, found 1 GPU";
     assert!(finished.stderr.contains(message), "{}", finished.stderr);
 }
 
-/// Which of the two is missing first depends on the machine; where neither is, there is nothing to see.
+/// Which of the two is missing first depends on the machine; where neither is, there is nothing to
+/// see.
 #[test]
 fn without_cuda_the_error_says_what_to_install() {
     let mut command = launcher(1, &[], "train", &["--device", "cuda"]);
@@ -59,8 +73,10 @@ fn without_cuda_the_error_says_what_to_install() {
         println!("SKIPPED: the error of a machine without CUDA: this one has a GPU");
         return;
     }
-    let texts =
-        ["libcuda.so.1 is not found; install NVIDIA's driver", "scripts/setup --cuda gets a libtorch with CUDA"];
+    let texts = [
+        "libcuda.so.1 is not found; install NVIDIA's driver",
+        "scripts/setup --cuda gets a libtorch with CUDA",
+    ];
     assert!(texts.iter().any(|text| finished.stderr.contains(text)), "{}", finished.stderr);
 }
 
@@ -74,9 +90,12 @@ fn an_unknown_device_is_a_usage_error() {
 fn has_the_documented_digits(output: &str) {
     for (rank, documented) in DOCUMENTED.iter().enumerate() {
         let prefix = format!("[rank {rank}] ");
-        let printed: Vec<_> = output.lines().filter_map(|line| line.strip_prefix(&prefix)).collect();
-        let loss = |point: usize| format!("{}/500 loss:{}", 50 * point, documented[point.min(6) - 1]);
-        let expected: Vec<_> = (1..=10).map(loss).chain(["w: [[2.0000], [3.0000]]".into()]).collect();
+        let printed: Vec<_> =
+            output.lines().filter_map(|line| line.strip_prefix(&prefix)).collect();
+        let loss =
+            |point: usize| format!("{}/500 loss:{}", 50 * point, documented[point.min(6) - 1]);
+        let expected: Vec<_> =
+            (1..=10).map(loss).chain(["w: [[2.0000], [3.0000]]".into()]).collect();
         assert_eq!(printed, expected, "rank {rank}");
     }
     assert_eq!(output.lines().count(), 22, "{output}");

@@ -1,4 +1,5 @@
-//! Prints the memory bandwidth of the reduction, beside that of a plain loop and, for scale, of `memcpy`.
+//! Prints the memory bandwidth of the reduction, beside that of a plain loop and, for scale, of
+//! `memcpy`.
 //!
 //! `cargo run --release -p flow-kernels --example reduce_bandwidth`
 
@@ -37,12 +38,17 @@ fn main() {
 fn in_place<T: Element>(ranks: usize, op: ReduceOp, buffer: Vec<T>) {
     let (dtype, count): (DType, usize) = (T::DTYPE, buffer.len());
     let mut buffers = vec![buffer; ranks];
-    let destinations: Vec<*mut u8> = buffers.iter_mut().map(|buffer| buffer.as_mut_ptr().cast()).collect();
+    let destinations: Vec<*mut u8> =
+        buffers.iter_mut().map(|buffer| buffer.as_mut_ptr().cast()).collect();
     let sources: Vec<*const u8> = destinations.iter().map(|pointer| pointer.cast_const()).collect();
-    report(&format!("  reduce, {ranks} x {dtype} in place, {op}"), 2 * ranks * count * dtype.size(), || {
-        // SAFETY: all pointers are to `count` elements of `dtype`, which nobody else uses.
-        unsafe { reduce(dtype, op, &sources, &destinations, count) }
-    });
+    report(
+        &format!("  reduce, {ranks} x {dtype} in place, {op}"),
+        2 * ranks * count * dtype.size(),
+        || {
+            // SAFETY: all pointers are to `count` elements of `dtype`, which nobody else uses.
+            unsafe { reduce(dtype, op, &sources, &destinations, count) }
+        },
+    );
 }
 
 /// Prints the bandwidth of the fastest of many runs of `run`, each of which moves `bytes`.

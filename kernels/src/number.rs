@@ -1,7 +1,7 @@
 //! The arithmetic of accumulators, and how elements become accumulators and back.
 //!
-//! Everything here is branch-free and inlined, so that loops over it become vector code for whatever
-//! instruction set the caller is compiled for, with the same bits on all of them.
+//! Everything here is branch-free and inlined, so that loops over it become vector code for
+//! whatever instruction set the caller is compiled for, with the same bits on all of them.
 
 use half::{bf16, f16};
 
@@ -166,7 +166,8 @@ macro_rules! widen_by_cast {
 
 widen_by_cast!(f32 => f32, f64 => f64, i32 => i32, i32 => i64, i64 => i64, i64 => i128, u8 => u8, u8 => i64);
 
-/// `half`'s own conversions ask for the CPU's features at every element, which keeps loops from becoming vector code.
+/// `half`'s own conversions ask for the CPU's features at every element, which keeps loops from
+/// becoming vector code.
 impl Widen<f32> for f16 {
     #[inline(always)]
     fn widen(self) -> f32 {
@@ -177,7 +178,8 @@ impl Widen<f32> for f16 {
         let shifted = (bits & 0x7fff) << 13;
         let normal = shifted + (112 << 23);
         let infinite_or_nan = shifted | 0x7f80_0000;
-        // A subnormal is its mantissa after the smallest normal number's leading one, which is taken off again.
+        // A subnormal is its mantissa after the smallest normal number's leading one, which is
+        // taken off again.
         let subnormal = (f32::from_bits(shifted + (113 << 23)) - SMALLEST_NORMAL).to_bits();
         let magnitude = if exponent == 0x7c00 { infinite_or_nan } else { normal };
         let magnitude = if exponent == 0 { subnormal } else { magnitude };
@@ -193,7 +195,8 @@ impl Widen<f32> for f16 {
         let bits = accumulator.to_bits();
         let sign = (bits >> 16) & 0x8000;
         let magnitude = bits & 0x7fff_ffff;
-        // To nearest, ties to even; a carry out of the mantissa goes where it belongs, into the exponent.
+        // To nearest, ties to even; a carry out of the mantissa goes where it belongs, into the
+        // exponent.
         let odd = (magnitude >> 13) & 1;
         let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + odd) >> 13;
         let subnormal = (f32::from_bits(magnitude) + HALF).to_bits().wrapping_sub(HALF.to_bits());
@@ -229,20 +232,37 @@ mod tests {
     fn every_half_widens_as_the_half_crate_does() {
         for bits in 0..=u16::MAX {
             let (ours, theirs) = (f16::from_bits(bits).widen(), f16::from_bits(bits).to_f32());
-            assert!(ours.to_bits() == theirs.to_bits() || (ours.is_nan() && theirs.is_nan()), "f16 {bits:#06x}");
+            assert!(
+                ours.to_bits() == theirs.to_bits() || (ours.is_nan() && theirs.is_nan()),
+                "f16 {bits:#06x}"
+            );
             let (ours, theirs) = (bf16::from_bits(bits).widen(), bf16::from_bits(bits).to_f32());
-            assert!(ours.to_bits() == theirs.to_bits() || (ours.is_nan() && theirs.is_nan()), "bf16 {bits:#06x}");
+            assert!(
+                ours.to_bits() == theirs.to_bits() || (ours.is_nan() && theirs.is_nan()),
+                "bf16 {bits:#06x}"
+            );
         }
     }
 
     #[test]
     fn floats_narrow_as_the_half_crate_does() {
-        // The upper 20 bits in full; below them the values at, beside and between the ties of both formats.
+        // The upper 20 bits in full; below them the values at, beside and between the ties of both
+        // formats.
         for upper in 0..1u32 << 20 {
             for lower in [0x000, 0x001, 0x7ff, 0x800, 0xfff] {
                 let value = f32::from_bits(upper << 12 | lower);
-                assert_eq!(f16::narrow(value).to_bits(), f16::from_f32(value).to_bits(), "{:#x}", value.to_bits());
-                assert_eq!(bf16::narrow(value).to_bits(), bf16::from_f32(value).to_bits(), "{:#x}", value.to_bits());
+                assert_eq!(
+                    f16::narrow(value).to_bits(),
+                    f16::from_f32(value).to_bits(),
+                    "{:#x}",
+                    value.to_bits()
+                );
+                assert_eq!(
+                    bf16::narrow(value).to_bits(),
+                    bf16::from_f32(value).to_bits(),
+                    "{:#x}",
+                    value.to_bits()
+                );
             }
         }
     }

@@ -7,7 +7,8 @@ use half::{bf16, f16};
 use crate::number::{Arithmetic, Number, Widen};
 use crate::types::{DType, ReduceOp};
 
-/// Elements handled at once: few enough that the accumulators of all but the widest types stay in registers.
+/// Elements handled at once: few enough that the accumulators of all but the widest types stay in
+/// registers.
 const TILE: usize = 64;
 
 /// Writes `op` over `sources` to every destination, element by element:
@@ -23,25 +24,42 @@ const TILE: usize = 64;
 ///
 /// # Safety
 ///
-/// - Each source must be readable and each destination writable for `count` elements of `dtype`, and aligned to
-///   `dtype.size()`. More alignment is not needed.
-/// - A destination may be the same pointer as a source or another destination (reduction in place), and must not
-///   overlap any of them otherwise.
+/// - Each source must be readable and each destination writable for `count` elements of `dtype`,
+///   and aligned to `dtype.size()`. More alignment is not needed.
+/// - A destination may be the same pointer as a source or another destination (reduction in place),
+///   and must not overlap any of them otherwise.
 /// - No other thread may write the sources or access the destinations meanwhile.
-pub unsafe fn reduce(dtype: DType, op: ReduceOp, sources: &[*const u8], destinations: &[*mut u8], count: usize) {
+pub unsafe fn reduce(
+    dtype: DType,
+    op: ReduceOp,
+    sources: &[*const u8],
+    destinations: &[*mut u8],
+    count: usize,
+) {
     // SAFETY: `detect` returns a set that this CPU has; the rest is the caller's promise.
     unsafe {
-        reduce_with(InstructionSet::detect(), dtype, op, Buffers { sources, destinations, count, ranks: sources.len() })
+        reduce_with(
+            InstructionSet::detect(),
+            dtype,
+            op,
+            Buffers { sources, destinations, count, ranks: sources.len() },
+        )
     }
 }
 
-/// As [`reduce`] by [`ReduceOp::Avg`], where the sources are themselves sums, of `ranks` numbers together: the quotient is
-/// taken by that.
+/// As [`reduce`] by [`ReduceOp::Avg`], where the sources are themselves sums, of `ranks` numbers
+/// together: the quotient is taken by that.
 ///
 /// # Safety
 ///
 /// As for [`reduce`].
-pub unsafe fn average(dtype: DType, sources: &[*const u8], destinations: &[*mut u8], count: usize, ranks: usize) {
+pub unsafe fn average(
+    dtype: DType,
+    sources: &[*const u8],
+    destinations: &[*mut u8],
+    count: usize,
+    ranks: usize,
+) {
     let buffers = Buffers { sources, destinations, count, ranks };
     // SAFETY: as in `reduce`.
     unsafe { reduce_with(InstructionSet::detect(), dtype, ReduceOp::Avg, buffers) }
@@ -178,7 +196,11 @@ operation!(SumOver, add, then divide);
 /// # Safety
 ///
 /// As for [`reduce_with`], with elements of type `T`.
-unsafe fn run<T: Widen<A>, A: Number, O: Operation<A>>(set: InstructionSet, operation: O, buffers: Buffers) {
+unsafe fn run<T: Widen<A>, A: Number, O: Operation<A>>(
+    set: InstructionSet,
+    operation: O,
+    buffers: Buffers,
+) {
     // SAFETY: the caller's promise, which includes that the CPU has `set`.
     unsafe {
         match set {
@@ -223,7 +245,8 @@ unsafe fn run_here<T: Widen<A>, A: Number, O: Operation<A>>(operation: O, buffer
     }
 }
 
-/// Reduces from element `start` on in tiles of `N`, and returns where fewer than `N` elements are left.
+/// Reduces from element `start` on in tiles of `N`, and returns where fewer than `N` elements are
+/// left.
 ///
 /// # Safety
 ///
@@ -236,8 +259,8 @@ unsafe fn run_tiles<T: Widen<A>, A: Number, O: Operation<A>, const N: usize>(
 ) -> usize {
     let Some((first, others)) = buffers.sources.split_first() else { return buffers.count };
     while buffers.count - start >= N {
-        // SAFETY: the tile lies within `count` elements. No destination, which may be the same memory, is written before
-        // all of its sources were read.
+        // SAFETY: the tile lies within `count` elements. No destination, which may be the same
+        // memory, is written before all of its sources were read.
         unsafe {
             let tile = |source: &*const u8| &*source.cast::<T>().add(start).cast::<[T; N]>();
             let mut accumulators: [A; N] = from_fn(|i| tile(first)[i].widen());

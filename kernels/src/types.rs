@@ -96,7 +96,13 @@ pub struct UnknownCode {
 
 impl fmt::Display for UnknownCode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} is not the code of a {} (they are 0 to {})", self.code, self.kind, self.count - 1)
+        write!(
+            f,
+            "{} is not the code of a {} (they are 0 to {})",
+            self.code,
+            self.kind,
+            self.count - 1
+        )
     }
 }
 
@@ -139,7 +145,10 @@ mod tests {
 
     #[test]
     fn an_unknown_code_says_what_would_be_right() {
-        assert_eq!(DType::try_from(7).unwrap_err().to_string(), "7 is not the code of a dtype (they are 0 to 6)");
+        assert_eq!(
+            DType::try_from(7).unwrap_err().to_string(),
+            "7 is not the code of a dtype (they are 0 to 6)"
+        );
         assert!(ReduceOp::try_from(5).is_err());
     }
 

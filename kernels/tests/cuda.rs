@@ -6,7 +6,9 @@ use flow_kernels::DType;
 #[test]
 fn without_a_driver_the_error_names_what_is_missing() {
     match Device::count() {
-        Ok(count) => println!("SKIPPED: using CUDA without a driver: this machine has one, and {count} GPUs"),
+        Ok(count) => {
+            println!("SKIPPED: using CUDA without a driver: this machine has one, and {count} GPUs")
+        }
         Err(error @ Error::NoDriver { .. }) => {
             assert!(error.to_string().contains("libcuda.so.1 is not found"), "{error}");
             let error = Device::open(0).unwrap_err();

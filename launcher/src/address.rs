@@ -11,8 +11,8 @@ pub fn host_name() -> String {
 
 /// A TCP port that is free on all addresses of this machine.
 pub fn free_port() -> io::Result<u16> {
-    let listener =
-        TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)))?;
+    let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0))
+        .or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)))?;
     Ok(listener.local_addr()?.port())
 }
 
@@ -24,16 +24,22 @@ pub fn any() -> IpAddr {
     }
 }
 
-/// Where this machine is to listen for others, who know it by these names: at the one address that the names mean, else
-/// at all. A name that means this machine alone here (127.0.1.1, in Debian's /etc/hosts) means another address elsewhere;
-/// but localhost does so everywhere, and of its addresses IPv4's is taken.
+/// Where this machine is to listen for others, who know it by these names: at the one address that
+/// the names mean, else at all. A name that means this machine alone here (127.0.1.1, in Debian's
+/// /etc/hosts) means another address elsewhere; but localhost does so everywhere, and of its
+/// addresses IPv4's is taken.
 pub fn interface(names: &[&str]) -> IpAddr {
     let is_localhost = |name: &str| name.eq_ignore_ascii_case("localhost");
-    let addresses = |name| if is_localhost(name) { own(name).into_iter().collect() } else { resolve(name) };
+    let addresses =
+        |name| if is_localhost(name) { own(name).into_iter().collect() } else { resolve(name) };
     let found: BTreeSet<IpAddr> = names.iter().flat_map(|name| addresses(name)).collect();
     let is_same = names.iter().all(|name| name.parse::<IpAddr>().is_ok() || is_localhost(name));
     match found.first() {
-        Some(address) if found.len() == 1 && is_own(*address) && (is_same || !address.is_loopback()) => *address,
+        Some(address)
+            if found.len() == 1 && is_own(*address) && (is_same || !address.is_loopback()) =>
+        {
+            *address
+        }
         _ => any(),
     }
 }
@@ -44,7 +50,10 @@ pub fn own(name: &str) -> Option<IpAddr> {
 }
 
 fn resolve(name: &str) -> Vec<IpAddr> {
-    (name, 0).to_socket_addrs().map(|addresses| addresses.map(|address| address.ip()).collect()).unwrap_or_default()
+    (name, 0)
+        .to_socket_addrs()
+        .map(|addresses| addresses.map(|address| address.ip()).collect())
+        .unwrap_or_default()
 }
 
 fn is_own(address: IpAddr) -> bool {
@@ -109,7 +118,12 @@ mod tests {
             assert_eq!(Some(interface(names)), own("localhost"), "{names:?}");
         }
         // Two addresses, another machine's address, and nonsense.
-        for names in [&["127.0.0.1", "127.0.0.2"][..], &["localhost", "127.0.0.2"], &["192.0.2.1"], &["no such host"]] {
+        for names in [
+            &["127.0.0.1", "127.0.0.2"][..],
+            &["localhost", "127.0.0.2"],
+            &["192.0.2.1"],
+            &["no such host"],
+        ] {
             assert!(interface(names).is_unspecified(), "{names:?}");
         }
     }

@@ -38,20 +38,30 @@ const GRACE: Duration = Duration::from_secs(30);
 const SIGNALS: [Signal; 4] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT];
 
 impl Job {
-    /// Reads a whole command line, program name first, and the environment. `--help` and `--version` are answered here
-    /// and end the process.
-    pub fn parse(arguments: impl IntoIterator<Item = OsString>, environment: Environment<'_>) -> Result<Job, Usage> {
+    /// Reads a whole command line, program name first, and the environment. `--help` and
+    /// `--version` are answered here and end the process.
+    pub fn parse(
+        arguments: impl IntoIterator<Item = OsString>,
+        environment: Environment<'_>,
+    ) -> Result<Job, Usage> {
         let arguments = flags::with_np(arguments);
-        let validate = |matches| Job::validate(&Settings { matches, environment, warnings: RefCell::default() });
+        let validate = |matches| {
+            Job::validate(&Settings { matches, environment, warnings: RefCell::default() })
+        };
         match flags::command().try_get_matches_from(&arguments) {
             Ok(matches) => validate(matches),
             Err(error) if !error.use_stderr() => error.exit(),
             Err(error) => {
-                // What a flag has taken for its value may be the reason, as in --nproc-per-node train.py --epochs 2.
-                let so_far = flags::command().ignore_errors(true).try_get_matches_from(&arguments).ok();
-                let wrong =
-                    so_far.filter(|matches| program(matches).is_err()).and_then(|matches| validate(matches).err());
-                Err(wrong.filter(|wrong| !wrong.0.starts_with(NO_PROGRAM)).unwrap_or_else(|| explain(&error)))
+                // What a flag has taken for its value may be the reason, as in --nproc-per-node
+                // train.py --epochs 2.
+                let so_far =
+                    flags::command().ignore_errors(true).try_get_matches_from(&arguments).ok();
+                let wrong = so_far
+                    .filter(|matches| program(matches).is_err())
+                    .and_then(|matches| validate(matches).err());
+                Err(wrong
+                    .filter(|wrong| !wrong.0.starts_with(NO_PROGRAM))
+                    .unwrap_or_else(|| explain(&error)))
             }
         }
     }
@@ -66,9 +76,13 @@ impl Job {
             ("exclusive", NumaBinding::Exclusive),
             ("core-complex", NumaBinding::CoreComplex),
         ];
-        let timeout =
-            || settings.get("shutdown-timeout").or_else(|| settings.variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT"));
-        let processes = settings.get("nproc-per-node").map_or(Ok(Processes::Count(1)), |s| processes(&s))?;
+        let timeout = || {
+            settings
+                .get("shutdown-timeout")
+                .or_else(|| settings.variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT"))
+        };
+        let processes =
+            settings.get("nproc-per-node").map_or(Ok(Processes::Count(1)), |s| processes(&s))?;
         let hosts = hosts::hosts(settings, processes)?;
         let mut job = Job {
             processes,
@@ -77,20 +91,32 @@ impl Job {
             hosts,
             max_restarts: settings.get_number("max-restarts", 0, "a number from 0")?.unwrap_or(0),
             grace: timeout().map_or(Ok(GRACE), |setting| setting.seconds())?,
-            hang_timeout: settings.get("hang-timeout").map(|setting| hang_timeout(&setting)).transpose()?,
-            signals: settings.get("signals-to-handle").map_or(Ok(SIGNALS.into()), |names| signals(&names, settings))?,
+            hang_timeout: settings
+                .get("hang-timeout")
+                .map(|setting| hang_timeout(&setting))
+                .transpose()?,
+            signals: settings
+                .get("signals-to-handle")
+                .map_or(Ok(SIGNALS.into()), |names| signals(&names, settings))?,
             stdin: settings.get("stdin").map(|setting| stdin(&setting)).transpose()?,
-            numa_binding: settings.get("numa-binding").map(|setting| setting.one_of(&numa_bindings)).transpose()?,
+            numa_binding: settings
+                .get("numa-binding")
+                .map(|setting| setting.one_of(&numa_bindings))
+                .transpose()?,
             virtual_local_rank: settings.is_on("virtual-local-rank")?,
             output: output::output(settings)?,
-            events: [settings.get_path("events")?, settings.variable(events::VARIABLE).map(Setting::into_path)]
-                .into_iter()
-                .flatten()
-                .collect(),
+            events: [
+                settings.get_path("events")?,
+                settings.variable(events::VARIABLE).map(Setting::into_path),
+            ]
+            .into_iter()
+            .flatten()
+            .collect(),
             quiet: settings.is_on("quiet")?,
             dry_run: settings.is_on("dry-run")?,
             warnings: Vec::new(),
-            // Last: it may be missing because a flag before it lacks its value, which is the better thing to say.
+            // Last: it may be missing because a flag before it lacks its value, which is the better
+            // thing to say.
             program: {
                 let (name, arguments) = program(&settings.matches)?;
                 Program { kind: program_kind(settings)?, name, arguments }
@@ -108,7 +134,8 @@ fn program(matches: &ArgMatches) -> Result<(OsString, Vec<OsString>), Usage> {
     let mut command = matches.get_many(flags::COMMAND).into_iter().flatten().cloned();
     let name = command.next().filter(|name: &OsString| !name.is_empty());
     let name = name.ok_or_else(|| {
-        let last = last_option(matches).map(|(flag, value)| format!(" after --{flag} {}", value.display()));
+        let last = last_option(matches)
+            .map(|(flag, value)| format!(" after --{flag} {}", value.display()));
         let last = last.unwrap_or_default();
         Usage(format!("{NO_PROGRAM}{last}; usage: flow-launch [OPTIONS] PROGRAM [ARGS...]"))
     })?;
@@ -140,7 +167,10 @@ fn explain(error: &clap::Error) -> Usage {
             _ => None,
         };
         if let Some(meant) = flags::elsewhere(name).or(similar) {
-            return Usage(format!("there is no {flag}; did you mean --{}?", meant.replace('_', "-")));
+            return Usage(format!(
+                "there is no {flag}; did you mean --{}?",
+                meant.replace('_', "-")
+            ));
         }
     }
     Usage(format!("{line}; see flow-launch --help"))
@@ -149,8 +179,12 @@ fn explain(error: &clap::Error) -> Usage {
 fn program_kind(settings: &Settings) -> Result<ProgramKind, Usage> {
     let [is_module, no_python] = [settings.is_on("module")?, settings.is_on("no-python")?];
     Ok(match (settings.is_on("run-path")?, is_module, no_python) {
-        (true, true, _) => return Err(Usage("--module and --run-path exclude each other; give one".into())),
-        (false, true, true) => return Err(Usage("--module and --no-python exclude each other; give one".into())),
+        (true, true, _) => {
+            return Err(Usage("--module and --run-path exclude each other; give one".into()))
+        }
+        (false, true, true) => {
+            return Err(Usage("--module and --no-python exclude each other; give one".into()))
+        }
         (true, false, _) => ProgramKind::Script,
         (false, true, false) => ProgramKind::Module,
         (false, false, true) => ProgramKind::Executable,
@@ -189,7 +223,9 @@ fn signals(setting: &Setting, settings: &Settings) -> Result<Vec<Signal>, Usage>
     for name in setting.text()?.split(',').map(str::trim).filter(|name| !name.is_empty()) {
         let upper = name.to_uppercase();
         let upper = if upper.starts_with("SIG") { upper } else { format!("SIG{upper}") };
-        let skip = |what| settings.warn(format!("{} has '{name}', which is skipped: it {what}", setting.source()));
+        let skip = |what| {
+            settings.warn(format!("{} has '{name}', which is skipped: it {what}", setting.source()))
+        };
         match upper.parse() {
             Err(_) => skip("names no signal"),
             Ok(Signal::SIGKILL | Signal::SIGSTOP) => skip("cannot be caught"),
@@ -201,7 +237,8 @@ fn signals(setting: &Setting, settings: &Settings) -> Result<Vec<Signal>, Usage>
     Ok(signals)
 }
 
-/// Flags of torchrun that say how it does what is done otherwise here: it polls, and it may fork Python.
+/// Flags of torchrun that say how it does what is done otherwise here: it polls, and it may fork
+/// Python.
 fn ignore_what_has_no_meaning(settings: &Settings) -> Result<(), Usage> {
     settings.get("monitor-interval").map(|setting| setting.seconds()).transpose()?;
     let methods = ["spawn", "fork", "forkserver"].map(|name| (name, ()));
@@ -217,8 +254,12 @@ mod tests {
 
     /// With these variables in the environment.
     fn parse_with(variables: &[(&str, &str)], arguments: &[&str]) -> Result<Job, Usage> {
-        let environment = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, v)| v.into());
-        Job::parse(std::iter::once("flow-launch").chain(arguments.iter().copied()).map(OsString::from), &environment)
+        let environment =
+            |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, v)| v.into());
+        Job::parse(
+            std::iter::once("flow-launch").chain(arguments.iter().copied()).map(OsString::from),
+            &environment,
+        )
     }
 
     /// Of words separated by spaces.
@@ -233,11 +274,17 @@ mod tests {
     #[test]
     fn defaults() {
         let job = parse("train").unwrap();
-        assert_eq!(job.program, Program { kind: ProgramKind::ByName, name: "train".into(), arguments: vec![] });
+        assert_eq!(
+            job.program,
+            Program { kind: ProgramKind::ByName, name: "train".into(), arguments: vec![] }
+        );
         assert_eq!(job.processes, Processes::Count(1));
         assert_eq!((job.nodes.min, job.nodes.max), (1, 1));
         assert_eq!(job.nodes.meeting, Meeting::Alone { master_addr: None, master_port: None });
-        assert_eq!((job.role.as_str(), job.nodes.id.as_str(), job.max_restarts), ("default", "none", 0));
+        assert_eq!(
+            (job.role.as_str(), job.nodes.id.as_str(), job.max_restarts),
+            ("default", "none", 0)
+        );
         assert_eq!((job.grace, job.hang_timeout), (Duration::from_secs(30), None));
         assert_eq!(job.signals, SIGNALS);
         assert_eq!((job.stdin, job.numa_binding, job.events), (None, None, vec![]));
@@ -249,7 +296,8 @@ mod tests {
     #[test]
     fn both_spellings_and_the_last_one_wins() {
         let dashes = "--nproc-per-node=2 --nnodes 3 --node-rank 1 --master-addr h --master-port 9 --grace 0.5 p";
-        let underscores = "--nproc_per_node 7 --nproc_per_node 2 --nnodes=3 --node_rank=1 --master_addr=h \
+        let underscores =
+            "--nproc_per_node 7 --nproc_per_node 2 --nnodes=3 --node_rank=1 --master_addr=h \
                            --master_port=9 --prefix --shutdown_timeout=.5 p";
         let mut first = parse(dashes).unwrap();
         first.output.prefix = true;
@@ -261,7 +309,12 @@ mod tests {
     fn every_flag_in_every_spelling() {
         for flag in flags::FLAGS {
             for spelling in flag.spellings() {
-                let taken = flags::command().try_get_matches_from(["f", &format!("--{spelling}"), "1", "p"]);
+                let taken = flags::command().try_get_matches_from([
+                    "f",
+                    &format!("--{spelling}"),
+                    "1",
+                    "p",
+                ]);
                 assert!(taken.is_ok_and(|matches| matches.contains_id(flag.name)), "{spelling}");
             }
         }
@@ -274,7 +327,12 @@ mod tests {
         assert_eq!(parse("--max 3 train").unwrap().max_restarts, 3);
         assert!(parse("--virt train").unwrap().virtual_local_rank);
         let line = refusal("--master 3 train");
-        assert!(line.contains("--master-addr") && line.contains("--master-port") && !line.contains('\n'), "{line}");
+        assert!(
+            line.contains("--master-addr")
+                && line.contains("--master-port")
+                && !line.contains('\n'),
+            "{line}"
+        );
         assert!(refusal("--h train").contains("--help, --hang-timeout"));
         assert!(refusal("--rdzv-c=timeout=x train").contains("--rdzv-conf"));
         assert!(refusal("--nosuch train").contains("--nosuch"));
@@ -282,26 +340,43 @@ mod tests {
 
     #[test]
     fn variables_stand_in_for_flags() {
-        let variables = [("PET_NPROC_PER_NODE", "3"), ("PET_NNODES", ""), ("PET_ROLE", "actor"), ("PET_MODULE", "1")];
+        let variables = [
+            ("PET_NPROC_PER_NODE", "3"),
+            ("PET_NNODES", ""),
+            ("PET_ROLE", "actor"),
+            ("PET_MODULE", "1"),
+        ];
         let job = parse_with(&variables, &["train"]).unwrap();
-        assert_eq!((job.processes, job.nodes.max, job.role.as_str()), (Processes::Count(3), 1, "actor"));
+        assert_eq!(
+            (job.processes, job.nodes.max, job.role.as_str()),
+            (Processes::Count(3), 1, "actor")
+        );
         assert_eq!(job.program.kind, ProgramKind::Module);
         let job = parse_with(&variables, &["--nproc_per_node", "2", "train"]).unwrap();
         assert_eq!(job.processes, Processes::Count(2));
-        assert_eq!(parse_with(&[("PET_MODULE", "0")], &["train"]).unwrap().program.kind, ProgramKind::ByName);
-        for (variable, value) in
-            [("PET_NNODES", "x"), ("PET_STANDALONE", "yes"), ("PET_RDZV_CONF", "x"), ("PET_MASTER_PORT", "0")]
-        {
+        assert_eq!(
+            parse_with(&[("PET_MODULE", "0")], &["train"]).unwrap().program.kind,
+            ProgramKind::ByName
+        );
+        for (variable, value) in [
+            ("PET_NNODES", "x"),
+            ("PET_STANDALONE", "yes"),
+            ("PET_RDZV_CONF", "x"),
+            ("PET_MASTER_PORT", "0"),
+        ] {
             assert!(parse_with(&[(variable, value)], &["train"]).unwrap_err().0.contains(variable));
         }
         // Those that torchrun reads from the command line only.
-        assert!(parse_with(&[("PET_NUMA_BINDING", "x"), ("PET_LOGS_SPECS", "x")], &["train"]).is_ok());
+        assert!(
+            parse_with(&[("PET_NUMA_BINDING", "x"), ("PET_LOGS_SPECS", "x")], &["train"]).is_ok()
+        );
     }
 
     #[test]
     fn shutdown_timeout_has_two_variables() {
         let elastic = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7");
-        let grace = |variables: &[_], line: &[&str]| parse_with(variables, line).unwrap().grace.as_secs();
+        let grace =
+            |variables: &[_], line: &[&str]| parse_with(variables, line).unwrap().grace.as_secs();
         assert_eq!(grace(&[elastic], &["p"]), 7);
         assert_eq!(grace(&[elastic, ("PET_SHUTDOWN_TIMEOUT", "8")], &["p"]), 8);
         assert_eq!(grace(&[elastic], &["--grace", "9", "p"]), 9);
@@ -320,9 +395,12 @@ mod tests {
 
     #[test]
     fn signals_by_name() {
-        let signals = |names: &str| parse(&format!("--signals-to-handle {names} p")).unwrap().signals;
+        let signals =
+            |names: &str| parse(&format!("--signals-to-handle {names} p")).unwrap().signals;
         assert_eq!(signals("SIGTERM,usr1,TERM"), [Signal::SIGTERM, Signal::SIGUSR1]);
-        for (wrong, why) in [("SIGKILL", "caught"), ("STOP", "caught"), ("SIGPIPE", "own"), ("9", "no signal")] {
+        for (wrong, why) in
+            [("SIGKILL", "caught"), ("STOP", "caught"), ("SIGPIPE", "own"), ("9", "no signal")]
+        {
             let job = parse(&format!("--signals-to-handle {wrong},TERM,{wrong} p")).unwrap();
             assert_eq!(job.signals, [Signal::SIGTERM]);
             let [warning] = &job.warnings[..] else { panic!("{:?}", job.warnings) };
@@ -337,7 +415,10 @@ mod tests {
         assert_eq!(stdin("none"), Some(Stdin::None));
         assert_eq!(stdin("3"), Some(Stdin::Rank(3)));
         for wrong in ["-1", "some", "0,1"] {
-            assert!(refusal(&format!("--stdin {wrong} p")).contains("all, none or a rank"), "{wrong}");
+            assert!(
+                refusal(&format!("--stdin {wrong} p")).contains("all, none or a rank"),
+                "{wrong}"
+            );
         }
     }
 
@@ -347,11 +428,20 @@ mod tests {
                     --rdzv-endpoint='node0:7' --tee='0:1' --start-method 'fork' --duplicate-stdout-filters='x' \
                     --events 'e' p";
         let job = parse(line).unwrap();
-        assert_eq!((job.processes, job.nodes.max, job.role.as_str()), (Processes::Count(2), 2, "a"));
-        assert_eq!((job.nodes.patience.join.as_secs(), job.nodes.patience.last_call.as_secs()), (900, 7));
+        assert_eq!(
+            (job.processes, job.nodes.max, job.role.as_str()),
+            (Processes::Count(2), 2, "a")
+        );
+        assert_eq!(
+            (job.nodes.patience.join.as_secs(), job.nodes.patience.last_call.as_secs()),
+            (900, 7)
+        );
         assert_eq!(parse("--rdzv-conf timeout='90' p").unwrap().nodes.patience.join.as_secs(), 90);
         // Those that may be meant.
-        assert_eq!((job.output.stdout_filters, job.events), (vec!["'x'".into()], vec!["'e'".into()]));
+        assert_eq!(
+            (job.output.stdout_filters, job.events),
+            (vec!["'x'".into()], vec!["'e'".into()])
+        );
         assert_eq!(parse("--role ' p").unwrap().role, "'");
     }
 
@@ -365,19 +455,33 @@ mod tests {
             ("--num_machines", "--nnodes"),
             ("--main_process_port", "--master-port"),
         ] {
-            assert_eq!(refusal(&format!("{wrong} 2 train")), format!("there is no {wrong}; did you mean {meant}?"));
+            assert_eq!(
+                refusal(&format!("{wrong} 2 train")),
+                format!("there is no {wrong}; did you mean {meant}?")
+            );
         }
         assert!(refusal("--nosuch train").ends_with("see flow-launch --help"));
     }
 
     #[test]
     fn mpiruns_ways_to_say_how_many() {
-        for line in ["-n 3 p", "-np 3 p", "-np3 p", "-np=3 p", "-n3 p", "--standalone -r 3 -np 3 p", "-m -np 3 p"] {
+        for line in [
+            "-n 3 p",
+            "-np 3 p",
+            "-np3 p",
+            "-np=3 p",
+            "-n3 p",
+            "--standalone -r 3 -np 3 p",
+            "-m -np 3 p",
+        ] {
             assert_eq!(parse(line).unwrap().processes, Processes::Count(3), "{line}");
         }
         for line in ["p -np 3", "--max-restarts 1 p -np 3", "-- p -np 3", "--log-dir=x p -np 3"] {
             let job = parse(line).unwrap();
-            assert_eq!((job.processes, job.program.arguments), (Processes::Count(1), vec!["-np".into(), "3".into()]));
+            assert_eq!(
+                (job.processes, job.program.arguments),
+                (Processes::Count(1), vec!["-np".into(), "3".into()])
+            );
         }
     }
 
@@ -390,7 +494,10 @@ mod tests {
             ("-np=x train.py", "--nproc-per-node is 'x'"),
             ("--role -np 2 w.py", "--role lacks its value: '-np'"),
             ("--nproc-per-node", "--nproc-per-node"),
-            ("--max-restarts --standalone train.py", "--max-restarts lacks its value: '--standalone' follows it"),
+            (
+                "--max-restarts --standalone train.py",
+                "--max-restarts lacks its value: '--standalone' follows it",
+            ),
             ("--rdzv-id --nnodes=2 train.py", "--rdzv-id lacks its value"),
             ("--role train.py", "no program given after --role train.py"),
             ("--nproc-per-node 2", "no program given after --nproc-per-node 2"),
@@ -418,9 +525,15 @@ mod tests {
 
     #[test]
     fn bindings_and_times() {
-        assert_eq!(parse("--numa-binding core-complex p").unwrap().numa_binding, Some(NumaBinding::CoreComplex));
+        assert_eq!(
+            parse("--numa-binding core-complex p").unwrap().numa_binding,
+            Some(NumaBinding::CoreComplex)
+        );
         assert!(refusal("--numa-binding x p").contains("core-complex"));
-        assert_eq!(parse("--hang_timeout 1.5 p").unwrap().hang_timeout, Some(Duration::from_millis(1500)));
+        assert_eq!(
+            parse("--hang_timeout 1.5 p").unwrap().hang_timeout,
+            Some(Duration::from_millis(1500))
+        );
         assert!(refusal("--hang-timeout 0 p").contains("leave it out"));
     }
 

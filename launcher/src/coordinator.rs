@@ -1,9 +1,11 @@
-//! Decides about the job as a whole: who takes part, when a round starts and stops, how the job ends. Pure: events and
-//! the time come in, orders go out. It runs in the agent of the leading node; the others are connected to it.
+//! Decides about the job as a whole: who takes part, when a round starts and stops, how the job
+//! ends. Pure: events and the time come in, orders go out. It runs in the agent of the leading
+//! node; the others are connected to it.
 //!
-//! A *round* is one start of all workers. It ends well when every node has finished; at the first failure all are
-//! stopped, and, if restarts are left, another round begins. With `--nnodes MIN:MAX` a round also ends for a node that
-//! is lost or has come, and goes on with those that are there, without using up a restart.
+//! A *round* is one start of all workers. It ends well when every node has finished; at the first
+//! failure all are stopped, and, if restarts are left, another round begins. With
+//! `--nnodes MIN:MAX` a round also ends for a node that is lost or has come, and goes on with those
+//! that are there, without using up a restart.
 
 mod protocol;
 
@@ -15,8 +17,8 @@ use crate::job::{Job, Meeting, Patience};
 use crate::round::{Placement, Rendezvous};
 use crate::worker::End;
 
-/// Failures that come together: a crash is to blame before an exit code, which is how a worker that misses its peer
-/// ends.
+/// Failures that come together: a crash is to blame before an exit code, which is how a worker that
+/// misses its peer ends.
 const TOGETHER: Duration = Duration::from_millis(200);
 
 /// When to say for the first time that nodes are missing.
@@ -46,7 +48,8 @@ enum State {
 
 #[derive(Clone, Debug, PartialEq)]
 enum Phase {
-    /// Since when agents are awaited, since when there are enough, and when to say that some are missing.
+    /// Since when agents are awaited, since when there are enough, and when to say that some are
+    /// missing.
     Gathering {
         since: Instant,
         enough: Option<Instant>,
@@ -117,16 +120,24 @@ impl Coordinator {
             Event::Joined { node } => self.joined(agent, node, now),
             Event::Gone { why } => self.gone(agent, &format!("was lost: {why}"), now),
             _ if !self.agents.contains_key(&agent) => {}
-            Event::Failed { round, failure } if round == self.round => self.failed(agent, failure, now),
+            Event::Failed { round, failure } if round == self.round => {
+                self.failed(agent, failure, now)
+            }
             Event::Finished { round } if round == self.round => self.set(agent, State::Finished),
             Event::Stopped { round, cause } if round == self.round => {
-                // One that had stopped before it was ordered to says so twice; the first time it knows the cause.
-                if let Some(agent) = self.agents.get_mut(&agent).filter(|agent| agent.state != State::Idle) {
+                // One that had stopped before it was ordered to says so twice; the first time it
+                // knows the cause.
+                if let Some(agent) =
+                    self.agents.get_mut(&agent).filter(|agent| agent.state != State::Idle)
+                {
                     (agent.state, agent.cause) = (State::Idle, cause);
                 }
             }
             Event::Leaving { signal } => self.leaving(agent, signal, now),
-            Event::Exited { .. } | Event::Failed { .. } | Event::Finished { .. } | Event::Stopped { .. } => {}
+            Event::Exited { .. }
+            | Event::Failed { .. }
+            | Event::Finished { .. }
+            | Event::Stopped { .. } => {}
         }
         self.go_on(now)
     }
@@ -138,7 +149,8 @@ impl Coordinator {
             _ => return self.go_on(now),
         }
         // The leader's own workers are waited for: there is nobody to go on without it.
-        let late: Vec<AgentId> = self.members().into_iter().filter(|agent| *agent != LEADER).collect();
+        let late: Vec<AgentId> =
+            self.members().into_iter().filter(|agent| *agent != LEADER).collect();
         for agent in late {
             self.end(agent, 1, Some("the workers of this node did not stop in time".into()));
             self.gone(agent, "was lost: it did not stop its workers in time", now);
@@ -193,18 +205,27 @@ impl Coordinator {
     fn joined(&mut self, agent: AgentId, node: Node, now: Instant) {
         let own = (self.min as u32, self.max as u32);
         if node.nodes != own {
-            let cause = format!("--nnodes is {} here, but {} on the leading node", range(node.nodes), range(own));
+            let cause = format!(
+                "--nnodes is {} here, but {} on the leading node",
+                range(node.nodes),
+                range(own)
+            );
             return self.end(agent, 1, Some(cause));
         }
-        let workers = self.agents.values().map(|other| u64::from(other.node.local_world_size)).sum::<u64>();
+        let workers =
+            self.agents.values().map(|other| u64::from(other.node.local_world_size)).sum::<u64>();
         if workers + u64::from(node.local_world_size) > u32::MAX.into() {
             return self.end(agent, 1, Some("all nodes together have too many workers".into()));
         }
-        let taken = self.agents.iter().find(|(_, other)| self.is_static && other.node.node_rank == node.node_rank);
+        let taken = self
+            .agents
+            .iter()
+            .find(|(_, other)| self.is_static && other.node.node_rank == node.node_rank);
         if let Some((&other, Agent { node: Node { host, .. }, .. })) = taken {
             if self.failures >= self.max_restarts || *host != node.host || other == LEADER {
                 let rank = node.node_rank.unwrap_or_default();
-                let cause = format!("node rank {rank} is taken by host {host}: give each node its own");
+                let cause =
+                    format!("node rank {rank} is taken by host {host}: give each node its own");
                 return self.end(agent, 1, Some(cause));
             }
             // A machine that was started again before its silence was noticed.
@@ -239,8 +260,12 @@ impl Coordinator {
     }
 
     fn leaving(&mut self, agent: AgentId, signal: i32, now: Instant) {
-        let enough_left = self.members().iter().filter(|other| **other != agent).count() >= self.min;
-        if agent != LEADER && !self.is_static && (enough_left || self.agents[&agent].state != State::Running) {
+        let enough_left =
+            self.members().iter().filter(|other| **other != agent).count() >= self.min;
+        if agent != LEADER
+            && !self.is_static
+            && (enough_left || self.agents[&agent].state != State::Running)
+        {
             return self.gone(agent, "has left, as it was told to end", now);
         }
         let cause = (agent != LEADER).then(|| format!("{} was told to end", self.describe(agent)));
@@ -248,7 +273,9 @@ impl Coordinator {
         let restarts = self.failures < self.max_restarts;
         match &mut self.phase {
             Phase::Running => self.stop(signalled, None, now),
-            Phase::Gathering { .. } => self.phase = Phase::Stopping { why: signalled, deadline: now },
+            Phase::Gathering { .. } => {
+                self.phase = Phase::Stopping { why: signalled, deadline: now }
+            }
             Phase::Stopping { why: Why::Failure { .. } | Why::Lost { .. }, .. } if !restarts => {}
             Phase::Stopping { why, .. } => *why = signalled,
             Phase::Over => {}
@@ -284,7 +311,9 @@ impl Coordinator {
     /// Goes on to the next phase as far as nothing is awaited.
     fn advance(&mut self, now: Instant) {
         if self.phase == Phase::Running {
-            let states = || self.agents.values().map(|agent| agent.state).filter(|state| *state != State::Idle);
+            let states = || {
+                self.agents.values().map(|agent| agent.state).filter(|state| *state != State::Idle)
+            };
             if states().all(|state| state == State::Finished) {
                 self.end_all(0, None);
             }
@@ -297,11 +326,13 @@ impl Coordinator {
         }
         if let Phase::Gathering { since, enough, mut notice } = self.phase {
             let present = self.agents.len();
-            let enough = enough.or((present >= self.min).then_some(now)).filter(|_| present >= self.min);
+            let enough =
+                enough.or((present >= self.min).then_some(now)).filter(|_| present >= self.min);
             if now >= notice && enough.is_none() {
                 notice = now + 2 * (now - since);
                 let text = self.missing(now - since);
-                self.orders.extend(self.agents.keys().map(|agent| (*agent, Order::Say(text.clone()))));
+                self.orders
+                    .extend(self.agents.keys().map(|agent| (*agent, Order::Say(text.clone()))));
             }
             self.phase = Phase::Gathering { since, enough, notice };
             // Later rounds take who is there: another node is welcome at any time.
@@ -318,7 +349,9 @@ impl Coordinator {
     fn stopped(&mut self, why: Why, now: Instant) {
         let (code, cause) = match why {
             Why::Change => return self.gather(now),
-            Why::Signal { signal, cause } => return self.end_all(End::Signal(signal).code(), cause),
+            Why::Signal { signal, cause } => {
+                return self.end_all(End::Signal(signal).code(), cause)
+            }
             Why::Failure { agent, failure, .. } => {
                 let told = self.agents.get(&agent).and_then(|agent| agent.cause.clone());
                 (failure.end.code(), told.unwrap_or(failure.summary))
@@ -348,7 +381,11 @@ impl Coordinator {
         for (group_rank, agent) in members.iter().enumerate() {
             let node = nodes[group_rank];
             let same_role = |others: &[&Node]| -> u32 {
-                others.iter().filter(|other| other.role == node.role).map(|other| other.local_world_size).sum()
+                others
+                    .iter()
+                    .filter(|other| other.role == node.role)
+                    .map(|other| other.local_world_size)
+                    .sum()
             };
             let placement = Placement {
                 restart_count: self.failures,
@@ -371,7 +408,8 @@ impl Coordinator {
         self.turn_away();
     }
 
-    /// Tells agents for which there is no place in the round that they wait for one, or, if there will be none, to end.
+    /// Tells agents for which there is no place in the round that they wait for one, or, if there
+    /// will be none, to end.
     fn turn_away(&mut self) {
         if self.phase != Phase::Running || self.members().len() < self.max {
             return;
@@ -384,7 +422,9 @@ impl Coordinator {
                 let cause = Some(format!("this node is surplus: {its_nodes}"));
                 self.orders.push((*id, Order::End(Verdict { code: 1, cause })));
             } else if is_idle && !std::mem::replace(&mut agent.is_spare, true) {
-                let text = format!("this node is a spare: {its_nodes}; it takes the place of one that is lost");
+                let text = format!(
+                    "this node is a spare: {its_nodes}; it takes the place of one that is lost"
+                );
                 self.orders.push((*id, Order::Say(text)));
             }
             has_use || !is_idle
@@ -418,7 +458,11 @@ impl Coordinator {
 
     /// Those that take part in the present round.
     fn members(&self) -> Vec<AgentId> {
-        self.agents.iter().filter(|(_, agent)| agent.state != State::Idle).map(|(id, _)| *id).collect()
+        self.agents
+            .iter()
+            .filter(|(_, agent)| agent.state != State::Idle)
+            .map(|(id, _)| *id)
+            .collect()
     }
 
     /// "node 1 (host b)".
@@ -434,8 +478,11 @@ impl Coordinator {
     fn missing(&self, waited: Duration) -> String {
         let waited = waited.as_secs();
         if self.is_static {
-            let present = |rank: usize| self.agents.values().any(|agent| agent.node.node_rank == Some(rank as u32));
-            let missing: Vec<_> = (0..self.max).filter(|rank| !present(*rank)).map(|rank| rank.to_string()).collect();
+            let present = |rank: usize| {
+                self.agents.values().any(|agent| agent.node.node_rank == Some(rank as u32))
+            };
+            let missing: Vec<_> =
+                (0..self.max).filter(|rank| !present(*rank)).map(|rank| rank.to_string()).collect();
             let list = missing.join(", ");
             return match missing.len() {
                 1 => format!("node {list} has not joined within {waited} s"),
@@ -444,7 +491,10 @@ impl Coordinator {
         }
         let hosts: Vec<_> = self.agents.values().map(|agent| agent.node.host.as_str()).collect();
         let (present, min) = (self.agents.len(), self.min);
-        format!("only {present} of at least {min} nodes have joined within {waited} s: {}", hosts.join(", "))
+        format!(
+            "only {present} of at least {min} nodes have joined within {waited} s: {}",
+            hosts.join(", ")
+        )
     }
 }
 

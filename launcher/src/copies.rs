@@ -1,4 +1,5 @@
-//! What one stream of a worker is copied to: the console, a file, and the file for lines that are looked for.
+//! What one stream of a worker is copied to: the console, a file, and the file for lines that are
+//! looked for.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -68,19 +69,29 @@ impl Copies {
     /// Shows what there is of a line that is not complete.
     pub fn show_partial(&mut self, queue: &mut Queue) {
         if let (Some(prefix), Some(segment)) = (&self.route.console, self.assembler.pass()) {
-            let source = Source { id: self.id, prefix: prefix.as_bytes(), is_live: self.partial == Partial::AtOnce };
+            let source = Source {
+                id: self.id,
+                prefix: prefix.as_bytes(),
+                is_live: self.partial == Partial::AtOnce,
+            };
             queue.put(&source, segment.rest());
         }
     }
 
-    /// Nobody looks at the console any more. False if the stream was shown there and goes nowhere else.
+    /// Nobody looks at the console any more. False if the stream was shown there and goes nowhere
+    /// else.
     pub fn leave_console(&mut self) -> bool {
         let was_shown = self.route.console.take().is_some();
         !was_shown || self.route.file || self.route.filtered.is_some()
     }
 
     /// Copies what was read. The error is for the user; what can be copied is.
-    pub fn put(&mut self, bytes: &[u8], queue: &mut Queue, filter: Option<&mut Filter>) -> Result<(), String> {
+    pub fn put(
+        &mut self,
+        bytes: &[u8],
+        queue: &mut Queue,
+        filter: Option<&mut Filter>,
+    ) -> Result<(), String> {
         let written = self.file.as_mut().map_or(Ok(()), |file| file.write(bytes));
         let result = written.and(self.segments(Some(bytes), queue, filter));
         if self.partial == Partial::AtOnce {
@@ -106,7 +117,11 @@ impl Copies {
         let Copies { id, partial, route, assembler, .. } = self;
         let put = |segment: Segment| {
             if let Some(prefix) = &route.console {
-                let source = Source { id: *id, prefix: prefix.as_bytes(), is_live: *partial == Partial::AtOnce };
+                let source = Source {
+                    id: *id,
+                    prefix: prefix.as_bytes(),
+                    is_live: *partial == Partial::AtOnce,
+                };
                 queue.put(&source, segment.rest());
             }
             if let Some((prefix, filter)) = route.filtered.as_ref().zip(filter.as_deref_mut()) {

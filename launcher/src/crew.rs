@@ -36,7 +36,8 @@ const PATIENCE: Duration = Duration::from_secs(1);
 const STDERR: usize = Which::Stderr as usize;
 
 /// What to do where the system has no room for more.
-const LIMITS: &str = "; start fewer workers, or raise the limits on open files and processes (ulimit -n, ulimit -u)";
+const LIMITS: &str =
+    "; start fewer workers, or raise the limits on open files and processes (ulimit -n, ulimit -u)";
 
 struct Worker {
     spec: WorkerSpec,
@@ -56,11 +57,13 @@ struct Worker {
 
 /// Standard output or standard error of a worker.
 struct Stream {
-    /// Or our side of a pseudoterminal. None when it has ended, or the worker writes to a file itself.
+    /// Or our side of a pseudoterminal. None when it has ended, or the worker writes to a file
+    /// itself.
     pipe: Option<OwnedFd>,
     is_pty: bool,
     copies: Copies,
-    /// Bytes still to be read, when the worker has ended: processes it left behind may hold the pipe open for ever.
+    /// Bytes still to be read, when the worker has ended: processes it left behind may hold the
+    /// pipe open for ever.
     left: Option<u64>,
     /// When to show a line that is not complete.
     due: Option<Instant>,
@@ -107,7 +110,8 @@ impl Crew {
         let filters = logs.filters(attempt).context("cannot open the files for filtered lines")?;
         let workers = Vec::with_capacity(specs.len());
         let (buffer, shortfall, has_asked_to_sweep) = (vec![0; READ], None, false);
-        let mut crew = Crew { round, policy, shortfall, workers, filters, buffer, has_asked_to_sweep };
+        let mut crew =
+            Crew { round, policy, shortfall, workers, filters, buffer, has_asked_to_sweep };
         guard.begin(round);
         for (index, spec) in specs.into_iter().enumerate() {
             let rank = spec.rank;
@@ -118,7 +122,10 @@ impl Crew {
                 }
                 Err(error) => {
                     let errno = Errno::from_io_error(&error);
-                    let limited = matches!(errno, Some(Errno::MFILE | Errno::NFILE | Errno::AGAIN | Errno::NOMEM));
+                    let limited = matches!(
+                        errno,
+                        Some(Errno::MFILE | Errno::NFILE | Errno::AGAIN | Errno::NOMEM)
+                    );
                     let advice = if limited { LIMITS } else { "" };
                     crew.shortfall = Some(format!("cannot start rank {rank}: {error}{advice}"));
                     break;
@@ -133,11 +140,16 @@ impl Crew {
         self.workers.iter().all(|worker| worker.settled)
     }
 
-    /// Every worker has gone, and all they wrote was read; if they were stopped, nothing is left of them.
+    /// Every worker has gone, and all they wrote was read; if they were stopped, nothing is left of
+    /// them.
     pub fn is_over(&self, guard: &Guard) -> bool {
-        let is_read = self.workers.iter().all(|worker| worker.streams.iter().all(|stream| stream.pipe.is_none()));
+        let is_read = self
+            .workers
+            .iter()
+            .all(|worker| worker.streams.iter().all(|stream| stream.pipe.is_none()));
         // Where the launcher itself must end it does not wait: the guard sweeps then anyway.
-        let is_swept = || self.policy.must_leave() || self.has_asked_to_sweep && !guard.is_sweeping();
+        let is_swept =
+            || self.policy.must_leave() || self.has_asked_to_sweep && !guard.is_sweeping();
         self.is_settled() && is_read && (self.ended_well() || is_swept())
     }
 
@@ -160,7 +172,8 @@ impl Crew {
                 watched.push((Ready::End(index), PollFd::new(&worker.process, PollFlags::IN)));
             }
             for (which, stream) in worker.streams.iter().enumerate() {
-                if let Some(pipe) = stream.pipe.as_ref().filter(|_| !stream.must_wait(which, sinks)) {
+                if let Some(pipe) = stream.pipe.as_ref().filter(|_| !stream.must_wait(which, sinks))
+                {
                     watched.push((Ready::Output(index, which), PollFd::new(pipe, PollFlags::IN)));
                 }
             }
@@ -176,7 +189,9 @@ impl Crew {
 
     /// Time has passed: shows prompts.
     pub fn elapsed(&mut self, now: Instant, sinks: &mut Sinks) {
-        for (which, stream) in self.workers.iter_mut().flat_map(|worker| worker.streams.iter_mut().enumerate()) {
+        for (which, stream) in
+            self.workers.iter_mut().flat_map(|worker| worker.streams.iter_mut().enumerate())
+        {
             if stream.show_at(which, sinks).is_some_and(|time| time <= now) {
                 let queue = &mut sinks.of_mut(which).queue;
                 if !stream.copies.may_show(queue) {
@@ -193,7 +208,10 @@ impl Crew {
         for worker in self.workers.iter().filter(|worker| !worker.settled) {
             let resized = worker.streams.iter().enumerate().filter(|(which, stream)| {
                 let ours = stream.pipe.as_ref().filter(|_| stream.is_pty);
-                let size = sinks.of(*which).window().map(|size| pty::beside(size, stream.copies.prefix_width()));
+                let size = sinks
+                    .of(*which)
+                    .window()
+                    .map(|size| pty::beside(size, stream.copies.prefix_width()));
                 ours.zip(size).is_some_and(|(ours, size)| pty::resize(ours, size))
             });
             if resized.count() > 0 {
@@ -221,7 +239,8 @@ impl Crew {
         let worker = &mut self.workers[index];
         let rank = worker.spec.rank;
         worker.ended_at = Some(Timestamp::now());
-        worker.end = worker.process.end().with_context(|| format!("cannot learn how rank {rank} ended"))?;
+        worker.end =
+            worker.process.end().with_context(|| format!("cannot learn how rank {rank} ended"))?;
         if worker.end.is_some_and(End::is_failure) && self.policy.cause().is_none() {
             worker.hear_last_words();
         }
@@ -235,7 +254,8 @@ impl Crew {
 
     /// Where one has failed: another one has recorded an error too, and is still there.
     pub fn is_ending(&self) -> bool {
-        let has_recorded = |worker: &Worker| worker.error_file.as_deref().and_then(ErrorFile::read).is_some();
+        let has_recorded =
+            |worker: &Worker| worker.error_file.as_deref().and_then(ErrorFile::read).is_some();
         let has_failed = |worker: &Worker| worker.end.is_some_and(End::is_failure);
         self.workers.iter().any(has_failed)
             && self.workers.iter().any(|worker| worker.end.is_none() && has_recorded(worker))
@@ -270,9 +290,10 @@ impl Crew {
         }
     }
 
-    /// Finishes with workers that have ended. Processes that a stopped one leaves in its group get what is left of the
-    /// grace period (a script's child may be writing its checkpoint), taken to be over when its output is closed. Those
-    /// that have left their group are the guard's when all workers are gone.
+    /// Finishes with workers that have ended. Processes that a stopped one leaves in its group get
+    /// what is left of the grace period (a script's child may be writing its checkpoint), taken to
+    /// be over when its output is closed. Those that have left their group are the guard's when all
+    /// workers are gone.
     pub fn settle(&mut self, sinks: &mut Sinks, guard: &mut Guard) {
         let in_grace = self.policy.in_grace();
         for index in 0..self.workers.len() {
@@ -361,10 +382,14 @@ impl Crew {
 
     /// No longer reads what workers write.
     pub fn hang_up(&mut self) {
-        self.workers.iter_mut().flat_map(|worker| &mut worker.streams).for_each(|stream| stream.pipe = None);
+        self.workers
+            .iter_mut()
+            .flat_map(|worker| &mut worker.streams)
+            .for_each(|stream| stream.pipe = None);
     }
 
-    /// Nobody reads this output any more: the workers that have no other must feel it as they would alone.
+    /// Nobody reads this output any more: the workers that have no other must feel it as they would
+    /// alone.
     pub fn leave_console(&mut self, which: usize) {
         for stream in self.workers.iter_mut().map(|worker| &mut worker.streams[which]) {
             if !stream.copies.leave_console() {
@@ -433,7 +458,8 @@ impl Worker {
         for (which, copies) in copies.iter_mut().enumerate() {
             files[which] = copies.direct()?;
             if files[which].is_none() && spec.is_foreground {
-                (terminals[which], files[which]) = terminal(copies, console.sinks.of(which)).unzip();
+                (terminals[which], files[which]) =
+                    terminal(copies, console.sinks.of(which)).unzip();
             }
             copies.partial = match &terminals[which] {
                 Some(_) => Partial::AtOnce,
@@ -465,7 +491,8 @@ impl Worker {
     /// Reads what it has left in files to tell of its failure.
     fn hear_last_words(&mut self) {
         self.error = self.error_file.as_deref().and_then(ErrorFile::read);
-        if let (None, Some(log)) = (&self.streams[STDERR].pipe, self.streams[STDERR].copies.file()) {
+        if let (None, Some(log)) = (&self.streams[STDERR].pipe, self.streams[STDERR].copies.file())
+        {
             self.tail = Tail::of_file(log);
         }
     }
@@ -476,7 +503,11 @@ impl Worker {
             local_rank: self.spec.local_rank,
             pid: self.process.pid.as_raw_pid(),
             end: self.end,
-            time: self.error.as_ref().and_then(|error| Timestamp::try_from(error.time?).ok()).or(self.ended_at),
+            time: self
+                .error
+                .as_ref()
+                .and_then(|error| Timestamp::try_from(error.time?).ok())
+                .or(self.ended_at),
             stopped: self.stopped,
             tail: &self.tail,
             error: self.error.as_ref(),
@@ -489,7 +520,11 @@ impl Worker {
 fn terminal(copies: &Copies, sink: &Sink) -> Option<(OwnedFd, File)> {
     let size = sink.window().filter(|_| copies.is_shown())?;
     let opened = pty::open(pty::beside(size, copies.prefix_width()));
-    opened.inspect_err(|error| log::warn!("no terminal for a worker: cannot open a pseudoterminal: {error}")).ok()
+    opened
+        .inspect_err(|error| {
+            log::warn!("no terminal for a worker: cannot open a pseudoterminal: {error}")
+        })
+        .ok()
 }
 
 /// There is something to read, or the end of it.

@@ -12,24 +12,41 @@ use crate::numa;
 use crate::plan;
 use crate::round::{Placement, Rendezvous};
 
-/// The workers of this node, each with its CPUs, what is added to its environment, and its command as for a shell.
-/// What is known later only is between angle brackets.
-pub fn describe(job: &Job, local_world_size: u32, command: &[OsString], machine: &Machine) -> String {
+/// The workers of this node, each with its CPUs, what is added to its environment, and its command
+/// as for a shell. What is known later only is between angle brackets.
+pub fn describe(
+    job: &Job,
+    local_world_size: u32,
+    command: &[OsString],
+    machine: &Machine,
+) -> String {
     let nodes = &job.nodes;
     let place = match &nodes.meeting {
         Meeting::Alone { .. } => "one node".into(),
         Meeting::Static { node_rank, .. } => {
-            format!("node {node_rank} of {}; the ranks are right if each node has as many", nodes.max)
+            format!(
+                "node {node_rank} of {}; the ranks are right if each node has as many",
+                nodes.max
+            )
         }
         Meeting::Endpoint { host, port, .. } => {
-            format!("a node of {} to {}; ranks are given when they meet at {host} port {port}", nodes.min, nodes.max)
+            format!(
+                "a node of {} to {}; ranks are given when they meet at {host} port {port}",
+                nodes.min, nodes.max
+            )
         }
     };
     let mut text = format!("workers: {local_world_size}, on {place}\n");
     let has_error_files = job.output.log_dir.as_deref() != Some(Path::new("/dev/null"));
     let error_file = |_| has_error_files.then(|| PathBuf::from("error.json"));
-    for worker in plan::workers(job, &placement(job, local_world_size), command, machine, error_file) {
-        let rank = if matches!(nodes.meeting, Meeting::Endpoint { .. }) { "?".into() } else { worker.rank.to_string() };
+    for worker in
+        plan::workers(job, &placement(job, local_world_size), command, machine, error_file)
+    {
+        let rank = if matches!(nodes.meeting, Meeting::Endpoint { .. }) {
+            "?".into()
+        } else {
+            worker.rank.to_string()
+        };
         let cpus = worker.cores.map_or("any".into(), |cpus| numa::list(&cpus));
         let _ = writeln!(text, "\nrank {rank}, local rank {}, CPUs {cpus}", worker.local_rank);
         let mut environment = worker.environment;
@@ -50,7 +67,9 @@ fn placement(job: &Job, local_world_size: u32) -> Placement {
         Meeting::Alone { master_addr, master_port } => {
             (0, master_addr.clone().unwrap_or_else(|| "127.0.0.1".into()), master_port.unwrap_or(0))
         }
-        Meeting::Static { node_rank, master_addr, master_port } => (*node_rank, master_addr.clone(), *master_port),
+        Meeting::Static { node_rank, master_addr, master_port } => {
+            (*node_rank, master_addr.clone(), *master_port)
+        }
         Meeting::Endpoint { port, .. } => (0, String::new(), *port),
     };
     Placement {
@@ -76,7 +95,13 @@ fn later(name: &str, value: &OsStr, job: &Job) -> Option<&'static str> {
     let is_alone = matches!(job.nodes.meeting, Meeting::Alone { .. });
     let is_placed = matches!(
         name,
-        "RANK" | "GROUP_RANK" | "NODE_RANK" | "ROLE_RANK" | "WORLD_SIZE" | "GROUP_WORLD_SIZE" | "ROLE_WORLD_SIZE"
+        "RANK"
+            | "GROUP_RANK"
+            | "NODE_RANK"
+            | "ROLE_RANK"
+            | "WORLD_SIZE"
+            | "GROUP_WORLD_SIZE"
+            | "ROLE_WORLD_SIZE"
     );
     match name {
         "FLOW_TOKEN" => Some("***"),
@@ -85,7 +110,9 @@ fn later(name: &str, value: &OsStr, job: &Job) -> Option<&'static str> {
         "TORCHELASTIC_RUN_ID" if is_alone && value == NO_ID => Some("<a new one>"),
         "MASTER_PORT" if value == "0" => Some("<a free port>"),
         "MASTER_ADDR" if value.is_empty() => Some("<where rank 0 runs>"),
-        _ if is_placed && matches!(job.nodes.meeting, Meeting::Endpoint { .. }) => Some("<given later>"),
+        _ if is_placed && matches!(job.nodes.meeting, Meeting::Endpoint { .. }) => {
+            Some("<given later>")
+        }
         _ => None,
     }
 }
@@ -93,7 +120,10 @@ fn later(name: &str, value: &OsStr, job: &Job) -> Option<&'static str> {
 /// A word as a shell would read it.
 fn quote(word: &OsStr) -> String {
     let quoted = shlex::bytes::Quoter::new().allow_nul(true).quote(word.as_bytes());
-    quoted.map_or_else(|_| word.to_string_lossy().into(), |word| String::from_utf8_lossy(&word).into())
+    quoted.map_or_else(
+        |_| word.to_string_lossy().into(),
+        |word| String::from_utf8_lossy(&word).into(),
+    )
 }
 
 #[cfg(test)]
@@ -154,11 +184,21 @@ rank 1, local rank 1, CPUs 2-3
     fn several_nodes() {
         let text = dry_run("--nnodes 2 --node_rank 1 --master_addr a train");
         assert!(text.starts_with("workers: 2, on node 1 of 2;"), "{text}");
-        assert!(text.contains("\nrank 2, ") && text.contains("\n  RANK=3\n") && text.contains("MASTER_PORT=29500"));
+        assert!(
+            text.contains("\nrank 2, ")
+                && text.contains("\n  RANK=3\n")
+                && text.contains("MASTER_PORT=29500")
+        );
         assert!(text.contains("TORCHELASTIC_ERROR_FILE=<a file>"));
         let text = dry_run("--nnodes 1:3 --rdzv-endpoint a train");
         assert!(text.contains("a node of 1 to 3") && text.contains("a port 29400"), "{text}");
-        assert!(text.contains("\nrank ?, local rank 1") && text.contains("  RANK=<given later>\n"), "{text}");
-        assert!(text.contains("MASTER_ADDR=<where rank 0 runs>") && text.contains("TORCHELASTIC_RUN_ID=none"));
+        assert!(
+            text.contains("\nrank ?, local rank 1") && text.contains("  RANK=<given later>\n"),
+            "{text}"
+        );
+        assert!(
+            text.contains("MASTER_ADDR=<where rank 0 runs>")
+                && text.contains("TORCHELASTIC_RUN_ID=none")
+        );
     }
 }

@@ -31,9 +31,15 @@ impl ErrorFile {
     /// None where there is none, or it makes no sense: the worker has then said nothing.
     pub fn read(path: &Path) -> Option<ErrorFile> {
         // A worker could have made it a pipe, which must not hold us up.
-        let file = OpenOptions::new().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(path).ok()?;
+        let file = OpenOptions::new()
+            .read(true)
+            .custom_flags(OFlags::NONBLOCK.bits() as i32)
+            .open(path)
+            .ok()?;
         let (mut bytes, metadata) = (Vec::new(), file.metadata().ok()?);
-        if !metadata.is_file() || file.take(LARGEST + 1).read_to_end(&mut bytes).ok()? as u64 > LARGEST {
+        if !metadata.is_file()
+            || file.take(LARGEST + 1).read_to_end(&mut bytes).ok()? as u64 > LARGEST
+        {
             return None;
         }
         Some(ErrorFile { time: metadata.modified().ok(), ..ErrorFile::parse(&bytes)? })
@@ -47,7 +53,8 @@ impl ErrorFile {
             Some(message) => (message, &whole),
             None => (outer["message"].as_str()?, &outer["extraInfo"]),
         };
-        let (message, traceback) = (message.to_string(), extra["py_callstack"].as_str().map(str::to_string));
+        let (message, traceback) =
+            (message.to_string(), extra["py_callstack"].as_str().map(str::to_string));
         Some(ErrorFile { message, traceback, time: None, whole })
     }
 
@@ -57,7 +64,8 @@ impl ErrorFile {
         ErrorFile { message: message.into(), traceback, time: None, whole: Value::Null }
     }
 
-    /// Passes the error on to whoever started flow-launch as a worker, with the exit code, as torchrun does.
+    /// Passes the error on to whoever started flow-launch as a worker, with the exit code, as
+    /// torchrun does.
     pub fn copy(&self, path: &Path, end: End) -> io::Result<()> {
         let mut whole = self.whole.clone();
         if let Some(message) = whole["message"].as_object_mut() {
@@ -91,7 +99,15 @@ mod tests {
 
     #[test]
     fn garbage_is_no_error_file() {
-        for text in ["", "{", "[]", "1", "{\"message\": 7}", "{\"message\": {\"message\": []}}", "\u{0}\u{1}"] {
+        for text in [
+            "",
+            "{",
+            "[]",
+            "1",
+            "{\"message\": 7}",
+            "{\"message\": {\"message\": []}}",
+            "\u{0}\u{1}",
+        ] {
             assert_eq!(ErrorFile::parse(text.as_bytes()), None, "{text}");
         }
         assert_eq!(ErrorFile::parse("[".repeat(100_000).as_bytes()), None);

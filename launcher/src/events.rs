@@ -99,7 +99,8 @@ pub struct Events {
 impl Events {
     /// Opens the files, which other launchers may be writing as well.
     pub fn open(paths: &[PathBuf], host: &str) -> anyhow::Result<Events> {
-        // A pipe must be read by somebody already, and is given up when it is full: flow-launch waits for no reader.
+        // A pipe must be read by somebody already, and is given up when it is full: flow-launch
+        // waits for no reader.
         let open = |path: &PathBuf| {
             let flags = OFlags::NONBLOCK.bits() as i32;
             let file = OpenOptions::new().append(true).create(true).custom_flags(flags).open(path);
@@ -113,16 +114,14 @@ impl Events {
     /// Writes an event. An error closes the file and is told once.
     pub fn tell(&mut self, event: &Event) -> Result<(), String> {
         let Events { files, host, node, restart_count } = self;
-        let record = Record { time: now(), host, node: *node, restart_count: *restart_count, event };
+        let record =
+            Record { time: now(), host, node: *node, restart_count: *restart_count, event };
         let mut messages = Vec::new();
         files.retain(|(file, path)| {
             let written = write(file, &record);
-            messages.extend(
-                written
-                    .as_ref()
-                    .err()
-                    .map(|error| format!("cannot write to {}: {error}; it will lack further events", path.display())),
-            );
+            messages.extend(written.as_ref().err().map(|error| {
+                format!("cannot write to {}: {error}; it will lack further events", path.display())
+            }));
             written.is_ok()
         });
         messages.is_empty().then_some(()).ok_or_else(|| messages.join("; "))
@@ -165,7 +164,8 @@ mod tests {
             events.tell(event).unwrap();
         }
         let text = std::fs::read_to_string(&path).unwrap();
-        let mut lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let mut lines: Vec<Value> =
+            text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         for line in &mut lines {
             let time = line.as_object_mut().unwrap().remove("time").unwrap();
             let time = time.as_str().unwrap();
@@ -176,21 +176,33 @@ mod tests {
             value.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
             value
         };
-        assert_eq!(lines[0], common(json!({"event": "start", "rank": 3, "local_rank": 1, "pid": 7})));
-        assert_eq!(lines[1], common(json!({"event": "exit", "rank": 3, "local_rank": 1, "pid": 7, "signal": 9})));
+        assert_eq!(
+            lines[0],
+            common(json!({"event": "start", "rank": 3, "local_rank": 1, "pid": 7}))
+        );
+        assert_eq!(
+            lines[1],
+            common(json!({"event": "exit", "rank": 3, "local_rank": 1, "pid": 7, "signal": 9}))
+        );
         assert_eq!(lines[2], common(json!({"event": "end", "code": 137, "rank": 3})));
     }
 
     #[test]
     fn a_full_disk_is_told_once() {
         let mut events = Events::open(&["/dev/full".into()], "node0").unwrap();
-        assert!(events.tell(&Event::End { code: 0, rank: None }).unwrap_err().contains("/dev/full"));
+        assert!(events
+            .tell(&Event::End { code: 0, rank: None })
+            .unwrap_err()
+            .contains("/dev/full"));
         assert_eq!(events.tell(&Event::End { code: 0, rank: None }), Ok(()));
     }
 
     #[test]
     fn a_file_that_cannot_be_opened_is_an_error() {
         let error = Events::open(&["/no/such/folder/events".into()], "node0").err().unwrap();
-        assert!(format!("{error:#}").starts_with("cannot open /no/such/folder/events for --events: "), "{error:#}");
+        assert!(
+            format!("{error:#}").starts_with("cannot open /no/such/folder/events for --events: "),
+            "{error:#}"
+        );
     }
 }

@@ -9,9 +9,9 @@ use rustix::fs::Access;
 use crate::args::Usage;
 use crate::job::{Program, ProgramKind};
 
-/// The command for PROGRAM and its arguments: a path is taken as it is, a name is looked for beside flow-launch and
-/// then on PATH, and what only Python can run (which may also be a name in the current folder) runs with `python3 -u`, or
-/// with PYTHON_EXEC.
+/// The command for PROGRAM and its arguments: a path is taken as it is, a name is looked for beside
+/// flow-launch and then on PATH, and what only Python can run (which may also be a name in the
+/// current folder) runs with `python3 -u`, or with PYTHON_EXEC.
 pub fn command(program: &Program) -> Result<Vec<OsString>, Usage> {
     let beside = std::env::current_exe().ok().and_then(|path| path.parent().map(Path::to_path_buf));
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -27,8 +27,9 @@ pub fn is_python(program: &Program) -> bool {
     let path = Path::new(&program.name);
     let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
     let version = name.strip_prefix("python");
-    let is_python =
-        version.is_some_and(|version| version.chars().all(|letter| letter.is_ascii_digit() || letter == '.'));
+    let is_python = version.is_some_and(|version| {
+        version.chars().all(|letter| letter.is_ascii_digit() || letter == '.')
+    });
     match program.kind {
         ProgramKind::Module | ProgramKind::Script => true,
         ProgramKind::ByName => is_python || is_pythons(path),
@@ -46,7 +47,9 @@ struct Places {
 impl Places {
     fn command(&self, kind: ProgramKind, name: &OsStr) -> Result<Vec<OsString>, Usage> {
         match kind {
-            ProgramKind::Module => Ok(vec![self.python(name)?, "-u".into(), "-m".into(), name.into()]),
+            ProgramKind::Module => {
+                Ok(vec![self.python(name)?, "-u".into(), "-m".into(), name.into()])
+            }
             ProgramKind::Script => self.script(name),
             ProgramKind::ByName if is_pythons(Path::new(name)) => self.script(name),
             ProgramKind::ByName | ProgramKind::Executable => Ok(vec![self.program(name)?]),
@@ -67,7 +70,9 @@ impl Places {
         let Some(python) = &self.python else {
             let found = self.on_path(OsStr::new("python3")).map(OsString::from);
             return found.ok_or_else(|| {
-                Usage(format!("{program} needs python3, which is not on PATH; or name another by PYTHON_EXEC"))
+                Usage(format!(
+                    "{program} needs python3, which is not on PATH; or name another by PYTHON_EXEC"
+                ))
             });
         };
         let is_path = python.as_bytes().contains(&b'/');
@@ -88,7 +93,9 @@ impl Places {
         let name = program.display();
         let hint = match Path::new(program) {
             here if is_executable(here) => format!("; for the file here write ./{name}"),
-            here if here.is_file() => format!("; if the file here is Python's, write --run-path {name}"),
+            here if here.is_file() => {
+                format!("; if the file here is Python's, write --run-path {name}")
+            }
             _ => String::new(),
         };
         let found = self.find(program, is_executable, &hint)?;
@@ -110,7 +117,12 @@ impl Places {
     }
 
     /// `more` is what else there is to say of a name that is not found.
-    fn find(&self, program: &OsStr, fits: impl Fn(&Path) -> bool, more: &str) -> Result<OsString, Usage> {
+    fn find(
+        &self,
+        program: &OsStr,
+        fits: impl Fn(&Path) -> bool,
+        more: &str,
+    ) -> Result<OsString, Usage> {
         let name = program.display();
         if program.as_bytes().contains(&b'/') {
             return match Path::new(program).exists() {
@@ -123,7 +135,9 @@ impl Places {
             return Ok(found.into());
         }
         let beside = self.beside.as_deref().unwrap_or(Path::new("?")).display();
-        Err(Usage(format!("no program {name}: neither beside flow-launch ({beside}) nor on PATH{more}")))
+        Err(Usage(format!(
+            "no program {name}: neither beside flow-launch ({beside}) nor on PATH{more}"
+        )))
     }
 
     fn on_path(&self, name: &OsStr) -> Option<PathBuf> {
@@ -131,7 +145,8 @@ impl Places {
     }
 }
 
-/// What Python runs and nothing else: a script, a program in one file (zipapp), compiled code, a folder of a program.
+/// What Python runs and nothing else: a script, a program in one file (zipapp), compiled code, a
+/// folder of a program.
 fn is_pythons(path: &Path) -> bool {
     let extension = path.extension().and_then(OsStr::to_str);
     matches!(extension, Some("py" | "pyz" | "pyc")) || path.join("__main__.py").is_file()
@@ -156,23 +171,35 @@ mod tests {
 
     #[test]
     fn what_is_python() {
-        let is_python = |kind, name: &str| is_python(&Program { kind, name: name.into(), arguments: vec![] });
+        let is_python =
+            |kind, name: &str| is_python(&Program { kind, name: name.into(), arguments: vec![] });
         for name in ["train.py", "app.pyz", "python3", "/opt/bin/python3.12"] {
             assert!(is_python(ProgramKind::ByName, name), "{name}");
         }
         for name in ["train", "pythonic", "./python-app"] {
-            assert!(!is_python(ProgramKind::ByName, name) && is_python(ProgramKind::Module, name), "{name}");
+            assert!(
+                !is_python(ProgramKind::ByName, name) && is_python(ProgramKind::Module, name),
+                "{name}"
+            );
         }
-        assert!(!is_python(ProgramKind::Executable, "train.py") && is_python(ProgramKind::Executable, "python"));
+        assert!(
+            !is_python(ProgramKind::Executable, "train.py")
+                && is_python(ProgramKind::Executable, "python")
+        );
     }
 
     #[test]
     fn order_of_places() {
-        let (beside, early, late) =
-            (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let (beside, early, late) = (
+            tempfile::tempdir().unwrap(),
+            tempfile::tempdir().unwrap(),
+            tempfile::tempdir().unwrap(),
+        );
         let path = vec![early.path().into(), late.path().into()];
         let places = Places { beside: Some(beside.path().into()), path, python: None };
-        let find = |name: &str| places.command(ProgramKind::ByName, OsStr::new(name)).map_err(|usage| usage.0);
+        let find = |name: &str| {
+            places.command(ProgramKind::ByName, OsStr::new(name)).map_err(|usage| usage.0)
+        };
         assert!(find("train").unwrap_err().contains("nor on PATH"));
         let in_late = file(late.path(), "train", 0o755);
         file(early.path(), "train", 0o644);
@@ -186,7 +213,8 @@ mod tests {
     fn what_cannot_run_is_said() {
         let folder = tempfile::tempdir().unwrap();
         let places = Places { beside: None, path: vec![folder.path().into()], python: None };
-        let error = |path: PathBuf| places.command(ProgramKind::ByName, path.as_os_str()).unwrap_err().0;
+        let error =
+            |path: PathBuf| places.command(ProgramKind::ByName, path.as_os_str()).unwrap_err().0;
         assert!(error(folder.path().join("absent")).contains("no such file"));
         assert!(error(folder.path().into()).contains("__main__.py"));
         let hint = error(file(folder.path(), "plain", 0o644));
@@ -213,7 +241,10 @@ mod tests {
         };
         let command = |kind, name: &OsString| places(None).command(kind, name).unwrap();
         assert_eq!(command(ProgramKind::Executable, &script), std::slice::from_ref(&script));
-        assert_eq!(command(ProgramKind::Script, &plain), [python.clone(), "-u".into(), plain.clone()]);
+        assert_eq!(
+            command(ProgramKind::Script, &plain),
+            [python.clone(), "-u".into(), plain.clone()]
+        );
         assert_eq!(
             command(ProgramKind::Module, &"a.b".into()),
             [python.clone(), "-u".into(), "-m".into(), "a.b".into()]
@@ -226,7 +257,10 @@ mod tests {
         fs::create_dir(&package).unwrap();
         file(&package, "__main__.py", 0o644);
         let package = package.into_os_string();
-        assert_eq!(command(ProgramKind::ByName, &package), [python.clone(), "-u".into(), package.clone()]);
+        assert_eq!(
+            command(ProgramKind::ByName, &package),
+            [python.clone(), "-u".into(), package.clone()]
+        );
         let refused = places(None).command(ProgramKind::Executable, &package).unwrap_err().0;
         assert!(refused.contains("leave --no-python out"), "{refused}");
         for name in [other.to_str().unwrap(), "other"] {
@@ -234,7 +268,11 @@ mod tests {
             assert_eq!(command, [other.clone(), "-u".into(), script.clone()]);
         }
         for name in ["absent", "/absent"] {
-            assert!(places(Some(name)).command(ProgramKind::Script, &plain).unwrap_err().0.contains("PYTHON_EXEC"));
+            assert!(places(Some(name))
+                .command(ProgramKind::Script, &plain)
+                .unwrap_err()
+                .0
+                .contains("PYTHON_EXEC"));
         }
     }
 }

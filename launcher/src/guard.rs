@@ -1,15 +1,17 @@
 //! The guard: a process that outlives the launcher for a moment, to kill what a job leaves behind.
 //!
-//! It is told of each worker's process group through a pipe that only the launcher holds open. However the launcher
-//! dies, the pipe ends, and the guard kills the groups that are still registered. Then, unless the job ended well, it
-//! *sweeps*: it looks for processes that have left those groups (as those of `timeout` do) by a mark in their
-//! environment, and kills them. Last it gives the terminal its modes back, and removes the pipe of the watchdog, of which
-//! it is told, and the job's temporary folder, which has the job's mark in its name: so it need not be told when that is
-//! made.
+//! It is told of each worker's process group through a pipe that only the launcher holds open.
+//! However the launcher dies, the pipe ends, and the guard kills the groups that are still
+//! registered. Then, unless the job ended well, it *sweeps*: it looks for processes that have left
+//! those groups (as those of `timeout` do) by a mark in their environment, and kills them. Last it
+//! gives the terminal its modes back, and removes the pipe of the watchdog, of which it is told,
+//! and the job's temporary folder, which has the job's mark in its name: so it need not be told
+//! when that is made.
 //!
-//! Each round has a mark of its own, which begins with the job's. After a round that was stopped the launcher asks for
-//! what is left of it to be swept: so no process meets those of the next start. To look at all processes of a machine
-//! may take long, and the launcher's event loop goes on meanwhile.
+//! Each round has a mark of its own, which begins with the job's. After a round that was stopped
+//! the launcher asks for what is left of it to be swept: so no process meets those of the next
+//! start. To look at all processes of a machine may take long, and the launcher's event loop goes
+//! on meanwhile.
 
 use std::collections::HashSet;
 use std::ffi::OsString;
@@ -31,8 +33,8 @@ use crate::link::TOKEN;
 use crate::terminal::Modes;
 use crate::watchdog::remove_unread;
 
-/// First argument of a flow-launch process that is a guard; the mark is the second. If its standard error is the user's
-/// terminal, the third is what modes that had at the start.
+/// First argument of a flow-launch process that is a guard; the mark is the second. If its standard
+/// error is the user's terminal, the third is what modes that had at the start.
 pub const HIDDEN_FLAG: &str = "--guard";
 
 /// Variable in the environment of all processes of a round that holds its mark.
@@ -41,7 +43,8 @@ const MARK: &str = "FLOW_LAUNCHER";
 /// What tells the guard that the job ended well.
 const DISMISSAL: &str = "dismissed";
 
-/// What tells the guard to sweep the round whose number follows. When that is done, it answers with a byte.
+/// What tells the guard to sweep the round whose number follows. When that is done, it answers with
+/// a byte.
 const SWEEP: &str = "sweep ";
 
 /// What tells the guard of a named pipe, whose path follows.
@@ -50,15 +53,17 @@ const PIPE: &str = "pipe ";
 /// How long the launcher waits for that.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Looks for marked processes at most so many times: new ones may be born meanwhile, and some cannot be killed.
+/// Looks for marked processes at most so many times: new ones may be born meanwhile, and some
+/// cannot be killed.
 const SWEEPS: usize = 100;
 
-/// Tries to remove the temporary folder and the pipe so many times: a worker that is being killed may still write to one,
-/// and the launcher that is being killed still read the other.
+/// Tries to remove the temporary folder and the pipe so many times: a worker that is being killed
+/// may still write to one, and the launcher that is being killed still read the other.
 const REMOVALS: usize = 100;
 const BETWEEN_REMOVALS: Duration = Duration::from_millis(10);
 
-/// The launcher's side of the guard. Dropping it ends the guard, which kills what is left of the job.
+/// The launcher's side of the guard. Dropping it ends the guard, which kills what is left of the
+/// job.
 pub struct Guard {
     process: Child,
     answers: ChildStdout,
@@ -77,10 +82,19 @@ impl Guard {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let mark = format!("{}.{}", std::process::id(), now.as_nanos());
         let mut command = Command::new("/proc/self/exe");
-        command.arg0("flow-launch").arg(HIDDEN_FLAG).arg(&mark).process_group(0).env_remove(MARK).env_remove(TOKEN);
+        command
+            .arg0("flow-launch")
+            .arg(HIDDEN_FLAG)
+            .arg(&mark)
+            .process_group(0)
+            .env_remove(MARK)
+            .env_remove(TOKEN);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
         if let Some(modes) = Modes::of_input() {
-            let terminal = io::stdin().as_fd().try_clone_to_owned().context("cannot open the terminal once more")?;
+            let terminal = io::stdin()
+                .as_fd()
+                .try_clone_to_owned()
+                .context("cannot open the terminal once more")?;
             command.arg(modes.to_string()).stderr(terminal);
         }
         let mut process = command.spawn().context("cannot start the guard process")?;
@@ -98,7 +112,9 @@ impl Guard {
     pub fn temporary_folder(&self) -> io::Result<PathBuf> {
         let folder = temporary_folder(&self.mark);
         match DirBuilder::new().mode(0o700).create(&folder) {
-            Err(error) if error.kind() != ErrorKind::AlreadyExists || !is_ours(&folder) => Err(error),
+            Err(error) if error.kind() != ErrorKind::AlreadyExists || !is_ours(&folder) => {
+                Err(error)
+            }
             _ => Ok(folder),
         }
     }
@@ -106,7 +122,9 @@ impl Guard {
     /// A named pipe that is about to be made is gone, too, when the launcher is.
     pub fn adopt_pipe(&mut self, path: &Path) -> io::Result<()> {
         let line = path.to_str().filter(|path| !path.contains('\n'));
-        let line = line.ok_or_else(|| io::Error::new(ErrorKind::InvalidInput, "it is not UTF-8 in one line"))?;
+        let line = line.ok_or_else(|| {
+            io::Error::new(ErrorKind::InvalidInput, "it is not UTF-8 in one line")
+        })?;
         self.tell(&format!("{PIPE}{line}"));
         self.pipe = Some(path.to_path_buf());
         Ok(())
@@ -152,7 +170,9 @@ impl Guard {
     /// Time has passed.
     pub fn elapsed(&mut self, now: Instant) {
         if self.deadline.is_some_and(|deadline| deadline <= now) {
-            log::warn!("the guard process does not answer: processes of the last start may be left");
+            log::warn!(
+                "the guard process does not answer: processes of the last start may be left"
+            );
             self.deadline = None;
         }
     }
@@ -209,9 +229,12 @@ impl Drop for Guard {
 pub fn main(mut arguments: impl Iterator<Item = OsString>) -> ExitCode {
     let mark = arguments.next();
     let modes = arguments.next().and_then(|modes| Modes::parse(modes.to_str()?));
-    // What is meant for the launcher (Ctrl-C, a hang-up, a kill by name) must not end the guard first.
+    // What is meant for the launcher (Ctrl-C, a hang-up, a kill by name) must not end the guard
+    // first.
     let mark = mark.and_then(|mark| mark.into_string().ok()).filter(|mark| !mark.contains('/'));
-    let (Some(mark), Ok(())) = (mark, SigSet::all().thread_block()) else { return ExitCode::FAILURE };
+    let (Some(mark), Ok(())) = (mark, SigSet::all().thread_block()) else {
+        return ExitCode::FAILURE;
+    };
     let _ = nix::sys::prctl::set_name(c"flow-guard");
     let mut groups = HashSet::new();
     let mut pipes: Vec<PathBuf> = Vec::new();
@@ -224,7 +247,10 @@ pub fn main(mut arguments: impl Iterator<Item = OsString>) -> ExitCode {
             let _ = rustix::io::write(io::stdout(), b"!");
         }
         pipes.extend(line.strip_prefix(PIPE).map(PathBuf::from));
-        let Some(pid) = line.get(1..).and_then(|pid| pid.parse().ok()).and_then(Pid::from_raw) else { continue };
+        let Some(pid) = line.get(1..).and_then(|pid| pid.parse().ok()).and_then(Pid::from_raw)
+        else {
+            continue;
+        };
         match line.starts_with('+') {
             true => groups.insert(pid),
             false => groups.remove(&pid),
@@ -263,7 +289,8 @@ fn remove(folder: &Path) -> bool {
 }
 
 fn is_ours(folder: &Path) -> bool {
-    fs::symlink_metadata(folder).is_ok_and(|found| found.is_dir() && found.uid() == geteuid().as_raw())
+    fs::symlink_metadata(folder)
+        .is_ok_and(|found| found.is_dir() && found.uid() == geteuid().as_raw())
 }
 
 /// Kills all processes whose mark begins like this.
@@ -276,9 +303,12 @@ fn sweep(mark: &str) {
 fn kill_all(entry: &[u8]) -> bool {
     let mut found = false;
     for process in fs::read_dir("/proc").into_iter().flatten().flatten() {
-        let pid = process.file_name().to_str().and_then(|name| name.parse().ok()).and_then(Pid::from_raw);
+        let pid =
+            process.file_name().to_str().and_then(|name| name.parse().ok()).and_then(Pid::from_raw);
         let environment = fs::read(process.path().join("environ")).unwrap_or_default();
-        if let Some(pid) = pid.filter(|_| environment.split(|byte| *byte == 0).any(|other| other.starts_with(entry))) {
+        if let Some(pid) = pid
+            .filter(|_| environment.split(|byte| *byte == 0).any(|other| other.starts_with(entry)))
+        {
             found |= kill_process(pid, Signal::KILL).is_ok();
         }
     }

@@ -1,5 +1,5 @@
-//! Workers that wait long for each other, as they tell through their store, and what follows from it. Pure: the time
-//! comes in.
+//! Workers that wait long for each other, as they tell through their store, and what follows from
+//! it. Pure: the time comes in.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -79,7 +79,8 @@ impl Waits {
         for (end, time) in self.pauses.iter().rev() {
             since += end.saturating_duration_since(since).min(*time);
         }
-        self.waiting.insert((wait.rank, wait.id), Waiting { operation, since, missing: wait.missing });
+        self.waiting
+            .insert((wait.rank, wait.id), Waiting { operation, since, missing: wait.missing });
         self.report_at.get_or_insert(now + TOGETHER);
     }
 
@@ -104,10 +105,16 @@ impl Waits {
 
     /// Time has passed.
     pub fn elapsed(&mut self, now: Instant) -> Option<Finding> {
-        let oldest = self.waiting.values().map(|waiting| now.saturating_duration_since(waiting.since)).max();
-        if let Some((waited, limit)) = oldest.zip(self.limit).filter(|(waited, limit)| waited >= limit) {
+        let oldest =
+            self.waiting.values().map(|waiting| now.saturating_duration_since(waiting.since)).max();
+        if let Some((waited, limit)) =
+            oldest.zip(self.limit).filter(|(waited, limit)| waited >= limit)
+        {
             let report = self.report(waited);
-            let report = format!("{report}\nthat is a failure, as --hang-timeout is {} s", limit.as_secs_f64());
+            let report = format!(
+                "{report}\nthat is a failure, as --hang-timeout is {} s",
+                limit.as_secs_f64()
+            );
             self.waiting.clear();
             self.report_at = None;
             return Some(Finding::Hung(report));
@@ -117,7 +124,8 @@ impl Waits {
         oldest.map(|waited| Finding::Report(self.report(waited)))
     }
 
-    /// Who is where and waits for whom; first those who keep others waiting without waiting themselves.
+    /// Who is where and waits for whom; first those who keep others waiting without waiting
+    /// themselves.
     fn report(&self, waited: Duration) -> String {
         let missing: BTreeSet<u32> =
             self.waiting.values().flat_map(|waiting| waiting.missing.iter().copied()).collect();
@@ -130,7 +138,10 @@ impl Waits {
         }
         let mut places: Vec<(&str, &[u32], Vec<u32>)> = Vec::new();
         for ((rank, _), Waiting { operation, missing, .. }) in &self.waiting {
-            match places.iter_mut().find(|(known, awaited, _)| known == operation && awaited == missing) {
+            match places
+                .iter_mut()
+                .find(|(known, awaited, _)| known == operation && awaited == missing)
+            {
                 Some((_, _, members)) => members.push(*rank),
                 None => places.push((operation, missing, vec![*rank])),
             }
@@ -139,7 +150,8 @@ impl Waits {
             let who = ranks(&members);
             let wait = if members.len() == 1 { "waits" } else { "wait" };
             // All may have begun it, and the device or the network not have come to its end.
-            let whom = if missing.is_empty() { String::new() } else { format!(" for {}", ranks(missing)) };
+            let whom =
+                if missing.is_empty() { String::new() } else { format!(" for {}", ranks(missing)) };
             report += &format!("\n{who} {wait} in {operation}{whom}");
         }
         report
@@ -151,7 +163,13 @@ mod tests {
     use super::*;
 
     fn wait(rank: u32, operation: &str, missing: &[u32]) -> Wait {
-        Wait { rank, id: 0, operation: Some(operation.into()), seconds: 30.0, missing: missing.into() }
+        Wait {
+            rank,
+            id: 0,
+            operation: Some(operation.into()),
+            seconds: 30.0,
+            missing: missing.into(),
+        }
     }
 
     #[test]
@@ -188,7 +206,8 @@ mod tests {
     fn who_goes_on_is_forgotten() {
         let (mut waits, now) = (Waits::new(Some(Duration::from_secs(40))), Instant::now());
         waits.take(wait(0, "barrier #1", &[1]), now);
-        waits.take(Wait { rank: 0, id: 0, operation: None, seconds: 0.0, missing: Vec::new() }, now);
+        waits
+            .take(Wait { rank: 0, id: 0, operation: None, seconds: 0.0, missing: Vec::new() }, now);
         assert_eq!(waits.elapsed(now + TOGETHER), None);
         waits.take(wait(1, "barrier #1", &[0]), now);
         waits.ended(1);
@@ -216,7 +235,9 @@ mod tests {
         waits.take(wait(0, "barrier #1", &[1]), now);
         waits.elapsed(now + TOGETHER);
         assert_eq!(waits.deadline(), Some(now + Duration::from_secs(10)));
-        let Some(Finding::Hung(report)) = waits.elapsed(now + Duration::from_secs(10)) else { panic!() };
+        let Some(Finding::Hung(report)) = waits.elapsed(now + Duration::from_secs(10)) else {
+            panic!()
+        };
         assert_eq!(report.lines().last(), Some("that is a failure, as --hang-timeout is 40 s"));
         assert_eq!(waits.deadline(), None);
     }

@@ -1,5 +1,5 @@
-//! The health check of torchelastic, at TORCHELASTIC_HEALTH_CHECK_PORT: whoever asks there by HTTP is answered 200 as long
-//! as the event loop runs.
+//! The health check of torchelastic, at TORCHELASTIC_HEALTH_CHECK_PORT: whoever asks there by HTTP
+//! is answered 200 as long as the event loop runs.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -37,9 +37,13 @@ struct Request {
 impl Health {
     /// None where it is not asked for. The error is for the user: the job goes on without.
     pub fn start() -> Result<Option<Health>, String> {
-        let Some(value) = std::env::var_os(VARIABLE).filter(|value| !value.is_empty()) else { return Ok(None) };
-        let told = |error: &str| format!("no health check: {VARIABLE} is '{}': {error}", value.display());
-        let port = value.to_str().and_then(|value| value.trim().parse().ok()).filter(|port| *port > 0u16);
+        let Some(value) = std::env::var_os(VARIABLE).filter(|value| !value.is_empty()) else {
+            return Ok(None);
+        };
+        let told =
+            |error: &str| format!("no health check: {VARIABLE} is '{}': {error}", value.display());
+        let port =
+            value.to_str().and_then(|value| value.trim().parse().ok()).filter(|port| *port > 0u16);
         let port = port.ok_or_else(|| told("it must be a port from 1 to 65535"))?;
         let listen = || -> std::io::Result<TcpListener> {
             let listener = TcpListener::bind((address::any(), port))?;
@@ -79,7 +83,8 @@ impl Request {
         let mut bytes = [0; 1024];
         match self.stream.read(&mut bytes) {
             Ok(count @ 1..) => self.bytes.extend_from_slice(&bytes[..count]),
-            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
+            Err(error)
+                if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
             _ => return false,
         }
         let is_whole = self.bytes.windows(4).any(|end| end == b"\r\n\r\n");

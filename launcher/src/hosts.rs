@@ -34,7 +34,14 @@ pub struct Start {
 }
 
 /// The start of the agent of a node. `prefix`: it is to put the rank before each line.
-pub fn start(job: &Job, hosts: &Hosts, node: usize, is_local: bool, place: &Place, prefix: bool) -> Start {
+pub fn start(
+    job: &Job,
+    hosts: &Hosts,
+    node: usize,
+    is_local: bool,
+    place: &Place,
+    prefix: bool,
+) -> Start {
     let host = hosts.list[node].destination();
     let arguments = agent(job, hosts, node, prefix);
     let launcher = || std::iter::once(place.launcher.clone().into());
@@ -48,10 +55,17 @@ pub fn start(job: &Job, hosts: &Hosts, node: usize, is_local: bool, place: &Plac
         let command = command.chain(shell.iter().map(OsString::from)).chain(words).collect();
         (shell, command)
     };
-    let is_plain = |word: &String| !word.contains(|letter: char| letter.is_whitespace() || "'\"\\".contains(letter));
+    let is_plain = |word: &String| {
+        !word.contains(|letter: char| letter.is_whitespace() || "'\"\\".contains(letter))
+    };
     let word = |word: String| if is_plain(&word) { word } else { lossy(OsStr::new(&word)) };
     let starter: Vec<_> = starter.into_iter().map(word).collect();
-    Start { host, starter: starter.join(" "), agent: launcher().chain(arguments).collect(), command }
+    Start {
+        host,
+        starter: starter.join(" "),
+        agent: launcher().chain(arguments).collect(),
+        command,
+    }
 }
 
 /// The arguments of the agent of a node.
@@ -63,7 +77,9 @@ fn agent(job: &Job, hosts: &Hosts, node: usize, prefix: bool) -> Vec<OsString> {
     ];
     let mut arguments = hosts.flags.clone();
     arguments.extend(place.map(OsString::from));
-    arguments.extend(hosts.list[node].workers.map(|workers| format!("--nproc-per-node={workers}").into()));
+    arguments.extend(
+        hosts.list[node].workers.map(|workers| format!("--nproc-per-node={workers}").into()),
+    );
     arguments.extend(prefix.then(|| "--prefix".into()));
     arguments.push(job.program.name.clone());
     arguments.extend(job.program.arguments.iter().cloned());
@@ -73,9 +89,11 @@ fn agent(job: &Job, hosts: &Hosts, node: usize, prefix: bool) -> Vec<OsString> {
 /// The line that starts an agent on another machine, whatever shell the user has there.
 fn script(place: &Place, arguments: &[OsString]) -> OsString {
     let (folder, launcher) = (place.folder.display(), place.launcher.display());
-    let no_folder = format!("there is no folder {folder}; flow-launch starts in the same one on all hosts");
+    let no_folder =
+        format!("there is no folder {folder}; flow-launch starts in the same one on all hosts");
     let no_launcher = format!("there is no flow-launch: neither {launcher} nor on PATH");
-    let words = |words: &[&OsStr]| words.iter().map(|word| quote(word)).collect::<Vec<_>>().join(&b' ');
+    let words =
+        |words: &[&OsStr]| words.iter().map(|word| quote(word)).collect::<Vec<_>>().join(&b' ');
     let arguments: Vec<_> = arguments.iter().map(OsString::as_os_str).collect();
     let script = [
         b"cd ".as_slice(),
@@ -104,20 +122,25 @@ fn lossy(word: &OsStr) -> String {
 }
 
 /// Variables whose names begin so go to all hosts.
-const PASSED_ON: [&str; 11] =
-    ["FLOW_", "PET_", "NCCL_", "GLOO_", "UCX_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "PYTHON", "RUST_"];
+const PASSED_ON: [&str; 11] = [
+    "FLOW_", "PET_", "NCCL_", "GLOO_", "UCX_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "PYTHON",
+    "RUST_",
+];
 
 /// But for these, which belong to one machine or one job.
-const KEPT: [&str; 5] = ["FLOW_LAUNCHER", "FLOW_STORE", "FLOW_LOCAL_ADDR", "FLOW_RSH", "TORCHELASTIC_ERROR_FILE"];
+const KEPT: [&str; 5] =
+    ["FLOW_LAUNCHER", "FLOW_STORE", "FLOW_LOCAL_ADDR", "FLOW_RSH", "TORCHELASTIC_ERROR_FILE"];
 
 /// The variables for the agents, and the names of those that could not be had.
 pub fn environment(
     own: impl Iterator<Item = (OsString, OsString)>,
     exports: &[(String, Option<String>)],
 ) -> (BTreeMap<String, String>, Vec<String>) {
-    let own = own.filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+    let own =
+        own.filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
     let own: BTreeMap<String, String> = own.collect();
-    let is_passed_on = |name: &str| PASSED_ON.iter().any(|start| name.starts_with(start)) && !KEPT.contains(&name);
+    let is_passed_on =
+        |name: &str| PASSED_ON.iter().any(|start| name.starts_with(start)) && !KEPT.contains(&name);
     let mut environment = own.clone();
     environment.retain(|name, _| is_passed_on(name));
     let mut missing = Vec::new();
@@ -130,7 +153,8 @@ pub fn environment(
     (environment, missing)
 }
 
-/// What `--dry-run` prints: each agent's command, as for a shell, and the names of what goes to all.
+/// What `--dry-run` prints: each agent's command, as for a shell, and the names of what goes to
+/// all.
 pub fn describe(starts: &[Start], environment: &BTreeMap<String, String>) -> String {
     let mut text = format!("nodes: {}\n", starts.len());
     for (node, Start { host, starter, agent, .. }) in starts.iter().enumerate() {
@@ -158,12 +182,19 @@ mod tests {
     fn arguments_of_agents() {
         let job = job("f --hosts a:2,me@b --nproc 4 --tee 3 train --hosts x");
         let hosts = job.hosts.as_ref().unwrap();
-        let of = |node, prefix| agent(&job, hosts, node, prefix).join(OsStr::new(" ")).into_string().unwrap();
+        let of = |node, prefix| {
+            agent(&job, hosts, node, prefix).join(OsStr::new(" ")).into_string().unwrap()
+        };
         let common = "--nproc-per-node=4 --tee=3 --nnodes=2";
         let first = "--node-rank=0 --master-addr=a --nproc-per-node=2 train --hosts x";
         assert_eq!(of(0, false), format!("{common} {first}"));
-        assert_eq!(of(1, true), format!("{common} --node-rank=1 --master-addr=a --prefix train --hosts x"));
-        let start = |is_local| start(&job, hosts, 1, is_local, &place("/folder", "/bin/flow-launch"), false);
+        assert_eq!(
+            of(1, true),
+            format!("{common} --node-rank=1 --master-addr=a --prefix train --hosts x")
+        );
+        let start = |is_local| {
+            start(&job, hosts, 1, is_local, &place("/folder", "/bin/flow-launch"), false)
+        };
         let Start { host, agent, command, .. } = start(true);
         assert_eq!(
             (host.as_str(), &command[..2]),
@@ -182,8 +213,17 @@ mod tests {
         let odd = ["a b", "'", "$HOME", "", "\\", "`", "!", "*"].map(OsString::from);
         let run = |place: &Place| {
             let mut shell = std::process::Command::new("sh");
-            let output = shell.arg("-c").arg(script(place, &odd)).env("PATH", "/bin:/usr/bin").output().unwrap();
-            (output.status.code(), String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
+            let output = shell
+                .arg("-c")
+                .arg(script(place, &odd))
+                .env("PATH", "/bin:/usr/bin")
+                .output()
+                .unwrap();
+            (
+                output.status.code(),
+                String::from_utf8(output.stdout).unwrap(),
+                String::from_utf8(output.stderr).unwrap(),
+            )
         };
         let folder = folder.path().to_str().unwrap();
         let launcher = format!("{folder}/launch er");
@@ -195,17 +235,31 @@ mod tests {
         let (code, _, stderr) = run(&place("/no/where", &launcher));
         assert!(code == Some(1) && stderr.starts_with("there is no folder /no/where;"), "{stderr}");
         let (code, _, stderr) = run(&place(folder, "/no/flow-launch"));
-        assert!(code == Some(127) && stderr.contains("neither /no/flow-launch nor on PATH"), "{stderr}");
+        assert!(
+            code == Some(127) && stderr.contains("neither /no/flow-launch nor on PATH"),
+            "{stderr}"
+        );
     }
 
     #[test]
     fn variables_that_are_passed_on() {
-        let own = [("FLOW_TIMEOUT", "9"), ("FLOW_STORE", "x"), ("PATH", "/bin"), ("PYTHONPATH", "/p"), ("MY", "1")];
+        let own = [
+            ("FLOW_TIMEOUT", "9"),
+            ("FLOW_STORE", "x"),
+            ("PATH", "/bin"),
+            ("PYTHONPATH", "/p"),
+            ("MY", "1"),
+        ];
         let own = own.into_iter().map(|(name, value)| (name.into(), value.into()));
-        let exports = [("MY".into(), None), ("PATH".into(), Some("/x".into())), ("NONE".into(), None)];
+        let exports =
+            [("MY".into(), None), ("PATH".into(), Some("/x".into())), ("NONE".into(), None)];
         let (environment, missing) = environment(own, &exports);
-        let found: Vec<_> = environment.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
-        assert_eq!(found, [("FLOW_TIMEOUT", "9"), ("MY", "1"), ("PATH", "/x"), ("PYTHONPATH", "/p")]);
+        let found: Vec<_> =
+            environment.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
+        assert_eq!(
+            found,
+            [("FLOW_TIMEOUT", "9"), ("MY", "1"), ("PATH", "/x"), ("PYTHONPATH", "/p")]
+        );
         assert_eq!(missing, ["NONE"]);
     }
 }

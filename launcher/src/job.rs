@@ -193,9 +193,11 @@ impl StreamMap {
     pub fn of(&self, local_rank: u32) -> Streams {
         match self {
             StreamMap::All(streams) => *streams,
-            StreamMap::Each(map) => {
-                map.iter().rev().find(|(rank, _)| *rank == local_rank).map_or_else(Streams::default, |(_, s)| *s)
-            }
+            StreamMap::Each(map) => map
+                .iter()
+                .rev()
+                .find(|(rank, _)| *rank == local_rank)
+                .map_or_else(Streams::default, |(_, s)| *s),
         }
     }
 }

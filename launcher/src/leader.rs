@@ -1,7 +1,9 @@
-//! The leading node's side of the link: the coordinator, and the stores through which agents and workers reach it.
+//! The leading node's side of the link: the coordinator, and the stores through which agents and
+//! workers reach it.
 //!
-//! All are served at one address. An agent posts its events to the agents' store and finds its orders there, numbered.
-//! Each round has a store of its own beside it for the workers, and one of PyTorch's.
+//! All are served at one address. An agent posts its events to the agents' store and finds its
+//! orders there, numbered. Each round has a store of its own beside it for the workers, and one of
+//! PyTorch's.
 
 use std::collections::{HashMap, VecDeque};
 use std::fs::File;
@@ -42,7 +44,8 @@ pub struct Leader {
     /// Where all reach this node.
     address: String,
     port: u16,
-    /// Whether PyTorch's store is served here; if not, what is to be MASTER_PORT, if the user has said so.
+    /// Whether PyTorch's store is served here; if not, what is to be MASTER_PORT, if the user has
+    /// said so.
     has_agent_store: bool,
     master_port: Option<u16>,
     orders: VecDeque<Order>,
@@ -53,7 +56,8 @@ pub struct Leader {
 }
 
 impl Leader {
-    /// Serves all agents and workers at `port` of this machine, which others know as `host`; 0 is any free one.
+    /// Serves all agents and workers at `port` of this machine, which others know as `host`; 0 is
+    /// any free one.
     ///
     /// # Errors
     /// An `io::Error`, `AddrInUse` if the port is taken.
@@ -72,8 +76,13 @@ impl Leader {
             _ => (link::token(job)?, address::interface(&[host, &node.address]), None),
         };
         let agents = Server::start(&Address::Tcp(address::join(&bind.to_string(), port)), &token)?;
-        let Address::Tcp(bound) = agents.address() else { bail!("it is served elsewhere: {}", agents.address()) };
-        let port = bound.rsplit_once(':').and_then(|(_, port)| port.parse().ok()).context("it has no port")?;
+        let Address::Tcp(bound) = agents.address() else {
+            bail!("it is served elsewhere: {}", agents.address())
+        };
+        let port = bound
+            .rsplit_once(':')
+            .and_then(|(_, port)| port.parse().ok())
+            .context("it has no port")?;
         let mut leader = Leader {
             coordinator: Coordinator::new(job, Instant::now()),
             agents,
@@ -102,7 +111,9 @@ impl Leader {
         while let Some(message) = self.agents.posts().try_next() {
             match serde_json::from_slice(&message) {
                 Ok((agent, event)) if agent != LEADER => self.take(agent, event),
-                _ => log::warn!("another node's agent has sent what makes no sense: is it of the same version?"),
+                _ => log::warn!(
+                    "another node's agent has sent what makes no sense: is it of the same version?"
+                ),
             }
         }
         let now = Instant::now();
@@ -114,7 +125,9 @@ impl Leader {
                 }
             }
             let finding = round.waits.elapsed(now);
-            self.news.extend(finding.as_ref().map(|finding| News::Hang { report: finding.report().into() }));
+            self.news.extend(
+                finding.as_ref().map(|finding| News::Hang { report: finding.report().into() }),
+            );
             let orders = match finding {
                 Some(Finding::Report(report)) => self.coordinator.say(&report),
                 Some(Finding::Hung(report)) => self.coordinator.hung(report, now),
@@ -149,7 +162,8 @@ impl Leader {
 
     /// All others have heard that the job is over, or had time to.
     pub fn is_alone(&self) -> bool {
-        self.coordinator.is_alone() || self.farewell.is_some_and(|farewell| farewell <= Instant::now())
+        self.coordinator.is_alone()
+            || self.farewell.is_some_and(|farewell| farewell <= Instant::now())
     }
 
     fn take(&mut self, agent: AgentId, event: Event) {
@@ -181,7 +195,9 @@ impl Leader {
                     Ok(rendezvous) => placement.rendezvous = rendezvous,
                     Err(error) => {
                         // No agent has started yet: they all get the end instead.
-                        let end = self.coordinator.give_up(format!("cannot serve the workers' store: {error:#}"));
+                        let end = self
+                            .coordinator
+                            .give_up(format!("cannot serve the workers' store: {error:#}"));
                         return self.pass_on(end);
                     }
                 }
@@ -192,7 +208,9 @@ impl Leader {
             }
             match &order {
                 // It holds the store's token, which is not for logs.
-                Order::Start { round, .. } => log::debug!("order for agent {agent}: start round {round}"),
+                Order::Start { round, .. } => {
+                    log::debug!("order for agent {agent}: start round {round}")
+                }
                 order => log::debug!("order for agent {agent}: {order:?}"),
             }
             if agent == LEADER {
@@ -218,7 +236,9 @@ impl Leader {
         let master_port = match (self.has_agent_store, self.master_port) {
             (true, _) => self.port,
             (false, Some(port)) => port,
-            (false, None) => address::free_port().context("cannot find a free port for MASTER_PORT")?,
+            (false, None) => {
+                address::free_port().context("cannot find a free port for MASTER_PORT")?
+            }
         };
         let rendezvous = Rendezvous {
             master_addr: self.address.clone(),
@@ -228,7 +248,13 @@ impl Leader {
             token,
         };
         let waits = Waits::new(self.hang_timeout);
-        self.round = Some(Round { number: round, store, _tcp_store: tcp_store, rendezvous: rendezvous.clone(), waits });
+        self.round = Some(Round {
+            number: round,
+            store,
+            _tcp_store: tcp_store,
+            rendezvous: rendezvous.clone(),
+            waits,
+        });
         Ok(rendezvous)
     }
 }

@@ -1,9 +1,11 @@
-//! The leash: how the agents of `--hosts` hang on the flow-launch that has started them, the *head*.
+//! The leash: how the agents of `--hosts` hang on the flow-launch that has started them, the
+//! *head*.
 //!
-//! It is the agent's standard input. The head first writes the variables for the agent's environment, among them the
-//! job's secret, as a line of JSON; then `signal N` for each signal that it passes on, and an empty line now and then.
-//! When the leash ends, or nothing has come for long, whatever there is between agent and head is gone, and the agent
-//! ends its job as at SIGTERM. The agent says that it is there by a line on its standard output, before all else.
+//! It is the agent's standard input. The head first writes the variables for the agent's
+//! environment, among them the job's secret, as a line of JSON; then `signal N` for each signal
+//! that it passes on, and an empty line now and then. When the leash ends, or nothing has come for
+//! long, whatever there is between agent and head is gone, and the agent ends its job as at
+//! SIGTERM. The agent says that it is there by a line on its standard output, before all else.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -51,8 +53,8 @@ pub fn environment(variables: &BTreeMap<String, String>) -> anyhow::Result<Strin
     Ok(serde_json::to_string(variables)? + "\n")
 }
 
-/// In a new process on the leash: becomes a remote shell, which the kernel kills when the head dies. It has no terminal
-/// to ask questions at.
+/// In a new process on the leash: becomes a remote shell, which the kernel kills when the head
+/// dies. It has no terminal to ask questions at.
 pub fn exec_remote_shell(command: impl Iterator<Item = OsString>) -> ExitCode {
     let ready = || -> io::Result<()> {
         leave_terminal()?;
@@ -77,19 +79,23 @@ fn leave_terminal() -> io::Result<()> {
     }
 }
 
-/// Puts this process on the leash at its standard input, which is empty from then on: workers inherit none of it. To be
-/// called while there is one thread.
+/// Puts this process on the leash at its standard input, which is empty from then on: workers
+/// inherit none of it. To be called while there is one thread.
 pub fn take() -> anyhow::Result<()> {
     leave_terminal()?;
     let input = io::stdin().as_fd().try_clone_to_owned()?;
     nix::unistd::dup2_stdin(File::open("/dev/null")?)?;
     let mut leash = Leash { input, unread: Vec::new(), silence: SILENCE };
     let Some(line) = leash.line() else { bail!("whoever has started this agent is gone") };
-    let variables: BTreeMap<String, String> = serde_json::from_str(&line).context("the leash has no variables")?;
+    let variables: BTreeMap<String, String> =
+        serde_json::from_str(&line).context("the leash has no variables")?;
     variables.iter().for_each(|(name, value)| std::env::set_var(name, value));
     io::stdout().write_all(GREETING.as_bytes())?;
     io::stdout().flush()?;
-    thread::Builder::new().name("leash".into()).spawn(|| leash.obey()).context("cannot start a thread")?;
+    thread::Builder::new()
+        .name("leash".into())
+        .spawn(|| leash.obey())
+        .context("cannot start a thread")?;
     Ok(())
 }
 
@@ -156,7 +162,9 @@ mod tests {
     fn lines_end_with_the_leash() {
         let (mut leash, mut output) = leash();
         let variables = BTreeMap::from([("A".to_string(), "1\n2".to_string())]);
-        output.write_all((environment(&variables).unwrap() + BEAT + &signal(15) + "half").as_bytes()).unwrap();
+        output
+            .write_all((environment(&variables).unwrap() + BEAT + &signal(15) + "half").as_bytes())
+            .unwrap();
         drop(output);
         let lines: Vec<_> = std::iter::from_fn(|| leash.line()).collect();
         assert_eq!(lines, [r#"{"A":"1\n2"}"#, "", "signal 15"]);

@@ -47,7 +47,12 @@ impl Link {
         Link::find(job, local_world_size, job.nodes.patience.join.min(AGAIN), false)
     }
 
-    fn find(job: &Job, local_world_size: u32, patience: Duration, may_lead: bool) -> anyhow::Result<Link> {
+    fn find(
+        job: &Job,
+        local_world_size: u32,
+        patience: Duration,
+        may_lead: bool,
+    ) -> anyhow::Result<Link> {
         let node = |address: String, node_rank: Option<u32>| Node {
             host: address::host_name(),
             address: job.nodes.local_addr.clone().unwrap_or(address),
@@ -58,7 +63,10 @@ impl Link {
         };
         let (node_rank, host, port, serves) = match &job.nodes.meeting {
             Meeting::Alone { master_addr, master_port } => {
-                let host = master_addr.as_deref().or(job.nodes.local_addr.as_deref()).unwrap_or("127.0.0.1");
+                let host = master_addr
+                    .as_deref()
+                    .or(job.nodes.local_addr.as_deref())
+                    .unwrap_or("127.0.0.1");
                 // A port that was given is for PyTorch's store, whoever serves that.
                 (None, host, master_port.filter(|_| job.nodes.has_agent_store).unwrap_or(0), true)
             }
@@ -82,9 +90,13 @@ impl Link {
                 // Another agent of this machine has come first.
                 Err(error) if is_taken(&error) && !must_serve(job) => {}
                 Err(error) => {
-                    let hint =
-                        if is_taken(&error) { "; choose another by --master-port or --rdzv-endpoint" } else { "" };
-                    return Err(error.context(format!("cannot serve the job at port {port} of {host}{hint}")));
+                    let hint = if is_taken(&error) {
+                        "; choose another by --master-port or --rdzv-endpoint"
+                    } else {
+                        ""
+                    };
+                    return Err(error
+                        .context(format!("cannot serve the job at port {port} of {host}{hint}")));
                 }
             }
         }

@@ -1,8 +1,10 @@
 //! The files of a job: what workers print, and the errors they record.
 //!
-//! Below the log folder they are named as torchrun names them, in a folder of this start of flow-launch:
-//! `<run id>_<name of this launch>/attempt_<n>/<local rank>/{stdout.log, stderr.log, error.json}` and, for all workers,
-//! `attempt_<n>/filtered_{stdout,stderr}.log`; or as OneFlow does: `local_rank_<n>/{stdout,stderr}`.
+//! Below the log folder they are named as torchrun names them, in a folder of this start of
+//! flow-launch:
+//! `<run id>_<name of this launch>/attempt_<n>/<local rank>/{stdout.log, stderr.log, error.json}`
+//! and, for all workers, `attempt_<n>/filtered_{stdout,stderr}.log`; or as OneFlow does:
+//! `local_rank_<n>/{stdout,stderr}`.
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
@@ -31,8 +33,14 @@ pub struct Logs {
 }
 
 impl Logs {
-    /// Makes the folders. Without a log folder, error files are in a temporary one, which goes with the launcher.
-    pub fn create(output: &Output, routes: Routes, run_id: &str, guard: &Guard) -> anyhow::Result<Logs> {
+    /// Makes the folders. Without a log folder, error files are in a temporary one, which goes with
+    /// the launcher.
+    pub fn create(
+        output: &Output,
+        routes: Routes,
+        run_id: &str,
+        guard: &Guard,
+    ) -> anyhow::Result<Logs> {
         let oneflow_names = output.oneflow_names;
         let mut logs = Logs { routes, streams: None, errors: None, oneflow_names, note: None };
         if route::is_nowhere(output) {
@@ -42,7 +50,10 @@ impl Logs {
             let folder = output.log_dir.clone().unwrap_or_else(std::env::temp_dir);
             let folder = make_log_folder(folder, oneflow_names, run_id, guard.name())?;
             if output.log_dir.is_none() {
-                logs.note = Some(format!("logs are in {}; --log-dir chooses another folder", folder.display()));
+                logs.note = Some(format!(
+                    "logs are in {}; --log-dir chooses another folder",
+                    folder.display()
+                ));
             }
             logs.streams = Some(folder);
         }
@@ -52,7 +63,9 @@ impl Logs {
             match guard.temporary_folder() {
                 Ok(folder) => logs.errors = Some(folder),
                 Err(error) => {
-                    logs.note = Some(format!("workers get no error files: cannot make a temporary folder: {error}"));
+                    logs.note = Some(format!(
+                        "workers get no error files: cannot make a temporary folder: {error}"
+                    ));
                 }
             }
         }
@@ -60,7 +73,13 @@ impl Logs {
     }
 
     /// Opens what a worker's streams are copied to; `worker` numbers it.
-    pub fn copies(&self, attempt: u32, worker: usize, rank: u32, local_rank: u32) -> io::Result<[Copies; 2]> {
+    pub fn copies(
+        &self,
+        attempt: u32,
+        worker: usize,
+        rank: u32,
+        local_rank: u32,
+    ) -> io::Result<[Copies; 2]> {
         let open = |which: Which| -> io::Result<Copies> {
             let route = self.routes.of(which, rank, local_rank);
             let file = if route.file { self.stream(attempt, local_rank, which)? } else { None };
@@ -103,14 +122,19 @@ impl Logs {
     }
 
     fn filter(&self, attempt: u32, which: Which) -> io::Result<Option<Filter>> {
-        let (Some(folder), needles @ [_, ..]) = (&self.streams, self.routes.needles(which)) else { return Ok(None) };
+        let (Some(folder), needles @ [_, ..]) = (&self.streams, self.routes.needles(which)) else {
+            return Ok(None);
+        };
         let folder = match self.oneflow_names {
             true => folder.clone(),
             false => folder.join(format!("attempt_{attempt}")),
         };
         std::fs::create_dir_all(&folder)?;
         let file = LogFile::open(folder.join(format!("filtered_{}.log", which.name())), false)?;
-        Ok(Some(Filter { needles: needles.iter().map(|needle| Finder::new(needle).into_owned()).collect(), file }))
+        Ok(Some(Filter {
+            needles: needles.iter().map(|needle| Finder::new(needle).into_owned()).collect(),
+            file,
+        }))
     }
 }
 
@@ -118,7 +142,12 @@ fn worker_folder(folder: &Path, attempt: u32, local_rank: u32) -> PathBuf {
     folder.join(format!("attempt_{attempt}")).join(local_rank.to_string())
 }
 
-fn make_log_folder(folder: PathBuf, oneflow_names: bool, run_id: &str, launch: &str) -> anyhow::Result<PathBuf> {
+fn make_log_folder(
+    folder: PathBuf,
+    oneflow_names: bool,
+    run_id: &str,
+    launch: &str,
+) -> anyhow::Result<PathBuf> {
     let told = || format!("cannot make the log folder {}", folder.display());
     // A worker may change its current folder and must still find its error file.
     let folder = std::path::absolute(&folder).with_context(told)?;
@@ -149,7 +178,11 @@ pub struct LogFile {
 impl LogFile {
     fn open(path: PathBuf, truncate: bool) -> io::Result<LogFile> {
         let flags = if truncate { OFlags::TRUNC } else { OFlags::empty() };
-        let file = OpenOptions::new().append(true).create(true).custom_flags(flags.bits() as i32).open(&path)?;
+        let file = OpenOptions::new()
+            .append(true)
+            .create(true)
+            .custom_flags(flags.bits() as i32)
+            .open(&path)?;
         Ok(LogFile { start: file.metadata()?.len(), file: Some(file), path })
     }
 
@@ -163,7 +196,10 @@ impl LogFile {
         let Some(file) = &mut self.file else { return Ok(()) };
         file.write_all(bytes).map_err(|error| {
             self.file = None;
-            format!("cannot write to {}: {error}; it will lack the rest of the output", self.path.display())
+            format!(
+                "cannot write to {}: {error}; it will lack the rest of the output",
+                self.path.display()
+            )
         })
     }
 }
@@ -219,7 +255,13 @@ mod tests {
             stderr_filters: Vec::new(),
         };
         let routes = Routes::new(&output, "default", None, false);
-        Logs { routes, streams: Some(base.into()), errors: Some(base.into()), oneflow_names, note: None }
+        Logs {
+            routes,
+            streams: Some(base.into()),
+            errors: Some(base.into()),
+            oneflow_names,
+            note: None,
+        }
     }
 
     fn write(logs: &Logs, attempt: u32, text: &str) -> PathBuf {
@@ -231,7 +273,10 @@ mod tests {
     #[test]
     fn names_are_torchruns_or_oneflows() {
         let base = tempfile::tempdir().unwrap();
-        assert_eq!(write(&logs(base.path(), false), 2, ""), base.path().join("attempt_2/3/stderr.log"));
+        assert_eq!(
+            write(&logs(base.path(), false), 2, ""),
+            base.path().join("attempt_2/3/stderr.log")
+        );
         let oneflow = write(&logs(base.path(), true), 0, "old");
         assert_eq!(oneflow, base.path().join("local_rank_3/stderr"));
         write(&logs(base.path(), true), 0, "first");

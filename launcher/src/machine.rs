@@ -38,14 +38,20 @@ const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 
 fn nvidia_devices() -> u32 {
     let Ok(entries) = std::fs::read_dir("/dev") else { return 0 };
-    let is_gpu = |name: &str| name.strip_prefix("nvidia").is_some_and(|number| number.parse::<u32>().is_ok());
+    let is_gpu = |name: &str| {
+        name.strip_prefix("nvidia").is_some_and(|number| number.parse::<u32>().is_ok())
+    };
     entries.flatten().filter(|entry| entry.file_name().to_str().is_some_and(is_gpu)).count() as u32
 }
 
-/// GPUs a CUDA program would see: CUDA_VISIBLE_DEVICES is a list that ends at its first empty or negative entry.
+/// GPUs a CUDA program would see: CUDA_VISIBLE_DEVICES is a list that ends at its first empty or
+/// negative entry.
 fn visible_gpus(devices: u32, visible: Option<&str>) -> u32 {
-    let listed =
-        |list: &str| list.split(',').take_while(|id| !id.trim().is_empty() && !id.trim().starts_with('-')).count();
+    let listed = |list: &str| {
+        list.split(',')
+            .take_while(|id| !id.trim().is_empty() && !id.trim().starts_with('-'))
+            .count()
+    };
     visible.map_or(devices, |list| devices.min(listed(list) as u32))
 }
 

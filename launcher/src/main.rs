@@ -1,4 +1,5 @@
-//! `flow-launch`: starts the workers of a job, passes on their output, and stops them all when one fails.
+//! `flow-launch`: starts the workers of a job, passes on their output, and stops them all when one
+//! fails.
 //!
 //! | file | subject |
 //! |---|---|
@@ -84,7 +85,9 @@ fn main() -> ExitCode {
     match arguments.get(1).and_then(|first| first.to_str()) {
         Some(worker::HIDDEN_FLAG) => return worker::exec(arguments.into_iter().skip(2)),
         Some(guard::HIDDEN_FLAG) => return guard::main(arguments.into_iter().skip(2)),
-        Some(leash::REMOTE_SHELL_FLAG) => return leash::exec_remote_shell(arguments.into_iter().skip(2)),
+        Some(leash::REMOTE_SHELL_FLAG) => {
+            return leash::exec_remote_shell(arguments.into_iter().skip(2))
+        }
         Some(leash::HIDDEN_FLAG) => {
             arguments.remove(1);
             if let Err(error) = leash::take() {
@@ -127,7 +130,8 @@ fn run(mut job: Job) -> anyhow::Result<u8> {
     }
     let command = find::command(&job.program)?;
     if job.dry_run {
-        std::io::stdout().write_all(dry_run::describe(&job, local_world_size, &command, &machine).as_bytes())?;
+        std::io::stdout()
+            .write_all(dry_run::describe(&job, local_world_size, &command, &machine).as_bytes())?;
         return Ok(0);
     }
     // One node's job is its own: programs name things by its id.

@@ -1,5 +1,5 @@
-//! Another node's side of the link: a connection that listens for orders, whose long polls are the heartbeat, and one
-//! that posts events.
+//! Another node's side of the link: a connection that listens for orders, whose long polls are the
+//! heartbeat, and one that posts events.
 
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -42,7 +42,13 @@ pub struct Member {
 
 impl Member {
     /// Joins the job whose leader is at `host` and `port`, within `patience`.
-    pub fn join(job: &Job, node: Node, host: &str, port: u16, patience: Duration) -> anyhow::Result<Member> {
+    pub fn join(
+        job: &Job,
+        node: Node,
+        host: &str,
+        port: u16,
+        patience: Duration,
+    ) -> anyhow::Result<Member> {
         let (sender, heard) = mpsc::channel();
         let (bell, ring) = io::pipe()?;
         rustix::io::ioctl_fionbio(&bell, true)?;
@@ -124,7 +130,8 @@ struct Joining {
 }
 
 impl Joining {
-    /// Joins and listens until there is nothing more to hear. The error says why the leader is lost.
+    /// Joins and listens until there is nothing more to hear. The error says why the leader is
+    /// lost.
     fn run(&self, events: Receiver<Event>, posting: Sender<()>, ear: &Ear) -> Result<(), String> {
         let lost = |error: Error| match error {
             Error::Denied { address, reason } => {
@@ -151,19 +158,22 @@ impl Joining {
         posts.set_patience(self.heartbeat);
         let mut node = self.node.clone();
         if node.address.is_empty() {
-            node.address = address::towards(&self.leader).map_err(|error| format!("{}: {error}", self.leader))?;
+            node.address = address::towards(&self.leader)
+                .map_err(|error| format!("{}: {error}", self.leader))?;
         }
         let agent = store.add("agents", 1).map_err(lost)? as AgentId;
         let will = Event::Gone { why: "its flow-launch was killed, or cannot be reached".into() };
         store.will(&message(agent, &will), self.heartbeat).map_err(lost)?;
         posts.post(&message(agent, &Event::Joined { node })).map_err(lost)?;
         self.connected.store(true, Ordering::SeqCst);
-        let own_ear = ear.try_clone().map_err(|error| format!("cannot duplicate a pipe: {error}"))?;
+        let own_ear =
+            ear.try_clone().map_err(|error| format!("cannot duplicate a pipe: {error}"))?;
         let post = move || {
             let _closes_at_the_end = posting;
             for event in events {
                 if let Err(error) = posts.post(&message(agent, &event)) {
-                    own_ear.tell(Heard::Lost(format!("the leading node cannot be reached: {error}")));
+                    own_ear
+                        .tell(Heard::Lost(format!("the leading node cannot be reached: {error}")));
                     return;
                 }
             }
@@ -196,7 +206,9 @@ impl Joining {
         loop {
             let left = patience.saturating_sub(begin.elapsed());
             match Store::connect(&self.address, &self.token, left) {
-                Err(Error::Connect { .. }) if begin.elapsed() + PAUSE < patience => thread::sleep(PAUSE),
+                Err(Error::Connect { .. }) if begin.elapsed() + PAUSE < patience => {
+                    thread::sleep(PAUSE)
+                }
                 result => return result,
             }
         }

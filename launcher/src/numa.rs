@@ -1,4 +1,5 @@
-//! Which CPUs each worker runs on: `--numa-binding`. Memory follows, for Linux takes it from the node that first uses it.
+//! Which CPUs each worker runs on: `--numa-binding`. Memory follows, for Linux takes it from the
+//! node that first uses it.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -33,9 +34,12 @@ pub struct Topology {
 impl Topology {
     /// This machine's; `visible` is CUDA_VISIBLE_DEVICES.
     pub fn this(visible: Option<&str>) -> anyhow::Result<Topology> {
-        let mask = rustix::thread::sched_getaffinity(None).context("cannot learn which CPUs may be used")?;
-        let allowed: Vec<_> = (0..rustix::thread::CpuSet::MAX_CPU).filter(|cpu| mask.is_set(*cpu)).collect();
-        Topology::read(Path::new("/"), &allowed, visible).context("cannot read the machine's topology below /sys")
+        let mask = rustix::thread::sched_getaffinity(None)
+            .context("cannot learn which CPUs may be used")?;
+        let allowed: Vec<_> =
+            (0..rustix::thread::CpuSet::MAX_CPU).filter(|cpu| mask.is_set(*cpu)).collect();
+        Topology::read(Path::new("/"), &allowed, visible)
+            .context("cannot read the machine's topology below /sys")
     }
 
     /// As `root` tells of it below `sys` and `proc`.
@@ -43,13 +47,15 @@ impl Topology {
         let nodes = nodes(root)?;
         let cpu = |id: usize| {
             let folder = root.join(format!("sys/devices/system/cpu/cpu{id}"));
-            let socket = fs::read_to_string(folder.join("topology/physical_package_id")).unwrap_or_default();
+            let socket =
+                fs::read_to_string(folder.join("topology/physical_package_id")).unwrap_or_default();
             Ok(Cpu {
                 id,
                 node: nodes.get(&id).copied().unwrap_or(0),
                 // Some virtual machines and ARM boards say -1, or nothing.
                 socket: socket.trim().parse().unwrap_or(0),
-                core: first(&fs::read_to_string(folder.join("topology/thread_siblings_list"))?).unwrap_or(id),
+                core: first(&fs::read_to_string(folder.join("topology/thread_siblings_list"))?)
+                    .unwrap_or(id),
                 cache: largest_cache(&folder.join("cache")).unwrap_or(id),
             })
         };
@@ -75,9 +81,13 @@ impl Topology {
     }
 }
 
-/// The CPUs of each worker, by local rank. A worker belongs to the node of its GPU; where there are fewer GPUs than
-/// workers, they are spread over the nodes, neighbours together.
-pub fn bind(binding: NumaBinding, workers: usize, topology: &Topology) -> Result<Vec<Vec<usize>>, Usage> {
+/// The CPUs of each worker, by local rank. A worker belongs to the node of its GPU; where there are
+/// fewer GPUs than workers, they are spread over the nodes, neighbours together.
+pub fn bind(
+    binding: NumaBinding,
+    workers: usize,
+    topology: &Topology,
+) -> Result<Vec<Vec<usize>>, Usage> {
     let nodes = topology.nodes();
     let homes: Vec<usize> = match topology.gpu_nodes.get(..workers) {
         Some(gpu_nodes) => gpu_nodes.to_vec(),
@@ -96,8 +106,12 @@ pub fn bind(binding: NumaBinding, workers: usize, topology: &Topology) -> Result
         match binding {
             NumaBinding::Node => Ok(topology.groups(home, |cpu| cpu.node).concat()),
             NumaBinding::Socket => {
-                let sockets: Vec<_> =
-                    topology.cpus.iter().filter(|cpu| cpu.node == home).map(|cpu| cpu.socket).collect();
+                let sockets: Vec<_> = topology
+                    .cpus
+                    .iter()
+                    .filter(|cpu| cpu.node == home)
+                    .map(|cpu| cpu.socket)
+                    .collect();
                 let is_near = |cpu: &&Cpu| sockets.contains(&cpu.socket);
                 Ok(topology.cpus.iter().filter(is_near).map(|cpu| cpu.id).collect())
             }
@@ -138,7 +152,10 @@ fn nodes(root: &Path) -> io::Result<BTreeMap<usize, usize>> {
     for entry in entries {
         let entry = entry?;
         let name = entry.file_name();
-        let Some(node) = name.to_str().and_then(|name| name.strip_prefix("node")?.parse().ok()) else { continue };
+        let Some(node) = name.to_str().and_then(|name| name.strip_prefix("node")?.parse().ok())
+        else {
+            continue;
+        };
         let cpus = fs::read_to_string(entry.path().join("cpulist"))?;
         nodes.extend(parse(&cpus).unwrap_or_default().into_iter().map(|cpu| (cpu, node)));
     }
@@ -148,17 +165,18 @@ fn nodes(root: &Path) -> io::Result<BTreeMap<usize, usize>> {
 /// The first CPU that shares the largest cache described in a folder.
 fn largest_cache(folder: &Path) -> Option<usize> {
     let read = |path: &Path, name: &str| fs::read_to_string(path.join(name)).ok();
-    let caches = fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path()).filter_map(|path| {
-        let is_of_data = matches!(read(&path, "type")?.trim(), "Unified" | "Data");
-        let level: u32 = read(&path, "level")?.trim().parse().ok()?;
-        is_of_data.then_some((level, path))
-    });
+    let caches =
+        fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path()).filter_map(|path| {
+            let is_of_data = matches!(read(&path, "type")?.trim(), "Unified" | "Data");
+            let level: u32 = read(&path, "level")?.trim().parse().ok()?;
+            is_of_data.then_some((level, path))
+        });
     let (_, path) = caches.max()?;
     first(&read(&path, "shared_cpu_list")?)
 }
 
-/// The node of each GPU that CUDA would see, as NVIDIA's driver names them: by PCI address, which is CUDA's order where
-/// they are alike.
+/// The node of each GPU that CUDA would see, as NVIDIA's driver names them: by PCI address, which
+/// is CUDA's order where they are alike.
 fn gpu_nodes(root: &Path, visible: Option<&str>) -> Vec<usize> {
     let Ok(entries) = fs::read_dir(root.join("proc/driver/nvidia/gpus")) else { return Vec::new() };
     let mut gpus: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
@@ -181,7 +199,9 @@ fn find_gpu<'a>(gpus: &'a [PathBuf], id: &str) -> Option<&'a PathBuf> {
     }
     let has_id = |gpu: &&PathBuf| {
         let information = fs::read_to_string(gpu.join("information")).unwrap_or_default();
-        information.lines().any(|line| line.strip_prefix("GPU UUID:").is_some_and(|uuid| uuid.trim().starts_with(id)))
+        information.lines().any(|line| {
+            line.strip_prefix("GPU UUID:").is_some_and(|uuid| uuid.trim().starts_with(id))
+        })
     };
     gpus.iter().find(has_id)
 }
@@ -215,7 +235,8 @@ mod tests {
     use proptest::prelude::*;
     use tempfile::TempDir;
 
-    /// A machine with `per_core` threads a core, numbered as Linux does: first each core's first thread.
+    /// A machine with `per_core` threads a core, numbered as Linux does: first each core's first
+    /// thread.
     struct Shape {
         sockets: usize,
         nodes_per_socket: usize,
@@ -238,19 +259,25 @@ mod tests {
             let root = tempfile::tempdir().unwrap();
             let system = root.path().join("sys/devices/system");
             let threads = |cores: std::ops::Range<usize>| {
-                let all =
-                    (0..self.threads_per_core).flat_map(|thread| cores.clone().map(move |c| c + thread * self.cores()));
+                let all = (0..self.threads_per_core)
+                    .flat_map(|thread| cores.clone().map(move |c| c + thread * self.cores()));
                 list(&all.collect::<Vec<_>>())
             };
             for node in 0..self.sockets * self.nodes_per_socket {
                 let start = node * self.cores_per_node;
-                write(system.join(format!("node/node{node}/cpulist")), threads(start..start + self.cores_per_node));
+                write(
+                    system.join(format!("node/node{node}/cpulist")),
+                    threads(start..start + self.cores_per_node),
+                );
                 for core in start..start + self.cores_per_node {
                     let size = self.cores_per_node / self.caches_per_node;
                     let cache = core - (core - start) % size;
                     for thread in 0..self.threads_per_core {
                         let cpu = system.join(format!("cpu/cpu{}", core + thread * self.cores()));
-                        write(cpu.join("topology/physical_package_id"), format!("{}\n", node / self.nodes_per_socket));
+                        write(
+                            cpu.join("topology/physical_package_id"),
+                            format!("{}\n", node / self.nodes_per_socket),
+                        );
                         write(cpu.join("topology/thread_siblings_list"), threads(core..core + 1));
                         for (index, level, kind, shared) in [
                             (0, 1, "Data", threads(core..core + 1)),
@@ -274,10 +301,20 @@ mod tests {
         }
     }
 
-    const LARGE: Shape =
-        Shape { sockets: 2, nodes_per_socket: 2, cores_per_node: 4, caches_per_node: 2, threads_per_core: 2 };
-    const SMALL: Shape =
-        Shape { sockets: 1, nodes_per_socket: 1, cores_per_node: 4, caches_per_node: 2, threads_per_core: 1 };
+    const LARGE: Shape = Shape {
+        sockets: 2,
+        nodes_per_socket: 2,
+        cores_per_node: 4,
+        caches_per_node: 2,
+        threads_per_core: 2,
+    };
+    const SMALL: Shape = Shape {
+        sockets: 1,
+        nodes_per_socket: 1,
+        cores_per_node: 4,
+        caches_per_node: 2,
+        threads_per_core: 1,
+    };
 
     fn bound(binding: NumaBinding, workers: usize, topology: &Topology) -> Vec<String> {
         bind(binding, workers, topology).unwrap().iter().map(|cpus| list(cpus)).collect()
@@ -292,7 +329,10 @@ mod tests {
             bound(NumaBinding::Exclusive, 6, &large),
             ["0-1,16-17", "2-3,18-19", "4-7,20-23", "8-9,24-25", "10-11,26-27", "12-15,28-31"]
         );
-        assert_eq!(bound(NumaBinding::CoreComplex, 4, &large), ["0-1,16-17", "4-5,20-21", "8-9,24-25", "12-13,28-29"]);
+        assert_eq!(
+            bound(NumaBinding::CoreComplex, 4, &large),
+            ["0-1,16-17", "4-5,20-21", "8-9,24-25", "12-13,28-29"]
+        );
         assert_eq!(bound(NumaBinding::CoreComplex, 5, &large)[..2], ["0-1,16-17", "2-3,18-19"]);
     }
 
@@ -303,7 +343,10 @@ mod tests {
         assert_eq!(bound(NumaBinding::Socket, 2, &small), ["0-3", "0-3"]);
         assert_eq!(bound(NumaBinding::Exclusive, 3, &small), ["0-1", "2", "3"]);
         assert_eq!(bound(NumaBinding::CoreComplex, 3, &small), ["0-1", "2-3", "0-1"]);
-        assert!(bind(NumaBinding::Exclusive, 5, &small).unwrap_err().0.contains("4 cores for 5 workers"));
+        assert!(bind(NumaBinding::Exclusive, 5, &small)
+            .unwrap_err()
+            .0
+            .contains("4 cores for 5 workers"));
     }
 
     #[test]
@@ -312,7 +355,10 @@ mod tests {
         let topology = Topology::read(root.path(), &[1, 4, 5, 17], None).unwrap();
         assert_eq!(bound(NumaBinding::Node, 2, &topology), ["1,17", "4-5"]);
         assert_eq!(bound(NumaBinding::Socket, 1, &topology), ["1,4-5,17"]);
-        assert!(bind(NumaBinding::Exclusive, 4, &topology).unwrap_err().0.contains("1 cores for 2 workers"));
+        assert!(bind(NumaBinding::Exclusive, 4, &topology)
+            .unwrap_err()
+            .0
+            .contains("1 cores for 2 workers"));
         let uneven = Topology::read(root.path(), &[0, 2, 3], None).unwrap();
         assert_eq!(bound(NumaBinding::CoreComplex, 2, &uneven), ["2-3", "0"]);
     }
@@ -320,12 +366,20 @@ mod tests {
     #[test]
     fn workers_go_where_their_gpu_is() {
         let root = LARGE.tree();
-        for (address, node, uuid) in
-            [("0000:1b:00.0", 3, "GPU-aa"), ("0000:0a:00.0", 1, "GPU-bb"), ("0000:dc:00.0", -1, "GPU-cc")]
-        {
-            write(root.path().join(format!("sys/bus/pci/devices/{address}/numa_node")), format!("{node}\n"));
+        for (address, node, uuid) in [
+            ("0000:1b:00.0", 3, "GPU-aa"),
+            ("0000:0a:00.0", 1, "GPU-bb"),
+            ("0000:dc:00.0", -1, "GPU-cc"),
+        ] {
+            write(
+                root.path().join(format!("sys/bus/pci/devices/{address}/numa_node")),
+                format!("{node}\n"),
+            );
             let information = format!("Model: \t\t X\nGPU UUID: \t {uuid}-1\n");
-            write(root.path().join(format!("proc/driver/nvidia/gpus/{address}/information")), information);
+            write(
+                root.path().join(format!("proc/driver/nvidia/gpus/{address}/information")),
+                information,
+            );
         }
         let all: Vec<_> = (0..32).collect();
         let nodes = |visible| Topology::read(root.path(), &all, visible).unwrap().gpu_nodes;
@@ -338,14 +392,22 @@ mod tests {
         // More workers than GPUs: not a job for GPUs.
         assert_eq!(bound(NumaBinding::Node, 4, &topology)[3], "12-15,28-31");
         let topology = Topology::read(root.path(), &[0, 1], None).unwrap();
-        assert!(bind(NumaBinding::Node, 2, &topology).unwrap_err().0.contains("GPU 0 is on NUMA node 1"));
+        assert!(bind(NumaBinding::Node, 2, &topology)
+            .unwrap_err()
+            .0
+            .contains("GPU 0 is on NUMA node 1"));
     }
 
     #[test]
     fn this_machine_is_understood() {
         let topology = Topology::this(None).unwrap();
         assert!(!topology.cpus.is_empty());
-        for binding in [NumaBinding::Node, NumaBinding::Socket, NumaBinding::Exclusive, NumaBinding::CoreComplex] {
+        for binding in [
+            NumaBinding::Node,
+            NumaBinding::Socket,
+            NumaBinding::Exclusive,
+            NumaBinding::CoreComplex,
+        ] {
             assert!(!bind(binding, 1, &topology).unwrap()[0].is_empty());
         }
     }

@@ -1,8 +1,9 @@
 //! Lines of output from many streams into one, never mixed within a line.
 //!
-//! A *segment* ends with `\n`, or with `\r`, so that progress bars pass through as they are drawn. A segment is passed
-//! on when it is complete; what there is of it before, such as a prompt, when that is asked for. A line of more than
-//! [`LONGEST`] bytes is passed on in pieces, between which another stream may come (on a line of its own).
+//! A *segment* ends with `\n`, or with `\r`, so that progress bars pass through as they are drawn.
+//! A segment is passed on when it is complete; what there is of it before, such as a prompt, when
+//! that is asked for. A line of more than [`LONGEST`] bytes is passed on in pieces, between which
+//! another stream may come (on a line of its own).
 
 use std::collections::VecDeque;
 
@@ -94,10 +95,15 @@ impl Assembler {
         }
     }
 
-    /// What there is of a segment that is not complete, beyond what was passed on. It is taken to be so now.
+    /// What there is of a segment that is not complete, beyond what was passed on. It is taken to
+    /// be so now.
     pub fn pass(&mut self) -> Option<Segment<'_>> {
         let passed = std::mem::replace(&mut self.passed, self.partial.len());
-        (passed < self.passed).then_some(Segment { bytes: &self.partial, passed, previous: self.previous })
+        (passed < self.passed).then_some(Segment {
+            bytes: &self.partial,
+            passed,
+            previous: self.previous,
+        })
     }
 
     /// There is something to [`Assembler::pass`].
@@ -126,7 +132,8 @@ pub struct Queue {
     bytes: VecDeque<u8>,
     /// Where the output is a terminal that can erase: what is on its last line.
     screen: Option<Screen>,
-    /// Elsewhere: whose segment, not ended by a newline, is the last thing in the output, and how it ends.
+    /// Elsewhere: whose segment, not ended by a newline, is the last thing in the output, and how
+    /// it ends.
     unfinished: Option<(StreamId, Ending)>,
 }
 
@@ -146,7 +153,8 @@ impl Queue {
         }
         let mine = self.unfinished.is_some_and(|(stream, _)| stream == source.id);
         if segment == b"\n" && previous != Ending::Newline {
-            // The second half of `\r\n`, or the end of a prompt. If another stream came between, it has ended the line.
+            // The second half of `\r\n`, or the end of a prompt. If another stream came between, it
+            // has ended the line.
             if mine {
                 self.bytes.push_back(b'\n');
                 self.unfinished = None;
@@ -177,12 +185,15 @@ impl Queue {
     pub fn is_free(&self, stream: StreamId) -> bool {
         match (&self.screen, self.unfinished) {
             (Some(screen), _) => screen.is_free(stream),
-            (None, Some((last, ending))) => last == stream || last == NOBODY || ending == Ending::Return,
+            (None, Some((last, ending))) => {
+                last == stream || last == NOBODY || ending == Ending::Return
+            }
             (None, None) => true,
         }
     }
 
-    /// The worker has written a line elsewhere: its prompt here, if there is one, has been answered.
+    /// The worker has written a line elsewhere: its prompt here, if there is one, has been
+    /// answered.
     pub fn leave(&mut self, stream: StreamId) {
         if let Some(screen) = &mut self.screen {
             screen.leave(stream, &mut self.bytes);
@@ -198,8 +209,8 @@ impl Queue {
         }
     }
 
-    /// To be called before what is queued is written, with the width of the terminal: brings back the prompt or bar that
-    /// it has taken off the screen.
+    /// To be called before what is queued is written, with the width of the terminal: brings back
+    /// the prompt or bar that it has taken off the screen.
     pub fn refresh(&mut self, columns: Option<u16>) {
         if let Some(screen) = &mut self.screen {
             screen.columns = columns.map_or(0, usize::from);
@@ -253,11 +264,13 @@ mod tests {
         let mut queue = Queue::default();
         let prefix = |id: StreamId| if prefixes { format!("{id}: ") } else { String::new() };
         let put = |queue: &mut Queue, id: StreamId, segment: Segment| {
-            queue.put(&Source { id, prefix: prefix(id).as_bytes(), is_live: false }, segment.rest());
+            queue
+                .put(&Source { id, prefix: prefix(id).as_bytes(), is_live: false }, segment.rest());
         };
         for (id, chunk) in chunks {
             assemblers[*id].feed(chunk, |segment| put(&mut queue, *id, segment));
-            // Stream 0 is one that asks: what it writes is passed on where nobody else is in the middle of a line.
+            // Stream 0 is one that asks: what it writes is passed on where nobody else is in the
+            // middle of a line.
             if *id == 0 && queue.is_free(0) {
                 assemblers[0].pass().into_iter().for_each(|segment| put(&mut queue, 0, segment));
             }
@@ -277,14 +290,20 @@ mod tests {
 
     #[test]
     fn lines_are_kept_whole() {
-        assert_eq!(output(&[(2, b"he"), (1, b"wor"), (2, b"llo\n"), (1, b"ld\n")], false), "hello\nworld\n");
+        assert_eq!(
+            output(&[(2, b"he"), (1, b"wor"), (2, b"llo\n"), (1, b"ld\n")], false),
+            "hello\nworld\n"
+        );
         assert_eq!(output(&[(2, b"a\nb"), (1, b"c\n")], true), "2: a\n1: c\n2: b");
     }
 
     #[test]
     fn a_prompt_is_passed_on_and_ended_by_whoever_comes_next() {
         assert_eq!(output(&[(0, b"name? "), (0, b"Ann\n")], true), "0: name? Ann\n");
-        assert_eq!(output(&[(0, b"name? "), (1, b"x\n"), (0, b"Ann\n")], true), "0: name? \n1: x\n0: Ann\n");
+        assert_eq!(
+            output(&[(0, b"name? "), (1, b"x\n"), (0, b"Ann\n")], true),
+            "0: name? \n1: x\n0: Ann\n"
+        );
         assert_eq!(output(&[(0, b"a line"), (1, b"x\n"), (0, b"\n")], true), "0: a line\n1: x\n");
     }
 
@@ -303,13 +322,19 @@ mod tests {
     #[test]
     fn progress_bars_pass_and_are_not_overwritten_by_others() {
         assert_eq!(output(&[(0, b"10%\r20%\r"), (0, b"30%\n")], true), "0: 10%\r0: 20%\r0: 30%\n");
-        assert_eq!(output(&[(0, b"10%\r"), (1, b"hi\n"), (0, b"20%\r")], false), "10%\r\nhi\n20%\r");
+        assert_eq!(
+            output(&[(0, b"10%\r"), (1, b"hi\n"), (0, b"20%\r")], false),
+            "10%\r\nhi\n20%\r"
+        );
     }
 
     #[test]
     fn carriage_return_and_newline_are_one_ending() {
         assert_eq!(output(&[(0, b"a\r\nb\r"), (0, b"\nc\r\n")], true), "0: a\r\n0: b\r\n0: c\r\n");
-        assert_eq!(output(&[(0, b"a\r"), (1, b"x\n"), (0, b"\nb\n")], true), "0: a\r\n1: x\n0: b\n");
+        assert_eq!(
+            output(&[(0, b"a\r"), (1, b"x\n"), (0, b"\nb\n")], true),
+            "0: a\r\n1: x\n0: b\n"
+        );
     }
 
     #[test]
@@ -330,7 +355,8 @@ mod tests {
     }
 
     proptest! {
-        /// However streams are cut into chunks and interleaved, each one's lines come out whole and in order.
+        /// However streams are cut into chunks and interleaved, each one's lines come out whole and
+        /// in order.
         #[test]
         fn any_interleaving_keeps_lines(
             chunks in prop::collection::vec((0usize..3, "[a-z\n]{0,6}"), 0..40),

@@ -40,20 +40,28 @@ pub fn local_world_size(job: &Job, machine: &Machine) -> Result<u32, Usage> {
         Processes::Auto if machine.gpus == 0 => machine.cores,
         Processes::Auto => machine.gpus,
         Processes::Gpu if machine.gpus == 0 => {
-            return Err(Usage("--nproc-per-node is 'gpu' but no GPU is visible here; use cpu or a number".into()))
+            return Err(Usage(
+                "--nproc-per-node is 'gpu' but no GPU is visible here; use cpu or a number".into(),
+            ))
         }
         Processes::Gpu => machine.gpus,
     };
     if size > MOST_WORKERS {
-        return Err(Usage(format!("--nproc-per-node is {size}; it must be at most {MOST_WORKERS}")));
+        return Err(Usage(format!(
+            "--nproc-per-node is {size}; it must be at most {MOST_WORKERS}"
+        )));
     }
     let nodes = job.nodes.max;
     if size.checked_mul(nodes).is_none() {
-        return Err(Usage(format!("--nnodes {nodes} times --nproc-per-node {size} is too many workers")));
+        return Err(Usage(format!(
+            "--nnodes {nodes} times --nproc-per-node {size} is too many workers"
+        )));
     }
     if let (Some(Stdin::Rank(rank)), 1) = (job.stdin, nodes) {
         if rank >= size {
-            return Err(Usage(format!("--stdin is '{rank}'; it must be all, none or a rank below {size}")));
+            return Err(Usage(format!(
+                "--stdin is '{rank}'; it must be all, none or a rank below {size}"
+            )));
         }
     }
     let visible = machine.visible_devices().map(|list| list.split(',').count());
@@ -65,15 +73,15 @@ pub fn local_world_size(job: &Job, machine: &Machine) -> Result<u32, Usage> {
     }
 }
 
-/// Who reads flow-launch's standard input: unless told otherwise all, as with torchrun, for Python programs; for others
-/// rank 0, as with mpirun.
+/// Who reads flow-launch's standard input: unless told otherwise all, as with torchrun, for Python
+/// programs; for others rank 0, as with mpirun.
 pub fn stdin(job: &Job) -> Stdin {
     let default = if find::is_python(&job.program) { Stdin::All } else { Stdin::Rank(0) };
     job.stdin.unwrap_or(default)
 }
 
-/// OMP_NUM_THREADS for each of several workers: its share of the cores, or those it is bound to; none where the user has
-/// set it. A single worker has all cores, as it would alone.
+/// OMP_NUM_THREADS for each of several workers: its share of the cores, or those it is bound to;
+/// none where the user has set it. A single worker has all cores, as it would alone.
 pub fn omp_threads(local_world_size: u32, machine: &Machine) -> Option<u32> {
     let share = machine.cores / local_world_size;
     let bound = machine.binding.iter().map(|cpus| cpus.len() as u32).min();
@@ -87,7 +95,8 @@ pub fn omp_note(threads: u32, local_world_size: u32, machine: &Machine) -> Strin
     format!("OMP_NUM_THREADS={threads} for each of {local_world_size} workers on {cores} cores; set it to change this")
 }
 
-/// The workers of this node, in rank order. `error_file` is where each may leave what it failed of, by local rank.
+/// The workers of this node, in rank order. `error_file` is where each may leave what it failed of,
+/// by local rank.
 pub fn workers(
     job: &Job,
     placement: &Placement,
@@ -156,7 +165,8 @@ fn environment(
         environment.push(("OMP_NUM_THREADS", threads.to_string().into()));
     }
     if job.virtual_local_rank {
-        let device = machine.visible_devices().and_then(|list| list.split(',').nth(local_rank as usize));
+        let device =
+            machine.visible_devices().and_then(|list| list.split(',').nth(local_rank as usize));
         let device = device.map_or_else(|| local_rank.to_string(), |device| device.trim().into());
         environment.push(("CUDA_VISIBLE_DEVICES", device.into()));
     }
@@ -227,11 +237,17 @@ mod tests {
 
     fn planned(line: &str, command: &[&str], machine: &Machine) -> Vec<WorkerSpec> {
         let command: Vec<_> = command.iter().map(OsString::from).collect();
-        workers(&job(line), &placement(), &command, machine, |local| Some(format!("/logs/{local}").into()))
+        workers(&job(line), &placement(), &command, machine, |local| {
+            Some(format!("/logs/{local}").into())
+        })
     }
 
     fn get<'a>(worker: &'a WorkerSpec, name: &str) -> Option<&'a str> {
-        worker.environment.iter().find(|(key, _)| *key == name).and_then(|(_, value)| value.to_str())
+        worker
+            .environment
+            .iter()
+            .find(|(key, _)| *key == name)
+            .and_then(|(_, value)| value.to_str())
     }
 
     #[test]
@@ -244,7 +260,8 @@ mod tests {
         assert_eq!(size("auto", 6, 2).unwrap(), 2);
         assert_eq!(size("auto", 6, 0).unwrap(), 6);
         assert!(size("gpu", 6, 0).unwrap_err().0.contains("no GPU"));
-        let large = job("f --nnodes 80000 --nproc_per_node 60000 --master_addr a --master_port 1 p");
+        let large =
+            job("f --nnodes 80000 --nproc_per_node 60000 --master_addr a --master_port 1 p");
         assert!(local_world_size(&large, &machine(1, 0)).unwrap_err().0.contains("too many"));
     }
 
@@ -253,9 +270,13 @@ mod tests {
         let readers = |line: &str| {
             let first = Placement { first_rank: 0, ..placement() };
             let workers = workers(&job(line), &first, &[], &machine(1, 0), |_| None);
-            workers.iter().map(|worker| (worker.has_input, worker.is_foreground)).collect::<Vec<_>>()
+            workers
+                .iter()
+                .map(|worker| (worker.has_input, worker.is_foreground))
+                .collect::<Vec<_>>()
         };
-        let (both, first, second) = ([(true, true), (true, false)], [(true, true), (false, false)], (true, true));
+        let (both, first, second) =
+            ([(true, true), (true, false)], [(true, true), (false, false)], (true, true));
         for line in ["f train.py", "f -m train", "f --run-path train", "f --stdin all train"] {
             assert_eq!(readers(line), both, "{line}");
         }
@@ -265,7 +286,10 @@ mod tests {
         assert_eq!(readers("f --stdin 1 train.py"), [(false, false), second]);
         assert_eq!(readers("f --stdin none train"), [(false, true), (false, false)]);
         let line = "f --nproc_per_node 2 --stdin 2 train";
-        assert!(local_world_size(&job(line), &machine(1, 0)).unwrap_err().0.contains("a rank below 2"));
+        assert!(local_world_size(&job(line), &machine(1, 0))
+            .unwrap_err()
+            .0
+            .contains("a rank below 2"));
     }
 
     #[test]
@@ -282,9 +306,13 @@ mod tests {
 
     #[test]
     fn the_whole_environment() {
-        let workers = planned("f --max-restarts 4 --role actor --rdzv-id job7 p", &["p"], &machine(8, 0));
-        let mut found: Vec<_> =
-            workers[1].environment.iter().map(|(name, value)| (*name, value.to_str().unwrap())).collect();
+        let workers =
+            planned("f --max-restarts 4 --role actor --rdzv-id job7 p", &["p"], &machine(8, 0));
+        let mut found: Vec<_> = workers[1]
+            .environment
+            .iter()
+            .map(|(name, value)| (*name, value.to_str().unwrap()))
+            .collect();
         found.sort_unstable();
         let expected = [
             ("FLOW_REPORT_WAITS", "30"),
@@ -329,25 +357,44 @@ mod tests {
         let gpus = with_variable(machine(8, 3), "CUDA_VISIBLE_DEVICES", "4, 2,GPU-a");
         for (machine, device) in [(&gpus, "2"), (&machine(8, 3), "1")] {
             let worker = &planned("f --virtual-local-rank p", &["${local_rank}"], machine)[1];
-            assert_eq!((get(worker, "LOCAL_RANK"), get(worker, "CUDA_VISIBLE_DEVICES")), (Some("0"), Some(device)));
+            assert_eq!(
+                (get(worker, "LOCAL_RANK"), get(worker, "CUDA_VISIBLE_DEVICES")),
+                (Some("0"), Some(device))
+            );
             assert_eq!((worker.local_rank, worker.command[0].to_str()), (1, Some("1")));
         }
-        let size = |count| local_world_size(&job(&format!("f --virtual-local-rank --nproc_per_node {count} p")), &gpus);
+        let size = |count| {
+            local_world_size(
+                &job(&format!("f --virtual-local-rank --nproc_per_node {count} p")),
+                &gpus,
+            )
+        };
         assert_eq!(size(3).unwrap(), 3);
         assert!(size(4).unwrap_err().0.contains("CUDA_VISIBLE_DEVICES"));
     }
 
     #[test]
     fn oneflows_folder_is_told() {
-        let worker = &planned("f --logdir /x --redirect_stdout_and_stderr p", &["p"], &machine(1, 0))[1];
+        let worker =
+            &planned("f --logdir /x --redirect_stdout_and_stderr p", &["p"], &machine(1, 0))[1];
         assert_eq!(get(worker, "GLOG_log_dir"), Some("/x/local_rank_1"));
     }
 
     #[test]
     fn local_rank_is_put_into_the_command() {
-        let command = ["p", "--out=${local_rank}/${local_rank}.log", "${rank}", "$local_rank", "$$", "${local_rank"];
+        let command = [
+            "p",
+            "--out=${local_rank}/${local_rank}.log",
+            "${rank}",
+            "$local_rank",
+            "$$",
+            "${local_rank",
+        ];
         let worker = &planned("f p", &command, &machine(1, 0))[1];
-        assert_eq!(worker.command, ["p", "--out=1/1.log", "${rank}", "$local_rank", "$$", "${local_rank"]);
+        assert_eq!(
+            worker.command,
+            ["p", "--out=1/1.log", "${rank}", "$local_rank", "$$", "${local_rank"]
+        );
         let odd = OsString::from_vec(b"\xff${local_rank}\xfe".to_vec());
         assert_eq!(substitute(&odd, 12).as_bytes(), b"\xff12\xfe");
     }
@@ -355,7 +402,8 @@ mod tests {
     #[test]
     fn workers_are_bound_as_planned() {
         let machine = Machine { binding: vec![vec![0, 1], vec![2, 3]], ..machine(4, 0) };
-        let cores: Vec<_> = planned("f p", &["p"], &machine).into_iter().map(|worker| worker.cores).collect();
+        let cores: Vec<_> =
+            planned("f p", &["p"], &machine).into_iter().map(|worker| worker.cores).collect();
         assert_eq!(cores, [Some(vec![0, 1]), Some(vec![2, 3])]);
     }
 

@@ -1,4 +1,5 @@
-//! Decides when workers are stopped and which event is to blame. Pure: time comes in as an argument.
+//! Decides when workers are stopped and which event is to blame. Pure: time comes in as an
+//! argument.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -27,7 +28,8 @@ pub enum Action {
     Abandon,
 }
 
-/// Signals that come together are one wish: GNU timeout signals its child, and then the child's process group.
+/// Signals that come together are one wish: GNU timeout signals its child, and then the child's
+/// process group.
 const TOGETHER: Duration = Duration::from_millis(200);
 /// How long a worker that has recorded its error may take to end.
 const ENDING: Duration = Duration::from_secs(2);
@@ -37,8 +39,8 @@ const LAST_WAIT: Duration = Duration::from_secs(10);
 /// A worker (by index) that has ended, and when it recorded an error, if it did.
 pub type Ended = (usize, End, Option<SystemTime>);
 
-/// First failure or signal: ask all to stop. After the grace period, or at a second Ctrl-C: kill. Other signals that come
-/// again are no order to kill: schedulers repeat them.
+/// First failure or signal: ask all to stop. After the grace period, or at a second Ctrl-C: kill.
+/// Other signals that come again are no order to kill: schedulers repeat them.
 pub struct Policy {
     grace: Duration,
     cause: Option<Cause>,
@@ -98,13 +100,16 @@ impl Policy {
 
     /// For so long everything was stopped.
     pub fn paused(&mut self, time: Duration) {
-        for moment in [&mut self.deadline, &mut self.signalled, &mut self.interrupted].into_iter().flatten() {
+        for moment in
+            [&mut self.deadline, &mut self.signalled, &mut self.interrupted].into_iter().flatten()
+        {
             *moment += time;
         }
     }
 
-    /// These workers (by index, in rank order) were seen to have ended together; with the time of the error that each
-    /// has recorded. `is_ending`: so has one that has not ended yet, which may be the first to have failed.
+    /// These workers (by index, in rank order) were seen to have ended together; with the time of
+    /// the error that each has recorded. `is_ending`: so has one that has not ended yet, which may
+    /// be the first to have failed.
     pub fn ended(&mut self, ends: &[Ended], is_ending: bool, now: Instant) -> Action {
         if self.cause.is_some() {
             return Action::Nothing;
@@ -132,7 +137,8 @@ impl Policy {
         }
     }
 
-    /// The launcher was sent a signal. None if that is no news; `Action::Nothing` if workers are stopping already.
+    /// The launcher was sent a signal. None if that is no news; `Action::Nothing` if workers are
+    /// stopping already.
     pub fn signalled(&mut self, signal: i32, now: Instant) -> Option<Action> {
         let is_interrupt = signal == Signal::SIGINT as i32;
         let mut earlier = [self.signalled, self.interrupted].into_iter().flatten();
@@ -182,8 +188,8 @@ impl Policy {
     }
 }
 
-/// Of failures seen together, the one to blame: a crash before an exit code, which is how a worker that misses its peer
-/// ends; then the error that was recorded first; then the lowest rank.
+/// Of failures seen together, the one to blame: a crash before an exit code, which is how a worker
+/// that misses its peer ends; then the error that was recorded first; then the lowest rank.
 fn root_cause(failures: &[Ended]) -> Option<usize> {
     let order = |(worker, end, time): &&Ended| (!end.is_crash(), time.is_none(), *time, *worker);
     failures.iter().min_by_key(order).map(|(worker, ..)| *worker)
@@ -287,7 +293,10 @@ mod tests {
     fn of_errors_seen_together_the_first_recorded_is_the_cause() {
         let (exit, kill) = (End::Exit(1), End::Signal(9));
         let at = |millis| Some(SystemTime::UNIX_EPOCH + Duration::from_millis(millis));
-        assert_eq!(root_cause(&[(0, exit, at(7000)), (1, exit, at(6500)), (2, exit, at(6500))]), Some(1));
+        assert_eq!(
+            root_cause(&[(0, exit, at(7000)), (1, exit, at(6500)), (2, exit, at(6500))]),
+            Some(1)
+        );
         assert_eq!(root_cause(&[(0, exit, None), (1, exit, at(7000))]), Some(1));
         assert_eq!(root_cause(&[(0, exit, at(1000)), (1, kill, None)]), Some(1));
     }

@@ -1,5 +1,6 @@
-//! A terminal of our own, to which a worker writes where flow-launch itself writes to one: so the worker draws its
-//! progress bars and uses colours as it would alone. Nobody types there: it can only be written.
+//! A terminal of our own, to which a worker writes where flow-launch itself writes to one: so the
+//! worker draws its progress bars and uses colours as it would alone. Nobody types there: it can
+//! only be written.
 
 use std::fs::File;
 use std::io;
@@ -7,7 +8,9 @@ use std::os::fd::OwnedFd;
 
 use rustix::fs::{Mode, OFlags};
 use rustix::pty::{grantpt, openpt, ptsname, unlockpt, OpenptFlags};
-use rustix::termios::{tcgetattr, tcgetwinsize, tcsetattr, tcsetwinsize, LocalModes, OptionalActions, OutputModes};
+use rustix::termios::{
+    tcgetattr, tcgetwinsize, tcsetattr, tcsetwinsize, LocalModes, OptionalActions, OutputModes,
+};
 
 pub use rustix::termios::Winsize;
 
@@ -40,7 +43,8 @@ pub fn beside(size: Winsize, prefix: usize) -> Winsize {
 /// Gives it another size; false if it has it already. The worker is to be told.
 pub fn resize(ours: &OwnedFd, size: Winsize) -> bool {
     let columns_and_rows = |size: Winsize| (size.ws_col, size.ws_row);
-    let is_new = tcgetwinsize(ours).is_ok_and(|old| columns_and_rows(old) != columns_and_rows(size));
+    let is_new =
+        tcgetwinsize(ours).is_ok_and(|old| columns_and_rows(old) != columns_and_rows(size));
     is_new && tcsetwinsize(ours, size).is_ok()
 }
 

@@ -1,5 +1,6 @@
-//! The *head*: starts an agent on each host, passes on what they write and the signals it gets, and ends with their
-//! exit code. Agents of a job see to each other; the head sees to those that never come to that.
+//! The *head*: starts an agent on each host, passes on what they write and the signals it gets, and
+//! ends with their exit code. Agents of a job see to each other; the head sees to those that never
+//! come to that.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, IsTerminal, Write};
@@ -26,10 +27,12 @@ use crate::sink::Sinks;
 use crate::wait;
 use crate::worker::{self, End};
 
-/// When one agent has failed, the others hear of it from each other: this long they may take to end or stop.
+/// When one agent has failed, the others hear of it from each other: this long they may take to end
+/// or stop.
 const TOGETHER: Duration = Duration::from_secs(5);
 
-/// How long agents may take to end beyond the grace period of their workers, and after they were killed.
+/// How long agents may take to end beyond the grace period of their workers, and after they were
+/// killed.
 const STOPPING: Duration = Duration::from_secs(45);
 const LAST_WAIT: Duration = Duration::from_secs(10);
 
@@ -45,7 +48,9 @@ const OF_LAUNCHER: &[u8] = b"flow-launch: ";
 /// Whether an agent says by this line that it, or another, is told to end.
 fn is_of_end(line: &[u8]) -> bool {
     let message = line.strip_prefix(OF_LAUNCHER);
-    message.is_some_and(|message| message.starts_with(b"SIGTERM: ") || message.ends_with(b" was told to end\n"))
+    message.is_some_and(|message| {
+        message.starts_with(b"SIGTERM: ") || message.ends_with(b" was told to end\n")
+    })
 }
 
 /// Runs a job on several hosts to its end and returns the exit code to end with.
@@ -54,11 +59,15 @@ pub fn run(job: &Job, hosts: &Hosts) -> anyhow::Result<u8> {
     if !variables.contains_key(TOKEN) {
         variables.insert(TOKEN.into(), leader::secret()?);
     }
-    let place = Place { launcher: std::env::current_exe()?, folder: folder().context("the current folder is gone")? };
+    let place = Place {
+        launcher: std::env::current_exe()?,
+        folder: folder().context("the current folder is gone")?,
+    };
     let prefix = io::stdout().is_terminal();
     let is_local = |node: usize| address::is_local(&hosts.list[node].name);
     let nodes = 0..hosts.list.len();
-    let starts: Vec<Start> = nodes.map(|node| hosts::start(job, hosts, node, is_local(node), &place, prefix)).collect();
+    let starts: Vec<Start> =
+        nodes.map(|node| hosts::start(job, hosts, node, is_local(node), &place, prefix)).collect();
     if job.dry_run {
         io::stdout().write_all(hosts::describe(&starts, &variables).as_bytes())?;
         return Ok(0);
@@ -66,7 +75,8 @@ pub fn run(job: &Job, hosts: &Hosts) -> anyhow::Result<u8> {
     worker::allow_descriptors(hosts.list.len() as u32);
     let mut head = Head {
         signals: Signals::catch(&job.signals)?,
-        sinks: Sinks::standard(job.quiet).context("cannot open standard output and standard error")?,
+        sinks: Sinks::standard(job.quiet)
+            .context("cannot open standard output and standard error")?,
         grace: job.grace,
         patience: job.nodes.patience.join,
         started: Instant::now(),
@@ -78,18 +88,22 @@ pub fn run(job: &Job, hosts: &Hosts) -> anyhow::Result<u8> {
         is_signalled: false,
     };
     for name in missing {
-        head.sinks.note(&format!("--export {name}: there is no {name} here, or it is not UTF-8; {name}=VALUE sets it"));
+        head.sinks.note(&format!(
+            "--export {name}: there is no {name} here, or it is not UTF-8; {name}=VALUE sets it"
+        ));
     }
     head.start(starts, &leash::environment(&variables)?);
     head.run()
 }
 
-/// The current folder, by the name by which the user has come there: another host may know it by that only.
+/// The current folder, by the name by which the user has come there: another host may know it by
+/// that only.
 fn folder() -> io::Result<PathBuf> {
     let here = std::fs::metadata(".")?;
     let named = std::env::var_os("PWD").map(PathBuf::from).filter(|folder| folder.is_absolute());
     let is_here = |folder: &PathBuf| {
-        std::fs::metadata(folder).is_ok_and(|named| (named.dev(), named.ino()) == (here.dev(), here.ino()))
+        std::fs::metadata(folder)
+            .is_ok_and(|named| (named.dev(), named.ino()) == (here.dev(), here.ino()))
     };
     named.filter(is_here).map_or_else(std::env::current_dir, Ok)
 }
@@ -165,7 +179,8 @@ impl Agent {
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()?;
-        let (leash, stdout, stderr) = (process.stdin.take(), process.stdout.take(), process.stderr.take());
+        let (leash, stdout, stderr) =
+            (process.stdin.take(), process.stdout.take(), process.stderr.take());
         // Without a leash it ends.
         let stream = |pipe: Option<OwnedFd>| -> io::Result<Option<Stream>> {
             let pipe = pipe.ok_or_else(|| io::Error::other("a pipe is missing"))?;
@@ -193,7 +208,8 @@ impl Agent {
     fn kill(&self) {
         let pid = Pid::from_child(&self.process);
         // It has no group yet when it has only just been started.
-        let killed = kill_process_group(pid, Signal::KILL).or_else(|_| kill_process(pid, Signal::KILL));
+        let killed =
+            kill_process_group(pid, Signal::KILL).or_else(|_| kill_process(pid, Signal::KILL));
         if let Err(error) = killed {
             log::debug!("cannot kill what was started for {}: {error}", self.host);
         }
@@ -223,8 +239,14 @@ impl Agent {
         self.has_ended && self.streams.iter().all(Option::is_none)
     }
 
-    /// Takes a segment of a stream; what to show of it before the segment itself, if it is to be shown.
-    fn prefix(&mut self, which: usize, segment: &[u8], shown: &mut HashMap<Vec<u8>, usize>) -> Option<String> {
+    /// Takes a segment of a stream; what to show of it before the segment itself, if it is to be
+    /// shown.
+    fn prefix(
+        &mut self,
+        which: usize,
+        segment: &[u8],
+        shown: &mut HashMap<Vec<u8>, usize>,
+    ) -> Option<String> {
         if !self.is_there {
             self.is_there = which == 0 && segment == leash::GREETING.as_bytes();
             return (!self.is_there).then(|| format!("{}: ", self.host));
@@ -275,7 +297,9 @@ impl Head {
         let is_awaited = self.agents.iter().any(|agent| !agent.is_there && !agent.has_ended);
         let phase = match self.phase {
             Phase::Running => is_awaited.then(|| self.started + self.patience),
-            Phase::Ending(deadline) | Phase::Stopping(deadline) | Phase::Killed(deadline) => Some(deadline),
+            Phase::Ending(deadline) | Phase::Stopping(deadline) | Phase::Killed(deadline) => {
+                Some(deadline)
+            }
         };
         phase.into_iter().chain([self.beat]).min()
     }
@@ -293,7 +317,9 @@ impl Head {
                                 self.is_signalled = true;
                                 self.stop(signal);
                             }
-                            Request::Suspend => drop(signals::suspend().context("cannot stop for a while")?),
+                            Request::Suspend => {
+                                drop(signals::suspend().context("cannot stop for a while")?)
+                            }
                             Request::Resize => {}
                         }
                     }
@@ -316,17 +342,21 @@ impl Head {
     fn watch(&self) -> Vec<(Ready, PollFd<'_>)> {
         let mut watched = vec![(Ready::Signals, PollFd::new(&self.signals, PollFlags::IN))];
         let sinks = self.sinks.watch();
-        watched.extend(sinks.map(|(sink, fd)| (Ready::Sink(sink), PollFd::from_borrowed_fd(fd, PollFlags::OUT))));
+        watched.extend(
+            sinks.map(|(sink, fd)| {
+                (Ready::Sink(sink), PollFd::from_borrowed_fd(fd, PollFlags::OUT))
+            }),
+        );
         for (index, agent) in self.agents.iter().enumerate() {
             let leash = agent.leash.as_ref().filter(|_| !agent.unwritten.is_empty());
-            watched.extend(
-                leash.map(|leash| (Ready::Leash(index), PollFd::from_borrowed_fd(leash.as_fd(), PollFlags::OUT))),
-            );
+            watched.extend(leash.map(|leash| {
+                (Ready::Leash(index), PollFd::from_borrowed_fd(leash.as_fd(), PollFlags::OUT))
+            }));
             for (which, stream) in agent.streams.iter().enumerate() {
                 let stream = stream.as_ref().filter(|_| !self.sinks.of(which).is_full());
-                watched.extend(
-                    stream.map(|stream| (Ready::Output(index, which), PollFd::new(&stream.pipe, PollFlags::IN))),
-                );
+                watched.extend(stream.map(|stream| {
+                    (Ready::Output(index, which), PollFd::new(&stream.pipe, PollFlags::IN))
+                }));
             }
             if !agent.has_ended {
                 watched.push((Ready::End(index), PollFd::new(&agent.pidfd, PollFlags::IN)));
@@ -338,7 +368,8 @@ impl Head {
     /// Passes on some of what an agent has written; false if there is no more for now.
     fn read(&mut self, index: usize, which: usize) -> bool {
         // The head has ended the agents by SIGTERM, of which the user is to know nothing.
-        let is_ended_by_us = !self.is_signalled && matches!(self.phase, Phase::Stopping(_) | Phase::Killed(_));
+        let is_ended_by_us =
+            !self.is_signalled && matches!(self.phase, Phase::Stopping(_) | Phase::Killed(_));
         let Head { agents, sinks, shown, .. } = self;
         let agent = &mut agents[index];
         let Some(mut stream) = agent.streams[which].take() else { return false };
@@ -350,7 +381,8 @@ impl Head {
             if let Some(prefix) = agent.prefix(which, segment.bytes, shown) {
                 // What a shell says at its start is not the program's.
                 let sink = sinks.of_mut(if prefix.is_empty() { which } else { 1 });
-                let source = Source { id: 2 * index + which, prefix: prefix.as_bytes(), is_live: false };
+                let source =
+                    Source { id: 2 * index + which, prefix: prefix.as_bytes(), is_live: false };
                 sink.queue.put(&source, segment.rest());
             }
         };
@@ -367,10 +399,13 @@ impl Head {
         true
     }
 
-    /// What was started for a host has ended. Processes that it has left behind may hold its output open.
+    /// What was started for a host has ended. Processes that it has left behind may hold its output
+    /// open.
     fn note_end(&mut self, index: usize) -> anyhow::Result<()> {
         let agent = &mut self.agents[index];
-        let Some(status) = agent.process.try_wait().context("cannot learn how an agent has ended")? else {
+        let Some(status) =
+            agent.process.try_wait().context("cannot learn how an agent has ended")?
+        else {
             return Ok(());
         };
         agent.has_ended = true;
@@ -390,12 +425,15 @@ impl Head {
                     OF_SSH => format!("; `{starter} {host} true` must work without a password"),
                     _ => String::new(),
                 };
-                self.sinks.say(&format!("cannot start flow-launch on {host}: {starter} ended with {end}{advice}"));
+                self.sinks.say(&format!(
+                    "cannot start flow-launch on {host}: {starter} ended with {end}{advice}"
+                ));
                 self.fail(end.code().max(1));
             }
             // The agents' report has it where a worker has ended so.
             true if is_first && end == OF_SSH && !self.has_shown("exit code 255") => {
-                self.sinks.say(&format!("the connection to {host} is lost: {starter} ended with {end}"));
+                self.sinks
+                    .say(&format!("the connection to {host} is lost: {starter} ended with {end}"));
                 self.fail(end.code());
             }
             _ if end.is_failure() && *is_there && self.code == 0 => {
@@ -439,7 +477,10 @@ impl Head {
     fn elapsed(&mut self, now: Instant) {
         if now >= self.beat {
             self.beat = now + leash::BETWEEN_BEATS;
-            self.agents.iter_mut().filter(|agent| agent.unwritten.is_empty()).for_each(|agent| agent.tell(leash::BEAT));
+            self.agents
+                .iter_mut()
+                .filter(|agent| agent.unwritten.is_empty())
+                .for_each(|agent| agent.tell(leash::BEAT));
         }
         if self.deadline().is_some_and(|deadline| deadline > now) {
             return;
@@ -449,7 +490,9 @@ impl Head {
                 let late = self.agents.iter().filter(|agent| !agent.is_there && !agent.has_ended);
                 let hosts: Vec<_> = late.map(|agent| agent.host.as_str()).collect();
                 let (hosts, patience) = (hosts.join(", "), self.patience.as_secs_f64());
-                self.sinks.say(&format!("no answer from {hosts} for {patience} s (--rdzv-conf join_timeout)"));
+                self.sinks.say(&format!(
+                    "no answer from {hosts} for {patience} s (--rdzv-conf join_timeout)"
+                ));
                 self.fail(1);
             }
             Phase::Ending(_) => self.stop(Signal::TERM.as_raw()),

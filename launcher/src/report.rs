@@ -91,17 +91,24 @@ pub struct Outcome<'a> {
 /// In a line, how a worker that failed did so.
 pub fn summary(worker: &Outcome, host: &str) -> String {
     let what = match worker.end {
-        Some(End::Signal(signal)) => format!("was killed by signal {signal} ({})", signal_name(signal)),
+        Some(End::Signal(signal)) => {
+            format!("was killed by signal {signal} ({})", signal_name(signal))
+        }
         Some(End::Exit(code)) => format!("failed with exit code {code}"),
         None => "failed".into(),
     };
     let Outcome { rank, local_rank, pid, .. } = worker;
-    format!("rank {rank} (local rank {local_rank}, pid {pid}, host {host}) {what}{}", at(worker.time))
+    format!(
+        "rank {rank} (local rank {local_rank}, pid {pid}, host {host}) {what}{}",
+        at(worker.time)
+    )
 }
 
 /// " at 2026-01-31 12:00:00", in the time zone of this machine.
 fn at(time: Option<Timestamp>) -> String {
-    let local = |time: Timestamp| time.to_zoned(TimeZone::system()).strftime(" at %Y-%m-%d %H:%M:%S").to_string();
+    let local = |time: Timestamp| {
+        time.to_zoned(TimeZone::system()).strftime(" at %Y-%m-%d %H:%M:%S").to_string()
+    };
     time.map(local).unwrap_or_default()
 }
 
@@ -129,15 +136,21 @@ fn last_words(outcome: &Outcome) -> String {
     lines.iter().fold(heading, |text, line| format!("{text}  | {line}\n"))
 }
 
-/// What became of the workers of this node but for the one (by index) that failed first, if there are others.
+/// What became of the workers of this node but for the one (by index) that failed first, if there
+/// are others.
 pub fn others(outcomes: &[Outcome], failed: Option<usize>, host: &str) -> Option<String> {
-    let others: Vec<_> =
-        outcomes.iter().enumerate().filter(|(index, _)| Some(*index) != failed).map(|(_, outcome)| outcome).collect();
+    let others: Vec<_> = outcomes
+        .iter()
+        .enumerate()
+        .filter(|(index, _)| Some(*index) != failed)
+        .map(|(_, outcome)| outcome)
+        .collect();
     let who = if failed.is_some() { "the others".into() } else { format!("on host {host}") };
     (!others.is_empty()).then(|| format!("{who}: {}", fates(&others)))
 }
 
-/// What is said when the launcher is told to end by a signal: how long workers may take, and what is done next.
+/// What is said when the launcher is told to end by a signal: how long workers may take, and what
+/// is done next.
 pub fn stopping(signal: i32, action: Action, time_left: Duration) -> String {
     let name = signal_name(signal);
     let again = if signal == Signal::INT.as_raw() { "; again to kill them" } else { "" };
@@ -146,7 +159,9 @@ pub fn stopping(signal: i32, action: Action, time_left: Duration) -> String {
         _ if time_left.is_zero() => stopping(signal, Action::Kill, time_left),
         // Whole seconds where there are any.
         _ => match time_left.as_secs_f64() {
-            left if left >= 1.0 => format!("{name}: waiting up to {} s for the ranks to stop{again}", left.round()),
+            left if left >= 1.0 => {
+                format!("{name}: waiting up to {} s for the ranks to stop{again}", left.round())
+            }
             left => format!("{name}: waiting up to {left:.1} s for the ranks to stop{again}"),
         },
     }
@@ -154,9 +169,14 @@ pub fn stopping(signal: i32, action: Action, time_left: Duration) -> String {
 
 /// What is said of workers that did not stop when the launcher was told to; nothing if all did.
 pub fn unwilling(outcomes: &[Outcome], signal: i32) -> Option<String> {
-    let killed: Vec<_> = outcomes.iter().filter(|outcome| outcome.stopped >= Stopped::Killed).map(|o| o.rank).collect();
+    let killed: Vec<_> = outcomes
+        .iter()
+        .filter(|outcome| outcome.stopped >= Stopped::Killed)
+        .map(|o| o.rank)
+        .collect();
     let name = signal_name(signal);
-    (!killed.is_empty()).then(|| format!("{} did not stop on {name} and had to be killed", ranks(&killed)))
+    (!killed.is_empty())
+        .then(|| format!("{} did not stop on {name} and had to be killed", ranks(&killed)))
 }
 
 fn fates(outcomes: &[&Outcome]) -> String {
@@ -164,7 +184,9 @@ fn fates(outcomes: &[&Outcome]) -> String {
     for outcome in outcomes {
         let fate = match (outcome.end, outcome.stopped) {
             (None, _) => "could not be killed".into(),
-            (Some(End::Exit(0 | 143) | End::Signal(15)), Stopped::Asked) => "stopped by flow-launch".into(),
+            (Some(End::Exit(0 | 143) | End::Signal(15)), Stopped::Asked) => {
+                "stopped by flow-launch".into()
+            }
             (Some(end), Stopped::Asked) => format!("asked to stop, ended with {end}"),
             (Some(_), Stopped::Killed) => "killed by flow-launch".into(),
             (Some(_), Stopped::Overdue) => "killed by flow-launch after the grace period".into(),
@@ -176,7 +198,11 @@ fn fates(outcomes: &[&Outcome]) -> String {
             None => groups.push((fate, vec![outcome.rank])),
         }
     }
-    groups.iter().map(|(fate, members)| format!("{} {fate}", ranks(members))).collect::<Vec<_>>().join("; ")
+    groups
+        .iter()
+        .map(|(fate, members)| format!("{} {fate}", ranks(members)))
+        .collect::<Vec<_>>()
+        .join("; ")
 }
 
 /// "rank 3", "ranks 0, 2-7": ranks come in ascending order.
@@ -188,7 +214,13 @@ pub fn ranks(ranks: &[u32]) -> String {
             _ => runs.push((*rank, *rank)),
         }
     }
-    let run = |(first, last): &(u32, u32)| if first == last { first.to_string() } else { format!("{first}-{last}") };
+    let run = |(first, last): &(u32, u32)| {
+        if first == last {
+            first.to_string()
+        } else {
+            format!("{first}-{last}")
+        }
+    };
     let list = runs.iter().map(run).collect::<Vec<_>>().join(", ");
     format!("{} {list}", if ranks.len() == 1 { "rank" } else { "ranks" })
 }
@@ -267,7 +299,9 @@ mod tests {
         let report = cause(&outcomes[1], "node0") + &others(&outcomes, Some(1), "node0").unwrap();
         let lines: Vec<_> = report.lines().collect();
         let time = at(Some(Timestamp::UNIX_EPOCH));
-        let cause = format!("rank 1 (local rank 1, pid 7, host node0) was killed by signal 11 (SIGSEGV){time}");
+        let cause = format!(
+            "rank 1 (local rank 1, pid 7, host node0) was killed by signal 11 (SIGSEGV){time}"
+        );
         assert_eq!(lines[0], cause);
         assert_eq!(lines[1..3], ["the last line of its stderr:", "  | boom"]);
         assert_eq!(
@@ -279,7 +313,10 @@ mod tests {
                  rank 6 killed by flow-launch"
             )
         );
-        assert_eq!(unwilling(&outcomes, 15).unwrap(), "ranks 3, 6 did not stop on SIGTERM and had to be killed");
+        assert_eq!(
+            unwilling(&outcomes, 15).unwrap(),
+            "ranks 3, 6 did not stop on SIGTERM and had to be killed"
+        );
         assert_eq!(unwilling(&outcomes[..3], 15), None);
     }
 
@@ -305,7 +342,10 @@ mod tests {
             words(None, Some("/logs/0/stderr.log")),
             "the last line of its stderr (/logs/0/stderr.log):\n  | warning\n"
         );
-        assert_eq!(words(Some(&error(None)), None), "the last line of the error it recorded:\n  | m\n");
+        assert_eq!(
+            words(Some(&error(None)), None),
+            "the last line of the error it recorded:\n  | m\n"
+        );
         let both = words(Some(&error(Some("Traceback:\nboom\n"))), None);
         assert_eq!(both, "the last 2 lines of the error it recorded:\n  | Traceback:\n  | boom\n");
         assert!(words(Some(&error(Some(""))), None).contains("warning"));

@@ -35,13 +35,14 @@ pub struct Route {
     pub console: Option<String>,
     /// It goes to a file of its own.
     pub file: bool,
-    /// What goes before each line with one of the needles, in the file that all workers share; none if not looked for.
+    /// What goes before each line with one of the needles, in the file that all workers share; none
+    /// if not looked for.
     pub filtered: Option<String>,
 }
 
 impl Route {
-    /// flow-launch need not see the stream: the worker can write to the file, or to nowhere, by itself. Of standard
-    /// error it must see what goes to no file, for the report on a failure.
+    /// flow-launch need not see the stream: the worker can write to the file, or to nowhere, by
+    /// itself. Of standard error it must see what goes to no file, for the report on a failure.
     pub fn is_direct(&self, which: Which) -> bool {
         self.console.is_none() && self.filtered.is_none() && (self.file || which == Which::Stdout)
     }
@@ -66,7 +67,8 @@ impl Routes {
     }
 
     pub fn of(&self, which: Which, rank: u32, local_rank: u32) -> Route {
-        let (redirects, tee) = (self.output.redirects.of(local_rank), self.output.tee.of(local_rank));
+        let (redirects, tee) =
+            (self.output.redirects.of(local_rank), self.output.tee.of(local_rank));
         let is_teed = self.has_files && which.is_in(tee);
         let is_redirected = self.has_files && which.is_in(redirects) && !is_teed;
         let is_shown = self.output.shown.as_ref().is_none_or(|shown| shown.contains(&local_rank));
@@ -76,7 +78,8 @@ impl Routes {
             (false, true) => format!("[rank {rank}] "),
             (false, false) => String::new(),
         };
-        // torchrun looks at what is tee'd only; where nothing is, there would be nothing to look at.
+        // torchrun looks at what is tee'd only; where nothing is, there would be nothing to look
+        // at.
         let is_looked_at = is_teed || !any(&self.output.tee, which);
         let is_filtered = self.has_files && !self.needles(which).is_empty() && is_looked_at;
         Route {
@@ -94,8 +97,14 @@ impl Routes {
     /// As torchrun's: `[default0]:`.
     fn tee_prefix(&self, rank: u32, local_rank: u32) -> String {
         let Some(template) = &self.template else { return format!("[{}{local_rank}]:", self.role) };
-        let values = [("role_name", &self.role), ("local_rank", &local_rank.to_string()), ("rank", &rank.to_string())];
-        values.iter().fold(template.clone(), |text, (name, value)| text.replace(&format!("${{{name}}}"), value))
+        let values = [
+            ("role_name", &self.role),
+            ("local_rank", &local_rank.to_string()),
+            ("rank", &rank.to_string()),
+        ];
+        values.iter().fold(template.clone(), |text, (name, value)| {
+            text.replace(&format!("${{{name}}}"), value)
+        })
     }
 }
 
@@ -113,8 +122,11 @@ pub fn is_nowhere(output: &Output) -> bool {
 
 /// Streams go to files.
 pub fn wants_files(output: &Output) -> bool {
-    let is_wanted =
-        |which| any(&output.redirects, which) || any(&output.tee, which) || !needles(output, which).is_empty();
+    let is_wanted = |which| {
+        any(&output.redirects, which)
+            || any(&output.tee, which)
+            || !needles(output, which).is_empty()
+    };
     !is_nowhere(output) && BOTH.into_iter().any(is_wanted)
 }
 
@@ -153,7 +165,10 @@ mod tests {
     #[test]
     fn what_is_not_asked_for_goes_to_the_console_only() {
         let plain = output(NONE, NONE);
-        assert_eq!(route(&plain, Which::Stdout, 0), Route { console: Some("".into()), file: false, filtered: None });
+        assert_eq!(
+            route(&plain, Which::Stdout, 0),
+            Route { console: Some("".into()), file: false, filtered: None }
+        );
         assert!(!route(&plain, Which::Stdout, 0).is_direct(Which::Stdout) && !wants_files(&plain));
         let marked = Routes::new(&plain, "default", None, true).of(Which::Stderr, 10, 0);
         assert_eq!(marked.console.as_deref(), Some("[rank 10] "));
@@ -163,7 +178,10 @@ mod tests {
     fn redirects_take_a_stream_off_the_console_and_tee_does_not() {
         let only_stdout_of_1 = StreamMap::Each(vec![(1, Streams { stdout: true, stderr: false })]);
         let redirected = output(only_stdout_of_1.clone(), NONE);
-        assert_eq!(route(&redirected, Which::Stdout, 1), Route { console: None, file: true, filtered: None });
+        assert_eq!(
+            route(&redirected, Which::Stdout, 1),
+            Route { console: None, file: true, filtered: None }
+        );
         assert!(route(&redirected, Which::Stdout, 1).is_direct(Which::Stdout));
         assert_eq!(route(&redirected, Which::Stderr, 1).console.as_deref(), Some(""));
         assert_eq!(route(&redirected, Which::Stdout, 0).console.as_deref(), Some(""));
@@ -182,8 +200,14 @@ mod tests {
             ..output(NONE, StreamMap::Each(vec![(1, Streams { stdout: true, stderr: true })]))
         };
         assert_eq!(route(&hidden, Which::Stdout, 0).console.as_deref(), Some(""));
-        assert_eq!(route(&hidden, Which::Stdout, 1), Route { console: None, file: true, filtered: None });
-        assert_eq!(route(&hidden, Which::Stdout, 2), Route { console: None, file: false, filtered: None });
+        assert_eq!(
+            route(&hidden, Which::Stdout, 1),
+            Route { console: None, file: true, filtered: None }
+        );
+        assert_eq!(
+            route(&hidden, Which::Stdout, 2),
+            Route { console: None, file: false, filtered: None }
+        );
         assert!(route(&hidden, Which::Stdout, 2).is_direct(Which::Stdout));
         assert!(!route(&hidden, Which::Stderr, 2).is_direct(Which::Stderr));
     }
@@ -203,9 +227,15 @@ mod tests {
 
     #[test]
     fn without_a_folder_there_are_no_files() {
-        let nowhere =
-            Output { log_dir: Some("/dev/null".into()), stdout_filters: vec!["x".into()], ..output(ALL, ALL) };
-        assert_eq!(route(&nowhere, Which::Stdout, 0), Route { console: Some("".into()), file: false, filtered: None });
+        let nowhere = Output {
+            log_dir: Some("/dev/null".into()),
+            stdout_filters: vec!["x".into()],
+            ..output(ALL, ALL)
+        };
+        assert_eq!(
+            route(&nowhere, Which::Stdout, 0),
+            Route { console: Some("".into()), file: false, filtered: None }
+        );
     }
 
     #[test]

@@ -1,8 +1,10 @@
-//! The last line of a terminal, where lines are drawn that are not complete: prompts and progress bars. Pure.
+//! The last line of a terminal, where lines are drawn that are not complete: prompts and progress
+//! bars. Pure.
 //!
-//! One such line is on the screen at a time. When something else is to be written, it is erased, and drawn again below.
-//! A stream that is *live* draws whenever it writes; the lines of others are complete, but for their progress bars, which
-//! are only drawn while no live stream has an incomplete line.
+//! One such line is on the screen at a time. When something else is to be written, it is erased,
+//! and drawn again below. A stream that is *live* draws whenever it writes; the lines of others are
+//! complete, but for their progress bars, which are only drawn while no live stream has an
+//! incomplete line.
 
 use std::collections::VecDeque;
 
@@ -42,11 +44,17 @@ impl Screen {
         let ending = Ending::of(segment);
         let text = if ending == Ending::Open { segment } else { &segment[..segment.len() - 1] };
         let known = self.rows.iter().position(|row| row.stream == source.id);
-        let new =
-            || Row { stream: source.id, is_live: source.is_live, text: Vec::new(), is_returned: false, is_bar: false };
+        let new = || Row {
+            stream: source.id,
+            is_live: source.is_live,
+            text: Vec::new(),
+            is_returned: false,
+            is_bar: false,
+        };
         let mut row = known.map_or_else(new, |index| self.rows.remove(index));
         let is_shown = self.shown == Some(source.id);
-        // The prefix goes where the text does: after what moves the cursor there or clears the line.
+        // The prefix goes where the text does: after what moves the cursor there or clears the
+        // line.
         let moves = if row.text.is_empty() || row.is_returned { moves(text) } else { 0 };
         let (moves, text) = text.split_at(moves);
         let is_fresh = row.text.is_empty() || row.is_returned && !text.is_empty();
@@ -124,8 +132,9 @@ impl Screen {
         }
     }
 
-    /// To the start of a row. An answer that was typed, which we do not see, has brought the cursor there already: as many
-    /// blanks as there are columns reach the next row from any other place only.
+    /// To the start of a row. An answer that was typed, which we do not see, has brought the cursor
+    /// there already: as many blanks as there are columns reach the next row from any other place
+    /// only.
     fn begin_row(&self, out: &mut VecDeque<u8>) {
         match self.columns {
             0 => out.push_back(b'\n'),
@@ -194,7 +203,8 @@ fn width(mut text: &[u8]) -> usize {
     columns
 }
 
-/// How long at the start of a text is what moves the cursor or erases: control sequences but those for colours.
+/// How long at the start of a text is what moves the cursor or erases: control sequences but those
+/// for colours.
 fn moves(text: &[u8]) -> usize {
     let mut length = 0;
     while let Some(sequence) = text[length..].strip_prefix(b"\x1b[") {
@@ -242,7 +252,10 @@ mod tests {
         }
 
         fn write(&mut self, bytes: VecDeque<u8>) {
-            let text = String::from_utf8(bytes.into()).unwrap().replace("\x1b[m", "").replace("\x1b[K", "\x1b");
+            let text = String::from_utf8(bytes.into())
+                .unwrap()
+                .replace("\x1b[m", "")
+                .replace("\x1b[K", "\x1b");
             for letter in text.chars() {
                 if self.lines.is_empty() {
                     self.lines.push(String::new());
@@ -256,7 +269,10 @@ mod tests {
                     '\r' => self.column = 0,
                     '\x1b' => line.truncate(self.column),
                     letter => {
-                        line.replace_range(self.column..line.len().min(self.column + 1), &letter.to_string());
+                        line.replace_range(
+                            self.column..line.len().min(self.column + 1),
+                            &letter.to_string(),
+                        );
                         self.column += 1;
                     }
                 }
@@ -317,7 +333,11 @@ mod tests {
         let mut put = |text: &str| {
             let mut out = VecDeque::new();
             for segment in text.split_inclusive(['\r', '\n']) {
-                screen.put(&Source { id: 0, prefix: b"0: ", is_live: true }, segment.as_bytes(), &mut out);
+                screen.put(
+                    &Source { id: 0, prefix: b"0: ", is_live: true },
+                    segment.as_bytes(),
+                    &mut out,
+                );
             }
             screen.refresh(&mut out);
             String::from_utf8(out.into()).unwrap()

@@ -1,4 +1,5 @@
-//! The signals that the launcher deals with: those that end the job, and what comes from a terminal.
+//! The signals that the launcher deals with: those that end the job, and what comes from a
+//! terminal.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -27,33 +28,44 @@ pub struct Signals {
 }
 
 impl Signals {
-    /// Blocks the signals that are to be `passed_on`, and the terminal's, so that they can be read here. SIGHUP
-    /// stays ignored where nohup has had it so, and the terminal's too; not others, as SIGINT is in the background of a
-    /// shell's script.
+    /// Blocks the signals that are to be `passed_on`, and the terminal's, so that they can be read
+    /// here. SIGHUP stays ignored where nohup has had it so, and the terminal's too; not others, as
+    /// SIGINT is in the background of a shell's script.
     pub fn catch(passed_on: &[Signal]) -> anyhow::Result<Signals> {
         let ignored = ignored_signals().context("cannot read /proc/self/status")?;
         let is_ignored = |signal: &Signal| ignored & (1 << (*signal as i32 - 1)) != 0;
         if is_ignored(&Signal::SIGCHLD) {
             bail!("SIGCHLD is ignored by whatever started flow-launch, so that no exit code could be seen; start it otherwise");
         }
-        let passed_on = passed_on.iter().copied().filter(|signal| *signal != Signal::SIGHUP || !is_ignored(signal));
+        let passed_on = passed_on
+            .iter()
+            .copied()
+            .filter(|signal| *signal != Signal::SIGHUP || !is_ignored(signal));
         let passed_on: SigSet = passed_on.collect();
         for signal in passed_on.iter().filter(is_ignored) {
             // Workers do not inherit what has a handler.
-            flag::register(signal as i32, Arc::default()).with_context(|| format!("cannot handle {signal}"))?;
+            flag::register(signal as i32, Arc::default())
+                .with_context(|| format!("cannot handle {signal}"))?;
         }
         let terminals = [Signal::SIGTSTP, Signal::SIGWINCH];
-        let caught: SigSet = passed_on.iter().chain(terminals.into_iter().filter(|s| !is_ignored(s))).collect();
+        let caught: SigSet =
+            passed_on.iter().chain(terminals.into_iter().filter(|s| !is_ignored(s))).collect();
         caught.thread_block().context("cannot block signals")?;
         // We write also in the background of a terminal on which that stops others (stty tostop).
         SigSet::from(Signal::SIGTTOU).thread_block().context("cannot block SIGTTOU")?;
         let flags = SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC;
-        Ok(Signals { arrived: SignalFd::with_flags(&caught, flags).context("cannot open a signalfd")?, passed_on })
+        Ok(Signals {
+            arrived: SignalFd::with_flags(&caught, flags).context("cannot open a signalfd")?,
+            passed_on,
+        })
     }
 
     /// What the next signal that has arrived asks for.
     pub fn next(&self) -> Option<Request> {
-        let arrived = self.arrived.read_signal().inspect_err(|error| log::warn!("cannot read signals: {error}"));
+        let arrived = self
+            .arrived
+            .read_signal()
+            .inspect_err(|error| log::warn!("cannot read signals: {error}"));
         let number = arrived.ok()??.ssi_signo as i32;
         log::debug!("received signal {number}");
         Some(match Signal::try_from(number) {

@@ -1,4 +1,5 @@
-//! The launcher's own standard output and standard error, written without ever blocking the event loop.
+//! The launcher's own standard output and standard error, written without ever blocking the event
+//! loop.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -9,7 +10,8 @@ use rustix::termios::{isatty, tcgetwinsize, Winsize};
 
 use crate::output::Queue;
 
-/// Bytes that may wait to be written; with more, workers' pipes are not read, so that they are held up in turn.
+/// Bytes that may wait to be written; with more, workers' pipes are not read, so that they are held
+/// up in turn.
 const FULL: usize = 1 << 20;
 
 /// A pipe that is ready for writing takes this much without blocking (PIPE_BUF, pipe(7)).
@@ -27,7 +29,8 @@ pub struct Sink {
     write_limit: usize,
 }
 
-/// Standard output and standard error; a single sink if both are the same file, so that they do not mix either.
+/// Standard output and standard error; a single sink if both are the same file, so that they do not
+/// mix either.
 pub struct Sinks {
     sinks: Vec<Sink>,
     /// Whether only errors are said.
@@ -71,7 +74,10 @@ impl Sinks {
 
     /// What to wait for, with the sink's number.
     pub fn watch(&self) -> impl Iterator<Item = (usize, BorrowedFd<'_>)> {
-        self.sinks.iter().enumerate().filter_map(|(index, sink)| Some((index, sink.wants_to_write()?)))
+        self.sinks
+            .iter()
+            .enumerate()
+            .filter_map(|(index, sink)| Some((index, sink.wants_to_write()?)))
     }
 
     /// Somebody else has written to the terminal.
@@ -93,8 +99,8 @@ impl Sinks {
 }
 
 impl Sink {
-    /// A pipe or terminal is opened once more, non-blocking: the flag on the given one would be shared with whoever
-    /// else has it, such as the shell.
+    /// A pipe or terminal is opened once more, non-blocking: the flag on the given one would be
+    /// shared with whoever else has it, such as the shell.
     fn new(fd: BorrowedFd<'_>, kind: FileType) -> io::Result<Sink> {
         let own = match kind {
             FileType::Fifo | FileType::CharacterDevice => {
@@ -130,7 +136,8 @@ impl Sink {
         self.fd.as_ref().filter(|_| self.queue.len() > 0).map(AsFd::as_fd)
     }
 
-    /// Writes some of the queue. An error closes the sink; one other than "nobody reads any more" is returned.
+    /// Writes some of the queue. An error closes the sink; one other than "nobody reads any more"
+    /// is returned.
     fn write(&mut self) -> Result<(), Errno> {
         let columns = self.window().map(|size| size.ws_col);
         let Some(fd) = &self.fd else { return Ok(()) };

@@ -1,5 +1,5 @@
-//! The event loop of an agent: one thread waits in `poll` for signals, ends of workers, output and what the
-//! coordinator has to say, and never blocks elsewhere.
+//! The event loop of an agent: one thread waits in `poll` for signals, ends of workers, output and
+//! what the coordinator has to say, and never blocks elsewhere.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -82,7 +82,8 @@ impl Supervisor {
         worker::allow_descriptors(local_world_size);
         let signals = Signals::catch(&job.signals)?;
         let mut guard = Guard::start()?;
-        let mut sinks = Sinks::standard(job.quiet).context("cannot open standard output and standard error")?;
+        let mut sinks =
+            Sinks::standard(job.quiet).context("cannot open standard output and standard error")?;
         if let Some(threads) = plan::omp_threads(local_world_size, &machine) {
             sinks.note(&plan::omp_note(threads, local_world_size, &machine));
         }
@@ -145,7 +146,8 @@ impl Supervisor {
         Ok(code)
     }
 
-    /// There is nothing to wait for but a reader of our output, and the launcher was told to end: no longer wait.
+    /// There is nothing to wait for but a reader of our output, and the launcher was told to end:
+    /// no longer wait.
     fn must_leave(&self) -> bool {
         let crew = self.crew.as_ref().or(self.last.as_ref());
         crew.is_some_and(|crew| crew.policy.must_leave() && crew.is_settled())
@@ -193,8 +195,8 @@ impl Supervisor {
         }
     }
 
-    /// Stops the workers for a reason that is not here. If they have already ended well, what they have left behind must
-    /// go all the same. None if there is nothing to stop.
+    /// Stops the workers for a reason that is not here. If they have already ended well, what they
+    /// have left behind must go all the same. None if there is nothing to stop.
     fn stop(&mut self) -> Option<Action> {
         if self.crew.is_none() {
             self.crew = self.last.take_if(|crew| crew.ended_well());
@@ -214,7 +216,8 @@ impl Supervisor {
         worker::allow_descriptors(placement.world_size);
         let attempt = placement.restart_count;
         let error_file = |local_rank| self.logs.error_file(attempt, local_rank);
-        let mut specs = plan::workers(&self.job, placement, &self.command, &self.machine, error_file);
+        let mut specs =
+            plan::workers(&self.job, placement, &self.command, &self.machine, error_file);
         if let Some(watchdog) = &mut self.watchdog {
             watchdog.clear();
             specs.iter_mut().for_each(|spec| spec.environment.push(watchdog.variable()));
@@ -225,15 +228,28 @@ impl Supervisor {
             record(&restart, &mut self.events, &mut self.sinks);
         }
         let console = Console { sinks: &self.sinks, has_input: self.has_input };
-        match Crew::start(round, attempt, specs, Policy::new(self.job.grace), &self.logs, &console, &mut self.guard) {
+        match Crew::start(
+            round,
+            attempt,
+            specs,
+            Policy::new(self.job.grace),
+            &self.logs,
+            &console,
+            &mut self.guard,
+        ) {
             Ok(mut crew) => {
-                (0..2).filter(|which| self.sinks.of(*which).is_closed()).for_each(|which| crew.leave_console(which));
+                (0..2)
+                    .filter(|which| self.sinks.of(*which).is_closed())
+                    .for_each(|which| crew.leave_console(which));
                 for Outcome { rank, local_rank, pid, .. } in crew.outcomes() {
                     let start = events::Event::Start { rank, local_rank, pid };
                     record(&start, &mut self.events, &mut self.sinks);
                 }
                 if let Some(shortfall) = &crew.shortfall {
-                    let failure = Failure { summary: format!("{shortfall} (host {})", self.host), end: End::Exit(1) };
+                    let failure = Failure {
+                        summary: format!("{shortfall} (host {})", self.host),
+                        end: End::Exit(1),
+                    };
                     self.link.tell(Event::Failed { round, failure });
                     crew.policy.ordered(Instant::now());
                     crew.act(Action::Kill);
@@ -279,7 +295,9 @@ impl Supervisor {
         (self.is_cut_off, self.has_joined) = (false, false);
         match Link::reopen(&self.job, self.local_world_size) {
             Ok(link) => self.link = link,
-            Err(error) => self.verdict = Some(Verdict { code: 1, cause: Some(format!("{error:#}")) }),
+            Err(error) => {
+                self.verdict = Some(Verdict { code: 1, cause: Some(format!("{error:#}")) })
+            }
         }
     }
 
@@ -340,17 +358,24 @@ impl Supervisor {
         if !was_decided {
             if let Some((first, end)) = crew.first_failure() {
                 let summary = report::summary(&crew.outcome(first), &self.host);
-                record(&events::Event::Stop { reason: &summary }, &mut self.events, &mut self.sinks);
-                self.link.tell(Event::Failed { round: crew.round, failure: Failure { summary, end } });
+                record(
+                    &events::Event::Stop { reason: &summary },
+                    &mut self.events,
+                    &mut self.sinks,
+                );
+                self.link
+                    .tell(Event::Failed { round: crew.round, failure: Failure { summary, end } });
             }
         }
         crew.elapsed(now, &mut self.sinks);
         crew.settle(&mut self.sinks, &mut self.guard);
         if crew.is_over(&self.guard) {
             let round = crew.round;
-            let cause = crew.first_failure().map(|(first, _)| match crew.ended_for_want_of_readers(&self.sinks) {
-                true => String::new(),
-                false => report::cause(&crew.outcome(first), &self.host),
+            let cause = crew.first_failure().map(|(first, _)| {
+                match crew.ended_for_want_of_readers(&self.sinks) {
+                    true => String::new(),
+                    false => report::cause(&crew.outcome(first), &self.host),
+                }
             });
             let cause = crew.shortfall.clone().or(cause);
             let is_finished = crew.ended_well();
@@ -394,7 +419,8 @@ impl Supervisor {
         }
     }
 
-    /// Ctrl-Z: stops the workers, which do not feel it, and this process, until the user goes on with them.
+    /// Ctrl-Z: stops the workers, which do not feel it, and this process, until the user goes on
+    /// with them.
     fn suspend(&mut self) {
         self.crew.iter().for_each(Crew::pause);
         let stopped = signals::suspend().unwrap_or_else(|error| {
@@ -414,29 +440,44 @@ impl Supervisor {
     fn wait(&self) -> Result<Vec<Ready>, Errno> {
         let mut watched = vec![(Ready::Signals, PollFd::new(&self.signals, PollFlags::IN))];
         let link = self.link.watch();
-        watched.extend(link.into_iter().map(|fd| (Ready::Link, PollFd::from_borrowed_fd(fd, PollFlags::IN))));
+        watched.extend(
+            link.into_iter().map(|fd| (Ready::Link, PollFd::from_borrowed_fd(fd, PollFlags::IN))),
+        );
         let guard = self.guard.watch();
         watched.extend(guard.map(|fd| (Ready::Guard, PollFd::from_borrowed_fd(fd, PollFlags::IN))));
         let watchdog = self.watchdog.as_ref().map(Watchdog::watch);
-        watched.extend(watchdog.map(|fd| (Ready::Watchdog, PollFd::from_borrowed_fd(fd, PollFlags::IN))));
+        watched.extend(
+            watchdog.map(|fd| (Ready::Watchdog, PollFd::from_borrowed_fd(fd, PollFlags::IN))),
+        );
         let health = self.health.iter().flat_map(Health::watch);
-        watched.extend(health.map(|fd| (Ready::Health, PollFd::from_borrowed_fd(fd, PollFlags::IN))));
+        watched
+            .extend(health.map(|fd| (Ready::Health, PollFd::from_borrowed_fd(fd, PollFlags::IN))));
         let sinks = self.sinks.watch();
-        watched.extend(sinks.map(|(sink, fd)| (Ready::Sink(sink), PollFd::from_borrowed_fd(fd, PollFlags::OUT))));
+        watched.extend(
+            sinks.map(|(sink, fd)| {
+                (Ready::Sink(sink), PollFd::from_borrowed_fd(fd, PollFlags::OUT))
+            }),
+        );
         if let Some(crew) = &self.crew {
-            watched.extend(crew.watch(&self.sinks).into_iter().map(|(event, fd)| (Ready::Crew(event), fd)));
+            watched.extend(
+                crew.watch(&self.sinks).into_iter().map(|(event, fd)| (Ready::Crew(event), fd)),
+            );
         }
         let crew = self.crew.as_ref().and_then(|crew| crew.policy.deadline());
-        let is_due = self.must_leave() || self.crew.as_ref().is_some_and(|crew| crew.is_over(&self.guard));
+        let is_due =
+            self.must_leave() || self.crew.as_ref().is_some_and(|crew| crew.is_over(&self.guard));
         let prompts = self.crew.as_ref().and_then(|crew| crew.deadline(&self.sinks));
         let watchdog = self.watchdog.as_ref().and_then(Watchdog::deadline);
         let health = self.health.as_ref().and_then(Health::deadline);
-        let deadlines = [crew, prompts, self.guard.deadline(), self.link.deadline(), watchdog, health];
-        let deadline = if is_due { Some(Instant::now()) } else { deadlines.into_iter().flatten().min() };
+        let deadlines =
+            [crew, prompts, self.guard.deadline(), self.link.deadline(), watchdog, health];
+        let deadline =
+            if is_due { Some(Instant::now()) } else { deadlines.into_iter().flatten().min() };
         wait::until(watched, deadline)
     }
 
-    /// Writes to one of our own outputs. When nobody reads it any more, the workers must feel it as they would alone.
+    /// Writes to one of our own outputs. When nobody reads it any more, the workers must feel it as
+    /// they would alone.
     fn write(&mut self, sink: usize) {
         for which in self.sinks.write(sink) {
             self.crew.iter_mut().for_each(|crew| crew.leave_console(*which));
@@ -470,9 +511,12 @@ impl Supervisor {
         code
     }
 
-    /// Tells whoever has started flow-launch as a worker of the error that a worker here has recorded.
+    /// Tells whoever has started flow-launch as a worker of the error that a worker here has
+    /// recorded.
     fn pass_on_error(&mut self) {
-        let path = std::env::var_os(error_file::VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
+        let path = std::env::var_os(error_file::VARIABLE)
+            .filter(|path| !path.is_empty())
+            .map(PathBuf::from);
         let recorded = self.last.as_ref().and_then(Crew::first_error);
         if let Some((path, (error, end))) = path.zip(recorded) {
             if let Err(error) = error.copy(&path, end) {

@@ -1,13 +1,13 @@
-//! The modes of the user's terminal: as they were before the job they shall be after it. A worker may turn the echo
-//! off, for a password, and be killed.
+//! The modes of the user's terminal: as they were before the job they shall be after it. A worker
+//! may turn the echo off, for a password, and be killed.
 
 use std::fmt;
 use std::io;
 
 use rustix::process::{getpgrp, Pid};
 use rustix::termios::{
-    isatty, tcgetattr, tcgetpgrp, tcsetattr, ControlModes, InputModes, LocalModes, OptionalActions, OutputModes,
-    SpecialCodeIndex, Termios,
+    isatty, tcgetattr, tcgetpgrp, tcsetattr, ControlModes, InputModes, LocalModes, OptionalActions,
+    OutputModes, SpecialCodeIndex, Termios,
 };
 
 /// Keys with a meaning, and how reads wait.
@@ -41,9 +41,9 @@ pub struct Modes {
 }
 
 impl Modes {
-    /// Those of the terminal that is our standard input, if we have it: in the background it may be in whatever state a
-    /// shell needs. None where another output goes elsewhere: a pager there sets the modes for itself, and we could not
-    /// tell its doing from our workers'.
+    /// Those of the terminal that is our standard input, if we have it: in the background it may be
+    /// in whatever state a shell needs. None where another output goes elsewhere: a pager there
+    /// sets the modes for itself, and we could not tell its doing from our workers'.
     pub fn of_input() -> Option<Modes> {
         let group = getpgrp();
         if tcgetpgrp(io::stdin()).ok()? != group || !isatty(io::stdout()) || !isatty(io::stderr()) {
@@ -54,11 +54,13 @@ impl Modes {
 
     fn of(group: Pid, terminal: &Termios) -> Modes {
         let Termios { input_modes, output_modes, control_modes, local_modes, .. } = *terminal;
-        let flags = [input_modes.bits(), output_modes.bits(), control_modes.bits(), local_modes.bits()];
+        let flags =
+            [input_modes.bits(), output_modes.bits(), control_modes.bits(), local_modes.bits()];
         Modes { group, flags, codes: CODES.map(|code| terminal.special_codes[code]) }
     }
 
-    /// Gives them back to the terminal that is our standard error. We may be in the background: SIGTTOU must be blocked.
+    /// Gives them back to the terminal that is our standard error. We may be in the background:
+    /// SIGTTOU must be blocked.
     pub fn restore(self) {
         let terminal = io::stderr();
         let Ok(mut now) = tcgetattr(&terminal) else { return };
@@ -93,7 +95,10 @@ impl Modes {
 impl fmt::Display for Modes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.group)?;
-        self.flags.into_iter().chain(self.codes.map(u32::from)).try_for_each(|number| write!(f, ",{number}"))
+        self.flags
+            .into_iter()
+            .chain(self.codes.map(u32::from))
+            .try_for_each(|number| write!(f, ",{number}"))
     }
 }
 

@@ -1,5 +1,6 @@
-//! The timers of torchelastic's watchdog: a worker that has set one is to be killed unless it releases it in time. Pure:
-//! what workers have written and the time come in, what has expired goes out.
+//! The timers of torchelastic's watchdog: a worker that has set one is to be killed unless it
+//! releases it in time. Pure: what workers have written and the time come in, what has expired goes
+//! out.
 
 use std::collections::HashMap;
 
@@ -62,13 +63,14 @@ impl Timers {
     }
 
     fn request(&mut self, line: &[u8]) -> Result<(), String> {
-        let request: Request =
-            serde_json::from_slice(line).map_err(|error| format!("no request of a timer: {error}"))?;
+        let request: Request = serde_json::from_slice(line)
+            .map_err(|error| format!("no request of a timer: {error}"))?;
         let key = (request.pid, request.scope_id);
         if request.expiration_time < 0.0 {
             self.timers.remove(&key);
         } else if self.timers.len() < MOST || self.timers.contains_key(&key) {
-            self.timers.insert(key, Timer { expiration: request.expiration_time, signal: request.signal });
+            self.timers
+                .insert(key, Timer { expiration: request.expiration_time, signal: request.signal });
         } else {
             return Err(format!("more than {MOST} timers"));
         }
@@ -80,15 +82,17 @@ impl Timers {
         self.timers.values().map(|timer| timer.expiration).min_by(f64::total_cmp)
     }
 
-    /// The processes whose time has run out, in the order of that: each by its first timer with a signal, as torch has it.
-    /// All timers of such a process are done with.
+    /// The processes whose time has run out, in the order of that: each by its first timer with a
+    /// signal, as torch has it. All timers of such a process are done with.
     pub fn expired(&mut self, now: f64) -> Vec<Expired> {
-        let mut due: Vec<_> = self.timers.iter().filter(|(_, timer)| timer.expiration <= now).collect();
+        let mut due: Vec<_> =
+            self.timers.iter().filter(|(_, timer)| timer.expiration <= now).collect();
         due.sort_by(|(_, left), (_, right)| left.expiration.total_cmp(&right.expiration));
         let mut expired: Vec<Expired> = Vec::new();
         for ((pid, scope), timer) in due {
             let signal = Some(timer.signal).filter(|signal| *signal > 0);
-            let found = Expired { pid: *pid, scope: scope.clone(), signal, late: now - timer.expiration };
+            let found =
+                Expired { pid: *pid, scope: scope.clone(), signal, late: now - timer.expiration };
             match expired.iter_mut().find(|known| known.pid == *pid) {
                 None => expired.push(found),
                 Some(known) if known.signal.is_none() && signal.is_some() => *known = found,
@@ -153,11 +157,16 @@ mod tests {
     #[test]
     fn each_process_goes_by_its_first_timer_with_a_signal() {
         let mut timers = Timers::default();
-        for (scope, expiration, signal) in [("c", 3.0, 15), ("a", 1.0, 0), ("b", 2.0, 9), ("later", 9.0, 9)] {
+        for (scope, expiration, signal) in
+            [("c", 3.0, 15), ("a", 1.0, 0), ("b", 2.0, 9), ("later", 9.0, 9)]
+        {
             set(&mut timers, 7, scope, expiration, signal);
         }
         set(&mut timers, 6, "none", 0.5, -1);
-        assert_eq!(timers.expired(4.0), [expired(6, "none", None, 3.5), expired(7, "b", Some(9), 2.0)]);
+        assert_eq!(
+            timers.expired(4.0),
+            [expired(6, "none", None, 3.5), expired(7, "b", Some(9), 2.0)]
+        );
         assert_eq!(timers.next(), None);
     }
 

@@ -5,7 +5,8 @@ use std::time::Instant;
 use rustix::event::{poll, PollFd, Timespec};
 use rustix::io::Errno;
 
-/// What of `watched` is ready, as soon as anything is; nothing at the deadline, or at times for no reason.
+/// What of `watched` is ready, as soon as anything is; nothing at the deadline, or at times for no
+/// reason.
 pub fn until<T>(watched: Vec<(T, PollFd<'_>)>, deadline: Option<Instant>) -> Result<Vec<T>, Errno> {
     let (events, mut fds): (Vec<_>, Vec<_>) = watched.into_iter().unzip();
     let timeout = deadline.map(|deadline| {
@@ -17,5 +18,9 @@ pub fn until<T>(watched: Vec<(T, PollFd<'_>)>, deadline: Option<Instant>) -> Res
         Err(error) => return Err(error),
     }
     let is_ready = fds.iter().map(|fd| !fd.revents().is_empty());
-    Ok(events.into_iter().zip(is_ready).filter_map(|(event, ready)| ready.then_some(event)).collect())
+    Ok(events
+        .into_iter()
+        .zip(is_ready)
+        .filter_map(|(event, ready)| ready.then_some(event))
+        .collect())
 }

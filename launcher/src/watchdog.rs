@@ -1,5 +1,6 @@
-//! torchelastic's watchdog, where TORCHELASTIC_ENABLE_FILE_TIMER=1 asks for it: workers set and release timers through a
-//! named pipe (torch's `FileTimerClient`), and one that does not come back in time is killed.
+//! torchelastic's watchdog, where TORCHELASTIC_ENABLE_FILE_TIMER=1 asks for it: workers set and
+//! release timers through a named pipe (torch's `FileTimerClient`), and one that does not come back
+//! in time is killed.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
@@ -46,16 +47,22 @@ impl Watchdog {
             return Ok(None);
         }
         let mut note = None;
-        if let Some(path) = std::env::var_os(VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from) {
+        if let Some(path) =
+            std::env::var_os(VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from)
+        {
             match at(&path, guard) {
                 Ok(watchdog) => return Ok(Some((watchdog, None))),
                 Err(error) => {
-                    note = Some(format!("{VARIABLE} is '{}': {error}; timers have another pipe", path.display()))
+                    note = Some(format!(
+                        "{VARIABLE} is '{}': {error}; timers have another pipe",
+                        path.display()
+                    ))
                 }
             }
         }
         let folder = guard.temporary_folder().context("cannot make a temporary folder")?;
-        let watchdog = open(folder.join("timers")).context("cannot make the pipe of the watchdog's timers")?;
+        let watchdog =
+            open(folder.join("timers")).context("cannot make the pipe of the watchdog's timers")?;
         Ok(Some((watchdog, note)))
     }
 
@@ -73,7 +80,10 @@ impl Watchdog {
     pub fn take(&mut self) -> Option<String> {
         let mut bytes = vec![0; READ];
         match self.pipe.read(&mut bytes) {
-            Ok(count) => self.timers.take(&bytes[..count]).map(|what| format!("{} has {what}", self.path.display())),
+            Ok(count) => self
+                .timers
+                .take(&bytes[..count])
+                .map(|what| format!("{} has {what}", self.path.display())),
             Err(_) => None, // nothing there yet
         }
     }
@@ -84,8 +94,8 @@ impl Watchdog {
         Instant::now().checked_add(Duration::try_from_secs_f64(left).ok()?)
     }
 
-    /// Kills the processes whose time has run out, if they are of one of these workers, given with their ranks; what the
-    /// user should know of it.
+    /// Kills the processes whose time has run out, if they are of one of these workers, given with
+    /// their ranks; what the user should know of it.
     pub fn elapsed(&mut self, workers: impl Fn() -> Vec<(Pid, u32)>) -> Vec<String> {
         self.timers.expired(now()).iter().filter_map(|expired| end(expired, &workers())).collect()
     }
@@ -114,7 +124,8 @@ fn open(path: PathBuf) -> io::Result<Watchdog> {
     Ok(Watchdog { path, pipe, timers: Timers::default() })
 }
 
-/// Removes a named pipe that a launcher has left and nobody reads; true if nothing is there any more.
+/// Removes a named pipe that a launcher has left and nobody reads; true if nothing is there any
+/// more.
 pub fn remove_unread(path: &Path) -> bool {
     match fs::symlink_metadata(path) {
         Err(error) => error.kind() == ErrorKind::NotFound,
@@ -169,7 +180,8 @@ fn rank(process: Pid, workers: &[(Pid, u32)]) -> Option<u32> {
 fn relations(pid: Pid) -> Option<(Option<Pid>, Option<Pid>)> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let (_, fields) = stat.rsplit_once(')')?;
-    let mut pids = fields.split_whitespace().skip(1).map(|field| field.parse().ok().and_then(Pid::from_raw));
+    let mut pids =
+        fields.split_whitespace().skip(1).map(|field| field.parse().ok().and_then(Pid::from_raw));
     Some((pids.next()?, pids.next()?))
 }
 

@@ -1,10 +1,12 @@
 //! One worker process: starting it, signalling it, learning how it ended.
 //!
-//! A worker starts as flow-launch itself ([`exec`]), which asks the kernel to kill it when the launcher dies, waits
-//! until the guard knows of it, and only then becomes the program. So there is no moment at which a killed launcher
-//! leaves a worker behind. What it waits for is its standard input, which comes through a socket.
+//! A worker starts as flow-launch itself ([`exec`]), which asks the kernel to kill it when the
+//! launcher dies, waits until the guard knows of it, and only then becomes the program. So there is
+//! no moment at which a killed launcher leaves a worker behind. What it waits for is its standard
+//! input, which comes through a socket.
 //!
-//! Each worker leads a session of its own. It has no controlling terminal there, so that no terminal can stop it.
+//! Each worker leads a session of its own. It has no controlling terminal there, so that no
+//! terminal can stop it.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt;
@@ -21,12 +23,12 @@ use serde::{Deserialize, Serialize};
 
 use rustix::io::{retry_on_intr, Errno};
 use rustix::net::{
-    recvmsg, sendmsg, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags,
+    recvmsg, sendmsg, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
 };
 use rustix::process::{
-    getrlimit, kill_process, kill_process_group, pidfd_open, set_parent_process_death_signal, setrlimit, setsid,
-    waitid, Pid, PidfdFlags, Resource, Rlimit, Signal, WaitId, WaitIdOptions,
+    getrlimit, kill_process, kill_process_group, pidfd_open, set_parent_process_death_signal,
+    setrlimit, setsid, waitid, Pid, PidfdFlags, Resource, Rlimit, Signal, WaitId, WaitIdOptions,
 };
 use rustix::thread::{sched_setaffinity, CpuSet};
 
@@ -38,12 +40,12 @@ use crate::signals;
 /// First argument of a flow-launch process that is about to become a worker.
 pub const HIDDEN_FLAG: &str = "--exec-worker";
 
-/// Descriptors the launcher needs beside those of its workers: for stores that hold up to 512 strangers, with room to
-/// spare.
+/// Descriptors the launcher needs beside those of its workers: for stores that hold up to 512
+/// strangers, with room to spare.
 const OWN_DESCRIPTORS: u64 = 512 + 512;
 
-/// Descriptors per worker: its pidfd, its two pipes, two files, and connections to the stores, of which PyTorch's process
-/// groups may take some each.
+/// Descriptors per worker: its pidfd, its two pipes, two files, and connections to the stores, of
+/// which PyTorch's process groups may take some each.
 const WORKER_DESCRIPTORS: u64 = 12;
 
 /// How a process ended.
@@ -89,17 +91,19 @@ pub fn signal_name(signal: i32) -> String {
     }
 }
 
-/// A worker that has been started and not yet reaped. It leads a session, and in it a process group.
+/// A worker that has been started and not yet reaped. It leads a session, and in it a process
+/// group.
 pub struct Process {
     pub pid: Pid,
     pidfd: OwnedFd,
 }
 
 impl Process {
-    /// Starts a worker; returns it with the pipes from its standard output and standard error, where it is not given
-    /// a file to write them to.
+    /// Starts a worker; returns it with the pipes from its standard output and standard error,
+    /// where it is not given a file to write them to.
     ///
-    /// To be called on the main thread: the kernel ties a worker's life to the thread that has started it.
+    /// To be called on the main thread: the kernel ties a worker's life to the thread that has
+    /// started it.
     pub fn start(
         spec: &WorkerSpec,
         files: [Option<File>; 2],
@@ -127,7 +131,8 @@ impl Process {
             let _ = child.wait();
             guard.unregister(pid);
         })?;
-        let pipes = [child.stdout.take().map(OwnedFd::from), child.stderr.take().map(OwnedFd::from)];
+        let pipes =
+            [child.stdout.take().map(OwnedFd::from), child.stderr.take().map(OwnedFd::from)];
         Ok((Process { pid, pidfd }, pipes))
     }
 
@@ -153,13 +158,18 @@ impl Process {
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
         let status = waitid(WaitId::PidFd(self.pidfd.as_fd()), options)?;
         Ok(status.and_then(|status| {
-            status.exit_status().map(End::Exit).or_else(|| status.terminating_signal().map(End::Signal))
+            status
+                .exit_status()
+                .map(End::Exit)
+                .or_else(|| status.terminating_signal().map(End::Signal))
         }))
     }
 
     /// Frees the pid of a worker that has ended.
     pub fn reap(&self) {
-        if let Err(error) = waitid(WaitId::PidFd(self.pidfd.as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG) {
+        if let Err(error) =
+            waitid(WaitId::PidFd(self.pidfd.as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG)
+        {
             log::warn!("cannot reap process {}: {error}", self.pid);
         }
     }
@@ -172,15 +182,18 @@ impl AsFd for Process {
     }
 }
 
-/// In the new process: becomes the program, or says why not and exits as a shell would. Before the program and its
-/// arguments are the CPUs it is bound to.
+/// In the new process: becomes the program, or says why not and exits as a shell would. Before the
+/// program and its arguments are the CPUs it is bound to.
 pub fn exec(mut command: impl Iterator<Item = OsString>) -> ExitCode {
     let Some(cores) = command.next() else { return ExitCode::FAILURE };
     become_program(await_launcher().and_then(|()| bind(&cores)), command)
 }
 
 /// Becomes the program, if all is `ready`.
-pub fn become_program(ready: io::Result<()>, mut command: impl Iterator<Item = OsString>) -> ExitCode {
+pub fn become_program(
+    ready: io::Result<()>,
+    mut command: impl Iterator<Item = OsString>,
+) -> ExitCode {
     let Some(program) = command.next() else { return ExitCode::FAILURE };
     let error = match ready {
         Ok(()) => Command::new(&program).args(command).exec(),
@@ -200,7 +213,8 @@ fn open_gate(gate: &UnixStream, has_input: bool) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     control.push(SendAncillaryMessage::ScmRights(&input));
-    match retry_on_intr(|| sendmsg(gate, &[IoSlice::new(b"!")], &mut control, SendFlags::NOSIGNAL)) {
+    match retry_on_intr(|| sendmsg(gate, &[IoSlice::new(b"!")], &mut control, SendFlags::NOSIGNAL))
+    {
         // It has already been killed; its end will be seen.
         Ok(_) | Err(Errno::PIPE | Errno::CONNRESET) => Ok(()),
         Err(error) => Err(error.into()),
@@ -214,7 +228,8 @@ fn await_launcher() -> io::Result<()> {
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut byte = [0];
     let gate = io::stdin();
-    let receive = || recvmsg(&gate, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC);
+    let receive =
+        || recvmsg(&gate, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC);
     retry_on_intr(receive)?;
     let mut input = control.drain().filter_map(|message| match message {
         RecvAncillaryMessage::ScmRights(mut received) => received.next(),
@@ -242,7 +257,9 @@ pub fn allow_descriptors(workers: u32) {
     let limit = getrlimit(Resource::Nofile);
     if limit.current.is_some_and(|current| current < needed) {
         let current = limit.maximum.map_or(needed, |maximum| maximum.min(needed));
-        if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: Some(current), maximum: limit.maximum }) {
+        if let Err(error) =
+            setrlimit(Resource::Nofile, Rlimit { current: Some(current), maximum: limit.maximum })
+        {
             log::warn!("cannot raise the limit on open files to {current}: {error}");
         }
     }
@@ -255,8 +272,13 @@ mod tests {
     #[test]
     fn ends_are_told_as_a_shell_would() {
         assert_eq!((End::Exit(3).code(), End::Exit(3).to_string()), (3, "exit code 3".into()));
-        assert_eq!((End::Signal(9).code(), End::Signal(9).to_string()), (137, "signal 9 (SIGKILL)".into()));
+        assert_eq!(
+            (End::Signal(9).code(), End::Signal(9).to_string()),
+            (137, "signal 9 (SIGKILL)".into())
+        );
         assert_eq!(End::Signal(40).to_string(), "signal 40 (real-time signal 40)");
-        assert!(!End::Exit(0).is_failure() && End::Exit(1).is_failure() && End::Signal(15).is_failure());
+        assert!(
+            !End::Exit(0).is_failure() && End::Exit(1).is_failure() && End::Signal(15).is_failure()
+        );
     }
 }

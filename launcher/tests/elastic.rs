@@ -36,7 +36,8 @@ fn start_two(net: &Net, gate: &Gate) -> [Agent; 2] {
     agents
 }
 
-/// Waits until the workers of a node have said so many times that the world has this size, and nothing else since.
+/// Waits until the workers of a node have said so many times that the world has this size, and
+/// nothing else since.
 fn until_places(agent: &Agent, world: usize, times: usize) {
     let place = format!(" of {world}, restart 0");
     until(&format!("{times} times '{place}'"), || {
@@ -79,7 +80,8 @@ fn a_lost_node_is_done_without_and_a_new_one_is_taken_in() {
     until_places(&agent_0, 4, 4);
     until_places(&agent_2, 4, 2);
     let (said_0, said_2) = (agent_0.stdout(), agent_2.stdout());
-    let mut ranks: Vec<_> = said_0.lines().rev().take(2).chain(said_2.lines()).map(|line| &line[..1]).collect();
+    let mut ranks: Vec<_> =
+        said_0.lines().rev().take(2).chain(said_2.lines()).map(|line| &line[..1]).collect();
     ranks.sort_unstable();
     assert_eq!(ranks, ["0", "1", "2", "3"]);
     end_well(&net, &gate, [agent_0, agent_2]);
@@ -112,7 +114,10 @@ fn nodes_that_come_and_go_are_events() {
     let told = events(&told);
     let (joined, lost) = (named(&told, "node_joined"), named(&told, "node_lost"));
     assert_eq!((joined.len(), lost.len()), (1, 1), "{told:?}");
-    assert_eq!((&joined[0]["node_host"], &lost[0]["node_host"]), (&"node1".into(), &"node1".into()));
+    assert_eq!(
+        (&joined[0]["node_host"], &lost[0]["node_host"]),
+        (&"node1".into(), &"node1".into())
+    );
     assert!(lost[0]["reason"].as_str().unwrap().contains("killed"), "{}", lost[0]);
 }
 
@@ -138,7 +143,9 @@ fn joins_again(lose: fn(&Net, &Agent), find: fn(&Net, &Agent)) {
     find(&net, &agent_1);
     until_places(&agent_0, 4, 4);
     until_places(&agent_1, 4, 4);
-    until("no worker of an earlier start is left", || [0, 1].map(|node| workers(&net, node, &gate)) == [2, 2]);
+    until("no worker of an earlier start is left", || {
+        [0, 1].map(|node| workers(&net, node, &gate)) == [2, 2]
+    });
     end_well(&net, &gate, [agent_0, agent_1]);
 }
 
@@ -189,7 +196,8 @@ fn two(net: &Net, more: &str, text: &str) -> [common::Finished; 2] {
 #[test]
 fn after_a_failure_all_workers_of_all_nodes_start_again() {
     let Some(net) = Net::new(2) else { return };
-    let text = "case $RANK.$TORCHELASTIC_RESTART_COUNT in 3.0) exit 5;; *.0) exec sleep 1000;; esac; \
+    let text =
+        "case $RANK.$TORCHELASTIC_RESTART_COUNT in 3.0) exit 5;; *.0) exec sleep 1000;; esac; \
                 echo $RANK: restart $TORCHELASTIC_RESTART_COUNT of $TORCHELASTIC_MAX_RESTARTS";
     let ends = two(&net, "--max-restarts 1", text);
     let said = [ends[0].stdout.as_str(), &ends[1].stdout].concat();
@@ -203,17 +211,21 @@ fn after_a_failure_all_workers_of_all_nodes_start_again() {
 #[test]
 fn after_the_last_restart_a_failure_is_final() {
     let Some(net) = Net::new(2) else { return };
-    let text = "echo restart $TORCHELASTIC_RESTART_COUNT; [ $RANK != 3 ] || exit 5; exec sleep 1000";
+    let text =
+        "echo restart $TORCHELASTIC_RESTART_COUNT; [ $RANK != 3 ] || exit 5; exec sleep 1000";
     for end in two(&net, "--max-restarts 1", text) {
         assert_eq!(end.code, Some(5), "{end:?}");
-        assert!(end.stderr.contains("rank 3 ") && end.stderr.contains("failed with exit code 5"), "{end:?}");
+        assert!(
+            end.stderr.contains("rank 3 ") && end.stderr.contains("failed with exit code 5"),
+            "{end:?}"
+        );
         assert!(!end.stdout.contains("restart 2"), "{end:?}");
     }
     net.until_nothing_is_left();
 }
 
-/// What workers of node 0 have started, and what has left their process groups, goes with their start; also if they
-/// themselves have ended well, but the start fails on node 1.
+/// What workers of node 0 have started, and what has left their process groups, goes with their
+/// start; also if they themselves have ended well, but the start fails on node 1.
 #[test]
 fn nothing_of_a_start_that_fails_elsewhere_lives_on() {
     for (then, processes) in [("exit 0", 4), ("exec sleep 1000", 6)] {
@@ -235,7 +247,9 @@ fn nothing_of_a_start_that_fails_elsewhere_lives_on() {
         );
         let flags = elastic("2", "--max-restarts 1 --grace 0.5");
         let agents = [0, 1].map(|node| net.start(node, &script(&flags, &text)));
-        let survivors = || command_lines(&net, 0).iter().filter(|line| line.starts_with("sleep\x001001")).count();
+        let survivors = || {
+            command_lines(&net, 0).iter().filter(|line| line.starts_with("sleep\x001001")).count()
+        };
         // The agent, its guard, timeout and what it runs, and the workers that have not ended.
         until("node 0 has come so far", || survivors() == 1 && net.processes(0).len() == processes);
         failure.open();
@@ -259,7 +273,10 @@ fn workers_have_the_shutdown_timeout_when_another_node_stops_them() {
     );
     // More than without the flag.
     let start = |node, more: &str| {
-        net.start(node, &script(&elastic("2", &format!("--max-restarts 1 --shutdown-timeout 6 {more}")), &text))
+        net.start(
+            node,
+            &script(&elastic("2", &format!("--max-restarts 1 --shutdown-timeout 6 {more}")), &text),
+        )
     };
     let agents = [start(0, &format!("--events {}", told.display())), start(1, "")];
     agents[0].until_says(&["ready 0", "ready 1"]);

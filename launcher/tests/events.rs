@@ -24,15 +24,27 @@ fn starts_and_ends_are_told() {
         let numbers: Vec<u64> = line.split(' ').map(|number| number.parse().unwrap()).collect();
         for list in [&starts, &exits] {
             let event = list.iter().find(|event| event["rank"] == numbers[0]).unwrap();
-            assert_eq!((&event["local_rank"], &event["pid"]), (&numbers[0].into(), &numbers[1].into()));
+            assert_eq!(
+                (&event["local_rank"], &event["pid"]),
+                (&numbers[0].into(), &numbers[1].into())
+            );
         }
     }
-    assert!(exits.iter().all(|exit| exit["code"] == 0 && exit.get("signal").is_none()), "{exits:?}");
-    assert_eq!((&told[4]["event"], &told[4]["code"], told[4].get("rank")), (&"end".into(), &0.into(), None));
+    assert!(
+        exits.iter().all(|exit| exit["code"] == 0 && exit.get("signal").is_none()),
+        "{exits:?}"
+    );
+    assert_eq!(
+        (&told[4]["event"], &told[4]["code"], told[4].get("rank")),
+        (&"end".into(), &0.into(), None)
+    );
     for event in &told {
         let time = event["time"].as_str().unwrap();
         assert!(time.starts_with("20") && time.ends_with('Z') && time.len() == 24, "{time}");
-        assert!(event["host"].is_string() && event["node"] == 0 && event["restart_count"] == 0, "{event}");
+        assert!(
+            event["host"].is_string() && event["node"] == 0 && event["restart_count"] == 0,
+            "{event}"
+        );
     }
 }
 
@@ -50,7 +62,8 @@ fn failures_and_restarts_are_told() {
     assert_eq!((&told[2]["rank"], &told[2]["code"]), (&1.into(), &3.into()));
     assert!(told[3]["reason"].as_str().unwrap().starts_with("rank 1 "), "{}", told[3]);
     assert_eq!((&told[4]["rank"], &told[4]["signal"]), (&0.into(), &15.into()));
-    let counts: Vec<_> = told.iter().map(|event| event["restart_count"].as_u64().unwrap()).collect();
+    let counts: Vec<_> =
+        told.iter().map(|event| event["restart_count"].as_u64().unwrap()).collect();
     assert_eq!(counts, [[0; 5].as_slice(), &[1; 7]].concat());
     assert_eq!((&told[11]["code"], &told[11]["rank"]), (&3.into(), &1.into()));
 }
@@ -71,8 +84,14 @@ fn signals_are_told_as_the_reason() {
 #[test]
 fn a_file_that_cannot_be_opened_is_an_error_before_the_start() {
     let finished = run(&mut script("--events /no/such/folder/events", "echo started"));
-    assert_eq!((finished.code, finished.stdout.as_str(), finished.stderr.lines().count()), (Some(1), "", 1));
-    assert!(finished.stderr.contains("cannot open /no/such/folder/events for --events"), "{finished:?}");
+    assert_eq!(
+        (finished.code, finished.stdout.as_str(), finished.stderr.lines().count()),
+        (Some(1), "", 1)
+    );
+    assert!(
+        finished.stderr.contains("cannot open /no/such/folder/events for --events"),
+        "{finished:?}"
+    );
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! A worker fails: the others are stopped, the report leads with the cause, the exit code is the failed worker's.
+//! A worker fails: the others are stopped, the report leads with the cause, the exit code is the
+//! failed worker's.
 
 mod common;
 use common::{is_alive, run, script, until_gone, Running};
@@ -30,7 +31,10 @@ fn exit_code_and_report_are_those_of_the_first_failure() {
     assert_eq!(lines[0], "boom");
     assert!(lines[1].starts_with("flow-launch: rank 1 (local rank 1, pid "), "{lines:?}");
     let (_, time) = lines[1].split_once("failed with exit code 3 at ").expect(&finished.stderr);
-    let time = DateTime::strptime("%Y-%m-%d %H:%M:%S", time).expect(time).to_zoned(TimeZone::fixed(offset(9))).unwrap();
+    let time = DateTime::strptime("%Y-%m-%d %H:%M:%S", time)
+        .expect(time)
+        .to_zoned(TimeZone::fixed(offset(9)))
+        .unwrap();
     let age = Timestamp::now().duration_since(time.timestamp());
     assert!((0..3600).contains(&age.as_secs()), "{time}: {age:?}");
     assert_eq!(lines[2..4], ["flow-launch: the last line of its stderr:", "flow-launch:   | boom"]);
@@ -44,7 +48,9 @@ fn a_killed_worker_is_named_with_its_signal_and_last_words() {
     assert_eq!(finished.code, Some(137));
     assert!(finished.stderr.contains("rank 1 (local rank 1, pid "), "{}", finished.stderr);
     assert!(finished.stderr.contains("was killed by signal 9 (SIGKILL)"));
-    assert!(finished.stderr.contains("the last 20 lines of its stderr:\nflow-launch:   | line 11\n"));
+    assert!(finished
+        .stderr
+        .contains("the last 20 lines of its stderr:\nflow-launch:   | line 11\n"));
     assert!(finished.stderr.contains("flow-launch:   | line 30\n"));
 }
 
@@ -56,7 +62,10 @@ fn a_worker_that_ignores_sigterm_is_killed_after_the_grace_period() {
     assert_eq!(finished.code, Some(4));
     assert_eq!(finished.stdout, "ready\nready\n");
     let last = finished.stderr.lines().last().unwrap();
-    assert_eq!(last, "flow-launch: the others: ranks 0, 2 killed by flow-launch after the grace period");
+    assert_eq!(
+        last,
+        "flow-launch: the others: ranks 0, 2 killed by flow-launch after the grace period"
+    );
 }
 
 #[test]
@@ -64,7 +73,8 @@ fn what_siblings_do_when_stopped_is_not_the_cause() {
     let others = "trap 'echo dying >&2; exit 99' TERM; echo ready; while :; do sleep 0.05; done";
     let finished = run(&mut odd_one("--nproc_per_node 3", "sleep 0.5; exit 5", others));
     assert_eq!(finished.code, Some(5));
-    let report: Vec<_> = finished.stderr.lines().filter(|line| line.starts_with("flow-launch: rank ")).collect();
+    let report: Vec<_> =
+        finished.stderr.lines().filter(|line| line.starts_with("flow-launch: rank ")).collect();
     assert_eq!(report.len(), 1);
     assert!(report[0].contains("rank 1 "), "{report:?}");
     assert!(finished.stderr.ends_with("ranks 0, 2 asked to stop, ended with exit code 99\n"));
@@ -102,10 +112,14 @@ fn a_process_that_escapes_with_the_output_does_not_hold_up_the_end() {
     let pid = running.numbers(1)[0];
     let finished = running.finish();
     assert_eq!((finished.code, finished.stdout.as_str()), (Some(0), "last words\n"));
-    let _ = rustix::process::kill_process(rustix::process::Pid::from_raw(pid).unwrap(), rustix::process::Signal::KILL);
+    let _ = rustix::process::kill_process(
+        rustix::process::Pid::from_raw(pid).unwrap(),
+        rustix::process::Signal::KILL,
+    );
 }
 
-/// Nothing tells the launcher of this process but the output, which it holds open: it has no mark of the job.
+/// Nothing tells the launcher of this process but the output, which it holds open: it has no mark
+/// of the job.
 #[test]
 fn an_output_held_open_beyond_the_grace_period_does_not_hold_up_the_end() {
     let folder = tempfile::tempdir().unwrap();
@@ -115,15 +129,21 @@ fn an_output_held_open_beyond_the_grace_period_does_not_hold_up_the_end() {
     let finished = run(&mut odd_one("--nproc_per_node 2 --grace 0.5", &one, &hold));
     let pid: i32 = std::fs::read_to_string(&file).unwrap().trim().parse().unwrap();
     assert!(is_alive(pid));
-    let _ = rustix::process::kill_process(rustix::process::Pid::from_raw(pid).unwrap(), rustix::process::Signal::KILL);
+    let _ = rustix::process::kill_process(
+        rustix::process::Pid::from_raw(pid).unwrap(),
+        rustix::process::Signal::KILL,
+    );
     assert_eq!(finished.code, Some(3), "{finished:?}");
 }
 
 #[test]
 fn the_store_tells_survivors_how_a_worker_ended() {
     let others = "trap '' TERM; echo $FLOW_STORE $FLOW_TOKEN; while :; do sleep 0.05; done";
-    let mut running =
-        Running::start(&mut odd_one("--nproc_per_node 2 --grace 1000", "sleep 0.3; kill -SEGV $$", others));
+    let mut running = Running::start(&mut odd_one(
+        "--nproc_per_node 2 --grace 1000",
+        "sleep 0.3; kill -SEGV $$",
+        others,
+    ));
     let line = running.line();
     let (address, token) = line.split_once(' ').unwrap();
     let timeout = Duration::from_secs(20);
@@ -135,5 +155,8 @@ fn the_store_tells_survivors_how_a_worker_ended() {
     running.signal(rustix::process::Signal::INT);
     let finished = running.finish();
     assert_eq!(finished.code, Some(139));
-    assert!(finished.stderr.contains("again to kill them\nflow-launch: SIGINT: killing the ranks\n"), "{finished:?}");
+    assert!(
+        finished.stderr.contains("again to kill them\nflow-launch: SIGINT: killing the ranks\n"),
+        "{finished:?}"
+    );
 }

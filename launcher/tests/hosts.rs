@@ -1,5 +1,5 @@
-//! `--hosts` and `--hostfile`: one flow-launch starts the agents of all machines. ssh is a script that enters the
-//! tests' machines; the last test has the real one.
+//! `--hosts` and `--hostfile`: one flow-launch starts the agents of all machines. ssh is a script
+//! that enters the tests' machines; the last test has the real one.
 
 mod common;
 use common::net::{ipv4, Agent, Gate, Net};
@@ -60,9 +60,11 @@ fn ranks_go_by_the_list() {
     let text = "echo $RANK of $WORLD_SIZE, $LOCAL_RANK on $(hostname), node $GROUP_RANK, $MASTER_ADDR $MASTER_PORT \
                 $A $B $NCCL_DEBUG $(cat)";
     let mut command = site.job("-x A=1 -x B --master_port 29600", text);
-    let finished = run(command.env("B", "two words").env("NCCL_DEBUG", "INFO").env_remove("FLOW_TOKEN"));
+    let finished =
+        run(command.env("B", "two words").env("NCCL_DEBUG", "INFO").env_remove("FLOW_TOKEN"));
     assert_eq!((finished.code, finished.stderr.as_str()), (Some(0), ""), "{finished:?}");
-    let expected = ["0 of 3, 0 on node0, node 0", "1 of 3, 1 on node0, node 0", "2 of 3, 0 on node1, node 1"];
+    let expected =
+        ["0 of 3, 0 on node0, node 0", "1 of 3, 1 on node0, node 0", "2 of 3, 0 on node1, node 1"];
     let expected = expected.map(|start| format!("{start}, node0 29600 1 two words INFO"));
     assert_eq!(finished.sorted_lines(), expected);
     site.net.until_nothing_is_left();
@@ -72,10 +74,16 @@ fn ranks_go_by_the_list() {
 fn hosts_from_a_file() {
     let Some(site) = Site::new() else { return };
     let file = tempfile::NamedTempFile::new().unwrap();
-    fs::write(&file, "# the tests' machines\nnode1 slots=2\n\nme@node0 # as many as --nproc-per-node says\n").unwrap();
-    let flags = format!("--rsh {} --nproc_per_node 3 --hostfile {}", site.ssh, file.path().display());
+    fs::write(
+        &file,
+        "# the tests' machines\nnode1 slots=2\n\nme@node0 # as many as --nproc-per-node says\n",
+    )
+    .unwrap();
+    let flags =
+        format!("--rsh {} --nproc_per_node 3 --hostfile {}", site.ssh, file.path().display());
     let finished = run(&mut script(&flags, "echo $RANK $(hostname) $MASTER_ADDR"));
-    let lines = ["0 node1 node1", "1 node1 node1", "2 node0 node1", "3 node0 node1", "4 node0 node1"];
+    let lines =
+        ["0 node1 node1", "1 node1 node1", "2 node0 node1", "3 node0 node1", "4 node0 node1"];
     assert_eq!((finished.code, finished.sorted_lines()), (Some(0), lines.into()), "{finished:?}");
     fs::write(&file, "node0\nnode1 slots 2\n").unwrap();
     let finished = run(&mut script(&flags, ""));
@@ -96,10 +104,17 @@ fn an_agent_on_this_machine_needs_no_ssh() {
     assert_eq!((finished.code, finished.stdout.lines().count()), (Some(0), 2), "{finished:?}");
     let only_here = format!("{hosts} --rsh false");
     let finished = site.net.within(0, || run(&mut script(&only_here, IDLE)));
-    let expected = format!("flow-launch: cannot start flow-launch on {}: false ended with exit code 1\n", ipv4(1));
+    let expected = format!(
+        "flow-launch: cannot start flow-launch on {}: false ended with exit code 1\n",
+        ipv4(1)
+    );
     assert_eq!((finished.code, finished.stderr.as_str()), (Some(1), expected.as_str()));
     let finished = run(&mut script("--hosts localhost:2 -x NOSUCH", "echo $RANK of $WORLD_SIZE"));
-    assert_eq!((finished.code, finished.sorted_lines()), (Some(0), vec!["0 of 2", "1 of 2"]), "{finished:?}");
+    assert_eq!(
+        (finished.code, finished.sorted_lines()),
+        (Some(0), vec!["0 of 2", "1 of 2"]),
+        "{finished:?}"
+    );
     let note = "flow-launch: --export NOSUCH: there is no NOSUCH here, or it is not UTF-8; NOSUCH=VALUE sets it\n";
     assert_eq!(finished.stderr, note);
     site.net.until_nothing_is_left();
@@ -109,13 +124,17 @@ fn an_agent_on_this_machine_needs_no_ssh() {
 fn a_failure_on_one_host_ends_all_and_is_told_once() {
     let Some(site) = Site::new() else { return };
     let gate = Gate::new();
-    let text = format!("{}; [ $RANK != 2 ] || {{ echo boom >&2; exit 3; }}; exec sleep 1000", gate.wait());
+    let text =
+        format!("{}; [ $RANK != 2 ] || {{ echo boom >&2; exit 3; }}; exec sleep 1000", gate.wait());
     let running = Running::start(&mut site.job("", &text));
     gate.open();
     let finished = running.finish();
     assert_eq!(finished.code, Some(3), "{finished:?}");
-    let report =
-        ["flow-launch: rank 2 (local rank 0, pid ", "flow-launch:   | boom", "on host node0: ranks 0-1 stopped"];
+    let report = [
+        "flow-launch: rank 2 (local rank 0, pid ",
+        "flow-launch:   | boom",
+        "on host node0: ranks 0-1 stopped",
+    ];
     for line in report {
         assert_eq!(lines(&finished, line).len(), 1, "{line} in {finished:?}");
     }
@@ -143,7 +162,10 @@ fn a_host_that_cannot_be_reached_is_named_and_ends_all() {
     assert!(start.elapsed() < Duration::from_secs(120), "{:?}", start.elapsed());
     let finished = run(&mut script("--rsh /nowhere/ssh --hosts node0:1,node1:1", "echo started"));
     assert_eq!(finished.code, Some(127), "{finished:?}");
-    assert!(finished.stderr.contains("flow-launch: cannot run /nowhere/ssh: No such file"), "{finished:?}");
+    assert!(
+        finished.stderr.contains("flow-launch: cannot run /nowhere/ssh: No such file"),
+        "{finished:?}"
+    );
     site.net.until_nothing_is_left();
 }
 
@@ -152,8 +174,20 @@ fn a_host_that_cannot_be_reached_is_named_and_ends_all() {
 fn a_host_that_fails_late_ends_all_without_a_word_on_signals() {
     let Some(site) = Site::new() else { return };
     let gate = Gate::new();
-    let rsh = format!("sh -c 'case $1 in nowhere) {}; exit 255; esac; exec {} \"$@\"' sh", gate.wait(), site.ssh);
-    let mut command = launcher(&["--rsh", &rsh, "--hosts", "node0:1,nowhere:1,node1:1", "sh", "-c", "echo started"]);
+    let rsh = format!(
+        "sh -c 'case $1 in nowhere) {}; exit 255; esac; exec {} \"$@\"' sh",
+        gate.wait(),
+        site.ssh
+    );
+    let mut command = launcher(&[
+        "--rsh",
+        &rsh,
+        "--hosts",
+        "node0:1,nowhere:1,node1:1",
+        "sh",
+        "-c",
+        "echo started",
+    ]);
     let running = Running::start(&mut command);
     // With their guards.
     until("two agents wait", || [0, 1].iter().all(|node| site.net.processes(*node).len() == 2));
@@ -161,7 +195,10 @@ fn a_host_that_fails_late_ends_all_without_a_word_on_signals() {
     let finished = running.finish();
     assert_eq!((finished.code, finished.stdout.as_str()), (Some(255), ""), "{finished:?}");
     assert_eq!(finished.stderr.lines().count(), 1, "{finished:?}");
-    assert!(finished.stderr.starts_with("flow-launch: cannot start flow-launch on nowhere: "), "{finished:?}");
+    assert!(
+        finished.stderr.starts_with("flow-launch: cannot start flow-launch on nowhere: "),
+        "{finished:?}"
+    );
     site.net.until_nothing_is_left();
 }
 
@@ -188,7 +225,10 @@ fn what_a_host_lacks_is_said() {
     assert_eq!((finished.code, finished.stdout.as_str()), (Some(1), ""), "{finished:?}");
     let expected = format!("there is no folder {}; flow-launch starts in", folder.path().display());
     assert!(!lines(&finished, &expected).is_empty(), "{finished:?}");
-    assert!(!lines(&finished, "flow-launch: cannot start flow-launch on node").is_empty(), "{finished:?}");
+    assert!(
+        !lines(&finished, "flow-launch: cannot start flow-launch on node").is_empty(),
+        "{finished:?}"
+    );
     let arguments = ["--rsh", &site.ssh, "--hosts", "node0:1,node1:1", "nosuchprogram"];
     let finished = run(&mut launcher(&arguments));
     assert_eq!(finished.code, Some(2), "{finished:?}");
@@ -223,7 +263,8 @@ fn a_signal_goes_to_all_workers() {
         running.signal(signal);
         let finished = running.finish();
         assert_eq!(finished.code, Some(code), "{finished:?}");
-        // An agent may hear from the other that the job is to end before the signal comes: then its workers get SIGTERM.
+        // An agent may hear from the other that the job is to end before the signal comes: then its
+        // workers get SIGTERM.
         let name = if signal == Signal::INT { "INT" } else { "TERM" };
         let told: Vec<_> = finished.stdout.lines().collect();
         assert!(told.len() == 3 && told.contains(&name), "{finished:?}");
@@ -235,7 +276,8 @@ fn a_signal_goes_to_all_workers() {
 fn a_signal_while_a_host_is_being_reached_ends_at_once() {
     for (signal, code) in [(Signal::INT, Some(130)), (Signal::KILL, None)] {
         // A remote shell that does not look at its standard input.
-        let mut command = launcher(&["--rsh", "sh -c 'exec sleep 1000'", "--hosts", "node0:1", "true"]);
+        let mut command =
+            launcher(&["--rsh", "sh -c 'exec sleep 1000'", "--hosts", "node0:1", "true"]);
         let running = Running::start(&mut command);
         let name = |pid: i32| fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
         let is_reaching = || children(running.pid()).into_iter().any(|pid| name(pid) == "sleep\n");
@@ -265,8 +307,10 @@ fn a_connection_that_is_lost_ends_all() {
 fn a_lost_agent_is_not_waited_for() {
     let Some(site) = Site::new() else { return };
     let running = site.idle("--max-restarts 3");
-    let is_agent =
-        |pid: &&i32| fs::read_to_string(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.contains("--on-leash"));
+    let is_agent = |pid: &&i32| {
+        fs::read_to_string(format!("/proc/{pid}/cmdline"))
+            .is_ok_and(|line| line.contains("--on-leash"))
+    };
     let agent = *site.net.processes(1).iter().filter(is_agent).min().unwrap();
     kill_process(Pid::from_raw(agent).unwrap(), Signal::KILL).unwrap();
     let finished = running.finish();
@@ -291,7 +335,8 @@ fn the_secret_is_in_no_command_line_and_no_agents_environment() {
     let Some(site) = Site::new() else { return };
     let secret = "3c9fb0b1-the-secret-of-this-test";
     let running = site.ready(site.job("", IDLE).env("FLOW_TOKEN", secret));
-    let has = |path: &Path| String::from_utf8_lossy(&fs::read(path).unwrap_or_default()).contains(secret);
+    let has =
+        |path: &Path| String::from_utf8_lossy(&fs::read(path).unwrap_or_default()).contains(secret);
     let processes = fs::read_dir("/proc").unwrap().flatten().map(|entry| entry.path());
     let told: Vec<_> = processes.filter(|process| has(&process.join("cmdline"))).collect();
     assert!(told.is_empty(), "{told:?}");
@@ -305,12 +350,31 @@ fn the_secret_is_in_no_command_line_and_no_agents_environment() {
 
 #[test]
 fn a_dry_run_starts_nothing() {
-    let arguments = ["--dry-run", "--rsh", "/nowhere/ssh", "--hosts", "me@node0:2,node1", "--tee", "3", "train", "a b"];
+    let arguments = [
+        "--dry-run",
+        "--rsh",
+        "/nowhere/ssh",
+        "--hosts",
+        "me@node0:2,node1",
+        "--tee",
+        "3",
+        "train",
+        "a b",
+    ];
     let finished = run(&mut launcher(&arguments));
     assert_eq!((finished.code, finished.stderr.as_str()), (Some(0), ""), "{finished:?}");
-    assert!(finished.stdout.starts_with("nodes: 2\n\nnode 0, host me@node0, by /nowhere/ssh\n  /"), "{finished:?}");
-    assert!(finished.stdout.contains("'--node-rank=1' '--master-addr=node0' train 'a b'\n"), "{finished:?}");
-    assert!(finished.stdout.contains(" FLOW_TOKEN ") && !finished.stdout.contains("secret"), "{finished:?}");
+    assert!(
+        finished.stdout.starts_with("nodes: 2\n\nnode 0, host me@node0, by /nowhere/ssh\n  /"),
+        "{finished:?}"
+    );
+    assert!(
+        finished.stdout.contains("'--node-rank=1' '--master-addr=node0' train 'a b'\n"),
+        "{finished:?}"
+    );
+    assert!(
+        finished.stdout.contains(" FLOW_TOKEN ") && !finished.stdout.contains("secret"),
+        "{finished:?}"
+    );
 }
 
 /// Machines that the real ssh reaches from the first.
@@ -324,17 +388,28 @@ impl Sshd {
     /// None, and a line that says why, where there is none.
     fn start() -> Option<Sshd> {
         let net = Net::new(3)?;
-        Sshd::try_start(net).inspect_err(|why| println!("SKIPPED: hosts by the real ssh: {why}")).ok()
+        Sshd::try_start(net)
+            .inspect_err(|why| println!("SKIPPED: hosts by the real ssh: {why}"))
+            .ok()
     }
 
     fn try_start(net: Net) -> Result<Sshd, String> {
         let path = std::env::var_os("PATH").unwrap_or_default();
         let mut folders = std::env::split_paths(&path).chain(["/usr/sbin".into()]);
-        let sshd = folders.find_map(|folder| Some(folder.join("sshd")).filter(|sshd| sshd.is_file()));
+        let sshd =
+            folders.find_map(|folder| Some(folder.join("sshd")).filter(|sshd| sshd.is_file()));
         let sshd = sshd.ok_or("no sshd is installed (openssh-server)")?;
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name).display().to_string();
-        let keygen = run(Command::new("ssh-keygen").args(["-q", "-t", "ed25519", "-N", "", "-f", &at("key")]));
+        let keygen = run(Command::new("ssh-keygen").args([
+            "-q",
+            "-t",
+            "ed25519",
+            "-N",
+            "",
+            "-f",
+            &at("key"),
+        ]));
         assert_eq!(keygen.code, Some(0), "{keygen:?}");
         let key = at("key");
         let server = format!(
@@ -346,7 +421,8 @@ impl Sshd {
         fs::write(at("client"), client).unwrap();
         let mut servers = Vec::new();
         for node in [1, 2] {
-            let server = net.start(node, Command::new(&sshd).args(["-D", "-e", "-f", &at("server")]));
+            let server =
+                net.start(node, Command::new(&sshd).args(["-D", "-e", "-f", &at("server")]));
             let address = format!("{}:22", ipv4(node));
             let listens = || net.within(0, || TcpStream::connect(&address).is_ok());
             until("sshd listens", || listens() || !is_alive(server.pid));
@@ -360,7 +436,8 @@ impl Sshd {
 
     /// A job with two workers on one machine and one on another.
     fn job(&self, text: &str) -> Running {
-        let rsh = format!("ssh -F {} -o BatchMode=yes", self.folder.path().join("client").display());
+        let rsh =
+            format!("ssh -F {} -o BatchMode=yes", self.folder.path().join("client").display());
         let hosts = format!("{}:2,{}:1", ipv4(1), ipv4(2));
         let mut command = launcher(&["--rsh", &rsh, "--hosts", &hosts, "sh", "-c", text]);
         self.net.within(0, || Running::start(&mut command))
@@ -380,7 +457,11 @@ fn the_real_ssh() {
     assert_eq!((finished.code, finished.stderr.as_str()), (Some(0), ""), "{finished:?}");
     assert_eq!(finished.sorted_lines(), ["0 of 3, 0", "1 of 3, 0", "2 of 3, 1"]);
     let finished = sshd.job("[ $RANK = 2 ] || exec sleep 1000; exit 7").finish();
-    assert_eq!((finished.code, lines(&finished, "failed with exit code 7").len()), (Some(7), 1), "{finished:?}");
+    assert_eq!(
+        (finished.code, lines(&finished, "failed with exit code 7").len()),
+        (Some(7), 1),
+        "{finished:?}"
+    );
     for signal in [Signal::INT, Signal::KILL] {
         let mut running = sshd.job("echo ready; exec sleep 1000");
         (0..3).for_each(|_| assert_eq!(running.line(), "ready"));

@@ -1,5 +1,6 @@
-//! Libraries that train with PyTorch, and parts of PyTorch itself: each script in the folder `libraries` prints the same
-//! under flow-launch as under torchrun. `scripts/setup --python-libraries` gets the libraries; PYTHON has PyTorch.
+//! Libraries that train with PyTorch, and parts of PyTorch itself: each script in the folder
+//! `libraries` prints the same under flow-launch as under torchrun.
+//! `scripts/setup --python-libraries` gets the libraries; PYTHON has PyTorch.
 
 mod common;
 use common::python::{have, installed, python, python_path, root};
@@ -20,13 +21,17 @@ fn lines(command: &mut Command) -> Vec<String> {
     }
     let finished = run(command.env("PYTHONPATH", python_path()).env("OMP_NUM_THREADS", "1"));
     assert_eq!(finished.code, Some(0), "{command:?}: {finished:?}");
-    let mut lines: Vec<_> =
-        finished.stdout.lines().filter_map(|line| Some(line.split_once("result: ")?.1.to_string())).collect();
+    let mut lines: Vec<_> = finished
+        .stdout
+        .lines()
+        .filter_map(|line| Some(line.split_once("result: ")?.1.to_string()))
+        .collect();
     lines.sort_unstable();
     lines
 }
 
-/// What a script prints on two ranks under flow-launch, which must be so many lines, and the same as under torchrun.
+/// What a script prints on two ranks under flow-launch, which must be so many lines, and the same
+/// as under torchrun.
 fn same_as_under_torchrun(script: &str, count: usize) -> Vec<String> {
     let flags = ["--standalone", "--nproc-per-node", "2", &file(script)];
     let ours = lines(launcher(&flags).env("PYTHON_EXEC", python()));
@@ -83,7 +88,10 @@ fn accelerate() {
     let lines = same_as_under_torchrun("with_accelerate.py", 2);
     let Some(bin) = installed("libraries") else { return };
     let script = file("with_accelerate.py");
-    assert_eq!(patched(bin, &format!("accelerate launch --multi_gpu --num_processes 2 {script}")), lines);
+    assert_eq!(
+        patched(bin, &format!("accelerate launch --multi_gpu --num_processes 2 {script}")),
+        lines
+    );
 }
 
 #[test]
@@ -95,7 +103,8 @@ fn lightning() {
     assert!(lines.iter().all(|line| line.contains("TorchElasticEnvironment")), "{lines:?}");
     let Some(bin) = installed("libraries") else { return };
     let script = file("with_fabric_run.py");
-    let lines = patched(bin, &format!("fabric run --accelerator cpu --strategy ddp --devices 2 {script}"));
+    let lines =
+        patched(bin, &format!("fabric run --accelerator cpu --strategy ddp --devices 2 {script}"));
     assert_eq!(lines, ["rank 0 of 2: 3.0", "rank 1 of 2: 3.0"]);
 }
 

@@ -17,7 +17,8 @@ fn logged(folder: &Path, flags: &str, text: &str) -> Command {
 
 /// The only entry of a folder.
 fn only(folder: &Path) -> PathBuf {
-    let entries: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let entries: Vec<_> =
+        fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
     assert_eq!(entries.len(), 1, "{entries:?}");
     entries[0].clone()
 }
@@ -30,14 +31,19 @@ fn read(path: PathBuf) -> String {
 fn streams_go_where_redirects_and_tee_send_them() {
     let folder = tempfile::tempdir().unwrap();
     let text = "echo out $RANK; echo err $RANK >&2";
-    let flags = "--nproc-per-node 3 --rdzv-id ../a/b --redirects 0:3,1:1 --tee 1:2,2:3 --role trainer";
+    let flags =
+        "--nproc-per-node 3 --rdzv-id ../a/b --redirects 0:3,1:1 --tee 1:2,2:3 --role trainer";
     let finished = run(&mut logged(folder.path(), flags, text));
     assert_eq!((finished.code, finished.stdout.as_str()), (Some(0), "[trainer2]:out 2\n"));
     let mut errors: Vec<_> = finished.stderr.lines().collect();
     errors.sort_unstable();
     assert_eq!(errors, ["[trainer1]:err 1", "[trainer2]:err 2"]);
     let launch = only(folder.path());
-    assert!(launch.file_name().unwrap().to_str().unwrap().starts_with(".._a_b_"), "{}", launch.display());
+    assert!(
+        launch.file_name().unwrap().to_str().unwrap().starts_with(".._a_b_"),
+        "{}",
+        launch.display()
+    );
     for rank in 0..3 {
         let files = launch.join(format!("attempt_0/{rank}"));
         assert_eq!(read(files.join("stdout.log")), format!("out {rank}\n"));
@@ -53,7 +59,11 @@ fn what_is_redirected_and_nothing_else_is_written_by_the_worker_itself() {
     assert_eq!(finished.stdout, "");
     let file = only(folder.path()).join("attempt_0/0/stdout.log");
     assert_eq!(read(file.clone()).trim_end(), file.to_str().unwrap());
-    let filtered = run(&mut logged(&folder.path().join("2"), "--redirects 1 --duplicate-stdout-filters pipe", text));
+    let filtered = run(&mut logged(
+        &folder.path().join("2"),
+        "--redirects 1 --duplicate-stdout-filters pipe",
+        text,
+    ));
     assert_eq!(filtered.stdout, "");
     let attempt = only(&folder.path().join("2")).join("attempt_0");
     assert!(read(attempt.join("0/stdout.log")).starts_with("pipe:"));
@@ -74,7 +84,11 @@ fn only_some_ranks_are_shown_and_all_are_logged() {
         "[ $RANK = 0 ] || { echo why >&2; exit 3; }; sleep 60",
     ));
     assert_eq!(failed.code, Some(3));
-    assert!(failed.stderr.contains("the last line of its stderr:\nflow-launch:   | why\n"), "{}", failed.stderr);
+    assert!(
+        failed.stderr.contains("the last line of its stderr:\nflow-launch:   | why\n"),
+        "{}",
+        failed.stderr
+    );
 }
 
 #[test]
@@ -88,7 +102,12 @@ fn lines_that_are_looked_for_are_copied() {
     let stdout = read(attempt.join("filtered_stdout.log"));
     let mut lines: Vec<_> = stdout.lines().collect();
     lines.sort_unstable();
-    let expected = ["[default0]:loss 1", "[default0]:step 5 loss", "[default1]:loss 1", "[default1]:step 5 loss"];
+    let expected = [
+        "[default0]:loss 1",
+        "[default0]:step 5 loss",
+        "[default1]:loss 1",
+        "[default1]:step 5 loss",
+    ];
     assert_eq!(lines, expected);
     let stderr = read(attempt.join("filtered_stderr.log"));
     assert_eq!(stderr.matches("]:loss bar\n").count(), 2, "{stderr}");
@@ -99,14 +118,18 @@ fn lines_that_are_looked_for_are_copied() {
 fn the_prefix_of_teed_lines_can_be_chosen() {
     let folder = tempfile::tempdir().unwrap();
     let mut command = logged(folder.path(), "--tee 3", "echo hello");
-    let finished = run(command.env("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${role_name}/${rank}]: "));
+    let finished =
+        run(command.env("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${role_name}/${rank}]: "));
     assert_eq!(finished.stdout, "[default/0]: hello\n");
 }
 
 #[test]
 fn oneflows_names_are_written_anew_each_time() {
     let folder = tempfile::tempdir().unwrap();
-    let flags = format!("--nproc_per_node 2 --redirect_stdout_and_stderr --logdir {}", folder.path().display());
+    let flags = format!(
+        "--nproc_per_node 2 --redirect_stdout_and_stderr --logdir {}",
+        folder.path().display()
+    );
     for text in ["echo first $RANK; echo err >&2", "echo second $RANK"] {
         let finished = run(&mut script(&flags, text));
         assert_eq!((finished.code, finished.stdout.as_str()), (Some(0), ""), "{finished:?}");
@@ -122,7 +145,10 @@ fn each_restart_has_files_of_its_own() {
     let finished = run(&mut logged(folder.path(), "--max-restarts 1 --redirects 3", text));
     assert_eq!(finished.code, Some(0), "{finished:?}");
     for attempt in 0..2 {
-        assert_eq!(read(only(folder.path()).join(format!("attempt_{attempt}/0/stdout.log"))), format!("{attempt}\n"));
+        assert_eq!(
+            read(only(folder.path()).join(format!("attempt_{attempt}/0/stdout.log"))),
+            format!("{attempt}\n")
+        );
     }
 }
 
@@ -131,7 +157,8 @@ fn the_report_on_a_redirected_worker_reads_its_file() {
     let folder = tempfile::tempdir().unwrap();
     let finished = run(&mut logged(folder.path(), "--redirects 3", "echo boom >&2; exit 4"));
     let file = only(folder.path()).join("attempt_0/0/stderr.log");
-    let expected = format!("the last line of its stderr ({}):\nflow-launch:   | boom\n", file.display());
+    let expected =
+        format!("the last line of its stderr ({}):\nflow-launch:   | boom\n", file.display());
     assert!(finished.code == Some(4) && finished.stderr.contains(&expected), "{finished:?}");
 }
 
@@ -141,7 +168,10 @@ fn without_a_log_folder_files_are_in_a_temporary_one_that_is_told() {
     let finished = run(script("--redirects 1", "echo hello").env("TMPDIR", folder.path()));
     let logs = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().path());
     let logs: Vec<_> = logs.filter(|path| path.join("attempt_0/0/stdout.log").exists()).collect();
-    assert!(logs.len() == 1 && finished.stderr.contains(logs[0].to_str().unwrap()), "{finished:?} {logs:?}");
+    assert!(
+        logs.len() == 1 && finished.stderr.contains(logs[0].to_str().unwrap()),
+        "{finished:?} {logs:?}"
+    );
 }
 
 #[test]
@@ -149,7 +179,8 @@ fn without_files_all_is_shown_and_nothing_is_made() {
     let folder = tempfile::tempdir().unwrap();
     let text = "echo \"<$TORCHELASTIC_ERROR_FILE>\"";
     let mut command = logged(Path::new("/dev/null"), "--redirects 3 --tee 3", text);
-    let finished = run(command.env("TORCHELASTIC_ERROR_FILE", "/mine").env("TMPDIR", folder.path()));
+    let finished =
+        run(command.env("TORCHELASTIC_ERROR_FILE", "/mine").env("TMPDIR", folder.path()));
     assert_eq!(finished.stdout, "<>\n");
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
 }
@@ -157,8 +188,14 @@ fn without_files_all_is_shown_and_nothing_is_made() {
 #[test]
 fn a_log_folder_that_cannot_be_made_is_told() {
     let finished = run(&mut logged(Path::new("/dev/null/logs"), "", "echo started"));
-    assert_eq!((finished.code, finished.stdout.as_str(), finished.stderr.lines().count()), (Some(1), "", 1));
-    assert!(finished.stderr.contains("cannot make the log folder /dev/null/logs: "), "{finished:?}");
+    assert_eq!(
+        (finished.code, finished.stdout.as_str(), finished.stderr.lines().count()),
+        (Some(1), "", 1)
+    );
+    assert!(
+        finished.stderr.contains("cannot make the log folder /dev/null/logs: "),
+        "{finished:?}"
+    );
 }
 
 #[test]
@@ -168,8 +205,15 @@ fn a_full_disk_costs_the_file_and_not_the_console() {
     symlink("/dev/full", folder.path().join("local_rank_0/stdout")).unwrap();
     let flags = format!("--logdir {} --tee 1", folder.path().display());
     let finished = run(&mut script(&flags, "echo one; sleep 0.2; echo two"));
-    assert_eq!((finished.code, finished.stdout.as_str()), (Some(0), "[default0]:one\n[default0]:two\n"));
-    assert_eq!(finished.stderr.matches("local_rank_0/stdout: No space left").count(), 1, "{finished:?}");
+    assert_eq!(
+        (finished.code, finished.stdout.as_str()),
+        (Some(0), "[default0]:one\n[default0]:two\n")
+    );
+    assert_eq!(
+        finished.stderr.matches("local_rank_0/stdout: No space left").count(),
+        1,
+        "{finished:?}"
+    );
 }
 
 /// A worker that leaves an error file as torch's @record does, and fails.
@@ -217,8 +261,10 @@ fn garbage_in_an_error_file_does_no_harm() {
 #[test]
 fn torchs_record_is_understood() {
     let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".into());
-    let has_torch =
-        Command::new(&python).args(["-c", "import torch.distributed.elastic"]).stderr(Stdio::null()).status();
+    let has_torch = Command::new(&python)
+        .args(["-c", "import torch.distributed.elastic"])
+        .stderr(Stdio::null())
+        .status();
     if !has_torch.is_ok_and(|status| status.success()) {
         return println!("SKIPPED: torch's @record: {python} has no torch");
     }
@@ -253,7 +299,8 @@ fn the_temporary_folder_goes_with_the_launcher() {
         let pids = running.numbers(2);
         assert!(!is_empty());
         if victim == "the guard" {
-            let guard = children(running.pid()).into_iter().find(|pid| !pids.contains(pid)).unwrap();
+            let guard =
+                children(running.pid()).into_iter().find(|pid| !pids.contains(pid)).unwrap();
             let guard = rustix::process::Pid::from_raw(guard).unwrap();
             rustix::process::kill_process(guard, Signal::KILL).unwrap();
             running.signal(Signal::TERM);
@@ -277,8 +324,12 @@ fn a_gigabyte_costs_megabytes() {
         let mut command = logged(&logs, flags, &text);
         let child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         let finished = common::finish(child);
-        let peak: u64 =
-            finished.stderr.split_whitespace().nth(1).and_then(|peak| peak.parse().ok()).expect(&finished.stderr);
+        let peak: u64 = finished
+            .stderr
+            .split_whitespace()
+            .nth(1)
+            .and_then(|peak| peak.parse().ok())
+            .expect(&finished.stderr);
         assert!(finished.code == Some(0) && peak < 32 * 1024, "{flags} {text}: {peak} KiB");
         if flags == "--tee 1" {
             let file = only(&logs).join("attempt_0/0/stdout.log");

@@ -13,7 +13,9 @@ use std::time::Duration;
 fn connects(net: &Net, from: usize, address: &str) -> Result<(), ErrorKind> {
     let address = address.parse().unwrap();
     net.within(from, || {
-        TcpStream::connect_timeout(&address, Duration::from_millis(500)).map(drop).map_err(|e| e.kind())
+        TcpStream::connect_timeout(&address, Duration::from_millis(500))
+            .map(drop)
+            .map_err(|e| e.kind())
     })
 }
 

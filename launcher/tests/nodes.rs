@@ -20,7 +20,8 @@ const IDLE: &str = "echo ready $RANK; exec sleep 1000";
 /// What makes an agent give up early on nodes that do not come.
 const IMPATIENT: &str = "--rdzv-conf join_timeout=2";
 
-/// Flags of a node of two, at which node 0 is known. Two workers each, unless `more` has another number.
+/// Flags of a node of two, at which node 0 is known. Two workers each, unless `more` has another
+/// number.
 fn fixed(node: usize, more: &str) -> String {
     let address = ipv4(0);
     format!("--nnodes 2 --node_rank {node} --master_addr {address} --master_port 29500 --nproc_per_node 2 {more}")
@@ -70,7 +71,9 @@ fn nodes_with_numbers_meet_in_any_order() {
     let text = "echo $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, $GROUP_RANK of $GROUP_WORLD_SIZE, \
                 $MASTER_ADDR $MASTER_PORT";
     for (first, address) in [(0, ipv4(0)), (1, ipv4(0)), (0, ipv6(0)), (1, ipv6(0))] {
-        let start = |node| net.start(node, &script(&fixed(node, &format!("--master_addr {address}")), text));
+        let start = |node| {
+            net.start(node, &script(&fixed(node, &format!("--master_addr {address}")), text))
+        };
         let earlier = start(first);
         thread::sleep(Duration::from_millis(300));
         let later = start(1 - first);
@@ -79,8 +82,14 @@ fn nodes_with_numbers_meet_in_any_order() {
             ends.reverse();
         }
         for (node, end) in ends.iter().enumerate() {
-            assert_eq!((end.code, end.stderr.as_str()), (Some(0), ""), "node {node}, {first} first, {address}");
-            let line = |local| format!("{} of 4, {local} of 2, {node} of 2, {address} 29500", 2 * node + local);
+            assert_eq!(
+                (end.code, end.stderr.as_str()),
+                (Some(0), ""),
+                "node {node}, {first} first, {address}"
+            );
+            let line = |local| {
+                format!("{} of 4, {local} of 2, {node} of 2, {address} 29500", 2 * node + local)
+            };
             assert_eq!(end.sorted_lines(), [line(0), line(1)]);
         }
     }
@@ -91,10 +100,14 @@ fn nodes_with_numbers_meet_in_any_order() {
 fn nodes_without_numbers_meet_in_any_order_with_any_number_of_workers() {
     let Some(net) = Net::new(3) else { return };
     let text = "echo $RANK $LOCAL_RANK $GROUP_RANK $WORLD_SIZE $GROUP_WORLD_SIZE $TORCHELASTIC_RUN_ID $MASTER_ADDR";
-    let orders = [([0, 1, 2], ipv4(0)), ([1, 0, 2], "node0".into()), ([2, 1, 0], format!("[{}]", ipv6(0)))];
+    let orders =
+        [([0, 1, 2], ipv4(0)), ([1, 0, 2], "node0".into()), ([2, 1, 0], format!("[{}]", ipv6(0)))];
     for (order, host) in orders {
         let agents = order.map(|node| {
-            let agent = net.start(node, &script(&meeting(&host, &format!("--nproc-per-node {}", node + 1)), text));
+            let agent = net.start(
+                node,
+                &script(&meeting(&host, &format!("--nproc-per-node {}", node + 1)), text),
+            );
             thread::sleep(Duration::from_millis(300));
             agent
         });
@@ -119,7 +132,10 @@ fn nodes_without_numbers_meet_in_any_order_with_any_number_of_workers() {
         assert!(places.is_sorted(), "{places:?}");
         let master = places[0].1;
         let names = [ipv4(master), ipv6(master), format!("node{master}")];
-        assert!(masters.iter().all(|name| *name == masters[0] && names.contains(name)), "{masters:?}");
+        assert!(
+            masters.iter().all(|name| *name == masters[0] && names.contains(name)),
+            "{masters:?}"
+        );
     }
     net.until_nothing_is_left();
 }
@@ -137,7 +153,10 @@ fn a_node_too_many_says_so_and_ends() {
     agents.iter().for_each(|agent| agent.until_says(&["ready"]));
     let surplus = start(2).finish();
     assert_eq!((surplus.code, surplus.stdout.as_str()), (Some(1), ""), "{surplus:?}");
-    assert!(only_line(&surplus).contains("this node is surplus: the job has its 2 nodes"), "{surplus:?}");
+    assert!(
+        only_line(&surplus).contains("this node is surplus: the job has its 2 nodes"),
+        "{surplus:?}"
+    );
     gate.open();
     for end in agents.map(Agent::finish) {
         assert_eq!((end.code, end.stderr.as_str()), (Some(0), ""), "{end:?}");
@@ -149,8 +168,12 @@ fn a_node_too_many_says_so_and_ends() {
 fn nodes_that_do_not_come_are_named() {
     let Some(net) = Net::new(3) else { return };
     let number_0 = net.start(0, &script(&fixed(0, IMPATIENT), "echo started"));
-    let number_1 = net.start(2, &script(&fixed(1, &format!("{IMPATIENT} --master_addr {}", ipv4(1))), "echo started"));
-    let two = [0, 1].map(|node| net.start(node, &script(&meeting(&ipv4(0), IMPATIENT), "echo started")));
+    let number_1 = net.start(
+        2,
+        &script(&fixed(1, &format!("{IMPATIENT} --master_addr {}", ipv4(1))), "echo started"),
+    );
+    let two =
+        [0, 1].map(|node| net.start(node, &script(&meeting(&ipv4(0), IMPATIENT), "echo started")));
     let expect = |agent: Agent, text: &str| {
         let finished = agent.finish();
         assert_eq!((finished.code, finished.stdout.as_str()), (Some(1), ""), "{finished:?}");
@@ -168,21 +191,31 @@ fn nodes_that_do_not_come_are_named() {
 fn a_failure_on_one_node_stops_all_and_all_name_it() {
     let Some(net) = Net::new(2) else { return };
     let gate = Gate::new();
-    let agents =
-        pair(&net, &format!("echo ready; {}; [ $RANK != 3 ] || {{ echo boom >&2; exit 3; }}; {IDLE}", gate.wait()));
+    let agents = pair(
+        &net,
+        &format!(
+            "echo ready; {}; [ $RANK != 3 ] || {{ echo boom >&2; exit 3; }}; {IDLE}",
+            gate.wait()
+        ),
+    );
     agents.iter().for_each(|agent| agent.until_says(&["ready"]));
     gate.open();
     let opened = Instant::now();
     let ends = agents.map(Agent::finish);
-    // A failure is to end the job everywhere within 2 s where workers stop when asked, as these do at once. More than
-    // that is for machines with much else to do; with a grace period or a heartbeat to wait for it would take longer.
+    // A failure is to end the job everywhere within 2 s where workers stop when asked, as these do
+    // at once. More than that is for machines with much else to do; with a grace period or a
+    // heartbeat to wait for it would take longer.
     assert!(opened.elapsed() < Duration::from_secs(5), "{:?}", opened.elapsed());
     for end in &ends {
         assert_eq!(end.code, Some(3), "{end:?}");
-        let report: Vec<_> = end.stderr.lines().filter(|line| line.starts_with("flow-launch: ")).collect();
+        let report: Vec<_> =
+            end.stderr.lines().filter(|line| line.starts_with("flow-launch: ")).collect();
         let cause = report[0];
         assert!(cause.starts_with("flow-launch: rank 3 (local rank 1, pid "), "{end:?}");
-        assert!(cause.contains("node1") && cause.contains("failed with exit code 3 at "), "{end:?}");
+        assert!(
+            cause.contains("node1") && cause.contains("failed with exit code 3 at "),
+            "{end:?}"
+        );
         assert_eq!(report.get(2), Some(&"flow-launch:   | boom"), "{end:?}");
     }
     net.until_nothing_is_left();
@@ -243,7 +276,8 @@ fn a_link_that_comes_back_soon_does_no_harm() {
 fn a_failure_while_the_leader_sleeps_is_not_lost() {
     let Some(net) = Net::new(2) else { return };
     let gate = Gate::new();
-    let agents = pair(&net, &format!("echo ready; {}; [ $RANK != 3 ] || exit 7; {IDLE}", gate.wait()));
+    let agents =
+        pair(&net, &format!("echo ready; {}; [ $RANK != 3 ] || exit 7; {IDLE}", gate.wait()));
     agents.iter().for_each(|agent| agent.until_says(&["ready"]));
     // Longer than half the heartbeat's time, shorter than all of it.
     agents[0].signal(Signal::STOP);
@@ -298,7 +332,9 @@ fn a_signal_to_one_agent_stops_the_whole_job() {
 #[test]
 fn who_has_another_token_is_refused() {
     let Some(net) = Net::new(2) else { return };
-    let start = |node, token| net.start(node, script(&fixed(node, ""), "echo started").env("FLOW_TOKEN", token));
+    let start = |node, token| {
+        net.start(node, script(&fixed(node, ""), "echo started").env("FLOW_TOKEN", token))
+    };
     let agent_0 = start(0, "right");
     let refused = start(1, "wrong").finish();
     assert_eq!((refused.code, refused.stdout.as_str()), (Some(1), ""), "{refused:?}");
@@ -314,7 +350,8 @@ fn who_has_another_token_is_refused() {
 fn agents_of_one_machine_are_nodes_too() {
     let Some(net) = Net::new(2) else { return };
     // Who comes first at node 0 serves the others.
-    let agents = [0, 0, 1].map(|node| net.start(node, &script(&meeting(&ipv4(0), ""), "echo $RANK of $WORLD_SIZE")));
+    let agents = [0, 0, 1]
+        .map(|node| net.start(node, &script(&meeting(&ipv4(0), ""), "echo $RANK of $WORLD_SIZE")));
     let mut said: Vec<_> = agents.map(Agent::finish).map(|end| (end.code, end.stdout)).into();
     said.sort_unstable();
     assert_eq!(said, [0, 1, 2].map(|rank| (Some(0), format!("{rank} of 3\n"))));
@@ -326,7 +363,8 @@ fn an_agent_killed_while_it_starts_leaves_nothing() {
     let Some(net) = Net::new(2) else { return };
     for step in 0..10 {
         let flags = |node| fixed(node, "--rdzv-conf join_timeout=1");
-        let mut agents = [0, 1].map(|node| net.start(node, &script(&flags(node), "exec sleep 1000")));
+        let mut agents =
+            [0, 1].map(|node| net.start(node, &script(&flags(node), "exec sleep 1000")));
         agents.rotate_left(step % 2);
         thread::sleep(Duration::from_millis(10 * step as u64));
         agents[0].signal(Signal::KILL);
@@ -380,7 +418,8 @@ fn a_node_rank_that_is_taken_is_refused() {
     net.until_nothing_is_left();
 }
 
-/// The port of the agents, while the nodes meet and while they run; by more connections than an agent may have files.
+/// The port of the agents, while the nodes meet and while they run; by more connections than an
+/// agent may have files.
 #[test]
 fn strangers_at_the_port_do_no_harm() {
     let Some(net) = Net::new(3) else { return };
@@ -407,9 +446,12 @@ fn strangers_at_the_port_do_no_harm() {
         net.within(2, || {
             let connect = || TcpStream::connect(&address).unwrap();
             (0..100).for_each(|_| drop(connect()));
-            for garbage in
-                [&b"GET / HTTP/1.1\r\nHost: node0\r\n\r\n"[..], &[0xff; 1 << 16], b"\x80\x04\x95", b"\0\0\0\0"]
-            {
+            for garbage in [
+                &b"GET / HTTP/1.1\r\nHost: node0\r\n\r\n"[..],
+                &[0xff; 1 << 16],
+                b"\x80\x04\x95",
+                b"\0\0\0\0",
+            ] {
                 // It may be refused before all of it is sent.
                 let _ = connect().write_all(garbage);
             }

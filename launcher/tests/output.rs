@@ -26,7 +26,8 @@ fn stdout_and_stderr_stay_apart_unless_they_are_the_same_file() {
     assert_eq!((finished.stdout.as_str(), finished.stderr.as_str()), ("out\n", "err\n"));
     let flow_launch = env!("CARGO_BIN_EXE_flow-launch");
     let inner = "printf progress; echo err >&2; sleep 0.3; exit 1";
-    let joined = run(Command::new("sh").args(["-c", &format!("{flow_launch} sh -c '{inner}' 2>&1")]));
+    let joined =
+        run(Command::new("sh").args(["-c", &format!("{flow_launch} sh -c '{inner}' 2>&1")]));
     assert!(joined.stdout.starts_with("err\nprogress\nflow-launch: rank 0 "), "{joined:?}");
 }
 
@@ -42,7 +43,8 @@ fn lines_are_marked_on_request_only() {
 #[test]
 fn lines_are_marked_on_a_terminal() {
     let terminal = nix::pty::openpty(None, None).unwrap();
-    let mut child = script("", "echo hello").stdout(terminal.slave).stderr(Stdio::null()).spawn().unwrap();
+    let mut child =
+        script("", "echo hello").stdout(terminal.slave).stderr(Stdio::null()).spawn().unwrap();
     let mut shown = [0; 100];
     let count = File::from(terminal.master).read(&mut shown).unwrap();
     assert_eq!(&shown[..count], b"[rank 0] hello\r\n");
@@ -79,19 +81,22 @@ fn a_closed_output_ends_writers_as_it_would_without_the_launcher() {
 
 #[test]
 fn an_output_nobody_reads_costs_no_memory_and_stops_no_signal() {
-    let mut running = Running::start(&mut script("--nproc_per_node 2 --grace 0.3", "exec yes 1234567"));
+    let mut running =
+        Running::start(&mut script("--nproc_per_node 2 --grace 0.3", "exec yes 1234567"));
     let mut bytes = vec![0; 1 << 20];
     running.stdout.read_exact(&mut bytes).unwrap();
     let before = peak_memory(running.pid());
     for _ in 0..100 {
         running.stdout.read_exact(&mut bytes).unwrap();
     }
-    // From here on nobody reads, until even the launcher's queue is full and the workers are held up.
+    // From here on nobody reads, until even the launcher's queue is full and the workers are held
+    // up.
     let pids = children(running.pid());
     let mut written = 0;
     until("the workers are held up", || {
         std::thread::sleep(Duration::from_millis(200));
-        let before = std::mem::replace(&mut written, pids.iter().map(|pid| bytes_written(*pid)).sum());
+        let before =
+            std::mem::replace(&mut written, pids.iter().map(|pid| bytes_written(*pid)).sum());
         written == before
     });
     let peak = peak_memory(running.pid());

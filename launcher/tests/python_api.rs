@@ -1,4 +1,5 @@
-//! flow-launch's wheel and what is in it: the command, and the Python interface. Scripts are in the folder `python`.
+//! flow-launch's wheel and what is in it: the command, and the Python interface. Scripts are in the
+//! folder `python`.
 
 mod common;
 use common::python::{have, installed, python_path};
@@ -19,7 +20,11 @@ fn bin() -> Option<&'static Path> {
 /// A program in the environment that has the wheel, with no other flow-launch on PATH.
 fn program(bin: &Path, name: &str) -> Command {
     let mut command = Command::new(bin.join(name));
-    command.env("PATH", "/usr/bin:/bin").env("OMP_NUM_THREADS", "1").env_remove("PYTHONPATH").stdin(Stdio::null());
+    command
+        .env("PATH", "/usr/bin:/bin")
+        .env("OMP_NUM_THREADS", "1")
+        .env_remove("PYTHONPATH")
+        .stdin(Stdio::null());
     command
 }
 
@@ -50,14 +55,18 @@ fn the_wheel_brings_the_command() {
 fn torchruns_command_lines() {
     let Some(bin) = bin() else { return };
     let folder = tempfile::tempdir().unwrap();
-    let flags = ["--nproc-per-node", "2", "--standalone", &file("worker.py"), "--nproc-per-node", "x"];
+    let flags =
+        ["--nproc-per-node", "2", "--standalone", &file("worker.py"), "--nproc-per-node", "x"];
     let python = bin.join("python");
-    let expected = [0, 1].map(|rank| format!("worker {rank} 2 True {} --nproc-per-node x", python.display()));
+    let expected =
+        [0, 1].map(|rank| format!("worker {rank} 2 True {} --nproc-per-node x", python.display()));
 
     let module = run(program(bin, "python").args(["-m", "flow_launch.run"]).args(flags));
     assert_eq!(module.sorted_lines(), expected, "{module:?}");
 
-    let shim = |folder: &Path| run(program(bin, "python").args(["-m", "flow_launch.torchrun"]).arg(folder));
+    let shim = |folder: &Path| {
+        run(program(bin, "python").args(["-m", "flow_launch.torchrun"]).arg(folder))
+    };
     assert!(lines(&shim(folder.path()))[0].contains("export PATH="));
     let torchrun = run(program(folder.path(), "torchrun").args(flags));
     assert_eq!(torchrun.sorted_lines(), expected, "{torchrun:?}");
@@ -65,7 +74,10 @@ fn torchruns_command_lines() {
     assert!(lines(&shim(folder.path()))[0].contains("is flow-launch"));
     fs::write(folder.path().join("torchrun"), "#!/bin/sh\n").unwrap();
     let refused = shim(folder.path());
-    assert!(refused.code == Some(1) && refused.stderr.contains("is another torchrun"), "{refused:?}");
+    assert!(
+        refused.code == Some(1) && refused.stderr.contains("is another torchrun"),
+        "{refused:?}"
+    );
     // The exit code is the worker's.
     let mut failing = program(bin, "python");
     failing.args(["-m", "flow_launch.run", "--no-python", "sh", "-c", "exit 7"]);
@@ -115,11 +127,17 @@ fn what_is_missing_is_told_in_one_line() {
         let is_one = finished.stderr.lines().count() == 1 && finished.stderr.starts_with(start);
         assert!(finished.code == Some(1) && is_one, "{finished:?}");
     };
-    one_line(program(bin, "python").args(["-m", "flow_launch.torchrun", "/dev/null"]), "flow_launch.torchrun: cannot");
+    one_line(
+        program(bin, "python").args(["-m", "flow_launch.torchrun", "/dev/null"]),
+        "flow_launch.torchrun: cannot",
+    );
     // The package, and no command beside it.
     let sources = python::root().join("python");
     let mut command = Command::new(python::python());
-    command.args(["-m", "flow_launch.run", "true"]).env("PYTHONPATH", sources).env("PATH", "/usr/bin:/bin");
+    command
+        .args(["-m", "flow_launch.run", "true"])
+        .env("PYTHONPATH", sources)
+        .env("PATH", "/usr/bin:/bin");
     one_line(&mut command, "flow_launch.run: flow-launch is neither");
 }
 
@@ -165,7 +183,8 @@ fn an_error_passes_through_a_launcher_that_is_a_worker() {
     let folder = tempfile::tempdir().unwrap();
     let error = folder.path().join("error.json");
     let mut command = script(bin, "nested.py");
-    let finished = run(command.env("PYTHONPATH", python_path()).env("TORCHELASTIC_ERROR_FILE", &error));
+    let finished =
+        run(command.env("PYTHONPATH", python_path()).env("TORCHELASTIC_ERROR_FILE", &error));
     assert_eq!(finished.code, Some(1), "{finished:?}");
     let error: Value = serde_json::from_slice(&fs::read(&error).unwrap()).unwrap();
     assert_eq!(error["message"]["message"], "ValueError: no class has number 12", "{error}");
@@ -215,9 +234,13 @@ fn pytorchs_own_launcher_can_be_replaced() {
     let told = lines(&finished);
     assert_eq!(told[0], "{0: ('0', True), 1: ('1', True)}");
     let python = bin.join("python");
-    let worker = |rank: usize| format!("worker {rank} 2 True {} --nproc-per-node x", python.display());
+    let worker =
+        |rank: usize| format!("worker {rank} 2 True {} --nproc-per-node x", python.display());
     for pair in told[1..7].chunks(2) {
-        assert!(pair.contains(&worker(0).as_str()) && pair.contains(&worker(1).as_str()), "{pair:?}");
+        assert!(
+            pair.contains(&worker(0).as_str()) && pair.contains(&worker(1).as_str()),
+            "{pair:?}"
+        );
     }
     assert_eq!(told[7..], ["exit code 1"]);
 }

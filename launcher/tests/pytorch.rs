@@ -1,5 +1,5 @@
-//! Python scripts as they are written for torchrun: real ones, with PyTorch's DDP over gloo, and torchrun's own cases.
-//! PYTHON names an interpreter that has PyTorch, if python3 has none.
+//! Python scripts as they are written for torchrun: real ones, with PyTorch's DDP over gloo, and
+//! torchrun's own cases. PYTHON names an interpreter that has PyTorch, if python3 has none.
 
 mod common;
 use common::{finish, launcher, run, until_gone, Finished, Running};
@@ -14,10 +14,15 @@ fn python() -> String {
 
 /// Whether there is PyTorch; says so if not.
 fn have_pytorch() -> bool {
-    let found =
-        Command::new(python()).args(["-c", "import torch"]).output().is_ok_and(|output| output.status.success());
+    let found = Command::new(python())
+        .args(["-c", "import torch"])
+        .output()
+        .is_ok_and(|output| output.status.success());
     if !found {
-        println!("SKIPPED: PyTorch scripts: {} has no PyTorch (scripts/setup --pytorch gets one)", python());
+        println!(
+            "SKIPPED: PyTorch scripts: {} has no PyTorch (scripts/setup --pytorch gets one)",
+            python()
+        );
     }
     found
 }
@@ -31,7 +36,8 @@ fn file(name: &str) -> String {
 fn launch(flags: &str, script: &str) -> Command {
     let mut words = script.split_whitespace();
     let script = file(words.next().unwrap());
-    let arguments: Vec<_> = flags.split_whitespace().chain([script.as_str()]).chain(words).collect();
+    let arguments: Vec<_> =
+        flags.split_whitespace().chain([script.as_str()]).chain(words).collect();
     let mut command = launcher(&arguments);
     command.env("PYTHON_EXEC", python());
     command
@@ -50,7 +56,10 @@ fn weights<'a>(finished: impl IntoIterator<Item = &'a Finished>, ranks: usize) -
 
 fn assert_close(left: &[f64], right: &[f64]) {
     assert_eq!(left.len(), right.len());
-    assert!(left.iter().zip(right).all(|(left, right)| (left - right).abs() < 2e-5), "{left:?} {right:?}");
+    assert!(
+        left.iter().zip(right).all(|(left, right)| (left - right).abs() < 2e-5),
+        "{left:?} {right:?}"
+    );
 }
 
 #[test]
@@ -99,7 +108,11 @@ fn the_store_is_there_before_rank_0_and_after_it() {
         return;
     }
     let finished = run(&mut launch("--nproc-per-node 3", "store.py"));
-    assert_eq!((finished.code, finished.sorted_lines()), (Some(0), vec!["1 True", "2 True"]), "{finished:?}");
+    assert_eq!(
+        (finished.code, finished.sorted_lines()),
+        (Some(0), vec!["1 True", "2 True"]),
+        "{finished:?}"
+    );
 }
 
 /// With torchrun's switch for it, rank 0 serves the store.
@@ -121,7 +134,11 @@ fn each_start_has_an_empty_store() {
         return;
     }
     let finished = run(&mut launch("--nproc-per-node 2 --max-restarts 1", "restart.py"));
-    assert_eq!((finished.code, finished.sorted_lines()), (Some(0), vec!["0 3", "1 3"]), "{finished:?}");
+    assert_eq!(
+        (finished.code, finished.sorted_lines()),
+        (Some(0), vec!["0 3", "1 3"]),
+        "{finished:?}"
+    );
 }
 
 /// The next start has the same TORCHELASTIC_RESTART_COUNT.
@@ -194,12 +211,19 @@ fn torchruns_own_cases() {
         let folder = tempfile::tempdir().unwrap();
         let mut command = launch(flags, &format!("{script} {}", folder.path().display()));
         if flags.is_empty() {
-            command.env("PET_NPROC_PER_NODE", "4").env("PET_STANDALONE", "1").env("PET_RDZV_ID", "a-job");
+            command
+                .env("PET_NPROC_PER_NODE", "4")
+                .env("PET_STANDALONE", "1")
+                .env("PET_RDZV_ID", "a-job");
         }
         let finished = run(&mut command);
-        let mut ranks: Vec<_> = fs::read_dir(&folder).unwrap().map(|file| file.unwrap().file_name()).collect();
+        let mut ranks: Vec<_> =
+            fs::read_dir(&folder).unwrap().map(|file| file.unwrap().file_name()).collect();
         ranks.sort();
-        assert!(finished.code == Some(0) && ranks == ["0", "1", "2", "3"], "{flags}: {ranks:?} {finished:?}");
+        assert!(
+            finished.code == Some(0) && ranks == ["0", "1", "2", "3"],
+            "{flags}: {ranks:?} {finished:?}"
+        );
     }
 }
 
@@ -208,8 +232,13 @@ fn torchs_timers_kill_a_worker_that_is_late() {
     if !have_pytorch() {
         return;
     }
-    let finished = run(launch("--nproc-per-node 2", "timer.py").env("TORCHELASTIC_ENABLE_FILE_TIMER", "1"));
-    assert_eq!((finished.code, finished.stdout.as_str()), (Some(137), "in time\nin time\n"), "{finished:?}");
+    let finished =
+        run(launch("--nproc-per-node 2", "timer.py").env("TORCHELASTIC_ENABLE_FILE_TIMER", "1"));
+    assert_eq!(
+        (finished.code, finished.stdout.as_str()),
+        (Some(137), "in time\nin time\n"),
+        "{finished:?}"
+    );
     let told: Vec<_> = finished.stderr.lines().filter(|line| line.contains("the timer ")).collect();
     let [told] = told[..] else { panic!("{finished:?}") };
     assert!(told.starts_with("flow-launch: rank 1: the timer 'second step' of process "), "{told}");

@@ -3,7 +3,8 @@
 mod common;
 use common::{run, script, seconds_until_killed};
 
-/// What a worker has started goes with its start, even if it has left the worker's process group, as `timeout` does.
+/// What a worker has started goes with its start, even if it has left the worker's process group,
+/// as `timeout` does.
 #[test]
 fn what_has_left_its_group_goes_before_the_next_start() {
     for (starter, which) in [(1, "fails"), (0, "is stopped")] {
@@ -39,7 +40,10 @@ fn workers_have_the_shutdown_timeout_before_a_restart() {
         ready.display()
     );
     // Less than without the flag.
-    let flags = format!("--nproc_per_node 2 --max-restarts 1 --shutdown-timeout 6 --events {}", told.display());
+    let flags = format!(
+        "--nproc_per_node 2 --max-restarts 1 --shutdown-timeout 6 --events {}",
+        told.display()
+    );
     let finished = run(&mut script(&flags, &text));
     assert_eq!(finished.code, Some(0), "{finished:?}");
     let seconds = seconds_until_killed(&told);

@@ -12,8 +12,12 @@ use rustix::process::Signal;
 
 #[test]
 fn signals_are_passed_on() {
-    for (signal, name, code) in [(Signal::TERM, "TERM", 143), (Signal::INT, "INT", 130), (Signal::HUP, "HUP", 129)] {
-        let text = format!("trap 'echo got {name}; exit 0' {name}; echo ready; while :; do sleep 0.05; done");
+    for (signal, name, code) in
+        [(Signal::TERM, "TERM", 143), (Signal::INT, "INT", 130), (Signal::HUP, "HUP", 129)]
+    {
+        let text = format!(
+            "trap 'echo got {name}; exit 0' {name}; echo ready; while :; do sleep 0.05; done"
+        );
         let mut running = Running::start(&mut script("--nproc_per_node 2", &text));
         assert_eq!((running.line(), running.line()), ("ready".into(), "ready".into()));
         running.signal(signal);
@@ -21,8 +25,12 @@ fn signals_are_passed_on() {
         assert_eq!(finished.code, Some(code));
         assert_eq!(finished.stdout, format!("got {name}\ngot {name}\n"));
         let again = if name == "INT" { "; again to kill them" } else { "" };
-        let said: Vec<_> = finished.stderr.lines().filter(|line| line.contains("flow-launch")).collect();
-        assert_eq!(said, [format!("flow-launch: SIG{name}: waiting up to 30 s for the ranks to stop{again}")]);
+        let said: Vec<_> =
+            finished.stderr.lines().filter(|line| line.contains("flow-launch")).collect();
+        assert_eq!(
+            said,
+            [format!("flow-launch: SIG{name}: waiting up to 30 s for the ranks to stop{again}")]
+        );
     }
 }
 
@@ -50,7 +58,11 @@ fn a_second_interrupt_kills_at_once() {
     running.signal(Signal::INT);
     let finished = running.finish();
     assert_eq!(finished.code, Some(130));
-    assert!(finished.stderr.contains("flow-launch: SIGINT: killing the ranks\n"), "{}", finished.stderr);
+    assert!(
+        finished.stderr.contains("flow-launch: SIGINT: killing the ranks\n"),
+        "{}",
+        finished.stderr
+    );
     until_gone(&pids);
 }
 
@@ -76,9 +88,17 @@ fn a_second_sigterm_does_not_kill_nor_is_it_passed_on() {
     std::thread::sleep(Duration::from_millis(250));
     gate.open();
     let finished = running.finish();
-    assert_eq!((finished.code, finished.stdout.as_str()), (Some(143), "saved\n"), "{}", finished.stderr);
+    assert_eq!(
+        (finished.code, finished.stdout.as_str()),
+        (Some(143), "saved\n"),
+        "{}",
+        finished.stderr
+    );
     let said: Vec<_> = finished.stderr.lines().filter(|line| line.contains("waiting")).collect();
-    assert!(matches!(said[..], [first, second] if first.contains("SIGTERM") && second.contains("SIGINT")), "{said:?}");
+    assert!(
+        matches!(said[..], [first, second] if first.contains("SIGTERM") && second.contains("SIGINT")),
+        "{said:?}"
+    );
 }
 
 #[test]
@@ -90,10 +110,14 @@ fn a_signal_that_comes_before_any_worker_gets_a_line_too() {
     running.signal(Signal::TERM);
     let finished = running.finish();
     assert_eq!(finished.code, Some(143));
-    assert!(finished.stderr.contains("flow-launch: SIGTERM: ending; no rank is running\n"), "{finished:?}");
+    assert!(
+        finished.stderr.contains("flow-launch: SIGTERM: ending; no rank is running\n"),
+        "{finished:?}"
+    );
 }
 
-/// As GNU timeout does, which signals the launcher and right after that the launcher's process group.
+/// As GNU timeout does, which signals the launcher and right after that the launcher's process
+/// group.
 #[test]
 fn signals_that_come_together_are_one() {
     let text = "trap 'sleep 0.3; echo saved; exit 0' INT; echo ready; while :; do sleep 0.05; done";
@@ -104,24 +128,44 @@ fn signals_that_come_together_are_one() {
         running.signal(signal);
     }
     let finished = running.finish();
-    assert_eq!((finished.code, finished.stdout.as_str()), (Some(130), "saved\n"), "{}", finished.stderr);
+    assert_eq!(
+        (finished.code, finished.stdout.as_str()),
+        (Some(130), "saved\n"),
+        "{}",
+        finished.stderr
+    );
 }
 
 fn ignoring(signal: &str, script: &str) -> Command {
     let mut command = Command::new("env");
-    command.args([&format!("--ignore-signal={signal}"), env!("CARGO_BIN_EXE_flow-launch"), "sh", "-c", script]);
+    command.args([
+        &format!("--ignore-signal={signal}"),
+        env!("CARGO_BIN_EXE_flow-launch"),
+        "sh",
+        "-c",
+        script,
+    ]);
     command
 }
 
 #[test]
 fn only_sighup_stays_ignored_where_it_was_so_at_the_start() {
-    for (name, signal, code) in [("INT", Signal::INT, 130), ("QUIT", Signal::QUIT, 131), ("TERM", Signal::TERM, 143)] {
-        let text = format!("trap 'echo got {name}; exit 0' {name}; echo ready; while :; do sleep 0.05; done");
+    for (name, signal, code) in
+        [("INT", Signal::INT, 130), ("QUIT", Signal::QUIT, 131), ("TERM", Signal::TERM, 143)]
+    {
+        let text = format!(
+            "trap 'echo got {name}; exit 0' {name}; echo ready; while :; do sleep 0.05; done"
+        );
         let mut running = Running::start(&mut ignoring(name, &text));
         assert_eq!(running.line(), "ready");
         running.signal(signal);
         let finished = running.finish();
-        assert_eq!((finished.code, finished.stdout), (Some(code), format!("got {name}\n")), "{}", finished.stderr);
+        assert_eq!(
+            (finished.code, finished.stdout),
+            (Some(code), format!("got {name}\n")),
+            "{}",
+            finished.stderr
+        );
     }
 
     let mut running = Running::start(&mut ignoring("HUP", "echo ready; sleep 0.5; echo done"));
@@ -159,13 +203,15 @@ fn grandchildren_that_left_the_group_are_found() {
     for signal in [Signal::KILL, Signal::TERM] {
         let mut running = Running::start(&mut script("--grace 0.3", text));
         let worker = running.numbers(1)[0];
-        let group_of = |pid: i32| rustix::process::getpgid(rustix::process::Pid::from_raw(pid)).unwrap();
+        let group_of =
+            |pid: i32| rustix::process::getpgid(rustix::process::Pid::from_raw(pid)).unwrap();
         until("both have left the group", || {
             children(worker).iter().filter(|p| group_of(**p) != group_of(worker)).count() == 2
         });
         let pids = children(worker);
         until("timeout has a child", || pids.iter().any(|pid| !children(*pid).is_empty()));
-        let all: Vec<i32> = pids.iter().flat_map(|pid| children(*pid)).chain(pids.clone()).collect();
+        let all: Vec<i32> =
+            pids.iter().flat_map(|pid| children(*pid)).chain(pids.clone()).collect();
         running.signal(signal);
         running.finish();
         until_gone(&all);
@@ -174,19 +220,23 @@ fn grandchildren_that_left_the_group_are_found() {
 
 #[test]
 fn what_a_job_that_ended_well_leaves_on_purpose_may_stay() {
-    let text = "setsid sleep 1000 & until [ $(cut -d' ' -f6 /proc/$!/stat) = $! ]; do :; done; echo $!";
+    let text =
+        "setsid sleep 1000 & until [ $(cut -d' ' -f6 /proc/$!/stat) = $! ]; do :; done; echo $!";
     let mut running = Running::start(&mut script("", text));
     let pid = running.numbers(1)[0];
     assert_eq!(running.finish().code, Some(0));
     assert!(is_alive(pid));
-    rustix::process::kill_process(rustix::process::Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+    rustix::process::kill_process(rustix::process::Pid::from_raw(pid).unwrap(), Signal::KILL)
+        .unwrap();
 }
 
 #[test]
 fn a_killed_launcher_takes_the_launchers_it_has_started_with_it() {
     let launcher = env!("CARGO_BIN_EXE_flow-launch");
-    let mut running =
-        Running::start(&mut script("", &format!("exec {launcher} sh -c 'sleep 1000 & echo $! $$; wait'")));
+    let mut running = Running::start(&mut script(
+        "",
+        &format!("exec {launcher} sh -c 'sleep 1000 & echo $! $$; wait'"),
+    ));
     let pids = running.numbers(1);
     running.signal(Signal::KILL);
     until_gone(&pids);
@@ -197,7 +247,10 @@ fn a_launcher_killed_while_it_starts_leaves_nothing() {
     for delay in 0..20 {
         // Workers name themselves by an argument that no other process has.
         let mark = format!("{}.{delay}", 1000 + std::process::id());
-        let mut running = Running::start(&mut script("--nproc_per_node 8", &format!("sleep {mark} & sleep {mark}")));
+        let mut running = Running::start(&mut script(
+            "--nproc_per_node 8",
+            &format!("sleep {mark} & sleep {mark}"),
+        ));
         std::thread::sleep(std::time::Duration::from_micros(delay * 700));
         running.child.kill().unwrap();
         running.child.wait().unwrap();
@@ -221,10 +274,12 @@ fn a_signal_while_workers_start_is_not_lost() {
 
 fn any_command_line_has(mark: &str) -> bool {
     let processes = std::fs::read_dir("/proc").unwrap().flatten();
-    processes.filter_map(|entry| entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok())).any(|pid| {
-        let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        is_alive(pid) && String::from_utf8_lossy(&line).contains(mark)
-    })
+    processes
+        .filter_map(|entry| entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()))
+        .any(|pid| {
+            let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            is_alive(pid) && String::from_utf8_lossy(&line).contains(mark)
+        })
 }
 
 #[test]
@@ -245,7 +300,8 @@ fn the_guard_outlives_signals_to_the_launchers_group() {
 #[test]
 fn nothing_is_left_of_a_job_that_ends_well() {
     let gate = Gate::new();
-    let mut running = Running::start(&mut script("--nproc_per_node 2", &format!("echo $$; {}", gate.wait())));
+    let mut running =
+        Running::start(&mut script("--nproc_per_node 2", &format!("echo $$; {}", gate.wait())));
     let mut pids = running.numbers(2);
     pids.extend(children(running.pid()));
     gate.open();

@@ -9,7 +9,8 @@ use std::process::Command;
 
 #[test]
 fn environment_of_one_node() {
-    let names = "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $GROUP_RANK $NODE_RANK $MASTER_ADDR";
+    let names =
+        "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $GROUP_RANK $NODE_RANK $MASTER_ADDR";
     let finished = run(&mut script("--nproc_per_node 3", &format!("echo {names}")));
     assert_eq!(finished.code, Some(0));
     assert_eq!(finished.stderr, "");
@@ -19,7 +20,8 @@ fn environment_of_one_node() {
 
 #[test]
 fn workers_share_a_port_a_store_and_a_token() {
-    let finished = run(&mut script("--nproc_per_node 2", "echo $MASTER_PORT $FLOW_STORE $FLOW_TOKEN"));
+    let finished =
+        run(&mut script("--nproc_per_node 2", "echo $MASTER_PORT $FLOW_STORE $FLOW_TOKEN"));
     let lines = finished.sorted_lines();
     assert_eq!(lines[0], lines[1]);
     let words: Vec<_> = lines[0].split(' ').collect();
@@ -28,7 +30,8 @@ fn workers_share_a_port_a_store_and_a_token() {
     assert_eq!(words[2].len(), 32);
     assert_ne!(
         lines,
-        run(&mut script("--nproc_per_node 2", "echo $MASTER_PORT $FLOW_STORE $FLOW_TOKEN")).sorted_lines()
+        run(&mut script("--nproc_per_node 2", "echo $MASTER_PORT $FLOW_STORE $FLOW_TOKEN"))
+            .sorted_lines()
     );
 }
 
@@ -43,7 +46,10 @@ fn two_free_ports() -> u16 {
 fn two_jobs_at_ports_side_by_side() {
     let port = two_free_ports();
     let node = |job: u16, rank: u32| {
-        let flags = format!("--nnodes 2 --node-rank {rank} --master-addr 127.0.0.1 --master-port {}", port + job);
+        let flags = format!(
+            "--nnodes 2 --node-rank {rank} --master-addr 127.0.0.1 --master-port {}",
+            port + job
+        );
         Running::start(&mut script(&flags, "echo $MASTER_PORT $FLOW_STORE; sleep 0.3"))
     };
     for (job, agent) in [(0, node(0, 0)), (1, node(1, 0)), (0, node(0, 1)), (1, node(1, 1))] {
@@ -59,7 +65,10 @@ fn a_port_that_is_taken_is_named() {
     let port = taken.local_addr().unwrap().port();
     let finished = run(&mut script(&format!("--master-port {port}"), "true"));
     assert_eq!((finished.code, finished.stderr.lines().count()), (Some(1), 1), "{finished:?}");
-    assert!(finished.stderr.contains(&format!("port {port}")) && finished.stderr.contains("--master-port"));
+    assert!(
+        finished.stderr.contains(&format!("port {port}"))
+            && finished.stderr.contains("--master-port")
+    );
     // It says that there is one node, whatever the environment of several has left.
     let flags = format!("--standalone --master-addr 192.0.2.1 --master-port {port}");
     let finished = run(&mut script(&flags, "echo $MASTER_ADDR"));
@@ -71,7 +80,11 @@ fn an_address_of_another_machine_is_a_warning() {
     let finished = run(&mut script("--master-addr 192.0.2.1", "echo $MASTER_ADDR"));
     assert_eq!((finished.code, &*finished.stdout), (Some(0), "192.0.2.1\n"));
     assert_eq!(finished.stderr.lines().count(), 1, "{}", finished.stderr);
-    assert!(finished.stderr.contains("192.0.2.1 is no address of this machine"), "{}", finished.stderr);
+    assert!(
+        finished.stderr.contains("192.0.2.1 is no address of this machine"),
+        "{}",
+        finished.stderr
+    );
 }
 
 #[test]
@@ -87,22 +100,32 @@ fn three_nodes_meet_at_the_first() {
     };
     let nodes = [2, 1, 0].map(node).map(Running::finish);
     for (node, finished) in [2, 1, 0].iter().zip(&nodes) {
-        let line =
-            |local: u32| format!("{} {local} 6 2 {node} {node} 127.0.0.1 {port} tcp://127.0.0.1", 2 * node + local);
-        assert_eq!((finished.code, finished.sorted_lines()), (Some(0), vec![&*line(0), &*line(1)]), "{finished:?}");
+        let line = |local: u32| {
+            format!(
+                "{} {local} 6 2 {node} {node} 127.0.0.1 {port} tcp://127.0.0.1",
+                2 * node + local
+            )
+        };
+        assert_eq!(
+            (finished.code, finished.sorted_lines()),
+            (Some(0), vec![&*line(0), &*line(1)]),
+            "{finished:?}"
+        );
     }
 }
 
 #[test]
 fn omp_threads_are_chosen_and_said_once() {
-    let line = |flags: &str| run(script(flags, "echo $OMP_NUM_THREADS").env_remove("OMP_NUM_THREADS"));
+    let line =
+        |flags: &str| run(script(flags, "echo $OMP_NUM_THREADS").env_remove("OMP_NUM_THREADS"));
     let several = line("--nproc_per_node 64");
     assert_eq!(several.stderr.matches("OMP_NUM_THREADS=").count(), 1, "{}", several.stderr);
     assert_eq!(several.stderr.lines().count(), 1);
     assert!(several.sorted_lines().iter().all(|threads| threads.parse::<u32>().unwrap() >= 1));
     let one = line("");
     assert_eq!((one.stdout.as_str(), one.stderr.as_str()), ("\n", ""));
-    let chosen = run(script("--nproc_per_node 2", "echo $OMP_NUM_THREADS").env("OMP_NUM_THREADS", "7"));
+    let chosen =
+        run(script("--nproc_per_node 2", "echo $OMP_NUM_THREADS").env("OMP_NUM_THREADS", "7"));
     assert_eq!((chosen.stdout.as_str(), chosen.stderr.as_str()), ("7\n7\n", ""));
 }
 
@@ -111,7 +134,8 @@ fn arguments_of_the_program_are_untouched() {
     let arguments = ["--nproc_per_node", "9", "--", "--help", "", "a b", "*", "-x=\"1\""];
     let finished = run(launcher(&["printf", "<%s>"]).args(arguments));
     assert_eq!(finished.stdout, "<--nproc_per_node><9><--><--help><><a b><*><-x=\"1\">");
-    let escaped = run(&mut launcher(&["--nproc_per_node", "1", "--", "printf", "<%s>", "--", "-1"]));
+    let escaped =
+        run(&mut launcher(&["--nproc_per_node", "1", "--", "printf", "<%s>", "--", "-1"]));
     assert_eq!(escaped.stdout, "<--><-1>");
 }
 
@@ -134,7 +158,8 @@ fn programs_by_path_beside_and_on_path() {
 
     // Beside flow-launch comes before PATH.
     let bin = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    // A link: a copy could not be executed while a process that another test starts has it open for writing.
+    // A link: a copy could not be executed while a process that another test starts has it open for
+    // writing.
     fs::hard_link(env!("CARGO_BIN_EXE_flow-launch"), bin.path().join("flow-launch")).unwrap();
     fs::copy(write("beside", "#!/bin/sh\necho beside"), bin.path().join("tool")).unwrap();
     let finished = run(Command::new(bin.path().join("flow-launch")).arg("tool").env("PATH", &path));
@@ -153,13 +178,19 @@ fn python_scripts_run_unbuffered() {
 #[test]
 fn what_cannot_be_executed_is_said_by_the_worker() {
     let folder = tempfile::tempdir().unwrap();
-    for (text, code, hint) in [("#!/no/such/interpreter\n", 127, "interpreter"), ("#!/tmp\n", 126, "denied")] {
+    for (text, code, hint) in
+        [("#!/no/such/interpreter\n", 127, "interpreter"), ("#!/tmp\n", 126, "denied")]
+    {
         let path = folder.path().join("tool");
         fs::write(&path, text).unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
         let finished = run(&mut launcher(&[path.to_str().unwrap()]));
         assert_eq!(finished.code, Some(code), "{finished:?}");
-        assert!(finished.stderr.contains("cannot run") && finished.stderr.contains(hint), "{}", finished.stderr);
+        assert!(
+            finished.stderr.contains("cannot run") && finished.stderr.contains(hint),
+            "{}",
+            finished.stderr
+        );
     }
 }
 
@@ -172,9 +203,16 @@ fn workers_have_no_stdin_and_inherit_no_blocked_signals() {
 #[test]
 fn too_few_descriptors_are_told() {
     let mut command = Command::new("sh");
-    command.args(["-c", "ulimit -n 20; exec \"$0\" --nproc_per_node 50 sleep 1000", env!("CARGO_BIN_EXE_flow-launch")]);
+    command.args([
+        "-c",
+        "ulimit -n 20; exec \"$0\" --nproc_per_node 50 sleep 1000",
+        env!("CARGO_BIN_EXE_flow-launch"),
+    ]);
     command.env("OMP_NUM_THREADS", "1");
     let finished = run(&mut command);
     assert_eq!((finished.code, finished.stderr.lines().count()), (Some(1), 1), "{finished:?}");
-    assert!(finished.stderr.contains("cannot start rank ") && finished.stderr.contains("ulimit -n"), "{finished:?}");
+    assert!(
+        finished.stderr.contains("cannot start rank ") && finished.stderr.contains("ulimit -n"),
+        "{finished:?}"
+    );
 }

@@ -11,7 +11,12 @@ use rustix::process::Signal;
 
 /// Runs with this input.
 fn fed(command: &mut Command, input: &str) -> Finished {
-    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
     child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
     finish(child)
 }
@@ -20,7 +25,10 @@ const ECHO: &str = "read line; echo $RANK: $line";
 
 #[test]
 fn rank_0_reads_what_is_piped_in() {
-    assert_eq!(fed(&mut script("--nproc_per_node 3", ECHO), "data\n").sorted_lines(), ["0: data", "1:", "2:"]);
+    assert_eq!(
+        fed(&mut script("--nproc_per_node 3", ECHO), "data\n").sorted_lines(),
+        ["0: data", "1:", "2:"]
+    );
 }
 
 #[test]
@@ -36,7 +44,8 @@ fn another_rank_or_none_may_read_it() {
 /// As with torchrun, all have the same input, and each line goes to whoever reads it first.
 #[test]
 fn all_may_read_it() {
-    let finished = fed(&mut script("--nproc_per_node 3 --stdin all", "read line; echo $line"), "a\nb\nc\n");
+    let finished =
+        fed(&mut script("--nproc_per_node 3 --stdin all", "read line; echo $line"), "a\nb\nc\n");
     assert_eq!(finished.sorted_lines(), ["a", "b", "c"]);
 }
 
@@ -46,8 +55,10 @@ fn all_ranks_of_a_python_program_read_it() {
     let program = folder.path().join("ask.py");
     fs::write(&program, "import os\nprint(os.read(0, 1))\n").unwrap();
     let run = |flags: &[&str]| {
-        let finished =
-            fed(&mut launcher(&[flags, &["--nproc_per_node", "2", program.to_str().unwrap()]].concat()), "xx");
+        let finished = fed(
+            &mut launcher(&[flags, &["--nproc_per_node", "2", program.to_str().unwrap()]].concat()),
+            "xx",
+        );
         finished.sorted_lines().join(" ")
     };
     assert_eq!(run(&[]), "b'x' b'x'");
@@ -62,7 +73,9 @@ fn a_file_is_read_on_from_where_it_was() {
     fs::write(&file, "first\nsecond\nthird\n").unwrap();
     let launch = "read x; $0 sh -c 'read y; echo $y'; read z; echo $x $z";
     let mut command = Command::new("sh");
-    command.args(["-c", launch, env!("CARGO_BIN_EXE_flow-launch")]).stdin(fs::File::open(&file).unwrap());
+    command
+        .args(["-c", launch, env!("CARGO_BIN_EXE_flow-launch")])
+        .stdin(fs::File::open(&file).unwrap());
     assert_eq!(run(&mut command).stdout, "second\nfirst third\n");
 }
 
@@ -94,7 +107,12 @@ fn a_prompt_without_a_newline_is_not_withheld() {
 fn prompts_of_two_ranks_do_not_mix() {
     let ask = "printf \"$RANK? \"; read answer; echo $answer";
     let mut command = script("--nproc_per_node 2 --stdin all", ask);
-    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
     let mut shown = [0; 3];
     child.stdout.as_mut().unwrap().read_exact(&mut shown).unwrap();
     // Whichever rank reads it.

@@ -30,24 +30,34 @@ impl Terminal {
     /// None, and a line that says why, where there is no setsid.
     fn start(command: &Command) -> Option<Terminal> {
         // Nobody inherits either side unless it is meant to: the terminal closes with us.
-        let keyboard = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
+        let keyboard =
+            openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
         unlockpt(&keyboard).unwrap();
-        tcsetwinsize(&keyboard, Winsize { ws_row: 30, ws_col: 100, ws_xpixel: 0, ws_ypixel: 0 }).unwrap();
+        tcsetwinsize(&keyboard, Winsize { ws_row: 30, ws_col: 100, ws_xpixel: 0, ws_ypixel: 0 })
+            .unwrap();
         let flags = OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC;
-        let terminal = rustix::fs::open(ptsname(&keyboard, Vec::new()).unwrap(), flags, Mode::empty()).unwrap();
+        let terminal =
+            rustix::fs::open(ptsname(&keyboard, Vec::new()).unwrap(), flags, Mode::empty())
+                .unwrap();
         let stream = || Stdio::from(terminal.try_clone().unwrap());
         let mut leader = Command::new("setsid");
-        leader.arg("--ctty").arg(command.get_program()).args(command.get_args()).env("TERM", "xterm");
+        leader
+            .arg("--ctty")
+            .arg(command.get_program())
+            .args(command.get_args())
+            .env("TERM", "xterm");
         leader.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
         let spawned = leader.stdin(stream()).stdout(stream()).stderr(stream()).spawn();
-        let Ok(child) = spawned.inspect_err(|error| println!("SKIPPED: what happens on a terminal: setsid: {error}"))
+        let Ok(child) = spawned
+            .inspect_err(|error| println!("SKIPPED: what happens on a terminal: setsid: {error}"))
         else {
             return None;
         };
         drop((leader, terminal));
         let shown = Arc::new(Mutex::new(String::new()));
         let (mut screen, text) = (File::from(keyboard.try_clone().unwrap()), Arc::clone(&shown));
-        // Reading ends with an error when nobody has the terminal any more, or when we look no longer.
+        // Reading ends with an error when nobody has the terminal any more, or when we look no
+        // longer.
         let reader = thread::spawn(move || {
             let (mut bytes, patience) = ([0; 4096], Timespec { tv_sec: 0, tv_nsec: 20_000_000 });
             while Arc::strong_count(&text) > 1 {
@@ -62,7 +72,13 @@ impl Terminal {
 
     /// A shell script, which finds flow-launch as `$0`.
     fn shell(text: &str) -> Option<Terminal> {
-        Terminal::start(Command::new("env").args(["--default-signal", "sh", "-c", text, FLOW_LAUNCH]))
+        Terminal::start(Command::new("env").args([
+            "--default-signal",
+            "sh",
+            "-c",
+            text,
+            FLOW_LAUNCH,
+        ]))
     }
 
     fn shown(&self) -> String {
@@ -121,7 +137,9 @@ fn rank_0_writes_to_a_terminal_of_the_width_that_is_left() {
 
 #[test]
 fn a_stream_that_is_no_terminal_stays_none() {
-    let Some(terminal) = Terminal::shell("$0 sh -c '[ -t 1 ] || echo none >&2; [ -t 2 ] && echo one >&2' | cat") else {
+    let Some(terminal) =
+        Terminal::shell("$0 sh -c '[ -t 1 ] || echo none >&2; [ -t 2 ] && echo one >&2' | cat")
+    else {
         return;
     };
     terminal.until_it_shows("none\r\none\r\n");
@@ -148,7 +166,9 @@ fn a_progress_bar_is_drawn_anew_below_the_lines_of_others() {
 
 #[test]
 fn the_last_words_on_a_terminal_are_not_lost() {
-    let Some(terminal) = Terminal::start(&script("", "seq 2000; printf end; kill -9 $$")) else { return };
+    let Some(terminal) = Terminal::start(&script("", "seq 2000; printf end; kill -9 $$")) else {
+        return;
+    };
     let (code, shown) = terminal.end();
     assert_eq!(code, Some(137));
     let lines: String = (1..=2000).map(|number| format!("[rank 0] {number}\r\n")).collect();
@@ -188,9 +208,18 @@ fn a_prompt_that_was_answered_is_over() {
     let folder = tempfile::tempdir().unwrap();
     let gate = folder.path().join("gate");
     for (tail, term) in [("", "xterm"), ("", "dumb"), (" 2>&1 | cat", "xterm")] {
-        let launch = format!("TERM={term} $0 --stdin all --prefix --nproc_per_node 2 sh -c \"$1\" $2{tail}");
+        let launch =
+            format!("TERM={term} $0 --stdin all --prefix --nproc_per_node 2 sh -c \"$1\" $2{tail}");
         let mut command = Command::new("env");
-        command.args(["--default-signal", "sh", "-c", &launch, FLOW_LAUNCH, text, gate.to_str().unwrap()]);
+        command.args([
+            "--default-signal",
+            "sh",
+            "-c",
+            &launch,
+            FLOW_LAUNCH,
+            text,
+            gate.to_str().unwrap(),
+        ]);
         let Some(mut terminal) = Terminal::start(&command) else { return };
         terminal.until_it_shows("[rank 0] name? ");
         terminal.types("Ann\n");
@@ -222,8 +251,11 @@ fn a_prompt_waits_only_a_moment_for_anothers() {
 #[test]
 fn pdb_takes_commands() {
     let folder = tempfile::tempdir().unwrap();
-    let text = "import os\nx = 41\nif os.environ['RANK'] == '0':\n    breakpoint()\n    print('x is', x)";
-    let Some(mut terminal) = Terminal::start(&launcher(&["--nproc_per_node", "2", &python(&folder, text)])) else {
+    let text =
+        "import os\nx = 41\nif os.environ['RANK'] == '0':\n    breakpoint()\n    print('x is', x)";
+    let Some(mut terminal) =
+        Terminal::start(&launcher(&["--nproc_per_node", "2", &python(&folder, text)]))
+    else {
         return;
     };
     terminal.until_it_shows("(Pdb) ");
@@ -249,7 +281,9 @@ fn pytorchs_breakpoint_works() {
     let text = "import torch.distributed as dist\ndist.init_process_group('gloo')\nx = dist.get_rank() + 41\n\
                 dist.breakpoint(0)\nprint('x is', x)\ndist.destroy_process_group()";
     let mut command = launcher(&["--nproc_per_node", "2", &python(&folder, text)]);
-    let Some(mut terminal) = Terminal::start(command.env("PYTHON_EXEC", interpreter)) else { return };
+    let Some(mut terminal) = Terminal::start(command.env("PYTHON_EXEC", interpreter)) else {
+        return;
+    };
     terminal.until_it_shows("(Pdb) ");
     terminal.types("up\n");
     terminal.until_it_shows("program.py(4)");
@@ -265,7 +299,9 @@ fn a_password_is_not_shown() {
     let folder = tempfile::tempdir().unwrap();
     let text = "import getpass, os\nif os.environ['RANK'] == '0': print(len(getpass.getpass()), 'letters')";
     let program = python(&folder, text);
-    let Some(mut terminal) = Terminal::start(&launcher(&["--stdin", "0", "--nproc_per_node", "2", &program])) else {
+    let Some(mut terminal) =
+        Terminal::start(&launcher(&["--stdin", "0", "--nproc_per_node", "2", &program]))
+    else {
         return;
     };
     terminal.until_it_shows("[rank 0] Password: ");
@@ -328,7 +364,8 @@ fn ctrl_c_is_passed_on_once_and_says_what_a_second_does() {
     terminal.types("\x03");
     let (code, shown) = terminal.end();
     assert_eq!((code, shown.matches("got it").count()), (Some(130), 2), "{shown:?}");
-    let line = "flow-launch: SIGINT: waiting up to 30 s for the ranks to stop; again to kill them\r\n";
+    let line =
+        "flow-launch: SIGINT: waiting up to 30 s for the ranks to stop; again to kill them\r\n";
     assert!(shown.contains(line), "{shown:?}");
 }
 
@@ -349,7 +386,8 @@ fn ctrl_c_twice_kills() {
     until_gone(&workers);
 }
 
-/// Whether a process is stopped, or a shell whose child (by vfork) is and has not become its program yet.
+/// Whether a process is stopped, or a shell whose child (by vfork) is and has not become its
+/// program yet.
 fn is_stopped(pid: i32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
     stat.rsplit(')').next().unwrap().trim_start().starts_with(['T', 'D'])
@@ -367,7 +405,8 @@ fn ctrl_z_stops_all_and_fg_goes_on() {
     let Some(mut terminal) = Terminal::start(&command) else { return };
     until("both are there", || terminal.shown().matches("pid").count() == 2);
     let shown = terminal.shown();
-    let numbers = shown.lines().filter_map(|line| line.split_once("pid ")?.1.trim().parse::<i32>().ok());
+    let numbers =
+        shown.lines().filter_map(|line| line.split_once("pid ")?.1.trim().parse::<i32>().ok());
     let workers: Vec<_> = numbers.collect();
     assert_eq!(workers.len(), 2, "{shown:?}");
     terminal.types("\x1a");
@@ -383,7 +422,9 @@ fn ctrl_z_stops_all_and_fg_goes_on() {
 
 #[test]
 fn in_the_background_output_comes_even_where_that_stops_others() {
-    let Some(terminal) = Terminal::shell("set -m; stty tostop; $0 sh -c 'echo hello' & wait; echo over") else {
+    let Some(terminal) =
+        Terminal::shell("set -m; stty tostop; $0 sh -c 'echo hello' & wait; echo over")
+    else {
         return;
     };
     terminal.until_it_shows("[rank 0] hello\r\n");
@@ -393,9 +434,10 @@ fn in_the_background_output_comes_even_where_that_stops_others() {
 
 #[test]
 fn nothing_survives_a_terminal_that_is_closed() {
-    let Some(terminal) =
-        Terminal::start(&script("--nproc_per_node 2 --grace 0.3", "trap '' HUP; echo pid $$; sleep 1000"))
-    else {
+    let Some(terminal) = Terminal::start(&script(
+        "--nproc_per_node 2 --grace 0.3",
+        "trap '' HUP; echo pid $$; sleep 1000",
+    )) else {
         return;
     };
     until("both are there", || terminal.shown().matches("pid").count() == 2);
@@ -409,7 +451,8 @@ fn nothing_survives_a_terminal_that_is_closed() {
 
 #[test]
 fn each_worker_leads_a_session_without_a_terminal() {
-    let text = "echo $$ $(cut -d' ' -f6,7 /proc/$$/stat); cat /dev/tty 2>/dev/null; exec sleep 1000";
+    let text =
+        "echo $$ $(cut -d' ' -f6,7 /proc/$$/stat); cat /dev/tty 2>/dev/null; exec sleep 1000";
     let Some(terminal) = Terminal::start(&script("--nproc_per_node 2", text)) else { return };
     until("both are there", || terminal.shown().matches(" 0\r\n").count() == 2);
     for line in terminal.shown().lines() {

@@ -43,7 +43,10 @@ fn one_line_each() {
         ("--rdzv_conf join true", "KEY=VALUE"),
         ("--standalone --nnodes 2 true", "--standalone"),
         ("--nnodes 2 --node_rank 2 --master_addr a --master_port 1 true", "below 2"),
-        ("--nnodes 80000 --nproc_per_node 60000 --master_addr a --master_port 1 true", "too many workers"),
+        (
+            "--nnodes 80000 --nproc_per_node 60000 --master_addr a --master_port 1 true",
+            "too many workers",
+        ),
         ("--nproc_per_node 999999999 true", "at most 65536"),
         ("--nosuchflag true", "--nosuchflag"),
         ("--master x true", "--master-addr, --master-port"),
@@ -59,7 +62,8 @@ fn one_line_each() {
         let finished = run(&mut launcher(&line.split_whitespace().collect::<Vec<_>>()));
         assert_eq!(finished.code, Some(2), "{line}: {finished:?}");
         assert_eq!(finished.stdout, "", "{line}");
-        let is_one_line = finished.stderr.starts_with("flow-launch: ") && finished.stderr.lines().count() == 1;
+        let is_one_line =
+            finished.stderr.starts_with("flow-launch: ") && finished.stderr.lines().count() == 1;
         assert!(is_one_line && finished.stderr.contains(named), "{line}: {}", finished.stderr);
     }
 }
@@ -84,7 +88,11 @@ fn a_variable_that_makes_no_sense_is_named() {
     for (variable, value) in table {
         let finished = run(launcher(&["true"]).env(variable, value));
         assert_eq!((finished.code, finished.stderr.lines().count()), (Some(2), 1), "{finished:?}");
-        assert!(finished.stderr.contains(&format!("{variable} is '{value}'")), "{}", finished.stderr);
+        assert!(
+            finished.stderr.contains(&format!("{variable} is '{value}'")),
+            "{}",
+            finished.stderr
+        );
     }
 }
 
@@ -93,7 +101,15 @@ fn help_is_answered() {
     let finished = run(&mut launcher(&["--help"]));
     assert_eq!((finished.code, finished.stderr.as_str()), (Some(0), ""));
     assert!(finished.stdout.lines().all(|line| line.len() <= 120), "{}", finished.stdout);
-    for text in ["Workers:", "Program:", "Nodes:", "Output:", "--nproc-per-node <N>", "-m, --module", "--grace"] {
+    for text in [
+        "Workers:",
+        "Program:",
+        "Nodes:",
+        "Output:",
+        "--nproc-per-node <N>",
+        "-m, --module",
+        "--grace",
+    ] {
         assert!(finished.stdout.contains(text), "{text}");
     }
     assert!(!finished.stdout.contains("--monitor-interval"));

@@ -1,5 +1,5 @@
-//! torchelastic's watchdog and health check, by environment variables. Workers that use torch's own client are in
-//! `pytorch.rs`.
+//! torchelastic's watchdog and health check, by environment variables. Workers that use torch's own
+//! client are in `pytorch.rs`.
 
 mod common;
 use common::{is_alive, run, script, until, until_gone, Running};
@@ -34,17 +34,26 @@ fn a_worker_whose_timer_runs_out_is_killed_and_named() {
     let text = "[ $RANK = 0 ] && exec sleep 1000; set_timer $$ $(date +%s) 9; exec sleep 1000";
     let finished = run(&mut watched("--nproc_per_node 2", text));
     assert_eq!(finished.code, Some(137), "{finished:?}");
-    let (_, told) = finished.stderr.split_once("flow-launch: rank 1: the timer 'step' of process ").unwrap();
+    let (_, told) =
+        finished.stderr.split_once("flow-launch: rank 1: the timer 'step' of process ").unwrap();
     assert!(told.contains(" s ago; SIGKILL is sent to it, as it asked\n"), "{told}");
-    assert!(told.contains("flow-launch: rank 1 (local rank 1, ") && told.contains("was killed by signal 9"), "{told}");
+    assert!(
+        told.contains("flow-launch: rank 1 (local rank 1, ")
+            && told.contains("was killed by signal 9"),
+        "{told}"
+    );
 }
 
 #[test]
 fn a_job_with_a_watchdog_starts_anew() {
-    let text = "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit; set_timer $$ $(date +%s) 15; exec sleep 1000";
+    let text =
+        "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit; set_timer $$ $(date +%s) 15; exec sleep 1000";
     let finished = run(&mut watched("--max-restarts 1", text));
     assert_eq!(finished.code, Some(0), "{finished:?}");
-    assert!(finished.stderr.contains("SIGTERM is sent to it") && finished.stderr.contains("restart 1 of 1"));
+    assert!(
+        finished.stderr.contains("SIGTERM is sent to it")
+            && finished.stderr.contains("restart 1 of 1")
+    );
 }
 
 #[test]
@@ -70,9 +79,11 @@ fn what_a_worker_has_started_is_killed_too_and_nobody_elses() {
     );
     let finished = run(&mut watched("", &text));
     assert_eq!((finished.code, finished.stdout.as_str()), (Some(0), "child 137\n"), "{finished:?}");
-    for text in
-        [&format!(r"the timer '\u{{1b}}[2J' of process {pid} expired"), "of process 1 expired", "no request of a timer"]
-    {
+    for text in [
+        &format!(r"the timer '\u{{1b}}[2J' of process {pid} expired"),
+        "of process 1 expired",
+        "no request of a timer",
+    ] {
         assert!(finished.stderr.contains(text), "{text}: {finished:?}");
     }
     assert_eq!(finished.stderr.matches("is left alone").count(), 2, "{finished:?}");
@@ -87,7 +98,10 @@ fn the_pipe_is_where_it_is_wanted_and_gone_at_the_end() {
     let path = folder.path().join("timers");
     let text = "[ -p $TORCHELASTIC_TIMER_FILE ] && echo $TORCHELASTIC_TIMER_FILE";
     let stdout = |command: &mut Command| run(command).stdout.trim_end().to_string();
-    assert_eq!(stdout(watched("", text).env("TORCHELASTIC_TIMER_FILE", &path)), path.to_str().unwrap());
+    assert_eq!(
+        stdout(watched("", text).env("TORCHELASTIC_TIMER_FILE", &path)),
+        path.to_str().unwrap()
+    );
     assert!(!path.exists());
     // Without a wish, in a folder that is gone at the end.
     let own = stdout(&mut watched("", text));
@@ -99,7 +113,10 @@ fn the_pipe_is_where_it_is_wanted_and_gone_at_the_end() {
     // A file is not ours to remove, and workers are told of another pipe.
     fs::write(&path, "text").unwrap();
     let finished = run(watched("", text).env("TORCHELASTIC_TIMER_FILE", &path));
-    assert!(finished.stdout.contains("flow-launch_") && finished.stderr.contains("no named pipe"), "{finished:?}");
+    assert!(
+        finished.stdout.contains("flow-launch_") && finished.stderr.contains("no named pipe"),
+        "{finished:?}"
+    );
     assert_eq!(fs::read_to_string(&path).unwrap(), "text");
 }
 
@@ -116,7 +133,10 @@ fn a_killed_launchers_pipe_is_gone_and_one_in_use_is_another_launchers() {
     let pids = first.numbers(1);
     assert!(is_pipe(&path));
     let second = start("echo $TORCHELASTIC_TIMER_FILE").finish();
-    assert!(second.stdout.contains("flow-launch_") && second.stderr.contains("in use"), "{second:?}");
+    assert!(
+        second.stdout.contains("flow-launch_") && second.stderr.contains("in use"),
+        "{second:?}"
+    );
     assert!(is_pipe(&path));
     first.signal(Signal::KILL);
     first.finish();
@@ -124,7 +144,10 @@ fn a_killed_launchers_pipe_is_gone_and_one_in_use_is_another_launchers() {
     until("the pipe is gone", || !path.exists());
     // One that somebody has left is taken over.
     nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
-    assert_eq!(start("echo $TORCHELASTIC_TIMER_FILE").finish().stdout.trim_end(), path.to_str().unwrap());
+    assert_eq!(
+        start("echo $TORCHELASTIC_TIMER_FILE").finish().stdout.trim_end(),
+        path.to_str().unwrap()
+    );
     let flags = OFlags::NONBLOCK.bits() as i32;
     assert!(OpenOptions::new().write(true).custom_flags(flags).open(&path).is_err());
 }
@@ -146,13 +169,17 @@ fn ask(port: u16, request: &[u8]) -> String {
 fn health_is_told_by_http_while_the_job_runs() {
     let port = free_port();
     let mut command = script("--nproc_per_node 2", "echo $$; exec sleep 1000");
-    let mut running = Running::start(command.env("TORCHELASTIC_HEALTH_CHECK_PORT", port.to_string()));
+    let mut running =
+        Running::start(command.env("TORCHELASTIC_HEALTH_CHECK_PORT", port.to_string()));
     let pids = running.numbers(2);
     // Some that only connect are in nobody's way for long.
     let idle: Vec<_> = (0..40).map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap()).collect();
     for _ in 0..3 {
         let answer = ask(port, b"GET /health HTTP/1.1\r\nHost: node\r\n\r\n");
-        assert!(answer.starts_with("HTTP/1.1 200 OK\r\n") && answer.ends_with("\r\n\r\nok\n"), "{answer}");
+        assert!(
+            answer.starts_with("HTTP/1.1 200 OK\r\n") && answer.ends_with("\r\n\r\nok\n"),
+            "{answer}"
+        );
     }
     drop(idle);
     assert_eq!(ask(port, &vec![b'x'; 1 << 20]), "");
@@ -170,6 +197,9 @@ fn a_port_that_cannot_be_had_is_a_line_and_the_job_goes_on() {
         let finished = run(script("", "echo ran").env("TORCHELASTIC_HEALTH_CHECK_PORT", port));
         assert_eq!((finished.code, finished.stdout.as_str()), (Some(0), "ran\n"), "{finished:?}");
         assert_eq!(finished.stderr.lines().count(), 1, "{finished:?}");
-        assert!(finished.stderr.contains(&format!("TORCHELASTIC_HEALTH_CHECK_PORT is '{port}'")), "{finished:?}");
+        assert!(
+            finished.stderr.contains(&format!("TORCHELASTIC_HEALTH_CHECK_PORT is '{port}'")),
+            "{finished:?}"
+        );
     }
 }

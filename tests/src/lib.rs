@@ -1,4 +1,5 @@
-//! Helpers of the multi-process tests: starting workers, under the real flow-launch or by hand, and hearing from them.
+//! Helpers of the multi-process tests: starting workers, under the real flow-launch or by hand, and
+//! hearing from them.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -25,25 +26,33 @@ pub fn program(name: &str) -> PathBuf {
     path
 }
 
-/// Has cargo build what is older than its sources among the programs of the workspace of `package`, into
-/// `target/<profile>`, the `folder`. Otherwise a test of one package would run the programs of others as they happen to
-/// lie there. Takes no time where all are new; other processes that do the same wait for cargo's lock.
+/// Has cargo build what is older than its sources among the programs of the workspace of `package`,
+/// into `target/<profile>`, the `folder`. Otherwise a test of one package would run the programs of
+/// others as they happen to lie there. Takes no time where all are new; other processes that do the
+/// same wait for cargo's lock.
 pub fn build(package: &Path, folder: &Path) {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| env!("CARGO").into());
     let profile = folder.file_name().and_then(|name| name.to_str()).expect("a profile has a name");
     let profile = if profile == "debug" { "dev" } else { profile };
     let mut command = Command::new(cargo);
     command.args(["build", "--quiet", "--workspace", "--bins", "--examples", "--profile", profile]);
-    command.env("CARGO_TARGET_DIR", folder.parent().expect("it lies in target")).current_dir(package);
+    command
+        .env("CARGO_TARGET_DIR", folder.parent().expect("it lies in target"))
+        .current_dir(package);
     let output = command.output().expect("cargo starts");
     assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// The instruction sets that libtorch has kernels for: the variables by which it, MKL and oneDNN behave as on a CPU that has
-/// no better one. Those that this CPU lacks are left out, with a printed reason.
+/// The instruction sets that libtorch has kernels for: the variables by which it, MKL and oneDNN
+/// behave as on a CPU that has no better one. Those that this CPU lacks are left out, with a
+/// printed reason.
 pub fn instruction_sets() -> Vec<[(&'static str, &'static str); 3]> {
     let variables = |aten, mkl, onednn| {
-        [("ATEN_CPU_CAPABILITY", aten), ("MKL_ENABLE_INSTRUCTIONS", mkl), ("ONEDNN_MAX_CPU_ISA", onednn)]
+        [
+            ("ATEN_CPU_CAPABILITY", aten),
+            ("MKL_ENABLE_INSTRUCTIONS", mkl),
+            ("ONEDNN_MAX_CPU_ISA", onednn),
+        ]
     };
     let mut sets = vec![variables("default", "SSE4_2", "SSE41")];
     #[cfg(target_arch = "x86_64")]
@@ -83,7 +92,13 @@ pub struct Finished {
 impl Finished {
     /// The output of a process that must have succeeded.
     pub fn success(self) -> String {
-        assert!(self.status.success(), "{}\nstdout:\n{}\nstderr:\n{}", self.status, self.stdout, self.stderr);
+        assert!(
+            self.status.success(),
+            "{}\nstdout:\n{}\nstderr:\n{}",
+            self.status,
+            self.stdout,
+            self.stderr
+        );
         self.stdout
     }
 }
@@ -106,15 +121,18 @@ impl Process {
     /// Starts `command`, without any variable of a launcher that the test itself may run under.
     pub fn start(mut command: Command) -> Self {
         let inherited = std::env::vars().map(|(name, _)| name);
-        let launchers = ["RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "OMPI_", "SLURM_", "FLOW_"];
+        let launchers =
+            ["RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "OMPI_", "SLURM_", "FLOW_"];
         let set: Vec<_> = command.get_envs().map(|(name, _)| name.to_owned()).collect();
-        for name in inherited.filter(|name| launchers.iter().any(|prefix| name.starts_with(prefix))) {
+        for name in inherited.filter(|name| launchers.iter().any(|prefix| name.starts_with(prefix)))
+        {
             if !set.iter().any(|own| *own == *name) {
                 command.env_remove(name);
             }
         }
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child = command.spawn().unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
+        let mut child =
+            command.spawn().unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
         let stdout = Collected::from(child.stdout.take().expect("it is piped"));
         let stderr = Collected::from(child.stderr.take().expect("it is piped"));
         Self { child, stdout, stderr }
@@ -130,7 +148,12 @@ impl Process {
         let deadline = Instant::now() + PATIENCE;
         while !self.stdout.so_far().contains(text) {
             let ended = self.child.try_wait().expect("the child is ours").is_some();
-            assert!(!ended && Instant::now() < deadline, "no {text:?} from {}:\n{}", self.pid(), self.output());
+            assert!(
+                !ended && Instant::now() < deadline,
+                "no {text:?} from {}:\n{}",
+                self.pid(),
+                self.output()
+            );
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -142,7 +165,12 @@ impl Process {
             if let Some(status) = self.child.try_wait().expect("the child is ours") {
                 break status;
             }
-            assert!(Instant::now() < deadline, "{} runs for more than {time:?}:\n{}", self.pid(), self.output());
+            assert!(
+                Instant::now() < deadline,
+                "{} runs for more than {time:?}:\n{}",
+                self.pid(),
+                self.output()
+            );
             std::thread::sleep(Duration::from_millis(5));
         };
         Finished { pid: self.pid(), status, stdout: self.stdout.all(), stderr: self.stderr.all() }
@@ -180,7 +208,8 @@ impl Collected {
     }
 
     fn so_far(&self) -> String {
-        String::from_utf8_lossy(&self.text.lock().unwrap_or_else(PoisonError::into_inner)).into_owned()
+        String::from_utf8_lossy(&self.text.lock().unwrap_or_else(PoisonError::into_inner))
+            .into_owned()
     }
 
     fn all(&mut self) -> String {
@@ -194,8 +223,14 @@ impl Collected {
 /// `flow-launch --nproc_per_node <ranks> <flags> <worker> <arguments>`, to be started.
 pub fn launcher(ranks: usize, flags: &[&str], worker: &str, arguments: &[&str]) -> Command {
     let mut command = Command::new(program("flow-launch"));
-    command.arg("--nproc_per_node").arg(ranks.to_string()).args(flags).arg(program(worker)).args(arguments);
-    // Less than AMX: some virtual machines announce it and let nobody use it, and oneDNN "could not create a primitive".
+    command
+        .arg("--nproc_per_node")
+        .arg(ranks.to_string())
+        .args(flags)
+        .arg(program(worker))
+        .args(arguments);
+    // Less than AMX: some virtual machines announce it and let nobody use it, and oneDNN "could not
+    // create a primitive".
     command.env("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16");
     command
 }
@@ -221,15 +256,23 @@ pub fn ranks(size: usize, worker: &str, arguments: &[&str]) -> Vec<Process> {
 
 /// Starts ranks by hand on several nodes of this machine: so many on each.
 pub fn ranks_on_nodes(nodes: &[usize], worker: &str, arguments: &[&str]) -> Vec<Process> {
-    // Nobody else takes a port of 127.0.0.1 in the moment between: the kernel hands them out in turn.
-    let free = std::net::TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
+    // Nobody else takes a port of 127.0.0.1 in the moment between: the kernel hands them out in
+    // turn.
+    let free =
+        std::net::TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
     let port = free.expect("there is a free port").port().to_string();
     let (job, size) = (job(), nodes.iter().sum());
-    let places = nodes.iter().enumerate().flat_map(|(node, &count)| (0..count).map(move |local| (node, count, local)));
+    let places = nodes
+        .iter()
+        .enumerate()
+        .flat_map(|(node, &count)| (0..count).map(move |local| (node, count, local)));
     let start = |(number, (node, count, local)): (usize, (usize, usize, usize))| {
         let mut command = rank(&job, number, size, worker, arguments);
         command.env("LOCAL_RANK", local.to_string()).env("LOCAL_WORLD_SIZE", count.to_string());
-        command.env("GROUP_RANK", node.to_string()).env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
+        command
+            .env("GROUP_RANK", node.to_string())
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env("MASTER_PORT", &port);
         Process::start(command)
     };
     places.enumerate().map(start).collect()
@@ -244,11 +287,15 @@ pub fn job() -> String {
 /// Where the stand-ins for the CUDA driver, its compiler and NCCL are; see `stand-in`.
 pub const STAND_IN: &str = env!("FLOW_STAND_IN");
 
-/// Has `command` use the stand-ins, with eight GPUs; None, with a printed reason, where another NCCL is found before ours.
+/// Has `command` use the stand-ins, with eight GPUs; None, with a printed reason, where another
+/// NCCL is found before ours.
 pub fn on_stand_in(mut command: Command) -> Option<Command> {
     let stand_in = |command: &mut Command| {
         let nccl = Path::new(STAND_IN).join("libnccl_stand_in.so");
-        command.env("LD_LIBRARY_PATH", STAND_IN).env("FLOW_NCCL_PATH", nccl).env("FLOW_STAND_IN_GPUS", "8");
+        command
+            .env("LD_LIBRARY_PATH", STAND_IN)
+            .env("FLOW_NCCL_PATH", nccl)
+            .env("FLOW_STAND_IN_GPUS", "8");
         // What the stand-in for the compiler makes is of no use to others.
         command.env("FLOW_CACHE", Path::new(STAND_IN).join("cache")).env_remove("FLOW_NVRTC");
     };
@@ -259,6 +306,9 @@ pub fn on_stand_in(mut command: Command) -> Option<Command> {
         stand_in(&mut command);
         return Some(command);
     }
-    println!("SKIPPED: NCCL groups on stand-ins: this machine has an NCCL of its own, {}", found.trim());
+    println!(
+        "SKIPPED: NCCL groups on stand-ins: this machine has an NCCL of its own, {}",
+        found.trim()
+    );
     None
 }

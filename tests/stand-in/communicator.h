@@ -78,7 +78,8 @@ public:
         changed.notify_all();
     }
 
-    /// Runs `work` in a thread while the state is "in progress"; a blocking communicator waits for it.
+    /// Runs `work` in a thread while the state is "in progress"; a blocking communicator waits for
+    /// it.
     int start(std::function<int()> work) {
         std::unique_lock lock(mutex);
         current = IN_PROGRESS;
@@ -94,8 +95,9 @@ public:
         return current;
     }
 
-    /// Enqueues one job for all of `operations`. As with NCCL, a communicator that does not block prepares its first ones in the
-    /// background, and they are not on the stream before its state is "success".
+    /// Enqueues one job for all of `operations`. As with NCCL, a communicator that does not block
+    /// prepares its first ones in the background, and they are not on the stream before its state
+    /// is "success".
     int launch(void* stream, std::vector<Operation> operations) {
         if (blocking || launched) return enqueue(stream, std::move(operations));
         launched = true;
@@ -112,7 +114,8 @@ public:
         return SUCCESS;
     }
 
-    /// Ends the waits of running jobs and threads, drops the other jobs, and returns when nothing runs any more.
+    /// Ends the waits of running jobs and threads, drops the other jobs, and returns when nothing
+    /// runs any more.
     void abort() {
         stopped = true;
         rest();

@@ -1,10 +1,12 @@
-// A stand-in for the CUDA driver (libcuda.so.1) on machines without a GPU, for tests of what Flow asks of the driver: device memory is
-// host memory, a stream is a thread, kernels run on the CPU (kernels.cpp). It shows whether calls are made in the right order with the
-// right arguments. It is never a GPU result: it says nothing about speed, nor about what a GPU would compute.
+// A stand-in for the CUDA driver (libcuda.so.1) on machines without a GPU, for tests of what Flow
+// asks of the driver: device memory is host memory, a stream is a thread, kernels run on the CPU
+// (kernels.cpp). It shows whether calls are made in the right order with the right arguments. It is
+// never a GPU result: it says nothing about speed, nor about what a GPU would compute.
 //
-// It is stricter than the driver where that finds mistakes: every call needs a current context, streams (the null stream too) are never
-// ordered but by events, pageable memory is copied when the job runs, and fresh and freed memory is filled with 0xCD and 0xDD.
-// Releasing a primary context frees nothing.
+// It is stricter than the driver where that finds mistakes: every call needs a current context,
+// streams (the null stream too) are never ordered but by events, pageable memory is copied when the
+// job runs, and fresh and freed memory is filled with 0xCD and 0xDD. Releasing a primary context
+// frees nothing.
 
 #include <cstdio>
 #include <cstring>
@@ -79,7 +81,8 @@ Result check_context() {
     return current->retained > 0 ? SUCCESS : CONTEXT_IS_DESTROYED;
 }
 
-/// The stream behind a handle; the handles 0 and 1 (CU_STREAM_LEGACY) are the null stream. Needs the lock and a context.
+/// The stream behind a handle; the handles 0 and 1 (CU_STREAM_LEGACY) are the null stream. Needs
+/// the lock and a context.
 std::shared_ptr<Stream> find_stream(void* handle) {
     if (reinterpret_cast<std::uintptr_t>(handle) <= 1) return current->null_stream;
     auto found = driver.streams.find(static_cast<Stream*>(handle));
@@ -91,8 +94,8 @@ std::shared_ptr<Event> find_event(void* handle) {
     return found == driver.events.end() ? nullptr : found->second;
 }
 
-/// FLOW_TEST_HOST_AS_GPU=1: all of the host's memory is the device's, and the null stream is the calling thread. The tensors of
-/// a libtorch without CUDA can then stand for those of a GPU.
+/// FLOW_TEST_HOST_AS_GPU=1: all of the host's memory is the device's, and the null stream is the
+/// calling thread. The tensors of a libtorch without CUDA can then stand for those of a GPU.
 bool host_as_gpu() {
     static const bool chosen = [] {
         const char* text = std::getenv("FLOW_TEST_HOST_AS_GPU");
@@ -119,7 +122,8 @@ Result device_exists(int device) {
     return device >= 0 && size_t(device) < driver.contexts.size() ? SUCCESS : INVALID_DEVICE;
 }
 
-/// FLOW_STAND_IN_WAITS=<prefix>: each call that has the host wait for the device is a line of <prefix>.<RANK>.
+/// FLOW_STAND_IN_WAITS=<prefix>: each call that has the host wait for the device is a line of
+/// <prefix>.<RANK>.
 void note_wait(const char* call) {
     static const char *prefix = std::getenv("FLOW_STAND_IN_WAITS"), *rank = std::getenv("RANK");
     if (!prefix) return;
@@ -413,7 +417,8 @@ EXPORT int cuEventRecord(void* handle, void* stream_handle) {
     return SUCCESS;
 }
 
-/// FLOW_STAND_IN_FAULT=<rank>:<milliseconds>: so long after its first question the device of that rank has failed for good.
+/// FLOW_STAND_IN_FAULT=<rank>:<milliseconds>: so long after its first question the device of that
+/// rank has failed for good.
 bool has_faulted() {
     static const auto begin = std::chrono::steady_clock::now();
     static const long after = [] {
@@ -530,7 +535,8 @@ EXPORT int cuMemsetD8_v2(Address to, unsigned char value, size_t bytes) { return
 
 ALSO(cuMemsetD8, cuMemsetD8_v2);
 
-// Kernels: a module is what the stand-in compiler (nvrtc.cpp) made, and has the kernels of the types that its options say.
+// Kernels: a module is what the stand-in compiler (nvrtc.cpp) made, and has the kernels of the
+// types that its options say.
 
 EXPORT int cuModuleLoadData(Module** module, const void* image) {
     Lock lock(driver.mutex);

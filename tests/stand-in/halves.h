@@ -1,4 +1,5 @@
-// The two 16-bit floating point types, as values that turn into floats and are rounded (to nearest, ties to even) from them.
+// The two 16-bit floating point types, as values that turn into floats and are rounded (to nearest,
+// ties to even) from them.
 
 #pragma once
 

@@ -1,10 +1,12 @@
-// What the tests ask of the NCCL stand-in through the environment: a journal of the calls, and calls that fail.
+// What the tests ask of the NCCL stand-in through the environment: a journal of the calls, and
+// calls that fail.
 //
-// FLOW_STAND_IN_LOG=<prefix>                    each call is a line of <prefix>.<rank>
-// FLOW_STAND_IN_FAIL=<rank>:<n>:<code>          the rank's n-th operation (from 1, over all communicators) returns the code
-// FLOW_STAND_IN_ASYNC_FAIL=<rank>:<n>:<code>    its job fails instead
+// FLOW_STAND_IN_LOG=<prefix> each call is a line of <prefix>.<rank>
+// FLOW_STAND_IN_FAIL=<rank>:<n>:<code> the rank's n-th operation (from 1, over all communicators)
+// returns the code FLOW_STAND_IN_ASYNC_FAIL=<rank>:<n>:<code> its job fails instead
 //
-// The rank is RANK where that is set, else that in the communicator that was initialized, not split.
+// The rank is RANK where that is set, else that in the communicator that was initialized, not
+// split.
 
 #pragma once
 
@@ -25,7 +27,8 @@ public:
         return text && *text ? std::atoi(text) : otherwise;
     }
 
-    /// Writes a line, at once and whole. Rank -1: that of the last line; no rank is known before the first communicator.
+    /// Writes a line, at once and whole. Rank -1: that of the last line; no rank is known before
+    /// the first communicator.
     void write(int rank, std::string line) {
         const char* prefix = std::getenv("FLOW_STAND_IN_LOG");
         std::lock_guard lock(mutex);

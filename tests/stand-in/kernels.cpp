@@ -1,4 +1,5 @@
-// Flow's CUDA kernels, compiled for the CPU from the same source as for the GPU. All threads of all blocks run one after the other.
+// Flow's CUDA kernels, compiled for the CPU from the same source as for the GPU. All threads of all
+// blocks run one after the other.
 
 #include "kernels.h"
 

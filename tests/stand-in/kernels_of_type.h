@@ -1,4 +1,5 @@
-// The kernels between tensors of type TENSORS and flat buffers of each type, each pair in a namespace; included by kernels.cpp.
+// The kernels between tensors of type TENSORS and flat buffers of each type, each pair in a
+// namespace; included by kernels.cpp.
 
 #define TEXT_OF(name) #name
 #define TEXT(name) TEXT_OF(name)

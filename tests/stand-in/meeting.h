@@ -1,7 +1,9 @@
-// Where the ranks of a communicator meet: shared memory with a channel of bytes from each rank to each, and transfers through them.
+// Where the ranks of a communicator meet: shared memory with a channel of bytes from each rank to
+// each, and transfers through them.
 //
-// The memory is a memfd of the process that made the unique id; the others open it through /proc/<pid>/fd while it is kept open, that is
-// until all have come. So nothing is left behind, whoever is killed and whenever.
+// The memory is a memfd of the process that made the unique id; the others open it through
+// /proc/<pid>/fd while it is kept open, that is until all have come. So nothing is left behind,
+// whoever is killed and whenever.
 
 #pragma once
 
@@ -34,7 +36,8 @@ struct Address {
     int file;
 };
 
-/// What a rank says in a split. There are two of each: a rank begins the next but one only after all have done this one.
+/// What a rank says in a split. There are two of each: a rank begins the next but one only after
+/// all have done this one.
 struct Choice {
     std::atomic<std::uint64_t> turn, address_turn;  // the split that the choice, the address are for
     std::atomic<int> color, key;
@@ -116,7 +119,8 @@ public:
         });
     }
 
-    /// Sends and receives all, in order between each two ranks, until the peers have taken what was sent; false if `stopped`.
+    /// Sends and receives all, in order between each two ranks, until the peers have taken what was
+    /// sent; false if `stopped`.
     template <class Stopped>
     bool exchange(Stopped stopped, std::vector<Transfer> sent, std::vector<Transfer> received) {
         return wait(stopped, [&] {
@@ -177,7 +181,8 @@ private:
         for (int other = 0; other < ranks; ++other) ring(other);
     }
 
-    /// Tries until it is `done`, each time that the bell has rung; looks every 5 ms whether it is `stopped`.
+    /// Tries until it is `done`, each time that the bell has rung; looks every 5 ms whether it is
+    /// `stopped`.
     template <class Stopped, class Done>
     bool wait(Stopped stopped, Done done) {
         auto& bell = memory->seats[rank].bell;
@@ -220,7 +225,8 @@ private:
         return one.done == one.bytes;
     }
 
-    /// Calls `copy` for the one or two pieces of `bytes` bytes from `position` on in the channel's ring.
+    /// Calls `copy` for the one or two pieces of `bytes` bytes from `position` on in the channel's
+    /// ring.
     template <class Copy>
     static void around(std::uint64_t position, size_t bytes, Copy copy, Channel& channel) {
         size_t start = position % sizeof channel.data, first = std::min(bytes, sizeof channel.data - start);

@@ -1,10 +1,13 @@
-// A stand-in for NCCL, for tests on machines without a GPU: its C interface, over shared memory between the processes of one machine and
-// with the jobs on the streams of the stand-in driver (cuda.cpp). It shows what Flow asks of NCCL, and when. It is never a GPU result: it
-// says nothing about speed, nor about what NCCL would do.
+// A stand-in for NCCL, for tests on machines without a GPU: its C interface, over shared memory
+// between the processes of one machine and with the jobs on the streams of the stand-in driver
+// (cuda.cpp). It shows what Flow asks of NCCL, and when. It is never a GPU result: it says nothing
+// about speed, nor about what NCCL would do.
 //
-// As with NCCL, ranks that call different things wait for ever or exchange nonsense, and nobody notices a rank that was killed. Stricter
-// than NCCL: a send ends only when all of it has been received, a group's operations of one communicator are on one stream, there are at
-// most 64 ranks, and a communicator that blocks cannot be made within a group. journal.h says what tests may ask for.
+// As with NCCL, ranks that call different things wait for ever or exchange nonsense, and nobody
+// notices a rank that was killed. Stricter than NCCL: a send ends only when all of it has been
+// received, a group's operations of one communicator are on one stream, there are at most 64 ranks,
+// and a communicator that blocks cannot be made within a group. journal.h says what tests may ask
+// for.
 
 #include <memory>
 #include <string>

@@ -1,5 +1,6 @@
-// A stand-in for NVRTC (libnvrtc.so), for tests on machines without CUDA: it compiles nothing. Its "cubin" is a mark and the text of the
-// options, which the stand-in driver (cuda.cpp) takes for a module with the kernels of those types. Never a GPU result.
+// A stand-in for NVRTC (libnvrtc.so), for tests on machines without CUDA: it compiles nothing. Its
+// "cubin" is a mark and the text of the options, which the stand-in driver (cuda.cpp) takes for a
+// module with the kernels of those types. Never a GPU result.
 
 #include <cstring>
 #include <string>

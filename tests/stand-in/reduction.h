@@ -1,4 +1,5 @@
-// NCCL's data types and reductions, on the CPU: in the order of the ranks, rounded to the type at each step.
+// NCCL's data types and reductions, on the CPU: in the order of the ranks, rounded to the type at
+// each step.
 
 #pragma once
 
@@ -31,8 +32,8 @@ T combine(Reduction op, T a, T b) {
     }
 }
 
-/// `out[i]` from the `ranks` values `in[rank * count + i]`. As in NCCL, an average multiplies floats by 1/ranks first, and divides
-/// sums of integers last.
+/// `out[i]` from the `ranks` values `in[rank * count + i]`. As in NCCL, an average multiplies
+/// floats by 1/ranks first, and divides sums of integers last.
 template <class T>
 void reduce(Reduction op, const T* in, T* out, std::size_t count, int ranks) {
     auto value = [&](int rank, std::size_t i) {

@@ -1,4 +1,5 @@
-// Streams and events of the stand-in CUDA driver: a stream is a thread that runs its jobs in order, an event is a mark in one.
+// Streams and events of the stand-in CUDA driver: a stream is a thread that runs its jobs in order,
+// an event is a mark in one.
 
 #pragma once
 
@@ -17,7 +18,8 @@ using Job = std::function<void()>;
 
 struct Context;
 
-/// Each job starts after a random pause of at most FLOW_STAND_IN_JITTER_US (200), so that a missing wait shows.
+/// Each job starts after a random pause of at most FLOW_STAND_IN_JITTER_US (200), so that a missing
+/// wait shows.
 inline void pause_at_random(std::minstd_rand& random) {
     static const long longest = [] {
         const char* text = std::getenv("FLOW_STAND_IN_JITTER_US");
@@ -90,7 +92,8 @@ private:
     bool closed = false;
 };
 
-/// One recording of an event. Those who wait keep the recording that they found, whatever is recorded later.
+/// One recording of an event. Those who wait keep the recording that they found, whatever is
+/// recorded later.
 class Mark {
 public:
     void reach() {

@@ -5,17 +5,20 @@ use std::fmt::Debug;
 use flow_tests::{instruction_sets, launcher, on_stand_in, Process, PATIENCE};
 
 /// How gradients may travel: the default, by copies, and with a thread for communication.
-const MODES: [Option<(&str, &str)>; 3] = [None, Some(("FLOW_DDP_COPY", "1")), Some(("FLOW_DDP_PROGRESS", "thread"))];
+const MODES: [Option<(&str, &str)>; 3] =
+    [None, Some(("FLOW_DDP_COPY", "1")), Some(("FLOW_DDP_PROGRESS", "thread"))];
 
 /// What is about the CPU's shared memory.
 const NOT_ON_GPUS: [&str; 2] = ["wrapped_again", "joined_again"];
 
-/// The way of GPUs, with tensors on the CPU: libtorch has no stand-in. `scripts/gpu-check` runs the same on GPUs.
+/// The way of GPUs, with tensors on the CPU: libtorch has no stand-in. `scripts/gpu-check` runs the
+/// same on GPUs.
 fn holds_on_stand_ins(check: &str, ranks: usize) {
     let mut command = launcher(ranks, &[], "check_ddp", &[check]);
     command.env("OMP_NUM_THREADS", "1").env("RUST_BACKTRACE", "0");
     command.env("FLOW_TEST_DEVICE", "cuda").env("FLOW_TEST_HOST_AS_GPU", "1");
-    let waits = std::env::temp_dir().join(format!("flow-waits-{}-{check}-{ranks}", std::process::id()));
+    let waits =
+        std::env::temp_dir().join(format!("flow-waits-{}-{check}-{ranks}", std::process::id()));
     command.env("FLOW_STAND_IN_WAITS", &waits);
     if let Some(command) = on_stand_in(command).filter(|_| !NOT_ON_GPUS.contains(&check)) {
         let output = Process::start(command).finish(PATIENCE).success();
@@ -26,7 +29,11 @@ fn holds_on_stand_ins(check: &str, ranks: usize) {
     }
 }
 
-fn holds<'a>(check: &str, ranks: usize, mode: impl IntoIterator<Item = (&'a str, &'a str)> + Copy + Debug) {
+fn holds<'a>(
+    check: &str,
+    ranks: usize,
+    mode: impl IntoIterator<Item = (&'a str, &'a str)> + Copy + Debug,
+) {
     let mut command = launcher(ranks, &[], "check_ddp", &[check]);
     command.env("OMP_NUM_THREADS", "1").env("RUST_BACKTRACE", "0").envs(mode);
     let output = Process::start(command).finish(PATIENCE).success();

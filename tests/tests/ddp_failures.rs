@@ -11,7 +11,8 @@ const WORKER: &str = "check_ddp_failures";
 /// Long enough for a loaded machine, far less than the groups' own timeout of half an hour.
 const SOON: Duration = Duration::from_secs(30);
 /// See `ddp.rs`.
-const MODES: [Option<(&str, &str)>; 3] = [None, Some(("FLOW_DDP_COPY", "1")), Some(("FLOW_DDP_PROGRESS", "thread"))];
+const MODES: [Option<(&str, &str)>; 3] =
+    [None, Some(("FLOW_DDP_COPY", "1")), Some(("FLOW_DDP_PROGRESS", "thread"))];
 
 fn quiet(mut command: Command, mode: Option<(&str, &str)>) -> Command {
     command.env("OMP_NUM_THREADS", "1").env("RUST_BACKTRACE", "0").envs(mode);
@@ -43,7 +44,10 @@ fn the_launcher_reports_a_rank_that_exits() {
 fn the_launcher_reports_a_rank_that_is_killed() {
     let job = launched(2, "kill", None);
     assert_eq!(job.status.code(), Some(128 + 9), "{}", job.stderr);
-    assert_contains(&job.stderr, &["rank 1 (local rank 1, pid ", "was killed by signal 9 (SIGKILL)"]);
+    assert_contains(
+        &job.stderr,
+        &["rank 1 (local rank 1, pid ", "was killed by signal 9 (SIGKILL)"],
+    );
 }
 
 #[test]
@@ -62,22 +66,38 @@ fn a_rank_that_hangs_is_named_when_the_time_is_over() {
         assert_eq!(job.status.code(), Some(1), "{}", job.stderr);
         assert_contains(
             &job.stderr,
-            &["step 5: Timeout: ", "all_reduce", "bucket", "step 6)", "timed out after 2s", "waited for rank 1 (pid "],
+            &[
+                "step 5: Timeout: ",
+                "all_reduce",
+                "bucket",
+                "step 6)",
+                "timed out after 2s",
+                "waited for rank 1 (pid ",
+            ],
         );
     }
 }
 
 #[test]
 fn survivors_name_the_rank_that_is_gone() {
-    for (event, mode) in [("kill", MODES[0]), ("kill", MODES[1]), ("kill", MODES[2]), ("exit", MODES[0])] {
+    for (event, mode) in
+        [("kill", MODES[0]), ("kill", MODES[1]), ("kill", MODES[2]), ("exit", MODES[0])]
+    {
         let ranks = by_hand(3, event, mode);
         let gone = format!("rank 1 (pid {} on ", ranks[1].pid);
         for rank in [0, 2] {
             let Finished { status, stderr, .. } = &ranks[rank];
             assert_eq!(status.code(), Some(1), "{stderr}");
-            let [first, again] = ["all_reduce #", "backward failed"].map(|it| format!("rank {rank}: {it}"));
-            assert_contains(stderr, &[&format!("step 5: PeerLost: {first}"), "bucket", &gone, "died"]);
-            assert_contains(stderr, &[&format!("again: Poisoned: {again}: the process group is unusable"), &gone]);
+            let [first, again] =
+                ["all_reduce #", "backward failed"].map(|it| format!("rank {rank}: {it}"));
+            assert_contains(
+                stderr,
+                &[&format!("step 5: PeerLost: {first}"), "bucket", &gone, "died"],
+            );
+            assert_contains(
+                stderr,
+                &[&format!("again: Poisoned: {again}: the process group is unusable"), &gone],
+            );
         }
     }
 }
@@ -85,13 +105,18 @@ fn survivors_name_the_rank_that_is_gone() {
 #[test]
 fn a_backward_that_fails_on_one_rank_fails_on_all() {
     for mode in MODES {
-        let [panic, error] = ["a gradient hook panicked: the hook cannot go on", "the hook has had enough"]
-            .map(|it| format!("backward: {it}"));
+        let [panic, error] =
+            ["a gradient hook panicked: the hook cannot go on", "the hook has had enough"]
+                .map(|it| format!("backward: {it}"));
         for (event, reason) in [("hook_panic", panic), ("hook_error", error)] {
             let ranks = by_hand(3, event, mode);
-            let cause = "rank 1 aborted the group: its backward failed before all gradients were there";
+            let cause =
+                "rank 1 aborted the group: its backward failed before all gradients were there";
             let again = |rank| format!("again: Poisoned: rank {rank}: backward failed: ");
-            assert_contains(&ranks[1].stderr, &[&format!("step 5: Backward: {reason}"), &again(1), cause]);
+            assert_contains(
+                &ranks[1].stderr,
+                &[&format!("step 5: Backward: {reason}"), &again(1), cause],
+            );
             for rank in [0, 2] {
                 let first = format!("step 5: Poisoned: rank {rank}: all_reduce #");
                 assert_contains(&ranks[rank].stderr, &[&first, &again(rank), cause]);
@@ -105,11 +130,17 @@ fn a_backward_that_fails_on_one_rank_fails_on_all() {
 fn ranks_that_are_out_of_step_find_out() {
     for mode in MODES {
         for event in ["forward_only", "other_loss", "caught"] {
-            for (rank, Finished { status, stderr, .. }) in by_hand(3, event, mode).into_iter().enumerate() {
+            for (rank, Finished { status, stderr, .. }) in
+                by_hand(3, event, mode).into_iter().enumerate()
+            {
                 assert_eq!(status.code(), Some(1), "{event}: {stderr}");
                 let own = if rank == 1 { "step 6: " } else { "step 5: " };
-                assert_contains(&stderr, &[own, "ranks disagree", "one of them skipped a backward"]);
-                let told = |one: &str, other: &str| stderr.contains(&format!("{one}, rank {other}"));
+                assert_contains(
+                    &stderr,
+                    &[own, "ranks disagree", "one of them skipped a backward"],
+                );
+                let told =
+                    |one: &str, other: &str| stderr.contains(&format!("{one}, rank {other}"));
                 let [zero, two] = [0, 2].map(|other| {
                     told("rank 1 is in step 7", &format!("{other} in step 6"))
                         || told(&format!("rank {other} is in step 6"), "1 in step 7")
@@ -119,11 +150,17 @@ fn ranks_that_are_out_of_step_find_out() {
         }
         for Finished { status, stderr, .. } in by_hand(3, "forward_only_with_buffers", mode) {
             assert_eq!(status.code(), Some(1), "{stderr}");
-            assert_contains(&stderr, &["ranks disagree", "called all_reduce", "step 6)", "called broadcast"]);
+            assert_contains(
+                &stderr,
+                &["ranks disagree", "called all_reduce", "step 6)", "called broadcast"],
+            );
         }
         for Finished { status, stderr, .. } in by_hand(2, "forward_kept", mode) {
             assert_eq!(status.code(), Some(1), "{stderr}");
-            assert_contains(&stderr, &["ranks disagree", "in step 7", "in step 8", "one of them skipped a backward"]);
+            assert_contains(
+                &stderr,
+                &["ranks disagree", "in step 7", "in step 8", "one of them skipped a backward"],
+            );
         }
         for event in ["all_forward_only", "all_forward_kept", "evaluates"] {
             by_hand(2, event, mode).into_iter().for_each(|rank| _ = rank.success());
@@ -136,11 +173,15 @@ fn after_a_backward_that_fails_on_all_the_model_can_be_wrapped_again() {
     for mode in MODES {
         let ranks = by_hand(2, "all_fail", mode);
         for (rank, Finished { stderr, .. }) in ranks.iter().enumerate() {
-            let again = format!("again: Poisoned: rank {rank}: backward failed: the process group is unusable");
+            let again = format!(
+                "again: Poisoned: rank {rank}: backward failed: the process group is unusable"
+            );
             assert_contains(stderr, &["step 5: ", &again, "wrap the model again"]);
         }
         // The others may hear of that before they come to it themselves.
-        assert!(ranks.iter().any(|rank| rank.stderr.contains("step 5: Backward: backward: no rank can go on")));
+        assert!(ranks
+            .iter()
+            .any(|rank| rank.stderr.contains("step 5: Backward: backward: no rank can go on")));
         assert!(ranks.iter().all(|rank| rank.status.code() == Some(1)));
         by_hand(2, "all_fail_and_wrap", mode).into_iter().for_each(|rank| _ = rank.success());
     }
@@ -150,10 +191,17 @@ fn after_a_backward_that_fails_on_all_the_model_can_be_wrapped_again() {
 fn a_parameter_that_one_rank_thaws_fails_on_all() {
     for mode in MODES {
         let ranks = by_hand(3, "thaw", mode);
-        let reason = "frozen.weight was frozen when the model was wrapped and is not now: wrap it again";
-        assert_contains(&ranks[1].stderr, &[&format!("step 5: Model: rank 1: Ddp: {reason}"), "again: Poisoned: "]);
+        let reason =
+            "frozen.weight was frozen when the model was wrapped and is not now: wrap it again";
+        assert_contains(
+            &ranks[1].stderr,
+            &[&format!("step 5: Model: rank 1: Ddp: {reason}"), "again: Poisoned: "],
+        );
         for rank in [0, 2] {
-            assert_contains(&ranks[rank].stderr, &["step 5: Poisoned: ", "rank 1 aborted the group: ", reason]);
+            assert_contains(
+                &ranks[rank].stderr,
+                &["step 5: Poisoned: ", "rank 1 aborted the group: ", reason],
+            );
         }
     }
 }
@@ -181,11 +229,15 @@ fn nothing_survives_the_launcher() {
 /// Whether the process is there and no zombie.
 fn runs(pid: &str) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    status.rsplit(')').next().is_some_and(|fields| !fields.trim().is_empty() && !fields.trim().starts_with(['Z', 'X']))
+    status
+        .rsplit(')')
+        .next()
+        .is_some_and(|fields| !fields.trim().is_empty() && !fields.trim().starts_with(['Z', 'X']))
 }
 
 #[test]
 fn sixteen_ranks_on_whatever_cores_there_are() {
-    let job = Process::start(quiet(launcher(16, &[], WORKER, &["five_steps"]), None)).finish(PATIENCE);
+    let job =
+        Process::start(quiet(launcher(16, &[], WORKER, &["five_steps"]), None)).finish(PATIENCE);
     assert_eq!(job.success().lines().filter(|line| line.starts_with("step 5 ")).count(), 16);
 }

@@ -1,6 +1,8 @@
-//! What the others hear when a rank dies, leaves, hangs, or does something else; and that nothing is left behind.
+//! What the others hear when a rank dies, leaves, hangs, or does something else; and that nothing
+//! is left behind.
 //!
-//! Workers are started by hand except where the launcher is the subject: it would stop the others at once.
+//! Workers are started by hand except where the launcher is the subject: it would stop the others
+//! at once.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -38,7 +40,10 @@ fn is_mapped(inodes: &BTreeSet<String>) -> bool {
 /// Names in /dev/shm that could be ours.
 fn named_shared_memory() -> BTreeSet<String> {
     let names = std::fs::read_dir("/dev/shm").into_iter().flatten();
-    names.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).filter(|name| name.contains("flow")).collect()
+    names
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .filter(|name| name.contains("flow"))
+        .collect()
 }
 
 /// Kills rank 1 of three in the midst of what `what` does over and over.
@@ -54,10 +59,15 @@ fn killed_in(what: &str, operations: &[&str]) {
         let pid = victim.pid();
         for (rank, process) in [0, 2].into_iter().zip(ranks) {
             let said = lines(process.finish(SOON));
-            let named = |operation: &&str| said[0].starts_with(&format!("PeerLost: rank {rank}: {operation}"));
+            let named = |operation: &&str| {
+                said[0].starts_with(&format!("PeerLost: rank {rank}: {operation}"))
+            };
             assert!(operations.iter().any(named), "none of {operations:?} is in {said:?}");
             assert_contains(&said[0], &[&format!("rank 1 (pid {pid} on "), "died"]);
-            assert_contains(&said[1], &["then Poisoned", &format!("rank {rank}: barrier #"), "rank 1 (pid"]);
+            assert_contains(
+                &said[1],
+                &["then Poisoned", &format!("rank {rank}: barrier #"), "rank 1 (pid"],
+            );
         }
         drop(victim);
         assert!(!is_mapped(&memory), "{memory:?} is still mapped");
@@ -113,7 +123,10 @@ fn a_rank_that_drops_its_group_is_named() {
     for process in ranks {
         let said = lines(process.finish(SOON));
         let peer = format!("failed: rank 1 (pid {} on ", leaver.pid());
-        assert_contains(&said[0], &["PeerLost", "all_reduce #1 (4 x f32, sum)", &peer, "has left the group"]);
+        assert_contains(
+            &said[0],
+            &["PeerLost", "all_reduce #1 (4 x f32, sum)", &peer, "has left the group"],
+        );
         assert_contains(&said[1], &["then Poisoned"]);
     }
 }
@@ -124,7 +137,10 @@ fn a_rank_that_exits_is_named() {
     let pid = ranks.remove(1).finish(SOON).pid;
     for process in ranks {
         let said = lines(process.finish(SOON));
-        assert_contains(&said[0], &["PeerLost", "all_reduce #1", &format!("rank 1 (pid {pid} on ")]);
+        assert_contains(
+            &said[0],
+            &["PeerLost", "all_reduce #1", &format!("rank 1 (pid {pid} on ")],
+        );
     }
 }
 
@@ -158,7 +174,10 @@ fn a_rank_that_never_comes_is_named() {
     let mut ranks = ranks(3, "check_failures", &["absent"]);
     let absent = ranks.pop().expect("there are three");
     let said: Vec<_> = ranks.into_iter().map(|process| lines(process.finish(SOON))).collect();
-    assert_timed_out(&said, &format!("timed out after 1s: waited for rank 2 (pid {} on ", absent.pid()));
+    assert_timed_out(
+        &said,
+        &format!("timed out after 1s: waited for rank 2 (pid {} on ", absent.pid()),
+    );
 }
 
 #[test]
@@ -178,7 +197,10 @@ fn a_stopped_rank_is_named_and_hears_of_it() {
 fn an_abort_reaches_all() {
     for process in ranks(3, "check_failures", &["abort", "0"]) {
         let said = lines(process.finish(SOON));
-        assert_contains(&said[0], &["Poisoned", "all_reduce #1", "rank 0 aborted the group: the data ran out"]);
+        assert_contains(
+            &said[0],
+            &["Poisoned", "all_reduce #1", "rank 0 aborted the group: the data ran out"],
+        );
     }
 }
 
@@ -191,7 +213,8 @@ fn a_failed_group_does_not_harm_its_parent() {
     }
 }
 
-/// Rank 1 of three calls `odd`, the others `even`: each rank is told its own side and one of the other.
+/// Rank 1 of three calls `odd`, the others `even`: each rank is told its own side and one of the
+/// other.
 fn disagree(what: &str, even: &str, odd: &str) {
     for (rank, process) in ranks(3, "check_failures", &["mismatch", what]).into_iter().enumerate() {
         let said = lines(process.finish(SOON));
@@ -227,13 +250,18 @@ fn different_types_reductions_and_roots_are_told() {
 
 #[test]
 fn under_the_launcher_the_signal_is_named() {
-    let command = launcher(3, &["--grace", "10"], "check_failures", &["die_in_loop", "ordinary", "deaf"]);
+    let command =
+        launcher(3, &["--grace", "10"], "check_failures", &["die_in_loop", "ordinary", "deaf"]);
     let finished = Process::start(command).finish(PATIENCE);
     assert_eq!(finished.status.code(), Some(128 + 9), "{finished:?}");
-    let said: Vec<&str> = finished.stdout.lines().filter(|line| line.starts_with("PeerLost")).collect();
+    let said: Vec<&str> =
+        finished.stdout.lines().filter(|line| line.starts_with("PeerLost")).collect();
     assert_eq!(said.len(), 2, "{finished:?}");
     for line in said {
-        assert_contains(line, &["all_reduce #20 (200000 x f32, avg)", "rank 1 (pid ", "signal 9 (SIGKILL)"]);
+        assert_contains(
+            line,
+            &["all_reduce #20 (200000 x f32, avg)", "rank 1 (pid ", "signal 9 (SIGKILL)"],
+        );
     }
 }
 
@@ -303,11 +331,17 @@ fn two_processes_with_the_same_rank_are_told() {
     let (pids, mut said) = ([one.pid, other.pid], [lines(one).remove(0), lines(other).remove(0)]);
     // Either may have been the second.
     let second = usize::from(!said[0].contains("before"));
-    let refused = format!("process {} has joined as rank 1 before: every process needs its own RANK", pids[1 - second]);
+    let refused = format!(
+        "process {} has joined as rank 1 before: every process needs its own RANK",
+        pids[1 - second]
+    );
     assert_contains(&said[second], &["Join: rank 1: ", &refused]);
     said.swap(0, second);
     assert_contains(&said[1], &["rank 2 has not joined"]);
-    assert_contains(&lines(first.finish(SOON))[0], &["Join: rank 0", "rank 2 has not joined within 3s"]);
+    assert_contains(
+        &lines(first.finish(SOON))[0],
+        &["Join: rank 0", "rank 2 has not joined within 3s"],
+    );
 }
 
 #[test]
@@ -316,7 +350,10 @@ fn ranks_that_never_join_are_named() {
     let mut command = rank(&job, 0, 3, "check_failures", &["join"]);
     command.env("FLOW_TIMEOUT", "1.5");
     let said = lines(Process::start(command).finish(SOON));
-    assert_eq!(said, ["Join: rank 0: joining the process group failed: ranks 1, 2 have not joined within 1.5s"]);
+    assert_eq!(
+        said,
+        ["Join: rank 0: joining the process group failed: ranks 1, 2 have not joined within 1.5s"]
+    );
 }
 
 #[test]
@@ -325,7 +362,10 @@ fn a_rank_that_dies_while_it_joins_is_named() {
     let start = |number| Process::start(rank(&job, number, 4, "check_failures", &["join"]));
     let (first, victim, other) = (start(0), start(2), start(1));
     let deadline = Instant::now() + SOON;
-    while [&first, &victim, &other].iter().any(|rank| shared_memory_of(&rank.pid().to_string()).is_empty()) {
+    while [&first, &victim, &other]
+        .iter()
+        .any(|rank| shared_memory_of(&rank.pid().to_string()).is_empty())
+    {
         assert!(Instant::now() < deadline, "the three do not meet");
         std::thread::sleep(Duration::from_millis(10));
     }
@@ -336,12 +376,16 @@ fn a_rank_that_dies_while_it_joins_is_named() {
     }
 }
 
-/// It is no failure to the launcher, which therefore stops nobody. Rank 2 comes when the others have given up.
+/// It is no failure to the launcher, which therefore stops nobody. Rank 2 comes when the others
+/// have given up.
 #[test]
 fn a_rank_that_ends_well_without_having_joined_is_named() {
     let worker = flow_tests::program("check_failures");
     for gone in [0, 1] {
-        let script = format!("[ $RANK = {gone} ] && exit; [ $RANK = 2 ] && sleep 2; exec {} join", worker.display());
+        let script = format!(
+            "[ $RANK = {gone} ] && exit; [ $RANK = 2 ] && sleep 2; exec {} join",
+            worker.display()
+        );
         let mut command = std::process::Command::new(flow_tests::program("flow-launch"));
         command.args(["--nproc_per_node", "3", "sh", "-c", &script]);
         let said = lines(Process::start(command).finish(SOON));
@@ -349,7 +393,10 @@ fn a_rank_that_ends_well_without_having_joined_is_named() {
         for line in said {
             assert_contains(
                 &line,
-                &["Join: rank ", &format!("rank {gone} ended with exit code 0 before all ranks had joined")],
+                &[
+                    "Join: rank ",
+                    &format!("rank {gone} ended with exit code 0 before all ranks had joined"),
+                ],
             );
         }
     }

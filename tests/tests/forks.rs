@@ -46,7 +46,10 @@ fn tensors_of_a_child() {
     for progress in ["hooks", "thread"] {
         let mut command = launcher(2, &[], WORKER, &["tensors"]);
         command.env("FLOW_DDP_PROGRESS", progress);
-        assert_eq!(Process::start(command).finish(PATIENCE).success(), "tensors passed\n".repeat(2));
+        assert_eq!(
+            Process::start(command).finish(PATIENCE).success(),
+            "tensors passed\n".repeat(2)
+        );
     }
 }
 

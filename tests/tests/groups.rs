@@ -3,7 +3,10 @@
 use flow_tests::{assert_contains, launch, ranks, ranks_on_nodes, PATIENCE};
 
 fn passes(size: usize, scenario: &str) {
-    assert_eq!(launch(size, "check_groups", &[scenario]), format!("{scenario} passed\n").repeat(size));
+    assert_eq!(
+        launch(size, "check_groups", &[scenario]),
+        format!("{scenario} passed\n").repeat(size)
+    );
 }
 
 /// Without flow-launch, where rank 0 serves the rendezvous.
@@ -54,7 +57,10 @@ fn a_group_one_of_whose_members_dies() {
             drop(victim);
             for rank in started {
                 let said = rank.finish(PATIENCE).success();
-                assert_contains(&said, &["new_group_of([0, 1, 2], \"key\")", &culprit, "member_dies passed"]);
+                assert_contains(
+                    &said,
+                    &["new_group_of([0, 1, 2], \"key\")", &culprit, "member_dies passed"],
+                );
             }
         }
     }
@@ -72,7 +78,10 @@ fn a_group_one_of_whose_members_dies_before_the_key_is_free() {
         waiting.wait_for("waiting");
         let culprit = format!("failed: rank 3 (pid {} on ", victim.pid());
         drop(victim);
-        assert_contains(&waiting.finish(PATIENCE).success(), &["new_group_of([2, 3], \"key\")", &culprit, "passed"]);
+        assert_contains(
+            &waiting.finish(PATIENCE).success(),
+            &["new_group_of([2, 3], \"key\")", &culprit, "passed"],
+        );
         started.into_iter().for_each(|rank| drop(rank.finish(PATIENCE).success()));
     }
 }

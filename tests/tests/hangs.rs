@@ -20,12 +20,16 @@ fn a_hang_is_told_and_ended() {
 fn a_rank_that_does_not_join_is_a_hang() {
     for place in ["", "export GROUP_RANK=$RANK LOCAL_RANK=0 LOCAL_WORLD_SIZE=1;"] {
         let worker = program("check_failures");
-        let text = format!("{place} [ $RANK != 1 ] || exec sleep 1000; exec {} join", worker.display());
+        let text =
+            format!("{place} [ $RANK != 1 ] || exec sleep 1000; exec {} join", worker.display());
         let mut job = Command::new(program("flow-launch"));
         job.args(["--nproc_per_node", "3", "--hang-timeout", "4", "sh", "-c", &text]);
         let finished = Process::start(job).finish(PATIENCE);
         assert_eq!(finished.status.code(), Some(124), "{finished:?}");
-        assert_contains(&finished.stderr, &["ranks 0, 2 wait in joining the process group for rank 1"]);
+        assert_contains(
+            &finished.stderr,
+            &["ranks 0, 2 wait in joining the process group for rank 1"],
+        );
     }
 }
 
@@ -41,7 +45,8 @@ fn a_rank_that_is_late_is_told_of_and_waited_for() {
 #[test]
 fn a_job_that_hung_may_be_restarted() {
     let flags = ["--hang-timeout", "2", "--max-restarts", "1"];
-    let finished = Process::start(launcher(2, &flags, "check_failures", &["hang_once"])).finish(PATIENCE);
+    let finished =
+        Process::start(launcher(2, &flags, "check_failures", &["hang_once"])).finish(PATIENCE);
     assert_contains(&finished.stderr, &["rank 0 waits in all_reduce #0 (", "; restart 1 of 1"]);
     finished.success();
 }
@@ -53,5 +58,8 @@ fn a_hang_over_nccl_is_told_and_ended() {
     let Some(job) = on_stand_in(job) else { return };
     let finished = Process::start(job).finish(PATIENCE);
     assert_eq!(finished.status.code(), Some(124), "{finished:?}");
-    assert_contains(&finished.stderr, &["rank 1 is in no collective", "ranks 0, 2 wait in all_reduce #", "for rank 1"]);
+    assert_contains(
+        &finished.stderr,
+        &["rank 1 is in no collective", "ranks 0, 2 wait in all_reduce #", "for rank 1"],
+    );
 }

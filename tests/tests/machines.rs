@@ -1,4 +1,5 @@
-//! Groups of ranks on several machines: namespaces with a network between them, each with a flow-launch.
+//! Groups of ranks on several machines: namespaces with a network between them, each with a
+//! flow-launch.
 
 #[path = "../../launcher/tests/common/mod.rs"]
 mod common;
@@ -15,7 +16,16 @@ fn start(net: &Net, worker: &str, arguments: &[&str]) -> [Agent; 2] {
     let address = ipv4(0);
     [0, 1].map(|node| {
         let number = node.to_string();
-        let flags = ["--nnodes", "2", "--node_rank", &number, "--master_addr", &address, "--master_port", "29500"];
+        let flags = [
+            "--nnodes",
+            "2",
+            "--node_rank",
+            &number,
+            "--master_addr",
+            &address,
+            "--master_port",
+            "29500",
+        ];
         let mut command = launcher(2, &flags, worker, arguments);
         command.env("FLOW_TOKEN", "secret").env("OMP_NUM_THREADS", "1");
         net.start(node, &command)
@@ -35,7 +45,10 @@ fn start_endless(net: &Net, what: &str) -> [Agent; 2] {
 fn fails(agent: Agent) {
     let finished = agent.finish();
     let says = |text| finished.stderr.contains(text);
-    assert!(finished.code != Some(0) && (says("was lost") || says("cannot be reached")), "{finished:?}");
+    assert!(
+        finished.code != Some(0) && (says("was lost") || says("cannot be reached")),
+        "{finished:?}"
+    );
 }
 
 #[test]
@@ -51,7 +64,10 @@ fn collectives() {
 fn a_message_of_a_rank_that_has_ended_is_not_waited_for() {
     let Some(net) = Net::new(2) else { return };
     let [first, other] = start(&net, "check_failures", &["message_of_ended"]).map(Agent::finish);
-    assert_contains(&first.stdout, &["PeerLost: rank 0: recv from rank 3", "ended with exit code 0"]);
+    assert_contains(
+        &first.stdout,
+        &["PeerLost: rank 0: recv from rank 3", "ended with exit code 0"],
+    );
     assert_eq!((first.code, other.code), (Some(0), Some(0)));
 }
 
@@ -69,7 +85,10 @@ fn a_slow_link_is_enough() {
     net.restore(1);
     let finished = agents.map(Agent::finish);
     for finished in finished {
-        assert_eq!((finished.code, finished.stdout.as_str()), (Some(0), "rounds passed\nrounds passed\n"));
+        assert_eq!(
+            (finished.code, finished.stdout.as_str()),
+            (Some(0), "rounds passed\nrounds passed\n")
+        );
     }
 }
 

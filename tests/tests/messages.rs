@@ -1,9 +1,11 @@
-//! Messages with tags, and from any rank: how they are matched, on one node and on several, and what is said when they do
-//! not come.
+//! Messages with tags, and from any rank: how they are matched, on one node and on several, and
+//! what is said when they do not come.
 
 use std::time::Duration;
 
-use flow_tests::{assert_contains, launch, launcher, ranks, ranks_on_nodes, Finished, Process, PATIENCE};
+use flow_tests::{
+    assert_contains, launch, launcher, ranks, ranks_on_nodes, Finished, Process, PATIENCE,
+};
 use nix::sys::signal::{kill, Signal};
 use nix::unistd::Pid;
 
@@ -11,7 +13,10 @@ use nix::unistd::Pid;
 const SOON: Duration = Duration::from_secs(30);
 
 fn passes(size: usize, scenario: &str) {
-    assert_eq!(launch(size, "check_messages", &[scenario]), format!("{scenario} passed\n").repeat(size));
+    assert_eq!(
+        launch(size, "check_messages", &[scenario]),
+        format!("{scenario} passed\n").repeat(size)
+    );
 }
 
 fn passes_on_nodes(nodes: &[usize], scenario: &str) {
@@ -27,7 +32,10 @@ fn lines(finished: Finished) -> Vec<String> {
 /// The same number of ranks on one node, and on two.
 fn everywhere(size: usize, scenario: &str, arguments: &[&str]) -> [Vec<Process>; 2] {
     let arguments = [&[scenario], arguments].concat();
-    [ranks(size, "check_failures", &arguments), ranks_on_nodes(&[1, size - 1], "check_failures", &arguments)]
+    [
+        ranks(size, "check_failures", &arguments),
+        ranks_on_nodes(&[1, size - 1], "check_failures", &arguments),
+    ]
 }
 
 #[test]
@@ -100,7 +108,8 @@ fn a_killed_sender_is_named() {
     for (from, operation) in [("one", FROM_ONE), ("any", FROM_ANY)] {
         for mut ranks in everywhere(3, "message_wait", &[from]) {
             ranks[0].wait_for("waiting");
-            kill(Pid::from_raw(ranks[1].pid() as i32), Signal::SIGKILL).expect("the process is ours");
+            kill(Pid::from_raw(ranks[1].pid() as i32), Signal::SIGKILL)
+                .expect("the process is ours");
             let said = lines(ranks.remove(0).finish(SOON));
             let victim = format!("failed: rank 1 (pid {} on ", ranks[0].pid());
             assert_contains(&said[0], &["PeerLost: ", operation, &victim, "died"]);
@@ -118,7 +127,10 @@ fn a_message_that_does_not_come_is_told() {
             let late = format!("timed out after 1s: waited for rank 1 (pid {} on ", ranks[0].pid());
             assert_contains(&said[0], &["Timeout: ", operation, &late]);
             let said = lines(ranks.remove(0).finish(SOON));
-            assert_contains(&said[0], &["rank 1: send to rank 0 (300000 x u8, tag 4) failed", operation, &late]);
+            assert_contains(
+                &said[0],
+                &["rank 1: send to rank 0 (300000 x u8, tag 4) failed", operation, &late],
+            );
         }
     }
 }

@@ -1,18 +1,25 @@
-//! Process groups over NCCL, without a GPU: on stand-ins for the driver and for NCCL, whose streams are threads and whose
-//! memory is the host's. What passes here has the right order of calls, events, errors and ends; it says nothing of GPUs,
-//! on which `scripts/gpu-check` runs the same program.
+//! Process groups over NCCL, without a GPU: on stand-ins for the driver and for NCCL, whose streams
+//! are threads and whose memory is the host's. What passes here has the right order of calls,
+//! events, errors and ends; it says nothing of GPUs, on which `scripts/gpu-check` runs the same
+//! program.
 
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use flow_tests::{assert_contains, job, launcher, on_stand_in, program, rank, Finished, Process, PATIENCE, STAND_IN};
+use flow_tests::{
+    assert_contains, job, launcher, on_stand_in, program, rank, Finished, Process, PATIENCE,
+    STAND_IN,
+};
 
 const WORKER: &str = "check_nccl";
 
 fn check(ranks: usize, what: &str) {
     if let Some(command) = on_stand_in(launcher(ranks, &[], WORKER, &[what])) {
-        assert_eq!(Process::start(command).finish(PATIENCE).success(), format!("{ranks} ranks agree\n"));
+        assert_eq!(
+            Process::start(command).finish(PATIENCE).success(),
+            format!("{ranks} ranks agree\n")
+        );
     }
 }
 
@@ -66,23 +73,38 @@ fn fail(way: &str, variables: &[(&str, &str)]) -> Option<Vec<String>> {
 fn a_rank_that_does_not_come_is_a_timeout_that_names_it() {
     let Some(lines) = fail("late", &[]) else { return };
     let first = &lines[0];
-    assert_contains(first, &["rank 0: all_reduce #1 (1000 x f32, sum), 4000 bytes, over NCCL timed out after 4s"]);
-    assert_contains(first, &["waited for rank 1 (pid", "which is at all_reduce #0 (1000 x f32, sum)"]);
+    assert_contains(
+        first,
+        &["rank 0: all_reduce #1 (1000 x f32, sum), 4000 bytes, over NCCL timed out after 4s"],
+    );
+    assert_contains(
+        first,
+        &["waited for rank 1 (pid", "which is at all_reduce #0 (1000 x f32, sum)"],
+    );
     assert_contains(&lines[1], &["unusable since an earlier failure", "timed out"]);
-    assert_contains(&lines[2], &["rank 0: barrier", "unusable since an earlier failure", "timed out"]);
+    assert_contains(
+        &lines[2],
+        &["rank 0: barrier", "unusable since an earlier failure", "timed out"],
+    );
 }
 
 #[test]
 fn a_late_bucket_is_named_with_its_bytes() {
     let Some(lines) = fail("late_bucket", &[]) else { return };
     // 1000 gradients of 2 bytes, 24 more from the next multiple of 512 bytes on.
-    assert_contains(&lines[0], &["all_reduce #1", "x bf16, sum, bucket 7), 2096 bytes, over NCCL timed out", "rank 1"]);
+    assert_contains(
+        &lines[0],
+        &["all_reduce #1", "x bf16, sum, bucket 7), 2096 bytes, over NCCL timed out", "rank 1"],
+    );
 }
 
 #[test]
 fn different_operations_are_told_apart() {
     let Some(lines) = fail("mismatch", &[]) else { return };
-    assert_contains(&lines[0], &["ranks disagree", "rank 0 called send #1 (10 x f32)", "rank 1 called broadcast #1"]);
+    assert_contains(
+        &lines[0],
+        &["ranks disagree", "rank 0 called send #1 (10 x f32)", "rank 1 called broadcast #1"],
+    );
 }
 
 #[test]
@@ -122,7 +144,10 @@ fn an_error_of_the_device_is_found_and_aborted() {
 #[test]
 fn a_fault_of_the_device_is_no_timeout() {
     let Some(lines) = fail("late", &[("FLOW_STAND_IN_FAULT", "0:1000")]) else { return };
-    assert_contains(&lines[0], &["rank 0: all_reduce #1", "failed: ", "CUDA_ERROR_ILLEGAL_ADDRESS"]);
+    assert_contains(
+        &lines[0],
+        &["rank 0: all_reduce #1", "failed: ", "CUDA_ERROR_ILLEGAL_ADDRESS"],
+    );
 }
 
 #[test]
@@ -136,22 +161,30 @@ fn a_program_that_ignores_a_failure_is_ended() {
 #[test]
 fn more_ranks_than_gpus_is_an_error_before_training() {
     let Some(started) = ranks(3, &["fail", "late"], &[("FLOW_STAND_IN_GPUS", "2")]) else { return };
-    let texts: Vec<String> = started.into_iter().map(|process| process.finish(PATIENCE).success()).collect();
+    let texts: Vec<String> =
+        started.into_iter().map(|process| process.finish(PATIENCE).success()).collect();
     for text in &texts {
         assert_contains(
             text,
-            &["asked for 3 ranks with a GPU each on this machine, found 2 GPUs", "--nproc_per_node gpu"],
+            &[
+                "asked for 3 ranks with a GPU each on this machine, found 2 GPUs",
+                "--nproc_per_node gpu",
+            ],
         );
     }
 }
 
 #[test]
 fn without_nccl_the_error_says_what_is_missing() {
-    let Some(mut command) = on_stand_in(launcher(2, &[], WORKER, &["fail", "late"])) else { return };
+    let Some(mut command) = on_stand_in(launcher(2, &[], WORKER, &["fail", "late"])) else {
+        return;
+    };
     command.env("FLOW_NCCL_PATH", "/nowhere/libnccl.so.2");
     let text = Process::start(command).finish(PATIENCE).success();
     assert_contains(&text, &["no NCCL 2.18.0 or newer", "/nowhere/libnccl.so.2", "FLOW_NCCL_PATH"]);
-    let Some(mut command) = on_stand_in(launcher(2, &[], WORKER, &["fail", "late"])) else { return };
+    let Some(mut command) = on_stand_in(launcher(2, &[], WORKER, &["fail", "late"])) else {
+        return;
+    };
     command.env("FLOW_STAND_IN_VERSION", "21005");
     let text = Process::start(command).finish(PATIENCE).success();
     assert_contains(&text, &["is 2.10.5", "no NCCL 2.18.0 or newer"]);
@@ -165,9 +198,11 @@ fn all_ranks_issue_the_same_calls_in_order() {
     command.env("FLOW_STAND_IN_LOG", folder.join("calls"));
     Process::start(command).finish(PATIENCE).success();
     let calls = |rank: usize| {
-        let text = std::fs::read_to_string(folder.join(format!("calls.{rank}"))).expect("the stand-in wrote it");
-        let collectives =
-            text.lines().filter(|line| ["ncclAllReduce", "ncclBroadcast"].iter().any(|c| line.starts_with(c)));
+        let text = std::fs::read_to_string(folder.join(format!("calls.{rank}")))
+            .expect("the stand-in wrote it");
+        let collectives = text
+            .lines()
+            .filter(|line| ["ncclAllReduce", "ncclBroadcast"].iter().any(|c| line.starts_with(c)));
         collectives.map(str::to_owned).collect::<Vec<String>>()
     };
     let (first, second) = (calls(0), calls(1));
@@ -177,11 +212,20 @@ fn all_ranks_issue_the_same_calls_in_order() {
     for (call, count) in first.iter().zip(&counts) {
         assert_contains(call, &["ncclAllReduce", count, "registered=1"]);
     }
-    assert!(first[3].starts_with("ncclBroadcast") && first[4].starts_with("ncclAllReduce"), "{first:?}");
+    assert!(
+        first[3].starts_with("ncclBroadcast") && first[4].starts_with("ncclAllReduce"),
+        "{first:?}"
+    );
     for rank in [0, 1] {
-        let text = std::fs::read_to_string(folder.join(format!("calls.{rank}"))).expect("the stand-in wrote it");
-        let ends: Vec<&str> = text.lines().rev().take(4).filter_map(|line| line.split(' ').next()).collect();
-        assert_eq!(ends, ["ncclCommDestroy", "ncclCommFinalize", "ncclCommDestroy", "ncclCommFinalize"], "{text}");
+        let text = std::fs::read_to_string(folder.join(format!("calls.{rank}")))
+            .expect("the stand-in wrote it");
+        let ends: Vec<&str> =
+            text.lines().rev().take(4).filter_map(|line| line.split(' ').next()).collect();
+        assert_eq!(
+            ends,
+            ["ncclCommDestroy", "ncclCommFinalize", "ncclCommDestroy", "ncclCommFinalize"],
+            "{text}"
+        );
     }
     std::fs::remove_dir_all(&folder).expect("the folder can be removed");
 }

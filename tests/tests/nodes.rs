@@ -1,4 +1,5 @@
-//! Groups over several nodes, on one machine: each node's ranks share their own memory, and the rest goes over TCP.
+//! Groups over several nodes, on one machine: each node's ranks share their own memory, and the
+//! rest goes over TCP.
 
 use std::time::Duration;
 
@@ -96,7 +97,10 @@ fn a_rank_that_leaves_is_named() {
         for process in ranks {
             let said = lines(process.finish(SOON));
             let peer = format!("failed: rank 1 (pid {} on ", leaver.pid());
-            assert_contains(&said[0], &["PeerLost", "all_reduce #1 (4 x f32, sum)", &peer, "has left the group"]);
+            assert_contains(
+                &said[0],
+                &["PeerLost", "all_reduce #1 (4 x f32, sum)", &peer, "has left the group"],
+            );
         }
     }
 }
@@ -154,11 +158,15 @@ fn a_message_comes_though_others_leave() {
 #[test]
 fn a_message_of_another_length_is_told_on_both_sides() {
     for process in ranks_on_nodes(&[1, 1], "check_failures", &["message_too_long"]) {
-        assert_contains(&lines(process.finish(SOON))[0], &["rank 1 sends 16777216 x u8, rank 0 receives 9 x u8"]);
+        assert_contains(
+            &lines(process.finish(SOON))[0],
+            &["rank 1 sends 16777216 x u8, rank 0 receives 9 x u8"],
+        );
     }
 }
 
-/// Each rank is told its own side and that of a rank that does something else, whichever node that is on.
+/// Each rank is told its own side and that of a rank that does something else, whichever node that
+/// is on.
 #[test]
 fn disagreements_are_told_on_all_nodes() {
     for (what, even, odd) in [
@@ -168,14 +176,18 @@ fn disagreements_are_told_on_all_nodes() {
         ("new_group", "barrier #1", "new_group #1"),
     ] {
         for nodes in [&[2, 1][..], &[1, 2]] {
-            for (rank, process) in ranks_on_nodes(nodes, "check_failures", &["mismatch", what]).into_iter().enumerate()
+            for (rank, process) in
+                ranks_on_nodes(nodes, "check_failures", &["mismatch", what]).into_iter().enumerate()
             {
                 let said = lines(process.finish(SOON));
                 let sides = match rank {
                     1 => format!("rank 1 called {odd}, rank 0 called {even};"),
                     _ => format!("rank {rank} called {even}, rank 1 called {odd};"),
                 };
-                assert_contains(&said[0], &[&format!("Mismatch: rank {rank}: ranks disagree"), &sides]);
+                assert_contains(
+                    &said[0],
+                    &[&format!("Mismatch: rank {rank}: ranks disagree"), &sides],
+                );
             }
         }
     }
@@ -183,7 +195,8 @@ fn disagreements_are_told_on_all_nodes() {
 
 #[test]
 fn ddp_on_two_nodes() {
-    for check in ["linear", "mlp", "many_buckets", "unused_found", "unused_reported", "ready_order"] {
+    for check in ["linear", "mlp", "many_buckets", "unused_found", "unused_reported", "ready_order"]
+    {
         succeeds(&[2, 2], "check_ddp", &[check], &format!("{check} holds on 4 ranks\n"));
         succeeds(&[1, 1], "check_ddp", &[check], &format!("{check} holds on 2 ranks\n"));
     }

@@ -9,12 +9,17 @@ fn agrees_with_pytorch(mode: Option<(&str, &str)>) {
     let stored: Value = serde_json::from_str(&std::fs::read_to_string(FILE).unwrap()).unwrap();
     let version = env!("LIBTORCH_VERSION");
     if stored["torch"] != version {
-        println!("SKIPPED: parity with PyTorch: its results are those of {}, this is {version}", stored["torch"]);
+        println!(
+            "SKIPPED: parity with PyTorch: its results are those of {}, this is {version}",
+            stored["torch"]
+        );
         return;
     }
     let mut command = launcher(2, &[], "check_parity", &[FILE]);
     let environment = stored["environment"].as_object().unwrap();
-    command.envs(environment.iter().map(|(name, value)| (name, value.as_str().unwrap()))).envs(mode);
+    command
+        .envs(environment.iter().map(|(name, value)| (name, value.as_str().unwrap())))
+        .envs(mode);
     assert_eq!(Process::start(command).finish(PATIENCE).success(), "3 models agree\n");
 }
 

@@ -14,7 +14,8 @@ fn a_program_older_than_its_sources_is_built_anew() {
     fs::write(package.path().join("Cargo.toml"), manifest).unwrap();
     let release = package.path().join("target/release");
     for word in ["old", "new"] {
-        fs::write(package.path().join("src/main.rs"), format!("fn main() {{ print!({word:?}) }}")).unwrap();
+        fs::write(package.path().join("src/main.rs"), format!("fn main() {{ print!({word:?}) }}"))
+            .unwrap();
         build(package.path(), &release);
         let output = Process::start(Command::new(release.join("says"))).finish(PATIENCE).success();
         assert_eq!(output, word);

@@ -11,11 +11,14 @@ use flow_tests::Process;
 /// The first block of code in this language after `text`, and what follows it.
 fn block<'a>(readme: &'a str, text: &str, language: &str) -> (&'a str, &'a str) {
     let after = |rest: &'a str, text: &str| Some(rest.split_once(text)?.1);
-    let code = after(readme, text).and_then(|rest| after(after(rest, &format!("```{language}"))?, "\n"));
-    code.and_then(|code| code.split_once("```")).unwrap_or_else(|| panic!("README has no {language} after {text:?}"))
+    let code =
+        after(readme, text).and_then(|rest| after(after(rest, &format!("```{language}"))?, "\n"));
+    code.and_then(|code| code.split_once("```"))
+        .unwrap_or_else(|| panic!("README has no {language} after {text:?}"))
 }
 
-/// The crate lies in the checkout's target folder and shares it, so that what both depend on is compiled once.
+/// The crate lies in the checkout's target folder and shares it, so that what both depend on is
+/// compiled once.
 #[test]
 fn a_crate_of_ones_own() {
     let checkout = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
@@ -46,7 +49,9 @@ fn a_crate_of_ones_own() {
     let mut shell = Command::new("bash");
     shell.args(["-euxc", &flow(commands)]).current_dir(&folder);
     let path = std::env::var("PATH").unwrap();
-    shell.env("PATH", format!("{}:{path}", installed.join("bin").display())).env("CARGO_INSTALL_ROOT", &installed);
+    shell
+        .env("PATH", format!("{}:{path}", installed.join("bin").display()))
+        .env("CARGO_INSTALL_ROOT", &installed);
     shell.env("CARGO_NET_OFFLINE", "true").env("CARGO_TARGET_DIR", target);
     shell.env("CARGO_PROFILE_RELEASE_DEBUG", "line-tables-only"); // as the checkout's own
     shell.env_remove("LD_LIBRARY_PATH");

@@ -12,15 +12,19 @@ fn checkout() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()
 }
 
-/// Runs `scripts/test` in a checkout whose set-up and cargo are these shell scripts, without libclang.
+/// Runs `scripts/test` in a checkout whose set-up and cargo are these shell scripts, without
+/// libclang.
 fn test(setup: &str, cargo: &str) -> Finished {
     let folder = tempdir().unwrap();
     for name in [".ci", "scripts"] {
-        let copied = Command::new("cp").arg("-r").arg(checkout().join(name)).arg(folder.path()).status();
+        let copied =
+            Command::new("cp").arg("-r").arg(checkout().join(name)).arg(folder.path()).status();
         assert!(copied.unwrap().success());
     }
     fs::create_dir(folder.path().join("bin")).unwrap();
-    for (name, text) in [("scripts/setup", setup), ("scripts/libclang", "exit 1"), ("bin/cargo", cargo)] {
+    for (name, text) in
+        [("scripts/setup", setup), ("scripts/libclang", "exit 1"), ("bin/cargo", cargo)]
+    {
         let file = folder.path().join(name);
         fs::write(&file, format!("#!/bin/sh\n{text}\n")).unwrap();
         fs::set_permissions(file, fs::Permissions::from_mode(0o755)).unwrap();
@@ -34,7 +38,9 @@ fn test(setup: &str, cargo: &str) -> Finished {
 /// What the script says at its end, without the time that it took.
 fn end(finished: &Finished) -> Vec<&str> {
     let end = finished.stdout.rsplit("\n\n").next().unwrap_or_default();
-    end.lines().filter(|line| !line.starts_with("took ") && !line.starts_with("SKIPPED: ")).collect()
+    end.lines()
+        .filter(|line| !line.starts_with("took ") && !line.starts_with("SKIPPED: "))
+        .collect()
 }
 
 const PASSES: &str = "echo 'test result: ok. 12 passed; 0 failed; 0 ignored'";
@@ -43,8 +49,15 @@ const PASSES: &str = "echo 'test result: ok. 12 passed; 0 failed; 0 ignored'";
 fn all_is_well() {
     let cargo = format!("[ $1 != test ] || {PASSES}");
     let finished = test("", &cargo);
-    assert_eq!((finished.status.code(), end(&finished)), (Some(0), vec!["12 passed, 0 failed"]), "{finished:?}");
-    assert!(finished.stdout.contains("SKIPPED: groups over MPI: no mpicc or no libclang"), "{finished:?}");
+    assert_eq!(
+        (finished.status.code(), end(&finished)),
+        (Some(0), vec!["12 passed, 0 failed"]),
+        "{finished:?}"
+    );
+    assert!(
+        finished.stdout.contains("SKIPPED: groups over MPI: no mpicc or no libclang"),
+        "{finished:?}"
+    );
 }
 
 #[test]
@@ -75,8 +88,10 @@ fn tests_that_fail_are_named_and_counted() {
 
 #[test]
 fn a_failed_build_is_told_last() {
-    let finished = test("", "case $1 in build | test) echo 'error: could not compile'; exit 101 ;; esac");
-    let expected = vec!["failed: cargo build", "failed: cargo test, outside a test", "0 passed, 2 failed"];
+    let finished =
+        test("", "case $1 in build | test) echo 'error: could not compile'; exit 101 ;; esac");
+    let expected =
+        vec!["failed: cargo build", "failed: cargo test, outside a test", "0 passed, 2 failed"];
     assert_eq!((finished.status.code(), end(&finished)), (Some(1), expected), "{finished:?}");
 }
 
@@ -107,7 +122,9 @@ fn libclang_is_what_bindgen_loads() {
     };
     let elf = b"\x7fELF\x02\x01";
     assert_eq!(found(folder.path()), None);
-    for (name, contents) in [("libclang-cpp.so.14", elf.as_slice()), ("libclang.so", b"none"), ("libclangX.so", elf)] {
+    for (name, contents) in
+        [("libclang-cpp.so.14", elf.as_slice()), ("libclang.so", b"none"), ("libclangX.so", elf)]
+    {
         fs::write(folder.path().join(name), contents).unwrap();
         assert_eq!(found(folder.path()), None, "{name}");
         assert_eq!(found(&folder.path().join(name)), None, "{name}");

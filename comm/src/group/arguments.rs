@@ -8,13 +8,25 @@ use crate::error::Result;
 use crate::shm::Raw;
 
 impl ProcessGroup {
-    pub(super) fn raw<B: Buffer + ?Sized>(&self, operation: &str, buffer: &B) -> Result<(Raw, DType)> {
+    pub(super) fn raw<B: Buffer + ?Sized>(
+        &self,
+        operation: &str,
+        buffer: &B,
+    ) -> Result<(Raw, DType)> {
         let bytes = buffer.bytes();
         // Collectives only read what they are given as input.
-        self.elements(operation, Raw { data: bytes.as_ptr().cast_mut(), bytes: bytes.len() }, buffer.dtype())
+        self.elements(
+            operation,
+            Raw { data: bytes.as_ptr().cast_mut(), bytes: bytes.len() },
+            buffer.dtype(),
+        )
     }
 
-    pub(super) fn raw_mut<B: Buffer + ?Sized>(&self, operation: &str, buffer: &mut B) -> Result<(Raw, DType)> {
+    pub(super) fn raw_mut<B: Buffer + ?Sized>(
+        &self,
+        operation: &str,
+        buffer: &mut B,
+    ) -> Result<(Raw, DType)> {
         let dtype = buffer.dtype();
         let bytes = buffer.bytes_mut();
         self.elements(operation, Raw { data: bytes.as_mut_ptr(), bytes: bytes.len() }, dtype)
@@ -26,7 +38,8 @@ impl ProcessGroup {
         if aligned && raw.bytes.is_multiple_of(dtype.size()) {
             return Ok((raw, dtype));
         }
-        let reason = format!("{} bytes at {:p} are not aligned elements of {dtype}", raw.bytes, raw.data);
+        let reason =
+            format!("{} bytes at {:p} are not aligned elements of {dtype}", raw.bytes, raw.data);
         Err(self.caller().argument(operation, reason))
     }
 

@@ -14,8 +14,9 @@ use crate::shm::engine::Engine;
 use crate::shm::fork::ForkSafe;
 use crate::work::{Work, Worker};
 
-/// What keeps its order: collectives, the messages to each rank, and those with each tag from each rank. Each lane has a
-/// thread of its own for its asynchronous operations, so that a rank may send while it waits to receive.
+/// What keeps its order: collectives, the messages to each rank, and those with each tag from each
+/// rank. Each lane has a thread of its own for its asynchronous operations, so that a rank may send
+/// while it waits to receive.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Lane {
     Collectives,
@@ -48,8 +49,14 @@ pub(super) type Workers = Mutex<HashMap<Lane, Arc<Worker>>>;
 
 impl ProcessGroup {
     /// Starts [`ProcessGroup::all_reduce`] on `buffer`, which [`Work::wait`] returns.
-    pub fn all_reduce_async<B: Buffer + Send + 'static>(&self, mut buffer: B, op: ReduceOp) -> Result<Work<B>> {
-        self.start(Lane::Collectives, "all_reduce", move |group| group.all_reduce(&mut buffer, op).map(|()| buffer))
+    pub fn all_reduce_async<B: Buffer + Send + 'static>(
+        &self,
+        mut buffer: B,
+        op: ReduceOp,
+    ) -> Result<Work<B>> {
+        self.start(Lane::Collectives, "all_reduce", move |group| {
+            group.all_reduce(&mut buffer, op).map(|()| buffer)
+        })
     }
 
     /// Starts [`ProcessGroup::reduce`].
@@ -59,12 +66,20 @@ impl ProcessGroup {
         op: ReduceOp,
         root: usize,
     ) -> Result<Work<B>> {
-        self.start(Lane::Collectives, "reduce", move |group| group.reduce(&mut buffer, op, root).map(|()| buffer))
+        self.start(Lane::Collectives, "reduce", move |group| {
+            group.reduce(&mut buffer, op, root).map(|()| buffer)
+        })
     }
 
     /// Starts [`ProcessGroup::broadcast`].
-    pub fn broadcast_async<B: Buffer + Send + 'static>(&self, mut buffer: B, root: usize) -> Result<Work<B>> {
-        self.start(Lane::Collectives, "broadcast", move |group| group.broadcast(&mut buffer, root).map(|()| buffer))
+    pub fn broadcast_async<B: Buffer + Send + 'static>(
+        &self,
+        mut buffer: B,
+        root: usize,
+    ) -> Result<Work<B>> {
+        self.start(Lane::Collectives, "broadcast", move |group| {
+            group.broadcast(&mut buffer, root).map(|()| buffer)
+        })
     }
 
     /// Starts [`ProcessGroup::all_gather`]; both buffers come back.
@@ -79,7 +94,12 @@ impl ProcessGroup {
     }
 
     /// Starts [`ProcessGroup::reduce_scatter`]; both buffers come back.
-    pub fn reduce_scatter_async<I, O>(&self, input: I, mut output: O, op: ReduceOp) -> Result<Work<(I, O)>>
+    pub fn reduce_scatter_async<I, O>(
+        &self,
+        input: I,
+        mut output: O,
+        op: ReduceOp,
+    ) -> Result<Work<(I, O)>>
     where
         I: Buffer + Send + 'static,
         O: Buffer + Send + 'static,
@@ -101,7 +121,12 @@ impl ProcessGroup {
     }
 
     /// Starts [`ProcessGroup::gather`]; both buffers come back.
-    pub fn gather_async<I, O>(&self, input: I, mut output: Option<O>, root: usize) -> Result<Work<(I, Option<O>)>>
+    pub fn gather_async<I, O>(
+        &self,
+        input: I,
+        mut output: Option<O>,
+        root: usize,
+    ) -> Result<Work<(I, Option<O>)>>
     where
         I: Buffer + Send + 'static,
         O: Buffer + Send + 'static,
@@ -112,7 +137,12 @@ impl ProcessGroup {
     }
 
     /// Starts [`ProcessGroup::scatter`]; both buffers come back.
-    pub fn scatter_async<I, O>(&self, input: Option<I>, mut output: O, root: usize) -> Result<Work<(Option<I>, O)>>
+    pub fn scatter_async<I, O>(
+        &self,
+        input: Option<I>,
+        mut output: O,
+        root: usize,
+    ) -> Result<Work<(Option<I>, O)>>
     where
         I: Buffer + Send + 'static,
         O: Buffer + Send + 'static,
@@ -128,17 +158,29 @@ impl ProcessGroup {
     }
 
     /// Starts [`ProcessGroup::recv`].
-    pub fn recv_async<B: Buffer + Send + 'static>(&self, buffer: B, from: usize) -> Result<Work<B>> {
+    pub fn recv_async<B: Buffer + Send + 'static>(
+        &self,
+        buffer: B,
+        from: usize,
+    ) -> Result<Work<B>> {
         self.recv_with_tag_async(buffer, from, 0)
     }
 
-    /// Starts [`ProcessGroup::send_with_tag`]; the data comes back when it has been sent. Messages to a rank are sent
-    /// one after the other, whatever their tags.
-    pub fn send_with_tag_async<B: Buffer + Send + 'static>(&self, data: B, to: usize, tag: u32) -> Result<Work<B>> {
-        self.start(Lane::To(to), "send", move |group| group.send_with_tag(&data, to, tag).map(|()| data))
+    /// Starts [`ProcessGroup::send_with_tag`]; the data comes back when it has been sent. Messages
+    /// to a rank are sent one after the other, whatever their tags.
+    pub fn send_with_tag_async<B: Buffer + Send + 'static>(
+        &self,
+        data: B,
+        to: usize,
+        tag: u32,
+    ) -> Result<Work<B>> {
+        self.start(Lane::To(to), "send", move |group| {
+            group.send_with_tag(&data, to, tag).map(|()| data)
+        })
     }
 
-    /// Starts [`ProcessGroup::recv_with_tag`]. Receives with other tags, or from other ranks, do not wait for it.
+    /// Starts [`ProcessGroup::recv_with_tag`]. Receives with other tags, or from other ranks, do
+    /// not wait for it.
     pub fn recv_with_tag_async<B: Buffer + Send + 'static>(
         &self,
         mut buffer: B,
@@ -151,7 +193,11 @@ impl ProcessGroup {
     }
 
     /// Starts [`ProcessGroup::recv_any`]; the sender's rank comes with the buffer.
-    pub fn recv_any_async<B: Buffer + Send + 'static>(&self, mut buffer: B, tag: u32) -> Result<Work<(B, usize)>> {
+    pub fn recv_any_async<B: Buffer + Send + 'static>(
+        &self,
+        mut buffer: B,
+        tag: u32,
+    ) -> Result<Work<(B, usize)>> {
         self.start(Lane::FromAny(tag), "recv_any", move |group| {
             group.recv_any(&mut buffer, tag).map(|from| (buffer, from))
         })
@@ -162,8 +208,13 @@ impl ProcessGroup {
         self.start(Lane::Collectives, "barrier", |group| group.barrier())
     }
 
-    /// Runs a blocking operation after the asynchronous ones of its lane that were started before it.
-    pub(super) fn idle<T>(&self, lane: Lane, operation: impl FnOnce(&Engine) -> Result<T>) -> Result<T> {
+    /// Runs a blocking operation after the asynchronous ones of its lane that were started before
+    /// it.
+    pub(super) fn idle<T>(
+        &self,
+        lane: Lane,
+        operation: impl FnOnce(&Engine) -> Result<T>,
+    ) -> Result<T> {
         let engine = self.member(&lane)?;
         let worker = self.workers().get(&lane).cloned();
         if let Some(worker) = worker {
@@ -179,7 +230,8 @@ impl ProcessGroup {
         run: impl FnOnce(&ProcessGroup) -> Result<T> + Send + 'static,
     ) -> Result<Work<T>> {
         self.member(&operation)?;
-        // On the worker's side the group has no workers: its operations run at once, and it keeps no thread alive.
+        // On the worker's side the group has no workers: its operations run at once, and it keeps
+        // no thread alive.
         let group = Self {
             inner: Arc::new(ForkSafe::new(Inner {
                 workers: Workers::default(),
@@ -198,7 +250,8 @@ impl ProcessGroup {
             Entry::Occupied(worker) => worker.into_mut(),
             Entry::Vacant(none) => {
                 let started = Worker::start(self.rank());
-                let worker = started.map_err(|e| self.system(operation, format!("cannot start a thread: {e}")))?;
+                let worker = started
+                    .map_err(|e| self.system(operation, format!("cannot start a thread: {e}")))?;
                 none.insert(Arc::new(worker))
             }
         };

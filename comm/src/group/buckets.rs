@@ -1,5 +1,5 @@
-//! What data-parallel training needs of a group beyond collectives: buckets that are reduced piece by piece without
-//! waiting, and failures that several ranks explain together.
+//! What data-parallel training needs of a group beyond collectives: buckets that are reduced piece
+//! by piece without waiting, and failures that several ranks explain together.
 
 use std::sync::{Arc, PoisonError};
 use std::time::Instant;
@@ -19,16 +19,18 @@ impl ProcessGroup {
         &self.engine().world.arena
     }
 
-    /// A bucket of gradients for [`ProcessGroup::post_bucket`]: pieces of these lengths, in elements.
+    /// A bucket of gradients for [`ProcessGroup::post_bucket`]: pieces of these lengths, in
+    /// elements.
     pub fn segments(&self, bucket: u32, dtype: DType, lengths: Vec<usize>) -> Result<Segments> {
-        let full = || self.system("segments", "the shared memory region of this rank is full".into());
+        let full =
+            || self.system("segments", "the shared memory region of this rank is full".into());
         self.member(&"segments")?;
         Segments::new(self.arena(), bucket, dtype, lengths).ok_or_else(full)
     }
 
-    /// Announces a bucket whose pieces are all in place, without waiting; false if too many are under way already.
-    /// All ranks post the same buckets in the same order; [`ProcessGroup::progress`] and
-    /// [`ProcessGroup::finish_buckets`] reduce them in place.
+    /// Announces a bucket whose pieces are all in place, without waiting; false if too many are
+    /// under way already. All ranks post the same buckets in the same order;
+    /// [`ProcessGroup::progress`] and [`ProcessGroup::finish_buckets`] reduce them in place.
     pub fn post_bucket(&self, segments: &Arc<Segments>, op: ReduceOp) -> Result<bool> {
         let (posted, cargo) = self.member(&"post_bucket")?.post_bucket(segments, op)?;
         if let Some(cargo) = cargo {
@@ -38,8 +40,10 @@ impl ProcessGroup {
                 Some(carrier) => carrier,
                 none => {
                     let started = Worker::start(self.rank());
-                    let fail =
-                        |e| self.engine().fail(self.system("post_bucket", format!("cannot start a thread: {e}")));
+                    let fail = |e| {
+                        self.engine()
+                            .fail(self.system("post_bucket", format!("cannot start a thread: {e}")))
+                    };
                     none.insert(started.map_err(fail)?)
                 }
             };
@@ -59,7 +63,8 @@ impl ProcessGroup {
         self.member(&"finish_buckets")?.finish_buckets()
     }
 
-    /// The error of `operation` in a process that was forked from this rank; fine in the rank itself.
+    /// The error of `operation` in a process that was forked from this rank; fine in the rank
+    /// itself.
     pub fn check_process(&self, operation: &str) -> Result<()> {
         self.member(&operation).map(drop)
     }
@@ -69,8 +74,9 @@ impl ProcessGroup {
         self.member(&operation)?.check_poison(&operation)
     }
 
-    /// Fails the group on all ranks because of something one or more of them found out: all ranks call this (those
-    /// with nothing to add with an empty text) and get what all said, by rank in the job.
+    /// Fails the group on all ranks because of something one or more of them found out: all ranks
+    /// call this (those with nothing to add with an empty text) and get what all said, by rank in
+    /// the job.
     pub fn fail_with_notice(&self, operation: &str, own: &str) -> Vec<(usize, String)> {
         self.member(&operation).map_or(Vec::new(), |engine| engine.fail_with_notice(operation, own))
     }

@@ -9,8 +9,8 @@ use crate::error::Result;
 use crate::nccl::{own_tag, CudaGroup};
 use crate::shm::engine::Engine;
 
-/// Test only: the ranks of a machine share its GPUs. To NCCL each then looks like a host of its own, as it refuses two
-/// ranks on one GPU of a host.
+/// Test only: the ranks of a machine share its GPUs. To NCCL each then looks like a host of its
+/// own, as it refuses two ranks on one GPU of a host.
 const SHARE: &str = "FLOW_TEST_SHARE_GPUS";
 
 /// In place of a number of GPUs.
@@ -24,19 +24,22 @@ pub(super) struct Cuda {
 }
 
 impl ProcessGroup {
-    /// Chooses the GPU for this rank: that of its number on the machine ([`ProcessGroup::local_rank`]), counted among
-    /// those that CUDA_VISIBLE_DEVICES leaves. All ranks call this.
+    /// Chooses the GPU for this rank: that of its number on the machine
+    /// ([`ProcessGroup::local_rank`]), counted among those that CUDA_VISIBLE_DEVICES leaves. All
+    /// ranks call this.
     ///
     /// # Errors
     ///
-    /// On all ranks, if one of them has no GPU: how many ranks there are on its machine, and how many GPUs.
+    /// On all ranks, if one of them has no GPU: how many ranks there are on its machine, and how
+    /// many GPUs.
     pub fn use_cuda(&self) -> Result<Arc<Device>> {
         self.member(&"use_cuda")?;
         let share = std::env::var_os(SHARE).is_some_and(|value| value == "1");
         let (rank, local_rank) = (self.engine().world.rank, self.local_rank());
         let counted = Device::count();
         let found = counted.as_ref().map_or(NO_CUDA, |&count| count as i64);
-        let ordinal = if share && found > 0 { local_rank as i64 % found } else { local_rank as i64 };
+        let ordinal =
+            if share && found > 0 { local_rank as i64 % found } else { local_rank as i64 };
         if share {
             std::env::set_var("NCCL_HOSTID", format!("flow-test-{rank}"));
         }
@@ -46,7 +49,10 @@ impl ProcessGroup {
         let fail = |reason: String| self.system("use_cuda", reason);
         counted.map_err(|error| fail(error.to_string()))?;
         if let Some(other) = all.chunks(2).position(|rank| rank[1] == NO_CUDA) {
-            return Err(fail(format!("rank {} cannot use CUDA: see its error", self.ranks()[other])));
+            return Err(fail(format!(
+                "rank {} cannot use CUDA: see its error",
+                self.ranks()[other]
+            )));
         }
         if let Some(short) = all.chunks(2).find(|rank| rank[0] >= rank[1]) {
             return Err(fail(format!(
@@ -57,7 +63,8 @@ impl ProcessGroup {
                 if short[1] == 1 { "" } else { "s" }
             )));
         }
-        let device = Device::open(ordinal as usize).map_err(|error| self.engine().fail(fail(error.to_string())))?;
+        let device = Device::open(ordinal as usize)
+            .map_err(|error| self.engine().fail(fail(error.to_string())))?;
         let mut cuda = self.inner.cuda.lock().unwrap_or_else(PoisonError::into_inner);
         cuda.device = Some(Arc::clone(&device));
         Ok(device)
@@ -68,8 +75,9 @@ impl ProcessGroup {
         self.inner.cuda.lock().unwrap_or_else(PoisonError::into_inner).device.clone()
     }
 
-    /// The group's collectives on GPUs. At the first call, which all ranks make, they meet over NCCL, each with its
-    /// GPU `ordinal`. A program that also uses libtorch has that load its CUDA part first, which brings NCCL.
+    /// The group's collectives on GPUs. At the first call, which all ranks make, they meet over
+    /// NCCL, each with its GPU `ordinal`. A program that also uses libtorch has that load its CUDA
+    /// part first, which brings NCCL.
     ///
     /// # Errors
     ///
@@ -81,9 +89,10 @@ impl ProcessGroup {
             let used = group.device().ordinal();
             return match used == ordinal {
                 true => Ok(Arc::clone(group)),
-                false => Err(self
-                    .caller()
-                    .argument("nccl", format!("this group uses cuda:{used}, not cuda:{ordinal}: keep to one"))),
+                false => Err(self.caller().argument(
+                    "nccl",
+                    format!("this group uses cuda:{used}, not cuda:{ordinal}: keep to one"),
+                )),
             };
         }
         let fail = |error: DeviceError| self.engine().fail(self.system("nccl", error.to_string()));
@@ -91,14 +100,15 @@ impl ProcessGroup {
         let mut tag = own_tag();
         self.broadcast(&mut tag, 0)?;
         let tag = format!("{}-{}", tag[0], tag[1]);
-        let group = Arc::new(CudaGroup::new(Arc::clone(&self.inner.engine), Arc::clone(&device), &tag)?);
+        let group =
+            Arc::new(CudaGroup::new(Arc::clone(&self.inner.engine), Arc::clone(&device), &tag)?);
         cuda.device = Some(device);
         cuda.group = Some(Arc::clone(&group));
         Ok(group)
     }
 
-    /// What a group has that others of this one's ranks do not take part in making: the GPU, and no communicator yet, as
-    /// splitting this group's would take them all.
+    /// What a group has that others of this one's ranks do not take part in making: the GPU, and no
+    /// communicator yet, as splitting this group's would take them all.
     pub(super) fn apart(&self) -> Cuda {
         Cuda { device: self.cuda_device(), group: None }
     }

@@ -1,5 +1,5 @@
-//! Groups of several joins in one memory: a program that joins its job again has another arena, while what it keeps there,
-//! such as tensors, can come from one only.
+//! Groups of several joins in one memory: a program that joins its job again has another arena,
+//! while what it keeps there, such as tensors, can come from one only.
 
 use std::sync::Arc;
 
@@ -26,13 +26,14 @@ impl ProcessGroup {
         Home(Arc::clone(&self.engine().world))
     }
 
-    /// As [`ProcessGroup::duplicate`], in the memory of `home` if that is the same on all ranks, of whatever join of the
-    /// same processes. All ranks call this.
+    /// As [`ProcessGroup::duplicate`], in the memory of `home` if that is the same on all ranks, of
+    /// whatever join of the same processes. All ranks call this.
     pub fn duplicate_in(&self, home: Option<&Home>) -> Result<Self> {
         const NONE: u64 = 0;
         let own = home.filter(|home| home.0.has_ranks_of(&self.engine().world));
         let mark = own.map_or(NONE, |home| home.0.mark());
-        let marks = self.idle(Lane::Collectives, |engine| engine.exchange_words(Kind::NewGroup, &[mark]))?;
+        let marks =
+            self.idle(Lane::Collectives, |engine| engine.exchange_words(Kind::NewGroup, &[mark]))?;
         let all: Vec<usize> = (0..self.world_size()).collect();
         let group = match own.filter(|_| marks.iter().all(|other| other[0] == mark)) {
             Some(home) => self.new_group_in(&home.0, &all)?,

@@ -1,10 +1,11 @@
 //! Groups that only their members make: these meet in the store.
 //!
-//! The first to come leaves a *call* under the key: who is called, and the name of the group to be. All answer it. The last
-//! takes the call away, so that the key can serve again, and writes down the *outcome*: where on each node the group's memory
-//! is. A member that gives up writes an outcome too. The first outcome counts, for all: nobody uses the memory of a group that
-//! another has given up. Whoever has read a good outcome counts himself, and the last of these deletes it; until then the
-//! rank that serves the store stays.
+//! The first to come leaves a *call* under the key: who is called, and the name of the group to be.
+//! All answer it. The last takes the call away, so that the key can serve again, and writes down
+//! the *outcome*: where on each node the group's memory is. A member that gives up writes an
+//! outcome too. The first outcome counts, for all: nobody uses the memory of a group that another
+//! has given up. Whoever has read a good outcome counts himself, and the last of these deletes it;
+//! until then the rank that serves the store stays.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,8 +23,8 @@ use crate::shm::Control;
 use crate::store::{Error as StoreError, Store};
 use crate::waits::LongWait;
 
-/// How long to wait for the outcome before looking whether the others still live; and how long others may then have the
-/// connection to the store.
+/// How long to wait for the outcome before looking whether the others still live; and how long
+/// others may then have the connection to the store.
 const LOOK: Duration = Duration::from_millis(50);
 const PAUSE: Duration = Duration::from_millis(1);
 /// How long the rank that serves the store stays at most for the others to hear the outcome.
@@ -32,50 +33,65 @@ const FAREWELL: Duration = Duration::from_secs(5);
 const NEWS: Duration = Duration::from_millis(500);
 
 impl ProcessGroup {
-    /// A group of some of this group's ranks, given by their ranks in this group, which only they call: all with the same
-    /// list. They are numbered in its order: with `[4, 2, 3]`, rank 4 becomes rank 0.
+    /// A group of some of this group's ranks, given by their ranks in this group, which only they
+    /// call: all with the same list. They are numbered in its order: with `[4, 2, 3]`, rank 4
+    /// becomes rank 0.
     ///
-    /// They meet under `key`, which no other group that is being made has. It may serve again for a group none of whose members
-    /// can come before the earlier one is made. Who makes several groups one after the other makes them in the same order on
-    /// all ranks, or waits until the time is over; threads may make several at once. Over NCCL the members meet when they first
+    /// They meet under `key`, which no other group that is being made has. It may serve again for a
+    /// group none of whose members can come before the earlier one is made. Who makes several
+    /// groups one after the other makes them in the same order on all ranks, or waits until the
+    /// time is over; threads may make several at once. Over NCCL the members meet when they first
     /// call [`ProcessGroup::nccl`].
     ///
-    /// Errors: lists that differ, on all members that have come; a member that has ended or left this group, or does not come
-    /// in time. This group stays usable. The key of an attempt that failed does not serve again. Where this group has failed,
-    /// it works all the same: those that are left can make a group of their own.
+    /// Errors: lists that differ, on all members that have come; a member that has ended or left
+    /// this group, or does not come in time. This group stays usable. The key of an attempt that
+    /// failed does not serve again. Where this group has failed, it works all the same: those that
+    /// are left can make a group of their own.
     ///
-    /// Over several nodes without flow-launch, only the first ranks of nodes see each other die; else a member on another node
-    /// that has died is missed when the time is over.
+    /// Over several nodes without flow-launch, only the first ranks of nodes see each other die;
+    /// else a member on another node that has died is missed when the time is over.
     pub fn new_group_of(&self, ranks: &[usize], key: &str) -> Result<Self> {
         let engine = self.member(&"new_group_of")?;
         let mut sorted = ranks.to_vec();
         sorted.sort_unstable();
         sorted.dedup();
-        if sorted.len() != ranks.len() || sorted.last() >= Some(&self.world_size()) || !ranks.contains(&self.rank()) {
+        if sorted.len() != ranks.len()
+            || sorted.last() >= Some(&self.world_size())
+            || !ranks.contains(&self.rank())
+        {
             let (last, own) = (self.world_size() - 1, self.rank());
-            let reason = format!("{ranks:?} must be different ranks from 0 to {last}, this one ({own}) among them");
+            let reason = format!(
+                "{ranks:?} must be different ranks from 0 to {last}, this one ({own}) among them"
+            );
             return Err(self.caller().argument("new_group_of", reason));
         }
-        let locals: Vec<usize> = ranks.iter().copied().filter(|member| engine.locals.contains(member)).collect();
+        let locals: Vec<usize> =
+            ranks.iter().copied().filter(|member| engine.locals.contains(member)).collect();
         let first = locals[0]; // this rank is one of them
         let block = || engine.world.new_control_block(ranks.len(), locals.len());
         let mut block = (first == self.rank()).then(block).flatten();
         let own = Call { engine, ranks, key, may_succeed: Cell::new(false) };
         let (name, offset) = match engine.world.store() {
-            Some(store) if ranks.len() > 1 => own.meet(store, first, block.as_ref()).inspect_err(|_| {
-                // The others may use it.
-                if let Some(block) = block.take_if(|_| own.may_succeed.get()) {
-                    block.abandon();
-                }
-            })?,
+            Some(store) if ranks.len() > 1 => {
+                own.meet(store, first, block.as_ref()).inspect_err(|_| {
+                    // The others may use it.
+                    if let Some(block) = block.take_if(|_| own.may_succeed.get()) {
+                        block.abandon();
+                    }
+                })?
+            }
             _ => (own.new_name(), block.as_ref().map(Block::offset)),
         };
         let bytes = Control::bytes(ranks.len(), locals.len());
         let reachable = |&offset: &usize| engine.is_reachable(first, offset, bytes);
-        let offset = offset.filter(reachable).ok_or_else(|| own.failed("the shared memory region is full".into()))?;
-        let control = Control::attach(Arc::clone(&engine.world.arena), offset, ranks.len(), locals.len());
+        let offset = offset
+            .filter(reachable)
+            .ok_or_else(|| own.failed("the shared memory region is full".into()))?;
+        let control =
+            Control::attach(Arc::clone(&engine.world.arena), offset, ranks.len(), locals.len());
         let global = ranks.iter().map(|&member| engine.ranks[member]).collect();
-        let group = Engine::new(Arc::clone(&engine.world), control, block, global, self.timeout(), name)?;
+        let group =
+            Engine::new(Arc::clone(&engine.world), control, block, global, self.timeout(), name)?;
         Ok(Self::of(Arc::new(group), self.inner.local_rank, self.apart()))
     }
 }
@@ -127,7 +143,12 @@ impl Call<'_> {
     /// For a group to be, which no other has.
     fn new_name(&self) -> String {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
-        format!("{}.{}-{}", self.engine.name, self.engine.world.rank, NUMBER.fetch_add(1, Ordering::Relaxed))
+        format!(
+            "{}.{}-{}",
+            self.engine.name,
+            self.engine.world.rank,
+            NUMBER.fetch_add(1, Ordering::Relaxed)
+        )
     }
 
     fn place(&self, name: &str) -> Place {
@@ -142,14 +163,25 @@ impl Call<'_> {
         Error::System { rank: self.engine.world.rank, operation: self.to_string(), reason }
     }
 
-    /// The group's name, and where on this node its memory is, of which member `first` has the `block`.
-    fn meet(&self, store: &Store, first: usize, block: Option<&Block>) -> Result<(String, Option<usize>)> {
+    /// The group's name, and where on this node its memory is, of which member `first` has the
+    /// `block`.
+    fn meet(
+        &self,
+        store: &Store,
+        first: usize,
+        block: Option<&Block>,
+    ) -> Result<(String, Option<usize>)> {
         let fail = |error: StoreError| self.failed(error.to_string());
         let (begin, warning) = (Instant::now(), FIRST_WARNING);
-        let mut patience = Patience { begin, news: begin, warning, long: self.engine.world.long_wait() };
+        let mut patience =
+            Patience { begin, news: begin, warning, long: self.engine.world.long_wait() };
         let place = self.answer(store, block, &mut patience)?;
         let outcome = self.outcome(store, &place, &mut patience);
-        self.engine.meetings.lock().unwrap_or_else(PoisonError::into_inner).retain(|name| *name != place.name);
+        self.engine
+            .meetings
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .retain(|name| *name != place.name);
         let outcome = outcome?;
         let offsets = outcome["offsets"].as_object().ok_or_else(|| self.error(&outcome))?;
         if store.add(&place.of("heard"), 1).map_err(fail)? == self.ranks.len() as i64 {
@@ -157,7 +189,9 @@ impl Call<'_> {
         } else if self.engine.world.serves() {
             // The store ends with this process, which may be over right after this.
             let begin = Instant::now();
-            while begin.elapsed() < FAREWELL && matches!(store.try_get(&place.outcome()), Ok(Some(_))) {
+            while begin.elapsed() < FAREWELL
+                && matches!(store.try_get(&place.outcome()), Ok(Some(_)))
+            {
                 std::thread::sleep(PAUSE);
             }
         }
@@ -165,24 +199,38 @@ impl Call<'_> {
         Ok((place.name, offset.map(|offset| offset as usize)))
     }
 
-    /// Answers the call under the key, which may be this rank's own. If there is another there, waits until it is gone.
-    fn answer(&self, store: &Store, block: Option<&Block>, patience: &mut Patience) -> Result<Place> {
+    /// Answers the call under the key, which may be this rank's own. If there is another there,
+    /// waits until it is gone.
+    fn answer(
+        &self,
+        store: &Store,
+        block: Option<&Block>,
+        patience: &mut Patience,
+    ) -> Result<Place> {
         let fail = |error: StoreError| self.failed(error.to_string());
-        let own = json!({"name": self.new_name(), "rank": self.engine.world.rank, "ranks": self.ranks});
+        let own =
+            json!({"name": self.new_name(), "rank": self.engine.world.rank, "ranks": self.ranks});
         loop {
-            // Locked until the call is answered: a call to a meeting that is over in this rank is gone.
+            // Locked until the call is answered: a call to a meeting that is over in this rank is
+            // gone.
             let mut meetings = self.engine.meetings.lock().unwrap_or_else(PoisonError::into_inner);
-            let called = store.compare_and_set(&self.call_key(), None, own.to_string().as_bytes()).map_err(fail)?;
+            let called = store
+                .compare_and_set(&self.call_key(), None, own.to_string().as_bytes())
+                .map_err(fail)?;
             let (is_own, call) = match called {
                 Ok(()) => (true, own.clone()),
                 Err(other) => (false, read(&other.unwrap_or_default())),
             };
             let name = call["name"].as_str().unwrap_or_default();
             let (place, caller, ranks) = (self.place(name), &call["rank"], numbers(&call["ranks"]));
-            let outcome = if is_own { None } else { store.try_get(&place.outcome()).map_err(fail)? };
-            let failure = outcome.map(|outcome| read(&outcome)).filter(|outcome| outcome["offsets"].is_null());
+            let outcome =
+                if is_own { None } else { store.try_get(&place.outcome()).map_err(fail)? };
+            let failure = outcome
+                .map(|outcome| read(&outcome))
+                .filter(|outcome| outcome["offsets"].is_null());
             let is_ours = ranks == self.ranks;
-            if let Some(outcome) = failure.filter(|_| is_ours || !ranks.contains(&self.engine.rank)) {
+            if let Some(outcome) = failure.filter(|_| is_ours || !ranks.contains(&self.engine.rank))
+            {
                 let cause = self.error(&outcome);
                 return Err(if is_ours {
                     cause
@@ -193,7 +241,9 @@ impl Call<'_> {
             if is_ours && !meetings.iter().any(|meeting| meeting == name) {
                 let offset = json!(block.map(Block::offset));
                 self.may_succeed.set(true);
-                store.set(&place.answer(self.engine.rank), offset.to_string().as_bytes()).map_err(fail)?;
+                store
+                    .set(&place.answer(self.engine.rank), offset.to_string().as_bytes())
+                    .map_err(fail)?;
                 meetings.push(name.into());
                 if store.add(&place.of("answers"), 1).map_err(fail)? == self.ranks.len() as i64 {
                     self.conclude(store, &place)?;
@@ -203,16 +253,21 @@ impl Call<'_> {
             drop(meetings);
             if !is_ours && ranks.contains(&self.engine.rank) {
                 let rank = self.engine.world.rank;
-                let detail = format!("rank {rank} called {self}, rank {caller} called it with {ranks:?}");
+                let detail =
+                    format!("rank {rank} called {self}, rank {caller} called it with {ranks:?}");
                 self.decide(store, &place, json!({ "differ": detail }))?;
                 return Err(Error::Mismatch { rank, detail });
             }
-            let others = || self.ranks.iter().copied().filter(|&member| member != self.engine.rank).collect();
+            let others = || {
+                self.ranks.iter().copied().filter(|&member| member != self.engine.rank).collect()
+            };
             if let Some(gone) = self.gone(patience, &others) {
                 return Err(self.error(&json!({ "gone": gone })));
             }
-            let holders = || ranks.iter().copied().filter(|&member| member < self.engine.size()).collect();
-            let what = || format!("the group of {ranks:?}, which has the key as rank {caller} called it");
+            let holders =
+                || ranks.iter().copied().filter(|&member| member < self.engine.size()).collect();
+            let what =
+                || format!("the group of {ranks:?}, which has the key as rank {caller} called it");
             if patience.begin.elapsed() >= self.engine.timeout() {
                 return Err(self.timed_out(what()));
             }
@@ -227,20 +282,32 @@ impl Call<'_> {
         store.delete(&[self.call_key()]).map_err(fail)?;
         let world = &self.engine.world;
         let node = |member: usize| world.node(self.engine.ranks[member]);
-        let is_first =
-            |&&member: &&usize| self.ranks.iter().find(|&&other| node(other) == node(member)) == Some(&member);
+        let is_first = |&&member: &&usize| {
+            self.ranks.iter().find(|&&other| node(other) == node(member)) == Some(&member)
+        };
         let offset = |&member: &usize| {
             let offset = read(&store.get(&place.answer(member), Duration::ZERO).map_err(fail)?);
             Ok((member.to_string(), offset))
         };
-        let offsets = self.ranks.iter().filter(is_first).map(offset).collect::<Result<serde_json::Map<_, _>>>()?;
-        let full = offsets.iter().find(|(_, offset)| offset.is_null()).and_then(|(member, _)| member.parse().ok());
+        let offsets = self
+            .ranks
+            .iter()
+            .filter(is_first)
+            .map(offset)
+            .collect::<Result<serde_json::Map<_, _>>>()?;
+        let full = offsets
+            .iter()
+            .find(|(_, offset)| offset.is_null())
+            .and_then(|(member, _)| member.parse().ok());
         let outcome = match full.map(|member: usize| self.engine.ranks[member]) {
-            Some(rank) => json!({ "failed": format!("the shared memory region of rank {rank} is full") }),
+            Some(rank) => {
+                json!({ "failed": format!("the shared memory region of rank {rank} is full") })
+            }
             None => json!({ "offsets": offsets }),
         };
         self.decide(store, place, outcome)?;
-        let answers = self.ranks.iter().map(|&member| place.answer(member)).chain([place.of("answers")]);
+        let answers =
+            self.ranks.iter().map(|&member| place.answer(member)).chain([place.of("answers")]);
         store.delete(&answers.collect::<Vec<_>>()).map_err(fail)?;
         Ok(())
     }
@@ -272,7 +339,8 @@ impl Call<'_> {
                 Err(error) => return Err(self.failed(error.to_string())),
             }
             let missing = || self.missing(store, place);
-            // Before the outcome nobody comes back from this call, so whoever has gone will never take part.
+            // Before the outcome nobody comes back from this call, so whoever has gone will never
+            // take part.
             if let Some(gone) = self.gone(patience, &missing) {
                 return self.decide(store, place, json!({ "gone": gone }));
             }
@@ -282,20 +350,33 @@ impl Call<'_> {
                 return if decided["offsets"].is_null() { Err(error) } else { Ok(decided) };
             }
             self.tell(patience, &missing, &|| self.describe(&missing()));
-            // The lock of the connection goes to whoever is quickest: other threads of this rank are to have their turn.
+            // The lock of the connection goes to whoever is quickest: other threads of this rank
+            // are to have their turn.
             std::thread::sleep(PAUSE);
         }
     }
 
     /// Tells of a wait that has become long.
-    fn tell(&self, patience: &mut Patience, missing: &dyn Fn() -> Vec<usize>, what: &dyn Fn() -> String) {
+    fn tell(
+        &self,
+        patience: &mut Patience,
+        missing: &dyn Fn() -> Vec<usize>,
+        what: &dyn Fn() -> String,
+    ) {
         let (world, waited) = (&self.engine.world, patience.begin.elapsed());
         if waited >= patience.warning {
-            log::warn!("rank {}: {self} has waited {} s for {}", world.rank, waited.as_secs(), what());
+            log::warn!(
+                "rank {}: {self} has waited {} s for {}",
+                world.rank,
+                waited.as_secs(),
+                what()
+            );
             patience.warning *= 2;
         }
         if let Some(long) = &mut patience.long {
-            long.look(waited, self, || missing().iter().map(|&member| self.engine.ranks[member]).collect());
+            long.look(waited, self, || {
+                missing().iter().map(|&member| self.engine.ranks[member]).collect()
+            });
         }
     }
 
@@ -307,11 +388,14 @@ impl Call<'_> {
         }
         patience.news = Instant::now();
         let world = &self.engine.world;
-        let has_ended = |member: &usize| world.report_of_end(self.engine.ranks[*member], Duration::ZERO).is_some();
+        let has_ended = |member: &usize| {
+            world.report_of_end(self.engine.ranks[*member], Duration::ZERO).is_some()
+        };
         missing().into_iter().find(has_ended)
     }
 
-    /// The members that have not answered; all others, if the last of them has not written down the outcome.
+    /// The members that have not answered; all others, if the last of them has not written down the
+    /// outcome.
     fn missing(&self, store: &Store, place: &Place) -> Vec<usize> {
         let answers: Vec<String> = self.ranks.iter().map(|&member| place.answer(member)).collect();
         match store.wait(&answers, Duration::ZERO) {
@@ -335,7 +419,10 @@ impl Call<'_> {
     /// The error in an outcome.
     fn error(&self, outcome: &Value) -> Error {
         let (engine, rank) = (self.engine, self.engine.world.rank);
-        let gone = outcome["gone"].as_u64().map(|member| member as usize).filter(|&member| member < engine.size());
+        let gone = outcome["gone"]
+            .as_u64()
+            .map(|member| member as usize)
+            .filter(|&member| member < engine.size());
         if let Some(member) = gone {
             let end = engine.world.cause_of_loss(engine.ranks[member], engine.has_left(member));
             let peer = format!("{} {end}", engine.world.describe(engine.ranks[member]));

@@ -30,8 +30,8 @@ use asynchronous::{Lane, Workers};
 use cuda::Cuda;
 pub use home::Home;
 
-/// How long ranks wait for each other unless `FLOW_TIMEOUT` (in seconds) or [`ProcessGroup::set_timeout`] says
-/// otherwise: as long as PyTorch's CPU groups do.
+/// How long ranks wait for each other unless `FLOW_TIMEOUT` (in seconds) or
+/// [`ProcessGroup::set_timeout`] says otherwise: as long as PyTorch's CPU groups do.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(1800);
 /// Longer timeouts mean this: a year.
 const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
@@ -41,14 +41,17 @@ const NO_BLOCK: u64 = u64::MAX;
 
 /// A group of ranks, and this process' place in it.
 ///
-/// Every rank of a group calls the same collectives in the same order with the same sizes and types; the group checks
-/// that they do. Results of reductions are the same bits on all ranks: operands are taken in rank order. An error
-/// makes the group unusable on all ranks; sub-groups and the group they came from fail apart.
+/// Every rank of a group calls the same collectives in the same order with the same sizes and
+/// types; the group checks that they do. Results of reductions are the same bits on all ranks:
+/// operands are taken in rank order. An error makes the group unusable on all ranks; sub-groups and
+/// the group they came from fail apart.
 ///
-/// Clones are the same group. Dropping the last one waits for asynchronous operations that are still under way.
+/// Clones are the same group. Dropping the last one waits for asynchronous operations that are
+/// still under way.
 ///
-/// A process that is forked from a rank (and is not replaced by another program) is not a member of the rank's groups: all
-/// operations on them fail there at once, and dropping them does nothing. It may join as a rank of its own.
+/// A process that is forked from a rank (and is not replaced by another program) is not a member of
+/// the rank's groups: all operations on them fail there at once, and dropping them does nothing. It
+/// may join as a rank of its own.
 #[derive(Clone)]
 pub struct ProcessGroup {
     inner: Arc<ForkSafe<Inner>>,
@@ -76,11 +79,13 @@ impl Drop for Inner {
 }
 
 impl ProcessGroup {
-    /// The group of all ranks of the job, as told by the environment: flow-launch's or torchrun's variables (RANK,
-    /// WORLD_SIZE, ...), OpenMPI's, or Slurm's; without any, a group of this process alone.
+    /// The group of all ranks of the job, as told by the environment: flow-launch's or torchrun's
+    /// variables (RANK, WORLD_SIZE, ...), OpenMPI's, or Slurm's; without any, a group of this
+    /// process alone.
     ///
-    /// Waits for all ranks. All ranks must call it equally often (see [`ProcessGroup::join_named`]). Errors: a
-    /// contradiction in the variables, ranks that do not come.
+    /// Waits for all ranks. All ranks must call it equally often (see
+    /// [`ProcessGroup::join_named`]). Errors: a contradiction in the variables, ranks that do not
+    /// come.
     pub fn from_env() -> Result<Self> {
         let membership = Membership::from_env()?;
         let timeout = timeout_from_env(membership.rank)?;
@@ -92,12 +97,13 @@ impl ProcessGroup {
         Self::join_named(membership, "", timeout)
     }
 
-    /// As [`ProcessGroup::join`], with those ranks that join under the same name: what else they have joined, or not, does not
-    /// matter. Under one name all of them must join equally often. [`ProcessGroup::join`] is to join without a name, that is
-    /// under an empty one. Where MPI tells of the rendezvous, all ranks of the job join in the same order, whatever the names.
+    /// As [`ProcessGroup::join`], with those ranks that join under the same name: what else they
+    /// have joined, or not, does not matter. Under one name all of them must join equally often.
+    /// [`ProcessGroup::join`] is to join without a name, that is under an empty one. Where MPI
+    /// tells of the rendezvous, all ranks of the job join in the same order, whatever the names.
     ///
-    /// Processes that the ranks have forked join apart from these. If each rank forks several, each set of them, one of each
-    /// rank, needs a name of its own.
+    /// Processes that the ranks have forked join apart from these. If each rank forks several, each
+    /// set of them, one of each rank, needs a name of its own.
     pub fn join_named(membership: &Membership, name: &str, timeout: Duration) -> Result<Self> {
         let timeout = timeout.min(MAX_TIMEOUT);
         let world = Arc::new(World::join(membership, name, timeout)?);
@@ -142,30 +148,39 @@ impl ProcessGroup {
         self.engine().set_timeout(timeout.min(MAX_TIMEOUT));
     }
 
-    /// A group of some of this group's ranks, given by their ranks in this group; they are numbered in ascending
-    /// order. Called by all ranks of this group with the same list; `None` on ranks that are not in it.
+    /// A group of some of this group's ranks, given by their ranks in this group; they are numbered
+    /// in ascending order. Called by all ranks of this group with the same list; `None` on ranks
+    /// that are not in it.
     pub fn new_group(&self, ranks: &[usize]) -> Result<Option<Self>> {
         self.new_group_in(&self.engine().world, ranks)
     }
 
-    /// As [`ProcessGroup::new_group`], in the memory of `world`: this one's or that of another join of the same ranks.
+    /// As [`ProcessGroup::new_group`], in the memory of `world`: this one's or that of another join
+    /// of the same ranks.
     fn new_group_in(&self, world: &Arc<World>, ranks: &[usize]) -> Result<Option<Self>> {
         let mut members = ranks.to_vec();
         members.sort_unstable();
         members.dedup();
-        if members.len() != ranks.len() || members.is_empty() || members[members.len() - 1] >= self.world_size() {
-            let reason = format!("{ranks:?} must be different ranks from 0 to {}", self.world_size() - 1);
+        if members.len() != ranks.len()
+            || members.is_empty()
+            || members[members.len() - 1] >= self.world_size()
+        {
+            let reason =
+                format!("{ranks:?} must be different ranks from 0 to {}", self.world_size() - 1);
             return Err(self.caller().argument("new_group", reason));
         }
         let engine = self.member(&"new_group")?;
         // On each node the first member there has the memory.
-        let locals: Vec<usize> = members.iter().copied().filter(|member| engine.locals.contains(member)).collect();
+        let locals: Vec<usize> =
+            members.iter().copied().filter(|member| engine.locals.contains(member)).collect();
         let first = locals.first().copied().unwrap_or(members[0]);
         let block = || world.new_control_block(members.len(), locals.len());
         let block = (first == self.rank()).then(block).flatten();
         let list = fingerprint(&members);
         let offset = block.as_ref().map_or(NO_BLOCK, |b| b.offset() as u64);
-        let words = self.idle(Lane::Collectives, |engine| engine.exchange_words(Kind::NewGroup, &[list, offset]))?;
+        let words = self.idle(Lane::Collectives, |engine| {
+            engine.exchange_words(Kind::NewGroup, &[list, offset])
+        })?;
         if let Some(other) = words.iter().position(|w| w[0] != list) {
             let detail = format!(
                 "rank {} called new_group with {ranks:?}, rank {} with other ranks",
@@ -177,18 +192,22 @@ impl ProcessGroup {
             let node = |member: usize| engine.world.node(engine.ranks[member]);
             members.iter().find(|&&other| node(other) == node(member)) == Some(&member)
         };
-        if let Some(&full) = members.iter().filter(is_first).find(|&&first| words[first][1] == NO_BLOCK) {
+        if let Some(&full) =
+            members.iter().filter(is_first).find(|&&first| words[first][1] == NO_BLOCK)
+        {
             let reason = format!("the shared memory region of rank {} is full", engine.ranks[full]);
             return Err(self.system("new_group", reason));
         }
         // In another world the name must be none of its own.
         let prefix = if Arc::ptr_eq(world, &engine.world) { "" } else { &engine.world.prefix };
-        let name = format!("{prefix}{}.{}", engine.name, engine.children.fetch_add(1, Ordering::Relaxed));
+        let name =
+            format!("{prefix}{}.{}", engine.name, engine.children.fetch_add(1, Ordering::Relaxed));
         let member = members.contains(&self.rank()).then(|| {
             let (arena, offset) = (Arc::clone(&world.arena), words[first][1] as usize);
             let control = Control::attach(arena, offset, members.len(), locals.len());
             let global = members.iter().map(|&r| engine.ranks[r]).collect();
-            Engine::new(Arc::clone(world), control, block, global, self.timeout(), name).map(Arc::new)
+            Engine::new(Arc::clone(world), control, block, global, self.timeout(), name)
+                .map(Arc::new)
         });
         let member = member.transpose()?;
         let cuda = self.split_cuda(member.as_ref())?;
@@ -198,12 +217,18 @@ impl ProcessGroup {
     /// A group of the same ranks with collectives of its own, which do not mix with this one's.
     pub fn duplicate(&self) -> Result<Self> {
         let all: Vec<usize> = (0..self.world_size()).collect();
-        self.new_group(&all)?.ok_or_else(|| self.system("duplicate", "this rank is not a member".into()))
+        self.new_group(&all)?
+            .ok_or_else(|| self.system("duplicate", "this rank is not a member".into()))
     }
 
     /// `len` zeros in memory that collectives use in place.
     pub fn alloc_shared<T: Element>(&self, len: usize) -> Result<SharedBuffer<T>> {
-        let full = || self.system("alloc_shared", format!("no room for {len} x {} in this rank's region", T::DTYPE));
+        let full = || {
+            self.system(
+                "alloc_shared",
+                format!("no room for {len} x {} in this rank's region", T::DTYPE),
+            )
+        };
         SharedBuffer::new(&self.member(&"alloc_shared")?.world.arena, len).ok_or_else(full)
     }
 
@@ -213,8 +238,14 @@ impl ProcessGroup {
         self.idle(Lane::Collectives, |engine| engine.all_reduce(data, dtype, op))
     }
 
-    /// As [`ProcessGroup::all_reduce`]; only rank `root` gets the result, the other buffers stay as they are.
-    pub fn reduce<B: Buffer + ?Sized>(&self, buffer: &mut B, op: ReduceOp, root: usize) -> Result<()> {
+    /// As [`ProcessGroup::all_reduce`]; only rank `root` gets the result, the other buffers stay as
+    /// they are.
+    pub fn reduce<B: Buffer + ?Sized>(
+        &self,
+        buffer: &mut B,
+        op: ReduceOp,
+        root: usize,
+    ) -> Result<()> {
         self.caller().check_rank("reduce", "root", root)?;
         let (data, dtype) = self.raw_mut("reduce", buffer)?;
         self.idle(Lane::Collectives, |engine| engine.reduce(data, dtype, op, root))
@@ -227,17 +258,20 @@ impl ProcessGroup {
         self.idle(Lane::Collectives, |engine| engine.broadcast(data, dtype, root))
     }
 
-    /// All ranks' `input`, in rank order, to every rank's `output`, which is world size times as long.
+    /// All ranks' `input`, in rank order, to every rank's `output`, which is world size times as
+    /// long.
     pub fn all_gather<I, O>(&self, input: &I, output: &mut O) -> Result<()>
     where
         I: Buffer + ?Sized,
         O: Buffer + ?Sized,
     {
-        let (input, output, dtype) = self.pair("all_gather", input, output, (1, self.world_size()))?;
+        let (input, output, dtype) =
+            self.pair("all_gather", input, output, (1, self.world_size()))?;
         self.idle(Lane::Collectives, |engine| engine.all_gather(input, output, dtype))
     }
 
-    /// As [`ProcessGroup::all_gather`], to rank `root` only, which gives `Some` output; the others give `None`.
+    /// As [`ProcessGroup::all_gather`], to rank `root` only, which gives `Some` output; the others
+    /// give `None`.
     pub fn gather<I, O>(&self, input: &I, output: Option<&mut O>, root: usize) -> Result<()>
     where
         I: Buffer + ?Sized,
@@ -247,7 +281,8 @@ impl ProcessGroup {
         self.caller().check_root_side("gather", "output", output.is_some(), root)?;
         let (input, output, dtype) = match output {
             Some(output) => {
-                let (input, output, dtype) = self.pair("gather", input, output, (1, self.world_size()))?;
+                let (input, output, dtype) =
+                    self.pair("gather", input, output, (1, self.world_size()))?;
                 (input, Some(output), dtype)
             }
             None => {
@@ -258,8 +293,8 @@ impl ProcessGroup {
         self.idle(Lane::Collectives, |engine| engine.gather(input, output, dtype, root))
     }
 
-    /// Gives block r of rank `root`'s `input` (world size blocks, each as long as `output`) to rank r. The root gives
-    /// `Some` input, the others `None`.
+    /// Gives block r of rank `root`'s `input` (world size blocks, each as long as `output`) to rank
+    /// r. The root gives `Some` input, the others `None`.
     pub fn scatter<I, O>(&self, input: Option<&I>, output: &mut O, root: usize) -> Result<()>
     where
         I: Buffer + ?Sized,
@@ -269,7 +304,8 @@ impl ProcessGroup {
         self.caller().check_root_side("scatter", "input", input.is_some(), root)?;
         let (input, output, dtype) = match input {
             Some(input) => {
-                let (input, output, dtype) = self.pair("scatter", input, output, (self.world_size(), 1))?;
+                let (input, output, dtype) =
+                    self.pair("scatter", input, output, (self.world_size(), 1))?;
                 (Some(input), output, dtype)
             }
             None => {
@@ -280,17 +316,20 @@ impl ProcessGroup {
         self.idle(Lane::Collectives, |engine| engine.scatter(input, output, dtype, root))
     }
 
-    /// Reduces `input` (world size blocks, each as long as `output`) over all ranks; rank r gets block r.
+    /// Reduces `input` (world size blocks, each as long as `output`) over all ranks; rank r gets
+    /// block r.
     pub fn reduce_scatter<I, O>(&self, input: &I, output: &mut O, op: ReduceOp) -> Result<()>
     where
         I: Buffer + ?Sized,
         O: Buffer + ?Sized,
     {
-        let (input, output, dtype) = self.pair("reduce_scatter", input, output, (self.world_size(), 1))?;
+        let (input, output, dtype) =
+            self.pair("reduce_scatter", input, output, (self.world_size(), 1))?;
         self.idle(Lane::Collectives, |engine| engine.reduce_scatter(input, output, dtype, op))
     }
 
-    /// Block s of rank r's `output` becomes block r of rank s' `input`; both are world size equal blocks.
+    /// Block s of rank r's `output` becomes block r of rank s' `input`; both are world size equal
+    /// blocks.
     pub fn all_to_all<I, O>(&self, input: &I, output: &mut O) -> Result<()>
     where
         I: Buffer + ?Sized,
@@ -301,8 +340,9 @@ impl ProcessGroup {
         self.idle(Lane::Collectives, |engine| engine.all_to_all(input, output, dtype))
     }
 
-    /// Sends `data` to rank `to`, which calls [`ProcessGroup::recv`] with the same size and type. May return before
-    /// it does. Messages between two ranks keep their order. The message has tag 0.
+    /// Sends `data` to rank `to`, which calls [`ProcessGroup::recv`] with the same size and type.
+    /// May return before it does. Messages between two ranks keep their order. The message has tag
+    /// 0.
     pub fn send<B: Buffer + ?Sized>(&self, data: &B, to: usize) -> Result<()> {
         self.send_with_tag(data, to, 0)
     }
@@ -312,39 +352,48 @@ impl ProcessGroup {
         self.recv_with_tag(buffer, from, 0)
     }
 
-    /// As [`ProcessGroup::send`], to be received by [`ProcessGroup::recv_with_tag`] or [`ProcessGroup::recv_any`] with
-    /// the same tag.
+    /// As [`ProcessGroup::send`], to be received by [`ProcessGroup::recv_with_tag`] or
+    /// [`ProcessGroup::recv_any`] with the same tag.
     pub fn send_with_tag<B: Buffer + ?Sized>(&self, data: &B, to: usize, tag: u32) -> Result<()> {
         self.caller().check_peer("send", to)?;
         let (data, dtype) = self.raw("send", data)?;
         self.idle(Lane::To(to), |engine| engine.send(data, dtype, to, tag))
     }
 
-    /// Receives the next message of rank `from` with this tag, as MPI matches them: messages with the same tag keep
-    /// their order, and those with other tags that come before are kept, in ordinary memory, until they are asked for.
-    /// There is no limit to how much is kept but the memory of the machine.
+    /// Receives the next message of rank `from` with this tag, as MPI matches them: messages with
+    /// the same tag keep their order, and those with other tags that come before are kept, in
+    /// ordinary memory, until they are asked for. There is no limit to how much is kept but the
+    /// memory of the machine.
     ///
     /// Several threads may receive from the same rank at once, with different tags.
-    pub fn recv_with_tag<B: Buffer + ?Sized>(&self, buffer: &mut B, from: usize, tag: u32) -> Result<()> {
+    pub fn recv_with_tag<B: Buffer + ?Sized>(
+        &self,
+        buffer: &mut B,
+        from: usize,
+        tag: u32,
+    ) -> Result<()> {
         self.caller().check_peer("recv", from)?;
         let (data, dtype) = self.raw_mut("recv", buffer)?;
         self.idle(Lane::From(from, tag), |engine| engine.recv(data, dtype, from, tag))
     }
 
-    /// As [`ProcessGroup::recv_with_tag`], from whichever rank has a message with this tag first. Returns that rank. If
-    /// several have one, they are served in turn.
+    /// As [`ProcessGroup::recv_with_tag`], from whichever rank has a message with this tag first.
+    /// Returns that rank. If several have one, they are served in turn.
     ///
-    /// A message that also fits a `recv_with_tag` of another thread, or an asynchronous one, goes to either of the two.
+    /// A message that also fits a `recv_with_tag` of another thread, or an asynchronous one, goes
+    /// to either of the two.
     ///
     /// # Errors
     ///
-    /// Beside those of every receive: a rank has died, or all others have left the group, and none has left such a
-    /// message behind. Over several nodes without flow-launch, only the first ranks of nodes see each other die;
-    /// else a rank on another node that has died, or left, and has never sent this one anything, is missed when the time is
-    /// over.
+    /// Beside those of every receive: a rank has died, or all others have left the group, and none
+    /// has left such a message behind. Over several nodes without flow-launch, only the first ranks
+    /// of nodes see each other die; else a rank on another node that has died, or left, and has
+    /// never sent this one anything, is missed when the time is over.
     pub fn recv_any<B: Buffer + ?Sized>(&self, buffer: &mut B, tag: u32) -> Result<usize> {
         if self.world_size() == 1 {
-            return Err(self.caller().argument("recv_any", "there is no other rank in the group".into()));
+            return Err(self
+                .caller()
+                .argument("recv_any", "there is no other rank in the group".into()));
         }
         let (data, dtype) = self.raw_mut("recv_any", buffer)?;
         self.idle(Lane::FromAny(tag), |engine| engine.recv_any(data, dtype, tag))
@@ -359,7 +408,8 @@ impl ProcessGroup {
         &self.inner.engine
     }
 
-    /// The engine, for an operation that takes the member itself, and not a process that was forked from it.
+    /// The engine, for an operation that takes the member itself, and not a process that was forked
+    /// from it.
     fn member(&self, operation: &dyn fmt::Display) -> Result<&Engine> {
         match self.inner.is_ours() {
             true => Ok(self.engine()),
@@ -390,7 +440,11 @@ fn fingerprint(ranks: &[usize]) -> u64 {
 
 fn timeout_from_env(rank: usize) -> Result<Duration> {
     let Ok(text) = std::env::var("FLOW_TIMEOUT") else { return Ok(DEFAULT_TIMEOUT) };
-    let seconds = text.parse::<f64>().ok().and_then(|s| Duration::try_from_secs_f64(s).ok()).filter(|d| !d.is_zero());
+    let seconds = text
+        .parse::<f64>()
+        .ok()
+        .and_then(|s| Duration::try_from_secs_f64(s).ok())
+        .filter(|d| !d.is_zero());
     seconds.ok_or_else(|| Error::Argument {
         rank,
         operation: "from_env".into(),

@@ -1,4 +1,5 @@
-//! A bucket of gradients on a GPU: packed, reduced, and where the optimizer reads them, without the host ever waiting.
+//! A bucket of gradients on a GPU: packed, reduced, and where the optimizer reads them, without the
+//! host ever waiting.
 
 use std::sync::Arc;
 
@@ -26,11 +27,16 @@ pub struct FlatBucket {
 }
 
 impl FlatBucket {
-    /// Where the reduced gradient of a slot lies, in the type of communication; None if there is no such slot.
+    /// Where the reduced gradient of a slot lies, in the type of communication; None if there is no
+    /// such slot.
     pub fn place(&self, slot: usize) -> Option<Place> {
         let (size, layout) = (self.flat.dtype.size(), self.packer.layout());
         let (start, length) = (layout.places().get(slot)?, layout.lengths().get(slot)?);
-        Some(Place { start: self.flat.start + start * size, bytes: length * size, ..self.flat.clone() })
+        Some(Place {
+            start: self.flat.start + start * size,
+            bytes: length * size,
+            ..self.flat.clone()
+        })
     }
 
     /// Says in which step, from 1 on, the bucket is reduced next: errors name it.
@@ -58,7 +64,8 @@ pub struct Place {
     dtype: DType,
 }
 
-// SAFETY: a place lies within its memory, which it keeps, and which waits for the device before it is freed.
+// SAFETY: a place lies within its memory, which it keeps, and which waits for the device before it
+// is freed.
 unsafe impl DeviceBuffer for Place {
     fn address(&self) -> u64 {
         self.memory.address() + self.start as u64
@@ -74,29 +81,49 @@ unsafe impl DeviceBuffer for Place {
 }
 
 impl CudaGroup {
-    /// Bucket `number`, of gradients of these lengths (in elements) and type, which are communicated as `communication`.
+    /// Bucket `number`, of gradients of these lengths (in elements) and type, which are
+    /// communicated as `communication`.
     ///
     /// # Errors
     ///
     /// Too little device memory; a kernel that cannot be compiled.
-    pub fn bucket(&self, number: u32, gradients: DType, communication: DType, lengths: &[usize]) -> Result<FlatBucket> {
+    pub fn bucket(
+        &self,
+        number: u32,
+        gradients: DType,
+        communication: DType,
+        lengths: &[usize],
+    ) -> Result<FlatBucket> {
         let mut bucket = self.flat(number, gradients, communication, lengths)?;
         bucket.registration = self.register(&bucket.flat.memory)?;
         Ok(bucket)
     }
 
-    /// Bucket `number`, of tensors of these lengths (in elements) and type, for [`CudaGroup::broadcast_bucket`].
+    /// Bucket `number`, of tensors of these lengths (in elements) and type, for
+    /// [`CudaGroup::broadcast_bucket`].
     ///
     /// # Errors
     ///
     /// Those of [`CudaGroup::bucket`].
-    pub fn bucket_to_broadcast(&self, number: u32, dtype: DType, lengths: &[usize]) -> Result<FlatBucket> {
+    pub fn bucket_to_broadcast(
+        &self,
+        number: u32,
+        dtype: DType,
+        lengths: &[usize],
+    ) -> Result<FlatBucket> {
         // NCCL need not know the memory: it would gain nothing, and has more to undo in an abort.
         self.flat(number, dtype, dtype, lengths)
     }
 
-    fn flat(&self, number: u32, tensors: DType, communication: DType, lengths: &[usize]) -> Result<FlatBucket> {
-        let cuda = |error: flow_kernels::cuda::Error| self.system("making a bucket", error.to_string());
+    fn flat(
+        &self,
+        number: u32,
+        tensors: DType,
+        communication: DType,
+        lengths: &[usize],
+    ) -> Result<FlatBucket> {
+        let cuda =
+            |error: flow_kernels::cuda::Error| self.system("making a bucket", error.to_string());
         let packer = Packer::new(self.device(), tensors, communication, lengths).map_err(cuda)?;
         let bytes = packer.layout().bytes();
         let memory = Arc::new(self.allocate(bytes)?);
@@ -106,10 +133,11 @@ impl CudaGroup {
         Ok(FlatBucket { registration: None, number, step: 0, packer, flat, casts, timing: None })
     }
 
-    /// Enqueues the mean of a bucket over all ranks: it begins when what has been enqueued on the streams `after` is
-    /// over, and other streams wait for it by [`CudaGroup::join`]. The result is in the bucket's places or, where the
-    /// types differ, in the gradients themselves, in which they are also sent. Gradients are scaled in single
-    /// precision (double, if they are) and rounded to the type of communication; NCCL adds in that type.
+    /// Enqueues the mean of a bucket over all ranks: it begins when what has been enqueued on the
+    /// streams `after` is over, and other streams wait for it by [`CudaGroup::join`]. The result is
+    /// in the bucket's places or, where the types differ, in the gradients themselves, in which
+    /// they are also sent. Gradients are scaled in single precision (double, if they are) and
+    /// rounded to the type of communication; NCCL adds in that type.
     ///
     /// Until the join has been passed on all streams that use them, gradients must be left alone.
     ///
@@ -128,12 +156,15 @@ impl CudaGroup {
         let scale = 1.0 / self.size() as f64;
         let ready = self.event()?;
         if let Some(stream) = after.last() {
-            ready.record(stream).map_err(|error| self.system("recording an event", error.to_string()))?;
+            ready
+                .record(stream)
+                .map_err(|error| self.system("recording an event", error.to_string()))?;
         }
         let (packer, flat, casts) = (&bucket.packer, &mut bucket.flat, bucket.casts);
         let done = self.enqueue(operation, after, |communicator, stream| {
             packer.pack(gradients, flat, scale, stream)?;
-            // SAFETY: the bucket's memory is used on this stream only, until others have been made to wait for it.
+            // SAFETY: the bucket's memory is used on this stream only, until others have been made
+            // to wait for it.
             unsafe { communicator.all_reduce(flat, ReduceOp::Sum, stream)? };
             if casts {
                 packer.unpack(flat, gradients, stream)?;
@@ -144,8 +175,8 @@ impl CudaGroup {
         Ok(())
     }
 
-    /// Copies rank `root`'s tensors, which a bucket was made for, to all ranks', in the order of `stream`. One kernel on
-    /// each side and one transfer, however many tensors there are.
+    /// Copies rank `root`'s tensors, which a bucket was made for, to all ranks', in the order of
+    /// `stream`. One kernel on each side and one transfer, however many tensors there are.
     ///
     /// # Errors
     ///
@@ -159,7 +190,8 @@ impl CudaGroup {
     ) -> Result<()> {
         self.caller().check_rank("broadcast", "root", root)?;
         let count = bucket.bytes() / bucket.flat.dtype.size();
-        let operation = self.operation(Kind::Broadcast, bucket.flat.dtype, count, ReduceOp::Sum, root);
+        let operation =
+            self.operation(Kind::Broadcast, bucket.flat.dtype, count, ReduceOp::Sum, root);
         let operation = Operation { bucket: Some(bucket.number), ..operation };
         let (packer, flat) = (&bucket.packer, &mut bucket.flat);
         let done = self.enqueue(operation, std::slice::from_ref(stream), |communicator, own| {

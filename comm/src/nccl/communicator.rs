@@ -12,7 +12,8 @@ use super::result::{Config, NcclError, State, UniqueId};
 use super::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t};
 use crate::error::Error;
 
-/// Pauses between two looks at an operation of NCCL that is under way grow from the first to the second.
+/// Pauses between two looks at an operation of NCCL that is under way grow from the first to the
+/// second.
 const PAUSES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(5));
 /// How long an abort waits for calls of other threads to return.
 const LEAVE: Duration = Duration::from_secs(5);
@@ -48,14 +49,15 @@ unsafe impl Send for Handle {}
 // SAFETY: as above; whoever enqueues operations holds the group's turn.
 unsafe impl Sync for Handle {}
 
-/// One rank's part in a communicator. Operations only enqueue work on a stream; callers issue them one at a time.
+/// One rank's part in a communicator. Operations only enqueue work on a stream; callers issue them
+/// one at a time.
 pub struct Communicator {
     pub(super) library: &'static Library,
     pub(super) device: Arc<Device>,
     /// Made without blocking, so that making it can be given up; it is only ever split.
     root: Handle,
-    /// Split off `root`. It blocks the caller until an operation has been enqueued; one that does not would start a
-    /// thread for each.
+    /// Split off `root`. It blocks the caller until an operation has been enqueued; one that does
+    /// not would start a thread for each.
     pub(super) work: Handle,
     rank: usize,
     size: usize,
@@ -75,30 +77,39 @@ impl Communicator {
         size: usize,
         patience: Patience<'_>,
     ) -> Result<Self, Failure> {
-        let library = Library::get().map_err(|error| Failure::Nccl(NcclError::missing(error.to_string())))?;
+        let library =
+            Library::get().map_err(|error| Failure::Nccl(NcclError::missing(error.to_string())))?;
         if std::env::var_os("NCCL_COMM_BLOCKING").is_some() {
-            let reason = "NCCL_COMM_BLOCKING is set: unset it, as Flow needs both kinds of communicators";
+            let reason =
+                "NCCL_COMM_BLOCKING is set: unset it, as Flow needs both kinds of communicators";
             return Err(Failure::Nccl(NcclError::missing(reason.into())));
         }
         bind(device)?;
         // Without shared resources: aborting a part would abort the whole.
         let config = Config::new(false);
         let mut root = std::ptr::null_mut();
-        // SAFETY: `root` is writable; the configuration and the id are read before the call returns.
+        // SAFETY: `root` is writable; the configuration and the id are read before the call
+        // returns.
         unsafe { library.comm_init_rank_config(&mut root, size, id, rank, &config)? };
         Self::of(library, device, Handle(root), rank, size, patience)
     }
 
-    /// The ranks that give the same `color`, numbered in the order of `key`; None for ranks that give no color. Every
-    /// rank calls this.
-    pub fn split(&self, color: Option<u32>, key: usize, patience: Patience<'_>) -> Result<Option<Self>, Failure> {
+    /// The ranks that give the same `color`, numbered in the order of `key`; None for ranks that
+    /// give no color. Every rank calls this.
+    pub fn split(
+        &self,
+        color: Option<u32>,
+        key: usize,
+        patience: Patience<'_>,
+    ) -> Result<Option<Self>, Failure> {
         bind(&self.device)?;
         let _turn = self.take_turn()?;
         let config = Config::new(false);
         let root = split(self.library, self.root, color, key, &config, patience)?;
         let Some(root) = root else { return Ok(None) };
         // SAFETY: the new communicator is ready, and nobody else has it.
-        let (rank, size) = unsafe { (self.library.comm_user_rank(root.0)?, self.library.comm_count(root.0)?) };
+        let (rank, size) =
+            unsafe { (self.library.comm_user_rank(root.0)?, self.library.comm_count(root.0)?) };
         Self::of(self.library, &self.device, root, rank, size, patience).map(Some)
     }
 
@@ -145,15 +156,18 @@ impl Communicator {
     /// What went wrong on the device or between ranks since the last look.
     pub fn check(&self) -> Result<(), Failure> {
         let _inside = self.enter()?;
-        // SAFETY: the handle is valid as long as the communicator is not aborted, which waits for us.
+        // SAFETY: the handle is valid as long as the communicator is not aborted, which waits for
+        // us.
         unsafe { self.library.async_error(self.work.0)? };
         Ok(())
     }
 
-    /// Ends whatever is under way, on the device too; every later call fails. May be called by any thread at any time.
+    /// Ends whatever is under way, on the device too; every later call fails. May be called by any
+    /// thread at any time.
     ///
-    /// Returns whether it could: not while another thread is in a call of NCCL's and does not come back, as that would
-    /// use the communicator after it is freed. Then only the end of the process helps.
+    /// Returns whether it could: not while another thread is in a call of NCCL's and does not come
+    /// back, as that would use the communicator after it is freed. Then only the end of the process
+    /// helps.
     pub fn abort(&self) -> bool {
         if self.aborted.swap(true, Ordering::SeqCst) {
             return true;
@@ -177,8 +191,8 @@ impl Communicator {
 
     /// # Safety
     ///
-    /// As for all operations: until what it enqueues on `stream` is over, nobody else uses the buffers, and they are
-    /// not freed.
+    /// As for all operations: until what it enqueues on `stream` is over, nobody else uses the
+    /// buffers, and they are not freed.
     pub unsafe fn all_reduce(
         &self,
         buffer: &mut dyn DeviceBuffer,
@@ -188,7 +202,17 @@ impl Communicator {
         let _turn = self.take_turn()?;
         let (data, count, dtype) = parts(buffer);
         // SAFETY: the memory holds `count` elements; the caller's promise.
-        unsafe { self.library.all_reduce(data, data, count, dtype, operator(op), self.work.0, stream.handle())? };
+        unsafe {
+            self.library.all_reduce(
+                data,
+                data,
+                count,
+                dtype,
+                operator(op),
+                self.work.0,
+                stream.handle(),
+            )?
+        };
         Ok(())
     }
 
@@ -205,7 +229,18 @@ impl Communicator {
         let _turn = self.take_turn()?;
         let (data, count, dtype) = parts(buffer);
         // SAFETY: the memory holds `count` elements; NCCL writes to the root's only.
-        unsafe { self.library.reduce(data, data, count, dtype, operator(op), root, self.work.0, stream.handle())? };
+        unsafe {
+            self.library.reduce(
+                data,
+                data,
+                count,
+                dtype,
+                operator(op),
+                root,
+                self.work.0,
+                stream.handle(),
+            )?
+        };
         Ok(())
     }
 
@@ -224,7 +259,17 @@ impl Communicator {
             buffers.iter_mut().try_for_each(|buffer| {
                 let (data, count, dtype) = parts(buffer);
                 // SAFETY: the memory holds `count` elements; the caller's promise.
-                unsafe { self.library.broadcast(data, data, count, dtype, root, self.work.0, stream.handle()) }
+                unsafe {
+                    self.library.broadcast(
+                        data,
+                        data,
+                        count,
+                        dtype,
+                        root,
+                        self.work.0,
+                        stream.handle(),
+                    )
+                }
             })
         })
     }
@@ -243,7 +288,16 @@ impl Communicator {
         let _turn = self.take_turn()?;
         let (from, count, dtype) = parts(input);
         // SAFETY: `output` holds `count` elements for each rank; the caller's promise.
-        unsafe { self.library.all_gather(from, parts(output).0, count, dtype, self.work.0, stream.handle())? };
+        unsafe {
+            self.library.all_gather(
+                from,
+                parts(output).0,
+                count,
+                dtype,
+                self.work.0,
+                stream.handle(),
+            )?
+        };
         Ok(())
     }
 
@@ -276,13 +330,18 @@ impl Communicator {
         Ok(())
     }
 
-    /// Sends and receives blocks as one operation: NCCL has no other way to let them overlap. A block is a buffer, the
-    /// number of its first byte, and how many bytes it has.
+    /// Sends and receives blocks as one operation: NCCL has no other way to let them overlap. A
+    /// block is a buffer, the number of its first byte, and how many bytes it has.
     ///
     /// # Safety
     ///
     /// See [`Communicator::all_reduce`]; blocks lie within their buffers.
-    pub unsafe fn exchange(&self, sends: &[Block<'_>], receives: &[Block<'_>], stream: &Stream) -> Result<(), Failure> {
+    pub unsafe fn exchange(
+        &self,
+        sends: &[Block<'_>],
+        receives: &[Block<'_>],
+        stream: &Stream,
+    ) -> Result<(), Failure> {
         let (comm, stream) = (self.work.0, stream.handle());
         self.grouped(|| {
             for block in sends {
@@ -325,13 +384,14 @@ impl Communicator {
 }
 
 impl Drop for Communicator {
-    /// Ends in peace with the other ranks, who do the same. That may take until the last of them has come so far:
-    /// whoever waits too long leaves it to the end of the process.
+    /// Ends in peace with the other ranks, who do the same. That may take until the last of them
+    /// has come so far: whoever waits too long leaves it to the end of the process.
     fn drop(&mut self) {
         if self.aborted.load(Ordering::SeqCst) {
             return;
         }
-        let (library, device, work, root) = (self.library, Arc::clone(&self.device), self.work, self.root);
+        let (library, device, work, root) =
+            (self.library, Arc::clone(&self.device), self.work, self.root);
         let (done, outcome) = mpsc::channel();
         let farewell = move || {
             let _ = bind(&device);
@@ -344,7 +404,9 @@ impl Drop for Communicator {
                     .and_then(|()| library.comm_finalize(root))
                     .and_then(|()| {
                         let begin = Instant::now();
-                        while matches!(library.async_error(root), Ok(State::InProgress)) && begin.elapsed() < FAREWELL {
+                        while matches!(library.async_error(root), Ok(State::InProgress))
+                            && begin.elapsed() < FAREWELL
+                        {
                             std::thread::sleep(PAUSES.1);
                         }
                         library.comm_destroy(root)
@@ -358,7 +420,11 @@ impl Drop for Communicator {
         match outcome.recv_timeout(FAREWELL) {
             Ok(Ok(())) => {}
             Ok(Err(error)) => log::warn!("rank {} of {}: {error}", self.rank, self.size),
-            Err(_) => log::warn!("rank {} of {}: other ranks have not left NCCL's communicator", self.rank, self.size),
+            Err(_) => log::warn!(
+                "rank {} of {}: other ranks have not left NCCL's communicator",
+                self.rank,
+                self.size
+            ),
         }
     }
 }
@@ -383,7 +449,11 @@ pub struct Block<'a> {
 impl Block<'_> {
     fn parts(&self) -> (*mut std::ffi::c_void, usize, ncclDataType_t) {
         let dtype = self.buffer.dtype();
-        ((self.buffer.address() as usize + self.start) as *mut _, self.bytes / dtype.size(), data_type(dtype))
+        (
+            (self.buffer.address() as usize + self.start) as *mut _,
+            self.bytes / dtype.size(),
+            data_type(dtype),
+        )
     }
 }
 
@@ -395,7 +465,8 @@ pub(super) fn bind(device: &Device) -> Result<(), NcclError> {
 fn settle(library: &Library, comm: Handle, patience: Patience<'_>) -> Result<(), Failure> {
     let mut pause = PAUSES.0;
     loop {
-        // SAFETY: the handle is NCCL's, of a communicator that is being made or split by this thread.
+        // SAFETY: the handle is NCCL's, of a communicator that is being made or split by this
+        // thread.
         if let State::Done = unsafe { library.async_error(comm.0)? } {
             return Ok(());
         }

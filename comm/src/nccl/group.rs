@@ -20,14 +20,16 @@ use crate::shm::operation::{Kind, Operation};
 
 /// What a process group does on one GPU, over NCCL.
 ///
-/// Made by [`ProcessGroup::use_cuda`](crate::ProcessGroup::use_cuda). An operation is enqueued on the group's own stream
-/// and returns at once: it begins when the work that was enqueued on `stream` before is over, and later work on `stream`
-/// begins when it is over. The host never waits, except in [`CudaGroup::barrier`] and for NCCL to connect the ranks when
-/// they first need it.
+/// Made by [`ProcessGroup::use_cuda`](crate::ProcessGroup::use_cuda). An operation is enqueued on
+/// the group's own stream and returns at once: it begins when the work that was enqueued on
+/// `stream` before is over, and later work on `stream` begins when it is over. The host never
+/// waits, except in [`CudaGroup::barrier`] and for NCCL to connect the ranks when they first need
+/// it.
 ///
-/// A failure (a lost peer, an error of NCCL's, a rank that does not come in time) is found by a watchdog. It aborts what
-/// is on the device, fails the process group on all ranks, and is the error of the next call. A program that makes none
-/// for 30 seconds, as it hangs in a call to the device, is ended.
+/// A failure (a lost peer, an error of NCCL's, a rank that does not come in time) is found by a
+/// watchdog. It aborts what is on the device, fails the process group on all ranks, and is the
+/// error of the next call. A program that makes none for 30 seconds, as it hangs in a call to the
+/// device, is ended.
 pub struct CudaGroup {
     /// Before the communicator: it uses that.
     watch: ForkSafe<Watch>,
@@ -57,7 +59,12 @@ impl CudaGroup {
         Self::of(engine, device, communicator, prefix)
     }
 
-    fn of(engine: Arc<Engine>, device: Arc<Device>, communicator: Communicator, prefix: String) -> Result<Self> {
+    fn of(
+        engine: Arc<Engine>,
+        device: Arc<Device>,
+        communicator: Communicator,
+        prefix: String,
+    ) -> Result<Self> {
         let system = |reason: String| engine.fail(failed(&engine, JOINING, reason));
         let cuda = |error: flow_kernels::cuda::Error| system(error.to_string());
         let stream = Stream::high_priority(&device).map_err(cuda)?;
@@ -77,8 +84,8 @@ impl CudaGroup {
         })
     }
 
-    /// The part of a new sub-group, of which `member` is this rank's engine if it is in it. All ranks of this group
-    /// call this.
+    /// The part of a new sub-group, of which `member` is this rank's engine if it is in it. All
+    /// ranks of this group call this.
     pub(crate) fn split(&self, member: Option<&Arc<Engine>>) -> Result<Option<Self>> {
         let mut turn = self.turn(&"new_group")?;
         self.watch.check(&"new_group")?;
@@ -91,7 +98,8 @@ impl CudaGroup {
         let split = split.map_err(|failure| self.watch.fail(not_joined(&self.engine, failure)))?;
         match (split, member) {
             (Some(communicator), Some(engine)) => {
-                Self::of(Arc::clone(engine), Arc::clone(&self.device), communicator, prefix).map(Some)
+                Self::of(Arc::clone(engine), Arc::clone(&self.device), communicator, prefix)
+                    .map(Some)
             }
             _ => Ok(None),
         }
@@ -113,38 +121,71 @@ impl CudaGroup {
     }
 
     /// Reduces `buffer` element by element over all ranks; all get the result.
-    pub fn all_reduce(&self, buffer: &mut impl DeviceBuffer, op: ReduceOp, stream: &Stream) -> Result<()> {
+    pub fn all_reduce(
+        &self,
+        buffer: &mut impl DeviceBuffer,
+        op: ReduceOp,
+        stream: &Stream,
+    ) -> Result<()> {
         let operation = self.operation(Kind::AllReduce, buffer.dtype(), count(buffer), op, 0);
         // SAFETY: `in_order` has the buffer used in the order of the caller's stream.
-        self.in_order(operation, stream, |communicator, own| unsafe { communicator.all_reduce(buffer, op, own) })
+        self.in_order(operation, stream, |communicator, own| unsafe {
+            communicator.all_reduce(buffer, op, own)
+        })
     }
 
-    /// As [`CudaGroup::all_reduce`]; only rank `root` gets the result, the other buffers stay as they are.
-    pub fn reduce(&self, buffer: &mut impl DeviceBuffer, op: ReduceOp, root: usize, stream: &Stream) -> Result<()> {
+    /// As [`CudaGroup::all_reduce`]; only rank `root` gets the result, the other buffers stay as
+    /// they are.
+    pub fn reduce(
+        &self,
+        buffer: &mut impl DeviceBuffer,
+        op: ReduceOp,
+        root: usize,
+        stream: &Stream,
+    ) -> Result<()> {
         self.caller().check_rank("reduce", "root", root)?;
         let operation = self.operation(Kind::Reduce, buffer.dtype(), count(buffer), op, root);
         // SAFETY: as above.
-        self.in_order(operation, stream, |communicator, own| unsafe { communicator.reduce(buffer, op, root, own) })
+        self.in_order(operation, stream, |communicator, own| unsafe {
+            communicator.reduce(buffer, op, root, own)
+        })
     }
 
     /// Copies rank `root`'s buffers to all ranks', as one operation.
-    pub fn broadcast<B: DeviceBuffer>(&self, buffers: &mut [B], root: usize, stream: &Stream) -> Result<()> {
+    pub fn broadcast<B: DeviceBuffer>(
+        &self,
+        buffers: &mut [B],
+        root: usize,
+        stream: &Stream,
+    ) -> Result<()> {
         self.caller().check_rank("broadcast", "root", root)?;
         let bytes = buffers.iter().map(B::bytes).sum();
         let operation = self.operation(Kind::Broadcast, DType::U8, bytes, ReduceOp::Sum, root);
         // SAFETY: as above.
-        self.in_order(operation, stream, |communicator, own| unsafe { communicator.broadcast(buffers, root, own) })
+        self.in_order(operation, stream, |communicator, own| unsafe {
+            communicator.broadcast(buffers, root, own)
+        })
     }
 
-    /// All ranks' `input`, in rank order, to every rank's `output`, which is group size times as long.
-    pub fn all_gather(&self, input: &impl DeviceBuffer, output: &mut impl DeviceBuffer, stream: &Stream) -> Result<()> {
+    /// All ranks' `input`, in rank order, to every rank's `output`, which is group size times as
+    /// long.
+    pub fn all_gather(
+        &self,
+        input: &impl DeviceBuffer,
+        output: &mut impl DeviceBuffer,
+        stream: &Stream,
+    ) -> Result<()> {
         self.check_pair("all_gather", input, output, (1, self.size()))?;
-        let operation = self.operation(Kind::AllGather, input.dtype(), count(input), ReduceOp::Sum, 0);
+        let operation =
+            self.operation(Kind::AllGather, input.dtype(), count(input), ReduceOp::Sum, 0);
         // SAFETY: as above; the output is long enough.
-        self.in_order(operation, stream, |communicator, own| unsafe { communicator.all_gather(input, output, own) })
+        self.in_order(operation, stream, |communicator, own| unsafe {
+            communicator.all_gather(input, output, own)
+        })
     }
 
-    /// Reduces `input` (group size blocks, each as long as `output`) over all ranks; rank r gets block r.
+    /// Reduces `input` (group size blocks, each as long as `output`) over all ranks; rank r gets
+    /// block r.
     pub fn reduce_scatter(
         &self,
         input: &impl DeviceBuffer,
@@ -160,17 +201,27 @@ impl CudaGroup {
         })
     }
 
-    /// Block s of rank r's `output` becomes block r of rank s' `input`; both are group size equal blocks.
-    pub fn all_to_all(&self, input: &impl DeviceBuffer, output: &mut impl DeviceBuffer, stream: &Stream) -> Result<()> {
+    /// Block s of rank r's `output` becomes block r of rank s' `input`; both are group size equal
+    /// blocks.
+    pub fn all_to_all(
+        &self,
+        input: &impl DeviceBuffer,
+        output: &mut impl DeviceBuffer,
+        stream: &Stream,
+    ) -> Result<()> {
         self.check_pair("all_to_all", input, output, (1, 1))?;
         self.caller().check_blocks("all_to_all", count(input))?;
-        let operation = self.operation(Kind::AllToAll, input.dtype(), count(input), ReduceOp::Sum, 0);
+        let operation =
+            self.operation(Kind::AllToAll, input.dtype(), count(input), ReduceOp::Sum, 0);
         let (sends, receives) = (blocks(input, self.size()), blocks(&*output, self.size()));
         // SAFETY: as above; the blocks are parts of the buffers.
-        self.in_order(operation, stream, |communicator, own| unsafe { communicator.exchange(&sends, &receives, own) })
+        self.in_order(operation, stream, |communicator, own| unsafe {
+            communicator.exchange(&sends, &receives, own)
+        })
     }
 
-    /// As [`CudaGroup::all_gather`], to rank `root` only, which gives `Some` output; the others give `None`.
+    /// As [`CudaGroup::all_gather`], to rank `root` only, which gives `Some` output; the others
+    /// give `None`.
     pub fn gather<B: DeviceBuffer>(
         &self,
         input: &B,
@@ -187,15 +238,18 @@ impl CudaGroup {
             }
             None => None,
         };
-        let operation = self.operation(Kind::Gather, input.dtype(), count(input), ReduceOp::Sum, root);
+        let operation =
+            self.operation(Kind::Gather, input.dtype(), count(input), ReduceOp::Sum, root);
         let send = Block { buffer: input, start: 0, bytes: input.bytes(), peer: root };
         let receives = output.map_or(Vec::new(), |output| blocks(&*output, self.size()));
         // SAFETY: as above.
-        self.in_order(operation, stream, |communicator, own| unsafe { communicator.exchange(&[send], &receives, own) })
+        self.in_order(operation, stream, |communicator, own| unsafe {
+            communicator.exchange(&[send], &receives, own)
+        })
     }
 
-    /// Gives block r of rank `root`'s `input` (group size blocks, each as long as `output`) to rank r. The root gives
-    /// `Some` input, the others `None`.
+    /// Gives block r of rank `root`'s `input` (group size blocks, each as long as `output`) to rank
+    /// r. The root gives `Some` input, the others `None`.
     pub fn scatter<B: DeviceBuffer>(
         &self,
         input: Option<&B>,
@@ -208,37 +262,46 @@ impl CudaGroup {
         if let Some(input) = input {
             self.check_pair("scatter", input, output, (self.size(), 1))?;
         }
-        let operation = self.operation(Kind::Scatter, output.dtype(), count(output), ReduceOp::Sum, root);
+        let operation =
+            self.operation(Kind::Scatter, output.dtype(), count(output), ReduceOp::Sum, root);
         let receive = Block { buffer: &*output, start: 0, bytes: output.bytes(), peer: root };
         let sends = input.map_or(Vec::new(), |input| blocks(input, self.size()));
         // SAFETY: as above.
-        self.in_order(operation, stream, |communicator, own| unsafe { communicator.exchange(&sends, &[receive], own) })
+        self.in_order(operation, stream, |communicator, own| unsafe {
+            communicator.exchange(&sends, &[receive], own)
+        })
     }
 
-    /// Sends `data` to rank `to`, which calls [`CudaGroup::recv`] with the same size and type. Operations of a group
-    /// follow each other: two ranks that both send before they receive wait for each other.
+    /// Sends `data` to rank `to`, which calls [`CudaGroup::recv`] with the same size and type.
+    /// Operations of a group follow each other: two ranks that both send before they receive wait
+    /// for each other.
     pub fn send(&self, data: &impl DeviceBuffer, to: usize, stream: &Stream) -> Result<()> {
         self.caller().check_peer("send", to)?;
         let operation = self.operation(Kind::Send, data.dtype(), count(data), ReduceOp::Sum, to);
         let block = Block { buffer: data, start: 0, bytes: data.bytes(), peer: to };
         // SAFETY: as above.
-        self.in_order(operation, stream, |communicator, own| unsafe { communicator.exchange(&[block], &[], own) })
+        self.in_order(operation, stream, |communicator, own| unsafe {
+            communicator.exchange(&[block], &[], own)
+        })
     }
 
     /// Receives what rank `from` sends next.
     pub fn recv(&self, buffer: &mut impl DeviceBuffer, from: usize, stream: &Stream) -> Result<()> {
         self.caller().check_peer("recv", from)?;
-        let operation = self.operation(Kind::Recv, buffer.dtype(), count(buffer), ReduceOp::Sum, from);
+        let operation =
+            self.operation(Kind::Recv, buffer.dtype(), count(buffer), ReduceOp::Sum, from);
         let block = Block { buffer: &*buffer, start: 0, bytes: buffer.bytes(), peer: from };
         // SAFETY: as above.
-        self.in_order(operation, stream, |communicator, own| unsafe { communicator.exchange(&[], &[block], own) })
+        self.in_order(operation, stream, |communicator, own| unsafe {
+            communicator.exchange(&[], &[block], own)
+        })
     }
 
     /// Returns when all ranks have called it and all their earlier operations are over.
     pub fn barrier(&self) -> Result<()> {
         self.member(&"barrier")?;
-        let memory =
-            Memory::allocate(&self.device, DType::F32.size()).map_err(|e| self.system("barrier", e.to_string()))?;
+        let memory = Memory::allocate(&self.device, DType::F32.size())
+            .map_err(|e| self.system("barrier", e.to_string()))?;
         let mut word = Word(memory);
         let operation = self.operation(Kind::Barrier, DType::F32, 1, ReduceOp::Sum, 0);
         let done = self.enqueue(operation, &[], |communicator, stream| {
@@ -249,8 +312,8 @@ impl CudaGroup {
         self.wait("barrier", &done)
     }
 
-    /// Waits until all operations that have been enqueued are over. To know that before results are kept: after a
-    /// failure, what is in device memory is of no use.
+    /// Waits until all operations that have been enqueued are over. To know that before results are
+    /// kept: after a failure, what is in device memory is of no use.
     ///
     /// # Errors
     ///
@@ -302,11 +365,13 @@ impl CudaGroup {
         issue: impl FnOnce(&Communicator, &Stream) -> Result<(), Failure>,
     ) -> Result<()> {
         if !Arc::ptr_eq(stream.device(), &self.device) {
-            let reason = format!("the stream is on {:?}, the group on {:?}", stream.device(), self.device);
+            let reason =
+                format!("the stream is on {:?}, the group on {:?}", stream.device(), self.device);
             return Err(self.caller().argument(operation.kind.name(), reason));
         }
-        let done =
-            self.enqueue(operation, std::slice::from_ref(stream), |communicator, own| Ok(issue(communicator, own)?))?;
+        let done = self.enqueue(operation, std::slice::from_ref(stream), |communicator, own| {
+            Ok(issue(communicator, own)?)
+        })?;
         stream.wait(&done).map_err(|error| self.system(&operation.to_string(), error.to_string()))
     }
 
@@ -325,7 +390,9 @@ impl CudaGroup {
         self.watch.begin(issued);
         let result = after
             .iter()
-            .try_for_each(|stream| turn.ready.record(stream).and_then(|()| self.stream.wait(&turn.ready)))
+            .try_for_each(|stream| {
+                turn.ready.record(stream).and_then(|()| self.stream.wait(&turn.ready))
+            })
             .map_err(Fault::from)
             .and_then(|()| issue(&self.communicator, &self.stream))
             .and_then(|()| {
@@ -345,7 +412,9 @@ impl CudaGroup {
 
     pub(super) fn event(&self) -> Result<Arc<Event>> {
         let mut turn = self.turn(&"making an event")?;
-        let event = turn.take_event(&self.device).map_err(|error| self.system("making an event", error.to_string()))?;
+        let event = turn
+            .take_event(&self.device)
+            .map_err(|error| self.system("making an event", error.to_string()))?;
         turn.events.push_back(Arc::clone(&event));
         Ok(event)
     }
@@ -359,7 +428,8 @@ impl CudaGroup {
 
     pub(super) fn register(&self, memory: &Arc<FlatMemory>) -> Result<Option<Registration>> {
         let registered = self.member(&"registering device memory")?.communicator.register(memory);
-        registered.map_err(|failure| self.system("registering device memory", Fault::from(failure).0))
+        registered
+            .map_err(|failure| self.system("registering device memory", Fault::from(failure).0))
     }
 
     /// The group, for an operation that takes a member, and not a process that was forked from it.
@@ -375,9 +445,26 @@ impl CudaGroup {
     }
 
     /// An operation that is about to be issued: its number comes then.
-    pub(super) fn operation(&self, kind: Kind, dtype: DType, count: usize, reduce: ReduceOp, root: usize) -> Operation {
+    pub(super) fn operation(
+        &self,
+        kind: Kind,
+        dtype: DType,
+        count: usize,
+        reduce: ReduceOp,
+        root: usize,
+    ) -> Operation {
         let (root, count) = (root as u32, count as u64);
-        Operation { sequence: 0, kind, dtype, reduce, root, count, bucket: None, step: 0, layout: 0 }
+        Operation {
+            sequence: 0,
+            kind,
+            dtype,
+            reduce,
+            root,
+            count,
+            bucket: None,
+            step: 0,
+            layout: 0,
+        }
     }
 
     pub(super) fn system(&self, operation: &str, reason: String) -> Error {
@@ -418,7 +505,10 @@ impl fmt::Debug for CudaGroup {
 
 impl Turn {
     /// An event that nobody uses any more, or a new one.
-    fn take_event(&mut self, device: &Arc<Device>) -> Result<Arc<Event>, flow_kernels::cuda::Error> {
+    fn take_event(
+        &mut self,
+        device: &Arc<Device>,
+    ) -> Result<Arc<Event>, flow_kernels::cuda::Error> {
         let free = self.events.iter().position(|event| Arc::strong_count(event) == 1);
         match free.and_then(|index| self.events.remove(index)) {
             Some(event) => Ok(event),

@@ -38,9 +38,9 @@ pub struct Version {
 }
 
 impl Library {
-    /// The NCCL of this process, looked for once: the one that libtorch has loaded, or the system's, or what PyTorch's
-    /// wheels have beside the loaded libtorch, or the file that `FLOW_NCCL_PATH` names; the first that is new enough. One
-    /// that is loaded is the only one.
+    /// The NCCL of this process, looked for once: the one that libtorch has loaded, or the
+    /// system's, or what PyTorch's wheels have beside the loaded libtorch, or the file that
+    /// `FLOW_NCCL_PATH` names; the first that is new enough. One that is loaded is the only one.
     ///
     /// # Errors
     /// No usable NCCL: what was found where, and why it was refused.
@@ -65,11 +65,12 @@ impl Library {
     }
 
     fn open(name: &OsStr) -> Result<Library, String> {
-        // SAFETY: what NCCL runs when loaded asks nothing of its user, nor does what it runs when unloaded: if it is
-        // refused, nothing of it was used but ncclGetVersion.
+        // SAFETY: what NCCL runs when loaded asks nothing of its user, nor does what it runs when
+        // unloaded: if it is refused, nothing of it was used but ncclGetVersion.
         let library = unsafe { libloading::Library::new(name) }.map_err(reason)?;
         let mut code: c_int = 0;
-        // SAFETY: ncclGetVersion has had this signature in all versions, and only writes the number.
+        // SAFETY: ncclGetVersion has had this signature in all versions, and only writes the
+        // number.
         let (address, result) = unsafe {
             let get_version = library
                 .get::<unsafe extern "C" fn(*mut c_int) -> sys::ncclResult_t>("ncclGetVersion")
@@ -86,8 +87,9 @@ impl Library {
         }
         Ok(Library {
             // SAFETY: the functions are NCCL's own, whose ABI is stable within version 2.
-            nccl: unsafe { sys::Nccl::from_library(library) }
-                .map_err(|error| format!("{} is {version} but incomplete: {}", path.display(), reason(error)))?,
+            nccl: unsafe { sys::Nccl::from_library(library) }.map_err(|error| {
+                format!("{} is {version} but incomplete: {}", path.display(), reason(error))
+            })?,
             // SAFETY: as above.
             registration: unsafe { sys::Registration::new(name) }.ok(),
             version,
@@ -97,7 +99,8 @@ impl Library {
 }
 
 impl Version {
-    /// From NCCL's number for it: 2804 is 2.8.4, and since 2.9 there are two digits for the minor version.
+    /// From NCCL's number for it: 2804 is 2.8.4, and since 2.9 there are two digits for the minor
+    /// version.
     fn from_code(code: u32) -> Version {
         let unit = if code < 10_000 { 1_000 } else { 10_000 };
         Version { major: code / unit, minor: code % unit / 100, patch: code % 100 }
@@ -115,16 +118,21 @@ fn find() -> Result<Library, Error> {
     let mut open = |(origin, name): (&str, OsString)| {
         Library::open(&name).map_err(|reason| refused.push(format!("{origin}{reason}"))).ok()
     };
-    let is_nccl =
-        |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("libnccl.so"));
+    let is_nccl = |path: &PathBuf| {
+        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("libnccl.so"))
+    };
     let loaded = mappings().into_iter().map(|(_, path)| path).find(is_nccl);
     let found = if let Some(path) = loaded {
         // libtorch's: there must not be two in a process.
         open(("loaded already: ", path.into()))
     } else {
-        let names = ["libnccl.so.2".into(), "libnccl.so".into()].into_iter().chain(beside_libtorch());
+        let names =
+            ["libnccl.so.2".into(), "libnccl.so".into()].into_iter().chain(beside_libtorch());
         let path = std::env::var_os("FLOW_NCCL_PATH").filter(|path| !path.is_empty());
-        names.map(|name| ("", name)).chain(path.map(|path| ("FLOW_NCCL_PATH: ", path))).find_map(&mut open)
+        names
+            .map(|name| ("", name))
+            .chain(path.map(|path| ("FLOW_NCCL_PATH: ", path)))
+            .find_map(&mut open)
     };
     found.ok_or_else(|| Error(refused.join("; ")))
 }

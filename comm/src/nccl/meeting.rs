@@ -37,8 +37,9 @@ pub fn meet(engine: &Engine, device: &Arc<Device>, prefix: &str) -> Result<Commu
         loop {
             match store.get(&key, LOOK) {
                 Ok(bytes) => {
-                    let bytes =
-                        bytes.try_into().map_err(|_| system(format!("{key} in the store is no id of NCCL's")))?;
+                    let bytes = bytes
+                        .try_into()
+                        .map_err(|_| system(format!("{key} in the store is no id of NCCL's")))?;
                     break UniqueId::from_bytes(bytes);
                 }
                 Err(StoreError::Timeout { .. }) => patience()?,
@@ -50,8 +51,12 @@ pub fn meet(engine: &Engine, device: &Arc<Device>, prefix: &str) -> Result<Commu
     met.map_err(|failure| not_joined(engine, failure))
 }
 
-/// Announces that this rank waits for all ranks of `engine` to join over NCCL, and says whether to go on waiting.
-pub fn patience<'a>(engine: &'a Engine, prefix: &'a str) -> Result<impl FnMut() -> Result<()> + 'a> {
+/// Announces that this rank waits for all ranks of `engine` to join over NCCL, and says whether to
+/// go on waiting.
+pub fn patience<'a>(
+    engine: &'a Engine,
+    prefix: &'a str,
+) -> Result<impl FnMut() -> Result<()> + 'a> {
     let (begin, timeout) = (Instant::now(), engine.timeout());
     let store = engine.world.store();
     let joined = move |rank: usize| format!("{prefix}joined/{rank}");
@@ -72,11 +77,15 @@ pub fn patience<'a>(engine: &'a Engine, prefix: &'a str) -> Result<impl FnMut() 
         if begin.elapsed() < timeout {
             return Ok(());
         }
-        let absent = |&r: &usize| store.is_some_and(|s| !matches!(s.try_get(&joined(r)), Ok(Some(_))));
-        let missing: Vec<usize> = (0..engine.size()).filter(absent).map(|r| engine.ranks[r]).collect();
+        let absent =
+            |&r: &usize| store.is_some_and(|s| !matches!(s.try_get(&joined(r)), Ok(Some(_))));
+        let missing: Vec<usize> =
+            (0..engine.size()).filter(absent).map(|r| engine.ranks[r]).collect();
         let missing = match missing.is_empty() {
             true => "NCCL to connect the ranks, which are all there".into(),
-            false => missing.into_iter().map(|r| engine.world.describe(r)).collect::<Vec<_>>().join("; "),
+            false => {
+                missing.into_iter().map(|r| engine.world.describe(r)).collect::<Vec<_>>().join("; ")
+            }
         };
         let (rank, operation) = (engine.world.rank, JOINING.into());
         Err(engine.fail(Error::Timeout { rank, operation, timeout, missing }))

@@ -20,12 +20,17 @@ impl Communicator {
             let owner = Owner::Nccl { library: self.library, data: data as u64 };
             return Ok(FlatMemory { device: Arc::clone(&self.device), bytes, owner });
         }
-        let memory = Memory::allocate(&self.device, bytes).map_err(|e| NcclError::missing(e.to_string()))?;
+        let memory =
+            Memory::allocate(&self.device, bytes).map_err(|e| NcclError::missing(e.to_string()))?;
         Ok(FlatMemory { device: Arc::clone(&self.device), bytes, owner: Owner::Driver(memory) })
     }
 
-    /// Tells NCCL of memory that will be used again and again. None where this NCCL cannot use that.
-    pub fn register(self: &Arc<Self>, memory: &Arc<FlatMemory>) -> Result<Option<Registration>, Failure> {
+    /// Tells NCCL of memory that will be used again and again. None where this NCCL cannot use
+    /// that.
+    pub fn register(
+        self: &Arc<Self>,
+        memory: &Arc<FlatMemory>,
+    ) -> Result<Option<Registration>, Failure> {
         if !self.library.has_registration() {
             return Ok(None);
         }
@@ -33,9 +38,18 @@ impl Communicator {
         let mut handle = std::ptr::null_mut();
         // SAFETY: the memory stays as long as the registration, which keeps it.
         unsafe {
-            self.library.comm_register(self.work.0, memory.address() as *mut _, memory.bytes, &mut handle)?;
+            self.library.comm_register(
+                self.work.0,
+                memory.address() as *mut _,
+                memory.bytes,
+                &mut handle,
+            )?;
         }
-        Ok(Some(Registration { communicator: Arc::clone(self), _memory: Arc::clone(memory), handle: handle as usize }))
+        Ok(Some(Registration {
+            communicator: Arc::clone(self),
+            _memory: Arc::clone(memory),
+            handle: handle as usize,
+        }))
     }
 }
 
@@ -66,7 +80,9 @@ impl Drop for FlatMemory {
         let Owner::Nccl { library, data } = self.owner else { return };
         let done = self.device.synchronize().map_err(|error| error.to_string());
         // SAFETY: the memory is NCCL's, and nothing uses it any more.
-        let freed = done.and_then(|()| unsafe { library.mem_free(data as *mut _) }.map_err(|error| error.to_string()));
+        let freed = done.and_then(|()| {
+            unsafe { library.mem_free(data as *mut _) }.map_err(|error| error.to_string())
+        });
         if let Err(error) = freed {
             log::debug!("device memory stays allocated: {error}");
         }
@@ -83,12 +99,14 @@ pub struct Registration {
 impl Drop for Registration {
     fn drop(&mut self) {
         let communicator = &self.communicator;
-        // Unmapping does not wait for what uses the memory; and NCCL comes back to the thread's device.
+        // Unmapping does not wait for what uses the memory; and NCCL comes back to the thread's
+        // device.
         let done = communicator.device.synchronize();
         let (Ok(()), Ok(_turn)) = (done, communicator.take_turn()) else { return };
         // SAFETY: the handle is this registration's.
-        if let Err(error) = unsafe { communicator.library.comm_deregister(communicator.work.0, self.handle as *mut _) }
-        {
+        if let Err(error) = unsafe {
+            communicator.library.comm_deregister(communicator.work.0, self.handle as *mut _)
+        } {
             log::debug!("{error}");
         }
     }

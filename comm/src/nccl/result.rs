@@ -30,7 +30,8 @@ impl NcclError {
 pub enum State {
     /// It is ready.
     Done,
-    /// A non-blocking call is not over: until it is, the communicator can only be asked again, or aborted.
+    /// A non-blocking call is not over: until it is, the communicator can only be asked again, or
+    /// aborted.
     InProgress,
 }
 
@@ -62,8 +63,8 @@ impl Config {
     pub fn new(blocking: bool) -> Config {
         const UNDEFINED: c_int = sys::NCCL_CONFIG_UNDEF_INT;
         Config(ncclConfig_t {
-            // Every version takes this: an older one reads as much as it knows, a newer one sees which fields are not
-            // here.
+            // Every version takes this: an older one reads as much as it knows, a newer one sees
+            // which fields are not here.
             size: size_of::<ncclConfig_t>(),
             magic: 0xcafe_beef,
             version: sys::NCCL_VERSION_CODE,
@@ -96,15 +97,18 @@ macro_rules! call {
     }};
 }
 
-/// NCCL's functions, each by its name. A non-blocking communicator that is not ready is no error: see `async_error`.
+/// NCCL's functions, each by its name. A non-blocking communicator that is not ready is no error:
+/// see `async_error`.
 ///
 /// # Safety
 ///
-/// Of the `unsafe` ones, as NCCL has it: a communicator is this library's, and neither destroyed nor aborted. Results
-/// can be written where they are to go. Buffers are memory of the communicator's device with that many elements, and
-/// nobody else uses or frees them before `stream`, which is of the same device, has done the work.
+/// Of the `unsafe` ones, as NCCL has it: a communicator is this library's, and neither destroyed
+/// nor aborted. Results can be written where they are to go. Buffers are memory of the
+/// communicator's device with that many elements, and nobody else uses or frees them before
+/// `stream`, which is of the same device, has done the work.
 impl Library {
-    /// The id of a new communicator. One of its ranks makes it, and must stay until all have joined.
+    /// The id of a new communicator. One of its ranks makes it, and must stay until all have
+    /// joined.
     pub fn unique_id(&self) -> Result<UniqueId> {
         let mut id = sys::ncclUniqueId { internal: [0; UniqueId::BYTES] };
         call!(self, self.nccl, ncclGetUniqueId(&mut id)).map(|()| UniqueId(id))
@@ -120,10 +124,15 @@ impl Library {
         config: &Config,
     ) -> Result<()> {
         let mut config = config.0;
-        call!(self, self.nccl, ncclCommInitRankConfig(comm, number(size), id.0, number(rank), &mut config))
+        call!(
+            self,
+            self.nccl,
+            ncclCommInitRankConfig(comm, number(size), id.0, number(rank), &mut config)
+        )
     }
 
-    /// Splits the ranks of `comm` by color. `child` is written when that is over, for a non-blocking `comm` later.
+    /// Splits the ranks of `comm` by color. `child` is written when that is over, for a
+    /// non-blocking `comm` later.
     pub(super) unsafe fn comm_split(
         &self,
         comm: ncclComm_t,
@@ -177,7 +186,11 @@ impl Library {
         call!(self, self.registration()?, ncclCommRegister(comm, data, bytes, handle))
     }
 
-    pub(super) unsafe fn comm_deregister(&self, comm: ncclComm_t, handle: *mut c_void) -> Result<()> {
+    pub(super) unsafe fn comm_deregister(
+        &self,
+        comm: ncclComm_t,
+        handle: *mut c_void,
+    ) -> Result<()> {
         call!(self, self.registration()?, ncclCommDeregister(comm, handle))
     }
 
@@ -215,7 +228,11 @@ impl Library {
         comm: ncclComm_t,
         stream: *mut c_void,
     ) -> Result<()> {
-        call!(self, self.nccl, ncclReduce(from, to, count, dtype, op, number(root), comm, stream.cast()))
+        call!(
+            self,
+            self.nccl,
+            ncclReduce(from, to, count, dtype, op, number(root), comm, stream.cast())
+        )
     }
 
     #[allow(clippy::too_many_arguments)]
@@ -229,7 +246,11 @@ impl Library {
         comm: ncclComm_t,
         stream: *mut c_void,
     ) -> Result<()> {
-        call!(self, self.nccl, ncclBroadcast(from, to, count, dtype, number(root), comm, stream.cast()))
+        call!(
+            self,
+            self.nccl,
+            ncclBroadcast(from, to, count, dtype, number(root), comm, stream.cast())
+        )
     }
 
     /// `count` elements from each rank.
@@ -297,7 +318,9 @@ impl Library {
     fn registration(&self) -> Result<&sys::Registration> {
         self.registration.as_ref().ok_or_else(|| {
             let (version, path) = (self.version(), self.path().display());
-            NcclError::missing(format!("NCCL {version} ({path}) cannot register memory: install 2.19 or newer"))
+            NcclError::missing(format!(
+                "NCCL {version} ({path}) cannot register memory: install 2.19 or newer"
+            ))
         })
     }
 
@@ -307,10 +330,11 @@ impl Library {
         }
         // SAFETY: NCCL knows a text for every number, and keeps it.
         let meaning = unsafe { text(self.nccl.ncclGetErrorString(code)) };
-        // SAFETY: it asks for no communicator, and what it returns stays; another thread's error at the same time may
-        // garble it, but not end it.
+        // SAFETY: it asks for no communicator, and what it returns stays; another thread's error at
+        // the same time may garble it, but not end it.
         let last = unsafe { text(self.nccl.ncclGetLastError(ptr::null_mut())) };
-        let text = if last.is_empty() { meaning } else { format!("{meaning} (last error: {last})") };
+        let text =
+            if last.is_empty() { meaning } else { format!("{meaning} (last error: {last})") };
         Err(NcclError { call, code, text })
     }
 }

@@ -32,7 +32,8 @@ pub struct ncclUniqueId {
 const _: () = {
     ["Size of ncclUniqueId"][::std::mem::size_of::<ncclUniqueId>() - 128usize];
     ["Alignment of ncclUniqueId"][::std::mem::align_of::<ncclUniqueId>() - 1usize];
-    ["Offset of field: ncclUniqueId::internal"][::std::mem::offset_of!(ncclUniqueId, internal) - 0usize];
+    ["Offset of field: ncclUniqueId::internal"]
+        [::std::mem::offset_of!(ncclUniqueId, internal) - 0usize];
 };
 impl ncclResult_t {
     pub const ncclSuccess: ncclResult_t = ncclResult_t(0);
@@ -73,25 +74,36 @@ pub struct ncclConfig_v22800 {
 const _: () = {
     ["Size of ncclConfig_v22800"][::std::mem::size_of::<ncclConfig_v22800>() - 80usize];
     ["Alignment of ncclConfig_v22800"][::std::mem::align_of::<ncclConfig_v22800>() - 8usize];
-    ["Offset of field: ncclConfig_v22800::size"][::std::mem::offset_of!(ncclConfig_v22800, size) - 0usize];
-    ["Offset of field: ncclConfig_v22800::magic"][::std::mem::offset_of!(ncclConfig_v22800, magic) - 8usize];
-    ["Offset of field: ncclConfig_v22800::version"][::std::mem::offset_of!(ncclConfig_v22800, version) - 12usize];
-    ["Offset of field: ncclConfig_v22800::blocking"][::std::mem::offset_of!(ncclConfig_v22800, blocking) - 16usize];
+    ["Offset of field: ncclConfig_v22800::size"]
+        [::std::mem::offset_of!(ncclConfig_v22800, size) - 0usize];
+    ["Offset of field: ncclConfig_v22800::magic"]
+        [::std::mem::offset_of!(ncclConfig_v22800, magic) - 8usize];
+    ["Offset of field: ncclConfig_v22800::version"]
+        [::std::mem::offset_of!(ncclConfig_v22800, version) - 12usize];
+    ["Offset of field: ncclConfig_v22800::blocking"]
+        [::std::mem::offset_of!(ncclConfig_v22800, blocking) - 16usize];
     ["Offset of field: ncclConfig_v22800::cgaClusterSize"]
         [::std::mem::offset_of!(ncclConfig_v22800, cgaClusterSize) - 20usize];
-    ["Offset of field: ncclConfig_v22800::minCTAs"][::std::mem::offset_of!(ncclConfig_v22800, minCTAs) - 24usize];
-    ["Offset of field: ncclConfig_v22800::maxCTAs"][::std::mem::offset_of!(ncclConfig_v22800, maxCTAs) - 28usize];
-    ["Offset of field: ncclConfig_v22800::netName"][::std::mem::offset_of!(ncclConfig_v22800, netName) - 32usize];
-    ["Offset of field: ncclConfig_v22800::splitShare"][::std::mem::offset_of!(ncclConfig_v22800, splitShare) - 40usize];
+    ["Offset of field: ncclConfig_v22800::minCTAs"]
+        [::std::mem::offset_of!(ncclConfig_v22800, minCTAs) - 24usize];
+    ["Offset of field: ncclConfig_v22800::maxCTAs"]
+        [::std::mem::offset_of!(ncclConfig_v22800, maxCTAs) - 28usize];
+    ["Offset of field: ncclConfig_v22800::netName"]
+        [::std::mem::offset_of!(ncclConfig_v22800, netName) - 32usize];
+    ["Offset of field: ncclConfig_v22800::splitShare"]
+        [::std::mem::offset_of!(ncclConfig_v22800, splitShare) - 40usize];
     ["Offset of field: ncclConfig_v22800::trafficClass"]
         [::std::mem::offset_of!(ncclConfig_v22800, trafficClass) - 44usize];
-    ["Offset of field: ncclConfig_v22800::commName"][::std::mem::offset_of!(ncclConfig_v22800, commName) - 48usize];
+    ["Offset of field: ncclConfig_v22800::commName"]
+        [::std::mem::offset_of!(ncclConfig_v22800, commName) - 48usize];
     ["Offset of field: ncclConfig_v22800::collnetEnable"]
         [::std::mem::offset_of!(ncclConfig_v22800, collnetEnable) - 56usize];
-    ["Offset of field: ncclConfig_v22800::CTAPolicy"][::std::mem::offset_of!(ncclConfig_v22800, CTAPolicy) - 60usize];
+    ["Offset of field: ncclConfig_v22800::CTAPolicy"]
+        [::std::mem::offset_of!(ncclConfig_v22800, CTAPolicy) - 60usize];
     ["Offset of field: ncclConfig_v22800::shrinkShare"]
         [::std::mem::offset_of!(ncclConfig_v22800, shrinkShare) - 64usize];
-    ["Offset of field: ncclConfig_v22800::nvlsCTAs"][::std::mem::offset_of!(ncclConfig_v22800, nvlsCTAs) - 68usize];
+    ["Offset of field: ncclConfig_v22800::nvlsCTAs"]
+        [::std::mem::offset_of!(ncclConfig_v22800, nvlsCTAs) - 68usize];
     ["Offset of field: ncclConfig_v22800::nChannelsPerNetPeer"]
         [::std::mem::offset_of!(ncclConfig_v22800, nChannelsPerNetPeer) - 72usize];
     ["Offset of field: ncclConfig_v22800::nvlinkCentricSched"]
@@ -154,11 +166,15 @@ pub struct Nccl {
         newcomm: *mut ncclComm_t,
         config: *mut ncclConfig_t,
     ) -> ncclResult_t,
-    pub ncclGetErrorString: unsafe extern "C" fn(result: ncclResult_t) -> *const ::std::os::raw::c_char,
+    pub ncclGetErrorString:
+        unsafe extern "C" fn(result: ncclResult_t) -> *const ::std::os::raw::c_char,
     pub ncclGetLastError: unsafe extern "C" fn(comm: ncclComm_t) -> *const ::std::os::raw::c_char,
-    pub ncclCommGetAsyncError: unsafe extern "C" fn(comm: ncclComm_t, asyncError: *mut ncclResult_t) -> ncclResult_t,
-    pub ncclCommCount: unsafe extern "C" fn(comm: ncclComm_t, count: *mut ::std::os::raw::c_int) -> ncclResult_t,
-    pub ncclCommUserRank: unsafe extern "C" fn(comm: ncclComm_t, rank: *mut ::std::os::raw::c_int) -> ncclResult_t,
+    pub ncclCommGetAsyncError:
+        unsafe extern "C" fn(comm: ncclComm_t, asyncError: *mut ncclResult_t) -> ncclResult_t,
+    pub ncclCommCount:
+        unsafe extern "C" fn(comm: ncclComm_t, count: *mut ::std::os::raw::c_int) -> ncclResult_t,
+    pub ncclCommUserRank:
+        unsafe extern "C" fn(comm: ncclComm_t, rank: *mut ::std::os::raw::c_int) -> ncclResult_t,
     pub ncclReduce: unsafe extern "C" fn(
         sendbuff: *const ::std::os::raw::c_void,
         recvbuff: *mut ::std::os::raw::c_void,
@@ -239,14 +255,17 @@ impl Nccl {
         let __library = library.into();
         let ncclGetVersion = unsafe { __library.get(b"ncclGetVersion\0") }.map(|sym| *sym)?;
         let ncclGetUniqueId = unsafe { __library.get(b"ncclGetUniqueId\0") }.map(|sym| *sym)?;
-        let ncclCommInitRankConfig = unsafe { __library.get(b"ncclCommInitRankConfig\0") }.map(|sym| *sym)?;
+        let ncclCommInitRankConfig =
+            unsafe { __library.get(b"ncclCommInitRankConfig\0") }.map(|sym| *sym)?;
         let ncclCommFinalize = unsafe { __library.get(b"ncclCommFinalize\0") }.map(|sym| *sym)?;
         let ncclCommDestroy = unsafe { __library.get(b"ncclCommDestroy\0") }.map(|sym| *sym)?;
         let ncclCommAbort = unsafe { __library.get(b"ncclCommAbort\0") }.map(|sym| *sym)?;
         let ncclCommSplit = unsafe { __library.get(b"ncclCommSplit\0") }.map(|sym| *sym)?;
-        let ncclGetErrorString = unsafe { __library.get(b"ncclGetErrorString\0") }.map(|sym| *sym)?;
+        let ncclGetErrorString =
+            unsafe { __library.get(b"ncclGetErrorString\0") }.map(|sym| *sym)?;
         let ncclGetLastError = unsafe { __library.get(b"ncclGetLastError\0") }.map(|sym| *sym)?;
-        let ncclCommGetAsyncError = unsafe { __library.get(b"ncclCommGetAsyncError\0") }.map(|sym| *sym)?;
+        let ncclCommGetAsyncError =
+            unsafe { __library.get(b"ncclCommGetAsyncError\0") }.map(|sym| *sym)?;
         let ncclCommCount = unsafe { __library.get(b"ncclCommCount\0") }.map(|sym| *sym)?;
         let ncclCommUserRank = unsafe { __library.get(b"ncclCommUserRank\0") }.map(|sym| *sym)?;
         let ncclReduce = unsafe { __library.get(b"ncclReduce\0") }.map(|sym| *sym)?;
@@ -324,13 +343,25 @@ impl Nccl {
     pub unsafe fn ncclGetLastError(&self, comm: ncclComm_t) -> *const ::std::os::raw::c_char {
         unsafe { (self.ncclGetLastError)(comm) }
     }
-    pub unsafe fn ncclCommGetAsyncError(&self, comm: ncclComm_t, asyncError: *mut ncclResult_t) -> ncclResult_t {
+    pub unsafe fn ncclCommGetAsyncError(
+        &self,
+        comm: ncclComm_t,
+        asyncError: *mut ncclResult_t,
+    ) -> ncclResult_t {
         unsafe { (self.ncclCommGetAsyncError)(comm, asyncError) }
     }
-    pub unsafe fn ncclCommCount(&self, comm: ncclComm_t, count: *mut ::std::os::raw::c_int) -> ncclResult_t {
+    pub unsafe fn ncclCommCount(
+        &self,
+        comm: ncclComm_t,
+        count: *mut ::std::os::raw::c_int,
+    ) -> ncclResult_t {
         unsafe { (self.ncclCommCount)(comm, count) }
     }
-    pub unsafe fn ncclCommUserRank(&self, comm: ncclComm_t, rank: *mut ::std::os::raw::c_int) -> ncclResult_t {
+    pub unsafe fn ncclCommUserRank(
+        &self,
+        comm: ncclComm_t,
+        rank: *mut ::std::os::raw::c_int,
+    ) -> ncclResult_t {
         unsafe { (self.ncclCommUserRank)(comm, rank) }
     }
     pub unsafe fn ncclReduce(
@@ -380,7 +411,9 @@ impl Nccl {
         comm: ncclComm_t,
         stream: cudaStream_t,
     ) -> ncclResult_t {
-        unsafe { (self.ncclReduceScatter)(sendbuff, recvbuff, recvcount, datatype, op, comm, stream) }
+        unsafe {
+            (self.ncclReduceScatter)(sendbuff, recvbuff, recvcount, datatype, op, comm, stream)
+        }
     }
     pub unsafe fn ncclAllGather(
         &self,
@@ -424,7 +457,8 @@ impl Nccl {
 }
 pub struct Registration {
     __library: ::libloading::Library,
-    pub ncclMemAlloc: unsafe extern "C" fn(ptr: *mut *mut ::std::os::raw::c_void, size: usize) -> ncclResult_t,
+    pub ncclMemAlloc:
+        unsafe extern "C" fn(ptr: *mut *mut ::std::os::raw::c_void, size: usize) -> ncclResult_t,
     pub ncclMemFree: unsafe extern "C" fn(ptr: *mut ::std::os::raw::c_void) -> ncclResult_t,
     pub ncclCommRegister: unsafe extern "C" fn(
         comm: ncclComm_t,
@@ -432,7 +466,8 @@ pub struct Registration {
         size: usize,
         handle: *mut *mut ::std::os::raw::c_void,
     ) -> ncclResult_t,
-    pub ncclCommDeregister: unsafe extern "C" fn(comm: ncclComm_t, handle: *mut ::std::os::raw::c_void) -> ncclResult_t,
+    pub ncclCommDeregister:
+        unsafe extern "C" fn(comm: ncclComm_t, handle: *mut ::std::os::raw::c_void) -> ncclResult_t,
 }
 impl Registration {
     pub unsafe fn new<P>(path: P) -> Result<Self, ::libloading::Error>
@@ -451,10 +486,21 @@ impl Registration {
         let ncclMemAlloc = unsafe { __library.get(b"ncclMemAlloc\0") }.map(|sym| *sym)?;
         let ncclMemFree = unsafe { __library.get(b"ncclMemFree\0") }.map(|sym| *sym)?;
         let ncclCommRegister = unsafe { __library.get(b"ncclCommRegister\0") }.map(|sym| *sym)?;
-        let ncclCommDeregister = unsafe { __library.get(b"ncclCommDeregister\0") }.map(|sym| *sym)?;
-        Ok(Registration { __library, ncclMemAlloc, ncclMemFree, ncclCommRegister, ncclCommDeregister })
+        let ncclCommDeregister =
+            unsafe { __library.get(b"ncclCommDeregister\0") }.map(|sym| *sym)?;
+        Ok(Registration {
+            __library,
+            ncclMemAlloc,
+            ncclMemFree,
+            ncclCommRegister,
+            ncclCommDeregister,
+        })
     }
-    pub unsafe fn ncclMemAlloc(&self, ptr: *mut *mut ::std::os::raw::c_void, size: usize) -> ncclResult_t {
+    pub unsafe fn ncclMemAlloc(
+        &self,
+        ptr: *mut *mut ::std::os::raw::c_void,
+        size: usize,
+    ) -> ncclResult_t {
         unsafe { (self.ncclMemAlloc)(ptr, size) }
     }
     pub unsafe fn ncclMemFree(&self, ptr: *mut ::std::os::raw::c_void) -> ncclResult_t {
@@ -469,7 +515,11 @@ impl Registration {
     ) -> ncclResult_t {
         unsafe { (self.ncclCommRegister)(comm, buff, size, handle) }
     }
-    pub unsafe fn ncclCommDeregister(&self, comm: ncclComm_t, handle: *mut ::std::os::raw::c_void) -> ncclResult_t {
+    pub unsafe fn ncclCommDeregister(
+        &self,
+        comm: ncclComm_t,
+        handle: *mut ::std::os::raw::c_void,
+    ) -> ncclResult_t {
         unsafe { (self.ncclCommDeregister)(comm, handle) }
     }
 }

@@ -1,9 +1,9 @@
 //! The watchdog: a thread that looks after what has been enqueued, as nobody else waits for it.
 //!
-//! NCCL's operations run on the device, where a peer that never comes would hold everything up for ever. The thread
-//! looks whether the oldest operation is over, whether NCCL reports an error, whether the peers live, and at the clock.
-//! The first failure is told to all ranks of the machine, and the communicator is aborted, so that the device, and whoever
-//! waits for it, is free again.
+//! NCCL's operations run on the device, where a peer that never comes would hold everything up for
+//! ever. The thread looks whether the oldest operation is over, whether NCCL reports an error,
+//! whether the peers live, and at the clock. The first failure is told to all ranks of the machine,
+//! and the communicator is aborted, so that the device, and whoever waits for it, is free again.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -28,8 +28,8 @@ const LOOK: Duration = Duration::from_millis(50);
 const PUBLISH: Duration = Duration::from_secs(1);
 /// How much longer than a peer's clean end its last operation may take here.
 const AFTERGLOW: Duration = Duration::from_secs(5);
-/// How long the program has to take notice of a failure, and an abort to set the device free, before the process is ended:
-/// it may hang in a call to the device that not even the abort ends.
+/// How long the program has to take notice of a failure, and an abort to set the device free,
+/// before the process is ended: it may hang in a call to the device that not even the abort ends.
 const NOTICE: Duration = Duration::from_secs(30);
 /// How long the watchdog itself may be silent, in such a call.
 const SILENCE: Duration = Duration::from_secs(60);
@@ -55,7 +55,8 @@ impl fmt::Display for Issued {
 struct Pending {
     issued: Issued,
     begun: Instant,
-    /// None as long as NCCL has not enqueued it: its first operations block the host until all ranks are there.
+    /// None as long as NCCL has not enqueued it: its first operations block the host until all
+    /// ranks are there.
     done: Option<Arc<Event>>,
 }
 
@@ -90,7 +91,11 @@ pub struct Watch {
 }
 
 impl Watch {
-    pub fn start(engine: Arc<Engine>, communicator: Arc<Communicator>, prefix: String) -> std::io::Result<Self> {
+    pub fn start(
+        engine: Arc<Engine>,
+        communicator: Arc<Communicator>,
+        prefix: String,
+    ) -> std::io::Result<Self> {
         let state = State {
             pending: VecDeque::new(),
             last: None,
@@ -101,7 +106,13 @@ impl Watch {
             stopped: false,
             warned: false,
         };
-        let shared = Shared { engine, communicator, prefix, state: Mutex::new(state), change: Condvar::new() };
+        let shared = Shared {
+            engine,
+            communicator,
+            prefix,
+            state: Mutex::new(state),
+            change: Condvar::new(),
+        };
         let shared = Arc::new(shared);
         let [watched, guarded] = [Arc::clone(&shared), Arc::clone(&shared)];
         let mut watch = Self { shared, threads: Vec::new() };
@@ -122,7 +133,11 @@ impl Watch {
                 return Err(cause);
             }
             let rank = self.shared.engine.world.rank;
-            return Err(Error::Poisoned { rank, operation: operation.to_string(), cause: cause.to_string() });
+            return Err(Error::Poisoned {
+                rank,
+                operation: operation.to_string(),
+                cause: cause.to_string(),
+            });
         }
         drop(state);
         self.shared.engine.check_failure(operation, false).map_err(|error| self.fail(error))
@@ -192,12 +207,19 @@ impl Shared {
             let last = state.last;
             let news = last.map(|issued| issued.operation.sequence) != published;
             let due = last_publish.elapsed() >= PUBLISH.min(self.engine.timeout() / 4);
-            let oldest = state.pending.front().map(|pending| (pending.issued, pending.begun, pending.done.clone()));
+            let oldest = state
+                .pending
+                .front()
+                .map(|pending| (pending.issued, pending.begun, pending.done.clone()));
             let Some((issued, begun, done)) = oldest else {
                 self.change.notify_all();
                 long = None;
                 if news && !due {
-                    drop(self.change.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner));
+                    drop(
+                        self.change
+                            .wait_timeout(state, LOOK)
+                            .unwrap_or_else(PoisonError::into_inner),
+                    );
                 } else if news {
                     drop(state);
                     (published, last_publish) = (self.publish(last), Instant::now());
@@ -228,7 +250,9 @@ impl Shared {
                 long = self.engine.world.long_wait();
             }
             if let Some(long) = &mut long {
-                long.look(begun.elapsed(), &issued, || self.late(&issued).map(|r| self.engine.ranks[r]).collect());
+                long.look(begun.elapsed(), &issued, || {
+                    self.late(&issued).map(|r| self.engine.ranks[r]).collect()
+                });
             }
             std::thread::sleep(LOOK);
         }
@@ -239,8 +263,9 @@ impl Shared {
         }
     }
 
-    /// Ends the process when nothing else is left: the program is stuck, or the watchdog is, and nobody would learn why.
-    /// Calls neither the device nor NCCL nor the store, any of which may hang.
+    /// Ends the process when nothing else is left: the program is stuck, or the watchdog is, and
+    /// nobody would learn why. Calls neither the device nor NCCL nor the store, any of which may
+    /// hang.
     fn guard(&self) {
         let mut state = self.state();
         loop {
@@ -250,7 +275,9 @@ impl Shared {
                 None if !state.pending.is_empty() => Some(state.beat + SILENCE),
                 _ => None,
             };
-            if state.stopped && (state.failure.is_none() || state.freed) || state.failure.is_some() && done {
+            if state.stopped && (state.failure.is_none() || state.freed)
+                || state.failure.is_some() && done
+            {
                 return;
             }
             let left = until.map(|until| until.saturating_duration_since(Instant::now()));
@@ -261,7 +288,11 @@ impl Shared {
                 }
                 (Some(Duration::ZERO), None) => {
                     let rank = self.engine.world.rank;
-                    let issued = state.pending.front().map(|pending| pending.issued.to_string()).unwrap_or_default();
+                    let issued = state
+                        .pending
+                        .front()
+                        .map(|pending| pending.issued.to_string())
+                        .unwrap_or_default();
                     eprintln!(
                         "rank {rank}: {issued}: no answer from the driver for {SILENCE:?}, so the process ends here"
                     );
@@ -269,7 +300,11 @@ impl Shared {
                 }
                 _ => {
                     let wait = left.unwrap_or(SILENCE);
-                    state = self.change.wait_timeout(state, wait).unwrap_or_else(PoisonError::into_inner).0;
+                    state = self
+                        .change
+                        .wait_timeout(state, wait)
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .0;
                 }
             }
         }
@@ -278,13 +313,15 @@ impl Shared {
     fn retire(&self, issued: &Issued) {
         let mut state = self.state();
         let sequence = |pending: &Pending| pending.issued.operation.sequence;
-        if state.pending.front().is_some_and(|oldest| sequence(oldest) == issued.operation.sequence) {
+        if state.pending.front().is_some_and(|oldest| sequence(oldest) == issued.operation.sequence)
+        {
             state.pending.pop_front();
             state.warned = false;
         }
     }
 
-    /// What is wrong with the oldest operation, if anything is. Takes note of when peers were first seen to be gone.
+    /// What is wrong with the oldest operation, if anything is. Takes note of when peers were first
+    /// seen to be gone.
     fn look(
         &self,
         issued: &Issued,
@@ -299,11 +336,13 @@ impl Shared {
         if let Err(Failure::Nccl(error)) = self.communicator.check() {
             return Some(self.system(issued, error.to_string()));
         }
-        // A peer may have gone once it had done its part, even a little before this rank has seen that.
+        // A peer may have gone once it had done its part, even a little before this rank has seen
+        // that.
         let gone = engine.gone();
         if !gone.is_empty() && is_over(done) == Ok(false) {
             let late = gone_since.get_or_insert_with(Instant::now).elapsed() > AFTERGLOW;
-            if let Some(peer) = gone.into_iter().find(|&peer| late || !self.has_begun(peer, issued)) {
+            if let Some(peer) = gone.into_iter().find(|&peer| late || !self.has_begun(peer, issued))
+            {
                 return Some(engine.lose(peer, issued));
             }
         }
@@ -312,7 +351,11 @@ impl Shared {
             return Some(self.timed_out(issued, timeout));
         }
         if age >= FIRST_WARNING && !std::mem::replace(&mut self.state().warned, true) {
-            log::warn!("rank {rank}: {issued} has waited {} s for {}", age.as_secs(), self.missing(issued));
+            log::warn!(
+                "rank {rank}: {issued} has waited {} s for {}",
+                age.as_secs(),
+                self.missing(issued)
+            );
         }
         None
     }
@@ -345,7 +388,8 @@ impl Shared {
         let others = (0..self.engine.size()).filter(|&r| r != self.engine.rank);
         let differs = |r: usize| {
             let (sequence, text) = self.progress(r)?;
-            (sequence == issued.operation.sequence && text != issued.to_string()).then_some((r, text))
+            (sequence == issued.operation.sequence && text != issued.to_string())
+                .then_some((r, text))
         };
         if let Some((other, theirs)) = others.filter_map(differs).next() {
             let other = self.engine.ranks[other];
@@ -354,7 +398,12 @@ impl Shared {
                 detail: format!("rank {rank} called {issued}, rank {other} called {theirs}"),
             };
         }
-        Error::Timeout { rank, operation: issued.to_string(), timeout, missing: self.missing(issued) }
+        Error::Timeout {
+            rank,
+            operation: issued.to_string(),
+            timeout,
+            missing: self.missing(issued),
+        }
     }
 
     /// The ranks that have not begun the operation, as far as the store knows.
@@ -365,8 +414,9 @@ impl Shared {
     /// As [`Shared::late`], in words.
     fn missing(&self, issued: &Issued) -> String {
         let describe = |r: usize| {
-            let at =
-                self.progress(r).map_or("which has begun nothing".into(), |(_, text)| format!("which is at {text}"));
+            let at = self.progress(r).map_or("which has begun nothing".into(), |(_, text)| {
+                format!("which is at {text}")
+            });
             format!("{}, {at}", self.engine.world.describe(self.engine.ranks[r]))
         };
         let late: Vec<String> = self.late(issued).map(describe).collect();
@@ -387,7 +437,8 @@ impl Shared {
     /// Tells the others how far this rank is. Returns the number that they know now.
     fn publish(&self, last: Option<Issued>) -> Option<u64> {
         let (store, last) = (self.store()?, last?);
-        let (key, sequence) = (format!("{}at/{}", self.prefix, self.engine.rank), last.operation.sequence);
+        let (key, sequence) =
+            (format!("{}at/{}", self.prefix, self.engine.rank), last.operation.sequence);
         if let Err(error) = store.set(&key, format!("{sequence} {last}").as_bytes()) {
             log::debug!("rank {}: {error}", self.engine.world.rank);
         }

@@ -1,10 +1,12 @@
-//! Where connections come in: whoever waits for one accepts them all, and files those that say a right hello.
+//! Where connections come in: whoever waits for one accepts them all, and files those that say a
+//! right hello.
 //!
-//! A hello is its length (u32, little-endian), a proof of knowing the job's token, and the name of the connection. The
-//! proof is HMAC-SHA256 of the lobby's address and that name with the token as key: the token is not sent, and at another
-//! lobby the hello is worth nothing. (A challenge would have to be answered by somebody, and nobody accepts while nobody
-//! waits.) Nothing of the hello is believed, and nothing else is read, before the proof is right; who says something
-//! else, or nothing, is cut off.
+//! A hello is its length (u32, little-endian), a proof of knowing the job's token, and the name of
+//! the connection. The proof is HMAC-SHA256 of the lobby's address and that name with the token as
+//! key: the token is not sent, and at another lobby the hello is worth nothing. (A challenge would
+//! have to be answered by somebody, and nobody accepts while nobody waits.) Nothing of the hello is
+//! believed, and nothing else is read, before the proof is right; who says something else, or
+//! nothing, is cut off.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, Read, Write};
@@ -23,8 +25,8 @@ use crate::store::prove;
 /// The bytes of a proof, and of the longest hello.
 const PROOF: usize = 32;
 const MAX_HELLO: usize = 2048;
-/// Connections that have not said all of their hello: more are not accepted, nor are they kept for longer; while others
-/// cannot be accepted, not even for so long.
+/// Connections that have not said all of their hello: more are not accepted, nor are they kept for
+/// longer; while others cannot be accepted, not even for so long.
 const MAX_PENDING: usize = 256;
 const HELLO_TIME: Duration = Duration::from_secs(10);
 const CROWDED_TIME: Duration = Duration::from_secs(1);
@@ -63,7 +65,12 @@ impl Lobby {
         // Again, for the longest queue: nobody accepts while nobody waits.
         listen(&listener, Backlog::MAXALLOWABLE)?;
         listener.set_nonblocking(true)?;
-        Ok(Self { address: listener.local_addr()?, listener, token: token.into(), guests: Mutex::default() })
+        Ok(Self {
+            address: listener.local_addr()?,
+            listener,
+            token: token.into(),
+            guests: Mutex::default(),
+        })
     }
 
     pub fn address(&self) -> SocketAddr {
@@ -74,7 +81,9 @@ impl Lobby {
     pub fn knock(&self, address: SocketAddr, name: &str, time: Duration) -> io::Result<TcpStream> {
         if PROOF + name.len() > MAX_HELLO {
             let (length, most) = (name.len(), MAX_HELLO - PROOF);
-            return Err(io::Error::other(format!("its name has {length} bytes, and {most} at most are possible")));
+            return Err(io::Error::other(format!(
+                "its name has {length} bytes, and {most} at most are possible"
+            )));
         }
         let mut stream = TcpStream::connect_timeout(&address, time)?;
         if stream.local_addr()? == stream.peer_addr()? {
@@ -95,8 +104,12 @@ impl Lobby {
             return stream;
         }
         if has_accepted_all {
-            let time = Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) };
-            let _ = rustix::event::poll(&mut [PollFd::new(&self.listener.as_fd(), PollFlags::IN)], Some(&time));
+            let time =
+                Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) };
+            let _ = rustix::event::poll(
+                &mut [PollFd::new(&self.listener.as_fd(), PollFlags::IN)],
+                Some(&time),
+            );
         } else {
             // Those who are still outside would end the wait at once.
             std::thread::sleep(time);
@@ -130,12 +143,22 @@ impl Guests {
     /// Accepts those for whom there is room; whether that was all.
     fn accept(&mut self, listener: &TcpListener) -> bool {
         for _ in self.pending.len()..MAX_PENDING {
-            match listener.accept().and_then(|(stream, _)| stream.set_nonblocking(true).map(|()| stream)) {
-                Ok(stream) => self.pending.push_back(Pending { stream, since: Instant::now(), hello: Vec::new() }),
+            match listener
+                .accept()
+                .and_then(|(stream, _)| stream.set_nonblocking(true).map(|()| stream))
+            {
+                Ok(stream) => self.pending.push_back(Pending {
+                    stream,
+                    since: Instant::now(),
+                    hello: Vec::new(),
+                }),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return true,
                 // The connection may have ended again while it waited.
-                Err(error) if matches!(error.kind(), io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted) => {
-                }
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted
+                    ) => {}
                 // Above all, when this process has no file descriptor left.
                 Err(error) => {
                     static WARNING: Once = Once::new();
@@ -152,7 +175,9 @@ impl Guests {
     fn read_on(&mut self, token: &str, address: SocketAddr, patience: Duration) {
         for mut guest in std::mem::take(&mut self.pending) {
             match guest.read_on(token, address) {
-                Outcome::Pending if guest.since.elapsed() < patience => self.pending.push_back(guest),
+                Outcome::Pending if guest.since.elapsed() < patience => {
+                    self.pending.push_back(guest)
+                }
                 Outcome::Named(name) => drop(self.admitted.insert(name, guest.stream)),
                 _ => {}
             }
@@ -188,17 +213,22 @@ impl Pending {
     fn judge(&self, token: &str, address: SocketAddr) -> Outcome {
         let (proved, name) = self.hello[4..].split_at(PROOF);
         match std::str::from_utf8(name) {
-            Ok(name) if proof(token, address, name).verify_slice(proved).is_ok() => Outcome::Named(name.into()),
+            Ok(name) if proof(token, address, name).verify_slice(proved).is_ok() => {
+                Outcome::Named(name.into())
+            }
             _ => {
-                log::warn!("a connection from {:?} was refused: wrong token", self.stream.peer_addr());
+                log::warn!(
+                    "a connection from {:?} was refused: wrong token",
+                    self.stream.peer_addr()
+                );
                 Outcome::CutOff
             }
         }
     }
 }
 
-/// The proof of knowing `token`, in a hello at `address`. The text is longer than what the store challenges with, so the
-/// one proof never passes for the other.
+/// The proof of knowing `token`, in a hello at `address`. The text is longer than what the store
+/// challenges with, so the one proof never passes for the other.
 fn proof(token: &str, address: SocketAddr, name: &str) -> Hmac<Sha256> {
     prove(token, format!("connection to {address}: {name}").as_bytes())
 }
@@ -244,13 +274,16 @@ mod tests {
 
     #[test]
     fn any_token_and_name_of_bearable_length_will_do() {
-        let lobby = Lobby::open([127, 0, 0, 1].into(), &format!("of two\nlines{}", "!".repeat(5000))).unwrap();
+        let lobby =
+            Lobby::open([127, 0, 0, 1].into(), &format!("of two\nlines{}", "!".repeat(5000)))
+                .unwrap();
         let longest = "n".repeat(MAX_HELLO - PROOF);
         for name in ["a\nb", &longest] {
             let _guest = lobby.knock(lobby.address, name, HELLO_TIME).unwrap();
             assert!(come(&lobby, name).is_some());
         }
-        let error = lobby.knock(lobby.address, &(longest + "n"), HELLO_TIME).unwrap_err().to_string();
+        let error =
+            lobby.knock(lobby.address, &(longest + "n"), HELLO_TIME).unwrap_err().to_string();
         assert!(error.contains("2017 bytes, and 2016 at most"), "{error}");
     }
 
@@ -271,18 +304,24 @@ mod tests {
     /// In a process of its own, which may open few files.
     #[test]
     fn without_file_descriptors_guests_are_accepted_later() {
-        const NAME: &str = "nodes::lobby::tests::without_file_descriptors_guests_are_accepted_later";
+        const NAME: &str =
+            "nodes::lobby::tests::without_file_descriptors_guests_are_accepted_later";
         if std::env::var_os("FLOW_TEST_FEW_FILES").is_none() {
             let mut child = std::process::Command::new("sh");
-            child.args(["-c", r#"ulimit -n 64; exec "$@""#, "sh"]).arg(std::env::current_exe().unwrap());
-            let output = child.args(["--exact", NAME]).env("FLOW_TEST_FEW_FILES", "1").output().unwrap();
+            child
+                .args(["-c", r#"ulimit -n 64; exec "$@""#, "sh"])
+                .arg(std::env::current_exe().unwrap());
+            let output =
+                child.args(["--exact", NAME]).env("FLOW_TEST_FEW_FILES", "1").output().unwrap();
             let said = String::from_utf8_lossy(&output.stdout);
             assert!(output.status.success() && said.contains("1 passed"), "{said}");
             return;
         }
         let lobby = lobby();
-        let _strangers: Vec<TcpStream> = (0..10).map(|_| TcpStream::connect(lobby.address).unwrap()).collect();
-        let mut files: Vec<_> = std::iter::from_fn(|| std::fs::File::open("/dev/null").ok()).collect();
+        let _strangers: Vec<TcpStream> =
+            (0..10).map(|_| TcpStream::connect(lobby.address).unwrap()).collect();
+        let mut files: Vec<_> =
+            std::iter::from_fn(|| std::fs::File::open("/dev/null").ok()).collect();
         assert_eq!(lobby.look("one").0.map(drop), None);
         assert!(lobby.guests.lock().unwrap().pending.is_empty(), "there is no room for any");
         files.truncate(files.len() - 4);
@@ -293,15 +332,22 @@ mod tests {
     #[test]
     fn strangers_do_no_harm() {
         let lobby = lobby();
-        let strangers: Vec<TcpStream> = (0..600).map(|_| TcpStream::connect(lobby.address).unwrap()).collect();
-        for (stranger, text) in strangers.iter().zip([&b"GET / HTTP/1.1\r\n\r\n"[..], &[255; 4096], &[0; 4096]]) {
+        let strangers: Vec<TcpStream> =
+            (0..600).map(|_| TcpStream::connect(lobby.address).unwrap()).collect();
+        for (stranger, text) in
+            strangers.iter().zip([&b"GET / HTTP/1.1\r\n\r\n"[..], &[255; 4096], &[0; 4096]])
+        {
             let _ = (&*stranger).write_all(text);
         }
         let other = Lobby { token: "Secret".into(), ..self::lobby() };
         let thief = other.knock(lobby.address, "one", HELLO_TIME).unwrap();
         let _one = lobby.knock(lobby.address, "one", HELLO_TIME).unwrap();
         lobby.take("one", Duration::ZERO);
-        assert_eq!(lobby.listener.accept().map(drop).ok(), Some(()), "not all are accepted at once");
+        assert_eq!(
+            lobby.listener.accept().map(drop).ok(),
+            Some(()),
+            "not all are accepted at once"
+        );
         assert!(come(&lobby, "one").is_some());
         assert!(lobby.guests.lock().unwrap().pending.len() <= MAX_PENDING);
         assert!(is_cut_off(thief, &lobby));

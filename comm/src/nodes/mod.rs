@@ -7,8 +7,8 @@
 //! | `mpi` | the same over MPI, with the feature of that name |
 //! | `queue` | what is still to be moved to, or from, a member |
 //!
-//! Inside a node ranks share memory (`shm`). Between nodes the first member of a group on each node, its *leader*,
-//! sends and receives for all; for `send` and `recv` any two ranks are linked.
+//! Inside a node ranks share memory (`shm`). Between nodes the first member of a group on each
+//! node, its *leader*, sends and receives for all; for `send` and `recv` any two ranks are linked.
 
 mod lobby;
 #[cfg(feature = "mpi")]
@@ -23,14 +23,22 @@ use crate::shm::Part;
 
 /// Makes wires.
 pub trait Network: Send + Sync {
-    /// Links `members`, given by their ranks in the job; `own` is this rank's position among them. All of them call this
-    /// with the same channel, which no other link has. The last member does not wait for the others.
+    /// Links `members`, given by their ranks in the job; `own` is this rank's position among them.
+    /// All of them call this with the same channel, which no other link has. The last member does
+    /// not wait for the others.
     ///
-    /// `patience` is called again and again with the positions of those that are missing; it ends the wait by an error.
-    fn link(&self, channel: &str, members: &[usize], own: usize, patience: Patience)
-        -> Result<Box<dyn Wire>, Unlinked>;
+    /// `patience` is called again and again with the positions of those that are missing; it ends
+    /// the wait by an error.
+    fn link(
+        &self,
+        channel: &str,
+        members: &[usize],
+        own: usize,
+        patience: Patience,
+    ) -> Result<Box<dyn Wire>, Unlinked>;
 
-    /// Whether the members after this one have begun to link, so that [`Network::link`] need not wait for them.
+    /// Whether the members after this one have begun to link, so that [`Network::link`] need not
+    /// wait for them.
     fn have_come(&self, channel: &str, members: &[usize], own: usize) -> bool;
 }
 
@@ -45,13 +53,14 @@ pub enum Unlinked {
     GivenUp(crate::Error),
 }
 
-/// Moves bytes between the members of a link, each of which is named by its position in it. What is sent to a member
-/// comes in the order in which it was sent.
+/// Moves bytes between the members of a link, each of which is named by its position in it. What is
+/// sent to a member comes in the order in which it was sent.
 pub trait Wire: Send {
     /// Has `part` sent. Returns a number that [`Wire::sent`] comes to when it is.
     fn send(&mut self, to: usize, part: Part) -> u64;
 
-    /// Has `part` filled with what `from` sends next. Returns a number that [`Wire::received`] comes to when it is.
+    /// Has `part` filled with what `from` sends next. Returns a number that [`Wire::received`]
+    /// comes to when it is.
     fn receive(&mut self, from: usize, part: Part) -> u64;
 
     /// How many parts to a member have been sent.
@@ -69,7 +78,8 @@ pub trait Wire: Send {
     /// How a member has gone, if the connection to it is known to have ended.
     fn lost(&mut self, member: usize) -> Option<Departure>;
 
-    /// Forgets all parts, and ends the connections. The others are told why, as the departure of this member.
+    /// Forgets all parts, and ends the connections. The others are told why, as the departure of
+    /// this member.
     fn abandon(&mut self, why: &str);
 
     /// Tells the others that this member leaves because it has nothing more to do.

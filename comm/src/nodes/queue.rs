@@ -25,7 +25,9 @@ impl Queue {
     /// `count` more bytes are through; empty parts are at once.
     pub fn skip(&mut self, count: usize) {
         self.offset += count;
-        while let Some(first) = self.parts.front().filter(|first| first.bytes().len() <= self.offset) {
+        while let Some(first) =
+            self.parts.front().filter(|first| first.bytes().len() <= self.offset)
+        {
             self.offset -= first.bytes().len();
             self.parts.pop_front();
             self.done += 1;

@@ -1,10 +1,11 @@
 //! Links over TCP.
 //!
-//! Two ranks of a link have two connections: one for the data, and one on which nothing is sent until a member leaves.
-//! As the latter is idle, the kernel's keep-alive tells within ten seconds when the other machine, or the network, is
-//! gone; a process that is merely slow, or stopped, is alive to it. (`TCP_USER_TIMEOUT` on the data would take a stopped
-//! reader for dead.) The sizes of buffers are left to the kernel, which adapts them up to a larger bound than it
-//! grants to those who ask.
+//! Two ranks of a link have two connections: one for the data, and one on which nothing is sent
+//! until a member leaves. As the latter is idle, the kernel's keep-alive tells within ten seconds
+//! when the other machine, or the network, is gone; a process that is merely slow, or stopped, is
+//! alive to it. (`TCP_USER_TIMEOUT` on the data would take a stopped reader for dead.) The sizes of
+//! buffers are left to the kernel, which adapts them up to a larger bound than it grants to those
+//! who ask.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{IpAddr, Shutdown, SocketAddr, TcpStream};
@@ -19,8 +20,8 @@ use super::{Departure, Loss, Network, Patience, Unlinked, Wire};
 use crate::error::Result;
 use crate::shm::Part;
 
-/// A connection that is idle for so many seconds is probed, at such an interval, and is broken when so many probes were
-/// not answered.
+/// A connection that is idle for so many seconds is probed, at such an interval, and is broken when
+/// so many probes were not answered.
 const PROBE_AFTER: u32 = 4;
 const PROBE_INTERVAL: u32 = 2;
 const PROBES: u32 = 3;
@@ -59,7 +60,12 @@ impl TcpNetwork {
         self.addresses = addresses;
     }
 
-    fn connect(&self, name: &str, rank: usize, mut patience: impl FnMut() -> Result<()>) -> Result<TcpStream, Failed> {
+    fn connect(
+        &self,
+        name: &str,
+        rank: usize,
+        mut patience: impl FnMut() -> Result<()>,
+    ) -> Result<TcpStream, Failed> {
         loop {
             match self.lobby.knock(self.addresses[rank], name, ATTEMPT) {
                 Ok(stream) => return Ok(stream),
@@ -78,7 +84,11 @@ impl TcpNetwork {
         }
     }
 
-    fn accept(&self, name: &str, mut patience: impl FnMut() -> Result<()>) -> Result<TcpStream, Failed> {
+    fn accept(
+        &self,
+        name: &str,
+        mut patience: impl FnMut() -> Result<()>,
+    ) -> Result<TcpStream, Failed> {
         loop {
             match self.lobby.take(name, LOOK) {
                 Some(stream) => return Ok(stream),
@@ -110,11 +120,14 @@ impl Network for TcpNetwork {
                     let name = format!("{channel}/{kind}/{}", self.rank);
                     self.connect(&name, members[member], &mut patience)
                 }
-                false => self.accept(&format!("{channel}/{kind}/{}", members[member]), &mut patience),
+                false => {
+                    self.accept(&format!("{channel}/{kind}/{}", members[member]), &mut patience)
+                }
             };
             let peer = connection("data").and_then(|data| {
                 let pulse = connection("pulse")?;
-                Peer::new(data, pulse).map_err(|error| Failed::Lost(Departure::OutOfReach(error.to_string())))
+                Peer::new(data, pulse)
+                    .map_err(|error| Failed::Lost(Departure::OutOfReach(error.to_string())))
             });
             peers[member] = Some(peer.map_err(|failed| match failed {
                 Failed::Lost(how) => Unlinked::Lost(Loss { member, how }),
@@ -126,7 +139,8 @@ impl Network for TcpNetwork {
 
     fn have_come(&self, channel: &str, members: &[usize], own: usize) -> bool {
         let name = |kind, rank: &usize| format!("{channel}/{kind}/{rank}");
-        let names = members[own + 1..].iter().flat_map(|rank| [name("data", rank), name("pulse", rank)]);
+        let names =
+            members[own + 1..].iter().flat_map(|rank| [name("data", rank), name("pulse", rank)]);
         self.lobby.have_come(&names.collect::<Vec<_>>())
     }
 }
@@ -208,9 +222,11 @@ impl Peer {
         while !self.receiving.parts.is_empty() {
             let queue = &mut self.receiving;
             let (offset, count) = (queue.offset, queue.parts.len().min(BATCH));
-            let mut slices: [IoSliceMut<'_>; BATCH] = std::array::from_fn(|_| IoSliceMut::new(&mut []));
+            let mut slices: [IoSliceMut<'_>; BATCH] =
+                std::array::from_fn(|_| IoSliceMut::new(&mut []));
             for (index, (slice, part)) in slices.iter_mut().zip(&mut queue.parts).enumerate() {
-                *slice = IoSliceMut::new(&mut part.bytes_mut()[if index == 0 { offset } else { 0 }..]);
+                *slice =
+                    IoSliceMut::new(&mut part.bytes_mut()[if index == 0 { offset } else { 0 }..]);
             }
             match (&self.data).read_vectored(&mut slices[..count]) {
                 Ok(0) => return Err(self.departure(None)),
@@ -253,7 +269,9 @@ impl Peer {
         loop {
             match (&self.pulse).read(&mut buffer) {
                 Ok(count @ 1..) => words.extend(&buffer[..count]),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock && begin.elapsed() < FAREWELL => {
+                Err(error)
+                    if error.kind() == io::ErrorKind::WouldBlock && begin.elapsed() < FAREWELL =>
+                {
                     std::thread::sleep(Duration::from_millis(5));
                 }
                 _ => break,
@@ -280,7 +298,9 @@ impl Peer {
         match last.peek(&mut [0]) {
             Ok(1..) if self.is_abandoned => Some(self.departure(None)),
             Ok(0) => Some(self.departure(None)),
-            Err(error) if error.kind() != io::ErrorKind::WouldBlock => Some(self.departure(Some(error))),
+            Err(error) if error.kind() != io::ErrorKind::WouldBlock => {
+                Some(self.departure(Some(error)))
+            }
             _ => None,
         }
     }
@@ -292,7 +312,10 @@ impl TcpWire {
     }
 
     fn others(&mut self) -> impl Iterator<Item = (usize, &mut Peer)> {
-        self.peers.iter_mut().enumerate().filter_map(|(member, peer)| Some((member, peer.as_mut()?)))
+        self.peers
+            .iter_mut()
+            .enumerate()
+            .filter_map(|(member, peer)| Some((member, peer.as_mut()?)))
     }
 
     fn go_on(&mut self) -> Result<bool, Loss> {
@@ -305,8 +328,13 @@ impl TcpWire {
 
     /// Waits until something can be moved.
     fn sleep(&mut self, time: Duration) -> Result<(), Loss> {
-        let (mut fds, mut pulses) = (Vec::with_capacity(2 * self.peers.len()), Vec::with_capacity(self.peers.len()));
-        for (member, peer) in self.peers.iter().enumerate().filter_map(|(member, peer)| Some((member, peer.as_ref()?)))
+        let (mut fds, mut pulses) =
+            (Vec::with_capacity(2 * self.peers.len()), Vec::with_capacity(self.peers.len()));
+        for (member, peer) in self
+            .peers
+            .iter()
+            .enumerate()
+            .filter_map(|(member, peer)| Some((member, peer.as_ref()?)))
         {
             // An end that is known already must not cut every sleep short.
             if peer.departure.is_none() {
@@ -320,11 +348,14 @@ impl TcpWire {
                 fds.push(PollFd::new(&peer.data, events));
             }
         }
-        let time = Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) };
+        let time =
+            Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) };
         if rustix::event::poll(&mut fds, Some(&time)).is_err() {
             return Ok(()); // interrupted: the caller looks in any case
         }
-        let ended = pulses.iter().find(|(_, at)| fds[*at].revents().intersects(PollFlags::ERR | PollFlags::HUP));
+        let ended = pulses
+            .iter()
+            .find(|(_, at)| fds[*at].revents().intersects(PollFlags::ERR | PollFlags::HUP));
         let Some(&(member, _)) = ended else { return Ok(()) };
         let peer = self.peer(member);
         match peer.departure(peer.pulse.take_error().ok().flatten()) {
@@ -353,7 +384,10 @@ impl Wire for TcpWire {
     }
 
     fn is_idle(&self) -> bool {
-        self.peers.iter().flatten().all(|peer| peer.sending.parts.is_empty() && peer.receiving.parts.is_empty())
+        self.peers
+            .iter()
+            .flatten()
+            .all(|peer| peer.sending.parts.is_empty() && peer.receiving.parts.is_empty())
     }
 
     fn drive(&mut self, time: Duration) -> Result<(), Loss> {
@@ -364,8 +398,10 @@ impl Wire for TcpWire {
         if self.go_on()? {
             return Ok(());
         }
-        // Where the pulse was reset, as by a machine that has started again, the data may never come to its end.
-        let overdue = self.others().find_map(|(member, peer)| Some(Loss { member, how: peer.overdue()? }));
+        // Where the pulse was reset, as by a machine that has started again, the data may never
+        // come to its end.
+        let overdue =
+            self.others().find_map(|(member, peer)| Some(Loss { member, how: peer.overdue()? }));
         overdue.map_or(Ok(()), Err)
     }
 
@@ -401,7 +437,8 @@ mod tests {
         let gone = TcpNetwork::listen(0, [127, 0, 0, 1].into(), "token").unwrap().address();
         network.set_addresses(vec![gone, network.address()]);
         let linked = network.link("channel", &[0, 1], 1, &mut |_| Ok(()));
-        let Err(Unlinked::Lost(Loss { member: 0, how: Departure::OutOfReach(why) })) = linked else {
+        let Err(Unlinked::Lost(Loss { member: 0, how: Departure::OutOfReach(why) })) = linked
+        else {
             panic!("it must be out of reach")
         };
         assert!(why.contains(&format!("{gone} refuses the connection")), "{why}");

@@ -1,8 +1,9 @@
-//! Members on other nodes: how a group is linked to them, and what its ranks tell each other beside the data.
+//! Members on other nodes: how a group is linked to them, and what its ranks tell each other beside
+//! the data.
 //!
-//! Data goes over the leaders' wire. Everything that is rare goes through the store, where each rank has a connection
-//! of its own, so that it is told and heard whatever the leaders are doing: the group's first failure, what ranks say
-//! about it, and where those are that have waited long.
+//! Data goes over the leaders' wire. Everything that is rare goes through the store, where each
+//! rank has a connection of its own, so that it is told and heard whatever the leaders are doing:
+//! the group's first failure, what ranks say about it, and where those are that have waited long.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -51,14 +52,16 @@ impl Abroad {
         let mut leaders = Vec::new();
         let mut nodes = Vec::with_capacity(ranks.len());
         for (member, &rank) in ranks.iter().enumerate() {
-            let node = firsts.iter().position(|&first| first == world.node(rank)).unwrap_or_else(|| {
-                firsts.push(world.node(rank));
-                leaders.push(member);
-                firsts.len() - 1
-            });
+            let node =
+                firsts.iter().position(|&first| first == world.node(rank)).unwrap_or_else(|| {
+                    firsts.push(world.node(rank));
+                    leaders.push(member);
+                    firsts.len() - 1
+                });
             nodes.push(node);
         }
-        let here = firsts.iter().position(|&first| first == world.node(world.rank)).unwrap_or_default();
+        let here =
+            firsts.iter().position(|&first| first == world.node(world.rank)).unwrap_or_default();
         let prefix = format!("{}group/{name}/", world.prefix);
         Self {
             prefix,
@@ -84,7 +87,9 @@ impl Engine {
         if !self.leads() {
             return Ok(());
         }
-        let Some((abroad, here)) = self.abroad.as_ref().map(|abroad| (abroad, abroad.here)) else { return Ok(()) };
+        let Some((abroad, here)) = self.abroad.as_ref().map(|abroad| (abroad, abroad.here)) else {
+            return Ok(());
+        };
         let wire = self.connect("leaders", &abroad.leaders, here, &"linking the nodes")?;
         if let Some(abroad) = &mut self.abroad {
             abroad.carrier = Some(Mutex::new(Carrier { wire, scratch: Vec::new() }));
@@ -111,31 +116,40 @@ impl Engine {
             let mut gone = missing.iter().find_map(|&r| Some((r, self.how_cut_off(r)?)));
             if gone.is_none() && asked.elapsed() >= NEWS {
                 asked = Instant::now();
-                let report = |&&r: &&usize| self.world.report_of_end(self.ranks[r], Duration::ZERO).is_some();
+                let report = |&&r: &&usize| {
+                    self.world.report_of_end(self.ranks[r], Duration::ZERO).is_some()
+                };
                 gone = missing.iter().find(report).map(|&r| (r, Departure::Ended));
             }
             match gone {
-                // Before it went it may have connected: there is another look at the connections in between.
-                Some((peer, how)) if suspect.replace(peer) == Some(peer) => Err(self.lose_member(peer, how, operation)),
+                // Before it went it may have connected: there is another look at the connections in
+                // between.
+                Some((peer, how)) if suspect.replace(peer) == Some(peer) => {
+                    Err(self.lose_member(peer, how, operation))
+                }
                 _ => self.look(&mut waiting, operation, &|| missing.clone()),
             }
         };
-        let linked = network.link(&format!("{}{channel}", abroad.prefix), &ranks, own, &mut patience);
+        let linked =
+            network.link(&format!("{}{channel}", abroad.prefix), &ranks, own, &mut patience);
         linked.map_err(|unlinked| match unlinked {
             Unlinked::GivenUp(error) => error,
             Unlinked::Lost(loss) => self.lose_member(members[loss.member], loss.how, operation),
         })
     }
 
-    /// Whether those of `members` that come after this one have connected, so that [`Engine::connect`] need not wait.
+    /// Whether those of `members` that come after this one have connected, so that
+    /// [`Engine::connect`] need not wait.
     pub fn have_connected(&self, channel: &str, members: &[usize], own: usize) -> bool {
-        let (Some(abroad), Some(network)) = (&self.abroad, &self.world.network) else { return false };
+        let (Some(abroad), Some(network)) = (&self.abroad, &self.world.network) else {
+            return false;
+        };
         let ranks: Vec<usize> = members.iter().map(|&member| self.ranks[member]).collect();
         network.have_come(&format!("{}{channel}", abroad.prefix), &ranks, own)
     }
 
-    /// How the connection to a leader on another node has ended, as far as this rank can see. If because of a failure of
-    /// which that leader has told, that is heard.
+    /// How the connection to a leader on another node has ended, as far as this rank can see. If
+    /// because of a failure of which that leader has told, that is heard.
     pub fn how_cut_off(&self, rank: usize) -> Option<Departure> {
         let abroad = self.abroad.as_ref().filter(|abroad| abroad.leaders.contains(&rank))?;
         // Whoever drives the wire sees that for himself.
@@ -152,7 +166,8 @@ impl Engine {
     /// Tells the other nodes of the group's first failure.
     pub fn tell_failure(&self, kind: u32, text: &str) {
         let Some(abroad) = &self.abroad else { return };
-        // Those who wait for this rank are told at once; if this is about the wire in use, by whoever uses that.
+        // Those who wait for this rank are told at once; if this is about the wire in use, by
+        // whoever uses that.
         if let Some(Ok(mut carrier)) = abroad.carrier.as_ref().map(Mutex::try_lock) {
             self.abandon(&mut *carrier.wire);
         }
@@ -172,20 +187,25 @@ impl Engine {
         }
     }
 
-    /// A failure in words, for other nodes: its kind, whether it is about a rank that has left, and its text.
+    /// A failure in words, for other nodes: its kind, whether it is about a rank that has left, and
+    /// its text.
     fn words(&self, kind: u32, text: &str) -> String {
-        let lost = kind.checked_sub(LOST).map(|rank| rank as usize).filter(|&rank| rank < self.size());
+        let lost =
+            kind.checked_sub(LOST).map(|rank| rank as usize).filter(|&rank| rank < self.size());
         format!("{kind} {} {text}", u8::from(lost.is_some_and(|rank| self.has_left(rank))))
     }
 
     /// Takes note of a failure on another node.
     pub fn hear_words(&self, words: &str) {
         let mut parts = words.splitn(3, ' ');
-        let (Some(Ok(kind)), Some(left), Some(text)) = (parts.next().map(str::parse), parts.next(), parts.next())
+        let (Some(Ok(kind)), Some(left), Some(text)) =
+            (parts.next().map(str::parse), parts.next(), parts.next())
         else {
             return;
         };
-        let lost = u32::checked_sub(kind, LOST).map(|rank| rank as usize).filter(|&rank| rank < self.size());
+        let lost = u32::checked_sub(kind, LOST)
+            .map(|rank| rank as usize)
+            .filter(|&rank| rank < self.size());
         if let Some(rank) = lost.filter(|_| left == "1") {
             self.control.rank(rank).left.store(1, Ordering::SeqCst);
         }
@@ -221,7 +241,9 @@ impl Engine {
 
     /// Brings what ranks on other nodes say.
     pub fn fetch_notices(&self) {
-        for rank in self.ranks_where(|rank| !self.locals.contains(&rank) && !self.control.rank(rank).notice.is_set()) {
+        for rank in self.ranks_where(|rank| {
+            !self.locals.contains(&rank) && !self.control.rank(rank).notice.is_set()
+        }) {
             if let Some(notice) = self.told(&format!("notice/{rank}"), Duration::ZERO) {
                 self.control.rank(rank).notice.write(0, &notice);
             }
@@ -230,26 +252,35 @@ impl Engine {
 
     /// Whether the group did not fail for another reason on other nodes.
     pub fn others_await_notices(&self) -> bool {
-        self.told("failure", Duration::ZERO).is_none_or(|words| words.starts_with(&format!("{NOTICES} ")))
+        self.told("failure", Duration::ZERO)
+            .is_none_or(|words| words.starts_with(&format!("{NOTICES} ")))
     }
 
     /// Tells in which collective this rank is, when it has waited long.
     pub fn tell_place(&self, waited: Duration, timeout: Duration) {
         let Some(abroad) = &self.abroad else { return };
         let place = abroad.sequence.load(Ordering::Relaxed);
-        if waited >= PATIENCE.min(timeout / 4) && abroad.told.swap(place, Ordering::Relaxed) != place {
+        if waited >= PATIENCE.min(timeout / 4)
+            && abroad.told.swap(place, Ordering::Relaxed) != place
+        {
             if let Some(store) = self.world.store() {
-                let _ = store.set(&format!("{}at/{}", abroad.prefix, self.rank), place.to_string().as_bytes());
+                let _ = store.set(
+                    &format!("{}at/{}", abroad.prefix, self.rank),
+                    place.to_string().as_bytes(),
+                );
             }
         }
     }
 
-    /// Without those members on other nodes that are known to be where this rank is: they wait as well.
+    /// Without those members on other nodes that are known to be where this rank is: they wait as
+    /// well.
     pub fn not_in_place(&self, missing: Vec<usize>) -> Vec<usize> {
         let Some(abroad) = &self.abroad else { return missing };
         let own = abroad.sequence.load(Ordering::Relaxed);
         let there = |&rank: &usize| {
-            let place = self.told(&format!("at/{rank}"), Duration::ZERO).and_then(|place| place.parse::<u64>().ok());
+            let place = self
+                .told(&format!("at/{rank}"), Duration::ZERO)
+                .and_then(|place| place.parse::<u64>().ok());
             !self.locals.contains(&rank) && place.is_some_and(|place| place >= own)
         };
         let late: Vec<usize> = missing.iter().copied().filter(|rank| !there(rank)).collect();
@@ -263,7 +294,8 @@ impl Engine {
     /// Tells those that this rank is linked with that it leaves, and why if the group has failed.
     pub fn say_goodbye(&self) {
         let has_failed = self.control.header().poison.is_set();
-        let leave = |wire: &mut dyn Wire| if has_failed { self.abandon(wire) } else { wire.leave() };
+        let leave =
+            |wire: &mut dyn Wire| if has_failed { self.abandon(wire) } else { wire.leave() };
         let carrier = self.abroad.as_ref().and_then(|abroad| abroad.carrier.as_ref());
         if let Some(Ok(mut carrier)) = carrier.map(Mutex::try_lock) {
             leave(&mut *carrier.wire);
@@ -273,7 +305,11 @@ impl Engine {
                 leave(&mut **wire);
             }
         }
-        for mut inbox in self.inboxes.iter().filter_map(|inbox| inbox.open(&self.control.rank(self.rank).doorbell)) {
+        for mut inbox in self
+            .inboxes
+            .iter()
+            .filter_map(|inbox| inbox.open(&self.control.rank(self.rank).doorbell))
+        {
             if let Some(wire) = &mut inbox.link {
                 leave(&mut **wire);
             }
@@ -283,13 +319,19 @@ impl Engine {
     /// Leaves word under one of the group's keys, unless somebody has.
     fn tell(&self, key: &str, text: &str) {
         if let (Some(abroad), Some(store)) = (&self.abroad, self.world.store()) {
-            // If the store is gone, so is the rank, or the launcher, that served it: the others see that.
-            let _ = store.compare_and_set(&format!("{}{key}", abroad.prefix), None, text.as_bytes());
+            // If the store is gone, so is the rank, or the launcher, that served it: the others see
+            // that.
+            let _ =
+                store.compare_and_set(&format!("{}{key}", abroad.prefix), None, text.as_bytes());
         }
     }
 
     fn told(&self, key: &str, time: Duration) -> Option<String> {
-        let value = self.world.store()?.get(&format!("{}{key}", self.abroad.as_ref()?.prefix), time).ok()?;
+        let value = self
+            .world
+            .store()?
+            .get(&format!("{}{key}", self.abroad.as_ref()?.prefix), time)
+            .ok()?;
         Some(String::from_utf8_lossy(&value).into_owned())
     }
 }

@@ -1,8 +1,10 @@
-//! Memory that every local rank maps: one sparse memfd, a region of it for each rank to allocate from.
+//! Memory that every local rank maps: one sparse memfd, a region of it for each rank to allocate
+//! from.
 //!
-//! The file is far larger than the machine's memory: pages come into being when they are touched, so growing needs
-//! no protocol between ranks, and an offset means the same bytes in every process. A memfd has no name and is not
-//! bound by the size of `/dev/shm`: when the last process that maps it ends, however it ends, it is gone.
+//! The file is far larger than the machine's memory: pages come into being when they are touched,
+//! so growing needs no protocol between ranks, and an offset means the same bytes in every process.
+//! A memfd has no name and is not bound by the size of `/dev/shm`: when the last process that maps
+//! it ends, however it ends, it is gone.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_void;
@@ -20,25 +22,27 @@ use super::fork::ForkSafe;
 /// Alignment of blocks of a page and more; smaller ones are aligned to a cache line.
 const PAGE: usize = 4096;
 const CACHE_LINE: usize = 64;
-/// Freed blocks keep their pages up to this many bytes, or as many as are in use: allocations of a training step
-/// then never fault. Beyond that, those that were freed longest ago give theirs back.
+/// Freed blocks keep their pages up to this many bytes, or as many as are in use: allocations of a
+/// training step then never fault. Beyond that, those that were freed longest ago give theirs back.
 const MIN_CACHE: usize = 256 << 20;
 
 /// The shared mapping, and the allocator of this process' region.
 ///
-/// A process that is forked from this one may read and write what it has inherited, which stays shared: it is not copied on
-/// write. The allocator is its parent's: it has no blocks for the child, and takes none back from it.
+/// A process that is forked from this one may read and write what it has inherited, which stays
+/// shared: it is not copied on write. The allocator is its parent's: it has no blocks for the
+/// child, and takes none back from it.
 pub struct Arena {
     base: NonNull<u8>,
     len: usize,
     region: Range<usize>,
     blocks: ForkSafe<Mutex<Blocks>>,
-    /// Raised when a collective failed: a peer may still write into blocks that were in use then, so these are not
-    /// used again.
+    /// Raised when a collective failed: a peer may still write into blocks that were in use then,
+    /// so these are not used again.
     quarantine: AtomicU32,
 }
 
-// SAFETY: `base` is a plain shared mapping, valid in all threads until `Arena` is dropped; the allocator is locked.
+// SAFETY: `base` is a plain shared mapping, valid in all threads until `Arena` is dropped; the
+// allocator is locked.
 unsafe impl Send for Arena {}
 // SAFETY: as above.
 unsafe impl Sync for Arena {}
@@ -80,7 +84,11 @@ impl Blocks {
 
     /// Makes the warm block that was freed longest ago a cold one: its size and offset.
     fn cool_oldest(&mut self) -> Option<(usize, usize)> {
-        let oldest = self.free.range(PAGE..).filter_map(|(&size, list)| Some((list.warm.front()?.0, size))).min();
+        let oldest = self
+            .free
+            .range(PAGE..)
+            .filter_map(|(&size, list)| Some((list.warm.front()?.0, size)))
+            .min();
         let (_, size) = oldest?;
         let list = self.free.get_mut(&size)?;
         let (_, offset) = list.warm.pop_front()?;
@@ -91,16 +99,19 @@ impl Blocks {
 }
 
 impl Arena {
-    /// Makes the memfd for `regions` ranks. Its size is what the address space and the file size limit allow, some
-    /// times the machine's memory for each rank.
+    /// Makes the memfd for `regions` ranks. Its size is what the address space and the file size
+    /// limit allow, some times the machine's memory for each rank.
     pub fn create_file(regions: usize) -> Result<(OwnedFd, usize), String> {
         let memory = {
             let info = rustix::system::sysinfo();
             (info.totalram as usize).saturating_mul(info.mem_unit.max(1) as usize)
         };
         let wanted = memory.saturating_mul(4).max(64 << 30).min((1 << 45) / regions);
-        let file_limit = rustix::process::getrlimit(rustix::process::Resource::Fsize).current.unwrap_or(u64::MAX);
-        let space_limit = rustix::process::getrlimit(rustix::process::Resource::As).current.unwrap_or(u64::MAX);
+        let file_limit = rustix::process::getrlimit(rustix::process::Resource::Fsize)
+            .current
+            .unwrap_or(u64::MAX);
+        let space_limit =
+            rustix::process::getrlimit(rustix::process::Resource::As).current.unwrap_or(u64::MAX);
         let limit = file_limit.min(space_limit / 2) as usize / regions;
         let region = wanted.min(limit) / (1 << 20) * (1 << 20);
         if region < (64 << 20) {
@@ -112,14 +123,21 @@ impl Arena {
         }
         let file = rustix::fs::memfd_create(c"flow-arena", MemfdFlags::CLOEXEC)
             .map_err(|e| format!("memfd_create failed: {e}"))?;
-        rustix::fs::ftruncate(&file, (region * regions) as u64)
-            .map_err(|e| format!("cannot size the shared memory to {} bytes: {e}", region * regions))?;
+        rustix::fs::ftruncate(&file, (region * regions) as u64).map_err(|e| {
+            format!("cannot size the shared memory to {} bytes: {e}", region * regions)
+        })?;
         Ok((file, region))
     }
 
-    /// Maps all of `file`; this process allocates from region number `index`, whose first `reserved` bytes are kept
-    /// for the caller.
-    pub fn map(file: impl AsFd, regions: usize, region: usize, index: usize, reserved: usize) -> Result<Self, String> {
+    /// Maps all of `file`; this process allocates from region number `index`, whose first
+    /// `reserved` bytes are kept for the caller.
+    pub fn map(
+        file: impl AsFd,
+        regions: usize,
+        region: usize,
+        index: usize,
+        reserved: usize,
+    ) -> Result<Self, String> {
         let len = regions * region;
         // SAFETY: a fresh mapping at an address of the kernel's choice touches no existing memory.
         let base = unsafe {
@@ -135,10 +153,12 @@ impl Arena {
         .map_err(|e| {
             format!("cannot map {len} bytes of shared memory: {e} (is the address space limited? ulimit -v)")
         })?;
-        // SAFETY: the range was just mapped. Without this a core dump would walk the whole sparse mapping.
+        // SAFETY: the range was just mapped. Without this a core dump would walk the whole sparse
+        // mapping.
         let _ = unsafe { rustix::mm::madvise(base, len, Advice::LinuxDontDump) };
         let region = index * region..(index + 1) * region;
-        let blocks = Blocks { used: region.start + reserved.next_multiple_of(PAGE), ..Blocks::default() };
+        let blocks =
+            Blocks { used: region.start + reserved.next_multiple_of(PAGE), ..Blocks::default() };
         Ok(Self {
             base: NonNull::new(base.cast()).ok_or("mmap returned a null address")?,
             len,
@@ -159,20 +179,25 @@ impl Arena {
         offset.checked_add(bytes).is_some_and(|end| end <= self.len)
     }
 
-    /// Whether `bytes` bytes from `offset` can be a block of region number `index`. None begins at 0, which is what is
-    /// read where a rank gave its memory back after a failure.
+    /// Whether `bytes` bytes from `offset` can be a block of region number `index`. None begins at
+    /// 0, which is what is read where a rank gave its memory back after a failure.
     pub fn holds(&self, index: usize, offset: usize, bytes: usize) -> bool {
         let start = index * self.region.len();
-        offset != 0 && offset >= start && self.contains(offset, bytes) && offset + bytes <= start + self.region.len()
+        offset != 0
+            && offset >= start
+            && self.contains(offset, bytes)
+            && offset + bytes <= start + self.region.len()
     }
 
     /// Offset of the memory at `pointer`, if all of it lies in this process' region.
     pub fn offset_of(&self, pointer: *const u8, bytes: usize) -> Option<usize> {
         let offset = (pointer as usize).checked_sub(self.base.as_ptr() as usize)?;
-        (offset >= self.region.start && offset.checked_add(bytes)? <= self.region.end).then_some(offset)
+        (offset >= self.region.start && offset.checked_add(bytes)? <= self.region.end)
+            .then_some(offset)
     }
 
-    /// A block of at least `bytes` bytes with unspecified contents; `None` when the region is full, and in a forked child.
+    /// A block of at least `bytes` bytes with unspecified contents; `None` when the region is full,
+    /// and in a forked child.
     pub fn allocate(self: &Arc<Self>, bytes: usize) -> Option<Block> {
         if bytes > self.region.len() {
             return None;
@@ -183,7 +208,8 @@ impl Arena {
         let (size, offset) = match blocks.take_free(size..=size + size / 4) {
             Some(found) => found,
             None => {
-                let offset = if size >= PAGE { blocks.used.next_multiple_of(PAGE) } else { blocks.used };
+                let offset =
+                    if size >= PAGE { blocks.used.next_multiple_of(PAGE) } else { blocks.used };
                 let end = offset.checked_add(size).filter(|&end| end <= self.region.end)?;
                 blocks.used = end;
                 (size, offset)
@@ -210,7 +236,8 @@ impl Arena {
         self.quarantine.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Bytes handed out and not yet freed, and bytes of freed blocks whose pages are kept; none of a forked child.
+    /// Bytes handed out and not yet freed, and bytes of freed blocks whose pages are kept; none of
+    /// a forked child.
     pub fn usage(&self) -> (usize, usize) {
         self.blocks().map_or((0, 0), |blocks| (blocks.live_bytes, blocks.warm_free_bytes))
     }
@@ -237,8 +264,10 @@ impl Arena {
 
     /// Gives the pages back to the system: they read as zeros afterwards.
     fn discard(&self, offset: usize, size: usize) -> bool {
-        // SAFETY: the range is page aligned (blocks of a page and more are), inside the mapping and unused.
-        unsafe { rustix::mm::madvise(self.at(offset).cast::<c_void>(), size, Advice::LinuxRemove) }.is_ok()
+        // SAFETY: the range is page aligned (blocks of a page and more are), inside the mapping and
+        // unused.
+        unsafe { rustix::mm::madvise(self.at(offset).cast::<c_void>(), size, Advice::LinuxRemove) }
+            .is_ok()
     }
 
     /// None in a forked child.
@@ -250,13 +279,15 @@ impl Arena {
 impl Drop for Arena {
     fn drop(&mut self) {
         if self.blocks.is_ours() {
-            // SAFETY: every block holds an `Arc` of the arena, so nothing points into the mapping any more.
+            // SAFETY: every block holds an `Arc` of the arena, so nothing points into the mapping
+            // any more.
             let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
         }
     }
 }
 
-/// Eight classes between powers of two: at most an eighth is lost. Sizes of a page and more are whole pages.
+/// Eight classes between powers of two: at most an eighth is lost. Sizes of a page and more are
+/// whole pages.
 fn size_class(bytes: usize) -> usize {
     let bytes = bytes.max(CACHE_LINE);
     let step = (bytes.next_power_of_two() / 16).max(CACHE_LINE);
@@ -305,7 +336,8 @@ impl Block {
 
 impl AsMut<[u8]> for Block {
     fn as_mut(&mut self) -> &mut [u8] {
-        // SAFETY: the block is that long, is initialized as all mapped memory is, and is borrowed mutably.
+        // SAFETY: the block is that long, is initialized as all mapped memory is, and is borrowed
+        // mutably.
         unsafe { std::slice::from_raw_parts_mut(self.as_ptr(), self.size) }
     }
 }
@@ -329,7 +361,9 @@ mod tests {
 
     #[test]
     fn classes_hold_what_was_asked_for_and_waste_little() {
-        for bytes in (1..10_000).chain([65_536, 65_537, 1 << 20, (1 << 20) + 1, 26_214_400, 123_456_789]) {
+        for bytes in
+            (1..10_000).chain([65_536, 65_537, 1 << 20, (1 << 20) + 1, 26_214_400, 123_456_789])
+        {
             let size = size_class(bytes);
             assert!(size >= bytes && size.is_multiple_of(CACHE_LINE));
             assert!(size < PAGE || size.is_multiple_of(PAGE));
@@ -423,7 +457,8 @@ mod tests {
             // SAFETY: the block is ours.
             unsafe { block.as_ptr().write(7) };
         };
-        let small: Vec<Block> = (0..2 * MIN_CACHE / (512 << 10)).map(|_| arena.allocate(512 << 10).unwrap()).collect();
+        let small: Vec<Block> =
+            (0..2 * MIN_CACHE / (512 << 10)).map(|_| arena.allocate(512 << 10).unwrap()).collect();
         small.iter().for_each(write);
         drop(small);
         assert!(arena.usage().1 <= MIN_CACHE);

@@ -1,4 +1,5 @@
-//! What a node's leader carries to and from other nodes: posts with small data, and blocks of larger data.
+//! What a node's leader carries to and from other nodes: posts with small data, and blocks of
+//! larger data.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -14,7 +15,8 @@ use super::Part;
 use crate::error::Result;
 use crate::nodes::{Loss, Wire};
 
-/// The carrier in use. Unless all went well, what it still was to carry is forgotten, and nothing more is.
+/// The carrier in use. Unless all went well, what it still was to carry is forgotten, and nothing
+/// more is.
 pub struct Load<'a> {
     engine: &'a Engine,
     pub carrier: MutexGuard<'a, Carrier>,
@@ -45,15 +47,21 @@ pub struct Pieces {
     sends: Vec<(usize, Part)>,
 }
 
-/// Moves what can be moved; if it then is not over, waits for more. A member that has gone may have sent all before.
-pub fn drive(wire: &mut dyn Wire, time: Duration, is_over: &mut dyn FnMut(&dyn Wire) -> bool) -> Result<bool, Loss> {
+/// Moves what can be moved; if it then is not over, waits for more. A member that has gone may have
+/// sent all before.
+pub fn drive(
+    wire: &mut dyn Wire,
+    time: Duration,
+    is_over: &mut dyn FnMut(&dyn Wire) -> bool,
+) -> Result<bool, Loss> {
     let moved = wire.drive(Duration::ZERO);
     if is_over(wire) {
         return Ok(true);
     }
     moved?;
     if time.is_zero() {
-        // The other end may be on the same processor: the kernel likes to put together who talk to each other.
+        // The other end may be on the same processor: the kernel likes to put together who talk to
+        // each other.
         std::thread::yield_now();
         return Ok(false);
     }
@@ -65,16 +73,26 @@ pub fn drive(wire: &mut dyn Wire, time: Duration, is_over: &mut dyn FnMut(&dyn W
 impl Engine {
     /// In the leader.
     pub fn load(&self) -> Result<(&Abroad, Load<'_>)> {
-        let carrier = self.abroad.as_ref().and_then(|abroad| Some((abroad, abroad.carrier.as_ref()?)));
+        let carrier =
+            self.abroad.as_ref().and_then(|abroad| Some((abroad, abroad.carrier.as_ref()?)));
         let Some((abroad, carrier)) = carrier else {
-            return Err(self.caller().argument("carrying", "this rank does not lead its node".into()));
+            return Err(self
+                .caller()
+                .argument("carrying", "this rank does not lead its node".into()));
         };
         let carrier = carrier.lock().unwrap_or_else(PoisonError::into_inner);
         Ok((abroad, Load { engine: self, carrier, delivered: false }))
     }
 
-    /// Drives the wire until what is due has come, or gone, and, for `all`, until nothing is left to move.
-    pub fn drive(&self, load: &mut Load, operation: &Operation, due: &Due, all: bool) -> Result<()> {
+    /// Drives the wire until what is due has come, or gone, and, for `all`, until nothing is left
+    /// to move.
+    pub fn drive(
+        &self,
+        load: &mut Load,
+        operation: &Operation,
+        due: &Due,
+        all: bool,
+    ) -> Result<()> {
         let wire = &mut load.carrier.wire;
         let late = RefCell::new(Vec::new());
         let missing = || {
@@ -82,15 +100,18 @@ impl Engine {
             self.ranks_where(|rank| late.borrow().contains(&abroad.nodes[rank]))
         };
         let mut is_over = |wire: &dyn Wire| {
-            let is_late = |&node: &usize| wire.sent(node) < due[node].0 || wire.received(node) < due[node].1;
+            let is_late =
+                |&node: &usize| wire.sent(node) < due[node].0 || wire.received(node) < due[node].1;
             late.replace((0..due.len()).filter(is_late).collect());
             late.borrow().is_empty() && (!all || wire.is_idle())
         };
-        self.wait_until(operation, &missing, &|| None, &mut |time| drive(&mut **wire, time, &mut is_over))
+        self.wait_until(operation, &missing, &|| None, &mut |time| {
+            drive(&mut **wire, time, &mut is_over)
+        })
     }
 
-    /// Shows the other nodes what the members on this one post in a round, each with `payload` bytes, and writes down what
-    /// they show: they have arrived.
+    /// Shows the other nodes what the members on this one post in a round, each with `payload`
+    /// bytes, and writes down what they show: they have arrived.
     pub fn exchange_posts(&self, round: u64, operation: &Operation, payload: usize) -> Result<()> {
         const POST: usize = PostWords::BYTES;
         let Some(abroad) = &self.abroad else { return Ok(()) };
@@ -102,11 +123,14 @@ impl Engine {
         }
         for &rank in &self.locals {
             // SAFETY: the rank has arrived: it leaves its payload alone until the round is over.
-            frame.extend(unsafe { std::slice::from_raw_parts(self.control.payload(round, rank), payload) });
+            frame.extend(unsafe {
+                std::slice::from_raw_parts(self.control.payload(round, rank), payload)
+            });
         }
         let count = abroad.leaders.len();
         let members = |node| abroad.nodes.iter().filter(move |&&of| of == node).count();
-        let mut frames: Vec<Vec<u8>> = (0..count).map(|node| vec![0; 8 + members(node) * (POST + payload)]).collect();
+        let mut frames: Vec<Vec<u8>> =
+            (0..count).map(|node| vec![0; 8 + members(node) * (POST + payload)]).collect();
         let mut due = vec![(0, 0); count];
         // After the frames, which thus outlive what it is to carry.
         let (_, mut load) = self.load()?;
@@ -118,12 +142,16 @@ impl Engine {
             due[node] = (wire.send(node, part(&mut frame)), wire.receive(node, part(head)));
         }
         self.drive(&mut load, operation, &due, false)?;
-        // Who shows another number of bytes does something else, which the posts tell: there is no way to go on.
+        // Who shows another number of bytes does something else, which the posts tell: there is no
+        // way to go on.
         if abroad.others().all(|node| frames[node][..8] == frame[..8]) {
             for node in abroad.others() {
                 let data = &mut frames[node][8 + members(node) * POST..];
                 // SAFETY: as above.
-                due[node].1 = load.carrier.wire.receive(node, unsafe { Part::new(data.as_mut_ptr(), data.len()) });
+                due[node].1 = load
+                    .carrier
+                    .wire
+                    .receive(node, unsafe { Part::new(data.as_mut_ptr(), data.len()) });
             }
             self.drive(&mut load, operation, &due, false)?;
         }
@@ -132,12 +160,20 @@ impl Engine {
             let (posts, data) = frames[node][8..].split_at(members(node) * POST);
             let ranks = (0..self.size()).filter(|&rank| abroad.nodes[rank] == node);
             for (index, (rank, post)) in ranks.zip(posts.chunks_exact(POST)).enumerate() {
-                for (word, bytes) in self.control.post(round, rank).of_post().iter().zip(post.chunks_exact(8)) {
-                    word.store(u64::from_le_bytes(bytes.try_into().unwrap_or_default()), Ordering::Relaxed);
+                for (word, bytes) in
+                    self.control.post(round, rank).of_post().iter().zip(post.chunks_exact(8))
+                {
+                    word.store(
+                        u64::from_le_bytes(bytes.try_into().unwrap_or_default()),
+                        Ordering::Relaxed,
+                    );
                 }
                 let data = &data[index * payload..][..payload];
-                // SAFETY: the payload of a member on another node is the leader's to write until it arrives for it.
-                unsafe { super::copy(data.as_ptr(), self.control.payload(round, rank), data.len()) };
+                // SAFETY: the payload of a member on another node is the leader's to write until it
+                // arrives for it.
+                unsafe {
+                    super::copy(data.as_ptr(), self.control.payload(round, rank), data.len())
+                };
             }
         }
         self.others_arrive(round);
@@ -161,7 +197,8 @@ impl Engine {
         Ok(locations)
     }
 
-    /// What members on other nodes show comes to where they would stage it here, wherever it lies there.
+    /// What members on other nodes show comes to where they would stage it here, wherever it lies
+    /// there.
     pub fn reachable(&self, mut locations: Vec<Location>) -> Vec<Location> {
         for rank in self.ranks_where(|rank| !self.locals.contains(&rank)) {
             locations[rank] = Location::Staged;
@@ -169,9 +206,14 @@ impl Engine {
         locations
     }
 
-    /// Waits until all have arrived in a round of an operation on which all have agreed. The leader first carries what
-    /// `pieces` says.
-    pub fn wait_carried(&self, round: u64, operation: &Operation, pieces: impl FnOnce() -> Pieces) -> Result<()> {
+    /// Waits until all have arrived in a round of an operation on which all have agreed. The leader
+    /// first carries what `pieces` says.
+    pub fn wait_carried(
+        &self,
+        round: u64,
+        operation: &Operation,
+        pieces: impl FnOnce() -> Pieces,
+    ) -> Result<()> {
         if self.leads() {
             self.wait_locals_arrived(round, operation)?;
             let (abroad, mut load) = self.load()?;
@@ -194,7 +236,8 @@ impl Engine {
         self.wait_all_arrived(round, operation)
     }
 
-    /// What is to be carried of a range of all blocks: `at(rank, block)` is where it lies, or is to lie, on this node.
+    /// What is to be carried of a range of all blocks: `at(rank, block)` is where it lies, or is to
+    /// lie, on this node.
     pub fn pieces(
         &self,
         operation: &Operation,
@@ -203,8 +246,9 @@ impl Engine {
         at: super::exchange::At,
     ) -> Pieces {
         let Some(abroad) = &self.abroad else { return Pieces::default() };
-        // SAFETY: ranks leave alone what they show, and the leader what it has for others, until the round is over; what
-        // members on other nodes show is the leader's to write until it arrives for them.
+        // SAFETY: ranks leave alone what they show, and the leader what it has for others, until
+        // the round is over; what members on other nodes show is the leader's to write until it
+        // arrives for them.
         let part = |rank, block| unsafe { Part::new(at(rank, block).cast_mut(), range.len()) };
         let mut pieces = Pieces::default();
         let root = operation.root as usize;

@@ -1,13 +1,17 @@
-//! The part of the arena through which the ranks of one group coordinate: counters, posts, staging memory.
+//! The part of the arena through which the ranks of one group coordinate: counters, posts, staging
+//! memory.
 //!
-//! A group works in *rounds*. In a round every rank posts what it does and where its data lies, raises `arrived`, and,
-//! when it has read (and written) what it needed from the others, raises `done`. The counters only grow, so that a
-//! slot serves again every [`SLOTS`] rounds without being reset.
+//! A group works in *rounds*. In a round every rank posts what it does and where its data lies,
+//! raises `arrived`, and, when it has read (and written) what it needed from the others, raises
+//! `done`. The counters only grow, so that a slot serves again every [`SLOTS`] rounds without being
+//! reset.
 //!
-//! Every member of the group has its place here, those on other nodes too: what they post, this node's leader writes down,
-//! and raises the counters for them. Only `send` and `recv` are for members on this node alone.
+//! Every member of the group has its place here, those on other nodes too: what they post, this
+//! node's leader writes down, and raises the counters for them. Only `send` and `recv` are for
+//! members on this node alone.
 //!
-//! Everything here is atomics over zeroed memory: a peer that was killed half-way leaves values, never broken locks.
+//! Everything here is atomics over zeroed memory: a peer that was killed half-way leaves values,
+//! never broken locks.
 
 use std::sync::atomic::{fence, AtomicU32, AtomicU64, AtomicU8, Ordering};
 use std::sync::Arc;
@@ -18,15 +22,16 @@ use super::Part;
 
 /// Rounds that may be under way at once.
 pub const SLOTS: u64 = 64;
-/// Data up to this many bytes travels in the round's own payload: one synchronisation instead of two.
+/// Data up to this many bytes travels in the round's own payload: one synchronisation instead of
+/// two.
 pub const PAYLOAD: usize = 4096;
 /// Staging buffer for ordinary memory: two of them per rank stay in the second-level cache.
 pub const CHUNK: usize = 256 << 10;
 /// Each has at least a cache line of a staging buffer.
 pub const MAX_RANKS: usize = CHUNK / 64;
 
-/// A counter that ranks wait on. Of those that arrive in a round, and are done, the last wakes them; in a mailbox everyone
-/// who raises it does; and so does whoever rings a doorbell.
+/// A counter that ranks wait on. Of those that arrive in a round, and are done, the last wakes
+/// them; in a mailbox everyone who raises it does; and so does whoever rings a doorbell.
 #[repr(C, align(64))]
 pub struct Counter {
     pub value: AtomicU32,
@@ -54,11 +59,16 @@ impl Counter {
 
     pub fn wake(&self) {
         if self.waiters.load(Ordering::SeqCst) != 0 {
-            let _ = rustix::thread::futex::wake(&self.value, rustix::thread::futex::Flags::empty(), i32::MAX as u32);
+            let _ = rustix::thread::futex::wake(
+                &self.value,
+                rustix::thread::futex::Flags::empty(),
+                i32::MAX as u32,
+            );
         }
     }
 
-    /// As a doorbell: wakes those who sleep by [`Counter::sleep_unless`]. It costs nothing while nobody does.
+    /// As a doorbell: wakes those who sleep by [`Counter::sleep_unless`]. It costs nothing while
+    /// nobody does.
     pub fn ring(&self) {
         if self.waiters.load(Ordering::SeqCst) != 0 {
             self.value.fetch_add(1, Ordering::SeqCst);
@@ -66,16 +76,20 @@ impl Counter {
         }
     }
 
-    /// Sleeps until the doorbell is rung, at most for `time`; not at all if `is_due` then finds that something has
-    /// happened. What happens after that look rings.
+    /// Sleeps until the doorbell is rung, at most for `time`; not at all if `is_due` then finds
+    /// that something has happened. What happens after that look rings.
     pub fn sleep_unless(&self, time: Duration, is_due: impl FnOnce() -> bool) {
         use rustix::thread::futex;
         self.waiters.fetch_add(1, Ordering::SeqCst);
-        // Either `is_due` sees what was done before the bell was rung, or whoever rings sees the sleeper.
+        // Either `is_due` sees what was done before the bell was rung, or whoever rings sees the
+        // sleeper.
         fence(Ordering::SeqCst);
         let seen = self.value.load(Ordering::SeqCst);
         if !is_due() {
-            let time = futex::Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) };
+            let time = futex::Timespec {
+                tv_sec: time.as_secs() as i64,
+                tv_nsec: i64::from(time.subsec_nanos()),
+            };
             // Rung, timed out, interrupted: the caller looks in any case.
             let _ = futex::wait(&self.value, futex::Flags::empty(), seen, Some(&time));
         }
@@ -134,7 +148,8 @@ pub struct RankState {
     pub posted: AtomicU64,
     /// Set when the rank has dropped its group.
     pub left: AtomicU32,
-    /// Rung for what may be of interest to a thread of this rank that waits for messages from any rank, or for its turn.
+    /// Rung for what may be of interest to a thread of this rank that waits for messages from any
+    /// rank, or for its turn.
     pub doorbell: Counter,
     /// What this rank has to say about a failure.
     pub notice: Note,
@@ -159,7 +174,8 @@ pub struct Slot {
 #[derive(Default)]
 pub struct PostWords(pub [AtomicU64; 8]);
 
-/// The words that are not of the post: 1 more than the last round that the rank arrived in, and was done with.
+/// The words that are not of the post: 1 more than the last round that the rank arrived in, and was
+/// done with.
 const ARRIVED: usize = 6;
 const DONE: usize = 7;
 
@@ -207,10 +223,12 @@ impl Layout {
         let ranks = std::mem::size_of::<Header>();
         let slots = ranks + size * std::mem::size_of::<RankState>();
         let posts = slots + SLOTS as usize * std::mem::size_of::<Slot>();
-        let payloads = (posts + SLOTS as usize * size * std::mem::size_of::<PostWords>()).next_multiple_of(4096);
+        let payloads = (posts + SLOTS as usize * size * std::mem::size_of::<PostWords>())
+            .next_multiple_of(4096);
         let staging = payloads + SLOTS as usize * size * PAYLOAD;
         let mailboxes = staging + size * 2 * CHUNK;
-        let letters = (mailboxes + locals * locals * std::mem::size_of::<Mailbox>()).next_multiple_of(4096);
+        let letters =
+            (mailboxes + locals * locals * std::mem::size_of::<Mailbox>()).next_multiple_of(4096);
         let letter = ((1 << 30) / (locals * locals * 2)).clamp(4096, 128 << 10) / 4096 * 4096;
         let total = letters + locals * locals * 2 * letter;
         Self { ranks, slots, posts, payloads, staging, mailboxes, letters, letter, total }
@@ -234,14 +252,18 @@ impl Control {
 
     /// The control block at `offset` of the arena.
     pub fn attach(arena: Arc<Arena>, offset: usize, size: usize, locals: usize) -> Self {
-        assert!(arena.contains(offset, Self::bytes(size, locals)), "a control block lies inside the arena");
+        assert!(
+            arena.contains(offset, Self::bytes(size, locals)),
+            "a control block lies inside the arena"
+        );
         Self { arena, offset, size, locals, layout: Layout::of(size, locals) }
     }
 
     fn at<T>(&self, start: usize, index: usize) -> &T {
         let pointer = self.arena.at(self.offset + start + index * std::mem::size_of::<T>());
-        // SAFETY: `start` and `index` are inside the layout, which is inside the mapping; the types consist of
-        // atomics only, for which any bytes are valid; alignment: the block is page aligned, the parts 64.
+        // SAFETY: `start` and `index` are inside the layout, which is inside the mapping; the types
+        // consist of atomics only, for which any bytes are valid; alignment: the block is page
+        // aligned, the parts 64.
         unsafe { &*pointer.cast::<T>() }
     }
 
@@ -287,7 +309,8 @@ impl Control {
         (self.size as u64 * (round / SLOTS + 1)) as u32
     }
 
-    /// Value of `arrived` when all members on this node are there: the leader speaks for the others after that.
+    /// Value of `arrived` when all members on this node are there: the leader speaks for the others
+    /// after that.
     pub fn local_target(&self, round: u64) -> u32 {
         self.target(round).wrapping_sub((self.size - self.locals) as u32)
     }
@@ -311,11 +334,15 @@ impl Control {
         self.at(self.layout.mailboxes, from * self.locals + to)
     }
 
-    /// Memory for part `part` of a message between two ranks, and its size: two parts may be on their way.
+    /// Memory for part `part` of a message between two ranks, and its size: two parts may be on
+    /// their way.
     pub fn letter(&self, from: usize, to: usize, part: u32) -> (*mut u8, usize) {
         debug_assert!(from < self.locals && to < self.locals);
         let index = (from * self.locals + to) * 2 + (part % 2) as usize;
-        (self.arena.at(self.offset + self.layout.letters + index * self.layout.letter), self.layout.letter)
+        (
+            self.arena.at(self.offset + self.layout.letters + index * self.layout.letter),
+            self.layout.letter,
+        )
     }
 
     /// Wakes every rank that waits for anything in this group.

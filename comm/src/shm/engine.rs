@@ -1,10 +1,12 @@
 //! Rounds: the one protocol beneath all collectives of a group.
 //!
-//! A round: write the post (what, how much, where), raise `arrived`, wait until all have arrived, compare the posts,
-//! data, raise `done`. Whoever waits watches the peers' lives and the clock. The first failure poisons the group.
+//! A round: write the post (what, how much, where), raise `arrived`, wait until all have arrived,
+//! compare the posts, data, raise `done`. Whoever waits watches the peers' lives and the clock. The
+//! first failure poisons the group.
 //!
-//! Members on other nodes take part through the leader, this node's first member: when all members here have arrived,
-//! it brings the posts of the others (see `carrying`), and arrives for them; when it is done, so are they.
+//! Members on other nodes take part through the leader, this node's first member: when all members
+//! here have arrived, it brings the posts of the others (see `carrying`), and arrives for them;
+//! when it is done, so are they.
 
 use std::collections::VecDeque;
 use std::fmt::Display;
@@ -24,12 +26,15 @@ use crate::error::{Error, Result};
 use crate::nodes::{Departure, Loss, Wire};
 use crate::waits::LongWait;
 
-/// How long a waiting rank keeps its core to itself, where every rank can have one: most waits are shorter.
+/// How long a waiting rank keeps its core to itself, where every rank can have one: most waits are
+/// shorter.
 const SPIN: Duration = Duration::from_micros(20);
-/// How long such a rank stays awake, and then offers its core to others between two looks: some times what it takes to be
-/// woken, which is tens of microseconds, and more on virtual machines. After that it sleeps.
+/// How long such a rank stays awake, and then offers its core to others between two looks: some
+/// times what it takes to be woken, which is tens of microseconds, and more on virtual machines.
+/// After that it sleeps.
 const AWAKE: Duration = Duration::from_micros(500);
-/// The same where there are more ranks than cores: a rank that has work to do should not take turns with many that wait.
+/// The same where there are more ranks than cores: a rank that has work to do should not take turns
+/// with many that wait.
 const AWAKE_ON_SHARED_CORES: Duration = Duration::from_micros(50);
 
 /// To a rank on another node, once there has been a message.
@@ -99,7 +104,8 @@ impl Engine {
     ) -> Result<Self> {
         let outgoing = ranks.iter().map(|_| Default::default()).collect();
         let rank = ranks.iter().position(|&r| r == world.rank).expect("the caller is a member"); // invariant
-        let locals: Vec<usize> = (0..ranks.len()).filter(|&r| world.local_index(ranks[r]).is_some()).collect();
+        let locals: Vec<usize> =
+            (0..ranks.len()).filter(|&r| world.local_index(ranks[r]).is_some()).collect();
         let local = locals.iter().position(|&r| r == rank).expect("a rank is on its own node"); // invariant
         let place = |rank: usize| locals.iter().position(|&local| local == rank);
         let inboxes = (0..ranks.len()).map(|rank| Inbox::new(place(rank))).collect();
@@ -152,7 +158,8 @@ impl Engine {
     }
 
     pub fn set_timeout(&self, timeout: Duration) {
-        self.timeout.store(u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+        self.timeout
+            .store(u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
     }
 
     pub fn state(&self) -> MutexGuard<'_, State> {
@@ -173,7 +180,8 @@ impl Engine {
     /// The next round, or None while its slot is still in use by a slow rank.
     pub fn try_open(&self, state: &mut State) -> Option<u64> {
         let round = state.round;
-        let free = round < SLOTS || self.control.slot(round).done.reached(self.control.target(round - SLOTS));
+        let free = round < SLOTS
+            || self.control.slot(round).done.reached(self.control.target(round - SLOTS));
         free.then(|| {
             state.round += 1;
             round
@@ -205,7 +213,8 @@ impl Engine {
         operation.write(location, self.control.post(round, self.rank));
     }
 
-    // The counters first: a rank that is killed in between must be among those that the others miss.
+    // The counters first: a rank that is killed in between must be among those that the others
+    // miss.
 
     pub fn arrive(&self, round: u64) {
         let targets = [self.control.target(round), self.control.local_target(round)];
@@ -215,7 +224,10 @@ impl Engine {
 
     /// The leader, when it has what the members on other nodes show in a round.
     pub fn others_arrive(&self, round: u64) {
-        self.control.slot(round).arrived.raise_by(self.others() as u32, &[self.control.target(round)]);
+        self.control
+            .slot(round)
+            .arrived
+            .raise_by(self.others() as u32, &[self.control.target(round)]);
         for rank in self.ranks_where(|r| !self.locals.contains(&r)) {
             self.control.set_arrived(round, rank);
         }
@@ -251,13 +263,23 @@ impl Engine {
 
     pub fn wait_all_arrived(&self, round: u64, operation: &Operation) -> Result<()> {
         let missing = || self.ranks_where(|r| !self.control.has_arrived(round, r));
-        self.wait(&self.control.slot(round).arrived, self.control.target(round), operation, &missing)
+        self.wait(
+            &self.control.slot(round).arrived,
+            self.control.target(round),
+            operation,
+            &missing,
+        )
     }
 
     pub fn wait_locals_arrived(&self, round: u64, operation: &Operation) -> Result<()> {
         let here = |r| self.locals.contains(&r) && !self.control.has_arrived(round, r);
         let missing = || self.ranks_where(here);
-        self.wait(&self.control.slot(round).arrived, self.control.local_target(round), operation, &missing)
+        self.wait(
+            &self.control.slot(round).arrived,
+            self.control.local_target(round),
+            operation,
+            &missing,
+        )
     }
 
     pub fn wait_done(&self, round: u64, operation: &Operation) -> Result<()> {
@@ -266,9 +288,14 @@ impl Engine {
         self.wait(&self.control.slot(round).done, self.control.target(round), operation, &missing)
     }
 
-    /// Every rank's post of a round in which all have arrived, compared with ours. `bytes` is how much a shared
-    /// location must hold.
-    pub fn locations(&self, round: u64, operation: &Operation, bytes: usize) -> Result<Vec<Location>> {
+    /// Every rank's post of a round in which all have arrived, compared with ours. `bytes` is how
+    /// much a shared location must hold.
+    pub fn locations(
+        &self,
+        round: u64,
+        operation: &Operation,
+        bytes: usize,
+    ) -> Result<Vec<Location>> {
         self.posted_by(&mut (0..self.size()), round, operation, bytes)
     }
 
@@ -279,7 +306,12 @@ impl Engine {
     }
 
     /// As [`Engine::locations`], of the members on this node, once these have arrived.
-    pub fn local_locations(&self, round: u64, operation: &Operation, bytes: usize) -> Result<Vec<Location>> {
+    pub fn local_locations(
+        &self,
+        round: u64,
+        operation: &Operation,
+        bytes: usize,
+    ) -> Result<Vec<Location>> {
         self.posted_by(&mut self.locals.iter().copied(), round, operation, bytes)
     }
 
@@ -292,12 +324,20 @@ impl Engine {
     ) -> Result<Vec<Location>> {
         let read = |rank| match Operation::read(self.control.post(round, rank)) {
             Ok((theirs, location)) if theirs == *operation => match location {
-                Location::Shared(offset) if self.locals.contains(&rank) && !self.is_reachable(rank, offset, bytes) => {
-                    Err(format!("rank {} posted {theirs} outside the shared memory", self.ranks[rank]))
+                Location::Shared(offset)
+                    if self.locals.contains(&rank) && !self.is_reachable(rank, offset, bytes) =>
+                {
+                    Err(format!(
+                        "rank {} posted {theirs} outside the shared memory",
+                        self.ranks[rank]
+                    ))
                 }
                 _ => Ok(location),
             },
-            Ok((theirs, _)) if theirs.bucket.and(operation.bucket).is_some() && theirs.step != operation.step => {
+            Ok((theirs, _))
+                if theirs.bucket.and(operation.bucket).is_some()
+                    && theirs.step != operation.step =>
+            {
                 let (own, peer) = (self.ranks[self.rank], self.ranks[rank]);
                 let (step, other) = (operation.step, theirs.step);
                 Err(format!(
@@ -323,10 +363,13 @@ impl Engine {
 
     /// Whether what a member says of its memory can be: offsets of peers are checked before use.
     pub fn is_reachable(&self, rank: usize, offset: usize, bytes: usize) -> bool {
-        self.world.local_index(self.ranks[rank]).is_some_and(|index| self.world.arena.holds(index, offset, bytes))
+        self.world
+            .local_index(self.ranks[rank])
+            .is_some_and(|index| self.world.arena.holds(index, offset, bytes))
     }
 
-    /// Waits until `counter` has come to `target`; `missing` says which members of the group are waited for.
+    /// Waits until `counter` has come to `target`; `missing` says which members of the group are
+    /// waited for.
     pub fn wait(
         &self,
         counter: &Counter,
@@ -345,8 +388,9 @@ impl Engine {
         })
     }
 
-    /// Waits until `attempt` says that what is waited for has come; it may take the time that it is given for that.
-    /// `lost` says which member can never bring it, as far as `attempt` does not see that.
+    /// Waits until `attempt` says that what is waited for has come; it may take the time that it is
+    /// given for that. `lost` says which member can never bring it, as far as `attempt` does not
+    /// see that.
     pub fn wait_until(
         &self,
         operation: &dyn Display,
@@ -381,7 +425,11 @@ impl Engine {
             }
             if let Err(error) = self.check_failure(operation, true) {
                 // The others may have come to the end of this, and failed in what follows.
-                return if matches!(attempt(Duration::ZERO), Ok(true)) { Ok(()) } else { Err(error) };
+                return if matches!(attempt(Duration::ZERO), Ok(true)) {
+                    Ok(())
+                } else {
+                    Err(error)
+                };
             }
             if start.elapsed() < look {
                 continue;
@@ -404,7 +452,12 @@ impl Engine {
     }
 
     /// Tells of a wait that has become long, and fails the group when its time is over.
-    pub fn look(&self, waiting: &mut Waiting, operation: &dyn Display, missing: &dyn Fn() -> Vec<usize>) -> Result<()> {
+    pub fn look(
+        &self,
+        waiting: &mut Waiting,
+        operation: &dyn Display,
+        missing: &dyn Fn() -> Vec<usize>,
+    ) -> Result<()> {
         let (rank, timeout, waited) = (self.world.rank, waiting.timeout, waiting.since.elapsed());
         self.tell_place(waited, timeout);
         if let Some(long) = &mut waiting.long {
@@ -444,8 +497,12 @@ impl Drop for Engine {
         self.control.header().attached.fetch_sub(1, Ordering::SeqCst);
         let block = self.block.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(block) = block {
-            let control =
-                Control::attach(Arc::clone(&self.world.arena), block.offset(), self.size(), self.locals.len());
+            let control = Control::attach(
+                Arc::clone(&self.world.arena),
+                block.offset(),
+                self.size(),
+                self.locals.len(),
+            );
             self.world.bury(block, control);
         }
     }

@@ -1,9 +1,10 @@
 //! Collectives in which ranks show memory and each reads what it needs from the others.
 //!
-//! What is shown consists of `blocks` equal blocks (one for all_gather, one per rank for all_to_all). If it lies in
-//! shared memory on all ranks, everyone reads in place. Otherwise it goes through the staging buffers in chunks, a
-//! chunk holding the same range of every block; up to [`PAYLOAD`] bytes go through the round's payload at once. What
-//! ranks on other nodes show, the leader puts where they would stage it here.
+//! What is shown consists of `blocks` equal blocks (one for all_gather, one per rank for
+//! all_to_all). If it lies in shared memory on all ranks, everyone reads in place. Otherwise it
+//! goes through the staging buffers in chunks, a chunk holding the same range of every block; up to
+//! [`PAYLOAD`] bytes go through the round's payload at once. What ranks on other nodes show, the
+//! leader puts where they would stage it here.
 
 use std::ops::Range;
 
@@ -25,7 +26,8 @@ impl Raw {
     /// Copies `count` bytes from `from` to position `start`.
     fn write(self, start: usize, from: *const u8, count: usize) {
         debug_assert!(start + count <= self.bytes);
-        // SAFETY: the range is inside the caller's memory, which no other rank writes in this collective.
+        // SAFETY: the range is inside the caller's memory, which no other rank writes in this
+        // collective.
         unsafe { super::copy(from, self.data.add(start), count) };
     }
 }
@@ -43,8 +45,13 @@ pub type At<'a> = &'a dyn Fn(usize, usize) -> *const u8;
 impl Engine {
     /// Copies `data` from the root to all ranks.
     pub fn broadcast(&self, data: Raw, dtype: DType, root: usize) -> Result<()> {
-        let operation = self.operation(Kind::Broadcast, dtype, ReduceOp::Sum, root, data.bytes / dtype.size());
-        let shown = Shown { data: (self.rank == root).then_some(data.data), blocks: 1, block_bytes: data.bytes };
+        let operation =
+            self.operation(Kind::Broadcast, dtype, ReduceOp::Sum, root, data.bytes / dtype.size());
+        let shown = Shown {
+            data: (self.rank == root).then_some(data.data),
+            blocks: 1,
+            block_bytes: data.bytes,
+        };
         self.exchange(
             operation,
             &shown,
@@ -59,13 +66,15 @@ impl Engine {
 
     /// Every rank gets all ranks' `input`, in rank order, in `output`.
     pub fn all_gather(&self, input: Raw, output: Raw, dtype: DType) -> Result<()> {
-        let operation = self.operation(Kind::AllGather, dtype, ReduceOp::Sum, 0, input.bytes / dtype.size());
+        let operation =
+            self.operation(Kind::AllGather, dtype, ReduceOp::Sum, 0, input.bytes / dtype.size());
         self.gather_into(operation, input, Some(output))
     }
 
     /// As [`Engine::all_gather`], for the root only.
     pub fn gather(&self, input: Raw, output: Option<Raw>, dtype: DType, root: usize) -> Result<()> {
-        let operation = self.operation(Kind::Gather, dtype, ReduceOp::Sum, root, input.bytes / dtype.size());
+        let operation =
+            self.operation(Kind::Gather, dtype, ReduceOp::Sum, root, input.bytes / dtype.size());
         self.gather_into(operation, input, output)
     }
 
@@ -86,9 +95,20 @@ impl Engine {
     }
 
     /// Rank r gets block r of the root's `input`.
-    pub fn scatter(&self, input: Option<Raw>, output: Raw, dtype: DType, root: usize) -> Result<()> {
-        let operation = self.operation(Kind::Scatter, dtype, ReduceOp::Sum, root, output.bytes / dtype.size());
-        let shown = Shown { data: input.map(|i| i.data.cast_const()), blocks: self.size(), block_bytes: output.bytes };
+    pub fn scatter(
+        &self,
+        input: Option<Raw>,
+        output: Raw,
+        dtype: DType,
+        root: usize,
+    ) -> Result<()> {
+        let operation =
+            self.operation(Kind::Scatter, dtype, ReduceOp::Sum, root, output.bytes / dtype.size());
+        let shown = Shown {
+            data: input.map(|i| i.data.cast_const()),
+            blocks: self.size(),
+            block_bytes: output.bytes,
+        };
         self.exchange(
             operation,
             &shown,
@@ -101,7 +121,8 @@ impl Engine {
 
     /// Block s of rank r's output is block r of rank s' input.
     pub fn all_to_all(&self, input: Raw, output: Raw, dtype: DType) -> Result<()> {
-        let operation = self.operation(Kind::AllToAll, dtype, ReduceOp::Sum, 0, input.bytes / dtype.size());
+        let operation =
+            self.operation(Kind::AllToAll, dtype, ReduceOp::Sum, 0, input.bytes / dtype.size());
         let block_bytes = input.bytes / self.size();
         let shown = Shown { data: Some(input.data), blocks: self.size(), block_bytes };
         self.exchange(
@@ -110,26 +131,48 @@ impl Engine {
             |_| true,
             |range, at| {
                 for rank in 0..self.size() {
-                    output.write(rank * block_bytes + range.start, at(rank, self.rank), range.len());
+                    output.write(
+                        rank * block_bytes + range.start,
+                        at(rank, self.rank),
+                        range.len(),
+                    );
                 }
             },
         )
     }
 
     /// Rank r gets the reduction of all ranks' blocks r.
-    pub fn reduce_scatter(&self, input: Raw, output: Raw, dtype: DType, reduce: ReduceOp) -> Result<()> {
-        let operation = self.operation(Kind::ReduceScatter, dtype, reduce, 0, input.bytes / dtype.size());
-        let shown = Shown { data: Some(input.data), blocks: self.size(), block_bytes: output.bytes };
+    pub fn reduce_scatter(
+        &self,
+        input: Raw,
+        output: Raw,
+        dtype: DType,
+        reduce: ReduceOp,
+    ) -> Result<()> {
+        let operation =
+            self.operation(Kind::ReduceScatter, dtype, reduce, 0, input.bytes / dtype.size());
+        let shown =
+            Shown { data: Some(input.data), blocks: self.size(), block_bytes: output.bytes };
         self.exchange(
             operation,
             &shown,
             |_| true,
             |range, at| {
-                let sources: Vec<*const u8> = (0..self.size()).map(|rank| at(rank, self.rank)).collect();
+                let sources: Vec<*const u8> =
+                    (0..self.size()).map(|rank| at(rank, self.rank)).collect();
                 let destination = output.data.wrapping_add(range.start);
-                // SAFETY: each source shows `range` of a block that no rank writes in this round; the destination is
-                // the same range of our own output; both are aligned, as ranges begin at multiples of 64 bytes.
-                unsafe { flow_kernels::reduce(dtype, reduce, &sources, &[destination], range.len() / dtype.size()) };
+                // SAFETY: each source shows `range` of a block that no rank writes in this round;
+                // the destination is the same range of our own output; both are aligned, as ranges
+                // begin at multiples of 64 bytes.
+                unsafe {
+                    flow_kernels::reduce(
+                        dtype,
+                        reduce,
+                        &sources,
+                        &[destination],
+                        range.len() / dtype.size(),
+                    )
+                };
             },
         )
     }
@@ -143,7 +186,8 @@ impl Engine {
     pub fn exchange_words(&self, kind: Kind, own: &[u64]) -> Result<Vec<Vec<u64>>> {
         let operation = self.operation(kind, DType::U8, ReduceOp::Sum, 0, own.len() * 8);
         let mut words = vec![vec![0; own.len()]; self.size()];
-        let shown = Shown { data: Some(own.as_ptr().cast()), blocks: 1, block_bytes: own.len() * 8 };
+        let shown =
+            Shown { data: Some(own.as_ptr().cast()), blocks: 1, block_bytes: own.len() * 8 };
         self.exchange(
             operation,
             &shown,
@@ -158,8 +202,8 @@ impl Engine {
         Ok(words)
     }
 
-    /// Runs one collective. `shows(rank)` says whose memory is looked at; `read(range, at)` is called for
-    /// consecutive ranges of the blocks, each when all ranks show that range.
+    /// Runs one collective. `shows(rank)` says whose memory is looked at; `read(range, at)` is
+    /// called for consecutive ranges of the blocks, each when all ranks show that range.
     fn exchange(
         &self,
         mut operation: Operation,
@@ -175,14 +219,17 @@ impl Engine {
         if total <= PAYLOAD {
             let round = self.open(state, operation)?;
             if let Some(data) = data {
-                // SAFETY: `data` holds `total` bytes; the payload holds PAYLOAD and is ours alone until we arrive.
+                // SAFETY: `data` holds `total` bytes; the payload holds PAYLOAD and is ours alone
+                // until we arrive.
                 unsafe { super::copy(data, self.control.payload(round, self.rank), total) };
             }
             self.post(round, operation, Location::Staged);
             self.arrive(round);
             self.wait_arrived(round, operation, total)?;
             self.locations(round, operation, total)?;
-            read(0..block_bytes, &|rank, block| self.control.payload(round, rank).wrapping_add(block * block_bytes));
+            read(0..block_bytes, &|rank, block| {
+                self.control.payload(round, rank).wrapping_add(block * block_bytes)
+            });
             self.done(round);
             return Ok(());
         }
@@ -205,7 +252,8 @@ impl Engine {
                 // Nobody else reads this rank's block of several.
                 for block in (0..blocks).filter(|&block| blocks == 1 || block != self.rank) {
                     let from = data.wrapping_add(block * block_bytes + start);
-                    // SAFETY: the range is inside the block; `blocks` pieces fit the buffer, which nobody reads now.
+                    // SAFETY: the range is inside the block; `blocks` pieces fit the buffer, which
+                    // nobody reads now.
                     unsafe { super::copy(from, staging.add(block * piece), range.len()) };
                 }
             }
@@ -218,22 +266,35 @@ impl Engine {
                 }
             }
             let at = |rank: usize, block: usize| match (locations[rank], data) {
-                (_, Some(own)) if rank == self.rank => own.wrapping_add(block * block_bytes + start),
-                (Location::Shared(offset), _) => self.world.arena.at(offset + block * block_bytes + start).cast_const(),
-                (Location::Staged, _) => self.control.staging(rank, (round % 2) as usize).wrapping_add(block * piece),
+                (_, Some(own)) if rank == self.rank => {
+                    own.wrapping_add(block * block_bytes + start)
+                }
+                (Location::Shared(offset), _) => {
+                    self.world.arena.at(offset + block * block_bytes + start).cast_const()
+                }
+                (Location::Staged, _) => {
+                    self.control.staging(rank, (round % 2) as usize).wrapping_add(block * piece)
+                }
             };
             if self.abroad.is_some() {
-                self.wait_carried(round, operation, || self.pieces(operation, blocks, &range, &at))?;
+                self.wait_carried(round, operation, || {
+                    self.pieces(operation, blocks, &range, &at)
+                })?;
             }
             let in_place = self.abroad.is_none()
-                && (0..self.size()).all(|r| !shows(r) || matches!(locations[r], Location::Shared(_)));
+                && (0..self.size())
+                    .all(|r| !shows(r) || matches!(locations[r], Location::Shared(_)));
             let range = if in_place { 0..block_bytes } else { range };
             read(range.clone(), &at);
             self.done(round);
             start = range.end;
             if start == block_bytes {
                 // Others read our own memory: it must stay as it is until they are done.
-                return if matches!(own, Location::Shared(_)) { self.wait_done(round, operation) } else { Ok(()) };
+                return if matches!(own, Location::Shared(_)) {
+                    self.wait_done(round, operation)
+                } else {
+                    Ok(())
+                };
             }
         }
     }
@@ -249,15 +310,30 @@ impl Engine {
     }
 
     /// As [`Engine::stage`], with the buffer chosen; `round` is the one until whose end it is used.
-    pub fn stage_in(&self, state: &mut State, which: usize, round: u64, operation: &Operation) -> Result<*mut u8> {
+    pub fn stage_in(
+        &self,
+        state: &mut State,
+        which: usize,
+        round: u64,
+        operation: &Operation,
+    ) -> Result<*mut u8> {
         // A round whose slot has been opened again is over, and its counters have moved on.
-        if let Some(last) = state.staged[which].replace(round).filter(|&last| last < round && round - last < SLOTS) {
+        if let Some(last) =
+            state.staged[which].replace(round).filter(|&last| last < round && round - last < SLOTS)
+        {
             self.wait_done(last, operation)?;
         }
         Ok(self.control.staging(self.rank, which))
     }
 
-    pub fn operation(&self, kind: Kind, dtype: DType, reduce: ReduceOp, root: usize, count: usize) -> Operation {
+    pub fn operation(
+        &self,
+        kind: Kind,
+        dtype: DType,
+        reduce: ReduceOp,
+        root: usize,
+        count: usize,
+    ) -> Operation {
         Operation {
             sequence: 0,
             kind,

@@ -12,7 +12,8 @@ use crate::nodes::{Departure, Loss};
 
 /// Kind of a poison note whose ranks have more to say: see [`Engine::fail_with_notice`].
 pub const NOTICES: u32 = 1;
-/// Kind of a poison note about the loss of the group's first rank; of the next, one more; and so on.
+/// Kind of a poison note about the loss of the group's first rank; of the next, one more; and so
+/// on.
 pub const LOST: u32 = 2;
 
 impl Engine {
@@ -22,8 +23,9 @@ impl Engine {
         error
     }
 
-    /// Fails the group for a reason of which other ranks may have their own part to tell: every rank calls this,
-    /// with an empty text if it has nothing to add, and gets what all ranks said, with their ranks.
+    /// Fails the group for a reason of which other ranks may have their own part to tell: every
+    /// rank calls this, with an empty text if it has nothing to add, and gets what all ranks said,
+    /// with their ranks.
     pub fn fail_with_notice(&self, operation: &str, own: &str) -> Vec<(usize, String)> {
         self.notify(own);
         self.poison(NOTICES, &format!("rank {}: {operation}: {own}", self.world.rank));
@@ -32,17 +34,24 @@ impl Engine {
             self.fetch_notices();
             self.ranks_where(|r| !self.control.rank(r).notice.is_set())
         };
-        // If the group had failed for another reason, the others have heard of that and write no notices.
+        // If the group had failed for another reason, the others have heard of that and write no
+        // notices.
         let awaited = || self.awaits_notice() && self.others_await_notices();
-        while awaited() && !silent().is_empty() && Instant::now() < deadline && self.lost(&silent).is_none() {
-            // A failure path: peers still finish their backward, so there is nothing to be quick about.
+        while awaited()
+            && !silent().is_empty()
+            && Instant::now() < deadline
+            && self.lost(&silent).is_none()
+        {
+            // A failure path: peers still finish their backward, so there is nothing to be quick
+            // about.
             std::thread::sleep(Duration::from_millis(2));
         }
         if self.abroad.is_some() && self.world.serves() {
             // The others ask for them as well.
             std::thread::sleep(EXIT_REPORT);
         }
-        let notices = (0..self.size()).filter_map(|r| Some((self.ranks[r], self.control.rank(r).notice.read()?.1)));
+        let notices = (0..self.size())
+            .filter_map(|r| Some((self.ranks[r], self.control.rank(r).notice.read()?.1)));
         notices.filter(|(_, text)| !text.is_empty()).collect()
     }
 
@@ -56,19 +65,24 @@ impl Engine {
         self.check_failure(operation, false)
     }
 
-    /// Whichever rank saw it first, the loss of a peer is the same error to every operation that was `under_way`, and
-    /// to the first that begins after it.
+    /// Whichever rank saw it first, the loss of a peer is the same error to every operation that
+    /// was `under_way`, and to the first that begins after it.
     pub fn check_failure(&self, operation: &dyn std::fmt::Display, under_way: bool) -> Result<()> {
         if under_way {
             self.hear();
         }
         if self.has_given_up() {
             let cause = format!("rank {} has left it", self.world.rank);
-            return Err(Error::Poisoned { rank: self.world.rank, operation: operation.to_string(), cause });
+            return Err(Error::Poisoned {
+                rank: self.world.rank,
+                operation: operation.to_string(),
+                cause,
+            });
         }
         let Some((kind, cause)) = self.control.header().poison.read() else { return Ok(()) };
         let first = self.quarantine();
-        let peer = kind.checked_sub(LOST).map(|peer| peer as usize).filter(|&peer| peer < self.size());
+        let peer =
+            kind.checked_sub(LOST).map(|peer| peer as usize).filter(|&peer| peer < self.size());
         Err(match peer {
             Some(peer) if under_way || first => self.peer_lost(peer, operation),
             _ => Error::Poisoned { rank: self.world.rank, operation: operation.to_string(), cause },
@@ -132,7 +146,12 @@ impl Engine {
         let missing = missing();
         let left = missing.iter().find(|&&r| self.has_left(r)).map(|&r| (r, Departure::Left));
         let cut_off = || missing.iter().find_map(|&r| Some((r, self.how_cut_off(r)?)));
-        let ended = || missing.iter().find(|&&r| ended.contains(&self.ranks[r])).map(|&r| (r, Departure::Ended));
+        let ended = || {
+            missing
+                .iter()
+                .find(|&&r| ended.contains(&self.ranks[r]))
+                .map(|&r| (r, Departure::Ended))
+        };
         left.or_else(cut_off).or_else(ended)
     }
 
@@ -146,7 +165,8 @@ impl Engine {
     /// The other members that have left the group or ended.
     pub fn gone(&self) -> Vec<usize> {
         let ended = self.world.ended(&self.ranks, Duration::ZERO);
-        let gone = |r| self.has_left(r) || ended.contains(&self.ranks[r]) || self.how_cut_off(r).is_some();
+        let gone =
+            |r| self.has_left(r) || ended.contains(&self.ranks[r]) || self.how_cut_off(r).is_some();
         self.ranks_where(|r| r != self.rank && gone(r))
     }
 
@@ -161,7 +181,12 @@ impl Engine {
     }
 
     /// The error where a member has gone, or the connection to it.
-    pub fn lose_member(&self, peer: usize, how: Departure, operation: &dyn std::fmt::Display) -> Error {
+    pub fn lose_member(
+        &self,
+        peer: usize,
+        how: Departure,
+        operation: &dyn std::fmt::Display,
+    ) -> Error {
         // It may have ended because of a failure, of which it, or its node, has told.
         match &how {
             Departure::Failed(why) => self.hear_words(why),
@@ -176,9 +201,13 @@ impl Engine {
             // That was heard.
             Departure::Failed(_) => {}
             Departure::Left => self.control.rank(peer).left.store(1, Ordering::SeqCst),
-            Departure::OutOfReach(_) if self.world.report_of_end(self.ranks[peer], EXIT_REPORT).is_some() => {}
+            Departure::OutOfReach(_)
+                if self.world.report_of_end(self.ranks[peer], EXIT_REPORT).is_some() => {}
             Departure::OutOfReach(reason) => {
-                let peer = format!("{} cannot be reached: {reason}", self.world.describe(self.ranks[peer]));
+                let peer = format!(
+                    "{} cannot be reached: {reason}",
+                    self.world.describe(self.ranks[peer])
+                );
                 let (rank, operation) = (self.world.rank, operation.to_string());
                 return self.fail(Error::PeerLost { rank, operation, peer });
             }

@@ -1,8 +1,10 @@
-//! Processes that are forked, and not replaced by another program (exec): Python's DataLoader has such workers.
+//! Processes that are forked, and not replaced by another program (exec): Python's DataLoader has
+//! such workers.
 //!
-//! The child has copies of all objects of its parent, and maps the same arena, but is no rank. It has none of its parent's
-//! threads: a lock that one of them held stays locked for ever, and nobody can be waited for. So what belongs to the parent,
-//! the child neither uses nor drops. It may read the memory that it has inherited, and join as a rank of its own.
+//! The child has copies of all objects of its parent, and maps the same arena, but is no rank. It
+//! has none of its parent's threads: a lock that one of them held stays locked for ever, and nobody
+//! can be waited for. So what belongs to the parent, the child neither uses nor drops. It may read
+//! the memory that it has inherited, and join as a rank of its own.
 
 use std::fmt;
 use std::mem::ManuallyDrop;
@@ -27,9 +29,12 @@ impl Process {
         }
         // No `Once`: a fork might leave that half done.
         if !WATCHES.swap(true, Ordering::Relaxed) {
-            // SAFETY: the handler may run in a child of many threads: it touches nothing but an atomic.
+            // SAFETY: the handler may run in a child of many threads: it touches nothing but an
+            // atomic.
             if unsafe { pthread_atfork(None, None, Some(in_child)) } != 0 {
-                log::warn!("no memory to watch for forks: a forked child of this process may disturb it");
+                log::warn!(
+                    "no memory to watch for forks: a forked child of this process may disturb it"
+                );
             }
         }
         Self(GENERATION.load(Ordering::Relaxed))
@@ -58,7 +63,8 @@ impl<T> ForkSafe<T> {
         Self { process: Process::current(), value: ManuallyDrop::new(value) }
     }
 
-    /// False in a process that was forked from the one that made it: there the value is not to be used.
+    /// False in a process that was forked from the one that made it: there the value is not to be
+    /// used.
     pub fn is_ours(&self) -> bool {
         self.process.is_current()
     }

@@ -1,9 +1,11 @@
-//! All-reduce over several nodes: in each node to its leader, between the leaders, and in each node from its leader.
+//! All-reduce over several nodes: in each node to its leader, between the leaders, and in each node
+//! from its leader.
 //!
-//! Between nodes: the data is cut into blocks, and a block into a slice for each node. Every leader sends each other
-//! leader that one's slice of its node's sum, adds up its own in the order of nodes, and sends the result to all. Each
-//! node sends and receives 2N bytes whatever their number, as in a ring, but in two steps; it always has the slices of
-//! the next block and the results of the last under way. All nodes hold the same bits.
+//! Between nodes: the data is cut into blocks, and a block into a slice for each node. Every leader
+//! sends each other leader that one's slice of its node's sum, adds up its own in the order of
+//! nodes, and sends the result to all. Each node sends and receives 2N bytes whatever their number,
+//! as in a ring, but in two steps; it always has the slices of the next block and the results of
+//! the last under way. All nodes hold the same bits.
 //!
 //! In a node: while the leader carries one piece, the other members reduce the next.
 
@@ -20,10 +22,12 @@ use super::reduction::{is_divided_first, slice, Cargo};
 use super::Part;
 use crate::error::Result;
 
-/// Bytes of a slice: enough for the calls to the kernel to be few, few enough that what is under way stays in the cache.
+/// Bytes of a slice: enough for the calls to the kernel to be few, few enough that what is under
+/// way stays in the cache.
 const SLICE: usize = 64 << 10;
 
-/// Memory that is reduced as one, in the order of its pieces: where each begins, and how many elements it has.
+/// Memory that is reduced as one, in the order of its pieces: where each begins, and how many
+/// elements it has.
 struct Span {
     pieces: Vec<(*mut u8, usize)>,
     /// The elements before each piece.
@@ -47,10 +51,12 @@ impl Span {
     fn parts(&self, range: Range<usize>) -> impl Iterator<Item = (*mut u8, usize)> + '_ {
         let first = self.starts.partition_point(|&start| start <= range.start).saturating_sub(1);
         let pieces = self.starts.iter().zip(&self.pieces).skip(first);
-        pieces.take_while(move |(&start, _)| start < range.end).filter_map(move |(&start, &(data, count))| {
-            let (low, high) = (range.start.max(start), range.end.min(start + count));
-            (low < high).then(|| (data.wrapping_add((low - start) * self.element), high - low))
-        })
+        pieces.take_while(move |(&start, _)| start < range.end).filter_map(
+            move |(&start, &(data, count))| {
+                let (low, high) = (range.start.max(start), range.end.min(start + count));
+                (low < high).then(|| (data.wrapping_add((low - start) * self.element), high - low))
+            },
+        )
     }
 }
 
@@ -90,11 +96,13 @@ impl Together<'_> {
     fn gather(&mut self, block: usize) -> Result<()> {
         let (engine, operation, range) = (self.engine, self.operation, self.range(block));
         let element = operation.dtype.size();
-        let (round, homeward) = (engine.open(self.state, operation)?, engine.open(self.state, operation)?);
+        let (round, homeward) =
+            (engine.open(self.state, operation)?, engine.open(self.state, operation)?);
         self.homeward[block % 2] = homeward;
         if self.locations[engine.rank] == Location::Staged {
             let staging = engine.stage_in(self.state, block % 2, homeward, operation)?;
-            // SAFETY: the range is inside the caller's memory and fits the buffer, which nobody reads now.
+            // SAFETY: the range is inside the caller's memory and fits the buffer, which nobody
+            // reads now.
             unsafe { super::copy(self.data.data.add(range.start), staging, range.len()) };
         }
         engine.arrive(round);
@@ -106,7 +114,8 @@ impl Together<'_> {
             engine.done(round);
             return engine.wait_done(round, operation);
         }
-        let slice = slice(range.len() / element, engine.locals.len() - 1, engine.local - 1, element);
+        let slice =
+            slice(range.len() / element, engine.locals.len() - 1, engine.local - 1, element);
         let place = |&rank: &usize| self.at(rank, block).wrapping_add(slice.start * element);
         let places: Vec<*mut u8> = engine.locals.iter().map(place).collect();
         engine.combine_places(operation, &places, &mut [places[0]], slice.len());
@@ -123,7 +132,8 @@ impl Together<'_> {
         engine.wait_all_arrived(homeward, self.operation)?;
         let (from, to) = (self.home(block), self.data.data.wrapping_add(range.start));
         if from != to {
-            // SAFETY: the range is inside the caller's memory; the leader's is as long, final, and not the same.
+            // SAFETY: the range is inside the caller's memory; the leader's is as long, final, and
+            // not the same.
             unsafe { super::copy(from, to, range.len()) };
         }
         engine.done(homeward);
@@ -144,8 +154,11 @@ impl Engine {
         let element = operation.dtype.size();
         let nodes = abroad.leaders.len();
         // All nodes cut alike: where any has to stage, a block fits the staging buffers.
-        let is_alone = |rank: usize| abroad.nodes.iter().filter(|&&node| node == abroad.nodes[rank]).count() == 1;
-        let staged = (0..self.size()).any(|rank| locations[rank] == Location::Staged && !is_alone(rank));
+        let is_alone = |rank: usize| {
+            abroad.nodes.iter().filter(|&&node| node == abroad.nodes[rank]).count() == 1
+        };
+        let staged =
+            (0..self.size()).any(|rank| locations[rank] == Location::Staged && !is_alone(rank));
         let slice = if staged { (CHUNK / nodes / 64 * 64).max(64) } else { SLICE };
         if self.locals.len() == 1 {
             let (_, mut load) = self.load()?;
@@ -155,12 +168,21 @@ impl Engine {
             return Ok(());
         }
         let block = slice * nodes;
-        let mut node = Together { engine: self, state, operation, data, locations, block, homeward: [0; 2] };
+        let mut node =
+            Together { engine: self, state, operation, data, locations, block, homeward: [0; 2] };
         let blocks = data.bytes.div_ceil(block);
         if self.leads() {
-            let pieces = (0..blocks).map(|block| (node.home(block), node.range(block).len() / element)).collect();
+            let pieces = (0..blocks)
+                .map(|block| (node.home(block), node.range(block).len() / element))
+                .collect();
             let (_, mut load) = self.load()?;
-            self.carry_sum(&mut load, operation, &Span::new(pieces, operation.dtype), slice, Some(&mut node))?;
+            self.carry_sum(
+                &mut load,
+                operation,
+                &Span::new(pieces, operation.dtype),
+                slice,
+                Some(&mut node),
+            )?;
             load.delivered();
         } else {
             for block in 0..blocks {
@@ -176,7 +198,8 @@ impl Engine {
         self.wait_done(last, operation)
     }
 
-    /// Reduces a bucket between nodes, once it is reduced on this one. In the leader, beside what that computes.
+    /// Reduces a bucket between nodes, once it is reduced on this one. In the leader, beside what
+    /// that computes.
     pub fn carry_bucket(&self, cargo: &Cargo) -> Result<()> {
         let Cargo { round, homeward, operation, segments } = cargo;
         self.wait_locals_arrived(*round, operation)?;
@@ -189,7 +212,11 @@ impl Engine {
             return Ok(());
         }
         let places = self.pieces_of_all(*round, operation, segments)?;
-        let pieces = places.iter().zip(&segments.lengths).map(|(places, &length)| (places[0], length)).collect();
+        let pieces = places
+            .iter()
+            .zip(&segments.lengths)
+            .map(|(places, &length)| (places[0], length))
+            .collect();
         let (_, mut load) = self.load()?;
         self.carry_sum(&mut load, operation, &Span::new(pieces, operation.dtype), SLICE, None)?;
         // Before others may see that a node has left, having done its part.
@@ -198,8 +225,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Reduces what the leaders have, in place, in slices of so many bytes; all cut alike. The other members of the node
-    /// take part block by block, if they do.
+    /// Reduces what the leaders have, in place, in slices of so many bytes; all cut alike. The
+    /// other members of the node take part block by block, if they do.
     fn carry_sum(
         &self,
         load: &mut Load,
@@ -225,19 +252,25 @@ impl Engine {
         };
         load.carrier.scratch.resize((2 * nodes * each * element).div_ceil(8), 0);
         let scratch = load.carrier.scratch.as_mut_ptr().cast::<u8>();
-        let incoming = |block: usize, node: usize| scratch.wrapping_add((block % 2 * nodes + node) * each * element);
-        // SAFETY: nobody but this rank uses the memory until the sum is there, and it touches no slice that is under way.
+        let incoming = |block: usize, node: usize| {
+            scratch.wrapping_add((block % 2 * nodes + node) * each * element)
+        };
+        // SAFETY: nobody but this rank uses the memory until the sum is there, and it touches no
+        // slice that is under way.
         let part = |(data, count): (*mut u8, usize)| unsafe { Part::new(data, count * element) };
-        let (mut slices, mut sums) = ([vec![(0, 0); nodes], vec![(0, 0); nodes]], vec![(0, 0); nodes]);
+        let (mut slices, mut sums) =
+            ([vec![(0, 0); nodes], vec![(0, 0); nodes]], vec![(0, 0); nodes]);
         let send_slices = |load: &mut Load, block: usize, due: &mut Due| {
             for node in abroad.others() {
                 let wire = &mut load.carrier.wire;
                 span.parts(slice(block, node)).for_each(|piece| _ = wire.send(node, part(piece)));
-                due[node].1 = wire.receive(node, part((incoming(block, node), slice(block, here).len())));
+                due[node].1 =
+                    wire.receive(node, part((incoming(block, node), slice(block, here).len())));
             }
         };
         for block in 0..=blocks {
-            // The sums of the block before the last come, and its memory is free, before the next is begun.
+            // The sums of the block before the last come, and its memory is free, before the next
+            // is begun.
             if let (Some(together), Some(last)) = (&mut together, block.checked_sub(2)) {
                 self.drive(load, operation, &sums, false)?;
                 together.take_home(last)?;
@@ -252,18 +285,40 @@ impl Engine {
             self.drive(load, operation, &slices[block % 2], false)?;
             let mut offset = 0;
             for (own, count) in span.parts(slice(block, here)) {
-                let source = |node| if node == here { own } else { incoming(block, node).wrapping_add(offset) };
-                let sources: Vec<*const u8> = (0..nodes).map(|node| source(node).cast_const()).collect();
-                // SAFETY: this node's part and what has come from the others are that long, and nobody else uses them.
+                let source = |node| {
+                    if node == here {
+                        own
+                    } else {
+                        incoming(block, node).wrapping_add(offset)
+                    }
+                };
+                let sources: Vec<*const u8> =
+                    (0..nodes).map(|node| source(node).cast_const()).collect();
+                // SAFETY: this node's part and what has come from the others are that long, and
+                // nobody else uses them.
                 unsafe {
                     match operation.reduce {
                         ReduceOp::Avg if is_divided_first(operation) => {
-                            flow_kernels::reduce(operation.dtype, ReduceOp::Sum, &sources, &[own], count);
+                            flow_kernels::reduce(
+                                operation.dtype,
+                                ReduceOp::Sum,
+                                &sources,
+                                &[own],
+                                count,
+                            );
                         }
                         ReduceOp::Avg => {
-                            flow_kernels::average(operation.dtype, &sources, &[own], count, self.size());
+                            flow_kernels::average(
+                                operation.dtype,
+                                &sources,
+                                &[own],
+                                count,
+                                self.size(),
+                            );
                         }
-                        reduce => flow_kernels::reduce(operation.dtype, reduce, &sources, &[own], count),
+                        reduce => {
+                            flow_kernels::reduce(operation.dtype, reduce, &sources, &[own], count)
+                        }
                     }
                 }
                 offset += count * element;
@@ -296,8 +351,10 @@ mod tests {
         let base = memory.as_mut_ptr().cast::<u8>();
         let at = |index: usize| base.wrapping_add(4 * index);
         // With gaps, and with empty pieces.
-        let span =
-            Span::new(vec![(at(0), 3), (at(0), 0), (at(10), 20), (at(40), 1), (at(50), 0), (at(60), 6)], DType::F32);
+        let span = Span::new(
+            vec![(at(0), 3), (at(0), 0), (at(10), 20), (at(40), 1), (at(50), 0), (at(60), 6)],
+            DType::F32,
+        );
         assert_eq!(span.total, 30);
         for begin in 0..=30 {
             for end in begin..=30 {

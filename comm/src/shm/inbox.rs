@@ -1,8 +1,9 @@
-//! Messages that have come before anybody asked for them: what MPI calls the queue of unexpected messages.
+//! Messages that have come before anybody asked for them: what MPI calls the queue of unexpected
+//! messages.
 //!
-//! Each sender has an inbox, which one thread of the receiving rank opens at a time. Whoever has it open takes whatever
-//! comes next: a message with its own tag goes where it is wanted, others are kept here. Nothing but memory limits
-//! how many.
+//! Each sender has an inbox, which one thread of the receiving rank opens at a time. Whoever has it
+//! open takes whatever comes next: a message with its own tag goes where it is wanted, others are
+//! kept here. Nothing but memory limits how many.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
@@ -33,13 +34,15 @@ type Kept = HashMap<u32, VecDeque<Message>, fnv::FnvBuildHasher>;
 /// What is still to come.
 #[derive(Default)]
 pub struct Incoming {
-    /// From a rank on another node. It comes before what it may be about to fill: fields are dropped in this order.
+    /// From a rank on another node. It comes before what it may be about to fill: fields are
+    /// dropped in this order.
     pub link: Link,
     /// Where the link puts the next message's post.
     pub post: Box<PostWords>,
     /// The link was told where to put what comes next.
     pub is_expected: bool,
-    /// The group has failed in the middle of a message from another node: what comes after that is none.
+    /// The group has failed in the middle of a message from another node: what comes after that is
+    /// none.
     pub is_abandoned: bool,
     /// The sender on another node has left, after all that it has sent.
     pub has_left: bool,
@@ -146,7 +149,9 @@ impl DerefMut for Open<'_> {
 
 impl Drop for Closing<'_> {
     fn drop(&mut self) {
-        if self.inbox.is_wanted.load(Ordering::SeqCst) && self.inbox.is_wanted.swap(false, Ordering::SeqCst) {
+        if self.inbox.is_wanted.load(Ordering::SeqCst)
+            && self.inbox.is_wanted.swap(false, Ordering::SeqCst)
+        {
             self.doorbell.ring();
         }
     }
@@ -185,7 +190,8 @@ impl Message {
     pub unsafe fn next_part(&mut self, most: usize) -> Part {
         let (start, count) = (self.data.len(), self.missing().min(most));
         self.data.resize(start + count, 0);
-        // SAFETY: the range is inside the data, whose memory was reserved for all of it, so that it does not move.
+        // SAFETY: the range is inside the data, whose memory was reserved for all of it, so that it
+        // does not move.
         unsafe { Part::new(self.data.as_mut_ptr().add(start), count) }
     }
 }

@@ -11,7 +11,8 @@ use super::world::{EXIT_REPORT, FIRST_WARNING};
 use crate::store::{Error as StoreError, Store};
 use crate::waits::LongWait;
 
-/// How often to look whether ranks have ended, and how many of those that are missing to ask the store for.
+/// How often to look whether ranks have ended, and how many of those that are missing to ask the
+/// store for.
 pub const LOOK: Duration = Duration::from_millis(500);
 const ASKED: usize = 4;
 
@@ -38,18 +39,25 @@ impl Joining<'_> {
         self.timeout.saturating_sub(self.begin.elapsed()).min(slice)
     }
 
-    /// To be called again and again while ranks are `missing`; fine if none is. `pid` is that of a rank that has come, 0
-    /// for others.
+    /// To be called again and again while ranks are `missing`; fine if none is. `pid` is that of a
+    /// rank that has come, 0 for others.
     ///
     /// # Errors
     /// When the time is over, or a rank has ended.
-    pub fn look(&mut self, missing: &dyn Fn() -> Vec<usize>, pid: &dyn Fn(usize) -> u32) -> Result<(), String> {
+    pub fn look(
+        &mut self,
+        missing: &dyn Fn() -> Vec<usize>,
+        pid: &dyn Fn(usize) -> u32,
+    ) -> Result<(), String> {
         let now = Instant::now();
         let absent = missing();
         let ranks = match &absent[..] {
             [] => return Ok(()),
             [one] => format!("rank {one} has"),
-            all => format!("ranks {} have", all.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")),
+            all => format!(
+                "ranks {} have",
+                all.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
+            ),
         };
         if self.left(self.timeout).is_zero() {
             return Err(format!("{ranks} not joined within {:?}", self.timeout));
@@ -65,18 +73,25 @@ impl Joining<'_> {
             return Ok(());
         }
         self.next_look = now + LOOK;
-        let come = (0..self.size).filter(|&rank| rank != self.rank).find_map(|rank| self.fate(rank, pid(rank)));
-        let ended = come.or_else(|| missing().into_iter().take(ASKED).find_map(|rank| self.fate_of_missing(rank)));
+        let come = (0..self.size)
+            .filter(|&rank| rank != self.rank)
+            .find_map(|rank| self.fate(rank, pid(rank)));
+        let ended = come.or_else(|| {
+            missing().into_iter().take(ASKED).find_map(|rank| self.fate_of_missing(rank))
+        });
         match ended {
             // It may have ended because all were there, and it had nothing else to do.
-            Some(fate) if !missing().is_empty() => Err(format!("{fate} before all ranks had joined")),
+            Some(fate) if !missing().is_empty() => {
+                Err(format!("{fate} before all ranks had joined"))
+            }
             _ => Ok(()),
         }
     }
 
     /// How a rank that has come has ended, if it has.
     fn fate(&self, rank: usize, pid: u32) -> Option<String> {
-        let report = || self.launched.then(|| self.value(&format!("exit/{rank}"), EXIT_REPORT)).flatten();
+        let report =
+            || self.launched.then(|| self.value(&format!("exit/{rank}"), EXIT_REPORT)).flatten();
         has_ended(pid).then(|| match report() {
             Some(end) => format!("rank {rank} ended with {end}"),
             None => format!("rank {rank} (pid {pid}) died"),
@@ -85,7 +100,10 @@ impl Joining<'_> {
 
     fn fate_of_missing(&self, rank: usize) -> Option<String> {
         if self.launched {
-            return Some(format!("rank {rank} ended with {}", self.value(&format!("exit/{rank}"), Duration::ZERO)?));
+            return Some(format!(
+                "rank {rank} ended with {}",
+                self.value(&format!("exit/{rank}"), Duration::ZERO)?
+            ));
         }
         let card = Card::from_text(&self.value(&self.card_of(rank), Duration::ZERO)?)?;
         let ended = card.machine == machine() && has_ended(card.pid);
@@ -94,7 +112,8 @@ impl Joining<'_> {
 
     /// Tells the others of this rank.
     pub fn announce(&self, own: &Card) -> Result<(), String> {
-        let announced = self.store.compare_and_set(&self.card_of(self.rank), None, own.to_text().as_bytes());
+        let announced =
+            self.store.compare_and_set(&self.card_of(self.rank), None, own.to_text().as_bytes());
         match announced.map_err(|e| e.to_string())? {
             Ok(()) => Ok(()),
             Err(other) => {
@@ -109,7 +128,8 @@ impl Joining<'_> {
         }
     }
 
-    /// What all ranks tell of themselves, once all have. Rank 0 collects it: the others have one thing to ask for.
+    /// What all ranks tell of themselves, once all have. Rank 0 collects it: the others have one
+    /// thing to ask for.
     pub fn all_cards(&mut self) -> Result<Vec<Card>, String> {
         let lost = |error: StoreError| error.to_string();
         let (store, key) = (self.store, format!("{}members", self.prefix));
@@ -124,8 +144,10 @@ impl Joining<'_> {
             let patience = self.left(LOOK);
             let told = match self.rank {
                 0 => store.wait(&cards, patience).and_then(|()| {
-                    let texts =
-                        cards.iter().map(|card| store.get(card, Duration::ZERO)).collect::<Result<Vec<_>, _>>()?;
+                    let texts = cards
+                        .iter()
+                        .map(|card| store.get(card, Duration::ZERO))
+                        .collect::<Result<Vec<_>, _>>()?;
                     let text = texts.join(&b'\n');
                     store.set(&key, &text).map(|()| text)
                 }),
@@ -144,12 +166,17 @@ impl Joining<'_> {
                 return Err(self.given_up().unwrap_or(reason));
             }
             if self.left(self.timeout).is_zero() {
-                return Err(format!("rank 0 has not told within {:?} who has joined", self.timeout));
+                return Err(format!(
+                    "rank 0 has not told within {:?} who has joined",
+                    self.timeout
+                ));
             }
         };
         let text = String::from_utf8_lossy(&text).into_owned();
         let cards: Option<Vec<Card>> = text.lines().map(Card::from_text).collect();
-        cards.filter(|cards| cards.len() == self.size).ok_or_else(|| "rank 0 told nonsense of who has joined".into())
+        cards
+            .filter(|cards| cards.len() == self.size)
+            .ok_or_else(|| "rank 0 told nonsense of who has joined".into())
     }
 
     fn card_of(&self, rank: usize) -> String {
@@ -159,7 +186,8 @@ impl Joining<'_> {
     /// Leaves word of why this rank gives up, for those who come later.
     pub fn give_up(&self, reason: &str) {
         // It is gone together with rank 0 if that serves it: then there is nothing to tell.
-        let _ = self.store.compare_and_set(&format!("{}failure", self.prefix), None, reason.as_bytes());
+        let _ =
+            self.store.compare_and_set(&format!("{}failure", self.prefix), None, reason.as_bytes());
     }
 
     /// Why others gave up.
@@ -180,7 +208,8 @@ pub fn has_ended(pid: u32) -> bool {
     match pidfd_open(pid, PidfdFlags::empty()) {
         Ok(pidfd) => {
             let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-            rustix::event::poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&now)).is_ok_and(|ready| ready > 0)
+            rustix::event::poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&now))
+                .is_ok_and(|ready| ready > 0)
         }
         Err(error) => error == Errno::SRCH,
     }

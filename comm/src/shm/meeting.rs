@@ -1,4 +1,5 @@
-//! How the ranks of a job come together: who they are, the arena of each node, and the network between nodes.
+//! How the ranks of a job come together: who they are, the arena of each node, and the network
+//! between nodes.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs, UdpSocket};
@@ -22,7 +23,8 @@ use crate::nodes::Network;
 use crate::store::{Address, Error as StoreError, Server, Store};
 use crate::waits::Waits;
 
-/// Where this rank can be reached by other nodes; else at the address from which it reaches the store.
+/// Where this rank can be reached by other nodes; else at the address from which it reaches the
+/// store.
 pub const LOCAL_ADDRESS: &str = "FLOW_LOCAL_ADDR";
 
 /// At the beginning of the region of a node's first rank.
@@ -59,14 +61,17 @@ impl Card {
 
     pub fn to_text(&self) -> String {
         let address = self.address.map(|address| address.to_string()).unwrap_or_default();
-        [&self.pid.to_string(), &self.machine, &self.node, &self.host, &address].map(String::as_str).join("\t")
+        [&self.pid.to_string(), &self.machine, &self.node, &self.host, &address]
+            .map(String::as_str)
+            .join("\t")
     }
 
     pub fn from_text(text: &str) -> Option<Self> {
         let mut fields = text.split('\t');
         let mut field = || fields.next();
         let (pid, machine, node, host) = (field()?.parse().ok()?, field()?, field()?, field()?);
-        let address = Some(field()?).filter(|text| !text.is_empty()).map(str::parse).transpose().ok()?;
+        let address =
+            Some(field()?).filter(|text| !text.is_empty()).map(str::parse).transpose().ok()?;
         Some(Self { pid, machine: machine.into(), node: node.into(), host: host.into(), address })
     }
 }
@@ -79,8 +84,8 @@ pub fn machine() -> String {
 }
 
 impl World {
-    /// Meets the other ranks that join under this name. All of them do so equally often; what else they have joined does not
-    /// matter.
+    /// Meets the other ranks that join under this name. All of them do so equally often; what else
+    /// they have joined does not matter.
     pub fn join(membership: &Membership, name: &str, timeout: Duration) -> Result<Self> {
         let prefix = next_prefix(name);
         let (rank, size) = (membership.rank, membership.world_size);
@@ -96,7 +101,8 @@ impl World {
             false => None,
         };
         let address = network.as_ref().map(TcpNetwork::address);
-        let launched = matches!(membership.rendezvous, Rendezvous::Server { .. }) && is_known_to_launcher(membership);
+        let launched = matches!(membership.rendezvous, Rendezvous::Server { .. })
+            && is_known_to_launcher(membership);
         let waits = Waits::from_env(rank).filter(|_| launched);
         let mut joining = store.as_ref().map(|store| Joining {
             rank,
@@ -183,8 +189,9 @@ fn by_mpi() -> Option<Box<dyn Network>> {
     None
 }
 
-/// Begins the keys of a join: tells its name, how often this process has joined under that before, and how many forks lie
-/// behind it, so that forked processes do not meet those that they are forked from.
+/// Begins the keys of a join: tells its name, how often this process has joined under that before,
+/// and how many forks lie behind it, so that forked processes do not meet those that they are
+/// forked from.
 fn next_prefix(name: &str) -> String {
     static JOINS: Mutex<BTreeMap<(u32, String), usize>> = Mutex::new(BTreeMap::new());
     let mut joins = JOINS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -199,11 +206,14 @@ fn next_prefix(name: &str) -> String {
     }
 }
 
-/// Whether what flow-launch tells of a rank, and is told, is of the process that has this rank here: not where a program
-/// gives its ranks numbers of its own, nor in forked processes.
+/// Whether what flow-launch tells of a rank, and is told, is of the process that has this rank
+/// here: not where a program gives its ranks numbers of its own, nor in forked processes.
 fn is_known_to_launcher(membership: &Membership) -> bool {
-    let is = |name, number: usize| std::env::var(name).is_ok_and(|value| value.parse() == Ok(number));
-    Process::current().forks() == 0 && is("RANK", membership.rank) && is("WORLD_SIZE", membership.world_size)
+    let is =
+        |name, number: usize| std::env::var(name).is_ok_and(|value| value.parse() == Ok(number));
+    Process::current().forks() == 0
+        && is("RANK", membership.rank)
+        && is("WORLD_SIZE", membership.world_size)
 }
 
 /// The store, and its server if that is this rank's to run.
@@ -212,8 +222,9 @@ fn rendezvous(
     prefix: &str,
     timeout: Duration,
 ) -> Result<(Option<Arc<Server>>, Option<Store>), String> {
-    let connect =
-        |address: &Address, token: &str| Store::connect(address, token, timeout).map(Some).map_err(|e| e.to_string());
+    let connect = |address: &Address, token: &str| {
+        Store::connect(address, token, timeout).map(Some).map_err(|e| e.to_string())
+    };
     match &membership.rendezvous {
         Rendezvous::None => Ok((None, None)),
         Rendezvous::Server { address, token } => Ok((None, connect(address, token)?)),
@@ -226,7 +237,9 @@ fn rendezvous(
             Ok((server.map(Arc::new), store))
         }
         #[cfg(not(feature = "mpi"))]
-        Rendezvous::Mpi => Err("this program is built without MPI: build it with --features mpi".into()),
+        Rendezvous::Mpi => {
+            Err("this program is built without MPI: build it with --features mpi".into())
+        }
         Rendezvous::RankZero { address, token } => {
             // A server for each join: that of the one before may be there still, or gone already.
             let address = &match address {
@@ -249,20 +262,25 @@ fn rendezvous(
     }
 }
 
-/// Where to serve other nodes: to this one, the name of its own host may be that of the loopback interface.
+/// Where to serve other nodes: to this one, the name of its own host may be that of the loopback
+/// interface.
 fn on_all_interfaces(host_and_port: &str) -> String {
-    let is_ipv6 = |mut addresses: std::vec::IntoIter<SocketAddr>| addresses.all(|address| address.is_ipv6());
+    let is_ipv6 =
+        |mut addresses: std::vec::IntoIter<SocketAddr>| addresses.all(|address| address.is_ipv6());
     let host = if host_and_port.to_socket_addrs().is_ok_and(is_ipv6) { "[::]" } else { "0.0.0.0" };
     let port = host_and_port.rsplit_once(':').map_or("", |(_, port)| port);
     format!("{host}:{port}")
 }
 
-/// Starts a server. There is only one port: what is served there lives as long as the process, for all its joins.
+/// Starts a server. There is only one port: what is served there lives as long as the process, for
+/// all its joins.
 fn serve(address: &Address, token: &str) -> std::io::Result<Arc<Server>> {
     static KEPT: Mutex<Option<(Address, ForkSafe<Arc<Server>>)>> = Mutex::new(None);
     let Address::Tcp(_) = address else { return Server::start(address, token).map(Arc::new) };
     let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some((_, server)) = kept.as_ref().filter(|(at, server)| at == address && server.is_ours()) {
+    if let Some((_, server)) =
+        kept.as_ref().filter(|(at, server)| at == address && server.is_ours())
+    {
         return Ok(Arc::clone(server));
     }
     let server = Arc::new(Server::start(address, token)?);
@@ -272,7 +290,8 @@ fn serve(address: &Address, token: &str) -> std::io::Result<Arc<Server>> {
 
 /// Begins to listen for ranks on other nodes.
 fn network(membership: &Membership) -> Result<TcpNetwork, String> {
-    let (Rendezvous::Server { address, token } | Rendezvous::RankZero { address, token }) = &membership.rendezvous
+    let (Rendezvous::Server { address, token } | Rendezvous::RankZero { address, token }) =
+        &membership.rendezvous
     else {
         return Err("there is no rendezvous store".into());
     };
@@ -281,21 +300,29 @@ fn network(membership: &Membership) -> Result<TcpNetwork, String> {
             .to_socket_addrs()
             .ok()
             .and_then(|mut addresses| Some(addresses.next()?.ip()))
-            .ok_or_else(|| format!("{LOCAL_ADDRESS}={name:?}: must be an address, or a name, of this host"))?,
+            .ok_or_else(|| {
+                format!("{LOCAL_ADDRESS}={name:?}: must be an address, or a name, of this host")
+            })?,
         (Err(_), Address::Unix(_)) => Ipv4Addr::LOCALHOST.into(),
-        (Err(_), Address::Tcp(store)) => towards(store).map_err(|e| format!("no way to the store at {store}: {e}"))?,
+        (Err(_), Address::Tcp(store)) => {
+            towards(store).map_err(|e| format!("no way to the store at {store}: {e}"))?
+        }
     };
     TcpNetwork::listen(membership.rank, own, token).map_err(|e| {
         format!("cannot listen at {own} for other nodes: {e}; set {LOCAL_ADDRESS} to an address of this host")
     })
 }
 
-/// The address that this host has on the way to another: a datagram socket knows it without sending anything.
+/// The address that this host has on the way to another: a datagram socket knows it without sending
+/// anything.
 fn towards(host_and_port: &str) -> std::io::Result<IpAddr> {
     let mut last = std::io::Error::new(std::io::ErrorKind::NotFound, "the host has no address");
     for address in host_and_port.to_socket_addrs()? {
-        let any: IpAddr =
-            if address.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { std::net::Ipv6Addr::UNSPECIFIED.into() };
+        let any: IpAddr = if address.is_ipv4() {
+            Ipv4Addr::UNSPECIFIED.into()
+        } else {
+            std::net::Ipv6Addr::UNSPECIFIED.into()
+        };
         let way = UdpSocket::bind((any, 0)).and_then(|socket| {
             socket.connect(address)?;
             Ok(socket.local_addr()?.ip())
@@ -323,7 +350,8 @@ fn check_node(cards: &[Card], own: &Card, membership: &Membership) -> Result<(),
 
 /// All ranks' addresses, if they make sense.
 fn reachable(cards: &[Card], own: &Card) -> Result<Vec<SocketAddr>, String> {
-    let address = |(rank, card): (usize, &Card)| match card.address {
+    let address = |(rank, card): (usize, &Card)| {
+        match card.address {
         Some(address) if address.ip().is_loopback() && card.machine != own.machine => Err(format!(
             "rank {rank} on {} says that it is at {address}, where only its own host can reach it: set {LOCAL_ADDRESS} \
              there to the address of its network",
@@ -333,22 +361,31 @@ fn reachable(cards: &[Card], own: &Card) -> Result<Vec<SocketAddr>, String> {
         None => {
             Err(format!("rank {rank} on {} takes its node for the only one: check its LOCAL_WORLD_SIZE", card.host))
         }
+    }
     };
     cards.iter().enumerate().map(address).collect()
 }
 
 /// The arena of this node, once all its ranks have mapped it.
-fn share_arena(rank: usize, size: usize, locals: &[usize], mut joining: Option<&mut Joining>) -> Result<Arc<Arena>> {
+fn share_arena(
+    rank: usize,
+    size: usize,
+    locals: &[usize],
+    mut joining: Option<&mut Joining>,
+) -> Result<Arc<Arena>> {
     let fail = |reason: String| Error::Join { rank, reason };
     let (first, count) = (locals[0], locals.len());
-    let key = joining.as_ref().map(|joining| format!("{}arena/{first}", joining.prefix)).unwrap_or_default();
+    let key = joining
+        .as_ref()
+        .map(|joining| format!("{}arena/{first}", joining.prefix))
+        .unwrap_or_default();
     let reserved = std::mem::size_of::<Header>() + count * std::mem::size_of::<AtomicU32>();
     let (arena, file) = if rank == first {
         let (file, region) = Arena::create_file(count).map_err(fail)?;
         let arena = Arc::new(Arena::map(&file, count, region, 0, reserved).map_err(fail)?);
-        let block = arena
-            .allocate_zeroed(Control::bytes(size, count))
-            .ok_or_else(|| fail(format!("no shared memory for the control block of {size} ranks")))?;
+        let block = arena.allocate_zeroed(Control::bytes(size, count)).ok_or_else(|| {
+            fail(format!("no shared memory for the control block of {size} ranks"))
+        })?;
         let root = Control::attach(Arc::clone(&arena), block.offset(), size, count);
         root.header().attached.store(count as u32, Ordering::SeqCst);
         header(&arena).root.store(block.offset() as u64, Ordering::Release);
@@ -360,11 +397,15 @@ fn share_arena(rank: usize, size: usize, locals: &[usize], mut joining: Option<&
         }
         (arena, Some(file))
     } else {
-        let Some(joining) = &mut joining else { return Err(fail("there is no rendezvous store".into())) };
+        let Some(joining) = &mut joining else {
+            return Err(fail("there is no rendezvous store".into()));
+        };
         let place = loop {
             match joining.store.get(&key, joining.left(LOOK)) {
                 Ok(place) => break place,
-                Err(StoreError::Timeout { .. }) => joining.look(&|| vec![first], &|_| 0).map_err(fail)?,
+                Err(StoreError::Timeout { .. }) => {
+                    joining.look(&|| vec![first], &|_| 0).map_err(fail)?
+                }
                 Err(error) => return Err(fail(format!("rank {first} has not joined: {error}"))),
             }
         };
@@ -393,7 +434,8 @@ fn share_arena(rank: usize, size: usize, locals: &[usize], mut joining: Option<&
     let own = std::process::id();
     announce_processors(&arena);
     let index = |rank: usize| locals.iter().position(|&local| local == rank);
-    let pid_of = |rank: usize| index(rank).map_or(0, |index| pid(&arena, index).load(Ordering::Acquire));
+    let pid_of =
+        |rank: usize| index(rank).map_or(0, |index| pid(&arena, index).load(Ordering::Acquire));
     pid(&arena, index(rank).unwrap_or_default()).store(own, Ordering::Release);
     let attached = &header(&arena).attached;
     attached.raise(count as u32);
@@ -418,7 +460,8 @@ fn share_arena(rank: usize, size: usize, locals: &[usize], mut joining: Option<&
 }
 
 fn header(arena: &Arena) -> &Header {
-    // SAFETY: the mapping begins with the header, page aligned and zero at first; it consists of atomics.
+    // SAFETY: the mapping begins with the header, page aligned and zero at first; it consists of
+    // atomics.
     unsafe { &*arena.at(0).cast::<Header>() }
 }
 
@@ -429,9 +472,11 @@ fn announce_processors(arena: &Arena) {
     }
 }
 
-/// How many processors all ranks have together: each may be bound to its own, or to less than its share by a quota.
+/// How many processors all ranks have together: each may be bound to its own, or to less than its
+/// share by a quota.
 fn processors(arena: &Arena) -> usize {
-    let all: u32 = header(arena).processors.iter().map(|p| p.load(Ordering::Relaxed).count_ones()).sum();
+    let all: u32 =
+        header(arena).processors.iter().map(|p| p.load(Ordering::Relaxed).count_ones()).sum();
     let bound = rustix::thread::sched_getaffinity(None).map_or(0, |own| own.count() as usize);
     let usable = std::thread::available_parallelism().map_or(1, |n| n.get());
     if usable < bound {
@@ -453,7 +498,9 @@ mod tests {
 
     #[test]
     fn a_rendezvous_of_several_nodes_is_served_on_all_interfaces() {
-        for (host, address) in [("127.0.1.1", "127.0.0.1"), ("localhost", "127.0.1.1"), ("[::1]", "[::1]")] {
+        for (host, address) in
+            [("127.0.1.1", "127.0.0.1"), ("localhost", "127.0.1.1"), ("[::1]", "[::1]")]
+        {
             let bind = |host| std::net::TcpListener::bind(format!("{host}:0"));
             let Ok(port) = bind(host).map(|free| free.local_addr().unwrap().port()) else {
                 println!("SKIPPED: a rendezvous at {host}: there is no such address here");
@@ -461,9 +508,17 @@ mod tests {
             };
             let at = |host: &str| Address::Tcp(format!("{host}:{port}"));
             let rendezvous = Rendezvous::RankZero { address: at(host), token: "token".into() };
-            let membership =
-                Membership { rank: 0, world_size: 2, local_rank: 0, local_world_size: 1, node: None, rendezvous };
-            let joining = std::thread::spawn(move || World::join(&membership, "", Duration::from_secs(3)).map(drop));
+            let membership = Membership {
+                rank: 0,
+                world_size: 2,
+                local_rank: 0,
+                local_world_size: 1,
+                node: None,
+                rendezvous,
+            };
+            let joining = std::thread::spawn(move || {
+                World::join(&membership, "", Duration::from_secs(3)).map(drop)
+            });
             let store = Store::connect(&at(address), "token", Duration::from_secs(2)).map(drop);
             assert!(store.is_ok(), "{host}: {store:?}");
             assert!(joining.join().unwrap().is_err(), "rank 1 does not come");

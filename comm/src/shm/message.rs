@@ -1,7 +1,7 @@
 //! send and recv: a mailbox per ordered pair of ranks.
 //!
-//! Each part of a message raises `sent`, and `taken` when the receiver has it; two parts may be on their way. Data in
-//! shared memory is one part, read in place.
+//! Each part of a message raises `sent`, and `taken` when the receiver has it; two parts may be on
+//! their way. Data in shared memory is one part, read in place.
 //!
 //! To a member on another node there is a link, made by the first message: the post, then the data.
 //!
@@ -45,9 +45,11 @@ impl Engine {
             // The post and both letters are free when at most one part is on its way.
             self.wait(&mailbox.taken, part.wrapping_sub(1), &what, &missing)?;
             let (letter, capacity) = self.control.letter(self.local, receiver, part);
-            let len = if own == Location::Staged { capacity.min(data.bytes - start) } else { data.bytes };
+            let len =
+                if own == Location::Staged { capacity.min(data.bytes - start) } else { data.bytes };
             if own == Location::Staged {
-                // SAFETY: the range is inside the caller's memory and fits the letter, which was taken.
+                // SAFETY: the range is inside the caller's memory and fits the letter, which was
+                // taken.
                 unsafe { super::copy(data.data.add(start), letter, len) };
             }
             if start == 0 {
@@ -69,7 +71,14 @@ impl Engine {
         Ok(())
     }
 
-    fn send_abroad(&self, link: &mut Link, data: Raw, operation: &Operation, to: usize, what: &Transfer) -> Result<()> {
+    fn send_abroad(
+        &self,
+        link: &mut Link,
+        data: Raw,
+        operation: &Operation,
+        to: usize,
+        what: &Transfer,
+    ) -> Result<()> {
         let mut post = PostWords::default();
         operation.write(Location::Staged, &post);
         let ends = Ends { sender: self.rank, receiver: to };
@@ -80,8 +89,8 @@ impl Engine {
         pieces.try_for_each(|piece| self.transfer(link, ends, what, [piece]))
     }
 
-    /// Has parts sent or received over the link between two ranks, which is made first if there is none yet. Nobody
-    /// watches the sender: all that it has sent comes before the end of the link.
+    /// Has parts sent or received over the link between two ranks, which is made first if there is
+    /// none yet. Nobody watches the sender: all that it has sent comes before the end of the link.
     pub fn transfer(
         &self,
         link: &mut Link,
@@ -124,7 +133,8 @@ impl Engine {
 pub fn pieces(data: Raw) -> impl Iterator<Item = Part> {
     let starts = (0..data.bytes).step_by(PIECE);
     // SAFETY: they are inside the caller's memory, which is valid for the length of the call.
-    starts.map(move |start| unsafe { Part::new(data.data.add(start), PIECE.min(data.bytes - start)) })
+    starts
+        .map(move |start| unsafe { Part::new(data.data.add(start), PIECE.min(data.bytes - start)) })
 }
 
 /// The ends of a link.

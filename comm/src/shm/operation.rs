@@ -66,7 +66,8 @@ impl Kind {
     }
 }
 
-/// An operation as all ranks must agree on it. `count` is the number of elements a rank contributes.
+/// An operation as all ranks must agree on it. `count` is the number of elements a rank
+/// contributes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Operation {
     pub sequence: u64,
@@ -75,8 +76,8 @@ pub struct Operation {
     pub reduce: ReduceOp,
     pub root: u32,
     pub count: u64,
-    /// The bucket that is reduced, the step in which it is (0: not told), and a digest of the pieces it consists of; of a
-    /// message, `layout` is its tag.
+    /// The bucket that is reduced, the step in which it is (0: not told), and a digest of the
+    /// pieces it consists of; of a message, `layout` is its tag.
     pub bucket: Option<u32>,
     pub step: u32,
     pub layout: u64,
@@ -112,7 +113,9 @@ impl Operation {
             Location::Staged => STAGED,
         };
         let bucket = self.bucket.map_or(0, |b| u64::from(b) + 1) | u64::from(self.step) << 32;
-        for (word, value) in words.0.iter().zip([self.sequence, packed, self.count, offset, bucket, self.layout]) {
+        for (word, value) in
+            words.0.iter().zip([self.sequence, packed, self.count, offset, bucket, self.layout])
+        {
             word.store(value, Ordering::Relaxed);
         }
     }
@@ -132,7 +135,8 @@ impl Operation {
             step: (bucket >> 32) as u32,
             layout,
         };
-        let location = if offset == STAGED { Location::Staged } else { Location::Shared(offset as usize) };
+        let location =
+            if offset == STAGED { Location::Staged } else { Location::Shared(offset as usize) };
         Ok((operation, location))
     }
 }

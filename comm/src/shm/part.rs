@@ -6,14 +6,15 @@ pub struct Part {
     bytes: usize,
 }
 
-// SAFETY: whoever makes a part promises that nobody else touches the memory meanwhile, on whatever thread that is.
+// SAFETY: whoever makes a part promises that nobody else touches the memory meanwhile, on whatever
+// thread that is.
 unsafe impl Send for Part {}
 
 impl Part {
     /// # Safety
     ///
-    /// Until the part is through or dropped, the memory stays valid and nobody writes it; where it is to be filled, nobody
-    /// reads it either.
+    /// Until the part is through or dropped, the memory stays valid and nobody writes it; where it
+    /// is to be filled, nobody reads it either.
     pub unsafe fn new(data: *mut u8, bytes: usize) -> Self {
         Self { data, bytes }
     }

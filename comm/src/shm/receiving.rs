@@ -1,10 +1,11 @@
 //! How messages find their receivers: by sender and tag, as in MPI.
 //!
-//! A receive takes what comes from a sender in order, and keeps messages with other tags for those who ask for them
-//! (see `inbox`). All threads of a rank that wait for one sender sleep on its `sent`; the first to open the inbox takes
-//! what has come, whomever it is for. Threads that find an inbox open, and those that wait for any sender, sleep on
-//! the rank's doorbell, which is rung by senders, by whoever closes an inbox that another thread wants, and by
-//! whoever keeps a message.
+//! A receive takes what comes from a sender in order, and keeps messages with other tags for those
+//! who ask for them (see `inbox`). All threads of a rank that wait for one sender sleep on its
+//! `sent`; the first to open the inbox takes what has come, whomever it is for. Threads that find
+//! an inbox open, and those that wait for any sender, sleep on the rank's doorbell, which is rung
+//! by senders, by whoever closes an inbox that another thread wants, and by whoever keeps a
+//! message.
 
 use std::cell::{Cell, RefCell};
 use std::sync::atomic::Ordering;
@@ -78,7 +79,13 @@ impl Engine {
 
     /// Returns the rank whose message it was.
     pub fn recv_any(&self, data: Raw, dtype: DType, tag: u32) -> Result<usize> {
-        let what = Transfer { verb: "recv from", peer: None, count: data.bytes / dtype.size(), dtype, tag };
+        let what = Transfer {
+            verb: "recv from",
+            peer: None,
+            count: data.bytes / dtype.size(),
+            dtype,
+            tag,
+        };
         self.check_poison(&what)?;
         let (from, found) = match self.probe_all(&what)? {
             Some(found) => found,
@@ -89,17 +96,24 @@ impl Engine {
         Ok(from)
     }
 
-    fn wait_for<'a>(&'a self, from: usize, mut probe: Probe<'a>, what: &Transfer) -> Result<Found<'a>> {
+    fn wait_for<'a>(
+        &'a self,
+        from: usize,
+        mut probe: Probe<'a>,
+        what: &Transfer,
+    ) -> Result<Found<'a>> {
         let inbox = &self.inboxes[from];
         let sent = inbox.sender.map(|sender| &self.control.mailbox(sender, self.local).sent);
         let mut outcome = None;
         self.wait_until(what, &|| vec![from], &|| self.lost_sender(from, what.tag), &mut |time| {
             match (&probe, sent) {
-                (Probe::Nothing(next), Some(sent)) if !comes(sent, *next, time) => return Ok(false),
-                (Probe::Busy, _) if time.is_zero() => std::thread::yield_now(),
-                (Probe::Busy, _) => {
-                    self.doorbell().sleep_unless(time, || inbox.has(what.tag) || inbox.open(self.doorbell()).is_some())
+                (Probe::Nothing(next), Some(sent)) if !comes(sent, *next, time) => {
+                    return Ok(false)
                 }
+                (Probe::Busy, _) if time.is_zero() => std::thread::yield_now(),
+                (Probe::Busy, _) => self.doorbell().sleep_unless(time, || {
+                    inbox.has(what.tag) || inbox.open(self.doorbell()).is_some()
+                }),
                 _ => {}
             }
             match self.probe(from, what, Patience::Link(time)) {
@@ -141,7 +155,11 @@ impl Engine {
         match waited {
             Ok(()) => outcome.expect("the wait is over because of it"), // invariant
             Err(Error::PeerLost { rank, operation, peer }) if deserted.get() => {
-                Err(Error::PeerLost { rank, operation, peer: format!("nobody is left to send it: {peer}") })
+                Err(Error::PeerLost {
+                    rank,
+                    operation,
+                    peer: format!("nobody is left to send it: {peer}"),
+                })
             }
             Err(error) => Err(error),
         }
@@ -169,11 +187,19 @@ impl Engine {
         match (inbox.open(self.doorbell()), inbox.sender) {
             (Some(open), Some(sender)) => self.probe_here(from, sender, open, what),
             (Some(open), None) => self.probe_abroad(from, open, what, patience),
-            (None, _) => Ok(inbox.take(what.tag).map_or(Probe::Busy, |message| Probe::Found(Found::Kept(message)))),
+            (None, _) => Ok(inbox
+                .take(what.tag)
+                .map_or(Probe::Busy, |message| Probe::Found(Found::Kept(message)))),
         }
     }
 
-    fn probe_here<'a>(&'a self, from: usize, sender: usize, mut open: Open<'a>, what: &Transfer) -> Result<Probe<'a>> {
+    fn probe_here<'a>(
+        &'a self,
+        from: usize,
+        sender: usize,
+        mut open: Open<'a>,
+        what: &Transfer,
+    ) -> Result<Probe<'a>> {
         let mailbox = self.control.mailbox(sender, self.local);
         let begin = Instant::now();
         loop {
@@ -197,7 +223,8 @@ impl Engine {
             };
             let (source, capacity) = self.part(sender, part, message.location);
             let count = capacity.min(message.missing());
-            // SAFETY: the sender leaves the source alone until it is taken; so many bytes are still to come.
+            // SAFETY: the sender leaves the source alone until it is taken; so many bytes are still
+            // to come.
             unsafe { message.append(source, count) };
             mailbox.taken.raise(next);
             open.put(message);
@@ -212,8 +239,8 @@ impl Engine {
         patience: Patience,
     ) -> Result<Probe<'a>> {
         let ends = Ends { sender: from, receiver: self.rank };
-        let may_connect =
-            matches!(patience, Patience::Link(_)) || self.have_connected(&ends.channel(), &ends.members(), 0);
+        let may_connect = matches!(patience, Patience::Link(_))
+            || self.have_connected(&ends.channel(), &ends.members(), 0);
         if open.link.is_none() && may_connect {
             open.link = Some(self.connect(&ends.channel(), &ends.members(), 0, what)?);
         }
@@ -227,14 +254,25 @@ impl Engine {
                 return Ok(Probe::Found(Found::Kept(message)));
             }
             // Of an abandoned link the group's failure tells.
-            let Incoming { link: Some(wire), is_abandoned: false, post, is_expected, unfinished, .. } = &mut *open
+            let Incoming {
+                link: Some(wire),
+                is_abandoned: false,
+                post,
+                is_expected,
+                unfinished,
+                ..
+            } = &mut *open
             else {
                 return Ok(Probe::Nothing(0));
             };
             if !std::mem::replace(is_expected, true) {
-                // SAFETY: nobody looks at the post, or at the message, until it is filled; both outlive the link.
-                let part =
-                    unsafe { unfinished.as_mut().map_or_else(|| post.part(), |message| message.next_part(PIECE)) };
+                // SAFETY: nobody looks at the post, or at the message, until it is filled; both
+                // outlive the link.
+                let part = unsafe {
+                    unfinished
+                        .as_mut()
+                        .map_or_else(|| post.part(), |message| message.next_part(PIECE))
+                };
                 wire.receive(1, part);
             }
             match drive(&mut **wire, time, &mut |wire| wire.is_idle()) {
@@ -267,10 +305,16 @@ impl Engine {
     fn finish(&self, found: Found, from: usize, data: Raw, what: &Transfer) -> Result<()> {
         let (Found::Kept(Message { operation, .. }) | Found::Next(_, operation, _)) = &found;
         if operation.dtype != what.dtype || operation.count != what.count as u64 {
-            let tag = if what.tag == 0 { String::new() } else { format!(", both with tag {}", what.tag) };
+            let tag =
+                if what.tag == 0 { String::new() } else { format!(", both with tag {}", what.tag) };
             let error = self.message_mismatch(format!(
                 "rank {} sends {} x {}, rank {} receives {} x {}{tag}",
-                self.ranks[from], operation.count, operation.dtype, self.world.rank, what.count, what.dtype
+                self.ranks[from],
+                operation.count,
+                operation.dtype,
+                self.world.rank,
+                what.count,
+                what.dtype
             ));
             if let Found::Next(mut open, ..) = found {
                 open.is_abandoned = true;
@@ -283,17 +327,27 @@ impl Engine {
                 unsafe { super::copy(message.data.as_ptr(), data.data, data.bytes) };
                 Ok(())
             }
-            (Found::Next(_open, _, location), Some(sender)) => self.take_parts(from, sender, location, data, what),
+            (Found::Next(_open, _, location), Some(sender)) => {
+                self.take_parts(from, sender, location, data, what)
+            }
             (Found::Next(mut open, ..), None) => {
                 let ends = Ends { sender: from, receiver: self.rank };
-                let moved = pieces(data).try_for_each(|piece| self.transfer(&mut open.link, ends, what, [piece]));
+                let moved = pieces(data)
+                    .try_for_each(|piece| self.transfer(&mut open.link, ends, what, [piece]));
                 open.is_abandoned = moved.is_err();
                 moved
             }
         }
     }
 
-    fn take_parts(&self, from: usize, sender: usize, location: Location, data: Raw, what: &Transfer) -> Result<()> {
+    fn take_parts(
+        &self,
+        from: usize,
+        sender: usize,
+        location: Location,
+        data: Raw,
+        what: &Transfer,
+    ) -> Result<()> {
         let mailbox = self.control.mailbox(sender, self.local);
         let mut part = mailbox.taken.value.load(Ordering::Relaxed);
         let mut start = 0;
@@ -301,7 +355,8 @@ impl Engine {
             self.wait(&mailbox.sent, part.wrapping_add(1), what, &|| vec![from])?;
             let (source, capacity) = self.part(sender, part, location);
             let count = capacity.min(data.bytes - start);
-            // SAFETY: the sender leaves the source alone until it is taken; the range is inside the caller's memory.
+            // SAFETY: the sender leaves the source alone until it is taken; the range is inside the
+            // caller's memory.
             unsafe { super::copy(source, data.data.add(start), count) };
             part = part.wrapping_add(1);
             mailbox.taken.raise(part);
@@ -324,19 +379,31 @@ impl Engine {
     }
 
     fn read_post(&self, from: usize, post: &PostWords) -> Result<(Operation, Location)> {
-        let (operation, location) = Operation::read(post).map_err(|reason| self.message_mismatch(reason.into()))?;
-        let bytes = usize::try_from(operation.count).ok().and_then(|count| count.checked_mul(operation.dtype.size()));
+        let (operation, location) =
+            Operation::read(post).map_err(|reason| self.message_mismatch(reason.into()))?;
+        let bytes = usize::try_from(operation.count)
+            .ok()
+            .and_then(|count| count.checked_mul(operation.dtype.size()));
         match (location, bytes) {
             (Location::Staged, Some(_)) => Ok((operation, location)),
             (Location::Shared(offset), Some(bytes)) if self.is_reachable(from, offset, bytes) => {
                 Ok((operation, location))
             }
-            _ => Err(self.message_mismatch(format!("rank {} sends from outside the shared memory", self.ranks[from]))),
+            _ => Err(self.message_mismatch(format!(
+                "rank {} sends from outside the shared memory",
+                self.ranks[from]
+            ))),
         }
     }
 
     /// The beginning of a message that nobody has asked for yet.
-    fn keep(&self, from: usize, operation: Operation, location: Location, what: &Transfer) -> Result<Message> {
+    fn keep(
+        &self,
+        from: usize,
+        operation: Operation,
+        location: Location,
+        what: &Transfer,
+    ) -> Result<Message> {
         Message::new(operation, location).ok_or_else(|| {
             let (rank, sender) = (self.world.rank, self.ranks[from]);
             let Operation { count, dtype, .. } = operation;
@@ -353,16 +420,16 @@ impl Engine {
         self.fail(Error::Mismatch { rank: self.world.rank, detail })
     }
 
-    /// Whether, and how, a sender on this node is gone without having sent a message with this tag. One on another node
-    /// is gone when its link has come to an end, behind all that it has sent.
+    /// Whether, and how, a sender on this node is gone without having sent a message with this tag.
+    /// One on another node is gone when its link has come to an end, behind all that it has sent.
     fn lost_sender(&self, from: usize, tag: u32) -> Option<(usize, Departure)> {
         self.inboxes[from].sender?;
         let lost = self.lost(&|| vec![from])?;
         self.has_nothing(from, tag).then_some(lost)
     }
 
-    /// Whether nothing with this tag comes any more from a sender that is gone. (That nothing is said of a sender whose
-    /// inbox another thread has open: it may be about to keep the message.)
+    /// Whether nothing with this tag comes any more from a sender that is gone. (That nothing is
+    /// said of a sender whose inbox another thread has open: it may be about to keep the message.)
     fn has_nothing(&self, from: usize, tag: u32) -> bool {
         let inbox = &self.inboxes[from];
         let Some(_open) = inbox.open(self.doorbell()) else { return false };
@@ -373,8 +440,8 @@ impl Engine {
         !inbox.has(tag) && !inbox.sender.is_some_and(has_sent)
     }
 
-    /// Whether a sender has died, or all have left, without having sent a message with this tag: one of them, how it
-    /// went, and whether nobody is left.
+    /// Whether a sender has died, or all have left, without having sent a message with this tag:
+    /// one of them, how it went, and whether nobody is left.
     fn lost_senders(&self, tag: u32, absent: &mut Absent) -> Option<((usize, Departure), bool)> {
         self.ask(absent);
         let ended = self.world.ended(&self.ranks, Duration::ZERO);
@@ -400,17 +467,21 @@ impl Engine {
             return;
         }
         absent.asked = Some(Instant::now());
-        let has_no_link =
-            |rank: usize| self.inboxes[rank].open(self.doorbell()).is_some_and(|open| open.link.is_none());
-        let strangers = self.ranks_where(|rank| self.inboxes[rank].sender.is_none() && has_no_link(rank));
+        let has_no_link = |rank: usize| {
+            self.inboxes[rank].open(self.doorbell()).is_some_and(|open| open.link.is_none())
+        };
+        let strangers =
+            self.ranks_where(|rank| self.inboxes[rank].sender.is_none() && has_no_link(rank));
         let how = |rank: usize| match self.world.report_of_end(self.ranks[rank], Duration::ZERO) {
             _ if self.has_left(rank) => Some(Departure::Left),
             Some(report) if report == ENDED_WELL => Some(Departure::Left),
             Some(_) => Some(Departure::Ended),
             None => self.how_cut_off(rank),
         };
-        let gone: Vec<_> = strangers.into_iter().filter_map(|rank| Some((rank, how(rank)?))).collect();
-        // Before it went it may have connected: there is another look at the connections in between.
+        let gone: Vec<_> =
+            strangers.into_iter().filter_map(|rank| Some((rank, how(rank)?))).collect();
+        // Before it went it may have connected: there is another look at the connections in
+        // between.
         let suspects = gone.iter().map(|(rank, _)| *rank).collect();
         let suspects = std::mem::replace(&mut absent.suspects, suspects);
         absent.gone = gone.into_iter().filter(|(rank, _)| suspects.contains(rank)).collect();

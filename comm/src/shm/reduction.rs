@@ -1,11 +1,12 @@
 //! all_reduce, reduce, and bucket reductions.
 //!
-//! Rank r reduces slice r over all ranks' memory, in rank order, and writes the result to all of them (for `reduce`:
-//! to the root). In shared memory that is done in place: each rank moves 2N bytes however many ranks there are, and
-//! all ranks hold the same bits. Ordinary memory goes through the staging buffers, the copies of one chunk
-//! overlapping with the reduction of another.
+//! Rank r reduces slice r over all ranks' memory, in rank order, and writes the result to all of
+//! them (for `reduce`: to the root). In shared memory that is done in place: each rank moves 2N
+//! bytes however many ranks there are, and all ranks hold the same bits. Ordinary memory goes
+//! through the staging buffers, the copies of one chunk overlapping with the reduction of another.
 //!
-//! Over several nodes that is so for small data, and for what needs each rank's own; see `hierarchy` for the rest.
+//! Over several nodes that is so for small data, and for what needs each rank's own; see
+//! `hierarchy` for the rest.
 
 use std::hash::{Hash, Hasher};
 use std::ops::Range;
@@ -49,25 +50,33 @@ struct Pieces {
 type Owner = Box<dyn AsMut<[u8]> + Send>;
 
 impl Segments {
-    pub(crate) fn new(arena: &Arc<Arena>, bucket: u32, dtype: DType, lengths: Vec<usize>) -> Option<Self> {
+    pub(crate) fn new(
+        arena: &Arc<Arena>,
+        bucket: u32,
+        dtype: DType,
+        lengths: Vec<usize>,
+    ) -> Option<Self> {
         let total = lengths.iter().try_fold(0usize, |total, &length| total.checked_add(length))?;
         total.checked_mul(dtype.size())?;
         let mut hasher = FnvHasher::default();
         lengths.hash(&mut hasher);
         let table = arena.allocate_zeroed(lengths.len() * 8)?;
-        let pieces = Mutex::new(Pieces { owners: lengths.iter().map(|_| None).collect(), under_way: false });
+        let pieces =
+            Mutex::new(Pieces { owners: lengths.iter().map(|_| None).collect(), under_way: false });
         let (layout, step) = (hasher.finish(), AtomicU32::new(0));
         Some(Self { bucket, dtype, lengths, total, layout, step, table, pieces })
     }
 
-    /// Says in which step, from 1 on, the bucket is posted next: ranks whose steps differ get an error that names both.
+    /// Says in which step, from 1 on, the bucket is posted next: ranks whose steps differ get an
+    /// error that names both.
     pub fn set_step(&self, step: u32) {
         self.step.store(step, Ordering::Relaxed);
     }
 
-    /// Says where piece `index` lies now: in `memory`, whose address stays the same until it is dropped, which is when
-    /// the piece has been reduced; its `Drop` must not call the group. False if there is no such piece, the memory is too
-    /// short or badly aligned for it, not all ranks can reach it there, or the bucket is being reduced.
+    /// Says where piece `index` lies now: in `memory`, whose address stays the same until it is
+    /// dropped, which is when the piece has been reduced; its `Drop` must not call the group. False
+    /// if there is no such piece, the memory is too short or badly aligned for it, not all ranks
+    /// can reach it there, or the bucket is being reduced.
     pub fn place(&self, index: usize, memory: impl AsMut<[u8]> + Send + 'static) -> bool {
         let Some(length) = self.lengths.get(index) else { return false };
         let bytes = length * self.dtype.size();
@@ -75,7 +84,8 @@ impl Segments {
         let memory = (*owner).as_mut();
         // Nothing at all may lie anywhere: nobody will look.
         let nothing = (bytes == 0).then_some(0);
-        let Some(offset) = nothing.or_else(|| self.table.arena().offset_of(memory.as_ptr(), bytes)) else {
+        let Some(offset) = nothing.or_else(|| self.table.arena().offset_of(memory.as_ptr(), bytes))
+        else {
             return false;
         };
         let mut pieces = self.pieces();
@@ -113,8 +123,8 @@ impl Segments {
 
     fn entry(&self, table: usize, index: usize) -> &AtomicU64 {
         let entry = self.table.arena().at(table + index * 8);
-        // SAFETY: `table` was checked to hold an entry per piece, is cache line aligned, and is written only while
-        // its rank has not arrived.
+        // SAFETY: `table` was checked to hold an entry per piece, is cache line aligned, and is
+        // written only while its rank has not arrived.
         unsafe { &*entry.cast::<AtomicU64>() }
     }
 }
@@ -140,17 +150,24 @@ pub struct Cargo {
 impl Engine {
     /// Reduces `data` over all ranks, in place.
     pub fn all_reduce(&self, data: Raw, dtype: DType, reduce: ReduceOp) -> Result<()> {
-        let operation = self.operation(Kind::AllReduce, dtype, reduce, 0, data.bytes / dtype.size());
+        let operation =
+            self.operation(Kind::AllReduce, dtype, reduce, 0, data.bytes / dtype.size());
         self.reduce_into(operation, data, |_| true)
     }
 
     /// Reduces `data` over all ranks into the root's; other ranks' stays as it is.
     pub fn reduce(&self, data: Raw, dtype: DType, reduce: ReduceOp, root: usize) -> Result<()> {
-        let operation = self.operation(Kind::Reduce, dtype, reduce, root, data.bytes / dtype.size());
+        let operation =
+            self.operation(Kind::Reduce, dtype, reduce, root, data.bytes / dtype.size());
         self.reduce_into(operation, data, |rank| rank == root)
     }
 
-    fn reduce_into(&self, mut operation: Operation, data: Raw, receives: impl Fn(usize) -> bool) -> Result<()> {
+    fn reduce_into(
+        &self,
+        mut operation: Operation,
+        data: Raw,
+        receives: impl Fn(usize) -> bool,
+    ) -> Result<()> {
         let state = &mut *self.state();
         self.begin(state, &mut operation)?;
         let operation = &operation;
@@ -188,7 +205,8 @@ impl Engine {
             let round = self.open(state, operation)?;
             if own == Location::Staged || self.leads() {
                 let staging = self.stage(state, round, operation)?;
-                // SAFETY: the range is inside the caller's memory and fits the buffer, which nobody reads now.
+                // SAFETY: the range is inside the caller's memory and fits the buffer, which nobody
+                // reads now.
                 unsafe { super::copy(data.data.add(range.start), staging, range.len()) };
             }
             self.post(round, operation, own);
@@ -214,7 +232,8 @@ impl Engine {
             }
             let slice = slice(range.len() / element, self.locals.len(), self.local, element);
             let from = |rank| at(rank).wrapping_add(slice.start * element);
-            let mut to: Vec<*mut u8> = self.locals.iter().copied().filter(|&r| receives(r)).map(from).collect();
+            let mut to: Vec<*mut u8> =
+                self.locals.iter().copied().filter(|&r| receives(r)).map(from).collect();
             self.combine(operation, &from, &mut to, slice.len());
             self.done(round);
             start = range.end;
@@ -245,17 +264,30 @@ impl Engine {
     }
 
     /// Reduces `count` elements at `from(rank)` of all ranks to all addresses in `to`.
-    fn combine(&self, operation: &Operation, from: &dyn Fn(usize) -> *mut u8, to: &mut [*mut u8], count: usize) {
+    fn combine(
+        &self,
+        operation: &Operation,
+        from: &dyn Fn(usize) -> *mut u8,
+        to: &mut [*mut u8],
+        count: usize,
+    ) {
         let places: Vec<*mut u8> = (0..self.size()).map(from).collect();
         self.combine_places(operation, &places, to, count);
     }
 
     /// Reduces `count` elements at all of `from`, some members' or all, to all of `to`.
-    pub fn combine_places(&self, operation: &Operation, from: &[*mut u8], to: &mut [*mut u8], count: usize) {
+    pub fn combine_places(
+        &self,
+        operation: &Operation,
+        from: &[*mut u8],
+        to: &mut [*mut u8],
+        count: usize,
+    ) {
         let sources: Vec<*const u8> = from.iter().map(|place| place.cast_const()).collect();
         let (dtype, is_part) = (operation.dtype, from.len() < self.size());
-        // SAFETY: all ranks have arrived, so their memory is there and holds still; slices do not overlap, so no
-        // other rank touches these elements; each destination is one of the sources or apart from all.
+        // SAFETY: all ranks have arrived, so their memory is there and holds still; slices do not
+        // overlap, so no other rank touches these elements; each destination is one of the sources
+        // or apart from all.
         unsafe {
             match operation.reduce {
                 ReduceOp::Avg if is_part && !is_divided_first(operation) => {
@@ -267,20 +299,28 @@ impl Engine {
         }
     }
 
-    /// Posts a bucket whose pieces are all in place. Does not wait; false if too many buckets are under way, then
-    /// nothing was done. All ranks post the same buckets in the same order.
+    /// Posts a bucket whose pieces are all in place. Does not wait; false if too many buckets are
+    /// under way, then nothing was done. All ranks post the same buckets in the same order.
     ///
     /// With a cargo, which has to be given to [`Engine::carry_bucket`], in the order of posting.
-    pub fn post_bucket(&self, segments: &Arc<Segments>, reduce: ReduceOp) -> Result<(bool, Option<Cargo>)> {
+    pub fn post_bucket(
+        &self,
+        segments: &Arc<Segments>,
+        reduce: ReduceOp,
+    ) -> Result<(bool, Option<Cargo>)> {
         let refuse = |reason: &str| {
-            let (operation, reason) = ("post_bucket".into(), format!("bucket {} {reason}", segments.bucket));
+            let (operation, reason) =
+                ("post_bucket".into(), format!("bucket {} {reason}", segments.bucket));
             Err(Error::Argument { rank: self.world.rank, operation, reason })
         };
         if !Arc::ptr_eq(segments.table.arena(), &self.world.arena) {
-            return refuse("was made by a group of another job; make it with this one's segments()");
+            return refuse(
+                "was made by a group of another job; make it with this one's segments()",
+            );
         }
         let state = &mut *self.state();
-        let mut operation = self.operation(Kind::AllReduce, segments.dtype, reduce, 0, segments.total);
+        let mut operation =
+            self.operation(Kind::AllReduce, segments.dtype, reduce, 0, segments.total);
         operation.sequence = state.sequence;
         operation.bucket = Some(segments.bucket);
         operation.step = segments.step.load(Ordering::Relaxed);
@@ -311,7 +351,13 @@ impl Engine {
         }
         // In the leader the carrier does the rest.
         let reduced = cargo.is_some();
-        state.in_flight.push_back(InFlight { round, homeward, operation, segments: Arc::clone(segments), reduced });
+        state.in_flight.push_back(InFlight {
+            round,
+            homeward,
+            operation,
+            segments: Arc::clone(segments),
+            reduced,
+        });
         Ok((true, cargo))
     }
 
@@ -323,7 +369,8 @@ impl Engine {
         }
     }
 
-    /// Reduces this rank's slices of all posted buckets that all ranks have reached, without waiting.
+    /// Reduces this rank's slices of all posted buckets that all ranks have reached, without
+    /// waiting.
     pub fn progress(&self) -> Result<()> {
         self.advance(&mut self.state(), false)
     }
@@ -389,9 +436,12 @@ impl Engine {
         })
     }
 
-    /// Finishes one bucket after the other: ranks that have posted fewer may wait for this one to take the first home.
+    /// Finishes one bucket after the other: ranks that have posted fewer may wait for this one to
+    /// take the first home.
     fn advance_in_turn(&self, state: &mut State) -> Result<()> {
-        while let Some(InFlight { round, homeward, operation, reduced, .. }) = state.in_flight.front() {
+        while let Some(InFlight { round, homeward, operation, reduced, .. }) =
+            state.in_flight.front()
+        {
             match homeward {
                 _ if !reduced => self.wait_locals_arrived(*round, operation)?,
                 Some(homeward) => self.wait_all_arrived(*homeward, operation)?,
@@ -410,7 +460,8 @@ impl Engine {
         if self.has_left(rank) {
             return self.lose(rank, operation);
         }
-        let detail = format!("rank {} placed a gradient outside the shared memory", self.ranks[rank]);
+        let detail =
+            format!("rank {} placed a gradient outside the shared memory", self.ranks[rank]);
         self.fail(Error::Mismatch { rank: self.world.rank, detail })
     }
 
@@ -428,7 +479,9 @@ impl Engine {
         for (length, mut places) in segments.lengths.iter().zip(pieces) {
             let (low, high) = (slice.start.max(begin), slice.end.min(begin + length));
             if low < high {
-                places.iter_mut().for_each(|place| *place = place.wrapping_add((low - begin) * element));
+                places
+                    .iter_mut()
+                    .for_each(|place| *place = place.wrapping_add((low - begin) * element));
                 let mut to = places.clone();
                 to.truncate(if self.abroad.is_some() { 1 } else { to.len() });
                 self.combine_places(operation, &places, &mut to, high - low);
@@ -439,7 +492,12 @@ impl Engine {
     }
 
     /// Where the pieces of a bucket lie on the members on this node, once these have arrived.
-    pub fn pieces_of_all(&self, round: u64, operation: &Operation, segments: &Segments) -> Result<Vec<Vec<*mut u8>>> {
+    pub fn pieces_of_all(
+        &self,
+        round: u64,
+        operation: &Operation,
+        segments: &Segments,
+    ) -> Result<Vec<Vec<*mut u8>>> {
         let tables = self.local_locations(round, operation, segments.lengths.len() * 8)?;
         let element = segments.dtype.size();
         let place = |index: usize, rank: usize, table: Location| {
@@ -452,12 +510,19 @@ impl Engine {
                 }
                 _ => 0,
             } as usize;
-            if !offset.is_multiple_of(element) || !self.is_reachable(rank, offset, length * element) {
+            if !offset.is_multiple_of(element) || !self.is_reachable(rank, offset, length * element)
+            {
                 return Err(self.gave_up(rank, operation));
             }
             Ok(self.world.arena.at(offset))
         };
-        let all = |index| self.locals.iter().zip(&tables).map(|(&rank, &table)| place(index, rank, table)).collect();
+        let all = |index| {
+            self.locals
+                .iter()
+                .zip(&tables)
+                .map(|(&rank, &table)| place(index, rank, table))
+                .collect()
+        };
         (0..segments.lengths.len()).map(all).collect()
     }
 
@@ -469,10 +534,12 @@ impl Engine {
             return Ok(());
         }
         let pieces = self.pieces_of_all(round, operation, segments)?;
-        for (length, places) in segments.lengths.iter().zip(pieces).filter(|(&length, _)| length > 0) {
+        for (length, places) in
+            segments.lengths.iter().zip(pieces).filter(|(&length, _)| length > 0)
+        {
             let (from, to, bytes) = (places[0], places[self.local], length * segments.dtype.size());
-            // SAFETY: both are pieces of that length, in memory that all ranks of this node map; the leader's is final, and
-            // this rank's own is its alone now.
+            // SAFETY: both are pieces of that length, in memory that all ranks of this node map;
+            // the leader's is final, and this rank's own is its alone now.
             unsafe { super::copy(from, to, bytes) };
         }
         Ok(())
@@ -481,10 +548,12 @@ impl Engine {
 
 /// A mean of integers is exact: sums of a node's values would not fit their type.
 fn is_mean_of_integers(operation: &Operation) -> bool {
-    operation.reduce == ReduceOp::Avg && matches!(operation.dtype, DType::I32 | DType::I64 | DType::U8)
+    operation.reduce == ReduceOp::Avg
+        && matches!(operation.dtype, DType::I32 | DType::I64 | DType::U8)
 }
 
-/// Whether an average is divided in each node, before the sum between nodes: that of half numbers might overflow.
+/// Whether an average is divided in each node, before the sum between nodes: that of half numbers
+/// might overflow.
 pub fn is_divided_first(operation: &Operation) -> bool {
     operation.reduce == ReduceOp::Avg && matches!(operation.dtype, DType::F16 | DType::BF16)
 }

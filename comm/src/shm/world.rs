@@ -1,4 +1,5 @@
-//! The ranks of a job: on this machine the arena they share, on all machines who they are and whether they still live.
+//! The ranks of a job: on this machine the arena they share, on all machines who they are and
+//! whether they still live.
 
 use std::fmt::Display;
 use std::hash::{Hash, Hasher};
@@ -29,7 +30,8 @@ pub struct Peer {
     pub host: String,
     /// The first rank of its node.
     pub node: usize,
-    /// Readable once the process has ended. None for this rank itself, for one that is gone, and on other nodes.
+    /// Readable once the process has ended. None for this rank itself, for one that is gone, and on
+    /// other nodes.
     pub pidfd: Option<OwnedFd>,
     /// The process had ended before it could be watched.
     pub gone: bool,
@@ -42,7 +44,8 @@ pub struct World {
     /// The ranks of this node.
     pub locals: Vec<usize>,
     pub arena: Arc<Arena>,
-    /// Every rank of this machine can have a core of its own: a short spin is then cheaper than sleeping.
+    /// Every rank of this machine can have a core of its own: a short spin is then cheaper than
+    /// sleeping.
     pub spin: bool,
     pub(super) root: usize,
     pub(super) peers: Vec<Peer>,
@@ -72,8 +75,9 @@ impl World {
 
     /// Whether `other`, another join of this process, has the same processes as its ranks.
     pub fn has_ranks_of(&self, other: &World) -> bool {
-        let same =
-            |(own, other): (&Peer, &Peer)| (own.pid, own.node, &own.host) == (other.pid, other.node, &other.host);
+        let same = |(own, other): (&Peer, &Peer)| {
+            (own.pid, own.node, &own.host) == (other.pid, other.node, &other.host)
+        };
         let peers = self.peers.iter().zip(&other.peers);
         (self.rank, self.size) == (other.rank, other.size) && peers.into_iter().all(same)
     }
@@ -91,7 +95,8 @@ impl World {
         Control::attach(Arc::clone(&self.arena), self.root, self.size, self.locals.len())
     }
 
-    /// The control block of a new group of `size` ranks, `locals` of them on this node, allocated by the first of these.
+    /// The control block of a new group of `size` ranks, `locals` of them on this node, allocated
+    /// by the first of these.
     pub fn new_control_block(&self, size: usize, locals: usize) -> Option<Block> {
         self.sweep();
         let block = self.arena.allocate_zeroed(Control::bytes(size, locals))?;
@@ -126,16 +131,25 @@ impl World {
         self.server.is_some()
     }
 
-    /// Which of `ranks`, as far as they are on this node, have ended, or the first that do within `time`.
+    /// Which of `ranks`, as far as they are on this node, have ended, or the first that do within
+    /// `time`.
     pub fn ended(&self, ranks: &[usize], time: Duration) -> Vec<usize> {
         let watched: Vec<(usize, &OwnedFd)> =
             ranks.iter().filter_map(|&r| Some((r, self.peers[r].pidfd.as_ref()?))).collect();
-        let mut fds: Vec<PollFd<'_>> = watched.iter().map(|(_, fd)| PollFd::new(fd, PollFlags::IN)).collect();
-        let time = rustix::event::Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) };
+        let mut fds: Vec<PollFd<'_>> =
+            watched.iter().map(|(_, fd)| PollFd::new(fd, PollFlags::IN)).collect();
+        let time = rustix::event::Timespec {
+            tv_sec: time.as_secs() as i64,
+            tv_nsec: i64::from(time.subsec_nanos()),
+        };
         if rustix::event::poll(&mut fds, Some(&time)).is_err() {
             return Vec::new();
         }
-        let ended = watched.iter().zip(&fds).filter(|(_, fd)| !fd.revents().is_empty()).map(|((r, _), _)| *r);
+        let ended = watched
+            .iter()
+            .zip(&fds)
+            .filter(|(_, fd)| !fd.revents().is_empty())
+            .map(|((r, _), _)| *r);
         ranks.iter().copied().filter(|&r| self.peers[r].gone).chain(ended).collect()
     }
 
@@ -152,12 +166,18 @@ impl World {
 
     /// How a rank has ended, if flow-launch says so within `time`.
     pub fn report_of_end(&self, rank: usize, time: Duration) -> Option<String> {
-        let report = self.store.as_ref().filter(|_| self.launched)?.get(&format!("exit/{rank}"), time).ok()?;
+        let report = self
+            .store
+            .as_ref()
+            .filter(|_| self.launched)?
+            .get(&format!("exit/{rank}"), time)
+            .ok()?;
         Some(String::from_utf8_lossy(&report).into_owned())
     }
 
-    /// What became of a rank that has ended, or `left` its group, which it may have done on its way to its end: to
-    /// wait for that tells the cause, and lets its process end before those that only fail because of it.
+    /// What became of a rank that has ended, or `left` its group, which it may have done on its way
+    /// to its end: to wait for that tells the cause, and lets its process end before those that
+    /// only fail because of it.
     pub fn cause_of_loss(&self, rank: usize, left: bool) -> String {
         if left && self.local_index(rank).is_some() && self.ended(&[rank], EXIT_REPORT).is_empty() {
             return "has left the group".into();
@@ -185,7 +205,10 @@ pub fn sleep_on(counter: &Counter, target: u32, time: Duration) {
     counter.waiters.fetch_add(1, Ordering::SeqCst);
     let seen = counter.value.load(Ordering::SeqCst);
     if (seen.wrapping_sub(target) as i32) < 0 {
-        let time = futex::Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) };
+        let time = futex::Timespec {
+            tv_sec: time.as_secs() as i64,
+            tv_nsec: i64::from(time.subsec_nanos()),
+        };
         // Woken, timed out, interrupted: the caller looks at the counter in any case.
         let _ = futex::wait(&counter.value, futex::Flags::empty(), seen, Some(&time));
     }

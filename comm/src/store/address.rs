@@ -10,8 +10,8 @@ use super::{Error, Result};
 /// Where a store is served. Shown and parsed as `tcp://host:port` or `unix://name`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Address {
-    /// `host:port`, with an IPv6 host in brackets. A server that is given port 0 takes a free one; on `[::]` it serves
-    /// IPv4 as well.
+    /// `host:port`, with an IPv6 host in brackets. A server that is given port 0 takes a free one;
+    /// on `[::]` it serves IPv4 as well.
     Tcp(String),
     /// A name in Linux's abstract namespace of unix sockets: no file, so nothing is left behind.
     Unix(String),
@@ -43,7 +43,8 @@ impl FromStr for Address {
 /// All the addresses of a `host:port`.
 pub fn resolve(host_and_port: &str) -> io::Result<Vec<SocketAddr>> {
     let invalid = |reason| io::Error::new(io::ErrorKind::InvalidInput, reason);
-    let host_and_port = split(host_and_port).ok_or_else(|| invalid("give HOST:PORT, an IPv6 host in brackets"))?;
+    let host_and_port =
+        split(host_and_port).ok_or_else(|| invalid("give HOST:PORT, an IPv6 host in brackets"))?;
     let addresses: Vec<SocketAddr> = host_and_port.to_socket_addrs()?.collect();
     if addresses.is_empty() {
         return Err(invalid("the host has no address"));

@@ -1,7 +1,7 @@
 //! How those who connect become clients.
 //!
-//! Anybody can connect, so nobody is trusted before a proof that they know the token, and what they can use up until
-//! then is bounded: bytes, time and file descriptors.
+//! Anybody can connect, so nobody is trusted before a proof that they know the token, and what they
+//! can use up until then is bounded: bytes, time and file descriptors.
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind};
@@ -17,10 +17,12 @@ use super::tcp_store::VALIDATION;
 
 /// A connection that is not admitted by then is closed.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// With so many connections not yet admitted, or a quarter of the process's file descriptors, the oldest of them has to go
-/// before another is accepted. It keeps idle strangers from using up all; a client that is hit tries again.
+/// With so many connections not yet admitted, or a quarter of the process's file descriptors, the
+/// oldest of them has to go before another is accepted. It keeps idle strangers from using up all;
+/// a client that is hit tries again.
 const MOST: u64 = 512;
-/// But it may stay so long: when many clients come at once, they wait in the listener's queue instead.
+/// But it may stay so long: when many clients come at once, they wait in the listener's queue
+/// instead.
 const SHORTEST_STAY: Duration = Duration::from_millis(250);
 
 /// The connections that are not admitted yet, by their ids, which ascend with the time of arrival.
@@ -86,7 +88,10 @@ impl Strangers {
 
     /// One that has been here for `stay` at `now`.
     fn older(&self, now: Instant, stay: Duration) -> Option<usize> {
-        self.all.first_key_value().filter(|(_, stranger)| now >= stranger.since + stay).map(|(id, _)| *id)
+        self.all
+            .first_key_value()
+            .filter(|(_, stranger)| now >= stranger.since + stay)
+            .map(|(id, _)| *id)
     }
 
     /// One whose time is over at `now`.
@@ -123,7 +128,9 @@ impl Strangers {
         // No frame of ours begins so.
         if let Some(service) = self.tcp_store.filter(|_| input.starts_with(&VALIDATION[..1])) {
             return match input {
-                _ if input.starts_with(&VALIDATION) => Ok(Verdict::Admit { service, used: VALIDATION.len() }),
+                _ if input.starts_with(&VALIDATION) => {
+                    Ok(Verdict::Admit { service, used: VALIDATION.len() })
+                }
                 _ if VALIDATION.starts_with(input) => Ok(Verdict::Wait),
                 _ => Err(invalid()),
             };

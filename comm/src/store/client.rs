@@ -26,9 +26,9 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_m
 
 /// A connection to a store.
 ///
-/// It may be shared between threads, but serves one call after the other: a thread that waits long for a key keeps the
-/// others from theirs, and should have a `Store` of its own. When a call has failed with [`Error::Lost`], all later ones
-/// fail at once.
+/// It may be shared between threads, but serves one call after the other: a thread that waits long
+/// for a key keeps the others from theirs, and should have a `Store` of its own. When a call has
+/// failed with [`Error::Lost`], all later ones fail at once.
 pub struct Store {
     address: Address,
     /// The socket, or why there is none any more.
@@ -43,7 +43,8 @@ impl Store {
     /// Connects, and retries until `timeout`, as the server may start later than its clients.
     ///
     /// # Errors
-    /// [`Error::Connect`] after the timeout; [`Error::Denied`] at once where the token or the user is wrong.
+    /// [`Error::Connect`] after the timeout; [`Error::Denied`] at once where the token or the user
+    /// is wrong.
     pub fn connect(address: &Address, token: &str, timeout: Duration) -> Result<Store> {
         let deadline = Instant::now() + timeout.min(MAX_TIMEOUT);
         let mut pause = PAUSES.0;
@@ -53,14 +54,23 @@ impl Store {
                 Ok(Ok(socket)) => {
                     let patience = AtomicU64::new(PATIENCE.as_micros() as u64);
                     let (address, connection) = (address.clone(), Mutex::new(Ok(socket)));
-                    return Ok(Store { address, connection, patience, process: Process::current() });
+                    return Ok(Store {
+                        address,
+                        connection,
+                        patience,
+                        process: Process::current(),
+                    });
                 }
                 Ok(Err(reason)) => return Err(Error::Denied { address: address.clone(), reason }),
                 Err(error) => error,
             };
             let left = deadline.saturating_duration_since(Instant::now());
             if !may_pass(error.kind()) || left.is_zero() {
-                return Err(Error::Connect { address: address.clone(), timeout, cause: describe(&error) });
+                return Err(Error::Connect {
+                    address: address.clone(),
+                    timeout,
+                    cause: describe(&error),
+                });
             }
             if Instant::now() >= warning {
                 log::warn!("store {address}: no connection yet: {}", describe(&error));
@@ -76,8 +86,8 @@ impl Store {
         &self.address
     }
 
-    /// Sets how much later than an operation's own timeout the answer may come before the server counts as dead, and the
-    /// call fails with [`Error::Lost`]: 10 s at first.
+    /// Sets how much later than an operation's own timeout the answer may come before the server
+    /// counts as dead, and the call fails with [`Error::Lost`]: 10 s at first.
     pub fn set_patience(&self, patience: Duration) {
         self.patience.store(patience.min(MAX_TIMEOUT).as_micros() as u64, Ordering::Relaxed);
     }
@@ -85,7 +95,9 @@ impl Store {
     /// Sets `key` to `value` (at most 64 MiB with the key).
     pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         let request = Request::Set { key, value };
-        self.call(named("set", key), &request, Duration::ZERO, |reply| matches!(reply, Reply::Done).then_some(()))
+        self.call(named("set", key), &request, Duration::ZERO, |reply| {
+            matches!(reply, Reply::Done).then_some(())
+        })
     }
 
     /// The value of `key`, for which it waits.
@@ -107,7 +119,8 @@ impl Store {
         }
     }
 
-    /// Adds `increment` to the number under `key` (0 if there is none) and returns the sum. It is kept as decimal text.
+    /// Adds `increment` to the number under `key` (0 if there is none) and returns the sum. It is
+    /// kept as decimal text.
     ///
     /// # Errors
     /// [`Error::Rejected`] if the value is no number, or the sum does not fit.
@@ -119,8 +132,8 @@ impl Store {
         })
     }
 
-    /// Sets `key` to `new` if its value is `expected` (`None`: if it is not set). The inner `Err` is the value that it
-    /// has instead, and keeps.
+    /// Sets `key` to `new` if its value is `expected` (`None`: if it is not set). The inner `Err`
+    /// is the value that it has instead, and keeps.
     pub fn compare_and_set(
         &self,
         key: &str,
@@ -162,20 +175,27 @@ impl Store {
     /// [`Error::Rejected`] if that process leaves its messages unread.
     pub fn post(&self, message: &[u8]) -> Result<()> {
         let request = Request::Post { message };
-        self.call("post".to_string(), &request, Duration::ZERO, |reply| matches!(reply, Reply::Done).then_some(()))
+        self.call("post".to_string(), &request, Duration::ZERO, |reply| {
+            matches!(reply, Reply::Done).then_some(())
+        })
     }
 
-    /// Has the server post `message` (at most 64 KiB) once for this client when it is gone: when its connection ends in
-    /// whatever way, or when it says nothing for `silence`, in which case the server closes the connection. It replaces
-    /// the will before; an empty message takes it back. A server that stops executes no wills.
+    /// Has the server post `message` (at most 64 KiB) once for this client when it is gone: when
+    /// its connection ends in whatever way, or when it says nothing for `silence`, in which case
+    /// the server closes the connection. It replaces the will before; an empty message takes it
+    /// back. A server that stops executes no wills.
     ///
-    /// A client that waits for a key says nothing: it must ask again before `silence` is over, with a timeout well below.
+    /// A client that waits for a key says nothing: it must ask again before `silence` is over, with
+    /// a timeout well below.
     ///
     /// # Errors
-    /// [`Error::Rejected`] if the message is too long, or the process that serves leaves its messages unread.
+    /// [`Error::Rejected`] if the message is too long, or the process that serves leaves its
+    /// messages unread.
     pub fn will(&self, message: &[u8], silence: Duration) -> Result<()> {
         let request = Request::Will { message, silence };
-        self.call("will".to_string(), &request, Duration::ZERO, |reply| matches!(reply, Reply::Done).then_some(()))
+        self.call("will".to_string(), &request, Duration::ZERO, |reply| {
+            matches!(reply, Reply::Done).then_some(())
+        })
     }
 
     /// Sends a request and has `accept` take the reply, or return `None` where it makes no sense.
@@ -188,12 +208,17 @@ impl Store {
     ) -> Result<T> {
         let address = self.address.clone();
         if !self.process.is_current() {
-            let reason = "the connection is that of the process that this one was forked from: connect anew".into();
+            let reason =
+                "the connection is that of the process that this one was forked from: connect anew"
+                    .into();
             return Err(Error::Rejected { address, operation, reason });
         }
         let frame = request.encode();
         if frame.len() - 4 > MAX_FRAME {
-            let reason = format!("the request is {} bytes, and at most {MAX_FRAME} are possible", frame.len() - 4);
+            let reason = format!(
+                "the request is {} bytes, and at most {MAX_FRAME} are possible",
+                frame.len() - 4
+            );
             return Err(Error::Rejected { address, operation, reason });
         }
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
@@ -237,24 +262,39 @@ fn named(operation: &str, key: &str) -> String {
 }
 
 /// One attempt to connect and say hello. The inner error is final and says what is wrong.
-fn open(address: &Address, token: &str, deadline: Instant) -> io::Result<std::result::Result<Box<dyn Socket>, String>> {
+fn open(
+    address: &Address,
+    token: &str,
+    deadline: Instant,
+) -> io::Result<std::result::Result<Box<dyn Socket>, String>> {
     let mut socket: Box<dyn Socket> = match address {
         Address::Tcp(host_and_port) => Box::new(connect_tcp(host_and_port, deadline)?),
         Address::Unix(name) => {
             // Mio's connect does not block where the server's backlog is full, and so cannot hang.
             let stream = mio::net::UnixStream::connect_addr(&UnixAddr::from_abstract_name(name)?)?;
             if !belongs_to_us(&stream)? {
-                return Ok(Err("another user serves it; remove that process, or choose another name".to_string()));
+                return Ok(Err(
+                    "another user serves it; remove that process, or choose another name"
+                        .to_string(),
+                ));
             }
             let stream = UnixStream::from(OwnedFd::from(stream));
             stream.set_nonblocking(false)?;
             Box::new(stream)
         }
     };
-    let mut frame = exchange(socket.as_mut(), &Request::Hello { version: VERSION }.encode(), left_until(deadline)?)?;
+    let mut frame = exchange(
+        socket.as_mut(),
+        &Request::Hello { version: VERSION }.encode(),
+        left_until(deadline)?,
+    )?;
     if let Some(Reply::Challenge(nonce)) = Reply::decode(&frame) {
         let proof = prove(token, &nonce).finalize().into_bytes();
-        frame = exchange(socket.as_mut(), &Request::Proof { proof: &proof }.encode(), left_until(deadline)?)?;
+        frame = exchange(
+            socket.as_mut(),
+            &Request::Proof { proof: &proof }.encode(),
+            left_until(deadline)?,
+        )?;
     }
     Ok(match Reply::decode(&frame) {
         Some(Reply::Done) => Ok(socket),
@@ -273,8 +313,11 @@ fn connect_any(addresses: &[SocketAddr], deadline: Instant) -> io::Result<TcpStr
         // One that never answers must leave time for the others.
         let share = left_until(deadline)? / (addresses.len() - i) as u32;
         match TcpStream::connect_timeout(address, share) {
-            // While nobody listens on a port that the kernel also hands out, a socket can get connected to itself.
-            Ok(stream) if stream.local_addr()? == stream.peer_addr()? => last = io::ErrorKind::ConnectionRefused.into(),
+            // While nobody listens on a port that the kernel also hands out, a socket can get
+            // connected to itself.
+            Ok(stream) if stream.local_addr()? == stream.peer_addr()? => {
+                last = io::ErrorKind::ConnectionRefused.into()
+            }
             Ok(stream) => {
                 stream.set_nodelay(true)?;
                 return Ok(stream);
@@ -293,7 +336,8 @@ fn left_until(deadline: Instant) -> io::Result<Duration> {
     Ok(left)
 }
 
-/// Whether a failure to connect may be over at the next attempt: the server has not started, or is overrun.
+/// Whether a failure to connect may be over at the next attempt: the server has not started, or is
+/// overrun.
 fn may_pass(kind: io::ErrorKind) -> bool {
     use io::ErrorKind::*;
     matches!(
@@ -311,7 +355,8 @@ fn may_pass(kind: io::ErrorKind) -> bool {
     )
 }
 
-/// Sends a frame and reads the one that answers it (without its length). Each read or write may take `timeout`.
+/// Sends a frame and reads the one that answers it (without its length). Each read or write may
+/// take `timeout`.
 fn exchange(socket: &mut dyn Socket, frame: &[u8], timeout: Duration) -> io::Result<Vec<u8>> {
     socket.set_timeout(timeout)?;
     socket.write_all(frame)?;
@@ -331,7 +376,9 @@ fn exchange(socket: &mut dyn Socket, frame: &[u8], timeout: Duration) -> io::Res
 fn describe(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::UnexpectedEof => "the server closed the connection".to_string(),
-        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => "the server does not answer".to_string(),
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+            "the server does not answer".to_string()
+        }
         _ => error.to_string(),
     }
 }
@@ -370,7 +417,10 @@ mod tests {
         let deadline = Instant::now() + Duration::from_secs(60);
         let stream = connect_any(&[refuses, serves], deadline).unwrap();
         assert_eq!(stream.peer_addr().unwrap(), serves);
-        assert_eq!(connect_any(&[refuses], deadline).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
+        assert_eq!(
+            connect_any(&[refuses], deadline).unwrap_err().kind(),
+            io::ErrorKind::ConnectionRefused
+        );
     }
 
     #[test]
@@ -382,7 +432,8 @@ mod tests {
         let _full = TcpStream::connect(silences).unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let serves = listener.local_addr().unwrap();
-        let stream = connect_any(&[silences, serves], Instant::now() + Duration::from_secs(4)).unwrap();
+        let stream =
+            connect_any(&[silences, serves], Instant::now() + Duration::from_secs(4)).unwrap();
         assert_eq!(stream.peer_addr().unwrap(), serves);
     }
 }

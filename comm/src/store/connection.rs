@@ -21,7 +21,8 @@ pub struct Connection {
     pub input: Vec<u8>,
     /// Whether there is a request in it that has had no turn yet.
     pub is_backlog: bool,
-    /// What the socket has not taken yet, how many bytes it has taken of the first, and how many are left.
+    /// What the socket has not taken yet, how many bytes it has taken of the first, and how many
+    /// are left.
     output: VecDeque<Arc<Vec<u8>>>,
     written: usize,
     unsent: usize,
@@ -79,7 +80,8 @@ impl Connection {
     /// Sends as much as the socket takes.
     pub fn flush(&mut self) -> io::Result<()> {
         while !self.output.is_empty() {
-            let mut slices: Vec<_> = self.output.iter().take(SLICES).map(|reply| IoSlice::new(reply)).collect();
+            let mut slices: Vec<_> =
+                self.output.iter().take(SLICES).map(|reply| IoSlice::new(reply)).collect();
             slices[0] = IoSlice::new(&self.output[0][self.written..]);
             match self.socket.write_vectored(&slices) {
                 Ok(0) => return Err(ErrorKind::WriteZero.into()),
@@ -91,8 +93,11 @@ impl Connection {
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
             }
-            while let Some(length) =
-                self.output.front().map(|reply| reply.len()).filter(|length| *length <= self.written)
+            while let Some(length) = self
+                .output
+                .front()
+                .map(|reply| reply.len())
+                .filter(|length| *length <= self.written)
             {
                 self.written -= length;
                 self.output.pop_front();

@@ -21,13 +21,15 @@ use super::tcp_store::HostedTcpStore;
 
 /// Connections accepted in one go, before others are served.
 const ACCEPT_BATCH: usize = 256;
-/// When accepting fails for want of a resource, it is tried again after this time, or when a connection is closed.
+/// When accepting fails for want of a resource, it is tried again after this time, or when a
+/// connection is closed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
 /// What is read of one connection in one go, before others are served.
 const READ_BATCH: usize = 64 << 10;
 /// So much is sent before more is done for who it is sent to.
 const SEND_BATCH: usize = 64 << 10;
-/// So long PyTorch's clients are served before all others have their turn again, for they prove nothing.
+/// So long PyTorch's clients are served before all others have their turn again, for they prove
+/// nothing.
 const CROWD_TIME: Duration = Duration::from_millis(10);
 /// And so many requests of one of them before the next one's.
 const CROWD_BATCH: usize = 256;
@@ -38,7 +40,8 @@ pub const WAKER: Token = Token(usize::MAX - 1);
 /// What the owners of the stores ask of their thread.
 #[derive(Debug)]
 pub enum Command {
-    /// Serve a store to those who know a token; the answer is its id, `None` if another one has that token.
+    /// Serve a store to those who know a token; the answer is its id, `None` if another one has
+    /// that token.
     Open {
         token: String,
         posts: Arc<Posts>,
@@ -94,7 +97,8 @@ pub struct EventLoop {
     next_service: ServiceId,
     /// Connections with more to read, after others had their turn.
     unread: BTreeSet<usize>,
-    /// Connections of PyTorch's clients that may have more to read, whether to their end, and the last that had its turn.
+    /// Connections of PyTorch's clients that may have more to read, whether to their end, and the
+    /// last that had its turn.
     crowd: BTreeMap<usize, bool>,
     last_of_crowd: usize,
     outbox: Outbox,
@@ -136,7 +140,11 @@ impl EventLoop {
         loop {
             match self.poll.poll(&mut events, self.idle_time()) {
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                Err(error) => return log::error!("the store stops, as it cannot wait for its clients: {error}"),
+                Err(error) => {
+                    return log::error!(
+                        "the store stops, as it cannot wait for its clients: {error}"
+                    )
+                }
                 Ok(()) => {}
             }
             let unread = mem::take(&mut self.unread);
@@ -191,7 +199,8 @@ impl EventLoop {
     fn serve_crowd(&mut self, end: Instant) {
         let mut left = self.crowd.len();
         while left > 0 && Instant::now() < end {
-            let next = self.crowd.range(self.last_of_crowd + 1..).next().or(self.crowd.first_key_value());
+            let next =
+                self.crowd.range(self.last_of_crowd + 1..).next().or(self.crowd.first_key_value());
             let Some((&id, &to_end)) = next else { return };
             self.crowd.remove(&id);
             self.last_of_crowd = id;
@@ -242,7 +251,11 @@ impl EventLoop {
                 self.services.remove(service);
                 self.strangers.shut(service);
                 let theirs = |connection: &Connection| connection.service == Some(service);
-                let ids = self.connections.iter().filter(|(_, connection)| theirs(connection)).map(|(id, _)| *id);
+                let ids = self
+                    .connections
+                    .iter()
+                    .filter(|(_, connection)| theirs(connection))
+                    .map(|(id, _)| *id);
                 for id in ids.collect::<Vec<_>>() {
                     self.close(id);
                 }
@@ -255,7 +268,9 @@ impl EventLoop {
     fn accept(&mut self, now: Instant) -> Option<Instant> {
         for _ in 0..ACCEPT_BATCH {
             if self.strangers.is_full() {
-                let Some(id) = self.strangers.removable(now) else { return self.strangers.next_removable() };
+                let Some(id) = self.strangers.removable(now) else {
+                    return self.strangers.next_removable();
+                };
                 self.close(id);
             }
             let error = match self.listener.accept().and_then(|socket| self.welcome(socket, now)) {
@@ -264,12 +279,15 @@ impl EventLoop {
             };
             match error.kind() {
                 ErrorKind::WouldBlock => return None,
-                ErrorKind::Interrupted | ErrorKind::ConnectionAborted | ErrorKind::PermissionDenied => continue,
+                ErrorKind::Interrupted
+                | ErrorKind::ConnectionAborted
+                | ErrorKind::PermissionDenied => continue,
                 _ => {}
             }
             // If it is room that is wanted, a stranger can make it.
-            let is_full =
-                [Errno::EMFILE, Errno::ENFILE].map(|errno| Some(errno as i32)).contains(&error.raw_os_error());
+            let is_full = [Errno::EMFILE, Errno::ENFILE]
+                .map(|errno| Some(errno as i32))
+                .contains(&error.raw_os_error());
             match self.strangers.removable(now).filter(|_| is_full) {
                 Some(id) => self.close(id),
                 None => {
@@ -286,7 +304,11 @@ impl EventLoop {
     fn welcome(&mut self, mut socket: Box<dyn Socket>, now: Instant) -> io::Result<()> {
         let id = self.next_id;
         self.next_id += 1;
-        self.poll.registry().register(&mut socket, Token(id), Interest::READABLE | Interest::WRITABLE)?;
+        self.poll.registry().register(
+            &mut socket,
+            Token(id),
+            Interest::READABLE | Interest::WRITABLE,
+        )?;
         self.connections.insert(id, Connection::new(socket));
         self.strangers.add(id, now);
         Ok(())
@@ -344,8 +366,8 @@ impl EventLoop {
         self.outbox.0 = replies;
     }
 
-    /// Handles what can be read, or as much of it as others need not wait long for. `to_end`: the client's side may be
-    /// closed, which no other event would tell.
+    /// Handles what can be read, or as much of it as others need not wait long for. `to_end`: the
+    /// client's side may be closed, which no other event would tell.
     ///
     /// Else a short read ends it, as the next bytes are another event.
     fn read(&mut self, id: usize, to_end: bool) {
@@ -431,7 +453,11 @@ impl EventLoop {
     fn admit(&mut self, id: usize, service: ServiceId) -> io::Result<()> {
         self.strangers.remove(id);
         self.resume_accepting();
-        self.services.get_mut(service).ok_or(ErrorKind::NotFound)?.join(id, Instant::now(), &mut self.outbox)?;
+        self.services.get_mut(service).ok_or(ErrorKind::NotFound)?.join(
+            id,
+            Instant::now(),
+            &mut self.outbox,
+        )?;
         if let Some(connection) = self.connections.get_mut(&id) {
             connection.service = Some(service);
         }
@@ -448,7 +474,8 @@ impl EventLoop {
         }
     }
 
-    /// Does what is due for a connection at `now`: a wait has timed out, or it has been silent for too long.
+    /// Does what is due for a connection at `now`: a wait has timed out, or it has been silent for
+    /// too long.
     fn look_after(&mut self, id: usize, now: Instant) {
         let service = self.connections.get(&id).and_then(|connection| connection.service);
         if let Some(service) = service.and_then(|service| self.services.get_mut(service)) {

@@ -10,7 +10,8 @@ use super::protocol::{self, Reply, Request, MAX_FRAME, MAX_WILL};
 use super::service::{Outbox, Service};
 use super::values::Values;
 
-const UNREAD: &str = "the process that serves the store leaves its messages unread; is it stopped or very busy?";
+const UNREAD: &str =
+    "the process that serves the store leaves its messages unread; is it stopped or very busy?";
 
 /// The values of a store and the clients that were admitted to it.
 pub struct Hosted {
@@ -94,7 +95,8 @@ impl Hosted {
                 } else if !message.is_empty() && !self.posts.has_room(message.len()) {
                     Reply::Refused(UNREAD)
                 } else {
-                    let will = (!message.is_empty()).then(|| Will { message: message.to_vec(), silence });
+                    let will =
+                        (!message.is_empty()).then(|| Will { message: message.to_vec(), silence });
                     self.clients.get_mut(&id)?.will = will;
                     Reply::Done
                 }
@@ -119,16 +121,24 @@ impl Hosted {
         Some(())
     }
 
-    /// Answers a waiting client if all its keys are set, else has it watch the first one that is not.
+    /// Answers a waiting client if all its keys are set, else has it watch the first one that is
+    /// not.
     fn advance(&mut self, id: usize, outbox: &mut Outbox) {
-        let Some(waiting) = self.clients.get_mut(&id).and_then(|client| client.waiting.as_mut()) else { return };
+        let Some(waiting) = self.clients.get_mut(&id).and_then(|client| client.waiting.as_mut())
+        else {
+            return;
+        };
         while let Some(key) = waiting.keys.get(waiting.next) {
             if self.values.get(key).is_none() {
                 return self.values.watch(key, id);
             }
             waiting.next += 1;
         }
-        let value = waiting.keys.first().filter(|_| waiting.wants_value).and_then(|key| self.values.get(key));
+        let value = waiting
+            .keys
+            .first()
+            .filter(|_| waiting.wants_value)
+            .and_then(|key| self.values.get(key));
         let reply = value.map_or_else(|| Arc::new(Reply::Done.encode()), |value| value.reply());
         self.end_wait(id, reply, outbox);
     }
@@ -136,7 +146,8 @@ impl Hosted {
     fn end_wait(&mut self, id: usize, reply: Arc<Vec<u8>>, outbox: &mut Outbox) {
         let Some(client) = self.clients.get_mut(&id) else { return };
         let Some(waiting) = client.waiting.take() else { return };
-        // The client could not speak before the answer, so what this comes too late is not its silence.
+        // The client could not speak before the answer, so what this comes too late is not its
+        // silence.
         client.silent_since += Instant::now().saturating_duration_since(waiting.deadline);
         self.unwatch(id, &waiting);
         outbox.send(id, reply);
@@ -156,7 +167,13 @@ impl Service for Hosted {
         Ok(())
     }
 
-    fn hear(&mut self, id: usize, input: &[u8], unsent: usize, outbox: &mut Outbox) -> io::Result<usize> {
+    fn hear(
+        &mut self,
+        id: usize,
+        input: &[u8],
+        unsent: usize,
+        outbox: &mut Outbox,
+    ) -> io::Result<usize> {
         let invalid = || io::Error::from(ErrorKind::InvalidData);
         let client = self.clients.get_mut(&id).ok_or_else(invalid)?;
         // A client that sends before it has the last reply is none of ours.
@@ -180,7 +197,11 @@ impl Service for Hosted {
     fn expire(&mut self, id: usize, now: Instant, outbox: &mut Outbox) {
         let waiting = self.clients.get(&id).and_then(|client| client.waiting.as_ref());
         if let Some(waiting) = waiting.filter(|waiting| waiting.deadline <= now) {
-            let missing = waiting.keys.iter().map(String::as_str).filter(|key| self.values.get(key).is_none());
+            let missing = waiting
+                .keys
+                .iter()
+                .map(String::as_str)
+                .filter(|key| self.values.get(key).is_none());
             let reply = Reply::Missing(missing.collect()).encode();
             self.end_wait(id, Arc::new(reply), outbox);
         }

@@ -28,12 +28,14 @@ impl Listener {
         match address {
             Address::Tcp(host_and_port) => {
                 let listener = TcpListener::bind(&resolve(host_and_port)?[..])?;
-                // Again, for the longest queue of connections not yet accepted: the standard library's is 128.
+                // Again, for the longest queue of connections not yet accepted: the standard
+                // library's is 128.
                 listen(&listener, Backlog::MAXALLOWABLE)?;
                 listener.set_nonblocking(true)?;
                 // The sockets that it accepts inherit this.
                 setsockopt(&listener, sockopt::TcpNoDelay, &true)?;
-                let host = host_and_port.rsplit_once(':').map_or(host_and_port.as_str(), |(host, _)| host);
+                let host =
+                    host_and_port.rsplit_once(':').map_or(host_and_port.as_str(), |(host, _)| host);
                 let address = Address::Tcp(format!("{host}:{}", listener.local_addr()?.port()));
                 Ok((Listener::Tcp(mio::net::TcpListener::from_std(listener)), address))
             }

@@ -1,7 +1,8 @@
 //! The rendezvous store: a small key-value server and its client.
 //!
-//! Processes of one job find each other through it: they leave values under names, wait for those of others and count.
-//! It carries addresses, names and counters, and is never in the path of a collective.
+//! Processes of one job find each other through it: they leave values under names, wait for those
+//! of others and count. It carries addresses, names and counters, and is never in the path of a
+//! collective.
 //!
 //! | | |
 //! |---|---|
@@ -11,14 +12,17 @@
 //! | [`TcpStore`] | serves PyTorch's own clients (`torch.distributed.TCPStore`) at the same address |
 //! | [`Posts`] | what clients have to say to the process that serves it |
 //!
-//! Whoever connects must prove to know the store's token, which is not sent itself; on a unix socket both sides must also
-//! belong to the same user. Keys and values live until they are deleted, or as long as the store.
+//! Whoever connects must prove to know the store's token, which is not sent itself; on a unix
+//! socket both sides must also belong to the same user. Keys and values live until they are
+//! deleted, or as long as the store.
 //!
-//! One address can have several stores beside each other ([`Server::beside`]). The token decides in which one a client is.
+//! One address can have several stores beside each other ([`Server::beside`]). The token decides in
+//! which one a client is.
 //!
-//! What is not authenticated: clients of PyTorch's, where they are served ([`Server::serve_tcp_store`]). They have nothing
-//! to prove themselves with, so whoever reaches the port can read and change the values that they have there. These are
-//! apart from those of Flow's stores, which they cannot reach.
+//! What is not authenticated: clients of PyTorch's, where they are served
+//! ([`Server::serve_tcp_store`]). They have nothing to prove themselves with, so whoever reaches
+//! the port can read and change the values that they have there. These are apart from those of
+//! Flow's stores, which they cannot reach.
 
 mod address;
 mod admission;
@@ -116,7 +120,8 @@ pub type Result<T> = std::result::Result<T, Error>;
 /// The keys for a message: the first few by name, the rest as a number.
 fn list(keys: &[impl std::fmt::Display]) -> String {
     const SHOWN: usize = 8;
-    let mut text = keys.iter().take(SHOWN).map(|key| format!("\"{key}\"")).collect::<Vec<_>>().join(", ");
+    let mut text =
+        keys.iter().take(SHOWN).map(|key| format!("\"{key}\"")).collect::<Vec<_>>().join(", ");
     if keys.len() > SHOWN {
         text.push_str(&format!(" and {} more", keys.len() - SHOWN));
     }

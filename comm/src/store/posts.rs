@@ -9,13 +9,15 @@ use rustix::event::{eventfd, EventfdFlags};
 
 use super::protocol::MAX_FRAME;
 
-/// With so many messages unread, or so many bytes of them, more are refused: the server's owner may never read any.
+/// With so many messages unread, or so many bytes of them, more are refused: the server's owner may
+/// never read any.
 const MAX_UNREAD: usize = 1 << 16;
 const MAX_UNREAD_BYTES: usize = MAX_FRAME;
 
 /// What clients have posted, and the wills of those that are gone, in the order of arrival.
 ///
-/// Its file descriptor is readable while there is a message: for `poll` and the like, never to be read from.
+/// Its file descriptor is readable while there is a message: for `poll` and the like, never to be
+/// read from.
 #[derive(Debug)]
 pub struct Posts {
     unread: Mutex<Unread>,

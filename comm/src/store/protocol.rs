@@ -1,7 +1,8 @@
 //! The store's wire protocol.
 //!
-//! Both directions carry frames: the length of the rest (u32), an operation (u8), its fields. Numbers are little-endian,
-//! a byte string is its length (u32) and its bytes, an optional one is preceded by 0 or 1 (u8), a list by its length (u32).
+//! Both directions carry frames: the length of the rest (u32), an operation (u8), its fields.
+//! Numbers are little-endian, a byte string is its length (u32) and its bytes, an optional one is
+//! preceded by 0 or 1 (u8), a list by its length (u32).
 //!
 //! | request | fields | replies |
 //! |---|---|---|
@@ -26,9 +27,10 @@
 //! | 5 refused | reason |
 //! | 6 challenge | random bytes |
 //!
-//! The first request is hello, the second proof, and each follows the reply to the last: whoever sends anything else is
-//! cut off. The token itself is never sent. All else is, in clear: who can read or change what is on the wire between two
-//! machines is not kept from reading or changing the store.
+//! The first request is hello, the second proof, and each follows the reply to the last: whoever
+//! sends anything else is cut off. The token itself is never sent. All else is, in clear: who can
+//! read or change what is on the wire between two machines is not kept from reading or changing the
+//! store.
 
 use std::io::{self, ErrorKind};
 use std::time::Duration;
@@ -54,7 +56,9 @@ pub type Nonce = [u8; 16];
 
 /// The proof of knowing `token`, for who was challenged with `nonce`.
 pub fn prove(token: &str, nonce: &[u8]) -> Hmac<Sha256> {
-    Hmac::<Sha256>::new_from_slice(token.as_bytes()).expect("a key may have any length").chain_update(nonce)
+    Hmac::<Sha256>::new_from_slice(token.as_bytes())
+        .expect("a key may have any length")
+        .chain_update(nonce)
 }
 
 /// The frame that `input` consists of, without its length; `None` if it is not complete.
@@ -103,7 +107,9 @@ impl<'a> Request<'a> {
             Request::Set { key, value } => Frame::new(1).bytes(key.as_bytes()).bytes(value),
             Request::Get { key, timeout } => Frame::new(2).bytes(key.as_bytes()).timeout(*timeout),
             Request::Wait { keys, timeout } => Frame::new(3).list(keys).timeout(*timeout),
-            Request::Add { key, increment } => Frame::new(4).bytes(key.as_bytes()).raw(&increment.to_le_bytes()),
+            Request::Add { key, increment } => {
+                Frame::new(4).bytes(key.as_bytes()).raw(&increment.to_le_bytes())
+            }
             Request::CompareAndSet { key, expected, new } => {
                 Frame::new(5).bytes(key.as_bytes()).optional(*expected).bytes(new)
             }
@@ -130,7 +136,11 @@ impl<'a> Request<'a> {
             2 => Request::Get { key: fields.text()?, timeout: fields.timeout()? },
             3 => Request::Wait { keys: fields.list()?, timeout: fields.timeout()? },
             4 => Request::Add { key: fields.text()?, increment: fields.i64()? },
-            5 => Request::CompareAndSet { key: fields.text()?, expected: fields.optional()?, new: fields.bytes()? },
+            5 => Request::CompareAndSet {
+                key: fields.text()?,
+                expected: fields.optional()?,
+                new: fields.bytes()?,
+            },
             6 => Request::Post { message: fields.bytes()? },
             7 => Request::Will { message: fields.bytes()?, silence: fields.timeout()? },
             8 => Request::Proof { proof: fields.bytes()? },

@@ -20,12 +20,12 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 /// A store being served, until dropped.
 ///
-/// Dropping it closes the connections of its clients, of which those that wait get an error at once, and forgets its
-/// values. With the last store at an address, its thread is over and the address is free. (Not in a process that is
-/// forked from this one, where there is no such thread.)
+/// Dropping it closes the connections of its clients, of which those that wait get an error at
+/// once, and forgets its values. With the last store at an address, its thread is over and the
+/// address is free. (Not in a process that is forked from this one, where there is no such thread.)
 ///
-/// Each client takes one file descriptor. The limit (`ulimit -n`) is the process's; at the limit the server keeps
-/// serving those it has, and accepts others as soon as it can.
+/// Each client takes one file descriptor. The limit (`ulimit -n`) is the process's; at the limit
+/// the server keeps serving those it has, and accepts others as soon as it can.
 #[derive(Debug)]
 pub struct Server {
     host: Arc<Host>,
@@ -34,28 +34,34 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts to serve a store at `address` to clients that know `token`. TCP port 0 is any free port.
+    /// Starts to serve a store at `address` to clients that know `token`. TCP port 0 is any free
+    /// port.
     ///
     /// # Errors
-    /// The address cannot be served (`AddrInUse`: something is there already), or the token is empty.
+    /// The address cannot be served (`AddrInUse`: something is there already), or the token is
+    /// empty.
     pub fn start(address: &Address, token: &str) -> io::Result<Server> {
-        Host::start(address)
-            .and_then(|host| Server::open(Arc::new(host), token))
-            .map_err(|error| io::Error::new(error.kind(), format!("store {address}: cannot be served: {error}")))
+        Host::start(address).and_then(|host| Server::open(Arc::new(host), token)).map_err(|error| {
+            io::Error::new(error.kind(), format!("store {address}: cannot be served: {error}"))
+        })
     }
 
-    /// Serves another store at the same address, from the same thread, to clients that know its own `token`. The two have
-    /// nothing in common: no keys, no posts, no wills.
+    /// Serves another store at the same address, from the same thread, to clients that know its own
+    /// `token`. The two have nothing in common: no keys, no posts, no wills.
     ///
     /// # Errors
     /// `InvalidInput` if the token is empty, or that of another store at this address.
     pub fn beside(&self, token: &str) -> io::Result<Server> {
         Server::open(Arc::clone(&self.host), token).map_err(|error| {
-            io::Error::new(error.kind(), format!("store {}: no other beside it: {error}", self.address()))
+            io::Error::new(
+                error.kind(),
+                format!("store {}: no other beside it: {error}", self.address()),
+            )
         })
     }
 
-    /// Serves PyTorch's clients as well, `torch.distributed.TCPStore(host, port, is_master=False)`, at this address.
+    /// Serves PyTorch's clients as well, `torch.distributed.TCPStore(host, port, is_master=False)`,
+    /// at this address.
     ///
     /// They have keys of their own, apart from all stores here: nobody asks them for a token.
     ///
@@ -63,10 +69,16 @@ impl Server {
     /// `InvalidInput` if the address is no TCP address, `AlreadyExists` if they are served already.
     pub fn serve_tcp_store(&self) -> io::Result<TcpStore> {
         let failed = |kind, reason: &str| {
-            io::Error::new(kind, format!("store {}: PyTorch's clients cannot be served: {reason}", self.address()))
+            io::Error::new(
+                kind,
+                format!("store {}: PyTorch's clients cannot be served: {reason}", self.address()),
+            )
         };
         let Address::Tcp(_) = self.address() else {
-            return Err(failed(ErrorKind::InvalidInput, "they come by TCP only; serve the store at a TCP address"));
+            return Err(failed(
+                ErrorKind::InvalidInput,
+                "they come by TCP only; serve the store at a TCP address",
+            ));
         };
         let (answer, opened) = mpsc::channel();
         self.host.command(Command::OpenTcpStore { answer });
@@ -82,7 +94,12 @@ impl Server {
         let posts = Arc::new(Posts::new()?);
         let (answer, opened) = mpsc::channel();
         host.command(Command::Open { token: token.to_string(), posts: Arc::clone(&posts), answer });
-        let taken = || io::Error::new(ErrorKind::InvalidInput, "another store has this token; give each its own");
+        let taken = || {
+            io::Error::new(
+                ErrorKind::InvalidInput,
+                "another store has this token; give each its own",
+            )
+        };
         let store = opened.recv().map_err(|_| Host::stopped())?.ok_or_else(taken)?;
         Ok(Server { host, store, posts })
     }
@@ -92,14 +109,19 @@ impl Server {
         &self.host.address
     }
 
-    /// What clients have posted to this process. It need not be read: when there is too much, clients are refused.
+    /// What clients have posted to this process. It need not be read: when there is too much,
+    /// clients are refused.
     pub fn posts(&self) -> &Posts {
         &self.posts
     }
 
     /// Sets `key` to `value`, as a client would. It does not wait for the server's thread to do so.
     pub fn set(&self, key: &str, value: &[u8]) {
-        self.host.command(Command::Set { store: self.store, key: key.to_string(), value: value.to_vec() });
+        self.host.command(Command::Set {
+            store: self.store,
+            key: key.to_string(),
+            value: value.to_vec(),
+        });
     }
 }
 
@@ -109,10 +131,12 @@ impl Drop for Server {
     }
 }
 
-/// A store for PyTorch's clients being served, until dropped: then their connections are closed and its values forgotten.
+/// A store for PyTorch's clients being served, until dropped: then their connections are closed and
+/// its values forgotten.
 ///
-/// It behaves as PyTorch's own server. At most half of the file descriptors that the process may have are theirs, and
-/// all values together may take 1 GiB: a client beyond that is closed, with a line in the log.
+/// It behaves as PyTorch's own server. At most half of the file descriptors that the process may
+/// have are theirs, and all values together may take 1 GiB: a client beyond that is closed, with a
+/// line in the log.
 #[derive(Debug)]
 pub struct TcpStore {
     host: Arc<Host>,
@@ -147,7 +171,11 @@ impl Host {
         let waker = Waker::new(poll.registry(), WAKER)?;
         let (commands, receiver) = mpsc::channel();
         let mut event_loop = EventLoop::new(poll, listener, receiver);
-        let handle = Some(thread::Builder::new().name("flow-store".to_string()).spawn(move || event_loop.run())?);
+        let handle = Some(
+            thread::Builder::new()
+                .name("flow-store".to_string())
+                .spawn(move || event_loop.run())?,
+        );
         Ok(Host { address, waker, thread: ForkSafe::new(Thread { commands, handle }) })
     }
 
@@ -158,7 +186,8 @@ impl Host {
     /// Has the thread do something, if there is one.
     fn command(&self, command: Command) {
         if self.thread.is_ours() && self.thread.commands.send(command).is_ok() {
-            // It fails only if the kernel has no memory, and then the next command's wakes the thread.
+            // It fails only if the kernel has no memory, and then the next command's wakes the
+            // thread.
             let _ = self.waker.wake();
         }
     }

@@ -1,4 +1,5 @@
-//! What a connection can be served with: the event loop moves bytes, a service knows what they mean.
+//! What a connection can be served with: the event loop moves bytes, a service knows what they
+//! mean.
 
 use std::io;
 use std::sync::Arc;
@@ -15,12 +16,19 @@ pub trait Service {
     /// There is no room for it.
     fn join(&mut self, id: usize, now: Instant, outbox: &mut Outbox) -> io::Result<()>;
 
-    /// Takes what it can use off the beginning of `input`, at most one request, and returns how many bytes that is: 0 if
-    /// it needs more. The connection has not taken `unsent` bytes of what was sent before.
+    /// Takes what it can use off the beginning of `input`, at most one request, and returns how
+    /// many bytes that is: 0 if it needs more. The connection has not taken `unsent` bytes of what
+    /// was sent before.
     ///
     /// # Errors
     /// The connection is of no more use.
-    fn hear(&mut self, id: usize, input: &[u8], unsent: usize, outbox: &mut Outbox) -> io::Result<usize>;
+    fn hear(
+        &mut self,
+        id: usize,
+        input: &[u8],
+        unsent: usize,
+        outbox: &mut Outbox,
+    ) -> io::Result<usize>;
 
     /// When something must be done about a connection if it says nothing.
     fn due(&self, id: usize) -> Option<Instant>;

@@ -16,7 +16,8 @@ pub struct Values {
 pub struct Value(Arc<Vec<u8>>);
 
 impl Value {
-    /// The bytes before the value in its reply: the frame's length, the operation, the value's length.
+    /// The bytes before the value in its reply: the frame's length, the operation, the value's
+    /// length.
     const HEADER: usize = 9;
 
     pub fn bytes(&self) -> &[u8] {
@@ -47,8 +48,12 @@ impl Values {
     /// The number under `key`, 0 if there is none, plus `increment`; or why that is impossible.
     pub fn sum(&self, key: &str, increment: i64) -> Result<i64, &'static str> {
         let Some(value) = self.get(key) else { return Ok(increment) };
-        let number = std::str::from_utf8(value.bytes()).ok().and_then(|text| text.parse::<i64>().ok());
-        number.ok_or("the value is no number")?.checked_add(increment).ok_or("the sum does not fit 64 bits")
+        let number =
+            std::str::from_utf8(value.bytes()).ok().and_then(|text| text.parse::<i64>().ok());
+        number
+            .ok_or("the value is no number")?
+            .checked_add(increment)
+            .ok_or("the sum does not fit 64 bits")
     }
 
     pub fn watch(&mut self, key: &str, id: usize) {

@@ -14,8 +14,8 @@ use anyhow::{ensure, Context, Result};
 use clap::Parser;
 use flate2::Crc;
 use flow_ddp::{
-    DataLoader, Dataset, Ddp, DeviceKind, DistributedSampler, ProcessGroup, ReduceOp, SamplerState, TensorCollectives,
-    TryBackwardStep,
+    DataLoader, Dataset, Ddp, DeviceKind, DistributedSampler, ProcessGroup, ReduceOp, SamplerState,
+    TensorCollectives, TryBackwardStep,
 };
 use flow_examples::checkpoint::Checkpoints;
 use flow_examples::fashion::{self, Split};
@@ -34,7 +34,8 @@ const DEVIATION: f32 = 0.3530;
 /// Trains LeNet on Fashion-MNIST.
 #[derive(Parser)]
 struct Args {
-    /// Folder with the data set's four IDX files, gzipped or not [default: Debian's dataset-fashion-mnist]
+    /// Folder with the data set's four IDX files, gzipped or not [default: Debian's
+    /// dataset-fashion-mnist]
     #[arg(long, value_name = "DIR")]
     data: Option<PathBuf>,
     /// How often all images are seen
@@ -58,7 +59,8 @@ struct Args {
     /// cpu, or cuda: a GPU for each rank
     #[arg(long, default_value = "cpu")]
     device: DeviceKind,
-    /// Compute in double precision, to compare trainings: what rounding makes of two then stays small
+    /// Compute in double precision, to compare trainings: what rounding makes of two then stays
+    /// small
     #[arg(long)]
     double: bool,
     /// Threads per rank that load images
@@ -133,8 +135,11 @@ fn run(args: &Args) -> Result<()> {
     let options = options(args, &train.0);
     let (ranks, threads) = (group.world_size(), tch::get_num_threads());
     let (mut losses, mut before) = (Vec::new(), 0);
-    let mut checkpoints = args.checkpoint.as_ref().map(|folder| Checkpoints::open(folder, &group)).transpose()?;
-    if let Some(saved) = checkpoints.as_mut().map(Checkpoints::newest::<Position>).transpose()?.flatten() {
+    let mut checkpoints =
+        args.checkpoint.as_ref().map(|folder| Checkpoints::open(folder, &group)).transpose()?;
+    if let Some(saved) =
+        checkpoints.as_mut().map(Checkpoints::newest::<Position>).transpose()?.flatten()
+    {
         sampler.resume(&saved.state.sampler)?;
         same_options(&saved.state.options, &options)?;
         saved.restore(&vs, &mut optimizer)?;
@@ -197,7 +202,9 @@ fn run(args: &Args) -> Result<()> {
         let accuracy = 100.0 * accuracy(&model, &vs, &test, args.workers)?;
         if first {
             let seconds = start.elapsed().as_secs_f64();
-            println!("epoch {epoch}: loss {loss:.4}, test accuracy {accuracy:.2} %, {seconds:.1} s");
+            println!(
+                "epoch {epoch}: loss {loss:.4}, test accuracy {accuracy:.2} %, {seconds:.1} s"
+            );
         }
         before = losses.len();
     }
@@ -233,15 +240,20 @@ fn options(args: &Args, train: &Split) -> Vec<(String, String)> {
 
 fn same_options(saved: &[(String, String)], here: &[(String, String)]) -> Result<()> {
     for ((name, saved), (_, here)) in saved.iter().zip(here) {
-        ensure!(saved == here, "the checkpoint was made with {name} {saved}, not {here}; use that, or another folder");
+        ensure!(
+            saved == here,
+            "the checkpoint was made with {name} {saved}, not {here}; use that, or another folder"
+        );
     }
     Ok(())
 }
 
-/// LeNet as in OneFlow's documentation, with PyTorch's first weights: tch's own are larger, too large to start fast.
+/// LeNet as in OneFlow's documentation, with PyTorch's first weights: tch's own are larger, too
+/// large to start fast.
 fn lenet(path: &nn::Path) -> SequentialT {
     let gain = NonLinearity::ExplicitGain(1.0 / 3f64.sqrt());
-    let ws_init = Init::Kaiming { dist: NormalOrUniform::Uniform, fan: FanInOut::FanIn, non_linearity: gain };
+    let ws_init =
+        Init::Kaiming { dist: NormalOrUniform::Uniform, fan: FanInOut::FanIn, non_linearity: gain };
     let convolution = nn::ConvConfig { padding: 2, ws_init, ..Default::default() };
     let dense = nn::LinearConfig { ws_init, ..Default::default() };
     nn::seq_t()
@@ -259,15 +271,21 @@ fn on(vs: &nn::VarStore, (images, labels): (Tensor, Tensor)) -> (Tensor, Tensor)
     (images.to_device_(vs.device(), vs.kind(), false, false), labels.to(vs.device()))
 }
 
-/// The learning rate's way, as a part of its peak: up in a straight line during the first fifth of all steps, then down.
+/// The learning rate's way, as a part of its peak: up in a straight line during the first fifth of
+/// all steps, then down.
 fn schedule(step: usize, steps: usize) -> f64 {
     let place = (step + 1) as f64 / (steps + 1) as f64;
     (5.0 * place).min(1.25 * (1.0 - place))
 }
 
-/// The part of `images` that the model classifies rightly, over all ranks. Each image is seen once, so that ranks may
-/// have different numbers of batches: they meet only after their last.
-fn accuracy(model: &Ddp<SequentialT>, vs: &nn::VarStore, images: &Arc<Images>, workers: usize) -> Result<f64> {
+/// The part of `images` that the model classifies rightly, over all ranks. Each image is seen once,
+/// so that ranks may have different numbers of batches: they meet only after their last.
+fn accuracy(
+    model: &Ddp<SequentialT>,
+    vs: &nn::VarStore,
+    images: &Arc<Images>,
+    workers: usize,
+) -> Result<f64> {
     let _no_grad = tch::no_grad_guard();
     let sampler = DistributedSampler::new(images.len(), model.group()).shuffle(false).pad(false);
     let mut correct = [0];
@@ -291,12 +309,19 @@ impl Dataset for Images {
         self.0.labels.len()
     }
 
-    fn batch(&self, indices: &[usize]) -> Result<Self::Batch, Box<dyn std::error::Error + Send + Sync>> {
+    fn batch(
+        &self,
+        indices: &[usize],
+    ) -> Result<Self::Batch, Box<dyn std::error::Error + Send + Sync>> {
         let Split { images, labels, .. } = &self.0;
         let bytes = indices.iter().flat_map(|index| &images[index * SIDE * SIDE..][..SIDE * SIDE]);
-        let pixels: Vec<f32> = bytes.map(|&byte| (f32::from(byte) / 255.0 - MEAN) / DEVIATION).collect();
+        let pixels: Vec<f32> =
+            bytes.map(|&byte| (f32::from(byte) / 255.0 - MEAN) / DEVIATION).collect();
         let labels: Vec<i64> = indices.iter().map(|&index| labels[index].into()).collect();
-        Ok((Tensor::from_slice(&pixels).view([-1, 1, SIDE as i64, SIDE as i64]), Tensor::from_slice(&labels)))
+        Ok((
+            Tensor::from_slice(&pixels).view([-1, 1, SIDE as i64, SIDE as i64]),
+            Tensor::from_slice(&labels),
+        ))
     }
 }
 
@@ -335,7 +360,11 @@ impl Progress {
         self.bar.set_position(step as u64);
         self.bar.set_message(format!("loss {loss:.4}"));
         if self.lines && step.is_multiple_of(100) {
-            println!("epoch {}, step {step}/{}: loss {loss:.4}", self.epoch, self.bar.length().unwrap_or_default());
+            println!(
+                "epoch {}, step {step}/{}: loss {loss:.4}",
+                self.epoch,
+                self.bar.length().unwrap_or_default()
+            );
         }
     }
 

@@ -1,4 +1,5 @@
-//! OneFlow's documented data-parallel example: y = x w by gradient descent on two ranks, or as many as you like.
+//! OneFlow's documented data-parallel example: y = x w by gradient descent on two ranks, or as many
+//! as you like.
 //!
 //!     flow-launch --nproc_per_node 2 train
 //!     flow-launch --nproc_per_node 2 train --device cuda
@@ -28,7 +29,8 @@ impl Module for Model {
 }
 
 fn main() -> anyhow::Result<()> {
-    // OneFlow's digits come from an update without fused multiply-add; libtorch's fastest kernels fuse.
+    // OneFlow's digits come from an update without fused multiply-add; libtorch's fastest kernels
+    // fuse.
     std::env::set_var("ATEN_CPU_CAPABILITY", "default");
 
     let args: Args = flow_examples::arguments::parse();
@@ -60,7 +62,9 @@ fn main() -> anyhow::Result<()> {
 /// A number as Python prints it: `6.5e-06` where Rust has `0.0000065`.
 fn scientific(number: f64) -> String {
     match format!("{number:e}").split_once("e-") {
-        Some((digits, exponent)) if exponent.len() > 1 || exponent > "4" => format!("{digits}e-{exponent:0>2}"),
+        Some((digits, exponent)) if exponent.len() > 1 || exponent > "4" => {
+            format!("{digits}e-{exponent:0>2}")
+        }
         _ => number.to_string(),
     }
 }
@@ -69,6 +73,7 @@ fn scientific(number: f64) -> String {
 fn rows(matrix: &Tensor) -> anyhow::Result<String> {
     let rows = Vec::<Vec<f64>>::try_from(matrix)?;
     let number = |n: &f64| format!("{n:.4}");
-    let row = |row: &Vec<f64>| format!("[{}]", row.iter().map(number).collect::<Vec<_>>().join(", "));
+    let row =
+        |row: &Vec<f64>| format!("[{}]", row.iter().map(number).collect::<Vec<_>>().join(", "));
     Ok(format!("[{}]", rows.iter().map(row).collect::<Vec<_>>().join(", ")))
 }

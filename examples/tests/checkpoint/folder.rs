@@ -47,7 +47,8 @@ fn a_checkpoint_that_rank_0_does_not_see_is_an_error() {
     let folder = Folder::new();
     let places = ["0", "1"].map(|name| folder.path(name));
     places.iter().for_each(|place| fs::create_dir(place).unwrap());
-    let arguments = folder.arguments(&["--epochs", "1", "--checkpoint", "local", "--checkpoint-every", "20"]);
+    let arguments =
+        folder.arguments(&["--epochs", "1", "--checkpoint", "local", "--checkpoint-every", "20"]);
     let arguments: Vec<_> = arguments.iter().map(String::as_str).collect();
     let run = |places: [&String; 2]| {
         let job = job();
@@ -74,7 +75,8 @@ fn a_checkpoint_that_rank_0_does_not_see_is_an_error() {
         for finished in run([other, first]) {
             assert_eq!((finished.status.code(), finished.stderr), (Some(1), expected(seen)));
         }
-        fs::copy(Path::new(first).join("local/step-20"), Path::new(other).join("local/step-20")).unwrap();
+        fs::copy(Path::new(first).join("local/step-20"), Path::new(other).join("local/step-20"))
+            .unwrap();
     }
 }
 
@@ -86,17 +88,32 @@ fn new_folders_are_there_after_a_loss_of_power() {
     }
     let folder = Folder::new();
     let mut command = Command::new("strace");
-    command.args(["-f", "-y", "-e", "trace=mkdir,mkdirat,fsync", program("mnist").to_str().unwrap()]);
-    command.args(folder.arguments(&["--steps", "1", "--checkpoint", "new/folders/here"])).current_dir(folder.path(""));
+    command.args([
+        "-f",
+        "-y",
+        "-e",
+        "trace=mkdir,mkdirat,fsync",
+        program("mnist").to_str().unwrap(),
+    ]);
+    command
+        .args(folder.arguments(&["--steps", "1", "--checkpoint", "new/folders/here"]))
+        .current_dir(folder.path(""));
     let finished = Process::start(command).finish(LONG);
-    assert!(finished.status.success() && Path::new(&folder.path("new/folders/here/step-1")).exists(), "{finished:?}");
+    assert!(
+        finished.status.success() && Path::new(&folder.path("new/folders/here/step-1")).exists(),
+        "{finished:?}"
+    );
     let mut calls = finished.stderr.lines();
-    let flushed =
-        |call: &str, folder: &Path| call.contains("fsync(") && call.contains(&format!("<{}>)", folder.display()));
+    let flushed = |call: &str, folder: &Path| {
+        call.contains("fsync(") && call.contains(&format!("<{}>)", folder.display()))
+    };
     for made in ["new", "new/folders", "new/folders/here"] {
         let parent = PathBuf::from(folder.path(made)).parent().unwrap().to_owned();
         assert!(calls.any(|call| call.contains(&format!("mkdir(\"{made}\""))), "{finished:?}");
         assert!(calls.any(|call| flushed(call, &parent)), "{finished:?}");
     }
-    assert!(calls.any(|call| flushed(call, folder.path("new/folders/here").as_ref())), "{finished:?}");
+    assert!(
+        calls.any(|call| flushed(call, folder.path("new/folders/here").as_ref())),
+        "{finished:?}"
+    );
 }

@@ -41,7 +41,8 @@ impl Folder {
 
     /// As [`Folder::arguments`], with checkpoints, weights and losses of the job in this folder.
     pub fn job(&self, more: &[&str]) -> Vec<String> {
-        let files = [("checkpoint", "checkpoint"), ("save", "weights.safetensors"), ("losses", "losses")];
+        let files =
+            [("checkpoint", "checkpoint"), ("save", "weights.safetensors"), ("losses", "losses")];
         let files = files.map(|(option, name)| [format!("--{option}"), self.path(name)]);
         let arguments = self.arguments(more);
         arguments.into_iter().chain(files.into_iter().flatten()).collect()
@@ -51,7 +52,8 @@ impl Folder {
     pub fn steps(&self) -> Vec<usize> {
         let Ok(files) = fs::read_dir(self.path("checkpoint")) else { return Vec::new() };
         let names = files.map(|entry| entry.unwrap().file_name().into_string().unwrap());
-        let mut steps: Vec<usize> = names.filter_map(|name| name.strip_prefix("step-")?.parse().ok()).collect();
+        let mut steps: Vec<usize> =
+            names.filter_map(|name| name.strip_prefix("step-")?.parse().ok()).collect();
         steps.sort_unstable();
         steps
     }
@@ -62,7 +64,10 @@ impl Folder {
 
     /// The weights and the losses that the job ended with.
     pub fn result(&self) -> (Vec<u8>, String) {
-        (fs::read(self.path("weights.safetensors")).unwrap(), fs::read_to_string(self.path("losses")).unwrap())
+        (
+            fs::read(self.path("weights.safetensors")).unwrap(),
+            fs::read_to_string(self.path("losses")).unwrap(),
+        )
     }
 
     /// The same of a job that nobody interrupts, and that writes no checkpoint.
@@ -80,18 +85,22 @@ impl Folder {
         assert!(self.workers().is_empty(), "left: {:?}", self.workers());
     }
 
-    /// Kills rank 0 of the running job at some moment after it has written the checkpoint of `step`.
+    /// Kills rank 0 of the running job at some moment after it has written the checkpoint of
+    /// `step`.
     pub fn kill_after(&self, step: usize) {
         self.until_step(step);
         sleep(random(Duration::from_millis(40)));
         let workers = self.workers();
-        let rank_0 = workers.iter().find(|process| has(process, "environ", "RANK=0")).expect("rank 0 runs");
+        let rank_0 =
+            workers.iter().find(|process| has(process, "environ", "RANK=0")).expect("rank 0 runs");
         kill(rank_0.file_name().unwrap().to_str().unwrap().parse().unwrap());
     }
 
     /// Waits for the checkpoint of `step` or one after it.
     pub fn until_step(&self, step: usize) {
-        until(&format!("the checkpoint of step {step}"), || self.steps().last().is_some_and(|&last| last >= step));
+        until(&format!("the checkpoint of step {step}"), || {
+            self.steps().last().is_some_and(|&last| last >= step)
+        });
     }
 
     /// The folders in `/proc` of the job's mnist processes.
@@ -101,7 +110,11 @@ impl Folder {
             let name = fs::read_to_string(process.join("comm")).unwrap_or_default();
             name == "mnist\n" && has(process, "cmdline", &checkpoint)
         };
-        fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().path()).filter(is_worker).collect()
+        fs::read_dir("/proc")
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .filter(is_worker)
+            .collect()
     }
 }
 

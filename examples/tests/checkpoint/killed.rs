@@ -23,9 +23,13 @@ fn killed_three_times_it_ends_with_the_same_weights() {
     let output = run(2, &arguments).stdout;
     assert_contains(&output, &["going on in epoch 2"]);
     let files = fs::read_dir(folder.path("checkpoint")).unwrap();
-    let mut names: Vec<_> = files.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    let mut names: Vec<_> =
+        files.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort_unstable();
-    assert_eq!(names, [".checkpoint.lock", "partial", "step-59", "step-60", "step-60.partial", "step-one"]);
+    assert_eq!(
+        names,
+        [".checkpoint.lock", "partial", "step-59", "step-60", "step-60.partial", "step-one"]
+    );
 
     let expected = folder.uninterrupted(2);
     assert!(folder.result() == expected, "other weights or losses");
@@ -67,7 +71,10 @@ fn a_damaged_checkpoint_is_told_and_the_one_before_serves() {
     for damaged in [&flipped[..], &good[..good.len() - 1], &[]] {
         fs::write(&newest, damaged).unwrap();
         let finished = run(1, &arguments);
-        assert_contains(&finished.stderr, &[&format!("the checkpoint {} is damaged: ", newest.display())]);
+        assert_contains(
+            &finished.stderr,
+            &[&format!("the checkpoint {} is damaged: ", newest.display())],
+        );
         assert_contains(&finished.stdout, &["going on in epoch 2 after 400 of 600 images"]);
         assert!(folder.result() == expected, "other weights or losses");
         assert_eq!(folder.steps(), [100, 120]);
@@ -76,8 +83,10 @@ fn a_damaged_checkpoint_is_told_and_the_one_before_serves() {
     for step in folder.steps() {
         fs::write(folder.checkpoint(step), "no gzip").unwrap();
     }
-    let all =
-        format!("mnist: all checkpoints in {} are damaged; remove them to start anew: ", folder.path("checkpoint"));
+    let all = format!(
+        "mnist: all checkpoints in {} are damaged; remove them to start anew: ",
+        folder.path("checkpoint")
+    );
     assert!(error(&arguments).lines().last().unwrap().starts_with(&all));
 }
 

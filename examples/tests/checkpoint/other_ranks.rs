@@ -22,8 +22,14 @@ fn other_numbers_of_ranks_go_on_with_the_rest_of_the_epoch() {
 
     let images = 20 * by_two + 30 * by_three;
     assert!(images < 600, "the rest of the first epoch is dealt out twice");
-    assert_contains(&finished.stdout, &[&format!("going on in epoch 1 after {images} of 600 images")]);
-    assert_contains(&finished.stderr, &["the checkpoint was made by 3 rank(s) of ", "not be the same to the bit"]);
+    assert_contains(
+        &finished.stdout,
+        &[&format!("going on in epoch 1 after {images} of 600 images")],
+    );
+    assert_contains(
+        &finished.stderr,
+        &["the checkpoint was made by 3 rank(s) of ", "not be the same to the bit"],
+    );
     let losses = folder.result().1.lines().count();
     assert_eq!(losses, by_two + by_three + (1200 - images) / 10);
 }
@@ -33,7 +39,8 @@ fn other_numbers_of_ranks_go_on_with_the_rest_of_the_epoch() {
 fn so_many_steps_are_done_by_whatever_number_of_ranks() {
     for (ranks, others, steps, every) in [(2, 1, 50, 40), (1, 2, 90, 80)] {
         let folder = Folder::new();
-        let arguments = folder.job(&["--steps", &steps.to_string(), "--checkpoint-every", &every.to_string()]);
+        let arguments =
+            folder.job(&["--steps", &steps.to_string(), "--checkpoint-every", &every.to_string()]);
         run(ranks, &arguments);
         let (_, whole) = folder.result();
         assert_eq!(whole.lines().count(), steps);
@@ -73,7 +80,8 @@ fn one_rank_goes_on_for_two_and_learns() {
     let Some(data) = data("one rank that goes on where two were killed") else { return };
     let folder = Folder::new();
     let checkpoint = folder.path("checkpoint");
-    let arguments = ["--data", &data, "--epochs", "1", "--checkpoint", &checkpoint, "--checkpoint-every", "50"];
+    let arguments =
+        ["--data", &data, "--epochs", "1", "--checkpoint", &checkpoint, "--checkpoint-every", "50"];
     folder.killed_after(150, 2, &arguments.map(String::from));
     let training = Process::start(launcher(1, &[], "mnist", &arguments));
     let output = training.finish(LONG).success();
@@ -98,11 +106,15 @@ fn nodes_that_are_left_go_on_without_the_lost_one() {
     let [leading, lost] = ["is_host=1", "is_host=0"].map(start);
     folder.until_step(10);
     let workers = folder.workers();
-    assert!(workers.len() == 2 && workers.iter().all(|worker| has(worker, "environ", "WORLD_SIZE=2")), "{workers:?}");
+    assert!(
+        workers.len() == 2 && workers.iter().all(|worker| has(worker, "environ", "WORLD_SIZE=2")),
+        "{workers:?}"
+    );
     kill(lost.pid());
 
     let output = leading.finish(LONG).success();
-    let going_on: Vec<_> = output.lines().filter(|line| line.starts_with("going on in epoch ")).collect();
+    let going_on: Vec<_> =
+        output.lines().filter(|line| line.starts_with("going on in epoch ")).collect();
     let [line] = going_on[..] else { panic!("{output}") };
     let numbers: Vec<usize> = line.split(' ').filter_map(|word| word.parse().ok()).collect();
     let [epoch, taken, 600] = numbers[..] else { panic!("{line}") };

@@ -8,7 +8,9 @@ use flow_examples::fashion;
 /// The folder of Fashion-MNIST; where it is missing, says that `test` is skipped.
 pub fn data(test: &str) -> Option<String> {
     let folder = fashion::default_folder().to_str().expect("a folder in UTF-8").to_owned();
-    let found = ["", ".gz"].iter().any(|end| Path::new(&folder).join(format!("train-images-idx3-ubyte{end}")).exists());
+    let found = ["", ".gz"]
+        .iter()
+        .any(|end| Path::new(&folder).join(format!("train-images-idx3-ubyte{end}")).exists());
     if !found {
         println!("SKIPPED: {test}: no Fashion-MNIST in {folder}; get it with scripts/setup --data");
     }

@@ -11,11 +11,12 @@ use crate::{Outcome, View};
 /// Of the flat buffer, whatever its type.
 const BYTES: usize = 25 << 20;
 
-/// Buffers are taken in turn, so that each is read from memory: 8 times 50 MiB and more against at most 50 MB of L2 on
-/// an H100.
+/// Buffers are taken in turn, so that each is read from memory: 8 times 50 MiB and more against at
+/// most 50 MB of L2 on an H100.
 const ROTATION: usize = 8;
 
-/// Operations between two events: the time between them is for all, so that starting one hides behind another.
+/// Operations between two events: the time between them is for all, so that starting one hides
+/// behind another.
 const BATCH: usize = 4 * ROTATION;
 
 /// The median of so many batches is reported.
@@ -37,11 +38,14 @@ pub fn run(device: &Arc<Device>, json: bool) -> Outcome {
         );
     }
     let mut lines = Vec::new();
-    for (tensors, flat) in [(DType::F32, DType::F32), (DType::F32, DType::BF16), (DType::BF16, DType::BF16)] {
+    for (tensors, flat) in
+        [(DType::F32, DType::F32), (DType::F32, DType::BF16), (DType::BF16, DType::BF16)]
+    {
         for count in [1, 30, 400] {
             for (operation, time, copy) in measure(device, tensors, flat, count)? {
                 let moved = BYTES / flat.size() * (tensors.size() + flat.size());
-                let (rate, copy_rate) = (gigabytes(moved, time.device), gigabytes(2 * BYTES, copy.device));
+                let (rate, copy_rate) =
+                    (gigabytes(moved, time.device), gigabytes(2 * BYTES, copy.device));
                 let (ratio, host) = (rate / copy_rate, time.host.as_secs_f64() * 1e6);
                 if json {
                     lines.push(format!(
@@ -60,7 +64,10 @@ pub fn run(device: &Arc<Device>, json: bool) -> Outcome {
     }
     if json {
         let name = device.name();
-        println!("{{\"device\":\"{name}\",\"batch\":{BATCH},\"batches\":{BATCHES},\"results\":[{}]}}", lines.join(","));
+        println!(
+            "{{\"device\":\"{name}\",\"batch\":{BATCH},\"batches\":{BATCHES},\"results\":[{}]}}",
+            lines.join(",")
+        );
     }
     Ok(())
 }
@@ -73,7 +80,8 @@ fn measure(
     count: usize,
 ) -> Result<[(&'static str, Time, Time); 2], cuda::Error> {
     let lengths = vec![BYTES / flat.size() / count; count];
-    let (packer, stream) = (Packer::new(device, tensors, flat, &lengths)?, Stream::high_priority(device)?);
+    let (packer, stream) =
+        (Packer::new(device, tensors, flat, &lengths)?, Stream::high_priority(device)?);
     let own = Layout::new(&lengths, tensors)?;
     let zeros = |bytes| -> Result<Arc<Memory>, cuda::Error> {
         let memory = Memory::allocate(device, bytes)?;
@@ -100,7 +108,10 @@ fn measure(
 }
 
 /// The time of one `operation`, which is given the number of the buffers to use.
-fn time(stream: &Stream, mut operation: impl FnMut(usize) -> Result<(), cuda::Error>) -> Result<Time, cuda::Error> {
+fn time(
+    stream: &Stream,
+    mut operation: impl FnMut(usize) -> Result<(), cuda::Error>,
+) -> Result<Time, cuda::Error> {
     let (start, end) = (Event::timed(stream.device())?, Event::timed(stream.device())?);
     let (mut device, mut host) = (Vec::new(), Vec::new());
     for batch in 0..BATCHES + 3 {

@@ -1,4 +1,5 @@
-//! Packs and unpacks random tensors of every pair of types, and compares all memory with the reference.
+//! Packs and unpacks random tensors of every pair of types, and compares all memory with the
+//! reference.
 
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -49,15 +50,36 @@ fn cases(flat: DType, random: &mut Random) -> Vec<Case> {
         Case { name: "only empty tensors", lengths: vec![0; 500], shift: 0, scale: 1.0 },
         Case { name: "all sizes", lengths: sizes.clone(), shift: 0, scale: 1.0 / 3.0 },
         Case { name: "all sizes, times 1", lengths: sizes.clone(), shift: 0, scale: 1.0 },
-        Case { name: "all sizes, one element behind alignment", lengths: sizes.clone(), shift: 1, scale: 1.0 / 3.0 },
-        Case { name: "all sizes, three elements behind alignment", lengths: sizes, shift: 3, scale: 0.125 },
+        Case {
+            name: "all sizes, one element behind alignment",
+            lengths: sizes.clone(),
+            shift: 1,
+            scale: 1.0 / 3.0,
+        },
+        Case {
+            name: "all sizes, three elements behind alignment",
+            lengths: sizes,
+            shift: 3,
+            scale: 0.125,
+        },
         Case { name: "1000 tensors", lengths: many, shift: 0, scale: 1.0 / 7.0 },
-        Case { name: "25 MiB in one tensor", lengths: vec![(25 << 20) / flat.size()], shift: 0, scale: 0.25 },
+        Case {
+            name: "25 MiB in one tensor",
+            lengths: vec![(25 << 20) / flat.size()],
+            shift: 0,
+            scale: 0.25,
+        },
     ]
 }
 
 /// Packs into poisoned memory, then unpacks other content into the tensors.
-fn check(stream: &Stream, case: &Case, tensors: DType, flat: DType, random: &mut Random) -> Outcome {
+fn check(
+    stream: &Stream,
+    case: &Case,
+    tensors: DType,
+    flat: DType,
+    random: &mut Random,
+) -> Outcome {
     let packer = Packer::new(stream.device(), tensors, flat, &case.lengths)?;
     let own = Layout::new(&case.lengths, tensors)?;
     let arena = random.elements(tensors, own.bytes() / tensors.size() + case.shift);
@@ -80,8 +102,13 @@ fn check(stream: &Stream, case: &Case, tensors: DType, flat: DType, random: &mut
     let mut expected = vec![POISON; arena.len()];
     arena_memory.write(&expected)?;
     for (place, own_place, length) in places(packer.layout(), &own) {
-        let unpacked = reference::unpack(flat, tensors, &content[place * flat.size()..][..length * flat.size()]);
-        expected[(own_place + case.shift) * tensors.size()..][..unpacked.len()].copy_from_slice(&unpacked);
+        let unpacked = reference::unpack(
+            flat,
+            tensors,
+            &content[place * flat.size()..][..length * flat.size()],
+        );
+        expected[(own_place + case.shift) * tensors.size()..][..unpacked.len()]
+            .copy_from_slice(&unpacked);
     }
     packer.unpack(&View::all(&memory, flat), &mut views, stream)?;
     compare(stream, "unpack", tensors, &arena_memory, &expected)?;
@@ -104,17 +131,32 @@ fn check_in_place(stream: &Stream, case: &Case, flat: DType, random: &mut Random
 }
 
 /// Each tensor's place in both layouts, and its length.
-fn places<'a>(flat: &'a Layout, own: &'a Layout) -> impl Iterator<Item = (usize, usize, usize)> + 'a {
-    flat.places().iter().zip(own.places()).zip(flat.lengths()).map(|((&flat, &own), &length)| (flat, own, length))
+fn places<'a>(
+    flat: &'a Layout,
+    own: &'a Layout,
+) -> impl Iterator<Item = (usize, usize, usize)> + 'a {
+    flat.places()
+        .iter()
+        .zip(own.places())
+        .zip(flat.lengths())
+        .map(|((&flat, &own), &length)| (flat, own, length))
 }
 
-fn compare(stream: &Stream, operation: &str, dtype: DType, memory: &Memory, expected: &[u8]) -> Outcome {
+fn compare(
+    stream: &Stream,
+    operation: &str,
+    dtype: DType,
+    memory: &Memory,
+    expected: &[u8],
+) -> Outcome {
     stream.synchronize()?;
     let mut got = vec![0; expected.len()];
     memory.read(&mut got)?;
     let Some(i) = reference::first_difference(dtype, &got, expected) else { return Ok(()) };
-    let show = |elements: &[u8]| reference::show(dtype, &elements[i * dtype.size()..][..dtype.size()]);
-    Err(format!("{operation} gives {} instead of {} at element {i}", show(&got), show(expected)).into())
+    let show =
+        |elements: &[u8]| reference::show(dtype, &elements[i * dtype.size()..][..dtype.size()]);
+    Err(format!("{operation} gives {} instead of {} at element {i}", show(&got), show(expected))
+        .into())
 }
 
 /// Xorshift: the numbers need only be varied.
@@ -132,8 +174,8 @@ impl Random {
         (self.next() >> 32) % limit
     }
 
-    /// `count` elements: a quarter of random bits, with NaN, infinities and subnormals among them, the others between
-    /// 2^-26 and 2^18, where halves are subnormal, normal and too large.
+    /// `count` elements: a quarter of random bits, with NaN, infinities and subnormals among them,
+    /// the others between 2^-26 and 2^18, where halves are subnormal, normal and too large.
     fn elements(&mut self, dtype: DType, count: usize) -> Vec<u8> {
         let mut elements = Vec::with_capacity(count * dtype.size());
         for _ in 0..count {

@@ -56,8 +56,12 @@ impl View {
 
     /// The tensors of `layout` in `memory`, each moved on by `shift` elements.
     fn tensors(memory: &Arc<Memory>, layout: &Layout, shift: usize) -> Vec<View> {
-        let view =
-            |(&place, &length)| View { memory: memory.clone(), dtype: layout.flat(), start: place + shift, length };
+        let view = |(&place, &length)| View {
+            memory: memory.clone(),
+            dtype: layout.flat(),
+            start: place + shift,
+            length,
+        };
         layout.places().iter().zip(layout.lengths()).map(view).collect()
     }
 }

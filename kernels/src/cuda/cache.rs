@@ -12,7 +12,8 @@ use fnv::FnvHasher;
 
 /// The folder of compiled kernels, where the environment names one.
 pub(super) fn folder() -> Option<PathBuf> {
-    let variable = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let variable =
+        |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let flow = variable("FLOW_CACHE")
         .or_else(|| variable("XDG_CACHE_HOME").map(|cache| cache.join("flow")))
         .or_else(|| variable("HOME").map(|home| home.join(".cache/flow")))?;
@@ -39,7 +40,11 @@ pub(super) fn write(file: &Path, image: &[u8]) -> io::Result<()> {
     if let Some(folder) = file.parent() {
         fs::create_dir_all(folder)?;
     }
-    let unfinished = file.with_extension(format!("{}-{}", process::id(), COUNTER.fetch_add(1, Ordering::Relaxed)));
+    let unfinished = file.with_extension(format!(
+        "{}-{}",
+        process::id(),
+        COUNTER.fetch_add(1, Ordering::Relaxed)
+    ));
     fs::write(&unfinished, [image, &hash(image)].concat())
         .and_then(|()| fs::rename(&unfinished, file))
         .inspect_err(|_| drop(fs::remove_file(&unfinished)))

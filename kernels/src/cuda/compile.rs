@@ -15,19 +15,23 @@ use crate::types::DType;
 /// The kernels, as a C string.
 const SOURCE: &str = concat!(include_str!("pack.cu"), "\0");
 
-/// The kernels between tensors of type `tensors` and a flat buffer of type `flat`, compiled for GPUs of `architecture`
-/// (90 for `sm_90`): a cubin, or PTX where NVRTC is older than the GPU. Whichever it is, the driver can load it.
+/// The kernels between tensors of type `tensors` and a flat buffer of type `flat`, compiled for
+/// GPUs of `architecture` (90 for `sm_90`): a cubin, or PTX where NVRTC is older than the GPU.
+/// Whichever it is, the driver can load it.
 ///
-/// Results are kept below `$FLOW_CACHE`, else `$XDG_CACHE_HOME/flow`, else `~/.cache/flow`, in the folder `kernels`. A
-/// cache that does not work costs time only.
+/// Results are kept below `$FLOW_CACHE`, else `$XDG_CACHE_HOME/flow`, else `~/.cache/flow`, in the
+/// folder `kernels`. A cache that does not work costs time only.
 ///
 /// # Errors
 ///
-/// [`Error::Argument`] if a type is not a floating-point one, [`Error::NoCompiler`], [`Error::Compile`].
+/// [`Error::Argument`] if a type is not a floating-point one, [`Error::NoCompiler`],
+/// [`Error::Compile`].
 pub fn compile(tensors: DType, flat: DType, architecture: u32) -> Result<Vec<u8>> {
     for dtype in [tensors, flat] {
         if !matches!(dtype, DType::F32 | DType::F64 | DType::F16 | DType::BF16) {
-            return Err(Error::Argument(format!("there is no kernel that packs {dtype}: use f32, f64, f16 or bf16")));
+            return Err(Error::Argument(format!(
+                "there is no kernel that packs {dtype}: use f32, f64, f16 or bf16"
+            )));
         }
     }
     compile_with(load_compiler()?, cache::folder().as_deref(), tensors, flat, architecture)
@@ -54,7 +58,11 @@ fn compile_with(
         format!("-DFLAT={flat}\0"),
     ];
     let file = match cache {
-        Some(folder) => Some(folder.join(format!("{}-{target}-{:016x}", compiler.kernel, compiler.key(&options)?))),
+        Some(folder) => Some(folder.join(format!(
+            "{}-{target}-{:016x}",
+            compiler.kernel,
+            compiler.key(&options)?
+        ))),
         None => None,
     };
     if let Some(image) = file.as_deref().and_then(cache::read) {
@@ -96,20 +104,29 @@ impl Compiler<'_> {
         Err(self.error(text.to_string_lossy().into_owned()))
     }
 
-    /// The architecture to compile for: the GPU's own or, where NVRTC does not know it, the newest before it.
+    /// The architecture to compile for: the GPU's own or, where NVRTC does not know it, the newest
+    /// before it.
     fn target(&self, architecture: u32) -> Result<(String, Form)> {
         let mut count = 0;
-        // SAFETY: what is written is there to be written, and `supported` is as long as the first call says.
+        // SAFETY: what is written is there to be written, and `supported` is as long as the first
+        // call says.
         let supported = unsafe {
             self.check((self.nvrtc.nvrtcGetNumSupportedArchs)(&mut count))?;
             let mut supported = vec![0; usize::try_from(count).unwrap_or(0)];
             self.check((self.nvrtc.nvrtcGetSupportedArchs)(supported.as_mut_ptr()))?;
             supported
         };
-        match supported.iter().map(|&known| known as u32).filter(|&known| known <= architecture).max() {
+        match supported
+            .iter()
+            .map(|&known| known as u32)
+            .filter(|&known| known <= architecture)
+            .max()
+        {
             Some(known) if known == architecture => Ok((format!("sm_{known}"), Form::Cubin)),
             Some(known) => Ok((format!("compute_{known}"), Form::Ptx)),
-            None => Err(self.error(format!("this NVRTC is too new for sm_{architecture}; install that of CUDA 12"))),
+            None => Err(self.error(format!(
+                "this NVRTC is too new for sm_{architecture}; install that of CUDA 12"
+            ))),
         }
     }
 
@@ -127,10 +144,11 @@ impl Compiler<'_> {
 
     fn run(&self, options: &[String], form: Form) -> Result<Vec<u8>> {
         let nvrtc = self.nvrtc;
-        let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr().cast()).collect();
+        let options: Vec<*const c_char> =
+            options.iter().map(|option| option.as_ptr().cast()).collect();
         let mut program = null_mut();
-        // SAFETY: all texts end with a zero and live as long as the program, which `destroy` ends; the sizes that `output`
-        // reads are those of what it then asks for.
+        // SAFETY: all texts end with a zero and live as long as the program, which `destroy` ends;
+        // the sizes that `output` reads are those of what it then asks for.
         unsafe {
             self.check((nvrtc.nvrtcCreateProgram)(
                 &mut program,
@@ -140,17 +158,21 @@ impl Compiler<'_> {
                 null(),
                 null(),
             ))?;
-            let compiled = (nvrtc.nvrtcCompileProgram)(program, options.len() as c_int, options.as_ptr());
+            let compiled =
+                (nvrtc.nvrtcCompileProgram)(program, options.len() as c_int, options.as_ptr());
             let image = match (compiled, form) {
-                (0, Form::Cubin) => self.output(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN),
-                (0, Form::Ptx) => self.output(program, nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX),
-                (failed, _) => {
-                    self.output(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog).and_then(|log| {
-                        self.check(failed)
-                            .map_err(|error| self.error(format!("{error}: {}", String::from_utf8_lossy(&log))))?;
-                        Ok(log)
-                    })
+                (0, Form::Cubin) => {
+                    self.output(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
                 }
+                (0, Form::Ptx) => self.output(program, nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX),
+                (failed, _) => self
+                    .output(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+                    .and_then(|log| {
+                        self.check(failed).map_err(|error| {
+                            self.error(format!("{error}: {}", String::from_utf8_lossy(&log)))
+                        })?;
+                        Ok(log)
+                    }),
             };
             self.check((nvrtc.nvrtcDestroyProgram)(&mut program))?;
             image
@@ -204,7 +226,8 @@ mod tests {
     #[test]
     fn every_pair_of_types_compiles_for_every_architecture() {
         let Some(nvrtc) = nvrtc() else { return };
-        for (tensors, flat) in FLOATS.iter().flat_map(|&tensors| FLOATS.map(|flat| (tensors, flat))) {
+        for (tensors, flat) in FLOATS.iter().flat_map(|&tensors| FLOATS.map(|flat| (tensors, flat)))
+        {
             for architecture in [80, 90, 100] {
                 let image = compile_with(nvrtc, None, tensors, flat, architecture).unwrap();
                 assert!(image.starts_with(b"\x7fELF"), "{tensors} {flat} sm_{architecture}");
@@ -233,8 +256,14 @@ mod tests {
     fn what_nvrtc_says_is_in_the_error() {
         let Some(nvrtc) = nvrtc() else { return };
         let compiler = Compiler { nvrtc, kernel: "pack_f32_x".into() };
-        let error = compiler.run(&["-DTENSORS=f32\0".into(), "-DFLAT=x\0".into()], Form::Ptx).unwrap_err().to_string();
-        assert!(error.contains("pack_f32_x") && error.contains("identifier \"x\" is undefined"), "{error}");
+        let error = compiler
+            .run(&["-DTENSORS=f32\0".into(), "-DFLAT=x\0".into()], Form::Ptx)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("pack_f32_x") && error.contains("identifier \"x\" is undefined"),
+            "{error}"
+        );
     }
 
     #[test]
@@ -244,7 +273,8 @@ mod tests {
         let folder = cache.path().join("made/when/needed");
         let compile = || compile_with(nvrtc, Some(&folder), DType::BF16, DType::F32, 90).unwrap();
         let image = compile();
-        let files: Vec<_> = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+        let files: Vec<_> =
+            fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()).collect();
         let [file] = &files[..] else { panic!("{files:?}") };
 
         // What is in the file is what is used, as long as it is whole.
@@ -262,7 +292,9 @@ mod tests {
     fn a_cache_that_cannot_be_written_is_no_error() {
         let Some(nvrtc) = nvrtc() else { return };
         let file = tempfile::NamedTempFile::new().unwrap();
-        let image = compile_with(nvrtc, Some(&file.path().join("folder")), DType::F32, DType::F32, 90).unwrap();
+        let image =
+            compile_with(nvrtc, Some(&file.path().join("folder")), DType::F32, DType::F32, 90)
+                .unwrap();
         assert!(image.starts_with(b"\x7fELF"));
     }
 

@@ -12,7 +12,8 @@ use super::error::{check, check_release, Error, Result};
 use super::library::load_driver;
 use super::pack::KernelCache;
 
-/// A GPU, through its primary context: the one that libtorch uses. Memory and streams may be passed between the two.
+/// A GPU, through its primary context: the one that libtorch uses. Memory and streams may be passed
+/// between the two.
 pub struct Device {
     ordinal: usize,
     name: String,
@@ -22,7 +23,8 @@ pub struct Device {
     pub(super) kernels: KernelCache,
 }
 
-// SAFETY: the driver's functions may be called from any thread, and a context may be current in many.
+// SAFETY: the driver's functions may be called from any thread, and a context may be current in
+// many.
 unsafe impl Send for Device {}
 // SAFETY: as above.
 unsafe impl Sync for Device {}
@@ -48,7 +50,8 @@ impl Device {
         }
     }
 
-    /// The GPU with this number, counted among those that `CUDA_VISIBLE_DEVICES` leaves. All callers share one value.
+    /// The GPU with this number, counted among those that `CUDA_VISIBLE_DEVICES` leaves. All
+    /// callers share one value.
     ///
     /// # Errors
     ///
@@ -62,7 +65,10 @@ impl Device {
             )));
         }
         let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-        let shared = open.iter().find(|(number, _)| *number == ordinal).and_then(|(_, device)| device.upgrade());
+        let shared = open
+            .iter()
+            .find(|(number, _)| *number == ordinal)
+            .and_then(|(_, device)| device.upgrade());
         if let Some(device) = shared {
             return Ok(device);
         }
@@ -75,15 +81,21 @@ impl Device {
     /// Retains the primary context of GPU `ordinal`, which exists.
     fn retain(ordinal: usize) -> Result<Device> {
         let (mut handle, mut context, mut name) = (0, null_mut(), [0 as c_char; 256]);
-        // SAFETY: the driver is initialized; what is written is there to be written, and `name` is as long as said.
+        // SAFETY: the driver is initialized; what is written is there to be written, and `name` is
+        // as long as said.
         unsafe {
             check("find the GPU", sys::cuDeviceGet(&mut handle, ordinal as c_int))?;
-            check("read the GPU's name", sys::cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int - 1, handle))?;
+            check(
+                "read the GPU's name",
+                sys::cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int - 1, handle),
+            )?;
         }
         let attribute = |attribute| {
             let mut value: c_int = 0;
             // SAFETY: as above.
-            check("read the GPU's architecture", unsafe { sys::cuDeviceGetAttribute(&mut value, attribute, handle) })?;
+            check("read the GPU's architecture", unsafe {
+                sys::cuDeviceGetAttribute(&mut value, attribute, handle)
+            })?;
             Ok(value.unsigned_abs())
         };
         let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
@@ -118,7 +130,8 @@ impl Device {
         self.architecture
     }
 
-    /// Makes this the calling thread's device, for libraries that work on that; our own operations do it themselves.
+    /// Makes this the calling thread's device, for libraries that work on that; our own operations
+    /// do it themselves.
     ///
     /// # Errors
     ///

@@ -52,12 +52,15 @@ pub(super) fn check(operation: &'static str, result: CUresult) -> Result<()> {
     if result == CUresult::CUDA_SUCCESS {
         return Ok(());
     }
-    // SAFETY: an answer came from the driver, so its library was loaded; both functions give a static text or null.
-    let (name, explanation) = unsafe { (text(result, sys::cuGetErrorName), text(result, sys::cuGetErrorString)) };
+    // SAFETY: an answer came from the driver, so its library was loaded; both functions give a
+    // static text or null.
+    let (name, explanation) =
+        unsafe { (text(result, sys::cuGetErrorName), text(result, sys::cuGetErrorString)) };
     Err(Error::Driver { operation, reason: format!("{name} ({explanation})") })
 }
 
-/// For `Drop`, where an error has nobody to go to: the driver says at the end of a process that it is gone already.
+/// For `Drop`, where an error has nobody to go to: the driver says at the end of a process that it
+/// is gone already.
 pub(super) fn check_release(operation: &'static str, result: CUresult) {
     if let Err(error) = check(operation, result) {
         log::debug!("{error}");
@@ -67,7 +70,10 @@ pub(super) fn check_release(operation: &'static str, result: CUresult) {
 /// # Safety
 ///
 /// `function` must store null or a C string that lives forever.
-unsafe fn text(result: CUresult, function: unsafe fn(CUresult, *mut *const c_char) -> CUresult) -> String {
+unsafe fn text(
+    result: CUresult,
+    function: unsafe fn(CUresult, *mut *const c_char) -> CUresult,
+) -> String {
     let mut text = null();
     // SAFETY: `text` is there to be written; the rest is the caller's promise.
     unsafe {

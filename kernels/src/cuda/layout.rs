@@ -5,14 +5,17 @@ use std::ops::Range;
 use super::error::{Error, Result};
 use crate::types::DType;
 
-/// Tensors begin at multiples of this many bytes, as in libtorch's own allocations, so that kernels may rely on it.
+/// Tensors begin at multiples of this many bytes, as in libtorch's own allocations, so that kernels
+/// may rely on it.
 const ALIGNMENT: usize = 512;
 
-/// What one block of a kernel moves, in bytes of the flat buffer: with 25 MiB there are 12 blocks for each of an H100's
-/// processors, so that all stay busy to the end, and each thread has 64 bytes on their way at once.
+/// What one block of a kernel moves, in bytes of the flat buffer: with 25 MiB there are 12 blocks
+/// for each of an H100's processors, so that all stay busy to the end, and each thread has 64 bytes
+/// on their way at once.
 const PIECE_BYTES: usize = 16 << 10;
 
-/// The most tensors of one launch: their addresses are passed by value, in at most 4 KB of arguments.
+/// The most tensors of one launch: their addresses are passed by value, in at most 4 KB of
+/// arguments.
 pub const TENSORS_PER_LAUNCH: usize = 480;
 
 /// The part of a tensor that one block of a kernel moves; `struct Piece` of `pack.cu`.
@@ -38,8 +41,8 @@ pub struct Launch {
     pub pieces: Vec<Piece>,
 }
 
-/// The places of tensors in a flat buffer: one after the other, each at a multiple of 512 bytes. What lies between them
-/// is never touched.
+/// The places of tensors in a flat buffer: one after the other, each at a multiple of 512 bytes.
+/// What lies between them is never touched.
 #[derive(Clone, Debug)]
 pub struct Layout {
     flat: DType,
@@ -55,7 +58,12 @@ impl Layout {
     ///
     /// [`Error::Argument`] if that is more than a machine can address.
     pub fn new(lengths: &[usize], flat: DType) -> Result<Layout> {
-        let too_long = || Error::Argument(format!("{} tensors are longer together than an address", lengths.len()));
+        let too_long = || {
+            Error::Argument(format!(
+                "{} tensors are longer together than an address",
+                lengths.len()
+            ))
+        };
         let (mut places, mut bytes) = (Vec::with_capacity(lengths.len()), 0usize);
         for &length in lengths {
             let place = bytes.checked_next_multiple_of(ALIGNMENT).ok_or_else(too_long)?;
@@ -90,14 +98,19 @@ impl Layout {
     pub fn launches(&self) -> impl Iterator<Item = Launch> + '_ {
         (0..self.lengths.len()).step_by(TENSORS_PER_LAUNCH).map(|first| {
             let tensors = first..self.lengths.len().min(first + TENSORS_PER_LAUNCH);
-            let pieces = tensors.clone().zip(0..).flat_map(|(tensor, number)| self.pieces(tensor, number)).collect();
+            let pieces = tensors
+                .clone()
+                .zip(0..)
+                .flat_map(|(tensor, number)| self.pieces(tensor, number))
+                .collect();
             Launch { tensors, pieces }
         })
     }
 
     /// The pieces of `tensor`, which is `number` in its launch.
     fn pieces(&self, tensor: usize, number: u32) -> impl Iterator<Item = Piece> {
-        let (length, place, step) = (self.lengths[tensor], self.places[tensor], PIECE_BYTES / self.flat.size());
+        let (length, place, step) =
+            (self.lengths[tensor], self.places[tensor], PIECE_BYTES / self.flat.size());
         (0..length).step_by(step).map(move |start| Piece {
             flat_start: (place + start) as u64,
             tensor_start: start as u64,
@@ -126,13 +139,17 @@ mod tests {
 
     #[test]
     fn nothing_needs_no_launch() {
-        assert_eq!((layout(&[], DType::F32).launches().count(), layout(&[], DType::F32).bytes()), (0, 0));
+        assert_eq!(
+            (layout(&[], DType::F32).launches().count(), layout(&[], DType::F32).bytes()),
+            (0, 0)
+        );
         assert!(layout(&[0, 0], DType::BF16).launches().all(|launch| launch.pieces.is_empty()));
     }
 
     #[test]
     fn many_tensors_take_several_launches() {
-        let tensors: Vec<_> = layout(&[3; 1000], DType::F16).launches().map(|launch| launch.tensors).collect();
+        let tensors: Vec<_> =
+            layout(&[3; 1000], DType::F16).launches().map(|launch| launch.tensors).collect();
         assert_eq!(tensors, [0..480, 480..960, 960..1000]);
     }
 
@@ -145,13 +162,19 @@ mod tests {
         let last = pieces.last().unwrap();
         assert_eq!(last.tensor_start + u64::from(last.length), length as u64);
         assert_eq!(last.flat_start, last.tensor_start + 256);
-        assert_eq!(pieces.iter().map(|piece| u64::from(piece.length)).sum::<u64>(), 7 + length as u64);
+        assert_eq!(
+            pieces.iter().map(|piece| u64::from(piece.length)).sum::<u64>(),
+            7 + length as u64
+        );
     }
 
     #[test]
     fn what_cannot_be_addressed_is_an_error() {
         for lengths in [&[usize::MAX][..], &[usize::MAX / 4], &[1 << 60, 1 << 60]] {
-            assert!(Layout::new(lengths, DType::F64).unwrap_err().to_string().contains("longer together"));
+            assert!(Layout::new(lengths, DType::F64)
+                .unwrap_err()
+                .to_string()
+                .contains("longer together"));
         }
     }
 

@@ -1,4 +1,5 @@
-//! Finds the driver and the run-time compiler, and makes sure before the first call that they have all that we use.
+//! Finds the driver and the run-time compiler, and makes sure before the first call that they have
+//! all that we use.
 
 use std::env;
 use std::error::Error as _;
@@ -13,7 +14,8 @@ use libloading::Library;
 
 use super::error::{Error, Result};
 
-/// Every function of the driver that this crate calls: `cudarc` panics at the first call of one that is missing.
+/// Every function of the driver that this crate calls: `cudarc` panics at the first call of one
+/// that is missing.
 const DRIVER_FUNCTIONS: &[&str] = &[
     "cuCtxGetCurrent",
     "cuCtxGetStreamPriorityRange",
@@ -70,29 +72,35 @@ fn find_driver() -> Result<()> {
     for name in DRIVER_FUNCTIONS {
         // SAFETY: the symbol is only looked up, as an address.
         if unsafe { library.get::<*const c_void>(name.as_bytes()) }.is_err() {
-            return Err(Error::NoDriver { reason: format!("libcuda.so.1 is too old and lacks {name}") });
+            return Err(Error::NoDriver {
+                reason: format!("libcuda.so.1 is too old and lacks {name}"),
+            });
         }
     }
     Ok(())
 }
 
-/// `cuEventElapsedTime`, which every driver has; `cudarc` only knows its second version, which drivers before CUDA 12.8
-/// lack.
+/// `cuEventElapsedTime`, which every driver has; `cudarc` only knows its second version, which
+/// drivers before CUDA 12.8 lack.
 ///
 /// # Errors
 ///
 /// [`Error::NoDriver`].
-pub(super) fn elapsed_time() -> Result<unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> sys::CUresult> {
+pub(super) fn elapsed_time(
+) -> Result<unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> sys::CUresult> {
     load_driver()?;
     // SAFETY: the library is there, and this is the function's signature.
     let function = unsafe { sys::culib().get(b"cuEventElapsedTime") };
-    function.map(|function| *function).map_err(|error| Error::NoDriver { reason: error.to_string() })
+    function
+        .map(|function| *function)
+        .map_err(|error| Error::NoDriver { reason: error.to_string() })
 }
 
 /// Declares the functions of NVRTC that this crate calls, and how they are looked up.
 macro_rules! nvrtc {
     ($($function:ident: $signature:ty,)*) => {
-        /// NVIDIA's run-time compiler. Not by `cudarc`, which would take whatever `libnvrtc.so` it finds first.
+        /// NVIDIA's run-time compiler. Not by `cudarc`, which would take whatever `libnvrtc.so` it
+        /// finds first.
         #[allow(non_snake_case)]
         pub(super) struct Nvrtc { $(pub(super) $function: $signature,)* }
 
@@ -134,9 +142,9 @@ nvrtc! {
     nvrtcGetPTX: unsafe extern "C" fn(Program, *mut c_char) -> c_int,
 }
 
-/// The run-time compiler. Looks once per process: at the path in the environment variable `FLOW_NVRTC` and nowhere else
-/// if that is set; else by name, as the dynamic linker does; else where PyTorch's wheels have it, beside a libtorch that
-/// this process has loaded.
+/// The run-time compiler. Looks once per process: at the path in the environment variable
+/// `FLOW_NVRTC` and nowhere else if that is set; else by name, as the dynamic linker does; else
+/// where PyTorch's wheels have it, beside a libtorch that this process has loaded.
 ///
 /// # Errors
 ///
@@ -162,19 +170,23 @@ fn find_compiler() -> Result<Nvrtc> {
             Ok(nvrtc) => return Ok(nvrtc),
             Err(error) => {
                 // The linker's own words are in the source, and begin with the path.
-                failures.push(error.source().map_or_else(|| error.to_string(), ToString::to_string));
+                failures
+                    .push(error.source().map_or_else(|| error.to_string(), ToString::to_string));
             }
         }
     }
     Err(Error::NoCompiler { reason: format!("no libnvrtc can be used ({})", failures.join("; ")) })
 }
 
-/// Loads NVRTC from `path` and, if that has a folder, the library of the same folder that NVRTC opens by its name only.
+/// Loads NVRTC from `path` and, if that has a folder, the library of the same folder that NVRTC
+/// opens by its name only.
 ///
 /// # Safety
 ///
 /// That of [`Library::new`].
-unsafe fn load_forever(path: &Path) -> std::result::Result<ManuallyDrop<Library>, libloading::Error> {
+unsafe fn load_forever(
+    path: &Path,
+) -> std::result::Result<ManuallyDrop<Library>, libloading::Error> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     for neighbour in folder.into_iter().flat_map(fs::read_dir).flatten().flatten() {
         if neighbour.file_name().to_string_lossy().starts_with("libnvrtc-builtins.so") {
@@ -194,8 +206,10 @@ fn beside_torch() -> Vec<PathBuf> {
 
 /// The folder of libtorch according to a process' `maps`.
 fn torch_folder(maps: &str) -> Option<&Path> {
-    let paths = maps.lines().filter_map(|line| line.find('/').map(|start| Path::new(&line[start..])));
-    let mut libraries = paths.filter(|path| path.ends_with("libtorch_cpu.so") || path.ends_with("libc10.so"));
+    let paths =
+        maps.lines().filter_map(|line| line.find('/').map(|start| Path::new(&line[start..])));
+    let mut libraries =
+        paths.filter(|path| path.ends_with("libtorch_cpu.so") || path.ends_with("libc10.so"));
     libraries.next()?.parent()
 }
 
@@ -219,9 +233,15 @@ mod tests {
         assert_eq!(folder, Some(Path::new("/opt/my wheels/torch/lib")));
         assert_eq!(
             folder.map(nvrtc_in_wheels).unwrap_or_default(),
-            ["/opt/my wheels/nvidia/cu13/lib/libnvrtc.so.13", "/opt/my wheels/nvidia/cuda_nvrtc/lib/libnvrtc.so.12"]
-                .map(PathBuf::from)
+            [
+                "/opt/my wheels/nvidia/cu13/lib/libnvrtc.so.13",
+                "/opt/my wheels/nvidia/cuda_nvrtc/lib/libnvrtc.so.12"
+            ]
+            .map(PathBuf::from)
         );
-        assert_eq!(torch_folder("7f0000000000-7f0000001000 r-xp 00000000 08:01 42 /usr/lib/libc.so.6\n"), None);
+        assert_eq!(
+            torch_folder("7f0000000000-7f0000001000 r-xp 00000000 08:01 42 /usr/lib/libc.so.6\n"),
+            None
+        );
     }
 }

@@ -13,11 +13,13 @@ use crate::types::DType;
 ///
 /// # Safety
 ///
-/// - `address` is that of `bytes` bytes of memory of one device, aligned to `dtype`'s size, or `bytes` is 0.
+/// - `address` is that of `bytes` bytes of memory of one device, aligned to `dtype`'s size, or
+///   `bytes` is 0.
 /// - All three stay the same while the value lives.
-/// - The memory stays allocated until the value is dropped, and then until everything has been done that was enqueued
-///   before the drop on the stream in whose order the memory was handed out, as with libtorch's caching allocator and
-///   `cuMemFree`. Work on another stream must be ordered before that one's (an [`Event`](super::Event)) or before the drop.
+/// - The memory stays allocated until the value is dropped, and then until everything has been done
+///   that was enqueued before the drop on the stream in whose order the memory was handed out, as
+///   with libtorch's caching allocator and `cuMemFree`. Work on another stream must be ordered
+///   before that one's (an [`Event`](super::Event)) or before the drop.
 pub unsafe trait DeviceBuffer {
     /// Where the memory begins on the device.
     fn address(&self) -> u64;
@@ -44,7 +46,8 @@ unsafe impl<T: DeviceBuffer + ?Sized> DeviceBuffer for &mut T {
     }
 }
 
-/// Memory that we allocate ourselves, a buffer of bytes. Freeing it waits for the work of the whole device.
+/// Memory that we allocate ourselves, a buffer of bytes. Freeing it waits for the work of the whole
+/// device.
 #[derive(Debug)]
 pub struct Memory {
     device: Arc<Device>,
@@ -61,13 +64,14 @@ impl Memory {
     pub fn allocate(device: &Arc<Device>, bytes: usize) -> Result<Memory> {
         device.bind()?;
         let mut address = 0;
-        // SAFETY: the context is current, and `address` is there to be written. The driver refuses to allocate 0 bytes.
+        // SAFETY: the context is current, and `address` is there to be written. The driver refuses
+        // to allocate 0 bytes.
         check("allocate memory", unsafe { sys::cuMemAlloc_v2(&mut address, bytes.max(1)) })?;
         Ok(Memory { device: device.clone(), address, bytes })
     }
 
-    /// Copies `content` to the beginning of the memory, and waits until it is there. Work on streams that uses the
-    /// memory must be done before.
+    /// Copies `content` to the beginning of the memory, and waits until it is there. Work on
+    /// streams that uses the memory must be done before.
     ///
     /// # Errors
     ///
@@ -75,15 +79,19 @@ impl Memory {
     pub fn write(&self, content: &[u8]) -> Result<()> {
         self.check_length(content.len())?;
         self.device.bind()?;
-        // SAFETY: the memory is ours and long enough. The copy may return before the content has left the driver's own
-        // buffer, but not before it is enqueued on the legacy default stream.
+        // SAFETY: the memory is ours and long enough. The copy may return before the content has
+        // left the driver's own buffer, but not before it is enqueued on the legacy default stream.
         unsafe {
-            check("copy to the GPU", sys::cuMemcpyHtoD_v2(self.address, content.as_ptr().cast(), content.len()))?;
+            check(
+                "copy to the GPU",
+                sys::cuMemcpyHtoD_v2(self.address, content.as_ptr().cast(), content.len()),
+            )?;
             check("copy to the GPU", sys::cuStreamSynchronize(std::ptr::null_mut()))
         }
     }
 
-    /// Copies the beginning of the memory to `content`. Work on streams that writes the memory must be done before.
+    /// Copies the beginning of the memory to `content`. Work on streams that writes the memory must
+    /// be done before.
     ///
     /// # Errors
     ///
@@ -92,7 +100,9 @@ impl Memory {
         self.check_length(content.len())?;
         self.device.bind()?;
         // SAFETY: the memory is ours and long enough, and so is `content`.
-        let result = unsafe { sys::cuMemcpyDtoH_v2(content.as_mut_ptr().cast(), self.address, content.len()) };
+        let result = unsafe {
+            sys::cuMemcpyDtoH_v2(content.as_mut_ptr().cast(), self.address, content.len())
+        };
         check("copy from the GPU", result)
     }
 
@@ -104,7 +114,9 @@ impl Memory {
     pub fn fill_zero(&self, stream: &Stream) -> Result<()> {
         self.device.bind()?;
         // SAFETY: the memory is ours, and is freed only after all of the device's work.
-        check("fill memory", unsafe { sys::cuMemsetD8Async(self.address, 0, self.bytes, stream.handle().cast()) })
+        check("fill memory", unsafe {
+            sys::cuMemsetD8Async(self.address, 0, self.bytes, stream.handle().cast())
+        })
     }
 
     /// Enqueues a copy of `source` to the beginning of the memory, as long as the shorter of both.
@@ -115,10 +127,11 @@ impl Memory {
     pub fn copy_from(&self, source: &dyn DeviceBuffer, stream: &Stream) -> Result<()> {
         self.device.bind()?;
         let bytes = self.bytes.min(source.bytes());
-        // SAFETY: both are long enough and stay until the copy is done: ours is freed only after all of the device's work,
-        // the other by its contract.
-        let result =
-            unsafe { sys::cuMemcpyDtoDAsync_v2(self.address, source.address(), bytes, stream.handle().cast()) };
+        // SAFETY: both are long enough and stay until the copy is done: ours is freed only after
+        // all of the device's work, the other by its contract.
+        let result = unsafe {
+            sys::cuMemcpyDtoDAsync_v2(self.address, source.address(), bytes, stream.handle().cast())
+        };
         check("copy on the GPU", result)
     }
 

@@ -7,8 +7,9 @@
 //! | [`DeviceBuffer`], [`Memory`] | somebody's memory on the GPU, and our own |
 //! | [`Layout`], [`Packer`] | where each tensor lies in the flat buffer, and the kernels that move them |
 //!
-//! Nothing of CUDA is linked: the driver (`libcuda.so.1`) is opened when a device is asked for, and NVIDIA's run-time
-//! compiler (`libnvrtc.so`) when a kernel is first needed. Where one is missing, the [`Error`] says what to install.
+//! Nothing of CUDA is linked: the driver (`libcuda.so.1`) is opened when a device is asked for, and
+//! NVIDIA's run-time compiler (`libnvrtc.so`) when a kernel is first needed. Where one is missing,
+//! the [`Error`] says what to install.
 
 mod cache;
 mod compile;

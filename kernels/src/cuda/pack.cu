@@ -1,13 +1,16 @@
-// Gathers many tensors into one flat buffer (pack) and spreads it again (unpack), changing the type on the way.
+// Gathers many tensors into one flat buffer (pack) and spreads it again (unpack), changing the type
+// on the way.
 //
-// Compiled once for each pair of types: -DTENSORS=f32 -DFLAT=bf16 gives pack_f32_bf16 and unpack_bf16_f32.
+// Compiled once for each pair of types: -DTENSORS=f32 -DFLAT=bf16 gives pack_f32_bf16 and
+// unpack_bf16_f32.
 //
-// Includes nothing, since NVRTC has no headers. It is also C++17 for the host, for tests without a GPU: there whoever
-// includes it defines, before it,
-//   - TENSORS and FLAT, each f32, f64, f16 or bf16; __global__, __device__ and __grid_constant__ as nothing, and
-//     __forceinline__ as inline;
-//   - objects blockIdx, threadIdx and blockDim (thread-local where several host threads run blocks), each with an
-//     unsigned member x. Every thread of every block is one call; blocks may have any number of threads.
+// Includes nothing, since NVRTC has no headers. It is also C++17 for the host, for tests without a
+// GPU: there whoever includes it defines, before it,
+//   - TENSORS and FLAT, each f32, f64, f16 or bf16; __global__, __device__ and __grid_constant__ as
+//     nothing, and __forceinline__ as inline;
+//   - objects blockIdx, threadIdx and blockDim (thread-local where several host threads run
+//     blocks), each with an unsigned member x. Every thread of every block is one call; blocks may
+//     have any number of threads.
 
 typedef float f32;
 typedef double f64;
@@ -98,8 +101,9 @@ template <typename T, unsigned int N> struct alignas(sizeof(T) * N) Vector {
     T element[N];
 };
 
-// Moves elements begin to end in vectors of N, to which both pointers must be aligned. Each thread has several loads
-// on their way before it stores the first: from and to may be the same memory, so the compiler could not do that itself.
+// Moves elements begin to end in vectors of N, to which both pointers must be aligned. Each thread
+// has several loads on their way before it stores the first: from and to may be the same memory, so
+// the compiler could not do that itself.
 template <unsigned int N, typename From, typename To, typename Element>
 __device__ __forceinline__ void move_vectors(const From* from, To* to, unsigned int begin, unsigned int end, Element element) {
     const unsigned int LOADS = 4;
@@ -124,7 +128,8 @@ __device__ __forceinline__ void move_vectors(const From* from, To* to, unsigned 
     }
 }
 
-// Moves a piece in vectors of 16 bytes of the wider type, as far as it goes; the rest, and what is not aligned, by element.
+// Moves a piece in vectors of 16 bytes of the wider type, as far as it goes; the rest, and what is
+// not aligned, by element.
 template <typename From, typename To, typename Element>
 __device__ __forceinline__ void move_piece(const From* from, To* to, unsigned int length, Element element) {
     const unsigned int N = 16 / (sizeof(From) > sizeof(To) ? sizeof(From) : sizeof(To));

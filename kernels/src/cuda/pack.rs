@@ -31,7 +31,8 @@ pub(super) struct Kernels {
 }
 
 impl Kernels {
-    /// The kernels for tensors of type `tensors` and a buffer of type `flat`; compiled when `device` first needs them.
+    /// The kernels for tensors of type `tensors` and a buffer of type `flat`; compiled when
+    /// `device` first needs them.
     fn of(device: &Device, tensors: DType, flat: DType) -> Result<Kernels> {
         let mut loaded = device.kernels.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(kernels) = loaded.get(&(tensors, flat)) {
@@ -40,14 +41,20 @@ impl Kernels {
         let image = compile(tensors, flat, device.architecture())?;
         device.bind()?;
         let (mut module, mut pack, mut unpack) = (null_mut(), null_mut(), null_mut());
-        // SAFETY: the context is current; the image is a whole cubin, or PTX with a zero at its end.
-        check("load a kernel", unsafe { sys::cuModuleLoadData(&mut module, image.as_ptr().cast()) })?;
-        for (function, name) in
-            [(&mut pack, kernel_name("pack", tensors, flat)), (&mut unpack, kernel_name("unpack", flat, tensors))]
-        {
+        // SAFETY: the context is current; the image is a whole cubin, or PTX with a zero at its
+        // end.
+        check("load a kernel", unsafe {
+            sys::cuModuleLoadData(&mut module, image.as_ptr().cast())
+        })?;
+        for (function, name) in [
+            (&mut pack, kernel_name("pack", tensors, flat)),
+            (&mut unpack, kernel_name("unpack", flat, tensors)),
+        ] {
             let name = CString::new(name).unwrap_or_default();
             // SAFETY: the module is loaded, and `function` is there to be written.
-            check("find a kernel", unsafe { sys::cuModuleGetFunction(function, module, name.as_ptr()) })?;
+            check("find a kernel", unsafe {
+                sys::cuModuleGetFunction(function, module, name.as_ptr())
+            })?;
         }
         let kernels = Kernels { module, pack, unpack };
         loaded.insert((tensors, flat), kernels);
@@ -61,14 +68,16 @@ impl Kernels {
     }
 }
 
-/// Moves a fixed set of tensors between their own memory and a flat buffer, changing the type on the way.
+/// Moves a fixed set of tensors between their own memory and a flat buffer, changing the type on
+/// the way.
 ///
 /// | from \ to | `f32` | `f64` | `f16`, `bf16` |
 /// |---|---|---|---|
 /// | `f32`, `f16`, `bf16` | in `f32` | in `f32`, then widened | in `f32`, rounded once |
 /// | `f64` | in `f64`, rounded once | in `f64` | in `f64`, rounded to `f32` and then again |
 ///
-/// "In" is where [`pack`](Packer::pack) multiplies. Rounding is to nearest, ties to even; NaN stays NaN.
+/// "In" is where [`pack`](Packer::pack) multiplies. Rounding is to nearest, ties to even; NaN stays
+/// NaN.
 #[derive(Debug)]
 pub struct Packer {
     device: Arc<Device>,
@@ -87,20 +96,27 @@ struct Launch {
     pieces: Range<usize>,
 }
 
-// SAFETY: the kernels' handles may be used from any thread; nothing changes once the packer is made.
+// SAFETY: the kernels' handles may be used from any thread; nothing changes once the packer is
+// made.
 unsafe impl Send for Packer {}
 // SAFETY: as above.
 unsafe impl Sync for Packer {}
 
 impl Packer {
-    /// Prepares to move tensors of `lengths` elements of type `tensors` to and from a buffer of type `flat`. Compiles the
-    /// kernels if need be (a second or so; kept in the user's cache), and waits for the device.
+    /// Prepares to move tensors of `lengths` elements of type `tensors` to and from a buffer of
+    /// type `flat`. Compiles the kernels if need be (a second or so; kept in the user's cache), and
+    /// waits for the device.
     ///
     /// # Errors
     ///
-    /// [`Error::Argument`] if a type is not a floating-point one, [`Error::NoCompiler`], [`Error::Compile`],
-    /// [`Error::Driver`].
-    pub fn new(device: &Arc<Device>, tensors: DType, flat: DType, lengths: &[usize]) -> Result<Packer> {
+    /// [`Error::Argument`] if a type is not a floating-point one, [`Error::NoCompiler`],
+    /// [`Error::Compile`], [`Error::Driver`].
+    pub fn new(
+        device: &Arc<Device>,
+        tensors: DType,
+        flat: DType,
+        lengths: &[usize],
+    ) -> Result<Packer> {
         let layout = Layout::new(lengths, flat)?;
         let kernels = Kernels::of(device, tensors, flat)?;
         let (mut content, mut launches, mut start) = (Vec::new(), Vec::new(), 0);
@@ -120,14 +136,14 @@ impl Packer {
         &self.layout
     }
 
-    /// Enqueues `flat[place of t + i] = scale * tensors[t][i]` for all tensors and their elements. A tensor may already
-    /// lie in its own place in `flat`, if the type is the same, and must not overlap `flat` otherwise. The memory between
-    /// the places is not touched.
+    /// Enqueues `flat[place of t + i] = scale * tensors[t][i]` for all tensors and their elements.
+    /// A tensor may already lie in its own place in `flat`, if the type is the same, and must not
+    /// overlap `flat` otherwise. The memory between the places is not touched.
     ///
     /// # Errors
     ///
-    /// [`Error::Argument`] if the number, types or lengths are not those given to [`Packer::new`] (`flat` may be longer)
-    /// or the stream is another device's, [`Error::Driver`].
+    /// [`Error::Argument`] if the number, types or lengths are not those given to [`Packer::new`]
+    /// (`flat` may be longer) or the stream is another device's, [`Error::Driver`].
     pub fn pack(
         &self,
         tensors: &[impl DeviceBuffer],
@@ -136,17 +152,26 @@ impl Packer {
         stream: &Stream,
     ) -> Result<()> {
         let single = scale as f32;
-        let scale = if self.tensors == DType::F64 { from_ref(&scale).cast() } else { from_ref(&single).cast() };
+        let scale = if self.tensors == DType::F64 {
+            from_ref(&scale).cast()
+        } else {
+            from_ref(&single).cast()
+        };
         self.launch(self.kernels.pack, tensors, flat, scale, stream)
     }
 
-    /// Enqueues `tensors[t][i] = flat[place of t + i]` for all tensors and their elements. What holds for
-    /// [`pack`](Packer::pack) holds here.
+    /// Enqueues `tensors[t][i] = flat[place of t + i]` for all tensors and their elements. What
+    /// holds for [`pack`](Packer::pack) holds here.
     ///
     /// # Errors
     ///
     /// Those of [`pack`](Packer::pack).
-    pub fn unpack(&self, flat: &impl DeviceBuffer, tensors: &mut [impl DeviceBuffer], stream: &Stream) -> Result<()> {
+    pub fn unpack(
+        &self,
+        flat: &impl DeviceBuffer,
+        tensors: &mut [impl DeviceBuffer],
+        stream: &Stream,
+    ) -> Result<()> {
         self.launch(self.kernels.unpack, tensors, flat, null_mut(), stream)
     }
 
@@ -168,11 +193,17 @@ impl Packer {
             for (address, tensor) in addresses.iter_mut().zip(&tensors[launch.tensors.clone()]) {
                 *address = tensor.address();
             }
-            let arguments = [from_ref(&pieces).cast(), from_ref(&addresses).cast(), from_ref(&flat).cast(), scale];
+            let arguments = [
+                from_ref(&pieces).cast(),
+                from_ref(&addresses).cast(),
+                from_ref(&flat).cast(),
+                scale,
+            ];
             let blocks = launch.pieces.len() as u32;
-            // SAFETY: the arguments have the types of the kernel's parameters and are copied by the call. The pieces lie
-            // within the tensors and the buffer, whose lengths `check` compared; all of that memory stays allocated until
-            // the kernel is done, by `DeviceBuffer`'s contract and because `Memory` is freed only after all work.
+            // SAFETY: the arguments have the types of the kernel's parameters and are copied by the
+            // call. The pieces lie within the tensors and the buffer, whose lengths `check`
+            // compared; all of that memory stays allocated until the kernel is done, by
+            // `DeviceBuffer`'s contract and because `Memory` is freed only after all work.
             check("start a kernel", unsafe {
                 sys::cuLaunchKernel(
                     kernel,
@@ -192,20 +223,37 @@ impl Packer {
         Ok(())
     }
 
-    fn check(&self, tensors: &[impl DeviceBuffer], flat: &impl DeviceBuffer, stream: &Stream) -> Result<()> {
-        let wrong =
-            |what: String| Err(Error::Argument(format!("cannot move tensors to or from a flat buffer: {what}")));
+    fn check(
+        &self,
+        tensors: &[impl DeviceBuffer],
+        flat: &impl DeviceBuffer,
+        stream: &Stream,
+    ) -> Result<()> {
+        let wrong = |what: String| {
+            Err(Error::Argument(format!("cannot move tensors to or from a flat buffer: {what}")))
+        };
         if !Arc::ptr_eq(stream.device(), &self.device) {
-            return wrong(format!("the stream is on {:?}, the kernels on {:?}", stream.device(), self.device));
+            return wrong(format!(
+                "the stream is on {:?}, the kernels on {:?}",
+                stream.device(),
+                self.device
+            ));
         }
         if tensors.len() != self.layout.lengths().len() {
-            return wrong(format!("got {} tensors instead of {}", tensors.len(), self.layout.lengths().len()));
+            return wrong(format!(
+                "got {} tensors instead of {}",
+                tensors.len(),
+                self.layout.lengths().len()
+            ));
         }
         for (i, (tensor, length)) in tensors.iter().zip(self.layout.lengths()).enumerate() {
             let bytes = length * self.tensors.size();
             if tensor.dtype() != self.tensors || tensor.bytes() != bytes {
                 let (dtype, got) = (tensor.dtype(), tensor.bytes());
-                return wrong(format!("tensor {i} has {got} bytes of {dtype} instead of {bytes} of {}", self.tensors));
+                return wrong(format!(
+                    "tensor {i} has {got} bytes of {dtype} instead of {bytes} of {}",
+                    self.tensors
+                ));
             }
         }
         if flat.dtype() != self.layout.flat() || flat.bytes() < self.layout.bytes() {

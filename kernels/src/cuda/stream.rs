@@ -11,7 +11,8 @@ use super::device::Device;
 use super::error::{check, check_release, Result};
 use super::library::elapsed_time;
 
-/// A queue of work on a GPU. Work of one stream is done in order; streams are equal if they are the same queue.
+/// A queue of work on a GPU. Work of one stream is done in order; streams are equal if they are the
+/// same queue.
 #[derive(Debug)]
 pub struct Stream {
     device: Arc<Device>,
@@ -25,7 +26,8 @@ unsafe impl Send for Stream {}
 unsafe impl Sync for Stream {}
 
 impl Stream {
-    /// A new stream, whose work goes before that of others and does not wait for the default stream.
+    /// A new stream, whose work goes before that of others and does not wait for the default
+    /// stream.
     ///
     /// # Errors
     ///
@@ -36,8 +38,14 @@ impl Stream {
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: the context is current; what is written is there to be written.
         unsafe {
-            check("read the priorities of streams", sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest))?;
-            check("create a stream", sys::cuStreamCreateWithPriority(&mut handle, flags, greatest))?;
+            check(
+                "read the priorities of streams",
+                sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest),
+            )?;
+            check(
+                "create a stream",
+                sys::cuStreamCreateWithPriority(&mut handle, flags, greatest),
+            )?;
         }
         Ok(Stream { device: device.clone(), handle, owned: true })
     }
@@ -46,7 +54,8 @@ impl Stream {
     ///
     /// # Safety
     ///
-    /// `handle` must be a stream (`CUstream`, `cudaStream_t`) of `device`'s primary context, and must outlive the result.
+    /// `handle` must be a stream (`CUstream`, `cudaStream_t`) of `device`'s primary context, and
+    /// must outlive the result.
     pub unsafe fn borrowed(device: &Arc<Device>, handle: *mut c_void) -> Stream {
         Stream { device: device.clone(), handle: handle.cast(), owned: false }
     }
@@ -61,7 +70,8 @@ impl Stream {
         &self.device
     }
 
-    /// Lets work that is enqueued from now on wait for the event's last recording. The host does not wait.
+    /// Lets work that is enqueued from now on wait for the event's last recording. The host does
+    /// not wait.
     ///
     /// # Errors
     ///
@@ -76,7 +86,8 @@ impl Stream {
     ///
     /// # Errors
     ///
-    /// [`Error::Driver`](super::Error::Driver), also when earlier work of this process failed on the GPU.
+    /// [`Error::Driver`](super::Error::Driver), also when earlier work of this process failed on
+    /// the GPU.
     pub fn synchronize(&self) -> Result<()> {
         self.device.bind()?;
         // SAFETY: the handle is alive.
@@ -155,7 +166,8 @@ impl Event {
     ///
     /// # Errors
     ///
-    /// [`Error::Driver`](super::Error::Driver), also when earlier work of this process failed on the GPU.
+    /// [`Error::Driver`](super::Error::Driver), also when earlier work of this process failed on
+    /// the GPU.
     pub fn is_done(&self) -> Result<bool> {
         self.device.bind()?;
         // SAFETY: the handle is alive.
@@ -169,18 +181,21 @@ impl Event {
     ///
     /// # Errors
     ///
-    /// [`Error::Driver`](super::Error::Driver), also when earlier work of this process failed on the GPU.
+    /// [`Error::Driver`](super::Error::Driver), also when earlier work of this process failed on
+    /// the GPU.
     pub fn synchronize(&self) -> Result<()> {
         self.device.bind()?;
         // SAFETY: the handle is alive.
         check("finish the work before an event", unsafe { sys::cuEventSynchronize(self.handle) })
     }
 
-    /// The time from `earlier` to this event, to about half a microsecond; zero if it was not earlier.
+    /// The time from `earlier` to this event, to about half a microsecond; zero if it was not
+    /// earlier.
     ///
     /// # Errors
     ///
-    /// [`Error::Driver`](super::Error::Driver) unless both are [`timed`](Event::timed), recorded and done.
+    /// [`Error::Driver`](super::Error::Driver) unless both are [`timed`](Event::timed), recorded
+    /// and done.
     pub fn since(&self, earlier: &Event) -> Result<Duration> {
         self.device.bind()?;
         let mut milliseconds = 0.0f32;

@@ -1,4 +1,5 @@
-//! Every operation, dtype and instruction set against a plain reference written without the crate's arithmetic.
+//! Every operation, dtype and instruction set against a plain reference written without the crate's
+//! arithmetic.
 
 use proptest::prelude::*;
 
@@ -11,7 +12,9 @@ fn instruction_sets() -> Vec<InstructionSet> {
     #[cfg(target_arch = "x86_64")]
     {
         sets.extend(is_x86_feature_detected!("avx2").then_some(InstructionSet::Avx2));
-        sets.extend((InstructionSet::detect() == InstructionSet::Avx512).then_some(InstructionSet::Avx512));
+        sets.extend(
+            (InstructionSet::detect() == InstructionSet::Avx512).then_some(InstructionSet::Avx512),
+        );
     }
     sets
 }
@@ -32,11 +35,20 @@ macro_rules! float_reference {
                 let rest = lifted[1..].iter().copied();
                 $lower(match op {
                     ReduceOp::Sum => rest.fold(lifted[0], |total, value| total + value),
-                    ReduceOp::Avg => rest.fold(lifted[0], |total, value| total + value) / values.len() as $wide,
+                    ReduceOp::Avg => {
+                        rest.fold(lifted[0], |total, value| total + value) / values.len() as $wide
+                    }
                     ReduceOp::Product => rest.fold(lifted[0], |total, value| total * value),
                     ReduceOp::Min | ReduceOp::Max if nan => <$wide>::NAN,
-                    ReduceOp::Min => rest.fold(lifted[0], |least, value| if value < least { value } else { least }),
-                    ReduceOp::Max => rest.fold(lifted[0], |most, value| if value > most { value } else { most }),
+                    ReduceOp::Min => {
+                        rest.fold(
+                            lifted[0],
+                            |least, value| if value < least { value } else { least },
+                        )
+                    }
+                    ReduceOp::Max => {
+                        rest.fold(lifted[0], |most, value| if value > most { value } else { most })
+                    }
                 })
             }
 
@@ -73,7 +85,9 @@ macro_rules! integer_reference {
                 match op {
                     ReduceOp::Sum => exact as $integer,
                     ReduceOp::Avg => (exact / values.len() as i128) as $integer,
-                    ReduceOp::Product => values.iter().fold(1, |total: $integer, &value| total.wrapping_mul(value)),
+                    ReduceOp::Product => {
+                        values.iter().fold(1, |total: $integer, &value| total.wrapping_mul(value))
+                    }
                     ReduceOp::Min => *values.iter().min().unwrap(),
                     ReduceOp::Max => *values.iter().max().unwrap(),
                 }
@@ -111,8 +125,9 @@ macro_rules! for_every_element {
     };
 }
 
-/// Compares with the reference in place, into one source, and into `extra` buffers beside the sources, for every
-/// operation and instruction set. `inputs` are the ranks' buffers, all of one length.
+/// Compares with the reference in place, into one source, and into `extra` buffers beside the
+/// sources, for every operation and instruction set. `inputs` are the ranks' buffers, all of one
+/// length.
 fn check_inputs<T: Reference>(inputs: &[Vec<T>], extra: usize) {
     let count = inputs[0].len();
     for &op in ReduceOp::ALL {
@@ -126,25 +141,41 @@ fn check_inputs<T: Reference>(inputs: &[Vec<T>], extra: usize) {
                 let guard = T::from_seed(77);
                 let guarded = |values: &[T]| [&[guard], values, &[guard]].concat();
                 let mut sources: Vec<Vec<T>> = inputs.iter().map(|input| guarded(input)).collect();
-                let mut beside = vec![guarded(&vec![guard; count]); if in_place == 0 { extra } else { 0 }];
-                let sources_at: Vec<*mut T> = sources.iter_mut().map(|source| source[1..].as_mut_ptr()).collect();
+                let mut beside =
+                    vec![guarded(&vec![guard; count]); if in_place == 0 { extra } else { 0 }];
+                let sources_at: Vec<*mut T> =
+                    sources.iter_mut().map(|source| source[1..].as_mut_ptr()).collect();
                 let beside_at = beside.iter_mut().map(|buffer| buffer[1..].as_mut_ptr());
-                let destinations: Vec<*mut u8> =
-                    sources_at[..in_place].iter().copied().chain(beside_at).map(|pointer| pointer.cast()).collect();
+                let destinations: Vec<*mut u8> = sources_at[..in_place]
+                    .iter()
+                    .copied()
+                    .chain(beside_at)
+                    .map(|pointer| pointer.cast())
+                    .collect();
                 let source_bytes: Vec<*const u8> =
                     sources_at.iter().map(|pointer| pointer.cast_const().cast()).collect();
-                let buffers =
-                    Buffers { sources: &source_bytes, destinations: &destinations, count, ranks: inputs.len() };
-                // SAFETY: the buffers have `count` elements after the guard, and this machine has `set`.
+                let buffers = Buffers {
+                    sources: &source_bytes,
+                    destinations: &destinations,
+                    count,
+                    ranks: inputs.len(),
+                };
+                // SAFETY: the buffers have `count` elements after the guard, and this machine has
+                // `set`.
                 unsafe { reduce_with(set, T::DTYPE, op, buffers) };
 
                 for result in sources[..in_place].iter().chain(&beside) {
                     let bits: Vec<u64> = result.iter().map(|value| value.bits()).collect();
                     assert_eq!(bits[1..=count], expected, "{context}, {in_place} in place");
-                    assert_eq!((bits[0], bits[count + 1]), (guard.bits(), guard.bits()), "{context} wrote past an end");
+                    assert_eq!(
+                        (bits[0], bits[count + 1]),
+                        (guard.bits(), guard.bits()),
+                        "{context} wrote past an end"
+                    );
                 }
                 for (source, input) in sources.iter().zip(inputs).skip(in_place) {
-                    let same = source[1..=count].iter().zip(input).all(|(a, b)| a.bits() == b.bits());
+                    let same =
+                        source[1..=count].iter().zip(input).all(|(a, b)| a.bits() == b.bits());
                     assert!(same, "{context} changed a source that is no destination");
                 }
             }
@@ -160,7 +191,8 @@ fn check_sizes<T: Reference>() {
     };
     for ranks in 1..=5 {
         for count in [0, 1, 3, 17, 1000, 5000] {
-            let inputs: Vec<Vec<T>> = (0..ranks).map(|_| (0..count).map(|_| next()).collect()).collect();
+            let inputs: Vec<Vec<T>> =
+                (0..ranks).map(|_| (0..count).map(|_| next()).collect()).collect();
             check_inputs(&inputs, ranks);
         }
     }
@@ -174,8 +206,10 @@ fn every_dtype_op_rank_count_and_size_agrees_with_the_reference() {
 
 fn check_seeds<T: Reference>(seeds: &[Vec<u64>], extra: usize) {
     let shortest = seeds.iter().map(Vec::len).min().unwrap();
-    let inputs: Vec<Vec<T>> =
-        seeds.iter().map(|seeds| seeds[..shortest].iter().map(|&seed| T::from_seed(seed)).collect()).collect();
+    let inputs: Vec<Vec<T>> = seeds
+        .iter()
+        .map(|seeds| seeds[..shortest].iter().map(|&seed| T::from_seed(seed)).collect())
+        .collect();
     check_inputs(&inputs, extra);
 }
 

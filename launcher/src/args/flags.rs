@@ -34,14 +34,17 @@ impl Flag {
     /// Whether this word, of dashes and a name, may stand for it.
     fn is_meant_by(&self, word: &str) -> bool {
         match (word.strip_prefix("--"), word.strip_prefix('-')) {
-            (Some(name), _) => !name.is_empty() && self.spellings().any(|spelling| spelling.starts_with(name)),
+            (Some(name), _) => {
+                !name.is_empty() && self.spellings().any(|spelling| spelling.starts_with(name))
+            }
             (None, Some(letter)) => self.short.is_some_and(|short| letter.chars().eq([short])),
             (None, None) => false,
         }
     }
 
     fn argument(&self) -> Arg {
-        let argument = Arg::new(self.name).long(self.name).aliases(self.spellings().skip(1)).help(self.help);
+        let argument =
+            Arg::new(self.name).long(self.name).aliases(self.spellings().skip(1)).help(self.help);
         let argument = argument.help_heading(self.heading).hide(self.help.is_empty());
         let argument = if let Some(short) = self.short { argument.short(short) } else { argument };
         let action = if self.is_list { ArgAction::Append } else { ArgAction::Set };
@@ -90,12 +93,35 @@ impl Flag {
     }
 }
 
-const fn option(heading: &'static str, name: &'static str, value: &'static str, help: &'static str) -> Flag {
-    Flag { name, aliases: &[], short: None, value: Some(value), has_variable: true, is_list: false, heading, help }
+const fn option(
+    heading: &'static str,
+    name: &'static str,
+    value: &'static str,
+    help: &'static str,
+) -> Flag {
+    Flag {
+        name,
+        aliases: &[],
+        short: None,
+        value: Some(value),
+        has_variable: true,
+        is_list: false,
+        heading,
+        help,
+    }
 }
 
 const fn switch(heading: &'static str, name: &'static str, help: &'static str) -> Flag {
-    Flag { name, aliases: &[], short: None, value: None, has_variable: true, is_list: false, heading, help }
+    Flag {
+        name,
+        aliases: &[],
+        short: None,
+        value: None,
+        has_variable: true,
+        is_list: false,
+        heading,
+        help,
+    }
 }
 
 const WORKERS: &str = "Workers";
@@ -104,54 +130,134 @@ const NODES: &str = "Nodes";
 const OUTPUT: &str = "Output";
 
 pub const FLAGS: &[Flag] = &[
-    option(WORKERS, "nproc-per-node", "N", "Workers on this node: a number, auto, cpu or gpu [default: 1]").short('n'),
+    option(
+        WORKERS,
+        "nproc-per-node",
+        "N",
+        "Workers on this node: a number, auto, cpu or gpu [default: 1]",
+    )
+    .short('n'),
     option(WORKERS, "max-restarts", "N", "Starts anew after a failure [default: 0]"),
-    option(WORKERS, "shutdown-timeout", "SECONDS", "From SIGTERM to SIGKILL; also --grace [default: 30]")
-        .alias(&["grace"]),
-    option(WORKERS, "hang-timeout", "SECONDS", "Longest wait in a collective, or to join [default: none]")
-        .without_variable(),
-    option(WORKERS, "signals-to-handle", "NAMES", "Passed on to workers [default: SIGTERM,SIGINT,SIGHUP,SIGQUIT]"),
-    option(WORKERS, "stdin", "WHO", "Who reads the input: all, none or a rank [default: Python all, others 0]")
-        .without_variable(),
-    option(WORKERS, "numa-binding", "KIND", "Cores for each: node, socket, exclusive or core-complex")
-        .without_variable(),
+    option(
+        WORKERS,
+        "shutdown-timeout",
+        "SECONDS",
+        "From SIGTERM to SIGKILL; also --grace [default: 30]",
+    )
+    .alias(&["grace"]),
+    option(
+        WORKERS,
+        "hang-timeout",
+        "SECONDS",
+        "Longest wait in a collective, or to join [default: none]",
+    )
+    .without_variable(),
+    option(
+        WORKERS,
+        "signals-to-handle",
+        "NAMES",
+        "Passed on to workers [default: SIGTERM,SIGINT,SIGHUP,SIGQUIT]",
+    ),
+    option(
+        WORKERS,
+        "stdin",
+        "WHO",
+        "Who reads the input: all, none or a rank [default: Python all, others 0]",
+    )
+    .without_variable(),
+    option(
+        WORKERS,
+        "numa-binding",
+        "KIND",
+        "Cores for each: node, socket, exclusive or core-complex",
+    )
+    .without_variable(),
     switch(WORKERS, "virtual-local-rank", "Each sees one GPU, its own, and LOCAL_RANK 0"),
     option(WORKERS, "role", "NAME", "Told to them as ROLE_NAME [default: default]"),
     switch(PROGRAM, "module", "PROGRAM is a Python module").short('m'),
     switch(PROGRAM, "no-python", "PROGRAM runs as it is, even if its name ends in .py"),
     switch(PROGRAM, "run-path", "PROGRAM is a Python script, whatever its name"),
     option(NODES, "nnodes", "N|MIN:MAX", "Nodes in the job [default: 1]"),
-    option(NODES, "node-rank", "N", "This node, from 0, where --master-addr names node 0 [default: 0]"),
+    option(
+        NODES,
+        "node-rank",
+        "N",
+        "This node, from 0, where --master-addr names node 0 [default: 0]",
+    ),
     option(NODES, "master-addr", "HOST", "Address of node 0"),
-    option(NODES, "master-port", "PORT", "Port on node 0 [default: 29500; for one node a free one]"),
-    option(NODES, "rdzv-endpoint", "HOST[:PORT]", "Where nodes meet, in any order [default port: 29400]"),
+    option(
+        NODES,
+        "master-port",
+        "PORT",
+        "Port on node 0 [default: 29500; for one node a free one]",
+    ),
+    option(
+        NODES,
+        "rdzv-endpoint",
+        "HOST[:PORT]",
+        "Where nodes meet, in any order [default port: 29400]",
+    ),
     option(NODES, "rdzv-backend", "KIND", "static (by --master-addr) or c10d (by --rdzv-endpoint)"),
     option(NODES, "rdzv-id", "ID", "Tells this job from others"),
-    option(NODES, "rdzv-conf", "KEY=VALUE,...", "join_timeout, last_call_timeout, heartbeat_timeout, is_host"),
+    option(
+        NODES,
+        "rdzv-conf",
+        "KEY=VALUE,...",
+        "join_timeout, last_call_timeout, heartbeat_timeout, is_host",
+    ),
     switch(NODES, "standalone", "One node, whatever the other flags say"),
     option(NODES, "local-addr", "HOST", "Address at which others reach this node"),
-    option(NODES, "hosts", "HOST[:N],...", "Start a node with N workers on each, by ssh; also --host")
-        .alias(&["host"])
+    option(
+        NODES,
+        "hosts",
+        "HOST[:N],...",
+        "Start a node with N workers on each, by ssh; also --host",
+    )
+    .alias(&["host"])
+    .without_variable(),
+    option(NODES, "hostfile", "FILE", "The same; a line is HOST, HOST:N or HOST slots=N")
         .without_variable(),
-    option(NODES, "hostfile", "FILE", "The same; a line is HOST, HOST:N or HOST slots=N").without_variable(),
-    option(NODES, "export", "NAME[=VALUE]", "A variable for all hosts, beside FLOW_*, NCCL_* and the like")
-        .short('x')
-        .list()
+    option(
+        NODES,
+        "export",
+        "NAME[=VALUE]",
+        "A variable for all hosts, beside FLOW_*, NCCL_* and the like",
+    )
+    .short('x')
+    .list()
+    .without_variable(),
+    option(NODES, "rsh", "COMMAND", "In place of ssh, with its options; or FLOW_RSH")
         .without_variable(),
-    option(NODES, "rsh", "COMMAND", "In place of ssh, with its options; or FLOW_RSH").without_variable(),
     switch(OUTPUT, "prefix", "Put the rank before each line, as on a terminal").without_variable(),
     option(OUTPUT, "log-dir", "DIR", "For the files of --redirects and --tee"),
-    option(OUTPUT, "redirects", "STREAMS", "To files: 0 none, 1 stdout, 2 stderr, 3 both; or by rank 0:3,10:1")
-        .short('r')
-        .alias(&["redirect"]),
+    option(
+        OUTPUT,
+        "redirects",
+        "STREAMS",
+        "To files: 0 none, 1 stdout, 2 stderr, 3 both; or by rank 0:3,10:1",
+    )
+    .short('r')
+    .alias(&["redirect"]),
     option(OUTPUT, "tee", "STREAMS", "To files and here; STREAMS as above").short('t'),
     option(OUTPUT, "local-ranks-filter", "RANKS", "Show only these: 0,2"),
-    option(OUTPUT, "duplicate-stdout-filters", "TEXTS", "Copy lines with one of a,b to filtered_stdout.log"),
-    option(OUTPUT, "duplicate-stderr-filters", "TEXTS", "Copy lines with one of a,b to filtered_stderr.log"),
+    option(
+        OUTPUT,
+        "duplicate-stdout-filters",
+        "TEXTS",
+        "Copy lines with one of a,b to filtered_stdout.log",
+    ),
+    option(
+        OUTPUT,
+        "duplicate-stderr-filters",
+        "TEXTS",
+        "Copy lines with one of a,b to filtered_stderr.log",
+    ),
     switch(OUTPUT, "redirect-stdout-and-stderr", "OneFlow's --redirects 3").without_variable(),
     option(OUTPUT, "logdir", "DIR", "OneFlow's --log-dir [default: log]").without_variable(),
     option(OUTPUT, "events", "FILE", "Write what happens, a JSON object a line").without_variable(),
-    switch(OUTPUT, "quiet", "Of flow-launch's own lines only those of errors").short('q').without_variable(),
+    switch(OUTPUT, "quiet", "Of flow-launch's own lines only those of errors")
+        .short('q')
+        .without_variable(),
     switch(OUTPUT, "dry-run", "Print what would be started").without_variable(),
     option(OUTPUT, "event-log-handler", "NAME", ""),
     option(OUTPUT, "logs-specs", "NAME", "").without_variable(),
@@ -183,8 +289,8 @@ pub fn command() -> Command {
         .arg(program.hide(true).trailing_var_arg(true))
 }
 
-/// A command line in which mpirun's `-np` (or `-np=2`, `-np2`), which clap would take for `-n p`, is `--nproc-per-node`; as far as it is not
-/// PROGRAM's.
+/// A command line in which mpirun's `-np` (or `-np=2`, `-np2`), which clap would take for `-n p`,
+/// is `--nproc-per-node`; as far as it is not PROGRAM's.
 pub fn with_np(arguments: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
     let mut arguments: Vec<OsString> = arguments.into_iter().collect();
     let mut rest = arguments.iter_mut().skip(1);
@@ -192,9 +298,16 @@ pub fn with_np(arguments: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
         if let Some(count) = argument.to_str().and_then(|text| text.strip_prefix("-np")) {
             let count = count.strip_prefix('=').unwrap_or(count);
             let is_apart = count.is_empty();
-            *argument = if is_apart { "--nproc-per-node".into() } else { format!("--nproc-per-node={count}").into() };
+            *argument = if is_apart {
+                "--nproc-per-node".into()
+            } else {
+                format!("--nproc-per-node={count}").into()
+            };
         }
-        let Some(text) = argument.to_str().filter(|text| text.starts_with('-') && *text != "--") else { break };
+        let Some(text) = argument.to_str().filter(|text| text.starts_with('-') && *text != "--")
+        else {
+            break;
+        };
         if FLAGS.iter().any(|flag| flag.value.is_some() && flag.is_meant_by(text)) {
             rest.next();
         }
@@ -212,7 +325,15 @@ pub fn is_flag(text: &str) -> bool {
 const ELSEWHERE: &[(&str, &[&str])] = &[
     (
         "nproc-per-node",
-        &["num-proc", "num-procs", "num-processes", "num-workers", "num-gpus", "ntasks-per-node", "ppn"],
+        &[
+            "num-proc",
+            "num-procs",
+            "num-processes",
+            "num-workers",
+            "num-gpus",
+            "ntasks-per-node",
+            "ppn",
+        ],
     ),
     ("nnodes", &["num-nodes", "num-machines", "nodes"]),
     ("node-rank", &["machine-rank"]),
@@ -247,7 +368,10 @@ mod tests {
         let help = command().render_help().to_string();
         for flag in FLAGS.iter().filter(|flag| !flag.help.is_empty()) {
             let name = format!("--{}", flag.name);
-            assert!(help.lines().any(|line| line.contains(&name) && line.ends_with(flag.help)), "{name}");
+            assert!(
+                help.lines().any(|line| line.contains(&name) && line.ends_with(flag.help)),
+                "{name}"
+            );
         }
         assert!(help.lines().count() <= 60, "{help}");
     }
@@ -257,7 +381,11 @@ mod tests {
         let page = include_str!("../../../README.md");
         for flag in FLAGS {
             assert!(page.contains(&format!("`--{}", flag.name)), "{}", flag.name);
-            assert!(flag.aliases.iter().all(|alias| page.contains(&format!("`--{alias}`"))), "{}", flag.name);
+            assert!(
+                flag.aliases.iter().all(|alias| page.contains(&format!("`--{alias}`"))),
+                "{}",
+                flag.name
+            );
         }
     }
 }

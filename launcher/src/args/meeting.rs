@@ -35,13 +35,22 @@ pub fn nodes(settings: &Settings) -> Result<Nodes, Usage> {
     let id = settings.get_text("rdzv-id")?.unwrap_or_else(|| NO_ID.into());
     let patience = configuration.patience;
     // torchrun's own switch.
-    let has_agent_store = (settings.environment)("TORCH_DISABLE_SHARE_RDZV_TCP_STORE").is_none_or(|value| value != "1");
+    let has_agent_store = (settings.environment)("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
+        .is_none_or(|value| value != "1");
     if settings.is_on("standalone")? {
         if min > 1 {
             return Err(nnodes.wrong("1 with --standalone, which is for one node"));
         }
         let meeting = Meeting::Alone { master_addr: None, master_port: None };
-        return Ok(Nodes { min: 1, max: 1, meeting, id: NO_ID.into(), local_addr, patience, has_agent_store });
+        return Ok(Nodes {
+            min: 1,
+            max: 1,
+            meeting,
+            id: NO_ID.into(),
+            local_addr,
+            patience,
+            has_agent_store,
+        });
     }
     let endpoint = settings.get("rdzv-endpoint");
     let by_endpoint = backend.map_or(endpoint.is_some(), |backend| backend == Backend::Endpoint);
@@ -49,9 +58,14 @@ pub fn nodes(settings: &Settings) -> Result<Nodes, Usage> {
     let meeting = if max == 1 {
         Meeting::Alone { master_addr, master_port }
     } else if by_endpoint {
-        let endpoint = endpoint.ok_or_else(|| nnodes.needs("--rdzv-endpoint HOST[:PORT], the same on every node"))?;
+        let endpoint = endpoint
+            .ok_or_else(|| nnodes.needs("--rdzv-endpoint HOST[:PORT], the same on every node"))?;
         let (host, port) = host_and_port(&endpoint)?;
-        Meeting::Endpoint { host, port: port.unwrap_or(ENDPOINT_PORT), is_host: configuration.is_host }
+        Meeting::Endpoint {
+            host,
+            port: port.unwrap_or(ENDPOINT_PORT),
+            is_host: configuration.is_host,
+        }
     } else if min != max {
         return Err(nnodes.needs("--rdzv-endpoint HOST[:PORT], for the number of nodes may change"));
     } else {
@@ -72,7 +86,10 @@ fn node_rank(settings: &Settings, by_endpoint: bool, nodes: u32) -> Result<u32, 
     let Some(setting) = settings.get("node-rank") else { return Ok(0) };
     let rank = setting.number(0, "a number from 0")?;
     if by_endpoint {
-        settings.warn(format!("{} is ignored: nodes that meet at an endpoint are numbered there", setting.source()));
+        settings.warn(format!(
+            "{} is ignored: nodes that meet at an endpoint are numbered there",
+            setting.source()
+        ));
         return Ok(0);
     }
     if rank >= nodes {
@@ -91,7 +108,8 @@ fn range(setting: &Setting) -> Result<(u32, u32), Usage> {
 }
 
 fn backend(setting: &Setting) -> Result<Backend, Usage> {
-    let right = "static or c10d: flow-launch keeps the rendezvous itself, there is no other service to run";
+    let right =
+        "static or c10d: flow-launch keeps the rendezvous itself, there is no other service to run";
     match setting.text()? {
         "static" => Ok(Backend::Static),
         "c10d" => Ok(Backend::Endpoint),
@@ -101,7 +119,10 @@ fn backend(setting: &Setting) -> Result<Backend, Usage> {
 
 /// `host`, `host:port`, `[v6]` or `[v6]:port`.
 fn host_and_port(setting: &Setting) -> Result<(String, Option<u16>), Usage> {
-    let wrong = || setting.wrong("HOST or HOST:PORT, with an IPv6 address in brackets and a port from 1 to 65535");
+    let wrong = || {
+        setting
+            .wrong("HOST or HOST:PORT, with an IPv6 address in brackets and a port from 1 to 65535")
+    };
     let found = host_and_number(setting.text()?.trim());
     found.filter(|(_, port)| *port != Some(0)).ok_or_else(wrong)
 }
@@ -130,10 +151,14 @@ impl Configuration {
         for pair in setting.text()?.split(',').map(str::trim).filter(|pair| !pair.is_empty()) {
             let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
             let (key, value) = (key.trim(), unquoted(value.trim()));
-            let wrong = |right: &str| Usage(format!("{} has {key}={value}; {key} must be {right}", setting.source()));
+            let wrong = |right: &str| {
+                Usage(format!("{} has {key}={value}; {key} must be {right}", setting.source()))
+            };
             let time = || {
                 let time = seconds(value).filter(|time| !time.is_zero());
-                time.ok_or_else(|| wrong(&format!("a number of seconds above 0, at most {LONGEST}")))
+                time.ok_or_else(|| {
+                    wrong(&format!("a number of seconds above 0, at most {LONGEST}"))
+                })
             };
             match key {
                 "join_timeout" => join = Some(time()?),
@@ -145,19 +170,29 @@ impl Configuration {
                     let count = value.parse().ok().filter(|count| (1..=1000).contains(count));
                     attempts = Some(count.ok_or_else(|| wrong("a number from 1 to 1000"))?);
                 }
-                "is_host" => configuration.is_host = Some(truth(value).ok_or_else(|| wrong("true or false"))?),
+                "is_host" => {
+                    configuration.is_host =
+                        Some(truth(value).ok_or_else(|| wrong("true or false"))?)
+                }
                 "read_timeout" | "close_timeout" | "store_type" => {}
                 _ if value.is_empty() => {
-                    return Err(Usage(format!("{} has '{key}' without a value; write KEY=VALUE,...", setting.source())))
+                    return Err(Usage(format!(
+                        "{} has '{key}' without a value; write KEY=VALUE,...",
+                        setting.source()
+                    )))
                 }
-                _ => settings.warn(format!("{} has '{key}', which is ignored; there are {KEYS}", setting.source())),
+                _ => settings.warn(format!(
+                    "{} has '{key}', which is ignored; there are {KEYS}",
+                    setting.source()
+                )),
             }
         }
         // PyTorch's LaunchConfig appends a timeout of its own to what a program says.
         configuration.patience.join = join.or(timeout).unwrap_or(configuration.patience.join);
         if interval.is_some() || attempts.is_some() {
             // torchrun's values for the one that is not given.
-            configuration.patience.heartbeat = interval.unwrap_or(Duration::from_secs(5)) * attempts.unwrap_or(3);
+            configuration.patience.heartbeat =
+                interval.unwrap_or(Duration::from_secs(5)) * attempts.unwrap_or(3);
         }
         Ok(configuration)
     }
@@ -214,12 +249,16 @@ mod tests {
     fn static_nodes() {
         assert_eq!(nodes("--nnodes 2 --master-addr a --node-rank 1").meeting, fixed(1, "a", 29500));
         assert_eq!(nodes("--nnodes 2:2 --master-addr a --master-port 9").meeting, fixed(0, "a", 9));
-        let by_endpoint = "--nnodes 2 --rdzv-backend static --rdzv-endpoint b:7 --master-addr a --master-port 9";
+        let by_endpoint =
+            "--nnodes 2 --rdzv-backend static --rdzv-endpoint b:7 --master-addr a --master-port 9";
         assert_eq!(nodes(by_endpoint).meeting, fixed(0, "b", 7));
         assert!(refusal("--nnodes 2 train").contains("--master-addr"));
         assert!(refusal("--nnodes 1:2 --master-addr a train").contains("--rdzv-endpoint"));
         assert!(refusal("--nnodes 2 --node-rank 2 --master-addr a train").contains("below 2"));
-        assert_eq!(nodes("--nnodes 2 --master-addr a --master-port 65535").meeting, fixed(0, "a", 65535));
+        assert_eq!(
+            nodes("--nnodes 2 --master-addr a --master-port 65535").meeting,
+            fixed(0, "a", 65535)
+        );
     }
 
     #[test]
@@ -228,13 +267,18 @@ mod tests {
         assert_eq!(endpoint("node0.lan:5"), ("node0.lan".into(), 5));
         assert_eq!(endpoint("[::1]"), ("::1".into(), 29400));
         assert_eq!(endpoint("[fe80::1%eth0]:65535"), ("fe80::1%eth0".into(), 65535));
-        for wrong in ["::1", "a:", "a:0", "a:65536", "a:b:1", "[::1]x:1", "[]:1", ":1", "a/b:1", "-a", "[a"] {
+        for wrong in
+            ["::1", "a:", "a:0", "a:65536", "a:b:1", "[::1]x:1", "[]:1", ":1", "a/b:1", "-a", "[a"]
+        {
             assert!(
-                refusal(&format!("--nnodes 2 --rdzv-endpoint {wrong} train")).contains("--rdzv-endpoint"),
+                refusal(&format!("--nnodes 2 --rdzv-endpoint {wrong} train"))
+                    .contains("--rdzv-endpoint"),
                 "{wrong}"
             );
         }
-        let elastic = nodes("--nnodes 1:4 --rdzv-endpoint a --rdzv-id job --local-addr 10.0.0.2 --node-rank 9");
+        let elastic = nodes(
+            "--nnodes 1:4 --rdzv-endpoint a --rdzv-id job --local-addr 10.0.0.2 --node-rank 9",
+        );
         assert_eq!((elastic.min, elastic.max), (1, 4));
         assert_eq!((elastic.id.as_str(), elastic.local_addr.as_deref()), ("job", Some("10.0.0.2")));
         assert!(refusal("--nnodes 2 --rdzv-backend c10d train").contains("--rdzv-endpoint"));
@@ -257,18 +301,31 @@ mod tests {
             [patience.join, patience.last_call, patience.heartbeat].map(|time| time.as_secs_f64())
         };
         assert_eq!(patience(""), [600.0, 30.0, 8.0]);
-        assert_eq!(patience("join_timeout=1.5,last_call_timeout=2,heartbeat_timeout=3"), [1.5, 2.0, 3.0]);
+        assert_eq!(
+            patience("join_timeout=1.5,last_call_timeout=2,heartbeat_timeout=3"),
+            [1.5, 2.0, 3.0]
+        );
         assert_eq!(patience("join_timeout=1,timeout=9"), [1.0, 30.0, 8.0]);
         assert_eq!(patience("timeout=9,join_timeout=1"), [1.0, 30.0, 8.0]);
         assert_eq!(patience("timeout=7,keep_alive_interval=4"), [7.0, 30.0, 12.0]);
         assert_eq!(patience("keep_alive_max_attempt=2,heartbeat_timeout=1"), [600.0, 30.0, 10.0]);
         assert_eq!(patience("read_timeout=1,close_timeout=1,store_type=file"), [600.0, 30.0, 8.0]);
-        for (text, is_host) in [("is_host=1", Some(true)), ("is_host=False", Some(false)), ("timeout=1", None)] {
-            let line = format!("--nnodes 2 --rdzv-endpoint a --rdzv-conf {text}");
-            assert!(matches!(nodes(&line).meeting, Meeting::Endpoint { is_host: found, .. } if found == is_host));
-        }
-        for wrong in ["join_timeout=0", "timeout=x", "is_host=2", "keep_alive_max_attempt=0", "timeout", "timeout=1e9"]
+        for (text, is_host) in
+            [("is_host=1", Some(true)), ("is_host=False", Some(false)), ("timeout=1", None)]
         {
+            let line = format!("--nnodes 2 --rdzv-endpoint a --rdzv-conf {text}");
+            assert!(
+                matches!(nodes(&line).meeting, Meeting::Endpoint { is_host: found, .. } if found == is_host)
+            );
+        }
+        for wrong in [
+            "join_timeout=0",
+            "timeout=x",
+            "is_host=2",
+            "keep_alive_max_attempt=0",
+            "timeout",
+            "timeout=1e9",
+        ] {
             let line = refusal(&format!("--rdzv-conf {wrong} train"));
             assert!(line.contains("--rdzv-conf") && line.contains("must be"), "{line}");
         }

@@ -7,7 +7,11 @@ use super::Usage;
 use crate::job::{Output, StreamMap, Streams};
 
 pub fn output(settings: &Settings) -> Result<Output, Usage> {
-    let map = |flag| settings.get(flag).map_or(Ok(StreamMap::All(Streams::default())), |setting| streams(&setting));
+    let map = |flag| {
+        settings
+            .get(flag)
+            .map_or(Ok(StreamMap::All(Streams::default())), |setting| streams(&setting))
+    };
     let filters = |flag| settings.get(flag).map_or(Ok(Vec::new()), |setting| list(&setting));
     let redirects_all = settings.is_on("redirect-stdout-and-stderr")?;
     let oneflow_names = redirects_all || settings.get("logdir").is_some();
@@ -15,7 +19,9 @@ pub fn output(settings: &Settings) -> Result<Output, Usage> {
     if oneflow_names {
         if let Some(setting) = settings.get("log-dir") {
             let source = setting.source();
-            return Err(Usage(format!("{source} is torchrun's and --logdir OneFlow's; use the flags of one of them")));
+            return Err(Usage(format!(
+                "{source} is torchrun's and --logdir OneFlow's; use the flags of one of them"
+            )));
         }
         log_dir = Some(oneflow_folder(settings)?);
     }
@@ -25,7 +31,10 @@ pub fn output(settings: &Settings) -> Result<Output, Usage> {
         oneflow_names,
         redirects: if redirects_all { StreamMap::All(BOTH) } else { map("redirects")? },
         tee: map("tee")?,
-        shown: settings.get("local-ranks-filter").map(|setting| local_ranks(&setting)).transpose()?,
+        shown: settings
+            .get("local-ranks-filter")
+            .map(|setting| local_ranks(&setting))
+            .transpose()?,
         stdout_filters: filters("duplicate-stdout-filters")?,
         stderr_filters: filters("duplicate-stderr-filters")?,
     })
@@ -36,13 +45,17 @@ const BOTH: Streams = Streams { stdout: true, stderr: true };
 /// Absolute, for workers are told of it and may be elsewhere.
 fn oneflow_folder(settings: &Settings) -> Result<PathBuf, Usage> {
     let folder = settings.get_path("logdir")?.unwrap_or_else(|| "log".into());
-    path::absolute(&folder).map_err(|error| Usage(format!("--logdir is '{}': {error}", folder.display())))
+    path::absolute(&folder)
+        .map_err(|error| Usage(format!("--logdir is '{}': {error}", folder.display())))
 }
 
 /// `3`, or `0:1,10:3`.
 fn streams(setting: &Setting) -> Result<StreamMap, Usage> {
-    let wrong =
-        || setting.wrong("0 (none), 1 (stdout), 2 (stderr) or 3 (both), or such numbers by local rank: 0:3,10:1");
+    let wrong = || {
+        setting.wrong(
+            "0 (none), 1 (stdout), 2 (stderr) or 3 (both), or such numbers by local rank: 0:3,10:1",
+        )
+    };
     let text = setting.text()?;
     if let Some(streams) = bits(text) {
         return Ok(StreamMap::All(streams));
@@ -80,13 +93,19 @@ fn list(setting: &Setting) -> Result<Vec<String>, Usage> {
 
 /// What torchrun finds by an installed plug-in.
 pub fn refuse_plugins(settings: &Settings) -> Result<(), Usage> {
-    if let Some(setting) = settings.get("logs-specs").filter(|setting| setting.text().ok() != Some("default")) {
-        return Err(setting.wrong("left out: flow-launch has no plug-ins; see --log-dir, --redirects and --tee"));
+    if let Some(setting) =
+        settings.get("logs-specs").filter(|setting| setting.text().ok() != Some("default"))
+    {
+        return Err(setting
+            .wrong("left out: flow-launch has no plug-ins; see --log-dir, --redirects and --tee"));
     }
     if let Some(setting) = settings.get("event-log-handler") {
         let known = ["null", "console", "dynamic_rendezvous"].map(|name| (name, name));
         if setting.one_of(&known)? != "null" {
-            settings.warn(format!("{} has no meaning here; --events FILE writes what happens", setting.source()));
+            settings.warn(format!(
+                "{} has no meaning here; --events FILE writes what happens",
+                setting.source()
+            ));
         }
     }
     Ok(())
@@ -111,7 +130,10 @@ mod tests {
         let map = output("--tee 0:1,10:3,127:2").tee;
         assert_eq!([0, 10, 127, 1].map(|rank| map.of(rank)), [1, 3, 2, 0].map(streams));
         for wrong in ["4", "-1", "0:4", "0:", ":1", "a:1", "0:1,", "0:1,2", "all"] {
-            assert!(refusal(&format!("--redirects={wrong} train")).contains("--redirects"), "{wrong}");
+            assert!(
+                refusal(&format!("--redirects={wrong} train")).contains("--redirects"),
+                "{wrong}"
+            );
         }
     }
 
@@ -124,7 +146,10 @@ mod tests {
 
     #[test]
     fn two_commas_are_a_comma() {
-        assert_eq!(output("--duplicate-stdout-filters apple,orange").stdout_filters, ["apple", "orange"]);
+        assert_eq!(
+            output("--duplicate-stdout-filters apple,orange").stdout_filters,
+            ["apple", "orange"]
+        );
         assert_eq!(output("--duplicate_stderr_filters a,,b,c").stderr_filters, ["a,b", "c"]);
         assert_eq!(output("--duplicate_stderr_filters=,,").stderr_filters, [","]);
         assert!(output("--duplicate_stderr_filters=").stderr_filters.is_empty());

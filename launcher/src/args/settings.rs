@@ -42,7 +42,8 @@ impl Settings<'_> {
     /// The variable that stands in for a flag.
     fn stand_in(&self, flag: &str) -> Option<Setting> {
         let has_variable = FLAGS.iter().any(|known| known.name == flag && known.has_variable);
-        has_variable.then(|| self.variable(&format!("PET_{}", flag.replace('-', "_").to_uppercase())))?
+        has_variable
+            .then(|| self.variable(&format!("PET_{}", flag.replace('-', "_").to_uppercase())))?
     }
 
     /// A variable that is set and not empty.
@@ -54,7 +55,9 @@ impl Settings<'_> {
     /// Whether a flag without a value was given. Its variable is a number; 0 is no.
     pub fn is_on(&self, flag: &str) -> Result<bool, Usage> {
         match self.stand_in(flag) {
-            Some(setting) if !self.matches.get_flag(flag) => Ok(setting.number(i64::MIN, "0 or 1")? != 0),
+            Some(setting) if !self.matches.get_flag(flag) => {
+                Ok(setting.number(i64::MIN, "0 or 1")? != 0)
+            }
             _ => Ok(self.matches.get_flag(flag)),
         }
     }
@@ -76,9 +79,13 @@ impl Settings<'_> {
     /// A flag whose value is another flag lacks its value.
     pub fn refuse_flags_as_values(&self) -> Result<(), Usage> {
         for flag in FLAGS.iter().filter(|flag| flag.value.is_some()) {
-            let taken = self.matches.get_one::<OsString>(flag.name).and_then(|value| value.to_str());
+            let taken =
+                self.matches.get_one::<OsString>(flag.name).and_then(|value| value.to_str());
             if let Some(other) = taken.filter(|value| flags::is_flag(value)) {
-                return Err(Usage(format!("--{} lacks its value: '{other}' follows it", flag.name)));
+                return Err(Usage(format!(
+                    "--{} lacks its value: '{other}' follows it",
+                    flag.name
+                )));
             }
         }
         Ok(())
@@ -88,7 +95,12 @@ impl Settings<'_> {
         self.get(flag).map(|setting| setting.text().map(String::from)).transpose()
     }
 
-    pub fn get_number<T: FromStr + PartialOrd>(&self, flag: &str, least: T, right: &str) -> Result<Option<T>, Usage> {
+    pub fn get_number<T: FromStr + PartialOrd>(
+        &self,
+        flag: &str,
+        least: T,
+        right: &str,
+    ) -> Result<Option<T>, Usage> {
         self.get(flag).map(|setting| setting.number(least, right)).transpose()
     }
 
@@ -137,8 +149,8 @@ impl Setting {
         self.value.to_str().ok_or_else(|| self.wrong("UTF-8"))
     }
 
-    /// Without quotes and white space around it, which can be part of no name or number, only of paths and of texts to
-    /// look for.
+    /// Without quotes and white space around it, which can be part of no name or number, only of
+    /// paths and of texts to look for.
     pub fn text(&self) -> Result<&str, Usage> {
         self.literal().map(|text| unquoted(text.trim()).trim())
     }
@@ -177,7 +189,10 @@ pub fn unquoted(text: &str) -> &str {
 pub const LONGEST: f64 = 1e6;
 
 pub fn seconds(text: &str) -> Option<Duration> {
-    text.parse().ok().filter(|seconds| (0.0..=LONGEST).contains(seconds)).map(Duration::from_secs_f64)
+    text.parse()
+        .ok()
+        .filter(|seconds| (0.0..=LONGEST).contains(seconds))
+        .map(Duration::from_secs_f64)
 }
 
 /// `host`, `host:number`, `[v6]` or `[v6]:number`.
@@ -194,5 +209,6 @@ pub fn host_and_number<N: FromStr>(text: &str) -> Option<(String, Option<N>)> {
 pub fn host(text: &str) -> Option<String> {
     let host = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
     let is_of_hosts = |letter: char| letter.is_ascii_alphanumeric() || "._:%-".contains(letter);
-    (!host.is_empty() && !host.starts_with('-') && host.chars().all(is_of_hosts)).then(|| host.into())
+    (!host.is_empty() && !host.starts_with('-') && host.chars().all(is_of_hosts))
+        .then(|| host.into())
 }

@@ -36,7 +36,8 @@ pub enum Event {
     Exited { round: u32, rank: u32, end: String },
     /// All its workers have ended well.
     Finished { round: u32 },
-    /// All its workers are gone, after a failure or an order. `cause` tells of its first failure in full.
+    /// All its workers are gone, after a failure or an order. `cause` tells of its first failure in
+    /// full.
     Stopped { round: u32, cause: Option<String> },
     /// It was sent a signal and will end.
     Leaving { signal: i32 },

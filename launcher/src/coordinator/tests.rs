@@ -68,7 +68,10 @@ impl Test {
     fn ranks(&mut self) -> (Vec<(AgentId, u32)>, u32) {
         let started = self.started();
         let world_size = started[0].1.world_size;
-        (started.into_iter().map(|(agent, placement)| (agent, placement.first_rank)).collect(), world_size)
+        (
+            started.into_iter().map(|(agent, placement)| (agent, placement.first_rank)).collect(),
+            world_size,
+        )
     }
 
     /// Who was told to stop, and what was said.
@@ -103,7 +106,10 @@ impl Test {
                 other => panic!("{other:?}"),
             })
             .collect();
-        assert!(!verdicts.is_empty() && verdicts.iter().all(|verdict| *verdict == verdicts[0]), "{verdicts:?}");
+        assert!(
+            !verdicts.is_empty() && verdicts.iter().all(|verdict| *verdict == verdicts[0]),
+            "{verdicts:?}"
+        );
         (verdicts[0].code, verdicts[0].cause.clone())
     }
 }
@@ -142,7 +148,8 @@ fn nodes_at_an_endpoint_are_ranked_as_they_come() {
         test.join(agent, workers);
     }
     let started = test.started();
-    let ranks: Vec<_> = started.iter().map(|(agent, p)| (*agent, p.group_rank, p.first_rank)).collect();
+    let ranks: Vec<_> =
+        started.iter().map(|(agent, p)| (*agent, p.group_rank, p.first_rank)).collect();
     assert_eq!(ranks, [(0, 0, 0), (1, 1, 1), (2, 2, 4)]);
 }
 
@@ -214,7 +221,10 @@ fn restarts_are_counted_and_finished_nodes_take_part() {
     test.finish(LEADER);
     test.fail(1, End::Exit(3));
     let (agents, said) = test.stops();
-    assert_eq!((agents, said.unwrap().as_str()), (vec![0, 1], "agent 1: exit code 3; restart 1 of 1"));
+    assert_eq!(
+        (agents, said.unwrap().as_str()),
+        (vec![0, 1], "agent 1: exit code 3; restart 1 of 1")
+    );
     test.stopped(1, None);
     test.stopped(LEADER, None);
     let started = test.started();
@@ -258,7 +268,11 @@ fn a_node_that_was_started_again_takes_its_own_place() {
     test.started();
     let node = Node { host: "host1".into(), ..test.coordinator.agents[&1].node.clone() };
     test.tell(2, Event::Joined { node });
-    assert!(matches!(&test.orders[..], [(1, Order::End(_)), (LEADER, Order::Stop { .. })]), "{:?}", test.orders);
+    assert!(
+        matches!(&test.orders[..], [(1, Order::End(_)), (LEADER, Order::Stop { .. })]),
+        "{:?}",
+        test.orders
+    );
     test.orders.clear();
     test.stopped(LEADER, None);
     assert_eq!(test.ranks(), (vec![(0, 0), (2, 1)], 2));
@@ -268,7 +282,8 @@ fn a_node_that_was_started_again_takes_its_own_place() {
 fn nodes_must_agree_on_their_number() {
     let mut test = Test::new(STATIC);
     test.join(LEADER, 1);
-    let node = Node { nodes: (1, 3), node_rank: Some(1), ..test.coordinator.agents[&LEADER].node.clone() };
+    let node =
+        Node { nodes: (1, 3), node_rank: Some(1), ..test.coordinator.agents[&LEADER].node.clone() };
     test.tell(1, Event::Joined { node });
     assert_eq!(test.end(), (1, Some("--nnodes is 1:3 here, but 2 on the leading node".into())));
 }
@@ -376,7 +391,11 @@ fn an_agent_that_does_not_stop_its_workers_is_given_up() {
     test.stops();
     test.stopped(LEADER, Some("rank 0 ..."));
     test.pass(test.coordinator.grace + STOPPING);
-    assert!(matches!(&test.orders[0], (1, Order::End(verdict)) if verdict.code == 1), "{:?}", test.orders);
+    assert!(
+        matches!(&test.orders[0], (1, Order::End(verdict)) if verdict.code == 1),
+        "{:?}",
+        test.orders
+    );
     test.orders.remove(0);
     assert_eq!(test.end(), (3, Some("rank 0 ...".into())));
 }

@@ -1,4 +1,5 @@
-//! Drives the real flow-launch. Workers are small shell scripts. Its `net` is also used by the tests of flow-tests.
+//! Drives the real flow-launch. Workers are small shell scripts. Its `net` is also used by the
+//! tests of flow-tests.
 #![allow(dead_code)] // Each test file uses a part of it.
 
 pub mod net;
@@ -42,12 +43,16 @@ pub fn binary() -> &'static str {
     }
 }
 
-/// flow-launch with these arguments, without the note on OMP_NUM_THREADS, and with no signal ignored (as SIGINT is where
-/// tests run in the background of a script).
+/// flow-launch with these arguments, without the note on OMP_NUM_THREADS, and with no signal
+/// ignored (as SIGINT is where tests run in the background of a script).
 pub fn launcher(arguments: &[&str]) -> Command {
     let mut command = Command::new("env");
     command.args(["--default-signal", binary()]).args(arguments);
-    command.env("OMP_NUM_THREADS", "1").env("FLOW_TOKEN", "secret").env_remove("FLOW_LOG").stdin(Stdio::null());
+    command
+        .env("OMP_NUM_THREADS", "1")
+        .env("FLOW_TOKEN", "secret")
+        .env_remove("FLOW_LOG")
+        .stdin(Stdio::null());
     command
 }
 
@@ -69,7 +74,9 @@ pub fn finish(mut child: Child) -> Finished {
     let stdout = child.stdout.take().map(|pipe| thread::spawn(|| read(pipe)));
     let stderr = child.stderr.take().map(|pipe| thread::spawn(|| read(pipe)));
     let code = wait(&mut child);
-    let text = |reader: Option<thread::JoinHandle<String>>| reader.map_or_else(String::new, |r| r.join().unwrap());
+    let text = |reader: Option<thread::JoinHandle<String>>| {
+        reader.map_or_else(String::new, |r| r.join().unwrap())
+    };
     Finished { code, stdout: text(stdout), stderr: text(stderr) }
 }
 
@@ -122,7 +129,9 @@ impl Running {
         let lines: Vec<_> = (0..count).map(|_| self.line()).collect();
         lines
             .iter()
-            .flat_map(|line| line.split(' ').map(|word| word.parse().expect(line)).collect::<Vec<_>>())
+            .flat_map(|line| {
+                line.split(' ').map(|word| word.parse().expect(line)).collect::<Vec<_>>()
+            })
             .collect()
     }
 
@@ -144,7 +153,11 @@ impl Running {
 fn finish_stderr(child: &mut Child) -> Finished {
     let stderr = child.stderr.take().map(|pipe| thread::spawn(|| read(pipe)));
     let code = wait(child);
-    Finished { code, stdout: String::new(), stderr: stderr.map_or_else(String::new, |r| r.join().unwrap()) }
+    Finished {
+        code,
+        stdout: String::new(),
+        stderr: stderr.map_or_else(String::new, |r| r.join().unwrap()),
+    }
 }
 
 /// Whether a process exists and is not merely waiting to be reaped by whoever adopted it.
@@ -175,10 +188,14 @@ pub fn named<'a>(events: &'a [Value], name: &str) -> Vec<&'a Value> {
     events.iter().filter(|event| event["event"] == name).collect()
 }
 
-/// How many seconds after the first order to stop, as a file of events has it, rank 0 had to be killed.
+/// How many seconds after the first order to stop, as a file of events has it, rank 0 had to be
+/// killed.
 pub fn seconds_until_killed(path: &Path) -> f64 {
     let events = events(path);
-    let killed = named(&events, "exit").into_iter().find(|exit| exit["rank"] == 0 && exit["signal"] == 9).unwrap();
+    let killed = named(&events, "exit")
+        .into_iter()
+        .find(|exit| exit["rank"] == 0 && exit["signal"] == 9)
+        .unwrap();
     let time = |event: &Value| event["time"].as_str().unwrap().parse::<Timestamp>().unwrap();
     time(killed).duration_since(time(named(&events, "stop")[0])).as_secs_f64()
 }

@@ -1,7 +1,9 @@
-//! Machines for tests: namespaces with a network between them, each with its own host name, processes and `/dev/shm`.
+//! Machines for tests: namespaces with a network between them, each with its own host name,
+//! processes and `/dev/shm`.
 //!
-//! The kernel ends a machine with the thread that made it, however that ends, and with the machine all its processes,
-//! its network and its shared memory. Nothing has a name that could stay behind or be in another test's way.
+//! The kernel ends a machine with the thread that made it, however that ends, and with the machine
+//! all its processes, its network and its shared memory. Nothing has a name that could stay behind
+//! or be in another test's way.
 
 use std::fs::{self, File};
 use std::io::{pipe, BufRead, BufReader};
@@ -34,12 +36,16 @@ pub fn ipv6(node: usize) -> String {
 impl Net {
     /// None, and a line that says why, where this machine does not allow it.
     pub fn new(nodes: usize) -> Option<Net> {
-        Net::make(nodes).inspect_err(|why| println!("SKIPPED: jobs on several machines: {why}")).ok()
+        Net::make(nodes)
+            .inspect_err(|why| println!("SKIPPED: jobs on several machines: {why}"))
+            .ok()
     }
 
     fn make(count: usize) -> Result<Net, String> {
-        let switch = Machine::start("ip link add name bridge type bridge && ip link set bridge up")?;
-        let hosts: String = (0..count).map(|node| format!("{} node{node}\\n", ipv4(node))).collect();
+        let switch =
+            Machine::start("ip link add name bridge type bridge && ip link set bridge up")?;
+        let hosts: String =
+            (0..count).map(|node| format!("{} node{node}\\n", ipv4(node))).collect();
         let mut nodes = Vec::new();
         for node in 0..count {
             // The file of host names lives on, without a name, where it is mounted.
@@ -84,8 +90,8 @@ impl Net {
         Agent { node, entered, pid, stdout, stderr }
     }
 
-    /// A stand-in for ssh: `PATH HOST COMMAND` runs the command on a node, with nothing of the caller's environment. It
-    /// is gone when the folder is dropped.
+    /// A stand-in for ssh: `PATH HOST COMMAND` runs the command on a node, with nothing of the
+    /// caller's environment. It is gone when the folder is dropped.
     pub fn remote_shell(&self) -> (TempDir, String) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("ssh");
@@ -106,7 +112,9 @@ impl Net {
     /// Runs a function in the network of a node.
     pub fn within<T: Send>(&self, node: usize, function: impl FnOnce() -> T + Send) -> T {
         let network = File::open(format!("/proc/{}/ns/net", self.nodes[node].init)).unwrap();
-        let enter = || move_into_link_name_space(network.as_fd(), Some(LinkNameSpaceType::Network)).unwrap();
+        let enter = || {
+            move_into_link_name_space(network.as_fd(), Some(LinkNameSpaceType::Network)).unwrap()
+        };
         thread::scope(|scope| {
             let entered = scope.spawn(|| {
                 enter();
@@ -126,10 +134,12 @@ impl Net {
         self.switch.configure(&format!("ip link set port{node} up")).unwrap();
     }
 
-    /// Makes the link of a node slow, both ways: its bits per second, as tc writes them. False, and a line that says
-    /// why, where this machine does not allow it.
+    /// Makes the link of a node slow, both ways: its bits per second, as tc writes them. False, and
+    /// a line that says why, where this machine does not allow it.
     pub fn slow(&self, node: usize, rate: &str) -> bool {
-        let limit = |link: &str| format!("tc qdisc add dev {link} root tbf rate {rate} burst 2kb latency 2s");
+        let limit = |link: &str| {
+            format!("tc qdisc add dev {link} root tbf rate {rate} burst 2kb latency 2s")
+        };
         let limited = self.switch.configure(&limit(&format!("port{node}")));
         let limited = limited.and_then(|()| self.nodes[node].configure(&limit("eth0")));
         limited.inspect_err(|why| println!("SKIPPED: a job over a slow link: {why}")).is_ok()
@@ -171,10 +181,23 @@ impl Machine {
     fn start(set_up: &str) -> Result<Machine, String> {
         let (output, said) = pipe().unwrap();
         // As on a real machine, the first process reaps those whose parents are gone.
-        let script = format!("{{ ip link set lo up && {set_up}; }} || exit; sleep infinity & echo ready; wait");
+        let script = format!(
+            "{{ ip link set lo up && {set_up}; }} || exit; sleep infinity & echo ready; wait"
+        );
         let mut command = Command::new("setpriv");
-        command.args(["--pdeathsig", "KILL", "unshare", "--net", "--uts", "--ipc", "--mount", "--pid"]);
-        command.args(["--fork", "--kill-child", "--mount-proc", "sh", "-c", &script]).stdin(Stdio::null());
+        command.args([
+            "--pdeathsig",
+            "KILL",
+            "unshare",
+            "--net",
+            "--uts",
+            "--ipc",
+            "--mount",
+            "--pid",
+        ]);
+        command
+            .args(["--fork", "--kill-child", "--mount-proc", "sh", "-c", &script])
+            .stdin(Stdio::null());
         command.stdout(said.try_clone().unwrap()).stderr(said);
         let holder = command.spawn().map_err(|error| format!("setpriv: {error}"))?;
         drop(command);
@@ -212,21 +235,30 @@ impl Machine {
         let Some(here) = namespace(self.init) else { return Vec::new() };
         let all = fs::read_dir("/proc").unwrap().flatten();
         let pids = all.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-        pids.filter(|pid| !self.own.contains(pid) && namespace(*pid).as_ref() == Some(&here) && is_alive(*pid))
-            .collect()
+        pids.filter(|pid| {
+            !self.own.contains(pid) && namespace(*pid).as_ref() == Some(&here) && is_alive(*pid)
+        })
+        .collect()
     }
 
     /// The names in a folder below the machine's first process in `/proc`.
     fn names(&self, folder: &str) -> Vec<String> {
-        let entries = fs::read_dir(format!("/proc/{}/{folder}", self.init)).into_iter().flatten().flatten();
+        let entries =
+            fs::read_dir(format!("/proc/{}/{folder}", self.init)).into_iter().flatten().flatten();
         entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
     }
 
     /// The lines of `/proc/net/tcp` on sockets that listen.
     fn listening(&self) -> Vec<String> {
-        let table = |name| fs::read_to_string(format!("/proc/{}/net/{name}", self.init)).unwrap_or_default();
+        let table = |name| {
+            fs::read_to_string(format!("/proc/{}/net/{name}", self.init)).unwrap_or_default()
+        };
         let lines = [table("tcp"), table("tcp6")].concat();
-        lines.lines().filter(|line| line.split_whitespace().nth(3) == Some("0A")).map(str::to_string).collect()
+        lines
+            .lines()
+            .filter(|line| line.split_whitespace().nth(3) == Some("0A"))
+            .map(str::to_string)
+            .collect()
     }
 
     fn kill(&self) {
@@ -287,7 +319,12 @@ impl Agent {
 impl Drop for Agent {
     fn drop(&mut self) {
         if thread::panicking() {
-            println!("node{} wrote:\n{}\nand to stderr:\n{}", self.node, self.stdout(), self.stderr());
+            println!(
+                "node{} wrote:\n{}\nand to stderr:\n{}",
+                self.node,
+                self.stdout(),
+                self.stderr()
+            );
         }
     }
 }

@@ -1,4 +1,5 @@
-//! Python as the tests use it: PYTHON or python3, and an environment in which flow-launch's wheel is installed.
+//! Python as the tests use it: PYTHON or python3, and an environment in which flow-launch's wheel
+//! is installed.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -23,25 +24,35 @@ fn packages() -> PathBuf {
     String::from_utf8(output.stdout).unwrap().trim_end().into()
 }
 
-/// What goes to PYTHONPATH for PyTorch, and for the libraries that `scripts/setup --python-libraries` gets.
+/// What goes to PYTHONPATH for PyTorch, and for the libraries that
+/// `scripts/setup --python-libraries` gets.
 pub fn python_path() -> String {
     format!("{}:{}", root().join(".python-libraries").display(), packages().display())
 }
 
 /// Whether there is such a module; says so if not.
 pub fn have(module: &str) -> bool {
-    let program = format!("import importlib.util, sys; sys.exit(importlib.util.find_spec('{module}') is None)");
+    let program = format!(
+        "import importlib.util, sys; sys.exit(importlib.util.find_spec('{module}') is None)"
+    );
     let mut command = Command::new(python());
-    let found = command.args(["-c", &program]).env("PYTHONPATH", python_path()).status().is_ok_and(|s| s.success());
+    let found = command
+        .args(["-c", &program])
+        .env("PYTHONPATH", python_path())
+        .status()
+        .is_ok_and(|s| s.success());
     if !found {
         let option = if module == "torch" { "--pytorch" } else { "--python-libraries" };
-        println!("SKIPPED: Python's {module}: {} has none (scripts/setup {option} gets it)", python());
+        println!(
+            "SKIPPED: Python's {module}: {} has none (scripts/setup {option} gets it)",
+            python()
+        );
     }
     found
 }
 
-/// The folder of programs of an environment in which the wheel is installed; None, said aloud, where there is no pip. It
-/// is made once by each test program, and named after it.
+/// The folder of programs of an environment in which the wheel is installed; None, said aloud,
+/// where there is no pip. It is made once by each test program, and named after it.
 pub fn installed(name: &str) -> Option<&'static Path> {
     static FOLDER: OnceLock<Option<PathBuf>> = OnceLock::new();
     let folder = FOLDER.get_or_init(|| install(Path::new(env!("CARGO_TARGET_TMPDIR")).join(name)));
@@ -52,7 +63,11 @@ pub fn installed(name: &str) -> Option<&'static Path> {
 }
 
 fn install(folder: PathBuf) -> Option<PathBuf> {
-    if !Command::new("python3").args(["-m", "pip", "--version"]).output().is_ok_and(|output| output.status.success()) {
+    if !Command::new("python3")
+        .args(["-m", "pip", "--version"])
+        .output()
+        .is_ok_and(|output| output.status.success())
+    {
         return None;
     }
     let _ = std::fs::remove_dir_all(&folder);
@@ -67,6 +82,12 @@ fn install(folder: PathBuf) -> Option<PathBuf> {
     let wheel = succeed(&mut build);
     let mut install = Command::new("python3");
     install.args(["-m", "pip", "--python"]).arg(folder.join("bin/python"));
-    succeed(install.args(["install", "--quiet", "--no-index", "--disable-pip-version-check", wheel.trim_end()]));
+    succeed(install.args([
+        "install",
+        "--quiet",
+        "--no-index",
+        "--disable-pip-version-check",
+        wheel.trim_end(),
+    ]));
     Some(folder.join("bin"))
 }

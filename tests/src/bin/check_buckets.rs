@@ -13,9 +13,11 @@ fn main() -> Result<()> {
         "pieces" => pieces(&group)?,
         "refused" => refused(&group)?,
         "other_lengths" => other_lengths(&group)?,
-        "given_up" => {
-            given_up(&group, Some("the loss is not finite"), "rank 1 aborted the group: the loss is not finite")?
-        }
+        "given_up" => given_up(
+            &group,
+            Some("the loss is not finite"),
+            "rank 1 aborted the group: the loss is not finite",
+        )?,
         "left" => given_up(&group, None, "has left the group")?,
         _ => bail!("there is no scenario {scenario}"),
     }
@@ -53,8 +55,10 @@ fn pieces(group: &ProcessGroup) -> Result<()> {
         let segments = bucket(group, &[1, 0, 70_000, 3], 1.0 + group.rank() as f32)?;
         ensure!(group.post_bucket(&segments, ReduceOp::Sum)?);
         if group.rank() == 1 {
-            // Rank 0 has not yet done its part, or has: only what is finished can be posted or placed.
-            let error = group.post_bucket(&segments, ReduceOp::Sum).err().context("posted twice")?;
+            // Rank 0 has not yet done its part, or has: only what is finished can be posted or
+            // placed.
+            let error =
+                group.post_bucket(&segments, ReduceOp::Sum).err().context("posted twice")?;
             ensure!(error.to_string().contains("is being reduced already"), "{error}");
             ensure!(!segments.place(0, Piece(filled(group, 1, 9.0)?, 0)));
         }
@@ -72,7 +76,10 @@ fn refused(group: &ProcessGroup) -> Result<()> {
     ensure!(!segments.place(0, Piece(filled(group, 4, 0.0)?, 4)), "too short");
     ensure!(!segments.place(0, vec![0_u8; 16]), "not shared");
     ensure!(segments.place(0, Piece(filled(group, 4, 0.0)?, 0)));
-    let not_all = group.post_bucket(&Arc::new(segments), ReduceOp::Sum).err().context("piece 1 is missing")?;
+    let not_all = group
+        .post_bucket(&Arc::new(segments), ReduceOp::Sum)
+        .err()
+        .context("piece 1 is missing")?;
     ensure!(not_all.to_string().contains("not all its pieces are placed"), "{not_all}");
 
     for lengths in [vec![usize::MAX, 1], vec![1 << 62], vec![1 << 61, 1 << 61]] {
@@ -83,8 +90,14 @@ fn refused(group: &ProcessGroup) -> Result<()> {
     }
 
     let elsewhere = ProcessGroup::from_env()?;
-    let error = group.post_bucket(&bucket(&elsewhere, &[9], 1.0)?, ReduceOp::Sum).err().context("of another job")?;
-    ensure!(matches!(error, Error::Argument { .. }) && error.to_string().contains("segments()"), "{error}");
+    let error = group
+        .post_bucket(&bucket(&elsewhere, &[9], 1.0)?, ReduceOp::Sum)
+        .err()
+        .context("of another job")?;
+    ensure!(
+        matches!(error, Error::Argument { .. }) && error.to_string().contains("segments()"),
+        "{error}"
+    );
     let mut sum = [1.0_f32];
     group.all_reduce(&mut sum, ReduceOp::Sum)?;
     ensure!(sum == [2.0]);
@@ -103,7 +116,8 @@ fn other_lengths(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// Rank 1 gives its bucket up when both have posted theirs, saying why or not, and rank 0 hears of it late.
+/// Rank 1 gives its bucket up when both have posted theirs, saying why or not, and rank 0 hears of
+/// it late.
 fn given_up(world: &ProcessGroup, cause: Option<&str>, told: &str) -> Result<()> {
     let group = world.duplicate()?;
     // So many pieces that the table of their places is several pages.

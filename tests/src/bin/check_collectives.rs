@@ -1,5 +1,5 @@
-//! Compares every collective with a plain reference, over all types, reductions, sizes and kinds of memory. Started
-//! as any number of ranks; each checks its own results.
+//! Compares every collective with a plain reference, over all types, reductions, sizes and kinds of
+//! memory. Started as any number of ranks; each checks its own results.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::OnceLock;
@@ -171,7 +171,8 @@ macro_rules! integer_reference {
 
 integer_reference!(i32, i64, u8);
 
-/// Element `index` of rank `rank`'s input, the same in every process (the finaliser of MurmurHash3).
+/// Element `index` of rank `rank`'s input, the same in every process (the finaliser of
+/// MurmurHash3).
 fn value<T: Reference>(rank: usize, index: usize) -> T {
     let mut seed = (rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ index as u64;
     seed = (seed ^ seed >> 33).wrapping_mul(0xff51_afd7_ed55_8ccd);
@@ -185,7 +186,8 @@ fn reduced<T: Reference>(op: ReduceOp, size: usize, index: usize) -> T {
     T::reduce(op, &values[..size])
 }
 
-/// As [`reduced`], as all_reduce does it for `count` elements: in each node first where they are many.
+/// As [`reduced`], as all_reduce does it for `count` elements: in each node first where they are
+/// many.
 fn all_reduced<T: Reference>(op: ReduceOp, size: usize, count: usize, index: usize) -> T {
     let exact = op == ReduceOp::Avg && matches!(T::DTYPE, DType::I32 | DType::I64 | DType::U8);
     let nodes = NODES.get().map_or(&[0_u32][..], |nodes| nodes);
@@ -218,7 +220,8 @@ fn all_reduced<T: Reference>(op: ReduceOp, size: usize, count: usize, index: usi
 }
 
 fn check<T: Reference>(case: &str, got: &[T], expected: impl Fn(usize) -> T) -> Result<()> {
-    let wrong = got.iter().enumerate().find(|&(index, element)| element.bits() != expected(index).bits());
+    let wrong =
+        got.iter().enumerate().find(|&(index, element)| element.bits() != expected(index).bits());
     if let Some((index, element)) = wrong {
         anyhow::bail!("{case}: element {index} is {element:?} and not {:?}", expected(index));
     }
@@ -242,7 +245,9 @@ impl<'a, T: Reference> Grid<'a, T> {
             for place in [Place::Shared, Place::Ordinary, Place::Mixed] {
                 root = (root + 1) % group.world_size();
                 let grid = Self { group, count, place, root, element: std::marker::PhantomData };
-                for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Product, ReduceOp::Min, ReduceOp::Max] {
+                for op in
+                    [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Product, ReduceOp::Min, ReduceOp::Max]
+                {
                     grid.reductions(op)?;
                 }
                 grid.movements()?;
@@ -256,10 +261,14 @@ impl<'a, T: Reference> Grid<'a, T> {
     fn case(&self, operation: &str) -> String {
         let (rank, size) = (self.group.rank(), self.group.world_size());
         let Self { count, place, root, .. } = self;
-        format!("{operation} of {count} x {}, {place:?}, root {root}, rank {rank} of {size}", T::DTYPE)
+        format!(
+            "{operation} of {count} x {}, {place:?}, root {root}, rank {rank} of {size}",
+            T::DTYPE
+        )
     }
 
-    /// A buffer that begins as `content` says. `flip` swaps who has shared memory where it is mixed.
+    /// A buffer that begins as `content` says. `flip` swaps who has shared memory where it is
+    /// mixed.
     fn memory(&self, len: usize, flip: usize, content: impl Fn(usize) -> T) -> Result<Memory<T>> {
         let shared = match self.place {
             Place::Shared => true,
@@ -286,7 +295,9 @@ impl<'a, T: Reference> Grid<'a, T> {
 
     /// Whether all ranks hold the same bits.
     fn agree(&self, case: &str, data: &[T]) -> Result<()> {
-        let hash = data.iter().fold(7_i64, |hash, element| hash.wrapping_mul(31).wrapping_add(element.bits() as i64));
+        let hash = data
+            .iter()
+            .fold(7_i64, |hash, element| hash.wrapping_mul(31).wrapping_add(element.bits() as i64));
         let mut hashes = vec![0; self.group.world_size()];
         self.group.all_gather(&[hash], &mut hashes)?;
         ensure!(hashes.iter().all(|&other| other == hash), "{case}: ranks hold different bits");
@@ -306,7 +317,13 @@ impl<'a, T: Reference> Grid<'a, T> {
         let case = self.case(&format!("reduce {op}"));
         let mut data = self.own(count)?;
         group.reduce(&mut data, op, root)?;
-        check(&case, &data, |index| if rank == root { reduced(op, size, index) } else { value(rank, index) })?;
+        check(&case, &data, |index| {
+            if rank == root {
+                reduced(op, size, index)
+            } else {
+                value(rank, index)
+            }
+        })?;
 
         let case = self.case(&format!("reduce_scatter {op}"));
         let (input, mut output) = (self.own(size * count)?, self.blank(count)?);
@@ -334,7 +351,9 @@ impl<'a, T: Reference> Grid<'a, T> {
         let case = self.case("gather");
         let mut output = (rank == root).then(|| self.blank(size * count)).transpose()?;
         group.gather(&input, output.as_mut(), root)?;
-        check(&case, output.as_deref().unwrap_or_default(), |index| value(index / count, index % count))?;
+        check(&case, output.as_deref().unwrap_or_default(), |index| {
+            value(index / count, index % count)
+        })?;
 
         let case = self.case("scatter");
         let input = (rank == root).then(|| self.own(size * count)).transpose()?;
@@ -399,11 +418,15 @@ fn overlapping<T: Reference>(group: &ProcessGroup, count: usize) -> Result<()> {
 
     let mut between = own::<T>(rank, count);
     group.all_reduce(&mut between, ReduceOp::Product)?;
-    check("blocking all_reduce between", &between, |index| all_reduced(ReduceOp::Product, size, count, index))?;
+    check("blocking all_reduce between", &between, |index| {
+        all_reduced(ReduceOp::Product, size, count, index)
+    })?;
 
-    let reduce_scatter = group.reduce_scatter_async(own::<T>(rank, size * count), blank(count), ReduceOp::Avg)?;
+    let reduce_scatter =
+        group.reduce_scatter_async(own::<T>(rank, size * count), blank(count), ReduceOp::Avg)?;
     let all_to_all = group.all_to_all_async(own::<T>(rank, size * count), blank(size * count))?;
-    let gather = group.gather_async(own::<T>(rank, count), at_root(rank == root, size * count), root)?;
+    let gather =
+        group.gather_async(own::<T>(rank, count), at_root(rank == root, size * count), root)?;
     let scatter = group.scatter_async(at_root(rank == root, size * count), blank(count), root)?;
     let barrier = group.barrier_async()?;
 
@@ -412,20 +435,29 @@ fn overlapping<T: Reference>(group: &ProcessGroup, count: usize) -> Result<()> {
     check("scatter_async", &scatter.wait()?.1, |index| value(root, rank * count + index))?;
     let gathered = gather.wait()?.1.unwrap_or_default();
     check("gather_async", &gathered, |index| value(index / count, index % count))?;
-    check("all_to_all_async", &all_to_all.wait()?.1, |i| value(i / count, rank * count + i % count))?;
+    check("all_to_all_async", &all_to_all.wait()?.1, |i| {
+        value(i / count, rank * count + i % count)
+    })?;
     let scattered = reduce_scatter.wait()?.1;
-    check("reduce_scatter_async", &scattered, |index| reduced(ReduceOp::Avg, size, rank * count + index))?;
+    check("reduce_scatter_async", &scattered, |index| {
+        reduced(ReduceOp::Avg, size, rank * count + index)
+    })?;
     check("all_gather_async", &all_gather.wait()?.1, |index| value(index / count, index % count))?;
     check("broadcast_async", &broadcast.wait()?, |index| value(root, index))?;
-    let kept = |index| if rank == root { reduced(ReduceOp::Min, size, index) } else { value(rank, index) };
+    let kept =
+        |index| if rank == root { reduced(ReduceOp::Min, size, index) } else { value(rank, index) };
     check("reduce_async", &reduce.wait()?, kept)?;
     let in_place = all_reduce_in_place.wait()?;
-    check("all_reduce_async, shared", &in_place, |index| all_reduced(ReduceOp::Max, size, count, index))?;
-    check("all_reduce_async", &all_reduce.wait()?, |index| all_reduced(ReduceOp::Sum, size, count, index))
+    check("all_reduce_async, shared", &in_place, |index| {
+        all_reduced(ReduceOp::Max, size, count, index)
+    })?;
+    check("all_reduce_async", &all_reduce.wait()?, |index| {
+        all_reduced(ReduceOp::Sum, size, count, index)
+    })
 }
 
-/// Every rank sends to and receives from every other at once, in shared and ordinary memory; messages between two
-/// ranks keep their order.
+/// Every rank sends to and receives from every other at once, in shared and ordinary memory;
+/// messages between two ranks keep their order.
 fn crossing_messages<T: Reference>(group: &ProcessGroup, count: usize) -> Result<()> {
     let rank = group.rank();
     let others: Vec<usize> = (0..group.world_size()).filter(|&other| other != rank).collect();
@@ -461,9 +493,14 @@ fn unaligned_parts(group: &ProcessGroup) -> Result<()> {
     let mut data = group.alloc_shared::<f32>(start + count + 5)?;
     data[start..start + count].copy_from_slice(&own::<f32>(rank, count));
     group.all_reduce(&mut data[start..start + count], ReduceOp::Sum)?;
-    check("all_reduce of a part", &data[start..start + count], |index| all_reduced(ReduceOp::Sum, size, count, index))?;
+    check("all_reduce of a part", &data[start..start + count], |index| {
+        all_reduced(ReduceOp::Sum, size, count, index)
+    })?;
     let around = data[..start].iter().chain(&data[start + count..]);
-    ensure!(around.into_iter().all(|&element| element == 0.0), "all_reduce of a part wrote beside it");
+    ensure!(
+        around.into_iter().all(|&element| element == 0.0),
+        "all_reduce of a part wrote beside it"
+    );
     Ok(())
 }
 

@@ -1,5 +1,5 @@
-//! Trains, until something happens to rank 1 in step 5: `check_ddp_failures EVENT`. `nothing` trains on until it is
-//! killed, `five_steps` ends well.
+//! Trains, until something happens to rank 1 in step 5: `check_ddp_failures EVENT`. `nothing`
+//! trains on until it is killed, `five_steps` ends well.
 
 use std::io::Write;
 use std::time::Duration;
@@ -18,7 +18,8 @@ fn main() -> Result<()> {
     tch::set_num_threads(1);
     let group = ProcessGroup::from_env()?;
     let store = VarStore::new(group.device());
-    // Between the layers a tensor that is no parameter, whose hook runs when one bucket is ready and another is not.
+    // Between the layers a tensor that is no parameter, whose hook runs when one bucket is ready
+    // and another is not.
     let gate = Tensor::ones([1], FLOAT).set_requires_grad(true);
     let between = gate.shallow_clone();
     let mut net = nn::seq_t()
@@ -47,14 +48,21 @@ fn main() -> Result<()> {
                 "hang" => std::thread::sleep(Duration::from_secs(3600)),
                 "panic" => panic!("the model cannot go on"),
                 "thaw" => drop(frozen.set_requires_grad(true)),
-                "hook_panic" => _hook = Some(GradHook::install(&gate, |_| panic!("the hook cannot go on"))?),
-                "hook_error" => _hook = Some(GradHook::install(&gate, |_| Err("the hook has had enough".into()))?),
+                "hook_panic" => {
+                    _hook = Some(GradHook::install(&gate, |_| panic!("the hook cannot go on"))?)
+                }
+                "hook_error" => {
+                    _hook =
+                        Some(GradHook::install(&gate, |_| Err("the hook has had enough".into()))?)
+                }
                 "forward_only" | "forward_only_with_buffers" => drop(loss(&model)),
                 "forward_kept" => kept.push(loss(&model)),
                 "other_loss" => (&gate * 2).f_backward().map(|()| drop(loss(&model)))?,
                 "caught" => {
                     let last = Tensor::ones([1], FLOAT).set_requires_grad(true);
-                    let _fails = GradHook::install(&last, |_| Err("before any gradient of the model".into()))?;
+                    let _fails = GradHook::install(&last, |_| {
+                        Err("before any gradient of the model".into())
+                    })?;
                     let failed = (loss(&model) * &last).f_backward();
                     println!("caught: {failed:?}");
                 }
@@ -81,7 +89,8 @@ fn main() -> Result<()> {
             _hook = Some(GradHook::install(&gate, |_| Err("no rank can go on".into()))?);
         }
         if step == 5 && event == "five_steps"
-            || step == 8 && ["all_forward_only", "all_forward_kept", "evaluates"].contains(&event.as_str())
+            || step == 8
+                && ["all_forward_only", "all_forward_kept", "evaluates"].contains(&event.as_str())
         {
             break;
         }

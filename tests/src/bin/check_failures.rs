@@ -1,5 +1,5 @@
-//! Fails in a given way, as one of several ranks, and tells what error came of it: a line with the error's kind and
-//! its message, then one with those of the next call.
+//! Fails in a given way, as one of several ranks, and tells what error came of it: a line with the
+//! error's kind and its message, then one with those of the next call.
 
 use std::time::Duration;
 
@@ -58,7 +58,10 @@ fn main() -> Result<()> {
             sum(&group)
         }
         ["late", _] => sum(&group),
-        ["hang_once"] if group.rank() == 1 && std::env::var("TORCHELASTIC_RESTART_COUNT").as_deref() == Ok("0") => {
+        ["hang_once"]
+            if group.rank() == 1
+                && std::env::var("TORCHELASTIC_RESTART_COUNT").as_deref() == Ok("0") =>
+        {
             sleep_until_killed();
         }
         ["hang_once"] => sum(&group),
@@ -124,7 +127,8 @@ fn main() -> Result<()> {
             println!("received {message:?}");
             result.and_then(|_| receive(&group, "one"))
         }
-        // Rank 1, whose turn is the first, has died when rank 0 asks for a message of any rank; rank 2's is there.
+        // Rank 1, whose turn is the first, has died when rank 0 asks for a message of any rank;
+        // rank 2's is there.
         ["message_beside_death"] if group.rank() == 1 => {
             group.send_with_tag(&[i64::from(std::process::id())], 0, 3)?;
             group.recv(&mut [0_u8], 0)?;
@@ -216,7 +220,8 @@ fn endless(group: &ProcessGroup, what: &str, lives: Option<usize>) -> Result<(),
     let mut shared = group.alloc_shared::<f32>(LARGE)?;
     let mut ordinary = vec![1.0_f32; LARGE];
     let mut gathered = vec![0.0_f32; LARGE * group.world_size()];
-    let (next, previous) = ((group.rank() + 1) % group.world_size(), (group.rank() + group.world_size() - 1));
+    let (next, previous) =
+        ((group.rank() + 1) % group.world_size(), (group.rank() + group.world_size() - 1));
     for round in 0.. {
         if round == 3 {
             println!("looping");

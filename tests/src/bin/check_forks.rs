@@ -1,5 +1,5 @@
-//! What becomes of a rank that forks: its child, which is not replaced by another program, neither disturbs it nor hangs. One
-//! scenario by name.
+//! What becomes of a rank that forks: its child, which is not replaced by another program, neither
+//! disturbs it nor hangs. One scenario by name.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
@@ -55,7 +55,9 @@ impl Child {
         loop {
             match waitpid(self.0, Some(WaitPidFlag::WNOHANG))? {
                 WaitStatus::Exited(_, 0) => return Ok(()),
-                WaitStatus::StillAlive if begin.elapsed() < PATIENCE => std::thread::sleep(Duration::from_millis(2)),
+                WaitStatus::StillAlive if begin.elapsed() < PATIENCE => {
+                    std::thread::sleep(Duration::from_millis(2))
+                }
                 WaitStatus::StillAlive => {
                     kill(self.0, Signal::SIGKILL)?;
                     bail!("the forked process hangs");
@@ -68,7 +70,8 @@ impl Child {
 
 /// None in the child.
 fn forked() -> Result<Option<Child>> {
-    // SAFETY: the child uses no lock but those of the libraries that this is about, and malloc's, which is made for that.
+    // SAFETY: the child uses no lock but those of the libraries that this is about, and malloc's,
+    // which is made for that.
     match unsafe { fork() }? {
         ForkResult::Parent { child } => Ok(Some(Child(child))),
         ForkResult::Child => Ok(None),
@@ -83,7 +86,8 @@ fn sum_of_ranks(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// Uses all of a group, and has each rank wait so long for the others that it looks whether they have left.
+/// Uses all of a group, and has each rank wait so long for the others that it looks whether they
+/// have left.
 fn go_on(group: &ProcessGroup) -> Result<()> {
     let (rank, size) = (group.rank(), group.world_size());
     for late in 0..size {
@@ -106,21 +110,28 @@ fn is_forked<T>(what: &str, result: Result<T, Error>, group: &ProcessGroup) -> R
     let (rank, text) = (group.ranks()[group.rank()], error.to_string());
     let (pid, parent) = (std::process::id(), std::os::unix::process::parent_id());
     ensure!(matches!(error, Error::Forked { .. }), "{what}: {error:?}");
-    let right = text.starts_with(&format!("rank {rank}: {what} failed: this process (pid {pid}) was forked from rank"));
+    let right = text.starts_with(&format!(
+        "rank {rank}: {what} failed: this process (pid {pid}) was forked from rank"
+    ));
     ensure!(right && text.contains(&format!("rank {rank} (pid {parent} on ")), "{text}");
     Ok(())
 }
 
-/// What the child frees, the parent keeps; the child gets no memory that is the parent's to hand out.
+/// What the child frees, the parent keeps; the child gets no memory that is the parent's to hand
+/// out.
 fn memory(group: &ProcessGroup) -> Result<Side> {
     let mark = |index: usize| (group.rank() * 100 + index + 1) as i64;
-    let mut kept: Vec<_> = (0..8).map(|_| group.alloc_shared::<i64>(MIB / 8)).collect::<Result<_, _>>()?;
+    let mut kept: Vec<_> =
+        (0..8).map(|_| group.alloc_shared::<i64>(MIB / 8)).collect::<Result<_, _>>()?;
     kept.iter_mut().enumerate().for_each(|(index, block)| block.fill(mark(index)));
     let is_whole = |kept: &[flow_comm::SharedBuffer<i64>]| {
-        kept.iter().enumerate().all(|(index, block)| block.iter().all(|&element| element == mark(index)))
+        kept.iter()
+            .enumerate()
+            .all(|(index, block)| block.iter().all(|&element| element == mark(index)))
     };
     drop(group.alloc_shared::<i64>(MIB / 8)?); // to be handed out next
-                                               // Blocks that were in use when a group failed lose their pages at once when they are freed.
+                                               // Blocks that were in use when a group failed lose
+                                               // their pages at once when they are freed.
     group.duplicate()?.abort("as a test");
     let Some(child) = forked()? else {
         ensure!(is_whole(&kept), "the child reads something else");
@@ -136,7 +147,10 @@ fn memory(group: &ProcessGroup) -> Result<Side> {
     new.fill(-1);
     child.ends_well()?;
     ensure!(is_whole(&kept), "the child has freed its parent's memory");
-    ensure!(new.iter().all(|&element| element == -1), "the child has written to its parent's memory");
+    ensure!(
+        new.iter().all(|&element| element == -1),
+        "the child has written to its parent's memory"
+    );
     kept.iter_mut().try_for_each(|block| group.all_reduce(block, ReduceOp::Max))?;
     go_on(group)?;
     Ok(Side::Rank)
@@ -153,9 +167,21 @@ fn operations(group: &ProcessGroup) -> Result<Side> {
             is_forked(all, group.all_reduce(&mut [1.0_f32], ReduceOp::Sum), group)?;
             is_forked(all, group.broadcast(&mut [1.0_f32], 0), group)?;
             is_forked(all, group.barrier(), group)?;
-            is_forked("all_reduce", group.all_reduce_async(vec![1.0_f32], ReduceOp::Sum).map(drop), group)?;
-            is_forked(&format!("send to rank {other} of the group"), group.send(&[1.0_f32], other), group)?;
-            is_forked(&format!("recv from rank {other} of the group"), group.recv(&mut [1.0_f32], other), group)?;
+            is_forked(
+                "all_reduce",
+                group.all_reduce_async(vec![1.0_f32], ReduceOp::Sum).map(drop),
+                group,
+            )?;
+            is_forked(
+                &format!("send to rank {other} of the group"),
+                group.send(&[1.0_f32], other),
+                group,
+            )?;
+            is_forked(
+                &format!("recv from rank {other} of the group"),
+                group.recv(&mut [1.0_f32], other),
+                group,
+            )?;
             is_forked("new_group", group.duplicate().map(drop), group)?;
             is_forked("segments", group.segments(0, DType::F32, vec![10]).map(drop), group)?;
             is_forked("progress", group.progress(), group)?;
@@ -190,17 +216,23 @@ fn busy(group: &ProcessGroup) -> Result<Side> {
         .collect();
     let twin = group.duplicate()?;
     for round in 0..30 {
-        let works: Vec<_> =
-            (0..4).map(|_| twin.all_reduce_async(vec![1.0_f32; 500_000], ReduceOp::Sum)).collect::<Result<_, _>>()?;
+        let works: Vec<_> = (0..4)
+            .map(|_| twin.all_reduce_async(vec![1.0_f32; 500_000], ReduceOp::Sum))
+            .collect::<Result<_, _>>()?;
         let Some(child) = forked()? else {
             allocating.into_iter().for_each(std::mem::forget); // there are no such threads
             ensure!(group.arena().allocate(100).is_none());
             is_forked("a collective", twin.barrier(), &twin)?;
             let mut works = works.into_iter();
-            let error = works.next().context("there are some")?.wait().err().context("the work is its parent's")?;
-            ensure!(error
-                .to_string()
-                .contains("all_reduce failed: it runs in the process that this one was forked from"));
+            let error = works
+                .next()
+                .context("there are some")?
+                .wait()
+                .err()
+                .context("the work is its parent's")?;
+            ensure!(error.to_string().contains(
+                "all_reduce failed: it runs in the process that this one was forked from"
+            ));
             drop(works);
             drop(twin);
             if round % 2 == 0 {
@@ -209,7 +241,10 @@ fn busy(group: &ProcessGroup) -> Result<Side> {
             return Ok(Side::Child);
         };
         for work in works {
-            ensure!(work.wait()?.iter().all(|&element| element == group.world_size() as f32), "round {round}");
+            ensure!(
+                work.wait()?.iter().all(|&element| element == group.world_size() as f32),
+                "round {round}"
+            );
         }
         child.ends_well()?;
     }
@@ -224,13 +259,22 @@ fn busy(group: &ProcessGroup) -> Result<Side> {
 
 /// Under flow-launch.
 fn store(group: &ProcessGroup) -> Result<Side> {
-    let Rendezvous::Server { address, token } = Membership::from_env()?.rendezvous else { bail!("no store is served") };
+    let Rendezvous::Server { address, token } = Membership::from_env()?.rendezvous else {
+        bail!("no store is served")
+    };
     let store = Store::connect(&address, &token, PATIENCE)?;
     let (own, child) = (format!("own {}", group.rank()), format!("child {}", group.rank()));
     store.set(&own, b"before")?;
     let Some(process) = forked()? else {
-        let error = store.set(&own, b"from the child").err().context("the connection is its parent's")?.to_string();
-        ensure!(error.contains(&format!("set \"{own}\": the connection is that of the process")), "{error}");
+        let error = store
+            .set(&own, b"from the child")
+            .err()
+            .context("the connection is its parent's")?
+            .to_string();
+        ensure!(
+            error.contains(&format!("set \"{own}\": the connection is that of the process")),
+            "{error}"
+        );
         Store::connect(&address, &token, PATIENCE)?.set(&child, b"here")?;
         return Ok(Side::Child);
     };
@@ -252,8 +296,10 @@ fn tensors(group: &ProcessGroup) -> Result<Side> {
     let model = Ddp::new(net, &vs, group)?;
     let in_arena = |tensor: &Tensor| group.arena().offset_of(tensor.data_ptr().cast(), 1).is_some();
     let full = |value: f64| Tensor::full([100_000], value, (Kind::Float, Device::Cpu));
-    let is_full = |tensor: &Tensor, value: f64| (tensor - value).abs().max().double_value(&[]) == 0.0;
-    let input = || Tensor::full([20, 300], 0.5, (Kind::Float, Device::Cpu)) * (1.0 + group.rank() as f64);
+    let is_full =
+        |tensor: &Tensor, value: f64| (tensor - value).abs().max().double_value(&[]) == 0.0;
+    let input =
+        || Tensor::full([20, 300], 0.5, (Kind::Float, Device::Cpu)) * (1.0 + group.rank() as f64);
     let step = || -> Result<()> {
         model.try_forward_t(&input(), true)?.square().mean(Kind::Float).f_backward()?;
         let gradient = vs.variables()["first.weight"].grad();
@@ -263,23 +309,35 @@ fn tensors(group: &ProcessGroup) -> Result<Side> {
         ensure!(bounds[0] == -bounds[1], "ranks have different gradients: {bounds:?}");
         Ok(())
     };
-    // libtorch itself refuses a backward in a child of a process that has run one: the first child is to get further.
+    // libtorch itself refuses a backward in a child of a process that has run one: the first child
+    // is to get further.
     for is_first in [true, false] {
         let kept = full(7.0);
         ensure!(in_arena(&kept), "tensors are not born in the arena");
         let Some(child) = forked()? else {
             ensure!(is_full(&kept, 7.0));
             let fresh: Vec<_> = (0..20).map(|i| full(i.into())).collect();
-            ensure!(fresh.iter().enumerate().all(|(i, tensor)| !in_arena(tensor) && is_full(tensor, i as f64)));
+            ensure!(fresh
+                .iter()
+                .enumerate()
+                .all(|(i, tensor)| !in_arena(tensor) && is_full(tensor, i as f64)));
             drop(kept);
             let output = model.forward_t(&input(), false);
             let forked = format!("was forked from rank {} ", group.rank());
-            let error = model.try_forward_t(&input(), true).err().context("the child trains")?.to_string();
-            ensure!(error.contains(&format!("forward failed: this process (pid {}) {forked}", std::process::id())));
+            let error =
+                model.try_forward_t(&input(), true).err().context("the child trains")?.to_string();
+            ensure!(error.contains(&format!(
+                "forward failed: this process (pid {}) {forked}",
+                std::process::id()
+            )));
             if is_first {
-                let error = output.mean(Kind::Float).f_backward().err().context("the child trains")?;
+                let error =
+                    output.mean(Kind::Float).f_backward().err().context("the child trains")?;
                 let error = flow_ddp::Error::from_backward(error);
-                ensure!(matches!(error, flow_ddp::Error::Comm(flow_ddp::CommError::Forked { .. })), "{error:?}");
+                ensure!(
+                    matches!(error, flow_ddp::Error::Comm(flow_ddp::CommError::Forked { .. })),
+                    "{error:?}"
+                );
                 let error = error.to_string();
                 ensure!(error.contains("backward failed: ") && error.contains(&forked), "{error}");
                 // The child's abort of the group must not reach it.
@@ -305,7 +363,8 @@ fn joins_anew(group: &ProcessGroup) -> Result<Side> {
         Ddp::new(nn::linear(vs.root(), 300, 300, Default::default()), vs, group)
     };
     let train = |group: &ProcessGroup, vs: &nn::VarStore, model: &Ddp<nn::Linear>| -> Result<()> {
-        let input = Tensor::full([20, 300], 0.5, (Kind::Float, Device::Cpu)) * (1.0 + group.rank() as f64);
+        let input =
+            Tensor::full([20, 300], 0.5, (Kind::Float, Device::Cpu)) * (1.0 + group.rank() as f64);
         model.forward(&input).square().mean(Kind::Float).f_backward()?;
         let gradient = vs.variables()["weight"].grad();
         let is_ours = group.arena().offset_of(gradient.data_ptr().cast(), 1).is_some();

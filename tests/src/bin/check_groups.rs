@@ -1,4 +1,5 @@
-//! What groups promise beyond single collectives, one scenario by name; each rank checks its own part.
+//! What groups promise beyond single collectives, one scenario by name; each rank checks its own
+//! part.
 
 use std::fmt::Debug;
 use std::fs;
@@ -51,7 +52,9 @@ fn sub_groups(world: &ProcessGroup) -> Result<()> {
     let upper = world.new_group(&[4, 2, 3])?;
     let single = world.new_group(&[1])?;
     ensure!(
-        even.is_some() == rank.is_multiple_of(2) && upper.is_some() == (rank >= 2) && single.is_some() == (rank == 1)
+        even.is_some() == rank.is_multiple_of(2)
+            && upper.is_some() == (rank >= 2)
+            && single.is_some() == (rank == 1)
     );
     for round in 0..200 {
         if let Some(even) = &even {
@@ -91,7 +94,8 @@ fn sub_groups(world: &ProcessGroup) -> Result<()> {
     for (list, what) in [(vec![1, 1], "[1, 1]"), (vec![0, 5], "[0, 5]"), (vec![], "[]")] {
         let error = world.new_group(&list).err().context("a bad list was accepted")?;
         ensure!(matches!(error, Error::Argument { .. }), "{error:?}");
-        let expected = format!("rank {rank}: new_group: {what} must be different ranks from 0 to 4");
+        let expected =
+            format!("rank {rank}: new_group: {what} must be different ranks from 0 to 4");
         ensure!(error.to_string() == expected, "{error}");
     }
     ensure!(sum_of_ranks(world)? == 10);
@@ -106,7 +110,12 @@ fn different_lists(world: &ProcessGroup) -> Result<()> {
     ensure!(matches!(error, Error::Mismatch { .. }), "{error:?}");
     let other = if rank == 1 { 0 } else { 1 };
     let text = error.to_string();
-    ensure!(text.contains(&format!("rank {rank} called new_group with {list:?}, rank {other} with other")), "{text}");
+    ensure!(
+        text.contains(&format!(
+            "rank {rank} called new_group with {list:?}, rank {other} with other"
+        )),
+        "{text}"
+    );
     Ok(())
 }
 
@@ -116,7 +125,12 @@ fn members(world: &ProcessGroup) -> Result<()> {
     if rank >= 2 {
         let upper = world.new_group_of(&[4, 2, 3], "upper")?;
         let order = [4_usize, 2, 3];
-        ensure!(upper.ranks() == order && upper.ranks()[upper.rank()] == rank && upper.world_size() == 3, "{upper:?}");
+        ensure!(
+            upper.ranks() == order
+                && upper.ranks()[upper.rank()] == rank
+                && upper.world_size() == 3,
+            "{upper:?}"
+        );
         for round in 0..100 {
             let mut all = [0_i64; 3];
             upper.all_gather(&[rank as i64], &mut all)?;
@@ -130,7 +144,9 @@ fn members(world: &ProcessGroup) -> Result<()> {
         let sent = upper.send_async(vec![rank as i64; 50_000], (upper.rank() + 1) % 3)?;
         let mut received = vec![0_i64; 50_000];
         upper.recv(&mut received, (upper.rank() + 2) % 3)?;
-        ensure!(received[0] == order[(upper.rank() + 2) % 3] as i64 && sent.wait()?.len() == 50_000);
+        ensure!(
+            received[0] == order[(upper.rank() + 2) % 3] as i64 && sent.wait()?.len() == 50_000
+        );
         // Of a group of a group: ranks are counted in that.
         if rank != 2 {
             let ends = upper.new_group_of(&[2, 0], "ends")?;
@@ -138,7 +154,8 @@ fn members(world: &ProcessGroup) -> Result<()> {
         }
         ensure!(upper.duplicate()?.ranks() == order);
     }
-    // A key serves again, for the same ranks and for others; groups that share no rank may have the same.
+    // A key serves again, for the same ranks and for others; groups that share no rank may have the
+    // same.
     for _ in 0..20 {
         ensure!(sum_of_ranks(&world.new_group_of(&[3, 1, 0, 4, 2], "all")?)? == 10);
         if rank < 4 {
@@ -171,7 +188,10 @@ fn members(world: &ProcessGroup) -> Result<()> {
         let expected = format!(
             "rank {rank}: new_group_of: {list:?} must be different ranks from 0 to 4, this one ({rank}) among them"
         );
-        ensure!(matches!(error, Error::Argument { .. }) && error.to_string() == expected, "{error}");
+        ensure!(
+            matches!(error, Error::Argument { .. }) && error.to_string() == expected,
+            "{error}"
+        );
     }
     ensure!(sum_of_ranks(world)? == 10);
     Ok(())
@@ -189,14 +209,22 @@ fn members_differ(world: &ProcessGroup) -> Result<()> {
         let text = error.to_string();
         // Rank 2 is not in rank 1's list, and hears of it all the same.
         ensure!(
-            matches!(error, Error::Mismatch { .. }) || rank == 2 && matches!(error, Error::System { .. }),
+            matches!(error, Error::Mismatch { .. })
+                || rank == 2 && matches!(error, Error::System { .. }),
             "{error:?}"
         );
         ensure!(text.contains("[0, 1]") && text.contains("[0, 1, 2]"), "{text}");
-        ensure!(text.contains("rank 1") && (text.contains("rank 0") || text.contains("rank 2")), "{text}");
+        ensure!(
+            text.contains("rank 1") && (text.contains("rank 0") || text.contains("rank 2")),
+            "{text}"
+        );
         world.barrier()?;
         // Whoever comes later hears of it, too.
-        let again = world.new_group_of(&[0, 1, 2], key).err().context("the key of a failure was accepted")?.to_string();
+        let again = world
+            .new_group_of(&[0, 1, 2], key)
+            .err()
+            .context("the key of a failure was accepted")?
+            .to_string();
         ensure!(again.contains("[0, 1]") && again.contains("[0, 1, 2]"), "{again}");
     }
     ensure!(sum_of_ranks(&world.new_group_of(&[2, 1, 0], "other")?)? == 3);
@@ -213,12 +241,22 @@ fn members_absent(world: &ProcessGroup) -> Result<()> {
         let error = world.new_group_of(&[2, 1, 0], "key").err().context("nobody was missing")?;
         world.set_timeout(timeout);
         let text = error.to_string();
-        let culprit = "new_group_of([2, 1, 0], \"key\") timed out after 1s: waited for rank 1 (pid ";
-        ensure!(text.contains(culprit) && !text.contains("rank 2 (pid") && !text.contains("rank 0 (pid"), "{text}");
+        let culprit =
+            "new_group_of([2, 1, 0], \"key\") timed out after 1s: waited for rank 1 (pid ";
+        ensure!(
+            text.contains(culprit)
+                && !text.contains("rank 2 (pid")
+                && !text.contains("rank 0 (pid"),
+            "{text}"
+        );
         ensure!(world.arena().usage().0 == before, "its memory is not free");
     }
     world.barrier()?;
-    let late = world.new_group_of(&[2, 1, 0], "key").err().context("the others have given up")?.to_string();
+    let late = world
+        .new_group_of(&[2, 1, 0], "key")
+        .err()
+        .context("the others have given up")?
+        .to_string();
     ensure!(late.contains("timed out after 1s: waited for rank 1 (pid "), "{late}");
     ensure!(sum_of_ranks(&world.new_group_of(&[2, 1, 0], "new key")?)? == 3);
     Ok(())
@@ -226,7 +264,9 @@ fn members_absent(world: &ProcessGroup) -> Result<()> {
 
 /// With two ranks under flow-launch.
 fn members_leave_no_keys(world: &ProcessGroup) -> Result<()> {
-    let Rendezvous::Server { address, token } = Membership::from_env()?.rendezvous else { bail!("no store is served") };
+    let Rendezvous::Server { address, token } = Membership::from_env()?.rendezvous else {
+        bail!("no store is served")
+    };
     let store = Store::connect(&address, &token, world.timeout())?;
     let call = "world/0/group/0/call/key";
     let mut name = String::new();
@@ -276,7 +316,8 @@ fn member_dies(world: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// With four ranks, of which rank 3 is killed when rank 2 says that it waits for it. Others have the key all the time.
+/// With four ranks, of which rank 3 is killed when rank 2 says that it waits for it. Others have
+/// the key all the time.
 fn member_dies_before_its_turn(world: &ProcessGroup) -> Result<()> {
     match world.rank() {
         0 => {
@@ -330,14 +371,23 @@ fn named_worlds(world: &ProcessGroup) -> Result<()> {
     // Two of them, as ranks of their own.
     if rank > 0 && own.local_world_size == 3 {
         let (rank, size) = (rank - 1, 2);
-        let pair = Membership { rank, world_size: size, local_rank: rank, local_world_size: size, ..own.clone() };
+        let pair = Membership {
+            rank,
+            world_size: size,
+            local_rank: rank,
+            local_world_size: size,
+            ..own.clone()
+        };
         let pair = ProcessGroup::join_named(&pair, "pair", world.timeout())?;
         ensure!(pair.rank() == rank && sum_of_ranks(&pair)? == 1);
     }
     let all = join("all")?;
     let (again, other) = (join("all")?, join("all/0")?);
     for group in [&again, &other, world, &all] {
-        ensure!(sum_of_ranks(group)? == 3 && sum_of_ranks(&group.new_group_of(&[1, 2, 0], "key")?)? == 3);
+        ensure!(
+            sum_of_ranks(group)? == 3
+                && sum_of_ranks(&group.new_group_of(&[1, 2, 0], "key")?)? == 3
+        );
     }
     // At the same time, in another order on each rank.
     let names = ["a", "b", "c"];
@@ -381,7 +431,11 @@ fn arguments(group: &ProcessGroup) -> Result<()> {
         format!("input of {input} and output of {output} elements do not fit: output must be {right} elements")
     };
     refused("all_gather", &lengths(4, 5, 8), group.all_gather(&four, &mut five))?;
-    refused("reduce_scatter", &lengths(4, 5, 2), group.reduce_scatter(&four, &mut five, ReduceOp::Sum))?;
+    refused(
+        "reduce_scatter",
+        &lengths(4, 5, 2),
+        group.reduce_scatter(&four, &mut five, ReduceOp::Sum),
+    )?;
     refused("all_to_all", &lengths(4, 5, 4), group.all_to_all(&four, &mut five))?;
     let odd = "5 elements cannot be divided into 2 equal blocks";
     refused("all_to_all", odd, group.all_to_all(&five.clone(), &mut five))?;
@@ -393,14 +447,24 @@ fn arguments(group: &ProcessGroup) -> Result<()> {
     refused("reduce_scatter", types, group.reduce_scatter(&four, &mut [0_i32; 2], ReduceOp::Sum))?;
     refused("all_to_all", types, group.all_to_all(&four, &mut [0_i32; 4]))?;
 
-    let side = |root: usize, what: &str| format!("the root (rank {root}), and no other rank, gives the {what}");
+    let side = |root: usize, what: &str| {
+        format!("the root (rank {root}), and no other rank, gives the {what}")
+    };
     refused("gather", &side(rank, "output"), group.gather(&four, None::<&mut [f32; 8]>, rank))?;
     refused("gather", &side(other, "output"), group.gather(&four, Some(&mut [0.0_f32; 8]), other))?;
     refused("scatter", &side(rank, "input"), group.scatter(None::<&[f32; 8]>, &mut four, rank))?;
-    refused("scatter", &side(other, "input"), group.scatter(Some(&[0.0_f32; 8]), &mut four, other))?;
+    refused(
+        "scatter",
+        &side(other, "input"),
+        group.scatter(Some(&[0.0_f32; 8]), &mut four, other),
+    )?;
 
-    let error = group.alloc_shared::<f64>(1 << 50).err().context("8 PiB were allocated")?.to_string();
-    let expected = format!("rank {rank}: alloc_shared failed: no room for {} x f64 in this rank's region", 1_u64 << 50);
+    let error =
+        group.alloc_shared::<f64>(1 << 50).err().context("8 PiB were allocated")?.to_string();
+    let expected = format!(
+        "rank {rank}: alloc_shared failed: no room for {} x f64 in this rank's region",
+        1_u64 << 50
+    );
     ensure!(error == expected, "{error}");
     ensure!(group.alloc_shared::<f64>(usize::MAX).is_err());
     Ok(())
@@ -420,7 +484,10 @@ impl Resources {
     fn of_this_process() -> Result<Self> {
         let status = fs::read_to_string("/proc/self/status")?;
         let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
-        let resident = resident.and_then(|text| text.trim().strip_suffix(" kB")).context("no VmRSS")?.parse()?;
+        let resident = resident
+            .and_then(|text| text.trim().strip_suffix(" kB"))
+            .context("no VmRSS")?
+            .parse()?;
         Ok(Self {
             descriptors: fs::read_dir("/proc/self/fd")?.count(),
             threads: fs::read_dir("/proc/self/task")?.count(),
@@ -467,7 +534,8 @@ fn come_and_go(times: usize, once: impl Fn() -> Result<()>) -> Result<()> {
     (0..times / 10).try_for_each(|_| once())?;
     let before = Resources::of_this_process()?;
     (0..times).try_for_each(|_| once())?;
-    // A thread that has been joined shows for a moment yet; the store closes a connection once the other rank has.
+    // A thread that has been joined shows for a moment yet; the store closes a connection once the
+    // other rank has.
     let begin = Instant::now();
     let mut after = Resources::of_this_process()?;
     while after.have_grown_since(&before) && begin.elapsed() < Duration::from_secs(10) {

@@ -28,12 +28,21 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// What is in the message number `number` with a tag: the same length, and other contents, for each.
+/// What is in the message number `number` with a tag: the same length, and other contents, for
+/// each.
 fn contents(length: usize, tag: u32, number: usize) -> Vec<i64> {
-    (0..length).map(|index| i64::from(tag) * 10_000 + 10 * number as i64 + (index % 7) as i64).collect()
+    (0..length)
+        .map(|index| i64::from(tag) * 10_000 + 10 * number as i64 + (index % 7) as i64)
+        .collect()
 }
 
-fn receive(group: &ProcessGroup, length: usize, from: usize, tag: u32, number: usize) -> Result<()> {
+fn receive(
+    group: &ProcessGroup,
+    length: usize,
+    from: usize,
+    tag: u32,
+    number: usize,
+) -> Result<()> {
     let mut message = vec![0_i64; length];
     group.recv_with_tag(&mut message, from, tag)?;
     check(&message, length, tag, number)
@@ -48,14 +57,17 @@ fn check(message: &[i64], length: usize, tag: u32, number: usize) -> Result<()> 
     Ok(())
 }
 
-/// Rank 0 sends messages of equal size to all others, in ordinary and shared memory, that are received in another order.
+/// Rank 0 sends messages of equal size to all others, in ordinary and shared memory, that are
+/// received in another order.
 fn out_of_order(group: &ProcessGroup) -> Result<()> {
     let sent = [(5, 0), (3, 0), (u32::MAX, 0), (3, 1), (0, 0), (5, 1), (7, 0)];
     let received = [(3, 0), (7, 0), (0, 0), (5, 0), (3, 1), (5, 1), (u32::MAX, 0)];
     for length in LENGTHS {
         for shared in [false, true] {
             if group.rank() > 0 {
-                received.iter().try_for_each(|&(tag, number)| receive(group, length, 0, tag, number))?;
+                received
+                    .iter()
+                    .try_for_each(|&(tag, number)| receive(group, length, 0, tag, number))?;
                 continue;
             }
             for to in 1..group.world_size() {
@@ -96,7 +108,11 @@ fn passed_over(group: &ProcessGroup) -> Result<()> {
     for tag in [3, 1, 4, 2] {
         let mut message = vec![0; LENGTH];
         group.recv_with_tag(&mut message, 0, tag)?;
-        ensure!(message.iter().all(|&element| element == i64::from(tag)), "tag {tag}: {} and so on", message[0]);
+        ensure!(
+            message.iter().all(|&element| element == i64::from(tag)),
+            "tag {tag}: {} and so on",
+            message[0]
+        );
     }
     group.barrier()?;
     Ok(())
@@ -118,7 +134,8 @@ fn many_kept(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// Two ranks. Threads of one receive from the other, each with its tag; the other sends the tags in changing order.
+/// Two ranks. Threads of one receive from the other, each with its tag; the other sends the tags in
+/// changing order.
 fn threads(group: &ProcessGroup) -> Result<()> {
     const TAGS: u32 = 6;
     const ROUNDS: usize = 40;
@@ -138,9 +155,12 @@ fn threads(group: &ProcessGroup) -> Result<()> {
             }
         }
     } else {
-        let receive_all = |tag| (0..ROUNDS).try_for_each(|round| receive(group, length(tag, round), 0, tag, round));
+        let receive_all = |tag| {
+            (0..ROUNDS).try_for_each(|round| receive(group, length(tag, round), 0, tag, round))
+        };
         std::thread::scope(|scope| {
-            let threads: Vec<_> = (0..TAGS).map(|tag| scope.spawn(move || receive_all(tag))).collect();
+            let threads: Vec<_> =
+                (0..TAGS).map(|tag| scope.spawn(move || receive_all(tag))).collect();
             threads.into_iter().try_for_each(|thread| thread.join().expect("it does not panic"))
         })?;
     }
@@ -150,7 +170,8 @@ fn threads(group: &ProcessGroup) -> Result<()> {
 
 /// Two ranks. What waits for one tag does not hold up another.
 fn asynchronous(group: &ProcessGroup) -> Result<()> {
-    let start = |tag| -> Result<Work<Vec<i64>>, Error> { group.recv_with_tag_async(vec![0; 9], 0, tag) };
+    let start =
+        |tag| -> Result<Work<Vec<i64>>, Error> { group.recv_with_tag_async(vec![0; 9], 0, tag) };
     if group.rank() == 0 {
         for tag in [2, 3, 1] {
             group.send_with_tag_async(contents(9, tag, 0), 1, tag)?.wait()?;
@@ -201,7 +222,10 @@ fn any(group: &ProcessGroup) -> Result<()> {
         let from = group.recv_any(&mut announced, 7)?;
         let round = rounds[from];
         rounds[from] += 1;
-        ensure!(announced == [length(from, round) as i64, from as i64], "rank {from}, round {round}: {announced:?}");
+        ensure!(
+            announced == [length(from, round) as i64, from as i64],
+            "rank {from}, round {round}: {announced:?}"
+        );
         let mut message = vec![0; announced[0] as usize];
         group.recv_with_tag(&mut message, from, 8)?;
         check(&message, length(from, round), from as u32, round)?;
@@ -216,7 +240,8 @@ fn any_in_turn(group: &ProcessGroup) -> Result<()> {
     const ROUNDS: usize = 20;
     let (rank, size) = (group.rank(), group.world_size());
     if rank > 0 {
-        (0..ROUNDS).try_for_each(|round| group.send_with_tag(&contents(9, rank as u32, round), 0, 7))?;
+        (0..ROUNDS)
+            .try_for_each(|round| group.send_with_tag(&contents(9, rank as u32, round), 0, 7))?;
         group.send_with_tag(&[0_u8], 0, 8)?;
         return group.barrier().map_err(Into::into);
     }
@@ -285,7 +310,9 @@ fn any_until_all_left(group: ProcessGroup) -> Result<()> {
             let text = error.to_string();
             ensure!(matches!(error, Error::PeerLost { .. }), "{error:?}");
             ensure!(
-                text.contains("recv from any rank (9 x u8, tag 4) failed: nobody is left to send it: rank "),
+                text.contains(
+                    "recv from any rank (9 x u8, tag 4) failed: nobody is left to send it: rank "
+                ),
                 "{text}"
             );
             ensure!(text.contains("has left the group"), "{text}");
@@ -302,6 +329,9 @@ fn any_until_all_left(group: ProcessGroup) -> Result<()> {
 /// One rank.
 fn alone(group: &ProcessGroup) -> Result<()> {
     let error = group.recv_any(&mut [0_u8; 9], 4).err().context("a message from nobody")?;
-    ensure!(error.to_string() == "rank 0: recv_any: there is no other rank in the group", "{error}");
+    ensure!(
+        error.to_string() == "rank 0: recv_any: there is no other rank in the group",
+        "{error}"
+    );
     Ok(())
 }

@@ -1,5 +1,6 @@
-//! Trains the models of `scripts/parity/models.py`, whose header describes them, and compares every bit with what
-//! PyTorch's DistributedDataParallel made of them: `check_parity models.json`, as two ranks.
+//! Trains the models of `scripts/parity/models.py`, whose header describes them, and compares every
+//! bit with what PyTorch's DistributedDataParallel made of them: `check_parity models.json`, as two
+//! ranks.
 
 use std::hash::Hasher;
 use std::num::Wrapping;
@@ -16,7 +17,8 @@ fn main() -> Result<()> {
     tch::set_num_threads(1);
     let group = ProcessGroup::from_env()?;
     for model in &MODELS {
-        check(&group, model, &stored).with_context(|| format!("rank {}: {}", group.rank(), model.name))?;
+        check(&group, model, &stored)
+            .with_context(|| format!("rank {}: {}", group.rank(), model.name))?;
     }
     group.barrier()?;
     if group.rank() == 0 {
@@ -29,7 +31,8 @@ struct Model {
     name: &'static str,
     input: &'static [i64],
     build: fn(&Path) -> SequentialT,
-    /// Name and scale of each parameter, in PyTorch's order; batch normalization's keep what they start with.
+    /// Name and scale of each parameter, in PyTorch's order; batch normalization's keep what they
+    /// start with.
     parameters: &'static [(&'static str, Option<f32>)],
 }
 
@@ -78,12 +81,10 @@ const MODELS: [Model; 3] = [
 ];
 
 fn mlp(path: &Path) -> SequentialT {
-    nn::seq_t().add(nn::linear(path / "fc1", 784, 512, Default::default())).add_fn(|x| x.relu()).add(nn::linear(
-        path / "fc2",
-        512,
-        10,
-        Default::default(),
-    ))
+    nn::seq_t()
+        .add(nn::linear(path / "fc1", 784, 512, Default::default()))
+        .add_fn(|x| x.relu())
+        .add(nn::linear(path / "fc2", 512, 10, Default::default()))
 }
 
 fn lenet(path: &Path) -> SequentialT {
@@ -120,13 +121,17 @@ fn check(group: &ProcessGroup, model: &Model, stored: &Value) -> Result<()> {
     let net = (model.build)(&store.root());
     let variables = store.variables();
     for (number, (name, scale)) in model.parameters.iter().enumerate() {
-        let mut variable = variables.get(*name).with_context(|| format!("{name} is no variable"))?.shallow_clone();
+        let mut variable =
+            variables.get(*name).with_context(|| format!("{name} is no variable"))?.shallow_clone();
         if let Some(scale) = scale {
             let start = values(number as u32 + 1, &variable.size(), *scale);
             tch::no_grad(|| variable.copy_(&start));
         }
         let stored = &expected["parameters"][number];
-        ensure!(stored["name"] == *name && stored["initial"] == checksum(&variable)?, "{name} starts otherwise");
+        ensure!(
+            stored["name"] == *name && stored["initial"] == checksum(&variable)?,
+            "{name} starts otherwise"
+        );
     }
     let ddp = Ddp::new(net, &store, group)?;
     let sgd = nn::sgd(number(&expected["momentum"])?, 0.0, 0.0, false);
@@ -138,7 +143,8 @@ fn check(group: &ProcessGroup, model: &Model, stored: &Value) -> Result<()> {
         if step == 0 {
             ensure!(expected["inputs"][rank] == checksum(&x)?, "the first input is another one");
         }
-        let labels: Vec<i64> = (0..batch as u32).map(|k| i64::from(hash(salt + 1, k) % 10)).collect();
+        let labels: Vec<i64> =
+            (0..batch as u32).map(|k| i64::from(hash(salt + 1, k) % 10)).collect();
         let loss = ddp.forward_t(&x, true).cross_entropy_for_logits(&Tensor::from_slice(&labels));
         optimizer.zero_grad();
         loss.f_backward()?;
@@ -147,10 +153,18 @@ fn check(group: &ProcessGroup, model: &Model, stored: &Value) -> Result<()> {
         let stored = &expected["losses"][rank][step as usize];
         ensure!(*stored == bits, "the loss of step {step} is {bits}, PyTorch's {stored}");
     }
-    for stored in expected["parameters"].as_array().into_iter().chain(expected["buffers"][rank].as_array()).flatten() {
+    for stored in expected["parameters"]
+        .as_array()
+        .into_iter()
+        .chain(expected["buffers"][rank].as_array())
+        .flatten()
+    {
         let name = stored["name"].as_str().context("a name is missing in the file")?;
         let variable = variables.get(name).with_context(|| format!("{name} is no variable"))?;
-        ensure!(stored["final"] == checksum(variable)?, "{name} is not what PyTorch has at the end");
+        ensure!(
+            stored["final"] == checksum(variable)?,
+            "{name} is not what PyTorch has at the end"
+        );
     }
     Ok(())
 }

@@ -1,18 +1,20 @@
 //! This process' use of MPI.
 //!
-//! MPI may read or write a message's memory until the message is through, whoever has given up on it meanwhile. So
-//! messages have buffers of their own, and one whose message never comes through is left to MPI for good.
+//! MPI may read or write a message's memory until the message is through, whoever has given up on
+//! it meanwhile. So messages have buffers of their own, and one whose message never comes through
+//! is left to MPI for good.
 //!
-//! One lock is held for every call of MPI, none of which waits; [`Threading::Serialized`] is enough, unless the program
-//! calls MPI as well. As MPI moves messages only while it is called, a thread calls it now and then, for ranks that
-//! compute meanwhile.
+//! One lock is held for every call of MPI, none of which waits; [`Threading::Serialized`] is
+//! enough, unless the program calls MPI as well. As MPI moves messages only while it is called, a
+//! thread calls it now and then, for ranks that compute meanwhile.
 //!
-//! A process that exits with status 0 finalizes MPI, which waits for all others to come so far. One that fails does
-//! not: that is how `mpirun` sees that the job has to be ended. A program that has initialized MPI itself finalizes it
-//! itself: then MPI says so first, to an attribute of its smallest communicator, and the session ends there.
+//! A process that exits with status 0 finalizes MPI, which waits for all others to come so far. One
+//! that fails does not: that is how `mpirun` sees that the job has to be ended. A program that has
+//! initialized MPI itself finalizes it itself: then MPI says so first, to an attribute of its
+//! smallest communicator, and the session ends there.
 //!
-//! This file is the only one outside `shm` and `nccl` with `unsafe` code: all of it calls MPI, of which the `mpi` crate
-//! makes safe only what ends within a scope.
+//! This file is the only one outside `shm` and `nccl` with `unsafe` code: all of it calls MPI, of
+//! which the `mpi` crate makes safe only what ends within a scope.
 
 use std::collections::HashMap;
 use std::ffi::{c_char, c_int, c_void};
@@ -41,8 +43,8 @@ pub const NAP: Duration = Duration::from_millis(1);
 const LAST_MOMENT: Duration = Duration::from_secs(1);
 
 static SESSION: Mutex<State> = Mutex::new(State::New);
-/// Whose session it is, for MPI knows nothing of forked children: 1 more than the forks behind that process; 0: nobody's.
-/// No lock, which a fork might leave locked.
+/// Whose session it is, for MPI knows nothing of forked children: 1 more than the forks behind that
+/// process; 0: nobody's. No lock, which a fork might leave locked.
 static OWNER: AtomicU32 = AtomicU32::new(0);
 
 enum State {
@@ -77,7 +79,8 @@ pub trait Leftover: Send {
     fn cancel(&mut self, _: &Session) {}
 }
 
-// SAFETY: the handles in it name objects of the whole process, and MPI was told that any thread may come with them.
+// SAFETY: the handles in it name objects of the whole process, and MPI was told that any thread may
+// come with them.
 unsafe impl Send for Session {}
 
 /// What MPI sends or fills.
@@ -152,7 +155,9 @@ impl CommAttribute for MaxTag {
 /// Whether this process was the first to ask.
 fn is_ours() -> bool {
     let own = Process::current().forks() + 1;
-    OWNER.compare_exchange(0, own, Ordering::Relaxed, Ordering::Relaxed).map_or_else(|owner| owner == own, |_| true)
+    OWNER
+        .compare_exchange(0, own, Ordering::Relaxed, Ordering::Relaxed)
+        .map_or_else(|owner| owner == own, |_| true)
 }
 
 fn lock() -> MutexGuard<'static, State> {
@@ -162,9 +167,11 @@ fn lock() -> MutexGuard<'static, State> {
 /// Calls MPI, which is initialized by the first call.
 pub fn with<T>(action: impl FnOnce(&mut Session) -> Result<T, String>) -> Result<T, String> {
     if !is_ours() {
-        return Err("this process was forked from one that uses MPI, and cannot: start it as a program \
+        return Err(
+            "this process was forked from one that uses MPI, and cannot: start it as a program \
                     (std::process::Command), or set FLOW_BACKEND=tcp"
-            .into());
+                .into(),
+        );
     }
     let mut state = lock();
     if matches!(*state, State::New) {
@@ -198,7 +205,9 @@ impl Session {
             None => (None, mpi::environment::threading_support()),
         };
         if universe.is_some() && threading < Threading::Serialized {
-            return Err(format!("this MPI is for {threading:?} threads: it takes one with MPI_THREAD_SERIALIZED"));
+            return Err(format!(
+                "this MPI is for {threading:?} threads: it takes one with MPI_THREAD_SERIALIZED"
+            ));
         }
         if universe.is_none() && threading < Threading::Multiple {
             return Err(format!(
@@ -226,17 +235,31 @@ impl Session {
                 _ => break,
             }
         };
-        std::thread::Builder::new().name("flow-mpi".into()).spawn(tick).map_err(|e| e.to_string())?;
+        std::thread::Builder::new()
+            .name("flow-mpi".into())
+            .spawn(tick)
+            .map_err(|e| e.to_string())?;
         // Not before all else is well: to drop the universe here must not end the session.
         SimpleCommunicator::self_comm().set_attr(End);
         let (tags, leftovers) = (HashMap::new(), Vec::new());
-        Ok(Self { communicator, rank, size, tag: HELLO, max_tag, tags, hello: None, leftovers, universe })
+        Ok(Self {
+            communicator,
+            rank,
+            size,
+            tag: HELLO,
+            max_tag,
+            tags,
+            hello: None,
+            leftovers,
+            universe,
+        })
     }
 
     /// Leaves as little as possible under way.
     fn end(mut self) -> Option<Universe> {
         let begin = Instant::now();
-        while self.progress().is_ok() && !self.leftovers.is_empty() && begin.elapsed() < LAST_MOMENT {
+        while self.progress().is_ok() && !self.leftovers.is_empty() && begin.elapsed() < LAST_MOMENT
+        {
             std::thread::sleep(NAP);
         }
         for mut leftover in std::mem::take(&mut self.leftovers) {
@@ -265,7 +288,9 @@ impl Session {
         let (data, count) = (buffer.as_mut_ptr().cast::<c_void>(), buffer.len() as c_int);
         Message::begin(buffer, |request| {
             // SAFETY: the buffer is that long, and lives until the message is through.
-            unsafe { ffi::MPI_Isend(data, count, ffi::RSMPI_UINT8_T, to, tag, self.communicator, request) }
+            unsafe {
+                ffi::MPI_Isend(data, count, ffi::RSMPI_UINT8_T, to, tag, self.communicator, request)
+            }
         })
     }
 
@@ -273,7 +298,17 @@ impl Session {
         let (data, count) = (buffer.as_mut_ptr().cast::<c_void>(), buffer.len() as c_int);
         Message::begin(buffer, |request| {
             // SAFETY: as above, and nobody else uses it.
-            unsafe { ffi::MPI_Irecv(data, count, ffi::RSMPI_UINT8_T, from, tag, self.communicator, request) }
+            unsafe {
+                ffi::MPI_Irecv(
+                    data,
+                    count,
+                    ffi::RSMPI_UINT8_T,
+                    from,
+                    tag,
+                    self.communicator,
+                    request,
+                )
+            }
         })
     }
 
@@ -282,14 +317,17 @@ impl Session {
         let (data, count) = (buffer.as_mut_ptr().cast::<c_void>(), buffer.len() as c_int);
         Message::begin(buffer, |request| {
             // SAFETY: as above.
-            unsafe { ffi::MPI_Ibcast(data, count, ffi::RSMPI_UINT8_T, 0, self.communicator, request) }
+            unsafe {
+                ffi::MPI_Ibcast(data, count, ffi::RSMPI_UINT8_T, 0, self.communicator, request)
+            }
         })
     }
 
     /// Whether the message is through.
     pub fn test(&self, message: &mut Message) -> Result<Option<Receipt>, String> {
         let (mut flag, mut status, mut count) = (0, MaybeUninit::<ffi::MPI_Status>::zeroed(), 0);
-        // SAFETY: the request is under way, or null after an error: whoever has heard that it is through drops it.
+        // SAFETY: the request is under way, or null after an error: whoever has heard that it is
+        // through drops it.
         check(unsafe { ffi::MPI_Test(&mut message.request, &mut flag, status.as_mut_ptr()) })?;
         if flag == 0 {
             return Ok(None);
@@ -316,7 +354,9 @@ impl Session {
             let mut hello = match self.hello.take() {
                 Some(hello) => hello,
                 // SAFETY: it is a number.
-                None => self.receive(vec![0; MAX_HELLO], unsafe { ffi::RSMPI_ANY_SOURCE }, HELLO)?,
+                None => {
+                    self.receive(vec![0; MAX_HELLO], unsafe { ffi::RSMPI_ANY_SOURCE }, HELLO)?
+                }
             };
             let Receipt { source, bytes } = match self.test(&mut hello) {
                 Ok(Some(receipt)) => receipt,
@@ -339,7 +379,10 @@ impl Session {
 }
 
 impl Message {
-    fn begin(buffer: Vec<u8>, begin: impl FnOnce(*mut ffi::MPI_Request) -> c_int) -> Result<Self, String> {
+    fn begin(
+        buffer: Vec<u8>,
+        begin: impl FnOnce(*mut ffi::MPI_Request) -> c_int,
+    ) -> Result<Self, String> {
         let mut request = MaybeUninit::uninit();
         check(begin(request.as_mut_ptr()))?;
         // SAFETY: MPI has written it.

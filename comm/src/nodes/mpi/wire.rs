@@ -1,8 +1,8 @@
 //! The two ends of a link.
 //!
-//! Parts are cut into, and put together from, messages of at most [`CHUNK`] bytes. Each member of a link sends under a
-//! tag of its own there, of which it tells the others by a *hello*. Nobody waits for hellos: what is sent before its tag
-//! is known waits at its destination.
+//! Parts are cut into, and put together from, messages of at most [`CHUNK`] bytes. Each member of a
+//! link sends under a tag of its own there, of which it tells the others by a *hello*. Nobody waits
+//! for hellos: what is sent before its tag is known waits at its destination.
 
 use std::collections::VecDeque;
 use std::ffi::c_int;
@@ -18,8 +18,8 @@ use crate::shm::Part;
 const CHUNK: usize = 256 << 10;
 const DEPTH: usize = 4;
 
-/// A message's first byte: data follows, or nothing more does, because the sender leaves or has given up. Why, is in the
-/// rest, if it knows.
+/// A message's first byte: data follows, or nothing more does, because the sender leaves or has
+/// given up. Why, is in the rest, if it knows.
 const DATA: u8 = 0;
 const LEAVES: u8 = 1;
 const GIVES_UP: u8 = 2;
@@ -28,13 +28,22 @@ const GIVES_UP: u8 = 2;
 pub struct MpiNetwork;
 
 impl Network for MpiNetwork {
-    fn link(&self, channel: &str, members: &[usize], own: usize, _: Patience) -> Result<Box<dyn Wire>, Unlinked> {
+    fn link(
+        &self,
+        channel: &str,
+        members: &[usize],
+        own: usize,
+        _: Patience,
+    ) -> Result<Box<dyn Wire>, Unlinked> {
         let others = (0..members.len()).filter(|&member| member != own);
         let linked = with(|session| {
             let tag = session.new_tag()?;
             let hello = [&tag.to_le_bytes(), channel.as_bytes()].concat();
             if hello.len() > MAX_HELLO {
-                return Err(format!("the name of the link has {} bytes, which is too long", channel.len()));
+                return Err(format!(
+                    "the name of the link has {} bytes, which is too long",
+                    channel.len()
+                ));
             }
             for member in others.clone() {
                 let message = session.send(hello.clone(), members[member] as c_int, HELLO)?;
@@ -43,7 +52,10 @@ impl Network for MpiNetwork {
             Ok(tag)
         });
         let tag = linked.map_err(|error| {
-            Unlinked::Lost(Loss { member: others.clone().next().unwrap_or(own), how: Departure::OutOfReach(error) })
+            Unlinked::Lost(Loss {
+                member: others.clone().next().unwrap_or(own),
+                how: Departure::OutOfReach(error),
+            })
         })?;
         let peer = |member: usize| (member != own).then(|| Peer::new(members[member] as c_int));
         let peers = (0..members.len()).map(peer).collect();
@@ -53,7 +65,8 @@ impl Network for MpiNetwork {
     fn have_come(&self, channel: &str, members: &[usize], own: usize) -> bool {
         let all = with(|session| {
             session.progress()?;
-            let has_come = |&rank: &usize| session.tags.contains_key(&(rank as c_int, channel.to_string()));
+            let has_come =
+                |&rank: &usize| session.tags.contains_key(&(rank as c_int, channel.to_string()));
             Ok(members[own + 1..].iter().all(has_come))
         });
         // What is wrong with MPI is said by whoever links.
@@ -102,12 +115,20 @@ impl Peer {
     }
 
     /// Moves what can be moved now; whether that was anything.
-    fn go_on(&mut self, session: &mut Session, channel: &str, tag: c_int) -> Result<bool, Departure> {
-        let moved =
-            self.go_on_sending(session, tag).and_then(|sent| Ok(self.go_on_receiving(session, channel)? || sent));
+    fn go_on(
+        &mut self,
+        session: &mut Session,
+        channel: &str,
+        tag: c_int,
+    ) -> Result<bool, Departure> {
+        let moved = self
+            .go_on_sending(session, tag)
+            .and_then(|sent| Ok(self.go_on_receiving(session, channel)? || sent));
         let moved = moved.map_err(Departure::OutOfReach)?;
         match &self.departure {
-            Some(how) if !self.receiving.parts.is_empty() || !self.sending.parts.is_empty() => Err(how.clone()),
+            Some(how) if !self.receiving.parts.is_empty() || !self.sending.parts.is_empty() => {
+                Err(how.clone())
+            }
             _ => Ok(moved),
         }
     }
@@ -208,8 +229,10 @@ impl MpiWire {
         let moved = with(|session| {
             session.progress()?;
             let mut moved = false;
-            for (member, peer) in
-                peers.iter_mut().enumerate().filter_map(|(member, peer)| Some((member, peer.as_mut()?)))
+            for (member, peer) in peers
+                .iter_mut()
+                .enumerate()
+                .filter_map(|(member, peer)| Some((member, peer.as_mut()?)))
             {
                 last = member;
                 match peer.go_on(session, channel, *tag) {
@@ -258,7 +281,10 @@ impl Wire for MpiWire {
     }
 
     fn is_idle(&self) -> bool {
-        self.peers.iter().flatten().all(|peer| peer.sending.parts.is_empty() && peer.receiving.parts.is_empty())
+        self.peers
+            .iter()
+            .flatten()
+            .all(|peer| peer.sending.parts.is_empty() && peer.receiving.parts.is_empty())
     }
 
     fn drive(&mut self, time: Duration) -> Result<(), Loss> {
@@ -301,8 +327,8 @@ impl Drop for MpiWire {
     }
 }
 
-/// A peer that has yet to say that it sends nothing more. Until then somebody has to take what comes, or MPI would keep
-/// it for good.
+/// A peer that has yet to say that it sends nothing more. Until then somebody has to take what
+/// comes, or MPI would keep it for good.
 struct Farewell {
     peer: Peer,
     channel: String,
@@ -310,7 +336,8 @@ struct Farewell {
 
 impl Leftover for Farewell {
     fn is_done(&mut self, session: &mut Session) -> bool {
-        let is_done = self.peer.go_on_receiving(session, &self.channel).is_err() || self.peer.departure.is_some();
+        let is_done = self.peer.go_on_receiving(session, &self.channel).is_err()
+            || self.peer.departure.is_some();
         if is_done {
             self.cancel(session);
         }

@@ -1,7 +1,9 @@
-//! PyTorch's TCPStore: its clients are served as by PyTorch's own server (that of libuv, the default).
+//! PyTorch's TCPStore: its clients are served as by PyTorch's own server (that of libuv, the
+//! default).
 //!
-//! They speak first with a number that is no secret, so they are not authenticated: whoever reaches the port can read
-//! and change what is kept here. It is a key space of its own, from which there is no way to Flow's stores.
+//! They speak first with a number that is no secret, so they are not authenticated: whoever reaches
+//! the port can read and change what is kept here. It is a key space of its own, from which there
+//! is no way to Flow's stores.
 //!
 //! | request | fields | reply |
 //! |---|---|---|
@@ -25,12 +27,13 @@
 //! | 17 list keys | | keys |
 //! | 18 barrier | key, number of clients (i64) | 0 (u8) as soon as so many have asked |
 //!
-//! Keys and values are preceded by their length (u64), lists by theirs. A client need not wait for a reply before it sends
-//! the next request.
+//! Keys and values are preceded by their length (u64), lists by theirs. A client need not wait for
+//! a reply before it sends the next request.
 //!
-//! It differs from PyTorch's server where that one wakes clients by mistake: a compare set that sets nothing wakes nobody,
-//! nor does a queue wake those that it has woken before and that wait for another key now. And its memory is bounded: a
-//! client that would have it take more, or that does not read, is closed.
+//! It differs from PyTorch's server where that one wakes clients by mistake: a compare set that
+//! sets nothing wakes nobody, nor does a queue wake those that it has woken before and that wait
+//! for another key now. And its memory is bounded: a client that would have it take more, or that
+//! does not read, is closed.
 
 mod values;
 mod waits;
@@ -52,7 +55,8 @@ use wire::{Decoder, Request, Value};
 
 pub use wire::VALIDATION;
 
-/// All that is kept or is on its way to clients, and what they have sent of incomplete requests, takes no more memory.
+/// All that is kept or is on its way to clients, and what they have sent of incomplete requests,
+/// takes no more memory.
 const MAX_SIZE: usize = 1 << 30;
 /// A client that asks more while so much is unsent does not read.
 const MAX_UNSENT: usize = 1 << 20;
@@ -71,8 +75,8 @@ pub struct HostedTcpStore {
     complaints: Complaints,
 }
 
-/// Each is made once: their number is the clients' choice, and the log may be a pipe that nobody reads, for which this
-/// thread would wait.
+/// Each is made once: their number is the clients' choice, and the log may be a pipe that nobody
+/// reads, for which this thread would wait.
 #[derive(Default)]
 struct Complaints {
     clients: OnceCell<()>,
@@ -121,7 +125,10 @@ impl HostedTcpStore {
                     self.values.set(&key, desired);
                     self.wake(&key, outbox);
                 }
-                outbox.send(id, self.values.get(&key).map_or(expected.0, |value| Arc::clone(&value.0)));
+                outbox.send(
+                    id,
+                    self.values.get(&key).map_or(expected.0, |value| Arc::clone(&value.0)),
+                );
             }
             Request::Get { key } => self.get(id, &key, outbox),
             Request::MultiGet { keys } => keys.iter().for_each(|key| self.get(id, key, outbox)),
@@ -161,7 +168,9 @@ impl HostedTcpStore {
                     outbox.send(id, value.0);
                 }
             }
-            Request::QueueLen { key } => send_number(id, self.values.queue_len(&key) as i64, outbox),
+            Request::QueueLen { key } => {
+                send_number(id, self.values.queue_len(&key) as i64, outbox)
+            }
             Request::ListKeys => {
                 self.make_room(self.values.list_cost(), 0)?;
                 outbox.send(id, self.values.list());
@@ -179,7 +188,10 @@ impl HostedTcpStore {
     }
 
     fn get(&self, id: usize, key: &[u8], outbox: &mut Outbox) {
-        outbox.send(id, self.values.get(key).map_or_else(|| Value::new(b"").0, |value| Arc::clone(&value.0)));
+        outbox.send(
+            id,
+            self.values.get(key).map_or_else(|| Value::new(b"").0, |value| Arc::clone(&value.0)),
+        );
     }
 
     fn wait(&mut self, id: usize, missing: HashSet<Vec<u8>>, outbox: &mut Outbox) {
@@ -225,7 +237,8 @@ impl HostedTcpStore {
 
     /// Notes the size of a client's incomplete request.
     fn hold(&mut self, id: usize, held: usize) {
-        let before = self.clients.get_mut(&id).map_or(0, |client| mem::replace(&mut client.held, held));
+        let before =
+            self.clients.get_mut(&id).map_or(0, |client| mem::replace(&mut client.held, held));
         self.held = self.held - before + held;
     }
 }
@@ -235,8 +248,8 @@ fn send_number(id: usize, number: i64, outbox: &mut Outbox) {
 }
 
 impl Service for HostedTcpStore {
-    /// At most half of the process's file descriptors are for PyTorch's clients and a quarter for strangers, so that others
-    /// find some.
+    /// At most half of the process's file descriptors are for PyTorch's clients and a quarter for
+    /// strangers, so that others find some.
     fn join(&mut self, id: usize, _now: Instant, _outbox: &mut Outbox) -> io::Result<()> {
         let (files, _) = getrlimit(Resource::RLIMIT_NOFILE)?;
         let count = self.clients.len();
@@ -253,7 +266,13 @@ impl Service for HostedTcpStore {
         Ok(())
     }
 
-    fn hear(&mut self, id: usize, input: &[u8], unsent: usize, outbox: &mut Outbox) -> io::Result<usize> {
+    fn hear(
+        &mut self,
+        id: usize,
+        input: &[u8],
+        unsent: usize,
+        outbox: &mut Outbox,
+    ) -> io::Result<usize> {
         if unsent > MAX_UNSENT {
             self.complaints.deaf.get_or_init(|| {
                 log::warn!(
@@ -321,11 +340,15 @@ mod tests {
     fn values_and_queues_take_so_much_memory_and_no_more() {
         for operation in [1, 9, 14] {
             let mut store = store();
-            let count =
-                (0..1000).take_while(|i| hears(&mut store, 0, &request(operation, &i.to_string(), Some(900)))).count();
+            let count = (0..1000)
+                .take_while(|i| {
+                    hears(&mut store, 0, &request(operation, &i.to_string(), Some(900)))
+                })
+                .count();
             assert!((MAX / 2000..MAX / 900).contains(&count), "{count}");
             store.leave(0);
-            // What takes no more is possible for others, and what makes room, and then what takes it.
+            // What takes no more is possible for others, and what makes room, and then what takes
+            // it.
             assert!(hears(&mut store, 1, &request(3, "0", None)));
             assert!(!hears(&mut store, 1, &request(operation, "another", Some(900))));
             let remove = if operation == 14 { 15 } else { 8 };
@@ -339,7 +362,8 @@ mod tests {
     #[test]
     fn empty_keys_and_values_take_memory_as_well() {
         let mut store = store();
-        let count = (0..MAX).take_while(|_| hears(&mut store, 0, &request(14, "", Some(0)))).count();
+        let count =
+            (0..MAX).take_while(|_| hears(&mut store, 0, &request(14, "", Some(0)))).count();
         assert!(count < MAX / 100, "{count}");
     }
 
@@ -347,7 +371,9 @@ mod tests {
     fn a_list_of_keys_takes_memory_once() {
         let mut store = store();
         let key = "k".repeat(1000);
-        (0..40).for_each(|i| assert!(hears(&mut store, 0, &request(1, &format!("{key}{i}"), Some(0)))));
+        (0..40).for_each(|i| {
+            assert!(hears(&mut store, 0, &request(1, &format!("{key}{i}"), Some(0))))
+        });
         let before = store.size();
         let mut outbox = Outbox::default();
         for id in 0..3 {
@@ -356,7 +382,8 @@ mod tests {
         let (_, list) = &outbox.0[0];
         assert!(outbox.0.iter().all(|(_, other)| Arc::ptr_eq(list, other)));
         assert_eq!(store.size(), before + list.len());
-        // It is kept no more, but on its way; a second one is too much, until the first has been sent.
+        // It is kept no more, but on its way; a second one is too much, until the first has been
+        // sent.
         assert!(hears(&mut store, 0, &request(1, "another", Some(0))));
         assert!(!hears(&mut store, 1, &[17]));
         outbox.0.clear();

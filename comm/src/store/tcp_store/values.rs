@@ -1,4 +1,5 @@
-//! What a TCPStore holds: values and queues, each with keys of its own, and how much memory they take.
+//! What a TCPStore holds: values and queues, each with keys of its own, and how much memory they
+//! take.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::AddAssign;
@@ -105,8 +106,8 @@ impl Values {
         }
     }
 
-    /// Adds to the number under `key`, 0 if there is none, and returns the sum, which is kept as decimal text; `None`
-    /// if it is no number.
+    /// Adds to the number under `key`, 0 if there is none, and returns the sum, which is kept as
+    /// decimal text; `None` if it is no number.
     pub fn add(&mut self, key: &[u8], amount: i64) -> Option<i64> {
         let mut sum = self.get(key).map_or(Some(0), |value| number(value.bytes()))?;
         sum = sum.wrapping_add(amount);

@@ -121,7 +121,10 @@ mod tests {
             waits.add(id, keys(&["q"]));
         }
         waits.cancel(5);
-        assert_eq!([waits.wake_one(b"q"), waits.wake_one(b"q"), waits.wake_one(b"q")], [Some(7), Some(6), None]);
+        assert_eq!(
+            [waits.wake_one(b"q"), waits.wake_one(b"q"), waits.wake_one(b"q")],
+            [Some(7), Some(6), None]
+        );
         assert_empty(&waits);
     }
 
@@ -130,7 +133,10 @@ mod tests {
         let mut waits = Waits::default();
         waits.add(1, keys(&["a", "b"]));
         waits.add(1, keys(&["c"]));
-        assert_eq!((waits.wake_all(b"a"), waits.wake_all(b"b"), waits.wake_all(b"c")), (vec![], vec![], vec![1]));
+        assert_eq!(
+            (waits.wake_all(b"a"), waits.wake_all(b"b"), waits.wake_all(b"c")),
+            (vec![], vec![], vec![1])
+        );
         waits.add(1, keys(&["a"]));
         waits.cancel(1);
         assert_empty(&waits);

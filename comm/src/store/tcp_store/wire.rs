@@ -1,13 +1,14 @@
 //! What PyTorch's clients send: its requests, taken from a stream of bytes that ends anywhere.
 //!
-//! A request is an operation (u8) and its fields. Numbers are little-endian; a key or a value is its length (u64) and its
-//! bytes. The limits are those of PyTorch's own server.
+//! A request is an operation (u8) and its fields. Numbers are little-endian; a key or a value is
+//! its length (u64) and its bytes. The limits are those of PyTorch's own server.
 
 use std::io::{self, ErrorKind};
 use std::mem;
 use std::sync::Arc;
 
-/// The first request of every client: VALIDATE, and a number that tells PyTorch's clients from others.
+/// The first request of every client: VALIDATE, and a number that tells PyTorch's clients from
+/// others.
 pub const VALIDATION: [u8; 5] = [0, 0xce, 0xf7, 0x85, 0x3c];
 
 const MAX_KEY: u64 = 8 << 10;
@@ -117,7 +118,8 @@ impl Layout {
 }
 
 impl Decoder {
-    /// Takes a request off the beginning of `input`, or as much of one as is there. Returns how many bytes it has taken.
+    /// Takes a request off the beginning of `input`, or as much of one as is there. Returns how
+    /// many bytes it has taken.
     ///
     /// # Errors
     /// `InvalidData` if it is none.
@@ -154,13 +156,16 @@ impl Decoder {
             Layout::Each(fields) => (fields, 1),
         };
         while partial.taken.len() < fields.len() * repeats {
-            let Some(field) = fields[partial.taken.len() % fields.len()].take(rest)? else { return Ok(None) };
+            let Some(field) = fields[partial.taken.len() % fields.len()].take(rest)? else {
+                return Ok(None);
+            };
             partial.size += field.len() + mem::size_of::<Vec<u8>>();
             partial.taken.push(field);
         }
         let request = request(partial.operation, mem::take(&mut partial.taken));
         partial.size = 0;
-        partial.count = partial.count.filter(|_| matches!(layout, Layout::Each(_))).map(|count| count - 1);
+        partial.count =
+            partial.count.filter(|_| matches!(layout, Layout::Each(_))).map(|count| count - 1);
         if partial.count.is_none_or(|count| count == 0) {
             self.partial = None;
         }
@@ -175,7 +180,9 @@ impl Field {
             Field::Number => (0, 8),
             Field::Nonce => (0, 4),
             Field::Key | Field::Value => {
-                let Some(length) = array(&mut &rest[..]).map(u64::from_le_bytes) else { return Ok(None) };
+                let Some(length) = array(&mut &rest[..]).map(u64::from_le_bytes) else {
+                    return Ok(None);
+                };
                 if length > if matches!(self, Field::Key) { MAX_KEY } else { MAX_VALUE } {
                     return Err(invalid());
                 }
@@ -201,7 +208,11 @@ fn request(operation: u8, fields: Vec<Vec<u8>>) -> Option<Request> {
     let number = |field: Vec<u8>| Some(i64::from_le_bytes(field.try_into().ok()?));
     Some(match operation {
         1 | 11 => Request::Set { key: next(), value: Value(Arc::new(next())) },
-        2 => Request::CompareSet { key: next(), expected: Value(Arc::new(next())), desired: Value(Arc::new(next())) },
+        2 => Request::CompareSet {
+            key: next(),
+            expected: Value(Arc::new(next())),
+            desired: Value(Arc::new(next())),
+        },
         3 => Request::Get { key: next() },
         4 => Request::Add { key: next(), amount: number(next())? },
         7 => Request::NumKeys,
@@ -249,14 +260,19 @@ mod tests {
             let value = Value::new(&value);
             let (wire, request) = match operation {
                 0 => (vec![&[1][..], &k, &v], Request::Set { key, value }),
-                1 => (vec![&[2][..], &k, &v, &v], Request::CompareSet { key, expected: value.clone(), desired: value }),
+                1 => (
+                    vec![&[2][..], &k, &v, &v],
+                    Request::CompareSet { key, expected: value.clone(), desired: value },
+                ),
                 2 => (vec![&[3][..], &k], Request::Get { key }),
                 3 => (vec![&[4][..], &k, &n], Request::Add { key, amount: number }),
                 4 => (vec![&[7][..]], Request::NumKeys),
                 5 => (vec![&[8][..], &k], Request::Delete { key }),
                 6 => (vec![&[9][..], &k, &v], Request::Append { key, value }),
                 7 => (vec![&[12][..]], Request::CancelWait),
-                8 => (vec![&[13][..], &n[..4]], Request::Ping { nonce: n[..4].try_into().unwrap() }),
+                8 => {
+                    (vec![&[13][..], &n[..4]], Request::Ping { nonce: n[..4].try_into().unwrap() })
+                }
                 9 => (vec![&[14][..], &k, &v], Request::QueuePush { key, value }),
                 10 => (vec![&[15][..], &k], Request::QueuePop { key }),
                 11 => (vec![&[16][..], &k], Request::QueueLen { key }),
@@ -265,7 +281,8 @@ mod tests {
             };
             (wire.concat(), vec![request])
         };
-        let single = (text(), text(), any::<i64>(), 0..14u8).prop_map(move |(k, v, n, o)| one(k, v, n, o));
+        let single =
+            (text(), text(), any::<i64>(), 0..14u8).prop_map(move |(k, v, n, o)| one(k, v, n, o));
         let many = (vec((text(), text()), 0..5), 0..4usize).prop_map(|(pairs, kind)| {
             let count = (pairs.len() as u64).to_le_bytes();
             let mut wire = [&[[5, 6, 10, 11][kind]][..], &count].concat();

@@ -31,7 +31,8 @@ pub fn run(options: &Options) -> Result<()> {
     let (nccl, stream) = (group.nccl(device.ordinal())?, [current_stream(&device)?]);
 
     let lengths = [BYTES / size_of::<f32>() / GRADIENTS; GRADIENTS];
-    let zeros = |&length: &usize| CudaTensor::new(&Tensor::zeros([length as i64], (Kind::Float, place)));
+    let zeros =
+        |&length: &usize| CudaTensor::new(&Tensor::zeros([length as i64], (Kind::Float, place)));
     let mut gradients = lengths.iter().map(zeros).collect::<Result<Vec<_>, _>>()?;
     let mut bucket = nccl.bucket(0, DType::F32, DType::F32, &lengths)?;
 
@@ -47,8 +48,7 @@ pub fn run(options: &Options) -> Result<()> {
     if group.rank() == 0 {
         let (ranks, us) = (group.world_size(), microseconds(median(&mut times)));
         if options.json {
-            let line =
-                json!({"bench": "launch", "ranks": ranks, "gradients": GRADIENTS, "bytes": BYTES, "median_us": us});
+            let line = json!({"bench": "launch", "ranks": ranks, "gradients": GRADIENTS, "bytes": BYTES, "median_us": us});
             println!("{line}");
         } else {
             println!("launch of a bucket of {GRADIENTS} gradients, {ranks} ranks: {us:.2} us of the host's time");

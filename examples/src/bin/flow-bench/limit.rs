@@ -1,4 +1,5 @@
-//! The zero-copy bound: how fast two threads can sum two buffers in place, with no library in between.
+//! The zero-copy bound: how fast two threads can sum two buffers in place, with no library in
+//! between.
 
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -31,8 +32,8 @@ pub fn run(sizes: &Sizes) -> Result<()> {
     Ok(())
 }
 
-/// A cache line of f32. Aligned buffers and loops compiled for AVX2 together halve the time at 1 MiB; whole lines give
-/// each thread its own.
+/// A cache line of f32. Aligned buffers and loops compiled for AVX2 together halve the time at 1
+/// MiB; whole lines give each thread its own.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 struct Line([f32; 16]);
@@ -51,7 +52,8 @@ fn measure(bytes: usize) -> Result<Duration> {
 
 /// Has each thread sum its half `count` times, the threads waiting for each other every time.
 fn sum_repeatedly(a: &mut [Line], b: &mut [Line], count: usize) -> Vec<Duration> {
-    let (a, b) = (a.split_at_mut(a.len().div_ceil(THREADS)), b.split_at_mut(b.len().div_ceil(THREADS)));
+    let (a, b) =
+        (a.split_at_mut(a.len().div_ceil(THREADS)), b.split_at_mut(b.len().div_ceil(THREADS)));
     let arrived = AtomicUsize::new(0);
     let repeat = |a: &mut [Line], b: &mut [Line]| {
         let mut target = 0;

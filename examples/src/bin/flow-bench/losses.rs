@@ -1,5 +1,5 @@
-//! The losses of a short training with `Ddp`, to be compared with PyTorch's: `scripts/peers/losses.py` starts from the same
-//! weights and trains on the same numbers.
+//! The losses of a short training with `Ddp`, to be compared with PyTorch's:
+//! `scripts/peers/losses.py` starts from the same weights and trains on the same numbers.
 
 use anyhow::Result;
 use clap::Args;
@@ -34,10 +34,14 @@ pub fn run(options: &Options) -> Result<()> {
 
     let store = VarStore::new(device);
     let model = options.model.build(&store.root());
-    for (name, mut parameter) in store.variables().into_iter().filter(|(_, variable)| variable.requires_grad()) {
+    for (name, mut parameter) in
+        store.variables().into_iter().filter(|(_, variable)| variable.requires_grad())
+    {
         let shape = parameter.size();
         let start = match shape.len() {
-            1 => Tensor::full(&shape, f64::from(!name.ends_with("bias")), (Kind::Float, Device::Cpu)),
+            1 => {
+                Tensor::full(&shape, f64::from(!name.ends_with("bias")), (Kind::Float, Device::Cpu))
+            }
             _ => numbers(&shape, 0) / (shape[1..].iter().product::<i64>() as f64).sqrt(),
         };
         tch::no_grad(|| parameter.copy_(&start));
@@ -63,8 +67,13 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Numbers between -1 and 1 without a pattern, which any program can make: sin(n * n) for n from `first`.
+/// Numbers between -1 and 1 without a pattern, which any program can make: sin(n * n) for n from
+/// `first`.
 fn numbers(shape: &[i64], first: i64) -> Tensor {
     let end = first + shape.iter().product::<i64>();
-    Tensor::arange_start(first, end, (Kind::Double, Device::Cpu)).square().sin().to_kind(Kind::Float).view(shape)
+    Tensor::arange_start(first, end, (Kind::Double, Device::Cpu))
+        .square()
+        .sin()
+        .to_kind(Kind::Float)
+        .view(shape)
 }

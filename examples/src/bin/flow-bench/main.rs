@@ -3,7 +3,8 @@
 //! `flow-launch --nproc_per_node 2 flow-bench allreduce`, `flow-bench limit`,
 //! `flow-launch --nproc_per_node 2 flow-bench step --model mlp`
 //!
-//! On GPUs, where `scripts/gpu-check` runs it: `flow-bench launch`, `step` and `losses` with `--device cuda`.
+//! On GPUs, where `scripts/gpu-check` runs it: `flow-bench launch`, `step` and `losses` with
+//! `--device cuda`.
 
 mod allreduce;
 mod launch;
@@ -24,7 +25,8 @@ use clap::{Args, Parser};
 enum Command {
     /// All-reduce of f32 sums, on all ranks
     Allreduce(allreduce::Options),
-    /// What an all-reduce between two ranks could reach at best: two threads sum two buffers in place
+    /// What an all-reduce between two ranks could reach at best: two threads sum two buffers in
+    /// place
     Limit(Sizes),
     /// A training step without and with Ddp, on all ranks
     Step(step::Options),
@@ -47,7 +49,10 @@ struct Sizes {
 }
 
 fn parse_size(text: &str) -> Result<usize, String> {
-    let bytes = text.parse().ok().filter(|bytes: &usize| *bytes != 0 && bytes.is_multiple_of(size_of::<f32>()));
+    let bytes = text
+        .parse()
+        .ok()
+        .filter(|bytes: &usize| *bytes != 0 && bytes.is_multiple_of(size_of::<f32>()));
     bytes.ok_or_else(|| "a buffer of f32 takes a multiple of 4 bytes, at least 4".into())
 }
 

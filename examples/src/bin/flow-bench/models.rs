@@ -63,12 +63,10 @@ impl Model {
 }
 
 fn mlp(path: &nn::Path) -> SequentialT {
-    nn::seq_t().add(nn::linear(path / "fc1", 784, 512, Default::default())).add_fn(|x| x.relu()).add(nn::linear(
-        path / "fc2",
-        512,
-        10,
-        Default::default(),
-    ))
+    nn::seq_t()
+        .add(nn::linear(path / "fc1", 784, 512, Default::default()))
+        .add_fn(|x| x.relu())
+        .add(nn::linear(path / "fc2", 512, 10, Default::default()))
 }
 
 fn lenet(path: &nn::Path) -> SequentialT {
@@ -85,7 +83,9 @@ fn lenet(path: &nn::Path) -> SequentialT {
 
 fn wide(path: &nn::Path) -> SequentialT {
     let hidden = (0..6).fold(nn::seq_t(), |model, i| {
-        model.add(nn::linear(path / format!("fc{i}"), 2048, 2048, Default::default())).add_fn(|x| x.relu())
+        model
+            .add(nn::linear(path / format!("fc{i}"), 2048, 2048, Default::default()))
+            .add_fn(|x| x.relu())
     });
     hidden.add(nn::linear(path / "fc6", 2048, 10, Default::default()))
 }
@@ -93,9 +93,12 @@ fn wide(path: &nn::Path) -> SequentialT {
 /// A block of GPT-2 (Radford et al. 2019); classes are told from the mean over all tokens.
 fn gpt(path: &nn::Path) -> SequentialT {
     let norm = |name| nn::layer_norm(path / name, vec![WIDTH], Default::default());
-    let dense = |name, inputs, outputs| nn::linear(path / name, inputs, outputs, Default::default());
-    let (norm1, qkv, projection) = (norm("norm1"), dense("qkv", WIDTH, 3 * WIDTH), dense("projection", WIDTH, WIDTH));
-    let (norm2, up, down) = (norm("norm2"), dense("up", WIDTH, 4 * WIDTH), dense("down", 4 * WIDTH, WIDTH));
+    let dense =
+        |name, inputs, outputs| nn::linear(path / name, inputs, outputs, Default::default());
+    let (norm1, qkv, projection) =
+        (norm("norm1"), dense("qkv", WIDTH, 3 * WIDTH), dense("projection", WIDTH, WIDTH));
+    let (norm2, up, down) =
+        (norm("norm2"), dense("up", WIDTH, 4 * WIDTH), dense("down", 4 * WIDTH, WIDTH));
     nn::seq_t()
         .add_fn(move |x| x + attention(&x.apply(&norm1).apply(&qkv)).apply(&projection))
         .add_fn(move |x| x + x.apply(&norm2).apply(&up).gelu("tanh").apply(&down))
@@ -108,6 +111,7 @@ fn attention(qkv: &Tensor) -> Tensor {
     let (batch, tokens) = (qkv.size()[0], qkv.size()[1]);
     let heads = qkv.view([batch, tokens, 3, HEADS, WIDTH / HEADS]).permute([2, 0, 3, 1, 4]);
     let [q, k, v] = [0, 1, 2].map(|part| heads.get(part));
-    let attended = Tensor::scaled_dot_product_attention(&q, &k, &v, None::<Tensor>, 0.0, true, None, false);
+    let attended =
+        Tensor::scaled_dot_product_attention(&q, &k, &v, None::<Tensor>, 0.0, true, None, false);
     attended.transpose(1, 2).reshape([batch, tokens, WIDTH])
 }

@@ -1,12 +1,14 @@
 //! A training step without and with `Ddp`.
 //!
-//! As in `scripts/peers/step.py`: blocks of local and distributed steps take turns in the same processes. All ranks run
-//! the local model at the same time, so that it has the same share of the memory's bandwidth; the wrapper is made anew
-//! for each block, so that local steps are plain libtorch, with its own allocator. Local steps on Flow's memory that end in
-//! a barrier are the bound for synchronous training: ranks wait for the slowest, and pay nothing else.
+//! As in `scripts/peers/step.py`: blocks of local and distributed steps take turns in the same
+//! processes. All ranks run the local model at the same time, so that it has the same share of the
+//! memory's bandwidth; the wrapper is made anew for each block, so that local steps are plain
+//! libtorch, with its own allocator. Local steps on Flow's memory that end in a barrier are the
+//! bound for synchronous training: ranks wait for the slowest, and pay nothing else.
 //!
-//! On GPUs a block is timed as a whole, from an idle device to an idle device, and a step ends with backward: the optimizer
-//! is no part of what is compared, and libtorch's takes another way than Python's.
+//! On GPUs a block is timed as a whole, from an idle device to an idle device, and a step ends with
+//! backward: the optimizer is no part of what is compared, and libtorch's takes another way than
+//! Python's.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -21,7 +23,8 @@ use tch::{Cuda, Device, Kind, Tensor};
 use crate::models::Model;
 use crate::{mean, median, repetitions, time, timeline};
 
-/// So small that all models stay alike: max_pool, for one, takes longer or shorter with the values it meets.
+/// So small that all models stay alike: max_pool, for one, takes longer or shorter with the values
+/// it meets.
 const LEARNING_RATE: f64 = 1e-6;
 const WARM_UP: usize = 5;
 
@@ -32,9 +35,11 @@ struct Plan {
     most_steps: usize,
 }
 
-const ON_CPU: Plan = Plan { blocks: 5, time_per_block: Duration::from_millis(500), most_steps: 500 };
+const ON_CPU: Plan =
+    Plan { blocks: 5, time_per_block: Duration::from_millis(500), most_steps: 500 };
 /// A block is one figure only.
-const ON_GPU: Plan = Plan { blocks: 10, time_per_block: Duration::from_millis(250), most_steps: 250 };
+const ON_GPU: Plan =
+    Plan { blocks: 10, time_per_block: Duration::from_millis(250), most_steps: 250 };
 
 #[derive(Args)]
 pub struct Options {
@@ -97,7 +102,8 @@ pub fn run(options: &Options) -> Result<()> {
     let mut warm_up = if on_cpu {
         block(WARM_UP, &mut local)?
     } else {
-        // On GPUs a distributed step may take many times as long; PyTorch's side counts by it as well.
+        // On GPUs a distributed step may take many times as long; PyTorch's side counts by it as
+        // well.
         let ddp = Ddp::new(wrapped, &ddp_store, &group)?;
         let mut distributed = || step(&ddp, &mut ddp_optimizer, on_cpu, &x, &y);
         (0..WARM_UP).try_for_each(|_| distributed())?;
@@ -136,7 +142,13 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-fn step(model: &impl ModuleT, optimizer: &mut Optimizer, update: bool, x: &Tensor, y: &Tensor) -> Result<()> {
+fn step(
+    model: &impl ModuleT,
+    optimizer: &mut Optimizer,
+    update: bool,
+    x: &Tensor,
+    y: &Tensor,
+) -> Result<()> {
     optimizer.zero_grad();
     model.forward_t(x, true).cross_entropy_for_logits(y).f_backward()?;
     if update {
@@ -145,7 +157,8 @@ fn step(model: &impl ModuleT, optimizer: &mut Optimizer, update: bool, x: &Tenso
     Ok(())
 }
 
-/// Runs `count` steps, after one that is not counted, on all ranks at once: the time of each or, on a GPU, their mean.
+/// Runs `count` steps, after one that is not counted, on all ranks at once: the time of each or, on
+/// a GPU, their mean.
 fn block(
     group: &ProcessGroup,
     device: Device,
@@ -180,8 +193,9 @@ fn print(options: &Options, ranks: usize, parameters: usize, times: &mut Times) 
         }
         println!("{line}");
     } else {
-        let bound =
-            barrier.map(|barrier| format!("; {barrier:.3} ms with a barrier, {:.3} of which is left", barrier / ddp));
+        let bound = barrier.map(|barrier| {
+            format!("; {barrier:.3} ms with a barrier, {:.3} of which is left", barrier / ddp)
+        });
         println!(
             "step, {model}: {local:.3} ms alone, {ddp:.3} ms with Ddp: efficiency {efficiency:.3}{}",
             bound.unwrap_or_default()

@@ -8,7 +8,8 @@ use anyhow::{Context, Result};
 use flow_ddp::Stats;
 use serde_json::{json, Value};
 
-/// Writes the last backward: a row for itself and one for each bucket, from its last gradient to the end of its reduction.
+/// Writes the last backward: a row for itself and one for each bucket, from its last gradient to
+/// the end of its reduction.
 pub fn write(file: &Path, stats: &Stats) -> Result<()> {
     let buckets = stats.buckets.iter().enumerate().map(|(number, bucket)| {
         let details = json!({

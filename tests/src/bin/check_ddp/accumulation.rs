@@ -74,8 +74,9 @@ pub fn several_forwards(group: &ProcessGroup) -> Result<()> {
         let model = Ddp::builder(group).gradient_as_bucket_view(view).wrap(vectors, &store)?;
         let input = |number: usize, rank: usize| (10 * number + rank) as f64;
         for orders in [[0, 1, 2], [2, 0, 1]] {
-            let mut losses: Vec<_> =
-                (0..3).map(|n| Some(model.forward(&Tensor::from(input(n, group.rank()) as f32)))).collect();
+            let mut losses: Vec<_> = (0..3)
+                .map(|n| Some(model.forward(&Tensor::from(input(n, group.rank()) as f32))))
+                .collect();
             store.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
             let mut expected = 0.0;
             for number in orders {
@@ -104,7 +105,11 @@ pub fn cleared_gradients(group: &ProcessGroup) -> Result<()> {
             }
             let input = |rank: usize| (step + rank) as f64;
             model.forward(&Tensor::from(input(group.rank()) as f32)).f_backward()?;
-            model.0.iter().try_for_each(|w| gradient_is(w, mean(group, input))).with_context(|| format!("{step}"))?;
+            model
+                .0
+                .iter()
+                .try_for_each(|w| gradient_is(w, mean(group, input)))
+                .with_context(|| format!("{step}"))?;
         }
     }
     Ok(())

@@ -8,7 +8,9 @@ use flow_ddp::Ddp;
 use tch::nn::{self, ModuleT, OptimizerConfig, Path, SequentialT};
 use tch::{Device, Kind, Tensor};
 
-use crate::helpers::{close, copies, gradient_is, gradients, in_place, mean, part, plausible, same_everywhere, values};
+use crate::helpers::{
+    close, copies, gradient_is, gradients, in_place, mean, part, plausible, same_everywhere, values,
+};
 use crate::models::{self, device, on_gpu, store};
 
 fn float() -> (Kind, Device) {
@@ -28,7 +30,10 @@ pub fn linear(group: &ProcessGroup) -> Result<()> {
         let mut optimizer = nn::Sgd::default().build(&store, 0.01)?;
         for _ in 0..100 {
             optimizer.zero_grad();
-            model.forward(&Tensor::from_slice(&[group.rank() as f32]).to(device())).sum(Kind::Float).backward();
+            model
+                .forward(&Tensor::from_slice(&[group.rank() as f32]).to(device()))
+                .sum(Kind::Float)
+                .backward();
             gradient_is(&model.ws, (group.world_size() - 1) as f64 / 2.0)?;
             gradient_is(model.bs.as_ref().context("it has a bias")?, 1.0)?;
             optimizer.step();
@@ -47,9 +52,14 @@ pub fn lenet(group: &ProcessGroup) -> Result<()> {
     against_one_process(group, &[3, 1, 28, 28], models::lenet)
 }
 
-/// The same model on the ranks' parts of a batch, and in this process on the whole. Sums are then rounded otherwise, of which
-/// training makes more in each step: in double precision on the CPU, so that it stays far below any other difference.
-fn against_one_process(group: &ProcessGroup, shape: &[i64], build: fn(&Path) -> SequentialT) -> Result<()> {
+/// The same model on the ranks' parts of a batch, and in this process on the whole. Sums are then
+/// rounded otherwise, of which training makes more in each step: in double precision on the CPU, so
+/// that it stays far below any other difference.
+fn against_one_process(
+    group: &ProcessGroup,
+    shape: &[i64],
+    build: fn(&Path) -> SequentialT,
+) -> Result<()> {
     let mut joined = shape.to_vec();
     joined[0] *= group.world_size() as i64;
     for view in [false, true] {
@@ -68,19 +78,27 @@ fn against_one_process(group: &ProcessGroup, shape: &[i64], build: fn(&Path) -> 
         let mut optimizer = optimizer().build(&store, 0.05)?;
         for step in 0..4 {
             tch::manual_seed(100 + step);
-            let (x, y) = (Tensor::randn(&joined, (kind, device())), Tensor::randint(10, [joined[0]], index()));
+            let (x, y) = (
+                Tensor::randn(&joined, (kind, device())),
+                Tensor::randint(10, [joined[0]], index()),
+            );
             // As `cross_entropy_for_logits`, which is in single precision whatever the model is in.
-            let loss = |logits: Tensor, labels: &Tensor| logits.log_softmax(-1, kind).nll_loss(labels);
+            let loss =
+                |logits: Tensor, labels: &Tensor| logits.log_softmax(-1, kind).nll_loss(labels);
             alone_optimizer.zero_grad();
             loss(alone.forward_t(&x, true), &y).backward();
             optimizer.zero_grad();
             loss(model.forward_t(&part(&x, group), true), &part(&y, group)).f_backward()?;
-            close(&gradients(&store)?, &gradients(&alone_store)?, tolerance).with_context(|| format!("step {step}"))?;
+            close(&gradients(&store)?, &gradients(&alone_store)?, tolerance)
+                .with_context(|| format!("step {step}"))?;
             alone_optimizer.step();
             optimizer.step();
             let stats = model.stats();
             plausible(&stats, step as u64 + 1)?;
-            ensure!(copies() || on_gpu() || in_place(&stats) > 0, "no gradient was born in shared memory: {stats:?}");
+            ensure!(
+                copies() || on_gpu() || in_place(&stats) > 0,
+                "no gradient was born in shared memory: {stats:?}"
+            );
         }
         close(&values(&store), &values(&alone_store), tolerance)?;
         same_everywhere(group, &store)?;
@@ -88,8 +106,9 @@ fn against_one_process(group: &ProcessGroup, shape: &[i64], build: fn(&Path) -> 
     Ok(())
 }
 
-/// With running statistics, one process stands for all ranks by taking their parts one after the other, each with the
-/// buffers that rank 0 had before, and keeping those that rank 0 has after. On the CPU, arithmetic is the same to the bit.
+/// With running statistics, one process stands for all ranks by taking their parts one after the
+/// other, each with the buffers that rank 0 had before, and keeping those that rank 0 has after. On
+/// the CPU, arithmetic is the same to the bit.
 pub fn mobilenet(group: &ProcessGroup) -> Result<()> {
     let ranks = group.world_size() as i64;
     // On GPUs a sum is another to the last bit, of which small batches make much in a few steps.
@@ -103,16 +122,23 @@ pub fn mobilenet(group: &ProcessGroup) -> Result<()> {
     let mut optimizer = nn::Sgd::default().build(&store, 0.05)?;
     for step in 0..steps {
         tch::manual_seed(100 + step);
-        let (x, y) = (Tensor::randn([4 * ranks, 3, 32, 32], float()), Tensor::randint(10, [4 * ranks], index()));
+        let (x, y) = (
+            Tensor::randn([4 * ranks, 3, 32, 32], float()),
+            Tensor::randint(10, [4 * ranks], index()),
+        );
         let loss = |model: &dyn ModuleT, rank: usize| {
             tch::manual_seed(1000 * (step + 1) + rank as i64); // for the dropout
             let part = |joined: &Tensor| joined.chunk(ranks, 0).swap_remove(rank);
             model.forward_t(&part(&x), true).cross_entropy_for_logits(&part(&y))
         };
-        let buffers: Vec<Tensor> = alone_store.variables().into_values().filter(|t| !t.requires_grad()).collect();
+        let buffers: Vec<Tensor> =
+            alone_store.variables().into_values().filter(|t| !t.requires_grad()).collect();
         let copies = || buffers.iter().map(Tensor::copy).collect::<Vec<_>>();
         let put = |copies: &[Tensor]| {
-            buffers.iter().zip(copies).for_each(|(buffer, copy)| buffer.shallow_clone().copy_(copy));
+            buffers
+                .iter()
+                .zip(copies)
+                .for_each(|(buffer, copy)| buffer.shallow_clone().copy_(copy));
         };
         let (before, mut after, mut sums) = (copies(), Vec::new(), BTreeMap::new());
         for rank in 0..group.world_size() {
@@ -135,13 +161,15 @@ pub fn mobilenet(group: &ProcessGroup) -> Result<()> {
         }
         optimizer.zero_grad();
         loss(&model, group.rank()).f_backward()?;
-        close(&gradients(&store)?, &gradients(&alone_store)?, tolerance).with_context(|| format!("step {step}"))?;
+        close(&gradients(&store)?, &gradients(&alone_store)?, tolerance)
+            .with_context(|| format!("step {step}"))?;
         alone_optimizer.step();
         optimizer.step();
     }
     plausible(&model.stats(), steps as u64)?;
     // Each rank's running statistics have seen its own last part; rank 0's are those that count.
-    let trained = |store| values(store).into_iter().filter(|(name, _)| !name.contains("running")).collect();
+    let trained =
+        |store| values(store).into_iter().filter(|(name, _)| !name.contains("running")).collect();
     close(&trained(&store), &trained(&alone_store), tolerance)?;
     if group.rank() == 0 {
         close(&values(&store), &values(&alone_store), tolerance)?;
@@ -149,8 +177,8 @@ pub fn mobilenet(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// libtorch may make a gradient of memory that backward still reads, here a view of what flows on to `scale`:
-/// reducing it where it lies would change that.
+/// libtorch may make a gradient of memory that backward still reads, here a view of what flows on
+/// to `scale`: reducing it where it lies would change that.
 pub fn shared_gradients(group: &ProcessGroup) -> Result<()> {
     const LENGTH: i64 = 64 << 10;
     let store = store();
@@ -166,8 +194,10 @@ pub fn shared_gradients(group: &ProcessGroup) -> Result<()> {
         let (other, offset) = (other.view([1, LENGTH]), offset.view([1, LENGTH]));
         let factors = Tensor::full([1, LENGTH], own(group.rank()), float());
         ((scaled + other + offset) * factors).sum(Kind::Float).f_backward()?;
-        gradient_is(&store.root().get("offset").context("offset")?, mean(group, own)).context("offset")?;
-        gradient_is(&store.root().get("other").context("other")?, mean(group, own)).context("other")?;
+        gradient_is(&store.root().get("offset").context("offset")?, mean(group, own))
+            .context("offset")?;
+        gradient_is(&store.root().get("other").context("other")?, mean(group, own))
+            .context("other")?;
         gradient_is(&scale, mean(group, |rank| own(rank) * own(rank))).context("scale")?;
     }
     plausible(&model.stats(), 20)

@@ -42,15 +42,27 @@ pub fn gradients(store: &VarStore) -> Result<BTreeMap<String, Tensor>> {
         .collect()
 }
 
-/// Compares tensors by name; `tolerance` is relative to the largest element, or to 0.01 on GPUs if that is more: there
-/// even a gradient of zero is noise.
-pub fn close(actual: &BTreeMap<String, Tensor>, expected: &BTreeMap<String, Tensor>, tolerance: f64) -> Result<()> {
-    ensure!(actual.keys().eq(expected.keys()), "{:?} instead of {:?}", actual.keys(), expected.keys());
+/// Compares tensors by name; `tolerance` is relative to the largest element, or to 0.01 on GPUs if
+/// that is more: there even a gradient of zero is noise.
+pub fn close(
+    actual: &BTreeMap<String, Tensor>,
+    expected: &BTreeMap<String, Tensor>,
+    tolerance: f64,
+) -> Result<()> {
+    ensure!(
+        actual.keys().eq(expected.keys()),
+        "{:?} instead of {:?}",
+        actual.keys(),
+        expected.keys()
+    );
     for (name, actual) in actual {
         let [actual, expected] = [actual, &expected[name]].map(|t| t.to_kind(Kind::Double));
         let scale = expected.abs().max().double_value(&[]).max(if on_gpu() { 0.01 } else { 1e-6 });
         let difference = (actual - expected).abs().max().double_value(&[]);
-        ensure!(difference <= tolerance * scale, "{name} differs by {difference}, its largest element is {scale}");
+        ensure!(
+            difference <= tolerance * scale,
+            "{name} differs by {difference}, its largest element is {scale}"
+        );
     }
     Ok(())
 }
@@ -74,7 +86,11 @@ pub fn same_everywhere(group: &ProcessGroup, store: &VarStore) -> Result<()> {
     for (name, tensor) in values(store) {
         let all = group.all_gather_tensor(&tensor)?;
         for rank in 0..group.world_size() as i64 {
-            ensure!(all.get(rank) == tensor, "{name} on rank {rank} differs from rank {}'s", group.rank());
+            ensure!(
+                all.get(rank) == tensor,
+                "{name} on rank {rank} differs from rank {}'s",
+                group.rank()
+            );
         }
     }
     Ok(())
@@ -85,8 +101,8 @@ pub fn error<T>(result: Result<T, impl std::fmt::Display>) -> Result<String> {
     result.err().map(|error| error.to_string()).context("there should have been an error")
 }
 
-/// The text of the error that a backward must give, if not on this rank then on another. No rank waits for others on a
-/// GPU: one whose own gradients are complete is told in its next backward.
+/// The text of the error that a backward must give, if not on this rank then on another. No rank
+/// waits for others on a GPU: one whose own gradients are complete is told in its next backward.
 pub fn told<E: std::fmt::Display>(backward: impl Fn() -> Result<(), E>) -> Result<String> {
     match backward() {
         Ok(()) if on_gpu() => error(backward()),

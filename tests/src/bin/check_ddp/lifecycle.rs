@@ -6,7 +6,9 @@ use flow_ddp::{Ddp, DistributedSampler, TensorCollectives};
 use tch::nn::{self, Module, ModuleT, OptimizerConfig, VarStore};
 use tch::{Kind, Tensor};
 
-use crate::helpers::{copies, error, gradient_is, in_place, mean, plausible, same_everywhere, says};
+use crate::helpers::{
+    copies, error, gradient_is, in_place, mean, plausible, same_everywhere, says,
+};
 use crate::models::{self, device, on_gpu, store, Vectors};
 
 /// Parameters that are frozen before wrapping have no part in anything.
@@ -19,7 +21,8 @@ pub fn frozen(group: &ProcessGroup) -> Result<()> {
     let store = store();
     frozen_in(group, Ddp::new(vectors(&store), &store, group)?)?;
     let vectors = vectors(&self::store());
-    let named = vectors.0.iter().enumerate().map(|(i, w)| (format!("w{i}"), w.shallow_clone())).collect();
+    let named =
+        vectors.0.iter().enumerate().map(|(i, w)| (format!("w{i}"), w.shallow_clone())).collect();
     frozen_in(group, Ddp::from_tensors(vectors, named, vec![], group)?)
 }
 
@@ -37,10 +40,16 @@ fn frozen_in(group: &ProcessGroup, model: Ddp<Vectors>) -> Result<()> {
     // It is no buffer either: nobody sends it with each forward.
     let _ = model.0[1].data().fill_(group.rank() as f64);
     let _ = model.forward(&Tensor::from(1f32));
-    ensure!(model.0[1].data().max().double_value(&[]) == group.rank() as f64, "a frozen parameter was overwritten");
+    ensure!(
+        model.0[1].data().max().double_value(&[]) == group.rank() as f64,
+        "a frozen parameter was overwritten"
+    );
     // Trained after all, it would be trained by each rank alone.
     let _ = model.0[1].set_requires_grad(true);
-    says(&error(model.forward(&Tensor::from(1f32)).f_backward())?, &["w1 was frozen", "wrap it again"])
+    says(
+        &error(model.forward(&Tensor::from(1f32)).f_backward())?,
+        &["w1 was frozen", "wrap it again"],
+    )
 }
 
 #[derive(Debug)]
@@ -83,7 +92,8 @@ impl AddTensor for nn::Path<'_> {
     }
 }
 
-/// Buffers are rank 0's from construction on, and anew with each forward in training mode; or each rank's own all along.
+/// Buffers are rank 0's from construction on, and anew with each forward in training mode; or each
+/// rank's own all along.
 pub fn buffers(group: &ProcessGroup) -> Result<()> {
     let own = group.rank() as i64 + 5;
     for broadcast in [true, false] {
@@ -91,8 +101,16 @@ pub fn buffers(group: &ProcessGroup) -> Result<()> {
         let builder = Ddp::builder(group).broadcast_buffers(broadcast);
         let model = builder.wrap(WithBuffer::new(&store, own), &store)?;
         let expected = if broadcast { 5.0 } else { own as f64 };
-        ensure!(model.buffers() == (expected, expected), "{:?} instead of {expected}", model.buffers());
-        ensure!(model.weight.detach() == Tensor::from_slice(&[5f32; 3]).to(device()), "{}", model.weight);
+        ensure!(
+            model.buffers() == (expected, expected),
+            "{:?} instead of {expected}",
+            model.buffers()
+        );
+        ensure!(
+            model.weight.detach() == Tensor::from_slice(&[5f32; 3]).to(device()),
+            "{}",
+            model.weight
+        );
         let x = Tensor::from(1f32);
         let set = |value: i64| {
             let _ = model.buffer.shallow_clone().fill_(value);
@@ -100,11 +118,21 @@ pub fn buffers(group: &ProcessGroup) -> Result<()> {
         };
         set(own);
         let _ = tch::no_grad(|| model.forward_t(&x, false));
-        ensure!(model.buffers() == (own as f64, own as f64), "a forward in evaluation changed the buffers");
+        ensure!(
+            model.buffers() == (own as f64, own as f64),
+            "a forward in evaluation changed the buffers"
+        );
         model.without_sync(|model| model.forward_t(&x, true)).f_backward()?;
-        ensure!(model.buffers() == (own as f64, own as f64), "a forward under no_sync changed the buffers");
+        ensure!(
+            model.buffers() == (own as f64, own as f64),
+            "a forward under no_sync changed the buffers"
+        );
         model.try_forward_t(&x, true)?.f_backward()?;
-        ensure!(model.buffers() == (expected, expected), "{:?} instead of {expected}", model.buffers());
+        ensure!(
+            model.buffers() == (expected, expected),
+            "{:?} instead of {expected}",
+            model.buffers()
+        );
     }
     Ok(())
 }
@@ -121,14 +149,19 @@ pub fn changed(group: &ProcessGroup) -> Result<()> {
     let _ = model.buffer.fill_(own);
     model.try_forward_t(&x, true)?.f_backward()?;
     ensure!(model.buffers() == (5.0, 5.0), "a buffer that was written to is no longer rank 0's");
-    let buffer = std::mem::replace(&mut model.buffer, Tensor::ones([2, 3], (Kind::Float, device())));
+    let buffer =
+        std::mem::replace(&mut model.buffer, Tensor::ones([2, 3], (Kind::Float, device())));
     drop(model.forward_t(&x, false));
     model.without_sync(|model| model.try_forward_t(&x, true).map(drop))?;
     // As long as the old one is held, it might be the model's.
     drop(model.try_forward_t(&x, true)?);
     drop(buffer);
-    says(&error(model.try_forward_t(&x, true))?, &["the buffer buffer", "copy_", "wrap the model again"])?;
-    // On one rank only: the others, who wait for its buffers, hear of it. On GPUs no host waits there.
+    says(
+        &error(model.try_forward_t(&x, true))?,
+        &["the buffer buffer", "copy_", "wrap the model again"],
+    )?;
+    // On one rank only: the others, who wait for its buffers, hear of it. On GPUs no host waits
+    // there.
     if !on_gpu() {
         let store = self::store();
         let mut model = Ddp::new(WithBuffer::new(&store, own), &store, group)?;
@@ -144,7 +177,10 @@ pub fn changed(group: &ProcessGroup) -> Result<()> {
     let _fixed = store.root().zeros_no_train("fixed", &[2]);
     model.forward(&x).f_backward()?;
     let _later = (store.root() / "head").ones("later", &[2]);
-    says(&error(model.forward(&x).f_backward())?, &["head.later was added after the model was wrapped"])
+    says(
+        &error(model.forward(&x).f_backward())?,
+        &["head.later was added after the model was wrapped"],
+    )
 }
 
 /// A dropped wrapper leaves hooks and allocator as they were before; a second one works.
@@ -174,10 +210,17 @@ pub fn wrapped_again(group: &ProcessGroup) -> Result<()> {
         vectors.0.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
         ensure!(group.arena().usage().0 < before, "dropping the wrapper freed nothing");
         vectors.forward(&Tensor::from(input(group.rank()) as f32)).f_backward()?;
-        vectors.0.iter().try_for_each(|w| gradient_is(w, input(group.rank()))).context("unwrapped")?;
+        vectors
+            .0
+            .iter()
+            .try_for_each(|w| gradient_is(w, input(group.rank())))
+            .context("unwrapped")?;
         let outside = Tensor::zeros([100_000], (Kind::Float, device()));
         let at = |pointer: *mut u8| pointer.addr().wrapping_sub(group.arena().at(0).addr());
-        ensure!(group.arena().contains(at(inside), 1), "a large tensor was not born in shared memory");
+        ensure!(
+            group.arena().contains(at(inside), 1),
+            "a large tensor was not born in shared memory"
+        );
         ensure!(
             !group.arena().contains(at(flow_autograd::data_ptr(&outside)), 1),
             "the allocator is still there after the wrapper"
@@ -228,12 +271,18 @@ pub fn joined_again(group: &ProcessGroup) -> Result<()> {
     reduces_in_place(&model(&third)?).context("a third join")?;
     drop(last);
     let outside = Tensor::zeros([LENGTH], (Kind::Float, device()));
-    let at = |group: &ProcessGroup| flow_autograd::data_ptr(&outside).addr().wrapping_sub(group.arena().at(0).addr());
+    let at = |group: &ProcessGroup| {
+        flow_autograd::data_ptr(&outside).addr().wrapping_sub(group.arena().at(0).addr())
+    };
     for group in [group, &again, &third] {
-        ensure!(!group.arena().contains(at(group), 1), "the allocator is still there after the last model");
+        ensure!(
+            !group.arena().contains(at(group), 1),
+            "the allocator is still there after the last model"
+        );
     }
 
-    // A model that some ranks have alone allocates in their join: with others there is no common place but that of a new one.
+    // A model that some ranks have alone allocates in their join: with others there is no common
+    // place but that of a new one.
     let some = group.new_group(&[0, group.world_size() - 1])?;
     let some = some.filter(|_| group.world_size() > 2);
     let alone = some.as_ref().map(&model).transpose()?;
@@ -266,7 +315,10 @@ pub fn sub_group(group: &ProcessGroup) -> Result<()> {
         same_everywhere(&sub, &store)?;
         let uses = if sub.rank() == 0 { vec![(0, 1.0)] } else { vec![(0, 1.0), (1, 1.0)] };
         let text = crate::helpers::told(|| model.weighted_sum(&uses).f_backward())?;
-        crate::helpers::says(&text, &[&format!("rank {}: Ddp", group.rank()), "backward: rank 0: w1"])?;
+        crate::helpers::says(
+            &text,
+            &[&format!("rank {}: Ddp", group.rank()), "backward: rank 0: w1"],
+        )?;
     }
     // What befell the sub-group is no matter to the group it came from.
     group.barrier()?;
@@ -293,13 +345,18 @@ pub fn memory(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// From the second backward on the host waits for a GPU in no step. The stand-in writes down when it does.
+/// From the second backward on the host waits for a GPU in no step. The stand-in writes down when
+/// it does.
 pub fn waits(group: &ProcessGroup) -> Result<()> {
     let prefix = std::env::var("FLOW_STAND_IN_WAITS").context("only the stand-in can tell")?;
     let file = format!("{prefix}.{}", group.rank());
     let waits = || std::fs::read_to_string(&file).unwrap_or_default();
     let store = store();
-    let net = nn::seq_t().add(models::mlp(&store.root())).add(nn::batch_norm1d(store.root(), 10, Default::default()));
+    let net = nn::seq_t().add(models::mlp(&store.root())).add(nn::batch_norm1d(
+        store.root(),
+        10,
+        Default::default(),
+    ));
     let model = Ddp::builder(group).bucket_cap_mb(0.1).wrap(net, &store)?;
     let mut optimizer = nn::sgd(0.9, 0.0, 0.0, false).build(&store, 0.01)?;
     let mut train = |steps| {

@@ -62,7 +62,10 @@ const CHECKS: &[(&str, Check)] = &[
 
 fn main() -> Result<()> {
     let name = std::env::args().nth(1).context("the name of a check is missing")?;
-    let (_, check) = CHECKS.iter().find(|(n, _)| *n == name).with_context(|| format!("there is no check {name}"))?;
+    let (_, check) = CHECKS
+        .iter()
+        .find(|(n, _)| *n == name)
+        .with_context(|| format!("there is no check {name}"))?;
     let group = ProcessGroup::from_env()?;
     models::choose_device(&group)?;
     tch::set_num_threads(1);

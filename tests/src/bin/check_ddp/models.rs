@@ -14,7 +14,8 @@ pub fn device() -> Device {
     *DEVICE.get().unwrap_or(&Device::Cpu)
 }
 
-/// Whether gradients take the way of GPUs in this run (`FLOW_TEST_DEVICE=cuda`), if only on stand-ins.
+/// Whether gradients take the way of GPUs in this run (`FLOW_TEST_DEVICE=cuda`), if only on
+/// stand-ins.
 pub fn on_gpu() -> bool {
     std::env::var("FLOW_TEST_DEVICE").is_ok_and(|kind| kind == "cuda")
 }
@@ -28,12 +29,10 @@ pub fn choose_device(group: &ProcessGroup) -> anyhow::Result<()> {
 
 /// 784-512-10: its first weight is large enough to be born in shared memory, the others are not.
 pub fn mlp(path: &Path) -> SequentialT {
-    nn::seq_t().add(nn::linear(path / "fc1", 784, 512, Default::default())).add_fn(|x| x.relu()).add(nn::linear(
-        path / "fc2",
-        512,
-        10,
-        Default::default(),
-    ))
+    nn::seq_t()
+        .add(nn::linear(path / "fc1", 784, 512, Default::default()))
+        .add_fn(|x| x.relu())
+        .add(nn::linear(path / "fc2", 512, 10, Default::default()))
 }
 
 /// Two convolutions, two linear layers.
@@ -56,10 +55,17 @@ impl Vectors {
     /// `w0`, `w1`, ... of these lengths, all ones.
     pub fn new(store: &VarStore, lengths: &[i64]) -> Self {
         let root = store.root();
-        Self(lengths.iter().enumerate().map(|(i, &length)| root.ones(&format!("w{i}"), &[length])).collect())
+        Self(
+            lengths
+                .iter()
+                .enumerate()
+                .map(|(i, &length)| root.ones(&format!("w{i}"), &[length]))
+                .collect(),
+        )
     }
 
-    /// The sum of these vectors' elements, each vector multiplied by its factor: their gradients are the factors.
+    /// The sum of these vectors' elements, each vector multiplied by its factor: their gradients
+    /// are the factors.
     pub fn weighted_sum(&self, factors: &[(usize, f64)]) -> Tensor {
         let sum = |&(index, factor): &(usize, f64)| (&self.0[index] * factor).sum(Kind::Float);
         factors.iter().map(sum).reduce(|a, b| a + b).expect("a test uses some vector")
@@ -69,7 +75,11 @@ impl Vectors {
 /// The sum of all elements, each times the input: every gradient is the input.
 impl Module for Vectors {
     fn forward(&self, x: &Tensor) -> Tensor {
-        self.0.iter().map(|w| (w * x).sum(Kind::Float)).reduce(|a, b| a + b).expect("a test has some vector")
+        self.0
+            .iter()
+            .map(|w| (w * x).sum(Kind::Float))
+            .reduce(|a, b| a + b)
+            .expect("a test has some vector")
     }
 }
 

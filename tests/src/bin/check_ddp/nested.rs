@@ -30,8 +30,8 @@ impl Checkpoint {
     }
 }
 
-/// A loss whose backward computes the gradient of the last of these vectors, after an inner one has done so for those
-/// before. Each gradient is the factor.
+/// A loss whose backward computes the gradient of the last of these vectors, after an inner one has
+/// done so for those before. Each gradient is the factor.
 fn nest(vectors: &Vectors, indices: &[usize], factor: &Tensor) -> Result<Loss> {
     let term = |index: usize| -> Loss {
         let (vector, factor) = (vectors.0[index].shallow_clone(), factor.shallow_clone());
@@ -48,7 +48,8 @@ fn factor() -> Tensor {
     Tensor::ones([1], (Kind::Float, device()))
 }
 
-/// Inner gradients fill buckets before outer ones come, or share one with them, or are all there are.
+/// Inner gradients fill buckets before outer ones come, or share one with them, or are all there
+/// are.
 pub fn reduced(group: &ProcessGroup) -> Result<()> {
     for (cap, all_inside) in [(0.01, false), (0.01, true), (25.0, false), (25.0, true)] {
         let store = store();
@@ -83,7 +84,10 @@ pub fn unused(group: &ProcessGroup) -> Result<()> {
             for step in 1..=3 {
                 loss().f_backward()?;
                 [0, 1, 3].iter().try_for_each(|&i| gradient_is(&model.0[i], f64::from(step)))?;
-                ensure!(!model.0[2].grad().defined(), "the parameter that nobody uses has got a gradient");
+                ensure!(
+                    !model.0[2].grad().defined(),
+                    "the parameter that nobody uses has got a gradient"
+                );
             }
         } else {
             let text = told(|| loss().f_backward())?;

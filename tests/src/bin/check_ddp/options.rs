@@ -6,7 +6,9 @@ use flow_ddp::Ddp;
 use tch::nn::{self, ModuleT, OptimizerConfig};
 use tch::{Kind, Tensor};
 
-use crate::helpers::{copies, error, gradient_is, in_place, mean, plausible, same_everywhere, says};
+use crate::helpers::{
+    copies, error, gradient_is, in_place, mean, plausible, same_everywhere, says,
+};
 use crate::models::{self, device, on_gpu, store, Vectors};
 
 /// Parameters of several types in one model, and a model all in bf16.
@@ -21,7 +23,8 @@ pub fn kinds(group: &ProcessGroup) -> Result<()> {
             })
             .collect();
         let tensors: Vec<Tensor> = named.iter().map(|(_, t)| t.shallow_clone()).collect();
-        let model = Ddp::builder(group).gradient_as_bucket_view(view).wrap_tensors((), named, vec![])?;
+        let model =
+            Ddp::builder(group).gradient_as_bucket_view(view).wrap_tensors((), named, vec![])?;
         for step in 0..4 {
             tensors.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
             // Powers of two, so that no type rounds their mean over two ranks much.
@@ -30,7 +33,8 @@ pub fn kinds(group: &ProcessGroup) -> Result<()> {
             tensors.iter().map(one).reduce(|a, b| a + b).context("not empty")?.f_backward()?;
             for tensor in &tensors {
                 ensure!(tensor.grad().kind() == tensor.kind());
-                gradient_is(tensor, mean(group, factor)).with_context(|| format!("{:?}", tensor.kind()))?;
+                gradient_is(tensor, mean(group, factor))
+                    .with_context(|| format!("{:?}", tensor.kind()))?;
             }
         }
         let stats = model.stats();
@@ -54,14 +58,19 @@ pub fn kinds(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// Gradients sent with fewer bits are exact to that type's rounding, and the optimizer sees their own type.
+/// Gradients sent with fewer bits are exact to that type's rounding, and the optimizer sees their
+/// own type.
 pub fn communication_kinds(group: &ProcessGroup) -> Result<()> {
     for view in [false, true] {
-        for (kind, epsilon) in
-            [(Kind::BFloat16, 1.0 / 256.0), (Kind::Half, 1.0 / 2048.0), (Kind::Float, 1e-6), (Kind::Double, 1e-6)]
-        {
+        for (kind, epsilon) in [
+            (Kind::BFloat16, 1.0 / 256.0),
+            (Kind::Half, 1.0 / 2048.0),
+            (Kind::Float, 1e-6),
+            (Kind::Double, 1e-6),
+        ] {
             let store = store();
-            let builder = Ddp::builder(group).communication_kind(kind).gradient_as_bucket_view(view);
+            let builder =
+                Ddp::builder(group).communication_kind(kind).gradient_as_bucket_view(view);
             let model = builder.wrap(Vectors::new(&store, &[40_000, 10]), &store)?;
             for step in 0..3 {
                 if step != 1 {
@@ -77,7 +86,10 @@ pub fn communication_kinds(group: &ProcessGroup) -> Result<()> {
                     ensure!(gradient.kind() == Kind::Float);
                     let error = (gradient - expected).abs().max().double_value(&[]);
                     // Rounded before and after.
-                    ensure!(error <= 2.0 * epsilon * expected, "{kind:?}: wrong by {error}, of {expected}");
+                    ensure!(
+                        error <= 2.0 * epsilon * expected,
+                        "{kind:?}: wrong by {error}, of {expected}"
+                    );
                     ensure!(error > 0.0 || epsilon <= 1e-6, "{kind:?} cannot be that exact");
                 }
             }
@@ -85,7 +97,8 @@ pub fn communication_kinds(group: &ProcessGroup) -> Result<()> {
             plausible(&stats, 3)?;
             let bytes: usize = stats.buckets.iter().map(|bucket| bucket.bytes).sum();
             // On GPUs, each place is aligned to 512 bytes; w1 comes first.
-            let small = (10 * kind.elt_size_in_bytes()).next_multiple_of(if on_gpu() { 512 } else { 1 });
+            let small =
+                (10 * kind.elt_size_in_bytes()).next_multiple_of(if on_gpu() { 512 } else { 1 });
             ensure!(bytes == small + 40_000 * kind.elt_size_in_bytes(), "{stats:?}");
         }
     }
@@ -97,13 +110,17 @@ pub fn many_buckets(group: &ProcessGroup) -> Result<()> {
     for (count, cap) in [(10, 100), (150, 1), (200, 4 * 1000)] {
         for view in [false, true] {
             let store = store();
-            let lengths: Vec<i64> = (0..count).map(|i| if i % 50 == 3 { 20_000 } else { i % 7 + 1 }).collect();
+            let lengths: Vec<i64> =
+                (0..count).map(|i| if i % 50 == 3 { 20_000 } else { i % 7 + 1 }).collect();
             let builder = Ddp::builder(group).bucket_cap_mb(f64::from(cap) / f64::from(1 << 20));
-            let model = builder.gradient_as_bucket_view(view).wrap(Vectors::new(&store, &lengths), &store)?;
+            let model = builder
+                .gradient_as_bucket_view(view)
+                .wrap(Vectors::new(&store, &lengths), &store)?;
             for step in 0..5 {
                 model.0.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
                 let factor = |index: usize, rank: usize| ((index + 1) * (rank + step)) as f64;
-                let factors: Vec<_> = (0..lengths.len()).map(|i| (i, factor(i, group.rank()))).collect();
+                let factors: Vec<_> =
+                    (0..lengths.len()).map(|i| (i, factor(i, group.rank()))).collect();
                 model.weighted_sum(&factors).f_backward()?;
                 for (index, vector) in model.0.iter().enumerate() {
                     gradient_is(vector, mean(group, |rank| factor(index, rank)))
@@ -112,15 +129,21 @@ pub fn many_buckets(group: &ProcessGroup) -> Result<()> {
             }
             let stats = model.stats();
             plausible(&stats, 5)?;
-            let parameters: usize = stats.buckets.iter().map(|bucket| bucket.parameters.len()).sum();
+            let parameters: usize =
+                stats.buckets.iter().map(|bucket| bucket.parameters.len()).sum();
             ensure!(parameters == lengths.len());
-            ensure!(cap > 1 || stats.buckets.len() == lengths.len(), "{} buckets", stats.buckets.len());
+            ensure!(
+                cap > 1 || stats.buckets.len() == lengths.len(),
+                "{} buckets",
+                stats.buckets.len()
+            );
         }
     }
     Ok(())
 }
 
-/// Buckets follow, from the second backward on, the order in which rank 0's gradients came in the first.
+/// Buckets follow, from the second backward on, the order in which rank 0's gradients came in the
+/// first.
 pub fn ready_order(group: &ProcessGroup) -> Result<()> {
     let store = store();
     let builder = Ddp::builder(group).bucket_cap_mb(1e-6);
@@ -135,24 +158,28 @@ pub fn ready_order(group: &ProcessGroup) -> Result<()> {
         for (index, vector) in model.0.iter().enumerate() {
             gradient_is(vector, mean(group, |rank| factor(index, rank)))?;
         }
-        let order: Vec<String> = model.stats().buckets.into_iter().flat_map(|bucket| bucket.parameters).collect();
+        let order: Vec<String> =
+            model.stats().buckets.into_iter().flat_map(|bucket| bucket.parameters).collect();
         let expected = if step == 0 { ["w3", "w2", "w1", "w0"] } else { ["w1", "w3", "w0", "w2"] };
         ensure!(order == expected, "step {step}: {order:?} instead of {expected:?}");
     }
     Ok(())
 }
 
-/// Parameters, and thereby gradients, that do not lie in the order of their indices: gradients keep their parameters' strides,
-/// as libtorch's own do.
+/// Parameters, and thereby gradients, that do not lie in the order of their indices: gradients keep
+/// their parameters' strides, as libtorch's own do.
 pub fn layouts(group: &ProcessGroup) -> Result<()> {
     let builder = Ddp::builder(group);
     let builders = [false, true].map(|view| builder.clone().gradient_as_bucket_view(view));
     let sent_in_another = builder.communication_kind(Kind::Double);
-    for builder in builders.into_iter().chain([sent_in_another.clone(), sent_in_another.gradient_as_bucket_view(true)])
+    for builder in builders
+        .into_iter()
+        .chain([sent_in_another.clone(), sent_in_another.gradient_as_bucket_view(true)])
     {
         let float = (Kind::Float, device());
         tch::manual_seed(group.rank() as i64);
-        // Columns first, as channels_last does for convolutions; once large, once small; and one with gaps.
+        // Columns first, as channels_last does for convolutions; once large, once small; and one
+        // with gaps.
         let transposed = |rows, columns| Tensor::randn([rows, columns], float).tr();
         let gaps = Tensor::randn([100, 4], float).slice(1, 0, 2, 1);
         let channels_last = Tensor::randn([64, 5, 5, 32], float).permute([0, 3, 1, 2]);
@@ -167,8 +194,11 @@ pub fn layouts(group: &ProcessGroup) -> Result<()> {
             turned(20, 30, 40),
             turned(2, 3, 4),
         ];
-        let named: Vec<(String, Tensor)> =
-            all.into_iter().enumerate().map(|(i, tensor)| (format!("w{i}"), tensor.set_requires_grad(true))).collect();
+        let named: Vec<(String, Tensor)> = all
+            .into_iter()
+            .enumerate()
+            .map(|(i, tensor)| (format!("w{i}"), tensor.set_requires_grad(true)))
+            .collect();
         let tensors: Vec<Tensor> = named.iter().map(|(_, t)| t.shallow_clone()).collect();
         // Each element's gradient is another, so that none may change its place.
         let factors = |step: usize, index: usize, rank: usize| {
@@ -176,19 +206,38 @@ pub fn layouts(group: &ProcessGroup) -> Result<()> {
             Tensor::randn(tensors[index].size(), float)
         };
         let backward = |step: usize, rank: usize| {
-            let one = |(index, w): (usize, &Tensor)| (w * factors(step, index, rank)).sum(Kind::Float);
-            anyhow::Ok(tensors.iter().enumerate().map(one).reduce(|a, b| a + b).context("not empty")?.f_backward()?)
+            let one =
+                |(index, w): (usize, &Tensor)| (w * factors(step, index, rank)).sum(Kind::Float);
+            anyhow::Ok(
+                tensors
+                    .iter()
+                    .enumerate()
+                    .map(one)
+                    .reduce(|a, b| a + b)
+                    .context("not empty")?
+                    .f_backward()?,
+            )
         };
         backward(0, 0)?;
         // Those that steps are taken along.
         let strides = |tensor: &Tensor| -> Vec<i64> {
-            tensor.size().iter().zip(tensor.stride()).filter(|(length, _)| **length > 1).map(|(_, s)| s).collect()
+            tensor
+                .size()
+                .iter()
+                .zip(tensor.stride())
+                .filter(|(length, _)| **length > 1)
+                .map(|(_, s)| s)
+                .collect()
         };
         let expected_strides: Vec<Vec<i64>> = tensors.iter().map(|w| strides(&w.grad())).collect();
         let model = builder.wrap_tensors((), named, vec![])?;
         for tensor in &tensors {
-            let all = tch::no_grad(|| flow_ddp::TensorCollectives::all_gather_tensor(group, tensor))?;
-            ensure!((0..group.world_size() as i64).all(|r| all.get(r) == all.get(0)), "ranks start with their own");
+            let all =
+                tch::no_grad(|| flow_ddp::TensorCollectives::all_gather_tensor(group, tensor))?;
+            ensure!(
+                (0..group.world_size() as i64).all(|r| all.get(r) == all.get(0)),
+                "ranks start with their own"
+            );
         }
         for step in 0..6 {
             for tensor in &tensors {
@@ -198,20 +247,31 @@ pub fn layouts(group: &ProcessGroup) -> Result<()> {
                     // A gradient that has the parameter's strides on some ranks only.
                     _ => {
                         let odd = step % group.world_size() == group.rank();
-                        let zeros =
-                            if odd { Tensor::zeros(tensor.size(), float) } else { tensor.detach().zeros_like() };
+                        let zeros = if odd {
+                            Tensor::zeros(tensor.size(), float)
+                        } else {
+                            tensor.detach().zeros_like()
+                        };
                         flow_autograd::set_grad(tensor, Some(&zeros))?;
                     }
                 }
             }
             backward(step, group.rank())?;
             for (index, tensor) in tensors.iter().enumerate() {
-                let sum = (0..group.world_size()).map(|rank| factors(step, index, rank)).reduce(|a, b| a + b);
+                let sum = (0..group.world_size())
+                    .map(|rank| factors(step, index, rank))
+                    .reduce(|a, b| a + b);
                 let expected = sum.context("not empty")? / group.world_size() as i64;
-                ensure!(tensor.grad().allclose(&expected, 1e-5, 1e-6, false), "w{index} in step {step}");
+                ensure!(
+                    tensor.grad().allclose(&expected, 1e-5, 1e-6, false),
+                    "w{index} in step {step}"
+                );
                 if step <= 3 {
                     let (own, expected) = (strides(&tensor.grad()), &expected_strides[index]);
-                    ensure!(own == *expected, "w{index} in step {step}: strides {own:?} instead of {expected:?}");
+                    ensure!(
+                        own == *expected,
+                        "w{index} in step {step}: strides {own:?} instead of {expected:?}"
+                    );
                 }
             }
         }
@@ -230,7 +290,8 @@ pub fn layouts(group: &ProcessGroup) -> Result<()> {
 fn in_place_by_memory(group: &ProcessGroup) -> Result<()> {
     let float = (Kind::Float, device());
     let weight = Tensor::ones([64, 5, 5, 32], float).permute([0, 3, 1, 2]).set_requires_grad(true);
-    let model = Ddp::from_tensors((), vec![("w".to_string(), weight.shallow_clone())], vec![], group)?;
+    let model =
+        Ddp::from_tensors((), vec![("w".to_string(), weight.shallow_clone())], vec![], group)?;
     for contiguous in [false, true] {
         let zeros = match contiguous {
             false => weight.detach().zeros_like(),
@@ -242,7 +303,10 @@ fn in_place_by_memory(group: &ProcessGroup) -> Result<()> {
         gradient_is(&weight, mean(group, |rank| rank as f64))?;
         let reduced = in_place(&model.stats());
         let all = 64 * 32 * 25 * 4;
-        ensure!(copies() || on_gpu() || reduced == if contiguous { 0 } else { all }, "{reduced} of {all} bytes");
+        ensure!(
+            copies() || on_gpu() || reduced == if contiguous { 0 } else { all },
+            "{reduced} of {all} bytes"
+        );
     }
     Ok(())
 }

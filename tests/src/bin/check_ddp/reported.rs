@@ -28,15 +28,18 @@ pub fn unused(group: &ProcessGroup) -> Result<()> {
             let store = store();
             // Large ones of a bucket each, so that some are reduced before the failure.
             let builder = Ddp::builder(group).bucket_cap_mb(0.01);
-            let model = builder.wrap(Vectors::new(&store, &[40_000, 40_000, 40_000, 10]), &store)?;
+            let model =
+                builder.wrap(Vectors::new(&store, &[40_000, 40_000, 40_000, 10]), &store)?;
             let all: Vec<(usize, f64)> = (0..4).map(|index| (index, 1.0)).collect();
             for _ in 0..good_steps {
                 model.weighted_sum(&all).f_backward()?;
             }
             let own = leaves_out(group.rank());
-            let used: Vec<_> = all.iter().copied().filter(|(index, _)| !own.contains(index)).collect();
+            let used: Vec<_> =
+                all.iter().copied().filter(|(index, _)| !own.contains(index)).collect();
             let text = told(|| model.weighted_sum(&used).f_backward())?;
-            let (_, text) = text.split_once("no gradient in this backward: ").with_context(|| text.clone())?;
+            let (_, text) =
+                text.split_once("no gradient in this backward: ").with_context(|| text.clone())?;
             let context = || format!("case {number} after {good_steps} good steps: {text}");
             for rank in 0..group.world_size() {
                 let names: Vec<String> = leaves_out(rank).iter().map(|i| format!("w{i}")).collect();
@@ -51,7 +54,8 @@ pub fn unused(group: &ProcessGroup) -> Result<()> {
             // Wrapped again, all is well.
             let w0 = store.root().get("w0").context("w0")?;
             flow_autograd::set_grad(&w0, None)?;
-            let again = Ddp::from_tensors((), vec![("w0".into(), w0.shallow_clone())], vec![], group)?;
+            let again =
+                Ddp::from_tensors((), vec![("w0".into(), w0.shallow_clone())], vec![], group)?;
             (&w0 * 2).sum(Kind::Float).f_backward()?;
             gradient_is(&w0, 2.0)?;
             drop(again);
@@ -71,7 +75,14 @@ pub fn frozen_later(group: &ProcessGroup) -> Result<()> {
         }
         let _ = model.0[1].set_requires_grad(false);
         let text = error(model.weighted_sum(&all).f_backward())?;
-        says(&text, &["rank 0: w1 (frozen after wrapping)", "rank 1: w1 (frozen after wrapping)", "before wrapping"])?;
+        says(
+            &text,
+            &[
+                "rank 0: w1 (frozen after wrapping)",
+                "rank 1: w1 (frozen after wrapping)",
+                "before wrapping",
+            ],
+        )?;
     }
     Ok(())
 }
@@ -81,8 +92,14 @@ pub fn differing_models(group: &ProcessGroup) -> Result<()> {
     let last = group.world_size() - 1;
     let odd = group.rank() == last;
     let ranks = ["rank 0 has".to_string(), format!("rank {last} has")];
-    let tensor = |shape: &[i64], kind| Tensor::zeros(shape, (kind, device())).set_requires_grad(true);
-    let plain = || vec![("first".to_string(), tensor(&[3], Kind::Float)), ("weight".into(), tensor(&[2], Kind::Float))];
+    let tensor =
+        |shape: &[i64], kind| Tensor::zeros(shape, (kind, device())).set_requires_grad(true);
+    let plain = || {
+        vec![
+            ("first".to_string(), tensor(&[3], Kind::Float)),
+            ("weight".into(), tensor(&[2], Kind::Float)),
+        ]
+    };
     type Change = fn(Vec<(String, Tensor)>) -> Vec<(String, Tensor)>;
     let changes: [(Change, &str); 6] = [
         (
@@ -156,14 +173,24 @@ pub fn unfit_models(group: &ProcessGroup) -> Result<()> {
     says(&error(Ddp::from_tensors((), named(float(&[2])), vec![], group))?, &["no parameter"])?;
     says(&error(Ddp::from_tensors((), vec![], vec![], group))?, &["no parameter"])?;
     let complex = Tensor::zeros([2], (Kind::ComplexFloat, device())).set_requires_grad(true);
-    says(&error(Ddp::from_tensors((), named(complex), vec![], group))?, &["weight", "ComplexFloat"])?;
+    says(
+        &error(Ddp::from_tensors((), named(complex), vec![], group))?,
+        &["weight", "ComplexFloat"],
+    )?;
     let builder = || Ddp::builder(group);
-    says(&error(builder().bucket_cap_mb(0.0).wrap_tensors((), named(trained(&[2])), vec![]))?, &["cap"])?;
+    says(
+        &error(builder().bucket_cap_mb(0.0).wrap_tensors((), named(trained(&[2])), vec![]))?,
+        &["cap"],
+    )?;
     let integers = builder().communication_kind(Kind::Int);
     says(&error(integers.wrap_tensors((), named(trained(&[2])), vec![]))?, &["Int", "BFloat16"])?;
     // Parameters without elements are no mistake.
-    let model =
-        Ddp::from_tensors((), vec![("none".into(), trained(&[0])), ("some".into(), trained(&[2]))], vec![], group)?;
+    let model = Ddp::from_tensors(
+        (),
+        vec![("none".into(), trained(&[0])), ("some".into(), trained(&[2]))],
+        vec![],
+        group,
+    )?;
     drop(model);
     Ok(())
 }

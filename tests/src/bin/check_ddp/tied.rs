@@ -6,7 +6,9 @@ use flow_ddp::{Ddp, DdpBuilder};
 use tch::nn::{ModuleT, OptimizerConfig, VarStore};
 use tch::{nn, Kind, Tensor};
 
-use crate::helpers::{close, error, gradient_is, gradients, mean, part, plausible, same_everywhere, says, values};
+use crate::helpers::{
+    close, error, gradient_is, gradients, mean, part, plausible, same_everywhere, says, values,
+};
 use crate::models::{device, store};
 
 /// Encodes and decodes by the same weight, and counts its steps in a buffer of two names.
@@ -19,7 +21,8 @@ struct Autoencoder {
 }
 
 impl Autoencoder {
-    /// The weight is made as `z.encoder` and tied as `a.decoder`. 128 KiB: it is born in shared memory.
+    /// The weight is made as `z.encoder` and tied as `a.decoder`. 128 KiB: it is born in shared
+    /// memory.
     fn new(store: &VarStore) -> Self {
         let root = store.root();
         let double = |shape: &[i64]| Tensor::randn(shape, (Kind::Double, device())) * 0.05;
@@ -60,18 +63,22 @@ pub fn trained(group: &ProcessGroup) -> Result<()> {
         for step in 0..4 {
             tch::manual_seed(100 + step);
             let x = Tensor::randn([4 * group.world_size() as i64, 64], (Kind::Double, device()));
-            let loss = |model: &dyn ModuleT, x: &Tensor| (model.forward_t(x, true) - x).square().mean(Kind::Double);
+            let loss = |model: &dyn ModuleT, x: &Tensor| {
+                (model.forward_t(x, true) - x).square().mean(Kind::Double)
+            };
             alone_optimizer.backward_step(&loss(&alone, &x));
             optimizer.zero_grad();
             loss(&model, &part(&x, group)).f_backward()?;
-            close(&gradients(&store)?, &gradients(&alone_store)?, 1e-12).with_context(|| format!("step {step}"))?;
+            close(&gradients(&store)?, &gradients(&alone_store)?, 1e-12)
+                .with_context(|| format!("step {step}"))?;
             optimizer.step();
         }
         close(&values(&store), &values(&alone_store), 1e-12)?;
         same_everywhere(group, &store)?;
         let stats = model.stats();
         plausible(&stats, 4)?;
-        let mut names: Vec<String> = stats.buckets.into_iter().flat_map(|bucket| bucket.parameters).collect();
+        let mut names: Vec<String> =
+            stats.buckets.into_iter().flat_map(|bucket| bucket.parameters).collect();
         names.sort();
         ensure!(names == ["a.decoder", "bias"], "{names:?}");
         ensure!(model.steps.double_value(&[0]) == 4.0, "{}", model.steps);
@@ -114,7 +121,12 @@ pub fn named(group: &ProcessGroup) -> Result<()> {
     let text = error(Ddp::from_tensors((), tied(group.rank() == last), vec![], group))?;
     says(
         &text,
-        &["differs between ranks", "rank 0 has parameter b", "the same tensor as a", &format!("rank {last} has")],
+        &[
+            "differs between ranks",
+            "rank 0 has parameter b",
+            "the same tensor as a",
+            &format!("rank {last} has"),
+        ],
     )
 }
 
@@ -130,7 +142,10 @@ pub fn wrapped_twice(group: &ProcessGroup) -> Result<()> {
     let fresh = Tensor::ones([64, 256], (Kind::Double, device())).set_requires_grad(true);
     let named = vec![("w".to_string(), if group.rank() == 0 { weight } else { fresh })];
     let text = error(Ddp::from_tensors((), named, vec![], group))?;
-    says(&text, &["rank 0 has a model that cannot be wrapped: parameter w is wrapped in a Ddp already"])?;
+    says(
+        &text,
+        &["rank 0 has a model that cannot be wrapped: parameter w is wrapped in a Ddp already"],
+    )?;
     drop(first);
     drop(Ddp::new((), &store, group)?);
     // A parameter may not be what others are computed from, either.

@@ -1,5 +1,5 @@
-//! Tensors that cannot be sent or written to, in everything that takes tensors: an error in one line, or the right thing,
-//! but no panic.
+//! Tensors that cannot be sent or written to, in everything that takes tensors: an error in one
+//! line, or the right thing, but no panic.
 
 use anyhow::{ensure, Context, Result};
 use flow_comm::ProcessGroup;
@@ -32,7 +32,14 @@ fn unfit() -> Vec<Unfit> {
     // As no collective knows the type.
     let odd = |kind, name| {
         let reason = Some(name);
-        Unfit { name, tensor: ones(&[2, 3], kind), sent: reason, written: reason, kept: None, trained: reason }
+        Unfit {
+            name,
+            tensor: ones(&[2, 3], kind),
+            sent: reason,
+            written: reason,
+            kept: None,
+            trained: reason,
+        }
     };
     let read_only = |name, tensor| {
         let reason = Some("share memory, as expand() makes them: use contiguous()");
@@ -40,8 +47,16 @@ fn unfit() -> Vec<Unfit> {
     };
     vec![
         never("undefined", Tensor::new(), "is undefined"),
-        never("sparse", matrix().to_sparse_sparse_dim(2), "has the layout Sparse: make it dense by to_dense()"),
-        never("compressed", matrix().to_sparse_csr(None), "has the layout SparseCsr: make it dense by to_dense()"),
+        never(
+            "sparse",
+            matrix().to_sparse_sparse_dim(2),
+            "has the layout Sparse: make it dense by to_dense()",
+        ),
+        never(
+            "compressed",
+            matrix().to_sparse_csr(None),
+            "has the layout SparseCsr: make it dense by to_dense()",
+        ),
         never("quantized", matrix().quantize_per_tensor(0.5, 0, Kind::QInt8), "is quantized"),
         odd(Kind::ComplexFloat, "ComplexFloat"),
         odd(Kind::Bool, "Bool"),
@@ -83,7 +98,8 @@ pub fn tensors(group: &ProcessGroup) -> Result<()> {
 fn collectives(group: &ProcessGroup, unfit: &Unfit) -> Result<()> {
     let handle = || unfit.tensor.shallow_clone();
     is(group.all_reduce_tensor(&mut handle(), ReduceOp::Sum), unfit.written, "all_reduce")?;
-    // The root only sends; the others have a tensor that can be written to, if the root's can be sent.
+    // The root only sends; the others have a tensor that can be written to, if the root's can be
+    // sent.
     let mut tensor = match group.rank() {
         0 => handle(),
         _ if unfit.sent.is_none() => Tensor::zeros([2, 3], (Kind::Float, device())),
@@ -101,13 +117,17 @@ fn collectives(group: &ProcessGroup, unfit: &Unfit) -> Result<()> {
     let gathered = group.all_gather_tensor(&handle());
     if unfit.sent.is_none() {
         let gathered = gathered.as_ref().ok().context("it can be gathered")?;
-        ensure!(gathered.size() == [group.world_size() as i64, 2, 3] && *gathered == gathered.ones_like());
+        ensure!(
+            gathered.size() == [group.world_size() as i64, 2, 3]
+                && *gathered == gathered.ones_like()
+        );
     }
     is(gathered.map(drop), unfit.sent, "all_gather")
 }
 
 fn models(group: &ProcessGroup, unfit: &Unfit) -> Result<()> {
-    let good = || ("good".to_string(), Tensor::ones([2], (Kind::Float, device())).set_requires_grad(true));
+    let good =
+        || ("good".to_string(), Tensor::ones([2], (Kind::Float, device())).set_requires_grad(true));
     let bad = || ("bad".to_string(), unfit.tensor.shallow_clone());
     let wrap = |parameters, buffers| Ddp::from_tensors((), parameters, buffers, group).map(drop);
     is(wrap(vec![good(), bad()], vec![]), unfit.kept, "bad ")?;

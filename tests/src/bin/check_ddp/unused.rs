@@ -24,7 +24,9 @@ pub fn found(group: &ProcessGroup) -> Result<()> {
         let others = (group.world_size() - 1) as f64;
         for round in 1..=3 {
             let used = if group.rank() == 0 { &t0 } else { &t1 };
-            (used + Tensor::ones([2, 2], (Kind::Float, device()))).mean(Kind::Float).f_backward()?;
+            (used + Tensor::ones([2, 2], (Kind::Float, device())))
+                .mean(Kind::Float)
+                .f_backward()?;
             // 0.25 on each rank that uses it; two ranks: 0.125 on both. Not cleared, they add up.
             let share = 0.25 / group.world_size() as f64;
             gradient_is(&t0, share * round as f64).context("t0")?;
@@ -50,14 +52,21 @@ pub fn now_and_then(group: &ProcessGroup) -> Result<()> {
             };
             let factor = |rank: usize| (step + rank) as f64;
             let own = (0, factor(group.rank()));
-            let factors = if uses(group.rank()) { vec![own, (1, own.1), (2, own.1)] } else { vec![own] };
+            let factors =
+                if uses(group.rank()) { vec![own, (1, own.1), (2, own.1)] } else { vec![own] };
             model.weighted_sum(&factors).f_backward()?;
             gradient_is(&model.0[0], mean(group, factor))?;
             for index in [1, 2] {
                 let used = (0..group.world_size()).any(uses);
-                ensure!(model.0[index].grad().defined() == used, "step {step}: w{index} was used: {used}");
+                ensure!(
+                    model.0[index].grad().defined() == used,
+                    "step {step}: w{index} was used: {used}"
+                );
                 if used {
-                    gradient_is(&model.0[index], mean(group, |rank| if uses(rank) { factor(rank) } else { 0.0 }))?;
+                    gradient_is(
+                        &model.0[index],
+                        mean(group, |rank| if uses(rank) { factor(rank) } else { 0.0 }),
+                    )?;
                 }
             }
         }
@@ -92,7 +101,8 @@ pub fn everywhere(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// What a parameter gathered under `no_sync` counts, also if only another rank uses it in the backward that reduces.
+/// What a parameter gathered under `no_sync` counts, also if only another rank uses it in the
+/// backward that reduces.
 pub fn accumulated(group: &ProcessGroup) -> Result<()> {
     for builder in builders(group) {
         let store = store();

@@ -29,9 +29,11 @@ pub fn run(group: &ProcessGroup) -> Result<()> {
         for step in 0..STEPS {
             let mut kept: Vec<Vec<Array>> = Vec::new();
             for (bucket, lengths) in buckets.iter_mut().zip([&LENGTHS[..], &LENGTHS[1..3]]) {
-                let array =
-                    |(slot, &length): (usize, &usize)| gpu.array(gradients, &own(group.rank(), step, slot, length));
-                let mut arrays = lengths.iter().enumerate().map(array).collect::<Result<Vec<_>>>()?;
+                let array = |(slot, &length): (usize, &usize)| {
+                    gpu.array(gradients, &own(group.rank(), step, slot, length))
+                };
+                let mut arrays =
+                    lengths.iter().enumerate().map(array).collect::<Result<Vec<_>>>()?;
                 nccl.reduce_bucket(bucket, &mut arrays, std::slice::from_ref(&gpu.stream))?;
                 kept.push(arrays);
             }
@@ -43,8 +45,9 @@ pub fn run(group: &ProcessGroup) -> Result<()> {
                         false => gpu.snapshot(array)?,
                     };
                     let length = result.numbers(&gpu)?.len();
-                    check(group, step, slot, &result.numbers(&gpu)?, length)
-                        .map_err(|e| e.context(format!("{gradients} as {communication}, bucket {number}")))?;
+                    check(group, step, slot, &result.numbers(&gpu)?, length).map_err(|e| {
+                        e.context(format!("{gradients} as {communication}, bucket {number}"))
+                    })?;
                 }
             }
             let [ready, done] = buckets[1].timing().ok_or_else(|| anyhow::anyhow!("no timing"))?;
@@ -52,7 +55,9 @@ pub fn run(group: &ProcessGroup) -> Result<()> {
             done.since(ready)?;
         }
         for root in [0, group.world_size() - 1] {
-            let array = |(slot, &length): (usize, &usize)| gpu.array(gradients, &own(group.rank(), 9, slot, length));
+            let array = |(slot, &length): (usize, &usize)| {
+                gpu.array(gradients, &own(group.rank(), 9, slot, length))
+            };
             let mut arrays = LENGTHS.iter().enumerate().map(array).collect::<Result<Vec<_>>>()?;
             let mut bucket = nccl.bucket_to_broadcast(2, gradients, &LENGTHS)?;
             nccl.broadcast_bucket(&mut bucket, &mut arrays, root, &gpu.stream)?;
@@ -66,11 +71,17 @@ pub fn run(group: &ProcessGroup) -> Result<()> {
         }
         // In place: gradients that are views of the bucket, as after a step that kept them.
         if gradients == communication {
-            let array = |(slot, &length): (usize, &usize)| gpu.array(gradients, &own(group.rank(), 1, slot, length));
+            let array = |(slot, &length): (usize, &usize)| {
+                gpu.array(gradients, &own(group.rank(), 1, slot, length))
+            };
             let mut arrays = LENGTHS.iter().enumerate().map(array).collect::<Result<Vec<_>>>()?;
             nccl.reduce_bucket(&mut buckets[0], &mut arrays, std::slice::from_ref(&gpu.stream))?;
-            let places: Vec<_> = (0..LENGTHS.len()).filter_map(|slot| buckets[0].place(slot)).collect();
-            ensure!(places.len() == LENGTHS.len() && buckets[0].place(LENGTHS.len()).is_none(), "other slots");
+            let places: Vec<_> =
+                (0..LENGTHS.len()).filter_map(|slot| buckets[0].place(slot)).collect();
+            ensure!(
+                places.len() == LENGTHS.len() && buckets[0].place(LENGTHS.len()).is_none(),
+                "other slots"
+            );
             let mut views = places.clone();
             nccl.reduce_bucket(&mut buckets[0], &mut views, std::slice::from_ref(&gpu.stream))?;
             nccl.join(&gpu.stream)?;
@@ -103,14 +114,24 @@ fn own(rank: usize, step: usize, slot: usize, length: usize) -> Vec<f64> {
     (0..length).map(|i| (4 * ((rank + step + slot + i) % 8)) as f64).collect()
 }
 
-fn check(group: &ProcessGroup, step: usize, slot: usize, found: &[f64], length: usize) -> Result<()> {
+fn check(
+    group: &ProcessGroup,
+    step: usize,
+    slot: usize,
+    found: &[f64],
+    length: usize,
+) -> Result<()> {
     ensure!(found.len() == length, "slot {slot} has {} numbers", found.len());
     let size = group.world_size();
     let all: Vec<Vec<f64>> = (0..size).map(|rank| own(rank, step, slot, length)).collect();
     for (i, &found) in found.iter().enumerate() {
         let mean = all.iter().map(|numbers| numbers[i]).sum::<f64>() / size as f64;
         let right = (found - mean).abs() <= 0.01 * mean;
-        ensure!(right, "rank {}, step {step}, slot {slot}: element {i} is {found}, not {mean}", group.rank());
+        ensure!(
+            right,
+            "rank {}, step {step}, slot {slot}: element {i} is {found}, not {mean}",
+            group.rank()
+        );
     }
     Ok(())
 }

@@ -11,7 +11,10 @@ use crate::memory::{Array, Gpu};
 pub fn run(group: &ProcessGroup) -> Result<()> {
     let device = group.use_cuda()?;
     let shares = std::env::var_os("FLOW_TEST_SHARE_GPUS").is_some_and(|value| value == "1");
-    ensure!(shares || device.ordinal() == group.local_rank(), "{device:?} is not the GPU of this local rank");
+    ensure!(
+        shares || device.ordinal() == group.local_rank(),
+        "{device:?} is not the GPU of this local rank"
+    );
     let check = Check { nccl: group.nccl(device.ordinal())?, gpu: Gpu::new(&device)? };
     for &dtype in DType::ALL {
         for length in [0, 1, 5, 1000, 70_001] {
@@ -34,7 +37,10 @@ pub fn groups(group: &ProcessGroup) -> Result<()> {
         ensure!(part.is_some() == group.rank().is_multiple_of(2), "a group of other ranks");
         if let Some(part) = part {
             let check = Check { nccl: part.nccl(device.ordinal())?, gpu: Gpu::new(&device)? };
-            ensure!(check.nccl.size() == even.len() && check.nccl.rank() == part.rank(), "another place in the group");
+            ensure!(
+                check.nccl.size() == even.len() && check.nccl.rank() == part.rank(),
+                "another place in the group"
+            );
             check.all(DType::F32, 1000)?;
             // The whole group meanwhile, on all its ranks.
         }
@@ -43,7 +49,10 @@ pub fn groups(group: &ProcessGroup) -> Result<()> {
             let backwards: Vec<usize> = even.iter().rev().copied().collect();
             let part = group.new_group_of(&backwards, "backwards")?;
             let check = Check { nccl: part.nccl(device.ordinal())?, gpu: Gpu::new(&device)? };
-            ensure!(part.ranks() == backwards && check.nccl.rank() == part.rank(), "another place in the group");
+            ensure!(
+                part.ranks() == backwards && check.nccl.rank() == part.rank(),
+                "another place in the group"
+            );
             check.all(DType::F32, 1000)?;
         }
         let whole = group.duplicate()?;
@@ -58,7 +67,8 @@ struct Check {
     gpu: Gpu,
 }
 
-/// What rank `rank` gives as element `index`: small whole numbers, whose sums and products are exact in every type.
+/// What rank `rank` gives as element `index`: small whole numbers, whose sums and products are
+/// exact in every type.
 fn given(rank: usize, index: usize) -> f64 {
     ((rank * 3 + index) % 3) as f64
 }
@@ -98,7 +108,11 @@ impl Check {
             let input = self.gpu.array(dtype, &own(length * size))?;
             let mut output = self.gpu.array(dtype, &vec![9.0; length])?;
             nccl.reduce_scatter(&input, &mut output, op, stream)?;
-            self.expect("reduce_scatter", &output, (0..length).map(|i| reduced(rank * length + i)))?;
+            self.expect(
+                "reduce_scatter",
+                &output,
+                (0..length).map(|i| reduced(rank * length + i)),
+            )?;
         }
 
         let input = self.gpu.array(dtype, &own(length))?;
@@ -114,7 +128,8 @@ impl Check {
         self.expect("all_to_all", &output, exchanged)?;
 
         for root in roots {
-            let mut buffers = [self.gpu.array(dtype, &own(length))?, self.gpu.array(DType::F32, &own(3))?];
+            let mut buffers =
+                [self.gpu.array(dtype, &own(length))?, self.gpu.array(DType::F32, &own(3))?];
             nccl.broadcast(&mut buffers, root, stream)?;
             self.expect("broadcast", &buffers[0], (0..length).map(|i| given(root, i)))?;
             self.expect("broadcast", &buffers[1], (0..3).map(|i| given(root, i)))?;
@@ -143,14 +158,23 @@ impl Check {
         Ok(())
     }
 
-    fn expect(&self, operation: &str, found: &Array, expected: impl Iterator<Item = f64>) -> Result<()> {
+    fn expect(
+        &self,
+        operation: &str,
+        found: &Array,
+        expected: impl Iterator<Item = f64>,
+    ) -> Result<()> {
         let found = self.gpu.snapshot(found)?.numbers(&self.gpu)?;
         let expected: Vec<f64> = expected.collect();
         let rank = self.nccl.rank();
         ensure!(found.len() == expected.len(), "rank {rank}, {operation}: {} numbers", found.len());
         let wrong = found.iter().zip(&expected).position(|(f, e)| (f - e).abs() > 0.005 * e.abs());
         if let Some(at) = wrong {
-            anyhow::bail!("rank {rank}, {operation}: element {at} is {}, not {}", found[at], expected[at]);
+            anyhow::bail!(
+                "rank {rank}, {operation}: element {at} is {}, not {}",
+                found[at],
+                expected[at]
+            );
         }
         Ok(())
     }

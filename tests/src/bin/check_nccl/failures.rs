@@ -1,4 +1,5 @@
-//! Failures, each a way that ranks can go wrong. A rank prints the error that it got, and that of the next call.
+//! Failures, each a way that ranks can go wrong. A rank prints the error that it got, and that of
+//! the next call.
 
 use std::time::Duration;
 
@@ -43,7 +44,8 @@ pub fn run(group: &ProcessGroup, way: &str) -> Result<()> {
         "late_bucket" if second => return sleep(),
         "late_bucket" => {
             let mut bucket = nccl.bucket(7, DType::F32, DType::BF16, &[1000, 24])?;
-            let mut gradients = [gpu.array(DType::F32, &[1.0; 1000])?, gpu.array(DType::F32, &[1.0; 24])?];
+            let mut gradients =
+                [gpu.array(DType::F32, &[1.0; 1000])?, gpu.array(DType::F32, &[1.0; 24])?];
             let streams = std::slice::from_ref(&gpu.stream);
             nccl.reduce_bucket(&mut bucket, &mut gradients, streams)?;
             nccl.join(&gpu.stream)?;
@@ -82,11 +84,16 @@ pub fn run(group: &ProcessGroup, way: &str) -> Result<()> {
     tell(&group.barrier())
 }
 
-/// Waits for the device, as programs do that read a loss: only an abort sets it free. Then asks what was wrong.
+/// Waits for the device, as programs do that read a loss: only an abort sets it free. Then asks
+/// what was wrong.
 fn stuck(nccl: &CudaGroup, gpu: &Gpu) -> flow_comm::Result<()> {
     let waited = gpu.stream.synchronize();
     nccl.check()?;
-    waited.map_err(|error| flow_comm::Error::System { rank: 0, operation: "waiting".into(), reason: error.to_string() })
+    waited.map_err(|error| flow_comm::Error::System {
+        rank: 0,
+        operation: "waiting".into(),
+        reason: error.to_string(),
+    })
 }
 
 fn tell(outcome: &flow_comm::Result<()>) -> Result<()> {

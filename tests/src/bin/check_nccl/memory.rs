@@ -1,4 +1,5 @@
-//! Numbers in device memory, written and read in the order of a stream: whoever does not keep that order finds others.
+//! Numbers in device memory, written and read in the order of a stream: whoever does not keep that
+//! order finds others.
 
 use std::sync::Arc;
 
@@ -22,7 +23,11 @@ impl Gpu {
         let bytes = encode(dtype, numbers);
         let source = Memory::allocate(&self.device, bytes.len())?;
         source.write(&bytes)?;
-        let array = Array { memory: Memory::allocate(&self.device, bytes.len())?, dtype, _others: Vec::new() };
+        let array = Array {
+            memory: Memory::allocate(&self.device, bytes.len())?,
+            dtype,
+            _others: Vec::new(),
+        };
         array.memory.write(&vec![0xAB; bytes.len()])?;
         array.memory.copy_from(&source, &self.stream)?;
         Ok(Array { _others: vec![source], ..array })
@@ -39,7 +44,8 @@ impl Gpu {
 pub struct Array {
     memory: Memory,
     dtype: DType,
-    /// Memory that is being copied from: freeing it would wait for the device, and hide what is checked.
+    /// Memory that is being copied from: freeing it would wait for the device, and hide what is
+    /// checked.
     _others: Vec<Memory>,
 }
 
