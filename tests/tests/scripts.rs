@@ -1,4 +1,5 @@
-//! What `scripts/test` says of steps that fail, and what `scripts/libclang` finds.
+//! What `scripts/test` says of steps that fail, and what `scripts/libclang` and `scripts/circles`
+//! find.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -137,4 +138,88 @@ fn libclang_is_what_bindgen_loads() {
         }
         fs::remove_file(file).unwrap();
     }
+}
+
+/// What `scripts/circles` prints for a crate of these files.
+fn circles(files: &[(&str, &str)]) -> Vec<String> {
+    let folder = tempdir().unwrap();
+    let crate_folder = folder.path().join("sample");
+    for (name, text) in files.iter().chain(&[("Cargo.toml", "")]) {
+        let file = crate_folder.join(name);
+        fs::create_dir_all(file.parent().unwrap()).unwrap();
+        fs::write(file, text).unwrap();
+    }
+    let mut command = Command::new(checkout().join("scripts/circles"));
+    command.arg(&crate_folder);
+    let Finished { status, stdout, stderr, .. } = Process::start(command).finish(PATIENCE);
+    let found: Vec<String> = stdout.lines().map(str::to_owned).collect();
+    assert_eq!(status.code(), Some(i32::from(!found.is_empty())), "{stderr}");
+    found
+}
+
+#[test]
+fn a_circle_of_files_is_one_line_with_the_places() {
+    let found = circles(&[
+        ("src/lib.rs", "mod a;\nmod b;\nmod c;\nmod d;"),
+        ("src/a.rs", "use crate::{\n    b::{self, B},\n};\npub struct A(B);"),
+        ("src/b.rs", "// Not crate::a.\npub struct B;\nfn f() { crate::c::g() }"),
+        ("src/c.rs", "pub fn g() { let _ = super::a::A; }"),
+        ("src/d.rs", "use crate::a::A;"),
+    ]);
+    assert_eq!(found, ["sample: src/a.rs:1 -> src/b.rs:3 -> src/c.rs:1 -> src/a.rs"]);
+}
+
+#[test]
+fn a_larger_knot_is_one_line_with_its_size() {
+    let found = circles(&[
+        ("src/main.rs", "mod a; mod b; mod c;"),
+        ("src/a.rs", "use super::b; use super::c;"),
+        ("src/b.rs", "use super::a;"),
+        ("src/c.rs", "use super::a;"),
+    ]);
+    assert_eq!(found, ["sample: src/a.rs:1 -> src/b.rs:1 -> src/a.rs (a knot of 3 files)"]);
+}
+
+#[test]
+fn tests_comments_and_strings_make_no_circle() {
+    let found = circles(&[
+        ("src/lib.rs", "mod a;\nmod b;"),
+        ("src/a.rs", "use crate::b::B;\npub struct A;"),
+        (
+            "src/b.rs",
+            "//! See crate::a::A.\n/// [`A`](crate::a::A)\npub struct B;\n\
+             const TEXT: &str = \"crate::a\"; const RAW: &str = r#\"\"crate::a\"#;\n\
+             #[cfg(test)]\nmod tests { use super::B; use crate::a::A; fn f() { crate::a::g() } }",
+        ),
+    ]);
+    assert!(found.is_empty(), "{found:?}");
+}
+
+/// A name that the parent re-exports is the child's; only what the parent itself defines or does
+/// ties the two.
+#[test]
+fn a_parent_that_re_exports_its_children_does_not_use_them() {
+    let lib = ("src/lib.rs", "mod shapes;");
+    let square = ("src/shapes/square.rs", "use super::Side;\npub struct Square(Side);");
+    let side = ("src/shapes/side.rs", "pub struct Side;");
+    let exports = "mod side;\nmod square;\npub use side::*;\npub use square::Square;\n";
+    assert!(circles(&[lib, square, side, ("src/shapes/mod.rs", exports)]).is_empty());
+
+    let uses = format!("{exports}use square::Square as Shape; fn f(_: Shape) {{}}\n");
+    assert!(circles(&[lib, square, side, ("src/shapes/mod.rs", &uses)]).is_empty());
+
+    let defines = uses.replace("pub use side::*", "pub struct Side");
+    assert_eq!(
+        circles(&[lib, square, side, ("src/shapes/mod.rs", &defines)]),
+        ["sample: src/shapes/mod.rs:5 -> src/shapes/square.rs:1 -> src/shapes/mod.rs"]
+    );
+}
+
+#[test]
+fn headers_that_include_each_other_are_a_circle() {
+    let found = circles(&[
+        ("fake/a.h", "#include \"b.h\""),
+        ("fake/b.h", "#pragma once\n#include \"a.h\""),
+    ]);
+    assert_eq!(found, ["sample: fake/a.h:1 -> fake/b.h:2 -> fake/a.h"]);
 }
