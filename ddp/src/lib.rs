@@ -47,11 +47,6 @@ mod steps;
 mod tensors;
 mod verify;
 
-/// The programs in the README compile.
-#[cfg(doctest)]
-#[doc = include_str!("../../README.md")]
-struct Readme;
-
 pub use ddp::{Ddp, DdpBuilder, NoSync};
 pub use device::DeviceKind;
 pub use error::{Error, Result};

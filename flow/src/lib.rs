@@ -1,0 +1,42 @@
+//! Distributed data-parallel training of `tch` models: one crate to depend on.
+//!
+//! | module | what |
+//! |---|---|
+//! | [`prelude`] | what a training program uses, for `use flow::prelude::*;` |
+//! | [`ddp`] | `Ddp`, samplers, loaders, checkpoints: `torch.nn.parallel`, `torch.utils.data` |
+//! | [`comm`] | process groups and collectives on slices and buffers: `torch.distributed` |
+//! | [`tch`] | tensors, autograd and models: libtorch |
+//!
+//! ```no_run
+//! use flow::prelude::*;
+//!
+//! # fn main() -> anyhow::Result<()> {
+//! let group = ProcessGroup::from_env()?; // ranks from flow-launch; alone: world size 1
+//! let vs = nn::VarStore::new(group.device());
+//! let net = nn::linear(vs.root(), 784, 10, Default::default());
+//! let model = Ddp::new(net, &vs, &group)?;
+//! let mut optimizer = nn::Sgd::default().build(&vs, 0.1)?;
+//! # let (images, labels) = (Tensor::new(), Tensor::new());
+//! let loss = model.forward_t(&images, true).cross_entropy_for_logits(&labels);
+//! optimizer.backward_step(&loss); // gradients are averaged in here
+//! # Ok(()) }
+//! ```
+
+pub use flow_comm as comm;
+pub use flow_ddp as ddp;
+pub use tch;
+
+/// What a training program uses.
+pub mod prelude {
+    pub use flow_ddp::{
+        DataLoader, Dataset, Ddp, DeviceKind, DistributedSampler, OptimizerState, ProcessGroup,
+        ReduceOp, TensorCollectives, TryBackwardStep,
+    };
+    pub use tch::nn::{self, Module, ModuleT, OptimizerConfig};
+    pub use tch::{Device, Kind, Tensor};
+}
+
+/// The programs in the README compile.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+struct Readme;
