@@ -3,8 +3,8 @@
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
 
-use flow_comm::ProcessGroup;
-use tch::TchError;
+use flow_comm::{DType, ProcessGroup};
+use tch::{Kind, TchError};
 
 /// Errors of [`Ddp`](crate::Ddp) and of collectives on tensors. Ranks are those in the job.
 ///
@@ -121,4 +121,15 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// This rank in the job, by which errors call it also in smaller groups.
 pub(crate) fn job_rank(group: &ProcessGroup) -> usize {
     group.ranks()[group.rank()]
+}
+
+/// The element type of gradients of a kind, as collectives name it.
+pub(crate) fn dtype(group: &ProcessGroup, kind: Kind) -> Result<DType> {
+    flow_autograd::dtype(kind).ok_or_else(|| failed(group)(format!("{kind:?} cannot be reduced")))
+}
+
+/// Makes an error of a reason for which a bucket could not be made or reduced.
+pub(crate) fn failed(group: &ProcessGroup) -> impl Fn(String) -> Error {
+    let rank = job_rank(group);
+    move |reason| Error::Torch { rank, operation: "reducing a bucket", reason }
 }

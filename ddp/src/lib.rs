@@ -25,35 +25,33 @@
 //! # Ok(()) }
 //! ```
 
+mod backward_state;
 mod birthplace;
 mod bucket;
-mod bucket_memory;
+mod builder;
 mod coalesced;
-mod cuda_bucket;
+mod data;
 mod ddp;
 mod device;
 mod error;
 mod layout;
-mod loader;
+mod model_check;
 mod optimizer;
-mod permutation;
-mod progress;
+mod options;
+mod parameter;
 mod reducer;
-mod sampler;
-mod shared_bucket;
-mod state;
 mod stats;
 mod steps;
 mod tensors;
-mod verify;
 
-pub use ddp::{Ddp, DdpBuilder, NoSync};
+pub use builder::DdpBuilder;
+pub use data::loader::{BatchId, Batches, DataLoader, Dataset, LoaderError};
+pub use data::sampler::{DistributedSampler, Indices, SamplerError, SamplerState, Shuffle};
+pub use ddp::{Ddp, NoSync};
 pub use device::DeviceKind;
 pub use error::{Error, Result};
 pub use flow_autograd::OptimizerState;
 pub use flow_comm::{Error as CommError, ProcessGroup, ReduceOp};
-pub use loader::{BatchId, Batches, DataLoader, Dataset, LoaderError};
 pub use optimizer::TryBackwardStep;
-pub use sampler::{DistributedSampler, Indices, SamplerError, SamplerState, Shuffle};
 pub use stats::{BucketStats, Stats};
 pub use tensors::TensorCollectives;

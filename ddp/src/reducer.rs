@@ -12,28 +12,20 @@ use std::time::Instant;
 use flow_autograd::{BoxError, GradHook};
 use flow_comm::nccl::{CudaGroup, Event};
 use flow_comm::{ForkSafe, ProcessGroup, ReduceOp};
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
-use crate::bucket::Caps;
+use crate::backward_state::{BackwardState, Phase};
+use crate::bucket::progress::{Progress, ReducePath};
 use crate::coalesced::CoalescedBroadcast;
 use crate::error::{job_rank, Error, Result};
-use crate::progress::{Means, Progress};
-use crate::state::{Parameter, State};
+use crate::options::Options;
+use crate::parameter::Parameter;
 use crate::stats::Stats;
 use crate::steps::Steps;
 use crate::tensors::current_stream;
 
 /// Set to 1: every gradient is copied into its bucket, none is reduced where it was born.
 const COPY: &str = "FLOW_DDP_COPY";
-
-/// What the reducer does differently when asked to.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Options {
-    pub caps: Caps,
-    pub find_unused: bool,
-    pub bucket_view: bool,
-    pub communication: Option<Kind>,
-}
 
 /// The name of a parameter that the model has got since it was wrapped, if there is one.
 pub(crate) type Added = Box<dyn Fn() -> Option<String> + Send + Sync>;
@@ -42,11 +34,11 @@ pub(crate) type Added = Box<dyn Fn() -> Option<String> + Send + Sync>;
 pub(crate) struct Reducer {
     group: ProcessGroup,
     options: Options,
-    means: ForkSafe<Means>,
+    path: ForkSafe<ReducePath>,
     in_place: bool,
     steps: Arc<Steps>,
     added: OnceLock<Added>,
-    state: ForkSafe<Mutex<State>>,
+    state: ForkSafe<Mutex<BackwardState>>,
 }
 
 impl Reducer {
@@ -59,19 +51,19 @@ impl Reducer {
         options: Options,
     ) -> Result<Arc<Self>> {
         let model = |reason| Error::Model { rank: job_rank(&group), reason };
-        let means = match cuda {
-            Some(cuda) => Means::Cuda(cuda),
-            None => {
-                Means::Cpu(Arc::new(Progress::choose(&group, group.world_size()).map_err(model)?))
-            }
+        let path = match cuda {
+            Some(cuda) => ReducePath::Cuda(cuda),
+            None => ReducePath::Cpu(Arc::new(
+                Progress::choose(&group, group.world_size()).map_err(model)?,
+            )),
         };
         let order: Vec<usize> = (0..parameters.len()).rev().collect();
-        let mut state = State::new(parameters, frozen);
-        state.build(&group, &means, options, &order)?;
+        let mut state = BackwardState::new(parameters, frozen);
+        state.build(&group, &path, options, &order)?;
         let in_place = std::env::var_os(COPY).is_none_or(|v| v != "1");
-        let (means, state) = (ForkSafe::new(means), ForkSafe::new(Mutex::new(state)));
+        let (path, state) = (ForkSafe::new(path), ForkSafe::new(Mutex::new(state)));
         let (steps, added) = (Arc::new(Steps::new()), OnceLock::new());
-        Ok(Arc::new(Self { group, options, means, in_place, steps, added, state }))
+        Ok(Arc::new(Self { group, options, path, in_place, steps, added, state }))
     }
 
     /// Hooks of all parameters: dropped, they are gone from the model.
@@ -128,7 +120,7 @@ impl Reducer {
     /// Makes the next backward fail, on all ranks.
     pub fn abort(&self, cause: &str) {
         self.group.abort(cause);
-        if let Some(cuda) = self.means.cuda() {
+        if let Some(cuda) = self.path.cuda() {
             cuda.abort(cause);
         }
     }
@@ -141,7 +133,7 @@ impl Reducer {
 
     /// Waits until the reductions of the last backward are over.
     pub fn synchronize(&self) -> Result<()> {
-        match self.means.cuda() {
+        match self.path.cuda() {
             Some(cuda) => Ok(cuda.synchronize()?),
             None => Ok(()), // backward has waited
         }
@@ -161,10 +153,10 @@ impl Reducer {
         if state.local > 0 {
             return Ok(());
         }
-        if state.failed {
+        if state.unusable {
             self.group.check("backward")?;
         }
-        if !state.running {
+        if !state.in_backward {
             state.begin();
             let step = self.steps.begin();
             state.buckets.iter_mut().for_each(|bucket| bucket.set_step(step));
@@ -175,7 +167,7 @@ impl Reducer {
                 .map_err(|e| self.torch("backward", e.to_string()))?;
             state = self.state();
             // From here on an error of this rank alone reaches the others.
-            self.mark(&mut state, 0)?;
+            self.record_event(&mut state, Phase::FirstGradient)?;
             if let Some(parameter) = state.frozen.iter().find(|p| p.tensor.requires_grad()) {
                 let name = &parameter.name;
                 let reason = format!(
@@ -200,31 +192,31 @@ impl Reducer {
             );
             return Err(Error::Model { rank: job_rank(&self.group), reason });
         }
-        state.order.push(index);
+        state.ready_order.push(index);
         let gradient = tensor.grad();
         if let Some(reason) = flow_autograd::unsendable(&gradient) {
             let reason = format!("the gradient of {} {reason}", state.parameters[index].name);
             return Err(Error::Model { rank: job_rank(&self.group), reason });
         }
-        let (bucket, slot) = state.places[index];
+        let (bucket, slot) = state.slots[index];
         // Memory that backward will yet read must stay as it is.
         let in_place = self.in_place && flow_autograd::owns_grad(tensor);
-        if state.buckets[bucket].take(slot, &gradient, in_place)? {
+        if state.buckets[bucket].mark_ready(slot, &gradient, in_place)? {
             state.in_place_bytes[bucket] += gradient.numel() * gradient.kind().elt_size_in_bytes();
-        } else if self.options.bucket_view && self.means.cuda().is_none() {
-            self.alias(state, index)?;
+        } else if self.options.bucket_view && self.path.cuda().is_none() {
+            self.alias_grad_to_bucket(state, index)?;
         }
-        self.tolerate(state, |reducer, state| {
+        self.defer_missing_grads(state, |reducer, state| {
             reducer.launch(state)?;
-            reducer.means.advance()
+            reducer.path.advance()
         })
     }
 
     /// Makes `.grad` of a parameter its place in the bucket, if the type is the same.
-    fn alias(&self, state: &State, index: usize) -> Result<()> {
-        let (bucket, slot) = state.places[index];
+    fn alias_grad_to_bucket(&self, state: &BackwardState, index: usize) -> Result<()> {
+        let (bucket, slot) = state.slots[index];
         let parameter = &state.parameters[index];
-        match state.buckets[bucket].result(slot) {
+        match state.buckets[bucket].reduced_grad(slot) {
             Some(place) if place.kind() == parameter.kind => {
                 flow_autograd::set_grad(&parameter.tensor, Some(place))
                     .map_err(|e| self.torch("backward", e.to_string()))
@@ -234,9 +226,9 @@ impl Reducer {
     }
 
     /// Launches the ready buckets whose turn it is.
-    fn launch(&self, state: &mut State) -> flow_comm::Result<()> {
+    fn launch(&self, state: &mut BackwardState) -> flow_comm::Result<()> {
         while let Some(bucket) = state.buckets.get_mut(state.next).filter(|b| b.pending == 0) {
-            if !bucket.post()? {
+            if !bucket.launch()? {
                 break;
             }
             state.next += 1;
@@ -246,17 +238,17 @@ impl Reducer {
 
     /// Runs communication. If it fails because another rank misses gradients, that is noted, and
     /// told at the end of backward, when this rank knows its own part of it.
-    fn tolerate(
+    fn defer_missing_grads(
         &self,
-        state: &mut State,
-        communicate: impl FnOnce(&Self, &mut State) -> flow_comm::Result<()>,
+        state: &mut BackwardState,
+        communicate: impl FnOnce(&Self, &mut BackwardState) -> flow_comm::Result<()>,
     ) -> Result<()> {
-        if state.failing {
+        if state.peer_misses_grads {
             return Ok(());
         }
         match communicate(self, state) {
             Err(_) if self.group.awaits_notice() => {
-                state.failing = true;
+                state.peer_misses_grads = true;
                 Ok(())
             }
             other => Ok(other?),
@@ -267,9 +259,9 @@ impl Reducer {
     fn finish(&self) -> Result<()> {
         let mut state = self.state();
         let result = self.finish_buckets(&mut state);
-        state.running = false;
+        state.in_backward = false;
         // Also after an error: gradients must not be kept alive.
-        self.release(&mut state, result.is_ok());
+        self.drop_grads(&mut state, result.is_ok());
         let missing = result?;
         self.steps.end();
         if !std::mem::replace(&mut state.rebuilt, true) {
@@ -279,35 +271,35 @@ impl Reducer {
     }
 
     /// Returns the parameters without a gradient.
-    fn finish_buckets(&self, state: &mut State) -> Result<Vec<usize>> {
+    fn finish_buckets(&self, state: &mut BackwardState) -> Result<Vec<usize>> {
         let backward_end = Instant::now();
-        self.mark(state, 1)?;
+        self.record_event(state, Phase::EndOfBackward)?;
         let missing: Vec<usize> = (0..state.arrived.len()).filter(|&i| !state.arrived[i]).collect();
         let mut finished = Vec::new();
         if !missing.is_empty() && !self.options.find_unused {
-            state.failing = true;
+            state.peer_misses_grads = true;
         }
         for &index in missing.iter().filter(|_| self.options.find_unused) {
-            let (bucket, slot) = state.places[index];
+            let (bucket, slot) = state.slots[index];
             let gradient = state.parameters[index].tensor.grad();
             if gradient.defined() {
-                if self.options.bucket_view || self.means.cuda().is_some() {
+                if self.options.bucket_view || self.path.cuda().is_some() {
                     let apart = gradient.copy();
                     flow_autograd::set_grad(&state.parameters[index].tensor, Some(&apart))
                         .map_err(|e| self.torch("backward", e.to_string()))?;
                 }
                 // What earlier backwards under no_sync have left counts; it must not change before
                 // all agree.
-                state.buckets[bucket].take(slot, &gradient, false)?;
+                state.buckets[bucket].mark_ready(slot, &gradient, false)?;
             } else {
                 state.buckets[bucket].take_zeros(slot)?;
             }
         }
         let mut used: Vec<u8> = state.used.iter().map(|&used| u8::from(used)).collect();
-        self.tolerate(state, |reducer, state| {
+        self.defer_missing_grads(state, |reducer, state| {
             loop {
                 reducer.launch(state)?;
-                if let Means::Cpu(progress) = &*reducer.means {
+                if let ReducePath::Cpu(progress) = &*reducer.path {
                     finished.extend(progress.finish()?);
                 }
                 if state.next == state.buckets.len() {
@@ -319,43 +311,43 @@ impl Reducer {
             }
             Ok(())
         })?;
-        if state.failing {
+        if state.peer_misses_grads {
             return Err(self.missing_gradients(state, &missing));
         }
-        if let Some(cuda) = self.means.cuda() {
+        if let Some(cuda) = self.path.cuda() {
             cuda.join(&current_stream(&self.group, cuda)?)?;
         }
         for (index, _) in used.iter().enumerate().filter(|(_, used)| **used != 0) {
             self.write_back(state, index)?;
         }
         state.used.fill(false);
-        self.mark(state, 2)?;
+        self.record_event(state, Phase::EndOfReduction)?;
         state.record(&finished, backward_end);
         Ok(missing)
     }
 
-    /// On a GPU: records one of the backward's marks in libtorch's stream.
-    fn mark(&self, state: &mut State, which: usize) -> Result<()> {
-        let Some(cuda) = self.means.cuda() else { return Ok(()) };
+    /// On a GPU: records one of the backward's events in libtorch's stream.
+    fn record_event(&self, state: &mut BackwardState, phase: Phase) -> Result<()> {
+        let Some(cuda) = self.path.cuda() else { return Ok(()) };
         let stream = current_stream(&self.group, cuda)?;
         let fail = |error: flow_comm::nccl::DeviceError| self.torch("backward", error.to_string());
-        let marks = match state.marks.take() {
-            Some(marks) => marks,
+        let events = match state.events.take() {
+            Some(events) => events,
             None => {
                 let event = || Event::timed(cuda.device()).map_err(fail);
                 [event()?, event()?, event()?]
             }
         };
-        state.marks.insert(marks)[which].record(&stream).map_err(fail)
+        state.events.insert(events)[phase as usize].record(&stream).map_err(fail)
     }
 
     /// Brings a reduced gradient that was copied home to `.grad`.
-    fn write_back(&self, state: &State, index: usize) -> Result<()> {
-        let (bucket, slot) = state.places[index];
-        let Some(place) = state.buckets[bucket].result(slot) else { return Ok(()) };
+    fn write_back(&self, state: &BackwardState, index: usize) -> Result<()> {
+        let (bucket, slot) = state.slots[index];
+        let Some(place) = state.buckets[bucket].reduced_grad(slot) else { return Ok(()) };
         let parameter = &state.parameters[index];
         let mut gradient = parameter.tensor.grad();
-        if state.buckets[bucket].gives_gradients() {
+        if state.buckets[bucket].grad_is_view() {
             if flow_autograd::data_ptr(&gradient) == flow_autograd::data_ptr(place) {
                 return Ok(());
             }
@@ -378,9 +370,9 @@ impl Reducer {
     }
 
     /// Gives the gradients back. libtorch may use their memory again when its stream has passed
-    /// what reads it, which `joined` says that it does.
-    fn release(&self, state: &mut State, joined: bool) {
-        let passed = match self.means.cuda().filter(|_| !joined) {
+    /// what reads it, which `stream_joined` says that it does.
+    fn drop_grads(&self, state: &mut BackwardState, stream_joined: bool) {
+        let passed = match self.path.cuda().filter(|_| !stream_joined) {
             Some(cuda) => {
                 current_stream(&self.group, cuda).is_ok_and(|stream| cuda.join(&stream).is_ok())
             }
@@ -392,7 +384,7 @@ impl Reducer {
     /// A backward of this rank fails, and with it the group: no rank is to wait for gradients that
     /// will not come.
     fn fail(&self, error: Error) -> BoxError {
-        self.state().failed = true;
+        self.state().unusable = true;
         // The ranks have told each other what they miss. If the group has failed for anything else,
         // that remains the cause.
         if !matches!(error, Error::MissingGradients { .. }) {
@@ -402,7 +394,7 @@ impl Reducer {
     }
 
     /// Meets all ranks to tell each other whose parameters have no gradient.
-    fn missing_gradients(&self, state: &mut State, missing: &[usize]) -> Error {
+    fn missing_gradients(&self, state: &mut BackwardState, missing: &[usize]) -> Error {
         let name = |&index: &usize| {
             let parameter = &state.parameters[index];
             let frozen =
@@ -420,20 +412,21 @@ impl Reducer {
     }
 
     /// Buckets in the order in which rank 0's gradients came; unused parameters last.
-    fn rebuild(&self, state: &mut State, missing: Vec<usize>) -> Result<()> {
-        let mut order: Vec<i32> = state.order.iter().chain(&missing).map(|&i| i as i32).collect();
-        self.tolerate(state, |reducer, _| {
+    fn rebuild(&self, state: &mut BackwardState, missing: Vec<usize>) -> Result<()> {
+        let mut order: Vec<i32> =
+            state.ready_order.iter().chain(&missing).map(|&i| i as i32).collect();
+        self.defer_missing_grads(state, |reducer, _| {
             reducer.group.broadcast(&mut order, 0)?;
             // A rank that went on and failed would else take from slower ones what this backward
             // has done.
             reducer.group.barrier()
         })?;
         // On a GPU, only here does a rank hear that another has failed in this backward.
-        if state.failing {
+        if state.peer_misses_grads {
             return Err(self.missing_gradients(state, &missing));
         }
         let order: Vec<usize> = order.into_iter().map(|i| i as usize).collect();
-        if self.means.cuda().is_some() {
+        if self.path.cuda().is_some() {
             // Gradients that are views of the old buckets would keep their memory beside that of
             // the new ones.
             for parameter in &state.parameters {
@@ -444,10 +437,10 @@ impl Reducer {
                 }
             }
         }
-        state.build(&self.group, &self.means, self.options, &order)
+        state.build(&self.group, &self.path, self.options, &order)
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, BackwardState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -476,14 +469,14 @@ impl Drop for EndOfBackward {
             let mut state = self.reducer.state();
             // A hook of ours has told why it failed. What else fails in a backward is told to its
             // caller alone.
-            if !std::mem::replace(&mut state.failed, true) {
+            if !std::mem::replace(&mut state.unusable, true) {
                 self.reducer.group.abort(
                     "its backward failed before all gradients were there, see its own error; to go on, all ranks drop \
                      their Ddp and wrap the model again",
                 );
             }
-            state.running = false;
-            self.reducer.release(&mut state, false);
+            state.in_backward = false;
+            self.reducer.drop_grads(&mut state, false);
         }
     }
 }

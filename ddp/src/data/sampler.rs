@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use flow_comm::ProcessGroup;
 
-use crate::permutation::{randperm, Index, KeyedPermutation};
+use super::permutation::{randperm, Index, KeyedPermutation};
 
 /// Deals the samples `0..len` of a data set out to the ranks: rank `r` of `W` takes places `r`,
 /// `r + W`, `r + 2 W`, ... of an order that all ranks share.

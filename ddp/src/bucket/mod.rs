@@ -1,17 +1,22 @@
 //! One bucket's life in a backward: gradients come in, are reduced, and are where the optimizer
 //! reads them.
 
+pub(crate) mod assignment;
+mod cpu;
+mod cuda;
+pub(crate) mod progress;
+
 use std::time::{Duration, Instant};
 
 use flow_comm::nccl::Event;
-use flow_comm::{DType, ProcessGroup};
+use flow_comm::ProcessGroup;
 use tch::{Kind, Tensor};
 
-use crate::cuda_bucket::CudaBucket;
-use crate::error::{job_rank, Error, Result};
-use crate::progress::Means;
-use crate::shared_bucket::SharedBucket;
-use crate::state::Parameter;
+use self::cpu::CpuBucket;
+use self::cuda::CudaBucket;
+use self::progress::ReducePath;
+use crate::error::Result;
+use crate::parameter::Parameter;
 
 /// A bucket and the memory it is reduced in.
 pub(crate) struct Bucket {
@@ -25,14 +30,14 @@ pub(crate) struct Bucket {
 }
 
 enum Memory {
-    Shared(SharedBucket),
+    Shared(CpuBucket),
     Cuda(Box<CudaBucket>),
 }
 
 impl Bucket {
     pub fn new(
         group: &ProcessGroup,
-        means: &Means,
+        path: &ReducePath,
         number: usize,
         members: Vec<usize>,
         parameters: &[Parameter],
@@ -41,11 +46,11 @@ impl Bucket {
         let number = number as u32;
         let tensors: Vec<&Parameter> = members.iter().map(|&m| &parameters[m]).collect();
         let kind = communication.unwrap_or(tensors[0].kind);
-        let memory = match means {
-            Means::Cpu(progress) => {
-                Memory::Shared(SharedBucket::new(group, progress, number, &tensors, kind)?)
+        let memory = match path {
+            ReducePath::Cpu(progress) => {
+                Memory::Shared(CpuBucket::new(group, progress, number, &tensors, kind)?)
             }
-            Means::Cuda(cuda) => {
+            ReducePath::Cuda(cuda) => {
                 Memory::Cuda(Box::new(CudaBucket::new(group, cuda, number, &tensors, kind)?))
             }
         };
@@ -64,10 +69,10 @@ impl Bucket {
     /// Takes in a member's gradient, of which `owned` says whether its memory is nobody else's. On
     /// the CPU it is then reduced where it is, if all ranks can reach it there. Returns whether it
     /// is.
-    pub fn take(&mut self, slot: usize, gradient: &Tensor, owned: bool) -> Result<bool> {
+    pub fn mark_ready(&mut self, slot: usize, gradient: &Tensor, owned: bool) -> Result<bool> {
         let in_place = match &mut self.memory {
-            Memory::Shared(bucket) => bucket.take(slot, gradient, owned),
-            Memory::Cuda(bucket) => bucket.take(slot, gradient, owned)?,
+            Memory::Shared(bucket) => bucket.mark_ready(slot, gradient, owned),
+            Memory::Cuda(bucket) => bucket.mark_ready(slot, gradient, owned)?,
         };
         self.arrived();
         Ok(in_place)
@@ -91,23 +96,23 @@ impl Bucket {
     }
 
     /// Hands the bucket over to be reduced; false if that must be tried again later.
-    pub fn post(&mut self) -> flow_comm::Result<bool> {
+    pub fn launch(&mut self) -> flow_comm::Result<bool> {
         match &mut self.memory {
-            Memory::Shared(bucket) => bucket.post(),
-            Memory::Cuda(bucket) => bucket.reduce().map(|()| true),
+            Memory::Shared(bucket) => bucket.launch(),
+            Memory::Cuda(bucket) => bucket.launch().map(|()| true),
         }
     }
 
     /// The reduced gradient of a member; None if it was reduced where it is.
-    pub fn result(&self, slot: usize) -> Option<&Tensor> {
+    pub fn reduced_grad(&self, slot: usize) -> Option<&Tensor> {
         match &self.memory {
-            Memory::Shared(bucket) => bucket.result(slot),
-            Memory::Cuda(bucket) => bucket.result(slot),
+            Memory::Shared(bucket) => bucket.reduced_grad(slot),
+            Memory::Cuda(bucket) => bucket.reduced_grad(slot),
         }
     }
 
-    /// Whether [`Bucket::result`] is to become the gradient, rather than be copied to it.
-    pub fn gives_gradients(&self) -> bool {
+    /// Whether [`Bucket::reduced_grad`] is to become the gradient, rather than be copied to it.
+    pub fn grad_is_view(&self) -> bool {
         matches!(self.memory, Memory::Cuda(_))
     }
 
@@ -127,24 +132,14 @@ impl Bucket {
         }
     }
 
-    /// Ready for the next backward. `passed`: nothing on a GPU uses the gradients any more, in
+    /// Ready for the next backward. `stream_joined`: nothing on a GPU uses the gradients any more, in
     /// libtorch's order.
-    pub fn reset(&mut self, passed: bool) {
+    pub fn reset(&mut self, stream_joined: bool) {
         self.pending = self.members.len();
         self.ready = None;
         match &mut self.memory {
             Memory::Shared(bucket) => bucket.segments.clear(),
-            Memory::Cuda(bucket) => bucket.clear(passed),
+            Memory::Cuda(bucket) => bucket.release(stream_joined),
         }
     }
-}
-
-/// The type by which collectives know a kind of gradients.
-pub(crate) fn dtype(group: &ProcessGroup, kind: Kind) -> Result<DType> {
-    flow_autograd::dtype(kind).ok_or_else(|| failed(group)(format!("{kind:?} cannot be reduced")))
-}
-
-pub(crate) fn failed(group: &ProcessGroup) -> impl Fn(String) -> Error {
-    let rank = job_rank(group);
-    move |reason| Error::Torch { rank, operation: "reducing a bucket", reason }
 }

@@ -5,106 +5,88 @@ use std::time::Instant;
 
 use flow_comm::nccl::Event;
 use flow_comm::ProcessGroup;
-use tch::{Kind, Tensor};
+use tch::Kind;
 
-use crate::bucket::{assign, Item};
-use crate::bucket_memory::Bucket;
+use crate::bucket::assignment::{assign, Item};
+use crate::bucket::progress::ReducePath;
+use crate::bucket::Bucket;
 use crate::error::Result;
-use crate::layout::Layout;
-use crate::progress::Means;
-use crate::reducer::Options;
+use crate::options::Options;
+use crate::parameter::Parameter;
 use crate::stats::{times, BucketStats, Stats};
 
-/// A parameter that is trained.
-pub(crate) struct Parameter {
-    pub name: String,
-    pub tensor: Tensor,
-    pub shape: Vec<i64>,
-    pub kind: Kind,
-    /// Of its gradients, alike on all ranks.
-    pub layout: Layout,
-}
-
-impl Parameter {
-    pub fn new(name: String, tensor: Tensor) -> Self {
-        Self {
-            name,
-            shape: tensor.size(),
-            kind: tensor.kind(),
-            layout: Layout::of(&tensor),
-            tensor,
-        }
-    }
-
-    pub fn elements(&self) -> usize {
-        self.shape.iter().product::<i64>() as usize
-    }
+/// The moments of a backward that are recorded in libtorch's stream.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Phase {
+    FirstGradient,
+    EndOfBackward,
+    EndOfReduction,
 }
 
 /// What changes from backward to backward.
-pub(crate) struct State {
+pub(crate) struct BackwardState {
     pub parameters: Vec<Parameter>,
     /// Those that were not trained when the model was wrapped: they have no hooks.
     pub frozen: Vec<Parameter>,
     pub buckets: Vec<Bucket>,
     /// Bucket and slot of each parameter.
-    pub places: Vec<(usize, usize)>,
+    pub slots: Vec<(usize, usize)>,
     /// How many [`NoSync`](crate::NoSync)s there are.
     pub local: usize,
     /// Between the first hook and the end of a backward.
-    pub running: bool,
+    pub in_backward: bool,
     pub arrived: Vec<bool>,
     /// Parameters that got a gradient since the last reduction, under `no_sync` too.
     pub used: Vec<bool>,
     /// Parameters in the order of their gradients' coming.
-    pub order: Vec<usize>,
+    pub ready_order: Vec<usize>,
     /// The next bucket to launch.
     pub next: usize,
     pub in_place_bytes: Vec<usize>,
     pub rebuilt: bool,
     /// Another rank has failed for want of gradients: backward runs on to the end, where all ranks
     /// meet.
-    pub failing: bool,
+    pub peer_misses_grads: bool,
     /// A backward has failed: the group is of no more use.
-    pub failed: bool,
+    pub unusable: bool,
     pub stats: Stats,
     /// When the first gradient of this backward came.
     pub began: Instant,
     /// On a GPU, and in libtorch's stream: the first gradient, the end of backward, and that of its
     /// reductions.
-    pub marks: Option<[Event; 3]>,
+    pub events: Option<[Event; 3]>,
 }
 
-impl State {
+impl BackwardState {
     pub fn new(parameters: Vec<Parameter>, frozen: Vec<Parameter>) -> Self {
         let count = parameters.len();
         Self {
             parameters,
             frozen,
             buckets: Vec::new(),
-            places: vec![(0, 0); count],
+            slots: vec![(0, 0); count],
             local: 0,
-            running: false,
+            in_backward: false,
             arrived: vec![false; count],
             used: vec![false; count],
-            order: Vec::with_capacity(count),
+            ready_order: Vec::with_capacity(count),
             next: 0,
             in_place_bytes: Vec::new(),
             rebuilt: false,
-            failing: false,
-            failed: false,
+            peer_misses_grads: false,
+            unusable: false,
             stats: Stats::default(),
             began: Instant::now(),
-            marks: None,
+            events: None,
         }
     }
 
     pub fn begin(&mut self) {
-        self.running = true;
+        self.in_backward = true;
         self.began = Instant::now();
-        self.failing = false;
+        self.peer_misses_grads = false;
         self.arrived.fill(false);
-        self.order.clear();
+        self.ready_order.clear();
         self.next = 0;
         self.in_place_bytes.fill(0);
     }
@@ -112,7 +94,7 @@ impl State {
     pub fn build(
         &mut self,
         group: &ProcessGroup,
-        means: &Means,
+        path: &ReducePath,
         options: Options,
         order: &[usize],
     ) -> Result<()> {
@@ -137,11 +119,11 @@ impl State {
         self.buckets.clear();
         for (number, members) in assigned.into_iter().enumerate() {
             for (slot, &member) in members.iter().enumerate() {
-                self.places[member] = (number, slot);
+                self.slots[member] = (number, slot);
             }
             self.buckets.push(Bucket::new(
                 group,
-                means,
+                path,
                 number,
                 members,
                 &self.parameters,
@@ -182,7 +164,7 @@ impl State {
     /// for it.
     pub fn timed_stats(&self) -> Stats {
         let mut stats = self.stats.clone();
-        let Some([begin, end, after]) = self.marks.as_ref().filter(|_| stats.backwards > 0) else {
+        let Some([begin, end, after]) = self.events.as_ref().filter(|_| stats.backwards > 0) else {
             return stats;
         };
         if after.synchronize().is_err() {

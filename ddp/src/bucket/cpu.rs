@@ -5,13 +5,13 @@ use std::sync::Arc;
 use flow_comm::{ProcessGroup, Segments};
 use tch::{Kind, Tensor};
 
-use crate::bucket_memory::{dtype, failed};
-use crate::error::Result;
+use crate::error::{dtype, failed, Result};
 use crate::layout::Layout;
-use crate::progress::Progress;
-use crate::state::Parameter;
+use crate::parameter::Parameter;
 
-pub(crate) struct SharedBucket {
+use super::progress::Progress;
+
+pub(crate) struct CpuBucket {
     pub segments: Arc<Segments>,
     progress: Arc<Progress>,
     /// For gradients that were not born in shared memory, or not in the type of communication or
@@ -23,7 +23,7 @@ pub(crate) struct SharedBucket {
     kind: Kind,
 }
 
-impl SharedBucket {
+impl CpuBucket {
     pub fn new(
         group: &ProcessGroup,
         progress: &Arc<Progress>,
@@ -48,7 +48,7 @@ impl SharedBucket {
 
     /// Takes in a gradient. With `in_place` it is reduced where it is, if all ranks can reach it
     /// there. Returns whether it is.
-    pub fn take(&mut self, slot: usize, gradient: &Tensor, in_place: bool) -> bool {
+    pub fn mark_ready(&mut self, slot: usize, gradient: &Tensor, in_place: bool) -> bool {
         // Ranks add up what lies at the same place in memory: a gradient of another layout must not
         // be taken as it is.
         let memory = || Memory(self.layouts[slot].in_memory_order(gradient));
@@ -76,12 +76,12 @@ impl SharedBucket {
     }
 
     /// Hands the bucket over to be reduced; false if that must be tried again later.
-    pub fn post(&self) -> flow_comm::Result<bool> {
+    pub fn launch(&self) -> flow_comm::Result<bool> {
         self.progress.post(&self.segments)
     }
 
     /// The reduced gradient of a slot that was copied; None if it was reduced where it is.
-    pub fn result(&self, slot: usize) -> Option<&Tensor> {
+    pub fn reduced_grad(&self, slot: usize) -> Option<&Tensor> {
         self.copied[slot].then(|| &self.places[slot])
     }
 }

@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use flow_comm::{ForkSafe, DEFAULT_TIMEOUT};
 
-use crate::sampler::{DistributedSampler, Order, Taken};
+use super::sampler::{DistributedSampler, Order, Taken};
 
 /// Samples that can be fetched by index, a batch at a time and from several threads at once.
 pub trait Dataset: Send + Sync + 'static {

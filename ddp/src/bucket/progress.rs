@@ -14,13 +14,13 @@ const CHOICE: &str = "FLOW_DDP_PROGRESS";
 
 /// By what means gradients are reduced.
 #[derive(Clone)]
-pub(crate) enum Means {
+pub(crate) enum ReducePath {
     Cpu(Arc<Progress>),
     /// On the GPU, where reductions are enqueued, and nobody waits for them but libtorch's stream.
     Cuda(Arc<CudaGroup>),
 }
 
-impl Means {
+impl ReducePath {
     pub fn cuda(&self) -> Option<&Arc<CudaGroup>> {
         match self {
             Self::Cpu(_) => None,

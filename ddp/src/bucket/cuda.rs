@@ -9,10 +9,9 @@ use flow_comm::nccl::{CudaGroup, Event, FlatBucket, Stream};
 use flow_comm::ProcessGroup;
 use tch::{Kind, Tensor};
 
-use crate::bucket_memory::{dtype, failed};
-use crate::error::{Error, Result};
+use crate::error::{dtype, failed, job_rank, Error, Result};
 use crate::layout::Layout;
-use crate::state::Parameter;
+use crate::parameter::Parameter;
 
 pub(crate) struct CudaBucket {
     cuda: Arc<CudaGroup>,
@@ -62,13 +61,13 @@ impl CudaBucket {
             streams: Vec::new(),
             layouts: members.iter().map(|member| member.layout.clone()).collect(),
             kind,
-            rank: group.ranks()[group.rank()],
+            rank: job_rank(group),
         })
     }
 
     /// Takes in a gradient. Returns whether it is reduced where it is: where it lies in the bucket
     /// already.
-    pub fn take(&mut self, slot: usize, gradient: &Tensor, owned: bool) -> Result<bool> {
+    pub fn mark_ready(&mut self, slot: usize, gradient: &Tensor, owned: bool) -> Result<bool> {
         // A gradient that is reduced in another type gets the result itself: nobody else may still
         // need it.
         let source = self.layouts[slot].in_memory_order(gradient).contiguous();
@@ -109,14 +108,14 @@ impl CudaBucket {
     }
 
     /// Enqueues the reduction; all gradients are there.
-    pub fn reduce(&mut self) -> flow_comm::Result<()> {
+    pub fn launch(&mut self) -> flow_comm::Result<()> {
         let mut gradients: Vec<&mut CudaTensor> =
             self.gradients.iter_mut().flatten().map(|(memory, _)| memory).collect();
         self.cuda.reduce_bucket(&mut self.flat, &mut gradients, &self.streams)
     }
 
     /// The reduced gradient of a slot.
-    pub fn result(&self, slot: usize) -> Option<&Tensor> {
+    pub fn reduced_grad(&self, slot: usize) -> Option<&Tensor> {
         self.views.get(slot).or_else(|| self.gradients[slot].as_ref().map(|(_, gradient)| gradient))
     }
 
@@ -133,9 +132,9 @@ impl CudaBucket {
     }
 
     /// Gives the gradients back; if they may still be in use, their memory is lost instead.
-    pub fn clear(&mut self, passed: bool) {
+    pub fn release(&mut self, stream_joined: bool) {
         for gradient in self.gradients.iter_mut().filter_map(Option::take) {
-            if !passed {
+            if !stream_joined {
                 std::mem::forget(gradient);
             }
         }

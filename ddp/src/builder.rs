@@ -1,0 +1,265 @@
+//! Options of a [`Ddp`], and how a model is wrapped: checks on all ranks, rank 0's weights, hooks.
+
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use flow_comm::ProcessGroup;
+use tch::nn::{VarStore, Variables};
+use tch::{Kind, Tensor};
+
+use crate::birthplace::Birthplace;
+use crate::bucket::assignment::Caps;
+use crate::coalesced::CoalescedBroadcast;
+use crate::ddp::{Ddp, HeldBuffer};
+use crate::error::{job_rank, Error, Result};
+use crate::model_check::{check, check_hooks, describe, first_mismatch};
+use crate::options::Options;
+use crate::parameter::Parameter;
+use crate::reducer::Reducer;
+use crate::tensors::cuda_group;
+
+const MIB: f64 = 1024.0 * 1024.0;
+
+impl Ddp<()> {
+    /// Options to choose before wrapping a model, of whatever type.
+    pub fn builder(group: &ProcessGroup) -> DdpBuilder {
+        DdpBuilder::new(group)
+    }
+}
+
+impl<M> Ddp<M> {
+    /// Wraps `model`, whose variables are in `vs`, with the default options of [`DdpBuilder`].
+    ///
+    /// Errors: models that differ between ranks (on every rank, naming the parameter and both
+    /// ranks), no parameter to train, parameters that cannot be reduced or that another `Ddp` has,
+    /// failing communication.
+    pub fn new(model: M, vs: &VarStore, group: &ProcessGroup) -> Result<Self> {
+        DdpBuilder::new(group).wrap(model, vs)
+    }
+
+    /// As [`Ddp::new`] for a model that keeps no `VarStore`: its parameters by name, in the order
+    /// of their use in forward, and its buffers (running statistics). Parameters that do not
+    /// require gradients are frozen.
+    pub fn from_tensors(
+        model: M,
+        parameters: Vec<(String, Tensor)>,
+        buffers: Vec<(String, Tensor)>,
+        group: &ProcessGroup,
+    ) -> Result<Self> {
+        DdpBuilder::new(group).wrap_tensors(model, parameters, buffers)
+    }
+}
+
+/// Options of a [`Ddp`]; all ranks choose the same.
+///
+/// ```no_run
+/// # fn main() -> anyhow::Result<()> {
+/// use flow_ddp::{Ddp, ProcessGroup, TensorCollectives};
+/// use tch::{nn, Kind};
+///
+/// let group = ProcessGroup::from_env()?;
+/// let vs = nn::VarStore::new(group.device());
+/// let net = nn::linear(vs.root(), 784, 10, Default::default());
+/// let model = Ddp::builder(&group)
+///     .bucket_cap_mb(4.0)
+///     .find_unused_parameters(true)
+///     .communication_kind(Kind::BFloat16)
+///     .wrap(net, &vs)?;
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone)]
+pub struct DdpBuilder {
+    group: ProcessGroup,
+    options: Options,
+    broadcast_buffers: bool,
+}
+
+impl DdpBuilder {
+    /// PyTorch's defaults: buckets of 1 MiB first and 25 MiB then, buffers broadcast, every
+    /// parameter used.
+    fn new(group: &ProcessGroup) -> Self {
+        let caps = Caps { first: MIB as usize, rest: 25 * MIB as usize };
+        let options = Options { caps, find_unused: false, bucket_view: false, communication: None };
+        Self { group: group.clone(), options, broadcast_buffers: true }
+    }
+
+    /// Cap of all buckets, in MiB.
+    pub fn bucket_cap_mb(mut self, cap: f64) -> Self {
+        let cap = (cap * MIB) as usize;
+        self.options.caps = Caps { first: cap, rest: cap };
+        self
+    }
+
+    /// Cap of the first bucket, in MiB: small, so that communication begins early.
+    pub fn first_bucket_cap_mb(mut self, cap: f64) -> Self {
+        self.options.caps.first = (cap * MIB) as usize;
+        self
+    }
+
+    /// Whether ranks take over rank 0's buffers, when the model is wrapped and with each forward in
+    /// training mode (default: yes). If not, each rank's buffers are its own from the beginning, as
+    /// in PyTorch.
+    pub fn broadcast_buffers(mut self, broadcast: bool) -> Self {
+        self.broadcast_buffers = broadcast;
+        self
+    }
+
+    /// Whether a backward may leave parameters out (default: no, that is an error). They take part
+    /// with zeros; one that no rank used keeps its `.grad`.
+    pub fn find_unused_parameters(mut self, find: bool) -> Self {
+        self.options.find_unused = find;
+        self
+    }
+
+    /// Whether the `.grad` of small parameters becomes a view of the bucket, which saves a copy
+    /// (default: no). A gradient kept beyond its step then changes with the next. On GPUs every
+    /// `.grad` does, unless gradients are sent in another type.
+    pub fn gradient_as_bucket_view(mut self, view: bool) -> Self {
+        self.options.bucket_view = view;
+        self
+    }
+
+    /// Type in which gradients are sent, such as `Kind::BFloat16` for half the bytes (default:
+    /// their own). They are averaged in single precision and rounded to this type once before and
+    /// once after; on GPUs they are scaled before they are rounded, and NCCL adds in this type.
+    pub fn communication_kind(mut self, kind: Kind) -> Self {
+        self.options.communication = Some(kind);
+        self
+    }
+
+    /// Wraps a model whose variables are in `vs`: see [`Ddp::new`].
+    pub fn wrap<M>(self, model: M, vs: &VarStore) -> Result<Ddp<M>> {
+        let variables = vs.variables_.lock().unwrap_or_else(PoisonError::into_inner);
+        // Parameters in the order of their creation, which is that of their use in forward as a
+        // rule; the map of names has no order of its own.
+        let mut named: Vec<(String, Tensor)> = variables
+            .named_variables
+            .iter()
+            .map(|(name, tensor)| (name.clone(), tensor.shallow_clone()))
+            .collect();
+        let created: Vec<usize> = variables
+            .trainable_variables
+            .iter()
+            .map(|v| flow_autograd::identity(&v.tensor))
+            .collect();
+        drop(variables);
+        let place = |tensor: &Tensor| {
+            let identity = flow_autograd::identity(tensor);
+            created.iter().position(|&c| c == identity).unwrap_or(usize::MAX)
+        };
+        named.sort_by_cached_key(|(name, tensor)| (place(tensor), name.clone()));
+        // A parameter stays one when it is frozen; only what was made as not trainable is a buffer.
+        let (parameters, buffers) =
+            named.into_iter().partition(|(_, tensor)| place(tensor) != usize::MAX);
+        let mut ddp = self.wrap_tensors(model, parameters, buffers)?;
+        // The store has them all.
+        let held = ddp.held.get_mut().unwrap_or_else(PoisonError::into_inner);
+        held.iter_mut().for_each(|buffer| buffer.others += 1);
+        held.retain(|buffer| flow_autograd::use_count(&buffer.tensor) > buffer.others);
+        if let Some(reducer) = &ddp.reducer {
+            let (store, known) = (Arc::clone(&vs.variables_), created.len());
+            reducer.watch_for(Box::new(move || {
+                let store = store.try_lock().ok()?;
+                added(&store, known)
+            }));
+        }
+        Ok(ddp)
+    }
+
+    /// Wraps a model by its named tensors: see [`Ddp::from_tensors`].
+    pub fn wrap_tensors<M>(
+        self,
+        model: M,
+        mut parameters: Vec<(String, Tensor)>,
+        mut buffers: Vec<(String, Tensor)>,
+    ) -> Result<Ddp<M>> {
+        let Self { group, options, broadcast_buffers } = self;
+        let rank = job_rank(&group);
+        let mut fit = check(&parameters, &buffers, &options, broadcast_buffers);
+        if group.world_size() > 1 {
+            fit = fit.and_then(|()| check_hooks(&parameters));
+            let mut lines =
+                vec![format!("options {options:?}, broadcast_buffers: {broadcast_buffers}")];
+            match &fit {
+                Ok(()) => lines.extend(describe(&parameters, &buffers)),
+                Err(reason) => lines
+                    .push(format!("a model that cannot be wrapped: {}", reason.replace('\n', " "))),
+            }
+            if let Some(difference) = first_mismatch(&group, &lines)? {
+                return Err(Error::Mismatch { rank, difference });
+            }
+        }
+        fit.map_err(|reason| Error::Model { rank, reason })?;
+        let mut seen = HashSet::new();
+        let mut is_first =
+            |(_, tensor): &(String, Tensor)| seen.insert(flow_autograd::identity(tensor));
+        parameters.retain(&mut is_first);
+        buffers.retain(&mut is_first);
+        if group.world_size() == 1 {
+            let buffers = Mutex::new(CoalescedBroadcast::new(&group, Vec::new())?);
+            return Ok(Ddp {
+                model,
+                group,
+                reducer: None,
+                _hooks: Vec::new(),
+                _birthplace: None,
+                buffers,
+                held: Mutex::default(),
+            });
+        }
+        if !broadcast_buffers {
+            buffers.clear();
+        }
+        let all = parameters
+            .iter()
+            .chain(&buffers)
+            .map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
+        CoalescedBroadcast::new(&group, all.collect())?.run(&group, 0)?;
+        // Before the first backward: gradients are to be born in shared memory from then on.
+        let birthplace = Birthplace::current().filter(|_| group.cuda_device().is_none());
+        let own = group.duplicate_in(birthplace.as_ref().map(|birthplace| birthplace.home()))?;
+        // A rank whose first backward fails would else fail the group while nodes are still being
+        // linked.
+        own.barrier()?;
+        let to_broadcast =
+            buffers.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect();
+        // There are two handles here, one in the broadcast.
+        let held = buffers.into_iter().map(|(name, tensor)| HeldBuffer { name, tensor, others: 2 });
+        let buffers = Mutex::new(CoalescedBroadcast::new(&own, to_broadcast)?);
+        let held = held.filter(|buffer| flow_autograd::use_count(&buffer.tensor) > buffer.others);
+        let held = Mutex::new(held.collect());
+        let parameters = parameters.into_iter().map(|(name, tensor)| Parameter::new(name, tensor));
+        let (trained, frozen): (Vec<_>, Vec<_>) =
+            parameters.partition(|parameter| parameter.tensor.requires_grad());
+        let cuda = trained
+            .first()
+            .map(|parameter: &Parameter| cuda_group(&own, &parameter.tensor))
+            .transpose()?
+            .flatten();
+        let birthplace = cuda.is_none().then(|| Birthplace::install(own.home())).flatten();
+        let reducer = Reducer::new(own, cuda, trained, frozen, options)?;
+        let hooks = reducer.install_hooks()?;
+        Ok(Ddp {
+            model,
+            group,
+            reducer: Some(reducer),
+            _hooks: hooks,
+            _birthplace: birthplace,
+            buffers,
+            held,
+        })
+    }
+}
+
+/// The name of a parameter in a store that has come to the first `known`.
+fn added(store: &Variables, known: usize) -> Option<String> {
+    let new = store
+        .trainable_variables
+        .iter()
+        .skip(known)
+        .find(|variable| variable.tensor.requires_grad())?;
+    let is_new =
+        |tensor: &Tensor| flow_autograd::identity(tensor) == flow_autograd::identity(&new.tensor);
+    let named = store.named_variables.iter().find(|(_, tensor)| is_new(tensor));
+    Some(named.map_or_else(|| "a parameter".into(), |(name, _)| name.clone()))
+}

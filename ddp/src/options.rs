@@ -1,0 +1,14 @@
+//! What a reducer does differently when asked to.
+
+use tch::Kind;
+
+use crate::bucket::assignment::Caps;
+
+/// What the reducer does differently when asked to.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Options {
+    pub caps: Caps,
+    pub find_unused: bool,
+    pub bucket_view: bool,
+    pub communication: Option<Kind>,
+}

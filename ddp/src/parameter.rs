@@ -1,0 +1,31 @@
+//! A parameter that is trained.
+
+use tch::{Kind, Tensor};
+
+use crate::layout::Layout;
+
+/// A parameter that is trained.
+pub(crate) struct Parameter {
+    pub name: String,
+    pub tensor: Tensor,
+    pub shape: Vec<i64>,
+    pub kind: Kind,
+    /// Of its gradients, alike on all ranks.
+    pub layout: Layout,
+}
+
+impl Parameter {
+    pub fn new(name: String, tensor: Tensor) -> Self {
+        Self {
+            name,
+            shape: tensor.size(),
+            kind: tensor.kind(),
+            layout: Layout::of(&tensor),
+            tensor,
+        }
+    }
+
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product::<i64>() as usize
+    }
+}
