@@ -6,6 +6,9 @@ use std::time::Duration;
 
 use nix::sys::signal::Signal;
 
+/// The id of jobs that were given none, as torchrun has it.
+pub const NO_ID: &str = "none";
+
 /// A whole command line.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Job {
@@ -104,12 +107,12 @@ pub enum NumaBinding {
 pub struct Nodes {
     pub min: u32,
     pub max: u32,
-    pub meeting: Meeting,
+    pub rendezvous: Rendezvous,
     /// `--rdzv-id`: what tells this job from others.
     pub id: String,
     /// The address at which others reach this node.
     pub local_addr: Option<String>,
-    pub patience: Patience,
+    pub timeouts: RendezvousTimeouts,
     /// The leading agent serves PyTorch's store; otherwise rank 0 may.
     pub has_agent_store: bool,
 }
@@ -118,7 +121,7 @@ pub struct Nodes {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Hosts {
     /// By node rank.
-    pub list: Vec<Host>,
+    pub list: Vec<HostEntry>,
     /// Where the others reach the first.
     pub master_addr: String,
     /// What runs a command on another machine: the host and the command are added.
@@ -130,7 +133,7 @@ pub struct Hosts {
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub struct Host {
+pub struct HostEntry {
     pub user: Option<String>,
     pub name: String,
     /// As `--nproc-per-node` has it, if not given here.
@@ -138,7 +141,7 @@ pub struct Host {
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub enum Meeting {
+pub enum Rendezvous {
     /// There is one node. Its agent serves its workers at this address and port.
     Alone { master_addr: Option<String>, master_port: Option<u16> },
     /// Node 0 is known: its agent serves the others, and all workers, at `master_port`.
@@ -149,7 +152,7 @@ pub enum Meeting {
 
 /// How long agents wait for each other: `--rdzv-conf`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Patience {
+pub struct RendezvousTimeouts {
     /// For the least number of nodes.
     pub join: Duration,
     /// For more nodes, once there are the least.

@@ -3,79 +3,42 @@
 //!
 //! | file | subject |
 //! |---|---|
-//! | `args.rs`, `args/` | command line and environment -> [`job::Job`] (pure) |
-//! | `find.rs` | PROGRAM -> the command to run |
-//! | `plan.rs` | job and placement -> each worker's rank, command and environment (pure) |
-//! | `numa.rs` | the CPUs of each worker |
-//! | `dry_run.rs` | what would be started (pure) |
-//! | `machine.rs`, `address.rs` | what this machine has, and where others reach it |
-//! | `coordinator.rs` | who takes part, when a round starts and stops, how the job ends (pure) |
-//! | `link.rs`, `leader.rs`, `member.rs` | how the nodes' agents and the coordinator hear of each other |
-//! | `hang.rs` | who waits for whom (pure) |
-//! | `timers.rs`, `watchdog.rs` | torchelastic's timers (pure), the pipe they come through and whom they kill |
-//! | `health.rs` | torchelastic's health check |
-//! | `worker.rs` | starting, signalling and reaping one worker |
-//! | `guard.rs` | the process that cleans up after a round that was stopped, and when the launcher is killed |
-//! | `policy.rs` | when to stop whom, and which failure is the root cause (pure) |
-//! | `supervise.rs`, `crew.rs`, `signals.rs` | the event loop, this node's workers, signals |
-//! | `wait.rs` | waiting for one of several things |
-//! | `hosts.rs` | hosts -> what is started on each (pure) |
-//! | `remote.rs`, `leash.rs` | `--hosts`: starting the agents of all hosts; how they hang on whoever has started them |
-//! | `output.rs`, `sink.rs` | lines: assembling them (pure), writing them |
-//! | `screen.rs` | lines of a terminal that are not complete: prompts, progress bars (pure) |
-//! | `pty.rs`, `terminal.rs` | a terminal for rank 0, the user's terminal |
-//! | `route.rs`, `copies.rs` | which way a stream of a worker goes (pure), copying it there |
-//! | `logs.rs` | the files of streams and errors |
-//! | `error_file.rs` | what a worker recorded of its error |
-//! | `report.rs` | what is said about a failure (pure) |
-//! | `events.rs` | what has happened, for programs |
+//! | `job.rs` | what the user asked for, validated |
+//! | `cli/` | command line and environment -> [`job::Job`] (pure) |
+//! | `plan/` | job and rank assignment -> each worker's rank, command and environment (pure); PROGRAM -> its command; this host's CPUs and GPUs; `--dry-run` |
+//! | `control/` | the control plane: the coordinator (pure) decides who takes part and when rounds start and stop; leader and follower carry its commands |
+//! | `agent/` | this node's event loop: worker processes, signals, when to stop whom (pure), cleaning up after a launcher that is killed |
+//! | `hosts/` | `--hosts`: starts an agent on each host by ssh |
+//! | `output/` | from workers' pipes to the console and to files |
+//! | `report/` | what is said about a failure; `--events` |
+//! | `net.rs`, `poll.rs` | addresses of this host; waiting for several descriptors |
+//!
+//! The way from `argv` to the exit code: [`main`] -> `cli/mod.rs` (`Job::parse`) -> `agent/mod.rs`
+//! (`Agent::run`) -> `control/coordinator.rs` (start) -> `plan/mod.rs` (`workers`) ->
+//! `agent/worker_group.rs` (start, ends) -> `control/coordinator.rs` (result) -> `agent/mod.rs`
+//! (`finish`).
 
-mod address;
-mod args;
-mod coordinator;
-mod copies;
-mod crew;
-mod dry_run;
-mod error_file;
-mod events;
-mod find;
-mod guard;
-mod hang;
-mod health;
+mod agent;
+mod cli;
+mod control;
 mod hosts;
 mod job;
-mod leader;
-mod leash;
-mod link;
-mod logs;
-mod machine;
-mod member;
-mod numa;
+mod net;
 mod output;
 mod plan;
-mod policy;
-mod pty;
-mod remote;
+mod poll;
 mod report;
-mod round;
-mod route;
-mod screen;
-mod signals;
-mod sink;
-mod supervise;
-mod terminal;
-mod timers;
-mod wait;
-mod watchdog;
-mod worker;
 
 use std::ffi::OsString;
 use std::io::{stderr, Write};
 use std::process::ExitCode;
 
-use args::Usage;
-use job::{Job, Meeting};
-use supervise::Supervisor;
+use agent::{process, reaper, Agent};
+use cli::usage::Usage;
+use hosts::control_stream;
+use job::{Job, Rendezvous};
+use plan::{dry_run, host, numa, program};
+use report::events;
 
 /// Exit code for a command line that makes no sense.
 const USAGE: u8 = 2;
@@ -83,14 +46,14 @@ const USAGE: u8 = 2;
 fn main() -> ExitCode {
     let mut arguments: Vec<OsString> = std::env::args_os().collect();
     match arguments.get(1).and_then(|first| first.to_str()) {
-        Some(worker::HIDDEN_FLAG) => return worker::exec(arguments.into_iter().skip(2)),
-        Some(guard::HIDDEN_FLAG) => return guard::main(arguments.into_iter().skip(2)),
-        Some(leash::REMOTE_SHELL_FLAG) => {
-            return leash::exec_remote_shell(arguments.into_iter().skip(2))
+        Some(process::HIDDEN_FLAG) => return process::exec(arguments.into_iter().skip(2)),
+        Some(reaper::HIDDEN_FLAG) => return reaper::main(arguments.into_iter().skip(2)),
+        Some(control_stream::REMOTE_SHELL_FLAG) => {
+            return control_stream::exec_remote_shell(arguments.into_iter().skip(2))
         }
-        Some(leash::HIDDEN_FLAG) => {
+        Some(control_stream::HIDDEN_FLAG) => {
             arguments.remove(1);
-            if let Err(error) = leash::take() {
+            if let Err(error) = control_stream::take() {
                 eprintln!("flow-launch: {error:#}");
                 return ExitCode::FAILURE;
             }
@@ -117,26 +80,26 @@ fn run(mut job: Job) -> anyhow::Result<u8> {
         log::set_max_level(log::max_level().min(log::LevelFilter::Error));
     }
     if let Some(hosts) = job.hosts.take() {
-        return remote::run(&job, &hosts);
+        return hosts::run(&job, &hosts);
     }
     for warning in job.warnings.iter().filter(|_| !job.quiet) {
         let _ = writeln!(stderr(), "flow-launch: {warning}");
     }
-    let mut machine = machine::Machine::this();
+    let mut machine = host::LocalHost::this();
     let local_world_size = plan::local_world_size(&job, &machine)?;
     if let Some(binding) = job.numa_binding {
         let topology = numa::Topology::this(machine.visible_devices())?;
         machine.binding = numa::bind(binding, local_world_size as usize, &topology)?;
     }
-    let command = find::command(&job.program)?;
+    let command = program::command(&job.program)?;
     if job.dry_run {
         std::io::stdout()
             .write_all(dry_run::describe(&job, local_world_size, &command, &machine).as_bytes())?;
         return Ok(0);
     }
     // One node's job is its own: programs name things by its id.
-    if matches!(job.nodes.meeting, Meeting::Alone { .. }) && job.nodes.id == args::NO_ID {
+    if matches!(job.nodes.rendezvous, Rendezvous::Alone { .. }) && job.nodes.id == job::NO_ID {
         job.nodes.id = std::fs::read_to_string("/proc/sys/kernel/random/uuid")?.trim_end().into();
     }
-    Supervisor::start(job, machine, command)?.run()
+    Agent::start(job, machine, command)?.run()
 }

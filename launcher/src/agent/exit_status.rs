@@ -1,0 +1,72 @@
+//! How a process ended.
+
+use std::fmt;
+
+use rustix::process::Signal;
+use serde::{Deserialize, Serialize};
+
+/// How a process ended.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub enum ExitStatus {
+    Exit(i32),
+    Signal(i32),
+}
+
+impl ExitStatus {
+    pub fn is_failure(self) -> bool {
+        self != ExitStatus::Exit(0)
+    }
+
+    /// Any signal but SIGTERM, with which others would have been asked to stop.
+    pub fn is_crash(self) -> bool {
+        matches!(self, ExitStatus::Signal(signal) if signal != Signal::TERM.as_raw())
+    }
+
+    /// The exit code by which a shell would tell of it.
+    pub fn code(self) -> u8 {
+        match self {
+            ExitStatus::Exit(code) => code as u8,
+            ExitStatus::Signal(signal) => 128u8.wrapping_add(signal as u8),
+        }
+    }
+}
+
+impl fmt::Display for ExitStatus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            ExitStatus::Exit(code) => write!(f, "exit code {code}"),
+            ExitStatus::Signal(signal) => write!(f, "signal {signal} ({})", signal_name(*signal)),
+        }
+    }
+}
+
+/// "SIGTERM" for 15.
+pub fn signal_name(signal: i32) -> String {
+    match nix::sys::signal::Signal::try_from(signal) {
+        Ok(signal) => signal.as_str().into(),
+        Err(_) => format!("real-time signal {signal}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ends_are_told_as_a_shell_would() {
+        assert_eq!(
+            (ExitStatus::Exit(3).code(), ExitStatus::Exit(3).to_string()),
+            (3, "exit code 3".into())
+        );
+        assert_eq!(
+            (ExitStatus::Signal(9).code(), ExitStatus::Signal(9).to_string()),
+            (137, "signal 9 (SIGKILL)".into())
+        );
+        assert_eq!(ExitStatus::Signal(40).to_string(), "signal 40 (real-time signal 40)");
+        assert!(
+            !ExitStatus::Exit(0).is_failure()
+                && ExitStatus::Exit(1).is_failure()
+                && ExitStatus::Signal(15).is_failure()
+        );
+    }
+}

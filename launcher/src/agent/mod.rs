@@ -1,0 +1,567 @@
+//! The event loop of an agent: one thread waits in `poll` for signals, ends of workers, output and
+//! what the coordinator has to say, and never blocks elsewhere.
+
+pub mod exit_status;
+mod health;
+mod named_pipe;
+pub mod process;
+pub mod reaper;
+pub mod signals;
+pub mod stop_policy;
+mod timers;
+mod watchdog;
+mod worker;
+mod worker_group;
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, IsTerminal};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+
+use crate::agent::exit_status::{signal_name, ExitStatus};
+use crate::agent::health::Health;
+use crate::agent::reaper::Reaper;
+use crate::agent::signals::{Request, Signals};
+use crate::agent::stop_policy::{Action, Ended, StopPolicy};
+use crate::agent::watchdog::Watchdog;
+use crate::agent::worker::Console;
+use crate::agent::worker_group::WorkerGroup;
+use crate::control::assignment::RankAssignment;
+use crate::control::protocol::{AgentEvent, Command, ControlMessage, Failure, JobResult};
+use crate::control::ControlPlane;
+use crate::job::Job;
+use crate::net;
+use crate::output::log_files::LogFiles;
+use crate::output::routing::Routes;
+use crate::output::sink::Sinks;
+use crate::plan;
+use crate::plan::host::LocalHost;
+use crate::poll;
+use crate::report::error_file;
+use crate::report::events::{EventLog, JobEvent};
+use crate::report::failure::{self, Outcome};
+
+/// What `poll` has found ready.
+enum Ready {
+    Signals,
+    Control,
+    Reaper,
+    Watchdog,
+    Health,
+    Sink(usize),
+    WorkerGroup(worker_group::Ready),
+}
+
+/// This node's part in a job.
+pub struct Agent {
+    job: Job,
+    machine: LocalHost,
+    command: Vec<OsString>,
+    local_world_size: u32,
+    host: String,
+    control: ControlPlane,
+    /// Whether the coordinator has been heard.
+    has_joined: bool,
+    /// The coordinator is out of reach: to join again when the workers are gone.
+    must_rejoin: bool,
+    group: Option<WorkerGroup>,
+    /// The group of the last round, when it is over.
+    finished_group: Option<WorkerGroup>,
+    sinks: Sinks,
+    /// What we inherit as standard input may give something to read.
+    has_input: bool,
+    logs: LogFiles,
+    events: EventLog,
+    signals: Signals,
+    /// The first signal that was sent to this process.
+    signalled: Option<i32>,
+    result: Option<JobResult>,
+    watchdog: Option<Watchdog>,
+    health: Option<Health>,
+    // Last, so that it is dropped last.
+    reaper: Reaper,
+}
+
+impl Agent {
+    /// Joins the job.
+    pub fn start(job: Job, machine: LocalHost, command: Vec<OsString>) -> anyhow::Result<Agent> {
+        let local_world_size = plan::local_world_size(&job, &machine)?;
+        process::allow_descriptors(local_world_size);
+        let signals = Signals::catch(&job.signals)?;
+        let mut reaper = Reaper::start()?;
+        let mut sinks =
+            Sinks::standard(job.quiet).context("cannot open standard output and standard error")?;
+        if let Some(threads) = plan::omp_threads(local_world_size, &machine) {
+            sinks.note(&plan::omp_note(threads, local_world_size, &machine));
+        }
+        let template = std::env::var("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE").ok();
+        let routes = Routes::new(&job.output, &job.role, template, std::io::stdout().is_terminal());
+        let logs = LogFiles::create(&job.output, routes, &job.nodes.id, &reaper)?;
+        logs.note.iter().for_each(|note| sinks.note(note));
+        let (watchdog, note) = Watchdog::start(&mut reaper)?.unzip();
+        note.flatten().iter().for_each(|note| sinks.note(note));
+        let health = Health::start().unwrap_or_else(|error| {
+            sinks.note(&error);
+            None
+        });
+        let host = net::host_name();
+        Ok(Agent {
+            events: EventLog::open(&job.events, &host)?,
+            control: ControlPlane::open(&job, local_world_size)?,
+            host,
+            has_joined: false,
+            must_rejoin: false,
+            group: None,
+            finished_group: None,
+            signalled: None,
+            result: None,
+            job,
+            machine,
+            command,
+            local_world_size,
+            sinks,
+            has_input: has_input(),
+            logs,
+            signals,
+            watchdog,
+            health,
+            reaper,
+        })
+    }
+
+    /// Sees the job to its end; returns the exit code that tells of it.
+    pub fn run(mut self) -> anyhow::Result<u8> {
+        loop {
+            self.handle_commands();
+            if self.group.is_none() && self.result.is_some() && self.control.is_done() {
+                break;
+            }
+            if !self.poll_once()? && self.force_exit() {
+                // Only a reader of our output is waited for.
+                self.group.iter_mut().for_each(WorkerGroup::hang_up);
+            }
+        }
+        let code = self.finish();
+        if code == 0 {
+            self.reaper.dismiss();
+        }
+        while self.sinks.watch().next().is_some() {
+            if !self.poll_once()? && self.force_exit() {
+                break;
+            }
+        }
+        Ok(code)
+    }
+
+    /// There is nothing to wait for but a reader of our output, and the launcher was told to end:
+    /// no longer wait.
+    fn force_exit(&self) -> bool {
+        let group = self.group.as_ref().or(self.finished_group.as_ref());
+        group.is_some_and(|group| group.policy.must_leave() && group.is_settled())
+    }
+
+    /// Does what the coordinator says.
+    fn handle_commands(&mut self) {
+        while let Some(heard) = self.control.poll() {
+            match heard {
+                ControlMessage::Command(order) => {
+                    self.has_joined = true;
+                    self.execute(order);
+                }
+                ControlMessage::Notice(notice) => self.sinks.note(&notice),
+                ControlMessage::Disconnected(reason) => self.handle_disconnect(reason),
+            }
+        }
+        for news in self.control.events() {
+            record(&JobEvent::from(&news), &mut self.events, &mut self.sinks);
+        }
+        // Whoever was told to end waits for nobody.
+        if let (Some(signal), None, ControlPlane::Follower(_)) =
+            (self.signalled, &self.group, &self.control)
+        {
+            self.result
+                .get_or_insert(JobResult { code: ExitStatus::Signal(signal).code(), cause: None });
+        }
+    }
+
+    fn execute(&mut self, order: Command) {
+        match order {
+            Command::Start { round, assignment } => self.start_round(round, &assignment),
+            Command::Stop { round, why } => {
+                if let Some(why) = &why {
+                    self.sinks.note(why);
+                }
+                match self.stop() {
+                    Some(Action::Nothing) => {}
+                    Some(_) => {
+                        let reason = why.as_deref().unwrap_or("a failure on another node");
+                        record(&JobEvent::Stop { reason }, &mut self.events, &mut self.sinks);
+                    }
+                    None => self.send_stopped(round, None),
+                }
+            }
+            Command::Print(text) => self.sinks.note(&text),
+            Command::Finish(result) => self.result = Some(result),
+        }
+    }
+
+    /// Stops the workers for a reason that is not here. If they have already ended well, what they
+    /// have left behind must go all the same. None if there is nothing to stop.
+    fn stop(&mut self) -> Option<Action> {
+        if self.group.is_none() {
+            self.group = self.finished_group.take_if(|group| group.ended_well());
+        }
+        let group = self.group.as_mut()?;
+        let action = group.policy.ordered(Instant::now());
+        group.act(action);
+        group.settle(&mut self.sinks, &mut self.reaper);
+        Some(action)
+    }
+
+    /// Starts the workers of a round.
+    fn start_round(&mut self, round: u32, assignment: &RankAssignment) {
+        if self.signalled.is_some() {
+            return self.send_stopped(round, None);
+        }
+        process::allow_descriptors(assignment.world_size);
+        let attempt = assignment.restart_count;
+        let error_file = |local_rank| self.logs.error_file(attempt, local_rank);
+        let mut specs =
+            plan::workers(&self.job, assignment, &self.command, &self.machine, error_file);
+        if let Some(watchdog) = &mut self.watchdog {
+            watchdog.clear();
+            specs.iter_mut().for_each(|spec| spec.environment.push(watchdog.variable()));
+        }
+        (self.events.node, self.events.restart_count) = (assignment.group_rank, attempt);
+        if self.finished_group.take().is_some() {
+            let restart = JobEvent::Restart { round, world_size: assignment.world_size };
+            record(&restart, &mut self.events, &mut self.sinks);
+        }
+        let console = Console { sinks: &self.sinks, has_input: self.has_input };
+        match WorkerGroup::start(
+            round,
+            attempt,
+            specs,
+            StopPolicy::new(self.job.grace),
+            &self.logs,
+            &console,
+            &mut self.reaper,
+        ) {
+            Ok(mut group) => {
+                (0..2)
+                    .filter(|which| self.sinks.of(*which).is_closed())
+                    .for_each(|which| group.leave_console(which));
+                for Outcome { rank, local_rank, pid, .. } in group.outcomes() {
+                    let start = JobEvent::Start { rank, local_rank, pid };
+                    record(&start, &mut self.events, &mut self.sinks);
+                }
+                if let Some(shortfall) = &group.shortfall {
+                    let failure = Failure {
+                        summary: format!("{shortfall} (host {})", self.host),
+                        end: ExitStatus::Exit(1),
+                    };
+                    self.control.send(AgentEvent::Failed { round, failure });
+                    group.policy.ordered(Instant::now());
+                    group.act(Action::Kill);
+                    group.settle(&mut self.sinks, &mut self.reaper);
+                }
+                self.group = Some(group);
+            }
+            Err(error) => {
+                let summary = format!("{error:#} (host {})", self.host);
+                let failure = Failure { summary: summary.clone(), end: ExitStatus::Exit(1) };
+                self.control.send(AgentEvent::Failed { round, failure });
+                self.send_stopped(round, Some(summary));
+            }
+        }
+    }
+
+    fn send_stopped(&mut self, round: u32, cause: Option<String>) {
+        self.control.send(AgentEvent::Stopped { round, cause });
+    }
+
+    /// The coordinator is out of reach, as it may be when the job is over.
+    fn handle_disconnect(&mut self, reason: String) {
+        if self.result.is_some() && self.group.is_none() {
+            return;
+        }
+        self.stop();
+        let nodes = &self.job.nodes;
+        let is_awaited = nodes.min < nodes.max || self.job.max_restarts > 0;
+        let may_return = self.has_joined && is_awaited && self.signalled.is_none();
+        if may_return {
+            self.sinks.note(&format!("{reason}; stopping the workers and joining again"));
+            self.must_rejoin = true;
+            return self.rejoin();
+        }
+        self.result.get_or_insert(JobResult { code: 1, cause: Some(reason) });
+    }
+
+    /// Joins again, if that is wanted and no worker is left.
+    fn rejoin(&mut self) {
+        if !self.must_rejoin || self.group.is_some() {
+            return;
+        }
+        (self.must_rejoin, self.has_joined) = (false, false);
+        match ControlPlane::reopen(&self.job, self.local_world_size) {
+            Ok(control) => self.control = control,
+            Err(error) => {
+                self.result = Some(JobResult { code: 1, cause: Some(format!("{error:#}")) })
+            }
+        }
+    }
+
+    /// Waits for something to happen and deals with it; false if nothing did.
+    fn poll_once(&mut self) -> anyhow::Result<bool> {
+        let ready = self.wait().context("cannot wait for workers")?;
+        let is_idle = ready.is_empty();
+        let mut ended = Vec::new();
+        for event in ready {
+            match (event, &mut self.group) {
+                (Ready::Signals, _) => self.take_signals(),
+                (Ready::Reaper, _) => self.reaper.read_answer(),
+                (Ready::Watchdog, _) => {
+                    let complaint = self.watchdog.as_mut().and_then(Watchdog::take);
+                    complaint.iter().for_each(|complaint| self.sinks.note(complaint));
+                }
+                (Ready::Sink(sink), _) => self.write_sink(sink),
+                (Ready::WorkerGroup(worker_group::Ready::Output(worker, which)), Some(group)) => {
+                    group.read(worker, which, &mut self.sinks);
+                }
+                (Ready::WorkerGroup(worker_group::Ready::End(worker)), Some(group)) => {
+                    if let Some((rank, end)) = group.note_end(worker)? {
+                        log::debug!("rank {rank} ended: {end}");
+                        let round = group.round;
+                        // The others learn of it before any of them is stopped for it.
+                        self.control.send(AgentEvent::Exited { round, rank, end: end.to_string() });
+                        let Outcome { local_rank, pid, .. } = group.outcome(worker);
+                        let exit = JobEvent::Exit { rank, local_rank, pid, end: end.into() };
+                        record(&exit, &mut self.events, &mut self.sinks);
+                        ended.push((worker, end, group.error_time(worker)));
+                    }
+                }
+                (Ready::Control | Ready::Health | Ready::WorkerGroup(_), _) => {}
+            }
+        }
+        self.supervise(&ended);
+        Ok(!is_idle)
+    }
+
+    /// Sees to the workers, some of which have just ended.
+    fn supervise(&mut self, ended: &[Ended]) {
+        let now = Instant::now();
+        self.reaper.elapsed(now);
+        self.health.iter_mut().for_each(|health| health.serve(now));
+        if let Some(watchdog) = &mut self.watchdog {
+            let workers = || self.group.as_ref().map(WorkerGroup::pids).unwrap_or_default();
+            watchdog.elapsed(workers).iter().for_each(|what| self.sinks.say(what));
+        }
+        let Some(group) = &mut self.group else { return };
+        let was_decided = group.policy.cause().is_some();
+        if !ended.is_empty() && !was_decided {
+            let is_ending = group.is_ending();
+            let action = group.policy.ended(ended, is_ending, now);
+            group.act(action);
+        }
+        let action = group.policy.elapsed(now);
+        group.act(action);
+        if !was_decided {
+            if let Some((first, end)) = group.first_failure() {
+                let summary = failure::summary(&group.outcome(first), &self.host);
+                record(&JobEvent::Stop { reason: &summary }, &mut self.events, &mut self.sinks);
+                self.control.send(AgentEvent::Failed {
+                    round: group.round,
+                    failure: Failure { summary, end },
+                });
+            }
+        }
+        group.elapsed(now, &mut self.sinks);
+        group.settle(&mut self.sinks, &mut self.reaper);
+        if group.is_over(&self.reaper) {
+            let round = group.round;
+            let cause = group.first_failure().map(|(first, _)| {
+                match group.ended_for_want_of_readers(&self.sinks) {
+                    true => String::new(),
+                    false => failure::cause(&group.outcome(first), &self.host),
+                }
+            });
+            let cause = group.shortfall.clone().or(cause);
+            let is_finished = group.ended_well();
+            self.finished_group = self.group.take();
+            match is_finished {
+                true => self.control.send(AgentEvent::Finished { round }),
+                false => self.send_stopped(round, cause),
+            }
+            self.rejoin();
+        }
+    }
+
+    fn take_signals(&mut self) {
+        while let Some(request) = self.signals.next() {
+            match request {
+                Request::End(signal) => self.terminate(signal),
+                Request::Suspend => self.suspend(),
+                Request::Resize => {
+                    self.group.iter_mut().for_each(|group| group.resize(&self.sinks))
+                }
+            }
+        }
+    }
+
+    fn terminate(&mut self, signal: i32) {
+        let now = Instant::now();
+        if let Some(group) = &mut self.group {
+            let action = group.policy.signalled(signal, now);
+            group.act(action.unwrap_or(Action::Nothing));
+            if let Some(action) = action {
+                self.sinks.say(&failure::stopping(signal, action, group.policy.time_left(now)));
+            }
+            if let Some(Action::Send(_)) = action {
+                let reason = ExitStatus::Signal(signal).to_string();
+                record(&JobEvent::Stop { reason: &reason }, &mut self.events, &mut self.sinks);
+            }
+        } else if self.signalled.is_none() && self.result.is_none() {
+            self.sinks.say(&format!("{}: ending; no rank is running", signal_name(signal)));
+        }
+        if self.signalled.is_none() {
+            self.signalled = Some(signal);
+            self.control.send(AgentEvent::Leaving { signal });
+        }
+    }
+
+    /// Ctrl-Z: stops the workers, which do not feel it, and this process, until the user goes on
+    /// with them.
+    fn suspend(&mut self) {
+        self.group.iter().for_each(WorkerGroup::pause);
+        let stopped = signals::suspend().unwrap_or_else(|error| {
+            log::warn!("cannot stop: {error}");
+            Duration::ZERO
+        });
+        self.control.paused(stopped);
+        self.reaper.paused(stopped);
+        if let Some(group) = &mut self.group {
+            group.policy.paused(stopped);
+            group.resume();
+            group.resize(&self.sinks);
+        }
+        self.sinks.redraw();
+    }
+
+    fn wait(&self) -> Result<Vec<Ready>, Errno> {
+        let mut watched = vec![(Ready::Signals, PollFd::new(&self.signals, PollFlags::IN))];
+        let control = self.control.watch();
+        watched.extend(
+            control
+                .into_iter()
+                .map(|fd| (Ready::Control, PollFd::from_borrowed_fd(fd, PollFlags::IN))),
+        );
+        let reaper = self.reaper.watch();
+        watched
+            .extend(reaper.map(|fd| (Ready::Reaper, PollFd::from_borrowed_fd(fd, PollFlags::IN))));
+        let watchdog = self.watchdog.as_ref().map(Watchdog::watch);
+        watched.extend(
+            watchdog.map(|fd| (Ready::Watchdog, PollFd::from_borrowed_fd(fd, PollFlags::IN))),
+        );
+        let health = self.health.iter().flat_map(Health::watch);
+        watched
+            .extend(health.map(|fd| (Ready::Health, PollFd::from_borrowed_fd(fd, PollFlags::IN))));
+        let sinks = self.sinks.watch();
+        watched.extend(
+            sinks.map(|(sink, fd)| {
+                (Ready::Sink(sink), PollFd::from_borrowed_fd(fd, PollFlags::OUT))
+            }),
+        );
+        if let Some(group) = &self.group {
+            watched.extend(
+                group
+                    .watch(&self.sinks)
+                    .into_iter()
+                    .map(|(event, fd)| (Ready::WorkerGroup(event), fd)),
+            );
+        }
+        let group = self.group.as_ref().and_then(|group| group.policy.deadline());
+        let is_due = self.force_exit()
+            || self.group.as_ref().is_some_and(|group| group.is_over(&self.reaper));
+        let prompts = self.group.as_ref().and_then(|group| group.deadline(&self.sinks));
+        let watchdog = self.watchdog.as_ref().and_then(Watchdog::deadline);
+        let health = self.health.as_ref().and_then(Health::deadline);
+        let deadlines =
+            [group, prompts, self.reaper.deadline(), self.control.deadline(), watchdog, health];
+        let deadline =
+            if is_due { Some(Instant::now()) } else { deadlines.into_iter().flatten().min() };
+        poll::ready(watched, deadline)
+    }
+
+    /// Writes to one of our own outputs. When nobody reads it any more, the workers must feel it as
+    /// they would alone.
+    fn write_sink(&mut self, sink: usize) {
+        for which in self.sinks.write(sink) {
+            self.group.iter_mut().for_each(|group| group.leave_console(*which));
+        }
+    }
+
+    /// The exit code of the job; what there is to say about it is queued.
+    fn finish(&mut self) -> u8 {
+        let Some(JobResult { code, cause }) = self.result.take() else { return 1 };
+        if let Some(cause) = cause.as_ref().filter(|cause| !cause.is_empty()) {
+            self.sinks.say(cause);
+        }
+        let group = self.finished_group.as_ref().filter(|group| group.shortfall.is_none());
+        let outcomes = group.map(WorkerGroup::outcomes).unwrap_or_default();
+        let failed = self
+            .finished_group
+            .as_ref()
+            .and_then(WorkerGroup::first_failure)
+            .map(|(first, _)| first);
+        let message = match self.signalled {
+            Some(signal) if failed.is_none() => failure::killed_after_grace(&outcomes, signal),
+            _ if code != 0 && cause.is_some_and(|cause| !cause.is_empty()) => {
+                failure::others(&outcomes, failed, &self.host)
+            }
+            _ => None,
+        };
+        if let Some(message) = message {
+            self.sinks.say(&message);
+        }
+        if code != 0 {
+            self.export_error();
+        }
+        let rank = failed.and_then(|first| Some(self.finished_group.as_ref()?.outcome(first).rank));
+        record(&JobEvent::End { code, rank }, &mut self.events, &mut self.sinks);
+        code
+    }
+
+    /// Tells whoever has started flow-launch as a worker of the error that a worker here has
+    /// recorded.
+    fn export_error(&mut self) {
+        let path = std::env::var_os(error_file::VARIABLE)
+            .filter(|path| !path.is_empty())
+            .map(PathBuf::from);
+        let recorded = self.finished_group.as_ref().and_then(WorkerGroup::first_error);
+        if let Some((path, (error, end))) = path.zip(recorded) {
+            if let Err(error) = error.copy(&path, end) {
+                self.sinks.say(&format!("cannot write to {}: {error}", path.display()));
+            }
+        }
+    }
+}
+
+/// Standard input is not `/dev/null`.
+fn has_input() -> bool {
+    let device = |fd: BorrowedFd| rustix::fs::fstat(fd).map(|stat| stat.st_rdev);
+    let nothing = File::open("/dev/null").ok().and_then(|nothing| device(nothing.as_fd()).ok());
+    device(io::stdin().as_fd()).ok() != nothing
+}
+
+/// Writes to the file of events.
+fn record(event: &JobEvent, events: &mut EventLog, sinks: &mut Sinks) {
+    if let Err(error) = events.tell(event) {
+        sinks.say(&error);
+    }
+}

@@ -1,0 +1,221 @@
+//! One worker process: starting it, signalling it, learning how it ended.
+//!
+//! A worker starts as flow-launch itself ([`exec`]), which asks the kernel to kill it when the
+//! launcher dies, waits until the reaper knows of it, and only then becomes the program. So there is
+//! no moment at which a killed launcher leaves a worker behind. What it waits for is its standard
+//! input, which comes through a socket.
+//!
+//! Each worker leads a session of its own. It has no controlling terminal there, so that no
+//! terminal can stop it.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, ExitCode, Stdio};
+
+use rustix::io::{retry_on_intr, Errno};
+use rustix::net::{
+    recvmsg, sendmsg, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
+};
+use rustix::process::{
+    getrlimit, kill_process, kill_process_group, pidfd_open, set_parent_process_death_signal,
+    setrlimit, setsid, waitid, Pid, PidfdFlags, Resource, Rlimit, Signal, WaitId, WaitIdOptions,
+};
+use rustix::thread::{sched_setaffinity, CpuSet};
+
+use crate::agent::exit_status::ExitStatus;
+use crate::agent::reaper::Reaper;
+use crate::agent::signals;
+use crate::plan::numa;
+use crate::plan::WorkerSpec;
+
+/// First argument of a flow-launch process that is about to become a worker.
+pub const HIDDEN_FLAG: &str = "--exec-worker";
+
+/// Descriptors the launcher needs beside those of its workers: for stores that hold up to 512
+/// strangers, with room to spare.
+const OWN_DESCRIPTORS: u64 = 512 + 512;
+
+/// Descriptors per worker: its pidfd, its two pipes, two files, and connections to the stores, of
+/// which PyTorch's process groups may take some each.
+const WORKER_DESCRIPTORS: u64 = 12;
+
+/// A worker that has been started and not yet reaped. It leads a session, and in it a process
+/// group.
+pub struct Process {
+    pub pid: Pid,
+    pidfd: OwnedFd,
+}
+
+impl Process {
+    /// Starts a worker; returns it with the pipes from its standard output and standard error,
+    /// where it is not given a file to write them to.
+    ///
+    /// To be called on the main thread: the kernel ties a worker's life to the thread that has
+    /// started it.
+    pub fn start(
+        spec: &WorkerSpec,
+        files: [Option<File>; 2],
+        reaper: &mut Reaper,
+    ) -> io::Result<(Process, [Option<OwnedFd>; 2])> {
+        let mut command = Command::new("/proc/self/exe");
+        let cores = spec.cores.as_deref().map(numa::list).unwrap_or_default();
+        command.arg0("flow-launch").arg(HIDDEN_FLAG).arg(cores).args(&spec.command);
+        command.env_remove("FLOW_STORE").env_remove("FLOW_TOKEN");
+        command.envs([reaper.job_tag()]);
+        command.envs(spec.environment.iter().map(|(name, value)| (name, value)));
+        let [stdout, stderr] = files.map(|file| file.map_or_else(Stdio::piped, Stdio::from));
+        let (gate, awaited) = UnixStream::pair()?;
+        command.stdin(OwnedFd::from(awaited)).stdout(stdout).stderr(stderr);
+        let mut child = command.spawn()?;
+        // With it go our copies of what is the worker's.
+        drop(command);
+        let pid = Pid::from_child(&child);
+        reaper.register(pid);
+        let start = pidfd_open(pid, PidfdFlags::empty()).map_err(io::Error::from);
+        let start = start.and_then(|pidfd| open_gate(&gate, spec.has_input).map(|()| pidfd));
+        drop(gate);
+        let pidfd = start.inspect_err(|_| {
+            // It ends, as its gate is closed.
+            let _ = child.wait();
+            reaper.unregister(pid);
+        })?;
+        let pipes =
+            [child.stdout.take().map(OwnedFd::from), child.stderr.take().map(OwnedFd::from)];
+        Ok((Process { pid, pidfd }, pipes))
+    }
+
+    /// Sends a signal to the worker and all of its process group.
+    pub fn signal(&self, signal: i32) {
+        let Some(signal) = Signal::from_named_raw(signal) else { return };
+        let sent = match kill_process_group(self.pid, signal) {
+            // It has only just been started, and has no group yet.
+            Err(Errno::SRCH) => kill_process(self.pid, signal),
+            sent => sent,
+        };
+        if let Err(error) = sent {
+            log::debug!("cannot signal process group {}: {error}", self.pid);
+        }
+    }
+
+    pub fn kill(&self) {
+        self.signal(Signal::KILL.as_raw());
+    }
+
+    /// How the worker has ended, if it has; its pid stays taken until it is reaped.
+    pub fn end(&self) -> io::Result<Option<ExitStatus>> {
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        let status = waitid(WaitId::PidFd(self.pidfd.as_fd()), options)?;
+        Ok(status.and_then(|status| {
+            status
+                .exit_status()
+                .map(ExitStatus::Exit)
+                .or_else(|| status.terminating_signal().map(ExitStatus::Signal))
+        }))
+    }
+
+    /// Frees the pid of a worker that has ended.
+    pub fn reap(&self) {
+        if let Err(error) =
+            waitid(WaitId::PidFd(self.pidfd.as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG)
+        {
+            log::warn!("cannot reap process {}: {error}", self.pid);
+        }
+    }
+}
+
+/// Readable when the worker has ended.
+impl AsFd for Process {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.pidfd.as_fd()
+    }
+}
+
+/// In the new process: becomes the program, or says why not and exits as a shell would. Before the
+/// program and its arguments are the CPUs it is bound to.
+pub fn exec(mut command: impl Iterator<Item = OsString>) -> ExitCode {
+    let Some(cores) = command.next() else { return ExitCode::FAILURE };
+    become_program(await_launcher().and_then(|()| bind(&cores)), command)
+}
+
+/// Becomes the program, if all is `ready`.
+pub fn become_program(
+    ready: io::Result<()>,
+    mut command: impl Iterator<Item = OsString>,
+) -> ExitCode {
+    let Some(program) = command.next() else { return ExitCode::FAILURE };
+    let error = match ready {
+        Ok(()) => Command::new(&program).args(command).exec(),
+        Err(error) => error,
+    };
+    let is_missing = error.kind() == ErrorKind::NotFound;
+    let lacks_interpreter = is_missing && Path::new(&program).exists();
+    let hint = if lacks_interpreter { "; is the interpreter it names installed?" } else { "" };
+    eprintln!("flow-launch: cannot run {}: {error}{hint}", program.display());
+    ExitCode::from(if is_missing { 127 } else { 126 })
+}
+
+/// Lets a worker go on, with our standard input or an empty one.
+fn open_gate(gate: &UnixStream, has_input: bool) -> io::Result<()> {
+    let (stdin, nothing) = (io::stdin(), File::open("/dev/null")?);
+    let input = [if has_input { stdin.as_fd() } else { nothing.as_fd() }];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    control.push(SendAncillaryMessage::ScmRights(&input));
+    match retry_on_intr(|| sendmsg(gate, &[IoSlice::new(b"!")], &mut control, SendFlags::NOSIGNAL))
+    {
+        // It has already been killed; its end will be seen.
+        Ok(_) | Err(Errno::PIPE | Errno::CONNRESET) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn await_launcher() -> io::Result<()> {
+    setsid()?;
+    set_parent_process_death_signal(Some(Signal::KILL))?;
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut byte = [0];
+    let gate = io::stdin();
+    let receive =
+        || recvmsg(&gate, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC);
+    retry_on_intr(receive)?;
+    let mut input = control.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut received) => received.next(),
+        _ => None,
+    });
+    let input = input.next().ok_or_else(|| io::Error::other("the launcher has gone"))?;
+    nix::unistd::dup2_stdin(input)?;
+    Ok(signals::unblock()?)
+}
+
+/// Keeps this process to some CPUs; to none in particular if none are listed.
+fn bind(cores: &OsStr) -> io::Result<()> {
+    let cores = cores.to_str().and_then(numa::parse).unwrap_or_default();
+    if cores.is_empty() {
+        return Ok(());
+    }
+    let mut mask = CpuSet::new();
+    cores.into_iter().filter(|core| *core < CpuSet::MAX_CPU).for_each(|core| mask.set(core));
+    Ok(sched_setaffinity(None, &mask)?)
+}
+
+/// Raises the soft limit on open files as far as needed for so many workers, and allowed.
+pub fn allow_descriptors(workers: u32) {
+    let needed = OWN_DESCRIPTORS + WORKER_DESCRIPTORS * u64::from(workers);
+    let limit = getrlimit(Resource::Nofile);
+    if limit.current.is_some_and(|current| current < needed) {
+        let current = limit.maximum.map_or(needed, |maximum| maximum.min(needed));
+        if let Err(error) =
+            setrlimit(Resource::Nofile, Rlimit { current: Some(current), maximum: limit.maximum })
+        {
+            log::warn!("cannot raise the limit on open files to {current}: {error}");
+        }
+    }
+}

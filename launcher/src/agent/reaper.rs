@@ -1,0 +1,318 @@
+//! The reaper: a process that outlives the launcher for a moment, to kill what a job leaves behind.
+//!
+//! It is told of each worker's process group through a pipe that only the launcher holds open.
+//! However the launcher dies, the pipe ends, and the reaper kills the groups that are still
+//! registered. Then, unless the job ended well, it *sweeps*: it looks for processes that have left
+//! those groups (as those of `timeout` do) by a tag in their environment, and kills them. Last it
+//! gives the terminal its modes back, and removes the pipe of the watchdog, of which it is told,
+//! and the job's temporary folder, which has the job's tag in its name: so it need not be told
+//! when that is made.
+//!
+//! Each round has a tag of its own, which begins with the job's. After a round that was stopped
+//! the launcher asks for what is left of it to be swept: so no process meets those of the next
+//! start. To look at all processes of a machine may take long, and the launcher's event loop goes
+//! on meanwhile.
+
+use std::collections::HashSet;
+use std::ffi::OsString;
+use std::fs::{self, DirBuilder};
+use std::io::{self, BufRead, ErrorKind, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, ExitCode, Stdio};
+use std::time::{Duration, Instant, SystemTime};
+
+use anyhow::Context;
+use nix::sys::signal::SigSet;
+use rustix::io::Errno;
+use rustix::process::{geteuid, kill_process, kill_process_group, Pid, Signal};
+
+use crate::agent::named_pipe::remove_unread;
+use crate::control::token::TOKEN;
+use crate::output::terminal::Modes;
+
+/// First argument of a flow-launch process that is a reaper; the tag is the second. If its standard
+/// error is the user's terminal, the third is what modes that had at the start.
+pub const HIDDEN_FLAG: &str = "--reaper";
+
+/// Variable in the environment of all processes of a round that holds its tag.
+const JOB_TAG: &str = "FLOW_LAUNCHER";
+
+/// What tells the reaper that the job ended well.
+const DISMISSAL: &str = "dismissed";
+
+/// What tells the reaper to sweep the round whose number follows. When that is done, it answers with
+/// a byte.
+const KILL_STRAGGLERS: &str = "sweep ";
+
+/// What tells the reaper of a named pipe, whose path follows.
+const PIPE: &str = "pipe ";
+
+/// How long the launcher waits for that.
+const REAPER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Looks for marked processes at most so many times: new ones may be born meanwhile, and some
+/// cannot be killed.
+const KILL_PASSES: usize = 100;
+
+/// Tries to remove the temporary folder and the pipe so many times: a worker that is being killed
+/// may still write to one, and the launcher that is being killed still read the other.
+const REMOVALS: usize = 100;
+const BETWEEN_REMOVALS: Duration = Duration::from_millis(10);
+
+/// The launcher's side of the reaper. Dropping it ends the reaper, which kills what is left of the
+/// job.
+pub struct Reaper {
+    process: Child,
+    answers: ChildStdout,
+    job: String,
+    /// The round of which workers are started.
+    round: u32,
+    /// How many sweeps it has not answered yet, and until when to wait for that, if at all.
+    unanswered: usize,
+    deadline: Option<Instant>,
+    /// A named pipe to remove.
+    pipe: Option<PathBuf>,
+}
+
+impl Reaper {
+    pub fn start() -> anyhow::Result<Reaper> {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let job = format!("{}.{}", std::process::id(), now.as_nanos());
+        let mut command = Command::new("/proc/self/exe");
+        command
+            .arg0("flow-launch")
+            .arg(HIDDEN_FLAG)
+            .arg(&job)
+            .process_group(0)
+            .env_remove(JOB_TAG)
+            .env_remove(TOKEN);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+        if let Some(modes) = Modes::of_input() {
+            let terminal = io::stdin()
+                .as_fd()
+                .try_clone_to_owned()
+                .context("cannot open the terminal once more")?;
+            command.arg(modes.to_string()).stderr(terminal);
+        }
+        let mut process = command.spawn().context("cannot start the reaper process")?;
+        let answers = process.stdout.take().context("the reaper process has no standard output")?;
+        rustix::io::ioctl_fionbio(&answers, true).context("cannot listen to the reaper process")?;
+        Ok(Reaper { process, answers, job, round: 0, unanswered: 0, deadline: None, pipe: None })
+    }
+
+    /// What tells this job from all others on this machine.
+    pub fn name(&self) -> &str {
+        &self.job
+    }
+
+    /// The job's own folder, made where it is not there yet, which is gone when the launcher is.
+    pub fn temporary_folder(&self) -> io::Result<PathBuf> {
+        let folder = temporary_folder(&self.job);
+        match DirBuilder::new().mode(0o700).create(&folder) {
+            Err(error) if error.kind() != ErrorKind::AlreadyExists || !is_ours(&folder) => {
+                Err(error)
+            }
+            _ => Ok(folder),
+        }
+    }
+
+    /// A named pipe that is about to be made is gone, too, when the launcher is.
+    pub fn adopt_pipe(&mut self, path: &Path) -> io::Result<()> {
+        let line = path.to_str().filter(|path| !path.contains('\n'));
+        let line = line.ok_or_else(|| {
+            io::Error::new(ErrorKind::InvalidInput, "it is not UTF-8 in one line")
+        })?;
+        self.send(&format!("{PIPE}{line}"));
+        self.pipe = Some(path.to_path_buf());
+        Ok(())
+    }
+
+    /// The workers that are started from now on are those of this round.
+    pub fn begin(&mut self, round: u32) {
+        self.round = round;
+    }
+
+    /// What is to be in the environment of every worker.
+    pub fn job_tag(&self) -> (&'static str, String) {
+        (JOB_TAG, round_tag(&self.job, &self.round.to_string()))
+    }
+
+    /// Asks for all that is left of this round to be killed.
+    pub fn kill_stragglers(&mut self) {
+        self.send(&format!("{KILL_STRAGGLERS}{}", self.round));
+        self.unanswered += 1;
+        self.deadline = Some(Instant::now() + REAPER_TIMEOUT);
+    }
+
+    /// What was asked for is not done yet.
+    pub fn is_killing_stragglers(&self) -> bool {
+        self.deadline.is_some()
+    }
+
+    /// What becomes readable when the reaper answers, if that is awaited.
+    pub fn watch(&self) -> Option<BorrowedFd<'_>> {
+        self.is_killing_stragglers().then(|| self.answers.as_fd())
+    }
+
+    /// For so long the launcher was stopped.
+    pub fn paused(&mut self, time: Duration) {
+        self.deadline.iter_mut().for_each(|deadline| *deadline += time);
+    }
+
+    /// When [`Reaper::elapsed`] is to be called.
+    pub fn deadline(&self) -> Option<Instant> {
+        self.deadline
+    }
+
+    /// Time has passed.
+    pub fn elapsed(&mut self, now: Instant) {
+        if self.deadline.is_some_and(|deadline| deadline <= now) {
+            log::warn!(
+                "the reaper process does not answer: processes of the last start may be left"
+            );
+            self.deadline = None;
+        }
+    }
+
+    /// Takes an answer, for which [`Reaper::watch`] waits.
+    pub fn read_answer(&mut self) {
+        match rustix::io::read(&self.answers, &mut [0; 1]) {
+            Err(Errno::AGAIN | Errno::INTR) => {}
+            Ok(1) => self.unanswered -= 1,
+            // It has gone, and answers no more.
+            _ => self.unanswered = 0,
+        }
+        if self.unanswered == 0 {
+            self.deadline = None;
+        }
+    }
+
+    /// The job has ended well; what it left running on purpose may stay.
+    pub fn dismiss(&mut self) {
+        self.send(DISMISSAL);
+    }
+
+    /// From now on the group of this worker is killed when the launcher dies.
+    pub fn register(&mut self, worker: Pid) {
+        self.send(&format!("+{worker}"));
+    }
+
+    /// To be called before the worker is reaped, while its pid cannot mean another process.
+    pub fn unregister(&mut self, worker: Pid) {
+        self.send(&format!("-{worker}"));
+    }
+
+    fn send(&mut self, line: &str) {
+        let Some(pipe) = &mut self.process.stdin else { return };
+        if let Err(error) = pipe.write_all(format!("{line}\n").as_bytes()) {
+            log::warn!("the reaper process has gone ({error}): processes that leave their group may outlive the job");
+        }
+    }
+}
+
+impl Drop for Reaper {
+    fn drop(&mut self) {
+        // Closes the pipe first.
+        if let Err(error) = self.process.wait() {
+            log::warn!("cannot wait for the reaper process: {error}");
+        }
+        // Nothing is left of it, unless somebody has killed the reaper.
+        remove(&temporary_folder(&self.job));
+        self.pipe.as_deref().map(remove_unread);
+    }
+}
+
+/// The reaper process itself.
+pub fn main(mut arguments: impl Iterator<Item = OsString>) -> ExitCode {
+    let tag = arguments.next();
+    let modes = arguments.next().and_then(|modes| Modes::parse(modes.to_str()?));
+    // What is meant for the launcher (Ctrl-C, a hang-up, a kill by name) must not end the reaper
+    // first.
+    let tag = tag.and_then(|tag| tag.into_string().ok()).filter(|tag| !tag.contains('/'));
+    let (Some(tag), Ok(())) = (tag, SigSet::all().thread_block()) else {
+        return ExitCode::FAILURE;
+    };
+    let _ = nix::sys::prctl::set_name(c"flow-reaper");
+    let mut groups = HashSet::new();
+    let mut pipes: Vec<PathBuf> = Vec::new();
+    let mut is_dismissed = false;
+    for line in io::stdin().lock().lines().map_while(Result::ok) {
+        is_dismissed |= line == DISMISSAL;
+        if let Some(round) = line.strip_prefix(KILL_STRAGGLERS) {
+            kill_stragglers(&round_tag(&tag, round));
+            // Fails only if the launcher has died.
+            let _ = rustix::io::write(io::stdout(), b"!");
+        }
+        pipes.extend(line.strip_prefix(PIPE).map(PathBuf::from));
+        let Some(pid) = line.get(1..).and_then(|pid| pid.parse().ok()).and_then(Pid::from_raw)
+        else {
+            continue;
+        };
+        match line.starts_with('+') {
+            true => groups.insert(pid),
+            false => groups.remove(&pid),
+        };
+    }
+    for group in groups {
+        let _ = kill_process_group(group, Signal::KILL);
+    }
+    if !is_dismissed {
+        kill_stragglers(&job_tag(&tag));
+    }
+    modes.into_iter().for_each(Modes::restore);
+    let folder = temporary_folder(&tag);
+    let remove_all = || pipes.iter().fold(remove(&folder), |all, pipe| remove_unread(pipe) && all);
+    (0..REMOVALS).take_while(|_| !remove_all()).for_each(|_| std::thread::sleep(BETWEEN_REMOVALS));
+    ExitCode::SUCCESS
+}
+
+/// What the marks of all rounds of a job begin with.
+fn job_tag(job: &str) -> String {
+    format!("{job}.")
+}
+
+/// No round's tag begins with another's.
+fn round_tag(job: &str, round: &str) -> String {
+    format!("{}{round}.", job_tag(job))
+}
+
+fn temporary_folder(job: &str) -> PathBuf {
+    std::env::temp_dir().join(format!("flow-launch_{job}"))
+}
+
+/// Removes a job's temporary folder, if there is one and it is ours; false if some of it is left.
+fn remove(folder: &Path) -> bool {
+    !is_ours(folder) || fs::remove_dir_all(folder).is_ok()
+}
+
+fn is_ours(folder: &Path) -> bool {
+    fs::symlink_metadata(folder)
+        .is_ok_and(|found| found.is_dir() && found.uid() == geteuid().as_raw())
+}
+
+/// Kills all processes whose tag begins like this.
+fn kill_stragglers(tag: &str) {
+    let entry = format!("{JOB_TAG}={tag}");
+    (0..KILL_PASSES)
+        .take_while(|_| kill_all(entry.as_bytes()))
+        .for_each(|_| std::thread::yield_now());
+}
+
+/// Kills all processes in whose environment an entry begins like this; false if there are none.
+fn kill_all(entry: &[u8]) -> bool {
+    let mut found = false;
+    for process in fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let pid =
+            process.file_name().to_str().and_then(|name| name.parse().ok()).and_then(Pid::from_raw);
+        let environment = fs::read(process.path().join("environ")).unwrap_or_default();
+        if let Some(pid) = pid
+            .filter(|_| environment.split(|byte| *byte == 0).any(|other| other.starts_with(entry)))
+        {
+            found |= kill_process(pid, Signal::KILL).is_ok();
+        }
+    }
+    found
+}

@@ -1,0 +1,177 @@
+//! torchelastic's watchdog, where TORCHELASTIC_ENABLE_FILE_TIMER=1 asks for it: workers set and
+//! release timers through a named pipe (torch's `FileTimerClient`), and one that does not come back
+//! in time is killed.
+
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{self, Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime};
+
+use anyhow::Context;
+use nix::sys::stat::Mode;
+use rustix::fs::OFlags;
+use rustix::process::{pidfd_open, pidfd_send_signal, Pid, PidfdFlags, Signal};
+
+use crate::agent::exit_status::signal_name;
+use crate::agent::named_pipe::remove_unread;
+use crate::agent::reaper::Reaper;
+use crate::agent::timers::{Expired, Timers};
+use crate::report::text::printable;
+
+/// The variable that asks for it.
+const ENABLE: &str = "TORCHELASTIC_ENABLE_FILE_TIMER";
+
+/// The variable that names the pipe: for us where the user wants it, and for workers where it is.
+const VARIABLE: &str = "TORCHELASTIC_TIMER_FILE";
+
+/// How far back the parents of a process are looked at.
+const GENERATIONS: usize = 64;
+
+/// Bytes read at once.
+const READ: usize = 1 << 16;
+
+/// See the head of this file. The reaper removes the pipe.
+pub struct Watchdog {
+    path: PathBuf,
+    pipe: File,
+    timers: Timers,
+}
+
+impl Watchdog {
+    /// None where it is not asked for. With it comes what the user should know.
+    pub fn start(reaper: &mut Reaper) -> anyhow::Result<Option<(Watchdog, Option<String>)>> {
+        if std::env::var_os(ENABLE).is_none_or(|value| value != "1") {
+            return Ok(None);
+        }
+        let mut note = None;
+        if let Some(path) =
+            std::env::var_os(VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from)
+        {
+            match at(&path, reaper) {
+                Ok(watchdog) => return Ok(Some((watchdog, None))),
+                Err(error) => {
+                    note = Some(format!(
+                        "{VARIABLE} is '{}': {error}; timers have another pipe",
+                        path.display()
+                    ))
+                }
+            }
+        }
+        let folder = reaper.temporary_folder().context("cannot make a temporary folder")?;
+        let watchdog =
+            open(folder.join("timers")).context("cannot make the pipe of the watchdog's timers")?;
+        Ok(Some((watchdog, note)))
+    }
+
+    /// What is to be in the environment of every worker.
+    pub fn variable(&self) -> (&'static str, OsString) {
+        (VARIABLE, self.path.clone().into())
+    }
+
+    /// Readable when there is something to take.
+    pub fn watch(&self) -> BorrowedFd<'_> {
+        self.pipe.as_fd()
+    }
+
+    /// Takes what workers have written; what the user should know of it.
+    pub fn take(&mut self) -> Option<String> {
+        let mut bytes = vec![0; READ];
+        match self.pipe.read(&mut bytes) {
+            Ok(count) => self
+                .timers
+                .take(&bytes[..count])
+                .map(|what| format!("{} has {what}", self.path.display())),
+            Err(_) => None, // nothing there yet
+        }
+    }
+
+    /// When [`Watchdog::elapsed`] is to be called.
+    pub fn deadline(&self) -> Option<Instant> {
+        let left = (self.timers.next()? - now()).max(0.0);
+        Instant::now().checked_add(Duration::try_from_secs_f64(left).ok()?)
+    }
+
+    /// Kills the processes whose time has run out, if they are of one of these workers, given with
+    /// their ranks; what the user should know of it.
+    pub fn elapsed(&mut self, workers: impl Fn() -> Vec<(Pid, u32)>) -> Vec<String> {
+        self.timers.expired(now()).iter().filter_map(|expired| end(expired, &workers())).collect()
+    }
+
+    /// Workers start anew.
+    pub fn clear(&mut self) {
+        self.timers.clear();
+    }
+}
+
+/// A watchdog with its pipe where the user wants it.
+fn at(path: &Path, reaper: &mut Reaper) -> io::Result<Watchdog> {
+    let path = path::absolute(path)?;
+    if !remove_unread(&path) {
+        return Err(io::Error::other("it is there already, and in use or no named pipe"));
+    }
+    reaper.adopt_pipe(&path)?;
+    open(path)
+}
+
+fn open(path: PathBuf) -> io::Result<Watchdog> {
+    nix::unistd::mkfifo(&path, Mode::S_IRUSR | Mode::S_IWUSR)?;
+    // Also for writing, so that it does not end when no worker has it open.
+    let flags = (OFlags::NONBLOCK | OFlags::NOFOLLOW).bits() as i32;
+    let pipe = OpenOptions::new().read(true).write(true).custom_flags(flags).open(&path)?;
+    Ok(Watchdog { path, pipe, timers: Timers::default() })
+}
+
+/// Sends a process whose time has run out the signal it asked for.
+fn end(expired: &Expired, workers: &[(Pid, u32)]) -> Option<String> {
+    let Expired { pid, scope, signal, late } = expired;
+    let scope = printable(scope);
+    let what = format!("the timer '{scope}' of process {pid} expired {late:.1} s ago");
+    let process = Pid::from_raw(*pid)?;
+    // Held while it is looked at, so that its number cannot come to mean another.
+    let handle = pidfd_open(process, PidfdFlags::empty()).ok()?; // it has ended
+    let Some(rank) = rank(process, workers) else {
+        return Some(format!("{what}; it is of none of the workers here, and is left alone"));
+    };
+    let what = format!("rank {rank}: {what}");
+    let Some(number) = *signal else { return Some(format!("{what}; it asked for no signal")) };
+    let Some(signal) = Signal::from_named_raw(number) else {
+        return Some(format!("{what}; it asked for signal {number}, which there is not"));
+    };
+    let name = signal_name(number);
+    match pidfd_send_signal(&handle, signal) {
+        Ok(()) => Some(format!("{what}; {name} is sent to it, as it asked")),
+        Err(error) => Some(format!("{what}; cannot send {name}: {error}")),
+    }
+}
+
+/// The rank of the worker that this process is, or that it comes from.
+fn rank(process: Pid, workers: &[(Pid, u32)]) -> Option<u32> {
+    let rank = |pid: Pid| workers.iter().find(|(worker, _)| *worker == pid).map(|(_, rank)| *rank);
+    let mut next = Some(process);
+    for _ in 0..GENERATIONS {
+        let pid = next?;
+        let (parent, group) = relations(pid)?;
+        if let Some(rank) = rank(pid).or_else(|| rank(group?)) {
+            return Some(rank);
+        }
+        next = parent;
+    }
+    None
+}
+
+/// The parent of a process and its process group (proc(5), stat).
+fn relations(pid: Pid) -> Option<(Option<Pid>, Option<Pid>)> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let (_, fields) = stat.rsplit_once(')')?;
+    let mut pids =
+        fields.split_whitespace().skip(1).map(|field| field.parse().ok().and_then(Pid::from_raw));
+    Some((pids.next()?, pids.next()?))
+}
+
+/// Seconds since 1970, which timers go by.
+fn now() -> f64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64()
+}

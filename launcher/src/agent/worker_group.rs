@@ -1,0 +1,396 @@
+//! The workers of this node in one round: their processes, their output, their ends.
+
+use std::time::{Duration, Instant, SystemTime};
+
+use anyhow::Context;
+use jiff::Timestamp;
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal};
+
+use crate::agent::exit_status::ExitStatus;
+use crate::agent::reaper::Reaper;
+use crate::agent::stop_policy::{Action, Cause, StopPolicy};
+use crate::agent::worker::{is_readable, Console, Worker, STDERR};
+use crate::output::log_file::Filter;
+use crate::output::log_files::LogFiles;
+use crate::output::pty;
+use crate::output::sink::Sinks;
+use crate::plan::WorkerSpec;
+use crate::report::error_file::ErrorFile;
+use crate::report::failure::{Outcome, Stopped};
+
+/// Bytes read from a worker at once.
+const READ: usize = 1 << 16;
+
+/// How long a worker that may have asked something must write nothing until its prompt is shown.
+const QUIET: Duration = Duration::from_millis(100);
+
+/// What to do where the system has no room for more.
+const LIMITS: &str =
+    "; start fewer workers, or raise the limits on open files and processes (ulimit -n, ulimit -u)";
+
+/// What `poll` has found ready of a group.
+pub enum Ready {
+    End(usize),
+    Output(usize, usize),
+}
+
+/// See the head of this file. Dropping it leaves its processes to the reaper.
+pub struct WorkerGroup {
+    pub round: u32,
+    pub policy: StopPolicy,
+    /// StopReason not all workers were started.
+    pub shortfall: Option<String>,
+    workers: Vec<Worker>,
+    /// The files for lines that are looked for, by stream.
+    filters: [Option<Filter>; 2],
+    buffer: Vec<u8>,
+    /// The reaper was asked to kill what the workers, which were stopped, have left behind.
+    has_asked_to_kill_stragglers: bool,
+}
+
+impl WorkerGroup {
+    /// Starts all workers, or, with a `shortfall`, some: they are to be stopped.
+    pub fn start(
+        round: u32,
+        attempt: u32,
+        specs: Vec<WorkerSpec>,
+        policy: StopPolicy,
+        log_files: &LogFiles,
+        console: &Console,
+        reaper: &mut Reaper,
+    ) -> anyhow::Result<WorkerGroup> {
+        let filters =
+            log_files.filters(attempt).context("cannot open the files for filtered lines")?;
+        let workers = Vec::with_capacity(specs.len());
+        let (buffer, shortfall, has_asked_to_kill_stragglers) = (vec![0; READ], None, false);
+        let mut group = WorkerGroup {
+            round,
+            policy,
+            shortfall,
+            workers,
+            filters,
+            buffer,
+            has_asked_to_kill_stragglers,
+        };
+        reaper.begin(round);
+        for (index, spec) in specs.into_iter().enumerate() {
+            let rank = spec.rank;
+            match Worker::start(index, spec, attempt, log_files, console, reaper) {
+                Ok(worker) => {
+                    log::debug!("rank {rank} is process {}", worker.process.pid);
+                    group.workers.push(worker);
+                }
+                Err(error) => {
+                    let errno = Errno::from_io_error(&error);
+                    let limited = matches!(
+                        errno,
+                        Some(Errno::MFILE | Errno::NFILE | Errno::AGAIN | Errno::NOMEM)
+                    );
+                    let advice = if limited { LIMITS } else { "" };
+                    group.shortfall = Some(format!("cannot start rank {rank}: {error}{advice}"));
+                    break;
+                }
+            }
+        }
+        Ok(group)
+    }
+
+    /// Every worker has gone.
+    pub fn is_settled(&self) -> bool {
+        self.workers.iter().all(|worker| worker.settled)
+    }
+
+    /// Every worker has gone, and all they wrote was read; if they were stopped, nothing is left of
+    /// them.
+    pub fn is_over(&self, reaper: &Reaper) -> bool {
+        let is_read = self
+            .workers
+            .iter()
+            .all(|worker| worker.streams.iter().all(|stream| stream.pipe.is_none()));
+        // Where the launcher itself must end it does not wait: the reaper sweeps then anyway.
+        let is_clean = || {
+            self.policy.must_leave()
+                || self.has_asked_to_kill_stragglers && !reaper.is_killing_stragglers()
+        };
+        self.is_settled() && is_read && (self.ended_well() || is_clean())
+    }
+
+    /// Nothing has made the workers stop: once they have gone, they have ended well.
+    pub fn ended_well(&self) -> bool {
+        self.policy.cause().is_none()
+    }
+
+    /// The workers' processes, with their ranks.
+    pub fn pids(&self) -> Vec<(Pid, u32)> {
+        let present = self.workers.iter().filter(|worker| !worker.settled);
+        present.map(|worker| (worker.process.pid, worker.spec.rank)).collect()
+    }
+
+    /// What to wait for. A stream whose sink is full is left alone.
+    pub fn watch<'a>(&'a self, sinks: &Sinks) -> Vec<(Ready, PollFd<'a>)> {
+        let mut watched = Vec::new();
+        for (index, worker) in self.workers.iter().enumerate() {
+            if worker.end.is_none() && !worker.settled {
+                watched.push((Ready::End(index), PollFd::new(&worker.process, PollFlags::IN)));
+            }
+            for (which, stream) in worker.streams.iter().enumerate() {
+                if let Some(pipe) = stream.pipe.as_ref().filter(|_| !stream.must_wait(which, sinks))
+                {
+                    watched.push((Ready::Output(index, which), PollFd::new(pipe, PollFlags::IN)));
+                }
+            }
+        }
+        watched
+    }
+
+    /// When [`WorkerGroup::elapsed`] is to be called, if not for the policy's sake.
+    pub fn deadline(&self, sinks: &Sinks) -> Option<Instant> {
+        let streams = self.workers.iter().flat_map(|worker| worker.streams.iter().enumerate());
+        streams.filter_map(|(which, stream)| stream.show_at(which, sinks)).min()
+    }
+
+    /// Time has passed: shows prompts.
+    pub fn elapsed(&mut self, now: Instant, sinks: &mut Sinks) {
+        for (which, stream) in
+            self.workers.iter_mut().flat_map(|worker| worker.streams.iter_mut().enumerate())
+        {
+            if stream.show_at(which, sinks).is_some_and(|time| time <= now) {
+                let queue = &mut sinks.of_mut(which).queue;
+                if !stream.tee.may_show(queue) {
+                    queue.interrupt();
+                }
+                stream.tee.show_partial(queue);
+                stream.due = None;
+            }
+        }
+    }
+
+    /// Tells workers that have a terminal of ours of the real one's size.
+    pub fn resize(&mut self, sinks: &Sinks) {
+        for worker in self.workers.iter().filter(|worker| !worker.settled) {
+            let resized = worker.streams.iter().enumerate().filter(|(which, stream)| {
+                let ours = stream.pipe.as_ref().filter(|_| stream.is_pty);
+                let size = sinks
+                    .of(*which)
+                    .window()
+                    .map(|size| pty::beside(size, stream.tee.prefix_width()));
+                ours.zip(size).is_some_and(|(ours, size)| pty::resize(ours, size))
+            });
+            if resized.count() > 0 {
+                worker.process.signal(Signal::WINCH.as_raw());
+            }
+        }
+    }
+
+    /// Stops all workers, to go on when the user does.
+    pub fn pause(&self) {
+        self.signal(Signal::STOP);
+    }
+
+    pub fn resume(&self) {
+        self.signal(Signal::CONT);
+    }
+
+    fn signal(&self, signal: Signal) {
+        let workers = self.workers.iter().filter(|worker| !worker.settled);
+        workers.for_each(|worker| worker.process.signal(signal.as_raw()));
+    }
+
+    /// Records how a worker ended; its rank.
+    pub fn note_end(&mut self, index: usize) -> anyhow::Result<Option<(u32, ExitStatus)>> {
+        let worker = &mut self.workers[index];
+        let rank = worker.spec.rank;
+        worker.ended_at = Some(Timestamp::now());
+        worker.end =
+            worker.process.end().with_context(|| format!("cannot learn how rank {rank} ended"))?;
+        if worker.end.is_some_and(ExitStatus::is_failure) && self.policy.cause().is_none() {
+            worker.read_last_output();
+        }
+        Ok(worker.end.map(|end| (rank, end)))
+    }
+
+    /// When a worker that failed has recorded its error, if it has.
+    pub fn error_time(&self, index: usize) -> Option<SystemTime> {
+        self.workers[index].error.as_ref()?.time
+    }
+
+    /// Where one has failed: another one has recorded an error too, and is still there.
+    pub fn is_ending(&self) -> bool {
+        let has_recorded =
+            |worker: &Worker| worker.error_file.as_deref().and_then(ErrorFile::read).is_some();
+        let has_failed = |worker: &Worker| worker.end.is_some_and(ExitStatus::is_failure);
+        self.workers.iter().any(has_failed)
+            && self.workers.iter().any(|worker| worker.end.is_none() && has_recorded(worker))
+    }
+
+    /// Does what the policy has decided.
+    pub fn act(&mut self, action: Action) {
+        for worker in self.workers.iter_mut().filter(|worker| !worker.settled) {
+            let stopped = match action {
+                Action::Nothing => return,
+                Action::Send(signal) => {
+                    worker.process.signal(signal);
+                    Stopped::Asked
+                }
+                Action::Kill => {
+                    worker.process.kill();
+                    if self.policy.has_expired() {
+                        Stopped::Overdue
+                    } else {
+                        Stopped::Killed
+                    }
+                }
+                Action::Abandon => {
+                    worker.settled = true;
+                    worker.streams.iter_mut().for_each(|stream| stream.pipe = None);
+                    Stopped::Killed
+                }
+            };
+            if worker.end.is_none() {
+                worker.stopped = stopped;
+            }
+        }
+    }
+
+    /// Finishes with workers that have ended. Processes that a stopped one leaves in its group get
+    /// what is left of the grace period (a script's child may be writing its checkpoint), taken to
+    /// be over when its output is closed. Those that have left their group are the reaper's when all
+    /// workers are gone.
+    pub fn settle(&mut self, sinks: &mut Sinks, reaper: &mut Reaper) {
+        let in_grace = self.policy.in_grace();
+        for index in 0..self.workers.len() {
+            let worker = &mut self.workers[index];
+            if worker.end.is_none() || worker.settled {
+                continue;
+            }
+            let is_open = worker.streams.iter().any(|stream| stream.pipe.is_some());
+            if in_grace && worker.stopped == Stopped::Asked && is_open {
+                continue;
+            }
+            worker.process.kill();
+            reaper.unregister(worker.process.pid);
+            worker.process.reap();
+            worker.settled = true;
+            for which in 0..worker.streams.len() {
+                let stream = &mut self.workers[index].streams[which];
+                stream.left = stream.pipe.as_ref().map(|pipe| match stream.is_pty {
+                    // It does not tell how much it holds.
+                    true => {
+                        if is_readable(pipe) {
+                            pty::HOLDS
+                        } else {
+                            0
+                        }
+                    }
+                    false => rustix::io::ioctl_fionread(pipe).unwrap_or(0),
+                });
+                if stream.left == Some(0) {
+                    self.close(index, which, sinks);
+                }
+            }
+        }
+        if self.is_settled() && !self.ended_well() && !self.has_asked_to_kill_stragglers {
+            reaper.kill_stragglers();
+            self.has_asked_to_kill_stragglers = true;
+        }
+    }
+
+    /// Passes on what a worker has written.
+    pub fn read(&mut self, index: usize, which: usize, sinks: &mut Sinks) {
+        let worker = &mut self.workers[index];
+        let other = worker.streams[1 - which].tee.id;
+        let stream = &mut worker.streams[which];
+        let (Some(pipe), false) = (&stream.pipe, stream.must_wait(which, sinks)) else { return };
+        let limit = stream.left.map_or(READ, |left| READ.min(left as usize));
+        let count = match rustix::io::read(pipe, &mut self.buffer[..limit]) {
+            Ok(count) => count,
+            Err(Errno::INTR | Errno::AGAIN) => return,
+            // The worker's side is closed.
+            Err(Errno::IO) if stream.is_pty => 0,
+            Err(error) => {
+                log::warn!("cannot read the output of rank {}: {error}", worker.spec.rank);
+                0
+            }
+        };
+        let bytes = &self.buffer[..count];
+        if which == STDERR {
+            worker.tail.push(bytes);
+        }
+        if bytes.contains(&b'\n') {
+            sinks.of_mut(1 - which).queue.leave(other);
+        }
+        let queue = &mut sinks.of_mut(which).queue;
+        if let Err(error) = stream.tee.put(bytes, queue, self.filters[which].as_mut()) {
+            sinks.say(&error);
+        }
+        stream.due = stream.tee.is_due().then(|| Instant::now() + QUIET);
+        if let Some(left) = &mut stream.left {
+            *left = if stream.is_pty && !is_readable(pipe) { 0 } else { *left - count as u64 };
+        }
+        if count == 0 || stream.left == Some(0) {
+            self.close(index, which, sinks);
+        }
+    }
+
+    /// Ends a stream of a worker; an unfinished last line is passed on.
+    fn close(&mut self, index: usize, which: usize, sinks: &mut Sinks) {
+        let stream = &mut self.workers[index].streams[which];
+        (stream.pipe, stream.due) = (None, None);
+        let queue = &mut sinks.of_mut(which).queue;
+        if let Err(error) = stream.tee.finish(queue, self.filters[which].as_mut()) {
+            sinks.say(&error);
+        }
+    }
+
+    /// No longer reads what workers write.
+    pub fn hang_up(&mut self) {
+        self.workers
+            .iter_mut()
+            .flat_map(|worker| &mut worker.streams)
+            .for_each(|stream| stream.pipe = None);
+    }
+
+    /// Nobody reads this output any more: the workers that have no other must feel it as they would
+    /// alone.
+    pub fn leave_console(&mut self, which: usize) {
+        for stream in self.workers.iter_mut().map(|worker| &mut worker.streams[which]) {
+            if !stream.tee.leave_console() {
+                stream.pipe = None;
+            }
+        }
+    }
+
+    /// What became of the workers, in rank order.
+    pub fn outcomes(&self) -> Vec<Outcome<'_>> {
+        self.workers.iter().map(Worker::outcome).collect()
+    }
+
+    /// What became of a worker so far.
+    pub fn outcome(&self, index: usize) -> Outcome<'_> {
+        self.workers[index].outcome()
+    }
+
+    /// The worker (by index) that failed first, and how.
+    pub fn first_failure(&self) -> Option<(usize, ExitStatus)> {
+        match self.policy.cause()? {
+            Cause::Failure(first) => {
+                Some((first, self.workers[first].end.unwrap_or(ExitStatus::Exit(1))))
+            }
+            Cause::Signal(_) | Cause::Coordinator => None,
+        }
+    }
+
+    /// What the worker that failed first has recorded of its error.
+    pub fn first_error(&self) -> Option<(&ErrorFile, ExitStatus)> {
+        let (first, end) = self.first_failure()?;
+        Some((self.workers[first].error.as_ref()?, end))
+    }
+
+    /// `flow-launch yes | head -1` is as quiet as `yes | head -1`.
+    pub fn ended_for_want_of_readers(&self, sinks: &Sinks) -> bool {
+        let broken_pipe = ExitStatus::Signal(Signal::PIPE.as_raw());
+        sinks.of(0).is_closed() && self.first_failure().is_some_and(|(_, end)| end == broken_pipe)
+    }
+}

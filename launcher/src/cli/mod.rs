@@ -1,0 +1,239 @@
+//! The command line, validated into a [`Job`].
+
+mod flags;
+mod hosts;
+mod output;
+mod rendezvous;
+mod settings;
+pub mod usage;
+
+use std::cell::RefCell;
+use std::ffi::OsString;
+use std::time::Duration;
+
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::ArgMatches;
+use nix::sys::signal::Signal;
+
+use self::settings::{Environment, Setting, Settings};
+use self::usage::Usage;
+use crate::job::{Job, NumaBinding, Processes, Program, ProgramKind, Stdin};
+use crate::report::events;
+
+/// As torchrun's, Slurm's and Kubernetes'.
+const GRACE: Duration = Duration::from_secs(30);
+
+/// As torchrun's.
+const SIGNALS: [Signal; 4] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT];
+
+impl Job {
+    /// Reads a whole command line, program name first, and the environment. `--help` and
+    /// `--version` are answered here and end the process.
+    pub fn parse(
+        arguments: impl IntoIterator<Item = OsString>,
+        environment: Environment<'_>,
+    ) -> Result<Job, Usage> {
+        let arguments = flags::with_np(arguments);
+        let validate = |matches| {
+            Job::validate(&Settings { matches, environment, warnings: RefCell::default() })
+        };
+        match flags::command().try_get_matches_from(&arguments) {
+            Ok(matches) => validate(matches),
+            Err(error) if !error.use_stderr() => error.exit(),
+            Err(error) => {
+                // What a flag has taken for its value may be the reason, as in --nproc-per-node
+                // train.py --epochs 2.
+                let so_far =
+                    flags::command().ignore_errors(true).try_get_matches_from(&arguments).ok();
+                let wrong = so_far
+                    .filter(|matches| program(matches).is_err())
+                    .and_then(|matches| validate(matches).err());
+                Err(wrong
+                    .filter(|wrong| !wrong.0.starts_with(NO_PROGRAM))
+                    .unwrap_or_else(|| explain(&error)))
+            }
+        }
+    }
+
+    fn validate(settings: &Settings<'_>) -> Result<Job, Usage> {
+        settings.refuse_flags_as_values()?;
+        output::refuse_plugins(settings)?;
+        ignore_what_has_no_meaning(settings)?;
+        let numa_bindings = [
+            ("node", NumaBinding::Node),
+            ("socket", NumaBinding::Socket),
+            ("exclusive", NumaBinding::Exclusive),
+            ("core-complex", NumaBinding::CoreComplex),
+        ];
+        let timeout = || {
+            settings
+                .get("shutdown-timeout")
+                .or_else(|| settings.variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT"))
+        };
+        let processes =
+            settings.get("nproc-per-node").map_or(Ok(Processes::Count(1)), |s| processes(&s))?;
+        let hosts = hosts::hosts(settings, processes)?;
+        let mut job = Job {
+            processes,
+            role: settings.get_text("role")?.unwrap_or_else(|| "default".into()),
+            nodes: rendezvous::nodes(settings)?,
+            hosts,
+            max_restarts: settings.get_number("max-restarts", 0, "a number from 0")?.unwrap_or(0),
+            grace: timeout().map_or(Ok(GRACE), |setting| setting.seconds())?,
+            hang_timeout: settings
+                .get("hang-timeout")
+                .map(|setting| hang_timeout(&setting))
+                .transpose()?,
+            signals: settings
+                .get("signals-to-handle")
+                .map_or(Ok(SIGNALS.into()), |names| signals(&names, settings))?,
+            stdin: settings.get("stdin").map(|setting| stdin(&setting)).transpose()?,
+            numa_binding: settings
+                .get("numa-binding")
+                .map(|setting| setting.one_of(&numa_bindings))
+                .transpose()?,
+            virtual_local_rank: settings.is_on("virtual-local-rank")?,
+            output: output::output(settings)?,
+            events: [
+                settings.get_path("events")?,
+                settings.variable(events::VARIABLE).map(Setting::into_path),
+            ]
+            .into_iter()
+            .flatten()
+            .collect(),
+            quiet: settings.is_on("quiet")?,
+            dry_run: settings.is_on("dry-run")?,
+            warnings: Vec::new(),
+            // Last: it may be missing because a flag before it lacks its value, which is the better
+            // thing to say.
+            program: {
+                let (name, arguments) = program(&settings.matches)?;
+                Program { kind: program_kind(settings)?, name, arguments }
+            },
+        };
+        job.warnings = settings.warnings.take();
+        Ok(job)
+    }
+}
+
+const NO_PROGRAM: &str = "no program given";
+
+/// PROGRAM and its arguments.
+fn program(matches: &ArgMatches) -> Result<(OsString, Vec<OsString>), Usage> {
+    let mut command = matches.get_many(flags::COMMAND).into_iter().flatten().cloned();
+    let name = command.next().filter(|name: &OsString| !name.is_empty());
+    let name = name.ok_or_else(|| {
+        let last = last_option(matches)
+            .map(|(flag, value)| format!(" after --{flag} {}", value.display()));
+        let last = last.unwrap_or_default();
+        Usage(format!("{NO_PROGRAM}{last}; usage: flow-launch [OPTIONS] PROGRAM [ARGS...]"))
+    })?;
+    Ok((name, command.collect()))
+}
+
+/// The last flag that has a value: it may have taken PROGRAM for it.
+fn last_option(matches: &ArgMatches) -> Option<(&'static str, &OsString)> {
+    let options = flags::FLAGS.iter().filter(|flag| flag.value.is_some());
+    let given = options.filter_map(|flag| Some((matches.indices_of(flag.name)?.max()?, flag.name)));
+    let (_, name) = given.max()?;
+    Some((name, matches.get_one(name)?))
+}
+
+/// One line for what clap says in several.
+fn explain(error: &clap::Error) -> Usage {
+    let text = error.to_string();
+    let line = text.lines().next().unwrap_or_default().trim_start_matches("error: ");
+    if let (ErrorKind::UnknownArgument, Some(ContextValue::String(flag))) =
+        (error.kind(), error.get(ContextKind::InvalidArg))
+    {
+        let name = flag.trim_start_matches('-');
+        let candidates = flag.strip_prefix("--").map(flags::candidates).unwrap_or_default();
+        if candidates.len() > 1 {
+            return Usage(format!("{flag} is short for several: --{}", candidates.join(", --")));
+        }
+        let similar = match error.get(ContextKind::SuggestedArg) {
+            Some(ContextValue::String(similar)) => Some(similar.trim_start_matches('-')),
+            _ => None,
+        };
+        if let Some(meant) = flags::elsewhere(name).or(similar) {
+            return Usage(format!(
+                "there is no {flag}; did you mean --{}?",
+                meant.replace('_', "-")
+            ));
+        }
+    }
+    Usage(format!("{line}; see flow-launch --help"))
+}
+
+fn program_kind(settings: &Settings) -> Result<ProgramKind, Usage> {
+    let [is_module, no_python] = [settings.is_on("module")?, settings.is_on("no-python")?];
+    Ok(match (settings.is_on("run-path")?, is_module, no_python) {
+        (true, true, _) => {
+            return Err(Usage("--module and --run-path exclude each other; give one".into()))
+        }
+        (false, true, true) => {
+            return Err(Usage("--module and --no-python exclude each other; give one".into()))
+        }
+        (true, false, _) => ProgramKind::Script,
+        (false, true, false) => ProgramKind::Module,
+        (false, false, true) => ProgramKind::Executable,
+        (false, false, false) => ProgramKind::ByName,
+    })
+}
+
+fn processes(setting: &Setting) -> Result<Processes, Usage> {
+    match setting.text()? {
+        "auto" => Ok(Processes::Auto),
+        "cpu" => Ok(Processes::Cpu),
+        "gpu" => Ok(Processes::Gpu),
+        _ => setting.number(1, "a number from 1, or auto, cpu or gpu").map(Processes::Count),
+    }
+}
+
+fn stdin(setting: &Setting) -> Result<Stdin, Usage> {
+    match setting.text()? {
+        "all" => Ok(Stdin::All),
+        "none" => Ok(Stdin::None),
+        _ => setting.number(0, "all, none or a rank").map(Stdin::Rank),
+    }
+}
+
+fn hang_timeout(setting: &Setting) -> Result<Duration, Usage> {
+    let timeout = setting.seconds()?;
+    if timeout.is_zero() {
+        return Err(setting.wrong("more than 0 seconds; leave it out for no limit"));
+    }
+    Ok(timeout)
+}
+
+/// Names with or without SIG. As with torchrun, one that makes no sense is skipped.
+fn signals(setting: &Setting, settings: &Settings) -> Result<Vec<Signal>, Usage> {
+    let mut signals = Vec::new();
+    for name in setting.text()?.split(',').map(str::trim).filter(|name| !name.is_empty()) {
+        let upper = name.to_uppercase();
+        let upper = if upper.starts_with("SIG") { upper } else { format!("SIG{upper}") };
+        let skip = |what| {
+            settings.warn(format!("{} has '{name}', which is skipped: it {what}", setting.source()))
+        };
+        match upper.parse() {
+            Err(_) => skip("names no signal"),
+            Ok(Signal::SIGKILL | Signal::SIGSTOP) => skip("cannot be caught"),
+            Ok(Signal::SIGCHLD | Signal::SIGPIPE) => skip("is flow-launch's own"),
+            Ok(signal) if !signals.contains(&signal) => signals.push(signal),
+            Ok(_) => {}
+        }
+    }
+    Ok(signals)
+}
+
+/// Flags of torchrun that say how it does what is done otherwise here: it polls, and it may fork
+/// Python.
+fn ignore_what_has_no_meaning(settings: &Settings) -> Result<(), Usage> {
+    settings.get("monitor-interval").map(|setting| setting.seconds()).transpose()?;
+    let methods = ["spawn", "fork", "forkserver"].map(|name| (name, ()));
+    settings.get("start-method").map(|setting| setting.one_of(&methods)).transpose()?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

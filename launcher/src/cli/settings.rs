@@ -1,0 +1,214 @@
+//! What a flag was set to, on the command line or else by its variable in the environment.
+
+use std::cell::RefCell;
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use clap::ArgMatches;
+
+use super::flags::{self, FLAGS};
+use super::usage::Usage;
+use crate::report::text::printable;
+
+/// Looks up a variable of the environment.
+pub type Environment<'a> = &'a dyn Fn(&str) -> Option<OsString>;
+
+/// The value of a flag.
+pub struct Setting {
+    /// `--flag`, or the name of its variable.
+    source: String,
+    value: OsString,
+}
+
+/// All flags with their values.
+pub struct Settings<'a> {
+    pub matches: ArgMatches,
+    pub environment: Environment<'a>,
+    /// What was odd, and was passed over: for the user.
+    pub warnings: RefCell<Vec<String>>,
+}
+
+impl Settings<'_> {
+    /// What a flag with a value was set to; its variable counts only where it is not empty.
+    pub fn get(&self, flag: &str) -> Option<Setting> {
+        match self.matches.get_one::<OsString>(flag) {
+            Some(value) => Some(Setting { source: format!("--{flag}"), value: value.clone() }),
+            None => self.stand_in(flag),
+        }
+    }
+
+    /// The variable that stands in for a flag.
+    fn stand_in(&self, flag: &str) -> Option<Setting> {
+        let has_variable = FLAGS.iter().any(|known| known.name == flag && known.has_variable);
+        has_variable
+            .then(|| self.variable(&format!("PET_{}", flag.replace('-', "_").to_uppercase())))?
+    }
+
+    /// A variable that is set and not empty.
+    pub fn variable(&self, name: &str) -> Option<Setting> {
+        let value = (self.environment)(name).filter(|value| !value.is_empty())?;
+        Some(Setting { source: name.into(), value })
+    }
+
+    /// Whether a flag without a value was given. Its variable is a number; 0 is no.
+    pub fn is_on(&self, flag: &str) -> Result<bool, Usage> {
+        match self.stand_in(flag) {
+            Some(setting) if !self.matches.get_flag(flag) => {
+                Ok(setting.number(i64::MIN, "0 or 1")? != 0)
+            }
+            _ => Ok(self.matches.get_flag(flag)),
+        }
+    }
+
+    /// All values of a flag that may be given several times.
+    pub fn get_all(&self, flag: &str) -> Vec<Setting> {
+        let values = self.matches.get_many::<OsString>(flag).into_iter().flatten();
+        values.map(|value| Setting { source: format!("--{flag}"), value: value.clone() }).collect()
+    }
+
+    /// Passes over something, and says so once.
+    pub fn warn(&self, warning: String) {
+        let mut warnings = self.warnings.borrow_mut();
+        if !warnings.contains(&warning) {
+            warnings.push(warning);
+        }
+    }
+
+    /// A flag whose value is another flag lacks its value.
+    pub fn refuse_flags_as_values(&self) -> Result<(), Usage> {
+        for flag in FLAGS.iter().filter(|flag| flag.value.is_some()) {
+            let taken =
+                self.matches.get_one::<OsString>(flag.name).and_then(|value| value.to_str());
+            if let Some(other) = taken.filter(|value| flags::is_flag(value)) {
+                return Err(Usage(format!(
+                    "--{} lacks its value: '{other}' follows it",
+                    flag.name
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    pub fn get_text(&self, flag: &str) -> Result<Option<String>, Usage> {
+        self.get(flag).map(|setting| setting.text().map(String::from)).transpose()
+    }
+
+    pub fn get_number<T: FromStr + PartialOrd>(
+        &self,
+        flag: &str,
+        least: T,
+        right: &str,
+    ) -> Result<Option<T>, Usage> {
+        self.get(flag).map(|setting| setting.number(least, right)).transpose()
+    }
+
+    pub fn get_host(&self, flag: &str) -> Result<Option<String>, Usage> {
+        self.get(flag).map(|setting| setting.host()).transpose()
+    }
+
+    pub fn get_path(&self, flag: &str) -> Result<Option<PathBuf>, Usage> {
+        match self.get(flag) {
+            Some(setting) if setting.value.is_empty() => Err(setting.wrong("a path")),
+            setting => Ok(setting.map(|setting| setting.value.into())),
+        }
+    }
+}
+
+impl Setting {
+    pub fn preset(source: &str, value: &str) -> Setting {
+        Setting { source: source.into(), value: value.into() }
+    }
+
+    /// The complaint that something else is missing.
+    pub fn needs(&self, what: &str) -> Usage {
+        Usage(format!("{} is '{}', which needs {what}", self.source, self.shown()))
+    }
+
+    /// The complaint about a value.
+    pub fn wrong(&self, right: &str) -> Usage {
+        Usage(format!("{} is '{}'; it must be {right}", self.source, self.shown()))
+    }
+
+    /// The value for a message of one line.
+    fn shown(&self) -> String {
+        printable(&self.value.to_string_lossy())
+    }
+
+    pub fn into_path(self) -> PathBuf {
+        self.value.into()
+    }
+
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
+    /// As it was written.
+    pub fn literal(&self) -> Result<&str, Usage> {
+        self.value.to_str().ok_or_else(|| self.wrong("UTF-8"))
+    }
+
+    /// Without quotes and white space around it, which can be part of no name or number, only of
+    /// paths and of texts to look for.
+    pub fn text(&self) -> Result<&str, Usage> {
+        self.literal().map(|text| unquoted(text.trim()).trim())
+    }
+
+    pub fn number<T: FromStr + PartialOrd>(&self, least: T, right: &str) -> Result<T, Usage> {
+        let number = self.text()?.parse().ok().filter(|number| *number >= least);
+        number.ok_or_else(|| self.wrong(right))
+    }
+
+    pub fn seconds(&self) -> Result<Duration, Usage> {
+        let right = || self.wrong(&format!("a number of seconds from 0 to {LONGEST}"));
+        seconds(self.text()?).ok_or_else(right)
+    }
+
+    /// A host name or an address; an IPv6 address may be in brackets.
+    pub fn host(&self) -> Result<String, Usage> {
+        host(self.text()?).ok_or_else(|| self.wrong("a host name or an address"))
+    }
+
+    /// One of some words.
+    pub fn one_of<T: Copy>(&self, words: &[(&str, T)]) -> Result<T, Usage> {
+        let text = self.text()?;
+        let found = words.iter().find(|(word, _)| *word == text);
+        let list = || words.iter().map(|(word, _)| *word).collect::<Vec<_>>().join(", ");
+        found.map(|(_, value)| *value).ok_or_else(|| self.wrong(&format!("one of {}", list())))
+    }
+}
+
+/// Without the quotes around it that are left where a command line comes from a list in YAML.
+pub fn unquoted(text: &str) -> &str {
+    let inside = |quote: char| text.strip_prefix(quote)?.strip_suffix(quote);
+    inside('\'').or_else(|| inside('"')).unwrap_or(text)
+}
+
+/// The longest time that can be asked for, in seconds.
+pub const LONGEST: f64 = 1e6;
+
+pub fn seconds(text: &str) -> Option<Duration> {
+    text.parse()
+        .ok()
+        .filter(|seconds| (0.0..=LONGEST).contains(seconds))
+        .map(Duration::from_secs_f64)
+}
+
+/// `host`, `host:number`, `[v6]` or `[v6]:number`.
+pub fn host_and_number<N: FromStr>(text: &str) -> Option<(String, Option<N>)> {
+    let end_of_host = text.rfind(']').map_or(0, |end| end + 1);
+    let (name, number) = match text[end_of_host..].split_once(':') {
+        Some((rest, number)) => (&text[..end_of_host + rest.len()], Some(number.parse().ok()?)),
+        None => (text, None),
+    };
+    let host = host(name).filter(|host| !host.contains(':') || name.starts_with('['))?;
+    Some((host, number))
+}
+
+pub fn host(text: &str) -> Option<String> {
+    let host = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
+    let is_of_hosts = |letter: char| letter.is_ascii_alphanumeric() || "._:%-".contains(letter);
+    (!host.is_empty() && !host.starts_with('-') && host.chars().all(is_of_hosts))
+        .then(|| host.into())
+}

@@ -1,0 +1,171 @@
+//! The control plane: how this node's agent and the coordinator exchange events and commands.
+
+pub mod assignment;
+pub mod coordinator;
+mod follower;
+mod leader;
+pub mod protocol;
+mod stall;
+pub mod token;
+
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::time::{Duration, Instant};
+
+use crate::control::follower::Follower;
+use crate::control::leader::Leader;
+use crate::control::protocol::{AgentEvent, ClusterEvent, ControlMessage, Node};
+use crate::control::token::TOKEN;
+use crate::job::{Job, Rendezvous};
+use crate::net;
+
+/// How long a node that was cut off tries to come back.
+const REJOIN_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// See the head of this file.
+pub enum ControlPlane {
+    /// The coordinator runs in this agent, which leads the others if there are any.
+    Leader(Box<Leader>),
+    Follower(Follower),
+}
+
+impl ControlPlane {
+    /// Joins the job as its leader or as a member; how that went is heard later.
+    pub fn open(job: &Job, local_world_size: u32) -> anyhow::Result<ControlPlane> {
+        ControlPlane::find(job, local_world_size, job.nodes.timeouts.join, true)
+    }
+
+    /// Joins again, as a member that was cut off.
+    pub fn reopen(job: &Job, local_world_size: u32) -> anyhow::Result<ControlPlane> {
+        ControlPlane::find(
+            job,
+            local_world_size,
+            job.nodes.timeouts.join.min(REJOIN_TIMEOUT),
+            false,
+        )
+    }
+
+    fn find(
+        job: &Job,
+        local_world_size: u32,
+        timeout: Duration,
+        may_lead: bool,
+    ) -> anyhow::Result<ControlPlane> {
+        let node = |address: String, node_rank: Option<u32>| Node {
+            host: net::host_name(),
+            address: job.nodes.local_addr.clone().unwrap_or(address),
+            node_rank,
+            local_world_size,
+            role: job.role.clone(),
+            nodes: (job.nodes.min, job.nodes.max),
+        };
+        let (node_rank, host, port, serves) = match &job.nodes.rendezvous {
+            Rendezvous::Alone { master_addr, master_port } => {
+                let host = master_addr
+                    .as_deref()
+                    .or(job.nodes.local_addr.as_deref())
+                    .unwrap_or("127.0.0.1");
+                // A port that was given is for PyTorch's store, whoever serves that.
+                (None, host, master_port.filter(|_| job.nodes.has_agent_store).unwrap_or(0), true)
+            }
+            Rendezvous::Static { node_rank, master_addr, master_port } => {
+                (Some(*node_rank), &**master_addr, *master_port, *node_rank == 0)
+            }
+            Rendezvous::Endpoint { host, port, is_host } => {
+                (None, &**host, *port, is_host.unwrap_or_else(|| net::is_local(host)))
+            }
+        };
+        if serves && may_lead {
+            match Leader::serving(job, node(host.into(), node_rank), host, port) {
+                Ok(leader) => {
+                    if job.nodes.max > 1 && std::env::var_os(TOKEN).is_none() {
+                        log::warn!(
+                            "whoever knows --rdzv-id may join at port {port}; set {TOKEN}, a secret, on all nodes"
+                        );
+                    }
+                    return Ok(ControlPlane::Leader(Box::new(leader)));
+                }
+                // Another agent of this machine has come first.
+                Err(error) if is_taken(&error) && !must_serve(job) => {}
+                Err(error) => {
+                    let hint = if is_taken(&error) {
+                        "; choose another by --master-port or --rdzv-endpoint"
+                    } else {
+                        ""
+                    };
+                    return Err(error
+                        .context(format!("cannot serve the job at port {port} of {host}{hint}")));
+                }
+            }
+        }
+        Ok(ControlPlane::Follower(Follower::join(
+            job,
+            node(String::new(), node_rank),
+            host,
+            port,
+            timeout,
+        )?))
+    }
+
+    pub fn send(&mut self, event: AgentEvent) {
+        match self {
+            ControlPlane::Leader(leader) => leader.send(event),
+            ControlPlane::Follower(member) => member.send(event),
+        }
+    }
+
+    /// What has been heard, one at a time.
+    pub fn poll(&mut self) -> Option<ControlMessage> {
+        match self {
+            ControlPlane::Leader(leader) => leader.poll().map(ControlMessage::Command),
+            ControlPlane::Follower(member) => member.poll(),
+        }
+    }
+
+    /// What the leader has learnt of other nodes and of hangs since the last call.
+    pub fn events(&mut self) -> Vec<ClusterEvent> {
+        match self {
+            ControlPlane::Leader(leader) => leader.events(),
+            ControlPlane::Follower(_) => Vec::new(),
+        }
+    }
+
+    /// For so long this process was stopped.
+    pub fn paused(&mut self, time: Duration) {
+        if let ControlPlane::Leader(leader) = self {
+            leader.paused(time);
+        }
+    }
+
+    /// Readable when there is something to hear.
+    pub fn watch(&self) -> Vec<BorrowedFd<'_>> {
+        match self {
+            ControlPlane::Leader(leader) => leader.watch(),
+            ControlPlane::Follower(member) => vec![member.watch()],
+        }
+    }
+
+    /// When [`ControlPlane::poll`] is to be called in any case.
+    pub fn deadline(&self) -> Option<Instant> {
+        match self {
+            ControlPlane::Leader(leader) => leader.deadline(),
+            ControlPlane::Follower(_) => None,
+        }
+    }
+
+    /// The job is over and nobody needs this agent any more.
+    pub fn is_done(&self) -> bool {
+        match self {
+            ControlPlane::Leader(leader) => leader.is_alone(),
+            ControlPlane::Follower(_) => true,
+        }
+    }
+}
+
+fn must_serve(job: &Job) -> bool {
+    !matches!(job.nodes.rendezvous, Rendezvous::Endpoint { is_host: None, .. })
+}
+
+fn is_taken(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::AddrInUse)
+}

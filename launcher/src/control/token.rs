@@ -1,0 +1,29 @@
+//! The secrets that admit agents and workers to the stores.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::Read;
+
+use anyhow::{bail, Context};
+
+use crate::job::Job;
+
+/// The variable with the secret of the job.
+pub const TOKEN: &str = "FLOW_TOKEN";
+
+/// What admits an agent: the same secret on all nodes from FLOW_TOKEN, or else just the job's name.
+pub fn token(job: &Job) -> anyhow::Result<String> {
+    match std::env::var_os(TOKEN).map(OsString::into_string) {
+        None => Ok(format!("flow-launch job {}", job.nodes.id)),
+        Some(Ok(token)) if !token.is_empty() => Ok(token),
+        Some(_) => bail!("{TOKEN} is empty or not UTF-8; it must be the same text on all nodes"),
+    }
+}
+
+/// 128 random bits.
+pub fn secret() -> anyhow::Result<String> {
+    let mut bytes = [0; 16];
+    let random = File::open("/dev/urandom").and_then(|mut random| random.read_exact(&mut bytes));
+    random.context("cannot read /dev/urandom")?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}

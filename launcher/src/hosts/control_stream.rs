@@ -1,0 +1,182 @@
+//! The leash: how the agents of `--hosts` hang on the flow-launch that has started them, the
+//! *head*.
+//!
+//! It is the agent's standard input. The head first writes the variables for the agent's
+//! environment, among them the job's secret, as a line of JSON; then `signal N` for each signal
+//! that it passes on, and an empty line now and then. When the leash ends, or nothing has come for
+//! long, whatever there is between agent and head is gone, and the agent ends its job as at
+//! SIGTERM. The agent says that it is there by a line on its standard output, before all else.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::process::ExitCode;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{bail, Context};
+use nix::sys::signal::SigSet;
+use rustix::event::{poll, PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+use rustix::process::{getpid, kill_process, set_parent_process_death_signal, setsid, Signal};
+
+use crate::agent::process;
+use crate::agent::signals;
+
+/// First argument of an agent on a stream.
+pub const HIDDEN_FLAG: &str = "--control-stdin";
+
+/// First argument of a flow-launch process that is about to become a remote shell.
+pub const REMOTE_SHELL_FLAG: &str = "--exec-remote-shell";
+
+/// What the agent says first.
+pub const GREETING: &str = "flow-launch is here\n";
+
+/// What the head says when there is nothing to say, and how often.
+pub const HEARTBEAT: &str = "\n";
+pub const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Silence after which the head is taken to be gone.
+const SILENCE: Timespec = Timespec { tv_sec: 60, tv_nsec: 0 };
+
+const SIGNAL: &str = "signal ";
+
+/// The line that passes on a signal.
+pub fn signal(signal: i32) -> String {
+    format!("{SIGNAL}{signal}\n")
+}
+
+/// The line with the variables.
+pub fn environment(variables: &BTreeMap<String, String>) -> anyhow::Result<String> {
+    Ok(serde_json::to_string(variables)? + "\n")
+}
+
+/// In a new process on the leash: becomes a remote shell, which the kernel kills when the head
+/// dies. It has no terminal to ask questions at.
+pub fn exec_remote_shell(command: impl Iterator<Item = OsString>) -> ExitCode {
+    let ready = || -> io::Result<()> {
+        leave_terminal()?;
+        set_parent_process_death_signal(Some(Signal::KILL))?;
+        let stdin = io::stdin();
+        let mut stream = [PollFd::new(&stdin, PollFlags::empty())];
+        poll(&mut stream, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))?;
+        match stream[0].revents().contains(PollFlags::HUP) {
+            true => Err(io::Error::other("whoever has started it is gone")),
+            false => Ok(()),
+        }
+    };
+    process::become_program(ready(), command)
+}
+
+/// What the terminal sends is for the head, which passes it on.
+fn leave_terminal() -> io::Result<()> {
+    match setsid() {
+        // Where ssh has started it, it leads a session already.
+        Ok(_) | Err(Errno::PERM) => Ok(signals::unblock()?),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Puts this process on the leash at its standard input, which is empty from then on: workers
+/// inherit none of it. To be called while there is one thread.
+pub fn take() -> anyhow::Result<()> {
+    leave_terminal()?;
+    let input = io::stdin().as_fd().try_clone_to_owned()?;
+    nix::unistd::dup2_stdin(File::open("/dev/null")?)?;
+    let mut stream = ControlStream { input, unread: Vec::new(), silence: SILENCE };
+    let Some(line) = stream.line() else { bail!("whoever has started this agent is gone") };
+    let variables: BTreeMap<String, String> =
+        serde_json::from_str(&line).context("the leash has no variables")?;
+    variables.iter().for_each(|(name, value)| std::env::set_var(name, value));
+    io::stdout().write_all(GREETING.as_bytes())?;
+    io::stdout().flush()?;
+    thread::Builder::new()
+        .name("flow-control".into())
+        .spawn(|| stream.forward_signals())
+        .context("cannot start a thread")?;
+    Ok(())
+}
+
+struct ControlStream {
+    input: OwnedFd,
+    unread: Vec<u8>,
+    /// How long it may last.
+    silence: Timespec,
+}
+
+impl ControlStream {
+    /// Sends this process what the head passes on, until the leash ends.
+    fn forward_signals(mut self) {
+        // Signals are for the main thread.
+        if let Err(error) = SigSet::all().thread_block() {
+            log::warn!("cannot block signals: {error}");
+        }
+        let send = |signal| {
+            if let Err(error) = kill_process(getpid(), signal) {
+                log::warn!("cannot signal this process: {error}");
+            }
+        };
+        while let Some(line) = self.line() {
+            let number = line.strip_prefix(SIGNAL).and_then(|number| number.parse().ok());
+            number.and_then(Signal::from_named_raw).into_iter().for_each(send);
+        }
+        send(Signal::TERM);
+    }
+
+    /// The next line, without its end; none when the leash has ended.
+    fn line(&mut self) -> Option<String> {
+        loop {
+            if let Some(end) = self.unread.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = self.unread.drain(..=end).collect();
+                return Some(String::from_utf8_lossy(&line[..end]).into_owned());
+            }
+            let mut buffer = [0; 4096];
+            match poll(&mut [PollFd::new(&self.input, PollFlags::IN)], Some(&self.silence)) {
+                Ok(0) => return None,
+                Ok(_) => {}
+                Err(Errno::INTR) => continue,
+                Err(_) => return None,
+            }
+            match rustix::io::read(&self.input, &mut buffer) {
+                Ok(0) => return None,
+                Ok(count) => self.unread.extend_from_slice(&buffer[..count]),
+                Err(Errno::INTR | Errno::AGAIN) => {}
+                Err(_) => return None,
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stream() -> (ControlStream, io::PipeWriter) {
+        let (input, output) = io::pipe().unwrap();
+        (ControlStream { input: input.into(), unread: Vec::new(), silence: SILENCE }, output)
+    }
+
+    #[test]
+    fn lines_end_with_the_leash() {
+        let (mut stream, mut output) = stream();
+        let variables = BTreeMap::from([("A".to_string(), "1\n2".to_string())]);
+        output
+            .write_all(
+                (environment(&variables).unwrap() + HEARTBEAT + &signal(15) + "half").as_bytes(),
+            )
+            .unwrap();
+        drop(output);
+        let lines: Vec<_> = std::iter::from_fn(|| stream.line()).collect();
+        assert_eq!(lines, [r#"{"A":"1\n2"}"#, "", "signal 15"]);
+    }
+
+    #[test]
+    fn silence_is_an_end() {
+        let (mut stream, mut output) = stream();
+        stream.silence = Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
+        output.write_all(HEARTBEAT.as_bytes()).unwrap();
+        assert_eq!((stream.line().as_deref(), stream.line()), (Some(""), None));
+    }
+}

@@ -1,0 +1,134 @@
+//! What was started for one host: its agent, or the remote shell to it.
+
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::process::{Child, ChildStdin, Command, Stdio};
+
+use rustix::io::Errno;
+use rustix::process::{kill_process, kill_process_group, pidfd_open, Pid, PidfdFlags, Signal};
+
+use crate::hosts::agents::Start;
+use crate::hosts::control_stream;
+use crate::output::lines::Assembler;
+
+/// What agents put before their own messages.
+pub const OF_LAUNCHER: &[u8] = b"flow-launch: ";
+
+/// What was started for one host: its agent, or the remote shell to it.
+pub struct HostProcess {
+    pub host: String,
+    /// What runs it there.
+    pub starter: String,
+    pub process: Child,
+    pub pidfd: OwnedFd,
+    pub control: Option<ChildStdin>,
+    /// What is to be written to the control.
+    pub unwritten: VecDeque<u8>,
+    pub streams: [Option<Stream>; 2],
+    /// It has greeted. Until then, what comes is from the remote shell.
+    pub is_there: bool,
+    /// Or it was given up.
+    pub has_ended: bool,
+    /// How often it has said what.
+    pub said: HashMap<Vec<u8>, usize>,
+}
+
+pub struct Stream {
+    pub pipe: OwnedFd,
+    pub assembler: Assembler,
+}
+
+impl HostProcess {
+    pub fn start(start: Start, environment: &str) -> io::Result<HostProcess> {
+        let mut process = Command::new(&start.command[0]);
+        let mut process = process
+            .args(&start.command[1..])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()?;
+        let (control, stdout, stderr) =
+            (process.stdin.take(), process.stdout.take(), process.stderr.take());
+        // Without a control it ends.
+        let stream = |pipe: Option<OwnedFd>| -> io::Result<Option<Stream>> {
+            let pipe = pipe.ok_or_else(|| io::Error::other("a pipe is missing"))?;
+            rustix::io::ioctl_fionbio(&pipe, true)?;
+            Ok(Some(Stream { pipe, assembler: Assembler::new() }))
+        };
+        let streams = [stream(stdout.map(OwnedFd::from))?, stream(stderr.map(OwnedFd::from))?];
+        if let Some(control) = &control {
+            rustix::io::ioctl_fionbio(control, true)?;
+        }
+        Ok(HostProcess {
+            host: start.host,
+            starter: start.starter,
+            pidfd: pidfd_open(Pid::from_child(&process), PidfdFlags::empty())?,
+            process,
+            control,
+            unwritten: environment.bytes().collect(),
+            streams,
+            is_there: false,
+            has_ended: false,
+            said: HashMap::new(),
+        })
+    }
+
+    pub fn kill(&self) {
+        let pid = Pid::from_child(&self.process);
+        // It has no group yet when it has only just been started.
+        let killed =
+            kill_process_group(pid, Signal::KILL).or_else(|_| kill_process(pid, Signal::KILL));
+        if let Err(error) = killed {
+            log::debug!("cannot kill what was started for {}: {error}", self.host);
+        }
+    }
+
+    pub fn send(&mut self, line: &str) {
+        if self.control.is_some() {
+            self.unwritten.extend(line.bytes());
+        }
+    }
+
+    /// Writes what the control takes.
+    pub fn write(&mut self) {
+        let Some(control) = &self.control else { return };
+        match rustix::io::write(control, self.unwritten.as_slices().0) {
+            Ok(count) => drop(self.unwritten.drain(..count)),
+            Err(Errno::AGAIN | Errno::INTR) => {}
+            // It is ending.
+            Err(_) => {
+                self.control = None;
+                self.unwritten.clear();
+            }
+        }
+    }
+
+    pub fn is_over(&self) -> bool {
+        self.has_ended && self.streams.iter().all(Option::is_none)
+    }
+
+    /// Takes a segment of a stream; what to show of it before the segment itself, if it is to be
+    /// shown.
+    pub fn prefix(
+        &mut self,
+        which: usize,
+        segment: &[u8],
+        shown: &mut HashMap<Vec<u8>, usize>,
+    ) -> Option<String> {
+        if !self.is_there {
+            self.is_there = which == 0 && segment == control_stream::GREETING.as_bytes();
+            return (!self.is_there).then(|| format!("{}: ", self.host));
+        }
+        if which == 1 && segment.starts_with(OF_LAUNCHER) {
+            let said = self.said.entry(segment.into()).or_default();
+            let shown = shown.entry(segment.into()).or_default();
+            *said += 1;
+            if said <= shown {
+                return None;
+            }
+            *shown = *said;
+        }
+        Some(String::new())
+    }
+}

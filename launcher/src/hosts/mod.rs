@@ -1,0 +1,393 @@
+//! The *head*: starts an agent on each host, passes on what they write and the signals it gets, and
+//! ends with their exit code. Agents of a job see to each other; the head sees to those that never
+//! come to that.
+
+mod agents;
+pub mod control_stream;
+mod host_process;
+
+use std::collections::HashMap;
+use std::io::{self, IsTerminal, Write};
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::process::Signal;
+
+use crate::agent::exit_status::ExitStatus;
+use crate::agent::process;
+use crate::agent::signals::{self, Request, Signals};
+use crate::control::token::{secret, TOKEN};
+use crate::hosts::agents::{Place, Start};
+use crate::hosts::host_process::{HostProcess, OF_LAUNCHER};
+use crate::job::{Hosts, Job};
+use crate::net;
+use crate::output::lines::{Segment, Source};
+use crate::output::sink::Sinks;
+use crate::poll;
+
+/// When one agent has failed, the others hear of it from each other: this long they may take to end
+/// or stop.
+const PEER_EXIT_GRACE: Duration = Duration::from_secs(5);
+
+/// How long agents may take to end beyond the grace period of their workers, and after they were
+/// killed.
+const STOPPING: Duration = Duration::from_secs(45);
+const LAST_WAIT: Duration = Duration::from_secs(10);
+
+/// Bytes read at once.
+const READ: usize = 1 << 16;
+
+/// Exit code of ssh for what goes wrong with ssh itself.
+const OF_SSH: ExitStatus = ExitStatus::Exit(255);
+
+/// Whether an agent says by this line that it, or another, is told to end.
+fn is_of_end(line: &[u8]) -> bool {
+    let message = line.strip_prefix(OF_LAUNCHER);
+    message.is_some_and(|message| {
+        message.starts_with(b"SIGTERM: ") || message.ends_with(b" was told to end\n")
+    })
+}
+
+/// Runs a job on several hosts to its end and returns the exit code to end with.
+pub fn run(job: &Job, hosts: &Hosts) -> anyhow::Result<u8> {
+    let (mut variables, missing) = agents::environment(std::env::vars_os(), &hosts.exports);
+    if !variables.contains_key(TOKEN) {
+        variables.insert(TOKEN.into(), secret()?);
+    }
+    let place = Place {
+        launcher: std::env::current_exe()?,
+        folder: folder().context("the current folder is gone")?,
+    };
+    let prefix = io::stdout().is_terminal();
+    let is_local = |node: usize| net::is_local(&hosts.list[node].name);
+    let nodes = 0..hosts.list.len();
+    let starts: Vec<Start> =
+        nodes.map(|node| agents::start(job, hosts, node, is_local(node), &place, prefix)).collect();
+    if job.dry_run {
+        io::stdout().write_all(agents::describe(&starts, &variables).as_bytes())?;
+        return Ok(0);
+    }
+    process::allow_descriptors(hosts.list.len() as u32);
+    let mut head = Head {
+        signals: Signals::catch(&job.signals)?,
+        sinks: Sinks::standard(job.quiet)
+            .context("cannot open standard output and standard error")?,
+        grace: job.grace,
+        join_timeout: job.nodes.timeouts.join,
+        started: Instant::now(),
+        next_heartbeat: Instant::now() + control_stream::HEARTBEAT_INTERVAL,
+        agents: Vec::new(),
+        shown: HashMap::new(),
+        phase: Phase::Running,
+        code: 0,
+        is_signalled: false,
+    };
+    for name in missing {
+        head.sinks.note(&format!(
+            "--export {name}: there is no {name} here, or it is not UTF-8; {name}=VALUE sets it"
+        ));
+    }
+    head.start(starts, &control_stream::environment(&variables)?);
+    head.run()
+}
+
+/// The current folder, by the name by which the user has come there: another host may know it by
+/// that only.
+fn folder() -> io::Result<PathBuf> {
+    let here = std::fs::metadata(".")?;
+    let named = std::env::var_os("PWD").map(PathBuf::from).filter(|folder| folder.is_absolute());
+    let is_here = |folder: &PathBuf| {
+        std::fs::metadata(folder)
+            .is_ok_and(|named| (named.dev(), named.ino()) == (here.dev(), here.ino()))
+    };
+    named.filter(is_here).map_or_else(std::env::current_dir, Ok)
+}
+
+/// How far the end of the job has come, and when the next step is due.
+#[derive(Clone, Copy)]
+enum Phase {
+    Running,
+    /// An agent has failed: the others should end as well.
+    Ending(Instant),
+    /// All were told to end.
+    Stopping(Instant),
+    Killed(Instant),
+}
+
+/// What `poll` has found ready; agents and their streams by index.
+enum Ready {
+    Signals,
+    Sink(usize),
+    Control(usize),
+    Output(usize, usize),
+    End(usize),
+}
+
+struct Head {
+    agents: Vec<HostProcess>,
+    signals: Signals,
+    sinks: Sinks,
+    grace: Duration,
+    /// How long to wait for an agent to be there.
+    join_timeout: Duration,
+    started: Instant,
+    /// When to write to the control streams again.
+    next_heartbeat: Instant,
+    /// How often a message of the agents was shown: all say the same of what concerns all.
+    shown: HashMap<Vec<u8>, usize>,
+    phase: Phase,
+    /// Of the first agent that has failed.
+    code: u8,
+    is_signalled: bool,
+}
+
+impl Head {
+    fn start(&mut self, starts: Vec<Start>, environment: &str) {
+        for start in starts {
+            let host = start.host.clone();
+            match HostProcess::start(start, environment) {
+                Ok(agent) => self.agents.push(agent),
+                Err(error) => {
+                    self.sinks.say(&format!("cannot start a process for {host}: {error}"));
+                    return self.fail(1);
+                }
+            }
+        }
+    }
+
+    fn run(mut self) -> anyhow::Result<u8> {
+        while !self.agents.iter().all(HostProcess::is_over) {
+            let deadline = self.deadline();
+            self.poll_once(deadline)?;
+        }
+        // Only a reader of our output is waited for, unless we were told to end.
+        while self.sinks.watch().next().is_some() {
+            let deadline = self.is_signalled.then(Instant::now);
+            if !self.poll_once(deadline)? && self.is_signalled {
+                break;
+            }
+        }
+        Ok(self.code)
+    }
+
+    fn deadline(&self) -> Option<Instant> {
+        let is_awaited = self.agents.iter().any(|agent| !agent.is_there && !agent.has_ended);
+        let phase = match self.phase {
+            Phase::Running => is_awaited.then(|| self.started + self.join_timeout),
+            Phase::Ending(deadline) | Phase::Stopping(deadline) | Phase::Killed(deadline) => {
+                Some(deadline)
+            }
+        };
+        phase.into_iter().chain([self.next_heartbeat]).min()
+    }
+
+    /// Waits for something to happen and deals with it; false if nothing did.
+    fn poll_once(&mut self, deadline: Option<Instant>) -> anyhow::Result<bool> {
+        let ready = poll::ready(self.watch(), deadline).context("cannot wait for the hosts")?;
+        let is_idle = ready.is_empty();
+        for event in ready {
+            match event {
+                Ready::Signals => {
+                    while let Some(request) = self.signals.next() {
+                        match request {
+                            Request::End(signal) => {
+                                self.is_signalled = true;
+                                self.stop(signal);
+                            }
+                            Request::Suspend => {
+                                let _stopped_for =
+                                    signals::suspend().context("cannot stop for a while")?;
+                            }
+                            Request::Resize => {}
+                        }
+                    }
+                }
+                Ready::Sink(sink) => {
+                    // When nobody reads it any more, the agents must feel it.
+                    for which in self.sinks.write(sink) {
+                        self.agents.iter_mut().for_each(|agent| agent.streams[*which] = None);
+                    }
+                }
+                Ready::Control(agent) => self.agents[agent].write(),
+                Ready::Output(agent, which) => drop(self.read(agent, which)),
+                Ready::End(agent) => self.note_end(agent)?,
+            }
+        }
+        self.elapsed(Instant::now());
+        Ok(!is_idle)
+    }
+
+    fn watch(&self) -> Vec<(Ready, PollFd<'_>)> {
+        let mut watched = vec![(Ready::Signals, PollFd::new(&self.signals, PollFlags::IN))];
+        let sinks = self.sinks.watch();
+        watched.extend(
+            sinks.map(|(sink, fd)| {
+                (Ready::Sink(sink), PollFd::from_borrowed_fd(fd, PollFlags::OUT))
+            }),
+        );
+        for (index, agent) in self.agents.iter().enumerate() {
+            let control = agent.control.as_ref().filter(|_| !agent.unwritten.is_empty());
+            watched.extend(control.map(|control| {
+                (Ready::Control(index), PollFd::from_borrowed_fd(control.as_fd(), PollFlags::OUT))
+            }));
+            for (which, stream) in agent.streams.iter().enumerate() {
+                let stream = stream.as_ref().filter(|_| !self.sinks.of(which).is_full());
+                watched.extend(stream.map(|stream| {
+                    (Ready::Output(index, which), PollFd::new(&stream.pipe, PollFlags::IN))
+                }));
+            }
+            if !agent.has_ended {
+                watched.push((Ready::End(index), PollFd::new(&agent.pidfd, PollFlags::IN)));
+            }
+        }
+        watched
+    }
+
+    /// Passes on some of what an agent has written; false if there is no more for now.
+    fn read(&mut self, index: usize, which: usize) -> bool {
+        // The head has ended the agents by SIGTERM, of which the user is to know nothing.
+        let is_ended_by_us =
+            !self.is_signalled && matches!(self.phase, Phase::Stopping(_) | Phase::Killed(_));
+        let Head { agents, sinks, shown, .. } = self;
+        let agent = &mut agents[index];
+        let Some(mut stream) = agent.streams[which].take() else { return false };
+        let has_ended = agent.has_ended;
+        let mut put = |segment: Segment| {
+            if is_ended_by_us && which == 1 && is_of_end(segment.bytes) {
+                return;
+            }
+            if let Some(prefix) = agent.prefix(which, segment.bytes, shown) {
+                // What a shell says at its start is not the program's.
+                let sink = sinks.of_mut(if prefix.is_empty() { which } else { 1 });
+                let source =
+                    Source { id: 2 * index + which, prefix: prefix.as_bytes(), is_live: false };
+                sink.queue.put(&source, segment.rest());
+            }
+        };
+        let mut buffer = vec![0; READ];
+        match rustix::io::read(&stream.pipe, &mut buffer) {
+            Ok(count) if count > 0 => stream.assembler.feed(&buffer[..count], put),
+            Err(Errno::AGAIN | Errno::INTR) if !has_ended => {}
+            _ => {
+                stream.assembler.finish(&mut put);
+                return false;
+            }
+        }
+        agent.streams[which] = Some(stream);
+        true
+    }
+
+    /// What was started for a host has ended. Processes that it has left behind may hold its output
+    /// open.
+    fn note_end(&mut self, index: usize) -> anyhow::Result<()> {
+        let agent = &mut self.agents[index];
+        let Some(status) =
+            agent.process.try_wait().context("cannot learn how an agent has ended")?
+        else {
+            return Ok(());
+        };
+        agent.has_ended = true;
+        agent.control = None;
+        let end = match std::os::unix::process::ExitStatusExt::signal(&status) {
+            Some(signal) => ExitStatus::Signal(signal),
+            None => ExitStatus::Exit(status.code().unwrap_or(1)),
+        };
+        for which in 0..2 {
+            while self.read(index, which) {}
+        }
+        let HostProcess { host, starter, is_there, .. } = &self.agents[index];
+        let is_first = matches!(self.phase, Phase::Running);
+        match is_there {
+            false if is_first => {
+                let advice = match end {
+                    OF_SSH => format!("; `{starter} {host} true` must work without a password"),
+                    _ => String::new(),
+                };
+                self.sinks.say(&format!(
+                    "cannot start flow-launch on {host}: {starter} ended with {end}{advice}"
+                ));
+                self.fail(end.code().max(1));
+            }
+            // The agents' report has it where a worker has ended so.
+            true if is_first && end == OF_SSH && !self.has_shown("exit code 255") => {
+                self.sinks
+                    .say(&format!("the connection to {host} is lost: {starter} ended with {end}"));
+                self.fail(end.code());
+            }
+            _ if end.is_failure() && *is_there && self.code == 0 => {
+                self.code = end.code();
+                if is_first {
+                    self.phase = Phase::Ending(Instant::now() + PEER_EXIT_GRACE);
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn has_shown(&self, words: &str) -> bool {
+        self.shown.keys().any(|line| String::from_utf8_lossy(line).trim_end().ends_with(words))
+    }
+
+    fn fail(&mut self, code: u8) {
+        self.code = code;
+        self.stop(Signal::TERM.as_raw());
+    }
+
+    /// Has all agents end as at this signal. One that is not there yet has nothing to end.
+    fn stop(&mut self, signal: i32) {
+        for agent in self.agents.iter_mut().filter(|agent| !agent.has_ended) {
+            if agent.is_there {
+                agent.send(&control_stream::signal(signal));
+            } else {
+                agent.kill();
+                if self.code == 0 {
+                    self.code = ExitStatus::Signal(signal).code();
+                }
+            }
+        }
+        if let Phase::Running | Phase::Ending(_) = self.phase {
+            self.phase = Phase::Stopping(Instant::now() + self.grace + STOPPING);
+        }
+    }
+
+    /// Time has passed.
+    fn elapsed(&mut self, now: Instant) {
+        if now >= self.next_heartbeat {
+            self.next_heartbeat = now + control_stream::HEARTBEAT_INTERVAL;
+            self.agents
+                .iter_mut()
+                .filter(|agent| agent.unwritten.is_empty())
+                .for_each(|agent| agent.send(control_stream::HEARTBEAT));
+        }
+        if self.deadline().is_some_and(|deadline| deadline > now) {
+            return;
+        }
+        match self.phase {
+            Phase::Running => {
+                let late = self.agents.iter().filter(|agent| !agent.is_there && !agent.has_ended);
+                let hosts: Vec<_> = late.map(|agent| agent.host.as_str()).collect();
+                let (hosts, join_timeout) = (hosts.join(", "), self.join_timeout.as_secs_f64());
+                self.sinks.say(&format!(
+                    "no answer from {hosts} for {join_timeout} s (--rdzv-conf join_timeout)"
+                ));
+                self.fail(1);
+            }
+            Phase::Ending(_) => self.stop(Signal::TERM.as_raw()),
+            Phase::Stopping(_) => {
+                self.agents.iter().filter(|agent| !agent.has_ended).for_each(HostProcess::kill);
+                self.phase = Phase::Killed(now + LAST_WAIT);
+            }
+            Phase::Killed(_) => {
+                for agent in &mut self.agents {
+                    (agent.has_ended, agent.streams) = (true, [None, None]);
+                }
+            }
+        }
+    }
+}

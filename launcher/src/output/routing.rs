@@ -1,0 +1,253 @@
+//! Which way a stream of a worker goes: to the console, to a file, or both (pure).
+
+use crate::job::{Output, StreamMap, Streams};
+
+/// A standard stream; as a number, the index of the worker's stream.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum StreamKind {
+    Stdout,
+    Stderr,
+}
+
+/// Both, in the order of their numbers.
+pub const BOTH: [StreamKind; 2] = [StreamKind::Stdout, StreamKind::Stderr];
+
+impl StreamKind {
+    pub fn name(self) -> &'static str {
+        match self {
+            StreamKind::Stdout => "stdout",
+            StreamKind::Stderr => "stderr",
+        }
+    }
+
+    fn is_in(self, streams: Streams) -> bool {
+        match self {
+            StreamKind::Stdout => streams.stdout,
+            StreamKind::Stderr => streams.stderr,
+        }
+    }
+}
+
+/// The way of one stream of one worker.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Route {
+    /// What goes before each line on the console; none where the stream is not shown.
+    pub console: Option<String>,
+    /// It goes to a file of its own.
+    pub file: bool,
+    /// What goes before each line with one of the needles, in the file that all workers share; none
+    /// if not looked for.
+    pub filtered: Option<String>,
+}
+
+impl Route {
+    /// flow-launch need not see the stream: the worker can write to the file, or to nowhere, by
+    /// itself. Of standard error it must see what goes to no file, for the report on a failure.
+    pub fn is_direct(&self, which: StreamKind) -> bool {
+        self.console.is_none()
+            && self.filtered.is_none()
+            && (self.file || which == StreamKind::Stdout)
+    }
+}
+
+/// The ways of all streams of a job.
+pub struct Routes {
+    output: Output,
+    role: String,
+    /// torchrun's TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE.
+    template: Option<String>,
+    /// There is a folder for files of streams.
+    has_files: bool,
+    /// Lines that are not tee'd get the rank, too.
+    prefix: bool,
+}
+
+impl Routes {
+    pub fn new(output: &Output, role: &str, template: Option<String>, is_terminal: bool) -> Routes {
+        let (has_files, prefix) = (wants_files(output), is_terminal || output.prefix);
+        Routes { output: output.clone(), role: role.into(), template, has_files, prefix }
+    }
+
+    pub fn of(&self, which: StreamKind, rank: u32, local_rank: u32) -> Route {
+        let (redirects, tee) =
+            (self.output.redirects.of(local_rank), self.output.tee.of(local_rank));
+        let is_teed = self.has_files && which.is_in(tee);
+        let is_redirected = self.has_files && which.is_in(redirects) && !is_teed;
+        let is_shown = self.output.shown.as_ref().is_none_or(|shown| shown.contains(&local_rank));
+        let tee_prefix = || self.tee_prefix(rank, local_rank);
+        let console = match (is_teed, self.prefix) {
+            (true, _) => tee_prefix(),
+            (false, true) => format!("[rank {rank}] "),
+            (false, false) => String::new(),
+        };
+        // torchrun looks at what is tee'd only; where nothing is, there would be nothing to look
+        // at.
+        let is_looked_at = is_teed || !any(&self.output.tee, which);
+        let is_filtered = self.has_files && !self.needles(which).is_empty() && is_looked_at;
+        Route {
+            console: (is_shown && !is_redirected).then_some(console),
+            file: is_teed || is_redirected,
+            filtered: is_filtered.then(tee_prefix),
+        }
+    }
+
+    /// What lines of this stream are looked for.
+    pub fn needles(&self, which: StreamKind) -> &[String] {
+        needles(&self.output, which)
+    }
+
+    /// As torchrun's: `[default0]:`.
+    fn tee_prefix(&self, rank: u32, local_rank: u32) -> String {
+        let Some(template) = &self.template else { return format!("[{}{local_rank}]:", self.role) };
+        let values = [
+            ("role_name", &self.role),
+            ("local_rank", &local_rank.to_string()),
+            ("rank", &rank.to_string()),
+        ];
+        values.iter().fold(template.clone(), |text, (name, value)| {
+            text.replace(&format!("${{{name}}}"), value)
+        })
+    }
+}
+
+fn needles(output: &Output, which: StreamKind) -> &[String] {
+    match which {
+        StreamKind::Stdout => &output.stdout_filters,
+        StreamKind::Stderr => &output.stderr_filters,
+    }
+}
+
+/// `--log-dir /dev/null`: there are to be no files at all.
+pub fn is_nowhere(output: &Output) -> bool {
+    output.log_dir.as_deref() == Some("/dev/null".as_ref())
+}
+
+/// Streams go to files.
+pub fn wants_files(output: &Output) -> bool {
+    let is_wanted = |which| {
+        any(&output.redirects, which)
+            || any(&output.tee, which)
+            || !needles(output, which).is_empty()
+    };
+    !is_nowhere(output) && BOTH.into_iter().any(is_wanted)
+}
+
+/// This stream of any worker is in the map.
+fn any(map: &StreamMap, which: StreamKind) -> bool {
+    match map {
+        StreamMap::All(streams) => which.is_in(*streams),
+        StreamMap::Each(each) => each.iter().any(|(_, streams)| which.is_in(*streams)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NONE: StreamMap = StreamMap::All(Streams { stdout: false, stderr: false });
+    const ALL: StreamMap = StreamMap::All(Streams { stdout: true, stderr: true });
+
+    fn output(redirects: StreamMap, tee: StreamMap) -> Output {
+        Output {
+            prefix: false,
+            log_dir: Some("logs".into()),
+            oneflow_names: false,
+            redirects,
+            tee,
+            shown: None,
+            stdout_filters: Vec::new(),
+            stderr_filters: Vec::new(),
+        }
+    }
+
+    fn route(output: &Output, which: StreamKind, local_rank: u32) -> Route {
+        Routes::new(output, "default", None, false).of(which, 10 + local_rank, local_rank)
+    }
+
+    #[test]
+    fn what_is_not_asked_for_goes_to_the_console_only() {
+        let plain = output(NONE, NONE);
+        assert_eq!(
+            route(&plain, StreamKind::Stdout, 0),
+            Route { console: Some("".into()), file: false, filtered: None }
+        );
+        assert!(
+            !route(&plain, StreamKind::Stdout, 0).is_direct(StreamKind::Stdout)
+                && !wants_files(&plain)
+        );
+        let marked = Routes::new(&plain, "default", None, true).of(StreamKind::Stderr, 10, 0);
+        assert_eq!(marked.console.as_deref(), Some("[rank 10] "));
+    }
+
+    #[test]
+    fn redirects_take_a_stream_off_the_console_and_tee_does_not() {
+        let only_stdout_of_1 = StreamMap::Each(vec![(1, Streams { stdout: true, stderr: false })]);
+        let redirected = output(only_stdout_of_1.clone(), NONE);
+        assert_eq!(
+            route(&redirected, StreamKind::Stdout, 1),
+            Route { console: None, file: true, filtered: None }
+        );
+        assert!(route(&redirected, StreamKind::Stdout, 1).is_direct(StreamKind::Stdout));
+        assert_eq!(route(&redirected, StreamKind::Stderr, 1).console.as_deref(), Some(""));
+        assert_eq!(route(&redirected, StreamKind::Stdout, 0).console.as_deref(), Some(""));
+        let both = output(ALL, only_stdout_of_1);
+        assert_eq!(
+            route(&both, StreamKind::Stdout, 1),
+            Route { console: Some("[default1]:".into()), file: true, filtered: None }
+        );
+        assert_eq!(route(&both, StreamKind::Stderr, 1).console, None);
+    }
+
+    #[test]
+    fn ranks_that_are_not_shown_still_have_files_and_a_tail() {
+        let hidden = Output {
+            shown: Some(vec![0]),
+            ..output(NONE, StreamMap::Each(vec![(1, Streams { stdout: true, stderr: true })]))
+        };
+        assert_eq!(route(&hidden, StreamKind::Stdout, 0).console.as_deref(), Some(""));
+        assert_eq!(
+            route(&hidden, StreamKind::Stdout, 1),
+            Route { console: None, file: true, filtered: None }
+        );
+        assert_eq!(
+            route(&hidden, StreamKind::Stdout, 2),
+            Route { console: None, file: false, filtered: None }
+        );
+        assert!(route(&hidden, StreamKind::Stdout, 2).is_direct(StreamKind::Stdout));
+        assert!(!route(&hidden, StreamKind::Stderr, 2).is_direct(StreamKind::Stderr));
+    }
+
+    #[test]
+    fn filters_look_at_what_is_teed_or_else_at_all() {
+        let needles = vec!["loss".to_string()];
+        let teed = StreamMap::Each(vec![(1, Streams { stdout: true, stderr: true })]);
+        let some = Output { stdout_filters: needles.clone(), ..output(NONE, teed) };
+        assert_eq!(route(&some, StreamKind::Stdout, 0).filtered, None);
+        assert_eq!(route(&some, StreamKind::Stdout, 1).filtered.as_deref(), Some("[default1]:"));
+        assert_eq!(route(&some, StreamKind::Stderr, 1).filtered, None);
+        let all = Output { stdout_filters: needles, ..output(ALL, NONE) };
+        assert_eq!(route(&all, StreamKind::Stdout, 0).filtered.as_deref(), Some("[default0]:"));
+        assert!(!route(&all, StreamKind::Stdout, 0).is_direct(StreamKind::Stdout));
+    }
+
+    #[test]
+    fn without_a_folder_there_are_no_files() {
+        let nowhere = Output {
+            log_dir: Some("/dev/null".into()),
+            stdout_filters: vec!["x".into()],
+            ..output(ALL, ALL)
+        };
+        assert_eq!(
+            route(&nowhere, StreamKind::Stdout, 0),
+            Route { console: Some("".into()), file: false, filtered: None }
+        );
+    }
+
+    #[test]
+    fn the_prefix_of_teed_lines_can_be_chosen() {
+        let teed = output(NONE, ALL);
+        let template = Some("[${role_name} ${local_rank}/${rank}] ".to_string());
+        let route = Routes::new(&teed, "trainer", template, true).of(StreamKind::Stdout, 12, 2);
+        assert_eq!(route.console.as_deref(), Some("[trainer 2/12] "));
+    }
+}

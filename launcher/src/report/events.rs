@@ -1,0 +1,208 @@
+//! `--events`: what happens to a job, one JSON object a line, for programs to read.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+use std::time::SystemTime;
+
+use anyhow::Context;
+use jiff::Timestamp;
+use rustix::fs::OFlags;
+use serde::Serialize;
+
+use crate::agent::exit_status::ExitStatus;
+use crate::control::protocol::ClusterEvent;
+
+/// Whoever starts flow-launch from Python names a file of its own by it, beside the user's.
+pub const VARIABLE: &str = "FLOW_LAUNCHER_EVENTS";
+
+/// Something that has happened.
+#[derive(Debug, Serialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum JobEvent<'a> {
+    /// A worker was started.
+    Start { rank: u32, local_rank: u32, pid: i32 },
+    /// A worker has ended.
+    Exit {
+        rank: u32,
+        local_rank: u32,
+        pid: i32,
+        #[serde(flatten)]
+        end: EndFields,
+    },
+    /// The workers are started once more, after a failure or with other nodes.
+    Restart { round: u32, world_size: u32 },
+    /// The workers of this node are told to stop.
+    Stop { reason: &'a str },
+    /// Another node has joined. Told on the leading node, as are the next two.
+    NodeJoined { node_host: &'a str },
+    /// Another node is gone before the job's end.
+    NodeLost { node_host: &'a str, reason: &'a str },
+    /// Workers wait long for each other.
+    Hang { report: &'a str },
+    /// flow-launch ends with this exit code.
+    End {
+        code: u8,
+        /// The worker of this node that failed first, if one did.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        rank: Option<u32>,
+    },
+}
+
+impl<'a> From<&'a ClusterEvent> for JobEvent<'a> {
+    fn from(news: &'a ClusterEvent) -> JobEvent<'a> {
+        match news {
+            ClusterEvent::Joined { host } => JobEvent::NodeJoined { node_host: host },
+            ClusterEvent::Lost { host, reason } => JobEvent::NodeLost { node_host: host, reason },
+            ClusterEvent::Hang { report } => JobEvent::Hang { report },
+        }
+    }
+}
+
+/// How a process ended: exactly one of them.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EndFields {
+    Code(i32),
+    Signal(i32),
+}
+
+impl From<ExitStatus> for EndFields {
+    fn from(end: ExitStatus) -> EndFields {
+        match end {
+            ExitStatus::Exit(code) => EndFields::Code(code),
+            ExitStatus::Signal(signal) => EndFields::Signal(signal),
+        }
+    }
+}
+
+#[derive(Serialize)]
+struct Record<'a> {
+    time: String,
+    host: &'a str,
+    node: u32,
+    restart_count: u32,
+    #[serde(flatten)]
+    event: &'a JobEvent<'a>,
+}
+
+/// The files of events.
+pub struct EventLog {
+    files: Vec<(File, PathBuf)>,
+    host: String,
+    /// This node's number, and how often the job was restarted: they go with each event.
+    pub node: u32,
+    pub restart_count: u32,
+}
+
+impl EventLog {
+    /// Opens the files, which other launchers may be writing as well.
+    pub fn open(paths: &[PathBuf], host: &str) -> anyhow::Result<EventLog> {
+        // A pipe must be read by somebody already, and is given up when it is full: flow-launch
+        // waits for no reader.
+        let open = |path: &PathBuf| {
+            let flags = OFlags::NONBLOCK.bits() as i32;
+            let file = OpenOptions::new().append(true).create(true).custom_flags(flags).open(path);
+            file.with_context(|| format!("cannot open {} for --events", path.display()))
+                .map(|file| (file, path.clone()))
+        };
+        let files = paths.iter().map(open).collect::<Result<_, _>>()?;
+        Ok(EventLog { files, host: host.into(), node: 0, restart_count: 0 })
+    }
+
+    /// Writes an event. An error closes the file and is told once.
+    pub fn tell(&mut self, event: &JobEvent) -> Result<(), String> {
+        let EventLog { files, host, node, restart_count } = self;
+        let record =
+            Record { time: now(), host, node: *node, restart_count: *restart_count, event };
+        let mut messages = Vec::new();
+        files.retain(|(file, path)| {
+            let written = write(file, &record);
+            messages.extend(written.as_ref().err().map(|error| {
+                format!("cannot write to {}: {error}; it will lack further events", path.display())
+            }));
+            written.is_ok()
+        });
+        messages.is_empty().then_some(()).ok_or_else(|| messages.join("; "))
+    }
+}
+
+/// In one write, so that lines of several launchers do not mix.
+fn write(mut file: &File, record: &Record) -> io::Result<()> {
+    let mut line = serde_json::to_vec(record)?;
+    line.push(b'\n');
+    match file.write(&line)? {
+        count if count == line.len() => Ok(()),
+        _ => Err(io::Error::from(io::ErrorKind::StorageFull)),
+    }
+}
+
+/// As in RFC 3339: 2026-01-31T12:00:00.123Z.
+fn now() -> String {
+    Timestamp::try_from(SystemTime::now()).map_or_else(|_| String::new(), |now| format!("{now:.3}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{json, Value};
+
+    #[test]
+    fn events_are_lines_of_json() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("events");
+        let told = [
+            JobEvent::Start { rank: 3, local_rank: 1, pid: 7 },
+            JobEvent::Exit { rank: 3, local_rank: 1, pid: 7, end: ExitStatus::Signal(9).into() },
+            JobEvent::End { code: 137, rank: Some(3) },
+        ];
+        for event in &told {
+            // Each time anew: nothing is lost.
+            let mut events = EventLog::open(std::slice::from_ref(&path), "node0").unwrap();
+            events.node = 1;
+            events.tell(event).unwrap();
+        }
+        let text = std::fs::read_to_string(&path).unwrap();
+        let mut lines: Vec<Value> =
+            text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        for line in &mut lines {
+            let time = line.as_object_mut().unwrap().remove("time").unwrap();
+            let time = time.as_str().unwrap();
+            assert!(time.len() == 24 && time.parse::<Timestamp>().is_ok(), "{time}");
+        }
+        let common = |mut value: Value| {
+            let fields = json!({"host": "node0", "node": 1, "restart_count": 0});
+            value.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+            value
+        };
+        assert_eq!(
+            lines[0],
+            common(json!({"event": "start", "rank": 3, "local_rank": 1, "pid": 7}))
+        );
+        assert_eq!(
+            lines[1],
+            common(json!({"event": "exit", "rank": 3, "local_rank": 1, "pid": 7, "signal": 9}))
+        );
+        assert_eq!(lines[2], common(json!({"event": "end", "code": 137, "rank": 3})));
+    }
+
+    #[test]
+    fn a_full_disk_is_told_once() {
+        let mut events = EventLog::open(&["/dev/full".into()], "node0").unwrap();
+        assert!(events
+            .tell(&JobEvent::End { code: 0, rank: None })
+            .unwrap_err()
+            .contains("/dev/full"));
+        assert_eq!(events.tell(&JobEvent::End { code: 0, rank: None }), Ok(()));
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_opened_is_an_error() {
+        let error = EventLog::open(&["/no/such/folder/events".into()], "node0").err().unwrap();
+        assert!(
+            format!("{error:#}").starts_with("cannot open /no/such/folder/events for --events: "),
+            "{error:#}"
+        );
+    }
+}
