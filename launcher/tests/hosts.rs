@@ -309,7 +309,7 @@ fn a_lost_agent_is_not_waited_for() {
     let running = site.idle("--max-restarts 3");
     let is_agent = |pid: &&i32| {
         fs::read_to_string(format!("/proc/{pid}/cmdline"))
-            .is_ok_and(|line| line.contains("--on-leash"))
+            .is_ok_and(|line| line.contains("--control-stdin"))
     };
     let agent = *site.net.processes(1).iter().filter(is_agent).min().unwrap();
     kill_process(Pid::from_raw(agent).unwrap(), Signal::KILL).unwrap();
