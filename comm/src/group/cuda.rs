@@ -6,7 +6,7 @@ use flow_kernels::cuda::{Device, Error as DeviceError};
 
 use super::ProcessGroup;
 use crate::error::Result;
-use crate::nccl::{own_tag, CudaGroup};
+use crate::nccl::{unique_tag, CudaGroup};
 use crate::shm::engine::Engine;
 
 /// Test only: the ranks of a machine share its GPUs. To NCCL each then looks like a host of its
@@ -97,7 +97,7 @@ impl ProcessGroup {
         }
         let fail = |error: DeviceError| self.engine().fail(self.system("nccl", error.to_string()));
         let device = Device::open(ordinal).map_err(fail)?;
-        let mut tag = own_tag();
+        let mut tag = unique_tag();
         self.broadcast(&mut tag, 0)?;
         let tag = format!("{}-{}", tag[0], tag[1]);
         let group =

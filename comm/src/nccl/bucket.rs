@@ -20,7 +20,7 @@ pub struct FlatBucket {
     number: u32,
     step: u32,
     packer: Packer,
-    flat: Place,
+    flat: BucketView,
     /// Gradients are of another type than what is communicated.
     casts: bool,
     timing: Option<[Arc<Event>; 2]>,
@@ -29,10 +29,10 @@ pub struct FlatBucket {
 impl FlatBucket {
     /// Where the reduced gradient of a slot lies, in the type of communication; None if there is no
     /// such slot.
-    pub fn place(&self, slot: usize) -> Option<Place> {
+    pub fn view(&self, slot: usize) -> Option<BucketView> {
         let (size, layout) = (self.flat.dtype.size(), self.packer.layout());
         let (start, length) = (layout.places().get(slot)?, layout.lengths().get(slot)?);
-        Some(Place {
+        Some(BucketView {
             start: self.flat.start + start * size,
             bytes: length * size,
             ..self.flat.clone()
@@ -57,7 +57,7 @@ impl FlatBucket {
 
 /// A part of device memory, which it keeps.
 #[derive(Clone)]
-pub struct Place {
+pub struct BucketView {
     memory: Arc<FlatMemory>,
     start: usize,
     bytes: usize,
@@ -66,7 +66,7 @@ pub struct Place {
 
 // SAFETY: a place lies within its memory, which it keeps, and which waits for the device before it
 // is freed.
-unsafe impl DeviceBuffer for Place {
+unsafe impl DeviceBuffer for BucketView {
     fn address(&self) -> u64 {
         self.memory.address() + self.start as u64
     }
@@ -128,7 +128,7 @@ impl CudaGroup {
         let bytes = packer.layout().bytes();
         let memory = Arc::new(self.allocate(bytes)?);
         // The gaps between places are reduced too, whatever they hold: nobody looks at them.
-        let flat = Place { memory, start: 0, bytes, dtype: communication };
+        let flat = BucketView { memory, start: 0, bytes, dtype: communication };
         let casts = tensors != communication;
         Ok(FlatBucket { registration: None, number, step: 0, packer, flat, casts, timing: None })
     }

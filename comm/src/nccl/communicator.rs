@@ -8,36 +8,36 @@ use flow_kernels::cuda::{Device, DeviceBuffer, Stream};
 use flow_kernels::{DType, ReduceOp};
 
 use super::library::Library;
-use super::result::{Config, NcclError, State, UniqueId};
+use super::result::{CommState, Config, NcclError, UniqueId};
 use super::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t};
 use crate::error::Error;
 
-/// Pauses between two looks at an operation of NCCL that is under way grow from the first to the
+/// How often a call of NCCL that is under way is checked: intervals grow from the first to the
 /// second.
-const PAUSES: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(5));
-/// How long an abort waits for calls of other threads to return.
-const LEAVE: Duration = Duration::from_secs(5);
-/// How long ending a communicator in peace may take.
-const FAREWELL: Duration = Duration::from_secs(10);
+const POLL_INTERVALS: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(5));
+/// How long an abort waits for the calls of other threads to return.
+const ACTIVE_CALL_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long finalizing a communicator may take: all ranks take part.
+const FINALIZE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Why a communicator could not be made or used.
-pub enum Failure {
-    /// NCCL said so.
+pub enum CommunicatorError {
+    /// NCCL reported an error.
     Nccl(NcclError),
-    /// The caller's patience came to its end, for this reason.
-    Stopped(Error),
+    /// The caller's check ended the wait with this error.
+    Cancelled(Error),
     /// It has been aborted.
     Aborted,
 }
 
-impl From<NcclError> for Failure {
+impl From<NcclError> for CommunicatorError {
     fn from(error: NcclError) -> Self {
-        Failure::Nccl(error)
+        CommunicatorError::Nccl(error)
     }
 }
 
-/// Asked again and again during a wait; its error ends the wait.
-pub type Patience<'a> = &'a mut dyn FnMut() -> Result<(), Error>;
+/// Called repeatedly during a wait. Its error ends the wait.
+pub type CancelCheck<'a> = &'a mut dyn FnMut() -> Result<(), Error>;
 
 /// NCCL's handle of a communicator.
 #[derive(Clone, Copy)]
@@ -46,7 +46,7 @@ pub(super) struct Handle(pub(super) ncclComm_t);
 // SAFETY: NCCL's communicators may be used by any thread, by one at a time; `ncclCommAbort` and
 // `ncclCommGetAsyncError` at any time.
 unsafe impl Send for Handle {}
-// SAFETY: as above; whoever enqueues operations holds the group's turn.
+// SAFETY: as above; a thread that enqueues operations holds the lock on the calls.
 unsafe impl Sync for Handle {}
 
 /// One rank's part in a communicator. Operations only enqueue work on a stream; callers issue them
@@ -61,10 +61,10 @@ pub struct Communicator {
     pub(super) work: Handle,
     rank: usize,
     size: usize,
-    /// Threads that are in a call of NCCL's.
-    inside: AtomicUsize,
+    /// Calls of NCCL that are under way.
+    active_calls: AtomicUsize,
     /// Held in all calls but those that NCCL allows beside others.
-    turn: Mutex<()>,
+    calls: Mutex<()>,
     aborted: AtomicBool,
 }
 
@@ -75,14 +75,14 @@ impl Communicator {
         id: &UniqueId,
         rank: usize,
         size: usize,
-        patience: Patience<'_>,
-    ) -> Result<Self, Failure> {
-        let library =
-            Library::get().map_err(|error| Failure::Nccl(NcclError::missing(error.to_string())))?;
+        cancelled: CancelCheck<'_>,
+    ) -> Result<Self, CommunicatorError> {
+        let library = Library::get()
+            .map_err(|error| CommunicatorError::Nccl(NcclError::missing(error.to_string())))?;
         if std::env::var_os("NCCL_COMM_BLOCKING").is_some() {
             let reason =
                 "NCCL_COMM_BLOCKING is set: unset it, as Flow needs both kinds of communicators";
-            return Err(Failure::Nccl(NcclError::missing(reason.into())));
+            return Err(CommunicatorError::Nccl(NcclError::missing(reason.into())));
         }
         bind(device)?;
         // Without shared resources: aborting a part would abort the whole.
@@ -91,7 +91,7 @@ impl Communicator {
         // SAFETY: `root` is writable; the configuration and the id are read before the call
         // returns.
         unsafe { library.comm_init_rank_config(&mut root, size, id, rank, &config)? };
-        Self::of(library, device, Handle(root), rank, size, patience)
+        Self::of(library, device, Handle(root), rank, size, cancelled)
     }
 
     /// The ranks that give the same `color`, numbered in the order of `key`; None for ranks that
@@ -100,17 +100,17 @@ impl Communicator {
         &self,
         color: Option<u32>,
         key: usize,
-        patience: Patience<'_>,
-    ) -> Result<Option<Self>, Failure> {
+        cancelled: CancelCheck<'_>,
+    ) -> Result<Option<Self>, CommunicatorError> {
         bind(&self.device)?;
-        let _turn = self.take_turn()?;
+        let _lock = self.lock_calls()?;
         let config = Config::new(false);
-        let root = split(self.library, self.root, color, key, &config, patience)?;
+        let root = split(self.library, self.root, color, key, &config, cancelled)?;
         let Some(root) = root else { return Ok(None) };
         // SAFETY: the new communicator is ready, and nobody else has it.
         let (rank, size) =
             unsafe { (self.library.comm_user_rank(root.0)?, self.library.comm_count(root.0)?) };
-        Self::of(self.library, &self.device, root, rank, size, patience).map(Some)
+        Self::of(self.library, &self.device, root, rank, size, cancelled).map(Some)
     }
 
     fn of(
@@ -119,12 +119,12 @@ impl Communicator {
         root: Handle,
         rank: usize,
         size: usize,
-        patience: Patience<'_>,
-    ) -> Result<Self, Failure> {
+        cancelled: CancelCheck<'_>,
+    ) -> Result<Self, CommunicatorError> {
         let config = Config::new(true);
-        let work = settle(library, root, patience)
-            .and_then(|()| split(library, root, Some(0), rank, &config, patience))
-            .and_then(|work| work.ok_or(Failure::Aborted));
+        let work = settle(library, root, cancelled)
+            .and_then(|()| split(library, root, Some(0), rank, &config, cancelled))
+            .and_then(|work| work.ok_or(CommunicatorError::Aborted));
         match work {
             Ok(work) => Ok(Self {
                 library,
@@ -133,8 +133,8 @@ impl Communicator {
                 work,
                 rank,
                 size,
-                inside: AtomicUsize::new(0),
-                turn: Mutex::new(()),
+                active_calls: AtomicUsize::new(0),
+                calls: Mutex::new(()),
                 aborted: AtomicBool::new(false),
             }),
             Err(failure) => {
@@ -154,8 +154,8 @@ impl Communicator {
     }
 
     /// What went wrong on the device or between ranks since the last look.
-    pub fn check(&self) -> Result<(), Failure> {
-        let _inside = self.enter()?;
+    pub fn check(&self) -> Result<(), CommunicatorError> {
+        let _call = self.enter()?;
         // SAFETY: the handle is valid as long as the communicator is not aborted, which waits for
         // us.
         unsafe { self.library.async_error(self.work.0)? };
@@ -172,8 +172,8 @@ impl Communicator {
         if self.aborted.swap(true, Ordering::SeqCst) {
             return true;
         }
-        let deadline = Instant::now() + LEAVE;
-        while self.inside.load(Ordering::SeqCst) > 0 {
+        let deadline = Instant::now() + ACTIVE_CALL_TIMEOUT;
+        while self.active_calls.load(Ordering::SeqCst) > 0 {
             if Instant::now() >= deadline {
                 return false;
             }
@@ -198,8 +198,8 @@ impl Communicator {
         buffer: &mut dyn DeviceBuffer,
         op: ReduceOp,
         stream: &Stream,
-    ) -> Result<(), Failure> {
-        let _turn = self.take_turn()?;
+    ) -> Result<(), CommunicatorError> {
+        let _lock = self.lock_calls()?;
         let (data, count, dtype) = parts(buffer);
         // SAFETY: the memory holds `count` elements; the caller's promise.
         unsafe {
@@ -225,8 +225,8 @@ impl Communicator {
         op: ReduceOp,
         root: usize,
         stream: &Stream,
-    ) -> Result<(), Failure> {
-        let _turn = self.take_turn()?;
+    ) -> Result<(), CommunicatorError> {
+        let _lock = self.lock_calls()?;
         let (data, count, dtype) = parts(buffer);
         // SAFETY: the memory holds `count` elements; NCCL writes to the root's only.
         unsafe {
@@ -254,7 +254,7 @@ impl Communicator {
         buffers: &mut [B],
         root: usize,
         stream: &Stream,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), CommunicatorError> {
         self.grouped(|| {
             buffers.iter_mut().try_for_each(|buffer| {
                 let (data, count, dtype) = parts(buffer);
@@ -284,8 +284,8 @@ impl Communicator {
         input: &dyn DeviceBuffer,
         output: &mut dyn DeviceBuffer,
         stream: &Stream,
-    ) -> Result<(), Failure> {
-        let _turn = self.take_turn()?;
+    ) -> Result<(), CommunicatorError> {
+        let _lock = self.lock_calls()?;
         let (from, count, dtype) = parts(input);
         // SAFETY: `output` holds `count` elements for each rank; the caller's promise.
         unsafe {
@@ -312,8 +312,8 @@ impl Communicator {
         output: &mut dyn DeviceBuffer,
         op: ReduceOp,
         stream: &Stream,
-    ) -> Result<(), Failure> {
-        let _turn = self.take_turn()?;
+    ) -> Result<(), CommunicatorError> {
+        let _lock = self.lock_calls()?;
         let (to, count, dtype) = parts(output);
         // SAFETY: `input` holds `count` elements for each rank; the caller's promise.
         unsafe {
@@ -336,12 +336,12 @@ impl Communicator {
     /// # Safety
     ///
     /// See [`Communicator::all_reduce`]; blocks lie within their buffers.
-    pub unsafe fn exchange(
+    pub unsafe fn grouped_p2p(
         &self,
-        sends: &[Block<'_>],
-        receives: &[Block<'_>],
+        sends: &[P2pBlock<'_>],
+        receives: &[P2pBlock<'_>],
         stream: &Stream,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), CommunicatorError> {
         let (comm, stream) = (self.work.0, stream.handle());
         self.grouped(|| {
             for block in sends {
@@ -359,8 +359,11 @@ impl Communicator {
     }
 
     /// Makes one operation of those that `body` enqueues.
-    fn grouped(&self, body: impl FnOnce() -> Result<(), NcclError>) -> Result<(), Failure> {
-        let _turn = self.take_turn()?;
+    fn grouped(
+        &self,
+        body: impl FnOnce() -> Result<(), NcclError>,
+    ) -> Result<(), CommunicatorError> {
+        let _lock = self.lock_calls()?;
         self.library.group_start()?;
         let result = body();
         let end = self.library.group_end(); // in any case
@@ -368,24 +371,26 @@ impl Communicator {
     }
 
     /// For calls that must not be made beside others.
-    pub(super) fn take_turn(&self) -> Result<(MutexGuard<'_, ()>, Inside<'_>), Failure> {
-        let turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok((turn, self.enter()?))
+    pub(super) fn lock_calls(
+        &self,
+    ) -> Result<(MutexGuard<'_, ()>, ActiveCall<'_>), CommunicatorError> {
+        let calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok((calls, self.enter()?))
     }
 
-    fn enter(&self) -> Result<Inside<'_>, Failure> {
-        self.inside.fetch_add(1, Ordering::SeqCst);
-        let inside = Inside(self);
+    fn enter(&self) -> Result<ActiveCall<'_>, CommunicatorError> {
+        self.active_calls.fetch_add(1, Ordering::SeqCst);
+        let call = ActiveCall(self);
         match self.aborted.load(Ordering::SeqCst) {
-            true => Err(Failure::Aborted),
-            false => Ok(inside),
+            true => Err(CommunicatorError::Aborted),
+            false => Ok(call),
         }
     }
 }
 
 impl Drop for Communicator {
-    /// Ends in peace with the other ranks, who do the same. That may take until the last of them
-    /// has come so far: whoever waits too long leaves it to the end of the process.
+    /// Finalizes the communicator together with the other ranks. A rank that waits too long for the
+    /// last of them leaves the rest to the end of its process.
     fn drop(&mut self) {
         if self.aborted.load(Ordering::SeqCst) {
             return;
@@ -393,7 +398,7 @@ impl Drop for Communicator {
         let (library, device, work, root) =
             (self.library, Arc::clone(&self.device), self.work, self.root);
         let (done, outcome) = mpsc::channel();
-        let farewell = move || {
+        let finalize = move || {
             let _ = bind(&device);
             let (Handle(work), Handle(root)) = (work, root);
             // SAFETY: nobody else has the handles any more.
@@ -404,20 +409,20 @@ impl Drop for Communicator {
                     .and_then(|()| library.comm_finalize(root))
                     .and_then(|()| {
                         let begin = Instant::now();
-                        while matches!(library.async_error(root), Ok(State::InProgress))
-                            && begin.elapsed() < FAREWELL
+                        while matches!(library.async_error(root), Ok(CommState::InProgress))
+                            && begin.elapsed() < FINALIZE_TIMEOUT
                         {
-                            std::thread::sleep(PAUSES.1);
+                            std::thread::sleep(POLL_INTERVALS.1);
                         }
                         library.comm_destroy(root)
                     })
             };
             let _ = done.send(result);
         };
-        if std::thread::Builder::new().name("flow-nccl-end".into()).spawn(farewell).is_err() {
+        if std::thread::Builder::new().name("flow-nccl-end".into()).spawn(finalize).is_err() {
             return;
         }
-        match outcome.recv_timeout(FAREWELL) {
+        match outcome.recv_timeout(FINALIZE_TIMEOUT) {
             Ok(Ok(())) => {}
             Ok(Err(error)) => log::warn!("rank {} of {}: {error}", self.rank, self.size),
             Err(_) => log::warn!(
@@ -429,24 +434,24 @@ impl Drop for Communicator {
     }
 }
 
-/// A thread's stay in NCCL.
-pub(super) struct Inside<'a>(&'a Communicator);
+/// A call of NCCL that a thread is in.
+pub(super) struct ActiveCall<'a>(&'a Communicator);
 
-impl Drop for Inside<'_> {
+impl Drop for ActiveCall<'_> {
     fn drop(&mut self) {
-        self.0.inside.fetch_sub(1, Ordering::SeqCst);
+        self.0.active_calls.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
 /// A part of a buffer, to or from `peer`.
-pub struct Block<'a> {
+pub struct P2pBlock<'a> {
     pub buffer: &'a dyn DeviceBuffer,
     pub start: usize,
     pub bytes: usize,
     pub peer: usize,
 }
 
-impl Block<'_> {
+impl P2pBlock<'_> {
     fn parts(&self) -> (*mut std::ffi::c_void, usize, ncclDataType_t) {
         let dtype = self.buffer.dtype();
         (
@@ -462,17 +467,21 @@ pub(super) fn bind(device: &Device) -> Result<(), NcclError> {
 }
 
 /// Waits until what was begun on a non-blocking communicator is over.
-fn settle(library: &Library, comm: Handle, patience: Patience<'_>) -> Result<(), Failure> {
-    let mut pause = PAUSES.0;
+fn settle(
+    library: &Library,
+    comm: Handle,
+    cancelled: CancelCheck<'_>,
+) -> Result<(), CommunicatorError> {
+    let mut pause = POLL_INTERVALS.0;
     loop {
         // SAFETY: the handle is NCCL's, of a communicator that is being made or split by this
         // thread.
-        if let State::Done = unsafe { library.async_error(comm.0)? } {
+        if let CommState::Done = unsafe { library.async_error(comm.0)? } {
             return Ok(());
         }
-        patience().map_err(Failure::Stopped)?;
+        cancelled().map_err(CommunicatorError::Cancelled)?;
         std::thread::sleep(pause);
-        pause = (2 * pause).min(PAUSES.1);
+        pause = (2 * pause).min(POLL_INTERVALS.1);
     }
 }
 
@@ -482,20 +491,20 @@ fn split(
     color: Option<u32>,
     key: usize,
     config: &Config,
-    patience: Patience<'_>,
-) -> Result<Option<Handle>, Failure> {
+    cancelled: CancelCheck<'_>,
+) -> Result<Option<Handle>, CommunicatorError> {
     // NCCL writes to it when the split is over.
     let child = Box::leak(Box::new(std::ptr::null_mut::<super::sys::ncclComm>()));
     // SAFETY: `from` is ready; `child` stays writable however long the split takes.
     unsafe { library.comm_split(from.0, color, key, child, config)? };
-    settle(library, from, patience)?; // on an error, `child` must stay
+    settle(library, from, cancelled)?; // on an error, `child` must stay
     let child: *mut ncclComm_t = child;
     // SAFETY: the split is over: the box is ours again.
     let child = *unsafe { Box::from_raw(child) };
     if child.is_null() {
         return Ok(None);
     }
-    settle(library, Handle(child), patience)?;
+    settle(library, Handle(child), cancelled)?;
     Ok(Some(Handle(child)))
 }
 

@@ -8,10 +8,11 @@ use std::time::Duration;
 use flow_kernels::cuda::{Device, DeviceBuffer, Event, Memory, Stream};
 use flow_kernels::{DType, ReduceOp};
 
-use super::communicator::{Block, Communicator, Failure};
-use super::meeting::{meet, not_joined, patience, JOINING};
+use super::bootstrap::{init_communicator, join_check, not_joined, JOINING};
+use super::communicator::{Communicator, CommunicatorError, P2pBlock};
+use super::error::{system_error, EnqueueError};
 use super::memory::{FlatMemory, Registration};
-use super::watch::{Issued, Watch};
+use super::watchdog::{EnqueuedOp, Watchdog};
 use crate::arguments::Caller;
 use crate::error::{Error, Result};
 use crate::shm::engine::Engine;
@@ -32,22 +33,22 @@ use crate::shm::operation::{Kind, Operation};
 /// device, is ended.
 pub struct CudaGroup {
     /// Before the communicator: it uses that.
-    watch: ForkSafe<Watch>,
+    watchdog: ForkSafe<Watchdog>,
     communicator: ForkSafe<Arc<Communicator>>,
     engine: ForkSafe<Arc<Engine>>,
     device: ForkSafe<Arc<Device>>,
     stream: ForkSafe<Stream>,
-    turn: ForkSafe<Mutex<Turn>>,
-    /// Beginning of the group's keys in the store.
+    state: ForkSafe<Mutex<IssueState>>,
+    /// Prefix of the group's keys in the store.
     prefix: String,
 }
 
-/// Operations are issued one after the other.
-struct Turn {
+/// What changes with each operation: operations are enqueued one at a time.
+struct IssueState {
     sequence: u64,
     splits: usize,
     ready: Event,
-    /// All that there are, the longest used first.
+    /// All events of the group, the oldest first.
     events: VecDeque<Arc<Event>>,
 }
 
@@ -55,7 +56,7 @@ impl CudaGroup {
     /// `tag` is the same on all ranks, and no other group's.
     pub(crate) fn new(engine: Arc<Engine>, device: Arc<Device>, tag: &str) -> Result<Self> {
         let prefix = format!("nccl/{tag}/");
-        let communicator = meet(&engine, &device, &prefix)?;
+        let communicator = init_communicator(&engine, &device, &prefix)?;
         Self::of(engine, device, communicator, prefix)
     }
 
@@ -65,21 +66,23 @@ impl CudaGroup {
         communicator: Communicator,
         prefix: String,
     ) -> Result<Self> {
-        let system = |reason: String| engine.fail(failed(&engine, JOINING, reason));
+        let system = |reason: String| engine.fail(system_error(&engine, JOINING, reason));
         let cuda = |error: flow_kernels::cuda::Error| system(error.to_string());
         let stream = Stream::high_priority(&device).map_err(cuda)?;
         let ready = Event::new(&device).map_err(cuda)?;
         let communicator = Arc::new(communicator);
-        let watch = Watch::start(Arc::clone(&engine), Arc::clone(&communicator), prefix.clone())
-            .map_err(|error| system(format!("cannot start a thread: {error}")))?;
-        let turn = Mutex::new(Turn { sequence: 0, splits: 0, ready, events: VecDeque::new() });
+        let watchdog =
+            Watchdog::start(Arc::clone(&engine), Arc::clone(&communicator), prefix.clone())
+                .map_err(|error| system(format!("cannot start a thread: {error}")))?;
+        let state =
+            Mutex::new(IssueState { sequence: 0, splits: 0, ready, events: VecDeque::new() });
         Ok(Self {
-            watch: ForkSafe::new(watch),
+            watchdog: ForkSafe::new(watchdog),
             communicator: ForkSafe::new(communicator),
             engine: ForkSafe::new(engine),
             device: ForkSafe::new(device),
             stream: ForkSafe::new(stream),
-            turn: ForkSafe::new(turn),
+            state: ForkSafe::new(state),
             prefix,
         })
     }
@@ -87,15 +90,16 @@ impl CudaGroup {
     /// The part of a new sub-group, of which `member` is this rank's engine if it is in it. All
     /// ranks of this group call this.
     pub(crate) fn split(&self, member: Option<&Arc<Engine>>) -> Result<Option<Self>> {
-        let mut turn = self.turn(&"new_group")?;
-        self.watch.check(&"new_group")?;
-        turn.splits += 1;
-        let prefix = format!("{}{}/", self.prefix, turn.splits);
+        let mut state = self.issue_state(&"new_group")?;
+        self.watchdog.check(&"new_group")?;
+        state.splits += 1;
+        let prefix = format!("{}{}/", self.prefix, state.splits);
         let key = member.map_or(0, |engine| engine.rank);
-        let mut patience = patience(&self.engine, &prefix)?;
-        let split = self.communicator.split(member.map(|_| 0), key, &mut patience);
-        drop(patience);
-        let split = split.map_err(|failure| self.watch.fail(not_joined(&self.engine, failure)))?;
+        let mut cancelled = join_check(&self.engine, &prefix)?;
+        let split = self.communicator.split(member.map(|_| 0), key, &mut cancelled);
+        drop(cancelled);
+        let split =
+            split.map_err(|failure| self.watchdog.fail(not_joined(&self.engine, failure)))?;
         match (split, member) {
             (Some(communicator), Some(engine)) => {
                 Self::of(Arc::clone(engine), Arc::clone(&self.device), communicator, prefix)
@@ -201,7 +205,7 @@ impl CudaGroup {
         })
     }
 
-    /// Block s of rank r's `output` becomes block r of rank s' `input`; both are group size equal
+    /// P2pBlock s of rank r's `output` becomes block r of rank s' `input`; both are group size equal
     /// blocks.
     pub fn all_to_all(
         &self,
@@ -216,7 +220,7 @@ impl CudaGroup {
         let (sends, receives) = (blocks(input, self.size()), blocks(&*output, self.size()));
         // SAFETY: as above; the blocks are parts of the buffers.
         self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.exchange(&sends, &receives, own)
+            communicator.grouped_p2p(&sends, &receives, own)
         })
     }
 
@@ -240,11 +244,11 @@ impl CudaGroup {
         };
         let operation =
             self.operation(Kind::Gather, input.dtype(), count(input), ReduceOp::Sum, root);
-        let send = Block { buffer: input, start: 0, bytes: input.bytes(), peer: root };
+        let send = P2pBlock { buffer: input, start: 0, bytes: input.bytes(), peer: root };
         let receives = output.map_or(Vec::new(), |output| blocks(&*output, self.size()));
         // SAFETY: as above.
         self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.exchange(&[send], &receives, own)
+            communicator.grouped_p2p(&[send], &receives, own)
         })
     }
 
@@ -264,11 +268,11 @@ impl CudaGroup {
         }
         let operation =
             self.operation(Kind::Scatter, output.dtype(), count(output), ReduceOp::Sum, root);
-        let receive = Block { buffer: &*output, start: 0, bytes: output.bytes(), peer: root };
+        let receive = P2pBlock { buffer: &*output, start: 0, bytes: output.bytes(), peer: root };
         let sends = input.map_or(Vec::new(), |input| blocks(input, self.size()));
         // SAFETY: as above.
         self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.exchange(&sends, &[receive], own)
+            communicator.grouped_p2p(&sends, &[receive], own)
         })
     }
 
@@ -278,10 +282,10 @@ impl CudaGroup {
     pub fn send(&self, data: &impl DeviceBuffer, to: usize, stream: &Stream) -> Result<()> {
         self.caller().check_peer("send", to)?;
         let operation = self.operation(Kind::Send, data.dtype(), count(data), ReduceOp::Sum, to);
-        let block = Block { buffer: data, start: 0, bytes: data.bytes(), peer: to };
+        let block = P2pBlock { buffer: data, start: 0, bytes: data.bytes(), peer: to };
         // SAFETY: as above.
         self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.exchange(&[block], &[], own)
+            communicator.grouped_p2p(&[block], &[], own)
         })
     }
 
@@ -290,10 +294,10 @@ impl CudaGroup {
         self.caller().check_peer("recv", from)?;
         let operation =
             self.operation(Kind::Recv, buffer.dtype(), count(buffer), ReduceOp::Sum, from);
-        let block = Block { buffer: &*buffer, start: 0, bytes: buffer.bytes(), peer: from };
+        let block = P2pBlock { buffer: &*buffer, start: 0, bytes: buffer.bytes(), peer: from };
         // SAFETY: as above.
         self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.exchange(&[], &[block], own)
+            communicator.grouped_p2p(&[], &[block], own)
         })
     }
 
@@ -337,13 +341,13 @@ impl CudaGroup {
 
     /// The failure of the group, if it has failed.
     pub fn check(&self) -> Result<()> {
-        self.member(&"NCCL")?.watch.check(&"NCCL")
+        self.member(&"NCCL")?.watchdog.check(&"NCCL")
     }
 
     /// Lets later work on `stream` wait for all operations that have been enqueued.
     pub fn join(&self, stream: &Stream) -> Result<()> {
-        let turn = self.turn(&"joining a stream")?;
-        let joined = turn.ready.record(&self.stream).and_then(|()| stream.wait(&turn.ready));
+        let state = self.issue_state(&"joining a stream")?;
+        let joined = state.ready.record(&self.stream).and_then(|()| stream.wait(&state.ready));
         joined.map_err(|error| self.system("joining a stream", error.to_string()))
     }
 
@@ -354,7 +358,7 @@ impl CudaGroup {
         }
         self.engine.abort(cause);
         let rank = self.engine.world.rank;
-        self.watch.fail(Error::Poisoned { rank, operation: "NCCL".into(), cause: cause.into() });
+        self.watchdog.fail(Error::Poisoned { rank, operation: "NCCL".into(), cause: cause.into() });
     }
 
     /// Enqueues an operation between what was enqueued on `stream` before and what will be.
@@ -362,7 +366,7 @@ impl CudaGroup {
         &self,
         operation: Operation,
         stream: &Stream,
-        issue: impl FnOnce(&Communicator, &Stream) -> Result<(), Failure>,
+        issue: impl FnOnce(&Communicator, &Stream) -> Result<(), CommunicatorError>,
     ) -> Result<()> {
         if !Arc::ptr_eq(stream.device(), &self.device) {
             let reason =
@@ -380,56 +384,59 @@ impl CudaGroup {
         &self,
         mut operation: Operation,
         after: &[Stream],
-        issue: impl FnOnce(&Communicator, &Stream) -> Result<(), Fault>,
+        issue: impl FnOnce(&Communicator, &Stream) -> Result<(), EnqueueError>,
     ) -> Result<Arc<Event>> {
-        let mut turn = self.turn(&operation.kind.name())?;
-        operation.sequence = turn.sequence;
-        let issued = Issued { operation, bytes: operation.count as usize * operation.dtype.size() };
-        self.watch.check(&issued)?;
-        turn.sequence += 1;
-        self.watch.begin(issued);
+        let mut state = self.issue_state(&operation.kind.name())?;
+        operation.sequence = state.sequence;
+        let enqueued = EnqueuedOp {
+            descriptor: operation,
+            bytes: operation.count as usize * operation.dtype.size(),
+        };
+        self.watchdog.check(&enqueued)?;
+        state.sequence += 1;
+        self.watchdog.begin(enqueued);
         let result = after
             .iter()
             .try_for_each(|stream| {
-                turn.ready.record(stream).and_then(|()| self.stream.wait(&turn.ready))
+                state.ready.record(stream).and_then(|()| self.stream.wait(&state.ready))
             })
-            .map_err(Fault::from)
+            .map_err(EnqueueError::from)
             .and_then(|()| issue(&self.communicator, &self.stream))
             .and_then(|()| {
-                let done = turn.take_event(&self.device)?;
+                let done = state.take_event(&self.device)?;
                 done.record(&self.stream)?;
                 Ok(done)
             });
         match result {
             Ok(done) => {
-                self.watch.enqueued(Arc::clone(&done));
-                turn.events.push_back(Arc::clone(&done));
+                self.watchdog.enqueued(Arc::clone(&done));
+                state.events.push_back(Arc::clone(&done));
                 Ok(done)
             }
-            Err(fault) => Err(self.watch.fail(self.system(&issued.to_string(), fault.0))),
+            Err(fault) => Err(self.watchdog.fail(self.system(&enqueued.to_string(), fault.0))),
         }
     }
 
     pub(super) fn event(&self) -> Result<Arc<Event>> {
-        let mut turn = self.turn(&"making an event")?;
-        let event = turn
+        let mut state = self.issue_state(&"making an event")?;
+        let event = state
             .take_event(&self.device)
             .map_err(|error| self.system("making an event", error.to_string()))?;
-        turn.events.push_back(Arc::clone(&event));
+        state.events.push_back(Arc::clone(&event));
         Ok(event)
     }
 
     pub(super) fn allocate(&self, bytes: usize) -> Result<FlatMemory> {
-        self.member(&"allocating device memory")?
-            .communicator
-            .allocate(bytes)
-            .map_err(|failure| self.system("allocating device memory", Fault::from(failure).0))
+        self.member(&"allocating device memory")?.communicator.allocate(bytes).map_err(|failure| {
+            self.system("allocating device memory", EnqueueError::from(failure).0)
+        })
     }
 
     pub(super) fn register(&self, memory: &Arc<FlatMemory>) -> Result<Option<Registration>> {
         let registered = self.member(&"registering device memory")?.communicator.register(memory);
-        registered
-            .map_err(|failure| self.system("registering device memory", Fault::from(failure).0))
+        registered.map_err(|failure| {
+            self.system("registering device memory", EnqueueError::from(failure).0)
+        })
     }
 
     /// The group, for an operation that takes a member, and not a process that was forked from it.
@@ -440,11 +447,11 @@ impl CudaGroup {
         }
     }
 
-    fn turn(&self, operation: &dyn fmt::Display) -> Result<MutexGuard<'_, Turn>> {
-        Ok(self.member(operation)?.turn.lock().unwrap_or_else(PoisonError::into_inner))
+    fn issue_state(&self, operation: &dyn fmt::Display) -> Result<MutexGuard<'_, IssueState>> {
+        Ok(self.member(operation)?.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// An operation that is about to be issued: its number comes then.
+    /// An operation that is about to be enqueued: its number comes then.
     pub(super) fn operation(
         &self,
         kind: Kind,
@@ -468,7 +475,7 @@ impl CudaGroup {
     }
 
     pub(super) fn system(&self, operation: &str, reason: String) -> Error {
-        failed(&self.engine, operation, reason)
+        system_error(&self.engine, operation, reason)
     }
 
     pub(super) fn caller(&self) -> Caller {
@@ -491,8 +498,8 @@ impl CudaGroup {
 impl Drop for CudaGroup {
     /// Waits until operations under way are over; the group's timeout bounds that.
     fn drop(&mut self) {
-        if self.watch.is_ours() {
-            self.watch.drain();
+        if self.watchdog.is_ours() {
+            self.watchdog.drain();
         }
     }
 }
@@ -503,7 +510,7 @@ impl fmt::Debug for CudaGroup {
     }
 }
 
-impl Turn {
+impl IssueState {
     /// An event that nobody uses any more, or a new one.
     fn take_event(
         &mut self,
@@ -514,25 +521,6 @@ impl Turn {
             Some(event) => Ok(event),
             None => Event::timed(device).map(Arc::new),
         }
-    }
-}
-
-/// Why an operation could not be enqueued, in words.
-pub(super) struct Fault(pub(super) String);
-
-impl From<flow_kernels::cuda::Error> for Fault {
-    fn from(error: flow_kernels::cuda::Error) -> Self {
-        Fault(error.to_string())
-    }
-}
-
-impl From<Failure> for Fault {
-    fn from(failure: Failure) -> Self {
-        Fault(match failure {
-            Failure::Nccl(error) => error.to_string(),
-            Failure::Stopped(error) => error.to_string(),
-            Failure::Aborted => "the communicator has been aborted".into(),
-        })
     }
 }
 
@@ -559,11 +547,7 @@ fn count(buffer: &impl DeviceBuffer) -> usize {
 }
 
 /// A buffer's equal blocks, one for each of `peers`.
-fn blocks(buffer: &impl DeviceBuffer, peers: usize) -> Vec<Block<'_>> {
+fn blocks(buffer: &impl DeviceBuffer, peers: usize) -> Vec<P2pBlock<'_>> {
     let bytes = buffer.bytes() / peers;
-    (0..peers).map(|peer| Block { buffer, start: peer * bytes, bytes, peer }).collect()
-}
-
-pub(super) fn failed(engine: &Engine, operation: &str, reason: String) -> Error {
-    Error::System { rank: engine.world.rank, operation: operation.into(), reason }
+    (0..peers).map(|peer| P2pBlock { buffer, start: peer * bytes, bytes, peer }).collect()
 }

@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use flow_kernels::cuda::{Device, DeviceBuffer, Memory};
 
-use super::communicator::{bind, Communicator, Failure};
+use super::communicator::{bind, Communicator, CommunicatorError};
 use super::library::Library;
 use super::result::NcclError;
 
 impl Communicator {
     /// `bytes` bytes of the kind that NCCL moves best.
-    pub fn allocate(&self, bytes: usize) -> Result<FlatMemory, Failure> {
+    pub fn allocate(&self, bytes: usize) -> Result<FlatMemory, CommunicatorError> {
         let bytes = bytes.max(1); // so that it has an address
         if self.library.has_registration() {
             bind(&self.device)?;
@@ -30,11 +30,11 @@ impl Communicator {
     pub fn register(
         self: &Arc<Self>,
         memory: &Arc<FlatMemory>,
-    ) -> Result<Option<Registration>, Failure> {
+    ) -> Result<Option<Registration>, CommunicatorError> {
         if !self.library.has_registration() {
             return Ok(None);
         }
-        let _turn = self.take_turn()?;
+        let _lock = self.lock_calls()?;
         let mut handle = std::ptr::null_mut();
         // SAFETY: the memory stays as long as the registration, which keeps it.
         unsafe {
@@ -102,7 +102,7 @@ impl Drop for Registration {
         // Unmapping does not wait for what uses the memory; and NCCL comes back to the thread's
         // device.
         let done = communicator.device.synchronize();
-        let (Ok(()), Ok(_turn)) = (done, communicator.take_turn()) else { return };
+        let (Ok(()), Ok(_lock)) = (done, communicator.lock_calls()) else { return };
         // SAFETY: the handle is this registration's.
         if let Err(error) = unsafe {
             communicator.library.comm_deregister(communicator.work.0, self.handle as *mut _)

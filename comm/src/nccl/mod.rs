@@ -6,27 +6,29 @@
 //! | `library` | finds NCCL and opens it at run time |
 //! | `result` | its functions with Rust's `Result` |
 //! | `communicator` | a group's ranks as NCCL knows them |
+//! | `error` | failures of NCCL and of the device as a group's errors |
 //! | `memory` | device memory that NCCL knows |
-//! | `meeting` | how ranks find each other over NCCL |
+//! | `bootstrap` | how a group's ranks make their communicator |
 //! | `group` | a process group's collectives on GPUs |
 //! | `bucket` | the bucket reductions of data-parallel training |
-//! | `watch` | the watchdog: time-outs, lost peers, errors of the device |
+//! | `watchdog` | time-outs, lost peers, errors of the device |
 //!
-//! All `unsafe` code of the crate outside `shm` is in here.
+//! Beside this module, `unsafe` code of the crate is in `shm` and in MPI's session.
 
+mod bootstrap;
 mod bucket;
 mod communicator;
+mod error;
 mod group;
 mod library;
-mod meeting;
 mod memory;
 mod result;
 pub mod sys;
-mod watch;
+mod watchdog;
 
-pub use bucket::{FlatBucket, Place};
+pub(crate) use bootstrap::unique_tag;
+pub use bucket::{BucketView, FlatBucket};
 pub use flow_kernels::cuda::{Device, DeviceBuffer, Error as DeviceError, Event, Memory, Stream};
 pub use group::CudaGroup;
 pub use library::{Error, Library, Version};
-pub(crate) use meeting::own_tag;
 pub use result::NcclError;

@@ -27,7 +27,7 @@ impl NcclError {
 
 /// How far a communicator is with what it was last asked to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum CommState {
     /// It is ready.
     Done,
     /// A non-blocking call is not over: until it is, the communicator can only be asked again, or
@@ -159,11 +159,15 @@ impl Library {
     }
 
     /// How far `comm` is, or what has gone wrong with it since.
-    pub(super) unsafe fn async_error(&self, comm: ncclComm_t) -> Result<State> {
+    pub(super) unsafe fn async_error(&self, comm: ncclComm_t) -> Result<CommState> {
         let mut state = ncclResult_t::ncclSuccess;
         call!(self, self.nccl, ncclCommGetAsyncError(comm, &mut state))?;
         self.check("ncclCommGetAsyncError", state)?;
-        Ok(if state == ncclResult_t::ncclInProgress { State::InProgress } else { State::Done })
+        Ok(if state == ncclResult_t::ncclInProgress {
+            CommState::InProgress
+        } else {
+            CommState::Done
+        })
     }
 
     pub(super) unsafe fn comm_count(&self, comm: ncclComm_t) -> Result<usize> {

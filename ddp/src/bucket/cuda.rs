@@ -42,9 +42,8 @@ impl CudaBucket {
         let flat =
             cuda.bucket(number, dtype(group, kind)?, dtype(group, communication)?, &lengths)?;
         let view = |(slot, member): (usize, &&Parameter)| {
-            let place = flat
-                .place(slot)
-                .ok_or_else(|| failed(group)(format!("there is no slot {slot}")))?;
+            let place =
+                flat.view(slot).ok_or_else(|| failed(group)(format!("there is no slot {slot}")))?;
             let view =
                 flow_autograd::tensor_on(cuda.device(), place, &member.layout.memory_shape(), kind);
             Ok(member.layout.in_own_order(&view.map_err(|e| failed(group)(e.to_string()))?))

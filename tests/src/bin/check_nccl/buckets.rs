@@ -41,7 +41,7 @@ pub fn run(group: &ProcessGroup) -> Result<()> {
             for (number, (bucket, arrays)) in buckets.iter().zip(&kept).enumerate() {
                 for (slot, array) in arrays.iter().enumerate() {
                     let result = match gradients == communication {
-                        true => gpu.snapshot(&bucket.place(slot).context("a slot")?)?,
+                        true => gpu.snapshot(&bucket.view(slot).context("a slot")?)?,
                         false => gpu.snapshot(array)?,
                     };
                     let length = result.numbers(&gpu)?.len();
@@ -77,9 +77,9 @@ pub fn run(group: &ProcessGroup) -> Result<()> {
             let mut arrays = LENGTHS.iter().enumerate().map(array).collect::<Result<Vec<_>>>()?;
             nccl.reduce_bucket(&mut buckets[0], &mut arrays, std::slice::from_ref(&gpu.stream))?;
             let places: Vec<_> =
-                (0..LENGTHS.len()).filter_map(|slot| buckets[0].place(slot)).collect();
+                (0..LENGTHS.len()).filter_map(|slot| buckets[0].view(slot)).collect();
             ensure!(
-                places.len() == LENGTHS.len() && buckets[0].place(LENGTHS.len()).is_none(),
+                places.len() == LENGTHS.len() && buckets[0].view(LENGTHS.len()).is_none(),
                 "other slots"
             );
             let mut views = places.clone();

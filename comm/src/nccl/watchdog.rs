@@ -1,9 +1,11 @@
-//! The watchdog: a thread that looks after what has been enqueued, as nobody else waits for it.
+//! The watchdog: a thread that watches the operations that have been enqueued, as no other thread
+//! waits for them.
 //!
-//! NCCL's operations run on the device, where a peer that never comes would hold everything up for
-//! ever. The thread looks whether the oldest operation is over, whether NCCL reports an error,
-//! whether the peers live, and at the clock. The first failure is told to all ranks of the machine,
-//! and the communicator is aborted, so that the device, and whoever waits for it, is free again.
+//! NCCL's operations run on the device. A peer that never calls the operation would block the
+//! device for ever. The thread checks whether the oldest operation is over, whether NCCL reports an
+//! error, whether the peers live, and whether the timeout has passed. The first failure poisons the
+//! group on all ranks. The communicator is then aborted, which frees the device and the threads
+//! that wait for it.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -14,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use flow_kernels::cuda::Event;
 
-use super::communicator::{Communicator, Failure};
+use super::communicator::{Communicator, CommunicatorError};
 use crate::error::{Error, Result};
 use crate::shm::engine::Engine;
 use crate::shm::operation::Operation;
@@ -22,56 +24,56 @@ use crate::shm::world::FIRST_WARNING;
 use crate::store::Store;
 use crate::waits::LongWait;
 
-/// Between two looks at operations under way.
-const LOOK: Duration = Duration::from_millis(50);
-/// How often a rank tells the others, through the store, how far it is.
-const PUBLISH: Duration = Duration::from_secs(1);
-/// How much longer than a peer's clean end its last operation may take here.
-const AFTERGLOW: Duration = Duration::from_secs(5);
-/// How long the program has to take notice of a failure, and an abort to set the device free,
-/// before the process is ended: it may hang in a call to the device that not even the abort ends.
-const NOTICE: Duration = Duration::from_secs(30);
-/// How long the watchdog itself may be silent, in such a call.
-const SILENCE: Duration = Duration::from_secs(60);
-/// How long dropping a group waits for its watchdog.
-const FAREWELL: Duration = Duration::from_secs(10);
+/// How often the oldest operation is checked.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// How often a rank publishes its last operation in the store, for the other ranks.
+const PUBLISH_INTERVAL: Duration = Duration::from_secs(1);
+/// Grace for an operation to complete here after a peer that took part in it has exited cleanly.
+const PEER_EXIT_GRACE: Duration = Duration::from_secs(5);
+/// How long after a failure the program may take to observe it, and the abort to free the device,
+/// before the process is terminated: it may hang in a driver call that not even an abort ends.
+const ABORT_GRACE: Duration = Duration::from_secs(30);
+/// How long the watchdog itself may be blocked in a driver call.
+const DRIVER_STALL_LIMIT: Duration = Duration::from_secs(60);
+/// How long dropping a group waits for its watchdog's threads.
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The program has got the failure of some group as an error.
-static TOLD: AtomicBool = AtomicBool::new(false);
+/// A call has returned the failure of some group to the program.
+static ERROR_OBSERVED: AtomicBool = AtomicBool::new(false);
 
-/// An operation as messages name it.
+/// An enqueued operation, as messages name it.
 #[derive(Clone, Copy)]
-pub struct Issued {
-    pub operation: Operation,
+pub struct EnqueuedOp {
+    pub descriptor: Operation,
     pub bytes: usize,
 }
 
-impl fmt::Display for Issued {
+impl fmt::Display for EnqueuedOp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}, {} bytes, over NCCL", self.operation, self.bytes)
+        write!(f, "{}, {} bytes, over NCCL", self.descriptor, self.bytes)
     }
 }
 
 struct Pending {
-    issued: Issued,
+    operation: EnqueuedOp,
     begun: Instant,
-    /// None as long as NCCL has not enqueued it: its first operations block the host until all
-    /// ranks are there.
+    /// None until NCCL has enqueued it: the first operations of a communicator block the host until
+    /// all ranks are connected.
     done: Option<Arc<Event>>,
 }
 
-struct State {
+struct WatchState {
     pending: VecDeque<Pending>,
     /// The last operation that was begun.
-    last: Option<Issued>,
+    last: Option<EnqueuedOp>,
     /// The first failure, and when it was found.
     failure: Option<(Error, Instant)>,
-    /// The program has got it as an error.
-    told: bool,
+    /// A call of this group has returned it to the program.
+    observed: bool,
     /// The communicator has been aborted.
-    freed: bool,
-    /// When the watchdog last came by.
-    beat: Instant,
+    aborted: bool,
+    /// When the watchdog's thread last ran.
+    heartbeat: Instant,
     stopped: bool,
     warned: bool,
 }
@@ -79,30 +81,30 @@ struct State {
 struct Shared {
     engine: Arc<Engine>,
     communicator: Arc<Communicator>,
-    /// Beginning of the keys under which the ranks tell how far they are.
+    /// Prefix of the keys under which the ranks publish their last operation.
     prefix: String,
-    state: Mutex<State>,
+    state: Mutex<WatchState>,
     change: Condvar,
 }
 
-pub struct Watch {
+pub struct Watchdog {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
 }
 
-impl Watch {
+impl Watchdog {
     pub fn start(
         engine: Arc<Engine>,
         communicator: Arc<Communicator>,
         prefix: String,
     ) -> std::io::Result<Self> {
-        let state = State {
+        let state = WatchState {
             pending: VecDeque::new(),
             last: None,
             failure: None,
-            told: false,
-            freed: false,
-            beat: Instant::now(),
+            observed: false,
+            aborted: false,
+            heartbeat: Instant::now(),
             stopped: false,
             warned: false,
         };
@@ -118,7 +120,7 @@ impl Watch {
         let mut watch = Self { shared, threads: Vec::new() };
         let start = |name: &str| std::thread::Builder::new().name(name.into());
         watch.threads.push(start("flow-nccl").spawn(move || watched.run())?);
-        watch.threads.push(start("flow-nccl-guard").spawn(move || guarded.guard())?);
+        watch.threads.push(start("flow-nccl-guard").spawn(move || guarded.terminate_if_stuck())?);
         Ok(watch)
     }
 
@@ -127,9 +129,9 @@ impl Watch {
         let mut state = self.shared.state();
         let failure = state.failure.as_ref().map(|(error, _)| error.clone());
         if let Some(cause) = failure {
-            TOLD.store(true, Ordering::SeqCst);
+            ERROR_OBSERVED.store(true, Ordering::SeqCst);
             self.shared.change.notify_all();
-            if !std::mem::replace(&mut state.told, true) {
+            if !std::mem::replace(&mut state.observed, true) {
                 return Err(cause);
             }
             let rank = self.shared.engine.world.rank;
@@ -144,17 +146,17 @@ impl Watch {
     }
 
     /// An operation begins.
-    pub fn begin(&self, issued: Issued) {
+    pub fn begin(&self, operation: EnqueuedOp) {
         let mut state = self.shared.state();
-        state.pending.push_back(Pending { issued, begun: Instant::now(), done: None });
-        state.last = Some(issued);
+        state.pending.push_back(Pending { operation, begun: Instant::now(), done: None });
+        state.last = Some(operation);
         if state.pending.len() == 1 {
-            state.beat = Instant::now();
+            state.heartbeat = Instant::now();
             self.shared.change.notify_all();
         }
     }
 
-    /// The operation that began last has been enqueued, and is over when `done` is.
+    /// The operation that began last has been enqueued. It is over when `done` is.
     pub fn enqueued(&self, done: Arc<Event>) {
         if let Some(pending) = self.shared.state().pending.back_mut() {
             pending.done = Some(done);
@@ -164,60 +166,60 @@ impl Watch {
     /// Fails the group, unless it has failed before. Returns the first failure.
     pub fn fail(&self, error: Error) -> Error {
         let error = self.shared.fail(error);
-        self.shared.state().told = true;
-        TOLD.store(true, Ordering::SeqCst);
+        self.shared.state().observed = true;
+        ERROR_OBSERVED.store(true, Ordering::SeqCst);
         self.shared.change.notify_all();
         error
     }
 
-    /// Waits until all that was begun is over, or has failed.
+    /// Waits until all operations that began are over, or the group has failed.
     pub fn drain(&self) {
         let state = self.shared.state();
-        let busy = |state: &mut State| !state.pending.is_empty() && state.failure.is_none();
+        let busy = |state: &mut WatchState| !state.pending.is_empty() && state.failure.is_none();
         drop(self.shared.change.wait_while(state, busy).unwrap_or_else(PoisonError::into_inner));
     }
 }
 
-impl Drop for Watch {
+impl Drop for Watchdog {
     fn drop(&mut self) {
         self.shared.state().stopped = true;
         self.shared.change.notify_all();
         let begin = Instant::now();
-        while !self.threads.iter().all(JoinHandle::is_finished) && begin.elapsed() < FAREWELL {
+        while !self.threads.iter().all(JoinHandle::is_finished) && begin.elapsed() < STOP_TIMEOUT {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
 }
 
 impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, WatchState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn run(&self) {
         let (mut published, mut last_publish, mut gone_since) = (None, Instant::now(), None);
-        // The oldest operation's, if flow-launch wants to know.
+        // Of the oldest operation, if flow-launch asks for reports.
         let mut long: Option<LongWait> = None;
         loop {
             let mut state = self.state();
-            state.beat = Instant::now();
+            state.heartbeat = Instant::now();
             if state.stopped || state.failure.is_some() {
                 break;
             }
             let last = state.last;
-            let news = last.map(|issued| issued.operation.sequence) != published;
-            let due = last_publish.elapsed() >= PUBLISH.min(self.engine.timeout() / 4);
+            let news = last.map(|operation| operation.descriptor.sequence) != published;
+            let due = last_publish.elapsed() >= PUBLISH_INTERVAL.min(self.engine.timeout() / 4);
             let oldest = state
                 .pending
                 .front()
-                .map(|pending| (pending.issued, pending.begun, pending.done.clone()));
-            let Some((issued, begun, done)) = oldest else {
+                .map(|pending| (pending.operation, pending.begun, pending.done.clone()));
+            let Some((operation, begun, done)) = oldest else {
                 self.change.notify_all();
                 long = None;
                 if news && !due {
                     drop(
                         self.change
-                            .wait_timeout(state, LOOK)
+                            .wait_timeout(state, POLL_INTERVAL)
                             .unwrap_or_else(PoisonError::into_inner),
                     );
                 } else if news {
@@ -229,15 +231,15 @@ impl Shared {
                 continue;
             };
             drop(state);
-            // Unlocked, as calls to the device may take long.
+            // Unlocked, as calls to the driver may block.
             let error = match is_over(done.as_deref()) {
                 Ok(true) => {
-                    self.retire(&issued);
+                    self.pop_completed(&operation);
                     long = None;
                     continue;
                 }
-                Ok(false) => self.look(&issued, begun, done.as_deref(), &mut gone_since),
-                Err(reason) => Some(self.system(&issued, reason)),
+                Ok(false) => self.diagnose(&operation, begun, done.as_deref(), &mut gone_since),
+                Err(reason) => Some(self.system(&operation, reason)),
             };
             if let Some(error) = error {
                 self.fail(error);
@@ -250,32 +252,31 @@ impl Shared {
                 long = self.engine.world.long_wait();
             }
             if let Some(long) = &mut long {
-                long.look(begun.elapsed(), &issued, || {
-                    self.late(&issued).map(|r| self.engine.ranks[r]).collect()
+                long.look(begun.elapsed(), &operation, || {
+                    self.late(&operation).map(|r| self.engine.ranks[r]).collect()
                 });
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
         let last = self.state().last;
-        if last.map(|issued| issued.operation.sequence) != published {
-            // For those who would else miss this rank, which is about to leave.
+        if last.map(|operation| operation.descriptor.sequence) != published {
+            // This rank is about to leave: peers that still wait read its last operation.
             self.publish(last);
         }
     }
 
-    /// Ends the process when nothing else is left: the program is stuck, or the watchdog is, and
-    /// nobody would learn why. Calls neither the device nor NCCL nor the store, any of which may
-    /// hang.
-    fn guard(&self) {
+    /// Terminates the process when the program, or the watchdog, is stuck: nobody would learn why
+    /// otherwise. Calls neither the driver nor NCCL nor the store, as any of them may hang.
+    fn terminate_if_stuck(&self) {
         let mut state = self.state();
         loop {
-            let done = TOLD.load(Ordering::SeqCst) && state.freed;
+            let done = ERROR_OBSERVED.load(Ordering::SeqCst) && state.aborted;
             let until = match &state.failure {
-                Some((_, found)) if !done => Some(*found + NOTICE),
-                None if !state.pending.is_empty() => Some(state.beat + SILENCE),
+                Some((_, found)) if !done => Some(*found + ABORT_GRACE),
+                None if !state.pending.is_empty() => Some(state.heartbeat + DRIVER_STALL_LIMIT),
                 _ => None,
             };
-            if state.stopped && (state.failure.is_none() || state.freed)
+            if state.stopped && (state.failure.is_none() || state.aborted)
                 || state.failure.is_some() && done
             {
                 return;
@@ -283,23 +284,23 @@ impl Shared {
             let left = until.map(|until| until.saturating_duration_since(Instant::now()));
             match (left, &state.failure) {
                 (Some(Duration::ZERO), Some((failure, _))) => {
-                    eprintln!("{failure}; the program has not noticed for {NOTICE:?}, so its process ends here");
+                    eprintln!("{failure}; the program has not noticed for {ABORT_GRACE:?}, so its process ends here");
                     std::process::abort();
                 }
                 (Some(Duration::ZERO), None) => {
                     let rank = self.engine.world.rank;
-                    let issued = state
+                    let operation = state
                         .pending
                         .front()
-                        .map(|pending| pending.issued.to_string())
+                        .map(|pending| pending.operation.to_string())
                         .unwrap_or_default();
                     eprintln!(
-                        "rank {rank}: {issued}: no answer from the driver for {SILENCE:?}, so the process ends here"
+                        "rank {rank}: {operation}: no answer from the driver for {DRIVER_STALL_LIMIT:?}, so the process ends here"
                     );
                     std::process::abort();
                 }
                 _ => {
-                    let wait = left.unwrap_or(SILENCE);
+                    let wait = left.unwrap_or(DRIVER_STALL_LIMIT);
                     state = self
                         .change
                         .wait_timeout(state, wait)
@@ -310,58 +311,62 @@ impl Shared {
         }
     }
 
-    fn retire(&self, issued: &Issued) {
+    fn pop_completed(&self, operation: &EnqueuedOp) {
         let mut state = self.state();
-        let sequence = |pending: &Pending| pending.issued.operation.sequence;
-        if state.pending.front().is_some_and(|oldest| sequence(oldest) == issued.operation.sequence)
+        let sequence = |pending: &Pending| pending.operation.descriptor.sequence;
+        if state
+            .pending
+            .front()
+            .is_some_and(|oldest| sequence(oldest) == operation.descriptor.sequence)
         {
             state.pending.pop_front();
             state.warned = false;
         }
     }
 
-    /// What is wrong with the oldest operation, if anything is. Takes note of when peers were first
-    /// seen to be gone.
-    fn look(
+    /// What is wrong with the oldest operation, if anything is. `gone_since` is set when a peer is
+    /// first found to be gone.
+    fn diagnose(
         &self,
-        issued: &Issued,
+        operation: &EnqueuedOp,
         begun: Instant,
         done: Option<&Event>,
         gone_since: &mut Option<Instant>,
     ) -> Option<Error> {
         let (engine, rank) = (&self.engine, self.engine.world.rank);
-        if let Err(error) = engine.check_failure(issued, true) {
+        if let Err(error) = engine.check_failure(operation, true) {
             return Some(error);
         }
-        if let Err(Failure::Nccl(error)) = self.communicator.check() {
-            return Some(self.system(issued, error.to_string()));
+        if let Err(CommunicatorError::Nccl(error)) = self.communicator.check() {
+            return Some(self.system(operation, error.to_string()));
         }
-        // A peer may have gone once it had done its part, even a little before this rank has seen
-        // that.
+        // A peer may exit when its part of the operation is over, a little before the operation is
+        // over here.
         let gone = engine.gone();
         if !gone.is_empty() && is_over(done) == Ok(false) {
-            let late = gone_since.get_or_insert_with(Instant::now).elapsed() > AFTERGLOW;
-            if let Some(peer) = gone.into_iter().find(|&peer| late || !self.has_begun(peer, issued))
+            let late = gone_since.get_or_insert_with(Instant::now).elapsed() > PEER_EXIT_GRACE;
+            if let Some(peer) =
+                gone.into_iter().find(|&peer| late || !self.has_begun(peer, operation))
             {
-                return Some(engine.lose(peer, issued));
+                return Some(engine.lose(peer, operation));
             }
         }
         let (age, timeout) = (begun.elapsed(), engine.timeout());
         if age >= timeout {
-            return Some(self.timed_out(issued, timeout));
+            return Some(self.timed_out(operation, timeout));
         }
         if age >= FIRST_WARNING && !std::mem::replace(&mut self.state().warned, true) {
             log::warn!(
-                "rank {rank}: {issued} has waited {} s for {}",
+                "rank {rank}: {operation} has waited {} s for {}",
                 age.as_secs(),
-                self.missing(issued)
+                self.missing(operation)
             );
         }
         None
     }
 
-    fn system(&self, issued: &Issued, reason: String) -> Error {
-        Error::System { rank: self.engine.world.rank, operation: issued.to_string(), reason }
+    fn system(&self, operation: &EnqueuedOp, reason: String) -> Error {
+        Error::System { rank: self.engine.world.rank, operation: operation.to_string(), reason }
     }
 
     fn fail(&self, error: Error) -> Error {
@@ -377,75 +382,75 @@ impl Shared {
         if self.engine.check_failure(&"NCCL", false).is_ok() {
             self.engine.fail(error.clone());
         }
-        let freed = self.communicator.abort();
-        self.state().freed = freed;
+        let aborted = self.communicator.abort();
+        self.state().aborted = aborted;
         self.change.notify_all();
         error
     }
 
-    fn timed_out(&self, issued: &Issued, timeout: Duration) -> Error {
+    fn timed_out(&self, operation: &EnqueuedOp, timeout: Duration) -> Error {
         let rank = self.engine.world.rank;
         let others = (0..self.engine.size()).filter(|&r| r != self.engine.rank);
         let differs = |r: usize| {
             let (sequence, text) = self.progress(r)?;
-            (sequence == issued.operation.sequence && text != issued.to_string())
+            (sequence == operation.descriptor.sequence && text != operation.to_string())
                 .then_some((r, text))
         };
         if let Some((other, theirs)) = others.filter_map(differs).next() {
             let other = self.engine.ranks[other];
             return Error::Mismatch {
                 rank,
-                detail: format!("rank {rank} called {issued}, rank {other} called {theirs}"),
+                detail: format!("rank {rank} called {operation}, rank {other} called {theirs}"),
             };
         }
         Error::Timeout {
             rank,
-            operation: issued.to_string(),
+            operation: operation.to_string(),
             timeout,
-            missing: self.missing(issued),
+            missing: self.missing(operation),
         }
     }
 
-    /// The ranks that have not begun the operation, as far as the store knows.
-    fn late<'a>(&'a self, issued: &'a Issued) -> impl Iterator<Item = usize> + 'a {
-        (0..self.engine.size()).filter(|&r| r != self.engine.rank && !self.has_begun(r, issued))
+    /// The ranks that have not begun the operation, according to the store.
+    fn late<'a>(&'a self, operation: &'a EnqueuedOp) -> impl Iterator<Item = usize> + 'a {
+        (0..self.engine.size()).filter(|&r| r != self.engine.rank && !self.has_begun(r, operation))
     }
 
     /// As [`Shared::late`], in words.
-    fn missing(&self, issued: &Issued) -> String {
+    fn missing(&self, operation: &EnqueuedOp) -> String {
         let describe = |r: usize| {
             let at = self.progress(r).map_or("which has begun nothing".into(), |(_, text)| {
                 format!("which is at {text}")
             });
             format!("{}, {at}", self.engine.world.describe(self.engine.ranks[r]))
         };
-        let late: Vec<String> = self.late(issued).map(describe).collect();
+        let late: Vec<String> = self.late(operation).map(describe).collect();
         match late.is_empty() {
             true => "the device or the network: all ranks have begun it".into(),
             false => late.join("; "),
         }
     }
 
-    fn has_begun(&self, rank: usize, issued: &Issued) -> bool {
-        self.progress(rank).is_some_and(|(sequence, _)| sequence >= issued.operation.sequence)
+    fn has_begun(&self, rank: usize, operation: &EnqueuedOp) -> bool {
+        self.progress(rank).is_some_and(|(sequence, _)| sequence >= operation.descriptor.sequence)
     }
 
     fn store(&self) -> Option<&Store> {
         self.engine.world.store()
     }
 
-    /// Tells the others how far this rank is. Returns the number that they know now.
-    fn publish(&self, last: Option<Issued>) -> Option<u64> {
+    /// Publishes this rank's last operation. Returns its sequence number.
+    fn publish(&self, last: Option<EnqueuedOp>) -> Option<u64> {
         let (store, last) = (self.store()?, last?);
         let (key, sequence) =
-            (format!("{}at/{}", self.prefix, self.engine.rank), last.operation.sequence);
+            (format!("{}at/{}", self.prefix, self.engine.rank), last.descriptor.sequence);
         if let Err(error) = store.set(&key, format!("{sequence} {last}").as_bytes()) {
             log::debug!("rank {}: {error}", self.engine.world.rank);
         }
         Some(sequence)
     }
 
-    /// The last operation that a rank has told of.
+    /// The last operation that a rank has published.
     fn progress(&self, rank: usize) -> Option<(u64, String)> {
         let text = self.store()?.try_get(&format!("{}at/{rank}", self.prefix)).ok()??;
         let text = String::from_utf8(text).ok()?;

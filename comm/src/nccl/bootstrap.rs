@@ -1,4 +1,4 @@
-//! How the ranks of a group find each other over NCCL.
+//! How the ranks of a group make their communicator.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
@@ -6,24 +6,28 @@ use std::time::{Duration, Instant};
 
 use flow_kernels::cuda::Device;
 
-use super::communicator::{Communicator, Failure};
-use super::group::{failed, Fault};
+use super::communicator::{Communicator, CommunicatorError};
+use super::error::{system_error, EnqueueError};
 use super::library::Library;
 use super::result::UniqueId;
 use crate::error::{Error, Result};
 use crate::shm::engine::Engine;
 use crate::store::Error as StoreError;
 
-/// Between two looks at the peers.
-const LOOK: Duration = Duration::from_millis(100);
+/// How often the peers are checked.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// The operation in messages about a group that is being made.
 pub const JOINING: &str = "joining over NCCL";
 
 /// Makes the communicator: the first rank's unique id reaches the others through the store.
-pub fn meet(engine: &Engine, device: &Arc<Device>, prefix: &str) -> Result<Communicator> {
+pub fn init_communicator(
+    engine: &Engine,
+    device: &Arc<Device>,
+    prefix: &str,
+) -> Result<Communicator> {
     // The others wait for this rank.
-    let system = |reason: String| engine.fail(failed(engine, JOINING, reason));
-    let mut patience = patience(engine, prefix)?;
+    let system = |reason: String| engine.fail(system_error(engine, JOINING, reason));
+    let mut cancelled = join_check(engine, prefix)?;
     let (store, key) = (engine.world.store(), format!("{prefix}id"));
     let id = if engine.rank == 0 {
         let library = Library::get().map_err(|e| system(e.to_string()))?;
@@ -35,25 +39,25 @@ pub fn meet(engine: &Engine, device: &Arc<Device>, prefix: &str) -> Result<Commu
     } else {
         let store = store.ok_or_else(|| system("there is no rendezvous store".into()))?;
         loop {
-            match store.get(&key, LOOK) {
+            match store.get(&key, POLL_INTERVAL) {
                 Ok(bytes) => {
                     let bytes = bytes
                         .try_into()
                         .map_err(|_| system(format!("{key} in the store is no id of NCCL's")))?;
                     break UniqueId::from_bytes(bytes);
                 }
-                Err(StoreError::Timeout { .. }) => patience()?,
+                Err(StoreError::Timeout { .. }) => cancelled()?,
                 Err(error) => return Err(system(error.to_string())),
             }
         }
     };
-    let met = Communicator::new(device, &id, engine.rank, engine.size(), &mut patience);
-    met.map_err(|failure| not_joined(engine, failure))
+    let joined = Communicator::new(device, &id, engine.rank, engine.size(), &mut cancelled);
+    joined.map_err(|failure| not_joined(engine, failure))
 }
 
-/// Announces that this rank waits for all ranks of `engine` to join over NCCL, and says whether to
-/// go on waiting.
-pub fn patience<'a>(
+/// Announces that this rank waits for all ranks of `engine` to join over NCCL. Returns the check to
+/// call during the wait: its error ends the wait.
+pub fn join_check<'a>(
     engine: &'a Engine,
     prefix: &'a str,
 ) -> Result<impl FnMut() -> Result<()> + 'a> {
@@ -61,15 +65,16 @@ pub fn patience<'a>(
     let store = engine.world.store();
     let joined = move |rank: usize| format!("{prefix}joined/{rank}");
     if let Some(store) = store {
-        let fail = |error: StoreError| engine.fail(failed(engine, JOINING, error.to_string()));
+        let fail =
+            |error: StoreError| engine.fail(system_error(engine, JOINING, error.to_string()));
         store.set(&joined(engine.rank), b"").map_err(fail)?;
     }
-    let mut next_look = begin + LOOK;
+    let mut next_poll = begin + POLL_INTERVAL;
     Ok(move || {
-        if Instant::now() < next_look {
+        if Instant::now() < next_poll {
             return Ok(());
         }
-        next_look = Instant::now() + LOOK;
+        next_poll = Instant::now() + POLL_INTERVAL;
         engine.check_failure(&JOINING, true)?;
         if let Some(&peer) = engine.gone().first() {
             return Err(engine.lose(peer, &JOINING));
@@ -92,15 +97,15 @@ pub fn patience<'a>(
     })
 }
 
-pub fn not_joined(engine: &Engine, failure: Failure) -> Error {
+pub fn not_joined(engine: &Engine, failure: CommunicatorError) -> Error {
     match failure {
-        Failure::Stopped(error) => error,
-        other => engine.fail(failed(engine, JOINING, Fault::from(other).0)),
+        CommunicatorError::Cancelled(error) => error,
+        other => engine.fail(system_error(engine, JOINING, EnqueueError::from(other).0)),
     }
 }
 
 /// A tag for a new group's keys in the store: all ranks take that of the first.
-pub(crate) fn own_tag() -> [i64; 2] {
+pub(crate) fn unique_tag() -> [i64; 2] {
     static NUMBER: AtomicUsize = AtomicUsize::new(0);
     [i64::from(std::process::id()), NUMBER.fetch_add(1, Ordering::Relaxed) as i64]
 }

@@ -1,0 +1,29 @@
+//! Failures of the device and of NCCL, as a process group's errors.
+
+use super::communicator::CommunicatorError;
+use crate::error::Error;
+use crate::shm::engine::Engine;
+
+/// Why an operation could not be enqueued, in words.
+pub struct EnqueueError(pub String);
+
+impl From<flow_kernels::cuda::Error> for EnqueueError {
+    fn from(error: flow_kernels::cuda::Error) -> Self {
+        EnqueueError(error.to_string())
+    }
+}
+
+impl From<CommunicatorError> for EnqueueError {
+    fn from(error: CommunicatorError) -> Self {
+        EnqueueError(match error {
+            CommunicatorError::Nccl(error) => error.to_string(),
+            CommunicatorError::Cancelled(error) => error.to_string(),
+            CommunicatorError::Aborted => "the communicator has been aborted".into(),
+        })
+    }
+}
+
+/// The error of an operation that the system, the device or NCCL refused.
+pub fn system_error(engine: &Engine, operation: &str, reason: String) -> Error {
+    Error::System { rank: engine.world.rank, operation: operation.into(), reason }
+}
