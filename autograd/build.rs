@@ -2,15 +2,17 @@
 
 use std::path::PathBuf;
 
+const SOURCES: [&str; 4] = ["hooks.cpp", "memory.cpp", "allocator.cpp", "optimizer.cpp"];
+
 fn main() {
-    println!("cargo:rerun-if-changed=src/shim.cpp");
+    println!("cargo:rerun-if-changed=src/shim");
     let Some(libraries) = std::env::var_os("DEP_TCH_LIBTORCH_LIB").map(PathBuf::from) else {
         println!("cargo::error=torch-sys names no libtorch; run scripts/setup");
         return;
     };
     let include = libraries.with_file_name("include");
     let mut build = cc::Build::new();
-    build.cpp(true).std("c++17").file("src/shim.cpp");
+    build.cpp(true).std("c++17").files(SOURCES.map(|name| PathBuf::from("src/shim").join(name)));
     // As system headers, so that the compiler's warnings are about the shim only.
     for folder in [include.join("torch/csrc/api/include"), include] {
         build.flag("-isystem").flag(folder);

@@ -56,7 +56,7 @@ pub fn set_cpu_allocator(
 /// # Safety
 ///
 /// `block` must be writable.
-unsafe extern "C" fn take_block(bytes: usize, block: *mut ffi::Block) -> bool {
+unsafe extern "C" fn take_block(bytes: usize, block: *mut ffi::RawBlock) -> bool {
     let allocator = CURRENT.read().unwrap_or_else(PoisonError::into_inner).clone();
     // An allocator that panics has no block.
     let taken = catch_unwind(AssertUnwindSafe(|| {
@@ -64,7 +64,10 @@ unsafe extern "C" fn take_block(bytes: usize, block: *mut ffi::Block) -> bool {
         let memory = (**owner).as_mut();
         let data = memory.as_mut_ptr();
         let fits = memory.len() >= bytes && data.addr().is_multiple_of(ALIGNMENT);
-        fits.then(|| ffi::Block { data: data.cast::<c_void>(), owner: Box::into_raw(owner).cast() })
+        fits.then(|| ffi::RawBlock {
+            data: data.cast::<c_void>(),
+            owner: Box::into_raw(owner).cast(),
+        })
     }));
     let Ok(Some(taken)) = taken else { return false };
     // SAFETY: the caller's promise.

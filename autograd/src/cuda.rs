@@ -10,34 +10,33 @@ use flow_kernels::DType;
 use tch::{Cuda, Kind, Tensor};
 
 use crate::ffi;
-use crate::memory::{check_fit, memory, tensor_over};
+use crate::memory::{check_fit, memory, tensor_from_raw};
 use crate::Error;
 
-/// Test only: tensors are on the CPU, and a stand-in for the driver, whose memory is the host's,
-/// takes them as a GPU's. Its default stream is the thread that calls.
-fn stands_in() -> bool {
-    static STANDS_IN: OnceLock<bool> = OnceLock::new();
-    *STANDS_IN
+/// Test only: tensors are on the CPU, and a fake driver, whose device memory is host memory, treats
+/// them as tensors on a GPU. Its default stream is the calling thread.
+fn host_as_gpu() -> bool {
+    static HOST_AS_GPU: OnceLock<bool> = OnceLock::new();
+    *HOST_AS_GPU
         .get_or_init(|| std::env::var_os("FLOW_TEST_HOST_AS_GPU").is_some_and(|value| value == "1"))
 }
 
 /// What libtorch calls the device.
 pub fn torch_device(device: &Device) -> tch::Device {
-    match stands_in() {
+    match host_as_gpu() {
         true => tch::Device::Cpu,
         false => tch::Device::Cuda(device.ordinal()),
     }
 }
 
-/// Loads the CUDA part of libtorch if it is not there yet. To be called before anything else is
-/// done with tensors: libtorch decides once for all whether it has CUDA, when it is first asked
-/// something that depends on it.
+/// Loads the CUDA part of libtorch unless it is loaded already. Call this before any other use of
+/// tensors: libtorch decides only once whether it has CUDA, the first time that matters.
 ///
 /// # Errors
 ///
 /// libtorch is one without CUDA, its libraries do not load, or it has decided already.
 pub fn load_cuda() -> Result<(), Error> {
-    if stands_in() {
+    if host_as_gpu() {
         return Ok(());
     }
     // SAFETY: there are no arguments; constructors of libtorch's own library run.
@@ -64,7 +63,7 @@ pub fn load_cuda() -> Result<(), Error> {
 /// The CUDA part of libtorch is not loaded.
 pub fn current_stream(device: &Arc<Device>) -> Result<Stream, Error> {
     let mut handle = std::ptr::null_mut();
-    if !stands_in() {
+    if !host_as_gpu() {
         // SAFETY: `handle` is writable.
         unsafe {
             ffi::check(
@@ -109,7 +108,7 @@ impl CudaTensor {
     /// The tensor is not on a GPU, or not contiguous.
     pub fn as_bytes(tensor: &Tensor) -> Result<Self, Error> {
         let memory = memory(tensor);
-        if !(memory.on_cuda || stands_in()) || !memory.dense_contiguous {
+        if !(memory.on_cuda || host_as_gpu()) || !memory.dense_contiguous {
             return Err(Error::UnfitMemory(format!(
                 "a tensor on {:?} of shape {:?} is not contiguous memory of a GPU",
                 tensor.device(),
@@ -152,7 +151,7 @@ unsafe impl DeviceBuffer for CudaTensor {
 /// # Errors
 ///
 /// The memory is too small for the shape, or not aligned for the kind.
-pub fn tensor_on(
+pub fn tensor_from_device_memory(
     device: &Device,
     memory: impl DeviceBuffer + Send + 'static,
     shape: &[i64],
@@ -161,5 +160,5 @@ pub fn tensor_on(
     check_fit(memory.address() as usize, memory.bytes(), shape, kind)?;
     let data = memory.address() as *mut u8;
     // SAFETY: there is room for the shape on the device, and the owner keeps it.
-    unsafe { tensor_over(data, shape, kind, torch_device(device), memory) }
+    unsafe { tensor_from_raw(data, shape, kind, torch_device(device), memory) }
 }

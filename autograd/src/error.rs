@@ -1,5 +1,8 @@
 //! The crate's error type.
 
+/// An error of a hook, a callback or a function of the user's.
+pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
 /// What can go wrong outside `backward`.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {

@@ -6,8 +6,7 @@ use std::panic::{catch_unwind, AssertUnwindSafe};
 
 use torch_sys::{C_optimizer, C_tensor};
 
-use crate::hook::BoxError;
-use crate::Error;
+use crate::error::{BoxError, Error};
 
 /// A closure for C++ to own: `call` returns an error's text (see [`report`]) or null, `drop` is
 /// called once.
@@ -20,7 +19,7 @@ pub struct Closure {
 
 /// Memory for a tensor, freed by dropping its owner.
 #[repr(C)]
-pub struct Block {
+pub struct RawBlock {
     pub data: *mut c_void,
     pub owner: *mut c_void,
 }
@@ -28,7 +27,7 @@ pub struct Block {
 /// Where a tensor's elements are.
 #[repr(C)]
 #[derive(Default)]
-pub struct Memory {
+pub struct TensorMemory {
     pub data: Option<std::ptr::NonNull<u8>>,
     pub bytes: usize,
     pub on_cpu: bool,
@@ -36,28 +35,28 @@ pub struct Memory {
     pub dense_contiguous: bool,
 }
 
-pub type TakeBlock = unsafe extern "C" fn(bytes: usize, block: *mut Block) -> bool;
+pub type TakeBlock = unsafe extern "C" fn(bytes: usize, block: *mut RawBlock) -> bool;
 pub type DropOwner = unsafe extern "C" fn(owner: *mut c_void);
-pub type TellTensor =
+pub type VisitTensor =
     unsafe extern "C" fn(data: *mut c_void, name: *const c_char, tensor: *mut C_tensor);
 
 extern "C" {
     pub fn flow_grad_hook(parameter: *const C_tensor, data: *mut *mut c_void) -> *mut c_char;
     pub fn flow_set_grad_hook(parameter: *const C_tensor, closure: Closure) -> *mut c_char;
-    pub fn flow_owns_grad(parameter: *const C_tensor, owns: *mut bool) -> *mut c_char;
+    pub fn flow_grad_is_exclusive(parameter: *const C_tensor, exclusive: *mut bool) -> *mut c_char;
     pub fn flow_at_end_of_backward(closure: Closure) -> *mut c_char;
     pub fn flow_on_backward(tensor: *const C_tensor, closure: Closure) -> *mut c_char;
     pub fn flow_use_count(tensor: *const C_tensor) -> usize;
     pub fn flow_set_grad(parameter: *const C_tensor, grad: *const C_tensor) -> *mut c_char;
     pub fn flow_check_plain(tensor: *const C_tensor) -> *mut c_char;
     pub fn flow_identity(tensor: *const C_tensor) -> *const c_void;
-    pub fn flow_memory(tensor: *const C_tensor, memory: *mut Memory) -> *mut c_char;
+    pub fn flow_memory(tensor: *const C_tensor, memory: *mut TensorMemory) -> *mut c_char;
     pub fn flow_load_cuda() -> *mut c_char;
     pub fn flow_current_stream(device: c_int, stream: *mut *mut c_void) -> *mut c_char;
     pub fn flow_optimizer_state(
         optimizer: *const C_optimizer,
         data: *mut c_void,
-        tell: TellTensor,
+        visit: VisitTensor,
     ) -> *mut c_char;
     pub fn flow_set_optimizer_state(
         optimizer: *mut C_optimizer,
@@ -114,7 +113,7 @@ fn panic_text(payload: &(dyn Any + Send)) -> &str {
 }
 
 /// Drops the `Box<T>` behind `data`, for C++. The panic of a destructor ends here: the panic hook
-/// has told of it.
+/// has reported it.
 ///
 /// # Safety
 ///

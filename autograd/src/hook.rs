@@ -8,11 +8,8 @@ use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use tch::Tensor;
 use torch_sys::C_tensor;
 
+use crate::error::{BoxError, Error};
 use crate::ffi::{self, Closure};
-use crate::Error;
-
-/// An error of a hook or callback.
-pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 type Hook = dyn FnMut(&Tensor) -> Result<(), BoxError> + Send;
 
@@ -137,15 +134,19 @@ impl std::fmt::Debug for GradHook {
     }
 }
 
-/// Whether the gradient of `parameter` lies in memory that nothing else uses, so that it may be
-/// changed at once. To be asked in the parameter's hook: libtorch may have made the gradient of
-/// memory that nodes still to come will read.
-pub fn owns_grad(parameter: &Tensor) -> bool {
-    let mut owns = false;
-    // SAFETY: the tensor is alive and `owns` is writable.
-    let result =
-        unsafe { ffi::check("owns_grad", ffi::flow_owns_grad(parameter.as_ptr(), &mut owns)) };
-    result.is_ok() && owns
+/// Whether nothing else uses the memory of `parameter`'s gradient, so that it may be changed at
+/// once. Call it in the parameter's hook: libtorch may share the gradient's memory with nodes that
+/// this backward has yet to run.
+pub fn grad_is_exclusive(parameter: &Tensor) -> bool {
+    let mut exclusive = false;
+    // SAFETY: the tensor is alive and `exclusive` is writable.
+    let result = unsafe {
+        ffi::check(
+            "grad_is_exclusive",
+            ffi::flow_grad_is_exclusive(parameter.as_ptr(), &mut exclusive),
+        )
+    };
+    result.is_ok() && exclusive
 }
 
 /// # Safety
@@ -163,9 +164,8 @@ unsafe extern "C" fn call_slot(slot: *mut c_void, parameter: *const C_tensor) ->
 
 type NodeHook = Box<dyn Fn() -> Result<(), BoxError> + Send + Sync>;
 
-/// Calls `hook` whenever a backward comes to the operation that `tensor` is a result of, on the
-/// thread that runs it. The hook is dropped when nobody can run that backward any more, as the
-/// graph is freed; at once if there is none.
+/// Calls `hook` whenever a backward reaches the operation that computed `tensor`, on the thread that
+/// runs the backward. The hook is dropped with the graph, or at once if `tensor` has none.
 ///
 /// An `Err` or a panic of `hook` ends the backward, which returns an error with that text.
 ///
@@ -220,7 +220,7 @@ pub fn at_end_of_backward(
 
 /// # Safety
 ///
-/// `callback` must point to a `Callback` that nobody else uses meanwhile.
+/// `callback` must point to a `Callback` that nothing else uses during the call.
 unsafe extern "C" fn call_callback(callback: *mut c_void, _: *const C_tensor) -> *mut c_char {
     ffi::report("an end-of-backward callback", || {
         // SAFETY: the caller's promise.

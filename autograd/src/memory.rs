@@ -3,7 +3,7 @@
 use flow_kernels::DType;
 use tch::{Device, Kind, Tensor};
 
-use crate::ffi::{self, Memory};
+use crate::ffi::{self, TensorMemory};
 use crate::Error;
 
 /// The dtype that collectives know this kind by, if they do.
@@ -20,13 +20,13 @@ pub fn dtype(kind: Kind) -> Option<DType> {
     }
 }
 
-pub(crate) fn memory(tensor: &Tensor) -> Memory {
-    let mut memory = Memory::default();
+pub(crate) fn memory(tensor: &Tensor) -> TensorMemory {
+    let mut memory = TensorMemory::default();
     // SAFETY: the tensor is alive and `memory` is writable.
     let result = unsafe { ffi::check("memory", ffi::flow_memory(tensor.as_ptr(), &mut memory)) };
     match result {
         Ok(()) => memory,
-        Err(_) => Memory::default(), // kinds of tensors that have no memory to speak of
+        Err(_) => TensorMemory::default(), // kinds of tensors that have no memory to speak of
     }
 }
 
@@ -50,8 +50,8 @@ pub fn unsendable(tensor: &Tensor) -> Option<String> {
     }
 }
 
-/// Tells tensors apart: the same for all handles to one tensor (`shallow_clone`), and for no other
-/// that lives at the same time. A view, though it shares the memory, is a tensor of its own.
+/// A number that is the same for all handles to one tensor (`shallow_clone`), and different for all
+/// other live tensors. A view shares the memory but is a tensor of its own.
 pub fn identity(tensor: &Tensor) -> usize {
     // SAFETY: the tensor is alive.
     unsafe { ffi::flow_identity(tensor.as_ptr()) }.addr()
@@ -116,7 +116,7 @@ pub fn set_grad(parameter: &Tensor, grad: Option<&Tensor>) -> Result<(), Error> 
 /// # Errors
 ///
 /// The memory is too small for the shape, or not aligned for the kind.
-pub fn tensor_in(
+pub fn tensor_from_memory(
     memory: impl AsMut<[u8]> + Send + 'static,
     shape: &[i64],
     kind: Kind,
@@ -126,7 +126,7 @@ pub fn tensor_in(
     check_fit(memory.as_ptr().addr(), memory.len(), shape, kind)?;
     let data = memory.as_mut_ptr();
     // SAFETY: there is room for the shape, and the owner keeps it.
-    unsafe { tensor_over(data, shape, kind, Device::Cpu, owner) }
+    unsafe { tensor_from_raw(data, shape, kind, Device::Cpu, owner) }
 }
 
 /// How many handles there are of `tensor`: its shallow clones, this one included, and libtorch's
@@ -174,7 +174,7 @@ pub(crate) fn check_fit(
 /// From `data` on there must be room for `shape` elements of `kind`, aligned for them, readable and
 /// writable until `owner` is dropped, and not used by others in ways that conflict with the
 /// tensor's use.
-pub unsafe fn tensor_over(
+pub unsafe fn tensor_from_raw(
     data: *mut u8,
     shape: &[i64],
     kind: Kind,
@@ -186,7 +186,7 @@ pub unsafe fn tensor_over(
         // SAFETY: the tensor is alive; the function fits the owner.
         unsafe {
             ffi::check(
-                "tensor_over",
+                "tensor_from_raw",
                 ffi::flow_own_memory(tensor.as_ptr(), owner, ffi::drop_box::<T>),
             )?
         };
@@ -201,7 +201,7 @@ pub unsafe fn tensor_over(
     let tensor = unsafe { Tensor::f_from_blob(data, shape, &strides, kind, device) };
     own(
         tensor.map_err(|error| Error::Libtorch {
-            operation: "tensor_over",
+            operation: "tensor_from_raw",
             reason: error.to_string(),
         })?,
         owner,

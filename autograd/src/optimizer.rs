@@ -58,11 +58,11 @@ impl OptimizerState for Optimizer {
         const OPERATION: &str = "OptimizerState::state";
         let optimizer = c_optimizer(self, OPERATION)?;
         let mut state = Vec::<(String, Tensor)>::new();
-        // SAFETY: the optimizer is alive; `tell` fits the data.
+        // SAFETY: the optimizer is alive; `visit` fits the data.
         unsafe {
             ffi::check(
                 OPERATION,
-                ffi::flow_optimizer_state(optimizer, (&raw mut state).cast(), tell),
+                ffi::flow_optimizer_state(optimizer, (&raw mut state).cast(), visit),
             )?
         };
         Ok(state)
@@ -96,9 +96,9 @@ impl OptimizerState for Optimizer {
 
 /// # Safety
 ///
-/// `state` must point to a `Vec<(String, Tensor)>` that nobody else uses meanwhile, `name` must be
+/// `state` must point to a `Vec<(String, Tensor)>` that nothing else uses during the call, `name` must be
 /// a C string, and `tensor` the caller's, to give away.
-unsafe extern "C" fn tell(state: *mut c_void, name: *const c_char, tensor: *mut C_tensor) {
+unsafe extern "C" fn visit(state: *mut c_void, name: *const c_char, tensor: *mut C_tensor) {
     // SAFETY: the caller's promise.
     let (state, name, tensor) = unsafe {
         (
@@ -107,7 +107,7 @@ unsafe extern "C" fn tell(state: *mut c_void, name: *const c_char, tensor: *mut 
             Tensor::from_ptr(tensor),
         )
     };
-    // Nothing here panics but for want of memory.
+    // Only a failed allocation panics here.
     let _ = catch_unwind(AssertUnwindSafe(|| {
         state.push((name.to_string_lossy().into_owned(), tensor))
     }));

@@ -3,7 +3,9 @@
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
-use flow_autograd::{at_end_of_backward, on_backward, owns_grad, set_grad, Error, GradHook};
+use flow_autograd::{
+    at_end_of_backward, grad_is_exclusive, on_backward, set_grad, Error, GradHook,
+};
 use tch::{Device, Kind, TchError, Tensor};
 
 fn parameter(values: &[f32]) -> Tensor {
@@ -474,7 +476,7 @@ fn a_gradient_owns_its_memory_unless_backward_still_reads_it() {
     let watch = |parameter: &Tensor| {
         let owns = owns.clone();
         let hook = GradHook::install(parameter, move |parameter| {
-            owns.lock().unwrap().push(owns_grad(parameter));
+            owns.lock().unwrap().push(grad_is_exclusive(parameter));
             Ok(())
         });
         hook.unwrap()
@@ -492,7 +494,7 @@ fn a_gradient_owns_its_memory_unless_backward_still_reads_it() {
             .unwrap();
         assert_eq!(asked(), [true, true]);
     }
-    assert!(!owns_grad(&parameter(&[1])), "it has neither gradient nor hook");
+    assert!(!grad_is_exclusive(&parameter(&[1])), "it has neither gradient nor hook");
     drop(hooks);
 
     // What comes to `second` is a view of what flows on to `first`.

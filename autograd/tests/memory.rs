@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use flow_autograd::{
-    bytes, bytes_mut, data_ptr, dtype, identity, tensor_in, tensor_over, unsendable,
+    bytes, bytes_mut, data_ptr, dtype, identity, tensor_from_memory, tensor_from_raw, unsendable,
 };
 use flow_kernels::DType;
 use tch::{Device, Kind, Tensor};
@@ -107,7 +107,8 @@ fn a_tensor_frees_its_memory_with_its_last_user() {
     let witness = Arc::new(());
     let memory: Vec<u8> =
         [1i64, 2, 3, 4, 5, 6].iter().flat_map(|value| value.to_ne_bytes()).collect();
-    let tensor = tensor_in(Witnessed(memory, witness.clone()), &[2, 3], Kind::Int64).unwrap();
+    let tensor =
+        tensor_from_memory(Witnessed(memory, witness.clone()), &[2, 3], Kind::Int64).unwrap();
     assert_eq!(tensor.size(), [2, 3]);
     assert_eq!(Vec::<Vec<i64>>::try_from(&tensor).unwrap(), [[1, 2, 3], [4, 5, 6]]);
     let view = tensor.select(0, 1);
@@ -127,7 +128,7 @@ fn unfit_memory_is_refused_and_freed() {
         (&[-1], "cannot have"),
         (&[i64::MAX, 9], "cannot have"),
     ] {
-        let text = tensor_in(Witnessed(vec![0; 20], witness.clone()), shape, Kind::Float)
+        let text = tensor_from_memory(Witnessed(vec![0; 20], witness.clone()), shape, Kind::Float)
             .unwrap_err()
             .to_string();
         assert!(text.contains(reason), "{text}");
@@ -139,7 +140,7 @@ fn unfit_memory_is_refused_and_freed() {
             unsafe { &mut self.0.align_to_mut::<u8>().1[1..] }
         }
     }
-    let text = tensor_in(Odd(vec![0; 9]), &[8], Kind::Float).unwrap_err().to_string();
+    let text = tensor_from_memory(Odd(vec![0; 9]), &[8], Kind::Float).unwrap_err().to_string();
     assert!(text.contains("not aligned for kind Float"), "{text}");
     assert_eq!(Arc::strong_count(&witness), 1);
 }
@@ -151,7 +152,7 @@ fn a_tensor_over_a_pointer_drops_the_owner_last() {
     let witness = Arc::new(());
     // SAFETY: the owner holds the memory, which has room for the shape.
     let tensor =
-        unsafe { tensor_over(data, &[3], Kind::Float, Device::Cpu, (memory, witness.clone())) }
+        unsafe { tensor_from_raw(data, &[3], Kind::Float, Device::Cpu, (memory, witness.clone())) }
             .unwrap();
     let doubled = &tensor * 2;
     assert_eq!(data_ptr(&tensor), data);
@@ -173,5 +174,5 @@ fn a_destructor_that_panics_stays_in_the_shim() {
             panic!("in a destructor, as the test wants it");
         }
     }
-    drop(tensor_in(Panics(vec![0; 8]), &[8], Kind::Uint8).unwrap());
+    drop(tensor_from_memory(Panics(vec![0; 8]), &[8], Kind::Uint8).unwrap());
 }

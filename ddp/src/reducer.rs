@@ -200,7 +200,7 @@ impl Reducer {
         }
         let (bucket, slot) = state.slots[index];
         // Memory that backward will yet read must stay as it is.
-        let in_place = self.in_place && flow_autograd::owns_grad(tensor);
+        let in_place = self.in_place && flow_autograd::grad_is_exclusive(tensor);
         if state.buckets[bucket].mark_ready(slot, &gradient, in_place)? {
             state.in_place_bytes[bucket] += gradient.numel() * gradient.kind().elt_size_in_bytes();
         } else if self.options.bucket_view && self.path.cuda().is_none() {

@@ -71,7 +71,7 @@ impl DType {
 }
 
 coded_enum! {
-    /// How the ranks' elements become one; [`reduce`](crate::reduce) has the details of each.
+    /// How the ranks' elements become one. The function `reduce` documents each for every type.
     ReduceOp, "reduce operation" {
         /// The sum.
         Sum = "sum",

@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use flow_kernels::cuda::{Device, DeviceBuffer, Event, Memory, Stream};
+use flow_kernels::cuda::{Device, DeviceBuffer, DeviceMemory, Event, Stream};
 use flow_kernels::{DType, ReduceOp};
 
 use super::bootstrap::{init_communicator, join_check, not_joined, JOINING};
@@ -304,7 +304,7 @@ impl CudaGroup {
     /// Returns when all ranks have called it and all their earlier operations are over.
     pub fn barrier(&self) -> Result<()> {
         self.member(&"barrier")?;
-        let memory = Memory::allocate(&self.device, DType::F32.size())
+        let memory = DeviceMemory::allocate(&self.device, DType::F32.size())
             .map_err(|e| self.system("barrier", e.to_string()))?;
         let mut word = Word(memory);
         let operation = self.operation(Kind::Barrier, DType::F32, 1, ReduceOp::Sum, 0);
@@ -525,7 +525,7 @@ impl IssueState {
 }
 
 /// One element for a barrier.
-struct Word(Memory);
+struct Word(DeviceMemory);
 
 // SAFETY: the memory holds one f32 and is freed when the device has done all its work.
 unsafe impl DeviceBuffer for Word {

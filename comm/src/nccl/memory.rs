@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use flow_kernels::cuda::{Device, DeviceBuffer, Memory};
+use flow_kernels::cuda::{Device, DeviceBuffer, DeviceMemory};
 
 use super::communicator::{bind, Communicator, CommunicatorError};
 use super::library::Library;
@@ -20,8 +20,8 @@ impl Communicator {
             let owner = Owner::Nccl { library: self.library, data: data as u64 };
             return Ok(FlatMemory { device: Arc::clone(&self.device), bytes, owner });
         }
-        let memory =
-            Memory::allocate(&self.device, bytes).map_err(|e| NcclError::missing(e.to_string()))?;
+        let memory = DeviceMemory::allocate(&self.device, bytes)
+            .map_err(|e| NcclError::missing(e.to_string()))?;
         Ok(FlatMemory { device: Arc::clone(&self.device), bytes, owner: Owner::Driver(memory) })
     }
 
@@ -62,7 +62,7 @@ pub struct FlatMemory {
 
 enum Owner {
     Nccl { library: &'static Library, data: u64 },
-    Driver(Memory),
+    Driver(DeviceMemory),
 }
 
 impl FlatMemory {

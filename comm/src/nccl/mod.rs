@@ -28,7 +28,9 @@ mod watchdog;
 
 pub(crate) use bootstrap::unique_tag;
 pub use bucket::{BucketView, FlatBucket};
-pub use flow_kernels::cuda::{Device, DeviceBuffer, Error as DeviceError, Event, Memory, Stream};
+pub use flow_kernels::cuda::{
+    Device, DeviceBuffer, DeviceMemory, Error as DeviceError, Event, Stream,
+};
 pub use group::CudaGroup;
 pub use library::{Error, Library, Version};
 pub use result::NcclError;

@@ -36,7 +36,8 @@ impl CpuBucket {
         // Memory that no gradient is ever copied to is never touched, and costs none.
         let place = |member: &&Parameter| {
             let memory = group.alloc_shared::<u8>(member.elements() * dtype.size())?;
-            let place = flow_autograd::tensor_in(memory, &member.layout.memory_shape(), kind);
+            let place =
+                flow_autograd::tensor_from_memory(memory, &member.layout.memory_shape(), kind);
             Ok(member.layout.in_own_order(&place.map_err(|e| failed(group)(e.to_string()))?))
         };
         let places = members.iter().map(place).collect::<Result<Vec<_>>>()?;

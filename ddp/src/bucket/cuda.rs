@@ -44,8 +44,12 @@ impl CudaBucket {
         let view = |(slot, member): (usize, &&Parameter)| {
             let place =
                 flat.view(slot).ok_or_else(|| failed(group)(format!("there is no slot {slot}")))?;
-            let view =
-                flow_autograd::tensor_on(cuda.device(), place, &member.layout.memory_shape(), kind);
+            let view = flow_autograd::tensor_from_device_memory(
+                cuda.device(),
+                place,
+                &member.layout.memory_shape(),
+                kind,
+            );
             Ok(member.layout.in_own_order(&view.map_err(|e| failed(group)(e.to_string()))?))
         };
         let views = match kind == communication {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use flow_kernels::cuda::{self, Device, Event, Layout, Memory, Packer, Stream};
+use flow_kernels::cuda::{self, Device, DeviceMemory, Event, Layout, Packer, Stream};
 use flow_kernels::DType;
 
 use crate::{Outcome, View};
@@ -83,8 +83,8 @@ fn measure(
     let (packer, stream) =
         (Packer::new(device, tensors, flat, &lengths)?, Stream::high_priority(device)?);
     let own = Layout::new(&lengths, tensors)?;
-    let zeros = |bytes| -> Result<Arc<Memory>, cuda::Error> {
-        let memory = Memory::allocate(device, bytes)?;
+    let zeros = |bytes| -> Result<Arc<DeviceMemory>, cuda::Error> {
+        let memory = DeviceMemory::allocate(device, bytes)?;
         memory.fill_zero(&stream)?;
         Ok(Arc::new(memory))
     };

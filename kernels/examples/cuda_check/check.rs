@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use flow_kernels::cuda::{Device, Layout, Memory, Packer, Stream};
+use flow_kernels::cuda::{Device, DeviceMemory, Layout, Packer, Stream};
 use flow_kernels::DType;
 
 use crate::{reference, upload, Outcome, View};
@@ -146,7 +146,7 @@ fn compare(
     stream: &Stream,
     operation: &str,
     dtype: DType,
-    memory: &Memory,
+    memory: &DeviceMemory,
     expected: &[u8],
 ) -> Outcome {
     stream.synchronize()?;

@@ -10,7 +10,7 @@ use std::env;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use flow_kernels::cuda::{Device, DeviceBuffer, Error, Layout, Memory};
+use flow_kernels::cuda::{Device, DeviceBuffer, DeviceMemory, Error, Layout};
 use flow_kernels::DType;
 
 fn main() -> ExitCode {
@@ -42,7 +42,7 @@ fn run(arguments: &[String]) -> Outcome {
 
 /// Elements in memory that others own as well.
 struct View {
-    memory: Arc<Memory>,
+    memory: Arc<DeviceMemory>,
     dtype: DType,
     start: usize,
     length: usize,
@@ -50,12 +50,12 @@ struct View {
 
 impl View {
     /// All of `memory`.
-    fn all(memory: &Arc<Memory>, dtype: DType) -> View {
+    fn all(memory: &Arc<DeviceMemory>, dtype: DType) -> View {
         View { memory: memory.clone(), dtype, start: 0, length: memory.bytes() / dtype.size() }
     }
 
     /// The tensors of `layout` in `memory`, each moved on by `shift` elements.
-    fn tensors(memory: &Arc<Memory>, layout: &Layout, shift: usize) -> Vec<View> {
+    fn tensors(memory: &Arc<DeviceMemory>, layout: &Layout, shift: usize) -> Vec<View> {
         let view = |(&place, &length)| View {
             memory: memory.clone(),
             dtype: layout.flat(),
@@ -82,8 +82,8 @@ unsafe impl DeviceBuffer for View {
 }
 
 /// Memory with this content.
-fn upload(device: &Arc<Device>, content: &[u8]) -> Result<Arc<Memory>, Error> {
-    let memory = Memory::allocate(device, content.len())?;
+fn upload(device: &Arc<Device>, content: &[u8]) -> Result<Arc<DeviceMemory>, Error> {
+    let memory = DeviceMemory::allocate(device, content.len())?;
     memory.write(content)?;
     Ok(Arc::new(memory))
 }

@@ -1,6 +1,5 @@
 //! Devices.
 
-use std::collections::HashMap;
 use std::ffi::{c_char, c_int, CStr};
 use std::fmt;
 use std::ptr::null_mut;
@@ -9,8 +8,8 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUresult};
 
 use super::error::{check, check_release, Error, Result};
+use super::kernel_cache::KernelCache;
 use super::library::load_driver;
-use super::pack::KernelCache;
 
 /// A GPU, through its primary context: the one that libtorch uses. Memory and streams may be passed
 /// between the two.
@@ -111,7 +110,7 @@ impl Device {
             architecture: 10 * major + minor,
             handle,
             context,
-            kernels: Mutex::new(HashMap::new()),
+            kernels: KernelCache::default(),
         })
     }
 
@@ -168,9 +167,7 @@ impl Device {
 impl Drop for Device {
     fn drop(&mut self) {
         if self.bind().is_ok() {
-            for kernels in self.kernels.get_mut().unwrap_or_else(PoisonError::into_inner).values() {
-                kernels.unload();
-            }
+            self.kernels.unload();
         }
         // SAFETY: it was retained once, and everything that needs it holds an `Arc<Device>`.
         check_release("close the GPU", unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.handle) });

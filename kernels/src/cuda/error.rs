@@ -59,8 +59,8 @@ pub(super) fn check(operation: &'static str, result: CUresult) -> Result<()> {
     Err(Error::Driver { operation, reason: format!("{name} ({explanation})") })
 }
 
-/// For `Drop`, where an error has nobody to go to: the driver says at the end of a process that it
-/// is gone already.
+/// For `Drop`, which cannot return an error. At the end of a process the driver reports that it has
+/// shut down already.
 pub(super) fn check_release(operation: &'static str, result: CUresult) {
     if let Err(error) = check(operation, result) {
         log::debug!("{error}");

@@ -12,16 +12,16 @@ const ALIGNMENT: usize = 512;
 /// What one block of a kernel moves, in bytes of the flat buffer: with 25 MiB there are 12 blocks
 /// for each of an H100's processors, so that all stay busy to the end, and each thread has 64 bytes
 /// on their way at once.
-const PIECE_BYTES: usize = 16 << 10;
+const CHUNK_BYTES: usize = 16 << 10;
 
 /// The most tensors of one launch: their addresses are passed by value, in at most 4 KB of
 /// arguments.
 pub const TENSORS_PER_LAUNCH: usize = 480;
 
-/// The part of a tensor that one block of a kernel moves; `struct Piece` of `pack.cu`.
+/// The part of a tensor that one block of a kernel moves; `struct Chunk` of `pack.cu`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
-pub struct Piece {
+pub struct Chunk {
     /// Where it begins in the flat buffer, in elements.
     pub flat_start: u64,
     /// Where it begins in its tensor, in elements.
@@ -38,7 +38,7 @@ pub struct Launch {
     /// The tensors, [`TENSORS_PER_LAUNCH`] at most.
     pub tensors: Range<usize>,
     /// What each block moves. May be empty.
-    pub pieces: Vec<Piece>,
+    pub chunks: Vec<Chunk>,
 }
 
 /// The places of tensors in a flat buffer: one after the other, each at a multiple of 512 bytes.
@@ -98,20 +98,20 @@ impl Layout {
     pub fn launches(&self) -> impl Iterator<Item = Launch> + '_ {
         (0..self.lengths.len()).step_by(TENSORS_PER_LAUNCH).map(|first| {
             let tensors = first..self.lengths.len().min(first + TENSORS_PER_LAUNCH);
-            let pieces = tensors
+            let chunks = tensors
                 .clone()
                 .zip(0..)
-                .flat_map(|(tensor, number)| self.pieces(tensor, number))
+                .flat_map(|(tensor, number)| self.chunks(tensor, number))
                 .collect();
-            Launch { tensors, pieces }
+            Launch { tensors, chunks }
         })
     }
 
-    /// The pieces of `tensor`, which is `number` in its launch.
-    fn pieces(&self, tensor: usize, number: u32) -> impl Iterator<Item = Piece> {
+    /// The chunks of `tensor`, which is `number` in its launch.
+    fn chunks(&self, tensor: usize, number: u32) -> impl Iterator<Item = Chunk> {
         let (length, place, step) =
-            (self.lengths[tensor], self.places[tensor], PIECE_BYTES / self.flat.size());
-        (0..length).step_by(step).map(move |start| Piece {
+            (self.lengths[tensor], self.places[tensor], CHUNK_BYTES / self.flat.size());
+        (0..length).step_by(step).map(move |start| Chunk {
             flat_start: (place + start) as u64,
             tensor_start: start as u64,
             length: step.min(length - start) as u32,
@@ -143,7 +143,7 @@ mod tests {
             (layout(&[], DType::F32).launches().count(), layout(&[], DType::F32).bytes()),
             (0, 0)
         );
-        assert!(layout(&[0, 0], DType::BF16).launches().all(|launch| launch.pieces.is_empty()));
+        assert!(layout(&[0, 0], DType::BF16).launches().all(|launch| launch.chunks.is_empty()));
     }
 
     #[test]
@@ -158,12 +158,12 @@ mod tests {
         let length = (5 << 30) + 3;
         let layout = layout(&[7, length], DType::BF16);
         assert_eq!(layout.bytes(), 512 + 2 * length);
-        let pieces = layout.launches().next().unwrap().pieces;
-        let last = pieces.last().unwrap();
+        let chunks = layout.launches().next().unwrap().chunks;
+        let last = chunks.last().unwrap();
         assert_eq!(last.tensor_start + u64::from(last.length), length as u64);
         assert_eq!(last.flat_start, last.tensor_start + 256);
         assert_eq!(
-            pieces.iter().map(|piece| u64::from(piece.length)).sum::<u64>(),
+            chunks.iter().map(|chunk| u64::from(chunk.length)).sum::<u64>(),
             7 + length as u64
         );
     }
@@ -180,7 +180,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_element_has_one_piece_and_a_place_of_its_own(
+        fn every_element_x_and_a_place_of_its_own(
             lengths in prop::collection::vec(prop_oneof![0usize..40, 0usize..70_000], 0..30),
             repeat in prop_oneof![Just(1usize), Just(40)],
             flat in prop::sample::select(vec![DType::F32, DType::F64, DType::F16, DType::BF16]),
@@ -194,16 +194,16 @@ mod tests {
             }
             prop_assert_eq!(layout.bytes(), end * flat.size());
 
-            // Pieces come in order, so that each must begin where the one before it ended.
+            // Chunks come in order, so that each must begin where the one before it ended.
             let mut covered = vec![0; lengths.len()];
             for launch in layout.launches() {
                 prop_assert!(launch.tensors.len() <= TENSORS_PER_LAUNCH);
-                for piece in launch.pieces {
-                    let tensor = launch.tensors.start + piece.tensor as usize;
-                    prop_assert!(launch.tensors.contains(&tensor) && piece.length > 0);
-                    prop_assert_eq!(piece.tensor_start, covered[tensor] as u64);
-                    prop_assert_eq!(piece.flat_start, layout.places()[tensor] as u64 + piece.tensor_start);
-                    covered[tensor] += piece.length as usize;
+                for chunk in launch.chunks {
+                    let tensor = launch.tensors.start + chunk.tensor as usize;
+                    prop_assert!(launch.tensors.contains(&tensor) && chunk.length > 0);
+                    prop_assert_eq!(chunk.tensor_start, covered[tensor] as u64);
+                    prop_assert_eq!(chunk.flat_start, layout.places()[tensor] as u64 + chunk.tensor_start);
+                    covered[tensor] += chunk.length as usize;
                 }
             }
             prop_assert_eq!(covered, lengths);

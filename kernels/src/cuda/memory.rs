@@ -49,25 +49,25 @@ unsafe impl<T: DeviceBuffer + ?Sized> DeviceBuffer for &mut T {
 /// Memory that we allocate ourselves, a buffer of bytes. Freeing it waits for the work of the whole
 /// device.
 #[derive(Debug)]
-pub struct Memory {
+pub struct DeviceMemory {
     device: Arc<Device>,
     address: CUdeviceptr,
     bytes: usize,
 }
 
-impl Memory {
+impl DeviceMemory {
     /// Memory of undefined content, aligned to 256 bytes at least.
     ///
     /// # Errors
     ///
     /// [`Error::Driver`], mostly because memory is short.
-    pub fn allocate(device: &Arc<Device>, bytes: usize) -> Result<Memory> {
+    pub fn allocate(device: &Arc<Device>, bytes: usize) -> Result<DeviceMemory> {
         device.bind()?;
         let mut address = 0;
         // SAFETY: the context is current, and `address` is there to be written. The driver refuses
         // to allocate 0 bytes.
         check("allocate memory", unsafe { sys::cuMemAlloc_v2(&mut address, bytes.max(1)) })?;
-        Ok(Memory { device: device.clone(), address, bytes })
+        Ok(DeviceMemory { device: device.clone(), address, bytes })
     }
 
     /// Copies `content` to the beginning of the memory, and waits until it is there. Work on
@@ -147,7 +147,7 @@ impl Memory {
 }
 
 // SAFETY: the memory is this value's, of bytes, and freed when the device has done all its work.
-unsafe impl DeviceBuffer for Memory {
+unsafe impl DeviceBuffer for DeviceMemory {
     fn address(&self) -> u64 {
         self.address
     }
@@ -161,7 +161,7 @@ unsafe impl DeviceBuffer for Memory {
     }
 }
 
-impl Drop for Memory {
+impl Drop for DeviceMemory {
     fn drop(&mut self) {
         if self.device.bind().is_ok() {
             // SAFETY: it is ours; the driver waits for the work that uses it.

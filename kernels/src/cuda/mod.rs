@@ -4,7 +4,7 @@
 //! |---|---|
 //! | [`Device`] | a GPU's primary context, which libtorch uses too |
 //! | [`Stream`], [`Event`] | a queue of the GPU's work, and a mark in it |
-//! | [`DeviceBuffer`], [`Memory`] | somebody's memory on the GPU, and our own |
+//! | [`DeviceBuffer`], [`DeviceMemory`] | somebody's memory on the GPU, and our own |
 //! | [`Layout`], [`Packer`] | where each tensor lies in the flat buffer, and the kernels that move them |
 //!
 //! Nothing of CUDA is linked: the driver (`libcuda.so.1`) is opened when a device is asked for, and
@@ -15,6 +15,7 @@ mod cache;
 mod compile;
 mod device;
 mod error;
+mod kernel_cache;
 mod layout;
 mod library;
 mod memory;
@@ -24,7 +25,7 @@ mod stream;
 pub use compile::compile;
 pub use device::Device;
 pub use error::{Error, Result};
-pub use layout::{Launch, Layout, Piece, TENSORS_PER_LAUNCH};
-pub use memory::{DeviceBuffer, Memory};
+pub use layout::{Chunk, Launch, Layout, TENSORS_PER_LAUNCH};
+pub use memory::{DeviceBuffer, DeviceMemory};
 pub use pack::Packer;
 pub use stream::{Event, Stream};

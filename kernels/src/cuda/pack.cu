@@ -23,7 +23,7 @@ struct bf16 {
     unsigned short bits;
 };
 
-struct Piece {
+struct Chunk {
     unsigned long long flat_start;    // in elements, as all of these
     unsigned long long tensor_start;
     unsigned int length;
@@ -128,10 +128,10 @@ __device__ __forceinline__ void move_vectors(const From* from, To* to, unsigned 
     }
 }
 
-// Moves a piece in vectors of 16 bytes of the wider type, as far as it goes; the rest, and what is
+// Moves a chunk in vectors of 16 bytes of the wider type, as far as it goes; the rest, and what is
 // not aligned, by element.
 template <typename From, typename To, typename Element>
-__device__ __forceinline__ void move_piece(const From* from, To* to, unsigned int length, Element element) {
+__device__ __forceinline__ void move_chunk(const From* from, To* to, unsigned int length, Element element) {
     const unsigned int N = 16 / (sizeof(From) > sizeof(To) ? sizeof(From) : sizeof(To));
     const bool aligned = (unsigned long long)from % (N * sizeof(From)) == 0 && (unsigned long long)to % (N * sizeof(To)) == 0;
     const unsigned int vectorized = aligned ? length - length % N : 0;
@@ -142,18 +142,18 @@ __device__ __forceinline__ void move_piece(const From* from, To* to, unsigned in
 #define NAME_OF(operation, from, to) operation##_##from##_##to
 #define NAME(operation, from, to) NAME_OF(operation, from, to)
 
-// Block b moves pieces[b].
+// Block b moves chunks[b].
 extern "C" __global__ void NAME(pack, TENSORS, FLAT)(
-    const Piece* pieces, const __grid_constant__ Tensors tensors, FLAT* flat, Arithmetic<TENSORS>::type scale) {
-    const Piece piece = pieces[blockIdx.x];
-    const TENSORS* tensor = (const TENSORS*)tensors.address[piece.tensor] + piece.tensor_start;
+    const Chunk* chunks, const __grid_constant__ Tensors tensors, FLAT* flat, Arithmetic<TENSORS>::type scale) {
+    const Chunk chunk = chunks[blockIdx.x];
+    const TENSORS* tensor = (const TENSORS*)tensors.address[chunk.tensor] + chunk.tensor_start;
     const Scaled<Arithmetic<TENSORS>::type> scaled = {scale};
-    move_piece(tensor, flat + piece.flat_start, piece.length, scaled);
+    move_chunk(tensor, flat + chunk.flat_start, chunk.length, scaled);
 }
 
 extern "C" __global__ void NAME(unpack, FLAT, TENSORS)(
-    const Piece* pieces, const __grid_constant__ Tensors tensors, const FLAT* flat) {
-    const Piece piece = pieces[blockIdx.x];
-    TENSORS* tensor = (TENSORS*)tensors.address[piece.tensor] + piece.tensor_start;
-    move_piece(flat + piece.flat_start, tensor, piece.length, Cast());
+    const Chunk* chunks, const __grid_constant__ Tensors tensors, const FLAT* flat) {
+    const Chunk chunk = chunks[blockIdx.x];
+    TENSORS* tensor = (TENSORS*)tensors.address[chunk.tensor] + chunk.tensor_start;
+    move_chunk(flat + chunk.flat_start, tensor, chunk.length, Cast());
 }

@@ -1,72 +1,23 @@
 //! Moves many tensors into one flat buffer and back, each way by one kernel.
 
-use std::collections::HashMap;
-use std::ffi::{c_void, CString};
+use std::ffi::c_void;
 use std::ops::Range;
 use std::ptr::{from_ref, null_mut};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
-use cudarc::driver::sys::{self, CUfunction, CUmodule};
+use cudarc::driver::sys::{self, CUfunction};
 
-use super::compile::{compile, kernel_name};
+use super::compile::compile;
 use super::device::Device;
-use super::error::{check, check_release, Error, Result};
-use super::layout::{Layout, Piece, TENSORS_PER_LAUNCH};
-use super::memory::{DeviceBuffer, Memory};
+use super::error::{check, Error, Result};
+use super::kernel_cache::Kernels;
+use super::layout::{Chunk, Layout, TENSORS_PER_LAUNCH};
+use super::memory::{DeviceBuffer, DeviceMemory};
 use super::stream::Stream;
 use crate::types::DType;
 
 /// Threads of a block: with 8 blocks on each processor of the GPU all of its threads are used.
 const THREADS: u32 = 256;
-
-/// The kernels that a device has loaded, by the types of the tensors and of the flat buffer.
-pub(super) type KernelCache = Mutex<HashMap<(DType, DType), Kernels>>;
-
-/// The loaded kernels for one pair of types.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Kernels {
-    module: CUmodule,
-    pack: CUfunction,
-    unpack: CUfunction,
-}
-
-impl Kernels {
-    /// The kernels for tensors of type `tensors` and a buffer of type `flat`; compiled when
-    /// `device` first needs them.
-    fn of(device: &Device, tensors: DType, flat: DType) -> Result<Kernels> {
-        let mut loaded = device.kernels.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(kernels) = loaded.get(&(tensors, flat)) {
-            return Ok(*kernels);
-        }
-        let image = compile(tensors, flat, device.architecture())?;
-        device.bind()?;
-        let (mut module, mut pack, mut unpack) = (null_mut(), null_mut(), null_mut());
-        // SAFETY: the context is current; the image is a whole cubin, or PTX with a zero at its
-        // end.
-        check("load a kernel", unsafe {
-            sys::cuModuleLoadData(&mut module, image.as_ptr().cast())
-        })?;
-        for (function, name) in [
-            (&mut pack, kernel_name("pack", tensors, flat)),
-            (&mut unpack, kernel_name("unpack", flat, tensors)),
-        ] {
-            let name = CString::new(name).unwrap_or_default();
-            // SAFETY: the module is loaded, and `function` is there to be written.
-            check("find a kernel", unsafe {
-                sys::cuModuleGetFunction(function, module, name.as_ptr())
-            })?;
-        }
-        let kernels = Kernels { module, pack, unpack };
-        loaded.insert((tensors, flat), kernels);
-        Ok(kernels)
-    }
-
-    /// For the device's `Drop`, with its context current.
-    pub(super) fn unload(&self) {
-        // SAFETY: nobody uses the kernels any more: every packer holds the device.
-        check_release("unload a kernel", unsafe { sys::cuModuleUnload(self.module) });
-    }
-}
 
 /// Moves a fixed set of tensors between their own memory and a flat buffer, changing the type on
 /// the way.
@@ -84,16 +35,16 @@ pub struct Packer {
     tensors: DType,
     layout: Layout,
     kernels: Kernels,
-    /// The pieces of all launches.
-    pieces: Memory,
+    /// The chunks of all launches.
+    chunks: DeviceMemory,
     launches: Vec<Launch>,
 }
 
-/// Which tensors, and which of the device's pieces.
+/// Which tensors, and which of the device's chunks.
 #[derive(Debug)]
 struct Launch {
     tensors: Range<usize>,
-    pieces: Range<usize>,
+    chunks: Range<usize>,
 }
 
 // SAFETY: the kernels' handles may be used from any thread; nothing changes once the packer is
@@ -118,17 +69,21 @@ impl Packer {
         lengths: &[usize],
     ) -> Result<Packer> {
         let layout = Layout::new(lengths, flat)?;
-        let kernels = Kernels::of(device, tensors, flat)?;
+        let kernels = device.kernels.get(tensors, flat, || {
+            let image = compile(tensors, flat, device.architecture())?;
+            device.bind()?;
+            Ok(image)
+        })?;
         let (mut content, mut launches, mut start) = (Vec::new(), Vec::new(), 0);
-        for launch in layout.launches().filter(|launch| !launch.pieces.is_empty()) {
-            let end = start + launch.pieces.len();
-            content.extend(launch.pieces.iter().flat_map(bytes_of));
-            launches.push(Launch { tensors: launch.tensors, pieces: start..end });
+        for launch in layout.launches().filter(|launch| !launch.chunks.is_empty()) {
+            let end = start + launch.chunks.len();
+            content.extend(launch.chunks.iter().flat_map(bytes_of));
+            launches.push(Launch { tensors: launch.tensors, chunks: start..end });
             start = end;
         }
-        let pieces = Memory::allocate(device, content.len())?;
-        pieces.write(&content)?;
-        Ok(Packer { device: device.clone(), tensors, layout, kernels, pieces, launches })
+        let chunks = DeviceMemory::allocate(device, content.len())?;
+        chunks.write(&content)?;
+        Ok(Packer { device: device.clone(), tensors, layout, kernels, chunks, launches })
     }
 
     /// Where the tensors lie in the flat buffer.
@@ -188,22 +143,22 @@ impl Packer {
         self.device.bind()?;
         let flat = flat.address();
         for launch in &self.launches {
-            let pieces = self.pieces.address() + (launch.pieces.start * size_of::<Piece>()) as u64;
+            let chunks = self.chunks.address() + (launch.chunks.start * size_of::<Chunk>()) as u64;
             let mut addresses = [0u64; TENSORS_PER_LAUNCH];
             for (address, tensor) in addresses.iter_mut().zip(&tensors[launch.tensors.clone()]) {
                 *address = tensor.address();
             }
             let arguments = [
-                from_ref(&pieces).cast(),
+                from_ref(&chunks).cast(),
                 from_ref(&addresses).cast(),
                 from_ref(&flat).cast(),
                 scale,
             ];
-            let blocks = launch.pieces.len() as u32;
+            let blocks = launch.chunks.len() as u32;
             // SAFETY: the arguments have the types of the kernel's parameters and are copied by the
-            // call. The pieces lie within the tensors and the buffer, whose lengths `check`
+            // call. The chunks lie within the tensors and the buffer, whose lengths `check`
             // compared; all of that memory stays allocated until the kernel is done, by
-            // `DeviceBuffer`'s contract and because `Memory` is freed only after all work.
+            // `DeviceBuffer`'s contract and because `DeviceMemory` is freed only after all work.
             check("start a kernel", unsafe {
                 sys::cuLaunchKernel(
                     kernel,
@@ -267,12 +222,12 @@ impl Packer {
     }
 }
 
-/// A piece as the device reads it.
-fn bytes_of(piece: &Piece) -> [u8; size_of::<Piece>()] {
-    let mut bytes = [0; size_of::<Piece>()];
-    bytes[..8].copy_from_slice(&piece.flat_start.to_ne_bytes());
-    bytes[8..16].copy_from_slice(&piece.tensor_start.to_ne_bytes());
-    bytes[16..20].copy_from_slice(&piece.length.to_ne_bytes());
-    bytes[20..].copy_from_slice(&piece.tensor.to_ne_bytes());
+/// A chunk as the device reads it.
+fn bytes_of(chunk: &Chunk) -> [u8; size_of::<Chunk>()] {
+    let mut bytes = [0; size_of::<Chunk>()];
+    bytes[..8].copy_from_slice(&chunk.flat_start.to_ne_bytes());
+    bytes[8..16].copy_from_slice(&chunk.tensor_start.to_ne_bytes());
+    bytes[16..20].copy_from_slice(&chunk.length.to_ne_bytes());
+    bytes[20..].copy_from_slice(&chunk.tensor.to_ne_bytes());
     bytes
 }

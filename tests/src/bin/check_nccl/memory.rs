@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use anyhow::Result;
-use flow_comm::nccl::{Device, DeviceBuffer, Memory, Stream};
+use flow_comm::nccl::{Device, DeviceBuffer, DeviceMemory, Stream};
 use flow_comm::{bf16, f16, DType};
 
 /// A rank's GPU and the stream that it computes on.
@@ -21,10 +21,10 @@ impl Gpu {
     /// Numbers that come to the memory in the order of the stream.
     pub fn array(&self, dtype: DType, numbers: &[f64]) -> Result<Array> {
         let bytes = encode(dtype, numbers);
-        let source = Memory::allocate(&self.device, bytes.len())?;
+        let source = DeviceMemory::allocate(&self.device, bytes.len())?;
         source.write(&bytes)?;
         let array = Array {
-            memory: Memory::allocate(&self.device, bytes.len())?,
+            memory: DeviceMemory::allocate(&self.device, bytes.len())?,
             dtype,
             _others: Vec::new(),
         };
@@ -35,18 +35,18 @@ impl Gpu {
 
     /// What the memory holds when the stream has come so far; to be read by [`Array::numbers`].
     pub fn snapshot(&self, buffer: &dyn DeviceBuffer) -> Result<Array> {
-        let memory = Memory::allocate(&self.device, buffer.bytes())?;
+        let memory = DeviceMemory::allocate(&self.device, buffer.bytes())?;
         memory.copy_from(buffer, &self.stream)?;
         Ok(Array { memory, dtype: buffer.dtype(), _others: Vec::new() })
     }
 }
 
 pub struct Array {
-    memory: Memory,
+    memory: DeviceMemory,
     dtype: DType,
     /// Memory that is being copied from: freeing it would wait for the device, and hide what is
     /// checked.
-    _others: Vec<Memory>,
+    _others: Vec<DeviceMemory>,
 }
 
 // SAFETY: the memory is the array's, and freed when the device has done all its work.
