@@ -1,10 +1,10 @@
 //! Lets the workers find libtorch where they were built, and says which version it is. Compiles the
-//! libraries that stand in for CUDA and NCCL.
+//! libraries that fake CUDA and NCCL.
 
 use std::path::Path;
 
 fn main() {
-    compile_stand_ins();
+    compile_fakes();
     let Ok(libtorch) = std::env::var("DEP_TCH_LIBTORCH_LIB") else { return };
     println!("cargo:rustc-link-arg=-Wl,-rpath,{libtorch}");
     let version = version(&Path::new(&libtorch).with_file_name("include"))
@@ -25,10 +25,10 @@ fn version(include: &Path) -> Option<String> {
     Some([number("MAJOR")?, number("MINOR")?, number("PATCH")?].join("."))
 }
 
-/// Puts the libraries made from `stand-in` into a folder, whose name the tests find as
-/// `FLOW_STAND_IN`.
-fn compile_stand_ins() {
-    let folder = Path::new(&std::env::var("OUT_DIR").expect("cargo sets OUT_DIR")).join("stand-in");
+/// Puts the libraries made from `fake-cuda` into a folder, whose name the tests find as
+/// `FLOW_FAKE`.
+fn compile_fakes() {
+    let folder = Path::new(&std::env::var("OUT_DIR").expect("cargo sets OUT_DIR")).join("fake");
     std::fs::create_dir_all(&folder).expect("OUT_DIR can be written");
     let compile = |library: &str, sources: &[&str], link: &[&str]| {
         let mut compiler = cc::Build::new().cpp(true).get_compiler().to_command();
@@ -41,7 +41,7 @@ fn compile_stand_ins() {
             "-fvisibility=hidden",
             "-fno-strict-aliasing",
         ]);
-        compiler.args(sources.iter().map(|source| Path::new("stand-in").join(source)));
+        compiler.args(sources.iter().map(|source| Path::new("fake-cuda").join(source)));
         // Their threads run until the process ends: they must stay loaded.
         compiler
             .arg("-Wl,-z,nodelete")
@@ -55,9 +55,9 @@ fn compile_stand_ins() {
     };
     compile("libcuda.so.1", &["cuda.cpp", "kernels.cpp"], &["-Wl,-soname,libcuda.so.1"]);
     compile("libnvrtc.so", &["nvrtc.cpp"], &[]);
-    compile("libnccl_stand_in.so", &["nccl.cpp"], &["-l:libcuda.so.1", "-Wl,-rpath,$ORIGIN"]);
-    println!("cargo:rustc-env=FLOW_STAND_IN={}", folder.display());
+    compile("libnccl_fake.so", &["nccl.cpp"], &["-l:libcuda.so.1", "-Wl,-rpath,$ORIGIN"]);
+    println!("cargo:rustc-env=FLOW_FAKE={}", folder.display());
     println!("cargo:rerun-if-changed=build.rs");
-    println!("cargo:rerun-if-changed=stand-in");
+    println!("cargo:rerun-if-changed=fake-cuda");
     println!("cargo:rerun-if-changed=../kernels/src/cuda/pack.cu");
 }

@@ -10,6 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use flow_comm::store::{Address, Error, Server, Store, TcpStore};
+use flow_harness::python::{have, python};
 use nix::sys::resource::{getrlimit, setrlimit, Resource};
 
 const TOKEN: &str = "0123456789abcdef";
@@ -227,7 +228,6 @@ fn every_request() {
     assert_eq!(keys, ["a", "b", "l", "m", "n", "o", "\u{e9}"]);
 }
 
-/// PYTHON names an interpreter that has PyTorch, if python3 has none.
 #[test]
 fn pytorchs_server_gives_the_same_replies() {
     const SERVER: &str = "
@@ -238,18 +238,10 @@ assert store.num_keys() == 0
 print('served at tcp://127.0.0.1:%d' % store.port, flush=True)
 sys.stdin.read()
 ";
-    let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".into());
-    if !Command::new(&python)
-        .args(["-c", "import torch"])
-        .output()
-        .is_ok_and(|output| output.status.success())
-    {
-        println!(
-            "SKIPPED: PyTorch's server: {python} has no PyTorch (scripts/setup --pytorch gets one)"
-        );
+    if !have("torch") {
         return;
     }
-    let (mut child, address) = start_server(Command::new(python).args(["-c", SERVER]));
+    let (mut child, address) = start_server(Command::new(python()).args(["-c", SERVER]));
     let mut client = Client::at(&address);
     for (wire, reply) in conversation() {
         // Not before 2.13.

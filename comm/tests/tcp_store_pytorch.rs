@@ -4,25 +4,7 @@
 use std::process::{Child, Command, Output, Stdio};
 
 use flow_comm::store::{Address, Server, TcpStore};
-
-fn python() -> String {
-    std::env::var("PYTHON").unwrap_or_else(|_| "python3".into())
-}
-
-/// Whether there is PyTorch; says so if not.
-fn have_pytorch() -> bool {
-    let found = Command::new(python())
-        .args(["-c", "import torch"])
-        .output()
-        .is_ok_and(|output| output.status.success());
-    if !found {
-        println!(
-            "SKIPPED: PyTorch's clients: {} has no PyTorch (scripts/setup --pytorch gets one)",
-            python()
-        );
-    }
-    found
-}
+use flow_harness::python::{have, python};
 
 /// A store for PyTorch's clients, and its port.
 fn serve() -> (Server, TcpStore, String) {
@@ -55,7 +37,7 @@ fn start(mut command: Command) -> Child {
 
 #[test]
 fn all_methods_do_what_they_do_with_pytorchs_server() {
-    if !have_pytorch() {
+    if !have("torch") {
         return;
     }
     for use_libuv in ["1", "0"] {
@@ -76,7 +58,7 @@ fn all_methods_do_what_they_do_with_pytorchs_server() {
 #[test]
 fn gloo_groups_meet_through_it() {
     const RANKS: usize = 2;
-    if !have_pytorch() {
+    if !have("torch") {
         return;
     }
     for how in ["store", "tcp", "env"] {

@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use flow_tests::{launch, program, Process, PATIENCE};
+use flow_tests::{launch, program, Process, TEST_TIMEOUT};
 use serde_json::Value;
 
 fn lines(output: &str) -> Vec<Value> {
@@ -58,8 +58,8 @@ fn wrong_arguments_are_usage_errors() {
     for (arguments, end) in cases {
         let mut command = Command::new(program("flow-bench"));
         command.args(arguments);
-        let finished = Process::start(command).finish(PATIENCE);
-        assert_eq!(finished.status.code(), Some(2), "{finished:?}");
+        let finished = Process::start(command).finish(TEST_TIMEOUT);
+        assert_eq!(finished.code, Some(2), "{finished:?}");
         assert!(
             finished.stderr.lines().count() == 1 && finished.stderr.ends_with(end),
             "{finished:?}"
@@ -74,8 +74,8 @@ fn what_finds_no_memory_is_an_error() {
     {
         let mut command = Command::new(program("flow-bench"));
         command.args(arguments);
-        let finished = Process::start(command).finish(PATIENCE);
-        assert_eq!(finished.status.code(), Some(1), "{finished:?}");
+        let finished = Process::start(command).finish(TEST_TIMEOUT);
+        assert_eq!(finished.code, Some(1), "{finished:?}");
         assert!(finished.stderr.starts_with("flow-bench: error: "), "{finished:?}");
     }
 }

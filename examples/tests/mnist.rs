@@ -8,7 +8,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use common::{accuracies, data, write_noise};
-use flow_tests::{instruction_sets, launch, launcher, program, Process, PATIENCE};
+use flow_tests::{instruction_sets, launch, launcher, program, Process, TEST_TIMEOUT};
 use tempfile::tempdir;
 
 /// The losses of 20 steps in double precision in which `ranks` ranks have batches of `batch` images
@@ -46,7 +46,7 @@ fn losses(data: &str, ranks: usize, batch: usize, instruction_set: [(&str, &str)
     ];
     let mut command = launcher(ranks, &[], "mnist", &arguments);
     command.envs(instruction_set);
-    Process::start(command).finish(PATIENCE).success();
+    Process::start(command).finish(TEST_TIMEOUT).success();
     fs::read_to_string(file).unwrap().lines().map(|line| line.parse().unwrap()).collect()
 }
 
@@ -104,8 +104,8 @@ fn accuracy_counts_every_test_image_once() {
 fn error(arguments: &[&str]) -> String {
     let mut command = Command::new(program("mnist"));
     command.args(arguments);
-    let finished = Process::start(command).finish(PATIENCE);
-    assert_eq!((finished.status.code(), finished.stdout.as_str()), (Some(1), ""), "{finished:?}");
+    let finished = Process::start(command).finish(TEST_TIMEOUT);
+    assert_eq!((finished.code, finished.stdout.as_str()), (Some(1), ""), "{finished:?}");
     assert_eq!(finished.stderr.lines().count(), 1, "{finished:?}");
     finished.stderr
 }
@@ -120,8 +120,9 @@ fn an_empty_folder_is_an_error_that_says_how_to_get_the_data() {
     );
     assert_eq!(error(&["--data", folder]), expected);
 
-    let finished = Process::start(launcher(2, &[], "mnist", &["--data", folder])).finish(PATIENCE);
-    assert_eq!(finished.status.code(), Some(1));
+    let finished =
+        Process::start(launcher(2, &[], "mnist", &["--data", folder])).finish(TEST_TIMEOUT);
+    assert_eq!(finished.code, Some(1));
     assert!(finished.stderr.contains(&expected), "{}", finished.stderr);
 }
 
@@ -161,8 +162,8 @@ fn wrong_arguments_are_usage_errors() {
     ] {
         let mut command = Command::new(program("mnist"));
         command.arg(argument);
-        let finished = Process::start(command).finish(PATIENCE);
-        assert_eq!(finished.status.code(), Some(2), "{finished:?}");
+        let finished = Process::start(command).finish(TEST_TIMEOUT);
+        assert_eq!(finished.code, Some(2), "{finished:?}");
         let value = argument.split('=').next_back().unwrap();
         assert_eq!(finished.stderr.lines().count(), 1, "{finished:?}");
         assert!(finished.stderr.contains(&format!("'{value}'")), "{finished:?}");

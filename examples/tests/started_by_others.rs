@@ -2,12 +2,12 @@
 
 use std::process::Command;
 
-use flow_tests::{assert_contains, program, Process, PATIENCE};
+use flow_tests::{assert_contains, program, Process, TEST_TIMEOUT};
 
 /// The end of OneFlow's documented example, which takes two ranks that found each other.
 fn trains(mut command: Command) {
     command.env_remove("OMP_NUM_THREADS");
-    let output = Process::start(command).finish(PATIENCE).success();
+    let output = Process::start(command).finish(TEST_TIMEOUT).success();
     assert_contains(
         &output,
         &["500/500 loss:4.547473508864641e-12", "500/500 loss:6.184563972055912e-11"],
@@ -33,7 +33,7 @@ fn by_mpirun() {
         command
     };
     trains(mpirun("2"));
-    let output = Process::start(mpirun("4")).finish(PATIENCE).success();
+    let output = Process::start(mpirun("4")).finish(TEST_TIMEOUT).success();
     assert_eq!(output.matches("w: [[2.0000], [3.0000]]").count(), 4, "{output}");
 }
 

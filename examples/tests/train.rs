@@ -1,6 +1,6 @@
 //! OneFlow's documented example, to the digit.
 
-use flow_tests::{instruction_sets, launch, launcher, on_stand_in, Process, PATIENCE};
+use flow_tests::{instruction_sets, launch, launcher, on_fake_cuda, Process, TEST_TIMEOUT};
 
 /// What OneFlow's documentation shows for each rank; from step 300 on the loss no longer changes.
 const DOCUMENTED: [[&str; 6]; 2] = [
@@ -27,37 +27,30 @@ fn prints_the_documented_digits() {
     for set in instruction_sets() {
         let mut command = launcher(2, &["--prefix"], "train", &[]);
         command.envs(set);
-        has_the_documented_digits(&Process::start(command).finish(PATIENCE).success());
+        has_the_documented_digits(&Process::start(command).finish(TEST_TIMEOUT).success());
     }
 }
 
 /// The way of GPUs, with tensors on the CPU.
 #[test]
-fn on_stand_ins_for_gpus_the_digits_are_the_same() {
-    let Some(mut command) = on_stand_in(launcher(2, &["--prefix"], "train", &["--device", "cuda"]))
+fn on_fake_gpus_the_digits_are_the_same() {
+    let Some(mut command) =
+        on_fake_cuda(launcher(2, &["--prefix"], "train", &["--device", "cuda"]))
     else {
         return;
     };
     command.env("FLOW_TEST_HOST_AS_GPU", "1");
-    has_the_documented_digits(&Process::start(command).finish(PATIENCE).success());
+    has_the_documented_digits(&Process::start(command).finish(TEST_TIMEOUT).success());
 }
 
 #[test]
 fn more_ranks_than_gpus_are_told_how_many_there_are() {
-    let Some(mut command) = on_stand_in(launcher(2, &[], "train", &["--device", "cuda"])) else {
+    let Some(mut command) = on_fake_cuda(launcher(2, &[], "train", &["--device", "cuda"])) else {
         return;
     };
-    command
-        .env("FLOW_TEST_HOST_AS_GPU", "1")
-        .env("FLOW_STAND_IN_GPUS", "1")
-        .env("RUST_BACKTRACE", "0");
-    let finished = Process::start(command).finish(PATIENCE);
-    assert_eq!(
-        (finished.status.code(), finished.stdout.as_str()),
-        (Some(1), ""),
-        "{}",
-        finished.stderr
-    );
+    command.env("FLOW_TEST_HOST_AS_GPU", "1").env("FLOW_FAKE_GPUS", "1").env("RUST_BACKTRACE", "0");
+    let finished = Process::start(command).finish(TEST_TIMEOUT);
+    assert_eq!((finished.code, finished.stdout.as_str()), (Some(1), ""), "{}", finished.stderr);
     let message = "asked for 2 ranks with a GPU each on this machine, found 1 GPU";
     assert!(finished.stderr.contains(message), "{}", finished.stderr);
 }
@@ -68,8 +61,8 @@ fn more_ranks_than_gpus_are_told_how_many_there_are() {
 fn without_cuda_the_error_says_what_to_install() {
     let mut command = launcher(1, &[], "train", &["--device", "cuda"]);
     command.env("RUST_BACKTRACE", "0");
-    let finished = Process::start(command).finish(PATIENCE);
-    if finished.status.success() {
+    let finished = Process::start(command).finish(TEST_TIMEOUT);
+    if finished.code == Some(0) {
         println!("SKIPPED: the error of a machine without CUDA: this one has a GPU");
         return;
     }
@@ -82,8 +75,9 @@ fn without_cuda_the_error_says_what_to_install() {
 
 #[test]
 fn an_unknown_device_is_a_usage_error() {
-    let finished = Process::start(launcher(1, &[], "train", &["--device", "gpu"])).finish(PATIENCE);
-    assert_eq!(finished.status.code(), Some(2));
+    let finished =
+        Process::start(launcher(1, &[], "train", &["--device", "gpu"])).finish(TEST_TIMEOUT);
+    assert_eq!(finished.code, Some(2));
     assert!(finished.stderr.contains("it should be cpu or cuda"), "{}", finished.stderr);
 }
 

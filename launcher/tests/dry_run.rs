@@ -1,7 +1,6 @@
 //! `--dry-run` tells what would be started and starts nothing.
 
-mod common;
-use common::{launcher, run};
+use flow_harness::cli::{launcher, run};
 
 #[test]
 fn nothing_is_started_and_the_text_is_the_same_each_time() {

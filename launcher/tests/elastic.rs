@@ -1,8 +1,7 @@
 //! Jobs that start anew: after a failure, or with other nodes.
 
-mod common;
-use common::net::{ipv4, Agent, Gate, Net};
-use common::{events, named, script, seconds_until_killed, until};
+use flow_harness::cli::{events, named, script, seconds_until_killed, until};
+use flow_harness::net::{ipv4, Agent, Gate, Net};
 
 use std::fs;
 use std::thread;
@@ -189,7 +188,7 @@ fn the_others_end_with_the_node_where_all_meet() {
 }
 
 /// Two nodes of which all workers do this.
-fn two(net: &Net, more: &str, text: &str) -> [common::Finished; 2] {
+fn two(net: &Net, more: &str, text: &str) -> [flow_harness::Finished; 2] {
     [0, 1].map(|node| net.start(node, &script(&elastic("2", more), text))).map(Agent::finish)
 }
 

@@ -1,7 +1,6 @@
 //! The file of events: `--events`.
 
-mod common;
-use common::{events, named, run, script, Running};
+use flow_harness::cli::{events, named, run, script, Running};
 
 use std::path::Path;
 

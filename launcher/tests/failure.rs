@@ -1,8 +1,7 @@
 //! A worker fails: the others are stopped, the report leads with the cause, the exit code is the
 //! failed worker's.
 
-mod common;
-use common::{is_alive, run, script, until_gone, Running};
+use flow_harness::cli::{is_alive, run, script, until_gone, Running};
 
 use std::time::Duration;
 

@@ -1,7 +1,6 @@
 //! What flags and variables do to the workers.
 
-mod common;
-use common::{launcher, run, script};
+use flow_harness::cli::{launcher, run, script};
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

@@ -1,9 +1,9 @@
 //! `--hosts` and `--hostfile`: one flow-launch starts the agents of all machines. ssh is a script
 //! that enters the tests' machines; the last test has the real one.
 
-mod common;
-use common::net::{ipv4, Agent, Gate, Net};
-use common::{children, is_alive, launcher, run, script, until, until_gone, Finished, Running};
+use flow_harness::cli::{children, is_alive, launcher, run, script, until, until_gone, Running};
+use flow_harness::net::{ipv4, Agent, Gate, Net};
+use flow_harness::Finished;
 
 use std::fs;
 use std::net::TcpStream;

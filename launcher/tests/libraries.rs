@@ -2,9 +2,9 @@
 //! `libraries` prints the same under flow-launch as under torchrun.
 //! `scripts/setup --python-libraries` gets the libraries; PYTHON has PyTorch.
 
-mod common;
-use common::python::{have, installed, python, python_path, root};
-use common::{launcher, run};
+use flow_harness::cli::{launcher, run};
+use flow_harness::python::{have, installed, python, python_path};
+use flow_harness::root;
 
 use std::path::Path;
 use std::process::Command;

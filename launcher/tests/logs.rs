@@ -1,7 +1,8 @@
 //! Files of workers' output and errors: `--log-dir`, `--redirects`, `--tee`, filters, error files.
 
-mod common;
-use common::{children, run, script, until, until_gone, Finished, Running};
+use flow_harness::cli::{children, run, script, until, until_gone, Running};
+use flow_harness::python::{have, python};
+use flow_harness::Finished;
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -260,14 +261,10 @@ fn garbage_in_an_error_file_does_no_harm() {
 /// Torch's own decorator, where there is a torch.
 #[test]
 fn torchs_record_is_understood() {
-    let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".into());
-    let has_torch = Command::new(&python)
-        .args(["-c", "import torch.distributed.elastic"])
-        .stderr(Stdio::null())
-        .status();
-    if !has_torch.is_ok_and(|status| status.success()) {
-        return println!("SKIPPED: torch's @record: {python} has no torch");
+    if !have("torch") {
+        return;
     }
+    let python = python();
     let folder = tempfile::tempdir().unwrap();
     let program = "from torch.distributed.elastic.multiprocessing.errors import record\n\
                    @record\ndef main():\n    raise ValueError('boom')\nmain()\n";
@@ -323,7 +320,7 @@ fn a_gigabyte_costs_megabytes() {
         let text = format!("{text}; grep VmHWM /proc/$PPID/status >&2");
         let mut command = logged(&logs, flags, &text);
         let child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-        let finished = common::finish(child);
+        let finished = flow_harness::cli::finish(child);
         let peak: u64 = finished
             .stderr
             .split_whitespace()

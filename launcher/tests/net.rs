@@ -1,8 +1,7 @@
 //! The machines that tests of several nodes run on.
 
-mod common;
-use common::net::{ipv4, ipv6, Net};
-use common::{is_alive, run, until};
+use flow_harness::cli::{is_alive, run, until};
+use flow_harness::net::{ipv4, ipv6, Net};
 
 use std::io::ErrorKind;
 use std::net::{TcpListener, TcpStream};

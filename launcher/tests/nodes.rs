@@ -1,8 +1,8 @@
 //! Jobs on several nodes, whose number stays: they meet, fail and end together.
 
-mod common;
-use common::net::{ipv4, ipv6, Agent, Gate, Net};
-use common::{script, until, Finished};
+use flow_harness::cli::{script, until};
+use flow_harness::net::{ipv4, ipv6, Agent, Gate, Net};
+use flow_harness::Finished;
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -1,7 +1,6 @@
 //! Output of the workers: whole lines, marked where asked for, held up rather than hoarded.
 
-mod common;
-use common::{children, run, script, until, until_gone, wait, Running};
+use flow_harness::cli::{children, run, script, until, until_gone, wait, Running};
 
 use std::fs::File;
 use std::io::Read;

@@ -1,9 +1,9 @@
 //! flow-launch's wheel and what is in it: the command, and the Python interface. Scripts are in the
 //! folder `python`.
 
-mod common;
-use common::python::{have, installed, python_path};
-use common::{finish, named, python, run, until_gone, Finished, Running};
+use flow_harness::cli::{finish, named, run, until_gone, Running};
+use flow_harness::python::{have, installed, python, python_path};
+use flow_harness::{root, Finished};
 
 use std::fs;
 use std::net::TcpListener;
@@ -116,7 +116,7 @@ fn what_else_can_be_started() {
         "left open: 0",
     ];
     assert_eq!(lines(&finished), expected, "{finished:?}");
-    assert_eq!(named(&common::events(&events), "end").len(), 1);
+    assert_eq!(named(&flow_harness::cli::events(&events), "end").len(), 1);
 }
 
 #[test]
@@ -132,8 +132,8 @@ fn what_is_missing_is_told_in_one_line() {
         "flow_launch.torchrun: cannot",
     );
     // The package, and no command beside it.
-    let sources = python::root().join("python");
-    let mut command = Command::new(python::python());
+    let sources = root().join("python");
+    let mut command = Command::new(python());
     command
         .args(["-m", "flow_launch.run", "true"])
         .env("PYTHONPATH", sources)

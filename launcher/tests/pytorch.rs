@@ -1,31 +1,13 @@
 //! Python scripts as they are written for torchrun: real ones, with PyTorch's DDP over gloo, and
 //! torchrun's own cases. PYTHON names an interpreter that has PyTorch, if python3 has none.
 
-mod common;
-use common::{finish, launcher, run, until_gone, Finished, Running};
+use flow_harness::cli::{finish, launcher, run, until_gone, Running};
+use flow_harness::python::{have, python};
+use flow_harness::Finished;
 
 use std::fs;
 use std::net::TcpListener;
 use std::process::{self, Command, Stdio};
-
-fn python() -> String {
-    std::env::var("PYTHON").unwrap_or_else(|_| "python3".into())
-}
-
-/// Whether there is PyTorch; says so if not.
-fn have_pytorch() -> bool {
-    let found = Command::new(python())
-        .args(["-c", "import torch"])
-        .output()
-        .is_ok_and(|output| output.status.success());
-    if !found {
-        println!(
-            "SKIPPED: PyTorch scripts: {} has no PyTorch (scripts/setup --pytorch gets one)",
-            python()
-        );
-    }
-    found
-}
 
 /// A file in the folder `pytorch`.
 fn file(name: &str) -> String {
@@ -64,7 +46,7 @@ fn assert_close(left: &[f64], right: &[f64]) {
 
 #[test]
 fn ddp_trains_as_one_process_does() {
-    if !have_pytorch() {
+    if !have("torch") {
         return;
     }
     let one = weights([&run(&mut launch("", "train.py --epochs 2"))], 1);
@@ -95,7 +77,7 @@ fn master() -> String {
 
 #[test]
 fn a_store_at_the_masters_address() {
-    if !have_pytorch() {
+    if !have("torch") {
         return;
     }
     let finished = run(&mut launch("--nproc-per-node 3", "collective.py"));
@@ -104,7 +86,7 @@ fn a_store_at_the_masters_address() {
 
 #[test]
 fn the_store_is_there_before_rank_0_and_after_it() {
-    if !have_pytorch() {
+    if !have("torch") {
         return;
     }
     let finished = run(&mut launch("--nproc-per-node 3", "store.py"));
@@ -118,7 +100,7 @@ fn the_store_is_there_before_rank_0_and_after_it() {
 /// With torchrun's switch for it, rank 0 serves the store.
 #[test]
 fn a_store_that_rank_0_serves() {
-    if !have_pytorch() {
+    if !have("torch") {
         return;
     }
     for flags in ["--nproc-per-node 2".into(), format!("--nproc-per-node 2 {}", master())] {
@@ -130,7 +112,7 @@ fn a_store_that_rank_0_serves() {
 
 #[test]
 fn each_start_has_an_empty_store() {
-    if !have_pytorch() {
+    if !have("torch") {
         return;
     }
     let finished = run(&mut launch("--nproc-per-node 2 --max-restarts 1", "restart.py"));
@@ -144,7 +126,7 @@ fn each_start_has_an_empty_store() {
 /// The next start has the same TORCHELASTIC_RESTART_COUNT.
 #[test]
 fn ranks_meet_anew_when_a_node_joins() {
-    if !have_pytorch() {
+    if !have("torch") {
         return;
     }
     let flags = format!(
@@ -161,7 +143,7 @@ fn ranks_meet_anew_when_a_node_joins() {
 
 #[test]
 fn an_exception_is_the_cause_in_the_report() {
-    if !have_pytorch() {
+    if !have("torch") {
         return;
     }
     // What Python prints goes to a file: what is told is what the worker has recorded.
@@ -176,7 +158,7 @@ fn an_exception_is_the_cause_in_the_report() {
 
 #[test]
 fn children_of_workers_do_not_outlive_them() {
-    if !have_pytorch() {
+    if !have("torch") {
         return;
     }
     let mut running = Running::start(&mut launch("--nproc-per-node 2", "children.py"));
@@ -229,7 +211,7 @@ fn torchruns_own_cases() {
 
 #[test]
 fn torchs_timers_kill_a_worker_that_is_late() {
-    if !have_pytorch() {
+    if !have("torch") {
         return;
     }
     let finished =

@@ -1,7 +1,6 @@
 //! One node's workers are started anew after a failure: nothing of the start before is left.
 
-mod common;
-use common::{run, script, seconds_until_killed};
+use flow_harness::cli::{run, script, seconds_until_killed};
 
 /// What a worker has started goes with its start, even if it has left the worker's process group,
 /// as `timeout` does.

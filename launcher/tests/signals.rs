@@ -1,8 +1,7 @@
 //! Signals to the launcher, and its sudden death.
 
-mod common;
-use common::net::Gate;
-use common::{children, is_alive, run, script, until, until_gone, wait, Running};
+use flow_harness::cli::{children, is_alive, run, script, until, until_gone, wait, Running};
+use flow_harness::net::Gate;
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -105,7 +104,8 @@ fn a_second_sigterm_does_not_kill_nor_is_it_passed_on() {
 fn a_signal_that_comes_before_any_worker_gets_a_line_too() {
     // Nobody is there.
     let flags = "--nnodes 2 --node-rank 1 --master-addr 127.0.0.1 --master-port 1 true";
-    let running = Running::start(&mut common::launcher(&flags.split(' ').collect::<Vec<_>>()));
+    let running =
+        Running::start(&mut flow_harness::cli::launcher(&flags.split(' ').collect::<Vec<_>>()));
     until("it waits for others", || children(running.pid()).len() == 1);
     running.signal(Signal::TERM);
     let finished = running.finish();

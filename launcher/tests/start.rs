@@ -1,7 +1,6 @@
 //! How workers are started: command, arguments, environment.
 
-mod common;
-use common::{launcher, run, script, Running};
+use flow_harness::cli::{launcher, run, script, Running};
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

@@ -1,7 +1,7 @@
 //! Who reads flow-launch's standard input.
 
-mod common;
-use common::{finish, launcher, run, script, Finished, Running};
+use flow_harness::cli::{finish, launcher, run, script, Running};
+use flow_harness::Finished;
 
 use std::fs;
 use std::io::{Read, Write};

@@ -1,7 +1,7 @@
 //! flow-launch on a terminal, as its user sees it and types into it.
 
-mod common;
-use common::{children, is_alive, launcher, script, until, until_gone, wait};
+use flow_harness::cli::{children, is_alive, launcher, script, until, until_gone, wait};
+use flow_harness::python::have;
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -270,18 +270,15 @@ fn pdb_takes_commands() {
 #[test]
 fn pytorchs_breakpoint_works() {
     let folder = tempfile::tempdir().unwrap();
-    let interpreter = std::env::var("PYTHON").unwrap_or_else(|_| "python3".into());
-    let import = Command::new(&interpreter).args(["-c", "import torch"]).output();
-    if !import.is_ok_and(|output| output.status.success()) {
-        println!(
-            "SKIPPED: torch.distributed.breakpoint: {interpreter} has no PyTorch (scripts/setup --pytorch gets one)"
-        );
+    if !have("torch") {
         return;
     }
     let text = "import torch.distributed as dist\ndist.init_process_group('gloo')\nx = dist.get_rank() + 41\n\
                 dist.breakpoint(0)\nprint('x is', x)\ndist.destroy_process_group()";
     let mut command = launcher(&["--nproc_per_node", "2", &python(&folder, text)]);
-    let Some(mut terminal) = Terminal::start(command.env("PYTHON_EXEC", interpreter)) else {
+    let Some(mut terminal) =
+        Terminal::start(command.env("PYTHON_EXEC", flow_harness::python::python()))
+    else {
         return;
     };
     terminal.until_it_shows("(Pdb) ");

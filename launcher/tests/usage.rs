@@ -1,7 +1,6 @@
 //! A command line that makes no sense: exit code 2 and one line that names what is wrong.
 
-mod common;
-use common::{launcher, run};
+use flow_harness::cli::{launcher, run};
 
 #[test]
 fn one_line_each() {

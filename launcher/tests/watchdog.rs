@@ -1,8 +1,7 @@
 //! torchelastic's watchdog and health check, by environment variables. Workers that use torch's own
 //! client are in `pytorch.rs`.
 
-mod common;
-use common::{is_alive, run, script, until, until_gone, Running};
+use flow_harness::cli::{is_alive, run, script, until, until_gone, Running};
 
 use std::fs::{self, OpenOptions};
 use std::io::{Read, Write};

@@ -39,7 +39,7 @@ def row(name, flow, other, ratio, at_least=None, at_most=None, value=None, unit=
 
 def pack(programs):
     if programs.rehearsal:
-        raise CannotRun("stand-ins would take an hour")
+        raise CannotRun("fakes would take an hour")
     rows = []
     for result in json_line(programs.flow(0, "cuda_check", "--bench", "--json"))["results"]:
         name = f"{result['operation']} {result['count']} x {result['tensors']} to {result['flat']}, against a copy"

@@ -6,7 +6,7 @@ from functools import partial
 
 from programs import BUNDLE, CannotRun, Failed, json_line
 
-# About the CPU's shared memory, and told by the stand-in alone.
+# About the CPU's shared memory, and told by the fake alone.
 DDP_NOT_ON_GPUS = {"wrapped_again", "joined_again", "waits"}
 MNIST_STEPS = 400
 FIRST_STEPS = 10

@@ -63,22 +63,22 @@ def driver():
 
 
 class Programs:
-    def __init__(self, python, torch, stand_ins, out):
+    def __init__(self, python, torch, fakes, out):
         self.python = python
-        self.gpus = 1 if stand_ins else len(torch["gpus"])
-        self.rehearsal = stand_ins is not None
+        self.gpus = 1 if fakes else len(torch["gpus"])
+        self.rehearsal = fakes is not None
         self.out = out
         self.log = open(out / "log.txt", "a", encoding="utf-8")
         self.lock = threading.Lock()
         self.running = set()
 
         self.peer_environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
-        # Programs that were built here find the libtorch of their build, beside which there is no NCCL but the stand-in.
-        folders = [stand_ins] if stand_ins else torch["folders"]
+        # Programs that were built here find the libtorch of their build, beside which there is no NCCL but the fake.
+        folders = [fakes] if fakes else torch["folders"]
         variables = {"FLOW_CACHE": out / "cache", "RUST_BACKTRACE": 0}
-        if stand_ins:
-            variables["FLOW_NCCL_PATH"] = stand_ins / "libnccl_stand_in.so"
-            variables["FLOW_STAND_IN_GPUS"] = self.gpus
+        if fakes:
+            variables["FLOW_NCCL_PATH"] = fakes / "libnccl_fake.so"
+            variables["FLOW_FAKE_GPUS"] = self.gpus
         folders = [*map(str, folders), os.environ.get("LD_LIBRARY_PATH", "")]
         variables["LD_LIBRARY_PATH"] = ":".join(filter(None, folders))
         self.environment = {**self.peer_environment, **{k: str(v) for k, v in variables.items()}}

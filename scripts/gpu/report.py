@@ -2,7 +2,7 @@
 
 import json
 
-REHEARSAL = "**A rehearsal on stand-ins for the driver and NCCL: no GPU result.**\n\n"
+REHEARSAL = "**A rehearsal on fakes of the driver and NCCL: no GPU result.**\n\n"
 
 MEASURED = """\
 ## How it is measured

@@ -34,8 +34,8 @@ def parse():
     parser.add_argument(
         "--rehearse",
         type=Path,
-        metavar="STAND_INS",
-        help="try this program without a GPU, on the tests' stand-ins for the driver and NCCL in that folder",
+        metavar="FAKES",
+        help="try this program without a GPU, on the tests' fakes of the driver and NCCL in that folder",
     )
     arguments = parser.parse_args()
     unknown = [part for part in arguments.parts if part not in ("checks", "bench")]
@@ -98,10 +98,10 @@ def main():
         sys.exit(f"run: error: {error}")
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    stand_ins = arguments.rehearse.resolve() if rehearsal else None
-    programs = Programs(arguments.python, torch, stand_ins, out)
+    fakes = arguments.rehearse.resolve() if rehearsal else None
+    programs = Programs(arguments.python, torch, fakes, out)
 
-    device = "none, stand-ins" if rehearsal else f"{len(torch['gpus'])} x {torch['gpus'][0]}"
+    device = "none, fakes" if rehearsal else f"{len(torch['gpus'])} x {torch['gpus'][0]}"
     machine = {**torch, "device": device, "driver": driver(), "cores": os.cpu_count()}
     del machine["folders"]
     results = {
@@ -111,7 +111,7 @@ def main():
         "parts": earlier(out, about["commit"], rehearsal),
     }
     if rehearsal:
-        print("A rehearsal on stand-ins: no GPU result.")
+        print("A rehearsal on fakes: no GPU result.")
     print(f"{device}, driver {machine['driver']}; torch {torch['torch']}, NCCL {torch['nccl']}; Flow {about['commit']}")
     failed = 0
     for part in arguments.parts or ["checks", "bench"]:

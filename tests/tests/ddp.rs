@@ -2,7 +2,7 @@
 
 use std::fmt::Debug;
 
-use flow_tests::{instruction_sets, launcher, on_stand_in, Process, PATIENCE};
+use flow_tests::{instruction_sets, launcher, on_fake_cuda, Process, TEST_TIMEOUT};
 
 /// How gradients may travel: the default, by copies, and with a thread for communication.
 const MODES: [Option<(&str, &str)>; 3] =
@@ -11,21 +11,21 @@ const MODES: [Option<(&str, &str)>; 3] =
 /// What is about the CPU's shared memory.
 const NOT_ON_GPUS: [&str; 2] = ["wrapped_again", "joined_again"];
 
-/// The way of GPUs, with tensors on the CPU: libtorch has no stand-in. `scripts/gpu-check` runs the
+/// The way of GPUs, with tensors on the CPU: libtorch has no fake. `scripts/gpu-check` runs the
 /// same on GPUs.
-fn holds_on_stand_ins(check: &str, ranks: usize) {
+fn holds_on_fakes(check: &str, ranks: usize) {
     let mut command = launcher(ranks, &[], "check_ddp", &[check]);
     command.env("OMP_NUM_THREADS", "1").env("RUST_BACKTRACE", "0");
     command.env("FLOW_TEST_DEVICE", "cuda").env("FLOW_TEST_HOST_AS_GPU", "1");
     let waits =
         std::env::temp_dir().join(format!("flow-waits-{}-{check}-{ranks}", std::process::id()));
-    command.env("FLOW_STAND_IN_WAITS", &waits);
-    if let Some(command) = on_stand_in(command).filter(|_| !NOT_ON_GPUS.contains(&check)) {
-        let output = Process::start(command).finish(PATIENCE).success();
+    command.env("FLOW_FAKE_WAITS", &waits);
+    if let Some(command) = on_fake_cuda(command).filter(|_| !NOT_ON_GPUS.contains(&check)) {
+        let output = Process::start(command).finish(TEST_TIMEOUT).success();
         for rank in 0..ranks {
             let _ = std::fs::remove_file(waits.with_extension(rank.to_string()));
         }
-        assert_eq!(output, format!("{check} holds on {ranks} ranks\n"), "on stand-ins for GPUs");
+        assert_eq!(output, format!("{check} holds on {ranks} ranks\n"), "on fakes of GPUs");
     }
 }
 
@@ -36,13 +36,13 @@ fn holds<'a>(
 ) {
     let mut command = launcher(ranks, &[], "check_ddp", &[check]);
     command.env("OMP_NUM_THREADS", "1").env("RUST_BACKTRACE", "0").envs(mode);
-    let output = Process::start(command).finish(PATIENCE).success();
+    let output = Process::start(command).finish(TEST_TIMEOUT).success();
     assert_eq!(output, format!("{check} holds on {ranks} ranks\n"), "{mode:?}");
 }
 
 #[test]
 fn the_host_waits_for_a_gpu_in_no_step() {
-    holds_on_stand_ins("waits", 2);
+    holds_on_fakes("waits", 2);
 }
 
 /// The checks that compare what training makes of whole models.
@@ -64,8 +64,8 @@ macro_rules! checks {
                 holds(stringify!($name), ranks, mode);
             }
             holds(stringify!($name), 3, None);
-            holds_on_stand_ins(stringify!($name), 2);
-            holds_on_stand_ins(stringify!($name), 3);
+            holds_on_fakes(stringify!($name), 2);
+            holds_on_fakes(stringify!($name), 3);
         }
     )*};
 }

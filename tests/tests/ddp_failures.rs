@@ -3,13 +3,13 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use flow_tests::{assert_contains, job, launcher, rank, Finished, Process, PATIENCE};
+use flow_tests::{
+    assert_contains, job, launcher, rank, Finished, Process, DETECTION_LIMIT, TEST_TIMEOUT,
+};
 use nix::sys::signal::{kill, Signal};
 use nix::unistd::Pid;
 
 const WORKER: &str = "check_ddp_failures";
-/// Long enough for a loaded machine, far less than the groups' own timeout of half an hour.
-const SOON: Duration = Duration::from_secs(30);
 /// See `ddp.rs`.
 const MODES: [Option<(&str, &str)>; 3] =
     [None, Some(("FLOW_DDP_COPY", "1")), Some(("FLOW_DDP_PROGRESS", "thread"))];
@@ -20,7 +20,7 @@ fn quiet(mut command: Command, mode: Option<(&str, &str)>) -> Command {
 }
 
 fn launched(ranks: usize, event: &str, mode: Option<(&str, &str)>) -> Finished {
-    Process::start(quiet(launcher(ranks, &[], WORKER, &[event]), mode)).finish(SOON)
+    Process::start(quiet(launcher(ranks, &[], WORKER, &[event]), mode)).finish(DETECTION_LIMIT)
 }
 
 /// The ranks of a job without a launcher, which would stop the others at once: how each ended.
@@ -28,14 +28,14 @@ fn by_hand(ranks: usize, event: &str, mode: Option<(&str, &str)>) -> Vec<Finishe
     let job = job();
     let start = |r| Process::start(quiet(rank(&job, r, ranks, WORKER, &[event]), mode));
     let ranks: Vec<Process> = (0..ranks).map(start).collect();
-    ranks.into_iter().map(|rank| rank.finish(SOON)).collect()
+    ranks.into_iter().map(|rank| rank.finish(DETECTION_LIMIT)).collect()
 }
 
 #[test]
 fn the_launcher_reports_a_rank_that_exits() {
     for mode in MODES {
         let job = launched(3, "exit", mode);
-        assert_eq!(job.status.code(), Some(3), "{}", job.stderr);
+        assert_eq!(job.code, Some(3), "{}", job.stderr);
         assert_contains(&job.stderr, &["rank 1 (local rank 1, pid ", "failed with exit code 3"]);
     }
 }
@@ -43,7 +43,7 @@ fn the_launcher_reports_a_rank_that_exits() {
 #[test]
 fn the_launcher_reports_a_rank_that_is_killed() {
     let job = launched(2, "kill", None);
-    assert_eq!(job.status.code(), Some(128 + 9), "{}", job.stderr);
+    assert_eq!(job.code, Some(128 + 9), "{}", job.stderr);
     assert_contains(
         &job.stderr,
         &["rank 1 (local rank 1, pid ", "was killed by signal 9 (SIGKILL)"],
@@ -53,7 +53,7 @@ fn the_launcher_reports_a_rank_that_is_killed() {
 #[test]
 fn the_launcher_reports_a_panic_in_forward() {
     let job = launched(2, "panic", None);
-    assert_eq!(job.status.code(), Some(101), "{}", job.stderr);
+    assert_eq!(job.code, Some(101), "{}", job.stderr);
     assert_contains(&job.stderr, &["rank 1 (local rank 1, pid ", "the model cannot go on"]);
 }
 
@@ -62,8 +62,8 @@ fn a_rank_that_hangs_is_named_when_the_time_is_over() {
     for mode in MODES {
         let mut command = quiet(launcher(3, &["--grace", "1"], WORKER, &["hang"]), mode);
         command.env("FLOW_TIMEOUT", "2");
-        let job = Process::start(command).finish(SOON);
-        assert_eq!(job.status.code(), Some(1), "{}", job.stderr);
+        let job = Process::start(command).finish(DETECTION_LIMIT);
+        assert_eq!(job.code, Some(1), "{}", job.stderr);
         assert_contains(
             &job.stderr,
             &[
@@ -86,8 +86,8 @@ fn survivors_name_the_rank_that_is_gone() {
         let ranks = by_hand(3, event, mode);
         let gone = format!("rank 1 (pid {} on ", ranks[1].pid);
         for rank in [0, 2] {
-            let Finished { status, stderr, .. } = &ranks[rank];
-            assert_eq!(status.code(), Some(1), "{stderr}");
+            let Finished { code, stderr, .. } = &ranks[rank];
+            assert_eq!(*code, Some(1), "{stderr}");
             let [first, again] =
                 ["all_reduce #", "backward failed"].map(|it| format!("rank {rank}: {it}"));
             assert_contains(
@@ -121,7 +121,7 @@ fn a_backward_that_fails_on_one_rank_fails_on_all() {
                 let first = format!("step 5: Poisoned: rank {rank}: all_reduce #");
                 assert_contains(&ranks[rank].stderr, &[&first, &again(rank), cause]);
             }
-            assert!(ranks.iter().all(|rank| rank.status.code() == Some(1)));
+            assert!(ranks.iter().all(|rank| rank.code == Some(1)));
         }
     }
 }
@@ -130,10 +130,10 @@ fn a_backward_that_fails_on_one_rank_fails_on_all() {
 fn ranks_that_are_out_of_step_find_out() {
     for mode in MODES {
         for event in ["forward_only", "other_loss", "caught"] {
-            for (rank, Finished { status, stderr, .. }) in
+            for (rank, Finished { code, stderr, .. }) in
                 by_hand(3, event, mode).into_iter().enumerate()
             {
-                assert_eq!(status.code(), Some(1), "{event}: {stderr}");
+                assert_eq!(code, Some(1), "{event}: {stderr}");
                 let own = if rank == 1 { "step 6: " } else { "step 5: " };
                 assert_contains(
                     &stderr,
@@ -148,15 +148,15 @@ fn ranks_that_are_out_of_step_find_out() {
                 assert!(zero || two, "{event}: {stderr}");
             }
         }
-        for Finished { status, stderr, .. } in by_hand(3, "forward_only_with_buffers", mode) {
-            assert_eq!(status.code(), Some(1), "{stderr}");
+        for Finished { code, stderr, .. } in by_hand(3, "forward_only_with_buffers", mode) {
+            assert_eq!(code, Some(1), "{stderr}");
             assert_contains(
                 &stderr,
                 &["ranks disagree", "called all_reduce", "step 6)", "called broadcast"],
             );
         }
-        for Finished { status, stderr, .. } in by_hand(2, "forward_kept", mode) {
-            assert_eq!(status.code(), Some(1), "{stderr}");
+        for Finished { code, stderr, .. } in by_hand(2, "forward_kept", mode) {
+            assert_eq!(code, Some(1), "{stderr}");
             assert_contains(
                 &stderr,
                 &["ranks disagree", "in step 7", "in step 8", "one of them skipped a backward"],
@@ -182,7 +182,7 @@ fn after_a_backward_that_fails_on_all_the_model_can_be_wrapped_again() {
         assert!(ranks
             .iter()
             .any(|rank| rank.stderr.contains("step 5: Backward: backward: no rank can go on")));
-        assert!(ranks.iter().all(|rank| rank.status.code() == Some(1)));
+        assert!(ranks.iter().all(|rank| rank.code == Some(1)));
         by_hand(2, "all_fail_and_wrap", mode).into_iter().for_each(|rank| _ = rank.success());
     }
 }
@@ -211,13 +211,13 @@ fn nothing_survives_the_launcher() {
     let mut job = Process::start(quiet(launcher(3, &[], WORKER, &["nothing"]), None));
     job.wait_for("step 20 ");
     kill(Pid::from_raw(job.pid() as i32), Signal::SIGKILL).unwrap();
-    let said = job.finish(SOON).stdout;
+    let said = job.finish(DETECTION_LIMIT).stdout;
     let mut pids: Vec<&str> = said.lines().filter_map(|line| line.split(' ').nth(3)).collect();
     pids.sort_unstable();
     pids.dedup();
     assert_eq!(pids.len(), 3, "{said}");
     // Their memory has no name, and goes with the last of them.
-    let deadline = Instant::now() + SOON;
+    let deadline = Instant::now() + DETECTION_LIMIT;
     while let Some(pid) = pids.iter().find(|pid| runs(pid)) {
         assert!(Instant::now() < deadline, "process {pid} has survived");
         std::thread::sleep(Duration::from_millis(10));
@@ -237,7 +237,7 @@ fn runs(pid: &str) -> bool {
 
 #[test]
 fn sixteen_ranks_on_whatever_cores_there_are() {
-    let job =
-        Process::start(quiet(launcher(16, &[], WORKER, &["five_steps"]), None)).finish(PATIENCE);
+    let job = Process::start(quiet(launcher(16, &[], WORKER, &["five_steps"]), None))
+        .finish(TEST_TIMEOUT);
     assert_eq!(job.success().lines().filter(|line| line.starts_with("step 5 ")).count(), 16);
 }

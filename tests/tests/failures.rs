@@ -7,12 +7,11 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use flow_tests::{assert_contains, job, launcher, rank, ranks, Finished, Process, PATIENCE};
+use flow_tests::{
+    assert_contains, job, launcher, rank, ranks, Finished, Process, DETECTION_LIMIT, TEST_TIMEOUT,
+};
 use nix::sys::signal::{kill, Signal};
 use nix::unistd::Pid;
-
-/// Long enough for a loaded machine, far less than the groups' own timeout of half an hour.
-const SOON: Duration = Duration::from_secs(20);
 
 fn signal(process: &Process, signal: Signal) {
     kill(Pid::from_raw(process.pid() as i32), signal).expect("the process is ours");
@@ -58,7 +57,7 @@ fn killed_in(what: &str, operations: &[&str]) {
         signal(&victim, Signal::SIGKILL);
         let pid = victim.pid();
         for (rank, process) in [0, 2].into_iter().zip(ranks) {
-            let said = lines(process.finish(SOON));
+            let said = lines(process.finish(DETECTION_LIMIT));
             let named = |operation: &&str| {
                 said[0].starts_with(&format!("PeerLost: rank {rank}: {operation}"))
             };
@@ -112,7 +111,10 @@ fn all_but_one_killed() {
     ranks.iter_mut().for_each(|rank| rank.wait_for("looping"));
     let survivor = ranks.remove(2);
     ranks.iter().for_each(|rank| signal(rank, Signal::SIGKILL));
-    assert_contains(&lines(survivor.finish(SOON))[0], &["PeerLost: rank 2: all_reduce #", "died"]);
+    assert_contains(
+        &lines(survivor.finish(DETECTION_LIMIT))[0],
+        &["PeerLost: rank 2: all_reduce #", "died"],
+    );
 }
 
 #[test]
@@ -121,7 +123,7 @@ fn a_rank_that_drops_its_group_is_named() {
     let mut leaver = ranks.remove(1);
     leaver.wait_for("left");
     for process in ranks {
-        let said = lines(process.finish(SOON));
+        let said = lines(process.finish(DETECTION_LIMIT));
         let peer = format!("failed: rank 1 (pid {} on ", leaver.pid());
         assert_contains(
             &said[0],
@@ -134,9 +136,9 @@ fn a_rank_that_drops_its_group_is_named() {
 #[test]
 fn a_rank_that_exits_is_named() {
     let mut ranks = ranks(3, "check_failures", &["exit"]);
-    let pid = ranks.remove(1).finish(SOON).pid;
+    let pid = ranks.remove(1).finish(DETECTION_LIMIT).pid;
     for process in ranks {
-        let said = lines(process.finish(SOON));
+        let said = lines(process.finish(DETECTION_LIMIT));
         assert_contains(
             &said[0],
             &["PeerLost", "all_reduce #1", &format!("rank 1 (pid {pid} on ")],
@@ -148,10 +150,10 @@ fn a_rank_that_exits_is_named() {
 fn a_message_outlives_its_sender() {
     let mut ranks = ranks(2, "check_failures", &["message_then_exit"]);
     let receiver = ranks.remove(1);
-    let sender = ranks.remove(0).finish(SOON);
+    let sender = ranks.remove(0).finish(DETECTION_LIMIT);
     let pid = sender.pid;
     sender.success();
-    let said = lines(receiver.finish(SOON));
+    let said = lines(receiver.finish(DETECTION_LIMIT));
     assert_eq!(said[0], "received [7, 7, 7, 7, 7, 7, 7, 7, 7]");
     assert_contains(
         &said[1],
@@ -173,7 +175,8 @@ fn assert_timed_out(said: &[Vec<String>], culprit: &str) {
 fn a_rank_that_never_comes_is_named() {
     let mut ranks = ranks(3, "check_failures", &["absent"]);
     let absent = ranks.pop().expect("there are three");
-    let said: Vec<_> = ranks.into_iter().map(|process| lines(process.finish(SOON))).collect();
+    let said: Vec<_> =
+        ranks.into_iter().map(|process| lines(process.finish(DETECTION_LIMIT))).collect();
     assert_timed_out(
         &said,
         &format!("timed out after 1s: waited for rank 2 (pid {} on ", absent.pid()),
@@ -186,17 +189,18 @@ fn a_stopped_rank_is_named_and_hears_of_it() {
     ranks.iter_mut().for_each(|rank| rank.wait_for("looping"));
     let stopped = ranks.remove(1);
     signal(&stopped, Signal::SIGSTOP);
-    let said: Vec<_> = ranks.into_iter().map(|process| lines(process.finish(SOON))).collect();
+    let said: Vec<_> =
+        ranks.into_iter().map(|process| lines(process.finish(DETECTION_LIMIT))).collect();
     assert_timed_out(&said, &format!("waited for rank 1 (pid {} on ", stopped.pid()));
     signal(&stopped, Signal::SIGCONT);
-    let said = lines(stopped.finish(SOON));
+    let said = lines(stopped.finish(DETECTION_LIMIT));
     assert_contains(&said[0], &["timed out after 2s: waited for rank 1 (pid"]);
 }
 
 #[test]
 fn an_abort_reaches_all() {
     for process in ranks(3, "check_failures", &["abort", "0"]) {
-        let said = lines(process.finish(SOON));
+        let said = lines(process.finish(DETECTION_LIMIT));
         assert_contains(
             &said[0],
             &["Poisoned", "all_reduce #1", "rank 0 aborted the group: the data ran out"],
@@ -207,7 +211,7 @@ fn an_abort_reaches_all() {
 #[test]
 fn a_failed_group_does_not_harm_its_parent() {
     for process in ranks(3, "check_failures", &["apart"]) {
-        let said = lines(process.finish(SOON));
+        let said = lines(process.finish(DETECTION_LIMIT));
         assert_eq!(said[0], "the parent group works");
         assert_contains(&said[1], &["Mismatch"]);
     }
@@ -217,7 +221,7 @@ fn a_failed_group_does_not_harm_its_parent() {
 /// other.
 fn disagree(what: &str, even: &str, odd: &str) {
     for (rank, process) in ranks(3, "check_failures", &["mismatch", what]).into_iter().enumerate() {
-        let said = lines(process.finish(SOON));
+        let said = lines(process.finish(DETECTION_LIMIT));
         let sides = match rank {
             1 => format!("rank 1 called {odd}, rank 0 called {even};"),
             _ => format!("rank {rank} called {even}, rank 1 called {odd};"),
@@ -252,8 +256,8 @@ fn different_types_reductions_and_roots_are_told() {
 fn under_the_launcher_the_signal_is_named() {
     let command =
         launcher(3, &["--grace", "10"], "check_failures", &["die_in_loop", "ordinary", "deaf"]);
-    let finished = Process::start(command).finish(PATIENCE);
-    assert_eq!(finished.status.code(), Some(128 + 9), "{finished:?}");
+    let finished = Process::start(command).finish(TEST_TIMEOUT);
+    assert_eq!(finished.code, Some(128 + 9), "{finished:?}");
     let said: Vec<&str> =
         finished.stdout.lines().filter(|line| line.starts_with("PeerLost")).collect();
     assert_eq!(said.len(), 2, "{finished:?}");
@@ -274,7 +278,7 @@ fn the_launcher_killed_takes_all_ranks_and_their_memory_along() {
     let memory: BTreeSet<String> = children.split_whitespace().flat_map(shared_memory_of).collect();
     assert!(memory.len() == 1 && is_mapped(&memory), "{memory:?} of {children}");
     signal(&process, Signal::SIGKILL);
-    assert!(!process.finish(SOON).status.success());
+    assert_ne!(process.finish(DETECTION_LIMIT).code, Some(0));
     // The workers are not ours to wait for.
     for _ in 0..1000 {
         if !is_mapped(&memory) {
@@ -289,7 +293,7 @@ fn the_launcher_killed_takes_all_ranks_and_their_memory_along() {
 fn told(variables: &[(&str, &str)]) -> String {
     let mut command = std::process::Command::new(flow_tests::program("check_failures"));
     command.arg("join").envs(variables.iter().copied());
-    let mut lines = lines(Process::start(command).finish(SOON));
+    let mut lines = lines(Process::start(command).finish(DETECTION_LIMIT));
     assert_eq!(lines.len(), 1, "{lines:?}");
     lines.remove(0)
 }
@@ -327,7 +331,7 @@ fn two_processes_with_the_same_rank_are_told() {
         Process::start(command)
     };
     let (first, twins) = (start(0), [start(1), start(1)]);
-    let [one, other] = twins.map(|process| process.finish(SOON));
+    let [one, other] = twins.map(|process| process.finish(DETECTION_LIMIT));
     let (pids, mut said) = ([one.pid, other.pid], [lines(one).remove(0), lines(other).remove(0)]);
     // Either may have been the second.
     let second = usize::from(!said[0].contains("before"));
@@ -339,7 +343,7 @@ fn two_processes_with_the_same_rank_are_told() {
     said.swap(0, second);
     assert_contains(&said[1], &["rank 2 has not joined"]);
     assert_contains(
-        &lines(first.finish(SOON))[0],
+        &lines(first.finish(DETECTION_LIMIT))[0],
         &["Join: rank 0", "rank 2 has not joined within 3s"],
     );
 }
@@ -349,7 +353,7 @@ fn ranks_that_never_join_are_named() {
     let job = job();
     let mut command = rank(&job, 0, 3, "check_failures", &["join"]);
     command.env("FLOW_TIMEOUT", "1.5");
-    let said = lines(Process::start(command).finish(SOON));
+    let said = lines(Process::start(command).finish(DETECTION_LIMIT));
     assert_eq!(
         said,
         ["Join: rank 0: joining the process group failed: ranks 1, 2 have not joined within 1.5s"]
@@ -361,7 +365,7 @@ fn a_rank_that_dies_while_it_joins_is_named() {
     let job = job();
     let start = |number| Process::start(rank(&job, number, 4, "check_failures", &["join"]));
     let (first, victim, other) = (start(0), start(2), start(1));
-    let deadline = Instant::now() + SOON;
+    let deadline = Instant::now() + DETECTION_LIMIT;
     while [&first, &victim, &other]
         .iter()
         .any(|rank| shared_memory_of(&rank.pid().to_string()).is_empty())
@@ -372,7 +376,10 @@ fn a_rank_that_dies_while_it_joins_is_named() {
     signal(&victim, Signal::SIGKILL);
     let died = format!("rank 2 (pid {}) died before all ranks had joined", victim.pid());
     for (rank, process) in [(0, first), (1, other)] {
-        assert_contains(&lines(process.finish(SOON))[0], &[&format!("Join: rank {rank}: "), &died]);
+        assert_contains(
+            &lines(process.finish(DETECTION_LIMIT))[0],
+            &[&format!("Join: rank {rank}: "), &died],
+        );
     }
 }
 
@@ -388,7 +395,7 @@ fn a_rank_that_ends_well_without_having_joined_is_named() {
         );
         let mut command = std::process::Command::new(flow_tests::program("flow-launch"));
         command.args(["--nproc_per_node", "3", "sh", "-c", &script]);
-        let said = lines(Process::start(command).finish(SOON));
+        let said = lines(Process::start(command).finish(DETECTION_LIMIT));
         assert_eq!(said.len(), 2, "{said:?}");
         for line in said {
             assert_contains(

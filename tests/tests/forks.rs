@@ -1,6 +1,6 @@
 //! Ranks that fork: their children, which no other program replaces, leave them alone.
 
-use flow_tests::{launch, launcher, ranks, ranks_on_nodes, Process, PATIENCE};
+use flow_tests::{launch, launcher, ranks, ranks_on_nodes, Process, TEST_TIMEOUT};
 
 const WORKER: &str = "check_forks";
 
@@ -12,7 +12,7 @@ fn passes(scenario: &str) {
 fn passes_by_hand(scenario: &str) {
     for ranks in [ranks(2, WORKER, &[scenario]), ranks_on_nodes(&[1, 1], WORKER, &[scenario])] {
         for rank in ranks {
-            assert_eq!(rank.finish(PATIENCE).success(), format!("{scenario} passed\n"));
+            assert_eq!(rank.finish(TEST_TIMEOUT).success(), format!("{scenario} passed\n"));
         }
     }
 }
@@ -47,7 +47,7 @@ fn tensors_of_a_child() {
         let mut command = launcher(2, &[], WORKER, &["tensors"]);
         command.env("FLOW_DDP_PROGRESS", progress);
         assert_eq!(
-            Process::start(command).finish(PATIENCE).success(),
+            Process::start(command).finish(TEST_TIMEOUT).success(),
             "tensors passed\n".repeat(2)
         );
     }
@@ -57,6 +57,6 @@ fn tensors_of_a_child() {
 fn children_join_anew() {
     passes("joins_anew");
     for rank in ranks(2, WORKER, &["joins_anew"]) {
-        assert_eq!(rank.finish(PATIENCE).success(), "joins_anew passed\n");
+        assert_eq!(rank.finish(TEST_TIMEOUT).success(), "joins_anew passed\n");
     }
 }

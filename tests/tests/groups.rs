@@ -1,6 +1,6 @@
 //! Groups: sub-groups, refused arguments, nothing leaked, more ranks than cores.
 
-use flow_tests::{assert_contains, launch, ranks, ranks_on_nodes, PATIENCE};
+use flow_tests::{assert_contains, launch, ranks, ranks_on_nodes, TEST_TIMEOUT};
 
 fn passes(size: usize, scenario: &str) {
     assert_eq!(
@@ -12,7 +12,7 @@ fn passes(size: usize, scenario: &str) {
 /// Without flow-launch, where rank 0 serves the rendezvous.
 fn passes_by_hand(size: usize, scenario: &str) {
     for rank in ranks(size, "check_groups", &[scenario]) {
-        assert_eq!(rank.finish(PATIENCE).success(), format!("{scenario} passed\n"));
+        assert_eq!(rank.finish(TEST_TIMEOUT).success(), format!("{scenario} passed\n"));
     }
 }
 
@@ -56,7 +56,7 @@ fn a_group_one_of_whose_members_dies() {
             let culprit = format!("failed: rank 2 (pid {} on ", victim.pid());
             drop(victim);
             for rank in started {
-                let said = rank.finish(PATIENCE).success();
+                let said = rank.finish(TEST_TIMEOUT).success();
                 assert_contains(
                     &said,
                     &["new_group_of([0, 1, 2], \"key\")", &culprit, "member_dies passed"],
@@ -79,10 +79,10 @@ fn a_group_one_of_whose_members_dies_before_the_key_is_free() {
         let culprit = format!("failed: rank 3 (pid {} on ", victim.pid());
         drop(victim);
         assert_contains(
-            &waiting.finish(PATIENCE).success(),
+            &waiting.finish(TEST_TIMEOUT).success(),
             &["new_group_of([2, 3], \"key\")", &culprit, "passed"],
         );
-        started.into_iter().for_each(|rank| drop(rank.finish(PATIENCE).success()));
+        started.into_iter().for_each(|rank| drop(rank.finish(TEST_TIMEOUT).success()));
     }
 }
 

@@ -1,10 +1,8 @@
 //! Groups of ranks on several machines: namespaces with a network between them, each with a
 //! flow-launch.
 
-#[path = "../../launcher/tests/common/mod.rs"]
-mod common;
-use common::net::{ipv4, Agent, Net};
-use common::until;
+use flow_harness::cli::until;
+use flow_harness::net::{ipv4, Agent, Net};
 
 use std::thread;
 use std::time::Duration;

@@ -1,16 +1,12 @@
 //! Messages with tags, and from any rank: how they are matched, on one node and on several, and
 //! what is said when they do not come.
 
-use std::time::Duration;
-
 use flow_tests::{
-    assert_contains, launch, launcher, ranks, ranks_on_nodes, Finished, Process, PATIENCE,
+    assert_contains, launch, launcher, ranks, ranks_on_nodes, Finished, Process, DETECTION_LIMIT,
+    TEST_TIMEOUT,
 };
 use nix::sys::signal::{kill, Signal};
 use nix::unistd::Pid;
-
-/// Long enough for a loaded machine, far less than the groups' own timeout of half an hour.
-const SOON: Duration = Duration::from_secs(30);
 
 fn passes(size: usize, scenario: &str) {
     assert_eq!(
@@ -21,7 +17,11 @@ fn passes(size: usize, scenario: &str) {
 
 fn passes_on_nodes(nodes: &[usize], scenario: &str) {
     for rank in ranks_on_nodes(nodes, "check_messages", &[scenario]) {
-        assert_eq!(rank.finish(PATIENCE).success(), format!("{scenario} passed\n"), "{nodes:?}");
+        assert_eq!(
+            rank.finish(TEST_TIMEOUT).success(),
+            format!("{scenario} passed\n"),
+            "{nodes:?}"
+        );
     }
 }
 
@@ -110,7 +110,7 @@ fn a_killed_sender_is_named() {
             ranks[0].wait_for("waiting");
             kill(Pid::from_raw(ranks[1].pid() as i32), Signal::SIGKILL)
                 .expect("the process is ours");
-            let said = lines(ranks.remove(0).finish(SOON));
+            let said = lines(ranks.remove(0).finish(DETECTION_LIMIT));
             let victim = format!("failed: rank 1 (pid {} on ", ranks[0].pid());
             assert_contains(&said[0], &["PeerLost: ", operation, &victim, "died"]);
             assert_contains(&said[1], &["then Poisoned"]);
@@ -123,10 +123,10 @@ fn a_killed_sender_is_named() {
 fn a_message_that_does_not_come_is_told() {
     for (from, operation) in [("one", FROM_ONE), ("any", FROM_ANY)] {
         for mut ranks in everywhere(3, "message_late", &[from]) {
-            let said = lines(ranks.remove(0).finish(SOON));
+            let said = lines(ranks.remove(0).finish(DETECTION_LIMIT));
             let late = format!("timed out after 1s: waited for rank 1 (pid {} on ", ranks[0].pid());
             assert_contains(&said[0], &["Timeout: ", operation, &late]);
-            let said = lines(ranks.remove(0).finish(SOON));
+            let said = lines(ranks.remove(0).finish(DETECTION_LIMIT));
             assert_contains(
                 &said[0],
                 &["rank 1: send to rank 0 (300000 x u8, tag 4) failed", operation, &late],
@@ -138,8 +138,8 @@ fn a_message_that_does_not_come_is_told() {
 #[test]
 fn a_message_outlives_its_sender_and_another_is_not_waited_for() {
     for mut ranks in everywhere(2, "message_left_behind", &[]) {
-        let sender = ranks.remove(1).finish(SOON);
-        let said = lines(ranks.remove(0).finish(SOON));
+        let sender = ranks.remove(1).finish(DETECTION_LIMIT);
+        let said = lines(ranks.remove(0).finish(DETECTION_LIMIT));
         assert_eq!(said[0], "received [7, 7, 7, 7, 7, 7, 7, 7, 7]");
         let peer = format!("failed: rank 1 (pid {} on ", sender.pid);
         assert_contains(&said[1], &["PeerLost: ", FROM_ONE, &peer, "has left the group"]);
@@ -149,7 +149,7 @@ fn a_message_outlives_its_sender_and_another_is_not_waited_for() {
 #[test]
 fn a_message_from_any_rank_comes_though_another_rank_has_died() {
     for mut ranks in everywhere(3, "message_beside_death", &[]) {
-        let said = lines(ranks.remove(0).finish(SOON));
+        let said = lines(ranks.remove(0).finish(DETECTION_LIMIT));
         assert_eq!(said[0], "received [7, 7, 7, 7, 7, 7, 7, 7, 7]");
         let victim = format!("failed: rank 1 (pid {} on ", ranks[0].pid());
         assert_contains(&said[1], &["PeerLost: ", FROM_ANY, &victim, "died"]);
@@ -161,7 +161,7 @@ fn a_message_from_any_rank_comes_though_another_rank_has_died() {
 fn a_message_of_another_type_is_told_with_its_tag() {
     for what in ["one", "any", "kept"] {
         for mut ranks in everywhere(2, "message_of_other_type", &[what]) {
-            let said = lines(ranks.remove(0).finish(SOON));
+            let said = lines(ranks.remove(0).finish(DETECTION_LIMIT));
             let sides = "rank 1 sends 5 x f32, rank 0 receives 9 x u8, both with tag 5";
             assert_contains(&said[0], &["Mismatch: rank 0: ", sides]);
         }
@@ -171,7 +171,7 @@ fn a_message_of_another_type_is_told_with_its_tag() {
 #[test]
 fn who_waits_for_any_rank_is_told_of_in_a_hang() {
     let job = launcher(3, &["--hang-timeout", "3"], "check_failures", &["message_wait", "any"]);
-    let finished = Process::start(job).finish(PATIENCE);
-    assert_eq!(finished.status.code(), Some(124), "{finished:?}");
+    let finished = Process::start(job).finish(TEST_TIMEOUT);
+    assert_eq!(finished.code, Some(124), "{finished:?}");
     assert_contains(&finished.stderr, &["rank 0 waits in recv from any rank (9 x u8, tag 5)"]);
 }

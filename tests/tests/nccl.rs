@@ -1,4 +1,4 @@
-//! Process groups over NCCL, without a GPU: on stand-ins for the driver and for NCCL, whose streams
+//! Process groups over NCCL, without a GPU: on fakes of the driver and NCCL, whose streams
 //! are threads and whose memory is the host's. What passes here has the right order of calls,
 //! events, errors and ends; it says nothing of GPUs, on which `scripts/gpu-check` runs the same
 //! program.
@@ -8,16 +8,16 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use flow_tests::{
-    assert_contains, job, launcher, on_stand_in, program, rank, Finished, Process, PATIENCE,
-    STAND_IN,
+    assert_contains, job, launcher, on_fake_cuda, program, rank, Finished, Process, FAKE_CUDA,
+    TEST_TIMEOUT,
 };
 
 const WORKER: &str = "check_nccl";
 
 fn check(ranks: usize, what: &str) {
-    if let Some(command) = on_stand_in(launcher(ranks, &[], WORKER, &[what])) {
+    if let Some(command) = on_fake_cuda(launcher(ranks, &[], WORKER, &[what])) {
         assert_eq!(
-            Process::start(command).finish(PATIENCE).success(),
+            Process::start(command).finish(TEST_TIMEOUT).success(),
             format!("{ranks} ranks agree\n")
         );
     }
@@ -33,8 +33,8 @@ fn collectives() {
 /// Packing and unpacking, compiled by the C++ compiler.
 #[test]
 fn kernels() {
-    let Some(command) = on_stand_in(Command::new(program("examples/cuda_check"))) else { return };
-    assert_contains(&Process::start(command).finish(PATIENCE).success(), &["cases are right"]);
+    let Some(command) = on_fake_cuda(Command::new(program("examples/cuda_check"))) else { return };
+    assert_contains(&Process::start(command).finish(TEST_TIMEOUT).success(), &["cases are right"]);
 }
 
 #[test]
@@ -55,7 +55,7 @@ fn buckets() {
 fn ranks(size: usize, arguments: &[&str], variables: &[(&str, &str)]) -> Option<Vec<Process>> {
     let job = job();
     let start = |r| {
-        let mut command = on_stand_in(rank(&job, r, size, WORKER, arguments))?;
+        let mut command = on_fake_cuda(rank(&job, r, size, WORKER, arguments))?;
         command.envs(variables.iter().copied());
         Some(Process::start(command))
     };
@@ -65,7 +65,7 @@ fn ranks(size: usize, arguments: &[&str], variables: &[(&str, &str)]) -> Option<
 /// What rank 0 says in a failure.
 fn fail(way: &str, variables: &[(&str, &str)]) -> Option<Vec<String>> {
     let mut started = ranks(2, &["fail", way], variables)?;
-    let text = started.remove(0).finish(PATIENCE).success();
+    let text = started.remove(0).finish(TEST_TIMEOUT).success();
     Some(text.lines().map(str::to_owned).collect())
 }
 
@@ -111,7 +111,7 @@ fn different_operations_are_told_apart() {
 fn a_rank_that_dies_is_an_error_within_seconds_and_the_device_is_free() {
     let Some(mut started) = ranks(2, &["fail", "dies"], &[]) else { return };
     let begin = Instant::now();
-    let text = started.remove(0).finish(PATIENCE).success();
+    let text = started.remove(0).finish(TEST_TIMEOUT).success();
     assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
     assert_contains(&text, &["rank 0: all_reduce #1", "failed: rank 1 (pid", "died"]);
 }
@@ -131,19 +131,19 @@ fn a_rank_that_never_joins_is_named() {
 #[test]
 fn an_error_at_the_call_is_told_with_its_operation() {
     // The first sum is number 0.
-    let Some(lines) = fail("repeats", &[("FLOW_STAND_IN_FAIL", "0:3:2")]) else { return };
+    let Some(lines) = fail("repeats", &[("FLOW_FAKE_FAIL", "0:3:2")]) else { return };
     assert_contains(&lines[0], &["rank 0: all_reduce #", "failed: ncclAllReduce: "]);
 }
 
 #[test]
 fn an_error_of_the_device_is_found_and_aborted() {
-    let Some(lines) = fail("repeats", &[("FLOW_STAND_IN_ASYNC_FAIL", "0:3:6")]) else { return };
+    let Some(lines) = fail("repeats", &[("FLOW_FAKE_ASYNC_FAIL", "0:3:6")]) else { return };
     assert_contains(&lines[0], &["rank 0: all_reduce #", "ncclCommGetAsyncError: "]);
 }
 
 #[test]
 fn a_fault_of_the_device_is_no_timeout() {
-    let Some(lines) = fail("late", &[("FLOW_STAND_IN_FAULT", "0:1000")]) else { return };
+    let Some(lines) = fail("late", &[("FLOW_FAKE_FAULT", "0:1000")]) else { return };
     assert_contains(
         &lines[0],
         &["rank 0: all_reduce #1", "failed: ", "CUDA_ERROR_ILLEGAL_ADDRESS"],
@@ -153,16 +153,16 @@ fn a_fault_of_the_device_is_no_timeout() {
 #[test]
 fn a_program_that_ignores_a_failure_is_ended() {
     let Some(mut started) = ranks(2, &["fail", "ignores"], &[]) else { return };
-    let Finished { status, stderr, .. } = started.remove(0).finish(PATIENCE);
-    assert!(!status.success());
+    let Finished { code, stderr, .. } = started.remove(0).finish(TEST_TIMEOUT);
+    assert_ne!(code, Some(0));
     assert_contains(&stderr, &["rank 0: all_reduce #1", "timed out", "so its process ends here"]);
 }
 
 #[test]
 fn more_ranks_than_gpus_is_an_error_before_training() {
-    let Some(started) = ranks(3, &["fail", "late"], &[("FLOW_STAND_IN_GPUS", "2")]) else { return };
+    let Some(started) = ranks(3, &["fail", "late"], &[("FLOW_FAKE_GPUS", "2")]) else { return };
     let texts: Vec<String> =
-        started.into_iter().map(|process| process.finish(PATIENCE).success()).collect();
+        started.into_iter().map(|process| process.finish(TEST_TIMEOUT).success()).collect();
     for text in &texts {
         assert_contains(
             text,
@@ -176,30 +176,30 @@ fn more_ranks_than_gpus_is_an_error_before_training() {
 
 #[test]
 fn without_nccl_the_error_says_what_is_missing() {
-    let Some(mut command) = on_stand_in(launcher(2, &[], WORKER, &["fail", "late"])) else {
+    let Some(mut command) = on_fake_cuda(launcher(2, &[], WORKER, &["fail", "late"])) else {
         return;
     };
     command.env("FLOW_NCCL_PATH", "/nowhere/libnccl.so.2");
-    let text = Process::start(command).finish(PATIENCE).success();
+    let text = Process::start(command).finish(TEST_TIMEOUT).success();
     assert_contains(&text, &["no NCCL 2.18.0 or newer", "/nowhere/libnccl.so.2", "FLOW_NCCL_PATH"]);
-    let Some(mut command) = on_stand_in(launcher(2, &[], WORKER, &["fail", "late"])) else {
+    let Some(mut command) = on_fake_cuda(launcher(2, &[], WORKER, &["fail", "late"])) else {
         return;
     };
-    command.env("FLOW_STAND_IN_VERSION", "21005");
-    let text = Process::start(command).finish(PATIENCE).success();
+    command.env("FLOW_FAKE_VERSION", "21005");
+    let text = Process::start(command).finish(TEST_TIMEOUT).success();
     assert_contains(&text, &["is 2.10.5", "no NCCL 2.18.0 or newer"]);
 }
 
 #[test]
 fn all_ranks_issue_the_same_calls_in_order() {
-    let folder = Path::new(STAND_IN).join(format!("log-{}", std::process::id()));
+    let folder = Path::new(FAKE_CUDA).join(format!("log-{}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("the folder can be made");
-    let Some(mut command) = on_stand_in(launcher(2, &[], WORKER, &["order"])) else { return };
-    command.env("FLOW_STAND_IN_LOG", folder.join("calls"));
-    Process::start(command).finish(PATIENCE).success();
+    let Some(mut command) = on_fake_cuda(launcher(2, &[], WORKER, &["order"])) else { return };
+    command.env("FLOW_FAKE_LOG", folder.join("calls"));
+    Process::start(command).finish(TEST_TIMEOUT).success();
     let calls = |rank: usize| {
         let text = std::fs::read_to_string(folder.join(format!("calls.{rank}")))
-            .expect("the stand-in wrote it");
+            .expect("the fake wrote it");
         let collectives = text
             .lines()
             .filter(|line| ["ncclAllReduce", "ncclBroadcast"].iter().any(|c| line.starts_with(c)));
@@ -218,7 +218,7 @@ fn all_ranks_issue_the_same_calls_in_order() {
     );
     for rank in [0, 1] {
         let text = std::fs::read_to_string(folder.join(format!("calls.{rank}")))
-            .expect("the stand-in wrote it");
+            .expect("the fake wrote it");
         let ends: Vec<&str> =
             text.lines().rev().take(4).filter_map(|line| line.split(' ').next()).collect();
         assert_eq!(

@@ -3,17 +3,17 @@
 
 use std::time::Duration;
 
-use flow_tests::{assert_contains, ranks_on_nodes, Finished, Process, PATIENCE};
+use flow_tests::{
+    assert_contains, ranks_on_nodes, Finished, Process, DETECTION_LIMIT, TEST_TIMEOUT,
+};
 use nix::sys::signal::{kill, Signal};
 use nix::unistd::Pid;
-
-/// Long enough for a loaded machine, far less than the groups' own timeout of half an hour.
-const SOON: Duration = Duration::from_secs(30);
 
 /// Rank 0 says `expected`; all end well.
 fn succeeds(nodes: &[usize], worker: &str, arguments: &[&str], expected: &str) {
     let ranks = ranks_on_nodes(nodes, worker, arguments);
-    let said: Vec<String> = ranks.into_iter().map(|rank| rank.finish(PATIENCE).success()).collect();
+    let said: Vec<String> =
+        ranks.into_iter().map(|rank| rank.finish(TEST_TIMEOUT).success()).collect();
     assert_eq!(said[0], expected, "{nodes:?} {worker} {arguments:?}");
 }
 
@@ -79,7 +79,7 @@ fn a_killed_rank_is_named_on_all_nodes() {
             let victim = ranks.remove(1);
             signal(&victim, Signal::SIGKILL);
             for process in ranks {
-                let said = lines(process.finish(SOON));
+                let said = lines(process.finish(DETECTION_LIMIT));
                 assert_contains(&said[0], &[&format!("rank 1 (pid {} on ", victim.pid()), "died"]);
                 assert!(said[0].starts_with("PeerLost"), "{nodes:?} {what}: {said:?}");
                 assert_contains(&said[1], &["then Poisoned"]);
@@ -95,7 +95,7 @@ fn a_rank_that_leaves_is_named() {
         let mut leaver = ranks.remove(1);
         leaver.wait_for("left");
         for process in ranks {
-            let said = lines(process.finish(SOON));
+            let said = lines(process.finish(DETECTION_LIMIT));
             let peer = format!("failed: rank 1 (pid {} on ", leaver.pid());
             assert_contains(
                 &said[0],
@@ -112,7 +112,7 @@ fn a_rank_that_never_comes_is_named_on_all_nodes() {
         let absent = ranks.pop().expect("there are three");
         let culprit = format!("timed out after 1s: waited for rank 2 (pid {} on ", absent.pid());
         for process in ranks {
-            assert_contains(&lines(process.finish(SOON))[0], &[&culprit]);
+            assert_contains(&lines(process.finish(DETECTION_LIMIT))[0], &[&culprit]);
         }
     }
 }
@@ -129,17 +129,17 @@ fn a_stopped_rank_is_waited_for_until_the_timeout() {
     signal(&ranks[1], Signal::SIGSTOP);
     let stopped = ranks.remove(1);
     let culprit = format!("timed out after 6s: waited for rank 1 (pid {} on ", stopped.pid());
-    let said = lines(ranks.remove(0).finish(SOON));
+    let said = lines(ranks.remove(0).finish(DETECTION_LIMIT));
     assert_contains(&said[0], &["Timeout", &culprit]);
     signal(&stopped, Signal::SIGCONT);
-    assert_contains(&lines(stopped.finish(SOON))[0], &["timed out after 6s"]);
+    assert_contains(&lines(stopped.finish(DETECTION_LIMIT))[0], &["timed out after 6s"]);
 }
 
 #[test]
 fn an_abort_reaches_all_nodes() {
     for by in ["0", "1", "2"] {
         for process in ranks_on_nodes(&[2, 1], "check_failures", &["abort", by]) {
-            let said = lines(process.finish(SOON));
+            let said = lines(process.finish(DETECTION_LIMIT));
             let culprit = format!("rank {by} aborted the group: the data ran out");
             assert_contains(&said[0], &["Poisoned", "all_reduce #1", &culprit]);
         }
@@ -150,7 +150,7 @@ fn an_abort_reaches_all_nodes() {
 #[test]
 fn a_message_comes_though_others_leave() {
     let ranks = ranks_on_nodes(&[1, 2], "check_failures", &["message_past"]);
-    let said: Vec<_> = ranks.into_iter().map(|rank| lines(rank.finish(SOON))).collect();
+    let said: Vec<_> = ranks.into_iter().map(|rank| lines(rank.finish(DETECTION_LIMIT))).collect();
     assert_eq!(said[2], ["received [7, 7, 7, 7, 7, 7, 7, 7, 7]", "no error"]);
 }
 
@@ -159,7 +159,7 @@ fn a_message_comes_though_others_leave() {
 fn a_message_of_another_length_is_told_on_both_sides() {
     for process in ranks_on_nodes(&[1, 1], "check_failures", &["message_too_long"]) {
         assert_contains(
-            &lines(process.finish(SOON))[0],
+            &lines(process.finish(DETECTION_LIMIT))[0],
             &["rank 1 sends 16777216 x u8, rank 0 receives 9 x u8"],
         );
     }
@@ -179,7 +179,7 @@ fn disagreements_are_told_on_all_nodes() {
             for (rank, process) in
                 ranks_on_nodes(nodes, "check_failures", &["mismatch", what]).into_iter().enumerate()
             {
-                let said = lines(process.finish(SOON));
+                let said = lines(process.finish(DETECTION_LIMIT));
                 let sides = match rank {
                     1 => format!("rank 1 called {odd}, rank 0 called {even};"),
                     _ => format!("rank {rank} called {even}, rank 1 called {odd};"),

@@ -1,6 +1,6 @@
 //! `Ddp` makes of a model, bit for bit, what PyTorch's DistributedDataParallel does.
 
-use flow_tests::{launcher, Process, PATIENCE};
+use flow_tests::{launcher, Process, TEST_TIMEOUT};
 use serde_json::Value;
 
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/data/parity/models.json");
@@ -20,7 +20,7 @@ fn agrees_with_pytorch(mode: Option<(&str, &str)>) {
     command
         .envs(environment.iter().map(|(name, value)| (name, value.as_str().unwrap())))
         .envs(mode);
-    assert_eq!(Process::start(command).finish(PATIENCE).success(), "3 models agree\n");
+    assert_eq!(Process::start(command).finish(TEST_TIMEOUT).success(), "3 models agree\n");
 }
 
 #[test]

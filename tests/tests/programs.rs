@@ -3,7 +3,7 @@
 use std::fs;
 use std::process::Command;
 
-use flow_tests::{build, Process, PATIENCE};
+use flow_tests::{build, Process, TEST_TIMEOUT};
 use tempfile::tempdir;
 
 #[test]
@@ -17,7 +17,8 @@ fn a_program_older_than_its_sources_is_built_anew() {
         fs::write(package.path().join("src/main.rs"), format!("fn main() {{ print!({word:?}) }}"))
             .unwrap();
         build(package.path(), &release);
-        let output = Process::start(Command::new(release.join("says"))).finish(PATIENCE).success();
+        let output =
+            Process::start(Command::new(release.join("says"))).finish(TEST_TIMEOUT).success();
         assert_eq!(output, word);
     }
 }

@@ -6,7 +6,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
-use flow_tests::{Finished, Process, PATIENCE};
+use flow_tests::{Finished, Process, TEST_TIMEOUT};
 use tempfile::tempdir;
 
 fn checkout() -> &'static Path {
@@ -33,7 +33,7 @@ fn test(setup: &str, cargo: &str) -> Finished {
     let mut command = Command::new(folder.path().join("scripts/test"));
     let path = std::env::var("PATH").unwrap();
     command.env("PATH", format!("{}:{path}", folder.path().join("bin").display()));
-    Process::start(command).finish(PATIENCE)
+    Process::start(command).finish(TEST_TIMEOUT)
 }
 
 /// What the script says at its end, without the time that it took.
@@ -51,7 +51,7 @@ fn all_is_well() {
     let cargo = format!("[ $1 != test ] || {PASSES}");
     let finished = test("", &cargo);
     assert_eq!(
-        (finished.status.code(), end(&finished)),
+        (finished.code, end(&finished)),
         (Some(0), vec!["12 passed, 0 failed"]),
         "{finished:?}"
     );
@@ -66,7 +66,7 @@ fn steps_that_fail_are_named_and_counted_and_the_others_run() {
     let cargo = format!("case $1 in fmt | clippy) exit 1 ;; test) {PASSES} ;; esac");
     let finished = test("", &cargo);
     let expected = vec!["failed: cargo fmt", "failed: cargo clippy", "12 passed, 2 failed"];
-    assert_eq!((finished.status.code(), end(&finished)), (Some(1), expected), "{finished:?}");
+    assert_eq!((finished.code, end(&finished)), (Some(1), expected), "{finished:?}");
 }
 
 #[test]
@@ -79,12 +79,12 @@ fn tests_that_fail_are_named_and_counted() {
         exit 101";
     let finished = test("", cargo);
     let expected = vec!["failed: bad", "1 passed, 1 failed"];
-    assert_eq!((finished.status.code(), end(&finished)), (Some(1), expected), "{finished:?}");
+    assert_eq!((finished.code, end(&finished)), (Some(1), expected), "{finished:?}");
 
     let crash = "echo 'error: test failed, to rerun pass `-p other --lib`'; exit 101";
     let finished = test("", &cargo.replace("exit 101", crash));
     let expected = vec!["failed: bad", "failed: cargo test, outside a test", "1 passed, 2 failed"];
-    assert_eq!((finished.status.code(), end(&finished)), (Some(1), expected), "{finished:?}");
+    assert_eq!((finished.code, end(&finished)), (Some(1), expected), "{finished:?}");
 }
 
 #[test]
@@ -93,21 +93,21 @@ fn a_failed_build_is_told_last() {
         test("", "case $1 in build | test) echo 'error: could not compile'; exit 101 ;; esac");
     let expected =
         vec!["failed: cargo build", "failed: cargo test, outside a test", "0 passed, 2 failed"];
-    assert_eq!((finished.status.code(), end(&finished)), (Some(1), expected), "{finished:?}");
+    assert_eq!((finished.code, end(&finished)), (Some(1), expected), "{finished:?}");
 }
 
 #[test]
 fn without_set_up_there_is_nothing_else() {
     let finished = test("echo 'setup: error: no network' >&2; exit 1", PASSES);
     let expected = vec!["failed: set-up", "0 passed, 1 failed"];
-    assert_eq!((finished.status.code(), end(&finished)), (Some(1), expected), "{finished:?}");
+    assert_eq!((finished.code, end(&finished)), (Some(1), expected), "{finished:?}");
 }
 
 #[test]
 fn cut_off_in_a_step_it_says_so() {
     let finished = test("", "[ $1 != doc ] || kill -TERM $PPID");
     let expected = vec!["failed: cargo doc, which was cut off", "0 passed, 1 failed"];
-    assert_eq!((finished.status.code(), end(&finished)), (Some(1), expected), "{finished:?}");
+    assert_eq!((finished.code, end(&finished)), (Some(1), expected), "{finished:?}");
 }
 
 /// As bindgen has it: not libclang-cpp, and only what is a library.
@@ -117,9 +117,9 @@ fn libclang_is_what_bindgen_loads() {
     let found = |place: &Path| {
         let mut command = Command::new(checkout().join("scripts/libclang"));
         command.env("LIBCLANG_PATH", place);
-        let finished = Process::start(command).finish(PATIENCE);
-        assert_eq!(finished.status.success(), !finished.stdout.is_empty(), "{finished:?}");
-        finished.status.success().then(|| finished.stdout.trim_end().to_owned())
+        let finished = Process::start(command).finish(TEST_TIMEOUT);
+        assert_eq!(finished.code == Some(0), !finished.stdout.is_empty(), "{finished:?}");
+        (finished.code == Some(0)).then(|| finished.stdout.trim_end().to_owned())
     };
     let elf = b"\x7fELF\x02\x01";
     assert_eq!(found(folder.path()), None);
@@ -151,9 +151,9 @@ fn circles(files: &[(&str, &str)]) -> Vec<String> {
     }
     let mut command = Command::new(checkout().join("scripts/circles"));
     command.arg(&crate_folder);
-    let Finished { status, stdout, stderr, .. } = Process::start(command).finish(PATIENCE);
+    let Finished { code, stdout, stderr, .. } = Process::start(command).finish(TEST_TIMEOUT);
     let found: Vec<String> = stdout.lines().map(str::to_owned).collect();
-    assert_eq!(status.code(), Some(i32::from(!found.is_empty())), "{stderr}");
+    assert_eq!(code, Some(i32::from(!found.is_empty())), "{stderr}");
     found
 }
 

@@ -345,10 +345,10 @@ pub fn memory(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// From the second backward on the host waits for a GPU in no step. The stand-in writes down when
+/// From the second backward on the host waits for a GPU in no step. The fake writes down when
 /// it does.
 pub fn waits(group: &ProcessGroup) -> Result<()> {
-    let prefix = std::env::var("FLOW_STAND_IN_WAITS").context("only the stand-in can tell")?;
+    let prefix = std::env::var("FLOW_FAKE_WAITS").context("only the fake can tell")?;
     let file = format!("{prefix}.{}", group.rank());
     let waits = || std::fs::read_to_string(&file).unwrap_or_default();
     let store = store();
@@ -367,7 +367,7 @@ pub fn waits(group: &ProcessGroup) -> Result<()> {
     };
     train(2);
     let before = waits();
-    ensure!(!before.is_empty(), "the stand-in tells of no waits at all");
+    ensure!(!before.is_empty(), "the fake tells of no waits at all");
     train(5);
     let after = waits();
     ensure!(before == after, "the host waited for the device: {:?}", after.strip_prefix(&before));

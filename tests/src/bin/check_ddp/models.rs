@@ -15,7 +15,7 @@ pub fn device() -> Device {
 }
 
 /// Whether gradients take the way of GPUs in this run (`FLOW_TEST_DEVICE=cuda`), if only on
-/// stand-ins.
+/// fakes.
 pub fn on_gpu() -> bool {
     std::env::var("FLOW_TEST_DEVICE").is_ok_and(|kind| kind == "cuda")
 }

@@ -68,7 +68,7 @@ pub fn run(group: &ProcessGroup, way: &str) -> Result<()> {
             nccl.check()
         }
         "aborts" => sum(&nccl).and_then(|()| stuck(&nccl, &gpu)),
-        // The other failures are the stand-in's.
+        // The other failures are the fake's.
         "repeats" => (0..20).try_for_each(|_| sum(&nccl)).and_then(|()| stuck(&nccl, &gpu)),
         // A program that never looks: the process must end.
         "ignores" if second => return sleep(),

@@ -1,5 +1,5 @@
 //! Checks collectives and buckets over NCCL, and fails in given ways. Started as any number of
-//! ranks; each checks its own results. Runs on GPUs, and on the stand-ins for the driver and NCCL
+//! ranks; each checks its own results. Runs on GPUs, and on the fakes of the driver and NCCL
 //! that the tests build.
 
 mod buckets;

@@ -17,7 +17,8 @@ use rustix::process::{kill_process, Pid, Signal};
 use rustix::thread::{move_into_link_name_space, LinkNameSpaceType};
 use tempfile::TempDir;
 
-use super::{children, is_alive, until, wait, Finished};
+use crate::cli::{children, is_alive, until, wait_for_status};
+use crate::Finished;
 
 /// Nodes `node0`, `node1`, ... at one switch.
 pub struct Net {
@@ -25,10 +26,12 @@ pub struct Net {
     nodes: Vec<Machine>,
 }
 
+/// The address of a node.
 pub fn ipv4(node: usize) -> String {
     format!("10.0.0.{}", node + 1)
 }
 
+/// The address of a node.
 pub fn ipv6(node: usize) -> String {
     format!("fd00::{}", node + 1)
 }
@@ -90,18 +93,24 @@ impl Net {
         Agent { node, entered, pid, stdout, stderr }
     }
 
-    /// A stand-in for ssh: `PATH HOST COMMAND` runs the command on a node, with nothing of the
+    /// A fake ssh: `PATH HOST COMMAND` runs the command on a node, with nothing of the
     /// caller's environment. It is gone when the folder is dropped.
     pub fn remote_shell(&self) -> (TempDir, String) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("ssh");
         let case = |(number, node): (usize, &Machine)| {
-            format!("node{number} | {} | {}) pid={} ;;\n", ipv4(number), ipv6(number), node.init)
+            format!(
+                "node{number} | {} | {}) pid={} tmp={} ;;\n",
+                ipv4(number),
+                ipv6(number),
+                node.init,
+                node.temporary.path().display()
+            )
         };
         let cases: String = self.nodes.iter().enumerate().map(case).collect();
         let script = format!(
             "#!/bin/sh\ncase ${{1#*@}} in\n{cases}*) echo \"ssh: Could not resolve hostname $1\" >&2; exit 255 ;;\nesac\n\
-             exec env -i PATH=\"$PATH\" nsenter --target $pid --net --uts --ipc --mount --pid -- sh -c \"$2\"\n"
+             exec env -i PATH=\"$PATH\" TMPDIR=$tmp nsenter --target $pid --net --uts --ipc --mount --pid -- sh -c \"$2\"\n"
         );
         fs::write(&path, script).unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
@@ -169,6 +178,9 @@ impl Net {
 }
 
 struct Machine {
+    /// Its folder of temporary files. What is left there by processes that are killed with the
+    /// machine goes with it.
+    temporary: TempDir,
     /// Ends with the machine.
     holder: Child,
     /// The machine's first process.
@@ -201,7 +213,8 @@ impl Machine {
         command.stdout(said.try_clone().unwrap()).stderr(said);
         let holder = command.spawn().map_err(|error| format!("setpriv: {error}"))?;
         drop(command);
-        let mut machine = Machine { holder, init: 0, own: Vec::new() };
+        let temporary = tempfile::tempdir().map_err(|error| error.to_string())?;
+        let mut machine = Machine { temporary, holder, init: 0, own: Vec::new() };
         let mut complaint = "it ends at once".to_string();
         for line in BufReader::new(output).lines().map_while(Result::ok) {
             if line == "ready" {
@@ -218,6 +231,7 @@ impl Machine {
     fn enter(&self, namespaces: &[&str]) -> Command {
         let mut command = Command::new("nsenter");
         command.args(["--target", &self.init.to_string()]).args(namespaces).arg("--");
+        command.env("TMPDIR", self.temporary.path());
         command
     }
 
@@ -287,6 +301,7 @@ pub struct Agent {
 }
 
 impl Agent {
+    /// Sends the program a signal.
     pub fn signal(&self, signal: Signal) {
         let sent = Pid::from_raw(self.pid).is_some_and(|pid| kill_process(pid, signal).is_ok());
         assert!(sent || signal == Signal::KILL, "the program on node{} is over", self.node);
@@ -296,10 +311,12 @@ impl Agent {
         }
     }
 
+    /// What it has written to its standard output so far.
     pub fn stdout(&self) -> String {
         read(&self.stdout)
     }
 
+    /// What it has written to its standard error so far.
     pub fn stderr(&self) -> String {
         read(&self.stderr)
     }
@@ -310,9 +327,10 @@ impl Agent {
         until(&format!("node{} says {lines:?}", self.node), || lines.iter().all(has));
     }
 
+    /// Waits for its end.
     pub fn finish(mut self) -> Finished {
-        let code = wait(&mut self.entered);
-        Finished { code, stdout: self.stdout(), stderr: self.stderr() }
+        let status = wait_for_status(&mut self.entered);
+        Finished::new(self.pid.unsigned_abs(), status, self.stdout(), self.stderr())
     }
 }
 
@@ -339,9 +357,16 @@ fn read(file: &File) -> String {
 /// What workers wait at until the test lets them go on. All nodes see it, as on a shared disk.
 pub struct Gate(TempDir);
 
-impl Gate {
-    pub fn new() -> Gate {
+impl Default for Gate {
+    fn default() -> Gate {
         Gate(tempfile::tempdir().unwrap())
+    }
+}
+
+impl Gate {
+    /// Closed.
+    pub fn new() -> Gate {
+        Gate::default()
     }
 
     /// The shell command that waits.
@@ -349,6 +374,7 @@ impl Gate {
         format!("while [ ! -e {} ]; do sleep 0.05; done", self.path().display())
     }
 
+    /// Lets them go on.
     pub fn open(&self) {
         File::create(self.path()).unwrap();
     }

@@ -1,14 +1,9 @@
-//! Drives the real flow-launch. Workers are small shell scripts. Its `net` is also used by the
-//! tests of flow-tests.
-#![allow(dead_code)] // Each test file uses a part of it.
-
-pub mod net;
-pub mod python;
+//! Drives flow-launch itself. Workers are small shell scripts.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -16,38 +11,13 @@ use jiff::Timestamp;
 use rustix::process::{kill_process, Pid, Signal};
 use serde_json::Value;
 
-/// Longest time anything may take; far more than it should.
-const PATIENCE: Duration = Duration::from_secs(300);
-
-/// How a run of flow-launch ended.
-#[derive(Debug)]
-pub struct Finished {
-    pub code: Option<i32>,
-    pub stdout: String,
-    pub stderr: String,
-}
-
-impl Finished {
-    pub fn sorted_lines(&self) -> Vec<&str> {
-        let mut lines: Vec<_> = self.stdout.lines().collect();
-        lines.sort_unstable();
-        lines
-    }
-}
-
-/// The file of the flow-launch that is tested.
-pub fn binary() -> &'static str {
-    match option_env!("CARGO_BIN_EXE_flow-launch") {
-        Some(program) => program,
-        None => panic!("this is no test of the flow-launch crate"),
-    }
-}
+use crate::{program, Finished, TEST_TIMEOUT};
 
 /// flow-launch with these arguments, without the note on OMP_NUM_THREADS, and with no signal
 /// ignored (as SIGINT is where tests run in the background of a script).
 pub fn launcher(arguments: &[&str]) -> Command {
     let mut command = Command::new("env");
-    command.args(["--default-signal", binary()]).args(arguments);
+    command.arg("--default-signal").arg(program("flow-launch")).args(arguments);
     command
         .env("OMP_NUM_THREADS", "1")
         .env("FLOW_TOKEN", "secret")
@@ -73,11 +43,11 @@ pub fn run(command: &mut Command) -> Finished {
 pub fn finish(mut child: Child) -> Finished {
     let stdout = child.stdout.take().map(|pipe| thread::spawn(|| read(pipe)));
     let stderr = child.stderr.take().map(|pipe| thread::spawn(|| read(pipe)));
-    let code = wait(&mut child);
+    let status = wait_for_status(&mut child);
     let text = |reader: Option<thread::JoinHandle<String>>| {
         reader.map_or_else(String::new, |r| r.join().unwrap())
     };
-    Finished { code, stdout: text(stdout), stderr: text(stderr) }
+    Finished::new(child.id(), status, text(stdout), text(stderr))
 }
 
 fn read(mut pipe: impl Read) -> String {
@@ -88,36 +58,44 @@ fn read(mut pipe: impl Read) -> String {
 
 /// Waits for the end of a child; its exit code, if it has one.
 pub fn wait(child: &mut Child) -> Option<i32> {
+    wait_for_status(child).code()
+}
+
+pub(crate) fn wait_for_status(child: &mut Child) -> ExitStatus {
     let mut status = None;
     until("the launcher ends", || {
         status = child.try_wait().unwrap();
         status.is_some()
     });
-    status.unwrap().code()
+    status.unwrap()
 }
 
 /// Waits for a condition, which must come true.
 pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
     let start = Instant::now();
     while !condition() {
-        assert!(start.elapsed() < PATIENCE, "waited in vain: {what}");
+        assert!(start.elapsed() < TEST_TIMEOUT, "waited in vain: {what}");
         thread::sleep(Duration::from_millis(5));
     }
 }
 
 /// A running flow-launch whose workers' output is read line by line.
 pub struct Running {
+    /// flow-launch.
     pub child: Child,
+    /// What its workers wrote and the test has not read yet.
     pub stdout: BufReader<ChildStdout>,
 }
 
 impl Running {
+    /// Starts flow-launch.
     pub fn start(command: &mut Command) -> Running {
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let stdout = BufReader::new(child.stdout.take().unwrap());
         Running { child, stdout }
     }
 
+    /// The next line.
     pub fn line(&mut self) -> String {
         let mut line = String::new();
         self.stdout.read_line(&mut line).unwrap();
@@ -135,28 +113,21 @@ impl Running {
             .collect()
     }
 
+    /// The process id of flow-launch.
     pub fn pid(&self) -> i32 {
         self.child.id() as i32
     }
 
+    /// Sends a signal to flow-launch.
     pub fn signal(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
-    pub fn finish(mut self) -> Finished {
+    /// Reads what is left, and waits for its end.
+    pub fn finish(self) -> Finished {
         let reader = thread::spawn(move || read(self.stdout));
-        let finished = finish_stderr(&mut self.child);
+        let finished = finish(self.child);
         Finished { stdout: reader.join().unwrap(), ..finished }
-    }
-}
-
-fn finish_stderr(child: &mut Child) -> Finished {
-    let stderr = child.stderr.take().map(|pipe| thread::spawn(|| read(pipe)));
-    let code = wait(child);
-    Finished {
-        code,
-        stdout: String::new(),
-        stderr: stderr.map_or_else(String::new, |r| r.join().unwrap()),
     }
 }
 
@@ -167,6 +138,7 @@ pub fn is_alive(pid: i32) -> bool {
     !matches!(state, None | Some('Z') | Some('X'))
 }
 
+/// Waits until none of these processes exists.
 pub fn until_gone(pids: &[i32]) {
     until(&format!("{pids:?} are gone"), || !pids.iter().any(|pid| is_alive(*pid)));
 }

@@ -1,4 +1,4 @@
-// How the stand-ins export a function, and one function under a second name.
+// How the fakes export a function, and one function under a second name.
 
 #pragma once
 

@@ -75,7 +75,7 @@ class Meeting {
 public:
     /// Makes the memory; the caller closes `address.file` when all have come.
     static bool create(Address* address) {
-        int file = memfd_create("flow-nccl-stand-in", MFD_CLOEXEC);
+        int file = memfd_create("flow-nccl-fake", MFD_CLOEXEC);
         std::random_device random;
         *address = {std::uint64_t(random()) << 32 | random(), getpid(), file};
         if (file < 0) return false;

@@ -1,4 +1,4 @@
-// Streams and events of the stand-in CUDA driver: a stream is a thread that runs its jobs in order,
+// Streams and events of the fake CUDA driver: a stream is a thread that runs its jobs in order,
 // an event is a mark in one.
 
 #pragma once
@@ -18,11 +18,11 @@ using Job = std::function<void()>;
 
 struct Context;
 
-/// Each job starts after a random pause of at most FLOW_STAND_IN_JITTER_US (200), so that a missing
+/// Each job starts after a random pause of at most FLOW_FAKE_JITTER_US (200), so that a missing
 /// wait shows.
 inline void pause_at_random(std::minstd_rand& random) {
     static const long longest = [] {
-        const char* text = std::getenv("FLOW_STAND_IN_JITTER_US");
+        const char* text = std::getenv("FLOW_FAKE_JITTER_US");
         return text ? std::atol(text) : 200;
     }();
     if (longest <= 0) return;

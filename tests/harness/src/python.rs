@@ -5,12 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-use super::{binary, run};
-
-/// The top of the checkout.
-pub fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()
-}
+use crate::cli::run;
+use crate::{program, root};
 
 /// The interpreter that has PyTorch, if any has.
 pub fn python() -> String {
@@ -55,11 +51,17 @@ pub fn have(module: &str) -> bool {
 /// where there is no pip. It is made once by each test program, and named after it.
 pub fn installed(name: &str) -> Option<&'static Path> {
     static FOLDER: OnceLock<Option<PathBuf>> = OnceLock::new();
-    let folder = FOLDER.get_or_init(|| install(Path::new(env!("CARGO_TARGET_TMPDIR")).join(name)));
+    let folder = FOLDER.get_or_init(|| install(temporary().join(name)));
     if folder.is_none() {
         println!("SKIPPED: flow-launch's wheel: python3 has no pip");
     }
     folder.as_deref()
+}
+
+/// Cargo's folder for the files of tests: target/tmp.
+fn temporary() -> PathBuf {
+    let flow_launch = program("flow-launch");
+    flow_launch.ancestors().nth(2).expect("it lies in target/<profile>").join("tmp")
 }
 
 fn install(folder: PathBuf) -> Option<PathBuf> {
@@ -78,7 +80,12 @@ fn install(folder: PathBuf) -> Option<PathBuf> {
     };
     succeed(Command::new(python()).args(["-m", "venv", "--without-pip"]).arg(&folder));
     let mut build = Command::new("python3");
-    build.arg(root().join("scripts/wheel")).args(["--binary", binary(), "--out"]).arg(&folder);
+    build
+        .arg(root().join("scripts/wheel"))
+        .arg("--binary")
+        .arg(program("flow-launch"))
+        .arg("--out")
+        .arg(&folder);
     let wheel = succeed(&mut build);
     let mut install = Command::new("python3");
     install.args(["-m", "pip", "--python"]).arg(folder.join("bin/python"));

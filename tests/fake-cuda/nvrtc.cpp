@@ -1,5 +1,5 @@
-// A stand-in for NVRTC (libnvrtc.so), for tests on machines without CUDA: it compiles nothing. Its
-// "cubin" is a mark and the text of the options, which the stand-in driver (cuda.cpp) takes for a
+// A fake of NVRTC (libnvrtc.so), for tests on machines without CUDA: it compiles nothing. Its
+// "cubin" is a mark and the text of the options, which the fake driver (cuda.cpp) takes for a
 // module with the kernels of those types. Never a GPU result.
 
 #include <cstring>
@@ -66,8 +66,8 @@ EXPORT int nvrtcCompileProgram(Program* program, int count, const char* const* o
         text += option + "\n";
     }
     if (program->source.find("__global__") == std::string::npos) return program->log = "error: no kernel in the source", COMPILATION;
-    if (architecture.compare(0, 3, "sm_") == 0) program->cubin = "\x7f" "ELF flow stand-in\n" + text;
-    program->ptx = "// flow stand-in\n" + text;
+    if (architecture.compare(0, 3, "sm_") == 0) program->cubin = "\x7f" "ELF flow fake\n" + text;
+    program->ptx = "// flow fake\n" + text;
     return SUCCESS;
 }
 

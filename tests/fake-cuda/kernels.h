@@ -1,4 +1,4 @@
-// The kernels of the stand-in driver, by name.
+// The kernels of the fake driver, by name.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// A communicator of the NCCL stand-in: its state, and the jobs that its operations become.
+// A communicator of the fake NCCL: its state, and the jobs that its operations become.
 
 #pragma once
 
@@ -36,14 +36,14 @@ struct Operation {
     size_t bytes() const { return count * type_sizes[type]; }
 };
 
-// The stand-in driver's.
+// The fake driver's.
 extern "C" {
 int cuCtxGetCurrent(void** context);
 int cuCtxSetCurrent(void* context);
 int cuCtxGetDevice(int* device);
 int cuMemAlloc_v2(unsigned long long* address, size_t bytes);
 int cuMemFree_v2(unsigned long long address);
-int flow_stand_in_enqueue(void* stream, void (*job)(void*), void* data);
+int flow_fake_enqueue(void* stream, void (*job)(void*), void* data);
 }
 
 class Communicator : public std::enable_shared_from_this<Communicator> {
@@ -145,7 +145,7 @@ private:
         void* before = nullptr;
         cuCtxGetCurrent(&before);
         cuCtxSetCurrent(context);
-        int wrong = flow_stand_in_enqueue(stream, run, task.get());
+        int wrong = flow_fake_enqueue(stream, run, task.get());
         cuCtxSetCurrent(before);
         if (wrong) return UNHANDLED_CUDA_ERROR;
         task.release();

@@ -1,4 +1,4 @@
-// A stand-in for the CUDA driver (libcuda.so.1) on machines without a GPU, for tests of what Flow
+// A fake of the CUDA driver (libcuda.so.1) on machines without a GPU, for tests of what Flow
 // asks of the driver: device memory is host memory, a stream is a thread, kernels run on the CPU
 // (kernels.cpp). It shows whether calls are made in the right order with the right arguments. It is
 // never a GPU result: it says nothing about speed, nor about what a GPU would compute.
@@ -122,10 +122,10 @@ Result device_exists(int device) {
     return device >= 0 && size_t(device) < driver.contexts.size() ? SUCCESS : INVALID_DEVICE;
 }
 
-/// FLOW_STAND_IN_WAITS=<prefix>: each call that has the host wait for the device is a line of
+/// FLOW_FAKE_WAITS=<prefix>: each call that has the host wait for the device is a line of
 /// <prefix>.<RANK>.
 void note_wait(const char* call) {
-    static const char *prefix = std::getenv("FLOW_STAND_IN_WAITS"), *rank = std::getenv("RANK");
+    static const char *prefix = std::getenv("FLOW_FAKE_WAITS"), *rank = std::getenv("RANK");
     if (!prefix) return;
     if (std::FILE* file = std::fopen((std::string(prefix) + "." + (rank ? rank : "0")).c_str(), "a")) {
         std::fprintf(file, "%s\n", call);
@@ -211,7 +211,7 @@ int find_error(int code, const char** text, const char* Error::*field) {
 
 EXPORT int cuInit(unsigned flags) {
     if (flags) return INVALID_VALUE;
-    const char* text = std::getenv("FLOW_STAND_IN_GPUS");
+    const char* text = std::getenv("FLOW_FAKE_GPUS");
     int count = text ? std::atoi(text) : 1;
     if (count <= 0) return NO_DEVICE;
     Lock lock(driver.mutex);
@@ -237,7 +237,7 @@ EXPORT int cuDeviceGet(int* device, int ordinal) {
 EXPORT int cuDeviceGetName(char* name, int length, int device) {
     if (Result wrong = device_exists(device)) return wrong;
     if (length <= 0) return INVALID_VALUE;
-    std::strncpy(name, "stand-in", length);
+    std::strncpy(name, "fake", length);
     name[length - 1] = 0;
     return SUCCESS;
 }
@@ -255,7 +255,7 @@ EXPORT int cuDeviceGetAttribute(int* value, int attribute, int device) {
 
 EXPORT int cuDeviceGetUuid(Uuid* uuid, int device) {
     if (Result wrong = device_exists(device)) return wrong;
-    std::memcpy(uuid->bytes, "flow stand-in ", 14);
+    std::memcpy(uuid->bytes, "flow fake gpu ", 14);
     uuid->bytes[14] = char(device >> 8);
     uuid->bytes[15] = char(device);
     return SUCCESS;
@@ -377,8 +377,8 @@ EXPORT int cuStreamQuery(void* handle) {
     return stream->idle() ? SUCCESS : NOT_READY;
 }
 
-/// For the other stand-ins: runs `job(data)` on a stream.
-EXPORT int flow_stand_in_enqueue(void* handle, void (*job)(void*), void* data) {
+/// For the other fakes: runs `job(data)` on a stream.
+EXPORT int flow_fake_enqueue(void* handle, void (*job)(void*), void* data) {
     return submit(handle, {}, 0, false, [=] { job(data); });
 }
 
@@ -417,12 +417,12 @@ EXPORT int cuEventRecord(void* handle, void* stream_handle) {
     return SUCCESS;
 }
 
-/// FLOW_STAND_IN_FAULT=<rank>:<milliseconds>: so long after its first question the device of that
+/// FLOW_FAKE_FAULT=<rank>:<milliseconds>: so long after its first question the device of that
 /// rank has failed for good.
 bool has_faulted() {
     static const auto begin = std::chrono::steady_clock::now();
     static const long after = [] {
-        const char *text = std::getenv("FLOW_STAND_IN_FAULT"), *own = std::getenv("RANK");
+        const char *text = std::getenv("FLOW_FAKE_FAULT"), *own = std::getenv("RANK");
         const char* colon = text ? std::strchr(text, ':') : nullptr;
         return colon && own && std::string(text, colon) == own ? std::atol(colon + 1) : -1;
     }();
@@ -535,14 +535,14 @@ EXPORT int cuMemsetD8_v2(Address to, unsigned char value, size_t bytes) { return
 
 ALSO(cuMemsetD8, cuMemsetD8_v2);
 
-// Kernels: a module is what the stand-in compiler (nvrtc.cpp) made, and has the kernels of the
+// Kernels: a module is what the fake compiler (nvrtc.cpp) made, and has the kernels of the
 // types that its options say.
 
 EXPORT int cuModuleLoadData(Module** module, const void* image) {
     Lock lock(driver.mutex);
     if (Result wrong = check_context()) return wrong;
     std::string text = static_cast<const char*>(image);
-    for (std::string start : {"\x7f" "ELF flow stand-in\n", "// flow stand-in\n"})
+    for (std::string start : {"\x7f" "ELF flow fake\n", "// flow fake\n"})
         if (text.compare(0, start.size(), start) == 0) return *module = new Module{text.substr(start.size() - 1)}, SUCCESS;
     return INVALID_IMAGE;
 }

@@ -1,5 +1,5 @@
-// A stand-in for NCCL, for tests on machines without a GPU: its C interface, over shared memory
-// between the processes of one machine and with the jobs on the streams of the stand-in driver
+// A fake of NCCL, for tests on machines without a GPU: its C interface, over shared memory
+// between the processes of one machine and with the jobs on the streams of the fake driver
 // (cuda.cpp). It shows what Flow asks of NCCL, and when. It is never a GPU result: it says nothing
 // about speed, nor about what NCCL would do.
 //
@@ -211,7 +211,7 @@ void forget(Communicator* communicator) {
 }  // namespace
 
 EXPORT int ncclGetVersion(int* version) {
-    const char* text = std::getenv("FLOW_STAND_IN_VERSION");
+    const char* text = std::getenv("FLOW_FAKE_VERSION");
     return *version = text ? std::atoi(text) : 22809, SUCCESS;
 }
 
@@ -248,7 +248,7 @@ EXPORT int ncclCommInitRankConfig(Communicator** out, int ranks, UniqueId id, in
     *out = nullptr;
     bool blocking = true;
     if (int wrong = read_blocking(config, true, &blocking)) return wrong;
-    if (blocking && group.depth > 0) return refuse(INVALID_USAGE, "the stand-in cannot make a blocking communicator in a group");
+    if (blocking && group.depth > 0) return refuse(INVALID_USAGE, "the fake cannot make a blocking communicator in a group");
     void* context = nullptr;
     int device = 0;
     if (cuCtxGetCurrent(&context) || cuCtxGetDevice(&device)) return refuse(UNHANDLED_CUDA_ERROR, "the thread has no CUDA context");

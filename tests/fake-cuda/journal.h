@@ -1,9 +1,9 @@
-// What the tests ask of the NCCL stand-in through the environment: a journal of the calls, and
+// What the tests ask of the fake NCCL through the environment: a journal of the calls, and
 // calls that fail.
 //
-// FLOW_STAND_IN_LOG=<prefix> each call is a line of <prefix>.<rank>
-// FLOW_STAND_IN_FAIL=<rank>:<n>:<code> the rank's n-th operation (from 1, over all communicators)
-// returns the code FLOW_STAND_IN_ASYNC_FAIL=<rank>:<n>:<code> its job fails instead
+// FLOW_FAKE_LOG=<prefix> each call is a line of <prefix>.<rank>
+// FLOW_FAKE_FAIL=<rank>:<n>:<code> the rank's n-th operation (from 1, over all communicators)
+// returns the code FLOW_FAKE_ASYNC_FAIL=<rank>:<n>:<code> its job fails instead
 //
 // The rank is RANK where that is set, else that in the communicator that was initialized, not
 // split.
@@ -30,7 +30,7 @@ public:
     /// Writes a line, at once and whole. Rank -1: that of the last line; no rank is known before
     /// the first communicator.
     void write(int rank, std::string line) {
-        const char* prefix = std::getenv("FLOW_STAND_IN_LOG");
+        const char* prefix = std::getenv("FLOW_FAKE_LOG");
         std::lock_guard lock(mutex);
         if (rank < 0) rank = this->rank(last_rank);
         if (rank < 0) return;
@@ -39,7 +39,7 @@ public:
         int file = open((std::string(prefix) + "." + std::to_string(rank)).c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
         if (file < 0) return;
         line += '\n';
-        if (::write(file, line.data(), line.size()) < 0) std::perror("FLOW_STAND_IN_LOG");
+        if (::write(file, line.data(), line.size()) < 0) std::perror("FLOW_FAKE_LOG");
         close(file);
     }
 
@@ -51,7 +51,7 @@ public:
     Failure count(int rank) {
         std::lock_guard lock(mutex);
         long n = ++counts[rank];
-        return {asked("FLOW_STAND_IN_FAIL", rank, n), asked("FLOW_STAND_IN_ASYNC_FAIL", rank, n)};
+        return {asked("FLOW_FAKE_FAIL", rank, n), asked("FLOW_FAKE_ASYNC_FAIL", rank, n)};
     }
 
 private:

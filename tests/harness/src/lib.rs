@@ -1,0 +1,33 @@
+//! The harness of all multi-process tests. It needs no libtorch, so that flow-launch and flow-comm
+//! are tested without.
+//!
+//! - [`Process`]: a process whose output is collected; [`Finished`]: how it ended.
+//! - [`launch`], [`ranks`], [`ranks_on_nodes`]: jobs of the workspace's programs, which are built
+//!   first where they are older than their sources.
+//! - [`cli`]: flow-launch itself, with shell scripts as workers.
+//! - [`net`]: several machines.
+//! - [`python`]: the interpreter, its modules, and flow-launch's wheel.
+
+pub mod cli;
+mod job;
+pub mod net;
+mod process;
+pub mod python;
+
+use std::path::Path;
+use std::time::Duration;
+
+pub use job::{build, job, launch, launcher, program, rank, ranks, ranks_on_nodes};
+pub use process::{assert_contains, Finished, Process};
+
+/// The longest that a job of a test may take before it counts as stuck.
+pub const TEST_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// How soon ranks must have noticed a failure: long enough for a loaded machine, far less than the
+/// groups' own timeout of half an hour.
+pub const DETECTION_LIMIT: Duration = Duration::from_secs(30);
+
+/// The top of the checkout.
+pub fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).expect("it lies in tests/harness")
+}
