@@ -27,16 +27,21 @@
 //! [`nccl::CudaGroup`].
 
 mod arguments;
+mod bootstrap;
 mod buffer;
 pub mod env;
 mod error;
 mod group;
+mod liveness;
 pub mod nccl;
-mod nodes;
+pub mod net;
+mod settings;
 mod shm;
 pub mod store;
+mod transport;
 mod waits;
 mod work;
+mod world;
 
 pub use buffer::{Buffer, SharedBuffer};
 pub use error::{Error, Result};

@@ -625,18 +625,18 @@ fn a_server_without_free_file_descriptors_goes_on() {
 /// Whether a post comes within `timeout`, by the file descriptor.
 fn has_post(server: &Server, timeout: Duration) -> bool {
     let timeout = Timespec::try_from(timeout).unwrap();
-    poll(&mut [PollFd::new(server.posts(), PollFlags::IN)], Some(&timeout)).unwrap() == 1
+    poll(&mut [PollFd::new(server.inbox(), PollFlags::IN)], Some(&timeout)).unwrap() == 1
 }
 
 fn next_post(server: &Server) -> String {
     assert!(has_post(server, LONG), "no post in time");
-    String::from_utf8(server.posts().try_next().expect("it was readable")).unwrap()
+    String::from_utf8(server.inbox().try_next().expect("it was readable")).unwrap()
 }
 
 /// Asserts that nothing is posted for a while.
 fn no_post(server: &Server) {
     assert!(!has_post(server, 4 * SHORT));
-    assert_eq!(server.posts().try_next(), None);
+    assert_eq!(server.inbox().try_next(), None);
 }
 
 #[test]
@@ -728,7 +728,7 @@ fn a_will_is_executed_when_its_client_is_silent() {
         while gone.len() < 2 {
             assert!(begin.elapsed() < LONG);
             alive.get("never", 2 * SHORT).unwrap_err();
-            gone.extend(server.posts().try_next());
+            gone.extend(server.inbox().try_next());
         }
         assert_eq!(gone, [&b"idle"[..], b"waiting"]);
         assert!(begin.elapsed() >= silence);
@@ -768,7 +768,7 @@ fn a_stopped_server_takes_no_client_for_silent() {
     let (waiting, asking, end) = (connect(), connect(), AtomicBool::new(false));
     for store in [&waiting, &asking] {
         store.will(b"gone", SILENCE).unwrap();
-        store.set_patience(LONG);
+        store.set_reply_timeout(LONG);
     }
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -833,7 +833,7 @@ fn patience_ends() {
     });
     let store = Store::connect(&address, TOKEN, LONG).unwrap();
     let _stream = server.join().unwrap();
-    store.set_patience(2 * SHORT);
+    store.set_reply_timeout(2 * SHORT);
     let begin = Instant::now();
     let error = store.get("key", SHORT).unwrap_err();
     assert!(matches!(error, Error::Lost { .. }) && begin.elapsed() >= 3 * SHORT, "{error}");

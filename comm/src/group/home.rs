@@ -8,7 +8,7 @@ use super::ProcessGroup;
 use crate::error::Result;
 use crate::shm::arena::Arena;
 use crate::shm::operation::Kind;
-use crate::shm::world::World;
+use crate::world::World;
 
 /// The memory of a join, which it keeps: what [`ProcessGroup::duplicate_in`] makes groups in.
 pub struct Home(Arc<World>);

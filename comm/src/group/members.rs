@@ -18,19 +18,19 @@ use super::ProcessGroup;
 use crate::error::{Error, Result};
 use crate::shm::arena::Block;
 use crate::shm::engine::Engine;
-use crate::shm::world::FIRST_WARNING;
 use crate::shm::Control;
 use crate::store::{Error as StoreError, Store};
 use crate::waits::LongWait;
+use crate::world::FIRST_WARNING;
 
 /// How long to wait for the outcome before looking whether the others still live; and how long
 /// others may then have the connection to the store.
-const LOOK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 const PAUSE: Duration = Duration::from_millis(1);
 /// How long the rank that serves the store stays at most for the others to hear the outcome.
-const FAREWELL: Duration = Duration::from_secs(5);
+const FAREWELL_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often the launcher is asked how ranks on other nodes have ended.
-const NEWS: Duration = Duration::from_millis(500);
+const EXIT_POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 impl ProcessGroup {
     /// A group of some of this group's ranks, given by their ranks in this group, which only they
@@ -112,12 +112,12 @@ impl std::fmt::Display for Call<'_> {
 }
 
 /// Where the members of a group to be meet.
-struct Place {
+struct Keys {
     name: String,
     prefix: String,
 }
 
-impl Place {
+impl Keys {
     fn of(&self, what: &str) -> String {
         format!("{}{what}", self.prefix)
     }
@@ -131,10 +131,10 @@ impl Place {
     }
 }
 
-/// One rank's patience.
-struct Patience<'a> {
+/// One rank's wait.
+struct WaitState<'a> {
     begin: Instant,
-    news: Instant,
+    last_exit_poll: Instant,
     warning: Duration,
     long: Option<LongWait<'a>>,
 }
@@ -151,8 +151,8 @@ impl Call<'_> {
         )
     }
 
-    fn place(&self, name: &str) -> Place {
-        Place { name: name.into(), prefix: format!("{}group/{name}/", self.engine.world.prefix) }
+    fn keys(&self, name: &str) -> Keys {
+        Keys { name: name.into(), prefix: format!("{}group/{name}/", self.engine.world.prefix) }
     }
 
     fn call_key(&self) -> String {
@@ -173,40 +173,39 @@ impl Call<'_> {
     ) -> Result<(String, Option<usize>)> {
         let fail = |error: StoreError| self.failed(error.to_string());
         let (begin, warning) = (Instant::now(), FIRST_WARNING);
-        let mut patience =
-            Patience { begin, news: begin, warning, long: self.engine.world.long_wait() };
-        let place = self.answer(store, block, &mut patience)?;
-        let outcome = self.outcome(store, &place, &mut patience);
+        let mut wait = WaitState {
+            begin,
+            last_exit_poll: begin,
+            warning,
+            long: self.engine.world.long_wait(),
+        };
+        let keys = self.answer(store, block, &mut wait)?;
+        let outcome = self.outcome(store, &keys, &mut wait);
         self.engine
             .meetings
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
-            .retain(|name| *name != place.name);
+            .retain(|name| *name != keys.name);
         let outcome = outcome?;
         let offsets = outcome["offsets"].as_object().ok_or_else(|| self.error(&outcome))?;
-        if store.add(&place.of("heard"), 1).map_err(fail)? == self.ranks.len() as i64 {
-            store.delete(&[place.of("heard"), place.outcome()]).map_err(fail)?;
-        } else if self.engine.world.serves() {
+        if store.add(&keys.of("heard"), 1).map_err(fail)? == self.ranks.len() as i64 {
+            store.delete(&[keys.of("heard"), keys.outcome()]).map_err(fail)?;
+        } else if self.engine.world.hosts_store() {
             // The store ends with this process, which may be over right after this.
             let begin = Instant::now();
-            while begin.elapsed() < FAREWELL
-                && matches!(store.try_get(&place.outcome()), Ok(Some(_)))
+            while begin.elapsed() < FAREWELL_TIMEOUT
+                && matches!(store.try_get(&keys.outcome()), Ok(Some(_)))
             {
                 std::thread::sleep(PAUSE);
             }
         }
         let offset = offsets.get(&first.to_string()).and_then(Value::as_u64);
-        Ok((place.name, offset.map(|offset| offset as usize)))
+        Ok((keys.name, offset.map(|offset| offset as usize)))
     }
 
     /// Answers the call under the key, which may be this rank's own. If there is another there,
     /// waits until it is gone.
-    fn answer(
-        &self,
-        store: &Store,
-        block: Option<&Block>,
-        patience: &mut Patience,
-    ) -> Result<Place> {
+    fn answer(&self, store: &Store, block: Option<&Block>, wait: &mut WaitState) -> Result<Keys> {
         let fail = |error: StoreError| self.failed(error.to_string());
         let own =
             json!({"name": self.new_name(), "rank": self.engine.world.rank, "ranks": self.ranks});
@@ -222,9 +221,9 @@ impl Call<'_> {
                 Err(other) => (false, read(&other.unwrap_or_default())),
             };
             let name = call["name"].as_str().unwrap_or_default();
-            let (place, caller, ranks) = (self.place(name), &call["rank"], numbers(&call["ranks"]));
+            let (keys, caller, ranks) = (self.keys(name), &call["rank"], numbers(&call["ranks"]));
             let outcome =
-                if is_own { None } else { store.try_get(&place.outcome()).map_err(fail)? };
+                if is_own { None } else { store.try_get(&keys.outcome()).map_err(fail)? };
             let failure = outcome
                 .map(|outcome| read(&outcome))
                 .filter(|outcome| outcome["offsets"].is_null());
@@ -242,42 +241,42 @@ impl Call<'_> {
                 let offset = json!(block.map(Block::offset));
                 self.may_succeed.set(true);
                 store
-                    .set(&place.answer(self.engine.rank), offset.to_string().as_bytes())
+                    .set(&keys.answer(self.engine.rank), offset.to_string().as_bytes())
                     .map_err(fail)?;
                 meetings.push(name.into());
-                if store.add(&place.of("answers"), 1).map_err(fail)? == self.ranks.len() as i64 {
-                    self.conclude(store, &place)?;
+                if store.add(&keys.of("answers"), 1).map_err(fail)? == self.ranks.len() as i64 {
+                    self.conclude(store, &keys)?;
                 }
-                return Ok(place);
+                return Ok(keys);
             }
             drop(meetings);
             if !is_ours && ranks.contains(&self.engine.rank) {
                 let rank = self.engine.world.rank;
                 let detail =
                     format!("rank {rank} called {self}, rank {caller} called it with {ranks:?}");
-                self.decide(store, &place, json!({ "differ": detail }))?;
+                self.decide(store, &keys, json!({ "differ": detail }))?;
                 return Err(Error::Mismatch { rank, detail });
             }
             let others = || {
                 self.ranks.iter().copied().filter(|&member| member != self.engine.rank).collect()
             };
-            if let Some(gone) = self.gone(patience, &others) {
+            if let Some(gone) = self.gone(wait, &others) {
                 return Err(self.error(&json!({ "gone": gone })));
             }
             let holders =
                 || ranks.iter().copied().filter(|&member| member < self.engine.size()).collect();
             let what =
                 || format!("the group of {ranks:?}, which has the key as rank {caller} called it");
-            if patience.begin.elapsed() >= self.engine.timeout() {
+            if wait.begin.elapsed() >= self.engine.timeout() {
                 return Err(self.timed_out(what()));
             }
-            self.tell(patience, &holders, &what);
-            std::thread::sleep(LOOK.min(self.engine.timeout() / 4));
+            self.report(wait, &holders, &what);
+            std::thread::sleep(POLL_INTERVAL.min(self.engine.timeout() / 4));
         }
     }
 
     /// All have answered.
-    fn conclude(&self, store: &Store, place: &Place) -> Result<()> {
+    fn conclude(&self, store: &Store, keys: &Keys) -> Result<()> {
         let fail = |error: StoreError| self.failed(error.to_string());
         store.delete(&[self.call_key()]).map_err(fail)?;
         let world = &self.engine.world;
@@ -286,7 +285,7 @@ impl Call<'_> {
             self.ranks.iter().find(|&&other| node(other) == node(member)) == Some(&member)
         };
         let offset = |&member: &usize| {
-            let offset = read(&store.get(&place.answer(member), Duration::ZERO).map_err(fail)?);
+            let offset = read(&store.get(&keys.answer(member), Duration::ZERO).map_err(fail)?);
             Ok((member.to_string(), offset))
         };
         let offsets = self
@@ -305,16 +304,16 @@ impl Call<'_> {
             }
             None => json!({ "offsets": offsets }),
         };
-        self.decide(store, place, outcome)?;
+        self.decide(store, keys, outcome)?;
         let answers =
-            self.ranks.iter().map(|&member| place.answer(member)).chain([place.of("answers")]);
+            self.ranks.iter().map(|&member| keys.answer(member)).chain([keys.of("answers")]);
         store.delete(&answers.collect::<Vec<_>>()).map_err(fail)?;
         Ok(())
     }
 
     /// Writes an outcome down, unless there is one: the one that counts.
-    fn decide(&self, store: &Store, place: &Place, outcome: Value) -> Result<Value> {
-        let decided = store.compare_and_set(&place.outcome(), None, outcome.to_string().as_bytes());
+    fn decide(&self, store: &Store, keys: &Keys, outcome: Value) -> Result<Value> {
+        let decided = store.compare_and_set(&keys.outcome(), None, outcome.to_string().as_bytes());
         match decided.map_err(|error| self.failed(error.to_string()))? {
             Ok(()) => Ok(self.learn(outcome)),
             Err(first) => Ok(self.learn(read(&first.unwrap_or_default()))),
@@ -330,26 +329,26 @@ impl Call<'_> {
     }
 
     /// Waits for the outcome, while all members live.
-    fn outcome(&self, store: &Store, place: &Place, patience: &mut Patience) -> Result<Value> {
+    fn outcome(&self, store: &Store, keys: &Keys, wait: &mut WaitState) -> Result<Value> {
         let timeout = self.engine.timeout();
         loop {
-            match store.get(&place.outcome(), LOOK.min(timeout / 4)) {
+            match store.get(&keys.outcome(), POLL_INTERVAL.min(timeout / 4)) {
                 Ok(outcome) => return Ok(self.learn(read(&outcome))),
                 Err(StoreError::Timeout { .. }) => {}
                 Err(error) => return Err(self.failed(error.to_string())),
             }
-            let missing = || self.missing(store, place);
+            let missing = || self.missing(store, keys);
             // Before the outcome nobody comes back from this call, so whoever has gone will never
             // take part.
-            if let Some(gone) = self.gone(patience, &missing) {
-                return self.decide(store, place, json!({ "gone": gone }));
+            if let Some(gone) = self.gone(wait, &missing) {
+                return self.decide(store, keys, json!({ "gone": gone }));
             }
-            if patience.begin.elapsed() >= timeout {
+            if wait.begin.elapsed() >= timeout {
                 let error = self.timed_out(self.describe(&missing()));
-                let decided = self.decide(store, place, json!({ "failed": error.to_string() }))?;
+                let decided = self.decide(store, keys, json!({ "failed": error.to_string() }))?;
                 return if decided["offsets"].is_null() { Err(error) } else { Ok(decided) };
             }
-            self.tell(patience, &missing, &|| self.describe(&missing()));
+            self.report(wait, &missing, &|| self.describe(&missing()));
             // The lock of the connection goes to whoever is quickest: other threads of this rank
             // are to have their turn.
             std::thread::sleep(PAUSE);
@@ -357,23 +356,23 @@ impl Call<'_> {
     }
 
     /// Tells of a wait that has become long.
-    fn tell(
+    fn report(
         &self,
-        patience: &mut Patience,
+        wait: &mut WaitState,
         missing: &dyn Fn() -> Vec<usize>,
         what: &dyn Fn() -> String,
     ) {
-        let (world, waited) = (&self.engine.world, patience.begin.elapsed());
-        if waited >= patience.warning {
+        let (world, waited) = (&self.engine.world, wait.begin.elapsed());
+        if waited >= wait.warning {
             log::warn!(
                 "rank {}: {self} has waited {} s for {}",
                 world.rank,
                 waited.as_secs(),
                 what()
             );
-            patience.warning *= 2;
+            wait.warning *= 2;
         }
-        if let Some(long) = &mut patience.long {
+        if let Some(long) = &mut wait.long {
             long.look(waited, self, || {
                 missing().iter().map(|&member| self.engine.ranks[member]).collect()
             });
@@ -381,23 +380,23 @@ impl Call<'_> {
     }
 
     /// A member that has gone.
-    fn gone(&self, patience: &mut Patience, missing: &dyn Fn() -> Vec<usize>) -> Option<usize> {
+    fn gone(&self, wait: &mut WaitState, missing: &dyn Fn() -> Vec<usize>) -> Option<usize> {
         let gone = self.engine.gone().into_iter().find(|member| self.ranks.contains(member));
-        if gone.is_some() || patience.news.elapsed() < NEWS {
+        if gone.is_some() || wait.last_exit_poll.elapsed() < EXIT_POLL_INTERVAL {
             return gone;
         }
-        patience.news = Instant::now();
+        wait.last_exit_poll = Instant::now();
         let world = &self.engine.world;
         let has_ended = |member: &usize| {
-            world.report_of_end(self.engine.ranks[*member], Duration::ZERO).is_some()
+            world.exit_report(self.engine.ranks[*member], Duration::ZERO).is_some()
         };
         missing().into_iter().find(has_ended)
     }
 
     /// The members that have not answered; all others, if the last of them has not written down the
     /// outcome.
-    fn missing(&self, store: &Store, place: &Place) -> Vec<usize> {
-        let answers: Vec<String> = self.ranks.iter().map(|&member| place.answer(member)).collect();
+    fn missing(&self, store: &Store, keys: &Keys) -> Vec<usize> {
+        let answers: Vec<String> = self.ranks.iter().map(|&member| keys.answer(member)).collect();
         match store.wait(&answers, Duration::ZERO) {
             Err(StoreError::Timeout { missing, .. }) => {
                 missing.iter().filter_map(|key| key.rsplit('/').next()?.parse().ok()).collect()
@@ -424,7 +423,7 @@ impl Call<'_> {
             .map(|member| member as usize)
             .filter(|&member| member < engine.size());
         if let Some(member) = gone {
-            let end = engine.world.cause_of_loss(engine.ranks[member], engine.has_left(member));
+            let end = engine.world.loss_cause(engine.ranks[member], engine.has_left(member));
             let peer = format!("{} {end}", engine.world.describe(engine.ranks[member]));
             return Error::PeerLost { rank, operation: self.to_string(), peer };
         }

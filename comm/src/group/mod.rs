@@ -19,12 +19,13 @@ use crate::arguments::Caller;
 use crate::buffer::{Buffer, SharedBuffer};
 use crate::env::Membership;
 use crate::error::{Error, Result};
+use crate::settings;
 use crate::shm::engine::Engine;
 use crate::shm::fork::ForkSafe;
 use crate::shm::operation::Kind;
-use crate::shm::world::World;
 use crate::shm::Control;
 use crate::work::Worker;
+use crate::world::World;
 
 use asynchronous::{Lane, Workers};
 use cuda::Cuda;
@@ -439,15 +440,6 @@ fn fingerprint(ranks: &[usize]) -> u64 {
 }
 
 fn timeout_from_env(rank: usize) -> Result<Duration> {
-    let Ok(text) = std::env::var("FLOW_TIMEOUT") else { return Ok(DEFAULT_TIMEOUT) };
-    let seconds = text
-        .parse::<f64>()
-        .ok()
-        .and_then(|s| Duration::try_from_secs_f64(s).ok())
-        .filter(|d| !d.is_zero());
-    seconds.ok_or_else(|| Error::Argument {
-        rank,
-        operation: "from_env".into(),
-        reason: format!("FLOW_TIMEOUT={text} must be a positive number of seconds"),
-    })
+    let failed = |reason| Error::Argument { rank, operation: "from_env".into(), reason };
+    Ok(settings::timeout().map_err(failed)?.unwrap_or(DEFAULT_TIMEOUT))
 }

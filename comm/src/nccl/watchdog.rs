@@ -20,9 +20,9 @@ use super::communicator::{Communicator, CommunicatorError};
 use crate::error::{Error, Result};
 use crate::shm::engine::Engine;
 use crate::shm::operation::Operation;
-use crate::shm::world::FIRST_WARNING;
 use crate::store::Store;
 use crate::waits::LongWait;
+use crate::world::FIRST_WARNING;
 
 /// How often the oldest operation is checked.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);

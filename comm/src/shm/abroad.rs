@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 
 use super::engine::Engine;
 use super::failure::{LOST, NOTICES};
-use super::world::World;
 use crate::error::Result;
-use crate::nodes::{Departure, Unlinked, Wire};
+use crate::transport::{ConnectError, Connections, DisconnectReason};
+use crate::world::World;
 
 /// How often a rank that waits asks for news, and how long it has waited when it tells where it is.
 pub const NEWS: Duration = Duration::from_millis(500);
@@ -41,7 +41,7 @@ pub struct Abroad {
 /// What a leader carries data with.
 pub struct Carrier {
     /// Between the leaders, by node.
-    pub wire: Box<dyn Wire>,
+    pub wire: Box<dyn Connections>,
     /// Where what is to be reduced comes in.
     pub scratch: Vec<u64>,
 }
@@ -104,8 +104,8 @@ impl Engine {
         members: &[usize],
         own: usize,
         operation: &dyn std::fmt::Display,
-    ) -> Result<Box<dyn Wire>> {
-        let (Some(abroad), Some(network)) = (&self.abroad, &self.world.network) else {
+    ) -> Result<Box<dyn Connections>> {
+        let (Some(abroad), Some(transport)) = (&self.abroad, &self.world.transport) else {
             return Err(self.caller().argument("link", "there is no other node".into()));
         };
         let ranks: Vec<usize> = members.iter().map(|&member| self.ranks[member]).collect();
@@ -116,10 +116,9 @@ impl Engine {
             let mut gone = missing.iter().find_map(|&r| Some((r, self.how_cut_off(r)?)));
             if gone.is_none() && asked.elapsed() >= NEWS {
                 asked = Instant::now();
-                let report = |&&r: &&usize| {
-                    self.world.report_of_end(self.ranks[r], Duration::ZERO).is_some()
-                };
-                gone = missing.iter().find(report).map(|&r| (r, Departure::Ended));
+                let report =
+                    |&&r: &&usize| self.world.exit_report(self.ranks[r], Duration::ZERO).is_some();
+                gone = missing.iter().find(report).map(|&r| (r, DisconnectReason::Ended));
             }
             match gone {
                 // Before it went it may have connected: there is another look at the connections in
@@ -131,31 +130,33 @@ impl Engine {
             }
         };
         let linked =
-            network.link(&format!("{}{channel}", abroad.prefix), &ranks, own, &mut patience);
+            transport.connect(&format!("{}{channel}", abroad.prefix), &ranks, own, &mut patience);
         linked.map_err(|unlinked| match unlinked {
-            Unlinked::GivenUp(error) => error,
-            Unlinked::Lost(loss) => self.lose_member(members[loss.member], loss.how, operation),
+            ConnectError::Cancelled(error) => error,
+            ConnectError::PeerDown(loss) => {
+                self.lose_member(members[loss.member], loss.how, operation)
+            }
         })
     }
 
     /// Whether those of `members` that come after this one have connected, so that
     /// [`Engine::connect`] need not wait.
     pub fn have_connected(&self, channel: &str, members: &[usize], own: usize) -> bool {
-        let (Some(abroad), Some(network)) = (&self.abroad, &self.world.network) else {
+        let (Some(abroad), Some(transport)) = (&self.abroad, &self.world.transport) else {
             return false;
         };
         let ranks: Vec<usize> = members.iter().map(|&member| self.ranks[member]).collect();
-        network.have_come(&format!("{}{channel}", abroad.prefix), &ranks, own)
+        transport.have_connected(&format!("{}{channel}", abroad.prefix), &ranks, own)
     }
 
     /// How the connection to a leader on another node has ended, as far as this rank can see. If
     /// because of a failure of which that leader has told, that is heard.
-    pub fn how_cut_off(&self, rank: usize) -> Option<Departure> {
+    pub fn how_cut_off(&self, rank: usize) -> Option<DisconnectReason> {
         let abroad = self.abroad.as_ref().filter(|abroad| abroad.leaders.contains(&rank))?;
         // Whoever drives the wire sees that for himself.
         let mut carrier = abroad.carrier.as_ref()?.try_lock().ok()?;
-        match carrier.wire.lost(abroad.nodes[rank])? {
-            Departure::Failed(why) => {
+        match carrier.wire.disconnect_reason(abroad.nodes[rank])? {
+            DisconnectReason::Failed(why) => {
                 self.hear_words(&why);
                 None
             }
@@ -175,14 +176,14 @@ impl Engine {
     }
 
     /// Gives a wire up, with the group's failure as the reason, or because this rank leaves.
-    pub fn abandon(&self, wire: &mut dyn Wire) {
+    pub fn abandon(&self, wire: &mut dyn Connections) {
         match self.control.header().poison.read() {
-            Some((kind, text)) => wire.abandon(&self.words(kind, &text)),
+            Some((kind, text)) => wire.abort(&self.words(kind, &text)),
             None => {
                 if self.has_given_up() {
-                    wire.leave();
+                    wire.shutdown();
                 }
-                wire.abandon("");
+                wire.abort("");
             }
         }
     }
@@ -294,8 +295,13 @@ impl Engine {
     /// Tells those that this rank is linked with that it leaves, and why if the group has failed.
     pub fn say_goodbye(&self) {
         let has_failed = self.control.header().poison.is_set();
-        let leave =
-            |wire: &mut dyn Wire| if has_failed { self.abandon(wire) } else { wire.leave() };
+        let leave = |wire: &mut dyn Connections| {
+            if has_failed {
+                self.abandon(wire)
+            } else {
+                wire.shutdown()
+            }
+        };
         let carrier = self.abroad.as_ref().and_then(|abroad| abroad.carrier.as_ref());
         if let Some(Ok(mut carrier)) = carrier.map(Mutex::try_lock) {
             leave(&mut *carrier.wire);

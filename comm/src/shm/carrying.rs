@@ -13,7 +13,7 @@ use super::engine::Engine;
 use super::operation::{Kind, Location, Operation};
 use super::Part;
 use crate::error::Result;
-use crate::nodes::{Loss, Wire};
+use crate::transport::{Connections, PeerDown};
 
 /// The carrier in use. Unless all went well, what it still was to carry is forgotten, and nothing
 /// more is.
@@ -50,11 +50,11 @@ pub struct Pieces {
 /// Moves what can be moved; if it then is not over, waits for more. A member that has gone may have
 /// sent all before.
 pub fn drive(
-    wire: &mut dyn Wire,
+    wire: &mut dyn Connections,
     time: Duration,
-    is_over: &mut dyn FnMut(&dyn Wire) -> bool,
-) -> Result<bool, Loss> {
-    let moved = wire.drive(Duration::ZERO);
+    is_over: &mut dyn FnMut(&dyn Connections) -> bool,
+) -> Result<bool, PeerDown> {
+    let moved = wire.progress(Duration::ZERO);
     if is_over(wire) {
         return Ok(true);
     }
@@ -65,7 +65,7 @@ pub fn drive(
         std::thread::yield_now();
         return Ok(false);
     }
-    let moved = wire.drive(time);
+    let moved = wire.progress(time);
     let is_over = is_over(wire);
     moved.map(|()| is_over).or_else(|loss| if is_over { Ok(true) } else { Err(loss) })
 }
@@ -99,7 +99,7 @@ impl Engine {
             let Some(abroad) = &self.abroad else { return Vec::new() };
             self.ranks_where(|rank| late.borrow().contains(&abroad.nodes[rank]))
         };
-        let mut is_over = |wire: &dyn Wire| {
+        let mut is_over = |wire: &dyn Connections| {
             let is_late =
                 |&node: &usize| wire.sent(node) < due[node].0 || wire.received(node) < due[node].1;
             late.replace((0..due.len()).filter(is_late).collect());

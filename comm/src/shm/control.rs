@@ -360,3 +360,17 @@ impl Control {
         (0..self.size).for_each(|rank| self.rank(rank).doorbell.ring());
     }
 }
+
+/// Sleeps until `counter` may have come to `target`, at most for `time`.
+pub fn sleep_on(counter: &Counter, target: u32, time: Duration) {
+    use rustix::thread::futex;
+    counter.waiters.fetch_add(1, Ordering::SeqCst);
+    let seen = counter.value.load(Ordering::SeqCst);
+    if (seen.wrapping_sub(target) as i32) < 0 {
+        // A time that the kernel cannot count is for ever.
+        let time = futex::Timespec::try_from(time).ok();
+        // Woken, timed out, interrupted: the caller looks at the counter in any case.
+        let _ = futex::wait(&counter.value, futex::Flags::empty(), seen, time.as_ref());
+    }
+    counter.waiters.fetch_sub(1, Ordering::SeqCst);
+}

@@ -16,15 +16,15 @@ use std::time::{Duration, Instant};
 
 use super::abroad::Abroad;
 use super::arena::Block;
-use super::control::{Control, Counter, SLOTS};
+use super::control::{sleep_on, Control, Counter, SLOTS};
 use super::inbox::Inbox;
 use super::operation::{Location, Operation};
 use super::reduction::InFlight;
-use super::world::{sleep_on, World, FIRST_WARNING, SLICE};
 use crate::arguments::Caller;
 use crate::error::{Error, Result};
-use crate::nodes::{Departure, Loss, Wire};
+use crate::transport::{Connections, DisconnectReason, PeerDown};
 use crate::waits::LongWait;
+use crate::world::{World, FIRST_WARNING, LIVENESS_INTERVAL};
 
 /// How long a waiting rank keeps its core to itself, where every rank can have one: most waits are
 /// shorter.
@@ -38,7 +38,7 @@ const AWAKE: Duration = Duration::from_micros(500);
 const AWAKE_ON_SHARED_CORES: Duration = Duration::from_micros(50);
 
 /// To a rank on another node, once there has been a message.
-pub type Link = Option<Box<dyn Wire>>;
+pub type Link = Option<Box<dyn Connections>>;
 
 /// A wait that goes on.
 pub struct Waiting<'a> {
@@ -395,12 +395,12 @@ impl Engine {
         &self,
         operation: &dyn Display,
         missing: &dyn Fn() -> Vec<usize>,
-        lost: &dyn Fn() -> Option<(usize, Departure)>,
-        attempt: &mut dyn FnMut(Duration) -> Result<bool, Loss>,
+        lost: &dyn Fn() -> Option<(usize, DisconnectReason)>,
+        attempt: &mut dyn FnMut(Duration) -> Result<bool, PeerDown>,
     ) -> Result<()> {
         let mut waiting = self.begin_to_wait();
         let (start, timeout) = (waiting.since, waiting.timeout);
-        let mut look = SLICE.min(timeout);
+        let mut look = LIVENESS_INTERVAL.min(timeout);
         let (spin, awake) = match self.world.spin {
             true => (SPIN, AWAKE),
             false => (Duration::ZERO, AWAKE_ON_SHARED_CORES),
@@ -434,7 +434,7 @@ impl Engine {
             if start.elapsed() < look {
                 continue;
             }
-            look = (start.elapsed() + SLICE).min(timeout);
+            look = (start.elapsed() + LIVENESS_INTERVAL).min(timeout);
             if let Some((peer, how)) = lost() {
                 // Arriving may have been the last thing it did.
                 if matches!(attempt(Duration::ZERO), Ok(true)) {
@@ -503,7 +503,7 @@ impl Drop for Engine {
                 self.size(),
                 self.locals.len(),
             );
-            self.world.bury(block, control);
+            self.world.retire(block, control);
         }
     }
 }

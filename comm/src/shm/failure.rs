@@ -6,9 +6,9 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::engine::Engine;
-use super::world::EXIT_REPORT;
 use crate::error::{Error, Result};
-use crate::nodes::{Departure, Loss};
+use crate::transport::{DisconnectReason, PeerDown};
+use crate::world::EXIT_REPORT_TIMEOUT;
 
 /// Kind of a poison note whose ranks have more to say: see [`Engine::fail_with_notice`].
 pub const NOTICES: u32 = 1;
@@ -46,9 +46,9 @@ impl Engine {
             // about.
             std::thread::sleep(Duration::from_millis(2));
         }
-        if self.abroad.is_some() && self.world.serves() {
+        if self.abroad.is_some() && self.world.hosts_store() {
             // The others ask for them as well.
-            std::thread::sleep(EXIT_REPORT);
+            std::thread::sleep(EXIT_REPORT_TIMEOUT);
         }
         let notices = (0..self.size())
             .filter_map(|r| Some((self.ranks[r], self.control.rank(r).notice.read()?.1)));
@@ -130,7 +130,7 @@ impl Engine {
     }
 
     /// The first of the missing ranks that can never arrive.
-    pub fn lost(&self, missing: &dyn Fn() -> Vec<usize>) -> Option<(usize, Departure)> {
+    pub fn lost(&self, missing: &dyn Fn() -> Vec<usize>) -> Option<(usize, DisconnectReason)> {
         let leader = self.locals[0];
         let missing = || {
             let mut missing = missing();
@@ -144,13 +144,14 @@ impl Engine {
         let ended = self.world.ended(&ranks, Duration::ZERO);
         // Only now is it certain that a rank that has ended, or left, did so without arriving.
         let missing = missing();
-        let left = missing.iter().find(|&&r| self.has_left(r)).map(|&r| (r, Departure::Left));
+        let left =
+            missing.iter().find(|&&r| self.has_left(r)).map(|&r| (r, DisconnectReason::Left));
         let cut_off = || missing.iter().find_map(|&r| Some((r, self.how_cut_off(r)?)));
         let ended = || {
             missing
                 .iter()
                 .find(|&&r| ended.contains(&self.ranks[r]))
-                .map(|&r| (r, Departure::Ended))
+                .map(|&r| (r, DisconnectReason::Ended))
         };
         left.or_else(cut_off).or_else(ended)
     }
@@ -175,7 +176,7 @@ impl Engine {
     }
 
     /// The error where the connection to another leader has ended.
-    pub fn cut_off(&self, loss: Loss, operation: &dyn std::fmt::Display) -> Error {
+    pub fn cut_off(&self, loss: PeerDown, operation: &dyn std::fmt::Display) -> Error {
         let Some(abroad) = &self.abroad else { return self.lose(self.rank, operation) };
         self.lose_member(abroad.leaders[loss.member], loss.how, operation)
     }
@@ -184,26 +185,26 @@ impl Engine {
     pub fn lose_member(
         &self,
         peer: usize,
-        how: Departure,
+        how: DisconnectReason,
         operation: &dyn std::fmt::Display,
     ) -> Error {
         // It may have ended because of a failure, of which it, or its node, has told.
         match &how {
-            Departure::Failed(why) => self.hear_words(why),
+            DisconnectReason::Failed(why) => self.hear_words(why),
             _ if self.locals.contains(&peer) => {}
-            _ => self.hear_within(EXIT_REPORT),
+            _ => self.hear_within(EXIT_REPORT_TIMEOUT),
         }
         if let Err(error) = self.check_failure(operation, true) {
             return error;
         }
         match how {
-            Departure::Ended => {}
+            DisconnectReason::Ended => {}
             // That was heard.
-            Departure::Failed(_) => {}
-            Departure::Left => self.control.rank(peer).left.store(1, Ordering::SeqCst),
-            Departure::OutOfReach(_)
-                if self.world.report_of_end(self.ranks[peer], EXIT_REPORT).is_some() => {}
-            Departure::OutOfReach(reason) => {
+            DisconnectReason::Failed(_) => {}
+            DisconnectReason::Left => self.control.rank(peer).left.store(1, Ordering::SeqCst),
+            DisconnectReason::OutOfReach(_)
+                if self.world.exit_report(self.ranks[peer], EXIT_REPORT_TIMEOUT).is_some() => {}
+            DisconnectReason::OutOfReach(reason) => {
                 let peer = format!(
                     "{} cannot be reached: {reason}",
                     self.world.describe(self.ranks[peer])
@@ -218,7 +219,7 @@ impl Engine {
     /// The error for an operation that needs `peer`, a rank of this group that has left or ended.
     fn peer_lost(&self, peer: usize, operation: &dyn std::fmt::Display) -> Error {
         let global = self.ranks[peer];
-        let end = self.world.cause_of_loss(global, self.has_left(peer));
+        let end = self.world.loss_cause(global, self.has_left(peer));
         Error::PeerLost {
             rank: self.world.rank,
             operation: operation.to_string(),

@@ -3,9 +3,7 @@
 //! | file | subject |
 //! |---|---|
 //! | `arena` | the memory all local ranks map, and its allocator |
-//! | `world` | the ranks of the job, who lives |
-//! | `meeting` | how they come together |
-//! | `joining` | the patience of those who wait for others to join |
+//! | `arena_header` | what the ranks of a node share while they come together |
 //! | `control` | counters, posts and staging buffers of one group |
 //! | `operation` | what a rank posts about the collective it is in |
 //! | `engine` | rounds: posting, waiting |
@@ -19,33 +17,29 @@
 //! | `abroad` | members on other nodes: linking, posts, news of failures |
 //! | `carrying` | what a node's leader carries to and from other nodes |
 //! | `hierarchy` | reductions in a node, then between nodes |
-//! | `part` | memory that is lent to a wire |
+//! | `part` | memory that is lent to a transport |
 //!
-//! All `unsafe` code of the crate is in here, in `nccl`, and in `nodes::mpi::session`.
+//! All `unsafe` code of the crate is in here, in `nccl`, and in `transport::mpi::session`.
 
 mod abroad;
 pub mod arena;
+pub mod arena_header;
 mod carrying;
-mod control;
+pub mod control;
 pub mod engine;
 mod exchange;
 mod failure;
 pub mod fork;
 mod hierarchy;
 mod inbox;
-mod joining;
-mod meeting;
 mod message;
 pub mod operation;
 mod part;
 mod receiving;
 mod reduction;
-pub mod world;
 
 pub use control::Control;
 pub use exchange::Raw;
-#[cfg(feature = "mpi")]
-pub use meeting::LOCAL_ADDRESS;
 pub use part::Part;
 pub use reduction::Segments;
 

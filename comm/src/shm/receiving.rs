@@ -15,15 +15,16 @@ use flow_kernels::DType;
 
 use super::abroad::NEWS;
 use super::carrying::drive;
+use super::control::sleep_on;
 use super::control::{Counter, PostWords};
 use super::engine::Engine;
 use super::exchange::Raw;
 use super::inbox::{Incoming, Message, Open};
 use super::message::{pieces, Ends, Transfer, PIECE};
 use super::operation::{Location, Operation};
-use super::world::{sleep_on, SLICE};
 use crate::error::{Error, Result};
-use crate::nodes::Departure;
+use crate::transport::DisconnectReason;
+use crate::world::LIVENESS_INTERVAL;
 
 /// How long a receive from any rank sleeps at most before it looks at its links to other nodes.
 const NAP: Duration = Duration::from_millis(1);
@@ -46,7 +47,7 @@ enum Probe<'a> {
     /// Another thread has the inbox open.
     Busy,
     /// The sender on another node is gone.
-    Gone(Departure),
+    Gone(DisconnectReason),
 }
 
 /// How patient a probe of a sender on another node is.
@@ -62,7 +63,7 @@ enum Patience {
 struct Absent {
     asked: Option<Instant>,
     suspects: Vec<usize>,
-    gone: Vec<(usize, Departure)>,
+    gone: Vec<(usize, DisconnectReason)>,
 }
 
 impl Engine {
@@ -173,7 +174,7 @@ impl Engine {
             match self.probe(from, what, Patience::None)? {
                 Probe::Found(found) => return Ok(Some((from, found))),
                 // Others may still send.
-                Probe::Nothing(_) | Probe::Busy | Probe::Gone(Departure::Left) => {}
+                Probe::Nothing(_) | Probe::Busy | Probe::Gone(DisconnectReason::Left) => {}
                 // Others may have sent.
                 Probe::Gone(how) => died = died.or(Some((from, how))),
             }
@@ -209,7 +210,7 @@ impl Engine {
             let part = mailbox.taken.value.load(Ordering::Relaxed);
             let next = part.wrapping_add(1);
             // However much comes, the caller has an eye on the clock.
-            if !mailbox.sent.reached(next) || begin.elapsed() >= SLICE {
+            if !mailbox.sent.reached(next) || begin.elapsed() >= LIVENESS_INTERVAL {
                 return Ok(Probe::Nothing(next));
             }
             let mut message = match open.unfinished.take() {
@@ -279,7 +280,7 @@ impl Engine {
                 Ok(true) => *is_expected = false,
                 Ok(false) => return Ok(Probe::Nothing(0)),
                 Err(loss) => {
-                    open.has_left = matches!(loss.how, Departure::Left);
+                    open.has_left = matches!(loss.how, DisconnectReason::Left);
                     return Ok(Probe::Gone(loss.how));
                 }
             }
@@ -294,7 +295,7 @@ impl Engine {
             };
             open.put(message);
             // However much comes, the caller has an eye on the clock.
-            if begin.elapsed() >= SLICE {
+            if begin.elapsed() >= LIVENESS_INTERVAL {
                 return Ok(Probe::Nothing(0));
             }
             time = Duration::ZERO;
@@ -422,7 +423,7 @@ impl Engine {
 
     /// Whether, and how, a sender on this node is gone without having sent a message with this tag.
     /// One on another node is gone when its link has come to an end, behind all that it has sent.
-    fn lost_sender(&self, from: usize, tag: u32) -> Option<(usize, Departure)> {
+    fn lost_sender(&self, from: usize, tag: u32) -> Option<(usize, DisconnectReason)> {
         self.inboxes[from].sender?;
         let lost = self.lost(&|| vec![from])?;
         self.has_nothing(from, tag).then_some(lost)
@@ -442,20 +443,26 @@ impl Engine {
 
     /// Whether a sender has died, or all have left, without having sent a message with this tag:
     /// one of them, how it went, and whether nobody is left.
-    fn lost_senders(&self, tag: u32, absent: &mut Absent) -> Option<((usize, Departure), bool)> {
+    fn lost_senders(
+        &self,
+        tag: u32,
+        absent: &mut Absent,
+    ) -> Option<((usize, DisconnectReason), bool)> {
         self.ask(absent);
         let ended = self.world.ended(&self.ranks, Duration::ZERO);
         // Only now is it certain that a rank that has ended, and has not left, has died.
         let how = |rank: usize| match self.inboxes[rank].sender {
-            Some(_) if self.has_left(rank) => Some(Departure::Left),
-            Some(_) => ended.contains(&self.ranks[rank]).then_some(Departure::Ended),
-            None if self.inboxes[rank].open(self.doorbell())?.has_left => Some(Departure::Left),
+            Some(_) if self.has_left(rank) => Some(DisconnectReason::Left),
+            Some(_) => ended.contains(&self.ranks[rank]).then_some(DisconnectReason::Ended),
+            None if self.inboxes[rank].open(self.doorbell())?.has_left => {
+                Some(DisconnectReason::Left)
+            }
             None => absent.gone.iter().find(|(gone, _)| *gone == rank).map(|(_, how)| how.clone()),
         };
         let senders = self.ranks_where(|rank| rank != self.rank);
         let gone: Vec<_> = senders.iter().filter_map(|&rank| Some((rank, how(rank)?))).collect();
         let is_last = gone.len() == senders.len();
-        let died = gone.iter().find(|(_, how)| !matches!(how, Departure::Left));
+        let died = gone.iter().find(|(_, how)| !matches!(how, DisconnectReason::Left));
         let lost = died.or(gone.last().filter(|_| is_last))?;
         let is_silent = gone.iter().all(|&(rank, _)| self.has_nothing(rank, tag));
         is_silent.then(|| (lost.clone(), is_last))
@@ -472,10 +479,10 @@ impl Engine {
         };
         let strangers =
             self.ranks_where(|rank| self.inboxes[rank].sender.is_none() && has_no_link(rank));
-        let how = |rank: usize| match self.world.report_of_end(self.ranks[rank], Duration::ZERO) {
-            _ if self.has_left(rank) => Some(Departure::Left),
-            Some(report) if report == ENDED_WELL => Some(Departure::Left),
-            Some(_) => Some(Departure::Ended),
+        let how = |rank: usize| match self.world.exit_report(self.ranks[rank], Duration::ZERO) {
+            _ if self.has_left(rank) => Some(DisconnectReason::Left),
+            Some(report) if report == ENDED_WELL => Some(DisconnectReason::Left),
+            Some(_) => Some(DisconnectReason::Ended),
             None => self.how_cut_off(rank),
         };
         let gone: Vec<_> =

@@ -17,8 +17,8 @@ use super::protocol::{prove, Reply, Request, MAX_FRAME, MAX_TIMEOUT, VERSION};
 use super::{belongs_to_us, list, Address, Error, Result};
 use crate::shm::fork::Process;
 
-/// [`Store::set_patience`] at first.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// [`Store::set_reply_timeout`] at first.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 /// A wait for the server this long is worth a line in the log.
 const FIRST_WARNING: Duration = Duration::from_secs(30);
 /// Pauses between attempts to connect grow from the first to the second.
@@ -34,7 +34,7 @@ pub struct Store {
     /// The socket, or why there is none any more.
     connection: Mutex<std::result::Result<Box<dyn Socket>, String>>,
     /// In microseconds.
-    patience: AtomicU64,
+    reply_timeout: AtomicU64,
     /// Whose connection it is: in a forked child the requests of two would mix.
     process: Process,
 }
@@ -52,12 +52,12 @@ impl Store {
         loop {
             let error = match open(address, token, deadline) {
                 Ok(Ok(socket)) => {
-                    let patience = AtomicU64::new(PATIENCE.as_micros() as u64);
+                    let reply_timeout = AtomicU64::new(REPLY_TIMEOUT.as_micros() as u64);
                     let (address, connection) = (address.clone(), Mutex::new(Ok(socket)));
                     return Ok(Store {
                         address,
                         connection,
-                        patience,
+                        reply_timeout,
                         process: Process::current(),
                     });
                 }
@@ -88,8 +88,9 @@ impl Store {
 
     /// Sets how much later than an operation's own timeout the answer may come before the server
     /// counts as dead, and the call fails with [`Error::Lost`]: 10 s at first.
-    pub fn set_patience(&self, patience: Duration) {
-        self.patience.store(patience.min(MAX_TIMEOUT).as_micros() as u64, Ordering::Relaxed);
+    pub fn set_reply_timeout(&self, reply_timeout: Duration) {
+        self.reply_timeout
+            .store(reply_timeout.min(MAX_TIMEOUT).as_micros() as u64, Ordering::Relaxed);
     }
 
     /// Sets `key` to `value` (at most 64 MiB with the key).
@@ -158,7 +159,7 @@ impl Store {
         })
     }
 
-    /// Waits until all of `keys` are set.
+    /// PendingWaits until all of `keys` are set.
     ///
     /// # Errors
     /// [`Error::Timeout`], with the keys that are missing.
@@ -229,23 +230,28 @@ impl Store {
                 return Err(Error::Lost { address, operation, cause });
             }
         };
-        let patience = Duration::from_micros(self.patience.load(Ordering::Relaxed));
-        let cause = match exchange(socket.as_mut(), &frame, timeout.min(MAX_TIMEOUT) + patience) {
-            Err(error) => describe(&error),
-            Ok(frame) => match Reply::decode(&frame) {
-                Some(Reply::Missing(keys)) => {
-                    let missing = keys.into_iter().map(String::from).collect();
-                    return Err(Error::Timeout { address, operation, timeout, missing });
-                }
-                Some(Reply::Refused(reason)) => {
-                    return Err(Error::Rejected { address, operation, reason: reason.to_string() });
-                }
-                reply => match reply.and_then(accept) {
-                    Some(result) => return Ok(result),
-                    None => "the reply makes no sense".to_string(),
+        let reply_timeout = Duration::from_micros(self.reply_timeout.load(Ordering::Relaxed));
+        let cause =
+            match exchange(socket.as_mut(), &frame, timeout.min(MAX_TIMEOUT) + reply_timeout) {
+                Err(error) => describe(&error),
+                Ok(frame) => match Reply::decode(&frame) {
+                    Some(Reply::Missing(keys)) => {
+                        let missing = keys.into_iter().map(String::from).collect();
+                        return Err(Error::Timeout { address, operation, timeout, missing });
+                    }
+                    Some(Reply::Refused(reason)) => {
+                        return Err(Error::Rejected {
+                            address,
+                            operation,
+                            reason: reason.to_string(),
+                        });
+                    }
+                    reply => match reply.and_then(accept) {
+                        Some(result) => return Ok(result),
+                        None => "the reply makes no sense".to_string(),
+                    },
                 },
-            },
-        };
+            };
         *connection = Err(format!("{operation}: {cause}"));
         Err(Error::Lost { address, operation, cause })
     }

@@ -27,7 +27,7 @@ pub struct Connection {
     written: usize,
     unsent: usize,
     /// The time for which something about it has been noted.
-    pub alarm: Option<Instant>,
+    pub timer: Option<Instant>,
 }
 
 impl Connection {
@@ -41,7 +41,7 @@ impl Connection {
             output,
             written: 0,
             unsent: 0,
-            alarm: None,
+            timer: None,
         }
     }
 

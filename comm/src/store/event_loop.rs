@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 use mio::{Events, Interest, Poll, Token};
 use nix::errno::Errno;
 
-use super::admission::{Strangers, Verdict};
+use super::auth::{AuthOutcome, PendingAuth};
 use super::connection::Connection;
 use super::hosted::Hosted;
+use super::inbox::Inbox;
 use super::listener::{Listener, Socket};
-use super::posts::Posts;
 use super::protocol::Reply;
 use super::service::{Outbox, Service, ServiceId};
 use super::tcp_store::HostedTcpStore;
@@ -30,9 +30,9 @@ const READ_BATCH: usize = 64 << 10;
 const SEND_BATCH: usize = 64 << 10;
 /// So long PyTorch's clients are served before all others have their turn again, for they prove
 /// nothing.
-const CROWD_TIME: Duration = Duration::from_millis(10);
+const TCP_STORE_TIME: Duration = Duration::from_millis(10);
 /// And so many requests of one of them before the next one's.
-const CROWD_BATCH: usize = 256;
+const TCP_STORE_BATCH: usize = 256;
 
 pub const LISTENER: Token = Token(usize::MAX);
 pub const WAKER: Token = Token(usize::MAX - 1);
@@ -44,7 +44,7 @@ pub enum Command {
     /// that token.
     Open {
         token: String,
-        posts: Arc<Posts>,
+        inbox: Arc<Inbox>,
         answer: Sender<Option<ServiceId>>,
     },
     /// Serve a TCPStore to PyTorch's clients; the answer is its id, `None` if there is one.
@@ -92,18 +92,18 @@ pub struct EventLoop {
     complaint: Once,
     connections: HashMap<usize, Connection>,
     next_id: usize,
-    strangers: Strangers,
+    pending: PendingAuth,
     services: Services,
     next_service: ServiceId,
     /// Connections with more to read, after others had their turn.
     unread: BTreeSet<usize>,
     /// Connections of PyTorch's clients that may have more to read, whether to their end, and the
     /// last that had its turn.
-    crowd: BTreeMap<usize, bool>,
-    last_of_crowd: usize,
+    tcp_store_clients: BTreeMap<usize, bool>,
+    last_tcp_store_client: usize,
     outbox: Outbox,
     /// When something is due for which connection.
-    alarms: BTreeSet<(Instant, usize)>,
+    timers: BTreeSet<(Instant, usize)>,
     scratch: Vec<u8>,
 }
 
@@ -117,14 +117,14 @@ impl EventLoop {
             complaint: Once::new(),
             connections: HashMap::new(),
             next_id: 0,
-            strangers: Strangers::default(),
+            pending: PendingAuth::default(),
             services: Services::default(),
             next_service: 0,
             unread: BTreeSet::new(),
-            crowd: BTreeMap::new(),
-            last_of_crowd: 0,
+            tcp_store_clients: BTreeMap::new(),
+            last_tcp_store_client: 0,
             outbox: Outbox::default(),
-            alarms: BTreeSet::new(),
+            timers: BTreeSet::new(),
             scratch: vec![0; READ_BATCH],
         }
     }
@@ -134,7 +134,7 @@ impl EventLoop {
         // Nobody is heard before there is a store to be admitted to.
         match self.commands.recv() {
             Ok(Command::Stop) | Err(_) => return,
-            Ok(first) => self.obey(first),
+            Ok(first) => self.execute(first),
         }
         let mut events = Events::with_capacity(1024);
         loop {
@@ -158,17 +158,18 @@ impl EventLoop {
                             if matches!(command, Command::Stop) {
                                 return;
                             }
-                            self.obey(command);
+                            self.execute(command);
                         }
                     }
                     Token(id) => {
                         if event.is_writable() {
                             self.flush(id);
                         }
-                        if event.is_readable() && !self.is_of_crowd(id) {
+                        if event.is_readable() && !self.is_tcp_store_client(id) {
                             self.read(id, event.is_read_closed());
                         } else if event.is_readable() {
-                            *self.crowd.entry(id).or_default() |= event.is_read_closed();
+                            *self.tcp_store_clients.entry(id).or_default() |=
+                                event.is_read_closed();
                         }
                     }
                 }
@@ -180,30 +181,33 @@ impl EventLoop {
             if self.accept_at.is_some_and(|at| at <= now) {
                 self.accept_at = self.accept(now);
             }
-            while let Some(id) = self.strangers.overdue(now) {
+            while let Some(id) = self.pending.overdue(now) {
                 self.close(id);
             }
-            while let Some((_, id)) = self.alarms.first().copied().filter(|(at, _)| *at <= now) {
-                self.look_after(id, now);
+            while let Some((_, id)) = self.timers.first().copied().filter(|(at, _)| *at <= now) {
+                self.on_timer(id, now);
             }
-            self.serve_crowd(now + CROWD_TIME);
+            self.serve_tcp_store_clients(now + TCP_STORE_TIME);
         }
     }
 
-    fn is_of_crowd(&self, id: usize) -> bool {
+    fn is_tcp_store_client(&self, id: usize) -> bool {
         let service = self.connections.get(&id).and_then(|connection| connection.service);
         service.is_some_and(|service| self.services.tcp_stores.contains_key(&service))
     }
 
     /// Serves PyTorch's clients, one after the other, until all are or it is `end`.
-    fn serve_crowd(&mut self, end: Instant) {
-        let mut left = self.crowd.len();
+    fn serve_tcp_store_clients(&mut self, end: Instant) {
+        let mut left = self.tcp_store_clients.len();
         while left > 0 && Instant::now() < end {
-            let next =
-                self.crowd.range(self.last_of_crowd + 1..).next().or(self.crowd.first_key_value());
+            let next = self
+                .tcp_store_clients
+                .range(self.last_tcp_store_client + 1..)
+                .next()
+                .or(self.tcp_store_clients.first_key_value());
             let Some((&id, &to_end)) = next else { return };
-            self.crowd.remove(&id);
-            self.last_of_crowd = id;
+            self.tcp_store_clients.remove(&id);
+            self.last_tcp_store_client = id;
             left -= 1;
             self.read(id, to_end);
         }
@@ -211,22 +215,22 @@ impl EventLoop {
 
     /// How long nothing needs to be done if nothing happens.
     fn idle_time(&self) -> Option<Duration> {
-        if !self.unread.is_empty() || !self.crowd.is_empty() {
+        if !self.unread.is_empty() || !self.tcp_store_clients.is_empty() {
             return Some(Duration::ZERO);
         }
-        let alarm = self.alarms.first().map(|(at, _)| *at);
-        let next = [self.accept_at, self.strangers.deadline(), alarm].into_iter().flatten().min();
+        let timer = self.timers.first().map(|(at, _)| *at);
+        let next = [self.accept_at, self.pending.deadline(), timer].into_iter().flatten().min();
         next.map(|at| at.saturating_duration_since(Instant::now()))
     }
 
-    fn obey(&mut self, command: Command) {
+    fn execute(&mut self, command: Command) {
         match command {
-            Command::Open { token, posts, answer } => {
+            Command::Open { token, inbox, answer } => {
                 let id = self.next_service;
                 self.next_service += 1;
-                let is_open = self.strangers.open(id, token);
+                let is_open = self.pending.open(id, token);
                 if is_open {
-                    self.services.stores.insert(id, Hosted::new(posts));
+                    self.services.stores.insert(id, Hosted::new(inbox));
                 }
                 // Who asked waits for it.
                 let _ = answer.send(is_open.then_some(id));
@@ -234,7 +238,7 @@ impl EventLoop {
             Command::OpenTcpStore { answer } => {
                 let id = self.next_service;
                 self.next_service += 1;
-                let is_open = self.strangers.open_to_pytorch(id);
+                let is_open = self.pending.open_to_pytorch(id);
                 if is_open {
                     self.services.tcp_stores.insert(id, HostedTcpStore::default());
                 }
@@ -249,7 +253,7 @@ impl EventLoop {
             Command::Close(service) => {
                 // First, so that no will is executed.
                 self.services.remove(service);
-                self.strangers.shut(service);
+                self.pending.shut(service);
                 let theirs = |connection: &Connection| connection.service == Some(service);
                 let ids = self
                     .connections
@@ -267,13 +271,13 @@ impl EventLoop {
     /// Accepts what is there, and returns when to go on if that was not all.
     fn accept(&mut self, now: Instant) -> Option<Instant> {
         for _ in 0..ACCEPT_BATCH {
-            if self.strangers.is_full() {
-                let Some(id) = self.strangers.removable(now) else {
-                    return self.strangers.next_removable();
+            if self.pending.is_full() {
+                let Some(id) = self.pending.removable(now) else {
+                    return self.pending.next_removable();
                 };
                 self.close(id);
             }
-            let error = match self.listener.accept().and_then(|socket| self.welcome(socket, now)) {
+            let error = match self.listener.accept().and_then(|socket| self.register(socket, now)) {
                 Ok(()) => continue,
                 Err(error) => error,
             };
@@ -284,11 +288,11 @@ impl EventLoop {
                 | ErrorKind::PermissionDenied => continue,
                 _ => {}
             }
-            // If it is room that is wanted, a stranger can make it.
+            // If it is room that is wanted, a connection can make it.
             let is_full = [Errno::EMFILE, Errno::ENFILE]
                 .map(|errno| Some(errno as i32))
                 .contains(&error.raw_os_error());
-            match self.strangers.removable(now).filter(|_| is_full) {
+            match self.pending.removable(now).filter(|_| is_full) {
                 Some(id) => self.close(id),
                 None => {
                     self.complaint.call_once(|| {
@@ -301,7 +305,7 @@ impl EventLoop {
         Some(now)
     }
 
-    fn welcome(&mut self, mut socket: Box<dyn Socket>, now: Instant) -> io::Result<()> {
+    fn register(&mut self, mut socket: Box<dyn Socket>, now: Instant) -> io::Result<()> {
         let id = self.next_id;
         self.next_id += 1;
         self.poll.registry().register(
@@ -310,7 +314,7 @@ impl EventLoop {
             Interest::READABLE | Interest::WRITABLE,
         )?;
         self.connections.insert(id, Connection::new(socket));
-        self.strangers.add(id, now);
+        self.pending.add(id, now);
         Ok(())
     }
 
@@ -325,13 +329,13 @@ impl EventLoop {
     }
 
     fn close(&mut self, id: usize) {
-        self.strangers.remove(id);
+        self.pending.remove(id);
         if let Some(service) = self.service(id) {
             service.leave(id);
         }
         let Some(mut connection) = self.connections.remove(&id) else { return };
-        if let Some(at) = connection.alarm {
-            self.alarms.remove(&(at, id));
+        if let Some(at) = connection.timer {
+            self.timers.remove(&(at, id));
         }
         // Closing the socket does it in any case.
         let _ = self.poll.registry().deregister(&mut connection.socket);
@@ -359,7 +363,7 @@ impl EventLoop {
             let is_last = left.peek().is_none_or(|(next, _)| *next != id);
             if is_last && (busy != Some(id) || connection.unsent() > SEND_BATCH) {
                 self.flush(id);
-                self.set_alarm(id);
+                self.set_timer(id);
             }
         }
         drop(left);
@@ -391,8 +395,8 @@ impl EventLoop {
         if count < self.scratch.len() && !to_end && !is_backlog {
             return;
         }
-        if self.is_of_crowd(id) {
-            self.crowd.insert(id, true);
+        if self.is_tcp_store_client(id) {
+            self.tcp_store_clients.insert(id, true);
         } else {
             self.unread.insert(id);
         }
@@ -405,12 +409,12 @@ impl EventLoop {
         let input = mem::take(&mut connection.input);
         let (mut used, mut requests, mut is_backlog) = (0, 0, false);
         while used < input.len() {
-            let is_long = requests >= CROWD_BATCH || begin.elapsed() >= CROWD_TIME;
-            is_backlog = is_long && self.is_of_crowd(id);
+            let is_long = requests >= TCP_STORE_BATCH || begin.elapsed() >= TCP_STORE_TIME;
+            is_backlog = is_long && self.is_tcp_store_client(id);
             if is_backlog {
                 break;
             }
-            let count = self.hear(id, &input[used..])?;
+            let count = self.receive(id, &input[used..])?;
             self.deliver_but_for(Some(id));
             if count == 0 {
                 break;
@@ -424,24 +428,24 @@ impl EventLoop {
             connection.input = if used == 0 { input } else { input[used..].to_vec() };
         }
         self.flush(id);
-        self.set_alarm(id);
+        self.set_timer(id);
         Ok(())
     }
 
-    fn hear(&mut self, id: usize, input: &[u8]) -> io::Result<usize> {
+    fn receive(&mut self, id: usize, input: &[u8]) -> io::Result<usize> {
         let Some(connection) = self.connections.get(&id) else { return Ok(0) };
         let unsent = connection.unsent();
-        let Some(service) = connection.service else { return self.greet(id, input) };
+        let Some(service) = connection.service else { return self.handshake(id, input) };
         let service = self.services.get_mut(service).ok_or(ErrorKind::NotFound)?;
-        service.hear(id, input, unsent, &mut self.outbox)
+        service.receive(id, input, unsent, &mut self.outbox)
     }
 
-    fn greet(&mut self, id: usize, input: &[u8]) -> io::Result<usize> {
-        let reply = match self.strangers.judge(id, input)? {
-            Verdict::Wait => return Ok(0),
-            Verdict::Admit { service, used } => return self.admit(id, service).map(|()| used),
-            Verdict::Challenge(nonce) => Reply::Challenge(nonce).encode(),
-            Verdict::Refuse(reason) => {
+    fn handshake(&mut self, id: usize, input: &[u8]) -> io::Result<usize> {
+        let reply = match self.pending.authenticate(id, input)? {
+            AuthOutcome::Wait => return Ok(0),
+            AuthOutcome::Admit { service, used } => return self.admit(id, service).map(|()| used),
+            AuthOutcome::Challenge(nonce) => Reply::Challenge(nonce).encode(),
+            AuthOutcome::Refuse(reason) => {
                 self.outbox.send(id, Arc::new(Reply::Refused(&reason).encode()));
                 return Err(ErrorKind::PermissionDenied.into());
             }
@@ -451,7 +455,7 @@ impl EventLoop {
     }
 
     fn admit(&mut self, id: usize, service: ServiceId) -> io::Result<()> {
-        self.strangers.remove(id);
+        self.pending.remove(id);
         self.resume_accepting();
         self.services.get_mut(service).ok_or(ErrorKind::NotFound)?.join(
             id,
@@ -464,19 +468,19 @@ impl EventLoop {
         Ok(())
     }
 
-    fn set_alarm(&mut self, id: usize) {
+    fn set_timer(&mut self, id: usize) {
         let due = self.service(id).and_then(|service| service.due(id));
         let Some(connection) = self.connections.get_mut(&id) else { return };
-        let before = mem::replace(&mut connection.alarm, due);
+        let before = mem::replace(&mut connection.timer, due);
         if due != before {
-            before.map(|at| self.alarms.remove(&(at, id)));
-            due.map(|at| self.alarms.insert((at, id)));
+            before.map(|at| self.timers.remove(&(at, id)));
+            due.map(|at| self.timers.insert((at, id)));
         }
     }
 
     /// Does what is due for a connection at `now`: a wait has timed out, or it has been silent for
     /// too long.
-    fn look_after(&mut self, id: usize, now: Instant) {
+    fn on_timer(&mut self, id: usize, now: Instant) {
         let service = self.connections.get(&id).and_then(|connection| connection.service);
         if let Some(service) = service.and_then(|service| self.services.get_mut(service)) {
             service.expire(id, now, &mut self.outbox);
@@ -487,6 +491,6 @@ impl EventLoop {
         if self.service(id).and_then(|service| service.due(id)).is_some_and(|at| at <= now) {
             return self.close(id);
         }
-        self.set_alarm(id);
+        self.set_timer(id);
     }
 }

@@ -5,7 +5,7 @@ use std::io::{self, ErrorKind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::posts::Posts;
+use super::inbox::Inbox;
 use super::protocol::{self, Reply, Request, MAX_FRAME, MAX_WILL};
 use super::service::{Outbox, Service};
 use super::values::Values;
@@ -15,7 +15,7 @@ const UNREAD: &str =
 
 /// The values of a store and the clients that were admitted to it.
 pub struct Hosted {
-    posts: Arc<Posts>,
+    inbox: Arc<Inbox>,
     values: Values,
     clients: HashMap<usize, Client>,
 }
@@ -24,7 +24,7 @@ struct Client {
     waiting: Option<Waiting>,
     will: Option<Will>,
     /// Since when it has said nothing, less the time for which it was the server that was late.
-    silent_since: Instant,
+    last_activity: Instant,
 }
 
 /// A get or wait that is not answered yet.
@@ -43,8 +43,8 @@ struct Will {
 }
 
 impl Hosted {
-    pub fn new(posts: Arc<Posts>) -> Hosted {
-        Hosted { posts, values: Values::default(), clients: HashMap::new() }
+    pub fn new(inbox: Arc<Inbox>) -> Hosted {
+        Hosted { inbox, values: Values::default(), clients: HashMap::new() }
     }
 
     pub fn set(&mut self, key: &str, value: &[u8], outbox: &mut Outbox) {
@@ -82,8 +82,8 @@ impl Hosted {
                 Reply::Number(keys.into_iter().filter(|key| self.values.remove(key)).count() as i64)
             }
             Request::Post { message } => {
-                if self.posts.has_room(message.len()) {
-                    self.posts.add(message.to_vec());
+                if self.inbox.has_room(message.len()) {
+                    self.inbox.add(message.to_vec());
                     Reply::Done
                 } else {
                     Reply::Refused(UNREAD)
@@ -92,7 +92,7 @@ impl Hosted {
             Request::Will { message, silence } => {
                 if message.len() > MAX_WILL {
                     Reply::Refused("a will has at most 64 KiB")
-                } else if !message.is_empty() && !self.posts.has_room(message.len()) {
+                } else if !message.is_empty() && !self.inbox.has_room(message.len()) {
                     Reply::Refused(UNREAD)
                 } else {
                     let will =
@@ -148,7 +148,7 @@ impl Hosted {
         let Some(waiting) = client.waiting.take() else { return };
         // The client could not speak before the answer, so what this comes too late is not its
         // silence.
-        client.silent_since += Instant::now().saturating_duration_since(waiting.deadline);
+        client.last_activity += Instant::now().saturating_duration_since(waiting.deadline);
         self.unwatch(id, &waiting);
         outbox.send(id, reply);
     }
@@ -162,12 +162,12 @@ impl Hosted {
 
 impl Service for Hosted {
     fn join(&mut self, id: usize, now: Instant, outbox: &mut Outbox) -> io::Result<()> {
-        self.clients.insert(id, Client { waiting: None, will: None, silent_since: now });
+        self.clients.insert(id, Client { waiting: None, will: None, last_activity: now });
         outbox.send(id, Arc::new(Reply::Done.encode()));
         Ok(())
     }
 
-    fn hear(
+    fn receive(
         &mut self,
         id: usize,
         input: &[u8],
@@ -180,7 +180,7 @@ impl Service for Hosted {
         if client.waiting.is_some() || unsent > 0 {
             return Err(invalid());
         }
-        client.silent_since = Instant::now();
+        client.last_activity = Instant::now();
         let Some(frame) = protocol::unframe(input, MAX_FRAME)? else { return Ok(0) };
         let request = Request::decode(frame).ok_or_else(invalid)?;
         self.handle(id, request, outbox).ok_or_else(invalid)?;
@@ -190,7 +190,7 @@ impl Service for Hosted {
     fn due(&self, id: usize) -> Option<Instant> {
         let client = self.clients.get(&id)?;
         let wait = client.waiting.as_ref().map(|waiting| waiting.deadline);
-        let silence = client.will.as_ref().map(|will| client.silent_since + will.silence);
+        let silence = client.will.as_ref().map(|will| client.last_activity + will.silence);
         [wait, silence].into_iter().flatten().min()
     }
 
@@ -213,7 +213,7 @@ impl Service for Hosted {
             self.unwatch(id, waiting);
         }
         if let Some(will) = client.will {
-            self.posts.add(will.message);
+            self.inbox.add(will.message);
         }
     }
 }

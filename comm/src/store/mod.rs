@@ -10,7 +10,7 @@
 //! | [`Server`] | serves it until dropped; in `flow-launch`, or in rank 0 without it |
 //! | [`Store`] | one client's connection: `set`, `get`, `wait`, `add`, `compare_and_set`, `delete`, `post`, `will` |
 //! | [`TcpStore`] | serves PyTorch's own clients (`torch.distributed.TCPStore`) at the same address |
-//! | [`Posts`] | what clients have to say to the process that serves it |
+//! | [`Inbox`] | what clients have to say to the process that serves it |
 //!
 //! Whoever connects must prove to know the store's token, which is not sent itself; on a unix
 //! socket both sides must also belong to the same user. Keys and values live until they are
@@ -25,13 +25,13 @@
 //! Flow's stores, which they cannot reach.
 
 mod address;
-mod admission;
+mod auth;
 mod client;
 mod connection;
 mod event_loop;
 mod hosted;
+mod inbox;
 mod listener;
-mod posts;
 mod protocol;
 mod server;
 mod service;
@@ -46,7 +46,7 @@ use nix::sys::socket::{getsockopt, sockopt};
 
 pub use address::Address;
 pub use client::Store;
-pub use posts::Posts;
+pub use inbox::Inbox;
 pub(crate) use protocol::prove;
 pub use server::{Server, TcpStore};
 

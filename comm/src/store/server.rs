@@ -9,14 +9,14 @@ use std::time::{Duration, Instant};
 use mio::{Poll, Waker};
 
 use super::event_loop::{Command, EventLoop, LISTENER, WAKER};
+use super::inbox::Inbox;
 use super::listener::Listener;
-use super::posts::Posts;
 use super::service::ServiceId;
 use super::Address;
 use crate::shm::fork::ForkSafe;
 
 /// So long the thread may take to end. One that waits for somebody to read the log is left.
-const PATIENCE: Duration = Duration::from_secs(5);
+const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A store being served, until dropped.
 ///
@@ -30,7 +30,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 pub struct Server {
     host: Arc<Host>,
     store: ServiceId,
-    posts: Arc<Posts>,
+    inbox: Arc<Inbox>,
 }
 
 impl Server {
@@ -47,7 +47,7 @@ impl Server {
     }
 
     /// Serves another store at the same address, from the same thread, to clients that know its own
-    /// `token`. The two have nothing in common: no keys, no posts, no wills.
+    /// `token`. The two have nothing in common: no keys, no inbox, no wills.
     ///
     /// # Errors
     /// `InvalidInput` if the token is empty, or that of another store at this address.
@@ -91,9 +91,9 @@ impl Server {
         if token.is_empty() {
             return Err(io::Error::new(ErrorKind::InvalidInput, "the token is empty"));
         }
-        let posts = Arc::new(Posts::new()?);
+        let inbox = Arc::new(Inbox::new()?);
         let (answer, opened) = mpsc::channel();
-        host.command(Command::Open { token: token.to_string(), posts: Arc::clone(&posts), answer });
+        host.command(Command::Open { token: token.to_string(), inbox: Arc::clone(&inbox), answer });
         let taken = || {
             io::Error::new(
                 ErrorKind::InvalidInput,
@@ -101,7 +101,7 @@ impl Server {
             )
         };
         let store = opened.recv().map_err(|_| Host::stopped())?.ok_or_else(taken)?;
-        Ok(Server { host, store, posts })
+        Ok(Server { host, store, inbox })
     }
 
     /// Where the store is served, with the port that was taken.
@@ -111,8 +111,8 @@ impl Server {
 
     /// What clients have posted to this process. It need not be read: when there is too much,
     /// clients are refused.
-    pub fn posts(&self) -> &Posts {
-        &self.posts
+    pub fn inbox(&self) -> &Inbox {
+        &self.inbox
     }
 
     /// Sets `key` to `value`, as a client would. It does not wait for the server's thread to do so.
@@ -202,7 +202,7 @@ impl Drop for Host {
         if let Some(thread) = self.thread.handle.take() {
             let begin = Instant::now();
             while !thread.is_finished() {
-                if begin.elapsed() > PATIENCE {
+                if begin.elapsed() > STOP_TIMEOUT {
                     return;
                 }
                 thread::sleep(Duration::from_millis(1));

@@ -22,7 +22,7 @@ pub trait Service {
     ///
     /// # Errors
     /// The connection is of no more use.
-    fn hear(
+    fn receive(
         &mut self,
         id: usize,
         input: &[u8],

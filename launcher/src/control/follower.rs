@@ -160,9 +160,9 @@ impl FollowerThread {
             result => result,
         };
         let store = store.map_err(lost)?;
-        store.set_patience(self.heartbeat / 2);
+        store.set_reply_timeout(self.heartbeat / 2);
         let posts = self.open(soon).map_err(lost)?;
-        posts.set_patience(self.heartbeat);
+        posts.set_reply_timeout(self.heartbeat);
         let mut node = self.node.clone();
         if node.address.is_empty() {
             node.address =

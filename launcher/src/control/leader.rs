@@ -101,7 +101,7 @@ impl Leader {
 
     /// The next command for the agent of this node.
     pub fn poll(&mut self) -> Option<Command> {
-        while let Some(message) = self.agents.posts().try_next() {
+        while let Some(message) = self.agents.inbox().try_next() {
             match serde_json::from_slice(&message) {
                 Ok((agent, event)) if agent != LEADER => self.handle(agent, event),
                 _ => log::warn!(
@@ -111,7 +111,7 @@ impl Leader {
         }
         let now = Instant::now();
         if let Some(round) = &mut self.round {
-            while let Some(message) = round.store.posts().try_next() {
+            while let Some(message) = round.store.inbox().try_next() {
                 match serde_json::from_slice(&message) {
                     Ok(wait) => round.stalls.update(wait, now),
                     Err(error) => log::warn!("a worker has posted what makes no sense: {error}"),
@@ -145,7 +145,7 @@ impl Leader {
 
     pub fn watch(&self) -> Vec<BorrowedFd<'_>> {
         let round = self.round.as_ref().map(|round| &round.store);
-        iter::once(&self.agents).chain(round).map(|store| store.posts().as_fd()).collect()
+        iter::once(&self.agents).chain(round).map(|store| store.inbox().as_fd()).collect()
     }
 
     pub fn deadline(&self) -> Option<Instant> {

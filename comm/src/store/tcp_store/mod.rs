@@ -50,7 +50,7 @@ use nix::sys::resource::{getrlimit, Resource};
 
 use super::service::{Outbox, Service};
 use values::Values;
-use waits::Waits;
+use waits::PendingWaits;
 use wire::{Decoder, Request, Value};
 
 pub use wire::VALIDATION;
@@ -68,7 +68,7 @@ const WAIT_CANCELED: u8 = 1;
 pub struct HostedTcpStore {
     max_size: usize,
     values: Values,
-    waits: Waits,
+    waits: PendingWaits,
     clients: HashMap<usize, Client>,
     /// The size of all incomplete requests.
     held: usize,
@@ -102,7 +102,7 @@ impl HostedTcpStore {
         HostedTcpStore {
             max_size,
             values: Values::default(),
-            waits: Waits::default(),
+            waits: PendingWaits::default(),
             clients: HashMap::new(),
             held: 0,
             complaints: Complaints::default(),
@@ -249,7 +249,7 @@ fn send_number(id: usize, number: i64, outbox: &mut Outbox) {
 
 impl Service for HostedTcpStore {
     /// At most half of the process's file descriptors are for PyTorch's clients and a quarter for
-    /// strangers, so that others find some.
+    /// pending, so that others find some.
     fn join(&mut self, id: usize, _now: Instant, _outbox: &mut Outbox) -> io::Result<()> {
         let (files, _) = getrlimit(Resource::RLIMIT_NOFILE)?;
         let count = self.clients.len();
@@ -266,7 +266,7 @@ impl Service for HostedTcpStore {
         Ok(())
     }
 
-    fn hear(
+    fn receive(
         &mut self,
         id: usize,
         input: &[u8],
@@ -333,7 +333,7 @@ mod tests {
 
     /// Whether a client may have sent this.
     fn hears(store: &mut HostedTcpStore, id: usize, wire: &[u8]) -> bool {
-        store.hear(id, wire, 0, &mut Outbox::default()).is_ok()
+        store.receive(id, wire, 0, &mut Outbox::default()).is_ok()
     }
 
     #[test]
@@ -377,7 +377,7 @@ mod tests {
         let before = store.size();
         let mut outbox = Outbox::default();
         for id in 0..3 {
-            assert_eq!(store.hear(id, &[17], 0, &mut outbox).unwrap(), 1);
+            assert_eq!(store.receive(id, &[17], 0, &mut outbox).unwrap(), 1);
         }
         let (_, list) = &outbox.0[0];
         assert!(outbox.0.iter().all(|(_, other)| Arc::ptr_eq(list, other)));

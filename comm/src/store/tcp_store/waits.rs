@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 
 /// Clients go by the ids of their connections. Each has one wait at most.
 #[derive(Default)]
-pub struct Waits {
+pub struct PendingWaits {
     waits: HashMap<usize, Wait>,
     /// Those that wait for a key, by their turns.
     by_key: HashMap<Vec<u8>, BTreeSet<(u64, usize)>>,
@@ -24,7 +24,7 @@ struct Wait {
     missing: HashSet<Vec<u8>>,
 }
 
-impl Waits {
+impl PendingWaits {
     /// The bytes of memory that all of it takes, about.
     pub fn size(&self) -> usize {
         self.size
@@ -99,13 +99,13 @@ mod tests {
         keys.iter().map(|key| key.as_bytes().to_vec()).collect()
     }
 
-    fn assert_empty(waits: &Waits) {
+    fn assert_empty(waits: &PendingWaits) {
         assert_eq!((waits.waits.len(), waits.by_key.len(), waits.size), (0, 0, 0));
     }
 
     #[test]
     fn a_wait_is_over_with_its_last_key() {
-        let mut waits = Waits::default();
+        let mut waits = PendingWaits::default();
         waits.add(1, keys(&["a", "b"]));
         waits.add(2, keys(&["a"]));
         assert_eq!(waits.wake_all(b"a"), [2]);
@@ -116,7 +116,7 @@ mod tests {
 
     #[test]
     fn a_queue_wakes_one_after_the_other() {
-        let mut waits = Waits::default();
+        let mut waits = PendingWaits::default();
         for id in [7, 5, 6] {
             waits.add(id, keys(&["q"]));
         }
@@ -130,7 +130,7 @@ mod tests {
 
     #[test]
     fn a_new_wait_replaces_the_last() {
-        let mut waits = Waits::default();
+        let mut waits = PendingWaits::default();
         waits.add(1, keys(&["a", "b"]));
         waits.add(1, keys(&["c"]));
         assert_eq!(

@@ -2,22 +2,20 @@
 
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::io::Errno;
-use rustix::process::{pidfd_open, Pid, PidfdFlags};
-
-use super::meeting::{machine, Card};
-use super::world::{EXIT_REPORT, FIRST_WARNING};
+use super::json::{from_json, to_json};
+use super::peer_info::{host_id, PeerInfo};
+use crate::liveness::has_ended;
 use crate::store::{Error as StoreError, Store};
 use crate::waits::LongWait;
+use crate::world::{EXIT_REPORT_TIMEOUT, FIRST_WARNING};
 
 /// How often to look whether ranks have ended, and how many of those that are missing to ask the
 /// store for.
-pub const LOOK: Duration = Duration::from_millis(500);
-const ASKED: usize = 4;
+pub const POLL_INTERVAL: Duration = Duration::from_millis(500);
+const MAX_QUERIES: usize = 4;
 
-/// One rank's patience while its world comes together.
-pub struct Joining<'a> {
+/// Watches over one rank's join: how long it may take, and whether the others can still come.
+pub struct BootstrapMonitor<'a> {
     pub rank: usize,
     pub size: usize,
     pub store: &'a Store,
@@ -27,13 +25,13 @@ pub struct Joining<'a> {
     pub launched: bool,
     pub begin: Instant,
     pub timeout: Duration,
-    pub next_look: Instant,
+    pub next_poll: Instant,
     pub next_warning: Instant,
     /// Tells flow-launch, if it listens, when this takes long.
     pub long: Option<LongWait<'a>>,
 }
 
-impl Joining<'_> {
+impl BootstrapMonitor<'_> {
     /// The time that is left, at most `slice`.
     pub fn left(&self, slice: Duration) -> Duration {
         self.timeout.saturating_sub(self.begin.elapsed()).min(slice)
@@ -44,7 +42,7 @@ impl Joining<'_> {
     ///
     /// # Errors
     /// When the time is over, or a rank has ended.
-    pub fn look(
+    pub fn check(
         &mut self,
         missing: &dyn Fn() -> Vec<usize>,
         pid: &dyn Fn(usize) -> u32,
@@ -69,55 +67,64 @@ impl Joining<'_> {
         if let Some(long) = &mut self.long {
             long.look(self.begin.elapsed(), &"joining the process group", || absent);
         }
-        if now < self.next_look {
+        if now < self.next_poll {
             return Ok(());
         }
-        self.next_look = now + LOOK;
+        self.next_poll = now + POLL_INTERVAL;
         let come = (0..self.size)
             .filter(|&rank| rank != self.rank)
-            .find_map(|rank| self.fate(rank, pid(rank)));
+            .find_map(|rank| self.exit_cause(rank, pid(rank)));
         let ended = come.or_else(|| {
-            missing().into_iter().take(ASKED).find_map(|rank| self.fate_of_missing(rank))
+            missing()
+                .into_iter()
+                .take(MAX_QUERIES)
+                .find_map(|rank| self.exit_cause_of_missing(rank))
         });
         match ended {
             // It may have ended because all were there, and it had nothing else to do.
-            Some(fate) if !missing().is_empty() => {
-                Err(format!("{fate} before all ranks had joined"))
+            Some(exit_cause) if !missing().is_empty() => {
+                Err(format!("{exit_cause} before all ranks had joined"))
             }
             _ => Ok(()),
         }
     }
 
     /// How a rank that has come has ended, if it has.
-    fn fate(&self, rank: usize, pid: u32) -> Option<String> {
-        let report =
-            || self.launched.then(|| self.value(&format!("exit/{rank}"), EXIT_REPORT)).flatten();
+    fn exit_cause(&self, rank: usize, pid: u32) -> Option<String> {
+        let report = || {
+            self.launched
+                .then(|| self.value(&format!("exit/{rank}"), EXIT_REPORT_TIMEOUT))
+                .flatten()
+        };
         has_ended(pid).then(|| match report() {
             Some(end) => format!("rank {rank} ended with {end}"),
             None => format!("rank {rank} (pid {pid}) died"),
         })
     }
 
-    fn fate_of_missing(&self, rank: usize) -> Option<String> {
+    fn exit_cause_of_missing(&self, rank: usize) -> Option<String> {
         if self.launched {
             return Some(format!(
                 "rank {rank} ended with {}",
                 self.value(&format!("exit/{rank}"), Duration::ZERO)?
             ));
         }
-        let card = Card::from_text(&self.value(&self.card_of(rank), Duration::ZERO)?)?;
-        let ended = card.machine == machine() && has_ended(card.pid);
-        ended.then(|| format!("rank {rank} (pid {}) died", card.pid))
+        let info = self.value(&self.info_key(rank), Duration::ZERO)?;
+        let info: PeerInfo = from_json(info.as_bytes(), "peer info").ok()?;
+        let ended = info.host_id == host_id() && has_ended(info.pid);
+        ended.then(|| format!("rank {rank} (pid {}) died", info.pid))
     }
 
-    /// Tells the others of this rank.
-    pub fn announce(&self, own: &Card) -> Result<(), String> {
-        let announced =
-            self.store.compare_and_set(&self.card_of(self.rank), None, own.to_text().as_bytes());
+    /// Publishes this rank's own description.
+    ///
+    /// # Errors
+    /// Another process has joined as this rank.
+    pub fn register(&self, own: &PeerInfo) -> Result<(), String> {
+        let announced = self.store.compare_and_set(&self.info_key(self.rank), None, &to_json(own));
         match announced.map_err(|e| e.to_string())? {
             Ok(()) => Ok(()),
             Err(other) => {
-                let other = Card::from_text(&String::from_utf8_lossy(&other.unwrap_or_default()));
+                let other = from_json::<PeerInfo>(&other.unwrap_or_default(), "peer info").ok();
                 let other = other.map(|other| format!("process {}", other.pid));
                 Err(format!(
                     "{} has joined as rank {} before: every process needs its own RANK",
@@ -128,70 +135,74 @@ impl Joining<'_> {
         }
     }
 
-    /// What all ranks tell of themselves, once all have. Rank 0 collects it: the others have one
-    /// thing to ask for.
-    pub fn all_cards(&mut self) -> Result<Vec<Card>, String> {
+    /// All ranks' descriptions, once all have published theirs. Rank 0 collects them, so that the
+    /// others ask for one key.
+    pub fn exchange_peer_info(&mut self) -> Result<Vec<PeerInfo>, String> {
         let lost = |error: StoreError| error.to_string();
         let (store, key) = (self.store, format!("{}members", self.prefix));
-        let cards: Vec<String> = (0..self.size).map(|rank| self.card_of(rank)).collect();
-        let missing = || match store.wait(&cards, Duration::ZERO) {
+        let keys: Vec<String> = (0..self.size).map(|rank| self.info_key(rank)).collect();
+        let missing = || match store.wait(&keys, Duration::ZERO) {
             Err(StoreError::Timeout { missing, .. }) => {
                 missing.iter().filter_map(|key| key.rsplit('/').next()?.parse().ok()).collect()
             }
             _ => Vec::new(),
         };
         let text = loop {
-            let patience = self.left(LOOK);
-            let told = match self.rank {
-                0 => store.wait(&cards, patience).and_then(|()| {
-                    let texts = cards
+            let poll_timeout = self.left(POLL_INTERVAL);
+            let reply = match self.rank {
+                0 => store.wait(&keys, poll_timeout).and_then(|()| {
+                    let infos = keys
                         .iter()
-                        .map(|card| store.get(card, Duration::ZERO))
+                        .map(|key| store.get(key, Duration::ZERO))
                         .collect::<Result<Vec<_>, _>>()?;
-                    let text = texts.join(&b'\n');
+                    let text = [&b"["[..], &infos.join(&b','), b"]"].concat();
                     store.set(&key, &text).map(|()| text)
                 }),
-                _ => store.get(&key, patience),
+                _ => store.get(&key, poll_timeout),
             };
-            match told {
+            match reply {
                 Ok(text) => break text,
                 Err(StoreError::Timeout { .. }) => {}
                 Err(error) => return Err(lost(error)),
             }
-            if let Some(reason) = self.given_up() {
+            if let Some(reason) = self.cancel_reason() {
                 return Err(reason);
             }
-            if let Err(reason) = self.look(&missing, &|_| 0) {
-                self.give_up(&reason);
-                return Err(self.given_up().unwrap_or(reason));
+            if let Err(reason) = self.check(&missing, &|_| 0) {
+                self.cancel(&reason);
+                return Err(self.cancel_reason().unwrap_or(reason));
             }
             if self.left(self.timeout).is_zero() {
                 return Err(format!(
-                    "rank 0 has not told within {:?} who has joined",
+                    "rank 0 has not published within {:?} who has joined",
                     self.timeout
                 ));
             }
         };
-        let text = String::from_utf8_lossy(&text).into_owned();
-        let cards: Option<Vec<Card>> = text.lines().map(Card::from_text).collect();
-        cards
-            .filter(|cards| cards.len() == self.size)
-            .ok_or_else(|| "rank 0 told nonsense of who has joined".into())
+        let infos: Vec<PeerInfo> = from_json(&text, "member list of rank 0")?;
+        match infos.len() == self.size {
+            true => Ok(infos),
+            false => Err(format!(
+                "malformed member list of rank 0: got {} members instead of {}",
+                infos.len(),
+                self.size
+            )),
+        }
     }
 
-    fn card_of(&self, rank: usize) -> String {
+    fn info_key(&self, rank: usize) -> String {
         format!("{}rank/{rank}", self.prefix)
     }
 
-    /// Leaves word of why this rank gives up, for those who come later.
-    pub fn give_up(&self, reason: &str) {
+    /// Publishes why this rank gives up, for those that come later.
+    pub fn cancel(&self, reason: &str) {
         // It is gone together with rank 0 if that serves it: then there is nothing to tell.
         let _ =
             self.store.compare_and_set(&format!("{}failure", self.prefix), None, reason.as_bytes());
     }
 
-    /// Why others gave up.
-    pub fn given_up(&self) -> Option<String> {
+    /// Why another rank gave up.
+    pub fn cancel_reason(&self) -> Option<String> {
         self.value(&format!("{}failure", self.prefix), Duration::ZERO)
     }
 
@@ -199,18 +210,5 @@ impl Joining<'_> {
     fn value(&self, key: &str, timeout: Duration) -> Option<String> {
         let value = self.store.get(key, timeout).ok()?;
         Some(String::from_utf8_lossy(&value).into_owned())
-    }
-}
-
-/// Whether the process is gone; 0 is none.
-pub fn has_ended(pid: u32) -> bool {
-    let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return false };
-    match pidfd_open(pid, PidfdFlags::empty()) {
-        Ok(pidfd) => {
-            let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-            rustix::event::poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&now))
-                .is_ok_and(|ready| ready > 0)
-        }
-        Err(error) => error == Errno::SRCH,
     }
 }

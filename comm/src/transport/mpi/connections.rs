@@ -1,18 +1,24 @@
 //! The two ends of a link.
 //!
 //! Parts are cut into, and put together from, messages of at most [`CHUNK`] bytes. Each member of a
-//! link sends under a tag of its own there, of which it tells the others by a *hello*. Nobody waits
-//! for hellos: what is sent before its tag is known waits at its destination.
+//! link sends under a tag of its own there, of which it tells the others by a *handshake*. Nobody waits
+//! for handshakes: what is sent before its tag is known waits at its destination.
 
 use std::collections::VecDeque;
 use std::ffi::c_int;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use super::session::{with, Leftover, Message, Session, HELLO, MAX_HELLO, NAP};
-use crate::nodes::queue::Queue;
-use crate::nodes::{Departure, Loss, Network, Patience, Unlinked, Wire};
+use super::session::{
+    with_session, BackgroundRequest, Message, Session, HANDSHAKE_TAG, MAX_BACKOFF, MAX_HANDSHAKE,
+};
+use crate::bootstrap::PeerInfo;
+use crate::env::Membership;
 use crate::shm::Part;
+use crate::transport::queue::Queue;
+use crate::transport::{
+    CancelCheck, ConnectError, Connections, DisconnectReason, PeerDown, Transport,
+};
 
 /// The most bytes of one message, and how many messages to and from a member are under way at most.
 const CHUNK: usize = 256 << 10;
@@ -21,49 +27,66 @@ const DEPTH: usize = 4;
 /// A message's first byte: data follows, or nothing more does, because the sender leaves or has
 /// given up. Why, is in the rest, if it knows.
 const DATA: u8 = 0;
-const LEAVES: u8 = 1;
-const GIVES_UP: u8 = 2;
+const CLOSED: u8 = 1;
+const ABORTED: u8 = 2;
 
 /// The ranks of the job, which are MPI's.
-pub struct MpiNetwork;
+struct MpiTransport;
 
-impl Network for MpiNetwork {
-    fn link(
+/// # Errors
+/// MPI cannot be used here, or numbers the ranks otherwise than the job does.
+pub fn open(membership: &Membership) -> Result<Box<dyn Transport>, String> {
+    super::check_place(membership)?;
+    Ok(Box::new(MpiTransport))
+}
+
+impl Transport for MpiTransport {
+    fn address(&self) -> Vec<u8> {
+        Vec::new()
+    }
+
+    /// MPI knows its ranks by their numbers.
+    fn set_peers(&mut self, _: &[PeerInfo], _: &PeerInfo) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn connect(
         &self,
         channel: &str,
         members: &[usize],
         own: usize,
-        _: Patience,
-    ) -> Result<Box<dyn Wire>, Unlinked> {
+        _: CancelCheck,
+    ) -> Result<Box<dyn Connections>, ConnectError> {
         let others = (0..members.len()).filter(|&member| member != own);
-        let linked = with(|session| {
+        let linked = with_session(|session| {
             let tag = session.new_tag()?;
-            let hello = [&tag.to_le_bytes(), channel.as_bytes()].concat();
-            if hello.len() > MAX_HELLO {
+            let handshake = [&tag.to_le_bytes(), channel.as_bytes()].concat();
+            if handshake.len() > MAX_HANDSHAKE {
                 return Err(format!(
                     "the name of the link has {} bytes, which is too long",
                     channel.len()
                 ));
             }
             for member in others.clone() {
-                let message = session.send(hello.clone(), members[member] as c_int, HELLO)?;
-                session.leftovers.push(Box::new(message));
+                let message =
+                    session.send(handshake.clone(), members[member] as c_int, HANDSHAKE_TAG)?;
+                session.background.push(Box::new(message));
             }
             Ok(tag)
         });
         let tag = linked.map_err(|error| {
-            Unlinked::Lost(Loss {
+            ConnectError::PeerDown(PeerDown {
                 member: others.clone().next().unwrap_or(own),
-                how: Departure::OutOfReach(error),
+                how: DisconnectReason::OutOfReach(error),
             })
         })?;
         let peer = |member: usize| (member != own).then(|| Peer::new(members[member] as c_int));
         let peers = (0..members.len()).map(peer).collect();
-        Ok(Box::new(MpiWire { channel: channel.into(), tag, peers, has_ended: false }))
+        Ok(Box::new(MpiConnections { channel: channel.into(), tag, peers, has_ended: false }))
     }
 
-    fn have_come(&self, channel: &str, members: &[usize], own: usize) -> bool {
-        let all = with(|session| {
+    fn have_connected(&self, channel: &str, members: &[usize], own: usize) -> bool {
+        let all = with_session(|session| {
             session.progress()?;
             let has_come =
                 |&rank: &usize| session.tags.contains_key(&(rank as c_int, channel.to_string()));
@@ -74,7 +97,7 @@ impl Network for MpiNetwork {
     }
 }
 
-struct MpiWire {
+struct MpiConnections {
     channel: String,
     /// Of what this rank sends.
     tag: c_int,
@@ -94,9 +117,9 @@ struct Peer {
     tag: Option<c_int>,
     /// The first that has come, and what of it is still to be copied.
     come: Option<(Message, Range<usize>)>,
-    departure: Option<Departure>,
-    /// Nothing more is wanted from it than word of its departure.
-    is_abandoned: bool,
+    reason: Option<DisconnectReason>,
+    /// Nothing more is wanted from it than word of its reason.
+    is_aborted: bool,
 }
 
 impl Peer {
@@ -109,23 +132,23 @@ impl Peer {
             incoming: VecDeque::new(),
             tag: None,
             come: None,
-            departure: None,
-            is_abandoned: false,
+            reason: None,
+            is_aborted: false,
         }
     }
 
     /// Moves what can be moved now; whether that was anything.
-    fn go_on(
+    fn progress_now(
         &mut self,
         session: &mut Session,
         channel: &str,
         tag: c_int,
-    ) -> Result<bool, Departure> {
+    ) -> Result<bool, DisconnectReason> {
         let moved = self
-            .go_on_sending(session, tag)
-            .and_then(|sent| Ok(self.go_on_receiving(session, channel)? || sent));
-        let moved = moved.map_err(Departure::OutOfReach)?;
-        match &self.departure {
+            .progress_sends(session, tag)
+            .and_then(|sent| Ok(self.progress_receives(session, channel)? || sent));
+        let moved = moved.map_err(DisconnectReason::OutOfReach)?;
+        match &self.reason {
             Some(how) if !self.receiving.parts.is_empty() || !self.sending.parts.is_empty() => {
                 Err(how.clone())
             }
@@ -133,7 +156,7 @@ impl Peer {
         }
     }
 
-    fn go_on_sending(&mut self, session: &Session, tag: c_int) -> Result<bool, String> {
+    fn progress_sends(&mut self, session: &Session, tag: c_int) -> Result<bool, String> {
         let mut moved = false;
         while let Some(first) = self.outgoing.front_mut() {
             if session.test(first)?.is_none() {
@@ -155,7 +178,7 @@ impl Peer {
         Ok(moved)
     }
 
-    fn go_on_receiving(&mut self, session: &mut Session, channel: &str) -> Result<bool, String> {
+    fn progress_receives(&mut self, session: &mut Session, channel: &str) -> Result<bool, String> {
         let mut moved = false;
         if self.tag.is_none() {
             self.tag = session.tags.remove(&(self.rank, channel.to_string()));
@@ -163,24 +186,24 @@ impl Peer {
                 self.expect(session, vec![0; CHUNK + 1])?;
             }
         }
-        while self.departure.is_none() {
+        while self.reason.is_none() {
             let Some((mut message, mut rest)) = self.come.take() else {
                 let Some(first) = self.incoming.front_mut() else { break };
-                let Some(receipt) = session.test(first)? else { break };
+                let Some(status) = session.test(first)? else { break };
                 let Some(message) = self.incoming.pop_front() else { break };
                 match message.buffer[0] {
-                    DATA => self.come = Some((message, 1..receipt.bytes)),
-                    LEAVES => self.departure = Some(Departure::Left),
-                    _ if receipt.bytes == 1 => self.departure = Some(Departure::Ended),
+                    DATA => self.come = Some((message, 1..status.bytes)),
+                    CLOSED => self.reason = Some(DisconnectReason::Left),
+                    _ if status.bytes == 1 => self.reason = Some(DisconnectReason::Ended),
                     _ => {
-                        let why = String::from_utf8_lossy(&message.buffer[1..receipt.bytes]);
-                        self.departure = Some(Departure::Failed(why.into_owned()));
+                        let why = String::from_utf8_lossy(&message.buffer[1..status.bytes]);
+                        self.reason = Some(DisconnectReason::Failed(why.into_owned()));
                     }
                 }
                 continue;
             };
             let Some(part) = self.receiving.parts.front_mut() else {
-                if self.is_abandoned {
+                if self.is_aborted {
                     self.expect(session, std::mem::take(&mut message.buffer))?;
                     continue;
                 }
@@ -203,10 +226,10 @@ impl Peer {
     }
 
     /// Forgets all parts; what else comes in is of no interest.
-    fn abandon(&mut self) {
+    fn abort(&mut self) {
         self.sending = Queue::default();
         self.receiving = Queue::default();
-        self.is_abandoned = true;
+        self.is_aborted = true;
     }
 
     fn expect(&mut self, session: &Session, buffer: Vec<u8>) -> Result<(), String> {
@@ -217,16 +240,16 @@ impl Peer {
     }
 }
 
-impl MpiWire {
+impl MpiConnections {
     fn peer(&mut self, member: usize) -> &mut Peer {
         self.peers[member].as_mut().expect("no member talks to itself") // invariant
     }
 
-    fn go_on(&mut self) -> Result<bool, Loss> {
+    fn progress_now(&mut self) -> Result<bool, PeerDown> {
         let Self { channel, tag, peers, .. } = self;
         // What goes wrong in all of MPI is told of somebody.
         let mut last = peers.iter().position(Option::is_some).unwrap_or_default();
-        let moved = with(|session| {
+        let moved = with_session(|session| {
             session.progress()?;
             let mut moved = false;
             for (member, peer) in peers
@@ -235,14 +258,16 @@ impl MpiWire {
                 .filter_map(|(member, peer)| Some((member, peer.as_mut()?)))
             {
                 last = member;
-                match peer.go_on(session, channel, *tag) {
+                match peer.progress_now(session, channel, *tag) {
                     Ok(some) => moved |= some,
-                    Err(how) => return Ok(Err(Loss { member, how })),
+                    Err(how) => return Ok(Err(PeerDown { member, how })),
                 }
             }
             Ok(Ok(moved))
         });
-        moved.unwrap_or_else(|error| Err(Loss { member: last, how: Departure::OutOfReach(error) }))
+        moved.unwrap_or_else(|error| {
+            Err(PeerDown { member: last, how: DisconnectReason::OutOfReach(error) })
+        })
     }
 
     /// Tells the others, once, that nothing more is sent, and why.
@@ -251,11 +276,11 @@ impl MpiWire {
             return;
         }
         // At the end of the process nobody listens.
-        let _ = with(|session| {
+        let _ = with_session(|session| {
             for peer in self.peers.iter_mut().flatten() {
                 let goodbye = session.send([&[kind], why.as_bytes()].concat(), peer.rank, self.tag);
                 for message in peer.outgoing.drain(..).chain(goodbye) {
-                    session.leftovers.push(Box::new(message));
+                    session.background.push(Box::new(message));
                 }
             }
             Ok(())
@@ -263,7 +288,7 @@ impl MpiWire {
     }
 }
 
-impl Wire for MpiWire {
+impl Connections for MpiConnections {
     fn send(&mut self, to: usize, part: Part) -> u64 {
         self.peer(to).sending.push(part)
     }
@@ -287,40 +312,40 @@ impl Wire for MpiWire {
             .all(|peer| peer.sending.parts.is_empty() && peer.receiving.parts.is_empty())
     }
 
-    fn drive(&mut self, time: Duration) -> Result<(), Loss> {
+    fn progress(&mut self, time: Duration) -> Result<(), PeerDown> {
         let begin = Instant::now();
-        let mut nap = Duration::from_micros(10);
-        while !self.go_on()? && begin.elapsed() < time {
-            std::thread::sleep(nap);
-            nap = (2 * nap).min(NAP);
+        let mut backoff = Duration::from_micros(10);
+        while !self.progress_now()? && begin.elapsed() < time {
+            std::thread::sleep(backoff);
+            backoff = (2 * backoff).min(MAX_BACKOFF);
         }
         Ok(())
     }
 
-    fn lost(&mut self, member: usize) -> Option<Departure> {
-        match self.go_on() {
+    fn disconnect_reason(&mut self, member: usize) -> Option<DisconnectReason> {
+        match self.progress_now() {
             Err(loss) if loss.member == member => Some(loss.how),
-            _ => self.peers[member].as_ref()?.departure.clone(),
+            _ => self.peers[member].as_ref()?.reason.clone(),
         }
     }
 
-    fn abandon(&mut self, why: &str) {
-        self.end(GIVES_UP, why);
-        self.peers.iter_mut().flatten().for_each(Peer::abandon);
+    fn abort(&mut self, why: &str) {
+        self.end(ABORTED, why);
+        self.peers.iter_mut().flatten().for_each(Peer::abort);
     }
 
-    fn leave(&mut self) {
-        self.end(LEAVES, "");
+    fn shutdown(&mut self) {
+        self.end(CLOSED, "");
     }
 }
 
-impl Drop for MpiWire {
+impl Drop for MpiConnections {
     fn drop(&mut self) {
-        self.end(GIVES_UP, "");
-        let _ = with(|session| {
+        self.end(ABORTED, "");
+        let _ = with_session(|session| {
             for mut peer in self.peers.drain(..).flatten() {
-                peer.abandon();
-                session.leftovers.push(Box::new(Farewell { peer, channel: self.channel.clone() }));
+                peer.abort();
+                session.background.push(Box::new(Draining { peer, channel: self.channel.clone() }));
             }
             Ok(())
         });
@@ -329,15 +354,15 @@ impl Drop for MpiWire {
 
 /// A peer that has yet to say that it sends nothing more. Until then somebody has to take what
 /// comes, or MPI would keep it for good.
-struct Farewell {
+struct Draining {
     peer: Peer,
     channel: String,
 }
 
-impl Leftover for Farewell {
+impl BackgroundRequest for Draining {
     fn is_done(&mut self, session: &mut Session) -> bool {
-        let is_done = self.peer.go_on_receiving(session, &self.channel).is_err()
-            || self.peer.departure.is_some();
+        let is_done = self.peer.progress_receives(session, &self.channel).is_err()
+            || self.peer.reason.is_some();
         if is_done {
             self.cancel(session);
         }

@@ -8,21 +8,20 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags};
-
-use super::arena::{Arena, Block};
-use super::control::{Control, Counter};
 use crate::error::Error;
-use crate::nodes::Network;
+use crate::liveness::ended;
+use crate::shm::arena::{Arena, Block};
+use crate::shm::control::Control;
 use crate::store::{Server, Store};
+use crate::transport::Transport;
 use crate::waits::{LongWait, Waits};
 
 /// How long a waiting rank sleeps before it looks whether its peers live.
-pub const SLICE: Duration = Duration::from_millis(100);
+pub const LIVENESS_INTERVAL: Duration = Duration::from_millis(100);
 /// A wait this long is worth a line in the log.
 pub const FIRST_WARNING: Duration = Duration::from_secs(30);
 /// How long a rank that left a group may take to end, and the launcher to say how.
-pub const EXIT_REPORT: Duration = Duration::from_millis(500);
+pub const EXIT_REPORT_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// What is known of a rank.
 pub struct Peer {
@@ -47,19 +46,19 @@ pub struct World {
     /// Every rank of this machine can have a core of its own: a short spin is then cheaper than
     /// sleeping.
     pub spin: bool,
-    pub(super) root: usize,
-    pub(super) peers: Vec<Peer>,
-    pub(super) store: Option<Store>,
+    pub(crate) root: usize,
+    pub(crate) peers: Vec<Peer>,
+    pub(crate) store: Option<Store>,
     /// Begins the keys of this world.
     pub prefix: String,
-    pub(super) launched: bool,
+    pub(crate) launched: bool,
     /// How to tell flow-launch of long waits, if it listens.
-    pub(super) waits: Option<Waits>,
+    pub(crate) waits: Option<Waits>,
     /// To other nodes; None if there are none.
-    pub network: Option<Box<dyn Network>>,
-    pub(super) server: Option<Arc<Server>>,
+    pub transport: Option<Box<dyn Transport>>,
+    pub(crate) server: Option<Arc<Server>>,
     /// Control blocks of dropped groups that peers have not yet left.
-    pub(super) graveyard: Mutex<Vec<(Block, Control)>>,
+    pub(crate) retired_blocks: Mutex<Vec<(Block, Control)>>,
 }
 
 impl World {
@@ -98,7 +97,7 @@ impl World {
     /// The control block of a new group of `size` ranks, `locals` of them on this node, allocated
     /// by the first of these.
     pub fn new_control_block(&self, size: usize, locals: usize) -> Option<Block> {
-        self.sweep();
+        self.reclaim();
         let block = self.arena.allocate_zeroed(Control::bytes(size, locals))?;
         let control = Control::attach(Arc::clone(&self.arena), block.offset(), size, locals);
         control.header().attached.store(locals as u32, Ordering::SeqCst);
@@ -106,14 +105,14 @@ impl World {
     }
 
     /// Frees a group's control block as soon as its last member has left.
-    pub fn bury(&self, block: Block, control: Control) {
-        self.graveyard.lock().unwrap_or_else(PoisonError::into_inner).push((block, control));
-        self.sweep();
+    pub fn retire(&self, block: Block, control: Control) {
+        self.retired_blocks.lock().unwrap_or_else(PoisonError::into_inner).push((block, control));
+        self.reclaim();
     }
 
-    fn sweep(&self) {
-        let mut graveyard = self.graveyard.lock().unwrap_or_else(PoisonError::into_inner);
-        graveyard.retain(|(_, control)| control.header().attached.load(Ordering::SeqCst) != 0);
+    fn reclaim(&self) {
+        let mut retired_blocks = self.retired_blocks.lock().unwrap_or_else(PoisonError::into_inner);
+        retired_blocks.retain(|(_, control)| control.header().attached.load(Ordering::SeqCst) != 0);
     }
 
     /// A wait that begins now, if flow-launch wants to know of long ones.
@@ -127,29 +126,16 @@ impl World {
     }
 
     /// Whether the store ends with this process.
-    pub fn serves(&self) -> bool {
+    pub fn hosts_store(&self) -> bool {
         self.server.is_some()
     }
 
     /// Which of `ranks`, as far as they are on this node, have ended, or the first that do within
     /// `time`.
     pub fn ended(&self, ranks: &[usize], time: Duration) -> Vec<usize> {
-        let watched: Vec<(usize, &OwnedFd)> =
-            ranks.iter().filter_map(|&r| Some((r, self.peers[r].pidfd.as_ref()?))).collect();
-        let mut fds: Vec<PollFd<'_>> =
-            watched.iter().map(|(_, fd)| PollFd::new(fd, PollFlags::IN)).collect();
-        let time = rustix::event::Timespec {
-            tv_sec: time.as_secs() as i64,
-            tv_nsec: i64::from(time.subsec_nanos()),
-        };
-        if rustix::event::poll(&mut fds, Some(&time)).is_err() {
-            return Vec::new();
-        }
-        let ended = watched
-            .iter()
-            .zip(&fds)
-            .filter(|(_, fd)| !fd.revents().is_empty())
-            .map(|((r, _), _)| *r);
+        let (watched, pidfds): (Vec<usize>, Vec<&OwnedFd>) =
+            ranks.iter().filter_map(|&r| Some((r, self.peers[r].pidfd.as_ref()?))).unzip();
+        let ended = ended(&pidfds, time).into_iter().map(|index| watched[index]);
         ranks.iter().copied().filter(|&r| self.peers[r].gone).chain(ended).collect()
     }
 
@@ -165,7 +151,7 @@ impl World {
     }
 
     /// How a rank has ended, if flow-launch says so within `time`.
-    pub fn report_of_end(&self, rank: usize, time: Duration) -> Option<String> {
+    pub fn exit_report(&self, rank: usize, time: Duration) -> Option<String> {
         let report = self
             .store
             .as_ref()
@@ -178,11 +164,15 @@ impl World {
     /// What became of a rank that has ended, or `left` its group, which it may have done on its way
     /// to its end: to wait for that tells the cause, and lets its process end before those that
     /// only fail because of it.
-    pub fn cause_of_loss(&self, rank: usize, left: bool) -> String {
-        if left && self.local_index(rank).is_some() && self.ended(&[rank], EXIT_REPORT).is_empty() {
+    pub fn loss_cause(&self, rank: usize, left: bool) -> String {
+        if left
+            && self.local_index(rank).is_some()
+            && self.ended(&[rank], EXIT_REPORT_TIMEOUT).is_empty()
+        {
             return "has left the group".into();
         }
-        let end = self.report_of_end(rank, EXIT_REPORT).map(|end| format!("ended with {end}"));
+        let end =
+            self.exit_report(rank, EXIT_REPORT_TIMEOUT).map(|end| format!("ended with {end}"));
         match (left, end) {
             (false, end) => end.unwrap_or_else(|| "died".into()),
             (true, None) if self.local_index(rank).is_none() => "has left the group".into(),
@@ -193,24 +183,8 @@ impl World {
 
 impl Drop for World {
     fn drop(&mut self) {
-        self.sweep();
-        let graveyard = self.graveyard.get_mut().unwrap_or_else(PoisonError::into_inner);
-        graveyard.drain(..).for_each(|(block, _)| block.abandon());
+        self.reclaim();
+        let retired_blocks = self.retired_blocks.get_mut().unwrap_or_else(PoisonError::into_inner);
+        retired_blocks.drain(..).for_each(|(block, _)| block.abandon());
     }
-}
-
-/// Sleeps until `counter` may have come to `target`, at most for `time`.
-pub fn sleep_on(counter: &Counter, target: u32, time: Duration) {
-    use rustix::thread::futex;
-    counter.waiters.fetch_add(1, Ordering::SeqCst);
-    let seen = counter.value.load(Ordering::SeqCst);
-    if (seen.wrapping_sub(target) as i32) < 0 {
-        let time = futex::Timespec {
-            tv_sec: time.as_secs() as i64,
-            tv_nsec: i64::from(time.subsec_nanos()),
-        };
-        // Woken, timed out, interrupted: the caller looks at the counter in any case.
-        let _ = futex::wait(&counter.value, futex::Flags::empty(), seen, Some(&time));
-    }
-    counter.waiters.fetch_sub(1, Ordering::SeqCst);
 }

@@ -16,33 +16,33 @@ use super::service::ServiceId;
 use super::tcp_store::VALIDATION;
 
 /// A connection that is not admitted by then is closed.
-const PATIENCE: Duration = Duration::from_secs(5);
+const AUTH_TIMEOUT: Duration = Duration::from_secs(5);
 /// With so many connections not yet admitted, or a quarter of the process's file descriptors, the
-/// oldest of them has to go before another is accepted. It keeps idle strangers from using up all;
+/// oldest of them has to go before another is accepted. It keeps idle pending from using up all;
 /// a client that is hit tries again.
-const MOST: u64 = 512;
+const MAX_PENDING: u64 = 512;
 /// But it may stay so long: when many clients come at once, they wait in the listener's queue
 /// instead.
-const SHORTEST_STAY: Duration = Duration::from_millis(250);
+const MIN_STAY: Duration = Duration::from_millis(250);
 
 /// The connections that are not admitted yet, by their ids, which ascend with the time of arrival.
 #[derive(Default)]
-pub struct Strangers {
-    all: BTreeMap<usize, Stranger>,
+pub struct PendingAuth {
+    all: BTreeMap<usize, Pending>,
     /// What must be known to be admitted to which store.
     tokens: BTreeMap<ServiceId, String>,
     /// Where PyTorch's clients are admitted.
     tcp_store: Option<ServiceId>,
 }
 
-struct Stranger {
+struct Pending {
     since: Instant,
     /// What it has been challenged with after hello.
     nonce: Option<Nonce>,
 }
 
-/// What becomes of a stranger that has said something.
-pub enum Verdict {
+/// What becomes of a connection that has said something.
+pub enum AuthOutcome {
     /// Until it has said more.
     Wait,
     Challenge(Nonce),
@@ -55,7 +55,7 @@ pub enum Verdict {
     Refuse(String),
 }
 
-impl Strangers {
+impl PendingAuth {
     /// Admits those who know `token` to `store` from now on, unless that token leads to another.
     pub fn open(&mut self, store: ServiceId, token: String) -> bool {
         let is_new = !self.tokens.values().any(|other| *other == token);
@@ -79,7 +79,7 @@ impl Strangers {
     }
 
     pub fn add(&mut self, id: usize, now: Instant) {
-        self.all.insert(id, Stranger { since: now, nonce: None });
+        self.all.insert(id, Pending { since: now, nonce: None });
     }
 
     pub fn remove(&mut self, id: usize) {
@@ -90,73 +90,75 @@ impl Strangers {
     fn older(&self, now: Instant, stay: Duration) -> Option<usize> {
         self.all
             .first_key_value()
-            .filter(|(_, stranger)| now >= stranger.since + stay)
+            .filter(|(_, connection)| now >= connection.since + stay)
             .map(|(id, _)| *id)
     }
 
     /// One whose time is over at `now`.
     pub fn overdue(&self, now: Instant) -> Option<usize> {
-        self.older(now, PATIENCE)
+        self.older(now, AUTH_TIMEOUT)
     }
 
     /// One that has had time to say something, and can make room for another connection.
     pub fn removable(&self, now: Instant) -> Option<usize> {
-        self.older(now, SHORTEST_STAY)
+        self.older(now, MIN_STAY)
     }
 
     pub fn is_full(&self) -> bool {
         let files = getrlimit(Resource::RLIMIT_NOFILE).map_or(u64::MAX, |(files, _)| files);
-        self.all.len() as u64 >= MOST.min(files / 4)
+        self.all.len() as u64 >= MAX_PENDING.min(files / 4)
     }
 
     /// When the next one's time is over.
     pub fn deadline(&self) -> Option<Instant> {
-        self.all.first_key_value().map(|(_, stranger)| stranger.since + PATIENCE)
+        self.all.first_key_value().map(|(_, connection)| connection.since + AUTH_TIMEOUT)
     }
 
     /// When the next one becomes removable.
     pub fn next_removable(&self) -> Option<Instant> {
-        self.all.first_key_value().map(|(_, stranger)| stranger.since + SHORTEST_STAY)
+        self.all.first_key_value().map(|(_, connection)| connection.since + MIN_STAY)
     }
 
     /// What to do about one that has said `input` since the last challenge.
     ///
     /// # Errors
     /// It is none of us.
-    pub fn judge(&mut self, id: usize, input: &[u8]) -> io::Result<Verdict> {
+    pub fn authenticate(&mut self, id: usize, input: &[u8]) -> io::Result<AuthOutcome> {
         let invalid = || io::Error::from(ErrorKind::InvalidData);
         // No frame of ours begins so.
         if let Some(service) = self.tcp_store.filter(|_| input.starts_with(&VALIDATION[..1])) {
             return match input {
                 _ if input.starts_with(&VALIDATION) => {
-                    Ok(Verdict::Admit { service, used: VALIDATION.len() })
+                    Ok(AuthOutcome::Admit { service, used: VALIDATION.len() })
                 }
-                _ if VALIDATION.starts_with(input) => Ok(Verdict::Wait),
+                _ if VALIDATION.starts_with(input) => Ok(AuthOutcome::Wait),
                 _ => Err(invalid()),
             };
         }
-        let Some(frame) = protocol::unframe(input, MAX_HELLO)? else { return Ok(Verdict::Wait) };
-        let stranger = self.all.get_mut(&id).ok_or_else(invalid)?;
-        Ok(match (Request::decode(frame).ok_or_else(invalid)?, stranger.nonce) {
+        let Some(frame) = protocol::unframe(input, MAX_HELLO)? else {
+            return Ok(AuthOutcome::Wait);
+        };
+        let connection = self.all.get_mut(&id).ok_or_else(invalid)?;
+        Ok(match (Request::decode(frame).ok_or_else(invalid)?, connection.nonce) {
             (Request::Hello { version: VERSION }, None) => {
                 let mut nonce = Nonce::default();
                 // So few bytes are never given in part.
                 match getrandom(&mut nonce, GetRandomFlags::empty()) {
                     Ok(_) => {
-                        stranger.nonce = Some(nonce);
-                        Verdict::Challenge(nonce)
+                        connection.nonce = Some(nonce);
+                        AuthOutcome::Challenge(nonce)
                     }
-                    Err(error) => Verdict::Refuse(format!("no random numbers: {error}")),
+                    Err(error) => AuthOutcome::Refuse(format!("no random numbers: {error}")),
                 }
             }
-            (Request::Hello { version }, None) => Verdict::Refuse(format!(
+            (Request::Hello { version }, None) => AuthOutcome::Refuse(format!(
                 "it speaks version {VERSION} of its protocol, this program version {version}; use one version of Flow in a job"
             )),
             (Request::Proof { proof }, Some(nonce)) => {
                 let proves = |token: &str| prove(token, &nonce).verify_slice(proof).is_ok();
                 match self.tokens.iter().find(|(_, token)| proves(token)) {
-                    Some((store, _)) => Verdict::Admit { service: *store, used: input.len() },
-                    None => Verdict::Refuse(
+                    Some((store, _)) => AuthOutcome::Admit { service: *store, used: input.len() },
+                    None => AuthOutcome::Refuse(
                         "wrong token; FLOW_TOKEN must be that of the job which serves the store".to_string(),
                     ),
                 }

@@ -19,7 +19,7 @@ const MAX_UNREAD_BYTES: usize = MAX_FRAME;
 /// Its file descriptor is readable while there is a message: for `poll` and the like, never to be
 /// read from.
 #[derive(Debug)]
-pub struct Posts {
+pub struct Inbox {
     unread: Mutex<Unread>,
     ready: OwnedFd,
 }
@@ -30,10 +30,10 @@ struct Unread {
     bytes: usize,
 }
 
-impl Posts {
-    pub(super) fn new() -> io::Result<Posts> {
+impl Inbox {
+    pub(super) fn new() -> io::Result<Inbox> {
         let ready = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Posts { unread: Mutex::default(), ready })
+        Ok(Inbox { unread: Mutex::default(), ready })
     }
 
     /// The oldest message that has not been taken yet.
@@ -70,7 +70,7 @@ impl Posts {
     }
 }
 
-impl AsFd for Posts {
+impl AsFd for Inbox {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.ready.as_fd()
     }

@@ -32,15 +32,15 @@ use mpi::Threading;
 
 use crate::shm::fork::Process;
 
-/// The tag of hellos, which no link has, and the longest hello.
-pub const HELLO: c_int = 0;
-pub const MAX_HELLO: usize = 2048;
+/// The tag of handshakes, which no link has, and the longest handshake.
+pub const HANDSHAKE_TAG: c_int = 0;
+pub const MAX_HANDSHAKE: usize = 2048;
 /// How often MPI is called while no rank waits, and the longest sleep of one that does.
 const TICK: Duration = Duration::from_millis(2);
-pub const NAP: Duration = Duration::from_millis(1);
+pub const MAX_BACKOFF: Duration = Duration::from_millis(1);
 
 /// How long the end waits for what is still to be done.
-const LAST_MOMENT: Duration = Duration::from_secs(1);
+const FINALIZE_TIMEOUT: Duration = Duration::from_secs(1);
 
 static SESSION: Mutex<State> = Mutex::new(State::New);
 /// Whose session it is, for MPI knows nothing of forked children: 1 more than the forks behind that
@@ -61,17 +61,17 @@ pub struct Session {
     /// The tag of the last link, and the highest that MPI has.
     tag: c_int,
     max_tag: c_int,
-    /// What hellos have told: the tag of a rank in a channel.
+    /// What handshakes have told: the tag of a rank in a channel.
     pub tags: HashMap<(c_int, String), c_int>,
-    /// Where the next hello comes in.
-    hello: Option<Message>,
-    pub leftovers: Vec<Box<dyn Leftover>>,
+    /// Where the next handshake comes in.
+    handshake: Option<Message>,
+    pub background: Vec<Box<dyn BackgroundRequest>>,
     /// Finalizes MPI. None where the program itself had initialized it.
     universe: Option<Universe>,
 }
 
 /// What is still to be done, though nobody waits for that.
-pub trait Leftover: Send {
+pub trait BackgroundRequest: Send {
     /// Does what can be done now; whether that was all.
     fn is_done(&mut self, session: &mut Session) -> bool;
 
@@ -103,7 +103,7 @@ impl Drop for Message {
 }
 
 /// Of a message that is through.
-pub struct Receipt {
+pub struct Status {
     pub source: c_int,
     pub bytes: usize,
 }
@@ -130,11 +130,11 @@ fn end() -> Option<Universe> {
 
 /// An attribute that MPI drops before it does anything else to finalize itself.
 #[derive(Clone)]
-struct End;
+struct FinalizeHook;
 
-impl CommAttribute for End {}
+impl CommAttribute for FinalizeHook {}
 
-impl Drop for End {
+impl Drop for FinalizeHook {
     fn drop(&mut self) {
         // That is what is going on.
         std::mem::forget(end());
@@ -165,7 +165,9 @@ fn lock() -> MutexGuard<'static, State> {
 }
 
 /// Calls MPI, which is initialized by the first call.
-pub fn with<T>(action: impl FnOnce(&mut Session) -> Result<T, String>) -> Result<T, String> {
+pub fn with_session<T>(
+    action: impl FnOnce(&mut Session) -> Result<T, String>,
+) -> Result<T, String> {
     if !is_ours() {
         return Err(
             "this process was forked from one that uses MPI, and cannot: start it as a program \
@@ -240,17 +242,17 @@ impl Session {
             .spawn(tick)
             .map_err(|e| e.to_string())?;
         // Not before all else is well: to drop the universe here must not end the session.
-        SimpleCommunicator::self_comm().set_attr(End);
-        let (tags, leftovers) = (HashMap::new(), Vec::new());
+        SimpleCommunicator::self_comm().set_attr(FinalizeHook);
+        let (tags, background) = (HashMap::new(), Vec::new());
         Ok(Self {
             communicator,
             rank,
             size,
-            tag: HELLO,
+            tag: HANDSHAKE_TAG,
             max_tag,
             tags,
-            hello: None,
-            leftovers,
+            handshake: None,
+            background,
             universe,
         })
     }
@@ -258,15 +260,17 @@ impl Session {
     /// Leaves as little as possible under way.
     fn end(mut self) -> Option<Universe> {
         let begin = Instant::now();
-        while self.progress().is_ok() && !self.leftovers.is_empty() && begin.elapsed() < LAST_MOMENT
+        while self.progress().is_ok()
+            && !self.background.is_empty()
+            && begin.elapsed() < FINALIZE_TIMEOUT
         {
-            std::thread::sleep(NAP);
+            std::thread::sleep(MAX_BACKOFF);
         }
-        for mut leftover in std::mem::take(&mut self.leftovers) {
-            leftover.cancel(&self);
+        for mut request in std::mem::take(&mut self.background) {
+            request.cancel(&self);
         }
-        if let Some(hello) = self.hello.take() {
-            self.cancel(hello);
+        if let Some(handshake) = self.handshake.take() {
+            self.cancel(handshake);
         }
         self.universe.take()
     }
@@ -324,7 +328,7 @@ impl Session {
     }
 
     /// Whether the message is through.
-    pub fn test(&self, message: &mut Message) -> Result<Option<Receipt>, String> {
+    pub fn test(&self, message: &mut Message) -> Result<Option<Status>, String> {
         let (mut flag, mut status, mut count) = (0, MaybeUninit::<ffi::MPI_Status>::zeroed(), 0);
         // SAFETY: the request is under way, or null after an error: whoever has heard that it is
         // through drops it.
@@ -337,7 +341,7 @@ impl Session {
         let status = unsafe { status.assume_init() };
         // SAFETY: it is one of a message of bytes.
         check(unsafe { ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut count) })?;
-        Ok(Some(Receipt { source: status.MPI_SOURCE, bytes: usize::try_from(count).unwrap_or(0) }))
+        Ok(Some(Status { source: status.MPI_SOURCE, bytes: usize::try_from(count).unwrap_or(0) }))
     }
 
     /// Forgets what was to come in.
@@ -348,32 +352,34 @@ impl Session {
         }
     }
 
-    /// Takes what hellos have come, and goes on with what is left over.
+    /// Takes what handshakes have come, and goes on with what is left over.
     pub fn progress(&mut self) -> Result<(), String> {
         loop {
-            let mut hello = match self.hello.take() {
-                Some(hello) => hello,
+            let mut handshake = match self.handshake.take() {
+                Some(handshake) => handshake,
                 // SAFETY: it is a number.
-                None => {
-                    self.receive(vec![0; MAX_HELLO], unsafe { ffi::RSMPI_ANY_SOURCE }, HELLO)?
-                }
+                None => self.receive(
+                    vec![0; MAX_HANDSHAKE],
+                    unsafe { ffi::RSMPI_ANY_SOURCE },
+                    HANDSHAKE_TAG,
+                )?,
             };
-            let Receipt { source, bytes } = match self.test(&mut hello) {
-                Ok(Some(receipt)) => receipt,
+            let Status { source, bytes } = match self.test(&mut handshake) {
+                Ok(Some(status)) => status,
                 other => {
-                    self.hello = Some(hello);
+                    self.handshake = Some(handshake);
                     other?;
                     break;
                 }
             };
-            if let Some((tag, channel)) = hello.buffer[..bytes].split_first_chunk() {
+            if let Some((tag, channel)) = handshake.buffer[..bytes].split_first_chunk() {
                 let channel = String::from_utf8_lossy(channel).into_owned();
                 self.tags.insert((source, channel), c_int::from_le_bytes(*tag));
             }
         }
-        let mut leftovers = std::mem::take(&mut self.leftovers);
-        leftovers.retain_mut(|leftover| !leftover.is_done(self));
-        self.leftovers = leftovers;
+        let mut background = std::mem::take(&mut self.background);
+        background.retain_mut(|request| !request.is_done(self));
+        self.background = background;
         Ok(())
     }
 }
@@ -391,7 +397,7 @@ impl Message {
 }
 
 /// What is still to be sent.
-impl Leftover for Message {
+impl BackgroundRequest for Message {
     fn is_done(&mut self, session: &mut Session) -> bool {
         !matches!(session.test(self), Ok(None))
     }

@@ -1,0 +1,16 @@
+//! Small texts that ranks leave for each other in the store.
+
+use serde::de::DeserializeOwned;
+use serde::Serialize;
+
+pub fn to_json(value: &impl Serialize) -> Vec<u8> {
+    // The types in use have no maps with keys that are not texts, which is all that can fail.
+    serde_json::to_vec(value).unwrap_or_default()
+}
+
+/// The value, or that `what` is malformed.
+pub fn from_json<T: DeserializeOwned>(bytes: &[u8], what: &str) -> Result<T, String> {
+    serde_json::from_slice(bytes).map_err(|error| {
+        format!("malformed {what}: got {:?}: {error}", String::from_utf8_lossy(bytes))
+    })
+}

@@ -1,0 +1,35 @@
+//! What ranks tell each other about themselves when they join.
+
+use serde::{Deserialize, Serialize};
+
+use crate::env::Membership;
+use crate::net::host_name;
+
+/// One rank, as it describes itself under `rank/<rank>` in the store.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct PeerInfo {
+    pub pid: u32,
+    /// Tells hosts apart, and the spaces in which process ids mean something.
+    pub host_id: String,
+    /// Tells nodes apart.
+    pub node: String,
+    pub host: String,
+    /// Where ranks on other nodes reach this one, in a form that only the transport knows; empty on
+    /// a single node.
+    pub address: Vec<u8>,
+}
+
+impl PeerInfo {
+    pub fn own(membership: &Membership, address: Vec<u8>) -> Self {
+        let host = host_name();
+        let node = membership.node.map_or_else(|| host.clone(), |node| format!("#{node}"));
+        Self { pid: std::process::id(), host_id: host_id(), node, host, address }
+    }
+}
+
+/// The running system and the space of process ids.
+pub fn host_id() -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let space = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
+    format!("{} {}", boot.trim(), space.display())
+}

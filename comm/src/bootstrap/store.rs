@@ -1,0 +1,120 @@
+//! The rendezvous store of a join: who serves it, and the connection to it.
+
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use crate::env::{hash, Membership, Rendezvous};
+use crate::shm::fork::ForkSafe;
+use crate::store::{Address, Server, Store};
+
+/// The store, and its server if that is this rank's to run.
+pub fn connect_store(
+    membership: &Membership,
+    prefix: &str,
+    timeout: Duration,
+) -> Result<(Option<Arc<Server>>, Option<Store>), String> {
+    let connect = |address: &Address, token: &str| {
+        Store::connect(address, token, timeout).map(Some).map_err(|e| e.to_string())
+    };
+    match &membership.rendezvous {
+        Rendezvous::None => Ok((None, None)),
+        Rendezvous::Server { address, token } => Ok((None, connect(address, token)?)),
+        #[cfg(feature = "mpi")]
+        Rendezvous::Mpi => {
+            let (server, address, token) =
+                crate::transport::mpi::exchange_store_address(membership, timeout)?;
+            let store = connect(&address, &token).map_err(|error| {
+                format!(
+                    "{error}; if the name of rank 0's host leads nowhere, set {} there to its address",
+                    crate::settings::LOCAL_ADDRESS
+                )
+            })?;
+            Ok((server.map(Arc::new), store))
+        }
+        #[cfg(not(feature = "mpi"))]
+        Rendezvous::Mpi => {
+            Err("this program is built without MPI: build it with --features mpi".into())
+        }
+        Rendezvous::RankZero { address, token } => {
+            // A server for each join: that of the one before may be there still, or gone already.
+            let address = &match address {
+                Address::Unix(name) => Address::Unix(format!("{name}-{:016x}", hash(prefix))),
+                address => address.clone(),
+            };
+            let serve = || match address {
+                Address::Tcp(at) if membership.local_world_size < membership.world_size => {
+                    serve(&Address::Tcp(on_all_interfaces(at)), token)
+                }
+                address => serve(address, token),
+            };
+            let server = (membership.rank == 0).then(serve).transpose().map_err(|e| {
+                format!(
+                    "cannot serve the rendezvous at {address}: {e}; if another job of yours runs here, give each its own MASTER_PORT"
+                )
+            })?;
+            Ok((server, connect(address, token)?))
+        }
+    }
+}
+
+/// Where to serve other nodes: to this one, the name of its own host may be that of the loopback
+/// interface.
+fn on_all_interfaces(host_and_port: &str) -> String {
+    let is_ipv6 =
+        |mut addresses: std::vec::IntoIter<SocketAddr>| addresses.all(|address| address.is_ipv6());
+    let host = if host_and_port.to_socket_addrs().is_ok_and(is_ipv6) { "[::]" } else { "0.0.0.0" };
+    let port = host_and_port.rsplit_once(':').map_or("", |(_, port)| port);
+    format!("{host}:{port}")
+}
+
+/// Starts a server. There is only one port: what is served there lives as long as the process, for
+/// all its joins.
+fn serve(address: &Address, token: &str) -> std::io::Result<Arc<Server>> {
+    static KEPT: Mutex<Option<(Address, ForkSafe<Arc<Server>>)>> = Mutex::new(None);
+    let Address::Tcp(_) = address else { return Server::start(address, token).map(Arc::new) };
+    let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, server)) =
+        kept.as_ref().filter(|(at, server)| at == address && server.is_ours())
+    {
+        return Ok(Arc::clone(server));
+    }
+    let server = Arc::new(Server::start(address, token)?);
+    *kept = Some((address.clone(), ForkSafe::new(Arc::clone(&server))));
+    Ok(server)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::world::World;
+
+    #[test]
+    fn a_rendezvous_of_several_nodes_is_served_on_all_interfaces() {
+        for (host, address) in
+            [("127.0.1.1", "127.0.0.1"), ("localhost", "127.0.1.1"), ("[::1]", "[::1]")]
+        {
+            let bind = |host| std::net::TcpListener::bind(format!("{host}:0"));
+            let Ok(port) = bind(host).map(|free| free.local_addr().unwrap().port()) else {
+                println!("SKIPPED: a rendezvous at {host}: there is no such address here");
+                continue;
+            };
+            let at = |host: &str| Address::Tcp(format!("{host}:{port}"));
+            let rendezvous = Rendezvous::RankZero { address: at(host), token: "token".into() };
+            let membership = Membership {
+                rank: 0,
+                world_size: 2,
+                local_rank: 0,
+                local_world_size: 1,
+                node: None,
+                rendezvous,
+            };
+            let joining = std::thread::spawn(move || {
+                World::join(&membership, "", Duration::from_secs(3)).map(drop)
+            });
+            let store = Store::connect(&at(address), "token", Duration::from_secs(2)).map(drop);
+            assert!(store.is_ok(), "{host}: {store:?}");
+            assert!(joining.join().unwrap().is_err(), "rank 1 does not come");
+        }
+    }
+}

@@ -1,0 +1,38 @@
+//! Environment variables that change how the crate works, read here only. (Which rank this is, and
+//! where the store is, `env` knows.)
+
+use std::time::Duration;
+
+/// The address, or name, of this host at which ranks on other nodes reach this one.
+pub const LOCAL_ADDRESS: &str = "FLOW_LOCAL_ADDR";
+const TIMEOUT: &str = "FLOW_TIMEOUT";
+const TRANSPORT: &str = "FLOW_TRANSPORT";
+
+pub fn local_address() -> Option<String> {
+    std::env::var(LOCAL_ADDRESS).ok()
+}
+
+/// How long ranks wait for each other, if that is set.
+///
+/// # Errors
+/// It is no positive number of seconds.
+pub fn timeout() -> Result<Option<Duration>, String> {
+    let Ok(text) = std::env::var(TIMEOUT) else { return Ok(None) };
+    let seconds = text.parse().ok().and_then(|s| Duration::try_from_secs_f64(s).ok());
+    match seconds.filter(|seconds| !seconds.is_zero()) {
+        None => Err(format!("{TIMEOUT}={text} must be a positive number of seconds")),
+        timeout => Ok(timeout),
+    }
+}
+
+/// The name of the transport between nodes, if that is set.
+pub fn transport() -> Option<String> {
+    std::env::var(TRANSPORT).ok().filter(|name| !name.is_empty())
+}
+
+/// Whether the environment gives this process this place in the job.
+pub fn has_place(rank: usize, world_size: usize) -> bool {
+    let is =
+        |name, number: usize| std::env::var(name).is_ok_and(|value| value.parse() == Ok(number));
+    is("RANK", rank) && is("WORLD_SIZE", world_size)
+}
