@@ -28,11 +28,11 @@ impl<T: Element> Buffer for [T] {
     }
 
     fn bytes(&self) -> &[u8] {
-        crate::shm::as_bytes(self)
+        crate::shm::bytes::as_bytes(self)
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {
-        crate::shm::as_bytes_mut(self)
+        crate::shm::bytes::as_bytes_mut(self)
     }
 }
 
@@ -79,13 +79,13 @@ impl<T: Element> Deref for SharedBuffer<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        crate::shm::block_as_slice(&self.block, self.len)
+        crate::shm::bytes::block_as_slice(&self.block, self.len)
     }
 }
 
 impl<T: Element> DerefMut for SharedBuffer<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        crate::shm::block_as_slice_mut(&mut self.block, self.len)
+        crate::shm::bytes::block_as_slice_mut(&mut self.block, self.len)
     }
 }
 

@@ -29,6 +29,7 @@
 mod arguments;
 mod bootstrap;
 mod buffer;
+mod descriptor;
 pub mod env;
 mod error;
 mod group;
@@ -37,17 +38,17 @@ pub mod nccl;
 pub mod net;
 mod settings;
 mod shm;
+mod stall;
 pub mod store;
 mod transport;
-mod waits;
 mod work;
 mod world;
 
 pub use buffer::{Buffer, SharedBuffer};
 pub use error::{Error, Result};
 pub use flow_kernels::{bf16, f16, DType, Element, ReduceOp};
-pub use group::{Home, ProcessGroup, DEFAULT_TIMEOUT};
+pub use group::{ArenaHandle, ProcessGroup, DEFAULT_TIMEOUT};
 pub use shm::arena::{Arena, Block};
 pub use shm::fork::ForkSafe;
-pub use shm::Segments;
+pub use shm::reduction::Segments;
 pub use work::Work;

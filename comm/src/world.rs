@@ -12,9 +12,9 @@ use crate::error::Error;
 use crate::liveness::ended;
 use crate::shm::arena::{Arena, Block};
 use crate::shm::control::Control;
+use crate::stall::{Stall, StallReporter};
 use crate::store::{Server, Store};
 use crate::transport::Transport;
-use crate::waits::{LongWait, Waits};
 
 /// How long a waiting rank sleeps before it looks whether its peers live.
 pub const LIVENESS_INTERVAL: Duration = Duration::from_millis(100);
@@ -53,7 +53,7 @@ pub struct World {
     pub prefix: String,
     pub(crate) launched: bool,
     /// How to tell flow-launch of long waits, if it listens.
-    pub(crate) waits: Option<Waits>,
+    pub(crate) waits: Option<StallReporter>,
     /// To other nodes; None if there are none.
     pub transport: Option<Box<dyn Transport>>,
     pub(crate) server: Option<Arc<Server>>,
@@ -116,7 +116,7 @@ impl World {
     }
 
     /// A wait that begins now, if flow-launch wants to know of long ones.
-    pub fn long_wait(&self) -> Option<LongWait<'_>> {
+    pub fn long_wait(&self) -> Option<Stall<'_>> {
         Some(self.waits.as_ref()?.begin(self.store.as_ref()?))
     }
 

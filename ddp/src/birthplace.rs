@@ -4,7 +4,7 @@
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use flow_autograd::{Block, BlockAllocator};
-use flow_comm::{Arena, Home};
+use flow_comm::{Arena, ArenaHandle};
 
 /// Smaller tensors are left to malloc: copying a small gradient costs less than a block of its own.
 const MIN_BYTES: usize = 64 << 10;
@@ -12,7 +12,7 @@ const MIN_BYTES: usize = 64 << 10;
 /// While this lives, libtorch allocates from the arena, unless another is installed later and
 /// lives, too.
 pub(crate) struct Birthplace {
-    home: Home,
+    home: ArenaHandle,
 }
 
 /// All that live, the last one installed last.
@@ -26,12 +26,12 @@ impl Birthplace {
         installed.iter().rev().find_map(Weak::upgrade)
     }
 
-    pub fn home(&self) -> &Home {
+    pub fn home(&self) -> &ArenaHandle {
         &self.home
     }
 
     /// None if libtorch's allocator cannot be replaced; gradients are then copied.
-    pub fn install(home: Home) -> Option<Arc<Self>> {
+    pub fn install(home: ArenaHandle) -> Option<Arc<Self>> {
         if let Some(current) =
             Self::current().filter(|current| Arc::ptr_eq(current.home.arena(), home.arena()))
         {
@@ -60,7 +60,7 @@ impl Drop for Birthplace {
     }
 }
 
-fn allocate_from(home: Option<&Home>) -> Result<(), flow_autograd::Error> {
+fn allocate_from(home: Option<&ArenaHandle>) -> Result<(), flow_autograd::Error> {
     let allocator =
         home.map(|home| Arc::new(FromArena(Arc::clone(home.arena()))) as Arc<dyn BlockAllocator>);
     flow_autograd::set_cpu_allocator(allocator, MIN_BYTES)

@@ -236,7 +236,7 @@ impl DdpBuilder {
             .map(|parameter: &Parameter| cuda_group(&own, &parameter.tensor))
             .transpose()?
             .flatten();
-        let birthplace = cuda.is_none().then(|| Birthplace::install(own.home())).flatten();
+        let birthplace = cuda.is_none().then(|| Birthplace::install(own.arena_handle())).flatten();
         let reducer = Reducer::new(own, cuda, trained, frozen, options)?;
         let hooks = reducer.install_hooks()?;
         Ok(Ddp {

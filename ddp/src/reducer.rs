@@ -247,7 +247,7 @@ impl Reducer {
             return Ok(());
         }
         match communicate(self, state) {
-            Err(_) if self.group.awaits_notice() => {
+            Err(_) if self.group.awaits_error_details() => {
                 state.peer_misses_grads = true;
                 Ok(())
             }
@@ -405,7 +405,7 @@ impl Reducer {
         if missing.len() > 20 {
             own += &format!(" and {} more", missing.len() - 20);
         }
-        let told = self.group.fail_with_notice("parameters got no gradient", &own);
+        let told = self.group.fail_and_collect("parameters got no gradient", &own);
         let told: Vec<String> =
             told.iter().map(|(rank, names)| format!("rank {rank}: {names}")).collect();
         Error::MissingGradients { rank: job_rank(&self.group), missing: told.join("; ") }

@@ -28,8 +28,8 @@ use crate::settings;
 use crate::shm::arena_header::ArenaHeader;
 use crate::shm::control::MAX_RANKS;
 use crate::shm::fork::Process;
+use crate::stall::StallReporter;
 use crate::transport;
-use crate::waits::Waits;
 use crate::world::{Peer, World, FIRST_WARNING};
 use arena::attach_arena;
 use monitor::{BootstrapMonitor, POLL_INTERVAL};
@@ -54,7 +54,7 @@ impl World {
         let address = transport.as_ref().map(|transport| transport.address()).unwrap_or_default();
         let launched = matches!(membership.rendezvous, Rendezvous::Server { .. })
             && is_launchers_rank(membership);
-        let waits = Waits::from_env(rank).filter(|_| launched);
+        let waits = StallReporter::from_env(rank).filter(|_| launched);
         let mut monitor = store.as_ref().map(|store| BootstrapMonitor {
             rank,
             size,

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use super::json::{from_json, to_json};
 use super::peer_info::{host_id, PeerInfo};
 use crate::liveness::has_ended;
+use crate::stall::Stall;
 use crate::store::{Error as StoreError, Store};
-use crate::waits::LongWait;
 use crate::world::{EXIT_REPORT_TIMEOUT, FIRST_WARNING};
 
 /// How often to look whether ranks have ended, and how many of those that are missing to ask the
@@ -28,7 +28,7 @@ pub struct BootstrapMonitor<'a> {
     pub next_poll: Instant,
     pub next_warning: Instant,
     /// Tells flow-launch, if it listens, when this takes long.
-    pub long: Option<LongWait<'a>>,
+    pub long: Option<Stall<'a>>,
 }
 
 impl BootstrapMonitor<'_> {

@@ -5,19 +5,19 @@ use flow_kernels::DType;
 use super::ProcessGroup;
 use crate::buffer::Buffer;
 use crate::error::Result;
-use crate::shm::Raw;
+use crate::shm::read_collectives::BufferView;
 
 impl ProcessGroup {
     pub(super) fn raw<B: Buffer + ?Sized>(
         &self,
         operation: &str,
         buffer: &B,
-    ) -> Result<(Raw, DType)> {
+    ) -> Result<(BufferView, DType)> {
         let bytes = buffer.bytes();
         // Collectives only read what they are given as input.
         self.elements(
             operation,
-            Raw { data: bytes.as_ptr().cast_mut(), bytes: bytes.len() },
+            BufferView { data: bytes.as_ptr().cast_mut(), bytes: bytes.len() },
             buffer.dtype(),
         )
     }
@@ -26,14 +26,19 @@ impl ProcessGroup {
         &self,
         operation: &str,
         buffer: &mut B,
-    ) -> Result<(Raw, DType)> {
+    ) -> Result<(BufferView, DType)> {
         let dtype = buffer.dtype();
         let bytes = buffer.bytes_mut();
-        self.elements(operation, Raw { data: bytes.as_mut_ptr(), bytes: bytes.len() }, dtype)
+        self.elements(operation, BufferView { data: bytes.as_mut_ptr(), bytes: bytes.len() }, dtype)
     }
 
     /// Checks that memory consists of aligned elements: nothing at all may lie anywhere.
-    fn elements(&self, operation: &str, raw: Raw, dtype: DType) -> Result<(Raw, DType)> {
+    fn elements(
+        &self,
+        operation: &str,
+        raw: BufferView,
+        dtype: DType,
+    ) -> Result<(BufferView, DType)> {
         let aligned = raw.bytes == 0 || (raw.data as usize).is_multiple_of(dtype.size());
         if aligned && raw.bytes.is_multiple_of(dtype.size()) {
             return Ok((raw, dtype));
@@ -50,7 +55,7 @@ impl ProcessGroup {
         input: &I,
         output: &mut O,
         ratio: (usize, usize),
-    ) -> Result<(Raw, Raw, DType)>
+    ) -> Result<(BufferView, BufferView, DType)>
     where
         I: Buffer + ?Sized,
         O: Buffer + ?Sized,

@@ -10,7 +10,7 @@ use super::ProcessGroup;
 use crate::error::Result;
 use crate::shm::arena::Arena;
 use crate::shm::engine::Engine;
-use crate::shm::Segments;
+use crate::shm::reduction::Segments;
 use crate::work::Worker;
 
 impl ProcessGroup {
@@ -19,7 +19,7 @@ impl ProcessGroup {
         &self.engine().world.arena
     }
 
-    /// A bucket of gradients for [`ProcessGroup::post_bucket`]: pieces of these lengths, in
+    /// A bucket of gradients for [`ProcessGroup::launch_bucket`]: pieces of these lengths, in
     /// elements.
     pub fn segments(&self, bucket: u32, dtype: DType, lengths: Vec<usize>) -> Result<Segments> {
         let full =
@@ -31,24 +31,28 @@ impl ProcessGroup {
     /// Announces a bucket whose pieces are all in place, without waiting; false if too many are
     /// under way already. All ranks post the same buckets in the same order;
     /// [`ProcessGroup::progress`] and [`ProcessGroup::finish_buckets`] reduce them in place.
-    pub fn post_bucket(&self, segments: &Arc<Segments>, op: ReduceOp) -> Result<bool> {
-        let (posted, cargo) = self.member(&"post_bucket")?.post_bucket(segments, op)?;
-        if let Some(cargo) = cargo {
+    pub fn launch_bucket(&self, segments: &Arc<Segments>, op: ReduceOp) -> Result<bool> {
+        let (posted, bucket) = self.member(&"launch_bucket")?.launch_bucket(segments, op)?;
+        if let Some(bucket) = bucket {
             let engine = Arc::clone(&self.inner.engine);
-            let mut carrier = self.inner.carrier.lock().unwrap_or_else(PoisonError::into_inner);
-            let carrier = match &mut *carrier {
-                Some(carrier) => carrier,
+            let mut leader_thread =
+                self.inner.leader_thread.lock().unwrap_or_else(PoisonError::into_inner);
+            let leader_thread = match &mut *leader_thread {
+                Some(leader_thread) => leader_thread,
                 none => {
                     let started = Worker::start(self.rank());
                     let fail = |e| {
-                        self.engine()
-                            .fail(self.system("post_bucket", format!("cannot start a thread: {e}")))
+                        self.engine().fail(
+                            self.system("launch_bucket", format!("cannot start a thread: {e}")),
+                        )
                     };
                     none.insert(started.map_err(fail)?)
                 }
             };
             // An error is the group's, and found by whoever waits for the bucket.
-            drop(carrier.submit(self.rank(), "post_bucket", move || engine.carry_bucket(&cargo)));
+            drop(leader_thread.submit(self.rank(), "launch_bucket", move || {
+                engine.reduce_bucket_between_nodes(&bucket)
+            }));
         }
         Ok(posted)
     }
@@ -77,13 +81,13 @@ impl ProcessGroup {
     /// Fails the group on all ranks because of something one or more of them found out: all ranks
     /// call this (those with nothing to add with an empty text) and get what all said, by rank in
     /// the job.
-    pub fn fail_with_notice(&self, operation: &str, own: &str) -> Vec<(usize, String)> {
-        self.member(&operation).map_or(Vec::new(), |engine| engine.fail_with_notice(operation, own))
+    pub fn fail_and_collect(&self, operation: &str, own: &str) -> Vec<(usize, String)> {
+        self.member(&operation).map_or(Vec::new(), |engine| engine.fail_and_collect(operation, own))
     }
 
-    /// Whether another rank has called [`ProcessGroup::fail_with_notice`].
-    pub fn awaits_notice(&self) -> bool {
-        self.member(&"awaits_notice").is_ok_and(Engine::awaits_notice)
+    /// Whether another rank has called [`ProcessGroup::fail_and_collect`].
+    pub fn awaits_error_details(&self) -> bool {
+        self.member(&"awaits_error_details").is_ok_and(Engine::awaits_error_details)
     }
 
     /// Makes the group unusable on all ranks, whose waits end with `cause`.

@@ -17,10 +17,10 @@ use serde_json::{json, Value};
 use super::ProcessGroup;
 use crate::error::{Error, Result};
 use crate::shm::arena::Block;
+use crate::shm::control::Control;
 use crate::shm::engine::Engine;
-use crate::shm::Control;
+use crate::stall::Stall;
 use crate::store::{Error as StoreError, Store};
-use crate::waits::LongWait;
 use crate::world::FIRST_WARNING;
 
 /// How long to wait for the outcome before looking whether the others still live; and how long
@@ -136,7 +136,7 @@ struct WaitState<'a> {
     begin: Instant,
     last_exit_poll: Instant,
     warning: Duration,
-    long: Option<LongWait<'a>>,
+    long: Option<Stall<'a>>,
 }
 
 impl Call<'_> {
@@ -381,7 +381,8 @@ impl Call<'_> {
 
     /// A member that has gone.
     fn gone(&self, wait: &mut WaitState, missing: &dyn Fn() -> Vec<usize>) -> Option<usize> {
-        let gone = self.engine.gone().into_iter().find(|member| self.ranks.contains(member));
+        let gone =
+            self.engine.departed_peers().into_iter().find(|member| self.ranks.contains(member));
         if gone.is_some() || wait.last_exit_poll.elapsed() < EXIT_POLL_INTERVAL {
             return gone;
         }

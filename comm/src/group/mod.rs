@@ -1,11 +1,11 @@
 //! Process groups: the ranks that take part in collectives together.
 
+mod arena_handle;
 mod arguments;
-mod asynchronous;
 mod buckets;
 mod cuda;
-mod home;
 mod members;
+mod nonblocking;
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
@@ -17,19 +17,19 @@ use flow_kernels::{Element, ReduceOp};
 
 use crate::arguments::Caller;
 use crate::buffer::{Buffer, SharedBuffer};
+use crate::descriptor::Kind;
 use crate::env::Membership;
 use crate::error::{Error, Result};
 use crate::settings;
+use crate::shm::control::Control;
 use crate::shm::engine::Engine;
 use crate::shm::fork::ForkSafe;
-use crate::shm::operation::Kind;
-use crate::shm::Control;
 use crate::work::Worker;
 use crate::world::World;
 
-use asynchronous::{Lane, Workers};
+pub use arena_handle::ArenaHandle;
 use cuda::Cuda;
-pub use home::Home;
+use nonblocking::{Lane, Workers};
 
 /// How long ranks wait for each other unless `FLOW_TIMEOUT` (in seconds) or
 /// [`ProcessGroup::set_timeout`] says otherwise: as long as PyTorch's CPU groups do.
@@ -62,7 +62,7 @@ struct Inner {
     // Before `engine`: their threads must end first.
     workers: Workers,
     /// Reduces buckets between nodes, in the leader.
-    carrier: Mutex<Option<Worker>>,
+    leader_thread: Mutex<Option<Worker>>,
     cuda: Mutex<Cuda>,
     engine: Arc<Engine>,
     local_rank: usize,
@@ -72,9 +72,10 @@ impl Drop for Inner {
     fn drop(&mut self) {
         self.workers.get_mut().unwrap_or_else(PoisonError::into_inner).clear();
         // Nobody waits for the buckets that are still under way.
-        let carrier = self.carrier.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        if carrier.is_some() && self.engine.has_buckets() {
-            self.engine.give_up();
+        let leader_thread =
+            self.leader_thread.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        if leader_thread.is_some() && self.engine.has_buckets() {
+            self.engine.cancel();
         }
     }
 }
@@ -115,7 +116,7 @@ impl ProcessGroup {
 
     fn of(engine: Arc<Engine>, local_rank: usize, cuda: Cuda) -> Self {
         let (workers, cuda) = (Workers::default(), Mutex::new(cuda));
-        let inner = Inner { workers, carrier: Mutex::default(), cuda, engine, local_rank };
+        let inner = Inner { workers, leader_thread: Mutex::default(), cuda, engine, local_rank };
         Self { inner: Arc::new(ForkSafe::new(inner)) }
     }
 
@@ -179,7 +180,7 @@ impl ProcessGroup {
         let block = (first == self.rank()).then(block).flatten();
         let list = fingerprint(&members);
         let offset = block.as_ref().map_or(NO_BLOCK, |b| b.offset() as u64);
-        let words = self.idle(Lane::Collectives, |engine| {
+        let words = self.run_in_order(Lane::Collectives, |engine| {
             engine.exchange_words(Kind::NewGroup, &[list, offset])
         })?;
         if let Some(other) = words.iter().position(|w| w[0] != list) {
@@ -236,7 +237,7 @@ impl ProcessGroup {
     /// Reduces `buffer` element by element over all ranks; all get the result.
     pub fn all_reduce<B: Buffer + ?Sized>(&self, buffer: &mut B, op: ReduceOp) -> Result<()> {
         let (data, dtype) = self.raw_mut("all_reduce", buffer)?;
-        self.idle(Lane::Collectives, |engine| engine.all_reduce(data, dtype, op))
+        self.run_in_order(Lane::Collectives, |engine| engine.all_reduce(data, dtype, op))
     }
 
     /// As [`ProcessGroup::all_reduce`]; only rank `root` gets the result, the other buffers stay as
@@ -249,14 +250,14 @@ impl ProcessGroup {
     ) -> Result<()> {
         self.caller().check_rank("reduce", "root", root)?;
         let (data, dtype) = self.raw_mut("reduce", buffer)?;
-        self.idle(Lane::Collectives, |engine| engine.reduce(data, dtype, op, root))
+        self.run_in_order(Lane::Collectives, |engine| engine.reduce(data, dtype, op, root))
     }
 
     /// Copies rank `root`'s `buffer` to all ranks'.
     pub fn broadcast<B: Buffer + ?Sized>(&self, buffer: &mut B, root: usize) -> Result<()> {
         self.caller().check_rank("broadcast", "root", root)?;
         let (data, dtype) = self.raw_mut("broadcast", buffer)?;
-        self.idle(Lane::Collectives, |engine| engine.broadcast(data, dtype, root))
+        self.run_in_order(Lane::Collectives, |engine| engine.broadcast(data, dtype, root))
     }
 
     /// All ranks' `input`, in rank order, to every rank's `output`, which is world size times as
@@ -268,7 +269,7 @@ impl ProcessGroup {
     {
         let (input, output, dtype) =
             self.pair("all_gather", input, output, (1, self.world_size()))?;
-        self.idle(Lane::Collectives, |engine| engine.all_gather(input, output, dtype))
+        self.run_in_order(Lane::Collectives, |engine| engine.all_gather(input, output, dtype))
     }
 
     /// As [`ProcessGroup::all_gather`], to rank `root` only, which gives `Some` output; the others
@@ -291,7 +292,7 @@ impl ProcessGroup {
                 (input, None, dtype)
             }
         };
-        self.idle(Lane::Collectives, |engine| engine.gather(input, output, dtype, root))
+        self.run_in_order(Lane::Collectives, |engine| engine.gather(input, output, dtype, root))
     }
 
     /// Gives block r of rank `root`'s `input` (world size blocks, each as long as `output`) to rank
@@ -314,7 +315,7 @@ impl ProcessGroup {
                 (None, output, dtype)
             }
         };
-        self.idle(Lane::Collectives, |engine| engine.scatter(input, output, dtype, root))
+        self.run_in_order(Lane::Collectives, |engine| engine.scatter(input, output, dtype, root))
     }
 
     /// Reduces `input` (world size blocks, each as long as `output`) over all ranks; rank r gets
@@ -326,7 +327,9 @@ impl ProcessGroup {
     {
         let (input, output, dtype) =
             self.pair("reduce_scatter", input, output, (self.world_size(), 1))?;
-        self.idle(Lane::Collectives, |engine| engine.reduce_scatter(input, output, dtype, op))
+        self.run_in_order(Lane::Collectives, |engine| {
+            engine.reduce_scatter(input, output, dtype, op)
+        })
     }
 
     /// Block s of rank r's `output` becomes block r of rank s' `input`; both are world size equal
@@ -338,7 +341,7 @@ impl ProcessGroup {
     {
         let (input, output, dtype) = self.pair("all_to_all", input, output, (1, 1))?;
         self.caller().check_blocks("all_to_all", input.bytes / dtype.size())?;
-        self.idle(Lane::Collectives, |engine| engine.all_to_all(input, output, dtype))
+        self.run_in_order(Lane::Collectives, |engine| engine.all_to_all(input, output, dtype))
     }
 
     /// Sends `data` to rank `to`, which calls [`ProcessGroup::recv`] with the same size and type.
@@ -358,7 +361,7 @@ impl ProcessGroup {
     pub fn send_with_tag<B: Buffer + ?Sized>(&self, data: &B, to: usize, tag: u32) -> Result<()> {
         self.caller().check_peer("send", to)?;
         let (data, dtype) = self.raw("send", data)?;
-        self.idle(Lane::To(to), |engine| engine.send(data, dtype, to, tag))
+        self.run_in_order(Lane::To(to), |engine| engine.send(data, dtype, to, tag))
     }
 
     /// Receives the next message of rank `from` with this tag, as MPI matches them: messages with
@@ -375,7 +378,7 @@ impl ProcessGroup {
     ) -> Result<()> {
         self.caller().check_peer("recv", from)?;
         let (data, dtype) = self.raw_mut("recv", buffer)?;
-        self.idle(Lane::From(from, tag), |engine| engine.recv(data, dtype, from, tag))
+        self.run_in_order(Lane::From(from, tag), |engine| engine.recv(data, dtype, from, tag))
     }
 
     /// As [`ProcessGroup::recv_with_tag`], from whichever rank has a message with this tag first.
@@ -397,12 +400,12 @@ impl ProcessGroup {
                 .argument("recv_any", "there is no other rank in the group".into()));
         }
         let (data, dtype) = self.raw_mut("recv_any", buffer)?;
-        self.idle(Lane::FromAny(tag), |engine| engine.recv_any(data, dtype, tag))
+        self.run_in_order(Lane::FromAny(tag), |engine| engine.recv_any(data, dtype, tag))
     }
 
     /// Returns when all ranks of the group have called it.
     pub fn barrier(&self) -> Result<()> {
-        self.idle(Lane::Collectives, Engine::barrier)
+        self.run_in_order(Lane::Collectives, Engine::barrier)
     }
 
     fn engine(&self) -> &Engine {

@@ -76,8 +76,8 @@ pub fn join_check<'a>(
         }
         next_poll = Instant::now() + POLL_INTERVAL;
         engine.check_failure(&JOINING, true)?;
-        if let Some(&peer) = engine.gone().first() {
-            return Err(engine.lose(peer, &JOINING));
+        if let Some(&peer) = engine.departed_peers().first() {
+            return Err(engine.fail_peer_lost(peer, &JOINING));
         }
         if begin.elapsed() < timeout {
             return Ok(());

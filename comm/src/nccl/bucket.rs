@@ -8,8 +8,8 @@ use flow_kernels::{DType, ReduceOp};
 
 use super::group::CudaGroup;
 use super::memory::{FlatMemory, Registration};
+use crate::descriptor::{Kind, OpDescriptor};
 use crate::error::Result;
-use crate::shm::operation::{Kind, Operation};
 
 /// Flat device memory with a place for each gradient of a bucket.
 ///
@@ -152,7 +152,8 @@ impl CudaGroup {
     ) -> Result<()> {
         let count = bucket.bytes() / bucket.flat.dtype.size();
         let operation = self.operation(Kind::AllReduce, bucket.flat.dtype, count, ReduceOp::Sum, 0);
-        let operation = Operation { bucket: Some(bucket.number), step: bucket.step, ..operation };
+        let operation =
+            OpDescriptor { bucket: Some(bucket.number), step: bucket.step, ..operation };
         let scale = 1.0 / self.size() as f64;
         let ready = self.event()?;
         if let Some(stream) = after.last() {
@@ -192,7 +193,7 @@ impl CudaGroup {
         let count = bucket.bytes() / bucket.flat.dtype.size();
         let operation =
             self.operation(Kind::Broadcast, bucket.flat.dtype, count, ReduceOp::Sum, root);
-        let operation = Operation { bucket: Some(bucket.number), ..operation };
+        let operation = OpDescriptor { bucket: Some(bucket.number), ..operation };
         let (packer, flat) = (&bucket.packer, &mut bucket.flat);
         let done = self.enqueue(operation, std::slice::from_ref(stream), |communicator, own| {
             if self.rank() == root {

@@ -14,10 +14,10 @@ use super::error::{system_error, EnqueueError};
 use super::memory::{FlatMemory, Registration};
 use super::watchdog::{EnqueuedOp, Watchdog};
 use crate::arguments::Caller;
+use crate::descriptor::{Kind, OpDescriptor};
 use crate::error::{Error, Result};
 use crate::shm::engine::Engine;
 use crate::shm::fork::ForkSafe;
-use crate::shm::operation::{Kind, Operation};
 
 /// What a process group does on one GPU, over NCCL.
 ///
@@ -364,7 +364,7 @@ impl CudaGroup {
     /// Enqueues an operation between what was enqueued on `stream` before and what will be.
     fn in_order(
         &self,
-        operation: Operation,
+        operation: OpDescriptor,
         stream: &Stream,
         issue: impl FnOnce(&Communicator, &Stream) -> Result<(), CommunicatorError>,
     ) -> Result<()> {
@@ -382,7 +382,7 @@ impl CudaGroup {
     /// Enqueues an operation that begins when what was enqueued on the streams `after` is over.
     pub(super) fn enqueue(
         &self,
-        mut operation: Operation,
+        mut operation: OpDescriptor,
         after: &[Stream],
         issue: impl FnOnce(&Communicator, &Stream) -> Result<(), EnqueueError>,
     ) -> Result<Arc<Event>> {
@@ -459,9 +459,9 @@ impl CudaGroup {
         count: usize,
         reduce: ReduceOp,
         root: usize,
-    ) -> Operation {
+    ) -> OpDescriptor {
         let (root, count) = (root as u32, count as u64);
-        Operation {
+        OpDescriptor {
             sequence: 0,
             kind,
             dtype,

@@ -17,11 +17,11 @@ use std::time::{Duration, Instant};
 use flow_kernels::cuda::Event;
 
 use super::communicator::{Communicator, CommunicatorError};
+use crate::descriptor::OpDescriptor;
 use crate::error::{Error, Result};
 use crate::shm::engine::Engine;
-use crate::shm::operation::Operation;
+use crate::stall::Stall;
 use crate::store::Store;
-use crate::waits::LongWait;
 use crate::world::FIRST_WARNING;
 
 /// How often the oldest operation is checked.
@@ -44,7 +44,7 @@ static ERROR_OBSERVED: AtomicBool = AtomicBool::new(false);
 /// An enqueued operation, as messages name it.
 #[derive(Clone, Copy)]
 pub struct EnqueuedOp {
-    pub descriptor: Operation,
+    pub descriptor: OpDescriptor,
     pub bytes: usize,
 }
 
@@ -199,7 +199,7 @@ impl Shared {
     fn run(&self) {
         let (mut published, mut last_publish, mut gone_since) = (None, Instant::now(), None);
         // Of the oldest operation, if flow-launch asks for reports.
-        let mut long: Option<LongWait> = None;
+        let mut long: Option<Stall> = None;
         loop {
             let mut state = self.state();
             state.heartbeat = Instant::now();
@@ -342,13 +342,13 @@ impl Shared {
         }
         // A peer may exit when its part of the operation is over, a little before the operation is
         // over here.
-        let gone = engine.gone();
+        let gone = engine.departed_peers();
         if !gone.is_empty() && is_over(done) == Ok(false) {
             let late = gone_since.get_or_insert_with(Instant::now).elapsed() > PEER_EXIT_GRACE;
             if let Some(peer) =
                 gone.into_iter().find(|&peer| late || !self.has_begun(peer, operation))
             {
-                return Some(engine.lose(peer, operation));
+                return Some(engine.fail_peer_lost(peer, operation));
             }
         }
         let (age, timeout) = (begun.elapsed(), engine.timeout());

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::arena::Arena;
-use super::Part;
+use crate::descriptor::{DescriptorWords, ARRIVED, DONE};
 
 /// Rounds that may be under way at once.
 pub const SLOTS: u64 = 64;
@@ -152,7 +152,7 @@ pub struct RankState {
     /// rank, or for its turn.
     pub doorbell: Counter,
     /// What this rank has to say about a failure.
-    pub notice: Note,
+    pub error_detail: Note,
 }
 
 #[repr(C, align(64))]
@@ -169,39 +169,12 @@ pub struct Slot {
     pub done: Counter,
 }
 
-/// One rank's post in a round, see `operation::Post`.
-#[repr(C, align(64))]
-#[derive(Default)]
-pub struct PostWords(pub [AtomicU64; 8]);
-
-/// The words that are not of the post: 1 more than the last round that the rank arrived in, and was
-/// done with.
-const ARRIVED: usize = 6;
-const DONE: usize = 7;
-
-impl PostWords {
-    /// Of the post.
-    pub const BYTES: usize = ARRIVED * std::mem::size_of::<AtomicU64>();
-
-    pub fn of_post(&self) -> &[AtomicU64] {
-        &self.0[..ARRIVED]
-    }
-
-    /// # Safety
-    ///
-    /// As for [`Part::new`].
-    pub unsafe fn part(&mut self) -> Part {
-        // SAFETY: the caller's promise; the words may be any bytes.
-        unsafe { Part::new(std::ptr::from_mut(self).cast(), std::mem::size_of::<Self>()) }
-    }
-}
-
 /// One direction between two ranks for `send` and `recv`.
 #[repr(C)]
 pub struct Mailbox {
     pub sent: Counter,
     pub taken: Counter,
-    pub post: PostWords,
+    pub descriptor: DescriptorWords,
 }
 
 /// Where the parts lie, in bytes from the beginning of the control block.
@@ -213,8 +186,8 @@ struct Layout {
     payloads: usize,
     staging: usize,
     mailboxes: usize,
-    letters: usize,
-    letter: usize,
+    fragments: usize,
+    fragment: usize,
     total: usize,
 }
 
@@ -223,15 +196,15 @@ impl Layout {
         let ranks = std::mem::size_of::<Header>();
         let slots = ranks + size * std::mem::size_of::<RankState>();
         let posts = slots + SLOTS as usize * std::mem::size_of::<Slot>();
-        let payloads = (posts + SLOTS as usize * size * std::mem::size_of::<PostWords>())
+        let payloads = (posts + SLOTS as usize * size * std::mem::size_of::<DescriptorWords>())
             .next_multiple_of(4096);
         let staging = payloads + SLOTS as usize * size * PAYLOAD;
         let mailboxes = staging + size * 2 * CHUNK;
-        let letters =
+        let fragments =
             (mailboxes + locals * locals * std::mem::size_of::<Mailbox>()).next_multiple_of(4096);
-        let letter = ((1 << 30) / (locals * locals * 2)).clamp(4096, 128 << 10) / 4096 * 4096;
-        let total = letters + locals * locals * 2 * letter;
-        Self { ranks, slots, posts, payloads, staging, mailboxes, letters, letter, total }
+        let fragment = ((1 << 30) / (locals * locals * 2)).clamp(4096, 128 << 10) / 4096 * 4096;
+        let total = fragments + locals * locals * 2 * fragment;
+        Self { ranks, slots, posts, payloads, staging, mailboxes, fragments, fragment, total }
     }
 }
 
@@ -280,28 +253,28 @@ impl Control {
         self.at(self.layout.slots, (round % SLOTS) as usize)
     }
 
-    pub fn post(&self, round: u64, rank: usize) -> &PostWords {
+    pub fn descriptor(&self, round: u64, rank: usize) -> &DescriptorWords {
         debug_assert!(rank < self.size);
         self.at(self.layout.posts, (round % SLOTS) as usize * self.size + rank)
     }
 
     /// Notes that a rank has arrived in a round. That need not be in the order of rounds.
     pub fn set_arrived(&self, round: u64, rank: usize) {
-        self.post(round, rank).0[ARRIVED].store(round + 1, Ordering::Release);
+        self.descriptor(round, rank).0[ARRIVED].store(round + 1, Ordering::Release);
         self.rank(rank).posted.fetch_max(round + 1, Ordering::Relaxed);
     }
 
     pub fn has_arrived(&self, round: u64, rank: usize) -> bool {
-        self.post(round, rank).0[ARRIVED].load(Ordering::Acquire) == round + 1
+        self.descriptor(round, rank).0[ARRIVED].load(Ordering::Acquire) == round + 1
     }
 
     /// As [`Control::set_arrived`], that it is done.
     pub fn set_done(&self, round: u64, rank: usize) {
-        self.post(round, rank).0[DONE].store(round + 1, Ordering::Release);
+        self.descriptor(round, rank).0[DONE].store(round + 1, Ordering::Release);
     }
 
     pub fn is_done(&self, round: u64, rank: usize) -> bool {
-        self.post(round, rank).0[DONE].load(Ordering::Acquire) == round + 1
+        self.descriptor(round, rank).0[DONE].load(Ordering::Acquire) == round + 1
     }
 
     /// Value of `arrived` or `done` when all ranks are there in `round`.
@@ -336,12 +309,12 @@ impl Control {
 
     /// Memory for part `part` of a message between two ranks, and its size: two parts may be on
     /// their way.
-    pub fn letter(&self, from: usize, to: usize, part: u32) -> (*mut u8, usize) {
+    pub fn fragment(&self, from: usize, to: usize, part: u32) -> (*mut u8, usize) {
         debug_assert!(from < self.locals && to < self.locals);
         let index = (from * self.locals + to) * 2 + (part % 2) as usize;
         (
-            self.arena.at(self.offset + self.layout.letters + index * self.layout.letter),
-            self.layout.letter,
+            self.arena.at(self.offset + self.layout.fragments + index * self.layout.fragment),
+            self.layout.fragment,
         )
     }
 

@@ -5,7 +5,7 @@
 //! first failure poisons the group.
 //!
 //! Members on other nodes take part through the leader, this node's first member: when all members
-//! here have arrived, it brings the posts of the others (see `carrying`), and arrives for them;
+//! here have arrived, it brings the posts of the others (see `internode_exchange`), and arrives for them;
 //! when it is done, so are they.
 
 use std::collections::VecDeque;
@@ -14,16 +14,17 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::abroad::Abroad;
 use super::arena::Block;
-use super::control::{sleep_on, Control, Counter, SLOTS};
-use super::inbox::Inbox;
-use super::operation::{Location, Operation};
+use super::control::sleep_on;
+use super::control::{Control, Counter, SLOTS};
+use super::internode::InterNode;
+use super::message_queue::MessageQueue;
 use super::reduction::InFlight;
 use crate::arguments::Caller;
+use crate::descriptor::{Location, OpDescriptor};
 use crate::error::{Error, Result};
+use crate::stall::Stall;
 use crate::transport::{Connections, DisconnectReason, PeerDown};
-use crate::waits::LongWait;
 use crate::world::{World, FIRST_WARNING, LIVENESS_INTERVAL};
 
 /// How long a waiting rank keeps its core to itself, where every rank can have one: most waits are
@@ -41,12 +42,12 @@ const AWAKE_ON_SHARED_CORES: Duration = Duration::from_micros(50);
 pub type Link = Option<Box<dyn Connections>>;
 
 /// A wait that goes on.
-pub struct Waiting<'a> {
+pub struct WaitDeadline<'a> {
     since: Instant,
     timeout: Duration,
     /// When it is next worth a line in the log.
     warning: Duration,
-    long: Option<LongWait<'a>>,
+    long: Option<Stall<'a>>,
 }
 
 /// This rank's part in one group.
@@ -60,7 +61,7 @@ pub struct Engine {
     pub locals: Vec<usize>,
     pub local: usize,
     /// What there is to members on other nodes, if there are any.
-    pub abroad: Option<Abroad>,
+    pub inter_node: Option<InterNode>,
     /// Tells the group from others, of which so many were made from it.
     pub name: String,
     pub children: AtomicU64,
@@ -74,11 +75,11 @@ pub struct Engine {
     /// Held while sending to each rank; with the link to a rank on another node.
     pub outgoing: Vec<Mutex<Link>>,
     /// What comes from each rank.
-    pub inboxes: Vec<Inbox>,
+    pub queues: Vec<MessageQueue>,
     /// Where a receive from any rank begins to look, so that each has its turn.
     pub next_sender: AtomicUsize,
     /// This rank drops the group: nobody is to wait in it any longer.
-    pub(super) given_up: AtomicBool,
+    pub(super) cancelled: AtomicBool,
 }
 
 /// Advanced equally on all ranks.
@@ -108,8 +109,9 @@ impl Engine {
             (0..ranks.len()).filter(|&r| world.local_index(ranks[r]).is_some()).collect();
         let local = locals.iter().position(|&r| r == rank).expect("a rank is on its own node"); // invariant
         let place = |rank: usize| locals.iter().position(|&local| local == rank);
-        let inboxes = (0..ranks.len()).map(|rank| Inbox::new(place(rank))).collect();
-        let abroad = (locals.len() < ranks.len()).then(|| Abroad::new(&world, &ranks, &name));
+        let queues = (0..ranks.len()).map(|rank| MessageQueue::new(place(rank))).collect();
+        let inter_node =
+            (locals.len() < ranks.len()).then(|| InterNode::new(&world, &ranks, &name));
         let mut engine = Self {
             world,
             control,
@@ -117,7 +119,7 @@ impl Engine {
             ranks,
             locals,
             local,
-            abroad,
+            inter_node,
             name,
             children: AtomicU64::new(0),
             meetings: Mutex::default(),
@@ -126,9 +128,9 @@ impl Engine {
             quarantined: AtomicBool::new(false),
             state: Mutex::default(),
             outgoing,
-            inboxes,
+            queues,
             next_sender: AtomicUsize::new(0),
-            given_up: AtomicBool::new(false),
+            cancelled: AtomicBool::new(false),
         };
         engine.set_timeout(timeout);
         engine.link()?;
@@ -136,12 +138,12 @@ impl Engine {
     }
 
     /// Whether this rank carries data between nodes for those of its own.
-    pub fn leads(&self) -> bool {
-        self.abroad.is_some() && self.local == 0
+    pub fn is_leader(&self) -> bool {
+        self.inter_node.is_some() && self.local == 0
     }
 
     /// How many members are on other nodes.
-    pub fn others(&self) -> usize {
+    pub fn remote_size(&self) -> usize {
         self.size() - self.locals.len()
     }
 
@@ -167,18 +169,18 @@ impl Engine {
     }
 
     /// Gives an operation its sequence number; fails at once in a poisoned group.
-    pub fn number(&self, state: &mut State, operation: &mut Operation) -> Result<()> {
+    pub fn assign_sequence(&self, state: &mut State, operation: &mut OpDescriptor) -> Result<()> {
         operation.sequence = state.sequence;
         self.check_poison(&operation)?;
         state.sequence += 1;
-        if let Some(abroad) = &self.abroad {
-            abroad.sequence.store(state.sequence, Ordering::Relaxed);
+        if let Some(inter_node) = &self.inter_node {
+            inter_node.sequence.store(state.sequence, Ordering::Relaxed);
         }
         Ok(())
     }
 
     /// The next round, or None while its slot is still in use by a slow rank.
-    pub fn try_open(&self, state: &mut State) -> Option<u64> {
+    pub fn try_acquire(&self, state: &mut State) -> Option<u64> {
         let round = state.round;
         let free = round < SLOTS
             || self.control.slot(round).done.reached(self.control.target(round - SLOTS));
@@ -189,10 +191,10 @@ impl Engine {
     }
 
     /// The next two rounds, or None while their slots are in use.
-    pub fn try_open_two(&self, state: &mut State) -> Option<(u64, u64)> {
+    pub fn try_acquire_two(&self, state: &mut State) -> Option<(u64, u64)> {
         let round = state.round;
-        let first = self.try_open(state)?;
-        let second = self.try_open(state);
+        let first = self.try_acquire(state)?;
+        let second = self.try_acquire(state);
         if second.is_none() {
             state.round = round;
         }
@@ -200,8 +202,8 @@ impl Engine {
     }
 
     /// The next round, waiting for its slot.
-    pub fn open(&self, state: &mut State, operation: &Operation) -> Result<u64> {
-        if let Some(round) = self.try_open(state) {
+    pub fn acquire_slot(&self, state: &mut State, operation: &OpDescriptor) -> Result<u64> {
+        if let Some(round) = self.try_acquire(state) {
             return Ok(round);
         }
         self.wait_done(state.round - SLOTS, operation)?;
@@ -209,8 +211,8 @@ impl Engine {
         Ok(state.round - 1)
     }
 
-    pub fn post(&self, round: u64, operation: &Operation, location: Location) {
-        operation.write(location, self.control.post(round, self.rank));
+    pub fn publish_descriptor(&self, round: u64, operation: &OpDescriptor, location: Location) {
+        operation.write(location, self.control.descriptor(round, self.rank));
     }
 
     // The counters first: a rank that is killed in between must be among those that the others
@@ -223,18 +225,18 @@ impl Engine {
     }
 
     /// The leader, when it has what the members on other nodes show in a round.
-    pub fn others_arrive(&self, round: u64) {
+    pub fn arrive_for_remote(&self, round: u64) {
         self.control
             .slot(round)
             .arrived
-            .raise_by(self.others() as u32, &[self.control.target(round)]);
+            .raise_by(self.remote_size() as u32, &[self.control.target(round)]);
         for rank in self.ranks_where(|r| !self.locals.contains(&r)) {
             self.control.set_arrived(round, rank);
         }
     }
 
     pub fn done(&self, round: u64) {
-        let count = if self.leads() { 1 + self.others() as u32 } else { 1 };
+        let count = if self.is_leader() { 1 + self.remote_size() as u32 } else { 1 };
         self.control.slot(round).done.raise_by(count, &[self.control.target(round)]);
         self.control.set_done(round, self.rank);
     }
@@ -253,15 +255,15 @@ impl Engine {
     }
 
     /// Waits until all have arrived, with `payload` bytes each. That the leader sees to.
-    pub fn wait_arrived(&self, round: u64, operation: &Operation, payload: usize) -> Result<()> {
-        if self.leads() {
+    pub fn wait_arrived(&self, round: u64, operation: &OpDescriptor, payload: usize) -> Result<()> {
+        if self.is_leader() {
             self.wait_locals_arrived(round, operation)?;
-            self.exchange_posts(round, operation, payload)?;
+            self.exchange_between_leaders(round, operation, payload)?;
         }
         self.wait_all_arrived(round, operation)
     }
 
-    pub fn wait_all_arrived(&self, round: u64, operation: &Operation) -> Result<()> {
+    pub fn wait_all_arrived(&self, round: u64, operation: &OpDescriptor) -> Result<()> {
         let missing = || self.ranks_where(|r| !self.control.has_arrived(round, r));
         self.wait(
             &self.control.slot(round).arrived,
@@ -271,7 +273,7 @@ impl Engine {
         )
     }
 
-    pub fn wait_locals_arrived(&self, round: u64, operation: &Operation) -> Result<()> {
+    pub fn wait_locals_arrived(&self, round: u64, operation: &OpDescriptor) -> Result<()> {
         let here = |r| self.locals.contains(&r) && !self.control.has_arrived(round, r);
         let missing = || self.ranks_where(here);
         self.wait(
@@ -282,7 +284,7 @@ impl Engine {
         )
     }
 
-    pub fn wait_done(&self, round: u64, operation: &Operation) -> Result<()> {
+    pub fn wait_done(&self, round: u64, operation: &OpDescriptor) -> Result<()> {
         let here = |r| self.locals.contains(&r) && !self.control.is_done(round, r);
         let missing = || self.ranks_where(here);
         self.wait(&self.control.slot(round).done, self.control.target(round), operation, &missing)
@@ -293,15 +295,15 @@ impl Engine {
     pub fn locations(
         &self,
         round: u64,
-        operation: &Operation,
+        operation: &OpDescriptor,
         bytes: usize,
     ) -> Result<Vec<Location>> {
         self.posted_by(&mut (0..self.size()), round, operation, bytes)
     }
 
     /// Whether all have posted this operation.
-    pub fn all_agree(&self, round: u64, operation: &Operation) -> bool {
-        let posted = |rank| Operation::read(self.control.post(round, rank));
+    pub fn all_agree(&self, round: u64, operation: &OpDescriptor) -> bool {
+        let posted = |rank| OpDescriptor::read(self.control.descriptor(round, rank));
         (0..self.size()).all(|rank| posted(rank).is_ok_and(|(theirs, _)| theirs == *operation))
     }
 
@@ -309,7 +311,7 @@ impl Engine {
     pub fn local_locations(
         &self,
         round: u64,
-        operation: &Operation,
+        operation: &OpDescriptor,
         bytes: usize,
     ) -> Result<Vec<Location>> {
         self.posted_by(&mut self.locals.iter().copied(), round, operation, bytes)
@@ -319,10 +321,10 @@ impl Engine {
         &self,
         ranks: &mut dyn Iterator<Item = usize>,
         round: u64,
-        operation: &Operation,
+        operation: &OpDescriptor,
         bytes: usize,
     ) -> Result<Vec<Location>> {
-        let read = |rank| match Operation::read(self.control.post(round, rank)) {
+        let read = |rank| match OpDescriptor::read(self.control.descriptor(round, rank)) {
             Ok((theirs, location)) if theirs == *operation => match location {
                 Location::Shared(offset)
                     if self.locals.contains(&rank) && !self.is_reachable(rank, offset, bytes) =>
@@ -348,7 +350,7 @@ impl Engine {
                 ))
             }
             Ok((theirs, _)) => {
-                let same = Operation { layout: operation.layout, ..theirs } == *operation;
+                let same = OpDescriptor { layout: operation.layout, ..theirs } == *operation;
                 let pieces = if same { " with pieces of other lengths" } else { "" };
                 let (own, peer) = (self.ranks[self.rank], self.ranks[rank]);
                 Err(format!("rank {own} called {operation}, rank {peer} called {theirs}{pieces}"))
@@ -380,7 +382,7 @@ impl Engine {
         if counter.reached(target) {
             return Ok(());
         }
-        self.wait_until(operation, missing, &|| self.lost(missing), &mut |time| {
+        self.wait_until(operation, missing, &|| self.find_lost_peer(missing), &mut |time| {
             if !time.is_zero() {
                 sleep_on(counter, target, time);
             }
@@ -398,7 +400,7 @@ impl Engine {
         lost: &dyn Fn() -> Option<(usize, DisconnectReason)>,
         attempt: &mut dyn FnMut(Duration) -> Result<bool, PeerDown>,
     ) -> Result<()> {
-        let mut waiting = self.begin_to_wait();
+        let mut waiting = self.begin_wait();
         let (start, timeout) = (waiting.since, waiting.timeout);
         let mut look = LIVENESS_INTERVAL.min(timeout);
         let (spin, awake) = match self.world.spin {
@@ -421,7 +423,7 @@ impl Engine {
                     continue;
                 }
                 Ok(false) => {}
-                Err(loss) => return Err(self.cut_off(loss, operation)),
+                Err(loss) => return Err(self.link_lost_error(loss, operation)),
             }
             if let Err(error) = self.check_failure(operation, true) {
                 // The others may have come to the end of this, and failed in what follows.
@@ -440,31 +442,31 @@ impl Engine {
                 if matches!(attempt(Duration::ZERO), Ok(true)) {
                     return Ok(());
                 }
-                return Err(self.lose_member(peer, how, operation));
+                return Err(self.handle_disconnect(peer, how, operation));
             }
-            self.look(&mut waiting, operation, missing)?;
+            self.check_deadline(&mut waiting, operation, missing)?;
         }
     }
 
-    pub fn begin_to_wait(&self) -> Waiting<'_> {
+    pub fn begin_wait(&self) -> WaitDeadline<'_> {
         let (since, timeout) = (Instant::now(), self.timeout());
-        Waiting { since, timeout, warning: FIRST_WARNING, long: self.world.long_wait() }
+        WaitDeadline { since, timeout, warning: FIRST_WARNING, long: self.world.long_wait() }
     }
 
     /// Tells of a wait that has become long, and fails the group when its time is over.
-    pub fn look(
+    pub fn check_deadline(
         &self,
-        waiting: &mut Waiting,
+        waiting: &mut WaitDeadline,
         operation: &dyn Display,
         missing: &dyn Fn() -> Vec<usize>,
     ) -> Result<()> {
         let (rank, timeout, waited) = (self.world.rank, waiting.timeout, waiting.since.elapsed());
-        self.tell_place(waited, timeout);
+        self.publish_progress(waited, timeout);
         if let Some(long) = &mut waiting.long {
             long.look(waited, operation, || missing().iter().map(|&r| self.ranks[r]).collect());
         }
         if waited >= timeout {
-            let missing = self.describe_all(&self.not_in_place(missing()));
+            let missing = self.describe_all(&self.lagging(missing()));
             let operation = operation.to_string();
             return Err(self.fail(Error::Timeout { rank, operation, timeout, missing }));
         }
@@ -491,7 +493,7 @@ impl Drop for Engine {
         if !state.in_flight.is_empty() {
             self.quarantine(); // others may yet write to these buckets
         }
-        self.say_goodbye();
+        self.disconnect();
         self.control.rank(self.rank).left.store(1, Ordering::SeqCst);
         self.control.wake_all();
         self.control.header().attached.fetch_sub(1, Ordering::SeqCst);

@@ -10,8 +10,8 @@ use crate::error::{Error, Result};
 use crate::transport::{DisconnectReason, PeerDown};
 use crate::world::EXIT_REPORT_TIMEOUT;
 
-/// Kind of a poison note whose ranks have more to say: see [`Engine::fail_with_notice`].
-pub const NOTICES: u32 = 1;
+/// Kind of a poison note whose ranks have more to say: see [`Engine::fail_and_collect`].
+pub const ERROR_DETAILS: u32 = 1;
 /// Kind of a poison note about the loss of the group's first rank; of the next, one more; and so
 /// on.
 pub const LOST: u32 = 2;
@@ -26,38 +26,38 @@ impl Engine {
     /// Fails the group for a reason of which other ranks may have their own part to tell: every
     /// rank calls this, with an empty text if it has nothing to add, and gets what all ranks said,
     /// with their ranks.
-    pub fn fail_with_notice(&self, operation: &str, own: &str) -> Vec<(usize, String)> {
-        self.notify(own);
-        self.poison(NOTICES, &format!("rank {}: {operation}: {own}", self.world.rank));
+    pub fn fail_and_collect(&self, operation: &str, own: &str) -> Vec<(usize, String)> {
+        self.publish_error_detail(own);
+        self.poison(ERROR_DETAILS, &format!("rank {}: {operation}: {own}", self.world.rank));
         let deadline = Instant::now() + self.timeout();
         let silent = || {
-            self.fetch_notices();
-            self.ranks_where(|r| !self.control.rank(r).notice.is_set())
+            self.fetch_error_details();
+            self.ranks_where(|r| !self.control.rank(r).error_detail.is_set())
         };
         // If the group had failed for another reason, the others have heard of that and write no
         // notices.
-        let awaited = || self.awaits_notice() && self.others_await_notices();
+        let awaited = || self.awaits_error_details() && self.others_await_error_details();
         while awaited()
             && !silent().is_empty()
             && Instant::now() < deadline
-            && self.lost(&silent).is_none()
+            && self.find_lost_peer(&silent).is_none()
         {
             // A failure path: peers still finish their backward, so there is nothing to be quick
             // about.
             std::thread::sleep(Duration::from_millis(2));
         }
-        if self.abroad.is_some() && self.world.hosts_store() {
+        if self.inter_node.is_some() && self.world.hosts_store() {
             // The others ask for them as well.
             std::thread::sleep(EXIT_REPORT_TIMEOUT);
         }
         let notices = (0..self.size())
-            .filter_map(|r| Some((self.ranks[r], self.control.rank(r).notice.read()?.1)));
+            .filter_map(|r| Some((self.ranks[r], self.control.rank(r).error_detail.read()?.1)));
         notices.filter(|(_, text)| !text.is_empty()).collect()
     }
 
-    /// Whether the group failed in a way that [`Engine::fail_with_notice`] completes.
-    pub fn awaits_notice(&self) -> bool {
-        self.control.header().poison.read().is_some_and(|(kind, _)| kind == NOTICES)
+    /// Whether the group failed in a way that [`Engine::fail_and_collect`] completes.
+    pub fn awaits_error_details(&self) -> bool {
+        self.control.header().poison.read().is_some_and(|(kind, _)| kind == ERROR_DETAILS)
     }
 
     /// The error of an operation that begins in a group that has failed.
@@ -69,9 +69,9 @@ impl Engine {
     /// was `under_way`, and to the first that begins after it.
     pub fn check_failure(&self, operation: &dyn std::fmt::Display, under_way: bool) -> Result<()> {
         if under_way {
-            self.hear();
+            self.poll_failure();
         }
-        if self.has_given_up() {
+        if self.is_cancelled() {
             let cause = format!("rank {} has left it", self.world.rank);
             return Err(Error::Poisoned {
                 rank: self.world.rank,
@@ -84,7 +84,7 @@ impl Engine {
         let peer =
             kind.checked_sub(LOST).map(|peer| peer as usize).filter(|&peer| peer < self.size());
         Err(match peer {
-            Some(peer) if under_way || first => self.peer_lost(peer, operation),
+            Some(peer) if under_way || first => self.peer_lost_error(peer, operation),
             _ => Error::Poisoned { rank: self.world.rank, operation: operation.to_string(), cause },
         })
     }
@@ -92,18 +92,18 @@ impl Engine {
     /// Makes the group unusable on all ranks because this one says so.
     pub fn abort(&self, cause: &str) {
         // Nor is there anything else to wait for from this rank.
-        self.notify("");
+        self.publish_error_detail("");
         self.poison(0, &format!("rank {} aborted the group: {cause}", self.world.rank));
     }
 
     fn poison(&self, kind: u32, text: &str) {
-        if self.hear_of(kind, text) {
-            self.tell_failure(kind, text);
+        if self.record_failure(kind, text) {
+            self.publish_failure(kind, text);
         }
     }
 
     /// Fails the group on this node; whether that was the first failure.
-    pub fn hear_of(&self, kind: u32, text: &str) -> bool {
+    pub fn record_failure(&self, kind: u32, text: &str) -> bool {
         let first = self.control.header().poison.write(kind, text);
         self.quarantine();
         self.control.wake_all();
@@ -111,12 +111,12 @@ impl Engine {
     }
 
     /// Has all waits of this rank in the group end.
-    pub fn give_up(&self) {
-        self.given_up.store(true, Ordering::Relaxed);
+    pub fn cancel(&self) {
+        self.cancelled.store(true, Ordering::Relaxed);
     }
 
-    pub fn has_given_up(&self) -> bool {
-        self.given_up.load(Ordering::Relaxed)
+    pub fn is_cancelled(&self) -> bool {
+        self.cancelled.load(Ordering::Relaxed)
     }
 
     /// Returns whether this is the first that this rank hears of a failure.
@@ -130,7 +130,10 @@ impl Engine {
     }
 
     /// The first of the missing ranks that can never arrive.
-    pub fn lost(&self, missing: &dyn Fn() -> Vec<usize>) -> Option<(usize, DisconnectReason)> {
+    pub fn find_lost_peer(
+        &self,
+        missing: &dyn Fn() -> Vec<usize>,
+    ) -> Option<(usize, DisconnectReason)> {
         let leader = self.locals[0];
         let missing = || {
             let mut missing = missing();
@@ -146,7 +149,7 @@ impl Engine {
         let missing = missing();
         let left =
             missing.iter().find(|&&r| self.has_left(r)).map(|&r| (r, DisconnectReason::Left));
-        let cut_off = || missing.iter().find_map(|&r| Some((r, self.how_cut_off(r)?)));
+        let cut_off = || missing.iter().find_map(|&r| Some((r, self.disconnect_reason(r)?)));
         let ended = || {
             missing
                 .iter()
@@ -157,17 +160,20 @@ impl Engine {
     }
 
     /// Fails the group because `peer`, a rank of it, has left or ended.
-    pub fn lose(&self, peer: usize, operation: &dyn std::fmt::Display) -> Error {
-        let error = self.peer_lost(peer, operation);
+    pub fn fail_peer_lost(&self, peer: usize, operation: &dyn std::fmt::Display) -> Error {
+        let error = self.peer_lost_error(peer, operation);
         self.poison(LOST + peer as u32, &error.to_string());
         error
     }
 
     /// The other members that have left the group or ended.
-    pub fn gone(&self) -> Vec<usize> {
+    pub fn departed_peers(&self) -> Vec<usize> {
         let ended = self.world.ended(&self.ranks, Duration::ZERO);
-        let gone =
-            |r| self.has_left(r) || ended.contains(&self.ranks[r]) || self.how_cut_off(r).is_some();
+        let gone = |r| {
+            self.has_left(r)
+                || ended.contains(&self.ranks[r])
+                || self.disconnect_reason(r).is_some()
+        };
         self.ranks_where(|r| r != self.rank && gone(r))
     }
 
@@ -176,13 +182,15 @@ impl Engine {
     }
 
     /// The error where the connection to another leader has ended.
-    pub fn cut_off(&self, loss: PeerDown, operation: &dyn std::fmt::Display) -> Error {
-        let Some(abroad) = &self.abroad else { return self.lose(self.rank, operation) };
-        self.lose_member(abroad.leaders[loss.member], loss.how, operation)
+    pub fn link_lost_error(&self, loss: PeerDown, operation: &dyn std::fmt::Display) -> Error {
+        let Some(inter_node) = &self.inter_node else {
+            return self.fail_peer_lost(self.rank, operation);
+        };
+        self.handle_disconnect(inter_node.leaders[loss.member], loss.how, operation)
     }
 
     /// The error where a member has gone, or the connection to it.
-    pub fn lose_member(
+    pub fn handle_disconnect(
         &self,
         peer: usize,
         how: DisconnectReason,
@@ -190,9 +198,9 @@ impl Engine {
     ) -> Error {
         // It may have ended because of a failure, of which it, or its node, has told.
         match &how {
-            DisconnectReason::Failed(why) => self.hear_words(why),
+            DisconnectReason::Failed(why) => self.apply_failure(why),
             _ if self.locals.contains(&peer) => {}
-            _ => self.hear_within(EXIT_REPORT_TIMEOUT),
+            _ => self.wait_failure(EXIT_REPORT_TIMEOUT),
         }
         if let Err(error) = self.check_failure(operation, true) {
             return error;
@@ -213,11 +221,11 @@ impl Engine {
                 return self.fail(Error::PeerLost { rank, operation, peer });
             }
         }
-        self.lose(peer, operation)
+        self.fail_peer_lost(peer, operation)
     }
 
     /// The error for an operation that needs `peer`, a rank of this group that has left or ended.
-    fn peer_lost(&self, peer: usize, operation: &dyn std::fmt::Display) -> Error {
+    fn peer_lost_error(&self, peer: usize, operation: &dyn std::fmt::Display) -> Error {
         let global = self.ranks[peer];
         let end = self.world.loss_cause(global, self.has_left(peer));
         Error::PeerLost {

@@ -1,101 +1,39 @@
-//! Process groups over shared memory: CPU, and what of it goes between machines.
+//! Process groups over shared memory: collectives on CPU, on one node and between nodes.
 //!
 //! | file | subject |
 //! |---|---|
 //! | `arena` | the memory all local ranks map, and its allocator |
 //! | `arena_header` | what the ranks of a node share while they come together |
-//! | `control` | counters, posts and staging buffers of one group |
-//! | `operation` | what a rank posts about the collective it is in |
-//! | `engine` | rounds: posting, waiting |
+//! | `bytes` | memory as bytes and as elements |
+//! | `control` | counters, descriptors and staging buffers of one group |
+//! | `engine` | rounds: publishing, waiting |
 //! | `failure` | what becomes of a group that fails |
 //! | `fork` | what a forked child must leave alone |
-//! | `exchange` | collectives that read from peers |
+//! | `read_collectives` | collectives that read from peers |
 //! | `reduction` | all_reduce, reduce, and the bucket reductions of data-parallel training |
-//! | `message` | send and recv |
-//! | `receiving` | how messages find their receivers |
-//! | `inbox` | messages that have come before anybody asked for them |
-//! | `abroad` | members on other nodes: linking, posts, news of failures |
-//! | `carrying` | what a node's leader carries to and from other nodes |
-//! | `hierarchy` | reductions in a node, then between nodes |
-//! | `part` | memory that is lent to a transport |
+//! | `p2p` | send and recv |
+//! | `p2p_receive` | how messages find their receivers |
+//! | `message_queue` | one sender's messages, with those that came before a receive |
+//! | `internode` | members on other nodes: connections, news of failures |
+//! | `internode_exchange` | what the nodes' leaders exchange: descriptors and blocks |
+//! | `hierarchical` | reductions in a node, then between nodes |
+//! | `io_segment` | memory that is lent to a transport |
 //!
 //! All `unsafe` code of the crate is in here, in `nccl`, and in `transport::mpi::session`.
 
-mod abroad;
 pub mod arena;
 pub mod arena_header;
-mod carrying;
+pub mod bytes;
 pub mod control;
 pub mod engine;
-mod exchange;
-mod failure;
+pub mod failure;
 pub mod fork;
-mod hierarchy;
-mod inbox;
-mod message;
-pub mod operation;
-mod part;
-mod receiving;
-mod reduction;
-
-pub use control::Control;
-pub use exchange::Raw;
-pub use part::Part;
-pub use reduction::Segments;
-
-use flow_kernels::Element;
-
-use arena::Block;
-
-/// The bytes of a slice of numbers.
-pub fn as_bytes<T: Element>(slice: &[T]) -> &[u8] {
-    // SAFETY: numbers have no padding, any alignment is right for bytes, and the length is the
-    // slice's.
-    unsafe { std::slice::from_raw_parts(slice.as_ptr().cast(), std::mem::size_of_val(slice)) }
-}
-
-/// The bytes of a slice of numbers, for writing.
-pub fn as_bytes_mut<T: Element>(slice: &mut [T]) -> &mut [u8] {
-    // SAFETY: as above, and any bytes are a number.
-    unsafe {
-        std::slice::from_raw_parts_mut(slice.as_mut_ptr().cast(), std::mem::size_of_val(slice))
-    }
-}
-
-/// The first `len` numbers of a block.
-pub fn block_as_slice<T: Element>(block: &Block, len: usize) -> &[T] {
-    assert!(
-        len * std::mem::size_of::<T>() <= block.size(),
-        "the block was allocated for the slice"
-    );
-    // SAFETY: the block holds that many bytes, is cache line aligned, and was zero when made; any
-    // bytes are numbers.
-    unsafe { std::slice::from_raw_parts(block.as_ptr().cast(), len) }
-}
-
-/// The first `len` numbers of a block, for writing.
-pub fn block_as_slice_mut<T: Element>(block: &mut Block, len: usize) -> &mut [T] {
-    assert!(
-        len * std::mem::size_of::<T>() <= block.size(),
-        "the block was allocated for the slice"
-    );
-    // SAFETY: as above; the block is borrowed mutably.
-    unsafe { std::slice::from_raw_parts_mut(block.as_ptr().cast(), len) }
-}
-
-/// As `copy_nonoverlapping`, in pieces small enough for the C library to move them by vector
-/// registers: its `rep movsb` for larger ones takes three times as long on AMD's Zen 3 for
-/// addresses that lie badly to each other.
-///
-/// # Safety
-///
-/// As for `copy_nonoverlapping`.
-unsafe fn copy(from: *const u8, to: *mut u8, count: usize) {
-    const PIECE: usize = 2048;
-    for start in (0..count).step_by(PIECE) {
-        // SAFETY: the pieces are parts of the caller's ranges.
-        unsafe {
-            std::ptr::copy_nonoverlapping(from.add(start), to.add(start), PIECE.min(count - start))
-        };
-    }
-}
+pub mod hierarchical;
+pub mod internode;
+pub mod internode_exchange;
+pub mod io_segment;
+pub mod message_queue;
+pub mod p2p;
+pub mod p2p_receive;
+pub mod read_collectives;
+pub mod reduction;

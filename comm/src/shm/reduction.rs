@@ -6,7 +6,7 @@
 //! through the staging buffers, the copies of one chunk overlapping with the reduction of another.
 //!
 //! Over several nodes that is so for small data, and for what needs each rank's own; see
-//! `hierarchy` for the rest.
+//! `hierarchical` for the rest.
 
 use std::hash::{Hash, Hasher};
 use std::ops::Range;
@@ -20,8 +20,8 @@ use fnv::FnvHasher;
 use super::arena::{Arena, Block};
 use super::control::{CHUNK, PAYLOAD};
 use super::engine::{Engine, State};
-use super::exchange::Raw;
-use super::operation::{Kind, Location, Operation};
+use super::read_collectives::BufferView;
+use crate::descriptor::{Kind, Location, OpDescriptor};
 use crate::error::{Error, Result};
 
 /// Pieces of shared memory that are reduced as one: a bucket of gradients, where each was born.
@@ -38,10 +38,10 @@ pub struct Segments {
     step: AtomicU32,
     /// Offsets of the pieces, readable by all ranks.
     table: Block,
-    pieces: Mutex<Pieces>,
+    pieces: Mutex<PlacedPieces>,
 }
 
-struct Pieces {
+struct PlacedPieces {
     /// Keep the pieces' memory until it is reduced.
     owners: Vec<Option<Owner>>,
     under_way: bool,
@@ -61,8 +61,10 @@ impl Segments {
         let mut hasher = FnvHasher::default();
         lengths.hash(&mut hasher);
         let table = arena.allocate_zeroed(lengths.len() * 8)?;
-        let pieces =
-            Mutex::new(Pieces { owners: lengths.iter().map(|_| None).collect(), under_way: false });
+        let pieces = Mutex::new(PlacedPieces {
+            owners: lengths.iter().map(|_| None).collect(),
+            under_way: false,
+        });
         let (layout, step) = (hasher.finish(), AtomicU32::new(0));
         Some(Self { bucket, dtype, lengths, total, layout, step, table, pieces })
     }
@@ -77,7 +79,7 @@ impl Segments {
     /// dropped, which is when the piece has been reduced; its `Drop` must not call the group. False
     /// if there is no such piece, the memory is too short or badly aligned for it, not all ranks
     /// can reach it there, or the bucket is being reduced.
-    pub fn place(&self, index: usize, memory: impl AsMut<[u8]> + Send + 'static) -> bool {
+    pub fn set_piece(&self, index: usize, memory: impl AsMut<[u8]> + Send + 'static) -> bool {
         let Some(length) = self.lengths.get(index) else { return false };
         let bytes = length * self.dtype.size();
         let mut owner: Owner = Box::new(memory);
@@ -112,7 +114,7 @@ impl Segments {
         pieces.owners.fill_with(|| None);
     }
 
-    fn pieces(&self) -> MutexGuard<'_, Pieces> {
+    fn pieces(&self) -> MutexGuard<'_, PlacedPieces> {
         self.pieces.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -133,30 +135,36 @@ impl Segments {
 pub struct InFlight {
     round: u64,
     /// Over several nodes: in which all ranks take the result home.
-    homeward: Option<u64>,
-    operation: Operation,
+    result_round: Option<u64>,
+    operation: OpDescriptor,
     segments: Arc<Segments>,
     reduced: bool,
 }
 
 /// A bucket for a leader to reduce between nodes.
-pub struct Cargo {
+pub struct InterNodeBucket {
     pub round: u64,
-    pub homeward: u64,
-    pub operation: Operation,
+    pub result_round: u64,
+    pub operation: OpDescriptor,
     pub segments: Arc<Segments>,
 }
 
 impl Engine {
     /// Reduces `data` over all ranks, in place.
-    pub fn all_reduce(&self, data: Raw, dtype: DType, reduce: ReduceOp) -> Result<()> {
+    pub fn all_reduce(&self, data: BufferView, dtype: DType, reduce: ReduceOp) -> Result<()> {
         let operation =
             self.operation(Kind::AllReduce, dtype, reduce, 0, data.bytes / dtype.size());
         self.reduce_into(operation, data, |_| true)
     }
 
     /// Reduces `data` over all ranks into the root's; other ranks' stays as it is.
-    pub fn reduce(&self, data: Raw, dtype: DType, reduce: ReduceOp, root: usize) -> Result<()> {
+    pub fn reduce(
+        &self,
+        data: BufferView,
+        dtype: DType,
+        reduce: ReduceOp,
+        root: usize,
+    ) -> Result<()> {
         let operation =
             self.operation(Kind::Reduce, dtype, reduce, root, data.bytes / dtype.size());
         self.reduce_into(operation, data, |rank| rank == root)
@@ -164,8 +172,8 @@ impl Engine {
 
     fn reduce_into(
         &self,
-        mut operation: Operation,
-        data: Raw,
+        mut operation: OpDescriptor,
+        data: BufferView,
         receives: impl Fn(usize) -> bool,
     ) -> Result<()> {
         let state = &mut *self.state();
@@ -173,16 +181,18 @@ impl Engine {
         let operation = &operation;
         let element = operation.dtype.size();
         if data.bytes <= PAYLOAD {
-            let round = self.open(state, operation)?;
+            let round = self.acquire_slot(state, operation)?;
             // SAFETY: the payload holds PAYLOAD bytes and is ours alone until we arrive.
-            unsafe { super::copy(data.data, self.control.payload(round, self.rank), data.bytes) };
-            self.post(round, operation, Location::Staged);
+            unsafe {
+                super::bytes::copy(data.data, self.control.payload(round, self.rank), data.bytes)
+            };
+            self.publish_descriptor(round, operation, Location::Staged);
             self.arrive(round);
             self.wait_arrived(round, operation, data.bytes)?;
             self.locations(round, operation, 0)?;
             if receives(self.rank) {
                 let from = |rank| self.control.payload(round, rank);
-                self.combine(operation, &from, &mut [data.data], data.bytes / element);
+                self.reduce_local(operation, &from, &mut [data.data], data.bytes / element);
             }
             self.done(round);
             return Ok(());
@@ -190,31 +200,31 @@ impl Engine {
 
         let own = self.locate(data.data, data.bytes);
         let mut locations = Vec::new();
-        if self.abroad.is_some() {
-            locations = self.agree(state, operation, own, data.bytes)?;
+        if self.inter_node.is_some() {
+            locations = self.exchange_descriptors(state, operation, own, data.bytes)?;
             if operation.kind == Kind::AllReduce && !is_mean_of_integers(operation) {
                 return self.reduce_between_nodes(state, operation, data, &locations);
             }
-            locations = self.reachable(locations);
+            locations = self.mark_remote_staged(locations);
         }
         // The chunk before: reduced here, not yet by all.
         let mut pending: Option<(u64, Range<usize>)> = None;
         let mut start = 0;
         loop {
             let range = start..(start + CHUNK).min(data.bytes);
-            let round = self.open(state, operation)?;
-            if own == Location::Staged || self.leads() {
+            let round = self.acquire_slot(state, operation)?;
+            if own == Location::Staged || self.is_leader() {
                 let staging = self.stage(state, round, operation)?;
                 // SAFETY: the range is inside the caller's memory and fits the buffer, which nobody
                 // reads now.
-                unsafe { super::copy(data.data.add(range.start), staging, range.len()) };
+                unsafe { super::bytes::copy(data.data.add(range.start), staging, range.len()) };
             }
-            self.post(round, operation, own);
+            self.publish_descriptor(round, operation, own);
             self.arrive(round);
             if let Some((round, range)) = pending.take() {
-                self.collect(round, range, own, data, operation, &receives)?;
+                self.copy_out(round, range, own, data, operation, &receives)?;
             }
-            if self.abroad.is_none() {
+            if self.inter_node.is_none() {
                 self.wait_arrived(round, operation, 0)?;
                 if start == 0 {
                     locations = self.locations(round, operation, data.bytes)?;
@@ -226,59 +236,61 @@ impl Engine {
                 Location::Shared(offset) => self.world.arena.at(offset + start),
                 Location::Staged => self.control.staging(rank, (round % 2) as usize),
             };
-            if self.abroad.is_some() {
+            if self.inter_node.is_some() {
                 let at = |rank: usize, _| at(rank).cast_const();
-                self.wait_carried(round, operation, || self.pieces(operation, 1, &range, &at))?;
+                self.wait_transferred(round, operation, || {
+                    self.plan_transfers(operation, 1, &range, &at)
+                })?;
             }
             let slice = slice(range.len() / element, self.locals.len(), self.local, element);
             let from = |rank| at(rank).wrapping_add(slice.start * element);
             let mut to: Vec<*mut u8> =
                 self.locals.iter().copied().filter(|&r| receives(r)).map(from).collect();
-            self.combine(operation, &from, &mut to, slice.len());
+            self.reduce_local(operation, &from, &mut to, slice.len());
             self.done(round);
             start = range.end;
             if start == data.bytes {
-                return self.collect(round, range, own, data, operation, &receives);
+                return self.copy_out(round, range, own, data, operation, &receives);
             }
             pending = Some((round, range));
         }
     }
 
     /// Waits until all ranks have reduced their slices of a chunk, and takes the result home.
-    fn collect(
+    fn copy_out(
         &self,
         round: u64,
         range: Range<usize>,
         own: Location,
-        data: Raw,
-        operation: &Operation,
+        data: BufferView,
+        operation: &OpDescriptor,
         receives: &impl Fn(usize) -> bool,
     ) -> Result<()> {
         self.wait_done(round, operation)?;
         if own == Location::Staged && receives(self.rank) {
             let staging = self.control.staging(self.rank, (round % 2) as usize);
             // SAFETY: the range is inside the caller's memory, and the staged chunk is as long.
-            unsafe { super::copy(staging, data.data.add(range.start), range.len()) };
+            unsafe { super::bytes::copy(staging, data.data.add(range.start), range.len()) };
         }
         Ok(())
     }
 
     /// Reduces `count` elements at `from(rank)` of all ranks to all addresses in `to`.
-    fn combine(
+    fn reduce_local(
         &self,
-        operation: &Operation,
+        operation: &OpDescriptor,
         from: &dyn Fn(usize) -> *mut u8,
         to: &mut [*mut u8],
         count: usize,
     ) {
         let places: Vec<*mut u8> = (0..self.size()).map(from).collect();
-        self.combine_places(operation, &places, to, count);
+        self.reduce_local_at(operation, &places, to, count);
     }
 
     /// Reduces `count` elements at all of `from`, some members' or all, to all of `to`.
-    pub fn combine_places(
+    pub fn reduce_local_at(
         &self,
-        operation: &Operation,
+        operation: &OpDescriptor,
         from: &[*mut u8],
         to: &mut [*mut u8],
         count: usize,
@@ -302,15 +314,15 @@ impl Engine {
     /// Posts a bucket whose pieces are all in place. Does not wait; false if too many buckets are
     /// under way, then nothing was done. All ranks post the same buckets in the same order.
     ///
-    /// With a cargo, which has to be given to [`Engine::carry_bucket`], in the order of posting.
-    pub fn post_bucket(
+    /// With a bucket, which has to be given to [`Engine::reduce_bucket_between_nodes`], in the order of posting.
+    pub fn launch_bucket(
         &self,
         segments: &Arc<Segments>,
         reduce: ReduceOp,
-    ) -> Result<(bool, Option<Cargo>)> {
+    ) -> Result<(bool, Option<InterNodeBucket>)> {
         let refuse = |reason: &str| {
             let (operation, reason) =
-                ("post_bucket".into(), format!("bucket {} {reason}", segments.bucket));
+                ("launch_bucket".into(), format!("bucket {} {reason}", segments.bucket));
             Err(Error::Argument { rank: self.world.rank, operation, reason })
         };
         if !Arc::ptr_eq(segments.table.arena(), &self.world.arena) {
@@ -327,45 +339,47 @@ impl Engine {
         operation.layout = segments.layout;
         // Before anything is said of the state in which a failure has left the bucket.
         self.check_poison(&operation)?;
-        if self.abroad.is_some() && is_mean_of_integers(&operation) {
+        if self.inter_node.is_some() && is_mean_of_integers(&operation) {
             return refuse("is to be an average of integers, which buckets cannot be over several nodes; sum them");
         }
         let mut pieces = segments.pieces();
         if pieces.under_way || pieces.owners.iter().any(Option::is_none) {
             return refuse("is being reduced already, or not all its pieces are placed");
         }
-        let Some((round, homeward)) = self.try_open_bucket(state) else {
+        let Some((round, result_round)) = self.try_acquire_bucket(state) else {
             drop(pieces);
             return self.advance(state, false).map(|()| (false, None));
         };
-        self.number(state, &mut operation)?;
+        self.assign_sequence(state, &mut operation)?;
         pieces.under_way = true;
-        self.post(round, &operation, Location::Shared(segments.table.offset()));
+        self.publish_descriptor(round, &operation, Location::Shared(segments.table.offset()));
         self.arrive(round);
-        let cargo = homeward.filter(|_| self.leads()).map(|homeward| {
+        let bucket = result_round.filter(|_| self.is_leader()).map(|result_round| {
             let segments = Arc::clone(segments);
-            Cargo { round, homeward, operation, segments }
+            InterNodeBucket { round, result_round, operation, segments }
         });
-        if let Some(homeward) = homeward {
-            self.arrive(homeward);
+        if let Some(result_round) = result_round {
+            self.arrive(result_round);
         }
         // In the leader the carrier does the rest.
-        let reduced = cargo.is_some();
+        let reduced = bucket.is_some();
         state.in_flight.push_back(InFlight {
             round,
-            homeward,
+            result_round,
             operation,
             segments: Arc::clone(segments),
             reduced,
         });
-        Ok((true, cargo))
+        Ok((true, bucket))
     }
 
     /// The rounds of a bucket, or None while their slots are in use.
-    fn try_open_bucket(&self, state: &mut State) -> Option<(u64, Option<u64>)> {
-        match self.abroad {
-            None => Some((self.try_open(state)?, None)),
-            Some(_) => self.try_open_two(state).map(|(round, homeward)| (round, Some(homeward))),
+    fn try_acquire_bucket(&self, state: &mut State) -> Option<(u64, Option<u64>)> {
+        match self.inter_node {
+            None => Some((self.try_acquire(state)?, None)),
+            Some(_) => {
+                self.try_acquire_two(state).map(|(round, result_round)| (round, Some(result_round)))
+            }
         }
     }
 
@@ -383,15 +397,15 @@ impl Engine {
     }
 
     /// Starts a collective: buckets that were posted before come first.
-    pub fn begin(&self, state: &mut State, operation: &mut Operation) -> Result<()> {
+    pub fn begin(&self, state: &mut State, operation: &mut OpDescriptor) -> Result<()> {
         if !state.in_flight.is_empty() {
             self.advance(state, true)?;
         }
-        self.number(state, operation)
+        self.assign_sequence(state, operation)
     }
 
     fn advance(&self, state: &mut State, wait: bool) -> Result<()> {
-        if wait && self.abroad.is_some() {
+        if wait && self.inter_node.is_some() {
             return self.advance_in_turn(state);
         }
         for flight in state.in_flight.iter_mut().filter(|f| !f.reduced) {
@@ -405,15 +419,15 @@ impl Engine {
             self.done(flight.round);
         }
         while let Some(first) = state.in_flight.front_mut().filter(|f| f.reduced) {
-            if let Some(homeward) = first.homeward {
+            if let Some(result_round) = first.result_round {
                 if wait {
-                    self.wait_all_arrived(homeward, &first.operation)?;
-                } else if !self.all_arrived(homeward) {
+                    self.wait_all_arrived(result_round, &first.operation)?;
+                } else if !self.all_arrived(result_round) {
                     break;
                 }
-                self.take_home(first.round, &first.operation, &first.segments)?;
-                self.done(homeward);
-                (first.round, first.homeward) = (homeward, None);
+                self.copy_from_leader(first.round, &first.operation, &first.segments)?;
+                self.done(result_round);
+                (first.round, first.result_round) = (result_round, None);
             }
             if wait {
                 self.wait_done(first.round, &first.operation)?;
@@ -439,12 +453,12 @@ impl Engine {
     /// Finishes one bucket after the other: ranks that have posted fewer may wait for this one to
     /// take the first home.
     fn advance_in_turn(&self, state: &mut State) -> Result<()> {
-        while let Some(InFlight { round, homeward, operation, reduced, .. }) =
+        while let Some(InFlight { round, result_round, operation, reduced, .. }) =
             state.in_flight.front()
         {
-            match homeward {
+            match result_round {
                 _ if !reduced => self.wait_locals_arrived(*round, operation)?,
-                Some(homeward) => self.wait_all_arrived(*homeward, operation)?,
+                Some(result_round) => self.wait_all_arrived(*result_round, operation)?,
                 None => self.wait_done(*round, operation)?,
             }
             self.advance(state, false)?;
@@ -453,12 +467,12 @@ impl Engine {
     }
 
     /// The error where a rank that has posted a bucket no longer has its pieces.
-    fn gave_up(&self, rank: usize, operation: &Operation) -> Error {
+    fn invalid_piece_error(&self, rank: usize, operation: &OpDescriptor) -> Error {
         if let Err(error) = self.check_failure(operation, true) {
             return error;
         }
         if self.has_left(rank) {
-            return self.lose(rank, operation);
+            return self.fail_peer_lost(rank, operation);
         }
         let detail =
             format!("rank {} placed a gradient outside the shared memory", self.ranks[rank]);
@@ -470,7 +484,7 @@ impl Engine {
         let pieces = self.pieces_of_all(*round, operation, segments)?;
         let element = segments.dtype.size();
         // Over several nodes the leader has other work, and is where the sum goes.
-        let (reducers, own) = match self.abroad {
+        let (reducers, own) = match self.inter_node {
             None => (self.size(), self.local),
             Some(_) => (self.locals.len() - 1, self.local.wrapping_sub(1)),
         };
@@ -483,8 +497,8 @@ impl Engine {
                     .iter_mut()
                     .for_each(|place| *place = place.wrapping_add((low - begin) * element));
                 let mut to = places.clone();
-                to.truncate(if self.abroad.is_some() { 1 } else { to.len() });
-                self.combine_places(operation, &places, &mut to, high - low);
+                to.truncate(if self.inter_node.is_some() { 1 } else { to.len() });
+                self.reduce_local_at(operation, &places, &mut to, high - low);
             }
             begin += length;
         }
@@ -495,7 +509,7 @@ impl Engine {
     pub fn pieces_of_all(
         &self,
         round: u64,
-        operation: &Operation,
+        operation: &OpDescriptor,
         segments: &Segments,
     ) -> Result<Vec<Vec<*mut u8>>> {
         let tables = self.local_locations(round, operation, segments.lengths.len() * 8)?;
@@ -512,7 +526,7 @@ impl Engine {
             } as usize;
             if !offset.is_multiple_of(element) || !self.is_reachable(rank, offset, length * element)
             {
-                return Err(self.gave_up(rank, operation));
+                return Err(self.invalid_piece_error(rank, operation));
             }
             Ok(self.world.arena.at(offset))
         };
@@ -527,7 +541,12 @@ impl Engine {
     }
 
     /// Copies what the leader has of a bucket that is reduced over all nodes.
-    fn take_home(&self, round: u64, operation: &Operation, segments: &Segments) -> Result<()> {
+    fn copy_from_leader(
+        &self,
+        round: u64,
+        operation: &OpDescriptor,
+        segments: &Segments,
+    ) -> Result<()> {
         // Only now is known what the other nodes have posted.
         self.locations(round, operation, 0)?;
         if self.local == 0 {
@@ -540,21 +559,21 @@ impl Engine {
             let (from, to, bytes) = (places[0], places[self.local], length * segments.dtype.size());
             // SAFETY: both are pieces of that length, in memory that all ranks of this node map;
             // the leader's is final, and this rank's own is its alone now.
-            unsafe { super::copy(from, to, bytes) };
+            unsafe { super::bytes::copy(from, to, bytes) };
         }
         Ok(())
     }
 }
 
 /// A mean of integers is exact: sums of a node's values would not fit their type.
-fn is_mean_of_integers(operation: &Operation) -> bool {
+fn is_mean_of_integers(operation: &OpDescriptor) -> bool {
     operation.reduce == ReduceOp::Avg
         && matches!(operation.dtype, DType::I32 | DType::I64 | DType::U8)
 }
 
 /// Whether an average is divided in each node, before the sum between nodes: that of half numbers
 /// might overflow.
-pub fn is_divided_first(operation: &Operation) -> bool {
+pub fn is_divided_first(operation: &OpDescriptor) -> bool {
     operation.reduce == ReduceOp::Avg && matches!(operation.dtype, DType::F16 | DType::BF16)
 }
 

@@ -22,7 +22,7 @@ use crate::bootstrap::PeerInfo;
 use crate::env::{Membership, Rendezvous};
 use crate::error::Result;
 use crate::settings;
-use crate::shm::Part;
+use crate::shm::io_segment::IoSegment;
 
 /// Opens a transport for a rank that joins its job.
 type Open = fn(&Membership) -> Result<Box<dyn Transport>, String>;
@@ -94,11 +94,11 @@ pub enum ConnectError {
 /// member in the order in which they were sent to it.
 pub trait Connections: Send {
     /// Has `part` sent. Returns a number that [`Connections::sent`] comes to when it is.
-    fn send(&mut self, to: usize, part: Part) -> u64;
+    fn send(&mut self, to: usize, part: IoSegment) -> u64;
 
     /// Has `part` filled with what `from` sends next. Returns a number that [`Connections::received`]
     /// comes to when it is.
-    fn receive(&mut self, from: usize, part: Part) -> u64;
+    fn receive(&mut self, from: usize, part: IoSegment) -> u64;
 
     /// How many parts to a member have been sent.
     fn sent(&self, to: usize) -> u64;

@@ -2,12 +2,12 @@
 
 use std::collections::VecDeque;
 
-use crate::shm::Part;
+use crate::shm::io_segment::IoSegment;
 
 /// Parts in order, of the first of which so many bytes are through.
 #[derive(Default)]
 pub struct Queue {
-    pub parts: VecDeque<Part>,
+    pub parts: VecDeque<IoSegment>,
     pub offset: usize,
     /// Parts that ever were in it, and those that are through.
     pub queued: u64,
@@ -15,7 +15,7 @@ pub struct Queue {
 }
 
 impl Queue {
-    pub fn push(&mut self, part: Part) -> u64 {
+    pub fn push(&mut self, part: IoSegment) -> u64 {
         self.queued += 1;
         self.parts.push_back(part);
         self.skip(0);

@@ -22,7 +22,7 @@ use crate::env::{Membership, Rendezvous};
 use crate::error::Result;
 use crate::net::local_address_for;
 use crate::settings::{self, LOCAL_ADDRESS};
-use crate::shm::Part;
+use crate::shm::io_segment::IoSegment;
 use crate::store::Address;
 
 /// A connection that is idle for so many seconds is probed, at such an interval, and is broken when
@@ -426,11 +426,11 @@ impl TcpConnections {
 }
 
 impl Connections for TcpConnections {
-    fn send(&mut self, to: usize, part: Part) -> u64 {
+    fn send(&mut self, to: usize, part: IoSegment) -> u64 {
         self.peer(to).sending.push(part)
     }
 
-    fn receive(&mut self, from: usize, part: Part) -> u64 {
+    fn receive(&mut self, from: usize, part: IoSegment) -> u64 {
         self.peer(from).receiving.push(part)
     }
 

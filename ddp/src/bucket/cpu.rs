@@ -54,7 +54,7 @@ impl CpuBucket {
         // be taken as it is.
         let memory = || Memory(self.layouts[slot].in_memory_order(gradient));
         let reachable =
-            in_place && gradient.kind() == self.kind && self.segments.place(slot, memory());
+            in_place && gradient.kind() == self.kind && self.segments.set_piece(slot, memory());
         if reachable {
             self.copied[slot] = false;
         } else {
@@ -73,7 +73,8 @@ impl CpuBucket {
         self.copied[slot] = true;
         // Refused only if a backward that failed was reducing the bucket: then posting it again
         // fails.
-        self.segments.place(slot, Memory(self.layouts[slot].in_memory_order(&self.places[slot])));
+        self.segments
+            .set_piece(slot, Memory(self.layouts[slot].in_memory_order(&self.places[slot])));
     }
 
     /// Hands the bucket over to be reduced; false if that must be tried again later.

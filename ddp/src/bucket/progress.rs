@@ -69,7 +69,7 @@ impl Progress {
     /// Hands a bucket over; false if that must be tried again later.
     pub fn post(&self, segments: &Arc<Segments>) -> Result<bool> {
         match self {
-            Self::Hooks(group) => group.post_bucket(segments, ReduceOp::Avg),
+            Self::Hooks(group) => group.launch_bucket(segments, ReduceOp::Avg),
             Self::Thread(thread) => {
                 thread.post(segments);
                 Ok(true)
@@ -152,7 +152,7 @@ impl CommunicationThread {
 
 fn reduce(group: &ProcessGroup, segments: &Arc<Segments>) -> Result<Vec<(u32, Instant)>> {
     let mut finished = Vec::new();
-    while !group.post_bucket(segments, ReduceOp::Avg)? {
+    while !group.launch_bucket(segments, ReduceOp::Avg)? {
         finished.extend(group.finish_buckets()?);
     }
     finished.extend(group.finish_buckets()?);

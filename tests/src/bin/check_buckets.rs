@@ -44,7 +44,7 @@ fn filled(group: &ProcessGroup, length: usize, value: f32) -> Result<SharedBuffe
 fn bucket(group: &ProcessGroup, lengths: &[usize], value: f32) -> Result<Arc<Segments>> {
     let segments = group.segments(0, DType::F32, lengths.to_vec())?;
     for (index, &length) in lengths.iter().enumerate() {
-        ensure!(segments.place(index, Piece(filled(group, length, value)?, 0)));
+        ensure!(segments.set_piece(index, Piece(filled(group, length, value)?, 0)));
     }
     Ok(Arc::new(segments))
 }
@@ -53,17 +53,17 @@ fn bucket(group: &ProcessGroup, lengths: &[usize], value: f32) -> Result<Arc<Seg
 fn pieces(group: &ProcessGroup) -> Result<()> {
     for _ in 0..200 {
         let segments = bucket(group, &[1, 0, 70_000, 3], 1.0 + group.rank() as f32)?;
-        ensure!(group.post_bucket(&segments, ReduceOp::Sum)?);
+        ensure!(group.launch_bucket(&segments, ReduceOp::Sum)?);
         if group.rank() == 1 {
             // Rank 0 has not yet done its part, or has: only what is finished can be posted or
             // placed.
             let error =
-                group.post_bucket(&segments, ReduceOp::Sum).err().context("posted twice")?;
+                group.launch_bucket(&segments, ReduceOp::Sum).err().context("posted twice")?;
             ensure!(error.to_string().contains("is being reduced already"), "{error}");
-            ensure!(!segments.place(0, Piece(filled(group, 1, 9.0)?, 0)));
+            ensure!(!segments.set_piece(0, Piece(filled(group, 1, 9.0)?, 0)));
         }
         ensure!(group.finish_buckets()?.len() == 1);
-        ensure!(group.post_bucket(&segments, ReduceOp::Sum).is_err(), "its pieces are gone");
+        ensure!(group.launch_bucket(&segments, ReduceOp::Sum).is_err(), "its pieces are gone");
     }
     Ok(())
 }
@@ -71,13 +71,13 @@ fn pieces(group: &ProcessGroup) -> Result<()> {
 /// What cannot be reduced is refused, and the group stays usable.
 fn refused(group: &ProcessGroup) -> Result<()> {
     let segments = group.segments(0, DType::F32, vec![4, 4])?;
-    ensure!(!segments.place(2, Piece(filled(group, 8, 0.0)?, 0)), "there is no piece 2");
-    ensure!(!segments.place(0, Piece(filled(group, 8, 0.0)?, 1)), "not aligned");
-    ensure!(!segments.place(0, Piece(filled(group, 4, 0.0)?, 4)), "too short");
-    ensure!(!segments.place(0, vec![0_u8; 16]), "not shared");
-    ensure!(segments.place(0, Piece(filled(group, 4, 0.0)?, 0)));
+    ensure!(!segments.set_piece(2, Piece(filled(group, 8, 0.0)?, 0)), "there is no piece 2");
+    ensure!(!segments.set_piece(0, Piece(filled(group, 8, 0.0)?, 1)), "not aligned");
+    ensure!(!segments.set_piece(0, Piece(filled(group, 4, 0.0)?, 4)), "too short");
+    ensure!(!segments.set_piece(0, vec![0_u8; 16]), "not shared");
+    ensure!(segments.set_piece(0, Piece(filled(group, 4, 0.0)?, 0)));
     let not_all = group
-        .post_bucket(&Arc::new(segments), ReduceOp::Sum)
+        .launch_bucket(&Arc::new(segments), ReduceOp::Sum)
         .err()
         .context("piece 1 is missing")?;
     ensure!(not_all.to_string().contains("not all its pieces are placed"), "{not_all}");
@@ -91,7 +91,7 @@ fn refused(group: &ProcessGroup) -> Result<()> {
 
     let elsewhere = ProcessGroup::from_env()?;
     let error = group
-        .post_bucket(&bucket(&elsewhere, &[9], 1.0)?, ReduceOp::Sum)
+        .launch_bucket(&bucket(&elsewhere, &[9], 1.0)?, ReduceOp::Sum)
         .err()
         .context("of another job")?;
     ensure!(
@@ -109,7 +109,7 @@ fn other_lengths(group: &ProcessGroup) -> Result<()> {
     let lengths: &[usize] = if group.rank() == 0 { &[16, 4096] } else { &[4096, 16] };
     let segments = bucket(group, lengths, 1.0)?;
     let others: Vec<_> = (0..64).map(|_| filled(group, 16, 1.0)).collect::<Result<_>>()?;
-    group.post_bucket(&segments, ReduceOp::Sum)?;
+    group.launch_bucket(&segments, ReduceOp::Sum)?;
     let error = group.finish_buckets().err().context("other lengths were accepted")?;
     ensure!(error.to_string().contains("with pieces of other lengths"), "{error}");
     ensure!(others.iter().all(|other| other.iter().all(|&element| element == 1.0)));
@@ -126,7 +126,7 @@ fn given_up(world: &ProcessGroup, cause: Option<&str>, told: &str) -> Result<()>
     let others = filled(world, 1 << 22, 1.0)?;
     let segments = bucket(&group, &lengths, 1.0)?;
     world.barrier()?;
-    ensure!(group.post_bucket(&segments, ReduceOp::Sum)?);
+    ensure!(group.launch_bucket(&segments, ReduceOp::Sum)?);
     world.barrier()?;
     if group.rank() == 1 {
         cause.inspect(|cause| group.abort(cause));

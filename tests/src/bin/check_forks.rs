@@ -190,7 +190,9 @@ fn operations(group: &ProcessGroup) -> Result<Side> {
             is_forked("nccl", group.nccl(0).map(drop), group)?;
             is_forked("check", group.check("check"), group)?;
             group.abort("by a child");
-            ensure!(group.fail_with_notice("a test", "").is_empty() && !group.awaits_notice());
+            ensure!(
+                group.fail_and_collect("a test", "").is_empty() && !group.awaits_error_details()
+            );
         }
         drop(sub);
         return Ok(Side::Child);

@@ -14,7 +14,7 @@ use super::session::{
 };
 use crate::bootstrap::PeerInfo;
 use crate::env::Membership;
-use crate::shm::Part;
+use crate::shm::io_segment::IoSegment;
 use crate::transport::queue::Queue;
 use crate::transport::{
     CancelCheck, ConnectError, Connections, DisconnectReason, PeerDown, Transport,
@@ -289,11 +289,11 @@ impl MpiConnections {
 }
 
 impl Connections for MpiConnections {
-    fn send(&mut self, to: usize, part: Part) -> u64 {
+    fn send(&mut self, to: usize, part: IoSegment) -> u64 {
         self.peer(to).sending.push(part)
     }
 
-    fn receive(&mut self, from: usize, part: Part) -> u64 {
+    fn receive(&mut self, from: usize, part: IoSegment) -> u64 {
         self.peer(from).receiving.push(part)
     }
 

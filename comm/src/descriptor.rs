@@ -1,11 +1,9 @@
-//! What a rank says it is doing: posted beside the data in every round, compared by every rank.
+//! What a rank is doing: published beside the data in every round, and compared by every rank.
 
 use std::fmt;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use flow_kernels::{DType, ReduceOp};
-
-use super::control::PostWords;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
@@ -69,7 +67,7 @@ impl Kind {
 /// An operation as all ranks must agree on it. `count` is the number of elements a rank
 /// contributes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Operation {
+pub struct OpDescriptor {
     pub sequence: u64,
     pub kind: Kind,
     pub dtype: DType,
@@ -97,13 +95,32 @@ const STAGED: u64 = u64::MAX;
 /// What is wrong with a peer's post.
 const UNREADABLE: &str = "an operation this version does not know";
 
-impl Operation {
+/// A descriptor in shared memory, with two words that are no part of it: 1 more than the last round
+/// in which the rank arrived, and in which it was done.
+#[repr(C, align(64))]
+#[derive(Default)]
+pub struct DescriptorWords(pub [AtomicU64; 8]);
+
+pub const ARRIVED: usize = 6;
+pub const DONE: usize = 7;
+
+impl DescriptorWords {
+    /// Bytes of the descriptor.
+    pub const BYTES: usize = ARRIVED * std::mem::size_of::<AtomicU64>();
+
+    /// The words of the descriptor.
+    pub fn descriptor(&self) -> &[AtomicU64] {
+        &self.0[..ARRIVED]
+    }
+}
+
+impl OpDescriptor {
     /// Of a message.
     pub fn tag(&self) -> u32 {
         self.layout as u32
     }
 
-    pub fn write(&self, location: Location, words: &PostWords) {
+    pub fn write(&self, location: Location, words: &DescriptorWords) {
         let packed = u64::from(self.kind as u8)
             | u64::from(self.dtype as u8) << 8
             | u64::from(self.reduce as u8) << 16
@@ -120,7 +137,7 @@ impl Operation {
         }
     }
 
-    pub fn read(words: &PostWords) -> Result<(Self, Location), &'static str> {
+    pub fn read(words: &DescriptorWords) -> Result<(Self, Location), &'static str> {
         let [sequence, packed, count, offset, bucket, layout] =
             std::array::from_fn(|i| words.0[i].load(Ordering::Relaxed));
         let kind = Kind::ALL.into_iter().find(|k| *k as u64 == packed & 0xFF).ok_or(UNREADABLE)?;
@@ -141,7 +158,7 @@ impl Operation {
     }
 }
 
-impl fmt::Display for Operation {
+impl fmt::Display for OpDescriptor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} #{}", self.kind.name(), self.sequence)?;
         match self.kind {

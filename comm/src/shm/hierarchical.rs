@@ -13,18 +13,18 @@ use std::ops::Range;
 
 use flow_kernels::{DType, ReduceOp};
 
-use super::carrying::{Due, Load};
 use super::control::CHUNK;
 use super::engine::{Engine, State};
-use super::exchange::Raw;
-use super::operation::{Location, Operation};
-use super::reduction::{is_divided_first, slice, Cargo};
-use super::Part;
+use super::internode_exchange::{LinksGuard, TransferTargets};
+use super::io_segment::IoSegment;
+use super::read_collectives::BufferView;
+use super::reduction::{is_divided_first, slice, InterNodeBucket};
+use crate::descriptor::{Location, OpDescriptor};
 use crate::error::Result;
 
 /// Bytes of a slice: enough for the calls to the kernel to be few, few enough that what is under
 /// way stays in the cache.
-const SLICE: usize = 64 << 10;
+const LIVENESS_INTERVAL: usize = 64 << 10;
 
 /// Memory that is reduced as one, in the order of its pieces: where each begins, and how many
 /// elements it has.
@@ -61,19 +61,19 @@ impl Span {
 }
 
 /// A node's part in an all-reduce, block by block.
-struct Together<'a> {
+struct NodePhase<'a> {
     engine: &'a Engine,
     state: &'a mut State,
-    operation: &'a Operation,
-    data: Raw,
+    operation: &'a OpDescriptor,
+    data: BufferView,
     locations: &'a [Location],
     /// Bytes of a block.
     block: usize,
     /// The round of each block, of those under way, in which all take the result home.
-    homeward: [u64; 2],
+    result_round: [u64; 2],
 }
 
-impl Together<'_> {
+impl NodePhase<'_> {
     /// The bytes of a block.
     fn range(&self, block: usize) -> Range<usize> {
         block * self.block..((block + 1) * self.block).min(self.data.bytes)
@@ -88,29 +88,31 @@ impl Together<'_> {
     }
 
     /// Where the leader has a block.
-    fn home(&self, block: usize) -> *mut u8 {
+    fn leader_block(&self, block: usize) -> *mut u8 {
         self.at(self.engine.locals[0], block)
     }
 
     /// Reduces a block of all members to the leader's.
-    fn gather(&mut self, block: usize) -> Result<()> {
+    fn reduce_to_leader(&mut self, block: usize) -> Result<()> {
         let (engine, operation, range) = (self.engine, self.operation, self.range(block));
         let element = operation.dtype.size();
-        let (round, homeward) =
-            (engine.open(self.state, operation)?, engine.open(self.state, operation)?);
-        self.homeward[block % 2] = homeward;
+        let (round, result_round) = (
+            engine.acquire_slot(self.state, operation)?,
+            engine.acquire_slot(self.state, operation)?,
+        );
+        self.result_round[block % 2] = result_round;
         if self.locations[engine.rank] == Location::Staged {
-            let staging = engine.stage_in(self.state, block % 2, homeward, operation)?;
+            let staging = engine.stage_in(self.state, block % 2, result_round, operation)?;
             // SAFETY: the range is inside the caller's memory and fits the buffer, which nobody
             // reads now.
-            unsafe { super::copy(self.data.data.add(range.start), staging, range.len()) };
+            unsafe { super::bytes::copy(self.data.data.add(range.start), staging, range.len()) };
         }
         engine.arrive(round);
-        engine.arrive(homeward);
+        engine.arrive(result_round);
         engine.wait_locals_arrived(round, operation)?;
-        if engine.leads() {
+        if engine.is_leader() {
             // It has other work than the others.
-            engine.others_arrive(round);
+            engine.arrive_for_remote(round);
             engine.done(round);
             return engine.wait_done(round, operation);
         }
@@ -118,25 +120,26 @@ impl Together<'_> {
             slice(range.len() / element, engine.locals.len() - 1, engine.local - 1, element);
         let place = |&rank: &usize| self.at(rank, block).wrapping_add(slice.start * element);
         let places: Vec<*mut u8> = engine.locals.iter().map(place).collect();
-        engine.combine_places(operation, &places, &mut [places[0]], slice.len());
+        engine.reduce_local_at(operation, &places, &mut [places[0]], slice.len());
         engine.done(round);
         Ok(())
     }
 
     /// Takes home what the leader has of a block, once it is reduced over all nodes.
-    fn take_home(&mut self, block: usize) -> Result<()> {
-        let (engine, range, homeward) = (self.engine, self.range(block), self.homeward[block % 2]);
-        if engine.leads() {
-            engine.others_arrive(homeward);
+    fn copy_from_leader(&mut self, block: usize) -> Result<()> {
+        let (engine, range, result_round) =
+            (self.engine, self.range(block), self.result_round[block % 2]);
+        if engine.is_leader() {
+            engine.arrive_for_remote(result_round);
         }
-        engine.wait_all_arrived(homeward, self.operation)?;
-        let (from, to) = (self.home(block), self.data.data.wrapping_add(range.start));
+        engine.wait_all_arrived(result_round, self.operation)?;
+        let (from, to) = (self.leader_block(block), self.data.data.wrapping_add(range.start));
         if from != to {
             // SAFETY: the range is inside the caller's memory; the leader's is as long, final, and
             // not the same.
-            unsafe { super::copy(from, to, range.len()) };
+            unsafe { super::bytes::copy(from, to, range.len()) };
         }
-        engine.done(homeward);
+        engine.done(result_round);
         Ok(())
     }
 }
@@ -146,69 +149,76 @@ impl Engine {
     pub fn reduce_between_nodes(
         &self,
         state: &mut State,
-        operation: &Operation,
-        data: Raw,
+        operation: &OpDescriptor,
+        data: BufferView,
         locations: &[Location],
     ) -> Result<()> {
-        let Some(abroad) = &self.abroad else { return Ok(()) };
+        let Some(inter_node) = &self.inter_node else { return Ok(()) };
         let element = operation.dtype.size();
-        let nodes = abroad.leaders.len();
+        let nodes = inter_node.leaders.len();
         // All nodes cut alike: where any has to stage, a block fits the staging buffers.
         let is_alone = |rank: usize| {
-            abroad.nodes.iter().filter(|&&node| node == abroad.nodes[rank]).count() == 1
+            inter_node.nodes.iter().filter(|&&node| node == inter_node.nodes[rank]).count() == 1
         };
         let staged =
             (0..self.size()).any(|rank| locations[rank] == Location::Staged && !is_alone(rank));
-        let slice = if staged { (CHUNK / nodes / 64 * 64).max(64) } else { SLICE };
+        let slice = if staged { (CHUNK / nodes / 64 * 64).max(64) } else { LIVENESS_INTERVAL };
         if self.locals.len() == 1 {
-            let (_, mut load) = self.load()?;
+            let (_, mut guard) = self.lock_links()?;
             let span = Span::new(vec![(data.data, data.bytes / element)], operation.dtype);
-            self.carry_sum(&mut load, operation, &span, slice, None)?;
-            load.delivered();
+            self.reduce_scatter_all_gather(&mut guard, operation, &span, slice, None)?;
+            guard.complete();
             return Ok(());
         }
         let block = slice * nodes;
-        let mut node =
-            Together { engine: self, state, operation, data, locations, block, homeward: [0; 2] };
+        let mut node = NodePhase {
+            engine: self,
+            state,
+            operation,
+            data,
+            locations,
+            block,
+            result_round: [0; 2],
+        };
         let blocks = data.bytes.div_ceil(block);
-        if self.leads() {
+        if self.is_leader() {
             let pieces = (0..blocks)
-                .map(|block| (node.home(block), node.range(block).len() / element))
+                .map(|block| (node.leader_block(block), node.range(block).len() / element))
                 .collect();
-            let (_, mut load) = self.load()?;
-            self.carry_sum(
-                &mut load,
+            let (_, mut guard) = self.lock_links()?;
+            self.reduce_scatter_all_gather(
+                &mut guard,
                 operation,
                 &Span::new(pieces, operation.dtype),
                 slice,
                 Some(&mut node),
             )?;
-            load.delivered();
+            guard.complete();
         } else {
             for block in 0..blocks {
-                node.gather(block)?;
+                node.reduce_to_leader(block)?;
                 if block > 0 {
-                    node.take_home(block - 1)?;
+                    node.copy_from_leader(block - 1)?;
                 }
             }
-            node.take_home(blocks - 1)?;
+            node.copy_from_leader(blocks - 1)?;
         }
         // Until then others read this rank's memory.
-        let last = node.homeward[(blocks - 1) % 2];
+        let last = node.result_round[(blocks - 1) % 2];
         self.wait_done(last, operation)
     }
 
     /// Reduces a bucket between nodes, once it is reduced on this one. In the leader, beside what
     /// that computes.
-    pub fn carry_bucket(&self, cargo: &Cargo) -> Result<()> {
-        let Cargo { round, homeward, operation, segments } = cargo;
+    pub fn reduce_bucket_between_nodes(&self, bucket: &InterNodeBucket) -> Result<()> {
+        let InterNodeBucket { round, result_round, operation, segments } = bucket;
         self.wait_locals_arrived(*round, operation)?;
         self.done(*round);
         self.wait_done(*round, operation)?;
-        self.exchange_posts(*round, operation, 0)?;
+        self.exchange_between_leaders(*round, operation, 0)?;
         if !self.all_agree(*round, operation) {
             // Each rank says so itself when it takes the result home.
-            self.others_arrive(*homeward);
+            self.arrive_for_remote(*result_round);
             return Ok(());
         }
         let places = self.pieces_of_all(*round, operation, segments)?;
@@ -217,29 +227,35 @@ impl Engine {
             .zip(&segments.lengths)
             .map(|(places, &length)| (places[0], length))
             .collect();
-        let (_, mut load) = self.load()?;
-        self.carry_sum(&mut load, operation, &Span::new(pieces, operation.dtype), SLICE, None)?;
+        let (_, mut guard) = self.lock_links()?;
+        self.reduce_scatter_all_gather(
+            &mut guard,
+            operation,
+            &Span::new(pieces, operation.dtype),
+            LIVENESS_INTERVAL,
+            None,
+        )?;
         // Before others may see that a node has left, having done its part.
-        self.others_arrive(*homeward);
-        load.delivered();
+        self.arrive_for_remote(*result_round);
+        guard.complete();
         Ok(())
     }
 
     /// Reduces what the leaders have, in place, in slices of so many bytes; all cut alike. The
     /// other members of the node take part block by block, if they do.
-    fn carry_sum(
+    fn reduce_scatter_all_gather(
         &self,
-        load: &mut Load,
-        operation: &Operation,
+        guard: &mut LinksGuard,
+        operation: &OpDescriptor,
         span: &Span,
         slice: usize,
-        mut together: Option<&mut Together>,
+        mut together: Option<&mut NodePhase>,
     ) -> Result<()> {
-        let Some(abroad) = &self.abroad else { return Ok(()) };
-        let (nodes, here, element) = (abroad.leaders.len(), abroad.here, span.element);
+        let Some(inter_node) = &self.inter_node else { return Ok(()) };
+        let (nodes, here, element) = (inter_node.leaders.len(), inter_node.node, span.element);
         if self.locals.len() == 1 && is_divided_first(operation) {
             for &(data, count) in &span.pieces {
-                self.combine_places(operation, &[data], &mut [data], count);
+                self.reduce_local_at(operation, &[data], &mut [data], count);
             }
         }
         // What fits one block is cut evenly.
@@ -250,19 +266,20 @@ impl Engine {
             let start = (block * nodes + node) * each;
             start.min(span.total)..(start + each).min(span.total)
         };
-        load.carrier.scratch.resize((2 * nodes * each * element).div_ceil(8), 0);
-        let scratch = load.carrier.scratch.as_mut_ptr().cast::<u8>();
+        guard.links.scratch.resize((2 * nodes * each * element).div_ceil(8), 0);
+        let scratch = guard.links.scratch.as_mut_ptr().cast::<u8>();
         let incoming = |block: usize, node: usize| {
             scratch.wrapping_add((block % 2 * nodes + node) * each * element)
         };
         // SAFETY: nobody but this rank uses the memory until the sum is there, and it touches no
         // slice that is under way.
-        let part = |(data, count): (*mut u8, usize)| unsafe { Part::new(data, count * element) };
+        let part =
+            |(data, count): (*mut u8, usize)| unsafe { IoSegment::new(data, count * element) };
         let (mut slices, mut sums) =
             ([vec![(0, 0); nodes], vec![(0, 0); nodes]], vec![(0, 0); nodes]);
-        let send_slices = |load: &mut Load, block: usize, due: &mut Due| {
-            for node in abroad.others() {
-                let wire = &mut load.carrier.wire;
+        let send_slices = |guard: &mut LinksGuard, block: usize, due: &mut TransferTargets| {
+            for node in inter_node.remote_nodes() {
+                let wire = &mut guard.links.wire;
                 span.parts(slice(block, node)).for_each(|piece| _ = wire.send(node, part(piece)));
                 due[node].1 =
                     wire.receive(node, part((incoming(block, node), slice(block, here).len())));
@@ -272,17 +289,17 @@ impl Engine {
             // The sums of the block before the last come, and its memory is free, before the next
             // is begun.
             if let (Some(together), Some(last)) = (&mut together, block.checked_sub(2)) {
-                self.drive(load, operation, &sums, false)?;
-                together.take_home(last)?;
+                self.drive(guard, operation, &sums, false)?;
+                together.copy_from_leader(last)?;
             }
             if block < blocks {
                 if let Some(together) = &mut together {
-                    together.gather(block)?;
+                    together.reduce_to_leader(block)?;
                 }
-                send_slices(load, block, &mut slices[block % 2]);
+                send_slices(guard, block, &mut slices[block % 2]);
             }
             let Some(block) = block.checked_sub(1) else { continue };
-            self.drive(load, operation, &slices[block % 2], false)?;
+            self.drive(guard, operation, &slices[block % 2], false)?;
             let mut offset = 0;
             for (own, count) in span.parts(slice(block, here)) {
                 let source = |node| {
@@ -323,8 +340,8 @@ impl Engine {
                 }
                 offset += count * element;
             }
-            for node in abroad.others() {
-                let wire = &mut load.carrier.wire;
+            for node in inter_node.remote_nodes() {
+                let wire = &mut guard.links.wire;
                 for piece in span.parts(slice(block, here)) {
                     sums[node].0 = wire.send(node, part(piece));
                 }
@@ -333,9 +350,9 @@ impl Engine {
                 }
             }
         }
-        self.drive(load, operation, &sums, true)?;
+        self.drive(guard, operation, &sums, true)?;
         match (together, blocks) {
-            (Some(together), 1..) => together.take_home(blocks - 1),
+            (Some(together), 1..) => together.copy_from_leader(blocks - 1),
             _ => Ok(()),
         }
     }

@@ -1,10 +1,10 @@
 //! How messages find their receivers: by sender and tag, as in MPI.
 //!
 //! A receive takes what comes from a sender in order, and keeps messages with other tags for those
-//! who ask for them (see `inbox`). All threads of a rank that wait for one sender sleep on its
-//! `sent`; the first to open the inbox takes what has come, whomever it is for. Threads that find
-//! an inbox open, and those that wait for any sender, sleep on the rank's doorbell, which is rung
-//! by senders, by whoever closes an inbox that another thread wants, and by whoever keeps a
+//! who ask for them (see `message_queue`). All threads of a rank that wait for one sender sleep on its
+//! `sent`; the first to open the queue takes what has come, whomever it is for. Threads that find
+//! an queue open, and those that wait for any sender, sleep on the rank's doorbell, which is rung
+//! by senders, by whoever closes an queue that another thread wants, and by whoever keeps a
 //! message.
 
 use std::cell::{Cell, RefCell};
@@ -13,21 +13,23 @@ use std::time::{Duration, Instant};
 
 use flow_kernels::DType;
 
-use super::abroad::NEWS;
-use super::carrying::drive;
 use super::control::sleep_on;
-use super::control::{Counter, PostWords};
+use super::control::Counter;
 use super::engine::Engine;
-use super::exchange::Raw;
-use super::inbox::{Incoming, Message, Open};
-use super::message::{pieces, Ends, Transfer, PIECE};
-use super::operation::{Location, Operation};
+use super::internode::POLL_INTERVAL;
+use super::internode_exchange::drive;
+use super::io_segment::IoSegment;
+use super::message_queue::{Incoming, Message, Open};
+use super::p2p::{pieces, Endpoints, MessageDescriptor, PIECE};
+use super::read_collectives::BufferView;
+use crate::descriptor::DescriptorWords;
+use crate::descriptor::{Location, OpDescriptor};
 use crate::error::{Error, Result};
 use crate::transport::DisconnectReason;
 use crate::world::LIVENESS_INTERVAL;
 
 /// How long a receive from any rank sleeps at most before it looks at its links to other nodes.
-const NAP: Duration = Duration::from_millis(1);
+const LINK_POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// How flow-launch tells of a process that ended well.
 const ENDED_WELL: &str = "exit code 0";
 
@@ -36,7 +38,7 @@ enum Found<'a> {
     /// It was kept.
     Kept(Message),
     /// It comes next from its sender; its data is still to be taken.
-    Next(Open<'a>, Operation, Location),
+    Next(Open<'a>, OpDescriptor, Location),
 }
 
 /// What there is from a sender, as MPI's matched probe tells.
@@ -44,7 +46,7 @@ enum Probe<'a> {
     Found(Found<'a>),
     /// Nothing yet. What comes next makes `sent` this, unless it comes from another node.
     Nothing(u32),
-    /// Another thread has the inbox open.
+    /// Another thread has the queue open.
     Busy,
     /// The sender on another node is gone.
     Gone(DisconnectReason),
@@ -52,7 +54,7 @@ enum Probe<'a> {
 
 /// How patient a probe of a sender on another node is.
 #[derive(Clone, Copy)]
-enum Patience {
+enum ProbeWait {
     /// It waits until the sender has connected, and then so long.
     Link(Duration),
     None,
@@ -60,18 +62,18 @@ enum Patience {
 
 /// What is known of senders on other nodes that have not connected.
 #[derive(Default)]
-struct Absent {
+struct NeverConnected {
     asked: Option<Instant>,
     suspects: Vec<usize>,
     gone: Vec<(usize, DisconnectReason)>,
 }
 
 impl Engine {
-    pub fn recv(&self, data: Raw, dtype: DType, from: usize, tag: u32) -> Result<()> {
+    pub fn recv(&self, data: BufferView, dtype: DType, from: usize, tag: u32) -> Result<()> {
         let (peer, count) = (Some(self.ranks[from]), data.bytes / dtype.size());
-        let what = Transfer { verb: "recv from", peer, count, dtype, tag };
+        let what = MessageDescriptor { verb: "recv from", peer, count, dtype, tag };
         self.check_poison(&what)?;
-        let found = match self.probe(from, &what, Patience::None)? {
+        let found = match self.probe(from, &what, ProbeWait::None)? {
             Probe::Found(found) => found,
             probe => self.wait_for(from, probe, &what).inspect_err(|_| self.abandon_link(from))?,
         };
@@ -79,8 +81,8 @@ impl Engine {
     }
 
     /// Returns the rank whose message it was.
-    pub fn recv_any(&self, data: Raw, dtype: DType, tag: u32) -> Result<usize> {
-        let what = Transfer {
+    pub fn recv_any(&self, data: BufferView, dtype: DType, tag: u32) -> Result<usize> {
+        let what = MessageDescriptor {
             verb: "recv from",
             peer: None,
             count: data.bytes / dtype.size(),
@@ -101,10 +103,10 @@ impl Engine {
         &'a self,
         from: usize,
         mut probe: Probe<'a>,
-        what: &Transfer,
+        what: &MessageDescriptor,
     ) -> Result<Found<'a>> {
-        let inbox = &self.inboxes[from];
-        let sent = inbox.sender.map(|sender| &self.control.mailbox(sender, self.local).sent);
+        let queue = &self.queues[from];
+        let sent = queue.sender.map(|sender| &self.control.mailbox(sender, self.local).sent);
         let mut outcome = None;
         self.wait_until(what, &|| vec![from], &|| self.lost_sender(from, what.tag), &mut |time| {
             match (&probe, sent) {
@@ -113,13 +115,15 @@ impl Engine {
                 }
                 (Probe::Busy, _) if time.is_zero() => std::thread::yield_now(),
                 (Probe::Busy, _) => self.doorbell().sleep_unless(time, || {
-                    inbox.has(what.tag) || inbox.open(self.doorbell()).is_some()
+                    queue.has(what.tag) || queue.open(self.doorbell()).is_some()
                 }),
                 _ => {}
             }
-            match self.probe(from, what, Patience::Link(time)) {
+            match self.probe(from, what, ProbeWait::Link(time)) {
                 Ok(Probe::Found(found)) => outcome = Some(Ok(found)),
-                Ok(Probe::Gone(how)) => outcome = Some(Err(self.lose_member(from, how, what))),
+                Ok(Probe::Gone(how)) => {
+                    outcome = Some(Err(self.handle_disconnect(from, how, what)))
+                }
                 Ok(nothing) => probe = nothing,
                 Err(error) => outcome = Some(Err(error)),
             }
@@ -128,7 +132,7 @@ impl Engine {
         outcome.expect("the wait is over because of it") // invariant
     }
 
-    fn wait_for_any<'a>(&'a self, what: &Transfer) -> Result<(usize, Found<'a>)> {
+    fn wait_for_any<'a>(&'a self, what: &MessageDescriptor) -> Result<(usize, Found<'a>)> {
         let mut outcome = None;
         let (absent, deserted) = (RefCell::default(), Cell::new(false));
         let missing = || self.ranks_where(|rank| rank != self.rank && !self.has_left(rank));
@@ -145,7 +149,7 @@ impl Engine {
             if time.is_zero() {
                 return Ok(is_found());
             }
-            let time = if self.abroad.is_some() { time.min(NAP) } else { time };
+            let time = if self.inter_node.is_some() { time.min(LINK_POLL_INTERVAL) } else { time };
             let mut is_over = false;
             self.doorbell().sleep_unless(time, || {
                 is_over = is_found();
@@ -167,11 +171,11 @@ impl Engine {
     }
 
     /// What there is from any rank, beginning with the one after that which was served last.
-    fn probe_all(&self, what: &Transfer) -> Result<Option<(usize, Found<'_>)>> {
+    fn probe_all(&self, what: &MessageDescriptor) -> Result<Option<(usize, Found<'_>)>> {
         let first = self.next_sender.load(Ordering::Relaxed);
         let mut died = None;
         for from in (first..self.size()).chain(0..first).filter(|&rank| rank != self.rank) {
-            match self.probe(from, what, Patience::None)? {
+            match self.probe(from, what, ProbeWait::None)? {
                 Probe::Found(found) => return Ok(Some((from, found))),
                 // Others may still send.
                 Probe::Nothing(_) | Probe::Busy | Probe::Gone(DisconnectReason::Left) => {}
@@ -179,32 +183,32 @@ impl Engine {
                 Probe::Gone(how) => died = died.or(Some((from, how))),
             }
         }
-        died.map_or(Ok(None), |(from, how)| Err(self.lose_member(from, how, what)))
+        died.map_or(Ok(None), |(from, how)| Err(self.handle_disconnect(from, how, what)))
     }
 
     /// Takes what has come from a rank until that is what is wanted.
-    fn probe(&self, from: usize, what: &Transfer, patience: Patience) -> Result<Probe<'_>> {
-        let inbox = &self.inboxes[from];
-        match (inbox.open(self.doorbell()), inbox.sender) {
-            (Some(open), Some(sender)) => self.probe_here(from, sender, open, what),
-            (Some(open), None) => self.probe_abroad(from, open, what, patience),
-            (None, _) => Ok(inbox
+    fn probe(&self, from: usize, what: &MessageDescriptor, wait: ProbeWait) -> Result<Probe<'_>> {
+        let queue = &self.queues[from];
+        match (queue.open(self.doorbell()), queue.sender) {
+            (Some(open), Some(sender)) => self.probe_local(from, sender, open, what),
+            (Some(open), None) => self.probe_remote(from, open, what, wait),
+            (None, _) => Ok(queue
                 .take(what.tag)
                 .map_or(Probe::Busy, |message| Probe::Found(Found::Kept(message)))),
         }
     }
 
-    fn probe_here<'a>(
+    fn probe_local<'a>(
         &'a self,
         from: usize,
         sender: usize,
         mut open: Open<'a>,
-        what: &Transfer,
+        what: &MessageDescriptor,
     ) -> Result<Probe<'a>> {
         let mailbox = self.control.mailbox(sender, self.local);
         let begin = Instant::now();
         loop {
-            if let Some(message) = self.inboxes[from].take(what.tag) {
+            if let Some(message) = self.queues[from].take(what.tag) {
                 return Ok(Probe::Found(Found::Kept(message)));
             }
             let part = mailbox.taken.value.load(Ordering::Relaxed);
@@ -215,7 +219,7 @@ impl Engine {
             }
             let mut message = match open.unfinished.take() {
                 Some(message) => message,
-                None => match self.read_post(from, &mailbox.post)? {
+                None => match self.read_descriptor(from, &mailbox.descriptor)? {
                     (operation, location) if operation.tag() == what.tag => {
                         return Ok(Probe::Found(Found::Next(open, operation, location)));
                     }
@@ -232,26 +236,26 @@ impl Engine {
         }
     }
 
-    fn probe_abroad<'a>(
+    fn probe_remote<'a>(
         &'a self,
         from: usize,
         mut open: Open<'a>,
-        what: &Transfer,
-        patience: Patience,
+        what: &MessageDescriptor,
+        wait: ProbeWait,
     ) -> Result<Probe<'a>> {
-        let ends = Ends { sender: from, receiver: self.rank };
-        let may_connect = matches!(patience, Patience::Link(_))
+        let ends = Endpoints { sender: from, receiver: self.rank };
+        let may_connect = matches!(wait, ProbeWait::Link(_))
             || self.have_connected(&ends.channel(), &ends.members(), 0);
         if open.link.is_none() && may_connect {
             open.link = Some(self.connect(&ends.channel(), &ends.members(), 0, what)?);
         }
         let begin = Instant::now();
-        let mut time = match patience {
-            Patience::Link(time) => time,
-            Patience::None => Duration::ZERO,
+        let mut time = match wait {
+            ProbeWait::Link(time) => time,
+            ProbeWait::None => Duration::ZERO,
         };
         loop {
-            if let Some(message) = self.inboxes[from].take(what.tag) {
+            if let Some(message) = self.queues[from].take(what.tag) {
                 return Ok(Probe::Found(Found::Kept(message)));
             }
             // Of an abandoned link the group's failure tells.
@@ -270,9 +274,10 @@ impl Engine {
                 // SAFETY: nobody looks at the post, or at the message, until it is filled; both
                 // outlive the link.
                 let part = unsafe {
-                    unfinished
-                        .as_mut()
-                        .map_or_else(|| post.part(), |message| message.next_part(PIECE))
+                    unfinished.as_mut().map_or_else(
+                        || IoSegment::of_descriptor(post),
+                        |message| message.next_part(PIECE),
+                    )
                 };
                 wire.receive(1, part);
             }
@@ -286,7 +291,7 @@ impl Engine {
             }
             let message = match unfinished.take() {
                 Some(message) => message,
-                None => match self.read_post(from, post)? {
+                None => match self.read_descriptor(from, post)? {
                     (operation, location) if operation.tag() == what.tag => {
                         return Ok(Probe::Found(Found::Next(open, operation, location)));
                     }
@@ -303,7 +308,13 @@ impl Engine {
     }
 
     /// Has the data of a message moved to where it is wanted.
-    fn finish(&self, found: Found, from: usize, data: Raw, what: &Transfer) -> Result<()> {
+    fn finish(
+        &self,
+        found: Found,
+        from: usize,
+        data: BufferView,
+        what: &MessageDescriptor,
+    ) -> Result<()> {
         let (Found::Kept(Message { operation, .. }) | Found::Next(_, operation, _)) = &found;
         if operation.dtype != what.dtype || operation.count != what.count as u64 {
             let tag =
@@ -322,17 +333,17 @@ impl Engine {
             }
             return Err(error);
         }
-        match (found, self.inboxes[from].sender) {
+        match (found, self.queues[from].sender) {
             (Found::Kept(message), _) => {
                 // SAFETY: the caller's memory is as long as the message.
-                unsafe { super::copy(message.data.as_ptr(), data.data, data.bytes) };
+                unsafe { super::bytes::copy(message.data.as_ptr(), data.data, data.bytes) };
                 Ok(())
             }
             (Found::Next(_open, _, location), Some(sender)) => {
                 self.take_parts(from, sender, location, data, what)
             }
             (Found::Next(mut open, ..), None) => {
-                let ends = Ends { sender: from, receiver: self.rank };
+                let ends = Endpoints { sender: from, receiver: self.rank };
                 let moved = pieces(data)
                     .try_for_each(|piece| self.transfer(&mut open.link, ends, what, [piece]));
                 open.is_abandoned = moved.is_err();
@@ -346,8 +357,8 @@ impl Engine {
         from: usize,
         sender: usize,
         location: Location,
-        data: Raw,
-        what: &Transfer,
+        data: BufferView,
+        what: &MessageDescriptor,
     ) -> Result<()> {
         let mailbox = self.control.mailbox(sender, self.local);
         let mut part = mailbox.taken.value.load(Ordering::Relaxed);
@@ -358,7 +369,7 @@ impl Engine {
             let count = capacity.min(data.bytes - start);
             // SAFETY: the sender leaves the source alone until it is taken; the range is inside the
             // caller's memory.
-            unsafe { super::copy(source, data.data.add(start), count) };
+            unsafe { super::bytes::copy(source, data.data.add(start), count) };
             part = part.wrapping_add(1);
             mailbox.taken.raise(part);
             start += count;
@@ -373,15 +384,19 @@ impl Engine {
         match location {
             Location::Shared(offset) => (self.world.arena.at(offset), usize::MAX),
             Location::Staged => {
-                let (letter, capacity) = self.control.letter(sender, self.local, part);
-                (letter, capacity)
+                let (fragment, capacity) = self.control.fragment(sender, self.local, part);
+                (fragment, capacity)
             }
         }
     }
 
-    fn read_post(&self, from: usize, post: &PostWords) -> Result<(Operation, Location)> {
+    fn read_descriptor(
+        &self,
+        from: usize,
+        post: &DescriptorWords,
+    ) -> Result<(OpDescriptor, Location)> {
         let (operation, location) =
-            Operation::read(post).map_err(|reason| self.message_mismatch(reason.into()))?;
+            OpDescriptor::read(post).map_err(|reason| self.message_mismatch(reason.into()))?;
         let bytes = usize::try_from(operation.count)
             .ok()
             .and_then(|count| count.checked_mul(operation.dtype.size()));
@@ -401,13 +416,13 @@ impl Engine {
     fn keep(
         &self,
         from: usize,
-        operation: Operation,
+        operation: OpDescriptor,
         location: Location,
-        what: &Transfer,
+        what: &MessageDescriptor,
     ) -> Result<Message> {
         Message::new(operation, location).ok_or_else(|| {
             let (rank, sender) = (self.world.rank, self.ranks[from]);
-            let Operation { count, dtype, .. } = operation;
+            let OpDescriptor { count, dtype, .. } = operation;
             let reason = format!(
                 "no memory to keep {count} x {dtype} with tag {} of rank {sender} until they are asked for: receive \
                  them earlier",
@@ -424,21 +439,21 @@ impl Engine {
     /// Whether, and how, a sender on this node is gone without having sent a message with this tag.
     /// One on another node is gone when its link has come to an end, behind all that it has sent.
     fn lost_sender(&self, from: usize, tag: u32) -> Option<(usize, DisconnectReason)> {
-        self.inboxes[from].sender?;
-        let lost = self.lost(&|| vec![from])?;
+        self.queues[from].sender?;
+        let lost = self.find_lost_peer(&|| vec![from])?;
         self.has_nothing(from, tag).then_some(lost)
     }
 
     /// Whether nothing with this tag comes any more from a sender that is gone. (That nothing is
-    /// said of a sender whose inbox another thread has open: it may be about to keep the message.)
+    /// said of a sender whose queue another thread has open: it may be about to keep the message.)
     fn has_nothing(&self, from: usize, tag: u32) -> bool {
-        let inbox = &self.inboxes[from];
-        let Some(_open) = inbox.open(self.doorbell()) else { return false };
+        let queue = &self.queues[from];
+        let Some(_open) = queue.open(self.doorbell()) else { return false };
         let has_sent = |sender| {
             let mailbox = self.control.mailbox(sender, self.local);
             mailbox.sent.reached(mailbox.taken.value.load(Ordering::Relaxed).wrapping_add(1))
         };
-        !inbox.has(tag) && !inbox.sender.is_some_and(has_sent)
+        !queue.has(tag) && !queue.sender.is_some_and(has_sent)
     }
 
     /// Whether a sender has died, or all have left, without having sent a message with this tag:
@@ -446,15 +461,15 @@ impl Engine {
     fn lost_senders(
         &self,
         tag: u32,
-        absent: &mut Absent,
+        absent: &mut NeverConnected,
     ) -> Option<((usize, DisconnectReason), bool)> {
         self.ask(absent);
         let ended = self.world.ended(&self.ranks, Duration::ZERO);
         // Only now is it certain that a rank that has ended, and has not left, has died.
-        let how = |rank: usize| match self.inboxes[rank].sender {
+        let how = |rank: usize| match self.queues[rank].sender {
             Some(_) if self.has_left(rank) => Some(DisconnectReason::Left),
             Some(_) => ended.contains(&self.ranks[rank]).then_some(DisconnectReason::Ended),
-            None if self.inboxes[rank].open(self.doorbell())?.has_left => {
+            None if self.queues[rank].open(self.doorbell())?.has_left => {
                 Some(DisconnectReason::Left)
             }
             None => absent.gone.iter().find(|(gone, _)| *gone == rank).map(|(_, how)| how.clone()),
@@ -469,21 +484,23 @@ impl Engine {
     }
 
     /// Asks now and then for those on other nodes that are gone and have never connected.
-    fn ask(&self, absent: &mut Absent) {
-        if self.abroad.is_none() || absent.asked.is_some_and(|asked| asked.elapsed() < NEWS) {
+    fn ask(&self, absent: &mut NeverConnected) {
+        if self.inter_node.is_none()
+            || absent.asked.is_some_and(|asked| asked.elapsed() < POLL_INTERVAL)
+        {
             return;
         }
         absent.asked = Some(Instant::now());
         let has_no_link = |rank: usize| {
-            self.inboxes[rank].open(self.doorbell()).is_some_and(|open| open.link.is_none())
+            self.queues[rank].open(self.doorbell()).is_some_and(|open| open.link.is_none())
         };
         let strangers =
-            self.ranks_where(|rank| self.inboxes[rank].sender.is_none() && has_no_link(rank));
+            self.ranks_where(|rank| self.queues[rank].sender.is_none() && has_no_link(rank));
         let how = |rank: usize| match self.world.exit_report(self.ranks[rank], Duration::ZERO) {
             _ if self.has_left(rank) => Some(DisconnectReason::Left),
             Some(report) if report == ENDED_WELL => Some(DisconnectReason::Left),
             Some(_) => Some(DisconnectReason::Ended),
-            None => self.how_cut_off(rank),
+            None => self.disconnect_reason(rank),
         };
         let gone: Vec<_> =
             strangers.into_iter().filter_map(|rank| Some((rank, how(rank)?))).collect();
@@ -496,7 +513,7 @@ impl Engine {
 
     /// Has the link forget where to put what was to come: nobody may take that for received.
     fn abandon_link(&self, from: usize) {
-        let Some(mut open) = self.inboxes[from].open(self.doorbell()) else { return };
+        let Some(mut open) = self.queues[from].open(self.doorbell()) else { return };
         if let Some(wire) = &mut open.link {
             self.abandon(&mut **wire);
             open.unfinished = None;

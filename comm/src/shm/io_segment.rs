@@ -1,22 +1,32 @@
-//! Memory that is lent to a wire between nodes.
+//! Memory that is lent to a transport between nodes.
+
+use crate::descriptor::DescriptorWords;
 
 /// A piece of memory that is sent or filled.
-pub struct Part {
+pub struct IoSegment {
     data: *mut u8,
     bytes: usize,
 }
 
 // SAFETY: whoever makes a part promises that nobody else touches the memory meanwhile, on whatever
 // thread that is.
-unsafe impl Send for Part {}
+unsafe impl Send for IoSegment {}
 
-impl Part {
+impl IoSegment {
     /// # Safety
     ///
     /// Until the part is through or dropped, the memory stays valid and nobody writes it; where it
     /// is to be filled, nobody reads it either.
     pub unsafe fn new(data: *mut u8, bytes: usize) -> Self {
         Self { data, bytes }
+    }
+
+    /// # Safety
+    ///
+    /// As for [`IoSegment::new`].
+    pub unsafe fn of_descriptor(words: &mut DescriptorWords) -> Self {
+        // SAFETY: the caller's promise; the words may be any bytes.
+        unsafe { Self::new(std::ptr::from_mut(words).cast(), std::mem::size_of_val(words)) }
     }
 
     /// What is to be sent.

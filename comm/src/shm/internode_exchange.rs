@@ -7,44 +7,44 @@ use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::abroad::{Abroad, Carrier};
-use super::control::PostWords;
 use super::engine::Engine;
-use super::operation::{Kind, Location, Operation};
-use super::Part;
+use super::internode::{InterNode, LeaderLinks};
+use super::io_segment::IoSegment;
+use crate::descriptor::DescriptorWords;
+use crate::descriptor::{Kind, Location, OpDescriptor};
 use crate::error::Result;
 use crate::transport::{Connections, PeerDown};
 
-/// The carrier in use. Unless all went well, what it still was to carry is forgotten, and nothing
+/// The links in use. Unless all went well, what it still was to carry is forgotten, and nothing
 /// more is.
-pub struct Load<'a> {
+pub struct LinksGuard<'a> {
     engine: &'a Engine,
-    pub carrier: MutexGuard<'a, Carrier>,
-    delivered: bool,
+    pub links: MutexGuard<'a, LeaderLinks>,
+    is_complete: bool,
 }
 
-impl Load<'_> {
-    pub fn delivered(mut self) {
-        self.delivered = true;
+impl LinksGuard<'_> {
+    pub fn complete(mut self) {
+        self.is_complete = true;
     }
 }
 
-impl Drop for Load<'_> {
+impl Drop for LinksGuard<'_> {
     fn drop(&mut self) {
-        if !self.delivered {
-            self.engine.abandon(&mut *self.carrier.wire);
+        if !self.is_complete {
+            self.engine.abandon(&mut *self.links.wire);
         }
     }
 }
 
 /// For each node, what the numbers of parts sent to it and received from it must come to.
-pub type Due = [(u64, u64)];
+pub type TransferTargets = [(u64, u64)];
 
 /// What goes between this node and others in a round, in the order of going.
 #[derive(Default)]
-pub struct Pieces {
-    receives: Vec<(usize, Part)>,
-    sends: Vec<(usize, Part)>,
+pub struct TransferPlan {
+    receives: Vec<(usize, IoSegment)>,
+    sends: Vec<(usize, IoSegment)>,
 }
 
 /// Moves what can be moved; if it then is not over, waits for more. A member that has gone may have
@@ -72,32 +72,34 @@ pub fn drive(
 
 impl Engine {
     /// In the leader.
-    pub fn load(&self) -> Result<(&Abroad, Load<'_>)> {
-        let carrier =
-            self.abroad.as_ref().and_then(|abroad| Some((abroad, abroad.carrier.as_ref()?)));
-        let Some((abroad, carrier)) = carrier else {
+    pub fn lock_links(&self) -> Result<(&InterNode, LinksGuard<'_>)> {
+        let links = self
+            .inter_node
+            .as_ref()
+            .and_then(|inter_node| Some((inter_node, inter_node.links.as_ref()?)));
+        let Some((inter_node, links)) = links else {
             return Err(self
                 .caller()
                 .argument("carrying", "this rank does not lead its node".into()));
         };
-        let carrier = carrier.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok((abroad, Load { engine: self, carrier, delivered: false }))
+        let links = links.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok((inter_node, LinksGuard { engine: self, links, is_complete: false }))
     }
 
     /// Drives the wire until what is due has come, or gone, and, for `all`, until nothing is left
     /// to move.
     pub fn drive(
         &self,
-        load: &mut Load,
-        operation: &Operation,
-        due: &Due,
+        guard: &mut LinksGuard,
+        operation: &OpDescriptor,
+        due: &TransferTargets,
         all: bool,
     ) -> Result<()> {
-        let wire = &mut load.carrier.wire;
+        let wire = &mut guard.links.wire;
         let late = RefCell::new(Vec::new());
         let missing = || {
-            let Some(abroad) = &self.abroad else { return Vec::new() };
-            self.ranks_where(|rank| late.borrow().contains(&abroad.nodes[rank]))
+            let Some(inter_node) = &self.inter_node else { return Vec::new() };
+            self.ranks_where(|rank| late.borrow().contains(&inter_node.nodes[rank]))
         };
         let mut is_over = |wire: &dyn Connections| {
             let is_late =
@@ -112,13 +114,18 @@ impl Engine {
 
     /// Shows the other nodes what the members on this one post in a round, each with `payload`
     /// bytes, and writes down what they show: they have arrived.
-    pub fn exchange_posts(&self, round: u64, operation: &Operation, payload: usize) -> Result<()> {
-        const POST: usize = PostWords::BYTES;
-        let Some(abroad) = &self.abroad else { return Ok(()) };
-        // First how many bytes each member shows, and the posts, then those bytes.
+    pub fn exchange_between_leaders(
+        &self,
+        round: u64,
+        operation: &OpDescriptor,
+        payload: usize,
+    ) -> Result<()> {
+        const POST: usize = DescriptorWords::BYTES;
+        let Some(inter_node) = &self.inter_node else { return Ok(()) };
+        // First how many bytes each member contributes, and the posts, then those bytes.
         let mut frame = (payload as u64).to_le_bytes().to_vec();
         for &rank in &self.locals {
-            let words = self.control.post(round, rank).of_post();
+            let words = self.control.descriptor(round, rank).descriptor();
             frame.extend(words.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()));
         }
         for &rank in &self.locals {
@@ -127,41 +134,46 @@ impl Engine {
                 std::slice::from_raw_parts(self.control.payload(round, rank), payload)
             });
         }
-        let count = abroad.leaders.len();
-        let members = |node| abroad.nodes.iter().filter(move |&&of| of == node).count();
+        let count = inter_node.leaders.len();
+        let members = |node| inter_node.nodes.iter().filter(move |&&of| of == node).count();
         let mut frames: Vec<Vec<u8>> =
             (0..count).map(|node| vec![0; 8 + members(node) * (POST + payload)]).collect();
         let mut due = vec![(0, 0); count];
         // After the frames, which thus outlive what it is to carry.
-        let (_, mut load) = self.load()?;
-        for node in abroad.others() {
-            let wire = &mut load.carrier.wire;
+        let (_, mut guard) = self.lock_links()?;
+        for node in inter_node.remote_nodes() {
+            let wire = &mut guard.links.wire;
             let head = &mut frames[node][..8 + members(node) * POST];
-            // SAFETY: the frames outlive what the load has to carry.
-            let part = |bytes: &mut [u8]| unsafe { Part::new(bytes.as_mut_ptr(), bytes.len()) };
+            // SAFETY: the frames outlive what the guard has to carry.
+            let part =
+                |bytes: &mut [u8]| unsafe { IoSegment::new(bytes.as_mut_ptr(), bytes.len()) };
             due[node] = (wire.send(node, part(&mut frame)), wire.receive(node, part(head)));
         }
-        self.drive(&mut load, operation, &due, false)?;
-        // Who shows another number of bytes does something else, which the posts tell: there is no
+        self.drive(&mut guard, operation, &due, false)?;
+        // Who contributes another number of bytes does something else, which the posts tell: there is no
         // way to go on.
-        if abroad.others().all(|node| frames[node][..8] == frame[..8]) {
-            for node in abroad.others() {
+        if inter_node.remote_nodes().all(|node| frames[node][..8] == frame[..8]) {
+            for node in inter_node.remote_nodes() {
                 let data = &mut frames[node][8 + members(node) * POST..];
                 // SAFETY: as above.
-                due[node].1 = load
-                    .carrier
+                due[node].1 = guard
+                    .links
                     .wire
-                    .receive(node, unsafe { Part::new(data.as_mut_ptr(), data.len()) });
+                    .receive(node, unsafe { IoSegment::new(data.as_mut_ptr(), data.len()) });
             }
-            self.drive(&mut load, operation, &due, false)?;
+            self.drive(&mut guard, operation, &due, false)?;
         }
-        load.delivered();
-        for node in abroad.others() {
+        guard.complete();
+        for node in inter_node.remote_nodes() {
             let (posts, data) = frames[node][8..].split_at(members(node) * POST);
-            let ranks = (0..self.size()).filter(|&rank| abroad.nodes[rank] == node);
+            let ranks = (0..self.size()).filter(|&rank| inter_node.nodes[rank] == node);
             for (index, (rank, post)) in ranks.zip(posts.chunks_exact(POST)).enumerate() {
-                for (word, bytes) in
-                    self.control.post(round, rank).of_post().iter().zip(post.chunks_exact(8))
+                for (word, bytes) in self
+                    .control
+                    .descriptor(round, rank)
+                    .descriptor()
+                    .iter()
+                    .zip(post.chunks_exact(8))
                 {
                     word.store(
                         u64::from_le_bytes(bytes.try_into().unwrap_or_default()),
@@ -172,24 +184,24 @@ impl Engine {
                 // SAFETY: the payload of a member on another node is the leader's to write until it
                 // arrives for it.
                 unsafe {
-                    super::copy(data.as_ptr(), self.control.payload(round, rank), data.len())
+                    super::bytes::copy(data.as_ptr(), self.control.payload(round, rank), data.len())
                 };
             }
         }
-        self.others_arrive(round);
+        self.arrive_for_remote(round);
         Ok(())
     }
 
     /// Has all ranks agree on an operation before its data is carried: where they have theirs.
-    pub fn agree(
+    pub fn exchange_descriptors(
         &self,
         state: &mut super::engine::State,
-        operation: &Operation,
+        operation: &OpDescriptor,
         own: Location,
         bytes: usize,
     ) -> Result<Vec<Location>> {
-        let round = self.open(state, operation)?;
-        self.post(round, operation, own);
+        let round = self.acquire_slot(state, operation)?;
+        self.publish_descriptor(round, operation, own);
         self.arrive(round);
         self.wait_arrived(round, operation, 0)?;
         let locations = self.locations(round, operation, bytes)?;
@@ -199,7 +211,7 @@ impl Engine {
 
     /// What members on other nodes show comes to where they would stage it here, wherever it lies
     /// there.
-    pub fn reachable(&self, mut locations: Vec<Location>) -> Vec<Location> {
+    pub fn mark_remote_staged(&self, mut locations: Vec<Location>) -> Vec<Location> {
         for rank in self.ranks_where(|rank| !self.locals.contains(&rank)) {
             locations[rank] = Location::Staged;
         }
@@ -208,78 +220,78 @@ impl Engine {
 
     /// Waits until all have arrived in a round of an operation on which all have agreed. The leader
     /// first carries what `pieces` says.
-    pub fn wait_carried(
+    pub fn wait_transferred(
         &self,
         round: u64,
-        operation: &Operation,
-        pieces: impl FnOnce() -> Pieces,
+        operation: &OpDescriptor,
+        pieces: impl FnOnce() -> TransferPlan,
     ) -> Result<()> {
-        if self.leads() {
+        if self.is_leader() {
             self.wait_locals_arrived(round, operation)?;
-            let (abroad, mut load) = self.load()?;
-            let Pieces { receives, sends } = pieces();
-            let mut due = vec![(0, 0); abroad.leaders.len()];
+            let (inter_node, mut guard) = self.lock_links()?;
+            let TransferPlan { receives, sends } = pieces();
+            let mut due = vec![(0, 0); inter_node.leaders.len()];
             for (node, part) in receives {
-                due[node].1 = load.carrier.wire.receive(node, part);
+                due[node].1 = guard.links.wire.receive(node, part);
             }
             if operation.kind == Kind::Broadcast {
                 // What is passed on must first be here.
-                self.drive(&mut load, operation, &due, true)?;
+                self.drive(&mut guard, operation, &due, true)?;
             }
             for (node, part) in sends {
-                load.carrier.wire.send(node, part);
+                guard.links.wire.send(node, part);
             }
-            self.drive(&mut load, operation, &due, true)?;
-            load.delivered();
-            self.others_arrive(round);
+            self.drive(&mut guard, operation, &due, true)?;
+            guard.complete();
+            self.arrive_for_remote(round);
         }
         self.wait_all_arrived(round, operation)
     }
 
     /// What is to be carried of a range of all blocks: `at(rank, block)` is where it lies, or is to
     /// lie, on this node.
-    pub fn pieces(
+    pub fn plan_transfers(
         &self,
-        operation: &Operation,
+        operation: &OpDescriptor,
         blocks: usize,
         range: &Range<usize>,
-        at: super::exchange::At,
-    ) -> Pieces {
-        let Some(abroad) = &self.abroad else { return Pieces::default() };
+        at: super::read_collectives::AddressOf,
+    ) -> TransferPlan {
+        let Some(inter_node) = &self.inter_node else { return TransferPlan::default() };
         // SAFETY: ranks leave alone what they show, and the leader what it has for others, until
         // the round is over; what members on other nodes show is the leader's to write until it
         // arrives for them.
-        let part = |rank, block| unsafe { Part::new(at(rank, block).cast_mut(), range.len()) };
-        let mut pieces = Pieces::default();
+        let part = |rank, block| unsafe { IoSegment::new(at(rank, block).cast_mut(), range.len()) };
+        let mut pieces = TransferPlan::default();
         let root = operation.root as usize;
         if operation.kind == Kind::Broadcast {
             // Along a chain of nodes, so that each sends it once.
-            let (count, first) = (abroad.leaders.len(), abroad.nodes[root]);
-            let place = (abroad.here + count - first) % count;
+            let (count, first) = (inter_node.leaders.len(), inter_node.nodes[root]);
+            let place = (inter_node.node + count - first) % count;
             if place > 0 {
-                pieces.receives.push(((abroad.here + count - 1) % count, part(root, 0)));
+                pieces.receives.push(((inter_node.node + count - 1) % count, part(root, 0)));
             }
             if place + 1 < count {
-                pieces.sends.push(((abroad.here + 1) % count, part(root, 0)));
+                pieces.sends.push(((inter_node.node + 1) % count, part(root, 0)));
             }
             return pieces;
         }
         let is_needed = |from: usize, block: usize, node: usize| match operation.kind {
-            Kind::Gather | Kind::Reduce => abroad.nodes[root] == node,
-            Kind::Scatter => from == root && abroad.nodes[block] == node,
-            Kind::AllToAll | Kind::ReduceScatter => abroad.nodes[block] == node,
+            Kind::Gather | Kind::Reduce => inter_node.nodes[root] == node,
+            Kind::Scatter => from == root && inter_node.nodes[block] == node,
+            Kind::AllToAll | Kind::ReduceScatter => inter_node.nodes[block] == node,
             _ => true,
         };
         for rank in 0..self.size() {
             for block in 0..blocks {
-                let from = abroad.nodes[rank];
-                if from != abroad.here {
-                    if is_needed(rank, block, abroad.here) {
+                let from = inter_node.nodes[rank];
+                if from != inter_node.node {
+                    if is_needed(rank, block, inter_node.node) {
                         pieces.receives.push((from, part(rank, block)));
                     }
                     continue;
                 }
-                let to = abroad.others().filter(|&node| is_needed(rank, block, node));
+                let to = inter_node.remote_nodes().filter(|&node| is_needed(rank, block, node));
                 pieces.sends.extend(to.map(|node| (node, part(rank, block))));
             }
         }

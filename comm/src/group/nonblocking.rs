@@ -210,7 +210,7 @@ impl ProcessGroup {
 
     /// Runs a blocking operation after the asynchronous ones of its lane that were started before
     /// it.
-    pub(super) fn idle<T>(
+    pub(super) fn run_in_order<T>(
         &self,
         lane: Lane,
         operation: impl FnOnce(&Engine) -> Result<T>,
@@ -235,7 +235,7 @@ impl ProcessGroup {
         let group = Self {
             inner: Arc::new(ForkSafe::new(Inner {
                 workers: Workers::default(),
-                carrier: Mutex::default(),
+                leader_thread: Mutex::default(),
                 cuda: Mutex::default(),
                 engine: Arc::clone(&self.inner.engine),
                 local_rank: self.inner.local_rank,

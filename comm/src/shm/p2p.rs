@@ -5,7 +5,7 @@
 //!
 //! To a member on another node there is a link, made by the first message: the post, then the data.
 //!
-//! How messages find their receivers is in `receiving`.
+//! How messages find their receivers is in `p2p_receive`.
 
 use std::fmt;
 use std::sync::atomic::Ordering;
@@ -13,27 +13,27 @@ use std::sync::PoisonError;
 
 use flow_kernels::{DType, ReduceOp};
 
-use super::carrying::drive;
-use super::control::PostWords;
 use super::engine::{Engine, Link};
-use super::exchange::Raw;
-use super::operation::{Kind, Location, Operation};
-use super::Part;
+use super::internode_exchange::drive;
+use super::io_segment::IoSegment;
+use super::read_collectives::BufferView;
+use crate::descriptor::DescriptorWords;
+use crate::descriptor::{Kind, Location, OpDescriptor};
 use crate::error::Result;
 
 /// Bytes that a link moves within the group's timeout.
 pub const PIECE: usize = 8 << 20;
 
 impl Engine {
-    pub fn send(&self, data: Raw, dtype: DType, to: usize, tag: u32) -> Result<()> {
+    pub fn send(&self, data: BufferView, dtype: DType, to: usize, tag: u32) -> Result<()> {
         let mut link = self.outgoing[to].lock().unwrap_or_else(PoisonError::into_inner);
         let (peer, count) = (Some(self.ranks[to]), data.bytes / dtype.size());
-        let what = Transfer { verb: "send to", peer, count, dtype, tag };
+        let what = MessageDescriptor { verb: "send to", peer, count, dtype, tag };
         self.check_poison(&what)?;
         let mut operation = self.operation(Kind::Send, dtype, ReduceOp::Sum, to, count);
         operation.layout = u64::from(tag);
         let Some(receiver) = self.locals.iter().position(|&local| local == to) else {
-            return self.send_abroad(&mut link, data, &operation, to, &what);
+            return self.send_to_other_node(&mut link, data, &operation, to, &what);
         };
         let mailbox = self.control.mailbox(self.local, receiver);
         let own = self.locate(data.data, data.bytes);
@@ -42,20 +42,20 @@ impl Engine {
         let missing = || vec![to];
         let mut start = 0;
         loop {
-            // The post and both letters are free when at most one part is on its way.
+            // The post and both fragments are free when at most one part is on its way.
             self.wait(&mailbox.taken, part.wrapping_sub(1), &what, &missing)?;
-            let (letter, capacity) = self.control.letter(self.local, receiver, part);
+            let (fragment, capacity) = self.control.fragment(self.local, receiver, part);
             let len =
                 if own == Location::Staged { capacity.min(data.bytes - start) } else { data.bytes };
             if own == Location::Staged {
-                // SAFETY: the range is inside the caller's memory and fits the letter, which was
+                // SAFETY: the range is inside the caller's memory and fits the fragment, which was
                 // taken.
-                unsafe { super::copy(data.data.add(start), letter, len) };
+                unsafe { super::bytes::copy(data.data.add(start), fragment, len) };
             }
             if start == 0 {
                 // The post of the message before must have been read.
                 self.wait(&mailbox.taken, part, &what, &missing)?;
-                operation.write(own, &mailbox.post);
+                operation.write(own, &mailbox.descriptor);
             }
             mailbox.sent.raise(part.wrapping_add(1));
             self.control.rank(to).doorbell.ring();
@@ -71,19 +71,19 @@ impl Engine {
         Ok(())
     }
 
-    fn send_abroad(
+    fn send_to_other_node(
         &self,
         link: &mut Link,
-        data: Raw,
-        operation: &Operation,
+        data: BufferView,
+        operation: &OpDescriptor,
         to: usize,
-        what: &Transfer,
+        what: &MessageDescriptor,
     ) -> Result<()> {
-        let mut post = PostWords::default();
+        let mut post = DescriptorWords::default();
         operation.write(Location::Staged, &post);
-        let ends = Ends { sender: self.rank, receiver: to };
+        let ends = Endpoints { sender: self.rank, receiver: to };
         // SAFETY: nobody writes the post until it is sent.
-        let post = unsafe { post.part() };
+        let post = unsafe { IoSegment::of_descriptor(&mut post) };
         let mut pieces = pieces(data);
         self.transfer(link, ends, what, std::iter::once(post).chain(pieces.next()))?;
         pieces.try_for_each(|piece| self.transfer(link, ends, what, [piece]))
@@ -94,9 +94,9 @@ impl Engine {
     pub fn transfer(
         &self,
         link: &mut Link,
-        ends: Ends,
-        what: &Transfer,
-        parts: impl IntoIterator<Item = Part>,
+        ends: Endpoints,
+        what: &MessageDescriptor,
+        parts: impl IntoIterator<Item = IoSegment>,
     ) -> Result<()> {
         let own = usize::from(ends.sender == self.rank);
         let peer = if own == 1 { ends.receiver } else { ends.sender };
@@ -118,7 +118,7 @@ impl Engine {
             })
         });
         let moved = match departure {
-            Some(how) => Err(self.lose_member(peer, how, what)),
+            Some(how) => Err(self.handle_disconnect(peer, how, what)),
             None => moved,
         };
         if moved.is_err() {
@@ -130,21 +130,22 @@ impl Engine {
 }
 
 /// Parts of a message that are waited for one by one.
-pub fn pieces(data: Raw) -> impl Iterator<Item = Part> {
+pub fn pieces(data: BufferView) -> impl Iterator<Item = IoSegment> {
     let starts = (0..data.bytes).step_by(PIECE);
     // SAFETY: they are inside the caller's memory, which is valid for the length of the call.
-    starts
-        .map(move |start| unsafe { Part::new(data.data.add(start), PIECE.min(data.bytes - start)) })
+    starts.map(move |start| unsafe {
+        IoSegment::new(data.data.add(start), PIECE.min(data.bytes - start))
+    })
 }
 
 /// The ends of a link.
 #[derive(Clone, Copy)]
-pub struct Ends {
+pub struct Endpoints {
     pub sender: usize,
     pub receiver: usize,
 }
 
-impl Ends {
+impl Endpoints {
     pub fn channel(self) -> String {
         format!("messages/{}-{}", self.sender, self.receiver)
     }
@@ -156,7 +157,7 @@ impl Ends {
 }
 
 /// One side of a message. Ranks are those in the job.
-pub struct Transfer {
+pub struct MessageDescriptor {
     pub verb: &'static str,
     /// None for any.
     pub peer: Option<usize>,
@@ -165,7 +166,7 @@ pub struct Transfer {
     pub tag: u32,
 }
 
-impl fmt::Display for Transfer {
+impl fmt::Display for MessageDescriptor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.peer {
             Some(peer) => write!(f, "{} rank {peer}", self.verb)?,

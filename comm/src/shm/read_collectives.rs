@@ -1,6 +1,6 @@
 //! Collectives in which ranks show memory and each reads what it needs from the others.
 //!
-//! What is shown consists of `blocks` equal blocks (one for all_gather, one per rank for
+//! What is contribution consists of `blocks` equal blocks (one for all_gather, one per rank for
 //! all_to_all). If it lies in shared memory on all ranks, everyone reads in place. Otherwise it
 //! goes through the staging buffers in chunks, a chunk holding the same range of every block; up to
 //! [`PAYLOAD`] bytes go through the round's payload at once. What ranks on other nodes show, the
@@ -12,49 +12,49 @@ use flow_kernels::{DType, ReduceOp};
 
 use super::control::{CHUNK, PAYLOAD, SLOTS};
 use super::engine::{Engine, State};
-use super::operation::{Kind, Location, Operation};
+use crate::descriptor::{Kind, Location, OpDescriptor};
 use crate::error::Result;
 
 /// Memory of a caller, valid for the length of the call.
 #[derive(Clone, Copy)]
-pub struct Raw {
+pub struct BufferView {
     pub data: *mut u8,
     pub bytes: usize,
 }
 
-impl Raw {
+impl BufferView {
     /// Copies `count` bytes from `from` to position `start`.
     fn write(self, start: usize, from: *const u8, count: usize) {
         debug_assert!(start + count <= self.bytes);
         // SAFETY: the range is inside the caller's memory, which no other rank writes in this
         // collective.
-        unsafe { super::copy(from, self.data.add(start), count) };
+        unsafe { super::bytes::copy(from, self.data.add(start), count) };
     }
 }
 
-/// What a rank shows: `blocks` blocks of `block_bytes` bytes, in `data` unless only others show.
-struct Shown {
+/// What a rank contributes: `blocks` blocks of `block_bytes` bytes, in `data` unless only others show.
+struct Contribution {
     data: Option<*const u8>,
     blocks: usize,
     block_bytes: usize,
 }
 
 /// Address of the range at hand in a rank's block: `at(rank, block)`.
-pub type At<'a> = &'a dyn Fn(usize, usize) -> *const u8;
+pub type AddressOf<'a> = &'a dyn Fn(usize, usize) -> *const u8;
 
 impl Engine {
     /// Copies `data` from the root to all ranks.
-    pub fn broadcast(&self, data: Raw, dtype: DType, root: usize) -> Result<()> {
+    pub fn broadcast(&self, data: BufferView, dtype: DType, root: usize) -> Result<()> {
         let operation =
             self.operation(Kind::Broadcast, dtype, ReduceOp::Sum, root, data.bytes / dtype.size());
-        let shown = Shown {
+        let contribution = Contribution {
             data: (self.rank == root).then_some(data.data),
             blocks: 1,
             block_bytes: data.bytes,
         };
         self.exchange(
             operation,
-            &shown,
+            &contribution,
             |rank| rank == root,
             |range, at| {
                 if self.rank != root {
@@ -65,24 +65,36 @@ impl Engine {
     }
 
     /// Every rank gets all ranks' `input`, in rank order, in `output`.
-    pub fn all_gather(&self, input: Raw, output: Raw, dtype: DType) -> Result<()> {
+    pub fn all_gather(&self, input: BufferView, output: BufferView, dtype: DType) -> Result<()> {
         let operation =
             self.operation(Kind::AllGather, dtype, ReduceOp::Sum, 0, input.bytes / dtype.size());
         self.gather_into(operation, input, Some(output))
     }
 
     /// As [`Engine::all_gather`], for the root only.
-    pub fn gather(&self, input: Raw, output: Option<Raw>, dtype: DType, root: usize) -> Result<()> {
+    pub fn gather(
+        &self,
+        input: BufferView,
+        output: Option<BufferView>,
+        dtype: DType,
+        root: usize,
+    ) -> Result<()> {
         let operation =
             self.operation(Kind::Gather, dtype, ReduceOp::Sum, root, input.bytes / dtype.size());
         self.gather_into(operation, input, output)
     }
 
-    fn gather_into(&self, operation: Operation, input: Raw, output: Option<Raw>) -> Result<()> {
-        let shown = Shown { data: Some(input.data), blocks: 1, block_bytes: input.bytes };
+    fn gather_into(
+        &self,
+        operation: OpDescriptor,
+        input: BufferView,
+        output: Option<BufferView>,
+    ) -> Result<()> {
+        let contribution =
+            Contribution { data: Some(input.data), blocks: 1, block_bytes: input.bytes };
         self.exchange(
             operation,
-            &shown,
+            &contribution,
             |_| true,
             |range, at| {
                 if let Some(output) = output {
@@ -97,21 +109,21 @@ impl Engine {
     /// Rank r gets block r of the root's `input`.
     pub fn scatter(
         &self,
-        input: Option<Raw>,
-        output: Raw,
+        input: Option<BufferView>,
+        output: BufferView,
         dtype: DType,
         root: usize,
     ) -> Result<()> {
         let operation =
             self.operation(Kind::Scatter, dtype, ReduceOp::Sum, root, output.bytes / dtype.size());
-        let shown = Shown {
+        let contribution = Contribution {
             data: input.map(|i| i.data.cast_const()),
             blocks: self.size(),
             block_bytes: output.bytes,
         };
         self.exchange(
             operation,
-            &shown,
+            &contribution,
             |rank| rank == root,
             |range, at| {
                 output.write(range.start, at(root, self.rank), range.len());
@@ -120,14 +132,15 @@ impl Engine {
     }
 
     /// Block s of rank r's output is block r of rank s' input.
-    pub fn all_to_all(&self, input: Raw, output: Raw, dtype: DType) -> Result<()> {
+    pub fn all_to_all(&self, input: BufferView, output: BufferView, dtype: DType) -> Result<()> {
         let operation =
             self.operation(Kind::AllToAll, dtype, ReduceOp::Sum, 0, input.bytes / dtype.size());
         let block_bytes = input.bytes / self.size();
-        let shown = Shown { data: Some(input.data), blocks: self.size(), block_bytes };
+        let contribution =
+            Contribution { data: Some(input.data), blocks: self.size(), block_bytes };
         self.exchange(
             operation,
-            &shown,
+            &contribution,
             |_| true,
             |range, at| {
                 for rank in 0..self.size() {
@@ -144,24 +157,24 @@ impl Engine {
     /// Rank r gets the reduction of all ranks' blocks r.
     pub fn reduce_scatter(
         &self,
-        input: Raw,
-        output: Raw,
+        input: BufferView,
+        output: BufferView,
         dtype: DType,
         reduce: ReduceOp,
     ) -> Result<()> {
         let operation =
             self.operation(Kind::ReduceScatter, dtype, reduce, 0, input.bytes / dtype.size());
-        let shown =
-            Shown { data: Some(input.data), blocks: self.size(), block_bytes: output.bytes };
+        let contribution =
+            Contribution { data: Some(input.data), blocks: self.size(), block_bytes: output.bytes };
         self.exchange(
             operation,
-            &shown,
+            &contribution,
             |_| true,
             |range, at| {
                 let sources: Vec<*const u8> =
                     (0..self.size()).map(|rank| at(rank, self.rank)).collect();
                 let destination = output.data.wrapping_add(range.start);
-                // SAFETY: each source shows `range` of a block that no rank writes in this round;
+                // SAFETY: each source contributes `range` of a block that no rank writes in this round;
                 // the destination is the same range of our own output; both are aligned, as ranges
                 // begin at multiples of 64 bytes.
                 unsafe {
@@ -186,15 +199,16 @@ impl Engine {
     pub fn exchange_words(&self, kind: Kind, own: &[u64]) -> Result<Vec<Vec<u64>>> {
         let operation = self.operation(kind, DType::U8, ReduceOp::Sum, 0, own.len() * 8);
         let mut words = vec![vec![0; own.len()]; self.size()];
-        let shown =
-            Shown { data: Some(own.as_ptr().cast()), blocks: 1, block_bytes: own.len() * 8 };
+        let contribution =
+            Contribution { data: Some(own.as_ptr().cast()), blocks: 1, block_bytes: own.len() * 8 };
         self.exchange(
             operation,
-            &shown,
+            &contribution,
             |_| true,
             |range, at| {
                 for (rank, words) in words.iter_mut().enumerate() {
-                    let words = Raw { data: words.as_mut_ptr().cast(), bytes: words.len() * 8 };
+                    let words =
+                        BufferView { data: words.as_mut_ptr().cast(), bytes: words.len() * 8 };
                     words.write(range.start, at(rank, 0), range.len());
                 }
             },
@@ -202,28 +216,28 @@ impl Engine {
         Ok(words)
     }
 
-    /// Runs one collective. `shows(rank)` says whose memory is looked at; `read(range, at)` is
+    /// Runs one collective. `contributes(rank)` says whose memory is looked at; `read(range, at)` is
     /// called for consecutive ranges of the blocks, each when all ranks show that range.
     fn exchange(
         &self,
-        mut operation: Operation,
-        shown: &Shown,
-        shows: impl Fn(usize) -> bool,
-        mut read: impl FnMut(Range<usize>, At<'_>),
+        mut operation: OpDescriptor,
+        contribution: &Contribution,
+        contributes: impl Fn(usize) -> bool,
+        mut read: impl FnMut(Range<usize>, AddressOf<'_>),
     ) -> Result<()> {
         let state = &mut *self.state();
         self.begin(state, &mut operation)?;
         let operation = &operation;
-        let Shown { data, blocks, block_bytes } = *shown;
+        let Contribution { data, blocks, block_bytes } = *contribution;
         let total = blocks * block_bytes;
         if total <= PAYLOAD {
-            let round = self.open(state, operation)?;
+            let round = self.acquire_slot(state, operation)?;
             if let Some(data) = data {
                 // SAFETY: `data` holds `total` bytes; the payload holds PAYLOAD and is ours alone
                 // until we arrive.
-                unsafe { super::copy(data, self.control.payload(round, self.rank), total) };
+                unsafe { super::bytes::copy(data, self.control.payload(round, self.rank), total) };
             }
-            self.post(round, operation, Location::Staged);
+            self.publish_descriptor(round, operation, Location::Staged);
             self.arrive(round);
             self.wait_arrived(round, operation, total)?;
             self.locations(round, operation, total)?;
@@ -237,14 +251,15 @@ impl Engine {
         let own = self.locate(data.unwrap_or(std::ptr::null()), total);
         let piece = CHUNK / blocks / 64 * 64;
         let mut locations = Vec::new();
-        if self.abroad.is_some() {
-            locations = self.reachable(self.agree(state, operation, own, total)?);
+        if self.inter_node.is_some() {
+            locations =
+                self.mark_remote_staged(self.exchange_descriptors(state, operation, own, total)?);
         }
         let mut start = 0;
         loop {
             let range = start..(start + piece).min(block_bytes);
-            let round = self.open(state, operation)?;
-            if self.leads() {
+            let round = self.acquire_slot(state, operation)?;
+            if self.is_leader() {
                 self.stage(state, round, operation)?;
             }
             if let (Some(data), Location::Staged) = (data, own) {
@@ -254,12 +269,12 @@ impl Engine {
                     let from = data.wrapping_add(block * block_bytes + start);
                     // SAFETY: the range is inside the block; `blocks` pieces fit the buffer, which
                     // nobody reads now.
-                    unsafe { super::copy(from, staging.add(block * piece), range.len()) };
+                    unsafe { super::bytes::copy(from, staging.add(block * piece), range.len()) };
                 }
             }
-            self.post(round, operation, own);
+            self.publish_descriptor(round, operation, own);
             self.arrive(round);
-            if self.abroad.is_none() {
+            if self.inter_node.is_none() {
                 self.wait_arrived(round, operation, 0)?;
                 if start == 0 {
                     locations = self.locations(round, operation, total)?;
@@ -276,14 +291,14 @@ impl Engine {
                     self.control.staging(rank, (round % 2) as usize).wrapping_add(block * piece)
                 }
             };
-            if self.abroad.is_some() {
-                self.wait_carried(round, operation, || {
-                    self.pieces(operation, blocks, &range, &at)
+            if self.inter_node.is_some() {
+                self.wait_transferred(round, operation, || {
+                    self.plan_transfers(operation, blocks, &range, &at)
                 })?;
             }
-            let in_place = self.abroad.is_none()
+            let in_place = self.inter_node.is_none()
                 && (0..self.size())
-                    .all(|r| !shows(r) || matches!(locations[r], Location::Shared(_)));
+                    .all(|r| !contributes(r) || matches!(locations[r], Location::Shared(_)));
             let range = if in_place { 0..block_bytes } else { range };
             read(range.clone(), &at);
             self.done(round);
@@ -305,7 +320,12 @@ impl Engine {
     }
 
     /// This rank's staging buffer for a round, as soon as nobody reads what it held before.
-    pub fn stage(&self, state: &mut State, round: u64, operation: &Operation) -> Result<*mut u8> {
+    pub fn stage(
+        &self,
+        state: &mut State,
+        round: u64,
+        operation: &OpDescriptor,
+    ) -> Result<*mut u8> {
         self.stage_in(state, (round % 2) as usize, round, operation)
     }
 
@@ -315,7 +335,7 @@ impl Engine {
         state: &mut State,
         which: usize,
         round: u64,
-        operation: &Operation,
+        operation: &OpDescriptor,
     ) -> Result<*mut u8> {
         // A round whose slot has been opened again is over, and its counters have moved on.
         if let Some(last) =
@@ -333,8 +353,8 @@ impl Engine {
         reduce: ReduceOp,
         root: usize,
         count: usize,
-    ) -> Operation {
-        Operation {
+    ) -> OpDescriptor {
+        OpDescriptor {
             sequence: 0,
             kind,
             dtype,

@@ -1,7 +1,7 @@
 //! Messages that have come before anybody asked for them: what MPI calls the queue of unexpected
 //! messages.
 //!
-//! Each sender has an inbox, which one thread of the receiving rank opens at a time. Whoever has it
+//! Each sender has an queue, which one thread of the receiving rank opens at a time. Whoever has it
 //! open takes whatever comes next: a message with its own tag goes where it is wanted, others are
 //! kept here. Nothing but memory limits how many.
 
@@ -11,20 +11,21 @@ use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
-use super::control::{Counter, PostWords};
+use super::control::Counter;
 use super::engine::Link;
-use super::operation::{Location, Operation};
-use super::Part;
+use super::io_segment::IoSegment;
+use crate::descriptor::DescriptorWords;
+use crate::descriptor::{Location, OpDescriptor};
 
 /// What comes from one rank.
-pub struct Inbox {
+pub struct MessageQueue {
     /// The sender's number among the members on this node; None for one on another node.
     pub sender: Option<usize>,
     incoming: Mutex<Incoming>,
     /// A thread has found it open since it was last closed.
     is_wanted: AtomicBool,
     kept: Mutex<Kept>,
-    /// How many are kept. Whoever has the inbox open sees all of them.
+    /// How many are kept. Whoever has the queue open sees all of them.
     count: AtomicUsize,
 }
 
@@ -38,7 +39,7 @@ pub struct Incoming {
     /// dropped in this order.
     pub link: Link,
     /// Where the link puts the next message's post.
-    pub post: Box<PostWords>,
+    pub post: Box<DescriptorWords>,
     /// The link was told where to put what comes next.
     pub is_expected: bool,
     /// The group has failed in the middle of a message from another node: what comes after that is
@@ -52,13 +53,13 @@ pub struct Incoming {
 
 /// A message that is kept, as far as it has come.
 pub struct Message {
-    pub operation: Operation,
+    pub operation: OpDescriptor,
     pub location: Location,
     pub data: Vec<u8>,
     bytes: usize,
 }
 
-/// An inbox that this thread has open.
+/// An queue that this thread has open.
 pub struct Open<'a> {
     incoming: MutexGuard<'a, Incoming>,
     // After the lock: fields are dropped in this order.
@@ -66,11 +67,11 @@ pub struct Open<'a> {
 }
 
 struct Closing<'a> {
-    inbox: &'a Inbox,
+    queue: &'a MessageQueue,
     doorbell: &'a Counter,
 }
 
-impl Inbox {
+impl MessageQueue {
     pub fn new(sender: Option<usize>) -> Self {
         Self {
             sender,
@@ -92,7 +93,7 @@ impl Inbox {
             self.is_wanted.store(true, Ordering::SeqCst);
             try_open()
         })?;
-        Some(Open { incoming, closing: Closing { inbox: self, doorbell } })
+        Some(Open { incoming, closing: Closing { queue: self, doorbell } })
     }
 
     /// The first message with this tag that was kept.
@@ -124,10 +125,10 @@ impl Open<'_> {
             self.unfinished = Some(message);
             return;
         }
-        let Closing { inbox, doorbell } = self.closing;
-        let mut kept = inbox.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let Closing { queue, doorbell } = self.closing;
+        let mut kept = queue.kept.lock().unwrap_or_else(PoisonError::into_inner);
         kept.entry(message.operation.tag()).or_default().push_back(message);
-        inbox.count.fetch_add(1, Ordering::SeqCst);
+        queue.count.fetch_add(1, Ordering::SeqCst);
         drop(kept);
         doorbell.ring();
     }
@@ -149,8 +150,8 @@ impl DerefMut for Open<'_> {
 
 impl Drop for Closing<'_> {
     fn drop(&mut self) {
-        if self.inbox.is_wanted.load(Ordering::SeqCst)
-            && self.inbox.is_wanted.swap(false, Ordering::SeqCst)
+        if self.queue.is_wanted.load(Ordering::SeqCst)
+            && self.queue.is_wanted.swap(false, Ordering::SeqCst)
         {
             self.doorbell.ring();
         }
@@ -159,7 +160,7 @@ impl Drop for Closing<'_> {
 
 impl Message {
     /// None if there is no memory for it.
-    pub fn new(operation: Operation, location: Location) -> Option<Self> {
+    pub fn new(operation: OpDescriptor, location: Location) -> Option<Self> {
         let bytes = usize::try_from(operation.count).ok()?.checked_mul(operation.dtype.size())?;
         let mut data = Vec::new();
         data.try_reserve_exact(bytes).ok()?;
@@ -177,7 +178,7 @@ impl Message {
     pub unsafe fn append(&mut self, from: *const u8, count: usize) {
         let start = self.data.len();
         // SAFETY: the caller's promise, and memory was reserved for all of the message.
-        unsafe { super::copy(from, self.data.as_mut_ptr().add(start), count) };
+        unsafe { super::bytes::copy(from, self.data.as_mut_ptr().add(start), count) };
         // SAFETY: these bytes were written just now.
         unsafe { self.data.set_len(start + count) };
     }
@@ -187,11 +188,11 @@ impl Message {
     /// # Safety
     ///
     /// Until the part is through or dropped, the message lives and nobody else looks at it.
-    pub unsafe fn next_part(&mut self, most: usize) -> Part {
+    pub unsafe fn next_part(&mut self, most: usize) -> IoSegment {
         let (start, count) = (self.data.len(), self.missing().min(most));
         self.data.resize(start + count, 0);
         // SAFETY: the range is inside the data, whose memory was reserved for all of it, so that it
         // does not move.
-        unsafe { Part::new(self.data.as_mut_ptr().add(start), count) }
+        unsafe { IoSegment::new(self.data.as_mut_ptr().add(start), count) }
     }
 }

@@ -3,17 +3,17 @@
 
 use std::sync::Arc;
 
-use super::asynchronous::Lane;
+use super::nonblocking::Lane;
 use super::ProcessGroup;
+use crate::descriptor::Kind;
 use crate::error::Result;
 use crate::shm::arena::Arena;
-use crate::shm::operation::Kind;
 use crate::world::World;
 
 /// The memory of a join, which it keeps: what [`ProcessGroup::duplicate_in`] makes groups in.
-pub struct Home(Arc<World>);
+pub struct ArenaHandle(Arc<World>);
 
-impl Home {
+impl ArenaHandle {
     /// The memory that all ranks of the machine map.
     pub fn arena(&self) -> &Arc<Arena> {
         &self.0.arena
@@ -22,21 +22,22 @@ impl Home {
 
 impl ProcessGroup {
     /// Where the group's shared memory is.
-    pub fn home(&self) -> Home {
-        Home(Arc::clone(&self.engine().world))
+    pub fn arena_handle(&self) -> ArenaHandle {
+        ArenaHandle(Arc::clone(&self.engine().world))
     }
 
-    /// As [`ProcessGroup::duplicate`], in the memory of `home` if that is the same on all ranks, of
+    /// As [`ProcessGroup::duplicate`], in the memory of `handle` if that is the same on all ranks, of
     /// whatever join of the same processes. All ranks call this.
-    pub fn duplicate_in(&self, home: Option<&Home>) -> Result<Self> {
+    pub fn duplicate_in(&self, handle: Option<&ArenaHandle>) -> Result<Self> {
         const NONE: u64 = 0;
-        let own = home.filter(|home| home.0.has_ranks_of(&self.engine().world));
-        let mark = own.map_or(NONE, |home| home.0.mark());
-        let marks =
-            self.idle(Lane::Collectives, |engine| engine.exchange_words(Kind::NewGroup, &[mark]))?;
+        let own = handle.filter(|handle| handle.0.has_ranks_of(&self.engine().world));
+        let mark = own.map_or(NONE, |handle| handle.0.mark());
+        let marks = self.run_in_order(Lane::Collectives, |engine| {
+            engine.exchange_words(Kind::NewGroup, &[mark])
+        })?;
         let all: Vec<usize> = (0..self.world_size()).collect();
         let group = match own.filter(|_| marks.iter().all(|other| other[0] == mark)) {
-            Some(home) => self.new_group_in(&home.0, &all)?,
+            Some(handle) => self.new_group_in(&handle.0, &all)?,
             None => self.new_group(&all)?,
         };
         group.ok_or_else(|| self.system("duplicate", "this rank is not a member".into()))

@@ -1,0 +1,93 @@
+//! Long waits are reported to flow-launch, so that the report of a job that hangs says which rank
+//! waits where, and for which ranks.
+
+use std::fmt::Display;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use crate::store::Store;
+
+/// How long a wait must be to be reported, in seconds; set by flow-launch. The second name is that
+/// of older ones.
+const REPORT: [&str; 2] = ["FLOW_REPORT_STALLS", "FLOW_REPORT_WAITS"];
+/// How often a stall checks whether it waits for other ranks than before.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Reports this rank's long waits to flow-launch.
+pub struct StallReporter {
+    rank: usize,
+    after: Duration,
+}
+
+impl StallReporter {
+    /// For rank `rank` of the job; None unless flow-launch listens.
+    pub fn from_env(rank: usize) -> Option<StallReporter> {
+        let seconds = REPORT.iter().find_map(|name| std::env::var(name).ok())?.parse().ok()?;
+        Some(StallReporter { rank, after: Duration::try_from_secs_f64(seconds).ok()? })
+    }
+
+    /// A wait that begins now.
+    pub fn begin<'a>(&'a self, store: &'a Store) -> Stall<'a> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Stall {
+            reporter: self,
+            store,
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            next: self.after,
+            reported: None,
+        }
+    }
+}
+
+/// One wait. If it was reported, dropping it reports that it is over.
+pub struct Stall<'a> {
+    reporter: &'a StallReporter,
+    store: &'a Store,
+    id: u64,
+    /// How long it has waited when it next checks.
+    next: Duration,
+    /// The ranks that were missing in the last report.
+    reported: Option<Vec<usize>>,
+}
+
+impl Stall<'_> {
+    /// Reports the wait if it has become long, and again when it is for other ranks than before.
+    pub fn look(
+        &mut self,
+        waited: Duration,
+        operation: &dyn Display,
+        missing: impl FnOnce() -> Vec<usize>,
+    ) {
+        if waited < self.next {
+            return;
+        }
+        self.next = waited + CHECK_INTERVAL;
+        let missing = missing();
+        if self.reported.as_ref() == Some(&missing) {
+            return;
+        }
+        let (operation, seconds) = (operation.to_string(), waited.as_secs_f64());
+        self.post(serde_json::json!({
+            "rank": self.reporter.rank, "id": self.id, "operation": operation, "seconds": seconds, "missing": missing,
+        }));
+        self.reported = Some(missing);
+    }
+
+    fn post(&self, message: serde_json::Value) {
+        // The wait goes on all the same.
+        if let Err(error) = self.store.post(message.to_string().as_bytes()) {
+            log::debug!(
+                "rank {}: cannot report a long wait to flow-launch: {error}",
+                self.reporter.rank
+            );
+        }
+    }
+}
+
+impl Drop for Stall<'_> {
+    fn drop(&mut self) {
+        if self.reported.is_some() {
+            self.post(serde_json::json!({ "rank": self.reporter.rank, "id": self.id }));
+        }
+    }
+}
