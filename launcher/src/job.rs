@@ -1,4 +1,4 @@
-//! What the user asked for, validated: see `args.rs` for how it is written.
+//! What the user asked for, validated. `cli/` reads it from the command line.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use nix::sys::signal::Signal;
 
-/// The id of jobs that were given none, as torchrun has it.
+/// The default id of a job, as in torchrun.
 pub const NO_ID: &str = "none";
 
 /// A whole command line.
@@ -16,28 +16,28 @@ pub struct Job {
     pub processes: Processes,
     pub role: String,
     pub nodes: Nodes,
-    /// The machines on which this flow-launch is to start an agent each, if it is no agent itself.
+    /// The hosts on which this flow-launch starts an agent each, if it is no agent itself.
     pub hosts: Option<Hosts>,
     pub max_restarts: u32,
     /// Time between asking workers to stop and killing them.
     pub grace: Duration,
     /// A worker that waits longer than this in one collective fails the job.
     pub hang_timeout: Option<Duration>,
-    /// What the launcher passes on to its workers before it ends.
+    /// The signals that the launcher passes on to its workers before it ends.
     pub signals: Vec<Signal>,
-    /// Which workers read flow-launch's standard input, if that was said.
+    /// Which workers read flow-launch's standard input, if the user has chosen.
     pub stdin: Option<Stdin>,
     pub numa_binding: Option<NumaBinding>,
-    /// Every worker is told LOCAL_RANK 0 and sees one GPU, its own.
+    /// Every worker gets LOCAL_RANK 0 and sees one GPU, its own.
     pub virtual_local_rank: bool,
     pub output: Output,
-    /// Where to write what happens, a JSON object a line.
+    /// The event files: a JSON object a line.
     pub events: Vec<PathBuf>,
-    /// Say nothing but errors.
+    /// Print errors only.
     pub quiet: bool,
     /// Print what would be started, and start nothing.
     pub dry_run: bool,
-    /// What was odd in the command line, and was passed over.
+    /// Notices about ignored parts of the command line.
     pub warnings: Vec<String>,
 }
 
@@ -71,7 +71,7 @@ pub enum Processes {
     Gpu,
 }
 
-/// `--stdin`: which workers read flow-launch's standard input; that of all others is empty.
+/// `--stdin`: which workers read flow-launch's standard input; the others have `/dev/null`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Stdin {
     All,
@@ -84,7 +84,7 @@ impl Stdin {
         self == Stdin::All || self == Stdin::Rank(rank)
     }
 
-    /// The rank that the user at the terminal has before them.
+    /// The rank that writes to the user's terminal directly.
     pub fn foreground(self) -> u32 {
         match self {
             Stdin::Rank(rank) => rank,
@@ -93,7 +93,7 @@ impl Stdin {
     }
 }
 
-/// `--numa-binding`, in torchrun's words.
+/// `--numa-binding`, with torchrun's words.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum NumaBinding {
     Node,
@@ -102,13 +102,13 @@ pub enum NumaBinding {
     CoreComplex,
 }
 
-/// The job's nodes and how their agents meet.
+/// The job's nodes and their rendezvous.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Nodes {
     pub min: u32,
     pub max: u32,
     pub rendezvous: Rendezvous,
-    /// `--rdzv-id`: what tells this job from others.
+    /// `--rdzv-id`: identifies the job.
     pub id: String,
     /// The address at which others reach this node.
     pub local_addr: Option<String>,
@@ -122,13 +122,13 @@ pub struct Nodes {
 pub struct Hosts {
     /// By node rank.
     pub list: Vec<HostEntry>,
-    /// Where the others reach the first.
+    /// The address at which the others reach the first.
     pub master_addr: String,
-    /// What runs a command on another machine: the host and the command are added.
+    /// The command that runs a command on another host; the host and the command are appended.
     pub remote_shell: Vec<String>,
-    /// The other flags, for the agents.
+    /// The other flags, which the agents get.
     pub flags: Vec<OsString>,
-    /// `--export`: variables by name, with a value or with that of the head's environment.
+    /// `--export`: names, each with a value or None for the value in the head's environment.
     pub exports: Vec<(String, Option<String>)>,
 }
 
@@ -136,28 +136,28 @@ pub struct Hosts {
 pub struct HostEntry {
     pub user: Option<String>,
     pub name: String,
-    /// As `--nproc-per-node` has it, if not given here.
+    /// If not given here, `--nproc-per-node` decides.
     pub workers: Option<u32>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub enum Rendezvous {
-    /// There is one node. Its agent serves its workers at this address and port.
+    /// One node. Its agent serves its workers at this address and port.
     Alone { master_addr: Option<String>, master_port: Option<u16> },
     /// Node 0 is known: its agent serves the others, and all workers, at `master_port`.
     Static { node_rank: u32, master_addr: String, master_port: u16 },
-    /// Whichever node has this address serves the others.
+    /// The node that has this address serves the others.
     Endpoint { host: String, port: u16, is_host: Option<bool> },
 }
 
-/// How long agents wait for each other: `--rdzv-conf`.
+/// Timeouts of the rendezvous: `--rdzv-conf`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RendezvousTimeouts {
-    /// For the least number of nodes.
+    /// For the least number of nodes to join.
     pub join: Duration,
-    /// For more nodes, once there are the least.
+    /// For more nodes to join, once there are the least.
     pub last_call: Duration,
-    /// For a sign of life.
+    /// For a heartbeat.
     pub heartbeat: Duration,
 }
 
@@ -167,13 +167,14 @@ pub struct Output {
     /// Put the rank before each line.
     pub prefix: bool,
     pub log_dir: Option<PathBuf>,
-    /// OneFlow's file names below `log_dir`, not torchrun's.
+    /// Use OneFlow's file names below `log_dir` instead of torchrun's.
     pub oneflow_names: bool,
     pub redirects: StreamMap,
     pub tee: StreamMap,
     /// The local ranks whose output is shown, if not all.
     pub shown: Option<Vec<u32>>,
-    /// Lines with one of these are copied to `filtered_stdout.log` and `filtered_stderr.log`.
+    /// Lines that contain one of these texts are copied to `filtered_stdout.log` and
+    /// `filtered_stderr.log`.
     pub stdout_filters: Vec<String>,
     pub stderr_filters: Vec<String>,
 }
@@ -182,7 +183,7 @@ pub struct Output {
 #[derive(Clone, Debug, PartialEq)]
 pub enum StreamMap {
     All(Streams),
-    /// None for local ranks that are not listed.
+    /// Local ranks that are not listed have none.
     Each(Vec<(u32, Streams)>),
 }
 

@@ -40,7 +40,7 @@ use job::{Job, Rendezvous};
 use plan::{dry_run, host, numa, program};
 use report::events;
 
-/// Exit code for a command line that makes no sense.
+/// Exit code for a command line that cannot be carried out.
 const USAGE: u8 = 2;
 
 fn main() -> ExitCode {
@@ -85,21 +85,22 @@ fn run(mut job: Job) -> anyhow::Result<u8> {
     for warning in job.warnings.iter().filter(|_| !job.quiet) {
         let _ = writeln!(stderr(), "flow-launch: {warning}");
     }
-    let mut machine = host::LocalHost::this();
-    let local_world_size = plan::local_world_size(&job, &machine)?;
+    let mut local_host = host::LocalHost::this();
+    let local_world_size = plan::local_world_size(&job, &local_host)?;
     if let Some(binding) = job.numa_binding {
-        let topology = numa::Topology::this(machine.visible_devices())?;
-        machine.binding = numa::bind(binding, local_world_size as usize, &topology)?;
+        let topology = numa::Topology::this(local_host.visible_devices())?;
+        local_host.binding = numa::bind(binding, local_world_size as usize, &topology)?;
     }
     let command = program::command(&job.program)?;
     if job.dry_run {
-        std::io::stdout()
-            .write_all(dry_run::describe(&job, local_world_size, &command, &machine).as_bytes())?;
+        std::io::stdout().write_all(
+            dry_run::describe(&job, local_world_size, &command, &local_host).as_bytes(),
+        )?;
         return Ok(0);
     }
     // One node's job is its own: programs name things by its id.
     if matches!(job.nodes.rendezvous, Rendezvous::Alone { .. }) && job.nodes.id == job::NO_ID {
         job.nodes.id = std::fs::read_to_string("/proc/sys/kernel/random/uuid")?.trim_end().into();
     }
-    Agent::start(job, machine, command)?.run()
+    Agent::start(job, local_host, command)?.run()
 }

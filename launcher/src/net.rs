@@ -1,22 +1,22 @@
-//! Addresses and ports of this machine.
+//! Addresses and ports of this host.
 
 use std::collections::BTreeSet;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs, UdpSocket};
 
-/// This machine's name.
+/// This host's name.
 pub fn host_name() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
-/// A TCP port that is free on all addresses of this machine.
+/// A TCP port that is free on all addresses of this host.
 pub fn free_port() -> io::Result<u16> {
     let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0))
         .or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)))?;
     Ok(listener.local_addr()?.port())
 }
 
-/// All addresses of this machine, IPv6 and IPv4 where there is IPv6.
+/// The address that stands for all of this host, IPv6 and IPv4 where there is IPv6.
 pub fn any() -> IpAddr {
     match TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)) {
         Ok(_) => Ipv6Addr::UNSPECIFIED.into(),
@@ -24,10 +24,11 @@ pub fn any() -> IpAddr {
     }
 }
 
-/// Where this machine is to listen for others, who know it by these names: at the one address that
-/// the names mean, else at all. A name that means this machine alone here (127.0.1.1, in Debian's
-/// /etc/hosts) means another address elsewhere; but localhost does so everywhere, and of its
-/// addresses IPv4's is taken.
+/// The address to listen at, for others that know this host by these names. It is the one address
+/// that the names resolve to, if there is one, and otherwise all. A name that resolves to the
+/// loopback address here (127.0.1.1, in Debian's /etc/hosts) resolves to another address elsewhere,
+/// so it counts as all. Only localhost is the loopback address everywhere; its IPv4 address is
+/// preferred.
 pub fn interface(names: &[&str]) -> IpAddr {
     let is_localhost = |name: &str| name.eq_ignore_ascii_case("localhost");
     let addresses =
@@ -44,7 +45,7 @@ pub fn interface(names: &[&str]) -> IpAddr {
     }
 }
 
-/// The address of this machine that `name` means here, IPv4 if there are several.
+/// The address of this host that `name` resolves to, IPv4 if there are several.
 pub fn own(name: &str) -> Option<IpAddr> {
     resolve(name).into_iter().filter(|address| is_own(*address)).min()
 }
@@ -68,15 +69,15 @@ pub fn join(host: &str, port: u16) -> String {
     }
 }
 
-/// Whether `host` is this machine.
+/// Whether `host` is this host.
 pub fn is_local(host: &str) -> bool {
     own(host).is_some()
 }
 
-/// The address from which this machine reaches `host`.
+/// The address from which this host reaches `host`.
 pub fn towards(host: &str) -> io::Result<String> {
     let mut error = io::Error::other(format!("{host} has no address"));
-    // Some port, as none is spoken to.
+    // Any port: nothing is sent.
     for address in (host, 1).to_socket_addrs()? {
         match source(address) {
             Ok(own) => return Ok(own.to_string()),
@@ -86,7 +87,7 @@ pub fn towards(host: &str) -> io::Result<String> {
     Err(error)
 }
 
-/// Connecting a UDP socket sends nothing: it only finds the way.
+/// Connecting a UDP socket sends nothing; it only selects the route.
 fn source(address: SocketAddr) -> io::Result<IpAddr> {
     let unspecified: IpAddr =
         if address.is_ipv6() { Ipv6Addr::UNSPECIFIED.into() } else { Ipv4Addr::UNSPECIFIED.into() };
@@ -117,7 +118,7 @@ mod tests {
         for names in [&["localhost"][..], &["localhost", "Localhost"]] {
             assert_eq!(Some(interface(names)), own("localhost"), "{names:?}");
         }
-        // Two addresses, another machine's address, and nonsense.
+        // Two addresses, another host's address, and an unknown name.
         for names in [
             &["127.0.0.1", "127.0.0.2"][..],
             &["localhost", "127.0.0.2"],

@@ -17,12 +17,12 @@ impl ExitStatus {
         self != ExitStatus::Exit(0)
     }
 
-    /// Any signal but SIGTERM, with which others would have been asked to stop.
+    /// Any signal but SIGTERM, which launchers use to stop workers.
     pub fn is_crash(self) -> bool {
         matches!(self, ExitStatus::Signal(signal) if signal != Signal::TERM.as_raw())
     }
 
-    /// The exit code by which a shell would tell of it.
+    /// The exit code that a shell would report.
     pub fn code(self) -> u8 {
         match self {
             ExitStatus::Exit(code) => code as u8,
@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ends_are_told_as_a_shell_would() {
+    fn as_a_shell_reports_it() {
         assert_eq!(
             (ExitStatus::Exit(3).code(), ExitStatus::Exit(3).to_string()),
             (3, "exit code 3".into())

@@ -1,7 +1,19 @@
-//! The event loop of an agent: one thread waits in `poll` for signals, ends of workers, output and
-//! what the coordinator has to say, and never blocks elsewhere.
+//! The agent: flow-launch on one node. Its event loop is one thread, which waits in `poll` for
+//! signals, ends of workers, output and commands of the coordinator, and never blocks elsewhere.
+//!
+//! | file | subject |
+//! |---|---|
+//! | `worker_group.rs`, `worker.rs`, `process.rs` | this node's workers in a round, one worker, its process |
+//! | `stop_policy.rs` | when workers are stopped, and which failure is the root cause (pure) |
+//! | `reaper.rs` | the process that cleans up after a round that was stopped, and after a launcher that was killed |
+//! | `signals.rs` | the signals that flow-launch receives |
+//! | `watchdog.rs`, `timers.rs`, `named_pipe.rs` | torchelastic's timers |
+//! | `health.rs` | torchelastic's health check |
+//! | `final_report.rs` | what is printed at the end |
+//! | `exit_status.rs` | how a process ended |
 
 pub mod exit_status;
+mod final_report;
 mod health;
 mod named_pipe;
 pub mod process;
@@ -14,14 +26,11 @@ mod worker;
 mod worker_group;
 
 use std::ffi::OsString;
-use std::fs::File;
-use std::io::{self, IsTerminal};
-use std::os::fd::{AsFd, BorrowedFd};
-use std::path::PathBuf;
+use std::io::{stdout, IsTerminal};
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
 use crate::agent::exit_status::{signal_name, ExitStatus};
@@ -42,8 +51,7 @@ use crate::output::routing::Routes;
 use crate::output::sink::Sinks;
 use crate::plan;
 use crate::plan::host::LocalHost;
-use crate::poll;
-use crate::report::error_file;
+use crate::poll::{self, readable, writable};
 use crate::report::events::{EventLog, JobEvent};
 use crate::report::failure::{self, Outcome};
 
@@ -61,25 +69,25 @@ enum Ready {
 /// This node's part in a job.
 pub struct Agent {
     job: Job,
-    machine: LocalHost,
+    local_host: LocalHost,
     command: Vec<OsString>,
     local_world_size: u32,
     host: String,
     control: ControlPlane,
-    /// Whether the coordinator has been heard.
+    /// The coordinator has sent a command.
     has_joined: bool,
-    /// The coordinator is out of reach: to join again when the workers are gone.
+    /// The coordinator cannot be reached: join again when the workers are gone.
     must_rejoin: bool,
     group: Option<WorkerGroup>,
-    /// The group of the last round, when it is over.
+    /// The workers of the last round, once it is over.
     finished_group: Option<WorkerGroup>,
     sinks: Sinks,
-    /// What we inherit as standard input may give something to read.
+    /// Our standard input is not `/dev/null`.
     has_input: bool,
     logs: LogFiles,
     events: EventLog,
     signals: Signals,
-    /// The first signal that was sent to this process.
+    /// The first signal that this process received.
     signalled: Option<i32>,
     result: Option<JobResult>,
     watchdog: Option<Watchdog>,
@@ -90,18 +98,18 @@ pub struct Agent {
 
 impl Agent {
     /// Joins the job.
-    pub fn start(job: Job, machine: LocalHost, command: Vec<OsString>) -> anyhow::Result<Agent> {
-        let local_world_size = plan::local_world_size(&job, &machine)?;
+    pub fn start(job: Job, local_host: LocalHost, command: Vec<OsString>) -> anyhow::Result<Agent> {
+        let local_world_size = plan::local_world_size(&job, &local_host)?;
         process::allow_descriptors(local_world_size);
         let signals = Signals::catch(&job.signals)?;
         let mut reaper = Reaper::start()?;
         let mut sinks =
             Sinks::standard(job.quiet).context("cannot open standard output and standard error")?;
-        if let Some(threads) = plan::omp_threads(local_world_size, &machine) {
-            sinks.note(&plan::omp_note(threads, local_world_size, &machine));
+        if let Some(threads) = plan::omp_threads(local_world_size, &local_host) {
+            sinks.note(&plan::omp_note(threads, local_world_size, &local_host));
         }
         let template = std::env::var("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE").ok();
-        let routes = Routes::new(&job.output, &job.role, template, std::io::stdout().is_terminal());
+        let routes = Routes::new(&job.output, &job.role, template, stdout().is_terminal());
         let logs = LogFiles::create(&job.output, routes, &job.nodes.id, &reaper)?;
         logs.note.iter().for_each(|note| sinks.note(note));
         let (watchdog, note) = Watchdog::start(&mut reaper)?.unzip();
@@ -122,11 +130,11 @@ impl Agent {
             signalled: None,
             result: None,
             job,
-            machine,
+            local_host,
             command,
             local_world_size,
             sinks,
-            has_input: has_input(),
+            has_input: worker::has_input(),
             logs,
             signals,
             watchdog,
@@ -135,7 +143,7 @@ impl Agent {
         })
     }
 
-    /// Sees the job to its end; returns the exit code that tells of it.
+    /// Runs the job to its end; returns the exit code.
     pub fn run(mut self) -> anyhow::Result<u8> {
         loop {
             self.handle_commands();
@@ -143,7 +151,7 @@ impl Agent {
                 break;
             }
             if !self.poll_once()? && self.force_exit() {
-                // Only a reader of our output is waited for.
+                // All that is left is output that nobody reads.
                 self.group.iter_mut().for_each(WorkerGroup::hang_up);
             }
         }
@@ -159,29 +167,29 @@ impl Agent {
         Ok(code)
     }
 
-    /// There is nothing to wait for but a reader of our output, and the launcher was told to end:
-    /// no longer wait.
+    /// The launcher was signalled to end, and all that is left is output that nobody reads: stop
+    /// waiting.
     fn force_exit(&self) -> bool {
         let group = self.group.as_ref().or(self.finished_group.as_ref());
         group.is_some_and(|group| group.policy.must_leave() && group.is_settled())
     }
 
-    /// Does what the coordinator says.
+    /// Executes the coordinator's commands.
     fn handle_commands(&mut self) {
-        while let Some(heard) = self.control.poll() {
-            match heard {
-                ControlMessage::Command(order) => {
+        while let Some(message) = self.control.poll() {
+            match message {
+                ControlMessage::Command(command) => {
                     self.has_joined = true;
-                    self.execute(order);
+                    self.execute(command);
                 }
                 ControlMessage::Notice(notice) => self.sinks.note(&notice),
                 ControlMessage::Disconnected(reason) => self.handle_disconnect(reason),
             }
         }
-        for news in self.control.events() {
-            record(&JobEvent::from(&news), &mut self.events, &mut self.sinks);
+        for event in self.control.events() {
+            self.events.record(&JobEvent::from(&event), &mut self.sinks);
         }
-        // Whoever was told to end waits for nobody.
+        // A follower that was signalled to end does not wait for the leader.
         if let (Some(signal), None, ControlPlane::Follower(_)) =
             (self.signalled, &self.group, &self.control)
         {
@@ -190,8 +198,8 @@ impl Agent {
         }
     }
 
-    fn execute(&mut self, order: Command) {
-        match order {
+    fn execute(&mut self, command: Command) {
+        match command {
             Command::Start { round, assignment } => self.start_round(round, &assignment),
             Command::Stop { round, why } => {
                 if let Some(why) = &why {
@@ -201,7 +209,7 @@ impl Agent {
                     Some(Action::Nothing) => {}
                     Some(_) => {
                         let reason = why.as_deref().unwrap_or("a failure on another node");
-                        record(&JobEvent::Stop { reason }, &mut self.events, &mut self.sinks);
+                        self.events.record(&JobEvent::Stop { reason }, &mut self.sinks);
                     }
                     None => self.send_stopped(round, None),
                 }
@@ -211,14 +219,14 @@ impl Agent {
         }
     }
 
-    /// Stops the workers for a reason that is not here. If they have already ended well, what they
-    /// have left behind must go all the same. None if there is nothing to stop.
+    /// Stops the workers for a reason outside this node. If they have already succeeded, processes
+    /// that they left behind are killed all the same. None if there is nothing to stop.
     fn stop(&mut self) -> Option<Action> {
         if self.group.is_none() {
             self.group = self.finished_group.take_if(|group| group.ended_well());
         }
         let group = self.group.as_mut()?;
-        let action = group.policy.ordered(Instant::now());
+        let action = group.policy.stop_requested(Instant::now());
         group.act(action);
         group.settle(&mut self.sinks, &mut self.reaper);
         Some(action)
@@ -233,7 +241,7 @@ impl Agent {
         let attempt = assignment.restart_count;
         let error_file = |local_rank| self.logs.error_file(attempt, local_rank);
         let mut specs =
-            plan::workers(&self.job, assignment, &self.command, &self.machine, error_file);
+            plan::workers(&self.job, assignment, &self.command, &self.local_host, error_file);
         if let Some(watchdog) = &mut self.watchdog {
             watchdog.clear();
             specs.iter_mut().for_each(|spec| spec.environment.push(watchdog.variable()));
@@ -241,33 +249,24 @@ impl Agent {
         (self.events.node, self.events.restart_count) = (assignment.group_rank, attempt);
         if self.finished_group.take().is_some() {
             let restart = JobEvent::Restart { round, world_size: assignment.world_size };
-            record(&restart, &mut self.events, &mut self.sinks);
+            self.events.record(&restart, &mut self.sinks);
         }
         let console = Console { sinks: &self.sinks, has_input: self.has_input };
-        match WorkerGroup::start(
-            round,
-            attempt,
-            specs,
-            StopPolicy::new(self.job.grace),
-            &self.logs,
-            &console,
-            &mut self.reaper,
-        ) {
+        let (policy, logs, reaper) =
+            (StopPolicy::new(self.job.grace), &self.logs, &mut self.reaper);
+        match WorkerGroup::start(round, attempt, specs, policy, logs, &console, reaper) {
             Ok(mut group) => {
-                (0..2)
-                    .filter(|which| self.sinks.of(*which).is_closed())
-                    .for_each(|which| group.leave_console(which));
+                let closed = (0..2).filter(|which| self.sinks.of(*which).is_closed());
+                closed.for_each(|which| group.leave_console(which));
                 for Outcome { rank, local_rank, pid, .. } in group.outcomes() {
                     let start = JobEvent::Start { rank, local_rank, pid };
-                    record(&start, &mut self.events, &mut self.sinks);
+                    self.events.record(&start, &mut self.sinks);
                 }
                 if let Some(shortfall) = &group.shortfall {
-                    let failure = Failure {
-                        summary: format!("{shortfall} (host {})", self.host),
-                        end: ExitStatus::Exit(1),
-                    };
+                    let summary = format!("{shortfall} (host {})", self.host);
+                    let failure = Failure { summary, end: ExitStatus::Exit(1) };
                     self.control.send(AgentEvent::Failed { round, failure });
-                    group.policy.ordered(Instant::now());
+                    group.policy.stop_requested(Instant::now());
                     group.act(Action::Kill);
                     group.settle(&mut self.sinks, &mut self.reaper);
                 }
@@ -286,7 +285,7 @@ impl Agent {
         self.control.send(AgentEvent::Stopped { round, cause });
     }
 
-    /// The coordinator is out of reach, as it may be when the job is over.
+    /// The coordinator cannot be reached, which is normal when the job is over.
     fn handle_disconnect(&mut self, reason: String) {
         if self.result.is_some() && self.group.is_none() {
             return;
@@ -303,7 +302,7 @@ impl Agent {
         self.result.get_or_insert(JobResult { code: 1, cause: Some(reason) });
     }
 
-    /// Joins again, if that is wanted and no worker is left.
+    /// Joins again, if the connection was lost and no worker is left.
     fn rejoin(&mut self) {
         if !self.must_rejoin || self.group.is_some() {
             return;
@@ -317,7 +316,7 @@ impl Agent {
         }
     }
 
-    /// Waits for something to happen and deals with it; false if nothing did.
+    /// Waits for events and handles them; false if there were none.
     fn poll_once(&mut self) -> anyhow::Result<bool> {
         let ready = self.wait().context("cannot wait for workers")?;
         let is_idle = ready.is_empty();
@@ -338,11 +337,11 @@ impl Agent {
                     if let Some((rank, end)) = group.note_end(worker)? {
                         log::debug!("rank {rank} ended: {end}");
                         let round = group.round;
-                        // The others learn of it before any of them is stopped for it.
+                        // Peers must be able to read this before they are stopped because of it.
                         self.control.send(AgentEvent::Exited { round, rank, end: end.to_string() });
                         let Outcome { local_rank, pid, .. } = group.outcome(worker);
                         let exit = JobEvent::Exit { rank, local_rank, pid, end: end.into() };
-                        record(&exit, &mut self.events, &mut self.sinks);
+                        self.events.record(&exit, &mut self.sinks);
                         ended.push((worker, end, group.error_time(worker)));
                     }
                 }
@@ -353,7 +352,7 @@ impl Agent {
         Ok(!is_idle)
     }
 
-    /// Sees to the workers, some of which have just ended.
+    /// Handles workers that have just ended, and deadlines.
     fn supervise(&mut self, ended: &[Ended]) {
         let now = Instant::now();
         self.reaper.elapsed(now);
@@ -374,7 +373,7 @@ impl Agent {
         if !was_decided {
             if let Some((first, end)) = group.first_failure() {
                 let summary = failure::summary(&group.outcome(first), &self.host);
-                record(&JobEvent::Stop { reason: &summary }, &mut self.events, &mut self.sinks);
+                self.events.record(&JobEvent::Stop { reason: &summary }, &mut self.sinks);
                 self.control.send(AgentEvent::Failed {
                     round: group.round,
                     failure: Failure { summary, end },
@@ -386,7 +385,7 @@ impl Agent {
         if group.is_over(&self.reaper) {
             let round = group.round;
             let cause = group.first_failure().map(|(first, _)| {
-                match group.ended_for_want_of_readers(&self.sinks) {
+                match group.ended_by_closed_output(&self.sinks) {
                     true => String::new(),
                     false => failure::cause(&group.outcome(first), &self.host),
                 }
@@ -424,7 +423,7 @@ impl Agent {
             }
             if let Some(Action::Send(_)) = action {
                 let reason = ExitStatus::Signal(signal).to_string();
-                record(&JobEvent::Stop { reason: &reason }, &mut self.events, &mut self.sinks);
+                self.events.record(&JobEvent::Stop { reason: &reason }, &mut self.sinks);
             }
         } else if self.signalled.is_none() && self.result.is_none() {
             self.sinks.say(&format!("{}: ending; no rank is running", signal_name(signal)));
@@ -435,8 +434,8 @@ impl Agent {
         }
     }
 
-    /// Ctrl-Z: stops the workers, which do not feel it, and this process, until the user goes on
-    /// with them.
+    /// Ctrl-Z: stops the workers, which the terminal does not stop, and this process, until the
+    /// user continues it.
     fn suspend(&mut self) {
         self.group.iter().for_each(WorkerGroup::pause);
         let stopped = signals::suspend().unwrap_or_else(|error| {
@@ -454,114 +453,48 @@ impl Agent {
     }
 
     fn wait(&self) -> Result<Vec<Ready>, Errno> {
-        let mut watched = vec![(Ready::Signals, PollFd::new(&self.signals, PollFlags::IN))];
-        let control = self.control.watch();
-        watched.extend(
-            control
-                .into_iter()
-                .map(|fd| (Ready::Control, PollFd::from_borrowed_fd(fd, PollFlags::IN))),
-        );
-        let reaper = self.reaper.watch();
-        watched
-            .extend(reaper.map(|fd| (Ready::Reaper, PollFd::from_borrowed_fd(fd, PollFlags::IN))));
+        let mut watched = vec![readable(Ready::Signals, self.signals.as_fd())];
+        watched.extend(self.control.watch().into_iter().map(|fd| readable(Ready::Control, fd)));
+        watched.extend(self.reaper.watch().map(|fd| readable(Ready::Reaper, fd)));
         let watchdog = self.watchdog.as_ref().map(Watchdog::watch);
-        watched.extend(
-            watchdog.map(|fd| (Ready::Watchdog, PollFd::from_borrowed_fd(fd, PollFlags::IN))),
-        );
+        watched.extend(watchdog.map(|fd| readable(Ready::Watchdog, fd)));
         let health = self.health.iter().flat_map(Health::watch);
-        watched
-            .extend(health.map(|fd| (Ready::Health, PollFd::from_borrowed_fd(fd, PollFlags::IN))));
-        let sinks = self.sinks.watch();
-        watched.extend(
-            sinks.map(|(sink, fd)| {
-                (Ready::Sink(sink), PollFd::from_borrowed_fd(fd, PollFlags::OUT))
-            }),
-        );
-        if let Some(group) = &self.group {
-            watched.extend(
-                group
-                    .watch(&self.sinks)
-                    .into_iter()
-                    .map(|(event, fd)| (Ready::WorkerGroup(event), fd)),
-            );
+        watched.extend(health.map(|fd| readable(Ready::Health, fd)));
+        watched.extend(self.sinks.watch().map(|(sink, fd)| writable(Ready::Sink(sink), fd)));
+        let group = self.group.as_ref();
+        let workers = group.map(|group| group.watch(&self.sinks)).unwrap_or_default();
+        watched.extend(workers.into_iter().map(|(event, fd)| (Ready::WorkerGroup(event), fd)));
+        let is_due = self.force_exit() || group.is_some_and(|group| group.is_over(&self.reaper));
+        if is_due {
+            return poll::ready(watched, Some(Instant::now()));
         }
-        let group = self.group.as_ref().and_then(|group| group.policy.deadline());
-        let is_due = self.force_exit()
-            || self.group.as_ref().is_some_and(|group| group.is_over(&self.reaper));
-        let prompts = self.group.as_ref().and_then(|group| group.deadline(&self.sinks));
-        let watchdog = self.watchdog.as_ref().and_then(Watchdog::deadline);
-        let health = self.health.as_ref().and_then(Health::deadline);
-        let deadlines =
-            [group, prompts, self.reaper.deadline(), self.control.deadline(), watchdog, health];
-        let deadline =
-            if is_due { Some(Instant::now()) } else { deadlines.into_iter().flatten().min() };
-        poll::ready(watched, deadline)
+        let deadlines = [
+            group.and_then(|group| group.policy.deadline()),
+            group.and_then(|group| group.deadline(&self.sinks)),
+            self.reaper.deadline(),
+            self.control.deadline(),
+            self.watchdog.as_ref().and_then(Watchdog::deadline),
+            self.health.as_ref().and_then(Health::deadline),
+        ];
+        poll::ready(watched, deadlines.into_iter().flatten().min())
     }
 
-    /// Writes to one of our own outputs. When nobody reads it any more, the workers must feel it as
-    /// they would alone.
+    /// Writes to one of our own outputs. If its reader has gone, the workers get SIGPIPE as they
+    /// would without flow-launch.
     fn write_sink(&mut self, sink: usize) {
         for which in self.sinks.write(sink) {
             self.group.iter_mut().for_each(|group| group.leave_console(*which));
         }
     }
 
-    /// The exit code of the job; what there is to say about it is queued.
+    /// Queues the final report; returns the exit code of the job.
     fn finish(&mut self) -> u8 {
-        let Some(JobResult { code, cause }) = self.result.take() else { return 1 };
-        if let Some(cause) = cause.as_ref().filter(|cause| !cause.is_empty()) {
-            self.sinks.say(cause);
-        }
-        let group = self.finished_group.as_ref().filter(|group| group.shortfall.is_none());
-        let outcomes = group.map(WorkerGroup::outcomes).unwrap_or_default();
-        let failed = self
-            .finished_group
-            .as_ref()
-            .and_then(WorkerGroup::first_failure)
-            .map(|(first, _)| first);
-        let message = match self.signalled {
-            Some(signal) if failed.is_none() => failure::killed_after_grace(&outcomes, signal),
-            _ if code != 0 && cause.is_some_and(|cause| !cause.is_empty()) => {
-                failure::others(&outcomes, failed, &self.host)
-            }
-            _ => None,
-        };
-        if let Some(message) = message {
-            self.sinks.say(&message);
-        }
-        if code != 0 {
-            self.export_error();
-        }
-        let rank = failed.and_then(|first| Some(self.finished_group.as_ref()?.outcome(first).rank));
-        record(&JobEvent::End { code, rank }, &mut self.events, &mut self.sinks);
+        let Some(result) = self.result.take() else { return 1 };
+        let group = self.finished_group.as_ref();
+        final_report::print(&result, group, self.signalled, &self.host, &mut self.sinks);
+        let code = result.code;
+        let rank = group.and_then(|group| Some(group.outcome(group.first_failure()?.0).rank));
+        self.events.record(&JobEvent::End { code, rank }, &mut self.sinks);
         code
-    }
-
-    /// Tells whoever has started flow-launch as a worker of the error that a worker here has
-    /// recorded.
-    fn export_error(&mut self) {
-        let path = std::env::var_os(error_file::VARIABLE)
-            .filter(|path| !path.is_empty())
-            .map(PathBuf::from);
-        let recorded = self.finished_group.as_ref().and_then(WorkerGroup::first_error);
-        if let Some((path, (error, end))) = path.zip(recorded) {
-            if let Err(error) = error.copy(&path, end) {
-                self.sinks.say(&format!("cannot write to {}: {error}", path.display()));
-            }
-        }
-    }
-}
-
-/// Standard input is not `/dev/null`.
-fn has_input() -> bool {
-    let device = |fd: BorrowedFd| rustix::fs::fstat(fd).map(|stat| stat.st_rdev);
-    let nothing = File::open("/dev/null").ok().and_then(|nothing| device(nothing.as_fd()).ok());
-    device(io::stdin().as_fd()).ok() != nothing
-}
-
-/// Writes to the file of events.
-fn record(event: &JobEvent, events: &mut EventLog, sinks: &mut Sinks) {
-    if let Err(error) = events.tell(event) {
-        sinks.say(&error);
     }
 }

@@ -8,8 +8,7 @@ use std::path::Path;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 
-/// Removes a named pipe that a launcher has left and nobody reads; true if nothing is there any
-/// more.
+/// Removes a named pipe that has no reader; true if nothing is left at the path.
 pub fn remove_unread(path: &Path) -> bool {
     match fs::symlink_metadata(path) {
         Err(error) => error.kind() == ErrorKind::NotFound,

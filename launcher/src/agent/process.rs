@@ -1,12 +1,12 @@
-//! One worker process: starting it, signalling it, learning how it ended.
+//! One worker process: starting it, signalling it, reading how it ended.
 //!
-//! A worker starts as flow-launch itself ([`exec`]), which asks the kernel to kill it when the
-//! launcher dies, waits until the reaper knows of it, and only then becomes the program. So there is
-//! no moment at which a killed launcher leaves a worker behind. What it waits for is its standard
-//! input, which comes through a socket.
+//! A worker starts as flow-launch itself ([`exec`]). It asks the kernel to kill it when the
+//! launcher dies, waits until the reaper has registered it, and only then executes the program. So
+//! a killed launcher never leaves a worker behind. It waits for its standard input, which arrives
+//! as a descriptor through a socket.
 //!
-//! Each worker leads a session of its own. It has no controlling terminal there, so that no
-//! terminal can stop it.
+//! Each worker leads a session of its own without a controlling terminal, so that no terminal can
+//! stop it.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -38,12 +38,12 @@ use crate::plan::WorkerSpec;
 /// First argument of a flow-launch process that is about to become a worker.
 pub const HIDDEN_FLAG: &str = "--exec-worker";
 
-/// Descriptors the launcher needs beside those of its workers: for stores that hold up to 512
-/// strangers, with room to spare.
+/// Descriptors that the launcher needs beside those of its workers: its stores accept up to 512
+/// connections that are not authenticated yet; the rest is a reserve.
 const OWN_DESCRIPTORS: u64 = 512 + 512;
 
-/// Descriptors per worker: its pidfd, its two pipes, two files, and connections to the stores, of
-/// which PyTorch's process groups may take some each.
+/// Descriptors per worker: its pidfd, two pipes, two files, and connections to the stores (several
+/// for each of PyTorch's process groups).
 const WORKER_DESCRIPTORS: u64 = 12;
 
 /// A worker that has been started and not yet reaped. It leads a session, and in it a process
@@ -54,11 +54,11 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts a worker; returns it with the pipes from its standard output and standard error,
-    /// where it is not given a file to write them to.
+    /// Starts a worker; returns it with the pipes from its standard output and standard error, for
+    /// each that has no file in `files`.
     ///
-    /// To be called on the main thread: the kernel ties a worker's life to the thread that has
-    /// started it.
+    /// Call it on the main thread: the parent-death signal is tied to the thread that starts the
+    /// worker.
     pub fn start(
         spec: &WorkerSpec,
         files: [Option<File>; 2],
@@ -74,7 +74,7 @@ impl Process {
         let (gate, awaited) = UnixStream::pair()?;
         command.stdin(OwnedFd::from(awaited)).stdout(stdout).stderr(stderr);
         let mut child = command.spawn()?;
-        // With it go our copies of what is the worker's.
+        // Closes our copies of the worker's descriptors.
         drop(command);
         let pid = Pid::from_child(&child);
         reaper.register(pid);
@@ -82,7 +82,7 @@ impl Process {
         let start = start.and_then(|pidfd| open_gate(&gate, spec.has_input).map(|()| pidfd));
         drop(gate);
         let pidfd = start.inspect_err(|_| {
-            // It ends, as its gate is closed.
+            // The worker ends, as its gate is closed.
             let _ = child.wait();
             reaper.unregister(pid);
         })?;
@@ -95,7 +95,7 @@ impl Process {
     pub fn signal(&self, signal: i32) {
         let Some(signal) = Signal::from_named_raw(signal) else { return };
         let sent = match kill_process_group(self.pid, signal) {
-            // It has only just been started, and has no group yet.
+            // It has just been started and has no process group yet.
             Err(Errno::SRCH) => kill_process(self.pid, signal),
             sent => sent,
         };
@@ -108,7 +108,7 @@ impl Process {
         self.signal(Signal::KILL.as_raw());
     }
 
-    /// How the worker has ended, if it has; its pid stays taken until it is reaped.
+    /// How the worker ended, if it has. Its pid stays reserved until it is reaped.
     pub fn end(&self) -> io::Result<Option<ExitStatus>> {
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
         let status = waitid(WaitId::PidFd(self.pidfd.as_fd()), options)?;
@@ -137,14 +137,14 @@ impl AsFd for Process {
     }
 }
 
-/// In the new process: becomes the program, or says why not and exits as a shell would. Before the
-/// program and its arguments are the CPUs it is bound to.
+/// In the new process: executes the program, or prints why it cannot and exits as a shell would.
+/// The CPUs to bind to come before the program and its arguments.
 pub fn exec(mut command: impl Iterator<Item = OsString>) -> ExitCode {
     let Some(cores) = command.next() else { return ExitCode::FAILURE };
     become_program(await_launcher().and_then(|()| bind(&cores)), command)
 }
 
-/// Becomes the program, if all is `ready`.
+/// Executes the program, if `ready` is no error.
 pub fn become_program(
     ready: io::Result<()>,
     mut command: impl Iterator<Item = OsString>,
@@ -161,7 +161,7 @@ pub fn become_program(
     ExitCode::from(if is_missing { 127 } else { 126 })
 }
 
-/// Lets a worker go on, with our standard input or an empty one.
+/// Lets a worker continue, with our standard input or `/dev/null`.
 fn open_gate(gate: &UnixStream, has_input: bool) -> io::Result<()> {
     let (stdin, nothing) = (io::stdin(), File::open("/dev/null")?);
     let input = [if has_input { stdin.as_fd() } else { nothing.as_fd() }];
@@ -170,7 +170,7 @@ fn open_gate(gate: &UnixStream, has_input: bool) -> io::Result<()> {
     control.push(SendAncillaryMessage::ScmRights(&input));
     match retry_on_intr(|| sendmsg(gate, &[IoSlice::new(b"!")], &mut control, SendFlags::NOSIGNAL))
     {
-        // It has already been killed; its end will be seen.
+        // It has already been killed; its end is handled as for any worker.
         Ok(_) | Err(Errno::PIPE | Errno::CONNRESET) => Ok(()),
         Err(error) => Err(error.into()),
     }
@@ -195,7 +195,7 @@ fn await_launcher() -> io::Result<()> {
     Ok(signals::unblock()?)
 }
 
-/// Keeps this process to some CPUs; to none in particular if none are listed.
+/// Binds this process to the listed CPUs, if there are any.
 fn bind(cores: &OsStr) -> io::Result<()> {
     let cores = cores.to_str().and_then(numa::parse).unwrap_or_default();
     if cores.is_empty() {
@@ -206,7 +206,7 @@ fn bind(cores: &OsStr) -> io::Result<()> {
     Ok(sched_setaffinity(None, &mask)?)
 }
 
-/// Raises the soft limit on open files as far as needed for so many workers, and allowed.
+/// Raises the soft limit on open files to what this many workers need, as far as allowed.
 pub fn allow_descriptors(workers: u32) {
     let needed = OWN_DESCRIPTORS + WORKER_DESCRIPTORS * u64::from(workers);
     let limit = getrlimit(Resource::Nofile);

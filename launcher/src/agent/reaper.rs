@@ -1,17 +1,17 @@
-//! The reaper: a process that outlives the launcher for a moment, to kill what a job leaves behind.
+//! The reaper: a process that outlives the launcher for a moment and kills what a job leaves
+//! behind.
 //!
-//! It is told of each worker's process group through a pipe that only the launcher holds open.
-//! However the launcher dies, the pipe ends, and the reaper kills the groups that are still
-//! registered. Then, unless the job ended well, it *sweeps*: it looks for processes that have left
-//! those groups (as those of `timeout` do) by a tag in their environment, and kills them. Last it
-//! gives the terminal its modes back, and removes the pipe of the watchdog, of which it is told,
-//! and the job's temporary folder, which has the job's tag in its name: so it need not be told
-//! when that is made.
+//! The launcher registers each worker's process group with it, through a pipe that only the
+//! launcher holds open. However the launcher dies, the pipe ends, and the reaper kills the
+//! registered groups. Unless the job succeeded it then kills *stragglers*: processes that have left
+//! those groups (as `timeout` makes them) and carry the job's tag in their environment. Last, it
+//! restores the modes of the terminal and removes the watchdog's pipe and the job's temporary
+//! folder, whose name contains the tag.
 //!
-//! Each round has a tag of its own, which begins with the job's. After a round that was stopped
-//! the launcher asks for what is left of it to be swept: so no process meets those of the next
-//! start. To look at all processes of a machine may take long, and the launcher's event loop goes
-//! on meanwhile.
+//! Each round has a tag of its own, which begins with the job's. After a round that was stopped,
+//! the launcher asks the reaper to kill the stragglers of that round, so that none of them meets
+//! the processes of the next. Reading all processes of a host may take long; the launcher's event
+//! loop continues meanwhile.
 
 use std::collections::HashSet;
 use std::ffi::OsString;
@@ -33,44 +33,42 @@ use crate::agent::named_pipe::remove_unread;
 use crate::control::token::TOKEN;
 use crate::output::terminal::Modes;
 
-/// First argument of a flow-launch process that is a reaper; the tag is the second. If its standard
-/// error is the user's terminal, the third is what modes that had at the start.
+/// First argument of a flow-launch process that is a reaper. The second is the job's tag; the
+/// third, if standard error is the user's terminal, its modes at the start.
 pub const HIDDEN_FLAG: &str = "--reaper";
 
-/// Variable in the environment of all processes of a round that holds its tag.
+/// The variable with the tag, in the environment of all processes of a round.
 const JOB_TAG: &str = "FLOW_LAUNCHER";
 
-/// What tells the reaper that the job ended well.
+/// Line to the reaper: the job succeeded.
 const DISMISSAL: &str = "dismissed";
 
-/// What tells the reaper to sweep the round whose number follows. When that is done, it answers with
-/// a byte.
-const KILL_STRAGGLERS: &str = "sweep ";
+/// Line to the reaper: kill the stragglers of the round whose number follows. The reaper answers
+/// with one byte when it has.
+const KILL_STRAGGLERS: &str = "kill-stragglers ";
 
-/// What tells the reaper of a named pipe, whose path follows.
+/// Line to the reaper: remove the named pipe whose path follows.
 const PIPE: &str = "pipe ";
 
-/// How long the launcher waits for that.
+/// How long the launcher waits for the answer.
 const REAPER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Looks for marked processes at most so many times: new ones may be born meanwhile, and some
-/// cannot be killed.
+/// The most passes over all processes: new ones may start meanwhile, and some cannot be killed.
 const KILL_PASSES: usize = 100;
 
-/// Tries to remove the temporary folder and the pipe so many times: a worker that is being killed
-/// may still write to one, and the launcher that is being killed still read the other.
+/// The most attempts to remove the temporary folder and the pipe: a worker that is being killed may
+/// still write to the folder, and a launcher that is being killed may still read the pipe.
 const REMOVALS: usize = 100;
 const BETWEEN_REMOVALS: Duration = Duration::from_millis(10);
 
-/// The launcher's side of the reaper. Dropping it ends the reaper, which kills what is left of the
-/// job.
+/// The launcher's side of the reaper. Dropping it ends the reaper, which kills the rest of the job.
 pub struct Reaper {
     process: Child,
     answers: ChildStdout,
     job: String,
-    /// The round of which workers are started.
+    /// The round whose workers are being started.
     round: u32,
-    /// How many sweeps it has not answered yet, and until when to wait for that, if at all.
+    /// Requests that are not answered yet, and how long to wait for the answers.
     unanswered: usize,
     deadline: Option<Instant>,
     /// A named pipe to remove.
@@ -103,12 +101,12 @@ impl Reaper {
         Ok(Reaper { process, answers, job, round: 0, unanswered: 0, deadline: None, pipe: None })
     }
 
-    /// What tells this job from all others on this machine.
+    /// The tag, which is unique on this host.
     pub fn name(&self) -> &str {
         &self.job
     }
 
-    /// The job's own folder, made where it is not there yet, which is gone when the launcher is.
+    /// The job's temporary folder, which is made if needed, and removed when the launcher ends.
     pub fn temporary_folder(&self) -> io::Result<PathBuf> {
         let folder = temporary_folder(&self.job);
         match DirBuilder::new().mode(0o700).create(&folder) {
@@ -119,7 +117,7 @@ impl Reaper {
         }
     }
 
-    /// A named pipe that is about to be made is gone, too, when the launcher is.
+    /// Has a named pipe that is about to be made removed when the launcher ends.
     pub fn adopt_pipe(&mut self, path: &Path) -> io::Result<()> {
         let line = path.to_str().filter(|path| !path.contains('\n'));
         let line = line.ok_or_else(|| {
@@ -130,59 +128,59 @@ impl Reaper {
         Ok(())
     }
 
-    /// The workers that are started from now on are those of this round.
+    /// Workers that are started from now on belong to this round.
     pub fn begin(&mut self, round: u32) {
         self.round = round;
     }
 
-    /// What is to be in the environment of every worker.
+    /// The variable for the environment of every worker.
     pub fn job_tag(&self) -> (&'static str, String) {
         (JOB_TAG, round_tag(&self.job, &self.round.to_string()))
     }
 
-    /// Asks for all that is left of this round to be killed.
+    /// Asks the reaper to kill all processes that are left of this round.
     pub fn kill_stragglers(&mut self) {
         self.send(&format!("{KILL_STRAGGLERS}{}", self.round));
         self.unanswered += 1;
         self.deadline = Some(Instant::now() + REAPER_TIMEOUT);
     }
 
-    /// What was asked for is not done yet.
+    /// A request is not answered yet.
     pub fn is_killing_stragglers(&self) -> bool {
         self.deadline.is_some()
     }
 
-    /// What becomes readable when the reaper answers, if that is awaited.
+    /// Readable when the reaper answers; None if no answer is expected.
     pub fn watch(&self) -> Option<BorrowedFd<'_>> {
         self.is_killing_stragglers().then(|| self.answers.as_fd())
     }
 
-    /// For so long the launcher was stopped.
+    /// The launcher was suspended for this long.
     pub fn paused(&mut self, time: Duration) {
         self.deadline.iter_mut().for_each(|deadline| *deadline += time);
     }
 
-    /// When [`Reaper::elapsed`] is to be called.
+    /// When to call [`Reaper::elapsed`].
     pub fn deadline(&self) -> Option<Instant> {
         self.deadline
     }
 
-    /// Time has passed.
+    /// Gives up an answer that is overdue.
     pub fn elapsed(&mut self, now: Instant) {
         if self.deadline.is_some_and(|deadline| deadline <= now) {
             log::warn!(
-                "the reaper process does not answer: processes of the last start may be left"
+                "the reaper process does not answer: processes of the last round may be left"
             );
             self.deadline = None;
         }
     }
 
-    /// Takes an answer, for which [`Reaper::watch`] waits.
+    /// Reads an answer.
     pub fn read_answer(&mut self) {
         match rustix::io::read(&self.answers, &mut [0; 1]) {
             Err(Errno::AGAIN | Errno::INTR) => {}
             Ok(1) => self.unanswered -= 1,
-            // It has gone, and answers no more.
+            // The reaper has gone.
             _ => self.unanswered = 0,
         }
         if self.unanswered == 0 {
@@ -190,17 +188,17 @@ impl Reaper {
         }
     }
 
-    /// The job has ended well; what it left running on purpose may stay.
+    /// The job succeeded; processes that it detached on purpose may keep running.
     pub fn dismiss(&mut self) {
         self.send(DISMISSAL);
     }
 
-    /// From now on the group of this worker is killed when the launcher dies.
+    /// From now on, this worker's process group is killed when the launcher dies.
     pub fn register(&mut self, worker: Pid) {
         self.send(&format!("+{worker}"));
     }
 
-    /// To be called before the worker is reaped, while its pid cannot mean another process.
+    /// Call it before the worker is reaped, while its pid cannot be reused.
     pub fn unregister(&mut self, worker: Pid) {
         self.send(&format!("-{worker}"));
     }
@@ -219,7 +217,7 @@ impl Drop for Reaper {
         if let Err(error) = self.process.wait() {
             log::warn!("cannot wait for the reaper process: {error}");
         }
-        // Nothing is left of it, unless somebody has killed the reaper.
+        // The reaper has removed these, unless somebody killed it.
         remove(&temporary_folder(&self.job));
         self.pipe.as_deref().map(remove_unread);
     }
@@ -229,8 +227,8 @@ impl Drop for Reaper {
 pub fn main(mut arguments: impl Iterator<Item = OsString>) -> ExitCode {
     let tag = arguments.next();
     let modes = arguments.next().and_then(|modes| Modes::parse(modes.to_str()?));
-    // What is meant for the launcher (Ctrl-C, a hang-up, a kill by name) must not end the reaper
-    // first.
+    // A signal for the launcher (Ctrl-C, a hang-up, a kill by name) must not end the reaper before
+    // the launcher.
     let tag = tag.and_then(|tag| tag.into_string().ok()).filter(|tag| !tag.contains('/'));
     let (Some(tag), Ok(())) = (tag, SigSet::all().thread_block()) else {
         return ExitCode::FAILURE;
@@ -269,12 +267,12 @@ pub fn main(mut arguments: impl Iterator<Item = OsString>) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// What the marks of all rounds of a job begin with.
+/// The start of the tags of all rounds of a job.
 fn job_tag(job: &str) -> String {
     format!("{job}.")
 }
 
-/// No round's tag begins with another's.
+/// The tag of a round. No round's tag begins with another's.
 fn round_tag(job: &str, round: &str) -> String {
     format!("{}{round}.", job_tag(job))
 }
@@ -283,7 +281,7 @@ fn temporary_folder(job: &str) -> PathBuf {
     std::env::temp_dir().join(format!("flow-launch_{job}"))
 }
 
-/// Removes a job's temporary folder, if there is one and it is ours; false if some of it is left.
+/// Removes a job's temporary folder, if it exists and is ours; false if some of it is left.
 fn remove(folder: &Path) -> bool {
     !is_ours(folder) || fs::remove_dir_all(folder).is_ok()
 }
@@ -293,7 +291,7 @@ fn is_ours(folder: &Path) -> bool {
         .is_ok_and(|found| found.is_dir() && found.uid() == geteuid().as_raw())
 }
 
-/// Kills all processes whose tag begins like this.
+/// Kills all processes whose tag begins with `tag`.
 fn kill_stragglers(tag: &str) {
     let entry = format!("{JOB_TAG}={tag}");
     (0..KILL_PASSES)
@@ -301,7 +299,7 @@ fn kill_stragglers(tag: &str) {
         .for_each(|_| std::thread::yield_now());
 }
 
-/// Kills all processes in whose environment an entry begins like this; false if there are none.
+/// Kills all processes with an environment entry that begins with `entry`; false if there are none.
 fn kill_all(entry: &[u8]) -> bool {
     let mut found = false;
     for process in fs::read_dir("/proc").into_iter().flatten().flatten() {

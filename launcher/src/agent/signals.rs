@@ -1,5 +1,4 @@
-//! The signals that the launcher deals with: those that end the job, and what comes from a
-//! terminal.
+//! The signals that the launcher handles: those that end the job, and those of a terminal.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -13,11 +12,11 @@ use signal_hook::flag;
 /// What a signal asks for.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Request {
-    /// To end the job, by this signal.
+    /// End the job, by this signal.
     End(i32),
-    /// To stop until the user goes on with us (Ctrl-Z).
+    /// Suspend until the user continues us (Ctrl-Z).
     Suspend,
-    /// To take note of the terminal's new size.
+    /// Read the terminal's new size.
     Resize,
 }
 
@@ -28,9 +27,9 @@ pub struct Signals {
 }
 
 impl Signals {
-    /// Blocks the signals that are to be `passed_on`, and the terminal's, so that they can be read
-    /// here. SIGHUP stays ignored where nohup has had it so, and the terminal's too; not others, as
-    /// SIGINT is in the background of a shell's script.
+    /// Blocks the signals in `passed_on` and those of a terminal, so that they can be read here.
+    /// SIGHUP (nohup) and the terminal's signals stay ignored if they are. Others are caught all
+    /// the same: a shell's script ignores SIGINT for its background jobs.
     pub fn catch(passed_on: &[Signal]) -> anyhow::Result<Signals> {
         let ignored = ignored_signals().context("cannot read /proc/self/status")?;
         let is_ignored = |signal: &Signal| ignored & (1 << (*signal as i32 - 1)) != 0;
@@ -43,7 +42,7 @@ impl Signals {
             .filter(|signal| *signal != Signal::SIGHUP || !is_ignored(signal));
         let passed_on: SigSet = passed_on.collect();
         for signal in passed_on.iter().filter(is_ignored) {
-            // Workers do not inherit what has a handler.
+            // With a handler, workers do not inherit that it is ignored.
             flag::register(signal as i32, Arc::default())
                 .with_context(|| format!("cannot handle {signal}"))?;
         }
@@ -51,7 +50,7 @@ impl Signals {
         let caught: SigSet =
             passed_on.iter().chain(terminals.into_iter().filter(|s| !is_ignored(s))).collect();
         caught.thread_block().context("cannot block signals")?;
-        // We write also in the background of a terminal on which that stops others (stty tostop).
+        // Writing from the background must not stop us (stty tostop).
         SigSet::from(Signal::SIGTTOU).thread_block().context("cannot block SIGTTOU")?;
         let flags = SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC;
         Ok(Signals {
@@ -60,7 +59,7 @@ impl Signals {
         })
     }
 
-    /// What the next signal that has arrived asks for.
+    /// The request of the next signal that has arrived.
     pub fn next(&self) -> Option<Request> {
         let arrived = self
             .arrived
@@ -82,18 +81,18 @@ impl AsFd for Signals {
     }
 }
 
-/// Stops this process, as its shell expects, until it is continued; for how long that was.
+/// Suspends this process, as its shell expects, until it is continued; returns for how long.
 pub fn suspend() -> nix::Result<Duration> {
     let stop = SigSet::from(Signal::SIGTSTP);
     let start = Instant::now();
     raise(Signal::SIGTSTP)?;
-    // Here it takes effect.
+    // The signal takes effect here.
     stop.thread_unblock()?;
     stop.thread_block()?;
     Ok(start.elapsed())
 }
 
-/// Undoes in a new worker what [`Signals::catch`] has done in the launcher.
+/// Unblocks in a new worker the signals that [`Signals::catch`] has blocked in the launcher.
 pub fn unblock() -> nix::Result<()> {
     SigSet::all().thread_unblock()
 }

@@ -1,4 +1,4 @@
-//! Decides when workers are stopped and which event is to blame. Pure: time comes in as an
+//! Decides when workers are stopped and which event is the root cause. Pure: the time is an
 //! argument.
 
 use std::time::{Duration, Instant, SystemTime};
@@ -14,44 +14,44 @@ pub enum Cause {
     Failure(usize),
     /// The launcher was sent this signal.
     Signal(i32),
-    /// The coordinator has said so: the cause is elsewhere.
+    /// The coordinator asked for it: the cause is on another node.
     Coordinator,
 }
 
-/// What is to be done to all workers that are still there.
+/// What to do to all workers that have not ended.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Action {
     Nothing,
     Send(i32),
     Kill,
-    /// They cannot even be killed (stuck in the kernel): no longer wait for them.
+    /// They cannot be killed (stuck in the kernel): stop waiting for them.
     Abandon,
 }
 
-/// Signals that come together are one wish: GNU timeout signals its child, and then the child's
+/// Signals within this time count as one: GNU timeout signals its child, and then the child's
 /// process group.
 const COALESCE_WINDOW: Duration = Duration::from_millis(200);
-/// How long a worker that has recorded its error may take to end.
+/// How long to wait for the end of a worker that has recorded its error.
 const ENDING: Duration = Duration::from_secs(2);
-/// How long a killed process may take to go.
+/// How long to wait for the end of a killed process.
 const LAST_WAIT: Duration = Duration::from_secs(10);
 
 /// A worker (by index) that has ended, and when it recorded an error, if it did.
 pub type Ended = (usize, ExitStatus, Option<SystemTime>);
 
-/// First failure or signal: ask all to stop. After the grace period, or at a second Ctrl-C: kill.
-/// Other signals that come again are no order to kill: schedulers repeat them.
+/// At the first failure or signal, all are asked to stop. After the grace period, or at a second
+/// Ctrl-C, they are killed. Other repeated signals do not kill: schedulers repeat them.
 pub struct StopPolicy {
     grace: Duration,
     cause: Option<Cause>,
-    /// Failures of which none is blamed yet.
+    /// Failures seen before the root cause is decided.
     ends: Vec<Ended>,
     deadline: Option<Instant>,
-    /// When the first signal came that was one wish with no other, and the first SIGINT.
+    /// When the first signal and the first SIGINT arrived.
     signalled: Option<Instant>,
     interrupted: Option<Instant>,
     killed: bool,
-    /// They were killed because the grace period was over.
+    /// They were killed because the grace period had passed.
     expired: bool,
 }
 
@@ -73,7 +73,7 @@ impl StopPolicy {
         self.cause
     }
 
-    /// When [`StopPolicy::elapsed`] is to be called.
+    /// When to call [`StopPolicy::elapsed`].
     pub fn deadline(&self) -> Option<Instant> {
         self.deadline
     }
@@ -83,22 +83,22 @@ impl StopPolicy {
         self.cause.is_some() && !self.killed
     }
 
-    /// The grace period was not enough.
+    /// The workers were killed because the grace period had passed.
     pub fn has_expired(&self) -> bool {
         self.expired
     }
 
-    /// Someone wants the launcher itself to end, and the time for doing so in good order is over.
+    /// The launcher itself was signalled to end, and the workers have been killed.
     pub fn must_leave(&self) -> bool {
         self.signalled.is_some() && self.killed
     }
 
-    /// How long workers that were asked to stop may still take.
+    /// The rest of the grace period.
     pub fn time_left(&self, now: Instant) -> Duration {
         self.deadline.map(|deadline| deadline.saturating_duration_since(now)).unwrap_or_default()
     }
 
-    /// For so long everything was stopped.
+    /// Everything was suspended for this long.
     pub fn paused(&mut self, time: Duration) {
         for moment in
             [&mut self.deadline, &mut self.signalled, &mut self.interrupted].into_iter().flatten()
@@ -107,9 +107,9 @@ impl StopPolicy {
         }
     }
 
-    /// These workers (by index, in rank order) were seen to have ended together; with the time of
-    /// the error that each has recorded. `is_ending`: so has one that has not ended yet, which may
-    /// be the first to have failed.
+    /// These workers (by index, in rank order) were found to have ended, each with the time of the
+    /// error that it recorded. `is_ending`: a worker that has not ended yet has recorded an error
+    /// too, and may be the first that failed.
     pub fn ended(&mut self, ends: &[Ended], is_ending: bool, now: Instant) -> Action {
         if self.cause.is_some() {
             return Action::Nothing;
@@ -129,16 +129,16 @@ impl StopPolicy {
         }
     }
 
-    /// The workers are to stop for a reason that is not here.
-    pub fn ordered(&mut self, now: Instant) -> Action {
+    /// The workers must stop for a reason outside this node.
+    pub fn stop_requested(&mut self, now: Instant) -> Action {
         match self.cause {
             None => self.stop(Cause::Coordinator, Signal::SIGTERM as i32, now),
             Some(_) => Action::Nothing,
         }
     }
 
-    /// The launcher was sent a signal. None if that is no news; `Action::Nothing` if workers are
-    /// stopping already.
+    /// The launcher received a signal. None if the signal changes nothing and needs no message;
+    /// `Action::Nothing` if workers are stopping already.
     pub fn signalled(&mut self, signal: i32, now: Instant) -> Option<Action> {
         let is_interrupt = signal == Signal::SIGINT as i32;
         let mut earlier = [self.signalled, self.interrupted].into_iter().flatten();
@@ -159,7 +159,7 @@ impl StopPolicy {
         }
     }
 
-    /// Time has passed.
+    /// Acts on a deadline that has passed.
     pub fn elapsed(&mut self, now: Instant) -> Action {
         match self.deadline {
             Some(deadline) if deadline <= now && self.cause.is_none() => self.blame(now),
@@ -188,8 +188,8 @@ impl StopPolicy {
     }
 }
 
-/// Of failures seen together, the one to blame: a crash before an exit code, which is how a worker
-/// that misses its peer ends; then the error that was recorded first; then the lowest rank.
+/// The root cause among failures seen together: a crash goes before an exit code, as a worker that
+/// misses its peer ends with an exit code; then the error recorded first; then the lowest rank.
 fn root_cause(failures: &[Ended]) -> Option<usize> {
     let order = |(worker, end, time): &&Ended| (!end.is_crash(), time.is_none(), *time, *worker);
     failures.iter().min_by_key(order).map(|(worker, ..)| *worker)
@@ -265,17 +265,17 @@ mod tests {
     }
 
     #[test]
-    fn an_order_stops_workers_and_signals_that_come_after_it_do_not_kill() {
+    fn the_coordinator_stops_workers_and_later_signals_do_not_kill() {
         let (mut policy, now) = (StopPolicy::new(GRACE), Instant::now());
-        assert_eq!(policy.ordered(now), Action::Send(15));
+        assert_eq!(policy.stop_requested(now), Action::Send(15));
         assert_eq!(policy.cause(), Some(Cause::Coordinator));
-        assert_eq!(policy.ordered(now), Action::Nothing);
+        assert_eq!(policy.stop_requested(now), Action::Nothing);
         assert_eq!(policy.signalled(15, now), Some(Action::Nothing));
         assert_eq!(policy.signalled(15, now + GRACE / 2), None);
         assert_eq!(policy.cause(), Some(Cause::Coordinator));
         let mut signalled = StopPolicy::new(GRACE);
         signalled.signalled(2, now);
-        assert_eq!(signalled.ordered(now), Action::Nothing);
+        assert_eq!(signalled.stop_requested(now), Action::Nothing);
         assert_eq!(signalled.cause(), Some(Cause::Signal(2)));
     }
 

@@ -1,15 +1,14 @@
-//! The timers of torchelastic's watchdog: a worker that has set one is to be killed unless it
-//! releases it in time. Pure: what workers have written and the time come in, what has expired goes
-//! out.
+//! The timers of torchelastic's watchdog: a process that does not release its timer in time is
+//! killed. Pure: takes workers' requests and the time, returns the timers that have expired.
 
 use std::collections::HashMap;
 
 use serde::Deserialize;
 
-/// A longer line is none of theirs: they write at most PIPE_BUF bytes at once.
+/// Bytes of a line. Clients write at most PIPE_BUF bytes at once.
 const MAX_LINE_BYTES: usize = 8192;
 
-/// So many are set at most at a time.
+/// The most timers at a time.
 const MAX_TIMERS: usize = 1 << 16;
 
 /// torch's `FileTimerRequest`, a line of JSON.
@@ -27,29 +26,29 @@ struct Timer {
     signal: i32,
 }
 
-/// What is to be done about a process whose time has run out.
+/// A process whose timer has expired.
 #[derive(Debug, PartialEq)]
 pub struct Expired {
     pub pid: i32,
     pub scope: String,
-    /// The one to send, if any is.
+    /// The signal to send, if any.
     pub signal: Option<i32>,
-    /// Seconds since then.
+    /// Seconds since it expired.
     pub late: f64,
 }
 
-/// See the head of this file.
+/// See above.
 #[derive(Default)]
 pub struct Timers {
     /// By process and scope.
     timers: HashMap<(i32, String), Timer>,
-    /// A line whose end is still to come.
+    /// The start of an incomplete line.
     unfinished: Vec<u8>,
     has_complained: bool,
 }
 
 impl Timers {
-    /// Takes what workers have written. The first thing that makes no sense is returned.
+    /// Takes bytes that workers have written. Returns the first malformed request, once.
     pub fn take(&mut self, bytes: &[u8]) -> Option<String> {
         let mut complaint = None;
         for part in bytes.split_inclusive(|byte| *byte == b'\n') {
@@ -64,7 +63,7 @@ impl Timers {
 
     fn request(&mut self, line: &[u8]) -> Result<(), String> {
         let request: Request = serde_json::from_slice(line)
-            .map_err(|error| format!("no request of a timer: {error}"))?;
+            .map_err(|error| format!("a malformed timer request: {error}"))?;
         let key = (request.pid, request.scope_id);
         if request.expiration_time < 0.0 {
             self.timers.remove(&key);
@@ -82,8 +81,8 @@ impl Timers {
         self.timers.values().map(|timer| timer.expiration).min_by(f64::total_cmp)
     }
 
-    /// The processes whose time has run out, in the order of that: each by its first timer with a
-    /// signal, as torch has it. All timers of such a process are done with.
+    /// The processes whose timers have expired, in that order; each with its first expired timer
+    /// that has a signal, as in torch. All timers of such a process are removed.
     pub fn expired(&mut self, now: f64) -> Vec<Expired> {
         let mut due: Vec<_> =
             self.timers.iter().filter(|(_, timer)| timer.expiration <= now).collect();
@@ -171,9 +170,9 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_told_once_and_passed_over() {
+    fn malformed_requests_are_reported_once_and_skipped() {
         let mut timers = Timers::default();
-        assert!(timers.take(b"nonsense\n").unwrap().contains("no request of a timer"));
+        assert!(timers.take(b"nonsense\n").unwrap().contains("a malformed timer request"));
         assert_eq!(timers.take(&vec![b'x'; 10 * MAX_LINE_BYTES]), None);
         assert!(timers.unfinished.len() <= MAX_LINE_BYTES);
         timers.take(b"\n");
@@ -182,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn there_is_an_end_to_them() {
+    fn their_number_is_bounded() {
         let mut timers = Timers::default();
         (0..MAX_TIMERS as i32).for_each(|pid| set(&mut timers, pid, "a", 1.0, 9));
         assert!(timers.take(line(-7, "a", 1.0, 9).as_bytes()).unwrap().contains("more than"));

@@ -1,6 +1,6 @@
-//! torchelastic's watchdog, where TORCHELASTIC_ENABLE_FILE_TIMER=1 asks for it: workers set and
-//! release timers through a named pipe (torch's `FileTimerClient`), and one that does not come back
-//! in time is killed.
+//! torchelastic's watchdog, enabled by TORCHELASTIC_ENABLE_FILE_TIMER=1: workers set and release
+//! timers through a named pipe (torch's `FileTimerClient`). A process whose timer expires is sent
+//! the signal that it asked for.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
@@ -21,19 +21,20 @@ use crate::agent::reaper::Reaper;
 use crate::agent::timers::{Expired, Timers};
 use crate::report::text::printable;
 
-/// The variable that asks for it.
+/// The variable that enables it.
 const ENABLE: &str = "TORCHELASTIC_ENABLE_FILE_TIMER";
 
-/// The variable that names the pipe: for us where the user wants it, and for workers where it is.
+/// The variable with the path of the pipe: in our environment where the user wants it, in the
+/// workers' where it is.
 const VARIABLE: &str = "TORCHELASTIC_TIMER_FILE";
 
-/// How far back the parents of a process are looked at.
+/// The most ancestors of a process to look at.
 const GENERATIONS: usize = 64;
 
 /// Bytes read at once.
 const READ: usize = 1 << 16;
 
-/// See the head of this file. The reaper removes the pipe.
+/// See above. The reaper removes the pipe.
 pub struct Watchdog {
     path: PathBuf,
     pipe: File,
@@ -41,7 +42,7 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
-    /// None where it is not asked for. With it comes what the user should know.
+    /// None if it is not enabled. The text is a notice for the user.
     pub fn start(reaper: &mut Reaper) -> anyhow::Result<Option<(Watchdog, Option<String>)>> {
         if std::env::var_os(ENABLE).is_none_or(|value| value != "1") {
             return Ok(None);
@@ -66,17 +67,17 @@ impl Watchdog {
         Ok(Some((watchdog, note)))
     }
 
-    /// What is to be in the environment of every worker.
+    /// The variable for the environment of every worker.
     pub fn variable(&self) -> (&'static str, OsString) {
         (VARIABLE, self.path.clone().into())
     }
 
-    /// Readable when there is something to take.
+    /// Readable when workers have written.
     pub fn watch(&self) -> BorrowedFd<'_> {
         self.pipe.as_fd()
     }
 
-    /// Takes what workers have written; what the user should know of it.
+    /// Reads requests of workers; may return a notice for the user.
     pub fn take(&mut self) -> Option<String> {
         let mut bytes = vec![0; READ];
         match self.pipe.read(&mut bytes) {
@@ -88,25 +89,25 @@ impl Watchdog {
         }
     }
 
-    /// When [`Watchdog::elapsed`] is to be called.
+    /// When to call [`Watchdog::elapsed`].
     pub fn deadline(&self) -> Option<Instant> {
         let left = (self.timers.next()? - now()).max(0.0);
         Instant::now().checked_add(Duration::try_from_secs_f64(left).ok()?)
     }
 
-    /// Kills the processes whose time has run out, if they are of one of these workers, given with
-    /// their ranks; what the user should know of it.
+    /// Signals processes whose timers have expired, if they belong to one of `workers` (process and
+    /// rank); returns notices for the user.
     pub fn elapsed(&mut self, workers: impl Fn() -> Vec<(Pid, u32)>) -> Vec<String> {
         self.timers.expired(now()).iter().filter_map(|expired| end(expired, &workers())).collect()
     }
 
-    /// Workers start anew.
+    /// Forgets all timers, as the workers are started again.
     pub fn clear(&mut self) {
         self.timers.clear();
     }
 }
 
-/// A watchdog with its pipe where the user wants it.
+/// A watchdog with its pipe at the path that the user chose.
 fn at(path: &Path, reaper: &mut Reaper) -> io::Result<Watchdog> {
     let path = path::absolute(path)?;
     if !remove_unread(&path) {
@@ -118,27 +119,27 @@ fn at(path: &Path, reaper: &mut Reaper) -> io::Result<Watchdog> {
 
 fn open(path: PathBuf) -> io::Result<Watchdog> {
     nix::unistd::mkfifo(&path, Mode::S_IRUSR | Mode::S_IWUSR)?;
-    // Also for writing, so that it does not end when no worker has it open.
+    // Open for writing too, so that reading does not end while no worker has it open.
     let flags = (OFlags::NONBLOCK | OFlags::NOFOLLOW).bits() as i32;
     let pipe = OpenOptions::new().read(true).write(true).custom_flags(flags).open(&path)?;
     Ok(Watchdog { path, pipe, timers: Timers::default() })
 }
 
-/// Sends a process whose time has run out the signal it asked for.
+/// Sends a process whose timer has expired the signal it asked for.
 fn end(expired: &Expired, workers: &[(Pid, u32)]) -> Option<String> {
     let Expired { pid, scope, signal, late } = expired;
     let scope = printable(scope);
     let what = format!("the timer '{scope}' of process {pid} expired {late:.1} s ago");
     let process = Pid::from_raw(*pid)?;
-    // Held while it is looked at, so that its number cannot come to mean another.
+    // Holding a pidfd keeps the pid from being reused meanwhile.
     let handle = pidfd_open(process, PidfdFlags::empty()).ok()?; // it has ended
     let Some(rank) = rank(process, workers) else {
-        return Some(format!("{what}; it is of none of the workers here, and is left alone"));
+        return Some(format!("{what}; it belongs to none of the workers here, and is left alone"));
     };
     let what = format!("rank {rank}: {what}");
     let Some(number) = *signal else { return Some(format!("{what}; it asked for no signal")) };
     let Some(signal) = Signal::from_named_raw(number) else {
-        return Some(format!("{what}; it asked for signal {number}, which there is not"));
+        return Some(format!("{what}; it asked for signal {number}, which does not exist"));
     };
     let name = signal_name(number);
     match pidfd_send_signal(&handle, signal) {
@@ -147,7 +148,7 @@ fn end(expired: &Expired, workers: &[(Pid, u32)]) -> Option<String> {
     }
 }
 
-/// The rank of the worker that this process is, or that it comes from.
+/// The rank of the worker that this process is, or descends from.
 fn rank(process: Pid, workers: &[(Pid, u32)]) -> Option<u32> {
     let rank = |pid: Pid| workers.iter().find(|(worker, _)| *worker == pid).map(|(_, rank)| *rank);
     let mut next = Some(process);
@@ -171,7 +172,7 @@ fn relations(pid: Pid) -> Option<(Option<Pid>, Option<Pid>)> {
     Some((pids.next()?, pids.next()?))
 }
 
-/// Seconds since 1970, which timers go by.
+/// Seconds since 1970, the clock of the timers.
 fn now() -> f64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64()
 }

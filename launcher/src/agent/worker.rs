@@ -1,7 +1,8 @@
 //! One worker of a worker group: its process, its output, its end.
 
 use std::fs::File;
-use std::os::fd::OwnedFd;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -32,45 +33,52 @@ pub struct Worker {
     pub streams: [Stream; 2],
     pub tail: Tail,
     pub error_file: Option<PathBuf>,
-    /// What it has recorded there, if it was among the first to fail.
+    /// The error it recorded there, if it was among the first to fail.
     pub error: Option<ErrorFile>,
     /// How it ended, once it has.
     pub end: Option<ExitStatus>,
     pub ended_at: Option<Timestamp>,
     pub stopped: Stopped,
-    /// Nothing more is to be done: it is reaped and its group is gone, or it was given up.
+    /// Done: it is reaped and its process group is gone, or it was given up.
     pub settled: bool,
 }
 
 /// Standard output or standard error of a worker.
 pub struct Stream {
-    /// Or our side of a pseudoterminal. None when it has ended, or the worker writes to a file
-    /// itself.
+    /// The pipe, or our side of a pseudoterminal. None once it has ended, or if the worker writes
+    /// to a file itself.
     pub pipe: Option<OwnedFd>,
     pub is_pty: bool,
     pub tee: StreamTee,
-    /// Bytes still to be read, when the worker has ended: processes it left behind may hold the
-    /// pipe open for ever.
+    /// Once the worker has ended: the bytes still to be read. Processes that it left behind may
+    /// hold the pipe open for ever.
     pub left: Option<u64>,
-    /// When to show a line that is not complete.
+    /// When to show an incomplete line.
     pub due: Option<Instant>,
 }
 
-/// Where workers' input comes from and what they say is shown.
+/// Where workers' output is shown and their input comes from.
 pub struct Console<'a> {
     pub sinks: &'a Sinks,
-    /// Somebody may answer what a worker asks.
+    /// Somebody may answer a worker's prompt.
     pub has_input: bool,
 }
 
+/// Whether standard input is not `/dev/null`.
+pub fn has_input() -> bool {
+    let device = |fd: BorrowedFd| rustix::fs::fstat(fd).map(|stat| stat.st_rdev);
+    let nothing = File::open("/dev/null").ok().and_then(|nothing| device(nothing.as_fd()).ok());
+    device(io::stdin().as_fd()).ok() != nothing
+}
+
 impl Stream {
-    /// When a line that is not complete is shown.
+    /// When an incomplete line is shown.
     pub fn show_at(&self, which: usize, sinks: &Sinks) -> Option<Instant> {
         let is_free = self.tee.may_show(&sinks.of(which).queue);
         self.due.map(|due| if is_free { due } else { due + LINE_TIMEOUT })
     }
 
-    /// The console has no room for more of it.
+    /// The console has no room for more output.
     pub fn must_wait(&self, which: usize, sinks: &Sinks) -> bool {
         self.tee.is_shown() && sinks.of(which).is_full()
     }
@@ -121,7 +129,7 @@ impl Worker {
         })
     }
 
-    /// Reads what it has left in files to tell of its failure.
+    /// Reads its error file, and the end of its log if it wrote that itself.
     pub fn read_last_output(&mut self) {
         self.error = self.error_file.as_deref().and_then(ErrorFile::read);
         if let (None, Some(log)) = (&self.streams[STDERR].pipe, self.streams[STDERR].tee.file()) {
@@ -148,7 +156,7 @@ impl Worker {
     }
 }
 
-/// Both sides of a terminal for a stream that is shown on one.
+/// Both sides of a pseudoterminal, if the stream is shown on a terminal.
 fn terminal(tee: &StreamTee, sink: &Sink) -> Option<(OwnedFd, File)> {
     let size = sink.window().filter(|_| tee.is_shown())?;
     let opened = pty::open(pty::beside(size, tee.prefix_width()));

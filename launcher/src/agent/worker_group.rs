@@ -23,35 +23,35 @@ use crate::report::failure::{Outcome, Stopped};
 /// Bytes read from a worker at once.
 const READ: usize = 1 << 16;
 
-/// How long a worker that may have asked something must write nothing until its prompt is shown.
+/// A worker that may have asked something must be silent for this long before its prompt is shown.
 const QUIET: Duration = Duration::from_millis(100);
 
-/// What to do where the system has no room for more.
+/// The remedy if a limit of the system is reached.
 const LIMITS: &str =
     "; start fewer workers, or raise the limits on open files and processes (ulimit -n, ulimit -u)";
 
-/// What `poll` has found ready of a group.
+/// What `poll` has found ready in a worker group.
 pub enum Ready {
     End(usize),
     Output(usize, usize),
 }
 
-/// See the head of this file. Dropping it leaves its processes to the reaper.
+/// See above. Dropping it leaves its processes to the reaper.
 pub struct WorkerGroup {
     pub round: u32,
     pub policy: StopPolicy,
     /// StopReason not all workers were started.
     pub shortfall: Option<String>,
     workers: Vec<Worker>,
-    /// The files for lines that are looked for, by stream.
+    /// The files for filtered lines, by stream.
     filters: [Option<Filter>; 2],
     buffer: Vec<u8>,
-    /// The reaper was asked to kill what the workers, which were stopped, have left behind.
+    /// The reaper was asked to kill the processes that stopped workers left behind.
     has_asked_to_kill_stragglers: bool,
 }
 
 impl WorkerGroup {
-    /// Starts all workers, or, with a `shortfall`, some: they are to be stopped.
+    /// Starts all workers. If only some could be started, `shortfall` says why: stop them.
     pub fn start(
         round: u32,
         attempt: u32,
@@ -97,19 +97,19 @@ impl WorkerGroup {
         Ok(group)
     }
 
-    /// Every worker has gone.
+    /// Every worker has ended and is reaped.
     pub fn is_settled(&self) -> bool {
         self.workers.iter().all(|worker| worker.settled)
     }
 
-    /// Every worker has gone, and all they wrote was read; if they were stopped, nothing is left of
-    /// them.
+    /// Every worker has ended, all output was read, and, if workers were stopped, no process of
+    /// theirs is left.
     pub fn is_over(&self, reaper: &Reaper) -> bool {
         let is_read = self
             .workers
             .iter()
             .all(|worker| worker.streams.iter().all(|stream| stream.pipe.is_none()));
-        // Where the launcher itself must end it does not wait: the reaper sweeps then anyway.
+        // A launcher that must end does not wait: the reaper then kills stragglers anyway.
         let is_clean = || {
             self.policy.must_leave()
                 || self.has_asked_to_kill_stragglers && !reaper.is_killing_stragglers()
@@ -117,7 +117,7 @@ impl WorkerGroup {
         self.is_settled() && is_read && (self.ended_well() || is_clean())
     }
 
-    /// Nothing has made the workers stop: once they have gone, they have ended well.
+    /// Nothing has stopped the workers: once they have ended, they have succeeded.
     pub fn ended_well(&self) -> bool {
         self.policy.cause().is_none()
     }
@@ -128,7 +128,7 @@ impl WorkerGroup {
         present.map(|worker| (worker.process.pid, worker.spec.rank)).collect()
     }
 
-    /// What to wait for. A stream whose sink is full is left alone.
+    /// The descriptors to wait for. A stream whose sink is full is left out.
     pub fn watch<'a>(&'a self, sinks: &Sinks) -> Vec<(Ready, PollFd<'a>)> {
         let mut watched = Vec::new();
         for (index, worker) in self.workers.iter().enumerate() {
@@ -145,13 +145,13 @@ impl WorkerGroup {
         watched
     }
 
-    /// When [`WorkerGroup::elapsed`] is to be called, if not for the policy's sake.
+    /// When to call [`WorkerGroup::elapsed`]; the policy has a deadline of its own.
     pub fn deadline(&self, sinks: &Sinks) -> Option<Instant> {
         let streams = self.workers.iter().flat_map(|worker| worker.streams.iter().enumerate());
         streams.filter_map(|(which, stream)| stream.show_at(which, sinks)).min()
     }
 
-    /// Time has passed: shows prompts.
+    /// Shows prompts that are due.
     pub fn elapsed(&mut self, now: Instant, sinks: &mut Sinks) {
         for (which, stream) in
             self.workers.iter_mut().flat_map(|worker| worker.streams.iter_mut().enumerate())
@@ -167,7 +167,7 @@ impl WorkerGroup {
         }
     }
 
-    /// Tells workers that have a terminal of ours of the real one's size.
+    /// Passes the terminal's new size on to workers that have a pseudoterminal.
     pub fn resize(&mut self, sinks: &Sinks) {
         for worker in self.workers.iter().filter(|worker| !worker.settled) {
             let resized = worker.streams.iter().enumerate().filter(|(which, stream)| {
@@ -184,7 +184,7 @@ impl WorkerGroup {
         }
     }
 
-    /// Stops all workers, to go on when the user does.
+    /// Suspends all workers until [`WorkerGroup::resume`].
     pub fn pause(&self) {
         self.signal(Signal::STOP);
     }
@@ -198,7 +198,7 @@ impl WorkerGroup {
         workers.for_each(|worker| worker.process.signal(signal.as_raw()));
     }
 
-    /// Records how a worker ended; its rank.
+    /// Records how a worker ended; returns its rank.
     pub fn note_end(&mut self, index: usize) -> anyhow::Result<Option<(u32, ExitStatus)>> {
         let worker = &mut self.workers[index];
         let rank = worker.spec.rank;
@@ -211,12 +211,12 @@ impl WorkerGroup {
         Ok(worker.end.map(|end| (rank, end)))
     }
 
-    /// When a worker that failed has recorded its error, if it has.
+    /// When a failed worker recorded its error, if it did.
     pub fn error_time(&self, index: usize) -> Option<SystemTime> {
         self.workers[index].error.as_ref()?.time
     }
 
-    /// Where one has failed: another one has recorded an error too, and is still there.
+    /// A worker has failed, and another that has recorded an error is still running.
     pub fn is_ending(&self) -> bool {
         let has_recorded =
             |worker: &Worker| worker.error_file.as_deref().and_then(ErrorFile::read).is_some();
@@ -225,7 +225,7 @@ impl WorkerGroup {
             && self.workers.iter().any(|worker| worker.end.is_none() && has_recorded(worker))
     }
 
-    /// Does what the policy has decided.
+    /// Carries out a decision of the policy.
     pub fn act(&mut self, action: Action) {
         for worker in self.workers.iter_mut().filter(|worker| !worker.settled) {
             let stopped = match action {
@@ -254,9 +254,9 @@ impl WorkerGroup {
         }
     }
 
-    /// Finishes with workers that have ended. Processes that a stopped one leaves in its group get
-    /// what is left of the grace period (a script's child may be writing its checkpoint), taken to
-    /// be over when its output is closed. Those that have left their group are the reaper's when all
+    /// Reaps workers that have ended and kills the rest of their process groups. The children of a
+    /// stopped worker (one may be writing a checkpoint) get the rest of the grace period, until
+    /// they close its output. Processes that have left the group are killed by the reaper once all
     /// workers are gone.
     pub fn settle(&mut self, sinks: &mut Sinks, reaper: &mut Reaper) {
         let in_grace = self.policy.in_grace();
@@ -276,7 +276,7 @@ impl WorkerGroup {
             for which in 0..worker.streams.len() {
                 let stream = &mut self.workers[index].streams[which];
                 stream.left = stream.pipe.as_ref().map(|pipe| match stream.is_pty {
-                    // It does not tell how much it holds.
+                    // A pseudoterminal does not say how much it holds.
                     true => {
                         if is_readable(pipe) {
                             pty::HOLDS
@@ -297,7 +297,7 @@ impl WorkerGroup {
         }
     }
 
-    /// Passes on what a worker has written.
+    /// Passes on output of a worker.
     pub fn read(&mut self, index: usize, which: usize, sinks: &mut Sinks) {
         let worker = &mut self.workers[index];
         let other = worker.streams[1 - which].tee.id;
@@ -334,7 +334,7 @@ impl WorkerGroup {
         }
     }
 
-    /// Ends a stream of a worker; an unfinished last line is passed on.
+    /// Ends a stream of a worker; passes on an incomplete last line.
     fn close(&mut self, index: usize, which: usize, sinks: &mut Sinks) {
         let stream = &mut self.workers[index].streams[which];
         (stream.pipe, stream.due) = (None, None);
@@ -344,7 +344,7 @@ impl WorkerGroup {
         }
     }
 
-    /// No longer reads what workers write.
+    /// Stops reading workers' output.
     pub fn hang_up(&mut self) {
         self.workers
             .iter_mut()
@@ -352,8 +352,8 @@ impl WorkerGroup {
             .for_each(|stream| stream.pipe = None);
     }
 
-    /// Nobody reads this output any more: the workers that have no other must feel it as they would
-    /// alone.
+    /// The reader of this output has gone: closes the streams that go nowhere else, so that their
+    /// workers get SIGPIPE.
     pub fn leave_console(&mut self, which: usize) {
         for stream in self.workers.iter_mut().map(|worker| &mut worker.streams[which]) {
             if !stream.tee.leave_console() {
@@ -362,12 +362,12 @@ impl WorkerGroup {
         }
     }
 
-    /// What became of the workers, in rank order.
+    /// How the workers ended, in rank order.
     pub fn outcomes(&self) -> Vec<Outcome<'_>> {
         self.workers.iter().map(Worker::outcome).collect()
     }
 
-    /// What became of a worker so far.
+    /// How a worker ended, if it has.
     pub fn outcome(&self, index: usize) -> Outcome<'_> {
         self.workers[index].outcome()
     }
@@ -382,14 +382,15 @@ impl WorkerGroup {
         }
     }
 
-    /// What the worker that failed first has recorded of its error.
+    /// The error that the first failed worker recorded.
     pub fn first_error(&self) -> Option<(&ErrorFile, ExitStatus)> {
         let (first, end) = self.first_failure()?;
         Some((self.workers[first].error.as_ref()?, end))
     }
 
-    /// `flow-launch yes | head -1` is as quiet as `yes | head -1`.
-    pub fn ended_for_want_of_readers(&self, sinks: &Sinks) -> bool {
+    /// The first failure is SIGPIPE because our reader has gone: `flow-launch yes | head -1` is as
+    /// quiet as `yes | head -1`.
+    pub fn ended_by_closed_output(&self, sinks: &Sinks) -> bool {
         let broken_pipe = ExitStatus::Signal(Signal::PIPE.as_raw());
         sinks.of(0).is_closed() && self.first_failure().is_some_and(|(_, end)| end == broken_pipe)
     }

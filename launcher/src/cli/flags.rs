@@ -1,4 +1,4 @@
-//! Every flag there is, as a table.
+//! The table of all flags.
 
 use std::ffi::OsString;
 
@@ -6,24 +6,24 @@ use clap::builder::ValueParser;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
-/// A flag. It may also be written with underscores.
+/// A flag. It may be written with underscores too.
 pub struct Flag {
     pub name: &'static str,
     pub aliases: &'static [&'static str],
     short: Option<char>,
-    /// What follows it, if anything does.
+    /// Name of its value, if it has one.
     pub value: Option<&'static str>,
-    /// `PET_<NAME>` stands in where it is not given, as in torchrun.
+    /// The variable `PET_<NAME>` is its default, as in torchrun.
     pub has_variable: bool,
-    /// It may be given several times, and each counts.
+    /// It may be repeated, and each value counts.
     is_list: bool,
     heading: &'static str,
-    /// Empty: accepted, for it means something to torchrun, and left out of `--help`.
+    /// Empty for flags that only torchrun needs: accepted, and left out of `--help`.
     help: &'static str,
 }
 
 impl Flag {
-    /// All spellings, without the dashes before them.
+    /// All spellings, without leading dashes.
     pub fn spellings(&self) -> impl Iterator<Item = String> + '_ {
         [self.name, &self.name.replace('-', "_")]
             .map(String::from)
@@ -31,7 +31,7 @@ impl Flag {
             .chain(self.aliases.iter().map(|a| a.to_string()))
     }
 
-    /// Whether this word, of dashes and a name, may stand for it.
+    /// Whether this word, with its dashes, is the flag or short for it.
     fn is_meant_by(&self, word: &str) -> bool {
         match (word.strip_prefix("--"), word.strip_prefix('-')) {
             (Some(name), _) => {
@@ -58,7 +58,7 @@ impl Flag {
         }
     }
 
-    /// As another command line would have it, if this one has it.
+    /// The flag and its value for another command line, if it is given on this one.
     pub fn given(&self, matches: &ArgMatches) -> Option<OsString> {
         if matches.value_source(self.name) != Some(ValueSource::CommandLine) {
             return None;
@@ -86,7 +86,7 @@ impl Flag {
         self
     }
 
-    /// Not a flag of torchrun's, or one that it reads from the command line only.
+    /// For flags that torchrun lacks, or reads from the command line only.
     const fn without_variable(mut self) -> Flag {
         self.has_variable = false;
         self
@@ -266,7 +266,7 @@ pub const FLAGS: &[Flag] = &[
     switch(PROGRAM, "use-env", "").without_variable(),
 ];
 
-/// Name under which PROGRAM and its arguments are found.
+/// The name of the argument with PROGRAM and its arguments.
 pub const COMMAND: &str = "command";
 
 const ABOUT: &str = "\
@@ -289,8 +289,8 @@ pub fn command() -> Command {
         .arg(program.hide(true).trailing_var_arg(true))
 }
 
-/// A command line in which mpirun's `-np` (or `-np=2`, `-np2`), which clap would take for `-n p`,
-/// is `--nproc-per-node`; as far as it is not PROGRAM's.
+/// Replaces mpirun's `-np` (or `-np=2`, `-np2`), which clap would read as `-n p`, by
+/// `--nproc-per-node`, but not after PROGRAM.
 pub fn with_np(arguments: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
     let mut arguments: Vec<OsString> = arguments.into_iter().collect();
     let mut rest = arguments.iter_mut().skip(1);
@@ -315,13 +315,13 @@ pub fn with_np(arguments: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
     arguments
 }
 
-/// Whether this may be a flag, with a value or without.
+/// Whether this is a flag, or short for one, with a value or without.
 pub fn is_flag(text: &str) -> bool {
     let name = text.split('=').next().unwrap_or_default();
     name == "-np" || FLAGS.iter().any(|flag| flag.is_meant_by(name))
 }
 
-/// What other launchers call our flags.
+/// Other launchers' names for our flags.
 const ELSEWHERE: &[(&str, &[&str])] = &[
     (
         "nproc-per-node",
@@ -341,13 +341,13 @@ const ELSEWHERE: &[(&str, &[&str])] = &[
     ("master-port", &["main-process-port"]),
 ];
 
-/// Our flag for what another launcher calls like this.
+/// Our flag for another launcher's name.
 pub fn elsewhere(name: &str) -> Option<&'static str> {
     let name = name.replace('_', "-");
     ELSEWHERE.iter().find(|(_, names)| names.contains(&name.as_str())).map(|(flag, _)| *flag)
 }
 
-/// The flags that a shortened one may stand for.
+/// The flags that a shortened one could stand for.
 pub fn candidates(start: &str) -> Vec<&'static str> {
     let fits = |flag: &&Flag| flag.spellings().any(|spelling| spelling.starts_with(start));
     let of_clap = ["help", "version"].into_iter().filter(|name| name.starts_with(start));

@@ -1,4 +1,4 @@
-//! The flags about hosts on which agents are started.
+//! The flags about hosts on which flow-launch starts agents.
 
 use std::ffi::OsString;
 use std::net::IpAddr;
@@ -8,26 +8,26 @@ use super::settings::{host_and_number, Settings};
 use super::usage::Usage;
 use crate::job::{HostEntry, Hosts, Processes};
 
-/// BatchMode: a question could not be answered by all hosts. The rest ends waits for machines that
-/// are gone.
+/// BatchMode: nobody could answer questions of all hosts. The other options end waits for hosts
+/// that are down.
 const SSH: &str = "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=10";
 
-/// These are not for the agents, or not as they are.
+/// Flags that agents do not get, or not unchanged.
 const OF_THE_HEAD: [&str; 6] = ["hosts", "hostfile", "export", "rsh", "master-addr", "dry-run"];
 
-/// What the hosts decide.
+/// Flags that contradict a list of hosts.
 const EXCLUDED: [&str; 5] = ["nnodes", "node-rank", "rdzv-endpoint", "rdzv-backend", "local-addr"];
 
 const FORMATS: &str =
     "HOST, HOST:N or HOST slots=N, with N workers from 1 and an IPv6 address in brackets";
 
-/// The flags of this command line that the agents of all hosts are to have.
+/// The flags of this command line that all agents get.
 fn flags_of_agents(settings: &Settings) -> Vec<OsString> {
     let flags = FLAGS.iter().filter(|flag| !OF_THE_HEAD.contains(&flag.name));
     flags.filter_map(|flag| flag.given(&settings.matches)).collect()
 }
 
-/// None where there is no list of hosts. `processes` are those of a host without a number.
+/// None if there is no list of hosts. `processes` is the default number of workers of a host.
 pub fn hosts(settings: &Settings, processes: Processes) -> Result<Option<Hosts>, Usage> {
     let (hosts, hostfile) = (settings.get("hosts"), settings.get("hostfile"));
     let Some(source) =
@@ -67,7 +67,7 @@ pub fn hosts(settings: &Settings, processes: Processes) -> Result<Option<Hosts>,
     if let Some(path) = settings.get_path("hostfile")? {
         let text = std::fs::read_to_string(&path)
             .map_err(|error| Usage(format!("{source}: cannot read {}: {error}", path.display())))?;
-        // Windows' editors begin a file with a byte order mark.
+        // Windows editors may begin a file with a byte order mark.
         let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
         for (index, text) in text.lines().enumerate() {
             let at = format!("{source}: {}, line {}", path.display(), index + 1);
@@ -160,7 +160,7 @@ fn line(text: &str) -> Option<HostEntry> {
     Some(host)
 }
 
-/// A host that is there already gets more workers, as with mpirun.
+/// A host that is listed again gets more workers, as with mpirun.
 fn add(list: &mut Vec<HostEntry>, host: HostEntry, processes: Processes) -> Result<(), String> {
     let Some(known) = list.iter_mut().find(|known| known.name == host.name) else {
         list.push(host);

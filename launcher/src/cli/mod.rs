@@ -20,15 +20,15 @@ use self::usage::Usage;
 use crate::job::{Job, NumaBinding, Processes, Program, ProgramKind, Stdin};
 use crate::report::events;
 
-/// As torchrun's, Slurm's and Kubernetes'.
+/// The default of torchrun, Slurm and Kubernetes.
 const GRACE: Duration = Duration::from_secs(30);
 
-/// As torchrun's.
+/// torchrun's default.
 const SIGNALS: [Signal; 4] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT];
 
 impl Job {
-    /// Reads a whole command line, program name first, and the environment. `--help` and
-    /// `--version` are answered here and end the process.
+    /// Reads a whole command line, program name first, and the environment. Answers `--help` and
+    /// `--version` here and ends the process.
     pub fn parse(
         arguments: impl IntoIterator<Item = OsString>,
         environment: Environment<'_>,
@@ -41,8 +41,8 @@ impl Job {
             Ok(matches) => validate(matches),
             Err(error) if !error.use_stderr() => error.exit(),
             Err(error) => {
-                // What a flag has taken for its value may be the reason, as in --nproc-per-node
-                // train.py --epochs 2.
+                // The reason may be a flag that has taken PROGRAM for its value, as in
+                // --nproc-per-node train.py --epochs 2.
                 let so_far =
                     flags::command().ignore_errors(true).try_get_matches_from(&arguments).ok();
                 let wrong = so_far
@@ -104,8 +104,8 @@ impl Job {
             quiet: settings.is_on("quiet")?,
             dry_run: settings.is_on("dry-run")?,
             warnings: Vec::new(),
-            // Last: it may be missing because a flag before it lacks its value, which is the better
-            // thing to say.
+            // Last: if PROGRAM is missing because a flag has taken it for its value, the error
+            // about that flag is the better one.
             program: {
                 let (name, arguments) = program(&settings.matches)?;
                 Program { kind: program_kind(settings)?, name, arguments }
@@ -131,7 +131,7 @@ fn program(matches: &ArgMatches) -> Result<(OsString, Vec<OsString>), Usage> {
     Ok((name, command.collect()))
 }
 
-/// The last flag that has a value: it may have taken PROGRAM for it.
+/// The last flag with a value: it may have taken PROGRAM for it.
 fn last_option(matches: &ArgMatches) -> Option<(&'static str, &OsString)> {
     let options = flags::FLAGS.iter().filter(|flag| flag.value.is_some());
     let given = options.filter_map(|flag| Some((matches.indices_of(flag.name)?.max()?, flag.name)));
@@ -139,7 +139,7 @@ fn last_option(matches: &ArgMatches) -> Option<(&'static str, &OsString)> {
     Some((name, matches.get_one(name)?))
 }
 
-/// One line for what clap says in several.
+/// One line for clap's error of several lines.
 fn explain(error: &clap::Error) -> Usage {
     let text = error.to_string();
     let line = text.lines().next().unwrap_or_default().trim_start_matches("error: ");
@@ -206,7 +206,7 @@ fn hang_timeout(setting: &Setting) -> Result<Duration, Usage> {
     Ok(timeout)
 }
 
-/// Names with or without SIG. As with torchrun, one that makes no sense is skipped.
+/// Names with or without SIG. As with torchrun, an unknown one is skipped.
 fn signals(setting: &Setting, settings: &Settings) -> Result<Vec<Signal>, Usage> {
     let mut signals = Vec::new();
     for name in setting.text()?.split(',').map(str::trim).filter(|name| !name.is_empty()) {
@@ -226,7 +226,7 @@ fn signals(setting: &Setting, settings: &Settings) -> Result<Vec<Signal>, Usage>
     Ok(signals)
 }
 
-/// Flags of torchrun that say how it does what is done otherwise here: it polls, and it may fork
+/// Checks flags of torchrun that have no meaning here: they are about how it polls and forks
 /// Python.
 fn ignore_what_has_no_meaning(settings: &Settings) -> Result<(), Usage> {
     settings.get("monitor-interval").map(|setting| setting.seconds()).transpose()?;

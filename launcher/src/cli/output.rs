@@ -42,7 +42,7 @@ pub fn output(settings: &Settings) -> Result<Output, Usage> {
 
 const BOTH: Streams = Streams { stdout: true, stderr: true };
 
-/// Absolute, for workers are told of it and may be elsewhere.
+/// An absolute path: workers get it and may be in another folder.
 fn oneflow_folder(settings: &Settings) -> Result<PathBuf, Usage> {
     let folder = settings.get_path("logdir")?.unwrap_or_else(|| "log".into());
     path::absolute(&folder)
@@ -77,7 +77,7 @@ fn local_ranks(setting: &Setting) -> Result<Vec<u32>, Usage> {
     ranks.collect::<Result<_, _>>().map_err(|_| setting.wrong("local ranks: 0,2"))
 }
 
-/// What commas separate; two commas are a comma.
+/// Splits at commas; two commas are a literal comma.
 fn list(setting: &Setting) -> Result<Vec<String>, Usage> {
     let mut items = vec![String::new()];
     let mut letters = setting.literal()?.chars().peekable();
@@ -91,7 +91,7 @@ fn list(setting: &Setting) -> Result<Vec<String>, Usage> {
     Ok(items)
 }
 
-/// What torchrun finds by an installed plug-in.
+/// Refuses values by which torchrun finds plug-ins.
 pub fn refuse_plugins(settings: &Settings) -> Result<(), Usage> {
     if let Some(setting) =
         settings.get("logs-specs").filter(|setting| setting.text().ok() != Some("default"))

@@ -1,4 +1,4 @@
-//! The flags about nodes and how their agents meet.
+//! The flags about nodes and their rendezvous.
 
 use std::time::Duration;
 
@@ -6,13 +6,13 @@ use super::settings::{host_and_number, seconds, unquoted, Setting, Settings, LON
 use super::usage::Usage;
 use crate::job::{Nodes, Rendezvous, RendezvousTimeouts, NO_ID};
 
-/// Port of `--master-addr` for several nodes, as torchrun has it.
+/// Default port of `--master-addr` for several nodes, as in torchrun.
 const MASTER_PORT: u16 = 29500;
 
-/// Port of `--rdzv-endpoint`, as torchrun has it.
+/// Default port of `--rdzv-endpoint`, as in torchrun.
 const ENDPOINT_PORT: u16 = 29400;
 
-/// Silence after which a node is taken to be lost.
+/// A node that is silent for this long is lost.
 const HEARTBEAT: Duration = Duration::from_secs(8);
 
 #[derive(Clone, Copy, PartialEq)]
@@ -31,7 +31,7 @@ pub fn nodes(settings: &Settings) -> Result<Nodes, Usage> {
     let master_port = settings.get_number("master-port", 1, "a port from 1 to 65535")?;
     let id = settings.get_text("rdzv-id")?.unwrap_or_else(|| NO_ID.into());
     let timeouts = configuration.timeouts;
-    // torchrun's own switch.
+    // torchrun's variable.
     let has_agent_store = (settings.environment)("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
         .is_none_or(|value| value != "1");
     if settings.is_on("standalone")? {
@@ -78,7 +78,7 @@ pub fn nodes(settings: &Settings) -> Result<Nodes, Usage> {
     Ok(Nodes { min, max, rendezvous, id, local_addr, timeouts, has_agent_store })
 }
 
-/// This node's rank, where that is not decided by the rendezvous.
+/// This node's rank, unless the rendezvous decides it.
 fn node_rank(settings: &Settings, by_endpoint: bool, nodes: u32) -> Result<u32, Usage> {
     let Some(setting) = settings.get("node-rank") else { return Ok(0) };
     let rank = setting.number(0, "a number from 0")?;
@@ -184,10 +184,10 @@ impl Configuration {
                 )),
             }
         }
-        // PyTorch's LaunchConfig appends a timeout of its own to what a program says.
+        // PyTorch's LaunchConfig appends a timeout of its own, so join_timeout goes before timeout.
         configuration.timeouts.join = join.or(timeout).unwrap_or(configuration.timeouts.join);
         if interval.is_some() || attempts.is_some() {
-            // torchrun's values for the one that is not given.
+            // torchrun's default for the one that is not given.
             configuration.timeouts.heartbeat =
                 interval.unwrap_or(Duration::from_secs(5)) * attempts.unwrap_or(3);
         }
@@ -195,7 +195,7 @@ impl Configuration {
     }
 }
 
-/// The words that torchrun knows.
+/// The words that torchrun accepts.
 fn truth(text: &str) -> Option<bool> {
     match text.to_lowercase().as_str() {
         "1" | "true" | "t" | "yes" | "y" => Some(true),

@@ -1,4 +1,4 @@
-//! What a flag was set to, on the command line or else by its variable in the environment.
+//! The value of a flag: from the command line, or else from its variable.
 
 use std::cell::RefCell;
 use std::ffi::OsString;
@@ -26,12 +26,12 @@ pub struct Setting {
 pub struct Settings<'a> {
     pub matches: ArgMatches,
     pub environment: Environment<'a>,
-    /// What was odd, and was passed over: for the user.
+    /// Notices for the user about ignored values.
     pub warnings: RefCell<Vec<String>>,
 }
 
 impl Settings<'_> {
-    /// What a flag with a value was set to; its variable counts only where it is not empty.
+    /// The value of a flag. Its variable counts only if it is not empty.
     pub fn get(&self, flag: &str) -> Option<Setting> {
         match self.matches.get_one::<OsString>(flag) {
             Some(value) => Some(Setting { source: format!("--{flag}"), value: value.clone() }),
@@ -39,7 +39,7 @@ impl Settings<'_> {
         }
     }
 
-    /// The variable that stands in for a flag.
+    /// The value of the flag's variable.
     fn stand_in(&self, flag: &str) -> Option<Setting> {
         let has_variable = FLAGS.iter().any(|known| known.name == flag && known.has_variable);
         has_variable
@@ -52,7 +52,7 @@ impl Settings<'_> {
         Some(Setting { source: name.into(), value })
     }
 
-    /// Whether a flag without a value was given. Its variable is a number; 0 is no.
+    /// Whether a flag without a value is on. Its variable is a number; 0 is off.
     pub fn is_on(&self, flag: &str) -> Result<bool, Usage> {
         match self.stand_in(flag) {
             Some(setting) if !self.matches.get_flag(flag) => {
@@ -62,13 +62,13 @@ impl Settings<'_> {
         }
     }
 
-    /// All values of a flag that may be given several times.
+    /// All values of a flag that may be repeated.
     pub fn get_all(&self, flag: &str) -> Vec<Setting> {
         let values = self.matches.get_many::<OsString>(flag).into_iter().flatten();
         values.map(|value| Setting { source: format!("--{flag}"), value: value.clone() }).collect()
     }
 
-    /// Passes over something, and says so once.
+    /// Records a warning, once.
     pub fn warn(&self, warning: String) {
         let mut warnings = self.warnings.borrow_mut();
         if !warnings.contains(&warning) {
@@ -76,7 +76,7 @@ impl Settings<'_> {
         }
     }
 
-    /// A flag whose value is another flag lacks its value.
+    /// Refuses a flag as the value of another flag, whose own value is missing.
     pub fn refuse_flags_as_values(&self) -> Result<(), Usage> {
         for flag in FLAGS.iter().filter(|flag| flag.value.is_some()) {
             let taken =
@@ -121,17 +121,17 @@ impl Setting {
         Setting { source: source.into(), value: value.into() }
     }
 
-    /// The complaint that something else is missing.
+    /// The error that something else is missing.
     pub fn needs(&self, what: &str) -> Usage {
         Usage(format!("{} is '{}', which needs {what}", self.source, self.shown()))
     }
 
-    /// The complaint about a value.
+    /// The error about a value.
     pub fn wrong(&self, right: &str) -> Usage {
         Usage(format!("{} is '{}'; it must be {right}", self.source, self.shown()))
     }
 
-    /// The value for a message of one line.
+    /// The value, for a message of one line.
     fn shown(&self) -> String {
         printable(&self.value.to_string_lossy())
     }
@@ -144,13 +144,13 @@ impl Setting {
         &self.source
     }
 
-    /// As it was written.
+    /// The value as it was written.
     pub fn literal(&self) -> Result<&str, Usage> {
         self.value.to_str().ok_or_else(|| self.wrong("UTF-8"))
     }
 
-    /// Without quotes and white space around it, which can be part of no name or number, only of
-    /// paths and of texts to look for.
+    /// The value without quotes and white space around it: names and numbers contain neither; paths
+    /// and texts to look for may.
     pub fn text(&self) -> Result<&str, Usage> {
         self.literal().map(|text| unquoted(text.trim()).trim())
     }
@@ -179,13 +179,13 @@ impl Setting {
     }
 }
 
-/// Without the quotes around it that are left where a command line comes from a list in YAML.
+/// Removes the quotes that are left around a value when a command line comes from a list in YAML.
 pub fn unquoted(text: &str) -> &str {
     let inside = |quote: char| text.strip_prefix(quote)?.strip_suffix(quote);
     inside('\'').or_else(|| inside('"')).unwrap_or(text)
 }
 
-/// The longest time that can be asked for, in seconds.
+/// The longest time that is accepted, in seconds.
 pub const LONGEST: f64 = 1e6;
 
 pub fn seconds(text: &str) -> Option<Duration> {

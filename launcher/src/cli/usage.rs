@@ -1,6 +1,7 @@
 //! A command line that cannot be carried out.
 
-/// A command line that makes no sense: one line that says what was wrong and what would be right.
+/// A command line that cannot be carried out: one line that says what is wrong and what would be
+/// right.
 #[derive(Debug)]
 pub struct Usage(pub String);
 

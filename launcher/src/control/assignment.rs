@@ -1,34 +1,60 @@
-//! One start of a job's workers: the first, or after a failure or a change of nodes the next.
+//! Ranks: which workers of a job run on which node in a round.
 
 use serde::{Deserialize, Serialize};
 
-/// A node's place in a round, as the coordinator has decided.
+use crate::control::node::Node;
+
+/// The ranks of one node in a round.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RankAssignment {
-    /// Rounds before this one that ended with a failure.
+    /// Earlier rounds that failed.
     pub restart_count: u32,
-    /// This node among the nodes, from 0.
+    /// Index of this node among the nodes.
     pub group_rank: u32,
     pub group_world_size: u32,
     /// The rank of this node's first worker; the others follow.
     pub first_rank: u32,
     pub local_world_size: u32,
     pub world_size: u32,
-    /// As `first_rank` and `world_size`, among the workers of the same `--role`.
+    /// Like `first_rank` and `world_size`, among the workers of the same `--role`.
     pub first_role_rank: u32,
     pub role_world_size: u32,
     pub stores: RendezvousStoreInfo,
 }
 
-/// How the workers of a round find each other; the leader knows it, not the coordinator.
+/// How the workers of a round find each other. The leader fills it in; the coordinator does not
+/// know it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct RendezvousStoreInfo {
-    /// Where the leading node's agent, beside rank 0, serves PyTorch's store.
+    /// The leading node, where rank 0 runs and PyTorch's store is served.
     pub master_addr: String,
     pub master_port: u16,
-    /// Whether it does; else the port is free there, for rank 0 to serve one.
+    /// The leading agent serves PyTorch's store; otherwise the port is free for rank 0 to serve it.
     pub has_agent_store: bool,
-    /// Address and token of Flow's store for this round.
+    /// Address of Flow's store for this round, and the token that it asks for.
     pub store: String,
     pub token: String,
+}
+
+/// Gives the workers of `nodes`, in this order, consecutive ranks.
+pub fn assign(nodes: &[&Node], restart_count: u32) -> Vec<RankAssignment> {
+    let workers = |nodes: &[&Node]| nodes.iter().map(|node| node.local_world_size).sum();
+    let assignment = |(index, node): (usize, &&Node)| {
+        let of_role = |nodes: &[&Node]| {
+            let same = nodes.iter().filter(|other| other.role == node.role);
+            same.map(|other| other.local_world_size).sum()
+        };
+        RankAssignment {
+            restart_count,
+            group_rank: index as u32,
+            group_world_size: nodes.len() as u32,
+            first_rank: workers(&nodes[..index]),
+            local_world_size: node.local_world_size,
+            world_size: workers(nodes),
+            first_role_rank: of_role(&nodes[..index]),
+            role_world_size: of_role(nodes),
+            stores: RendezvousStoreInfo::default(),
+        }
+    };
+    nodes.iter().enumerate().map(assignment).collect()
 }

@@ -1,38 +1,40 @@
 //! Decides about the job as a whole: who takes part, when a round starts and stops, how the job
-//! ends. Pure: events and the time come in, commands go out. It runs in the agent of the leading
-//! node; the others are connected to it.
+//! ends. Pure: takes events and the time, returns commands. It runs in the leading node's agent;
+//! the other agents are connected to that one.
 //!
-//! A *round* is one start of all workers. It ends well when every node has finished; at the first
-//! failure all are stopped, and, if restarts are left, another round begins. With
-//! `--nnodes MIN:MAX` a round also ends for a node that is lost or has come, and goes on with those
-//! that are there, without using up a restart.
+//! A *round* is one start of all workers. It succeeds when every node has finished. At the first
+//! failure all workers are stopped; if restarts are left, another round begins. With
+//! `--nnodes MIN:MAX`, a round also ends when a node is lost or joins. The next round then starts
+//! with the nodes that are present and does not count as a restart.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use crate::agent::exit_status::ExitStatus;
-use crate::control::assignment::{RankAssignment, RendezvousStoreInfo};
-use crate::control::protocol::{AgentEvent, AgentId, Command, Failure, JobResult, Node, LEADER};
+use crate::control::assignment;
+use crate::control::node::{range, Node};
+use crate::control::protocol::{AgentEvent, AgentId, Command, Failure, JobResult, LEADER};
 use crate::job::{Job, Rendezvous, RendezvousTimeouts};
 
-/// Failures that come together: a crash is to blame before an exit code, which is how a worker that
-/// misses its peer ends.
+/// Failures within this time count as simultaneous. A crash among them is the root cause rather
+/// than an exit code, as a worker that misses its peer ends with an exit code.
 const COALESCE_WINDOW: Duration = Duration::from_millis(200);
 
-/// When to say for the first time that nodes are missing.
+/// How long to wait for nodes before the first notice.
 const FIRST_NOTICE: Duration = Duration::from_secs(10);
 
-/// Exit code of a job that hung, as that of `timeout`.
+/// Exit code of a job that hung; `timeout` uses the same.
 const HUNG: i32 = 124;
 
-/// How long an agent may take to stop its workers beyond their grace period.
+/// How long an agent may take to stop its workers, in addition to their grace period.
 const STOPPING: Duration = Duration::from_secs(30);
 
-struct Agent {
+/// An agent that has joined.
+struct AgentRecord {
     node: Node,
     state: State,
     cause: Option<String>,
-    /// It knows that there is no place for it at present.
+    /// It was told that the round has no place for it.
     is_spare: bool,
 }
 
@@ -46,8 +48,8 @@ enum State {
 
 #[derive(Clone, Debug, PartialEq)]
 enum Phase {
-    /// Since when agents are awaited, since when there are enough, and when to say that some are
-    /// missing.
+    /// Waiting for agents. `enough` is when the least number was reached, `notice` when to report
+    /// that some are missing.
     Gathering {
         since: Instant,
         enough: Option<Instant>,
@@ -68,11 +70,11 @@ enum StopReason {
         failure: Failure,
         at: Instant,
     },
-    /// A node without which the job cannot go on is gone.
+    /// A node that the job needs is lost.
     Lost {
         summary: String,
     },
-    /// Nodes have come or gone.
+    /// Nodes have joined or left.
     Change,
     Signal {
         signal: i32,
@@ -80,7 +82,7 @@ enum StopReason {
     },
 }
 
-/// See the head of this file.
+/// See above.
 pub struct Coordinator {
     min: usize,
     max: usize,
@@ -88,7 +90,7 @@ pub struct Coordinator {
     timeouts: RendezvousTimeouts,
     grace: Duration,
     max_restarts: u32,
-    agents: BTreeMap<AgentId, Agent>,
+    agents: BTreeMap<AgentId, AgentRecord>,
     phase: Phase,
     round: u32,
     failures: u32,
@@ -112,7 +114,7 @@ impl Coordinator {
         }
     }
 
-    /// An agent has told something; what is to be done about it, by whom.
+    /// Handles an event of an agent; returns commands for agents.
     pub fn handle(
         &mut self,
         agent: AgentId,
@@ -130,8 +132,8 @@ impl Coordinator {
                 self.set(agent, State::Finished)
             }
             AgentEvent::Stopped { round, cause } if round == self.round => {
-                // One that had stopped before it was ordered to says so twice; the first time it
-                // knows the cause.
+                // An agent that stopped before it was commanded to sends this twice; only the first
+                // has the cause.
                 if let Some(agent) =
                     self.agents.get_mut(&agent).filter(|agent| agent.state != State::Idle)
                 {
@@ -144,48 +146,48 @@ impl Coordinator {
             | AgentEvent::Finished { .. }
             | AgentEvent::Stopped { .. } => {}
         }
-        self.go_on(now)
+        self.take_commands(now)
     }
 
-    /// Time has passed.
+    /// Acts on deadlines that have passed.
     pub fn elapsed(&mut self, now: Instant) -> Vec<(AgentId, Command)> {
         match &mut self.phase {
             Phase::Stopping { deadline, .. } if *deadline <= now => *deadline = now + STOPPING,
-            _ => return self.go_on(now),
+            _ => return self.take_commands(now),
         }
-        // The leader's own workers are waited for: there is nobody to go on without it.
+        // There is no limit for the leader's own workers: the job cannot continue without it.
         let late: Vec<AgentId> =
             self.members().into_iter().filter(|agent| *agent != LEADER).collect();
         for agent in late {
             self.end(agent, 1, Some("the workers of this node did not stop in time".into()));
             self.gone(agent, "was lost: it did not stop its workers in time", now);
         }
-        self.go_on(now)
+        self.take_commands(now)
     }
 
-    fn go_on(&mut self, now: Instant) -> Vec<(AgentId, Command)> {
+    fn take_commands(&mut self, now: Instant) -> Vec<(AgentId, Command)> {
         self.advance(now);
         std::mem::take(&mut self.commands)
     }
 
-    /// Something that the user should know, on every node.
-    pub fn say(&mut self, text: &str) -> Vec<(AgentId, Command)> {
+    /// Prints a notice on every node.
+    pub fn notify(&mut self, text: &str) -> Vec<(AgentId, Command)> {
         self.members().into_iter().map(|agent| (agent, Command::Print(text.to_string()))).collect()
     }
 
-    /// The workers hang: that is a failure.
+    /// The workers hang, which counts as a failure.
     pub fn hung(&mut self, summary: String, now: Instant) -> Vec<(AgentId, Command)> {
         self.failed(LEADER, Failure { summary, end: ExitStatus::Exit(HUNG) }, now);
         std::mem::take(&mut self.commands)
     }
 
-    /// The job cannot go on, for this reason.
+    /// Ends the job for this reason.
     pub fn give_up(&mut self, cause: String) -> Vec<(AgentId, Command)> {
         self.end_all(1, Some(cause));
         std::mem::take(&mut self.commands)
     }
 
-    /// When [`Coordinator::elapsed`] is to be called.
+    /// When to call [`Coordinator::elapsed`].
     pub fn deadline(&self) -> Option<Instant> {
         match &self.phase {
             Phase::Gathering { since, enough, notice } => Some(match enough {
@@ -197,12 +199,12 @@ impl Coordinator {
         }
     }
 
-    /// The host name of an agent that is there.
+    /// The host name of an agent that has joined.
     pub fn host(&self, agent: AgentId) -> Option<&str> {
         self.agents.get(&agent).map(|agent| agent.node.host.as_str())
     }
 
-    /// Every agent that was there has gone, but for the leader's.
+    /// All agents but the leader's have gone.
     pub fn is_alone(&self) -> bool {
         self.agents.keys().all(|agent| *agent == LEADER)
     }
@@ -226,21 +228,22 @@ impl Coordinator {
             .agents
             .iter()
             .find(|(_, other)| self.is_static && other.node.node_rank == node.node_rank);
-        if let Some((&other, Agent { node: Node { host, .. }, .. })) = taken {
+        if let Some((&other, AgentRecord { node: Node { host, .. }, .. })) = taken {
             if self.failures >= self.max_restarts || *host != node.host || other == LEADER {
                 let rank = node.node_rank.unwrap_or_default();
                 let cause =
                     format!("node rank {rank} is taken by host {host}: give each node its own");
                 return self.end(agent, 1, Some(cause));
             }
-            // A machine that was started again before its silence was noticed.
+            // The host restarted its agent before the loss of the old one was noticed.
             self.end(other, 1, Some("another flow-launch has taken its place".into()));
             self.gone(other, "was lost: it was started again", now);
         }
         if self.phase == Phase::Over {
             return self.end(agent, 1, Some("the job is over".into()));
         }
-        self.agents.insert(agent, Agent { node, state: State::Idle, cause: None, is_spare: false });
+        self.agents
+            .insert(agent, AgentRecord { node, state: State::Idle, cause: None, is_spare: false });
         let finishing = self.agents.values().any(|agent| agent.state == State::Finished);
         if self.phase == Phase::Running && self.members().len() < self.max && !finishing {
             let why = format!("{} has joined", self.describe(agent));
@@ -252,8 +255,8 @@ impl Coordinator {
     fn failed(&mut self, agent: AgentId, failure: Failure, now: Instant) {
         match &mut self.phase {
             Phase::Running => {
-                let told = self.restart(&failure.summary);
-                self.stop(StopReason::Failure { agent, failure, at: now }, told, now);
+                let notice = self.restart(&failure.summary);
+                self.stop(StopReason::Failure { agent, failure, at: now }, notice, now);
             }
             Phase::Stopping {
                 why: StopReason::Failure { agent: first, failure: known, at },
@@ -290,7 +293,7 @@ impl Coordinator {
         }
     }
 
-    /// An agent is not there any more: `how` follows its description.
+    /// An agent is gone; `how` follows its description in messages.
     fn gone(&mut self, agent: AgentId, how: &str, now: Instant) {
         let description = self.describe(agent);
         let Some(lost) = self.agents.remove(&agent) else { return };
@@ -301,12 +304,12 @@ impl Coordinator {
         if self.is_elastic() && self.members().len() >= self.min {
             self.stop(StopReason::Change, Some(format!("{summary}; going on without it")), now);
         } else {
-            let told = self.restart(&summary);
-            self.stop(StopReason::Lost { summary }, told, now);
+            let notice = self.restart(&summary);
+            self.stop(StopReason::Lost { summary }, notice, now);
         }
     }
 
-    /// What to say of a failure that is followed by a restart.
+    /// The notice for a failure, if a restart follows.
     fn restart(&self, summary: &str) -> Option<String> {
         let (next, max) = (self.failures + 1, self.max_restarts);
         (next <= max).then(|| format!("{summary}; restart {next} of {max}"))
@@ -316,7 +319,7 @@ impl Coordinator {
         self.min < self.max
     }
 
-    /// Goes on to the next phase as far as nothing is awaited.
+    /// Enters the next phase if the present one is complete.
     fn advance(&mut self, now: Instant) {
         if self.phase == Phase::Running {
             let states = || {
@@ -343,7 +346,7 @@ impl Coordinator {
                     .extend(self.agents.keys().map(|agent| (*agent, Command::Print(text.clone()))));
             }
             self.phase = Phase::Gathering { since, enough, notice };
-            // Later rounds take who is there: another node is welcome at any time.
+            // Later rounds start with the nodes that are present: another may join at any time.
             let last_call = if self.round == 0 { self.timeouts.last_call } else { Duration::ZERO };
             if present >= self.max || enough.is_some_and(|enough| now >= enough + last_call) {
                 self.start();
@@ -361,8 +364,8 @@ impl Coordinator {
                 return self.end_all(ExitStatus::Signal(signal).code(), cause)
             }
             StopReason::Failure { agent, failure, .. } => {
-                let told = self.agents.get(&agent).and_then(|agent| agent.cause.clone());
-                (failure.end.code(), told.unwrap_or(failure.summary))
+                let report = self.agents.get(&agent).and_then(|agent| agent.cause.clone());
+                (failure.end.code(), report.unwrap_or(failure.summary))
             }
             StopReason::Lost { summary } => (1, summary),
         };
@@ -380,33 +383,12 @@ impl Coordinator {
     fn start(&mut self) {
         self.round += 1;
         let mut members: Vec<AgentId> = self.agents.keys().copied().collect();
-        // By node rank where there is one; else in the command in which they came, the leader first.
+        // By node rank if they have one; otherwise in the order of joining, the leader first.
         members.sort_by_key(|agent| (self.agents[agent].node.node_rank, *agent));
         members.truncate(self.max);
         let nodes: Vec<&Node> = members.iter().map(|agent| &self.agents[agent].node).collect();
-        let world_size = nodes.iter().map(|node| node.local_world_size).sum();
-        let mut first_rank = 0;
-        for (group_rank, agent) in members.iter().enumerate() {
-            let node = nodes[group_rank];
-            let same_role = |others: &[&Node]| -> u32 {
-                others
-                    .iter()
-                    .filter(|other| other.role == node.role)
-                    .map(|other| other.local_world_size)
-                    .sum()
-            };
-            let assignment = RankAssignment {
-                restart_count: self.failures,
-                group_rank: group_rank as u32,
-                group_world_size: members.len() as u32,
-                first_rank,
-                local_world_size: node.local_world_size,
-                world_size,
-                first_role_rank: same_role(&nodes[..group_rank]),
-                role_world_size: same_role(&nodes),
-                stores: RendezvousStoreInfo::default(),
-            };
-            first_rank += node.local_world_size;
+        let assignments = assignment::assign(&nodes, self.failures);
+        for (agent, assignment) in members.iter().zip(assignments) {
             self.commands.push((*agent, Command::Start { round: self.round, assignment }));
         }
         for agent in members {
@@ -416,8 +398,8 @@ impl Coordinator {
         self.turn_away();
     }
 
-    /// Tells agents for which there is no place in the round that they wait for one, or, if there
-    /// will be none, to end.
+    /// Handles agents that the round has no place for: they wait as spares, or end if no later
+    /// round can need them.
     fn turn_away(&mut self) {
         if self.phase != Phase::Running || self.members().len() < self.max {
             return;
@@ -439,10 +421,10 @@ impl Coordinator {
         });
     }
 
-    fn stop(&mut self, why: StopReason, told: Option<String>, now: Instant) {
+    fn stop(&mut self, why: StopReason, notice: Option<String>, now: Instant) {
         for agent in self.members() {
             self.set(agent, State::Running); // one that has finished answers too
-            self.commands.push((agent, Command::Stop { round: self.round, why: told.clone() }));
+            self.commands.push((agent, Command::Stop { round: self.round, why: notice.clone() }));
         }
         self.phase = Phase::Stopping { why, deadline: now + self.grace + STOPPING };
     }
@@ -464,7 +446,7 @@ impl Coordinator {
         }
     }
 
-    /// Those that take part in the present round.
+    /// The agents that take part in the present round.
     fn members(&self) -> Vec<AgentId> {
         self.agents
             .iter()
@@ -475,14 +457,16 @@ impl Coordinator {
 
     /// "node 1 (host b)".
     fn describe(&self, agent: AgentId) -> String {
-        let Some(Agent { node, .. }) = self.agents.get(&agent) else { return "a node".into() };
+        let Some(AgentRecord { node, .. }) = self.agents.get(&agent) else {
+            return "a node".into();
+        };
         match node.node_rank {
             Some(rank) => format!("node {rank} (host {})", node.host),
             None => format!("the node at {} (host {})", node.address, node.host),
         }
     }
 
-    /// Who has not come so far.
+    /// The notice about nodes that have not joined yet.
     fn missing(&self, waited: Duration) -> String {
         let waited = waited.as_secs();
         if self.is_static {
@@ -503,13 +487,6 @@ impl Coordinator {
             "only {present} of at least {min} nodes have joined within {waited} s: {}",
             hosts.join(", ")
         )
-    }
-}
-
-fn range((min, max): (u32, u32)) -> String {
-    match min == max {
-        true => max.to_string(),
-        false => format!("{min}:{max}"),
     }
 }
 

@@ -1,5 +1,5 @@
-//! Another node's side of the link: a connection that listens for commands, whose long polls are the
-//! heartbeat, and one that posts events.
+//! The control plane of an agent that does not lead. One connection waits for commands; its long
+//! polls are the heartbeat. Another posts events.
 
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -11,30 +11,32 @@ use std::time::{Duration, Instant};
 
 use flow_comm::store::{Address, Error, Store};
 
-use crate::control::protocol::{command_key, AgentEvent, AgentId, Command, ControlMessage, Node};
+use crate::control::node::Node;
+use crate::control::protocol::{command_key, AgentEvent, AgentId, Command, ControlMessage};
 use crate::control::token::token;
 use crate::job::Job;
 use crate::net;
+use crate::report::text::excerpt;
 
-/// How often the leader hears from this node.
+/// Interval of the heartbeat.
 const HEARTBEAT: Duration = Duration::from_secs(1);
 
-/// How long to wait before a name is looked up again.
+/// How long to wait before looking up a host name again.
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
-/// When to say that there is no connection yet.
+/// How long to try to connect before the first notice.
 const FIRST_NOTICE: Duration = Duration::from_secs(10);
 
-/// How long the end of this agent waits for its last events to be posted.
+/// How long the end of this agent waits until its last events are posted.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// See the head of this file.
+/// See above.
 pub struct Follower {
     events: Option<Sender<AgentEvent>>,
     messages: Receiver<ControlMessage>,
     /// Holds one byte for each message.
     wake_pipe: PipeReader,
-    /// Whether there is a connection, and what closes when it has posted all events.
+    /// Whether there is a connection; `posted` closes when it has posted all events.
     connected: Arc<AtomicBool>,
     posted: Receiver<()>,
 }
@@ -64,7 +66,7 @@ impl Follower {
             connected: Arc::clone(&connected),
         };
         let commands_out = CommandSender { messages: sender, wake_pipe: wake_writer };
-        thread::Builder::new().name("flow-link".into()).spawn(move || {
+        thread::Builder::new().name("flow-control".into()).spawn(move || {
             if let Err(reason) = follower.run(receiver, posting, &commands_out) {
                 commands_out.send(ControlMessage::Disconnected(reason));
             }
@@ -74,15 +76,15 @@ impl Follower {
 
     pub fn send(&self, event: AgentEvent) {
         if let Some(events) = &self.events {
-            // Without a connection there is nobody to tell; `poll` reports that.
+            // Without a connection it is lost; `poll` reports that.
             let _ = events.send(event);
         }
     }
 
     pub fn poll(&mut self) -> Option<ControlMessage> {
-        let messages = self.messages.try_recv().ok()?;
+        let message = self.messages.try_recv().ok()?;
         let _ = self.wake_pipe.read(&mut [0]);
-        Some(messages)
+        Some(message)
     }
 
     pub fn watch(&self) -> BorrowedFd<'_> {
@@ -113,27 +115,26 @@ impl CommandSender {
         })
     }
 
-    /// False if nobody listens any more.
-    fn send(&self, messages: ControlMessage) -> bool {
-        self.messages.send(messages).is_ok() && (&self.wake_pipe).write_all(b"!").is_ok()
+    /// False if the event loop has gone.
+    fn send(&self, message: ControlMessage) -> bool {
+        self.messages.send(message).is_ok() && (&self.wake_pipe).write_all(b"!").is_ok()
     }
 }
 
-/// What the thread of the connection that listens needs.
+/// The thread that waits for commands.
 struct FollowerThread {
     address: Address,
     token: String,
     timeout: Duration,
     heartbeat: Duration,
     leader: String,
-    /// This one; without an address it is the one on the way to the leader.
+    /// This node. If its address is empty, the one from which it reaches the leader is used.
     node: Node,
     connected: Arc<AtomicBool>,
 }
 
 impl FollowerThread {
-    /// Joins and listens until there is nothing more to hear. The error says why the leader is
-    /// lost.
+    /// Joins and receives commands until the last one. The error says why the leader is lost.
     fn run(
         &self,
         events: Receiver<AgentEvent>,
@@ -189,7 +190,7 @@ impl FollowerThread {
             }
         };
         thread::Builder::new()
-            .name("flow-posts".into())
+            .name("flow-events".into())
             .spawn(post)
             .map_err(|e| format!("cannot start a thread: {e}"))?;
         for number in 0.. {
@@ -200,7 +201,10 @@ impl FollowerThread {
                 }
             };
             let command: Command = serde_json::from_slice(&text).map_err(|error| {
-                format!("the leading node's command makes no sense ({error}): is its flow-launch of the same version?")
+                format!(
+                    "malformed command of the leading node ({error}): got '{}'; do all nodes run the same version?",
+                    excerpt(&text)
+                )
             })?;
             let is_last = matches!(command, Command::Finish(_));
             if !commands_out.send(ControlMessage::Command(command)) || is_last {
@@ -210,7 +214,7 @@ impl FollowerThread {
         Ok(())
     }
 
-    /// Connects. A name that is not known may become known: that of a machine which is starting.
+    /// Connects. Tries again on an unknown host name, which may be that of a host that is starting.
     fn open(&self, timeout: Duration) -> Result<Store, Error> {
         let begin = Instant::now();
         loop {

@@ -1,9 +1,12 @@
-//! The leading node's side of the link: the coordinator, and the stores through which agents and
-//! workers reach it.
+//! The leading agent's side of the control plane: the coordinator, and the stores through which
+//! agents and workers reach it.
 //!
-//! All are served at one address. An agent posts its events to the agents' store and finds its
-//! commands there, numbered. Each round has a store of its own beside it for the workers, and one of
-//! PyTorch's.
+//! All stores are served at one address. An agent posts its events to the agents' store and reads
+//! its commands there, under numbered keys. Each round has a store of its own for the workers, and
+//! one that speaks PyTorch's protocol.
+//!
+//! The leader's own agent uses no connection: `send` hands the event to the coordinator, and the
+//! commands wait in a queue for the next `poll`.
 
 use std::collections::{HashMap, VecDeque};
 use std::iter;
@@ -15,42 +18,41 @@ use flow_comm::store::{Address, Server, TcpStore};
 
 use crate::control::assignment::RendezvousStoreInfo;
 use crate::control::coordinator::Coordinator;
-use crate::control::protocol::{
-    command_key, AgentEvent, AgentId, ClusterEvent, Command, Node, LEADER,
-};
+use crate::control::node::Node;
+use crate::control::protocol::{command_key, AgentEvent, AgentId, ClusterEvent, Command, LEADER};
 use crate::control::stall::{StallAction, StallTracker};
 use crate::control::token::{secret, token};
 use crate::job::{Job, Rendezvous};
 use crate::net;
+use crate::report::text::excerpt;
 
-/// How long the leader stays for others to hear how the job ended.
+/// How long the leader stays for others to receive the result.
 const LINGER: Duration = Duration::from_secs(10);
 
-/// See the head of this file.
+/// See above.
 pub struct Leader {
     coordinator: Coordinator,
     agents: Server,
-    /// How many commands each agent was given.
+    /// The number of commands sent to each agent.
     commands_sent: HashMap<AgentId, u64>,
     /// The stores of the present round.
     round: Option<Round>,
-    /// Where all reach this node.
+    /// The address at which all reach this node.
     address: String,
     port: u16,
-    /// Whether PyTorch's store is served here; if not, what is to be MASTER_PORT, if the user has
-    /// said so.
+    /// PyTorch's store is served here. If not, `master_port` is the user's choice of MASTER_PORT.
     has_agent_store: bool,
     master_port: Option<u16>,
     commands: VecDeque<Command>,
     cluster_events: Vec<ClusterEvent>,
     hang_timeout: Option<Duration>,
-    /// When to leave, once the job is over.
+    /// Once the job is over: when to leave at the latest.
     linger_until: Option<Instant>,
 }
 
 impl Leader {
-    /// Serves all agents and workers at `port` of this machine, which others know as `host`; 0 is
-    /// any free one.
+    /// Serves all agents and workers at `port` of this host, which others know as `host`. Port 0
+    /// means any free one.
     ///
     /// # Errors
     /// An `io::Error`, `AddrInUse` if the port is taken.
@@ -60,7 +62,7 @@ impl Leader {
                 let own = net::own(host);
                 if own.is_none() {
                     log::warn!(
-                        "{host} is no address of this machine: workers that go there find neither store; leave out \
+                        "{host} is no address of this host: workers cannot reach the stores there; leave out \
                          --master-addr for one node"
                     );
                 }
@@ -94,18 +96,22 @@ impl Leader {
         Ok(leader)
     }
 
-    /// What the agent of this node has to tell.
+    /// Handles an event of this node's agent.
     pub fn send(&mut self, event: AgentEvent) {
         self.handle(LEADER, event);
     }
 
-    /// The next command for the agent of this node.
+    /// The next command for this node's agent. Handles what other agents and workers have posted.
     pub fn poll(&mut self) -> Option<Command> {
         while let Some(message) = self.agents.inbox().try_next() {
             match serde_json::from_slice(&message) {
                 Ok((agent, event)) if agent != LEADER => self.handle(agent, event),
-                _ => log::warn!(
-                    "another node's agent has sent what makes no sense: is it of the same version?"
+                Ok((agent, event)) => {
+                    log::warn!("malformed event: {event:?} in the name of agent {agent}")
+                }
+                Err(error) => log::warn!(
+                    "malformed event of another node's agent ({error}): got '{}'; do all nodes run the same version?",
+                    excerpt(&message)
                 ),
             }
         }
@@ -113,8 +119,11 @@ impl Leader {
         if let Some(round) = &mut self.round {
             while let Some(message) = round.store.inbox().try_next() {
                 match serde_json::from_slice(&message) {
-                    Ok(wait) => round.stalls.update(wait, now),
-                    Err(error) => log::warn!("a worker has posted what makes no sense: {error}"),
+                    Ok(update) => round.stalls.update(update, now),
+                    Err(error) => log::warn!(
+                        "malformed report of a worker ({error}): got '{}'",
+                        excerpt(&message)
+                    ),
                 }
             }
             let action = round.stalls.elapsed(now);
@@ -122,7 +131,7 @@ impl Leader {
                 action.as_ref().map(|action| ClusterEvent::Hang { report: action.report().into() }),
             );
             let commands = match action {
-                Some(StallAction::Report(report)) => self.coordinator.say(&report),
+                Some(StallAction::Report(report)) => self.coordinator.notify(&report),
                 Some(StallAction::Fail(report)) => self.coordinator.hung(report, now),
                 None => Vec::new(),
             };
@@ -133,12 +142,12 @@ impl Leader {
         self.commands.pop_front()
     }
 
-    /// What has happened since the last call.
+    /// The events since the last call.
     pub fn events(&mut self) -> Vec<ClusterEvent> {
         std::mem::take(&mut self.cluster_events)
     }
 
-    /// For so long everything was stopped.
+    /// Everything was suspended for this long.
     pub fn paused(&mut self, time: Duration) {
         self.round.iter_mut().for_each(|round| round.stalls.paused(time, Instant::now()));
     }
@@ -153,7 +162,7 @@ impl Leader {
         [self.linger_until, self.coordinator.deadline(), stalls].into_iter().flatten().min()
     }
 
-    /// All others have received that the job is over, or had time to.
+    /// All followers have received the result, or had time to.
     pub fn is_alone(&self) -> bool {
         self.coordinator.is_alone()
             || self.linger_until.is_some_and(|linger_until| linger_until <= Instant::now())
@@ -187,7 +196,7 @@ impl Leader {
                 match self.open_stores(*round) {
                     Ok(stores) => assignment.stores = stores,
                     Err(error) => {
-                        // No agent has started yet: they all get the end instead.
+                        // No agent has started yet: end all of them instead.
                         let end = self
                             .coordinator
                             .give_up(format!("cannot serve the workers' store: {error:#}"));
@@ -195,12 +204,12 @@ impl Leader {
                     }
                 }
             }
-            // Others that are refused are ended before the job is.
+            // Only the leader's own result ends the job; a follower may be refused before that.
             if agent == LEADER && matches!(command, Command::Finish(_)) {
                 self.linger_until.get_or_insert_with(|| Instant::now() + LINGER);
             }
             match &command {
-                // It holds the store's token, which is not for logs.
+                // It contains the store's token, which must not be logged.
                 Command::Start { round, .. } => {
                     log::debug!("command for agent {agent}: start round {round}")
                 }
@@ -217,7 +226,7 @@ impl Leader {
         }
     }
 
-    /// How the workers of a round meet: at new stores, which take the place of the last round's.
+    /// Opens new stores for the workers of a round, in place of the last round's.
     fn open_stores(&mut self, round: u32) -> anyhow::Result<RendezvousStoreInfo> {
         if let Some(present) = self.round.as_ref().filter(|present| present.number == round) {
             return Ok(present.stores.clone());
@@ -250,11 +259,11 @@ impl Leader {
     }
 }
 
-/// The workers' stores in a round, how they find them, and their long stalls.
+/// A round: the workers' stores and their stalls.
 struct Round {
     number: u32,
     store: Server,
-    /// PyTorch's. A restarted program counts on one that is empty.
+    /// PyTorch's store. A restarted program expects an empty one.
     _tcp_store: Option<TcpStore>,
     stores: RendezvousStoreInfo,
     stalls: StallTracker,

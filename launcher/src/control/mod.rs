@@ -1,9 +1,18 @@
 //! The control plane: how this node's agent and the coordinator exchange events and commands.
+//!
+//! | file | subject |
+//! |---|---|
+//! | `coordinator.rs`, `assignment.rs` | who takes part, when rounds start and stop, how the job ends; ranks (pure) |
+//! | `stall.rs` | workers that wait long for each other (pure) |
+//! | `leader.rs` | the leading agent: runs the coordinator and serves the stores |
+//! | `follower.rs` | any other agent: a client of the leader's store |
+//! | `protocol.rs`, `node.rs`, `token.rs` | the messages, a node, the job's secret |
 
 pub mod assignment;
 pub mod coordinator;
 mod follower;
 mod leader;
+pub mod node;
 pub mod protocol;
 mod stall;
 pub mod token;
@@ -14,15 +23,16 @@ use std::time::{Duration, Instant};
 
 use crate::control::follower::Follower;
 use crate::control::leader::Leader;
-use crate::control::protocol::{AgentEvent, ClusterEvent, ControlMessage, Node};
+use crate::control::node::Node;
+use crate::control::protocol::{AgentEvent, ClusterEvent, ControlMessage};
 use crate::control::token::TOKEN;
 use crate::job::{Job, Rendezvous};
 use crate::net;
 
-/// How long a node that was cut off tries to come back.
+/// How long a node that lost its connection tries to join again.
 const REJOIN_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// See the head of this file.
+/// This agent's side of the control plane.
 pub enum ControlPlane {
     /// The coordinator runs in this agent, which leads the others if there are any.
     Leader(Box<Leader>),
@@ -30,14 +40,14 @@ pub enum ControlPlane {
 }
 
 impl ControlPlane {
-    /// Joins the job as its leader or as a member; how that went is heard later.
+    /// Joins the job as its leader or as a follower. [`ControlPlane::poll`] returns the outcome.
     pub fn open(job: &Job, local_world_size: u32) -> anyhow::Result<ControlPlane> {
-        ControlPlane::find(job, local_world_size, job.nodes.timeouts.join, true)
+        ControlPlane::join(job, local_world_size, job.nodes.timeouts.join, true)
     }
 
-    /// Joins again, as a member that was cut off.
+    /// Joins again as a follower, after the connection was lost.
     pub fn reopen(job: &Job, local_world_size: u32) -> anyhow::Result<ControlPlane> {
-        ControlPlane::find(
+        ControlPlane::join(
             job,
             local_world_size,
             job.nodes.timeouts.join.min(REJOIN_TIMEOUT),
@@ -45,7 +55,7 @@ impl ControlPlane {
         )
     }
 
-    fn find(
+    fn join(
         job: &Job,
         local_world_size: u32,
         timeout: Duration,
@@ -85,7 +95,7 @@ impl ControlPlane {
                     }
                     return Ok(ControlPlane::Leader(Box::new(leader)));
                 }
-                // Another agent of this machine has come first.
+                // Another agent of this host leads already.
                 Err(error) if is_taken(&error) && !must_serve(job) => {}
                 Err(error) => {
                     let hint = if is_taken(&error) {
@@ -110,19 +120,19 @@ impl ControlPlane {
     pub fn send(&mut self, event: AgentEvent) {
         match self {
             ControlPlane::Leader(leader) => leader.send(event),
-            ControlPlane::Follower(member) => member.send(event),
+            ControlPlane::Follower(follower) => follower.send(event),
         }
     }
 
-    /// What has been heard, one at a time.
+    /// The next message from the coordinator, if any.
     pub fn poll(&mut self) -> Option<ControlMessage> {
         match self {
             ControlPlane::Leader(leader) => leader.poll().map(ControlMessage::Command),
-            ControlPlane::Follower(member) => member.poll(),
+            ControlPlane::Follower(follower) => follower.poll(),
         }
     }
 
-    /// What the leader has learnt of other nodes and of hangs since the last call.
+    /// What the leader has learnt about other nodes and hangs since the last call.
     pub fn events(&mut self) -> Vec<ClusterEvent> {
         match self {
             ControlPlane::Leader(leader) => leader.events(),
@@ -130,22 +140,22 @@ impl ControlPlane {
         }
     }
 
-    /// For so long this process was stopped.
+    /// This process was suspended for this long.
     pub fn paused(&mut self, time: Duration) {
         if let ControlPlane::Leader(leader) = self {
             leader.paused(time);
         }
     }
 
-    /// Readable when there is something to hear.
+    /// Readable when [`ControlPlane::poll`] has something to return.
     pub fn watch(&self) -> Vec<BorrowedFd<'_>> {
         match self {
             ControlPlane::Leader(leader) => leader.watch(),
-            ControlPlane::Follower(member) => vec![member.watch()],
+            ControlPlane::Follower(follower) => vec![follower.watch()],
         }
     }
 
-    /// When [`ControlPlane::poll`] is to be called in any case.
+    /// When to call [`ControlPlane::poll`] at the latest.
     pub fn deadline(&self) -> Option<Instant> {
         match self {
             ControlPlane::Leader(leader) => leader.deadline(),
@@ -153,7 +163,7 @@ impl ControlPlane {
         }
     }
 
-    /// The job is over and nobody needs this agent any more.
+    /// The job is over and no other agent needs this one.
     pub fn is_done(&self) -> bool {
         match self {
             ControlPlane::Leader(leader) => leader.is_alone(),

@@ -1,9 +1,10 @@
-//! What agents and the coordinator tell each other.
+//! The messages between agents and the coordinator.
 
 use serde::{Deserialize, Serialize};
 
 use crate::agent::exit_status::ExitStatus;
 use crate::control::assignment::RankAssignment;
+use crate::control::node::Node;
 
 /// An agent: flow-launch on one node.
 pub type AgentId = u64;
@@ -11,49 +12,35 @@ pub type AgentId = u64;
 /// The agent of the leading node, in which the coordinator runs.
 pub const LEADER: AgentId = 0;
 
-/// A node, as its agent describes it.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Node {
-    pub host: String,
-    /// Where the others reach it.
-    pub address: String,
-    /// Its place where it was given one.
-    pub node_rank: Option<u32>,
-    pub local_world_size: u32,
-    pub role: String,
-    /// `--nnodes`, by which all must go.
-    pub nodes: (u32, u32),
-}
-
-/// What an agent tells.
+/// From an agent to the coordinator.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum AgentEvent {
-    /// It is there and can start workers.
+    /// The agent can start workers.
     Joined { node: Node },
     /// A worker has failed; the agent stops its others.
     Failed { round: u32, failure: Failure },
-    /// A worker has ended, in these words: its peers may ask.
+    /// A worker has ended; `end` is the text that its peers can read in their store.
     Exited { round: u32, rank: u32, end: String },
-    /// All its workers have ended well.
+    /// All its workers have succeeded.
     Finished { round: u32 },
-    /// All its workers are gone, after a failure or an order. `cause` tells of its first failure in
-    /// full.
+    /// All its workers are gone, after a failure or a command. `cause` is the full report on its
+    /// first failure.
     Stopped { round: u32, cause: Option<String> },
-    /// It was sent a signal and will end.
+    /// It received a signal and will end.
     Leaving { signal: i32 },
-    /// It has ended. Told in its name if it could not.
+    /// It has ended. The store sends this on its behalf (its last will) if it could not.
     Gone { why: String },
 }
 
 /// The first failure on a node.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Failure {
-    /// In a line.
+    /// One line.
     pub summary: String,
     pub end: ExitStatus,
 }
 
-/// What an agent is to do.
+/// From the coordinator to an agent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Command {
     Start {
@@ -65,7 +52,7 @@ pub enum Command {
         round: u32,
         why: Option<String>,
     },
-    /// Tell the user.
+    /// Print a notice.
     Print(String),
     /// The job is over.
     Finish(JobResult),
@@ -75,21 +62,21 @@ pub enum Command {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct JobResult {
     pub code: u8,
-    /// What to say about it.
+    /// The report to print.
     pub cause: Option<String>,
 }
 
-/// What an agent hears.
+/// What an agent receives.
 #[derive(Debug)]
 pub enum ControlMessage {
     Command(Command),
-    /// It takes long to join; for the user.
+    /// Joining takes long; for the user.
     Notice(String),
-    /// The coordinator cannot be reached any more, or refuses this node.
+    /// The coordinator cannot be reached, or refuses this node.
     Disconnected(String),
 }
 
-/// What is worth an event.
+/// Something that the leader has learnt, for `--events`.
 #[derive(Debug)]
 pub enum ClusterEvent {
     Joined { host: String },
@@ -97,7 +84,7 @@ pub enum ClusterEvent {
     Hang { report: String },
 }
 
-/// Where an agent finds its command of this number.
+/// The key of an agent's command of this number.
 pub fn command_key(agent: AgentId, number: u64) -> String {
     format!("commands/{agent}/{number}")
 }

@@ -1,5 +1,5 @@
-//! Workers that wait long for each other, as they tell through their store, and what follows from
-//! it. Pure: the time comes in.
+//! Finds workers that wait long for each other, from what they report through their store. Pure:
+//! the time is an argument.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -8,21 +8,21 @@ use serde::Deserialize;
 
 use crate::report::text::ranks;
 
-/// How long others that wait too may take to say so, before a report is made.
+/// How long to collect reports of other workers before the first message.
 const COALESCE_WINDOW: Duration = Duration::from_secs(1);
 
-/// What a worker tells of a wait: when it has become long, and when it is over.
+/// A worker's report of a wait: sent when the wait has become long, and when it is over.
 #[derive(Debug, Deserialize)]
 pub struct StallUpdate {
     rank: u32,
-    /// Tells the stalls of a rank apart, which may have several threads.
+    /// Identifies the wait, as a rank may have several threads.
     id: u64,
-    /// The operation with its sequence number and bucket. None: it has gone on.
+    /// The operation with its sequence number and bucket. None: the wait is over.
     operation: Option<String>,
-    /// How long it has waited, in seconds.
+    /// Seconds that it has waited.
     #[serde(default)]
     seconds: f64,
-    /// The ranks it stalls for.
+    /// The ranks it waits for.
     #[serde(default)]
     missing: Vec<u32>,
 }
@@ -33,23 +33,23 @@ struct Stall {
     missing: Vec<u32>,
 }
 
-/// The long stalls of a round.
+/// The stalls of a round.
 #[derive(Default)]
 pub struct StallTracker {
     limit: Option<Duration>,
     waiting: BTreeMap<(u32, u64), Stall>,
-    /// When to report what has not been reported yet.
+    /// When to report stalls that are not reported yet.
     report_at: Option<Instant>,
-    /// When everything was stopped: until when, and for how long.
+    /// Times when everything was suspended: the end of each, and for how long.
     pauses: Vec<(Instant, Duration)>,
 }
 
-/// What is to be done.
+/// What to do about stalls.
 #[derive(Debug, PartialEq)]
 pub enum StallAction {
-    /// To be said.
+    /// Print the report.
     Report(String),
-    /// The round has failed, for this reason.
+    /// Fail the round, with this report.
     Fail(String),
 }
 
@@ -62,12 +62,12 @@ impl StallAction {
 }
 
 impl StallTracker {
-    /// Nobody stalls yet. A wait of more than `limit` fails the round.
+    /// Without stalls yet. A wait longer than `limit` fails the round.
     pub fn new(limit: Option<Duration>) -> StallTracker {
         StallTracker { limit, ..StallTracker::default() }
     }
 
-    /// A worker has told of a wait.
+    /// Takes a worker's report.
     pub fn update(&mut self, wait: StallUpdate, now: Instant) {
         let Some(operation) = wait.operation else {
             self.waiting.remove(&(wait.rank, wait.id));
@@ -75,7 +75,7 @@ impl StallTracker {
         };
         let waited = Duration::try_from_secs_f64(wait.seconds).unwrap_or_default();
         let mut since = now.checked_sub(waited).unwrap_or(now);
-        // The worker does not know that it was stopped.
+        // The worker does not know that it was suspended.
         for (end, time) in self.pauses.iter().rev() {
             since += end.saturating_duration_since(since).min(*time);
         }
@@ -84,26 +84,26 @@ impl StallTracker {
         self.report_at.get_or_insert(now + COALESCE_WINDOW);
     }
 
-    /// A worker has ended: it stalls no more.
+    /// A worker has ended: it no longer waits.
     pub fn rank_exited(&mut self, rank: u32) {
         self.waiting.retain(|(waiting, _), _| *waiting != rank);
     }
 
-    /// For so long, until now, everything was stopped: nobody has waited.
+    /// Everything was suspended for this long, until now: that time does not count.
     pub fn paused(&mut self, time: Duration, now: Instant) {
         self.pauses.push((now, time));
         self.waiting.values_mut().for_each(|waiting| waiting.since += time);
         self.report_at.iter_mut().for_each(|at| *at += time);
     }
 
-    /// When [`StallTracker::elapsed`] is to be called.
+    /// When to call [`StallTracker::elapsed`].
     pub fn deadline(&self) -> Option<Instant> {
         let oldest = self.waiting.values().map(|waiting| waiting.since).min();
         let limit = oldest.zip(self.limit).map(|(since, limit)| since + limit);
         self.report_at.into_iter().chain(limit).min()
     }
 
-    /// Time has passed.
+    /// Reports stalls that are due.
     pub fn elapsed(&mut self, now: Instant) -> Option<StallAction> {
         let oldest =
             self.waiting.values().map(|waiting| now.saturating_duration_since(waiting.since)).max();
@@ -124,8 +124,8 @@ impl StallTracker {
         oldest.map(|waited| StallAction::Report(self.report(waited)))
     }
 
-    /// Who is where and stalls for whom; first those who keep others waiting without waiting
-    /// themselves.
+    /// Which ranks wait where and for which others. Ranks that others wait for and that are in no
+    /// collective themselves come first.
     fn report(&self, waited: Duration) -> String {
         let missing: BTreeSet<u32> =
             self.waiting.values().flat_map(|waiting| waiting.missing.iter().copied()).collect();
@@ -148,8 +148,8 @@ impl StallTracker {
         }
         for (operation, missing, members) in places {
             let who = ranks(&members);
-            let wait = if members.len() == 1 { "stalls" } else { "wait" };
-            // All may have begun it, and the device or the network not have come to its end.
+            let wait = if members.len() == 1 { "waits" } else { "wait" };
+            // All may have begun it, and the device or the network has not completed it.
             let whom =
                 if missing.is_empty() { String::new() } else { format!(" for {}", ranks(missing)) };
             report += &format!("\n{who} {wait} in {operation}{whom}");
@@ -198,8 +198,8 @@ mod tests {
             lines[..],
             [
                 "no progress for 31 s",
-                "rank 0 stalls in barrier #1 for rank 1",
-                "rank 1 stalls in all_reduce #7 for rank 0"
+                "rank 0 waits in barrier #1 for rank 1",
+                "rank 1 waits in all_reduce #7 for rank 0"
             ]
         );
     }

@@ -1,4 +1,4 @@
-//! From hosts to what is started on each: pure functions.
+//! From hosts to the command that starts the agent on each: pure functions.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -9,31 +9,31 @@ use std::path::PathBuf;
 use crate::hosts::control_stream;
 use crate::job::{HostEntry, Hosts, Job};
 
-/// What the hosts share.
+/// What all hosts have in common.
 pub struct Place {
-    /// flow-launch itself.
+    /// The path of flow-launch.
     pub launcher: PathBuf,
     pub folder: PathBuf,
 }
 
 impl HostEntry {
-    /// As ssh takes it.
+    /// The form that ssh takes.
     pub fn destination(&self) -> String {
         self.user.iter().map(|user| format!("{user}@")).collect::<String>() + &self.name
     }
 }
 
-/// What is to be started for a node.
+/// How the agent of a node is started.
 pub struct Start {
     pub host: String,
-    /// What runs the agent there.
+    /// What runs the agent there, for messages.
     pub starter: String,
-    /// What a user there would start.
+    /// The command that a user would type there.
     pub agent: Vec<OsString>,
     pub command: Vec<OsString>,
 }
 
-/// The start of the agent of a node. `prefix`: it is to put the rank before each line.
+/// How to start the agent of a node. With `prefix`, it puts the rank before each line.
 pub fn start(
     job: &Job,
     hosts: &Hosts,
@@ -69,7 +69,7 @@ pub fn start(
     }
 }
 
-/// The arguments of the agent of a node.
+/// The arguments of a node's agent.
 fn agent(job: &Job, hosts: &Hosts, node: usize, prefix: bool) -> Vec<OsString> {
     let place = [
         format!("--nnodes={}", hosts.list.len()),
@@ -87,7 +87,7 @@ fn agent(job: &Job, hosts: &Hosts, node: usize, prefix: bool) -> Vec<OsString> {
     arguments
 }
 
-/// The line that starts an agent on another machine, whatever shell the user has there.
+/// The line that starts an agent on another host, for any login shell.
 fn script(place: &Place, arguments: &[OsString]) -> OsString {
     let (folder, launcher) = (place.folder.display(), place.launcher.display());
     let no_folder =
@@ -112,7 +112,7 @@ fn script(place: &Place, arguments: &[OsString]) -> OsString {
     OsString::from_vec([b"exec sh -c ".as_slice(), &quote(&script)].concat())
 }
 
-/// A word as a shell would read it. (No argument of a process has the byte that cannot be quoted.)
+/// A word, quoted for a shell. (No argument of a process contains the byte that cannot be quoted.)
 fn quote(word: &OsStr) -> Vec<u8> {
     let quoted = shlex::bytes::Quoter::new().allow_nul(true).quote(word.as_bytes());
     quoted.map_or_else(|_| word.as_bytes().to_vec(), |word| word.into_owned())
@@ -122,17 +122,17 @@ fn lossy(word: &OsStr) -> String {
     String::from_utf8_lossy(&quote(word)).into_owned()
 }
 
-/// Variables whose names begin so go to all hosts.
+/// Variables with these prefixes are passed on to all hosts.
 const PASSED_ON: [&str; 11] = [
     "FLOW_", "PET_", "NCCL_", "GLOO_", "UCX_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "PYTHON",
     "RUST_",
 ];
 
-/// But for these, which belong to one machine or one job.
+/// Exceptions, which belong to one host or one job.
 const KEPT: [&str; 5] =
     ["FLOW_LAUNCHER", "FLOW_STORE", "FLOW_LOCAL_ADDR", "FLOW_RSH", "TORCHELASTIC_ERROR_FILE"];
 
-/// The variables for the agents, and the names of those that could not be had.
+/// The variables for the agents, and the names of those that do not exist here.
 pub fn environment(
     own: impl Iterator<Item = (OsString, OsString)>,
     exports: &[(String, Option<String>)],
@@ -154,8 +154,8 @@ pub fn environment(
     (environment, missing)
 }
 
-/// What `--dry-run` prints: each agent's command, as for a shell, and the names of what goes to
-/// all.
+/// What `--dry-run` prints: each agent's command, as for a shell, and the names of the variables
+/// for all.
 pub fn describe(starts: &[Start], environment: &BTreeMap<String, String>) -> String {
     let mut text = format!("nodes: {}\n", starts.len());
     for (node, Start { host, starter, agent, .. }) in starts.iter().enumerate() {
@@ -210,7 +210,7 @@ mod tests {
         assert!(starter.starts_with("ssh -o BatchMode=yes"), "{starter}");
     }
 
-    /// The shells themselves say whether the quotes are right.
+    /// The shells themselves show whether the quotes are right.
     #[test]
     fn commands_for_other_shells() {
         let folder = tempfile::Builder::new().prefix("it's a \"$folder\"").tempdir().unwrap();

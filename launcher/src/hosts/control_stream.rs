@@ -1,11 +1,11 @@
-//! The leash: how the agents of `--hosts` hang on the flow-launch that has started them, the
+//! The control stream of an agent that `--hosts` has started: its standard input, written by the
 //! *head*.
 //!
-//! It is the agent's standard input. The head first writes the variables for the agent's
-//! environment, among them the job's secret, as a line of JSON; then `signal N` for each signal
-//! that it passes on, and an empty line now and then. When the leash ends, or nothing has come for
-//! long, whatever there is between agent and head is gone, and the agent ends its job as at
-//! SIGTERM. The agent says that it is there by a line on its standard output, before all else.
+//! The head first writes the variables for the agent's environment, among them the job's secret, as
+//! a line of JSON; then `signal N` for each signal that it passes on, and an empty line as a
+//! heartbeat. If the stream ends or is silent for too long, the head is gone or cannot be reached,
+//! and the agent ends its job as at SIGTERM. The agent's first output is a line that says that it
+//! has started.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -25,20 +25,20 @@ use rustix::process::{getpid, kill_process, set_parent_process_death_signal, set
 use crate::agent::process;
 use crate::agent::signals;
 
-/// First argument of an agent on a stream.
+/// First argument of an agent that reads a control stream.
 pub const HIDDEN_FLAG: &str = "--control-stdin";
 
 /// First argument of a flow-launch process that is about to become a remote shell.
 pub const REMOTE_SHELL_FLAG: &str = "--exec-remote-shell";
 
-/// What the agent says first.
+/// The agent's first line.
 pub const GREETING: &str = "flow-launch is here\n";
 
-/// What the head says when there is nothing to say, and how often.
+/// The head's heartbeat, and its interval.
 pub const HEARTBEAT: &str = "\n";
 pub const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Silence after which the head is taken to be gone.
+/// Silence after which the head counts as gone.
 const SILENCE: Timespec = Timespec { tv_sec: 60, tv_nsec: 0 };
 
 const SIGNAL: &str = "signal ";
@@ -53,8 +53,8 @@ pub fn environment(variables: &BTreeMap<String, String>) -> anyhow::Result<Strin
     Ok(serde_json::to_string(variables)? + "\n")
 }
 
-/// In a new process on the leash: becomes a remote shell, which the kernel kills when the head
-/// dies. It has no terminal to ask questions at.
+/// In a new process with a control stream: becomes a remote shell, which the kernel kills when the
+/// head dies. It has no terminal, so it cannot ask questions.
 pub fn exec_remote_shell(command: impl Iterator<Item = OsString>) -> ExitCode {
     let ready = || -> io::Result<()> {
         leave_terminal()?;
@@ -70,17 +70,17 @@ pub fn exec_remote_shell(command: impl Iterator<Item = OsString>) -> ExitCode {
     process::become_program(ready(), command)
 }
 
-/// What the terminal sends is for the head, which passes it on.
+/// Leaves the terminal: its signals go to the head, which passes them on.
 fn leave_terminal() -> io::Result<()> {
     match setsid() {
-        // Where ssh has started it, it leads a session already.
+        // If ssh has started it, it leads a session already.
         Ok(_) | Err(Errno::PERM) => Ok(signals::unblock()?),
         Err(error) => Err(error.into()),
     }
 }
 
-/// Puts this process on the leash at its standard input, which is empty from then on: workers
-/// inherit none of it. To be called while there is one thread.
+/// Takes standard input as the control stream and replaces it by `/dev/null`, so that workers do
+/// not inherit it. Call it while there is only one thread.
 pub fn take() -> anyhow::Result<()> {
     leave_terminal()?;
     let input = io::stdin().as_fd().try_clone_to_owned()?;
@@ -88,7 +88,7 @@ pub fn take() -> anyhow::Result<()> {
     let mut stream = ControlStream { input, unread: Vec::new(), silence: SILENCE };
     let Some(line) = stream.line() else { bail!("whoever has started this agent is gone") };
     let variables: BTreeMap<String, String> =
-        serde_json::from_str(&line).context("the leash has no variables")?;
+        serde_json::from_str(&line).context("malformed variables on the control stream")?;
     variables.iter().for_each(|(name, value)| std::env::set_var(name, value));
     io::stdout().write_all(GREETING.as_bytes())?;
     io::stdout().flush()?;
@@ -102,14 +102,14 @@ pub fn take() -> anyhow::Result<()> {
 struct ControlStream {
     input: OwnedFd,
     unread: Vec<u8>,
-    /// How long it may last.
+    /// The longest silence.
     silence: Timespec,
 }
 
 impl ControlStream {
-    /// Sends this process what the head passes on, until the leash ends.
+    /// Sends this process the signals that the head passes on, until the stream ends.
     fn forward_signals(mut self) {
-        // Signals are for the main thread.
+        // Signals are handled by the main thread.
         if let Err(error) = SigSet::all().thread_block() {
             log::warn!("cannot block signals: {error}");
         }
@@ -125,7 +125,7 @@ impl ControlStream {
         send(Signal::TERM);
     }
 
-    /// The next line, without its end; none when the leash has ended.
+    /// The next line, without its end; None when the stream has ended.
     fn line(&mut self) -> Option<String> {
         loop {
             if let Some(end) = self.unread.iter().position(|byte| *byte == b'\n') {

@@ -12,25 +12,25 @@ use crate::hosts::agents::Start;
 use crate::hosts::control_stream;
 use crate::output::lines::Assembler;
 
-/// What agents put before their own messages.
+/// The start of agents' own messages.
 pub const OF_LAUNCHER: &[u8] = b"flow-launch: ";
 
-/// What was started for one host: its agent, or the remote shell to it.
+/// The process for one host: its agent, or the remote shell to it.
 pub struct HostProcess {
     pub host: String,
-    /// What runs it there.
+    /// The name of what runs the agent there, for messages.
     pub starter: String,
     pub process: Child,
     pub pidfd: OwnedFd,
     pub control: Option<ChildStdin>,
-    /// What is to be written to the control.
+    /// Bytes to write to the control stream.
     pub unwritten: VecDeque<u8>,
     pub streams: [Option<Stream>; 2],
-    /// It has greeted. Until then, what comes is from the remote shell.
+    /// Its agent has greeted. Until then, output is the remote shell's.
     pub is_there: bool,
-    /// Or it was given up.
+    /// It has ended or was given up.
     pub has_ended: bool,
-    /// How often it has said what.
+    /// How often it has printed each message.
     pub said: HashMap<Vec<u8>, usize>,
 }
 
@@ -50,7 +50,7 @@ impl HostProcess {
             .spawn()?;
         let (control, stdout, stderr) =
             (process.stdin.take(), process.stdout.take(), process.stderr.take());
-        // Without a control it ends.
+        // It ends when its control stream is closed.
         let stream = |pipe: Option<OwnedFd>| -> io::Result<Option<Stream>> {
             let pipe = pipe.ok_or_else(|| io::Error::other("a pipe is missing"))?;
             rustix::io::ioctl_fionbio(&pipe, true)?;
@@ -76,7 +76,7 @@ impl HostProcess {
 
     pub fn kill(&self) {
         let pid = Pid::from_child(&self.process);
-        // It has no group yet when it has only just been started.
+        // It has just been started and has no process group yet.
         let killed =
             kill_process_group(pid, Signal::KILL).or_else(|_| kill_process(pid, Signal::KILL));
         if let Err(error) = killed {
@@ -90,13 +90,13 @@ impl HostProcess {
         }
     }
 
-    /// Writes what the control takes.
+    /// Writes as much as the control stream takes.
     pub fn write(&mut self) {
         let Some(control) = &self.control else { return };
         match rustix::io::write(control, self.unwritten.as_slices().0) {
             Ok(count) => drop(self.unwritten.drain(..count)),
             Err(Errno::AGAIN | Errno::INTR) => {}
-            // It is ending.
+            // The agent is ending.
             Err(_) => {
                 self.control = None;
                 self.unwritten.clear();
@@ -108,7 +108,7 @@ impl HostProcess {
         self.has_ended && self.streams.iter().all(Option::is_none)
     }
 
-    /// Takes a segment of a stream; what to show of it before the segment itself, if it is to be
+    /// Takes a segment of a stream; returns the prefix to show it with, or None if it is not to be
     /// shown.
     pub fn prefix(
         &mut self,

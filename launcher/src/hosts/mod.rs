@@ -1,6 +1,6 @@
-//! The *head*: starts an agent on each host, passes on what they write and the signals it gets, and
-//! ends with their exit code. Agents of a job see to each other; the head sees to those that never
-//! come to that.
+//! The *head* of a job with `--hosts`: starts an agent on each host, passes on their output and the
+//! signals it receives, and ends with their exit code. The agents coordinate themselves; the head
+//! handles hosts whose agents never start.
 
 mod agents;
 pub mod control_stream;
@@ -30,22 +30,22 @@ use crate::output::lines::{Segment, Source};
 use crate::output::sink::Sinks;
 use crate::poll;
 
-/// When one agent has failed, the others hear of it from each other: this long they may take to end
-/// or stop.
+/// When one agent has failed, the others learn of it from each other: how long they may take to end
+/// or to stop.
 const PEER_EXIT_GRACE: Duration = Duration::from_secs(5);
 
-/// How long agents may take to end beyond the grace period of their workers, and after they were
-/// killed.
+/// How long agents may take to end, in addition to the grace period of their workers; and after
+/// they were killed.
 const STOPPING: Duration = Duration::from_secs(45);
 const LAST_WAIT: Duration = Duration::from_secs(10);
 
 /// Bytes read at once.
 const READ: usize = 1 << 16;
 
-/// Exit code of ssh for what goes wrong with ssh itself.
+/// Exit code of ssh for its own errors.
 const OF_SSH: ExitStatus = ExitStatus::Exit(255);
 
-/// Whether an agent says by this line that it, or another, is told to end.
+/// Whether an agent reports by this line that it, or another, received a signal to end.
 fn is_of_end(line: &[u8]) -> bool {
     let message = line.strip_prefix(OF_LAUNCHER);
     message.is_some_and(|message| {
@@ -96,8 +96,8 @@ pub fn run(job: &Job, hosts: &Hosts) -> anyhow::Result<u8> {
     head.run()
 }
 
-/// The current folder, by the name by which the user has come there: another host may know it by
-/// that only.
+/// The current folder, by the name that the user knows: another host may have it under that name
+/// only.
 fn folder() -> io::Result<PathBuf> {
     let here = std::fs::metadata(".")?;
     let named = std::env::var_os("PWD").map(PathBuf::from).filter(|folder| folder.is_absolute());
@@ -108,13 +108,13 @@ fn folder() -> io::Result<PathBuf> {
     named.filter(is_here).map_or_else(std::env::current_dir, Ok)
 }
 
-/// How far the end of the job has come, and when the next step is due.
+/// The phases of a job; the times are deadlines for the next step.
 #[derive(Clone, Copy)]
 enum Phase {
     Running,
-    /// An agent has failed: the others should end as well.
+    /// An agent has failed: the others should end too.
     Ending(Instant),
-    /// All were told to end.
+    /// All were asked to end.
     Stopping(Instant),
     Killed(Instant),
 }
@@ -133,15 +133,15 @@ struct Head {
     signals: Signals,
     sinks: Sinks,
     grace: Duration,
-    /// How long to wait for an agent to be there.
+    /// How long to wait for an agent to start.
     join_timeout: Duration,
     started: Instant,
-    /// When to write to the control streams again.
+    /// When to send the next heartbeat.
     next_heartbeat: Instant,
-    /// How often a message of the agents was shown: all say the same of what concerns all.
+    /// How often each message of agents was shown: all agents print messages that concern all.
     shown: HashMap<Vec<u8>, usize>,
     phase: Phase,
-    /// Of the first agent that has failed.
+    /// The exit code of the first agent that failed.
     code: u8,
     is_signalled: bool,
 }
@@ -165,7 +165,7 @@ impl Head {
             let deadline = self.deadline();
             self.poll_once(deadline)?;
         }
-        // Only a reader of our output is waited for, unless we were told to end.
+        // All that is left is to write output; no longer once we were signalled to end.
         while self.sinks.watch().next().is_some() {
             let deadline = self.is_signalled.then(Instant::now);
             if !self.poll_once(deadline)? && self.is_signalled {
@@ -186,7 +186,7 @@ impl Head {
         phase.into_iter().chain([self.next_heartbeat]).min()
     }
 
-    /// Waits for something to happen and deals with it; false if nothing did.
+    /// Waits for events and handles them; false if there were none.
     fn poll_once(&mut self, deadline: Option<Instant>) -> anyhow::Result<bool> {
         let ready = poll::ready(self.watch(), deadline).context("cannot wait for the hosts")?;
         let is_idle = ready.is_empty();
@@ -208,7 +208,7 @@ impl Head {
                     }
                 }
                 Ready::Sink(sink) => {
-                    // When nobody reads it any more, the agents must feel it.
+                    // If the reader has gone, the agents get SIGPIPE.
                     for which in self.sinks.write(sink) {
                         self.agents.iter_mut().for_each(|agent| agent.streams[*which] = None);
                     }
@@ -248,9 +248,9 @@ impl Head {
         watched
     }
 
-    /// Passes on some of what an agent has written; false if there is no more for now.
+    /// Passes on output of an agent; false if there is no more for now.
     fn read(&mut self, index: usize, which: usize) -> bool {
-        // The head has ended the agents by SIGTERM, of which the user is to know nothing.
+        // The head itself has sent the SIGTERM, which the user did not ask for.
         let is_ended_by_us =
             !self.is_signalled && matches!(self.phase, Phase::Stopping(_) | Phase::Killed(_));
         let Head { agents, sinks, shown, .. } = self;
@@ -262,7 +262,7 @@ impl Head {
                 return;
             }
             if let Some(prefix) = agent.prefix(which, segment.bytes, shown) {
-                // What a shell says at its start is not the program's.
+                // Output of a login shell is not the program's: it goes to standard error.
                 let sink = sinks.of_mut(if prefix.is_empty() { which } else { 1 });
                 let source =
                     Source { id: 2 * index + which, prefix: prefix.as_bytes(), is_live: false };
@@ -282,7 +282,7 @@ impl Head {
         true
     }
 
-    /// What was started for a host has ended. Processes that it has left behind may hold its output
+    /// What was started for a host has ended. Processes that it left behind may hold its output
     /// open.
     fn note_end(&mut self, index: usize) -> anyhow::Result<()> {
         let agent = &mut self.agents[index];
@@ -313,7 +313,7 @@ impl Head {
                 ));
                 self.fail(end.code().max(1));
             }
-            // The agents' report has it where a worker has ended so.
+            // If a worker ended by a signal, the agents' report says so.
             true if is_first && end == OF_SSH && !self.has_shown("exit code 255") => {
                 self.sinks
                     .say(&format!("the connection to {host} is lost: {starter} ended with {end}"));
@@ -339,7 +339,7 @@ impl Head {
         self.stop(Signal::TERM.as_raw());
     }
 
-    /// Has all agents end as at this signal. One that is not there yet has nothing to end.
+    /// Ends all agents as this signal does. An agent that has not started yet has nothing to end.
     fn stop(&mut self, signal: i32) {
         for agent in self.agents.iter_mut().filter(|agent| !agent.has_ended) {
             if agent.is_there {
@@ -356,7 +356,7 @@ impl Head {
         }
     }
 
-    /// Time has passed.
+    /// Acts on deadlines that have passed.
     fn elapsed(&mut self, now: Instant) {
         if now >= self.next_heartbeat {
             self.next_heartbeat = now + control_stream::HEARTBEAT_INTERVAL;

@@ -11,9 +11,9 @@ use rustix::fs::OFlags;
 /// A file to which a worker's output is appended.
 pub struct LogFile {
     pub path: PathBuf,
-    /// Its size at the start.
+    /// Its size when it was opened.
     pub start: u64,
-    /// None when it was given to the worker, or could not be written.
+    /// None once it is given to the worker, or cannot be written.
     file: Option<File>,
 }
 
@@ -33,7 +33,7 @@ impl LogFile {
         self.file.take()
     }
 
-    /// Appends; an error closes the file and is told once.
+    /// Appends. An error closes the file, so that it is reported once.
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), String> {
         let Some(file) = &mut self.file else { return Ok(()) };
         file.write_all(bytes).map_err(|error| {
@@ -46,7 +46,7 @@ impl LogFile {
     }
 }
 
-/// Copies the lines that have one of the needles.
+/// Copies the lines that contain one of several texts.
 pub struct Filter {
     needles: Vec<Finder<'static>>,
     file: LogFile,
@@ -58,7 +58,7 @@ impl Filter {
         Filter { needles: needles.iter().map(finder).collect(), file }
     }
 
-    /// Takes a line, or a piece of one that is too long, or a state of a progress bar.
+    /// Takes a line, a piece of one that is too long, or a state of a progress bar.
     pub fn put(&mut self, prefix: &str, segment: &[u8]) -> Result<(), String> {
         let line = segment.trim_ascii_end();
         if !self.needles.iter().any(|needle| needle.find(line).is_some()) {

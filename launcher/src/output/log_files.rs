@@ -19,21 +19,21 @@ use crate::output::log_file::{Filter, LogFile};
 use crate::output::routing::{self, Routes, StreamKind, BOTH};
 use crate::output::tee::StreamTee;
 
-/// Where files of which kind are.
+/// The folders of a job's files.
 pub struct LogFiles {
     routes: Routes,
-    /// What is above the workers' folders, if any stream may go to a file.
+    /// The folder with the workers' stream files, if any stream may go to a file.
     streams: Option<PathBuf>,
-    /// What is above the folders with error files.
+    /// The folder with the workers' error files.
     errors: Option<PathBuf>,
     oneflow_names: bool,
-    /// What the user is to know of them.
+    /// A notice for the user.
     pub note: Option<String>,
 }
 
 impl LogFiles {
-    /// Makes the folders. Without a log folder, error files are in a temporary one, which goes with
-    /// the launcher.
+    /// Makes the folders. Without a log folder, error files are in a temporary folder, which is
+    /// removed when the launcher ends.
     pub fn create(
         output: &Output,
         routes: Routes,
@@ -71,7 +71,7 @@ impl LogFiles {
         Ok(logs)
     }
 
-    /// Opens what a worker's streams are copied to; `worker` numbers it.
+    /// Opens the files of a worker's streams; `worker` is its index.
     pub fn tees(
         &self,
         attempt: u32,
@@ -100,16 +100,16 @@ impl LogFiles {
             false => (worker_folder(folder, attempt, local_rank), format!("{}.log", which.name())),
         };
         std::fs::create_dir_all(&folder)?;
-        // OneFlow starts its files anew, but a restart must not remove what led to it.
+        // OneFlow truncates its files, but a restart must keep what led to it.
         LogFile::open(folder.join(name), self.oneflow_names && attempt == 0).map(Some)
     }
 
-    /// Where a worker is to record an error, if anywhere.
+    /// The file in which a worker records its error, if it has one.
     pub fn error_file(&self, attempt: u32, local_rank: u32) -> Option<PathBuf> {
         Some(worker_folder(self.errors.as_ref()?, attempt, local_rank).join("error.json"))
     }
 
-    /// Makes room for a worker's error file, where another may have left one.
+    /// Removes an error file that an earlier worker has left.
     pub fn clear_error_file(&self, attempt: u32, local_rank: u32) -> io::Result<()> {
         let Some(file) = self.error_file(attempt, local_rank) else { return Ok(()) };
         file.parent().map_or(Ok(()), std::fs::create_dir_all)?;
@@ -119,7 +119,7 @@ impl LogFiles {
         })
     }
 
-    /// Opens the files for those lines of all workers that are looked for.
+    /// Opens the files for filtered lines of all workers.
     pub fn filters(&self, attempt: u32) -> io::Result<[Option<Filter>; 2]> {
         let [stdout, stderr] = BOTH.map(|which| self.filter(attempt, which));
         Ok([stdout?, stderr?])
@@ -149,19 +149,19 @@ fn make_log_folder(
     run_id: &str,
     launch: &str,
 ) -> anyhow::Result<PathBuf> {
-    let told = || format!("cannot make the log folder {}", folder.display());
-    // A worker may change its current folder and must still find its error file.
-    let folder = std::path::absolute(&folder).with_context(told)?;
-    std::fs::create_dir_all(&folder).with_context(told)?;
+    let cannot = || format!("cannot make the log folder {}", folder.display());
+    // Absolute: a worker may change its current folder and must still find its error file.
+    let folder = std::path::absolute(&folder).with_context(cannot)?;
+    std::fs::create_dir_all(&folder).with_context(cannot)?;
     if oneflow_names {
         return Ok(folder);
     }
     let own = folder.join(format!("{}_{launch}", file_name(run_id)));
-    DirBuilder::new().mode(0o700).create(&own).with_context(told)?;
+    DirBuilder::new().mode(0o700).create(&own).with_context(cannot)?;
     Ok(own)
 }
 
-/// Part of a file name: no run id leads out of the folder.
+/// A run id as part of a file name, which cannot lead out of the folder.
 fn file_name(run_id: &str) -> String {
     let plain = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' };
     run_id.chars().map(plain).take(100).collect()

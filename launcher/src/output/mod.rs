@@ -1,9 +1,19 @@
 //! Workers' output and the launcher's own: from pipes to the console and to files.
+//!
+//! | file | subject |
+//! |---|---|
+//! | `lines.rs` | a stream -> segments (pure) |
+//! | `queue.rs`, `screen.rs` | segments of many streams -> one output; incomplete lines on a terminal (pure) |
+//! | `routing.rs` | where each stream goes (pure) |
+//! | `tee.rs`, `log_file.rs`, `log_files.rs` | copying a stream there; the files |
+//! | `sink.rs` | writing to standard output and standard error without blocking |
+//! | `pty.rs`, `terminal.rs` | a terminal for rank 0; the modes of the user's terminal |
 
 pub mod lines;
 pub mod log_file;
 pub mod log_files;
 pub mod pty;
+pub mod queue;
 pub mod routing;
 mod screen;
 pub mod sink;

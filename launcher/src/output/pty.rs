@@ -1,6 +1,5 @@
-//! A terminal of our own, to which a worker writes where flow-launch itself writes to one: so the
-//! worker draws its progress bars and uses colours as it would alone. Nobody types there: it can
-//! only be written.
+//! A pseudoterminal for a worker's output, used where flow-launch itself writes to a terminal: the
+//! worker draws progress bars and uses colours as it would alone. Nobody can type into it.
 
 use std::fs::File;
 use std::io;
@@ -14,10 +13,11 @@ use rustix::termios::{
 
 pub use rustix::termios::Winsize;
 
-/// The most that is on its way from the worker to us.
+/// The most bytes that a pseudoterminal holds.
 pub const HOLDS: u64 = 1 << 17;
 
-/// Our side, which does not block, and the worker's. What the worker writes arrives as it is.
+/// Opens a pseudoterminal: our side, which does not block, and the worker's. Output arrives as it
+/// was written.
 pub fn open(size: Winsize) -> io::Result<(OwnedFd, File)> {
     let ours = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)?;
     grantpt(&ours)?;
@@ -33,14 +33,14 @@ pub fn open(size: Winsize) -> io::Result<(OwnedFd, File)> {
     Ok((ours, theirs.into()))
 }
 
-/// The size that is left of a terminal beside a prefix.
+/// The size of a terminal without the columns of a prefix.
 pub fn beside(size: Winsize, prefix: usize) -> Winsize {
     let columns = size.ws_col.saturating_sub(prefix.try_into().unwrap_or(u16::MAX));
-    // 0 means that nobody knows.
+    // 0 means unknown.
     Winsize { ws_col: columns.max(size.ws_col.min(1)), ..size }
 }
 
-/// Gives it another size; false if it has it already. The worker is to be told.
+/// Sets the size; false if it is the same already. The caller signals the worker (SIGWINCH).
 pub fn resize(ours: &OwnedFd, size: Winsize) -> bool {
     let columns_and_rows = |size: Winsize| (size.ws_col, size.ws_row);
     let is_new =

@@ -1,15 +1,15 @@
-//! Which way a stream of a worker goes: to the console, to a file, or both (pure).
+//! Where each stream of a worker goes: the console, a file, or both (pure).
 
 use crate::job::{Output, StreamMap, Streams};
 
-/// A standard stream; as a number, the index of the worker's stream.
+/// A standard stream; as a number, the index of the stream in a worker.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum StreamKind {
     Stdout,
     Stderr,
 }
 
-/// Both, in the order of their numbers.
+/// Both streams, in the order of their numbers.
 pub const BOTH: [StreamKind; 2] = [StreamKind::Stdout, StreamKind::Stderr];
 
 impl StreamKind {
@@ -28,21 +28,21 @@ impl StreamKind {
     }
 }
 
-/// The way of one stream of one worker.
+/// Where one stream of one worker goes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Route {
-    /// What goes before each line on the console; none where the stream is not shown.
+    /// The prefix of each line on the console; None if the stream is not shown.
     pub console: Option<String>,
-    /// It goes to a file of its own.
+    /// It goes to its own file.
     pub file: bool,
-    /// What goes before each line with one of the needles, in the file that all workers share; none
-    /// if not looked for.
+    /// The prefix of filtered lines, in the file that all workers share; None if lines are not
+    /// filtered.
     pub filtered: Option<String>,
 }
 
 impl Route {
-    /// flow-launch need not see the stream: the worker can write to the file, or to nowhere, by
-    /// itself. Of standard error it must see what goes to no file, for the report on a failure.
+    /// The worker can write to the file or to `/dev/null` itself, and flow-launch does not read the
+    /// stream. It must read a standard error that goes to no file: the failure report quotes it.
     pub fn is_direct(&self, which: StreamKind) -> bool {
         self.console.is_none()
             && self.filtered.is_none()
@@ -50,15 +50,15 @@ impl Route {
     }
 }
 
-/// The ways of all streams of a job.
+/// Where all streams of a job go.
 pub struct Routes {
     output: Output,
     role: String,
     /// torchrun's TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE.
     template: Option<String>,
-    /// There is a folder for files of streams.
+    /// Streams have files.
     has_files: bool,
-    /// Lines that are not tee'd get the rank, too.
+    /// Lines that are not tee'd also get the rank as prefix.
     prefix: bool,
 }
 
@@ -80,8 +80,7 @@ impl Routes {
             (false, true) => format!("[rank {rank}] "),
             (false, false) => String::new(),
         };
-        // torchrun looks at what is tee'd only; where nothing is, there would be nothing to look
-        // at.
+        // torchrun filters only streams that are tee'd. If none is, filter all.
         let is_looked_at = is_teed || !any(&self.output.tee, which);
         let is_filtered = self.has_files && !self.needles(which).is_empty() && is_looked_at;
         Route {
@@ -91,7 +90,7 @@ impl Routes {
         }
     }
 
-    /// What lines of this stream are looked for.
+    /// The texts that select the lines of this stream to copy.
     pub fn needles(&self, which: StreamKind) -> &[String] {
         needles(&self.output, which)
     }
@@ -117,12 +116,12 @@ fn needles(output: &Output, which: StreamKind) -> &[String] {
     }
 }
 
-/// `--log-dir /dev/null`: there are to be no files at all.
+/// `--log-dir /dev/null`: no files at all.
 pub fn is_nowhere(output: &Output) -> bool {
     output.log_dir.as_deref() == Some("/dev/null".as_ref())
 }
 
-/// Streams go to files.
+/// Some stream goes to a file.
 pub fn wants_files(output: &Output) -> bool {
     let is_wanted = |which| {
         any(&output.redirects, which)
@@ -132,7 +131,7 @@ pub fn wants_files(output: &Output) -> bool {
     !is_nowhere(output) && BOTH.into_iter().any(is_wanted)
 }
 
-/// This stream of any worker is in the map.
+/// The map has this stream for some worker.
 fn any(map: &StreamMap, which: StreamKind) -> bool {
     match map {
         StreamMap::All(streams) => which.is_in(*streams),

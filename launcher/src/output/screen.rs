@@ -1,38 +1,37 @@
-//! The last line of a terminal, where lines are drawn that are not complete: prompts and progress
-//! bars. Pure.
+//! The last line of a terminal, which shows incomplete lines: prompts and progress bars. Pure.
 //!
-//! One such line is on the screen at a time. When something else is to be written, it is erased,
-//! and drawn again below. A stream that is *live* draws whenever it writes; the lines of others are
-//! complete, but for their progress bars, which are only drawn while no live stream has an
+//! One incomplete line is on the screen at a time. Before anything else is written it is erased;
+//! afterwards it is drawn again below. A *live* stream draws whenever it writes. Other streams
+//! write complete lines and progress bars; their bars are drawn only while no live stream has an
 //! incomplete line.
 
 use std::collections::VecDeque;
 
-use crate::output::lines::{Ending, Source, StreamId, LONGEST};
+use crate::output::lines::{Ending, Source, StreamId, MAX_LINE_BYTES};
 
-/// To the start of the line, and all that is on it away; without colours.
+/// Moves to the start of the line and erases it; turns colours off.
 const ERASE: &[u8] = b"\x1b[m\r\x1b[K";
 
-/// A line that is not complete.
+/// An incomplete line.
 struct Row {
     stream: StreamId,
     is_live: bool,
     /// With its prefix.
     text: Vec<u8>,
-    /// What comes next is drawn over it.
+    /// The next segment is drawn over it.
     is_returned: bool,
-    /// It has been drawn over: a progress bar.
+    /// It has been drawn over before: a progress bar.
     is_bar: bool,
 }
 
 /// See the head of this file.
 #[derive(Default)]
 pub struct Screen {
-    /// The last one that changed comes last.
+    /// In the order of their last change.
     rows: Vec<Row>,
-    /// Whose row is on the screen.
+    /// The stream that owns the row on the screen.
     shown: Option<StreamId>,
-    /// On the screen is the last line, not complete, of a stream that has ended.
+    /// The screen shows the last, incomplete line of a stream that has ended.
     is_dangling: bool,
     /// The width of the terminal, or 0.
     pub columns: usize,
@@ -53,19 +52,19 @@ impl Screen {
         };
         let mut row = known.map_or_else(new, |index| self.rows.remove(index));
         let is_shown = self.shown == Some(source.id);
-        // The prefix goes where the text does: after what moves the cursor there or clears the
+        // The prefix goes right before the text: after sequences that move the cursor or clear the
         // line.
         let moves = if row.text.is_empty() || row.is_returned { moves(text) } else { 0 };
         let (moves, text) = text.split_at(moves);
         let is_fresh = row.text.is_empty() || row.is_returned && !text.is_empty();
-        if is_fresh || row.text.len() > LONGEST {
+        if is_fresh || row.text.len() > MAX_LINE_BYTES {
             row.text = source.prefix.to_vec();
         }
         row.text.extend(text);
         row.is_returned = ending == Ending::Return || row.is_returned && text.is_empty();
         row.is_bar |= ending == Ending::Return;
         if text.is_empty() && ending == Ending::Open {
-            // Such as to hide the cursor: there is no line yet, or none to be drawn anew.
+            // For example, hiding the cursor: this neither begins nor changes a line.
             self.make_room(out);
             out.extend(moves);
             self.shown = None;
@@ -96,7 +95,7 @@ impl Screen {
         }
     }
 
-    /// The stream has ended; its line stays as it is.
+    /// The stream has ended; its line stays on the screen.
     pub fn end(&mut self, stream: StreamId, out: &mut VecDeque<u8>) {
         let Some(index) = self.rows.iter().position(|row| row.stream == stream) else { return };
         let row = self.rows.remove(index);
@@ -110,21 +109,21 @@ impl Screen {
         }
     }
 
-    /// The worker has gone on: its line, unless that is a progress bar, stays as it is.
+    /// The worker has gone on: its line stays on the screen, unless it is a progress bar.
     pub fn leave(&mut self, stream: StreamId, out: &mut VecDeque<u8>) {
         if self.rows.iter().any(|row| row.stream == stream && !row.is_bar) {
             self.finish(stream, out);
         }
     }
 
-    /// All that another stream would have to wait for stays as it is.
+    /// Ends every line that other streams would have to wait for.
     pub fn interrupt(&mut self, out: &mut VecDeque<u8>) {
         let rows = self.rows.iter().filter(|row| row.is_live || Some(row.stream) == self.shown);
         let streams: Vec<_> = rows.map(|row| row.stream).collect();
         streams.into_iter().for_each(|stream| self.finish(stream, out));
     }
 
-    /// What comes next begins a new row.
+    /// Ends the line of a stream and begins a new row.
     fn finish(&mut self, stream: StreamId, out: &mut VecDeque<u8>) {
         self.end(stream, out);
         if std::mem::take(&mut self.is_dangling) {
@@ -132,9 +131,9 @@ impl Screen {
         }
     }
 
-    /// To the start of a row. An answer that was typed, which we do not see, has brought the cursor
-    /// there already: as many blanks as there are columns reach the next row from any other place
-    /// only.
+    /// Moves to the start of a row. If the user has typed an answer, which we do not see, the
+    /// cursor is there already. So write as many blanks as there are columns: they reach the next
+    /// row only if the cursor was not at the start of one.
     fn begin_row(&self, out: &mut VecDeque<u8>) {
         match self.columns {
             0 => out.push_back(b'\n'),
@@ -146,7 +145,7 @@ impl Screen {
         }
     }
 
-    /// Draws a line that is not complete, if there are any and none is on the screen.
+    /// Draws an incomplete line, if there is one and none is on the screen.
     pub fn refresh(&mut self, out: &mut VecDeque<u8>) {
         if self.shown.is_some() {
             return;
@@ -158,13 +157,13 @@ impl Screen {
         self.shown = Some(self.rows[index].stream);
     }
 
-    /// Something else may have written to the terminal: draws once more what is on the last line.
+    /// Another program may have written to the terminal: draws the last line again.
     pub fn redraw(&mut self, out: &mut VecDeque<u8>) {
         self.shown = None;
         self.refresh(out);
     }
 
-    /// No other stream has a line on the screen that must not be taken off, such as a prompt.
+    /// No other stream has a line on the screen that must stay, such as a prompt.
     pub fn is_free(&self, stream: StreamId) -> bool {
         let shown = self.rows.iter().find(|row| Some(row.stream) == self.shown);
         shown.is_none_or(|row| row.stream == stream || row.is_returned && !row.is_live)
@@ -187,7 +186,7 @@ impl Screen {
     }
 }
 
-/// How many columns a text takes, if each letter takes one.
+/// The columns that a text takes, if each letter takes one.
 fn width(mut text: &[u8]) -> usize {
     let mut columns = 0;
     while let Some((first, rest)) = text.split_first() {
@@ -196,15 +195,15 @@ fn width(mut text: &[u8]) -> usize {
             let end = sequence.iter().position(|byte| (b'@'..=b'~').contains(byte));
             text = end.map_or(&[], |end| &sequence[end + 1..]);
         } else {
-            // The bytes of a letter in UTF-8 but for the first begin so.
+            // Every byte of a UTF-8 letter except the first begins with these bits.
             columns += usize::from(first & 0xc0 != 0x80);
         }
     }
     columns
 }
 
-/// How long at the start of a text is what moves the cursor or erases: control sequences but those
-/// for colours.
+/// Length of the control sequences at the start of a text that move the cursor or erase; colours
+/// do not count.
 fn moves(text: &[u8]) -> usize {
     let mut length = 0;
     while let Some(sequence) = text[length..].strip_prefix(b"\x1b[") {

@@ -8,32 +8,32 @@ use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::termios::{isatty, tcgetwinsize, Winsize};
 
-use crate::output::lines::Queue;
+use crate::output::queue::OutputQueue;
 
-/// Bytes that may wait to be written; with more, workers' pipes are not read, so that they are held
-/// up in turn.
-const FULL: usize = 1 << 20;
+/// Bytes that may wait to be written. Beyond this, workers' pipes are not read, and the workers
+/// block.
+const MAX_QUEUED_BYTES: usize = 1 << 20;
 
 /// A pipe that is ready for writing takes this much without blocking (PIPE_BUF, pipe(7)).
 const SAFE_WRITE: usize = 4096;
 
-/// A write where blocking is impossible anyhow.
+/// Bytes written at once to a descriptor that cannot block.
 const LARGE_WRITE: usize = 1 << 16;
 
-/// One output and what waits to be written to it.
+/// One output and its queue.
 pub struct Sink {
-    pub queue: Queue,
+    pub queue: OutputQueue,
     is_terminal: bool,
-    /// None when nobody reads any more.
+    /// None once the reader has gone.
     fd: Option<OwnedFd>,
     write_limit: usize,
 }
 
-/// Standard output and standard error; a single sink if both are the same file, so that they do not
-/// mix either.
+/// Standard output and standard error; a single sink if both are the same file, so that their lines
+/// do not mix.
 pub struct Sinks {
     sinks: Vec<Sink>,
-    /// Whether only errors are said.
+    /// Print errors only.
     quiet: bool,
 }
 
@@ -48,7 +48,7 @@ impl Sinks {
         Ok(Sinks { sinks, quiet })
     }
 
-    /// That of stream 0 (standard output) or 1 (standard error).
+    /// The sink of stream 0 (standard output) or 1 (standard error).
     pub fn of(&self, which: usize) -> &Sink {
         &self.sinks[which.min(self.sinks.len() - 1)]
     }
@@ -58,7 +58,7 @@ impl Sinks {
         &mut self.sinks[which.min(last)]
     }
 
-    /// Writes what a sink takes. When nobody reads it any more: the streams that went there.
+    /// Writes as much as a sink takes. If its reader has gone: returns the streams that went there.
     pub fn write(&mut self, index: usize) -> &'static [usize] {
         const STREAMS: [&[usize]; 3] = [&[0], &[1], &[0, 1]];
         let sink = &mut self.sinks[index];
@@ -72,7 +72,7 @@ impl Sinks {
         }
     }
 
-    /// What to wait for, with the sink's number.
+    /// The descriptors to wait for, with their sinks' numbers.
     pub fn watch(&self) -> impl Iterator<Item = (usize, BorrowedFd<'_>)> {
         self.sinks
             .iter()
@@ -80,17 +80,17 @@ impl Sinks {
             .filter_map(|(index, sink)| Some((index, sink.wants_to_write()?)))
     }
 
-    /// Somebody else has written to the terminal.
+    /// Another program has written to the terminal.
     pub fn redraw(&mut self) {
         self.sinks.iter_mut().for_each(|sink| sink.queue.redraw());
     }
 
-    /// An error, to standard error.
+    /// Prints an error to standard error.
     pub fn say(&mut self, message: &str) {
         self.of_mut(1).queue.say(message);
     }
 
-    /// What is no error, which a quiet launcher keeps to itself.
+    /// Prints a notice to standard error, unless `--quiet` is given.
     pub fn note(&mut self, message: &str) {
         if !self.quiet {
             self.say(message);
@@ -99,8 +99,8 @@ impl Sinks {
 }
 
 impl Sink {
-    /// A pipe or terminal is opened once more, non-blocking: the flag on the given one would be
-    /// shared with whoever else has it, such as the shell.
+    /// A pipe or terminal is opened a second time, non-blocking: setting the flag on the given
+    /// descriptor would affect every process that shares it, such as the shell.
     fn new(fd: BorrowedFd<'_>, kind: FileType) -> io::Result<Sink> {
         let own = match kind {
             FileType::Fifo | FileType::CharacterDevice => {
@@ -112,13 +112,13 @@ impl Sink {
         };
         let is_terminal = isatty(fd);
         let can_erase = is_terminal && std::env::var_os("TERM").is_none_or(|name| name != "dumb");
-        let queue = if can_erase { Queue::for_screen() } else { Queue::default() };
+        let queue = if can_erase { OutputQueue::for_screen() } else { OutputQueue::default() };
         let write_limit = if own.is_some() { LARGE_WRITE } else { SAFE_WRITE };
         let fd = own.map_or_else(|| fd.try_clone_to_owned(), Ok)?;
         Ok(Sink { queue, is_terminal, fd: Some(fd), write_limit })
     }
 
-    /// The size of the terminal that it is, if it is one.
+    /// The size of the terminal, if the sink is one.
     pub fn window(&self) -> Option<Winsize> {
         tcgetwinsize(self.fd.as_ref().filter(|_| self.is_terminal)?).ok()
     }
@@ -128,16 +128,16 @@ impl Sink {
     }
 
     pub fn is_full(&self) -> bool {
-        self.queue.len() >= FULL
+        self.queue.len() >= MAX_QUEUED_BYTES
     }
 
-    /// What to wait for before calling [`Sink::write`], if there is anything to write.
+    /// The descriptor to wait for before calling [`Sink::write`], if anything is queued.
     pub fn wants_to_write(&self) -> Option<BorrowedFd<'_>> {
         self.fd.as_ref().filter(|_| self.queue.len() > 0).map(AsFd::as_fd)
     }
 
-    /// Writes some of the queue. An error closes the sink; one other than "nobody reads any more"
-    /// is returned.
+    /// Writes some of the queue. An error closes the sink; it is returned unless it only says that
+    /// the reader has gone.
     fn write(&mut self) -> Result<(), Errno> {
         let columns = self.window().map(|size| size.ws_col);
         let Some(fd) = &self.fd else { return Ok(()) };

@@ -1,24 +1,24 @@
-//! What one stream of a worker is copied to: the console, a file, and the file for lines that are
-//! looked for.
+//! Copies one stream of a worker to the console, to its file, and to the file of filtered lines.
 
 use std::fs::{File, OpenOptions};
 use std::io;
 
-use crate::output::lines::{Assembler, Queue, Segment, Source, StreamId};
+use crate::output::lines::{Assembler, Segment, Source, StreamId};
 use crate::output::log_file::{Filter, LogFile};
+use crate::output::queue::OutputQueue;
 use crate::output::routing::{Route, StreamKind};
 
-/// When a line that is not complete is shown.
+/// When an incomplete line is shown.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Partial {
-    /// When it is.
+    /// Once it is complete.
     Never,
-    /// When the worker, who may have asked something, has written nothing more for a while.
+    /// After the worker, which may have asked something, has been silent for a while.
     AfterQuiet,
     AtOnce,
 }
 
-/// A stream on its way.
+/// One stream of a worker and where it goes.
 pub struct StreamTee {
     pub id: StreamId,
     which: StreamKind,
@@ -33,7 +33,7 @@ impl StreamTee {
         StreamTee { id, which, partial: Partial::Never, route, file, assembler: Assembler::new() }
     }
 
-    /// What the worker is to write to itself; none where flow-launch must read what it writes.
+    /// The file that the worker writes to itself; None if flow-launch must read the stream.
     pub fn direct(&mut self) -> io::Result<Option<File>> {
         match &mut self.file {
             _ if !self.route.is_direct(self.which) => Ok(None),
@@ -42,7 +42,7 @@ impl StreamTee {
         }
     }
 
-    /// Its own file, which the worker may be writing itself.
+    /// The stream's own file, which the worker may be writing itself.
     pub fn file(&self) -> Option<&LogFile> {
         self.file.as_ref()
     }
@@ -51,23 +51,23 @@ impl StreamTee {
         self.route.console.is_some()
     }
 
-    /// How many columns are not for the worker.
+    /// Columns of the terminal that the prefix takes.
     pub fn prefix_width(&self) -> usize {
         self.route.console.as_ref().map_or(0, |prefix| prefix.chars().count())
     }
 
-    /// There is a line that is not complete, to be shown after a while.
+    /// An incomplete line is to be shown after a while.
     pub fn is_due(&self) -> bool {
         self.partial == Partial::AfterQuiet && self.is_shown() && self.assembler.holds()
     }
 
-    /// It would not come in the middle of another stream's line.
-    pub fn may_show(&self, queue: &Queue) -> bool {
+    /// No other stream is in the middle of a line.
+    pub fn may_show(&self, queue: &OutputQueue) -> bool {
         queue.is_free(self.id)
     }
 
-    /// Shows what there is of a line that is not complete.
-    pub fn show_partial(&mut self, queue: &mut Queue) {
+    /// Shows an incomplete line.
+    pub fn show_partial(&mut self, queue: &mut OutputQueue) {
         if let (Some(prefix), Some(segment)) = (&self.route.console, self.assembler.pass()) {
             let source = Source {
                 id: self.id,
@@ -78,18 +78,19 @@ impl StreamTee {
         }
     }
 
-    /// Nobody looks at the console any more. False if the stream was shown there and goes nowhere
+    /// The reader of the console has gone. False if the stream was shown there and goes nowhere
     /// else.
     pub fn leave_console(&mut self) -> bool {
         let was_shown = self.route.console.take().is_some();
         !was_shown || self.route.file || self.route.filtered.is_some()
     }
 
-    /// Copies what was read. The error is for the user; what can be copied is.
+    /// Copies bytes that were read. On an error, which is for the user, the other copies are still
+    /// made.
     pub fn put(
         &mut self,
         bytes: &[u8],
-        queue: &mut Queue,
+        queue: &mut OutputQueue,
         filter: Option<&mut Filter>,
     ) -> Result<(), String> {
         let written = self.file.as_mut().map_or(Ok(()), |file| file.write(bytes));
@@ -100,8 +101,12 @@ impl StreamTee {
         result
     }
 
-    /// The stream has ended: what is left of it is a line too.
-    pub fn finish(&mut self, queue: &mut Queue, filter: Option<&mut Filter>) -> Result<(), String> {
+    /// The stream has ended: the rest of it is a line too.
+    pub fn finish(
+        &mut self,
+        queue: &mut OutputQueue,
+        filter: Option<&mut Filter>,
+    ) -> Result<(), String> {
         let result = self.segments(None, queue, filter);
         queue.end(self.id);
         result
@@ -110,7 +115,7 @@ impl StreamTee {
     fn segments(
         &mut self,
         bytes: Option<&[u8]>,
-        queue: &mut Queue,
+        queue: &mut OutputQueue,
         mut filter: Option<&mut Filter>,
     ) -> Result<(), String> {
         let mut result = Ok(());

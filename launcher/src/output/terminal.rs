@@ -1,5 +1,5 @@
-//! The modes of the user's terminal: as they were before the job they shall be after it. A worker
-//! may turn the echo off, for a password, and be killed.
+//! The modes of the user's terminal, which are restored after the job: a worker may turn off the
+//! echo, for a password, and be killed.
 
 use std::fmt;
 use std::io;
@@ -31,7 +31,7 @@ const CODES: [SpecialCodeIndex; 17] = [
     SpecialCodeIndex::VEOL2,
 ];
 
-/// What the modes are to be, while this process group has the terminal.
+/// The modes to restore, while this process group has the terminal.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Modes {
     group: Pid,
@@ -41,9 +41,9 @@ pub struct Modes {
 }
 
 impl Modes {
-    /// Those of the terminal that is our standard input, if we have it: in the background it may be
-    /// in whatever state a shell needs. None where another output goes elsewhere: a pager there
-    /// sets the modes for itself, and we could not tell its doing from our workers'.
+    /// The modes of the terminal that is our standard input. None if we are in the background,
+    /// where the shell decides about the modes, and None if an output is not the terminal: a pager
+    /// there sets modes of its own, which we cannot tell from our workers'.
     pub fn of_input() -> Option<Modes> {
         let group = getpgrp();
         if tcgetpgrp(io::stdin()).ok()? != group || !isatty(io::stdout()) || !isatty(io::stderr()) {
@@ -59,8 +59,8 @@ impl Modes {
         Modes { group, flags, codes: CODES.map(|code| terminal.special_codes[code]) }
     }
 
-    /// Gives them back to the terminal that is our standard error. We may be in the background:
-    /// SIGTTOU must be blocked.
+    /// Restores the modes of the terminal that is our standard error. SIGTTOU must be blocked, as
+    /// we may be in the background.
     pub fn restore(self) {
         let terminal = io::stderr();
         let Ok(mut now) = tcgetattr(&terminal) else { return };
@@ -77,7 +77,7 @@ impl Modes {
         let _ = tcsetattr(&terminal, OptionalActions::Now, &now);
     }
 
-    /// From what `Display` writes.
+    /// Parses the text that `Display` writes.
     pub fn parse(text: &str) -> Option<Modes> {
         let mut numbers = text.split(',').map(str::parse::<u32>);
         let group = Pid::from_raw(numbers.next()?.ok()?.try_into().ok()?)?;

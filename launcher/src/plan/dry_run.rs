@@ -12,8 +12,8 @@ use crate::plan;
 use crate::plan::host::LocalHost;
 use crate::plan::numa;
 
-/// The workers of this node, each with its CPUs, what is added to its environment, and its command
-/// as for a shell. What is known later only is between angle brackets.
+/// The workers of this node, each with its CPUs, its additional environment, and its command as for
+/// a shell. Values that are only known later are in angle brackets.
 pub fn describe(
     job: &Job,
     local_world_size: u32,
@@ -60,7 +60,7 @@ pub fn describe(
     text
 }
 
-/// As the coordinator would place this node if all nodes had as many workers as this one.
+/// The ranks that this node would get if all nodes had as many workers.
 fn assignment(job: &Job, local_world_size: u32) -> RankAssignment {
     let (group_rank, master_addr, master_port) = match &job.nodes.rendezvous {
         Rendezvous::Alone { master_addr, master_port } => {
@@ -89,7 +89,7 @@ fn assignment(job: &Job, local_world_size: u32) -> RankAssignment {
     }
 }
 
-/// What stands for a value that is not known yet, or is nobody's business.
+/// The text in place of a value that is not known yet or secret.
 fn later(name: &str, value: &OsStr, job: &Job) -> Option<&'static str> {
     let is_alone = matches!(job.nodes.rendezvous, Rendezvous::Alone { .. });
     let is_placed = matches!(
@@ -116,7 +116,7 @@ fn later(name: &str, value: &OsStr, job: &Job) -> Option<&'static str> {
     }
 }
 
-/// A word as a shell would read it.
+/// A word, quoted for a shell.
 fn quote(word: &OsStr) -> String {
     let quoted = shlex::bytes::Quoter::new().allow_nul(true).quote(word.as_bytes());
     quoted.map_or_else(

@@ -1,9 +1,9 @@
-//! What this machine has to offer.
+//! The CPUs, GPUs and environment of this host.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 
-/// The facts about this machine and environment that planning depends on.
+/// The facts about this host that planning depends on.
 #[derive(Clone, Debug, Default)]
 pub struct LocalHost {
     /// Cores this process may use (affinity mask and cgroup quota).
@@ -11,7 +11,7 @@ pub struct LocalHost {
     pub gpus: u32,
     /// The launcher's environment, which workers inherit.
     pub environment: HashMap<OsString, OsString>,
-    /// The CPUs of each worker, by local rank; empty where workers are not bound to any.
+    /// The CPUs of each worker, by local rank; empty if workers are not bound.
     pub binding: Vec<Vec<usize>>,
 }
 
@@ -19,12 +19,12 @@ impl LocalHost {
     pub fn this() -> LocalHost {
         let environment: HashMap<_, _> = std::env::vars_os().collect();
         let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
-        let mut machine = LocalHost { cores, gpus: 0, environment, binding: Vec::new() };
-        machine.gpus = visible_gpus(nvidia_devices(), machine.visible_devices());
-        machine
+        let mut host = LocalHost { cores, gpus: 0, environment, binding: Vec::new() };
+        host.gpus = visible_gpus(nvidia_devices(), host.visible_devices());
+        host
     }
 
-    /// What the environment says of the GPUs to use.
+    /// CUDA_VISIBLE_DEVICES.
     pub fn visible_devices(&self) -> Option<&str> {
         self.environment.get(OsStr::new(VISIBLE))?.to_str()
     }
@@ -44,8 +44,8 @@ fn nvidia_devices() -> u32 {
     entries.flatten().filter(|entry| entry.file_name().to_str().is_some_and(is_gpu)).count() as u32
 }
 
-/// GPUs a CUDA program would see: CUDA_VISIBLE_DEVICES is a list that ends at its first empty or
-/// negative entry.
+/// The number of GPUs that a CUDA program would see. CUDA_VISIBLE_DEVICES is a list that ends at
+/// its first empty or negative entry.
 fn visible_gpus(devices: u32, visible: Option<&str>) -> u32 {
     let listed = |list: &str| {
         list.split(',')

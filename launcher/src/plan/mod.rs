@@ -15,10 +15,10 @@ use crate::control::assignment::RankAssignment;
 use crate::job::{Job, Processes, Stdin};
 use crate::plan::host::LocalHost;
 
-/// Workers on one node.
+/// The most workers on one node.
 const MOST_WORKERS: u32 = 1 << 16;
 
-/// A wait in a collective that is longer than this is reported.
+/// A wait in a collective longer than this is reported.
 const REPORT_WAITS: Duration = Duration::from_secs(30);
 
 /// One worker: what to run and in which environment (added to the launcher's own).
@@ -28,11 +28,11 @@ pub struct WorkerSpec {
     pub local_rank: u32,
     pub command: Vec<OsString>,
     pub environment: Vec<(&'static str, OsString)>,
-    /// The CPUs it is bound to, if to any.
+    /// The CPUs it is bound to, if any.
     pub cores: Option<Vec<usize>>,
     /// It reads flow-launch's standard input.
     pub has_input: bool,
-    /// On a terminal the user has it before them.
+    /// It writes to the terminal as the program before the user.
     pub is_foreground: bool,
 }
 
@@ -77,15 +77,15 @@ pub fn local_world_size(job: &Job, host: &LocalHost) -> Result<u32, Usage> {
     }
 }
 
-/// Who reads flow-launch's standard input: unless told otherwise all, as with torchrun, for Python
-/// programs; for others rank 0, as with mpirun.
+/// Which workers read flow-launch's standard input. The default is all for Python programs, as with
+/// torchrun, and rank 0 for others, as with mpirun.
 pub fn stdin(job: &Job) -> Stdin {
     let default = if program::is_python(&job.program) { Stdin::All } else { Stdin::Rank(0) };
     job.stdin.unwrap_or(default)
 }
 
-/// OMP_NUM_THREADS for each of several workers: its share of the cores, or those it is bound to;
-/// none where the user has set it. A single worker has all cores, as it would alone.
+/// OMP_NUM_THREADS for each of several workers: its share of the cores, or of those it is bound to.
+/// None if the user has set it. A single worker has all cores, as it would without flow-launch.
 pub fn omp_threads(local_world_size: u32, host: &LocalHost) -> Option<u32> {
     let share = host.cores / local_world_size;
     let bound = host.binding.iter().map(|cpus| cpus.len() as u32).min();
@@ -93,14 +93,14 @@ pub fn omp_threads(local_world_size: u32, host: &LocalHost) -> Option<u32> {
     is_chosen.then(|| bound.map_or(share, |bound| share.min(bound)).max(1))
 }
 
-/// The line that tells the user of [`omp_threads`].
+/// The notice about [`omp_threads`].
 pub fn omp_note(threads: u32, local_world_size: u32, host: &LocalHost) -> String {
     let cores = host.cores;
     format!("OMP_NUM_THREADS={threads} for each of {local_world_size} workers on {cores} cores; set it to change this")
 }
 
-/// The workers of this node, in rank order. `error_file` is where each may leave what it failed of,
-/// by local rank.
+/// The workers of this node, in rank order. `error_file` is the path for each one's error, by local
+/// rank.
 pub fn workers(
     job: &Job,
     assignment: &RankAssignment,
@@ -121,7 +121,7 @@ pub fn workers(
     (0..assignment.local_world_size).map(worker).collect()
 }
 
-/// The environment of torchrun's workers, and what Flow's own need.
+/// The environment of a worker: torchrun's variables, and those of Flow.
 fn environment(
     job: &Job,
     assignment: &RankAssignment,
@@ -149,7 +149,7 @@ fn environment(
         ("ROLE_NAME", job.role.as_str()),
         ("MASTER_ADDR", &stores.master_addr),
         ("TORCHELASTIC_RUN_ID", &job.nodes.id),
-        // PyTorch looks for this very word.
+        // PyTorch compares with this word.
         ("TORCHELASTIC_USE_AGENT_STORE", if stores.has_agent_store { "True" } else { "False" }),
         ("TORCHELASTIC_SIGNALS_TO_HANDLE", &signals.join(",")),
         ("FLOW_STORE", &stores.store),
@@ -158,7 +158,7 @@ fn environment(
     let mut environment: Vec<(&str, OsString)> =
         numbers.into_iter().map(|(name, number)| (name, number.to_string().into())).collect();
     environment.extend(texts.map(|(name, text)| (name, text.into())));
-    // Empty where there is none, lest a worker write the file of a launcher around this one.
+    // Empty if there is none, so that a worker does not use the file of a launcher around this one.
     environment.push(("TORCHELASTIC_ERROR_FILE", error_file.unwrap_or_default().into()));
     if !host.has_variable("TORCH_NCCL_ASYNC_ERROR_HANDLING") {
         environment.push(("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1".into()));
@@ -180,12 +180,12 @@ fn environment(
     environment
 }
 
-/// Where a worker's files are, by OneFlow's names.
+/// A worker's folder for files, by OneFlow's names.
 fn oneflow_folder(log_dir: &Path, local_rank: u32) -> PathBuf {
     log_dir.join(format!("local_rank_{local_rank}"))
 }
 
-/// torchrun's `${local_rank}` in a command.
+/// Replaces torchrun's `${local_rank}` in a command.
 fn substitute(word: &OsStr, local_rank: u32) -> OsString {
     const MACRO: &[u8] = b"${local_rank}";
     let mut rest = word.as_bytes();

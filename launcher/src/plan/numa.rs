@@ -1,5 +1,5 @@
-//! Which CPUs each worker runs on: `--numa-binding`. Memory follows, for Linux takes it from the
-//! node that first uses it.
+//! Which CPUs each worker runs on: `--numa-binding`. Memory follows: Linux allocates it on the node
+//! that first uses it.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,32 +17,32 @@ struct Cpu {
     id: usize,
     node: usize,
     socket: usize,
-    /// The first CPU of the physical core it is part of.
+    /// The first CPU of the same physical core.
     core: usize,
     /// The first CPU that shares its largest cache.
     cache: usize,
 }
 
-/// CPUs and GPUs, and how near they are to each other.
+/// CPUs and GPUs, and which are near each other.
 #[derive(Debug, PartialEq)]
 pub struct Topology {
     cpus: Vec<Cpu>,
-    /// The NUMA node of each GPU, in the order in which CUDA numbers them.
+    /// The NUMA node of each GPU, in CUDA's order.
     gpu_nodes: Vec<usize>,
 }
 
 impl Topology {
-    /// This machine's; `visible` is CUDA_VISIBLE_DEVICES.
+    /// Reads this host's; `visible` is CUDA_VISIBLE_DEVICES.
     pub fn this(visible: Option<&str>) -> anyhow::Result<Topology> {
         let mask = rustix::thread::sched_getaffinity(None)
             .context("cannot learn which CPUs may be used")?;
         let allowed: Vec<_> =
             (0..rustix::thread::CpuSet::MAX_CPU).filter(|cpu| mask.is_set(*cpu)).collect();
         Topology::read(Path::new("/"), &allowed, visible)
-            .context("cannot read the machine's topology below /sys")
+            .context("cannot read the host's topology below /sys")
     }
 
-    /// As `root` tells of it below `sys` and `proc`.
+    /// Reads `sys` and `proc` below `root`.
     fn read(root: &Path, allowed: &[usize], visible: Option<&str>) -> io::Result<Topology> {
         let nodes = nodes(root)?;
         let cpu = |id: usize| {
@@ -52,7 +52,7 @@ impl Topology {
             Ok(Cpu {
                 id,
                 node: nodes.get(&id).copied().unwrap_or(0),
-                // Some virtual machines and ARM boards say -1, or nothing.
+                // Some virtual machines and ARM boards have -1, or nothing.
                 socket: socket.trim().parse().unwrap_or(0),
                 core: first(&fs::read_to_string(folder.join("topology/thread_siblings_list"))?)
                     .unwrap_or(id),
@@ -63,7 +63,7 @@ impl Topology {
         Ok(Topology { cpus, gpu_nodes: gpu_nodes(root, visible) })
     }
 
-    /// NUMA nodes with CPUs, those of a socket beside each other.
+    /// NUMA nodes with CPUs; those of a socket are adjacent.
     fn nodes(&self) -> Vec<usize> {
         let mut nodes: Vec<_> = self.cpus.iter().map(|cpu| (cpu.socket, cpu.node)).collect();
         nodes.sort_unstable();
@@ -71,7 +71,7 @@ impl Topology {
         nodes.into_iter().map(|(_, node)| node).collect()
     }
 
-    /// CPUs of a node by what they share, such as a core.
+    /// The CPUs of a node, grouped by what they share, such as a core.
     fn groups(&self, node: usize, shared: impl Fn(&Cpu) -> usize) -> Vec<Vec<usize>> {
         let mut groups = BTreeMap::<usize, Vec<usize>>::new();
         for cpu in self.cpus.iter().filter(|cpu| cpu.node == node) {
@@ -81,8 +81,8 @@ impl Topology {
     }
 }
 
-/// The CPUs of each worker, by local rank. A worker belongs to the node of its GPU; where there are
-/// fewer GPUs than workers, they are spread over the nodes, neighbours together.
+/// The CPUs of each worker, by local rank. A worker is bound near its GPU. With fewer GPUs than
+/// workers, the workers are spread over the nodes, adjacent ranks together.
 pub fn bind(
     binding: NumaBinding,
     workers: usize,
@@ -95,7 +95,7 @@ pub fn bind(
     };
     if let Some(gpu) = homes.iter().position(|home| !nodes.contains(home)) {
         return Err(Usage(format!(
-            "--numa-binding: GPU {gpu} is on NUMA node {}, of which this job may use no CPU; allow some, or leave it out",
+            "--numa-binding: GPU {gpu} is on NUMA node {}, whose CPUs this job may not use; allow some, or leave it out",
             homes[gpu]
         )));
     }
@@ -124,7 +124,7 @@ pub fn bind(
                         cores.len()
                     )));
                 }
-                // The first ones get what is left over.
+                // The first ones get the remainder.
                 let (share, more) = (cores.len() / neighbours, cores.len() % neighbours);
                 let start = place * share + place.min(more);
                 let end = start + share + usize::from(place < more);
@@ -145,7 +145,7 @@ fn sorted(mut cpus: Vec<usize>) -> Vec<usize> {
     cpus
 }
 
-/// The node of each CPU; none where the kernel knows of no nodes.
+/// The node of each CPU; empty if the kernel knows of no nodes.
 fn nodes(root: &Path) -> io::Result<BTreeMap<usize, usize>> {
     let mut nodes = BTreeMap::new();
     let Ok(entries) = fs::read_dir(root.join("sys/devices/system/node")) else { return Ok(nodes) };
@@ -175,8 +175,8 @@ fn largest_cache(folder: &Path) -> Option<usize> {
     first(&read(&path, "shared_cpu_list")?)
 }
 
-/// The node of each GPU that CUDA would see, as NVIDIA's driver names them: by PCI address, which
-/// is CUDA's order where they are alike.
+/// The node of each GPU that CUDA would see. NVIDIA's driver lists GPUs by PCI address, which is
+/// CUDA's order if they are alike.
 fn gpu_nodes(root: &Path, visible: Option<&str>) -> Vec<usize> {
     let Ok(entries) = fs::read_dir(root.join("proc/driver/nvidia/gpus")) else { return Vec::new() };
     let mut gpus: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
@@ -184,7 +184,7 @@ fn gpu_nodes(root: &Path, visible: Option<&str>) -> Vec<usize> {
     let node = |gpu: &PathBuf| {
         let address = root.join("sys/bus/pci/devices").join(gpu.file_name().unwrap_or_default());
         let node = fs::read_to_string(address.join("numa_node")).unwrap_or_default();
-        // -1 where there is one node only.
+        // -1 if there is only one node.
         node.trim().parse().unwrap_or(0)
     };
     let Some(visible) = visible else { return gpus.iter().map(node).collect() };
@@ -210,7 +210,7 @@ fn first(list: &str) -> Option<usize> {
     parse(list)?.into_iter().min()
 }
 
-/// CPUs as Linux lists them: `0-3,8`.
+/// Parses CPUs as Linux lists them: `0-3,8`.
 pub fn parse(list: &str) -> Option<Vec<usize>> {
     let mut cpus = Vec::new();
     for range in list.trim().split(',').filter(|range| !range.is_empty()) {
@@ -220,7 +220,7 @@ pub fn parse(list: &str) -> Option<Vec<usize>> {
     Some(cpus)
 }
 
-/// The list that [`parse`] reads, of CPUs in order.
+/// The list that [`parse`] reads; the CPUs are in order.
 pub fn list(cpus: &[usize]) -> String {
     let ranges = cpus.chunk_by(|cpu, next| cpu + 1 == *next).map(|range| match range {
         [cpu] => cpu.to_string(),
@@ -235,8 +235,8 @@ mod tests {
     use proptest::prelude::*;
     use tempfile::TempDir;
 
-    /// A machine with `per_core` threads a core, numbered as Linux does: first each core's first
-    /// thread.
+    /// A host with `per_core` threads a core, numbered as Linux does: the first threads of all
+    /// cores come first.
     struct Shape {
         sockets: usize,
         nodes_per_socket: usize,
@@ -389,7 +389,7 @@ mod tests {
         assert!(nodes(Some("")).is_empty());
         let topology = Topology::read(root.path(), &all, None).unwrap();
         assert_eq!(bound(NumaBinding::Node, 2, &topology), ["4-7,20-23", "12-15,28-31"]);
-        // More workers than GPUs: not a job for GPUs.
+        // More workers than GPUs: bind without regard to GPUs.
         assert_eq!(bound(NumaBinding::Node, 4, &topology)[3], "12-15,28-31");
         let topology = Topology::read(root.path(), &[0, 1], None).unwrap();
         assert!(bind(NumaBinding::Node, 2, &topology)

@@ -9,9 +9,9 @@ use rustix::fs::Access;
 use crate::cli::usage::Usage;
 use crate::job::{Program, ProgramKind};
 
-/// The command for PROGRAM and its arguments: a path is taken as it is, a name is looked for beside
-/// flow-launch and then on PATH, and what only Python can run (which may also be a name in the
-/// current folder) runs with `python3 -u`, or with PYTHON_EXEC.
+/// The command for PROGRAM and its arguments. A path is used as it is; a name is searched beside
+/// flow-launch and then on PATH. What only Python can run (which may also be a name in the current
+/// folder) runs with `python3 -u`, or with PYTHON_EXEC.
 pub fn command(program: &Program) -> Result<Vec<OsString>, Usage> {
     let beside = std::env::current_exe().ok().and_then(|path| path.parent().map(Path::to_path_buf));
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -22,7 +22,7 @@ pub fn command(program: &Program) -> Result<Vec<OsString>, Usage> {
     Ok(command)
 }
 
-/// It is Python, or run by Python.
+/// PROGRAM is Python, or Python runs it.
 pub fn is_python(program: &Program) -> bool {
     let path = Path::new(&program.name);
     let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
@@ -40,7 +40,7 @@ pub fn is_python(program: &Program) -> bool {
 struct Places {
     beside: Option<PathBuf>,
     path: Vec<PathBuf>,
-    /// The interpreter to use, where that is not `python3`.
+    /// The interpreter, if it is not `python3`.
     python: Option<OsString>,
 }
 
@@ -116,7 +116,7 @@ impl Places {
         Ok(found)
     }
 
-    /// `more` is what else there is to say of a name that is not found.
+    /// `more` is added to the error about a name that is not found.
     fn find(
         &self,
         program: &OsStr,
@@ -145,8 +145,8 @@ impl Places {
     }
 }
 
-/// What Python runs and nothing else: a script, a program in one file (zipapp), compiled code, a
-/// folder of a program.
+/// What only Python runs: a script, a program in one file (zipapp), compiled code, a folder of a
+/// program.
 fn is_pythons(path: &Path) -> bool {
     let extension = path.extension().and_then(OsStr::to_str);
     matches!(extension, Some("py" | "pyz" | "pyc")) || path.join("__main__.py").is_file()

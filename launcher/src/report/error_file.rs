@@ -11,26 +11,26 @@ use serde_json::Value;
 
 use crate::agent::exit_status::ExitStatus;
 
-/// Larger ones are not looked at.
+/// Larger files are ignored.
 const LARGEST: u64 = 1 << 20;
 
 /// The variable that names the file.
 pub const VARIABLE: &str = "TORCHELASTIC_ERROR_FILE";
 
-/// What a worker has recorded of its error.
+/// The error that a worker recorded.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ErrorFile {
     pub message: String,
     pub traceback: Option<String>,
-    /// When it was recorded: its own timestamp is of whole seconds.
+    /// When the file was written: the timestamp inside is in whole seconds.
     pub time: Option<SystemTime>,
     whole: Value,
 }
 
 impl ErrorFile {
-    /// None where there is none, or it makes no sense: the worker has then said nothing.
+    /// None if there is no such file or it is malformed.
     pub fn read(path: &Path) -> Option<ErrorFile> {
-        // A worker could have made it a pipe, which must not hold us up.
+        // A worker could have made it a pipe, which must not block us.
         let file = OpenOptions::new()
             .read(true)
             .custom_flags(OFlags::NONBLOCK.bits() as i32)
@@ -47,7 +47,7 @@ impl ErrorFile {
 
     fn parse(bytes: &[u8]) -> Option<ErrorFile> {
         let whole: Value = serde_json::from_slice(bytes).ok()?;
-        // The message is a text, or an object with a text and more.
+        // The message is a text, or an object with a text and other fields.
         let outer = &whole["message"];
         let (message, extra) = match outer.as_str() {
             Some(message) => (message, &whole),
@@ -64,8 +64,8 @@ impl ErrorFile {
         ErrorFile { message: message.into(), traceback, time: None, whole: Value::Null }
     }
 
-    /// Passes the error on to whoever started flow-launch as a worker, with the exit code, as
-    /// torchrun does.
+    /// Copies the error, with the exit code, for a program that started flow-launch as a worker;
+    /// torchrun does the same.
     pub fn copy(&self, path: &Path, end: ExitStatus) -> io::Result<()> {
         let mut whole = self.whole.clone();
         if let Some(message) = whole["message"].as_object_mut() {

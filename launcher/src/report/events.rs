@@ -13,8 +13,9 @@ use serde::Serialize;
 
 use crate::agent::exit_status::ExitStatus;
 use crate::control::protocol::ClusterEvent;
+use crate::output::sink::Sinks;
 
-/// Whoever starts flow-launch from Python names a file of its own by it, beside the user's.
+/// The variable with an event file besides the user's: the Python interface names its own by it.
 pub const VARIABLE: &str = "FLOW_LAUNCHER_EVENTS";
 
 /// Something that has happened.
@@ -31,11 +32,11 @@ pub enum JobEvent<'a> {
         #[serde(flatten)]
         end: EndFields,
     },
-    /// The workers are started once more, after a failure or with other nodes.
+    /// The workers are started again, after a failure or with other nodes.
     Restart { round: u32, world_size: u32 },
-    /// The workers of this node are told to stop.
+    /// The workers of this node are asked to stop.
     Stop { reason: &'a str },
-    /// Another node has joined. Told on the leading node, as are the next two.
+    /// Another node has joined. The leading node records this and the next two.
     NodeJoined { node_host: &'a str },
     /// Another node is gone before the job's end.
     NodeLost { node_host: &'a str, reason: &'a str },
@@ -60,7 +61,7 @@ impl<'a> From<&'a ClusterEvent> for JobEvent<'a> {
     }
 }
 
-/// How a process ended: exactly one of them.
+/// How a process ended: one of the two fields.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EndFields {
@@ -91,16 +92,15 @@ struct Record<'a> {
 pub struct EventLog {
     files: Vec<(File, PathBuf)>,
     host: String,
-    /// This node's number, and how often the job was restarted: they go with each event.
+    /// This node's number and the number of restarts, which are part of each event.
     pub node: u32,
     pub restart_count: u32,
 }
 
 impl EventLog {
-    /// Opens the files, which other launchers may be writing as well.
+    /// Opens the files, which other launchers may be writing too.
     pub fn open(paths: &[PathBuf], host: &str) -> anyhow::Result<EventLog> {
-        // A pipe must be read by somebody already, and is given up when it is full: flow-launch
-        // waits for no reader.
+        // Never wait for the reader of a pipe: it must be there, and a full pipe is given up.
         let open = |path: &PathBuf| {
             let flags = OFlags::NONBLOCK.bits() as i32;
             let file = OpenOptions::new().append(true).create(true).custom_flags(flags).open(path);
@@ -111,8 +111,14 @@ impl EventLog {
         Ok(EventLog { files, host: host.into(), node: 0, restart_count: 0 })
     }
 
-    /// Writes an event. An error closes the file and is told once.
-    pub fn tell(&mut self, event: &JobEvent) -> Result<(), String> {
+    /// Writes an event. An error closes the file, so that it is printed once.
+    pub fn record(&mut self, event: &JobEvent, sinks: &mut Sinks) {
+        if let Err(error) = self.write(event) {
+            sinks.say(&error);
+        }
+    }
+
+    fn write(&mut self, event: &JobEvent) -> Result<(), String> {
         let EventLog { files, host, node, restart_count } = self;
         let record =
             Record { time: now(), host, node: *node, restart_count: *restart_count, event };
@@ -128,7 +134,7 @@ impl EventLog {
     }
 }
 
-/// In one write, so that lines of several launchers do not mix.
+/// Writes a line at once, so that lines of several launchers do not mix.
 fn write(mut file: &File, record: &Record) -> io::Result<()> {
     let mut line = serde_json::to_vec(record)?;
     line.push(b'\n');
@@ -138,7 +144,7 @@ fn write(mut file: &File, record: &Record) -> io::Result<()> {
     }
 }
 
-/// As in RFC 3339: 2026-01-31T12:00:00.123Z.
+/// The time by RFC 3339: 2026-01-31T12:00:00.123Z.
 fn now() -> String {
     Timestamp::try_from(SystemTime::now()).map_or_else(|_| String::new(), |now| format!("{now:.3}"))
 }
@@ -161,7 +167,7 @@ mod tests {
             // Each time anew: nothing is lost.
             let mut events = EventLog::open(std::slice::from_ref(&path), "node0").unwrap();
             events.node = 1;
-            events.tell(event).unwrap();
+            events.write(event).unwrap();
         }
         let text = std::fs::read_to_string(&path).unwrap();
         let mut lines: Vec<Value> =
@@ -188,13 +194,13 @@ mod tests {
     }
 
     #[test]
-    fn a_full_disk_is_told_once() {
+    fn a_full_disk_is_reported_once() {
         let mut events = EventLog::open(&["/dev/full".into()], "node0").unwrap();
         assert!(events
-            .tell(&JobEvent::End { code: 0, rank: None })
+            .write(&JobEvent::End { code: 0, rank: None })
             .unwrap_err()
             .contains("/dev/full"));
-        assert_eq!(events.tell(&JobEvent::End { code: 0, rank: None }), Ok(()));
+        assert_eq!(events.write(&JobEvent::End { code: 0, rank: None }), Ok(()));
     }
 
     #[test]

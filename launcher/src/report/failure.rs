@@ -1,4 +1,4 @@
-//! What is said when a job has failed.
+//! The messages about a failed job (pure).
 
 use std::collections::VecDeque;
 use std::io::{Read, Seek, SeekFrom};
@@ -22,12 +22,12 @@ const TAIL_LINES: usize = 20;
 /// Bytes of stderr that are kept of each worker.
 const TAIL_BYTES: usize = 1 << 15;
 
-/// The last of what a worker wrote to its stderr.
+/// The end of a worker's stderr.
 #[derive(Default)]
 pub struct Tail(VecDeque<u8>);
 
 impl Tail {
-    /// Of a worker that has written to the file itself.
+    /// For a worker that has written to the file itself.
     pub fn of_file(log: &LogFile) -> Tail {
         let mut tail = Tail::default();
         let read = || -> std::io::Result<Vec<u8>> {
@@ -52,7 +52,7 @@ impl Tail {
         self.0.extend(kept);
     }
 
-    /// The last lines, as they would stand on a terminal: of a progress bar only its last state.
+    /// The last lines, as a terminal would show them: a progress bar is its last state only.
     fn lines(&self) -> Vec<String> {
         let bytes: Vec<u8> = self.0.iter().copied().collect();
         let text = String::from_utf8_lossy(&bytes);
@@ -68,28 +68,28 @@ pub enum Stopped {
     No,
     Asked,
     Killed,
-    /// Killed when the grace period was over.
+    /// Killed when the grace period had passed.
     Overdue,
 }
 
-/// One worker, at the end of the job.
+/// How one worker ended.
 pub struct Outcome<'a> {
     pub rank: u32,
     pub local_rank: u32,
     pub pid: i32,
     /// None if it could not be killed.
     pub end: Option<ExitStatus>,
-    /// When that was, or the error that led to it where it was recorded.
+    /// When it ended, or, if it recorded an error, when that happened.
     pub time: Option<Timestamp>,
     pub stopped: Stopped,
     pub tail: &'a Tail,
-    /// What it has recorded of its error.
+    /// The error that it recorded.
     pub error: Option<&'a ErrorFile>,
     /// The file its stderr is in.
     pub log: Option<&'a Path>,
 }
 
-/// In a line, how a worker that failed did so.
+/// How a failed worker ended, in one line.
 pub fn summary(worker: &Outcome, host: &str) -> String {
     let what = match worker.end {
         Some(ExitStatus::Signal(signal)) => {
@@ -105,7 +105,7 @@ pub fn summary(worker: &Outcome, host: &str) -> String {
     )
 }
 
-/// " at 2026-01-31 12:00:00", in the time zone of this machine.
+/// " at 2026-01-31 12:00:00", in the time zone of this host.
 fn at(time: Option<Timestamp>) -> String {
     let local = |time: Timestamp| {
         time.to_zoned(TimeZone::system()).strftime(" at %Y-%m-%d %H:%M:%S").to_string()
@@ -113,12 +113,12 @@ fn at(time: Option<Timestamp>) -> String {
     time.map(local).unwrap_or_default()
 }
 
-/// All there is to say of the worker that failed first.
+/// The full report on the worker that failed first.
 pub fn cause(worker: &Outcome, host: &str) -> String {
     format!("{}\n{}", summary(worker, host), last_output(worker))
 }
 
-/// What the worker said itself: the error it recorded, or else the last of its stderr.
+/// The error that the worker recorded, or else the end of its stderr.
 fn last_output(outcome: &Outcome) -> String {
     let mut recorded = Tail::default();
     if let Some(error) = outcome.error {
@@ -137,8 +137,8 @@ fn last_output(outcome: &Outcome) -> String {
     lines.iter().fold(heading, |text, line| format!("{text}  | {line}\n"))
 }
 
-/// What became of the workers of this node but for the one (by index) that failed first, if there
-/// are others.
+/// How the other workers of this node ended, if there are others; `failed` is the index of the one
+/// that failed first.
 pub fn others(outcomes: &[Outcome], failed: Option<usize>, host: &str) -> Option<String> {
     let others: Vec<_> = outcomes
         .iter()
@@ -150,15 +150,15 @@ pub fn others(outcomes: &[Outcome], failed: Option<usize>, host: &str) -> Option
     (!others.is_empty()).then(|| format!("{who}: {}", exit_summaries(&others)))
 }
 
-/// What is said when the launcher is told to end by a signal: how long workers may take, and what
-/// is done next.
+/// The message when the launcher is signalled to end: how long workers may take, and what happens
+/// then.
 pub fn stopping(signal: i32, action: Action, time_left: Duration) -> String {
     let name = signal_name(signal);
     let again = if signal == Signal::INT.as_raw() { "; again to kill them" } else { "" };
     match action {
         Action::Kill => format!("{name}: killing the ranks"),
         _ if time_left.is_zero() => stopping(signal, Action::Kill, time_left),
-        // Whole seconds where there are any.
+        // Whole seconds, unless it is less than one.
         _ => match time_left.as_secs_f64() {
             left if left >= 1.0 => {
                 format!("{name}: waiting up to {} s for the ranks to stop{again}", left.round())
@@ -168,7 +168,7 @@ pub fn stopping(signal: i32, action: Action, time_left: Duration) -> String {
     }
 }
 
-/// What is said of workers that did not stop when the launcher was told to; nothing if all did.
+/// The message about workers that did not stop when the launcher was signalled; None if all did.
 pub fn killed_after_grace(outcomes: &[Outcome], signal: i32) -> Option<String> {
     let killed: Vec<_> = outcomes
         .iter()

@@ -1,4 +1,4 @@
-//! What is said about a job: to its user, and to programs.
+//! Messages about a job for its user, and events for programs.
 
 pub mod error_file;
 pub mod events;

@@ -1,6 +1,6 @@
 //! Texts in messages.
 
-/// "rank 3", "ranks 0, 2-7": ranks come in ascending order.
+/// "rank 3", "ranks 0, 2-7". The ranks are in ascending order.
 pub fn ranks(ranks: &[u32]) -> String {
     let mut runs: Vec<(u32, u32)> = Vec::new();
     for rank in ranks {
@@ -20,13 +20,19 @@ pub fn ranks(ranks: &[u32]) -> String {
     format!("{} {list}", if ranks.len() == 1 { "rank" } else { "ranks" })
 }
 
-/// With control characters escaped, so that no terminal obeys them.
+/// The text with control characters escaped, so that a terminal does not interpret them.
 pub fn printable(text: &str) -> String {
     let escaped = |letter: char| match letter.is_control() {
         true => letter.escape_default().to_string(),
         false => letter.to_string(),
     };
     text.chars().map(escaped).collect()
+}
+
+/// The start of a message, for an error about it.
+pub fn excerpt(message: &[u8]) -> String {
+    const BYTES: usize = 200;
+    printable(&String::from_utf8_lossy(&message[..message.len().min(BYTES)]))
 }
 
 #[cfg(test)]

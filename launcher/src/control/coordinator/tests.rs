@@ -1,6 +1,7 @@
 //! Decisions of the coordinator, with a clock of the test's.
 
 use super::*;
+use crate::control::assignment::RankAssignment;
 use std::ffi::OsString;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -20,7 +21,7 @@ impl Test {
         Test { coordinator: Coordinator::new(&job, now), now, commands: Vec::new() }
     }
 
-    fn tell(&mut self, agent: AgentId, event: AgentEvent) {
+    fn handle(&mut self, agent: AgentId, event: AgentEvent) {
         self.commands.extend(self.coordinator.handle(agent, event, self.now));
     }
 
@@ -33,7 +34,7 @@ impl Test {
             role: "default".into(),
             nodes: (self.coordinator.min as u32, self.coordinator.max as u32),
         };
-        self.tell(agent, AgentEvent::Joined { node });
+        self.handle(agent, AgentEvent::Joined { node });
     }
 
     fn pass(&mut self, time: Duration) {
@@ -43,16 +44,16 @@ impl Test {
 
     fn fail(&mut self, agent: AgentId, end: ExitStatus) {
         let failure = Failure { summary: format!("agent {agent}: {end}"), end };
-        self.tell(agent, AgentEvent::Failed { round: self.coordinator.round, failure });
+        self.handle(agent, AgentEvent::Failed { round: self.coordinator.round, failure });
     }
 
     fn stopped(&mut self, agent: AgentId, cause: Option<&str>) {
         let round = self.coordinator.round;
-        self.tell(agent, AgentEvent::Stopped { round, cause: cause.map(String::from) });
+        self.handle(agent, AgentEvent::Stopped { round, cause: cause.map(String::from) });
     }
 
     fn finish(&mut self, agent: AgentId) {
-        self.tell(agent, AgentEvent::Finished { round: self.coordinator.round });
+        self.handle(agent, AgentEvent::Finished { round: self.coordinator.round });
     }
 
     /// The placements of the round that has just started, by agent.
@@ -74,7 +75,7 @@ impl Test {
         )
     }
 
-    /// Who was told to stop, and what was said.
+    /// The agents that were commanded to stop, and the notice.
     fn stops(&mut self) -> (Vec<AgentId>, Option<String>) {
         let mut said = None;
         let commands = std::mem::take(&mut self.commands);
@@ -88,15 +89,15 @@ impl Test {
         (agents.collect(), said)
     }
 
-    /// What one agent was told to say; there is no other command.
+    /// The notice that one agent is to print; there is no other command.
     fn said(&mut self, agent: AgentId) -> String {
         match &std::mem::take(&mut self.commands)[..] {
-            [(told, Command::Print(text))] if *told == agent => text.clone(),
+            [(to, Command::Print(text))] if *to == agent => text.clone(),
             other => panic!("{other:?}"),
         }
     }
 
-    /// The code that all agents were told to end with, and what was said.
+    /// The code that all agents end with, and the report.
     fn end(&mut self) -> (u8, Option<String>) {
         let commands = std::mem::take(&mut self.commands);
         let verdicts: Vec<_> = commands
@@ -245,7 +246,7 @@ fn a_lost_node_ends_a_static_job() {
     test.join(LEADER, 1);
     test.join(1, 1);
     test.started();
-    test.tell(1, AgentEvent::Gone { why: "silence".into() });
+    test.handle(1, AgentEvent::Gone { why: "silence".into() });
     assert_eq!(test.stops(), (vec![0], None));
     test.stopped(LEADER, None);
     assert_eq!(test.end(), (1, Some("node 1 (host host1) was lost: silence".into())));
@@ -256,7 +257,7 @@ fn a_lost_node_may_come_back_if_restarts_are_left() {
     let mut test = Test::new(&format!("{STATIC} --max-restarts 1"));
     test.join(LEADER, 1);
     test.join(1, 1);
-    test.tell(1, AgentEvent::Gone { why: "silence".into() });
+    test.handle(1, AgentEvent::Gone { why: "silence".into() });
     test.stopped(LEADER, None);
     test.commands.clear();
     test.join(1, 1);
@@ -270,7 +271,7 @@ fn a_node_that_was_started_again_takes_its_own_place() {
     test.join(1, 1);
     test.started();
     let node = Node { host: "host1".into(), ..test.coordinator.agents[&1].node.clone() };
-    test.tell(2, AgentEvent::Joined { node });
+    test.handle(2, AgentEvent::Joined { node });
     assert!(
         matches!(&test.commands[..], [(1, Command::Finish(_)), (LEADER, Command::Stop { .. })]),
         "{:?}",
@@ -287,7 +288,7 @@ fn nodes_must_agree_on_their_number() {
     test.join(LEADER, 1);
     let node =
         Node { nodes: (1, 3), node_rank: Some(1), ..test.coordinator.agents[&LEADER].node.clone() };
-    test.tell(1, AgentEvent::Joined { node });
+    test.handle(1, AgentEvent::Joined { node });
     assert_eq!(test.end(), (1, Some("--nnodes is 1:3 here, but 2 on the leading node".into())));
 }
 
@@ -307,7 +308,7 @@ fn an_elastic_job_goes_on_with_who_is_left_and_takes_in_who_comes() {
     test.join(LEADER, 1);
     test.join(1, 2);
     assert_eq!(test.ranks(), (vec![(0, 0), (1, 1)], 3));
-    test.tell(1, AgentEvent::Gone { why: "silence".into() });
+    test.handle(1, AgentEvent::Gone { why: "silence".into() });
     assert!(test.stops().1.unwrap().ends_with("was lost: silence; going on without it"));
     test.stopped(LEADER, None);
     let started = test.started();
@@ -319,7 +320,7 @@ fn an_elastic_job_goes_on_with_who_is_left_and_takes_in_who_comes() {
     // A third one waits until there is room.
     test.join(3, 1);
     assert!(test.said(3).contains("is a spare: the job has its 2 nodes"));
-    test.tell(2, AgentEvent::Leaving { signal: 15 });
+    test.handle(2, AgentEvent::Leaving { signal: 15 });
     test.stops();
     test.stopped(LEADER, None);
     assert_eq!(test.ranks(), (vec![(0, 0), (3, 1)], 2));
@@ -339,7 +340,7 @@ fn a_surplus_node_is_a_spare_as_long_as_the_job_may_start_again() {
     assert!(test.said(3).contains("is a spare: the job has its 3 nodes"));
     test.join(4, 1);
     assert!(test.said(4).contains("is a spare"));
-    test.tell(1, AgentEvent::Gone { why: "silence".into() });
+    test.handle(1, AgentEvent::Gone { why: "silence".into() });
     test.stops();
     test.stopped(LEADER, None);
     test.stopped(2, None);
@@ -348,7 +349,7 @@ fn a_surplus_node_is_a_spare_as_long_as_the_job_may_start_again() {
     assert_eq!(test.ranks(), (vec![(0, 0), (2, 1), (3, 2)], 3));
     let cause = Some("this node is surplus: the job has its 3 nodes".into());
     assert_eq!(surplus, (4, Command::Finish(JobResult { code: 1, cause })));
-    test.tell(4, AgentEvent::Gone { why: "it ended".into() });
+    test.handle(4, AgentEvent::Gone { why: "it ended".into() });
     assert_eq!(test.commands, []);
 }
 
@@ -373,14 +374,14 @@ fn a_signal_to_one_node_ends_a_static_job() {
     test.join(LEADER, 1);
     test.join(1, 1);
     test.started();
-    test.tell(1, AgentEvent::Leaving { signal: 15 });
+    test.handle(1, AgentEvent::Leaving { signal: 15 });
     test.stops();
-    test.tell(1, AgentEvent::Gone { why: "it ended".into() });
+    test.handle(1, AgentEvent::Gone { why: "it ended".into() });
     test.stopped(LEADER, None);
     assert_eq!(test.end(), (143, Some("node 1 (host host1) was told to end".into())));
     let mut waiting = Test::new(STATIC);
     waiting.join(LEADER, 1);
-    waiting.tell(LEADER, AgentEvent::Leaving { signal: 2 });
+    waiting.handle(LEADER, AgentEvent::Leaving { signal: 2 });
     assert_eq!(waiting.end(), (130, None));
 }
 
