@@ -80,7 +80,7 @@ fn an_address_of_another_machine_is_a_warning() {
     assert_eq!((finished.code, &*finished.stdout), (Some(0), "192.0.2.1\n"));
     assert_eq!(finished.stderr.lines().count(), 1, "{}", finished.stderr);
     assert!(
-        finished.stderr.contains("192.0.2.1 is no address of this machine"),
+        finished.stderr.contains("192.0.2.1 is no address of this host"),
         "{}",
         finished.stderr
     );

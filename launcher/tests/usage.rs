@@ -2,6 +2,8 @@
 
 use flow_harness::cli::{launcher, run};
 
+use std::process::Command;
+
 #[test]
 fn one_line_each() {
     let table = [
@@ -113,4 +115,30 @@ fn help_is_answered() {
     }
     assert!(!finished.stdout.contains("--monitor-interval"));
     assert!(run(&mut launcher(&["--version"])).stdout.starts_with("flow-launch "));
+}
+
+/// bash itself says what its completions offer.
+#[test]
+fn bash_completes_flags() {
+    let completions = run(&mut launcher(&["--completions", "bash"]));
+    assert_eq!((completions.code, completions.stderr.as_str()), (Some(0), ""));
+    let script = format!(
+        "{}\nCOMP_WORDS=(flow-launch --nproc); COMP_CWORD=1\n\
+         _flow-launch flow-launch --nproc flow-launch; echo \"${{COMPREPLY[@]}}\"",
+        completions.stdout
+    );
+    let offered = Command::new("bash").args(["-c", &script]).output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&offered.stdout), "--nproc-per-node\n", "{offered:?}");
+}
+
+#[test]
+fn the_manual_page_describes_the_flags() {
+    let manual = run(&mut launcher(&["--man"]));
+    assert_eq!((manual.code, manual.stderr.as_str()), (Some(0), ""));
+    for text in [".TH flow-launch 1", ".SH SYNOPSIS", "\\-\\-nproc\\-per\\-node", "PET_NNODES"] {
+        assert!(manual.stdout.contains(text), "{text} in {}", manual.stdout);
+    }
+    let refused = run(&mut launcher(&["--completions", "csh"]));
+    assert_eq!(refused.code, Some(2));
+    assert!(refused.stderr.contains("bash, elvish") || refused.stderr.contains("one of bash"));
 }

@@ -1,10 +1,12 @@
-//! The table of all flags.
+//! What a flag is, and the command line that the table of flags makes.
 
 use std::ffi::OsString;
 
 use clap::builder::ValueParser;
 use clap::parser::ValueSource;
-use clap::{Arg, ArgAction, ArgMatches, Command};
+use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint};
+
+use super::flag_table::FLAGS;
 
 /// A flag. It may be written with underscores too.
 pub struct Flag {
@@ -18,8 +20,14 @@ pub struct Flag {
     /// It may be repeated, and each value counts.
     is_list: bool,
     heading: &'static str,
-    /// Empty for flags that only torchrun needs: accepted, and left out of `--help`.
+    /// One line for `--help`. Empty for flags that only torchrun needs: accepted, and left out.
     help: &'static str,
+    /// Empty if there is none.
+    default: &'static str,
+    /// The full description, in Markdown.
+    meaning: &'static str,
+    /// How it differs from torchrun's flag; empty if it does not.
+    differs: &'static str,
 }
 
 impl Flag {
@@ -43,14 +51,19 @@ impl Flag {
     }
 
     fn argument(&self) -> Arg {
+        let help = match self.default {
+            "" => self.help.into(),
+            default => format!("{} [default: {default}]", self.help),
+        };
         let argument =
-            Arg::new(self.name).long(self.name).aliases(self.spellings().skip(1)).help(self.help);
+            Arg::new(self.name).long(self.name).aliases(self.spellings().skip(1)).help(help);
         let argument = argument.help_heading(self.heading).hide(self.help.is_empty());
         let argument = if let Some(short) = self.short { argument.short(short) } else { argument };
         let action = if self.is_list { ArgAction::Append } else { ArgAction::Set };
         match self.value {
             Some(value) => argument
                 .value_name(value)
+                .value_hint(hint(value))
                 .value_parser(ValueParser::os_string())
                 .allow_hyphen_values(true)
                 .action(action),
@@ -71,47 +84,79 @@ impl Flag {
         Some(given)
     }
 
-    const fn alias(mut self, aliases: &'static [&'static str]) -> Flag {
+    pub const fn alias(mut self, aliases: &'static [&'static str]) -> Flag {
         self.aliases = aliases;
         self
     }
 
-    const fn short(mut self, short: char) -> Flag {
+    pub const fn short(mut self, short: char) -> Flag {
         self.short = Some(short);
         self
     }
 
-    const fn list(mut self) -> Flag {
+    pub const fn list(mut self) -> Flag {
         self.is_list = true;
         self
     }
 
+    pub const fn default(mut self, default: &'static str) -> Flag {
+        self.default = default;
+        self
+    }
+
+    pub const fn meaning(mut self, meaning: &'static str) -> Flag {
+        self.meaning = meaning;
+        self
+    }
+
+    pub const fn differs(mut self, differs: &'static str) -> Flag {
+        self.differs = differs;
+        self
+    }
+
+    /// The variable that stands in for it, if any.
+    pub fn variable(&self) -> Option<String> {
+        self.has_variable.then(|| format!("PET_{}", self.name.replace('-', "_").to_uppercase()))
+    }
+
+    /// The description for the manual page, in plain text.
+    fn long_help(&self) -> String {
+        let plain = |text: &str| {
+            let mut text = text.replace('`', "");
+            while let (Some(open), Some(middle), Some(end)) =
+                (text.find('['), text.find("]("), text.rfind(".md"))
+            {
+                let close = end + text[end..].find(')').unwrap_or(0);
+                let name = text[open + 1..middle].to_string();
+                text.replace_range(open..=close, &name);
+            }
+            text
+        };
+        let default = match self.default {
+            "" => String::new(),
+            default => format!(" Default: {default}."),
+        };
+        let variable = self.variable().map(|name| format!(" Variable: {name}."));
+        format!("{}.{default}{}", plain(self.meaning), variable.unwrap_or_default())
+    }
+
     /// For flags that torchrun lacks, or reads from the command line only.
-    const fn without_variable(mut self) -> Flag {
+    pub const fn without_variable(mut self) -> Flag {
         self.has_variable = false;
         self
     }
 }
 
-const fn option(
+pub const fn option(
     heading: &'static str,
     name: &'static str,
     value: &'static str,
     help: &'static str,
 ) -> Flag {
-    Flag {
-        name,
-        aliases: &[],
-        short: None,
-        value: Some(value),
-        has_variable: true,
-        is_list: false,
-        heading,
-        help,
-    }
+    Flag { value: Some(value), ..switch(heading, name, help) }
 }
 
-const fn switch(heading: &'static str, name: &'static str, help: &'static str) -> Flag {
+pub const fn switch(heading: &'static str, name: &'static str, help: &'static str) -> Flag {
     Flag {
         name,
         aliases: &[],
@@ -121,150 +166,22 @@ const fn switch(heading: &'static str, name: &'static str, help: &'static str) -
         is_list: false,
         heading,
         help,
+        default: "",
+        meaning: "",
+        differs: "",
     }
 }
 
-const WORKERS: &str = "Workers";
-const PROGRAM: &str = "Program";
-const NODES: &str = "Nodes";
-const OUTPUT: &str = "Output";
-
-pub const FLAGS: &[Flag] = &[
-    option(
-        WORKERS,
-        "nproc-per-node",
-        "N",
-        "Workers on this node: a number, auto, cpu or gpu [default: 1]",
-    )
-    .short('n'),
-    option(WORKERS, "max-restarts", "N", "Starts anew after a failure [default: 0]"),
-    option(
-        WORKERS,
-        "shutdown-timeout",
-        "SECONDS",
-        "From SIGTERM to SIGKILL; also --grace [default: 30]",
-    )
-    .alias(&["grace"]),
-    option(
-        WORKERS,
-        "hang-timeout",
-        "SECONDS",
-        "Longest wait in a collective, or to join [default: none]",
-    )
-    .without_variable(),
-    option(
-        WORKERS,
-        "signals-to-handle",
-        "NAMES",
-        "Passed on to workers [default: SIGTERM,SIGINT,SIGHUP,SIGQUIT]",
-    ),
-    option(
-        WORKERS,
-        "stdin",
-        "WHO",
-        "Who reads the input: all, none or a rank [default: Python all, others 0]",
-    )
-    .without_variable(),
-    option(
-        WORKERS,
-        "numa-binding",
-        "KIND",
-        "Cores for each: node, socket, exclusive or core-complex",
-    )
-    .without_variable(),
-    switch(WORKERS, "virtual-local-rank", "Each sees one GPU, its own, and LOCAL_RANK 0"),
-    option(WORKERS, "role", "NAME", "Told to them as ROLE_NAME [default: default]"),
-    switch(PROGRAM, "module", "PROGRAM is a Python module").short('m'),
-    switch(PROGRAM, "no-python", "PROGRAM runs as it is, even if its name ends in .py"),
-    switch(PROGRAM, "run-path", "PROGRAM is a Python script, whatever its name"),
-    option(NODES, "nnodes", "N|MIN:MAX", "Nodes in the job [default: 1]"),
-    option(
-        NODES,
-        "node-rank",
-        "N",
-        "This node, from 0, where --master-addr names node 0 [default: 0]",
-    ),
-    option(NODES, "master-addr", "HOST", "Address of node 0"),
-    option(
-        NODES,
-        "master-port",
-        "PORT",
-        "Port on node 0 [default: 29500; for one node a free one]",
-    ),
-    option(
-        NODES,
-        "rdzv-endpoint",
-        "HOST[:PORT]",
-        "Where nodes meet, in any order [default port: 29400]",
-    ),
-    option(NODES, "rdzv-backend", "KIND", "static (by --master-addr) or c10d (by --rdzv-endpoint)"),
-    option(NODES, "rdzv-id", "ID", "Tells this job from others"),
-    option(
-        NODES,
-        "rdzv-conf",
-        "KEY=VALUE,...",
-        "join_timeout, last_call_timeout, heartbeat_timeout, is_host",
-    ),
-    switch(NODES, "standalone", "One node, whatever the other flags say"),
-    option(NODES, "local-addr", "HOST", "Address at which others reach this node"),
-    option(
-        NODES,
-        "hosts",
-        "HOST[:N],...",
-        "Start a node with N workers on each, by ssh; also --host",
-    )
-    .alias(&["host"])
-    .without_variable(),
-    option(NODES, "hostfile", "FILE", "The same; a line is HOST, HOST:N or HOST slots=N")
-        .without_variable(),
-    option(
-        NODES,
-        "export",
-        "NAME[=VALUE]",
-        "A variable for all hosts, beside FLOW_*, NCCL_* and the like",
-    )
-    .short('x')
-    .list()
-    .without_variable(),
-    option(NODES, "rsh", "COMMAND", "In place of ssh, with its options; or FLOW_RSH")
-        .without_variable(),
-    switch(OUTPUT, "prefix", "Put the rank before each line, as on a terminal").without_variable(),
-    option(OUTPUT, "log-dir", "DIR", "For the files of --redirects and --tee"),
-    option(
-        OUTPUT,
-        "redirects",
-        "STREAMS",
-        "To files: 0 none, 1 stdout, 2 stderr, 3 both; or by rank 0:3,10:1",
-    )
-    .short('r')
-    .alias(&["redirect"]),
-    option(OUTPUT, "tee", "STREAMS", "To files and here; STREAMS as above").short('t'),
-    option(OUTPUT, "local-ranks-filter", "RANKS", "Show only these: 0,2"),
-    option(
-        OUTPUT,
-        "duplicate-stdout-filters",
-        "TEXTS",
-        "Copy lines with one of a,b to filtered_stdout.log",
-    ),
-    option(
-        OUTPUT,
-        "duplicate-stderr-filters",
-        "TEXTS",
-        "Copy lines with one of a,b to filtered_stderr.log",
-    ),
-    switch(OUTPUT, "redirect-stdout-and-stderr", "OneFlow's --redirects 3").without_variable(),
-    option(OUTPUT, "logdir", "DIR", "OneFlow's --log-dir [default: log]").without_variable(),
-    option(OUTPUT, "events", "FILE", "Write what happens, a JSON object a line").without_variable(),
-    switch(OUTPUT, "quiet", "Of flow-launch's own lines only those of errors")
-        .short('q')
-        .without_variable(),
-    switch(OUTPUT, "dry-run", "Print what would be started").without_variable(),
-    option(OUTPUT, "event-log-handler", "NAME", ""),
-    option(OUTPUT, "logs-specs", "NAME", "").without_variable(),
-    option(WORKERS, "monitor-interval", "SECONDS", ""),
-    option(WORKERS, "start-method", "NAME", ""),
-    switch(PROGRAM, "use-env", "").without_variable(),
-];
+/// What a shell completes a value with.
+fn hint(value: &str) -> ValueHint {
+    match value {
+        "FILE" => ValueHint::FilePath,
+        "DIR" => ValueHint::DirPath,
+        "HOST" => ValueHint::Hostname,
+        "COMMAND" => ValueHint::CommandString,
+        _ => ValueHint::Other,
+    }
+}
 
 /// The name of the argument with PROGRAM and its arguments.
 pub const COMMAND: &str = "command";
@@ -276,8 +193,20 @@ PROGRAM is a path, a name beside flow-launch, or a name on PATH; a .py or .pyz f
 runs with python3 -u.
 Everything after PROGRAM is PROGRAM's. Flags may be written with underscores, and shortened.";
 
+/// The command line for `--help`.
 pub fn command() -> Command {
+    with_flags(FLAGS.iter().map(Flag::argument), true)
+}
+
+/// The command line for completions and the manual page: with full descriptions, and PROGRAM.
+pub fn full_command() -> Command {
+    let flags = FLAGS.iter().filter(|flag| !flag.help.is_empty());
+    with_flags(flags.map(|flag| flag.argument().long_help(flag.long_help())), false)
+}
+
+fn with_flags(flags: impl Iterator<Item = Arg>, hides_program: bool) -> Command {
     let program = Arg::new(COMMAND).num_args(0..).value_parser(ValueParser::os_string());
+    let program = program.value_name("PROGRAM").help("The program to start, and its arguments");
     Command::new("flow-launch")
         .version(env!("CARGO_PKG_VERSION"))
         .about(ABOUT)
@@ -285,8 +214,13 @@ pub fn command() -> Command {
         .term_width(120)
         .args_override_self(true)
         .infer_long_args(true)
-        .args(FLAGS.iter().map(Flag::argument))
-        .arg(program.hide(true).trailing_var_arg(true))
+        .args(flags)
+        .arg(
+            program
+                .hide(hides_program)
+                .trailing_var_arg(true)
+                .value_hint(ValueHint::CommandWithArguments),
+        )
 }
 
 /// Replaces mpirun's `-np` (or `-np=2`, `-np2`), which clap would read as `-n p`, by
@@ -357,6 +291,7 @@ pub fn candidates(start: &str) -> Vec<&'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::BTreeSet;
 
     #[test]
     fn the_table_makes_a_command_line() {
@@ -368,24 +303,59 @@ mod tests {
         let help = command().render_help().to_string();
         for flag in FLAGS.iter().filter(|flag| !flag.help.is_empty()) {
             let name = format!("--{}", flag.name);
-            assert!(
-                help.lines().any(|line| line.contains(&name) && line.ends_with(flag.help)),
-                "{name}"
-            );
+            let is_whole = |line: &&str| line.contains(&name) && line.contains(flag.help);
+            let line = help.lines().find(is_whole).unwrap_or_else(|| panic!("{name} in {help}"));
+            assert!(flag.default.is_empty() || line.ends_with(']'), "{line}");
         }
-        assert!(help.lines().count() <= 60, "{help}");
+        assert!(help.lines().count() <= 64, "{help}");
     }
 
     #[test]
-    fn the_documentation_has_each_flag() {
-        let page = include_str!("../../../README.md");
+    fn the_manual_has_plain_text() {
         for flag in FLAGS {
-            assert!(page.contains(&format!("`--{}", flag.name)), "{}", flag.name);
+            let text = flag.long_help();
             assert!(
-                flag.aliases.iter().all(|alias| page.contains(&format!("`--{alias}`"))),
-                "{}",
-                flag.name
+                !text.contains('`') && !text.contains(".md)") && !text.contains(".."),
+                "{text}"
             );
         }
+    }
+
+    /// The rows of one heading, in Markdown.
+    fn table(heading: &str) -> String {
+        let rows = FLAGS.iter().filter(|flag| flag.heading == heading).map(|flag| {
+            let short = flag.short.map(|short| format!("`-{short}`"));
+            let aliases = flag.aliases.iter().map(|alias| format!("`--{alias}`"));
+            let names = std::iter::once(format!("`--{}`", flag.name)).chain(aliases).chain(short);
+            let names = names.collect::<Vec<_>>().join(", ");
+            let variable = if flag.has_variable { "yes" } else { "" };
+            let Flag { default, meaning, differs, .. } = flag;
+            format!("| {names} | {default} | {variable} | {meaning} | {differs} |\n")
+        });
+        let head = "| flag | default | variable | meaning | torchrun |\n|---|---|---|---|---|\n";
+        head.to_string() + &rows.collect::<String>()
+    }
+
+    /// Every heading of the table is in the page, as the table has it. With FLOW_UPDATE_DOCS set,
+    /// this writes the page.
+    #[test]
+    fn the_page_of_flags_is_up_to_date() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/flags.md");
+        let page = std::fs::read_to_string(path).unwrap();
+        let mut updated = page.clone();
+        let headings: BTreeSet<_> = FLAGS.iter().map(|flag| flag.heading).collect();
+        for heading in headings {
+            let begin = format!("<!-- flags: {heading} -->\n");
+            let start = updated.find(&begin).unwrap_or_else(|| panic!("no {begin}")) + begin.len();
+            let end = start + updated[start..].find("<!-- end -->").expect("an end of the table");
+            updated.replace_range(start..end, &table(heading));
+        }
+        if std::env::var_os("FLOW_UPDATE_DOCS").is_some() {
+            std::fs::write(path, &updated).unwrap();
+        }
+        assert!(
+            std::env::var_os("FLOW_UPDATE_DOCS").is_some() || page == updated,
+            "docs/flags.md is stale: FLOW_UPDATE_DOCS=1 cargo test -p flow-launch page_of_flags"
+        );
     }
 }

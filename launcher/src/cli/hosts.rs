@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::net::IpAddr;
 
-use super::flags::FLAGS;
+use super::flag_table::FLAGS;
 use super::settings::{host_and_number, Settings};
 use super::usage::Usage;
 use crate::job::{HostEntry, Hosts, Processes};

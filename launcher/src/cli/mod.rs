@@ -1,14 +1,17 @@
 //! The command line, validated into a [`Job`].
 
+mod flag_table;
 mod flags;
 mod hosts;
 mod output;
+mod pages;
 mod rendezvous;
 mod settings;
 pub mod usage;
 
 use std::cell::RefCell;
 use std::ffi::OsString;
+use std::io::Write;
 use std::time::Duration;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
@@ -27,8 +30,8 @@ const GRACE: Duration = Duration::from_secs(30);
 const SIGNALS: [Signal; 4] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT];
 
 impl Job {
-    /// Reads a whole command line, program name first, and the environment. Answers `--help` and
-    /// `--version` here and ends the process.
+    /// Reads a whole command line, program name first, and the environment. Answers `--help`,
+    /// `--version`, `--completions` and `--man` here and ends the process.
     pub fn parse(
         arguments: impl IntoIterator<Item = OsString>,
         environment: Environment<'_>,
@@ -38,7 +41,15 @@ impl Job {
             Job::validate(&Settings { matches, environment, warnings: RefCell::default() })
         };
         match flags::command().try_get_matches_from(&arguments) {
-            Ok(matches) => validate(matches),
+            Ok(matches) => {
+                let settings = Settings { matches, environment, warnings: RefCell::default() };
+                if let Some(text) = pages::requested(&settings)? {
+                    // An error is a reader that has gone.
+                    let _ = std::io::stdout().write_all(&text);
+                    std::process::exit(0);
+                }
+                Job::validate(&settings)
+            }
             Err(error) if !error.use_stderr() => error.exit(),
             Err(error) => {
                 // The reason may be a flag that has taken PROGRAM for its value, as in
@@ -133,7 +144,7 @@ fn program(matches: &ArgMatches) -> Result<(OsString, Vec<OsString>), Usage> {
 
 /// The last flag with a value: it may have taken PROGRAM for it.
 fn last_option(matches: &ArgMatches) -> Option<(&'static str, &OsString)> {
-    let options = flags::FLAGS.iter().filter(|flag| flag.value.is_some());
+    let options = flag_table::FLAGS.iter().filter(|flag| flag.value.is_some());
     let given = options.filter_map(|flag| Some((matches.indices_of(flag.name)?.max()?, flag.name)));
     let (_, name) = given.max()?;
     Some((name, matches.get_one(name)?))

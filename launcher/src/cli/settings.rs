@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use clap::ArgMatches;
 
-use super::flags::{self, FLAGS};
+use super::flag_table::FLAGS;
+use super::flags;
 use super::usage::Usage;
 use crate::report::text::printable;
 

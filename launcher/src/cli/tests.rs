@@ -60,7 +60,7 @@ fn both_spellings_and_the_last_one_wins() {
 
 #[test]
 fn every_flag_in_every_spelling() {
-    for flag in flags::FLAGS {
+    for flag in flag_table::FLAGS {
         for spelling in flag.spellings() {
             let taken =
                 flags::command().try_get_matches_from(["f", &format!("--{spelling}"), "1", "p"]);
@@ -284,7 +284,7 @@ proptest! {
 
     #[test]
     fn any_value_gives_a_job_or_a_single_line(
-        flag in prop::sample::select(flags::FLAGS.iter().map(|flag| flag.name).chain(["other"]).collect::<Vec<_>>()),
+        flag in prop::sample::select(flag_table::FLAGS.iter().map(|flag| flag.name).chain(["other"]).collect::<Vec<_>>()),
         value in "[ -~]{0,10}",
     ) {
         if let Err(Usage(line)) = parse_with(&[], &[&format!("--{flag}={value}"), "train"]) {
@@ -294,12 +294,38 @@ proptest! {
 
     #[test]
     fn any_variable_gives_a_job_or_names_the_variable(
-        flag in prop::sample::select(flags::FLAGS.iter().map(|flag| flag.name).collect::<Vec<_>>()),
+        flag in prop::sample::select(flag_table::FLAGS.iter().map(|flag| flag.name).collect::<Vec<_>>()),
         value in "[ -~]{0,10}",
     ) {
         let variable = format!("PET_{}", flag.to_uppercase().replace('-', "_"));
         if let Err(Usage(line)) = parse_with(&[(&variable, &value)], &["train"]) {
             prop_assert!(!line.contains('\n') && line.contains(&variable), "{line}");
         }
+    }
+}
+
+#[test]
+fn completions_and_manual_have_every_flag_of_help() {
+    let page = |line: &str| {
+        let words = std::iter::once("flow-launch").chain(line.split(' '));
+        let matches = flags::command().try_get_matches_from(words).unwrap();
+        let environment = |_: &str| None;
+        let settings =
+            Settings { matches, environment: &environment, warnings: RefCell::default() };
+        pages::requested(&settings).unwrap().map(|text| String::from_utf8(text).unwrap())
+    };
+    assert_eq!(page("train"), None);
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let script = page(&format!("--completions {shell}")).unwrap();
+        for flag in ["nproc-per-node", "rdzv-endpoint", "hosts", "dry-run", "log-dir"] {
+            assert!(script.contains(flag), "{flag} in {shell}");
+        }
+        assert!(!script.contains("monitor-interval"), "{shell}");
+    }
+    let manual = page("--man").unwrap();
+    let help = flags::command().render_help().to_string();
+    for word in help.split_whitespace().filter(|word| word.starts_with("--")) {
+        let name = word.trim_matches(|letter: char| !letter.is_alphanumeric()).replace('-', "\\-");
+        assert!(manual.contains(&name), "{name} in {manual}");
     }
 }
