@@ -124,7 +124,7 @@ fn bash_completes_flags() {
     assert_eq!((completions.code, completions.stderr.as_str()), (Some(0), ""));
     let script = format!(
         "{}\nCOMP_WORDS=(flow-launch --nproc); COMP_CWORD=1\n\
-         _flow-launch flow-launch --nproc flow-launch; echo \"${{COMPREPLY[@]}}\"",
+         _flow__launch flow-launch --nproc flow-launch; echo \"${{COMPREPLY[@]}}\"",
         completions.stdout
     );
     let offered = Command::new("bash").args(["-c", &script]).output().unwrap();

@@ -96,8 +96,8 @@ pub const FLAGS: &[Flag] = &[
              29400",
         )
         .differs("implies `--rdzv-backend c10d`"),
-    option(NODES, "rdzv-backend", "KIND", "static (by --master-addr) or c10d (by --rdzv-endpoint)")
-        .default("c10d with an endpoint, else static")
+    option(NODES, "rdzv-backend", "KIND", "static or c10d")
+        .default("static; c10d with an endpoint")
         .meaning(
             "`static`: node 0 is at `--master-addr`, or at the endpoint. `c10d`: nodes meet at the \
              endpoint, in any order",
