@@ -6,6 +6,7 @@
 //! | [`Ddp`] | `torch.nn.parallel.DistributedDataParallel` |
 //! | [`DistributedSampler`] | `torch.utils.data.distributed.DistributedSampler` |
 //! | [`OptimizerState`] | `optimizer.state_dict()`, `load_state_dict` |
+//! | [`Checkpoints`] | `torch.distributed.checkpoint`, `torch.save` |
 //! | [`DataLoader`], [`Dataset`] | `torch.utils.data.DataLoader`, `Dataset` |
 //! | [`TensorCollectives`] | `torch.distributed.all_reduce` and others, on tensors |
 //!
@@ -29,6 +30,7 @@ mod backward_state;
 mod birthplace;
 mod bucket;
 mod builder;
+mod checkpoint;
 mod coalesced;
 mod data;
 mod ddp;
@@ -45,6 +47,7 @@ mod steps;
 mod tensors;
 
 pub use builder::DdpBuilder;
+pub use checkpoint::{Checkpoint, CheckpointError, Checkpoints};
 pub use data::loader::{BatchId, Batches, DataLoader, Dataset, LoaderError};
 pub use data::sampler::{DistributedSampler, Indices, SamplerError, SamplerState, Shuffle};
 pub use ddp::{Ddp, NoSync};

@@ -1,6 +1,8 @@
-//! What the examples share: reading arguments and real data sets, and checkpoints.
+//! What the examples share: arguments, a real data set, progress, and the options of `mnist`.
 
 pub mod arguments;
-pub mod checkpoint;
 pub mod fashion;
 pub mod idx;
+pub mod images;
+pub mod options;
+pub mod progress;

@@ -29,8 +29,8 @@ pub use tch;
 /// What a training program uses.
 pub mod prelude {
     pub use flow_ddp::{
-        DataLoader, Dataset, Ddp, DeviceKind, DistributedSampler, OptimizerState, ProcessGroup,
-        ReduceOp, TensorCollectives, TryBackwardStep,
+        Checkpoints, DataLoader, Dataset, Ddp, DeviceKind, DistributedSampler, OptimizerState,
+        ProcessGroup, ReduceOp, TensorCollectives, TryBackwardStep,
     };
     pub use tch::nn::{self, Module, ModuleT, OptimizerConfig};
     pub use tch::{Device, Kind, Tensor};

@@ -5,9 +5,7 @@
 //!     flow-launch --nproc_per_node 2 train --device cuda
 
 use clap::Parser;
-use flow_ddp::{Ddp, DeviceKind, ProcessGroup, TensorCollectives};
-use tch::nn::{self, Module, OptimizerConfig};
-use tch::Tensor;
+use flow::prelude::*;
 
 /// Fits y = x w.
 #[derive(Parser)]

@@ -62,6 +62,11 @@ impl Folder {
         self.0.path().join("checkpoint").join(format!("step-{step}"))
     }
 
+    /// Its file of weights.
+    pub fn model(&self, step: usize) -> PathBuf {
+        self.checkpoint(step).join("model.safetensors")
+    }
+
     /// The weights and the losses that the job ended with.
     pub fn result(&self) -> (Vec<u8>, String) {
         (

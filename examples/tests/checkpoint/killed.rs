@@ -15,8 +15,10 @@ fn killed_three_times_it_ends_with_the_same_weights() {
         assert!((1..=3).contains(&folder.steps().len()), "{:?}", folder.steps());
     }
     // As a writer leaves it that is killed before all is written.
-    let half = fs::read(folder.checkpoint(*folder.steps().last().unwrap())).unwrap();
-    fs::write(folder.path("checkpoint/.checkpoint.partial"), &half[..half.len() / 2]).unwrap();
+    let half = fs::read(folder.model(*folder.steps().last().unwrap())).unwrap();
+    let partial = folder.path("checkpoint/.checkpoint.partial");
+    fs::create_dir(&partial).unwrap();
+    fs::write(partial + "/model.safetensors", &half[..half.len() / 2]).unwrap();
     for of_others in ["partial", "step-60.partial", "step-one"] {
         fs::write(folder.path("checkpoint/") + of_others, "").unwrap();
     }
@@ -65,11 +67,18 @@ fn a_damaged_checkpoint_is_told_and_the_one_before_serves() {
     assert_eq!(folder.steps(), [100, 120]);
 
     let newest = folder.checkpoint(120);
-    let good = fs::read(&newest).unwrap();
+    let good = fs::read(folder.model(120)).unwrap();
     let mut flipped = good.clone();
     flipped[good.len() / 2] ^= 1;
-    for damaged in [&flipped[..], &good[..good.len() - 1], &[]] {
-        fs::write(&newest, damaged).unwrap();
+    let state = fs::read_to_string(newest.join("state.json")).unwrap().replace("120", "121");
+    for (file, damaged) in [
+        ("model.safetensors", &flipped[..]),
+        ("optimizer.safetensors", &good[..good.len() - 1]),
+        ("model.safetensors", &[]),
+        ("state.json", state.as_bytes()),
+        ("SHA256SUMS", &[]),
+    ] {
+        fs::write(newest.join(file), damaged).unwrap();
         let finished = run(1, &arguments);
         assert_contains(
             &finished.stderr,
@@ -81,7 +90,7 @@ fn a_damaged_checkpoint_is_told_and_the_one_before_serves() {
     }
 
     for step in folder.steps() {
-        fs::write(folder.checkpoint(step), "no gzip").unwrap();
+        fs::write(folder.model(step), "no tensors").unwrap();
     }
     let all = format!(
         "mnist: all checkpoints in {} are damaged; remove them to start anew: ",
@@ -101,6 +110,6 @@ fn a_loss_that_is_no_number_is_kept_as_it_is() {
         assert_eq!(folder.steps(), left);
         run(1, &arguments);
         assert_eq!(folder.result().1, losses);
-        fs::remove_file(folder.checkpoint(20)).unwrap();
+        fs::remove_dir_all(folder.checkpoint(20)).unwrap();
     }
 }

@@ -28,7 +28,7 @@ fn other_numbers_of_ranks_go_on_with_the_rest_of_the_epoch() {
     );
     assert_contains(
         &finished.stderr,
-        &["the checkpoint was made by 3 rank(s) of ", "not be the same to the bit"],
+        &["was saved by 3 rank(s) of ", "not be the same to the bit"],
     );
     let losses = folder.result().1.lines().count();
     assert_eq!(losses, by_two + by_three + (1200 - images) / 10);
@@ -45,7 +45,7 @@ fn so_many_steps_are_done_by_whatever_number_of_ranks() {
         let (_, whole) = folder.result();
         assert_eq!(whole.lines().count(), steps);
         assert_eq!(folder.steps(), [every, steps]);
-        fs::remove_file(folder.checkpoint(steps)).unwrap(); // as if it had been stopped before
+        fs::remove_dir_all(folder.checkpoint(steps)).unwrap(); // as if it had been stopped before
 
         let output = run(others, &arguments).stdout;
         assert_contains(&output, &["going on in epoch 2"]);
@@ -71,7 +71,7 @@ fn other_numbers_of_threads_are_told() {
         let finished = threads(number);
         assert!(finished.code == Some(0) && finished.stderr.is_empty(), "{finished:?}");
     }
-    let told = "made by 1 rank(s) of 1 thread(s), here 1 of 2 go on: the weights will not be the same to the bit";
+    let told = "was saved by 1 rank(s) of 1 thread(s), and 1 of 2 resume: the weights will not be the same to the bit";
     assert_contains(&threads("2").stderr, &[told]);
 }
 

@@ -1,10 +1,7 @@
 //! The checkpoint of another training is refused.
 
 use std::fs;
-use std::io::Write;
-
-use flate2::write::GzEncoder;
-use flate2::Compression;
+use std::process::Command;
 
 use crate::common::write_noise;
 use crate::job::{error, run, Folder};
@@ -14,6 +11,9 @@ fn the_checkpoint_of_another_training_is_an_error_that_says_what_differs() {
     let folder = Folder::new();
     run(1, &folder.job(&["--epochs", "1"]));
     let with = "the checkpoint was made with";
+    let saved = folder.checkpoint(60);
+    let saved = saved.display();
+    let remedy = "; use the settings that it was saved with, or another folder";
     for (option, value, difference) in [
         ("--epochs", "2", format!("{with} --epochs 1, not 2; use that, or another folder")),
         (
@@ -27,7 +27,7 @@ fn the_checkpoint_of_another_training_is_an_error_that_says_what_differs() {
         (
             "--seed",
             "7",
-            "cannot resume: the state was saved with seed 0, this sampler has seed 7".to_owned(),
+            format!("{saved}: cannot resume: the state was saved with seed 0, this sampler has seed 7{remedy}"),
         ),
     ] {
         let more = ["--epochs", "1", option, value];
@@ -56,17 +56,18 @@ fn the_checkpoint_of_another_training_is_an_error_that_says_what_differs() {
 
     write_noise(folder.path("").as_ref(), 500, 20);
     let difference =
-        "cannot resume: the state was saved with samples 600, this sampler has samples 500";
+        format!("{saved}: cannot resume: the state was saved with samples 600, this sampler has samples 500{remedy}");
     assert_eq!(error(&folder.job(&["--epochs", "1"])), format!("mnist: {difference}\n"));
 
     for step in folder.steps() {
-        let mut file =
-            GzEncoder::new(fs::File::create(folder.checkpoint(step)).unwrap(), Compression::none());
-        file.write_all(b"{}\n").unwrap();
-        file.finish().unwrap();
+        let checkpoint = folder.checkpoint(step);
+        fs::write(checkpoint.join("state.json"), "{}\n").unwrap();
+        let mut sums = Command::new("sha256sum");
+        sums.args(["state.json", "model.safetensors", "optimizer.safetensors"]);
+        let sums = sums.current_dir(&checkpoint).output().unwrap();
+        fs::write(checkpoint.join("SHA256SUMS"), sums.stdout).unwrap();
     }
     let text = error(&folder.job(&["--epochs", "1"]));
-    let foreign =
-        format!("mnist: the checkpoint in {} is of another program: ", folder.path("checkpoint"));
+    let foreign = format!("mnist: {saved} is of another program: ");
     assert!(text.starts_with(&foreign) && text.lines().count() == 1, "{text}");
 }

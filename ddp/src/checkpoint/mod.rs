@@ -1,0 +1,374 @@
+//! Checkpoints of a training: model, optimizer, sampler and the program's own state.
+//!
+//! | file | what |
+//! |---|---|
+//! | `mod.rs` | [`Checkpoints`]: save, find the latest; [`Checkpoint`]: resume |
+//! | `folder.rs` | files on rank 0's disk: whole or not there, with their sums |
+//! | `tensors.rs` | tensors as safetensors |
+//! | `error.rs` | [`CheckpointError`] |
+
+mod error;
+mod folder;
+mod tensors;
+
+use std::collections::{BTreeSet, HashMap};
+use std::path::{Path, PathBuf};
+
+use flow_autograd::OptimizerState;
+use flow_comm::ProcessGroup;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use tch::nn::{Optimizer, VarStore};
+use tch::Tensor;
+
+use crate::ddp::Ddp;
+use crate::data::sampler::{DistributedSampler, SamplerState};
+pub use error::CheckpointError;
+use folder::Folder;
+
+/// Result of what is done with checkpoints.
+type Result<T> = std::result::Result<T, CheckpointError>;
+
+/// Files of a checkpoint.
+const STATE: &str = "state.json";
+const MODEL: &str = "model.safetensors";
+const OPTIMIZER: &str = "optimizer.safetensors";
+/// Raised when files change so that versions before cannot read them.
+const FORMAT: u32 = 1;
+
+/// The checkpoints of one training, in a folder.
+///
+/// Rank 0 writes and reads for all ranks: the others need not see the folder. The checkpoint of
+/// step 100 is the folder `step-100`:
+///
+/// | file | what |
+/// |---|---|
+/// | `model.safetensors` | the variables of the `VarStore`, by their names |
+/// | `optimizer.safetensors` | momentum and the like, as [`OptimizerState`] names them |
+/// | `state.json` | the sampler's state, and the program's |
+/// | `SHA256SUMS` | the sums of the others, as `sha256sum --check` takes them |
+///
+/// A checkpoint is whole or not there, even if the process is killed or the machine loses its
+/// power: its files are flushed to the disk under another name, and the folder is then renamed. The
+/// last two are kept ([`keep`](Self::keep)).
+///
+/// ```no_run
+/// use flow_ddp::{Checkpoints, Ddp, DistributedSampler, ProcessGroup};
+/// # use tch::nn::{self, OptimizerConfig};
+///
+/// # fn main() -> anyhow::Result<()> {
+/// # let group = ProcessGroup::from_env()?;
+/// # let vs = nn::VarStore::new(tch::Device::Cpu);
+/// # let model = Ddp::new(nn::linear(vs.root(), 784, 10, Default::default()), &vs, &group)?;
+/// # let mut optimizer = nn::Sgd::default().build(&vs, 0.1)?;
+/// # let mut sampler = DistributedSampler::new(1000, &group);
+/// let mut checkpoints = Checkpoints::open("checkpoints", &group)?;
+/// let mut step = 0; // the program's state: any type that serde can write and read
+/// if let Some(checkpoint) = checkpoints.latest()? {
+///     checkpoint.resume(&vs, &mut optimizer, &mut sampler)?;
+///     step = checkpoint.state;
+/// }
+/// // ... and after a step:
+/// checkpoints.save(step, &model, &vs, &optimizer, &sampler, &step)?;
+/// # Ok(()) }
+/// ```
+pub struct Checkpoints {
+    path: PathBuf,
+    group: ProcessGroup,
+    /// On rank 0.
+    folder: Option<Folder>,
+    keep: usize,
+    /// Whether this training knows of the checkpoints that were there before.
+    read: bool,
+    damaged: BTreeSet<usize>,
+}
+
+/// A checkpoint to resume from.
+pub struct Checkpoint<S> {
+    /// What the program kept.
+    pub state: S,
+    path: PathBuf,
+    world_size: usize,
+    threads: i32,
+    sampler: SamplerState,
+    model: HashMap<String, Tensor>,
+    optimizer: Vec<(String, Tensor)>,
+    group: ProcessGroup,
+}
+
+/// `state.json`.
+#[derive(Serialize, Deserialize)]
+struct State<S> {
+    format: u32,
+    world_size: usize,
+    /// Of each rank.
+    threads: i32,
+    sampler: SamplerState,
+    state: S,
+}
+
+impl Checkpoints {
+    /// The checkpoints in `folder`, which is made if it is missing. All ranks call this.
+    ///
+    /// # Errors
+    ///
+    /// On all ranks, when rank 0 cannot write there, or another job does.
+    pub fn open(folder: impl AsRef<Path>, group: &ProcessGroup) -> Result<Self> {
+        let path = folder.as_ref().to_owned();
+        let mut folder = None;
+        let opened = (group.rank() == 0).then(|| Folder::open(&path).map(|own| folder = Some(own)));
+        from_rank_0(group, opened)?;
+        let (group, damaged) = (group.clone(), BTreeSet::new());
+        Ok(Self { path, group, folder, keep: 2, read: false, damaged })
+    }
+
+    /// Keeps the last `count` checkpoints, one at least (default: 2).
+    pub fn keep(mut self, count: usize) -> Self {
+        self.keep = count.max(1);
+        self
+    }
+
+    /// Writes the checkpoint of `step`, which counts up over the whole training, and removes those
+    /// before the last few. All ranks call this; rank 0 writes, and the others go on.
+    ///
+    /// `state` is what else the program needs to go on, as JSON, which has no NaN and no infinity.
+    ///
+    /// # Errors
+    ///
+    /// When the last backward has failed ([`Ddp::synchronize`]), or the checkpoint cannot be
+    /// written; those before it are then still there. On rank 0, when the folder has checkpoints
+    /// and [`latest`](Self::latest) was not called.
+    pub fn save<M, S: Serialize + DeserializeOwned>(
+        &mut self,
+        step: usize,
+        model: &Ddp<M>,
+        vs: &VarStore,
+        optimizer: &Optimizer,
+        sampler: &DistributedSampler,
+        state: &S,
+    ) -> Result<()> {
+        model.synchronize()?;
+        let Some(folder) = &self.folder else { return Ok(()) };
+        if !self.read && !folder.steps()?.is_empty() {
+            return Err(CheckpointError::Unread(self.path.clone()));
+        }
+        let path = folder.checkpoint(step);
+        let unfit = |(what, reason)| CheckpointError::Unfit { what, path: path.clone(), reason };
+        let state = State {
+            format: FORMAT,
+            world_size: self.group.world_size(),
+            threads: tch::get_num_threads(),
+            sampler: sampler.state(),
+            state,
+        };
+        let state = json::<S>(&state)
+            .map_err(|reason| unfit(("the program's state".to_owned(), reason)))?;
+        let model: Vec<_> = vs.variables().into_iter().collect();
+        let optimizer = optimizer
+            .state()
+            .map_err(|error| unfit(("the optimizer".into(), error.to_string())))?;
+        folder.write(step, |folder| {
+            tensors::write(&model, &folder.join(MODEL)).map_err(unfit)?;
+            tensors::write(&optimizer, &folder.join(OPTIMIZER)).map_err(unfit)?;
+            let file = folder.join(STATE);
+            std::fs::write(&file, &state).map_err(CheckpointError::file(
+                "write",
+                file,
+                "see that the disk has space",
+            ))
+        })?;
+        self.read = true;
+        self.damaged.remove(&step);
+        // Later ones are of a way that this training has not gone.
+        let (kept, others): (Vec<_>, Vec<_>) = folder
+            .steps()?
+            .into_iter()
+            .partition(|other| *other <= step && !self.damaged.contains(other));
+        for old in others.into_iter().chain(kept.into_iter().skip(self.keep)) {
+            folder.remove(old)?;
+            self.damaged.remove(&old);
+        }
+        Ok(())
+    }
+
+    /// The latest checkpoint that is whole, the same on all ranks; None where there is none at all.
+    /// A damaged one is a warning in the log. All ranks call this.
+    ///
+    /// # Errors
+    ///
+    /// On all ranks, when there are only damaged ones, or those of another program, or rank 0 does
+    /// not see what another rank sees.
+    pub fn latest<S: DeserializeOwned>(&mut self) -> Result<Option<Checkpoint<S>>> {
+        self.seen_by_rank_0()?;
+        let mut contents = [const { Vec::new() }; 3];
+        let found = self.folder.as_ref().map(|folder| {
+            let steps = folder.steps()?;
+            let mut newest = None;
+            for &step in &steps {
+                match folder.read(step, [STATE, MODEL, OPTIMIZER]) {
+                    Ok(read) => {
+                        contents = read;
+                        return Ok(Some(step));
+                    }
+                    Err(reason) => {
+                        let path = folder.checkpoint(step);
+                        log::warn!("the checkpoint {} is damaged: {reason}", path.display());
+                        self.damaged.insert(step);
+                        newest.get_or_insert(reason);
+                    }
+                }
+            }
+            let damaged = |newest| CheckpointError::Damaged { folder: self.path.clone(), newest };
+            newest.map_or(Ok(None), |newest| Err(damaged(newest)))
+        });
+        let found = from_rank_0(&self.group, found)?;
+        self.read = true;
+        let Some(step) = found else { return Ok(None) };
+        for bytes in &mut contents {
+            broadcast(&self.group, bytes)?;
+        }
+        self.parse(self.path.join(format!("step-{step}")), contents).map(Some)
+    }
+
+    fn parse<S: DeserializeOwned>(
+        &self,
+        path: PathBuf,
+        [state, model, optimizer]: [Vec<u8>; 3],
+    ) -> Result<Checkpoint<S>> {
+        let other = |what: &'static str| {
+            let path = path.clone();
+            move |reason: String| CheckpointError::Other { path, what, reason }
+        };
+        let format = |value: &serde_json::Value| value.get("format").and_then(|f| f.as_u64());
+        let state: State<S> = serde_json::from_slice::<serde_json::Value>(&state)
+            .map_err(|error| error.to_string())
+            .and_then(|value| match format(&value) {
+                Some(format) if format == u64::from(FORMAT) => Ok(value),
+                _ => Err(format!("it has not format {FORMAT} of Flow's checkpoints")),
+            })
+            .and_then(|_| serde_json::from_slice(&state).map_err(|error| error.to_string()))
+            .map_err(other("program"))?;
+        let State { world_size, threads, sampler, state, .. } = state;
+        let model = tensors::read(&model).map_err(other("program"))?.into_iter().collect();
+        let optimizer = tensors::read(&optimizer).map_err(other("program"))?;
+        let group = self.group.clone();
+        Ok(Checkpoint { state, path, world_size, threads, sampler, model, optimizer, group })
+    }
+
+    /// A folder that each machine has for itself would let training start anew when another machine
+    /// has rank 0.
+    fn seen_by_rank_0(&self) -> Result<()> {
+        // Other ranks than 0 need not see the folder at all.
+        let steps = folder::steps(&self.path).unwrap_or_default();
+        let own = steps.first().map_or(-1, |&step| step as i64);
+        let mut newest = vec![-1i64; self.group.world_size()];
+        self.group.all_gather(&[own], &mut newest)?;
+        let Some(rank) = newest.iter().position(|&step| step > newest[0]) else { return Ok(()) };
+        let name = |step: i64| if step < 0 { "none".to_owned() } else { format!("step-{step}") };
+        Err(CheckpointError::NotShared {
+            folder: self.path.clone(),
+            rank,
+            seen: name(newest[rank]),
+            by_rank_0: name(newest[0]),
+        })
+    }
+}
+
+impl<S> Checkpoint<S> {
+    /// Gives the model, the optimizer and the sampler what they had. The number of ranks may be
+    /// another one: the rest of the epoch is dealt out anew. A warning in the log then says that
+    /// the weights will not be the same to the bit as those of a training without interruption.
+    ///
+    /// # Errors
+    ///
+    /// When one of them is of another kind or has other settings; none of them is of use then.
+    pub fn resume(
+        &self,
+        vs: &VarStore,
+        optimizer: &mut Optimizer,
+        sampler: &mut DistributedSampler,
+    ) -> Result<()> {
+        let failed = |source| CheckpointError::Sampler { path: self.path.clone(), source };
+        sampler.resume(&self.sampler).map_err(failed)?;
+        let other = |what: &'static str| {
+            move |reason: String| CheckpointError::Other { path: self.path.clone(), what, reason }
+        };
+        self.load_model(vs).map_err(other("model"))?;
+        optimizer
+            .load_state(&self.optimizer)
+            .map_err(|error| other("optimizer")(error.to_string()))?;
+
+        let here = (self.group.world_size(), tch::get_num_threads());
+        if self.group.rank() == 0 && here != (self.world_size, self.threads) {
+            log::warn!(
+                "{} was saved by {} rank(s) of {} thread(s), and {} of {} resume: the weights will \
+                 not be the same to the bit",
+                self.path.display(),
+                self.world_size,
+                self.threads,
+                here.0,
+                here.1
+            );
+        }
+        Ok(())
+    }
+
+    fn load_model(&self, vs: &VarStore) -> std::result::Result<(), String> {
+        let mut variables = vs.variables();
+        for (name, variable) in &variables {
+            let fits = |saved: &&Tensor| {
+                saved.size() == variable.size() && saved.kind() == variable.kind()
+            };
+            if self.model.get(name).filter(fits).is_none() {
+                let (shape, kind) = (variable.size(), variable.kind());
+                return Err(format!("it has no {name} of shape {shape:?} and kind {kind:?}"));
+            }
+        }
+        if let Some(name) = self.model.keys().find(|name| !variables.contains_key(*name)) {
+            return Err(format!("it has {name}, and this model has not"));
+        }
+        for (name, variable) in &mut variables {
+            tch::no_grad(|| variable.f_copy_(&self.model[name]))
+                .map_err(|error| error.to_string())?;
+        }
+        Ok(())
+    }
+}
+
+/// JSON that can be read back: it has `null` where a number is NaN.
+fn json<S: DeserializeOwned>(
+    state: &State<&(impl Serialize + ?Sized)>,
+) -> std::result::Result<Vec<u8>, String> {
+    let bytes = serde_json::to_vec_pretty(state).map_err(|error| error.to_string())?;
+    match serde_json::from_slice::<State<S>>(&bytes) {
+        Ok(_) => Ok(bytes),
+        Err(error) => Err(format!("it cannot be read back: {error}; JSON has no NaN or infinity")),
+    }
+}
+
+/// What rank 0 has come to, on all ranks. `own` is rank 0's.
+fn from_rank_0<T: Serialize + DeserializeOwned>(
+    group: &ProcessGroup,
+    own: Option<Result<T>>,
+) -> Result<T> {
+    let text = own.as_ref().map(|own| own.as_ref().map_err(ToString::to_string));
+    let mut bytes =
+        text.map(|text| serde_json::to_vec(&text).unwrap_or_default()).unwrap_or_default();
+    broadcast(group, &mut bytes)?;
+    own.unwrap_or_else(|| {
+        let result: std::result::Result<T, String> = serde_json::from_slice(&bytes)
+            .unwrap_or_else(|error| Err(format!("its answer cannot be read: {error}")));
+        result.map_err(CheckpointError::Rank0)
+    })
+}
+
+/// Rank 0's bytes to all.
+fn broadcast(group: &ProcessGroup, bytes: &mut Vec<u8>) -> Result<()> {
+    let mut length = [bytes.len() as i64];
+    group.broadcast(&mut length, 0)?;
+    bytes.resize(length[0] as usize, 0);
+    if !bytes.is_empty() {
+        group.broadcast(bytes, 0)?;
+    }
+    Ok(())
+}

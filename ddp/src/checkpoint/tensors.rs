@@ -1,0 +1,62 @@
+//! Named tensors as safetensors files.
+
+use std::path::Path;
+
+use safetensors::{Dtype, SafeTensors};
+use tch::{Device, Kind, Tensor};
+
+/// Writes `tensors` to the file `path`. The error is the tensor's name, or else the file's, and the
+/// reason.
+pub fn write(tensors: &[(String, Tensor)], path: &Path) -> Result<(), (String, String)> {
+    let on_cpu = |(name, tensor): &(String, Tensor)| {
+        let unfit = |reason: String| (name.clone(), first_line(&reason));
+        if tensor.is_sparse() {
+            return Err(unfit("it is sparse, which safetensors cannot keep; make it dense".into()));
+        }
+        let kind = tensor.kind();
+        if !KINDS.iter().any(|(known, _)| *known == kind) {
+            return Err(unfit(format!("it is of kind {kind:?}, which safetensors cannot keep")));
+        }
+        let copy = tensor
+            .f_detach()
+            .and_then(|tensor| tensor.f_to_device(Device::Cpu))
+            .and_then(|tensor| tensor.f_contiguous());
+        Ok((name.clone(), copy.map_err(|error| unfit(error.to_string()))?))
+    };
+    let tensors = tensors.iter().map(on_cpu).collect::<Result<Vec<_>, _>>()?;
+    let file = path.file_name().unwrap_or_default().to_string_lossy();
+    Tensor::write_safetensors(&tensors, path)
+        .map_err(|error| (file.into_owned(), first_line(&error.to_string())))
+}
+
+/// The tensors in the bytes of such a file, on the CPU.
+pub fn read(bytes: &[u8]) -> Result<Vec<(String, Tensor)>, String> {
+    let tensors = SafeTensors::deserialize(bytes).map_err(|error| format!("{error:?}"))?;
+    let tensor = |(name, view): (String, safetensors::tensor::TensorView)| {
+        let shape: Vec<i64> = view.shape().iter().map(|&length| length as i64).collect();
+        let kind = KINDS.iter().find(|(_, dtype)| *dtype == view.dtype());
+        let (kind, _) = kind.ok_or_else(|| format!("{name} is of type {:?}", view.dtype()))?;
+        let tensor = Tensor::f_from_data_size(view.data(), &shape, *kind);
+        Ok((name, tensor.map_err(|error| first_line(&error.to_string()))?))
+    };
+    tensors.tensors().into_iter().map(tensor).collect()
+}
+
+/// The kinds that both libtorch and safetensors have.
+const KINDS: [(Kind, Dtype); 10] = [
+    (Kind::Bool, Dtype::BOOL),
+    (Kind::Uint8, Dtype::U8),
+    (Kind::Int8, Dtype::I8),
+    (Kind::Int16, Dtype::I16),
+    (Kind::Int, Dtype::I32),
+    (Kind::Int64, Dtype::I64),
+    (Kind::BFloat16, Dtype::BF16),
+    (Kind::Half, Dtype::F16),
+    (Kind::Float, Dtype::F32),
+    (Kind::Double, Dtype::F64),
+];
+
+/// libtorch's texts have many lines: the first says what is wrong.
+fn first_line(text: &str) -> String {
+    text.lines().next().unwrap_or_default().to_owned()
+}

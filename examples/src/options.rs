@@ -1,0 +1,100 @@
+//! The options of `mnist`.
+
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+
+use anyhow::{ensure, Result};
+use clap::Parser;
+use flow::prelude::*;
+
+use crate::images::Images;
+
+/// Trains LeNet on Fashion-MNIST.
+#[derive(Parser)]
+pub struct Options {
+    /// Folder with the data set's four IDX files, gzipped or not [default: Debian's
+    /// dataset-fashion-mnist]
+    #[arg(long, value_name = "DIR")]
+    pub data: Option<PathBuf>,
+    /// How often all images are seen
+    #[arg(long, value_name = "N", default_value = "2")]
+    pub epochs: NonZeroUsize,
+    /// Images per rank and step
+    #[arg(long, value_name = "N", default_value = "50")]
+    pub batch_size: NonZeroUsize,
+    /// Highest learning rate, reached after a fifth of all steps
+    #[arg(long, value_name = "RATE", default_value = "0.08", value_parser = from_zero_up, allow_hyphen_values = true)]
+    pub lr: f64,
+    /// Momentum of the gradient descent
+    #[arg(long, value_name = "M", default_value = "0.9", value_parser = from_zero_up, allow_hyphen_values = true)]
+    pub momentum: f64,
+    /// Seed of the first weights and of the images' order
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u32,
+    /// Stop after so many steps
+    #[arg(long, value_name = "N")]
+    pub steps: Option<usize>,
+    /// cpu, or cuda: a GPU for each rank
+    #[arg(long, default_value = "cpu")]
+    pub device: DeviceKind,
+    /// Compute in double precision, to compare trainings: what rounding makes of two then stays
+    /// small
+    #[arg(long)]
+    pub double: bool,
+    /// Threads per rank that load images
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub workers: usize,
+    /// File for the loss of each step, the mean over all ranks, a line each
+    #[arg(long, value_name = "FILE")]
+    pub losses: Option<PathBuf>,
+    /// File for the trained weights, such as weights.safetensors
+    #[arg(long, value_name = "FILE")]
+    pub save: Option<PathBuf>,
+    /// Folder for checkpoints: training resumes from the latest one there
+    #[arg(long, value_name = "DIR")]
+    pub checkpoint: Option<PathBuf>,
+    /// Steps from one checkpoint to the next; there is also one at the end of each epoch
+    #[arg(long, value_name = "N", default_value = "100")]
+    pub checkpoint_every: NonZeroUsize,
+}
+
+impl Options {
+    /// The options and data that the trained weights depend on, beside what the sampler keeps.
+    pub fn hyperparameters(&self, train: &Images) -> Vec<(String, String)> {
+        let Self { epochs, batch_size, lr, momentum, double, .. } = self;
+        let checksum = format!("{:08x}", train.checksum());
+        let steps = self.steps.map_or("all".to_owned(), |steps| steps.to_string());
+        let options: [(&str, &dyn ToString); 7] = [
+            ("--epochs", epochs),
+            ("--batch-size", batch_size),
+            ("--lr", lr),
+            ("--momentum", momentum),
+            ("--steps", &steps),
+            ("training data of checksum", &checksum),
+            ("--double", double),
+        ];
+        options.map(|(name, value)| (name.to_owned(), value.to_string())).to_vec()
+    }
+
+    /// A checkpoint was made with the same hyperparameters as are given here.
+    ///
+    /// # Errors
+    /// When one differs.
+    pub fn check_hyperparameters(
+        saved: &[(String, String)],
+        here: &[(String, String)],
+    ) -> Result<()> {
+        for ((name, saved), (_, here)) in saved.iter().zip(here) {
+            ensure!(
+                saved == here,
+                "the checkpoint was made with {name} {saved}, not {here}; use that, or another folder"
+            );
+        }
+        Ok(())
+    }
+}
+
+fn from_zero_up(text: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|number: &f64| number.is_finite() && *number >= 0.0);
+    number.ok_or_else(|| "it should be a number from 0 up".into())
+}
