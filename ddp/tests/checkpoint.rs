@@ -1,0 +1,224 @@
+//! Checkpoints of one process: what is kept comes back, others can read it, and what cannot be right
+//! is an error that names the file.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use flow_ddp::{CheckpointError, Checkpoints, Ddp, DistributedSampler, ProcessGroup};
+use tch::nn::{self, Optimizer, OptimizerConfig, VarStore};
+use tch::{Device, Kind, Tensor};
+use tempfile::{tempdir, TempDir};
+
+/// A model with parameters and buffers of several kinds, whose optimizer has done steps.
+struct Training {
+    group: ProcessGroup,
+    vs: VarStore,
+    model: Ddp<nn::Linear>,
+    optimizer: Optimizer,
+    sampler: DistributedSampler,
+}
+
+impl Training {
+    fn new(inputs: i64, steps: usize) -> Self {
+        let group = ProcessGroup::from_env().unwrap();
+        let vs = VarStore::new(Device::Cpu);
+        let net = nn::linear(vs.root() / "dense", inputs, 2, Default::default());
+        for (name, kind) in [("half", Kind::BFloat16), ("flag", Kind::Bool), ("count", Kind::Int64)]
+        {
+            vs.root().add(name, Tensor::zeros([2, 3], (kind, Device::Cpu)), false);
+        }
+        let model = Ddp::new(net, &vs, &group).unwrap();
+        let optimizer = nn::Adam::default().build(&vs, 0.1).unwrap();
+        let sampler = DistributedSampler::new(100, &group);
+        let mut training = Self { group, vs, model, optimizer, sampler };
+        (0..steps).for_each(|_| drop(training.step()));
+        training
+    }
+
+    /// One step, and its loss.
+    fn step(&mut self) -> f64 {
+        let input = Tensor::arange(self.model.ws.size()[1], (Kind::Float, Device::Cpu));
+        let loss = (self.model.forward(&input) - 1.0).square().sum(Kind::Float);
+        self.optimizer.backward_step(&loss);
+        loss.double_value(&[])
+    }
+
+    fn open(&self, folder: &TempDir) -> Checkpoints {
+        Checkpoints::open(folder.path(), &self.group).unwrap()
+    }
+
+    fn save(&self, checkpoints: &mut Checkpoints, step: usize) -> Result<(), CheckpointError> {
+        let state = (step, 0.1 + step as f64);
+        checkpoints.save(step, &self.model, &self.vs, &self.optimizer, &self.sampler, &state)
+    }
+
+    /// Resumes from the latest checkpoint in `folder`, and returns its step.
+    fn resume(&mut self, folder: &TempDir) -> Result<usize, String> {
+        let latest =
+            self.open(folder).latest::<(usize, f64)>().map_err(|error| error.to_string())?;
+        let checkpoint = latest.expect("a checkpoint");
+        checkpoint
+            .resume(&self.vs, &mut self.optimizer, &mut self.sampler)
+            .map_err(|error| error.to_string())?;
+        let (step, number) = checkpoint.state;
+        assert_eq!(number, 0.1 + step as f64, "to the bit");
+        Ok(step)
+    }
+}
+
+/// The names in `folder`, sorted.
+fn names(folder: &Path) -> Vec<String> {
+    let name =
+        |entry: std::io::Result<fs::DirEntry>| entry.unwrap().file_name().into_string().unwrap();
+    let mut names: Vec<_> = fs::read_dir(folder).unwrap().map(name).collect();
+    names.sort_unstable();
+    names
+}
+
+#[test]
+fn a_training_that_resumes_goes_on_as_the_one_that_saved() {
+    let folder = tempdir().unwrap();
+    let mut training = Training::new(3, 3);
+    let _ = tch::no_grad(|| training.vs.variables()["flag"].shallow_clone().fill_(1));
+    let _ = tch::no_grad(|| training.vs.variables()["count"].shallow_clone().fill_(1i64 << 40));
+    let _ = training.sampler.iter().take(10).count();
+    let mut checkpoints = training.open(&folder);
+    training.save(&mut checkpoints, 3).unwrap();
+    drop(checkpoints);
+
+    let mut other = Training::new(3, 1);
+    assert_eq!(other.resume(&folder), Ok(3));
+    let saved = training.vs.variables();
+    for (name, variable) in other.vs.variables() {
+        assert!(variable == saved[&name] && variable.kind() == saved[&name].kind(), "{name}");
+    }
+    assert_eq!(other.sampler.state(), training.sampler.state());
+    for _ in 0..3 {
+        assert_eq!(other.step(), training.step());
+    }
+}
+
+#[test]
+fn pytorch_reads_the_tensors_and_sha256sum_the_sums() {
+    let folder = tempdir().unwrap();
+    let training = Training::new(3, 2);
+    training.save(&mut training.open(&folder), 2).unwrap();
+    let checkpoint = folder.path().join("step-2");
+    let sums = Command::new("sha256sum").args(["--check", "--strict", "SHA256SUMS"]);
+    let sums = { sums }.current_dir(&checkpoint).output().unwrap();
+    assert!(sums.status.success(), "{sums:?}");
+    assert_eq!(
+        names(&checkpoint),
+        ["SHA256SUMS", "model.safetensors", "optimizer.safetensors", "state.json"]
+    );
+
+    // The format as its specification has it: a length, a JSON header, the bytes.
+    let program = r#"
+import json, struct, sys
+try:
+    import torch
+except ImportError:
+    sys.exit(77)
+kinds = {"F32": torch.float32, "BF16": torch.bfloat16, "BOOL": torch.bool, "I64": torch.int64}
+for name in ["model.safetensors", "optimizer.safetensors"]:
+    data = open(name, "rb").read()
+    (length,) = struct.unpack("<Q", data[:8])
+    header, rest = json.loads(data[8 : 8 + length]), bytearray(data[8 + length :])
+    for key in sorted(key for key in header if key != "__metadata__"):
+        begin, end = header[key]["data_offsets"]
+        tensor = torch.frombuffer(rest[begin:end], dtype=kinds[header[key]["dtype"]])
+        tensor = tensor.reshape(header[key]["shape"])
+        print(key, tensor.dtype, list(tensor.shape), float(tensor.double().sum()))
+"#;
+    let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".into());
+    let read = Command::new(python).args(["-c", program]).current_dir(&checkpoint).output();
+    let Some(read) = read.ok().filter(|read| read.status.code() != Some(77)) else {
+        println!("SKIPPED: a checkpoint read by PyTorch: no Python with torch; set PYTHON");
+        return;
+    };
+    let text = String::from_utf8_lossy(&read.stdout);
+    assert!(read.status.success(), "{read:?}");
+    let weight = &training.vs.variables()["dense.weight"];
+    let lines: Vec<&str> = text.lines().collect();
+    let sum = |tensor: &Tensor| tensor.sum(Kind::Double).double_value(&[]);
+    let line = lines.iter().find(|line| line.starts_with("dense.weight torch.float32 [2, 3] "));
+    let read: f64 = line.expect(&text).rsplit(' ').next().unwrap().parse().unwrap();
+    assert!((read - sum(weight)).abs() < 1e-6, "{read}, not {}", sum(weight));
+    for expected in ["half torch.bfloat16 [2, 3] 0.0", "flag torch.bool [2, 3] 0.0"] {
+        assert!(lines.contains(&expected), "{text}");
+    }
+    assert!(lines.iter().any(|line| line.contains(".exp_avg_sq torch.float32")), "{text}");
+}
+
+#[test]
+fn the_last_few_are_kept() {
+    let folder = tempdir().unwrap();
+    let training = Training::new(3, 1);
+    let mut checkpoints = training.open(&folder).keep(3);
+    for step in [5, 10, 9, 11, 100] {
+        training.save(&mut checkpoints, step).unwrap();
+    }
+    assert_eq!(names(folder.path()), [".checkpoint.lock", "step-100", "step-11", "step-9"]);
+}
+
+#[test]
+fn a_training_that_has_not_read_them_replaces_none() {
+    let folder = tempdir().unwrap();
+    let mut training = Training::new(3, 1);
+    training.save(&mut training.open(&folder), 500).unwrap();
+    let error = training.save(&mut training.open(&folder), 1).unwrap_err().to_string();
+    let expected = format!("{} has checkpoints of an earlier training", folder.path().display());
+    assert!(error.starts_with(&expected) && error.lines().count() == 1, "{error}");
+    assert_eq!(training.resume(&folder), Ok(500));
+}
+
+/// As a process leaves them that is killed between two steps of replacing or removing a checkpoint.
+#[test]
+fn what_a_killed_writer_leaves_is_tidied_up() {
+    let folder = tempdir().unwrap();
+    let mut training = Training::new(3, 1);
+    training.save(&mut training.open(&folder), 7).unwrap();
+    let path = |name: &str| folder.path().join(name);
+    fs::rename(path("step-7"), path(".checkpoint.replaced.step-7")).unwrap();
+    for half in [".checkpoint.partial", ".checkpoint.removed"] {
+        fs::create_dir(path(half)).unwrap();
+        fs::write(path(half).join("model.safetensors"), "half").unwrap();
+    }
+    assert_eq!(training.resume(&folder), Ok(7));
+    assert_eq!(names(folder.path()), [".checkpoint.lock", "step-7"]);
+}
+
+#[test]
+fn what_does_not_fit_is_an_error_of_one_line() {
+    let folder = tempdir().unwrap();
+    let training = Training::new(3, 1);
+    let mut checkpoints = training.open(&folder);
+    let path = folder.path().join("step-1");
+    let starts = |error: String, expected: &str| {
+        assert!(error.starts_with(expected) && error.lines().count() == 1, "{error}");
+    };
+
+    let Training { vs, model, optimizer, sampler, .. } = &training;
+    let error = checkpoints.save(1, model, vs, optimizer, sampler, &f64::NAN).unwrap_err();
+    let expected =
+        format!("cannot save the program's state in {}: it cannot be read back", path.display());
+    starts(error.to_string(), &expected);
+    vs.root().add("complex", Tensor::zeros([1], (Kind::ComplexFloat, Device::Cpu)), false);
+    let error = training.save(&mut checkpoints, 1).unwrap_err();
+    let expected = format!("cannot save complex in {}: it is of kind ComplexFloat", path.display());
+    starts(error.to_string(), &expected);
+    drop(checkpoints);
+    assert_eq!(names(folder.path()).len(), 2, "the lock, and what is partial");
+
+    let training = Training::new(3, 1);
+    training.save(&mut training.open(&folder), 1).unwrap();
+    let model = format!("{} is of another model: it has no dense.", path.display());
+    starts(Training::new(4, 0).resume(&folder).unwrap_err(), &model);
+    let mut sgd = Training::new(3, 0);
+    sgd.optimizer = nn::sgd(0.9, 0.0, 0.0, false).build(&sgd.vs, 0.1).unwrap();
+    let optimizer = format!("{} is of another optimizer: ", path.display());
+    starts(sgd.resume(&folder).unwrap_err(), &optimizer);
+    let error = Training::new(3, 0).open(&folder).latest::<String>().err().unwrap().to_string();
+    starts(error, &format!("{} is of another program: ", path.display()));
+}

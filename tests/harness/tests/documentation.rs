@@ -1,0 +1,93 @@
+//! What README and docs/ say of files and environment variables is so.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use flow_harness::root;
+
+/// All files below `folder` whose names end so.
+fn files(folder: &Path, ends: &[&str]) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
+    let paths = entries.map(|entry| entry.unwrap().path());
+    paths
+        .flat_map(|path| match path.is_dir() {
+            true => files(&path, ends),
+            false => vec![path],
+        })
+        .filter(|path| ends.iter().any(|end| path.to_string_lossy().ends_with(end)))
+        .collect()
+}
+
+/// The names in quotes that begin with `FLOW_`.
+fn variables(text: &str) -> impl Iterator<Item = &str> {
+    text.split("\"FLOW_").skip(1).filter_map(|rest| {
+        let (name, _) = rest.split_once('"')?;
+        let is_name = |c: char| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_';
+        (!name.is_empty() && name.chars().all(is_name)).then_some(name)
+    })
+}
+
+#[test]
+fn the_page_of_variables_has_all_that_the_code_reads_and_no_other() {
+    let mut read = BTreeSet::new();
+    for entry in fs::read_dir(root()).unwrap() {
+        let package = entry.unwrap().path();
+        // Those that users depend on; examples, tests and scripts have their own.
+        if ["examples", "tests", "scripts"].iter().any(|name| package.ends_with(name)) {
+            continue;
+        }
+        let folder = if package.ends_with("python") { package } else { package.join("src") };
+        for file in files(&folder, &[".rs", ".cpp", ".py"]) {
+            let text = fs::read_to_string(&file).unwrap();
+            read.extend(variables(&text).map(|name| format!("FLOW_{name}")));
+        }
+    }
+    assert!(read.contains("FLOW_TIMEOUT"), "{read:?}");
+    let page = fs::read_to_string(root().join("docs/environment.md")).unwrap();
+    let row = |line: &str| Some(line.strip_prefix("| `")?.split_once('`')?.0.to_owned());
+    let listed: BTreeSet<String> = page.lines().filter_map(row).collect();
+    let missing: Vec<_> = read.difference(&listed).collect();
+    let gone: Vec<_> = listed.difference(&read).collect();
+    assert!(
+        missing.is_empty() && gone.is_empty(),
+        "docs/environment.md lacks {missing:?}, and has {gone:?}, which no code reads"
+    );
+}
+
+#[test]
+fn links_lead_to_files_and_headings() {
+    let mut pages = files(&root().join("docs"), &[".md"]);
+    pages.extend(["README.md", "CONTRIBUTING.md", "CHANGELOG.md"].map(|name| root().join(name)));
+    let mut broken = Vec::new();
+    for page in pages {
+        let text = fs::read_to_string(&page).unwrap();
+        for link in text.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
+            if link.starts_with("http") {
+                continue;
+            }
+            let (file, heading) = link.split_once('#').unwrap_or((link, ""));
+            let target = match file {
+                "" => page.clone(),
+                file => page.parent().unwrap().join(file),
+            };
+            let is_there = match heading {
+                "" => target.exists(),
+                heading => fs::read_to_string(&target)
+                    .is_ok_and(|text| text.lines().any(|line| anchor(line) == heading)),
+            };
+            if !is_there {
+                broken.push(format!("{}: {link}", page.display()));
+            }
+        }
+    }
+    assert!(broken.is_empty(), "{broken:#?}");
+}
+
+/// What a heading is linked by; nothing for other lines.
+fn anchor(line: &str) -> String {
+    let Some(heading) = line.strip_prefix('#') else { return String::new() };
+    let kept = heading.trim_start_matches('#').trim().to_lowercase();
+    let kept = kept.chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c));
+    kept.map(|c| if c == ' ' { '-' } else { c }).collect()
+}
