@@ -26,13 +26,15 @@ impl Training {
         let net = nn::linear(vs.root() / "dense", inputs, 2, Default::default());
         for (name, kind) in [("half", Kind::BFloat16), ("flag", Kind::Bool), ("count", Kind::Int64)]
         {
-            vs.root().add(name, Tensor::zeros([2, 3], (kind, Device::Cpu)), false);
+            let _ = vs.root().add(name, Tensor::zeros([2, 3], (kind, Device::Cpu)), false);
         }
         let model = Ddp::new(net, &vs, &group).unwrap();
         let optimizer = nn::Adam::default().build(&vs, 0.1).unwrap();
         let sampler = DistributedSampler::new(100, &group);
         let mut training = Self { group, vs, model, optimizer, sampler };
-        (0..steps).for_each(|_| drop(training.step()));
+        for _ in 0..steps {
+            training.step();
+        }
         training
     }
 
@@ -105,8 +107,9 @@ fn pytorch_reads_the_tensors_and_sha256sum_the_sums() {
     let training = Training::new(3, 2);
     training.save(&mut training.open(&folder), 2).unwrap();
     let checkpoint = folder.path().join("step-2");
-    let sums = Command::new("sha256sum").args(["--check", "--strict", "SHA256SUMS"]);
-    let sums = { sums }.current_dir(&checkpoint).output().unwrap();
+    let mut check = Command::new("sha256sum");
+    check.args(["--check", "--strict", "SHA256SUMS"]).current_dir(&checkpoint);
+    let sums = check.output().unwrap();
     assert!(sums.status.success(), "{sums:?}");
     assert_eq!(
         names(&checkpoint),
@@ -204,7 +207,8 @@ fn what_does_not_fit_is_an_error_of_one_line() {
     let expected =
         format!("cannot save the program's state in {}: it cannot be read back", path.display());
     starts(error.to_string(), &expected);
-    vs.root().add("complex", Tensor::zeros([1], (Kind::ComplexFloat, Device::Cpu)), false);
+    let complex = Tensor::zeros([1], (Kind::ComplexFloat, Device::Cpu));
+    let _ = vs.root().add("complex", complex, false);
     let error = training.save(&mut checkpoints, 1).unwrap_err();
     let expected = format!("cannot save complex in {}: it is of kind ComplexFloat", path.display());
     starts(error.to_string(), &expected);

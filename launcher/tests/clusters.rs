@@ -15,14 +15,15 @@ use tempfile::{tempdir, TempDir};
 /// The code blocks of this language in the page, in order.
 fn blocks(language: &str) -> Vec<String> {
     let page = fs::read_to_string(root().join("docs/clusters.md")).unwrap();
-    let parts = page.split(&format!("```{language}\n")).skip(1);
-    parts.map(|part| part.split("```").next().unwrap().to_owned()).collect()
+    let fence = format!("```{language}\n");
+    page.split(&fence).skip(1).map(|part| part.split("```").next().unwrap().to_owned()).collect()
 }
 
 /// A folder for PATH with `my-training`, which says its place, and what else is given.
 fn commands(others: &[(&str, &str)]) -> TempDir {
     let folder = tempdir().unwrap();
-    let place = "echo \"rank $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, node $GROUP_RANK\"";
+    let place =
+        "echo \"rank $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, node $GROUP_RANK\"";
     for (name, text) in [&[("my-training", place)], others].concat() {
         let path = folder.path().join(name);
         fs::write(&path, format!("#!/bin/bash\n{text}\n")).unwrap();
@@ -65,7 +66,8 @@ fn the_sbatch_script_starts_an_agent_on_each_node() {
     fs::write(&file, script).unwrap();
     let mut sbatch = Command::new("bash");
     sbatch.arg(file).env("PATH", path(folder.path())).env("OMP_NUM_THREADS", "1");
-    let slurm = [("NNODES", "2"), ("JOB_ID", &id), ("JOB_NODELIST", "n[1-2]"), ("GPUS_ON_NODE", "2")];
+    let slurm =
+        [("NNODES", "2"), ("JOB_ID", &id), ("JOB_NODELIST", "n[1-2]"), ("GPUS_ON_NODE", "2")];
     sbatch.envs(slurm.map(|(name, value)| (format!("SLURM_{name}"), value)));
     let finished = run(&mut sbatch);
     assert_eq!(finished.code, Some(0), "{finished:?}");
@@ -111,7 +113,8 @@ fn pods(
 fn the_indexed_job_has_what_flow_launch_reads() {
     let manifest = &blocks("yaml")[0];
     let variables = manifest.lines().filter_map(|line| {
-        let (name, value) = line.trim().strip_prefix("- {name: ")?.strip_suffix('}')?.split_once(", value: ")?;
+        let (name, value) =
+            line.trim().strip_prefix("- {name: ")?.strip_suffix('}')?.split_once(", value: ")?;
         Some((name.to_owned(), value.trim_matches('"').to_owned()))
     });
     let mut variables: BTreeMap<String, String> = variables.collect();

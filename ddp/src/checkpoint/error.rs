@@ -9,14 +9,14 @@ use crate::data::sampler::SamplerError;
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
     /// A file or folder cannot be read or written.
-    #[error("cannot {operation} {}: {source}; {remedy}", .path.display())]
+    #[error("cannot {operation} {}: {cause}; {remedy}", .path.display())]
     File {
         /// What was being done.
         operation: &'static str,
         /// The file or folder.
         path: PathBuf,
         /// The cause.
-        source: io::Error,
+        cause: io::Error,
         /// What to do.
         remedy: &'static str,
     },
@@ -78,12 +78,12 @@ pub enum CheckpointError {
         reason: String,
     },
     /// The sampler has other settings than the one that was saved.
-    #[error("{}: {source}; use the settings that it was saved with, or another folder", .path.display())]
+    #[error("{}: {cause}; use the settings that it was saved with, or another folder", .path.display())]
     Sampler {
         /// The checkpoint.
         path: PathBuf,
         /// The difference.
-        source: SamplerError,
+        cause: SamplerError,
     },
     /// A collective failed, or what was trained is of no use after a failure.
     #[error(transparent)]
@@ -104,6 +104,6 @@ impl CheckpointError {
         remedy: &'static str,
     ) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
-        move |source| Self::File { operation, path, source, remedy }
+        move |cause| Self::File { operation, path, cause, remedy }
     }
 }

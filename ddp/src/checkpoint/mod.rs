@@ -21,8 +21,8 @@ use serde::{Deserialize, Serialize};
 use tch::nn::{Optimizer, VarStore};
 use tch::Tensor;
 
-use crate::ddp::Ddp;
 use crate::data::sampler::{DistributedSampler, SamplerState};
+use crate::ddp::Ddp;
 pub use error::CheckpointError;
 use folder::Folder;
 
@@ -288,7 +288,7 @@ impl<S> Checkpoint<S> {
         optimizer: &mut Optimizer,
         sampler: &mut DistributedSampler,
     ) -> Result<()> {
-        let failed = |source| CheckpointError::Sampler { path: self.path.clone(), source };
+        let failed = |cause| CheckpointError::Sampler { path: self.path.clone(), cause };
         sampler.resume(&self.sampler).map_err(failed)?;
         let other = |what: &'static str| {
             move |reason: String| CheckpointError::Other { path: self.path.clone(), what, reason }
