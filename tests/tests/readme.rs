@@ -1,4 +1,4 @@
-//! What README says of a crate of one's own works as it is written there.
+//! What README and docs/your-crate.md say of a crate of one's own works as it is written there.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -9,12 +9,12 @@ use std::time::Duration;
 use flow_tests::Process;
 
 /// The first block of code in this language after `text`, and what follows it.
-fn block<'a>(readme: &'a str, text: &str, language: &str) -> (&'a str, &'a str) {
+fn block<'a>(page: &'a str, text: &str, language: &str) -> (&'a str, &'a str) {
     let after = |rest: &'a str, text: &str| Some(rest.split_once(text)?.1);
     let code =
-        after(readme, text).and_then(|rest| after(after(rest, &format!("```{language}"))?, "\n"));
+        after(page, text).and_then(|rest| after(after(rest, &format!("```{language}"))?, "\n"));
     code.and_then(|code| code.split_once("```"))
-        .unwrap_or_else(|| panic!("README has no {language} after {text:?}"))
+        .unwrap_or_else(|| panic!("the page has no {language} after {text:?}"))
 }
 
 /// The crate lies in the checkout's target folder and shares it, so that what both depend on is
@@ -23,8 +23,9 @@ fn block<'a>(readme: &'a str, text: &str, language: &str) -> (&'a str, &'a str) 
 fn a_crate_of_ones_own() {
     let checkout = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let readme = fs::read_to_string(checkout.join("README.md")).unwrap();
-    let (program, rest) = block(&readme, "## Your program", "rust");
-    let (manifest, rest) = block(rest, "`Cargo.toml`:", "toml");
+    let page = fs::read_to_string(checkout.join("docs/your-crate.md")).unwrap();
+    let (program, _) = block(&readme, "## Your program", "rust");
+    let (manifest, rest) = block(&page, "`Cargo.toml`:", "toml");
     let (config, rest) = block(rest, "`.cargo/config.toml`", "toml");
     let (build, rest) = block(rest, "`build.rs`", "rust");
     let (commands, _) = block(rest, "Then build and run", "sh");
