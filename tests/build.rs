@@ -53,7 +53,11 @@ fn compile_fakes() {
         let status = compiler.status().expect("there is a C++ compiler");
         assert!(status.success(), "{library} did not compile: {compiler:?}");
     };
-    compile("libcuda.so.1", &["cuda.cpp", "kernels.cpp"], &["-Wl,-soname,libcuda.so.1"]);
+    compile(
+        "libcuda.so.1",
+        &["cuda.cpp", "cuda_streams.cpp", "cuda_memory.cpp", "cuda_modules.cpp", "kernels.cpp"],
+        &["-Wl,-soname,libcuda.so.1"],
+    );
     compile("libnvrtc.so", &["nvrtc.cpp"], &[]);
     compile("libnccl_fake.so", &["nccl.cpp"], &["-l:libcuda.so.1", "-Wl,-rpath,$ORIGIN"]);
     println!("cargo:rustc-env=FLOW_FAKE={}", folder.display());
