@@ -13,12 +13,14 @@ use crate::ffi;
 use crate::memory::{check_fit, memory, tensor_from_raw};
 use crate::Error;
 
-/// Test only: tensors are on the CPU, and a fake driver, whose device memory is host memory, treats
-/// them as tensors on a GPU. Its default stream is the calling thread.
+/// Feature `test-fakes` only: tensors are on the CPU, and a fake driver, whose device memory is host
+/// memory, treats them as tensors on a GPU. Its default stream is the calling thread.
 fn host_as_gpu() -> bool {
     static HOST_AS_GPU: OnceLock<bool> = OnceLock::new();
-    *HOST_AS_GPU
-        .get_or_init(|| std::env::var_os("FLOW_TEST_HOST_AS_GPU").is_some_and(|value| value == "1"))
+    *HOST_AS_GPU.get_or_init(|| {
+        cfg!(feature = "test-fakes")
+            && std::env::var_os("FLOW_TEST_HOST_AS_GPU").is_some_and(|value| value == "1")
+    })
 }
 
 /// What libtorch calls the device.

@@ -9,9 +9,12 @@ use crate::error::Result;
 use crate::nccl::{unique_tag, CudaGroup};
 use crate::shm::engine::Engine;
 
-/// Test only: the ranks of a machine share its GPUs. To NCCL each then looks like a host of its
-/// own, as it refuses two ranks on one GPU of a host.
-const SHARE: &str = "FLOW_TEST_SHARE_GPUS";
+/// Feature `test-fakes` only: the ranks of a machine share its GPUs. To NCCL each then looks like a
+/// host of its own, as it refuses two ranks on one GPU of a host.
+fn shares_gpus() -> bool {
+    cfg!(feature = "test-fakes")
+        && std::env::var_os("FLOW_TEST_SHARE_GPUS").is_some_and(|value| value == "1")
+}
 
 /// In place of a number of GPUs.
 const NO_CUDA: i64 = -1;
@@ -34,7 +37,7 @@ impl ProcessGroup {
     /// many GPUs.
     pub fn use_cuda(&self) -> Result<Arc<Device>> {
         self.member(&"use_cuda")?;
-        let share = std::env::var_os(SHARE).is_some_and(|value| value == "1");
+        let share = shares_gpus();
         let (rank, local_rank) = (self.engine().world.rank, self.local_rank());
         let counted = Device::count();
         let found = counted.as_ref().map_or(NO_CUDA, |&count| count as i64);
