@@ -53,13 +53,22 @@ def kernels(programs):
     return programs.flow(0, "cuda_check").splitlines()[-1]
 
 
+def scenario(programs, nproc, worker, name, ranks=None, **variables):
+    """Runs a scenario of a worker program, which every rank must report as passed."""
+    lines = programs.flow(nproc, worker, name, **variables).splitlines()
+    ranks = ranks or nproc
+    if lines != [f"{name} passed"] * ranks:
+        raise Failed("\n".join(lines))
+    return f"passed on {named(ranks)}"
+
+
 def nccl(what, ranks, programs):
-    return programs.flow(ranks, "check_nccl", what).strip()
+    return scenario(programs, ranks, "worker", f"nccl::{what}")
 
 
 def failure(way, told, programs):
     try:
-        output = programs.pair(f"gpu-check-{os.getpid()}-{way}", "check_nccl", "fail", way)
+        output = programs.pair(f"gpu-check-{os.getpid()}-{way}", "worker", "nccl::fail", way)
     except Failed as error:
         output = str(error)
     missing = [words for words in told if words not in output]
@@ -72,7 +81,7 @@ def too_many(programs):
     found, asked = programs.gpus, programs.gpus + 1
     told = f"asked for {asked} ranks with a GPU each on this machine, found {found} GPU"
     try:
-        programs.flow(asked, "check_nccl", "collectives", FLOW_TEST_SHARE_GPUS="0")
+        programs.flow(asked, "worker", "nccl::collectives", FLOW_TEST_SHARE_GPUS="0")
     except Failed as error:
         if told in str(error):
             return told + "s" * (found != 1)
@@ -83,14 +92,11 @@ def too_many(programs):
 def as_many(programs):
     if programs.rehearsal:
         raise CannotRun("flow-launch counts real GPUs")
-    told = programs.flow("gpu", "check_nccl", "buckets").strip()
-    if told != f"{programs.gpus} ranks agree":
-        raise Failed(told)
-    return told
+    return scenario(programs, "gpu", "worker", "nccl::buckets", ranks=programs.gpus)
 
 
 def ddp(check, ranks, programs):
-    return programs.flow(ranks, "check_ddp", check, FLOW_TEST_DEVICE="cuda").strip()
+    return scenario(programs, ranks, "ddp_worker", f"ddp::{check}", FLOW_TEST_DEVICE="cuda")
 
 
 def train(ranks, programs):

@@ -98,7 +98,7 @@ class Programs:
             command = [BUNDLE / "bin" / "flow-launch", "--nproc_per_node", ranks, *command]
         if isinstance(ranks, int) and ranks > self.gpus:
             variables = {"FLOW_TEST_SHARE_GPUS": "1", **SHARED, **variables}
-        if self.rehearsal and program not in ("cuda_check", "check_nccl"):
+        if self.rehearsal and program not in ("cuda_check", "worker"):
             variables["FLOW_TEST_HOST_AS_GPU"] = "1"  # tensors stay on the CPU
         return self.run(command, {**self.environment, **variables}, limit)
 

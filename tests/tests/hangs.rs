@@ -54,7 +54,7 @@ fn a_job_that_hung_may_be_restarted() {
 /// On the fakes of GPUs and NCCL.
 #[test]
 fn a_hang_over_nccl_is_told_and_ended() {
-    let job = launcher(3, &["--hang-timeout", "3"], "check_nccl", &["fail", "late"]);
+    let job = launcher(3, &["--hang-timeout", "3"], "worker", &["nccl::fail", "late"]);
     let Some(job) = on_fake_cuda(job) else { return };
     let finished = Process::start(job).finish(TEST_TIMEOUT);
     assert_eq!(finished.code, Some(124), "{finished:?}");

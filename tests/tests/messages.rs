@@ -1,29 +1,12 @@
-//! Messages with tags, and from any rank: how they are matched, on one node and on several, and
-//! what is said when they do not come.
+//! What is said of messages with tags, and from any rank, that do not come. How they are matched is
+//! in the scenarios.
 
 use flow_tests::{
-    assert_contains, launch, launcher, ranks, ranks_on_nodes, Finished, Process, DETECTION_LIMIT,
+    assert_contains, launcher, ranks, ranks_on_nodes, Finished, Process, DETECTION_LIMIT,
     TEST_TIMEOUT,
 };
 use nix::sys::signal::{kill, Signal};
 use nix::unistd::Pid;
-
-fn passes(size: usize, scenario: &str) {
-    assert_eq!(
-        launch(size, "check_messages", &[scenario]),
-        format!("{scenario} passed\n").repeat(size)
-    );
-}
-
-fn passes_on_nodes(nodes: &[usize], scenario: &str) {
-    for rank in ranks_on_nodes(nodes, "check_messages", &[scenario]) {
-        assert_eq!(
-            rank.finish(TEST_TIMEOUT).success(),
-            format!("{scenario} passed\n"),
-            "{nodes:?}"
-        );
-    }
-}
 
 fn lines(finished: Finished) -> Vec<String> {
     finished.success().lines().filter(|line| *line != "waiting").map(str::to_owned).collect()
@@ -36,68 +19,6 @@ fn everywhere(size: usize, scenario: &str, arguments: &[&str]) -> [Vec<Process>;
         ranks(size, "check_failures", &arguments),
         ranks_on_nodes(&[1, size - 1], "check_failures", &arguments),
     ]
-}
-
-#[test]
-fn tags_are_received_in_any_order() {
-    passes(3, "out_of_order");
-    passes_on_nodes(&[2, 1], "out_of_order");
-}
-
-#[test]
-fn a_message_that_is_passed_over_releases_its_sender() {
-    passes(2, "passed_over");
-    passes_on_nodes(&[1, 1], "passed_over");
-}
-
-#[test]
-fn thousands_are_kept() {
-    passes(2, "many_kept");
-    passes_on_nodes(&[1, 1], "many_kept");
-}
-
-#[test]
-fn threads_receive_from_one_rank_at_once() {
-    passes(2, "threads");
-    passes_on_nodes(&[1, 1], "threads");
-}
-
-#[test]
-fn asynchronous_receives_do_not_hold_up_others() {
-    passes(2, "asynchronous");
-    passes_on_nodes(&[1, 1], "asynchronous");
-}
-
-#[test]
-fn messages_come_from_any_rank() {
-    passes(3, "any");
-    passes(4, "any");
-    passes_on_nodes(&[1, 2], "any");
-    passes_on_nodes(&[2, 2], "any");
-}
-
-#[test]
-fn ranks_are_served_in_turn() {
-    passes(4, "any_in_turn");
-    passes_on_nodes(&[2, 1], "any_in_turn");
-}
-
-#[test]
-fn threads_receive_from_any_rank_beside_others() {
-    passes(4, "any_beside_others");
-    passes_on_nodes(&[1, 2, 1], "any_beside_others");
-}
-
-#[test]
-fn a_message_from_any_rank_comes_though_others_leave() {
-    passes(3, "any_until_all_left");
-    passes_on_nodes(&[2, 1], "any_until_all_left");
-    passes_on_nodes(&[1, 2], "any_until_all_left");
-}
-
-#[test]
-fn alone_there_is_nobody_to_receive_from() {
-    passes(1, "alone");
 }
 
 const FROM_ONE: &str = "rank 0: recv from rank 1 (9 x u8, tag 5) ";

@@ -12,43 +12,13 @@ use flow_tests::{
     TEST_TIMEOUT,
 };
 
-const WORKER: &str = "check_nccl";
-
-fn check(ranks: usize, what: &str) {
-    if let Some(command) = on_fake_cuda(launcher(ranks, &[], WORKER, &[what])) {
-        assert_eq!(
-            Process::start(command).finish(TEST_TIMEOUT).success(),
-            format!("{ranks} ranks agree\n")
-        );
-    }
-}
-
-#[test]
-fn collectives() {
-    for ranks in [1, 2, 3, 4] {
-        check(ranks, "collectives");
-    }
-}
+const WORKER: &str = "worker";
 
 /// Packing and unpacking, compiled by the C++ compiler.
 #[test]
 fn kernels() {
     let Some(command) = on_fake_cuda(Command::new(program("examples/cuda_check"))) else { return };
     assert_contains(&Process::start(command).finish(TEST_TIMEOUT).success(), &["cases are right"]);
-}
-
-#[test]
-fn groups() {
-    for ranks in [2, 5] {
-        check(ranks, "groups");
-    }
-}
-
-#[test]
-fn buckets() {
-    for ranks in [1, 2, 4] {
-        check(ranks, "buckets");
-    }
 }
 
 /// Starts ranks by hand, so that nobody stops the others when one fails.
@@ -64,7 +34,7 @@ fn ranks(size: usize, arguments: &[&str], variables: &[(&str, &str)]) -> Option<
 
 /// What rank 0 says in a failure.
 fn fail(way: &str, variables: &[(&str, &str)]) -> Option<Vec<String>> {
-    let mut started = ranks(2, &["fail", way], variables)?;
+    let mut started = ranks(2, &["nccl::fail", way], variables)?;
     let text = started.remove(0).finish(TEST_TIMEOUT).success();
     Some(text.lines().map(str::to_owned).collect())
 }
@@ -109,7 +79,7 @@ fn different_operations_are_told_apart() {
 
 #[test]
 fn a_rank_that_dies_is_an_error_within_seconds_and_the_device_is_free() {
-    let Some(mut started) = ranks(2, &["fail", "dies"], &[]) else { return };
+    let Some(mut started) = ranks(2, &["nccl::fail", "dies"], &[]) else { return };
     let begin = Instant::now();
     let text = started.remove(0).finish(TEST_TIMEOUT).success();
     assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
@@ -152,7 +122,7 @@ fn a_fault_of_the_device_is_no_timeout() {
 
 #[test]
 fn a_program_that_ignores_a_failure_is_ended() {
-    let Some(mut started) = ranks(2, &["fail", "ignores"], &[]) else { return };
+    let Some(mut started) = ranks(2, &["nccl::fail", "ignores"], &[]) else { return };
     let Finished { code, stderr, .. } = started.remove(0).finish(TEST_TIMEOUT);
     assert_ne!(code, Some(0));
     assert_contains(&stderr, &["rank 0: all_reduce #1", "timed out", "so its process ends here"]);
@@ -160,7 +130,9 @@ fn a_program_that_ignores_a_failure_is_ended() {
 
 #[test]
 fn more_ranks_than_gpus_is_an_error_before_training() {
-    let Some(started) = ranks(3, &["fail", "late"], &[("FLOW_FAKE_GPUS", "2")]) else { return };
+    let Some(started) = ranks(3, &["nccl::fail", "late"], &[("FLOW_FAKE_GPUS", "2")]) else {
+        return;
+    };
     let texts: Vec<String> =
         started.into_iter().map(|process| process.finish(TEST_TIMEOUT).success()).collect();
     for text in &texts {
@@ -176,13 +148,13 @@ fn more_ranks_than_gpus_is_an_error_before_training() {
 
 #[test]
 fn without_nccl_the_error_says_what_is_missing() {
-    let Some(mut command) = on_fake_cuda(launcher(2, &[], WORKER, &["fail", "late"])) else {
+    let Some(mut command) = on_fake_cuda(launcher(2, &[], WORKER, &["nccl::fail", "late"])) else {
         return;
     };
     command.env("FLOW_NCCL_PATH", "/nowhere/libnccl.so.2");
     let text = Process::start(command).finish(TEST_TIMEOUT).success();
     assert_contains(&text, &["no NCCL 2.18.0 or newer", "/nowhere/libnccl.so.2", "FLOW_NCCL_PATH"]);
-    let Some(mut command) = on_fake_cuda(launcher(2, &[], WORKER, &["fail", "late"])) else {
+    let Some(mut command) = on_fake_cuda(launcher(2, &[], WORKER, &["nccl::fail", "late"])) else {
         return;
     };
     command.env("FLOW_FAKE_VERSION", "21005");
@@ -194,7 +166,9 @@ fn without_nccl_the_error_says_what_is_missing() {
 fn all_ranks_issue_the_same_calls_in_order() {
     let folder = Path::new(FAKE_CUDA).join(format!("log-{}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("the folder can be made");
-    let Some(mut command) = on_fake_cuda(launcher(2, &[], WORKER, &["order"])) else { return };
+    let Some(mut command) = on_fake_cuda(launcher(2, &[], WORKER, &["nccl::order"])) else {
+        return;
+    };
     command.env("FLOW_FAKE_LOG", folder.join("calls"));
     Process::start(command).finish(TEST_TIMEOUT).success();
     let calls = |rank: usize| {

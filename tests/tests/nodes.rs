@@ -3,19 +3,9 @@
 
 use std::time::Duration;
 
-use flow_tests::{
-    assert_contains, ranks_on_nodes, Finished, Process, DETECTION_LIMIT, TEST_TIMEOUT,
-};
+use flow_tests::{assert_contains, ranks_on_nodes, Finished, Process, DETECTION_LIMIT};
 use nix::sys::signal::{kill, Signal};
 use nix::unistd::Pid;
-
-/// Rank 0 says `expected`; all end well.
-fn succeeds(nodes: &[usize], worker: &str, arguments: &[&str], expected: &str) {
-    let ranks = ranks_on_nodes(nodes, worker, arguments);
-    let said: Vec<String> =
-        ranks.into_iter().map(|rank| rank.finish(TEST_TIMEOUT).success()).collect();
-    assert_eq!(said[0], expected, "{nodes:?} {worker} {arguments:?}");
-}
 
 fn lines(finished: Finished) -> Vec<String> {
     finished.success().lines().filter(|line| *line != "looping").map(str::to_owned).collect()
@@ -23,50 +13,6 @@ fn lines(finished: Finished) -> Vec<String> {
 
 fn signal(process: &Process, signal: Signal) {
     kill(Pid::from_raw(process.pid() as i32), signal).expect("the process is ours");
-}
-
-#[test]
-fn collectives_on_nodes_of_one() {
-    succeeds(&[1, 1], "check_collectives", &[], "2 ranks agree\n");
-    succeeds(&[1, 1, 1, 1], "check_collectives", &[], "4 ranks agree\n");
-}
-
-#[test]
-fn collectives_on_even_nodes() {
-    succeeds(&[2, 2], "check_collectives", &[], "4 ranks agree\n");
-}
-
-#[test]
-fn collectives_on_uneven_nodes() {
-    succeeds(&[1, 2, 3], "check_collectives", &[], "6 ranks agree\n");
-    succeeds(&[2, 1], "check_collectives", &[], "3 ranks agree\n");
-}
-
-#[test]
-fn groups() {
-    for (nodes, scenario) in [
-        (&[2, 3][..], "sub_groups"),
-        (&[1, 2], "different_lists"),
-        (&[2, 3], "members"),
-        (&[1, 2], "members_differ"),
-        (&[1, 1, 1], "members_absent"),
-        (&[2, 1], "named_worlds"),
-        (&[1, 1], "arguments"),
-        (&[1, 1], "groups_come_and_go"),
-        (&[1, 1], "worlds_come_and_go"),
-        (&[1, 2], "two_worlds"),
-        (&[2, 2, 2], "rounds"),
-        (&[4, 1], "half_averages"),
-    ] {
-        succeeds(nodes, "check_groups", &[scenario], &format!("{scenario} passed\n"));
-    }
-}
-
-#[test]
-fn buckets() {
-    for scenario in ["pieces", "refused", "other_lengths"] {
-        succeeds(&[1, 1], "check_buckets", &[scenario], &format!("{scenario} passed\n"));
-    }
 }
 
 /// Rank 1 of three is killed, whether it leads its node or not.
@@ -190,14 +136,5 @@ fn disagreements_are_told_on_all_nodes() {
                 );
             }
         }
-    }
-}
-
-#[test]
-fn ddp_on_two_nodes() {
-    for check in ["linear", "mlp", "many_buckets", "unused_found", "unused_reported", "ready_order"]
-    {
-        succeeds(&[2, 2], "check_ddp", &[check], &format!("{check} holds on 4 ranks\n"));
-        succeeds(&[1, 1], "check_ddp", &[check], &format!("{check} holds on 2 ranks\n"));
     }
 }

@@ -72,18 +72,25 @@ pub fn rank(job: &str, rank: usize, size: usize, worker: &str, arguments: &[&str
 
 /// Starts `size` ranks by hand: nobody stops the others when one fails.
 pub fn ranks(size: usize, worker: &str, arguments: &[&str]) -> Vec<Process> {
-    let job = job();
-    (0..size).map(|r| Process::start(rank(&job, r, size, worker, arguments))).collect()
+    ranks_on_nodes(&[size], worker, arguments)
 }
 
 /// Starts ranks by hand on several nodes of this machine: so many on each.
 pub fn ranks_on_nodes(nodes: &[usize], worker: &str, arguments: &[&str]) -> Vec<Process> {
+    rank_commands(nodes, worker, arguments).into_iter().map(Process::start).collect()
+}
+
+/// The ranks of a job on nodes of this machine, so many on each, to be started.
+pub fn rank_commands(nodes: &[usize], worker: &str, arguments: &[&str]) -> Vec<Command> {
+    let (job, size) = (job(), nodes.iter().sum());
+    if nodes.len() == 1 {
+        return (0..size).map(|r| rank(&job, r, size, worker, arguments)).collect();
+    }
     // Nobody else takes a port of 127.0.0.1 in the moment between: the kernel hands them out in
     // turn.
     let free =
         std::net::TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
     let port = free.expect("there is a free port").port().to_string();
-    let (job, size) = (job(), nodes.iter().sum());
     let places = nodes
         .iter()
         .enumerate()
@@ -95,7 +102,7 @@ pub fn ranks_on_nodes(nodes: &[usize], worker: &str, arguments: &[&str]) -> Vec<
             .env("GROUP_RANK", node.to_string())
             .env("MASTER_ADDR", "127.0.0.1")
             .env("MASTER_PORT", &port);
-        Process::start(command)
+        command
     };
     places.enumerate().map(start).collect()
 }

@@ -1,5 +1,6 @@
 //! What becomes of a rank that forks: its child, which is not replaced by another program, neither
-//! disturbs it nor hangs. One scenario by name.
+//! disturbs it nor hangs. A child returns from its scenario too, and drops its copies of all that its
+//! parent has.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
@@ -10,6 +11,7 @@ use flow_comm::env::{Membership, Rendezvous};
 use flow_comm::store::Store;
 use flow_comm::{DType, Error, ProcessGroup, ReduceOp};
 use flow_ddp::Ddp;
+use flow_tests::registry::{by_hand, launched, scenario, Scenario};
 use nix::sys::signal::{kill, Signal};
 use nix::sys::wait::{waitpid, WaitPidFlag, WaitStatus};
 use nix::unistd::{fork, ForkResult, Pid};
@@ -17,34 +19,33 @@ use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
 /// Far longer than a child takes on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(60);
+const CHILD_TIMEOUT: Duration = Duration::from_secs(60);
 const MIB: usize = 1 << 20;
 
-/// Who has come to the end of a scenario.
-enum Side {
-    Rank,
-    Child,
-}
-
-fn main() -> Result<()> {
-    let scenario = std::env::args().nth(1).context("usage: check_forks SCENARIO")?;
-    let group = ProcessGroup::from_env()?;
-    tch::set_num_threads(1);
-    let side = match scenario.as_str() {
-        "memory" => memory(&group)?,
-        "operations" => operations(&group)?,
-        "busy" => busy(&group)?,
-        "store" => store(&group)?,
-        "tensors" => tensors(&group)?,
-        "joins_anew" => joins_anew(&group)?,
-        _ => bail!("there is no scenario {scenario}"),
-    };
-    // A child goes this way too, and drops its copies of all that its parent has.
-    if let Side::Rank = side {
-        println!("{scenario} passed");
-    }
-    Ok(())
-}
+pub const SCENARIOS: &[Scenario] = &[
+    scenario(
+        "a_child_neither_takes_nor_gives_back_memory",
+        memory,
+        &[launched(2), by_hand(&[2]), by_hand(&[1, 1])],
+    ),
+    scenario(
+        "operations_of_a_child_fail_at_once",
+        operations,
+        &[launched(2), by_hand(&[2]), by_hand(&[1, 1])],
+    ),
+    scenario("a_fork_beside_busy_threads", busy, &[launched(2), by_hand(&[2]), by_hand(&[1, 1])]),
+    scenario("a_connection_to_the_store_belongs_to_its_maker", store, &[launched(2)]),
+    scenario(
+        "tensors_of_a_child",
+        tensors,
+        &[
+            launched(2),
+            launched(2).mode("hooks", "FLOW_DDP_PROGRESS", "hooks"),
+            launched(2).mode("thread", "FLOW_DDP_PROGRESS", "thread"),
+        ],
+    ),
+    scenario("children_join_anew", joins_anew, &[launched(2), by_hand(&[2])]),
+];
 
 /// A forked process.
 struct Child(Pid);
@@ -55,7 +56,7 @@ impl Child {
         loop {
             match waitpid(self.0, Some(WaitPidFlag::WNOHANG))? {
                 WaitStatus::Exited(_, 0) => return Ok(()),
-                WaitStatus::StillAlive if begin.elapsed() < PATIENCE => {
+                WaitStatus::StillAlive if begin.elapsed() < CHILD_TIMEOUT => {
                     std::thread::sleep(Duration::from_millis(2))
                 }
                 WaitStatus::StillAlive => {
@@ -119,7 +120,7 @@ fn is_forked<T>(what: &str, result: Result<T, Error>, group: &ProcessGroup) -> R
 
 /// What the child frees, the parent keeps; the child gets no memory that is the parent's to hand
 /// out.
-fn memory(group: &ProcessGroup) -> Result<Side> {
+fn memory(group: &ProcessGroup) -> Result<()> {
     let mark = |index: usize| (group.rank() * 100 + index + 1) as i64;
     let mut kept: Vec<_> =
         (0..8).map(|_| group.alloc_shared::<i64>(MIB / 8)).collect::<Result<_, _>>()?;
@@ -129,16 +130,16 @@ fn memory(group: &ProcessGroup) -> Result<Side> {
             .enumerate()
             .all(|(index, block)| block.iter().all(|&element| element == mark(index)))
     };
-    drop(group.alloc_shared::<i64>(MIB / 8)?); // to be handed out next
-                                               // Blocks that were in use when a group failed lose
-                                               // their pages at once when they are freed.
+    // To be handed out next.
+    drop(group.alloc_shared::<i64>(MIB / 8)?);
+    // Blocks that were in use when a group failed lose their pages at once when they are freed.
     group.duplicate()?.abort("as a test");
     let Some(child) = forked()? else {
         ensure!(is_whole(&kept), "the child reads something else");
         ensure!(group.arena().allocate(MIB).is_none() && group.arena().allocate(64).is_none());
         is_forked("alloc_shared", group.alloc_shared::<i64>(10).map(drop), group)?;
         drop(kept);
-        return Ok(Side::Child);
+        return Ok(());
     };
     for _ in 0..100 {
         sum_of_ranks(group)?;
@@ -153,11 +154,11 @@ fn memory(group: &ProcessGroup) -> Result<Side> {
     );
     kept.iter_mut().try_for_each(|block| group.all_reduce(block, ReduceOp::Max))?;
     go_on(group)?;
-    Ok(Side::Rank)
+    Ok(())
 }
 
 /// They fail at once, and the parent's group does not notice.
-fn operations(group: &ProcessGroup) -> Result<Side> {
+fn operations(group: &ProcessGroup) -> Result<()> {
     let other = (group.rank() + 1) % group.world_size();
     let sub = group.new_group(&[0, 1])?.context("both are in it")?;
     go_on(&sub)?; // with threads
@@ -195,16 +196,16 @@ fn operations(group: &ProcessGroup) -> Result<Side> {
             );
         }
         drop(sub);
-        return Ok(Side::Child);
+        return Ok(());
     };
     child.ends_well()?;
     go_on(group)?;
     go_on(&sub)?;
-    Ok(Side::Rank)
+    Ok(())
 }
 
 /// Forks while threads use the group and the arena: any lock may be held.
-fn busy(group: &ProcessGroup) -> Result<Side> {
+fn busy(group: &ProcessGroup) -> Result<()> {
     let stop = Arc::new(AtomicBool::new(false));
     let allocating: Vec<_> = (0..2)
         .map(|_| {
@@ -240,7 +241,7 @@ fn busy(group: &ProcessGroup) -> Result<Side> {
             if round % 2 == 0 {
                 std::process::exit(0);
             }
-            return Ok(Side::Child);
+            return Ok(());
         };
         for work in works {
             ensure!(
@@ -256,15 +257,15 @@ fn busy(group: &ProcessGroup) -> Result<Side> {
     ensure!(allocating.into_iter().all(|thread| thread.join().is_ok()));
     go_on(group)?;
     go_on(&twin)?;
-    Ok(Side::Rank)
+    Ok(())
 }
 
 /// Under flow-launch.
-fn store(group: &ProcessGroup) -> Result<Side> {
+fn store(group: &ProcessGroup) -> Result<()> {
     let Rendezvous::Server { address, token } = Membership::from_env()?.rendezvous else {
         bail!("no store is served")
     };
-    let store = Store::connect(&address, &token, PATIENCE)?;
+    let store = Store::connect(&address, &token, CHILD_TIMEOUT)?;
     let (own, child) = (format!("own {}", group.rank()), format!("child {}", group.rank()));
     store.set(&own, b"before")?;
     let Some(process) = forked()? else {
@@ -277,18 +278,18 @@ fn store(group: &ProcessGroup) -> Result<Side> {
             error.contains(&format!("set \"{own}\": the connection is that of the process")),
             "{error}"
         );
-        Store::connect(&address, &token, PATIENCE)?.set(&child, b"here")?;
-        return Ok(Side::Child);
+        Store::connect(&address, &token, CHILD_TIMEOUT)?.set(&child, b"here")?;
+        return Ok(());
     };
-    ensure!(store.get(&child, PATIENCE)? == b"here");
+    ensure!(store.get(&child, CHILD_TIMEOUT)? == b"here");
     process.ends_well()?;
-    ensure!(store.get(&own, PATIENCE)? == b"before");
+    ensure!(store.get(&own, CHILD_TIMEOUT)? == b"before");
     go_on(group)?;
-    Ok(Side::Rank)
+    Ok(())
 }
 
 /// Large tensors are born in the arena: the child's come from elsewhere.
-fn tensors(group: &ProcessGroup) -> Result<Side> {
+fn tensors(group: &ProcessGroup) -> Result<()> {
     let vs = nn::VarStore::new(Device::Cpu);
     let root = vs.root();
     let net = nn::seq_t()
@@ -348,7 +349,7 @@ fn tensors(group: &ProcessGroup) -> Result<Side> {
             ensure!(model.stats().buckets.is_empty());
             drop(model.no_sync());
             drop(model);
-            return Ok(Side::Child);
+            return Ok(());
         };
         step()?;
         child.ends_well()?;
@@ -356,11 +357,11 @@ fn tensors(group: &ProcessGroup) -> Result<Side> {
         step()?;
         go_on(group)?;
     }
-    Ok(Side::Rank)
+    Ok(())
 }
 
 /// The children are ranks of a job of their own, with an arena of their own.
-fn joins_anew(group: &ProcessGroup) -> Result<Side> {
+fn joins_anew(group: &ProcessGroup) -> Result<()> {
     let wrap = |group: &ProcessGroup, vs: &nn::VarStore| {
         Ddp::new(nn::linear(vs.root(), 300, 300, Default::default()), vs, group)
     };
@@ -376,11 +377,12 @@ fn joins_anew(group: &ProcessGroup) -> Result<Side> {
     // The parent's memory is in use before.
     let vs = nn::VarStore::new(Device::Cpu);
     let model = wrap(group, &vs)?;
-    let join = || ProcessGroup::join(&Membership::from_env()?, PATIENCE);
+    let join = || ProcessGroup::join(&Membership::from_env()?, CHILD_TIMEOUT);
     let Some(child) = forked()? else {
         // At the same time as the parent does.
         go_on(&join()?)?;
-        let children = ProcessGroup::join_named(&Membership::from_env()?, "children", PATIENCE)?;
+        let children =
+            ProcessGroup::join_named(&Membership::from_env()?, "children", CHILD_TIMEOUT)?;
         go_on(&children)?;
         let mut shared = children.alloc_shared::<i64>(MIB / 8)?;
         shared.fill(1);
@@ -391,11 +393,11 @@ fn joins_anew(group: &ProcessGroup) -> Result<Side> {
         let model = wrap(&children, &vs)?;
         train(&children, &vs, &model)?;
         is_forked("a collective", group.barrier(), group)?;
-        return Ok(Side::Child);
+        return Ok(());
     };
     go_on(&join()?)?;
     train(group, &vs, &model)?;
     child.ends_well()?;
     train(group, &vs, &model)?;
-    Ok(Side::Rank)
+    Ok(())
 }

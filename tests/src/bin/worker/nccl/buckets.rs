@@ -3,7 +3,7 @@
 use anyhow::{ensure, Context, Result};
 use flow_comm::{DType, ProcessGroup};
 
-use crate::memory::{Array, Gpu};
+use super::memory::{Array, Gpu};
 
 /// Gradients of these lengths: among them an empty one, and one of several pieces.
 const LENGTHS: [usize; 6] = [1, 513, 0, 100_003, 64, 7];

@@ -1,32 +1,46 @@
-//! Messages with tags, and from any rank, one scenario by name; each rank checks its own part.
+//! Messages with tags, and from any rank; each rank checks its own part.
 
 use std::time::Duration;
 
-use anyhow::{bail, ensure, Context, Result};
+use anyhow::{ensure, Context, Result};
 use flow_comm::{Error, ProcessGroup, Work};
+use flow_tests::registry::{by_hand, launched, scenario, Scenario};
 
 /// Elements of messages that go in one part, in several, and in many.
 const LENGTHS: [usize; 4] = [0, 9, 100_000, 700_000];
 
-fn main() -> Result<()> {
-    let scenario = std::env::args().nth(1).context("usage: check_messages SCENARIO")?;
-    let group = ProcessGroup::from_env()?;
-    match scenario.as_str() {
-        "out_of_order" => out_of_order(&group)?,
-        "passed_over" => passed_over(&group)?,
-        "many_kept" => many_kept(&group)?,
-        "threads" => threads(&group)?,
-        "asynchronous" => asynchronous(&group)?,
-        "any" => any(&group)?,
-        "any_in_turn" => any_in_turn(&group)?,
-        "any_beside_others" => any_beside_others(&group)?,
-        "any_until_all_left" => any_until_all_left(group)?,
-        "alone" => alone(&group)?,
-        _ => bail!("there is no scenario {scenario}"),
-    }
-    println!("{scenario} passed");
-    Ok(())
-}
+pub const SCENARIOS: &[Scenario] = &[
+    scenario("tags_are_received_in_any_order", out_of_order, &[launched(3), by_hand(&[2, 1])]),
+    scenario(
+        "a_message_that_is_passed_over_releases_its_sender",
+        passed_over,
+        &[launched(2), by_hand(&[1, 1])],
+    ),
+    scenario("thousands_are_kept", many_kept, &[launched(2), by_hand(&[1, 1])]),
+    scenario("threads_receive_from_one_rank_at_once", threads, &[launched(2), by_hand(&[1, 1])]),
+    scenario(
+        "asynchronous_receives_do_not_hold_up_others",
+        asynchronous,
+        &[launched(2), by_hand(&[1, 1])],
+    ),
+    scenario(
+        "messages_come_from_any_rank",
+        any,
+        &[launched(3), launched(4), by_hand(&[1, 2]), by_hand(&[2, 2])],
+    ),
+    scenario("ranks_are_served_in_turn", any_in_turn, &[launched(4), by_hand(&[2, 1])]),
+    scenario(
+        "threads_receive_from_any_rank_beside_others",
+        any_beside_others,
+        &[launched(4), by_hand(&[1, 2, 1])],
+    ),
+    scenario(
+        "a_message_from_any_rank_comes_though_others_leave",
+        any_until_all_left,
+        &[launched(3), by_hand(&[2, 1]), by_hand(&[1, 2])],
+    ),
+    scenario("alone_there_is_nobody_to_receive_from", alone, &[launched(1)]),
+];
 
 /// What is in the message number `number` with a tag: the same length, and other contents, for
 /// each.
@@ -300,7 +314,7 @@ fn any_beside_others(group: &ProcessGroup) -> Result<()> {
 }
 
 /// Three ranks: rank 1 leaves at once, rank 2 after it has sent.
-fn any_until_all_left(group: ProcessGroup) -> Result<()> {
+fn any_until_all_left(group: &ProcessGroup) -> Result<()> {
     match group.rank() {
         0 => {
             let mut message = [0_u8; 9];
@@ -317,7 +331,8 @@ fn any_until_all_left(group: ProcessGroup) -> Result<()> {
             );
             ensure!(text.contains("has left the group"), "{text}");
         }
-        1 => drop(group),
+        // Leaves.
+        1 => {}
         _ => {
             std::thread::sleep(Duration::from_millis(700));
             group.send_with_tag(&[7_u8; 9], 0, 4)?;

@@ -7,7 +7,7 @@ use anyhow::{bail, Result};
 use flow_comm::nccl::CudaGroup;
 use flow_comm::{DType, ProcessGroup, ReduceOp};
 
-use crate::memory::Gpu;
+use super::memory::Gpu;
 
 /// Where time-outs are what is checked.
 const TIMEOUT: Duration = Duration::from_secs(4);

@@ -1,29 +1,23 @@
-//! Buckets as a group reduces them, one scenario by name; each of two ranks checks its own part.
+//! Buckets as a group reduces them; each of two ranks checks its own part.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{bail, ensure, Context, Result};
+use anyhow::{ensure, Context, Result};
 use flow_comm::{Buffer, DType, Error, ProcessGroup, ReduceOp, Segments, SharedBuffer};
+use flow_tests::registry::{by_hand, launched, scenario, Scenario};
 
-fn main() -> Result<()> {
-    let scenario = std::env::args().nth(1).context("usage: check_buckets SCENARIO")?;
-    let group = ProcessGroup::from_env()?;
-    match scenario.as_str() {
-        "pieces" => pieces(&group)?,
-        "refused" => refused(&group)?,
-        "other_lengths" => other_lengths(&group)?,
-        "given_up" => given_up(
-            &group,
-            Some("the loss is not finite"),
-            "rank 1 aborted the group: the loss is not finite",
-        )?,
-        "left" => given_up(&group, None, "has left the group")?,
-        _ => bail!("there is no scenario {scenario}"),
-    }
-    println!("{scenario} passed");
-    Ok(())
-}
+pub const SCENARIOS: &[Scenario] = &[
+    scenario("buckets_are_posted_once", pieces, &[launched(2), by_hand(&[1, 1])]),
+    scenario("refused_buckets_leave_the_group_usable", refused, &[launched(2), by_hand(&[1, 1])]),
+    scenario(
+        "pieces_of_other_lengths_are_an_error",
+        other_lengths,
+        &[launched(2), by_hand(&[1, 1])],
+    ),
+    scenario("a_bucket_that_was_given_up_harms_nothing", aborted, &[launched(2)]),
+    scenario("a_bucket_whose_rank_has_left_harms_nothing", left, &[launched(2)]),
+];
 
 /// Shared memory as a piece of a bucket, from this byte on.
 struct Piece(SharedBuffer<f32>, usize);
@@ -114,6 +108,15 @@ fn other_lengths(group: &ProcessGroup) -> Result<()> {
     ensure!(error.to_string().contains("with pieces of other lengths"), "{error}");
     ensure!(others.iter().all(|other| other.iter().all(|&element| element == 1.0)));
     Ok(())
+}
+
+fn aborted(world: &ProcessGroup) -> Result<()> {
+    let cause = "the loss is not finite";
+    given_up(world, Some(cause), &format!("rank 1 aborted the group: {cause}"))
+}
+
+fn left(world: &ProcessGroup) -> Result<()> {
+    given_up(world, None, "has left the group")
 }
 
 /// Rank 1 gives its bucket up when both have posted theirs, saying why or not, and rank 0 hears of

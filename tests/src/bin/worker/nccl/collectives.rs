@@ -6,7 +6,7 @@ use anyhow::{ensure, Result};
 use flow_comm::nccl::CudaGroup;
 use flow_comm::{DType, ProcessGroup, ReduceOp};
 
-use crate::memory::{Array, Gpu};
+use super::memory::{Array, Gpu};
 
 pub fn run(group: &ProcessGroup) -> Result<()> {
     let device = group.use_cuda()?;

@@ -1,0 +1,90 @@
+//! Runs one scenario that needs libtorch: `ddp_worker ddp::NAME`, `ddp_worker forks::NAME`.
+
+mod accumulation;
+mod equivalence;
+mod forks;
+mod helpers;
+mod lifecycle;
+mod models;
+mod nested;
+mod options;
+mod reported;
+mod tied;
+mod unfit;
+mod unused;
+
+use anyhow::Result;
+use flow_tests::registry::{by_hand, launched, scenario, work, Job, Scenario};
+
+/// How gradients travel: in place, by copies, or on a thread for communication.
+const CPU: &[Job] = &[
+    launched(2),
+    launched(3),
+    launched(3).mode("copies", "FLOW_DDP_COPY", "1"),
+    launched(2).mode("thread", "FLOW_DDP_PROGRESS", "thread"),
+];
+/// The way of GPUs, with tensors on the CPU: there is no fake libtorch. `scripts/gpu-check` runs the
+/// same on GPUs.
+const GPUS: [Job; 2] = [
+    launched(2).mode("tensors on the CPU", "FLOW_TEST_HOST_AS_GPU", "1").on_fake_cuda(),
+    launched(3).mode("tensors on the CPU", "FLOW_TEST_HOST_AS_GPU", "1").on_fake_cuda(),
+];
+const ALL: &[Job] = &[CPU[0], CPU[1], CPU[2], CPU[3], GPUS[0], GPUS[1]];
+const ALL_AND_NODES: &[Job] =
+    &[ALL[0], ALL[1], ALL[2], ALL[3], ALL[4], ALL[5], by_hand(&[2, 2]), by_hand(&[1, 1])];
+
+const SCENARIOS: &[Scenario] = &[
+    scenario("linear", equivalence::linear, ALL_AND_NODES),
+    scenario("mlp", equivalence::mlp, ALL_AND_NODES),
+    scenario("lenet", equivalence::lenet, ALL),
+    scenario("mobilenet", equivalence::mobilenet, ALL),
+    scenario("shared_gradients", equivalence::shared_gradients, ALL),
+    scenario("no_sync", accumulation::no_sync, ALL),
+    scenario("guards", accumulation::guards, ALL),
+    scenario("several_forwards", accumulation::several_forwards, ALL),
+    scenario("cleared_gradients", accumulation::cleared_gradients, ALL),
+    scenario("unused_found", unused::found, ALL_AND_NODES),
+    scenario("unused_now_and_then", unused::now_and_then, ALL),
+    scenario("unused_everywhere", unused::everywhere, ALL),
+    scenario("unused_accumulated", unused::accumulated, ALL),
+    scenario("nested", nested::reduced, ALL),
+    scenario("nested_unused", nested::unused, ALL),
+    scenario("nested_twice", nested::twice, ALL),
+    scenario("unused_reported", reported::unused, ALL_AND_NODES),
+    scenario("frozen_later", reported::frozen_later, ALL),
+    scenario("differing_models", reported::differing_models, ALL),
+    scenario("unfit_models", reported::unfit_models, ALL),
+    scenario("unfit_tensors", unfit::tensors, ALL),
+    scenario("replaced_buffers", unfit::replaced_buffers, ALL),
+    scenario("tied", tied::trained, ALL),
+    scenario("tied_names", tied::named, ALL),
+    scenario("wrapped_twice", tied::wrapped_twice, ALL),
+    scenario("frozen", lifecycle::frozen, ALL),
+    scenario("buffers", lifecycle::buffers, ALL),
+    scenario("changed", lifecycle::changed, ALL),
+    scenario("wrapped_again", lifecycle::wrapped_again, CPU),
+    scenario("joined_again", lifecycle::joined_again, CPU),
+    scenario("sub_group", lifecycle::sub_group, ALL),
+    scenario("memory", lifecycle::memory, ALL),
+    scenario("waits", lifecycle::waits, &[GPUS[0]]),
+    scenario("sampler", lifecycle::sampler, ALL),
+    scenario("alone", lifecycle::alone, ALL),
+    scenario("kinds", options::kinds, ALL),
+    scenario("communication_kinds", options::communication_kinds, ALL),
+    scenario("many_buckets", options::many_buckets, ALL_AND_NODES),
+    scenario("ready_order", options::ready_order, ALL_AND_NODES),
+    scenario("layouts", options::layouts, ALL),
+];
+
+fn main() -> Result<()> {
+    work(&[("ddp", SCENARIOS), ("forks", forks::SCENARIOS)], |group, run| {
+        models::choose_device(group)?;
+        tch::set_num_threads(1);
+        let rank = std::process::id();
+        run(group)?;
+        if std::process::id() == rank {
+            group.barrier()?;
+        }
+        Ok(())
+    })
+}
