@@ -1,0 +1,63 @@
+//! Clocks of several machines: by how much this one's differs from rank 0's.
+//!
+//! Processes of one machine share its monotonic clock. The first rank of each other machine asks
+//! rank 0 for the time, through the store, some times. The answer that came fastest counts: the
+//! time in it was that of the middle between question and answer.
+
+use std::time::{Duration, Instant};
+
+use super::clock;
+use crate::store::{Error, Store};
+
+/// How often rank 0 is asked.
+const ROUNDS: usize = 8;
+/// How long ranks wait for each other: all are joining the job at the same time.
+const TIMEOUT: Duration = Duration::from_secs(10);
+
+/// What rank 0's monotonic clock shows more than this machine's, in nanoseconds. All ranks call
+/// this; `leaders` are the first ranks of their machines, that of rank 0 first, and `leader` is
+/// this rank's.
+pub fn clock_offset(
+    store: &Store,
+    prefix: &str,
+    rank: usize,
+    leaders: &[usize],
+    leader: usize,
+) -> Result<i64, Error> {
+    let key = |what: &str, leader: usize, round: usize| format!("{prefix}clock/{what}/{leader}/{round}");
+    if rank == 0 {
+        for &leader in leaders.iter().skip(1) {
+            for round in 0..ROUNDS {
+                store.get(&key("question", leader, round), TIMEOUT)?;
+                store.set(&key("answer", leader, round), now().to_string().as_bytes())?;
+            }
+        }
+        return Ok(0);
+    }
+    if Some(&leader) == leaders.first() {
+        return Ok(0);
+    }
+    let offset = key("offset", leader, 0);
+    if rank != leader {
+        return Ok(number(&store.get(&offset, TIMEOUT)?));
+    }
+    let mut best = (i64::MAX, 0);
+    for round in 0..ROUNDS {
+        let asked = now();
+        store.set(&key("question", leader, round), b"")?;
+        let theirs = number(&store.get(&key("answer", leader, round), TIMEOUT)?);
+        let answered = now();
+        best = best.min((answered - asked, theirs - (asked + answered) / 2));
+    }
+    store.set(&offset, best.1.to_string().as_bytes())?;
+    Ok(best.1)
+}
+
+/// Nanoseconds on this machine's monotonic clock.
+fn now() -> i64 {
+    clock::monotonic_of(Instant::now()).as_nanos() as i64
+}
+
+fn number(text: &[u8]) -> i64 {
+    std::str::from_utf8(text).ok().and_then(|text| text.parse().ok()).unwrap_or_default()
+}

@@ -1,0 +1,319 @@
+//! A group's flight recorder: a ring of its last operations.
+//!
+//! Recording an operation takes two readings of the clock and one cache line of plain stores, so it
+//! is always on. Threads that record at the same time take different slots. A reader that meets a
+//! slot while it is written, or written anew, leaves it out.
+
+use std::sync::atomic::{fence, AtomicU64, Ordering};
+use std::time::Duration;
+
+use super::{clock, timeline};
+use crate::descriptor::Kind;
+
+/// How many operations a group keeps.
+pub const CAPACITY: usize = 256;
+/// Instead of a number that is not there.
+const NONE: u64 = u64::MAX;
+/// The stamp of a slot that is being written.
+const WRITING: u64 = 0;
+
+/// By what an operation moves its data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Backend {
+    /// Shared memory, on one node.
+    Shm,
+    /// Shared memory in each node, TCP between nodes.
+    Tcp,
+    /// Shared memory in each node, MPI between nodes.
+    Mpi,
+    /// NCCL, on GPUs.
+    Nccl,
+}
+
+impl Backend {
+    const ALL: [Backend; 4] = [Backend::Shm, Backend::Tcp, Backend::Mpi, Backend::Nccl];
+
+    /// As traces name it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Backend::Shm => "shm",
+            Backend::Tcp => "tcp",
+            Backend::Mpi => "mpi",
+            Backend::Nccl => "nccl",
+        }
+    }
+}
+
+/// One operation of a group on this rank. Times are those of the machine's monotonic clock.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Record {
+    /// The group's name, alike on all its ranks.
+    pub group: String,
+    /// The operation's number: collectives of a group count together, wherever their buffers are;
+    /// so do, apart from them, this rank's messages.
+    pub sequence: u64,
+    /// Its name, such as `all_reduce`.
+    pub operation: &'static str,
+    /// How many bytes this rank contributes.
+    pub bytes: u64,
+    /// The bucket that is reduced, if it is one.
+    pub bucket: Option<u32>,
+    /// By what the data moves.
+    pub backend: Backend,
+    /// When the program asked for it.
+    pub queued: Duration,
+    /// When it began.
+    pub started: Duration,
+    /// When it was over; None while it is under way, and if it failed.
+    pub done: Option<Duration>,
+    /// The member, by its rank in the job, that was the last to call it, where that is known.
+    pub last_to_arrive: Option<usize>,
+}
+
+/// What is known of an operation when it begins.
+#[derive(Debug, Clone, Copy)]
+pub struct Start {
+    pub kind: Kind,
+    pub sequence: u64,
+    pub bytes: u64,
+    pub bucket: Option<u32>,
+    pub backend: Backend,
+    /// In ticks; None if it begins when it is asked for.
+    pub queued: Option<u64>,
+}
+
+/// An operation under way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RecordId(u64);
+
+/// One cache line.
+#[derive(Default)]
+#[repr(align(64))]
+struct Slot {
+    /// The operation's number in the ring, from 1 on.
+    stamp: AtomicU64,
+    sequence: AtomicU64,
+    bytes: AtomicU64,
+    /// Kind, back-end, and the bucket's number plus one.
+    what: AtomicU64,
+    queued: AtomicU64,
+    started: AtomicU64,
+    done: AtomicU64,
+    last_to_arrive: AtomicU64,
+}
+
+/// The last operations of one group.
+pub struct Recorder {
+    group: String,
+    slots: Box<[Slot]>,
+    next: AtomicU64,
+    collectives: AtomicU64,
+    messages: AtomicU64,
+}
+
+impl Recorder {
+    /// For the group of this name.
+    pub fn new(group: String) -> Self {
+        clock::start();
+        timeline::enter_group();
+        Self {
+            group,
+            slots: (0..CAPACITY).map(|_| Slot::default()).collect(),
+            next: AtomicU64::new(1),
+            collectives: AtomicU64::new(0),
+            messages: AtomicU64::new(0),
+        }
+    }
+
+    /// The number of the group's next collective, which takes it.
+    pub fn next_collective(&self) -> u64 {
+        self.collectives.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// The number of the group's next collective, which does not take it yet.
+    pub fn peek_collective(&self) -> u64 {
+        self.collectives.load(Ordering::Relaxed)
+    }
+
+    /// The number of this rank's next message, which takes it.
+    pub fn next_message(&self) -> u64 {
+        self.messages.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// An operation begins now.
+    #[inline]
+    pub fn start(&self, start: &Start) -> RecordId {
+        let id = self.next.fetch_add(1, Ordering::Relaxed);
+        let now = clock::now();
+        let slot = &self.slots[id as usize % CAPACITY];
+        slot.stamp.store(WRITING, Ordering::Relaxed);
+        fence(Ordering::Release);
+        let bucket = start.bucket.map_or(0, |bucket| u64::from(bucket) + 1);
+        let what = start.kind as u64 | (start.backend as u64) << 8 | bucket << 16;
+        slot.sequence.store(start.sequence, Ordering::Relaxed);
+        slot.bytes.store(start.bytes, Ordering::Relaxed);
+        slot.what.store(what, Ordering::Relaxed);
+        slot.queued.store(start.queued.unwrap_or(now), Ordering::Relaxed);
+        slot.started.store(now, Ordering::Relaxed);
+        slot.done.store(NONE, Ordering::Relaxed);
+        slot.last_to_arrive.store(NONE, Ordering::Relaxed);
+        slot.stamp.store(id, Ordering::Release);
+        RecordId(id)
+    }
+
+    /// The operation is over.
+    #[inline]
+    pub fn finish(&self, id: RecordId) {
+        let Some(slot) = self.slot(id) else { return };
+        slot.done.store(clock::now(), Ordering::Relaxed);
+        if timeline::is_on() {
+            self.add_to_timeline(id);
+        }
+    }
+
+    /// The operation has failed. It stays as if it were under way.
+    pub fn fail(&self, id: RecordId) {
+        if timeline::is_on() {
+            self.read(id).into_iter().for_each(timeline::add_failed_operation);
+        }
+    }
+
+    /// The operation is over, and began and ended at these times, in ticks.
+    pub fn finish_at(&self, id: RecordId, started: u64, done: u64) {
+        let Some(slot) = self.slot(id) else { return };
+        slot.started.store(started, Ordering::Relaxed);
+        slot.done.store(done, Ordering::Relaxed);
+        if timeline::is_on() {
+            self.add_to_timeline(id);
+        }
+    }
+
+    /// What is kept, the oldest first.
+    pub fn records(&self) -> Vec<Record> {
+        let next = self.next.load(Ordering::Acquire);
+        let first = next.saturating_sub(CAPACITY as u64).max(1);
+        (first..next).filter_map(|id| self.read(RecordId(id))).collect()
+    }
+
+    #[cold]
+    fn add_to_timeline(&self, id: RecordId) {
+        if let Some(record) = self.read(id) {
+            timeline::add_operation(record);
+        }
+    }
+
+    /// Its slot, unless a later operation has taken it.
+    fn slot(&self, id: RecordId) -> Option<&Slot> {
+        let slot = &self.slots[id.0 as usize % CAPACITY];
+        (slot.stamp.load(Ordering::Relaxed) == id.0).then_some(slot)
+    }
+
+    fn read(&self, id: RecordId) -> Option<Record> {
+        let slot = &self.slots[id.0 as usize % CAPACITY];
+        let load = |word: &AtomicU64| word.load(Ordering::Relaxed);
+        if slot.stamp.load(Ordering::Acquire) != id.0 {
+            return None;
+        }
+        let [sequence, bytes, what, queued, started, done, last] = [
+            &slot.sequence,
+            &slot.bytes,
+            &slot.what,
+            &slot.queued,
+            &slot.started,
+            &slot.done,
+            &slot.last_to_arrive,
+        ]
+        .map(load);
+        fence(Ordering::Acquire);
+        if slot.stamp.load(Ordering::Relaxed) != id.0 {
+            return None;
+        }
+        Some(Record {
+            group: self.group.clone(),
+            sequence,
+            operation: Kind::from_code(what as u8)?.name(),
+            bytes,
+            bucket: ((what >> 16) as u32).checked_sub(1),
+            backend: *Backend::ALL.get(usize::from((what >> 8) as u8))?,
+            queued: clock::monotonic(queued),
+            started: clock::monotonic(started),
+            done: (done != NONE).then(|| clock::monotonic(done)),
+            last_to_arrive: (last != NONE).then_some(last as usize),
+        })
+    }
+}
+
+impl Drop for Recorder {
+    fn drop(&mut self) {
+        timeline::leave_group();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn start(sequence: u64, bucket: Option<u32>) -> Start {
+        let (kind, backend) = (Kind::AllReduce, Backend::Nccl);
+        Start { kind, sequence, bytes: 4000, bucket, backend, queued: None }
+    }
+
+    #[test]
+    fn a_record_says_what_was_done_and_when() {
+        let recorder = Recorder::new("0.1".into());
+        let id = recorder.start(&start(recorder.next_collective(), Some(0)));
+        let [under_way] = recorder.records().try_into().expect("one record");
+        let expected = Record {
+            group: "0.1".into(),
+            sequence: 0,
+            operation: "all_reduce",
+            bytes: 4000,
+            bucket: Some(0),
+            backend: Backend::Nccl,
+            queued: under_way.queued,
+            started: under_way.started,
+            done: None,
+            last_to_arrive: None,
+        };
+        assert_eq!(under_way, expected);
+        recorder.finish(id);
+        let [over] = recorder.records().try_into().expect("one record");
+        assert!(over.queued <= over.started && over.started <= over.done.expect("it is over"));
+        assert_eq!(recorder.next_collective(), 1);
+        assert_eq!(recorder.next_message(), 0);
+    }
+
+    #[test]
+    fn the_last_operations_are_kept() {
+        let recorder = Recorder::new("0".into());
+        let ids: Vec<RecordId> =
+            (0..CAPACITY as u64 + 10).map(|n| recorder.start(&start(n, None))).collect();
+        recorder.finish(ids[0]); // its slot is another's now
+        let records = recorder.records();
+        assert_eq!(records.len(), CAPACITY);
+        assert_eq!((records[0].sequence, records[0].done), (10, None));
+        assert!(records.windows(2).all(|pair| pair[0].sequence + 1 == pair[1].sequence));
+    }
+
+    #[test]
+    fn threads_record_at_the_same_time() {
+        let recorder = Recorder::new("0".into());
+        std::thread::scope(|scope| {
+            for thread in 0..4_u64 {
+                let recorder = &recorder;
+                scope.spawn(move || {
+                    for n in 0..10_000 {
+                        let start = Start { bytes: thread << 32 | n, ..start(thread << 32 | n, None) };
+                        recorder.finish(recorder.start(&start));
+                    }
+                });
+            }
+            for _ in 0..100 {
+                for record in recorder.records() {
+                    assert_eq!(record.sequence, record.bytes, "a torn record");
+                }
+            }
+        });
+    }
+}
