@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use flow_kernels::{DType, ReduceOp};
 
+use crate::trace::{Queued, Start};
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
@@ -53,6 +55,11 @@ impl Kind {
             Kind::Send => "send",
             Kind::Recv => "recv",
         }
+    }
+
+    /// The kind with this code, if there is one.
+    pub fn from_code(code: u8) -> Option<Kind> {
+        Kind::ALL.into_iter().find(|kind| *kind as u8 == code)
     }
 
     fn has_root(self) -> bool {
@@ -115,6 +122,29 @@ impl DescriptorWords {
 }
 
 impl OpDescriptor {
+    /// Whether ranks that post these do the same. Sequence numbers name operations: what keeps ranks
+    /// in step is that each takes part in the same rounds.
+    pub fn agrees(&self, other: &OpDescriptor) -> bool {
+        OpDescriptor { sequence: other.sequence, ..*self } == *other
+    }
+
+    /// As it is recorded; `queued` if it was asked for earlier.
+    pub fn record(&self, queued: Option<Queued>) -> Start {
+        Start {
+            kind: self.kind,
+            sequence: self.sequence,
+            bytes: self.bytes(),
+            bucket: self.bucket,
+            is_cuda: false,
+            queued: queued.map(|queued| queued.at),
+        }
+    }
+
+    /// How many bytes a rank contributes.
+    pub fn bytes(&self) -> u64 {
+        self.count * self.dtype.size() as u64
+    }
+
     /// Of a message.
     pub fn tag(&self) -> u32 {
         self.layout as u32
@@ -140,7 +170,7 @@ impl OpDescriptor {
     pub fn read(words: &DescriptorWords) -> Result<(Self, Location), &'static str> {
         let [sequence, packed, count, offset, bucket, layout] =
             std::array::from_fn(|i| words.0[i].load(Ordering::Relaxed));
-        let kind = Kind::ALL.into_iter().find(|k| *k as u64 == packed & 0xFF).ok_or(UNREADABLE)?;
+        let kind = Kind::from_code(packed as u8).ok_or(UNREADABLE)?;
         let operation = Self {
             sequence,
             kind,

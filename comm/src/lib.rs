@@ -40,6 +40,7 @@ mod settings;
 mod shm;
 mod stall;
 pub mod store;
+pub mod trace;
 mod transport;
 mod work;
 mod world;

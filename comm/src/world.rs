@@ -14,6 +14,7 @@ use crate::shm::arena::{Arena, Block};
 use crate::shm::control::Control;
 use crate::stall::{Stall, StallReporter};
 use crate::store::{Server, Store};
+use crate::trace;
 use crate::transport::Transport;
 
 /// How long a waiting rank sleeps before it looks whether its peers live.
@@ -118,6 +119,22 @@ impl World {
     /// A wait that begins now, if flow-launch wants to know of long ones.
     pub fn long_wait(&self) -> Option<Stall<'_>> {
         Some(self.waits.as_ref()?.begin(self.store.as_ref()?))
+    }
+
+    /// Has this rank's events kept, if `FLOW_TRACE` asks for that. All ranks call this.
+    pub fn join_trace(&self) {
+        let Some(folder) = trace::folder() else { return };
+        let leaders: Vec<usize> = (0..self.size).filter(|&rank| self.node(rank) == rank).collect();
+        let offset = self.store.as_ref().filter(|_| leaders.len() > 1).map(|store| {
+            trace::clock_offset(store, &self.prefix, self.rank, &leaders, self.node(self.rank))
+        });
+        let clock_offset = offset.unwrap_or(Ok(0)).unwrap_or_else(|error| {
+            log::warn!("rank {}: the trace has this machine's own time: {error}", self.rank);
+            0
+        });
+        let (rank, world_size) = (self.rank, self.size);
+        let (host, pid) = (self.peers[rank].host.clone(), std::process::id());
+        trace::join(trace::Job { rank, world_size, host, clock_offset, folder, pid });
     }
 
     /// The rendezvous store; None for a process alone.

@@ -24,6 +24,7 @@ use crate::settings;
 use crate::shm::control::Control;
 use crate::shm::engine::Engine;
 use crate::shm::fork::ForkSafe;
+use crate::trace::Record;
 use crate::work::Worker;
 use crate::world::World;
 
@@ -109,6 +110,7 @@ impl ProcessGroup {
     pub fn join_named(membership: &Membership, name: &str, timeout: Duration) -> Result<Self> {
         let timeout = timeout.min(MAX_TIMEOUT);
         let world = Arc::new(World::join(membership, name, timeout)?);
+        world.join_trace();
         let (control, ranks) = (world.root_control(), (0..world.size).collect());
         let engine = Arc::new(Engine::new(world, control, None, ranks, timeout, "0".into())?);
         Ok(Self::of(engine, membership.local_rank, Cuda::default()))
@@ -143,6 +145,12 @@ impl ProcessGroup {
     /// How long this rank waits for others before the group fails.
     pub fn timeout(&self) -> Duration {
         self.engine().timeout()
+    }
+
+    /// The group's last operations on this rank, the oldest first, with those that are under way: on
+    /// the host and on GPUs, some hundred of them. Recording is always on.
+    pub fn flight_recorder(&self) -> Vec<Record> {
+        self.engine().recorder.records()
     }
 
     /// Changes how long this rank waits; groups made from this one start with the new value.
@@ -361,7 +369,10 @@ impl ProcessGroup {
     pub fn send_with_tag<B: Buffer + ?Sized>(&self, data: &B, to: usize, tag: u32) -> Result<()> {
         self.caller().check_peer("send", to)?;
         let (data, dtype) = self.raw("send", data)?;
-        self.run_in_order(Lane::To(to), |engine| engine.send(data, dtype, to, tag))
+        self.run_in_order(Lane::To(to), |engine| {
+            engine.recorder.begin_message(Kind::Send, data.bytes);
+            engine.send(data, dtype, to, tag)
+        })
     }
 
     /// Receives the next message of rank `from` with this tag, as MPI matches them: messages with
@@ -378,7 +389,10 @@ impl ProcessGroup {
     ) -> Result<()> {
         self.caller().check_peer("recv", from)?;
         let (data, dtype) = self.raw_mut("recv", buffer)?;
-        self.run_in_order(Lane::From(from, tag), |engine| engine.recv(data, dtype, from, tag))
+        self.run_in_order(Lane::From(from, tag), |engine| {
+            engine.recorder.begin_message(Kind::Recv, data.bytes);
+            engine.recv(data, dtype, from, tag)
+        })
     }
 
     /// As [`ProcessGroup::recv_with_tag`], from whichever rank has a message with this tag first.
@@ -400,7 +414,10 @@ impl ProcessGroup {
                 .argument("recv_any", "there is no other rank in the group".into()));
         }
         let (data, dtype) = self.raw_mut("recv_any", buffer)?;
-        self.run_in_order(Lane::FromAny(tag), |engine| engine.recv_any(data, dtype, tag))
+        self.run_in_order(Lane::FromAny(tag), |engine| {
+            engine.recorder.begin_message(Kind::Recv, data.bytes);
+            engine.recv_any(data, dtype, tag)
+        })
     }
 
     /// Returns when all ranks of the group have called it.

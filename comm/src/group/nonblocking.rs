@@ -220,7 +220,9 @@ impl ProcessGroup {
         if let Some(worker) = worker {
             worker.drain();
         }
-        operation(engine)
+        let result = operation(engine);
+        engine.recorder.end(result.is_ok());
+        result
     }
 
     fn start<T: Send + 'static>(
@@ -255,7 +257,8 @@ impl ProcessGroup {
                 none.insert(Arc::new(worker))
             }
         };
-        Ok(worker.submit(self.rank(), operation, move || run(&group)))
+        let queued = self.engine().recorder.queue(lane == Lane::Collectives);
+        Ok(worker.submit(self.rank(), operation, move || queued.run(|| run(&group))))
     }
 
     fn workers(&self) -> MutexGuard<'_, HashMap<Lane, Arc<Worker>>> {

@@ -18,6 +18,7 @@ use crate::descriptor::{Kind, OpDescriptor};
 use crate::error::{Error, Result};
 use crate::shm::engine::Engine;
 use crate::shm::fork::ForkSafe;
+use crate::trace::{self, Start};
 
 /// What a process group does on one GPU, over NCCL.
 ///
@@ -45,7 +46,8 @@ pub struct CudaGroup {
 
 /// What changes with each operation: operations are enqueued one at a time.
 struct IssueState {
-    sequence: u64,
+    /// How many operations were enqueued.
+    enqueued: u64,
     splits: usize,
     ready: Event,
     /// All events of the group, the oldest first.
@@ -75,7 +77,7 @@ impl CudaGroup {
             Watchdog::start(Arc::clone(&engine), Arc::clone(&communicator), prefix.clone())
                 .map_err(|error| system(format!("cannot start a thread: {error}")))?;
         let state =
-            Mutex::new(IssueState { sequence: 0, splits: 0, ready, events: VecDeque::new() });
+            Mutex::new(IssueState { enqueued: 0, splits: 0, ready, events: VecDeque::new() });
         Ok(Self {
             watchdog: ForkSafe::new(watchdog),
             communicator: ForkSafe::new(communicator),
@@ -387,34 +389,48 @@ impl CudaGroup {
         issue: impl FnOnce(&Communicator, &Stream) -> Result<(), EnqueueError>,
     ) -> Result<Arc<Event>> {
         let mut state = self.issue_state(&operation.kind.name())?;
-        operation.sequence = state.sequence;
+        let recorder = &self.engine.recorder;
+        operation.sequence = match operation.kind {
+            Kind::Send | Kind::Recv => recorder.next_message(),
+            _ => recorder.next_collective(),
+        };
+        self.watchdog.check(&operation)?;
         let enqueued = EnqueuedOp {
             descriptor: operation,
-            bytes: operation.count as usize * operation.dtype.size(),
+            number: state.enqueued,
+            record: recorder.start(&Start { is_cuda: true, ..operation.record(None) }),
         };
-        self.watchdog.check(&enqueued)?;
-        state.sequence += 1;
+        state.enqueued += 1;
         self.watchdog.begin(enqueued);
-        let result = after
-            .iter()
-            .try_for_each(|stream| {
-                state.ready.record(stream).and_then(|()| self.stream.wait(&state.ready))
-            })
-            .map_err(EnqueueError::from)
-            .and_then(|()| issue(&self.communicator, &self.stream))
-            .and_then(|()| {
-                let done = state.take_event(&self.device)?;
-                done.record(&self.stream)?;
-                Ok(done)
-            });
-        match result {
-            Ok(done) => {
-                self.watchdog.enqueued(Arc::clone(&done));
-                state.events.push_back(Arc::clone(&done));
+        match self.issue(&mut state, after, issue) {
+            Ok((started, done)) => {
+                state.events.extend(started.iter().chain([&done]).cloned());
+                self.watchdog.enqueued(started, Arc::clone(&done));
                 Ok(done)
             }
-            Err(fault) => Err(self.watchdog.fail(self.system(&enqueued.to_string(), fault.0))),
+            Err(error) => Err(self.watchdog.fail(self.system(&enqueued.to_string(), error.0))),
         }
+    }
+
+    /// Returns when the operation begins on the device, if events are kept, and when it is over.
+    fn issue(
+        &self,
+        state: &mut IssueState,
+        after: &[Stream],
+        issue: impl FnOnce(&Communicator, &Stream) -> Result<(), EnqueueError>,
+    ) -> Result<(Option<Arc<Event>>, Arc<Event>), EnqueueError> {
+        for stream in after {
+            state.ready.record(stream)?;
+            self.stream.wait(&state.ready)?;
+        }
+        let mut mark = || {
+            let event = state.take_event(&self.device)?;
+            event.record(&self.stream)?;
+            Ok::<_, EnqueueError>(event)
+        };
+        let started = trace::is_on().then(&mut mark).transpose()?;
+        issue(&self.communicator, &self.stream)?;
+        Ok((started, mark()?))
     }
 
     pub(super) fn event(&self) -> Result<Arc<Event>> {

@@ -6,6 +6,7 @@
 //! | `library` | finds NCCL and opens it at run time |
 //! | `result` | its functions with Rust's `Result` |
 //! | `communicator` | a group's ranks as NCCL knows them |
+//! | `device_clock` | when events happened on the GPU |
 //! | `error` | failures of NCCL and of the device as a group's errors |
 //! | `memory` | device memory that NCCL knows |
 //! | `bootstrap` | how a group's ranks make their communicator |
@@ -18,6 +19,7 @@
 mod bootstrap;
 mod bucket;
 mod communicator;
+mod device_clock;
 mod error;
 mod group;
 mod library;

@@ -17,11 +17,13 @@ use std::time::{Duration, Instant};
 use flow_kernels::cuda::Event;
 
 use super::communicator::{Communicator, CommunicatorError};
+use super::device_clock::DeviceClock;
 use crate::descriptor::OpDescriptor;
 use crate::error::{Error, Result};
 use crate::shm::engine::Engine;
 use crate::stall::Stall;
 use crate::store::Store;
+use crate::trace::{self, RecordId};
 use crate::world::FIRST_WARNING;
 
 /// How often the oldest operation is checked.
@@ -45,12 +47,14 @@ static ERROR_OBSERVED: AtomicBool = AtomicBool::new(false);
 #[derive(Clone, Copy)]
 pub struct EnqueuedOp {
     pub descriptor: OpDescriptor,
-    pub bytes: usize,
+    /// Its number among all operations of the group over NCCL, messages too.
+    pub number: u64,
+    pub record: RecordId,
 }
 
 impl fmt::Display for EnqueuedOp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}, {} bytes, over NCCL", self.descriptor, self.bytes)
+        write!(f, "{}, {} bytes, over NCCL", self.descriptor, self.descriptor.bytes())
     }
 }
 
@@ -60,6 +64,8 @@ struct Pending {
     /// None until NCCL has enqueued it: the first operations of a communicator block the host until
     /// all ranks are connected.
     done: Option<Arc<Event>>,
+    /// When it began on the device, if that is to be known.
+    started: Option<Arc<Event>>,
 }
 
 struct WatchState {
@@ -148,7 +154,12 @@ impl Watchdog {
     /// An operation begins.
     pub fn begin(&self, operation: EnqueuedOp) {
         let mut state = self.shared.state();
-        state.pending.push_back(Pending { operation, begun: Instant::now(), done: None });
+        state.pending.push_back(Pending {
+            operation,
+            begun: Instant::now(),
+            done: None,
+            started: None,
+        });
         state.last = Some(operation);
         if state.pending.len() == 1 {
             state.heartbeat = Instant::now();
@@ -157,9 +168,9 @@ impl Watchdog {
     }
 
     /// The operation that began last has been enqueued. It is over when `done` is.
-    pub fn enqueued(&self, done: Arc<Event>) {
+    pub fn enqueued(&self, started: Option<Arc<Event>>, done: Arc<Event>) {
         if let Some(pending) = self.shared.state().pending.back_mut() {
-            pending.done = Some(done);
+            (pending.started, pending.done) = (started, Some(done));
         }
     }
 
@@ -200,6 +211,8 @@ impl Shared {
         let (mut published, mut last_publish, mut gone_since) = (None, Instant::now(), None);
         // Of the oldest operation, if flow-launch asks for reports.
         let mut long: Option<Stall> = None;
+        let device = &self.communicator.device;
+        let mut clock = trace::is_on().then(|| DeviceClock::new(device).ok()).flatten();
         loop {
             let mut state = self.state();
             state.heartbeat = Instant::now();
@@ -207,7 +220,7 @@ impl Shared {
                 break;
             }
             let last = state.last;
-            let news = last.map(|operation| operation.descriptor.sequence) != published;
+            let news = last.map(|operation| operation.number) != published;
             let due = last_publish.elapsed() >= PUBLISH_INTERVAL.min(self.engine.timeout() / 4);
             let oldest = state
                 .pending
@@ -216,6 +229,9 @@ impl Shared {
             let Some((operation, begun, done)) = oldest else {
                 self.change.notify_all();
                 long = None;
+                if clock.as_mut().is_some_and(|clock| clock.renew_if_old().is_err()) {
+                    clock = None;
+                }
                 if news && !due {
                     drop(
                         self.change
@@ -234,7 +250,7 @@ impl Shared {
             // Unlocked, as calls to the driver may block.
             let error = match is_over(done.as_deref()) {
                 Ok(true) => {
-                    self.pop_completed(&operation);
+                    self.pop_completed(&operation, clock.as_ref());
                     long = None;
                     continue;
                 }
@@ -259,7 +275,7 @@ impl Shared {
             std::thread::sleep(POLL_INTERVAL);
         }
         let last = self.state().last;
-        if last.map(|operation| operation.descriptor.sequence) != published {
+        if last.map(|operation| operation.number) != published {
             // This rank is about to leave: peers that still wait read its last operation.
             self.publish(last);
         }
@@ -311,16 +327,20 @@ impl Shared {
         }
     }
 
-    fn pop_completed(&self, operation: &EnqueuedOp) {
+    fn pop_completed(&self, operation: &EnqueuedOp, clock: Option<&DeviceClock>) {
         let mut state = self.state();
-        let sequence = |pending: &Pending| pending.operation.descriptor.sequence;
-        if state
-            .pending
-            .front()
-            .is_some_and(|oldest| sequence(oldest) == operation.descriptor.sequence)
-        {
-            state.pending.pop_front();
-            state.warned = false;
+        let is_oldest = |oldest: &Pending| oldest.operation.number == operation.number;
+        if !state.pending.front().is_some_and(is_oldest) {
+            return;
+        }
+        let Some(completed) = state.pending.pop_front() else { return };
+        state.warned = false;
+        drop(state);
+        let recorder = &self.engine.recorder;
+        let ticks = |event: &Option<Arc<Event>>| clock?.ticks(event.as_ref()?);
+        match (ticks(&completed.started), ticks(&completed.done)) {
+            (Some(started), Some(done)) => recorder.finish_at(operation.record, started, done),
+            _ => recorder.finish(operation.record),
         }
     }
 
@@ -375,8 +395,9 @@ impl Shared {
             return first.clone();
         }
         state.failure = Some((error.clone(), Instant::now()));
-        state.pending.clear();
+        let pending = std::mem::take(&mut state.pending);
         drop(state);
+        pending.iter().for_each(|op| self.engine.recorder.fail(op.operation.record));
         self.change.notify_all();
         log::error!("{error}");
         if self.engine.check_failure(&"NCCL", false).is_ok() {
@@ -392,9 +413,8 @@ impl Shared {
         let rank = self.engine.world.rank;
         let others = (0..self.engine.size()).filter(|&r| r != self.engine.rank);
         let differs = |r: usize| {
-            let (sequence, text) = self.progress(r)?;
-            (sequence == operation.descriptor.sequence && text != operation.to_string())
-                .then_some((r, text))
+            let (number, text) = self.progress(r)?;
+            (number == operation.number && text != operation.to_string()).then_some((r, text))
         };
         if let Some((other, theirs)) = others.filter_map(differs).next() {
             let other = self.engine.ranks[other];
@@ -407,7 +427,11 @@ impl Shared {
             rank,
             operation: operation.to_string(),
             timeout,
-            missing: self.missing(operation),
+            missing: format!(
+                "{} (rank {rank} is {})",
+                self.missing(operation),
+                self.engine.recorder.summary()
+            ),
         }
     }
 
@@ -432,30 +456,29 @@ impl Shared {
     }
 
     fn has_begun(&self, rank: usize, operation: &EnqueuedOp) -> bool {
-        self.progress(rank).is_some_and(|(sequence, _)| sequence >= operation.descriptor.sequence)
+        self.progress(rank).is_some_and(|(number, _)| number >= operation.number)
     }
 
     fn store(&self) -> Option<&Store> {
         self.engine.world.store()
     }
 
-    /// Publishes this rank's last operation. Returns its sequence number.
+    /// Publishes this rank's last operation. Returns its number.
     fn publish(&self, last: Option<EnqueuedOp>) -> Option<u64> {
         let (store, last) = (self.store()?, last?);
-        let (key, sequence) =
-            (format!("{}at/{}", self.prefix, self.engine.rank), last.descriptor.sequence);
-        if let Err(error) = store.set(&key, format!("{sequence} {last}").as_bytes()) {
+        let key = format!("{}at/{}", self.prefix, self.engine.rank);
+        if let Err(error) = store.set(&key, format!("{} {last}", last.number).as_bytes()) {
             log::debug!("rank {}: {error}", self.engine.world.rank);
         }
-        Some(sequence)
+        Some(last.number)
     }
 
     /// The last operation that a rank has published.
     fn progress(&self, rank: usize) -> Option<(u64, String)> {
         let text = self.store()?.try_get(&format!("{}at/{rank}", self.prefix)).ok()??;
         let text = String::from_utf8(text).ok()?;
-        let (sequence, operation) = text.split_once(' ')?;
-        Some((sequence.parse().ok()?, operation.to_owned()))
+        let (number, operation) = text.split_once(' ')?;
+        Some((number.parse().ok()?, operation.to_owned()))
     }
 }
 

@@ -24,6 +24,7 @@ use crate::arguments::Caller;
 use crate::descriptor::{Location, OpDescriptor};
 use crate::error::{Error, Result};
 use crate::stall::Stall;
+use crate::trace::{Queued, Recorder, Start};
 use crate::transport::{Connections, DisconnectReason, PeerDown};
 use crate::world::{World, FIRST_WARNING, LIVENESS_INTERVAL};
 
@@ -65,6 +66,8 @@ pub struct Engine {
     /// Tells the group from others, of which so many were made from it.
     pub name: String,
     pub children: AtomicU64,
+    /// What the group does and did, on GPUs too.
+    pub recorder: Recorder,
     /// Groups of its members' own making that this rank is about to join.
     pub meetings: Mutex<Vec<String>>,
     /// The control block, in the first rank of the node.
@@ -86,6 +89,7 @@ pub struct Engine {
 #[derive(Default)]
 pub struct State {
     round: u64,
+    /// How many collectives there were on the host.
     pub(super) sequence: u64,
     /// The last round that used each staging buffer.
     pub staged: [Option<u64>; 2],
@@ -112,6 +116,9 @@ impl Engine {
         let queues = (0..ranks.len()).map(|rank| MessageQueue::new(place(rank))).collect();
         let inter_node =
             (locals.len() < ranks.len()).then(|| InterNode::new(&world, &ranks, &name));
+        let backend = world.transport.as_ref().filter(|_| inter_node.is_some());
+        let backend = backend.map_or("shm", |transport| transport.name());
+        let recorder = Recorder::new(name.clone(), backend);
         let mut engine = Self {
             world,
             control,
@@ -122,6 +129,7 @@ impl Engine {
             inter_node,
             name,
             children: AtomicU64::new(0),
+            recorder,
             meetings: Mutex::default(),
             block: Mutex::new(block),
             timeout: AtomicU64::new(0),
@@ -168,15 +176,22 @@ impl Engine {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives an operation its sequence number; fails at once in a poisoned group.
-    pub fn assign_sequence(&self, state: &mut State, operation: &mut OpDescriptor) -> Result<()> {
-        operation.sequence = state.sequence;
+    /// Gives a collective its sequence number, and has it recorded from now on; fails at once in a
+    /// poisoned group.
+    pub fn assign_sequence(
+        &self,
+        state: &mut State,
+        operation: &mut OpDescriptor,
+    ) -> Result<Start> {
+        let queued = Queued::take();
+        let sequence = || self.recorder.next_collective();
+        operation.sequence = queued.map_or_else(sequence, |queued| queued.sequence);
         self.check_poison(&operation)?;
         state.sequence += 1;
         if let Some(inter_node) = &self.inter_node {
             inter_node.sequence.store(state.sequence, Ordering::Relaxed);
         }
-        Ok(())
+        Ok(operation.record(queued))
     }
 
     /// The next round, or None while its slot is still in use by a slow rank.
@@ -304,7 +319,7 @@ impl Engine {
     /// Whether all have posted this operation.
     pub fn all_agree(&self, round: u64, operation: &OpDescriptor) -> bool {
         let posted = |rank| OpDescriptor::read(self.control.descriptor(round, rank));
-        (0..self.size()).all(|rank| posted(rank).is_ok_and(|(theirs, _)| theirs == *operation))
+        (0..self.size()).all(|rank| posted(rank).is_ok_and(|(theirs, _)| theirs.agrees(operation)))
     }
 
     /// As [`Engine::locations`], of the members on this node, once these have arrived.
@@ -325,7 +340,7 @@ impl Engine {
         bytes: usize,
     ) -> Result<Vec<Location>> {
         let read = |rank| match OpDescriptor::read(self.control.descriptor(round, rank)) {
-            Ok((theirs, location)) if theirs == *operation => match location {
+            Ok((theirs, location)) if theirs.agrees(operation) => match location {
                 Location::Shared(offset)
                     if self.locals.contains(&rank) && !self.is_reachable(rank, offset, bytes) =>
                 {
@@ -350,7 +365,7 @@ impl Engine {
                 ))
             }
             Ok((theirs, _)) => {
-                let same = OpDescriptor { layout: operation.layout, ..theirs } == *operation;
+                let same = OpDescriptor { layout: operation.layout, ..theirs }.agrees(operation);
                 let pieces = if same { " with pieces of other lengths" } else { "" };
                 let (own, peer) = (self.ranks[self.rank], self.ranks[rank]);
                 Err(format!("rank {own} called {operation}, rank {peer} called {theirs}{pieces}"))
@@ -467,6 +482,7 @@ impl Engine {
         }
         if waited >= timeout {
             let missing = self.describe_all(&self.lagging(missing()));
+            let missing = format!("{missing} (rank {rank} is {})", self.recorder.summary());
             let operation = operation.to_string();
             return Err(self.fail(Error::Timeout { rank, operation, timeout, missing }));
         }

@@ -23,6 +23,7 @@ use super::engine::{Engine, State};
 use super::read_collectives::BufferView;
 use crate::descriptor::{Kind, Location, OpDescriptor};
 use crate::error::{Error, Result};
+use crate::trace::RecordId;
 
 /// Pieces of shared memory that are reduced as one: a bucket of gradients, where each was born.
 ///
@@ -139,6 +140,7 @@ pub struct InFlight {
     operation: OpDescriptor,
     segments: Arc<Segments>,
     reduced: bool,
+    record: RecordId,
 }
 
 /// A bucket for a leader to reduce between nodes.
@@ -333,7 +335,6 @@ impl Engine {
         let state = &mut *self.state();
         let mut operation =
             self.operation(Kind::AllReduce, segments.dtype, reduce, 0, segments.total);
-        operation.sequence = state.sequence;
         operation.bucket = Some(segments.bucket);
         operation.step = segments.step.load(Ordering::Relaxed);
         operation.layout = segments.layout;
@@ -350,7 +351,8 @@ impl Engine {
             drop(pieces);
             return self.advance(state, false).map(|()| (false, None));
         };
-        self.assign_sequence(state, &mut operation)?;
+        let record = self.assign_sequence(state, &mut operation)?;
+        let record = self.recorder.start(&record);
         pieces.under_way = true;
         self.publish_descriptor(round, &operation, Location::Shared(segments.table.offset()));
         self.arrive(round);
@@ -369,6 +371,7 @@ impl Engine {
             operation,
             segments: Arc::clone(segments),
             reduced,
+            record,
         });
         Ok((true, bucket))
     }
@@ -392,7 +395,10 @@ impl Engine {
     /// Waits for all posted buckets. Returns when each was seen to be finished, by bucket number.
     pub fn finish_buckets(&self) -> Result<Vec<(u32, Instant)>> {
         let state = &mut *self.state();
-        self.advance(state, true)?;
+        if let Err(error) = self.advance(state, true) {
+            state.in_flight.iter().for_each(|bucket| self.recorder.fail(bucket.record));
+            return Err(error);
+        }
         Ok(std::mem::take(&mut state.finished))
     }
 
@@ -401,7 +407,9 @@ impl Engine {
         if !state.in_flight.is_empty() {
             self.advance(state, true)?;
         }
-        self.assign_sequence(state, operation)
+        let record = self.assign_sequence(state, operation)?;
+        self.recorder.begin(&record);
+        Ok(())
     }
 
     fn advance(&self, state: &mut State, wait: bool) -> Result<()> {
@@ -434,6 +442,7 @@ impl Engine {
             } else if !self.all_done(first.round) {
                 break;
             }
+            self.recorder.finish(first.record);
             state.finished.extend(first.operation.bucket.map(|bucket| (bucket, Instant::now())));
             first.segments.finish();
             state.in_flight.pop_front();

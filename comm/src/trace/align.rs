@@ -24,7 +24,8 @@ pub fn clock_offset(
     leaders: &[usize],
     leader: usize,
 ) -> Result<i64, Error> {
-    let key = |what: &str, leader: usize, round: usize| format!("{prefix}clock/{what}/{leader}/{round}");
+    let key =
+        |what: &str, leader: usize, round: usize| format!("{prefix}clock/{what}/{leader}/{round}");
     if rank == 0 {
         for &leader in leaders.iter().skip(1) {
             for round in 0..ROUNDS {

@@ -14,8 +14,8 @@ mod recorder;
 mod timeline;
 
 pub(crate) use align::clock_offset;
-pub(crate) use clock::now as ticks;
-pub(crate) use recorder::{RecordId, Recorder, Start};
-pub use recorder::{Backend, Record};
+pub(crate) use clock::{now as ticks, Scale};
+pub use recorder::{record_cost, Record};
+pub(crate) use recorder::{Queued, RecordId, Recorder, Start};
 pub(crate) use timeline::{folder, join, Job};
 pub use timeline::{is_on, phase, wait, Phase, Span};

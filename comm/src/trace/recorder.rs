@@ -4,46 +4,22 @@
 //! is always on. Threads that record at the same time take different slots. A reader that meets a
 //! slot while it is written, or written anew, leaves it out.
 
+use std::cell::Cell;
 use std::sync::atomic::{fence, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::{clock, timeline};
+use super::clock::{self, Scale};
+use super::timeline;
 use crate::descriptor::Kind;
 
 /// How many operations a group keeps.
 pub const CAPACITY: usize = 256;
+/// The back-end of operations on GPUs.
+const NCCL: &str = "nccl";
 /// Instead of a number that is not there.
 const NONE: u64 = u64::MAX;
 /// The stamp of a slot that is being written.
 const WRITING: u64 = 0;
-
-/// By what an operation moves its data.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
-pub enum Backend {
-    /// Shared memory, on one node.
-    Shm,
-    /// Shared memory in each node, TCP between nodes.
-    Tcp,
-    /// Shared memory in each node, MPI between nodes.
-    Mpi,
-    /// NCCL, on GPUs.
-    Nccl,
-}
-
-impl Backend {
-    const ALL: [Backend; 4] = [Backend::Shm, Backend::Tcp, Backend::Mpi, Backend::Nccl];
-
-    /// As traces name it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Backend::Shm => "shm",
-            Backend::Tcp => "tcp",
-            Backend::Mpi => "mpi",
-            Backend::Nccl => "nccl",
-        }
-    }
-}
 
 /// One operation of a group on this rank. Times are those of the machine's monotonic clock.
 #[derive(Debug, Clone, PartialEq)]
@@ -59,8 +35,8 @@ pub struct Record {
     pub bytes: u64,
     /// The bucket that is reduced, if it is one.
     pub bucket: Option<u32>,
-    /// By what the data moves.
-    pub backend: Backend,
+    /// What moves the data: `shm` on one node, the transport between nodes (`tcp`, `mpi`), or `nccl`.
+    pub backend: &'static str,
     /// When the program asked for it.
     pub queued: Duration,
     /// When it began.
@@ -78,9 +54,38 @@ pub struct Start {
     pub sequence: u64,
     pub bytes: u64,
     pub bucket: Option<u32>,
-    pub backend: Backend,
-    /// In ticks; None if it begins when it is asked for.
+    /// Its buffers are on a GPU.
+    pub is_cuda: bool,
+    /// When the program asked for it, in ticks; None for now.
     pub queued: Option<u64>,
+}
+
+/// An operation that the program has asked for, and that begins later on another thread.
+#[derive(Debug, Clone, Copy)]
+pub struct Queued {
+    pub sequence: u64,
+    /// When, in ticks.
+    pub at: u64,
+}
+
+thread_local! {
+    static QUEUED: Cell<Option<Queued>> = const { Cell::new(None) };
+    static CURRENT: Cell<Option<RecordId>> = const { Cell::new(None) };
+}
+
+impl Queued {
+    /// Runs the operation: the first that `run` begins.
+    pub fn run<T>(self, run: impl FnOnce() -> T) -> T {
+        QUEUED.set(Some(self));
+        let result = run();
+        QUEUED.set(None);
+        result
+    }
+
+    /// The operation that this thread runs, once.
+    pub fn take() -> Option<Queued> {
+        QUEUED.take()
+    }
 }
 
 /// An operation under way.
@@ -95,7 +100,7 @@ struct Slot {
     stamp: AtomicU64,
     sequence: AtomicU64,
     bytes: AtomicU64,
-    /// Kind, back-end, and the bucket's number plus one.
+    /// Kind, whether on a GPU, and the bucket's number plus one.
     what: AtomicU64,
     queued: AtomicU64,
     started: AtomicU64,
@@ -106,6 +111,7 @@ struct Slot {
 /// The last operations of one group.
 pub struct Recorder {
     group: String,
+    host_backend: &'static str,
     slots: Box<[Slot]>,
     next: AtomicU64,
     collectives: AtomicU64,
@@ -113,12 +119,13 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// For the group of this name.
-    pub fn new(group: String) -> Self {
+    /// For the group of this name, whose collectives on the host `host_backend` does.
+    pub fn new(group: String, host_backend: &'static str) -> Self {
         clock::start();
         timeline::enter_group();
         Self {
             group,
+            host_backend,
             slots: (0..CAPACITY).map(|_| Slot::default()).collect(),
             next: AtomicU64::new(1),
             collectives: AtomicU64::new(0),
@@ -131,14 +138,39 @@ impl Recorder {
         self.collectives.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// The number of the group's next collective, which does not take it yet.
-    pub fn peek_collective(&self) -> u64 {
-        self.collectives.load(Ordering::Relaxed)
-    }
-
     /// The number of this rank's next message, which takes it.
     pub fn next_message(&self) -> u64 {
         self.messages.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// An operation is asked for: a collective, or a message. [`Queued::run`] runs it.
+    pub fn queue(&self, is_collective: bool) -> Queued {
+        let sequence = if is_collective { self.next_collective() } else { self.next_message() };
+        Queued { sequence, at: clock::now() }
+    }
+
+    /// An operation of this thread begins on the host: [`Recorder::end`] is its end.
+    #[inline]
+    pub fn begin(&self, start: &Start) {
+        CURRENT.set(Some(self.start(start)));
+    }
+
+    /// A message of this thread begins on the host, as [`Recorder::begin`] has it.
+    pub fn begin_message(&self, kind: Kind, bytes: usize) {
+        let queued = Queued::take();
+        let sequence = queued.map_or_else(|| self.next_message(), |queued| queued.sequence);
+        let (bytes, queued) = (bytes as u64, queued.map(|queued| queued.at));
+        self.begin(&Start { kind, sequence, bytes, bucket: None, is_cuda: false, queued });
+    }
+
+    /// The operation that this thread has begun, if any, is over, or has failed.
+    #[inline]
+    pub fn end(&self, is_ok: bool) {
+        match CURRENT.take() {
+            Some(id) if is_ok => self.finish(id),
+            Some(id) => self.fail(id),
+            None => {}
+        }
     }
 
     /// An operation begins now.
@@ -150,7 +182,7 @@ impl Recorder {
         slot.stamp.store(WRITING, Ordering::Relaxed);
         fence(Ordering::Release);
         let bucket = start.bucket.map_or(0, |bucket| u64::from(bucket) + 1);
-        let what = start.kind as u64 | (start.backend as u64) << 8 | bucket << 16;
+        let what = start.kind as u64 | u64::from(start.is_cuda) << 8 | bucket << 16;
         slot.sequence.store(start.sequence, Ordering::Relaxed);
         slot.bytes.store(start.bytes, Ordering::Relaxed);
         slot.what.store(what, Ordering::Relaxed);
@@ -175,7 +207,7 @@ impl Recorder {
     /// The operation has failed. It stays as if it were under way.
     pub fn fail(&self, id: RecordId) {
         if timeline::is_on() {
-            self.read(id).into_iter().for_each(timeline::add_failed_operation);
+            self.read(id, Scale::now()).into_iter().for_each(timeline::add_failed_operation);
         }
     }
 
@@ -193,12 +225,32 @@ impl Recorder {
     pub fn records(&self) -> Vec<Record> {
         let next = self.next.load(Ordering::Acquire);
         let first = next.saturating_sub(CAPACITY as u64).max(1);
-        (first..next).filter_map(|id| self.read(RecordId(id))).collect()
+        let scale = Scale::now();
+        (first..next).filter_map(|id| self.read(RecordId(id), scale)).collect()
+    }
+
+    /// What this rank is in, and what it did last, for errors of operations that take too long.
+    pub fn summary(&self) -> String {
+        let records = self.records();
+        let now = clock::monotonic_of(Instant::now());
+        let name = |record: &Record| {
+            let bucket = record.bucket.map_or(String::new(), |bucket| format!(", bucket {bucket}"));
+            format!("{} #{}{bucket}", record.operation, record.sequence)
+        };
+        let under_way = records.iter().filter(|record| record.done.is_none()).map(|record| {
+            let time = now.saturating_sub(record.started).as_secs_f64();
+            format!("{} for {time:.1} s", name(record))
+        });
+        let under_way = under_way.collect::<Vec<_>>().join("; ");
+        match records.iter().rev().find(|record| record.done.is_some()) {
+            Some(last) => format!("in {under_way}; last completed {}", name(last)),
+            None => format!("in {under_way}; has completed nothing before"),
+        }
     }
 
     #[cold]
     fn add_to_timeline(&self, id: RecordId) {
-        if let Some(record) = self.read(id) {
+        if let Some(record) = self.read(id, Scale::now()) {
             timeline::add_operation(record);
         }
     }
@@ -209,7 +261,7 @@ impl Recorder {
         (slot.stamp.load(Ordering::Relaxed) == id.0).then_some(slot)
     }
 
-    fn read(&self, id: RecordId) -> Option<Record> {
+    fn read(&self, id: RecordId, scale: Scale) -> Option<Record> {
         let slot = &self.slots[id.0 as usize % CAPACITY];
         let load = |word: &AtomicU64| word.load(Ordering::Relaxed);
         if slot.stamp.load(Ordering::Acquire) != id.0 {
@@ -235,13 +287,26 @@ impl Recorder {
             operation: Kind::from_code(what as u8)?.name(),
             bytes,
             bucket: ((what >> 16) as u32).checked_sub(1),
-            backend: *Backend::ALL.get(usize::from((what >> 8) as u8))?,
-            queued: clock::monotonic(queued),
-            started: clock::monotonic(started),
-            done: (done != NONE).then(|| clock::monotonic(done)),
+            backend: if what >> 8 & 1 == 1 { NCCL } else { self.host_backend },
+            queued: scale.monotonic(queued),
+            started: scale.monotonic(started),
+            done: (done != NONE).then(|| scale.monotonic(done)),
             last_to_arrive: (last != NONE).then_some(last as usize),
         })
     }
+}
+
+/// How long it takes to record this many operations, for benches.
+pub fn record_cost(operations: u32) -> Duration {
+    let recorder = Recorder::new("bench".into(), "shm");
+    let begin = Instant::now();
+    for _ in 0..operations {
+        let (kind, sequence) = (Kind::AllReduce, recorder.next_collective());
+        let start = Start { kind, sequence, bytes: 4, bucket: None, is_cuda: false, queued: None };
+        recorder.begin(&start);
+        recorder.end(true);
+    }
+    begin.elapsed()
 }
 
 impl Drop for Recorder {
@@ -255,13 +320,13 @@ mod tests {
     use super::*;
 
     fn start(sequence: u64, bucket: Option<u32>) -> Start {
-        let (kind, backend) = (Kind::AllReduce, Backend::Nccl);
-        Start { kind, sequence, bytes: 4000, bucket, backend, queued: None }
+        let kind = Kind::AllReduce;
+        Start { kind, sequence, bytes: 4000, bucket, is_cuda: true, queued: None }
     }
 
     #[test]
     fn a_record_says_what_was_done_and_when() {
-        let recorder = Recorder::new("0.1".into());
+        let recorder = Recorder::new("0.1".into(), "shm");
         let id = recorder.start(&start(recorder.next_collective(), Some(0)));
         let [under_way] = recorder.records().try_into().expect("one record");
         let expected = Record {
@@ -270,7 +335,7 @@ mod tests {
             operation: "all_reduce",
             bytes: 4000,
             bucket: Some(0),
-            backend: Backend::Nccl,
+            backend: "nccl",
             queued: under_way.queued,
             started: under_way.started,
             done: None,
@@ -286,7 +351,7 @@ mod tests {
 
     #[test]
     fn the_last_operations_are_kept() {
-        let recorder = Recorder::new("0".into());
+        let recorder = Recorder::new("0".into(), "shm");
         let ids: Vec<RecordId> =
             (0..CAPACITY as u64 + 10).map(|n| recorder.start(&start(n, None))).collect();
         recorder.finish(ids[0]); // its slot is another's now
@@ -298,13 +363,14 @@ mod tests {
 
     #[test]
     fn threads_record_at_the_same_time() {
-        let recorder = Recorder::new("0".into());
+        let recorder = Recorder::new("0".into(), "shm");
         std::thread::scope(|scope| {
             for thread in 0..4_u64 {
                 let recorder = &recorder;
                 scope.spawn(move || {
                     for n in 0..10_000 {
-                        let start = Start { bytes: thread << 32 | n, ..start(thread << 32 | n, None) };
+                        let start =
+                            Start { bytes: thread << 32 | n, ..start(thread << 32 | n, None) };
                         recorder.finish(recorder.start(&start));
                     }
                 });

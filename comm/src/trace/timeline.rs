@@ -24,7 +24,8 @@ const COMMUNICATION: u32 = 1;
 static ON: AtomicBool = AtomicBool::new(false);
 /// Groups that this process is in.
 static GROUPS: AtomicUsize = AtomicUsize::new(0);
-static TIMELINE: Mutex<Timeline> = Mutex::new(Timeline { job: None, events: Vec::new(), dropped: 0 });
+static TIMELINE: Mutex<Timeline> =
+    Mutex::new(Timeline { job: None, events: Vec::new(), dropped: 0 });
 
 /// This rank's place in its job.
 #[derive(Debug, Clone)]
@@ -47,8 +48,18 @@ struct Timeline {
 }
 
 enum Event {
-    Operation { record: Record, done: Duration, has_failed: bool },
-    Span { category: &'static str, name: &'static str, args: Value, started: Duration, done: Duration },
+    Operation {
+        record: Record,
+        done: Duration,
+        has_failed: bool,
+    },
+    Span {
+        category: &'static str,
+        name: &'static str,
+        args: Value,
+        started: Duration,
+        done: Duration,
+    },
 }
 
 /// The folder that `FLOW_TRACE` names.
@@ -148,7 +159,8 @@ impl Timeline {
             name("thread_name", COMMUNICATION, "communication"),
         ];
         let begins = self.begins();
-        events.extend(self.events.iter().zip(begins).map(|(event, begin)| event.to_json(job, begin)));
+        events
+            .extend(self.events.iter().zip(begins).map(|(event, begin)| event.to_json(job, begin)));
         json!({
             "traceEvents": events,
             "otherData": {
@@ -206,7 +218,7 @@ impl Event {
             Event::Operation { record, has_failed, .. } => {
                 let mut args = json!({
                     "group": record.group, "sequence": record.sequence, "bytes": record.bytes,
-                    "bucket": record.bucket, "backend": record.backend.name(),
+                    "bucket": record.bucket, "backend": record.backend,
                     "queued": ts(record.queued), "last_to_arrive": record.last_to_arrive,
                 });
                 if *has_failed {
@@ -289,7 +301,6 @@ impl Drop for Span {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::trace::recorder::Backend;
 
     const MS: Duration = Duration::from_millis(1);
 
@@ -300,7 +311,7 @@ mod tests {
             operation: "all_reduce",
             bytes: 8,
             bucket: None,
-            backend: Backend::Shm,
+            backend: "shm",
             queued: started * MS,
             started: started * MS,
             done: Some(done * MS),

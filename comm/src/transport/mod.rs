@@ -51,6 +51,9 @@ pub fn open(membership: &Membership) -> Result<Box<dyn Transport>, String> {
 
 /// Connects ranks.
 pub trait Transport: Send + Sync {
+    /// Its name in traces, that of the table.
+    fn name(&self) -> &'static str;
+
     /// Where other ranks reach this one, in a form that only this transport knows.
     fn address(&self) -> Vec<u8>;
 

@@ -130,6 +130,10 @@ pub fn open(membership: &Membership) -> Result<Box<dyn Transport>, String> {
 }
 
 impl Transport for TcpTransport {
+    fn name(&self) -> &'static str {
+        "tcp"
+    }
+
     fn address(&self) -> Vec<u8> {
         self.acceptor.address().to_string().into_bytes()
     }

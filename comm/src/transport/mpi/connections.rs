@@ -41,6 +41,10 @@ pub fn open(membership: &Membership) -> Result<Box<dyn Transport>, String> {
 }
 
 impl Transport for MpiTransport {
+    fn name(&self) -> &'static str {
+        "mpi"
+    }
+
     fn address(&self) -> Vec<u8> {
         Vec::new()
     }

@@ -1,0 +1,50 @@
+//! When events happened on the GPU, on the clock of records.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use flow_kernels::cuda::{Device, Error, Event, Stream};
+
+use crate::trace;
+
+/// How old a reference may become: the time between two events is a float of milliseconds.
+const MAX_AGE: Duration = Duration::from_secs(10);
+
+/// A moment on both clocks, renewed now and then.
+pub struct DeviceClock {
+    /// Of its own, so that an event on it happens at once.
+    stream: Stream,
+    reference: Event,
+    ticks: u64,
+    made: Instant,
+}
+
+impl DeviceClock {
+    pub fn new(device: &Arc<Device>) -> Result<Self, Error> {
+        let (stream, reference) = (Stream::high_priority(device)?, Event::timed(device)?);
+        let mut clock = Self { stream, reference, ticks: 0, made: Instant::now() };
+        clock.renew()?;
+        Ok(clock)
+    }
+
+    /// Takes a new reference if this one is old. Events that happened before it have no time.
+    pub fn renew_if_old(&mut self) -> Result<(), Error> {
+        if self.made.elapsed() > MAX_AGE {
+            self.renew()?;
+        }
+        Ok(())
+    }
+
+    /// When `event`, which is timed and has happened, did, in ticks.
+    pub fn ticks(&self, event: &Event) -> Option<u64> {
+        let after = event.since(&self.reference).ok()?;
+        Some(trace::Scale::now().after(self.ticks, after))
+    }
+
+    fn renew(&mut self) -> Result<(), Error> {
+        self.reference.record(&self.stream)?;
+        self.stream.synchronize()?;
+        (self.ticks, self.made) = (trace::ticks(), Instant::now());
+        Ok(())
+    }
+}
