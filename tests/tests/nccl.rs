@@ -73,7 +73,7 @@ fn different_operations_are_told_apart() {
     let Some(lines) = fail("mismatch", &[]) else { return };
     assert_contains(
         &lines[0],
-        &["ranks disagree", "rank 0 called send #1 (10 x f32)", "rank 1 called broadcast #1"],
+        &["ranks disagree", "rank 0 called send #0 (10 x f32)", "rank 1 called broadcast #1"],
     );
 }
 
