@@ -8,7 +8,7 @@
 use std::time::Duration;
 
 use anyhow::{bail, ensure, Context, Result};
-use flow_comm::{ProcessGroup, ReduceOp};
+use flow_comm::{P2pOp, ProcessGroup, ReduceOp};
 use rustix::process::{getpid, kill_process, Signal};
 
 fn main() -> Result<()> {
@@ -157,7 +157,27 @@ fn check_messages(group: &ProcessGroup) -> Result<()> {
             }
         }
     }
+    check_batch(group)?;
     check_tags(group)
+}
+
+/// All ranks send to all others and receive from all, at the same time; they list the sends first.
+fn check_batch(group: &ProcessGroup) -> Result<()> {
+    const LEN: usize = 500_000;
+    let (rank, size) = (group.rank(), group.world_size());
+    let others = || (0..size).filter(|&other| other != rank);
+    let mut sent: Vec<Vec<i64>> = others().map(|to| vec![(rank * size + to) as i64; LEN]).collect();
+    let mut received: Vec<Vec<i64>> = others().map(|_| vec![0; LEN]).collect();
+    let sends = others().zip(&mut sent).map(|(to, data)| P2pOp::Send { data: &mut data[..], to });
+    let receives = others().zip(&mut received);
+    let receives = receives.map(|(from, data)| P2pOp::Recv { buffer: &mut data[..], from });
+    let mut ops: Vec<P2pOp<&mut [i64]>> = sends.chain(receives).collect();
+    group.batch_send_recv(&mut ops)?;
+    for (from, data) in others().zip(received) {
+        let expected = (from * size + rank) as i64;
+        ensure!(data.iter().all(|&got| got == expected), "rank {rank}: a wrong batch from {from}");
+    }
+    Ok(())
 }
 
 /// Each rank sends to all others: what is sent last is received first, and the rest from any rank.

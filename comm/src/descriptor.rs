@@ -22,10 +22,14 @@ pub enum Kind {
     NewGroup,
     Send,
     Recv,
+    AllGatherV,
+    ReduceScatterV,
+    AllToAllV,
+    BatchSendRecv,
 }
 
 impl Kind {
-    const ALL: [Kind; 12] = [
+    const ALL: [Kind; 16] = [
         Kind::AllReduce,
         Kind::Reduce,
         Kind::Broadcast,
@@ -38,6 +42,10 @@ impl Kind {
         Kind::NewGroup,
         Kind::Send,
         Kind::Recv,
+        Kind::AllGatherV,
+        Kind::ReduceScatterV,
+        Kind::AllToAllV,
+        Kind::BatchSendRecv,
     ];
 
     pub fn name(self) -> &'static str {
@@ -54,6 +62,10 @@ impl Kind {
             Kind::NewGroup => "new_group",
             Kind::Send => "send",
             Kind::Recv => "recv",
+            Kind::AllGatherV => "all_gather_v",
+            Kind::ReduceScatterV => "reduce_scatter_v",
+            Kind::AllToAllV => "all_to_all_v",
+            Kind::BatchSendRecv => "batch_send_recv",
         }
     }
 
@@ -67,7 +79,7 @@ impl Kind {
     }
 
     fn reduces(self) -> bool {
-        matches!(self, Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter)
+        matches!(self, Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter | Kind::ReduceScatterV)
     }
 }
 

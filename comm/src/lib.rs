@@ -8,6 +8,8 @@
 //! | [`ProcessGroup::new_group_of`] | `new_group(use_local_synchronization=True)` |
 //! | [`ProcessGroup::all_reduce`] and the other collectives | functions of the same names |
 //! | `..._async`, [`Work::wait`] | `async_op=True`, `Work.wait` |
+//! | [`ProcessGroup::batch_send_recv`], [`P2pOp`] | `batch_isend_irecv`, `P2POp` |
+//! | [`ProcessGroup::flight_recorder`] | the flight recorder of `ProcessGroupNCCL` |
 //! | [`ProcessGroup::alloc_shared`] | none: memory that collectives use in place |
 //! | [`nccl::CudaGroup`] | `ProcessGroupNCCL` |
 //! | [`store::Store`] | `TCPStore` |
@@ -36,6 +38,7 @@ mod group;
 mod liveness;
 pub mod nccl;
 pub mod net;
+mod p2p;
 mod settings;
 mod shm;
 mod stall;
@@ -49,6 +52,7 @@ pub use buffer::{Buffer, SharedBuffer};
 pub use error::{Error, Result};
 pub use flow_kernels::{bf16, f16, DType, Element, ReduceOp};
 pub use group::{ArenaHandle, ProcessGroup, DEFAULT_TIMEOUT};
+pub use p2p::P2pOp;
 pub use shm::arena::{Arena, Block};
 pub use shm::fork::ForkSafe;
 pub use shm::reduction::Segments;

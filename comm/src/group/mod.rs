@@ -2,6 +2,7 @@
 
 mod arena_handle;
 mod arguments;
+mod batch;
 mod buckets;
 mod cuda;
 mod members;

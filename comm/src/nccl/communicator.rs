@@ -330,6 +330,58 @@ impl Communicator {
         Ok(())
     }
 
+    /// Broadcasts each of `blocks`, one of `input` for each rank that has any, from its rank, as one
+    /// operation: NCCL has no gather of uneven blocks.
+    ///
+    /// # Safety
+    ///
+    /// See [`Communicator::all_reduce`]; blocks lie within their buffers, and this rank's is as long
+    /// as `input`.
+    pub unsafe fn grouped_broadcasts(
+        &self,
+        input: &dyn DeviceBuffer,
+        blocks: &[P2pBlock<'_>],
+        stream: &Stream,
+    ) -> Result<(), CommunicatorError> {
+        let (comm, stream) = (self.work.0, stream.handle());
+        self.grouped(|| {
+            blocks.iter().try_for_each(|block| {
+                let (to, count, dtype) = block.parts();
+                let from = if block.peer == self.rank { parts(input).0 } else { to };
+                // SAFETY: both hold `count` elements, and NCCL reads the root's only; the caller's
+                // promise.
+                unsafe { self.library.broadcast(from, to, count, dtype, block.peer, comm, stream) }
+            })
+        })
+    }
+
+    /// Reduces each of `blocks`, one for each rank that has any, to its rank's `output`, as one
+    /// operation: NCCL has no reduce-scatter of uneven blocks.
+    ///
+    /// # Safety
+    ///
+    /// See [`Communicator::all_reduce`]; blocks lie within their buffers, and this rank's is as long
+    /// as `output`.
+    pub unsafe fn grouped_reduces(
+        &self,
+        blocks: &[P2pBlock<'_>],
+        output: &mut dyn DeviceBuffer,
+        op: ReduceOp,
+        stream: &Stream,
+    ) -> Result<(), CommunicatorError> {
+        let (comm, stream, to) = (self.work.0, stream.handle(), parts(output).0);
+        self.grouped(|| {
+            blocks.iter().try_for_each(|block| {
+                let (from, count, dtype) = block.parts();
+                let to = if block.peer == self.rank { to } else { std::ptr::null_mut() };
+                let op = operator(op);
+                // SAFETY: `from` holds `count` elements, and so does `to` of the root, the only one
+                // that NCCL writes to; the caller's promise.
+                unsafe { self.library.reduce(from, to, count, dtype, op, block.peer, comm, stream) }
+            })
+        })
+    }
+
     /// Sends and receives blocks as one operation: NCCL has no other way to let them overlap. A
     /// block is a buffer, the number of its first byte, and how many bytes it has.
     ///

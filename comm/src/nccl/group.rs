@@ -9,7 +9,7 @@ use flow_kernels::cuda::{Device, DeviceBuffer, DeviceMemory, Event, Stream};
 use flow_kernels::{DType, ReduceOp};
 
 use super::bootstrap::{init_communicator, join_check, not_joined, JOINING};
-use super::communicator::{Communicator, CommunicatorError, P2pBlock};
+use super::communicator::{Communicator, CommunicatorError};
 use super::error::{system_error, EnqueueError};
 use super::memory::{FlatMemory, Registration};
 use super::watchdog::{EnqueuedOp, Watchdog};
@@ -126,183 +126,6 @@ impl CudaGroup {
         self.communicator.rank()
     }
 
-    /// Reduces `buffer` element by element over all ranks; all get the result.
-    pub fn all_reduce(
-        &self,
-        buffer: &mut impl DeviceBuffer,
-        op: ReduceOp,
-        stream: &Stream,
-    ) -> Result<()> {
-        let operation = self.operation(Kind::AllReduce, buffer.dtype(), count(buffer), op, 0);
-        // SAFETY: `in_order` has the buffer used in the order of the caller's stream.
-        self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.all_reduce(buffer, op, own)
-        })
-    }
-
-    /// As [`CudaGroup::all_reduce`]; only rank `root` gets the result, the other buffers stay as
-    /// they are.
-    pub fn reduce(
-        &self,
-        buffer: &mut impl DeviceBuffer,
-        op: ReduceOp,
-        root: usize,
-        stream: &Stream,
-    ) -> Result<()> {
-        self.caller().check_rank("reduce", "root", root)?;
-        let operation = self.operation(Kind::Reduce, buffer.dtype(), count(buffer), op, root);
-        // SAFETY: as above.
-        self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.reduce(buffer, op, root, own)
-        })
-    }
-
-    /// Copies rank `root`'s buffers to all ranks', as one operation.
-    pub fn broadcast<B: DeviceBuffer>(
-        &self,
-        buffers: &mut [B],
-        root: usize,
-        stream: &Stream,
-    ) -> Result<()> {
-        self.caller().check_rank("broadcast", "root", root)?;
-        let bytes = buffers.iter().map(B::bytes).sum();
-        let operation = self.operation(Kind::Broadcast, DType::U8, bytes, ReduceOp::Sum, root);
-        // SAFETY: as above.
-        self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.broadcast(buffers, root, own)
-        })
-    }
-
-    /// All ranks' `input`, in rank order, to every rank's `output`, which is group size times as
-    /// long.
-    pub fn all_gather(
-        &self,
-        input: &impl DeviceBuffer,
-        output: &mut impl DeviceBuffer,
-        stream: &Stream,
-    ) -> Result<()> {
-        self.check_pair("all_gather", input, output, (1, self.size()))?;
-        let operation =
-            self.operation(Kind::AllGather, input.dtype(), count(input), ReduceOp::Sum, 0);
-        // SAFETY: as above; the output is long enough.
-        self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.all_gather(input, output, own)
-        })
-    }
-
-    /// Reduces `input` (group size blocks, each as long as `output`) over all ranks; rank r gets
-    /// block r.
-    pub fn reduce_scatter(
-        &self,
-        input: &impl DeviceBuffer,
-        output: &mut impl DeviceBuffer,
-        op: ReduceOp,
-        stream: &Stream,
-    ) -> Result<()> {
-        self.check_pair("reduce_scatter", input, output, (self.size(), 1))?;
-        let operation = self.operation(Kind::ReduceScatter, input.dtype(), count(input), op, 0);
-        // SAFETY: as above; the input is long enough.
-        self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.reduce_scatter(input, output, op, own)
-        })
-    }
-
-    /// P2pBlock s of rank r's `output` becomes block r of rank s' `input`; both are group size equal
-    /// blocks.
-    pub fn all_to_all(
-        &self,
-        input: &impl DeviceBuffer,
-        output: &mut impl DeviceBuffer,
-        stream: &Stream,
-    ) -> Result<()> {
-        self.check_pair("all_to_all", input, output, (1, 1))?;
-        self.caller().check_blocks("all_to_all", count(input))?;
-        let operation =
-            self.operation(Kind::AllToAll, input.dtype(), count(input), ReduceOp::Sum, 0);
-        let (sends, receives) = (blocks(input, self.size()), blocks(&*output, self.size()));
-        // SAFETY: as above; the blocks are parts of the buffers.
-        self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.grouped_p2p(&sends, &receives, own)
-        })
-    }
-
-    /// As [`CudaGroup::all_gather`], to rank `root` only, which gives `Some` output; the others
-    /// give `None`.
-    pub fn gather<B: DeviceBuffer>(
-        &self,
-        input: &B,
-        output: Option<&mut B>,
-        root: usize,
-        stream: &Stream,
-    ) -> Result<()> {
-        self.caller().check_rank("gather", "root", root)?;
-        self.caller().check_root_side("gather", "output", output.is_some(), root)?;
-        let output = match output {
-            Some(output) => {
-                self.check_pair("gather", input, output, (1, self.size()))?;
-                Some(output)
-            }
-            None => None,
-        };
-        let operation =
-            self.operation(Kind::Gather, input.dtype(), count(input), ReduceOp::Sum, root);
-        let send = P2pBlock { buffer: input, start: 0, bytes: input.bytes(), peer: root };
-        let receives = output.map_or(Vec::new(), |output| blocks(&*output, self.size()));
-        // SAFETY: as above.
-        self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.grouped_p2p(&[send], &receives, own)
-        })
-    }
-
-    /// Gives block r of rank `root`'s `input` (group size blocks, each as long as `output`) to rank
-    /// r. The root gives `Some` input, the others `None`.
-    pub fn scatter<B: DeviceBuffer>(
-        &self,
-        input: Option<&B>,
-        output: &mut B,
-        root: usize,
-        stream: &Stream,
-    ) -> Result<()> {
-        self.caller().check_rank("scatter", "root", root)?;
-        self.caller().check_root_side("scatter", "input", input.is_some(), root)?;
-        if let Some(input) = input {
-            self.check_pair("scatter", input, output, (self.size(), 1))?;
-        }
-        let operation =
-            self.operation(Kind::Scatter, output.dtype(), count(output), ReduceOp::Sum, root);
-        let receive = P2pBlock { buffer: &*output, start: 0, bytes: output.bytes(), peer: root };
-        let sends = input.map_or(Vec::new(), |input| blocks(input, self.size()));
-        // SAFETY: as above.
-        self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.grouped_p2p(&sends, &[receive], own)
-        })
-    }
-
-    /// Sends `data` to rank `to`, which calls [`CudaGroup::recv`] with the same size and type.
-    /// Operations of a group follow each other: two ranks that both send before they receive wait
-    /// for each other.
-    pub fn send(&self, data: &impl DeviceBuffer, to: usize, stream: &Stream) -> Result<()> {
-        self.caller().check_peer("send", to)?;
-        let operation = self.operation(Kind::Send, data.dtype(), count(data), ReduceOp::Sum, to);
-        let block = P2pBlock { buffer: data, start: 0, bytes: data.bytes(), peer: to };
-        // SAFETY: as above.
-        self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.grouped_p2p(&[block], &[], own)
-        })
-    }
-
-    /// Receives what rank `from` sends next.
-    pub fn recv(&self, buffer: &mut impl DeviceBuffer, from: usize, stream: &Stream) -> Result<()> {
-        self.caller().check_peer("recv", from)?;
-        let operation =
-            self.operation(Kind::Recv, buffer.dtype(), count(buffer), ReduceOp::Sum, from);
-        let block = P2pBlock { buffer: &*buffer, start: 0, bytes: buffer.bytes(), peer: from };
-        // SAFETY: as above.
-        self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.grouped_p2p(&[], &[block], own)
-        })
-    }
-
     /// Returns when all ranks have called it and all their earlier operations are over.
     pub fn barrier(&self) -> Result<()> {
         self.member(&"barrier")?;
@@ -364,7 +187,7 @@ impl CudaGroup {
     }
 
     /// Enqueues an operation between what was enqueued on `stream` before and what will be.
-    fn in_order(
+    pub(super) fn in_order(
         &self,
         operation: OpDescriptor,
         stream: &Stream,
@@ -391,7 +214,7 @@ impl CudaGroup {
         let mut state = self.issue_state(&operation.kind.name())?;
         let recorder = &self.engine.recorder;
         operation.sequence = match operation.kind {
-            Kind::Send | Kind::Recv => recorder.next_message(),
+            Kind::Send | Kind::Recv | Kind::BatchSendRecv => recorder.next_message(),
             _ => recorder.next_collective(),
         };
         self.watchdog.check(&operation)?;
@@ -497,18 +320,6 @@ impl CudaGroup {
     pub(super) fn caller(&self) -> Caller {
         self.engine.caller()
     }
-
-    /// Checks that the lengths are in the ratio `(input, output)`, and the types equal.
-    fn check_pair(
-        &self,
-        operation: &str,
-        input: &impl DeviceBuffer,
-        output: &impl DeviceBuffer,
-        ratio: (usize, usize),
-    ) -> Result<()> {
-        let [input, output] = [(input.bytes(), input.dtype()), (output.bytes(), output.dtype())];
-        self.caller().check_pair(operation, input, output, ratio)
-    }
 }
 
 impl Drop for CudaGroup {
@@ -556,14 +367,4 @@ unsafe impl DeviceBuffer for Word {
     fn dtype(&self) -> DType {
         DType::F32
     }
-}
-
-fn count(buffer: &impl DeviceBuffer) -> usize {
-    buffer.bytes() / buffer.dtype().size()
-}
-
-/// A buffer's equal blocks, one for each of `peers`.
-fn blocks(buffer: &impl DeviceBuffer, peers: usize) -> Vec<P2pBlock<'_>> {
-    let bytes = buffer.bytes() / peers;
-    (0..peers).map(|peer| P2pBlock { buffer, start: peer * bytes, bytes, peer }).collect()
 }

@@ -10,7 +10,9 @@
 //! | `error` | failures of NCCL and of the device as a group's errors |
 //! | `memory` | device memory that NCCL knows |
 //! | `bootstrap` | how a group's ranks make their communicator |
-//! | `group` | a process group's collectives on GPUs |
+//! | `group` | a process group's part on GPUs: how operations are enqueued |
+//! | `collectives` | its collectives |
+//! | `p2p` | its messages |
 //! | `bucket` | the bucket reductions of data-parallel training |
 //! | `watchdog` | time-outs, lost peers, errors of the device |
 //!
@@ -18,12 +20,14 @@
 
 mod bootstrap;
 mod bucket;
+mod collectives;
 mod communicator;
 mod device_clock;
 mod error;
 mod group;
 mod library;
 mod memory;
+mod p2p;
 mod result;
 pub mod sys;
 mod watchdog;

@@ -1,0 +1,67 @@
+//! Messages between the GPUs of a group.
+
+use flow_kernels::cuda::{DeviceBuffer, Stream};
+use flow_kernels::ReduceOp;
+
+use super::collectives::count;
+use super::communicator::P2pBlock;
+use super::group::CudaGroup;
+use crate::descriptor::Kind;
+use crate::error::Result;
+use crate::p2p::P2pOp;
+
+impl CudaGroup {
+    /// Sends `data` to rank `to`, which calls [`CudaGroup::recv`] with the same size and type.
+    /// Operations of a group follow each other: two ranks that both send before they receive wait
+    /// for each other.
+    pub fn send(&self, data: &impl DeviceBuffer, to: usize, stream: &Stream) -> Result<()> {
+        self.caller().check_peer("send", to)?;
+        let operation = self.operation(Kind::Send, data.dtype(), count(data), ReduceOp::Sum, to);
+        let block = P2pBlock { buffer: data, start: 0, bytes: data.bytes(), peer: to };
+        // SAFETY: as above.
+        self.in_order(operation, stream, |communicator, own| unsafe {
+            communicator.grouped_p2p(&[block], &[], own)
+        })
+    }
+
+    /// Receives what rank `from` sends next.
+    pub fn recv(&self, buffer: &mut impl DeviceBuffer, from: usize, stream: &Stream) -> Result<()> {
+        self.caller().check_peer("recv", from)?;
+        let operation =
+            self.operation(Kind::Recv, buffer.dtype(), count(buffer), ReduceOp::Sum, from);
+        let block = P2pBlock { buffer: &*buffer, start: 0, bytes: buffer.bytes(), peer: from };
+        // SAFETY: as above.
+        self.in_order(operation, stream, |communicator, own| unsafe {
+            communicator.grouped_p2p(&[], &[block], own)
+        })
+    }
+
+    /// Sends and receives messages as one operation: none waits for another, so that two ranks that
+    /// both send and receive do not wait for each other, in whatever order they list it. Messages
+    /// between two ranks keep the order of the list.
+    pub fn batch_send_recv<B: DeviceBuffer>(
+        &self,
+        ops: &mut [P2pOp<&mut B>],
+        stream: &Stream,
+    ) -> Result<()> {
+        let (mut sends, mut receives) = (Vec::new(), Vec::new());
+        for op in ops.iter() {
+            let (name, blocks, buffer, peer) = match op {
+                P2pOp::Send { data, to } => ("send", &mut sends, &**data, *to),
+                P2pOp::Recv { buffer, from } => ("recv", &mut receives, &**buffer, *from),
+            };
+            self.caller().check_peer(name, peer)?;
+            blocks.push(P2pBlock { buffer, start: 0, bytes: buffer.bytes(), peer });
+        }
+        if ops.is_empty() {
+            return Ok(());
+        }
+        let bytes = sends.iter().chain(&receives).map(|block| block.bytes).sum();
+        let operation =
+            self.operation(Kind::BatchSendRecv, flow_kernels::DType::U8, bytes, ReduceOp::Sum, 0);
+        // SAFETY: as above.
+        self.in_order(operation, stream, |communicator, own| unsafe {
+            communicator.grouped_p2p(&sends, &receives, own)
+        })
+    }
+}
