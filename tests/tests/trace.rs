@@ -3,18 +3,24 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use flow_tests::{launcher, Process, TEST_TIMEOUT};
+use flow_tests::{rank_commands, Process, TEST_TIMEOUT};
 use serde_json::Value;
 
 const WORKER: &str = "examples/collectives";
 
-/// Runs two ranks of `WORKER`; returns the folder of their traces.
+/// Runs two ranks of `WORKER`, started by hand: nobody stops one when the other fails. Returns
+/// whether rank 0 succeeded, and the folder of the traces.
 fn traced(arguments: &[&str]) -> (bool, tempfile::TempDir) {
     let folder = tempfile::tempdir().expect("a folder can be made");
-    let mut command = launcher(2, &[], WORKER, arguments);
-    command.env("FLOW_TRACE", folder.path().join("new"));
-    let finished = Process::start(command).finish(TEST_TIMEOUT);
-    (finished.status.success(), folder)
+    let started = rank_commands(&[2], WORKER, arguments).into_iter().map(|mut command| {
+        command.env("FLOW_TRACE", folder.path().join("new"));
+        Process::start(command)
+    });
+    let started: Vec<Process> = started.collect();
+    let mut finished = started.into_iter().map(|process| process.finish(TEST_TIMEOUT));
+    let succeeded = finished.next().is_some_and(|rank_0| rank_0.status.success());
+    finished.for_each(drop);
+    (succeeded, folder)
 }
 
 /// The complete events of a rank.
