@@ -79,8 +79,8 @@ impl Drop for FlatMemory {
     fn drop(&mut self) {
         let Owner::Nccl { library, data } = self.owner else { return };
         let done = self.device.synchronize().map_err(|error| error.to_string());
-        // SAFETY: the memory is NCCL's, and nothing uses it any more.
         let freed = done.and_then(|()| {
+            // SAFETY: the memory is NCCL's, and nothing uses it any more.
             unsafe { library.mem_free(data as *mut _) }.map_err(|error| error.to_string())
         });
         if let Err(error) = freed {
