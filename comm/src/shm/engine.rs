@@ -86,7 +86,7 @@ pub struct Engine {
 #[derive(Default)]
 pub struct State {
     round: u64,
-    pub(super) sequence: u64,
+    pub sequence: u64,
     /// The last round that used each staging buffer.
     pub staged: [Option<u64>; 2],
     pub in_flight: VecDeque<InFlight>,
@@ -112,7 +112,7 @@ impl Engine {
         let queues = (0..ranks.len()).map(|rank| MessageQueue::new(place(rank))).collect();
         let inter_node =
             (locals.len() < ranks.len()).then(|| InterNode::new(&world, &ranks, &name));
-        let mut engine = Self {
+        let engine = Self {
             world,
             control,
             rank,
@@ -133,7 +133,6 @@ impl Engine {
             cancelled: AtomicBool::new(false),
         };
         engine.set_timeout(timeout);
-        engine.link()?;
         Ok(engine)
     }
 
