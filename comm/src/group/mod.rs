@@ -30,7 +30,8 @@ use crate::world::World;
 pub use arena_handle::ArenaHandle;
 use cuda::Cuda;
 pub use mesh::{Axis, Mesh};
-use nonblocking::{Lane, Workers};
+pub use nonblocking::Lane;
+use nonblocking::Workers;
 
 /// How long ranks wait for each other unless `FLOW_TIMEOUT` (in seconds) or
 /// [`ProcessGroup::set_timeout`] says otherwise: as long as PyTorch's CPU groups do.
