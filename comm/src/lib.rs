@@ -51,4 +51,4 @@ pub use group::{ArenaHandle, ProcessGroup, DEFAULT_TIMEOUT};
 pub use shm::arena::{Arena, Block};
 pub use shm::fork::ForkSafe;
 pub use shm::reduction::Segments;
-pub use work::Work;
+pub use work::{Work, Worker};

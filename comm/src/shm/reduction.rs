@@ -45,6 +45,8 @@ struct PlacedPieces {
     /// Keep the pieces' memory until it is reduced.
     owners: Vec<Option<Owner>>,
     under_way: bool,
+    /// When this rank saw that the last reduction was over.
+    finished: Option<Instant>,
 }
 
 type Owner = Box<dyn AsMut<[u8]> + Send>;
@@ -64,6 +66,7 @@ impl Segments {
         let pieces = Mutex::new(PlacedPieces {
             owners: lengths.iter().map(|_| None).collect(),
             under_way: false,
+            finished: None,
         });
         let (layout, step) = (hasher.finish(), AtomicU32::new(0));
         Some(Self { bucket, dtype, lengths, total, layout, step, table, pieces })
@@ -107,10 +110,17 @@ impl Segments {
         }
     }
 
+    /// When this rank saw that the last reduction was over; None if there was none, or if it is
+    /// under way.
+    pub fn finished(&self) -> Option<Instant> {
+        self.pieces().finished
+    }
+
     /// The pieces have been reduced: lets go of their memory.
     fn finish(&self) {
         let mut pieces = self.pieces();
         pieces.under_way = false;
+        pieces.finished = Some(Instant::now());
         pieces.owners.fill_with(|| None);
     }
 
@@ -351,7 +361,7 @@ impl Engine {
             return self.advance(state, false).map(|()| (false, None));
         };
         self.assign_sequence(state, &mut operation)?;
-        pieces.under_way = true;
+        (pieces.under_way, pieces.finished) = (true, None);
         self.publish_descriptor(round, &operation, Location::Shared(segments.table.offset()));
         self.arrive(round);
         let bucket = result_round.filter(|_| self.is_leader()).map(|result_round| {
@@ -389,11 +399,9 @@ impl Engine {
         self.advance(&mut self.state(), false)
     }
 
-    /// Waits for all posted buckets. Returns when each was seen to be finished, by bucket number.
-    pub fn finish_buckets(&self) -> Result<Vec<(u32, Instant)>> {
-        let state = &mut *self.state();
-        self.advance(state, true)?;
-        Ok(std::mem::take(&mut state.finished))
+    /// Waits for all posted buckets.
+    pub fn finish_buckets(&self) -> Result<()> {
+        self.advance(&mut self.state(), true)
     }
 
     /// Starts a collective: buckets that were posted before come first.
@@ -434,7 +442,6 @@ impl Engine {
             } else if !self.all_done(first.round) {
                 break;
             }
-            state.finished.extend(first.operation.bucket.map(|bucket| (bucket, Instant::now())));
             first.segments.finish();
             state.in_flight.pop_front();
         }
