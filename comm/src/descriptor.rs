@@ -20,10 +20,13 @@ pub enum Kind {
     NewGroup,
     Send,
     Recv,
+    AllGatherV,
+    ReduceScatterV,
+    AllToAllV,
 }
 
 impl Kind {
-    const ALL: [Kind; 12] = [
+    const ALL: [Kind; 15] = [
         Kind::AllReduce,
         Kind::Reduce,
         Kind::Broadcast,
@@ -36,6 +39,9 @@ impl Kind {
         Kind::NewGroup,
         Kind::Send,
         Kind::Recv,
+        Kind::AllGatherV,
+        Kind::ReduceScatterV,
+        Kind::AllToAllV,
     ];
 
     pub fn name(self) -> &'static str {
@@ -52,6 +58,9 @@ impl Kind {
             Kind::NewGroup => "new_group",
             Kind::Send => "send",
             Kind::Recv => "recv",
+            Kind::AllGatherV => "all_gather_v",
+            Kind::ReduceScatterV => "reduce_scatter_v",
+            Kind::AllToAllV => "all_to_all_v",
         }
     }
 
@@ -60,7 +69,7 @@ impl Kind {
     }
 
     fn reduces(self) -> bool {
-        matches!(self, Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter)
+        matches!(self, Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter | Kind::ReduceScatterV)
     }
 }
 

@@ -223,7 +223,7 @@ impl ProcessGroup {
         operation(engine)
     }
 
-    fn start<T: Send + 'static>(
+    pub(super) fn start<T: Send + 'static>(
         &self,
         lane: Lane,
         operation: &'static str,
