@@ -9,6 +9,7 @@ mod members;
 mod mesh;
 mod nonblocking;
 mod split;
+mod uneven;
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
