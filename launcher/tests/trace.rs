@@ -63,7 +63,7 @@ fn followers_send_theirs_to_the_leader() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("trace.json");
     // More than one piece.
-    let large = format!("{WORKER}; sed -i 's/all_reduce/'$(head -c 200000 /dev/zero | tr '\\0' x)'/' $FLOW_TRACE/rank$RANK.json");
+    let large = format!("{WORKER}; sed -i 's/all_reduce/'$(head -c 100000 /dev/zero | tr '\\0' x)'/' $FLOW_TRACE/rank$RANK.json");
     let agents = [0, 1].map(|node| {
         let flags = format!(
             "--nnodes 2 --node_rank {node} --master_addr {} --nproc_per_node 2 --trace {}",
@@ -77,7 +77,7 @@ fn followers_send_theirs_to_the_leader() {
         assert_eq!(finished.code, Some(0), "{finished:?}");
     }
     assert_eq!(ranks_in(&file), [0, 1, 2, 3]);
-    assert!(fs::metadata(&file).unwrap().len() > 4 * 200_000);
+    assert!(fs::metadata(&file).unwrap().len() > 4 * 100_000);
 }
 
 #[test]

@@ -122,7 +122,8 @@ fn overlap(first: &[Interval], second: &[Interval]) -> Vec<Interval> {
 }
 
 fn total(intervals: &[Interval]) -> f64 {
-    intervals.iter().map(|(start, end)| end - start).sum()
+    // Not `sum`, which is -0 for no intervals.
+    intervals.iter().fold(0.0, |total, (start, end)| total + end - start)
 }
 
 #[cfg(test)]
