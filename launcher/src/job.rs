@@ -33,6 +33,8 @@ pub struct Job {
     pub output: Output,
     /// The event files: a JSON object a line.
     pub events: Vec<PathBuf>,
+    /// The file for the timeline of all ranks.
+    pub trace: Option<PathBuf>,
     /// Print errors only.
     pub quiet: bool,
     /// Print what would be started, and start nothing.

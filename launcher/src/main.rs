@@ -11,6 +11,7 @@
 //! | `hosts/` | `--hosts`: starts an agent on each host by ssh |
 //! | `output/` | from workers' pipes to the console and to files |
 //! | `report/` | what is said about a failure; `--events` |
+//! | `trace/` | `--trace`, `flow-launch trace` |
 //! | `net.rs`, `poll.rs` | addresses of this host; waiting for several descriptors |
 //!
 //! The way from `argv` to the exit code: [`main`] -> `cli/mod.rs` (`Job::parse`) -> `agent/mod.rs`
@@ -28,6 +29,7 @@ mod output;
 mod plan;
 mod poll;
 mod report;
+mod trace;
 
 use std::ffi::OsString;
 use std::io::{stderr, Write};
@@ -58,6 +60,7 @@ fn main() -> ExitCode {
                 return ExitCode::FAILURE;
             }
         }
+        Some(trace::SUBCOMMAND) => return exit_code(trace::main(&arguments[2..]).map(|()| 0)),
         _ => {}
     }
     env_logger::Builder::from_env(env_logger::Env::new().filter_or("FLOW_LOG", "warn")).init();
@@ -65,7 +68,12 @@ fn main() -> ExitCode {
     let job = Job::parse(arguments, &environment);
     // A worker may be a launcher, whose events are others.
     std::env::remove_var(events::VARIABLE);
-    match job.map_err(anyhow::Error::from).and_then(run) {
+    exit_code(job.map_err(anyhow::Error::from).and_then(run))
+}
+
+/// Prints an error, in one line.
+fn exit_code(result: anyhow::Result<u8>) -> ExitCode {
+    match result {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
             eprintln!("flow-launch: {error:#}");

@@ -19,6 +19,7 @@ use flow_kernels::{Element, ReduceOp};
 
 use crate::arguments::Caller;
 use crate::buffer::{Buffer, SharedBuffer};
+use crate::descriptor::Kind;
 use crate::env::Membership;
 use crate::error::{Error, Result};
 use crate::settings;

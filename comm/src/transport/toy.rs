@@ -49,6 +49,10 @@ impl ToyTransport {
 }
 
 impl Transport for ToyTransport {
+    fn name(&self) -> &'static str {
+        "toy"
+    }
+
     /// Other bytes than those of the transport "tcp": only this one understands them.
     fn address(&self) -> Vec<u8> {
         let port = self.listener.local_addr().map_or(0, |address| address.port());

@@ -55,9 +55,8 @@ fn the_checkpoint_of_another_training_is_an_error_that_says_what_differs() {
     run(1, &folder.job(&["--epochs", "1"]));
 
     write_noise(folder.path("").as_ref(), 500, 20);
-    let difference =
-        format!("{saved}: cannot resume: the state was saved with samples 600, this sampler has samples 500{remedy}");
-    assert_eq!(error(&folder.job(&["--epochs", "1"])), format!("mnist: {difference}\n"));
+    let text = error(&folder.job(&["--epochs", "1"]));
+    assert!(text.starts_with(&format!("mnist: {with} training data of checksum ")), "{text}");
 
     for step in folder.steps() {
         let checkpoint = folder.checkpoint(step);

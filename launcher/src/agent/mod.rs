@@ -4,11 +4,13 @@
 //! | file | subject |
 //! |---|---|
 //! | `worker_group.rs`, `worker.rs`, `process.rs` | this node's workers in a round, one worker, its process |
+//! | `start.rs` | what an agent opens before it joins the job |
 //! | `stop_policy.rs` | when workers are stopped, and which failure is the root cause (pure) |
 //! | `reaper.rs` | the process that cleans up after a round that was stopped, and after a launcher that was killed |
 //! | `signals.rs` | the signals that flow-launch receives |
 //! | `watchdog.rs`, `timers.rs`, `named_pipe.rs` | torchelastic's timers |
 //! | `health.rs` | torchelastic's health check |
+//! | `tracing.rs` | `--trace` |
 //! | `final_report.rs` | what is printed at the end |
 //! | `exit_status.rs` | how a process ended |
 
@@ -19,19 +21,19 @@ mod named_pipe;
 pub mod process;
 pub mod reaper;
 pub mod signals;
+mod start;
 pub mod stop_policy;
 mod timers;
+mod tracing;
 mod watchdog;
 mod worker;
 mod worker_group;
 
 use std::ffi::OsString;
-use std::io::{stdout, IsTerminal};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use flow_comm::net::host_name;
 use rustix::io::Errno;
 
 use crate::agent::exit_status::{signal_name, ExitStatus};
@@ -39,15 +41,17 @@ use crate::agent::health::Health;
 use crate::agent::reaper::Reaper;
 use crate::agent::signals::{Request, Signals};
 use crate::agent::stop_policy::{Action, Ended, StopPolicy};
+use crate::agent::tracing::Tracing;
 use crate::agent::watchdog::Watchdog;
 use crate::agent::worker::Console;
 use crate::agent::worker_group::WorkerGroup;
 use crate::control::assignment::RankAssignment;
-use crate::control::protocol::{AgentEvent, Command, ControlMessage, Failure, JobResult};
+use crate::control::protocol::{
+    AgentEvent, ClusterEvent, Command, ControlMessage, Failure, JobResult,
+};
 use crate::control::ControlPlane;
 use crate::job::Job;
 use crate::output::log_files::LogFiles;
-use crate::output::routing::Routes;
 use crate::output::sink::Sinks;
 use crate::plan;
 use crate::plan::host::LocalHost;
@@ -92,57 +96,12 @@ pub struct Agent {
     result: Option<JobResult>,
     watchdog: Option<Watchdog>,
     health: Option<Health>,
+    tracing: Option<Tracing>,
     // Last, so that it is dropped last.
     reaper: Reaper,
 }
 
 impl Agent {
-    /// Joins the job.
-    pub fn start(job: Job, local_host: LocalHost, command: Vec<OsString>) -> anyhow::Result<Agent> {
-        let local_world_size = plan::local_world_size(&job, &local_host)?;
-        process::allow_descriptors(local_world_size);
-        let signals = Signals::catch(&job.signals)?;
-        let mut reaper = Reaper::start()?;
-        let mut sinks =
-            Sinks::standard(job.quiet).context("cannot open standard output and standard error")?;
-        if let Some(threads) = plan::omp_threads(local_world_size, &local_host) {
-            sinks.note(&plan::omp_note(threads, local_world_size, &local_host));
-        }
-        let template = std::env::var("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE").ok();
-        let routes = Routes::new(&job.output, &job.role, template, stdout().is_terminal());
-        let logs = LogFiles::create(&job.output, routes, &job.nodes.id, &reaper)?;
-        logs.note.iter().for_each(|note| sinks.note(note));
-        let (watchdog, note) = Watchdog::start(&mut reaper)?.unzip();
-        note.flatten().iter().for_each(|note| sinks.note(note));
-        let health = Health::start().unwrap_or_else(|error| {
-            sinks.note(&error);
-            None
-        });
-        let host = host_name();
-        Ok(Agent {
-            events: EventLog::open(&job.events, &host)?,
-            control: ControlPlane::open(&job, local_world_size)?,
-            host,
-            has_joined: false,
-            must_rejoin: false,
-            group: None,
-            finished_group: None,
-            signalled: None,
-            result: None,
-            job,
-            local_host,
-            command,
-            local_world_size,
-            sinks,
-            has_input: worker::has_input(),
-            logs,
-            signals,
-            watchdog,
-            health,
-            reaper,
-        })
-    }
-
     /// Runs the job to its end; returns the exit code.
     pub fn run(mut self) -> anyhow::Result<u8> {
         loop {
@@ -187,7 +146,10 @@ impl Agent {
             }
         }
         for event in self.control.events() {
-            self.events.record(&JobEvent::from(&event), &mut self.sinks);
+            match (&event, &self.tracing) {
+                (ClusterEvent::Trace(piece), Some(tracing)) => tracing.take(piece),
+                _ => self.events.record_cluster(&event, &mut self.sinks),
+            }
         }
         // A follower that was signalled to end does not wait for the leader.
         if let (Some(signal), None, ControlPlane::Follower(_)) =
@@ -245,6 +207,9 @@ impl Agent {
         if let Some(watchdog) = &mut self.watchdog {
             watchdog.clear();
             specs.iter_mut().for_each(|spec| spec.environment.push(watchdog.variable()));
+        }
+        if let Some(tracing) = &mut self.tracing {
+            tracing.start_round(&mut specs, assignment.world_size);
         }
         (self.events.node, self.events.restart_count) = (assignment.group_rank, attempt);
         if self.finished_group.take().is_some() {
@@ -392,6 +357,9 @@ impl Agent {
             });
             let cause = group.shortfall.clone().or(cause);
             let is_finished = group.ended_well();
+            if let Some(tracing) = &self.tracing {
+                tracing.end_round(round, group.ranks(), &self.control);
+            }
             self.finished_group = self.group.take();
             match is_finished {
                 true => self.control.send(AgentEvent::Finished { round }),
@@ -492,6 +460,7 @@ impl Agent {
         let Some(result) = self.result.take() else { return 1 };
         let group = self.finished_group.as_ref();
         final_report::print(&result, group, self.signalled, &self.host, &mut self.sinks);
+        self.tracing.iter().for_each(|tracing| tracing.finish(&self.control, &mut self.sinks));
         let code = result.code;
         let rank = group.and_then(|group| Some(group.outcome(group.first_failure()?.0).rank));
         self.events.record(&JobEvent::End { code, rank }, &mut self.sinks);

@@ -122,6 +122,11 @@ impl WorkerGroup {
         self.policy.cause().is_none()
     }
 
+    /// The ranks of all workers.
+    pub fn ranks(&self) -> impl Iterator<Item = u32> + '_ {
+        self.workers.iter().map(|worker| worker.spec.rank)
+    }
+
     /// The workers' processes, with their ranks.
     pub fn pids(&self) -> Vec<(Pid, u32)> {
         let present = self.workers.iter().filter(|worker| !worker.settled);

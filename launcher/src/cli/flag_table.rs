@@ -1,6 +1,6 @@
 //! The table of all flags: `--help`, completions, the manual page and docs/flags.md come from it.
 
-use super::flags::{option, switch, Flag};
+use super::flag::{option, switch, Flag};
 
 const WORKERS: &str = "Workers";
 const PROGRAM: &str = "Program";
@@ -190,6 +190,13 @@ pub const FLAGS: &[Flag] = &[
         .meaning(
             "append events to this file, a JSON object a line; see \
              [launcher.md](launcher.md#events)",
+        )
+        .differs("not in torchrun"),
+    option(OUTPUT, "trace", "FILE", "Write a timeline of all ranks, for Perfetto and flow-launch trace")
+        .without_variable()
+        .meaning(
+            "write the timeline of all ranks of all nodes to this file on the leading node; give it \
+             on every node. See [launcher.md](launcher.md#traces)",
         )
         .differs("not in torchrun"),
     switch(OUTPUT, "quiet", "Print errors only")

@@ -1,5 +1,6 @@
 //! The command line, validated into a [`Job`].
 
+mod flag;
 mod flag_table;
 mod flags;
 mod hosts;
@@ -112,6 +113,7 @@ impl Job {
             .into_iter()
             .flatten()
             .collect(),
+            trace: settings.get_path("trace")?,
             quiet: settings.is_on("quiet")?,
             dry_run: settings.is_on("dry-run")?,
             warnings: Vec::new(),

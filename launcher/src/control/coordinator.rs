@@ -142,6 +142,7 @@ impl Coordinator {
             }
             AgentEvent::Leaving { signal } => self.leaving(agent, signal, now),
             AgentEvent::Exited { .. }
+            | AgentEvent::Trace { .. }
             | AgentEvent::Failed { .. }
             | AgentEvent::Finished { .. }
             | AgentEvent::Stopped { .. } => {}

@@ -3,6 +3,7 @@
 
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::Arc;
@@ -18,6 +19,7 @@ use crate::control::token::token;
 use crate::job::Job;
 use crate::net;
 use crate::report::text::excerpt;
+use crate::trace::folder as trace;
 
 /// Interval of the heartbeat.
 const HEARTBEAT: Duration = Duration::from_secs(1);
@@ -31,9 +33,20 @@ const FIRST_NOTICE: Duration = Duration::from_secs(10);
 /// How long the end of this agent waits until its last events are posted.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(3);
 
+/// What the thread that posts events takes.
+enum Outgoing {
+    Event(AgentEvent),
+    /// The timeline of a rank.
+    Trace {
+        round: u32,
+        rank: u32,
+        path: PathBuf,
+    },
+}
+
 /// See above.
 pub struct Follower {
-    events: Option<Sender<AgentEvent>>,
+    events: Option<Sender<Outgoing>>,
     messages: Receiver<ControlMessage>,
     /// Holds one byte for each message.
     wake_pipe: PipeReader,
@@ -78,7 +91,14 @@ impl Follower {
     pub fn send(&self, event: AgentEvent) {
         if let Some(events) = &self.events {
             // Without a connection it is lost; `poll` reports that.
-            let _ = events.send(event);
+            let _ = events.send(Outgoing::Event(event));
+        }
+    }
+
+    /// Sends the timeline of a rank, before all later events.
+    pub fn send_trace(&self, round: u32, rank: u32, path: PathBuf) {
+        if let Some(events) = &self.events {
+            let _ = events.send(Outgoing::Trace { round, rank, path });
         }
     }
 
@@ -138,7 +158,7 @@ impl FollowerThread {
     /// Joins and receives commands until the last one. The error says why the leader is lost.
     fn run(
         &self,
-        events: Receiver<AgentEvent>,
+        events: Receiver<Outgoing>,
         posting: Sender<()>,
         commands_out: &CommandSender,
     ) -> Result<(), String> {
@@ -184,7 +204,13 @@ impl FollowerThread {
         let post = move || {
             let _closes_at_the_end = posting;
             for event in events {
-                if let Err(error) = posts.post(&message(agent, &event)) {
+                let result = match event {
+                    Outgoing::Event(event) => posts.post(&message(agent, &event)),
+                    Outgoing::Trace { round, rank, path } => trace::pieces(rank, &path, |piece| {
+                        posts.post(&message(agent, &AgentEvent::Trace { round, piece }))
+                    }),
+                };
+                if let Err(error) = result {
                     post_errors.send(ControlMessage::Disconnected(format!(
                         "the leading node cannot be reached: {error}"
                     )));

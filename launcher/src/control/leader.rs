@@ -177,6 +177,12 @@ impl Leader {
             }
             return;
         }
+        if let AgentEvent::Trace { round, piece } = event {
+            if self.round.as_ref().is_some_and(|present| present.number == round) {
+                self.cluster_events.push(ClusterEvent::Trace(piece));
+            }
+            return;
+        }
         log::debug!("agent {agent}: {event:?}");
         match (&event, self.coordinator.host(agent)) {
             (AgentEvent::Joined { node, .. }, _) if agent != LEADER => {

@@ -19,6 +19,7 @@ pub mod token;
 
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use flow_comm::net::host_name;
@@ -123,6 +124,13 @@ impl ControlPlane {
         match self {
             ControlPlane::Leader(leader) => leader.send(event),
             ControlPlane::Follower(follower) => follower.send(event),
+        }
+    }
+
+    /// Sends the timeline of a rank, once its worker has ended, to the leader.
+    pub fn send_trace(&self, round: u32, rank: u32, path: PathBuf) {
+        if let ControlPlane::Follower(follower) = self {
+            follower.send_trace(round, rank, path);
         }
     }
 

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::agent::exit_status::ExitStatus;
 use crate::control::assignment::RankAssignment;
 use crate::control::node::Node;
+use crate::trace::folder::Piece;
 
 /// An agent: flow-launch on one node.
 pub type AgentId = u64;
@@ -26,6 +27,8 @@ pub enum AgentEvent {
     /// All its workers are gone, after a failure or a command. `cause` is the full report on its
     /// first failure.
     Stopped { round: u32, cause: Option<String> },
+    /// A part of the timeline of one of its ranks, for `--trace`.
+    Trace { round: u32, piece: Piece },
     /// It received a signal and will end.
     Leaving { signal: i32 },
     /// It has ended. The store sends this on its behalf (its last will) if it could not.
@@ -79,9 +82,18 @@ pub enum ControlMessage {
 /// Something that the leader has learnt, for `--events`.
 #[derive(Debug)]
 pub enum ClusterEvent {
-    Joined { host: String },
-    Lost { host: String, reason: String },
-    Hang { report: String },
+    Joined {
+        host: String,
+    },
+    Lost {
+        host: String,
+        reason: String,
+    },
+    Hang {
+        report: String,
+    },
+    /// A part of another node's timeline.
+    Trace(Piece),
 }
 
 /// The key of an agent's command of this number.

@@ -51,16 +51,6 @@ pub enum JobEvent<'a> {
     },
 }
 
-impl<'a> From<&'a ClusterEvent> for JobEvent<'a> {
-    fn from(news: &'a ClusterEvent) -> JobEvent<'a> {
-        match news {
-            ClusterEvent::Joined { host } => JobEvent::NodeJoined { node_host: host },
-            ClusterEvent::Lost { host, reason } => JobEvent::NodeLost { node_host: host, reason },
-            ClusterEvent::Hang { report } => JobEvent::Hang { report },
-        }
-    }
-}
-
 /// How a process ended: one of the two fields.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -116,6 +106,17 @@ impl EventLog {
         if let Err(error) = self.write(event) {
             sinks.say(&error);
         }
+    }
+
+    /// Writes what the leader has learnt.
+    pub fn record_cluster(&mut self, event: &ClusterEvent, sinks: &mut Sinks) {
+        let event = match event {
+            ClusterEvent::Joined { host } => JobEvent::NodeJoined { node_host: host },
+            ClusterEvent::Lost { host, reason } => JobEvent::NodeLost { node_host: host, reason },
+            ClusterEvent::Hang { report } => JobEvent::Hang { report },
+            ClusterEvent::Trace(_) => return,
+        };
+        self.record(&event, sinks);
     }
 
     fn write(&mut self, event: &JobEvent) -> Result<(), String> {

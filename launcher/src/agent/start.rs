@@ -1,0 +1,74 @@
+//! The start of an agent: everything that it opens before it runs.
+
+use std::ffi::OsString;
+use std::io::{stdout, IsTerminal};
+
+use anyhow::Context;
+
+use crate::agent::health::Health;
+use crate::agent::reaper::Reaper;
+use crate::agent::signals::Signals;
+use crate::agent::tracing::Tracing;
+use crate::agent::watchdog::Watchdog;
+use crate::agent::{process, worker, Agent};
+use crate::control::ControlPlane;
+use crate::job::Job;
+
+use crate::output::log_files::LogFiles;
+use crate::output::routing::Routes;
+use crate::output::sink::Sinks;
+use crate::plan;
+use crate::plan::host::LocalHost;
+use crate::report::events::EventLog;
+
+impl Agent {
+    /// Joins the job.
+    pub fn start(job: Job, local_host: LocalHost, command: Vec<OsString>) -> anyhow::Result<Agent> {
+        let local_world_size = plan::local_world_size(&job, &local_host)?;
+        process::allow_descriptors(local_world_size);
+        let signals = Signals::catch(&job.signals)?;
+        let mut reaper = Reaper::start()?;
+        let mut sinks =
+            Sinks::standard(job.quiet).context("cannot open standard output and standard error")?;
+        if let Some(threads) = plan::omp_threads(local_world_size, &local_host) {
+            sinks.note(&plan::omp_note(threads, local_world_size, &local_host));
+        }
+        let template = std::env::var("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE").ok();
+        let routes = Routes::new(&job.output, &job.role, template, stdout().is_terminal());
+        let logs = LogFiles::create(&job.output, routes, &job.nodes.id, &reaper)?;
+        logs.note.iter().for_each(|note| sinks.note(note));
+        let (watchdog, note) = Watchdog::start(&mut reaper)?.unzip();
+        note.flatten().iter().for_each(|note| sinks.note(note));
+        let health = Health::start().unwrap_or_else(|error| {
+            sinks.note(&error);
+            None
+        });
+        let host = host_name();
+        let events = EventLog::open(&job.events, &host)?;
+        let control = ControlPlane::open(&job, local_world_size)?;
+        let tracing = job.trace.as_deref().map(|to| Tracing::start(to, &control, &reaper));
+        Ok(Agent {
+            tracing: tracing.transpose()?,
+            events,
+            control,
+            host,
+            has_joined: false,
+            must_rejoin: false,
+            group: None,
+            finished_group: None,
+            signalled: None,
+            result: None,
+            job,
+            local_host,
+            command,
+            local_world_size,
+            sinks,
+            has_input: worker::has_input(),
+            logs,
+            signals,
+            watchdog,
+            health,
+            reaper,
+        })
+    }
+}

@@ -1,0 +1,59 @@
+//! The JSON of a timeline, as Chrome and Perfetto read it.
+
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+
+/// A timeline whose events are only copied.
+#[derive(Deserialize)]
+pub struct RawTimeline {
+    #[serde(rename = "traceEvents")]
+    pub events: Vec<Box<RawValue>>,
+    #[serde(rename = "otherData")]
+    pub origin: Box<RawValue>,
+}
+
+/// A timeline of one or more ranks. Fields that the summary does not need are skipped.
+#[derive(Deserialize)]
+pub struct Timeline {
+    #[serde(rename = "traceEvents")]
+    pub events: Vec<Event>,
+}
+
+/// An event of a rank. Times are in microseconds.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+pub struct Event {
+    /// `X` for one with a duration.
+    #[serde(rename = "ph")]
+    pub kind: String,
+    /// `comm`, `phase` or `wait`.
+    #[serde(rename = "cat")]
+    pub category: String,
+    pub name: String,
+    /// The rank.
+    pub pid: u32,
+    #[serde(rename = "ts")]
+    pub start: f64,
+    #[serde(rename = "dur")]
+    pub duration: f64,
+    #[serde(rename = "args")]
+    pub arguments: Arguments,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+pub struct Arguments {
+    pub step: Option<u64>,
+    pub group: serde_json::Value,
+    pub sequence: Option<u64>,
+    /// The rank that the others of the operation waited for.
+    pub last_to_arrive: Option<u32>,
+}
+
+/// Where a merged timeline comes from.
+#[derive(Serialize)]
+pub struct Origin<'a> {
+    pub world_size: u32,
+    /// `otherData` of each rank.
+    pub ranks: &'a [Box<RawValue>],
+}

@@ -1,0 +1,213 @@
+//! What `flow-launch trace FILE` prints. Pure.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write;
+
+use super::format::{Event, Timeline};
+
+/// From start to end, in microseconds.
+type Interval = (f64, f64);
+
+/// The events of one rank, as far as the summary needs them.
+#[derive(Default)]
+struct Rank {
+    communication: Vec<Interval>,
+    backward: Vec<Interval>,
+    waits: Vec<Interval>,
+    /// For each step, the time in its phases without waits.
+    busy: BTreeMap<u64, f64>,
+    /// Steps in which this rank was the slowest.
+    slowest: usize,
+    /// Operations that this rank was the last to arrive in.
+    last: usize,
+}
+
+impl Rank {
+    fn add(&mut self, event: &Event) {
+        let interval = (event.start, event.start + event.duration);
+        match event.category.as_str() {
+            "comm" => self.communication.push(interval),
+            "wait" => self.waits.push(interval),
+            "phase" if event.name == "backward" => self.backward.push(interval),
+            _ => {}
+        }
+        let sign = match event.category.as_str() {
+            "phase" => 1.0,
+            "wait" => -1.0,
+            _ => return,
+        };
+        if let Some(step) = event.arguments.step {
+            *self.busy.entry(step).or_default() += sign * event.duration;
+        }
+    }
+}
+
+/// A table with a line for each rank: time in communication, the share of it that is hidden behind
+/// backward, time in waits, in how many steps the rank was the slowest, and in how many operations
+/// it was the last to arrive.
+pub fn describe(timeline: &Timeline) -> String {
+    let (mut ranks, mut operations) = (BTreeMap::<u32, Rank>::new(), BTreeMap::new());
+    for event in timeline.events.iter().filter(|event| event.kind == "X") {
+        ranks.entry(event.pid).or_default().add(event);
+        let arguments = &event.arguments;
+        if let (Some(sequence), Some(last)) = (arguments.sequence, arguments.last_to_arrive) {
+            // All ranks of an operation report it.
+            operations.insert((arguments.group.to_string(), sequence), last);
+        }
+    }
+    for last in operations.values() {
+        ranks.entry(*last).or_default().last += 1;
+    }
+    let steps: BTreeSet<u64> = ranks.values().flat_map(|rank| rank.busy.keys().copied()).collect();
+    for step in &steps {
+        let time = |rank: &Rank| rank.busy.get(step).copied();
+        let present = ranks.values_mut().filter(|rank| time(rank).is_some());
+        if let Some(slowest) = present.max_by(|one, other| {
+            f64::total_cmp(&time(one).unwrap_or(0.0), &time(other).unwrap_or(0.0))
+        }) {
+            slowest.slowest += 1;
+        }
+    }
+    table(&ranks, steps.len(), operations.len())
+}
+
+fn table(ranks: &BTreeMap<u32, Rank>, steps: usize, operations: usize) -> String {
+    let mut text = format!("{} ranks, {steps} steps, {operations} operations\n\n", ranks.len());
+    text += "rank    comm ms   hidden    wait ms   slowest in   last to arrive in\n";
+    for (number, rank) in ranks {
+        let communication = union(rank.communication.clone());
+        let waits = union(rank.waits.clone());
+        let behind = overlap(&communication, &union(rank.backward.clone()));
+        let hidden = total(&behind) - total(&overlap(&behind, &waits));
+        let time = total(&communication);
+        let share = if time > 0.0 { 100.0 * hidden / time } else { 0.0 };
+        let (time, waits) = (time / 1e3, total(&waits) / 1e3);
+        let (slowest, last) = (rank.slowest, rank.last);
+        let _ = writeln!(
+            text,
+            "{number:>4} {time:>10.1} {share:>7.0}% {waits:>10.1} {slowest:>12} {last:>19}"
+        );
+    }
+    text + "
+comm: time in which a collective of the rank was running; hidden: the share of it during backward
+and outside waits; slowest in: steps in which the rank computed longest; last to arrive in:
+operations whose other ranks waited for this one.
+"
+}
+
+/// Intervals in order, merged where they overlap.
+fn union(mut intervals: Vec<Interval>) -> Vec<Interval> {
+    intervals.sort_by(|one, other| one.0.total_cmp(&other.0));
+    let mut merged: Vec<Interval> = Vec::with_capacity(intervals.len());
+    for (start, end) in intervals {
+        match merged.last_mut() {
+            Some(last) if start <= last.1 => last.1 = last.1.max(end),
+            _ => merged.push((start, end)),
+        }
+    }
+    merged
+}
+
+/// The common parts of two lists of intervals that are in order and do not overlap.
+fn overlap(first: &[Interval], second: &[Interval]) -> Vec<Interval> {
+    let (mut common, mut index) = (Vec::new(), 0);
+    for (start, end) in first.iter().copied() {
+        while index < second.len() && second[index].1 <= start {
+            index += 1;
+        }
+        let later = second[index..].iter().take_while(|other| other.0 < end);
+        common.extend(later.map(|other| (start.max(other.0), end.min(other.1))));
+    }
+    common
+}
+
+fn total(intervals: &[Interval]) -> f64 {
+    // Not `sum`, which is -0 for no intervals.
+    intervals.iter().fold(0.0, |total, (start, end)| total + end - start)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{json, Value};
+
+    fn event(rank: u32, category: &str, name: &str, time: (u32, u32), arguments: Value) -> Value {
+        let (start, end) = time;
+        let duration = end - start;
+        json!({"ph": "X", "cat": category, "name": name, "pid": rank, "tid": 0, "ts": start,
+               "dur": duration, "args": arguments})
+    }
+
+    fn lines(events: Vec<Value>) -> Vec<String> {
+        let timeline = json!({"traceEvents": events, "otherData": {}});
+        let text = describe(&serde_json::from_value(timeline).unwrap());
+        let lines = text.lines().take_while(|line| !line.starts_with("comm:"));
+        let words = lines.map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "));
+        words.filter(|line| !line.is_empty()).collect()
+    }
+
+    #[test]
+    fn communication_behind_backward_is_hidden_unless_it_is_waited_for() {
+        let operation = json!({"group": "world", "sequence": 1, "last_to_arrive": 1});
+        let events = vec![
+            json!({"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}}),
+            event(0, "phase", "backward", (0, 10_000), json!({"step": 0})),
+            event(0, "comm", "all_reduce", (2_000, 6_000), operation.clone()),
+            // It overlaps the first one, and half of it is waited for.
+            event(
+                0,
+                "comm",
+                "all_reduce",
+                (5_000, 10_000),
+                json!({"group": "world", "sequence": 2}),
+            ),
+            event(0, "wait", "bucket", (8_000, 10_000), json!({"step": 0, "bucket": 1})),
+            event(1, "phase", "backward", (0, 10_000), json!({"step": 0})),
+            event(1, "comm", "all_reduce", (9_000, 11_000), operation),
+        ];
+        let expected = [
+            "2 ranks, 1 steps, 1 operations",
+            "rank comm ms hidden wait ms slowest in last to arrive in",
+            "0 8.0 75% 2.0 0 0",
+            "1 2.0 50% 0.0 1 1",
+        ];
+        assert_eq!(lines(events), expected);
+    }
+
+    #[test]
+    fn the_slowest_rank_of_a_step_is_the_one_that_computes_longest() {
+        let mut events = Vec::new();
+        for (step, slowest) in [(0, 2), (1, 2), (2, 0)] {
+            for rank in 0..3 {
+                let begin = step * 100;
+                let own = if rank == slowest { 90 } else { 40 };
+                let step = json!({"step": step});
+                events.push(event(rank, "phase", "forward", (begin, begin + 10), step.clone()));
+                events.push(event(
+                    rank,
+                    "phase",
+                    "backward",
+                    (begin + 10, begin + 100),
+                    step.clone(),
+                ));
+                events.push(event(
+                    rank,
+                    "wait",
+                    "bucket",
+                    (begin + 10 + own - 10, begin + 100),
+                    step,
+                ));
+            }
+        }
+        let slowest: Vec<String> = lines(events)[2..]
+            .iter()
+            .map(|line| line.split(' ').nth(4).unwrap().to_string())
+            .collect();
+        assert_eq!(slowest, ["1", "0", "2"]);
+    }
+
+    #[test]
+    fn an_empty_timeline_has_an_empty_table() {
+        assert_eq!(lines(Vec::new())[0], "0 ranks, 0 steps, 0 operations");
+    }
+}
