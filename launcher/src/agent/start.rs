@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::io::{stdout, IsTerminal};
 
 use anyhow::Context;
+use flow_comm::net::host_name;
 
 use crate::agent::health::Health;
 use crate::agent::reaper::Reaper;
@@ -13,7 +14,6 @@ use crate::agent::watchdog::Watchdog;
 use crate::agent::{process, worker, Agent};
 use crate::control::ControlPlane;
 use crate::job::Job;
-
 use crate::output::log_files::LogFiles;
 use crate::output::routing::Routes;
 use crate::output::sink::Sinks;
