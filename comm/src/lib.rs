@@ -56,4 +56,4 @@ pub use p2p::P2pOp;
 pub use shm::arena::{Arena, Block};
 pub use shm::fork::ForkSafe;
 pub use shm::reduction::Segments;
-pub use work::Work;
+pub use work::{Work, Worker};

@@ -34,14 +34,19 @@ impl<T> Work<T> {
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// A thread that runs jobs in the order of their submission.
-pub(crate) struct Worker {
+/// A thread that runs jobs in the order of their submission. Dropping it waits for them.
+pub struct Worker {
     jobs: Option<mpsc::Sender<Job>>,
     thread: Option<std::thread::JoinHandle<()>>,
     pending: Arc<(Mutex<usize>, Condvar)>,
 }
 
 impl Worker {
+    /// Starts the thread, which is named after this rank.
+    ///
+    /// # Errors
+    ///
+    /// The system's, if it has no room for another thread.
     pub fn start(rank: usize) -> std::io::Result<Self> {
         let (sender, receiver) = mpsc::channel::<Job>();
         let pending = Arc::new((Mutex::new(0), Condvar::new()));
@@ -59,6 +64,7 @@ impl Worker {
         Ok(Self { jobs: Some(sender), thread: Some(thread), pending })
     }
 
+    /// Hands a job over; `rank` and `operation` are for errors of [`Work::wait`].
     pub fn submit<T: Send + 'static>(
         &self,
         rank: usize,

@@ -1,26 +1,120 @@
 //! What a reducer knows of its parameters and of the backward that runs.
 
-use std::collections::HashMap;
 use std::time::Instant;
 
-use flow_comm::nccl::Event;
-use flow_comm::ProcessGroup;
-use tch::Kind;
+use flow_autograd::BoxError;
+use tch::{Kind, Tensor};
 
-use crate::bucket::assignment::{assign, Item};
-use crate::bucket::progress::ReducePath;
-use crate::bucket::Bucket;
+use crate::bucket::assignment::{assign, Caps, Item};
+use crate::bucket::pending::{Pending, Reduced};
+use crate::bucket::{Bucket, ReducePath};
 use crate::error::Result;
-use crate::options::Options;
 use crate::parameter::Parameter;
 use crate::stats::{times, BucketStats, Stats};
 
-/// The moments of a backward that are recorded in libtorch's stream.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Phase {
-    FirstGradient,
-    EndOfBackward,
-    EndOfReduction,
+/// A bucket in its place in the order of launches.
+pub(crate) struct ScheduledBucket {
+    /// Parameters by index, in the order of their slots.
+    pub members: Vec<usize>,
+    pub memory: Box<dyn Bucket>,
+    /// Gradients still to come in this backward.
+    pub missing: usize,
+    /// The reduction, once it is launched.
+    pub pending: Option<Pending>,
+    /// What a communication hook has made of the bucket, if that is not in the bucket.
+    reduced: Option<Tensor>,
+    /// Bytes of gradients that are reduced where they are.
+    in_place_bytes: usize,
+    /// When the last gradient of this backward came, and when the bucket was reduced.
+    ready: Option<Instant>,
+    done: Option<Instant>,
+}
+
+impl ScheduledBucket {
+    fn new(memory: Box<dyn Bucket>, members: Vec<usize>) -> Self {
+        Self {
+            missing: members.len(),
+            members,
+            memory,
+            pending: None,
+            reduced: None,
+            in_place_bytes: 0,
+            ready: None,
+            done: None,
+        }
+    }
+
+    /// See [`Bucket::mark_ready`].
+    pub fn mark_ready(&mut self, slot: usize, gradient: &Tensor, exclusive: bool) -> Result<bool> {
+        let in_place = self.memory.mark_ready(slot, gradient, exclusive)?;
+        if in_place {
+            self.in_place_bytes += gradient.numel() * gradient.kind().elt_size_in_bytes();
+        }
+        self.arrived();
+        Ok(in_place)
+    }
+
+    /// See [`Bucket::mark_unused`].
+    pub fn mark_unused(&mut self, slot: usize) -> Result<()> {
+        self.memory.mark_unused(slot)?;
+        self.arrived();
+        Ok(())
+    }
+
+    fn arrived(&mut self) {
+        self.missing -= 1;
+        if self.missing == 0 {
+            self.ready = Some(Instant::now());
+        }
+    }
+
+    /// Waits for the reduction, if it is launched.
+    pub fn wait(&mut self) -> Result<(), BoxError> {
+        let Some(pending) = self.pending.take() else { return Ok(()) };
+        match pending.wait()? {
+            Reduced::InBucket(done) => self.done = done,
+            Reduced::Flat(tensor) => self.reduced = Some(tensor),
+        }
+        self.done.get_or_insert_with(Instant::now);
+        Ok(())
+    }
+
+    /// Puts what a communication hook returned where reduced gradients are. The error is the length
+    /// that it should have.
+    pub fn scatter(&mut self, parameters: &[Parameter]) -> Result<(), usize> {
+        let Some(flat) = self.reduced.take() else { return Ok(()) };
+        let length = self.members.iter().map(|&member| parameters[member].elements()).sum();
+        if flat.dim() != 1 || flat.numel() != length {
+            return Err(length);
+        }
+        let mut start = 0;
+        for (slot, &member) in self.members.iter().enumerate() {
+            let parameter = &parameters[member];
+            let end = start + parameter.elements() as i64;
+            let part = flat.slice(0, start, end, 1).view(&parameter.shape[..]);
+            let mut gradient = match self.memory.reduced_grad(slot) {
+                Some(gradient) => gradient.shallow_clone(),
+                None => parameter.tensor.grad(),
+            };
+            tch::no_grad(|| gradient.copy_(&part));
+            start = end;
+        }
+        Ok(())
+    }
+
+    /// Ready for the next backward: see [`Bucket::reset`].
+    pub fn reset(&mut self, stream_joined: bool) {
+        self.missing = self.members.len();
+        self.pending = None;
+        self.reduced = None;
+        self.memory.reset(stream_joined);
+    }
+
+    fn begin(&mut self) {
+        self.in_place_bytes = 0;
+        self.ready = None;
+        self.done = None;
+    }
 }
 
 /// What changes from backward to backward.
@@ -28,7 +122,7 @@ pub(crate) struct BackwardState {
     pub parameters: Vec<Parameter>,
     /// Those that were not trained when the model was wrapped: they have no hooks.
     pub frozen: Vec<Parameter>,
-    pub buckets: Vec<Bucket>,
+    pub buckets: Vec<ScheduledBucket>,
     /// Bucket and slot of each parameter.
     pub slots: Vec<(usize, usize)>,
     /// How many [`NoSync`](crate::NoSync)s there are.
@@ -42,7 +136,6 @@ pub(crate) struct BackwardState {
     pub ready_order: Vec<usize>,
     /// The next bucket to launch.
     pub next: usize,
-    pub in_place_bytes: Vec<usize>,
     pub rebuilt: bool,
     /// Another rank has failed for want of gradients: backward runs on to the end, where all ranks
     /// meet.
@@ -52,9 +145,6 @@ pub(crate) struct BackwardState {
     pub stats: Stats,
     /// When the first gradient of this backward came.
     pub began: Instant,
-    /// On a GPU, and in libtorch's stream: the first gradient, the end of backward, and that of its
-    /// reductions.
-    pub events: Option<[Event; 3]>,
 }
 
 impl BackwardState {
@@ -71,13 +161,11 @@ impl BackwardState {
             used: vec![false; count],
             ready_order: Vec::with_capacity(count),
             next: 0,
-            in_place_bytes: Vec::new(),
             rebuilt: false,
             peer_misses_grads: false,
             unusable: false,
             stats: Stats::default(),
             began: Instant::now(),
-            events: None,
         }
     }
 
@@ -88,14 +176,16 @@ impl BackwardState {
         self.arrived.fill(false);
         self.ready_order.clear();
         self.next = 0;
-        self.in_place_bytes.fill(0);
+        self.buckets.iter_mut().for_each(ScheduledBucket::begin);
     }
 
+    /// Makes the buckets anew, for gradients that come in `order` and are sent as `kind`, or as
+    /// they are.
     pub fn build(
         &mut self,
-        group: &ProcessGroup,
-        path: &ReducePath,
-        options: Options,
+        path: &dyn ReducePath,
+        caps: Caps,
+        kind: Option<Kind>,
         order: &[usize],
     ) -> Result<()> {
         let mut kinds: Vec<Kind> = Vec::new();
@@ -107,11 +197,11 @@ impl BackwardState {
                     kinds.push(p.kind);
                     kinds.len() - 1
                 });
-                let kind = options.communication.unwrap_or(p.kind);
-                Item { bytes: p.elements() * kind.elt_size_in_bytes(), class: class as u8 }
+                let sent = kind.unwrap_or(p.kind);
+                Item { bytes: p.elements() * sent.elt_size_in_bytes(), class: class as u8 }
             })
             .collect();
-        let assigned = assign(&items, order, options.caps);
+        let assigned = assign(&items, order, caps);
         if assigned.iter().eq(self.buckets.iter().map(|b| &b.members)) {
             return Ok(());
         }
@@ -121,62 +211,52 @@ impl BackwardState {
             for (slot, &member) in members.iter().enumerate() {
                 self.slots[member] = (number, slot);
             }
-            self.buckets.push(Bucket::new(
-                group,
-                path,
-                number,
-                members,
-                &self.parameters,
-                options.communication,
-            )?);
+            let parameters: Vec<&Parameter> =
+                members.iter().map(|&member| &self.parameters[member]).collect();
+            let sent = kind.unwrap_or(parameters[0].kind);
+            let memory = path.bucket(number as u32, &parameters, sent)?;
+            self.buckets.push(ScheduledBucket::new(memory, members));
         }
-        self.in_place_bytes = vec![0; self.buckets.len()];
         Ok(())
     }
 
-    pub fn record(&mut self, finished: &[(u32, Instant)], backward_end: Instant) {
-        let done: HashMap<u32, Instant> = finished.iter().copied().collect();
+    /// Keeps the times of a backward whose buckets are reduced.
+    pub fn record(&mut self, backward_end: Instant) {
         let end = Instant::now();
-        let bucket = |(number, bucket): (usize, &Bucket)| {
-            let done = done.get(&(number as u32)).copied().unwrap_or(end);
-            let (ready_to_done, behind_backward) =
-                times(bucket.ready.unwrap_or(done), done, backward_end);
+        let bucket = |bucket: &ScheduledBucket| {
+            let done = bucket.done.unwrap_or(end);
+            let ready = bucket.ready.unwrap_or(done);
+            let (ready_to_done, behind_backward) = times(ready, done, backward_end);
+            let name = |&member: &usize| self.parameters[member].name.clone();
             BucketStats {
-                bytes: bucket.bytes(),
-                parameters: bucket
-                    .members
-                    .iter()
-                    .map(|&m| self.parameters[m].name.clone())
-                    .collect(),
-                in_place: self.in_place_bytes[number],
-                ready_at: bucket.ready.unwrap_or(done).saturating_duration_since(self.began),
+                bytes: bucket.memory.bytes(),
+                parameters: bucket.members.iter().map(name).collect(),
+                in_place: bucket.in_place_bytes,
+                ready_at: ready.saturating_duration_since(self.began),
                 ready_to_done,
                 behind_backward,
             }
         };
+        self.stats.buckets = self.buckets.iter().map(bucket).collect();
         self.stats.backward = backward_end - self.began;
-        self.stats.buckets = self.buckets.iter().enumerate().map(bucket).collect();
         self.stats.backwards += 1;
         self.stats.exposed = end - backward_end;
     }
 
-    /// What is known of the last backward. On a GPU, times are the device's: asking for them waits
-    /// for it.
-    pub fn timed_stats(&self) -> Stats {
+    /// What is known of the last backward. Times are the device's if it has a clock of its own:
+    /// asking for them waits for it.
+    pub fn timed_stats(&self, path: &dyn ReducePath) -> Stats {
         let mut stats = self.stats.clone();
-        let Some([begin, end, after]) = self.events.as_ref().filter(|_| stats.backwards > 0) else {
-            return stats;
-        };
-        if after.synchronize().is_err() {
+        if stats.backwards == 0 {
             return stats;
         }
-        for (told, bucket) in stats.buckets.iter_mut().zip(&self.buckets) {
-            if let Some(times) = bucket.times(begin, end) {
-                [told.ready_at, told.ready_to_done, told.behind_backward] = times;
+        let Some([backward, exposed]) = path.phase_times() else { return stats };
+        (stats.backward, stats.exposed) = (backward, exposed);
+        for (recorded, bucket) in stats.buckets.iter_mut().zip(&self.buckets) {
+            if let Some(times) = bucket.memory.times() {
+                [recorded.ready_at, recorded.ready_to_done, recorded.behind_backward] = times;
             }
         }
-        stats.backward = end.since(begin).unwrap_or_default();
-        stats.exposed = after.since(end).unwrap_or_default();
         stats
     }
 }

@@ -1,21 +1,28 @@
 //! Options of a [`Ddp`], and how a model is wrapped: checks on all ranks, rank 0's weights, hooks.
 
 use std::collections::HashSet;
+use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use flow_comm::ProcessGroup;
 use tch::nn::{VarStore, Variables};
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use crate::birthplace::Birthplace;
 use crate::bucket::assignment::Caps;
+use crate::bucket::comm_hook::CommHook;
+use crate::bucket::cpu::CpuPath;
+use crate::bucket::cuda::CudaPath;
+use crate::bucket::ReducePath;
 use crate::coalesced::CoalescedBroadcast;
+use crate::comm_hooks::AllReduce;
 use crate::ddp::{Ddp, HeldBuffer};
 use crate::error::{job_rank, Error, Result};
 use crate::model_check::{check, check_hooks, describe, first_mismatch};
 use crate::options::Options;
 use crate::parameter::Parameter;
 use crate::reducer::Reducer;
+use crate::settings::Settings;
 use crate::tensors::cuda_group;
 
 const MIB: f64 = 1024.0 * 1024.0;
@@ -54,8 +61,9 @@ impl<M> Ddp<M> {
 ///
 /// ```no_run
 /// # fn main() -> anyhow::Result<()> {
+/// use flow_ddp::comm_hooks::Bf16Compress;
 /// use flow_ddp::{Ddp, ProcessGroup, TensorCollectives};
-/// use tch::{nn, Kind};
+/// use tch::nn;
 ///
 /// let group = ProcessGroup::from_env()?;
 /// let vs = nn::VarStore::new(group.device());
@@ -63,15 +71,26 @@ impl<M> Ddp<M> {
 /// let model = Ddp::builder(&group)
 ///     .bucket_cap_mb(4.0)
 ///     .find_unused_parameters(true)
-///     .communication_kind(Kind::BFloat16)
+///     .comm_hook(Bf16Compress)
 ///     .wrap(net, &vs)?;
 /// # Ok(()) }
 /// ```
-#[derive(Debug, Clone)]
 pub struct DdpBuilder {
     group: ProcessGroup,
     options: Options,
     broadcast_buffers: bool,
+    comm_hook: Box<dyn CommHook>,
+}
+
+impl fmt::Debug for DdpBuilder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DdpBuilder")
+            .field("group", &self.group)
+            .field("options", &self.options)
+            .field("broadcast_buffers", &self.broadcast_buffers)
+            .field("comm_hook", &self.comm_hook.name())
+            .finish()
+    }
 }
 
 impl DdpBuilder {
@@ -79,8 +98,13 @@ impl DdpBuilder {
     /// parameter used.
     fn new(group: &ProcessGroup) -> Self {
         let caps = Caps { first: MIB as usize, rest: 25 * MIB as usize };
-        let options = Options { caps, find_unused: false, bucket_view: false, communication: None };
-        Self { group: group.clone(), options, broadcast_buffers: true }
+        let options = Options { caps, find_unused: false, bucket_view: false };
+        Self {
+            group: group.clone(),
+            options,
+            broadcast_buffers: true,
+            comm_hook: Box::new(AllReduce),
+        }
     }
 
     /// Cap of all buckets, in MiB.
@@ -119,11 +143,11 @@ impl DdpBuilder {
         self
     }
 
-    /// Type in which gradients are sent, such as `Kind::BFloat16` for half the bytes (default:
-    /// their own). They are averaged in single precision and rounded to this type once before and
-    /// once after; on GPUs they are scaled before they are rounded, and NCCL adds in this type.
-    pub fn communication_kind(mut self, kind: Kind) -> Self {
-        self.options.communication = Some(kind);
+    /// What is done with a bucket of gradients that is ready: one of
+    /// [`comm_hooks`](crate::comm_hooks), or one of your own (default:
+    /// [`AllReduce`](crate::comm_hooks::AllReduce)).
+    pub fn comm_hook(mut self, hook: impl CommHook) -> Self {
+        self.comm_hook = Box::new(hook);
         self
     }
 
@@ -173,13 +197,18 @@ impl DdpBuilder {
         mut parameters: Vec<(String, Tensor)>,
         mut buffers: Vec<(String, Tensor)>,
     ) -> Result<Ddp<M>> {
-        let Self { group, options, broadcast_buffers } = self;
+        let Self { group, options, broadcast_buffers, comm_hook } = self;
         let rank = job_rank(&group);
-        let mut fit = check(&parameters, &buffers, &options, broadcast_buffers);
+        let mut settings = None;
+        let mut fit =
+            check(&parameters, &buffers, options.caps, comm_hook.kind(), broadcast_buffers);
         if group.world_size() > 1 {
             fit = fit.and_then(|()| check_hooks(&parameters));
-            let mut lines =
-                vec![format!("options {options:?}, broadcast_buffers: {broadcast_buffers}")];
+            fit = fit.and_then(|()| Settings::from_env().map(|read| settings = Some(read)));
+            let mut lines = vec![format!(
+                "options {options:?}, broadcast_buffers: {broadcast_buffers}, comm_hook: {}",
+                comm_hook.name()
+            )];
             match &fit {
                 Ok(()) => lines.extend(describe(&parameters, &buffers)),
                 Err(reason) => lines
@@ -195,7 +224,7 @@ impl DdpBuilder {
             |(_, tensor): &(String, Tensor)| seen.insert(flow_autograd::identity(tensor));
         parameters.retain(&mut is_first);
         buffers.retain(&mut is_first);
-        if group.world_size() == 1 {
+        let Some(settings) = settings else {
             let buffers = Mutex::new(CoalescedBroadcast::new(&group, Vec::new())?);
             return Ok(Ddp {
                 model,
@@ -206,7 +235,7 @@ impl DdpBuilder {
                 buffers,
                 held: Mutex::default(),
             });
-        }
+        };
         if !broadcast_buffers {
             buffers.clear();
         }
@@ -231,13 +260,13 @@ impl DdpBuilder {
         let parameters = parameters.into_iter().map(|(name, tensor)| Parameter::new(name, tensor));
         let (trained, frozen): (Vec<_>, Vec<_>) =
             parameters.partition(|parameter| parameter.tensor.requires_grad());
-        let cuda = trained
-            .first()
-            .map(|parameter: &Parameter| cuda_group(&own, &parameter.tensor))
-            .transpose()?
-            .flatten();
-        let birthplace = cuda.is_none().then(|| Birthplace::install(own.arena_handle())).flatten();
-        let reducer = Reducer::new(own, cuda, trained, frozen, options)?;
+        let path: Arc<dyn ReducePath> = match cuda_group(&own, &trained[0].tensor)? {
+            Some(cuda) => Arc::new(CudaPath::new(&own, cuda)),
+            None => Arc::new(CpuPath::new(&own, &settings)?),
+        };
+        let birthplace =
+            (!path.grads_are_views()).then(|| Birthplace::install(own.arena_handle())).flatten();
+        let reducer = Reducer::new(own, path, trained, frozen, options, comm_hook)?;
         let hooks = reducer.install_hooks()?;
         Ok(Ddp {
             model,

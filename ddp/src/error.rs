@@ -55,6 +55,16 @@ pub enum Error {
         /// The first difference: the parameter and both ranks.
         difference: String,
     },
+    /// A communication hook failed, or returned something else than a bucket's gradients.
+    #[error("rank {rank}: the communication hook, for bucket {bucket}: {reason}")]
+    CommHook {
+        /// This rank.
+        rank: usize,
+        /// The bucket's number.
+        bucket: usize,
+        /// The hook's own text, or what it should have returned.
+        reason: String,
+    },
     /// Some parameters got no gradient in this backward, on some ranks; every rank gets this.
     #[error(
         "rank {rank}: Ddp: some parameters got no gradient in this backward: {missing}; use every parameter in \

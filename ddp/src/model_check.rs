@@ -8,8 +8,8 @@ use flow_autograd::GradHook;
 use flow_comm::ProcessGroup;
 use tch::{Kind, Tensor};
 
+use crate::bucket::assignment::Caps;
 use crate::layout::{overlaps, Layout, OVERLAPS};
-use crate::options::Options;
 
 /// Compares `own`, one line for each thing that must be equal, over all ranks. `Some` is the first
 /// difference, in the same words on every rank.
@@ -100,7 +100,8 @@ pub(crate) fn check_hooks(parameters: &[(String, Tensor)]) -> Result<(), String>
 pub(crate) fn check(
     parameters: &[(String, Tensor)],
     buffers: &[(String, Tensor)],
-    options: &Options,
+    caps: Caps,
+    communication: Option<Kind>,
     broadcast_buffers: bool,
 ) -> Result<(), String> {
     for (name, tensor) in parameters.iter().chain(buffers) {
@@ -113,7 +114,7 @@ pub(crate) fn check(
             "the model has no parameter that requires a gradient: there is nothing to wrap".into(),
         );
     }
-    if options.caps.first == 0 || options.caps.rest == 0 {
+    if caps.first == 0 || caps.rest == 0 {
         return Err("bucket caps must be positive".into());
     }
     let (first, device) = (&parameters[0].0, parameters[0].1.device());
@@ -137,7 +138,7 @@ pub(crate) fn check(
     if let Some((name, _)) = written.into_iter().find(|(_, tensor)| overlaps(tensor)) {
         return Err(format!("{name} {OVERLAPS}"));
     }
-    match options.communication {
+    match communication {
         Some(kind) if !matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16) => {
             Err(format!(
                 "gradients cannot be sent as {kind:?}: use Float, Double, Half or BFloat16"

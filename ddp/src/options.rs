@@ -1,7 +1,5 @@
 //! What a reducer does differently when asked to.
 
-use tch::Kind;
-
 use crate::bucket::assignment::Caps;
 
 /// What the reducer does differently when asked to.
@@ -10,5 +8,4 @@ pub(crate) struct Options {
     pub caps: Caps,
     pub find_unused: bool,
     pub bucket_view: bool,
-    pub communication: Option<Kind>,
 }

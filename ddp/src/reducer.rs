@@ -10,22 +10,18 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use flow_autograd::{BoxError, GradHook};
-use flow_comm::nccl::{CudaGroup, Event};
 use flow_comm::{ForkSafe, ProcessGroup, ReduceOp};
 use tch::Tensor;
 
-use crate::backward_state::{BackwardState, Phase};
-use crate::bucket::progress::{Progress, ReducePath};
+use crate::backward_state::BackwardState;
+use crate::bucket::comm_hook::{CommHook, GradBucket};
+use crate::bucket::{Phase, ReducePath};
 use crate::coalesced::CoalescedBroadcast;
 use crate::error::{job_rank, Error, Result};
 use crate::options::Options;
 use crate::parameter::Parameter;
 use crate::stats::Stats;
 use crate::steps::Steps;
-use crate::tensors::current_stream;
-
-/// Set to 1: every gradient is copied into its bucket, none is reduced where it was born.
-const COPY: &str = "FLOW_DDP_COPY";
 
 /// The name of a parameter that the model has got since it was wrapped, if there is one.
 pub(crate) type Added = Box<dyn Fn() -> Option<String> + Send + Sync>;
@@ -34,36 +30,35 @@ pub(crate) type Added = Box<dyn Fn() -> Option<String> + Send + Sync>;
 pub(crate) struct Reducer {
     group: ProcessGroup,
     options: Options,
-    path: ForkSafe<ReducePath>,
-    in_place: bool,
+    path: ForkSafe<Arc<dyn ReducePath>>,
     steps: Arc<Steps>,
     added: OnceLock<Added>,
     state: ForkSafe<Mutex<BackwardState>>,
+    comm_hook: ForkSafe<Mutex<Box<dyn CommHook>>>,
 }
 
 impl Reducer {
-    /// `group` is the reducer's own: nothing else uses it.
+    /// `group` and `path` are the reducer's own: nothing else uses them.
     pub fn new(
         group: ProcessGroup,
-        cuda: Option<Arc<CudaGroup>>,
+        path: Arc<dyn ReducePath>,
         parameters: Vec<Parameter>,
         frozen: Vec<Parameter>,
         options: Options,
+        comm_hook: Box<dyn CommHook>,
     ) -> Result<Arc<Self>> {
-        let model = |reason| Error::Model { rank: job_rank(&group), reason };
-        let path = match cuda {
-            Some(cuda) => ReducePath::Cuda(cuda),
-            None => ReducePath::Cpu(Arc::new(
-                Progress::choose(&group, group.world_size()).map_err(model)?,
-            )),
-        };
         let order: Vec<usize> = (0..parameters.len()).rev().collect();
         let mut state = BackwardState::new(parameters, frozen);
-        state.build(&group, &path, options, &order)?;
-        let in_place = std::env::var_os(COPY).is_none_or(|v| v != "1");
-        let (path, state) = (ForkSafe::new(path), ForkSafe::new(Mutex::new(state)));
-        let (steps, added) = (Arc::new(Steps::new()), OnceLock::new());
-        Ok(Arc::new(Self { group, options, path, in_place, steps, added, state }))
+        state.build(&*path, options.caps, comm_hook.kind(), &order)?;
+        Ok(Arc::new(Self {
+            group,
+            options,
+            path: ForkSafe::new(path),
+            steps: Arc::new(Steps::new()),
+            added: OnceLock::new(),
+            state: ForkSafe::new(Mutex::new(state)),
+            comm_hook: ForkSafe::new(Mutex::new(comm_hook)),
+        }))
     }
 
     /// Hooks of all parameters: dropped, they are gone from the model.
@@ -120,9 +115,7 @@ impl Reducer {
     /// Makes the next backward fail, on all ranks.
     pub fn abort(&self, cause: &str) {
         self.group.abort(cause);
-        if let Some(cuda) = self.path.cuda() {
-            cuda.abort(cause);
-        }
+        self.path.abort(cause);
     }
 
     /// Gives all ranks rank 0's buffers: in the group in which gradients are reduced, so that a
@@ -133,17 +126,14 @@ impl Reducer {
 
     /// Waits until the reductions of the last backward are over.
     pub fn synchronize(&self) -> Result<()> {
-        match self.path.cuda() {
-            Some(cuda) => Ok(cuda.synchronize()?),
-            None => Ok(()), // backward has waited
-        }
+        self.path.synchronize()
     }
 
     pub fn stats(&self) -> Stats {
         if !self.state.is_ours() {
             return Stats::default();
         }
-        self.state().timed_stats()
+        self.state().timed_stats(&**self.path)
     }
 
     /// Called by libtorch when `.grad` of a parameter is final.
@@ -159,7 +149,7 @@ impl Reducer {
         if !state.in_backward {
             state.begin();
             let step = self.steps.begin();
-            state.buckets.iter_mut().for_each(|bucket| bucket.set_step(step));
+            state.buckets.iter_mut().for_each(|bucket| bucket.memory.set_step(step));
             // Unlocked: if the callback is refused it is dropped, and locks the state for that.
             drop(state);
             let end = EndOfBackward { reducer: Arc::clone(self), reached: false };
@@ -167,7 +157,7 @@ impl Reducer {
                 .map_err(|e| self.torch("backward", e.to_string()))?;
             state = self.state();
             // From here on an error of this rank alone reaches the others.
-            self.record_event(&mut state, Phase::FirstGradient)?;
+            self.path.record(Phase::FirstGradient)?;
             if let Some(parameter) = state.frozen.iter().find(|p| p.tensor.requires_grad()) {
                 let name = &parameter.name;
                 let reason = format!(
@@ -199,16 +189,15 @@ impl Reducer {
             return Err(Error::Model { rank: job_rank(&self.group), reason });
         }
         let (bucket, slot) = state.slots[index];
-        // Memory that backward will yet read must stay as it is.
-        let in_place = self.in_place && flow_autograd::grad_is_exclusive(tensor);
-        if state.buckets[bucket].mark_ready(slot, &gradient, in_place)? {
-            state.in_place_bytes[bucket] += gradient.numel() * gradient.kind().elt_size_in_bytes();
-        } else if self.options.bucket_view && self.path.cuda().is_none() {
+        // Backward may read memory that others use again: it must stay as it is.
+        let exclusive = flow_autograd::grad_is_exclusive(tensor);
+        let in_place = state.buckets[bucket].mark_ready(slot, &gradient, exclusive)?;
+        if !in_place && self.options.bucket_view && !self.path.grads_are_views() {
             self.alias_grad_to_bucket(state, index)?;
         }
         self.defer_missing_grads(state, |reducer, state| {
             reducer.launch(state)?;
-            reducer.path.advance()
+            Ok(reducer.path.progress()?)
         })
     }
 
@@ -216,7 +205,7 @@ impl Reducer {
     fn alias_grad_to_bucket(&self, state: &BackwardState, index: usize) -> Result<()> {
         let (bucket, slot) = state.slots[index];
         let parameter = &state.parameters[index];
-        match state.buckets[bucket].reduced_grad(slot) {
+        match state.buckets[bucket].memory.reduced_grad(slot) {
             Some(place) if place.kind() == parameter.kind => {
                 flow_autograd::set_grad(&parameter.tensor, Some(place))
                     .map_err(|e| self.torch("backward", e.to_string()))
@@ -226,22 +215,69 @@ impl Reducer {
     }
 
     /// Launches the ready buckets whose turn it is.
-    fn launch(&self, state: &mut BackwardState) -> flow_comm::Result<()> {
-        while let Some(bucket) = state.buckets.get_mut(state.next).filter(|b| b.pending == 0) {
-            if !bucket.launch()? {
-                break;
-            }
+    fn launch(&self, state: &mut BackwardState) -> Result<()> {
+        let last = state.buckets.len() - 1;
+        while let Some(scheduled) = state.buckets.get_mut(state.next).filter(|b| b.missing == 0) {
+            let mut bucket = GradBucket {
+                index: state.next,
+                is_last: state.next == last,
+                memory: &mut *scheduled.memory,
+                members: &scheduled.members,
+                parameters: &state.parameters,
+                path: &**self.path,
+                group: &self.group,
+            };
+            let mut hook = self.comm_hook.lock().unwrap_or_else(PoisonError::into_inner);
+            let pending = hook.launch(&mut bucket).map_err(|e| self.hook_error(state.next, e))?;
+            scheduled.pending = Some(pending);
             state.next += 1;
         }
         Ok(())
     }
 
-    /// Runs communication. If it fails because another rank misses gradients, that is noted, and
-    /// told at the end of backward, when this rank knows its own part of it.
+    /// Waits until all launched buckets are reduced.
+    fn wait(&self, state: &mut BackwardState) -> Result<()> {
+        for (index, bucket) in state.buckets.iter_mut().enumerate() {
+            bucket.wait().map_err(|e| self.hook_error(index, e))?;
+        }
+        Ok(())
+    }
+
+    /// Puts what the communication hook has made of buckets where reduced gradients are.
+    fn scatter(&self, state: &mut BackwardState) -> Result<()> {
+        let BackwardState { buckets, parameters, .. } = state;
+        for (bucket, scheduled) in buckets.iter_mut().enumerate() {
+            scheduled.scatter(parameters).map_err(|expected| Error::CommHook {
+                rank: job_rank(&self.group),
+                bucket,
+                reason: format!(
+                    "it must return a tensor of one dimension and {expected} elements, as buffer() does"
+                ),
+            })?;
+        }
+        Ok(())
+    }
+
+    /// An error of the communication hook, or one that passed through it.
+    fn hook_error(&self, bucket: usize, error: BoxError) -> Error {
+        let rank = job_rank(&self.group);
+        error.downcast::<flow_comm::Error>().map_or_else(
+            |error| {
+                error.downcast::<Error>().map_or_else(
+                    |error| Error::CommHook { rank, bucket, reason: error.to_string() },
+                    |error| *error,
+                )
+            },
+            |error| Error::Comm(*error),
+        )
+    }
+
+    /// Runs communication. If it fails because another rank misses gradients, that is noted and
+    /// reported at the end of backward, when this rank knows which ones it misses itself.
     fn defer_missing_grads(
         &self,
         state: &mut BackwardState,
-        communicate: impl FnOnce(&Self, &mut BackwardState) -> flow_comm::Result<()>,
+        communicate: impl FnOnce(&Self, &mut BackwardState) -> Result<()>,
     ) -> Result<()> {
         if state.peer_misses_grads {
             return Ok(());
@@ -251,7 +287,7 @@ impl Reducer {
                 state.peer_misses_grads = true;
                 Ok(())
             }
-            other => Ok(other?),
+            other => other,
         }
     }
 
@@ -273,9 +309,8 @@ impl Reducer {
     /// Returns the parameters without a gradient.
     fn finish_buckets(&self, state: &mut BackwardState) -> Result<Vec<usize>> {
         let backward_end = Instant::now();
-        self.record_event(state, Phase::EndOfBackward)?;
+        self.path.record(Phase::EndOfBackward)?;
         let missing: Vec<usize> = (0..state.arrived.len()).filter(|&i| !state.arrived[i]).collect();
-        let mut finished = Vec::new();
         if !missing.is_empty() && !self.options.find_unused {
             state.peer_misses_grads = true;
         }
@@ -283,7 +318,7 @@ impl Reducer {
             let (bucket, slot) = state.slots[index];
             let gradient = state.parameters[index].tensor.grad();
             if gradient.defined() {
-                if self.options.bucket_view || self.path.cuda().is_some() {
+                if self.options.bucket_view || self.path.grads_are_views() {
                     let apart = gradient.copy();
                     flow_autograd::set_grad(&state.parameters[index].tensor, Some(&apart))
                         .map_err(|e| self.torch("backward", e.to_string()))?;
@@ -292,20 +327,13 @@ impl Reducer {
                 // all agree.
                 state.buckets[bucket].mark_ready(slot, &gradient, false)?;
             } else {
-                state.buckets[bucket].take_zeros(slot)?;
+                state.buckets[bucket].mark_unused(slot)?;
             }
         }
         let mut used: Vec<u8> = state.used.iter().map(|&used| u8::from(used)).collect();
         self.defer_missing_grads(state, |reducer, state| {
-            loop {
-                reducer.launch(state)?;
-                if let ReducePath::Cpu(progress) = &*reducer.path {
-                    finished.extend(progress.finish()?);
-                }
-                if state.next == state.buckets.len() {
-                    break;
-                }
-            }
+            reducer.launch(state)?;
+            reducer.wait(state)?;
             if reducer.options.find_unused {
                 reducer.group.all_reduce(&mut used, ReduceOp::Max)?;
             }
@@ -314,40 +342,24 @@ impl Reducer {
         if state.peer_misses_grads {
             return Err(self.missing_gradients(state, &missing));
         }
-        if let Some(cuda) = self.path.cuda() {
-            cuda.join(&current_stream(&self.group, cuda)?)?;
-        }
+        self.path.join()?;
+        self.scatter(state)?;
         for (index, _) in used.iter().enumerate().filter(|(_, used)| **used != 0) {
             self.write_back(state, index)?;
         }
         state.used.fill(false);
-        self.record_event(state, Phase::EndOfReduction)?;
-        state.record(&finished, backward_end);
+        self.path.record(Phase::EndOfReduction)?;
+        state.record(backward_end);
         Ok(missing)
     }
 
-    /// On a GPU: records one of the backward's events in libtorch's stream.
-    fn record_event(&self, state: &mut BackwardState, phase: Phase) -> Result<()> {
-        let Some(cuda) = self.path.cuda() else { return Ok(()) };
-        let stream = current_stream(&self.group, cuda)?;
-        let fail = |error: flow_comm::nccl::DeviceError| self.torch("backward", error.to_string());
-        let events = match state.events.take() {
-            Some(events) => events,
-            None => {
-                let event = || Event::timed(cuda.device()).map_err(fail);
-                [event()?, event()?, event()?]
-            }
-        };
-        state.events.insert(events)[phase as usize].record(&stream).map_err(fail)
-    }
-
-    /// Brings a reduced gradient that was copied home to `.grad`.
+    /// Makes `.grad` the reduced gradient, unless it was reduced where it is.
     fn write_back(&self, state: &BackwardState, index: usize) -> Result<()> {
         let (bucket, slot) = state.slots[index];
-        let Some(place) = state.buckets[bucket].reduced_grad(slot) else { return Ok(()) };
+        let Some(place) = state.buckets[bucket].memory.reduced_grad(slot) else { return Ok(()) };
         let parameter = &state.parameters[index];
         let mut gradient = parameter.tensor.grad();
-        if state.buckets[bucket].grad_is_view() {
+        if self.path.grads_are_views() {
             if flow_autograd::data_ptr(&gradient) == flow_autograd::data_ptr(place) {
                 return Ok(());
             }
@@ -369,16 +381,11 @@ impl Reducer {
         Ok(())
     }
 
-    /// Gives the gradients back. libtorch may use their memory again when its stream has passed
-    /// what reads it, which `stream_joined` says that it does.
+    /// Drops the buckets' gradients. libtorch may use their memory again once its stream waits for
+    /// everything that reads it: `stream_joined`.
     fn drop_grads(&self, state: &mut BackwardState, stream_joined: bool) {
-        let passed = match self.path.cuda().filter(|_| !stream_joined) {
-            Some(cuda) => {
-                current_stream(&self.group, cuda).is_ok_and(|stream| cuda.join(&stream).is_ok())
-            }
-            None => true,
-        };
-        state.buckets.iter_mut().for_each(|bucket| bucket.reset(passed));
+        let stream_joined = stream_joined || self.path.join().is_ok();
+        state.buckets.iter_mut().for_each(|bucket| bucket.reset(stream_joined));
     }
 
     /// A backward of this rank fails, and with it the group: no rank is to wait for gradients that
@@ -419,14 +426,14 @@ impl Reducer {
             reducer.group.broadcast(&mut order, 0)?;
             // A rank that went on and failed would else take from slower ones what this backward
             // has done.
-            reducer.group.barrier()
+            Ok(reducer.group.barrier()?)
         })?;
         // On a GPU, only here does a rank hear that another has failed in this backward.
         if state.peer_misses_grads {
             return Err(self.missing_gradients(state, &missing));
         }
         let order: Vec<usize> = order.into_iter().map(|i| i as usize).collect();
-        if self.path.cuda().is_some() {
+        if self.path.grads_are_views() {
             // Gradients that are views of the old buckets would keep their memory beside that of
             // the new ones.
             for parameter in &state.parameters {
@@ -437,7 +444,8 @@ impl Reducer {
                 }
             }
         }
-        state.build(&self.group, &self.path, self.options, &order)
+        let kind = self.comm_hook.lock().unwrap_or_else(PoisonError::into_inner).kind();
+        state.build(&**self.path, self.options.caps, kind, &order)
     }
 
     fn state(&self) -> MutexGuard<'_, BackwardState> {

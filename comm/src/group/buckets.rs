@@ -62,9 +62,17 @@ impl ProcessGroup {
         self.member(&"progress")?.progress()
     }
 
-    /// Waits for all posted buckets. Returns, by bucket number, when each was seen to be finished.
-    pub fn finish_buckets(&self) -> Result<Vec<(u32, Instant)>> {
+    /// Waits for all posted buckets.
+    pub fn finish_buckets(&self) -> Result<()> {
         self.member(&"finish_buckets")?.finish_buckets()
+    }
+
+    /// Waits for a posted bucket, and those that were posted with it. Returns when this rank saw
+    /// that the bucket was reduced.
+    pub fn wait_bucket(&self, segments: &Segments) -> Result<Instant> {
+        self.finish_buckets()?;
+        let reason = || "the bucket was not posted since it was made or filled".into();
+        segments.finished().ok_or_else(|| self.system("wait_bucket", reason()))
     }
 
     /// The error of `operation` in a process that was forked from this rank; fine in the rank

@@ -94,8 +94,6 @@ pub struct State {
     /// The last round that used each staging buffer.
     pub staged: [Option<u64>; 2],
     pub in_flight: VecDeque<InFlight>,
-    /// Buckets whose reduction is over, and when it was seen to be.
-    pub finished: Vec<(u32, Instant)>,
 }
 
 impl Engine {

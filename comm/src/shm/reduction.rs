@@ -46,6 +46,8 @@ struct PlacedPieces {
     /// Keep the pieces' memory until it is reduced.
     owners: Vec<Option<Owner>>,
     under_way: bool,
+    /// When this rank saw that the last reduction was over.
+    finished: Option<Instant>,
 }
 
 type Owner = Box<dyn AsMut<[u8]> + Send>;
@@ -65,6 +67,7 @@ impl Segments {
         let pieces = Mutex::new(PlacedPieces {
             owners: lengths.iter().map(|_| None).collect(),
             under_way: false,
+            finished: None,
         });
         let (layout, step) = (hasher.finish(), AtomicU32::new(0));
         Some(Self { bucket, dtype, lengths, total, layout, step, table, pieces })
@@ -108,10 +111,17 @@ impl Segments {
         }
     }
 
+    /// When this rank saw that the last reduction was over; None if there was none, or if it is
+    /// under way.
+    pub fn finished(&self) -> Option<Instant> {
+        self.pieces().finished
+    }
+
     /// The pieces have been reduced: lets go of their memory.
     fn finish(&self) {
         let mut pieces = self.pieces();
         pieces.under_way = false;
+        pieces.finished = Some(Instant::now());
         pieces.owners.fill_with(|| None);
     }
 
@@ -353,7 +363,7 @@ impl Engine {
         };
         let record = self.assign_sequence(state, &mut operation)?;
         let record = self.recorder.start(&record);
-        pieces.under_way = true;
+        (pieces.under_way, pieces.finished) = (true, None);
         self.publish_descriptor(round, &operation, Location::Shared(segments.table.offset()));
         self.arrive(round);
         let bucket = result_round.filter(|_| self.is_leader()).map(|result_round| {
@@ -392,14 +402,12 @@ impl Engine {
         self.advance(&mut self.state(), false)
     }
 
-    /// Waits for all posted buckets. Returns when each was seen to be finished, by bucket number.
-    pub fn finish_buckets(&self) -> Result<Vec<(u32, Instant)>> {
+    /// Waits for all posted buckets.
+    pub fn finish_buckets(&self) -> Result<()> {
         let state = &mut *self.state();
-        if let Err(error) = self.advance(state, true) {
+        self.advance(state, true).inspect_err(|_| {
             state.in_flight.iter().for_each(|bucket| self.recorder.fail(bucket.record));
-            return Err(error);
-        }
-        Ok(std::mem::take(&mut state.finished))
+        })
     }
 
     /// Starts a collective: buckets that were posted before come first.
@@ -443,7 +451,6 @@ impl Engine {
                 break;
             }
             self.recorder.finish(first.record);
-            state.finished.extend(first.operation.bucket.map(|bucket| (bucket, Instant::now())));
             first.segments.finish();
             state.in_flight.pop_front();
         }

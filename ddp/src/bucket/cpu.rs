@@ -1,21 +1,80 @@
-//! A bucket on the CPU: gradients are reduced in memory that all ranks of the machine reach.
+//! Buckets on the CPU: gradients are reduced in memory that all ranks of the machine reach.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use flow_comm::{ProcessGroup, Segments};
 use tch::{Kind, Tensor};
 
-use crate::error::{dtype, failed, Result};
+use super::pending::Pending;
+use super::progress::Progress;
+use super::{Bucket, Phase, ReducePath};
+use crate::error::{dtype, failed, job_rank, Error, Result};
 use crate::layout::Layout;
 use crate::parameter::Parameter;
+use crate::settings::Settings;
 
-use super::progress::Progress;
-
-pub(crate) struct CpuBucket {
-    pub segments: Arc<Segments>,
+/// Buckets in shared memory, and who reduces them beside backward.
+pub(crate) struct CpuPath {
+    group: ProcessGroup,
     progress: Arc<Progress>,
-    /// For gradients that were not born in shared memory, or not in the type of communication or
-    /// their parameter's layout: a place for each.
+    in_place: bool,
+}
+
+impl CpuPath {
+    pub fn new(group: &ProcessGroup, settings: &Settings) -> Result<Self> {
+        let model = |reason| Error::Model { rank: job_rank(group), reason };
+        let progress = Progress::choose(group, group.world_size(), settings.progress_thread);
+        Ok(Self {
+            group: group.clone(),
+            progress: Arc::new(progress.map_err(model)?),
+            in_place: settings.in_place,
+        })
+    }
+}
+
+impl ReducePath for CpuPath {
+    fn bucket(&self, number: u32, members: &[&Parameter], kind: Kind) -> Result<Box<dyn Bucket>> {
+        Ok(Box::new(CpuBucket::new(self, number, members, kind)?))
+    }
+
+    fn grads_are_views(&self) -> bool {
+        false
+    }
+
+    fn progress(&self) -> flow_comm::Result<()> {
+        self.progress.advance()
+    }
+
+    fn flush(&self) -> flow_comm::Result<()> {
+        self.progress.flush()
+    }
+
+    fn join(&self) -> Result<()> {
+        Ok(()) // the host has waited
+    }
+
+    fn record(&self, _: Phase) -> Result<()> {
+        Ok(())
+    }
+
+    fn phase_times(&self) -> Option<[Duration; 2]> {
+        None
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        Ok(()) // backward has waited
+    }
+
+    fn abort(&self, _: &str) {}
+}
+
+struct CpuBucket {
+    segments: Arc<Segments>,
+    progress: Arc<Progress>,
+    in_place: bool,
+    /// Shared memory for each gradient that cannot be reduced where it is: libtorch put it
+    /// elsewhere, or it has not the type of communication or its parameter's layout.
     places: Vec<Tensor>,
     layouts: Vec<Layout>,
     /// Which gradients of this backward were copied to their places.
@@ -24,71 +83,95 @@ pub(crate) struct CpuBucket {
 }
 
 impl CpuBucket {
-    pub fn new(
-        group: &ProcessGroup,
-        progress: &Arc<Progress>,
-        number: u32,
-        members: &[&Parameter],
-        kind: Kind,
-    ) -> Result<Self> {
+    fn new(path: &CpuPath, number: u32, members: &[&Parameter], kind: Kind) -> Result<Self> {
+        let group = &path.group;
         let dtype = dtype(group, kind)?;
         let lengths: Vec<usize> = members.iter().map(|member| member.elements()).collect();
-        // Memory that no gradient is ever copied to is never touched, and costs none.
+        // A place that no gradient is copied to is never touched, and takes no memory.
         let place = |member: &&Parameter| {
             let memory = group.alloc_shared::<u8>(member.elements() * dtype.size())?;
             let place =
                 flow_autograd::tensor_from_memory(memory, &member.layout.memory_shape(), kind);
             Ok(member.layout.in_own_order(&place.map_err(|e| failed(group)(e.to_string()))?))
         };
-        let places = members.iter().map(place).collect::<Result<Vec<_>>>()?;
-        let segments = Arc::new(group.segments(number, dtype, lengths)?);
-        let progress = Arc::clone(progress);
-        let layouts = members.iter().map(|member| member.layout.clone()).collect();
-        Ok(Self { segments, progress, places, layouts, copied: vec![false; members.len()], kind })
+        Ok(Self {
+            places: members.iter().map(place).collect::<Result<Vec<_>>>()?,
+            segments: Arc::new(group.segments(number, dtype, lengths)?),
+            progress: Arc::clone(&path.progress),
+            in_place: path.in_place,
+            layouts: members.iter().map(|member| member.layout.clone()).collect(),
+            copied: vec![false; members.len()],
+            kind,
+        })
     }
 
-    /// Takes in a gradient. With `in_place` it is reduced where it is, if all ranks can reach it
-    /// there. Returns whether it is.
-    pub fn mark_ready(&mut self, slot: usize, gradient: &Tensor, in_place: bool) -> bool {
-        // Ranks add up what lies at the same place in memory: a gradient of another layout must not
-        // be taken as it is.
+    fn use_place(&mut self, slot: usize) {
+        self.copied[slot] = true;
+        // Refused only while a backward that failed still reduces the bucket: then launching it
+        // fails.
+        self.segments
+            .set_piece(slot, Memory(self.layouts[slot].in_memory_order(&self.places[slot])));
+    }
+}
+
+impl Bucket for CpuBucket {
+    fn set_step(&mut self, step: u32) {
+        self.segments.set_step(step);
+    }
+
+    fn mark_ready(&mut self, slot: usize, gradient: &Tensor, exclusive: bool) -> Result<bool> {
+        // Ranks add up what lies at the same place in memory: a gradient of another layout must be
+        // copied.
         let memory = || Memory(self.layouts[slot].in_memory_order(gradient));
-        let reachable =
-            in_place && gradient.kind() == self.kind && self.segments.set_piece(slot, memory());
-        if reachable {
+        let in_place = self.in_place
+            && exclusive
+            && gradient.kind() == self.kind
+            && self.segments.set_piece(slot, memory());
+        if in_place {
             self.copied[slot] = false;
         } else {
             tch::no_grad(|| self.places[slot].copy_(gradient));
             self.use_place(slot);
         }
-        reachable
+        Ok(in_place)
     }
 
-    pub fn take_zeros(&mut self, slot: usize) {
+    fn mark_unused(&mut self, slot: usize) -> Result<()> {
         let _ = tch::no_grad(|| self.places[slot].zero_());
         self.use_place(slot);
+        Ok(())
     }
 
-    fn use_place(&mut self, slot: usize) {
-        self.copied[slot] = true;
-        // Refused only if a backward that failed was reducing the bucket: then posting it again
-        // fails.
-        self.segments
-            .set_piece(slot, Memory(self.layouts[slot].in_memory_order(&self.places[slot])));
+    fn launch(&mut self) -> flow_comm::Result<Pending> {
+        self.progress.launch(&self.segments)
     }
 
-    /// Hands the bucket over to be reduced; false if that must be tried again later.
-    pub fn launch(&self) -> flow_comm::Result<bool> {
-        self.progress.post(&self.segments)
+    fn join_gradients(&self) -> Result<()> {
+        Ok(())
     }
 
-    /// The reduced gradient of a slot that was copied; None if it was reduced where it is.
-    pub fn reduced_grad(&self, slot: usize) -> Option<&Tensor> {
+    fn gradient(&self, slot: usize) -> Option<&Tensor> {
+        self.reduced_grad(slot)
+    }
+
+    fn reduced_grad(&self, slot: usize) -> Option<&Tensor> {
         self.copied[slot].then(|| &self.places[slot])
+    }
+
+    fn bytes(&self) -> usize {
+        self.segments.bytes()
+    }
+
+    fn times(&self) -> Option<[Duration; 3]> {
+        None
+    }
+
+    fn reset(&mut self, _: bool) {
+        self.segments.clear();
     }
 }
 
-/// A contiguous CPU tensor; of others, nothing.
+/// The memory of a contiguous CPU tensor; empty for other tensors.
 struct Memory(Tensor);
 
 impl AsMut<[u8]> for Memory {

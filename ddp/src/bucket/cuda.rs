@@ -1,7 +1,7 @@
-//! A bucket on a GPU: gradients are packed into flat memory, reduced there beside backward, and
+//! Buckets on a GPU: gradients are packed into flat memory, reduced there beside backward, and
 //! become views of it.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use flow_autograd::CudaTensor;
@@ -9,16 +9,100 @@ use flow_comm::nccl::{CudaGroup, Event, FlatBucket, Stream};
 use flow_comm::ProcessGroup;
 use tch::{Kind, Tensor};
 
-use crate::error::{dtype, failed, job_rank, Error, Result};
+use super::pending::Pending;
+use super::{Bucket, Phase, ReducePath};
+use crate::error::{dtype, failed, Error, Result};
 use crate::layout::Layout;
 use crate::parameter::Parameter;
 
-pub(crate) struct CudaBucket {
+/// Buckets that are reduced over NCCL: the host waits for none of them, libtorch's stream does.
+pub(crate) struct CudaPath {
+    device: Arc<CudaDevice>,
+}
+
+/// What the buckets share.
+struct CudaDevice {
+    group: ProcessGroup,
     cuda: Arc<CudaGroup>,
+    /// One for each [`Phase`], in libtorch's stream.
+    phases: Mutex<Option<[Event; 3]>>,
+}
+
+impl CudaPath {
+    pub fn new(group: &ProcessGroup, cuda: Arc<CudaGroup>) -> Self {
+        let device = CudaDevice { group: group.clone(), cuda, phases: Mutex::default() };
+        Self { device: Arc::new(device) }
+    }
+}
+
+impl CudaDevice {
+    /// libtorch's stream on this thread.
+    fn current_stream(&self) -> Result<Stream> {
+        flow_autograd::current_stream(self.cuda.device()).map_err(|e| self.error(e))
+    }
+
+    fn error(&self, error: impl ToString) -> Error {
+        failed(&self.group)(error.to_string())
+    }
+}
+
+impl ReducePath for CudaPath {
+    fn bucket(&self, number: u32, members: &[&Parameter], kind: Kind) -> Result<Box<dyn Bucket>> {
+        Ok(Box::new(CudaBucket::new(&self.device, number, members, kind)?))
+    }
+
+    fn grads_are_views(&self) -> bool {
+        true
+    }
+
+    fn progress(&self) -> flow_comm::Result<()> {
+        self.device.cuda.check()
+    }
+
+    fn flush(&self) -> flow_comm::Result<()> {
+        Ok(()) // what is launched is enqueued
+    }
+
+    fn join(&self) -> Result<()> {
+        Ok(self.device.cuda.join(&self.device.current_stream()?)?)
+    }
+
+    fn record(&self, phase: Phase) -> Result<()> {
+        let device = &self.device;
+        let stream = device.current_stream()?;
+        let mut phases = device.phases.lock().unwrap_or_else(PoisonError::into_inner);
+        let events = match phases.take() {
+            Some(events) => events,
+            None => {
+                let event = || Event::timed(device.cuda.device()).map_err(|e| device.error(e));
+                [event()?, event()?, event()?]
+            }
+        };
+        phases.insert(events)[phase as usize].record(&stream).map_err(|e| device.error(e))
+    }
+
+    fn phase_times(&self) -> Option<[Duration; 2]> {
+        let phases = self.device.phases.lock().unwrap_or_else(PoisonError::into_inner);
+        let [first, end, reduced] = phases.as_ref()?;
+        reduced.synchronize().ok()?;
+        Some([end.since(first).unwrap_or_default(), reduced.since(end).unwrap_or_default()])
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        Ok(self.device.cuda.synchronize()?)
+    }
+
+    fn abort(&self, cause: &str) {
+        self.device.cuda.abort(cause);
+    }
+}
+
+struct CudaBucket {
+    device: Arc<CudaDevice>,
     flat: FlatBucket,
     /// This backward's gradients, as they lie in memory and as themselves. They are kept until its
-    /// end, when libtorch's stream has been made to wait for what reads them: only then may their
-    /// memory be used again.
+    /// end, when libtorch's stream waits for everything that reads them: only then may libtorch
+    /// use their memory again.
     gradients: Vec<Option<(CudaTensor, Tensor)>>,
     /// The places of gradients in flat memory; none if they are communicated in another type.
     views: Vec<Tensor>,
@@ -26,17 +110,16 @@ pub(crate) struct CudaBucket {
     streams: Vec<Stream>,
     layouts: Vec<Layout>,
     kind: Kind,
-    rank: usize,
 }
 
 impl CudaBucket {
-    pub fn new(
-        group: &ProcessGroup,
-        cuda: &Arc<CudaGroup>,
+    fn new(
+        device: &Arc<CudaDevice>,
         number: u32,
         members: &[&Parameter],
         communication: Kind,
     ) -> Result<Self> {
+        let (group, cuda) = (&device.group, &device.cuda);
         let kind = members[0].kind;
         let lengths: Vec<usize> = members.iter().map(|member| member.elements()).collect();
         let flat =
@@ -50,31 +133,48 @@ impl CudaBucket {
                 &member.layout.memory_shape(),
                 kind,
             );
-            Ok(member.layout.in_own_order(&view.map_err(|e| failed(group)(e.to_string()))?))
+            Ok(member.layout.in_own_order(&view.map_err(|e| device.error(e))?))
         };
-        let views = match kind == communication {
-            true => members.iter().enumerate().map(view).collect::<Result<Vec<_>>>()?,
-            false => Vec::new(),
+        let views = if kind == communication {
+            members.iter().enumerate().map(view).collect::<Result<Vec<_>>>()?
+        } else {
+            Vec::new()
         };
         Ok(Self {
-            cuda: Arc::clone(cuda),
+            device: Arc::clone(device),
             flat,
             gradients: members.iter().map(|_| None).collect(),
             views,
             streams: Vec::new(),
             layouts: members.iter().map(|member| member.layout.clone()).collect(),
             kind,
-            rank: job_rank(group),
         })
     }
 
-    /// Takes in a gradient. Returns whether it is reduced where it is: where it lies in the bucket
-    /// already.
-    pub fn mark_ready(&mut self, slot: usize, gradient: &Tensor, owned: bool) -> Result<bool> {
-        // A gradient that is reduced in another type gets the result itself: nobody else may still
-        // need it.
+    /// `source` is contiguous, its dimensions in the order of memory.
+    fn put(&mut self, slot: usize, source: &Tensor) -> Result<()> {
+        let stream = self.device.current_stream()?;
+        if !self.streams.contains(&stream) {
+            self.streams.push(stream);
+        }
+        let memory = CudaTensor::new(source).map_err(|e| self.device.error(e))?;
+        let gradient = self.layouts[slot].in_own_order(memory.tensor());
+        self.gradients[slot] = Some((memory, gradient));
+        Ok(())
+    }
+}
+
+impl Bucket for CudaBucket {
+    fn set_step(&mut self, step: u32) {
+        self.flat.set_step(step);
+    }
+
+    /// A gradient is reduced where it is if it lies in the bucket already.
+    fn mark_ready(&mut self, slot: usize, gradient: &Tensor, exclusive: bool) -> Result<bool> {
+        // A gradient that is sent in another type is where the result goes: it needs memory of its
+        // own.
         let source = self.layouts[slot].in_memory_order(gradient).contiguous();
-        let source = if self.views.is_empty() && !owned { source.copy() } else { source };
+        let source = if self.views.is_empty() && !exclusive { source.copy() } else { source };
         let in_place = self
             .views
             .get(slot)
@@ -83,59 +183,52 @@ impl CudaBucket {
         Ok(in_place)
     }
 
-    pub fn take_zeros(&mut self, slot: usize) -> Result<()> {
-        let device = flow_autograd::torch_device(self.cuda.device());
+    fn mark_unused(&mut self, slot: usize) -> Result<()> {
+        let device = flow_autograd::torch_device(self.device.cuda.device());
         let zeros = Tensor::zeros(self.layouts[slot].memory_shape(), (self.kind, device));
         self.put(slot, &zeros)
     }
 
-    /// `source` is contiguous, its dimensions as they come in memory.
-    fn put(&mut self, slot: usize, source: &Tensor) -> Result<()> {
-        let fail = |error: flow_autograd::Error| Error::Torch {
-            rank: self.rank,
-            operation: "reducing a bucket",
-            reason: error.to_string(),
-        };
-        let stream = flow_autograd::current_stream(self.cuda.device()).map_err(fail)?;
-        if !self.streams.contains(&stream) {
-            self.streams.push(stream);
+    /// Enqueues the reduction. libtorch's stream is made to wait for it by [`ReducePath::join`].
+    fn launch(&mut self) -> flow_comm::Result<Pending> {
+        let mut gradients: Vec<&mut CudaTensor> =
+            self.gradients.iter_mut().flatten().map(|(memory, _)| memory).collect();
+        self.device.cuda.reduce_bucket(&mut self.flat, &mut gradients, &self.streams)?;
+        Ok(Pending::in_bucket(|| Ok(None)))
+    }
+
+    fn join_gradients(&self) -> Result<()> {
+        let current = self.device.current_stream()?;
+        for stream in self.streams.iter().filter(|&stream| *stream != current) {
+            let event = Event::new(self.device.cuda.device()).map_err(|e| self.device.error(e))?;
+            event.record(stream).map_err(|e| self.device.error(e))?;
+            current.wait(&event).map_err(|e| self.device.error(e))?;
         }
-        let memory = CudaTensor::new(source).map_err(fail)?;
-        let gradient = self.layouts[slot].in_own_order(memory.tensor());
-        self.gradients[slot] = Some((memory, gradient));
         Ok(())
     }
 
-    pub fn set_step(&mut self, step: u32) {
-        self.flat.set_step(step);
+    fn gradient(&self, slot: usize) -> Option<&Tensor> {
+        self.gradients[slot].as_ref().map(|(_, gradient)| gradient)
     }
 
-    /// Enqueues the reduction; all gradients are there.
-    pub fn launch(&mut self) -> flow_comm::Result<()> {
-        let mut gradients: Vec<&mut CudaTensor> =
-            self.gradients.iter_mut().flatten().map(|(memory, _)| memory).collect();
-        self.cuda.reduce_bucket(&mut self.flat, &mut gradients, &self.streams)
+    fn reduced_grad(&self, slot: usize) -> Option<&Tensor> {
+        self.views.get(slot).or_else(|| self.gradient(slot))
     }
 
-    /// The reduced gradient of a slot.
-    pub fn reduced_grad(&self, slot: usize) -> Option<&Tensor> {
-        self.views.get(slot).or_else(|| self.gradients[slot].as_ref().map(|(_, gradient)| gradient))
-    }
-
-    pub fn bytes(&self) -> usize {
+    fn bytes(&self) -> usize {
         self.flat.bytes()
     }
 
-    /// The last reduction: its last gradient after `begin`, how long it took from there, and how
-    /// much of that was before `end`; the device must have come so far.
-    pub fn times(&self, begin: &Event, end: &Event) -> Option<[Duration; 3]> {
+    fn times(&self) -> Option<[Duration; 3]> {
+        let phases = self.device.phases.lock().unwrap_or_else(PoisonError::into_inner);
+        let [first, end, _] = phases.as_ref()?;
         let [ready, done] = self.flat.timing()?;
         let total = done.since(ready).ok()?;
-        Some([ready.since(begin).ok()?, total, total.saturating_sub(done.since(end).ok()?)])
+        Some([ready.since(first).ok()?, total, total.saturating_sub(done.since(end).ok()?)])
     }
 
-    /// Gives the gradients back; if they may still be in use, their memory is lost instead.
-    pub fn release(&mut self, stream_joined: bool) {
+    /// The memory of gradients that may still be read is lost.
+    fn reset(&mut self, stream_joined: bool) {
         for gradient in self.gradients.iter_mut().filter_map(Option::take) {
             if !stream_joined {
                 std::mem::forget(gradient);

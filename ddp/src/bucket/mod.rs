@@ -1,145 +1,99 @@
-//! One bucket's life in a backward: gradients come in, are reduced, and are where the optimizer
-//! reads them.
+//! One bucket's life in a backward: gradients come in, the full bucket is launched, and the reduced
+//! gradients are where the optimizer reads them.
 
 pub(crate) mod assignment;
-mod cpu;
-mod cuda;
-pub(crate) mod progress;
+pub(crate) mod comm_hook;
+pub(crate) mod cpu;
+pub(crate) mod cuda;
+pub(crate) mod pending;
+mod progress;
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use flow_comm::nccl::Event;
-use flow_comm::ProcessGroup;
 use tch::{Kind, Tensor};
 
-use self::cpu::CpuBucket;
-use self::cuda::CudaBucket;
-use self::progress::ReducePath;
+use self::pending::Pending;
 use crate::error::Result;
 use crate::parameter::Parameter;
 
-/// A bucket and the memory it is reduced in.
-pub(crate) struct Bucket {
-    /// Parameters by index, in the order of their places.
-    pub members: Vec<usize>,
-    memory: Memory,
-    /// Gradients still to come in this backward.
-    pub pending: usize,
-    /// When the last one came.
-    pub ready: Option<Instant>,
-}
+/// The gradients of some parameters, which are reduced together. A slot is a parameter's place in
+/// its bucket.
+///
+/// In each backward: [`Bucket::mark_ready`] for every slot, [`Bucket::launch`], [`Pending::wait`],
+/// [`Bucket::reduced_grad`], [`Bucket::reset`].
+pub(crate) trait Bucket: Send {
+    /// Sets the step in which the bucket is reduced next.
+    fn set_step(&mut self, step: u32);
 
-enum Memory {
-    Shared(CpuBucket),
-    Cuda(Box<CudaBucket>),
-}
+    /// Takes in the gradient of a slot. `exclusive`: nothing else uses the gradient's memory.
+    /// Returns whether the gradient is reduced where it is, without a copy.
+    fn mark_ready(&mut self, slot: usize, gradient: &Tensor, exclusive: bool) -> Result<bool>;
 
-impl Bucket {
-    pub fn new(
-        group: &ProcessGroup,
-        path: &ReducePath,
-        number: usize,
-        members: Vec<usize>,
-        parameters: &[Parameter],
-        communication: Option<Kind>,
-    ) -> Result<Self> {
-        let number = number as u32;
-        let tensors: Vec<&Parameter> = members.iter().map(|&m| &parameters[m]).collect();
-        let kind = communication.unwrap_or(tensors[0].kind);
-        let memory = match path {
-            ReducePath::Cpu(progress) => {
-                Memory::Shared(CpuBucket::new(group, progress, number, &tensors, kind)?)
-            }
-            ReducePath::Cuda(cuda) => {
-                Memory::Cuda(Box::new(CudaBucket::new(group, cuda, number, &tensors, kind)?))
-            }
-        };
-        let pending = members.len();
-        Ok(Self { members, memory, pending, ready: None })
-    }
+    /// Takes in zeros for a slot whose parameter got no gradient.
+    fn mark_unused(&mut self, slot: usize) -> Result<()>;
 
-    /// Says in which step the bucket is reduced next.
-    pub fn set_step(&mut self, step: u32) {
-        match &mut self.memory {
-            Memory::Shared(bucket) => bucket.segments.set_step(step),
-            Memory::Cuda(bucket) => bucket.set_step(step),
-        }
-    }
+    /// Starts to average the bucket over all ranks, without waiting. All slots are ready.
+    fn launch(&mut self) -> flow_comm::Result<Pending>;
 
-    /// Takes in a member's gradient, of which `owned` says whether its memory is nobody else's. On
-    /// the CPU it is then reduced where it is, if all ranks can reach it there. Returns whether it
-    /// is.
-    pub fn mark_ready(&mut self, slot: usize, gradient: &Tensor, owned: bool) -> Result<bool> {
-        let in_place = match &mut self.memory {
-            Memory::Shared(bucket) => bucket.mark_ready(slot, gradient, owned),
-            Memory::Cuda(bucket) => bucket.mark_ready(slot, gradient, owned)?,
-        };
-        self.arrived();
-        Ok(in_place)
-    }
+    /// Makes libtorch's current stream wait for the gradients that the slots were marked ready with.
+    fn join_gradients(&self) -> Result<()>;
 
-    /// Takes part with zeros for a member that got no gradient.
-    pub fn take_zeros(&mut self, slot: usize) -> Result<()> {
-        match &mut self.memory {
-            Memory::Shared(bucket) => bucket.take_zeros(slot),
-            Memory::Cuda(bucket) => bucket.take_zeros(slot)?,
-        }
-        self.arrived();
-        Ok(())
-    }
+    /// The gradient that a slot was marked ready with, before the bucket is launched; None if it is
+    /// the parameter's own `.grad`.
+    fn gradient(&self, slot: usize) -> Option<&Tensor>;
 
-    fn arrived(&mut self) {
-        self.pending -= 1;
-        if self.pending == 0 {
-            self.ready = Some(Instant::now());
-        }
-    }
-
-    /// Hands the bucket over to be reduced; false if that must be tried again later.
-    pub fn launch(&mut self) -> flow_comm::Result<bool> {
-        match &mut self.memory {
-            Memory::Shared(bucket) => bucket.launch(),
-            Memory::Cuda(bucket) => bucket.launch().map(|()| true),
-        }
-    }
-
-    /// The reduced gradient of a member; None if it was reduced where it is.
-    pub fn reduced_grad(&self, slot: usize) -> Option<&Tensor> {
-        match &self.memory {
-            Memory::Shared(bucket) => bucket.reduced_grad(slot),
-            Memory::Cuda(bucket) => bucket.reduced_grad(slot),
-        }
-    }
-
-    /// Whether [`Bucket::reduced_grad`] is to become the gradient, rather than be copied to it.
-    pub fn grad_is_view(&self) -> bool {
-        matches!(self.memory, Memory::Cuda(_))
-    }
+    /// The reduced gradient of a slot; None if it is the parameter's own `.grad`.
+    fn reduced_grad(&self, slot: usize) -> Option<&Tensor>;
 
     /// Bytes as communicated.
-    pub fn bytes(&self) -> usize {
-        match &self.memory {
-            Memory::Shared(bucket) => bucket.segments.bytes(),
-            Memory::Cuda(bucket) => bucket.bytes(),
-        }
-    }
+    fn bytes(&self) -> usize;
 
-    /// On a GPU: see [`CudaBucket::times`].
-    pub fn times(&self, begin: &Event, end: &Event) -> Option<[Duration; 3]> {
-        match &self.memory {
-            Memory::Shared(_) => None,
-            Memory::Cuda(bucket) => bucket.times(begin, end),
-        }
-    }
+    /// Times of the last reduction on the device's clock, if it has one of its own: the last
+    /// gradient since the first of the backward, the reduction, and the part of the reduction
+    /// before the end of backward. The device has passed the last [`Phase`].
+    fn times(&self) -> Option<[Duration; 3]>;
 
-    /// Ready for the next backward. `stream_joined`: nothing on a GPU uses the gradients any more, in
-    /// libtorch's order.
-    pub fn reset(&mut self, stream_joined: bool) {
-        self.pending = self.members.len();
-        self.ready = None;
-        match &mut self.memory {
-            Memory::Shared(bucket) => bucket.segments.clear(),
-            Memory::Cuda(bucket) => bucket.release(stream_joined),
-        }
-    }
+    /// Drops the gradients: the bucket is ready for the next backward. `stream_joined`: libtorch's
+    /// stream waits for everything that reads the gradients.
+    fn reset(&mut self, stream_joined: bool);
+}
+
+/// What a reducer needs of a device besides its buckets.
+pub(crate) trait ReducePath: Send + Sync {
+    /// Bucket `number`, of these parameters, whose gradients are communicated as `kind`.
+    fn bucket(&self, number: u32, members: &[&Parameter], kind: Kind) -> Result<Box<dyn Bucket>>;
+
+    /// Whether `.grad` becomes a view of the bucket, rather than a copy of its part.
+    fn grads_are_views(&self) -> bool;
+
+    /// Does what can be done for the launched buckets without waiting. Every hook calls this.
+    fn progress(&self) -> flow_comm::Result<()>;
+
+    /// Starts all launched buckets, so that a collective which begins now follows them on all
+    /// ranks.
+    fn flush(&self) -> flow_comm::Result<()>;
+
+    /// Makes libtorch's current stream wait for all launched buckets.
+    fn join(&self) -> Result<()>;
+
+    /// Records a moment of the backward in libtorch's current stream.
+    fn record(&self, phase: Phase) -> Result<()>;
+
+    /// From the first gradient to the end of backward, and from there to the end of reductions, on
+    /// the device's clock, if it has one. Waits for the device.
+    fn phase_times(&self) -> Option<[Duration; 2]>;
+
+    /// Waits until all reductions are over.
+    fn synchronize(&self) -> Result<()>;
+
+    /// Ends what is under way on the device.
+    fn abort(&self, cause: &str);
+}
+
+/// A moment of a backward.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Phase {
+    FirstGradient,
+    EndOfBackward,
+    EndOfReduction,
 }

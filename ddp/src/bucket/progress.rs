@@ -1,169 +1,117 @@
-//! Who reduces buckets while backward runs: the hooks themselves, or a thread where a core is to
-//! spare.
+//! Who reduces the CPU's buckets while backward runs: the hooks themselves, or a thread where a
+//! core is to spare.
 
-use std::sync::mpsc;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread::JoinHandle;
-use std::time::Instant;
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use flow_comm::nccl::CudaGroup;
-use flow_comm::{ProcessGroup, ReduceOp, Result, Segments};
+use flow_comm::{ProcessGroup, ReduceOp, Result, Segments, Worker};
 
-/// Forces one of the two: `hooks` or `thread`.
-const CHOICE: &str = "FLOW_DDP_PROGRESS";
+use super::pending::Pending;
 
-/// By what means gradients are reduced.
-#[derive(Clone)]
-pub(crate) enum ReducePath {
-    Cpu(Arc<Progress>),
-    /// On the GPU, where reductions are enqueued, and nobody waits for them but libtorch's stream.
-    Cuda(Arc<CudaGroup>),
-}
-
-impl ReducePath {
-    pub fn cuda(&self) -> Option<&Arc<CudaGroup>> {
-        match self {
-            Self::Cpu(_) => None,
-            Self::Cuda(cuda) => Some(cuda),
-        }
-    }
-
-    /// Called when a hook has done its own work.
-    pub fn advance(&self) -> Result<()> {
-        match self {
-            Self::Cpu(progress) => progress.advance(),
-            Self::Cuda(cuda) => cuda.check(),
-        }
-    }
-}
-
-/// Launches buckets in order, and finishes them.
-pub(crate) enum Progress {
-    /// A hook posts its bucket and reduces its share of what all ranks have reached, without
-    /// waiting; the rest is done at the end of backward.
-    Hooks(ProcessGroup),
-    Thread(CommunicationThread),
+/// Reduces buckets in the order in which they are launched.
+pub(super) enum Progress {
+    Hooks(Arc<Hooks>),
+    /// The worker posts a bucket and waits for it, before it takes the next.
+    Thread(ProcessGroup, Worker),
 }
 
 impl Progress {
-    /// A thread only if every rank's computing threads leave a core for it: otherwise it would
-    /// steal from backward.
-    pub fn choose(group: &ProcessGroup, local_ranks: usize) -> std::result::Result<Self, String> {
+    /// A thread only if the computing threads of all `local_ranks` leave a core for each rank's:
+    /// otherwise it would steal from backward.
+    pub fn choose(
+        group: &ProcessGroup,
+        local_ranks: usize,
+        thread: Option<bool>,
+    ) -> std::result::Result<Self, String> {
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
         let busy = local_ranks * usize::try_from(tch::get_num_threads()).unwrap_or(1).max(1);
-        let thread = match std::env::var(CHOICE).as_deref() {
-            Ok("hooks") => false,
-            Ok("thread") => true,
-            Ok(other) => return Err(format!("{CHOICE}={other} must be \"hooks\" or \"thread\"")),
-            Err(_) => busy + local_ranks <= cores,
-        };
-        if thread {
-            let thread = CommunicationThread::start(group.clone())
-                .map_err(|e| format!("cannot start a thread: {e}"))?;
-            Ok(Self::Thread(thread))
+        if thread.unwrap_or(busy + local_ranks <= cores) {
+            let worker =
+                Worker::start(group.rank()).map_err(|e| format!("cannot start a thread: {e}"))?;
+            Ok(Self::Thread(group.clone(), worker))
         } else {
-            Ok(Self::Hooks(group.clone()))
+            Ok(Self::Hooks(Arc::new(Hooks { group: group.clone(), queue: Mutex::default() })))
         }
     }
 
-    /// Hands a bucket over; false if that must be tried again later.
-    pub fn post(&self, segments: &Arc<Segments>) -> Result<bool> {
+    /// Starts the mean of a bucket over all ranks, without waiting.
+    pub fn launch(&self, segments: &Arc<Segments>) -> Result<Pending> {
+        let segments = Arc::clone(segments);
         match self {
-            Self::Hooks(group) => group.launch_bucket(segments, ReduceOp::Avg),
-            Self::Thread(thread) => {
-                thread.post(segments);
-                Ok(true)
+            Self::Hooks(hooks) => {
+                hooks.queue().push_back(Arc::clone(&segments));
+                hooks.launch_queued()?;
+                let hooks = Arc::clone(hooks);
+                Ok(Pending::in_bucket(move || {
+                    hooks.flush()?;
+                    hooks.group.wait_bucket(&segments).map(Some)
+                }))
+            }
+            Self::Thread(group, worker) => {
+                let own = group.clone();
+                let work = worker.submit(group.rank(), "all_reduce", move || {
+                    while !own.launch_bucket(&segments, ReduceOp::Avg)? {
+                        own.finish_buckets()?;
+                    }
+                    own.wait_bucket(&segments)
+                });
+                Ok(Pending::in_bucket(move || work.wait().map(Some)))
             }
         }
     }
 
-    fn advance(&self) -> Result<()> {
+    /// Does this rank's share of the buckets that all ranks have posted, without waiting.
+    pub fn advance(&self) -> Result<()> {
         match self {
-            Self::Hooks(group) => group.progress(),
-            Self::Thread(_) => Ok(()),
-        }
-    }
-
-    /// Waits for all buckets handed over; says when each was finished.
-    pub fn finish(&self) -> Result<Vec<(u32, Instant)>> {
-        match self {
-            Self::Hooks(group) => group.finish_buckets(),
-            Self::Thread(thread) => thread.finish(),
-        }
-    }
-}
-
-#[derive(Default)]
-struct Outcome {
-    pending: usize,
-    finished: Vec<(u32, Instant)>,
-    error: Option<flow_comm::Error>,
-}
-
-/// Reduces buckets one after the other, in the order of their coming.
-pub(crate) struct CommunicationThread {
-    buckets: Option<mpsc::Sender<Arc<Segments>>>,
-    outcome: Arc<(Mutex<Outcome>, Condvar)>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl CommunicationThread {
-    fn start(group: ProcessGroup) -> std::io::Result<Self> {
-        let (buckets, incoming) = mpsc::channel::<Arc<Segments>>();
-        let outcome = Arc::new((Mutex::new(Outcome::default()), Condvar::new()));
-        let shared = Arc::clone(&outcome);
-        let run = move || {
-            for segments in incoming {
-                let done = reduce(&group, &segments);
-                let (outcome, change) = &*shared;
-                let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
-                match done {
-                    Ok(finished) => outcome.finished.extend(finished),
-                    Err(error) => outcome.error = outcome.error.take().or(Some(error)),
-                }
-                outcome.pending -= 1;
-                change.notify_all();
+            Self::Hooks(hooks) => {
+                hooks.launch_queued()?;
+                hooks.group.progress()
             }
-        };
-        let thread = std::thread::Builder::new().name("flow-ddp".into()).spawn(run)?;
-        Ok(Self { buckets: Some(buckets), outcome, thread: Some(thread) })
-    }
-
-    fn post(&self, segments: &Arc<Segments>) {
-        self.outcome.0.lock().unwrap_or_else(PoisonError::into_inner).pending += 1;
-        if let Some(buckets) = &self.buckets {
-            // The thread ends only when the sender is dropped.
-            let _ = buckets.send(Arc::clone(segments));
+            Self::Thread(..) => Ok(()),
         }
     }
 
-    fn finish(&self) -> Result<Vec<(u32, Instant)>> {
-        let (outcome, change) = &*self.outcome;
-        let outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
-        // Each reduction is bounded by the group's timeout.
-        let mut outcome =
-            change.wait_while(outcome, |o| o.pending > 0).unwrap_or_else(PoisonError::into_inner);
-        match outcome.error.take() {
-            Some(error) => Err(error),
-            None => Ok(std::mem::take(&mut outcome.finished)),
+    /// Returns when all launched buckets are posted, in which case a collective follows them.
+    pub fn flush(&self) -> Result<()> {
+        match self {
+            Self::Hooks(hooks) => hooks.flush(),
+            Self::Thread(_, worker) => {
+                worker.drain();
+                Ok(())
+            }
         }
     }
 }
 
-fn reduce(group: &ProcessGroup, segments: &Arc<Segments>) -> Result<Vec<(u32, Instant)>> {
-    let mut finished = Vec::new();
-    while !group.launch_bucket(segments, ReduceOp::Avg)? {
-        finished.extend(group.finish_buckets()?);
-    }
-    finished.extend(group.finish_buckets()?);
-    Ok(finished)
+/// A hook posts its bucket and reduces its share of those that all ranks have posted, without
+/// waiting; [`Pending::wait`] does the rest at the end of backward.
+pub(super) struct Hooks {
+    group: ProcessGroup,
+    /// Launched and not yet posted: only so many buckets can be under way at a time.
+    queue: Mutex<VecDeque<Arc<Segments>>>,
 }
 
-impl Drop for CommunicationThread {
-    fn drop(&mut self) {
-        self.buckets = None;
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
+impl Hooks {
+    /// Posts what can be posted; whether that is all.
+    fn launch_queued(&self) -> Result<bool> {
+        let mut queue = self.queue();
+        while let Some(segments) = queue.front() {
+            if !self.group.launch_bucket(segments, ReduceOp::Avg)? {
+                return Ok(false);
+            }
+            queue.pop_front();
         }
+        Ok(true)
+    }
+
+    fn flush(&self) -> Result<()> {
+        while !self.launch_queued()? {
+            self.group.finish_buckets()?;
+        }
+        Ok(())
+    }
+
+    fn queue(&self) -> std::sync::MutexGuard<'_, VecDeque<Arc<Segments>>> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -5,7 +5,8 @@
 use std::hash::Hasher;
 use std::num::Wrapping;
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{bail, ensure, Context, Result};
+use flow_ddp::comm_hooks::{Bf16Compress, Fp16Compress};
 use flow_ddp::{Ddp, ProcessGroup};
 use serde_json::Value;
 use tch::nn::{self, ModuleT, OptimizerConfig, Path, SequentialT, VarStore};
@@ -17,12 +18,15 @@ fn main() -> Result<()> {
     tch::set_num_threads(1);
     let group = ProcessGroup::from_env()?;
     for model in &MODELS {
-        check(&group, model, &stored)
-            .with_context(|| format!("rank {}: {}", group.rank(), model.name))?;
+        for hook in ["", "_fp16", "_bf16"] {
+            let name = format!("{}{hook}", model.name);
+            check(&group, model, &stored, &name)
+                .with_context(|| format!("rank {}: {name}", group.rank()))?;
+        }
     }
     group.barrier()?;
     if group.rank() == 0 {
-        println!("{} models agree", MODELS.len());
+        println!("{} trainings agree", 3 * MODELS.len());
     }
     Ok(())
 }
@@ -111,8 +115,8 @@ fn batchnorm(path: &Path) -> SequentialT {
         .add(nn::linear(path / "fc", 16, 10, Default::default()))
 }
 
-fn check(group: &ProcessGroup, model: &Model, stored: &Value) -> Result<()> {
-    let expected = &stored["models"][model.name];
+fn check(group: &ProcessGroup, model: &Model, stored: &Value, name: &str) -> Result<()> {
+    let expected = &stored["models"][name];
     let number = |value: &Value| value.as_f64().context("a number is missing in the file");
     let (steps, batch) = (number(&stored["steps"])? as u32, number(&stored["batch"])? as i64);
     let rank = group.rank();
@@ -133,7 +137,14 @@ fn check(group: &ProcessGroup, model: &Model, stored: &Value) -> Result<()> {
             "{name} starts otherwise"
         );
     }
-    let ddp = Ddp::new(net, &store, group)?;
+    let builder = Ddp::builder(group);
+    let builder = match expected["hook"].as_str() {
+        None => builder,
+        Some("fp16") => builder.comm_hook(Fp16Compress),
+        Some("bf16") => builder.comm_hook(Bf16Compress),
+        Some(other) => bail!("there is no hook {other}"),
+    };
+    let ddp = builder.wrap(net, &store)?;
     let sgd = nn::sgd(number(&expected["momentum"])?, 0.0, 0.0, false);
     let mut optimizer = sgd.build(&store, number(&expected["learning_rate"])?)?;
     for step in 0..steps {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use anyhow::{ensure, Context, Result};
 use flow_comm::ProcessGroup;
-use flow_ddp::{Stats, TensorCollectives};
+use flow_ddp::{BoxError, CommHook, GradBucket, Pending, Stats, TensorCollectives};
 use tch::nn::VarStore;
 use tch::{Kind, Tensor};
 
@@ -13,6 +13,19 @@ use crate::models::on_gpu;
 /// Whether gradients are to be copied in this run, instead of being reduced where they are born.
 pub fn copies() -> bool {
     std::env::var("FLOW_DDP_COPY").is_ok_and(|value| value == "1")
+}
+
+/// The mean, sent in another type.
+pub struct SentAs(pub Kind);
+
+impl CommHook for SentAs {
+    fn launch(&mut self, bucket: &mut GradBucket<'_>) -> Result<Pending, BoxError> {
+        Ok(bucket.all_reduce()?)
+    }
+
+    fn kind(&self) -> Option<Kind> {
+        Some(self.0)
+    }
 }
 
 /// This rank's part of what all ranks work on.

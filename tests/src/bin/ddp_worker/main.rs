@@ -4,6 +4,7 @@ mod accumulation;
 mod equivalence;
 mod forks;
 mod helpers;
+mod hooks;
 mod lifecycle;
 mod models;
 mod nested;
@@ -74,6 +75,11 @@ const SCENARIOS: &[Scenario] = &[
     scenario("many_buckets", options::many_buckets, ALL_AND_NODES),
     scenario("ready_order", options::ready_order, ALL_AND_NODES),
     scenario("layouts", options::layouts, ALL),
+    scenario("own_hooks", hooks::own, ALL_AND_NODES),
+    scenario("hooks_in_turn", hooks::in_turn, ALL_AND_NODES),
+    scenario("hooks_of_unused", hooks::unused, ALL),
+    scenario("hooks_that_fail", hooks::failing, ALL),
+    scenario("differing_hooks", hooks::differing, ALL),
 ];
 
 fn main() -> Result<()> {

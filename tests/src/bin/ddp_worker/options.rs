@@ -7,7 +7,7 @@ use tch::nn::{self, ModuleT, OptimizerConfig};
 use tch::{Kind, Tensor};
 
 use crate::helpers::{
-    copies, error, gradient_is, in_place, mean, plausible, same_everywhere, says,
+    copies, error, gradient_is, in_place, mean, plausible, same_everywhere, says, SentAs,
 };
 use crate::models::{self, device, on_gpu, store, Vectors};
 
@@ -69,8 +69,7 @@ pub fn communication_kinds(group: &ProcessGroup) -> Result<()> {
             (Kind::Double, 1e-6),
         ] {
             let store = store();
-            let builder =
-                Ddp::builder(group).communication_kind(kind).gradient_as_bucket_view(view);
+            let builder = Ddp::builder(group).comm_hook(SentAs(kind)).gradient_as_bucket_view(view);
             let model = builder.wrap(Vectors::new(&store, &[40_000, 10]), &store)?;
             for step in 0..3 {
                 if step != 1 {
@@ -169,13 +168,9 @@ pub fn ready_order(group: &ProcessGroup) -> Result<()> {
 /// Parameters, and thereby gradients, that do not lie in the order of their indices: gradients keep
 /// their parameters' strides, as libtorch's own do.
 pub fn layouts(group: &ProcessGroup) -> Result<()> {
-    let builder = Ddp::builder(group);
-    let builders = [false, true].map(|view| builder.clone().gradient_as_bucket_view(view));
-    let sent_in_another = builder.communication_kind(Kind::Double);
-    for builder in builders
-        .into_iter()
-        .chain([sent_in_another.clone(), sent_in_another.gradient_as_bucket_view(true)])
-    {
+    let builder = |view| Ddp::builder(group).gradient_as_bucket_view(view);
+    let sent_in_another = |view| builder(view).comm_hook(SentAs(Kind::Double));
+    for builder in [builder(false), builder(true), sent_in_another(false), sent_in_another(true)] {
         let float = (Kind::Float, device());
         tch::manual_seed(group.rank() as i64);
         // Columns first, as channels_last does for convolutions; once large, once small; and one

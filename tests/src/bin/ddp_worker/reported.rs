@@ -5,7 +5,7 @@ use flow_comm::ProcessGroup;
 use flow_ddp::Ddp;
 use tch::{Kind, Tensor};
 
-use crate::helpers::{error, gradient_is, says, told};
+use crate::helpers::{error, gradient_is, says, told, SentAs};
 use crate::models::{device, store, Vectors};
 
 /// Parameters without a gradient fail the backward on all ranks, with the names of all of them.
@@ -182,7 +182,7 @@ pub fn unfit_models(group: &ProcessGroup) -> Result<()> {
         &error(builder().bucket_cap_mb(0.0).wrap_tensors((), named(trained(&[2])), vec![]))?,
         &["cap"],
     )?;
-    let integers = builder().communication_kind(Kind::Int);
+    let integers = builder().comm_hook(SentAs(Kind::Int));
     says(&error(integers.wrap_tensors((), named(trained(&[2])), vec![]))?, &["Int", "BFloat16"])?;
     // Parameters without elements are no mistake.
     let model = Ddp::from_tensors(

@@ -45,8 +45,7 @@ impl ModuleT for Autoencoder {
 }
 
 fn builders(group: &ProcessGroup) -> impl Iterator<Item = DdpBuilder> {
-    let builder = Ddp::builder(group);
-    [false, true].map(|view| builder.clone().gradient_as_bucket_view(view)).into_iter()
+    [false, true].map(|view| Ddp::builder(group).gradient_as_bucket_view(view)).into_iter()
 }
 
 /// Trains as one process does on the joined batch; the first name is the one that counts.

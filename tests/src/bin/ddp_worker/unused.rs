@@ -11,8 +11,8 @@ use crate::models::{device, store, Vectors};
 const LARGE: i64 = 40_000;
 
 fn builders(group: &ProcessGroup) -> impl Iterator<Item = DdpBuilder> {
-    let builder = Ddp::builder(group).find_unused_parameters(true).bucket_cap_mb(0.01);
-    [false, true].map(|view| builder.clone().gradient_as_bucket_view(view)).into_iter()
+    let builder = || Ddp::builder(group).find_unused_parameters(true).bucket_cap_mb(0.01);
+    [false, true].map(|view| builder().gradient_as_bucket_view(view)).into_iter()
 }
 
 /// PyTorch's test: rank 0 uses one parameter, the others another, none a third.

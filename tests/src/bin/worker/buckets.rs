@@ -56,7 +56,7 @@ fn pieces(group: &ProcessGroup) -> Result<()> {
             ensure!(error.to_string().contains("is being reduced already"), "{error}");
             ensure!(!segments.set_piece(0, Piece(filled(group, 1, 9.0)?, 0)));
         }
-        ensure!(group.finish_buckets()?.len() == 1);
+        group.wait_bucket(&segments)?;
         ensure!(group.launch_bucket(&segments, ReduceOp::Sum).is_err(), "its pieces are gone");
     }
     Ok(())

@@ -1,0 +1,123 @@
+//! What is done with a ready bucket: the contract of PyTorch's `register_comm_hook`.
+
+use flow_autograd::BoxError;
+use flow_comm::ProcessGroup;
+use tch::{Kind, Tensor};
+
+use super::pending::Pending;
+use super::{Bucket, ReducePath};
+use crate::error::Result;
+use crate::parameter::Parameter;
+
+/// What a [`Ddp`](crate::Ddp) does with a bucket of gradients that is ready: see
+/// [`DdpBuilder::comm_hook`](crate::DdpBuilder::comm_hook).
+///
+/// All ranks use the same hook. It is called in `backward`, on the thread that runs the gradients'
+/// hooks, once for each bucket and in the same order on all ranks. An error ends the backward; a
+/// [`flow_ddp::Error`](crate::Error) or [`flow_comm::Error`] stays what it is.
+///
+/// The same hook as PyTorch's `allreduce_hook`, on tensors of any device:
+///
+/// ```
+/// use flow_ddp::{BoxError, CommHook, GradBucket, Pending, ReduceOp, TensorCollectives};
+///
+/// struct Mean;
+///
+/// impl CommHook for Mean {
+///     fn launch(&mut self, bucket: &mut GradBucket<'_>) -> Result<Pending, BoxError> {
+///         let mut flat = bucket.buffer()?;
+///         bucket.group().all_reduce_tensor(&mut flat, ReduceOp::Avg)?;
+///         Ok(Pending::ready(flat))
+///     }
+/// }
+/// ```
+pub trait CommHook: Send + 'static {
+    /// Starts the reduction of `bucket`. The result is the reduced gradients, which each rank
+    /// finds in `.grad` after backward: unlike a mean, a sum has to be divided here.
+    fn launch(&mut self, bucket: &mut GradBucket<'_>) -> Result<Pending, BoxError>;
+
+    /// The type in which [`GradBucket::all_reduce`] sends gradients; None: their own.
+    fn kind(&self) -> Option<Kind> {
+        None
+    }
+
+    /// What tells hooks apart: all ranks must have the same.
+    fn name(&self) -> String {
+        std::any::type_name::<Self>().into()
+    }
+}
+
+/// A bucket that has all gradients of this rank, as a [`CommHook`] gets it.
+pub struct GradBucket<'a> {
+    pub(crate) index: usize,
+    pub(crate) is_last: bool,
+    pub(crate) memory: &'a mut dyn Bucket,
+    pub(crate) members: &'a [usize],
+    pub(crate) parameters: &'a [Parameter],
+    pub(crate) path: &'a dyn ReducePath,
+    pub(crate) group: &'a ProcessGroup,
+}
+
+impl GradBucket<'_> {
+    /// The bucket's number. Numbers, and which parameters are in a bucket, change once: after the
+    /// first backward.
+    pub fn index(&self) -> usize {
+        self.index
+    }
+
+    /// Whether this is the last bucket of the backward.
+    pub fn is_last(&self) -> bool {
+        self.is_last
+    }
+
+    /// The parameters whose gradients these are, by name.
+    pub fn parameters(&self) -> impl Iterator<Item = (&str, &Tensor)> {
+        self.members.iter().map(|&member| {
+            let parameter = &self.parameters[member];
+            (parameter.name.as_str(), &parameter.tensor)
+        })
+    }
+
+    /// This rank's gradients, of the shapes of [`GradBucket::parameters`]. What is written into
+    /// them is what [`GradBucket::all_reduce`] and [`GradBucket::buffer`] take.
+    ///
+    /// # Errors
+    ///
+    /// Those of a GPU.
+    pub fn gradients(&self) -> Result<Vec<Tensor>> {
+        self.memory.join_gradients()?;
+        let gradient = |(slot, &member): (usize, &usize)| match self.memory.gradient(slot) {
+            Some(gradient) => gradient.shallow_clone(),
+            None => self.parameters[member].tensor.grad(),
+        };
+        Ok(self.members.iter().enumerate().map(gradient).collect())
+    }
+
+    /// A copy of all gradients in one tensor of one dimension, one after the other.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`GradBucket::gradients`].
+    pub fn buffer(&self) -> Result<Tensor> {
+        let flat: Vec<Tensor> =
+            self.gradients()?.iter().map(|gradient| gradient.detach().reshape([-1])).collect();
+        Ok(Tensor::cat(&flat, 0))
+    }
+
+    /// The group over which gradients are averaged. A hook may use it only while it is called.
+    pub fn group(&self) -> &ProcessGroup {
+        // An error is the group's, and what the caller does next finds it.
+        let _ = self.path.flush();
+        self.group
+    }
+
+    /// Starts the mean of [`GradBucket::gradients`] over all ranks where they are, without waiting:
+    /// what a `Ddp` does without a hook.
+    ///
+    /// # Errors
+    ///
+    /// A failure of the group.
+    pub fn all_reduce(&mut self) -> flow_comm::Result<Pending> {
+        self.memory.launch()
+    }
+}
