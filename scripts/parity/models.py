@@ -41,6 +41,9 @@ Models, and their parameters in order (shape; scale):
     bn2.bias [16], fc.weight [10, 16] 2^-1, fc.bias [10] 2^-1
     buffers: bn1.running_mean [8], bn1.running_var [8], bn2.running_mean [16], bn2.running_var [16]
 
+Hooks. Each model is trained once for each entry of HOOKS, which DDP's register_comm_hook gets: as PyTorch does it without
+a hook, and with gradients sent in another type. With the latter, `hook` says which type.
+
 The file. `losses[rank][step]` are f32 bits in hex. Checksums are FNV-1a (64 bits, hex) over a tensor's little-endian
 f32 bytes: `initial` and `final` of each parameter, `buffers[rank]` at the end (they differ, as each rank saw its own
 last batch), and `inputs[rank]` of the first step's input, to tell a wrong start from wrong arithmetic.
@@ -62,6 +65,7 @@ ENVIRONMENT = {
 }
 TORCH_VERSION = "2.11.0"
 WORLD_SIZE, STEPS, BATCH = 2, 20, 8
+HOOKS = [None, "fp16", "bf16"]
 
 
 def worker(path):
@@ -69,6 +73,7 @@ def worker(path):
     import torch
     import torch.distributed as dist
     from torch import nn
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.nn.functional import cross_entropy, max_pool2d, relu
     from torch.nn.parallel import DistributedDataParallel
 
@@ -142,7 +147,7 @@ def worker(path):
         dist.all_gather_object(parts, value)
         return parts
 
-    def train(kind):
+    def train(kind, hook):
         model = kind()
         with torch.no_grad():
             for p, (name, parameter) in enumerate(model.named_parameters()):
@@ -152,6 +157,10 @@ def worker(path):
         names = [name for name, _ in model.named_parameters()]
         initial = [checksum(parameter) for parameter in model.parameters()]
         ddp = DistributedDataParallel(model)
+        if hook:
+            compress = getattr(default_hooks, f"{hook}_compress_hook")
+            # By another name: DDP refuses bf16_compress_hook by its name where there is no NCCL, though gloo can.
+            ddp.register_comm_hook(None, lambda state, bucket: compress(state, bucket))
         optimizer = torch.optim.SGD(ddp.parameters(), lr=kind.rate, momentum=kind.momentum)
 
         losses, first_input = [], None
@@ -171,6 +180,7 @@ def worker(path):
         return {
             "learning_rate": kind.rate,
             "momentum": kind.momentum,
+            "hook": hook,
             "inputs": gathered(first_input),
             "losses": gathered(losses),
             "parameters": [{"name": n, "initial": i, "final": f} for n, i, f in zip(names, initial, final)],
@@ -182,7 +192,11 @@ def worker(path):
     )
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    models = {kind.name: train(kind) for kind in (Mlp, LeNet, BatchNorm)}
+    models = {
+        f"{kind.name}_{hook}" if hook else kind.name: train(kind, hook)
+        for kind in (Mlp, LeNet, BatchNorm)
+        for hook in HOOKS
+    }
     if dist.get_rank() == 0:
         Path(path).write_text(json.dumps(models))
     dist.destroy_process_group()

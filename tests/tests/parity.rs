@@ -20,7 +20,7 @@ fn agrees_with_pytorch(mode: Option<(&str, &str)>) {
     command
         .envs(environment.iter().map(|(name, value)| (name, value.as_str().unwrap())))
         .envs(mode);
-    assert_eq!(Process::start(command).finish(TEST_TIMEOUT).success(), "3 models agree\n");
+    assert_eq!(Process::start(command).finish(TEST_TIMEOUT).success(), "9 trainings agree\n");
 }
 
 #[test]
