@@ -21,5 +21,5 @@ fn the_noise_scale_is_the_one_that_is_known() {
 fn one_rank_has_nothing_to_compare() {
     let finished = Process::start(launcher(1, &[], "noise_scale", &[])).finish(TEST_TIMEOUT);
     assert!(finished.stderr.contains("start two ranks or more"), "{}", finished.stderr);
-    assert_eq!(finished.status.code(), Some(1));
+    assert_eq!(finished.code, Some(1));
 }
