@@ -134,6 +134,8 @@ pub(crate) struct BackwardState {
     pub used: Vec<bool>,
     /// Parameters in the order of their gradients' coming.
     pub ready_order: Vec<usize>,
+    /// The step of this backward.
+    pub step: u32,
     /// The next bucket to launch.
     pub next: usize,
     pub rebuilt: bool,
@@ -160,6 +162,7 @@ impl BackwardState {
             arrived: vec![false; count],
             used: vec![false; count],
             ready_order: Vec::with_capacity(count),
+            step: 0,
             next: 0,
             rebuilt: false,
             peer_misses_grads: false,

@@ -164,6 +164,7 @@ impl<M: ModuleT> Ddp<M> {
         if train {
             self.sync_buffers()?;
         }
+        let _phase = self.reducer.as_ref().filter(|_| train).map(|reducer| reducer.begin_forward());
         let output = self.model.forward_t(input, train);
         if let Some(reducer) = self.reducer.as_ref().filter(|_| train) {
             reducer.follow(&output)?;

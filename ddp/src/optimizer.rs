@@ -1,9 +1,11 @@
 //! An optimizer's step whose errors can be handled.
 
+use flow_comm::trace;
 use tch::nn::Optimizer;
 use tch::Tensor;
 
 use crate::error::{Error, Result};
+use crate::steps::last_step;
 
 /// tch's `backward_step` panics when backward fails, and with many ranks backward fails when a peer
 /// is lost.
@@ -17,6 +19,7 @@ impl TryBackwardStep for Optimizer {
     fn try_backward_step(&mut self, loss: &Tensor) -> Result<()> {
         self.zero_grad();
         loss.f_backward().map_err(Error::from_backward)?;
+        let _phase = trace::phase(trace::Phase::Optimizer, last_step().into());
         self.step();
         Ok(())
     }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use flow_autograd::{BoxError, GradHook};
-use flow_comm::{ForkSafe, ProcessGroup, ReduceOp};
+use flow_comm::{trace, ForkSafe, ProcessGroup, ReduceOp};
 use flow_tensor::CoalescedBroadcast;
 use tch::Tensor;
 
@@ -107,6 +107,11 @@ impl Reducer {
         }
     }
 
+    /// The forward of the next step, in the timeline until the result is dropped.
+    pub fn begin_forward(&self) -> trace::Span {
+        trace::phase(trace::Phase::Forward, self.steps.next().into())
+    }
+
     /// The error of `operation` in a process that was forked from this rank.
     pub fn check_process(&self, operation: &str) -> Result<()> {
         Ok(self.group.check_process(operation)?)
@@ -149,10 +154,15 @@ impl Reducer {
         if !state.in_backward {
             state.begin();
             let step = self.steps.begin();
+            state.step = step;
             state.buckets.iter_mut().for_each(|bucket| bucket.memory.set_step(step));
             // Unlocked: if the callback is refused it is dropped, and locks the state for that.
             drop(state);
-            let end = EndOfBackward { reducer: Arc::clone(self), reached: false };
+            let end = EndOfBackward {
+                reducer: Arc::clone(self),
+                reached: false,
+                _phase: trace::phase(trace::Phase::Backward, step.into()),
+            };
             flow_autograd::at_end_of_backward(move || end.run())
                 .map_err(|e| self.torch("backward", e.to_string()))?;
             state = self.state();
@@ -238,6 +248,7 @@ impl Reducer {
     /// Waits until all launched buckets are reduced.
     fn wait(&self, state: &mut BackwardState) -> Result<()> {
         for (index, bucket) in state.buckets.iter_mut().enumerate() {
+            let _wait = trace::wait(state.step.into(), index as u32);
             bucket.wait().map_err(|e| self.hook_error(index, e))?;
         }
         Ok(())
@@ -462,6 +473,8 @@ impl Reducer {
 struct EndOfBackward {
     reducer: Arc<Reducer>,
     reached: bool,
+    /// In the timeline, from the first gradient until this is dropped.
+    _phase: trace::Span,
 }
 
 impl EndOfBackward {

@@ -6,10 +6,19 @@
 //! when a later backward is over.
 
 use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use flow_comm::ForkSafe;
 use tch::Tensor;
+
+/// The step of the last backward of this process, whichever model it was of.
+static LAST: AtomicU32 = AtomicU32::new(0);
+
+/// The step whose gradients an optimizer uses.
+pub(crate) fn last_step() -> u32 {
+    LAST.load(Ordering::Relaxed)
+}
 
 pub(crate) struct Steps {
     counts: ForkSafe<Mutex<Counts>>,
@@ -39,7 +48,15 @@ impl Steps {
         let left_out = std::mem::replace(&mut counts.open, may_come);
         counts.left_out = counts.left_out.wrapping_add(left_out.len() as u32);
         counts.backwards = counts.backwards.wrapping_add(1);
-        counts.backwards.wrapping_add(counts.left_out)
+        let step = counts.backwards.wrapping_add(counts.left_out);
+        LAST.store(step, Ordering::Relaxed);
+        step
+    }
+
+    /// The step of the next backward, if no forward is left out before it.
+    pub fn next(&self) -> u32 {
+        let counts = self.counts();
+        counts.backwards.wrapping_add(counts.left_out).wrapping_add(1)
     }
 
     /// A backward that reduces gradients is over.

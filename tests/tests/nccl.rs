@@ -45,11 +45,11 @@ fn a_rank_that_does_not_come_is_a_timeout_that_names_it() {
     let first = &lines[0];
     assert_contains(
         first,
-        &["rank 0: all_reduce #1 (1000 x f32, sum), 4000 bytes, over NCCL timed out after 4s"],
+        &["rank 0: all_reduce #4 (1000 x f32, sum), 4000 bytes, over NCCL timed out after 4s"],
     );
     assert_contains(
         first,
-        &["waited for rank 1 (pid", "which is at all_reduce #0 (1000 x f32, sum)"],
+        &["waited for rank 1 (pid", "which is at all_reduce #2 (1000 x f32, sum)"],
     );
     assert_contains(&lines[1], &["unusable since an earlier failure", "timed out"]);
     assert_contains(
@@ -64,7 +64,7 @@ fn a_late_bucket_is_named_with_its_bytes() {
     // 1000 gradients of 2 bytes, 24 more from the next multiple of 512 bytes on.
     assert_contains(
         &lines[0],
-        &["all_reduce #1", "x bf16, sum, bucket 7), 2096 bytes, over NCCL timed out", "rank 1"],
+        &["all_reduce #4", "x bf16, sum, bucket 7), 2096 bytes, over NCCL timed out", "rank 1"],
     );
 }
 
@@ -73,7 +73,7 @@ fn different_operations_are_told_apart() {
     let Some(lines) = fail("mismatch", &[]) else { return };
     assert_contains(
         &lines[0],
-        &["ranks disagree", "rank 0 called send #0 (10 x f32)", "rank 1 called broadcast #1"],
+        &["ranks disagree", "rank 0 called send #0 (10 x f32)", "rank 1 called broadcast #4"],
     );
 }
 
@@ -83,7 +83,7 @@ fn a_rank_that_dies_is_an_error_within_seconds_and_the_device_is_free() {
     let begin = Instant::now();
     let text = started.remove(0).finish(TEST_TIMEOUT).success();
     assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
-    assert_contains(&text, &["rank 0: all_reduce #1", "failed: rank 1 (pid", "died"]);
+    assert_contains(&text, &["rank 0: all_reduce #4", "failed: rank 1 (pid", "died"]);
 }
 
 #[test]
@@ -116,7 +116,7 @@ fn a_fault_of_the_device_is_no_timeout() {
     let Some(lines) = fail("late", &[("FLOW_FAKE_FAULT", "0:1000")]) else { return };
     assert_contains(
         &lines[0],
-        &["rank 0: all_reduce #1", "failed: ", "CUDA_ERROR_ILLEGAL_ADDRESS"],
+        &["rank 0: all_reduce #4", "failed: ", "CUDA_ERROR_ILLEGAL_ADDRESS"],
     );
 }
 
@@ -125,7 +125,7 @@ fn a_program_that_ignores_a_failure_is_ended() {
     let Some(mut started) = ranks(2, &["nccl::fail", "ignores"], &[]) else { return };
     let Finished { code, stderr, .. } = started.remove(0).finish(TEST_TIMEOUT);
     assert_ne!(code, Some(0));
-    assert_contains(&stderr, &["rank 0: all_reduce #1", "timed out", "so its process ends here"]);
+    assert_contains(&stderr, &["rank 0: all_reduce #4", "timed out", "so its process ends here"]);
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use anyhow::{ensure, Context, Result};
 use flow_comm::nccl::CudaGroup;
-use flow_comm::{DType, Mesh, ProcessGroup, ReduceOp};
+use flow_comm::{DType, Mesh, P2pOp, ProcessGroup, ReduceOp};
 
 use super::memory::{Array, Gpu};
 
@@ -171,6 +171,9 @@ impl Check {
             self.expect("scatter", &output, (0..length).map(|i| given(root, rank * length + i)))?;
         }
 
+        self.uneven(dtype, length)?;
+        self.batch(dtype, length)?;
+
         if size > 1 && rank < 2 {
             let mut buffer = self.gpu.array(dtype, &own(length))?;
             match rank {
@@ -180,6 +183,70 @@ impl Check {
             self.expect("send and recv", &buffer, (0..length).map(|i| given(0, i)))?;
         }
         Ok(())
+    }
+
+    /// Blocks of different lengths; the first rank's are empty.
+    fn uneven(&self, dtype: DType, length: usize) -> Result<()> {
+        let (nccl, size, rank) = (&self.nccl, self.nccl.size(), self.nccl.rank());
+        let stream = &self.gpu.stream;
+        let counts: Vec<usize> = (0..size).map(|r| r * (length + r)).collect();
+        let (own, total) = (counts[rank], counts.iter().sum::<usize>());
+        let start = |r: usize| counts[..r].iter().sum::<usize>();
+        let numbers = |count: usize| (0..count).map(|i| given(rank, i)).collect::<Vec<_>>();
+
+        let input = self.gpu.array(dtype, &numbers(own))?;
+        let mut output = self.gpu.array(dtype, &vec![9.0; total])?;
+        nccl.all_gather_v(&input, &mut output, &counts, stream)?;
+        let gathered = (0..size).flat_map(|r| (0..counts[r]).map(move |i| given(r, i)));
+        self.expect("all_gather_v", &output, gathered.collect::<Vec<_>>().into_iter())?;
+
+        let input = self.gpu.array(dtype, &numbers(total))?;
+        let mut output = self.gpu.array(dtype, &vec![9.0; own])?;
+        nccl.reduce_scatter_v(&input, &mut output, &counts, ReduceOp::Max, stream)?;
+        let reduced = |i: usize| (0..size).map(|r| given(r, start(rank) + i)).fold(0.0, f64::max);
+        self.expect("reduce_scatter_v", &output, (0..own).map(reduced))?;
+
+        // Rank r sends r + to elements to rank `to`.
+        let sent: Vec<usize> = (0..size).map(|to| rank + to).collect();
+        let received: Vec<usize> = (0..size).map(|from| from + rank).collect();
+        let input = self.gpu.array(dtype, &numbers(sent.iter().sum()))?;
+        let mut output = self.gpu.array(dtype, &vec![9.0; received.iter().sum()])?;
+        nccl.all_to_all_v(&input, &sent, &mut output, &received, stream)?;
+        let block = |from: usize| {
+            let start: usize = (0..rank).map(|to| from + to).sum();
+            (0..from + rank).map(move |i| given(from, start + i))
+        };
+        self.expect("all_to_all_v", &output, (0..size).flat_map(block))?;
+
+        let wrong = nccl.all_gather_v(&input, &mut output, &vec![1; size + 1], stream);
+        let wrong = wrong.err().map(|error| error.to_string()).unwrap_or_default();
+        let expected = format!("all_gather_v: {} counts for {size} ranks", size + 1);
+        ensure!(wrong.contains(&expected), "{wrong:?}");
+        Ok(())
+    }
+
+    /// All ranks send to their neighbours and receive from them at the same time, sends first.
+    fn batch(&self, dtype: DType, length: usize) -> Result<()> {
+        let (nccl, size, rank) = (&self.nccl, self.nccl.size(), self.nccl.rank());
+        if size == 1 {
+            return Ok(());
+        }
+        let (next, previous) = ((rank + 1) % size, (rank + size - 1) % size);
+        let own: Vec<f64> = (0..length).map(|i| given(rank, i)).collect();
+        let mut sent = [self.gpu.array(dtype, &own)?, self.gpu.array(dtype, &[given(rank, 0)])?];
+        let mut received =
+            [self.gpu.array(dtype, &vec![9.0; length])?, self.gpu.array(dtype, &[9.0])?];
+        let [long, short] = &mut sent;
+        let [from_previous, from_next] = &mut received;
+        let mut ops = [
+            P2pOp::Send { data: long, to: next },
+            P2pOp::Recv { buffer: from_previous, from: previous },
+            P2pOp::Send { data: short, to: previous },
+            P2pOp::Recv { buffer: from_next, from: next },
+        ];
+        nccl.batch_send_recv(&mut ops, &self.gpu.stream)?;
+        self.expect("a batch", &received[0], (0..length).map(|i| given(previous, i)))?;
+        self.expect("a batch", &received[1], std::iter::once(given(next, 0)))
     }
 
     fn expect(
