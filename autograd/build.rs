@@ -2,7 +2,8 @@
 
 use std::path::PathBuf;
 
-const SOURCES: [&str; 4] = ["hooks.cpp", "memory.cpp", "allocator.cpp", "optimizer.cpp"];
+const SOURCES: [&str; 5] =
+    ["hooks.cpp", "function.cpp", "memory.cpp", "allocator.cpp", "optimizer.cpp"];
 
 fn main() {
     println!("cargo:rerun-if-changed=src/shim");

@@ -17,6 +17,33 @@ pub struct Closure {
     pub drop: unsafe extern "C" fn(data: *mut c_void),
 }
 
+/// Tensors that are only read during a call; null stands for an undefined one.
+#[repr(C)]
+pub struct TensorSlice {
+    pub tensors: *const *const C_tensor,
+    pub count: usize,
+}
+
+/// A list of tensors that C++ owns; [`flow_push_tensor`] appends to it.
+#[repr(C)]
+pub struct TensorList {
+    _opaque: [u8; 0],
+}
+
+/// The forward or backward of a custom function: see `function.cpp`.
+#[repr(C)]
+pub struct FunctionClosure {
+    pub data: *mut c_void,
+    pub call: unsafe extern "C" fn(
+        data: *mut c_void,
+        first: TensorSlice,
+        second: TensorSlice,
+        results: *mut TensorList,
+        saved: *mut TensorList,
+    ) -> *mut c_char,
+    pub drop: unsafe extern "C" fn(data: *mut c_void),
+}
+
 /// Memory for a tensor, freed by dropping its owner.
 #[repr(C)]
 pub struct RawBlock {
@@ -40,7 +67,17 @@ pub type DropOwner = unsafe extern "C" fn(owner: *mut c_void);
 pub type VisitTensor =
     unsafe extern "C" fn(data: *mut c_void, name: *const c_char, tensor: *mut C_tensor);
 
+pub type PushTensor = unsafe extern "C" fn(tensors: *mut c_void, tensor: *mut C_tensor);
+
 extern "C" {
+    pub fn flow_push_tensor(tensors: *mut TensorList, tensor: *const C_tensor);
+    pub fn flow_apply_function(
+        inputs: TensorSlice,
+        forward: FunctionClosure,
+        backward: FunctionClosure,
+        outputs: *mut c_void,
+        push: PushTensor,
+    ) -> *mut c_char;
     pub fn flow_grad_hook(parameter: *const C_tensor, data: *mut *mut c_void) -> *mut c_char;
     pub fn flow_set_grad_hook(parameter: *const C_tensor, closure: Closure) -> *mut c_char;
     pub fn flow_grad_is_exclusive(parameter: *const C_tensor, exclusive: *mut bool) -> *mut c_char;

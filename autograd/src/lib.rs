@@ -4,6 +4,7 @@
 //! |---|---|
 //! | run code inside `backward` when a parameter's gradient is final | [`GradHook::install`] |
 //! | run something when `backward` is otherwise done | [`at_end_of_backward`] |
+//! | add a differentiable operation whose forward and backward are Rust | [`custom_function`] |
 //! | run code when a backward reaches an operation | [`on_backward`] |
 //! | check that nothing else uses a gradient's memory, and replace it | [`grad_is_exclusive`], [`set_grad`] |
 //! | count the handles to a tensor | [`use_count`] |
@@ -24,6 +25,7 @@ mod allocator;
 mod cuda;
 mod error;
 mod ffi;
+mod function;
 mod hook;
 mod memory;
 mod optimizer;
@@ -31,6 +33,7 @@ mod optimizer;
 pub use allocator::{set_cpu_allocator, Block, BlockAllocator};
 pub use cuda::{current_stream, load_cuda, tensor_from_device_memory, torch_device, CudaTensor};
 pub use error::{BoxError, Error};
+pub use function::{custom_function, Forward};
 pub use hook::{at_end_of_backward, grad_is_exclusive, on_backward, GradHook};
 pub use memory::{
     bytes, bytes_mut, data_ptr, dtype, identity, set_grad, tensor_from_memory, tensor_from_raw,

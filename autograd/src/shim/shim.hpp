@@ -24,13 +24,17 @@ struct Closure {
     void (*drop)(void* data);
 };
 
+// Throws the error that Rust returned, if any.
+inline void check(char* text) {
+    if (!text) return;
+    const std::string message(text);
+    std::free(text);
+    throw std::runtime_error(message);
+}
+
 // Calls the closure and throws the error it returns.
 inline void call(const Closure& closure, const at::Tensor* argument) {
-    if (char* text = closure.call(closure.data, argument)) {
-        const std::string message(text);
-        std::free(text);
-        throw std::runtime_error(message);
-    }
+    check(closure.call(closure.data, argument));
 }
 
 // Runs `body` and returns the text of what it throws.
