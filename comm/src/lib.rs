@@ -51,7 +51,7 @@ mod world;
 pub use buffer::{Buffer, SharedBuffer};
 pub use error::{Error, Result};
 pub use flow_kernels::{bf16, f16, DType, Element, ReduceOp};
-pub use group::{ArenaHandle, ProcessGroup, DEFAULT_TIMEOUT};
+pub use group::{ArenaHandle, Lane, ProcessGroup, DEFAULT_TIMEOUT};
 pub use p2p::P2pOp;
 pub use shm::arena::{Arena, Block};
 pub use shm::fork::ForkSafe;

@@ -4,19 +4,17 @@ use std::collections::HashSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use flow_comm::ProcessGroup;
+use flow_tensor::{cuda_group, ArenaAllocatorGuard, CoalescedBroadcast};
 use tch::nn::{VarStore, Variables};
 use tch::{Kind, Tensor};
 
-use crate::birthplace::Birthplace;
 use crate::bucket::assignment::Caps;
-use crate::coalesced::CoalescedBroadcast;
 use crate::ddp::{Ddp, HeldBuffer};
 use crate::error::{job_rank, Error, Result};
 use crate::model_check::{check, check_hooks, describe, first_mismatch};
 use crate::options::Options;
 use crate::parameter::Parameter;
 use crate::reducer::Reducer;
-use crate::tensors::cuda_group;
 
 const MIB: f64 = 1024.0 * 1024.0;
 
@@ -202,7 +200,7 @@ impl DdpBuilder {
                 group,
                 reducer: None,
                 _hooks: Vec::new(),
-                _birthplace: None,
+                _allocator: None,
                 buffers,
                 held: Mutex::default(),
             });
@@ -216,8 +214,8 @@ impl DdpBuilder {
             .map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
         CoalescedBroadcast::new(&group, all.collect())?.run(&group, 0)?;
         // Before the first backward: gradients are to be born in shared memory from then on.
-        let birthplace = Birthplace::current().filter(|_| group.cuda_device().is_none());
-        let own = group.duplicate_in(birthplace.as_ref().map(|birthplace| birthplace.home()))?;
+        let allocator = ArenaAllocatorGuard::current().filter(|_| group.cuda_device().is_none());
+        let own = group.duplicate_in(allocator.as_ref().map(|allocator| allocator.home()))?;
         // A rank whose first backward fails would else fail the group while nodes are still being
         // linked.
         own.barrier()?;
@@ -236,7 +234,8 @@ impl DdpBuilder {
             .map(|parameter: &Parameter| cuda_group(&own, &parameter.tensor))
             .transpose()?
             .flatten();
-        let birthplace = cuda.is_none().then(|| Birthplace::install(own.arena_handle())).flatten();
+        let handle = own.arena_handle();
+        let allocator = cuda.is_none().then(|| ArenaAllocatorGuard::install(handle)).flatten();
         let reducer = Reducer::new(own, cuda, trained, frozen, options)?;
         let hooks = reducer.install_hooks()?;
         Ok(Ddp {
@@ -244,7 +243,7 @@ impl DdpBuilder {
             group,
             reducer: Some(reducer),
             _hooks: hooks,
-            _birthplace: birthplace,
+            _allocator: allocator,
             buffers,
             held,
         })

@@ -6,11 +6,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use flow_autograd::GradHook;
 use flow_comm::ProcessGroup;
+use flow_tensor::{ArenaAllocatorGuard, CoalescedBroadcast};
 use tch::nn::{Module, ModuleT};
 use tch::Tensor;
 
-use crate::birthplace::Birthplace;
-use crate::coalesced::CoalescedBroadcast;
 use crate::error::{job_rank, Error, Result};
 use crate::reducer::Reducer;
 use crate::stats::Stats;
@@ -71,7 +70,7 @@ pub struct Ddp<M> {
     pub(crate) reducer: Option<Arc<Reducer>>,
     /// Dropped with the wrapper, so that the bare model is left as it was.
     pub(crate) _hooks: Vec<GradHook>,
-    pub(crate) _birthplace: Option<Arc<Birthplace>>,
+    pub(crate) _allocator: Option<Arc<ArenaAllocatorGuard>>,
     /// The buffers that each forward in training mode broadcasts.
     pub(crate) buffers: Mutex<CoalescedBroadcast>,
     pub(crate) held: Mutex<Vec<HeldBuffer>>,

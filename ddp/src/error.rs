@@ -68,6 +68,18 @@ pub enum Error {
     },
 }
 
+impl From<flow_tensor::Error> for Error {
+    fn from(error: flow_tensor::Error) -> Self {
+        match error {
+            flow_tensor::Error::Comm(error) => Self::Comm(error),
+            flow_tensor::Error::Tensor { rank, operation, reason } => {
+                Self::Torch { rank, operation, reason }
+            }
+            flow_tensor::Error::Device { rank, reason } => Self::Device { rank, reason },
+        }
+    }
+}
+
 /// What has ended backwards, with the text under which libtorch passes it on: the last few, for
 /// whoever asks.
 static IN_BACKWARD: Mutex<VecDeque<(String, Error)>> = Mutex::new(VecDeque::new());

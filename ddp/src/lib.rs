@@ -27,14 +27,11 @@
 //! ```
 
 mod backward_state;
-mod birthplace;
 mod bucket;
 mod builder;
 mod checkpoint;
-mod coalesced;
 mod data;
 mod ddp;
-mod device;
 mod error;
 mod layout;
 mod model_check;
@@ -44,17 +41,15 @@ mod parameter;
 mod reducer;
 mod stats;
 mod steps;
-mod tensors;
 
 pub use builder::DdpBuilder;
 pub use checkpoint::{Checkpoint, CheckpointError, Checkpoints};
 pub use data::loader::{BatchId, Batches, DataLoader, Dataset, LoaderError};
 pub use data::sampler::{DistributedSampler, Indices, SamplerError, SamplerState, Shuffle};
 pub use ddp::{Ddp, NoSync};
-pub use device::DeviceKind;
 pub use error::{Error, Result};
 pub use flow_autograd::OptimizerState;
 pub use flow_comm::{Error as CommError, ProcessGroup, ReduceOp};
+pub use flow_tensor::{DeviceKind, TensorCollectives};
 pub use optimizer::TryBackwardStep;
 pub use stats::{BucketStats, Stats};
-pub use tensors::TensorCollectives;

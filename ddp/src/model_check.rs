@@ -6,9 +6,10 @@ use std::hash::Hasher;
 
 use flow_autograd::GradHook;
 use flow_comm::ProcessGroup;
+use flow_tensor::{overlaps, OVERLAPS};
 use tch::{Kind, Tensor};
 
-use crate::layout::{overlaps, Layout, OVERLAPS};
+use crate::layout::Layout;
 use crate::options::Options;
 
 /// Compares `own`, one line for each thing that must be equal, over all ranks. `Some` is the first

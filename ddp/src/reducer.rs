@@ -12,17 +12,16 @@ use std::time::Instant;
 use flow_autograd::{BoxError, GradHook};
 use flow_comm::nccl::{CudaGroup, Event};
 use flow_comm::{ForkSafe, ProcessGroup, ReduceOp};
+use flow_tensor::{current_stream, CoalescedBroadcast};
 use tch::Tensor;
 
 use crate::backward_state::{BackwardState, Phase};
 use crate::bucket::progress::{Progress, ReducePath};
-use crate::coalesced::CoalescedBroadcast;
 use crate::error::{job_rank, Error, Result};
 use crate::options::Options;
 use crate::parameter::Parameter;
 use crate::stats::Stats;
 use crate::steps::Steps;
-use crate::tensors::current_stream;
 
 /// Set to 1: every gradient is copied into its bucket, none is reduced where it was born.
 const COPY: &str = "FLOW_DDP_COPY";
@@ -128,7 +127,7 @@ impl Reducer {
     /// Gives all ranks rank 0's buffers: in the group in which gradients are reduced, so that a
     /// rank that is out of step finds others in backward.
     pub fn broadcast(&self, buffers: &mut CoalescedBroadcast) -> Result<()> {
-        buffers.run(&self.group, 0)
+        Ok(buffers.run(&self.group, 0)?)
     }
 
     /// Waits until the reductions of the last backward are over.

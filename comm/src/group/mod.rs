@@ -31,7 +31,8 @@ use crate::world::World;
 
 pub use arena_handle::ArenaHandle;
 use cuda::Cuda;
-use nonblocking::{Lane, Workers};
+pub use nonblocking::Lane;
+use nonblocking::Workers;
 
 /// How long ranks wait for each other unless `FLOW_TIMEOUT` (in seconds) or
 /// [`ProcessGroup::set_timeout`] says otherwise: as long as PyTorch's CPU groups do.

@@ -18,11 +18,14 @@ use crate::work::{Work, Worker};
 /// rank. Each lane has a thread of its own for its asynchronous operations, so that a rank may send
 /// while it waits to receive.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Lane {
+pub enum Lane {
+    /// All collectives.
     Collectives,
+    /// Messages to this rank.
     To(usize),
-    /// With this tag.
+    /// Messages from this rank, with this tag.
     From(usize, u32),
+    /// Messages from any rank, with this tag.
     FromAny(u32),
 }
 
@@ -225,7 +228,9 @@ impl ProcessGroup {
         result
     }
 
-    fn start<T: Send + 'static>(
+    /// Starts a sequence of blocking operations of one lane, on the lane's thread: for crates that
+    /// build on the collectives. `run` gets the same group and must use that.
+    pub fn start<T: Send + 'static>(
         &self,
         lane: Lane,
         operation: &'static str,

@@ -29,13 +29,13 @@ impl FromStr for DeviceKind {
     }
 }
 
-/// See [`TensorCollectives::use_device`](crate::TensorCollectives::use_device).
+/// [`TensorCollectives::use_device`](crate::TensorCollectives::use_device).
 pub(crate) fn choose(group: &ProcessGroup, kind: DeviceKind) -> Result<Device> {
     if kind == DeviceKind::Cpu {
         return Ok(Device::Cpu);
     }
     let rank = job_rank(group);
-    // All ranks come to the group's own check, also those that have failed here.
+    // All ranks take part in the group's own check, also those that failed here.
     let loaded = flow_autograd::load_cuda();
     let device = group.use_cuda();
     let fail = |reason: String| Error::Device { rank, reason };

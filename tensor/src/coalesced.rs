@@ -7,21 +7,22 @@ use flow_comm::nccl::{CudaGroup, FlatBucket};
 use flow_comm::{ProcessGroup, SharedBuffer};
 use tch::{Kind, Tensor};
 
-use crate::error::{job_rank, Error, Result};
-use crate::tensors::{contiguous, copy_home, cuda_group, current_stream, torch};
+use crate::error::{failed, Error, Result};
+use crate::tensors::{contiguous, copy_back, cuda_group, current_stream};
 
 const OPERATION: &str = "broadcasting tensors";
 
-/// Broadcasts many tensors, all on one device, as few.
-pub(crate) struct CoalescedBroadcast {
+/// Broadcasts many tensors, all on one device, in one operation: PyTorch's
+/// `_broadcast_coalesced`.
+pub struct CoalescedBroadcast {
     names: Vec<String>,
     tensors: Vec<Tensor>,
-    /// Of each tensor: what the means were made for.
+    /// Of each tensor: what the buffers were made for.
     sizes: Vec<(Kind, usize)>,
-    means: Means,
+    buffers: CoalescedBuffers,
 }
 
-enum Means {
+enum CoalescedBuffers {
     /// All tensors' bytes, one after the other.
     Cpu(SharedBuffer<u8>),
     Cuda {
@@ -38,23 +39,35 @@ struct Flat {
 }
 
 impl CoalescedBroadcast {
+    /// Prepares to broadcast these tensors, named for messages. They may be on GPUs, and are the
+    /// same on all ranks, but for their values.
+    ///
+    /// # Errors
+    ///
+    /// There is no memory for them, or NCCL cannot be used.
     pub fn new(group: &ProcessGroup, named: Vec<(String, Tensor)>) -> Result<Self> {
         let (names, tensors): (Vec<String>, Vec<Tensor>) = named.into_iter().unzip();
         let first = tensors.first().filter(|_| group.world_size() > 1);
-        let means = match first.map(|tensor| cuda_group(group, tensor)).transpose()?.flatten() {
-            Some(cuda) => Means::Cuda { flat: flat(&cuda, &tensors)?, cuda },
-            None => Means::Cpu(group.alloc_shared(tensors.iter().map(size_in_bytes).sum())?),
+        let buffers = match first.map(|tensor| cuda_group(group, tensor)).transpose()?.flatten() {
+            Some(cuda) => CoalescedBuffers::Cuda { flat: flat(&cuda, &tensors)?, cuda },
+            None => {
+                CoalescedBuffers::Cpu(group.alloc_shared(tensors.iter().map(size_in_bytes).sum())?)
+            }
         };
         let sizes = tensors.iter().map(|tensor| (tensor.kind(), tensor.numel())).collect();
-        Ok(Self { names, tensors, sizes, means })
+        Ok(Self { names, tensors, sizes, buffers })
     }
 
+    /// Whether there are no tensors.
     pub fn is_empty(&self) -> bool {
         self.tensors.is_empty()
     }
 
-    /// Gives all ranks the root's values. That costs a copy on each side; the transfer itself is
-    /// one.
+    /// Gives all ranks the root's values, in one transfer with a copy on each side.
+    ///
+    /// # Errors
+    ///
+    /// A tensor has another kind or number of elements than before; the broadcast failed.
     pub fn run(&mut self, group: &ProcessGroup, root: usize) -> Result<()> {
         let contiguous: Vec<Tensor> = self.tensors.iter().map(contiguous).collect();
         // A model may have given a tensor other data since it was wrapped.
@@ -64,19 +77,22 @@ impl CoalescedBroadcast {
             let (name, (kind, length), now) =
                 (&self.names[index], self.sizes[index], &contiguous[index]);
             let reason = format!(
-                "{name} had {length} elements of {kind:?} when the model was wrapped and is {:?} {:?} now: wrap it again",
+                "{name} had {length} elements of {kind:?} when the model was wrapped and is {:?} {:?} \
+                 now: wrap it again",
                 now.size(),
                 now.kind()
             );
-            return Err(Error::Model { rank: job_rank(group), reason });
+            return Err(failed(group, OPERATION)(reason));
         }
-        match &mut self.means {
-            Means::Cpu(memory) => broadcast_shared(group, memory, root, &contiguous)?,
-            Means::Cuda { cuda, flat } => broadcast_flat(group, cuda, flat, root, &contiguous)?,
+        match &mut self.buffers {
+            CoalescedBuffers::Cpu(memory) => broadcast_shared(group, memory, root, &contiguous)?,
+            CoalescedBuffers::Cuda { cuda, flat } => {
+                broadcast_flat(group, cuda, flat, root, &contiguous)?
+            }
         }
         if group.rank() != root {
             for (tensor, contiguous) in self.tensors.iter_mut().zip(&contiguous) {
-                copy_home(group, OPERATION, contiguous, tensor)?;
+                copy_back(group, OPERATION, contiguous, tensor)?;
             }
         }
         Ok(())
@@ -119,7 +135,7 @@ fn broadcast_flat(
                     members().map(CudaTensor::new).collect::<std::result::Result<Vec<_>, _>>();
                 cuda.broadcast_bucket(
                     bucket,
-                    &mut tensors.map_err(torch(group, OPERATION))?,
+                    &mut tensors.map_err(libtorch_failed(group))?,
                     root,
                     &stream,
                 )?;
@@ -127,7 +143,7 @@ fn broadcast_flat(
             None => {
                 let tensors =
                     members().map(CudaTensor::as_bytes).collect::<std::result::Result<Vec<_>, _>>();
-                cuda.broadcast(&mut tensors.map_err(torch(group, OPERATION))?, root, &stream)?;
+                cuda.broadcast(&mut tensors.map_err(libtorch_failed(group))?, root, &stream)?;
             }
         }
     }
@@ -140,7 +156,7 @@ fn broadcast_shared(
     root: usize,
     tensors: &[Tensor],
 ) -> Result<()> {
-    let fail = torch(group, OPERATION);
+    let fail = libtorch_failed(group);
     let mut end = 0;
     if group.rank() == root {
         for tensor in tensors {
@@ -160,6 +176,11 @@ fn broadcast_shared(
         }
     }
     Ok(())
+}
+
+fn libtorch_failed(group: &ProcessGroup) -> impl Fn(flow_autograd::Error) -> Error {
+    let failed = failed(group, OPERATION);
+    move |error| failed(error.to_string())
 }
 
 fn size_in_bytes(tensor: &Tensor) -> usize {

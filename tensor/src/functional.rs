@@ -1,0 +1,226 @@
+//! Collectives with gradients: `torch.distributed.nn.functional`.
+//!
+//! Each returns a new tensor. Where tensors of this rank depend on tensors of others, backward sends
+//! their gradients there, by the collective that is its counterpart:
+//!
+//! | forward | backward |
+//! |---|---|
+//! | [`all_reduce`] | all_reduce |
+//! | [`all_gather`] | reduce_scatter |
+//! | [`reduce_scatter`] | all_gather |
+//! | [`all_to_all`] | all_to_all |
+//! | [`broadcast`] | reduce |
+//! | [`reduce`] | broadcast |
+//! | [`scatter`] | gather |
+//! | [`gather`] | scatter |
+//! | [`send`] | recv |
+//! | [`recv`] | send |
+//!
+//! The gradient is that of the sum of all ranks' losses. Backward is a collective operation as well:
+//! an input requires a gradient on all ranks or on none, all ranks run backward through the results,
+//! and if a program has several of these operations, the results depend on each other, or else their
+//! backwards run in the same order on all ranks. Gradients of gradients work, except for those of [`send`] and
+//! [`recv`].
+
+use flow_autograd::{custom_function, BoxError, Forward};
+use flow_comm::{ProcessGroup, ReduceOp};
+use tch::{Device, Kind, Tensor};
+
+use crate::collectives as calls;
+use crate::error::{failed, Error, Result};
+use crate::operation::Call;
+
+/// The reduction of all ranks' tensors, on all ranks. `op` is `Sum` or `Avg`.
+pub fn all_reduce(group: &ProcessGroup, tensor: &Tensor, op: ReduceOp) -> Result<Tensor> {
+    check_linear(group, "all_reduce", op)?;
+    let forward = |group: &ProcessGroup, tensor: &Tensor| {
+        let result = tensor.copy();
+        calls::all_reduce(group, &result, op)?.run(group)
+    };
+    function(group, "all_reduce", tensor, forward, move |group, grad| all_reduce(group, grad, op))
+}
+
+/// All ranks' tensors, stacked along a new first dimension, on all ranks.
+pub fn all_gather(group: &ProcessGroup, tensor: &Tensor) -> Result<Tensor> {
+    let forward = run(calls::all_gather);
+    function(group, "all_gather", tensor, forward, |group, grad| {
+        reduce_scatter(group, grad, ReduceOp::Sum)
+    })
+}
+
+/// Rank r's result is `[r]` of the reduction of all ranks' tensors, whose first dimension is the
+/// number of ranks. `op` is `Sum` or `Avg`.
+pub fn reduce_scatter(group: &ProcessGroup, tensor: &Tensor, op: ReduceOp) -> Result<Tensor> {
+    check_linear(group, "reduce_scatter", op)?;
+    let forward = run(move |group, tensor| calls::reduce_scatter(group, tensor, op));
+    function(group, "reduce_scatter", tensor, forward, move |group, grad| {
+        Ok(all_gather(group, grad)? * weight(group, op))
+    })
+}
+
+/// Rank r's result is block r of every rank's tensor: see
+/// [`all_to_all_tensor`](crate::TensorCollectives::all_to_all_tensor).
+pub fn all_to_all(group: &ProcessGroup, tensor: &Tensor) -> Result<Tensor> {
+    function(group, "all_to_all", tensor, run(calls::all_to_all), all_to_all)
+}
+
+/// Rank `root`'s tensor, on all ranks. The others pass a tensor of the same shape.
+pub fn broadcast(group: &ProcessGroup, tensor: &Tensor, root: usize) -> Result<Tensor> {
+    let forward = |group: &ProcessGroup, tensor: &Tensor| {
+        let result = tensor.copy();
+        calls::broadcast(group, &result, root)?.run(group)
+    };
+    function(group, "broadcast", tensor, forward, move |group, grad| {
+        reduce(group, grad, ReduceOp::Sum, root)
+    })
+}
+
+/// The reduction of all ranks' tensors on rank `root`, zeros on the others. `op` is `Sum` or `Avg`.
+pub fn reduce(group: &ProcessGroup, tensor: &Tensor, op: ReduceOp, root: usize) -> Result<Tensor> {
+    check_linear(group, "reduce", op)?;
+    let forward = |group: &ProcessGroup, tensor: &Tensor| {
+        let result = tensor.copy();
+        let result = calls::reduce(group, &result, op, root)?.run(group)?;
+        Ok(if group.rank() == root { result } else { result.zeros_like() })
+    };
+    function(group, "reduce", tensor, forward, move |group, grad| {
+        Ok(broadcast(group, grad, root)? * weight(group, op))
+    })
+}
+
+/// On rank `root`, all ranks' tensors stacked along a new first dimension; on the others an empty
+/// tensor, with 0 as first dimension, through which they run backward.
+pub fn gather(group: &ProcessGroup, tensor: &Tensor, root: usize) -> Result<Tensor> {
+    let forward = |group: &ProcessGroup, tensor: &Tensor| {
+        let gathered = calls::gather(group, tensor, root)?.run(group)?;
+        let empty: Vec<i64> = std::iter::once(0).chain(tensor.size()).collect();
+        Ok(if group.rank() == root { gathered } else { Tensor::zeros(empty, of(tensor)) })
+    };
+    function(group, "gather", tensor, forward, move |group, grad| {
+        let size = grad.size();
+        let all: Vec<i64> =
+            std::iter::once(group.world_size() as i64).chain(size[1..].iter().copied()).collect();
+        // The others have no gradients to send; theirs only has the shape.
+        let grad = if group.rank() == root {
+            grad.shallow_clone()
+        } else {
+            grad.new_zeros(&all, of(grad))
+        };
+        scatter(group, &grad, root)
+    })
+}
+
+/// `[r]` of rank `root`'s tensor, on rank r. The others pass a tensor of the same shape.
+pub fn scatter(group: &ProcessGroup, tensor: &Tensor, root: usize) -> Result<Tensor> {
+    let forward = |group: &ProcessGroup, tensor: &Tensor| {
+        let size = tensor.size();
+        if size.first() != Some(&(group.world_size() as i64)) {
+            return Err(failed(group, "scatter")(format!(
+                "the first dimension of {size:?} is not the number of ranks, {}",
+                group.world_size()
+            )));
+        }
+        let output = Tensor::empty(&size[1..], of(tensor));
+        let input = (group.rank() == root).then_some(tensor);
+        calls::scatter(group, input, &output, root)?.run(group)
+    };
+    function(group, "scatter", tensor, forward, move |group, grad| {
+        let gathered = gather(group, grad, root)?;
+        if group.rank() == root {
+            return Ok(gathered);
+        }
+        let all: Vec<i64> = std::iter::once(group.world_size() as i64).chain(grad.size()).collect();
+        Ok(Tensor::zeros(all, of(grad)))
+    })
+}
+
+/// Sends the tensor to rank `to`, which receives it by [`recv`]. The result is a zero to add to the
+/// loss, or to run backward from: that receives the gradient from rank `to`.
+pub fn send(group: &ProcessGroup, tensor: &Tensor, to: usize) -> Result<Tensor> {
+    let (shape, options) = (tensor.size(), of(tensor));
+    let forward = |group: &ProcessGroup, tensor: &Tensor| {
+        drop(calls::send(group, tensor, to)?.run(group)?);
+        Ok(Tensor::zeros([0i64; 0], of(tensor)))
+    };
+    function(group, "send", tensor, forward, move |group, _| {
+        recv(group, &shape, options.0, options.1, to)
+    })
+}
+
+/// Receives a tensor of this shape and kind that rank `from` sends by [`send`]. The result requires
+/// a gradient, if its kind can have one, which backward sends to rank `from`.
+pub fn recv(
+    group: &ProcessGroup,
+    shape: &[i64],
+    kind: Kind,
+    device: Device,
+    from: usize,
+) -> Result<Tensor> {
+    let floating = matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16);
+    // Something for the result to depend on.
+    let anchor = Tensor::zeros([0], (kind, device)).set_requires_grad(floating);
+    let forward = |group: &ProcessGroup, _: &Tensor| {
+        calls::recv(group, &Tensor::empty(shape, (kind, device)), from)?.run(group)
+    };
+    function(group, "recv", &anchor, forward, move |group, grad| {
+        drop(send(group, grad, from)?);
+        Ok(Tensor::zeros([0], of(grad)))
+    })
+}
+
+/// Runs `forward` on the tensor, with `backward` from the result's gradient to the tensor's.
+fn function(
+    group: &ProcessGroup,
+    operation: &'static str,
+    tensor: &Tensor,
+    forward: impl FnOnce(&ProcessGroup, &Tensor) -> Result<Tensor>,
+    backward: impl Fn(&ProcessGroup, &Tensor) -> Result<Tensor> + Send + 'static,
+) -> Result<Tensor> {
+    let group_of_backward = group.clone();
+    let mut own_error = None;
+    let result = custom_function(
+        &[tensor],
+        |inputs| match forward(group, &inputs[0]) {
+            Ok(output) => Ok(Forward { outputs: vec![output], saved: Vec::new() }),
+            Err(error) => {
+                let text = error.to_string();
+                own_error = Some(error);
+                Err(text.into())
+            }
+        },
+        move |_, grads| {
+            let grad = grads[0].as_ref().ok_or_else(|| BoxError::from("there is no gradient"))?;
+            Ok(vec![Some(backward(&group_of_backward, grad)?)])
+        },
+    );
+    match (own_error, result) {
+        (Some(error), _) => Err(error),
+        (None, Ok(mut outputs)) => Ok(outputs.swap_remove(0)),
+        (None, Err(error)) => Err(failed(group, operation)(error.to_string())),
+    }
+}
+
+fn run(
+    call: impl Fn(&ProcessGroup, &Tensor) -> Result<Call>,
+) -> impl Fn(&ProcessGroup, &Tensor) -> Result<Tensor> {
+    move |group, tensor| call(group, tensor)?.run(group)
+}
+
+fn of(tensor: &Tensor) -> (Kind, Device) {
+    (tensor.kind(), tensor.device())
+}
+
+/// What each rank's element counts in the result.
+fn weight(group: &ProcessGroup, op: ReduceOp) -> f64 {
+    match op {
+        ReduceOp::Avg => 1.0 / group.world_size() as f64,
+        _ => 1.0,
+    }
+}
+
+fn check_linear(group: &ProcessGroup, operation: &'static str, op: ReduceOp) -> Result<(), Error> {
+    match op {
+        ReduceOp::Sum | ReduceOp::Avg => Ok(()),
+        _ => Err(failed(group, operation)(format!("{op} has no gradient here: use sum or avg"))),
+    }
+}

@@ -1,0 +1,53 @@
+//! Collectives on `tch` tensors: blocking, asynchronous and differentiable, on CPUs and GPUs.
+//!
+//! | here | in `torch.distributed` |
+//! |---|---|
+//! | [`TensorCollectives::all_reduce_tensor`], `reduce_`, `broadcast_` | `all_reduce`, `reduce`, `broadcast` |
+//! | [`TensorCollectives::all_gather_tensor`], `reduce_scatter_` | `all_gather_into_tensor`, `reduce_scatter_tensor` |
+//! | [`TensorCollectives::all_to_all_tensor`] | `all_to_all_single` |
+//! | [`TensorCollectives::gather_tensor`], `scatter_` | `gather`, `scatter` |
+//! | [`TensorCollectives::send_tensor`], `recv_` | `send`, `recv` |
+//! | the same with `_async`, and [`Work`] | `async_op=True`, `isend`, `irecv`, and `Work` |
+//! | [`ProcessGroup::barrier`] | `barrier` |
+//! | [`functional`] | `torch.distributed.nn.functional` |
+//! | [`CoalescedBroadcast`] | `_broadcast_coalesced` |
+//! | [`TensorCollectives::use_device`] | `torch.cuda.set_device(local_rank)` |
+//! | [`ArenaAllocatorGuard`] | none: CPU tensors that collectives need not copy |
+//!
+//! ```no_run
+//! # fn main() -> anyhow::Result<()> {
+//! use flow_tensor::{functional, ProcessGroup, ReduceOp, TensorCollectives};
+//! use tch::{Device, Kind, Tensor};
+//!
+//! let group = ProcessGroup::from_env()?;
+//! let mut x = Tensor::ones([2, 3], (Kind::Float, Device::Cpu));
+//! group.all_reduce_tensor(&mut x, ReduceOp::Sum)?;
+//!
+//! let gathering = group.all_gather_tensor_async(x.shallow_clone())?;
+//! // ... other work ...
+//! let all = gathering.wait()?; // [ranks, 2, 3]
+//!
+//! let w = all.set_requires_grad(true);
+//! let mine = functional::reduce_scatter(&group, &w, ReduceOp::Sum)?;
+//! mine.sum(Kind::Float).backward(); // w.grad(), by an all-gather
+//! # Ok(()) }
+//! ```
+
+mod allocator;
+mod coalesced;
+mod collectives;
+mod device;
+mod error;
+pub mod functional;
+mod nonblocking;
+mod operation;
+mod tensors;
+
+pub use allocator::ArenaAllocatorGuard;
+pub use coalesced::CoalescedBroadcast;
+pub use collectives::TensorCollectives;
+pub use device::DeviceKind;
+pub use error::{Error, Result};
+pub use flow_comm::{ProcessGroup, ReduceOp};
+pub use nonblocking::Work;
+pub use tensors::{cuda_group, current_stream, overlaps, OVERLAPS};

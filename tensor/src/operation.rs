@@ -1,0 +1,194 @@
+//! The table of operations: what each does on the host and on GPUs, and what tensors it takes.
+
+use std::sync::Arc;
+
+use flow_comm::nccl::{CudaGroup, Stream};
+use flow_comm::{Lane, ProcessGroup, ReduceOp};
+use tch::Tensor;
+
+use crate::error::{failed, torch_failed, Result};
+use crate::tensors::{
+    contiguous, copy_back, cuda_group, cuda_tensor, current_stream, overlaps, HostTensor, OVERLAPS,
+};
+
+/// An operation, with its arguments other than tensors. Roots and peers are ranks of the group.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Operation {
+    AllReduce(ReduceOp),
+    Reduce(ReduceOp, usize),
+    Broadcast(usize),
+    AllGather,
+    ReduceScatter(ReduceOp),
+    AllToAll,
+    Gather(usize),
+    Scatter(usize),
+    Send(usize),
+    Recv(usize),
+}
+
+use Operation::*;
+
+impl Operation {
+    pub fn name(self) -> &'static str {
+        match self {
+            AllReduce(_) => "all_reduce",
+            Reduce(..) => "reduce",
+            Broadcast(_) => "broadcast",
+            AllGather => "all_gather",
+            ReduceScatter(_) => "reduce_scatter",
+            AllToAll => "all_to_all",
+            Gather(_) => "gather",
+            Scatter(_) => "scatter",
+            Send(_) => "send",
+            Recv(_) => "recv",
+        }
+    }
+
+    fn reduces(self) -> bool {
+        matches!(self, AllReduce(_) | Reduce(..) | ReduceScatter(_))
+    }
+}
+
+/// Runs an operation on `$target`, a process group or, with a stream, a group of GPUs: both have
+/// the same functions, except that only the latter broadcasts several buffers.
+macro_rules! run_on {
+    ($operation:expr, $target:expr, $input:ident, $output:ident, $broadcast:expr $(, $stream:expr)?) => {
+        match $operation {
+            AllReduce(op) => $target.all_reduce(&mut $output, op $(, $stream)?),
+            Reduce(op, root) => $target.reduce(&mut $output, op, root $(, $stream)?),
+            Broadcast(root) => $target.broadcast($broadcast(&mut $output), root $(, $stream)?),
+            AllGather => $target.all_gather(&$input, &mut $output $(, $stream)?),
+            ReduceScatter(op) => $target.reduce_scatter(&$input, &mut $output, op $(, $stream)?),
+            AllToAll => $target.all_to_all(&$input, &mut $output $(, $stream)?),
+            Gather(root) => {
+                let output = (root == $target.rank()).then_some(&mut $output);
+                $target.gather(&$input, output, root $(, $stream)?)
+            }
+            Scatter(root) => {
+                let input = (root == $target.rank()).then_some(&$input);
+                $target.scatter(input, &mut $output, root $(, $stream)?)
+            }
+            Send(to) => $target.send(&$input, to $(, $stream)?),
+            Recv(from) => $target.recv(&mut $output, from $(, $stream)?),
+        }
+    };
+}
+
+/// Where an operation writes its result.
+pub(crate) enum Output<'a> {
+    /// To a tensor of the caller's.
+    Given(&'a Tensor),
+    /// To a new tensor of this shape, of the input's kind and device.
+    New(Vec<i64>),
+    /// Nowhere: this rank has no result.
+    None,
+}
+
+/// An operation and this rank's tensors for it, ready to run.
+pub(crate) struct Call {
+    pub operation: Operation,
+    /// Contiguous, on one device, and the same tensor where the operation has only one.
+    input: Tensor,
+    output: Tensor,
+    /// The caller's tensor, to which `output` is copied if it is another.
+    target: Option<Tensor>,
+}
+
+impl Call {
+    /// Checks the tensors, and makes contiguous ones where needed. There is an input, or a given
+    /// output, or both.
+    pub fn new(
+        group: &ProcessGroup,
+        operation: Operation,
+        input: Option<&Tensor>,
+        output: Output,
+    ) -> Result<Self> {
+        let name = operation.name();
+        let target = match output {
+            Output::Given(tensor) => Some(tensor),
+            _ => None,
+        };
+        for (tensor, written) in [(input, false), (target, true)] {
+            if let Some(tensor) = tensor {
+                check(operation, tensor, written).map_err(failed(group, name))?;
+            }
+        }
+        let given = target.map(contiguous);
+        let input = match (input.map(contiguous), &given) {
+            (Some(input), _) => input,
+            (None, Some(given)) => given.shallow_clone(),
+            (None, None) => return Err(failed(group, name)("there is no tensor".into())),
+        };
+        let output = match (given, output) {
+            (Some(given), _) => given,
+            (None, Output::New(shape)) => Tensor::f_empty(shape, (input.kind(), input.device()))
+                .map_err(torch_failed(group, name))?,
+            (None, _) => input.shallow_clone(),
+        };
+        Ok(Self { operation, input, output, target: target.map(Tensor::shallow_clone) })
+    }
+
+    /// Runs the operation: on CPUs until it is done, on GPUs in the order of libtorch's stream.
+    pub fn run(self, group: &ProcessGroup) -> Result<Tensor> {
+        match self.cuda(group)? {
+            Some(cuda) => self.enqueue(group, &cuda, &current_stream(group, &cuda)?)?,
+            None => self.run_on_host(group)?,
+        }
+        self.finish(group)
+    }
+
+    /// The group's collectives on the tensors' GPU, if they are on one.
+    pub fn cuda(&self, group: &ProcessGroup) -> Result<Option<Arc<CudaGroup>>> {
+        cuda_group(group, &self.output)
+    }
+
+    pub fn lane(&self) -> Lane {
+        match self.operation {
+            Send(to) => Lane::To(to),
+            Recv(from) => Lane::From(from, 0),
+            _ => Lane::Collectives,
+        }
+    }
+
+    pub fn run_on_host(&self, group: &ProcessGroup) -> flow_comm::Result<()> {
+        let (input, mut output) = (HostTensor::new(&self.input), HostTensor::new(&self.output));
+        run_on!(self.operation, group, input, output, std::convert::identity)
+    }
+
+    /// Enqueues the operation in the order of `stream`.
+    pub fn enqueue(&self, group: &ProcessGroup, cuda: &CudaGroup, stream: &Stream) -> Result<()> {
+        let failed = failed(group, self.operation.name());
+        let memory = |tensor| cuda_tensor(tensor).map_err(|error| failed(error.to_string()));
+        let (input, mut output) = (memory(&self.input)?, memory(&self.output)?);
+        run_on!(self.operation, cuda, input, output, std::slice::from_mut, stream)?;
+        Ok(())
+    }
+
+    /// The result, when the operation is done.
+    pub fn finish(self, group: &ProcessGroup) -> Result<Tensor> {
+        match self.target {
+            Some(mut target) => {
+                copy_back(group, self.operation.name(), &self.output, &mut target)?;
+                Ok(target)
+            }
+            None => Ok(self.output),
+        }
+    }
+}
+
+/// Whether the operation can read the tensor and, if `written`, write it.
+fn check(operation: Operation, tensor: &Tensor, written: bool) -> Result<(), String> {
+    if let Some(reason) = flow_autograd::unsendable(tensor) {
+        return Err(format!("the tensor {reason}"));
+    }
+    if operation.reduces() && flow_autograd::dtype(tensor.kind()).is_none() {
+        return Err(format!(
+            "the tensor is {:?}: make it Float, Double, Half, BFloat16, Int, Int64 or Uint8",
+            tensor.kind()
+        ));
+    }
+    if written && overlaps(tensor) {
+        return Err(format!("no result can be written to the tensor, as it {OVERLAPS}"));
+    }
+    Ok(())
+}
