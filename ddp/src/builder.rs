@@ -215,7 +215,7 @@ impl DdpBuilder {
         CoalescedBroadcast::new(&group, all.collect())?.run(&group, 0)?;
         // Before the first backward: gradients are to be born in shared memory from then on.
         let allocator = ArenaAllocatorGuard::current().filter(|_| group.cuda_device().is_none());
-        let own = group.duplicate_in(allocator.as_ref().map(|allocator| allocator.home()))?;
+        let own = group.duplicate_in(allocator.as_ref().map(|allocator| allocator.handle()))?;
         // A rank whose first backward fails would else fail the group while nodes are still being
         // linked.
         own.barrier()?;
