@@ -10,6 +10,7 @@ mod models;
 mod nested;
 mod options;
 mod reported;
+mod tensors;
 mod tied;
 mod unfit;
 mod unused;
@@ -83,7 +84,8 @@ const SCENARIOS: &[Scenario] = &[
 ];
 
 fn main() -> Result<()> {
-    work(&[("ddp", SCENARIOS), ("forks", forks::SCENARIOS)], |group, run| {
+    let files = [("ddp", SCENARIOS), ("forks", forks::SCENARIOS), ("tensors", tensors::SCENARIOS)];
+    work(&files, |group, run| {
         models::choose_device(group)?;
         tch::set_num_threads(1);
         let rank = std::process::id();
