@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use std::{env, thread};
 
 use flow_comm::store::{Address, Server, Store};
-use nix::sys::resource::{getrlimit, getrusage, setrlimit, Resource, UsageWho};
+use flow_harness::raise_file_limit;
+use nix::sys::resource::{getrusage, UsageWho};
 use nix::sys::time::TimeVal;
 
 const TOKEN: &str = "0123456789abcdef";
@@ -21,8 +22,7 @@ const PROCESSES: usize = 4;
 const STORE: &str = "STORE";
 
 fn main() {
-    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
-    setrlimit(Resource::RLIMIT_NOFILE, most, most).unwrap();
+    raise_file_limit();
     let mut numbers = env::args().skip(1).map(|text| text.parse().expect("a number"));
     let (clients, runs) = (numbers.next().unwrap_or(4096), numbers.next().unwrap_or(7));
     if let Ok(address) = env::var(STORE) {

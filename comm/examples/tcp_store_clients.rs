@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use std::{env, fs, thread};
 
 use flow_comm::store::{Address, Server, Store};
-use nix::sys::resource::{getrlimit, setrlimit, Resource};
+use flow_harness::raise_file_limit;
 
 const TOKEN: &str = "0123456789abcdef";
 const TIMEOUT: Duration = Duration::from_secs(120);
@@ -38,8 +38,7 @@ sys.stdin.read()
 ";
 
 fn main() {
-    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
-    setrlimit(Resource::RLIMIT_NOFILE, most, most).unwrap();
+    raise_file_limit();
     let arguments: Vec<String> = env::args().skip(1).collect();
     let number = |i: usize, default| {
         arguments.get(i).map_or(default, |text| text.parse().expect("a number"))

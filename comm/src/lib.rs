@@ -5,6 +5,8 @@
 //! |---|---|
 //! | [`ProcessGroup::from_env`] | `init_process_group(init_method="env://")` |
 //! | [`ProcessGroup::new_group`] | `new_group` |
+//! | [`ProcessGroup::split`] | `MPI_Comm_split` |
+//! | [`Mesh`] | `DeviceMesh` |
 //! | [`ProcessGroup::new_group_of`] | `new_group(use_local_synchronization=True)` |
 //! | [`ProcessGroup::all_reduce`] and the other collectives | functions of the same names |
 //! | `..._async`, [`Work::wait`] | `async_op=True`, `Work.wait` |
@@ -51,7 +53,7 @@ mod world;
 pub use buffer::{Buffer, SharedBuffer};
 pub use error::{Error, Result};
 pub use flow_kernels::{bf16, f16, DType, Element, ReduceOp};
-pub use group::{ArenaHandle, ProcessGroup, DEFAULT_TIMEOUT};
+pub use group::{ArenaHandle, Axis, Mesh, ProcessGroup, DEFAULT_TIMEOUT};
 pub use p2p::P2pOp;
 pub use shm::arena::{Arena, Block};
 pub use shm::fork::ForkSafe;

@@ -54,7 +54,7 @@ impl Reducer {
         let path = match cuda {
             Some(cuda) => ReducePath::Cuda(cuda),
             None => ReducePath::Cpu(Arc::new(
-                Progress::choose(&group, group.world_size()).map_err(model)?,
+                Progress::choose(&group, group.local_world_size()).map_err(model)?,
             )),
         };
         let order: Vec<usize> = (0..parameters.len()).rev().collect();

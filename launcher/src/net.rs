@@ -2,12 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs, UdpSocket};
-
-/// This host's name.
-pub fn host_name() -> String {
-    rustix::system::uname().nodename().to_string_lossy().into_owned()
-}
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener, ToSocketAddrs, UdpSocket};
 
 /// A TCP port that is free on all addresses of this host.
 pub fn free_port() -> io::Result<u16> {
@@ -74,28 +69,6 @@ pub fn is_local(host: &str) -> bool {
     own(host).is_some()
 }
 
-/// The address from which this host reaches `host`.
-pub fn towards(host: &str) -> io::Result<String> {
-    let mut error = io::Error::other(format!("{host} has no address"));
-    // Any port: nothing is sent.
-    for address in (host, 1).to_socket_addrs()? {
-        match source(address) {
-            Ok(own) => return Ok(own.to_string()),
-            Err(other) => error = other,
-        }
-    }
-    Err(error)
-}
-
-/// Connecting a UDP socket sends nothing; it only selects the route.
-fn source(address: SocketAddr) -> io::Result<IpAddr> {
-    let unspecified: IpAddr =
-        if address.is_ipv6() { Ipv6Addr::UNSPECIFIED.into() } else { Ipv4Addr::UNSPECIFIED.into() };
-    let socket = UdpSocket::bind((unspecified, 0))?;
-    socket.connect(address)?;
-    Ok(socket.local_addr()?.ip())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -106,7 +79,6 @@ mod tests {
         assert_eq!(join("fd00::1", 1), "[fd00::1]:1");
         assert!(is_local("127.0.0.1") && is_local("localhost"));
         assert!(!is_local("192.0.2.1") && !is_local("no such host"));
-        assert_eq!(towards("127.0.0.1").unwrap(), "127.0.0.1");
     }
 
     #[test]

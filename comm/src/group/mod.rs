@@ -6,11 +6,11 @@ mod batch;
 mod buckets;
 mod cuda;
 mod members;
+mod mesh;
 mod nonblocking;
+mod split;
 
 use std::fmt;
-use std::hash::{Hash, Hasher};
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -22,7 +22,6 @@ use crate::descriptor::Kind;
 use crate::env::Membership;
 use crate::error::{Error, Result};
 use crate::settings;
-use crate::shm::control::Control;
 use crate::shm::engine::Engine;
 use crate::shm::fork::ForkSafe;
 use crate::trace::Record;
@@ -31,6 +30,7 @@ use crate::world::World;
 
 pub use arena_handle::ArenaHandle;
 use cuda::Cuda;
+pub use mesh::{Axis, Mesh};
 use nonblocking::{Lane, Workers};
 
 /// How long ranks wait for each other unless `FLOW_TIMEOUT` (in seconds) or
@@ -38,9 +38,6 @@ use nonblocking::{Lane, Workers};
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(1800);
 /// Longer timeouts mean this: a year.
 const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
-
-/// Told by the first rank of a new group that has no memory for it.
-const NO_BLOCK: u64 = u64::MAX;
 
 /// A group of ranks, and this process' place in it.
 ///
@@ -114,6 +111,12 @@ impl ProcessGroup {
         world.join_trace();
         let (control, ranks) = (world.root_control(), (0..world.size).collect());
         let engine = Arc::new(Engine::new(world, control, None, ranks, timeout, "0".into())?);
+        // The leaders watch each other from now on; other groups connect theirs when they first use
+        // them.
+        engine.link()?;
+        let watched = Arc::downgrade(&engine);
+        let watch = move |rank| watched.upgrade()?.disconnect_reason(rank);
+        let _ = engine.world.leader_watch.set(Box::new(watch));
         Ok(Self::of(engine, membership.local_rank, Cuda::default()))
     }
 
@@ -131,6 +134,16 @@ impl ProcessGroup {
     /// Number of processes in the group.
     pub fn world_size(&self) -> usize {
         self.engine().size()
+    }
+
+    /// How many members of the group are on this node, this process among them.
+    pub fn local_world_size(&self) -> usize {
+        self.engine().locals.len()
+    }
+
+    /// How many collectives this rank has begun in the group: the sequence number of the next.
+    pub fn sequence(&self) -> u64 {
+        self.engine().state().sequence
     }
 
     /// This process' number among those of the job on this machine: which of its devices to use.
@@ -157,72 +170,6 @@ impl ProcessGroup {
     /// Changes how long this rank waits; groups made from this one start with the new value.
     pub fn set_timeout(&self, timeout: Duration) {
         self.engine().set_timeout(timeout.min(MAX_TIMEOUT));
-    }
-
-    /// A group of some of this group's ranks, given by their ranks in this group; they are numbered
-    /// in ascending order. Called by all ranks of this group with the same list; `None` on ranks
-    /// that are not in it.
-    pub fn new_group(&self, ranks: &[usize]) -> Result<Option<Self>> {
-        self.new_group_in(&self.engine().world, ranks)
-    }
-
-    /// As [`ProcessGroup::new_group`], in the memory of `world`: this one's or that of another join
-    /// of the same ranks.
-    fn new_group_in(&self, world: &Arc<World>, ranks: &[usize]) -> Result<Option<Self>> {
-        let mut members = ranks.to_vec();
-        members.sort_unstable();
-        members.dedup();
-        if members.len() != ranks.len()
-            || members.is_empty()
-            || members[members.len() - 1] >= self.world_size()
-        {
-            let reason =
-                format!("{ranks:?} must be different ranks from 0 to {}", self.world_size() - 1);
-            return Err(self.caller().argument("new_group", reason));
-        }
-        let engine = self.member(&"new_group")?;
-        // On each node the first member there has the memory.
-        let locals: Vec<usize> =
-            members.iter().copied().filter(|member| engine.locals.contains(member)).collect();
-        let first = locals.first().copied().unwrap_or(members[0]);
-        let block = || world.new_control_block(members.len(), locals.len());
-        let block = (first == self.rank()).then(block).flatten();
-        let list = fingerprint(&members);
-        let offset = block.as_ref().map_or(NO_BLOCK, |b| b.offset() as u64);
-        let words = self.run_in_order(Lane::Collectives, |engine| {
-            engine.exchange_words(Kind::NewGroup, &[list, offset])
-        })?;
-        if let Some(other) = words.iter().position(|w| w[0] != list) {
-            let detail = format!(
-                "rank {} called new_group with {ranks:?}, rank {} with other ranks",
-                engine.world.rank, engine.ranks[other]
-            );
-            return Err(engine.fail(Error::Mismatch { rank: engine.world.rank, detail }));
-        }
-        let is_first = |&&member: &&usize| {
-            let node = |member: usize| engine.world.node(engine.ranks[member]);
-            members.iter().find(|&&other| node(other) == node(member)) == Some(&member)
-        };
-        if let Some(&full) =
-            members.iter().filter(is_first).find(|&&first| words[first][1] == NO_BLOCK)
-        {
-            let reason = format!("the shared memory region of rank {} is full", engine.ranks[full]);
-            return Err(self.system("new_group", reason));
-        }
-        // In another world the name must be none of its own.
-        let prefix = if Arc::ptr_eq(world, &engine.world) { "" } else { &engine.world.prefix };
-        let name =
-            format!("{prefix}{}.{}", engine.name, engine.children.fetch_add(1, Ordering::Relaxed));
-        let member = members.contains(&self.rank()).then(|| {
-            let (arena, offset) = (Arc::clone(&world.arena), words[first][1] as usize);
-            let control = Control::attach(arena, offset, members.len(), locals.len());
-            let global = members.iter().map(|&r| engine.ranks[r]).collect();
-            Engine::new(Arc::clone(world), control, block, global, self.timeout(), name)
-                .map(Arc::new)
-        });
-        let member = member.transpose()?;
-        let cuda = self.split_cuda(member.as_ref())?;
-        Ok(member.map(|engine| Self::of(engine, self.inner.local_rank, cuda)))
     }
 
     /// A group of the same ranks with collectives of its own, which do not mix with this one's.
@@ -452,12 +399,6 @@ impl fmt::Debug for ProcessGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "ProcessGroup(rank {} of {}, {:?})", self.rank(), self.world_size(), self.ranks())
     }
-}
-
-fn fingerprint(ranks: &[usize]) -> u64 {
-    let mut hasher = fnv::FnvHasher::default();
-    ranks.hash(&mut hasher);
-    hasher.finish()
 }
 
 fn timeout_from_env(rank: usize) -> Result<Duration> {

@@ -89,8 +89,8 @@ impl CudaGroup {
         })
     }
 
-    /// The part of a new sub-group, of which `member` is this rank's engine if it is in it. All
-    /// ranks of this group call this.
+    /// The part of a new sub-group, of which `member` is this rank's engine if it is in one. All
+    /// ranks of this group call this; it makes the sub-groups of all of them.
     pub(crate) fn split(&self, member: Option<&Arc<Engine>>) -> Result<Option<Self>> {
         let mut state = self.issue_state(&"new_group")?;
         self.watchdog.check(&"new_group")?;
@@ -98,12 +98,15 @@ impl CudaGroup {
         let prefix = format!("{}{}/", self.prefix, state.splits);
         let key = member.map_or(0, |engine| engine.rank);
         let mut cancelled = join_check(&self.engine, &prefix)?;
-        let split = self.communicator.split(member.map(|_| 0), key, &mut cancelled);
+        // The first member's rank tells the sub-groups apart.
+        let color = member.map(|engine| engine.ranks[0]);
+        let split = self.communicator.split(color.map(|rank| rank as u32), key, &mut cancelled);
         drop(cancelled);
         let split =
             split.map_err(|failure| self.watchdog.fail(not_joined(&self.engine, failure)))?;
         match (split, member) {
             (Some(communicator), Some(engine)) => {
+                let prefix = format!("{prefix}{}/", engine.ranks[0]);
                 Self::of(Arc::clone(engine), Arc::clone(&self.device), communicator, prefix)
                     .map(Some)
             }

@@ -90,7 +90,7 @@ pub struct Engine {
 pub struct State {
     round: u64,
     /// How many collectives there were on the host.
-    pub(super) sequence: u64,
+    pub sequence: u64,
     /// The last round that used each staging buffer.
     pub staged: [Option<u64>; 2],
     pub in_flight: VecDeque<InFlight>,
@@ -119,7 +119,7 @@ impl Engine {
         let backend = world.transport.as_ref().filter(|_| inter_node.is_some());
         let backend = backend.map_or("shm", |transport| transport.name());
         let recorder = Recorder::new(name.clone(), backend);
-        let mut engine = Self {
+        let engine = Self {
             world,
             control,
             rank,
@@ -141,7 +141,6 @@ impl Engine {
             cancelled: AtomicBool::new(false),
         };
         engine.set_timeout(timeout);
-        engine.link()?;
         Ok(engine)
     }
 

@@ -6,7 +6,7 @@
 //! the group's first failure, what ranks say about it, and where those are that have waited long.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::engine::Engine;
@@ -28,8 +28,10 @@ pub struct InterNode {
     pub node: usize,
     /// The first member on each node.
     pub leaders: Vec<usize>,
-    /// In the leader.
-    pub links: Option<Mutex<LeaderLinks>>,
+    /// In the leader, once they are used.
+    pub links: OnceLock<Mutex<LeaderLinks>>,
+    /// Held by the thread that connects them.
+    connecting: Mutex<()>,
     /// Collectives that this rank has begun.
     pub sequence: AtomicU64,
     /// The last place that was told.
@@ -68,7 +70,8 @@ impl InterNode {
             nodes,
             node: here,
             leaders,
-            links: None,
+            links: OnceLock::new(),
+            connecting: Mutex::default(),
             sequence: AtomicU64::new(0),
             told: AtomicU64::new(0),
             news: Mutex::new(None),
@@ -82,19 +85,32 @@ impl InterNode {
 }
 
 impl Engine {
-    /// Links the leaders.
-    pub fn link(&mut self) -> Result<()> {
-        if !self.is_leader() {
-            return Ok(());
-        }
-        let Some((inter_node, here)) =
-            self.inter_node.as_ref().map(|inter_node| (inter_node, inter_node.node))
-        else {
-            return Ok(());
+    /// In the leader: the links to the other leaders, which it connects when they are first used.
+    pub fn links(&self) -> Result<(&InterNode, &Mutex<LeaderLinks>)> {
+        let Some(inter_node) = self.inter_node.as_ref().filter(|_| self.is_leader()) else {
+            let reason = "this rank does not lead its node".into();
+            return Err(self.caller().argument("linking the nodes", reason));
         };
-        let wire = self.connect("leaders", &inter_node.leaders, here, &"linking the nodes")?;
-        if let Some(inter_node) = &mut self.inter_node {
-            inter_node.links = Some(Mutex::new(LeaderLinks { wire, scratch: Vec::new() }));
+        if inter_node.links.get().is_none() {
+            // One thread connects; others wait for it.
+            let _connecting = inter_node.connecting.lock().unwrap_or_else(PoisonError::into_inner);
+            if inter_node.links.get().is_none() {
+                let (leaders, own) = (&inter_node.leaders, inter_node.node);
+                let wire = self.connect("leaders", leaders, own, &"linking the nodes")?;
+                let links = LeaderLinks { wire, scratch: Vec::new() };
+                inter_node.links.get_or_init(|| Mutex::new(links));
+            }
+        }
+        let links = inter_node.links.get().ok_or_else(|| {
+            self.caller().argument("linking the nodes", "there are no links".into())
+        })?;
+        Ok((inter_node, links))
+    }
+
+    /// Connects the leaders now, so that they see each other end from here on.
+    pub fn link(&self) -> Result<()> {
+        if self.is_leader() {
+            self.links()?;
         }
         Ok(())
     }
@@ -115,7 +131,9 @@ impl Engine {
         let mut patience = |missing: &[usize]| {
             let missing: Vec<usize> = missing.iter().map(|&missing| members[missing]).collect();
             self.check_failure(operation, true)?;
-            let mut gone = missing.iter().find_map(|&r| Some((r, self.disconnect_reason(r)?)));
+            let reason =
+                |r| self.disconnect_reason(r).or_else(|| self.world.leader_lost(self.ranks[r]));
+            let mut gone = missing.iter().find_map(|&r| Some((r, reason(r)?)));
             if gone.is_none() && asked.elapsed() >= POLL_INTERVAL {
                 asked = Instant::now();
                 let report =
@@ -161,7 +179,7 @@ impl Engine {
         let inter_node =
             self.inter_node.as_ref().filter(|inter_node| inter_node.leaders.contains(&rank))?;
         // Whoever drives the wire sees that for himself.
-        let mut links = inter_node.links.as_ref()?.try_lock().ok()?;
+        let mut links = inter_node.links.get()?.try_lock().ok()?;
         match links.wire.disconnect_reason(inter_node.nodes[rank])? {
             DisconnectReason::Failed(why) => {
                 self.apply_failure(&why);
@@ -176,7 +194,7 @@ impl Engine {
         let Some(inter_node) = &self.inter_node else { return };
         // Those who wait for this rank are told at once; if this is about the wire in use, by
         // whoever uses that.
-        if let Some(Ok(mut links)) = inter_node.links.as_ref().map(Mutex::try_lock) {
+        if let Some(Ok(mut links)) = inter_node.links.get().map(Mutex::try_lock) {
             self.abandon(&mut *links.wire);
         }
         self.publish("failure", &self.encode_failure(kind, text));
@@ -309,7 +327,7 @@ impl Engine {
                 wire.shutdown()
             }
         };
-        let links = self.inter_node.as_ref().and_then(|inter_node| inter_node.links.as_ref());
+        let links = self.inter_node.as_ref().and_then(|inter_node| inter_node.links.get());
         if let Some(Ok(mut links)) = links.map(Mutex::try_lock) {
             leave(&mut *links.wire);
         }

@@ -73,15 +73,7 @@ pub fn drive(
 impl Engine {
     /// In the leader.
     pub fn lock_links(&self) -> Result<(&InterNode, LinksGuard<'_>)> {
-        let links = self
-            .inter_node
-            .as_ref()
-            .and_then(|inter_node| Some((inter_node, inter_node.links.as_ref()?)));
-        let Some((inter_node, links)) = links else {
-            return Err(self
-                .caller()
-                .argument("carrying", "this rank does not lead its node".into()));
-        };
+        let (inter_node, links) = self.links()?;
         let links = links.lock().unwrap_or_else(PoisonError::into_inner);
         Ok((inter_node, LinksGuard { engine: self, links, is_complete: false }))
     }

@@ -1,7 +1,7 @@
 //! The stores' server: one thread, one event loop, any number of clients.
 
 use std::io::{self, ErrorKind};
-use std::sync::mpsc::{self, Sender};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -17,6 +17,8 @@ use crate::shm::fork::ForkSafe;
 
 /// So long the thread may take to end. One that waits for somebody to read the log is left.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
+/// So long the thread may take to answer its owner.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A store being served, until dropped.
 ///
@@ -82,7 +84,7 @@ impl Server {
         };
         let (answer, opened) = mpsc::channel();
         self.host.command(Command::OpenTcpStore { answer });
-        let opened = opened.recv().map_err(|_| Host::stopped())?;
+        let opened = wait_for_thread(&opened)?;
         let service = opened.ok_or_else(|| failed(ErrorKind::AlreadyExists, "they are already"))?;
         Ok(TcpStore { host: Arc::clone(&self.host), service })
     }
@@ -100,7 +102,7 @@ impl Server {
                 "another store has this token; give each its own",
             )
         };
-        let store = opened.recv().map_err(|_| Host::stopped())?.ok_or_else(taken)?;
+        let store = wait_for_thread(&opened)?.ok_or_else(taken)?;
         Ok(Server { host, store, inbox })
     }
 
@@ -179,10 +181,6 @@ impl Host {
         Ok(Host { address, waker, thread: ForkSafe::new(Thread { commands, handle }) })
     }
 
-    fn stopped() -> io::Error {
-        io::Error::new(ErrorKind::BrokenPipe, "its thread is over")
-    }
-
     /// Has the thread do something, if there is one.
     fn command(&self, command: Command) {
         if self.thread.is_ours() && self.thread.commands.send(command).is_ok() {
@@ -191,6 +189,22 @@ impl Host {
             let _ = self.waker.wake();
         }
     }
+}
+
+/// The answer of the server's thread to a command.
+///
+/// # Errors
+/// The thread is over, or does not answer.
+fn wait_for_thread<T>(answer: &Receiver<T>) -> io::Result<T> {
+    answer.recv_timeout(ANSWER_TIMEOUT).map_err(|error| match error {
+        RecvTimeoutError::Timeout => io::Error::new(
+            ErrorKind::TimedOut,
+            format!("its thread has not answered within {ANSWER_TIMEOUT:?}; does anybody read the log that it writes?"),
+        ),
+        RecvTimeoutError::Disconnected => {
+            io::Error::new(ErrorKind::BrokenPipe, "its thread is over")
+        }
+    })
 }
 
 impl Drop for Host {

@@ -15,6 +15,8 @@ mod acceptor;
 pub mod mpi;
 mod queue;
 pub mod tcp;
+#[cfg(test)]
+mod toy;
 
 use std::time::Duration;
 
@@ -23,6 +25,7 @@ use crate::env::{Membership, Rendezvous};
 use crate::error::Result;
 use crate::settings;
 use crate::shm::io_segment::IoSegment;
+use queue::QueuePair;
 
 /// Opens a transport for a rank that joins its job.
 type Open = fn(&Membership) -> Result<Box<dyn Transport>, String>;
@@ -32,6 +35,8 @@ const TRANSPORTS: &[(&str, Open)] = &[
     ("tcp", tcp::open),
     #[cfg(feature = "mpi")]
     ("mpi", mpi::open),
+    #[cfg(test)]
+    ("toy", toy::open),
 ];
 
 /// Opens the transport that `FLOW_TRANSPORT` names; without it, MPI's where MPI gives the rendezvous,
@@ -96,21 +101,42 @@ pub enum ConnectError {
 /// Moves bytes between members, each of which is named by its position among them. Bytes reach a
 /// member in the order in which they were sent to it.
 pub trait Connections: Send {
-    /// Has `part` sent. Returns a number that [`Connections::sent`] comes to when it is.
-    fn send(&mut self, to: usize, part: IoSegment) -> u64;
+    /// How many members there are, this one among them.
+    fn size(&self) -> usize;
 
-    /// Has `part` filled with what `from` sends next. Returns a number that [`Connections::received`]
-    /// comes to when it is.
-    fn receive(&mut self, from: usize, part: IoSegment) -> u64;
+    /// What is still to be moved between this rank and another member; None for this rank itself.
+    fn queues(&self, member: usize) -> Option<&QueuePair>;
 
-    /// How many parts to a member have been sent.
-    fn sent(&self, to: usize) -> u64;
+    /// See [`Connections::queues`].
+    fn queues_mut(&mut self, member: usize) -> Option<&mut QueuePair>;
 
-    /// How many parts from a member have been filled.
-    fn received(&self, from: usize) -> u64;
+    /// Has a segment sent. Returns a number that [`Connections::sent`] comes to when it is.
+    fn send(&mut self, to: usize, part: IoSegment) -> u64 {
+        self.queues_mut(to).expect("no member talks to itself").sending.push(part)
+        // invariant
+    }
 
-    /// Whether all parts are sent and received.
-    fn is_idle(&self) -> bool;
+    /// Has a segment filled with what `from` sends next. Returns a number that
+    /// [`Connections::received`] comes to when it is.
+    fn receive(&mut self, from: usize, part: IoSegment) -> u64 {
+        self.queues_mut(from).expect("no member talks to itself").receiving.push(part)
+        // invariant
+    }
+
+    /// How many segments to a member have been sent.
+    fn sent(&self, to: usize) -> u64 {
+        self.queues(to).map_or(0, |queues| queues.sending.done)
+    }
+
+    /// How many segments from a member have been filled.
+    fn received(&self, from: usize) -> u64 {
+        self.queues(from).map_or(0, |queues| queues.receiving.done)
+    }
+
+    /// Whether all segments are sent and received.
+    fn is_idle(&self) -> bool {
+        (0..self.size()).filter_map(|member| self.queues(member)).all(QueuePair::is_empty)
+    }
 
     /// Moves what can be moved now, or else as soon as something can, at most for `time`.
     fn progress(&mut self, time: Duration) -> Result<(), PeerDown>;
@@ -118,8 +144,7 @@ pub trait Connections: Send {
     /// How a member has gone, if the connection to it is known to have ended.
     fn disconnect_reason(&mut self, member: usize) -> Option<DisconnectReason>;
 
-    /// Forgets all parts, and ends the connections. The others are told why, as the reason of
-    /// this member.
+    /// Forgets all segments, and ends the connections. The others get `why` as the reason.
     fn abort(&mut self, why: &str);
 
     /// Tells the others that this member closes its side in good order.

@@ -1,15 +1,15 @@
-//! What a wire is still to move to, or from, a member.
+//! What is still to be moved to, and from, a member.
 
 use std::collections::VecDeque;
 
 use crate::shm::io_segment::IoSegment;
 
-/// Parts in order, of the first of which so many bytes are through.
+/// Segments in order. `offset` bytes of the first are through.
 #[derive(Default)]
 pub struct Queue {
     pub parts: VecDeque<IoSegment>,
     pub offset: usize,
-    /// Parts that ever were in it, and those that are through.
+    /// Segments that ever were in it, and those that are through.
     pub queued: u64,
     pub done: u64,
 }
@@ -32,5 +32,18 @@ impl Queue {
             self.parts.pop_front();
             self.done += 1;
         }
+    }
+}
+
+/// Both directions between this rank and a member.
+#[derive(Default)]
+pub struct QueuePair {
+    pub sending: Queue,
+    pub receiving: Queue,
+}
+
+impl QueuePair {
+    pub fn is_empty(&self) -> bool {
+        self.sending.parts.is_empty() && self.receiving.parts.is_empty()
     }
 }

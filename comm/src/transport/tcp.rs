@@ -15,14 +15,13 @@ use nix::sys::socket::{setsockopt, sockopt};
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::acceptor::Acceptor;
-use super::queue::Queue;
+use super::queue::QueuePair;
 use super::{CancelCheck, ConnectError, Connections, DisconnectReason, PeerDown, Transport};
 use crate::bootstrap::PeerInfo;
 use crate::env::{Membership, Rendezvous};
 use crate::error::Result;
 use crate::net::local_address_for;
 use crate::settings::{self, LOCAL_ADDRESS};
-use crate::shm::io_segment::IoSegment;
 use crate::store::Address;
 
 /// A connection that is idle for so many seconds is probed, at such an interval, and is broken when
@@ -215,8 +214,7 @@ struct TcpConnections {
 struct Peer {
     data: TcpStream,
     control: TcpStream,
-    sending: Queue,
-    receiving: Queue,
+    queues: QueuePair,
     /// Whether a read found nothing, or a write no room.
     waits: (bool, bool),
     /// Once it is known to have gone; and since when nothing has come from it, from then on.
@@ -235,12 +233,10 @@ impl Peer {
         setsockopt(&control, sockopt::TcpKeepCount, &PROBES)?;
         data.set_nonblocking(true)?;
         control.set_nonblocking(true)?;
-        let (sending, receiving) = (Queue::default(), Queue::default());
         Ok(Self {
             data,
             control,
-            sending,
-            receiving,
+            queues: QueuePair::default(),
             waits: (false, false),
             reason: None,
             last_receive: Instant::now(),
@@ -259,14 +255,14 @@ impl Peer {
     fn flush(&mut self) -> Result<bool, DisconnectReason> {
         let mut moved = false;
         self.waits.1 = false;
-        while !self.sending.parts.is_empty() {
-            let queue = &self.sending;
+        while !self.queues.sending.parts.is_empty() {
+            let queue = &self.queues.sending;
             let mut slices = [IoSlice::new(&[]); MAX_SEGMENTS];
             for (index, (slice, part)) in slices.iter_mut().zip(&queue.parts).enumerate() {
                 *slice = IoSlice::new(&part.bytes()[if index == 0 { queue.offset } else { 0 }..]);
             }
             match (&self.data).write_vectored(&slices[..queue.parts.len().min(MAX_SEGMENTS)]) {
-                Ok(count) => self.sending.skip(count),
+                Ok(count) => self.queues.sending.skip(count),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     self.waits.1 = true;
                     break;
@@ -281,8 +277,8 @@ impl Peer {
     fn fill(&mut self) -> Result<bool, DisconnectReason> {
         let mut moved = false;
         self.waits.0 = false;
-        while !self.receiving.parts.is_empty() {
-            let queue = &mut self.receiving;
+        while !self.queues.receiving.parts.is_empty() {
+            let queue = &mut self.queues.receiving;
             let (offset, count) = (queue.offset, queue.parts.len().min(MAX_SEGMENTS));
             let mut slices: [IoSliceMut<'_>; MAX_SEGMENTS] =
                 std::array::from_fn(|_| IoSliceMut::new(&mut []));
@@ -292,7 +288,7 @@ impl Peer {
             }
             match (&self.data).read_vectored(&mut slices[..count]) {
                 Ok(0) => return Err(self.reason(None)),
-                Ok(count) => self.receiving.skip(count),
+                Ok(count) => self.queues.receiving.skip(count),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     self.waits.0 = true;
                     break;
@@ -309,7 +305,7 @@ impl Peer {
 
     /// How it has gone, if something is due that will not come any more.
     fn overdue(&self) -> Option<DisconnectReason> {
-        let is_due = !self.receiving.parts.is_empty() || !self.sending.parts.is_empty();
+        let is_due = !self.queues.is_empty();
         self.reason.clone().filter(|_| is_due && self.last_receive.elapsed() >= DRAIN_TIMEOUT)
     }
 
@@ -430,27 +426,16 @@ impl TcpConnections {
 }
 
 impl Connections for TcpConnections {
-    fn send(&mut self, to: usize, part: IoSegment) -> u64 {
-        self.peer(to).sending.push(part)
+    fn size(&self) -> usize {
+        self.peers.len()
     }
 
-    fn receive(&mut self, from: usize, part: IoSegment) -> u64 {
-        self.peer(from).receiving.push(part)
+    fn queues(&self, member: usize) -> Option<&QueuePair> {
+        self.peers[member].as_ref().map(|peer| &peer.queues)
     }
 
-    fn sent(&self, to: usize) -> u64 {
-        self.peers[to].as_ref().map_or(0, |peer| peer.sending.done)
-    }
-
-    fn received(&self, from: usize) -> u64 {
-        self.peers[from].as_ref().map_or(0, |peer| peer.receiving.done)
-    }
-
-    fn is_idle(&self) -> bool {
-        self.peers
-            .iter()
-            .flatten()
-            .all(|peer| peer.sending.parts.is_empty() && peer.receiving.parts.is_empty())
+    fn queues_mut(&mut self, member: usize) -> Option<&mut QueuePair> {
+        self.peers[member].as_mut().map(|peer| &mut peer.queues)
     }
 
     fn progress(&mut self, time: Duration) -> Result<(), PeerDown> {
@@ -476,8 +461,7 @@ impl Connections for TcpConnections {
     fn abort(&mut self, why: &str) {
         for (_, peer) in self.others() {
             let _ = (&peer.control).write(why.as_bytes());
-            peer.sending = Queue::default();
-            peer.receiving = Queue::default();
+            peer.queues = QueuePair::default();
             peer.is_aborted = true;
             let _ = peer.data.shutdown(Shutdown::Both);
             let _ = peer.control.shutdown(Shutdown::Write);
@@ -498,8 +482,9 @@ mod tests {
     #[test]
     fn who_refuses_a_connection_may_be_behind_a_firewall() {
         let mut network = TcpTransport::listen(1, [127, 0, 0, 1].into(), "token").unwrap();
-        let gone = TcpTransport::listen(0, [127, 0, 0, 1].into(), "token").unwrap();
-        let gone = gone.acceptor.address();
+        let open = TcpTransport::listen(0, [127, 0, 0, 1].into(), "token").unwrap();
+        let gone = open.acceptor.address();
+        drop(open);
         network.addresses = vec![gone, network.acceptor.address()];
         let linked = network.connect("channel", &[0, 1], 1, &mut |_| Ok(()));
         let Err(ConnectError::PeerDown(PeerDown {

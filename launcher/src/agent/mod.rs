@@ -31,6 +31,7 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use flow_comm::net::host_name;
 use rustix::io::Errno;
 
 use crate::agent::exit_status::{signal_name, ExitStatus};
@@ -45,7 +46,6 @@ use crate::control::assignment::RankAssignment;
 use crate::control::protocol::{AgentEvent, Command, ControlMessage, Failure, JobResult};
 use crate::control::ControlPlane;
 use crate::job::Job;
-use crate::net;
 use crate::output::log_files::LogFiles;
 use crate::output::routing::Routes;
 use crate::output::sink::Sinks;
@@ -118,7 +118,7 @@ impl Agent {
             sinks.note(&error);
             None
         });
-        let host = net::host_name();
+        let host = host_name();
         Ok(Agent {
             events: EventLog::open(&job.events, &host)?,
             control: ControlPlane::open(&job, local_world_size)?,

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use flow_comm::net::local_address_for;
 use flow_comm::store::{Address, Error, Store};
 
 use crate::control::node::Node;
@@ -166,8 +167,10 @@ impl FollowerThread {
         posts.set_reply_timeout(self.heartbeat);
         let mut node = self.node.clone();
         if node.address.is_empty() {
-            node.address =
-                net::towards(&self.leader).map_err(|error| format!("{}: {error}", self.leader))?;
+            // Some port, as none is spoken to.
+            let own = local_address_for((self.leader.as_str(), 1))
+                .map_err(|error| format!("{}: {error}", self.leader))?;
+            node.address = own.to_string();
         }
         let agent = store.add("agents", 1).map_err(lost)? as AgentId;
         let will =

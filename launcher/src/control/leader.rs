@@ -14,6 +14,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, Context};
+use flow_comm::net::secret;
 use flow_comm::store::{Address, Server, TcpStore};
 
 use crate::control::assignment::RendezvousStoreInfo;
@@ -21,7 +22,7 @@ use crate::control::coordinator::Coordinator;
 use crate::control::node::Node;
 use crate::control::protocol::{command_key, AgentEvent, AgentId, ClusterEvent, Command, LEADER};
 use crate::control::stall::{StallAction, StallTracker};
-use crate::control::token::{secret, token};
+use crate::control::token::token;
 use crate::job::{Job, Rendezvous};
 use crate::net;
 use crate::report::text::excerpt;

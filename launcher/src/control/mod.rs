@@ -21,6 +21,8 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
+use flow_comm::net::host_name;
+
 use crate::control::follower::Follower;
 use crate::control::leader::Leader;
 use crate::control::node::Node;
@@ -62,7 +64,7 @@ impl ControlPlane {
         may_lead: bool,
     ) -> anyhow::Result<ControlPlane> {
         let node = |address: String, node_rank: Option<u32>| Node {
-            host: net::host_name(),
+            host: host_name(),
             address: job.nodes.local_addr.clone().unwrap_or(address),
             node_rank,
             local_world_size,

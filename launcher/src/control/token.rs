@@ -1,10 +1,8 @@
 //! The secrets that admit agents and workers to the stores.
 
 use std::ffi::OsString;
-use std::fs::File;
-use std::io::Read;
 
-use anyhow::{bail, Context};
+use anyhow::bail;
 
 use crate::job::Job;
 
@@ -19,12 +17,4 @@ pub fn token(job: &Job) -> anyhow::Result<String> {
         Some(Ok(token)) if !token.is_empty() => Ok(token),
         Some(_) => bail!("{TOKEN} is empty or not UTF-8; it must be the same text on all nodes"),
     }
-}
-
-/// 128 random bits.
-pub fn secret() -> anyhow::Result<String> {
-    let mut bytes = [0; 16];
-    let random = File::open("/dev/urandom").and_then(|mut random| random.read_exact(&mut bytes));
-    random.context("cannot read /dev/urandom")?;
-    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }

@@ -14,6 +14,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use flow_comm::net::secret;
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::process::Signal;
@@ -21,7 +22,7 @@ use rustix::process::Signal;
 use crate::agent::exit_status::ExitStatus;
 use crate::agent::process;
 use crate::agent::signals::{self, Request, Signals};
-use crate::control::token::{secret, TOKEN};
+use crate::control::token::TOKEN;
 use crate::hosts::agents::{Place, Start};
 use crate::hosts::host_process::{HostProcess, OF_LAUNCHER};
 use crate::job::{Hosts, Job};

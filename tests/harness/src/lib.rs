@@ -31,3 +31,13 @@ pub const DETECTION_LIMIT: Duration = Duration::from_secs(30);
 pub fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).expect("it lies in tests/harness")
 }
+
+/// Raises this process's limit on open files as far as it may, for what makes many connections.
+/// Returns the limit.
+pub fn raise_file_limit() -> u64 {
+    use rustix::process::{getrlimit, setrlimit, Resource};
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    setrlimit(Resource::Nofile, limit).expect("a process may raise its limit to the maximum");
+    limit.maximum.unwrap_or(u64::MAX)
+}

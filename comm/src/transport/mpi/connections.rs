@@ -14,8 +14,7 @@ use super::session::{
 };
 use crate::bootstrap::PeerInfo;
 use crate::env::Membership;
-use crate::shm::io_segment::IoSegment;
-use crate::transport::queue::Queue;
+use crate::transport::queue::QueuePair;
 use crate::transport::{
     CancelCheck, ConnectError, Connections, DisconnectReason, PeerDown, Transport,
 };
@@ -113,8 +112,7 @@ struct MpiConnections {
 
 struct Peer {
     rank: c_int,
-    sending: Queue,
-    receiving: Queue,
+    queues: QueuePair,
     outgoing: VecDeque<Message>,
     /// Where messages come in, once the peer's tag is known.
     incoming: VecDeque<Message>,
@@ -130,8 +128,7 @@ impl Peer {
     fn new(rank: c_int) -> Self {
         Self {
             rank,
-            sending: Queue::default(),
-            receiving: Queue::default(),
+            queues: QueuePair::default(),
             outgoing: VecDeque::new(),
             incoming: VecDeque::new(),
             tag: None,
@@ -153,9 +150,7 @@ impl Peer {
             .and_then(|sent| Ok(self.progress_receives(session, channel)? || sent));
         let moved = moved.map_err(DisconnectReason::OutOfReach)?;
         match &self.reason {
-            Some(how) if !self.receiving.parts.is_empty() || !self.sending.parts.is_empty() => {
-                Err(how.clone())
-            }
+            Some(how) if !self.queues.is_empty() => Err(how.clone()),
             _ => Ok(moved),
         }
     }
@@ -168,13 +163,15 @@ impl Peer {
             }
             self.outgoing.pop_front();
         }
-        while !self.sending.parts.is_empty() && self.outgoing.len() < DEPTH {
+        while !self.queues.sending.parts.is_empty() && self.outgoing.len() < DEPTH {
             let mut buffer = vec![DATA];
-            while let Some(part) = self.sending.parts.front().filter(|_| buffer.len() <= CHUNK) {
-                let rest = &part.bytes()[self.sending.offset..];
+            while let Some(part) =
+                self.queues.sending.parts.front().filter(|_| buffer.len() <= CHUNK)
+            {
+                let rest = &part.bytes()[self.queues.sending.offset..];
                 let count = rest.len().min(CHUNK + 1 - buffer.len());
                 buffer.extend_from_slice(&rest[..count]);
-                self.sending.skip(count);
+                self.queues.sending.skip(count);
             }
             self.outgoing.push_back(session.send(buffer, self.rank, tag)?);
             moved = true;
@@ -206,7 +203,7 @@ impl Peer {
                 }
                 continue;
             };
-            let Some(part) = self.receiving.parts.front_mut() else {
+            let Some(part) = self.queues.receiving.parts.front_mut() else {
                 if self.is_aborted {
                     self.expect(session, std::mem::take(&mut message.buffer))?;
                     continue;
@@ -214,11 +211,11 @@ impl Peer {
                 self.come = Some((message, rest));
                 break;
             };
-            let to = &mut part.bytes_mut()[self.receiving.offset..];
+            let to = &mut part.bytes_mut()[self.queues.receiving.offset..];
             let count = to.len().min(rest.len());
             to[..count].copy_from_slice(&message.buffer[rest.start..rest.start + count]);
             rest.start += count;
-            self.receiving.skip(count);
+            self.queues.receiving.skip(count);
             moved = true;
             if rest.is_empty() {
                 self.expect(session, std::mem::take(&mut message.buffer))?;
@@ -231,8 +228,7 @@ impl Peer {
 
     /// Forgets all parts; what else comes in is of no interest.
     fn abort(&mut self) {
-        self.sending = Queue::default();
-        self.receiving = Queue::default();
+        self.queues = QueuePair::default();
         self.is_aborted = true;
     }
 
@@ -293,27 +289,16 @@ impl MpiConnections {
 }
 
 impl Connections for MpiConnections {
-    fn send(&mut self, to: usize, part: IoSegment) -> u64 {
-        self.peer(to).sending.push(part)
+    fn size(&self) -> usize {
+        self.peers.len()
     }
 
-    fn receive(&mut self, from: usize, part: IoSegment) -> u64 {
-        self.peer(from).receiving.push(part)
+    fn queues(&self, member: usize) -> Option<&QueuePair> {
+        self.peers[member].as_ref().map(|peer| &peer.queues)
     }
 
-    fn sent(&self, to: usize) -> u64 {
-        self.peers[to].as_ref().map_or(0, |peer| peer.sending.done)
-    }
-
-    fn received(&self, from: usize) -> u64 {
-        self.peers[from].as_ref().map_or(0, |peer| peer.receiving.done)
-    }
-
-    fn is_idle(&self) -> bool {
-        self.peers
-            .iter()
-            .flatten()
-            .all(|peer| peer.sending.parts.is_empty() && peer.receiving.parts.is_empty())
+    fn queues_mut(&mut self, member: usize) -> Option<&mut QueuePair> {
+        self.peers[member].as_mut().map(|peer| &mut peer.queues)
     }
 
     fn progress(&mut self, time: Duration) -> Result<(), PeerDown> {

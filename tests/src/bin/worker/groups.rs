@@ -72,10 +72,10 @@ fn sub_groups(world: &ProcessGroup) -> Result<()> {
         }
         ensure!(sum_of_ranks(world)? == 10);
         if let Some(upper) = &upper {
-            ensure!(upper.ranks() == [2, 3, 4] && upper.rank() == rank - 2);
+            ensure!(upper.ranks() == [4, 2, 3] && upper.ranks()[upper.rank()] == rank);
             let mut data = vec![rank as f32; 100_000];
             upper.broadcast(&mut data, round % 3)?;
-            ensure!(data.iter().all(|&element| element == (2 + round % 3) as f32));
+            ensure!(data.iter().all(|&element| element == [4, 2, 3][round % 3] as f32));
         }
         if let Some(single) = &single {
             ensure!(sum_of_ranks(single)? == 1);
@@ -86,9 +86,9 @@ fn sub_groups(world: &ProcessGroup) -> Result<()> {
     // Ranks of a group of a group are counted in the latter.
     if let Some(upper) = &upper {
         let ends = upper.new_group(&[0, 2])?;
-        ensure!(ends.is_some() == (rank != 3));
+        ensure!(ends.is_some() == (rank != 2));
         if let Some(ends) = ends {
-            ensure!(ends.ranks() == [2, 4] && sum_of_ranks(&ends)? == 6);
+            ensure!(ends.ranks() == [4, 3] && sum_of_ranks(&ends)? == 7);
         }
     }
 

@@ -7,6 +7,7 @@ mod collectives;
 mod groups;
 mod leaks;
 mod member_groups;
+mod meshes;
 mod messages;
 mod nccl;
 
@@ -20,6 +21,7 @@ const FILES: &[(&str, &[Scenario])] = &[
     ("groups", groups::SCENARIOS),
     ("leaks", leaks::SCENARIOS),
     ("member_groups", member_groups::SCENARIOS),
+    ("meshes", meshes::SCENARIOS),
     ("messages", messages::SCENARIOS),
     ("nccl", nccl::SCENARIOS),
 ];

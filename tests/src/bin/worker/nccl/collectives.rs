@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use anyhow::{ensure, Result};
+use anyhow::{ensure, Context, Result};
 use flow_comm::nccl::CudaGroup;
-use flow_comm::{DType, ProcessGroup, ReduceOp};
+use flow_comm::{DType, Mesh, ProcessGroup, ReduceOp};
 
 use super::memory::{Array, Gpu};
 
@@ -44,6 +44,30 @@ pub fn groups(group: &ProcessGroup) -> Result<()> {
             check.all(DType::F32, 1000)?;
             // The whole group meanwhile, on all its ranks.
         }
+        // In another order than the parent's, and several groups in one collective.
+        let size = group.world_size();
+        let backwards: Vec<usize> = (0..size).rev().collect();
+        let part = group.new_group(&backwards)?.context("this rank is a member")?;
+        let check = Check { nccl: part.nccl(device.ordinal())?, gpu: Gpu::new(&device)? };
+        ensure!(
+            part.ranks() == backwards && check.nccl.rank() == size - 1 - group.rank(),
+            "another place in the group"
+        );
+        check.all(DType::F32, 1000)?;
+        let part = group.split(Some(group.rank() % 2), -(group.rank() as i64))?;
+        let part = part.context("every rank gives a color")?;
+        let check = Check { nccl: part.nccl(device.ordinal())?, gpu: Gpu::new(&device)? };
+        ensure!(
+            check.nccl.rank() == part.rank()
+                && part.ranks().iter().all(|r| r % 2 == group.rank() % 2),
+            "another place in the group"
+        );
+        check.all(DType::F32, 1000)?;
+        let mesh = Mesh::new(group, &backwards, &[size, 1])?;
+        let part = mesh.group(0)?;
+        let check = Check { nccl: part.nccl(device.ordinal())?, gpu: Gpu::new(&device)? };
+        ensure!(check.nccl.rank() == size - 1 - group.rank(), "another place in the mesh");
+        check.all(DType::F32, 1000)?;
         // Made by its members alone, in another order.
         if group.rank().is_multiple_of(2) {
             let backwards: Vec<usize> = even.iter().rev().copied().collect();

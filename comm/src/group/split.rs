@@ -1,0 +1,136 @@
+//! Sub-groups that all ranks of a group make together, in one collective for all of them.
+
+use std::hash::{Hash, Hasher};
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
+
+use super::nonblocking::Lane;
+use super::ProcessGroup;
+use crate::descriptor::Kind;
+use crate::error::{Error, Result};
+use crate::shm::control::Control;
+use crate::shm::engine::Engine;
+use crate::world::World;
+
+/// In place of the offset of a sub-group's control block: this rank has none to allocate, or no room
+/// for it.
+const NOT_FIRST: u64 = u64::MAX;
+const FULL: u64 = u64::MAX - 1;
+
+impl ProcessGroup {
+    /// A group of some of this group's ranks, given by their ranks in this group. They are numbered in
+    /// the order of the list: with `[4, 2, 3]`, rank 4 becomes rank 0. Called by all ranks of this
+    /// group with the same list; `None` on ranks that are not in it.
+    ///
+    /// Nodes are connected when the group first uses the connections.
+    ///
+    /// # Errors
+    ///
+    /// A list with a rank twice, or without ranks; on all ranks, lists that differ, and too little
+    /// shared memory.
+    pub fn new_group(&self, ranks: &[usize]) -> Result<Option<Self>> {
+        self.new_group_in(&self.engine().world, ranks)
+    }
+
+    /// As [`ProcessGroup::new_group`], in the memory of `world`: this one's or that of another join
+    /// of the same ranks.
+    pub(super) fn new_group_in(&self, world: &Arc<World>, ranks: &[usize]) -> Result<Option<Self>> {
+        self.check_members("new_group", ranks)?;
+        let members = ranks.contains(&self.rank()).then_some(ranks);
+        self.make_group(world, "new_group", &ranks, members)
+    }
+
+    /// Divides this group into groups of the ranks that give the same color, as `MPI_Comm_split`
+    /// does: each is numbered by ascending key, and where keys are equal in the order of this
+    /// group. A rank without a color gets `None`. Called by all ranks of this group.
+    ///
+    /// # Errors
+    ///
+    /// On all ranks: another rank calls something else, too little shared memory.
+    pub fn split(&self, color: Option<usize>, key: i64) -> Result<Option<Self>> {
+        self.member(&"split")?;
+        let own = [u64::from(color.is_some()), color.unwrap_or(0) as u64, key as u64];
+        let words = self.run_in_order(Lane::Collectives, |engine| {
+            engine.exchange_words(Kind::NewGroup, &own)
+        })?;
+        let same = |&rank: &usize| words[rank][..2] == own[..2];
+        let mut members: Vec<usize> = (0..self.world_size()).filter(same).collect();
+        members.sort_by_key(|&rank| words[rank][2] as i64);
+        let members = color.is_some().then_some(&members[..]);
+        self.make_group(&self.engine().world, "split", &words, members)
+    }
+
+    /// Checks that `ranks` are different ranks of this group.
+    pub(super) fn check_members(&self, operation: &str, ranks: &[usize]) -> Result<()> {
+        let mut sorted = ranks.to_vec();
+        sorted.sort_unstable();
+        sorted.dedup();
+        let last = self.world_size() - 1;
+        if sorted.len() == ranks.len() && sorted.last().is_some_and(|&highest| highest <= last) {
+            return Ok(());
+        }
+        let reason = format!("{ranks:?} must be different ranks from 0 to {last}");
+        Err(self.caller().argument(operation, reason))
+    }
+
+    /// The sub-group of `members`, which each of them gives in the same order; other ranks give the
+    /// members of another sub-group, or none. One collective of all ranks, which compares
+    /// `agreed`, makes all sub-groups.
+    pub(super) fn make_group(
+        &self,
+        world: &Arc<World>,
+        operation: &str,
+        agreed: &(impl Hash + std::fmt::Debug),
+        members: Option<&[usize]>,
+    ) -> Result<Option<Self>> {
+        let engine = self.member(&operation)?;
+        let is_local = |member: &usize| engine.locals.contains(member);
+        let members = members.unwrap_or_default();
+        let locals: Vec<usize> = members.iter().copied().filter(is_local).collect();
+        // On each node the first member there has the memory.
+        let first = locals.first().copied();
+        let block = (first == Some(self.rank()))
+            .then(|| world.new_control_block(members.len(), locals.len()));
+        let offset = match &block {
+            Some(Some(block)) => block.offset() as u64,
+            Some(None) => FULL,
+            None => NOT_FIRST,
+        };
+        let fingerprint = fingerprint(agreed);
+        let words = self.run_in_order(Lane::Collectives, |engine| {
+            engine.exchange_words(Kind::NewGroup, &[fingerprint, offset])
+        })?;
+        if let Some(other) = words.iter().position(|words| words[0] != fingerprint) {
+            let detail = format!(
+                "rank {} called {operation} with {agreed:?}, rank {} with other ranks",
+                engine.world.rank, engine.ranks[other]
+            );
+            return Err(engine.fail(Error::Mismatch { rank: engine.world.rank, detail }));
+        }
+        if let Some(full) = words.iter().position(|words| words[1] == FULL) {
+            let reason = format!("the shared memory region of rank {} is full", engine.ranks[full]);
+            return Err(self.system(operation, reason));
+        }
+        let child = engine.children.fetch_add(1, Ordering::Relaxed);
+        let member = first.map(|first| {
+            // In another world the name must be none of its own.
+            let prefix = if Arc::ptr_eq(world, &engine.world) { "" } else { &engine.world.prefix };
+            // The first member tells the sub-groups of one collective apart.
+            let name = format!("{prefix}{}.{child}:{}", engine.name, engine.ranks[members[0]]);
+            let (arena, offset) = (Arc::clone(&world.arena), words[first][1] as usize);
+            let control = Control::attach(arena, offset, members.len(), locals.len());
+            let global = members.iter().map(|&r| engine.ranks[r]).collect();
+            let (block, world) = (block.flatten(), Arc::clone(world));
+            Engine::new(world, control, block, global, self.timeout(), name).map(Arc::new)
+        });
+        let member = member.transpose()?;
+        let cuda = self.split_cuda(member.as_ref())?;
+        Ok(member.map(|engine| Self::of(engine, self.inner.local_rank, cuda)))
+    }
+}
+
+fn fingerprint(value: &impl Hash) -> u64 {
+    let mut hasher = fnv::FnvHasher::default();
+    value.hash(&mut hasher);
+    hasher.finish()
+}
