@@ -137,7 +137,7 @@ fn a_client_that_never_ends_its_requests_keeps_nobody_from_his() {
 #[test]
 fn a_crowd_of_clients_keeps_nobody_from_theirs() {
     const CROWD: usize = 300;
-    let most = raise_file_limit();
+    raise_file_limit();
     let (server, _tcp_store) = serve();
     let keys: Vec<String> = (0..100_000).map(|i| i.to_string()).collect();
     let pairs: Vec<&str> = keys.iter().flat_map(|key| [key, "value"]).collect();
