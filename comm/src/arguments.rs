@@ -61,12 +61,7 @@ impl Caller {
         (output, to): (usize, DType),
         ratio: (usize, usize),
     ) -> Result<()> {
-        if from != to {
-            return Err(self.argument(
-                operation,
-                format!("input is {from} but output is {to}: they must be alike"),
-            ));
-        }
+        self.check_types(operation, from, to)?;
         if input * ratio.1 != output * ratio.0 {
             let reason = format!(
                 "input of {} and output of {} elements do not fit: output must be {} elements",
@@ -77,6 +72,43 @@ impl Caller {
             return Err(self.argument(operation, reason));
         }
         Ok(())
+    }
+
+    pub fn check_types(self, operation: &str, from: DType, to: DType) -> Result<()> {
+        if from == to {
+            return Ok(());
+        }
+        let reason = format!("input is {from} but output is {to}: they must be alike");
+        Err(self.argument(operation, reason))
+    }
+
+    /// There must be a count of elements for each rank.
+    pub fn check_counts(self, operation: &str, what: &str, counts: &[usize]) -> Result<()> {
+        if counts.len() != self.size {
+            let reason = format!("{what} has {} entries for {} ranks", counts.len(), self.size);
+            return Err(self.argument(operation, reason));
+        }
+        // The bytes of all ranks' elements must be a number.
+        let sum = counts.iter().try_fold(0, |sum: usize, &count| sum.checked_add(count));
+        if sum.is_none_or(|sum| sum > isize::MAX as usize / 16) {
+            return Err(self.argument(operation, format!("{what} sum up to more than any memory")));
+        }
+        Ok(())
+    }
+
+    /// A buffer must have as many elements as the counts say.
+    pub fn check_length(
+        self,
+        operation: &str,
+        what: &str,
+        elements: usize,
+        expected: usize,
+    ) -> Result<()> {
+        if elements == expected {
+            return Ok(());
+        }
+        let reason = format!("{what} has {elements} elements, its counts say {expected}");
+        Err(self.argument(operation, reason))
     }
 
     /// A buffer of so many elements must consist of one block for each rank.

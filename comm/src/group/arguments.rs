@@ -5,7 +5,7 @@ use flow_kernels::DType;
 use super::ProcessGroup;
 use crate::buffer::Buffer;
 use crate::error::Result;
-use crate::shm::read_collectives::BufferView;
+use crate::shm::contribution::BufferView;
 
 impl ProcessGroup {
     pub(super) fn raw<B: Buffer + ?Sized>(

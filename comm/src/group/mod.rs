@@ -7,6 +7,7 @@ mod buckets;
 mod cuda;
 mod members;
 mod nonblocking;
+mod uneven;
 
 use std::fmt;
 use std::hash::{Hash, Hasher};

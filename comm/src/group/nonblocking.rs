@@ -225,7 +225,7 @@ impl ProcessGroup {
         result
     }
 
-    fn start<T: Send + 'static>(
+    pub(super) fn start<T: Send + 'static>(
         &self,
         lane: Lane,
         operation: &'static str,

@@ -305,13 +305,13 @@ impl Engine {
         self.wait(&self.control.slot(round).done, self.control.target(round), operation, &missing)
     }
 
-    /// Every rank's post of a round in which all have arrived, compared with ours. `bytes` is how
-    /// much a shared location must hold.
+    /// Every rank's post of a round in which all have arrived, compared with ours. `bytes(rank)`
+    /// is how much a shared location must hold.
     pub fn locations(
         &self,
         round: u64,
         operation: &OpDescriptor,
-        bytes: usize,
+        bytes: &dyn Fn(usize) -> usize,
     ) -> Result<Vec<Location>> {
         self.posted_by(&mut (0..self.size()), round, operation, bytes)
     }
@@ -327,7 +327,7 @@ impl Engine {
         &self,
         round: u64,
         operation: &OpDescriptor,
-        bytes: usize,
+        bytes: &dyn Fn(usize) -> usize,
     ) -> Result<Vec<Location>> {
         self.posted_by(&mut self.locals.iter().copied(), round, operation, bytes)
     }
@@ -337,12 +337,13 @@ impl Engine {
         ranks: &mut dyn Iterator<Item = usize>,
         round: u64,
         operation: &OpDescriptor,
-        bytes: usize,
+        bytes: &dyn Fn(usize) -> usize,
     ) -> Result<Vec<Location>> {
         let read = |rank| match OpDescriptor::read(self.control.descriptor(round, rank)) {
             Ok((theirs, location)) if theirs.agrees(operation) => match location {
                 Location::Shared(offset)
-                    if self.locals.contains(&rank) && !self.is_reachable(rank, offset, bytes) =>
+                    if self.locals.contains(&rank)
+                        && !self.is_reachable(rank, offset, bytes(rank)) =>
                 {
                     Err(format!(
                         "rank {} posted {theirs} outside the shared memory",
@@ -366,7 +367,11 @@ impl Engine {
             }
             Ok((theirs, _)) => {
                 let same = OpDescriptor { layout: operation.layout, ..theirs }.agrees(operation);
-                let pieces = if same { " with pieces of other lengths" } else { "" };
+                let pieces = match operation.bucket {
+                    Some(_) if same => " with pieces of other lengths",
+                    None if same => " with other counts",
+                    _ => "",
+                };
                 let (own, peer) = (self.ranks[self.rank], self.ranks[rank]);
                 Err(format!("rank {own} called {operation}, rank {peer} called {theirs}{pieces}"))
             }

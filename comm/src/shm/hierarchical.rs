@@ -13,11 +13,11 @@ use std::ops::Range;
 
 use flow_kernels::{DType, ReduceOp};
 
+use super::contribution::BufferView;
 use super::control::CHUNK;
 use super::engine::{Engine, State};
 use super::internode_exchange::{LinksGuard, TransferTargets};
 use super::io_segment::IoSegment;
-use super::read_collectives::BufferView;
 use super::reduction::{is_divided_first, slice, InterNodeBucket};
 use crate::descriptor::{Location, OpDescriptor};
 use crate::error::Result;

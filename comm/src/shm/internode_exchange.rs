@@ -7,11 +7,12 @@ use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, PoisonError};
 use std::time::Duration;
 
+use super::contribution::{AddressOf, Contribution, Readers};
 use super::engine::Engine;
 use super::internode::{InterNode, LeaderLinks};
 use super::io_segment::IoSegment;
 use crate::descriptor::DescriptorWords;
-use crate::descriptor::{Kind, Location, OpDescriptor};
+use crate::descriptor::{Location, OpDescriptor};
 use crate::error::Result;
 use crate::transport::{Connections, PeerDown};
 
@@ -45,6 +46,8 @@ pub type TransferTargets = [(u64, u64)];
 pub struct TransferPlan {
     receives: Vec<(usize, IoSegment)>,
     sends: Vec<(usize, IoSegment)>,
+    /// What is sent must have been received first.
+    is_chain: bool,
 }
 
 /// Moves what can be moved; if it then is not over, waits for more. A member that has gone may have
@@ -198,7 +201,7 @@ impl Engine {
         state: &mut super::engine::State,
         operation: &OpDescriptor,
         own: Location,
-        bytes: usize,
+        bytes: &dyn Fn(usize) -> usize,
     ) -> Result<Vec<Location>> {
         let round = self.acquire_slot(state, operation)?;
         self.publish_descriptor(round, operation, own);
@@ -229,12 +232,12 @@ impl Engine {
         if self.is_leader() {
             self.wait_locals_arrived(round, operation)?;
             let (inter_node, mut guard) = self.lock_links()?;
-            let TransferPlan { receives, sends } = pieces();
+            let TransferPlan { receives, sends, is_chain } = pieces();
             let mut due = vec![(0, 0); inter_node.leaders.len()];
             for (node, part) in receives {
                 due[node].1 = guard.links.wire.receive(node, part);
             }
-            if operation.kind == Kind::Broadcast {
+            if is_chain {
                 // What is passed on must first be here.
                 self.drive(&mut guard, operation, &due, true)?;
             }
@@ -248,51 +251,51 @@ impl Engine {
         self.wait_all_arrived(round, operation)
     }
 
-    /// What is to be carried of a range of all blocks: `at(rank, block)` is where it lies, or is to
-    /// lie, on this node.
+    /// What nodes send each other of a range of all blocks: `at(rank, block)` is where it lies, or
+    /// is to lie, on this node.
     pub fn plan_transfers(
         &self,
-        operation: &OpDescriptor,
-        blocks: usize,
+        contribution: &Contribution,
         range: &Range<usize>,
-        at: super::read_collectives::AddressOf,
+        at: AddressOf,
     ) -> TransferPlan {
         let Some(inter_node) = &self.inter_node else { return TransferPlan::default() };
-        // SAFETY: ranks leave alone what they show, and the leader what it has for others, until
-        // the round is over; what members on other nodes show is the leader's to write until it
-        // arrives for them.
-        let part = |rank, block| unsafe { IoSegment::new(at(rank, block).cast_mut(), range.len()) };
+        let segment = |rank, block| {
+            let count = contribution.clip(rank, block, range).len();
+            // SAFETY: ranks leave alone what they contribute, and the leader what it has for
+            // others, until the round is over; what members on other nodes contribute is the
+            // leader's to write until it arrives for them.
+            unsafe { IoSegment::new(at(rank, block).cast_mut(), count) }
+        };
         let mut pieces = TransferPlan::default();
-        let root = operation.root as usize;
-        if operation.kind == Kind::Broadcast {
-            // Along a chain of nodes, so that each sends it once.
+        if let Some(root) = contribution.chain_root() {
             let (count, first) = (inter_node.leaders.len(), inter_node.nodes[root]);
             let place = (inter_node.node + count - first) % count;
             if place > 0 {
-                pieces.receives.push(((inter_node.node + count - 1) % count, part(root, 0)));
+                pieces.receives.push(((inter_node.node + count - 1) % count, segment(root, 0)));
             }
             if place + 1 < count {
-                pieces.sends.push(((inter_node.node + 1) % count, part(root, 0)));
+                pieces.sends.push(((inter_node.node + 1) % count, segment(root, 0)));
             }
+            pieces.is_chain = true;
             return pieces;
         }
-        let is_needed = |from: usize, block: usize, node: usize| match operation.kind {
-            Kind::Gather | Kind::Reduce => inter_node.nodes[root] == node,
-            Kind::Scatter => from == root && inter_node.nodes[block] == node,
-            Kind::AllToAll | Kind::ReduceScatter => inter_node.nodes[block] == node,
-            _ => true,
+        let is_needed = |block: usize, node: usize| match contribution.to {
+            Readers::All => true,
+            Readers::Root(root) => inter_node.nodes[root] == node,
+            Readers::OwnerOfBlock => inter_node.nodes[block] == node,
         };
-        for rank in 0..self.size() {
-            for block in 0..blocks {
+        for rank in self.ranks_where(|rank| contribution.from.includes(rank)) {
+            for block in 0..contribution.blocks {
                 let from = inter_node.nodes[rank];
                 if from != inter_node.node {
-                    if is_needed(rank, block, inter_node.node) {
-                        pieces.receives.push((from, part(rank, block)));
+                    if is_needed(block, inter_node.node) {
+                        pieces.receives.push((from, segment(rank, block)));
                     }
                     continue;
                 }
-                let to = inter_node.remote_nodes().filter(|&node| is_needed(rank, block, node));
-                pieces.sends.extend(to.map(|node| (node, part(rank, block))));
+                let to = inter_node.remote_nodes().filter(|&node| is_needed(block, node));
+                pieces.sends.extend(to.map(|node| (node, segment(rank, block))));
             }
         }
         pieces

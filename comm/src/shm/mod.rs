@@ -9,7 +9,8 @@
 //! | `engine` | rounds: publishing, waiting |
 //! | `failure` | what becomes of a group that fails |
 //! | `fork` | what a forked child must leave alone |
-//! | `read_collectives` | collectives that read from peers |
+//! | `collectives` | collectives that read from peers, one a file |
+//! | `contribution` | what ranks contribute to these, and who reads it |
 //! | `reduction` | all_reduce, reduce, and the bucket reductions of data-parallel training |
 //! | `p2p` | send and recv |
 //! | `p2p_receive` | how messages find their receivers |
@@ -24,6 +25,8 @@
 pub mod arena;
 pub mod arena_header;
 pub mod bytes;
+pub mod collectives;
+pub mod contribution;
 pub mod control;
 pub mod engine;
 pub mod failure;
@@ -35,5 +38,4 @@ pub mod io_segment;
 pub mod message_queue;
 pub mod p2p;
 pub mod p2p_receive;
-pub mod read_collectives;
 pub mod reduction;

@@ -13,10 +13,10 @@ use std::sync::PoisonError;
 
 use flow_kernels::{DType, ReduceOp};
 
+use super::contribution::BufferView;
 use super::engine::{Engine, Link};
 use super::internode_exchange::drive;
 use super::io_segment::IoSegment;
-use super::read_collectives::BufferView;
 use crate::descriptor::DescriptorWords;
 use crate::descriptor::{Kind, Location, OpDescriptor};
 use crate::error::Result;

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use flow_kernels::DType;
 
+use super::contribution::BufferView;
 use super::control::sleep_on;
 use super::control::Counter;
 use super::engine::Engine;
@@ -21,7 +22,6 @@ use super::internode_exchange::drive;
 use super::io_segment::IoSegment;
 use super::message_queue::{Incoming, Message, Open};
 use super::p2p::{pieces, Endpoints, MessageDescriptor, PIECE};
-use super::read_collectives::BufferView;
 use crate::descriptor::DescriptorWords;
 use crate::descriptor::{Location, OpDescriptor};
 use crate::error::{Error, Result};

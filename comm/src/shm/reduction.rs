@@ -18,9 +18,9 @@ use flow_kernels::{DType, ReduceOp};
 use fnv::FnvHasher;
 
 use super::arena::{Arena, Block};
+use super::contribution::{equal_extents, BufferView, Contribution, Contributors, Readers};
 use super::control::{CHUNK, PAYLOAD};
 use super::engine::{Engine, State};
-use super::read_collectives::BufferView;
 use crate::descriptor::{Kind, Location, OpDescriptor};
 use crate::error::{Error, Result};
 use crate::trace::RecordId;
@@ -191,7 +191,7 @@ impl Engine {
             self.publish_descriptor(round, operation, Location::Staged);
             self.arrive(round);
             self.wait_arrived(round, operation, data.bytes)?;
-            self.locations(round, operation, 0)?;
+            self.locations(round, operation, &|_| 0)?;
             if receives(self.rank) {
                 let from = |rank| self.control.payload(round, rank);
                 self.reduce_local(operation, &from, &mut [data.data], data.bytes / element);
@@ -203,7 +203,7 @@ impl Engine {
         let own = self.locate(data.data, data.bytes);
         let mut locations = Vec::new();
         if self.inter_node.is_some() {
-            locations = self.exchange_descriptors(state, operation, own, data.bytes)?;
+            locations = self.exchange_descriptors(state, operation, own, &|_| data.bytes)?;
             if operation.kind == Kind::AllReduce && !is_mean_of_integers(operation) {
                 return self.reduce_between_nodes(state, operation, data, &locations);
             }
@@ -229,7 +229,7 @@ impl Engine {
             if self.inter_node.is_none() {
                 self.wait_arrived(round, operation, 0)?;
                 if start == 0 {
-                    locations = self.locations(round, operation, data.bytes)?;
+                    locations = self.locations(round, operation, &|_| data.bytes)?;
                 }
             }
             let in_place = locations.iter().all(|l| matches!(l, Location::Shared(_)));
@@ -241,7 +241,18 @@ impl Engine {
             if self.inter_node.is_some() {
                 let at = |rank: usize, _| at(rank).cast_const();
                 self.wait_transferred(round, operation, || {
-                    self.plan_transfers(operation, 1, &range, &at)
+                    let contribution = Contribution {
+                        from: Contributors::All,
+                        to: match operation.kind {
+                            Kind::Reduce => Readers::Root(operation.root as usize),
+                            _ => Readers::All,
+                        },
+                        data: Some(data.data),
+                        blocks: 1,
+                        block_bytes: data.bytes,
+                        extent: &equal_extents(data.bytes),
+                    };
+                    self.plan_transfers(&contribution, &range, &at)
                 })?;
             }
             let slice = slice(range.len() / element, self.locals.len(), self.local, element);
@@ -521,7 +532,7 @@ impl Engine {
         operation: &OpDescriptor,
         segments: &Segments,
     ) -> Result<Vec<Vec<*mut u8>>> {
-        let tables = self.local_locations(round, operation, segments.lengths.len() * 8)?;
+        let tables = self.local_locations(round, operation, &|_| segments.lengths.len() * 8)?;
         let element = segments.dtype.size();
         let place = |index: usize, rank: usize, table: Location| {
             let length = segments.lengths[index];
@@ -557,7 +568,7 @@ impl Engine {
         segments: &Segments,
     ) -> Result<()> {
         // Only now is known what the other nodes have posted.
-        self.locations(round, operation, 0)?;
+        self.locations(round, operation, &|_| 0)?;
         if self.local == 0 {
             return Ok(());
         }

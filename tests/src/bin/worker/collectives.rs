@@ -54,6 +54,7 @@ fn all(group: &ProcessGroup) -> Result<()> {
         crossing_messages::<f64>(group, count)?;
     }
     unaligned_parts(group)?;
+    uneven_arguments(group)?;
     group.barrier()?;
     Ok(())
 }
@@ -265,6 +266,7 @@ impl<'a, T: Reference> Grid<'a, T> {
                     grid.reductions(op)?;
                 }
                 grid.movements()?;
+                grid.uneven()?;
                 grid.messages()?;
                 group.barrier()?;
             }
@@ -381,6 +383,53 @@ impl<'a, T: Reference> Grid<'a, T> {
         check(&case, &output, |index| value(index / count, rank * count + index % count))
     }
 
+    /// A count that differs from block to block: none, a part or all of this grid's.
+    fn uneven_count(&self, block: usize) -> usize {
+        match (block + self.root) % 3 {
+            0 => 0,
+            1 => self.count,
+            _ => self.count / 2 + 1,
+        }
+    }
+
+    fn uneven(&self) -> Result<()> {
+        let Self { group, .. } = *self;
+        let (rank, size) = (group.rank(), group.world_size());
+        let counts: Vec<usize> = (0..size).map(|rank| self.uneven_count(rank)).collect();
+        let total = counts.iter().sum();
+
+        let case = self.case("all_gather_v");
+        let (input, mut output) = (self.own(counts[rank])?, self.blank(total)?);
+        group.all_gather_v(&input, &mut output, &counts)?;
+        check(&case, &output, |index| {
+            let (from, index) = block_of(&counts, index);
+            value(from, index)
+        })?;
+        self.agree(&case, &output)?;
+
+        let start: usize = counts[..rank].iter().sum();
+        for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Max] {
+            let case = self.case(&format!("reduce_scatter_v {op}"));
+            let (input, mut output) = (self.own(total)?, self.blank(counts[rank])?);
+            group.reduce_scatter_v(&input, &mut output, &counts, op)?;
+            check(&case, &output, |index| reduced(op, size, start + index))?;
+            check(&case, &input, |index| value(rank, index))?;
+        }
+
+        let case = self.case("all_to_all_v");
+        let sent = |from: usize| -> Vec<usize> {
+            (0..size).map(|to| self.uneven_count(from * size + to + from)).collect()
+        };
+        let received: Vec<usize> = (0..size).map(|from| sent(from)[rank]).collect();
+        let input = self.own(sent(rank).iter().sum())?;
+        let mut output = self.blank(received.iter().sum())?;
+        group.all_to_all_v(&input, &sent(rank), &mut output, &received)?;
+        check(&case, &output, |index| {
+            let (from, index) = block_of(&received, index);
+            value(from, sent(from)[..rank].iter().sum::<usize>() + index)
+        })
+    }
+
     fn messages(&self) -> Result<()> {
         let Self { group, count, .. } = *self;
         let (rank, size) = (group.rank(), group.world_size());
@@ -410,6 +459,44 @@ impl<'a, T: Reference> Grid<'a, T> {
         }
         Ok(())
     }
+}
+
+/// Which of several blocks in a row has an element, and at which position.
+fn block_of(counts: &[usize], mut index: usize) -> (usize, usize) {
+    for (block, &count) in counts.iter().enumerate() {
+        if index < count {
+            return (block, index);
+        }
+        index -= count;
+    }
+    unreachable!("the index is in one of the blocks")
+}
+
+/// What uneven collectives refuse, with the group usable after it.
+fn uneven_arguments(group: &ProcessGroup) -> Result<()> {
+    let (size, fitting) = (group.world_size(), vec![1; group.world_size()]);
+    let refused = |result: flow_comm::Result<()>, reason: &str| {
+        let error = result.expect_err("refused").to_string();
+        ensure!(error.contains(reason) && !error.contains('\n'), "{error}");
+        Ok(())
+    };
+    let mut all = vec![0_i32; size];
+    let few = &fitting[1..];
+    refused(group.all_gather_v(&[1], &mut all, few), "counts has")?;
+    refused(group.all_gather_v(&[1, 2], &mut all, &fitting), "input has 2 elements")?;
+    refused(group.all_gather_v(&[1_i64], &mut all, &fitting), "must be alike")?;
+    let result = group.reduce_scatter_v(&all, &mut [0, 0], &fitting, ReduceOp::Sum);
+    refused(result, "output has 2 elements, its counts say 1")?;
+    let mut output = vec![0; size];
+    refused(group.all_to_all_v(&all, few, &mut output, &fitting), "input_counts has")?;
+    refused(group.all_to_all_v(&all, &vec![usize::MAX; size], &mut output, &fitting), "sum up")?;
+    let gathered = group.all_gather_v_async([7_i32], all, fitting.clone())?.wait()?.1;
+    let reduced =
+        group.reduce_scatter_v_async(gathered.clone(), [0], fitting.clone(), ReduceOp::Sum)?;
+    ensure!(reduced.wait()?.1 == [7 * size as i32]);
+    let exchanged = group.all_to_all_v_async(gathered, fitting.clone(), output, fitting)?;
+    ensure!(exchanged.wait()?.1 == vec![7; size]);
+    Ok(())
 }
 
 /// Every collective started before any is waited for, with blocking ones in between.

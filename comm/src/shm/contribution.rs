@@ -1,0 +1,117 @@
+//! What the ranks contribute to a collective in which each reads from the others.
+
+use std::hash::{Hash, Hasher};
+use std::ops::Range;
+
+use fnv::FnvHasher;
+
+use super::bytes;
+
+/// Memory of a caller, valid for the length of the call.
+#[derive(Clone, Copy)]
+pub struct BufferView {
+    pub data: *mut u8,
+    pub bytes: usize,
+}
+
+impl BufferView {
+    /// Copies `count` bytes from `from` to position `start`.
+    pub fn write(self, start: usize, from: *const u8, count: usize) {
+        debug_assert!(start + count <= self.bytes);
+        // SAFETY: the range is inside the caller's memory, which no other rank writes in this
+        // collective.
+        unsafe { bytes::copy(from, self.data.add(start), count) };
+    }
+}
+
+/// Address of the range at hand in a rank's block: `at(rank, block)`.
+pub type AddressOf<'a> = &'a dyn Fn(usize, usize) -> *const u8;
+
+/// The ranks that contribute.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Contributors {
+    All,
+    Root(usize),
+}
+
+impl Contributors {
+    pub fn includes(self, rank: usize) -> bool {
+        match self {
+            Contributors::All => true,
+            Contributors::Root(root) => rank == root,
+        }
+    }
+}
+
+/// The ranks that read a block.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Readers {
+    All,
+    Root(usize),
+    /// The rank whose number the block has.
+    OwnerOfBlock,
+}
+
+/// Blocks of memory, as many from each rank.
+pub struct Contribution<'a> {
+    pub from: Contributors,
+    pub to: Readers,
+    /// This rank's memory; None if only others contribute.
+    pub data: Option<*const u8>,
+    pub blocks: usize,
+    /// Bytes of the longest block of any rank.
+    pub block_bytes: usize,
+    /// Where `extent(rank, block)` lies in the rank's memory, in bytes: a rank's blocks follow each
+    /// other. Every rank knows all extents that it reads, and its own.
+    pub extent: &'a dyn Fn(usize, usize) -> Range<usize>,
+}
+
+impl Contribution<'_> {
+    /// Bytes of all blocks of a rank.
+    pub fn total(&self, rank: usize) -> usize {
+        (self.extent)(rank, self.blocks - 1).end
+    }
+
+    /// The root of a block that all ranks read: between nodes it goes along a chain, so that each
+    /// node sends it once.
+    pub fn chain_root(&self) -> Option<usize> {
+        match (self.from, self.to) {
+            (Contributors::Root(root), Readers::All) => Some(root),
+            _ => None,
+        }
+    }
+
+    /// The part of a range that a rank's block has.
+    pub fn clip(&self, rank: usize, block: usize, range: &Range<usize>) -> Range<usize> {
+        let bytes = (self.extent)(rank, block).len();
+        range.start.min(bytes)..range.end.min(bytes)
+    }
+}
+
+/// The extents of blocks of the same length.
+pub fn equal_extents(block_bytes: usize) -> impl Fn(usize, usize) -> Range<usize> {
+    move |_, block| block * block_bytes..(block + 1) * block_bytes
+}
+
+/// Where each of several blocks that follow each other lies, in bytes.
+pub fn extents_of(counts: &[usize], element: usize) -> Vec<Range<usize>> {
+    let mut end = 0;
+    let mut next = |&count: &usize| {
+        let start = end;
+        end += count * element;
+        start..end
+    };
+    counts.iter().map(&mut next).collect()
+}
+
+/// Bytes of the longest block.
+pub fn longest(extents: &[Range<usize>]) -> usize {
+    extents.iter().map(Range::len).max().unwrap_or(0)
+}
+
+/// Tells lists of counts apart.
+pub fn digest(counts: &[usize]) -> u64 {
+    let mut hasher = FnvHasher::default();
+    counts.hash(&mut hasher);
+    hasher.finish()
+}
