@@ -34,7 +34,6 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use flow_comm::net::host_name;
 use rustix::io::Errno;
 
 use crate::agent::exit_status::{signal_name, ExitStatus};
