@@ -145,9 +145,10 @@ where
 /// The slice must be valid.
 unsafe fn handles(slice: TensorSlice) -> Vec<Option<Tensor>> {
     let handle = |&tensor: &*const C_tensor| {
-        // SAFETY: the tensor is C++'s, and not dropped here.
         (!tensor.is_null()).then(|| {
-            unsafe { ManuallyDrop::new(Tensor::from_ptr(tensor.cast_mut())) }.shallow_clone()
+            // SAFETY: the tensor is C++'s, and not dropped here.
+            let tensor = unsafe { Tensor::from_ptr(tensor.cast_mut()) };
+            ManuallyDrop::new(tensor).shallow_clone()
         })
     };
     if slice.count == 0 {

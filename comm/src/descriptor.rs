@@ -5,83 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use flow_kernels::{DType, ReduceOp};
 
+use crate::kind::Kind;
 use crate::trace::{Queued, Start};
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
-pub enum Kind {
-    AllReduce = 1,
-    Reduce,
-    Broadcast,
-    AllGather,
-    ReduceScatter,
-    AllToAll,
-    Gather,
-    Scatter,
-    Barrier,
-    NewGroup,
-    Send,
-    Recv,
-    AllGatherV,
-    ReduceScatterV,
-    AllToAllV,
-    BatchSendRecv,
-}
-
-impl Kind {
-    const ALL: [Kind; 16] = [
-        Kind::AllReduce,
-        Kind::Reduce,
-        Kind::Broadcast,
-        Kind::AllGather,
-        Kind::ReduceScatter,
-        Kind::AllToAll,
-        Kind::Gather,
-        Kind::Scatter,
-        Kind::Barrier,
-        Kind::NewGroup,
-        Kind::Send,
-        Kind::Recv,
-        Kind::AllGatherV,
-        Kind::ReduceScatterV,
-        Kind::AllToAllV,
-        Kind::BatchSendRecv,
-    ];
-
-    pub fn name(self) -> &'static str {
-        match self {
-            Kind::AllReduce => "all_reduce",
-            Kind::Reduce => "reduce",
-            Kind::Broadcast => "broadcast",
-            Kind::AllGather => "all_gather",
-            Kind::ReduceScatter => "reduce_scatter",
-            Kind::AllToAll => "all_to_all",
-            Kind::Gather => "gather",
-            Kind::Scatter => "scatter",
-            Kind::Barrier => "barrier",
-            Kind::NewGroup => "new_group",
-            Kind::Send => "send",
-            Kind::Recv => "recv",
-            Kind::AllGatherV => "all_gather_v",
-            Kind::ReduceScatterV => "reduce_scatter_v",
-            Kind::AllToAllV => "all_to_all_v",
-            Kind::BatchSendRecv => "batch_send_recv",
-        }
-    }
-
-    /// The kind with this code, if there is one.
-    pub fn from_code(code: u8) -> Option<Kind> {
-        Kind::ALL.into_iter().find(|kind| *kind as u8 == code)
-    }
-
-    fn has_root(self) -> bool {
-        matches!(self, Kind::Reduce | Kind::Broadcast | Kind::Gather | Kind::Scatter)
-    }
-
-    fn reduces(self) -> bool {
-        matches!(self, Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter | Kind::ReduceScatterV)
-    }
-}
 
 /// An operation as all ranks must agree on it. `count` is the number of elements a rank
 /// contributes.

@@ -37,6 +37,7 @@ mod descriptor;
 pub mod env;
 mod error;
 mod group;
+mod kind;
 mod liveness;
 pub mod nccl;
 pub mod net;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::nonblocking::Lane;
 use super::ProcessGroup;
-use crate::descriptor::Kind;
 use crate::error::Result;
+use crate::kind::Kind;
 use crate::shm::arena::Arena;
 use crate::world::World;
 

@@ -430,7 +430,10 @@ impl Call<'_> {
         }
         match (outcome["differ"].as_str(), outcome["failed"].as_str()) {
             (Some(detail), _) => Error::Mismatch { rank, detail: detail.into() },
-            (_, reason) => self.failed(reason.unwrap_or("the store has nonsense of it").into()),
+            (_, reason) => self.failed(reason.map_or_else(
+                || format!("malformed outcome in the store: got {outcome}"),
+                Into::into,
+            )),
         }
     }
 }

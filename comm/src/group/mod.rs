@@ -19,9 +19,9 @@ use flow_kernels::{Element, ReduceOp};
 
 use crate::arguments::Caller;
 use crate::buffer::{Buffer, SharedBuffer};
-use crate::descriptor::Kind;
 use crate::env::Membership;
 use crate::error::{Error, Result};
+use crate::kind::Kind;
 use crate::settings;
 use crate::shm::engine::Engine;
 use crate::shm::fork::ForkSafe;

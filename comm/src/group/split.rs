@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use super::nonblocking::Lane;
 use super::ProcessGroup;
-use crate::descriptor::Kind;
 use crate::error::{Error, Result};
+use crate::kind::Kind;
 use crate::shm::control::Control;
 use crate::shm::engine::Engine;
 use crate::world::World;

@@ -8,8 +8,9 @@ use flow_kernels::{DType, ReduceOp};
 
 use super::group::CudaGroup;
 use super::memory::{FlatMemory, Registration};
-use crate::descriptor::{Kind, OpDescriptor};
+use crate::descriptor::OpDescriptor;
 use crate::error::Result;
+use crate::kind::Kind;
 
 /// Flat device memory with a place for each gradient of a bucket.
 ///

@@ -5,8 +5,8 @@ use flow_kernels::{DType, ReduceOp};
 
 use super::communicator::P2pBlock;
 use super::group::CudaGroup;
-use crate::descriptor::Kind;
 use crate::error::Result;
+use crate::kind::Kind;
 
 impl CudaGroup {
     /// Reduces `buffer` element by element over all ranks; all get the result.

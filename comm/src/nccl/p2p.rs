@@ -6,8 +6,8 @@ use flow_kernels::ReduceOp;
 use super::collectives::count;
 use super::communicator::P2pBlock;
 use super::group::CudaGroup;
-use crate::descriptor::Kind;
 use crate::error::Result;
+use crate::kind::Kind;
 use crate::p2p::P2pOp;
 
 impl CudaGroup {

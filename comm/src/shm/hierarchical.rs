@@ -24,7 +24,7 @@ use crate::error::Result;
 
 /// Bytes of a slice: enough for the calls to the kernel to be few, few enough that what is under
 /// way stays in the cache.
-const LIVENESS_INTERVAL: usize = 64 << 10;
+const SLICE: usize = 64 << 10;
 
 /// Memory that is reduced as one, in the order of its pieces: where each begins, and how many
 /// elements it has.
@@ -162,7 +162,7 @@ impl Engine {
         };
         let staged =
             (0..self.size()).any(|rank| locations[rank] == Location::Staged && !is_alone(rank));
-        let slice = if staged { (CHUNK / nodes / 64 * 64).max(64) } else { LIVENESS_INTERVAL };
+        let slice = if staged { (CHUNK / nodes / 64 * 64).max(64) } else { SLICE };
         if self.locals.len() == 1 {
             let (_, mut guard) = self.lock_links()?;
             let span = Span::new(vec![(data.data, data.bytes / element)], operation.dtype);
@@ -232,7 +232,7 @@ impl Engine {
             &mut guard,
             operation,
             &Span::new(pieces, operation.dtype),
-            LIVENESS_INTERVAL,
+            SLICE,
             None,
         )?;
         // Before others may see that a node has left, having done its part.

@@ -15,9 +15,10 @@ use crate::error::Result;
 use crate::transport::{ConnectError, Connections, DisconnectReason};
 use crate::world::World;
 
-/// How often a rank that waits asks for news, and how long it has waited when it tells where it is.
+/// How often a rank that waits looks into the store for failures on other nodes.
 pub const POLL_INTERVAL: Duration = Duration::from_millis(500);
-const PATIENCE: Duration = Duration::from_secs(1);
+/// How long a rank has waited when it publishes its progress.
+const PROGRESS_AFTER: Duration = Duration::from_secs(1);
 
 /// A group's part on other nodes.
 pub struct InterNode {
@@ -34,10 +35,10 @@ pub struct InterNode {
     connecting: Mutex<()>,
     /// Collectives that this rank has begun.
     pub sequence: AtomicU64,
-    /// The last place that was told.
-    told: AtomicU64,
-    /// When this rank last asked.
-    news: Mutex<Option<Instant>>,
+    /// The progress that was published last.
+    published: AtomicU64,
+    /// When this rank last polled the store.
+    last_poll: Mutex<Option<Instant>>,
 }
 
 /// What a leader carries data with.
@@ -73,8 +74,8 @@ impl InterNode {
             links: OnceLock::new(),
             connecting: Mutex::default(),
             sequence: AtomicU64::new(0),
-            told: AtomicU64::new(0),
-            news: Mutex::new(None),
+            published: AtomicU64::new(0),
+            last_poll: Mutex::new(None),
         }
     }
 
@@ -128,7 +129,7 @@ impl Engine {
         };
         let ranks: Vec<usize> = members.iter().map(|&member| self.ranks[member]).collect();
         let (mut waiting, mut asked, mut suspect) = (self.begin_wait(), Instant::now(), None);
-        let mut patience = |missing: &[usize]| {
+        let mut cancel_check = |missing: &[usize]| {
             let missing: Vec<usize> = missing.iter().map(|&missing| members[missing]).collect();
             self.check_failure(operation, true)?;
             let reason =
@@ -153,7 +154,7 @@ impl Engine {
             &format!("{}{channel}", inter_node.prefix),
             &ranks,
             own,
-            &mut patience,
+            &mut cancel_check,
         );
         linked.map_err(|unlinked| match unlinked {
             ConnectError::Cancelled(error) => error,
@@ -241,7 +242,7 @@ impl Engine {
     /// Asks for failures on other nodes, now and then.
     pub fn poll_failure(&self) {
         let Some(inter_node) = &self.inter_node else { return };
-        let mut last = inter_node.news.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = inter_node.last_poll.lock().unwrap_or_else(PoisonError::into_inner);
         let last = last.get_or_insert_with(Instant::now);
         if last.elapsed() >= POLL_INTERVAL {
             *last = Instant::now();
@@ -282,12 +283,12 @@ impl Engine {
             .is_none_or(|words| words.starts_with(&format!("{ERROR_DETAILS} ")))
     }
 
-    /// Tells in which collective this rank is, when it has waited long.
+    /// Publishes in the store which collective this rank is in, once it has waited long.
     pub fn publish_progress(&self, waited: Duration, timeout: Duration) {
         let Some(inter_node) = &self.inter_node else { return };
         let place = inter_node.sequence.load(Ordering::Relaxed);
-        if waited >= PATIENCE.min(timeout / 4)
-            && inter_node.told.swap(place, Ordering::Relaxed) != place
+        if waited >= PROGRESS_AFTER.min(timeout / 4)
+            && inter_node.published.swap(place, Ordering::Relaxed) != place
         {
             if let Some(store) = self.world.store() {
                 let _ = store.set(

@@ -11,8 +11,7 @@ use super::contribution::{AddressOf, Contribution, Readers};
 use super::engine::Engine;
 use super::internode::{InterNode, LeaderLinks};
 use super::io_segment::IoSegment;
-use crate::descriptor::DescriptorWords;
-use crate::descriptor::{Location, OpDescriptor};
+use crate::descriptor::{DescriptorWords, Location, OpDescriptor};
 use crate::error::Result;
 use crate::transport::{Connections, PeerDown};
 

@@ -14,8 +14,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use super::control::Counter;
 use super::engine::Link;
 use super::io_segment::IoSegment;
-use crate::descriptor::DescriptorWords;
-use crate::descriptor::{Location, OpDescriptor};
+use crate::descriptor::{DescriptorWords, Location, OpDescriptor};
 
 /// What comes from one rank.
 pub struct MessageQueue {

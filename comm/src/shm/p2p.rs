@@ -17,9 +17,9 @@ use super::contribution::BufferView;
 use super::engine::{Engine, Link};
 use super::internode_exchange::drive;
 use super::io_segment::IoSegment;
-use crate::descriptor::DescriptorWords;
-use crate::descriptor::{Kind, Location, OpDescriptor};
+use crate::descriptor::{DescriptorWords, Location, OpDescriptor};
 use crate::error::Result;
+use crate::kind::Kind;
 
 /// Bytes that a link moves within the group's timeout.
 pub const PIECE: usize = 8 << 20;

@@ -21,8 +21,9 @@ use super::arena::{Arena, Block};
 use super::contribution::{equal_extents, BufferView, Contribution, Contributors, Readers};
 use super::control::{CHUNK, PAYLOAD};
 use super::engine::{Engine, State};
-use crate::descriptor::{Kind, Location, OpDescriptor};
+use crate::descriptor::{Location, OpDescriptor};
 use crate::error::{Error, Result};
+use crate::kind::Kind;
 use crate::trace::RecordId;
 
 /// Pieces of shared memory that are reduced as one: a bucket of gradients, where each was born.

@@ -199,7 +199,7 @@ impl Store {
         })
     }
 
-    /// Sends a request and has `accept` take the reply, or return `None` where it makes no sense.
+    /// Sends a request and has `accept` take the reply, or return `None` where it does not answer the request.
     fn call<T>(
         &self,
         operation: String,
@@ -248,7 +248,7 @@ impl Store {
                     }
                     reply => match reply.and_then(accept) {
                         Some(result) => return Ok(result),
-                        None => "the reply makes no sense".to_string(),
+                        None => "malformed reply: it does not answer the request".to_string(),
                     },
                 },
             };

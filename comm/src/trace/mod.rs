@@ -10,12 +10,14 @@
 
 mod align;
 mod clock;
+mod record;
 mod recorder;
 mod timeline;
 
 pub(crate) use align::clock_offset;
 pub(crate) use clock::{now as ticks, Scale};
-pub use recorder::{record_cost, Record};
+pub use record::Record;
+pub use recorder::record_cost;
 pub(crate) use recorder::{Queued, RecordId, Recorder, Start};
 pub(crate) use timeline::{folder, join, Job};
 pub use timeline::{is_on, phase, wait, Phase, Span};

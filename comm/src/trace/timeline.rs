@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use serde_json::{json, Value};
 
 use super::clock;
-use super::recorder::Record;
+use super::record::Record;
 
 /// The variable that names the folder.
 const VARIABLE: &str = "FLOW_TRACE";

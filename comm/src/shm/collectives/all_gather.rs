@@ -2,8 +2,8 @@
 
 use flow_kernels::{DType, ReduceOp};
 
-use crate::descriptor::Kind;
 use crate::error::Result;
+use crate::kind::Kind;
 use crate::shm::contribution::{
     digest, equal_extents, extents_of, longest, BufferView, Contribution, Contributors, Readers,
 };

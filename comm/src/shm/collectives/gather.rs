@@ -2,8 +2,8 @@
 
 use flow_kernels::{DType, ReduceOp};
 
-use crate::descriptor::Kind;
 use crate::error::Result;
+use crate::kind::Kind;
 use crate::shm::contribution::{equal_extents, BufferView, Contribution, Contributors, Readers};
 use crate::shm::engine::Engine;
 

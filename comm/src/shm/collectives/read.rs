@@ -10,8 +10,9 @@ use std::ops::Range;
 
 use flow_kernels::{DType, ReduceOp};
 
-use crate::descriptor::{Kind, Location, OpDescriptor};
+use crate::descriptor::{Location, OpDescriptor};
 use crate::error::Result;
+use crate::kind::Kind;
 use crate::shm::bytes;
 use crate::shm::contribution::{AddressOf, Contribution};
 use crate::shm::control::{CHUNK, PAYLOAD, SLOTS};

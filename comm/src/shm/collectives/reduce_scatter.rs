@@ -5,8 +5,9 @@ use std::ops::Range;
 
 use flow_kernels::{DType, ReduceOp};
 
-use crate::descriptor::{Kind, OpDescriptor};
+use crate::descriptor::OpDescriptor;
 use crate::error::Result;
+use crate::kind::Kind;
 use crate::shm::contribution::{
     digest, equal_extents, extents_of, longest, BufferView, Contribution, Contributors, Readers,
 };

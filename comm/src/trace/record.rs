@@ -1,0 +1,29 @@
+//! What is recorded of an operation.
+
+use std::time::Duration;
+
+/// One operation of a group on this rank. Times are those of the machine's monotonic clock.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Record {
+    /// The group's name, alike on all its ranks.
+    pub group: String,
+    /// The operation's number: collectives of a group count together, wherever their buffers are;
+    /// so do, apart from them, this rank's messages.
+    pub sequence: u64,
+    /// Its name, such as `all_reduce`.
+    pub operation: &'static str,
+    /// How many bytes this rank contributes.
+    pub bytes: u64,
+    /// The bucket that is reduced, if it is one.
+    pub bucket: Option<u32>,
+    /// What moves the data: `shm` on one node, the transport between nodes (`tcp`, `mpi`), or `nccl`.
+    pub backend: &'static str,
+    /// When the program asked for it.
+    pub queued: Duration,
+    /// When it began.
+    pub started: Duration,
+    /// When it was over; None while it is under way, and if it failed.
+    pub done: Option<Duration>,
+    /// The member, by its rank in the job, that was the last to call it, where that is known.
+    pub last_to_arrive: Option<usize>,
+}
