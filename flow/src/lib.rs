@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`prelude`] | what a training program uses, for `use flow::prelude::*;` |
 //! | [`ddp`] | `Ddp`, samplers, loaders, checkpoints: `torch.nn.parallel`, `torch.utils.data` |
+//! | [`tensor`] | collectives on tensors, asynchronous and differentiable ones too: `torch.distributed.nn` |
 //! | [`comm`] | process groups and collectives on slices and buffers: `torch.distributed` |
 //! | [`tch`] | tensors, autograd and models: libtorch |
 //!
@@ -24,10 +25,12 @@
 
 pub use flow_comm as comm;
 pub use flow_ddp as ddp;
+pub use flow_tensor as tensor;
 pub use tch;
 
 /// What a training program uses.
 pub mod prelude {
+    pub use flow_comm::Mesh;
     pub use flow_ddp::{
         Checkpoints, DataLoader, Dataset, Ddp, DeviceKind, DistributedSampler, OptimizerState,
         ProcessGroup, ReduceOp, TensorCollectives, TryBackwardStep,
