@@ -105,7 +105,7 @@ pub fn pipeline(group: &ProcessGroup) -> Result<()> {
     agrees(group, &x, &|x| {
         let mut y = x * x;
         if rank > 0 {
-            y = y * functional::recv(group, &[3, 2], Kind::Double, group.device(), rank - 1)?;
+            y *= functional::recv(group, &[3, 2], Kind::Double, group.device(), rank - 1)?;
         }
         if rank < last {
             return Ok(functional::send(group, &y, rank + 1)?);

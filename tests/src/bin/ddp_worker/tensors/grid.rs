@@ -135,7 +135,7 @@ impl Case<'_> {
         let sum = all.to_kind(Kind::Double).sum_dim_intlist([0i64].as_slice(), false, Kind::Double);
         let result = match op {
             ReduceOp::Sum => sum,
-            ReduceOp::Avg if self.kind.is_floating() => sum / self.ranks() as f64,
+            ReduceOp::Avg if is_floating(self.kind) => sum / self.ranks() as f64,
             ReduceOp::Avg => (sum / self.ranks() as f64).trunc(),
             ReduceOp::Product => {
                 let product =
@@ -317,12 +317,6 @@ pub fn overlapping(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-trait Floating {
-    fn is_floating(self) -> bool;
-}
-
-impl Floating for Kind {
-    fn is_floating(self) -> bool {
-        matches!(self, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16)
-    }
+fn is_floating(kind: Kind) -> bool {
+    matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16)
 }
