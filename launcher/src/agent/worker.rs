@@ -21,7 +21,7 @@ use crate::plan::WorkerSpec;
 use crate::report::error_file::ErrorFile;
 use crate::report::failure::{Outcome, Stopped, Tail};
 
-/// How much longer than after [`QUIET`] a prompt waits for the end of another stream's line.
+/// How much longer than after `QUIET` a prompt waits for the end of another stream's line.
 const LINE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Index of a stream of a worker.
