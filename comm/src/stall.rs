@@ -7,9 +7,8 @@ use std::time::Duration;
 
 use crate::store::Store;
 
-/// How long a wait must be to be reported, in seconds; set by flow-launch. The second name is that
-/// of older ones.
-const REPORT: [&str; 2] = ["FLOW_REPORT_STALLS", "FLOW_REPORT_WAITS"];
+/// How long a wait must be to be reported, in seconds; set by flow-launch.
+const REPORT: &str = "FLOW_REPORT_STALLS";
 /// How often a stall checks whether it waits for other ranks than before.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -22,7 +21,7 @@ pub struct StallReporter {
 impl StallReporter {
     /// For rank `rank` of the job; None unless flow-launch listens.
     pub fn from_env(rank: usize) -> Option<StallReporter> {
-        let seconds = REPORT.iter().find_map(|name| std::env::var(name).ok())?.parse().ok()?;
+        let seconds = std::env::var(REPORT).ok()?.parse().ok()?;
         Some(StallReporter { rank, after: Duration::try_from_secs_f64(seconds).ok()? })
     }
 

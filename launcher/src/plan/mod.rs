@@ -19,7 +19,7 @@ use crate::plan::host::LocalHost;
 const MOST_WORKERS: u32 = 1 << 16;
 
 /// A wait in a collective longer than this is reported.
-const REPORT_WAITS: Duration = Duration::from_secs(30);
+const REPORT_STALLS: Duration = Duration::from_secs(30);
 
 /// One worker: what to run and in which environment (added to the launcher's own).
 #[derive(Clone, Debug, PartialEq)]
@@ -163,8 +163,9 @@ fn environment(
     if !host.has_variable("TORCH_NCCL_ASYNC_ERROR_HANDLING") {
         environment.push(("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1".into()));
     }
-    let report_waits = job.hang_timeout.map_or(REPORT_WAITS, |limit| REPORT_WAITS.min(limit / 2));
-    environment.push(("FLOW_REPORT_WAITS", report_waits.as_secs_f64().to_string().into()));
+    let report_stalls =
+        job.hang_timeout.map_or(REPORT_STALLS, |limit| REPORT_STALLS.min(limit / 2));
+    environment.push(("FLOW_REPORT_STALLS", report_stalls.as_secs_f64().to_string().into()));
     if let Some(threads) = omp_threads(assignment.local_world_size, host) {
         environment.push(("OMP_NUM_THREADS", threads.to_string().into()));
     }
@@ -319,7 +320,7 @@ mod tests {
             .collect();
         found.sort_unstable();
         let expected = [
-            ("FLOW_REPORT_WAITS", "30"),
+            ("FLOW_REPORT_STALLS", "30"),
             ("FLOW_STORE", "tcp://node0:9"),
             ("FLOW_TOKEN", "abc"),
             ("GROUP_RANK", "1"),
