@@ -8,9 +8,9 @@ use flow_harness::cli::{launcher, run, script};
 use flow_harness::net::{ipv4, Net};
 use serde_json::Value;
 
-/// A worker whose timeline has one operation, for which rank 1 arrives last.
+/// A worker whose timeline has one operation, for which rank 2 arrives last.
 const WORKER: &str = r#"echo '{"traceEvents":[{"ph":"X","cat":"comm","name":"all_reduce","pid":'$RANK',"tid":1,
-    "ts":0,"dur":2000,"args":{"group":"world","sequence":1,"last_to_arrive":1}}],
+    "ts":'$RANK',"dur":2000,"args":{"group":"world","sequence":1}}],
     "otherData":{"rank":'$RANK',"host":"é"}}' > $FLOW_TRACE/rank$RANK.json"#;
 
 fn ranks_in(file: &Path) -> Vec<u64> {
@@ -29,9 +29,9 @@ fn one_file_has_all_ranks_and_is_summarized() {
     assert_eq!(ranks_in(&file), [0, 1, 2]);
     let summary = run(&mut launcher(&["trace", file.to_str().unwrap()]));
     assert_eq!(summary.code, Some(0), "{summary:?}");
-    assert!(summary.stdout.starts_with("3 ranks, 0 steps, 1 operations\n"), "{summary:?}");
-    let row = summary.stdout.lines().find(|line| line.trim_start().starts_with("1 ")).unwrap();
-    assert_eq!(row.split_whitespace().collect::<Vec<_>>(), ["1", "2.0", "0%", "0.0", "0", "1"]);
+    assert!(summary.stdout.starts_with("3 ranks, 0 steps, 1 collectives\n"), "{summary:?}");
+    let row = summary.stdout.lines().find(|line| line.trim_start().starts_with("2 ")).unwrap();
+    assert_eq!(row.split_whitespace().collect::<Vec<_>>(), ["2", "2.0", "0%", "0.0", "0", "1"]);
 }
 
 #[test]

@@ -24,6 +24,4 @@ pub struct Record {
     pub started: Duration,
     /// When it was over; None while it is under way, and if it failed.
     pub done: Option<Duration>,
-    /// The member, by its rank in the job, that was the last to call it, where that is known.
-    pub last_to_arrive: Option<usize>,
 }

@@ -80,7 +80,6 @@ struct Slot {
     queued: AtomicU64,
     started: AtomicU64,
     done: AtomicU64,
-    last_to_arrive: AtomicU64,
 }
 
 /// The last operations of one group.
@@ -164,7 +163,6 @@ impl Recorder {
         slot.queued.store(start.queued.unwrap_or(now), Ordering::Relaxed);
         slot.started.store(now, Ordering::Relaxed);
         slot.done.store(NONE, Ordering::Relaxed);
-        slot.last_to_arrive.store(NONE, Ordering::Relaxed);
         slot.stamp.store(id, Ordering::Release);
         RecordId(id)
     }
@@ -242,16 +240,9 @@ impl Recorder {
         if slot.stamp.load(Ordering::Acquire) != id.0 {
             return None;
         }
-        let [sequence, bytes, what, queued, started, done, last] = [
-            &slot.sequence,
-            &slot.bytes,
-            &slot.what,
-            &slot.queued,
-            &slot.started,
-            &slot.done,
-            &slot.last_to_arrive,
-        ]
-        .map(load);
+        let [sequence, bytes, what, queued, started, done] =
+            [&slot.sequence, &slot.bytes, &slot.what, &slot.queued, &slot.started, &slot.done]
+                .map(load);
         fence(Ordering::Acquire);
         if slot.stamp.load(Ordering::Relaxed) != id.0 {
             return None;
@@ -266,7 +257,6 @@ impl Recorder {
             queued: scale.monotonic(queued),
             started: scale.monotonic(started),
             done: (done != NONE).then(|| scale.monotonic(done)),
-            last_to_arrive: (last != NONE).then_some(last as usize),
         })
     }
 }
@@ -314,7 +304,6 @@ mod tests {
             queued: under_way.queued,
             started: under_way.started,
             done: None,
-            last_to_arrive: None,
         };
         assert_eq!(under_way, expected);
         recorder.finish(id);

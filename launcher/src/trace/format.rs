@@ -46,8 +46,6 @@ pub struct Arguments {
     pub step: Option<u64>,
     pub group: serde_json::Value,
     pub sequence: Option<u64>,
-    /// The rank that the others of the operation waited for.
-    pub last_to_arrive: Option<u32>,
 }
 
 /// Where a merged timeline comes from.

@@ -5,6 +5,9 @@ use std::fmt::Write;
 
 use super::format::{Event, Timeline};
 
+/// Operations that ranks count each for itself: nobody waits for all of a group.
+const MESSAGES: [&str; 3] = ["send", "recv", "batch_send_recv"];
+
 /// From start to end, in microseconds.
 type Interval = (f64, f64);
 
@@ -18,7 +21,7 @@ struct Rank {
     busy: BTreeMap<u64, f64>,
     /// Steps in which this rank was the slowest.
     slowest: usize,
-    /// Operations that this rank was the last to arrive in.
+    /// Collectives that this rank was the last to arrive in.
     last: usize,
 }
 
@@ -43,20 +46,24 @@ impl Rank {
 }
 
 /// A table with a line for each rank: time in communication, the share of it that is hidden behind
-/// backward, time in waits, in how many steps the rank was the slowest, and in how many operations
+/// backward, time in waits, in how many steps the rank was the slowest, and in how many collectives
 /// it was the last to arrive.
 pub fn describe(timeline: &Timeline) -> String {
     let (mut ranks, mut operations) = (BTreeMap::<u32, Rank>::new(), BTreeMap::new());
     for event in timeline.events.iter().filter(|event| event.kind == "X") {
         ranks.entry(event.pid).or_default().add(event);
-        let arguments = &event.arguments;
-        if let (Some(sequence), Some(last)) = (arguments.sequence, arguments.last_to_arrive) {
-            // All ranks of an operation report it.
-            operations.insert((arguments.group.to_string(), sequence), last);
-        }
+        let (name, arguments) = (event.name.as_str(), &event.arguments);
+        let Some(sequence) = arguments.sequence.filter(|_| !MESSAGES.contains(&name)) else {
+            continue;
+        };
+        let key = (arguments.group.to_string(), sequence);
+        let arrivals: &mut Vec<(f64, u32)> = operations.entry(key).or_default();
+        arrivals.push((event.start, event.pid));
     }
-    for last in operations.values() {
-        ranks.entry(*last).or_default().last += 1;
+    for arrivals in operations.values().filter(|arrivals| arrivals.len() > 1) {
+        if let Some((_, last)) = arrivals.iter().max_by(|one, other| one.0.total_cmp(&other.0)) {
+            ranks.entry(*last).or_default().last += 1;
+        }
     }
     let steps: BTreeSet<u64> = ranks.values().flat_map(|rank| rank.busy.keys().copied()).collect();
     for step in &steps {
@@ -72,7 +79,7 @@ pub fn describe(timeline: &Timeline) -> String {
 }
 
 fn table(ranks: &BTreeMap<u32, Rank>, steps: usize, operations: usize) -> String {
-    let mut text = format!("{} ranks, {steps} steps, {operations} operations\n\n", ranks.len());
+    let mut text = format!("{} ranks, {steps} steps, {operations} collectives\n\n", ranks.len());
     text += "rank    comm ms   hidden    wait ms   slowest in   last to arrive in\n";
     for (number, rank) in ranks {
         let communication = union(rank.communication.clone());
@@ -91,7 +98,7 @@ fn table(ranks: &BTreeMap<u32, Rank>, steps: usize, operations: usize) -> String
     text + "
 comm: time in which a collective of the rank was running; hidden: the share of it during backward
 and outside waits; slowest in: steps in which the rank computed longest; last to arrive in:
-operations whose other ranks waited for this one.
+collectives that this rank began last.
 "
 }
 
@@ -148,7 +155,7 @@ mod tests {
 
     #[test]
     fn communication_behind_backward_is_hidden_unless_it_is_waited_for() {
-        let operation = json!({"group": "world", "sequence": 1, "last_to_arrive": 1});
+        let operation = json!({"group": "world", "sequence": 1});
         let events = vec![
             json!({"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}}),
             event(0, "phase", "backward", (0, 10_000), json!({"step": 0})),
@@ -166,7 +173,7 @@ mod tests {
             event(1, "comm", "all_reduce", (9_000, 11_000), operation),
         ];
         let expected = [
-            "2 ranks, 1 steps, 1 operations",
+            "2 ranks, 1 steps, 2 collectives",
             "rank comm ms hidden wait ms slowest in last to arrive in",
             "0 8.0 75% 2.0 0 0",
             "1 2.0 50% 0.0 1 1",
@@ -208,6 +215,6 @@ mod tests {
 
     #[test]
     fn an_empty_timeline_has_an_empty_table() {
-        assert_eq!(lines(Vec::new())[0], "0 ranks, 0 steps, 0 operations");
+        assert_eq!(lines(Vec::new())[0], "0 ranks, 0 steps, 0 collectives");
     }
 }
