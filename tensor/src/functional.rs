@@ -104,7 +104,7 @@ pub fn gather(group: &ProcessGroup, tensor: &Tensor, root: usize) -> Result<Tens
         let grad = if group.rank() == root {
             grad.shallow_clone()
         } else {
-            grad.new_zeros(&all, of(grad))
+            depends_on(grad, &grad.new_zeros(&all, of(grad)))
         };
         scatter(group, &grad, root)
     })
@@ -130,7 +130,7 @@ pub fn scatter(group: &ProcessGroup, tensor: &Tensor, root: usize) -> Result<Ten
             return Ok(gathered);
         }
         let all: Vec<i64> = std::iter::once(group.world_size() as i64).chain(grad.size()).collect();
-        Ok(Tensor::zeros(all, of(grad)))
+        Ok(depends_on(&gathered, &Tensor::zeros(all, of(grad))))
     })
 }
 
@@ -204,6 +204,12 @@ fn run(
     call: impl Fn(&ProcessGroup, &Tensor) -> Result<Call>,
 ) -> impl Fn(&ProcessGroup, &Tensor) -> Result<Tensor> {
     move |group, tensor| call(group, tensor)?.run(group)
+}
+
+/// `tensor`, in such a way that backward also runs through `empty`, whose first dimension is 0: what
+/// other ranks do to compute a gradient of a gradient, this one must do, too.
+fn depends_on(empty: &Tensor, tensor: &Tensor) -> Tensor {
+    Tensor::cat(&[empty, tensor], 0)
 }
 
 fn of(tensor: &Tensor) -> (Kind, Device) {

@@ -17,6 +17,10 @@ inline const char* const reduction_names[] = {"sum", "prod", "max", "min", "avg"
 inline const char* const type_names[] = {"i8", "u8", "i32", "u32", "i64", "u64", "f16", "f32", "f64", "bf16"};
 inline const std::size_t type_sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
 
+/// What floats are computed in.
+template <class T>
+using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
 template <class T>
 T combine(Reduction op, T a, T b) {
     if constexpr (std::is_integral_v<T>) {
@@ -24,8 +28,7 @@ T combine(Reduction op, T a, T b) {
         if (op == PROD) return T(std::uint64_t(a) * std::uint64_t(b));
         return op == MAX ? std::max(a, b) : std::min(a, b);
     } else {
-        using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
-        Wide x = a, y = b;
+        Wide<T> x = a, y = b;
         if (op == SUM || op == AVG) return T(x + y);
         if (op == PROD) return T(x * y);
         return op == MAX ? T(std::max(x, y)) : T(std::min(x, y));
@@ -39,7 +42,7 @@ void reduce(Reduction op, const T* in, T* out, std::size_t count, int ranks) {
     auto value = [&](int rank, std::size_t i) {
         T one = in[rank * count + i];
         if constexpr (!std::is_integral_v<T>)
-            if (op == AVG) return T(one * T(1.0f / float(ranks)));
+            if (op == AVG) return T(one * T(Wide<T>(1.0 / ranks)));
         return one;
     };
     for (std::size_t i = 0; i < count; ++i) {

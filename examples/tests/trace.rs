@@ -1,0 +1,38 @@
+//! `flow-launch --trace`: the timeline of a real training, and its summary.
+
+use std::collections::BTreeMap;
+use std::process::Command;
+
+use flow_tests::{launcher, program, Process, TEST_TIMEOUT};
+use serde_json::Value;
+
+const STEPS: usize = 500;
+
+#[test]
+fn a_training_has_a_timeline() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("trace.json");
+    let training = launcher(2, &["--trace", file.to_str().unwrap()], "train", &[]);
+    Process::start(training).finish(TEST_TIMEOUT).success();
+
+    let timeline: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    let mut counts = BTreeMap::new();
+    for event in timeline["traceEvents"].as_array().unwrap() {
+        let text = |key: &str| event[key].as_str().unwrap_or_default().to_owned();
+        *counts.entry((text("cat"), text("name"), event["pid"].as_u64().unwrap())).or_insert(0) +=
+            1;
+    }
+    for rank in 0..2 {
+        for (category, name) in
+            [("phase", "forward"), ("phase", "backward"), ("wait", "wait"), ("comm", "all_reduce")]
+        {
+            let count = counts.get(&(category.to_owned(), name.to_owned(), rank));
+            assert_eq!(count, Some(&STEPS), "{category} {name} of rank {rank}: {counts:?}");
+        }
+    }
+
+    let mut summary = Command::new(program("flow-launch"));
+    summary.arg("trace").arg(&file);
+    let summary = Process::start(summary).finish(TEST_TIMEOUT).success();
+    assert!(summary.starts_with(&format!("2 ranks, {STEPS} steps, ")), "{summary}");
+}
