@@ -241,10 +241,6 @@ impl Peer {
 }
 
 impl MpiConnections {
-    fn peer(&mut self, member: usize) -> &mut Peer {
-        self.peers[member].as_mut().expect("no member talks to itself") // invariant
-    }
-
     fn progress_now(&mut self) -> Result<bool, PeerDown> {
         let Self { channel, tag, peers, .. } = self;
         // What goes wrong in all of MPI is told of somebody.

@@ -357,12 +357,11 @@ impl Session {
         loop {
             let mut handshake = match self.handshake.take() {
                 Some(handshake) => handshake,
-                // SAFETY: it is a number.
-                None => self.receive(
-                    vec![0; MAX_HANDSHAKE],
-                    unsafe { ffi::RSMPI_ANY_SOURCE },
-                    HANDSHAKE_TAG,
-                )?,
+                None => {
+                    // SAFETY: it is a number.
+                    let any_source = unsafe { ffi::RSMPI_ANY_SOURCE };
+                    self.receive(vec![0; MAX_HANDSHAKE], any_source, HANDSHAKE_TAG)?
+                }
             };
             let Status { source, bytes } = match self.test(&mut handshake) {
                 Ok(Some(status)) => status,
