@@ -219,7 +219,7 @@ impl Event {
                 let mut args = json!({
                     "group": record.group, "sequence": record.sequence, "bytes": record.bytes,
                     "bucket": record.bucket, "backend": record.backend,
-                    "queued": ts(record.queued),
+                    "queued": ts(record.queued), "started": ts(record.started),
                 });
                 if *has_failed {
                     args["failed"] = Value::Bool(true);
@@ -334,7 +334,7 @@ mod tests {
             "name": "all_reduce", "cat": "comm", "ph": "X", "ts": 8000.0, "dur": 2000.0,
             "pid": 3, "tid": 1, "args": {
                 "group": "0", "sequence": 7, "bytes": 8, "bucket": null, "backend": "shm",
-                "queued": 8000.0,
+                "queued": 8000.0, "started": 8000.0,
             },
         });
         assert_eq!(events.last(), Some(&expected));

@@ -46,6 +46,8 @@ pub struct Arguments {
     pub step: Option<u64>,
     pub group: serde_json::Value,
     pub sequence: Option<u64>,
+    /// When the operation began; `start` is later where events of a thread would overlap.
+    pub started: Option<f64>,
 }
 
 /// Where a merged timeline comes from.

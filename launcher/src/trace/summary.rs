@@ -58,7 +58,7 @@ pub fn describe(timeline: &Timeline) -> String {
         };
         let key = (arguments.group.to_string(), sequence);
         let arrivals: &mut Vec<(f64, u32)> = operations.entry(key).or_default();
-        arrivals.push((event.start, event.pid));
+        arrivals.push((arguments.started.unwrap_or(event.start), event.pid));
     }
     for arrivals in operations.values().filter(|arrivals| arrivals.len() > 1) {
         if let Some((_, last)) = arrivals.iter().max_by(|one, other| one.0.total_cmp(&other.0)) {
