@@ -5,7 +5,7 @@ use std::fmt::Display;
 use std::hash::{Hash, Hasher};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::error::Error;
@@ -15,7 +15,7 @@ use crate::shm::control::Control;
 use crate::stall::{Stall, StallReporter};
 use crate::store::{Server, Store};
 use crate::trace;
-use crate::transport::{DisconnectReason, Transport};
+use crate::transport::Transport;
 
 /// How long a waiting rank sleeps before it looks whether its peers live.
 pub const LIVENESS_INTERVAL: Duration = Duration::from_millis(100);
@@ -37,9 +37,6 @@ pub struct Peer {
     pub gone: bool,
 }
 
-/// See [`World::leader_lost`].
-type LeaderWatch = Box<dyn Fn(usize) -> Option<DisconnectReason> + Send + Sync>;
-
 /// What the groups of one job share in this process.
 pub struct World {
     pub rank: usize,
@@ -56,8 +53,6 @@ pub struct World {
     /// Begins the keys of this world.
     pub prefix: String,
     pub(crate) launched: bool,
-    /// How the connection of the group of all ranks to a leader has ended, if it has.
-    pub leader_watch: OnceLock<LeaderWatch>,
     /// How to tell flow-launch of long waits, if it listens.
     pub(crate) waits: Option<StallReporter>,
     /// To other nodes; None if there are none.
@@ -159,14 +154,6 @@ impl World {
             ranks.iter().filter_map(|&r| Some((r, self.peers[r].pidfd.as_ref()?))).unzip();
         let ended = ended(&pidfds, time).into_iter().map(|index| watched[index]);
         ranks.iter().copied().filter(|&r| self.peers[r].gone).chain(ended).collect()
-    }
-
-    /// How a rank has ended, if the group of all ranks is connected to it and sees that. Groups
-    /// that are not connected yet rely on this.
-    pub fn leader_lost(&self, rank: usize) -> Option<DisconnectReason> {
-        let reason = self.leader_watch.get()?(rank)?;
-        // A rank may leave that group and stay in others.
-        Some(reason).filter(|reason| !matches!(reason, DisconnectReason::Left))
     }
 
     /// "rank 1 (pid 42 on host) ...", for messages.

@@ -245,6 +245,9 @@ impl DdpBuilder {
         // Before the first backward: gradients are to be born in shared memory from then on.
         let allocator = ArenaAllocatorGuard::current().filter(|_| group.cuda_device().is_none());
         let own = group.duplicate_in(allocator.as_ref().map(|allocator| allocator.handle()))?;
+        // A rank whose first backward fails would else fail the group while nodes are still being
+        // linked.
+        own.barrier()?;
         let to_broadcast =
             buffers.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect();
         // There are two handles here, one in the broadcast.

@@ -17,7 +17,7 @@ mod store;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, PidfdFlags};
@@ -116,7 +116,6 @@ impl World {
             root,
             peers,
             launched,
-            leader_watch: OnceLock::new(),
             waits,
             store,
             prefix,

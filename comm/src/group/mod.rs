@@ -113,12 +113,6 @@ impl ProcessGroup {
         world.join_trace();
         let (control, ranks) = (world.root_control(), (0..world.size).collect());
         let engine = Arc::new(Engine::new(world, control, None, ranks, timeout, "0".into())?);
-        // The leaders watch each other from now on; other groups connect theirs when they first use
-        // them.
-        engine.link()?;
-        let watched = Arc::downgrade(&engine);
-        let watch = move |rank| watched.upgrade()?.disconnect_reason(rank);
-        let _ = engine.world.leader_watch.set(Box::new(watch));
         Ok(Self::of(engine, membership.local_rank, Cuda::default()))
     }
 

@@ -139,6 +139,8 @@ impl Engine {
             cancelled: AtomicBool::new(false),
         };
         engine.set_timeout(timeout);
+        // Leaders see each other end from here on.
+        engine.link()?;
         Ok(engine)
     }
 

@@ -29,7 +29,7 @@ pub struct InterNode {
     pub node: usize,
     /// The first member on each node.
     pub leaders: Vec<usize>,
-    /// In the leader, once they are used.
+    /// In the leader.
     pub links: OnceLock<Mutex<LeaderLinks>>,
     /// Held by the thread that connects them.
     connecting: Mutex<()>,
@@ -86,7 +86,7 @@ impl InterNode {
 }
 
 impl Engine {
-    /// In the leader: the links to the other leaders, which it connects when they are first used.
+    /// In the leader: the links to the other leaders, which are connected on the first call.
     pub fn links(&self) -> Result<(&InterNode, &Mutex<LeaderLinks>)> {
         let Some(inter_node) = self.inter_node.as_ref().filter(|_| self.is_leader()) else {
             let reason = "this rank does not lead its node".into();
@@ -132,8 +132,7 @@ impl Engine {
         let mut cancel_check = |missing: &[usize]| {
             let missing: Vec<usize> = missing.iter().map(|&missing| members[missing]).collect();
             self.check_failure(operation, true)?;
-            let reason =
-                |r| self.disconnect_reason(r).or_else(|| self.world.leader_lost(self.ranks[r]));
+            let reason = |r| self.disconnect_reason(r);
             let mut gone = missing.iter().find_map(|&r| Some((r, reason(r)?)));
             if gone.is_none() && asked.elapsed() >= POLL_INTERVAL {
                 asked = Instant::now();

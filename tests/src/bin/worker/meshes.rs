@@ -1,7 +1,5 @@
 //! Groups that keep an order, splits and meshes; each rank checks its own part.
 
-use std::fs;
-
 use anyhow::{ensure, Context, Result};
 use flow_comm::{Error, Mesh, ProcessGroup, ReduceOp};
 use flow_tests::registry::{by_hand, launched, scenario, Scenario};
@@ -12,7 +10,6 @@ pub const SCENARIOS: &[Scenario] = &[
     scenario("groups_keep_the_order_of_their_list", ordered, &[launched(5), by_hand(&[3, 2])]),
     scenario("a_split_is_by_color_and_key", split, &[launched(5), by_hand(&[2, 2, 1])]),
     scenario("a_mesh_has_a_group_per_axis_and_coordinate", mesh, &[launched(8), by_hand(&[4, 4])]),
-    scenario("nodes_are_connected_when_a_group_uses_it", sockets, &[by_hand(&[2, 2])]),
 ];
 
 /// With five ranks: the members' order is that of the list, in every kind of operation.
@@ -145,43 +142,5 @@ fn mesh(world: &ProcessGroup) -> Result<()> {
     let shape = if rank == 7 { [4, 2] } else { [2, 4] };
     let error = Mesh::new(world, &[0, 1, 2, 3, 4, 5, 6, 7], &shape).err().context("different")?;
     ensure!(matches!(error, Error::Mismatch { .. }), "{error:?}");
-    Ok(())
-}
-
-/// With two nodes of two ranks: groups connect nodes when they first use the connections.
-fn sockets(world: &ProcessGroup) -> Result<()> {
-    let count = || -> Result<usize> {
-        let targets = fs::read_dir("/proc/self/fd")?
-            .filter_map(|entry| fs::read_link(entry.ok()?.path()).ok())
-            .filter(|target| target.to_string_lossy().starts_with("socket:"));
-        Ok(targets.count())
-    };
-    world.barrier()?;
-    let before = count()?;
-    let groups: Vec<ProcessGroup> = (0..8).map(|_| world.duplicate()).collect::<Result<_, _>>()?;
-    let mesh = Mesh::new(world, &[0, 2, 1, 3], &[2, 2])?;
-    world.barrier()?;
-    ensure!(count()? == before, "groups that nobody uses have {} sockets", count()? - before);
-    // Data, and what tells of the end of the other: two for the pair that uses them.
-    let peer = (world.rank() + 2) % 4;
-    let pair = [world.rank() as i64];
-    let sent = groups[0].send_async(pair.to_vec(), peer)?;
-    let mut received = [0_i64];
-    groups[0].recv(&mut received, peer)?;
-    sent.wait()?;
-    ensure!(received == [peer as i64]);
-    world.barrier()?;
-    let after_messages = count()?;
-    ensure!(after_messages - before <= 4, "{} sockets for messages", after_messages - before);
-    ensure!(sum_of_ranks(&groups[1])? == 6);
-    let is_leader = world.rank().is_multiple_of(2);
-    ensure!(count()? - after_messages == if is_leader { 2 } else { 0 });
-    // The groups along the other axis are of one node.
-    let row = mesh.group(0)?;
-    let before = count()?;
-    row.barrier()?;
-    let spans_nodes = row.local_world_size() < row.world_size();
-    ensure!(count()? - before == if spans_nodes { 2 } else { 0 });
-    world.barrier()?;
     Ok(())
 }
