@@ -150,8 +150,10 @@ pub fn steps(folder: &Path) -> io::Result<Vec<usize>> {
     let mut steps = Vec::new();
     for entry in fs::read_dir(folder)? {
         let name = entry?.file_name();
-        let step = name.to_str().and_then(|name| name.strip_prefix("step-"));
-        steps.extend(step.and_then(|step| step.parse::<usize>().ok()));
+        let number = name.to_str().and_then(|name| name.strip_prefix("step-"));
+        let step = number.and_then(|number| number.parse::<usize>().ok());
+        // Another program's may be `step-0100`.
+        steps.extend(step.filter(|step| number == Some(step.to_string().as_str())));
     }
     steps.sort_unstable_by_key(|&step| Reverse(step));
     Ok(steps)

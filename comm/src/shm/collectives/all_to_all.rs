@@ -44,6 +44,8 @@ impl Engine {
             .into_iter()
             .map(|counts| counts.into_iter().map(|count| count as usize).collect())
             .collect();
+        // The exchange of counts is an operation of its own in the record.
+        self.recorder.end(true);
         // All ranks see all counts, but each only its own expectations: it fails the group for all.
         let differs = |&rank: &usize| counts[rank][self.rank] != output_counts[rank];
         if let Some(rank) = (0..self.size()).find(differs) {
