@@ -479,8 +479,10 @@ struct EndOfBackward {
 
 impl EndOfBackward {
     fn run(mut self) -> Result<(), BoxError> {
+        let finished = self.reducer.finish();
+        // Not if that panics, in a hook of the user's for instance: then the group fails.
         self.reached = true;
-        self.reducer.finish().map_err(|error| self.reducer.fail(error))
+        finished.map_err(|error| self.reducer.fail(error))
     }
 }
 
