@@ -32,11 +32,11 @@ fn commands(others: &[(&str, &str)]) -> TempDir {
     folder
 }
 
-/// PATH with these commands and flow-launch before all others.
+/// PATH with these commands and flow-launch before all others. flow-launch lies among them, as it
+/// prefers programs beside it, and target/release may have a `my-training` of another test.
 fn path(folder: &Path) -> String {
-    let launcher = program("flow-launch");
-    let path = std::env::var("PATH").unwrap();
-    format!("{}:{}:{path}", folder.display(), launcher.parent().unwrap().display())
+    fs::copy(program("flow-launch"), folder.join("flow-launch")).unwrap();
+    format!("{}:{}", folder.display(), std::env::var("PATH").unwrap())
 }
 
 fn free_port() -> u16 {
