@@ -94,10 +94,11 @@ fn pods(
     node: impl Fn(usize) -> Vec<(&'static str, String)>,
 ) {
     let folder = commands(&[]);
+    let path = path(folder.path());
     let words = command(manifest);
     let start = |number: usize| {
         let mut pod = Command::new(&words[0]);
-        pod.args(&words[1..]).env("PATH", path(folder.path())).env("OMP_NUM_THREADS", "1");
+        pod.args(&words[1..]).env("PATH", &path).env("OMP_NUM_THREADS", "1");
         Process::start({
             pod.envs(common).env("FLOW_TOKEN", "secret").envs(node(number));
             pod
