@@ -4,7 +4,7 @@ import ignite.distributed as idist
 import torch
 from ignite.engine import Engine
 
-from result import tell
+from result import end, tell
 
 
 def main(local_rank):
@@ -26,3 +26,4 @@ def main(local_rank):
 
 with idist.Parallel(backend="gloo") as parallel:
     parallel.run(main)
+end()

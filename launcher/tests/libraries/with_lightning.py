@@ -5,7 +5,7 @@ import torch
 from lightning.fabric import Fabric
 from torch.utils.data import DataLoader, TensorDataset
 
-from result import tell
+from result import end, tell
 
 
 class Model(lightning.LightningModule):
@@ -52,3 +52,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    end()

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from result import tell
+from result import end, tell
 
 mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
 rank = dist.get_rank()
@@ -43,3 +43,4 @@ if rank == 0:
 
 tell(f"rank {rank}: {product.sum().item():.1f} {list(table.to_local().shape)} {norm:.4f} {norm == again}")
 dist.destroy_process_group()
+end()
