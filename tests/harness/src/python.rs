@@ -47,9 +47,9 @@ pub fn have(module: &str) -> bool {
     found
 }
 
-/// The folder of programs of an environment in which `pip install ./python` has installed
-/// flow-launch; None, said aloud, where pip cannot get maturin. It is made once by each test
-/// program, and named after it.
+/// The folder of programs of an environment in which the wheel of `scripts/wheel` is installed;
+/// None, said aloud, where pip cannot get maturin. It is made once by each test program, and named
+/// after it.
 pub fn installed(name: &str) -> Option<&'static Path> {
     static FOLDER: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     let folder = FOLDER.get_or_init(|| install(temporary().join(name)));
@@ -86,15 +86,23 @@ fn install(folder: PathBuf) -> Result<PathBuf, String> {
     let mut make = Command::new(python());
     run(make.args(["-m", "venv", "--without-pip"]).arg(&folder)).success();
     let path = std::env::var("PATH").unwrap_or_default();
+    let mut build = Command::new(root().join("scripts/wheel"));
+    build
+        .arg(&folder)
+        .args(["--quiet", "--no-build-isolation", "--no-index"])
+        .env("PYTHONPATH", &maturin)
+        .env("PATH", format!("{}:{path}", maturin.join("bin").display()))
+        .env("MATURIN_PEP517_ARGS", "--profile dev");
+    run(unoptimized(&mut build)).success();
+    let files = std::fs::read_dir(&folder).expect("the wheel is there");
+    let wheel = files.map(|file| file.expect("it is readable").path());
+    let wheel = wheel.filter(|path| path.extension().is_some_and(|extension| extension == "whl"));
     let mut install = Command::new("python3");
     install
         .args(["-m", "pip", "--python"])
         .arg(folder.join("bin/python"))
-        .args(["install", "--quiet", "--no-build-isolation", "--no-index", "--no-deps"])
-        .arg(root().join("python"))
-        .env("PYTHONPATH", &maturin)
-        .env("PATH", format!("{}:{path}", maturin.join("bin").display()))
-        .env("MATURIN_PEP517_ARGS", "--profile dev");
-    run(unoptimized(&mut install)).success();
+        .args(["install", "--quiet", "--no-index", "--disable-pip-version-check"])
+        .args(wheel);
+    run(install.env_remove("PYTHONPATH")).success();
     Ok(folder.join("bin"))
 }
