@@ -36,6 +36,7 @@ use std::io::{stderr, Write};
 use std::process::ExitCode;
 
 use agent::{process, reaper, Agent};
+use cli::flags;
 use cli::usage::Usage;
 use hosts::control_stream;
 use job::{Job, Rendezvous};
@@ -60,7 +61,7 @@ fn main() -> ExitCode {
                 return ExitCode::FAILURE;
             }
         }
-        Some(trace::SUBCOMMAND) => return exit_code(trace::main(&arguments[2..]).map(|()| 0)),
+        Some(flags::TRACE) => return exit_code(trace::main(&arguments[2..]).map(|()| 0)),
         _ => {}
     }
     env_logger::Builder::from_env(env_logger::Env::new().filter_or("FLOW_LOG", "warn")).init();

@@ -4,7 +4,7 @@
 
 use flow_harness::cli::{launcher, run};
 use flow_harness::python::{have, installed, python, python_path};
-use flow_harness::root;
+use flow_harness::{root, Finished};
 
 use std::path::Path;
 use std::process::Command;
@@ -14,11 +14,13 @@ fn file(name: &str) -> String {
     format!("{}/tests/libraries/{name}", env!("CARGO_MANIFEST_DIR"))
 }
 
-/// What the ranks print after `result: `, sorted, when this is run without a network.
-fn lines(command: &mut Command) -> Vec<String> {
+/// What the ranks print after `result: `, sorted, when this is run without a network, not even a
+/// name server.
+fn lines(command: &mut Command) -> (Vec<String>, Finished) {
     for offline in ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"] {
         command.env(offline, "1");
     }
+    command.env("GLOO_SOCKET_IFNAME", "lo");
     let finished = run(command.env("PYTHONPATH", python_path()).env("OMP_NUM_THREADS", "1"));
     assert_eq!(finished.code, Some(0), "{command:?}: {finished:?}");
     let mut lines: Vec<_> = finished
@@ -27,17 +29,18 @@ fn lines(command: &mut Command) -> Vec<String> {
         .filter_map(|line| Some(line.split_once("result: ")?.1.to_string()))
         .collect();
     lines.sort_unstable();
-    lines
+    (lines, finished)
 }
 
 /// What a script prints on two ranks under flow-launch, which must be so many lines, and the same
 /// as under torchrun.
 fn same_as_under_torchrun(script: &str, count: usize) -> Vec<String> {
     let flags = ["--standalone", "--nproc-per-node", "2", &file(script)];
-    let ours = lines(launcher(&flags).env("PYTHON_EXEC", python()));
-    assert_eq!(ours.len(), count, "{ours:?}");
-    let torchruns = lines(Command::new(python()).args(["-m", "torch.distributed.run"]).args(flags));
-    assert_eq!(ours, torchruns);
+    let (ours, our_run) = lines(launcher(&flags).env("PYTHON_EXEC", python()));
+    assert_eq!(ours.len(), count, "under flow-launch: {our_run:?}");
+    let (torchruns, their_run) =
+        lines(Command::new(python()).args(["-m", "torch.distributed.run"]).args(flags));
+    assert_eq!(ours, torchruns, "under flow-launch: {our_run:?}\nunder torchrun: {their_run:?}");
     ours
 }
 
@@ -48,7 +51,7 @@ fn patched(bin: &Path, command: &str) -> Vec<String> {
     let path = std::env::var("PATH").unwrap();
     let libraries = root().join(".python-libraries/bin");
     python.env("PATH", format!("{}:{path}", libraries.display())).env("MUST_BE_FLOW_LAUNCH", "1");
-    lines(&mut python)
+    lines(&mut python).0
 }
 
 #[test]

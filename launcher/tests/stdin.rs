@@ -41,11 +41,14 @@ fn another_rank_or_none_may_read_it() {
     assert_eq!(lines("--stdin none"), "0: 1:");
 }
 
-/// As with torchrun, all have the same input, and each line goes to whoever reads it first.
+/// Reads a line of one character at once. The shell's `read` takes single bytes: of several shells
+/// that read one pipe, one may get a line's character and another its newline.
+const READ_LINE: &str = "dd bs=2 count=1 status=none";
+
+/// As with torchrun, all have the same input, and what is in it goes to whoever reads it first.
 #[test]
 fn all_may_read_it() {
-    let finished =
-        fed(&mut script("--nproc_per_node 3 --stdin all", "read line; echo $line"), "a\nb\nc\n");
+    let finished = fed(&mut script("--nproc_per_node 3 --stdin all", READ_LINE), "a\nb\nc\n");
     assert_eq!(finished.sorted_lines(), ["a", "b", "c"]);
 }
 
@@ -105,8 +108,8 @@ fn a_prompt_without_a_newline_is_not_withheld() {
 /// Of two that ask at once one is seen first, and then the other.
 #[test]
 fn prompts_of_two_ranks_do_not_mix() {
-    let ask = "printf \"$RANK? \"; read answer; echo $answer";
-    let mut command = script("--nproc_per_node 2 --stdin all", ask);
+    let ask = format!("printf \"$RANK? \"; {READ_LINE}");
+    let mut command = script("--nproc_per_node 2 --stdin all", &ask);
     let mut child = command
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

@@ -1,5 +1,6 @@
 //! A command line that makes no sense: exit code 2 and one line that names what is wrong.
 
+use flow_harness::assert_contains;
 use flow_harness::cli::{launcher, run};
 
 use std::process::Command;
@@ -110,6 +111,7 @@ fn help_is_answered() {
         "--nproc-per-node <N>",
         "-m, --module",
         "--grace",
+        "flow-launch trace FILE",
     ] {
         assert!(finished.stdout.contains(text), "{text}");
     }
@@ -119,23 +121,48 @@ fn help_is_answered() {
 
 /// bash itself says what its completions offer.
 #[test]
-fn bash_completes_flags() {
+fn bash_completes_flags_their_words_and_the_subcommand() {
     let completions = run(&mut launcher(&["--completions", "bash"]));
     assert_eq!((completions.code, completions.stderr.as_str()), (Some(0), ""));
-    let script = format!(
-        "{}\nCOMP_WORDS=(flow-launch --nproc); COMP_CWORD=1\n\
-         _flow__launch flow-launch --nproc flow-launch; echo \"${{COMPREPLY[@]}}\"",
-        completions.stdout
-    );
-    let offered = Command::new("bash").args(["-c", &script]).output().unwrap();
-    assert_eq!(String::from_utf8_lossy(&offered.stdout), "--nproc-per-node\n", "{offered:?}");
+    let offered = |line: &str| {
+        let words: Vec<_> = std::iter::once("flow-launch").chain(line.split(' ')).collect();
+        let [.., previous, current] = words[..] else { unreachable!() };
+        let script = format!(
+            "{}\nCOMP_WORDS=({}); COMP_CWORD={}\n\
+             _flow__launch flow-launch '{current}' '{previous}'; echo \"${{COMPREPLY[@]}}\"",
+            completions.stdout,
+            words.join(" "),
+            words.len() - 1
+        );
+        let output = Command::new("bash").args(["-c", &script]).output().unwrap();
+        String::from_utf8(output.stdout).unwrap().trim_end().to_string()
+    };
+    assert_eq!(offered("--nproc"), "--nproc-per-node");
+    assert_eq!(offered("--numa-binding s"), "socket");
+    assert_eq!(offered("tr"), "trace");
+}
+
+#[test]
+fn the_subcommand_has_a_help_of_its_own() {
+    let help = run(&mut launcher(&["trace", "--help"]));
+    assert_eq!((help.code, help.stderr.as_str()), (Some(0), ""), "{help:?}");
+    assert_contains(&help.stdout, &["summary of a timeline", "flow-launch trace <FILE>"]);
+    let wrong = run(&mut launcher(&["trace", "one", "two"]));
+    assert_eq!((wrong.code, wrong.stderr.lines().count()), (Some(2), 1), "{wrong:?}");
+    assert_contains(&wrong.stderr, &["usage: flow-launch trace FILE"]);
 }
 
 #[test]
 fn the_manual_page_describes_the_flags() {
     let manual = run(&mut launcher(&["--man"]));
     assert_eq!((manual.code, manual.stderr.as_str()), (Some(0), ""));
-    for text in [".TH flow-launch 1", ".SH SYNOPSIS", "\\-\\-nproc\\-per\\-node", "PET_NNODES"] {
+    for text in [
+        ".TH flow-launch 1",
+        ".SH SYNOPSIS",
+        "\\fBflow\\-launch trace\\fR FILE",
+        "\\-\\-nproc\\-per\\-node",
+        "PET_NNODES",
+    ] {
         assert!(manual.stdout.contains(text), "{text} in {}", manual.stdout);
     }
     let refused = run(&mut launcher(&["--completions", "csh"]));

@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 
-use clap::builder::ValueParser;
+use clap::builder::{PossibleValuesParser, ValueParser};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, ValueHint};
 
@@ -13,6 +13,8 @@ pub struct Flag {
     pub short: Option<char>,
     /// Name of its value, if it has one.
     pub value: Option<&'static str>,
+    /// The words that its value may be. Some flags take numbers, too.
+    pub words: &'static [&'static str],
     /// The variable `PET_<NAME>` is its default, as in torchrun.
     pub has_variable: bool,
     /// It may be repeated, and each value counts.
@@ -43,7 +45,7 @@ impl Flag {
             (Some(name), _) => {
                 !name.is_empty() && self.spellings().any(|spelling| spelling.starts_with(name))
             }
-            (None, Some(letter)) => self.short.is_some_and(|short| letter.chars().eq([short])),
+            (None, Some(name)) => self.short.is_some_and(|short| name.chars().eq([short])),
             (None, None) => false,
         }
     }
@@ -69,6 +71,16 @@ impl Flag {
         }
     }
 
+    /// The argument for completions and the manual page.
+    pub fn full_argument(&self) -> Arg {
+        let argument = self.argument().long_help(self.long_help());
+        if self.words.is_empty() {
+            return argument;
+        }
+        // Shells complete the words; the manual page has them in its text.
+        argument.value_parser(PossibleValuesParser::new(self.words)).hide_possible_values(true)
+    }
+
     /// The flag and its value for another command line, if it is given on this one.
     pub fn given(&self, matches: &ArgMatches) -> Option<OsString> {
         if matches.value_source(self.name) != Some(ValueSource::CommandLine) {
@@ -89,6 +101,11 @@ impl Flag {
 
     pub const fn short(mut self, short: char) -> Flag {
         self.short = Some(short);
+        self
+    }
+
+    pub const fn words(mut self, words: &'static [&'static str]) -> Flag {
+        self.words = words;
         self
     }
 
@@ -162,6 +179,7 @@ pub const fn switch(heading: &'static str, name: &'static str, help: &'static st
         aliases: &[],
         short: None,
         value: None,
+        words: &[],
         has_variable: true,
         is_list: false,
         heading,

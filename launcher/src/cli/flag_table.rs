@@ -10,6 +10,7 @@ const HELP: &str = "Help";
 
 pub const FLAGS: &[Flag] = &[
     option(WORKERS, "nproc-per-node", "N", "Workers on this node: a number, auto, cpu or gpu")
+        .words(&["auto", "cpu", "gpu"])
         .short('n')
         .default("1")
         .meaning(
@@ -46,6 +47,7 @@ pub const FLAGS: &[Flag] = &[
         )
         .differs("names without SIG too"),
     option(WORKERS, "stdin", "WHO", "Who reads the input: all, none or a rank")
+        .words(&["all", "none"])
         .without_variable()
         .default("Python all, others 0")
         .meaning(
@@ -55,6 +57,7 @@ pub const FLAGS: &[Flag] = &[
         )
         .differs("not in torchrun, where all do"),
     option(WORKERS, "numa-binding", "KIND", "Cores for each: node, socket, exclusive or core-complex")
+        .words(&["node", "socket", "exclusive", "core-complex"])
         .without_variable()
         .meaning("CPUs of each worker: `node`, `socket`, `exclusive` or `core-complex`, see below")
         .differs("for workers without a GPU too; needs no `numactl`"),
@@ -97,6 +100,7 @@ pub const FLAGS: &[Flag] = &[
         )
         .differs("implies `--rdzv-backend c10d`"),
     option(NODES, "rdzv-backend", "KIND", "static or c10d")
+        .words(&["static", "c10d"])
         .default("static; c10d with an endpoint")
         .meaning(
             "`static`: node 0 is at `--master-addr`, or at the endpoint. `c10d`: nodes meet at the \
@@ -150,6 +154,7 @@ pub const FLAGS: &[Flag] = &[
     option(OUTPUT, "log-dir", "DIR", "For the files of --redirects and --tee")
         .meaning("folder for files of output and errors; `/dev/null` for none"),
     option(OUTPUT, "redirects", "STREAMS", "To files: 0 none, 1 stdout, 2 stderr, 3 both; or by rank 0:3,10:1")
+        .words(&["0", "1", "2", "3"])
         .short('r')
         .alias(&["redirect"])
         .default("0")
@@ -159,6 +164,7 @@ pub const FLAGS: &[Flag] = &[
         )
         .differs("any number of digits"),
     option(OUTPUT, "tee", "STREAMS", "To files and here; STREAMS as above")
+        .words(&["0", "1", "2", "3"])
         .short('t')
         .default("0")
         .meaning("write to files and to the console; values as for `--redirects`")
@@ -232,6 +238,7 @@ pub const FLAGS: &[Flag] = &[
         .meaning("accepted and ignored, from the old `torch.distributed.launch`")
         .differs("the local rank is always in LOCAL_RANK, never an argument"),
     option(HELP, "completions", "SHELL", "Print completions for bash, zsh, fish, elvish or powershell")
+        .words(&["bash", "zsh", "fish", "elvish", "powershell"])
         .without_variable()
         .meaning(
             "print a script that completes flow-launch's command line in this shell: `bash`, \

@@ -1,32 +1,62 @@
 //! The command line that the table of flags makes.
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 
 use clap::builder::ValueParser;
 use clap::{Arg, Command, ValueHint};
 
 use super::flag::Flag;
 use super::flag_table::FLAGS;
+use super::usage::Usage;
 
 /// The name of the argument with PROGRAM and its arguments.
 pub const COMMAND: &str = "command";
+
+/// The subcommand. It counts only as the first argument.
+pub const TRACE: &str = "trace";
+
+/// The name of the argument of `flow-launch trace`.
+const TIMELINE: &str = "timeline";
 
 const ABOUT: &str = "\
 Starts PROGRAM once per worker, passes on the output, and stops all workers when one fails.
 
 PROGRAM is a path, a name beside flow-launch, or a name on PATH; a .py or .pyz file, or a folder with __main__.py,
 runs with python3 -u.
-Everything after PROGRAM is PROGRAM's. Flags may be written with underscores, and shortened.";
+Everything after PROGRAM is PROGRAM's. Flags may be written with underscores, and shortened.
+
+flow-launch trace FILE prints a summary of a timeline that --trace has written.";
+
+const USAGE: &str = "flow-launch [OPTIONS] PROGRAM [ARGS...]\n       flow-launch trace FILE";
 
 /// The command line for `--help`.
 pub fn command() -> Command {
     with_flags(FLAGS.iter().map(Flag::argument), true)
 }
 
-/// The command line for completions and the manual page: with full descriptions, and PROGRAM.
+/// The command line for completions and the manual page: with full descriptions, PROGRAM, and the
+/// subcommand.
 pub fn full_command() -> Command {
     let flags = FLAGS.iter().filter(|flag| !flag.help.is_empty());
-    with_flags(flags.map(|flag| flag.argument().long_help(flag.long_help())), false)
+    with_flags(flags.map(Flag::full_argument), false)
+        .subcommand(trace_command())
+        .disable_help_subcommand(true)
+}
+
+/// The command line of `flow-launch trace`.
+pub fn trace_command() -> Command {
+    Command::new(TRACE)
+        .bin_name("flow-launch trace")
+        .about("Prints a summary of a timeline that flow-launch --trace FILE has written")
+        .arg(
+            Arg::new(TIMELINE)
+                .required(true)
+                .value_name("FILE")
+                .value_hint(ValueHint::FilePath)
+                .value_parser(ValueParser::path_buf())
+                .help("The timeline"),
+        )
 }
 
 fn with_flags(flags: impl Iterator<Item = Arg>, hides_program: bool) -> Command {
@@ -35,7 +65,7 @@ fn with_flags(flags: impl Iterator<Item = Arg>, hides_program: bool) -> Command 
     Command::new("flow-launch")
         .version(env!("CARGO_PKG_VERSION"))
         .about(ABOUT)
-        .override_usage("flow-launch [OPTIONS] PROGRAM [ARGS...]")
+        .override_usage(USAGE)
         .term_width(120)
         .args_override_self(true)
         .infer_long_args(true)
@@ -46,6 +76,16 @@ fn with_flags(flags: impl Iterator<Item = Arg>, hides_program: bool) -> Command 
                 .trailing_var_arg(true)
                 .value_hint(ValueHint::CommandWithArguments),
         )
+}
+
+/// The file that `flow-launch trace` is to summarize. Answers `--help` here and ends the process.
+pub fn timeline(arguments: &[OsString]) -> Result<PathBuf, Usage> {
+    let name = OsString::from(TRACE);
+    match trace_command().try_get_matches_from(std::iter::once(&name).chain(arguments)) {
+        Ok(mut matches) => Ok(matches.remove_one(TIMELINE).unwrap_or_default()), // it is required
+        Err(error) if !error.use_stderr() => error.exit(),
+        Err(_) => Err(Usage("usage: flow-launch trace FILE, with a file of --trace".into())),
+    }
 }
 
 /// Replaces mpirun's `-np` (or `-np=2`, `-np2`), which clap would read as `-n p`, by
@@ -132,7 +172,7 @@ mod tests {
             let line = help.lines().find(is_whole).unwrap_or_else(|| panic!("{name} in {help}"));
             assert!(flag.default.is_empty() || line.ends_with(']'), "{line}");
         }
-        assert!(help.lines().count() <= 64, "{help}");
+        assert!(help.lines().count() <= 66, "{help}");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 mod flag;
 mod flag_table;
-mod flags;
+pub mod flags;
 mod hosts;
 mod output;
 mod pages;

@@ -37,6 +37,8 @@ fn manual() -> io::Result<Vec<u8>> {
     let mut synopsis = Roff::new();
     synopsis.control("SH", ["SYNOPSIS"]);
     synopsis.text([bold("flow-launch"), roman(" [OPTIONS] PROGRAM [ARGS...]")]);
+    synopsis.control("br", []);
+    synopsis.text([bold("flow-launch trace"), roman(" FILE")]);
     synopsis.to_writer(&mut text)?;
     man.render_description_section(&mut text)?;
     man.render_options_section(&mut text)?;

@@ -329,3 +329,19 @@ fn completions_and_manual_have_every_flag_of_help() {
         assert!(manual.contains(&name), "{name} in {manual}");
     }
 }
+
+/// What shells complete for a flag is what the flag takes.
+#[test]
+fn the_words_of_a_flag_are_valid() {
+    for flag in flag_table::FLAGS.iter().filter(|flag| flag.name != "completions") {
+        for word in flag.words {
+            let line = format!("--{} {word} train", flag.name);
+            let nodes = if *word == "c10d" { "--rdzv-endpoint host " } else { "" };
+            parse(&format!("{nodes}{line}"))
+                .unwrap_or_else(|Usage(error)| panic!("{line}: {error}"));
+        }
+        let Some(word) = flag.words.last() else { continue };
+        let error = refusal(&format!("--{} nonsense train", flag.name));
+        assert!(error.contains(word), "{error}");
+    }
+}

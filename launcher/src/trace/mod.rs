@@ -16,30 +16,23 @@ mod summary;
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{stdout, BufReader, Write};
-use std::path::Path;
 
 use anyhow::Context;
 
-use crate::cli::usage::Usage;
+use crate::cli::flags;
 use crate::job::{Program, ProgramKind};
 use crate::plan::program;
 
-/// The subcommand. It counts only as the first argument.
-pub const SUBCOMMAND: &str = "trace";
-
 /// Prints the summary of a timeline. Says how to start a program of this name, if there is one.
 pub fn main(arguments: &[OsString]) -> anyhow::Result<()> {
-    let name = OsString::from(SUBCOMMAND);
+    let name = OsString::from(flags::TRACE);
     let program = Program { kind: ProgramKind::Executable, name, arguments: Vec::new() };
     if let Ok(command) = program::command(&program) {
         let path = command[0].display();
         eprintln!("flow-launch: this reads a timeline; to start {path} write flow-launch -- trace");
     }
-    let [file] = arguments else {
-        return Err(Usage("usage: flow-launch trace FILE, with a file of --trace".into()).into());
-    };
-    let path = Path::new(file);
-    let opened = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
+    let path = flags::timeline(arguments)?;
+    let opened = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
     let timeline = serde_json::from_reader(BufReader::new(opened));
     let timeline = timeline.with_context(|| format!("{} is no timeline", path.display()))?;
     stdout().write_all(summary::describe(&timeline).as_bytes())?;

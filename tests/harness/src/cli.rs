@@ -11,6 +11,7 @@ use jiff::Timestamp;
 use rustix::process::{kill_process, Pid, Signal};
 use serde_json::Value;
 
+use crate::process::Collected;
 use crate::{program, Finished, TEST_TIMEOUT};
 
 /// flow-launch with these arguments, without the note on OMP_NUM_THREADS, and with no signal
@@ -39,15 +40,23 @@ pub fn run(command: &mut Command) -> Finished {
     finish(child)
 }
 
-/// Reads what is left of a child's output and waits for its end.
+/// Reads what is left of a child's output and waits for its end. A child that does not end is
+/// killed, and what it wrote is in the panic.
 pub fn finish(mut child: Child) -> Finished {
-    let stdout = child.stdout.take().map(|pipe| thread::spawn(|| read(pipe)));
-    let stderr = child.stderr.take().map(|pipe| thread::spawn(|| read(pipe)));
-    let status = wait_for_status(&mut child);
-    let text = |reader: Option<thread::JoinHandle<String>>| {
-        reader.map_or_else(String::new, |r| r.join().unwrap())
+    let mut stdout = child.stdout.take().map(Collected::from);
+    let mut stderr = child.stderr.take().map(Collected::from);
+    let text = |pipe: &mut Option<Collected>, read: fn(&mut Collected) -> String| {
+        pipe.as_mut().map_or_else(String::new, read)
     };
-    Finished::new(child.id(), status, text(stdout), text(stderr))
+    let Some(status) = status_in_time(&mut child) else {
+        child.kill().unwrap();
+        let so_far = |pipe: &mut Option<Collected>| text(pipe, |pipe| pipe.so_far());
+        let (stdout, stderr) = (so_far(&mut stdout), so_far(&mut stderr));
+        let pid = child.id();
+        panic!("{pid} runs for more than {TEST_TIMEOUT:?}\nstdout:\n{stdout}\nstderr:\n{stderr}");
+    };
+    let all = |pipe: &mut Option<Collected>| text(pipe, Collected::all);
+    Finished::new(child.id(), status, all(&mut stdout), all(&mut stderr))
 }
 
 fn read(mut pipe: impl Read) -> String {
@@ -62,12 +71,19 @@ pub fn wait(child: &mut Child) -> Option<i32> {
 }
 
 pub(crate) fn wait_for_status(child: &mut Child) -> ExitStatus {
-    let mut status = None;
-    until("the launcher ends", || {
-        status = child.try_wait().unwrap();
-        status.is_some()
-    });
-    status.unwrap()
+    status_in_time(child).unwrap_or_else(|| panic!("{} does not end", child.id()))
+}
+
+/// None if it still runs after [`TEST_TIMEOUT`].
+fn status_in_time(child: &mut Child) -> Option<ExitStatus> {
+    let start = Instant::now();
+    loop {
+        let status = child.try_wait().unwrap();
+        if status.is_some() || start.elapsed() > TEST_TIMEOUT {
+            return status;
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
 }
 
 /// Waits for a condition, which must come true.

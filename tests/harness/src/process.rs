@@ -1,5 +1,6 @@
 //! Processes whose output is collected.
 
+use std::fmt;
 use std::io::Read;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -10,7 +11,6 @@ use std::time::{Duration, Instant};
 use crate::TEST_TIMEOUT;
 
 /// What a process wrote, and how it ended.
-#[derive(Debug)]
 pub struct Finished {
     /// Its id, while it ran.
     pub pid: u32,
@@ -31,10 +31,8 @@ impl Finished {
 
     /// The output of a process that must have succeeded.
     pub fn success(self) -> String {
-        let Self { code, signal, stdout, stderr, .. } = self;
-        let ended = format!("exit code {code:?}, signal {signal:?}");
-        assert!(code == Some(0), "{ended}\nstdout:\n{stdout}\nstderr:\n{stderr}");
-        stdout
+        assert!(self.code == Some(0), "{self:?}");
+        self.stdout
     }
 
     /// The lines of its standard output, sorted.
@@ -42,6 +40,15 @@ impl Finished {
         let mut lines: Vec<_> = self.stdout.lines().collect();
         lines.sort_unstable();
         lines
+    }
+}
+
+/// For the message of a test that fails: the output as it was, on lines of its own.
+impl fmt::Debug for Finished {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { pid, code, signal, stdout, stderr } = self;
+        writeln!(f, "pid {pid}, exit code {code:?}, signal {signal:?}")?;
+        write!(f, "stdout:\n{stdout}\nstderr:\n{stderr}")
     }
 }
 
@@ -131,13 +138,13 @@ impl Drop for Process {
 }
 
 /// A pipe that is read as it fills.
-struct Collected {
+pub(crate) struct Collected {
     text: Arc<Mutex<Vec<u8>>>,
     reader: Option<JoinHandle<()>>,
 }
 
 impl Collected {
-    fn from(mut pipe: impl Read + Send + 'static) -> Self {
+    pub(crate) fn from(mut pipe: impl Read + Send + 'static) -> Self {
         let text = Arc::<Mutex<Vec<u8>>>::default();
         let written = Arc::clone(&text);
         let reader = std::thread::spawn(move || {
@@ -149,12 +156,12 @@ impl Collected {
         Self { text, reader: Some(reader) }
     }
 
-    fn so_far(&self) -> String {
+    pub(crate) fn so_far(&self) -> String {
         String::from_utf8_lossy(&self.text.lock().unwrap_or_else(PoisonError::into_inner))
             .into_owned()
     }
 
-    fn all(&mut self) -> String {
+    pub(crate) fn all(&mut self) -> String {
         if let Some(reader) = self.reader.take() {
             reader.join().expect("the reader does not panic");
         }

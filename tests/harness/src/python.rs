@@ -47,15 +47,24 @@ pub fn have(module: &str) -> bool {
     found
 }
 
-/// The folder of programs of an environment in which the wheel is installed; None, said aloud,
-/// where there is no pip. It is made once by each test program, and named after it.
+/// The folder of programs of an environment in which the wheel of `scripts/wheel` is installed;
+/// None, said aloud, where pip cannot get maturin. It is made once by each test program, and named
+/// after it.
 pub fn installed(name: &str) -> Option<&'static Path> {
-    static FOLDER: OnceLock<Option<PathBuf>> = OnceLock::new();
+    static FOLDER: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     let folder = FOLDER.get_or_init(|| install(temporary().join(name)));
-    if folder.is_none() {
-        println!("SKIPPED: flow-launch's wheel: python3 has no pip");
+    if let Err(reason) = folder {
+        println!("SKIPPED: flow-launch's wheel: pip cannot get maturin: {reason}");
     }
-    folder.as_deref()
+    folder.as_deref().ok()
+}
+
+/// Has cargo build in a folder of its own, as tests run what is in target/release; and quickly, for
+/// the profile `dev`.
+pub fn unoptimized(command: &mut Command) -> &mut Command {
+    command
+        .env("CARGO_TARGET_DIR", temporary().join("unoptimized"))
+        .env("CARGO_PROFILE_DEV_DEBUG", "0")
 }
 
 /// Cargo's folder for the files of tests: target/tmp.
@@ -64,37 +73,36 @@ fn temporary() -> PathBuf {
     flow_launch.ancestors().nth(2).expect("it lies in target/<profile>").join("tmp")
 }
 
-fn install(folder: PathBuf) -> Option<PathBuf> {
-    if !Command::new("python3")
-        .args(["-m", "pip", "--version"])
-        .output()
-        .is_ok_and(|output| output.status.success())
-    {
-        return None;
-    }
+/// An error says why pip cannot get maturin.
+fn install(folder: PathBuf) -> Result<PathBuf, String> {
     let _ = std::fs::remove_dir_all(&folder);
-    let succeed = |command: &mut Command| {
-        let finished = run(command.env_remove("PYTHONPATH"));
-        assert_eq!(finished.code, Some(0), "{command:?}: {finished:?}");
-        finished.stdout
-    };
-    succeed(Command::new(python()).args(["-m", "venv", "--without-pip"]).arg(&folder));
-    let mut build = Command::new("python3");
+    let maturin = folder.join("maturin");
+    let mut get = Command::new("python3");
+    get.args(["-m", "pip", "install", "--quiet", "maturin>=1.9,<2", "--target"]).arg(&maturin);
+    let got = run(get.env_remove("PYTHONPATH"));
+    if got.code != Some(0) {
+        return Err(got.stderr.lines().last().unwrap_or_default().into());
+    }
+    let mut make = Command::new(python());
+    run(make.args(["-m", "venv", "--without-pip"]).arg(&folder)).success();
+    let path = std::env::var("PATH").unwrap_or_default();
+    let mut build = Command::new(root().join("scripts/wheel"));
     build
-        .arg(root().join("scripts/wheel"))
-        .arg("--binary")
-        .arg(program("flow-launch"))
-        .arg("--out")
-        .arg(&folder);
-    let wheel = succeed(&mut build);
+        .arg(&folder)
+        .args(["--quiet", "--no-build-isolation", "--no-index"])
+        .env("PYTHONPATH", &maturin)
+        .env("PATH", format!("{}:{path}", maturin.join("bin").display()))
+        .env("MATURIN_PEP517_ARGS", "--profile dev");
+    run(unoptimized(&mut build)).success();
+    let files = std::fs::read_dir(&folder).expect("the wheel is there");
+    let wheel = files.map(|file| file.expect("it is readable").path());
+    let wheel = wheel.filter(|path| path.extension().is_some_and(|extension| extension == "whl"));
     let mut install = Command::new("python3");
-    install.args(["-m", "pip", "--python"]).arg(folder.join("bin/python"));
-    succeed(install.args([
-        "install",
-        "--quiet",
-        "--no-index",
-        "--disable-pip-version-check",
-        wheel.trim_end(),
-    ]));
-    Some(folder.join("bin"))
+    install
+        .args(["-m", "pip", "--python"])
+        .arg(folder.join("bin/python"))
+        .args(["install", "--quiet", "--no-index", "--disable-pip-version-check"])
+        .args(wheel);
+    run(install.env_remove("PYTHONPATH")).success();
+    Ok(folder.join("bin"))
 }
