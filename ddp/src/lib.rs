@@ -52,7 +52,7 @@ pub use data::loader::{BatchId, Batches, DataLoader, Dataset, LoaderError};
 pub use data::sampler::{DistributedSampler, Indices, SamplerError, SamplerState, Shuffle};
 pub use ddp::{Ddp, NoSync};
 pub use error::{Error, Result};
-pub use flow_autograd::{BoxError, OptimizerState};
+pub use flow_autograd::{BoxError, OptimizerState, StateDict};
 pub use flow_comm::{Error as CommError, ProcessGroup, ReduceOp};
 pub use flow_tensor::{DeviceKind, TensorCollectives};
 pub use optimizer::TryBackwardStep;

@@ -3,7 +3,7 @@
 
 use anyhow::{ensure, Context, Result};
 use flow_comm::ProcessGroup;
-use flow_ddp::{Ddp, OptimizerState, ReduceOp, TensorCollectives, TryBackwardStep};
+use flow_ddp::{Ddp, OptimizerState, ReduceOp, StateDict, TensorCollectives, TryBackwardStep};
 use tch::nn::{self, OptimizerConfig};
 use tch::{Kind, Tensor};
 
@@ -181,7 +181,8 @@ fn optimizers(unfit: &Unfit) -> Result<()> {
     let store = store();
     let weight = store.root().ones("weight", &[2, 3]);
     let mut optimizer = nn::sgd(0.9, 0.0, 0.0, false).build(&store, 0.1)?;
-    let state = [("0.momentum_buffer".to_string(), unfit.tensor.shallow_clone())];
+    let tensors = vec![("0.momentum_buffer".to_string(), unfit.tensor.shallow_clone())];
+    let state = StateDict { tensors, ..optimizer.state()? };
     let loaded = optimizer.load_state(&state);
     let fits = unfit.sent.is_none() && unfit.tensor.kind() == Kind::Float;
     ensure!(loaded.is_ok() == fits, "{loaded:?}");
