@@ -5,10 +5,11 @@ use std::time::Instant;
 use flow_autograd::BoxError;
 use tch::{Kind, Tensor};
 
-use crate::bucket::assignment::{assign, Caps, Item};
+use crate::bucket::assignment::{assign, Item};
 use crate::bucket::pending::{Pending, Reduced};
 use crate::bucket::{Bucket, ReducePath};
 use crate::error::Result;
+use crate::options::Options;
 use crate::parameter::Parameter;
 use crate::stats::{times, BucketStats, Stats};
 
@@ -182,13 +183,11 @@ impl BackwardState {
         self.buckets.iter_mut().for_each(ScheduledBucket::begin);
     }
 
-    /// Makes the buckets anew, for gradients that come in `order` and are sent as `kind`, or as
-    /// they are.
+    /// Makes the buckets anew, for gradients that come in `order`.
     pub fn build(
         &mut self,
         path: &dyn ReducePath,
-        caps: Caps,
-        kind: Option<Kind>,
+        options: &Options,
         order: &[usize],
     ) -> Result<()> {
         let mut kinds: Vec<Kind> = Vec::new();
@@ -200,11 +199,11 @@ impl BackwardState {
                     kinds.push(p.kind);
                     kinds.len() - 1
                 });
-                let sent = kind.unwrap_or(p.kind);
+                let sent = options.communication.unwrap_or(p.kind);
                 Item { bytes: p.elements() * sent.elt_size_in_bytes(), class: class as u8 }
             })
             .collect();
-        let assigned = assign(&items, order, caps);
+        let assigned = assign(&items, order, options.caps);
         if assigned.iter().eq(self.buckets.iter().map(|b| &b.members)) {
             return Ok(());
         }
@@ -216,7 +215,7 @@ impl BackwardState {
             }
             let parameters: Vec<&Parameter> =
                 members.iter().map(|&member| &self.parameters[member]).collect();
-            let sent = kind.unwrap_or(parameters[0].kind);
+            let sent = options.communication.unwrap_or(parameters[0].kind);
             let memory = path.bucket(number as u32, &parameters, sent)?;
             self.buckets.push(ScheduledBucket::new(memory, members));
         }

@@ -49,7 +49,7 @@ impl Reducer {
     ) -> Result<Arc<Self>> {
         let order: Vec<usize> = (0..parameters.len()).rev().collect();
         let mut state = BackwardState::new(parameters, frozen);
-        state.build(&*path, options.caps, comm_hook.kind(), &order)?;
+        state.build(&*path, &options, &order)?;
         Ok(Arc::new(Self {
             group,
             options,
@@ -455,8 +455,7 @@ impl Reducer {
                 }
             }
         }
-        let kind = self.comm_hook.lock().unwrap_or_else(PoisonError::into_inner).kind();
-        state.build(&**self.path, self.options.caps, kind, &order)
+        state.build(&**self.path, &self.options, &order)
     }
 
     fn state(&self) -> MutexGuard<'_, BackwardState> {

@@ -151,6 +151,16 @@ impl CudaBucket {
         })
     }
 
+    /// Makes the streams on which gradients were computed, other than libtorch's current one, wait
+    /// for the reductions.
+    fn join_streams(&self) -> Result<()> {
+        let current = self.device.current_stream()?;
+        for stream in self.streams.iter().filter(|&stream| *stream != current) {
+            self.device.cuda.join(stream)?;
+        }
+        Ok(())
+    }
+
     /// `source` is contiguous, its dimensions in the order of memory.
     fn put(&mut self, slot: usize, source: &Tensor) -> Result<()> {
         let stream = self.device.current_stream()?;
@@ -227,10 +237,12 @@ impl Bucket for CudaBucket {
         Some([ready.since(first).ok()?, total, total.saturating_sub(done.since(end).ok()?)])
     }
 
-    /// The memory of gradients that may still be read is lost.
+    /// libtorch uses a gradient's memory again in the order of the stream that computed it, which
+    /// may be another than its current one. The memory of gradients that may still be read is lost.
     fn reset(&mut self, stream_joined: bool) {
+        let may_reuse = stream_joined && self.join_streams().is_ok();
         for gradient in self.gradients.iter_mut().filter_map(Option::take) {
-            if !stream_joined {
+            if !may_reuse {
                 std::mem::forget(gradient);
             }
         }

@@ -54,7 +54,7 @@ pub(crate) trait Bucket: Send {
     fn times(&self) -> Option<[Duration; 3]>;
 
     /// Drops the gradients: the bucket is ready for the next backward. `stream_joined`: libtorch's
-    /// stream waits for everything that reads the gradients.
+    /// current stream waits for everything that reads the gradients.
     fn reset(&mut self, stream_joined: bool);
 }
 

@@ -9,9 +9,9 @@ use flow_ddp::{
     BoxError, CommHook, Ddp, Error, GradBucket, Pending, TensorCollectives, TryBackwardStep,
 };
 use tch::nn::{self, OptimizerConfig};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
-use crate::helpers::{error, gradient_is, mean, plausible, says};
+use crate::helpers::{error, gradient_is, mean, plausible, says, SentAs};
 use crate::models::{store, Vectors};
 
 /// A hook in a closure.
@@ -215,5 +215,10 @@ pub fn differing(group: &ProcessGroup) -> Result<()> {
         1 => builder.comm_hook(Bf16Compress),
         _ => builder.comm_hook(Fp16Compress),
     };
-    says(&error(builder.wrap(model, &store))?, &["AllReduce", "Bf16Compress"])
+    says(&error(builder.wrap(model, &store))?, &["AllReduce", "Bf16Compress"])?;
+    // The same hook, with another type to send.
+    let kind = if group.rank() == 0 { Kind::Half } else { Kind::BFloat16 };
+    let builder = Ddp::builder(group).comm_hook(SentAs(kind));
+    let wrapped = builder.wrap(Vectors::new(&store, &[10]), &store);
+    says(&error(wrapped)?, &["options", "Half", "BFloat16"])
 }

@@ -57,6 +57,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("differing_models", reported::differing_models, ALL),
     scenario("unfit_models", reported::unfit_models, ALL),
     scenario("unfit_tensors", unfit::tensors, ALL),
+    scenario("no_memory", unfit::no_memory, CPU),
     scenario("replaced_buffers", unfit::replaced_buffers, ALL),
     scenario("tied", tied::trained, ALL),
     scenario("tied_names", tied::named, ALL),

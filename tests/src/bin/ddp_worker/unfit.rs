@@ -8,7 +8,7 @@ use tch::nn::{self, OptimizerConfig};
 use tch::{Kind, Tensor};
 
 use crate::helpers::{error, says};
-use crate::models::{device, store};
+use crate::models::{device, store, Vectors};
 
 /// What a function must say of a tensor; `None` where it must do the right thing.
 struct Unfit {
@@ -234,5 +234,42 @@ pub fn replaced_buffers(group: &ProcessGroup) -> Result<()> {
             ensure!(text.lines().count() == 1, "{text}");
         }
     }
+    Ok(())
+}
+
+/// A rank without memory for what it makes is an error on all ranks, none waits for it.
+pub fn no_memory(group: &ProcessGroup) -> Result<()> {
+    const LENGTH: i64 = 300_000; // of each of three parameters
+    let last = group.world_size() - 1;
+    // What the rank gets for each attempt: nothing, enough to broadcast the model, and enough for
+    // the buckets.
+    let mut room = vec![vec![], vec![], vec![]];
+    let mut held = Vec::new();
+    if group.rank() == last {
+        for (attempt, parameters) in [(1, 3), (2, 1), (2, 1), (2, 1)] {
+            let block = group.arena().allocate(parameters * LENGTH as usize * 4);
+            room[attempt].push(block.context("the region is full already")?);
+        }
+        let mut bytes = 1 << 50;
+        while bytes > 256 << 10 {
+            match group.arena().allocate(bytes) {
+                Some(block) => held.push(block),
+                None => bytes /= 2,
+            }
+        }
+    }
+    for (attempt, freed) in room.into_iter().enumerate() {
+        drop(freed);
+        let store = store();
+        let wrapped = Ddp::new(Vectors::new(&store, &[LENGTH; 3]), &store, group);
+        ensure!(wrapped.is_ok() == (attempt == 2), "{attempt}: {:?}", wrapped.err());
+        if let Err(error) = wrapped {
+            let text = error.to_string();
+            says(&text, &[&format!("rank {last}: "), "no room"])?;
+            says(&text, if group.rank() == last { &[] } else { &["cannot wrap its model"] })?;
+        }
+        group.barrier()?;
+    }
+    drop(held);
     Ok(())
 }
