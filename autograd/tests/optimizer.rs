@@ -164,7 +164,7 @@ fn a_state_that_does_not_fit_is_refused_and_changes_nothing() {
     }
 }
 
-/// Also where there is no tensor yet that could tell.
+/// Also before it has tensors, in which it could be seen.
 #[test]
 fn a_state_names_its_optimizer_and_loads_into_no_other() {
     fn state(config: impl OptimizerConfig, steps: i64) -> StateDict {

@@ -252,10 +252,11 @@ impl DdpBuilder {
         // Before the first backward: gradients are to be born in shared memory from then on.
         let allocator = ArenaAllocatorGuard::current().filter(|_| group.cuda_device().is_none());
         let own = group.duplicate_in(allocator.as_ref().map(|allocator| allocator.handle()))?;
-        let made = Made::new(own.clone(), &settings, options, comm_hook, parameters, buffers);
+        let made =
+            WrappedParts::new(own.clone(), &settings, options, comm_hook, parameters, buffers);
         // Also so that a rank whose first backward fails does not fail the group while nodes are
         // still being linked.
-        let Made { reducer, hooks, allocator, buffers, held } = agree(&own, made)?;
+        let WrappedParts { reducer, hooks, allocator, buffers, held } = agree(&own, made)?;
         Ok(Ddp {
             model,
             group,
@@ -269,7 +270,7 @@ impl DdpBuilder {
 }
 
 /// What each rank makes on its own to reduce gradients.
-struct Made {
+struct WrappedParts {
     reducer: Arc<Reducer>,
     hooks: Vec<GradHook>,
     allocator: Option<Arc<ArenaAllocatorGuard>>,
@@ -277,7 +278,7 @@ struct Made {
     held: Vec<HeldBuffer>,
 }
 
-impl Made {
+impl WrappedParts {
     /// `own` is the reducer's own group.
     fn new(
         own: ProcessGroup,

@@ -34,7 +34,7 @@ pub mod comm_hooks;
 mod data;
 mod ddp;
 mod error;
-mod layout;
+mod grad_layout;
 mod model_check;
 mod optimizer;
 mod options;

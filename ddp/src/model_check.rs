@@ -10,7 +10,7 @@ use flow_tensor::{overlaps, OVERLAPS};
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{job_rank, Error, Result};
-use crate::layout::Layout;
+use crate::grad_layout::GradLayout;
 use crate::options::Options;
 
 /// Compares `own`, one line for each thing that must be equal, over all ranks. `Some` is the first
@@ -103,7 +103,7 @@ pub(crate) fn describe(
         );
         // What lies at the same place in memory is added up.
         let layout =
-            if what == "parameter" { Layout::of(tensor).to_string() } else { String::new() };
+            if what == "parameter" { GradLayout::of(tensor).to_string() } else { String::new() };
         let line = format!("{what} {name} {form}{layout}");
         match first_names.entry(flow_autograd::identity(tensor)) {
             Entry::Occupied(first) => format!("{line}, the same tensor as {}", first.get()),
@@ -116,7 +116,7 @@ pub(crate) fn describe(
     parameters.chain(buffers.iter().map(|named| ("buffer", named))).map(line).collect()
 }
 
-/// Nobody else may be told of the parameters' gradients.
+/// No other `Ddp` may have hooks on the parameters.
 pub(crate) fn check_hooks(parameters: &[(String, Tensor)]) -> Result<(), String> {
     for (name, tensor) in parameters.iter().filter(|(_, tensor)| tensor.requires_grad()) {
         match GradHook::is_installed(tensor) {
@@ -130,7 +130,7 @@ pub(crate) fn check_hooks(parameters: &[(String, Tensor)]) -> Result<(), String>
     Ok(())
 }
 
-/// What can be said of a model without other ranks.
+/// What this rank finds wrong with a model, without other ranks.
 pub(crate) fn check(
     parameters: &[(String, Tensor)],
     buffers: &[(String, Tensor)],
