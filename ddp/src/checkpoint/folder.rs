@@ -293,7 +293,11 @@ mod tests {
     fn a_checkpoint_that_cannot_be_replaced_is_still_there() {
         let path = std::env::temp_dir().join(format!("flow-checkpoint-{}", std::process::id()));
         let folder = Folder::open(&path).unwrap();
-        folder.write(7, |partial| Ok(fs::write(partial.join("file"), "old").unwrap())).unwrap();
+        let fill = |partial: &Path| {
+            fs::write(partial.join("file"), "old").unwrap();
+            Ok(())
+        };
+        folder.write(7, fill).unwrap();
         folder.replace(&folder.checkpoint(7), &path.join("is not there")).unwrap_err();
         assert_eq!(folder.steps().unwrap(), [7]);
         let contents = folder.read(7, ["file"]).ok().expect("it is whole");
