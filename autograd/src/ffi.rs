@@ -67,10 +67,12 @@ pub type DropOwner = unsafe extern "C" fn(owner: *mut c_void);
 pub type VisitTensor =
     unsafe extern "C" fn(data: *mut c_void, name: *const c_char, tensor: *mut C_tensor);
 
+pub type VisitText = unsafe extern "C" fn(data: *mut c_void, text: *const c_char);
+
 pub type PushTensor = unsafe extern "C" fn(tensors: *mut c_void, tensor: *mut C_tensor);
 
 extern "C" {
-    pub fn flow_push_tensor(tensors: *mut TensorList, tensor: *const C_tensor);
+    pub fn flow_push_tensor(tensors: *mut TensorList, tensor: *const C_tensor) -> *mut c_char;
     pub fn flow_apply_function(
         inputs: TensorSlice,
         forward: FunctionClosure,
@@ -90,6 +92,11 @@ extern "C" {
     pub fn flow_memory(tensor: *const C_tensor, memory: *mut TensorMemory) -> *mut c_char;
     pub fn flow_load_cuda() -> *mut c_char;
     pub fn flow_current_stream(device: c_int, stream: *mut *mut c_void) -> *mut c_char;
+    pub fn flow_optimizer_parameters(
+        optimizer: *const C_optimizer,
+        data: *mut c_void,
+        visit: VisitText,
+    ) -> *mut c_char;
     pub fn flow_optimizer_state(
         optimizer: *const C_optimizer,
         data: *mut c_void,

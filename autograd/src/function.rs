@@ -108,8 +108,8 @@ where
         let result = forward(&inputs)?;
         // SAFETY: the caller's promise.
         unsafe {
-            result.outputs.iter().for_each(|tensor| push(outputs, Some(tensor)));
-            result.saved.iter().for_each(|tensor| push(saved, Some(tensor)));
+            result.outputs.iter().try_for_each(|tensor| push(outputs, Some(tensor)))?;
+            result.saved.iter().try_for_each(|tensor| push(saved, Some(tensor)))?;
         }
         Ok(())
     })
@@ -134,7 +134,7 @@ where
             unsafe { (&*backward.cast::<B>(), handles(saved), handles(grads)) };
         for grad in backward(&defined(saved)?, &grads)? {
             // SAFETY: the caller's promise.
-            unsafe { push(results, grad.as_ref()) };
+            unsafe { push(results, grad.as_ref())? };
         }
         Ok(())
     })
@@ -166,9 +166,10 @@ fn defined(tensors: Vec<Option<Tensor>>) -> Result<Vec<Tensor>, BoxError> {
 /// # Safety
 ///
 /// `list` must be valid.
-unsafe fn push(list: *mut TensorList, tensor: Option<&Tensor>) {
+unsafe fn push(list: *mut TensorList, tensor: Option<&Tensor>) -> Result<(), Error> {
+    let tensor = tensor.map_or(null(), |tensor| tensor.as_ptr());
     // SAFETY: the caller's promise; the tensor is alive.
-    unsafe { ffi::flow_push_tensor(list, tensor.map_or(null(), |tensor| tensor.as_ptr())) }
+    unsafe { ffi::check("a custom function", ffi::flow_push_tensor(list, tensor)) }
 }
 
 /// # Safety

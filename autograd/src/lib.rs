@@ -39,4 +39,4 @@ pub use memory::{
     bytes, bytes_mut, data_ptr, dtype, identity, set_grad, tensor_from_memory, tensor_from_raw,
     unsendable, use_count,
 };
-pub use optimizer::OptimizerState;
+pub use optimizer::{OptimizerState, StateDict};

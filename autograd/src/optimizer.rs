@@ -13,8 +13,20 @@ use torch_sys::{C_optimizer, C_tensor};
 
 use crate::{ffi, Error};
 
-/// What an optimizer remembers from step to step, to be kept in a checkpoint: PyTorch's
-/// `optimizer.state_dict()["state"]`. Learning rate, momentum and other options are not part of it.
+/// What an optimizer remembers from step to step: PyTorch's `optimizer.state_dict()["state"]`.
+#[derive(Debug, Default)]
+pub struct StateDict {
+    /// For each parameter of the optimizer, in the order in which the model was made: the kind of
+    /// optimizer, the parameter's shape and its type, as in `Adam of [3, 4] Float`.
+    pub parameters: Vec<String>,
+    /// The state's tensors. Each is named by its parameter's number, and as PyTorch calls it:
+    /// `0.momentum_buffer`, `0.exp_avg`, `0.step`. A parameter that has had no gradient has none,
+    /// nor has one of SGD without momentum.
+    pub tensors: Vec<(String, Tensor)>,
+}
+
+/// Reads and replaces an optimizer's [`StateDict`], to be kept in a checkpoint. Learning rate,
+/// momentum and other options are not part of it.
 ///
 /// For the optimizers that tch has: `Sgd`, `Adam`, `AdamW` and `RmsProp`.
 ///
@@ -27,22 +39,20 @@ use crate::{ffi, Error};
 /// let mut optimizer = nn::sgd(0.9, 0.0, 0.0, false).build(&vs, 0.1)?;
 /// optimizer.backward_step(&weight.sum(tch::Kind::Float));
 /// let state = optimizer.state()?;
-/// assert_eq!(state[0].0, "0.momentum_buffer");
+/// assert_eq!(state.parameters, ["SGD with momentum of [2] Float"]);
+/// assert_eq!(state.tensors[0].0, "0.momentum_buffer");
 ///
 /// let mut other = nn::sgd(0.9, 0.0, 0.0, false).build(&vs, 0.1)?;
 /// other.load_state(&state)?; // goes on as `optimizer` would
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub trait OptimizerState {
-    /// Copies of the state's tensors. Each is named by its parameter's number, in the order in
-    /// which the model was made, and as PyTorch calls it: `0.momentum_buffer`, `0.exp_avg`,
-    /// `0.step`. A parameter that has had no gradient has none, nor has one of SGD without
-    /// momentum.
+    /// A copy of the state.
     ///
     /// # Errors
     ///
     /// tch's optimizer is not laid out as expected.
-    fn state(&self) -> Result<Vec<(String, Tensor)>, Error>;
+    fn state(&self) -> Result<StateDict, Error>;
 
     /// Replaces the state by copies of `state`'s tensors, on the parameters' device.
     ///
@@ -50,36 +60,51 @@ pub trait OptimizerState {
     ///
     /// `state` is of another kind of optimizer, or of another model. The optimizer is then as it
     /// was.
-    fn load_state(&mut self, state: &[(String, Tensor)]) -> Result<(), Error>;
+    fn load_state(&mut self, state: &StateDict) -> Result<(), Error>;
 }
 
 impl OptimizerState for Optimizer {
-    fn state(&self) -> Result<Vec<(String, Tensor)>, Error> {
+    fn state(&self) -> Result<StateDict, Error> {
         const OPERATION: &str = "OptimizerState::state";
         let optimizer = c_optimizer(self, OPERATION)?;
-        let mut state = Vec::<(String, Tensor)>::new();
-        // SAFETY: the optimizer is alive; `visit` fits the data.
+        let mut tensors = Vec::<(String, Tensor)>::new();
+        // SAFETY: the optimizer is alive; `push_tensor` fits the data.
         unsafe {
             ffi::check(
                 OPERATION,
-                ffi::flow_optimizer_state(optimizer, (&raw mut state).cast(), visit),
+                ffi::flow_optimizer_state(optimizer, (&raw mut tensors).cast(), push_tensor),
             )?
         };
-        Ok(state)
+        Ok(StateDict { parameters: parameters(optimizer, OPERATION)?, tensors })
     }
 
-    fn load_state(&mut self, state: &[(String, Tensor)]) -> Result<(), Error> {
+    fn load_state(&mut self, state: &StateDict) -> Result<(), Error> {
         const OPERATION: &str = "OptimizerState::load_state";
+        let unfit = |reason: String| Error::Libtorch { operation: OPERATION, reason };
         let optimizer = c_optimizer(self, OPERATION)?;
+        let (own, saved) = (parameters(optimizer, OPERATION)?, &state.parameters);
+        if let Some(number) = (0..own.len().max(saved.len())).find(|&i| own.get(i) != saved.get(i))
+        {
+            let name = |parameters: &[String]| match parameters.get(number) {
+                Some(parameter) => parameter.clone(),
+                None => "none".into(),
+            };
+            return Err(unfit(format!(
+                "parameter {number} is {} in the state, {} was expected",
+                name(saved),
+                name(&own)
+            )));
+        }
         let name = |(name, _): &(String, Tensor)| CString::new(name.as_str());
-        let names: Vec<CString> =
-            state.iter().map(name).collect::<Result<_, _>>().map_err(|_| Error::Libtorch {
-                operation: OPERATION,
-                reason: "a name in the state has a zero byte".into(),
-            })?;
+        let names: Vec<CString> = state
+            .tensors
+            .iter()
+            .map(name)
+            .collect::<Result<_, _>>()
+            .map_err(|_| unfit("a name in the state has a zero byte".into()))?;
         let names: Vec<*const c_char> = names.iter().map(|name| name.as_ptr()).collect();
         let tensors: Vec<*const C_tensor> =
-            state.iter().map(|(_, tensor)| tensor.as_ptr()).collect();
+            state.tensors.iter().map(|(_, tensor)| tensor.as_ptr()).collect();
         // SAFETY: the optimizer, which is borrowed mutably, and as many names and tensors as said
         // are alive.
         unsafe {
@@ -87,29 +112,54 @@ impl OptimizerState for Optimizer {
                 optimizer,
                 names.as_ptr(),
                 tensors.as_ptr(),
-                state.len(),
+                tensors.len(),
             );
             ffi::check(OPERATION, result)
         }
     }
 }
 
+/// See [`StateDict::parameters`].
+fn parameters(
+    optimizer: *const C_optimizer,
+    operation: &'static str,
+) -> Result<Vec<String>, Error> {
+    let mut parameters = Vec::<String>::new();
+    // SAFETY: the optimizer is alive; `push_text` fits the data.
+    unsafe {
+        let data = (&raw mut parameters).cast();
+        ffi::check(operation, ffi::flow_optimizer_parameters(optimizer, data, push_text))?;
+    }
+    Ok(parameters)
+}
+
 /// # Safety
 ///
-/// `state` must point to a `Vec<(String, Tensor)>` that nothing else uses during the call, `name` must be
-/// a C string, and `tensor` the caller's, to give away.
-unsafe extern "C" fn visit(state: *mut c_void, name: *const c_char, tensor: *mut C_tensor) {
+/// `texts` must point to a `Vec<String>` that nothing else uses during the call, and `text` be a C
+/// string.
+unsafe extern "C" fn push_text(texts: *mut c_void, text: *const c_char) {
     // SAFETY: the caller's promise.
-    let (state, name, tensor) = unsafe {
+    let (texts, text) = unsafe { (&mut *texts.cast::<Vec<String>>(), CStr::from_ptr(text)) };
+    // Only a failed allocation panics here.
+    let _ = catch_unwind(AssertUnwindSafe(|| texts.push(text.to_string_lossy().into_owned())));
+}
+
+/// # Safety
+///
+/// `tensors` must point to a `Vec<(String, Tensor)>` that nothing else uses during the call, `name`
+/// be a C string, and `tensor` the caller's, to give away.
+unsafe extern "C" fn push_tensor(tensors: *mut c_void, name: *const c_char, tensor: *mut C_tensor) {
+    // SAFETY: the caller's promise.
+    let (tensors, name, tensor) = unsafe {
         (
-            &mut *state.cast::<Vec<(String, Tensor)>>(),
+            &mut *tensors.cast::<Vec<(String, Tensor)>>(),
             CStr::from_ptr(name),
             Tensor::from_ptr(tensor),
         )
     };
     // Only a failed allocation panics here.
     let _ = catch_unwind(AssertUnwindSafe(|| {
-        state.push((name.to_string_lossy().into_owned(), tensor))
+        tensors.push((name.to_string_lossy().into_owned(), tensor))
     }));
 }
 

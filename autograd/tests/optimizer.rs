@@ -1,6 +1,6 @@
 //! The optimizers' state, saved and loaded.
 
-use flow_autograd::OptimizerState;
+use flow_autograd::{OptimizerState, StateDict};
 use tch::nn::{self, Optimizer, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -36,8 +36,8 @@ impl Training {
     }
 }
 
-fn names(state: &[(String, Tensor)]) -> Vec<&str> {
-    state.iter().map(|(name, _)| name.as_str()).collect()
+fn names(state: &StateDict) -> Vec<&str> {
+    state.tensors.iter().map(|(name, _)| name.as_str()).collect()
 }
 
 /// Ten steps, and five, a new start with what was saved, and five, end with the same weights to the
@@ -52,7 +52,7 @@ fn goes_on(config: impl OptimizerConfig + Copy, parts: &[&str]) {
     let expected: Vec<String> =
         (0..2).flat_map(|i| parts.iter().map(move |part| format!("{i}.{part}"))).collect();
     assert_eq!(names(&saved), expected);
-    let second_of = |state: Option<&[(String, Tensor)]>| {
+    let second_of = |state: Option<&StateDict>| {
         let mut second = Training::new(config);
         second.vs.copy(&first.vs).unwrap();
         if let Some(state) = state {
@@ -97,7 +97,8 @@ fn what_has_had_no_gradient_has_no_state() {
     training.optimizer.backward_step(&training.bias.sum(Kind::Float));
     let saved = training.optimizer.state().unwrap();
     assert_eq!(names(&saved), ["1.step", "1.exp_avg", "1.exp_avg_sq"]);
-    training.optimizer.load_state(&[]).unwrap();
+    let none = StateDict { tensors: Vec::new(), ..training.optimizer.state().unwrap() };
+    training.optimizer.load_state(&none).unwrap();
     assert_eq!(names(&training.optimizer.state().unwrap()), [""; 0]);
     training.optimizer.load_state(&saved).unwrap();
     assert_eq!(names(&training.optimizer.state().unwrap()), names(&saved));
@@ -112,16 +113,20 @@ fn a_state_that_does_not_fit_is_refused_and_changes_nothing() {
     let mut adam = Training::new(nn::Adam::default());
     adam.steps(0..3);
     let good = adam.optimizer.state().unwrap();
-    let mut sgd = Training::new(nn::sgd(0.9, 0.0, 0.0, false));
-    sgd.steps(0..3);
-    let of_sgd = sgd.optimizer.state().unwrap();
+    let of_sgd = {
+        let mut sgd = Training::new(nn::sgd(0.9, 0.0, 0.0, false));
+        sgd.steps(0..3);
+        StateDict { parameters: good.parameters.clone(), ..sgd.optimizer.state().unwrap() }
+    };
 
     let with = |name: &str, tensor: Option<Tensor>| {
         let kept = good
+            .tensors
             .iter()
             .filter(|(other, _)| other != name)
             .map(|(name, tensor)| (name.clone(), tensor.copy()));
-        kept.chain(tensor.map(|tensor| (name.to_owned(), tensor))).collect::<Vec<_>>()
+        let tensors = kept.chain(tensor.map(|tensor| (name.to_owned(), tensor))).collect();
+        StateDict { parameters: good.parameters.clone(), tensors }
     };
     let floats = |shape: &[i64]| Some(Tensor::zeros(shape, (Kind::Float, Device::Cpu)));
     for (state, reason) in [
@@ -155,6 +160,51 @@ fn a_state_that_does_not_fit_is_refused_and_changes_nothing() {
         assert_eq!(error.lines().count(), 1, "{error}");
         let now = adam.optimizer.state().unwrap();
         assert_eq!(names(&now), names(&good));
-        assert!(now.iter().zip(&good).all(|((_, now), (_, good))| now == good));
+        assert!(now.tensors.iter().zip(&good.tensors).all(|((_, now), (_, good))| now == good));
     }
+}
+
+/// Also before it has tensors, in which it could be seen.
+#[test]
+fn a_state_names_its_optimizer_and_loads_into_no_other() {
+    fn state(config: impl OptimizerConfig, steps: i64) -> StateDict {
+        let mut training = Training::new(config);
+        training.steps(0..steps);
+        training.optimizer.state().unwrap()
+    }
+    let sgd = |momentum| nn::sgd(momentum, 0.0, 0.0, false);
+    let refused = |config: &dyn Fn() -> Training, state: &StateDict, expected: &str| {
+        let error = config().optimizer.load_state(state).unwrap_err().to_string();
+        assert_eq!(error, format!("OptimizerState::load_state: {expected}"));
+    };
+    let (adam, adam_w) =
+        (|| Training::new(nn::Adam::default()), || Training::new(nn::AdamW::default()));
+    for steps in [0, 2] {
+        refused(
+            &adam,
+            &state(nn::AdamW::default(), steps),
+            "parameter 0 is AdamW of [3, 4] Float in the state, Adam of [3, 4] Float was expected",
+        );
+        refused(
+            &adam_w,
+            &state(nn::AdamW::default().amsgrad(true), steps),
+            "parameter 0 is AdamW with amsgrad of [3, 4] Float in the state, AdamW of [3, 4] Float \
+             was expected",
+        );
+        refused(
+            &|| Training::new(sgd(0.0)),
+            &state(nn::rms_prop(0.99, 1e-8, 0.0, 0.9, true), steps),
+            "parameter 0 is centered RMSprop with momentum of [3, 4] Float in the state, SGD of \
+             [3, 4] Float was expected",
+        );
+        refused(
+            &|| Training::new(sgd(0.9)),
+            &state(sgd(0.0), steps),
+            "parameter 0 is SGD of [3, 4] Float in the state, SGD with momentum of [3, 4] Float was \
+             expected",
+        );
+    }
+    let mut less = state(nn::Adam::default(), 0);
+    less.parameters.pop();
+    refused(&adam, &less, "parameter 1 is none in the state, Adam of [4] Float was expected");
 }

@@ -5,10 +5,11 @@ use std::time::Instant;
 use flow_autograd::BoxError;
 use tch::{Kind, Tensor};
 
-use crate::bucket::assignment::{assign, Caps, Item};
+use crate::bucket::assignment::{assign, Item};
 use crate::bucket::pending::{Pending, Reduced};
 use crate::bucket::{Bucket, ReducePath};
 use crate::error::Result;
+use crate::options::Options;
 use crate::parameter::Parameter;
 use crate::stats::{times, BucketStats, Stats};
 
@@ -139,8 +140,8 @@ pub(crate) struct BackwardState {
     /// The next bucket to launch.
     pub next: usize,
     pub rebuilt: bool,
-    /// Another rank has failed for want of gradients: backward runs on to the end, where all ranks
-    /// meet.
+    /// Another rank lacks gradients and has failed: backward runs to its end, where all ranks learn
+    /// what each lacks.
     pub peer_misses_grads: bool,
     /// A backward has failed: the group is of no more use.
     pub unusable: bool,
@@ -182,13 +183,11 @@ impl BackwardState {
         self.buckets.iter_mut().for_each(ScheduledBucket::begin);
     }
 
-    /// Makes the buckets anew, for gradients that come in `order` and are sent as `kind`, or as
-    /// they are.
+    /// Makes the buckets anew, for gradients that come in `order`.
     pub fn build(
         &mut self,
         path: &dyn ReducePath,
-        caps: Caps,
-        kind: Option<Kind>,
+        options: &Options,
         order: &[usize],
     ) -> Result<()> {
         let mut kinds: Vec<Kind> = Vec::new();
@@ -200,11 +199,11 @@ impl BackwardState {
                     kinds.push(p.kind);
                     kinds.len() - 1
                 });
-                let sent = kind.unwrap_or(p.kind);
+                let sent = options.communication.unwrap_or(p.kind);
                 Item { bytes: p.elements() * sent.elt_size_in_bytes(), class: class as u8 }
             })
             .collect();
-        let assigned = assign(&items, order, caps);
+        let assigned = assign(&items, order, options.caps);
         if assigned.iter().eq(self.buckets.iter().map(|b| &b.members)) {
             return Ok(());
         }
@@ -216,9 +215,64 @@ impl BackwardState {
             }
             let parameters: Vec<&Parameter> =
                 members.iter().map(|&member| &self.parameters[member]).collect();
-            let sent = kind.unwrap_or(parameters[0].kind);
+            let sent = options.communication.unwrap_or(parameters[0].kind);
             let memory = path.bucket(number as u32, &parameters, sent)?;
             self.buckets.push(ScheduledBucket::new(memory, members));
+        }
+        Ok(())
+    }
+
+    /// Makes `.grad` of a parameter its place in the bucket, if the type is the same.
+    pub fn alias_grad_to_bucket(&self, index: usize) -> Result<(), flow_autograd::Error> {
+        let (bucket, slot) = self.slots[index];
+        let parameter = &self.parameters[index];
+        match self.buckets[bucket].memory.reduced_grad(slot) {
+            Some(place) if place.kind() == parameter.kind => {
+                flow_autograd::set_grad(&parameter.tensor, Some(place))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes `.grad` the reduced gradient, unless it was reduced where it is. `bucket_view`: a new
+    /// `.grad` is a view of the bucket.
+    pub fn write_back(
+        &self,
+        index: usize,
+        path: &dyn ReducePath,
+        bucket_view: bool,
+    ) -> Result<(), flow_autograd::Error> {
+        let (bucket, slot) = self.slots[index];
+        let Some(place) = self.buckets[bucket].memory.reduced_grad(slot) else { return Ok(()) };
+        let parameter = &self.parameters[index];
+        let mut gradient = parameter.tensor.grad();
+        if path.grads_are_views() {
+            if flow_autograd::data_ptr(&gradient) == flow_autograd::data_ptr(place) {
+                return Ok(());
+            }
+            return flow_autograd::set_grad(&parameter.tensor, Some(place));
+        }
+        if !gradient.defined() {
+            let fresh = if bucket_view && place.kind() == parameter.kind {
+                place.shallow_clone()
+            } else {
+                place.to_kind(parameter.kind).copy()
+            };
+            return flow_autograd::set_grad(&parameter.tensor, Some(&fresh));
+        }
+        if flow_autograd::data_ptr(&gradient) != flow_autograd::data_ptr(place) {
+            tch::no_grad(|| gradient.copy_(place));
+        }
+        Ok(())
+    }
+
+    /// Gives gradients memory of their own. Views of buckets would keep the buckets' memory.
+    pub fn keep_grads_apart(&self) -> Result<(), flow_autograd::Error> {
+        for parameter in &self.parameters {
+            let gradient = parameter.tensor.grad();
+            if gradient.defined() {
+                flow_autograd::set_grad(&parameter.tensor, Some(&gradient.copy()))?;
+            }
         }
         Ok(())
     }

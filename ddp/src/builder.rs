@@ -4,6 +4,7 @@ use std::collections::HashSet;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use flow_autograd::GradHook;
 use flow_comm::ProcessGroup;
 use flow_tensor::{cuda_group, ArenaAllocatorGuard, CoalescedBroadcast};
 use tch::nn::{VarStore, Variables};
@@ -17,7 +18,7 @@ use crate::bucket::ReducePath;
 use crate::comm_hooks::AllReduce;
 use crate::ddp::{Ddp, HeldBuffer};
 use crate::error::{job_rank, Error, Result};
-use crate::model_check::{check, check_hooks, describe, first_mismatch};
+use crate::model_check::{agree, check, check_hooks, describe, device_kind, first_mismatch};
 use crate::options::Options;
 use crate::parameter::Parameter;
 use crate::reducer::Reducer;
@@ -96,7 +97,7 @@ impl DdpBuilder {
     /// parameter used.
     fn new(group: &ProcessGroup) -> Self {
         let caps = Caps { first: MIB as usize, rest: 25 * MIB as usize };
-        let options = Options { caps, find_unused: false, bucket_view: false };
+        let options = Options { caps, find_unused: false, bucket_view: false, communication: None };
         Self {
             group: group.clone(),
             options,
@@ -195,11 +196,11 @@ impl DdpBuilder {
         mut parameters: Vec<(String, Tensor)>,
         mut buffers: Vec<(String, Tensor)>,
     ) -> Result<Ddp<M>> {
-        let Self { group, options, broadcast_buffers, comm_hook } = self;
+        let Self { group, mut options, broadcast_buffers, comm_hook } = self;
+        options.communication = comm_hook.kind();
         let rank = job_rank(&group);
         let mut settings = None;
-        let mut fit =
-            check(&parameters, &buffers, options.caps, comm_hook.kind(), broadcast_buffers);
+        let mut fit = check(&parameters, &buffers, &options, broadcast_buffers);
         if group.world_size() > 1 {
             fit = fit.and_then(|()| check_hooks(&parameters));
             fit = fit.and_then(|()| Settings::from_env().map(|read| settings = Some(read)));
@@ -208,7 +209,10 @@ impl DdpBuilder {
                 comm_hook.name()
             )];
             match &fit {
-                Ok(()) => lines.extend(describe(&parameters, &buffers)),
+                Ok(()) => {
+                    lines.push(format!("a model on {}", device_kind(parameters[0].1.device())));
+                    lines.extend(describe(&parameters, &buffers));
+                }
                 Err(reason) => lines
                     .push(format!("a model that cannot be wrapped: {}", reason.replace('\n', " "))),
             }
@@ -241,41 +245,70 @@ impl DdpBuilder {
             .iter()
             .chain(&buffers)
             .map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
-        CoalescedBroadcast::new(&group, all.collect())?.run(&group, 0)?;
+        let broadcast = CoalescedBroadcast::new(&group, all.collect()).map_err(Error::from);
+        let mut broadcast = agree(&group, broadcast)?;
+        agree(&group, broadcast.run(&group, 0).map_err(Error::from))?;
+        drop(broadcast);
         // Before the first backward: gradients are to be born in shared memory from then on.
         let allocator = ArenaAllocatorGuard::current().filter(|_| group.cuda_device().is_none());
         let own = group.duplicate_in(allocator.as_ref().map(|allocator| allocator.handle()))?;
-        // A rank whose first backward fails would else fail the group while nodes are still being
-        // linked.
-        own.barrier()?;
-        let to_broadcast =
-            buffers.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect();
-        // There are two handles here, one in the broadcast.
-        let held = buffers.into_iter().map(|(name, tensor)| HeldBuffer { name, tensor, others: 2 });
-        let buffers = Mutex::new(CoalescedBroadcast::new(&own, to_broadcast)?);
-        let held = held.filter(|buffer| flow_autograd::use_count(&buffer.tensor) > buffer.others);
-        let held = Mutex::new(held.collect());
-        let parameters = parameters.into_iter().map(|(name, tensor)| Parameter::new(name, tensor));
-        let (trained, frozen): (Vec<_>, Vec<_>) =
-            parameters.partition(|parameter| parameter.tensor.requires_grad());
-        let path: Arc<dyn ReducePath> = match cuda_group(&own, &trained[0].tensor)? {
-            Some(cuda) => Arc::new(CudaPath::new(&own, cuda)),
-            None => Arc::new(CpuPath::new(&own, &settings)?),
-        };
-        let allocator = (!path.grads_are_views())
-            .then(|| ArenaAllocatorGuard::install(own.arena_handle()))
-            .flatten();
-        let reducer = Reducer::new(own, path, trained, frozen, options, comm_hook)?;
-        let hooks = reducer.install_hooks()?;
+        let made =
+            WrappedParts::new(own.clone(), &settings, options, comm_hook, parameters, buffers);
+        // Also so that a rank whose first backward fails does not fail the group while nodes are
+        // still being linked.
+        let WrappedParts { reducer, hooks, allocator, buffers, held } = agree(&own, made)?;
         Ok(Ddp {
             model,
             group,
             reducer: Some(reducer),
             _hooks: hooks,
             _allocator: allocator,
-            buffers,
-            held,
+            buffers: Mutex::new(buffers),
+            held: Mutex::new(held),
         })
+    }
+}
+
+/// What each rank makes on its own to reduce gradients.
+struct WrappedParts {
+    reducer: Arc<Reducer>,
+    hooks: Vec<GradHook>,
+    allocator: Option<Arc<ArenaAllocatorGuard>>,
+    buffers: CoalescedBroadcast,
+    held: Vec<HeldBuffer>,
+}
+
+impl WrappedParts {
+    /// `own` is the reducer's own group.
+    fn new(
+        own: ProcessGroup,
+        settings: &Settings,
+        options: Options,
+        comm_hook: Box<dyn CommHook>,
+        parameters: Vec<(String, Tensor)>,
+        buffers: Vec<(String, Tensor)>,
+    ) -> Result<Self> {
+        let to_broadcast =
+            buffers.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect();
+        // There are two handles here, one in the broadcast.
+        let held = buffers.into_iter().map(|(name, tensor)| HeldBuffer { name, tensor, others: 2 });
+        let buffers = CoalescedBroadcast::new(&own, to_broadcast)?;
+        let held = held
+            .filter(|buffer| flow_autograd::use_count(&buffer.tensor) > buffer.others)
+            .collect();
+        let parameters = parameters.into_iter().map(|(name, tensor)| Parameter::new(name, tensor));
+        let (trained, frozen): (Vec<_>, Vec<_>) =
+            parameters.partition(|parameter| parameter.tensor.requires_grad());
+        let path: Arc<dyn ReducePath> = match cuda_group(&own, &trained[0].tensor)? {
+            Some(cuda) => Arc::new(CudaPath::new(&own, cuda)),
+            None => Arc::new(CpuPath::new(&own, settings)?),
+        };
+        let allocator = (!path.grads_are_views())
+            .then(|| ArenaAllocatorGuard::install(own.arena_handle()))
+            .flatten();
+        let reducer = Reducer::new(own, path, trained, frozen, options, comm_hook)?;
+        let hooks = reducer.install_hooks()?;
+        Ok(Self { reducer, hooks, allocator, buffers, held })
     }
 }
 

@@ -36,21 +36,22 @@ use crate::stats::Stats;
 /// depend on it, or its backward failed. If only some ranks have such a step, the next backward
 /// fails on all and says which rank is in which step (with buffers, who is in forward and who in
 /// backward): gradients of different steps would else be averaged. While something still holds the
-/// forward's graph (a loss that is kept for later: keep `loss.detach()`), it is the backward after
-/// that which fails. So evaluate with `forward_t(.., false)`, or under `no_grad`. Not found out is
-/// a rank that leaves out the forward as well, or calls other methods of the model, until it has a
-/// backward less at the end, for which the others wait in vain. Nor are ranks on GPUs, whose hosts
-/// do not wait for each other; their time-outs name the steps.
+/// forward's graph (a loss that is kept for later: keep `loss.detach()`), the backward after that
+/// one fails. So evaluate with `forward_t(.., false)`, or under `no_grad`.
 ///
-/// A backward that fails on one rank, once gradients have come, fails on all. The `Ddp` is then of
-/// no more use: each later backward says why (after the failure of a backward in which another one
-/// ran: once its graph is freed). If all ranks still live, they may drop theirs and wrap the model
-/// anew. [`Error::from_backward`] gives the error that ended a backward. A backward may run inside
+/// Two mistakes are found by the time-out only. A rank that leaves out the forward as well, or calls
+/// other methods of the model, has one backward less at the end, and the others wait for it. Ranks on
+/// GPUs do not wait for each other's hosts; their time-outs name the steps.
+///
+/// A backward that fails on one rank, once gradients have come, fails on all. The `Ddp` is then
+/// unusable: each later backward returns the cause (if the backward that failed ran another one
+/// inside it: once its graph is freed). If all ranks are still alive, they may drop their `Ddp` and
+/// wrap the model anew. [`Error::from_backward`] gives the error that ended a backward. A backward may run inside
 /// another one, as in checkpointing, if each parameter gets its gradient in one of them.
 ///
-/// Gradients are reduced, and buffers broadcast, in a group of `Ddp`'s own, so that they do not mix
-/// with what the program does in `group`; the price: a rank that is in backward while another, out
-/// of step, is in a collective of `group` hears of it when the time is over, not at once.
+/// `Ddp` reduces gradients and broadcasts buffers in a group of its own, so that they do not mix
+/// with the program's collectives in `group`. The cost: if ranks are out of step (one in backward,
+/// another in a collective of `group`), this is detected by the timeout, not immediately.
 ///
 /// Parameters are those that require gradients when the model is wrapped; freeze and unfreeze
 /// before. One that the `VarStore` gets later is an error of the next backward. One tensor under
@@ -130,7 +131,7 @@ impl<M> Ddp<M> {
         if !reducer.synchronizes() {
             return Ok(());
         }
-        // What is wrong with this rank's buffers the others are to hear: they wait for it.
+        // The others wait for this rank's buffers: what is wrong with them is an error of all.
         self.broadcast_buffers(reducer).inspect_err(|error| {
             if !matches!(error, Error::Comm(_)) {
                 reducer.abort(&error.to_string());

@@ -55,6 +55,14 @@ pub enum Error {
         /// The first difference: the parameter and both ranks.
         difference: String,
     },
+    /// Another rank could not wrap its model.
+    #[error("rank {rank}: Ddp: another rank cannot wrap its model: {reason}")]
+    Peer {
+        /// This rank.
+        rank: usize,
+        /// The other rank's error.
+        reason: String,
+    },
     /// A communication hook failed, or returned something else than a bucket's gradients.
     #[error("rank {rank}: the communication hook, for bucket {bucket}: {reason}")]
     CommHook {

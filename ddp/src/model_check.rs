@@ -7,10 +7,11 @@ use std::hash::Hasher;
 use flow_autograd::GradHook;
 use flow_comm::ProcessGroup;
 use flow_tensor::{overlaps, OVERLAPS};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
-use crate::bucket::assignment::Caps;
-use crate::layout::Layout;
+use crate::error::{job_rank, Error, Result};
+use crate::grad_layout::GradLayout;
+use crate::options::Options;
 
 /// Compares `own`, one line for each thing that must be equal, over all ranks. `Some` is the first
 /// difference, in the same words on every rank.
@@ -28,15 +29,8 @@ pub(crate) fn first_mismatch(
         return Ok(None);
     }
     // Only now are the texts themselves worth sending.
-    let longest = digests.chunks(2).map(|d| d[1]).max().unwrap_or(0) as usize;
-    let mut padded = text;
-    padded.resize(longest, b'\n');
-    let mut all = vec![0u8; longest * group.world_size()];
-    group.all_gather(&padded, &mut all)?;
-    let texts: Vec<String> =
-        all.chunks(longest).map(|t| String::from_utf8_lossy(t).into_owned()).collect();
-    let lines: Vec<Vec<&str>> =
-        texts.iter().map(|t| t.trim_end_matches('\n').lines().collect()).collect();
+    let texts = gather_texts(group, &own.join("\n"))?;
+    let lines: Vec<Vec<&str>> = texts.iter().map(|text| text.lines().collect()).collect();
     let (rank, first, theirs) = lines
         .iter()
         .enumerate()
@@ -51,6 +45,45 @@ pub(crate) fn first_mismatch(
         None => format!("rank {} has nothing in its place", group.ranks()[rank]),
     };
     Ok(Some(format!("{}, {}", described(0, first), described(rank, theirs))))
+}
+
+/// What this rank has made, if all ranks have made theirs. An error of one rank is one of all, so
+/// that none goes on to wait for it.
+pub(crate) fn agree<T>(group: &ProcessGroup, made: Result<T>) -> Result<T> {
+    let own = made.as_ref().err().map(ToString::to_string).unwrap_or_default();
+    let texts = gather_texts(group, &own);
+    let made = made?;
+    match texts?.into_iter().find(|text| !text.is_empty()) {
+        Some(reason) => Err(Error::Peer { rank: job_rank(group), reason }),
+        None => Ok(made),
+    }
+}
+
+/// All ranks' texts.
+fn gather_texts(group: &ProcessGroup, own: &str) -> flow_comm::Result<Vec<String>> {
+    let mut lengths = vec![0i64; group.world_size()];
+    group.all_gather(&[own.len() as i64], &mut lengths)?;
+    let lengths: Vec<usize> = lengths.into_iter().map(|length| length as usize).collect();
+    let mut all = vec![0u8; lengths.iter().sum()];
+    if !all.is_empty() {
+        group.all_gather_v(own.as_bytes(), &mut all[..], &lengths)?;
+    }
+    let mut rest = &all[..];
+    let text = |length| {
+        let (text, others) = rest.split_at(length);
+        rest = others;
+        String::from_utf8_lossy(text).into_owned()
+    };
+    Ok(lengths.into_iter().map(text).collect())
+}
+
+/// What ranks may not mix: GPUs, whichever they are, and the CPU.
+pub(crate) fn device_kind(device: Device) -> String {
+    match device {
+        Device::Cuda(_) => "a GPU".into(),
+        Device::Cpu => "the CPU".into(),
+        other => format!("{other:?}"),
+    }
 }
 
 /// What must be equal on all ranks of the model's tensors, each in a line.
@@ -70,7 +103,7 @@ pub(crate) fn describe(
         );
         // What lies at the same place in memory is added up.
         let layout =
-            if what == "parameter" { Layout::of(tensor).to_string() } else { String::new() };
+            if what == "parameter" { GradLayout::of(tensor).to_string() } else { String::new() };
         let line = format!("{what} {name} {form}{layout}");
         match first_names.entry(flow_autograd::identity(tensor)) {
             Entry::Occupied(first) => format!("{line}, the same tensor as {}", first.get()),
@@ -83,7 +116,7 @@ pub(crate) fn describe(
     parameters.chain(buffers.iter().map(|named| ("buffer", named))).map(line).collect()
 }
 
-/// Nobody else may be told of the parameters' gradients.
+/// No other `Ddp` may have hooks on the parameters.
 pub(crate) fn check_hooks(parameters: &[(String, Tensor)]) -> Result<(), String> {
     for (name, tensor) in parameters.iter().filter(|(_, tensor)| tensor.requires_grad()) {
         match GradHook::is_installed(tensor) {
@@ -97,12 +130,11 @@ pub(crate) fn check_hooks(parameters: &[(String, Tensor)]) -> Result<(), String>
     Ok(())
 }
 
-/// What can be said of a model without other ranks.
+/// What this rank finds wrong with a model, without other ranks.
 pub(crate) fn check(
     parameters: &[(String, Tensor)],
     buffers: &[(String, Tensor)],
-    caps: Caps,
-    communication: Option<Kind>,
+    options: &Options,
     broadcast_buffers: bool,
 ) -> Result<(), String> {
     for (name, tensor) in parameters.iter().chain(buffers) {
@@ -115,7 +147,7 @@ pub(crate) fn check(
             "the model has no parameter that requires a gradient: there is nothing to wrap".into(),
         );
     }
-    if caps.first == 0 || caps.rest == 0 {
+    if options.caps.first == 0 || options.caps.rest == 0 {
         return Err("bucket caps must be positive".into());
     }
     let (first, device) = (&parameters[0].0, parameters[0].1.device());
@@ -139,12 +171,23 @@ pub(crate) fn check(
     if let Some((name, _)) = written.into_iter().find(|(_, tensor)| overlaps(tensor)) {
         return Err(format!("{name} {OVERLAPS}"));
     }
-    match communication {
+    match options.communication {
         Some(kind) if !matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16) => {
             Err(format!(
                 "gradients cannot be sent as {kind:?}: use Float, Double, Half or BFloat16"
             ))
         }
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_have_gpus_of_their_own_but_one_kind_of_device() {
+        assert_eq!(device_kind(Device::Cuda(0)), device_kind(Device::Cuda(7)));
+        assert_ne!(device_kind(Device::Cuda(0)), device_kind(Device::Cpu));
     }
 }

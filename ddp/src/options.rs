@@ -1,5 +1,7 @@
 //! What a reducer does differently when asked to.
 
+use tch::Kind;
+
 use crate::bucket::assignment::Caps;
 
 /// What the reducer does differently when asked to.
@@ -8,4 +10,6 @@ pub(crate) struct Options {
     pub caps: Caps,
     pub find_unused: bool,
     pub bucket_view: bool,
+    /// The type in which gradients are sent; None: their own.
+    pub communication: Option<Kind>,
 }

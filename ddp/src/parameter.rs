@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use crate::layout::Layout;
+use crate::grad_layout::GradLayout;
 
 /// A parameter that is trained.
 pub(crate) struct Parameter {
@@ -11,7 +11,7 @@ pub(crate) struct Parameter {
     pub shape: Vec<i64>,
     pub kind: Kind,
     /// Of its gradients, alike on all ranks.
-    pub layout: Layout,
+    pub layout: GradLayout,
 }
 
 impl Parameter {
@@ -20,7 +20,7 @@ impl Parameter {
             name,
             shape: tensor.size(),
             kind: tensor.kind(),
-            layout: Layout::of(&tensor),
+            layout: GradLayout::of(&tensor),
             tensor,
         }
     }

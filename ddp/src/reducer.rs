@@ -16,7 +16,7 @@ use tch::Tensor;
 
 use crate::backward_state::BackwardState;
 use crate::bucket::comm_hook::{CommHook, GradBucket};
-use crate::bucket::{Phase, ReducePath};
+use crate::bucket::{BackwardEvent, ReducePath};
 use crate::error::{job_rank, Error, Result};
 use crate::options::Options;
 use crate::parameter::Parameter;
@@ -49,7 +49,7 @@ impl Reducer {
     ) -> Result<Arc<Self>> {
         let order: Vec<usize> = (0..parameters.len()).rev().collect();
         let mut state = BackwardState::new(parameters, frozen);
-        state.build(&*path, options.caps, comm_hook.kind(), &order)?;
+        state.build(&*path, &options, &order)?;
         Ok(Arc::new(Self {
             group,
             options,
@@ -164,10 +164,10 @@ impl Reducer {
                 _phase: trace::phase(trace::Phase::Backward, step.into()),
             };
             flow_autograd::at_end_of_backward(move || end.run())
-                .map_err(|e| self.torch("backward", e.to_string()))?;
+                .map_err(|e| self.in_backward(e))?;
             state = self.state();
             // From here on an error of this rank alone reaches the others.
-            self.path.record(Phase::FirstGradient)?;
+            self.path.record(BackwardEvent::FirstGradient)?;
             if let Some(parameter) = state.frozen.iter().find(|p| p.tensor.requires_grad()) {
                 let name = &parameter.name;
                 let reason = format!(
@@ -203,25 +203,12 @@ impl Reducer {
         let exclusive = flow_autograd::grad_is_exclusive(tensor);
         let in_place = state.buckets[bucket].mark_ready(slot, &gradient, exclusive)?;
         if !in_place && self.options.bucket_view && !self.path.grads_are_views() {
-            self.alias_grad_to_bucket(state, index)?;
+            state.alias_grad_to_bucket(index).map_err(|e| self.in_backward(e))?;
         }
         self.defer_missing_grads(state, |reducer, state| {
             reducer.launch(state)?;
             Ok(reducer.path.progress()?)
         })
-    }
-
-    /// Makes `.grad` of a parameter its place in the bucket, if the type is the same.
-    fn alias_grad_to_bucket(&self, state: &BackwardState, index: usize) -> Result<()> {
-        let (bucket, slot) = state.slots[index];
-        let parameter = &state.parameters[index];
-        match state.buckets[bucket].memory.reduced_grad(slot) {
-            Some(place) if place.kind() == parameter.kind => {
-                flow_autograd::set_grad(&parameter.tensor, Some(place))
-                    .map_err(|e| self.torch("backward", e.to_string()))
-            }
-            _ => Ok(()),
-        }
     }
 
     /// Launches the ready buckets whose turn it is.
@@ -320,7 +307,7 @@ impl Reducer {
     /// Returns the parameters without a gradient.
     fn finish_buckets(&self, state: &mut BackwardState) -> Result<Vec<usize>> {
         let backward_end = Instant::now();
-        self.path.record(Phase::EndOfBackward)?;
+        self.path.record(BackwardEvent::EndOfBackward)?;
         let missing: Vec<usize> = (0..state.arrived.len()).filter(|&i| !state.arrived[i]).collect();
         if !missing.is_empty() && !self.options.find_unused {
             state.peer_misses_grads = true;
@@ -332,7 +319,7 @@ impl Reducer {
                 if self.options.bucket_view || self.path.grads_are_views() {
                     let apart = gradient.copy();
                     flow_autograd::set_grad(&state.parameters[index].tensor, Some(&apart))
-                        .map_err(|e| self.torch("backward", e.to_string()))?;
+                        .map_err(|e| self.in_backward(e))?;
                 }
                 // What earlier backwards under no_sync have left counts; it must not change before
                 // all agree.
@@ -356,40 +343,14 @@ impl Reducer {
         self.path.join()?;
         self.scatter(state)?;
         for (index, _) in used.iter().enumerate().filter(|(_, used)| **used != 0) {
-            self.write_back(state, index)?;
+            state
+                .write_back(index, &**self.path, self.options.bucket_view)
+                .map_err(|e| self.in_backward(e))?;
         }
         state.used.fill(false);
-        self.path.record(Phase::EndOfReduction)?;
+        self.path.record(BackwardEvent::EndOfReduction)?;
         state.record(backward_end);
         Ok(missing)
-    }
-
-    /// Makes `.grad` the reduced gradient, unless it was reduced where it is.
-    fn write_back(&self, state: &BackwardState, index: usize) -> Result<()> {
-        let (bucket, slot) = state.slots[index];
-        let Some(place) = state.buckets[bucket].memory.reduced_grad(slot) else { return Ok(()) };
-        let parameter = &state.parameters[index];
-        let mut gradient = parameter.tensor.grad();
-        if self.path.grads_are_views() {
-            if flow_autograd::data_ptr(&gradient) == flow_autograd::data_ptr(place) {
-                return Ok(());
-            }
-            return flow_autograd::set_grad(&parameter.tensor, Some(place))
-                .map_err(|e| self.torch("backward", e.to_string()));
-        }
-        if !gradient.defined() {
-            let fresh = if self.options.bucket_view && place.kind() == parameter.kind {
-                place.shallow_clone()
-            } else {
-                place.to_kind(parameter.kind).copy()
-            };
-            return flow_autograd::set_grad(&parameter.tensor, Some(&fresh))
-                .map_err(|e| self.torch("backward", e.to_string()));
-        }
-        if flow_autograd::data_ptr(&gradient) != flow_autograd::data_ptr(place) {
-            tch::no_grad(|| gradient.copy_(place));
-        }
-        Ok(())
     }
 
     /// Drops the buckets' gradients. libtorch may use their memory again once its stream waits for
@@ -403,15 +364,15 @@ impl Reducer {
     /// will not come.
     fn fail(&self, error: Error) -> BoxError {
         self.state().unusable = true;
-        // The ranks have told each other what they miss. If the group has failed for anything else,
-        // that remains the cause.
+        // All ranks know what each of them misses. If the group has failed for anything else, that
+        // remains the cause.
         if !matches!(error, Error::MissingGradients { .. }) {
             self.group.abort(&error.to_string());
         }
         error.end_backward()
     }
 
-    /// Meets all ranks to tell each other whose parameters have no gradient.
+    /// The error that lists the parameters without a gradient on all ranks, which all take part.
     fn missing_gradients(&self, state: &mut BackwardState, missing: &[usize]) -> Error {
         let name = |&index: &usize| {
             let parameter = &state.parameters[index];
@@ -423,10 +384,10 @@ impl Reducer {
         if missing.len() > 20 {
             own += &format!(" and {} more", missing.len() - 20);
         }
-        let told = self.group.fail_and_collect("parameters got no gradient", &own);
-        let told: Vec<String> =
-            told.iter().map(|(rank, names)| format!("rank {rank}: {names}")).collect();
-        Error::MissingGradients { rank: job_rank(&self.group), missing: told.join("; ") }
+        let missing = self.group.fail_and_collect("parameters got no gradient", &own);
+        let missing: Vec<String> =
+            missing.iter().map(|(rank, names)| format!("rank {rank}: {names}")).collect();
+        Error::MissingGradients { rank: job_rank(&self.group), missing: missing.join("; ") }
     }
 
     /// Buckets in the order in which rank 0's gradients came; unused parameters last.
@@ -439,28 +400,23 @@ impl Reducer {
             // has done.
             Ok(reducer.group.barrier()?)
         })?;
-        // On a GPU, only here does a rank hear that another has failed in this backward.
+        // On a GPU, a rank learns only here that another has failed in this backward.
         if state.peer_misses_grads {
             return Err(self.missing_gradients(state, &missing));
         }
         let order: Vec<usize> = order.into_iter().map(|i| i as usize).collect();
         if self.path.grads_are_views() {
-            // Gradients that are views of the old buckets would keep their memory beside that of
-            // the new ones.
-            for parameter in &state.parameters {
-                let gradient = parameter.tensor.grad();
-                if gradient.defined() {
-                    flow_autograd::set_grad(&parameter.tensor, Some(&gradient.copy()))
-                        .map_err(|e| self.torch("backward", e.to_string()))?;
-                }
-            }
+            state.keep_grads_apart().map_err(|e| self.in_backward(e))?;
         }
-        let kind = self.comm_hook.lock().unwrap_or_else(PoisonError::into_inner).kind();
-        state.build(&**self.path, self.options.caps, kind, &order)
+        state.build(&**self.path, &self.options, &order)
     }
 
     fn state(&self) -> MutexGuard<'_, BackwardState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn in_backward(&self, error: flow_autograd::Error) -> Error {
+        self.torch("backward", error.to_string())
     }
 
     fn torch(&self, operation: &'static str, reason: String) -> Error {
@@ -490,8 +446,8 @@ impl Drop for EndOfBackward {
     fn drop(&mut self) {
         if !self.reached {
             let mut state = self.reducer.state();
-            // A hook of ours has told why it failed. What else fails in a backward is told to its
-            // caller alone.
+            // If a hook of ours has failed, the group knows why. Any other error of a backward is
+            // known to its caller alone.
             if !std::mem::replace(&mut state.unusable, true) {
                 self.reducer.group.abort(
                     "its backward failed before all gradients were there, see its own error; to go on, all ranks drop \

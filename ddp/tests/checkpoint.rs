@@ -2,6 +2,7 @@
 //! is an error that names the file.
 
 use std::fs;
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
 
@@ -192,6 +193,71 @@ fn what_a_killed_writer_leaves_is_tidied_up() {
     assert_eq!(names(folder.path()), [".checkpoint.lock", "step-7"]);
 }
 
+/// Files that are wrong or missing are damage; what the disk refuses to read may be whole.
+#[test]
+fn what_cannot_be_read_is_an_error_and_what_is_damaged_is_kept() {
+    let folder = tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    let mut training = Training::new(3, 1);
+    let mut checkpoints = training.open(&folder);
+    for step in [1, 2] {
+        training.save(&mut checkpoints, step).unwrap();
+    }
+    drop(checkpoints);
+
+    // Reading it is an input/output error.
+    let model = path("step-2/model.safetensors");
+    fs::rename(&model, path("model")).unwrap();
+    symlink("/proc/self/mem", &model).unwrap();
+    let error = training.resume(&folder).unwrap_err();
+    let expected = format!("cannot read {}: Input/output error", model.display());
+    assert!(error.starts_with(&expected) && error.lines().count() == 1, "{error}");
+    let error = training.save(&mut training.open(&folder), 3).unwrap_err().to_string();
+    assert!(error.contains("has checkpoints of an earlier training"), "{error}");
+    fs::rename(path("model"), &model).unwrap();
+    assert_eq!(training.resume(&folder), Ok(2));
+
+    for (times, name) in [(1, "step-2.damaged"), (2, "step-2.damaged.2")] {
+        match times {
+            1 => fs::write(path("step-2/model.safetensors"), "damaged").unwrap(),
+            _ => fs::remove_file(path("step-2/state.json")).unwrap(),
+        }
+        let mut checkpoints = training.open(&folder);
+        let latest = checkpoints.latest::<(usize, f64)>().unwrap().expect("one is whole");
+        assert_eq!(latest.state.0, 1);
+        training.save(&mut checkpoints, 2).unwrap();
+        assert!(path(name).join("SHA256SUMS").exists(), "{:?}", names(folder.path()));
+    }
+    assert_eq!(fs::read(path("step-2.damaged/model.safetensors")).unwrap(), b"damaged");
+    assert_eq!(
+        names(folder.path()),
+        [".checkpoint.lock", "step-1", "step-2", "step-2.damaged", "step-2.damaged.2"]
+    );
+    assert_eq!(training.resume(&folder), Ok(2));
+}
+
+#[test]
+fn what_others_keep_in_the_folder_is_left_alone() {
+    let folder = tempdir().unwrap();
+    let mut training = Training::new(3, 1);
+    let path = |name: &str| folder.path().join(name);
+    for name in ["step-900", "step-5"] {
+        fs::create_dir(path(name)).unwrap();
+        fs::write(path(name).join("of others"), name).unwrap();
+    }
+    let mut checkpoints = training.open(&folder).keep(1);
+    for step in [3, 4] {
+        training.save(&mut checkpoints, step).unwrap();
+    }
+    let error = training.save(&mut checkpoints, 5).unwrap_err().to_string();
+    let expected = format!("{} is no checkpoint of Flow", path("step-5").display());
+    assert!(error.starts_with(&expected) && error.lines().count() == 1, "{error}");
+    drop(checkpoints);
+    assert_eq!(training.resume(&folder), Ok(4));
+    assert_eq!(names(folder.path()), [".checkpoint.lock", "step-4", "step-5", "step-900"]);
+    assert_eq!(fs::read_to_string(path("step-900/of others")).unwrap(), "step-900");
+}
+
 #[test]
 fn what_does_not_fit_is_an_error_of_one_line() {
     let folder = tempdir().unwrap();
@@ -221,7 +287,11 @@ fn what_does_not_fit_is_an_error_of_one_line() {
     starts(Training::new(4, 0).resume(&folder).unwrap_err(), &model);
     let mut sgd = Training::new(3, 0);
     sgd.optimizer = nn::sgd(0.9, 0.0, 0.0, false).build(&sgd.vs, 0.1).unwrap();
-    let optimizer = format!("{} is of another optimizer: ", path.display());
+    let optimizer = format!(
+        "{} is of another optimizer: OptimizerState::load_state: parameter 0 is Adam of [2] Float \
+         in the state, SGD with momentum of [2] Float was expected; ",
+        path.display()
+    );
     starts(sgd.resume(&folder).unwrap_err(), &optimizer);
     let error = Training::new(3, 0).open(&folder).latest::<String>().err().unwrap().to_string();
     starts(error, &format!("{} is of another program: ", path.display()));

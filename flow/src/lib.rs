@@ -39,7 +39,9 @@ pub mod prelude {
     pub use tch::{Device, Kind, Tensor};
 }
 
-/// The programs in the README compile.
+/// The programs in the READMEs compile.
 #[cfg(doctest)]
 #[doc = include_str!("../../README.md")]
+#[doc = include_str!("../README.md")]
+#[doc = include_str!("../../tensor/README.md")]
 struct Readme;

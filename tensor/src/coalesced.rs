@@ -1,16 +1,55 @@
-//! Many tensors in one broadcast.
+//! Many tensors in one operation.
 
 use std::sync::Arc;
 
 use flow_autograd::CudaTensor;
 use flow_comm::nccl::{CudaGroup, FlatBucket};
-use flow_comm::{ProcessGroup, SharedBuffer};
+use flow_comm::{ProcessGroup, ReduceOp, SharedBuffer};
 use tch::{Kind, Tensor};
 
-use crate::error::{failed, Error, Result};
+use crate::error::{failed, torch_failed, Error, Result};
+use crate::operation::{check, Call, Operation, Output, Prepared};
 use crate::tensors::{contiguous, copy_back, cuda_group, current_stream};
 
 const OPERATION: &str = "broadcasting tensors";
+const ALL_REDUCE: &str = "all_reduce_coalesced";
+
+/// See [`TensorCollectives::all_reduce_coalesced`](crate::TensorCollectives::all_reduce_coalesced).
+pub(crate) fn all_reduce(group: &ProcessGroup, tensors: &mut [Tensor], op: ReduceOp) -> Result<()> {
+    let failed = |reason: String| failed(group, ALL_REDUCE)(reason);
+    for tensor in tensors.iter() {
+        check(true, tensor, true).map_err(failed)?;
+        if tensor.device() != tensors[0].device() {
+            let devices = (tensors[0].device(), tensor.device());
+            return Err(failed(format!("tensors are on {devices:?}: put them on one device")));
+        }
+    }
+    for members in by_kind(tensors) {
+        let parts: Vec<Tensor> =
+            members.iter().map(|&index| contiguous(&tensors[index]).view([-1])).collect();
+        let flat = Tensor::f_cat(&parts, 0).map_err(torch_failed(group, ALL_REDUCE))?;
+        let reduce = Call::new(group, Operation::AllReduce(op), None, Output::Given(&flat))?;
+        drop(reduce.run(group)?);
+        let lengths: Vec<i64> = parts.iter().map(|part| part.numel() as i64).collect();
+        for (index, reduced) in members.into_iter().zip(flat.split_with_sizes(lengths, 0)) {
+            let reduced = reduced.view(&tensors[index].size()[..]);
+            copy_back(group, ALL_REDUCE, &reduced, &mut tensors[index])?;
+        }
+    }
+    Ok(())
+}
+
+/// The indices of tensors of each kind.
+fn by_kind(tensors: &[Tensor]) -> Vec<Vec<usize>> {
+    let mut kinds: Vec<(Kind, Vec<usize>)> = Vec::new();
+    for (index, tensor) in tensors.iter().enumerate() {
+        match kinds.iter_mut().find(|(kind, _)| *kind == tensor.kind()) {
+            Some((_, members)) => members.push(index),
+            None => kinds.push((tensor.kind(), vec![index])),
+        }
+    }
+    kinds.into_iter().map(|(_, members)| members).collect()
+}
 
 /// Broadcasts many tensors, all on one device, in one operation: PyTorch's
 /// `_broadcast_coalesced`.
@@ -100,14 +139,8 @@ impl CoalescedBroadcast {
 }
 
 fn flat(cuda: &CudaGroup, tensors: &[Tensor]) -> Result<Vec<Flat>> {
-    let mut kinds: Vec<(Kind, Vec<usize>)> = Vec::new();
-    for (index, tensor) in tensors.iter().enumerate() {
-        match kinds.iter_mut().find(|(kind, _)| *kind == tensor.kind()) {
-            Some((_, members)) => members.push(index),
-            None => kinds.push((tensor.kind(), vec![index])),
-        }
-    }
-    let of_kind = |(number, (kind, members)): (usize, (Kind, Vec<usize>))| {
+    let of_kind = |(number, members): (usize, Vec<usize>)| {
+        let kind = tensors[members[0]].kind();
         let floating = matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16);
         let lengths: Vec<usize> = members.iter().map(|&member| tensors[member].numel()).collect();
         let dtype = flow_autograd::dtype(kind).filter(|_| floating);
@@ -116,7 +149,7 @@ fn flat(cuda: &CudaGroup, tensors: &[Tensor]) -> Result<Vec<Flat>> {
             .transpose()?;
         Ok(Flat { members, bucket })
     };
-    kinds.into_iter().enumerate().map(of_kind).collect()
+    by_kind(tensors).into_iter().enumerate().map(of_kind).collect()
 }
 
 fn broadcast_flat(

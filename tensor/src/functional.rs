@@ -9,26 +9,34 @@
 //! | [`all_gather`] | reduce_scatter |
 //! | [`reduce_scatter`] | all_gather |
 //! | [`all_to_all`] | all_to_all |
+//! | [`all_gather_v`] | reduce_scatter_v |
+//! | [`reduce_scatter_v`] | all_gather_v |
+//! | [`all_to_all_v`] | all_to_all_v |
 //! | [`broadcast`] | reduce |
 //! | [`reduce`] | broadcast |
 //! | [`scatter`] | gather |
 //! | [`gather`] | scatter |
 //! | [`send`] | recv |
 //! | [`recv`] | send |
+//! | [`batch_send_recv`] | batch_send_recv |
 //!
 //! The gradient is that of the sum of all ranks' losses. Backward is a collective operation as well:
 //! an input requires a gradient on all ranks or on none, all ranks run backward through the results,
 //! and if a program has several of these operations, the results depend on each other, or else their
-//! backwards run in the same order on all ranks. Gradients of gradients work, except for those of [`send`] and
-//! [`recv`].
+//! backwards run in the same order on all ranks. A result that the loss of one rank does not depend on
+//! counts as zeros there. Gradients of gradients work, except for those of [`send`], [`recv`] and
+//! [`batch_send_recv`].
 
-use flow_autograd::{custom_function, BoxError, Forward};
-use flow_comm::{ProcessGroup, ReduceOp};
+use std::sync::{Arc, OnceLock};
+
+use flow_autograd::{custom_function, Forward};
+use flow_comm::{P2pOp, ProcessGroup, ReduceOp};
 use tch::{Device, Kind, Tensor};
 
+use crate::batch::Batch;
 use crate::collectives as calls;
 use crate::error::{failed, Error, Result};
-use crate::operation::Call;
+use crate::operation::{Call, Prepared};
 
 /// The reduction of all ranks' tensors, on all ranks. `op` is `Sum` or `Avg`.
 pub fn all_reduce(group: &ProcessGroup, tensor: &Tensor, op: ReduceOp) -> Result<Tensor> {
@@ -62,6 +70,49 @@ pub fn reduce_scatter(group: &ProcessGroup, tensor: &Tensor, op: ReduceOp) -> Re
 /// [`all_to_all_tensor`](crate::TensorCollectives::all_to_all_tensor).
 pub fn all_to_all(group: &ProcessGroup, tensor: &Tensor) -> Result<Tensor> {
     function(group, "all_to_all", tensor, run(calls::all_to_all), all_to_all)
+}
+
+/// All ranks' tensors, one after the other along the first dimension: see
+/// [`all_gather_v_tensor`](crate::TensorCollectives::all_gather_v_tensor).
+pub fn all_gather_v(group: &ProcessGroup, tensor: &Tensor, counts: &[usize]) -> Result<Tensor> {
+    let forward = run(|group, tensor| calls::all_gather_v(group, tensor, counts));
+    let counts = counts.to_vec();
+    function(group, "all_gather_v", tensor, forward, move |group, grad| {
+        reduce_scatter_v(group, grad, &counts, ReduceOp::Sum)
+    })
+}
+
+/// Rank r's part of the reduction of all ranks' tensors: see
+/// [`reduce_scatter_v_tensor`](crate::TensorCollectives::reduce_scatter_v_tensor). `op` is `Sum` or
+/// `Avg`.
+pub fn reduce_scatter_v(
+    group: &ProcessGroup,
+    tensor: &Tensor,
+    counts: &[usize],
+    op: ReduceOp,
+) -> Result<Tensor> {
+    check_linear(group, "reduce_scatter_v", op)?;
+    let forward = run(|group, tensor| calls::reduce_scatter_v(group, tensor, counts, op));
+    let counts = counts.to_vec();
+    function(group, "reduce_scatter_v", tensor, forward, move |group, grad| {
+        Ok(all_gather_v(group, grad, &counts)? * weight(group, op))
+    })
+}
+
+/// What each rank sends this one: see
+/// [`all_to_all_v_tensor`](crate::TensorCollectives::all_to_all_v_tensor).
+pub fn all_to_all_v(
+    group: &ProcessGroup,
+    tensor: &Tensor,
+    input_counts: &[usize],
+    output_counts: &[usize],
+) -> Result<Tensor> {
+    let forward =
+        run(|group, tensor| calls::all_to_all_v(group, tensor, input_counts, output_counts));
+    let (sent, received) = (input_counts.to_vec(), output_counts.to_vec());
+    function(group, "all_to_all_v", tensor, forward, move |group, grad| {
+        all_to_all_v(group, grad, &received, &sent)
+    })
 }
 
 /// Rank `root`'s tensor, on all ranks. The others pass a tensor of the same shape.
@@ -156,16 +207,104 @@ pub fn recv(
     device: Device,
     from: usize,
 ) -> Result<Tensor> {
-    let floating = matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16);
-    // Something for the result to depend on.
-    let anchor = Tensor::zeros([0], (kind, device)).set_requires_grad(floating);
     let forward = |group: &ProcessGroup, _: &Tensor| {
         calls::recv(group, &Tensor::empty(shape, (kind, device)), from)?.run(group)
     };
-    function(group, "recv", &anchor, forward, move |group, grad| {
+    function(group, "recv", &anchor((kind, device)), forward, move |group, grad| {
         drop(send(group, grad, from)?);
         Ok(Tensor::zeros([0], of(grad)))
     })
+}
+
+/// Sends and receives messages together: see
+/// [`batch_send_recv_tensors`](crate::TensorCollectives::batch_send_recv_tensors). A tensor to
+/// receive into only says its shape, kind and device, and is not written to.
+///
+/// Returns a tensor for each message, in their order: what was received, or, as [`send`] does, a
+/// zero to run backward from. Backward through them sends and receives the gradients, also
+/// together. All sent tensors of floating-point kinds require a gradient, or the batches of the
+/// group send none.
+pub fn batch_send_recv(group: &ProcessGroup, ops: &[P2pOp<&Tensor>]) -> Result<Vec<Tensor>> {
+    let inputs: Vec<Tensor> = ops
+        .iter()
+        .map(|op| match op {
+            P2pOp::Send { data, .. } => data.shallow_clone(),
+            P2pOp::Recv { buffer, .. } => anchor(of(buffer)),
+        })
+        .collect();
+    let forward = |inputs: &[Tensor]| {
+        let message = |(op, input): (&P2pOp<&Tensor>, &Tensor)| match *op {
+            P2pOp::Send { to, .. } => P2pOp::Send { data: input.shallow_clone(), to },
+            P2pOp::Recv { buffer, from } => P2pOp::Recv { buffer: buffer.empty_like(), from },
+        };
+        let messages: Vec<_> = ops.iter().zip(inputs).map(message).collect();
+        let tensors = Batch::new(group, &messages)?.run(group)?;
+        let result = |(op, tensor): (&P2pOp<&Tensor>, Tensor)| match op {
+            P2pOp::Send { .. } => Tensor::zeros([0i64; 0], of(&tensor)),
+            P2pOp::Recv { .. } => tensor,
+        };
+        Ok(ops.iter().zip(tensors).map(result).collect())
+    };
+    // What backward sends is what forward has received.
+    let answers: Vec<P2pOp<TensorMeta>> = ops
+        .iter()
+        .map(|op| match *op {
+            P2pOp::Send { data, to } => P2pOp::Recv { buffer: TensorMeta::of(data), from: to },
+            P2pOp::Recv { buffer, from } => P2pOp::Send { data: TensorMeta::of(buffer), to: from },
+        })
+        .collect();
+    let backward = move |group: &ProcessGroup, grads: &[Option<Tensor>]| {
+        let has_grad = |answer: &P2pOp<TensorMeta>| match answer {
+            P2pOp::Send { data: meta, .. } | P2pOp::Recv { buffer: meta, .. } => {
+                is_floating(meta.options.0)
+            }
+        };
+        let message = |(answer, grad): (&P2pOp<TensorMeta>, &Option<Tensor>)| match answer {
+            P2pOp::Recv { buffer, from } => P2pOp::Recv { buffer: buffer.zeros(), from: *from },
+            P2pOp::Send { data, to } => P2pOp::Send { data: data.or_zeros(grad), to: *to },
+        };
+        let messages: Vec<_> =
+            answers.iter().zip(grads).filter(|(answer, _)| has_grad(answer)).map(message).collect();
+        let mut tensors = Batch::new(group, &messages)?.run(group)?.into_iter();
+        let result = |answer: &P2pOp<TensorMeta>| match answer {
+            _ if !has_grad(answer) => None,
+            P2pOp::Recv { .. } => tensors.next(),
+            P2pOp::Send { .. } => tensors.next().map(|sent| Tensor::zeros([0], of(&sent))),
+        };
+        Ok(answers.iter().map(result).collect())
+    };
+    let inputs: Vec<&Tensor> = inputs.iter().collect();
+    functions(group, "batch_send_recv", &inputs, forward, backward)
+}
+
+/// What another tensor like this one is made of.
+struct TensorMeta {
+    shape: Vec<i64>,
+    options: (Kind, Device),
+}
+
+impl TensorMeta {
+    fn of(tensor: &Tensor) -> Self {
+        Self { shape: tensor.size(), options: of(tensor) }
+    }
+
+    fn zeros(&self) -> Tensor {
+        Tensor::zeros(&self.shape, self.options)
+    }
+
+    /// The gradient. Where there is none, other ranks may have one, and so this one takes part.
+    fn or_zeros(&self, gradient: &Option<Tensor>) -> Tensor {
+        gradient.as_ref().map_or_else(|| self.zeros(), Tensor::shallow_clone)
+    }
+}
+
+/// Something for what was received to depend on.
+fn anchor(options: (Kind, Device)) -> Tensor {
+    Tensor::zeros([0], options).set_requires_grad(is_floating(options.0))
+}
+
+fn is_floating(kind: Kind) -> bool {
+    matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16)
 }
 
 /// Runs `forward` on the tensor, with `backward` from the result's gradient to the tensor's.
@@ -176,26 +315,46 @@ fn function(
     forward: impl FnOnce(&ProcessGroup, &Tensor) -> Result<Tensor>,
     backward: impl Fn(&ProcessGroup, &Tensor) -> Result<Tensor> + Send + 'static,
 ) -> Result<Tensor> {
+    let of_result = Arc::new(OnceLock::new());
+    let meta = Arc::clone(&of_result);
+    let forward = |inputs: &[Tensor]| {
+        let result = forward(group, &inputs[0])?;
+        let _ = of_result.set(TensorMeta::of(&result));
+        Ok(vec![result])
+    };
+    let backward = move |group: &ProcessGroup, grads: &[Option<Tensor>]| {
+        let known = || failed(group, operation)("backward before forward".into());
+        let grad = meta.get().ok_or_else(known)?.or_zeros(&grads[0]);
+        Ok(vec![Some(backward(group, &grad)?)])
+    };
+    functions(group, operation, &[tensor], forward, backward).map(|mut one| one.swap_remove(0))
+}
+
+/// As [`function`], for any number of tensors and results.
+fn functions(
+    group: &ProcessGroup,
+    operation: &'static str,
+    tensors: &[&Tensor],
+    forward: impl FnOnce(&[Tensor]) -> Result<Vec<Tensor>>,
+    backward: impl Fn(&ProcessGroup, &[Option<Tensor>]) -> Result<Vec<Option<Tensor>>> + Send + 'static,
+) -> Result<Vec<Tensor>> {
     let group_of_backward = group.clone();
     let mut own_error = None;
     let result = custom_function(
-        &[tensor],
-        |inputs| match forward(group, &inputs[0]) {
-            Ok(output) => Ok(Forward { outputs: vec![output], saved: Vec::new() }),
+        tensors,
+        |inputs| match forward(inputs) {
+            Ok(outputs) => Ok(Forward { outputs, saved: Vec::new() }),
             Err(error) => {
                 let text = error.to_string();
                 own_error = Some(error);
                 Err(text.into())
             }
         },
-        move |_, grads| {
-            let grad = grads[0].as_ref().ok_or_else(|| BoxError::from("there is no gradient"))?;
-            Ok(vec![Some(backward(&group_of_backward, grad)?)])
-        },
+        move |_, grads| Ok(backward(&group_of_backward, grads)?),
     );
     match (own_error, result) {
         (Some(error), _) => Err(error),
-        (None, Ok(mut outputs)) => Ok(outputs.swap_remove(0)),
+        (None, Ok(outputs)) => Ok(outputs),
         (None, Err(error)) => Err(failed(group, operation)(error.to_string())),
     }
 }

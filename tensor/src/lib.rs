@@ -5,11 +5,14 @@
 //! | [`TensorCollectives::all_reduce_tensor`], `reduce_`, `broadcast_` | `all_reduce`, `reduce`, `broadcast` |
 //! | [`TensorCollectives::all_gather_tensor`], `reduce_scatter_` | `all_gather_into_tensor`, `reduce_scatter_tensor` |
 //! | [`TensorCollectives::all_to_all_tensor`] | `all_to_all_single` |
+//! | [`TensorCollectives::all_gather_v_tensor`], `reduce_scatter_v_`, `all_to_all_v_` | the same with uneven sizes |
 //! | [`TensorCollectives::gather_tensor`], `scatter_` | `gather`, `scatter` |
 //! | [`TensorCollectives::send_tensor`], `recv_` | `send`, `recv` |
+//! | [`TensorCollectives::batch_send_recv_tensors`], [`P2pOp`] | `batch_isend_irecv`, `P2POp` |
 //! | the same with `_async`, and [`Work`] | `async_op=True`, `isend`, `irecv`, and `Work` |
 //! | [`ProcessGroup::barrier`] | `barrier` |
 //! | [`functional`] | `torch.distributed.nn.functional` |
+//! | [`TensorCollectives::all_reduce_coalesced`] | `all_reduce_coalesced` |
 //! | [`CoalescedBroadcast`] | `_broadcast_coalesced` |
 //! | [`TensorCollectives::use_device`] | `torch.cuda.set_device(local_rank)` |
 //! | [`ArenaAllocatorGuard`] | none: CPU tensors that collectives need not copy |
@@ -34,6 +37,7 @@
 //! ```
 
 mod allocator;
+mod batch;
 mod coalesced;
 mod collectives;
 mod device;
@@ -48,6 +52,6 @@ pub use coalesced::CoalescedBroadcast;
 pub use collectives::TensorCollectives;
 pub use device::DeviceKind;
 pub use error::{Error, Result};
-pub use flow_comm::{ProcessGroup, ReduceOp};
+pub use flow_comm::{P2pOp, ProcessGroup, ReduceOp};
 pub use nonblocking::Work;
 pub use tensors::{cuda_group, current_stream, overlaps, OVERLAPS};

@@ -7,7 +7,7 @@ use flow_comm::ProcessGroup;
 use tch::Tensor;
 
 use crate::error::{failed, Result};
-use crate::operation::Call;
+use crate::operation::Prepared;
 use crate::tensors::current_stream;
 
 /// An operation on tensors that was started.
@@ -18,26 +18,31 @@ use crate::tensors::current_stream;
 /// other ranks need it.
 #[must_use = "the result comes from wait()"]
 pub struct Work<T = Tensor> {
-    group: ProcessGroup,
-    pending: Pending,
-    result: fn(Tensor) -> T,
-}
-
-enum Pending {
-    Host(flow_comm::Work<Call>),
-    Cuda(Enqueued),
+    wait: Box<dyn FnOnce() -> Result<T> + Send>,
 }
 
 impl<T> Work<T> {
-    /// Starts `call`. `result` makes the caller's result of the output.
-    pub(crate) fn start(group: &ProcessGroup, call: Call, result: fn(Tensor) -> T) -> Result<Self> {
-        let pending = match call.cuda(group)? {
-            Some(cuda) => Pending::Cuda(Enqueued::new(group, &cuda, call)?),
-            None => Pending::Host(group.start(call.lane(), call.operation.name(), |group| {
-                call.run_on_host(group).map(|()| call)
-            })?),
+    /// Starts what was prepared. `result` makes the caller's result of its output.
+    pub(crate) fn start<P: Prepared>(
+        group: &ProcessGroup,
+        prepared: P,
+        result: fn(P::Output) -> T,
+    ) -> Result<Self>
+    where
+        T: 'static,
+    {
+        let own = group.clone();
+        let wait: Box<dyn FnOnce() -> Result<T> + Send> = match prepared.cuda(group)? {
+            Some(cuda) => {
+                let enqueued = Enqueued::new(group, &cuda, prepared)?;
+                Box::new(move || enqueued.join(&own)?.finish(&own).map(result))
+            }
+            None => {
+                let wait = prepared.start_on_host(group)?;
+                Box::new(move || wait()?.finish(&own).map(result))
+            }
         };
-        Ok(Self { group: group.clone(), pending, result })
+        Ok(Self { wait })
     }
 
     /// Waits for the operation and returns its result.
@@ -46,11 +51,7 @@ impl<T> Work<T> {
     ///
     /// The operation failed, or the group's timeout is over.
     pub fn wait(self) -> Result<T> {
-        let call = match self.pending {
-            Pending::Host(work) => work.wait()?,
-            Pending::Cuda(enqueued) => enqueued.join(&self.group)?,
-        };
-        call.finish(&self.group).map(self.result)
+        (self.wait)()
     }
 }
 
@@ -61,45 +62,48 @@ impl<T> fmt::Debug for Work<T> {
 }
 
 /// An operation that runs on a stream of its own, beside libtorch's.
-struct Enqueued {
+struct Enqueued<P> {
     /// None once libtorch's stream waits for it.
-    call: Option<Call>,
+    prepared: Option<P>,
     stream: Stream,
     done: Event,
 }
 
-impl Enqueued {
-    fn new(group: &ProcessGroup, cuda: &CudaGroup, call: Call) -> Result<Self> {
+impl<P: Prepared> Enqueued<P> {
+    fn new(group: &ProcessGroup, cuda: &CudaGroup, prepared: P) -> Result<Self> {
         let current = current_stream(group, cuda)?;
-        let failed = failed(group, call.operation.name());
+        let failed = failed(group, prepared.name());
         let failed = |error: DeviceError| failed(error.to_string());
         let stream = Stream::high_priority(cuda.device()).map_err(failed)?;
         let event = Event::new(cuda.device()).map_err(failed)?;
         // The operation begins when what libtorch has enqueued is done.
         event.record(&current).and_then(|()| stream.wait(&event)).map_err(failed)?;
-        call.enqueue(group, cuda, &stream)?;
+        prepared.enqueue(group, cuda, &stream)?;
         event.record(&stream).map_err(failed)?;
-        Ok(Self { call: Some(call), stream, done: event })
+        Ok(Self { prepared: Some(prepared), stream, done: event })
     }
 
     /// Lets libtorch's stream wait for the operation.
-    fn join(mut self, group: &ProcessGroup) -> Result<Call> {
+    fn join(mut self, group: &ProcessGroup) -> Result<P> {
         let failed = failed(group, "Work::wait");
-        let call = self.call.take().ok_or_else(|| failed("the operation is joined".into()))?;
+        let joined =
+            self.prepared.take().ok_or_else(|| failed("the operation is joined".into()))?;
         self.let_libtorch_wait().map_err(failed)?;
-        Ok(call)
+        Ok(joined)
     }
+}
 
+impl<P> Enqueued<P> {
     fn let_libtorch_wait(&self) -> Result<(), String> {
         let current = flow_autograd::current_stream(self.stream.device());
         current.map_err(|e| e.to_string())?.wait(&self.done).map_err(|e| e.to_string())
     }
 }
 
-impl Drop for Enqueued {
+impl<P> Drop for Enqueued<P> {
     /// libtorch may give the tensors' memory to others only after the operation.
     fn drop(&mut self) {
-        if self.call.is_some() {
+        if self.prepared.is_some() {
             if let Err(error) = self.let_libtorch_wait() {
                 log::debug!("{error}");
             }

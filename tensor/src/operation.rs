@@ -11,8 +11,11 @@ use crate::tensors::{
     contiguous, copy_back, cuda_group, cuda_tensor, current_stream, overlaps, HostTensor, OVERLAPS,
 };
 
+/// The length of each rank's block, in elements of the buffer.
+pub(crate) type Counts = Vec<usize>;
+
 /// An operation, with its arguments other than tensors. Roots and peers are ranks of the group.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) enum Operation {
     AllReduce(ReduceOp),
     Reduce(ReduceOp, usize),
@@ -20,6 +23,9 @@ pub(crate) enum Operation {
     AllGather,
     ReduceScatter(ReduceOp),
     AllToAll,
+    AllGatherV(Counts),
+    ReduceScatterV(Counts, ReduceOp),
+    AllToAllV(Counts, Counts),
     Gather(usize),
     Scatter(usize),
     Send(usize),
@@ -29,7 +35,7 @@ pub(crate) enum Operation {
 use Operation::*;
 
 impl Operation {
-    pub fn name(self) -> &'static str {
+    pub fn name(&self) -> &'static str {
         match self {
             AllReduce(_) => "all_reduce",
             Reduce(..) => "reduce",
@@ -37,6 +43,9 @@ impl Operation {
             AllGather => "all_gather",
             ReduceScatter(_) => "reduce_scatter",
             AllToAll => "all_to_all",
+            AllGatherV(_) => "all_gather_v",
+            ReduceScatterV(..) => "reduce_scatter_v",
+            AllToAllV(..) => "all_to_all_v",
             Gather(_) => "gather",
             Scatter(_) => "scatter",
             Send(_) => "send",
@@ -44,8 +53,8 @@ impl Operation {
         }
     }
 
-    fn reduces(self) -> bool {
-        matches!(self, AllReduce(_) | Reduce(..) | ReduceScatter(_))
+    fn reduces(&self) -> bool {
+        matches!(self, AllReduce(_) | Reduce(..) | ReduceScatter(_) | ReduceScatterV(..))
     }
 }
 
@@ -54,22 +63,31 @@ impl Operation {
 macro_rules! run_on {
     ($operation:expr, $target:expr, $input:ident, $output:ident, $broadcast:expr $(, $stream:expr)?) => {
         match $operation {
-            AllReduce(op) => $target.all_reduce(&mut $output, op $(, $stream)?),
-            Reduce(op, root) => $target.reduce(&mut $output, op, root $(, $stream)?),
-            Broadcast(root) => $target.broadcast($broadcast(&mut $output), root $(, $stream)?),
+            AllReduce(op) => $target.all_reduce(&mut $output, *op $(, $stream)?),
+            Reduce(op, root) => $target.reduce(&mut $output, *op, *root $(, $stream)?),
+            Broadcast(root) => $target.broadcast($broadcast(&mut $output), *root $(, $stream)?),
             AllGather => $target.all_gather(&$input, &mut $output $(, $stream)?),
-            ReduceScatter(op) => $target.reduce_scatter(&$input, &mut $output, op $(, $stream)?),
+            ReduceScatter(op) => $target.reduce_scatter(&$input, &mut $output, *op $(, $stream)?),
             AllToAll => $target.all_to_all(&$input, &mut $output $(, $stream)?),
+            AllGatherV(counts) => {
+                $target.all_gather_v(&$input, &mut $output, counts $(, $stream)?)
+            }
+            ReduceScatterV(counts, op) => {
+                $target.reduce_scatter_v(&$input, &mut $output, counts, *op $(, $stream)?)
+            }
+            AllToAllV(sent, received) => {
+                $target.all_to_all_v(&$input, sent, &mut $output, received $(, $stream)?)
+            }
             Gather(root) => {
-                let output = (root == $target.rank()).then_some(&mut $output);
-                $target.gather(&$input, output, root $(, $stream)?)
+                let output = (*root == $target.rank()).then_some(&mut $output);
+                $target.gather(&$input, output, *root $(, $stream)?)
             }
             Scatter(root) => {
-                let input = (root == $target.rank()).then_some(&$input);
-                $target.scatter(input, &mut $output, root $(, $stream)?)
+                let input = (*root == $target.rank()).then_some(&$input);
+                $target.scatter(input, &mut $output, *root $(, $stream)?)
             }
-            Send(to) => $target.send(&$input, to $(, $stream)?),
-            Recv(from) => $target.recv(&mut $output, from $(, $stream)?),
+            Send(to) => $target.send(&$input, *to $(, $stream)?),
+            Recv(from) => $target.recv(&mut $output, *from $(, $stream)?),
         }
     };
 }
@@ -84,14 +102,49 @@ pub(crate) enum Output<'a> {
     None,
 }
 
-/// An operation and this rank's tensors for it, ready to run.
+/// Operations and this rank's tensors for them, ready to run.
+pub(crate) trait Prepared: std::marker::Send + Sized + 'static {
+    /// What the caller gets.
+    type Output: 'static;
+
+    fn name(&self) -> &'static str;
+
+    /// The group's collectives on the tensors' GPU, if they are on one.
+    fn cuda(&self, group: &ProcessGroup) -> Result<Option<Arc<CudaGroup>>>;
+
+    /// Runs on the host until all is done.
+    fn run_on_host(&self, group: &ProcessGroup) -> flow_comm::Result<()>;
+
+    /// Starts on the host, beside the caller. What is returned waits for it.
+    fn start_on_host(
+        self,
+        group: &ProcessGroup,
+    ) -> Result<impl FnOnce() -> Result<Self> + std::marker::Send + 'static>;
+
+    /// Enqueues the operation in the order of `stream`.
+    fn enqueue(&self, group: &ProcessGroup, cuda: &CudaGroup, stream: &Stream) -> Result<()>;
+
+    /// The result, when all is done.
+    fn finish(self, group: &ProcessGroup) -> Result<Self::Output>;
+
+    /// Runs the operation: on CPUs until it is done, on GPUs in the order of libtorch's stream.
+    fn run(self, group: &ProcessGroup) -> Result<Self::Output> {
+        match self.cuda(group)? {
+            Some(cuda) => self.enqueue(group, &cuda, &current_stream(group, &cuda)?)?,
+            None => self.run_on_host(group)?,
+        }
+        self.finish(group)
+    }
+}
+
+/// One operation and this rank's tensors for it.
 pub(crate) struct Call {
-    pub operation: Operation,
+    operation: Operation,
     /// Contiguous, on one device, and the same tensor where the operation has only one.
     input: Tensor,
     output: Tensor,
-    /// The caller's tensor, to which `output` is copied if it is another.
-    target: Option<Tensor>,
+    /// The caller's tensor, where that is what comes back, and whether `output` is copied to it.
+    own: Option<(Tensor, bool)>,
 }
 
 impl Call {
@@ -110,9 +163,14 @@ impl Call {
         };
         for (tensor, written) in [(input, false), (target, true)] {
             if let Some(tensor) = tensor {
-                check(operation, tensor, written).map_err(failed(group, name))?;
+                check(operation.reduces(), tensor, written).map_err(failed(group, name))?;
             }
         }
+        let own = match (&output, input) {
+            (Output::Given(tensor), _) => Some((tensor.shallow_clone(), true)),
+            (Output::None, Some(input)) => Some((input.shallow_clone(), false)),
+            _ => None,
+        };
         let given = target.map(contiguous);
         let input = match (input.map(contiguous), &given) {
             (Some(input), _) => input,
@@ -125,63 +183,67 @@ impl Call {
                 .map_err(torch_failed(group, name))?,
             (None, _) => input.shallow_clone(),
         };
-        Ok(Self { operation, input, output, target: target.map(Tensor::shallow_clone) })
+        Ok(Self { operation, input, output, own })
+    }
+}
+
+impl Prepared for Call {
+    type Output = Tensor;
+
+    fn name(&self) -> &'static str {
+        self.operation.name()
     }
 
-    /// Runs the operation: on CPUs until it is done, on GPUs in the order of libtorch's stream.
-    pub fn run(self, group: &ProcessGroup) -> Result<Tensor> {
-        match self.cuda(group)? {
-            Some(cuda) => self.enqueue(group, &cuda, &current_stream(group, &cuda)?)?,
-            None => self.run_on_host(group)?,
-        }
-        self.finish(group)
-    }
-
-    /// The group's collectives on the tensors' GPU, if they are on one.
-    pub fn cuda(&self, group: &ProcessGroup) -> Result<Option<Arc<CudaGroup>>> {
+    fn cuda(&self, group: &ProcessGroup) -> Result<Option<Arc<CudaGroup>>> {
         cuda_group(group, &self.output)
     }
 
-    pub fn lane(&self) -> Lane {
-        match self.operation {
+    fn run_on_host(&self, group: &ProcessGroup) -> flow_comm::Result<()> {
+        let (input, mut output) = (HostTensor::new(&self.input), HostTensor::new(&self.output));
+        run_on!(&self.operation, group, input, output, std::convert::identity)
+    }
+
+    fn start_on_host(
+        self,
+        group: &ProcessGroup,
+    ) -> Result<impl FnOnce() -> Result<Self> + std::marker::Send + 'static> {
+        let lane = match self.operation {
             Send(to) => Lane::To(to),
             Recv(from) => Lane::From(from, 0),
             _ => Lane::Collectives,
-        }
+        };
+        let name = self.name();
+        let work = group.start(lane, name, |group| self.run_on_host(group).map(|()| self))?;
+        Ok(move || Ok(work.wait()?))
     }
 
-    pub fn run_on_host(&self, group: &ProcessGroup) -> flow_comm::Result<()> {
-        let (input, mut output) = (HostTensor::new(&self.input), HostTensor::new(&self.output));
-        run_on!(self.operation, group, input, output, std::convert::identity)
-    }
-
-    /// Enqueues the operation in the order of `stream`.
-    pub fn enqueue(&self, group: &ProcessGroup, cuda: &CudaGroup, stream: &Stream) -> Result<()> {
-        let failed = failed(group, self.operation.name());
+    fn enqueue(&self, group: &ProcessGroup, cuda: &CudaGroup, stream: &Stream) -> Result<()> {
+        let failed = failed(group, self.name());
         let memory = |tensor| cuda_tensor(tensor).map_err(|error| failed(error.to_string()));
         let (input, mut output) = (memory(&self.input)?, memory(&self.output)?);
-        run_on!(self.operation, cuda, input, output, std::slice::from_mut, stream)?;
+        run_on!(&self.operation, cuda, input, output, std::slice::from_mut, stream)?;
         Ok(())
     }
 
-    /// The result, when the operation is done.
-    pub fn finish(self, group: &ProcessGroup) -> Result<Tensor> {
-        match self.target {
-            Some(mut target) => {
-                copy_back(group, self.operation.name(), &self.output, &mut target)?;
-                Ok(target)
+    fn finish(self, group: &ProcessGroup) -> Result<Tensor> {
+        match self.own {
+            Some((mut own, written)) => {
+                if written {
+                    copy_back(group, self.operation.name(), &self.output, &mut own)?;
+                }
+                Ok(own)
             }
             None => Ok(self.output),
         }
     }
 }
 
-/// Whether the operation can read the tensor and, if `written`, write it.
-fn check(operation: Operation, tensor: &Tensor, written: bool) -> Result<(), String> {
+/// Whether an operation can read the tensor and, if `written`, write it.
+pub(crate) fn check(reduces: bool, tensor: &Tensor, written: bool) -> Result<(), String> {
     if let Some(reason) = flow_autograd::unsendable(tensor) {
         return Err(format!("the tensor {reason}"));
     }
-    if operation.reduces() && flow_autograd::dtype(tensor.kind()).is_none() {
+    if reduces && flow_autograd::dtype(tensor.kind()).is_none() {
         return Err(format!(
             "the tensor is {:?}: make it Float, Double, Half, BFloat16, Int, Int64 or Uint8",
             tensor.kind()

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use flow_autograd::CudaTensor;
 use flow_comm::nccl::{CudaGroup, Stream};
 use flow_comm::{Buffer, DType, ProcessGroup};
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::error::{failed, torch_failed, Result};
 
@@ -83,6 +83,12 @@ pub(crate) fn copy_back(
     }
     let copied = tch::no_grad(|| tensor.f_copy_(contiguous));
     copied.map(drop).map_err(torch_failed(group, operation))
+}
+
+/// How many elements of a buffer an element of such a tensor is: one, or its bytes where
+/// reductions do not know the kind.
+pub(crate) fn units(kind: Kind) -> usize {
+    flow_autograd::dtype(kind).map_or_else(|| kind.elt_size_in_bytes(), |_| 1)
 }
 
 /// A contiguous CPU tensor as a buffer. Kinds that reductions do not know are bytes.

@@ -97,8 +97,8 @@ struct RustFunction final : autograd::Function<RustFunction> {
 extern "C" {
 
 // Appends a copy of the handle, or an undefined tensor if null, to what a closure returns.
-void flow_push_tensor(variable_list* tensors, const at::Tensor* tensor) {
-    tensors->push_back(tensor ? *tensor : at::Tensor());
+char* flow_push_tensor(variable_list* tensors, const at::Tensor* tensor) {
+    return guarded([&] { tensors->push_back(tensor ? *tensor : at::Tensor()); });
 }
 
 // Runs `forward` on the inputs, without a graph inside, and appends its outputs to `outputs` by

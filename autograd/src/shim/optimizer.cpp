@@ -61,6 +61,20 @@ std::vector<Part> parts(optim::OptimizerParamState& state, const optim::Optimize
     return parts;
 }
 
+// What decides which parts a state has.
+std::string kind(const optim::OptimizerOptions& options) {
+    const auto of_adam = [](const std::string& name, bool amsgrad) { return amsgrad ? name + " with amsgrad" : name; };
+    if (const auto sgd = dynamic_cast<const optim::SGDOptions*>(&options)) {
+        return sgd->momentum() != 0 ? "SGD with momentum" : "SGD";
+    }
+    if (const auto adam = dynamic_cast<const optim::AdamOptions*>(&options)) return of_adam("Adam", adam->amsgrad());
+    if (const auto adam = dynamic_cast<const optim::AdamWOptions*>(&options)) return of_adam("AdamW", adam->amsgrad());
+    const auto rms = dynamic_cast<const optim::RMSpropOptions*>(&options);
+    TORCH_CHECK(rms, "this kind of optimizer is not known; SGD, Adam, AdamW and RMSprop are");
+    const std::string centered = rms->centered() ? "centered RMSprop" : "RMSprop";
+    return rms->momentum() > 0 ? centered + " with momentum" : centered;
+}
+
 // Calls `run` with each of the optimizer's parameters, its number with a dot, and its options.
 template <typename Run>
 void each_parameter(const optim::Optimizer& optimizer, Run&& run) {
@@ -71,10 +85,22 @@ void each_parameter(const optim::Optimizer& optimizer, Run&& run) {
 }
 
 using VisitTensor = void (*)(void* data, const char* name, at::Tensor* tensor);
+using VisitText = void (*)(void* data, const char* text);
 
 }  // namespace
 
 extern "C" {
+
+// Calls `visit` for each of the optimizer's parameters with the kind of optimizer, and the
+// parameter's shape and type.
+char* flow_optimizer_parameters(const optim::Optimizer* optimizer, void* data, VisitText visit) {
+    return guarded([&] {
+        each_parameter(*optimizer, [&](const at::Tensor& parameter, const std::string&, const auto& options) {
+            const auto text = c10::str(kind(options), " of ", parameter.sizes(), " ", parameter.scalar_type());
+            visit(data, text.c_str());
+        });
+    });
+}
 
 // Calls `visit`, which owns the tensor that it gets, with a copy of each part of the optimizer's
 // state.

@@ -8,9 +8,9 @@ use tch::{Kind, Tensor};
 
 use super::pending::Pending;
 use super::progress::Progress;
-use super::{Bucket, Phase, ReducePath};
+use super::{BackwardEvent, Bucket, ReducePath};
 use crate::error::{dtype, failed, job_rank, Error, Result};
-use crate::layout::Layout;
+use crate::grad_layout::GradLayout;
 use crate::parameter::Parameter;
 use crate::settings::Settings;
 
@@ -54,7 +54,7 @@ impl ReducePath for CpuPath {
         Ok(()) // the host has waited
     }
 
-    fn record(&self, _: Phase) -> Result<()> {
+    fn record(&self, _: BackwardEvent) -> Result<()> {
         Ok(())
     }
 
@@ -76,7 +76,7 @@ struct CpuBucket {
     /// Shared memory for each gradient that cannot be reduced where it is: libtorch put it
     /// elsewhere, or it has not the type of communication or its parameter's layout.
     places: Vec<Tensor>,
-    layouts: Vec<Layout>,
+    layouts: Vec<GradLayout>,
     /// Which gradients of this backward were copied to their places.
     copied: Vec<bool>,
     kind: Kind,
@@ -110,7 +110,7 @@ impl CpuBucket {
         // Refused only while a backward that failed still reduces the bucket: then launching it
         // fails.
         self.segments
-            .set_piece(slot, Memory(self.layouts[slot].in_memory_order(&self.places[slot])));
+            .set_piece(slot, GradBytes(self.layouts[slot].in_memory_order(&self.places[slot])));
     }
 }
 
@@ -122,7 +122,7 @@ impl Bucket for CpuBucket {
     fn mark_ready(&mut self, slot: usize, gradient: &Tensor, exclusive: bool) -> Result<bool> {
         // Ranks add up what lies at the same place in memory: a gradient of another layout must be
         // copied.
-        let memory = || Memory(self.layouts[slot].in_memory_order(gradient));
+        let memory = || GradBytes(self.layouts[slot].in_memory_order(gradient));
         let in_place = self.in_place
             && exclusive
             && gradient.kind() == self.kind
@@ -172,9 +172,9 @@ impl Bucket for CpuBucket {
 }
 
 /// The memory of a contiguous CPU tensor; empty for other tensors.
-struct Memory(Tensor);
+struct GradBytes(Tensor);
 
-impl AsMut<[u8]> for Memory {
+impl AsMut<[u8]> for GradBytes {
     fn as_mut(&mut self) -> &mut [u8] {
         flow_autograd::bytes_mut(&mut self.0).unwrap_or_default()
     }

@@ -10,9 +10,9 @@ use flow_comm::ProcessGroup;
 use tch::{Kind, Tensor};
 
 use super::pending::Pending;
-use super::{Bucket, Phase, ReducePath};
+use super::{BackwardEvent, Bucket, ReducePath};
 use crate::error::{dtype, failed, Error, Result};
-use crate::layout::Layout;
+use crate::grad_layout::GradLayout;
 use crate::parameter::Parameter;
 
 /// Buckets that are reduced over NCCL: the host waits for none of them, libtorch's stream does.
@@ -24,7 +24,7 @@ pub(crate) struct CudaPath {
 struct CudaDevice {
     group: ProcessGroup,
     cuda: Arc<CudaGroup>,
-    /// One for each [`Phase`], in libtorch's stream.
+    /// One for each [`BackwardEvent`], in libtorch's stream.
     phases: Mutex<Option<[Event; 3]>>,
 }
 
@@ -67,7 +67,7 @@ impl ReducePath for CudaPath {
         Ok(self.device.cuda.join(&self.device.current_stream()?)?)
     }
 
-    fn record(&self, phase: Phase) -> Result<()> {
+    fn record(&self, event: BackwardEvent) -> Result<()> {
         let device = &self.device;
         let stream = device.current_stream()?;
         let mut phases = device.phases.lock().unwrap_or_else(PoisonError::into_inner);
@@ -78,7 +78,7 @@ impl ReducePath for CudaPath {
                 [event()?, event()?, event()?]
             }
         };
-        phases.insert(events)[phase as usize].record(&stream).map_err(|e| device.error(e))
+        phases.insert(events)[event as usize].record(&stream).map_err(|e| device.error(e))
     }
 
     fn phase_times(&self) -> Option<[Duration; 2]> {
@@ -108,7 +108,7 @@ struct CudaBucket {
     views: Vec<Tensor>,
     /// The streams on which the gradients were computed, mostly one.
     streams: Vec<Stream>,
-    layouts: Vec<Layout>,
+    layouts: Vec<GradLayout>,
     kind: Kind,
 }
 
@@ -149,6 +149,16 @@ impl CudaBucket {
             layouts: members.iter().map(|member| member.layout.clone()).collect(),
             kind,
         })
+    }
+
+    /// Makes the streams on which gradients were computed, other than libtorch's current one, wait
+    /// for the reductions.
+    fn join_streams(&self) -> Result<()> {
+        let current = self.device.current_stream()?;
+        for stream in self.streams.iter().filter(|&stream| *stream != current) {
+            self.device.cuda.join(stream)?;
+        }
+        Ok(())
     }
 
     /// `source` is contiguous, its dimensions in the order of memory.
@@ -227,10 +237,12 @@ impl Bucket for CudaBucket {
         Some([ready.since(first).ok()?, total, total.saturating_sub(done.since(end).ok()?)])
     }
 
-    /// The memory of gradients that may still be read is lost.
+    /// libtorch uses a gradient's memory again in the order of the stream that computed it, which
+    /// may be another than its current one. The memory of gradients that may still be read is lost.
     fn reset(&mut self, stream_joined: bool) {
+        let may_reuse = stream_joined && self.join_streams().is_ok();
         for gradient in self.gradients.iter_mut().filter_map(Option::take) {
-            if !stream_joined {
+            if !may_reuse {
                 std::mem::forget(gradient);
             }
         }

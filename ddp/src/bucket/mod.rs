@@ -50,11 +50,11 @@ pub(crate) trait Bucket: Send {
 
     /// Times of the last reduction on the device's clock, if it has one of its own: the last
     /// gradient since the first of the backward, the reduction, and the part of the reduction
-    /// before the end of backward. The device has passed the last [`Phase`].
+    /// before the end of backward. The device has passed the last [`BackwardEvent`].
     fn times(&self) -> Option<[Duration; 3]>;
 
     /// Drops the gradients: the bucket is ready for the next backward. `stream_joined`: libtorch's
-    /// stream waits for everything that reads the gradients.
+    /// current stream waits for everything that reads the gradients.
     fn reset(&mut self, stream_joined: bool);
 }
 
@@ -77,7 +77,7 @@ pub(crate) trait ReducePath: Send + Sync {
     fn join(&self) -> Result<()>;
 
     /// Records a moment of the backward in libtorch's current stream.
-    fn record(&self, phase: Phase) -> Result<()>;
+    fn record(&self, event: BackwardEvent) -> Result<()>;
 
     /// From the first gradient to the end of backward, and from there to the end of reductions, on
     /// the device's clock, if it has one. Waits for the device.
@@ -92,7 +92,7 @@ pub(crate) trait ReducePath: Send + Sync {
 
 /// A moment of a backward.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Phase {
+pub(crate) enum BackwardEvent {
     FirstGradient,
     EndOfBackward,
     EndOfReduction,

@@ -11,7 +11,7 @@ use super::pending::Pending;
 /// Reduces buckets in the order in which they are launched.
 pub(super) enum Progress {
     Hooks(Arc<Hooks>),
-    /// The worker posts a bucket and waits for it, before it takes the next.
+    /// The worker launches a bucket and waits for it, before it takes the next.
     Thread(ProcessGroup, Worker),
 }
 
@@ -24,8 +24,8 @@ impl Progress {
         thread: Option<bool>,
     ) -> std::result::Result<Self, String> {
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-        let busy = local_ranks * usize::try_from(tch::get_num_threads()).unwrap_or(1).max(1);
-        if thread.unwrap_or(busy + local_ranks <= cores) {
+        let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1).max(1);
+        if thread.unwrap_or(local_ranks * (threads + 1) <= cores) {
             let worker =
                 Worker::start(group.rank()).map_err(|e| format!("cannot start a thread: {e}"))?;
             Ok(Self::Thread(group.clone(), worker))
@@ -60,7 +60,7 @@ impl Progress {
         }
     }
 
-    /// Does this rank's share of the buckets that all ranks have posted, without waiting.
+    /// Does this rank's share of the buckets that all ranks have launched, without waiting.
     pub fn advance(&self) -> Result<()> {
         match self {
             Self::Hooks(hooks) => {
@@ -71,7 +71,7 @@ impl Progress {
         }
     }
 
-    /// Returns when all launched buckets are posted, in which case a collective follows them.
+    /// Returns when the group has all launched buckets: a collective now follows them.
     pub fn flush(&self) -> Result<()> {
         match self {
             Self::Hooks(hooks) => hooks.flush(),
@@ -83,16 +83,16 @@ impl Progress {
     }
 }
 
-/// A hook posts its bucket and reduces its share of those that all ranks have posted, without
+/// A hook launches its bucket and reduces its share of those that all ranks have launched, without
 /// waiting; [`Pending::wait`] does the rest at the end of backward.
 pub(super) struct Hooks {
     group: ProcessGroup,
-    /// Launched and not yet posted: only so many buckets can be under way at a time.
+    /// Buckets that the group has no slot for yet: only so many can be under way at a time.
     queue: Mutex<VecDeque<Arc<Segments>>>,
 }
 
 impl Hooks {
-    /// Posts what can be posted; whether that is all.
+    /// Launches the buckets that the group has slots for. Returns whether those are all.
     fn launch_queued(&self) -> Result<bool> {
         let mut queue = self.queue();
         while let Some(segments) = queue.front() {

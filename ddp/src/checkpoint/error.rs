@@ -30,6 +30,9 @@ pub enum CheckpointError {
         .0.display()
     )]
     Unread(PathBuf),
+    /// What has a checkpoint's name is none, and saving would replace it.
+    #[error("{} is no checkpoint of Flow, and saving would replace it; move it away, or use another folder", .0.display())]
+    Foreign(PathBuf),
     /// A tensor or the program's state cannot be kept.
     #[error("cannot save {what} in {}: {reason}", .path.display())]
     Unfit {

@@ -2,6 +2,7 @@
 //! there, whenever the process is killed or the machine loses its power.
 
 use std::cmp::Reverse;
+use std::ffi::OsStr;
 use std::fs::{self, File, TryLockError};
 use std::io::{self, ErrorKind, Read};
 use std::path::{Path, PathBuf};
@@ -22,13 +23,23 @@ const PARTIAL: &str = ".checkpoint.partial";
 const REMOVED: &str = ".checkpoint.removed";
 /// Followed by the name of a checkpoint that another one of the same step is about to replace.
 const REPLACED: &str = ".checkpoint.replaced.";
-/// The sums of a checkpoint's other files, for `sha256sum --check`.
+/// The sums of a checkpoint's other files, for `sha256sum --check`. A folder without them is no
+/// checkpoint of ours, and is left alone.
 const SUMS: &str = "SHA256SUMS";
 /// How long a writer that is being stopped may still hold the lock: longer than flow-launch waits
 /// before it kills.
 const STOPPING: Duration = Duration::from_secs(10);
 
 const WRITABLE: &str = "see that the disk has space and the folder can be written";
+const READABLE: &str = "see that the disk can be read, or move the checkpoint away";
+
+/// Why a checkpoint was not read.
+pub enum ReadError {
+    /// A file is missing or has another sum.
+    Damaged(String),
+    /// It may be whole, but the disk cannot be read.
+    Failed(CheckpointError),
+}
 
 /// The folder, locked until this is dropped or the process ends.
 pub struct Folder {
@@ -53,6 +64,12 @@ impl Folder {
         for entry in fs::read_dir(&self.path)? {
             let old = entry?;
             let name = old.file_name();
+            if step_of(&name).is_some() && !is_checkpoint(&old.path())? {
+                log::warn!(
+                    "{} has no {SUMS}: it is no checkpoint, and stays",
+                    old.path().display()
+                );
+            }
             let Some(name) = name.to_str().and_then(|name| name.strip_prefix(REPLACED)) else {
                 continue;
             };
@@ -84,12 +101,13 @@ impl Folder {
     /// it is given.
     pub fn write(&self, step: usize, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
         let (path, partial) = (self.checkpoint(step), self.path.join(PARTIAL));
-        let write = |result: io::Result<()>| {
-            result.map_err(CheckpointError::file("write", &path, WRITABLE))
-        };
-        write(remove(&partial).and_then(|()| fs::create_dir(&partial)))?;
+        let failed = |error| CheckpointError::file("write", &path, WRITABLE)(error);
+        if path.try_exists().map_err(failed)? && !is_checkpoint(&path).map_err(failed)? {
+            return Err(CheckpointError::Foreign(path));
+        }
+        remove(&partial).and_then(|()| fs::create_dir(&partial)).map_err(failed)?;
         fill(&partial)?;
-        write(self.finish(&partial, &path))
+        self.finish(&partial, &path).map_err(failed)
     }
 
     fn finish(&self, partial: &Path, path: &Path) -> io::Result<()> {
@@ -103,32 +121,67 @@ impl Folder {
         fs::write(partial.join(SUMS), sums)?;
         File::open(partial.join(SUMS))?.sync_all()?;
         sync(partial)?;
+        self.replace(path, partial)
+    }
+
+    /// Makes `new` the checkpoint `path`. After an error the old one is there.
+    fn replace(&self, path: &Path, new: &Path) -> io::Result<()> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let replaced = self.path.join(format!("{REPLACED}{name}"));
-        if path.exists() {
+        let old = path.try_exists()?;
+        if old {
+            remove(&replaced)?;
             fs::rename(path, &replaced)?;
         }
-        fs::rename(partial, path)?;
+        if let Err(error) = fs::rename(new, path) {
+            if old {
+                fs::rename(&replaced, path)?;
+            }
+            return Err(error);
+        }
         sync(&self.path)?;
         remove(&replaced)
     }
 
-    /// The contents of a checkpoint's files, if it is whole; else what is wrong with it.
+    /// Keeps the damaged checkpoint of `step` under another name.
+    pub fn set_aside(&self, step: usize) -> Result<()> {
+        let path = self.checkpoint(step);
+        let set_aside = || {
+            for number in 1.. {
+                let number = if number == 1 { String::new() } else { format!(".{number}") };
+                let aside = self.path.join(format!("step-{step}.damaged{number}"));
+                if !aside.try_exists()? {
+                    fs::rename(&path, aside)?;
+                    break;
+                }
+            }
+            sync(&self.path)
+        };
+        set_aside().map_err(CheckpointError::file("rename", &path, WRITABLE))
+    }
+
+    /// The contents of a checkpoint's files, if it is whole.
     pub fn read<const N: usize>(
         &self,
         step: usize,
         names: [&str; N],
-    ) -> std::result::Result<[Vec<u8>; N], String> {
+    ) -> std::result::Result<[Vec<u8>; N], ReadError> {
         let folder = self.checkpoint(step);
-        let read =
-            |name: &str| fs::read(folder.join(name)).map_err(|error| format!("{name}: {error}"));
+        let read = |name: &str| {
+            let file = folder.join(name);
+            fs::read(&file).map_err(|error| match error.kind() {
+                ErrorKind::NotFound => ReadError::Damaged(format!("{name}: {error}")),
+                _ => ReadError::Failed(CheckpointError::file("read", file, READABLE)(error)),
+            })
+        };
         let sums = String::from_utf8_lossy(&read(SUMS)?).into_owned();
         let mut contents = [const { Vec::new() }; N];
         for (name, bytes) in names.iter().zip(&mut contents) {
             *bytes = read(name)?;
             let line = format!("{}  {name}", sum(&bytes[..]).unwrap_or_default());
             if !sums.lines().any(|known| known == line) {
-                return Err(format!("{name} has not the sum that is in {SUMS}"));
+                let reason = format!("{name} has not the sum that is in {SUMS}");
+                return Err(ReadError::Damaged(reason));
             }
         }
         Ok(contents)
@@ -149,14 +202,32 @@ impl Folder {
 pub fn steps(folder: &Path) -> io::Result<Vec<usize>> {
     let mut steps = Vec::new();
     for entry in fs::read_dir(folder)? {
-        let name = entry?.file_name();
-        let number = name.to_str().and_then(|name| name.strip_prefix("step-"));
-        let step = number.and_then(|number| number.parse::<usize>().ok());
-        // Another program's may be `step-0100`.
-        steps.extend(step.filter(|step| number == Some(step.to_string().as_str())));
+        let entry = entry?;
+        if let Some(step) = step_of(&entry.file_name()) {
+            if is_checkpoint(&entry.path())? {
+                steps.push(step);
+            }
+        }
     }
     steps.sort_unstable_by_key(|&step| Reverse(step));
     Ok(steps)
+}
+
+/// The step in a checkpoint's name. Another program's may be `step-0100`.
+fn step_of(name: &OsStr) -> Option<usize> {
+    let number = name.to_str()?.strip_prefix("step-")?;
+    number.parse().ok().filter(|step: &usize| number == step.to_string())
+}
+
+/// Whether the folder is a checkpoint of ours, whole or damaged.
+fn is_checkpoint(folder: &Path) -> io::Result<bool> {
+    match fs::metadata(folder.join(SUMS)) {
+        Ok(_) => Ok(true),
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+            Ok(false)
+        }
+        Err(error) => Err(error),
+    }
 }
 
 fn lock(folder: &Path) -> Result<File> {
@@ -211,5 +282,26 @@ fn sum(mut from: impl Read) -> io::Result<String> {
             0 => return Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()),
             length => hash.update(&chunk[..length]),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_checkpoint_that_cannot_be_replaced_is_still_there() {
+        let path = std::env::temp_dir().join(format!("flow-checkpoint-{}", std::process::id()));
+        let folder = Folder::open(&path).unwrap();
+        let fill = |partial: &Path| {
+            fs::write(partial.join("file"), "old").unwrap();
+            Ok(())
+        };
+        folder.write(7, fill).unwrap();
+        folder.replace(&folder.checkpoint(7), &path.join("is not there")).unwrap_err();
+        assert_eq!(folder.steps().unwrap(), [7]);
+        let contents = folder.read(7, ["file"]).ok().expect("it is whole");
+        assert_eq!(contents, [b"old".to_vec()]);
+        fs::remove_dir_all(&path).unwrap();
     }
 }

@@ -14,7 +14,7 @@ mod tensors;
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
-use flow_autograd::OptimizerState;
+use flow_autograd::{OptimizerState, StateDict};
 use flow_comm::ProcessGroup;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -24,7 +24,7 @@ use tch::Tensor;
 use crate::data::sampler::{DistributedSampler, SamplerState};
 use crate::ddp::Ddp;
 pub use error::CheckpointError;
-use folder::Folder;
+use folder::{Folder, ReadError};
 
 /// Result of what is done with checkpoints.
 type Result<T> = std::result::Result<T, CheckpointError>;
@@ -34,7 +34,7 @@ const STATE: &str = "state.json";
 const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 /// Raised when files change so that versions before cannot read them.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 
 /// The checkpoints of one training, in a folder.
 ///
@@ -44,13 +44,14 @@ const FORMAT: u32 = 1;
 /// | file | what |
 /// |---|---|
 /// | `model.safetensors` | the variables of the `VarStore`, by their names |
-/// | `optimizer.safetensors` | momentum and the like, as [`OptimizerState`] names them |
-/// | `state.json` | the sampler's state, and the program's |
+/// | `optimizer.safetensors` | momentum and the like, as [`StateDict`] names them |
+/// | `state.json` | the optimizer's kind, the sampler's state, and the program's |
 /// | `SHA256SUMS` | the sums of the others, as `sha256sum --check` takes them |
 ///
 /// A checkpoint is whole or not there, even if the process is killed or the machine loses its
 /// power: its files are flushed to the disk under another name, and the folder is then renamed. The
-/// last two are kept ([`keep`](Self::keep)).
+/// last two are kept ([`keep`](Self::keep)). A damaged one is never removed: `save` renames it to
+/// `step-100.damaged`. A folder `step-100` without `SHA256SUMS` is no checkpoint, and is left alone.
 ///
 /// ```no_run
 /// use flow_ddp::{Checkpoints, Ddp, DistributedSampler, ProcessGroup};
@@ -92,17 +93,19 @@ pub struct Checkpoint<S> {
     threads: i32,
     sampler: SamplerState,
     model: HashMap<String, Tensor>,
-    optimizer: Vec<(String, Tensor)>,
+    optimizer: StateDict,
     group: ProcessGroup,
 }
 
 /// `state.json`.
 #[derive(Serialize, Deserialize)]
-struct State<S> {
+struct SavedState<S> {
     format: u32,
     world_size: usize,
     /// Of each rank.
     threads: i32,
+    /// [`StateDict::parameters`].
+    optimizer: Vec<String>,
     sampler: SamplerState,
     state: S,
 }
@@ -154,22 +157,26 @@ impl Checkpoints {
         }
         let path = folder.checkpoint(step);
         let unfit = |(what, reason)| CheckpointError::Unfit { what, path: path.clone(), reason };
-        let state = State {
+        let optimizer = optimizer
+            .state()
+            .map_err(|error| unfit(("the optimizer".into(), error.to_string())))?;
+        let state = SavedState {
             format: FORMAT,
             world_size: self.group.world_size(),
             threads: tch::get_num_threads(),
+            optimizer: optimizer.parameters,
             sampler: sampler.state(),
             state,
         };
         let state = json::<S>(&state)
             .map_err(|reason| unfit(("the program's state".to_owned(), reason)))?;
         let model: Vec<_> = vs.variables().into_iter().collect();
-        let optimizer = optimizer
-            .state()
-            .map_err(|error| unfit(("the optimizer".into(), error.to_string())))?;
+        while let Some(damaged) = self.damaged.pop_first() {
+            folder.set_aside(damaged)?;
+        }
         folder.write(step, |folder| {
             tensors::write(&model, &folder.join(MODEL)).map_err(unfit)?;
-            tensors::write(&optimizer, &folder.join(OPTIMIZER)).map_err(unfit)?;
+            tensors::write(&optimizer.tensors, &folder.join(OPTIMIZER)).map_err(unfit)?;
             let file = folder.join(STATE);
             std::fs::write(&file, &state).map_err(CheckpointError::file(
                 "write",
@@ -178,15 +185,11 @@ impl Checkpoints {
             ))
         })?;
         self.read = true;
-        self.damaged.remove(&step);
         // Later ones are of a way that this training has not gone.
-        let (kept, others): (Vec<_>, Vec<_>) = folder
-            .steps()?
-            .into_iter()
-            .partition(|other| *other <= step && !self.damaged.contains(other));
-        for old in others.into_iter().chain(kept.into_iter().skip(self.keep)) {
+        let (kept, later): (Vec<_>, Vec<_>) =
+            folder.steps()?.into_iter().partition(|other| *other <= step);
+        for old in later.into_iter().chain(kept.into_iter().skip(self.keep)) {
             folder.remove(old)?;
-            self.damaged.remove(&old);
         }
         Ok(())
     }
@@ -196,8 +199,8 @@ impl Checkpoints {
     ///
     /// # Errors
     ///
-    /// On all ranks, when there are only damaged ones, or those of another program, or rank 0 does
-    /// not see what another rank sees.
+    /// On all ranks, when the disk cannot be read, there are only damaged ones, or those of another
+    /// program, or rank 0 does not see what another rank sees.
     pub fn latest<S: DeserializeOwned>(&mut self) -> Result<Option<Checkpoint<S>>> {
         self.seen_by_rank_0()?;
         let mut contents = [const { Vec::new() }; 3];
@@ -210,7 +213,8 @@ impl Checkpoints {
                         contents = read;
                         return Ok(Some(step));
                     }
-                    Err(reason) => {
+                    Err(ReadError::Failed(error)) => return Err(error),
+                    Err(ReadError::Damaged(reason)) => {
                         let path = folder.checkpoint(step);
                         log::warn!("the checkpoint {} is damaged: {reason}", path.display());
                         self.damaged.insert(step);
@@ -240,7 +244,7 @@ impl Checkpoints {
             move |reason: String| CheckpointError::Other { path, what, reason }
         };
         let format = |value: &serde_json::Value| value.get("format").and_then(|f| f.as_u64());
-        let state: State<S> = serde_json::from_slice::<serde_json::Value>(&state)
+        let state: SavedState<S> = serde_json::from_slice::<serde_json::Value>(&state)
             .map_err(|error| error.to_string())
             .and_then(|value| match format(&value) {
                 Some(format) if format == u64::from(FORMAT) => Ok(value),
@@ -248,9 +252,10 @@ impl Checkpoints {
             })
             .and_then(|_| serde_json::from_slice(&state).map_err(|error| error.to_string()))
             .map_err(other("program"))?;
-        let State { world_size, threads, sampler, state, .. } = state;
+        let SavedState { world_size, threads, optimizer: parameters, sampler, state, .. } = state;
         let model = tensors::read(&model).map_err(other("program"))?.into_iter().collect();
-        let optimizer = tensors::read(&optimizer).map_err(other("program"))?;
+        let tensors = tensors::read(&optimizer).map_err(other("program"))?;
+        let optimizer = StateDict { parameters, tensors };
         let group = self.group.clone();
         Ok(Checkpoint { state, path, world_size, threads, sampler, model, optimizer, group })
     }
@@ -337,10 +342,10 @@ impl<S> Checkpoint<S> {
 
 /// JSON that can be read back: it has `null` where a number is NaN.
 fn json<S: DeserializeOwned>(
-    state: &State<&(impl Serialize + ?Sized)>,
+    state: &SavedState<&(impl Serialize + ?Sized)>,
 ) -> std::result::Result<Vec<u8>, String> {
     let bytes = serde_json::to_vec_pretty(state).map_err(|error| error.to_string())?;
-    match serde_json::from_slice::<State<S>>(&bytes) {
+    match serde_json::from_slice::<SavedState<S>>(&bytes) {
         Ok(_) => Ok(bytes),
         Err(error) => Err(format!("it cannot be read back: {error}; JSON has no NaN or infinity")),
     }

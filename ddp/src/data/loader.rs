@@ -174,14 +174,14 @@ pub struct Batches<D: Dataset + ?Sized> {
     numbers: Range<usize>,
     /// The sampler's position.
     taken: Taken,
-    workers: ForkSafe<Vec<Worker<D::Batch>>>,
+    workers: ForkSafe<Vec<LoaderWorker<D::Batch>>>,
     /// Disconnected when the last worker has ended.
     ended: ForkSafe<Option<Receiver<Infallible>>>,
     timeout: Duration,
     failure: Option<LoaderError>,
 }
 
-struct Worker<B> {
+struct LoaderWorker<B> {
     batches: Receiver<Result<B, LoaderError>>,
     thread: JoinHandle<()>,
 }
@@ -202,7 +202,7 @@ impl<D: Dataset + ?Sized> Batches<D> {
                     move || plan.work(numbers, &sender, alive)
                 })
                 .map_err(|error| LoaderError::Spawn { rank: self.plan.rank, worker, error })?;
-            self.workers.push(Worker { batches, thread });
+            self.workers.push(LoaderWorker { batches, thread });
         }
         Ok(())
     }

@@ -363,7 +363,7 @@ pub struct Indices {
     pub(crate) taken: Taken,
 }
 
-/// Tells a sampler how far its iteration is.
+/// Writes into a sampler how far its iteration is.
 pub(crate) struct Taken {
     places: Arc<AtomicUsize>,
     skipped: usize,

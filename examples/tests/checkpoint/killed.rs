@@ -59,7 +59,7 @@ fn restarted_by_the_launcher_it_ends_with_the_same_weights() {
 }
 
 #[test]
-fn a_damaged_checkpoint_is_told_and_the_one_before_serves() {
+fn a_damaged_checkpoint_is_kept_aside_and_the_one_before_serves() {
     let folder = Folder::new();
     let arguments = folder.job(&["--checkpoint-every", "25"]);
     run(1, &arguments);
@@ -73,13 +73,18 @@ fn a_damaged_checkpoint_is_told_and_the_one_before_serves() {
     flipped[good.len() / 2] ^= 1;
     let state =
         fs::read_to_string(newest.join("state.json")).unwrap().replacen("losses", "numbers", 1);
-    for (file, damaged) in [
+    let mut names = vec![folder.path("checkpoint/step-120.damaged")];
+    names.extend((2..=5).map(|number| format!("{}.{number}", names[0])));
+    for ((file, damaged), kept) in [
         ("model.safetensors", &flipped[..]),
         ("optimizer.safetensors", &good[..good.len() - 1]),
         ("model.safetensors", &[]),
         ("state.json", state.as_bytes()),
         ("SHA256SUMS", &[]),
-    ] {
+    ]
+    .into_iter()
+    .zip(&names)
+    {
         fs::write(newest.join(file), damaged).unwrap();
         let finished = run(1, &arguments);
         assert_contains(
@@ -89,6 +94,7 @@ fn a_damaged_checkpoint_is_told_and_the_one_before_serves() {
         assert_contains(&finished.stdout, &["going on in epoch 2 after 400 of 600 images"]);
         assert!(folder.result() == expected, "other weights or losses");
         assert_eq!(folder.steps(), [100, 120]);
+        assert_eq!(fs::read(format!("{kept}/{file}")).unwrap(), damaged);
     }
 
     for step in folder.steps() {

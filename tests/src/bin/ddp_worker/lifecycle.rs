@@ -314,7 +314,7 @@ pub fn sub_group(group: &ProcessGroup) -> Result<()> {
         }
         same_everywhere(&sub, &store)?;
         let uses = if sub.rank() == 0 { vec![(0, 1.0)] } else { vec![(0, 1.0), (1, 1.0)] };
-        let text = crate::helpers::told(|| model.weighted_sum(&uses).f_backward())?;
+        let text = crate::helpers::failure(|| model.weighted_sum(&uses).f_backward())?;
         crate::helpers::says(
             &text,
             &[&format!("rank {}: Ddp", group.rank()), "backward: rank 0: w1"],
@@ -367,7 +367,7 @@ pub fn waits(group: &ProcessGroup) -> Result<()> {
     };
     train(2);
     let before = waits();
-    ensure!(!before.is_empty(), "the fake tells of no waits at all");
+    ensure!(!before.is_empty(), "the fake has noted no waits at all");
     train(5);
     let after = waits();
     ensure!(before == after, "the host waited for the device: {:?}", after.strip_prefix(&before));

@@ -34,6 +34,7 @@ const GPUS: [Job; 2] = [
 const ALL: &[Job] = &[CPU[0], CPU[1], CPU[2], CPU[3], GPUS[0], GPUS[1]];
 const ALL_AND_NODES: &[Job] =
     &[ALL[0], ALL[1], ALL[2], ALL[3], ALL[4], ALL[5], by_hand(&[2, 2]), by_hand(&[1, 1])];
+const WHO_REDUCES: &[Job] = &[CPU[0], CPU[3], by_hand(&[1, 1]), by_hand(&[2, 1])];
 
 const SCENARIOS: &[Scenario] = &[
     scenario("linear", equivalence::linear, ALL_AND_NODES),
@@ -57,6 +58,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("differing_models", reported::differing_models, ALL),
     scenario("unfit_models", reported::unfit_models, ALL),
     scenario("unfit_tensors", unfit::tensors, ALL),
+    scenario("no_memory", unfit::no_memory, CPU),
     scenario("replaced_buffers", unfit::replaced_buffers, ALL),
     scenario("tied", tied::trained, ALL),
     scenario("tied_names", tied::named, ALL),
@@ -76,10 +78,12 @@ const SCENARIOS: &[Scenario] = &[
     scenario("many_buckets", options::many_buckets, ALL_AND_NODES),
     scenario("ready_order", options::ready_order, ALL_AND_NODES),
     scenario("layouts", options::layouts, ALL),
+    scenario("who_reduces", options::who_reduces, WHO_REDUCES),
     scenario("own_hooks", hooks::own, ALL_AND_NODES),
     scenario("hooks_in_turn", hooks::in_turn, ALL_AND_NODES),
     scenario("hooks_of_unused", hooks::unused, ALL),
     scenario("hooks_that_fail", hooks::failing, ALL),
+    scenario("hooks_that_panic", hooks::panicking, ALL),
     scenario("differing_hooks", hooks::differing, ALL),
 ];
 

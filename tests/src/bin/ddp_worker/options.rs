@@ -305,3 +305,24 @@ fn in_place_by_memory(group: &ProcessGroup) -> Result<()> {
     }
     Ok(())
 }
+
+/// A thread reduces buckets where the ranks of this node leave it a core: ranks of other nodes have
+/// cores of their own.
+pub fn who_reduces(group: &ProcessGroup) -> Result<()> {
+    let threads = || -> Result<usize> {
+        let names = std::fs::read_dir("/proc/self/task")?
+            .map(|task| std::fs::read_to_string(task?.path().join("comm")));
+        let names = names.collect::<std::io::Result<Vec<_>>>()?;
+        Ok(names.iter().filter(|name| name.starts_with("flow-comm-")).count())
+    };
+    let forced = std::env::var("FLOW_DDP_PROGRESS").is_ok_and(|value| value == "thread");
+    let cores = std::thread::available_parallelism()?.get();
+    // This worker computes with one thread.
+    let expected = usize::from(forced || 2 * group.local_world_size() <= cores);
+    let before = threads()?;
+    let store = store();
+    let _model = Ddp::new(Vectors::new(&store, &[10]), &store, group)?;
+    let started = threads()? - before;
+    ensure!(started == expected, "{started} threads instead of {expected} on {cores} cores");
+    Ok(())
+}

@@ -2,7 +2,7 @@
 //! computes of all ranks' tensors.
 
 use anyhow::{ensure, Context, Result};
-use flow_tensor::{functional, ProcessGroup, ReduceOp, TensorCollectives};
+use flow_tensor::{functional, P2pOp, ProcessGroup, ReduceOp, TensorCollectives};
 use tch::{Kind, Tensor};
 
 const KINDS: [Kind; 10] = [
@@ -76,8 +76,10 @@ impl Case<'_> {
             self.rooted(root).with_context(|| format!("root {root}"))?;
         }
         self.all_to_all().context("all_to_all")?;
+        self.uneven().context("uneven")?;
         if self.ranks() > 1 {
             self.messages().context("messages")?;
+            self.batches().context("batches")?;
         }
         Ok(())
     }
@@ -196,7 +198,97 @@ impl Case<'_> {
             Form::Differentiable => functional::reduce_scatter(group, &own, op)?,
         };
         let whole = self.reduced(&self.blocks(), op);
-        self.equal("reduce_scatter", &part, &whole.get(self.rank() as i64))
+        self.equal("reduce_scatter", &part, &whole.get(self.rank() as i64))?;
+
+        let counts = self.counts();
+        let shape = self.rows(counts.iter().sum());
+        let own = self.laid_out(self.values(self.rank(), &shape));
+        let part = match self.form {
+            Form::Blocking => group.reduce_scatter_v_tensor(&own, &counts, op)?,
+            Form::Async => group.reduce_scatter_v_tensor_async(own, &counts, op)?.wait()?,
+            Form::Differentiable => functional::reduce_scatter_v(group, &own, &counts, op)?,
+        };
+        let expected = block(&self.reduced(&shape, op), &counts, self.rank());
+        self.equal("reduce_scatter_v", &part, &expected)
+    }
+
+    /// How many rows each rank has: some none.
+    fn counts(&self) -> Vec<usize> {
+        (0..self.ranks()).map(|rank| (rank + 1) % 3 * self.shape[0] as usize).collect()
+    }
+
+    /// The shape of so many rows.
+    fn rows(&self, count: usize) -> Vec<i64> {
+        std::iter::once(count as i64).chain(self.shape[1..].iter().copied()).collect()
+    }
+
+    fn uneven(&self) -> Result<()> {
+        let (group, counts) = (self.group, self.counts());
+        let of = |rank: usize| self.values(rank, &self.rows(counts[rank]));
+        let own = self.laid_out(of(self.rank()));
+        let gathered = match self.form {
+            Form::Blocking => group.all_gather_v_tensor(&own, &counts)?,
+            Form::Async => group.all_gather_v_tensor_async(own, &counts)?.wait()?,
+            Form::Differentiable => functional::all_gather_v(group, &own, &counts)?,
+        };
+        let all: Vec<Tensor> = (0..self.ranks()).map(of).collect();
+        self.equal("all_gather_v", &gathered, &Tensor::cat(&all, 0))?;
+
+        // Other numbers of rows from each rank to each.
+        let sent = |from: usize| -> Vec<usize> {
+            (0..self.ranks()).map(|to| (from + 2 * to) % 3 * self.shape[0] as usize).collect()
+        };
+        let of = |rank: usize| self.values(rank, &self.rows(sent(rank).iter().sum()));
+        let (own, input) = (self.laid_out(of(self.rank())), sent(self.rank()));
+        let output: Vec<usize> = (0..self.ranks()).map(|from| sent(from)[self.rank()]).collect();
+        let received = match self.form {
+            Form::Blocking => group.all_to_all_v_tensor(&own, &input, &output)?,
+            Form::Async => group.all_to_all_v_tensor_async(own, &input, &output)?.wait()?,
+            Form::Differentiable => functional::all_to_all_v(group, &own, &input, &output)?,
+        };
+        let blocks = (0..self.ranks()).map(|from| block(&of(from), &sent(from), self.rank()));
+        self.equal("all_to_all_v", &received, &Tensor::cat(&blocks.collect::<Vec<_>>(), 0))
+    }
+
+    /// Each rank sends two messages to each other, and lists them before those that it receives.
+    fn batches(&self) -> Result<()> {
+        let shapes = [self.shape.clone(), self.blocks()];
+        let peers = || (0..self.ranks()).filter(|&peer| peer != self.rank());
+        let messages = || peers().flat_map(|peer| shapes.iter().map(move |shape| (peer, shape)));
+        let send = |(to, shape): (usize, &Vec<i64>)| P2pOp::Send {
+            data: self.laid_out(self.values(self.rank(), shape)),
+            to,
+        };
+        let recv = |(from, shape): (usize, &Vec<i64>)| P2pOp::Recv {
+            buffer: self.laid_out(self.values(from, shape).zeros_like()),
+            from,
+        };
+        let mut ops: Vec<P2pOp<Tensor>> =
+            messages().map(send).chain(messages().map(recv)).collect();
+        let tensor = |op: P2pOp<Tensor>| match op {
+            P2pOp::Send { data, .. } => data,
+            P2pOp::Recv { buffer, .. } => buffer,
+        };
+        let group = self.group;
+        let tensors: Vec<Tensor> = match self.form {
+            Form::Blocking => {
+                group.batch_send_recv_tensors(&mut ops)?;
+                ops.into_iter().map(tensor).collect()
+            }
+            Form::Async => group.batch_send_recv_tensors_async(ops)?.wait()?,
+            Form::Differentiable => {
+                let borrowed = ops.iter().map(|op| match op {
+                    P2pOp::Send { data, to } => P2pOp::Send { data, to: *to },
+                    P2pOp::Recv { buffer, from } => P2pOp::Recv { buffer, from: *from },
+                });
+                functional::batch_send_recv(group, &borrowed.collect::<Vec<_>>())?
+            }
+        };
+        let received = &tensors[messages().count()..];
+        for ((from, shape), received) in messages().zip(received) {
+            self.equal("batch_send_recv", received, &self.values(from, shape))?;
+        }
+        Ok(())
     }
 
     fn gathers(&self) -> Result<()> {
@@ -295,28 +387,12 @@ impl Case<'_> {
     }
 }
 
-/// Several operations are under way at once, and waited for in another order than they began.
-pub fn overlapping(group: &ProcessGroup) -> Result<()> {
-    let options = (Kind::Float, group.device());
-    let ranks = group.world_size() as f64;
-    for _ in 0..5 {
-        let own = Tensor::full([100_000], group.rank() as f64 + 1.0, options);
-        let sum = group.all_reduce_tensor_async(own.copy(), ReduceOp::Sum)?;
-        let gathered = group.all_gather_tensor_async(own.copy())?;
-        drop(group.broadcast_tensor_async(own.copy(), 0)?);
-        let largest = group.all_reduce_tensor_async(own.copy(), ReduceOp::Max)?;
-        let beside = &own * 2; // the program goes on
-        ensure!(largest.wait()?.min().double_value(&[]) == ranks);
-        ensure!(
-            gathered.wait()?.sum(Kind::Double).double_value(&[])
-                == 1e5 * ranks * (ranks + 1.0) / 2.0
-        );
-        ensure!(sum.wait()?.max().double_value(&[]) == ranks * (ranks + 1.0) / 2.0);
-        ensure!(beside.max().double_value(&[]) == 2.0 * (group.rank() as f64 + 1.0));
-    }
-    Ok(())
-}
-
 fn is_floating(kind: Kind) -> bool {
     matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16)
+}
+
+/// Rank `rank`'s block of rows.
+fn block(whole: &Tensor, counts: &[usize], rank: usize) -> Tensor {
+    let start: usize = counts[..rank].iter().sum();
+    whole.narrow(0, start as i64, counts[rank] as i64)
 }

@@ -1,7 +1,7 @@
 //! What an operation cannot do with a tensor is an error of this rank, at once, and breaks nothing.
 
 use anyhow::{ensure, Context, Result};
-use flow_tensor::{functional, ProcessGroup, ReduceOp, TensorCollectives};
+use flow_tensor::{functional, P2pOp, ProcessGroup, ReduceOp, TensorCollectives};
 use tch::{Kind, Tensor};
 
 pub fn all(group: &ProcessGroup) -> Result<()> {
@@ -37,6 +37,31 @@ pub fn all(group: &ProcessGroup) -> Result<()> {
     says(group.all_gather_tensor(&Tensor::new()).map(drop), &["all_gather", "undefined"])?;
     let product = functional::all_reduce(group, &float, ReduceOp::Product);
     says(product.map(drop), &["all_reduce", "no gradient"])?;
+
+    let counts = vec![1; ranks as usize];
+    says(
+        group.all_gather_v_tensor(&float, &counts).map(drop),
+        &["all_gather_v", "this rank's count is 1, but the first dimension"],
+    )?;
+    says(
+        group.reduce_scatter_v_tensor_async(float.copy(), &counts, sum).map(drop),
+        &["reduce_scatter_v", "the sum of counts is"],
+    )?;
+    says(
+        group.all_to_all_v_tensor(&ones(&[1], Kind::Int), &[1], &[]).map(drop),
+        &["all_to_all_v", "counts for", "give one for each"],
+    )?;
+    says(
+        group.all_gather_v_tensor(&Tensor::from(1.0), &counts).map(drop),
+        &["all_gather_v", "no first dimension"],
+    )?;
+    if ranks > 1 {
+        let mut ops = [
+            P2pOp::Send { data: float.shallow_clone(), to: peer },
+            P2pOp::Recv { buffer: expanded(), from: peer },
+        ];
+        says(group.batch_send_recv_tensors(&mut ops), &["batch_send_recv", "expand()"])?;
+    }
 
     let mut still = ones(&[2], Kind::Float);
     group.all_reduce_tensor(&mut still, sum)?;

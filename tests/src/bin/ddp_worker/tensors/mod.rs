@@ -1,12 +1,29 @@
 //! Scenarios of collectives on tensors.
 
+mod coalesced;
 mod gradients;
 mod grid;
 mod misuse;
+mod nonblocking;
+mod pipelines;
 
-use flow_tests::registry::{launched, scenario, Job, Scenario};
+use flow_tests::registry::{by_hand, launched, scenario, Job, Scenario};
 
-const ALL: &[Job] = &[launched(1), launched(2), launched(3), on_gpus(1), on_gpus(2), on_gpus(3)];
+const CPU: &[Job] = &[launched(1), launched(2), launched(3), by_hand(&[1, 1]), by_hand(&[2, 1])];
+const SEVERAL_GPUS: &[Job] = &[on_gpus(2), on_gpus(3)];
+const ALL: &[Job] =
+    &[CPU[0], CPU[1], CPU[2], CPU[3], CPU[4], on_gpus(1), SEVERAL_GPUS[0], SEVERAL_GPUS[1]];
+const SEVERAL: &[Job] =
+    &[launched(2), launched(3), by_hand(&[2, 1]), SEVERAL_GPUS[0], SEVERAL_GPUS[1]];
+const STAGES: &[Job] = &[
+    launched(2),
+    launched(3),
+    launched(4),
+    by_hand(&[2, 2]),
+    SEVERAL_GPUS[0],
+    SEVERAL_GPUS[1],
+    on_gpus(4),
+];
 
 /// The way of GPUs, with tensors on the CPU: there is no fake libtorch.
 const fn on_gpus(ranks: usize) -> Job {
@@ -15,9 +32,18 @@ const fn on_gpus(ranks: usize) -> Job {
 
 pub const SCENARIOS: &[Scenario] = &[
     scenario("every_form_and_kind", grid::all, ALL),
-    scenario("overlapping", grid::overlapping, ALL),
+    scenario("overlapping", nonblocking::overlapping, ALL),
+    scenario("returned", nonblocking::returned, ALL),
+    scenario("beside_the_stream", nonblocking::beside_the_stream, SEVERAL_GPUS),
     scenario("gradients", gradients::first, ALL),
     scenario("gradients_of_gradients", gradients::second, ALL),
+    scenario("undefined_gradients", gradients::undefined, ALL),
     scenario("pipeline", gradients::pipeline, ALL),
+    scenario("batch_gradients", gradients::batch, SEVERAL),
+    scenario("one_forward_one_backward", pipelines::blocking, STAGES),
+    scenario("one_forward_one_backward_async", pipelines::nonblocking, STAGES),
+    scenario("coalesced_broadcast", coalesced::broadcast, ALL),
+    scenario("coalesced_all_reduce", coalesced::all_reduce, ALL),
+    scenario("allocator", coalesced::allocator, CPU),
     scenario("misuse", misuse::all, ALL),
 ];

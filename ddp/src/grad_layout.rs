@@ -7,13 +7,13 @@ use tch::Tensor;
 
 /// The order in which a gradient's elements lie in memory.
 #[derive(Clone)]
-pub(crate) struct Layout {
+pub(crate) struct GradLayout {
     shape: Vec<i64>,
     /// Strides, and the dimensions as they come in memory; None for those of a contiguous tensor.
     strided: Option<(Vec<i64>, Vec<i64>)>,
 }
 
-impl Layout {
+impl GradLayout {
     /// That of the gradients of `parameter`: the parameter's own strides if it lies without gaps,
     /// otherwise those of a contiguous tensor. This is libtorch's "gradient layout contract"
     /// (torch/csrc/autograd/functions/accumulate_grad.h), which a gradient keeps as a rule.
@@ -35,7 +35,7 @@ impl Layout {
         }
     }
 
-    /// The contiguous tensor that [`Layout::in_memory_order`] gave, with its dimensions in their
+    /// The contiguous tensor that [`GradLayout::in_memory_order`] gave, with its dimensions in their
     /// own order again.
     pub fn in_own_order(&self, tensor: &Tensor) -> Tensor {
         match &self.strided {
@@ -45,7 +45,7 @@ impl Layout {
         }
     }
 
-    /// The shape of a contiguous tensor for [`Layout::in_own_order`].
+    /// The shape of a contiguous tensor for [`GradLayout::in_own_order`].
     pub fn memory_shape(&self) -> Vec<i64> {
         match &self.strided {
             Some((_, order)) => {
@@ -56,7 +56,7 @@ impl Layout {
     }
 }
 
-impl fmt::Display for Layout {
+impl fmt::Display for GradLayout {
     /// How elements come in memory, if not by their indices.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some((_, order)) = &self.strided else { return Ok(()) };
@@ -114,22 +114,22 @@ mod tests {
     #[test]
     fn a_gradient_of_the_layout_is_contiguous_in_memory_order() {
         let rows = Tensor::arange(120, (tch::Kind::Float, tch::Device::Cpu)).view([2, 3, 4, 5]);
-        for (parameter, told) in [
+        for (parameter, shown) in [
             (rows.permute([3, 0, 2, 1]), " memory order [1, 3, 2, 0]"),
             (rows.reshape([6, 1, 1, 20]).permute([0, 3, 1, 2]), ""),
             (rows.shallow_clone(), ""),
         ] {
-            let layout = Layout::of(&parameter);
+            let layout = GradLayout::of(&parameter);
             let flat = layout.in_memory_order(&parameter);
             assert!(flat.is_contiguous() && flat.size() == layout.memory_shape());
             let again = layout.in_own_order(&flat);
             assert_eq!((again.size(), again.stride()), (parameter.size(), parameter.stride()));
             assert_eq!(again, parameter);
-            assert_eq!(layout.to_string(), told);
+            assert_eq!(layout.to_string(), shown);
         }
         let columns = rows.view([6, 20]).tr();
-        assert!(!Layout::of(&columns).in_memory_order(&columns.contiguous()).is_contiguous());
+        assert!(!GradLayout::of(&columns).in_memory_order(&columns.contiguous()).is_contiguous());
         let gaps = rows.slice(3, 0, 2, 1);
-        assert_eq!(Layout::of(&gaps).in_own_order(&gaps.contiguous()).stride(), [24, 8, 2, 1]);
+        assert_eq!(GradLayout::of(&gaps).in_own_order(&gaps.contiguous()).stride(), [24, 8, 2, 1]);
     }
 }
