@@ -196,7 +196,7 @@ pub fn failing(group: &ProcessGroup) -> Result<()> {
         let loss = model.weighted_sum(&[(0, 1.0), (1, 1.0)]);
         let mut optimizer = nn::Sgd::default().build(&store, 0.1)?;
         let error = optimizer.try_backward_step(&loss).err().context("no error")?;
-        // Ranks whose own hook has not failed yet hear of another's.
+        // Ranks whose own hook has not failed yet learn of another's.
         let own = matches!(error, Error::CommHook { bucket: 0, .. });
         ensure!(own || matches!(error, Error::Comm(_)), "{error:?}");
         says(&error.to_string(), words)?;

@@ -1,11 +1,11 @@
-//! Mistakes that every rank must be told of.
+//! Mistakes that every rank must report.
 
 use anyhow::{ensure, Context, Result};
 use flow_comm::ProcessGroup;
 use flow_ddp::Ddp;
 use tch::{Kind, Tensor};
 
-use crate::helpers::{error, gradient_is, says, told, SentAs};
+use crate::helpers::{backward_error, error, gradient_is, says, SentAs};
 use crate::models::{device, store, Vectors};
 
 /// Parameters without a gradient fail the backward on all ranks, with the names of all of them.
@@ -37,14 +37,14 @@ pub fn unused(group: &ProcessGroup) -> Result<()> {
             let own = leaves_out(group.rank());
             let used: Vec<_> =
                 all.iter().copied().filter(|(index, _)| !own.contains(index)).collect();
-            let text = told(|| model.weighted_sum(&used).f_backward())?;
+            let text = backward_error(|| model.weighted_sum(&used).f_backward())?;
             let (_, text) =
                 text.split_once("no gradient in this backward: ").with_context(|| text.clone())?;
             let context = || format!("case {number} after {good_steps} good steps: {text}");
             for rank in 0..group.world_size() {
                 let names: Vec<String> = leaves_out(rank).iter().map(|i| format!("w{i}")).collect();
-                let told = format!("rank {rank}: {}", names.join(", "));
-                ensure!(text.contains(&told) != names.is_empty(), context());
+                let listed = format!("rank {rank}: {}", names.join(", "));
+                ensure!(text.contains(&listed) != names.is_empty(), context());
             }
             says(text, &["find_unused_parameters", "before wrapping"]).with_context(context)?;
             // The group cannot be used any more, and says why.
@@ -145,10 +145,10 @@ pub fn differing_models(group: &ProcessGroup) -> Result<()> {
             "first",
         ),
     ];
-    for (change, told) in changes {
+    for (change, named) in changes {
         let tensors = if odd { change(plain()) } else { plain() };
         let text = error(Ddp::from_tensors((), tensors, vec![], group))?;
-        says(&text, &["differs between ranks", &ranks[0], &ranks[1], "weight", told])?;
+        says(&text, &["differs between ranks", &ranks[0], &ranks[1], "weight", named])?;
     }
     // Longer on one rank than on the other.
     let mut tensors = plain();

@@ -84,12 +84,12 @@ fn unfit() -> Vec<Unfit> {
     ]
 }
 
-/// `result` is as told. Errors have one line, and name the operation.
-fn is<E>(result: Result<(), E>, told: Option<&str>, operation: &str) -> Result<()>
+/// `result` is as expected. Errors have one line, and name the operation.
+fn is<E>(result: Result<(), E>, expected: Option<&str>, operation: &str) -> Result<()>
 where
     E: std::error::Error + Send + Sync + 'static,
 {
-    match told {
+    match expected {
         None => Ok(result?),
         Some(reason) => {
             let text = error(result)?;
@@ -167,7 +167,7 @@ fn models(group: &ProcessGroup, unfit: &Unfit) -> Result<()> {
     if let Ok(trained) = bad().1.f_detach().and_then(|tensor| tensor.f_set_requires_grad(true)) {
         is(wrap(vec![good(), ("bad".into(), trained)], vec![]), unfit.trained, "bad ")?;
     }
-    // On one rank only: all are told.
+    // On one rank only: all report it.
     let last = group.world_size() - 1;
     let mixed = if group.rank() == last { bad() } else { good() };
     if let Some(reason) = unfit.kept {
