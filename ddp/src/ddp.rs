@@ -39,15 +39,16 @@ use crate::stats::Stats;
 /// forward's graph (a loss that is kept for later: keep `loss.detach()`), the backward after that
 /// one fails. So evaluate with `forward_t(.., false)`, or under `no_grad`.
 ///
-/// Two mistakes are found by the time-out only. A rank that leaves out the forward as well, or calls
-/// other methods of the model, has one backward less at the end, and the others wait for it. Ranks on
-/// GPUs do not wait for each other's hosts; their time-outs name the steps.
+/// Two mistakes are found by the time-out only. A rank that leaves out the forward as well, or
+/// calls other methods of the model, has one backward less at the end, and the others wait for it.
+/// Ranks on GPUs do not wait for each other's hosts; their time-outs name the steps.
 ///
 /// A backward that fails on one rank, once gradients have come, fails on all. The `Ddp` is then
 /// unusable: each later backward returns the cause (if the backward that failed ran another one
 /// inside it: once its graph is freed). If all ranks are still alive, they may drop their `Ddp` and
-/// wrap the model anew. [`Error::from_backward`] gives the error that ended a backward. A backward may run inside
-/// another one, as in checkpointing, if each parameter gets its gradient in one of them.
+/// wrap the model anew. [`Error::from_backward`] gives the error that ended a backward. A backward
+/// may run inside another one, as in checkpointing, if each parameter gets its gradient in one of
+/// them.
 ///
 /// `Ddp` reduces gradients and broadcasts buffers in a group of its own, so that they do not mix
 /// with the program's collectives in `group`. The cost: if ranks are out of step (one in backward,

@@ -1,13 +1,14 @@
 //! `flow-launch --trace`: the timeline of a real training, and its summary.
 
-mod common;
+#[path = "common/noise.rs"]
+mod noise;
 
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 
-use common::write_noise;
 use flow_tests::{launcher, program, Process, TEST_TIMEOUT};
+use noise::write_noise;
 use serde_json::Value;
 
 const STEPS: usize = 500;

@@ -6,8 +6,8 @@ from functools import partial
 
 from programs import BUNDLE, CannotRun, Failed, json_line
 
-# About the CPU's shared memory, and told by the fake alone.
-DDP_NOT_ON_GPUS = {"wrapped_again", "joined_again", "waits"}
+# About the CPU's shared memory and cores, or only the fake can check it.
+DDP_NOT_ON_GPUS = {"wrapped_again", "joined_again", "waits", "no_memory", "who_reduces"}
 MNIST_STEPS = 400
 FIRST_STEPS = 10
 # Ways to fail, and what rank 0 says of each.

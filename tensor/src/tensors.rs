@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::{failed, torch_failed, Result};
 
-/// Said of a tensor that [`overlaps`].
+/// What is wrong with a tensor that [`overlaps`].
 pub const OVERLAPS: &str =
     "has elements that share memory, as expand() makes them: use contiguous()";
 

@@ -51,7 +51,8 @@ const FORMAT: u32 = 2;
 /// A checkpoint is whole or not there, even if the process is killed or the machine loses its
 /// power: its files are flushed to the disk under another name, and the folder is then renamed. The
 /// last two are kept ([`keep`](Self::keep)). A damaged one is never removed: `save` renames it to
-/// `step-100.damaged`. A folder `step-100` without `SHA256SUMS` is no checkpoint, and is left alone.
+/// `step-100.damaged`. A folder `step-100` without `SHA256SUMS` is no checkpoint, and stays as it
+/// is.
 ///
 /// ```no_run
 /// use flow_ddp::{Checkpoints, Ddp, DistributedSampler, ProcessGroup};

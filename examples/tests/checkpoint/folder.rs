@@ -1,12 +1,13 @@
 //! The folder of the checkpoints: one job's, on a disk that all see, and there to last.
 
 use std::fs;
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use flow_tests::{job, program, rank, Process};
 
-use crate::job::{alone, error, kill, until, Folder, LONG};
+use crate::job::{alone, error, kill, run, until, Folder, LONG};
 
 #[test]
 fn a_folder_that_cannot_be_written_is_an_error() {
@@ -39,6 +40,29 @@ fn a_folder_is_for_one_job_until_that_has_ended() {
     until("the next job waits for the lock", opened);
     kill(job.pid());
     next.wait_for("going on in epoch ");
+}
+
+#[test]
+fn a_disk_that_cannot_be_read_is_an_error_on_all_ranks_and_removes_nothing() {
+    let folder = Folder::new();
+    let arguments = folder.job(&["--epochs", "1", "--checkpoint-every", "20"]);
+    run(2, &arguments);
+    assert_eq!(folder.steps(), [20, 30]);
+    let model = folder.model(30);
+    fs::rename(&model, folder.path("kept")).unwrap();
+    symlink("/proc/self/mem", &model).unwrap(); // reading it is an input/output error
+
+    let job = job();
+    let arguments: Vec<_> = arguments.iter().map(String::as_str).collect();
+    let ranks = [0, 1].map(|number| Process::start(rank(&job, number, 2, "mnist", &arguments)));
+    for (started, source) in ranks.into_iter().zip(["", "rank 0: "]) {
+        let finished = started.finish(LONG);
+        let expected =
+            format!("mnist: {source}cannot read {}: Input/output error", model.display());
+        assert!(finished.code == Some(1) && finished.stderr.starts_with(&expected), "{finished:?}");
+    }
+    fs::rename(folder.path("kept"), &model).unwrap();
+    assert_eq!(folder.steps(), [20, 30]);
 }
 
 /// Two ranks, each in a folder of its own, as on machines without a common disk.

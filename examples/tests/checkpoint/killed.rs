@@ -73,8 +73,9 @@ fn a_damaged_checkpoint_is_kept_aside_and_the_one_before_serves() {
     flipped[good.len() / 2] ^= 1;
     let state =
         fs::read_to_string(newest.join("state.json")).unwrap().replacen("losses", "numbers", 1);
-    let mut names = vec![folder.path("checkpoint/step-120.damaged")];
-    names.extend((2..=5).map(|number| format!("{}.{number}", names[0])));
+    let first = folder.path("checkpoint/step-120.damaged");
+    let names =
+        [first.clone()].into_iter().chain((2..=5).map(|number| format!("{first}.{number}")));
     for ((file, damaged), kept) in [
         ("model.safetensors", &flipped[..]),
         ("optimizer.safetensors", &good[..good.len() - 1]),
@@ -83,7 +84,7 @@ fn a_damaged_checkpoint_is_kept_aside_and_the_one_before_serves() {
         ("SHA256SUMS", &[]),
     ]
     .into_iter()
-    .zip(&names)
+    .zip(names)
     {
         fs::write(newest.join(file), damaged).unwrap();
         let finished = run(1, &arguments);

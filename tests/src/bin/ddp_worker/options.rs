@@ -1,5 +1,8 @@
 //! Types, buckets, layouts.
 
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
 use anyhow::{ensure, Context, Result};
 use flow_comm::ProcessGroup;
 use flow_ddp::Ddp;
@@ -322,6 +325,11 @@ pub fn who_reduces(group: &ProcessGroup) -> Result<()> {
     let before = threads()?;
     let store = store();
     let _model = Ddp::new(Vectors::new(&store, &[10]), &store, group)?;
+    // A thread gets its name when it runs.
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while threads()? - before < expected && Instant::now() < deadline {
+        sleep(Duration::from_millis(1));
+    }
     let started = threads()? - before;
     ensure!(started == expected, "{started} threads instead of {expected} on {cores} cores");
     Ok(())
