@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 /// Two ranks for each node, as flow-launch would tell them.
 const NODES_OF_TWO: &str = r#"
     rank=$OMPI_COMM_WORLD_RANK
-    export RANK=$rank WORLD_SIZE=$OMPI_COMM_WORLD_SIZE FLOW_BACKEND=${FLOW_BACKEND-mpi}
+    export RANK=$rank WORLD_SIZE=$OMPI_COMM_WORLD_SIZE FLOW_TRANSPORT=${FLOW_TRANSPORT-mpi}
     export LOCAL_RANK=$((rank % 2)) LOCAL_WORLD_SIZE=2 GROUP_RANK=$((rank / 2))
     exec "$@""#;
 /// The same as mpirun would tell them, each node with a host name of its own.
@@ -149,7 +149,7 @@ fn mpirun_alone_is_enough() {
     let variables = [("FLOW_LOCAL_ADDR", "127.0.0.1")];
     assert_all_well(run("hosts", HOSTS_OF_TWO, &[], &variables));
     let (success, output) =
-        run("by-tcp", HOSTS_OF_TWO, &[], &[("FLOW_BACKEND", "tcp"), variables[0]]);
+        run("by-tcp", HOSTS_OF_TWO, &[], &[("FLOW_TRANSPORT", "tcp"), variables[0]]);
     assert!(!success && output.contains("set MASTER_ADDR"), "{output}");
 }
 
@@ -179,12 +179,21 @@ fn a_timeout_names_who_is_missing() {
 
 #[test]
 fn ranks_that_mpi_does_not_know_are_told_what_to_do() {
-    let alone =
-        [("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")];
-    let started = |backend: &str| {
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = free.local_addr().unwrap().port().to_string();
+    drop(free);
+    let alone = [
+        ("RANK", "0"),
+        ("WORLD_SIZE", "2"),
+        ("LOCAL_RANK", "0"),
+        ("LOCAL_WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", port.as_str()),
+    ];
+    let started = |transport: &str| {
         let output = Command::new(program("collectives"))
             .envs(alone)
-            .env("FLOW_BACKEND", backend)
+            .env("FLOW_TRANSPORT", transport)
             .output()
             .unwrap();
         assert!(!output.status.success());
@@ -196,7 +205,7 @@ fn ranks_that_mpi_does_not_know_are_told_what_to_do() {
         "{error}"
     );
     let error = started("ucx");
-    assert!(error.contains("FLOW_BACKEND=\"ucx\": must be \"tcp\" or \"mpi\""), "{error}");
+    assert!(error.contains("there is no transport \"ucx\" here, only tcp, mpi"), "{error}");
 }
 
 #[test]
