@@ -9,7 +9,10 @@ fn a_hang_is_told_and_ended() {
     let job = launcher(3, &["--hang-timeout", "6"], "check_failures", &["late", "1000"]);
     let finished = Process::start(job).finish(TEST_TIMEOUT);
     assert_eq!(finished.code, Some(124), "{finished:?}");
-    assert_contains(&finished.stderr, &["ranks 0, 2 wait in all_reduce #0 (", ") for rank 1"]);
+    assert_contains(
+        &finished.stderr,
+        &["ranks 0, 2 wait in all_reduce #0 (", ") for rank 1 [under way: all_reduce #0]"],
+    );
     // Once when it was long, and once at the end.
     assert_eq!(finished.stderr.matches("s: rank 1 is in no collective").count(), 2, "{finished:?}");
     assert_contains(&finished.stderr, &["that is a failure, as --hang-timeout is 6 s"]);
