@@ -4,6 +4,7 @@
 use std::fmt;
 use std::hash::Hasher;
 
+use crate::settings::TRANSPORT;
 use crate::store::Address;
 
 /// A process's place in its job.
@@ -324,21 +325,19 @@ fn rendezvous(
 
 /// Whether nodes are connected by MPI, in a program that is built with it or not.
 fn uses_mpi(get: &impl Fn(&str) -> Option<String>, is_built: bool) -> Result<bool, Error> {
-    match get("FLOW_BACKEND").as_deref() {
+    match get(TRANSPORT).as_deref() {
         // flow-launch or torchrun may run under an MPI launcher, and its ranks are not the
         // launcher's.
-        None => {
+        None | Some("") => {
             let is_set = |name: &&str| get(name).is_some();
             Ok(is_built && MPI_RANKS.iter().any(is_set) && !["RANK", "FLOW_STORE"].iter().any(is_set))
         }
-        Some("tcp") => Ok(false),
         Some("mpi") if is_built => Ok(true),
-        Some("mpi") => Err(Error(
-            "FLOW_BACKEND=mpi but this program is built without MPI: build it with --features mpi, or set \
-             FLOW_BACKEND=tcp"
-                .into(),
-        )),
-        Some(other) => Err(Error(format!("FLOW_BACKEND={other:?}: must be \"tcp\" or \"mpi\", or not set"))),
+        Some("mpi") => Err(Error(format!(
+            "{TRANSPORT}=mpi but this program is built without MPI: build it with --features mpi, or set \
+             {TRANSPORT}=tcp"
+        ))),
+        Some(_) => Ok(false),
     }
 }
 
@@ -405,7 +404,7 @@ mod tests {
         for rank in MPI_RANKS {
             assert_eq!(uses(&[(rank, "0")], true), Ok(true), "{rank}");
             assert_eq!(uses(&[(rank, "0")], false), Ok(false), "{rank}");
-            assert_eq!(uses(&[(rank, "0"), ("FLOW_BACKEND", "tcp")], true), Ok(false), "{rank}");
+            assert_eq!(uses(&[(rank, "0"), ("FLOW_TRANSPORT", "tcp")], true), Ok(false), "{rank}");
             assert_eq!(uses(&[(rank, "0"), ("RANK", "0")], true), Ok(false), "{rank}");
             assert_eq!(
                 uses(&[(rank, "0"), ("FLOW_STORE", "tcp://h:1")], true),
@@ -414,14 +413,10 @@ mod tests {
             );
         }
         assert_eq!(uses(&[], true), Ok(false));
-        assert_eq!(uses(&[("FLOW_BACKEND", "mpi"), ("RANK", "0")], true), Ok(true));
-        assert!(uses(&[("FLOW_BACKEND", "mpi")], false)
+        assert_eq!(uses(&[("FLOW_TRANSPORT", "mpi"), ("RANK", "0")], true), Ok(true));
+        assert!(uses(&[("FLOW_TRANSPORT", "mpi")], false)
             .unwrap_err()
             .to_string()
             .contains("--features mpi"));
-        assert!(uses(&[("FLOW_BACKEND", "ucx")], true)
-            .unwrap_err()
-            .to_string()
-            .contains("\"tcp\" or \"mpi\""));
     }
 }

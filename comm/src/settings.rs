@@ -5,8 +5,9 @@ use std::time::Duration;
 
 /// The address, or name, of this host at which ranks on other nodes reach this one.
 pub const LOCAL_ADDRESS: &str = "FLOW_LOCAL_ADDR";
+/// What connects nodes. With `mpi` the ranks also find each other by MPI, else through a store.
+pub const TRANSPORT: &str = "FLOW_TRANSPORT";
 const TIMEOUT: &str = "FLOW_TIMEOUT";
-const TRANSPORT: &str = "FLOW_TRANSPORT";
 
 pub fn local_address() -> Option<String> {
     std::env::var(LOCAL_ADDRESS).ok()

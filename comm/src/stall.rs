@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::store::Store;
+use crate::trace::activity;
 
 /// How long a wait must be to be reported, in seconds; set by flow-launch.
 const REPORT: &str = "FLOW_REPORT_STALLS";
@@ -68,6 +69,7 @@ impl Stall<'_> {
         let (operation, seconds) = (operation.to_string(), waited.as_secs_f64());
         self.post(serde_json::json!({
             "rank": self.reporter.rank, "id": self.id, "operation": operation, "seconds": seconds, "missing": missing,
+            "activity": activity(),
         }));
         self.reported = Some(missing);
     }

@@ -1,4 +1,4 @@
-//! `--dry-run` tells what would be started and starts nothing.
+//! `--dry-run` prints what would be started and starts nothing.
 
 use flow_harness::cli::{launcher, run};
 

@@ -18,7 +18,7 @@ fn elastic(nodes: &str, more: &str) -> String {
     )
 }
 
-/// Workers that tell their place and wait.
+/// Workers that print their place and wait.
 fn places(gate: &Gate) -> String {
     format!("echo $RANK of $WORLD_SIZE, restart $TORCHELASTIC_RESTART_COUNT; {}", gate.wait())
 }
@@ -101,18 +101,18 @@ fn a_killed_agents_node_is_done_without() {
 fn nodes_that_come_and_go_are_events() {
     let Some(net) = Net::new(2) else { return };
     let folder = tempfile::tempdir().unwrap();
-    let told = folder.path().join("events");
+    let reported = folder.path().join("events");
     let gate = Gate::new();
     let start = |node, more: &str| net.start(node, &script(&elastic("1:2", more), &places(&gate)));
-    let agents = [start(0, &format!("--events {}", told.display())), start(1, "")];
+    let agents = [start(0, &format!("--events {}", reported.display())), start(1, "")];
     agents.iter().for_each(|agent| until_places(agent, 4, 2));
     let [agent_0, agent_1] = agents;
     agent_1.signal(Signal::KILL);
     until_places(&agent_0, 2, 2);
     end_well(&net, &gate, [agent_0]);
-    let told = events(&told);
-    let (joined, lost) = (named(&told, "node_joined"), named(&told, "node_lost"));
-    assert_eq!((joined.len(), lost.len()), (1, 1), "{told:?}");
+    let reported = events(&reported);
+    let (joined, lost) = (named(&reported, "node_joined"), named(&reported, "node_lost"));
+    assert_eq!((joined.len(), lost.len()), (1, 1), "{reported:?}");
     assert_eq!(
         (&joined[0]["node_host"], &lost[0]["node_host"]),
         (&"node1".into(), &"node1".into())
@@ -121,7 +121,7 @@ fn nodes_that_come_and_go_are_events() {
 }
 
 #[test]
-fn a_node_that_is_told_to_stop_leaves_the_others_at_work() {
+fn a_node_that_is_stopped_leaves_the_others_at_work() {
     let Some(net) = Net::new(2) else { return };
     let gate = Gate::new();
     let [agent_0, agent_1] = start_two(&net, &gate);
@@ -262,7 +262,7 @@ fn nothing_of_a_start_that_fails_elsewhere_lives_on() {
 fn workers_have_the_shutdown_timeout_when_another_node_stops_them() {
     let Some(net) = Net::new(2) else { return };
     let folder = tempfile::tempdir().unwrap();
-    let told = folder.path().join("events");
+    let reported = folder.path().join("events");
     let gate = Gate::new();
     let text = format!(
         "[ $TORCHELASTIC_RESTART_COUNT = 0 ] || exit 0
@@ -277,9 +277,9 @@ fn workers_have_the_shutdown_timeout_when_another_node_stops_them() {
             &script(&elastic("2", &format!("--max-restarts 1 --shutdown-timeout 6 {more}")), &text),
         )
     };
-    let agents = [start(0, &format!("--events {}", told.display())), start(1, "")];
+    let agents = [start(0, &format!("--events {}", reported.display())), start(1, "")];
     agents[0].until_says(&["ready 0", "ready 1"]);
     end_well(&net, &gate, agents);
-    let seconds = seconds_until_killed(&told);
+    let seconds = seconds_until_killed(&reported);
     assert!(seconds > 5.5, "killed after {seconds} s");
 }

@@ -12,13 +12,13 @@ fn to(path: &Path, flags: &str) -> String {
 }
 
 #[test]
-fn starts_and_ends_are_told() {
+fn starts_and_ends_are_events() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("events");
     let finished = run(&mut script(&to(&path, "--nproc-per-node 2"), "echo $RANK $$"));
-    let told = events(&path);
-    let (starts, exits) = (named(&told, "start"), named(&told, "exit"));
-    assert_eq!((told.len(), starts.len(), exits.len()), (5, 2, 2), "{told:?}");
+    let reported = events(&path);
+    let (starts, exits) = (named(&reported, "start"), named(&reported, "exit"));
+    assert_eq!((reported.len(), starts.len(), exits.len()), (5, 2, 2), "{reported:?}");
     for line in finished.stdout.lines() {
         let numbers: Vec<u64> = line.split(' ').map(|number| number.parse().unwrap()).collect();
         for list in [&starts, &exits] {
@@ -34,10 +34,10 @@ fn starts_and_ends_are_told() {
         "{exits:?}"
     );
     assert_eq!(
-        (&told[4]["event"], &told[4]["code"], told[4].get("rank")),
+        (&reported[4]["event"], &reported[4]["code"], reported[4].get("rank")),
         (&"end".into(), &0.into(), None)
     );
-    for event in &told {
+    for event in &reported {
         let time = event["time"].as_str().unwrap();
         assert!(time.starts_with("20") && time.ends_with('Z') && time.len() == 24, "{time}");
         assert!(
@@ -48,36 +48,36 @@ fn starts_and_ends_are_told() {
 }
 
 #[test]
-fn failures_and_restarts_are_told() {
+fn failures_and_restarts_are_events() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("events");
     let text = "[ $RANK = 1 ] && exit 3; exec sleep 1000";
     let finished = run(&mut script(&to(&path, "--nproc-per-node 2 --max-restarts 1"), text));
     assert_eq!(finished.code, Some(3));
-    let told = events(&path);
-    let names: Vec<_> = told.iter().map(|event| event["event"].as_str().unwrap()).collect();
+    let reported = events(&path);
+    let names: Vec<_> = reported.iter().map(|event| event["event"].as_str().unwrap()).collect();
     let round = ["start", "start", "exit", "stop", "exit"];
     assert_eq!(names, [&round[..], &["restart"], &round, &["end"]].concat());
-    assert_eq!((&told[2]["rank"], &told[2]["code"]), (&1.into(), &3.into()));
-    assert!(told[3]["reason"].as_str().unwrap().starts_with("rank 1 "), "{}", told[3]);
-    assert_eq!((&told[4]["rank"], &told[4]["signal"]), (&0.into(), &15.into()));
+    assert_eq!((&reported[2]["rank"], &reported[2]["code"]), (&1.into(), &3.into()));
+    assert!(reported[3]["reason"].as_str().unwrap().starts_with("rank 1 "), "{}", reported[3]);
+    assert_eq!((&reported[4]["rank"], &reported[4]["signal"]), (&0.into(), &15.into()));
     let counts: Vec<_> =
-        told.iter().map(|event| event["restart_count"].as_u64().unwrap()).collect();
+        reported.iter().map(|event| event["restart_count"].as_u64().unwrap()).collect();
     assert_eq!(counts, [[0; 5].as_slice(), &[1; 7]].concat());
-    assert_eq!((&told[11]["code"], &told[11]["rank"]), (&3.into(), &1.into()));
+    assert_eq!((&reported[11]["code"], &reported[11]["rank"]), (&3.into(), &1.into()));
 }
 
 #[test]
-fn signals_are_told_as_the_reason() {
+fn signals_are_the_reason_of_events() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("events");
     let mut running = Running::start(&mut script(&to(&path, ""), "echo ready; exec sleep 1000"));
     assert_eq!(running.line(), "ready");
     running.signal(Signal::TERM);
     assert_eq!(running.finish().code, Some(143));
-    let told = events(&path);
-    assert_eq!(named(&told, "stop")[0]["reason"], "signal 15 (SIGTERM)");
-    assert_eq!(named(&told, "end")[0]["code"], 143);
+    let reported = events(&path);
+    assert_eq!(named(&reported, "stop")[0]["reason"], "signal 15 (SIGTERM)");
+    assert_eq!(named(&reported, "end")[0]["code"], 143);
 }
 
 #[test]

@@ -117,7 +117,7 @@ fn a_process_that_escapes_with_the_output_does_not_hold_up_the_end() {
     );
 }
 
-/// Nothing tells the launcher of this process but the output, which it holds open: it has no mark
+/// The launcher knows this process only by the output, which it holds open: it has no mark
 /// of the job.
 #[test]
 fn an_output_held_open_beyond_the_grace_period_does_not_hold_up_the_end() {

@@ -78,7 +78,7 @@ fn virtual_local_ranks_see_one_gpu_each() {
 }
 
 #[test]
-fn oneflows_log_folder_is_told() {
+fn oneflows_log_folder_is_in_the_environment() {
     let finished = run(&mut script("--nproc_per_node 2 --logdir /x/log", "echo $GLOG_log_dir"));
     assert_eq!(finished.sorted_lines(), ["/x/log/local_rank_0", "/x/log/local_rank_1"]);
 }

@@ -121,7 +121,7 @@ fn an_agent_on_this_machine_needs_no_ssh() {
 }
 
 #[test]
-fn a_failure_on_one_host_ends_all_and_is_told_once() {
+fn a_failure_on_one_host_ends_all_and_is_reported_once() {
     let Some(site) = Site::new() else { return };
     let gate = Gate::new();
     let text =
@@ -266,8 +266,8 @@ fn a_signal_goes_to_all_workers() {
         // An agent may hear from the other that the job is to end before the signal comes: then its
         // workers get SIGTERM.
         let name = if signal == Signal::INT { "INT" } else { "TERM" };
-        let told: Vec<_> = finished.stdout.lines().collect();
-        assert!(told.len() == 3 && told.contains(&name), "{finished:?}");
+        let reported: Vec<_> = finished.stdout.lines().collect();
+        assert!(reported.len() == 3 && reported.contains(&name), "{finished:?}");
         site.net.until_nothing_is_left();
     }
 }
@@ -338,8 +338,8 @@ fn the_secret_is_in_no_command_line_and_no_agents_environment() {
     let has =
         |path: &Path| String::from_utf8_lossy(&fs::read(path).unwrap_or_default()).contains(secret);
     let processes = fs::read_dir("/proc").unwrap().flatten().map(|entry| entry.path());
-    let told: Vec<_> = processes.filter(|process| has(&process.join("cmdline"))).collect();
-    assert!(told.is_empty(), "{told:?}");
+    let reported: Vec<_> = processes.filter(|process| has(&process.join("cmdline"))).collect();
+    assert!(reported.is_empty(), "{reported:?}");
     let remote: Vec<_> = [0, 1].into_iter().flat_map(|node| site.net.processes(node)).collect();
     assert!(remote.len() >= 7, "two agents, two guards, three workers: {remote:?}");
     assert!(!remote.iter().any(|pid| has(Path::new(&format!("/proc/{pid}/environ")))));

@@ -164,7 +164,7 @@ fn the_report_on_a_redirected_worker_reads_its_file() {
 }
 
 #[test]
-fn without_a_log_folder_files_are_in_a_temporary_one_that_is_told() {
+fn without_a_log_folder_files_are_in_a_temporary_one_that_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let finished = run(script("--redirects 1", "echo hello").env("TMPDIR", folder.path()));
     let logs = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().path());
@@ -187,7 +187,7 @@ fn without_files_all_is_shown_and_nothing_is_made() {
 }
 
 #[test]
-fn a_log_folder_that_cannot_be_made_is_told() {
+fn a_log_folder_that_cannot_be_made_is_reported() {
     let finished = run(&mut logged(Path::new("/dev/null/logs"), "", "echo started"));
     assert_eq!(
         (finished.code, finished.stdout.as_str(), finished.stderr.lines().count()),

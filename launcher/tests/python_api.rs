@@ -88,15 +88,15 @@ fn torchruns_command_lines() {
 fn functions_and_commands_return_by_rank() {
     let Some(bin) = bin() else { return };
     let finished = run(&mut script(bin, "calls.py"));
-    let told = lines(&finished);
-    assert_eq!(told[0], "{0: 'hello 0', 1: 'hello 1'}");
-    assert_eq!(told[3], "{0: None, 1: None}");
-    let mut printed = [told[1], told[2]];
+    let reported = lines(&finished);
+    assert_eq!(reported[0], "{0: 'hello 0', 1: 'hello 1'}");
+    assert_eq!(reported[3], "{0: None, 1: None}");
+    let mut printed = [reported[1], reported[2]];
     printed.sort_unstable();
     assert_eq!(printed, ["['0', '2']", "['1', '2']"]);
-    assert_eq!(told[6..8], ["{0: None, 1: None}"; 2]);
-    assert_eq!(told[8], "{0: (0, 'default_role', 'a-job'), 1: (1, 'default_role', 'a-job')}");
-    assert_eq!(told[9..], ["PyTorch was imported: False"]);
+    assert_eq!(reported[6..8], ["{0: None, 1: None}"; 2]);
+    assert_eq!(reported[8], "{0: (0, 'default_role', 'a-job'), 1: (1, 'default_role', 'a-job')}");
+    assert_eq!(reported[9..], ["PyTorch was imported: False"]);
 }
 
 #[test]
@@ -120,7 +120,7 @@ fn what_else_can_be_started() {
 }
 
 #[test]
-fn what_is_missing_is_told_in_one_line() {
+fn what_is_missing_is_reported_in_one_line() {
     let Some(bin) = bin() else { return };
     let one_line = |command: &mut Command, start: &str| {
         let finished = run(command);
@@ -152,9 +152,9 @@ fn nodes_return_what_their_own_workers_do() {
             command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
         });
         let finished = nodes.map(finish);
-        let mut told: Vec<_> = finished.iter().flat_map(lines).collect();
-        told.sort_unstable();
-        assert_eq!(told, ["{0: '0 of 2'}", "{1: '1 of 2'}"], "{backend}");
+        let mut reported: Vec<_> = finished.iter().flat_map(lines).collect();
+        reported.sort_unstable();
+        assert_eq!(reported, ["{0: '0 of 2'}", "{1: '1 of 2'}"], "{backend}");
     }
 }
 
@@ -190,7 +190,7 @@ fn an_error_passes_through_a_launcher_that_is_a_worker() {
     assert_eq!(error["message"]["message"], "ValueError: no class has number 12", "{error}");
 }
 
-/// Nothing is left of a job whose program is told to end, or killed.
+/// Nothing is left of a job whose program is stopped, or killed.
 #[test]
 fn the_job_ends_with_its_program() {
     let Some(bin) = bin() else { return };
@@ -231,16 +231,16 @@ fn configurations_become_flags() {
 fn pytorchs_own_launcher_can_be_replaced() {
     let Some(bin) = bin().filter(|_| have("torch")) else { return };
     let finished = run(script(bin, "patched.py").env("PYTHONPATH", python_path()));
-    let told = lines(&finished);
-    assert_eq!(told[0], "{0: ('0', True), 1: ('1', True)}");
+    let reported = lines(&finished);
+    assert_eq!(reported[0], "{0: ('0', True), 1: ('1', True)}");
     let python = bin.join("python");
     let worker =
         |rank: usize| format!("worker {rank} 2 True {} --nproc-per-node x", python.display());
-    for pair in told[1..7].chunks(2) {
+    for pair in reported[1..7].chunks(2) {
         assert!(
             pair.contains(&worker(0).as_str()) && pair.contains(&worker(1).as_str()),
             "{pair:?}"
         );
     }
-    assert_eq!(told[7..], ["exit code 1"]);
+    assert_eq!(reported[7..], ["exit code 1"]);
 }

@@ -146,7 +146,7 @@ fn an_exception_is_the_cause_in_the_report() {
     if !have("torch") {
         return;
     }
-    // What Python prints goes to a file: what is told is what the worker has recorded.
+    // What Python prints goes to a file: the report has what the worker has recorded.
     let logs = tempfile::tempdir().unwrap();
     let flags = format!("--nproc-per-node 2 --redirects 2 --log-dir {}", logs.path().display());
     let finished = run(&mut launch(&flags, "fail.py"));
@@ -221,8 +221,12 @@ fn torchs_timers_kill_a_worker_that_is_late() {
         (Some(137), "in time\nin time\n"),
         "{finished:?}"
     );
-    let told: Vec<_> = finished.stderr.lines().filter(|line| line.contains("the timer ")).collect();
-    let [told] = told[..] else { panic!("{finished:?}") };
-    assert!(told.starts_with("flow-launch: rank 1: the timer 'second step' of process "), "{told}");
-    assert!(told.ends_with("SIGKILL is sent to it, as it asked"), "{told}");
+    let reported: Vec<_> =
+        finished.stderr.lines().filter(|line| line.contains("the timer ")).collect();
+    let [reported] = reported[..] else { panic!("{finished:?}") };
+    assert!(
+        reported.starts_with("flow-launch: rank 1: the timer 'second step' of process "),
+        "{reported}"
+    );
+    assert!(reported.ends_with("SIGKILL is sent to it, as it asked"), "{reported}");
 }

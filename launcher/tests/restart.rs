@@ -31,7 +31,7 @@ fn what_has_left_its_group_goes_before_the_next_start() {
 #[test]
 fn workers_have_the_shutdown_timeout_before_a_restart() {
     let folder = tempfile::tempdir().unwrap();
-    let (told, ready) = (folder.path().join("events"), folder.path().join("ready"));
+    let (reported, ready) = (folder.path().join("events"), folder.path().join("ready"));
     let text = format!(
         "[ $TORCHELASTIC_RESTART_COUNT = 0 ] || exit 0
          if [ $RANK = 0 ]; then trap '' TERM; echo >{0}; while :; do sleep 0.1; done; fi
@@ -41,10 +41,10 @@ fn workers_have_the_shutdown_timeout_before_a_restart() {
     // Less than without the flag.
     let flags = format!(
         "--nproc_per_node 2 --max-restarts 1 --shutdown-timeout 6 --events {}",
-        told.display()
+        reported.display()
     );
     let finished = run(&mut script(&flags, &text));
     assert_eq!(finished.code, Some(0), "{finished:?}");
-    let seconds = seconds_until_killed(&told);
+    let seconds = seconds_until_killed(&reported);
     assert!(seconds > 5.5 && seconds < 30.0, "killed after {seconds} s");
 }

@@ -200,7 +200,7 @@ fn workers_have_no_stdin_and_inherit_no_blocked_signals() {
 }
 
 #[test]
-fn too_few_descriptors_are_told() {
+fn too_few_descriptors_are_reported() {
     let mut command = Command::new("sh");
     command.args([
         "-c",

@@ -131,7 +131,7 @@ fn prompts_of_two_ranks_do_not_mix() {
     assert_eq!(all.matches('a').count(), 2, "{all:?}");
 }
 
-/// What tells programs about colours and the width is theirs to see.
+/// Workers see the variables about colours and the width.
 #[test]
 fn variables_about_terminals_pass() {
     let text = "echo $FORCE_COLOR $NO_COLOR $CLICOLOR_FORCE $COLUMNS $TERM";

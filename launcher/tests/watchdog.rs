@@ -33,13 +33,13 @@ fn a_worker_whose_timer_runs_out_is_killed_and_named() {
     let text = "[ $RANK = 0 ] && exec sleep 1000; set_timer $$ $(date +%s) 9; exec sleep 1000";
     let finished = run(&mut watched("--nproc_per_node 2", text));
     assert_eq!(finished.code, Some(137), "{finished:?}");
-    let (_, told) =
+    let (_, reported) =
         finished.stderr.split_once("flow-launch: rank 1: the timer 'step' of process ").unwrap();
-    assert!(told.contains(" s ago; SIGKILL is sent to it, as it asked\n"), "{told}");
+    assert!(reported.contains(" s ago; SIGKILL is sent to it, as it asked\n"), "{reported}");
     assert!(
-        told.contains("flow-launch: rank 1 (local rank 1, ")
-            && told.contains("was killed by signal 9"),
-        "{told}"
+        reported.contains("flow-launch: rank 1 (local rank 1, ")
+            && reported.contains("was killed by signal 9"),
+        "{reported}"
     );
 }
 
@@ -109,7 +109,7 @@ fn the_pipe_is_where_it_is_wanted_and_gone_at_the_end() {
     let mut command = script("", "echo $TORCHELASTIC_TIMER_FILE");
     assert_eq!(stdout(command.env("TORCHELASTIC_TIMER_FILE", "mine")), "mine");
     assert!(!Path::new("mine").exists());
-    // A file is not ours to remove, and workers are told of another pipe.
+    // A file is not ours to remove, and workers get another pipe.
     fs::write(&path, "text").unwrap();
     let finished = run(watched("", text).env("TORCHELASTIC_TIMER_FILE", &path));
     assert!(
@@ -165,7 +165,7 @@ fn ask(port: u16, request: &[u8]) -> String {
 }
 
 #[test]
-fn health_is_told_by_http_while_the_job_runs() {
+fn health_is_served_by_http_while_the_job_runs() {
     let port = free_port();
     let mut command = script("--nproc_per_node 2", "echo $$; exec sleep 1000");
     let mut running =

@@ -6,6 +6,7 @@
 
 use std::cell::Cell;
 use std::sync::atomic::{fence, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use super::clock::{self, Scale};
@@ -19,6 +20,8 @@ pub const CAPACITY: usize = 256;
 const NCCL: &str = "nccl";
 /// Instead of a number that is not there.
 const NONE: u64 = u64::MAX;
+/// How many operations that are under way [`activity`] names.
+const SHOWN: usize = 4;
 /// The stamp of a slot that is being written.
 const WRITING: u64 = 0;
 
@@ -84,27 +87,36 @@ struct Slot {
 
 /// The last operations of one group.
 pub struct Recorder {
-    group: String,
-    host_backend: &'static str,
-    slots: Box<[Slot]>,
-    next: AtomicU64,
+    ring: Arc<Ring>,
     collectives: AtomicU64,
     messages: AtomicU64,
 }
+
+struct Ring {
+    group: String,
+    host_backend: &'static str,
+    next: AtomicU64,
+    slots: [Slot; CAPACITY],
+}
+
+/// Those of all groups of this process.
+static RINGS: Mutex<Vec<Weak<Ring>>> = Mutex::new(Vec::new());
 
 impl Recorder {
     /// For the group of this name, whose collectives on the host `host_backend` does.
     pub fn new(group: String, host_backend: &'static str) -> Self {
         clock::start();
         timeline::enter_group();
-        Self {
+        let ring = Arc::new(Ring {
             group,
             host_backend,
-            slots: (0..CAPACITY).map(|_| Slot::default()).collect(),
             next: AtomicU64::new(1),
-            collectives: AtomicU64::new(0),
-            messages: AtomicU64::new(0),
-        }
+            slots: std::array::from_fn(|_| Slot::default()),
+        });
+        let mut rings = RINGS.lock().unwrap_or_else(PoisonError::into_inner);
+        rings.retain(|ring| ring.strong_count() > 0);
+        rings.push(Arc::downgrade(&ring));
+        Self { ring, collectives: AtomicU64::new(0), messages: AtomicU64::new(0) }
     }
 
     /// The number of the group's next collective, which takes it.
@@ -150,9 +162,9 @@ impl Recorder {
     /// An operation begins now.
     #[inline]
     pub fn start(&self, start: &Start) -> RecordId {
-        let id = self.next.fetch_add(1, Ordering::Relaxed);
+        let id = self.ring.next.fetch_add(1, Ordering::Relaxed);
         let now = clock::now();
-        let slot = &self.slots[id as usize % CAPACITY];
+        let slot = &self.ring.slots[id as usize % CAPACITY];
         slot.stamp.store(WRITING, Ordering::Relaxed);
         fence(Ordering::Release);
         let bucket = start.bucket.map_or(0, |bucket| u64::from(bucket) + 1);
@@ -180,7 +192,7 @@ impl Recorder {
     /// The operation has failed. It stays as if it were under way.
     pub fn fail(&self, id: RecordId) {
         if timeline::is_on() {
-            self.read(id, Scale::now()).into_iter().for_each(timeline::add_failed_operation);
+            self.ring.read(id, Scale::now()).into_iter().for_each(timeline::add_failed_operation);
         }
     }
 
@@ -196,20 +208,13 @@ impl Recorder {
 
     /// What is kept, the oldest first.
     pub fn records(&self) -> Vec<Record> {
-        let next = self.next.load(Ordering::Acquire);
-        let first = next.saturating_sub(CAPACITY as u64).max(1);
-        let scale = Scale::now();
-        (first..next).filter_map(|id| self.read(RecordId(id), scale)).collect()
+        self.ring.records()
     }
 
     /// What this rank is in, and what it did last, for errors of operations that take too long.
     pub fn summary(&self) -> String {
         let records = self.records();
         let now = clock::monotonic_of(Instant::now());
-        let name = |record: &Record| {
-            let bucket = record.bucket.map_or(String::new(), |bucket| format!(", bucket {bucket}"));
-            format!("{} #{}{bucket}", record.operation, record.sequence)
-        };
         let under_way = records.iter().filter(|record| record.done.is_none()).map(|record| {
             let time = now.saturating_sub(record.started).as_secs_f64();
             format!("{} for {time:.1} s", name(record))
@@ -223,15 +228,24 @@ impl Recorder {
 
     #[cold]
     fn add_to_timeline(&self, id: RecordId) {
-        if let Some(record) = self.read(id, Scale::now()) {
+        if let Some(record) = self.ring.read(id, Scale::now()) {
             timeline::add_operation(record);
         }
     }
 
     /// Its slot, unless a later operation has taken it.
     fn slot(&self, id: RecordId) -> Option<&Slot> {
-        let slot = &self.slots[id.0 as usize % CAPACITY];
+        let slot = &self.ring.slots[id.0 as usize % CAPACITY];
         (slot.stamp.load(Ordering::Relaxed) == id.0).then_some(slot)
+    }
+}
+
+impl Ring {
+    fn records(&self) -> Vec<Record> {
+        let next = self.next.load(Ordering::Acquire);
+        let first = next.saturating_sub(CAPACITY as u64).max(1);
+        let scale = Scale::now();
+        (first..next).filter_map(|id| self.read(RecordId(id), scale)).collect()
     }
 
     fn read(&self, id: RecordId, scale: Scale) -> Option<Record> {
@@ -259,6 +273,38 @@ impl Recorder {
             done: (done != NONE).then(|| scale.monotonic(done)),
         })
     }
+}
+
+/// What this process is in, in all its groups, and what it completed last, for the report of a hang.
+/// Empty if nothing is recorded.
+pub fn activity() -> String {
+    let rings: Vec<_> = {
+        let rings = RINGS.lock().unwrap_or_else(PoisonError::into_inner);
+        rings.iter().filter_map(Weak::upgrade).collect()
+    };
+    let mut records: Vec<_> = rings.iter().flat_map(|ring| ring.records()).collect();
+    records.sort_by_key(|record| record.started);
+    let name = |record: &Record| match rings.len() {
+        1 => name(record),
+        _ => format!("{} of group {}", name(record), record.group),
+    };
+    let mut under_way: Vec<_> =
+        records.iter().filter(|record| record.done.is_none()).map(name).collect();
+    if under_way.len() > SHOWN {
+        let more = format!("{} more", under_way.len() - SHOWN);
+        under_way.truncate(SHOWN);
+        under_way.push(more);
+    }
+    let last = records.iter().filter(|record| record.done.is_some()).max_by_key(|last| last.done);
+    let under_way = Some(under_way.join(", ")).filter(|text| !text.is_empty());
+    let under_way = under_way.map(|under_way| format!("under way: {under_way}"));
+    let last = last.map(|last| format!("last completed: {}", name(last)));
+    under_way.into_iter().chain(last).collect::<Vec<_>>().join("; ")
+}
+
+fn name(record: &Record) -> String {
+    let bucket = record.bucket.map_or(String::new(), |bucket| format!(" (bucket {bucket})"));
+    format!("{} #{}{bucket}", record.operation, record.sequence)
 }
 
 /// How long it takes to record this many operations, for benches.
@@ -323,6 +369,25 @@ mod tests {
         assert_eq!(records.len(), CAPACITY);
         assert_eq!((records[0].sequence, records[0].done), (10, None));
         assert!(records.windows(2).all(|pair| pair[0].sequence + 1 == pair[1].sequence));
+    }
+
+    /// Other tests have groups in this process, too.
+    #[test]
+    fn the_activity_of_a_process_names_what_all_groups_are_in() {
+        let groups = ["first", "second"].map(|name| Recorder::new(name.into(), "shm"));
+        groups[0].finish(groups[0].start(&start(6, None)));
+        groups[0].start(&start(7, None));
+        groups[1].start(&start(3, Some(2)));
+        let now = activity();
+        assert!(now.starts_with("under way: ") && now.contains("; last completed: "), "{now}");
+        let rings = RINGS.lock().unwrap().iter().filter(|ring| ring.strong_count() > 0).count();
+        // At most SHOWN are named, those that began first.
+        let has_both = ["all_reduce #7 of group first", "all_reduce #3 (bucket 2) of group second"]
+            .iter()
+            .all(|text| now.contains(text));
+        assert!(has_both || rings > 2, "{now}");
+        drop(groups);
+        assert!(!activity().contains("of group first"));
     }
 
     #[test]

@@ -25,10 +25,10 @@ const ANSWER: &[u8] =
 /// See above.
 pub struct Health {
     listener: TcpListener,
-    requests: Vec<Request>,
+    requests: Vec<HttpRequest>,
 }
 
-struct Request {
+struct HttpRequest {
     stream: TcpStream,
     bytes: Vec<u8>,
     deadline: Instant,
@@ -70,7 +70,7 @@ impl Health {
         while self.requests.len() < MAX_REQUESTS {
             let Ok((stream, _)) = self.listener.accept() else { break };
             if stream.set_nonblocking(true).is_ok() {
-                self.requests.push(Request {
+                self.requests.push(HttpRequest {
                     stream,
                     bytes: Vec::new(),
                     deadline: now + REQUEST_TIMEOUT,
@@ -81,7 +81,7 @@ impl Health {
     }
 }
 
-impl Request {
+impl HttpRequest {
     /// Reads, and answers a complete request; false once the request is done.
     fn progress(&mut self) -> bool {
         let mut bytes = [0; 1024];

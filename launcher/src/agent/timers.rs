@@ -13,7 +13,7 @@ const MAX_TIMERS: usize = 1 << 16;
 
 /// torch's `FileTimerRequest`, a line of JSON.
 #[derive(Deserialize)]
-struct Request {
+struct TimerRequest {
     pid: i32,
     scope_id: String,
     /// In seconds since 1970; a negative one releases the timer.
@@ -62,7 +62,7 @@ impl Timers {
     }
 
     fn request(&mut self, line: &[u8]) -> Result<(), String> {
-        let request: Request = serde_json::from_slice(line)
+        let request: TimerRequest = serde_json::from_slice(line)
             .map_err(|error| format!("a malformed timer request: {error}"))?;
         let key = (request.pid, request.scope_id);
         if request.expiration_time < 0.0 {

@@ -132,7 +132,7 @@ fn remote_shell(settings: &Settings) -> Result<Vec<String>, Usage> {
 /// `user@host:8`.
 fn entry(text: &str) -> Option<HostEntry> {
     let (user, rest) = text.split_once('@').map_or((None, text), |(user, rest)| (Some(user), rest));
-    let is_of_users = |letter: char| letter.is_alphanumeric() || "._-".contains(letter);
+    let is_of_users = |c: char| c.is_alphanumeric() || "._-".contains(c);
     let is_wrong =
         |user: &str| user.is_empty() || user.starts_with('-') || !user.chars().all(is_of_users);
     if user.is_some_and(is_wrong) {

@@ -80,10 +80,10 @@ fn local_ranks(setting: &Setting) -> Result<Vec<u32>, Usage> {
 /// Splits at commas; two commas are a literal comma.
 fn list(setting: &Setting) -> Result<Vec<String>, Usage> {
     let mut items = vec![String::new()];
-    let mut letters = setting.literal()?.chars().peekable();
-    while let Some(letter) = letters.next() {
+    let mut characters = setting.literal()?.chars().peekable();
+    while let Some(c) = characters.next() {
         match items.last_mut() {
-            Some(last) if letter != ',' || letters.next_if_eq(&',').is_some() => last.push(letter),
+            Some(last) if c != ',' || characters.next_if_eq(&',').is_some() => last.push(c),
             _ => items.push(String::new()),
         }
     }

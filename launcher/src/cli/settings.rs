@@ -209,7 +209,7 @@ pub fn host_and_number<N: FromStr>(text: &str) -> Option<(String, Option<N>)> {
 
 pub fn host(text: &str) -> Option<String> {
     let host = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
-    let is_of_hosts = |letter: char| letter.is_ascii_alphanumeric() || "._:%-".contains(letter);
+    let is_of_hosts = |c: char| c.is_ascii_alphanumeric() || "._:%-".contains(c);
     (!host.is_empty() && !host.starts_with('-') && host.chars().all(is_of_hosts))
         .then(|| host.into())
 }

@@ -325,7 +325,7 @@ fn completions_and_manual_have_every_flag_of_help() {
     let manual = page("--man").unwrap();
     let help = flags::command().render_help().to_string();
     for word in help.split_whitespace().filter(|word| word.starts_with("--")) {
-        let name = word.trim_matches(|letter: char| !letter.is_alphanumeric()).replace('-', "\\-");
+        let name = word.trim_matches(|c: char| !c.is_alphanumeric()).replace('-', "\\-");
         assert!(manual.contains(&name), "{name} in {manual}");
     }
 }

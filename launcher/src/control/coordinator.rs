@@ -32,14 +32,14 @@ const STOPPING: Duration = Duration::from_secs(30);
 /// An agent that has joined.
 struct AgentRecord {
     node: Node,
-    state: State,
+    state: AgentState,
     cause: Option<String>,
-    /// It was told that the round has no place for it.
+    /// It has the answer that the round has no place for it.
     is_spare: bool,
 }
 
 #[derive(Clone, Copy, PartialEq)]
-enum State {
+enum AgentState {
     /// Waits for a round.
     Idle,
     Running,
@@ -47,7 +47,7 @@ enum State {
 }
 
 #[derive(Clone, Debug, PartialEq)]
-enum Phase {
+enum JobPhase {
     /// Waiting for agents. `enough` is when the least number was reached, `notice` when to report
     /// that some are missing.
     Gathering {
@@ -91,7 +91,7 @@ pub struct Coordinator {
     grace: Duration,
     max_restarts: u32,
     agents: BTreeMap<AgentId, AgentRecord>,
-    phase: Phase,
+    phase: JobPhase,
     round: u32,
     failures: u32,
     commands: Vec<(AgentId, Command)>,
@@ -107,7 +107,7 @@ impl Coordinator {
             grace: job.grace,
             max_restarts: job.max_restarts,
             agents: BTreeMap::new(),
-            phase: Phase::Gathering { since: now, enough: None, notice: now + FIRST_NOTICE },
+            phase: JobPhase::Gathering { since: now, enough: None, notice: now + FIRST_NOTICE },
             round: 0,
             failures: 0,
             commands: Vec::new(),
@@ -129,15 +129,15 @@ impl Coordinator {
                 self.failed(agent, failure, now)
             }
             AgentEvent::Finished { round } if round == self.round => {
-                self.set(agent, State::Finished)
+                self.set(agent, AgentState::Finished)
             }
             AgentEvent::Stopped { round, cause } if round == self.round => {
                 // An agent that stopped before it was commanded to sends this twice; only the first
                 // has the cause.
                 if let Some(agent) =
-                    self.agents.get_mut(&agent).filter(|agent| agent.state != State::Idle)
+                    self.agents.get_mut(&agent).filter(|agent| agent.state != AgentState::Idle)
                 {
-                    (agent.state, agent.cause) = (State::Idle, cause);
+                    (agent.state, agent.cause) = (AgentState::Idle, cause);
                 }
             }
             AgentEvent::Leaving { signal } => self.leaving(agent, signal, now),
@@ -153,7 +153,7 @@ impl Coordinator {
     /// Acts on deadlines that have passed.
     pub fn elapsed(&mut self, now: Instant) -> Vec<(AgentId, Command)> {
         match &mut self.phase {
-            Phase::Stopping { deadline, .. } if *deadline <= now => *deadline = now + STOPPING,
+            JobPhase::Stopping { deadline, .. } if *deadline <= now => *deadline = now + STOPPING,
             _ => return self.take_commands(now),
         }
         // There is no limit for the leader's own workers: the job cannot continue without it.
@@ -191,12 +191,12 @@ impl Coordinator {
     /// When to call [`Coordinator::elapsed`].
     pub fn deadline(&self) -> Option<Instant> {
         match &self.phase {
-            Phase::Gathering { since, enough, notice } => Some(match enough {
+            JobPhase::Gathering { since, enough, notice } => Some(match enough {
                 Some(enough) => *enough + self.timeouts.last_call,
                 None => (*since + self.timeouts.join).min(*notice),
             }),
-            Phase::Stopping { deadline, .. } => Some(*deadline),
-            Phase::Running | Phase::Over => None,
+            JobPhase::Stopping { deadline, .. } => Some(*deadline),
+            JobPhase::Running | JobPhase::Over => None,
         }
     }
 
@@ -240,13 +240,15 @@ impl Coordinator {
             self.end(other, 1, Some("another flow-launch has taken its place".into()));
             self.gone(other, "was lost: it was started again", now);
         }
-        if self.phase == Phase::Over {
+        if self.phase == JobPhase::Over {
             return self.end(agent, 1, Some("the job is over".into()));
         }
-        self.agents
-            .insert(agent, AgentRecord { node, state: State::Idle, cause: None, is_spare: false });
-        let finishing = self.agents.values().any(|agent| agent.state == State::Finished);
-        if self.phase == Phase::Running && self.members().len() < self.max && !finishing {
+        self.agents.insert(
+            agent,
+            AgentRecord { node, state: AgentState::Idle, cause: None, is_spare: false },
+        );
+        let finishing = self.agents.values().any(|agent| agent.state == AgentState::Finished);
+        if self.phase == JobPhase::Running && self.members().len() < self.max && !finishing {
             let why = format!("{} has joined", self.describe(agent));
             self.stop(StopReason::Change, Some(why), now);
         }
@@ -255,11 +257,11 @@ impl Coordinator {
 
     fn failed(&mut self, agent: AgentId, failure: Failure, now: Instant) {
         match &mut self.phase {
-            Phase::Running => {
+            JobPhase::Running => {
                 let notice = self.restart(&failure.summary);
                 self.stop(StopReason::Failure { agent, failure, at: now }, notice, now);
             }
-            Phase::Stopping {
+            JobPhase::Stopping {
                 why: StopReason::Failure { agent: first, failure: known, at },
                 ..
             } if now - *at < COALESCE_WINDOW && failure.end.is_crash() && !known.end.is_crash() => {
@@ -274,23 +276,25 @@ impl Coordinator {
             self.members().iter().filter(|other| **other != agent).count() >= self.min;
         if agent != LEADER
             && !self.is_static
-            && (enough_left || self.agents[&agent].state != State::Running)
+            && (enough_left || self.agents[&agent].state != AgentState::Running)
         {
-            return self.gone(agent, "has left, as it was told to end", now);
+            return self.gone(agent, "has left, as it was stopped by a signal", now);
         }
-        let cause = (agent != LEADER).then(|| format!("{} was told to end", self.describe(agent)));
+        let cause =
+            (agent != LEADER).then(|| format!("{} was stopped by a signal", self.describe(agent)));
         let signalled = StopReason::Signal { signal, cause };
         let restarts = self.failures < self.max_restarts;
         match &mut self.phase {
-            Phase::Running => self.stop(signalled, None, now),
-            Phase::Gathering { .. } => {
-                self.phase = Phase::Stopping { why: signalled, deadline: now }
+            JobPhase::Running => self.stop(signalled, None, now),
+            JobPhase::Gathering { .. } => {
+                self.phase = JobPhase::Stopping { why: signalled, deadline: now }
             }
-            Phase::Stopping {
-                why: StopReason::Failure { .. } | StopReason::Lost { .. }, ..
+            JobPhase::Stopping {
+                why: StopReason::Failure { .. } | StopReason::Lost { .. },
+                ..
             } if !restarts => {}
-            Phase::Stopping { why, .. } => *why = signalled,
-            Phase::Over => {}
+            JobPhase::Stopping { why, .. } => *why = signalled,
+            JobPhase::Over => {}
         }
     }
 
@@ -298,7 +302,7 @@ impl Coordinator {
     fn gone(&mut self, agent: AgentId, how: &str, now: Instant) {
         let description = self.describe(agent);
         let Some(lost) = self.agents.remove(&agent) else { return };
-        if self.phase != Phase::Running || lost.state != State::Running {
+        if self.phase != JobPhase::Running || lost.state != AgentState::Running {
             return;
         }
         let summary = format!("{description} {how}");
@@ -322,21 +326,24 @@ impl Coordinator {
 
     /// Enters the next phase if the present one is complete.
     fn advance(&mut self, now: Instant) {
-        if self.phase == Phase::Running {
+        if self.phase == JobPhase::Running {
             let states = || {
-                self.agents.values().map(|agent| agent.state).filter(|state| *state != State::Idle)
+                self.agents
+                    .values()
+                    .map(|agent| agent.state)
+                    .filter(|state| *state != AgentState::Idle)
             };
-            if states().all(|state| state == State::Finished) {
+            if states().all(|state| state == AgentState::Finished) {
                 self.end_all(0, None);
             }
         }
-        if let Phase::Stopping { why, .. } = &self.phase {
-            if self.agents.values().all(|agent| agent.state == State::Idle) {
+        if let JobPhase::Stopping { why, .. } = &self.phase {
+            if self.agents.values().all(|agent| agent.state == AgentState::Idle) {
                 let why = why.clone();
                 self.stopped(why, now);
             }
         }
-        if let Phase::Gathering { since, enough, mut notice } = self.phase {
+        if let JobPhase::Gathering { since, enough, mut notice } = self.phase {
             let present = self.agents.len();
             let enough =
                 enough.or((present >= self.min).then_some(now)).filter(|_| present >= self.min);
@@ -346,7 +353,7 @@ impl Coordinator {
                 self.commands
                     .extend(self.agents.keys().map(|agent| (*agent, Command::Print(text.clone()))));
             }
-            self.phase = Phase::Gathering { since, enough, notice };
+            self.phase = JobPhase::Gathering { since, enough, notice };
             // Later rounds start with the nodes that are present: another may join at any time.
             let last_call = if self.round == 0 { self.timeouts.last_call } else { Duration::ZERO };
             if present >= self.max || enough.is_some_and(|enough| now >= enough + last_call) {
@@ -378,7 +385,7 @@ impl Coordinator {
     }
 
     fn gather(&mut self, now: Instant) {
-        self.phase = Phase::Gathering { since: now, enough: None, notice: now + FIRST_NOTICE };
+        self.phase = JobPhase::Gathering { since: now, enough: None, notice: now + FIRST_NOTICE };
     }
 
     fn start(&mut self) {
@@ -393,22 +400,22 @@ impl Coordinator {
             self.commands.push((*agent, Command::Start { round: self.round, assignment }));
         }
         for agent in members {
-            self.set(agent, State::Running);
+            self.set(agent, AgentState::Running);
         }
-        self.phase = Phase::Running;
+        self.phase = JobPhase::Running;
         self.turn_away();
     }
 
     /// Handles agents that the round has no place for: they wait as spares, or end if no later
     /// round can need them.
     fn turn_away(&mut self) {
-        if self.phase != Phase::Running || self.members().len() < self.max {
+        if self.phase != JobPhase::Running || self.members().len() < self.max {
             return;
         }
         let has_use = self.is_elastic() || self.failures < self.max_restarts;
         let its_nodes = format!("the job has its {} nodes", self.max);
         self.agents.retain(|id, agent| {
-            let is_idle = agent.state == State::Idle;
+            let is_idle = agent.state == AgentState::Idle;
             if is_idle && !has_use {
                 let cause = Some(format!("this node is surplus: {its_nodes}"));
                 self.commands.push((*id, Command::Finish(JobResult { code: 1, cause })));
@@ -424,10 +431,10 @@ impl Coordinator {
 
     fn stop(&mut self, why: StopReason, notice: Option<String>, now: Instant) {
         for agent in self.members() {
-            self.set(agent, State::Running); // one that has finished answers too
+            self.set(agent, AgentState::Running); // one that has finished answers too
             self.commands.push((agent, Command::Stop { round: self.round, why: notice.clone() }));
         }
-        self.phase = Phase::Stopping { why, deadline: now + self.grace + STOPPING };
+        self.phase = JobPhase::Stopping { why, deadline: now + self.grace + STOPPING };
     }
 
     fn end(&mut self, agent: AgentId, code: u8, cause: Option<String>) {
@@ -438,10 +445,10 @@ impl Coordinator {
         for agent in self.agents.keys().copied().collect::<Vec<_>>() {
             self.end(agent, code, cause.clone());
         }
-        self.phase = Phase::Over;
+        self.phase = JobPhase::Over;
     }
 
-    fn set(&mut self, agent: AgentId, state: State) {
+    fn set(&mut self, agent: AgentId, state: AgentState) {
         if let Some(agent) = self.agents.get_mut(&agent) {
             agent.state = state;
         }
@@ -451,7 +458,7 @@ impl Coordinator {
     fn members(&self) -> Vec<AgentId> {
         self.agents
             .iter()
-            .filter(|(_, agent)| agent.state != State::Idle)
+            .filter(|(_, agent)| agent.state != AgentState::Idle)
             .map(|(id, _)| *id)
             .collect()
     }

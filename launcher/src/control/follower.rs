@@ -1,5 +1,5 @@
 //! The control plane of an agent that does not lead. One connection waits for commands; its long
-//! polls are the heartbeat. Another posts events.
+//! polls are the heartbeat. Another sends events.
 
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -30,10 +30,10 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 /// How long to try to connect before the first notice.
 const FIRST_NOTICE: Duration = Duration::from_secs(10);
 
-/// How long the end of this agent waits until its last events are posted.
+/// How long the end of this agent waits until its last events are sent.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// What the thread that posts events takes.
+/// What the thread that sends events takes.
 enum Outgoing {
     Event(AgentEvent),
     /// The timeline of a rank.
@@ -50,9 +50,9 @@ pub struct Follower {
     messages: Receiver<ControlMessage>,
     /// Holds one byte for each message.
     wake_pipe: PipeReader,
-    /// Whether there is a connection; `posted` closes when it has posted all events.
+    /// Whether there is a connection; `sent` closes when it has sent all events.
     connected: Arc<AtomicBool>,
-    posted: Receiver<()>,
+    sent: Receiver<()>,
 }
 
 impl Follower {
@@ -68,7 +68,7 @@ impl Follower {
         let (wake_pipe, wake_writer) = io::pipe()?;
         rustix::io::ioctl_fionbio(&wake_pipe, true)?;
         let (events, receiver) = mpsc::channel();
-        let (posting, posted) = mpsc::channel();
+        let (sending, sent) = mpsc::channel();
         let connected = Arc::new(AtomicBool::new(false));
         let follower = FollowerThread {
             address: Address::Tcp(net::join(host, port)),
@@ -81,11 +81,11 @@ impl Follower {
         };
         let commands_out = CommandSender { messages: sender, wake_pipe: wake_writer };
         thread::Builder::new().name("flow-control".into()).spawn(move || {
-            if let Err(reason) = follower.run(receiver, posting, &commands_out) {
+            if let Err(reason) = follower.run(receiver, sending, &commands_out) {
                 commands_out.send(ControlMessage::Disconnected(reason));
             }
         })?;
-        Ok(Follower { events: Some(events), messages, wake_pipe, connected, posted })
+        Ok(Follower { events: Some(events), messages, wake_pipe, connected, sent })
     }
 
     pub fn send(&self, event: AgentEvent) {
@@ -117,7 +117,7 @@ impl Drop for Follower {
     fn drop(&mut self) {
         self.events = None;
         if self.connected.load(Ordering::SeqCst) {
-            let _ = self.posted.recv_timeout(FLUSH_TIMEOUT);
+            let _ = self.sent.recv_timeout(FLUSH_TIMEOUT);
         }
     }
 }
@@ -159,7 +159,7 @@ impl FollowerThread {
     fn run(
         &self,
         events: Receiver<Outgoing>,
-        posting: Sender<()>,
+        sending: Sender<()>,
         commands_out: &CommandSender,
     ) -> Result<(), String> {
         let lost = |error: Error| match error {
@@ -183,8 +183,8 @@ impl FollowerThread {
         };
         let store = store.map_err(lost)?;
         store.set_reply_timeout(self.heartbeat / 2);
-        let posts = self.open(soon).map_err(lost)?;
-        posts.set_reply_timeout(self.heartbeat);
+        let events_out = self.open(soon).map_err(lost)?;
+        events_out.set_reply_timeout(self.heartbeat);
         let mut node = self.node.clone();
         if node.address.is_empty() {
             // Some port, as none is spoken to.
@@ -196,18 +196,18 @@ impl FollowerThread {
         let will =
             AgentEvent::Gone { why: "its flow-launch was killed, or cannot be reached".into() };
         store.will(&message(agent, &will), self.heartbeat).map_err(lost)?;
-        posts.post(&message(agent, &AgentEvent::Joined { node })).map_err(lost)?;
+        events_out.post(&message(agent, &AgentEvent::Joined { node })).map_err(lost)?;
         self.connected.store(true, Ordering::SeqCst);
         let post_errors = commands_out
             .try_clone()
             .map_err(|error| format!("cannot duplicate a pipe: {error}"))?;
-        let post = move || {
-            let _closes_at_the_end = posting;
+        let send = move || {
+            let _closes_at_the_end = sending;
             for event in events {
                 let result = match event {
-                    Outgoing::Event(event) => posts.post(&message(agent, &event)),
+                    Outgoing::Event(event) => events_out.post(&message(agent, &event)),
                     Outgoing::Trace { round, rank, path } => trace::pieces(rank, &path, |piece| {
-                        posts.post(&message(agent, &AgentEvent::Trace { round, piece }))
+                        events_out.post(&message(agent, &AgentEvent::Trace { round, piece }))
                     }),
                 };
                 if let Err(error) = result {
@@ -220,7 +220,7 @@ impl FollowerThread {
         };
         thread::Builder::new()
             .name("flow-events".into())
-            .spawn(post)
+            .spawn(send)
             .map_err(|e| format!("cannot start a thread: {e}"))?;
         for number in 0.. {
             let text = loop {

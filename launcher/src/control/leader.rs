@@ -1,7 +1,7 @@
 //! The leading agent's side of the control plane: the coordinator, and the stores through which
 //! agents and workers reach it.
 //!
-//! All stores are served at one address. An agent posts its events to the agents' store and reads
+//! All stores are served at one address. An agent sends its events to the agents' store and reads
 //! its commands there, under numbered keys. Each round has a store of its own for the workers, and
 //! one that speaks PyTorch's protocol.
 //!
@@ -102,7 +102,7 @@ impl Leader {
         self.handle(LEADER, event);
     }
 
-    /// The next command for this node's agent. Handles what other agents and workers have posted.
+    /// The next command for this node's agent. Handles what other agents and workers have sent.
     pub fn poll(&mut self) -> Option<Command> {
         while let Some(message) = self.agents.inbox().try_next() {
             match serde_json::from_slice(&message) {

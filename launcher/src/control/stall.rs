@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde::Deserialize;
 
-use crate::report::text::ranks;
+use crate::report::text::{printable, ranks};
 
 /// How long to collect reports of other workers before the first message.
 const COALESCE_WINDOW: Duration = Duration::from_secs(1);
@@ -25,12 +25,24 @@ pub struct StallUpdate {
     /// The ranks it waits for.
     #[serde(default)]
     missing: Vec<u32>,
+    /// What its flight recorder has under way, and as the last that it completed.
+    #[serde(default)]
+    activity: String,
 }
 
 struct Stall {
     operation: String,
     since: Instant,
     missing: Vec<u32>,
+    activity: String,
+}
+
+impl Stall {
+    /// Whether a report says the same of both.
+    fn is_like(&self, other: &Stall) -> bool {
+        (&self.operation, &self.missing, &self.activity)
+            == (&other.operation, &other.missing, &other.activity)
+    }
 }
 
 /// The stalls of a round.
@@ -79,8 +91,8 @@ impl StallTracker {
         for (end, time) in self.pauses.iter().rev() {
             since += end.saturating_duration_since(since).min(*time);
         }
-        self.waiting
-            .insert((wait.rank, wait.id), Stall { operation, since, missing: wait.missing });
+        let StallUpdate { rank, id, missing, activity, .. } = wait;
+        self.waiting.insert((rank, id), Stall { operation, since, missing, activity });
         self.report_at.get_or_insert(now + COALESCE_WINDOW);
     }
 
@@ -136,23 +148,24 @@ impl StallTracker {
             let does = if absent.len() == 1 { "is" } else { "are" };
             report += &format!(": {} {does} in no collective", ranks(&absent));
         }
-        let mut places: Vec<(&str, &[u32], Vec<u32>)> = Vec::new();
-        for ((rank, _), Stall { operation, missing, .. }) in &self.waiting {
-            match places
-                .iter_mut()
-                .find(|(known, awaited, _)| known == operation && awaited == missing)
-            {
-                Some((_, _, members)) => members.push(*rank),
-                None => places.push((operation, missing, vec![*rank])),
+        // Ranks that report the same share a line.
+        let mut lines: Vec<(&Stall, Vec<u32>)> = Vec::new();
+        for ((rank, _), stall) in &self.waiting {
+            match lines.iter_mut().find(|(other, _)| other.is_like(stall)) {
+                Some((_, members)) => members.push(*rank),
+                None => lines.push((stall, vec![*rank])),
             }
         }
-        for (operation, missing, members) in places {
+        for (Stall { operation, missing, activity, .. }, members) in lines {
             let who = ranks(&members);
             let wait = if members.len() == 1 { "waits" } else { "wait" };
             // All may have begun it, and the device or the network has not completed it.
             let whom =
                 if missing.is_empty() { String::new() } else { format!(" for {}", ranks(missing)) };
             report += &format!("\n{who} {wait} in {operation}{whom}");
+            if !activity.is_empty() {
+                report += &format!(" [{}]", printable(activity));
+            }
         }
         report
     }
@@ -169,6 +182,7 @@ mod tests {
             operation: Some(operation.into()),
             seconds: 30.0,
             missing: missing.into(),
+            activity: String::new(),
         }
     }
 
@@ -183,6 +197,26 @@ mod tests {
             "no progress for 31 s: rank 1 is in no collective\nranks 0, 2 wait in all_reduce #5 (bucket 2) for rank 1";
         assert_eq!(stalls.elapsed(now + COALESCE_WINDOW), Some(StallAction::Report(report.into())));
         assert_eq!((stalls.deadline(), stalls.elapsed(now + COALESCE_WINDOW * 2)), (None, None));
+    }
+
+    #[test]
+    fn reports_say_what_the_flight_recorders_have() {
+        let (mut stalls, now) = (StallTracker::new(None), Instant::now());
+        for (rank, last) in [(0, 4), (2, 4), (3, 3)] {
+            let activity = format!("under way: all_reduce #5; last completed: barrier #{last}");
+            stalls.update(StallUpdate { activity, ..wait(rank, "all_reduce #5", &[1]) }, now);
+        }
+        let Some(StallAction::Report(report)) = stalls.elapsed(now + COALESCE_WINDOW) else {
+            panic!()
+        };
+        let lines: Vec<_> = report.lines().skip(1).collect();
+        assert_eq!(
+            lines,
+            [
+                "ranks 0, 2 wait in all_reduce #5 for rank 1 [under way: all_reduce #5; last completed: barrier #4]",
+                "rank 3 waits in all_reduce #5 for rank 1 [under way: all_reduce #5; last completed: barrier #3]"
+            ]
+        );
     }
 
     #[test]
@@ -208,10 +242,7 @@ mod tests {
     fn who_goes_on_is_forgotten() {
         let (mut stalls, now) = (StallTracker::new(Some(Duration::from_secs(40))), Instant::now());
         stalls.update(wait(0, "barrier #1", &[1]), now);
-        stalls.update(
-            StallUpdate { rank: 0, id: 0, operation: None, seconds: 0.0, missing: Vec::new() },
-            now,
-        );
+        stalls.update(StallUpdate { operation: None, ..wait(0, "", &[]) }, now);
         assert_eq!(stalls.elapsed(now + COALESCE_WINDOW), None);
         stalls.update(wait(1, "barrier #1", &[0]), now);
         stalls.rank_exited(1);

@@ -56,9 +56,8 @@ pub fn start(
         let command = command.chain(shell.iter().map(OsString::from)).chain(words).collect();
         (shell, command)
     };
-    let is_plain = |word: &String| {
-        !word.contains(|letter: char| letter.is_whitespace() || "'\"\\".contains(letter))
-    };
+    let is_plain =
+        |word: &String| !word.contains(|c: char| c.is_whitespace() || "'\"\\".contains(c));
     let word = |word: String| if is_plain(&word) { word } else { lossy(OsStr::new(&word)) };
     let starter: Vec<_> = starter.into_iter().map(word).collect();
     Start {

@@ -50,7 +50,7 @@ const OF_SSH: ExitStatus = ExitStatus::Exit(255);
 fn is_of_end(line: &[u8]) -> bool {
     let message = line.strip_prefix(OF_LAUNCHER);
     message.is_some_and(|message| {
-        message.starts_with(b"SIGTERM: ") || message.ends_with(b" was told to end\n")
+        message.starts_with(b"SIGTERM: ") || message.ends_with(b" was stopped by a signal\n")
     })
 }
 

@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_that_cannot_be_written_is_told_once() {
+    fn a_file_that_cannot_be_written_is_reported_once() {
         let mut full = LogFile::open("/dev/full".into(), false).unwrap();
         assert!(full.write(b"x").unwrap_err().contains("/dev/full"));
         assert_eq!(full.write(b"x"), Ok(()));

@@ -186,7 +186,7 @@ impl Screen {
     }
 }
 
-/// The columns that a text takes, if each letter takes one.
+/// The columns that a text takes, if each character takes one.
 fn width(mut text: &[u8]) -> usize {
     let mut columns = 0;
     while let Some((first, rest)) = text.split_first() {
@@ -195,7 +195,7 @@ fn width(mut text: &[u8]) -> usize {
             let end = sequence.iter().position(|byte| (b'@'..=b'~').contains(byte));
             text = end.map_or(&[], |end| &sequence[end + 1..]);
         } else {
-            // Every byte of a UTF-8 letter except the first begins with these bits.
+            // Every byte of a UTF-8 character except the first begins with these bits.
             columns += usize::from(first & 0xc0 != 0x80);
         }
     }
@@ -255,22 +255,22 @@ mod tests {
                 .unwrap()
                 .replace("\x1b[m", "")
                 .replace("\x1b[K", "\x1b");
-            for letter in text.chars() {
+            for character in text.chars() {
                 if self.lines.is_empty() {
                     self.lines.push(String::new());
                 }
                 let line = self.lines.last_mut().unwrap();
-                match letter {
+                match character {
                     '\n' => {
                         self.lines.push(String::new());
                         self.column = 0;
                     }
                     '\r' => self.column = 0,
                     '\x1b' => line.truncate(self.column),
-                    letter => {
+                    character => {
                         line.replace_range(
                             self.column..line.len().min(self.column + 1),
-                            &letter.to_string(),
+                            &character.to_string(),
                         );
                         self.column += 1;
                     }

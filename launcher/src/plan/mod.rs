@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn oneflows_folder_is_told() {
+    fn workers_get_oneflows_log_folder() {
         let worker =
             &planned("f --logdir /x --redirect_stdout_and_stderr p", &["p"], &host(1, 0))[1];
         assert_eq!(get(worker, "GLOG_log_dir"), Some("/x/local_rank_1"));

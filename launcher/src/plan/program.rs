@@ -27,9 +27,8 @@ pub fn is_python(program: &Program) -> bool {
     let path = Path::new(&program.name);
     let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
     let version = name.strip_prefix("python");
-    let is_python = version.is_some_and(|version| {
-        version.chars().all(|letter| letter.is_ascii_digit() || letter == '.')
-    });
+    let is_python =
+        version.is_some_and(|version| version.chars().all(|c| c.is_ascii_digit() || c == '.'));
     match program.kind {
         ProgramKind::Module | ProgramKind::Script => true,
         ProgramKind::ByName => is_python || is_pythons(path),

@@ -159,12 +159,12 @@ mod tests {
     fn events_are_lines_of_json() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("events");
-        let told = [
+        let written = [
             JobEvent::Start { rank: 3, local_rank: 1, pid: 7 },
             JobEvent::Exit { rank: 3, local_rank: 1, pid: 7, end: ExitStatus::Signal(9).into() },
             JobEvent::End { code: 137, rank: Some(3) },
         ];
-        for event in &told {
+        for event in &written {
             // Each time anew: nothing is lost.
             let mut events = EventLog::open(std::slice::from_ref(&path), "node0").unwrap();
             events.node = 1;

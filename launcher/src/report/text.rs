@@ -22,9 +22,9 @@ pub fn ranks(ranks: &[u32]) -> String {
 
 /// The text with control characters escaped, so that a terminal does not interpret them.
 pub fn printable(text: &str) -> String {
-    let escaped = |letter: char| match letter.is_control() {
-        true => letter.escape_default().to_string(),
-        false => letter.to_string(),
+    let escaped = |character: char| match character.is_control() {
+        true => character.escape_default().to_string(),
+        false => character.to_string(),
     };
     text.chars().map(escaped).collect()
 }

@@ -116,7 +116,7 @@ pub fn pieces<E>(
         let Ok(count) = (&mut file).take(PIECE_BYTES).read_to_end(&mut bytes) else {
             return Ok(());
         };
-        // A letter of several bytes may be divided: the rest of it goes with the next piece.
+        // A character of several bytes may be divided: the rest of it goes with the next piece.
         let whole = match std::str::from_utf8(&bytes) {
             Err(error) if count > 0 && error.error_len().is_none() => error.valid_up_to(),
             _ => bytes.len(),

@@ -16,13 +16,13 @@ pub struct RawTimeline {
 #[derive(Deserialize)]
 pub struct Timeline {
     #[serde(rename = "traceEvents")]
-    pub events: Vec<Event>,
+    pub events: Vec<TimelineEvent>,
 }
 
 /// An event of a rank. Times are in microseconds.
 #[derive(Default, Deserialize)]
 #[serde(default)]
-pub struct Event {
+pub struct TimelineEvent {
     /// `X` for one with a duration.
     #[serde(rename = "ph")]
     pub kind: String,

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
-use super::format::{Event, Timeline};
+use super::format::{Timeline, TimelineEvent};
 
 /// Operations that ranks count each for itself: nobody waits for all of a group.
 const MESSAGES: [&str; 3] = ["send", "recv", "batch_send_recv"];
@@ -26,7 +26,7 @@ struct Rank {
 }
 
 impl Rank {
-    fn add(&mut self, event: &Event) {
+    fn add(&mut self, event: &TimelineEvent) {
         let interval = (event.start, event.start + event.duration);
         match event.category.as_str() {
             "comm" => self.communication.push(interval),

@@ -66,7 +66,10 @@ fn late(group: &ProcessGroup, seconds: u64) -> Result<()> {
 fn reports_and_ends(test: &Test) {
     let finished = finish(test);
     assert_eq!(finished.code, Some(124), "{finished:?}");
-    assert_contains(&finished.stderr, &["ranks 0, 2 wait in all_reduce #0 (", ") for rank 1"]);
+    assert_contains(
+        &finished.stderr,
+        &["ranks 0, 2 wait in all_reduce #0 (", ") for rank 1 [under way: all_reduce #0]"],
+    );
     // Once when it was long, and once at the end.
     assert_eq!(finished.stderr.matches("s: rank 1 is in no collective").count(), 2, "{finished:?}");
     assert_contains(&finished.stderr, &["that is a failure, as --hang-timeout is 6 s"]);

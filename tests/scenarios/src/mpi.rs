@@ -1,6 +1,7 @@
 //! Groups whose nodes MPI connects, started by the real mpirun: what is particular to MPI. The
 //! scenarios of other files run over MPI too.
 
+use std::net::TcpListener;
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
@@ -119,10 +120,10 @@ fn hosts(test: &Test) {
         println!("SKIPPED: hosts started by mpirun: no host name can be set in a namespace here");
         return;
     }
-    let command = |backend: Option<&str>| {
+    let command = |transport: Option<&str>| {
         let mut command = test.mpirun(4, SCRIPT);
         command.env("FLOW_LOCAL_ADDR", "127.0.0.1");
-        command.envs(backend.map(|backend| ("FLOW_BACKEND", backend)));
+        command.envs(transport.map(|transport| ("FLOW_TRANSPORT", transport)));
         command
     };
     let passed = format!("{} passed\n", test.name).repeat(4);
@@ -132,17 +133,23 @@ fn hosts(test: &Test) {
 }
 
 fn unknown(test: &Test) {
-    let error = |backend: &str| {
+    let free = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
+    let port = free.expect("there is a free port").port().to_string();
+    let error = |transport: &str| {
         let mut command = Command::new(std::env::current_exe().expect("it knows its own path"));
         command.arg(&test.name).env("RANK", "0").env("WORLD_SIZE", "2");
-        command.env("LOCAL_RANK", "0").env("LOCAL_WORLD_SIZE", "1").env("FLOW_BACKEND", backend);
+        command
+            .env("LOCAL_RANK", "0")
+            .env("LOCAL_WORLD_SIZE", "1")
+            .env("FLOW_TRANSPORT", transport);
+        command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
         let finished = Process::start(command).finish(DETECTION_LIMIT);
         assert_ne!(finished.code, Some(0), "{finished:?}");
         finished.stderr
     };
     let ranks = "rank 0 of 2, but rank 0 of 1 to MPI: start the job with the mpirun";
     assert_contains(&error("mpi"), &[ranks]);
-    assert_contains(&error("ucx"), &["FLOW_BACKEND=\"ucx\": must be \"tcp\" or \"mpi\""]);
+    assert_contains(&error("ucx"), &["there is no transport \"ucx\" here, only tcp, mpi"]);
 }
 
 /// Collectives of MPI and of a group at once.

@@ -60,7 +60,7 @@ fn check_place(membership: &Membership) -> Result<(), String> {
         place if place == (rank, size) => Ok(()),
         (own, of) => Err(format!(
             "this is rank {rank} of {size}, but rank {own} of {of} to MPI: start the job with the mpirun of the MPI that \
-             the program is built with, or with a srun that knows it (srun --mpi=list), or set FLOW_BACKEND=tcp"
+             the program is built with, or with a srun that knows it (srun --mpi=list), or set FLOW_TRANSPORT=tcp"
         )),
     }
     })

@@ -171,7 +171,7 @@ pub fn with_session<T>(
     if !is_ours() {
         return Err(
             "this process was forked from one that uses MPI, and cannot: start it as a program \
-                    (std::process::Command), or set FLOW_BACKEND=tcp"
+                    (std::process::Command), or set FLOW_TRANSPORT=tcp"
                 .into(),
         );
     }
@@ -280,7 +280,7 @@ impl Session {
         if self.tag >= self.max_tag {
             return Err(format!(
                 "this process has had {} links, and this MPI has no more tags (MPI_TAG_UB): make groups once and keep \
-                 them, or set FLOW_BACKEND=tcp",
+                 them, or set FLOW_TRANSPORT=tcp",
                 self.max_tag
             ));
         }

@@ -8,7 +8,8 @@ use clap::{Args, ValueEnum};
 use flow_comm::{Buffer, ProcessGroup, ReduceOp};
 use serde_json::json;
 
-use crate::{mean, median, microseconds, repetitions, size_name, time, Sizes};
+use crate::sizes::{size_name, Sizes};
+use crate::timing::{mean, median, microseconds, repetitions, time};
 
 const TIME_PER_SIZE: Duration = Duration::from_millis(300);
 const WARM_UP: usize = 5;

@@ -8,7 +8,7 @@ use flow_ddp::{DeviceKind, ProcessGroup, TensorCollectives};
 use serde_json::json;
 use tch::{Kind, Tensor};
 
-use crate::{median, microseconds, time};
+use crate::timing::{median, microseconds, time};
 
 const BYTES: usize = 25 << 20;
 const GRADIENTS: usize = 30;

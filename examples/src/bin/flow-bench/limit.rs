@@ -11,7 +11,8 @@ use flow_comm::env::Membership;
 use multiversion::multiversion;
 use serde_json::json;
 
-use crate::{median, microseconds, repetitions, size_name, time, Sizes};
+use crate::sizes::{size_name, Sizes};
+use crate::timing::{median, microseconds, repetitions, time};
 
 const THREADS: usize = 2;
 const TIME_PER_SIZE: Duration = Duration::from_millis(300);

@@ -21,7 +21,8 @@ use tch::nn::{ModuleT, Optimizer, OptimizerConfig, Sgd, VarStore};
 use tch::{Cuda, Device, Kind, Tensor};
 
 use crate::models::Model;
-use crate::{mean, median, repetitions, time, timeline};
+use crate::timeline;
+use crate::timing::{mean, median, repetitions, time};
 
 /// So small that all models stay alike: max_pool, for one, takes longer or shorter with the values
 /// it meets.

@@ -131,7 +131,7 @@ fn a_job_on_one_node_starts_at_once_and_ends_well() {
 }
 
 #[test]
-fn static_nodes_are_ranked_as_they_were_told() {
+fn static_nodes_have_the_ranks_of_their_flags() {
     let mut test = Test::new(STATIC);
     test.join(1, 2);
     assert_eq!(test.commands, []);
@@ -186,7 +186,7 @@ fn a_long_wait_for_nodes_is_said() {
 }
 
 #[test]
-fn a_failure_stops_all_and_is_told_to_all() {
+fn a_failure_stops_all_and_reaches_all() {
     let mut test = Test::new(STATIC);
     test.join(LEADER, 1);
     test.join(1, 1);
@@ -378,7 +378,7 @@ fn a_signal_to_one_node_ends_a_static_job() {
     test.stops();
     test.handle(1, AgentEvent::Gone { why: "it ended".into() });
     test.stopped(LEADER, None);
-    assert_eq!(test.end(), (143, Some("node 1 (host host1) was told to end".into())));
+    assert_eq!(test.end(), (143, Some("node 1 (host host1) was stopped by a signal".into())));
     let mut waiting = Test::new(STATIC);
     waiting.join(LEADER, 1);
     waiting.handle(LEADER, AgentEvent::Leaving { signal: 2 });

@@ -160,7 +160,7 @@ fn by_mpirun(nodes: &[usize], worker: &str, arguments: &[&str]) -> Command {
             }
         }
         script.push_str("esac\nexport RANK=$OMPI_COMM_WORLD_RANK ");
-        script.push_str("WORLD_SIZE=$OMPI_COMM_WORLD_SIZE FLOW_BACKEND=${FLOW_BACKEND-mpi}\n");
+        script.push_str("WORLD_SIZE=$OMPI_COMM_WORLD_SIZE FLOW_TRANSPORT=${FLOW_TRANSPORT-mpi}\n");
     }
     script.push_str("exec \"$@\"");
     run_script(nodes.iter().sum(), &script, worker, arguments)
