@@ -44,8 +44,8 @@ fn deaf(address: &Address) -> TcpStream {
     let key = [&1u64.to_le_bytes()[..], b"k"].concat();
     let value = [&(8u64 << 20).to_le_bytes()[..], &vec![0; 8 << 20]].concat();
     let get = [&[3][..], &key].concat();
-    let wire = [&[0, 0xce, 0xf7, 0x85, 0x3c, 1][..], &key, &value, &get.repeat(8)].concat();
-    stream.write_all(&wire).unwrap();
+    let sent = [&[0, 0xce, 0xf7, 0x85, 0x3c, 1][..], &key, &value, &get.repeat(8)].concat();
+    stream.write_all(&sent).unwrap();
     stream
 }
 

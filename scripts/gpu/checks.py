@@ -22,12 +22,20 @@ FAILURES = {
 }
 
 
+# Scenarios of tests/scenarios.
+NCCL = [
+    ("collectives", "collectives::all_are_right_over_nccl"),
+    ("buckets", "nccl::buckets"),
+    ("groups", "nccl::groups"),
+]
+
+
 def checks(about, quick):
     """Pairs of a name and a function of the programs, which returns what is to be told or raises."""
     yield "kernels against references, on fresh random numbers", kernels
     for ranks in (1, 2, 4):
-        for what in ("collectives", "buckets", "groups")[: 2 if ranks == 1 else 3]:
-            yield f"NCCL: {what}, {named(ranks)}", partial(nccl, what, ranks)
+        for what, name in NCCL[: 2 if ranks == 1 else 3]:
+            yield f"NCCL: {what}, {named(ranks)}", partial(scenario, nproc=ranks, worker="worker", name=name)
     for way, told in FAILURES.items():
         yield f"failure: {way}", partial(failure, way, told)
     yield "more ranks than GPUs", too_many
@@ -62,13 +70,9 @@ def scenario(programs, nproc, worker, name, ranks=None, **variables):
     return f"passed on {named(ranks)}"
 
 
-def nccl(what, ranks, programs):
-    return scenario(programs, ranks, "worker", f"nccl::{what}")
-
-
 def failure(way, told, programs):
     try:
-        output = programs.pair(f"gpu-check-{os.getpid()}-{way}", "worker", "nccl::fail", way)
+        output = programs.pair(f"gpu-check-{os.getpid()}-{way}", "worker", f"nccl::failures::{way}")
     except Failed as error:
         output = str(error)
     missing = [words for words in told if words not in output]
@@ -81,7 +85,7 @@ def too_many(programs):
     found, asked = programs.gpus, programs.gpus + 1
     told = f"asked for {asked} ranks with a GPU each on this machine, found {found} GPU"
     try:
-        programs.flow(asked, "worker", "nccl::collectives", FLOW_TEST_SHARE_GPUS="0")
+        programs.flow(asked, "worker", NCCL[0][1], FLOW_TEST_SHARE_GPUS="0")
     except Failed as error:
         if told in str(error):
             return told + "s" * (found != 1)

@@ -1,13 +1,7 @@
-//! What the multi-process tests share beside the harness: CPUs' instruction sets, and the fakes of
-//! CUDA and NCCL.
-
-use std::path::Path;
-use std::process::Command;
-use std::sync::OnceLock;
+//! What the multi-process tests share beside the harness: CPUs' instruction sets.
 
 pub use flow_harness::*;
-
-pub mod registry;
+pub use flow_scenarios::{fakes::*, registry};
 
 /// The instruction sets that libtorch has kernels for: the variables by which it, MKL and oneDNN
 /// behave as on a CPU that has no better one. Those that this CPU lacks are left out, with a
@@ -40,43 +34,4 @@ pub fn instruction_sets() -> Vec<[(&'static str, &'static str); 3]> {
         }
     }
     sets
-}
-
-/// The folder of the fake CUDA driver, its fake compiler and the fake NCCL; see `fake-cuda`.
-pub const FAKE_CUDA: &str = env!("FLOW_FAKE");
-
-/// Has `command` use the fakes, with eight GPUs.
-pub fn use_fake_cuda(command: &mut Command) {
-    command
-        .env("LD_LIBRARY_PATH", FAKE_CUDA)
-        .env("FLOW_NCCL_PATH", Path::new(FAKE_CUDA).join("libnccl_fake.so"))
-        .env("FLOW_FAKE_GPUS", "8");
-    // What the fake compiler makes is of no use to others.
-    command.env("FLOW_CACHE", Path::new(FAKE_CUDA).join("cache")).env_remove("FLOW_NVRTC");
-}
-
-/// Whether programs find the fake NCCL before any other; says so if not.
-pub fn fake_cuda_is_found() -> bool {
-    static FOUND: OnceLock<bool> = OnceLock::new();
-    *FOUND.get_or_init(|| {
-        let mut which = Command::new(program("worker"));
-        use_fake_cuda(which.arg("--nccl"));
-        let found = Process::start(which).finish(TEST_TIMEOUT).success();
-        let is_fake = found.contains("libnccl_fake");
-        if !is_fake {
-            println!(
-                "SKIPPED: NCCL groups on the fake NCCL: this machine has an NCCL of its own, {}",
-                found.trim()
-            );
-        }
-        is_fake
-    })
-}
-
-/// Has `command` use the fakes; None where another NCCL is found before the fake one.
-pub fn on_fake_cuda(mut command: Command) -> Option<Command> {
-    fake_cuda_is_found().then(|| {
-        use_fake_cuda(&mut command);
-        command
-    })
 }

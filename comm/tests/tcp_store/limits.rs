@@ -13,7 +13,7 @@ fn what_is_no_request_closes_its_own_connection_only() {
         [vec![operation], lengths.iter().flat_map(|length| number(*length)).collect()].concat()
     };
     let long_value = [request(1, &["key"]), number((8 << 20) + 1)].concat();
-    for wire in [
+    for sent in [
         VALIDATE.to_vec(),
         vec![19],
         vec![255; 100_000],
@@ -27,7 +27,7 @@ fn what_is_no_request_closes_its_own_connection_only() {
         add("text", 1),
         add("most", 1),
     ] {
-        Client::new(&server).expect_close(&wire);
+        Client::new(&server).expect_close(&sent);
     }
     // What was asked before it is answered.
     let mut client = Client::new(&server);
@@ -46,8 +46,8 @@ fn the_longest_keys_and_values() {
     client.send(&set(&key, &value));
     client.ask(&get(&key), &text(&value));
     // In small pieces, too.
-    let wire = set("dribbled", &value);
-    wire.chunks(1000).for_each(|piece| client.send(piece));
+    let sent = set("dribbled", &value);
+    sent.chunks(1000).for_each(|piece| client.send(piece));
     client.ask(&get("dribbled"), &text(&value));
     // Other requests behind it at once.
     // (and nothing behind the long reply, which might not fit into the sockets).
@@ -119,10 +119,10 @@ fn a_client_that_never_ends_its_requests_keeps_nobody_from_his() {
     thread::scope(|scope| {
         let mut endless = Client::new(&server);
         let sender = scope.spawn(move || {
-            let wire = add("n", 1).repeat(1000);
+            let sent = add("n", 1).repeat(1000);
             let mut sink = endless.0.try_clone().unwrap();
             thread::spawn(move || std::io::copy(&mut sink, &mut std::io::sink()));
-            while endless.0.write_all(&wire).is_ok() {}
+            while endless.0.write_all(&sent).is_ok() {}
         });
         let mut client = Client::new(&server);
         for _ in 0..100 {
@@ -149,14 +149,14 @@ fn a_crowd_of_clients_keeps_nobody_from_theirs() {
     thread::scope(|scope| {
         scope.spawn(|| {
             // A new key, for which the list of all keys is made anew, and many short requests.
-            let wire = [set("new", ""), vec![17], request(8, &["new"]), vec![7; 65_000]].concat();
+            let sent = [set("new", ""), vec![17], request(8, &["new"]), vec![7; 65_000]].concat();
             crowd.iter_mut().for_each(|client| client.0.set_nonblocking(true).unwrap());
             let mut replies = vec![0; 1 << 20];
             while !is_over.load(Ordering::Relaxed) && begin.elapsed() < 2 * LONG {
                 for client in &mut crowd {
                     // Where it ends is of no interest, nor whether the server has had enough of it.
                     let _ = client.0.read(&mut replies);
-                    let _ = client.0.write(&wire);
+                    let _ = client.0.write(&sent);
                 }
             }
         });

@@ -53,8 +53,8 @@ impl Client {
         client
     }
 
-    fn send(&mut self, wire: &[u8]) {
-        self.0.write_all(wire).unwrap();
+    fn send(&mut self, sent: &[u8]) {
+        self.0.write_all(sent).unwrap();
     }
 
     #[track_caller]
@@ -65,8 +65,8 @@ impl Client {
     }
 
     #[track_caller]
-    fn ask(&mut self, wire: &[u8], reply: &[u8]) {
-        self.send(wire);
+    fn ask(&mut self, sent: &[u8], reply: &[u8]) {
+        self.send(sent);
         self.expect(reply);
     }
 
@@ -78,9 +78,9 @@ impl Client {
 
     /// Sends what the server closes the connection for, or has already.
     #[track_caller]
-    fn expect_close(mut self, wire: &[u8]) {
-        let _ = self.0.write_all(wire);
-        assert_eq!(read_to_close(self.0), b"", "{:?}", &wire[..wire.len().min(32)]);
+    fn expect_close(mut self, sent: &[u8]) {
+        let _ = self.0.write_all(sent);
+        assert_eq!(read_to_close(self.0), b"", "{:?}", &sent[..sent.len().min(32)]);
     }
 }
 

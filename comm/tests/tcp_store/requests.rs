@@ -58,9 +58,9 @@ fn conversation() -> Vec<(Vec<u8>, Vec<u8>)> {
 fn every_request() {
     let (server, _tcp_store) = serve();
     let mut client = Client::new(&server);
-    for (wire, reply) in conversation() {
-        println!("{wire:?}");
-        client.ask(&wire, &reply);
+    for (sent, reply) in conversation() {
+        println!("{sent:?}");
+        client.ask(&sent, &reply);
     }
     let mut single = Client::new(&server);
     let mut keys: Vec<String> = Vec::new();
@@ -91,11 +91,11 @@ sys.stdin.read()
     }
     let (mut child, address) = start_server(Command::new(python()).args(["-c", SERVER]));
     let mut client = Client::at(&address);
-    for (wire, reply) in conversation() {
+    for (sent, reply) in conversation() {
         // Not before 2.13.
-        if wire[0] != 18 && wire != get("b") {
-            println!("{wire:?}");
-            client.ask(&wire, &reply);
+        if sent[0] != 18 && sent != get("b") {
+            println!("{sent:?}");
+            client.ask(&sent, &reply);
         }
     }
     drop(child.stdin.take());
@@ -104,12 +104,12 @@ sys.stdin.read()
 
 #[test]
 fn requests_may_come_in_one_piece_or_byte_by_byte() {
-    let wire: Vec<u8> = conversation().into_iter().flat_map(|(wire, _)| wire).collect();
+    let sent: Vec<u8> = conversation().into_iter().flat_map(|(sent, _)| sent).collect();
     let replies: Vec<u8> = conversation().into_iter().flat_map(|(_, reply)| reply).collect();
-    for size in [1, 3, wire.len() + VALIDATE.len()] {
+    for size in [1, 3, sent.len() + VALIDATE.len()] {
         let (server, _tcp_store) = serve();
         let mut client = Client(connect(server.address()));
-        [&VALIDATE[..], &wire].concat().chunks(size).for_each(|piece| client.send(piece));
+        [&VALIDATE[..], &sent].concat().chunks(size).for_each(|piece| client.send(piece));
         client.expect(&replies);
         client.ping();
     }

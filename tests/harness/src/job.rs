@@ -1,5 +1,6 @@
 //! Jobs of the workspace's programs, under the real flow-launch or with ranks started by hand.
 
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,8 +12,13 @@ use crate::{root, Process, TEST_TIMEOUT};
 pub fn program(name: &str) -> PathBuf {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     let path = FOLDER.get_or_init(|| {
-        let test = std::env::current_exe().expect("a test knows its own path");
-        let folder = test.ancestors().nth(2).expect("tests lie in target/<profile>/deps");
+        let own = std::env::current_exe().expect("a program knows its own path");
+        let folder = own.parent().expect("it lies in target/<profile>, a test in its deps");
+        // A worker that runs its tests is as new as the others.
+        if !folder.ends_with("deps") {
+            return folder.to_owned();
+        }
+        let folder = folder.parent().expect("it is in target/<profile>");
         let flow_launch = std::env::var("CARGO_PKG_NAME").is_ok_and(|own| own == "flow-launch");
         // Cargo has built it for its own tests, which need no libtorch: other programs do.
         if !flow_launch {
@@ -105,6 +111,12 @@ pub fn rank_commands(nodes: &[usize], worker: &str, arguments: &[&str]) -> Vec<C
         command
     };
     places.enumerate().map(start).collect()
+}
+
+/// Becomes a worker that runs the tests of its scenarios, with this test's arguments.
+pub fn run_tests_of(worker: PathBuf) -> ! {
+    let error = Command::new(&worker).arg("--test").args(std::env::args_os().skip(1)).exec();
+    panic!("{}: {error}", worker.display());
 }
 
 /// A name for a job that no other has.

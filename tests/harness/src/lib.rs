@@ -17,7 +17,9 @@ pub mod python;
 use std::path::Path;
 use std::time::Duration;
 
-pub use job::{build, job, launch, launcher, program, rank, rank_commands, ranks, ranks_on_nodes};
+pub use job::{
+    build, job, launch, launcher, program, rank, rank_commands, ranks, ranks_on_nodes, run_tests_of,
+};
 pub use process::{assert_contains, Finished, Process};
 
 /// The longest that a job of a test may take before it counts as stuck.

@@ -154,7 +154,7 @@ impl Net {
         limited.inspect_err(|why| println!("SKIPPED: a job over a slow link: {why}")).is_ok()
     }
 
-    /// Ends a node and all its processes; the others hear nothing of it.
+    /// Ends a node and all its processes; the others learn nothing of it.
     pub fn power_off(&self, node: usize) {
         self.cut(node);
         self.nodes[node].kill();

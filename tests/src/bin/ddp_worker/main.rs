@@ -2,6 +2,7 @@
 
 mod accumulation;
 mod equivalence;
+mod failures;
 mod forks;
 mod helpers;
 mod hooks;
@@ -9,14 +10,17 @@ mod lifecycle;
 mod models;
 mod nested;
 mod options;
+mod parity;
 mod reported;
 mod tensors;
 mod tied;
 mod unfit;
 mod unused;
 
+use std::process::ExitCode;
+
 use anyhow::Result;
-use flow_tests::registry::{by_hand, launched, scenario, work, Job, Scenario};
+use flow_tests::registry::{self, by_hand, launched, scenario, File, Job, Scenario};
 
 /// How gradients travel: in place, by copies, or on a thread for communication.
 const CPU: &[Job] = &[
@@ -87,9 +91,15 @@ const SCENARIOS: &[Scenario] = &[
     scenario("differing_hooks", hooks::differing, ALL),
 ];
 
-fn main() -> Result<()> {
-    let files = [("ddp", SCENARIOS), ("forks", forks::SCENARIOS), ("tensors", tensors::SCENARIOS)];
-    work(&files, |group, run| {
+fn main() -> Result<ExitCode> {
+    let files: [File; 5] = [
+        ("ddp", SCENARIOS),
+        ("failures", failures::SCENARIOS),
+        ("forks", forks::SCENARIOS),
+        ("parity", parity::SCENARIOS),
+        ("tensors", tensors::SCENARIOS),
+    ];
+    registry::main(&files, |group, run| {
         models::choose_device(group)?;
         tch::set_num_threads(1);
         let rank = std::process::id();

@@ -47,6 +47,20 @@ pub fn lenet(path: &Path) -> SequentialT {
         .add(nn::linear(path / "fc2", 512, 10, Default::default()))
 }
 
+/// Two convolutions with batch normalization, and a linear layer.
+pub fn batchnorm(path: &Path) -> SequentialT {
+    let conv = |stride| nn::ConvConfig { padding: 1, stride, bias: false, ..Default::default() };
+    let ones = nn::BatchNormConfig { ws_init: nn::Init::Const(1.0), ..Default::default() };
+    nn::seq_t()
+        .add(nn::conv2d(path / "conv1", 3, 8, 3, conv(1)))
+        .add(nn::batch_norm2d(path / "bn1", 8, ones))
+        .add_fn(|x| x.relu())
+        .add(nn::conv2d(path / "conv2", 8, 16, 3, conv(2)))
+        .add(nn::batch_norm2d(path / "bn2", 16, ones))
+        .add_fn(|x| x.relu().mean_dim([2i64, 3].as_slice(), false, Kind::Float))
+        .add(nn::linear(path / "fc", 16, 10, Default::default()))
+}
+
 /// Vectors that a test uses as it likes.
 #[derive(Debug)]
 pub struct Vectors(pub Vec<Tensor>);

@@ -1,0 +1,153 @@
+//! Buckets as a group reduces them; each of two ranks checks its own part.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::registry::{by_hand, launched, scenario, Scenario};
+use anyhow::{ensure, Context, Result};
+use flow_comm::{Buffer, DType, Error, ProcessGroup, ReduceOp, Segments, SharedBuffer};
+
+pub const SCENARIOS: &[Scenario] = &[
+    scenario("buckets_are_posted_once", pieces, &[launched(2), by_hand(&[1, 1])]),
+    scenario("refused_buckets_leave_the_group_usable", refused, &[launched(2), by_hand(&[1, 1])]),
+    scenario(
+        "pieces_of_other_lengths_are_an_error",
+        other_lengths,
+        &[launched(2), by_hand(&[1, 1])],
+    ),
+    scenario("a_bucket_that_was_given_up_harms_nothing", aborted, &[launched(2)]),
+    scenario("a_bucket_whose_rank_has_left_harms_nothing", left, &[launched(2)]),
+];
+
+/// Shared memory as a piece of a bucket, from this byte on.
+struct Piece(SharedBuffer<f32>, usize);
+
+impl AsMut<[u8]> for Piece {
+    fn as_mut(&mut self) -> &mut [u8] {
+        &mut self.0.bytes_mut()[self.1..]
+    }
+}
+
+fn filled(group: &ProcessGroup, length: usize, value: f32) -> Result<SharedBuffer<f32>> {
+    let mut buffer = group.alloc_shared(length)?;
+    buffer.fill(value);
+    Ok(buffer)
+}
+
+/// A bucket with all its pieces in place.
+fn bucket(group: &ProcessGroup, lengths: &[usize], value: f32) -> Result<Arc<Segments>> {
+    let segments = group.segments(0, DType::F32, lengths.to_vec())?;
+    for (index, &length) in lengths.iter().enumerate() {
+        ensure!(segments.set_piece(index, Piece(filled(group, length, value)?, 0)));
+    }
+    Ok(Arc::new(segments))
+}
+
+/// A bucket may be launched again as soon as it is finished and filled, and not before.
+fn pieces(group: &ProcessGroup) -> Result<()> {
+    for _ in 0..200 {
+        let segments = bucket(group, &[1, 0, 70_000, 3], 1.0 + group.rank() as f32)?;
+        ensure!(group.launch_bucket(&segments, ReduceOp::Sum)?);
+        if group.rank() == 1 {
+            // Rank 0 has not yet done its part, or has: only what is finished can be launched or
+            // placed.
+            let error =
+                group.launch_bucket(&segments, ReduceOp::Sum).err().context("launched twice")?;
+            ensure!(error.to_string().contains("is being reduced already"), "{error}");
+            ensure!(!segments.set_piece(0, Piece(filled(group, 1, 9.0)?, 0)));
+        }
+        group.wait_bucket(&segments)?;
+        ensure!(group.launch_bucket(&segments, ReduceOp::Sum).is_err(), "its pieces are gone");
+    }
+    Ok(())
+}
+
+/// What cannot be reduced is refused, and the group stays usable.
+fn refused(group: &ProcessGroup) -> Result<()> {
+    let segments = group.segments(0, DType::F32, vec![4, 4])?;
+    ensure!(!segments.set_piece(2, Piece(filled(group, 8, 0.0)?, 0)), "there is no piece 2");
+    ensure!(!segments.set_piece(0, Piece(filled(group, 8, 0.0)?, 1)), "not aligned");
+    ensure!(!segments.set_piece(0, Piece(filled(group, 4, 0.0)?, 4)), "too short");
+    ensure!(!segments.set_piece(0, vec![0_u8; 16]), "not shared");
+    ensure!(segments.set_piece(0, Piece(filled(group, 4, 0.0)?, 0)));
+    let not_all = group
+        .launch_bucket(&Arc::new(segments), ReduceOp::Sum)
+        .err()
+        .context("piece 1 is missing")?;
+    ensure!(not_all.to_string().contains("not all its pieces are placed"), "{not_all}");
+
+    for lengths in [vec![usize::MAX, 1], vec![1 << 62], vec![1 << 61, 1 << 61]] {
+        ensure!(group.segments(0, DType::F32, lengths.clone()).is_err(), "{lengths:?}");
+    }
+    for length in [usize::MAX, usize::MAX - 3, usize::MAX / 2, 1 << 60] {
+        ensure!(group.alloc_shared::<u8>(length).is_err(), "{length}");
+    }
+
+    let elsewhere = ProcessGroup::from_env()?;
+    let error = group
+        .launch_bucket(&bucket(&elsewhere, &[9], 1.0)?, ReduceOp::Sum)
+        .err()
+        .context("of another job")?;
+    ensure!(
+        matches!(error, Error::Argument { .. }) && error.to_string().contains("segments()"),
+        "{error}"
+    );
+    let mut sum = [1.0_f32];
+    group.all_reduce(&mut sum, ReduceOp::Sum)?;
+    ensure!(sum == [2.0]);
+    Ok(())
+}
+
+/// Pieces of other lengths are an error, though together they are as long.
+fn other_lengths(group: &ProcessGroup) -> Result<()> {
+    let lengths: &[usize] = if group.rank() == 0 { &[16, 4096] } else { &[4096, 16] };
+    let segments = bucket(group, lengths, 1.0)?;
+    let others: Vec<_> = (0..64).map(|_| filled(group, 16, 1.0)).collect::<Result<_>>()?;
+    group.launch_bucket(&segments, ReduceOp::Sum)?;
+    let error = group.finish_buckets().err().context("other lengths were accepted")?;
+    ensure!(error.to_string().contains("with pieces of other lengths"), "{error}");
+    ensure!(others.iter().all(|other| other.iter().all(|&element| element == 1.0)));
+    Ok(())
+}
+
+fn aborted(world: &ProcessGroup) -> Result<()> {
+    let cause = "the loss is not finite";
+    given_up(world, Some(cause), &format!("rank 1 aborted the group: {cause}"))
+}
+
+fn left(world: &ProcessGroup) -> Result<()> {
+    given_up(world, None, "has left the group")
+}
+
+/// Rank 1 gives its bucket up when both have launched theirs, saying why or not, and rank 0 learns of
+/// it late.
+fn given_up(world: &ProcessGroup, cause: Option<&str>, named: &str) -> Result<()> {
+    let group = world.duplicate()?;
+    // So many pieces that the table of their places is several pages.
+    let mut lengths = vec![1; 5000];
+    lengths.push(1 << 20);
+    let others = filled(world, 1 << 22, 1.0)?;
+    let segments = bucket(&group, &lengths, 1.0)?;
+    world.barrier()?;
+    ensure!(group.launch_bucket(&segments, ReduceOp::Sum)?);
+    world.barrier()?;
+    if group.rank() == 1 {
+        cause.inspect(|cause| group.abort(cause));
+        drop(segments);
+        drop(group);
+        world.barrier()?;
+    } else {
+        world.barrier()?;
+        let deadline = Instant::now() + Duration::from_secs(20);
+        let error = loop {
+            match group.progress() {
+                Err(error) => break error,
+                Ok(()) => ensure!(Instant::now() < deadline, "the group goes on without rank 1"),
+            }
+        };
+        ensure!(error.to_string().contains(named), "{error}");
+        ensure!(others.iter().all(|&element| element == 1.0), "other memory was overwritten");
+    }
+    world.barrier()?;
+    Ok(())
+}

@@ -1,0 +1,257 @@
+//! Process groups on the host, in shared memory, in ordinary memory, and in both.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::ops::{Deref, DerefMut};
+
+use anyhow::{Context, Result};
+use flow_comm::{Buffer, DType, P2pOp, ProcessGroup, ReduceOp, SharedBuffer};
+
+use super::reference::{Number, Values};
+use super::{check_type, check_types, Backend};
+
+/// Bytes that ordinary memory is staged in at once.
+const CHUNK: usize = 256 << 10;
+
+pub fn all(group: &ProcessGroup) -> Result<()> {
+    for place in [Place::Shared, Place::Ordinary, Place::Mixed] {
+        let host = Host::new(group, place)?;
+        check_types(&host, |dtype| vec![0, 1, 3, 1000, CHUNK / dtype.size() + 1])
+            .with_context(|| format!("{place:?} memory"))?;
+        group.barrier()?;
+    }
+    Ok(())
+}
+
+pub fn large(group: &ProcessGroup) -> Result<()> {
+    check_type::<_, f32>(&Host::new(group, Place::Mixed)?, &[100_003, 2_000_000])
+}
+
+/// Overlapping groups, each on a thread of its own.
+pub fn groups_at_once(group: &ProcessGroup) -> Result<()> {
+    let size = group.world_size();
+    let every_other = (0..2.min(size)).map(|first| (first..size).step_by(2).collect::<Vec<_>>());
+    let opposite = (0..size / 2).map(|rank| vec![rank, size - 1 - rank]);
+    let mut own = Vec::new();
+    for ranks in every_other.chain(opposite) {
+        own.extend(group.new_group(&ranks)?);
+    }
+    let check = |group: &ProcessGroup| {
+        check_type::<_, f32>(&Host::new(group, Place::Ordinary)?, &[1000, 50_000])
+            .with_context(|| format!("the group of ranks {:?}", group.ranks()))
+    };
+    own.iter().try_for_each(check)?;
+    std::thread::scope(|scope| {
+        let groups = own.iter().chain([group]);
+        let threads: Vec<_> = groups.map(|group| scope.spawn(|| check(group))).collect();
+        threads.into_iter().try_for_each(|thread| thread.join().expect("no check panics"))
+    })
+}
+
+/// Where a rank's buffers lie.
+#[derive(Clone, Copy, Debug)]
+pub enum Place {
+    Shared,
+    Ordinary,
+    /// Shared on some ranks, ordinary on others.
+    Mixed,
+}
+
+pub struct Host<'a> {
+    group: &'a ProcessGroup,
+    place: Place,
+    nodes: Vec<u32>,
+}
+
+impl<'a> Host<'a> {
+    pub fn new(group: &'a ProcessGroup, place: Place) -> Result<Self> {
+        // What says on which node a rank is, for those that mpirun starts by their hosts too.
+        let mut hasher = DefaultHasher::new();
+        std::env::var("GROUP_RANK").ok().hash(&mut hasher);
+        rustix::system::uname().nodename().hash(&mut hasher);
+        let mut names = vec![0_i64; group.world_size()];
+        group.all_gather(&[hasher.finish() as i64], &mut names)?;
+        let node = |name| names.iter().position(|other| other == name).unwrap_or_default() as u32;
+        Ok(Self { group, place, nodes: names.iter().map(node).collect() })
+    }
+
+    /// Memory of a rank; `flip` swaps who has shared memory where it is mixed.
+    pub fn memory<T: Number>(&self, content: Vec<T>, flip: usize) -> Result<Memory<T>> {
+        let shared = match self.place {
+            Place::Shared => true,
+            Place::Ordinary => false,
+            Place::Mixed => (self.group.rank() + flip).is_multiple_of(2),
+        };
+        if !shared {
+            return Ok(Memory::Ordinary(content));
+        }
+        let mut buffer = self.group.alloc_shared(content.len())?;
+        buffer.copy_from_slice(&content);
+        Ok(Memory::Shared(buffer))
+    }
+}
+
+#[derive(Debug)]
+pub enum Memory<T: Number> {
+    Shared(SharedBuffer<T>),
+    Ordinary(Vec<T>),
+}
+
+impl<T: Number> Deref for Memory<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        match self {
+            Self::Shared(buffer) => buffer,
+            Self::Ordinary(buffer) => buffer,
+        }
+    }
+}
+
+impl<T: Number> DerefMut for Memory<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        match self {
+            Self::Shared(buffer) => buffer,
+            Self::Ordinary(buffer) => buffer,
+        }
+    }
+}
+
+impl<T: Number> Buffer for Memory<T> {
+    fn dtype(&self) -> DType {
+        T::DTYPE
+    }
+
+    fn bytes(&self) -> &[u8] {
+        (**self).bytes()
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        (**self).bytes_mut()
+    }
+}
+
+impl Backend for Host<'_> {
+    type Memory<T: Number> = Memory<T>;
+    const VALUES: Values = Values::Any;
+
+    fn rank(&self) -> usize {
+        self.group.rank()
+    }
+
+    fn nodes(&self) -> &[u32] {
+        &self.nodes
+    }
+
+    fn reduces(&self, _: DType, _: ReduceOp) -> bool {
+        true
+    }
+
+    fn input<T: Number>(&self, content: Vec<T>) -> Result<Memory<T>> {
+        self.memory(content, 0)
+    }
+
+    fn output<T: Number>(&self, len: usize) -> Result<Memory<T>> {
+        self.memory(vec![T::small(9); len], 1)
+    }
+
+    fn read<T: Number>(&self, memory: &Memory<T>) -> Result<Vec<T>> {
+        Ok(memory.to_vec())
+    }
+
+    fn all_reduce<T: Number>(&self, data: &mut Memory<T>, op: ReduceOp) -> Result<()> {
+        Ok(self.group.all_reduce(data, op)?)
+    }
+
+    fn reduce<T: Number>(&self, data: &mut Memory<T>, op: ReduceOp, root: usize) -> Result<()> {
+        Ok(self.group.reduce(data, op, root)?)
+    }
+
+    fn broadcast<T: Number>(&self, data: &mut Memory<T>, root: usize) -> Result<()> {
+        Ok(self.group.broadcast(data, root)?)
+    }
+
+    fn all_gather<T: Number>(&self, input: &Memory<T>, output: &mut Memory<T>) -> Result<()> {
+        Ok(self.group.all_gather(input, output)?)
+    }
+
+    fn all_gather_v<T: Number>(
+        &self,
+        input: &Memory<T>,
+        output: &mut Memory<T>,
+        counts: &[usize],
+    ) -> Result<()> {
+        Ok(self.group.all_gather_v(input, output, counts)?)
+    }
+
+    fn reduce_scatter<T: Number>(
+        &self,
+        input: &Memory<T>,
+        output: &mut Memory<T>,
+        op: ReduceOp,
+    ) -> Result<()> {
+        Ok(self.group.reduce_scatter(input, output, op)?)
+    }
+
+    fn reduce_scatter_v<T: Number>(
+        &self,
+        input: &Memory<T>,
+        output: &mut Memory<T>,
+        counts: &[usize],
+        op: ReduceOp,
+    ) -> Result<()> {
+        Ok(self.group.reduce_scatter_v(input, output, counts, op)?)
+    }
+
+    fn gather<T: Number>(
+        &self,
+        input: &Memory<T>,
+        output: Option<&mut Memory<T>>,
+        root: usize,
+    ) -> Result<()> {
+        Ok(self.group.gather(input, output, root)?)
+    }
+
+    fn scatter<T: Number>(
+        &self,
+        input: Option<&Memory<T>>,
+        output: &mut Memory<T>,
+        root: usize,
+    ) -> Result<()> {
+        Ok(self.group.scatter(input, output, root)?)
+    }
+
+    fn all_to_all<T: Number>(&self, input: &Memory<T>, output: &mut Memory<T>) -> Result<()> {
+        Ok(self.group.all_to_all(input, output)?)
+    }
+
+    fn all_to_all_v<T: Number>(
+        &self,
+        input: &Memory<T>,
+        input_counts: &[usize],
+        output: &mut Memory<T>,
+        output_counts: &[usize],
+    ) -> Result<()> {
+        Ok(self.group.all_to_all_v(input, input_counts, output, output_counts)?)
+    }
+
+    fn send<T: Number>(&self, data: &Memory<T>, to: usize) -> Result<()> {
+        Ok(self.group.send(data, to)?)
+    }
+
+    fn recv<T: Number>(&self, data: &mut Memory<T>, from: usize) -> Result<()> {
+        Ok(self.group.recv(data, from)?)
+    }
+
+    fn batch_send_recv<T: Number>(
+        &self,
+        sends: &mut [(usize, Memory<T>)],
+        receives: &mut [(usize, Memory<T>)],
+    ) -> Result<()> {
+        let sends = sends.iter_mut().map(|(to, data)| P2pOp::Send { data: &mut **data, to: *to });
+        let receives = receives
+            .iter_mut()
+            .map(|(from, data)| P2pOp::Recv { buffer: &mut **data, from: *from });
+        let mut ops: Vec<P2pOp<&mut [T]>> = sends.chain(receives).collect();
+        Ok(self.group.batch_send_recv(&mut ops)?)
+    }
+}

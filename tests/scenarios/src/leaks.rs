@@ -1,0 +1,83 @@
+//! Groups and worlds that come and go leak nothing.
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use crate::registry::{by_hand, launched, scenario, Scenario};
+use anyhow::{ensure, Context, Result};
+use flow_comm::ProcessGroup;
+
+use crate::groups::use_all;
+
+pub const SCENARIOS: &[Scenario] = &[
+    scenario("a_thousand_groups", groups_come_and_go, &[launched(2), by_hand(&[1, 1])]),
+    scenario("five_hundred_groups_of_their_members", member_groups_come_and_go, &[launched(2)]),
+    scenario(
+        "two_hundred_worlds",
+        worlds_come_and_go,
+        &[launched(2), by_hand(&[2]), by_hand(&[1, 1])],
+    ),
+];
+
+/// What a leak would show in.
+#[derive(Debug)]
+struct Resources {
+    descriptors: usize,
+    threads: usize,
+    mappings: usize,
+    /// KiB, shared memory included.
+    resident: usize,
+}
+
+impl Resources {
+    fn of_this_process() -> Result<Self> {
+        let status = fs::read_to_string("/proc/self/status")?;
+        let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let resident = resident
+            .and_then(|text| text.trim().strip_suffix(" kB"))
+            .context("no VmRSS")?
+            .parse()?;
+        Ok(Self {
+            descriptors: fs::read_dir("/proc/self/fd")?.count(),
+            threads: fs::read_dir("/proc/self/task")?.count(),
+            mappings: fs::read_to_string("/proc/self/maps")?.lines().count(),
+            resident,
+        })
+    }
+
+    fn have_grown_since(&self, before: &Self) -> bool {
+        self.descriptors > before.descriptors
+            || self.threads > before.threads
+            // The allocator may take or join a few areas of its own.
+            || self.mappings > before.mappings + 8
+            || self.resident > before.resident + (16 << 10)
+    }
+}
+
+fn groups_come_and_go(world: &ProcessGroup) -> Result<()> {
+    come_and_go(1000, || use_all(&world.duplicate()?))
+}
+
+fn member_groups_come_and_go(world: &ProcessGroup) -> Result<()> {
+    come_and_go(500, || use_all(&world.new_group_of(&[1, 0], "key")?))
+}
+
+fn worlds_come_and_go(_: &ProcessGroup) -> Result<()> {
+    come_and_go(200, || use_all(&ProcessGroup::from_env()?))
+}
+
+fn come_and_go(times: usize, once: impl Fn() -> Result<()>) -> Result<()> {
+    (0..times / 10).try_for_each(|_| once())?;
+    let before = Resources::of_this_process()?;
+    (0..times).try_for_each(|_| once())?;
+    // A thread that has been joined shows for a moment yet; the store closes a connection once the
+    // other rank has.
+    let begin = Instant::now();
+    let mut after = Resources::of_this_process()?;
+    while after.have_grown_since(&before) && begin.elapsed() < Duration::from_secs(10) {
+        std::thread::sleep(Duration::from_millis(10));
+        after = Resources::of_this_process()?;
+    }
+    ensure!(!after.have_grown_since(&before), "leaked: {before:?} became {after:?}");
+    Ok(())
+}

@@ -1,0 +1,142 @@
+//! The tests of scenarios: jobs that are started, and what is expected of them.
+
+use std::process::{Command, ExitCode};
+
+use flow_harness::net::{Agent, Net};
+use flow_harness::{Finished, Process, TEST_TIMEOUT};
+use libtest_mimic::{Arguments, Trial};
+use nix::sys::signal::Signal;
+use nix::unistd::Pid;
+use tempfile::TempDir;
+
+use super::job::{run_script, Job, Start};
+use super::File;
+use crate::fakes::fake_cuda_is_found;
+
+/// One test: a scenario in one of its jobs.
+pub struct Test {
+    /// The scenario, as the worker knows it: `FILE::NAME`.
+    pub name: String,
+    /// How it is started.
+    pub job: &'static Job,
+    /// A folder of its own.
+    pub folder: TempDir,
+}
+
+/// Runs the tests that the arguments after `--test` choose.
+pub(super) fn run(files: &[File]) -> ExitCode {
+    let arguments = Arguments::from_iter(std::env::args().skip(1));
+    let mut tests = Vec::new();
+    for (file, scenarios) in files {
+        for scenario in *scenarios {
+            for job in scenario.jobs.iter().filter(|job| job.is_of_this_program()) {
+                tests.push((format!("{file}::{}", scenario.name), job, scenario.check));
+            }
+        }
+    }
+    if tests.iter().any(|(_, job, _)| job.fake_cuda) && !fake_cuda_is_found() {
+        tests.retain(|(_, job, _)| !job.fake_cuda);
+    }
+    if cfg!(feature = "mpi") && !has_mpirun() {
+        tests.clear();
+    }
+    let trial = |(name, job, check): (String, &'static Job, fn(&Test))| {
+        Trial::test(format!("{name} ({})", job.title()), move || {
+            let folder = tempfile::tempdir().expect("a folder of its own");
+            check(&Test { name, job, folder });
+            Ok(())
+        })
+    };
+    libtest_mimic::run(&arguments, tests.into_iter().map(trial).collect()).exit_code()
+}
+
+/// Whether there is an mpirun; if not, says so.
+fn has_mpirun() -> bool {
+    let has = Command::new("mpirun").arg("--version").output().is_ok();
+    if !has {
+        println!("SKIPPED: groups over MPI: there is no mpirun (Debian, Ubuntu: apt-get install openmpi-bin)");
+    }
+    has
+}
+
+impl Test {
+    /// The commands of the job: one for each rank, for each machine, or for the launcher.
+    pub fn commands(&self) -> Vec<Command> {
+        let mut commands = self.job.commands(&worker(), &[&self.name]);
+        if self.job.fake_cuda {
+            let waits = self.folder.path().join("waits");
+            commands.iter_mut().for_each(|command| _ = command.env("FLOW_FAKE_WAITS", &waits));
+        }
+        commands
+    }
+
+    /// Has mpirun start so many ranks by a shell script, whose arguments are the rank's program.
+    pub fn mpirun(&self, ranks: usize, script: &str) -> Command {
+        run_script(ranks, script, &worker(), &[&self.name])
+    }
+
+    /// Starts the ranks of a job without a launcher.
+    pub fn ranks(&self) -> Vec<Process> {
+        assert!(matches!(self.job.start, Start::ByHand(_)), "a launcher starts these ranks");
+        self.commands().into_iter().map(Process::start).collect()
+    }
+
+    /// Starts flow-launch or mpirun.
+    pub fn launcher(&self) -> Process {
+        let mut commands = self.commands();
+        assert!(!matches!(self.job.start, Start::ByHand(_) | Start::Machines(_)), "no launcher");
+        Process::start(commands.remove(0))
+    }
+
+    /// Starts flow-launch on each machine of a network. None, and a printed reason, where this
+    /// machine does not allow it.
+    pub fn machines(&self) -> Option<(Net, Vec<Agent>)> {
+        let net = Net::new(self.job.nodes().len())?;
+        let commands = self.commands();
+        let agents = commands.iter().enumerate();
+        let agents = agents.map(|(node, command)| net.start(node, command)).collect();
+        Some((net, agents))
+    }
+
+    /// The job ends well, as every rank reports.
+    pub fn passes(&self) {
+        let passed = |ranks: usize| format!("{} passed\n", self.name).repeat(ranks);
+        let nodes = self.job.nodes();
+        match self.job.start {
+            Start::ByHand(_) => {
+                for rank in self.ranks() {
+                    assert_eq!(rank.finish(TEST_TIMEOUT).success(), passed(1));
+                }
+            }
+            Start::Launched(_) | Start::Mpirun(_) => {
+                let output = self.launcher().finish(TEST_TIMEOUT).success();
+                assert_eq!(output, passed(nodes.iter().sum()));
+            }
+            Start::Machines(_) => {
+                let Some((net, agents)) = self.machines() else { return };
+                for (agent, ranks) in agents.into_iter().zip(nodes) {
+                    assert_eq!(agent.finish().success(), passed(ranks));
+                }
+                net.until_nothing_is_left();
+            }
+        }
+    }
+}
+
+/// The name of this program.
+fn worker() -> String {
+    let path = std::env::current_exe().expect("a program knows its own path");
+    path.file_name().expect("it has a name").to_string_lossy().into_owned()
+}
+
+/// What a process printed that ended well, without what [`super::main`] prints.
+pub fn lines(finished: Finished) -> Vec<String> {
+    let own = |line: &&str| !line.ends_with(" passed");
+    finished.success().lines().filter(own).map(str::to_owned).collect()
+}
+
+/// Sends a process of the test a signal.
+pub fn signal(process: &Process, signal: Signal) {
+    nix::sys::signal::kill(Pid::from_raw(process.pid() as i32), signal)
+        .expect("the process is ours");
+}
