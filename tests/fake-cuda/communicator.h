@@ -9,7 +9,7 @@
 #include <mutex>
 #include <thread>
 
-#include "meeting.h"
+#include "rendezvous.h"
 #include "reduction.h"
 
 enum Result {
@@ -49,9 +49,9 @@ int flow_fake_enqueue(void* stream, void (*job)(void*), void* data);
 class Communicator : public std::enable_shared_from_this<Communicator> {
 public:
     Communicator(int ranks, int rank, int origin, int number, bool blocking, void* context)
-        : meeting(ranks, rank), origin(origin), number(number), blocking(blocking), context(context) {}
+        : rendezvous(ranks, rank), origin(origin), number(number), blocking(blocking), context(context) {}
 
-    Meeting meeting;
+    Rendezvous rendezvous;
     const int origin;  // the rank in the communicator that this one was split from, in the end
     const int number;  // in the order in which the process made them
     const bool blocking;
@@ -194,15 +194,15 @@ private:
     }
 
     bool exchange(std::vector<Transfer> sent, std::vector<Transfer> received) {
-        return meeting.exchange(stopping(), std::move(sent), std::move(received));
+        return rendezvous.exchange(stopping(), std::move(sent), std::move(received));
     }
 
     /// Returns when all ranks are here.
     bool gather_all() {
         char here = 1;
-        std::vector<char> others(meeting.ranks);
+        std::vector<char> others(rendezvous.ranks);
         std::vector<Transfer> sent, received;
-        for (int other = 0; other < meeting.ranks; ++other) {
+        for (int other = 0; other < rendezvous.ranks; ++other) {
             sent.push_back(transfer(other, &here, 1));
             received.push_back(transfer(other, &others[other], 1));
         }
@@ -210,7 +210,7 @@ private:
     }
 
     bool collective(const Operation& operation) {
-        const int ranks = meeting.ranks, rank = meeting.rank, root = operation.peer;
+        const int ranks = rendezvous.ranks, rank = rendezvous.rank, root = operation.peer;
         const size_t size = type_sizes[operation.type], bytes = operation.bytes();
         auto from = static_cast<const char*>(operation.from);
         auto to = static_cast<char*>(operation.to);

@@ -96,8 +96,8 @@ bool has_reduction(Kind kind) { return kind == ALL_REDUCE || kind == REDUCE || k
 /// Whether all that this rank sends and receives is registered.
 bool is_registered(const Communicator& communicator, const Operation& operation) {
     const Kind kind = operation.kind;
-    const size_t bytes = operation.bytes(), ranks = communicator.meeting.ranks;
-    const bool root = !has_root(kind) || communicator.meeting.rank == operation.peer;
+    const size_t bytes = operation.bytes(), ranks = communicator.rendezvous.ranks;
+    const bool root = !has_root(kind) || communicator.rendezvous.rank == operation.peer;
     const bool sends = kind != RECV && (kind != BROADCAST || root), receives = kind != SEND && (kind != REDUCE || root);
     Lock lock(library.mutex);
     return (!sends || communicator.is_registered(operation.from, bytes * (kind == REDUCE_SCATTER ? ranks : 1))) &&
@@ -128,7 +128,7 @@ int try_to_call(const Pointer& communicator, Operation& operation, void* stream)
     if (!communicator) return refuse(INVALID_ARGUMENT, "there is no such communicator");
     if (operation.type < 0 || operation.type >= DATA_TYPES) return refuse(INVALID_ARGUMENT, "there is no such data type");
     if (operation.reduction < 0 || operation.reduction >= REDUCTIONS) return refuse(INVALID_ARGUMENT, "there is no such reduction");
-    if (operation.peer < 0 || operation.peer >= communicator->meeting.ranks) return refuse(INVALID_ARGUMENT, "there is no such rank");
+    if (operation.peer < 0 || operation.peer >= communicator->rendezvous.ranks) return refuse(INVALID_ARGUMENT, "there is no such rank");
     log(*communicator, operation);
     if (int wrong = check_ready(*communicator)) return wrong;
     auto failure = journal.count(journal.rank(communicator->origin));
@@ -147,7 +147,7 @@ int call(Communicator* handle, void* stream, Operation operation) {
     return result;
 }
 
-/// Closes the meeting's file in the process that made it, and so in all: nobody can come any more.
+/// Closes the rendezvous's file in the process that made it, and so in all: nobody can come any more.
 void close_file(std::uint64_t number) {
     Lock lock(library.mutex);
     auto found = library.files.find(number);
@@ -162,12 +162,12 @@ void keep_file(const Address& address) {
 }
 
 template <class Stopped>
-int meet(Meeting& meeting, const Address& address, Stopped stopped) {
+int join(Rendezvous& rendezvous, const Address& address, Stopped stopped) {
     bool taken = false;
     int result = SUCCESS;
-    if (!meeting.open(address))
+    if (!rendezvous.open(address))
         result = refuse(SYSTEM_ERROR, "the process that made the unique id is gone");
-    else if (!meeting.join(stopped, &taken))
+    else if (!rendezvous.join(stopped, &taken))
         result = taken ? refuse(INVALID_USAGE, "two processes have the same rank") : INTERNAL_ERROR;
     close_file(address.number);
     return result;
@@ -178,25 +178,25 @@ int split(Communicator& parent, int color, int key, bool blocking, int number, C
     constexpr int none = -1;
     auto stopping = parent.stopping();
     const std::uint64_t turn = ++parent.splits;
-    if (!parent.meeting.choose(stopping, turn, color, key)) return INTERNAL_ERROR;
+    if (!parent.rendezvous.choose(stopping, turn, color, key)) return INTERNAL_ERROR;
     if (color == none) return SUCCESS;
     std::vector<std::pair<int, int>> members;  // (key, rank in the parent)
-    for (int rank = 0; rank < parent.meeting.ranks; ++rank) {
-        auto& choice = parent.meeting.choice(rank, turn);
+    for (int rank = 0; rank < parent.rendezvous.ranks; ++rank) {
+        auto& choice = parent.rendezvous.choice(rank, turn);
         if (choice.color == color) members.push_back({choice.key, rank});
     }
     std::sort(members.begin(), members.end());
-    const int rank = int(std::find(members.begin(), members.end(), std::pair{key, parent.meeting.rank}) - members.begin());
+    const int rank = int(std::find(members.begin(), members.end(), std::pair{key, parent.rendezvous.rank}) - members.begin());
     Address address;
     if (rank == 0) {
-        if (!Meeting::create(&address)) return refuse(SYSTEM_ERROR, "no shared memory");
+        if (!Rendezvous::create(&address)) return refuse(SYSTEM_ERROR, "no shared memory");
         keep_file(address);
-        parent.meeting.post_address(turn, address);
-    } else if (!parent.meeting.wait_address(stopping, turn, members[0].second, &address)) {
+        parent.rendezvous.publish_address(turn, address);
+    } else if (!parent.rendezvous.wait_address(stopping, turn, members[0].second, &address)) {
         return INTERNAL_ERROR;
     }
     auto child = std::make_shared<Communicator>(int(members.size()), rank, parent.origin, number, blocking, parent.context);
-    if (int wrong = meet(child->meeting, address, stopping)) return wrong;
+    if (int wrong = join(child->rendezvous, address, stopping)) return wrong;
     Lock lock(library.mutex);
     library.communicators[child.get()] = child;
     __atomic_store_n(out, child.get(), __ATOMIC_RELEASE);
@@ -236,7 +236,7 @@ EXPORT int ncclGetUniqueId(UniqueId* id) {
     static_assert(sizeof(Address) <= sizeof(UniqueId));
     journal.write(-1, "ncclGetUniqueId");
     Address address;
-    if (!Meeting::create(&address)) return refuse(SYSTEM_ERROR, "no shared memory");
+    if (!Rendezvous::create(&address)) return refuse(SYSTEM_ERROR, "no shared memory");
     keep_file(address);
     *id = {};
     std::memcpy(id->bytes, &address, sizeof address);
@@ -262,7 +262,7 @@ EXPORT int ncclCommInitRankConfig(Communicator** out, int ranks, UniqueId id, in
     __atomic_store_n(out, communicator.get(), __ATOMIC_RELEASE);
     Address address;
     std::memcpy(&address, id.bytes, sizeof address);
-    return communicator->start([self = communicator.get(), address] { return meet(self->meeting, address, self->stopping()); });
+    return communicator->start([self = communicator.get(), address] { return join(self->rendezvous, address, self->stopping()); });
 }
 
 EXPORT int ncclCommSplit(Communicator* handle, int color, int key, Communicator** out, const Config* config) {
@@ -321,14 +321,14 @@ EXPORT int ncclCommCount(Communicator* handle, int* count) {
     auto communicator = find(handle);
     if (!communicator) return refuse(INVALID_ARGUMENT, "there is no such communicator");
     if (int wrong = check_ready(*communicator)) return wrong;
-    return *count = communicator->meeting.ranks, SUCCESS;
+    return *count = communicator->rendezvous.ranks, SUCCESS;
 }
 
 EXPORT int ncclCommUserRank(Communicator* handle, int* rank) {
     auto communicator = find(handle);
     if (!communicator) return refuse(INVALID_ARGUMENT, "there is no such communicator");
     if (int wrong = check_ready(*communicator)) return wrong;
-    return *rank = communicator->meeting.rank, SUCCESS;
+    return *rank = communicator->rendezvous.rank, SUCCESS;
 }
 
 // Memory.

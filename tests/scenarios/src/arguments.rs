@@ -1,10 +1,10 @@
 //! Arguments that collectives refuse; the group stays usable.
 
-use crate::registry::{by_hand, launched, scenario, Scenario};
 use anyhow::{bail, ensure, Context, Result};
 use flow_comm::{Error, ProcessGroup, ReduceOp};
 
 use crate::groups::sum_of_ranks;
+use crate::registry::{by_hand, launched, scenario, Scenario};
 
 pub const SCENARIOS: &[Scenario] = &[scenario(
     "refused_arguments_leave_the_group_usable",

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::registry::{by_hand, launched, scenario, Scenario};
 use anyhow::{ensure, Context, Result};
 use flow_comm::{Buffer, DType, Error, ProcessGroup, ReduceOp, Segments, SharedBuffer};
+
+use crate::registry::{by_hand, launched, scenario, Scenario};
 
 pub const SCENARIOS: &[Scenario] = &[
     scenario("buckets_are_posted_once", pieces, &[launched(2), by_hand(&[1, 1])]),

@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use crate::registry::{by_hand, launched, scenario, Scenario, Test};
 use anyhow::{bail, ensure, Context, Result};
 use flow_comm::env::{Membership, Rendezvous};
 use flow_comm::store::Store;
@@ -10,6 +9,7 @@ use flow_comm::{Error, ProcessGroup, ReduceOp};
 use flow_harness::{assert_contains, TEST_TIMEOUT};
 
 use crate::groups::sum_of_ranks;
+use crate::registry::{by_hand, launched, scenario, Scenario, Test};
 
 pub const SCENARIOS: &[Scenario] = &[
     scenario("members_make_a_group", members, &[launched(5), by_hand(&[5]), by_hand(&[2, 3])]),

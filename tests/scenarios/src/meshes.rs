@@ -1,10 +1,10 @@
 //! Groups that keep an order, splits and meshes; each rank checks its own part.
 
-use crate::registry::{by_hand, launched, scenario, Scenario};
 use anyhow::{ensure, Context, Result};
 use flow_comm::{Error, Mesh, ProcessGroup, ReduceOp};
 
 use crate::groups::sum_of_ranks;
+use crate::registry::{by_hand, launched, scenario, Scenario};
 
 pub const SCENARIOS: &[Scenario] = &[
     scenario("groups_keep_the_order_of_their_list", ordered, &[launched(5), by_hand(&[3, 2])]),

@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
-use crate::registry::{by_hand, launched, mpirun, scenario, Scenario};
 use anyhow::{ensure, Context, Result};
 use flow_comm::{Error, ProcessGroup, Work};
+
+use crate::registry::{by_hand, launched, mpirun, scenario, Scenario};
 
 /// Elements of messages that go in one part, in several, and in many.
 const LENGTHS: [usize; 4] = [0, 9, 100_000, 700_000];

@@ -45,7 +45,7 @@ pub fn run(group: &ProcessGroup) -> Result<()> {
         check_type::<_, f32>(&check, &[1000])?;
         let mesh = Mesh::new(group, &backwards, &[size, 1])?;
         let part = mesh.group(0)?;
-        let check = OnGpu::new(&part, &device)?;
+        let check = OnGpu::new(part, &device)?;
         ensure!(check.nccl.rank() == size - 1 - group.rank(), "another place in the mesh");
         check_type::<_, f32>(&check, &[1000])?;
         // Made by its members alone, in another order.

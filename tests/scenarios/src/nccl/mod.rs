@@ -6,8 +6,9 @@ pub mod failures;
 mod groups;
 pub mod memory;
 
-use crate::registry::{launched, scenario, Scenario};
 use flow_comm::nccl::Library;
+
+use crate::registry::{launched, scenario, Scenario};
 
 pub const SCENARIOS: &[Scenario] = &[
     scenario("groups", groups::run, &[launched(2).on_fake_cuda(), launched(5).on_fake_cuda()]),

@@ -41,7 +41,7 @@ struct Address {
 struct Choice {
     std::atomic<std::uint64_t> turn, address_turn;  // the split that the choice, the address are for
     std::atomic<int> color, key;
-    Address address;  // of the new meeting, from its rank 0
+    Address address;  // of the new rendezvous, from its rank 0
 };
 
 struct Seat {
@@ -71,7 +71,7 @@ struct Transfer {
     std::uint64_t end = 0;  // of a sent transfer's bytes in its channel, once all are written
 };
 
-class Meeting {
+class Rendezvous {
 public:
     /// Makes the memory; the caller closes `address.file` when all have come.
     static bool create(Address* address) {
@@ -84,10 +84,10 @@ public:
         return false;
     }
 
-    Meeting(int ranks, int rank) : ranks(ranks), rank(rank) {}
-    Meeting(const Meeting&) = delete;
+    Rendezvous(int ranks, int rank) : ranks(ranks), rank(rank) {}
+    Rendezvous(const Rendezvous&) = delete;
 
-    ~Meeting() {
+    ~Rendezvous() {
         if (memory) munmap(memory, Memory::bytes(ranks));
     }
 
@@ -136,7 +136,7 @@ public:
         });
     }
 
-    /// Begins a split: posts this rank's choice and waits for all. `turn`: 1, 2, ...
+    /// Begins a split: publishes this rank's choice and waits for all. `turn`: 1, 2, ...
     template <class Stopped>
     bool choose(Stopped stopped, std::uint64_t turn, int color, int key) {
         Choice& mine = choice(rank, turn);
@@ -153,7 +153,7 @@ public:
 
     Choice& choice(int of, std::uint64_t turn) { return memory->seats[of].choices[turn % 2]; }
 
-    void post_address(std::uint64_t turn, const Address& address) {
+    void publish_address(std::uint64_t turn, const Address& address) {
         choice(rank, turn).address = address;
         choice(rank, turn).address_turn = turn;
         ring_all();
