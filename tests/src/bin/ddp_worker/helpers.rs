@@ -115,10 +115,8 @@ pub fn error<T>(result: Result<T, impl std::fmt::Display>) -> Result<String> {
 }
 
 /// The text of the error that a backward must give, if not on this rank then on another. No rank
-/// waits for others on a GPU: one whose own gradients are complete learns of it in its next backward.
-pub fn backward_error<E: std::fmt::Display>(
-    backward: impl Fn() -> Result<(), E>,
-) -> Result<String> {
+/// waits for others on a GPU: one whose own gradients are complete gets it from its next backward.
+pub fn failure<E: std::fmt::Display>(backward: impl Fn() -> Result<(), E>) -> Result<String> {
     match backward() {
         Ok(()) if on_gpu() => error(backward()),
         result => error(result),

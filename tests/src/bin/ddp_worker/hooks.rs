@@ -9,9 +9,9 @@ use flow_ddp::{
     BoxError, CommHook, Ddp, Error, GradBucket, Pending, TensorCollectives, TryBackwardStep,
 };
 use tch::nn::{self, OptimizerConfig};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
-use crate::helpers::{error, gradient_is, mean, plausible, says};
+use crate::helpers::{error, gradient_is, mean, plausible, says, SentAs};
 use crate::models::{store, Vectors};
 
 /// A hook in a closure.
@@ -196,12 +196,37 @@ pub fn failing(group: &ProcessGroup) -> Result<()> {
         let loss = model.weighted_sum(&[(0, 1.0), (1, 1.0)]);
         let mut optimizer = nn::Sgd::default().build(&store, 0.1)?;
         let error = optimizer.try_backward_step(&loss).err().context("no error")?;
-        // Ranks whose own hook has not failed yet learn of another's.
+        // Ranks whose own hook has not failed yet get another's error.
         let own = matches!(error, Error::CommHook { bucket: 0, .. });
         ensure!(own || matches!(error, Error::Comm(_)), "{error:?}");
         says(&error.to_string(), words)?;
         group.barrier()?;
     }
+    Ok(())
+}
+
+/// A hook that panics at the end of one rank's backward fails the backwards of all ranks.
+pub fn panicking(group: &ProcessGroup) -> Result<()> {
+    let store = store();
+    let last = group.world_size() - 1;
+    let panics = group.rank() == last;
+    let hook = Hook(move |bucket: &mut GradBucket<'_>| {
+        let flat = sum(bucket)?;
+        Ok(Pending::new(move || match panics {
+            true => panic!("the hook cannot go on"),
+            false => Ok(flat),
+        }))
+    });
+    let model = Ddp::builder(group).comm_hook(hook).wrap(Vectors::new(&store, &[10]), &store)?;
+    let backward = || model.weighted_sum(&[(0, 1.0)]).f_backward().map_err(Error::from_backward);
+    // The others may have ended this backward; not the next one.
+    let first = backward();
+    let second = error(backward())?;
+    if panics {
+        says(&error(first)?, &["panicked: the hook cannot go on"])?;
+    }
+    says(&second, &[&format!("rank {last}"), "its backward failed"])?;
+    group.barrier()?;
     Ok(())
 }
 
@@ -215,5 +240,10 @@ pub fn differing(group: &ProcessGroup) -> Result<()> {
         1 => builder.comm_hook(Bf16Compress),
         _ => builder.comm_hook(Fp16Compress),
     };
-    says(&error(builder.wrap(model, &store))?, &["AllReduce", "Bf16Compress"])
+    says(&error(builder.wrap(model, &store))?, &["AllReduce", "Bf16Compress"])?;
+    // The same hook, with another type to send.
+    let kind = if group.rank() == 0 { Kind::Half } else { Kind::BFloat16 };
+    let builder = Ddp::builder(group).comm_hook(SentAs(kind));
+    let wrapped = builder.wrap(Vectors::new(&store, &[10]), &store);
+    says(&error(wrapped)?, &["options", "Half", "BFloat16"])
 }

@@ -160,7 +160,7 @@ pub fn changed(group: &ProcessGroup) -> Result<()> {
         &error(model.try_forward_t(&x, true))?,
         &["the buffer buffer", "copy_", "wrap the model again"],
     )?;
-    // On one rank only: the others, which wait for its buffers, learn of it. On GPUs no host waits
+    // On one rank only: the others, who wait for its buffers, hear of it. On GPUs no host waits
     // there.
     if !on_gpu() {
         let store = self::store();
@@ -314,7 +314,7 @@ pub fn sub_group(group: &ProcessGroup) -> Result<()> {
         }
         same_everywhere(&sub, &store)?;
         let uses = if sub.rank() == 0 { vec![(0, 1.0)] } else { vec![(0, 1.0), (1, 1.0)] };
-        let text = crate::helpers::backward_error(|| model.weighted_sum(&uses).f_backward())?;
+        let text = crate::helpers::failure(|| model.weighted_sum(&uses).f_backward())?;
         crate::helpers::says(
             &text,
             &[&format!("rank {}: Ddp", group.rank()), "backward: rank 0: w1"],
@@ -348,7 +348,7 @@ pub fn memory(group: &ProcessGroup) -> Result<()> {
 /// From the second backward on the host waits for a GPU in no step. The fake writes down when
 /// it does.
 pub fn waits(group: &ProcessGroup) -> Result<()> {
-    let prefix = std::env::var("FLOW_FAKE_WAITS").context("only the fake counts waits")?;
+    let prefix = std::env::var("FLOW_FAKE_WAITS").context("only the fake can tell")?;
     let file = format!("{prefix}.{}", group.rank());
     let waits = || std::fs::read_to_string(&file).unwrap_or_default();
     let store = store();
@@ -367,7 +367,7 @@ pub fn waits(group: &ProcessGroup) -> Result<()> {
     };
     train(2);
     let before = waits();
-    ensure!(!before.is_empty(), "the fake has counted no waits");
+    ensure!(!before.is_empty(), "the fake has noted no waits at all");
     train(5);
     let after = waits();
     ensure!(before == after, "the host waited for the device: {:?}", after.strip_prefix(&before));

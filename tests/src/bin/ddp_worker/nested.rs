@@ -6,7 +6,7 @@ use flow_comm::ProcessGroup;
 use flow_ddp::Ddp;
 use tch::{Kind, Tensor};
 
-use crate::helpers::{backward_error, error, gradient_is, mean, plausible, says};
+use crate::helpers::{error, failure, gradient_is, mean, plausible, says};
 use crate::models::{device, store, Vectors};
 
 type Loss = Box<dyn Fn() -> Tensor + Send>;
@@ -90,7 +90,7 @@ pub fn unused(group: &ProcessGroup) -> Result<()> {
                 );
             }
         } else {
-            let text = backward_error(|| loss().f_backward())?;
+            let text = failure(|| loss().f_backward())?;
             says(&text, &["no gradient in this backward: rank 0: w2; rank 1: w2"])?;
         }
     }

@@ -1,11 +1,11 @@
-//! Mistakes that every rank must report.
+//! Mistakes that are errors on every rank.
 
 use anyhow::{ensure, Context, Result};
 use flow_comm::ProcessGroup;
 use flow_ddp::Ddp;
 use tch::{Kind, Tensor};
 
-use crate::helpers::{backward_error, error, gradient_is, says, SentAs};
+use crate::helpers::{error, failure, gradient_is, says, SentAs};
 use crate::models::{device, store, Vectors};
 
 /// Parameters without a gradient fail the backward on all ranks, with the names of all of them.
@@ -37,7 +37,7 @@ pub fn unused(group: &ProcessGroup) -> Result<()> {
             let own = leaves_out(group.rank());
             let used: Vec<_> =
                 all.iter().copied().filter(|(index, _)| !own.contains(index)).collect();
-            let text = backward_error(|| model.weighted_sum(&used).f_backward())?;
+            let text = failure(|| model.weighted_sum(&used).f_backward())?;
             let (_, text) =
                 text.split_once("no gradient in this backward: ").with_context(|| text.clone())?;
             let context = || format!("case {number} after {good_steps} good steps: {text}");

@@ -137,7 +137,7 @@ pub fn wrapped_twice(group: &ProcessGroup) -> Result<()> {
     let reason = "parameter a.decoder is wrapped in a Ddp already: drop the first";
     says(&error(Ddp::new((), &store, group))?, &[reason])?;
     let weight = store.variables().remove("z.encoder").context("z.encoder")?;
-    // On one rank only: all report it.
+    // On one rank only: an error of all.
     let fresh = Tensor::ones([64, 256], (Kind::Double, device())).set_requires_grad(true);
     let named = vec![("w".to_string(), if group.rank() == 0 { weight } else { fresh })];
     let text = error(Ddp::from_tensors((), named, vec![], group))?;

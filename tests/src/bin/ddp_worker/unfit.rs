@@ -3,12 +3,12 @@
 
 use anyhow::{ensure, Context, Result};
 use flow_comm::ProcessGroup;
-use flow_ddp::{Ddp, OptimizerState, ReduceOp, TensorCollectives, TryBackwardStep};
+use flow_ddp::{Ddp, OptimizerState, ReduceOp, StateDict, TensorCollectives, TryBackwardStep};
 use tch::nn::{self, OptimizerConfig};
 use tch::{Kind, Tensor};
 
 use crate::helpers::{error, says};
-use crate::models::{device, store};
+use crate::models::{device, store, Vectors};
 
 /// What a function must say of a tensor; `None` where it must do the right thing.
 struct Unfit {
@@ -84,7 +84,7 @@ fn unfit() -> Vec<Unfit> {
     ]
 }
 
-/// `result` is as expected. Errors have one line, and name the operation.
+/// `result` is `expected`, an error or none. Errors have one line, and name the operation.
 fn is<E>(result: Result<(), E>, expected: Option<&str>, operation: &str) -> Result<()>
 where
     E: std::error::Error + Send + Sync + 'static,
@@ -167,7 +167,7 @@ fn models(group: &ProcessGroup, unfit: &Unfit) -> Result<()> {
     if let Ok(trained) = bad().1.f_detach().and_then(|tensor| tensor.f_set_requires_grad(true)) {
         is(wrap(vec![good(), ("bad".into(), trained)], vec![]), unfit.trained, "bad ")?;
     }
-    // On one rank only: all report it.
+    // On one rank only: an error of all.
     let last = group.world_size() - 1;
     let mixed = if group.rank() == last { bad() } else { good() };
     if let Some(reason) = unfit.kept {
@@ -181,7 +181,8 @@ fn optimizers(unfit: &Unfit) -> Result<()> {
     let store = store();
     let weight = store.root().ones("weight", &[2, 3]);
     let mut optimizer = nn::sgd(0.9, 0.0, 0.0, false).build(&store, 0.1)?;
-    let state = [("0.momentum_buffer".to_string(), unfit.tensor.shallow_clone())];
+    let tensors = vec![("0.momentum_buffer".to_string(), unfit.tensor.shallow_clone())];
+    let state = StateDict { tensors, ..optimizer.state()? };
     let loaded = optimizer.load_state(&state);
     let fits = unfit.sent.is_none() && unfit.tensor.kind() == Kind::Float;
     ensure!(loaded.is_ok() == fits, "{loaded:?}");
@@ -233,5 +234,42 @@ pub fn replaced_buffers(group: &ProcessGroup) -> Result<()> {
             ensure!(text.lines().count() == 1, "{text}");
         }
     }
+    Ok(())
+}
+
+/// A rank without memory for what it makes is an error on all ranks, none waits for it.
+pub fn no_memory(group: &ProcessGroup) -> Result<()> {
+    const LENGTH: i64 = 300_000; // of each of three parameters
+    let last = group.world_size() - 1;
+    // What the rank gets for each attempt: nothing, enough to broadcast the model, and enough for
+    // the buckets.
+    let mut room = vec![vec![], vec![], vec![]];
+    let mut held = Vec::new();
+    if group.rank() == last {
+        for (attempt, parameters) in [(1, 3), (2, 1), (2, 1), (2, 1)] {
+            let block = group.arena().allocate(parameters * LENGTH as usize * 4);
+            room[attempt].push(block.context("the region is full already")?);
+        }
+        let mut bytes = 1 << 50;
+        while bytes > 256 << 10 {
+            match group.arena().allocate(bytes) {
+                Some(block) => held.push(block),
+                None => bytes /= 2,
+            }
+        }
+    }
+    for (attempt, freed) in room.into_iter().enumerate() {
+        drop(freed);
+        let store = store();
+        let wrapped = Ddp::new(Vectors::new(&store, &[LENGTH; 3]), &store, group);
+        ensure!(wrapped.is_ok() == (attempt == 2), "{attempt}: {:?}", wrapped.err());
+        if let Err(error) = wrapped {
+            let text = error.to_string();
+            says(&text, &[&format!("rank {last}: "), "no room"])?;
+            says(&text, if group.rank() == last { &[] } else { &["cannot wrap its model"] })?;
+        }
+        group.barrier()?;
+    }
+    drop(held);
     Ok(())
 }
