@@ -24,10 +24,10 @@ use rustix::process::{Pid, PidfdFlags};
 
 use crate::env::{Membership, Rendezvous};
 use crate::error::{Error, Result};
+use crate::fork::Process;
 use crate::settings;
 use crate::shm::arena_header::ArenaHeader;
 use crate::shm::control::MAX_RANKS;
-use crate::shm::fork::Process;
 use crate::stall::StallReporter;
 use crate::transport;
 use crate::world::{Peer, World, FIRST_WARNING};

@@ -23,14 +23,14 @@ impl ArenaHandle {
 impl ProcessGroup {
     /// Where the group's shared memory is.
     pub fn arena_handle(&self) -> ArenaHandle {
-        ArenaHandle(Arc::clone(&self.engine().world))
+        ArenaHandle(Arc::clone(&self.engine().core.world))
     }
 
     /// As [`ProcessGroup::duplicate`], in the memory of `handle` if that is the same on all ranks, of
     /// whatever join of the same processes. All ranks call this.
     pub fn duplicate_in(&self, handle: Option<&ArenaHandle>) -> Result<Self> {
         const NONE: u64 = 0;
-        let own = handle.filter(|handle| handle.0.has_ranks_of(&self.engine().world));
+        let own = handle.filter(|handle| handle.0.has_ranks_of(&self.engine().core.world));
         let mark = own.map_or(NONE, |handle| handle.0.mark());
         let marks = self.run_in_order(Lane::Collectives, |engine| {
             engine.exchange_words(Kind::NewGroup, &[mark])

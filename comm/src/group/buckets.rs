@@ -9,14 +9,13 @@ use flow_kernels::{DType, ReduceOp};
 use super::ProcessGroup;
 use crate::error::Result;
 use crate::shm::arena::Arena;
-use crate::shm::engine::Engine;
 use crate::shm::reduction::Segments;
 use crate::work::Worker;
 
 impl ProcessGroup {
     /// The memory that all ranks of the machine map.
     pub fn arena(&self) -> &Arc<Arena> {
-        &self.engine().world.arena
+        &self.engine().core.world.arena
     }
 
     /// A bucket of gradients for [`ProcessGroup::launch_bucket`]: pieces of these lengths, in
@@ -42,7 +41,7 @@ impl ProcessGroup {
                 none => {
                     let started = Worker::start(self.rank());
                     let fail = |e| {
-                        self.engine().fail(
+                        self.engine().failure.fail(
                             self.system("launch_bucket", format!("cannot start a thread: {e}")),
                         )
                     };
@@ -83,25 +82,27 @@ impl ProcessGroup {
 
     /// The error of `operation`, which is about to begin, if the group has failed.
     pub fn check(&self, operation: &str) -> Result<()> {
-        self.member(&operation)?.check_poison(&operation)
+        self.member(&operation)?.failure.check_poison(&operation)
     }
 
     /// Fails the group on all ranks because of something one or more of them found out: all ranks
     /// call this (those with nothing to add with an empty text) and get what all said, by rank in
     /// the job.
     pub fn fail_and_collect(&self, operation: &str, own: &str) -> Vec<(usize, String)> {
-        self.member(&operation).map_or(Vec::new(), |engine| engine.fail_and_collect(operation, own))
+        self.member(&operation)
+            .map_or(Vec::new(), |engine| engine.failure.fail_and_collect(operation, own))
     }
 
     /// Whether another rank has called [`ProcessGroup::fail_and_collect`].
     pub fn awaits_error_details(&self) -> bool {
-        self.member(&"awaits_error_details").is_ok_and(Engine::awaits_error_details)
+        self.member(&"awaits_error_details")
+            .is_ok_and(|engine| engine.failure.awaits_error_details())
     }
 
     /// Makes the group unusable on all ranks, whose waits end with `cause`.
     pub fn abort(&self, cause: &str) {
         if let Ok(engine) = self.member(&"abort") {
-            engine.abort(cause);
+            engine.failure.abort(cause);
         }
     }
 }

@@ -38,7 +38,7 @@ impl ProcessGroup {
     pub fn use_cuda(&self) -> Result<Arc<Device>> {
         self.member(&"use_cuda")?;
         let share = shares_gpus();
-        let (rank, local_rank) = (self.engine().world.rank, self.local_rank());
+        let (rank, local_rank) = (self.engine().core.world.rank, self.local_rank());
         let counted = Device::count();
         let found = counted.as_ref().map_or(NO_CUDA, |&count| count as i64);
         let ordinal =
@@ -61,13 +61,13 @@ impl ProcessGroup {
             return Err(fail(format!(
                 "asked for {} ranks with a GPU each on this machine, found {} GPU{}: start at most as many ranks \
                  (--nproc_per_node gpu), or see what CUDA_VISIBLE_DEVICES leaves",
-                self.engine().world.locals.len(),
+                self.engine().core.world.locals.len(),
                 short[1],
                 if short[1] == 1 { "" } else { "s" }
             )));
         }
         let device = Device::open(ordinal as usize)
-            .map_err(|error| self.engine().fail(fail(error.to_string())))?;
+            .map_err(|error| self.engine().failure.fail(fail(error.to_string())))?;
         let mut cuda = self.inner.cuda.lock().unwrap_or_else(PoisonError::into_inner);
         cuda.device = Some(Arc::clone(&device));
         Ok(device)
@@ -98,13 +98,17 @@ impl ProcessGroup {
                 )),
             };
         }
-        let fail = |error: DeviceError| self.engine().fail(self.system("nccl", error.to_string()));
+        let fail =
+            |error: DeviceError| self.engine().failure.fail(self.system("nccl", error.to_string()));
         let device = Device::open(ordinal).map_err(fail)?;
         let mut tag = unique_tag();
         self.broadcast(&mut tag, 0)?;
         let tag = format!("{}-{}", tag[0], tag[1]);
-        let group =
-            Arc::new(CudaGroup::new(Arc::clone(&self.inner.engine), Arc::clone(&device), &tag)?);
+        let group = Arc::new(CudaGroup::new(
+            Arc::clone(&self.engine().failure),
+            Arc::clone(&device),
+            &tag,
+        )?);
         cuda.device = Some(device);
         cuda.group = Some(Arc::clone(&group));
         Ok(group)
@@ -122,7 +126,11 @@ impl ProcessGroup {
             let cuda = self.inner.cuda.lock().unwrap_or_else(PoisonError::into_inner);
             (cuda.device.clone(), cuda.group.clone())
         };
-        let group = group.map(|group| group.split(member)).transpose()?.flatten().map(Arc::new);
+        let group = group
+            .map(|group| group.split(member.map(|member| &member.failure)))
+            .transpose()?
+            .flatten()
+            .map(Arc::new);
         Ok(Cuda { device, group })
     }
 }

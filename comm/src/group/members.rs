@@ -66,12 +66,12 @@ impl ProcessGroup {
             return Err(self.caller().argument("new_group_of", reason));
         }
         let locals: Vec<usize> =
-            ranks.iter().copied().filter(|member| engine.locals.contains(member)).collect();
+            ranks.iter().copied().filter(|member| engine.core.locals.contains(member)).collect();
         let first = locals[0]; // this rank is one of them
-        let block = || engine.world.new_control_block(ranks.len(), locals.len());
+        let block = || engine.core.world.new_control_block(ranks.len(), locals.len());
         let mut block = (first == self.rank()).then(block).flatten();
         let own = Call { engine, ranks, key, may_succeed: Cell::new(false) };
-        let (name, offset) = match engine.world.store() {
+        let (name, offset) = match engine.core.world.store() {
             Some(store) if ranks.len() > 1 => {
                 own.meet(store, first, block.as_ref()).inspect_err(|_| {
                     // The others may use it.
@@ -87,11 +87,21 @@ impl ProcessGroup {
         let offset = offset
             .filter(reachable)
             .ok_or_else(|| own.failed("the shared memory region is full".into()))?;
-        let control =
-            Control::attach(Arc::clone(&engine.world.arena), offset, ranks.len(), locals.len());
-        let global = ranks.iter().map(|&member| engine.ranks[member]).collect();
-        let group =
-            Engine::new(Arc::clone(&engine.world), control, block, global, self.timeout(), name)?;
+        let control = Control::attach(
+            Arc::clone(&engine.core.world.arena),
+            offset,
+            ranks.len(),
+            locals.len(),
+        );
+        let global = ranks.iter().map(|&member| engine.core.ranks[member]).collect();
+        let group = Engine::new(
+            Arc::clone(&engine.core.world),
+            control,
+            block,
+            global,
+            self.timeout(),
+            name,
+        )?;
         Ok(Self::of(Arc::new(group), self.inner.local_rank, self.apart()))
     }
 }
@@ -145,22 +155,28 @@ impl Call<'_> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         format!(
             "{}.{}-{}",
-            self.engine.name,
-            self.engine.world.rank,
+            self.engine.core.name,
+            self.engine.core.world.rank,
             NUMBER.fetch_add(1, Ordering::Relaxed)
         )
     }
 
     fn keys(&self, name: &str) -> Keys {
-        Keys { name: name.into(), prefix: format!("{}group/{name}/", self.engine.world.prefix) }
+        Keys {
+            name: name.into(),
+            prefix: format!("{}group/{name}/", self.engine.core.world.prefix),
+        }
     }
 
     fn call_key(&self) -> String {
-        format!("{}group/{}/call/{}", self.engine.world.prefix, self.engine.name, self.key)
+        format!(
+            "{}group/{}/call/{}",
+            self.engine.core.world.prefix, self.engine.core.name, self.key
+        )
     }
 
     fn failed(&self, reason: String) -> Error {
-        Error::System { rank: self.engine.world.rank, operation: self.to_string(), reason }
+        Error::System { rank: self.engine.core.world.rank, operation: self.to_string(), reason }
     }
 
     /// The group's name, and where on this node its memory is, of which member `first` has the
@@ -177,11 +193,12 @@ impl Call<'_> {
             begin,
             last_exit_poll: begin,
             warning,
-            long: self.engine.world.long_wait(),
+            long: self.engine.core.world.long_wait(),
         };
         let keys = self.answer(store, block, &mut wait)?;
         let outcome = self.outcome(store, &keys, &mut wait);
         self.engine
+            .core
             .meetings
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -190,7 +207,7 @@ impl Call<'_> {
         let offsets = outcome["offsets"].as_object().ok_or_else(|| self.error(&outcome))?;
         if store.add(&keys.of("heard"), 1).map_err(fail)? == self.ranks.len() as i64 {
             store.delete(&[keys.of("heard"), keys.outcome()]).map_err(fail)?;
-        } else if self.engine.world.hosts_store() {
+        } else if self.engine.core.world.hosts_store() {
             // The store ends with this process, which may be over right after this.
             let begin = Instant::now();
             while begin.elapsed() < FAREWELL_TIMEOUT
@@ -207,12 +224,12 @@ impl Call<'_> {
     /// waits until it is gone.
     fn answer(&self, store: &Store, block: Option<&Block>, wait: &mut WaitState) -> Result<Keys> {
         let fail = |error: StoreError| self.failed(error.to_string());
-        let own =
-            json!({"name": self.new_name(), "rank": self.engine.world.rank, "ranks": self.ranks});
+        let own = json!({"name": self.new_name(), "rank": self.engine.core.world.rank, "ranks": self.ranks});
         loop {
             // Locked until the call is answered: a call to a meeting that is over in this rank is
             // gone.
-            let mut meetings = self.engine.meetings.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut meetings =
+                self.engine.core.meetings.lock().unwrap_or_else(PoisonError::into_inner);
             let called = store
                 .compare_and_set(&self.call_key(), None, own.to_string().as_bytes())
                 .map_err(fail)?;
@@ -228,7 +245,8 @@ impl Call<'_> {
                 .map(|outcome| read(&outcome))
                 .filter(|outcome| outcome["offsets"].is_null());
             let is_ours = ranks == self.ranks;
-            if let Some(outcome) = failure.filter(|_| is_ours || !ranks.contains(&self.engine.rank))
+            if let Some(outcome) =
+                failure.filter(|_| is_ours || !ranks.contains(&self.engine.core.rank))
             {
                 let cause = self.error(&outcome);
                 return Err(if is_ours {
@@ -241,7 +259,7 @@ impl Call<'_> {
                 let offset = json!(block.map(Block::offset));
                 self.may_succeed.set(true);
                 store
-                    .set(&keys.answer(self.engine.rank), offset.to_string().as_bytes())
+                    .set(&keys.answer(self.engine.core.rank), offset.to_string().as_bytes())
                     .map_err(fail)?;
                 meetings.push(name.into());
                 if store.add(&keys.of("answers"), 1).map_err(fail)? == self.ranks.len() as i64 {
@@ -250,28 +268,33 @@ impl Call<'_> {
                 return Ok(keys);
             }
             drop(meetings);
-            if !is_ours && ranks.contains(&self.engine.rank) {
-                let rank = self.engine.world.rank;
+            if !is_ours && ranks.contains(&self.engine.core.rank) {
+                let rank = self.engine.core.world.rank;
                 let detail =
                     format!("rank {rank} called {self}, rank {caller} called it with {ranks:?}");
                 self.decide(store, &keys, json!({ "differ": detail }))?;
                 return Err(Error::Mismatch { rank, detail });
             }
             let others = || {
-                self.ranks.iter().copied().filter(|&member| member != self.engine.rank).collect()
+                self.ranks
+                    .iter()
+                    .copied()
+                    .filter(|&member| member != self.engine.core.rank)
+                    .collect()
             };
             if let Some(gone) = self.gone(wait, &others) {
                 return Err(self.error(&json!({ "gone": gone })));
             }
-            let holders =
-                || ranks.iter().copied().filter(|&member| member < self.engine.size()).collect();
+            let holders = || {
+                ranks.iter().copied().filter(|&member| member < self.engine.core.size()).collect()
+            };
             let what =
                 || format!("the group of {ranks:?}, which has the key as rank {caller} called it");
-            if wait.begin.elapsed() >= self.engine.timeout() {
+            if wait.begin.elapsed() >= self.engine.core.timeout() {
                 return Err(self.timed_out(what()));
             }
             self.report(wait, &holders, &what);
-            std::thread::sleep(POLL_INTERVAL.min(self.engine.timeout() / 4));
+            std::thread::sleep(POLL_INTERVAL.min(self.engine.core.timeout() / 4));
         }
     }
 
@@ -279,8 +302,8 @@ impl Call<'_> {
     fn conclude(&self, store: &Store, keys: &Keys) -> Result<()> {
         let fail = |error: StoreError| self.failed(error.to_string());
         store.delete(&[self.call_key()]).map_err(fail)?;
-        let world = &self.engine.world;
-        let node = |member: usize| world.node(self.engine.ranks[member]);
+        let world = &self.engine.core.world;
+        let node = |member: usize| world.node(self.engine.core.ranks[member]);
         let is_first = |&&member: &&usize| {
             self.ranks.iter().find(|&&other| node(other) == node(member)) == Some(&member)
         };
@@ -298,7 +321,7 @@ impl Call<'_> {
             .iter()
             .find(|(_, offset)| offset.is_null())
             .and_then(|(member, _)| member.parse().ok());
-        let outcome = match full.map(|member: usize| self.engine.ranks[member]) {
+        let outcome = match full.map(|member: usize| self.engine.core.ranks[member]) {
             Some(rank) => {
                 json!({ "failed": format!("the shared memory region of rank {rank} is full") })
             }
@@ -330,7 +353,7 @@ impl Call<'_> {
 
     /// Waits for the outcome, while all members live.
     fn outcome(&self, store: &Store, keys: &Keys, wait: &mut WaitState) -> Result<Value> {
-        let timeout = self.engine.timeout();
+        let timeout = self.engine.core.timeout();
         loop {
             match store.get(&keys.outcome(), POLL_INTERVAL.min(timeout / 4)) {
                 Ok(outcome) => return Ok(self.learn(read(&outcome))),
@@ -362,7 +385,7 @@ impl Call<'_> {
         missing: &dyn Fn() -> Vec<usize>,
         what: &dyn Fn() -> String,
     ) {
-        let (world, waited) = (&self.engine.world, wait.begin.elapsed());
+        let (world, waited) = (&self.engine.core.world, wait.begin.elapsed());
         if waited >= wait.warning {
             log::warn!(
                 "rank {}: {self} has waited {} s for {}",
@@ -374,22 +397,26 @@ impl Call<'_> {
         }
         if let Some(long) = &mut wait.long {
             long.look(waited, self, || {
-                missing().iter().map(|&member| self.engine.ranks[member]).collect()
+                missing().iter().map(|&member| self.engine.core.ranks[member]).collect()
             });
         }
     }
 
     /// A member that has gone.
     fn gone(&self, wait: &mut WaitState, missing: &dyn Fn() -> Vec<usize>) -> Option<usize> {
-        let gone =
-            self.engine.departed_peers().into_iter().find(|member| self.ranks.contains(member));
+        let gone = self
+            .engine
+            .failure
+            .departed_peers()
+            .into_iter()
+            .find(|member| self.ranks.contains(member));
         if gone.is_some() || wait.last_exit_poll.elapsed() < EXIT_POLL_INTERVAL {
             return gone;
         }
         wait.last_exit_poll = Instant::now();
-        let world = &self.engine.world;
+        let world = &self.engine.core.world;
         let has_ended = |member: &usize| {
-            world.exit_report(self.engine.ranks[*member], Duration::ZERO).is_some()
+            world.exit_report(self.engine.core.ranks[*member], Duration::ZERO).is_some()
         };
         missing().into_iter().find(has_ended)
     }
@@ -402,30 +429,38 @@ impl Call<'_> {
             Err(StoreError::Timeout { missing, .. }) => {
                 missing.iter().filter_map(|key| key.rsplit('/').next()?.parse().ok()).collect()
             }
-            _ => self.ranks.iter().copied().filter(|&member| member != self.engine.rank).collect(),
+            _ => self
+                .ranks
+                .iter()
+                .copied()
+                .filter(|&member| member != self.engine.core.rank)
+                .collect(),
         }
     }
 
     fn describe(&self, members: &[usize]) -> String {
-        let one = |&member: &usize| self.engine.world.describe(self.engine.ranks[member]);
+        let one = |&member: &usize| self.engine.core.world.describe(self.engine.core.ranks[member]);
         members.iter().map(one).collect::<Vec<_>>().join("; ")
     }
 
     fn timed_out(&self, missing: String) -> Error {
-        let (rank, timeout) = (self.engine.world.rank, self.engine.timeout());
+        let (rank, timeout) = (self.engine.core.world.rank, self.engine.core.timeout());
         Error::Timeout { rank, operation: self.to_string(), timeout, missing }
     }
 
     /// The error in an outcome.
     fn error(&self, outcome: &Value) -> Error {
-        let (engine, rank) = (self.engine, self.engine.world.rank);
+        let (engine, rank) = (self.engine, self.engine.core.world.rank);
         let gone = outcome["gone"]
             .as_u64()
             .map(|member| member as usize)
-            .filter(|&member| member < engine.size());
+            .filter(|&member| member < engine.core.size());
         if let Some(member) = gone {
-            let end = engine.world.loss_cause(engine.ranks[member], engine.has_left(member));
-            let peer = format!("{} {end}", engine.world.describe(engine.ranks[member]));
+            let end = engine
+                .core
+                .world
+                .loss_cause(engine.core.ranks[member], engine.failure.has_left(member));
+            let peer = format!("{} {end}", engine.core.world.describe(engine.core.ranks[member]));
             return Error::PeerLost { rank, operation: self.to_string(), peer };
         }
         match (outcome["differ"].as_str(), outcome["failed"].as_str()) {

@@ -4,6 +4,7 @@ mod arena_handle;
 mod arguments;
 mod batch;
 mod buckets;
+pub mod core;
 mod cuda;
 mod members;
 mod mesh;
@@ -12,6 +13,7 @@ mod split;
 mod uneven;
 
 use std::fmt;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -21,10 +23,10 @@ use crate::arguments::Caller;
 use crate::buffer::{Buffer, SharedBuffer};
 use crate::env::Membership;
 use crate::error::{Error, Result};
+use crate::fork::ForkSafe;
 use crate::kind::Kind;
 use crate::settings;
 use crate::shm::engine::Engine;
-use crate::shm::fork::ForkSafe;
 use crate::trace::Record;
 use crate::work::Worker;
 use crate::world::World;
@@ -76,7 +78,7 @@ impl Drop for Inner {
         let leader_thread =
             self.leader_thread.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         if leader_thread.is_some() && self.engine.has_buckets() {
-            self.engine.cancel();
+            self.engine.failure.cancel();
         }
     }
 }
@@ -124,22 +126,22 @@ impl ProcessGroup {
 
     /// This process' number in the group.
     pub fn rank(&self) -> usize {
-        self.engine().rank
+        self.engine().core.rank
     }
 
     /// Number of processes in the group.
     pub fn world_size(&self) -> usize {
-        self.engine().size()
+        self.engine().core.size()
     }
 
     /// How many members of the group are on this node, this process among them.
     pub fn local_world_size(&self) -> usize {
-        self.engine().locals.len()
+        self.engine().core.locals.len()
     }
 
-    /// How many collectives this rank has begun in the group: the sequence number of the next.
+    /// How many collectives this rank has begun in the group on the host.
     pub fn sequence(&self) -> u64 {
-        self.engine().state().sequence
+        self.engine().core.sequence.load(Ordering::Relaxed)
     }
 
     /// This process' number among those of the job on this machine: which of its devices to use.
@@ -149,23 +151,23 @@ impl ProcessGroup {
 
     /// The members' ranks in the job, by their rank in this group.
     pub fn ranks(&self) -> &[usize] {
-        &self.engine().ranks
+        &self.engine().core.ranks
     }
 
     /// How long this rank waits for others before the group fails.
     pub fn timeout(&self) -> Duration {
-        self.engine().timeout()
+        self.engine().core.timeout()
     }
 
     /// The group's last operations on this rank, the oldest first, with those that are under way: on
     /// the host and on GPUs, some hundred of them. Recording is always on.
     pub fn flight_recorder(&self) -> Vec<Record> {
-        self.engine().recorder.records()
+        self.engine().core.recorder.records()
     }
 
     /// Changes how long this rank waits; groups made from this one start with the new value.
     pub fn set_timeout(&self, timeout: Duration) {
-        self.engine().set_timeout(timeout.min(MAX_TIMEOUT));
+        self.engine().core.set_timeout(timeout.min(MAX_TIMEOUT));
     }
 
     /// A group of the same ranks with collectives of its own, which do not mix with this one's.
@@ -183,7 +185,7 @@ impl ProcessGroup {
                 format!("no room for {len} x {} in this rank's region", T::DTYPE),
             )
         };
-        SharedBuffer::new(&self.member(&"alloc_shared")?.world.arena, len).ok_or_else(full)
+        SharedBuffer::new(&self.member(&"alloc_shared")?.core.world.arena, len).ok_or_else(full)
     }
 
     /// Reduces `buffer` element by element over all ranks; all get the result.
@@ -314,7 +316,7 @@ impl ProcessGroup {
         self.caller().check_peer("send", to)?;
         let (data, dtype) = self.raw("send", data)?;
         self.run_in_order(Lane::To(to), |engine| {
-            engine.recorder.begin_message(Kind::Send, data.bytes);
+            engine.core.recorder.begin_message(Kind::Send, data.bytes);
             engine.send(data, dtype, to, tag)
         })
     }
@@ -334,7 +336,7 @@ impl ProcessGroup {
         self.caller().check_peer("recv", from)?;
         let (data, dtype) = self.raw_mut("recv", buffer)?;
         self.run_in_order(Lane::From(from, tag), |engine| {
-            engine.recorder.begin_message(Kind::Recv, data.bytes);
+            engine.core.recorder.begin_message(Kind::Recv, data.bytes);
             engine.recv(data, dtype, from, tag)
         })
     }
@@ -359,7 +361,7 @@ impl ProcessGroup {
         }
         let (data, dtype) = self.raw_mut("recv_any", buffer)?;
         self.run_in_order(Lane::FromAny(tag), |engine| {
-            engine.recorder.begin_message(Kind::Recv, data.bytes);
+            engine.core.recorder.begin_message(Kind::Recv, data.bytes);
             engine.recv_any(data, dtype, tag)
         })
     }
@@ -378,16 +380,16 @@ impl ProcessGroup {
     fn member(&self, operation: &dyn fmt::Display) -> Result<&Engine> {
         match self.inner.is_ours() {
             true => Ok(self.engine()),
-            false => Err(self.engine().world.forked(operation)),
+            false => Err(self.engine().core.world.forked(operation)),
         }
     }
 
     fn caller(&self) -> Caller {
-        self.engine().caller()
+        self.engine().core.caller()
     }
 
     fn system(&self, operation: &str, reason: String) -> Error {
-        Error::System { rank: self.engine().world.rank, operation: operation.into(), reason }
+        Error::System { rank: self.engine().core.world.rank, operation: operation.into(), reason }
     }
 }
 

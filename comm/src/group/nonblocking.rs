@@ -10,8 +10,8 @@ use flow_kernels::ReduceOp;
 use super::{Inner, ProcessGroup};
 use crate::buffer::Buffer;
 use crate::error::Result;
+use crate::fork::ForkSafe;
 use crate::shm::engine::Engine;
-use crate::shm::fork::ForkSafe;
 use crate::work::{Work, Worker};
 
 /// What keeps its order: collectives, the messages to each rank, and those with each tag from each
@@ -224,7 +224,7 @@ impl ProcessGroup {
             worker.drain();
         }
         let result = operation(engine);
-        engine.recorder.end(result.is_ok());
+        engine.core.recorder.end(result.is_ok());
         result
     }
 
@@ -262,7 +262,7 @@ impl ProcessGroup {
                 none.insert(Arc::new(worker))
             }
         };
-        let queued = self.engine().recorder.queue(lane == Lane::Collectives);
+        let queued = self.engine().core.recorder.queue(lane == Lane::Collectives);
         Ok(worker.submit(self.rank(), operation, move || queued.run(|| run(&group))))
     }
 

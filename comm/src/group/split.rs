@@ -29,7 +29,7 @@ impl ProcessGroup {
     /// A list with a rank twice, or without ranks; on all ranks, lists that differ, and too little
     /// shared memory.
     pub fn new_group(&self, ranks: &[usize]) -> Result<Option<Self>> {
-        self.new_group_in(&self.engine().world, ranks)
+        self.new_group_in(&self.engine().core.world, ranks)
     }
 
     /// As [`ProcessGroup::new_group`], in the memory of `world`: this one's or that of another join
@@ -57,7 +57,7 @@ impl ProcessGroup {
         let mut members: Vec<usize> = (0..self.world_size()).filter(same).collect();
         members.sort_by_key(|&rank| words[rank][2] as i64);
         let members = color.is_some().then_some(&members[..]);
-        self.make_group(&self.engine().world, "split", &words, members)
+        self.make_group(&self.engine().core.world, "split", &words, members)
     }
 
     /// Checks that `ranks` are different ranks of this group.
@@ -84,7 +84,7 @@ impl ProcessGroup {
         members: Option<&[usize]>,
     ) -> Result<Option<Self>> {
         let engine = self.member(&operation)?;
-        let is_local = |member: &usize| engine.locals.contains(member);
+        let is_local = |member: &usize| engine.core.locals.contains(member);
         let members = members.unwrap_or_default();
         let locals: Vec<usize> = members.iter().copied().filter(is_local).collect();
         // On each node the first member there has the memory.
@@ -103,23 +103,28 @@ impl ProcessGroup {
         if let Some(other) = words.iter().position(|words| words[0] != fingerprint) {
             let detail = format!(
                 "rank {} called {operation} with {agreed:?}, rank {} with other ranks",
-                engine.world.rank, engine.ranks[other]
+                engine.core.world.rank, engine.core.ranks[other]
             );
-            return Err(engine.fail(Error::Mismatch { rank: engine.world.rank, detail }));
+            return Err(engine
+                .failure
+                .fail(Error::Mismatch { rank: engine.core.world.rank, detail }));
         }
         if let Some(full) = words.iter().position(|words| words[1] == FULL) {
-            let reason = format!("the shared memory region of rank {} is full", engine.ranks[full]);
+            let reason =
+                format!("the shared memory region of rank {} is full", engine.core.ranks[full]);
             return Err(self.system(operation, reason));
         }
-        let child = engine.children.fetch_add(1, Ordering::Relaxed);
+        let child = engine.core.children.fetch_add(1, Ordering::Relaxed);
         let member = first.map(|first| {
             // In another world the name must be none of its own.
-            let prefix = if Arc::ptr_eq(world, &engine.world) { "" } else { &engine.world.prefix };
+            let prefix =
+                if Arc::ptr_eq(world, &engine.core.world) { "" } else { &engine.core.world.prefix };
             // The first member tells the sub-groups of one collective apart.
-            let name = format!("{prefix}{}.{child}:{}", engine.name, engine.ranks[members[0]]);
+            let name =
+                format!("{prefix}{}.{child}:{}", engine.core.name, engine.core.ranks[members[0]]);
             let (arena, offset) = (Arc::clone(&world.arena), words[first][1] as usize);
             let control = Control::attach(arena, offset, members.len(), locals.len());
-            let global = members.iter().map(|&r| engine.ranks[r]).collect();
+            let global = members.iter().map(|&r| engine.core.ranks[r]).collect();
             let (block, world) = (block.flatten(), Arc::clone(world));
             Engine::new(world, control, block, global, self.timeout(), name).map(Arc::new)
         });

@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use rustix::fs::MemfdFlags;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use super::fork::ForkSafe;
+use crate::fork::ForkSafe;
 
 /// Alignment of blocks of a page and more; smaller ones are aligned to a cache line.
 const PAGE: usize = 4096;

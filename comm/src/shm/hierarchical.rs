@@ -82,14 +82,16 @@ impl NodePhase<'_> {
     /// A member's memory of a block.
     fn at(&self, rank: usize, block: usize) -> *mut u8 {
         match self.locations[rank] {
-            Location::Shared(offset) => self.engine.world.arena.at(offset + block * self.block),
+            Location::Shared(offset) => {
+                self.engine.core.world.arena.at(offset + block * self.block)
+            }
             Location::Staged => self.engine.control.staging(rank, block % 2),
         }
     }
 
     /// Where the leader has a block.
     fn leader_block(&self, block: usize) -> *mut u8 {
-        self.at(self.engine.locals[0], block)
+        self.at(self.engine.core.locals[0], block)
     }
 
     /// Reduces a block of all members to the leader's.
@@ -101,7 +103,7 @@ impl NodePhase<'_> {
             engine.acquire_slot(self.state, operation)?,
         );
         self.result_round[block % 2] = result_round;
-        if self.locations[engine.rank] == Location::Staged {
+        if self.locations[engine.core.rank] == Location::Staged {
             let staging = engine.stage_in(self.state, block % 2, result_round, operation)?;
             // SAFETY: the range is inside the caller's memory and fits the buffer, which nobody
             // reads now.
@@ -116,10 +118,14 @@ impl NodePhase<'_> {
             engine.done(round);
             return engine.wait_done(round, operation);
         }
-        let slice =
-            slice(range.len() / element, engine.locals.len() - 1, engine.local - 1, element);
+        let slice = slice(
+            range.len() / element,
+            engine.core.locals.len() - 1,
+            engine.core.local - 1,
+            element,
+        );
         let place = |&rank: &usize| self.at(rank, block).wrapping_add(slice.start * element);
-        let places: Vec<*mut u8> = engine.locals.iter().map(place).collect();
+        let places: Vec<*mut u8> = engine.core.locals.iter().map(place).collect();
         engine.reduce_local_at(operation, &places, &mut [places[0]], slice.len());
         engine.done(round);
         Ok(())
@@ -153,17 +159,16 @@ impl Engine {
         data: BufferView,
         locations: &[Location],
     ) -> Result<()> {
-        let Some(inter_node) = &self.inter_node else { return Ok(()) };
         let element = operation.dtype.size();
-        let nodes = inter_node.leaders.len();
+        let nodes = self.core.leaders.len();
         // All nodes cut alike: where any has to stage, a block fits the staging buffers.
         let is_alone = |rank: usize| {
-            inter_node.nodes.iter().filter(|&&node| node == inter_node.nodes[rank]).count() == 1
+            self.core.nodes.iter().filter(|&&node| node == self.core.nodes[rank]).count() == 1
         };
-        let staged =
-            (0..self.size()).any(|rank| locations[rank] == Location::Staged && !is_alone(rank));
+        let staged = (0..self.core.size())
+            .any(|rank| locations[rank] == Location::Staged && !is_alone(rank));
         let slice = if staged { (CHUNK / nodes / 64 * 64).max(64) } else { SLICE };
-        if self.locals.len() == 1 {
+        if self.core.locals.len() == 1 {
             let (_, mut guard) = self.lock_links()?;
             let span = Span::new(vec![(data.data, data.bytes / element)], operation.dtype);
             self.reduce_scatter_all_gather(&mut guard, operation, &span, slice, None)?;
@@ -252,8 +257,8 @@ impl Engine {
         mut together: Option<&mut NodePhase>,
     ) -> Result<()> {
         let Some(inter_node) = &self.inter_node else { return Ok(()) };
-        let (nodes, here, element) = (inter_node.leaders.len(), inter_node.node, span.element);
-        if self.locals.len() == 1 && is_divided_first(operation) {
+        let (nodes, here, element) = (self.core.leaders.len(), inter_node.node, span.element);
+        if self.core.locals.len() == 1 && is_divided_first(operation) {
             for &(data, count) in &span.pieces {
                 self.reduce_local_at(operation, &[data], &mut [data], count);
             }
@@ -330,7 +335,7 @@ impl Engine {
                                 &sources,
                                 &[own],
                                 count,
-                                self.size(),
+                                self.core.size(),
                             );
                         }
                         reduce => {

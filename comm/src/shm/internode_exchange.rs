@@ -32,7 +32,7 @@ impl LinksGuard<'_> {
 impl Drop for LinksGuard<'_> {
     fn drop(&mut self) {
         if !self.is_complete {
-            self.engine.abandon(&mut *self.links.wire);
+            self.engine.failure.abandon(&mut *self.links.wire);
         }
     }
 }
@@ -75,7 +75,16 @@ pub fn drive(
 impl Engine {
     /// In the leader.
     pub fn lock_links(&self) -> Result<(&InterNode, LinksGuard<'_>)> {
-        let (inter_node, links) = self.links()?;
+        let links = self
+            .inter_node
+            .as_ref()
+            .and_then(|inter_node| Some((inter_node, inter_node.links.as_ref()?)));
+        let Some((inter_node, links)) = links else {
+            return Err(self
+                .core
+                .caller()
+                .argument("exchange between nodes", "this rank does not lead its node".into()));
+        };
         let links = links.lock().unwrap_or_else(PoisonError::into_inner);
         Ok((inter_node, LinksGuard { engine: self, links, is_complete: false }))
     }
@@ -91,17 +100,15 @@ impl Engine {
     ) -> Result<()> {
         let wire = &mut guard.links.wire;
         let late = RefCell::new(Vec::new());
-        let missing = || {
-            let Some(inter_node) = &self.inter_node else { return Vec::new() };
-            self.ranks_where(|rank| late.borrow().contains(&inter_node.nodes[rank]))
-        };
+        let missing =
+            || self.core.ranks_where(|rank| late.borrow().contains(&self.core.nodes[rank]));
         let mut is_over = |wire: &dyn Connections| {
             let is_late =
                 |&node: &usize| wire.sent(node) < due[node].0 || wire.received(node) < due[node].1;
             late.replace((0..due.len()).filter(is_late).collect());
             late.borrow().is_empty() && (!all || wire.is_idle())
         };
-        self.wait_until(operation, &missing, &|| None, &mut |time| {
+        self.failure.wait_until(operation, &missing, &|| None, &mut |time| {
             drive(&mut **wire, time, &mut is_over)
         })
     }
@@ -118,18 +125,18 @@ impl Engine {
         let Some(inter_node) = &self.inter_node else { return Ok(()) };
         // First how many bytes each member contributes, and the posts, then those bytes.
         let mut frame = (payload as u64).to_le_bytes().to_vec();
-        for &rank in &self.locals {
+        for &rank in &self.core.locals {
             let words = self.control.descriptor(round, rank).descriptor();
             frame.extend(words.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()));
         }
-        for &rank in &self.locals {
+        for &rank in &self.core.locals {
             // SAFETY: the rank has arrived: it leaves its payload alone until the round is over.
             frame.extend(unsafe {
                 std::slice::from_raw_parts(self.control.payload(round, rank), payload)
             });
         }
-        let count = inter_node.leaders.len();
-        let members = |node| inter_node.nodes.iter().filter(move |&&of| of == node).count();
+        let count = self.core.leaders.len();
+        let members = |node| self.core.nodes.iter().filter(move |&&of| of == node).count();
         let mut frames: Vec<Vec<u8>> =
             (0..count).map(|node| vec![0; 8 + members(node) * (POST + payload)]).collect();
         let mut due = vec![(0, 0); count];
@@ -160,7 +167,7 @@ impl Engine {
         guard.complete();
         for node in inter_node.remote_nodes() {
             let (posts, data) = frames[node][8..].split_at(members(node) * POST);
-            let ranks = (0..self.size()).filter(|&rank| inter_node.nodes[rank] == node);
+            let ranks = (0..self.core.size()).filter(|&rank| self.core.nodes[rank] == node);
             for (index, (rank, post)) in ranks.zip(posts.chunks_exact(POST)).enumerate() {
                 for (word, bytes) in self
                     .control
@@ -206,7 +213,7 @@ impl Engine {
     /// What members on other nodes show comes to where they would stage it here, wherever it lies
     /// there.
     pub fn mark_remote_staged(&self, mut locations: Vec<Location>) -> Vec<Location> {
-        for rank in self.ranks_where(|rank| !self.locals.contains(&rank)) {
+        for rank in self.core.ranks_where(|rank| !self.core.locals.contains(&rank)) {
             locations[rank] = Location::Staged;
         }
         locations
@@ -222,9 +229,9 @@ impl Engine {
     ) -> Result<()> {
         if self.is_leader() {
             self.wait_locals_arrived(round, operation)?;
-            let (inter_node, mut guard) = self.lock_links()?;
+            let (_, mut guard) = self.lock_links()?;
             let TransferPlan { receives, sends, is_chain } = pieces();
-            let mut due = vec![(0, 0); inter_node.leaders.len()];
+            let mut due = vec![(0, 0); self.core.leaders.len()];
             for (node, part) in receives {
                 due[node].1 = guard.links.wire.receive(node, part);
             }
@@ -260,7 +267,7 @@ impl Engine {
         };
         let mut pieces = TransferPlan::default();
         if let Some(root) = contribution.chain_root() {
-            let (count, first) = (inter_node.leaders.len(), inter_node.nodes[root]);
+            let (count, first) = (self.core.leaders.len(), self.core.nodes[root]);
             let place = (inter_node.node + count - first) % count;
             if place > 0 {
                 pieces.receives.push(((inter_node.node + count - 1) % count, segment(root, 0)));
@@ -273,12 +280,12 @@ impl Engine {
         }
         let is_needed = |block: usize, node: usize| match contribution.to {
             Readers::All => true,
-            Readers::Root(root) => inter_node.nodes[root] == node,
-            Readers::OwnerOfBlock => inter_node.nodes[block] == node,
+            Readers::Root(root) => self.core.nodes[root] == node,
+            Readers::OwnerOfBlock => self.core.nodes[block] == node,
         };
-        for rank in self.ranks_where(|rank| contribution.from.includes(rank)) {
+        for rank in self.core.ranks_where(|rank| contribution.from.includes(rank)) {
             for block in 0..contribution.blocks {
-                let from = inter_node.nodes[rank];
+                let from = self.core.nodes[rank];
                 if from != inter_node.node {
                     if is_needed(block, inter_node.node) {
                         pieces.receives.push((from, segment(rank, block)));

@@ -7,8 +7,6 @@
 //! | `bytes` | memory as bytes and as elements |
 //! | `control` | counters, descriptors and staging buffers of one group |
 //! | `engine` | rounds: publishing, waiting |
-//! | `failure` | what becomes of a group that fails |
-//! | `fork` | what a forked child must leave alone |
 //! | `collectives` | collectives that read from peers, one a file |
 //! | `contribution` | what ranks contribute to these, and who reads it |
 //! | `reduction` | all_reduce, reduce, and the bucket reductions of data-parallel training |
@@ -20,7 +18,7 @@
 //! | `hierarchical` | reductions in a node, then between nodes |
 //! | `io_segment` | memory that is lent to a transport |
 //!
-//! All `unsafe` code of the crate is in here, in `nccl`, and in `transport::mpi::session`.
+//! All `unsafe` code of the crate is in here, in `fork`, in `nccl` and in `transport::mpi::session`.
 
 pub mod arena;
 pub mod arena_header;
@@ -29,8 +27,6 @@ pub mod collectives;
 pub mod contribution;
 pub mod control;
 pub mod engine;
-pub mod failure;
-pub mod fork;
 pub mod hierarchical;
 pub mod internode;
 pub mod internode_exchange;

@@ -27,15 +27,15 @@ pub const PIECE: usize = 8 << 20;
 impl Engine {
     pub fn send(&self, data: BufferView, dtype: DType, to: usize, tag: u32) -> Result<()> {
         let mut link = self.outgoing[to].lock().unwrap_or_else(PoisonError::into_inner);
-        let (peer, count) = (Some(self.ranks[to]), data.bytes / dtype.size());
+        let (peer, count) = (Some(self.core.ranks[to]), data.bytes / dtype.size());
         let what = MessageDescriptor { verb: "send to", peer, count, dtype, tag };
-        self.check_poison(&what)?;
+        self.failure.check_poison(&what)?;
         let mut operation = self.operation(Kind::Send, dtype, ReduceOp::Sum, to, count);
         operation.layout = u64::from(tag);
-        let Some(receiver) = self.locals.iter().position(|&local| local == to) else {
+        let Some(receiver) = self.core.locals.iter().position(|&local| local == to) else {
             return self.send_to_other_node(&mut link, data, &operation, to, &what);
         };
-        let mailbox = self.control.mailbox(self.local, receiver);
+        let mailbox = self.control.mailbox(self.core.local, receiver);
         let own = self.locate(data.data, data.bytes);
         let mut part = mailbox.sent.value.load(Ordering::Relaxed);
         operation.sequence = u64::from(part);
@@ -43,8 +43,8 @@ impl Engine {
         let mut start = 0;
         loop {
             // The post and both fragments are free when at most one part is on its way.
-            self.wait(&mailbox.taken, part.wrapping_sub(1), &what, &missing)?;
-            let (fragment, capacity) = self.control.fragment(self.local, receiver, part);
+            self.failure.wait(&mailbox.taken, part.wrapping_sub(1), &what, &missing)?;
+            let (fragment, capacity) = self.control.fragment(self.core.local, receiver, part);
             let len =
                 if own == Location::Staged { capacity.min(data.bytes - start) } else { data.bytes };
             if own == Location::Staged {
@@ -54,7 +54,7 @@ impl Engine {
             }
             if start == 0 {
                 // The post of the message before must have been read.
-                self.wait(&mailbox.taken, part, &what, &missing)?;
+                self.failure.wait(&mailbox.taken, part, &what, &missing)?;
                 operation.write(own, &mailbox.descriptor);
             }
             mailbox.sent.raise(part.wrapping_add(1));
@@ -66,7 +66,7 @@ impl Engine {
             }
         }
         if own != Location::Staged {
-            self.wait(&mailbox.taken, part, &what, &missing)?;
+            self.failure.wait(&mailbox.taken, part, &what, &missing)?;
         }
         Ok(())
     }
@@ -81,7 +81,7 @@ impl Engine {
     ) -> Result<()> {
         let mut post = DescriptorWords::default();
         operation.write(Location::Staged, &post);
-        let ends = Endpoints { sender: self.rank, receiver: to };
+        let ends = Endpoints { sender: self.core.rank, receiver: to };
         // SAFETY: nobody writes the post until it is sent.
         let post = unsafe { IoSegment::of_descriptor(&mut post) };
         let mut pieces = pieces(data);
@@ -98,7 +98,7 @@ impl Engine {
         what: &MessageDescriptor,
         parts: impl IntoIterator<Item = IoSegment>,
     ) -> Result<()> {
-        let own = usize::from(ends.sender == self.rank);
+        let own = usize::from(ends.sender == self.core.rank);
         let peer = if own == 1 { ends.receiver } else { ends.sender };
         let mut wire = match link.take() {
             Some(wire) => wire,
@@ -111,18 +111,18 @@ impl Engine {
             };
         }
         let mut departure = None;
-        let moved = self.wait_until(what, &|| vec![peer], &|| None, &mut |time| {
+        let moved = self.failure.wait_until(what, &|| vec![peer], &|| None, &mut |time| {
             drive(&mut *wire, time, &mut |wire| wire.is_idle()).or_else(|loss| {
                 departure = Some(loss.how);
                 Ok(true)
             })
         });
         let moved = match departure {
-            Some(how) => Err(self.handle_disconnect(peer, how, what)),
+            Some(how) => Err(self.failure.handle_disconnect(peer, how, what)),
             None => moved,
         };
         if moved.is_err() {
-            self.abandon(&mut *wire);
+            self.failure.abandon(&mut *wire);
         }
         *link = Some(wire);
         moved

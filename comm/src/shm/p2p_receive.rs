@@ -17,13 +17,13 @@ use super::contribution::BufferView;
 use super::control::sleep_on;
 use super::control::Counter;
 use super::engine::Engine;
-use super::internode::POLL_INTERVAL;
 use super::internode_exchange::drive;
 use super::io_segment::IoSegment;
 use super::message_queue::{Incoming, Message, Open};
 use super::p2p::{pieces, Endpoints, MessageDescriptor, PIECE};
 use crate::descriptor::{DescriptorWords, Location, OpDescriptor};
 use crate::error::{Error, Result};
+use crate::failure::remote::POLL_INTERVAL;
 use crate::transport::DisconnectReason;
 use crate::world::LIVENESS_INTERVAL;
 
@@ -69,9 +69,9 @@ struct NeverConnected {
 
 impl Engine {
     pub fn recv(&self, data: BufferView, dtype: DType, from: usize, tag: u32) -> Result<()> {
-        let (peer, count) = (Some(self.ranks[from]), data.bytes / dtype.size());
+        let (peer, count) = (Some(self.core.ranks[from]), data.bytes / dtype.size());
         let what = MessageDescriptor { verb: "recv from", peer, count, dtype, tag };
-        self.check_poison(&what)?;
+        self.failure.check_poison(&what)?;
         let found = match self.probe(from, &what, ProbeWait::None)? {
             Probe::Found(found) => found,
             probe => self.wait_for(from, probe, &what).inspect_err(|_| self.abandon_link(from))?,
@@ -88,12 +88,12 @@ impl Engine {
             dtype,
             tag,
         };
-        self.check_poison(&what)?;
+        self.failure.check_poison(&what)?;
         let (from, found) = match self.probe_all(&what)? {
             Some(found) => found,
             None => self.wait_for_any(&what)?,
         };
-        self.next_sender.store((from + 1) % self.size(), Ordering::Relaxed);
+        self.next_sender.store((from + 1) % self.core.size(), Ordering::Relaxed);
         self.finish(found, from, data, &what)?;
         Ok(from)
     }
@@ -105,42 +105,48 @@ impl Engine {
         what: &MessageDescriptor,
     ) -> Result<Found<'a>> {
         let queue = &self.queues[from];
-        let sent = queue.sender.map(|sender| &self.control.mailbox(sender, self.local).sent);
+        let sent = queue.sender.map(|sender| &self.control.mailbox(sender, self.core.local).sent);
         let mut outcome = None;
-        self.wait_until(what, &|| vec![from], &|| self.lost_sender(from, what.tag), &mut |time| {
-            match (&probe, sent) {
-                (Probe::Nothing(next), Some(sent)) if !comes(sent, *next, time) => {
-                    return Ok(false)
+        self.failure.wait_until(
+            what,
+            &|| vec![from],
+            &|| self.lost_sender(from, what.tag),
+            &mut |time| {
+                match (&probe, sent) {
+                    (Probe::Nothing(next), Some(sent)) if !comes(sent, *next, time) => {
+                        return Ok(false)
+                    }
+                    (Probe::Busy, _) if time.is_zero() => std::thread::yield_now(),
+                    (Probe::Busy, _) => self.doorbell().sleep_unless(time, || {
+                        queue.has(what.tag) || queue.open(self.doorbell()).is_some()
+                    }),
+                    _ => {}
                 }
-                (Probe::Busy, _) if time.is_zero() => std::thread::yield_now(),
-                (Probe::Busy, _) => self.doorbell().sleep_unless(time, || {
-                    queue.has(what.tag) || queue.open(self.doorbell()).is_some()
-                }),
-                _ => {}
-            }
-            match self.probe(from, what, ProbeWait::Link(time)) {
-                Ok(Probe::Found(found)) => outcome = Some(Ok(found)),
-                Ok(Probe::Gone(how)) => {
-                    outcome = Some(Err(self.handle_disconnect(from, how, what)))
+                match self.probe(from, what, ProbeWait::Link(time)) {
+                    Ok(Probe::Found(found)) => outcome = Some(Ok(found)),
+                    Ok(Probe::Gone(how)) => {
+                        outcome = Some(Err(self.failure.handle_disconnect(from, how, what)))
+                    }
+                    Ok(nothing) => probe = nothing,
+                    Err(error) => outcome = Some(Err(error)),
                 }
-                Ok(nothing) => probe = nothing,
-                Err(error) => outcome = Some(Err(error)),
-            }
-            Ok(outcome.is_some())
-        })?;
+                Ok(outcome.is_some())
+            },
+        )?;
         outcome.expect("the wait is over because of it") // invariant
     }
 
     fn wait_for_any<'a>(&'a self, what: &MessageDescriptor) -> Result<(usize, Found<'a>)> {
         let mut outcome = None;
         let (absent, deserted) = (RefCell::default(), Cell::new(false));
-        let missing = || self.ranks_where(|rank| rank != self.rank && !self.has_left(rank));
+        let missing =
+            || self.core.ranks_where(|rank| rank != self.core.rank && !self.failure.has_left(rank));
         let lost = || {
             let (lost, is_last) = self.lost_senders(what.tag, &mut absent.borrow_mut())?;
             deserted.set(is_last);
             Some(lost)
         };
-        let waited = self.wait_until(what, &missing, &lost, &mut |time| {
+        let waited = self.failure.wait_until(what, &missing, &lost, &mut |time| {
             let mut is_found = || {
                 outcome = self.probe_all(what).transpose();
                 outcome.is_some()
@@ -173,7 +179,8 @@ impl Engine {
     fn probe_all(&self, what: &MessageDescriptor) -> Result<Option<(usize, Found<'_>)>> {
         let first = self.next_sender.load(Ordering::Relaxed);
         let mut died = None;
-        for from in (first..self.size()).chain(0..first).filter(|&rank| rank != self.rank) {
+        for from in (first..self.core.size()).chain(0..first).filter(|&rank| rank != self.core.rank)
+        {
             match self.probe(from, what, ProbeWait::None)? {
                 Probe::Found(found) => return Ok(Some((from, found))),
                 // Others may still send.
@@ -182,7 +189,7 @@ impl Engine {
                 Probe::Gone(how) => died = died.or(Some((from, how))),
             }
         }
-        died.map_or(Ok(None), |(from, how)| Err(self.handle_disconnect(from, how, what)))
+        died.map_or(Ok(None), |(from, how)| Err(self.failure.handle_disconnect(from, how, what)))
     }
 
     /// Takes what has come from a rank until that is what is wanted.
@@ -204,7 +211,7 @@ impl Engine {
         mut open: Open<'a>,
         what: &MessageDescriptor,
     ) -> Result<Probe<'a>> {
-        let mailbox = self.control.mailbox(sender, self.local);
+        let mailbox = self.control.mailbox(sender, self.core.local);
         let begin = Instant::now();
         loop {
             if let Some(message) = self.queues[from].take(what.tag) {
@@ -242,7 +249,7 @@ impl Engine {
         what: &MessageDescriptor,
         wait: ProbeWait,
     ) -> Result<Probe<'a>> {
-        let ends = Endpoints { sender: from, receiver: self.rank };
+        let ends = Endpoints { sender: from, receiver: self.core.rank };
         let may_connect = matches!(wait, ProbeWait::Link(_))
             || self.have_connected(&ends.channel(), &ends.members(), 0);
         if open.link.is_none() && may_connect {
@@ -320,10 +327,10 @@ impl Engine {
                 if what.tag == 0 { String::new() } else { format!(", both with tag {}", what.tag) };
             let error = self.message_mismatch(format!(
                 "rank {} sends {} x {}, rank {} receives {} x {}{tag}",
-                self.ranks[from],
+                self.core.ranks[from],
                 operation.count,
                 operation.dtype,
-                self.world.rank,
+                self.core.world.rank,
                 what.count,
                 what.dtype
             ));
@@ -342,7 +349,7 @@ impl Engine {
                 self.take_parts(from, sender, location, data, what)
             }
             (Found::Next(mut open, ..), None) => {
-                let ends = Endpoints { sender: from, receiver: self.rank };
+                let ends = Endpoints { sender: from, receiver: self.core.rank };
                 let moved = pieces(data)
                     .try_for_each(|piece| self.transfer(&mut open.link, ends, what, [piece]));
                 open.is_abandoned = moved.is_err();
@@ -359,11 +366,11 @@ impl Engine {
         data: BufferView,
         what: &MessageDescriptor,
     ) -> Result<()> {
-        let mailbox = self.control.mailbox(sender, self.local);
+        let mailbox = self.control.mailbox(sender, self.core.local);
         let mut part = mailbox.taken.value.load(Ordering::Relaxed);
         let mut start = 0;
         loop {
-            self.wait(&mailbox.sent, part.wrapping_add(1), what, &|| vec![from])?;
+            self.failure.wait(&mailbox.sent, part.wrapping_add(1), what, &|| vec![from])?;
             let (source, capacity) = self.part(sender, part, location);
             let count = capacity.min(data.bytes - start);
             // SAFETY: the sender leaves the source alone until it is taken; the range is inside the
@@ -381,9 +388,9 @@ impl Engine {
     /// Where a part of a message lies, and how many bytes it has at most.
     fn part(&self, sender: usize, part: u32, location: Location) -> (*const u8, usize) {
         match location {
-            Location::Shared(offset) => (self.world.arena.at(offset), usize::MAX),
+            Location::Shared(offset) => (self.core.world.arena.at(offset), usize::MAX),
             Location::Staged => {
-                let (fragment, capacity) = self.control.fragment(sender, self.local, part);
+                let (fragment, capacity) = self.control.fragment(sender, self.core.local, part);
                 (fragment, capacity)
             }
         }
@@ -406,7 +413,7 @@ impl Engine {
             }
             _ => Err(self.message_mismatch(format!(
                 "rank {} sends from outside the shared memory",
-                self.ranks[from]
+                self.core.ranks[from]
             ))),
         }
     }
@@ -420,26 +427,26 @@ impl Engine {
         what: &MessageDescriptor,
     ) -> Result<Message> {
         Message::new(operation, location).ok_or_else(|| {
-            let (rank, sender) = (self.world.rank, self.ranks[from]);
+            let (rank, sender) = (self.core.world.rank, self.core.ranks[from]);
             let OpDescriptor { count, dtype, .. } = operation;
             let reason = format!(
                 "no memory to keep {count} x {dtype} with tag {} of rank {sender} until they are asked for: receive \
                  them earlier",
                 operation.tag()
             );
-            self.fail(Error::System { rank, operation: what.to_string(), reason })
+            self.failure.fail(Error::System { rank, operation: what.to_string(), reason })
         })
     }
 
     fn message_mismatch(&self, detail: String) -> Error {
-        self.fail(Error::Mismatch { rank: self.world.rank, detail })
+        self.failure.fail(Error::Mismatch { rank: self.core.world.rank, detail })
     }
 
     /// Whether, and how, a sender on this node is gone without having sent a message with this tag.
     /// One on another node is gone when its link has come to an end, behind all that it has sent.
     fn lost_sender(&self, from: usize, tag: u32) -> Option<(usize, DisconnectReason)> {
         self.queues[from].sender?;
-        let lost = self.find_lost_peer(&|| vec![from])?;
+        let lost = self.failure.find_lost_peer(&|| vec![from])?;
         self.has_nothing(from, tag).then_some(lost)
     }
 
@@ -449,7 +456,7 @@ impl Engine {
         let queue = &self.queues[from];
         let Some(_open) = queue.open(self.doorbell()) else { return false };
         let has_sent = |sender| {
-            let mailbox = self.control.mailbox(sender, self.local);
+            let mailbox = self.control.mailbox(sender, self.core.local);
             mailbox.sent.reached(mailbox.taken.value.load(Ordering::Relaxed).wrapping_add(1))
         };
         !queue.has(tag) && !queue.sender.is_some_and(has_sent)
@@ -463,17 +470,17 @@ impl Engine {
         absent: &mut NeverConnected,
     ) -> Option<((usize, DisconnectReason), bool)> {
         self.ask(absent);
-        let ended = self.world.ended(&self.ranks, Duration::ZERO);
+        let ended = self.core.world.ended(&self.core.ranks, Duration::ZERO);
         // Only now is it certain that a rank that has ended, and has not left, has died.
         let how = |rank: usize| match self.queues[rank].sender {
-            Some(_) if self.has_left(rank) => Some(DisconnectReason::Left),
-            Some(_) => ended.contains(&self.ranks[rank]).then_some(DisconnectReason::Ended),
+            Some(_) if self.failure.has_left(rank) => Some(DisconnectReason::Left),
+            Some(_) => ended.contains(&self.core.ranks[rank]).then_some(DisconnectReason::Ended),
             None if self.queues[rank].open(self.doorbell())?.has_left => {
                 Some(DisconnectReason::Left)
             }
             None => absent.gone.iter().find(|(gone, _)| *gone == rank).map(|(_, how)| how.clone()),
         };
-        let senders = self.ranks_where(|rank| rank != self.rank);
+        let senders = self.core.ranks_where(|rank| rank != self.core.rank);
         let gone: Vec<_> = senders.iter().filter_map(|&rank| Some((rank, how(rank)?))).collect();
         let is_last = gone.len() == senders.len();
         let died = gone.iter().find(|(_, how)| !matches!(how, DisconnectReason::Left));
@@ -494,12 +501,16 @@ impl Engine {
             self.queues[rank].open(self.doorbell()).is_some_and(|open| open.link.is_none())
         };
         let strangers =
-            self.ranks_where(|rank| self.queues[rank].sender.is_none() && has_no_link(rank));
-        let how = |rank: usize| match self.world.exit_report(self.ranks[rank], Duration::ZERO) {
-            _ if self.has_left(rank) => Some(DisconnectReason::Left),
+            self.core.ranks_where(|rank| self.queues[rank].sender.is_none() && has_no_link(rank));
+        let how = |rank: usize| match self
+            .core
+            .world
+            .exit_report(self.core.ranks[rank], Duration::ZERO)
+        {
+            _ if self.failure.has_left(rank) => Some(DisconnectReason::Left),
             Some(report) if report == ENDED_WELL => Some(DisconnectReason::Left),
             Some(_) => Some(DisconnectReason::Ended),
-            None => self.disconnect_reason(rank),
+            None => self.failure.disconnect_reason(rank),
         };
         let gone: Vec<_> =
             strangers.into_iter().filter_map(|rank| Some((rank, how(rank)?))).collect();
@@ -514,7 +525,7 @@ impl Engine {
     fn abandon_link(&self, from: usize) {
         let Some(mut open) = self.queues[from].open(self.doorbell()) else { return };
         if let Some(wire) = &mut open.link {
-            self.abandon(&mut **wire);
+            self.failure.abandon(&mut **wire);
             open.unfinished = None;
             open.is_expected = false;
             open.is_abandoned = true;
@@ -523,7 +534,7 @@ impl Engine {
 
     /// This rank's.
     fn doorbell(&self) -> &Counter {
-        &self.control.rank(self.rank).doorbell
+        &self.control.rank(self.core.rank).doorbell
     }
 }
 

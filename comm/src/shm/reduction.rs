@@ -197,13 +197,17 @@ impl Engine {
             let round = self.acquire_slot(state, operation)?;
             // SAFETY: the payload holds PAYLOAD bytes and is ours alone until we arrive.
             unsafe {
-                super::bytes::copy(data.data, self.control.payload(round, self.rank), data.bytes)
+                super::bytes::copy(
+                    data.data,
+                    self.control.payload(round, self.core.rank),
+                    data.bytes,
+                )
             };
             self.publish_descriptor(round, operation, Location::Staged);
             self.arrive(round);
             self.wait_arrived(round, operation, data.bytes)?;
             self.locations(round, operation, &|_| 0)?;
-            if receives(self.rank) {
+            if receives(self.core.rank) {
                 let from = |rank| self.control.payload(round, rank);
                 self.reduce_local(operation, &from, &mut [data.data], data.bytes / element);
             }
@@ -246,7 +250,7 @@ impl Engine {
             let in_place = locations.iter().all(|l| matches!(l, Location::Shared(_)));
             let range = if in_place { 0..data.bytes } else { range };
             let at = |rank: usize| match locations[rank] {
-                Location::Shared(offset) => self.world.arena.at(offset + start),
+                Location::Shared(offset) => self.core.world.arena.at(offset + start),
                 Location::Staged => self.control.staging(rank, (round % 2) as usize),
             };
             if self.inter_node.is_some() {
@@ -266,10 +270,11 @@ impl Engine {
                     self.plan_transfers(&contribution, &range, &at)
                 })?;
             }
-            let slice = slice(range.len() / element, self.locals.len(), self.local, element);
+            let slice =
+                slice(range.len() / element, self.core.locals.len(), self.core.local, element);
             let from = |rank| at(rank).wrapping_add(slice.start * element);
             let mut to: Vec<*mut u8> =
-                self.locals.iter().copied().filter(|&r| receives(r)).map(from).collect();
+                self.core.locals.iter().copied().filter(|&r| receives(r)).map(from).collect();
             self.reduce_local(operation, &from, &mut to, slice.len());
             self.done(round);
             start = range.end;
@@ -291,8 +296,8 @@ impl Engine {
         receives: &impl Fn(usize) -> bool,
     ) -> Result<()> {
         self.wait_done(round, operation)?;
-        if own == Location::Staged && receives(self.rank) {
-            let staging = self.control.staging(self.rank, (round % 2) as usize);
+        if own == Location::Staged && receives(self.core.rank) {
+            let staging = self.control.staging(self.core.rank, (round % 2) as usize);
             // SAFETY: the range is inside the caller's memory, and the staged chunk is as long.
             unsafe { super::bytes::copy(staging, data.data.add(range.start), range.len()) };
         }
@@ -307,7 +312,7 @@ impl Engine {
         to: &mut [*mut u8],
         count: usize,
     ) {
-        let places: Vec<*mut u8> = (0..self.size()).map(from).collect();
+        let places: Vec<*mut u8> = (0..self.core.size()).map(from).collect();
         self.reduce_local_at(operation, &places, to, count);
     }
 
@@ -320,7 +325,7 @@ impl Engine {
         count: usize,
     ) {
         let sources: Vec<*const u8> = from.iter().map(|place| place.cast_const()).collect();
-        let (dtype, is_part) = (operation.dtype, from.len() < self.size());
+        let (dtype, is_part) = (operation.dtype, from.len() < self.core.size());
         // SAFETY: all ranks have arrived, so their memory is there and holds still; slices do not
         // overlap, so no other rank touches these elements; each destination is one of the sources
         // or apart from all.
@@ -329,7 +334,9 @@ impl Engine {
                 ReduceOp::Avg if is_part && !is_divided_first(operation) => {
                     flow_kernels::reduce(dtype, ReduceOp::Sum, &sources, to, count);
                 }
-                ReduceOp::Avg => flow_kernels::average(dtype, &sources, to, count, self.size()),
+                ReduceOp::Avg => {
+                    flow_kernels::average(dtype, &sources, to, count, self.core.size())
+                }
                 reduce => flow_kernels::reduce(dtype, reduce, &sources, to, count),
             }
         }
@@ -347,9 +354,9 @@ impl Engine {
         let refuse = |reason: &str| {
             let (operation, reason) =
                 ("launch_bucket".into(), format!("bucket {} {reason}", segments.bucket));
-            Err(Error::Argument { rank: self.world.rank, operation, reason })
+            Err(Error::Argument { rank: self.core.world.rank, operation, reason })
         };
-        if !Arc::ptr_eq(segments.table.arena(), &self.world.arena) {
+        if !Arc::ptr_eq(segments.table.arena(), &self.core.world.arena) {
             return refuse(
                 "was made by a group of another job; make it with this one's segments()",
             );
@@ -361,7 +368,7 @@ impl Engine {
         operation.step = segments.step.load(Ordering::Relaxed);
         operation.layout = segments.layout;
         // Before anything is said of the state in which a failure has left the bucket.
-        self.check_poison(&operation)?;
+        self.failure.check_poison(&operation)?;
         if self.inter_node.is_some() && is_mean_of_integers(&operation) {
             return refuse("is to be an average of integers, which buckets cannot be over several nodes; sum them");
         }
@@ -374,7 +381,7 @@ impl Engine {
             return self.advance(state, false).map(|()| (false, None));
         };
         let record = self.assign_sequence(state, &mut operation)?;
-        let record = self.recorder.start(&record);
+        let record = self.core.recorder.start(&record);
         (pieces.under_way, pieces.finished) = (true, None);
         self.publish_descriptor(round, &operation, Location::Shared(segments.table.offset()));
         self.arrive(round);
@@ -418,7 +425,7 @@ impl Engine {
     pub fn finish_buckets(&self) -> Result<()> {
         let state = &mut *self.state();
         self.advance(state, true).inspect_err(|_| {
-            state.in_flight.iter().for_each(|bucket| self.recorder.fail(bucket.record));
+            state.in_flight.iter().for_each(|bucket| self.core.recorder.fail(bucket.record));
         })
     }
 
@@ -428,7 +435,7 @@ impl Engine {
             self.advance(state, true)?;
         }
         let record = self.assign_sequence(state, operation)?;
-        self.recorder.begin(&record);
+        self.core.recorder.begin(&record);
         Ok(())
     }
 
@@ -462,12 +469,12 @@ impl Engine {
             } else if !self.all_done(first.round) {
                 break;
             }
-            self.recorder.finish(first.record);
+            self.core.recorder.finish(first.record);
             first.segments.finish();
             state.in_flight.pop_front();
         }
         let Some(first) = state.in_flight.front() else { return Ok(()) };
-        self.check_failure(&first.operation, true).or_else(|error| {
+        self.failure.check_failure(&first.operation, true).or_else(|error| {
             // The others may have come to the end of these, and failed in what follows.
             let over = state.in_flight.iter().all(|flight| self.all_done(flight.round));
             if over {
@@ -496,15 +503,15 @@ impl Engine {
 
     /// The error where a rank that has posted a bucket no longer has its pieces.
     fn invalid_piece_error(&self, rank: usize, operation: &OpDescriptor) -> Error {
-        if let Err(error) = self.check_failure(operation, true) {
+        if let Err(error) = self.failure.check_failure(operation, true) {
             return error;
         }
-        if self.has_left(rank) {
-            return self.fail_peer_lost(rank, operation);
+        if self.failure.has_left(rank) {
+            return self.failure.fail_peer_lost(rank, operation);
         }
         let detail =
-            format!("rank {} placed a gradient outside the shared memory", self.ranks[rank]);
-        self.fail(Error::Mismatch { rank: self.world.rank, detail })
+            format!("rank {} placed a gradient outside the shared memory", self.core.ranks[rank]);
+        self.failure.fail(Error::Mismatch { rank: self.core.world.rank, detail })
     }
 
     fn reduce_bucket(&self, flight: &InFlight) -> Result<()> {
@@ -513,8 +520,8 @@ impl Engine {
         let element = segments.dtype.size();
         // Over several nodes the leader has other work, and is where the sum goes.
         let (reducers, own) = match self.inter_node {
-            None => (self.size(), self.local),
-            Some(_) => (self.locals.len() - 1, self.local.wrapping_sub(1)),
+            None => (self.core.size(), self.core.local),
+            Some(_) => (self.core.locals.len() - 1, self.core.local.wrapping_sub(1)),
         };
         let slice = slice(segments.total, reducers, own, element);
         let mut begin = 0;
@@ -556,10 +563,11 @@ impl Engine {
             {
                 return Err(self.invalid_piece_error(rank, operation));
             }
-            Ok(self.world.arena.at(offset))
+            Ok(self.core.world.arena.at(offset))
         };
         let all = |index| {
-            self.locals
+            self.core
+                .locals
                 .iter()
                 .zip(&tables)
                 .map(|(&rank, &table)| place(index, rank, table))
@@ -577,14 +585,15 @@ impl Engine {
     ) -> Result<()> {
         // Only now is known what the other nodes have posted.
         self.locations(round, operation, &|_| 0)?;
-        if self.local == 0 {
+        if self.core.local == 0 {
             return Ok(());
         }
         let pieces = self.pieces_of_all(round, operation, segments)?;
         for (length, places) in
             segments.lengths.iter().zip(pieces).filter(|(&length, _)| length > 0)
         {
-            let (from, to, bytes) = (places[0], places[self.local], length * segments.dtype.size());
+            let (from, to, bytes) =
+                (places[0], places[self.core.local], length * segments.dtype.size());
             // SAFETY: both are pieces of that length, in memory that all ranks of this node map;
             // the leader's is final, and this rank's own is its alone now.
             unsafe { super::bytes::copy(from, to, bytes) };

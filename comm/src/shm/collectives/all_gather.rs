@@ -23,7 +23,7 @@ impl Engine {
             extent: &equal_extents(input.bytes),
         };
         self.read_from_all(operation, &contribution, &mut |range, at| {
-            for rank in 0..self.size() {
+            for rank in 0..self.core.size() {
                 output.write(rank * input.bytes + range.start, at(rank, 0), range.len());
             }
         })

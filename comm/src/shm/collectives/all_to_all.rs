@@ -14,18 +14,22 @@ impl Engine {
     pub fn all_to_all(&self, input: BufferView, output: BufferView, dtype: DType) -> Result<()> {
         let count = input.bytes / dtype.size();
         let operation = self.operation(Kind::AllToAll, dtype, ReduceOp::Sum, 0, count);
-        let block_bytes = input.bytes / self.size();
+        let block_bytes = input.bytes / self.core.size();
         let contribution = Contribution {
             from: Contributors::All,
             to: Readers::OwnerOfBlock,
             data: Some(input.data),
-            blocks: self.size(),
+            blocks: self.core.size(),
             block_bytes,
             extent: &equal_extents(block_bytes),
         };
         self.read_from_all(operation, &contribution, &mut |range, at| {
-            for rank in 0..self.size() {
-                output.write(rank * block_bytes + range.start, at(rank, self.rank), range.len());
+            for rank in 0..self.core.size() {
+                output.write(
+                    rank * block_bytes + range.start,
+                    at(rank, self.core.rank),
+                    range.len(),
+                );
             }
         })
     }
@@ -45,17 +49,17 @@ impl Engine {
             .map(|counts| counts.into_iter().map(|count| count as usize).collect())
             .collect();
         // The exchange of counts is an operation of its own in the record.
-        self.recorder.end(true);
+        self.core.recorder.end(true);
         // All ranks see all counts, but each only its own expectations: it fails the group for all.
-        let differs = |&rank: &usize| counts[rank][self.rank] != output_counts[rank];
-        if let Some(rank) = (0..self.size()).find(differs) {
-            let (sender, own) = (self.ranks[rank], self.ranks[self.rank]);
+        let differs = |&rank: &usize| counts[rank][self.core.rank] != output_counts[rank];
+        if let Some(rank) = (0..self.core.size()).find(differs) {
+            let (sender, own) = (self.core.ranks[rank], self.core.ranks[self.core.rank]);
             let detail = format!(
                 "rank {sender} called all_to_all_v with {} x {dtype} for rank {own}, which expects \
                  {}",
-                counts[rank][self.rank], output_counts[rank]
+                counts[rank][self.core.rank], output_counts[rank]
             );
-            return Err(self.fail(Error::Mismatch { rank: self.world.rank, detail }));
+            return Err(self.failure.fail(Error::Mismatch { rank: self.core.world.rank, detail }));
         }
         let all: Vec<usize> = counts.concat();
         let total = all.iter().sum();
@@ -68,14 +72,14 @@ impl Engine {
             from: Contributors::All,
             to: Readers::OwnerOfBlock,
             data: Some(input.data),
-            blocks: self.size(),
+            blocks: self.core.size(),
             block_bytes: sent.iter().map(|extents| longest(extents)).max().unwrap_or(0),
             extent: &|rank, block| sent[rank][block].clone(),
         };
         self.read_from_all(operation, &contribution, &mut |range, at| {
             for (rank, place) in received.iter().enumerate() {
-                let range = contribution.clip(rank, self.rank, &range);
-                output.write(place.start + range.start, at(rank, self.rank), range.len());
+                let range = contribution.clip(rank, self.core.rank, &range);
+                output.write(place.start + range.start, at(rank, self.core.rank), range.len());
             }
         })
     }

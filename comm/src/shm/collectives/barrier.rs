@@ -17,7 +17,7 @@ impl Engine {
     pub fn exchange_words(&self, kind: Kind, own: &[u64]) -> Result<Vec<Vec<u64>>> {
         let bytes = own.len() * 8;
         let operation = self.operation(kind, DType::U8, ReduceOp::Sum, 0, bytes);
-        let mut words = vec![vec![0_u64; own.len()]; self.size()];
+        let mut words = vec![vec![0_u64; own.len()]; self.core.size()];
         let contribution = Contribution {
             from: Contributors::All,
             to: Readers::All,

@@ -15,13 +15,13 @@ impl Engine {
         let contribution = Contribution {
             from: Contributors::Root(root),
             to: Readers::All,
-            data: (self.rank == root).then_some(data.data),
+            data: (self.core.rank == root).then_some(data.data),
             blocks: 1,
             block_bytes: data.bytes,
             extent: &equal_extents(data.bytes),
         };
         self.read_from_all(operation, &contribution, &mut |range, at| {
-            if self.rank != root {
+            if self.core.rank != root {
                 data.write(range.start, at(root, 0), range.len());
             }
         })

@@ -28,7 +28,7 @@ impl Engine {
         };
         self.read_from_all(operation, &contribution, &mut |range, at| {
             let Some(output) = output else { return };
-            for rank in 0..self.size() {
+            for rank in 0..self.core.size() {
                 output.write(rank * input.bytes + range.start, at(rank, 0), range.len());
             }
         })

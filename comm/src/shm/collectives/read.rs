@@ -31,14 +31,14 @@ impl Engine {
         self.begin(state, &mut operation)?;
         let operation = &operation;
         let Contribution { data, blocks, block_bytes, extent, .. } = *contribution;
-        let most = (0..self.size()).map(|rank| contribution.total(rank)).max().unwrap_or(0);
-        let total = contribution.total(self.rank);
+        let most = (0..self.core.size()).map(|rank| contribution.total(rank)).max().unwrap_or(0);
+        let total = contribution.total(self.core.rank);
         if most <= PAYLOAD {
             let round = self.acquire_slot(state, operation)?;
             if let Some(data) = data {
                 // SAFETY: `data` holds `total` bytes; the payload holds PAYLOAD and is ours alone
                 // until we arrive.
-                unsafe { bytes::copy(data, self.control.payload(round, self.rank), total) };
+                unsafe { bytes::copy(data, self.control.payload(round, self.core.rank), total) };
             }
             self.publish_descriptor(round, operation, Location::Staged);
             self.arrive(round);
@@ -69,9 +69,9 @@ impl Engine {
             if let (Some(data), Location::Staged) = (data, own) {
                 let staging = self.stage(state, round, operation)?;
                 // Nobody else reads this rank's block of several.
-                for block in (0..blocks).filter(|&block| blocks == 1 || block != self.rank) {
-                    let count = contribution.clip(self.rank, block, &range).len();
-                    let from = data.wrapping_add(extent(self.rank, block).start + start);
+                for block in (0..blocks).filter(|&block| blocks == 1 || block != self.core.rank) {
+                    let count = contribution.clip(self.core.rank, block, &range).len();
+                    let from = data.wrapping_add(extent(self.core.rank, block).start + start);
                     // SAFETY: the range is inside the block; `blocks` pieces fit the buffer, which
                     // nobody reads now.
                     unsafe { bytes::copy(from, staging.add(block * piece), count) };
@@ -86,12 +86,12 @@ impl Engine {
                 }
             }
             let at = |rank: usize, block: usize| match (locations[rank], data) {
-                (_, Some(own)) if rank == self.rank => {
+                (_, Some(own)) if rank == self.core.rank => {
                     own.wrapping_add(extent(rank, block).start + start)
                 }
                 (Location::Shared(offset), _) => {
                     let position = extent(rank, block).start + start;
-                    self.world.arena.at(offset).wrapping_add(position).cast_const()
+                    self.core.world.arena.at(offset).wrapping_add(position).cast_const()
                 }
                 (Location::Staged, _) => {
                     self.control.staging(rank, (round % 2) as usize).wrapping_add(block * piece)
@@ -103,7 +103,7 @@ impl Engine {
                 })?;
             }
             let in_place = self.inter_node.is_none()
-                && (0..self.size()).all(|r| {
+                && (0..self.core.size()).all(|r| {
                     !contribution.from.includes(r) || matches!(locations[r], Location::Shared(_))
                 });
             let range = if in_place { 0..block_bytes } else { range };
@@ -123,7 +123,7 @@ impl Engine {
 
     /// Where the other ranks can find memory of this one.
     pub fn locate(&self, data: *const u8, bytes: usize) -> Location {
-        self.world.arena.offset_of(data, bytes).map_or(Location::Staged, Location::Shared)
+        self.core.world.arena.offset_of(data, bytes).map_or(Location::Staged, Location::Shared)
     }
 
     /// This rank's staging buffer for a round, as soon as nobody reads what it held before.
@@ -150,7 +150,7 @@ impl Engine {
         {
             self.wait_done(last, operation)?;
         }
-        Ok(self.control.staging(self.rank, which))
+        Ok(self.control.staging(self.core.rank, which))
     }
 
     pub fn operation(

@@ -57,14 +57,14 @@ impl Engine {
             from: Contributors::All,
             to: Readers::OwnerOfBlock,
             data: Some(input.data),
-            blocks: self.size(),
+            blocks: self.core.size(),
             block_bytes,
             extent,
         };
         self.read_from_all(operation, &contribution, &mut |range, at| {
-            let range = contribution.clip(self.rank, self.rank, &range);
+            let range = contribution.clip(self.core.rank, self.core.rank, &range);
             let sources: Vec<*const u8> =
-                (0..self.size()).map(|rank| at(rank, self.rank)).collect();
+                (0..self.core.size()).map(|rank| at(rank, self.core.rank)).collect();
             let destination = output.data.wrapping_add(range.start);
             let count = range.len() / dtype.size();
             // SAFETY: each source has `range` of a block that no rank writes in this round; the

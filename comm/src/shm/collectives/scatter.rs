@@ -22,12 +22,12 @@ impl Engine {
             from: Contributors::Root(root),
             to: Readers::OwnerOfBlock,
             data: input.map(|input| input.data.cast_const()),
-            blocks: self.size(),
+            blocks: self.core.size(),
             block_bytes: output.bytes,
             extent: &equal_extents(output.bytes),
         };
         self.read_from_all(operation, &contribution, &mut |range, at| {
-            output.write(range.start, at(root, self.rank), range.len());
+            output.write(range.start, at(root, self.core.rank), range.len());
         })
     }
 }

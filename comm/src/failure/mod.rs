@@ -2,21 +2,53 @@
 //!
 //! The first failure is written into the control block, where every later call finds it.
 
-use std::sync::atomic::Ordering;
+pub mod remote;
+mod wait;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::engine::Engine;
+use remote::Remote;
+
 use crate::error::{Error, Result};
+use crate::group::core::GroupCore;
+use crate::shm::arena::Block;
+use crate::shm::control::Control;
 use crate::transport::{DisconnectReason, PeerDown};
 use crate::world::EXIT_REPORT_TIMEOUT;
 
-/// Kind of a poison note whose ranks have more to say: see [`Engine::fail_and_collect`].
+/// Kind of a poison note whose ranks have more to say: see [`Failure::fail_and_collect`].
 pub const ERROR_DETAILS: u32 = 1;
 /// Kind of a poison note about the loss of the group's first rank; of the next, one more; and so
 /// on.
 pub const LOST: u32 = 2;
 
-impl Engine {
+/// Whether, and why, a group has failed.
+pub struct Failure {
+    pub core: Arc<GroupCore>,
+    control: Arc<Control>,
+    remote: Remote,
+    quarantined: AtomicBool,
+    /// This rank drops the group: nobody is to wait in it any longer.
+    cancelled: AtomicBool,
+    /// The memory of the control block, in the first rank of the node.
+    block: Mutex<Option<Block>>,
+}
+
+impl Failure {
+    /// This rank is a member of the group until it drops this.
+    pub fn new(core: Arc<GroupCore>, control: Arc<Control>, block: Option<Block>) -> Self {
+        Self {
+            core,
+            control,
+            remote: Remote::default(),
+            quarantined: AtomicBool::new(false),
+            cancelled: AtomicBool::new(false),
+            block: Mutex::new(block),
+        }
+    }
+
     /// Marks the group as failed, wakes everyone, and hands the error back.
     pub fn fail(&self, error: Error) -> Error {
         self.poison(0, &error.to_string());
@@ -28,11 +60,11 @@ impl Engine {
     /// with their ranks.
     pub fn fail_and_collect(&self, operation: &str, own: &str) -> Vec<(usize, String)> {
         self.publish_error_detail(own);
-        self.poison(ERROR_DETAILS, &format!("rank {}: {operation}: {own}", self.world.rank));
-        let deadline = Instant::now() + self.timeout();
+        self.poison(ERROR_DETAILS, &format!("rank {}: {operation}: {own}", self.core.world.rank));
+        let deadline = Instant::now() + self.core.timeout();
         let silent = || {
             self.fetch_error_details();
-            self.ranks_where(|r| !self.control.rank(r).error_detail.is_set())
+            self.core.ranks_where(|r| !self.control.rank(r).error_detail.is_set())
         };
         // If the group had failed for another reason, the others have heard of that and write no
         // notices.
@@ -46,16 +78,17 @@ impl Engine {
             // about.
             std::thread::sleep(Duration::from_millis(2));
         }
-        if self.inter_node.is_some() && self.world.hosts_store() {
+        if self.core.is_inter_node() && self.core.world.hosts_store() {
             // The others ask for them as well.
             std::thread::sleep(EXIT_REPORT_TIMEOUT);
         }
-        let notices = (0..self.size())
-            .filter_map(|r| Some((self.ranks[r], self.control.rank(r).error_detail.read()?.1)));
+        let notices = (0..self.core.size()).filter_map(|r| {
+            Some((self.core.ranks[r], self.control.rank(r).error_detail.read()?.1))
+        });
         notices.filter(|(_, text)| !text.is_empty()).collect()
     }
 
-    /// Whether the group failed in a way that [`Engine::fail_and_collect`] completes.
+    /// Whether the group failed in a way that [`Failure::fail_and_collect`] completes.
     pub fn awaits_error_details(&self) -> bool {
         self.control.header().poison.read().is_some_and(|(kind, _)| kind == ERROR_DETAILS)
     }
@@ -72,20 +105,26 @@ impl Engine {
             self.poll_failure();
         }
         if self.is_cancelled() {
-            let cause = format!("rank {} has left it", self.world.rank);
+            let cause = format!("rank {} has left it", self.core.world.rank);
             return Err(Error::Poisoned {
-                rank: self.world.rank,
+                rank: self.core.world.rank,
                 operation: operation.to_string(),
                 cause,
             });
         }
         let Some((kind, cause)) = self.control.header().poison.read() else { return Ok(()) };
         let first = self.quarantine();
-        let peer =
-            kind.checked_sub(LOST).map(|peer| peer as usize).filter(|&peer| peer < self.size());
+        let peer = kind
+            .checked_sub(LOST)
+            .map(|peer| peer as usize)
+            .filter(|&peer| peer < self.core.size());
         Err(match peer {
             Some(peer) if under_way || first => self.peer_lost_error(peer, operation),
-            _ => Error::Poisoned { rank: self.world.rank, operation: operation.to_string(), cause },
+            _ => Error::Poisoned {
+                rank: self.core.world.rank,
+                operation: operation.to_string(),
+                cause,
+            },
         })
     }
 
@@ -93,7 +132,7 @@ impl Engine {
     pub fn abort(&self, cause: &str) {
         // Nor is there anything else to wait for from this rank.
         self.publish_error_detail("");
-        self.poison(0, &format!("rank {} aborted the group: {cause}", self.world.rank));
+        self.poison(0, &format!("rank {} aborted the group: {cause}", self.core.world.rank));
     }
 
     fn poison(&self, kind: u32, text: &str) {
@@ -125,7 +164,7 @@ impl Engine {
             return false;
         }
         // Before anyone may take it for done; twice does no harm.
-        self.world.arena.quarantine();
+        self.core.world.arena.quarantine();
         !self.quarantined.swap(true, Ordering::SeqCst)
     }
 
@@ -134,17 +173,19 @@ impl Engine {
         &self,
         missing: &dyn Fn() -> Vec<usize>,
     ) -> Option<(usize, DisconnectReason)> {
-        let leader = self.locals[0];
+        let leader = self.core.locals[0];
         let missing = || {
             let mut missing = missing();
             // Others come by way of the leader.
-            if missing.iter().any(|rank| !self.locals.contains(rank)) && self.rank != leader {
+            if missing.iter().any(|rank| !self.core.locals.contains(rank))
+                && self.core.rank != leader
+            {
                 missing.push(leader);
             }
             missing
         };
-        let ranks: Vec<usize> = missing().iter().map(|&r| self.ranks[r]).collect();
-        let ended = self.world.ended(&ranks, Duration::ZERO);
+        let ranks: Vec<usize> = missing().iter().map(|&r| self.core.ranks[r]).collect();
+        let ended = self.core.world.ended(&ranks, Duration::ZERO);
         // Only now is it certain that a rank that has ended, or left, did so without arriving.
         let missing = missing();
         let left =
@@ -153,7 +194,7 @@ impl Engine {
         let ended = || {
             missing
                 .iter()
-                .find(|&&r| ended.contains(&self.ranks[r]))
+                .find(|&&r| ended.contains(&self.core.ranks[r]))
                 .map(|&r| (r, DisconnectReason::Ended))
         };
         left.or_else(cut_off).or_else(ended)
@@ -168,13 +209,13 @@ impl Engine {
 
     /// The other members that have left the group or ended.
     pub fn departed_peers(&self) -> Vec<usize> {
-        let ended = self.world.ended(&self.ranks, Duration::ZERO);
+        let ended = self.core.world.ended(&self.core.ranks, Duration::ZERO);
         let gone = |r| {
             self.has_left(r)
-                || ended.contains(&self.ranks[r])
+                || ended.contains(&self.core.ranks[r])
                 || self.disconnect_reason(r).is_some()
         };
-        self.ranks_where(|r| r != self.rank && gone(r))
+        self.core.ranks_where(|r| r != self.core.rank && gone(r))
     }
 
     pub fn has_left(&self, rank: usize) -> bool {
@@ -183,10 +224,7 @@ impl Engine {
 
     /// The error where the connection to another leader has ended.
     pub fn link_lost_error(&self, loss: PeerDown, operation: &dyn std::fmt::Display) -> Error {
-        let Some(inter_node) = &self.inter_node else {
-            return self.fail_peer_lost(self.rank, operation);
-        };
-        self.handle_disconnect(inter_node.leaders[loss.member], loss.how, operation)
+        self.handle_disconnect(self.core.leaders[loss.member], loss.how, operation)
     }
 
     /// The error where a member has gone, or the connection to it.
@@ -199,7 +237,7 @@ impl Engine {
         // It may have ended because of a failure, of which it, or its node, has told.
         match &how {
             DisconnectReason::Failed(why) => self.apply_failure(why),
-            _ if self.locals.contains(&peer) => {}
+            _ if self.core.locals.contains(&peer) => {}
             _ => self.wait_failure(EXIT_REPORT_TIMEOUT),
         }
         if let Err(error) = self.check_failure(operation, true) {
@@ -211,13 +249,17 @@ impl Engine {
             DisconnectReason::Failed(_) => {}
             DisconnectReason::Left => self.control.rank(peer).left.store(1, Ordering::SeqCst),
             DisconnectReason::OutOfReach(_)
-                if self.world.exit_report(self.ranks[peer], EXIT_REPORT_TIMEOUT).is_some() => {}
+                if self
+                    .core
+                    .world
+                    .exit_report(self.core.ranks[peer], EXIT_REPORT_TIMEOUT)
+                    .is_some() => {}
             DisconnectReason::OutOfReach(reason) => {
                 let peer = format!(
                     "{} cannot be reached: {reason}",
-                    self.world.describe(self.ranks[peer])
+                    self.core.world.describe(self.core.ranks[peer])
                 );
-                let (rank, operation) = (self.world.rank, operation.to_string());
+                let (rank, operation) = (self.core.world.rank, operation.to_string());
                 return self.fail(Error::PeerLost { rank, operation, peer });
             }
         }
@@ -226,24 +268,43 @@ impl Engine {
 
     /// The error for an operation that needs `peer`, a rank of this group that has left or ended.
     fn peer_lost_error(&self, peer: usize, operation: &dyn std::fmt::Display) -> Error {
-        let global = self.ranks[peer];
-        let end = self.world.loss_cause(global, self.has_left(peer));
+        let global = self.core.ranks[peer];
+        let end = self.core.world.loss_cause(global, self.has_left(peer));
         Error::PeerLost {
-            rank: self.world.rank,
+            rank: self.core.world.rank,
             operation: operation.to_string(),
-            peer: format!("{} {end}", self.world.describe(global)),
+            peer: format!("{} {end}", self.core.world.describe(global)),
         }
     }
 
     pub fn describe_all(&self, missing: &[usize]) -> String {
         let one = |&rank: &usize| {
             let rounds = self.control.rank(rank).posted.load(Ordering::Acquire);
-            format!("{}, which has arrived {rounds} times", self.world.describe(self.ranks[rank]))
+            format!(
+                "{}, which has arrived {rounds} times",
+                self.core.world.describe(self.core.ranks[rank])
+            )
         };
         let mut text = missing.iter().take(8).map(one).collect::<Vec<_>>().join("; ");
         if missing.len() > 8 {
             text += &format!("; and {} more", missing.len() - 8);
         }
         text
+    }
+}
+
+impl Drop for Failure {
+    /// This rank leaves the group.
+    fn drop(&mut self) {
+        self.close_connections();
+        self.control.rank(self.core.rank).left.store(1, Ordering::SeqCst);
+        self.control.wake_all();
+        self.control.header().attached.fetch_sub(1, Ordering::SeqCst);
+        let block = self.block.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(block) = block {
+            let (arena, offset) = (Arc::clone(&self.core.world.arena), block.offset());
+            let (size, locals) = (self.core.size(), self.core.locals.len());
+            self.core.world.retire(block, Control::attach(arena, offset, size, locals));
+        }
     }
 }
