@@ -31,14 +31,17 @@
 //! [`nccl::CudaGroup`].
 
 mod arguments;
+mod backend;
 mod bootstrap;
 mod buffer;
+mod collectives;
 mod descriptor;
 pub mod env;
 mod error;
 mod failure;
 mod fork;
 mod group;
+mod internode;
 mod kind;
 mod liveness;
 pub mod nccl;
@@ -54,11 +57,11 @@ mod work;
 mod world;
 
 pub use buffer::{Buffer, SharedBuffer};
+pub use collectives::segments::Segments;
 pub use error::{Error, Result};
 pub use flow_kernels::{bf16, f16, DType, Element, ReduceOp};
 pub use fork::ForkSafe;
 pub use group::{ArenaHandle, Axis, Lane, Mesh, ProcessGroup, DEFAULT_TIMEOUT};
 pub use p2p::P2pOp;
 pub use shm::arena::{Arena, Block};
-pub use shm::reduction::Segments;
 pub use work::{Work, Worker};

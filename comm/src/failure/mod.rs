@@ -9,13 +9,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use remote::Remote;
+use remote::{RemoteFailures, WatchedConnections};
 
 use crate::error::{Error, Result};
 use crate::group::core::GroupCore;
 use crate::shm::arena::Block;
 use crate::shm::control::Control;
-use crate::transport::{DisconnectReason, PeerDown};
+use crate::transport::{Connections, DisconnectReason, PeerDown};
 use crate::world::EXIT_REPORT_TIMEOUT;
 
 /// Kind of a poison note whose ranks have more to say: see [`Failure::fail_and_collect`].
@@ -27,8 +27,8 @@ pub const LOST: u32 = 2;
 /// Whether, and why, a group has failed.
 pub struct Failure {
     pub core: Arc<GroupCore>,
-    control: Arc<Control>,
-    remote: Remote,
+    pub control: Arc<Control>,
+    remote: RemoteFailures,
     quarantined: AtomicBool,
     /// This rank drops the group: nobody is to wait in it any longer.
     cancelled: AtomicBool,
@@ -40,12 +40,12 @@ impl Failure {
     /// This rank is a member of the group until it drops this.
     pub fn new(core: Arc<GroupCore>, control: Arc<Control>, block: Option<Block>) -> Self {
         Self {
-            core,
             control,
-            remote: Remote::default(),
+            remote: RemoteFailures::new(Arc::clone(&core)),
             quarantined: AtomicBool::new(false),
             cancelled: AtomicBool::new(false),
             block: Mutex::new(block),
+            core,
         }
     }
 
@@ -55,9 +55,8 @@ impl Failure {
         error
     }
 
-    /// Fails the group for a reason of which other ranks may have their own part to tell: every
-    /// rank calls this, with an empty text if it has nothing to add, and gets what all ranks said,
-    /// with their ranks.
+    /// Fails the group for a reason to which other ranks may have details: every rank calls this,
+    /// with an empty text if it has nothing to add, and gets all ranks' details, with their ranks.
     pub fn fail_and_collect(&self, operation: &str, own: &str) -> Vec<(usize, String)> {
         self.publish_error_detail(own);
         self.poison(ERROR_DETAILS, &format!("rank {}: {operation}: {own}", self.core.world.rank));
@@ -66,8 +65,8 @@ impl Failure {
             self.fetch_error_details();
             self.core.ranks_where(|r| !self.control.rank(r).error_detail.is_set())
         };
-        // If the group had failed for another reason, the others have heard of that and write no
-        // notices.
+        // If the group had failed for another reason, the others know that reason and publish no
+        // details.
         let awaited = || self.awaits_error_details() && self.others_await_error_details();
         while awaited()
             && !silent().is_empty()
@@ -114,11 +113,7 @@ impl Failure {
         }
         let Some((kind, cause)) = self.control.header().poison.read() else { return Ok(()) };
         let first = self.quarantine();
-        let peer = kind
-            .checked_sub(LOST)
-            .map(|peer| peer as usize)
-            .filter(|&peer| peer < self.core.size());
-        Err(match peer {
+        Err(match self.lost_rank(kind) {
             Some(peer) if under_way || first => self.peer_lost_error(peer, operation),
             _ => Error::Poisoned {
                 rank: self.core.world.rank,
@@ -137,7 +132,7 @@ impl Failure {
 
     fn poison(&self, kind: u32, text: &str) {
         if self.record_failure(kind, text) {
-            self.publish_failure(kind, text);
+            self.remote.publish_failure(&self.encode_failure(kind, text));
         }
     }
 
@@ -158,7 +153,7 @@ impl Failure {
         self.cancelled.load(Ordering::Relaxed)
     }
 
-    /// Returns whether this is the first that this rank hears of a failure.
+    /// Returns whether this rank did not know of a failure before.
     pub fn quarantine(&self) -> bool {
         if self.quarantined.load(Ordering::SeqCst) {
             return false;
@@ -227,14 +222,14 @@ impl Failure {
         self.handle_disconnect(self.core.leaders[loss.member], loss.how, operation)
     }
 
-    /// The error where a member has gone, or the connection to it.
+    /// The error where a member has left or ended, or the connection to it has.
     pub fn handle_disconnect(
         &self,
         peer: usize,
         how: DisconnectReason,
         operation: &dyn std::fmt::Display,
     ) -> Error {
-        // It may have ended because of a failure, of which it, or its node, has told.
+        // It may have ended because of a failure, which it, or its node, has published.
         match &how {
             DisconnectReason::Failed(why) => self.apply_failure(why),
             _ if self.core.locals.contains(&peer) => {}
@@ -245,7 +240,7 @@ impl Failure {
         }
         match how {
             DisconnectReason::Ended => {}
-            // That was heard.
+            // It was applied.
             DisconnectReason::Failed(_) => {}
             DisconnectReason::Left => self.control.rank(peer).left.store(1, Ordering::SeqCst),
             DisconnectReason::OutOfReach(_)
@@ -279,7 +274,7 @@ impl Failure {
 
     pub fn describe_all(&self, missing: &[usize]) -> String {
         let one = |&rank: &usize| {
-            let rounds = self.control.rank(rank).posted.load(Ordering::Acquire);
+            let rounds = self.control.rank(rank).arrived.load(Ordering::Acquire);
             format!(
                 "{}, which has arrived {rounds} times",
                 self.core.world.describe(self.core.ranks[rank])
@@ -291,12 +286,133 @@ impl Failure {
         }
         text
     }
+
+    /// Watches the leader's connections, and aborts them when the group fails.
+    pub fn watch_connections(&self, connections: Arc<dyn WatchedConnections>) {
+        self.remote.watch(connections);
+    }
+
+    /// How the connection to a leader on another node has ended, as far as this rank can see. If that
+    /// leader gave its group's failure as the reason, the group fails here too.
+    pub fn disconnect_reason(&self, rank: usize) -> Option<DisconnectReason> {
+        match self.remote.disconnect_reason(rank)? {
+            DisconnectReason::Failed(why) => {
+                self.apply_failure(&why);
+                None
+            }
+            departure => Some(departure),
+        }
+    }
+
+    /// Aborts connections with the group's failure as the reason, or because this rank leaves.
+    pub fn abort_connections(&self, connections: &mut dyn Connections) {
+        match self.encoded_failure() {
+            Some(failure) => connections.abort(&failure),
+            None => {
+                if self.is_cancelled() {
+                    connections.shutdown();
+                }
+                connections.abort("");
+            }
+        }
+    }
+
+    /// Closes connections as this rank leaves, with the group's failure as the reason if it has
+    /// failed.
+    pub fn close(&self, connections: &mut dyn Connections) {
+        match self.encoded_failure() {
+            Some(failure) => connections.abort(&failure),
+            None => connections.shutdown(),
+        }
+    }
+
+    /// The group's failure as other nodes read it.
+    fn encoded_failure(&self) -> Option<String> {
+        let (kind, text) = self.control.header().poison.read()?;
+        Some(self.encode_failure(kind, &text))
+    }
+
+    /// A failure as other nodes read it: its kind, whether it is about a rank that has left, and its
+    /// text.
+    fn encode_failure(&self, kind: u32, text: &str) -> String {
+        let has_left = self.lost_rank(kind).is_some_and(|rank| self.has_left(rank));
+        format!("{kind} {} {text}", u8::from(has_left))
+    }
+
+    /// The rank whose loss a poison note is about.
+    fn lost_rank(&self, kind: u32) -> Option<usize> {
+        let rank = kind.checked_sub(LOST)? as usize;
+        (rank < self.core.size()).then_some(rank)
+    }
+
+    /// Fails the group on this node because of a failure on another.
+    fn apply_failure(&self, words: &str) {
+        let mut parts = words.splitn(3, ' ');
+        let (Some(Ok(kind)), Some(left), Some(text)) =
+            (parts.next().map(str::parse), parts.next(), parts.next())
+        else {
+            return;
+        };
+        if let Some(rank) = self.lost_rank(kind).filter(|_| left == "1") {
+            self.control.rank(rank).left.store(1, Ordering::SeqCst);
+        }
+        self.record_failure(kind, text);
+    }
+
+    /// Fails the group on this node if it has failed on another.
+    fn poll_failure(&self) {
+        if self.control.header().poison.is_set() {
+            return;
+        }
+        if let Some(failure) = self.remote.poll_failure() {
+            self.apply_failure(&failure);
+        }
+    }
+
+    /// As `poll_failure`, waiting at most for `time`.
+    fn wait_failure(&self, time: Duration) {
+        if self.control.header().poison.is_set() {
+            return;
+        }
+        if let Some(failure) = self.remote.failure(time) {
+            self.apply_failure(&failure);
+        }
+    }
+
+    /// Publishes what this rank has to say about the failure.
+    fn publish_error_detail(&self, own: &str) {
+        self.control.rank(self.core.rank).error_detail.write(0, own);
+        self.remote.publish_detail(own);
+    }
+
+    /// Fetches what ranks on other nodes have to say.
+    fn fetch_error_details(&self) {
+        let is_missing = |rank| {
+            !self.core.locals.contains(&rank) && !self.control.rank(rank).error_detail.is_set()
+        };
+        for rank in self.core.ranks_where(is_missing) {
+            if let Some(detail) = self.remote.detail(rank) {
+                self.control.rank(rank).error_detail.write(0, &detail);
+            }
+        }
+    }
+
+    /// Whether the group did not fail for another reason on other nodes.
+    fn others_await_error_details(&self) -> bool {
+        let failure = self.remote.failure(Duration::ZERO);
+        failure.is_none_or(|failure| failure.starts_with(&format!("{ERROR_DETAILS} ")))
+    }
 }
 
 impl Drop for Failure {
     /// This rank leaves the group.
     fn drop(&mut self) {
-        self.close_connections();
+        if let Some(connections) = self.remote.connections() {
+            match self.encoded_failure() {
+                Some(failure) => connections.abort(&failure),
+                None => connections.shutdown(),
+            }
+        }
         self.control.rank(self.core.rank).left.store(1, Ordering::SeqCst);
         self.control.wake_all();
         self.control.header().attached.fetch_sub(1, Ordering::SeqCst);

@@ -1,15 +1,16 @@
-//! Failures and members on other nodes.
+//! What ranks on different nodes publish about failures.
 //!
 //! Everything here is rare and goes through the store, where each rank has a connection of its own:
-//! the group's first failure, what ranks say about it, and how far those are that have waited long.
-//! A leader that fails also aborts its connections, so that the other leaders learn of it at once.
+//! the group's first failure, what ranks have to say about it, and how far those are that have
+//! waited long. A leader that fails also aborts its connections, so that the other leaders learn of
+//! it at once.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{Failure, ERROR_DETAILS, LOST};
-use crate::transport::{Connections, DisconnectReason};
+use crate::group::core::GroupCore;
+use crate::transport::DisconnectReason;
 
 /// How often a rank that waits asks for failures on other nodes.
 pub const POLL_INTERVAL: Duration = Duration::from_millis(500);
@@ -29,176 +30,109 @@ pub trait WatchedConnections: Send + Sync {
     fn shutdown(&self);
 }
 
-/// What a rank knows of other nodes.
-#[derive(Default)]
-pub struct Remote {
+/// A group's failures between nodes. In a group on one node it does nothing.
+pub struct RemoteFailures {
+    core: Arc<GroupCore>,
     /// In the leader.
-    pub connections: OnceLock<Arc<dyn WatchedConnections>>,
+    connections: OnceLock<Arc<dyn WatchedConnections>>,
     /// The last progress that was published.
     published: AtomicU64,
     /// When this rank last asked for failures.
-    polled: Mutex<Option<Instant>>,
+    last_poll: Mutex<Option<Instant>>,
 }
 
-impl Failure {
+impl RemoteFailures {
+    pub fn new(core: Arc<GroupCore>) -> Self {
+        Self {
+            core,
+            connections: OnceLock::new(),
+            published: AtomicU64::new(0),
+            last_poll: Mutex::default(),
+        }
+    }
+
     /// Watches the leader's connections, and aborts them when the group fails.
-    pub fn watch_connections(&self, connections: Arc<dyn WatchedConnections>) {
-        let _ = self.remote.connections.set(connections);
+    pub fn watch(&self, connections: Arc<dyn WatchedConnections>) {
+        let _ = self.connections.set(connections);
     }
 
-    /// Closes the leader's connections, with the group's failure as the reason if it has failed.
-    pub fn close_connections(&self) {
-        let Some(connections) = self.remote.connections.get() else { return };
-        match self.control.header().poison.read() {
-            Some((kind, text)) => connections.abort(&self.encode_failure(kind, &text)),
-            None => connections.shutdown(),
-        }
+    /// The leader's connections, once they are watched.
+    pub fn connections(&self) -> Option<&dyn WatchedConnections> {
+        self.connections.get().map(|connections| &**connections)
     }
 
-    /// How the connection to a leader on another node has ended, as far as this rank can see. If that
-    /// leader gave its group's failure as the reason, the group fails here too.
+    /// How the connection to a leader on another node has ended, as far as this rank can see.
     pub fn disconnect_reason(&self, rank: usize) -> Option<DisconnectReason> {
-        let connections =
-            self.remote.connections.get().filter(|_| self.core.leaders.contains(&rank))?;
-        match connections.disconnect_reason(self.core.nodes[rank])? {
-            DisconnectReason::Failed(why) => {
-                self.apply_failure(&why);
-                None
-            }
-            departure => Some(departure),
-        }
+        let connections = self.connections().filter(|_| self.core.leaders.contains(&rank))?;
+        connections.disconnect_reason(self.core.nodes[rank])
     }
 
-    /// Publishes the group's first failure for the other nodes.
-    pub fn publish_failure(&self, kind: u32, text: &str) {
+    /// Publishes the group's first failure.
+    pub fn publish_failure(&self, failure: &str) {
+        if let Some(connections) = self.connections() {
+            connections.abort(failure);
+        }
+        self.publish("failure", failure);
+    }
+
+    /// The failure that another node has published, waiting at most for `time`.
+    pub fn failure(&self, time: Duration) -> Option<String> {
+        self.lookup("failure", time)
+    }
+
+    /// As [`RemoteFailures::failure`] without waiting, and not more often than every
+    /// [`POLL_INTERVAL`].
+    pub fn poll_failure(&self) -> Option<String> {
         if !self.core.is_inter_node() {
-            return;
+            return None;
         }
-        let failure = self.encode_failure(kind, text);
-        if let Some(connections) = self.remote.connections.get() {
-            connections.abort(&failure);
-        }
-        self.publish("failure", &failure);
-    }
-
-    /// Aborts connections with the group's failure as the reason, or because this rank leaves.
-    pub fn abandon(&self, connections: &mut dyn Connections) {
-        match self.control.header().poison.read() {
-            Some((kind, text)) => connections.abort(&self.encode_failure(kind, &text)),
-            None => {
-                if self.is_cancelled() {
-                    connections.shutdown();
-                }
-                connections.abort("");
-            }
-        }
-    }
-
-    /// A failure as other nodes read it: its kind, whether it is about a rank that has left, and its
-    /// text.
-    fn encode_failure(&self, kind: u32, text: &str) -> String {
-        let lost = kind
-            .checked_sub(LOST)
-            .map(|rank| rank as usize)
-            .filter(|&rank| rank < self.core.size());
-        format!("{kind} {} {text}", u8::from(lost.is_some_and(|rank| self.has_left(rank))))
-    }
-
-    /// Fails the group on this node because of a failure on another.
-    pub fn apply_failure(&self, words: &str) {
-        let mut parts = words.splitn(3, ' ');
-        let (Some(Ok(kind)), Some(left), Some(text)) =
-            (parts.next().map(str::parse), parts.next(), parts.next())
-        else {
-            return;
-        };
-        let lost = u32::checked_sub(kind, LOST)
-            .map(|rank| rank as usize)
-            .filter(|&rank| rank < self.core.size());
-        if let Some(rank) = lost.filter(|_| left == "1") {
-            self.control.rank(rank).left.store(1, Ordering::SeqCst);
-        }
-        self.record_failure(kind, text);
-    }
-
-    /// Looks for failures on other nodes, every [`POLL_INTERVAL`].
-    pub fn poll_failure(&self) {
-        if !self.core.is_inter_node() {
-            return;
-        }
-        let mut last = self.remote.polled.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = self.last_poll.lock().unwrap_or_else(PoisonError::into_inner);
         let last = last.get_or_insert_with(Instant::now);
-        if last.elapsed() >= POLL_INTERVAL {
-            *last = Instant::now();
-            self.wait_failure(Duration::ZERO);
+        if last.elapsed() < POLL_INTERVAL {
+            return None;
         }
-    }
-
-    /// Waits for a failure on another node.
-    pub fn wait_failure(&self, time: Duration) {
-        if self.control.header().poison.is_set() {
-            return;
-        }
-        if let Some(words) = self.lookup("failure", time) {
-            self.apply_failure(&words);
-        }
+        *last = Instant::now();
+        self.failure(Duration::ZERO)
     }
 
     /// Publishes what this rank has to say about the failure.
-    pub fn publish_error_detail(&self, own: &str) {
-        self.control.rank(self.core.rank).error_detail.write(0, own);
+    pub fn publish_detail(&self, own: &str) {
         self.publish(&format!("notice/{}", self.core.rank), own);
     }
 
-    /// Fetches what ranks on other nodes have to say.
-    pub fn fetch_error_details(&self) {
-        for rank in self.core.ranks_where(|rank| {
-            !self.core.locals.contains(&rank) && !self.control.rank(rank).error_detail.is_set()
-        }) {
-            if let Some(notice) = self.lookup(&format!("notice/{rank}"), Duration::ZERO) {
-                self.control.rank(rank).error_detail.write(0, &notice);
-            }
-        }
+    /// What a rank on another node has to say about the failure, if it has published that.
+    pub fn detail(&self, rank: usize) -> Option<String> {
+        self.lookup(&format!("notice/{rank}"), Duration::ZERO)
     }
 
-    /// Whether the group did not fail for another reason on other nodes.
-    pub fn others_await_error_details(&self) -> bool {
-        self.lookup("failure", Duration::ZERO)
-            .is_none_or(|words| words.starts_with(&format!("{ERROR_DETAILS} ")))
-    }
-
-    /// Publishes in which operation this rank is, when it has waited long.
+    /// Publishes in which collective this rank is, when it has waited long.
     pub fn publish_progress(&self, waited: Duration, timeout: Duration) {
-        if !self.core.is_inter_node() {
+        if !self.core.is_inter_node() || waited < PUBLISH_AFTER.min(timeout / 4) {
             return;
         }
-        let place = self.core.sequence.load(Ordering::Relaxed);
-        if waited >= PUBLISH_AFTER.min(timeout / 4)
-            && self.remote.published.swap(place, Ordering::Relaxed) != place
-        {
-            if let Some(store) = self.core.world.store() {
-                let _ = store.set(
-                    &self.core.key(&format!("at/{}", self.core.rank)),
-                    place.to_string().as_bytes(),
-                );
-            }
+        let own = self.core.sequence.load(Ordering::Relaxed);
+        if self.published.swap(own, Ordering::Relaxed) == own {
+            return;
+        }
+        if let Some(store) = self.core.world.store() {
+            let key = self.core.key(&format!("at/{}", self.core.rank));
+            let _ = store.set(&key, own.to_string().as_bytes());
         }
     }
 
-    /// The missing ranks without those on other nodes that are known to have come as far as this
-    /// rank: they wait as well.
+    /// The missing ranks without those on other nodes that are known to be as far as this rank: they
+    /// wait as well.
     pub fn lagging(&self, missing: Vec<usize>) -> Vec<usize> {
         if !self.core.is_inter_node() {
             return missing;
         }
         let own = self.core.sequence.load(Ordering::Relaxed);
-        let there = |&rank: &usize| {
-            let place = self
-                .lookup(&format!("at/{rank}"), Duration::ZERO)
-                .and_then(|place| place.parse::<u64>().ok());
-            !self.core.locals.contains(&rank) && place.is_some_and(|place| place >= own)
+        let is_as_far = |&rank: &usize| {
+            let progress = self.lookup(&format!("at/{rank}"), Duration::ZERO);
+            let progress = progress.and_then(|progress| progress.parse::<u64>().ok());
+            !self.core.locals.contains(&rank) && progress.is_some_and(|progress| progress >= own)
         };
-        let late: Vec<usize> = missing.iter().copied().filter(|rank| !there(rank)).collect();
+        let late: Vec<usize> = missing.iter().copied().filter(|rank| !is_as_far(rank)).collect();
         if late.is_empty() {
             missing
         } else {

@@ -114,7 +114,7 @@ impl Failure {
         WaitDeadline { since, timeout, warning: FIRST_WARNING, long: self.core.world.long_wait() }
     }
 
-    /// Tells of a wait that has become long, and fails the group when its time is over.
+    /// Reports a wait that has become long, and fails the group when its time is over.
     pub fn check_deadline(
         &self,
         waiting: &mut WaitDeadline,
@@ -123,14 +123,14 @@ impl Failure {
     ) -> Result<()> {
         let (rank, timeout, waited) =
             (self.core.world.rank, waiting.timeout, waiting.since.elapsed());
-        self.publish_progress(waited, timeout);
+        self.remote.publish_progress(waited, timeout);
         if let Some(long) = &mut waiting.long {
             long.look(waited, operation, || {
                 missing().iter().map(|&r| self.core.ranks[r]).collect()
             });
         }
         if waited >= timeout {
-            let missing = self.describe_all(&self.lagging(missing()));
+            let missing = self.describe_all(&self.remote.lagging(missing()));
             let missing = format!("{missing} (rank {rank} is {})", self.core.recorder.summary());
             let operation = operation.to_string();
             return Err(self.fail(Error::Timeout { rank, operation, timeout, missing }));

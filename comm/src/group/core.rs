@@ -1,10 +1,11 @@
-//! Who the members of a group are: what all parts of a group know, and none changes.
+//! Who the members of a group are: what all parts of a group use.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::arguments::Caller;
+use crate::descriptor::Location;
 use crate::trace::Recorder;
 use crate::world::World;
 
@@ -20,12 +21,13 @@ pub struct GroupCore {
     /// The node of each member: nodes are numbered by their first members, their leaders.
     pub nodes: Vec<usize>,
     pub leaders: Vec<usize>,
-    /// Tells the group from others.
+    /// The group's name, which no other group of the job has.
     pub name: String,
     /// How many groups were made from this one.
     pub children: AtomicU64,
-    /// Groups of its members' own making that this rank is about to join.
-    pub meetings: Mutex<Vec<String>>,
+    /// Groups by [`ProcessGroup::new_group_of`](crate::ProcessGroup::new_group_of) that this rank is
+    /// about to join.
+    pub pending_groups: Mutex<Vec<String>>,
     /// Collectives on the host that this rank has begun.
     pub sequence: AtomicU64,
     /// What the group does and did, on GPUs too.
@@ -61,7 +63,7 @@ impl GroupCore {
             leaders,
             name,
             children: AtomicU64::new(0),
-            meetings: Mutex::default(),
+            pending_groups: Mutex::default(),
             sequence: AtomicU64::new(0),
             recorder,
             timeout: AtomicU64::new(0),
@@ -72,6 +74,16 @@ impl GroupCore {
 
     pub fn size(&self) -> usize {
         self.ranks.len()
+    }
+
+    /// How many members are on other nodes.
+    pub fn remote_size(&self) -> usize {
+        self.ranks.len() - self.locals.len()
+    }
+
+    /// Whether this rank sends and receives between nodes for the members on its own.
+    pub fn is_leader(&self) -> bool {
+        self.is_inter_node() && self.local == 0
     }
 
     /// Whether members are on other nodes.
@@ -90,6 +102,23 @@ impl GroupCore {
     pub fn set_timeout(&self, timeout: Duration) {
         self.timeout
             .store(u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    /// A collective begins on the host.
+    pub fn count_collective(&self) {
+        self.sequence.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Where the other ranks of this node can find memory of this one.
+    pub fn locate(&self, data: *const u8, bytes: usize) -> Location {
+        self.world.arena.offset_of(data, bytes).map_or(Location::Staged, Location::Shared)
+    }
+
+    /// Whether a member can have memory there: offsets of peers are checked before use.
+    pub fn is_reachable(&self, rank: usize, offset: usize, bytes: usize) -> bool {
+        self.world
+            .local_index(self.ranks[rank])
+            .is_some_and(|index| self.world.arena.holds(index, offset, bytes))
     }
 
     pub fn ranks_where(&self, condition: impl Fn(usize) -> bool) -> Vec<usize> {
