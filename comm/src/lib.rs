@@ -12,6 +12,7 @@
 //! | `..._async`, [`Work::wait`] | `async_op=True`, `Work.wait` |
 //! | [`ProcessGroup::batch_send_recv`], [`P2pOp`] | `batch_isend_irecv`, `P2POp` |
 //! | [`ProcessGroup::flight_recorder`] | the flight recorder of `ProcessGroupNCCL` |
+//! | [`ProcessGroup::in_process`] | the threaded process group of its own tests |
 //! | [`ProcessGroup::alloc_shared`] | none: memory that collectives use in place |
 //! | [`nccl::CudaGroup`] | `ProcessGroupNCCL` |
 //! | [`store::Store`] | `TCPStore` |

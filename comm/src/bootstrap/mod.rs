@@ -7,9 +7,10 @@
 //! | `arena` | map the memory that the ranks of this node share |
 //!
 //! `monitor` watches meanwhile who is missing, and who has ended; `json` encodes what ranks leave
-//! in the store.
+//! in the store. `in_process` makes a job of threads, which has no steps.
 
 mod arena;
+mod in_process;
 mod json;
 mod monitor;
 mod peer_info;

@@ -6,6 +6,7 @@ mod batch;
 mod buckets;
 pub mod core;
 mod cuda;
+mod in_process;
 mod lane;
 mod members;
 mod mesh;
@@ -13,6 +14,8 @@ mod nccl;
 mod nonblocking;
 mod parts;
 mod split;
+#[cfg(test)]
+mod toy_backend;
 mod uneven;
 
 use std::fmt;
