@@ -18,7 +18,7 @@ pub struct OpDescriptor {
     pub reduce: ReduceOp,
     pub root: u32,
     pub count: u64,
-    /// The bucket that is reduced, the step in which it is (0: not told), and a digest of the
+    /// The bucket that is reduced, the step in which it is (0: none), and a digest of the
     /// pieces it consists of; of a message, `layout` is its tag.
     pub bucket: Option<u32>,
     pub step: u32,
@@ -36,7 +36,7 @@ pub enum Location {
 
 const STAGED: u64 = u64::MAX;
 
-/// What is wrong with a peer's post.
+/// What is wrong with a peer's descriptor.
 const UNREADABLE: &str = "an operation this version does not know";
 
 /// A descriptor in shared memory, with two words that are no part of it: 1 more than the last round
@@ -59,7 +59,32 @@ impl DescriptorWords {
 }
 
 impl OpDescriptor {
-    /// Whether ranks that post these do the same. Sequence numbers name operations: what keeps ranks
+    /// An operation without root or reduction. It gets its sequence number when it begins.
+    pub fn new(kind: Kind, dtype: DType, count: usize) -> Self {
+        Self {
+            sequence: 0,
+            kind,
+            dtype,
+            reduce: ReduceOp::Sum,
+            root: 0,
+            count: count as u64,
+            bucket: None,
+            step: 0,
+            layout: 0,
+        }
+    }
+
+    /// With this reduction.
+    pub fn reduce(self, reduce: ReduceOp) -> Self {
+        Self { reduce, ..self }
+    }
+
+    /// With this root; of a message, its receiver.
+    pub fn root(self, root: usize) -> Self {
+        Self { root: root as u32, ..self }
+    }
+
+    /// Whether ranks that publish these do the same. Sequence numbers name operations: what keeps ranks
     /// in step is that each takes part in the same rounds.
     pub fn agrees(&self, other: &OpDescriptor) -> bool {
         OpDescriptor { sequence: other.sequence, ..*self } == *other

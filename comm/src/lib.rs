@@ -12,6 +12,7 @@
 //! | `..._async`, [`Work::wait`] | `async_op=True`, `Work.wait` |
 //! | [`ProcessGroup::batch_send_recv`], [`P2pOp`] | `batch_isend_irecv`, `P2POp` |
 //! | [`ProcessGroup::flight_recorder`] | the flight recorder of `ProcessGroupNCCL` |
+//! | [`ProcessGroup::in_process`] | the threaded process group of its own tests |
 //! | [`ProcessGroup::alloc_shared`] | none: memory that collectives use in place |
 //! | [`nccl::CudaGroup`] | `ProcessGroupNCCL` |
 //! | [`store::Store`] | `TCPStore` |
@@ -31,12 +32,17 @@
 //! [`nccl::CudaGroup`].
 
 mod arguments;
+mod backend;
 mod bootstrap;
 mod buffer;
+mod collectives;
 mod descriptor;
 pub mod env;
 mod error;
+mod failure;
+mod fork;
 mod group;
+mod internode;
 mod kind;
 mod liveness;
 pub mod nccl;
@@ -52,11 +58,11 @@ mod work;
 mod world;
 
 pub use buffer::{Buffer, SharedBuffer};
+pub use collectives::segments::Segments;
 pub use error::{Error, Result};
 pub use flow_kernels::{bf16, f16, DType, Element, ReduceOp};
+pub use fork::ForkSafe;
 pub use group::{ArenaHandle, Axis, Lane, Mesh, ProcessGroup, DEFAULT_TIMEOUT};
 pub use p2p::P2pOp;
 pub use shm::arena::{Arena, Block};
-pub use shm::fork::ForkSafe;
-pub use shm::reduction::Segments;
 pub use work::{Work, Worker};

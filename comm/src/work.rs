@@ -4,7 +4,7 @@ use std::sync::mpsc;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use crate::error::{Error, Result};
-use crate::shm::fork::ForkSafe;
+use crate::fork::ForkSafe;
 
 /// A collective that was started: it runs on the group's communication thread.
 ///

@@ -21,7 +21,8 @@ use crate::transport::Transport;
 pub const LIVENESS_INTERVAL: Duration = Duration::from_millis(100);
 /// A wait this long is worth a line in the log.
 pub const FIRST_WARNING: Duration = Duration::from_secs(30);
-/// How long a rank that left a group may take to end, and the launcher to say how.
+/// How long to wait for a departed rank's process to exit, and for the launcher to report its exit
+/// status.
 pub const EXIT_REPORT_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// What is known of a rank.
@@ -53,7 +54,7 @@ pub struct World {
     /// Begins the keys of this world.
     pub prefix: String,
     pub(crate) launched: bool,
-    /// How to tell flow-launch of long waits, if it listens.
+    /// Reports long waits to flow-launch, if it listens.
     pub(crate) waits: Option<StallReporter>,
     /// To other nodes; None if there are none.
     pub transport: Option<Box<dyn Transport>>,
@@ -152,6 +153,7 @@ impl World {
     pub fn ended(&self, ranks: &[usize], time: Duration) -> Vec<usize> {
         let (watched, pidfds): (Vec<usize>, Vec<&OwnedFd>) =
             ranks.iter().filter_map(|&r| Some((r, self.peers[r].pidfd.as_ref()?))).unzip();
+        let time = if watched.is_empty() { Duration::ZERO } else { time };
         let ended = ended(&pidfds, time).into_iter().map(|index| watched[index]);
         ranks.iter().copied().filter(|&r| self.peers[r].gone).chain(ended).collect()
     }
@@ -178,9 +180,9 @@ impl World {
         Some(String::from_utf8_lossy(&report).into_owned())
     }
 
-    /// What became of a rank that has ended, or `left` its group, which it may have done on its way
-    /// to its end: to wait for that tells the cause, and lets its process end before those that
-    /// only fail because of it.
+    /// How a rank has ended, or that it has `left` its group. A rank often leaves because its process
+    /// ends, so this waits for the end: it is the cause, and the process ends before those that fail
+    /// because of it.
     pub fn loss_cause(&self, rank: usize, left: bool) -> String {
         if left
             && self.local_index(rank).is_some()
@@ -202,6 +204,6 @@ impl Drop for World {
     fn drop(&mut self) {
         self.reclaim();
         let retired_blocks = self.retired_blocks.get_mut().unwrap_or_else(PoisonError::into_inner);
-        retired_blocks.drain(..).for_each(|(block, _)| block.abandon());
+        retired_blocks.drain(..).for_each(|(block, _)| block.leak());
     }
 }

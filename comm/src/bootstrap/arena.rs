@@ -40,7 +40,7 @@ pub fn attach_arena(
         .map(|monitor| format!("{}arena/{first}", monitor.prefix))
         .unwrap_or_default();
     let (arena, file) = if rank == first {
-        let (file, region) = Arena::create_file(count).map_err(fail)?;
+        let (file, region) = Arena::create_file(count, 1).map_err(fail)?;
         let arena =
             Arc::new(Arena::map(&file, count, region, 0, ArenaHeader::bytes(count)).map_err(fail)?);
         let block = arena.allocate_zeroed(Control::bytes(size, count)).ok_or_else(|| {
@@ -50,7 +50,7 @@ pub fn attach_arena(
         root.header().attached.store(count as u32, Ordering::SeqCst);
         ArenaHeader::of(&arena).root.store(block.offset() as u64, Ordering::Release);
         // Nobody can know when every rank has left the job: this block goes with the arena.
-        block.abandon();
+        block.leak();
         if let Some(monitor) = &monitor {
             let place = ArenaPlace { pid: std::process::id(), fd: file.as_raw_fd(), region };
             monitor.store.set(&key, &to_json(&place)).map_err(|e| fail(e.to_string()))?;

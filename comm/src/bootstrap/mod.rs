@@ -7,9 +7,10 @@
 //! | `arena` | map the memory that the ranks of this node share |
 //!
 //! `monitor` watches meanwhile who is missing, and who has ended; `json` encodes what ranks leave
-//! in the store.
+//! in the store. `in_process` makes a job of threads, which has no steps.
 
 mod arena;
+mod in_process;
 mod json;
 mod monitor;
 mod peer_info;
@@ -24,10 +25,10 @@ use rustix::process::{Pid, PidfdFlags};
 
 use crate::env::{Membership, Rendezvous};
 use crate::error::{Error, Result};
+use crate::fork::Process;
 use crate::settings;
 use crate::shm::arena_header::ArenaHeader;
 use crate::shm::control::MAX_RANKS;
-use crate::shm::fork::Process;
 use crate::stall::StallReporter;
 use crate::transport;
 use crate::world::{Peer, World, FIRST_WARNING};

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::env::{hash, Membership, Rendezvous};
-use crate::shm::fork::ForkSafe;
+use crate::fork::ForkSafe;
 use crate::store::{Address, Server, Store};
 
 /// The store, and its server if that is this rank's to run.

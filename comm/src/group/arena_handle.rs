@@ -3,10 +3,8 @@
 
 use std::sync::Arc;
 
-use super::nonblocking::Lane;
 use super::ProcessGroup;
 use crate::error::Result;
-use crate::kind::Kind;
 use crate::shm::arena::Arena;
 use crate::world::World;
 
@@ -23,18 +21,16 @@ impl ArenaHandle {
 impl ProcessGroup {
     /// Where the group's shared memory is.
     pub fn arena_handle(&self) -> ArenaHandle {
-        ArenaHandle(Arc::clone(&self.engine().world))
+        ArenaHandle(Arc::clone(&self.core().world))
     }
 
     /// As [`ProcessGroup::duplicate`], in the memory of `handle` if that is the same on all ranks, of
     /// whatever join of the same processes. All ranks call this.
     pub fn duplicate_in(&self, handle: Option<&ArenaHandle>) -> Result<Self> {
         const NONE: u64 = 0;
-        let own = handle.filter(|handle| handle.0.has_ranks_of(&self.engine().world));
+        let own = handle.filter(|handle| handle.0.has_ranks_of(&self.core().world));
         let mark = own.map_or(NONE, |handle| handle.0.mark());
-        let marks = self.run_in_order(Lane::Collectives, |engine| {
-            engine.exchange_words(Kind::NewGroup, &[mark])
-        })?;
+        let marks = self.exchange_words(&[mark])?;
         let all: Vec<usize> = (0..self.world_size()).collect();
         let group = match own.filter(|_| marks.iter().all(|other| other[0] == mark)) {
             Some(handle) => self.new_group_in(&handle.0, &all)?,

@@ -3,9 +3,9 @@
 use flow_kernels::DType;
 
 use super::ProcessGroup;
+use crate::backend::BufferView;
 use crate::buffer::Buffer;
 use crate::error::Result;
-use crate::shm::contribution::BufferView;
 
 impl ProcessGroup {
     pub(super) fn raw<B: Buffer + ?Sized>(
@@ -32,7 +32,8 @@ impl ProcessGroup {
         self.elements(operation, BufferView { data: bytes.as_mut_ptr(), bytes: bytes.len() }, dtype)
     }
 
-    /// Checks that memory consists of aligned elements: nothing at all may lie anywhere.
+    /// Checks that memory consists of aligned elements. An empty buffer needs no
+    /// valid address.
     fn elements(
         &self,
         operation: &str,

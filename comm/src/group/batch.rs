@@ -80,7 +80,7 @@ impl ProcessGroup {
 
     fn cannot_start(&self, error: &std::io::Error) -> Error {
         let reason = format!("cannot start a thread: {error}");
-        self.engine().fail(self.system("batch_send_recv", reason))
+        self.failure().fail(self.system("batch_send_recv", reason))
     }
 
     fn panicked(&self) -> Error {

@@ -1,22 +1,21 @@
 //! What data-parallel training needs of a group beyond collectives: buckets that are reduced piece
 //! by piece without waiting, and failures that several ranks explain together.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use flow_kernels::{DType, ReduceOp};
 
+use super::lane::Lane;
 use super::ProcessGroup;
+use crate::collectives::segments::Segments;
 use crate::error::Result;
 use crate::shm::arena::Arena;
-use crate::shm::engine::Engine;
-use crate::shm::reduction::Segments;
-use crate::work::Worker;
 
 impl ProcessGroup {
     /// The memory that all ranks of the machine map.
     pub fn arena(&self) -> &Arc<Arena> {
-        &self.engine().world.arena
+        &self.core().world.arena
     }
 
     /// A bucket of gradients for [`ProcessGroup::launch_bucket`]: pieces of these lengths, in
@@ -28,50 +27,31 @@ impl ProcessGroup {
         Segments::new(self.arena(), bucket, dtype, lengths).ok_or_else(full)
     }
 
-    /// Announces a bucket whose pieces are all in place, without waiting; false if too many are
-    /// under way already. All ranks post the same buckets in the same order;
+    /// Launches the reduction of a bucket whose pieces are all in place, after the asynchronous
+    /// collectives that were started before. It does not wait for other ranks to launch it; false if
+    /// too many buckets are under way already. All ranks launch the same buckets in the same order;
     /// [`ProcessGroup::progress`] and [`ProcessGroup::finish_buckets`] reduce them in place.
     pub fn launch_bucket(&self, segments: &Arc<Segments>, op: ReduceOp) -> Result<bool> {
-        let (posted, bucket) = self.member(&"launch_bucket")?.launch_bucket(segments, op)?;
-        if let Some(bucket) = bucket {
-            let engine = Arc::clone(&self.inner.engine);
-            let mut leader_thread =
-                self.inner.leader_thread.lock().unwrap_or_else(PoisonError::into_inner);
-            let leader_thread = match &mut *leader_thread {
-                Some(leader_thread) => leader_thread,
-                none => {
-                    let started = Worker::start(self.rank());
-                    let fail = |e| {
-                        self.engine().fail(
-                            self.system("launch_bucket", format!("cannot start a thread: {e}")),
-                        )
-                    };
-                    none.insert(started.map_err(fail)?)
-                }
-            };
-            // An error is the group's, and found by whoever waits for the bucket.
-            drop(leader_thread.submit(self.rank(), "launch_bucket", move || {
-                engine.reduce_bucket_between_nodes(&bucket)
-            }));
-        }
-        Ok(posted)
+        let group = self.member(&"launch_bucket")?;
+        self.drain(Lane::Collectives);
+        group.backend.launch_bucket(segments, op)
     }
 
-    /// Does this rank's share of all posted buckets that all ranks have reached, without waiting.
+    /// Does this rank's share of all launched buckets that all ranks have reached, without waiting.
     pub fn progress(&self) -> Result<()> {
-        self.member(&"progress")?.progress()
+        self.member(&"progress")?.backend.progress_buckets()
     }
 
-    /// Waits for all posted buckets.
+    /// Waits for all launched buckets.
     pub fn finish_buckets(&self) -> Result<()> {
-        self.member(&"finish_buckets")?.finish_buckets()
+        self.member(&"finish_buckets")?.backend.finish_buckets()
     }
 
-    /// Waits for a posted bucket, and those that were posted with it. Returns when this rank saw
+    /// Waits for a launched bucket, and those that were launched with it. Returns when this rank saw
     /// that the bucket was reduced.
     pub fn wait_bucket(&self, segments: &Segments) -> Result<Instant> {
         self.finish_buckets()?;
-        let reason = || "the bucket was not posted since it was made or filled".into();
+        let reason = || "the bucket was not launched since it was made or filled".into();
         segments.finished().ok_or_else(|| self.system("wait_bucket", reason()))
     }
 
@@ -83,25 +63,26 @@ impl ProcessGroup {
 
     /// The error of `operation`, which is about to begin, if the group has failed.
     pub fn check(&self, operation: &str) -> Result<()> {
-        self.member(&operation)?.check_poison(&operation)
+        self.member(&operation)?.failure.check_poison(&operation)
     }
 
     /// Fails the group on all ranks because of something one or more of them found out: all ranks
     /// call this (those with nothing to add with an empty text) and get what all said, by rank in
     /// the job.
     pub fn fail_and_collect(&self, operation: &str, own: &str) -> Vec<(usize, String)> {
-        self.member(&operation).map_or(Vec::new(), |engine| engine.fail_and_collect(operation, own))
+        self.member(&operation)
+            .map_or(Vec::new(), |group| group.failure.fail_and_collect(operation, own))
     }
 
     /// Whether another rank has called [`ProcessGroup::fail_and_collect`].
     pub fn awaits_error_details(&self) -> bool {
-        self.member(&"awaits_error_details").is_ok_and(Engine::awaits_error_details)
+        self.member(&"awaits_error_details").is_ok_and(|group| group.failure.awaits_error_details())
     }
 
     /// Makes the group unusable on all ranks, whose waits end with `cause`.
     pub fn abort(&self, cause: &str) {
-        if let Ok(engine) = self.member(&"abort") {
-            engine.abort(cause);
+        if let Ok(group) = self.member(&"abort") {
+            group.failure.abort(cause);
         }
     }
 }

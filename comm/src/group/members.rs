@@ -1,11 +1,11 @@
-//! Groups that only their members make: these meet in the store.
+//! Groups that only their members make, over keys in the store.
 //!
-//! The first to come leaves a *call* under the key: who is called, and the name of the group to be.
-//! All answer it. The last takes the call away, so that the key can serve again, and writes down
-//! the *outcome*: where on each node the group's memory is. A member that gives up writes an
+//! The first member to come sets a *call* under the key: the list of members, and the name of the
+//! group to be. All answer it. The last deletes the call, so that the key can serve again, and
+//! writes the *outcome*: where on each node the group's memory is. A member that gives up writes an
 //! outcome too. The first outcome counts, for all: nobody uses the memory of a group that another
-//! has given up. Whoever has read a good outcome counts himself, and the last of these deletes it;
-//! until then the rank that serves the store stays.
+//! has given up. Each member that has read a good outcome raises a counter, and the last one deletes
+//! the outcome; until then the rank that hosts the store stays.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,11 +14,11 @@ use std::time::{Duration, Instant};
 
 use serde_json::{json, Value};
 
+use super::parts::{NewGroup, Parts};
 use super::ProcessGroup;
 use crate::error::{Error, Result};
 use crate::shm::arena::Block;
 use crate::shm::control::Control;
-use crate::shm::engine::Engine;
 use crate::stall::Stall;
 use crate::store::{Error as StoreError, Store};
 use crate::world::FIRST_WARNING;
@@ -27,7 +27,7 @@ use crate::world::FIRST_WARNING;
 /// others may then have the connection to the store.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 const PAUSE: Duration = Duration::from_millis(1);
-/// How long the rank that serves the store stays at most for the others to hear the outcome.
+/// How long the rank that hosts the store waits at most for the others to read the outcome.
 const FAREWELL_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often the launcher is asked how ranks on other nodes have ended.
 const EXIT_POLL_INTERVAL: Duration = Duration::from_millis(500);
@@ -37,10 +37,10 @@ impl ProcessGroup {
     /// call: all with the same list. They are numbered in its order: with `[4, 2, 3]`, rank 4
     /// becomes rank 0.
     ///
-    /// They meet under `key`, which no other group that is being made has. It may serve again for a
+    /// They use `key`, which no other group that is being made has. It may serve again for a
     /// group none of whose members can come before the earlier one is made. Who makes several
     /// groups one after the other makes them in the same order on all ranks, or waits until the
-    /// time is over; threads may make several at once. Over NCCL the members meet when they first
+    /// time is over; threads may make several at once. Over NCCL the members connect when they first
     /// call [`ProcessGroup::nccl`].
     ///
     /// Errors: lists that differ, on all members that have come; a member that has ended or left
@@ -51,7 +51,8 @@ impl ProcessGroup {
     /// Over several nodes without flow-launch, only the first ranks of nodes see each other die;
     /// else a member on another node that has died is missed when the time is over.
     pub fn new_group_of(&self, ranks: &[usize], key: &str) -> Result<Self> {
-        let engine = self.member(&"new_group_of")?;
+        let group = self.member(&"new_group_of")?;
+        let core = &group.core;
         let mut sorted = ranks.to_vec();
         sorted.sort_unstable();
         sorted.dedup();
@@ -66,39 +67,44 @@ impl ProcessGroup {
             return Err(self.caller().argument("new_group_of", reason));
         }
         let locals: Vec<usize> =
-            ranks.iter().copied().filter(|member| engine.locals.contains(member)).collect();
+            ranks.iter().copied().filter(|member| core.locals.contains(member)).collect();
         let first = locals[0]; // this rank is one of them
-        let block = || engine.world.new_control_block(ranks.len(), locals.len());
+        let block = || core.world.new_control_block(ranks.len(), locals.len());
         let mut block = (first == self.rank()).then(block).flatten();
-        let own = Call { engine, ranks, key, may_succeed: Cell::new(false) };
-        let (name, offset) = match engine.world.store() {
+        let own = Call { group, ranks, key, may_succeed: Cell::new(false) };
+        let (name, offset) = match core.world.store() {
             Some(store) if ranks.len() > 1 => {
-                own.meet(store, first, block.as_ref()).inspect_err(|_| {
+                own.agree(store, first, block.as_ref()).inspect_err(|_| {
                     // The others may use it.
                     if let Some(block) = block.take_if(|_| own.may_succeed.get()) {
-                        block.abandon();
+                        block.leak();
                     }
                 })?
             }
             _ => (own.new_name(), block.as_ref().map(Block::offset)),
         };
         let bytes = Control::bytes(ranks.len(), locals.len());
-        let reachable = |&offset: &usize| engine.is_reachable(first, offset, bytes);
+        let reachable = |&offset: &usize| core.is_reachable(first, offset, bytes);
         let offset = offset
             .filter(reachable)
             .ok_or_else(|| own.failed("the shared memory region is full".into()))?;
-        let control =
-            Control::attach(Arc::clone(&engine.world.arena), offset, ranks.len(), locals.len());
-        let global = ranks.iter().map(|&member| engine.ranks[member]).collect();
-        let group =
-            Engine::new(Arc::clone(&engine.world), control, block, global, self.timeout(), name)?;
-        Ok(Self::of(Arc::new(group), self.inner.local_rank, self.apart()))
+        let world = Arc::clone(&core.world);
+        let new_group = NewGroup {
+            control: Control::attach(Arc::clone(&world.arena), offset, ranks.len(), locals.len()),
+            ranks: ranks.iter().map(|&member| core.ranks[member]).collect(),
+            timeout: self.timeout(),
+            world,
+            block,
+            name,
+        };
+        let parts = group.sub_group(new_group, "new_group_of")?;
+        Ok(Self::of(parts, self.inner.local_rank, self.apart()))
     }
 }
 
 /// A call of [`ProcessGroup::new_group_of`].
 struct Call<'a> {
-    engine: &'a Engine,
+    group: &'a Parts,
     ranks: &'a [usize],
     key: &'a str,
     /// This rank has answered, and the outcome, as far as it knows that, is good.
@@ -111,7 +117,7 @@ impl std::fmt::Display for Call<'_> {
     }
 }
 
-/// Where the members of a group to be meet.
+/// The keys that the members of a group to be use.
 struct Keys {
     name: String,
     prefix: String,
@@ -145,27 +151,26 @@ impl Call<'_> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         format!(
             "{}.{}-{}",
-            self.engine.name,
-            self.engine.world.rank,
+            self.group.core.name,
+            self.group.core.world.rank,
             NUMBER.fetch_add(1, Ordering::Relaxed)
         )
     }
 
     fn keys(&self, name: &str) -> Keys {
-        Keys { name: name.into(), prefix: format!("{}group/{name}/", self.engine.world.prefix) }
+        Keys { name: name.into(), prefix: format!("{}group/{name}/", self.group.core.world.prefix) }
     }
 
     fn call_key(&self) -> String {
-        format!("{}group/{}/call/{}", self.engine.world.prefix, self.engine.name, self.key)
+        format!("{}group/{}/call/{}", self.group.core.world.prefix, self.group.core.name, self.key)
     }
 
     fn failed(&self, reason: String) -> Error {
-        Error::System { rank: self.engine.world.rank, operation: self.to_string(), reason }
+        Error::System { rank: self.group.core.world.rank, operation: self.to_string(), reason }
     }
 
-    /// The group's name, and where on this node its memory is, of which member `first` has the
-    /// `block`.
-    fn meet(
+    /// The group's name, and where on this node its memory is: in the `block` of member `first`.
+    fn agree(
         &self,
         store: &Store,
         first: usize,
@@ -177,20 +182,21 @@ impl Call<'_> {
             begin,
             last_exit_poll: begin,
             warning,
-            long: self.engine.world.long_wait(),
+            long: self.group.core.world.long_wait(),
         };
         let keys = self.answer(store, block, &mut wait)?;
         let outcome = self.outcome(store, &keys, &mut wait);
-        self.engine
-            .meetings
+        self.group
+            .core
+            .pending_groups
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .retain(|name| *name != keys.name);
         let outcome = outcome?;
         let offsets = outcome["offsets"].as_object().ok_or_else(|| self.error(&outcome))?;
-        if store.add(&keys.of("heard"), 1).map_err(fail)? == self.ranks.len() as i64 {
-            store.delete(&[keys.of("heard"), keys.outcome()]).map_err(fail)?;
-        } else if self.engine.world.hosts_store() {
+        if store.add(&keys.of("read"), 1).map_err(fail)? == self.ranks.len() as i64 {
+            store.delete(&[keys.of("read"), keys.outcome()]).map_err(fail)?;
+        } else if self.group.core.world.hosts_store() {
             // The store ends with this process, which may be over right after this.
             let begin = Instant::now();
             while begin.elapsed() < FAREWELL_TIMEOUT
@@ -204,15 +210,15 @@ impl Call<'_> {
     }
 
     /// Answers the call under the key, which may be this rank's own. If there is another there,
-    /// waits until it is gone.
+    /// waits until it is deleted.
     fn answer(&self, store: &Store, block: Option<&Block>, wait: &mut WaitState) -> Result<Keys> {
         let fail = |error: StoreError| self.failed(error.to_string());
-        let own =
-            json!({"name": self.new_name(), "rank": self.engine.world.rank, "ranks": self.ranks});
+        let own = json!({"name": self.new_name(), "rank": self.group.core.world.rank, "ranks": self.ranks});
         loop {
-            // Locked until the call is answered: a call to a meeting that is over in this rank is
-            // gone.
-            let mut meetings = self.engine.meetings.lock().unwrap_or_else(PoisonError::into_inner);
+            // Locked until the call is answered: a call of a group that this rank has joined is
+            // deleted.
+            let mut pending =
+                self.group.core.pending_groups.lock().unwrap_or_else(PoisonError::into_inner);
             let called = store
                 .compare_and_set(&self.call_key(), None, own.to_string().as_bytes())
                 .map_err(fail)?;
@@ -228,7 +234,8 @@ impl Call<'_> {
                 .map(|outcome| read(&outcome))
                 .filter(|outcome| outcome["offsets"].is_null());
             let is_ours = ranks == self.ranks;
-            if let Some(outcome) = failure.filter(|_| is_ours || !ranks.contains(&self.engine.rank))
+            if let Some(outcome) =
+                failure.filter(|_| is_ours || !ranks.contains(&self.group.core.rank))
             {
                 let cause = self.error(&outcome);
                 return Err(if is_ours {
@@ -237,41 +244,46 @@ impl Call<'_> {
                     self.failed(format!("others had the key and failed: {cause}"))
                 });
             }
-            if is_ours && !meetings.iter().any(|meeting| meeting == name) {
+            if is_ours && !pending.iter().any(|other| other == name) {
                 let offset = json!(block.map(Block::offset));
                 self.may_succeed.set(true);
                 store
-                    .set(&keys.answer(self.engine.rank), offset.to_string().as_bytes())
+                    .set(&keys.answer(self.group.core.rank), offset.to_string().as_bytes())
                     .map_err(fail)?;
-                meetings.push(name.into());
+                pending.push(name.into());
                 if store.add(&keys.of("answers"), 1).map_err(fail)? == self.ranks.len() as i64 {
                     self.conclude(store, &keys)?;
                 }
                 return Ok(keys);
             }
-            drop(meetings);
-            if !is_ours && ranks.contains(&self.engine.rank) {
-                let rank = self.engine.world.rank;
+            drop(pending);
+            if !is_ours && ranks.contains(&self.group.core.rank) {
+                let rank = self.group.core.world.rank;
                 let detail =
                     format!("rank {rank} called {self}, rank {caller} called it with {ranks:?}");
                 self.decide(store, &keys, json!({ "differ": detail }))?;
                 return Err(Error::Mismatch { rank, detail });
             }
             let others = || {
-                self.ranks.iter().copied().filter(|&member| member != self.engine.rank).collect()
+                self.ranks
+                    .iter()
+                    .copied()
+                    .filter(|&member| member != self.group.core.rank)
+                    .collect()
             };
-            if let Some(gone) = self.gone(wait, &others) {
-                return Err(self.error(&json!({ "gone": gone })));
+            if let Some(departed) = self.find_departed(wait, &others) {
+                return Err(self.error(&json!({ "departed": departed })));
             }
-            let holders =
-                || ranks.iter().copied().filter(|&member| member < self.engine.size()).collect();
+            let holders = || {
+                ranks.iter().copied().filter(|&member| member < self.group.core.size()).collect()
+            };
             let what =
                 || format!("the group of {ranks:?}, which has the key as rank {caller} called it");
-            if wait.begin.elapsed() >= self.engine.timeout() {
+            if wait.begin.elapsed() >= self.group.core.timeout() {
                 return Err(self.timed_out(what()));
             }
             self.report(wait, &holders, &what);
-            std::thread::sleep(POLL_INTERVAL.min(self.engine.timeout() / 4));
+            std::thread::sleep(POLL_INTERVAL.min(self.group.core.timeout() / 4));
         }
     }
 
@@ -279,8 +291,8 @@ impl Call<'_> {
     fn conclude(&self, store: &Store, keys: &Keys) -> Result<()> {
         let fail = |error: StoreError| self.failed(error.to_string());
         store.delete(&[self.call_key()]).map_err(fail)?;
-        let world = &self.engine.world;
-        let node = |member: usize| world.node(self.engine.ranks[member]);
+        let world = &self.group.core.world;
+        let node = |member: usize| world.node(self.group.core.ranks[member]);
         let is_first = |&&member: &&usize| {
             self.ranks.iter().find(|&&other| node(other) == node(member)) == Some(&member)
         };
@@ -298,7 +310,7 @@ impl Call<'_> {
             .iter()
             .find(|(_, offset)| offset.is_null())
             .and_then(|(member, _)| member.parse().ok());
-        let outcome = match full.map(|member: usize| self.engine.ranks[member]) {
+        let outcome = match full.map(|member: usize| self.group.core.ranks[member]) {
             Some(rank) => {
                 json!({ "failed": format!("the shared memory region of rank {rank} is full") })
             }
@@ -330,7 +342,7 @@ impl Call<'_> {
 
     /// Waits for the outcome, while all members live.
     fn outcome(&self, store: &Store, keys: &Keys, wait: &mut WaitState) -> Result<Value> {
-        let timeout = self.engine.timeout();
+        let timeout = self.group.core.timeout();
         loop {
             match store.get(&keys.outcome(), POLL_INTERVAL.min(timeout / 4)) {
                 Ok(outcome) => return Ok(self.learn(read(&outcome))),
@@ -338,10 +350,10 @@ impl Call<'_> {
                 Err(error) => return Err(self.failed(error.to_string())),
             }
             let missing = || self.missing(store, keys);
-            // Before the outcome nobody comes back from this call, so whoever has gone will never
+            // Before the outcome nobody comes back from this call, so a member that has left will never
             // take part.
-            if let Some(gone) = self.gone(wait, &missing) {
-                return self.decide(store, keys, json!({ "gone": gone }));
+            if let Some(departed) = self.find_departed(wait, &missing) {
+                return self.decide(store, keys, json!({ "departed": departed }));
             }
             if wait.begin.elapsed() >= timeout {
                 let error = self.timed_out(self.describe(&missing()));
@@ -355,14 +367,14 @@ impl Call<'_> {
         }
     }
 
-    /// Tells of a wait that has become long.
+    /// Reports a wait that has become long.
     fn report(
         &self,
         wait: &mut WaitState,
         missing: &dyn Fn() -> Vec<usize>,
         what: &dyn Fn() -> String,
     ) {
-        let (world, waited) = (&self.engine.world, wait.begin.elapsed());
+        let (world, waited) = (&self.group.core.world, wait.begin.elapsed());
         if waited >= wait.warning {
             log::warn!(
                 "rank {}: {self} has waited {} s for {}",
@@ -374,22 +386,30 @@ impl Call<'_> {
         }
         if let Some(long) = &mut wait.long {
             long.look(waited, self, || {
-                missing().iter().map(|&member| self.engine.ranks[member]).collect()
+                missing().iter().map(|&member| self.group.core.ranks[member]).collect()
             });
         }
     }
 
-    /// A member that has gone.
-    fn gone(&self, wait: &mut WaitState, missing: &dyn Fn() -> Vec<usize>) -> Option<usize> {
-        let gone =
-            self.engine.departed_peers().into_iter().find(|member| self.ranks.contains(member));
-        if gone.is_some() || wait.last_exit_poll.elapsed() < EXIT_POLL_INTERVAL {
-            return gone;
+    /// A member that has left the group or ended.
+    fn find_departed(
+        &self,
+        wait: &mut WaitState,
+        missing: &dyn Fn() -> Vec<usize>,
+    ) -> Option<usize> {
+        let departed = self
+            .group
+            .failure
+            .departed_peers()
+            .into_iter()
+            .find(|member| self.ranks.contains(member));
+        if departed.is_some() || wait.last_exit_poll.elapsed() < EXIT_POLL_INTERVAL {
+            return departed;
         }
         wait.last_exit_poll = Instant::now();
-        let world = &self.engine.world;
+        let world = &self.group.core.world;
         let has_ended = |member: &usize| {
-            world.exit_report(self.engine.ranks[*member], Duration::ZERO).is_some()
+            world.exit_report(self.group.core.ranks[*member], Duration::ZERO).is_some()
         };
         missing().into_iter().find(has_ended)
     }
@@ -402,30 +422,38 @@ impl Call<'_> {
             Err(StoreError::Timeout { missing, .. }) => {
                 missing.iter().filter_map(|key| key.rsplit('/').next()?.parse().ok()).collect()
             }
-            _ => self.ranks.iter().copied().filter(|&member| member != self.engine.rank).collect(),
+            _ => self
+                .ranks
+                .iter()
+                .copied()
+                .filter(|&member| member != self.group.core.rank)
+                .collect(),
         }
     }
 
     fn describe(&self, members: &[usize]) -> String {
-        let one = |&member: &usize| self.engine.world.describe(self.engine.ranks[member]);
+        let one = |&member: &usize| self.group.core.world.describe(self.group.core.ranks[member]);
         members.iter().map(one).collect::<Vec<_>>().join("; ")
     }
 
     fn timed_out(&self, missing: String) -> Error {
-        let (rank, timeout) = (self.engine.world.rank, self.engine.timeout());
+        let (rank, timeout) = (self.group.core.world.rank, self.group.core.timeout());
         Error::Timeout { rank, operation: self.to_string(), timeout, missing }
     }
 
     /// The error in an outcome.
     fn error(&self, outcome: &Value) -> Error {
-        let (engine, rank) = (self.engine, self.engine.world.rank);
-        let gone = outcome["gone"]
+        let (group, rank) = (self.group, self.group.core.world.rank);
+        let departed = outcome["departed"]
             .as_u64()
             .map(|member| member as usize)
-            .filter(|&member| member < engine.size());
-        if let Some(member) = gone {
-            let end = engine.world.loss_cause(engine.ranks[member], engine.has_left(member));
-            let peer = format!("{} {end}", engine.world.describe(engine.ranks[member]));
+            .filter(|&member| member < group.core.size());
+        if let Some(member) = departed {
+            let end = group
+                .core
+                .world
+                .loss_cause(group.core.ranks[member], group.failure.has_left(member));
+            let peer = format!("{} {end}", group.core.world.describe(group.core.ranks[member]));
             return Error::PeerLost { rank, operation: self.to_string(), peer };
         }
         match (outcome["differ"].as_str(), outcome["failed"].as_str()) {

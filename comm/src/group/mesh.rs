@@ -92,7 +92,7 @@ impl Mesh {
         let coordinates = mesh.coordinates();
         for axis in 0..shape.len() {
             let members = coordinates.as_ref().map(|own| mesh.line(own, axis));
-            let world = &group.engine().world;
+            let world = &group.core().world;
             let agreed = (ranks, shape, axis);
             let line = group.make_group(world, "Mesh::new", &agreed, members.as_deref())?;
             mesh.groups.extend(line);

@@ -4,36 +4,47 @@ mod arena_handle;
 mod arguments;
 mod batch;
 mod buckets;
+pub mod core;
 mod cuda;
+mod in_process;
+mod lane;
 mod members;
 mod mesh;
+mod nccl;
 mod nonblocking;
+mod parts;
 mod split;
+#[cfg(test)]
+mod toy_backend;
 mod uneven;
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use flow_kernels::{Element, ReduceOp};
+use flow_kernels::{DType, Element, ReduceOp};
 
 use crate::arguments::Caller;
+use crate::backend::{BufferView, Buffers};
 use crate::buffer::{Buffer, SharedBuffer};
+use crate::descriptor::OpDescriptor;
 use crate::env::Membership;
 use crate::error::{Error, Result};
+use crate::failure::Failure;
+use crate::fork::ForkSafe;
 use crate::kind::Kind;
 use crate::settings;
-use crate::shm::engine::Engine;
-use crate::shm::fork::ForkSafe;
 use crate::trace::Record;
-use crate::work::Worker;
 use crate::world::World;
 
+use self::core::GroupCore;
 pub use arena_handle::ArenaHandle;
 use cuda::Cuda;
+pub use lane::Lane;
+use lane::Workers;
 pub use mesh::{Axis, Mesh};
-pub use nonblocking::Lane;
-use nonblocking::Workers;
+use parts::Parts;
 
 /// How long ranks wait for each other unless `FLOW_TIMEOUT` (in seconds) or
 /// [`ProcessGroup::set_timeout`] says otherwise: as long as PyTorch's CPU groups do.
@@ -60,29 +71,15 @@ pub struct ProcessGroup {
 }
 
 struct Inner {
-    // Before `engine`: their threads must end first.
+    // Before the parts: their threads must end first.
     workers: Workers,
-    /// Reduces buckets between nodes, in the leader.
-    leader_thread: Mutex<Option<Worker>>,
     cuda: Mutex<Cuda>,
-    engine: Arc<Engine>,
+    parts: Parts,
     local_rank: usize,
 }
 
-impl Drop for Inner {
-    fn drop(&mut self) {
-        self.workers.get_mut().unwrap_or_else(PoisonError::into_inner).clear();
-        // Nobody waits for the buckets that are still under way.
-        let leader_thread =
-            self.leader_thread.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        if leader_thread.is_some() && self.engine.has_buckets() {
-            self.engine.cancel();
-        }
-    }
-}
-
 impl ProcessGroup {
-    /// The group of all ranks of the job, as told by the environment: flow-launch's or torchrun's
+    /// The group of all ranks of the job, as the environment says: flow-launch's or torchrun's
     /// variables (RANK, WORLD_SIZE, ...), OpenMPI's, or Slurm's; without any, a group of this
     /// process alone.
     ///
@@ -103,7 +100,7 @@ impl ProcessGroup {
     /// As [`ProcessGroup::join`], with those ranks that join under the same name: what else they
     /// have joined, or not, does not matter. Under one name all of them must join equally often.
     /// [`ProcessGroup::join`] is to join without a name, that is under an empty one. Where MPI
-    /// tells of the rendezvous, all ranks of the job join in the same order, whatever the names.
+    /// gives the rendezvous, all ranks of the job join in the same order, whatever the names.
     ///
     /// Processes that the ranks have forked join apart from these. If each rank forks several, each
     /// set of them, one of each rank, needs a name of its own.
@@ -111,35 +108,32 @@ impl ProcessGroup {
         let timeout = timeout.min(MAX_TIMEOUT);
         let world = Arc::new(World::join(membership, name, timeout)?);
         world.join_trace();
-        let (control, ranks) = (world.root_control(), (0..world.size).collect());
-        let engine = Arc::new(Engine::new(world, control, None, ranks, timeout, "0".into())?);
-        Ok(Self::of(engine, membership.local_rank, Cuda::default()))
+        Ok(Self::of(Parts::of_world(world, timeout)?, membership.local_rank, Cuda::default()))
     }
 
-    fn of(engine: Arc<Engine>, local_rank: usize, cuda: Cuda) -> Self {
+    fn of(parts: Parts, local_rank: usize, cuda: Cuda) -> Self {
         let (workers, cuda) = (Workers::default(), Mutex::new(cuda));
-        let inner = Inner { workers, leader_thread: Mutex::default(), cuda, engine, local_rank };
-        Self { inner: Arc::new(ForkSafe::new(inner)) }
+        Self { inner: Arc::new(ForkSafe::new(Inner { workers, cuda, parts, local_rank })) }
     }
 
     /// This process' number in the group.
     pub fn rank(&self) -> usize {
-        self.engine().rank
+        self.core().rank
     }
 
     /// Number of processes in the group.
     pub fn world_size(&self) -> usize {
-        self.engine().size()
+        self.core().size()
     }
 
     /// How many members of the group are on this node, this process among them.
     pub fn local_world_size(&self) -> usize {
-        self.engine().locals.len()
+        self.core().locals.len()
     }
 
-    /// How many collectives this rank has begun in the group: the sequence number of the next.
+    /// How many collectives this rank has begun in the group on the host.
     pub fn sequence(&self) -> u64 {
-        self.engine().state().sequence
+        self.core().sequence.load(Ordering::Relaxed)
     }
 
     /// This process' number among those of the job on this machine: which of its devices to use.
@@ -149,23 +143,23 @@ impl ProcessGroup {
 
     /// The members' ranks in the job, by their rank in this group.
     pub fn ranks(&self) -> &[usize] {
-        &self.engine().ranks
+        &self.core().ranks
     }
 
     /// How long this rank waits for others before the group fails.
     pub fn timeout(&self) -> Duration {
-        self.engine().timeout()
+        self.core().timeout()
     }
 
     /// The group's last operations on this rank, the oldest first, with those that are under way: on
     /// the host and on GPUs, some hundred of them. Recording is always on.
     pub fn flight_recorder(&self) -> Vec<Record> {
-        self.engine().recorder.records()
+        self.core().recorder.records()
     }
 
     /// Changes how long this rank waits; groups made from this one start with the new value.
     pub fn set_timeout(&self, timeout: Duration) {
-        self.engine().set_timeout(timeout.min(MAX_TIMEOUT));
+        self.core().set_timeout(timeout.min(MAX_TIMEOUT));
     }
 
     /// A group of the same ranks with collectives of its own, which do not mix with this one's.
@@ -183,13 +177,14 @@ impl ProcessGroup {
                 format!("no room for {len} x {} in this rank's region", T::DTYPE),
             )
         };
-        SharedBuffer::new(&self.member(&"alloc_shared")?.world.arena, len).ok_or_else(full)
+        SharedBuffer::new(&self.member(&"alloc_shared")?.core.world.arena, len).ok_or_else(full)
     }
 
     /// Reduces `buffer` element by element over all ranks; all get the result.
     pub fn all_reduce<B: Buffer + ?Sized>(&self, buffer: &mut B, op: ReduceOp) -> Result<()> {
         let (data, dtype) = self.raw_mut("all_reduce", buffer)?;
-        self.run_in_order(Lane::Collectives, |engine| engine.all_reduce(data, dtype, op))
+        let operation = OpDescriptor::new(Kind::AllReduce, dtype, data.bytes / dtype.size());
+        self.collective(operation.reduce(op), Buffers::in_place(data))
     }
 
     /// As [`ProcessGroup::all_reduce`]; only rank `root` gets the result, the other buffers stay as
@@ -202,14 +197,16 @@ impl ProcessGroup {
     ) -> Result<()> {
         self.caller().check_rank("reduce", "root", root)?;
         let (data, dtype) = self.raw_mut("reduce", buffer)?;
-        self.run_in_order(Lane::Collectives, |engine| engine.reduce(data, dtype, op, root))
+        let operation = OpDescriptor::new(Kind::Reduce, dtype, data.bytes / dtype.size());
+        self.collective(operation.reduce(op).root(root), Buffers::in_place(data))
     }
 
     /// Copies rank `root`'s `buffer` to all ranks'.
     pub fn broadcast<B: Buffer + ?Sized>(&self, buffer: &mut B, root: usize) -> Result<()> {
         self.caller().check_rank("broadcast", "root", root)?;
         let (data, dtype) = self.raw_mut("broadcast", buffer)?;
-        self.run_in_order(Lane::Collectives, |engine| engine.broadcast(data, dtype, root))
+        let operation = OpDescriptor::new(Kind::Broadcast, dtype, data.bytes / dtype.size());
+        self.collective(operation.root(root), Buffers::in_place(data))
     }
 
     /// All ranks' `input`, in rank order, to every rank's `output`, which is world size times as
@@ -221,7 +218,8 @@ impl ProcessGroup {
     {
         let (input, output, dtype) =
             self.pair("all_gather", input, output, (1, self.world_size()))?;
-        self.run_in_order(Lane::Collectives, |engine| engine.all_gather(input, output, dtype))
+        let operation = OpDescriptor::new(Kind::AllGather, dtype, input.bytes / dtype.size());
+        self.collective(operation, Buffers::new(input, output))
     }
 
     /// As [`ProcessGroup::all_gather`], to rank `root` only, which gives `Some` output; the others
@@ -234,17 +232,14 @@ impl ProcessGroup {
         self.caller().check_rank("gather", "root", root)?;
         self.caller().check_root_side("gather", "output", output.is_some(), root)?;
         let (input, output, dtype) = match output {
-            Some(output) => {
-                let (input, output, dtype) =
-                    self.pair("gather", input, output, (1, self.world_size()))?;
-                (input, Some(output), dtype)
-            }
+            Some(output) => self.pair("gather", input, output, (1, self.world_size()))?,
             None => {
                 let (input, dtype) = self.raw("gather", input)?;
-                (input, None, dtype)
+                (input, BufferView::NONE, dtype)
             }
         };
-        self.run_in_order(Lane::Collectives, |engine| engine.gather(input, output, dtype, root))
+        let operation = OpDescriptor::new(Kind::Gather, dtype, input.bytes / dtype.size());
+        self.collective(operation.root(root), Buffers::new(input, output))
     }
 
     /// Gives block r of rank `root`'s `input` (world size blocks, each as long as `output`) to rank
@@ -257,17 +252,14 @@ impl ProcessGroup {
         self.caller().check_rank("scatter", "root", root)?;
         self.caller().check_root_side("scatter", "input", input.is_some(), root)?;
         let (input, output, dtype) = match input {
-            Some(input) => {
-                let (input, output, dtype) =
-                    self.pair("scatter", input, output, (self.world_size(), 1))?;
-                (Some(input), output, dtype)
-            }
+            Some(input) => self.pair("scatter", input, output, (self.world_size(), 1))?,
             None => {
                 let (output, dtype) = self.raw_mut("scatter", output)?;
-                (None, output, dtype)
+                (BufferView::NONE, output, dtype)
             }
         };
-        self.run_in_order(Lane::Collectives, |engine| engine.scatter(input, output, dtype, root))
+        let operation = OpDescriptor::new(Kind::Scatter, dtype, output.bytes / dtype.size());
+        self.collective(operation.root(root), Buffers::new(input, output))
     }
 
     /// Reduces `input` (world size blocks, each as long as `output`) over all ranks; rank r gets
@@ -279,9 +271,8 @@ impl ProcessGroup {
     {
         let (input, output, dtype) =
             self.pair("reduce_scatter", input, output, (self.world_size(), 1))?;
-        self.run_in_order(Lane::Collectives, |engine| {
-            engine.reduce_scatter(input, output, dtype, op)
-        })
+        let operation = OpDescriptor::new(Kind::ReduceScatter, dtype, input.bytes / dtype.size());
+        self.collective(operation.reduce(op), Buffers::new(input, output))
     }
 
     /// Block s of rank r's `output` becomes block r of rank s' `input`; both are world size equal
@@ -293,7 +284,8 @@ impl ProcessGroup {
     {
         let (input, output, dtype) = self.pair("all_to_all", input, output, (1, 1))?;
         self.caller().check_blocks("all_to_all", input.bytes / dtype.size())?;
-        self.run_in_order(Lane::Collectives, |engine| engine.all_to_all(input, output, dtype))
+        let operation = OpDescriptor::new(Kind::AllToAll, dtype, input.bytes / dtype.size());
+        self.collective(operation, Buffers::new(input, output))
     }
 
     /// Sends `data` to rank `to`, which calls [`ProcessGroup::recv`] with the same size and type.
@@ -313,10 +305,7 @@ impl ProcessGroup {
     pub fn send_with_tag<B: Buffer + ?Sized>(&self, data: &B, to: usize, tag: u32) -> Result<()> {
         self.caller().check_peer("send", to)?;
         let (data, dtype) = self.raw("send", data)?;
-        self.run_in_order(Lane::To(to), |engine| {
-            engine.recorder.begin_message(Kind::Send, data.bytes);
-            engine.send(data, dtype, to, tag)
-        })
+        self.run_in_order(Lane::To(to), |group| group.backend.send(data, dtype, to, tag))
     }
 
     /// Receives the next message of rank `from` with this tag, as MPI matches them: messages with
@@ -333,9 +322,8 @@ impl ProcessGroup {
     ) -> Result<()> {
         self.caller().check_peer("recv", from)?;
         let (data, dtype) = self.raw_mut("recv", buffer)?;
-        self.run_in_order(Lane::From(from, tag), |engine| {
-            engine.recorder.begin_message(Kind::Recv, data.bytes);
-            engine.recv(data, dtype, from, tag)
+        self.run_in_order(Lane::From(from, tag), |group| {
+            group.backend.recv(data, dtype, Some(from), tag).map(|_| ())
         })
     }
 
@@ -358,36 +346,43 @@ impl ProcessGroup {
                 .argument("recv_any", "there is no other rank in the group".into()));
         }
         let (data, dtype) = self.raw_mut("recv_any", buffer)?;
-        self.run_in_order(Lane::FromAny(tag), |engine| {
-            engine.recorder.begin_message(Kind::Recv, data.bytes);
-            engine.recv_any(data, dtype, tag)
-        })
+        self.run_in_order(Lane::FromAny(tag), |group| group.backend.recv(data, dtype, None, tag))
     }
 
     /// Returns when all ranks of the group have called it.
     pub fn barrier(&self) -> Result<()> {
-        self.run_in_order(Lane::Collectives, Engine::barrier)
+        let operation = OpDescriptor::new(Kind::Barrier, DType::U8, 0);
+        self.collective(operation, Buffers::new(BufferView::NONE, BufferView::NONE))
     }
 
-    fn engine(&self) -> &Engine {
-        &self.inner.engine
+    fn core(&self) -> &GroupCore {
+        &self.inner.parts.core
     }
 
-    /// The engine, for an operation that takes the member itself, and not a process that was forked
-    /// from it.
-    fn member(&self, operation: &dyn fmt::Display) -> Result<&Engine> {
+    fn failure(&self) -> &Failure {
+        &self.inner.parts.failure
+    }
+
+    /// The group's parts, for an operation that takes the member itself, and not a process that was
+    /// forked from it.
+    fn member(&self, operation: &dyn fmt::Display) -> Result<&Parts> {
         match self.inner.is_ours() {
-            true => Ok(self.engine()),
-            false => Err(self.engine().world.forked(operation)),
+            true => Ok(&self.inner.parts),
+            false => Err(self.core().world.forked(operation)),
         }
     }
 
+    /// Runs a collective after the asynchronous ones that were started before it.
+    fn collective(&self, operation: OpDescriptor, buffers: Buffers) -> Result<()> {
+        self.run_in_order(Lane::Collectives, |group| group.backend.collective(operation, buffers))
+    }
+
     fn caller(&self) -> Caller {
-        self.engine().caller()
+        self.core().caller()
     }
 
     fn system(&self, operation: &str, reason: String) -> Error {
-        Error::System { rank: self.engine().world.rank, operation: operation.into(), reason }
+        Error::System { rank: self.core().world.rank, operation: operation.into(), reason }
     }
 }
 

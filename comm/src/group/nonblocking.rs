@@ -2,53 +2,17 @@
 
 use std::collections::hash_map::Entry;
 use std::collections::HashMap;
-use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use flow_kernels::ReduceOp;
 
+use super::lane::Lane;
+use super::parts::Parts;
 use super::{Inner, ProcessGroup};
 use crate::buffer::Buffer;
 use crate::error::Result;
-use crate::shm::engine::Engine;
-use crate::shm::fork::ForkSafe;
+use crate::fork::ForkSafe;
 use crate::work::{Work, Worker};
-
-/// What keeps its order: collectives, the messages to each rank, and those with each tag from each
-/// rank. Each lane has a thread of its own for its asynchronous operations, so that a rank may send
-/// while it waits to receive.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Lane {
-    /// All collectives.
-    Collectives,
-    /// Messages to this rank.
-    To(usize),
-    /// Messages from this rank, with this tag.
-    From(usize, u32),
-    /// Messages from any rank, with this tag.
-    FromAny(u32),
-}
-
-impl Lane {
-    /// Programs may use any number of tags, each for a short time.
-    fn is_lasting(self) -> bool {
-        !matches!(self, Lane::From(_, 1..) | Lane::FromAny(1..))
-    }
-}
-
-impl fmt::Display for Lane {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Lane::Collectives => write!(f, "a collective"),
-            Lane::To(peer) => write!(f, "send to rank {peer} of the group"),
-            Lane::From(peer, _) => write!(f, "recv from rank {peer} of the group"),
-            Lane::FromAny(_) => write!(f, "recv from any rank"),
-        }
-    }
-}
-
-/// Started with the first operation of their lanes.
-pub(super) type Workers = Mutex<HashMap<Lane, Arc<Worker>>>;
 
 impl ProcessGroup {
     /// Starts [`ProcessGroup::all_reduce`] on `buffer`, which [`Work::wait`] returns.
@@ -216,16 +180,21 @@ impl ProcessGroup {
     pub(super) fn run_in_order<T>(
         &self,
         lane: Lane,
-        operation: impl FnOnce(&Engine) -> Result<T>,
+        operation: impl FnOnce(&Parts) -> Result<T>,
     ) -> Result<T> {
-        let engine = self.member(&lane)?;
+        let parts = self.member(&lane)?;
+        self.drain(lane);
+        let result = operation(parts);
+        parts.core.recorder.end(result.is_ok());
+        result
+    }
+
+    /// Waits for the asynchronous operations of a lane that were started.
+    pub(super) fn drain(&self, lane: Lane) {
         let worker = self.workers().get(&lane).cloned();
         if let Some(worker) = worker {
             worker.drain();
         }
-        let result = operation(engine);
-        engine.recorder.end(result.is_ok());
-        result
     }
 
     /// Starts a sequence of blocking operations of one lane, on the lane's thread: for crates that
@@ -241,10 +210,9 @@ impl ProcessGroup {
         // no thread alive.
         let group = Self {
             inner: Arc::new(ForkSafe::new(Inner {
-                workers: Workers::default(),
-                leader_thread: Mutex::default(),
+                workers: Mutex::default(),
                 cuda: Mutex::default(),
-                engine: Arc::clone(&self.inner.engine),
+                parts: self.inner.parts.clone(),
                 local_rank: self.inner.local_rank,
             })),
         };
@@ -262,7 +230,7 @@ impl ProcessGroup {
                 none.insert(Arc::new(worker))
             }
         };
-        let queued = self.engine().recorder.queue(lane == Lane::Collectives);
+        let queued = self.core().recorder.queue(lane == Lane::Collectives);
         Ok(worker.submit(self.rank(), operation, move || queued.run(|| run(&group))))
     }
 

@@ -4,12 +4,15 @@ use std::hash::{Hash, Hasher};
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
-use super::nonblocking::Lane;
+use flow_kernels::DType;
+
+use super::parts::NewGroup;
 use super::ProcessGroup;
+use crate::backend::{BufferView, Buffers};
+use crate::descriptor::OpDescriptor;
 use crate::error::{Error, Result};
 use crate::kind::Kind;
 use crate::shm::control::Control;
-use crate::shm::engine::Engine;
 use crate::world::World;
 
 /// In place of the offset of a sub-group's control block: this rank has none to allocate, or no room
@@ -22,14 +25,12 @@ impl ProcessGroup {
     /// the order of the list: with `[4, 2, 3]`, rank 4 becomes rank 0. Called by all ranks of this
     /// group with the same list; `None` on ranks that are not in it.
     ///
-    /// Nodes are connected when the group first uses the connections.
-    ///
     /// # Errors
     ///
     /// A list with a rank twice, or without ranks; on all ranks, lists that differ, and too little
     /// shared memory.
     pub fn new_group(&self, ranks: &[usize]) -> Result<Option<Self>> {
-        self.new_group_in(&self.engine().world, ranks)
+        self.new_group_in(&self.core().world, ranks)
     }
 
     /// As [`ProcessGroup::new_group`], in the memory of `world`: this one's or that of another join
@@ -50,14 +51,12 @@ impl ProcessGroup {
     pub fn split(&self, color: Option<usize>, key: i64) -> Result<Option<Self>> {
         self.member(&"split")?;
         let own = [u64::from(color.is_some()), color.unwrap_or(0) as u64, key as u64];
-        let words = self.run_in_order(Lane::Collectives, |engine| {
-            engine.exchange_words(Kind::NewGroup, &own)
-        })?;
+        let words = self.exchange_words(&own)?;
         let same = |&rank: &usize| words[rank][..2] == own[..2];
         let mut members: Vec<usize> = (0..self.world_size()).filter(same).collect();
         members.sort_by_key(|&rank| words[rank][2] as i64);
         let members = color.is_some().then_some(&members[..]);
-        self.make_group(&self.engine().world, "split", &words, members)
+        self.make_group(&self.core().world, "split", &words, members)
     }
 
     /// Checks that `ranks` are different ranks of this group.
@@ -83,8 +82,9 @@ impl ProcessGroup {
         agreed: &(impl Hash + std::fmt::Debug),
         members: Option<&[usize]>,
     ) -> Result<Option<Self>> {
-        let engine = self.member(&operation)?;
-        let is_local = |member: &usize| engine.locals.contains(member);
+        let group = self.member(&operation)?;
+        let core = &group.core;
+        let is_local = |member: &usize| core.locals.contains(member);
         let members = members.unwrap_or_default();
         let locals: Vec<usize> = members.iter().copied().filter(is_local).collect();
         // On each node the first member there has the memory.
@@ -97,35 +97,51 @@ impl ProcessGroup {
             None => NOT_FIRST,
         };
         let fingerprint = fingerprint(agreed);
-        let words = self.run_in_order(Lane::Collectives, |engine| {
-            engine.exchange_words(Kind::NewGroup, &[fingerprint, offset])
-        })?;
+        let words = self.exchange_words(&[fingerprint, offset])?;
         if let Some(other) = words.iter().position(|words| words[0] != fingerprint) {
             let detail = format!(
                 "rank {} called {operation} with {agreed:?}, rank {} with other ranks",
-                engine.world.rank, engine.ranks[other]
+                core.world.rank, core.ranks[other]
             );
-            return Err(engine.fail(Error::Mismatch { rank: engine.world.rank, detail }));
+            return Err(group.failure.fail(Error::Mismatch { rank: core.world.rank, detail }));
         }
         if let Some(full) = words.iter().position(|words| words[1] == FULL) {
-            let reason = format!("the shared memory region of rank {} is full", engine.ranks[full]);
+            let reason = format!("the shared memory region of rank {} is full", core.ranks[full]);
             return Err(self.system(operation, reason));
         }
-        let child = engine.children.fetch_add(1, Ordering::Relaxed);
+        let child = core.children.fetch_add(1, Ordering::Relaxed);
         let member = first.map(|first| {
             // In another world the name must be none of its own.
-            let prefix = if Arc::ptr_eq(world, &engine.world) { "" } else { &engine.world.prefix };
-            // The first member tells the sub-groups of one collective apart.
-            let name = format!("{prefix}{}.{child}:{}", engine.name, engine.ranks[members[0]]);
+            let prefix = if Arc::ptr_eq(world, &core.world) { "" } else { &core.world.prefix };
             let (arena, offset) = (Arc::clone(&world.arena), words[first][1] as usize);
-            let control = Control::attach(arena, offset, members.len(), locals.len());
-            let global = members.iter().map(|&r| engine.ranks[r]).collect();
-            let (block, world) = (block.flatten(), Arc::clone(world));
-            Engine::new(world, control, block, global, self.timeout(), name).map(Arc::new)
+            let new_group = NewGroup {
+                world: Arc::clone(world),
+                ranks: members.iter().map(|&member| core.ranks[member]).collect(),
+                control: Control::attach(arena, offset, members.len(), locals.len()),
+                block: block.flatten(),
+                // The first member tells the sub-groups of one collective apart.
+                name: format!("{prefix}{}.{child}:{}", core.name, core.ranks[members[0]]),
+                timeout: self.timeout(),
+            };
+            group.sub_group(new_group, operation)
         });
         let member = member.transpose()?;
         let cuda = self.split_cuda(member.as_ref())?;
-        Ok(member.map(|engine| Self::of(engine, self.inner.local_rank, cuda)))
+        Ok(member.map(|parts| Self::of(parts, self.inner.local_rank, cuda)))
+    }
+
+    /// All ranks' words, in rank order: for the group's own bookkeeping.
+    pub(super) fn exchange_words(&self, own: &[u64]) -> Result<Vec<Vec<u64>>> {
+        let mut all = vec![0_u64; own.len() * self.world_size()];
+        let view = |words: *mut u64, count: usize| BufferView {
+            data: words.cast(),
+            bytes: count * size_of::<u64>(),
+        };
+        let input = view(own.as_ptr().cast_mut(), own.len());
+        let output = view(all.as_mut_ptr(), all.len());
+        let operation = OpDescriptor::new(Kind::NewGroup, DType::U8, input.bytes);
+        self.collective(operation, Buffers::new(input, output))?;
+        Ok(all.chunks(own.len()).map(<[u64]>::to_vec).collect())
     }
 }
 

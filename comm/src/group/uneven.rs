@@ -2,11 +2,13 @@
 
 use flow_kernels::{DType, ReduceOp};
 
-use super::nonblocking::Lane;
+use super::lane::Lane;
 use super::ProcessGroup;
+use crate::backend::{BufferView, Buffers};
 use crate::buffer::Buffer;
+use crate::descriptor::OpDescriptor;
 use crate::error::Result;
-use crate::shm::contribution::BufferView;
+use crate::kind::Kind;
 use crate::work::Work;
 
 impl ProcessGroup {
@@ -31,9 +33,8 @@ impl ProcessGroup {
         self.caller().check_counts(name, "counts", counts)?;
         self.check_length(name, "input", input, dtype, counts[self.rank()])?;
         self.check_length(name, "output", output, dtype, counts.iter().sum())?;
-        self.run_in_order(Lane::Collectives, |engine| {
-            engine.all_gather_v(input, output, counts, dtype)
-        })
+        let operation = OpDescriptor::new(Kind::AllGatherV, dtype, counts.iter().sum());
+        self.collective(operation, Buffers { output_counts: counts, ..Buffers::new(input, output) })
     }
 
     /// As [`ProcessGroup::reduce_scatter`], with blocks of different lengths: rank r gets block r,
@@ -54,9 +55,9 @@ impl ProcessGroup {
         self.caller().check_counts(name, "counts", counts)?;
         self.check_length(name, "input", input, dtype, counts.iter().sum())?;
         self.check_length(name, "output", output, dtype, counts[self.rank()])?;
-        self.run_in_order(Lane::Collectives, |engine| {
-            engine.reduce_scatter_v(input, output, counts, dtype, op)
-        })
+        let operation = OpDescriptor::new(Kind::ReduceScatterV, dtype, counts.iter().sum());
+        let buffers = Buffers { input_counts: counts, ..Buffers::new(input, output) };
+        self.collective(operation.reduce(op), buffers)
     }
 
     /// As [`ProcessGroup::all_to_all`], with blocks of different lengths: this rank sends
@@ -80,9 +81,8 @@ impl ProcessGroup {
         self.caller().check_counts(name, "output_counts", output_counts)?;
         self.check_length(name, "input", input, dtype, input_counts.iter().sum())?;
         self.check_length(name, "output", output, dtype, output_counts.iter().sum())?;
-        self.run_in_order(Lane::Collectives, |engine| {
-            engine.all_to_all_v((input, input_counts), (output, output_counts), dtype)
-        })
+        let operation = OpDescriptor::new(Kind::AllToAllV, dtype, input_counts.iter().sum());
+        self.collective(operation, Buffers { input, output, input_counts, output_counts })
     }
 
     /// Starts [`ProcessGroup::all_gather_v`]; both buffers come back.

@@ -11,7 +11,7 @@ use super::error::{system_error, EnqueueError};
 use super::library::Library;
 use super::result::UniqueId;
 use crate::error::{Error, Result};
-use crate::shm::engine::Engine;
+use crate::failure::Failure;
 use crate::store::Error as StoreError;
 
 /// How often the peers are checked.
@@ -21,15 +21,15 @@ pub const JOINING: &str = "joining over NCCL";
 
 /// Makes the communicator: the first rank's unique id reaches the others through the store.
 pub fn init_communicator(
-    engine: &Engine,
+    failure: &Failure,
     device: &Arc<Device>,
     prefix: &str,
 ) -> Result<Communicator> {
     // The others wait for this rank.
-    let system = |reason: String| engine.fail(system_error(engine, JOINING, reason));
-    let mut cancelled = join_check(engine, prefix)?;
-    let (store, key) = (engine.world.store(), format!("{prefix}id"));
-    let id = if engine.rank == 0 {
+    let system = |reason: String| failure.fail(system_error(failure, JOINING, reason));
+    let mut cancelled = join_check(failure, prefix)?;
+    let (store, key) = (failure.core.world.store(), format!("{prefix}id"));
+    let id = if failure.core.rank == 0 {
         let library = Library::get().map_err(|e| system(e.to_string()))?;
         let id = library.unique_id().map_err(|e| system(e.to_string()))?;
         if let Some(store) = store {
@@ -51,23 +51,24 @@ pub fn init_communicator(
             }
         }
     };
-    let joined = Communicator::new(device, &id, engine.rank, engine.size(), &mut cancelled);
-    joined.map_err(|failure| not_joined(engine, failure))
+    let joined =
+        Communicator::new(device, &id, failure.core.rank, failure.core.size(), &mut cancelled);
+    joined.map_err(|error| not_joined(failure, error))
 }
 
-/// Announces that this rank waits for all ranks of `engine` to join over NCCL. Returns the check to
+/// Announces that this rank waits for all ranks of `failure` to join over NCCL. Returns the check to
 /// call during the wait: its error ends the wait.
 pub fn join_check<'a>(
-    engine: &'a Engine,
+    failure: &'a Failure,
     prefix: &'a str,
 ) -> Result<impl FnMut() -> Result<()> + 'a> {
-    let (begin, timeout) = (Instant::now(), engine.timeout());
-    let store = engine.world.store();
+    let (begin, timeout) = (Instant::now(), failure.core.timeout());
+    let store = failure.core.world.store();
     let joined = move |rank: usize| format!("{prefix}joined/{rank}");
     if let Some(store) = store {
         let fail =
-            |error: StoreError| engine.fail(system_error(engine, JOINING, error.to_string()));
-        store.set(&joined(engine.rank), b"").map_err(fail)?;
+            |error: StoreError| failure.fail(system_error(failure, JOINING, error.to_string()));
+        store.set(&joined(failure.core.rank), b"").map_err(fail)?;
     }
     let mut next_poll = begin + POLL_INTERVAL;
     Ok(move || {
@@ -75,9 +76,9 @@ pub fn join_check<'a>(
             return Ok(());
         }
         next_poll = Instant::now() + POLL_INTERVAL;
-        engine.check_failure(&JOINING, true)?;
-        if let Some(&peer) = engine.departed_peers().first() {
-            return Err(engine.fail_peer_lost(peer, &JOINING));
+        failure.check_failure(&JOINING, true)?;
+        if let Some(&peer) = failure.departed_peers().first() {
+            return Err(failure.fail_peer_lost(peer, &JOINING));
         }
         if begin.elapsed() < timeout {
             return Ok(());
@@ -85,22 +86,24 @@ pub fn join_check<'a>(
         let absent =
             |&r: &usize| store.is_some_and(|s| !matches!(s.try_get(&joined(r)), Ok(Some(_))));
         let missing: Vec<usize> =
-            (0..engine.size()).filter(absent).map(|r| engine.ranks[r]).collect();
+            (0..failure.core.size()).filter(absent).map(|r| failure.core.ranks[r]).collect();
         let missing = match missing.is_empty() {
             true => "NCCL to connect the ranks, which are all there".into(),
-            false => {
-                missing.into_iter().map(|r| engine.world.describe(r)).collect::<Vec<_>>().join("; ")
-            }
+            false => missing
+                .into_iter()
+                .map(|r| failure.core.world.describe(r))
+                .collect::<Vec<_>>()
+                .join("; "),
         };
-        let (rank, operation) = (engine.world.rank, JOINING.into());
-        Err(engine.fail(Error::Timeout { rank, operation, timeout, missing }))
+        let (rank, operation) = (failure.core.world.rank, JOINING.into());
+        Err(failure.fail(Error::Timeout { rank, operation, timeout, missing }))
     })
 }
 
-pub fn not_joined(engine: &Engine, failure: CommunicatorError) -> Error {
-    match failure {
+pub fn not_joined(failure: &Failure, error: CommunicatorError) -> Error {
+    match error {
         CommunicatorError::Cancelled(error) => error,
-        other => engine.fail(system_error(engine, JOINING, EnqueueError::from(other).0)),
+        other => failure.fail(system_error(failure, JOINING, EnqueueError::from(other).0)),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::communicator::CommunicatorError;
 use crate::error::Error;
-use crate::shm::engine::Engine;
+use crate::failure::Failure;
 
 /// Why an operation could not be enqueued, in words.
 pub struct EnqueueError(pub String);
@@ -24,6 +24,6 @@ impl From<CommunicatorError> for EnqueueError {
 }
 
 /// The error of an operation that the system, the device or NCCL refused.
-pub fn system_error(engine: &Engine, operation: &str, reason: String) -> Error {
-    Error::System { rank: engine.world.rank, operation: operation.into(), reason }
+pub fn system_error(failure: &Failure, operation: &str, reason: String) -> Error {
+    Error::System { rank: failure.core.world.rank, operation: operation.into(), reason }
 }

@@ -16,9 +16,9 @@ use super::watchdog::{EnqueuedOp, Watchdog};
 use crate::arguments::Caller;
 use crate::descriptor::OpDescriptor;
 use crate::error::{Error, Result};
+use crate::failure::Failure;
+use crate::fork::ForkSafe;
 use crate::kind::Kind;
-use crate::shm::engine::Engine;
-use crate::shm::fork::ForkSafe;
 use crate::trace::{self, Start};
 
 /// What a process group does on one GPU, over NCCL.
@@ -37,7 +37,7 @@ pub struct CudaGroup {
     /// Before the communicator: it uses that.
     watchdog: ForkSafe<Watchdog>,
     communicator: ForkSafe<Arc<Communicator>>,
-    engine: ForkSafe<Arc<Engine>>,
+    failure: ForkSafe<Arc<Failure>>,
     device: ForkSafe<Arc<Device>>,
     stream: ForkSafe<Stream>,
     state: ForkSafe<Mutex<IssueState>>,
@@ -57,32 +57,32 @@ struct IssueState {
 
 impl CudaGroup {
     /// `tag` is the same on all ranks, and no other group's.
-    pub(crate) fn new(engine: Arc<Engine>, device: Arc<Device>, tag: &str) -> Result<Self> {
+    pub(crate) fn new(failure: Arc<Failure>, device: Arc<Device>, tag: &str) -> Result<Self> {
         let prefix = format!("nccl/{tag}/");
-        let communicator = init_communicator(&engine, &device, &prefix)?;
-        Self::of(engine, device, communicator, prefix)
+        let communicator = init_communicator(&failure, &device, &prefix)?;
+        Self::of(failure, device, communicator, prefix)
     }
 
     fn of(
-        engine: Arc<Engine>,
+        failure: Arc<Failure>,
         device: Arc<Device>,
         communicator: Communicator,
         prefix: String,
     ) -> Result<Self> {
-        let system = |reason: String| engine.fail(system_error(&engine, JOINING, reason));
+        let system = |reason: String| failure.fail(system_error(&failure, JOINING, reason));
         let cuda = |error: flow_kernels::cuda::Error| system(error.to_string());
         let stream = Stream::high_priority(&device).map_err(cuda)?;
         let ready = Event::new(&device).map_err(cuda)?;
         let communicator = Arc::new(communicator);
         let watchdog =
-            Watchdog::start(Arc::clone(&engine), Arc::clone(&communicator), prefix.clone())
+            Watchdog::start(Arc::clone(&failure), Arc::clone(&communicator), prefix.clone())
                 .map_err(|error| system(format!("cannot start a thread: {error}")))?;
         let state =
             Mutex::new(IssueState { enqueued: 0, splits: 0, ready, events: VecDeque::new() });
         Ok(Self {
             watchdog: ForkSafe::new(watchdog),
             communicator: ForkSafe::new(communicator),
-            engine: ForkSafe::new(engine),
+            failure: ForkSafe::new(failure),
             device: ForkSafe::new(device),
             stream: ForkSafe::new(stream),
             state: ForkSafe::new(state),
@@ -90,25 +90,24 @@ impl CudaGroup {
         })
     }
 
-    /// The part of a new sub-group, of which `member` is this rank's engine if it is in one. All
-    /// ranks of this group call this; it makes the sub-groups of all of them.
-    pub(crate) fn split(&self, member: Option<&Arc<Engine>>) -> Result<Option<Self>> {
+    /// The part of a new sub-group; `member` is the failure part of this rank's own one, if it has
+    /// one. All ranks of this group call this; it makes the sub-groups of all of them.
+    pub(crate) fn split(&self, member: Option<&Arc<Failure>>) -> Result<Option<Self>> {
         let mut state = self.issue_state(&"new_group")?;
         self.watchdog.check(&"new_group")?;
         state.splits += 1;
         let prefix = format!("{}{}/", self.prefix, state.splits);
-        let key = member.map_or(0, |engine| engine.rank);
-        let mut cancelled = join_check(&self.engine, &prefix)?;
+        let key = member.map_or(0, |failure| failure.core.rank);
+        let mut cancelled = join_check(&self.failure, &prefix)?;
         // The first member's rank tells the sub-groups apart.
-        let color = member.map(|engine| engine.ranks[0]);
+        let color = member.map(|failure| failure.core.ranks[0]);
         let split = self.communicator.split(color.map(|rank| rank as u32), key, &mut cancelled);
         drop(cancelled);
-        let split =
-            split.map_err(|failure| self.watchdog.fail(not_joined(&self.engine, failure)))?;
+        let split = split.map_err(|error| self.watchdog.fail(not_joined(&self.failure, error)))?;
         match (split, member) {
-            (Some(communicator), Some(engine)) => {
-                let prefix = format!("{prefix}{}/", engine.ranks[0]);
-                Self::of(Arc::clone(engine), Arc::clone(&self.device), communicator, prefix)
+            (Some(communicator), Some(failure)) => {
+                let prefix = format!("{prefix}{}/", failure.core.ranks[0]);
+                Self::of(Arc::clone(failure), Arc::clone(&self.device), communicator, prefix)
                     .map(Some)
             }
             _ => Ok(None),
@@ -185,8 +184,8 @@ impl CudaGroup {
         if self.member(&"abort").is_err() {
             return;
         }
-        self.engine.abort(cause);
-        let rank = self.engine.world.rank;
+        self.failure.abort(cause);
+        let rank = self.failure.core.world.rank;
         self.watchdog.fail(Error::Poisoned { rank, operation: "NCCL".into(), cause: cause.into() });
     }
 
@@ -216,7 +215,7 @@ impl CudaGroup {
         issue: impl FnOnce(&Communicator, &Stream) -> Result<(), EnqueueError>,
     ) -> Result<Arc<Event>> {
         let mut state = self.issue_state(&operation.kind.name())?;
-        let recorder = &self.engine.recorder;
+        let recorder = &self.failure.core.recorder;
         operation.sequence = match operation.kind {
             Kind::Send | Kind::Recv | Kind::BatchSendRecv => recorder.next_message(),
             _ => recorder.next_collective(),
@@ -284,9 +283,9 @@ impl CudaGroup {
 
     /// The group, for an operation that takes a member, and not a process that was forked from it.
     fn member(&self, operation: &dyn fmt::Display) -> Result<&Self> {
-        match self.engine.is_ours() {
+        match self.failure.is_ours() {
             true => Ok(self),
-            false => Err(self.engine.world.forked(operation)),
+            false => Err(self.failure.core.world.forked(operation)),
         }
     }
 
@@ -318,11 +317,11 @@ impl CudaGroup {
     }
 
     pub(super) fn system(&self, operation: &str, reason: String) -> Error {
-        system_error(&self.engine, operation, reason)
+        system_error(&self.failure, operation, reason)
     }
 
     pub(super) fn caller(&self) -> Caller {
-        self.engine.caller()
+        self.failure.core.caller()
     }
 }
 

@@ -20,7 +20,7 @@ use super::communicator::{Communicator, CommunicatorError};
 use super::device_clock::DeviceClock;
 use crate::descriptor::OpDescriptor;
 use crate::error::{Error, Result};
-use crate::shm::engine::Engine;
+use crate::failure::Failure;
 use crate::stall::Stall;
 use crate::store::Store;
 use crate::trace::{self, RecordId};
@@ -85,7 +85,7 @@ struct WatchState {
 }
 
 struct Shared {
-    engine: Arc<Engine>,
+    failure: Arc<Failure>,
     communicator: Arc<Communicator>,
     /// Prefix of the keys under which the ranks publish their last operation.
     prefix: String,
@@ -100,7 +100,7 @@ pub struct Watchdog {
 
 impl Watchdog {
     pub fn start(
-        engine: Arc<Engine>,
+        failure: Arc<Failure>,
         communicator: Arc<Communicator>,
         prefix: String,
     ) -> std::io::Result<Self> {
@@ -115,7 +115,7 @@ impl Watchdog {
             warned: false,
         };
         let shared = Shared {
-            engine,
+            failure,
             communicator,
             prefix,
             state: Mutex::new(state),
@@ -140,7 +140,7 @@ impl Watchdog {
             if !std::mem::replace(&mut state.observed, true) {
                 return Err(cause);
             }
-            let rank = self.shared.engine.world.rank;
+            let rank = self.shared.failure.core.world.rank;
             return Err(Error::Poisoned {
                 rank,
                 operation: operation.to_string(),
@@ -148,7 +148,7 @@ impl Watchdog {
             });
         }
         drop(state);
-        self.shared.engine.check_failure(operation, false).map_err(|error| self.fail(error))
+        self.shared.failure.check_failure(operation, false).map_err(|error| self.fail(error))
     }
 
     /// An operation begins.
@@ -221,7 +221,8 @@ impl Shared {
             }
             let last = state.last;
             let news = last.map(|operation| operation.number) != published;
-            let due = last_publish.elapsed() >= PUBLISH_INTERVAL.min(self.engine.timeout() / 4);
+            let due =
+                last_publish.elapsed() >= PUBLISH_INTERVAL.min(self.failure.core.timeout() / 4);
             let oldest = state
                 .pending
                 .front()
@@ -265,11 +266,11 @@ impl Shared {
                 (published, last_publish) = (self.publish(last), Instant::now());
             }
             if long.is_none() {
-                long = self.engine.world.long_wait();
+                long = self.failure.core.world.long_wait();
             }
             if let Some(long) = &mut long {
                 long.look(begun.elapsed(), &operation, || {
-                    self.late(&operation).map(|r| self.engine.ranks[r]).collect()
+                    self.late(&operation).map(|r| self.failure.core.ranks[r]).collect()
                 });
             }
             std::thread::sleep(POLL_INTERVAL);
@@ -304,7 +305,7 @@ impl Shared {
                     std::process::abort();
                 }
                 (Some(Duration::ZERO), None) => {
-                    let rank = self.engine.world.rank;
+                    let rank = self.failure.core.world.rank;
                     let operation = state
                         .pending
                         .front()
@@ -336,7 +337,7 @@ impl Shared {
         let Some(completed) = state.pending.pop_front() else { return };
         state.warned = false;
         drop(state);
-        let recorder = &self.engine.recorder;
+        let recorder = &self.failure.core.recorder;
         let ticks = |event: &Option<Arc<Event>>| clock?.ticks(event.as_ref()?);
         match (ticks(&completed.started), ticks(&completed.done)) {
             (Some(started), Some(done)) => recorder.finish_at(operation.record, started, done),
@@ -353,8 +354,8 @@ impl Shared {
         done: Option<&Event>,
         gone_since: &mut Option<Instant>,
     ) -> Option<Error> {
-        let (engine, rank) = (&self.engine, self.engine.world.rank);
-        if let Err(error) = engine.check_failure(operation, true) {
+        let (failure, rank) = (&self.failure, self.failure.core.world.rank);
+        if let Err(error) = failure.check_failure(operation, true) {
             return Some(error);
         }
         if let Err(CommunicatorError::Nccl(error)) = self.communicator.check() {
@@ -362,16 +363,16 @@ impl Shared {
         }
         // A peer may exit when its part of the operation is over, a little before the operation is
         // over here.
-        let gone = engine.departed_peers();
+        let gone = failure.departed_peers();
         if !gone.is_empty() && is_over(done) == Ok(false) {
             let late = gone_since.get_or_insert_with(Instant::now).elapsed() > PEER_EXIT_GRACE;
             if let Some(peer) =
                 gone.into_iter().find(|&peer| late || !self.has_begun(peer, operation))
             {
-                return Some(engine.fail_peer_lost(peer, operation));
+                return Some(failure.fail_peer_lost(peer, operation));
             }
         }
-        let (age, timeout) = (begun.elapsed(), engine.timeout());
+        let (age, timeout) = (begun.elapsed(), failure.core.timeout());
         if age >= timeout {
             return Some(self.timed_out(operation, timeout));
         }
@@ -386,7 +387,11 @@ impl Shared {
     }
 
     fn system(&self, operation: &EnqueuedOp, reason: String) -> Error {
-        Error::System { rank: self.engine.world.rank, operation: operation.to_string(), reason }
+        Error::System {
+            rank: self.failure.core.world.rank,
+            operation: operation.to_string(),
+            reason,
+        }
     }
 
     fn fail(&self, error: Error) -> Error {
@@ -397,11 +402,11 @@ impl Shared {
         state.failure = Some((error.clone(), Instant::now()));
         let pending = std::mem::take(&mut state.pending);
         drop(state);
-        pending.iter().for_each(|op| self.engine.recorder.fail(op.operation.record));
+        pending.iter().for_each(|op| self.failure.core.recorder.fail(op.operation.record));
         self.change.notify_all();
         log::error!("{error}");
-        if self.engine.check_failure(&"NCCL", false).is_ok() {
-            self.engine.fail(error.clone());
+        if self.failure.check_failure(&"NCCL", false).is_ok() {
+            self.failure.fail(error.clone());
         }
         let aborted = self.communicator.abort();
         self.state().aborted = aborted;
@@ -410,14 +415,14 @@ impl Shared {
     }
 
     fn timed_out(&self, operation: &EnqueuedOp, timeout: Duration) -> Error {
-        let rank = self.engine.world.rank;
-        let others = (0..self.engine.size()).filter(|&r| r != self.engine.rank);
+        let rank = self.failure.core.world.rank;
+        let others = (0..self.failure.core.size()).filter(|&r| r != self.failure.core.rank);
         let differs = |r: usize| {
             let (number, text) = self.progress(r)?;
             (number == operation.number && text != operation.to_string()).then_some((r, text))
         };
         if let Some((other, theirs)) = others.filter_map(differs).next() {
-            let other = self.engine.ranks[other];
+            let other = self.failure.core.ranks[other];
             return Error::Mismatch {
                 rank,
                 detail: format!("rank {rank} called {operation}, rank {other} called {theirs}"),
@@ -430,14 +435,15 @@ impl Shared {
             missing: format!(
                 "{} (rank {rank} is {})",
                 self.missing(operation),
-                self.engine.recorder.summary()
+                self.failure.core.recorder.summary()
             ),
         }
     }
 
     /// The ranks that have not begun the operation, according to the store.
     fn late<'a>(&'a self, operation: &'a EnqueuedOp) -> impl Iterator<Item = usize> + 'a {
-        (0..self.engine.size()).filter(|&r| r != self.engine.rank && !self.has_begun(r, operation))
+        (0..self.failure.core.size())
+            .filter(|&r| r != self.failure.core.rank && !self.has_begun(r, operation))
     }
 
     /// As [`Shared::late`], in words.
@@ -446,7 +452,7 @@ impl Shared {
             let at = self.progress(r).map_or("which has begun nothing".into(), |(_, text)| {
                 format!("which is at {text}")
             });
-            format!("{}, {at}", self.engine.world.describe(self.engine.ranks[r]))
+            format!("{}, {at}", self.failure.core.world.describe(self.failure.core.ranks[r]))
         };
         let late: Vec<String> = self.late(operation).map(describe).collect();
         match late.is_empty() {
@@ -460,15 +466,15 @@ impl Shared {
     }
 
     fn store(&self) -> Option<&Store> {
-        self.engine.world.store()
+        self.failure.core.world.store()
     }
 
     /// Publishes this rank's last operation. Returns its number.
     fn publish(&self, last: Option<EnqueuedOp>) -> Option<u64> {
         let (store, last) = (self.store()?, last?);
-        let key = format!("{}at/{}", self.prefix, self.engine.rank);
+        let key = format!("{}at/{}", self.prefix, self.failure.core.rank);
         if let Err(error) = store.set(&key, format!("{} {last}", last.number).as_bytes()) {
-            log::debug!("rank {}: {error}", self.engine.world.rank);
+            log::debug!("rank {}: {error}", self.failure.core.world.rank);
         }
         Some(last.number)
     }

@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use rustix::fs::MemfdFlags;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use super::fork::ForkSafe;
+use crate::fork::ForkSafe;
 
 /// Alignment of blocks of a page and more; smaller ones are aligned to a cache line.
 const PAGE: usize = 4096;
@@ -99,20 +99,21 @@ impl Blocks {
 }
 
 impl Arena {
-    /// Makes the memfd for `regions` ranks. Its size is what the address space and the file size
-    /// limit allow, some times the machine's memory for each rank.
-    pub fn create_file(regions: usize) -> Result<(OwnedFd, usize), String> {
+    /// Makes the memfd for `regions` ranks, which a process maps `mappings` times. Its size is what the
+    /// address space and the file size limit allow, some times the machine's memory for each rank.
+    pub fn create_file(regions: usize, mappings: usize) -> Result<(OwnedFd, usize), String> {
         let memory = {
             let info = rustix::system::sysinfo();
             (info.totalram as usize).saturating_mul(info.mem_unit.max(1) as usize)
         };
-        let wanted = memory.saturating_mul(4).max(64 << 30).min((1 << 45) / regions);
+        let wanted = memory.saturating_mul(4).max(64 << 30).min((1 << 45) / regions / mappings);
         let file_limit = rustix::process::getrlimit(rustix::process::Resource::Fsize)
             .current
             .unwrap_or(u64::MAX);
         let space_limit =
             rustix::process::getrlimit(rustix::process::Resource::As).current.unwrap_or(u64::MAX);
-        let limit = file_limit.min(space_limit / 2) as usize / regions;
+        let space = space_limit / 2 / mappings as u64;
+        let limit = file_limit.min(space) as usize / regions;
         let region = wanted.min(limit) / (1 << 20) * (1 << 20);
         if region < (64 << 20) {
             return Err(format!(
@@ -324,7 +325,7 @@ impl Block {
     }
 
     /// Gives the block up without freeing it: peers may still use it.
-    pub fn abandon(mut self) {
+    pub fn leak(mut self) {
         self.size = 0;
     }
 
@@ -355,7 +356,7 @@ mod tests {
     use super::*;
 
     fn arena() -> Arc<Arena> {
-        let (file, region) = Arena::create_file(1).unwrap();
+        let (file, region) = Arena::create_file(1, 1).unwrap();
         Arc::new(Arena::map(&file, 1, region, 0, 0).unwrap())
     }
 

@@ -3,6 +3,7 @@
 use flow_kernels::Element;
 
 use super::arena::Block;
+use crate::backend::BufferView;
 
 /// The bytes of a slice of numbers.
 pub fn as_bytes<T: Element>(slice: &[T]) -> &[u8] {
@@ -38,6 +39,16 @@ pub fn block_as_slice_mut<T: Element>(block: &mut Block, len: usize) -> &mut [T]
     );
     // SAFETY: as above; the block is borrowed mutably.
     unsafe { std::slice::from_raw_parts_mut(block.as_ptr().cast(), len) }
+}
+
+impl BufferView {
+    /// Copies `count` bytes from `from` to position `start`.
+    pub fn write(self, start: usize, from: *const u8, count: usize) {
+        debug_assert!(start + count <= self.bytes);
+        // SAFETY: the range is inside the caller's memory, which no other rank writes in this
+        // collective.
+        unsafe { copy(from, self.data.add(start), count) };
+    }
 }
 
 /// As `copy_nonoverlapping`, in pieces small enough for the C library to move them by vector

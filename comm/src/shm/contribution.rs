@@ -5,25 +5,6 @@ use std::ops::Range;
 
 use fnv::FnvHasher;
 
-use super::bytes;
-
-/// Memory of a caller, valid for the length of the call.
-#[derive(Clone, Copy)]
-pub struct BufferView {
-    pub data: *mut u8,
-    pub bytes: usize,
-}
-
-impl BufferView {
-    /// Copies `count` bytes from `from` to position `start`.
-    pub fn write(self, start: usize, from: *const u8, count: usize) {
-        debug_assert!(start + count <= self.bytes);
-        // SAFETY: the range is inside the caller's memory, which no other rank writes in this
-        // collective.
-        unsafe { bytes::copy(from, self.data.add(start), count) };
-    }
-}
-
 /// Address of the range at hand in a rank's block: `at(rank, block)`.
 pub type AddressOf<'a> = &'a dyn Fn(usize, usize) -> *const u8;
 
@@ -50,6 +31,16 @@ pub enum Readers {
     Root(usize),
     /// The rank whose number the block has.
     OwnerOfBlock,
+}
+
+impl Readers {
+    /// Whether a rank reads blocks of all ranks.
+    pub fn includes(self, rank: usize) -> bool {
+        match self {
+            Readers::All | Readers::OwnerOfBlock => true,
+            Readers::Root(root) => rank == root,
+        }
+    }
 }
 
 /// Blocks of memory, as many from each rank.

@@ -1,13 +1,13 @@
-//! The part of the arena through which the ranks of one group coordinate: counters, posts, staging
-//! memory.
+//! The part of the arena through which the ranks of one group coordinate: counters,
+//! descriptors, staging memory.
 //!
-//! A group works in *rounds*. In a round every rank posts what it does and where its data lies,
+//! A group works in *rounds*. In a round every rank publishes what it does and where its data lies,
 //! raises `arrived`, and, when it has read (and written) what it needed from the others, raises
 //! `done`. The counters only grow, so that a slot serves again every [`SLOTS`] rounds without being
 //! reset.
 //!
-//! Every member of the group has its place here, those on other nodes too: what they post, this
-//! node's leader writes down, and raises the counters for them. Only `send` and `recv` are for
+//! Every member of the group has its place here, those on other nodes too: this node's
+//! leader writes down what they publish, and raises the counters for them. Only `send` and `recv` are for
 //! members on this node alone.
 //!
 //! Everything here is atomics over zeroed memory: a peer that was killed half-way leaves values,
@@ -145,7 +145,7 @@ impl Note {
 #[repr(C, align(64))]
 pub struct RankState {
     /// Rounds this rank has arrived in.
-    pub posted: AtomicU64,
+    pub arrived: AtomicU64,
     /// Set when the rank has dropped its group.
     pub left: AtomicU32,
     /// Rung for what may be of interest to a thread of this rank that waits for messages from any
@@ -182,7 +182,7 @@ pub struct Mailbox {
 struct Layout {
     ranks: usize,
     slots: usize,
-    posts: usize,
+    descriptors: usize,
     payloads: usize,
     staging: usize,
     mailboxes: usize,
@@ -195,16 +195,17 @@ impl Layout {
     fn of(size: usize, locals: usize) -> Self {
         let ranks = std::mem::size_of::<Header>();
         let slots = ranks + size * std::mem::size_of::<RankState>();
-        let posts = slots + SLOTS as usize * std::mem::size_of::<Slot>();
-        let payloads = (posts + SLOTS as usize * size * std::mem::size_of::<DescriptorWords>())
-            .next_multiple_of(4096);
+        let descriptors = slots + SLOTS as usize * std::mem::size_of::<Slot>();
+        let payloads = (descriptors
+            + SLOTS as usize * size * std::mem::size_of::<DescriptorWords>())
+        .next_multiple_of(4096);
         let staging = payloads + SLOTS as usize * size * PAYLOAD;
         let mailboxes = staging + size * 2 * CHUNK;
         let fragments =
             (mailboxes + locals * locals * std::mem::size_of::<Mailbox>()).next_multiple_of(4096);
         let fragment = ((1 << 30) / (locals * locals * 2)).clamp(4096, 128 << 10) / 4096 * 4096;
         let total = fragments + locals * locals * 2 * fragment;
-        Self { ranks, slots, posts, payloads, staging, mailboxes, fragments, fragment, total }
+        Self { ranks, slots, descriptors, payloads, staging, mailboxes, fragments, fragment, total }
     }
 }
 
@@ -255,13 +256,13 @@ impl Control {
 
     pub fn descriptor(&self, round: u64, rank: usize) -> &DescriptorWords {
         debug_assert!(rank < self.size);
-        self.at(self.layout.posts, (round % SLOTS) as usize * self.size + rank)
+        self.at(self.layout.descriptors, (round % SLOTS) as usize * self.size + rank)
     }
 
     /// Notes that a rank has arrived in a round. That need not be in the order of rounds.
     pub fn set_arrived(&self, round: u64, rank: usize) {
         self.descriptor(round, rank).0[ARRIVED].store(round + 1, Ordering::Release);
-        self.rank(rank).posted.fetch_max(round + 1, Ordering::Relaxed);
+        self.rank(rank).arrived.fetch_max(round + 1, Ordering::Relaxed);
     }
 
     pub fn has_arrived(&self, round: u64, rank: usize) -> bool {

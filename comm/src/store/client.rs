@@ -15,7 +15,7 @@ use hmac::Mac;
 use super::address::resolve;
 use super::protocol::{prove, Reply, Request, MAX_FRAME, MAX_TIMEOUT, VERSION};
 use super::{belongs_to_us, list, Address, Error, Result};
-use crate::shm::fork::Process;
+use crate::fork::Process;
 
 /// [`Store::set_reply_timeout`] at first.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(10);

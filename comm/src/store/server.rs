@@ -13,7 +13,7 @@ use super::inbox::Inbox;
 use super::listener::Listener;
 use super::service::ServiceId;
 use super::Address;
-use crate::shm::fork::ForkSafe;
+use crate::fork::ForkSafe;
 
 /// So long the thread may take to end. One that waits for somebody to read the log is left.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);

@@ -6,6 +6,7 @@
 //! | `acceptor` | accepts connections, and authenticates them |
 //! | `mpi` | the same over MPI, with the feature of that name |
 //! | `queue` | what is still to be moved to, or from, a member |
+//! | `registry` | the transports by name, and which one is used |
 //!
 //! Inside a node ranks share memory (`shm`). Between nodes the first member of a group on each
 //! node, its *leader*, sends and receives for all; for `send` and `recv` any two ranks are linked.
@@ -14,6 +15,7 @@ mod acceptor;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 mod queue;
+mod registry;
 pub mod tcp;
 #[cfg(test)]
 mod toy;
@@ -21,38 +23,10 @@ mod toy;
 use std::time::Duration;
 
 use crate::bootstrap::PeerInfo;
-use crate::env::{Membership, Rendezvous};
 use crate::error::Result;
-use crate::settings;
 use crate::shm::io_segment::IoSegment;
 use queue::QueuePair;
-
-/// Opens a transport for a rank that joins its job.
-type Open = fn(&Membership) -> Result<Box<dyn Transport>, String>;
-
-/// The transports by name. Adding one takes a file and a line here.
-const TRANSPORTS: &[(&str, Open)] = &[
-    ("tcp", tcp::open),
-    #[cfg(feature = "mpi")]
-    ("mpi", mpi::open),
-    #[cfg(test)]
-    ("toy", toy::open),
-];
-
-/// Opens the transport that `FLOW_TRANSPORT` names; without it, MPI's where MPI gives the rendezvous,
-/// else TCP.
-///
-/// # Errors
-/// There is none of that name, or it cannot be used here.
-pub fn open(membership: &Membership) -> Result<Box<dyn Transport>, String> {
-    let default = if membership.rendezvous == Rendezvous::Mpi { "mpi" } else { "tcp" };
-    let name = settings::transport().unwrap_or_else(|| default.into());
-    let Some((_, open)) = TRANSPORTS.iter().find(|(known, _)| *known == name) else {
-        let known: Vec<&str> = TRANSPORTS.iter().map(|(name, _)| *name).collect();
-        return Err(format!("there is no transport {name:?} here, only {}", known.join(", ")));
-    };
-    open(membership)
-}
+pub use registry::open;
 
 /// Connects ranks.
 pub trait Transport: Send + Sync {

@@ -30,7 +30,7 @@ use mpi::topology::SimpleCommunicator;
 use mpi::traits::{AnyCommunicator, AsRaw, Communicator};
 use mpi::Threading;
 
-use crate::shm::fork::Process;
+use crate::fork::Process;
 
 /// The tag of handshakes, which no link has, and the longest handshake.
 pub const HANDSHAKE_TAG: c_int = 0;

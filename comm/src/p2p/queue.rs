@@ -1,9 +1,9 @@
 //! Messages that have come before anybody asked for them: what MPI calls the queue of unexpected
 //! messages.
 //!
-//! Each sender has an queue, which one thread of the receiving rank opens at a time. Whoever has it
-//! open takes whatever comes next: a message with its own tag goes where it is wanted, others are
-//! kept here. Nothing but memory limits how many.
+//! Each sender has a queue, which one thread of the receiving rank opens at a time. That thread takes
+//! whatever comes next: a message with its own tag goes where it is wanted, others are kept here.
+//! Nothing but memory limits how many.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
@@ -11,10 +11,11 @@ use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
-use super::control::Counter;
-use super::engine::Link;
-use super::io_segment::IoSegment;
+use super::message::PeerConnection;
 use crate::descriptor::{DescriptorWords, Location, OpDescriptor};
+use crate::shm::bytes;
+use crate::shm::control::Counter;
+use crate::shm::io_segment::IoSegment;
 
 /// What comes from one rank.
 pub struct MessageQueue {
@@ -34,16 +35,16 @@ type Kept = HashMap<u32, VecDeque<Message>, fnv::FnvBuildHasher>;
 /// What is still to come.
 #[derive(Default)]
 pub struct Incoming {
-    /// From a rank on another node. It comes before what it may be about to fill: fields are
-    /// dropped in this order.
-    pub link: Link,
-    /// Where the link puts the next message's post.
-    pub post: Box<DescriptorWords>,
-    /// The link was told where to put what comes next.
+    /// From a rank on another node. It is declared before the memory that it may be about to fill:
+    /// fields are dropped in this order.
+    pub connection: PeerConnection,
+    /// Where the connection puts the next message's descriptor.
+    pub descriptor: Box<DescriptorWords>,
+    /// The connection has memory for what comes next.
     pub is_expected: bool,
-    /// The group has failed in the middle of a message from another node: what comes after that is
-    /// none.
-    pub is_abandoned: bool,
+    /// The group has failed in the middle of a message from another node: what comes after it is no
+    /// message.
+    pub is_aborted: bool,
     /// The sender on another node has left, after all that it has sent.
     pub has_left: bool,
     /// To be kept, once all of it has come.
@@ -58,7 +59,7 @@ pub struct Message {
     bytes: usize,
 }
 
-/// An queue that this thread has open.
+/// A queue that this thread has open.
 pub struct Open<'a> {
     incoming: MutexGuard<'a, Incoming>,
     // After the lock: fields are dropped in this order.
@@ -177,7 +178,7 @@ impl Message {
     pub unsafe fn append(&mut self, from: *const u8, count: usize) {
         let start = self.data.len();
         // SAFETY: the caller's promise, and memory was reserved for all of the message.
-        unsafe { super::bytes::copy(from, self.data.as_mut_ptr().add(start), count) };
+        unsafe { bytes::copy(from, self.data.as_mut_ptr().add(start), count) };
         // SAFETY: these bytes were written just now.
         unsafe { self.data.set_len(start + count) };
     }
@@ -186,8 +187,8 @@ impl Message {
     ///
     /// # Safety
     ///
-    /// Until the part is through or dropped, the message lives and nobody else looks at it.
-    pub unsafe fn next_part(&mut self, most: usize) -> IoSegment {
+    /// Until the segment is filled or dropped, the message lives and nobody else looks at it.
+    pub unsafe fn next_segment(&mut self, most: usize) -> IoSegment {
         let (start, count) = (self.data.len(), self.missing().min(most));
         self.data.resize(start + count, 0);
         // SAFETY: the range is inside the data, whose memory was reserved for all of it, so that it

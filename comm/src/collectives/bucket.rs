@@ -1,0 +1,304 @@
+//! Buckets of gradients: reductions that begin during backward, where each rank does its share
+//! without waiting for the others.
+//!
+//! Launching publishes where the gradients lie. For each bucket that all ranks have launched, rank r
+//! then reduces slice r over all ranks' gradients and writes the result into all of them. Over
+//! several nodes a bucket has two rounds: reduced on this node, into the leader's gradients, and
+//! reduced everywhere. Between them a thread of the leader transfers.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use flow_kernels::ReduceOp;
+
+use super::hierarchical::{Hierarchical, InterNodeBucket};
+use super::kernel::{is_mean_of_integers, reduce_all, reduce_on_node, slice};
+use super::segments::Segments;
+use crate::descriptor::OpDescriptor;
+use crate::error::{Error, Result};
+use crate::failure::Failure;
+use crate::group::core::GroupCore;
+use crate::kind::Kind;
+use crate::shm::bytes;
+use crate::shm::rounds::Rounds;
+use crate::trace::RecordId;
+use crate::work::Worker;
+
+/// The buckets that this rank has launched, the oldest first.
+pub struct BucketQueue {
+    /// Reduces buckets between nodes, in the leader. Its thread ends first.
+    leader_thread: Mutex<Option<Worker>>,
+    core: Arc<GroupCore>,
+    failure: Arc<Failure>,
+    rounds: Arc<Rounds>,
+    hierarchical: Option<Arc<Hierarchical>>,
+    launched: Mutex<VecDeque<LaunchedBucket>>,
+    /// How many there are.
+    count: AtomicUsize,
+}
+
+struct LaunchedBucket {
+    round: u64,
+    /// Over several nodes: the round in which all ranks copy the result from their leaders.
+    result_round: Option<u64>,
+    operation: OpDescriptor,
+    segments: Arc<Segments>,
+    reduced: bool,
+    record: RecordId,
+}
+
+impl BucketQueue {
+    pub fn new(rounds: Arc<Rounds>, hierarchical: Option<Arc<Hierarchical>>) -> Self {
+        Self {
+            leader_thread: Mutex::default(),
+            core: Arc::clone(&rounds.core),
+            failure: Arc::clone(&rounds.failure),
+            rounds,
+            hierarchical,
+            launched: Mutex::default(),
+            count: AtomicUsize::new(0),
+        }
+    }
+
+    /// Launches a bucket whose pieces are all in place. Does not wait; false if too many buckets are
+    /// under way, then nothing was done. All ranks launch the same buckets in the same order.
+    pub fn launch(&self, segments: &Arc<Segments>, reduce: ReduceOp) -> Result<bool> {
+        let refuse = |reason: &str| {
+            let reason = format!("bucket {} {reason}", segments.bucket);
+            Err(self.core.caller().argument("launch_bucket", reason))
+        };
+        if !Arc::ptr_eq(segments.arena(), &self.core.world.arena) {
+            return refuse(
+                "was made by a group of another job; make it with this one's segments()",
+            );
+        }
+        let mut launched = self.launched();
+        let mut operation =
+            OpDescriptor::new(Kind::AllReduce, segments.dtype, segments.total).reduce(reduce);
+        operation.bucket = Some(segments.bucket);
+        operation.step = segments.step();
+        operation.layout = segments.layout;
+        // Before anything is said of the state in which a failure has left the bucket.
+        self.failure.check_poison(&operation)?;
+        if self.hierarchical.is_some() && is_mean_of_integers(&operation) {
+            return refuse("is to be an average of integers, which buckets cannot be over several nodes; sum them");
+        }
+        if !segments.is_ready() {
+            return refuse("is being reduced already, or not all its pieces are placed");
+        }
+        let Some((round, result_round)) = self.try_acquire() else {
+            return self.advance(&mut launched, false).map(|()| false);
+        };
+        let record = self.core.recorder.start(&self.rounds.assign_sequence(&mut operation)?);
+        segments.begin();
+        self.rounds.publish(round, &operation, segments.location());
+        self.rounds.arrive(round);
+        if let Some(result_round) = result_round {
+            self.rounds.arrive(result_round);
+        }
+        let bucket = result_round.filter(|_| self.core.is_leader()).map(|result_round| {
+            let segments = Arc::clone(segments);
+            InterNodeBucket { round, result_round, operation, segments }
+        });
+        // In the leader the leader thread does the rest.
+        let reduced = bucket.is_some();
+        let segments = Arc::clone(segments);
+        launched.push_back(LaunchedBucket {
+            round,
+            result_round,
+            operation,
+            segments,
+            reduced,
+            record,
+        });
+        self.count.store(launched.len(), Ordering::Relaxed);
+        match bucket {
+            Some(bucket) => self.reduce_between_nodes(bucket).map(|()| true),
+            None => Ok(true),
+        }
+    }
+
+    /// Hands a bucket to the leader thread, in the order of launching.
+    fn reduce_between_nodes(&self, bucket: InterNodeBucket) -> Result<()> {
+        let Some(hierarchical) = self.hierarchical.clone() else { return Ok(()) };
+        let (rank, operation) = (self.core.rank, "launch_bucket");
+        let mut worker = self.leader_thread.lock().unwrap_or_else(PoisonError::into_inner);
+        let worker = match &mut *worker {
+            Some(worker) => worker,
+            none => none.insert(Worker::start(rank).map_err(|error| {
+                let reason = format!("cannot start a thread: {error}");
+                let rank = self.core.world.rank;
+                self.failure.fail(Error::System { rank, operation: operation.into(), reason })
+            })?),
+        };
+        // An error is the group's, and found by whoever waits for the bucket.
+        drop(worker.submit(rank, operation, move || hierarchical.reduce_bucket(&bucket)));
+        Ok(())
+    }
+
+    /// The rounds of a bucket, or None while their slots are in use.
+    fn try_acquire(&self) -> Option<(u64, Option<u64>)> {
+        let mut state = self.rounds.lock();
+        match self.hierarchical {
+            None => Some((self.rounds.try_acquire(&mut state)?, None)),
+            Some(_) => {
+                let (round, result_round) = self.rounds.try_acquire_two(&mut state)?;
+                Some((round, Some(result_round)))
+            }
+        }
+    }
+
+    /// Reduces this rank's slices of all buckets that all ranks have launched, without waiting.
+    pub fn progress(&self) -> Result<()> {
+        self.advance(&mut self.launched(), false)
+    }
+
+    /// Waits for all launched buckets.
+    pub fn finish(&self) -> Result<()> {
+        if self.count.load(Ordering::Relaxed) == 0 {
+            return Ok(());
+        }
+        let mut launched = self.launched();
+        self.advance(&mut launched, true).inspect_err(|_| {
+            launched.iter().for_each(|bucket| self.core.recorder.fail(bucket.record));
+        })
+    }
+
+    fn launched(&self) -> MutexGuard<'_, VecDeque<LaunchedBucket>> {
+        self.launched.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn advance(&self, launched: &mut VecDeque<LaunchedBucket>, wait: bool) -> Result<()> {
+        if wait && self.hierarchical.is_some() {
+            return self.advance_in_turn(launched);
+        }
+        for bucket in launched.iter_mut().filter(|bucket| !bucket.reduced) {
+            if wait {
+                self.rounds.wait_locals_arrived(bucket.round, &bucket.operation)?;
+            } else if !self.rounds.locals_arrived(bucket.round) {
+                break;
+            }
+            self.reduce(bucket)?;
+            bucket.reduced = true;
+            self.rounds.done(bucket.round);
+        }
+        while let Some(first) = launched.front_mut().filter(|bucket| bucket.reduced) {
+            if let Some(result_round) = first.result_round {
+                if wait {
+                    self.rounds.wait_all_arrived(result_round, &first.operation)?;
+                } else if !self.rounds.all_arrived(result_round) {
+                    break;
+                }
+                self.copy_from_leader(first)?;
+                self.rounds.done(result_round);
+                (first.round, first.result_round) = (result_round, None);
+            }
+            if wait {
+                self.rounds.wait_done(first.round, &first.operation)?;
+            } else if !self.rounds.all_done(first.round) {
+                break;
+            }
+            self.core.recorder.finish(first.record);
+            first.segments.finish();
+            launched.pop_front();
+            self.count.store(launched.len(), Ordering::Relaxed);
+        }
+        let Some(first) = launched.front() else { return Ok(()) };
+        self.failure.check_failure(&first.operation, true).or_else(|error| {
+            // The others may have come to the end of these, and failed in what follows.
+            let is_over = launched.iter().all(|bucket| self.rounds.all_done(bucket.round));
+            if is_over {
+                Ok(())
+            } else {
+                Err(error)
+            }
+        })
+    }
+
+    /// Finishes one bucket after the other: ranks that have launched fewer may wait for this one to
+    /// copy the result of the first.
+    fn advance_in_turn(&self, launched: &mut VecDeque<LaunchedBucket>) -> Result<()> {
+        while let Some(first) = launched.front() {
+            let LaunchedBucket { round, result_round, operation, reduced, .. } = first;
+            match result_round {
+                _ if !reduced => self.rounds.wait_locals_arrived(*round, operation)?,
+                Some(result_round) => self.rounds.wait_all_arrived(*result_round, operation)?,
+                None => self.rounds.wait_done(*round, operation)?,
+            }
+            self.advance(launched, false)?;
+        }
+        Ok(())
+    }
+
+    /// Reduces this rank's slice of a bucket over the members on this node.
+    fn reduce(&self, bucket: &LaunchedBucket) -> Result<()> {
+        let LaunchedBucket { round, operation, segments, .. } = bucket;
+        let pieces = segments.pieces_of_locals(&self.rounds, *round, operation)?;
+        let element = segments.dtype.size();
+        let core = &*self.core;
+        // Over several nodes the leader has other work, and is where the sum goes.
+        let (reducers, own) = match self.hierarchical {
+            None => (core.size(), core.local),
+            Some(_) => (core.locals.len() - 1, core.local.wrapping_sub(1)),
+        };
+        let slice = slice(segments.total, reducers, own, element);
+        let mut begin = 0;
+        for (length, places) in segments.lengths.iter().zip(pieces) {
+            let (low, high) = (slice.start.max(begin), slice.end.min(begin + length));
+            if low < high {
+                let part = |place: *mut u8| place.wrapping_add((low - begin) * element);
+                let to: Vec<*mut u8> = places.into_iter().map(part).collect();
+                let from: Vec<*const u8> = to.iter().map(|place| place.cast_const()).collect();
+                // SAFETY: the members on this node have arrived, so their gradients are there and
+                // hold still; slices do not overlap, so no other rank touches these elements.
+                unsafe {
+                    match self.hierarchical {
+                        None => reduce_all(operation, &from, &to, high - low),
+                        Some(_) => {
+                            reduce_on_node(operation, &from, &to[..1], high - low, core.size());
+                        }
+                    }
+                }
+            }
+            begin += length;
+        }
+        Ok(())
+    }
+
+    /// Copies what the leader has of a bucket that is reduced over all nodes.
+    fn copy_from_leader(&self, bucket: &LaunchedBucket) -> Result<()> {
+        let LaunchedBucket { round, operation, segments, .. } = bucket;
+        // Only now are the descriptors of the other nodes here.
+        self.rounds.locations(*round, operation, &|_| 0)?;
+        let local = self.core.local;
+        if local == 0 {
+            return Ok(());
+        }
+        let pieces = segments.pieces_of_locals(&self.rounds, *round, operation)?;
+        for (length, places) in
+            segments.lengths.iter().zip(pieces).filter(|(&length, _)| length > 0)
+        {
+            let (from, to, count) = (places[0], places[local], length * segments.dtype.size());
+            // SAFETY: both are pieces of that length, in memory that all ranks of this node map;
+            // the leader's is final, and this rank's own is its alone now.
+            unsafe { bytes::copy(from, to, count) };
+        }
+        Ok(())
+    }
+}
+
+impl Drop for BucketQueue {
+    fn drop(&mut self) {
+        let thread = self.leader_thread.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        let has_buckets = self.count.load(Ordering::Relaxed) > 0;
+        if thread.is_some() && has_buckets {
+            // Nobody waits for the buckets that are still under way.
+            self.failure.cancel();
+        }
+        drop(thread);
+        if has_buckets {
+            self.failure.quarantine(); // others may yet write to these buckets
+        }
+    }
+}

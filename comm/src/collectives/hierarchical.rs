@@ -1,0 +1,381 @@
+//! All-reduce over several nodes: in each node to its leader, between the leaders, and in each node
+//! from its leader.
+//!
+//! Between nodes: the data is cut into blocks, and a block into a slice for each node. Every leader
+//! sends each other leader that one's slice of its node's sum, adds up its own in the order of
+//! nodes, and sends the result to all. Each node sends and receives 2N bytes whatever their number,
+//! as in a ring, but in two steps; it always has the slices of the next block and the results of
+//! the last under way. All nodes hold the same bits.
+//!
+//! In a node: while the leader transfers one block, the other members reduce the next.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use flow_kernels::DType;
+
+use super::kernel::{is_divided_first, reduce_nodes, reduce_on_node, slice};
+use super::segments::Segments;
+use crate::backend::BufferView;
+use crate::descriptor::{Location, OpDescriptor};
+use crate::error::Result;
+use crate::group::core::GroupCore;
+use crate::internode::{ConnectionsGuard, InterNode, TransferTargets};
+use crate::shm::bytes;
+use crate::shm::control::{Control, CHUNK};
+use crate::shm::io_segment::IoSegment;
+use crate::shm::rounds::{RoundState, Rounds};
+
+/// Bytes of a slice: enough for the calls to the kernel to be few, few enough that what is under
+/// way stays in the cache.
+const SLICE: usize = 64 << 10;
+
+/// The reductions of a group over several nodes.
+pub struct Hierarchical {
+    core: Arc<GroupCore>,
+    control: Arc<Control>,
+    rounds: Arc<Rounds>,
+    inter_node: Arc<InterNode>,
+}
+
+/// A bucket for a leader to reduce between nodes.
+pub struct InterNodeBucket {
+    pub round: u64,
+    pub result_round: u64,
+    pub operation: OpDescriptor,
+    pub segments: Arc<Segments>,
+}
+
+/// Memory that is reduced as one, in the order of its pieces: where each begins, and how many
+/// elements it has.
+struct Span {
+    pieces: Vec<(*mut u8, usize)>,
+    /// The elements before each piece.
+    starts: Vec<usize>,
+    total: usize,
+    element: usize,
+}
+
+impl Span {
+    fn new(pieces: Vec<(*mut u8, usize)>, dtype: DType) -> Self {
+        let mut total = 0;
+        let mut starts = Vec::with_capacity(pieces.len());
+        for &(_, count) in &pieces {
+            starts.push(total);
+            total += count;
+        }
+        Self { pieces, starts, total, element: dtype.size() }
+    }
+
+    /// The memory of some elements, in order.
+    fn parts(&self, range: Range<usize>) -> impl Iterator<Item = (*mut u8, usize)> + '_ {
+        let first = self.starts.partition_point(|&start| start <= range.start).saturating_sub(1);
+        let pieces = self.starts.iter().zip(&self.pieces).skip(first);
+        pieces.take_while(move |(&start, _)| start < range.end).filter_map(
+            move |(&start, &(data, count))| {
+                let (low, high) = (range.start.max(start), range.end.min(start + count));
+                (low < high).then(|| (data.wrapping_add((low - start) * self.element), high - low))
+            },
+        )
+    }
+}
+
+/// A node's part in an all-reduce, block by block.
+struct NodePhase<'a> {
+    core: &'a GroupCore,
+    control: &'a Control,
+    rounds: &'a Rounds,
+    state: &'a mut RoundState,
+    operation: &'a OpDescriptor,
+    data: BufferView,
+    locations: &'a [Location],
+    /// Bytes of a block.
+    block: usize,
+    /// For the two blocks under way: the round in which all copy the result from the leader.
+    result_round: [u64; 2],
+}
+
+impl NodePhase<'_> {
+    /// The bytes of a block.
+    fn range(&self, block: usize) -> Range<usize> {
+        block * self.block..((block + 1) * self.block).min(self.data.bytes)
+    }
+
+    /// A member's memory of a block.
+    fn at(&self, rank: usize, block: usize) -> *mut u8 {
+        match self.locations[rank] {
+            Location::Shared(offset) => self.core.world.arena.at(offset + block * self.block),
+            Location::Staged => self.control.staging(rank, block % 2),
+        }
+    }
+
+    /// Where the leader has a block.
+    fn leader_block(&self, block: usize) -> *mut u8 {
+        self.at(self.core.locals[0], block)
+    }
+
+    /// Reduces a block of all members to the leader's.
+    fn reduce_to_leader(&mut self, block: usize) -> Result<()> {
+        let (core, rounds, operation) = (self.core, self.rounds, self.operation);
+        let (range, element) = (self.range(block), operation.dtype.size());
+        let round = rounds.acquire(self.state, operation)?;
+        let result_round = rounds.acquire(self.state, operation)?;
+        self.result_round[block % 2] = result_round;
+        if self.locations[core.rank] == Location::Staged {
+            let staging = rounds.stage_in(self.state, block % 2, result_round, operation)?;
+            // SAFETY: the range is inside the caller's memory and fits the buffer, which nobody
+            // reads now.
+            unsafe { bytes::copy(self.data.data.add(range.start), staging, range.len()) };
+        }
+        rounds.arrive(round);
+        rounds.arrive(result_round);
+        rounds.wait_locals_arrived(round, operation)?;
+        if core.is_leader() {
+            // It has other work than the others.
+            rounds.arrive_for_remote(round);
+            rounds.done(round);
+            return rounds.wait_done(round, operation);
+        }
+        let slice = slice(range.len() / element, core.locals.len() - 1, core.local - 1, element);
+        let part = |&rank: &usize| self.at(rank, block).wrapping_add(slice.start * element);
+        let sources: Vec<*const u8> =
+            core.locals.iter().map(|rank| part(rank).cast_const()).collect();
+        let leader = part(&core.locals[0]);
+        // SAFETY: the members on this node have arrived, so their memory is there and holds still;
+        // slices do not overlap, so no other rank touches these elements.
+        unsafe { reduce_on_node(operation, &sources, &[leader], slice.len(), core.size()) };
+        rounds.done(round);
+        Ok(())
+    }
+
+    /// Copies what the leader has of a block, once it is reduced over all nodes.
+    fn copy_from_leader(&mut self, block: usize) -> Result<()> {
+        let (range, result_round) = (self.range(block), self.result_round[block % 2]);
+        if self.core.is_leader() {
+            self.rounds.arrive_for_remote(result_round);
+        }
+        self.rounds.wait_all_arrived(result_round, self.operation)?;
+        let (from, to) = (self.leader_block(block), self.data.data.wrapping_add(range.start));
+        if from != to {
+            // SAFETY: the range is inside the caller's memory; the leader's is as long, final, and
+            // not the same.
+            unsafe { bytes::copy(from, to, range.len()) };
+        }
+        self.rounds.done(result_round);
+        Ok(())
+    }
+}
+
+impl Hierarchical {
+    pub fn new(rounds: &Arc<Rounds>, inter_node: &Arc<InterNode>) -> Self {
+        Self {
+            core: Arc::clone(&rounds.core),
+            control: Arc::clone(&rounds.control),
+            rounds: Arc::clone(rounds),
+            inter_node: Arc::clone(inter_node),
+        }
+    }
+
+    /// Reduces `data` over all ranks.
+    pub fn all_reduce(
+        &self,
+        state: &mut RoundState,
+        operation: &OpDescriptor,
+        data: BufferView,
+    ) -> Result<()> {
+        let core = &*self.core;
+        let own = core.locate(data.data, data.bytes);
+        let locations = self.inter_node.agree(state, operation, own, &|_| data.bytes)?;
+        let (element, nodes) = (operation.dtype.size(), core.leaders.len());
+        // All nodes cut alike: where any has to stage, a block fits the staging buffers.
+        let is_alone =
+            |rank: usize| core.nodes.iter().filter(|&&node| node == core.nodes[rank]).count() == 1;
+        let is_staged =
+            (0..core.size()).any(|rank| locations[rank] == Location::Staged && !is_alone(rank));
+        let slice = if is_staged { (CHUNK / nodes / 64 * 64).max(64) } else { SLICE };
+        if core.locals.len() == 1 {
+            let mut guard = self.inter_node.lock(operation)?;
+            let span = Span::new(vec![(data.data, data.bytes / element)], operation.dtype);
+            self.reduce_scatter_all_gather(&mut guard, operation, &span, slice, None)?;
+            guard.complete();
+            return Ok(());
+        }
+        let block = slice * nodes;
+        let blocks = data.bytes.div_ceil(block);
+        let mut node = NodePhase {
+            core,
+            control: &self.control,
+            rounds: &self.rounds,
+            state,
+            operation,
+            data,
+            locations: &locations,
+            block,
+            result_round: [0; 2],
+        };
+        if core.is_leader() {
+            let pieces = (0..blocks)
+                .map(|block| (node.leader_block(block), node.range(block).len() / element))
+                .collect();
+            let span = Span::new(pieces, operation.dtype);
+            let mut guard = self.inter_node.lock(operation)?;
+            self.reduce_scatter_all_gather(&mut guard, operation, &span, slice, Some(&mut node))?;
+            guard.complete();
+        } else {
+            for block in 0..blocks {
+                node.reduce_to_leader(block)?;
+                if block > 0 {
+                    node.copy_from_leader(block - 1)?;
+                }
+            }
+            node.copy_from_leader(blocks - 1)?;
+        }
+        // Until then others read this rank's memory.
+        let last = node.result_round[(blocks - 1) % 2];
+        self.rounds.wait_done(last, operation)
+    }
+
+    /// In the leader: reduces a bucket between nodes, once it is reduced on this one. This runs
+    /// beside what the rank computes.
+    pub fn reduce_bucket(&self, bucket: &InterNodeBucket) -> Result<()> {
+        let InterNodeBucket { round, result_round, operation, segments } = bucket;
+        self.rounds.wait_locals_arrived(*round, operation)?;
+        self.rounds.done(*round);
+        self.rounds.wait_done(*round, operation)?;
+        self.inter_node.exchange_descriptors(*round, operation, 0)?;
+        if !self.rounds.all_agree(*round, operation) {
+            // Each rank fails itself when it copies the result.
+            self.rounds.arrive_for_remote(*result_round);
+            return Ok(());
+        }
+        let places = segments.pieces_of_locals(&self.rounds, *round, operation)?;
+        let pieces = places.iter().zip(&segments.lengths);
+        let pieces = pieces.map(|(places, &length)| (places[0], length)).collect();
+        let span = Span::new(pieces, operation.dtype);
+        let mut guard = self.inter_node.lock(operation)?;
+        self.reduce_scatter_all_gather(&mut guard, operation, &span, SLICE, None)?;
+        // Before others may see that a node has left, having done its part.
+        self.rounds.arrive_for_remote(*result_round);
+        guard.complete();
+        Ok(())
+    }
+
+    /// Reduces what the leaders have, in place, in slices of so many bytes; all cut alike. The
+    /// other members of the node take part block by block, if there is a `node` phase.
+    fn reduce_scatter_all_gather(
+        &self,
+        guard: &mut ConnectionsGuard,
+        operation: &OpDescriptor,
+        span: &Span,
+        slice: usize,
+        mut node: Option<&mut NodePhase>,
+    ) -> Result<()> {
+        let (core, inter_node, element) = (&self.core, &self.inter_node, span.element);
+        let (nodes, here) = (core.leaders.len(), inter_node.node());
+        if core.locals.len() == 1 && is_divided_first(operation) {
+            for &(data, count) in &span.pieces {
+                // SAFETY: the memory is this rank's alone until it is sent.
+                unsafe { reduce_on_node(operation, &[data], &[data], count, core.size()) };
+            }
+        }
+        // What fits one block is cut evenly.
+        let even = span.total.div_ceil(nodes).next_multiple_of(64 / element);
+        let each = if span.total * element > slice * nodes { slice / element } else { even };
+        let blocks = span.total.div_ceil((each * nodes).max(1));
+        let slice = |block: usize, node: usize| {
+            let start = (block * nodes + node) * each;
+            start.min(span.total)..(start + each).min(span.total)
+        };
+        let scratch = guard.scratch(2 * nodes * each * element);
+        let incoming = |block: usize, node: usize| {
+            scratch.wrapping_add((block % 2 * nodes + node) * each * element)
+        };
+        // SAFETY: nobody but this rank uses the memory until the sum is there, and it touches no
+        // slice that is under way.
+        let segment =
+            |(data, count): (*mut u8, usize)| unsafe { IoSegment::new(data, count * element) };
+        let mut slices = [vec![(0, 0); nodes], vec![(0, 0); nodes]];
+        let mut sums = vec![(0, 0); nodes];
+        let send_slices =
+            |guard: &mut ConnectionsGuard, block: usize, targets: &mut TransferTargets| {
+                for node in inter_node.remote_nodes() {
+                    let leaders = guard.leaders();
+                    for part in span.parts(slice(block, node)) {
+                        leaders.send(node, segment(part));
+                    }
+                    let arriving = (incoming(block, node), slice(block, here).len());
+                    targets[node].1 = leaders.receive(node, segment(arriving));
+                }
+            };
+        for block in 0..=blocks {
+            // Before a block begins, the sums of the block before the last have arrived, and their
+            // memory is free.
+            if let (Some(node), Some(last)) = (&mut node, block.checked_sub(2)) {
+                inter_node.transfer(guard, operation, &sums, false)?;
+                node.copy_from_leader(last)?;
+            }
+            if block < blocks {
+                if let Some(node) = &mut node {
+                    node.reduce_to_leader(block)?;
+                }
+                send_slices(guard, block, &mut slices[block % 2]);
+            }
+            let Some(block) = block.checked_sub(1) else { continue };
+            inter_node.transfer(guard, operation, &slices[block % 2], false)?;
+            let mut offset = 0;
+            for (own, count) in span.parts(slice(block, here)) {
+                let source = |node| match node == here {
+                    true => own.cast_const(),
+                    false => incoming(block, node).wrapping_add(offset).cast_const(),
+                };
+                let sources: Vec<*const u8> = (0..nodes).map(source).collect();
+                // SAFETY: this node's part and what has come from the others are that long, and
+                // nobody else uses them.
+                unsafe { reduce_nodes(operation, &sources, &[own], count, core.size()) };
+                offset += count * element;
+            }
+            for node in inter_node.remote_nodes() {
+                let leaders = guard.leaders();
+                for part in span.parts(slice(block, here)) {
+                    sums[node].0 = leaders.send(node, segment(part));
+                }
+                for part in span.parts(slice(block, node)) {
+                    sums[node].1 = leaders.receive(node, segment(part));
+                }
+            }
+        }
+        inter_node.transfer(guard, operation, &sums, true)?;
+        match (node, blocks) {
+            (Some(node), 1..) => node.copy_from_leader(blocks - 1),
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_a_span_cover_it_in_order() {
+        let mut memory = [0_f32; 100];
+        let base = memory.as_mut_ptr().cast::<u8>();
+        let at = |index: usize| base.wrapping_add(4 * index);
+        // With gaps, and with empty pieces.
+        let span = Span::new(
+            vec![(at(0), 3), (at(0), 0), (at(10), 20), (at(40), 1), (at(50), 0), (at(60), 6)],
+            DType::F32,
+        );
+        assert_eq!(span.total, 30);
+        for begin in 0..=30 {
+            for end in begin..=30 {
+                let elements = |range| -> Vec<*mut u8> {
+                    span.parts(range)
+                        .flat_map(|(data, count)| (0..count).map(move |i| data.wrapping_add(4 * i)))
+                        .collect()
+                };
+                assert_eq!(elements(begin..end), elements(0..30)[begin..end], "{begin}..{end}");
+            }
+        }
+    }
+}

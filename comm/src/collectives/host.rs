@@ -1,0 +1,40 @@
+//! What the collectives of a group share.
+
+use std::sync::Arc;
+
+use super::hierarchical::Hierarchical;
+use crate::descriptor::OpDescriptor;
+use crate::error::Result;
+use crate::group::core::GroupCore;
+use crate::internode::InterNode;
+use crate::shm::control::Control;
+use crate::shm::rounds::Rounds;
+
+/// What a group's collectives run on.
+pub struct HostCollectives {
+    pub core: Arc<GroupCore>,
+    pub control: Arc<Control>,
+    pub rounds: Arc<Rounds>,
+    /// Where there are members on other nodes.
+    pub inter_node: Option<Arc<InterNode>>,
+    pub hierarchical: Option<Arc<Hierarchical>>,
+}
+
+impl HostCollectives {
+    pub fn new(
+        rounds: Arc<Rounds>,
+        inter_node: Option<Arc<InterNode>>,
+        hierarchical: Option<Arc<Hierarchical>>,
+    ) -> Self {
+        let (core, control) = (Arc::clone(&rounds.core), Arc::clone(&rounds.control));
+        Self { core, control, rounds, inter_node, hierarchical }
+    }
+
+    /// Waits until all ranks have arrived in a round, with `payload` bytes each.
+    pub fn wait_arrived(&self, round: u64, operation: &OpDescriptor, payload: usize) -> Result<()> {
+        match &self.inter_node {
+            Some(inter_node) => inter_node.wait_arrived(round, operation, payload),
+            None => self.rounds.wait_all_arrived(round, operation),
+        }
+    }
+}

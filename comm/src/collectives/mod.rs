@@ -1,0 +1,59 @@
+//! Collectives on the host, one a file. Each says what a rank contributes, who reads it, and what a
+//! reader does with it.
+//!
+//! | file | subject |
+//! |---|---|
+//! | `all_gather`, `all_to_all`, `barrier`, `broadcast`, `gather`, `reduce_scatter`, `scatter` | collectives in which each rank reads from the others |
+//! | `read` | the loop that these share |
+//! | `all_reduce`, `reduce` | collectives whose result replaces the input |
+//! | `reduce_in_place` | the loop that these share on one node |
+//! | `bucket` | the reductions of data-parallel training, beside backward; `segments` says where a bucket lies |
+//! | `hierarchical` | all_reduce and buckets over several nodes |
+//! | `host` | what all of them run on |
+//! | `kernel` | adding up memory of several ranks |
+
+mod all_gather;
+mod all_reduce;
+mod all_to_all;
+mod barrier;
+mod broadcast;
+pub mod bucket;
+mod gather;
+pub mod hierarchical;
+pub mod host;
+mod kernel;
+mod read;
+mod reduce;
+mod reduce_in_place;
+mod reduce_scatter;
+mod scatter;
+pub mod segments;
+
+use host::HostCollectives;
+
+use crate::backend::Buffers;
+use crate::descriptor::OpDescriptor;
+use crate::error::Result;
+use crate::kind::Kind;
+
+/// Runs one collective.
+pub fn run(host: &HostCollectives, operation: OpDescriptor, buffers: Buffers) -> Result<()> {
+    match operation.kind {
+        Kind::AllReduce => all_reduce::all_reduce(host, operation, buffers),
+        Kind::Reduce => reduce::reduce(host, operation, buffers),
+        Kind::Broadcast => broadcast::broadcast(host, operation, buffers),
+        Kind::AllGather | Kind::NewGroup => all_gather::all_gather(host, operation, buffers),
+        Kind::AllGatherV => all_gather::all_gather_v(host, operation, buffers),
+        Kind::Gather => gather::gather(host, operation, buffers),
+        Kind::Scatter => scatter::scatter(host, operation, buffers),
+        Kind::ReduceScatter => reduce_scatter::reduce_scatter(host, operation, buffers),
+        Kind::ReduceScatterV => reduce_scatter::reduce_scatter_v(host, operation, buffers),
+        Kind::AllToAll => all_to_all::all_to_all(host, operation, buffers),
+        Kind::AllToAllV => all_to_all::all_to_all_v(host, operation, buffers),
+        Kind::Barrier => barrier::barrier(host, operation),
+        Kind::Send | Kind::Recv | Kind::BatchSendRecv => {
+            let reason = "messages are no collective".into();
+            Err(host.core.caller().argument(operation.kind.name(), reason))
+        }
+    }
+}

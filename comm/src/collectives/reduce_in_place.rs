@@ -1,0 +1,147 @@
+//! The loop that all_reduce and reduce share.
+//!
+//! Rank r reduces slice r over all ranks' memory, in rank order, and writes the result to those who
+//! receive it. In shared memory that is done in place: each rank moves 2N bytes however many ranks
+//! there are, and all ranks hold the same bits. Ordinary memory goes through the staging buffers,
+//! the copies of one chunk overlapping with the reduction of another.
+
+use std::ops::Range;
+
+use super::host::HostCollectives;
+use super::kernel::{reduce_all, slice};
+use crate::backend::BufferView;
+use crate::descriptor::{Location, OpDescriptor};
+use crate::error::Result;
+use crate::shm::bytes;
+use crate::shm::contribution::{equal_extents, Contribution, Contributors, Readers};
+use crate::shm::control::{CHUNK, PAYLOAD};
+use crate::shm::rounds::RoundState;
+
+/// Reduces `data` over all ranks into the memory of `to`.
+pub fn reduce_in_place(
+    host: &HostCollectives,
+    state: &mut RoundState,
+    operation: &OpDescriptor,
+    data: BufferView,
+    to: Readers,
+) -> Result<()> {
+    let HostCollectives { core, control, rounds, inter_node, .. } = host;
+    if data.bytes <= PAYLOAD {
+        return reduce_payload(host, state, operation, data, to);
+    }
+    let element = operation.dtype.size();
+    let own = core.locate(data.data, data.bytes);
+    let mut locations = Vec::new();
+    if let Some(inter_node) = inter_node {
+        let agreed = inter_node.agree(state, operation, own, &|_| data.bytes)?;
+        locations = inter_node.mark_remote_staged(agreed);
+    }
+    // The chunk before: reduced here, not yet by all.
+    let mut pending: Option<(u64, Range<usize>)> = None;
+    let mut start = 0;
+    loop {
+        let range = start..(start + CHUNK).min(data.bytes);
+        let round = rounds.acquire(state, operation)?;
+        if own == Location::Staged || core.is_leader() {
+            let staging = rounds.stage(state, round, operation)?;
+            // SAFETY: the range is inside the caller's memory and fits the buffer, which nobody
+            // reads now.
+            unsafe { bytes::copy(data.data.add(range.start), staging, range.len()) };
+        }
+        rounds.publish(round, operation, own);
+        rounds.arrive(round);
+        if let Some((round, range)) = pending.take() {
+            copy_out(host, round, range, own, data, operation, to)?;
+        }
+        if inter_node.is_none() {
+            rounds.wait_all_arrived(round, operation)?;
+            if start == 0 {
+                locations = rounds.locations(round, operation, &|_| data.bytes)?;
+            }
+        }
+        let in_place = locations.iter().all(|l| matches!(l, Location::Shared(_)));
+        let range = if in_place { 0..data.bytes } else { range };
+        let at = |rank: usize| match locations[rank] {
+            Location::Shared(offset) => core.world.arena.at(offset + start),
+            Location::Staged => control.staging(rank, (round % 2) as usize),
+        };
+        if let Some(inter_node) = inter_node {
+            let at = |rank: usize, _| at(rank).cast_const();
+            inter_node.wait_transferred(round, operation, || {
+                let contribution = Contribution {
+                    from: Contributors::All,
+                    to,
+                    data: Some(data.data),
+                    blocks: 1,
+                    block_bytes: data.bytes,
+                    extent: &equal_extents(data.bytes),
+                };
+                inter_node.plan_transfers(&contribution, &range, &at)
+            })?;
+        }
+        let slice = slice(range.len() / element, core.locals.len(), core.local, element);
+        let part = |rank| at(rank).wrapping_add(slice.start * element);
+        let sources: Vec<*const u8> = (0..core.size()).map(|r| part(r).cast_const()).collect();
+        let receivers = core.locals.iter().filter(|&&rank| to.includes(rank));
+        let destinations: Vec<*mut u8> = receivers.map(|&rank| part(rank)).collect();
+        // SAFETY: all ranks have arrived, so their memory is there and holds still; slices do not
+        // overlap, so no other rank touches these elements.
+        unsafe { reduce_all(operation, &sources, &destinations, slice.len()) };
+        rounds.done(round);
+        start = range.end;
+        if start == data.bytes {
+            return copy_out(host, round, range, own, data, operation, to);
+        }
+        pending = Some((round, range));
+    }
+}
+
+/// As [`reduce_in_place`], in the payload of one round.
+fn reduce_payload(
+    host: &HostCollectives,
+    state: &mut RoundState,
+    operation: &OpDescriptor,
+    data: BufferView,
+    to: Readers,
+) -> Result<()> {
+    let HostCollectives { core, control, rounds, .. } = host;
+    let round = rounds.acquire(state, operation)?;
+    // SAFETY: the payload holds PAYLOAD bytes and is ours alone until we arrive.
+    unsafe { bytes::copy(data.data, control.payload(round, core.rank), data.bytes) };
+    rounds.publish(round, operation, Location::Staged);
+    rounds.arrive(round);
+    host.wait_arrived(round, operation, data.bytes)?;
+    rounds.locations(round, operation, &|_| 0)?;
+    if to.includes(core.rank) {
+        let payload = |rank| control.payload(round, rank).cast_const();
+        let sources: Vec<*const u8> = (0..core.size()).map(payload).collect();
+        // SAFETY: all ranks have arrived and leave their payloads alone until the round is over;
+        // the destination is the caller's memory.
+        unsafe {
+            reduce_all(operation, &sources, &[data.data], data.bytes / operation.dtype.size());
+        }
+    }
+    rounds.done(round);
+    Ok(())
+}
+
+/// Waits until all ranks have reduced their slices of a chunk, and copies the result to the caller's
+/// memory if it is not there.
+fn copy_out(
+    host: &HostCollectives,
+    round: u64,
+    range: Range<usize>,
+    own: Location,
+    data: BufferView,
+    operation: &OpDescriptor,
+    to: Readers,
+) -> Result<()> {
+    let rank = host.core.rank;
+    host.rounds.wait_done(round, operation)?;
+    if own == Location::Staged && to.includes(rank) {
+        let staging = host.control.staging(rank, (round % 2) as usize);
+        // SAFETY: the range is inside the caller's memory, and the staged chunk is as long.
+        unsafe { bytes::copy(staging, data.data.add(range.start), range.len()) };
+    }
+    Ok(())
+}

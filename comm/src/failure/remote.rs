@@ -1,0 +1,158 @@
+//! What ranks on different nodes publish about failures.
+//!
+//! Everything here is rare and goes through the store, where each rank has a connection of its own:
+//! the group's first failure, what ranks have to say about it, and how far those are that have
+//! waited long. A leader that fails also aborts its connections, so that the other leaders learn of
+//! it at once.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::group::core::GroupCore;
+use crate::transport::DisconnectReason;
+
+/// How often a rank that waits asks for failures on other nodes.
+pub const POLL_INTERVAL: Duration = Duration::from_millis(500);
+/// How long a rank has waited when it publishes its progress.
+const PUBLISH_AFTER: Duration = Duration::from_secs(1);
+
+/// A leader's connections to the leaders of other nodes, as far as failures concern them. No call
+/// waits for a thread that uses the connections: that thread sees the failure itself.
+pub trait WatchedConnections: Send + Sync {
+    /// Ends the connections with the group's failure as the reason.
+    fn abort(&self, failure: &str);
+
+    /// How the connection to a node has ended, if it has.
+    fn disconnect_reason(&self, node: usize) -> Option<DisconnectReason>;
+
+    /// Closes the connections in good order: this rank leaves.
+    fn shutdown(&self);
+}
+
+/// A group's failures between nodes. In a group on one node it does nothing.
+pub struct RemoteFailures {
+    core: Arc<GroupCore>,
+    /// In the leader.
+    connections: OnceLock<Arc<dyn WatchedConnections>>,
+    /// The last progress that was published.
+    published: AtomicU64,
+    /// When this rank last asked for failures.
+    last_poll: Mutex<Option<Instant>>,
+}
+
+impl RemoteFailures {
+    pub fn new(core: Arc<GroupCore>) -> Self {
+        Self {
+            core,
+            connections: OnceLock::new(),
+            published: AtomicU64::new(0),
+            last_poll: Mutex::default(),
+        }
+    }
+
+    /// Watches the leader's connections, and aborts them when the group fails.
+    pub fn watch(&self, connections: Arc<dyn WatchedConnections>) {
+        let _ = self.connections.set(connections);
+    }
+
+    /// The leader's connections, once they are watched.
+    pub fn connections(&self) -> Option<&dyn WatchedConnections> {
+        self.connections.get().map(|connections| &**connections)
+    }
+
+    /// How the connection to a leader on another node has ended, as far as this rank can see.
+    pub fn disconnect_reason(&self, rank: usize) -> Option<DisconnectReason> {
+        let connections = self.connections().filter(|_| self.core.leaders.contains(&rank))?;
+        connections.disconnect_reason(self.core.nodes[rank])
+    }
+
+    /// Publishes the group's first failure.
+    pub fn publish_failure(&self, failure: &str) {
+        if let Some(connections) = self.connections() {
+            connections.abort(failure);
+        }
+        self.publish("failure", failure);
+    }
+
+    /// The failure that another node has published, waiting at most for `time`.
+    pub fn failure(&self, time: Duration) -> Option<String> {
+        self.lookup("failure", time)
+    }
+
+    /// As [`RemoteFailures::failure`] without waiting, and not more often than every
+    /// [`POLL_INTERVAL`].
+    pub fn poll_failure(&self) -> Option<String> {
+        if !self.core.is_inter_node() {
+            return None;
+        }
+        let mut last = self.last_poll.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = last.get_or_insert_with(Instant::now);
+        if last.elapsed() < POLL_INTERVAL {
+            return None;
+        }
+        *last = Instant::now();
+        self.failure(Duration::ZERO)
+    }
+
+    /// Publishes what this rank has to say about the failure.
+    pub fn publish_detail(&self, own: &str) {
+        self.publish(&format!("notice/{}", self.core.rank), own);
+    }
+
+    /// What a rank on another node has to say about the failure, if it has published that.
+    pub fn detail(&self, rank: usize) -> Option<String> {
+        self.lookup(&format!("notice/{rank}"), Duration::ZERO)
+    }
+
+    /// Publishes in which collective this rank is, when it has waited long.
+    pub fn publish_progress(&self, waited: Duration, timeout: Duration) {
+        if !self.core.is_inter_node() || waited < PUBLISH_AFTER.min(timeout / 4) {
+            return;
+        }
+        let own = self.core.sequence.load(Ordering::Relaxed);
+        if self.published.swap(own, Ordering::Relaxed) == own {
+            return;
+        }
+        if let Some(store) = self.core.world.store() {
+            let key = self.core.key(&format!("at/{}", self.core.rank));
+            let _ = store.set(&key, own.to_string().as_bytes());
+        }
+    }
+
+    /// The missing ranks without those on other nodes that are known to be as far as this rank: they
+    /// wait as well.
+    pub fn lagging(&self, missing: Vec<usize>) -> Vec<usize> {
+        if !self.core.is_inter_node() {
+            return missing;
+        }
+        let own = self.core.sequence.load(Ordering::Relaxed);
+        let is_as_far = |&rank: &usize| {
+            let progress = self.lookup(&format!("at/{rank}"), Duration::ZERO);
+            let progress = progress.and_then(|progress| progress.parse::<u64>().ok());
+            !self.core.locals.contains(&rank) && progress.is_some_and(|progress| progress >= own)
+        };
+        let late: Vec<usize> = missing.iter().copied().filter(|rank| !is_as_far(rank)).collect();
+        if late.is_empty() {
+            missing
+        } else {
+            late
+        }
+    }
+
+    /// Sets one of the group's keys, unless it is set.
+    fn publish(&self, key: &str, text: &str) {
+        let Some(store) = self.core.world.store().filter(|_| self.core.is_inter_node()) else {
+            return;
+        };
+        // If the store is gone, so is the rank, or the launcher, that hosted it: the others see
+        // that.
+        let _ = store.compare_and_set(&self.core.key(key), None, text.as_bytes());
+    }
+
+    fn lookup(&self, key: &str, time: Duration) -> Option<String> {
+        let store = self.core.world.store().filter(|_| self.core.is_inter_node())?;
+        let value = store.get(&self.core.key(key), time).ok()?;
+        Some(String::from_utf8_lossy(&value).into_owned())
+    }
+}

@@ -1,0 +1,132 @@
+//! Who the members of a group are: what all parts of a group use.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use crate::arguments::Caller;
+use crate::descriptor::Location;
+use crate::trace::Recorder;
+use crate::world::World;
+
+/// A group's members, and this rank among them.
+pub struct GroupCore {
+    pub world: Arc<World>,
+    /// This rank within the group, and the members' ranks in the job.
+    pub rank: usize,
+    pub ranks: Vec<usize>,
+    /// The members on this node, and this rank's position among them.
+    pub locals: Vec<usize>,
+    pub local: usize,
+    /// The node of each member: nodes are numbered by their first members, their leaders.
+    pub nodes: Vec<usize>,
+    pub leaders: Vec<usize>,
+    /// The group's name, which no other group of the job has.
+    pub name: String,
+    /// How many groups were made from this one.
+    pub children: AtomicU64,
+    /// Groups by [`ProcessGroup::new_group_of`](crate::ProcessGroup::new_group_of) that this rank is
+    /// about to join.
+    pub pending_groups: Mutex<Vec<String>>,
+    /// Collectives on the host that this rank has begun.
+    pub sequence: AtomicU64,
+    /// What the group does and did, on GPUs too.
+    pub recorder: Recorder,
+    timeout: AtomicU64,
+}
+
+impl GroupCore {
+    pub fn new(world: Arc<World>, ranks: Vec<usize>, timeout: Duration, name: String) -> Self {
+        let rank = ranks.iter().position(|&r| r == world.rank).expect("the caller is a member"); // invariant
+        let locals: Vec<usize> =
+            (0..ranks.len()).filter(|&r| world.local_index(ranks[r]).is_some()).collect();
+        let local = locals.iter().position(|&r| r == rank).expect("a rank is on its own node"); // invariant
+        let mut leaders: Vec<usize> = Vec::new();
+        let mut nodes = Vec::with_capacity(ranks.len());
+        for (member, &rank) in ranks.iter().enumerate() {
+            let is_same = |&leader: &usize| world.node(ranks[leader]) == world.node(rank);
+            nodes.push(leaders.iter().position(is_same).unwrap_or_else(|| {
+                leaders.push(member);
+                leaders.len() - 1
+            }));
+        }
+        let transport = world.transport.as_ref().filter(|_| locals.len() < ranks.len());
+        let backend = transport.map_or("shm", |transport| transport.name());
+        let recorder = Recorder::new(name.clone(), backend);
+        let core = Self {
+            world,
+            rank,
+            ranks,
+            locals,
+            local,
+            nodes,
+            leaders,
+            name,
+            children: AtomicU64::new(0),
+            pending_groups: Mutex::default(),
+            sequence: AtomicU64::new(0),
+            recorder,
+            timeout: AtomicU64::new(0),
+        };
+        core.set_timeout(timeout);
+        core
+    }
+
+    pub fn size(&self) -> usize {
+        self.ranks.len()
+    }
+
+    /// How many members are on other nodes.
+    pub fn remote_size(&self) -> usize {
+        self.ranks.len() - self.locals.len()
+    }
+
+    /// Whether this rank sends and receives between nodes for the members on its own.
+    pub fn is_leader(&self) -> bool {
+        self.is_inter_node() && self.local == 0
+    }
+
+    /// Whether members are on other nodes.
+    pub fn is_inter_node(&self) -> bool {
+        self.locals.len() < self.ranks.len()
+    }
+
+    pub fn caller(&self) -> Caller {
+        Caller { job_rank: self.world.rank, rank: self.rank, size: self.size() }
+    }
+
+    pub fn timeout(&self) -> Duration {
+        Duration::from_nanos(self.timeout.load(Ordering::Relaxed))
+    }
+
+    pub fn set_timeout(&self, timeout: Duration) {
+        self.timeout
+            .store(u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    /// A collective begins on the host.
+    pub fn count_collective(&self) {
+        self.sequence.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Where the other ranks of this node can find memory of this one.
+    pub fn locate(&self, data: *const u8, bytes: usize) -> Location {
+        self.world.arena.offset_of(data, bytes).map_or(Location::Staged, Location::Shared)
+    }
+
+    /// Whether a member can have memory there: offsets of peers are checked before use.
+    pub fn is_reachable(&self, rank: usize, offset: usize, bytes: usize) -> bool {
+        self.world
+            .local_index(self.ranks[rank])
+            .is_some_and(|index| self.world.arena.holds(index, offset, bytes))
+    }
+
+    pub fn ranks_where(&self, condition: impl Fn(usize) -> bool) -> Vec<usize> {
+        (0..self.size()).filter(|&r| condition(r)).collect()
+    }
+
+    /// The key of something of this group in the store.
+    pub fn key(&self, what: &str) -> String {
+        format!("{}group/{}/{what}", self.world.prefix, self.name)
+    }
+}

@@ -1,0 +1,47 @@
+//! Groups whose ranks are threads of one process.
+
+use std::sync::Arc;
+
+use super::cuda::Cuda;
+use super::parts::Parts;
+use super::{timeout_from_env, ProcessGroup};
+use crate::error::Result;
+use crate::world::World;
+
+impl ProcessGroup {
+    /// A group of `world_size` ranks in this process, one handle for each: for tests of what is built
+    /// on collectives, without starting processes. Each rank belongs on a thread of its own. All
+    /// operations work as they do between the processes of a node, by the same code, but
+    /// [`ProcessGroup::nccl`]: a GPU takes one rank of a process.
+    ///
+    /// A rank that drops its handle, as a thread that panics does, has left: who waits for it gets an
+    /// error.
+    ///
+    /// ```
+    /// use flow_comm::{ProcessGroup, ReduceOp};
+    ///
+    /// let groups = ProcessGroup::in_process(3)?;
+    /// std::thread::scope(|scope| {
+    ///     for group in groups {
+    ///         scope.spawn(move || {
+    ///             let mut sum = [group.rank() as i64];
+    ///             group.all_reduce(&mut sum, ReduceOp::Sum).expect("all ranks call it");
+    ///             assert_eq!(sum, [3]);
+    ///         });
+    ///     }
+    /// });
+    /// # Ok::<(), flow_comm::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// No ranks, or too many; no memory for them.
+    pub fn in_process(world_size: usize) -> Result<Vec<Self>> {
+        let timeout = timeout_from_env(0)?;
+        let worlds = World::in_process(world_size)?;
+        let group = |(rank, world)| {
+            Ok(Self::of(Parts::of_world(Arc::new(world), timeout)?, rank, Cuda::default()))
+        };
+        worlds.into_iter().enumerate().map(group).collect()
+    }
+}

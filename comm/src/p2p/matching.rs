@@ -1,0 +1,375 @@
+//! How messages find their receivers: by sender and tag, as in MPI.
+//!
+//! A receive takes what comes from a sender in order, and keeps messages with other tags until they
+//! are asked for (see `queue`). All threads of a rank that wait for one sender sleep on its `sent`;
+//! the first to open the queue takes what has come, with whatever tag. Threads that find a queue
+//! open, and those that wait for any sender, sleep on the rank's doorbell. It is rung by senders, by
+//! whoever closes a queue that another thread wants, and by whoever keeps a message.
+
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::message::{pieces, transfer, Endpoints, MessageDescriptor, PIECE};
+use super::queue::{Incoming, Message, MessageQueue, Open};
+use crate::backend::BufferView;
+use crate::descriptor::{DescriptorWords, Location, OpDescriptor};
+use crate::error::{Error, Result};
+use crate::failure::Failure;
+use crate::group::core::GroupCore;
+use crate::internode::connect::{progress, Connector};
+use crate::shm::bytes;
+use crate::shm::control::{Control, Counter};
+use crate::shm::io_segment::IoSegment;
+use crate::transport::DisconnectReason;
+use crate::world::LIVENESS_INTERVAL;
+
+/// A message with the tag that is wanted.
+pub enum Found<'a> {
+    /// It was kept.
+    Kept(Message),
+    /// It comes next from its sender; its data is still to be taken.
+    Next(Open<'a>, OpDescriptor, Location),
+}
+
+/// What there is from a sender, as MPI's matched probe has it.
+pub enum Probe<'a> {
+    Found(Found<'a>),
+    /// Nothing yet. The next message makes `sent` this, unless it comes from another node.
+    Nothing(u32),
+    /// Another thread has the queue open.
+    Busy,
+    /// The sender on another node is gone.
+    Gone(DisconnectReason),
+}
+
+/// How long a probe of a sender on another node waits.
+#[derive(Clone, Copy)]
+pub enum ProbeWait {
+    /// Until the sender has connected, and then so long.
+    Connect(Duration),
+    None,
+}
+
+/// What comes from each rank.
+pub struct Matcher {
+    pub core: Arc<GroupCore>,
+    pub failure: Arc<Failure>,
+    pub control: Arc<Control>,
+    connector: Connector,
+    pub queues: Vec<MessageQueue>,
+}
+
+impl Matcher {
+    pub fn new(failure: &Arc<Failure>) -> Self {
+        let core = Arc::clone(&failure.core);
+        let local = |rank: usize| core.locals.iter().position(|&local| local == rank);
+        let queues = (0..core.size()).map(|rank| MessageQueue::new(local(rank))).collect();
+        Self {
+            failure: Arc::clone(failure),
+            control: Arc::clone(&failure.control),
+            connector: Connector::new(failure),
+            queues,
+            core,
+        }
+    }
+
+    /// Takes what has come from a rank until that is what is wanted.
+    pub fn probe(
+        &self,
+        from: usize,
+        what: &MessageDescriptor,
+        wait: ProbeWait,
+    ) -> Result<Probe<'_>> {
+        let queue = &self.queues[from];
+        match (queue.open(self.doorbell()), queue.sender) {
+            (Some(open), Some(sender)) => self.probe_local(from, sender, open, what),
+            (Some(open), None) => self.probe_remote(from, open, what, wait),
+            (None, _) => Ok(queue
+                .take(what.tag)
+                .map_or(Probe::Busy, |message| Probe::Found(Found::Kept(message)))),
+        }
+    }
+
+    fn probe_local<'a>(
+        &'a self,
+        from: usize,
+        sender: usize,
+        mut open: Open<'a>,
+        what: &MessageDescriptor,
+    ) -> Result<Probe<'a>> {
+        let mailbox = self.control.mailbox(sender, self.core.local);
+        let begin = Instant::now();
+        loop {
+            if let Some(message) = self.queues[from].take(what.tag) {
+                return Ok(Probe::Found(Found::Kept(message)));
+            }
+            let part = mailbox.taken.value.load(Ordering::Relaxed);
+            let next = part.wrapping_add(1);
+            // However much comes, the caller has an eye on the clock.
+            if !mailbox.sent.reached(next) || begin.elapsed() >= LIVENESS_INTERVAL {
+                return Ok(Probe::Nothing(next));
+            }
+            let mut message = match open.unfinished.take() {
+                Some(message) => message,
+                None => match self.read_descriptor(from, &mailbox.descriptor)? {
+                    (operation, location) if operation.tag() == what.tag => {
+                        return Ok(Probe::Found(Found::Next(open, operation, location)));
+                    }
+                    (operation, location) => self.keep(from, operation, location, what)?,
+                },
+            };
+            let (source, capacity) = self.part(sender, part, message.location);
+            let count = capacity.min(message.missing());
+            // SAFETY: the sender leaves the source alone until it is taken; so many bytes are still
+            // to come.
+            unsafe { message.append(source, count) };
+            mailbox.taken.raise(next);
+            open.put(message);
+        }
+    }
+
+    fn probe_remote<'a>(
+        &'a self,
+        from: usize,
+        mut open: Open<'a>,
+        what: &MessageDescriptor,
+        wait: ProbeWait,
+    ) -> Result<Probe<'a>> {
+        let ends = Endpoints { sender: from, receiver: self.core.rank };
+        let may_connect = matches!(wait, ProbeWait::Connect(_))
+            || self.connector.have_connected(&ends.channel(), &ends.members(), 0);
+        if open.connection.is_none() && may_connect {
+            open.connection =
+                Some(self.connector.connect(&ends.channel(), &ends.members(), 0, what)?);
+        }
+        let begin = Instant::now();
+        let mut time = match wait {
+            ProbeWait::Connect(time) => time,
+            ProbeWait::None => Duration::ZERO,
+        };
+        loop {
+            if let Some(message) = self.queues[from].take(what.tag) {
+                return Ok(Probe::Found(Found::Kept(message)));
+            }
+            // If it was aborted, the group has failed.
+            let Incoming {
+                connection: Some(connections),
+                is_aborted: false,
+                descriptor,
+                is_expected,
+                unfinished,
+                ..
+            } = &mut *open
+            else {
+                return Ok(Probe::Nothing(0));
+            };
+            if !std::mem::replace(is_expected, true) {
+                // SAFETY: nobody looks at the descriptor, or at the message, until it is
+                // filled; both outlive the connection.
+                let segment = unsafe {
+                    unfinished.as_mut().map_or_else(
+                        || IoSegment::of_descriptor(descriptor),
+                        |message| message.next_segment(PIECE),
+                    )
+                };
+                connections.receive(1, segment);
+            }
+            match progress(&mut **connections, time, &mut |peer| peer.is_idle()) {
+                Ok(true) => *is_expected = false,
+                Ok(false) => return Ok(Probe::Nothing(0)),
+                Err(loss) => {
+                    open.has_left = matches!(loss.how, DisconnectReason::Left);
+                    return Ok(Probe::Gone(loss.how));
+                }
+            }
+            let message = match unfinished.take() {
+                Some(message) => message,
+                None => match self.read_descriptor(from, descriptor)? {
+                    (operation, location) if operation.tag() == what.tag => {
+                        return Ok(Probe::Found(Found::Next(open, operation, location)));
+                    }
+                    (operation, location) => self.keep(from, operation, location, what)?,
+                },
+            };
+            open.put(message);
+            // However much comes, the caller has an eye on the clock.
+            if begin.elapsed() >= LIVENESS_INTERVAL {
+                return Ok(Probe::Nothing(0));
+            }
+            time = Duration::ZERO;
+        }
+    }
+
+    /// Moves the data of a message to where it is wanted.
+    pub fn finish(
+        &self,
+        found: Found,
+        from: usize,
+        data: BufferView,
+        what: &MessageDescriptor,
+    ) -> Result<()> {
+        let (Found::Kept(Message { operation, .. }) | Found::Next(_, operation, _)) = &found;
+        if operation.dtype != what.dtype || operation.count != what.count as u64 {
+            let tag =
+                if what.tag == 0 { String::new() } else { format!(", both with tag {}", what.tag) };
+            let error = self.message_mismatch(format!(
+                "rank {} sends {} x {}, rank {} receives {} x {}{tag}",
+                self.core.ranks[from],
+                operation.count,
+                operation.dtype,
+                self.core.world.rank,
+                what.count,
+                what.dtype
+            ));
+            if let Found::Next(mut open, ..) = found {
+                open.is_aborted = true;
+            }
+            return Err(error);
+        }
+        match (found, self.queues[from].sender) {
+            (Found::Kept(message), _) => {
+                // SAFETY: the caller's memory is as long as the message.
+                unsafe { bytes::copy(message.data.as_ptr(), data.data, data.bytes) };
+                Ok(())
+            }
+            (Found::Next(_open, _, location), Some(sender)) => {
+                self.take_parts(from, sender, location, data, what)
+            }
+            (Found::Next(mut open, ..), None) => {
+                let ends = (Endpoints { sender: from, receiver: self.core.rank }, self.core.rank);
+                let by = (&self.connector, &*self.failure);
+                let moved = pieces(data)
+                    .try_for_each(|piece| transfer(by, &mut open.connection, ends, what, [piece]));
+                open.is_aborted = moved.is_err();
+                moved
+            }
+        }
+    }
+
+    fn take_parts(
+        &self,
+        from: usize,
+        sender: usize,
+        location: Location,
+        data: BufferView,
+        what: &MessageDescriptor,
+    ) -> Result<()> {
+        let mailbox = self.control.mailbox(sender, self.core.local);
+        let mut part = mailbox.taken.value.load(Ordering::Relaxed);
+        let mut start = 0;
+        loop {
+            self.failure.wait(&mailbox.sent, part.wrapping_add(1), what, &|| vec![from])?;
+            let (source, capacity) = self.part(sender, part, location);
+            let count = capacity.min(data.bytes - start);
+            // SAFETY: the sender leaves the source alone until it is taken; the range is inside the
+            // caller's memory.
+            unsafe { bytes::copy(source, data.data.add(start), count) };
+            part = part.wrapping_add(1);
+            mailbox.taken.raise(part);
+            start += count;
+            if start == data.bytes {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Where a part of a message lies, and how many bytes it has at most.
+    fn part(&self, sender: usize, part: u32, location: Location) -> (*const u8, usize) {
+        match location {
+            Location::Shared(offset) => (self.core.world.arena.at(offset), usize::MAX),
+            Location::Staged => {
+                let (fragment, capacity) = self.control.fragment(sender, self.core.local, part);
+                (fragment, capacity)
+            }
+        }
+    }
+
+    fn read_descriptor(
+        &self,
+        from: usize,
+        words: &DescriptorWords,
+    ) -> Result<(OpDescriptor, Location)> {
+        let (operation, location) =
+            OpDescriptor::read(words).map_err(|reason| self.message_mismatch(reason.into()))?;
+        let bytes = usize::try_from(operation.count)
+            .ok()
+            .and_then(|count| count.checked_mul(operation.dtype.size()));
+        match (location, bytes) {
+            (Location::Staged, Some(_)) => Ok((operation, location)),
+            (Location::Shared(offset), Some(bytes))
+                if self.core.is_reachable(from, offset, bytes) =>
+            {
+                Ok((operation, location))
+            }
+            _ => Err(self.message_mismatch(format!(
+                "rank {} sends from outside the shared memory",
+                self.core.ranks[from]
+            ))),
+        }
+    }
+
+    /// The beginning of a message that nobody has asked for yet.
+    fn keep(
+        &self,
+        from: usize,
+        operation: OpDescriptor,
+        location: Location,
+        what: &MessageDescriptor,
+    ) -> Result<Message> {
+        Message::new(operation, location).ok_or_else(|| {
+            let (rank, sender) = (self.core.world.rank, self.core.ranks[from]);
+            let OpDescriptor { count, dtype, .. } = operation;
+            let reason = format!(
+                "no memory to keep {count} x {dtype} with tag {} of rank {sender} until they are asked for: receive \
+                 them earlier",
+                operation.tag()
+            );
+            self.failure.fail(Error::System { rank, operation: what.to_string(), reason })
+        })
+    }
+
+    fn message_mismatch(&self, detail: String) -> Error {
+        self.failure.fail(Error::Mismatch { rank: self.core.world.rank, detail })
+    }
+
+    /// Whether nothing with this tag comes any more from a sender that is gone. False while another
+    /// thread has the queue open, as it may be about to keep the message.
+    pub fn has_nothing(&self, from: usize, tag: u32) -> bool {
+        let queue = &self.queues[from];
+        let Some(_open) = queue.open(self.doorbell()) else { return false };
+        let has_sent = |sender| {
+            let mailbox = self.control.mailbox(sender, self.core.local);
+            mailbox.sent.reached(mailbox.taken.value.load(Ordering::Relaxed).wrapping_add(1))
+        };
+        !queue.has(tag) && !queue.sender.is_some_and(has_sent)
+    }
+
+    /// Aborts the connection from a rank: it forgets where to put what was to come, and nobody
+    /// takes that for received.
+    pub fn abort_connection(&self, from: usize) {
+        let Some(mut open) = self.queues[from].open(self.doorbell()) else { return };
+        if let Some(connections) = &mut open.connection {
+            self.failure.abort_connections(&mut **connections);
+            open.unfinished = None;
+            open.is_expected = false;
+            open.is_aborted = true;
+        }
+    }
+
+    /// This rank's doorbell.
+    pub fn doorbell(&self) -> &Counter {
+        &self.control.rank(self.core.rank).doorbell
+    }
+}
+
+impl Drop for Matcher {
+    fn drop(&mut self) {
+        for queue in &self.queues {
+            let Some(mut open) = queue.open(self.doorbell()) else { continue };
+            if let Some(connections) = &mut open.connection {
+                self.failure.close(&mut **connections);
+            }
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! What is known of a message: for errors, and on its way between nodes.
+
+use std::fmt;
+
+use flow_kernels::DType;
+
+use crate::backend::BufferView;
+use crate::error::Result;
+use crate::failure::Failure;
+use crate::internode::connect::{progress, Connector};
+use crate::shm::io_segment::IoSegment;
+use crate::transport::Connections;
+
+/// Bytes that a connection moves within the group's timeout.
+pub const PIECE: usize = 8 << 20;
+
+/// To a rank on another node, once there has been a message.
+pub type PeerConnection = Option<Box<dyn Connections>>;
+
+/// One side of a message. Ranks are those in the job.
+pub struct MessageDescriptor {
+    pub verb: &'static str,
+    /// None for any.
+    pub peer: Option<usize>,
+    pub count: usize,
+    pub dtype: DType,
+    pub tag: u32,
+}
+
+impl fmt::Display for MessageDescriptor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.peer {
+            Some(peer) => write!(f, "{} rank {peer}", self.verb)?,
+            None => write!(f, "{} any rank", self.verb)?,
+        }
+        write!(f, " ({} x {}", self.count, self.dtype)?;
+        if self.tag != 0 {
+            write!(f, ", tag {}", self.tag)?;
+        }
+        write!(f, ")")
+    }
+}
+
+/// The ends of a connection for messages.
+#[derive(Clone, Copy)]
+pub struct Endpoints {
+    pub sender: usize,
+    pub receiver: usize,
+}
+
+impl Endpoints {
+    pub fn channel(self) -> String {
+        format!("messages/{}-{}", self.sender, self.receiver)
+    }
+
+    /// Of the two the last, which does not wait for the other, is the sender.
+    pub fn members(self) -> [usize; 2] {
+        [self.receiver, self.sender]
+    }
+}
+
+/// The parts of a message that are waited for one by one.
+pub fn pieces(data: BufferView) -> impl Iterator<Item = IoSegment> {
+    let starts = (0..data.bytes).step_by(PIECE);
+    // SAFETY: they are inside the caller's memory, which is valid for the length of the call.
+    starts.map(move |start| unsafe {
+        IoSegment::new(data.data.add(start), PIECE.min(data.bytes - start))
+    })
+}
+
+/// Sends or receives segments over the connection between two ranks; `own` is this one. The
+/// connection is made first if there is none yet. The sender's life is not watched: all that it has
+/// sent comes before the end of the connection.
+pub fn transfer(
+    (connector, failure): (&Connector, &Failure),
+    connection: &mut PeerConnection,
+    (ends, own): (Endpoints, usize),
+    what: &MessageDescriptor,
+    segments: impl IntoIterator<Item = IoSegment>,
+) -> Result<()> {
+    let is_sender = ends.sender == own;
+    let (peer, position) = if is_sender { (ends.receiver, 1) } else { (ends.sender, 0) };
+    let mut connections = match connection.take() {
+        Some(connections) => connections,
+        None => connector.connect(&ends.channel(), &ends.members(), position, what)?,
+    };
+    for segment in segments {
+        match is_sender {
+            true => connections.send(0, segment),
+            false => connections.receive(1, segment),
+        };
+    }
+    let mut departure = None;
+    let moved = failure.wait_until(what, &|| vec![peer], &|| None, &mut |time| {
+        progress(&mut *connections, time, &mut |peer| peer.is_idle()).or_else(|loss| {
+            departure = Some(loss.how);
+            Ok(true)
+        })
+    });
+    let moved = match departure {
+        Some(how) => Err(failure.handle_disconnect(peer, how, what)),
+        None => moved,
+    };
+    if moved.is_err() {
+        failure.abort_connections(&mut *connections);
+    }
+    *connection = Some(connections);
+    moved
+}

@@ -1,0 +1,95 @@
+//! Receiving from one rank.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use flow_kernels::DType;
+
+use super::matching::{Found, Matcher, Probe, ProbeWait};
+use super::message::MessageDescriptor;
+use crate::backend::BufferView;
+use crate::error::Result;
+use crate::kind::Kind;
+use crate::shm::control::{sleep_on, Counter};
+use crate::transport::DisconnectReason;
+
+/// Receives messages from a rank.
+pub struct Receiver {
+    matcher: Arc<Matcher>,
+}
+
+impl Receiver {
+    pub fn new(matcher: Arc<Matcher>) -> Self {
+        Self { matcher }
+    }
+
+    pub fn recv(&self, data: BufferView, dtype: DType, from: usize, tag: u32) -> Result<()> {
+        let (peer, count) = (Some(self.matcher.core.ranks[from]), data.bytes / dtype.size());
+        let what = MessageDescriptor { verb: "recv from", peer, count, dtype, tag };
+        self.matcher.failure.check_poison(&what)?;
+        self.matcher.core.recorder.begin_message(Kind::Recv, data.bytes);
+        let found = match self.matcher.probe(from, &what, ProbeWait::None)? {
+            Probe::Found(found) => found,
+            probe => self
+                .wait_for(from, probe, &what)
+                .inspect_err(|_| self.matcher.abort_connection(from))?,
+        };
+        self.matcher.finish(found, from, data, &what)
+    }
+
+    fn wait_for<'a>(
+        &'a self,
+        from: usize,
+        mut probe: Probe<'a>,
+        what: &MessageDescriptor,
+    ) -> Result<Found<'a>> {
+        let queue = &self.matcher.queues[from];
+        let sent = queue
+            .sender
+            .map(|sender| &self.matcher.control.mailbox(sender, self.matcher.core.local).sent);
+        let mut outcome = None;
+        self.matcher.failure.wait_until(
+            what,
+            &|| vec![from],
+            &|| self.lost_sender(from, what.tag),
+            &mut |time| {
+                match (&probe, sent) {
+                    (Probe::Nothing(next), Some(sent)) if !comes(sent, *next, time) => {
+                        return Ok(false)
+                    }
+                    (Probe::Busy, _) if time.is_zero() => std::thread::yield_now(),
+                    (Probe::Busy, _) => self.matcher.doorbell().sleep_unless(time, || {
+                        queue.has(what.tag) || queue.open(self.matcher.doorbell()).is_some()
+                    }),
+                    _ => {}
+                }
+                match self.matcher.probe(from, what, ProbeWait::Connect(time)) {
+                    Ok(Probe::Found(found)) => outcome = Some(Ok(found)),
+                    Ok(Probe::Gone(how)) => {
+                        outcome = Some(Err(self.matcher.failure.handle_disconnect(from, how, what)))
+                    }
+                    Ok(nothing) => probe = nothing,
+                    Err(error) => outcome = Some(Err(error)),
+                }
+                Ok(outcome.is_some())
+            },
+        )?;
+        outcome.expect("the wait is over because of it") // invariant
+    }
+
+    /// Whether, and how, a sender on this node is gone without having sent a message with this tag.
+    /// One on another node is gone when its connection has ended, after all that it has sent.
+    fn lost_sender(&self, from: usize, tag: u32) -> Option<(usize, DisconnectReason)> {
+        self.matcher.queues[from].sender?;
+        let lost = self.matcher.failure.find_lost_peer(&|| vec![from])?;
+        self.matcher.has_nothing(from, tag).then_some(lost)
+    }
+}
+
+/// Whether `sent` has come to `next`; sleeps first if there is time for that.
+fn comes(sent: &Counter, next: u32, time: Duration) -> bool {
+    if !time.is_zero() {
+        sleep_on(sent, next, time);
+    }
+    sent.reached(next)
+}

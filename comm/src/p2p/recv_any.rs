@@ -1,0 +1,195 @@
+//! Receiving from whichever rank sends first.
+
+use std::cell::{Cell, RefCell};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use flow_kernels::DType;
+
+use super::matching::{Found, Matcher, Probe, ProbeWait};
+use super::message::MessageDescriptor;
+use crate::backend::BufferView;
+use crate::error::{Error, Result};
+use crate::failure::remote::POLL_INTERVAL;
+use crate::kind::Kind;
+use crate::transport::DisconnectReason;
+
+/// How long a receive from any rank sleeps at most before it looks at its connections to other
+/// nodes.
+const CONNECTION_POLL_INTERVAL: Duration = Duration::from_millis(1);
+/// flow-launch's report of a process that exited with success.
+const ENDED_WELL: &str = "exit code 0";
+
+/// What is known of senders on other nodes that have not connected.
+#[derive(Default)]
+struct NeverConnected {
+    asked: Option<Instant>,
+    suspects: Vec<usize>,
+    gone: Vec<(usize, DisconnectReason)>,
+}
+
+/// Receives messages from any rank.
+pub struct AnyReceiver {
+    matcher: Arc<Matcher>,
+    /// Where a receive begins to look, so that each sender has its turn.
+    next_sender: AtomicUsize,
+}
+
+impl AnyReceiver {
+    pub fn new(matcher: Arc<Matcher>) -> Self {
+        Self { matcher, next_sender: AtomicUsize::new(0) }
+    }
+
+    /// Returns the rank whose message it was.
+    pub fn recv(&self, data: BufferView, dtype: DType, tag: u32) -> Result<usize> {
+        let what = MessageDescriptor {
+            verb: "recv from",
+            peer: None,
+            count: data.bytes / dtype.size(),
+            dtype,
+            tag,
+        };
+        self.matcher.failure.check_poison(&what)?;
+        self.matcher.core.recorder.begin_message(Kind::Recv, data.bytes);
+        let (from, found) = match self.probe_all(&what)? {
+            Some(found) => found,
+            None => self.wait_for_any(&what)?,
+        };
+        self.next_sender.store((from + 1) % self.matcher.core.size(), Ordering::Relaxed);
+        self.matcher.finish(found, from, data, &what)?;
+        Ok(from)
+    }
+
+    fn wait_for_any<'a>(&'a self, what: &MessageDescriptor) -> Result<(usize, Found<'a>)> {
+        let mut outcome = None;
+        let (absent, deserted) = (RefCell::default(), Cell::new(false));
+        let missing = || {
+            self.matcher.core.ranks_where(|rank| {
+                rank != self.matcher.core.rank && !self.matcher.failure.has_left(rank)
+            })
+        };
+        let lost = || {
+            let (lost, is_last) = self.lost_senders(what.tag, &mut absent.borrow_mut())?;
+            deserted.set(is_last);
+            Some(lost)
+        };
+        let waited = self.matcher.failure.wait_until(what, &missing, &lost, &mut |time| {
+            let mut is_found = || {
+                outcome = self.probe_all(what).transpose();
+                outcome.is_some()
+            };
+            if time.is_zero() {
+                return Ok(is_found());
+            }
+            let time = if self.matcher.core.is_inter_node() {
+                time.min(CONNECTION_POLL_INTERVAL)
+            } else {
+                time
+            };
+            let mut is_over = false;
+            self.matcher.doorbell().sleep_unless(time, || {
+                is_over = is_found();
+                is_over
+            });
+            Ok(is_over || is_found())
+        });
+        match waited {
+            Ok(()) => outcome.expect("the wait is over because of it"), // invariant
+            Err(Error::PeerLost { rank, operation, peer }) if deserted.get() => {
+                Err(Error::PeerLost {
+                    rank,
+                    operation,
+                    peer: format!("nobody is left to send it: {peer}"),
+                })
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// What there is from any rank, beginning with the one after that which was served last.
+    fn probe_all(&self, what: &MessageDescriptor) -> Result<Option<(usize, Found<'_>)>> {
+        let first = self.next_sender.load(Ordering::Relaxed);
+        let mut died = None;
+        for from in (first..self.matcher.core.size())
+            .chain(0..first)
+            .filter(|&rank| rank != self.matcher.core.rank)
+        {
+            match self.matcher.probe(from, what, ProbeWait::None)? {
+                Probe::Found(found) => return Ok(Some((from, found))),
+                // Others may still send.
+                Probe::Nothing(_) | Probe::Busy | Probe::Gone(DisconnectReason::Left) => {}
+                // Others may have sent.
+                Probe::Gone(how) => died = died.or(Some((from, how))),
+            }
+        }
+        died.map_or(Ok(None), |(from, how)| {
+            Err(self.matcher.failure.handle_disconnect(from, how, what))
+        })
+    }
+
+    /// Whether a sender has died, or all have left, without having sent a message with this tag:
+    /// one of them, how it went, and whether nobody is left.
+    fn lost_senders(
+        &self,
+        tag: u32,
+        absent: &mut NeverConnected,
+    ) -> Option<((usize, DisconnectReason), bool)> {
+        self.ask(absent);
+        let ended = self.matcher.core.world.ended(&self.matcher.core.ranks, Duration::ZERO);
+        // Only now is it certain that a rank that has ended, and has not left, has died.
+        let how = |rank: usize| match self.matcher.queues[rank].sender {
+            Some(_) if self.matcher.failure.has_left(rank) => Some(DisconnectReason::Left),
+            Some(_) => {
+                ended.contains(&self.matcher.core.ranks[rank]).then_some(DisconnectReason::Ended)
+            }
+            None if self.matcher.queues[rank].open(self.matcher.doorbell())?.has_left => {
+                Some(DisconnectReason::Left)
+            }
+            None => absent.gone.iter().find(|(gone, _)| *gone == rank).map(|(_, how)| how.clone()),
+        };
+        let senders = self.matcher.core.ranks_where(|rank| rank != self.matcher.core.rank);
+        let gone: Vec<_> = senders.iter().filter_map(|&rank| Some((rank, how(rank)?))).collect();
+        let is_last = gone.len() == senders.len();
+        let died = gone.iter().find(|(_, how)| !matches!(how, DisconnectReason::Left));
+        let lost = died.or(gone.last().filter(|_| is_last))?;
+        let is_silent = gone.iter().all(|&(rank, _)| self.matcher.has_nothing(rank, tag));
+        is_silent.then(|| (lost.clone(), is_last))
+    }
+
+    /// Asks, every [`POLL_INTERVAL`], which members on other nodes are gone and have never connected.
+    fn ask(&self, absent: &mut NeverConnected) {
+        if !self.matcher.core.is_inter_node()
+            || absent.asked.is_some_and(|asked| asked.elapsed() < POLL_INTERVAL)
+        {
+            return;
+        }
+        absent.asked = Some(Instant::now());
+        let has_not_connected = |rank: usize| {
+            self.matcher.queues[rank]
+                .open(self.matcher.doorbell())
+                .is_some_and(|open| open.connection.is_none())
+        };
+        let unconnected = self.matcher.core.ranks_where(|rank| {
+            self.matcher.queues[rank].sender.is_none() && has_not_connected(rank)
+        });
+        let how = |rank: usize| match self
+            .matcher
+            .core
+            .world
+            .exit_report(self.matcher.core.ranks[rank], Duration::ZERO)
+        {
+            _ if self.matcher.failure.has_left(rank) => Some(DisconnectReason::Left),
+            Some(report) if report == ENDED_WELL => Some(DisconnectReason::Left),
+            Some(_) => Some(DisconnectReason::Ended),
+            None => self.matcher.failure.disconnect_reason(rank),
+        };
+        let gone: Vec<_> =
+            unconnected.into_iter().filter_map(|rank| Some((rank, how(rank)?))).collect();
+        // It may have connected before it ended: only when it is missing again after another look
+        // at the connections, it has not.
+        let suspects = gone.iter().map(|(rank, _)| *rank).collect();
+        let suspects = std::mem::replace(&mut absent.suspects, suspects);
+        absent.gone = gone.into_iter().filter(|(rank, _)| suspects.contains(rank)).collect();
+    }
+}

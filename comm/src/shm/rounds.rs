@@ -1,0 +1,261 @@
+//! Rounds: the one protocol beneath all collectives of a group.
+//!
+//! A round: publish the descriptor (what, how much, where), raise `arrived`, wait until all have
+//! arrived, compare the descriptors, move data, raise `done`. Whoever waits watches the peers' lives
+//! and the clock. The first failure poisons the group.
+//!
+//! Members on other nodes take part through the leader, this node's first member: when all members
+//! here have arrived, the leader fetches the descriptors of the others (see `internode`), and
+//! arrives for them; when it is done, so are they.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::control::{Control, SLOTS};
+use crate::descriptor::{Location, OpDescriptor};
+use crate::error::{Error, Result};
+use crate::failure::Failure;
+use crate::group::core::GroupCore;
+use crate::trace::{Queued, Start};
+
+/// A group's control block, and how far this rank is in it.
+pub struct Rounds {
+    pub core: Arc<GroupCore>,
+    pub failure: Arc<Failure>,
+    pub control: Arc<Control>,
+    state: Mutex<RoundState>,
+}
+
+/// Advanced equally on all ranks. One collective at a time has it.
+#[derive(Default)]
+pub struct RoundState {
+    next: u64,
+    /// The last round that used each staging buffer.
+    staged: [Option<u64>; 2],
+}
+
+impl Rounds {
+    pub fn new(failure: Arc<Failure>) -> Self {
+        let (core, control) = (Arc::clone(&failure.core), Arc::clone(&failure.control));
+        Self { core, failure, control, state: Mutex::default() }
+    }
+
+    pub fn lock(&self) -> MutexGuard<'_, RoundState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins a collective: gives it its sequence number, and records it until the process group
+    /// ends the record.
+    pub fn begin(&self, operation: &mut OpDescriptor) -> Result<MutexGuard<'_, RoundState>> {
+        let state = self.lock();
+        let start = self.assign_sequence(operation)?;
+        self.core.recorder.begin(&start);
+        Ok(state)
+    }
+
+    /// Gives a collective its sequence number; fails at once in a poisoned group.
+    pub fn assign_sequence(&self, operation: &mut OpDescriptor) -> Result<Start> {
+        let queued = Queued::take();
+        let sequence = || self.core.recorder.next_collective();
+        operation.sequence = queued.map_or_else(sequence, |queued| queued.sequence);
+        self.failure.check_poison(&operation)?;
+        self.core.count_collective();
+        Ok(operation.record(queued))
+    }
+
+    /// The next round, or None while its slot is still in use by a slow rank.
+    pub fn try_acquire(&self, state: &mut RoundState) -> Option<u64> {
+        let round = state.next;
+        let is_free = round < SLOTS
+            || self.control.slot(round).done.reached(self.control.target(round - SLOTS));
+        is_free.then(|| {
+            state.next += 1;
+            round
+        })
+    }
+
+    /// The next two rounds, or None while their slots are in use.
+    pub fn try_acquire_two(&self, state: &mut RoundState) -> Option<(u64, u64)> {
+        let round = state.next;
+        let first = self.try_acquire(state)?;
+        let second = self.try_acquire(state);
+        if second.is_none() {
+            state.next = round;
+        }
+        Some((first, second?))
+    }
+
+    /// The next round, waiting for its slot.
+    pub fn acquire(&self, state: &mut RoundState, operation: &OpDescriptor) -> Result<u64> {
+        if let Some(round) = self.try_acquire(state) {
+            return Ok(round);
+        }
+        self.wait_done(state.next - SLOTS, operation)?;
+        state.next += 1;
+        Ok(state.next - 1)
+    }
+
+    /// This rank's staging buffer for a round, as soon as nobody reads what it held before.
+    pub fn stage(
+        &self,
+        state: &mut RoundState,
+        round: u64,
+        operation: &OpDescriptor,
+    ) -> Result<*mut u8> {
+        self.stage_in(state, (round % 2) as usize, round, operation)
+    }
+
+    /// As [`Rounds::stage`], with the buffer chosen; `round` is the last round that uses it.
+    pub fn stage_in(
+        &self,
+        state: &mut RoundState,
+        which: usize,
+        round: u64,
+        operation: &OpDescriptor,
+    ) -> Result<*mut u8> {
+        // A round whose slot has been opened again is over, and its counters have moved on.
+        if let Some(last) =
+            state.staged[which].replace(round).filter(|&last| last < round && round - last < SLOTS)
+        {
+            self.wait_done(last, operation)?;
+        }
+        Ok(self.control.staging(self.core.rank, which))
+    }
+
+    pub fn publish(&self, round: u64, operation: &OpDescriptor, location: Location) {
+        operation.write(location, self.control.descriptor(round, self.core.rank));
+    }
+
+    // The counters first: a rank that is killed in between must be among those that the others
+    // miss.
+
+    pub fn arrive(&self, round: u64) {
+        let targets = [self.control.target(round), self.control.local_target(round)];
+        self.control.slot(round).arrived.raise_by(1, &targets);
+        self.control.set_arrived(round, self.core.rank);
+    }
+
+    /// In the leader, when it has what the members on other nodes contribute to a round.
+    pub fn arrive_for_remote(&self, round: u64) {
+        let count = self.core.remote_size() as u32;
+        self.control.slot(round).arrived.raise_by(count, &[self.control.target(round)]);
+        for rank in self.core.ranks_where(|r| !self.core.locals.contains(&r)) {
+            self.control.set_arrived(round, rank);
+        }
+    }
+
+    pub fn done(&self, round: u64) {
+        let count = if self.core.is_leader() { 1 + self.core.remote_size() as u32 } else { 1 };
+        self.control.slot(round).done.raise_by(count, &[self.control.target(round)]);
+        self.control.set_done(round, self.core.rank);
+    }
+
+    pub fn all_arrived(&self, round: u64) -> bool {
+        self.control.slot(round).arrived.reached(self.control.target(round))
+    }
+
+    /// Whether all members on this node have arrived.
+    pub fn locals_arrived(&self, round: u64) -> bool {
+        self.control.slot(round).arrived.reached(self.control.local_target(round))
+    }
+
+    pub fn all_done(&self, round: u64) -> bool {
+        self.control.slot(round).done.reached(self.control.target(round))
+    }
+
+    pub fn wait_all_arrived(&self, round: u64, operation: &OpDescriptor) -> Result<()> {
+        let missing = || self.core.ranks_where(|r| !self.control.has_arrived(round, r));
+        let (arrived, target) = (&self.control.slot(round).arrived, self.control.target(round));
+        self.failure.wait(arrived, target, operation, &missing)
+    }
+
+    pub fn wait_locals_arrived(&self, round: u64, operation: &OpDescriptor) -> Result<()> {
+        let here = |r| self.core.locals.contains(&r) && !self.control.has_arrived(round, r);
+        let missing = || self.core.ranks_where(here);
+        let arrived = &self.control.slot(round).arrived;
+        self.failure.wait(arrived, self.control.local_target(round), operation, &missing)
+    }
+
+    pub fn wait_done(&self, round: u64, operation: &OpDescriptor) -> Result<()> {
+        let here = |r| self.core.locals.contains(&r) && !self.control.is_done(round, r);
+        let missing = || self.core.ranks_where(here);
+        let (done, target) = (&self.control.slot(round).done, self.control.target(round));
+        self.failure.wait(done, target, operation, &missing)
+    }
+
+    /// Where every rank's data of a round lies, once all have arrived and their descriptors agree
+    /// with ours. `bytes(rank)` is how much a shared location must hold.
+    pub fn locations(
+        &self,
+        round: u64,
+        operation: &OpDescriptor,
+        bytes: &dyn Fn(usize) -> usize,
+    ) -> Result<Vec<Location>> {
+        self.published_by(&mut (0..self.core.size()), round, operation, bytes)
+    }
+
+    /// As [`Rounds::locations`], of the members on this node, once these have arrived.
+    pub fn local_locations(
+        &self,
+        round: u64,
+        operation: &OpDescriptor,
+        bytes: &dyn Fn(usize) -> usize,
+    ) -> Result<Vec<Location>> {
+        self.published_by(&mut self.core.locals.iter().copied(), round, operation, bytes)
+    }
+
+    /// Whether all have published this operation.
+    pub fn all_agree(&self, round: u64, operation: &OpDescriptor) -> bool {
+        let published = |rank| OpDescriptor::read(self.control.descriptor(round, rank));
+        (0..self.core.size())
+            .all(|rank| published(rank).is_ok_and(|(theirs, _)| theirs.agrees(operation)))
+    }
+
+    fn published_by(
+        &self,
+        ranks: &mut dyn Iterator<Item = usize>,
+        round: u64,
+        operation: &OpDescriptor,
+        bytes: &dyn Fn(usize) -> usize,
+    ) -> Result<Vec<Location>> {
+        let read = |rank| {
+            let peer = self.core.ranks[rank];
+            match OpDescriptor::read(self.control.descriptor(round, rank)) {
+                Ok((theirs, location)) if theirs.agrees(operation) => match location {
+                    Location::Shared(offset)
+                        if self.core.locals.contains(&rank)
+                            && !self.core.is_reachable(rank, offset, bytes(rank)) =>
+                    {
+                        Err(format!("rank {peer} published {theirs} outside the shared memory"))
+                    }
+                    _ => Ok(location),
+                },
+                Ok((theirs, _)) => Err(self.difference(operation, &theirs, peer)),
+                Err(unknown) => Err(format!("rank {peer} published {unknown}")),
+            }
+        };
+        ranks.map(read).collect::<Result<_, String>>().map_err(|detail| {
+            self.failure.fail(Error::Mismatch { rank: self.core.world.rank, detail })
+        })
+    }
+
+    /// How the operation of `peer`, a rank of the job, differs from this rank's.
+    fn difference(&self, operation: &OpDescriptor, theirs: &OpDescriptor, peer: usize) -> String {
+        let own = self.core.world.rank;
+        if theirs.bucket.and(operation.bucket).is_some() && theirs.step != operation.step {
+            let (step, other) = (operation.step, theirs.step);
+            return format!(
+                "rank {own} is in step {step}, rank {peer} in step {other} (a forward in training mode without its \
+                 backward is a step: one of them skipped a backward, had a loss without parameters, caught a \
+                 backward's error, or had a forward more than the others: evaluate with train = false or under \
+                 no_grad)"
+            );
+        }
+        let is_same = OpDescriptor { layout: operation.layout, ..*theirs }.agrees(operation);
+        let pieces = match operation.bucket {
+            Some(_) if is_same => " with pieces of other lengths",
+            None if is_same => " with other counts",
+            _ => "",
+        };
+        format!("rank {own} called {operation}, rank {peer} called {theirs}{pieces}")
+    }
+}
