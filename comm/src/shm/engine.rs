@@ -117,7 +117,7 @@ impl Engine {
         let backend = world.transport.as_ref().filter(|_| inter_node.is_some());
         let backend = backend.map_or("shm", |transport| transport.name());
         let recorder = Recorder::new(name.clone(), backend);
-        let engine = Self {
+        let mut engine = Self {
             world,
             control,
             rank,
@@ -139,8 +139,7 @@ impl Engine {
             cancelled: AtomicBool::new(false),
         };
         engine.set_timeout(timeout);
-        // Leaders see each other end from here on.
-        engine.link()?;
+        engine.connect_leaders()?;
         Ok(engine)
     }
 

@@ -6,13 +6,13 @@
 //! the group's first failure, what ranks say about it, and where those are that have waited long.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::engine::Engine;
 use super::failure::{ERROR_DETAILS, LOST};
 use crate::error::Result;
-use crate::transport::{ConnectError, Connections, DisconnectReason};
+use crate::transport::{Connections, DisconnectReason};
 use crate::world::World;
 
 /// How often a rank that waits looks into the store for failures on other nodes.
@@ -30,9 +30,7 @@ pub struct InterNode {
     /// The first member on each node.
     pub leaders: Vec<usize>,
     /// In the leader.
-    pub links: OnceLock<Mutex<LeaderLinks>>,
-    /// Held by the thread that connects them.
-    connecting: Mutex<()>,
+    pub links: Option<Mutex<LeaderLinks>>,
     /// Collectives that this rank has begun.
     pub sequence: AtomicU64,
     /// The progress that was published last.
@@ -71,8 +69,7 @@ impl InterNode {
             nodes,
             node: here,
             leaders,
-            links: OnceLock::new(),
-            connecting: Mutex::default(),
+            links: None,
             sequence: AtomicU64::new(0),
             published: AtomicU64::new(0),
             last_poll: Mutex::new(None),
@@ -86,37 +83,31 @@ impl InterNode {
 }
 
 impl Engine {
-    /// In the leader: the links to the other leaders, which are connected on the first call.
-    pub fn links(&self) -> Result<(&InterNode, &Mutex<LeaderLinks>)> {
+    /// Connects the leaders, in the leader.
+    pub fn connect_leaders(&mut self) -> Result<()> {
         let Some(inter_node) = self.inter_node.as_ref().filter(|_| self.is_leader()) else {
-            let reason = "this rank does not lead its node".into();
-            return Err(self.caller().argument("linking the nodes", reason));
+            return Ok(());
         };
-        if inter_node.links.get().is_none() {
-            // One thread connects; others wait for it.
-            let _connecting = inter_node.connecting.lock().unwrap_or_else(PoisonError::into_inner);
-            if inter_node.links.get().is_none() {
-                let (leaders, own) = (&inter_node.leaders, inter_node.node);
-                let wire = self.connect("leaders", leaders, own, &"linking the nodes")?;
-                let links = LeaderLinks { wire, scratch: Vec::new() };
-                inter_node.links.get_or_init(|| Mutex::new(links));
-            }
-        }
-        let links = inter_node.links.get().ok_or_else(|| {
-            self.caller().argument("linking the nodes", "there are no links".into())
-        })?;
-        Ok((inter_node, links))
-    }
-
-    /// Connects the leaders now, so that they see each other end from here on.
-    pub fn link(&self) -> Result<()> {
-        if self.is_leader() {
-            self.links()?;
+        let (leaders, own) = (&inter_node.leaders, inter_node.node);
+        let wire = self.connect("leaders", leaders, own, &"connecting the nodes")?;
+        if let Some(inter_node) = &mut self.inter_node {
+            inter_node.links = Some(Mutex::new(LeaderLinks { wire, scratch: Vec::new() }));
         }
         Ok(())
     }
 
-    /// Links members of the group.
+    /// In the leader: the connections to the other leaders.
+    pub fn links(&self) -> Result<(&InterNode, &Mutex<LeaderLinks>)> {
+        let inter_node = self.inter_node.as_ref();
+        inter_node.and_then(|inter_node| Some((inter_node, inter_node.links.as_ref()?))).ok_or_else(
+            || {
+                let reason = "this rank does not lead its node".into();
+                self.caller().argument("connecting the nodes", reason)
+            },
+        )
+    }
+
+    /// Connects members of the group.
     pub fn connect(
         &self,
         channel: &str,
@@ -125,52 +116,13 @@ impl Engine {
         operation: &dyn std::fmt::Display,
     ) -> Result<Box<dyn Connections>> {
         let (Some(inter_node), Some(transport)) = (&self.inter_node, &self.world.transport) else {
-            return Err(self.caller().argument("link", "there is no other node".into()));
+            return Err(self.caller().argument("connect", "there is no other node".into()));
         };
         let ranks: Vec<usize> = members.iter().map(|&member| self.ranks[member]).collect();
-        let (mut waiting, mut asked, mut suspect) = (self.begin_wait(), Instant::now(), None);
-        let mut cancel_check = |missing: &[usize]| {
-            let missing: Vec<usize> = missing.iter().map(|&missing| members[missing]).collect();
-            self.check_failure(operation, true)?;
-            let reason = |r| self.disconnect_reason(r);
-            let mut gone = missing.iter().find_map(|&r| Some((r, reason(r)?)));
-            if gone.is_none() && asked.elapsed() >= POLL_INTERVAL {
-                asked = Instant::now();
-                let report =
-                    |&&r: &&usize| self.world.exit_report(self.ranks[r], Duration::ZERO).is_some();
-                gone = missing.iter().find(report).map(|&r| (r, DisconnectReason::Ended));
-            }
-            match gone {
-                // Before it went it may have connected: there is another look at the connections in
-                // between.
-                Some((peer, how)) if suspect.replace(peer) == Some(peer) => {
-                    Err(self.handle_disconnect(peer, how, operation))
-                }
-                _ => self.check_deadline(&mut waiting, operation, &|| missing.clone()),
-            }
-        };
-        let linked = transport.connect(
-            &format!("{}{channel}", inter_node.prefix),
-            &ranks,
-            own,
-            &mut cancel_check,
-        );
-        linked.map_err(|unlinked| match unlinked {
-            ConnectError::Cancelled(error) => error,
-            ConnectError::PeerDown(loss) => {
-                self.handle_disconnect(members[loss.member], loss.how, operation)
-            }
-        })
-    }
-
-    /// Whether those of `members` that come after this one have connected, so that
-    /// [`Engine::connect`] need not wait.
-    pub fn have_connected(&self, channel: &str, members: &[usize], own: usize) -> bool {
-        let (Some(inter_node), Some(transport)) = (&self.inter_node, &self.world.transport) else {
-            return false;
-        };
-        let ranks: Vec<usize> = members.iter().map(|&member| self.ranks[member]).collect();
-        transport.have_connected(&format!("{}{channel}", inter_node.prefix), &ranks, own)
+        let channel = format!("{}{channel}", inter_node.prefix);
+        transport
+            .connect(&channel, &ranks, own)
+            .map_err(|loss| self.handle_disconnect(members[loss.member], loss.how, operation))
     }
 
     /// How the connection to a leader on another node has ended, as far as this rank can see. If
@@ -179,7 +131,7 @@ impl Engine {
         let inter_node =
             self.inter_node.as_ref().filter(|inter_node| inter_node.leaders.contains(&rank))?;
         // Whoever drives the wire sees that for himself.
-        let mut links = inter_node.links.get()?.try_lock().ok()?;
+        let mut links = inter_node.links.as_ref()?.try_lock().ok()?;
         match links.wire.disconnect_reason(inter_node.nodes[rank])? {
             DisconnectReason::Failed(why) => {
                 self.apply_failure(&why);
@@ -194,7 +146,7 @@ impl Engine {
         let Some(inter_node) = &self.inter_node else { return };
         // Those who wait for this rank are told at once; if this is about the wire in use, by
         // whoever uses that.
-        if let Some(Ok(mut links)) = inter_node.links.get().map(Mutex::try_lock) {
+        if let Some(Ok(mut links)) = inter_node.links.as_ref().map(Mutex::try_lock) {
             self.abandon(&mut *links.wire);
         }
         self.publish("failure", &self.encode_failure(kind, text));
@@ -327,7 +279,7 @@ impl Engine {
                 wire.shutdown()
             }
         };
-        let links = self.inter_node.as_ref().and_then(|inter_node| inter_node.links.get());
+        let links = self.inter_node.as_ref().and_then(|inter_node| inter_node.links.as_ref());
         if let Some(Ok(mut links)) = links.map(Mutex::try_lock) {
             leave(&mut *links.wire);
         }

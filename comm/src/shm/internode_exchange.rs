@@ -54,7 +54,7 @@ pub struct TransferPlan {
 pub fn drive(
     wire: &mut dyn Connections,
     time: Duration,
-    is_over: &mut dyn FnMut(&dyn Connections) -> bool,
+    is_over: &mut dyn FnMut(&mut dyn Connections) -> bool,
 ) -> Result<bool, PeerDown> {
     let moved = wire.progress(Duration::ZERO);
     if is_over(wire) {
@@ -95,11 +95,14 @@ impl Engine {
             let Some(inter_node) = &self.inter_node else { return Vec::new() };
             self.ranks_where(|rank| late.borrow().contains(&inter_node.nodes[rank]))
         };
-        let mut is_over = |wire: &dyn Connections| {
-            let is_late =
-                |&node: &usize| wire.sent(node) < due[node].0 || wire.received(node) < due[node].1;
-            late.replace((0..due.len()).filter(is_late).collect());
-            late.borrow().is_empty() && (!all || wire.is_idle())
+        let nodes: Vec<usize> = self.inter_node.iter().flat_map(InterNode::remote_nodes).collect();
+        let mut is_over = |wire: &mut dyn Connections| {
+            let mut is_late = |&&node: &&usize| {
+                let (sent, received) = wire.moved(node);
+                sent < due[node].0 || received < due[node].1
+            };
+            late.replace(nodes.iter().filter(&mut is_late).copied().collect());
+            late.borrow().is_empty() && (!all || nodes.iter().all(|&node| wire.is_idle(node)))
         };
         self.wait_until(operation, &missing, &|| None, &mut |time| {
             drive(&mut **wire, time, &mut is_over)

@@ -112,7 +112,7 @@ impl Engine {
         }
         let mut departure = None;
         let moved = self.wait_until(what, &|| vec![peer], &|| None, &mut |time| {
-            drive(&mut *wire, time, &mut |wire| wire.is_idle()).or_else(|loss| {
+            drive(&mut *wire, time, &mut |wire| wire.is_idle(1 - own)).or_else(|loss| {
                 departure = Some(loss.how);
                 Ok(true)
             })

@@ -54,14 +54,14 @@ enum Probe<'a> {
 /// How patient a probe of a sender on another node is.
 #[derive(Clone, Copy)]
 enum ProbeWait {
-    /// It waits until the sender has connected, and then so long.
-    Link(Duration),
+    /// So long.
+    For(Duration),
     None,
 }
 
-/// What is known of senders on other nodes that have not connected.
+/// What is known of senders on other nodes that have never sent anything.
 #[derive(Default)]
-struct NeverConnected {
+struct NeverSent {
     asked: Option<Instant>,
     suspects: Vec<usize>,
     gone: Vec<(usize, DisconnectReason)>,
@@ -107,7 +107,9 @@ impl Engine {
         let queue = &self.queues[from];
         let sent = queue.sender.map(|sender| &self.control.mailbox(sender, self.local).sent);
         let mut outcome = None;
-        self.wait_until(what, &|| vec![from], &|| self.lost_sender(from, what.tag), &mut |time| {
+        let is_suspect = Cell::new(false);
+        let lost = || self.lost_sender(from, what.tag, &is_suspect);
+        self.wait_until(what, &|| vec![from], &lost, &mut |time| {
             match (&probe, sent) {
                 (Probe::Nothing(next), Some(sent)) if !comes(sent, *next, time) => {
                     return Ok(false)
@@ -118,7 +120,7 @@ impl Engine {
                 }),
                 _ => {}
             }
-            match self.probe(from, what, ProbeWait::Link(time)) {
+            match self.probe(from, what, ProbeWait::For(time)) {
                 Ok(Probe::Found(found)) => outcome = Some(Ok(found)),
                 Ok(Probe::Gone(how)) => {
                     outcome = Some(Err(self.handle_disconnect(from, how, what)))
@@ -178,6 +180,8 @@ impl Engine {
                 Probe::Found(found) => return Ok(Some((from, found))),
                 // Others may still send.
                 Probe::Nothing(_) | Probe::Busy | Probe::Gone(DisconnectReason::Left) => {}
+                // It may have left before in good order.
+                Probe::Gone(DisconnectReason::Ended) if self.has_never_sent(from) => {}
                 // Others may have sent.
                 Probe::Gone(how) => died = died.or(Some((from, how))),
             }
@@ -243,14 +247,12 @@ impl Engine {
         wait: ProbeWait,
     ) -> Result<Probe<'a>> {
         let ends = Endpoints { sender: from, receiver: self.rank };
-        let may_connect = matches!(wait, ProbeWait::Link(_))
-            || self.have_connected(&ends.channel(), &ends.members(), 0);
-        if open.link.is_none() && may_connect {
+        if open.link.is_none() {
             open.link = Some(self.connect(&ends.channel(), &ends.members(), 0, what)?);
         }
         let begin = Instant::now();
         let mut time = match wait {
-            ProbeWait::Link(time) => time,
+            ProbeWait::For(time) => time,
             ProbeWait::None => Duration::ZERO,
         };
         loop {
@@ -280,7 +282,7 @@ impl Engine {
                 };
                 wire.receive(1, part);
             }
-            match drive(&mut **wire, time, &mut |wire| wire.is_idle()) {
+            match drive(&mut **wire, time, &mut |wire| wire.is_idle(1)) {
                 Ok(true) => *is_expected = false,
                 Ok(false) => return Ok(Probe::Nothing(0)),
                 Err(loss) => {
@@ -435,10 +437,20 @@ impl Engine {
         self.fail(Error::Mismatch { rank: self.world.rank, detail })
     }
 
-    /// Whether, and how, a sender on this node is gone without having sent a message with this tag.
-    /// One on another node is gone when its link has come to an end, behind all that it has sent.
-    fn lost_sender(&self, from: usize, tag: u32) -> Option<(usize, DisconnectReason)> {
-        self.queues[from].sender?;
+    /// Whether, and how, a sender is gone without having sent a message with this tag. The connection to
+    /// one on another node reports that behind all that was sent over it; if that was nothing, the
+    /// sender may have left the group, as the leaders know.
+    fn lost_sender(
+        &self,
+        from: usize,
+        tag: u32,
+        is_suspect: &Cell<bool>,
+    ) -> Option<(usize, DisconnectReason)> {
+        if self.queues[from].sender.is_none() {
+            let how = self.disconnect_reason(from).filter(|_| self.has_never_sent(from))?;
+            // There is another look at its connection in between.
+            return is_suspect.replace(true).then_some((from, how));
+        }
         let lost = self.find_lost_peer(&|| vec![from])?;
         self.has_nothing(from, tag).then_some(lost)
     }
@@ -460,7 +472,7 @@ impl Engine {
     fn lost_senders(
         &self,
         tag: u32,
-        absent: &mut NeverConnected,
+        absent: &mut NeverSent,
     ) -> Option<((usize, DisconnectReason), bool)> {
         self.ask(absent);
         let ended = self.world.ended(&self.ranks, Duration::ZERO);
@@ -482,19 +494,15 @@ impl Engine {
         is_silent.then(|| (lost.clone(), is_last))
     }
 
-    /// Asks now and then for those on other nodes that are gone and have never connected.
-    fn ask(&self, absent: &mut NeverConnected) {
+    /// Asks now and then for those on other nodes that are gone and have never sent anything.
+    fn ask(&self, absent: &mut NeverSent) {
         if self.inter_node.is_none()
             || absent.asked.is_some_and(|asked| asked.elapsed() < POLL_INTERVAL)
         {
             return;
         }
         absent.asked = Some(Instant::now());
-        let has_no_link = |rank: usize| {
-            self.queues[rank].open(self.doorbell()).is_some_and(|open| open.link.is_none())
-        };
-        let strangers =
-            self.ranks_where(|rank| self.queues[rank].sender.is_none() && has_no_link(rank));
+        let strangers = self.ranks_where(|rank| self.has_never_sent(rank));
         let how = |rank: usize| match self.world.exit_report(self.ranks[rank], Duration::ZERO) {
             _ if self.has_left(rank) => Some(DisconnectReason::Left),
             Some(report) if report == ENDED_WELL => Some(DisconnectReason::Left),
@@ -503,11 +511,18 @@ impl Engine {
         };
         let gone: Vec<_> =
             strangers.into_iter().filter_map(|rank| Some((rank, how(rank)?))).collect();
-        // Before it went it may have connected: there is another look at the connections in
-        // between.
+        // Before it went it may have sent: there is another look at the connections in between.
         let suspects = gone.iter().map(|(rank, _)| *rank).collect();
         let suspects = std::mem::replace(&mut absent.suspects, suspects);
         absent.gone = gone.into_iter().filter(|(rank, _)| suspects.contains(rank)).collect();
+    }
+
+    /// Whether a rank on another node has not sent this one anything in the group.
+    fn has_never_sent(&self, rank: usize) -> bool {
+        self.queues[rank].sender.is_none()
+            && self.queues[rank]
+                .open(self.doorbell())
+                .is_some_and(|mut open| open.link.as_mut().is_none_or(|link| link.moved(1).1 == 0))
     }
 
     /// Has the link forget where to put what was to come: nobody may take that for received.
