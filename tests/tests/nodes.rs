@@ -51,6 +51,27 @@ fn a_rank_that_leaves_is_named() {
     }
 }
 
+/// Whether it has gone when the other begins to wait, or goes then; the two may have no connection
+/// before that.
+#[test]
+fn a_rank_that_goes_before_a_group_is_used_is_named() {
+    for nodes in [&[2, 1][..], &[1, 1, 1]] {
+        for (way, said) in [
+            ("die", "PeerLost: "),
+            ("leave", "has left the group"),
+            ("fail", "rank 1 aborted the group: the data ran out"),
+        ] {
+            for order in ["before", "after"] {
+                let arguments = ["unused", way, order];
+                let mut ranks = ranks_on_nodes(nodes, "check_failures", &arguments);
+                let waiting = ranks.pop().expect("there are three");
+                let text = lines(waiting.finish(DETECTION_LIMIT));
+                assert_contains(&text[0], &["rank 2: all_reduce #0", "rank 1", said]);
+            }
+        }
+    }
+}
+
 #[test]
 fn a_rank_that_never_comes_is_named_on_all_nodes() {
     for nodes in [&[1, 2][..], &[2, 1], &[1, 1, 1]] {

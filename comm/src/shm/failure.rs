@@ -210,9 +210,9 @@ impl Engine {
             // That was heard.
             DisconnectReason::Failed(_) => {}
             DisconnectReason::Left => self.control.rank(peer).left.store(1, Ordering::SeqCst),
-            DisconnectReason::OutOfReach(_)
+            DisconnectReason::OutOfReach(_) | DisconnectReason::Refused(_)
                 if self.world.exit_report(self.ranks[peer], EXIT_REPORT_TIMEOUT).is_some() => {}
-            DisconnectReason::OutOfReach(reason) => {
+            DisconnectReason::OutOfReach(reason) | DisconnectReason::Refused(reason) => {
                 let peer = format!(
                     "{} cannot be reached: {reason}",
                     self.world.describe(self.ranks[peer])

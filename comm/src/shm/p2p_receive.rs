@@ -181,7 +181,8 @@ impl Engine {
                 // Others may still send.
                 Probe::Nothing(_) | Probe::Busy | Probe::Gone(DisconnectReason::Left) => {}
                 // It may have left before in good order.
-                Probe::Gone(DisconnectReason::Ended) if self.has_never_sent(from) => {}
+                Probe::Gone(DisconnectReason::Ended | DisconnectReason::Refused(_))
+                    if self.has_never_sent(from) => {}
                 // Others may have sent.
                 Probe::Gone(how) => died = died.or(Some((from, how))),
             }
@@ -507,7 +508,11 @@ impl Engine {
             _ if self.has_left(rank) => Some(DisconnectReason::Left),
             Some(report) if report == ENDED_WELL => Some(DisconnectReason::Left),
             Some(_) => Some(DisconnectReason::Ended),
-            None => self.disconnect_reason(rank),
+            None => match self.disconnect_reason(rank)? {
+                // Nobody knows how it has ended.
+                DisconnectReason::Refused(_) => Some(DisconnectReason::Left),
+                how => Some(how),
+            },
         };
         let gone: Vec<_> =
             strangers.into_iter().filter_map(|rank| Some((rank, how(rank)?))).collect();

@@ -155,4 +155,6 @@ pub enum DisconnectReason {
     Ended,
     /// Something between it and this rank.
     OutOfReach(String),
+    /// It cannot be connected to: it has ended, well or not, or a firewall lies between.
+    Refused(String),
 }

@@ -71,6 +71,32 @@ fn main() -> Result<()> {
             sum(&group)
         }
         ["abort", _] => group.barrier().and_then(|()| sum(&group)),
+        // Ranks 1 and 2 make a group that rank 1 never uses.
+        ["unused", way, order] => {
+            let part = group.new_group(&[1, 2])?;
+            if group.rank() == 0 {
+                println!("no error");
+                sleep_until_killed();
+            }
+            let Some(part) = part else { bail!("it is a member") };
+            let is_first = (group.rank() == 1) == (order == "before");
+            if !is_first {
+                std::thread::sleep(Duration::from_millis(500));
+            }
+            match way {
+                _ if group.rank() == 2 => {}
+                "die" => drop(kill(Pid::this(), Signal::SIGKILL)),
+                "leave" => {}
+                _ => part.abort("the data ran out"),
+            }
+            if group.rank() == 1 {
+                drop(part);
+                sleep_until_killed();
+            }
+            let outcome = sum(&part);
+            tell(outcome, &part);
+            return Ok(());
+        }
         ["message_then_exit"] if group.rank() == 0 => {
             group.send(&vec![7_u8; 9], 1)?;
             return Ok(());

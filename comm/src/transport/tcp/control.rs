@@ -73,9 +73,12 @@ impl Notice {
             Self::Limit(limit) => (LIMIT, limit, ""),
             Self::End(DisconnectReason::Left, sent) => (LEFT, sent, ""),
             Self::End(DisconnectReason::Ended, sent) => (FAILED, sent, ""),
-            Self::End(DisconnectReason::Failed(why) | DisconnectReason::OutOfReach(why), sent) => {
-                (FAILED, sent, &why[..])
-            }
+            Self::End(
+                DisconnectReason::Failed(why)
+                | DisconnectReason::OutOfReach(why)
+                | DisconnectReason::Refused(why),
+                sent,
+            ) => (FAILED, sent, &why[..]),
         };
         out.extend(channel.to_le_bytes());
         out.extend(number.to_le_bytes());

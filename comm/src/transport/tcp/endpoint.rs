@@ -144,7 +144,7 @@ impl Endpoint {
                 }
                 // It listens until it ends.
                 Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-                    DisconnectReason::OutOfReach(format!(
+                    DisconnectReason::Refused(format!(
                         "{} refuses the connection: the process has ended, or a firewall lies between",
                         self.address_of(rank)
                     ))

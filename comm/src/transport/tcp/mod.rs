@@ -4,11 +4,14 @@
 //! |---|---|
 //! | `endpoint` | this process' end of all connections: making and accepting them |
 //! | `pair` | the connection with one other process: how its channels share it |
+//! | `channel`, `frame` | what goes between them in one channel, and how it is cut |
 //! | `control` | its sockets, and what the processes tell each other about channels |
 //! | `waker` | wakes a thread that waits for a channel |
 
+mod channel;
 mod control;
 mod endpoint;
+mod frame;
 mod pair;
 #[cfg(test)]
 mod tests;

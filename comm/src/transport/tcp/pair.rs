@@ -19,19 +19,15 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::channel::{Channel, WINDOW};
 use super::control::{self, ChannelId, Notice, Sockets};
+use super::frame::{Incoming, Outgoing, HEADER, READ_AHEAD};
 use super::waker::Waker;
 use crate::transport::queue::QueuePair;
 use crate::transport::DisconnectReason;
 
-/// Bytes that a channel takes from its sender before its receiver expects any.
-pub const WINDOW: u64 = 4 << 20;
 /// The most bytes of a frame: other channels' come between two.
 const MAX_FRAME: usize = 1 << 20;
-/// A frame begins with the channel's number and the bytes that follow (u32), little-endian.
-const HEADER: usize = 12;
-/// A header is read with what follows it, as far as that fits here: then a small frame takes one call.
-const READ_AHEAD: usize = 4096;
 /// Segments that one call to the kernel moves.
 const MAX_SEGMENTS: usize = 64;
 /// How long the notice of a channel's end may be behind the end of the data.
@@ -62,62 +58,6 @@ pub enum State {
     Connecting,
     Connected(Sockets),
     Down(DisconnectReason),
-}
-
-/// What goes between the two processes in one channel.
-struct Channel {
-    queues: QueuePair,
-    /// Bytes in frames that have begun, and how many the other process takes in all.
-    sent: u64,
-    limit: u64,
-    /// Bytes that have come, and how many the other process may send in all.
-    arrived: u64,
-    granted: u64,
-    /// What came before it was expected.
-    kept: VecDeque<u8>,
-    /// How this rank, and the other, has left the channel; that one after so many bytes.
-    own_end: Option<DisconnectReason>,
-    end: Option<(DisconnectReason, u64)>,
-    /// Nobody expects anything more here.
-    is_closed: bool,
-    waker: Option<Arc<Waker>>,
-}
-
-impl Default for Channel {
-    fn default() -> Self {
-        Self {
-            queues: QueuePair::default(),
-            sent: 0,
-            limit: WINDOW,
-            arrived: 0,
-            granted: WINDOW,
-            kept: VecDeque::new(),
-            own_end: None,
-            end: None,
-            is_closed: false,
-            waker: None,
-        }
-    }
-}
-
-/// The frame that is under way.
-struct Outgoing {
-    channel: ChannelId,
-    header: [u8; HEADER],
-    /// Bytes of the header that are written.
-    begun: usize,
-    /// Bytes that follow the header, and, where their channel was closed meanwhile, those bytes.
-    rest: usize,
-    orphan: VecDeque<u8>,
-}
-
-/// The frame that comes in.
-#[derive(Default)]
-struct Incoming {
-    channel: ChannelId,
-    rest: usize,
-    /// What was read ahead.
-    buffer: VecDeque<u8>,
 }
 
 /// What [`Pair::progress`] has come to.
@@ -191,6 +131,7 @@ impl Pair {
         channel.queues = QueuePair::default();
         channel.kept = VecDeque::new();
         channel.is_closed = true;
+        channel.waker = None;
     }
 
     /// Moves what can be moved now.
@@ -521,56 +462,5 @@ impl Pair {
             }
             _ => None,
         }
-    }
-}
-
-impl Channel {
-    fn wake(&self) {
-        if let Some(waker) = &self.waker {
-            waker.wake();
-        }
-    }
-}
-
-impl Default for Outgoing {
-    fn default() -> Self {
-        let (header, orphan) = ([0; HEADER], VecDeque::new());
-        Self { channel: 0, header, begun: HEADER, rest: 0, orphan }
-    }
-}
-
-impl Outgoing {
-    fn new(channel: ChannelId, rest: usize) -> Self {
-        let mut header = [0; HEADER];
-        header[..8].copy_from_slice(&channel.to_le_bytes());
-        header[8..].copy_from_slice(&(rest as u32).to_le_bytes());
-        Self { channel, header, begun: 0, rest, orphan: VecDeque::new() }
-    }
-
-    fn is_through(&self) -> bool {
-        self.begun == HEADER && self.rest == 0
-    }
-}
-
-impl Incoming {
-    fn take_header(&mut self) -> Option<(ChannelId, usize)> {
-        let mut header = [0; HEADER];
-        (self.buffer.len() >= HEADER).then(|| self.buffer.read_exact(&mut header).ok())??;
-        let (channel, count) = header.split_first_chunk()?;
-        let count = u32::from_le_bytes(count.try_into().ok()?);
-        Some((u64::from_le_bytes(*channel), count as usize))
-    }
-
-    /// Whether a step is possible without reading.
-    fn is_complete(&self) -> bool {
-        self.buffer.len() >= if self.rest == 0 { HEADER } else { 1 }
-    }
-
-    /// False at the end.
-    fn read_ahead(&mut self, mut data: &TcpStream) -> io::Result<bool> {
-        let mut buffer = [0; READ_AHEAD];
-        let count = data.read(&mut buffer)?;
-        self.buffer.extend(&buffer[..count]);
-        Ok(count > 0)
     }
 }

@@ -78,7 +78,7 @@ fn who_refuses_a_connection_may_be_behind_a_firewall() {
     let [one, two] = pair();
     let gone = two.endpoint.address();
     drop(two);
-    let DisconnectReason::OutOfReach(why) = reason(&mut channel(&one, "a"), 1) else {
+    let DisconnectReason::Refused(why) = reason(&mut channel(&one, "a"), 1) else {
         panic!("it must be out of reach")
     };
     assert!(why.contains(&format!("{gone} refuses the connection")), "{why}");

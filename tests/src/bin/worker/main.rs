@@ -4,6 +4,7 @@
 mod arguments;
 mod buckets;
 mod collectives;
+mod connections;
 mod groups;
 mod leaks;
 mod member_groups;
@@ -18,6 +19,7 @@ const FILES: &[(&str, &[Scenario])] = &[
     ("arguments", arguments::SCENARIOS),
     ("buckets", buckets::SCENARIOS),
     ("collectives", collectives::SCENARIOS),
+    ("connections", connections::SCENARIOS),
     ("groups", groups::SCENARIOS),
     ("leaks", leaks::SCENARIOS),
     ("member_groups", member_groups::SCENARIOS),
