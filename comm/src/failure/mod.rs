@@ -243,13 +243,13 @@ impl Failure {
             // It was applied.
             DisconnectReason::Failed(_) => {}
             DisconnectReason::Left => self.control.rank(peer).left.store(1, Ordering::SeqCst),
-            DisconnectReason::OutOfReach(_)
+            DisconnectReason::OutOfReach(_) | DisconnectReason::Refused(_)
                 if self
                     .core
                     .world
                     .exit_report(self.core.ranks[peer], EXIT_REPORT_TIMEOUT)
                     .is_some() => {}
-            DisconnectReason::OutOfReach(reason) => {
+            DisconnectReason::OutOfReach(reason) | DisconnectReason::Refused(reason) => {
                 let peer = format!(
                     "{} cannot be reached: {reason}",
                     self.core.world.describe(self.core.ranks[peer])

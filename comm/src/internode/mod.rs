@@ -106,7 +106,7 @@ pub struct TransferPlan {
 }
 
 impl InterNode {
-    /// Connects the leaders: from here on they see each other end. `operation` makes the group.
+    /// Connects the leaders. `operation` makes the group.
     pub fn new(rounds: &Arc<Rounds>, operation: &str) -> Result<Self> {
         let (core, failure) = (Arc::clone(&rounds.core), Arc::clone(&rounds.failure));
         let mut connections = None;
@@ -155,12 +155,13 @@ impl InterNode {
     ) -> Result<()> {
         let late = RefCell::new(Vec::new());
         let missing = || self.core.ranks_where(|r| late.borrow().contains(&self.core.nodes[r]));
-        let mut is_over = |leaders: &dyn Connections| {
+        let mut is_over = |leaders: &mut dyn Connections| {
             let is_late = |&node: &usize| {
-                leaders.sent(node) < targets[node].0 || leaders.received(node) < targets[node].1
+                let (sent, received) = leaders.moved(node);
+                sent < targets[node].0 || received < targets[node].1
             };
-            late.replace((0..targets.len()).filter(is_late).collect());
-            late.borrow().is_empty() && (!all || leaders.is_idle())
+            late.replace(self.remote_nodes().filter(is_late).collect());
+            late.borrow().is_empty() && (!all || self.remote_nodes().all(|n| leaders.is_idle(n)))
         };
         self.failure.wait_until(operation, &missing, &|| None, &mut |time| {
             progress(guard.leaders(), time, &mut is_over)

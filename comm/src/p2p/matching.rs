@@ -46,8 +46,8 @@ pub enum Probe<'a> {
 /// How long a probe of a sender on another node waits.
 #[derive(Clone, Copy)]
 pub enum ProbeWait {
-    /// Until the sender has connected, and then so long.
-    Connect(Duration),
+    /// So long.
+    For(Duration),
     None,
 }
 
@@ -137,15 +137,13 @@ impl Matcher {
         wait: ProbeWait,
     ) -> Result<Probe<'a>> {
         let ends = Endpoints { sender: from, receiver: self.core.rank };
-        let may_connect = matches!(wait, ProbeWait::Connect(_))
-            || self.connector.have_connected(&ends.channel(), &ends.members(), 0);
-        if open.connection.is_none() && may_connect {
+        if open.connection.is_none() {
             open.connection =
                 Some(self.connector.connect(&ends.channel(), &ends.members(), 0, what)?);
         }
         let begin = Instant::now();
         let mut time = match wait {
-            ProbeWait::Connect(time) => time,
+            ProbeWait::For(time) => time,
             ProbeWait::None => Duration::ZERO,
         };
         loop {
@@ -175,7 +173,7 @@ impl Matcher {
                 };
                 connections.receive(1, segment);
             }
-            match progress(&mut **connections, time, &mut |peer| peer.is_idle()) {
+            match progress(&mut **connections, time, &mut |peer| peer.is_idle(1)) {
                 Ok(true) => *is_expected = false,
                 Ok(false) => return Ok(Probe::Nothing(0)),
                 Err(loss) => {
@@ -343,6 +341,14 @@ impl Matcher {
             mailbox.sent.reached(mailbox.taken.value.load(Ordering::Relaxed).wrapping_add(1))
         };
         !queue.has(tag) && !queue.sender.is_some_and(has_sent)
+    }
+
+    /// Whether a rank on another node has not sent this one anything in the group.
+    pub fn has_never_sent(&self, rank: usize) -> bool {
+        self.queues[rank].sender.is_none()
+            && self.queues[rank].open(self.doorbell()).is_some_and(|mut open| {
+                open.connection.as_mut().is_none_or(|connections| connections.moved(1).1 == 0)
+            })
     }
 
     /// Aborts the connection from a rank: it forgets where to put what was to come, and nobody

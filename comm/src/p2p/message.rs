@@ -53,7 +53,6 @@ impl Endpoints {
         format!("messages/{}-{}", self.sender, self.receiver)
     }
 
-    /// Of the two the last, which does not wait for the other, is the sender.
     pub fn members(self) -> [usize; 2] {
         [self.receiver, self.sender]
     }
@@ -92,7 +91,7 @@ pub fn transfer(
     }
     let mut departure = None;
     let moved = failure.wait_until(what, &|| vec![peer], &|| None, &mut |time| {
-        progress(&mut *connections, time, &mut |peer| peer.is_idle()).or_else(|loss| {
+        progress(&mut *connections, time, &mut |peer| peer.is_idle(1 - position)).or_else(|loss| {
             departure = Some(loss.how);
             Ok(true)
         })

@@ -1,5 +1,6 @@
 //! Receiving from one rank.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -48,10 +49,11 @@ impl Receiver {
             .sender
             .map(|sender| &self.matcher.control.mailbox(sender, self.matcher.core.local).sent);
         let mut outcome = None;
+        let is_suspect = Cell::new(false);
         self.matcher.failure.wait_until(
             what,
             &|| vec![from],
-            &|| self.lost_sender(from, what.tag),
+            &|| self.lost_sender(from, what.tag, &is_suspect),
             &mut |time| {
                 match (&probe, sent) {
                     (Probe::Nothing(next), Some(sent)) if !comes(sent, *next, time) => {
@@ -63,7 +65,7 @@ impl Receiver {
                     }),
                     _ => {}
                 }
-                match self.matcher.probe(from, what, ProbeWait::Connect(time)) {
+                match self.matcher.probe(from, what, ProbeWait::For(time)) {
                     Ok(Probe::Found(found)) => outcome = Some(Ok(found)),
                     Ok(Probe::Gone(how)) => {
                         outcome = Some(Err(self.matcher.failure.handle_disconnect(from, how, what)))
@@ -77,11 +79,23 @@ impl Receiver {
         outcome.expect("the wait is over because of it") // invariant
     }
 
-    /// Whether, and how, a sender on this node is gone without having sent a message with this tag.
-    /// One on another node is gone when its connection has ended, after all that it has sent.
-    fn lost_sender(&self, from: usize, tag: u32) -> Option<(usize, DisconnectReason)> {
-        self.matcher.queues[from].sender?;
-        let lost = self.matcher.failure.find_lost_peer(&|| vec![from])?;
+    /// Whether, and how, a sender is gone without having sent a message with this tag. The connection
+    /// to one on another node reports that after all that it has sent. If that is nothing, the
+    /// sender may have left the group, as the leaders know.
+    fn lost_sender(
+        &self,
+        from: usize,
+        tag: u32,
+        is_suspect: &Cell<bool>,
+    ) -> Option<(usize, DisconnectReason)> {
+        let Matcher { failure, queues, .. } = &*self.matcher;
+        if queues[from].sender.is_none() {
+            let how = failure.disconnect_reason(from);
+            let how = how.filter(|_| self.matcher.has_never_sent(from))?;
+            // It may have sent before it left: its connection is looked at once more in between.
+            return is_suspect.replace(true).then_some((from, how));
+        }
+        let lost = failure.find_lost_peer(&|| vec![from])?;
         self.matcher.has_nothing(from, tag).then_some(lost)
     }
 }

@@ -21,9 +21,9 @@ const CONNECTION_POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// flow-launch's report of a process that exited with success.
 const ENDED_WELL: &str = "exit code 0";
 
-/// What is known of senders on other nodes that have not connected.
+/// What is known of senders on other nodes that have never sent anything.
 #[derive(Default)]
-struct NeverConnected {
+struct NeverSent {
     asked: Option<Instant>,
     suspects: Vec<usize>,
     gone: Vec<(usize, DisconnectReason)>,
@@ -119,6 +119,9 @@ impl AnyReceiver {
                 Probe::Found(found) => return Ok(Some((from, found))),
                 // Others may still send.
                 Probe::Nothing(_) | Probe::Busy | Probe::Gone(DisconnectReason::Left) => {}
+                // It may have left before in good order.
+                Probe::Gone(DisconnectReason::Ended | DisconnectReason::Refused(_))
+                    if self.matcher.has_never_sent(from) => {}
                 // Others may have sent.
                 Probe::Gone(how) => died = died.or(Some((from, how))),
             }
@@ -133,7 +136,7 @@ impl AnyReceiver {
     fn lost_senders(
         &self,
         tag: u32,
-        absent: &mut NeverConnected,
+        absent: &mut NeverSent,
     ) -> Option<((usize, DisconnectReason), bool)> {
         self.ask(absent);
         let ended = self.matcher.core.world.ended(&self.matcher.core.ranks, Duration::ZERO);
@@ -157,22 +160,15 @@ impl AnyReceiver {
         is_silent.then(|| (lost.clone(), is_last))
     }
 
-    /// Asks, every [`POLL_INTERVAL`], which members on other nodes are gone and have never connected.
-    fn ask(&self, absent: &mut NeverConnected) {
+    /// Asks, every [`POLL_INTERVAL`], which members on other nodes are gone and have never sent.
+    fn ask(&self, absent: &mut NeverSent) {
         if !self.matcher.core.is_inter_node()
             || absent.asked.is_some_and(|asked| asked.elapsed() < POLL_INTERVAL)
         {
             return;
         }
         absent.asked = Some(Instant::now());
-        let has_not_connected = |rank: usize| {
-            self.matcher.queues[rank]
-                .open(self.matcher.doorbell())
-                .is_some_and(|open| open.connection.is_none())
-        };
-        let unconnected = self.matcher.core.ranks_where(|rank| {
-            self.matcher.queues[rank].sender.is_none() && has_not_connected(rank)
-        });
+        let silent = self.matcher.core.ranks_where(|rank| self.matcher.has_never_sent(rank));
         let how = |rank: usize| match self
             .matcher
             .core
@@ -182,12 +178,14 @@ impl AnyReceiver {
             _ if self.matcher.failure.has_left(rank) => Some(DisconnectReason::Left),
             Some(report) if report == ENDED_WELL => Some(DisconnectReason::Left),
             Some(_) => Some(DisconnectReason::Ended),
-            None => self.matcher.failure.disconnect_reason(rank),
+            None => match self.matcher.failure.disconnect_reason(rank)? {
+                // Nobody knows how it has ended.
+                DisconnectReason::Refused(_) => Some(DisconnectReason::Left),
+                how => Some(how),
+            },
         };
-        let gone: Vec<_> =
-            unconnected.into_iter().filter_map(|rank| Some((rank, how(rank)?))).collect();
-        // It may have connected before it ended: only when it is missing again after another look
-        // at the connections, it has not.
+        let gone: Vec<_> = silent.into_iter().filter_map(|rank| Some((rank, how(rank)?))).collect();
+        // It may have sent before it ended: its connection is looked at once more in between.
         let suspects = gone.iter().map(|(rank, _)| *rank).collect();
         let suspects = std::mem::replace(&mut absent.suspects, suspects);
         absent.gone = gone.into_iter().filter(|(rank, _)| suspects.contains(rank)).collect();

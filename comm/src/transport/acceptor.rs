@@ -1,23 +1,20 @@
-//! Where connections come in: whoever waits for one accepts them all, and files those that say a
-//! right handshake.
+//! Where connections come in: accepts them, and files those that say a right handshake.
 //!
 //! A handshake is its length (u32, little-endian), a proof of knowing the job's token, and the name of
 //! the connection. The proof is HMAC-SHA256 of the acceptor's address and that name with the token as
-//! key: the token is not sent, and at another acceptor the handshake is worth nothing. (A challenge would
-//! have to be answered by somebody, and nobody accepts while nobody waits.) Nothing of the handshake is
-//! believed, and nothing else is read, before the proof is right; who says something else, or
-//! nothing, is cut off.
+//! key: the token is not sent, and at another acceptor the handshake is worth nothing. Nothing of the
+//! handshake is believed, and nothing else is read, before the proof is right; a client that sends
+//! something else, or nothing, is cut off.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
-use std::os::fd::AsFd;
-use std::sync::{Mutex, MutexGuard, Once, PoisonError};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Once;
 use std::time::{Duration, Instant};
 
 use hmac::{Hmac, Mac};
 use nix::sys::socket::{listen, Backlog};
-use rustix::event::{PollFd, PollFlags, Timespec};
 use sha2::Sha256;
 
 use crate::store::prove;
@@ -35,15 +32,8 @@ pub struct Acceptor {
     listener: TcpListener,
     address: SocketAddr,
     token: String,
-    connections: Mutex<PendingConnections>,
-}
-
-#[derive(Default)]
-struct PendingConnections {
     /// In the order in which they came.
     pending: VecDeque<Pending>,
-    /// By name.
-    admitted: HashMap<String, TcpStream>,
 }
 
 struct Pending {
@@ -59,96 +49,75 @@ enum Outcome {
     Rejected,
 }
 
+/// Connects to another process' acceptor under a name.
+pub fn connect(
+    token: &str,
+    address: SocketAddr,
+    name: &str,
+    time: Duration,
+) -> io::Result<TcpStream> {
+    let mut stream = TcpStream::connect_timeout(&address, time)?;
+    if stream.local_addr()? == stream.peer_addr()? {
+        // While nobody listens there, a socket can get connected to itself.
+        return Err(io::ErrorKind::ConnectionRefused.into());
+    }
+    let mut handshake = ((PROOF + name.len()) as u32).to_le_bytes().to_vec();
+    handshake.extend(proof(token, address, name).finalize().into_bytes());
+    handshake.extend(name.as_bytes());
+    stream.write_all(&handshake)?;
+    Ok(stream)
+}
+
 impl Acceptor {
     pub fn open(address: IpAddr, token: &str) -> io::Result<Self> {
         let listener = TcpListener::bind((address, 0))?;
-        // Again, for the longest queue: nobody accepts while nobody waits.
+        // Again, for the longest queue.
         listen(&listener, Backlog::MAXALLOWABLE)?;
         listener.set_nonblocking(true)?;
-        Ok(Self {
-            address: listener.local_addr()?,
-            listener,
-            token: token.into(),
-            connections: Mutex::default(),
-        })
+        let (address, token) = (listener.local_addr()?, token.into());
+        Ok(Self { listener, address, token, pending: VecDeque::new() })
     }
 
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Connects to another rank's acceptor under a name.
-    pub fn connect(
-        &self,
-        address: SocketAddr,
-        name: &str,
-        time: Duration,
-    ) -> io::Result<TcpStream> {
-        if PROOF + name.len() > MAX_HANDSHAKE {
-            let (length, most) = (name.len(), MAX_HANDSHAKE - PROOF);
-            return Err(io::Error::other(format!(
-                "its name has {length} bytes, and {most} at most are possible"
-            )));
+    /// Those that are readable when [`Acceptor::accept`] has something to do.
+    pub fn fds(&self) -> Vec<BorrowedFd<'_>> {
+        let pending = self.pending.iter().map(|pending| pending.stream.as_fd());
+        // While there is no room, those who are still outside would end every sleep.
+        let listener = (pending.len() < MAX_PENDING).then(|| self.listener.as_fd());
+        pending.chain(listener).collect()
+    }
+
+    /// Whether there are connections that have not said all of their handshake.
+    pub fn has_pending(&self) -> bool {
+        !self.pending.is_empty()
+    }
+
+    /// The connections whose handshakes are right, with their names, and whether all that have come
+    /// were looked at.
+    pub fn accept(&mut self) -> (Vec<(String, TcpStream)>, bool) {
+        let has_accepted_all = self.accept_pending();
+        let timeout = if has_accepted_all { HANDSHAKE_TIMEOUT } else { CROWDED_TIMEOUT };
+        let mut admitted = Vec::new();
+        for mut connection in std::mem::take(&mut self.pending) {
+            match connection.fill(&self.token, self.address) {
+                Outcome::Pending if connection.since.elapsed() < timeout => {
+                    self.pending.push_back(connection)
+                }
+                Outcome::Named(name) => admitted.push((name, connection.stream)),
+                _ => {}
+            }
         }
-        let mut stream = TcpStream::connect_timeout(&address, time)?;
-        if stream.local_addr()? == stream.peer_addr()? {
-            // While nobody listens there, a socket can get connected to itself.
-            return Err(io::ErrorKind::ConnectionRefused.into());
-        }
-        let mut handshake = ((PROOF + name.len()) as u32).to_le_bytes().to_vec();
-        handshake.extend(proof(&self.token, address, name).finalize().into_bytes());
-        handshake.extend(name.as_bytes());
-        stream.write_all(&handshake)?;
-        Ok(stream)
+        (admitted, has_accepted_all)
     }
 
-    /// The connection of this name, if it has come, else waits a moment.
-    pub fn accept(&self, name: &str, time: Duration) -> Option<TcpStream> {
-        let (stream, has_accepted_all) = self.look(name);
-        if stream.is_some() {
-            return stream;
-        }
-        if has_accepted_all {
-            let time =
-                Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) };
-            let _ = rustix::event::poll(
-                &mut [PollFd::new(&self.listener.as_fd(), PollFlags::IN)],
-                Some(&time),
-            );
-        } else {
-            // Those who are still outside would end the wait at once.
-            std::thread::sleep(time);
-        }
-        self.look(name).0
-    }
-
-    /// Whether the connections of all these names have come.
-    pub fn have_connected(&self, names: &[String]) -> bool {
-        let (connections, _) = self.admit();
-        names.iter().all(|name| connections.admitted.contains_key(name))
-    }
-
-    /// The connection of this name, if it has come, and whether all have been accepted.
-    fn look(&self, name: &str) -> (Option<TcpStream>, bool) {
-        let (mut connections, has_accepted_all) = self.admit();
-        (connections.admitted.remove(name), has_accepted_all)
-    }
-
-    /// Accepts those who wait, and says whether that was all.
-    fn admit(&self) -> (MutexGuard<'_, PendingConnections>, bool) {
-        let mut connections = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
-        let has_accepted_all = connections.accept(&self.listener);
-        let cancel_check = if has_accepted_all { HANDSHAKE_TIMEOUT } else { CROWDED_TIMEOUT };
-        connections.fill(&self.token, self.address, cancel_check);
-        (connections, has_accepted_all)
-    }
-}
-
-impl PendingConnections {
     /// Accepts those for whom there is room; whether that was all.
-    fn accept(&mut self, listener: &TcpListener) -> bool {
+    fn accept_pending(&mut self) -> bool {
         for _ in self.pending.len()..MAX_PENDING {
-            match listener
+            match self
+                .listener
                 .accept()
                 .and_then(|(stream, _)| stream.set_nonblocking(true).map(|()| stream))
             {
@@ -175,18 +144,6 @@ impl PendingConnections {
             }
         }
         false
-    }
-
-    fn fill(&mut self, token: &str, address: SocketAddr, cancel_check: Duration) {
-        for mut connection in std::mem::take(&mut self.pending) {
-            match connection.fill(token, address) {
-                Outcome::Pending if connection.since.elapsed() < cancel_check => {
-                    self.pending.push_back(connection)
-                }
-                Outcome::Named(name) => drop(self.admitted.insert(name, connection.stream)),
-                _ => {}
-            }
-        }
     }
 }
 
@@ -242,19 +199,29 @@ fn proof(token: &str, address: SocketAddr, name: &str) -> Hmac<Sha256> {
 mod tests {
     use super::*;
 
+    const LOCALHOST: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
+
     fn acceptor() -> Acceptor {
-        Acceptor::open(IpAddr::from([127, 0, 0, 1]), "secret").unwrap()
+        Acceptor::open(LOCALHOST, "secret").unwrap()
     }
 
-    fn accepted(acceptor: &Acceptor, name: &str) -> Option<TcpStream> {
-        (0..500).find_map(|_| acceptor.accept(name, Duration::from_millis(10)))
+    fn connect_to(acceptor: &Acceptor, name: &str) -> TcpStream {
+        connect(&acceptor.token, acceptor.address, name, HANDSHAKE_TIMEOUT).unwrap()
+    }
+
+    fn accepted(acceptor: &mut Acceptor, name: &str) -> Option<TcpStream> {
+        (0..500).find_map(|_| {
+            std::thread::sleep(Duration::from_millis(10));
+            let (admitted, _) = acceptor.accept();
+            admitted.into_iter().find_map(|(other, stream)| (other == name).then_some(stream))
+        })
     }
 
     /// Whether the other end closes it, while those who connect at the acceptor are looked at.
-    fn is_rejected(mut stream: TcpStream, acceptor: &Acceptor) -> bool {
+    fn is_rejected(mut stream: TcpStream, acceptor: &mut Acceptor) -> bool {
         stream.set_read_timeout(Some(Duration::from_millis(10))).unwrap();
         (0..500).any(|_| {
-            assert!(acceptor.accept("nobody", Duration::ZERO).is_none());
+            assert!(acceptor.accept().0.is_empty());
             match stream.read(&mut [0]) {
                 Ok(count) => count == 0,
                 Err(error) => error.kind() != io::ErrorKind::WouldBlock,
@@ -264,48 +231,39 @@ mod tests {
 
     #[test]
     fn guests_are_known_by_name() {
-        let acceptor = acceptor();
-        let mut one = acceptor.connect(acceptor.address, "one", HANDSHAKE_TIMEOUT).unwrap();
-        let _two = acceptor.connect(acceptor.address, "two", HANDSHAKE_TIMEOUT).unwrap();
+        let mut acceptor = acceptor();
+        let mut one = connect_to(&acceptor, "one");
         one.write_all(b"x").unwrap();
-        assert!(accepted(&acceptor, "two").is_some());
-        let stream = accepted(&acceptor, "one").unwrap();
+        let stream = accepted(&mut acceptor, "one").unwrap();
         stream.set_nonblocking(false).unwrap();
         let mut byte = [0];
         (&stream).read_exact(&mut byte).unwrap();
         assert_eq!(&byte, b"x");
-        assert!(acceptor.accept("one", Duration::ZERO).is_none(), "it is taken");
+        let _two = connect_to(&acceptor, "two");
+        assert!(accepted(&mut acceptor, "two").is_some());
     }
 
     #[test]
     fn any_token_and_name_of_bearable_length_will_do() {
-        let acceptor =
-            Acceptor::open([127, 0, 0, 1].into(), &format!("of two\nlines{}", "!".repeat(5000)))
-                .unwrap();
-        let longest = "n".repeat(MAX_HANDSHAKE - PROOF);
-        for name in ["a\nb", &longest] {
-            let _guest = acceptor.connect(acceptor.address, name, HANDSHAKE_TIMEOUT).unwrap();
-            assert!(accepted(&acceptor, name).is_some());
+        let token = format!("of two\nlines{}", "!".repeat(5000));
+        let mut acceptor = Acceptor::open(LOCALHOST, &token).unwrap();
+        for name in ["a\nb", &"n".repeat(MAX_HANDSHAKE - PROOF)] {
+            let _guest = connect_to(&acceptor, name);
+            assert!(accepted(&mut acceptor, name).is_some());
         }
-        let error = acceptor
-            .connect(acceptor.address, &(longest + "n"), HANDSHAKE_TIMEOUT)
-            .unwrap_err()
-            .to_string();
-        assert!(error.contains("2017 bytes, and 2016 at most"), "{error}");
     }
 
     #[test]
     fn a_hello_shows_no_token_and_is_worth_nothing_elsewhere() {
-        let (acceptor, elsewhere) = (acceptor(), acceptor());
+        let mut elsewhere = acceptor();
         let spy = TcpListener::bind("127.0.0.1:0").unwrap();
-        drop(acceptor.connect(spy.local_addr().unwrap(), "one", HANDSHAKE_TIMEOUT).unwrap());
+        drop(connect("secret", spy.local_addr().unwrap(), "one", HANDSHAKE_TIMEOUT).unwrap());
         let mut handshake = Vec::new();
         spy.accept().unwrap().0.read_to_end(&mut handshake).unwrap();
         assert!(!handshake.windows(6).any(|bytes| bytes == b"secret"), "{handshake:?}");
         let mut replay = TcpStream::connect(elsewhere.address).unwrap();
         replay.write_all(&handshake).unwrap();
-        assert!(is_rejected(replay, &elsewhere));
-        assert!(elsewhere.accept("one", Duration::ZERO).is_none());
+        assert!(is_rejected(replay, &mut elsewhere));
     }
 
     /// In a process of its own, which may open few files.
@@ -324,24 +282,21 @@ mod tests {
             assert!(output.status.success() && said.contains("1 passed"), "{said}");
             return;
         }
-        let acceptor = acceptor();
+        let mut acceptor = acceptor();
         let _strangers: Vec<TcpStream> =
             (0..10).map(|_| TcpStream::connect(acceptor.address).unwrap()).collect();
         let mut files: Vec<_> =
             std::iter::from_fn(|| std::fs::File::open("/dev/null").ok()).collect();
-        assert_eq!(acceptor.look("one").0.map(drop), None);
-        assert!(
-            acceptor.connections.lock().unwrap().pending.is_empty(),
-            "there is no room for any"
-        );
+        assert!(!acceptor.accept().1);
+        assert!(acceptor.pending.is_empty(), "there is no room for any");
         files.truncate(files.len() - 4);
-        let _one = acceptor.connect(acceptor.address, "one", HANDSHAKE_TIMEOUT).unwrap();
-        assert!(accepted(&acceptor, "one").is_some());
+        let _one = connect_to(&acceptor, "one");
+        assert!(accepted(&mut acceptor, "one").is_some());
     }
 
     #[test]
     fn strangers_do_no_harm() {
-        let acceptor = acceptor();
+        let mut acceptor = acceptor();
         let strangers: Vec<TcpStream> =
             (0..600).map(|_| TcpStream::connect(acceptor.address).unwrap()).collect();
         for (stranger, text) in
@@ -349,17 +304,11 @@ mod tests {
         {
             let _ = (&*stranger).write_all(text);
         }
-        let other = Acceptor { token: "Secret".into(), ..self::acceptor() };
-        let thief = other.connect(acceptor.address, "one", HANDSHAKE_TIMEOUT).unwrap();
-        let _one = acceptor.connect(acceptor.address, "one", HANDSHAKE_TIMEOUT).unwrap();
-        acceptor.accept("one", Duration::ZERO);
-        assert_eq!(
-            acceptor.listener.accept().map(drop).ok(),
-            Some(()),
-            "not all are accepted at once"
-        );
-        assert!(accepted(&acceptor, "one").is_some());
-        assert!(acceptor.connections.lock().unwrap().pending.len() <= MAX_PENDING);
-        assert!(is_rejected(thief, &acceptor));
+        let thief = connect("Secret", acceptor.address, "one", HANDSHAKE_TIMEOUT).unwrap();
+        let _one = connect_to(&acceptor, "one");
+        assert!(!acceptor.accept().1, "not all are accepted at once");
+        assert!(accepted(&mut acceptor, "one").is_some());
+        assert!(acceptor.pending.len() <= MAX_PENDING);
+        assert!(is_rejected(thief, &mut acceptor));
     }
 }

@@ -2,14 +2,14 @@
 //!
 //! | file | subject |
 //! |---|---|
-//! | `tcp` | connections between two ranks: how they are made, and how bytes go over them |
+//! | `tcp` | one connection between two processes, which all their groups share |
 //! | `acceptor` | accepts connections, and authenticates them |
 //! | `mpi` | the same over MPI, with the feature of that name |
 //! | `queue` | what is still to be moved to, or from, a member |
 //! | `registry` | the transports by name, and which one is used |
 //!
 //! Inside a node ranks share memory (`shm`). Between nodes the first member of a group on each
-//! node, its *leader*, sends and receives for all; for `send` and `recv` any two ranks are linked.
+//! node, its *leader*, sends and receives for all; for `send` and `recv` any two ranks are connected.
 
 mod acceptor;
 #[cfg(feature = "mpi")]
@@ -23,7 +23,6 @@ mod toy;
 use std::time::Duration;
 
 use crate::bootstrap::PeerInfo;
-use crate::error::Result;
 use crate::shm::io_segment::IoSegment;
 use queue::QueuePair;
 pub use registry::open;
@@ -43,79 +42,65 @@ pub trait Transport: Send + Sync {
     fn set_peers(&mut self, peers: &[PeerInfo], own: &PeerInfo) -> Result<(), String>;
 
     /// Connects `members`, given by their ranks in the job; `own` is this rank's position among them.
-    /// All of them call this with the same channel, which no other connections have. The last member does
-    /// not wait for the others.
+    /// All of them call this with the same channel, which no other connections have. It does not wait
+    /// for them: a connection is made when it is first used.
     ///
-    /// `cancel_check` is called again and again with the positions of those that are missing; it ends
-    /// the wait by an error.
+    /// # Errors
+    /// A member cannot be reached.
     fn connect(
         &self,
         channel: &str,
         members: &[usize],
         own: usize,
-        cancel_check: CancelCheck,
-    ) -> Result<Box<dyn Connections>, ConnectError>;
-
-    /// Whether the members after this one have begun to connect, so that [`Transport::connect`] need not
-    /// wait for them.
-    fn have_connected(&self, channel: &str, members: &[usize], own: usize) -> bool;
-}
-
-/// See [`Transport::connect`].
-pub type CancelCheck<'a> = &'a mut dyn FnMut(&[usize]) -> Result<()>;
-
-/// Why there are no connections.
-pub enum ConnectError {
-    /// A member cannot be reached.
-    PeerDown(PeerDown),
-    /// The cancel check ended the wait.
-    Cancelled(crate::Error),
+    ) -> Result<Box<dyn Connections>, PeerDown>;
 }
 
 /// Moves bytes between members, each of which is named by its position among them. Bytes reach a
 /// member in the order in which they were sent to it.
 pub trait Connections: Send {
-    /// How many members there are, this one among them.
-    fn size(&self) -> usize;
+    /// Shows `action` what is still to be moved between this rank and another member.
+    fn with_queues(&mut self, member: usize, action: &mut dyn FnMut(&mut QueuePair));
 
-    /// What is still to be moved between this rank and another member; None for this rank itself.
-    fn queues(&self, member: usize) -> Option<&QueuePair>;
-
-    /// See [`Connections::queues`].
-    fn queues_mut(&mut self, member: usize) -> Option<&mut QueuePair>;
-
-    /// Has a segment sent. Returns a number that [`Connections::sent`] comes to when it is.
+    /// Has a segment sent. Returns the number that the first of [`Connections::moved`] comes to when it
+    /// is.
     fn send(&mut self, to: usize, part: IoSegment) -> u64 {
-        self.queues_mut(to).expect("no member talks to itself").sending.push(part)
-        // invariant
+        let (mut part, mut number) = (Some(part), 0);
+        self.with_queues(to, &mut |queues| {
+            number = part.take().map_or(0, |part| queues.sending.push(part));
+        });
+        number
     }
 
-    /// Has a segment filled with what `from` sends next. Returns a number that
-    /// [`Connections::received`] comes to when it is.
+    /// Has a segment filled with what `from` sends next. Returns the number that the second of
+    /// [`Connections::moved`] comes to when it is.
     fn receive(&mut self, from: usize, part: IoSegment) -> u64 {
-        self.queues_mut(from).expect("no member talks to itself").receiving.push(part)
-        // invariant
+        let (mut part, mut number) = (Some(part), 0);
+        self.with_queues(from, &mut |queues| {
+            number = part.take().map_or(0, |part| queues.receiving.push(part));
+        });
+        number
     }
 
-    /// How many segments to a member have been sent.
-    fn sent(&self, to: usize) -> u64 {
-        self.queues(to).map_or(0, |queues| queues.sending.done)
+    /// How many segments to a member have been sent, and how many from it have been filled.
+    fn moved(&mut self, member: usize) -> (u64, u64) {
+        let mut moved = (0, 0);
+        self.with_queues(member, &mut |queues| {
+            moved = (queues.sending.done, queues.receiving.done);
+        });
+        moved
     }
 
-    /// How many segments from a member have been filled.
-    fn received(&self, from: usize) -> u64 {
-        self.queues(from).map_or(0, |queues| queues.receiving.done)
-    }
-
-    /// Whether all segments are sent and received.
-    fn is_idle(&self) -> bool {
-        (0..self.size()).filter_map(|member| self.queues(member)).all(QueuePair::is_empty)
+    /// Whether all segments to and from a member are moved.
+    fn is_idle(&mut self, member: usize) -> bool {
+        let mut is_idle = true;
+        self.with_queues(member, &mut |queues| is_idle = queues.is_empty());
+        is_idle
     }
 
     /// Moves what can be moved now, or else as soon as something can, at most for `time`.
     fn progress(&mut self, time: Duration) -> Result<(), PeerDown>;
 
-    /// How a member has gone, if the connection to it is known to have ended.
+    /// How a member has gone, if that is known, and nothing more of it is to be received.
     fn disconnect_reason(&mut self, member: usize) -> Option<DisconnectReason>;
 
     /// Forgets all segments, and ends the connections. The others get `why` as the reason.
@@ -144,4 +129,6 @@ pub enum DisconnectReason {
     Ended,
     /// Something between it and this rank.
     OutOfReach(String),
+    /// It cannot be connected to: it has ended, well or not, or a firewall lies between.
+    Refused(String),
 }

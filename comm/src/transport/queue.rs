@@ -9,6 +9,8 @@ use crate::shm::io_segment::IoSegment;
 pub struct Queue {
     pub parts: VecDeque<IoSegment>,
     pub offset: usize,
+    /// Bytes that are not through.
+    pub bytes: usize,
     /// Segments that ever were in it, and those that are through.
     pub queued: u64,
     pub done: u64,
@@ -17,6 +19,7 @@ pub struct Queue {
 impl Queue {
     pub fn push(&mut self, part: IoSegment) -> u64 {
         self.queued += 1;
+        self.bytes += part.bytes().len();
         self.parts.push_back(part);
         self.skip(0);
         self.queued
@@ -25,6 +28,7 @@ impl Queue {
     /// `count` more bytes are through; empty parts are at once.
     pub fn skip(&mut self, count: usize) {
         self.offset += count;
+        self.bytes -= count;
         while let Some(first) =
             self.parts.front().filter(|first| first.bytes().len() <= self.offset)
         {
@@ -32,6 +36,28 @@ impl Queue {
             self.parts.pop_front();
             self.done += 1;
         }
+    }
+
+    /// The next bytes that are not through, at most `limit`, by segment.
+    pub fn slices(&self, limit: usize) -> impl Iterator<Item = &[u8]> {
+        let slices = self.parts.iter().scan((self.offset, limit), |(offset, left), part| {
+            let bytes = part.bytes().get(std::mem::take(offset)..).filter(|_| *left > 0)?;
+            let bytes = &bytes[..bytes.len().min(*left)];
+            *left -= bytes.len();
+            Some(bytes)
+        });
+        slices.filter(|bytes| !bytes.is_empty())
+    }
+
+    /// As [`Queue::slices`], to be filled.
+    pub fn slices_mut(&mut self, limit: usize) -> impl Iterator<Item = &mut [u8]> {
+        let slices = self.parts.iter_mut().scan((self.offset, limit), |(offset, left), part| {
+            let bytes = part.bytes_mut().get_mut(std::mem::take(offset)..).filter(|_| *left > 0)?;
+            let count = bytes.len().min(*left);
+            *left -= count;
+            Some(&mut bytes[..count])
+        });
+        slices.filter(|bytes| !bytes.is_empty())
     }
 }
 

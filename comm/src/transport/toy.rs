@@ -4,18 +4,22 @@
 use std::collections::HashMap;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::queue::QueuePair;
-use super::{CancelCheck, ConnectError, Connections, DisconnectReason, PeerDown, Transport};
+use super::{Connections, DisconnectReason, PeerDown, Transport};
 use crate::bootstrap::PeerInfo;
 use crate::env::Membership;
 
 struct ToyTransport {
     rank: usize,
-    listener: TcpListener,
     peers: Vec<SocketAddr>,
+    incoming: Arc<Incoming>,
+}
+
+struct Incoming {
+    listener: TcpListener,
     /// Connections that have come, by channel and rank.
     accepted: Mutex<HashMap<String, TcpStream>>,
 }
@@ -23,11 +27,11 @@ struct ToyTransport {
 pub fn open(membership: &Membership) -> Result<Box<dyn Transport>, String> {
     let listener = TcpListener::bind("127.0.0.1:0").map_err(|e| e.to_string())?;
     listener.set_nonblocking(true).map_err(|e| e.to_string())?;
-    let (peers, accepted) = (Vec::new(), Mutex::default());
-    Ok(Box::new(ToyTransport { rank: membership.rank, listener, peers, accepted }))
+    let incoming = Arc::new(Incoming { listener, accepted: Mutex::default() });
+    Ok(Box::new(ToyTransport { rank: membership.rank, peers: Vec::new(), incoming }))
 }
 
-impl ToyTransport {
+impl Incoming {
     fn accept(&self, name: &str) -> Option<TcpStream> {
         let mut accepted = self.accepted.lock().unwrap();
         while let Ok((mut stream, _)) = self.listener.accept() {
@@ -36,16 +40,18 @@ impl ToyTransport {
             stream.read_exact(&mut length).unwrap();
             let mut name = vec![0; length[0].into()];
             stream.read_exact(&mut name).unwrap();
+            stream.set_nonblocking(true).unwrap();
             accepted.insert(String::from_utf8(name).unwrap(), stream);
         }
         accepted.remove(name)
     }
+}
 
-    fn dial(&self, rank: usize, name: &str) -> io::Result<TcpStream> {
-        let mut stream = TcpStream::connect(self.peers[rank])?;
-        stream.write_all(&[&[name.len() as u8], name.as_bytes()].concat())?;
-        Ok(stream)
-    }
+fn dial(address: SocketAddr, name: &str) -> io::Result<TcpStream> {
+    let mut stream = TcpStream::connect(address)?;
+    stream.write_all(&[&[name.len() as u8], name.as_bytes()].concat())?;
+    stream.set_nonblocking(true)?;
+    Ok(stream)
 }
 
 impl Transport for ToyTransport {
@@ -55,7 +61,7 @@ impl Transport for ToyTransport {
 
     /// Other bytes than those of the transport "tcp": only this one understands them.
     fn address(&self) -> Vec<u8> {
-        let port = self.listener.local_addr().map_or(0, |address| address.port());
+        let port = self.incoming.listener.local_addr().map_or(0, |address| address.port());
         [b"toy".as_slice(), &port.to_be_bytes()].concat()
     }
 
@@ -70,66 +76,59 @@ impl Transport for ToyTransport {
         Ok(())
     }
 
+    /// Each sends over a connection of its own: nobody waits for anybody.
     fn connect(
         &self,
         channel: &str,
         members: &[usize],
         own: usize,
-        cancel_check: CancelCheck,
-    ) -> Result<Box<dyn Connections>, ConnectError> {
-        let mut peers = Vec::new();
-        for (member, &rank) in members.iter().enumerate() {
-            let stream = match member {
-                _ if member == own => None,
-                _ if member < own => {
-                    let dialed = self.dial(rank, &format!("{channel}/{}", self.rank));
-                    let lost = |error: io::Error| {
-                        let how = DisconnectReason::OutOfReach(error.to_string());
-                        ConnectError::PeerDown(PeerDown { member, how })
-                    };
-                    Some(dialed.map_err(lost)?)
-                }
-                _ => loop {
-                    if let Some(stream) = self.accept(&format!("{channel}/{rank}")) {
-                        break Some(stream);
-                    }
-                    cancel_check(&[member]).map_err(ConnectError::Cancelled)?;
-                    std::thread::sleep(Duration::from_millis(1));
-                },
-            };
-            peers.push(stream.map(|stream| {
-                stream.set_nonblocking(true).unwrap();
-                (stream, QueuePair::default())
-            }));
-        }
-        Ok(Box::new(ToyConnections { peers }))
-    }
-
-    fn have_connected(&self, _: &str, _: &[usize], _: usize) -> bool {
-        false
+    ) -> Result<Box<dyn Connections>, PeerDown> {
+        let peer = |(member, &rank): (usize, &usize)| {
+            if member == own {
+                return Ok(None);
+            }
+            let out = dial(self.peers[rank], &format!("{channel}/{}", self.rank));
+            let lost = |error: io::Error| DisconnectReason::OutOfReach(error.to_string());
+            let out = out.map_err(|error| PeerDown { member, how: lost(error) })?;
+            let (name, queues) = (format!("{channel}/{rank}"), QueuePair::default());
+            Ok(Some(Peer { name, out, input: None, queues }))
+        };
+        let peers = members.iter().enumerate().map(peer).collect::<Result<_, _>>()?;
+        Ok(Box::new(ToyConnections { incoming: Arc::clone(&self.incoming), peers }))
     }
 }
 
 struct ToyConnections {
-    peers: Vec<Option<(TcpStream, QueuePair)>>,
+    incoming: Arc<Incoming>,
+    peers: Vec<Option<Peer>>,
+}
+
+struct Peer {
+    /// That of the connection that it sends over.
+    name: String,
+    out: TcpStream,
+    input: Option<TcpStream>,
+    queues: QueuePair,
 }
 
 impl ToyConnections {
     fn progress_now(&mut self) -> Result<bool, PeerDown> {
         let mut moved = false;
         for (member, peer) in self.peers.iter_mut().enumerate() {
-            let Some((stream, queues)) = peer else { continue };
+            let Some(Peer { name, out, input, queues }) = peer else { continue };
             let down = |how| PeerDown { member, how };
             while let Some(part) = queues.sending.parts.front() {
-                match stream.write(&part.bytes()[queues.sending.offset..]) {
+                match out.write(&part.bytes()[queues.sending.offset..]) {
                     Ok(count) => queues.sending.skip(count),
                     Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                     Err(_) => return Err(down(DisconnectReason::Ended)),
                 }
                 moved = true;
             }
+            *input = input.take().or_else(|| self.incoming.accept(name));
+            let Some(input) = input else { continue };
             while let Some(part) = queues.receiving.parts.front_mut() {
-                match stream.read(&mut part.bytes_mut()[queues.receiving.offset..]) {
+                match input.read(&mut part.bytes_mut()[queues.receiving.offset..]) {
                     Ok(0) => return Err(down(DisconnectReason::Ended)),
                     Ok(count) => queues.receiving.skip(count),
                     Err(error) if error.kind() == ErrorKind::WouldBlock => break,
@@ -143,16 +142,8 @@ impl ToyConnections {
 }
 
 impl Connections for ToyConnections {
-    fn size(&self) -> usize {
-        self.peers.len()
-    }
-
-    fn queues(&self, member: usize) -> Option<&QueuePair> {
-        self.peers[member].as_ref().map(|(_, queues)| queues)
-    }
-
-    fn queues_mut(&mut self, member: usize) -> Option<&mut QueuePair> {
-        self.peers[member].as_mut().map(|(_, queues)| queues)
+    fn with_queues(&mut self, member: usize, action: &mut dyn FnMut(&mut QueuePair)) {
+        action(&mut self.peers[member].as_mut().unwrap().queues);
     }
 
     fn progress(&mut self, time: Duration) -> Result<(), PeerDown> {
@@ -168,9 +159,9 @@ impl Connections for ToyConnections {
     }
 
     fn abort(&mut self, _: &str) {
-        for (stream, queues) in self.peers.iter_mut().flatten() {
-            let _ = stream.shutdown(std::net::Shutdown::Both);
-            *queues = QueuePair::default();
+        for peer in self.peers.iter_mut().flatten() {
+            let _ = peer.out.shutdown(std::net::Shutdown::Both);
+            peer.queues = QueuePair::default();
         }
     }
 

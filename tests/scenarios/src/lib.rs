@@ -4,6 +4,7 @@
 mod arguments;
 mod buckets;
 mod collectives;
+mod connections;
 mod failures;
 pub mod fakes;
 mod groups;
@@ -32,6 +33,7 @@ const FILES: &[registry::File] = &[
     ("arguments", arguments::SCENARIOS),
     ("buckets", buckets::SCENARIOS),
     ("collectives", collectives::SCENARIOS),
+    ("connections", connections::SCENARIOS),
     ("groups", groups::SCENARIOS),
     ("hangs", hangs::SCENARIOS),
     ("leaks", leaks::SCENARIOS),

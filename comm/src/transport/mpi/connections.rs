@@ -15,9 +15,7 @@ use super::session::{
 use crate::bootstrap::PeerInfo;
 use crate::env::Membership;
 use crate::transport::queue::QueuePair;
-use crate::transport::{
-    CancelCheck, ConnectError, Connections, DisconnectReason, PeerDown, Transport,
-};
+use crate::transport::{Connections, DisconnectReason, PeerDown, Transport};
 
 /// The most bytes of one message, and how many messages to and from a member are under way at most.
 const CHUNK: usize = 256 << 10;
@@ -58,8 +56,7 @@ impl Transport for MpiTransport {
         channel: &str,
         members: &[usize],
         own: usize,
-        _: CancelCheck,
-    ) -> Result<Box<dyn Connections>, ConnectError> {
+    ) -> Result<Box<dyn Connections>, PeerDown> {
         let others = (0..members.len()).filter(|&member| member != own);
         let linked = with_session(|session| {
             let tag = session.new_tag()?;
@@ -77,26 +74,13 @@ impl Transport for MpiTransport {
             }
             Ok(tag)
         });
-        let tag = linked.map_err(|error| {
-            ConnectError::PeerDown(PeerDown {
-                member: others.clone().next().unwrap_or(own),
-                how: DisconnectReason::OutOfReach(error),
-            })
+        let tag = linked.map_err(|error| PeerDown {
+            member: others.clone().next().unwrap_or(own),
+            how: DisconnectReason::OutOfReach(error),
         })?;
         let peer = |member: usize| (member != own).then(|| Peer::new(members[member] as c_int));
         let peers = (0..members.len()).map(peer).collect();
         Ok(Box::new(MpiConnections { channel: channel.into(), tag, peers, has_ended: false }))
-    }
-
-    fn have_connected(&self, channel: &str, members: &[usize], own: usize) -> bool {
-        let all = with_session(|session| {
-            session.progress()?;
-            let has_come =
-                |&rank: &usize| session.tags.contains_key(&(rank as c_int, channel.to_string()));
-            Ok(members[own + 1..].iter().all(has_come))
-        });
-        // What is wrong with MPI is said by whoever links.
-        all.unwrap_or(true)
     }
 }
 
@@ -285,16 +269,10 @@ impl MpiConnections {
 }
 
 impl Connections for MpiConnections {
-    fn size(&self) -> usize {
-        self.peers.len()
-    }
-
-    fn queues(&self, member: usize) -> Option<&QueuePair> {
-        self.peers[member].as_ref().map(|peer| &peer.queues)
-    }
-
-    fn queues_mut(&mut self, member: usize) -> Option<&mut QueuePair> {
-        self.peers[member].as_mut().map(|peer| &mut peer.queues)
+    fn with_queues(&mut self, member: usize, action: &mut dyn FnMut(&mut QueuePair)) {
+        if let Some(peer) = &mut self.peers[member] {
+            action(&mut peer.queues);
+        }
     }
 
     fn progress(&mut self, time: Duration) -> Result<(), PeerDown> {

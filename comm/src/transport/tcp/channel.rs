@@ -1,0 +1,54 @@
+//! What goes between two processes in one channel.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::waker::Waker;
+use crate::transport::queue::QueuePair;
+use crate::transport::DisconnectReason;
+
+/// Bytes that a channel takes from its sender before its receiver expects any.
+pub const WINDOW: u64 = 4 << 20;
+
+pub struct Channel {
+    pub queues: QueuePair,
+    /// Bytes in frames that have begun, and how many the other process takes in all.
+    pub sent: u64,
+    pub limit: u64,
+    /// Bytes that have come, and how many the other process may send in all.
+    pub arrived: u64,
+    pub granted: u64,
+    /// What came before it was expected.
+    pub kept: VecDeque<u8>,
+    /// How this rank, and the other, has left the channel; that one after so many bytes.
+    pub own_end: Option<DisconnectReason>,
+    pub end: Option<(DisconnectReason, u64)>,
+    /// Nobody expects anything more here.
+    pub is_closed: bool,
+    pub waker: Option<Arc<Waker>>,
+}
+
+impl Default for Channel {
+    fn default() -> Self {
+        Self {
+            queues: QueuePair::default(),
+            sent: 0,
+            limit: WINDOW,
+            arrived: 0,
+            granted: WINDOW,
+            kept: VecDeque::new(),
+            own_end: None,
+            end: None,
+            is_closed: false,
+            waker: None,
+        }
+    }
+}
+
+impl Channel {
+    pub fn wake(&self) {
+        if let Some(waker) = &self.waker {
+            waker.wake();
+        }
+    }
+}

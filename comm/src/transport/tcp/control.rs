@@ -1,0 +1,108 @@
+//! The two sockets between processes, and the notices that go over the second.
+
+use std::io;
+use std::net::TcpStream;
+use std::sync::Arc;
+
+use nix::sys::socket::{setsockopt, sockopt};
+
+use crate::transport::DisconnectReason;
+
+/// A socket that is idle for so many seconds is probed, at such an interval, and is broken when so many
+/// probes were not answered, or when a notice was not acknowledged for as long as that takes.
+const PROBE_AFTER: u32 = 4;
+const PROBE_INTERVAL: u32 = 2;
+const PROBES: u32 = 3;
+
+/// A channel's number: a hash of its name.
+pub type ChannelId = u64;
+
+#[derive(Clone)]
+pub struct Sockets {
+    pub data: Arc<TcpStream>,
+    pub control: Arc<TcpStream>,
+}
+
+impl Sockets {
+    pub fn new(data: TcpStream, control: TcpStream) -> io::Result<Self> {
+        data.set_nodelay(true)?;
+        control.set_nodelay(true)?;
+        watch(&control)?;
+        data.set_nonblocking(true)?;
+        control.set_nonblocking(true)?;
+        Ok(Self { data: Arc::new(data), control: Arc::new(control) })
+    }
+}
+
+/// Has the kernel report within ten seconds that the other machine cannot be reached any more.
+pub fn watch(control: &TcpStream) -> io::Result<()> {
+    setsockopt(control, sockopt::KeepAlive, &true)?;
+    setsockopt(control, sockopt::TcpKeepIdle, &PROBE_AFTER)?;
+    setsockopt(control, sockopt::TcpKeepInterval, &PROBE_INTERVAL)?;
+    setsockopt(control, sockopt::TcpKeepCount, &PROBES)?;
+    let most = 1000 * (PROBE_AFTER + PROBES * PROBE_INTERVAL);
+    Ok(setsockopt(control, sockopt::TcpUserTimeout, &most)?)
+}
+
+/// How the other process has gone, if this is what its socket says.
+pub fn reason(error: &io::Error) -> DisconnectReason {
+    match error.kind() {
+        io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => DisconnectReason::Ended,
+        _ => DisconnectReason::OutOfReach(error.to_string()),
+    }
+}
+
+/// What one process tells the other about a channel.
+pub enum Notice {
+    /// How many bytes the other may send in all.
+    Limit(u64),
+    /// How it has left the channel, in which it has sent so many bytes.
+    End(DisconnectReason, u64),
+}
+
+/// Bytes before the text: the channel, a number, the kind and the length of the text (u32),
+/// little-endian.
+const HEAD: usize = 21;
+const LIMIT: u8 = 0;
+const LEFT: u8 = 1;
+const FAILED: u8 = 2;
+
+impl Notice {
+    pub fn encode(&self, channel: ChannelId, out: &mut Vec<u8>) {
+        let (kind, number, text) = match self {
+            Self::Limit(limit) => (LIMIT, limit, ""),
+            Self::End(DisconnectReason::Left, sent) => (LEFT, sent, ""),
+            Self::End(DisconnectReason::Ended, sent) => (FAILED, sent, ""),
+            Self::End(
+                DisconnectReason::Failed(why)
+                | DisconnectReason::OutOfReach(why)
+                | DisconnectReason::Refused(why),
+                sent,
+            ) => (FAILED, sent, &why[..]),
+        };
+        out.extend(channel.to_le_bytes());
+        out.extend(number.to_le_bytes());
+        out.push(kind);
+        out.extend((text.len() as u32).to_le_bytes());
+        out.extend(text.as_bytes());
+    }
+
+    /// Takes the next notice, once all of it is there.
+    pub fn decode(bytes: &mut Vec<u8>) -> Option<(ChannelId, Self)> {
+        let (channel, rest) = bytes.split_first_chunk()?;
+        let (number, rest) = rest.split_first_chunk()?;
+        let (&[kind], rest) = rest.split_first_chunk()?;
+        let (length, rest) = rest.split_first_chunk()?;
+        let length = u32::from_le_bytes(*length) as usize;
+        let text = String::from_utf8_lossy(rest.get(..length)?).into_owned();
+        let (channel, number) = (u64::from_le_bytes(*channel), u64::from_le_bytes(*number));
+        bytes.drain(..HEAD + length);
+        let notice = match kind {
+            LIMIT => Self::Limit(number),
+            LEFT => Self::End(DisconnectReason::Left, number),
+            _ if text.is_empty() => Self::End(DisconnectReason::Ended, number),
+            _ => Self::End(DisconnectReason::Failed(text), number),
+        };
+        Some((channel, notice))
+    }
+}

@@ -1,0 +1,267 @@
+//! Connections over TCP.
+//!
+//! | file | subject |
+//! |---|---|
+//! | `endpoint` | this process' end of all connections: making and accepting them |
+//! | `pair` | the connection with one other process: how its channels share it |
+//! | `channel`, `frame` | what goes between them in one channel, and how it is cut |
+//! | `control` | its sockets, and what the processes tell each other about channels |
+//! | `waker` | wakes a thread that waits for a channel |
+
+mod channel;
+mod control;
+mod endpoint;
+mod frame;
+mod pair;
+#[cfg(test)]
+mod tests;
+mod waker;
+
+use std::hash::Hasher;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+
+use super::queue::QueuePair;
+use super::{Connections, DisconnectReason, PeerDown, Transport};
+use crate::bootstrap::PeerInfo;
+use crate::env::{Membership, Rendezvous};
+use crate::net::local_address_for;
+use crate::settings::{self, LOCAL_ADDRESS};
+use crate::store::Address;
+use control::ChannelId;
+use endpoint::Endpoint;
+use pair::Waits;
+use waker::Waker;
+
+/// How long a thread sleeps at most that cannot be woken, as there are no file descriptors left.
+const UNWOKEN_SLEEP: Duration = Duration::from_millis(1);
+
+struct TcpTransport {
+    endpoint: Arc<Endpoint>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Begins to listen for ranks on other nodes: at FLOW_LOCAL_ADDR, else at the address from which this
+/// host reaches the store.
+pub fn open(membership: &Membership) -> Result<Box<dyn Transport>, String> {
+    let (Rendezvous::Server { address, token } | Rendezvous::RankZero { address, token }) =
+        &membership.rendezvous
+    else {
+        return Err("the transport tcp needs a store with a token, which MPI does not give".into());
+    };
+    let own: IpAddr = match (settings::local_address(), address) {
+        (Some(name), _) => (name.trim_matches(['[', ']']), 0_u16)
+            .to_socket_addrs()
+            .ok()
+            .and_then(|mut addresses| Some(addresses.next()?.ip()))
+            .ok_or_else(|| {
+                format!("{LOCAL_ADDRESS}={name:?}: must be an address, or a name, of this host")
+            })?,
+        (None, Address::Unix(_)) => Ipv4Addr::LOCALHOST.into(),
+        (None, Address::Tcp(store)) => {
+            local_address_for(store).map_err(|e| format!("no way to the store at {store}: {e}"))?
+        }
+    };
+    let (rank, size) = (membership.rank, membership.world_size);
+    let (endpoint, thread) = Endpoint::open(rank, size, own, token).map_err(|e| {
+        format!(
+            "cannot listen at {own} for other nodes: {e}; set {LOCAL_ADDRESS} to an address of \
+             this host"
+        )
+    })?;
+    Ok(Box::new(TcpTransport { endpoint, thread: Some(thread) }))
+}
+
+impl Transport for TcpTransport {
+    fn name(&self) -> &'static str {
+        "tcp"
+    }
+
+    fn address(&self) -> Vec<u8> {
+        self.endpoint.address().to_string().into_bytes()
+    }
+
+    fn set_peers(&mut self, peers: &[PeerInfo], own: &PeerInfo) -> Result<(), String> {
+        let address = |(rank, peer): (usize, &PeerInfo)| {
+            let text = String::from_utf8_lossy(&peer.address);
+            match text.parse::<SocketAddr>() {
+                Ok(address) if address.ip().is_loopback() && peer.host_id != own.host_id => {
+                    Err(format!(
+                        "rank {rank} on {} says that it is at {address}, where only its own host \
+                         can reach it: set {LOCAL_ADDRESS} there to the address of its network",
+                        peer.host
+                    ))
+                }
+                Ok(address) => Ok(address),
+                Err(_) if text.is_empty() => Err(format!(
+                    "rank {rank} on {} takes its node for the only one: check its LOCAL_WORLD_SIZE",
+                    peer.host
+                )),
+                Err(_) => Err(format!(
+                    "malformed address of rank {rank} on {}: got {text:?}; do all ranks use the \
+                     same transport?",
+                    peer.host
+                )),
+            }
+        };
+        let addresses = peers.iter().enumerate().map(address).collect::<Result<_, _>>()?;
+        // Ranks are told once.
+        let _ = self.endpoint.addresses.set(addresses);
+        Ok(())
+    }
+
+    fn connect(
+        &self,
+        channel: &str,
+        members: &[usize],
+        own: usize,
+    ) -> Result<Box<dyn Connections>, PeerDown> {
+        let mut hasher = fnv::FnvHasher::default();
+        hasher.write(channel.as_bytes());
+        let (id, waker) = (hasher.finish(), Arc::<Waker>::default());
+        let others = (0..members.len()).filter(|&member| member != own);
+        for member in others.clone() {
+            self.endpoint.pair(members[member]).open(id, &waker);
+        }
+        Ok(Box::new(TcpConnections {
+            endpoint: Arc::clone(&self.endpoint),
+            id,
+            others: others.map(|member| (member, members[member])).collect(),
+            ranks: members.to_vec(),
+            waker,
+            events: 0,
+        }))
+    }
+}
+
+impl Drop for TcpTransport {
+    fn drop(&mut self) {
+        self.endpoint.close();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// A channel between some ranks.
+struct TcpConnections {
+    endpoint: Arc<Endpoint>,
+    id: ChannelId,
+    /// The members' ranks in the job, and the other members with theirs.
+    ranks: Vec<usize>,
+    others: Vec<(usize, usize)>,
+    waker: Arc<Waker>,
+    /// Those of the waker that were seen.
+    events: u64,
+}
+
+impl TcpConnections {
+    /// Moves what can be moved now; whether that was anything. Connects where there is something to
+    /// send and, for a thread that `waits`, where something is to come. Adds the sockets to wait for
+    /// to `sleeps`.
+    fn progress_now(
+        &mut self,
+        waits: bool,
+        sleeps: &mut Vec<(Arc<std::net::TcpStream>, Waits)>,
+    ) -> Result<bool, PeerDown> {
+        let events = self.waker.events();
+        let mut moved = std::mem::replace(&mut self.events, events) != events;
+        for &(member, rank) in &self.others {
+            let mut pair = self.endpoint.pair(rank);
+            let queues = pair.queues(self.id);
+            if !queues.sending.parts.is_empty() || waits && !queues.receiving.parts.is_empty() {
+                self.endpoint.connect(rank, &mut pair);
+            }
+            let progress = pair.progress(self.id).map_err(|how| PeerDown { member, how })?;
+            if pair.has_notices() {
+                self.endpoint.ring();
+            }
+            moved |= progress.moved;
+            sleeps.extend(progress.waits);
+        }
+        Ok(moved)
+    }
+
+    fn end(&mut self, how: &DisconnectReason) {
+        for &(_, rank) in &self.others {
+            self.endpoint.pair(rank).end(self.id, how);
+        }
+    }
+
+    fn close(&mut self) {
+        for &(_, rank) in &self.others {
+            let mut pair = self.endpoint.pair(rank);
+            pair.close(self.id);
+            if pair.has_orphan() || pair.has_notices() {
+                self.endpoint.ring();
+            }
+        }
+    }
+}
+
+impl Connections for TcpConnections {
+    fn with_queues(&mut self, member: usize, action: &mut dyn FnMut(&mut QueuePair)) {
+        action(self.endpoint.pair(self.ranks[member]).queues(self.id));
+    }
+
+    fn progress(&mut self, time: Duration) -> Result<(), PeerDown> {
+        let waits = !time.is_zero();
+        if self.progress_now(waits, &mut Vec::new())? || !waits {
+            return Ok(());
+        }
+        let waker = Arc::clone(&self.waker);
+        let fd = waker.fall_asleep();
+        let mut sleeps = Vec::with_capacity(self.others.len());
+        // What another thread has done before the waker was asked for.
+        let moved = self.progress_now(waits, &mut sleeps);
+        if let Ok(false) = moved {
+            let time = fd.as_ref().map_or(time.min(UNWOKEN_SLEEP), |_| time);
+            let mut fds: Vec<PollFd> = fd.iter().map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
+            for (data, waits) in &sleeps {
+                let mut events = PollFlags::empty();
+                events.set(PollFlags::IN, waits.read);
+                events.set(PollFlags::OUT, waits.write);
+                fds.push(PollFd::new(&**data, events));
+            }
+            let time =
+                Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) };
+            // The caller looks in any case.
+            let _ = rustix::event::poll(&mut fds, Some(&time));
+        }
+        waker.wake_up();
+        if !moved? {
+            self.progress_now(waits, &mut Vec::new())?;
+        }
+        Ok(())
+    }
+
+    /// Connects, so that the next call sees whether the member is there.
+    fn disconnect_reason(&mut self, member: usize) -> Option<DisconnectReason> {
+        let rank = self.ranks[member];
+        let mut pair = self.endpoint.pair(rank);
+        self.endpoint.connect(rank, &mut pair);
+        pair.reason(self.id)
+    }
+
+    fn abort(&mut self, why: &str) {
+        self.end(&match why {
+            "" => DisconnectReason::Ended,
+            why => DisconnectReason::Failed(why.into()),
+        });
+        self.close();
+    }
+
+    fn shutdown(&mut self) {
+        self.end(&DisconnectReason::Left);
+    }
+}
+
+impl Drop for TcpConnections {
+    fn drop(&mut self) {
+        self.abort("");
+    }
+}

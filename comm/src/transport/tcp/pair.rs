@@ -1,0 +1,466 @@
+//! The connection of this process with another one, which all their groups share.
+//!
+//! It consists of two sockets. Over the *data* socket go frames, each the next bytes of a channel. The
+//! thread that waits for a channel moves its bytes. It reads whatever comes before them: bytes of
+//! another channel go where that expects them, or are kept until it does. A channel keeps at most
+//! [`WINDOW`] bytes, because its sender may only send so many more than the receiver expects: the
+//! receiver tells it the limit. A limit and the end of a channel go over the *control* socket, which the
+//! endpoint's thread reads, so they arrive whatever the program does, and however full the data socket
+//! is.
+//!
+//! The control socket is nearly always idle, so the kernel's keep-alive reports within ten seconds that
+//! the other machine, or the network, is gone; a process that is merely slow, or stopped, is alive to it.
+//! (`TCP_USER_TIMEOUT` on the data would take a stopped reader for dead.) The sizes of buffers are left to
+//! the kernel, which adapts them up to a larger bound than it grants to those who ask.
+
+use std::collections::{HashMap, VecDeque};
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::channel::{Channel, WINDOW};
+use super::control::{self, ChannelId, Notice, Sockets};
+use super::frame::{Incoming, Outgoing, HEADER, READ_AHEAD};
+use super::waker::Waker;
+use crate::transport::queue::QueuePair;
+use crate::transport::DisconnectReason;
+
+/// The most bytes of a frame: other channels' come between two.
+const MAX_FRAME: usize = 1 << 20;
+/// Segments that one call to the kernel moves.
+const MAX_SEGMENTS: usize = 64;
+/// How long the notice of a channel's end may be behind the end of the data.
+const CLOSE_TIMEOUT: Duration = Duration::from_millis(200);
+/// How long what a process has sent before it went may stay away.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
+
+#[derive(Default)]
+pub struct Pair {
+    pub state: State,
+    channels: HashMap<ChannelId, Channel, fnv::FnvBuildHasher>,
+    outgoing: Outgoing,
+    incoming: Incoming,
+    /// What the control socket has brought of a notice, and what it is still to take.
+    control_in: Vec<u8>,
+    control_out: Vec<u8>,
+    /// Since when the data socket brings, and takes, nothing more.
+    read_end: Option<Instant>,
+    write_end: Option<Instant>,
+    /// How the control socket has ended, and since when nothing has come from then on.
+    control_end: Option<(DisconnectReason, Instant)>,
+}
+
+#[derive(Default)]
+pub enum State {
+    #[default]
+    Unconnected,
+    Connecting,
+    Connected(Sockets),
+    Down(DisconnectReason),
+}
+
+/// What [`Pair::progress`] has come to.
+#[derive(Default)]
+pub struct Progress {
+    pub moved: bool,
+    /// The socket that has nothing to read, or no room.
+    pub waits: Option<(Arc<TcpStream>, Waits)>,
+}
+
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+pub struct Waits {
+    pub read: bool,
+    pub write: bool,
+}
+
+impl Pair {
+    pub fn connected(&mut self, sockets: Sockets) {
+        self.state = State::Connected(sockets);
+        let ended = self
+            .channels
+            .iter()
+            .filter_map(|(&id, channel)| Some((id, channel.sent, channel.own_end.clone()?)));
+        let notices: Vec<_> = ended.map(|(id, sent, how)| (id, Notice::End(how, sent))).collect();
+        notices.into_iter().for_each(|(id, notice)| self.notify(id, &notice));
+        self.wake_all();
+    }
+
+    pub fn down(&mut self, how: DisconnectReason) {
+        self.state = State::Down(how);
+        self.wake_all();
+    }
+
+    fn wake_all(&self) {
+        self.channels.values().for_each(Channel::wake);
+    }
+
+    fn sockets(&self) -> Option<Sockets> {
+        match &self.state {
+            State::Connected(sockets) => Some(sockets.clone()),
+            _ => None,
+        }
+    }
+
+    /// Takes part in a channel; `waker` is called when another thread has something for it.
+    pub fn open(&mut self, id: ChannelId, waker: &Arc<Waker>) {
+        self.channels.entry(id).or_default().waker = Some(Arc::clone(waker));
+    }
+
+    pub fn queues(&mut self, id: ChannelId) -> &mut QueuePair {
+        &mut self.channels.entry(id).or_default().queues
+    }
+
+    /// Tells the other process how this rank leaves the channel; the first time counts.
+    pub fn end(&mut self, id: ChannelId, how: &DisconnectReason) {
+        let channel = self.channels.entry(id).or_default();
+        if channel.own_end.is_none() {
+            channel.own_end = Some(how.clone());
+            let notice = Notice::End(how.clone(), channel.sent);
+            self.notify(id, &notice);
+        }
+    }
+
+    /// Forgets a channel's segments: from now on nobody touches their memory.
+    pub fn close(&mut self, id: ChannelId) {
+        let channel = self.channels.entry(id).or_default();
+        if self.outgoing.channel == id && self.outgoing.orphan.is_empty() {
+            let rest = channel.queues.sending.slices(self.outgoing.rest);
+            self.outgoing.orphan = rest.flatten().copied().collect();
+        }
+        channel.queues = QueuePair::default();
+        channel.kept = VecDeque::new();
+        channel.is_closed = true;
+        channel.waker = None;
+    }
+
+    /// Moves what can be moved now.
+    ///
+    /// # Errors
+    /// Something is due in the channel that will not come, or go, any more.
+    pub fn progress(&mut self, id: ChannelId) -> Result<Progress, DisconnectReason> {
+        let mut progress = Progress { moved: self.take_kept(id), waits: None };
+        if let Some(Sockets { data, .. }) = self.sockets() {
+            let mut waits = Waits::default();
+            progress.moved |= self.flush(id, &data, &mut waits);
+            progress.moved |= self.fill(id, &data, &mut waits);
+            progress.moved |= self.take_kept(id);
+            if waits != Waits::default() {
+                progress.waits = Some((data, waits));
+            }
+        }
+        self.grant(id);
+        match self.reason_of_due(id) {
+            Some(how) => Err(how),
+            None => Ok(progress),
+        }
+    }
+
+    /// Gives the receiver what was kept.
+    fn take_kept(&mut self, id: ChannelId) -> bool {
+        let channel = self.channels.entry(id).or_default();
+        let (kept, receiving) = (&mut channel.kept, &mut channel.queues.receiving);
+        let mut moved = false;
+        while !kept.is_empty() && !receiving.parts.is_empty() {
+            let count = kept.len().min(receiving.bytes);
+            for slice in receiving.slices_mut(count) {
+                // A VecDeque is a reader that never fails.
+                let _ = kept.read_exact(slice);
+            }
+            receiving.skip(count);
+            moved = true;
+        }
+        if kept.is_empty() {
+            *kept = VecDeque::new();
+        }
+        moved
+    }
+
+    /// Writes the frame under way, whosever it is, then frames of this channel.
+    fn flush(&mut self, id: ChannelId, data: &TcpStream, waits: &mut Waits) -> bool {
+        let mut moved = false;
+        while self.write_end.is_none() {
+            if self.outgoing.is_through() {
+                let Some(channel) = self.channels.get_mut(&id) else { break };
+                let credit = usize::try_from(channel.limit - channel.sent).unwrap_or(usize::MAX);
+                let count = channel.queues.sending.bytes.min(credit).min(MAX_FRAME);
+                if count == 0 {
+                    break;
+                }
+                channel.sent += count as u64;
+                self.outgoing = Outgoing::new(id, count);
+            } else if !self.is_sending(id) && self.outgoing.channel != id {
+                // Its own thread, or the endpoint's, sends the rest of another channel's frame.
+                break;
+            }
+            match self.write(data) {
+                Ok(()) => moved = true,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    waits.write = true;
+                    break;
+                }
+                Err(_) => self.write_end = Some(Instant::now()),
+            }
+        }
+        moved
+    }
+
+    fn is_sending(&self, id: ChannelId) -> bool {
+        self.channels.get(&id).is_some_and(|channel| !channel.queues.sending.parts.is_empty())
+    }
+
+    fn write(&mut self, mut data: &TcpStream) -> io::Result<()> {
+        let Self { outgoing, channels, .. } = self;
+        let channel = channels.entry(outgoing.channel).or_default();
+        let mut slices = [IoSlice::new(&[]); MAX_SEGMENTS];
+        let mut count = 0;
+        let (first, second) = outgoing.orphan.as_slices();
+        let own = [&outgoing.header[outgoing.begun..], first, second];
+        let segments = match outgoing.orphan.is_empty() {
+            true => Some(channel.queues.sending.slices(outgoing.rest)),
+            false => None,
+        };
+        let parts = own.into_iter().filter(|part| !part.is_empty());
+        for (slice, part) in slices.iter_mut().zip(parts.chain(segments.into_iter().flatten())) {
+            *slice = IoSlice::new(part);
+            count += 1;
+        }
+        let written = data.write_vectored(&slices[..count])?;
+        let head = written.min(HEADER - outgoing.begun);
+        outgoing.begun += head;
+        let body = written - head;
+        outgoing.rest -= body;
+        if outgoing.orphan.is_empty() {
+            channel.queues.sending.skip(body);
+            channel.wake();
+        } else {
+            outgoing.orphan.drain(..body);
+        }
+        Ok(())
+    }
+
+    /// Writes the rest of a frame whose channel is closed. Whether there is more of it.
+    pub fn flush_orphan(&mut self) -> bool {
+        if let Some(Sockets { data, .. }) = self.sockets() {
+            while self.has_orphan() {
+                match self.write(&data) {
+                    Ok(()) => {}
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => return true,
+                    Err(_) => self.write_end = Some(Instant::now()),
+                }
+            }
+        }
+        false
+    }
+
+    pub fn has_orphan(&self) -> bool {
+        !self.outgoing.orphan.is_empty() && self.write_end.is_none()
+    }
+
+    /// Reads while the channel expects something.
+    fn fill(&mut self, id: ChannelId, data: &TcpStream, waits: &mut Waits) -> bool {
+        let mut moved = false;
+        // Nobody is woken for what was read ahead, so it must not stay there.
+        while self.read_end.is_none() && (self.is_receiving(id) || self.incoming.is_complete()) {
+            match self.read(data) {
+                Ok(true) => moved = true,
+                Ok(false) => self.read_end = Some(Instant::now()),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    waits.read = true;
+                    break;
+                }
+                Err(_) => self.read_end = Some(Instant::now()),
+            }
+        }
+        if let (true, Some((_, last_receive))) = (moved, &mut self.control_end) {
+            *last_receive = Instant::now();
+        }
+        moved
+    }
+
+    fn is_receiving(&self, id: ChannelId) -> bool {
+        self.channels.get(&id).is_some_and(|channel| !channel.queues.receiving.parts.is_empty())
+    }
+
+    /// Takes what was read ahead, or reads more; false at the end.
+    fn read(&mut self, mut data: &TcpStream) -> io::Result<bool> {
+        let Self { incoming, channels, .. } = self;
+        if incoming.rest == 0 {
+            if let Some((id, rest)) = incoming.take_header() {
+                (incoming.channel, incoming.rest) = (id, rest);
+                return Ok(true);
+            }
+            return incoming.read_ahead(data);
+        }
+        let channel = channels.entry(incoming.channel).or_default();
+        let expected = if channel.is_closed { 0 } else { channel.queues.receiving.bytes };
+        // What is kept goes first.
+        let expected = if channel.kept.is_empty() { expected.min(incoming.rest) } else { 0 };
+        if incoming.buffer.is_empty() && expected == 0 && !incoming.read_ahead(data)? {
+            return Ok(false);
+        }
+        if !incoming.buffer.is_empty() {
+            let count = incoming.rest.min(incoming.buffer.len());
+            let direct = count.min(expected);
+            for slice in channel.queues.receiving.slices_mut(direct) {
+                // It is as long.
+                let _ = incoming.buffer.read_exact(slice);
+            }
+            channel.queues.receiving.skip(direct);
+            let others = incoming.buffer.drain(..count - direct);
+            if !channel.is_closed {
+                channel.kept.extend(others);
+            }
+            incoming.rest -= count;
+            channel.arrived += count as u64;
+            channel.wake();
+            return Ok(true);
+        }
+        let mut ahead = [0; READ_AHEAD];
+        let mut slices: [IoSliceMut<'_>; MAX_SEGMENTS] =
+            std::array::from_fn(|_| IoSliceMut::new(&mut []));
+        let (mut count, mut room) = (0, 0);
+        for (slice, part) in
+            slices[..MAX_SEGMENTS - 1].iter_mut().zip(channel.queues.receiving.slices_mut(expected))
+        {
+            room += part.len();
+            *slice = IoSliceMut::new(part);
+            count += 1;
+        }
+        if room == incoming.rest {
+            slices[count] = IoSliceMut::new(&mut ahead);
+            count += 1;
+        }
+        let read = data.read_vectored(&mut slices[..count])?;
+        let body = read.min(room);
+        channel.queues.receiving.skip(body);
+        channel.arrived += body as u64;
+        channel.wake();
+        incoming.rest -= body;
+        incoming.buffer.extend(&ahead[..read - body]);
+        Ok(read > 0)
+    }
+
+    /// Tells the sender of a channel how much it may send.
+    fn grant(&mut self, id: ChannelId) {
+        let Some(channel) = self.channels.get_mut(&id).filter(|channel| !channel.is_closed) else {
+            return;
+        };
+        let taken = channel.arrived - channel.kept.len() as u64;
+        let limit = taken + channel.queues.receiving.bytes as u64 + WINDOW;
+        if limit >= channel.granted + WINDOW / 2 && matches!(self.state, State::Connected(_)) {
+            channel.granted = limit;
+            self.notify(id, &Notice::Limit(limit));
+        }
+    }
+
+    fn notify(&mut self, id: ChannelId, notice: &Notice) {
+        if matches!(self.state, State::Connected(_)) {
+            notice.encode(id, &mut self.control_out);
+            self.flush_control();
+        }
+    }
+
+    /// Writes notices. Whether there are more.
+    pub fn flush_control(&mut self) -> bool {
+        let Some(Sockets { control, .. }) = self.sockets() else { return false };
+        while !self.control_out.is_empty() {
+            match (&*control).write(&self.control_out) {
+                Ok(count) => drop(self.control_out.drain(..count)),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return true,
+                // Reading reports what is wrong.
+                Err(_) => self.control_out.clear(),
+            }
+        }
+        false
+    }
+
+    pub fn has_notices(&self) -> bool {
+        !self.control_out.is_empty()
+    }
+
+    /// Whether the control socket may bring more.
+    pub fn hears(&self) -> bool {
+        self.control_end.is_none()
+    }
+
+    /// Reads notices, and whether the control socket has ended.
+    pub fn read_control(&mut self) {
+        let Some(Sockets { control, .. }) = self.sockets().filter(|_| self.hears()) else { return };
+        let end = loop {
+            let mut buffer = [0; READ_AHEAD];
+            match (&*control).read(&mut buffer) {
+                Ok(0) => break DisconnectReason::Ended,
+                Ok(count) => self.control_in.extend(&buffer[..count]),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    return self.take_notices();
+                }
+                Err(error) => break control::reason(&error),
+            }
+        };
+        self.take_notices();
+        self.control_end = Some((end, Instant::now()));
+        self.wake_all();
+    }
+
+    fn take_notices(&mut self) {
+        while let Some((id, notice)) = Notice::decode(&mut self.control_in) {
+            let channel = self.channels.entry(id).or_default();
+            match notice {
+                Notice::Limit(limit) => channel.limit = channel.limit.max(limit),
+                Notice::End(how, sent) => channel.end = Some((how, sent)),
+            }
+            channel.wake();
+        }
+    }
+
+    /// Why what is due in a channel will not come, or go.
+    fn reason_of_due(&self, id: ChannelId) -> Option<DisconnectReason> {
+        let channel = self.channels.get(&id).filter(|channel| !channel.queues.is_empty())?;
+        if let State::Down(how) = &self.state {
+            return Some(how.clone());
+        }
+        let only_sends = channel.queues.receiving.parts.is_empty();
+        let over = self.read_end.or(self.write_end.filter(|_| only_sends));
+        if let Some((how, sent)) = &channel.end {
+            if only_sends || over.is_some() || channel.arrived >= *sent {
+                return Some(how.clone());
+            }
+        }
+        match (&self.control_end, over) {
+            (Some((how @ DisconnectReason::OutOfReach(_), _)), _) => Some(how.clone()),
+            (Some((how, _)), Some(_)) => Some(how.clone()),
+            (None, Some(since)) if since.elapsed() >= CLOSE_TIMEOUT => {
+                Some(DisconnectReason::Ended)
+            }
+            // After a reset, as by a machine that has started again, the data may never end.
+            (Some((how, last)), None) if last.elapsed() >= DRAIN_TIMEOUT => Some(how.clone()),
+            _ => None,
+        }
+    }
+
+    /// How the other process has left a channel in which nothing is due: after all that it has sent.
+    pub fn reason(&self, id: ChannelId) -> Option<DisconnectReason> {
+        let channel = self.channels.get(&id)?;
+        let sockets = match &self.state {
+            State::Down(how) => return Some(how.clone()),
+            State::Connected(sockets) => sockets,
+            _ => return None,
+        };
+        match (&channel.end, &self.control_end) {
+            (_, Some((how @ DisconnectReason::OutOfReach(_), _))) => Some(how.clone()),
+            (Some((how, _)), _) if channel.is_closed => Some(how.clone()),
+            (Some((how, sent)), _) if channel.arrived >= *sent && channel.kept.is_empty() => {
+                Some(how.clone())
+            }
+            (None, Some((how, _))) if channel.kept.is_empty() => {
+                match sockets.data.peek(&mut [0]) {
+                    Ok(1..) if !channel.is_closed => None,
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => None,
+                    _ => Some(how.clone()),
+                }
+            }
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,47 @@
+//! Wakes a thread that waits for its channel, when another thread has something for it.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::OnceLock;
+
+use rustix::event::{eventfd, EventfdFlags};
+
+#[derive(Default)]
+pub struct Waker {
+    /// How often there was something.
+    events: AtomicU64,
+    is_asleep: AtomicBool,
+    /// Readable when there is something; made for the first sleep.
+    fd: OnceLock<Option<OwnedFd>>,
+}
+
+impl Waker {
+    pub fn events(&self) -> u64 {
+        self.events.load(Ordering::SeqCst)
+    }
+
+    pub fn wake(&self) {
+        self.events.fetch_add(1, Ordering::SeqCst);
+        if self.is_asleep.load(Ordering::SeqCst) {
+            if let Some(Some(fd)) = self.fd.get() {
+                // It fails only where the fd is readable for long.
+                let _ = rustix::io::write(fd, &1_u64.to_ne_bytes());
+            }
+        }
+    }
+
+    /// From now on [`Waker::wake`] makes the fd readable. None if there are no file descriptors left.
+    pub fn fall_asleep(&self) -> Option<BorrowedFd<'_>> {
+        let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
+        let fd = self.fd.get_or_init(|| eventfd(0, flags).ok());
+        self.is_asleep.store(true, Ordering::SeqCst);
+        fd.as_ref().map(AsFd::as_fd)
+    }
+
+    pub fn wake_up(&self) {
+        self.is_asleep.store(false, Ordering::SeqCst);
+        if let Some(Some(fd)) = self.fd.get() {
+            let _ = rustix::io::read(fd, &mut [0_u8; 8]);
+        }
+    }
+}
