@@ -52,7 +52,8 @@ impl Rank {
 
     /// The mean time in which it computes, per step.
     fn mean(&self) -> f64 {
-        self.busy.values().sum::<f64>() / self.busy.len().max(1) as f64
+        // Not `sum`, which is -0 for no steps.
+        self.busy.values().fold(0.0, |total, time| total + time) / self.busy.len().max(1) as f64
     }
 }
 
