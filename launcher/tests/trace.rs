@@ -31,7 +31,10 @@ fn one_file_has_all_ranks_and_is_summarized() {
     assert_eq!(summary.code, Some(0), "{summary:?}");
     assert!(summary.stdout.starts_with("3 ranks, 0 steps, 1 collectives\n"), "{summary:?}");
     let row = summary.stdout.lines().find(|line| line.trim_start().starts_with("2 ")).unwrap();
-    assert_eq!(row.split_whitespace().collect::<Vec<_>>(), ["2", "2.0", "0%", "0.0", "0", "1"]);
+    assert_eq!(
+        row.split_whitespace().collect::<Vec<_>>(),
+        ["2", "2.0", "0%", "0.0", "0.0", "0", "1"]
+    );
 }
 
 #[test]

@@ -8,6 +8,12 @@ use super::format::{Timeline, TimelineEvent};
 /// Operations that ranks count each for itself: nobody waits for all of a group.
 const MESSAGES: [&str; 3] = ["send", "recv", "batch_send_recv"];
 
+/// How much longer than the median rank a straggler computes, as a factor.
+const STRAGGLES: f64 = 1.1;
+
+/// How many steps are listed with their slowest rank.
+const LISTED: usize = 10;
+
 /// From start to end, in microseconds.
 type Interval = (f64, f64);
 
@@ -43,11 +49,38 @@ impl Rank {
             *self.busy.entry(step).or_default() += sign * event.duration;
         }
     }
+
+    /// The mean time in which it computes, per step.
+    fn mean(&self) -> f64 {
+        // Not `sum`, which is -0 for no steps.
+        self.busy.values().fold(0.0, |total, time| total + time) / self.busy.len().max(1) as f64
+    }
+}
+
+/// The rank that computed longest in a step. Times are in microseconds.
+struct Slowest {
+    step: u64,
+    rank: u32,
+    time: f64,
+    /// The time of the median rank.
+    median: f64,
+}
+
+impl Slowest {
+    /// None if no rank was in this step.
+    fn of(step: u64, ranks: &BTreeMap<u32, Rank>) -> Option<Slowest> {
+        let times = ranks.iter().filter_map(|(rank, of)| Some((*of.busy.get(&step)?, *rank)));
+        let times: Vec<_> = times.collect();
+        let (time, rank) = *times.iter().max_by(|one, other| one.0.total_cmp(&other.0))?;
+        let median = median(times.into_iter().map(|(time, _)| time).collect());
+        Some(Slowest { step, rank, time, median })
+    }
 }
 
 /// A table with a line for each rank: time in communication, the share of it that is hidden behind
-/// backward, time in waits, in how many steps the rank was the slowest, and in how many collectives
-/// it was the last to arrive.
+/// backward, time in waits, mean time to compute a step, in how many steps the rank was the
+/// slowest, and in how many collectives it was the last to arrive. Then the stragglers, and the
+/// steps in which the slowest rank was furthest behind.
 pub fn describe(timeline: &Timeline) -> String {
     let (mut ranks, mut operations) = (BTreeMap::<u32, Rank>::new(), BTreeMap::new());
     for event in timeline.events.iter().filter(|event| event.kind == "X") {
@@ -66,21 +99,25 @@ pub fn describe(timeline: &Timeline) -> String {
         }
     }
     let steps: BTreeSet<u64> = ranks.values().flat_map(|rank| rank.busy.keys().copied()).collect();
-    for step in &steps {
-        let time = |rank: &Rank| rank.busy.get(step).copied();
-        let present = ranks.values_mut().filter(|rank| time(rank).is_some());
-        if let Some(slowest) = present.max_by(|one, other| {
-            f64::total_cmp(&time(one).unwrap_or(0.0), &time(other).unwrap_or(0.0))
-        }) {
-            slowest.slowest += 1;
-        }
+    let slowest: Vec<_> = steps.iter().filter_map(|step| Slowest::of(*step, &ranks)).collect();
+    for Slowest { rank, .. } in &slowest {
+        ranks.entry(*rank).or_default().slowest += 1;
     }
     table(&ranks, steps.len(), operations.len())
+        + &stragglers(&ranks)
+        + &furthest_behind(slowest)
+        + LEGEND
 }
+
+const LEGEND: &str = "
+comm: time in which a collective of the rank was running; hidden: the share of it during backward
+and outside waits; compute: mean time in the phases of a step, without waits; slowest in: steps in
+which the rank computed longest; last to arrive in: collectives that this rank began last.
+";
 
 fn table(ranks: &BTreeMap<u32, Rank>, steps: usize, operations: usize) -> String {
     let mut text = format!("{} ranks, {steps} steps, {operations} collectives\n\n", ranks.len());
-    text += "rank    comm ms   hidden    wait ms   slowest in   last to arrive in\n";
+    text += "rank    comm ms   hidden    wait ms   compute ms   slowest in   last to arrive in\n";
     for (number, rank) in ranks {
         let communication = union(rank.communication.clone());
         let waits = union(rank.waits.clone());
@@ -88,18 +125,49 @@ fn table(ranks: &BTreeMap<u32, Rank>, steps: usize, operations: usize) -> String
         let hidden = total(&behind) - total(&overlap(&behind, &waits));
         let time = total(&communication);
         let share = if time > 0.0 { 100.0 * hidden / time } else { 0.0 };
-        let (time, waits) = (time / 1e3, total(&waits) / 1e3);
+        let (time, waits, compute) = (time / 1e3, total(&waits) / 1e3, rank.mean() / 1e3);
         let (slowest, last) = (rank.slowest, rank.last);
         let _ = writeln!(
             text,
-            "{number:>4} {time:>10.1} {share:>7.0}% {waits:>10.1} {slowest:>12} {last:>19}"
+            "{number:>4} {time:>10.1} {share:>7.0}% {waits:>10.1} {compute:>12.1} {slowest:>12} {last:>19}"
         );
     }
-    text + "
-comm: time in which a collective of the rank was running; hidden: the share of it during backward
-and outside waits; slowest in: steps in which the rank computed longest; last to arrive in:
-collectives that this rank began last.
-"
+    text
+}
+
+/// The ranks whose mean time to compute a step is well above that of the median rank.
+fn stragglers(ranks: &BTreeMap<u32, Rank>) -> String {
+    let computing: Vec<_> = ranks.iter().filter(|(_, rank)| !rank.busy.is_empty()).collect();
+    let median = median(computing.iter().map(|(_, rank)| rank.mean()).collect());
+    let late = computing.into_iter().filter(|(_, rank)| rank.mean() > STRAGGLES * median);
+    let late: Vec<_> = late
+        .map(|(number, rank)| format!("rank {number} ({:.1} x the median)", rank.mean() / median))
+        .collect();
+    let late = if late.is_empty() { "none".into() } else { late.join(", ") };
+    format!("\nstragglers: {late}\n")
+}
+
+/// The slowest rank of the steps in which it took most more than the median rank.
+fn furthest_behind(mut slowest: Vec<Slowest>) -> String {
+    let behind = |of: &Slowest| of.time - of.median;
+    slowest.retain(|of| behind(of) > 0.0);
+    slowest.sort_by(|one, other| behind(other).total_cmp(&behind(one)));
+    slowest.truncate(LISTED);
+    if slowest.is_empty() {
+        return String::new();
+    }
+    let mut text = String::from("\n   step   slowest rank   compute ms   median ms\n");
+    for Slowest { step, rank, time, median } in slowest {
+        let (time, median) = (time / 1e3, median / 1e3);
+        let _ = writeln!(text, "{step:>7} {rank:>14} {time:>12.1} {median:>11.1}");
+    }
+    text
+}
+
+/// The lower one of two in the middle; 0 of nothing.
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times.get(times.len().saturating_sub(1) / 2).copied().unwrap_or(0.0)
 }
 
 /// Intervals in order, merged where they overlap.
@@ -174,9 +242,12 @@ mod tests {
         ];
         let expected = [
             "2 ranks, 1 steps, 2 collectives",
-            "rank comm ms hidden wait ms slowest in last to arrive in",
-            "0 8.0 75% 2.0 0 0",
-            "1 2.0 50% 0.0 1 1",
+            "rank comm ms hidden wait ms compute ms slowest in last to arrive in",
+            "0 8.0 75% 2.0 8.0 0 0",
+            "1 2.0 50% 0.0 10.0 1 1",
+            "stragglers: rank 1 (1.2 x the median)",
+            "step slowest rank compute ms median ms",
+            "0 1 10.0 8.0",
         ];
         assert_eq!(lines(events), expected);
     }
@@ -206,11 +277,14 @@ mod tests {
                 ));
             }
         }
-        let slowest: Vec<String> = lines(events)[2..]
-            .iter()
-            .map(|line| line.split(' ').nth(4).unwrap().to_string())
-            .collect();
+        let lines = lines(events);
+        let slowest: Vec<_> =
+            lines[2..5].iter().map(|line| line.split(' ').nth(5).unwrap()).collect();
         assert_eq!(slowest, ["1", "0", "2"]);
+        assert_eq!(lines[5], "stragglers: rank 2 (1.3 x the median)");
+        // Where ranks were equally far behind, the first steps come first.
+        let steps: Vec<_> = lines[7..].iter().map(|line| &line[..3]).collect();
+        assert_eq!(steps, ["0 2", "1 2", "2 0"]);
     }
 
     #[test]
