@@ -89,7 +89,12 @@ impl Engine {
             return Ok(());
         };
         let (leaders, own) = (&inter_node.leaders, inter_node.node);
-        let wire = self.connect("leaders", leaders, own, &"connecting the nodes")?;
+        let mut wire = self.connect("leaders", leaders, own, &"connecting the nodes")?;
+        // From here on leaders see each other end: to ask for that has the transport connect, without
+        // waiting.
+        for node in inter_node.remote_nodes() {
+            let _ = wire.disconnect_reason(node);
+        }
         if let Some(inter_node) = &mut self.inter_node {
             inter_node.links = Some(Mutex::new(LeaderLinks { wire, scratch: Vec::new() }));
         }
