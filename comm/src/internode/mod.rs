@@ -114,7 +114,12 @@ impl InterNode {
             let operation = format!("{operation}, which connects the nodes,");
             let own = core.nodes[core.rank];
             let connector = Connector::new(&failure);
-            let leaders = connector.connect("leaders", &core.leaders, own, &operation)?;
+            let mut leaders = connector.connect("leaders", &core.leaders, own, &operation)?;
+            // Leaders see each other end from here on: the transport connects, without waiting, to
+            // know this.
+            for node in (0..core.leaders.len()).filter(|&node| node != own) {
+                let _ = leaders.disconnect_reason(node);
+            }
             let connected =
                 Arc::new(Mutex::new(LeaderConnections { leaders, scratch: Vec::new() }));
             failure.watch_connections(Arc::clone(&connected) as Arc<dyn WatchedConnections>);

@@ -100,7 +100,8 @@ pub trait Connections: Send {
     /// Moves what can be moved now, or else as soon as something can, at most for `time`.
     fn progress(&mut self, time: Duration) -> Result<(), PeerDown>;
 
-    /// How a member has gone, if that is known, and nothing more of it is to be received.
+    /// How a member has gone, if that is known, and nothing more of it is to be received. Connects to it
+    /// without waiting, so that this becomes known.
     fn disconnect_reason(&mut self, member: usize) -> Option<DisconnectReason>;
 
     /// Forgets all segments, and ends the connections. The others get `why` as the reason.
