@@ -27,6 +27,8 @@ const UNANSWERED_TIMEOUT: Duration = Duration::from_secs(10);
 /// When to look again whether the other's connection has come, and whether there are file descriptors
 /// again.
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
+/// How often a process that ends looks whether the others know.
+const CLOSE_INTERVAL: Duration = Duration::from_millis(1);
 /// How long the thread sleeps at most while somebody has not said who it is.
 const PENDING_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -89,8 +91,14 @@ impl Endpoint {
         self.pairs[rank].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends all connections, and has the thread end.
+    /// Ends all connections, and has the thread end. Waits for a moment first, so that the others
+    /// learn how this process has left its channels: else it would seem to have died.
     pub fn close(&self) {
+        let begin = Instant::now();
+        let owes_ends = || (0..self.pairs.len()).any(|rank| self.pair(rank).owes_ends());
+        while owes_ends() && begin.elapsed() < CONNECT_TIMEOUT {
+            thread::sleep(CLOSE_INTERVAL);
+        }
         self.is_closed.store(true, Ordering::SeqCst);
         self.ring();
         for rank in 0..self.pairs.len() {

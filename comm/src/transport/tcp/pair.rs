@@ -375,6 +375,16 @@ impl Pair {
         false
     }
 
+    /// Whether the other process is still to learn, over a connection that is there or being made,
+    /// how this one has left a channel.
+    pub fn owes_ends(&self) -> bool {
+        match self.state {
+            State::Connecting => self.channels.values().any(|channel| channel.own_end.is_some()),
+            State::Connected(_) => self.has_notices(),
+            State::Unconnected | State::Down(_) => false,
+        }
+    }
+
     pub fn has_notices(&self) -> bool {
         !self.control_out.is_empty()
     }
