@@ -8,7 +8,7 @@ use crate::transport::queue::QueuePair;
 use crate::transport::DisconnectReason;
 
 /// Bytes that a channel takes from its sender before its receiver expects any.
-pub const WINDOW: u64 = 4 << 20;
+pub const WINDOW: u64 = 32 << 20;
 
 pub struct Channel {
     pub queues: QueuePair,

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::io::{self, Read};
 use std::net::TcpStream;
+use std::ops::Range;
 
 use super::control::ChannelId;
 
@@ -27,8 +28,41 @@ pub struct Outgoing {
 pub struct Incoming {
     pub channel: ChannelId,
     pub rest: usize,
-    /// What was read ahead.
-    pub buffer: VecDeque<u8>,
+    pub ahead: ReadAhead,
+}
+
+/// What was read ahead.
+pub struct ReadAhead {
+    buffer: Box<[u8; READ_AHEAD]>,
+    bytes: Range<usize>,
+}
+
+impl Default for ReadAhead {
+    fn default() -> Self {
+        Self { buffer: Box::new([0; READ_AHEAD]), bytes: 0..0 }
+    }
+}
+
+impl ReadAhead {
+    pub fn bytes(&self) -> &[u8] {
+        &self.buffer[self.bytes.clone()]
+    }
+
+    pub fn skip(&mut self, count: usize) {
+        self.bytes.start += count;
+    }
+
+    /// Room for what comes next, after the bytes that are there.
+    pub fn room(&mut self) -> &mut [u8] {
+        self.buffer.copy_within(self.bytes.clone(), 0);
+        self.bytes = 0..self.bytes.len();
+        &mut self.buffer[self.bytes.end..]
+    }
+
+    /// So many bytes have come into the room.
+    pub fn add(&mut self, count: usize) {
+        self.bytes.end += count;
+    }
 }
 
 impl Default for Outgoing {
@@ -53,23 +87,22 @@ impl Outgoing {
 
 impl Incoming {
     pub fn take_header(&mut self) -> Option<(ChannelId, usize)> {
-        let mut header = [0; HEADER];
-        (self.buffer.len() >= HEADER).then(|| self.buffer.read_exact(&mut header).ok())??;
-        let (channel, count) = header.split_first_chunk()?;
-        let count = u32::from_le_bytes(count.try_into().ok()?);
-        Some((u64::from_le_bytes(*channel), count as usize))
+        let (channel, rest) = self.ahead.bytes().split_first_chunk()?;
+        let (count, _) = rest.split_first_chunk()?;
+        let header = (u64::from_le_bytes(*channel), u32::from_le_bytes(*count) as usize);
+        self.ahead.skip(HEADER);
+        Some(header)
     }
 
     /// Whether a step is possible without reading.
     pub fn is_complete(&self) -> bool {
-        self.buffer.len() >= if self.rest == 0 { HEADER } else { 1 }
+        self.ahead.bytes().len() >= if self.rest == 0 { HEADER } else { 1 }
     }
 
     /// False at the end.
     pub fn read_ahead(&mut self, mut data: &TcpStream) -> io::Result<bool> {
-        let mut buffer = [0; READ_AHEAD];
-        let count = data.read(&mut buffer)?;
-        self.buffer.extend(&buffer[..count]);
+        let count = data.read(self.ahead.room())?;
+        self.ahead.add(count);
         Ok(count > 0)
     }
 }

@@ -296,27 +296,27 @@ impl Pair {
         let expected = if channel.is_closed { 0 } else { channel.queues.receiving.bytes };
         // What is kept goes first.
         let expected = if channel.kept.is_empty() { expected.min(incoming.rest) } else { 0 };
-        if incoming.buffer.is_empty() && expected == 0 && !incoming.read_ahead(data)? {
+        if incoming.ahead.bytes().is_empty() && expected == 0 && !incoming.read_ahead(data)? {
             return Ok(false);
         }
-        if !incoming.buffer.is_empty() {
-            let count = incoming.rest.min(incoming.buffer.len());
+        if !incoming.ahead.bytes().is_empty() {
+            let mut bytes = incoming.ahead.bytes();
+            let count = incoming.rest.min(bytes.len());
             let direct = count.min(expected);
             for slice in channel.queues.receiving.slices_mut(direct) {
-                // It is as long.
-                let _ = incoming.buffer.read_exact(slice);
+                // A slice is a reader that never fails, and it is long enough.
+                let _ = bytes.read_exact(slice);
             }
             channel.queues.receiving.skip(direct);
-            let others = incoming.buffer.drain(..count - direct);
             if !channel.is_closed {
-                channel.kept.extend(others);
+                channel.kept.extend(&bytes[..count - direct]);
             }
+            incoming.ahead.skip(count);
             incoming.rest -= count;
             channel.arrived += count as u64;
             channel.wake();
             return Ok(true);
         }
-        let mut ahead = [0; READ_AHEAD];
         let mut slices: [IoSliceMut<'_>; MAX_SEGMENTS] =
             std::array::from_fn(|_| IoSliceMut::new(&mut []));
         let (mut count, mut room) = (0, 0);
@@ -328,7 +328,7 @@ impl Pair {
             count += 1;
         }
         if room == incoming.rest {
-            slices[count] = IoSliceMut::new(&mut ahead);
+            slices[count] = IoSliceMut::new(incoming.ahead.room());
             count += 1;
         }
         let read = data.read_vectored(&mut slices[..count])?;
@@ -337,7 +337,7 @@ impl Pair {
         channel.arrived += body as u64;
         channel.wake();
         incoming.rest -= body;
-        incoming.buffer.extend(&ahead[..read - body]);
+        incoming.ahead.add(read - body);
         Ok(read > 0)
     }
 
