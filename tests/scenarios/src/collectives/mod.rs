@@ -12,7 +12,7 @@ mod reference;
 use anyhow::{ensure, Result};
 use flow_comm::{bf16, f16, DType, ReduceOp};
 
-use crate::registry::{by_hand, launched, machines, mpirun, scenario, Scenario};
+use crate::registry::{by_hand, in_process, launched, machines, mpirun, scenario, Scenario};
 pub use nccl::OnGpu;
 use reference::{Number, Values, MAX_RANKS};
 
@@ -26,6 +26,9 @@ pub const SCENARIOS: &[Scenario] = &[
             launched(3),
             launched(4),
             launched(5),
+            in_process(1),
+            in_process(3),
+            in_process(4),
             by_hand(&[1, 1]),
             by_hand(&[1, 1, 1, 1]),
             by_hand(&[2, 2]),
@@ -45,12 +48,19 @@ pub const SCENARIOS: &[Scenario] = &[
     scenario(
         "groups_on_threads_are_right_at_once",
         host::groups_at_once,
-        &[launched(4), by_hand(&[2, 2]), mpirun(&[2, 2]), mpirun(&[1, 1, 1, 1])],
+        &[launched(4), in_process(4), by_hand(&[2, 2]), mpirun(&[2, 2]), mpirun(&[1, 1, 1, 1])],
     ),
     scenario(
         "nonblocking_ones_overlap",
         nonblocking::all,
-        &[launched(1), launched(3), by_hand(&[1, 1]), by_hand(&[1, 2, 3]), mpirun(&[2, 2])],
+        &[
+            launched(1),
+            launched(3),
+            in_process(3),
+            by_hand(&[1, 1]),
+            by_hand(&[1, 2, 3]),
+            mpirun(&[2, 2]),
+        ],
     ),
     scenario(
         "all_are_right_over_nccl",

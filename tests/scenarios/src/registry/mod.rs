@@ -22,7 +22,7 @@ use std::process::ExitCode;
 use anyhow::{bail, Context, Result};
 use flow_comm::ProcessGroup;
 
-pub use job::{by_hand, launched, machines, mpirun, Job};
+pub use job::{by_hand, in_process, launched, machines, mpirun, Job};
 pub use test::{lines, signal, Test};
 
 /// What a rank does with its group.
@@ -84,8 +84,13 @@ pub fn main(files: &[File], around: fn(&ProcessGroup, RankFn) -> Result<()>) -> 
     match scenario.run {
         Run::Process(run) => run().context(name.clone())?,
         Run::Rank(run) => {
-            let group = ProcessGroup::from_env()?;
-            around(&group, run).with_context(|| format!("{name}, rank {}", group.rank()))?;
+            let run = |group: ProcessGroup| {
+                around(&group, run).with_context(|| format!("{name}, rank {}", group.rank()))
+            };
+            match std::env::var(job::IN_PROCESS) {
+                Ok(ranks) => on_threads(ProcessGroup::in_process(ranks.parse()?)?, run)?,
+                Err(_) => run(ProcessGroup::from_env()?)?,
+            }
         }
     }
     // A process that the scenario has forked ends here too, and is no rank.
@@ -93,4 +98,17 @@ pub fn main(files: &[File], around: fn(&ProcessGroup, RankFn) -> Result<()>) -> 
         println!("{name} passed");
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Runs each rank on a thread.
+fn on_threads(
+    groups: Vec<ProcessGroup>,
+    run: impl Fn(ProcessGroup) -> Result<()> + Sync,
+) -> Result<()> {
+    std::thread::scope(|scope| {
+        let run = &run;
+        let ranks = groups.into_iter().map(|group| scope.spawn(move || run(group)));
+        let ranks: Vec<_> = ranks.collect();
+        ranks.into_iter().try_for_each(|rank| rank.join().expect("no rank panics"))
+    })
 }

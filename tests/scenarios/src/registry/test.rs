@@ -77,7 +77,11 @@ impl Test {
 
     /// Starts the ranks of a job without a launcher.
     pub fn ranks(&self) -> Vec<Process> {
-        assert!(matches!(self.job.start, Start::ByHand(_)), "a launcher starts these ranks");
+        let start = self.job.start;
+        assert!(
+            matches!(start, Start::ByHand(_) | Start::InProcess(_)),
+            "a launcher starts these ranks"
+        );
         self.commands().into_iter().map(Process::start).collect()
     }
 
@@ -103,7 +107,7 @@ impl Test {
         let passed = |ranks: usize| format!("{} passed\n", self.name).repeat(ranks);
         let nodes = self.job.nodes();
         match self.job.start {
-            Start::ByHand(_) => {
+            Start::ByHand(_) | Start::InProcess(_) => {
                 for rank in self.ranks() {
                     assert_eq!(rank.finish(TEST_TIMEOUT).success(), passed(1));
                 }
