@@ -69,7 +69,9 @@ fn share(group: &ProcessGroup) -> Result<()> {
     come_to(of_one_group + neighbours * SOCKETS)?;
     drop(groups);
     group.barrier()?;
-    come_to(of_one_group + neighbours * SOCKETS)
+    come_to(of_one_group + neighbours * SOCKETS)?;
+    // A rank that ends closes its connections, which others still count.
+    Ok(group.barrier()?)
 }
 
 /// In one group messages, which both send at first, in the other reductions.
