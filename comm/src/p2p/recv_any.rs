@@ -178,11 +178,7 @@ impl AnyReceiver {
             _ if self.matcher.failure.has_left(rank) => Some(DisconnectReason::Left),
             Some(report) if report == ENDED_WELL => Some(DisconnectReason::Left),
             Some(_) => Some(DisconnectReason::Ended),
-            None => match self.matcher.failure.disconnect_reason(rank)? {
-                // Nobody knows how it has ended.
-                DisconnectReason::Refused(_) => Some(DisconnectReason::Left),
-                how => Some(how),
-            },
+            None => self.matcher.failure.disconnect_reason(rank),
         };
         let gone: Vec<_> = silent.into_iter().filter_map(|rank| Some((rank, how(rank)?))).collect();
         // It may have sent before it ended: its connection is looked at once more in between.

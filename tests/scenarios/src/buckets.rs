@@ -1,24 +1,30 @@
-//! Buckets as a group reduces them; each of two ranks checks its own part.
+//! Buckets as a group reduces them; each rank checks its own part.
 
+use std::sync::mpsc::{channel, Receiver, Sender};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{ensure, Context, Result};
 use flow_comm::{Buffer, DType, Error, ProcessGroup, ReduceOp, Segments, SharedBuffer};
 
-use crate::registry::{by_hand, launched, scenario, Scenario};
+use crate::registry::{by_hand, in_process, launched, scenario, Job, Scenario};
 
 pub const SCENARIOS: &[Scenario] = &[
-    scenario("buckets_are_posted_once", pieces, &[launched(2), by_hand(&[1, 1])]),
+    scenario("buckets_are_posted_once", pieces, &[launched(2), in_process(2), by_hand(&[1, 1])]),
     scenario("refused_buckets_leave_the_group_usable", refused, &[launched(2), by_hand(&[1, 1])]),
     scenario(
         "pieces_of_other_lengths_are_an_error",
         other_lengths,
-        &[launched(2), by_hand(&[1, 1])],
+        &[launched(2), in_process(2), by_hand(&[1, 1])],
     ),
-    scenario("a_bucket_that_was_given_up_harms_nothing", aborted, &[launched(2)]),
-    scenario("a_bucket_whose_rank_has_left_harms_nothing", left, &[launched(2)]),
+    scenario("a_bucket_that_was_given_up_harms_nothing", aborted, &[launched(2), in_process(2)]),
+    scenario("a_bucket_whose_rank_has_left_harms_nothing", left, &[launched(2), in_process(2)]),
+    scenario("several_are_reduced_beside_each_other", several, THREE),
+    scenario("they_come_after_collectives_that_were_started_before", in_turn, THREE),
 ];
+
+/// On one node, over nodes, and in one process.
+const THREE: &[Job] = &[launched(3), by_hand(&[2, 1]), in_process(3)];
 
 /// Shared memory as a piece of a bucket, from this byte on.
 struct Piece(SharedBuffer<f32>, usize);
@@ -150,5 +156,80 @@ fn given_up(world: &ProcessGroup, cause: Option<&str>, named: &str) -> Result<()
         ensure!(others.iter().all(|&element| element == 1.0), "other memory was overwritten");
     }
     world.barrier()?;
+    Ok(())
+}
+
+/// A gradient in shared memory. Its bucket drops it when it is reduced: that sends the result.
+struct Gradient(SharedBuffer<f32>, Sender<Vec<f32>>);
+
+impl AsMut<[u8]> for Gradient {
+    fn as_mut(&mut self) -> &mut [u8] {
+        self.0.bytes_mut()
+    }
+}
+
+impl Drop for Gradient {
+    fn drop(&mut self) {
+        let _ = self.1.send(self.0.to_vec());
+    }
+}
+
+/// Element `index` of a rank's gradients: small integers, so that sums are exact.
+fn element(rank: usize, index: usize) -> f32 {
+    ((rank * 31 + index * 7) % 97) as f32
+}
+
+/// The sum of three ranks' gradients of this length.
+fn sums(length: usize) -> Vec<f32> {
+    (0..length).map(|index| (0..3).map(|rank| element(rank, index)).sum()).collect()
+}
+
+/// A bucket of gradients, whose results come from the receiver.
+fn gradients(
+    group: &ProcessGroup,
+    number: u32,
+    lengths: &[usize],
+) -> Result<(Arc<Segments>, Receiver<Vec<f32>>)> {
+    let (sender, results) = channel();
+    let segments = group.segments(number, DType::F32, lengths.to_vec())?;
+    for (index, &length) in lengths.iter().enumerate() {
+        let mut gradient = group.alloc_shared(length)?;
+        let own: Vec<f32> = (0..length).map(|index| element(group.rank(), index)).collect();
+        gradient.copy_from_slice(&own);
+        ensure!(segments.set_piece(index, Gradient(gradient, sender.clone())));
+    }
+    Ok((Arc::new(segments), results))
+}
+
+fn several(group: &ProcessGroup) -> Result<()> {
+    const LENGTHS: [usize; 3] = [5_000, 0, 70_001];
+    for _step in 0..20 {
+        let buckets: Vec<_> =
+            (0..3).map(|number| gradients(group, number, &LENGTHS)).collect::<Result<_>>()?;
+        for (segments, _) in &buckets {
+            ensure!(group.launch_bucket(segments, ReduceOp::Sum)?);
+            group.progress()?;
+        }
+        for (segments, results) in buckets {
+            group.wait_bucket(&segments)?;
+            for length in LENGTHS {
+                ensure!(results.recv()? == sums(length), "{length} elements");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A hook may start a collective of its own before it launches its bucket.
+fn in_turn(group: &ProcessGroup) -> Result<()> {
+    for _step in 0..100 {
+        let started = group.all_reduce_async(vec![1_i64], ReduceOp::Sum)?;
+        let (segments, results) = gradients(group, 0, &[100])?;
+        ensure!(group.launch_bucket(&segments, ReduceOp::Sum)?);
+        let after = group.all_reduce_async(vec![2_i64], ReduceOp::Sum)?;
+        ensure!((started.wait()?, after.wait()?) == (vec![3], vec![6]));
+        group.wait_bucket(&segments)?;
+        ensure!(results.recv()? == sums(100));
+    }
     Ok(())
 }

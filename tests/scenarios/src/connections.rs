@@ -11,10 +11,12 @@ use flow_comm::{ProcessGroup, ReduceOp};
 use crate::groups::{sum_of_ranks, use_all};
 
 pub const SCENARIOS: &[Scenario] = &[
-    scenario("groups_share_one_connection", share, &[by_hand(&[1, 1])]),
+    scenario("groups_share_one_connection", share, &[by_hand(&[1, 1]), by_hand(&[2, 2])]),
     scenario("groups_move_data_at_once", at_once, &[by_hand(&[1, 1]), by_hand(&[2, 1])]),
 ];
 
+/// A connection has two sockets: for data, and for what processes tell each other about groups.
+const SOCKETS: usize = 2;
 /// Bytes of a message that neither the kernel's buffers nor a window can hold.
 const LARGE: usize = 24 << 20;
 
@@ -50,22 +52,26 @@ fn settled() -> Result<usize> {
     Ok(last)
 }
 
-/// Two nodes of one rank each.
+/// Two nodes of as many ranks.
 fn share(group: &ProcessGroup) -> Result<()> {
     group.barrier()?;
+    // Leaders have one connection, others none.
     let of_one_group = settled()?;
     let groups = (0..8).map(|_| group.duplicate()).collect::<Result<Vec<_>, _>>()?;
     for group in &groups {
         ensure!(sum_of_ranks(group)? == (0..group.world_size() as i64).sum::<i64>());
     }
     come_to(of_one_group)?;
-    group.barrier()?;
+    // Messages go round: with two ranks a node, each has a neighbour elsewhere that is not its leader's.
     groups.iter().try_for_each(use_all)?;
     group.barrier()?;
-    come_to(of_one_group)?;
+    let neighbours = usize::from(group.local_world_size() > 1);
+    come_to(of_one_group + neighbours * SOCKETS)?;
     drop(groups);
     group.barrier()?;
-    come_to(of_one_group)
+    come_to(of_one_group + neighbours * SOCKETS)?;
+    // A rank that ends closes its connections, which others still count.
+    Ok(group.barrier()?)
 }
 
 /// In one group messages, which both send at first, in the other reductions.

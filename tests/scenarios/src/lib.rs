@@ -30,6 +30,7 @@ const FILES: &[registry::File] = &[
     failures::FILES[3],
     failures::FILES[4],
     failures::FILES[5],
+    failures::FILES[6],
     ("arguments", arguments::SCENARIOS),
     ("buckets", buckets::SCENARIOS),
     ("collectives", collectives::SCENARIOS),

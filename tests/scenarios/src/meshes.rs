@@ -4,12 +4,24 @@ use anyhow::{ensure, Context, Result};
 use flow_comm::{Error, Mesh, ProcessGroup, ReduceOp};
 
 use crate::groups::sum_of_ranks;
-use crate::registry::{by_hand, launched, scenario, Scenario};
+use crate::registry::{by_hand, in_process, launched, scenario, Scenario};
 
 pub const SCENARIOS: &[Scenario] = &[
-    scenario("groups_keep_the_order_of_their_list", ordered, &[launched(5), by_hand(&[3, 2])]),
-    scenario("a_split_is_by_color_and_key", split, &[launched(5), by_hand(&[2, 2, 1])]),
-    scenario("a_mesh_has_a_group_per_axis_and_coordinate", mesh, &[launched(8), by_hand(&[4, 4])]),
+    scenario(
+        "groups_keep_the_order_of_their_list",
+        ordered,
+        &[launched(5), in_process(5), by_hand(&[3, 2])],
+    ),
+    scenario(
+        "a_split_is_by_color_and_key",
+        split,
+        &[launched(5), in_process(5), by_hand(&[2, 2, 1])],
+    ),
+    scenario(
+        "a_mesh_has_a_group_per_axis_and_coordinate",
+        mesh,
+        &[launched(8), in_process(8), by_hand(&[4, 4])],
+    ),
 ];
 
 /// With five ranks: the members' order is that of the list, in every kind of operation.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{ensure, Context, Result};
 use flow_comm::{Error, ProcessGroup, Work};
 
-use crate::registry::{by_hand, launched, mpirun, scenario, Scenario};
+use crate::registry::{by_hand, in_process, launched, mpirun, scenario, Scenario};
 
 /// Elements of messages that go in one part, in several, and in many.
 const LENGTHS: [usize; 4] = [0, 9, 100_000, 700_000];
@@ -14,37 +14,56 @@ pub const SCENARIOS: &[Scenario] = &[
     scenario(
         "tags_are_received_in_any_order",
         out_of_order,
-        &[launched(3), by_hand(&[2, 1]), mpirun(&[2, 1])],
+        &[launched(3), in_process(3), by_hand(&[2, 1]), mpirun(&[2, 1])],
     ),
     scenario(
         "a_message_that_is_passed_over_releases_its_sender",
         passed_over,
-        &[launched(2), by_hand(&[1, 1])],
+        &[launched(2), in_process(2), by_hand(&[1, 1])],
     ),
-    scenario("thousands_are_kept", many_kept, &[launched(2), by_hand(&[1, 1]), mpirun(&[1, 1])]),
-    scenario("threads_receive_from_one_rank_at_once", threads, &[launched(2), by_hand(&[1, 1])]),
+    scenario(
+        "thousands_are_kept",
+        many_kept,
+        &[launched(2), in_process(2), by_hand(&[1, 1]), mpirun(&[1, 1])],
+    ),
+    scenario(
+        "threads_receive_from_one_rank_at_once",
+        threads,
+        &[launched(2), in_process(2), by_hand(&[1, 1])],
+    ),
     scenario(
         "asynchronous_receives_do_not_hold_up_others",
         asynchronous,
-        &[launched(2), by_hand(&[1, 1]), mpirun(&[1, 1])],
+        &[launched(2), in_process(2), by_hand(&[1, 1]), mpirun(&[1, 1])],
     ),
     scenario(
         "messages_come_from_any_rank",
         any,
-        &[launched(3), launched(4), by_hand(&[1, 2]), by_hand(&[2, 2]), mpirun(&[2, 2])],
+        &[
+            launched(3),
+            launched(4),
+            in_process(4),
+            by_hand(&[1, 2]),
+            by_hand(&[2, 2]),
+            mpirun(&[2, 2]),
+        ],
     ),
-    scenario("ranks_are_served_in_turn", any_in_turn, &[launched(4), by_hand(&[2, 1])]),
+    scenario(
+        "ranks_are_served_in_turn",
+        any_in_turn,
+        &[launched(4), in_process(4), by_hand(&[2, 1])],
+    ),
     scenario(
         "threads_receive_from_any_rank_beside_others",
         any_beside_others,
-        &[launched(4), by_hand(&[1, 2, 1])],
+        &[launched(4), in_process(4), by_hand(&[1, 2, 1])],
     ),
     scenario(
         "a_message_from_any_rank_comes_though_others_leave",
         any_until_all_left,
-        &[launched(3), by_hand(&[2, 1]), by_hand(&[1, 2])],
+        &[launched(3), in_process(3), by_hand(&[2, 1]), by_hand(&[1, 2])],
     ),
-    scenario("alone_there_is_nobody_to_receive_from", alone, &[launched(1)]),
+    scenario("alone_there_is_nobody_to_receive_from", alone, &[launched(1), in_process(1)]),
 ];
 
 /// What is in the message number `number` with a tag: the same length, and other contents, for

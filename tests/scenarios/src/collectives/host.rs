@@ -6,8 +6,9 @@ use std::ops::{Deref, DerefMut};
 use anyhow::{Context, Result};
 use flow_comm::{Buffer, DType, P2pOp, ProcessGroup, ReduceOp, SharedBuffer};
 
+use super::backend::Backend;
 use super::reference::{Number, Values};
-use super::{check_type, check_types, Backend};
+use super::table::{check_type, check_types};
 
 /// Bytes that ordinary memory is staged in at once.
 const CHUNK: usize = 256 << 10;

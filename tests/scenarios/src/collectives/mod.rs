@@ -2,19 +2,18 @@
 //! types and reductions, several sizes and roots. `host` runs it on process groups (one node,
 //! several, MPI), `nccl` on GPUs.
 //!
-//! A new collective is a method of [`Backend`], a function here, and a line in [`collectives`].
+//! A new collective is a method of [`backend::Backend`], and in `table` a function and a line.
 
+mod backend;
 mod host;
 mod nccl;
 mod nonblocking;
 mod reference;
+mod table;
 
-use anyhow::{ensure, Result};
-use flow_comm::{bf16, f16, DType, ReduceOp};
-
-use crate::registry::{by_hand, launched, machines, mpirun, scenario, Scenario};
+use crate::registry::{by_hand, in_process, launched, machines, mpirun, scenario, Scenario};
 pub use nccl::OnGpu;
-use reference::{Number, Values, MAX_RANKS};
+pub use table::check_type;
 
 pub const SCENARIOS: &[Scenario] = &[
     scenario(
@@ -26,6 +25,9 @@ pub const SCENARIOS: &[Scenario] = &[
             launched(3),
             launched(4),
             launched(5),
+            in_process(1),
+            in_process(3),
+            in_process(4),
             by_hand(&[1, 1]),
             by_hand(&[1, 1, 1, 1]),
             by_hand(&[2, 2]),
@@ -45,12 +47,19 @@ pub const SCENARIOS: &[Scenario] = &[
     scenario(
         "groups_on_threads_are_right_at_once",
         host::groups_at_once,
-        &[launched(4), by_hand(&[2, 2]), mpirun(&[2, 2]), mpirun(&[1, 1, 1, 1])],
+        &[launched(4), in_process(4), by_hand(&[2, 2]), mpirun(&[2, 2]), mpirun(&[1, 1, 1, 1])],
     ),
     scenario(
         "nonblocking_ones_overlap",
         nonblocking::all,
-        &[launched(1), launched(3), by_hand(&[1, 1]), by_hand(&[1, 2, 3]), mpirun(&[2, 2])],
+        &[
+            launched(1),
+            launched(3),
+            in_process(3),
+            by_hand(&[1, 1]),
+            by_hand(&[1, 2, 3]),
+            mpirun(&[2, 2]),
+        ],
     ),
     scenario(
         "all_are_right_over_nccl",
@@ -63,374 +72,3 @@ pub const SCENARIOS: &[Scenario] = &[
         ],
     ),
 ];
-
-/// Collectives of one group, on memory of one kind.
-pub trait Backend {
-    type Memory<T: Number>;
-
-    /// What ranks give.
-    const VALUES: Values;
-
-    fn rank(&self) -> usize;
-
-    /// The node of each rank.
-    fn nodes(&self) -> &[u32];
-
-    /// Whether it has this reduction of this type.
-    fn reduces(&self, dtype: DType, op: ReduceOp) -> bool;
-
-    /// What collectives read.
-    fn input<T: Number>(&self, content: Vec<T>) -> Result<Self::Memory<T>>;
-
-    /// What collectives write, which holds something else before.
-    fn output<T: Number>(&self, len: usize) -> Result<Self::Memory<T>>;
-
-    fn read<T: Number>(&self, memory: &Self::Memory<T>) -> Result<Vec<T>>;
-
-    fn all_reduce<T: Number>(&self, data: &mut Self::Memory<T>, op: ReduceOp) -> Result<()>;
-
-    fn reduce<T: Number>(
-        &self,
-        data: &mut Self::Memory<T>,
-        op: ReduceOp,
-        root: usize,
-    ) -> Result<()>;
-
-    fn broadcast<T: Number>(&self, data: &mut Self::Memory<T>, root: usize) -> Result<()>;
-
-    fn all_gather<T: Number>(
-        &self,
-        input: &Self::Memory<T>,
-        output: &mut Self::Memory<T>,
-    ) -> Result<()>;
-
-    fn all_gather_v<T: Number>(
-        &self,
-        input: &Self::Memory<T>,
-        output: &mut Self::Memory<T>,
-        counts: &[usize],
-    ) -> Result<()>;
-
-    fn reduce_scatter<T: Number>(
-        &self,
-        input: &Self::Memory<T>,
-        output: &mut Self::Memory<T>,
-        op: ReduceOp,
-    ) -> Result<()>;
-
-    fn reduce_scatter_v<T: Number>(
-        &self,
-        input: &Self::Memory<T>,
-        output: &mut Self::Memory<T>,
-        counts: &[usize],
-        op: ReduceOp,
-    ) -> Result<()>;
-
-    fn gather<T: Number>(
-        &self,
-        input: &Self::Memory<T>,
-        output: Option<&mut Self::Memory<T>>,
-        root: usize,
-    ) -> Result<()>;
-
-    fn scatter<T: Number>(
-        &self,
-        input: Option<&Self::Memory<T>>,
-        output: &mut Self::Memory<T>,
-        root: usize,
-    ) -> Result<()>;
-
-    fn all_to_all<T: Number>(
-        &self,
-        input: &Self::Memory<T>,
-        output: &mut Self::Memory<T>,
-    ) -> Result<()>;
-
-    fn all_to_all_v<T: Number>(
-        &self,
-        input: &Self::Memory<T>,
-        input_counts: &[usize],
-        output: &mut Self::Memory<T>,
-        output_counts: &[usize],
-    ) -> Result<()>;
-
-    fn send<T: Number>(&self, data: &Self::Memory<T>, to: usize) -> Result<()>;
-
-    fn recv<T: Number>(&self, data: &mut Self::Memory<T>, from: usize) -> Result<()>;
-
-    /// Sends to all these ranks and receives from all these at once.
-    fn batch_send_recv<T: Number>(
-        &self,
-        sends: &mut [(usize, Self::Memory<T>)],
-        receives: &mut [(usize, Self::Memory<T>)],
-    ) -> Result<()>;
-}
-
-type Check<'a, B, T> = fn(&Case<'a, B, T>) -> Result<()>;
-
-/// The table: every collective, and what checks it.
-fn collectives<'a, B: Backend, T: Number>() -> [(&'static str, Check<'a, B, T>); 13] {
-    [
-        ("all_reduce", Case::all_reduce),
-        ("reduce", Case::reduce),
-        ("broadcast", Case::broadcast),
-        ("all_gather", Case::all_gather),
-        ("all_gather_v", Case::all_gather_v),
-        ("reduce_scatter", Case::reduce_scatter),
-        ("reduce_scatter_v", Case::reduce_scatter_v),
-        ("gather", Case::gather),
-        ("scatter", Case::scatter),
-        ("all_to_all", Case::all_to_all),
-        ("all_to_all_v", Case::all_to_all_v),
-        ("send_recv", Case::send_recv),
-        ("batch_send_recv", Case::batch_send_recv),
-    ]
-}
-
-/// Checks all collectives in all types.
-fn check_types<B: Backend>(backend: &B, counts: impl Fn(DType) -> Vec<usize>) -> Result<()> {
-    check_type::<B, f32>(backend, &counts(DType::F32))?;
-    check_type::<B, f64>(backend, &counts(DType::F64))?;
-    check_type::<B, f16>(backend, &counts(DType::F16))?;
-    check_type::<B, bf16>(backend, &counts(DType::BF16))?;
-    check_type::<B, i32>(backend, &counts(DType::I32))?;
-    check_type::<B, i64>(backend, &counts(DType::I64))?;
-    check_type::<B, u8>(backend, &counts(DType::U8))
-}
-
-/// Checks all collectives in one type, with blocks of these lengths.
-pub fn check_type<B: Backend, T: Number>(backend: &B, counts: &[usize]) -> Result<()> {
-    let size = backend.nodes().len();
-    ensure!(size <= MAX_RANKS, "at most {MAX_RANKS} ranks can be checked");
-    for (number, &count) in counts.iter().enumerate() {
-        for (name, check) in collectives::<B, T>() {
-            check(&Case {
-                backend,
-                name,
-                count,
-                root: (number + 1) % size,
-                _type: Default::default(),
-            })?;
-        }
-    }
-    Ok(())
-}
-
-/// One collective on blocks of one length.
-struct Case<'a, B, T> {
-    backend: &'a B,
-    name: &'static str,
-    count: usize,
-    /// A rank that differs from length to length.
-    root: usize,
-    _type: std::marker::PhantomData<T>,
-}
-
-impl<B: Backend, T: Number> Case<'_, B, T> {
-    fn size(&self) -> usize {
-        self.backend.nodes().len()
-    }
-
-    /// What `rank` gives as element `index`.
-    fn value(&self, rank: usize, index: usize) -> T {
-        B::VALUES.of(rank, index)
-    }
-
-    fn own(&self, len: usize) -> Result<B::Memory<T>> {
-        let rank = self.backend.rank();
-        self.backend.input((0..len).map(|index| self.value(rank, index)).collect())
-    }
-
-    fn reductions(&self) -> impl Iterator<Item = ReduceOp> + '_ {
-        [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Product, ReduceOp::Min, ReduceOp::Max]
-            .into_iter()
-            .filter(|&op| self.backend.reduces(T::DTYPE, op))
-    }
-
-    fn expect(&self, found: &B::Memory<T>, expected: impl Fn(usize) -> T) -> Result<()> {
-        let found = self.backend.read(found)?;
-        let wrong = found.iter().enumerate().find(|&(i, &got)| !B::VALUES.is(got, expected(i)));
-        if let Some((index, got)) = wrong {
-            let (Self { name, count, root, .. }, rank) = (self, self.backend.rank());
-            anyhow::bail!(
-                "{name} of {count} x {}, root {root}, rank {rank} of {}: element {index} is {got:?} and not {:?}",
-                T::DTYPE,
-                self.size(),
-                expected(index)
-            );
-        }
-        Ok(())
-    }
-
-    fn all_reduce(&self) -> Result<()> {
-        for op in self.reductions() {
-            let mut data = self.own(self.count)?;
-            self.backend.all_reduce(&mut data, op)?;
-            let nodes = self.backend.nodes();
-            self.expect(&data, |index| B::VALUES.all_reduced(op, nodes, self.count, index))?;
-        }
-        Ok(())
-    }
-
-    fn reduce(&self) -> Result<()> {
-        let rank = self.backend.rank();
-        for op in self.reductions() {
-            let mut data = self.own(self.count)?;
-            self.backend.reduce(&mut data, op, self.root)?;
-            self.expect(&data, |index| match rank == self.root {
-                true => B::VALUES.reduced(op, self.size(), index),
-                false => self.value(rank, index),
-            })?;
-        }
-        Ok(())
-    }
-
-    fn broadcast(&self) -> Result<()> {
-        let mut data = self.own(self.count)?;
-        self.backend.broadcast(&mut data, self.root)?;
-        self.expect(&data, |index| self.value(self.root, index))
-    }
-
-    fn all_gather(&self) -> Result<()> {
-        let (input, mut output) =
-            (self.own(self.count)?, self.backend.output(self.size() * self.count)?);
-        self.backend.all_gather(&input, &mut output)?;
-        self.expect(&output, |index| self.value(index / self.count, index % self.count))
-    }
-
-    fn reduce_scatter(&self) -> Result<()> {
-        let (rank, size, count) = (self.backend.rank(), self.size(), self.count);
-        for op in self.reductions() {
-            let (input, mut output) = (self.own(size * count)?, self.backend.output(count)?);
-            self.backend.reduce_scatter(&input, &mut output, op)?;
-            self.expect(&output, |index| B::VALUES.reduced(op, size, rank * count + index))?;
-            self.expect(&input, |index| self.value(rank, index))?;
-        }
-        Ok(())
-    }
-
-    fn gather(&self) -> Result<()> {
-        let is_root = self.backend.rank() == self.root;
-        let input = self.own(self.count)?;
-        let mut output =
-            is_root.then(|| self.backend.output(self.size() * self.count)).transpose()?;
-        self.backend.gather(&input, output.as_mut(), self.root)?;
-        let Some(output) = output else { return Ok(()) };
-        self.expect(&output, |index| self.value(index / self.count, index % self.count))
-    }
-
-    fn scatter(&self) -> Result<()> {
-        let rank = self.backend.rank();
-        let input = (rank == self.root).then(|| self.own(self.size() * self.count)).transpose()?;
-        let mut output = self.backend.output(self.count)?;
-        self.backend.scatter(input.as_ref(), &mut output, self.root)?;
-        self.expect(&output, |index| self.value(self.root, rank * self.count + index))
-    }
-
-    fn all_to_all(&self) -> Result<()> {
-        let (rank, count) = (self.backend.rank(), self.count);
-        let len = self.size() * count;
-        let (input, mut output) = (self.own(len)?, self.backend.output(len)?);
-        self.backend.all_to_all(&input, &mut output)?;
-        self.expect(&output, |index| self.value(index / count, rank * count + index % count))
-    }
-
-    /// A count that differs from block to block: none, a part or all of this case's.
-    fn uneven_count(&self, block: usize) -> usize {
-        match (block + self.root) % 3 {
-            0 => 0,
-            1 => self.count,
-            _ => self.count / 2 + 1,
-        }
-    }
-
-    fn uneven_counts(&self) -> Vec<usize> {
-        (0..self.size()).map(|rank| self.uneven_count(rank)).collect()
-    }
-
-    fn all_gather_v(&self) -> Result<()> {
-        let counts = self.uneven_counts();
-        let input = self.own(counts[self.backend.rank()])?;
-        let mut output = self.backend.output(counts.iter().sum())?;
-        self.backend.all_gather_v(&input, &mut output, &counts)?;
-        self.expect(&output, |index| {
-            let (from, index) = block_of(&counts, index);
-            self.value(from, index)
-        })
-    }
-
-    fn reduce_scatter_v(&self) -> Result<()> {
-        let (rank, counts) = (self.backend.rank(), self.uneven_counts());
-        let start: usize = counts[..rank].iter().sum();
-        for op in self.reductions() {
-            let input = self.own(counts.iter().sum())?;
-            let mut output = self.backend.output(counts[rank])?;
-            self.backend.reduce_scatter_v(&input, &mut output, &counts, op)?;
-            self.expect(&output, |index| B::VALUES.reduced(op, self.size(), start + index))?;
-            self.expect(&input, |index| self.value(rank, index))?;
-        }
-        Ok(())
-    }
-
-    fn all_to_all_v(&self) -> Result<()> {
-        let (rank, size) = (self.backend.rank(), self.size());
-        let sent = |from: usize| -> Vec<usize> {
-            (0..size).map(|to| self.uneven_count(from * size + to + from)).collect()
-        };
-        let received: Vec<usize> = (0..size).map(|from| sent(from)[rank]).collect();
-        let input = self.own(sent(rank).iter().sum())?;
-        let mut output = self.backend.output(received.iter().sum())?;
-        self.backend.all_to_all_v(&input, &sent(rank), &mut output, &received)?;
-        self.expect(&output, |index| {
-            let (from, index) = block_of(&received, index);
-            self.value(from, sent(from)[..rank].iter().sum::<usize>() + index)
-        })
-    }
-
-    /// Between all pairs, one after the other.
-    fn send_recv(&self) -> Result<()> {
-        let (rank, data) = (self.backend.rank(), self.own(self.count)?);
-        for from in 0..self.size() {
-            for to in (0..self.size()).filter(|&to| to != from) {
-                if rank == from {
-                    self.backend.send(&data, to)?;
-                } else if rank == to {
-                    let mut received = self.backend.output(self.count)?;
-                    self.backend.recv(&mut received, from)?;
-                    self.expect(&received, |index| self.value(from, index))?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Each rank sends to all others and receives from all.
-    fn batch_send_recv(&self) -> Result<()> {
-        let (rank, size) = (self.backend.rank(), self.size());
-        if size == 1 {
-            return Ok(());
-        }
-        let others = || (0..size).filter(|&other| other != rank);
-        let count = |from: usize, to: usize| self.count + (from + to) % 2;
-        let mut sends =
-            others().map(|to| Ok((to, self.own(count(rank, to))?))).collect::<Result<Vec<_>>>()?;
-        let mut receives = others()
-            .map(|from| Ok((from, self.backend.output(count(from, rank))?)))
-            .collect::<Result<Vec<_>>>()?;
-        self.backend.batch_send_recv(&mut sends, &mut receives)?;
-        receives
-            .iter()
-            .try_for_each(|(from, data)| self.expect(data, |index| self.value(*from, index)))
-    }
-}
-
-/// Which of several blocks in a row has an element, and at which position.
-fn block_of(counts: &[usize], mut index: usize) -> (usize, usize) {
-    for (block, &count) in counts.iter().enumerate() {
-        if index < count {
-            return (block, index);
-        }
-        index -= count;
-    }
-    unreachable!("the index is in one of the blocks")
-}

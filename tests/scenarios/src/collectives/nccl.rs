@@ -6,8 +6,9 @@ use anyhow::{ensure, Result};
 use flow_comm::nccl::{CudaGroup, Device};
 use flow_comm::{DType, P2pOp, ProcessGroup, ReduceOp};
 
+use super::backend::Backend;
 use super::reference::{Number, Values};
-use super::{check_types, Backend};
+use super::table::check_types;
 use crate::nccl::memory::{Array, Gpu};
 
 pub fn all(group: &ProcessGroup) -> Result<()> {

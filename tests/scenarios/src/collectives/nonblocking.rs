@@ -4,9 +4,9 @@
 use anyhow::{ensure, Result};
 use flow_comm::{ProcessGroup, ReduceOp, SharedBuffer, Work};
 
+use super::backend::Backend;
 use super::host::{Host, Memory, Place};
 use super::reference::{Number, Values};
-use super::Backend;
 
 pub fn all(group: &ProcessGroup) -> Result<()> {
     let host = Host::new(group, Place::Ordinary)?;

@@ -5,7 +5,7 @@ use anyhow::Result;
 use flow_comm::{Error, ProcessGroup, ReduceOp};
 use flow_harness::assert_contains;
 
-use super::{report, said, sum, LARGE, THREE};
+use super::report::{report, said, sum, LARGE, THREE};
 use crate::registry::{by_hand, scenario, Scenario, Test};
 
 const SUM: &str = "all_reduce #1 (4 x f32, sum)";

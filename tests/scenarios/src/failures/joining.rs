@@ -9,7 +9,7 @@ use flow_harness::{assert_contains, program, Process, DETECTION_LIMIT};
 use nix::sys::signal::Signal;
 
 use super::lost::shared_memory_of;
-use super::{describe, said};
+use super::report::{describe, said};
 use crate::registry::{by_hand, launched, process, signal, Scenario, Test};
 
 pub const SCENARIOS: &[Scenario] = &[

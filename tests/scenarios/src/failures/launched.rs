@@ -10,8 +10,8 @@ use flow_harness::net::Agent;
 use flow_harness::{assert_contains, DETECTION_LIMIT, TEST_TIMEOUT};
 use nix::sys::signal::{SigSet, Signal};
 
+use super::endless::{endless, Loop};
 use super::lost::{is_mapped, shared_memory_of};
-use super::{endless, Loop};
 use crate::registry::{launched, machines, process, scenario, signal, Scenario, Test};
 
 pub const SCENARIOS: &[Scenario] = &[

@@ -8,7 +8,8 @@ use flow_comm::ProcessGroup;
 use flow_harness::{assert_contains, DETECTION_LIMIT};
 use nix::sys::signal::Signal;
 
-use super::{endless, looping, report, said, sleep_until_killed, sum, Loop, THREE};
+use super::endless::{endless, looping, Loop};
+use super::report::{report, said, sleep_until_killed, sum, THREE};
 use crate::registry::{by_hand, process, scenario, signal, Scenario, Test};
 
 pub const SCENARIOS: &[Scenario] = &[

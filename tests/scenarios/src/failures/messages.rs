@@ -7,7 +7,7 @@ use flow_comm::{Error, ProcessGroup};
 use flow_harness::{assert_contains, DETECTION_LIMIT};
 use nix::sys::signal::Signal;
 
-use super::{kill_myself, report, said, sleep_until_killed};
+use super::report::{kill_myself, report, said, sleep_until_killed};
 use crate::registry::{by_hand, machines, process, scenario, signal, Job, Scenario, Test};
 
 /// On one node, and on several.

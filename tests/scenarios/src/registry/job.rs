@@ -6,6 +6,9 @@ use flow_harness::{launcher, program, rank_commands};
 
 use crate::fakes::use_fake_cuda;
 
+/// How many ranks a worker runs as threads of its process.
+pub(super) const IN_PROCESS: &str = "FLOW_TEST_IN_PROCESS";
+
 /// One way to start a scenario.
 #[derive(Clone, Copy, Debug)]
 pub struct Job {
@@ -21,6 +24,7 @@ pub struct Job {
 pub(super) enum Start {
     Launched(usize),
     ByHand(&'static [usize]),
+    InProcess(usize),
     Mpirun(&'static [usize]),
     Machines(&'static [usize]),
 }
@@ -34,6 +38,11 @@ pub const fn launched(ranks: usize) -> Job {
 /// one fails: rank 0 serves the rendezvous. All nodes are this machine.
 pub const fn by_hand(nodes: &'static [usize]) -> Job {
     Job::new(Start::ByHand(nodes))
+}
+
+/// So many ranks that are threads of one process.
+pub const fn in_process(ranks: usize) -> Job {
+    Job::new(Start::InProcess(ranks))
 }
 
 /// So many ranks on each node under mpirun, connected by MPI. All nodes are this machine.
@@ -79,7 +88,7 @@ impl Job {
     /// The number of ranks on each node.
     pub fn nodes(&self) -> Vec<usize> {
         match self.start {
-            Start::Launched(ranks) => vec![ranks],
+            Start::Launched(ranks) | Start::InProcess(ranks) => vec![ranks],
             Start::ByHand(nodes) | Start::Mpirun(nodes) | Start::Machines(nodes) => nodes.to_vec(),
         }
     }
@@ -99,6 +108,7 @@ impl Job {
             Start::Launched(count) => ranks(count),
             Start::ByHand([count]) => format!("{} by hand", ranks(*count)),
             Start::ByHand(nodes) => several("nodes", nodes),
+            Start::InProcess(count) => format!("{} in one process", ranks(count)),
             Start::Mpirun([count]) => format!("{} by mpirun", ranks(*count)),
             Start::Mpirun(nodes) => several("MPI, nodes", nodes),
             Start::Machines(nodes) => several("machines", nodes),
@@ -117,6 +127,11 @@ impl Job {
         let mut commands = match self.start {
             Start::Launched(ranks) => vec![launcher(ranks, self.flags, worker, arguments)],
             Start::ByHand(nodes) => rank_commands(nodes, worker, arguments),
+            Start::InProcess(ranks) => {
+                let mut command = Command::new(program(worker));
+                command.args(arguments).env(IN_PROCESS, ranks.to_string());
+                vec![command]
+            }
             Start::Mpirun(nodes) => vec![by_mpirun(nodes, worker, arguments)],
             Start::Machines(nodes) => {
                 let machine = |(node, ranks): (usize, &usize)| {

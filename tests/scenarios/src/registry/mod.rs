@@ -15,82 +15,12 @@
 //! test (a part of a name, `--list`). `cargo test --release -p flow-scenarios NAME` builds first.
 
 mod job;
+mod scenario;
 mod test;
+mod trials;
+mod worker;
 
-use std::process::ExitCode;
-
-use anyhow::{bail, Context, Result};
-use flow_comm::ProcessGroup;
-
-pub use job::{by_hand, launched, machines, mpirun, Job};
+pub use job::{by_hand, in_process, launched, machines, mpirun, Job};
+pub use scenario::{process, scenario, File, RankFn, Scenario};
 pub use test::{lines, signal, Test};
-
-/// What a rank does with its group.
-pub type RankFn = fn(&ProcessGroup) -> Result<()>;
-
-/// A file's name, and its scenarios.
-pub type File = (&'static str, &'static [Scenario]);
-
-/// What the ranks of a job do.
-pub struct Scenario {
-    name: &'static str,
-    run: Run,
-    jobs: &'static [Job],
-    check: fn(&Test),
-}
-
-#[derive(Clone, Copy)]
-enum Run {
-    Rank(RankFn),
-    Process(fn() -> Result<()>),
-}
-
-/// A scenario named `name`: each rank calls `run`, in each of `jobs`.
-pub const fn scenario(name: &'static str, run: RankFn, jobs: &'static [Job]) -> Scenario {
-    Scenario { name, run: Run::Rank(run), jobs, check: Test::passes }
-}
-
-/// A scenario whose processes make their groups themselves, or none.
-pub const fn process(
-    name: &'static str,
-    run: fn() -> Result<()>,
-    jobs: &'static [Job],
-) -> Scenario {
-    Scenario { name, run: Run::Process(run), jobs, check: Test::passes }
-}
-
-impl Scenario {
-    /// The test starts the job and decides whether it passes.
-    pub const fn checked_by(self, check: fn(&Test)) -> Self {
-        Self { check, ..self }
-    }
-}
-
-/// The main function of a worker program with these files of scenarios. `around` calls what a rank
-/// does.
-pub fn main(files: &[File], around: fn(&ProcessGroup, RankFn) -> Result<()>) -> Result<ExitCode> {
-    let mut arguments = std::env::args().skip(1);
-    let wanted = arguments.next().context("usage: worker FILE::NAME | --test [OPTIONS]")?;
-    if wanted == "--test" {
-        return Ok(test::run(files));
-    }
-    let mut scenarios = files.iter().flat_map(|(file, scenarios)| {
-        scenarios.iter().map(move |scenario| (format!("{file}::{}", scenario.name), scenario))
-    });
-    let Some((name, scenario)) = scenarios.find(|(name, _)| *name == wanted) else {
-        bail!("there is no scenario {wanted}: --test --list prints all");
-    };
-    let rank = std::process::id();
-    match scenario.run {
-        Run::Process(run) => run().context(name.clone())?,
-        Run::Rank(run) => {
-            let group = ProcessGroup::from_env()?;
-            around(&group, run).with_context(|| format!("{name}, rank {}", group.rank()))?;
-        }
-    }
-    // A process that the scenario has forked ends here too, and is no rank.
-    if std::process::id() == rank {
-        println!("{name} passed");
-    }
-    Ok(ExitCode::SUCCESS)
-}
+pub use worker::main;

@@ -1,17 +1,14 @@
-//! The tests of scenarios: jobs that are started, and what is expected of them.
+//! One test of a scenario: it starts a job, and decides whether that went well.
 
-use std::process::{Command, ExitCode};
+use std::process::Command;
 
 use flow_harness::net::{Agent, Net};
 use flow_harness::{Finished, Process, TEST_TIMEOUT};
-use libtest_mimic::{Arguments, Trial};
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use tempfile::TempDir;
 
 use super::job::{run_script, Job, Start};
-use super::File;
-use crate::fakes::fake_cuda_is_found;
 
 /// One test: a scenario in one of its jobs.
 pub struct Test {
@@ -21,42 +18,6 @@ pub struct Test {
     pub job: &'static Job,
     /// A folder of its own.
     pub folder: TempDir,
-}
-
-/// Runs the tests that the arguments after `--test` choose.
-pub(super) fn run(files: &[File]) -> ExitCode {
-    let arguments = Arguments::from_iter(std::env::args().skip(1));
-    let mut tests = Vec::new();
-    for (file, scenarios) in files {
-        for scenario in *scenarios {
-            for job in scenario.jobs.iter().filter(|job| job.is_of_this_program()) {
-                tests.push((format!("{file}::{}", scenario.name), job, scenario.check));
-            }
-        }
-    }
-    if tests.iter().any(|(_, job, _)| job.fake_cuda) && !fake_cuda_is_found() {
-        tests.retain(|(_, job, _)| !job.fake_cuda);
-    }
-    if cfg!(feature = "mpi") && !has_mpirun() {
-        tests.clear();
-    }
-    let trial = |(name, job, check): (String, &'static Job, fn(&Test))| {
-        Trial::test(format!("{name} ({})", job.title()), move || {
-            let folder = tempfile::tempdir().expect("a folder of its own");
-            check(&Test { name, job, folder });
-            Ok(())
-        })
-    };
-    libtest_mimic::run(&arguments, tests.into_iter().map(trial).collect()).exit_code()
-}
-
-/// Whether there is an mpirun; if not, says so.
-fn has_mpirun() -> bool {
-    let has = Command::new("mpirun").arg("--version").output().is_ok();
-    if !has {
-        println!("SKIPPED: groups over MPI: there is no mpirun (Debian, Ubuntu: apt-get install openmpi-bin)");
-    }
-    has
 }
 
 impl Test {
@@ -77,7 +38,11 @@ impl Test {
 
     /// Starts the ranks of a job without a launcher.
     pub fn ranks(&self) -> Vec<Process> {
-        assert!(matches!(self.job.start, Start::ByHand(_)), "a launcher starts these ranks");
+        let start = self.job.start;
+        assert!(
+            matches!(start, Start::ByHand(_) | Start::InProcess(_)),
+            "a launcher starts these ranks"
+        );
         self.commands().into_iter().map(Process::start).collect()
     }
 
@@ -103,7 +68,7 @@ impl Test {
         let passed = |ranks: usize| format!("{} passed\n", self.name).repeat(ranks);
         let nodes = self.job.nodes();
         match self.job.start {
-            Start::ByHand(_) => {
+            Start::ByHand(_) | Start::InProcess(_) => {
                 for rank in self.ranks() {
                     assert_eq!(rank.finish(TEST_TIMEOUT).success(), passed(1));
                 }

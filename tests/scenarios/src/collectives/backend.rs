@@ -1,0 +1,108 @@
+//! The collectives of a back-end, as the table calls them.
+
+use anyhow::Result;
+use flow_comm::{DType, ReduceOp};
+
+use super::reference::{Number, Values};
+
+/// Collectives of one group, on memory of one kind.
+pub trait Backend {
+    type Memory<T: Number>;
+
+    /// What ranks give.
+    const VALUES: Values;
+
+    fn rank(&self) -> usize;
+
+    /// The node of each rank.
+    fn nodes(&self) -> &[u32];
+
+    /// Whether it has this reduction of this type.
+    fn reduces(&self, dtype: DType, op: ReduceOp) -> bool;
+
+    /// What collectives read.
+    fn input<T: Number>(&self, content: Vec<T>) -> Result<Self::Memory<T>>;
+
+    /// What collectives write, which holds something else before.
+    fn output<T: Number>(&self, len: usize) -> Result<Self::Memory<T>>;
+
+    fn read<T: Number>(&self, memory: &Self::Memory<T>) -> Result<Vec<T>>;
+
+    fn all_reduce<T: Number>(&self, data: &mut Self::Memory<T>, op: ReduceOp) -> Result<()>;
+
+    fn reduce<T: Number>(
+        &self,
+        data: &mut Self::Memory<T>,
+        op: ReduceOp,
+        root: usize,
+    ) -> Result<()>;
+
+    fn broadcast<T: Number>(&self, data: &mut Self::Memory<T>, root: usize) -> Result<()>;
+
+    fn all_gather<T: Number>(
+        &self,
+        input: &Self::Memory<T>,
+        output: &mut Self::Memory<T>,
+    ) -> Result<()>;
+
+    fn all_gather_v<T: Number>(
+        &self,
+        input: &Self::Memory<T>,
+        output: &mut Self::Memory<T>,
+        counts: &[usize],
+    ) -> Result<()>;
+
+    fn reduce_scatter<T: Number>(
+        &self,
+        input: &Self::Memory<T>,
+        output: &mut Self::Memory<T>,
+        op: ReduceOp,
+    ) -> Result<()>;
+
+    fn reduce_scatter_v<T: Number>(
+        &self,
+        input: &Self::Memory<T>,
+        output: &mut Self::Memory<T>,
+        counts: &[usize],
+        op: ReduceOp,
+    ) -> Result<()>;
+
+    fn gather<T: Number>(
+        &self,
+        input: &Self::Memory<T>,
+        output: Option<&mut Self::Memory<T>>,
+        root: usize,
+    ) -> Result<()>;
+
+    fn scatter<T: Number>(
+        &self,
+        input: Option<&Self::Memory<T>>,
+        output: &mut Self::Memory<T>,
+        root: usize,
+    ) -> Result<()>;
+
+    fn all_to_all<T: Number>(
+        &self,
+        input: &Self::Memory<T>,
+        output: &mut Self::Memory<T>,
+    ) -> Result<()>;
+
+    fn all_to_all_v<T: Number>(
+        &self,
+        input: &Self::Memory<T>,
+        input_counts: &[usize],
+        output: &mut Self::Memory<T>,
+        output_counts: &[usize],
+    ) -> Result<()>;
+
+    fn send<T: Number>(&self, data: &Self::Memory<T>, to: usize) -> Result<()>;
+
+    fn recv<T: Number>(&self, data: &mut Self::Memory<T>, from: usize) -> Result<()>;
+
+    /// Sends to all these ranks and receives from all these at once.
+    fn batch_send_recv<T: Number>(
+        &self,
+        sends: &mut [(usize, Self::Memory<T>)],
+        receives: &mut [(usize, Self::Memory<T>)],
+    ) -> Result<()>;
+}
