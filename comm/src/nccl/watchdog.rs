@@ -389,7 +389,7 @@ impl Shared {
         state.failure = Some((error.clone(), Instant::now()));
         let pending = std::mem::take(&mut state.pending);
         drop(state);
-        pending.iter().for_each(|op| self.failure.core.recorder.fail(op.operation.record));
+        self.failure.core.recorder.fail(pending.iter().map(|op| op.operation.record));
         self.change.notify_all();
         log::error!("{error}");
         if self.failure.check_failure(&"NCCL", false).is_ok() {
