@@ -96,6 +96,25 @@ impl Caller {
         Ok(())
     }
 
+    /// A rank must send itself as many elements as it receives from itself.
+    pub fn check_own_count(
+        self,
+        operation: &str,
+        input_counts: &[usize],
+        output_counts: &[usize],
+    ) -> Result<()> {
+        let (sent, received) = (input_counts[self.rank], output_counts[self.rank]);
+        if sent == received {
+            return Ok(());
+        }
+        let reason = format!(
+            "input_counts[{0}] is {sent} but output_counts[{0}] is {received}: this rank sends \
+             itself what it receives from itself",
+            self.rank
+        );
+        Err(self.argument(operation, reason))
+    }
+
     /// A buffer must have as many elements as the counts say.
     pub fn check_length(
         self,

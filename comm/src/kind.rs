@@ -67,6 +67,11 @@ impl Kind {
         Kind::ALL.into_iter().find(|kind| *kind as u8 == code)
     }
 
+    /// Whether it is between two ranks, and no collective.
+    pub fn is_message(self) -> bool {
+        matches!(self, Kind::Send | Kind::Recv | Kind::BatchSendRecv)
+    }
+
     pub fn has_root(self) -> bool {
         matches!(self, Kind::Reduce | Kind::Broadcast | Kind::Gather | Kind::Scatter)
     }

@@ -161,7 +161,7 @@ impl BucketQueue {
         }
         let mut launched = self.launched();
         self.advance(&mut launched, true).inspect_err(|_| {
-            launched.iter().for_each(|bucket| self.core.recorder.fail(bucket.record));
+            self.core.recorder.fail(launched.iter().map(|bucket| bucket.record));
         })
     }
 

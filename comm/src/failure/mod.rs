@@ -218,7 +218,7 @@ impl Failure {
     }
 
     /// The error where the connection to another leader has ended.
-    pub fn link_lost_error(&self, loss: PeerDown, operation: &dyn std::fmt::Display) -> Error {
+    pub fn peer_down_error(&self, loss: PeerDown, operation: &dyn std::fmt::Display) -> Error {
         self.handle_disconnect(self.core.leaders[loss.member], loss.how, operation)
     }
 

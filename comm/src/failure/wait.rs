@@ -84,7 +84,7 @@ impl Failure {
                     continue;
                 }
                 Ok(false) => {}
-                Err(loss) => return Err(self.link_lost_error(loss, operation)),
+                Err(loss) => return Err(self.peer_down_error(loss, operation)),
             }
             if let Err(error) = self.check_failure(operation, true) {
                 // The others may have come to the end of this, and failed in what follows.

@@ -3,8 +3,8 @@
 use flow_kernels::cuda::{DeviceBuffer, Stream};
 use flow_kernels::{DType, ReduceOp};
 
-use super::communicator::P2pBlock;
 use super::group::CudaGroup;
+use super::operations::P2pBlock;
 use crate::error::Result;
 use crate::kind::Kind;
 
@@ -170,9 +170,11 @@ impl CudaGroup {
         stream: &Stream,
     ) -> Result<()> {
         let name = "all_gather_v";
-        self.check_types(name, input, output)?;
-        self.check_counts(name, "input", input, &[self.own_count(name, counts)?])?;
-        self.check_counts(name, "output", output, counts)?;
+        let caller = self.caller();
+        caller.check_types(name, input.dtype(), output.dtype())?;
+        caller.check_counts(name, "counts", counts)?;
+        caller.check_length(name, "input", count(input), counts[self.rank()])?;
+        caller.check_length(name, "output", count(output), counts.iter().sum())?;
         let operation =
             self.operation(Kind::AllGatherV, output.dtype(), count(output), ReduceOp::Sum, 0);
         let blocks = blocks_of(&*output, counts);
@@ -192,9 +194,11 @@ impl CudaGroup {
         stream: &Stream,
     ) -> Result<()> {
         let name = "reduce_scatter_v";
-        self.check_types(name, input, output)?;
-        self.check_counts(name, "input", input, counts)?;
-        self.check_counts(name, "output", output, &[self.own_count(name, counts)?])?;
+        let caller = self.caller();
+        caller.check_types(name, input.dtype(), output.dtype())?;
+        caller.check_counts(name, "counts", counts)?;
+        caller.check_length(name, "input", count(input), counts.iter().sum())?;
+        caller.check_length(name, "output", count(output), counts[self.rank()])?;
         let operation = self.operation(Kind::ReduceScatterV, input.dtype(), count(input), op, 0);
         let blocks = blocks_of(input, counts);
         // SAFETY: as above; the blocks are parts of the buffers.
@@ -216,11 +220,13 @@ impl CudaGroup {
         stream: &Stream,
     ) -> Result<()> {
         let name = "all_to_all_v";
-        self.check_types(name, input, output)?;
-        self.check_counts(name, "input", input, input_counts)?;
-        self.check_counts(name, "output", output, output_counts)?;
-        self.own_count(name, input_counts)?;
-        self.own_count(name, output_counts)?;
+        let caller = self.caller();
+        caller.check_types(name, input.dtype(), output.dtype())?;
+        caller.check_counts(name, "input_counts", input_counts)?;
+        caller.check_counts(name, "output_counts", output_counts)?;
+        caller.check_own_count(name, input_counts, output_counts)?;
+        caller.check_length(name, "input", count(input), input_counts.iter().sum())?;
+        caller.check_length(name, "output", count(output), output_counts.iter().sum())?;
         let operation =
             self.operation(Kind::AllToAllV, input.dtype(), count(input), ReduceOp::Sum, 0);
         let (sends, receives) =
@@ -241,45 +247,6 @@ impl CudaGroup {
     ) -> Result<()> {
         let [input, output] = [(input.bytes(), input.dtype()), (output.bytes(), output.dtype())];
         self.caller().check_pair(operation, input, output, ratio)
-    }
-
-    /// A count for each rank, of which this is this rank's.
-    fn own_count(&self, operation: &str, counts: &[usize]) -> Result<usize> {
-        if counts.len() == self.size() {
-            return Ok(counts[self.rank()]);
-        }
-        let reason =
-            format!("{} counts for {} ranks: give one for each", counts.len(), self.size());
-        Err(self.caller().argument(operation, reason))
-    }
-
-    fn check_types(
-        &self,
-        operation: &str,
-        input: &impl DeviceBuffer,
-        output: &impl DeviceBuffer,
-    ) -> Result<()> {
-        let (from, to) = (input.dtype(), output.dtype());
-        if from == to {
-            return Ok(());
-        }
-        let reason = format!("input is {from} but output is {to}: they must be alike");
-        Err(self.caller().argument(operation, reason))
-    }
-
-    fn check_counts(
-        &self,
-        operation: &str,
-        what: &str,
-        buffer: &impl DeviceBuffer,
-        counts: &[usize],
-    ) -> Result<()> {
-        let (found, total) = (count(buffer), counts.iter().sum::<usize>());
-        if found == total {
-            return Ok(());
-        }
-        let reason = format!("{what} has {found} elements, but the counts are {total} in all");
-        Err(self.caller().argument(operation, reason))
     }
 }
 

@@ -12,7 +12,8 @@ use super::bootstrap::{init_communicator, join_check, not_joined, JOINING};
 use super::communicator::{Communicator, CommunicatorError};
 use super::error::{system_error, EnqueueError};
 use super::memory::{FlatMemory, Registration};
-use super::watchdog::{EnqueuedOp, Watchdog};
+use super::progress::EnqueuedOp;
+use super::watchdog::Watchdog;
 use crate::arguments::Caller;
 use crate::descriptor::OpDescriptor;
 use crate::error::{Error, Result};
@@ -49,6 +50,8 @@ pub struct CudaGroup {
 struct IssueState {
     /// How many operations were enqueued.
     enqueued: u64,
+    /// How many of them were collectives.
+    collectives: u64,
     splits: usize,
     ready: Event,
     /// All events of the group, the oldest first.
@@ -77,8 +80,9 @@ impl CudaGroup {
         let watchdog =
             Watchdog::start(Arc::clone(&failure), Arc::clone(&communicator), prefix.clone())
                 .map_err(|error| system(format!("cannot start a thread: {error}")))?;
+        let events = VecDeque::new();
         let state =
-            Mutex::new(IssueState { enqueued: 0, splits: 0, ready, events: VecDeque::new() });
+            Mutex::new(IssueState { enqueued: 0, collectives: 0, splits: 0, ready, events });
         Ok(Self {
             watchdog: ForkSafe::new(watchdog),
             communicator: ForkSafe::new(communicator),
@@ -216,14 +220,17 @@ impl CudaGroup {
     ) -> Result<Arc<Event>> {
         let mut state = self.issue_state(&operation.kind.name())?;
         let recorder = &self.failure.core.recorder;
-        operation.sequence = match operation.kind {
-            Kind::Send | Kind::Recv | Kind::BatchSendRecv => recorder.next_message(),
-            _ => recorder.next_collective(),
+        let is_message = operation.kind.is_message();
+        operation.sequence = match is_message {
+            true => recorder.next_message(),
+            false => recorder.next_collective(),
         };
         self.watchdog.check(&operation)?;
+        state.collectives += u64::from(!is_message);
         let enqueued = EnqueuedOp {
             descriptor: operation,
             number: state.enqueued,
+            collectives: state.collectives,
             record: recorder.start(&Start { is_cuda: true, ..operation.record(None) }),
         };
         state.enqueued += 1;

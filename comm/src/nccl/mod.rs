@@ -6,6 +6,7 @@
 //! | `library` | finds NCCL and opens it at run time |
 //! | `result` | its functions with Rust's `Result` |
 //! | `communicator` | a group's ranks as NCCL knows them |
+//! | `operations` | what ranks of a communicator enqueue, by NCCL's functions |
 //! | `device_clock` | when events happened on the GPU |
 //! | `error` | failures of NCCL and of the device as a group's errors |
 //! | `memory` | device memory that NCCL knows |
@@ -14,9 +15,10 @@
 //! | `collectives` | its collectives |
 //! | `p2p` | its messages |
 //! | `bucket` | the bucket reductions of data-parallel training |
+//! | `progress` | how far each rank is, for the watchdogs of the others |
 //! | `watchdog` | time-outs, lost peers, errors of the device |
 //!
-//! Beside this module, `unsafe` code of the crate is in `shm` and in MPI's session.
+//! docs/architecture.md says where else the crate has `unsafe` code.
 
 mod bootstrap;
 mod bucket;
@@ -27,7 +29,9 @@ mod error;
 mod group;
 mod library;
 mod memory;
+mod operations;
 mod p2p;
+mod progress;
 mod result;
 pub mod sys;
 mod watchdog;

@@ -4,8 +4,8 @@ use flow_kernels::cuda::{DeviceBuffer, Stream};
 use flow_kernels::ReduceOp;
 
 use super::collectives::count;
-use super::communicator::P2pBlock;
 use super::group::CudaGroup;
+use super::operations::P2pBlock;
 use crate::error::Result;
 use crate::kind::Kind;
 use crate::p2p::P2pOp;

@@ -18,12 +18,14 @@ use flow_kernels::cuda::Event;
 
 use super::communicator::{Communicator, CommunicatorError};
 use super::device_clock::DeviceClock;
+use super::progress::{EnqueuedOp, Progress};
 use crate::descriptor::OpDescriptor;
 use crate::error::{Error, Result};
 use crate::failure::Failure;
+use crate::kind::Kind;
 use crate::stall::Stall;
 use crate::store::Store;
-use crate::trace::{self, RecordId};
+use crate::trace;
 use crate::world::FIRST_WARNING;
 
 /// How often the oldest operation is checked.
@@ -42,21 +44,6 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A call has returned the failure of some group to the program.
 static ERROR_OBSERVED: AtomicBool = AtomicBool::new(false);
-
-/// An enqueued operation, as messages name it.
-#[derive(Clone, Copy)]
-pub struct EnqueuedOp {
-    pub descriptor: OpDescriptor,
-    /// Its number among all operations of the group over NCCL, messages too.
-    pub number: u64,
-    pub record: RecordId,
-}
-
-impl fmt::Display for EnqueuedOp {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}, {} bytes, over NCCL", self.descriptor, self.descriptor.bytes())
-    }
-}
 
 struct Pending {
     operation: EnqueuedOp,
@@ -402,7 +389,7 @@ impl Shared {
         state.failure = Some((error.clone(), Instant::now()));
         let pending = std::mem::take(&mut state.pending);
         drop(state);
-        pending.iter().for_each(|op| self.failure.core.recorder.fail(op.operation.record));
+        self.failure.core.recorder.fail(pending.iter().map(|op| op.operation.record));
         self.change.notify_all();
         log::error!("{error}");
         if self.failure.check_failure(&"NCCL", false).is_ok() {
@@ -418,8 +405,8 @@ impl Shared {
         let rank = self.failure.core.world.rank;
         let others = (0..self.failure.core.size()).filter(|&r| r != self.failure.core.rank);
         let differs = |r: usize| {
-            let (number, text) = self.progress(r)?;
-            (number == operation.number && text != operation.to_string()).then_some((r, text))
+            let progress = self.progress(r)?;
+            operation.disagrees(&progress).then_some((r, progress.text))
         };
         if let Some((other, theirs)) = others.filter_map(differs).next() {
             let other = self.failure.core.ranks[other];
@@ -440,17 +427,22 @@ impl Shared {
         }
     }
 
-    /// The ranks that have not begun the operation, according to the store.
+    /// The ranks that have not begun the operation, according to the store; the other rank of a
+    /// message.
     fn late<'a>(&'a self, operation: &'a EnqueuedOp) -> impl Iterator<Item = usize> + 'a {
-        (0..self.failure.core.size())
-            .filter(|&r| r != self.failure.core.rank && !self.has_begun(r, operation))
+        let OpDescriptor { kind, root: peer, .. } = operation.descriptor;
+        let is_late = move |&r: &usize| match kind {
+            Kind::Send | Kind::Recv => r == peer as usize,
+            _ => r != self.failure.core.rank && !self.has_begun(r, operation),
+        };
+        (0..self.failure.core.size()).filter(is_late)
     }
 
     /// As [`Shared::late`], in words.
     fn missing(&self, operation: &EnqueuedOp) -> String {
         let describe = |r: usize| {
-            let at = self.progress(r).map_or("which has begun nothing".into(), |(_, text)| {
-                format!("which is at {text}")
+            let at = self.progress(r).map_or("which has begun nothing".into(), |progress| {
+                format!("which is at {}", progress.text)
             });
             format!("{}, {at}", self.failure.core.world.describe(self.failure.core.ranks[r]))
         };
@@ -462,7 +454,7 @@ impl Shared {
     }
 
     fn has_begun(&self, rank: usize, operation: &EnqueuedOp) -> bool {
-        self.progress(rank).is_some_and(|(number, _)| number >= operation.number)
+        self.progress(rank).is_some_and(|progress| operation.is_begun_by(&progress))
     }
 
     fn store(&self) -> Option<&Store> {
@@ -473,18 +465,17 @@ impl Shared {
     fn publish(&self, last: Option<EnqueuedOp>) -> Option<u64> {
         let (store, last) = (self.store()?, last?);
         let key = format!("{}at/{}", self.prefix, self.failure.core.rank);
-        if let Err(error) = store.set(&key, format!("{} {last}", last.number).as_bytes()) {
+        let progress = serde_json::to_vec(&last.progress()).unwrap_or_default();
+        if let Err(error) = store.set(&key, &progress) {
             log::debug!("rank {}: {error}", self.failure.core.world.rank);
         }
         Some(last.number)
     }
 
     /// The last operation that a rank has published.
-    fn progress(&self, rank: usize) -> Option<(u64, String)> {
+    fn progress(&self, rank: usize) -> Option<Progress> {
         let text = self.store()?.try_get(&format!("{}at/{rank}", self.prefix)).ok()??;
-        let text = String::from_utf8(text).ok()?;
-        let (number, operation) = text.split_once(' ')?;
-        Some((number.parse().ok()?, operation.to_owned()))
+        serde_json::from_slice(&text).ok()
     }
 }
 

@@ -5,23 +5,22 @@
 //! slot while it is written, or written anew, leaves it out.
 
 use std::cell::Cell;
-use std::sync::atomic::{fence, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::atomic::{fence, AtomicBool, AtomicU64, Ordering};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::clock::{self, Scale};
 use super::record::Record;
-use super::timeline;
+use super::{registry, timeline};
 use crate::kind::Kind;
 
 /// How many operations a group keeps.
 pub const CAPACITY: usize = 256;
 /// The back-end of operations on GPUs.
 const NCCL: &str = "nccl";
-/// Instead of a number that is not there.
-const NONE: u64 = u64::MAX;
-/// How many operations that are under way [`activity`] names.
-const SHOWN: usize = 4;
+/// Instead of the time at which an operation was over: it is under way. The operation's number in
+/// the ring goes with it, so that [`Slot::finish`] does not end another operation.
+const UNDER_WAY: u64 = 1 << 63;
 /// The stamp of a slot that is being written.
 const WRITING: u64 = 0;
 
@@ -90,17 +89,24 @@ pub struct Recorder {
     ring: Arc<Ring>,
     collectives: AtomicU64,
     messages: AtomicU64,
+    /// An operation has failed, so that the timeline is in its file.
+    has_failed: AtomicBool,
 }
 
-struct Ring {
+pub struct Ring {
     group: String,
     host_backend: &'static str,
     next: AtomicU64,
     slots: [Slot; CAPACITY],
 }
 
-/// Those of all groups of this process.
-static RINGS: Mutex<Vec<Weak<Ring>>> = Mutex::new(Vec::new());
+impl Slot {
+    /// Operation `id` is over. False if a later operation has taken the slot.
+    fn finish(&self, id: RecordId, done: u64) -> bool {
+        let under_way = UNDER_WAY | id.0;
+        self.done.compare_exchange(under_way, done, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+    }
+}
 
 impl Recorder {
     /// For the group of this name, whose collectives on the host `host_backend` does.
@@ -113,10 +119,9 @@ impl Recorder {
             next: AtomicU64::new(1),
             slots: std::array::from_fn(|_| Slot::default()),
         });
-        let mut rings = RINGS.lock().unwrap_or_else(PoisonError::into_inner);
-        rings.retain(|ring| ring.strong_count() > 0);
-        rings.push(Arc::downgrade(&ring));
-        Self { ring, collectives: AtomicU64::new(0), messages: AtomicU64::new(0) }
+        registry::register(&ring);
+        let [collectives, messages] = [AtomicU64::new(0), AtomicU64::new(0)];
+        Self { ring, collectives, messages, has_failed: AtomicBool::new(false) }
     }
 
     /// The number of the group's next collective, which takes it.
@@ -154,7 +159,7 @@ impl Recorder {
     pub fn end(&self, is_ok: bool) {
         match CURRENT.take() {
             Some(id) if is_ok => self.finish(id),
-            Some(id) => self.fail(id),
+            Some(id) => self.fail([id]),
             None => {}
         }
     }
@@ -174,7 +179,7 @@ impl Recorder {
         slot.what.store(what, Ordering::Relaxed);
         slot.queued.store(start.queued.unwrap_or(now), Ordering::Relaxed);
         slot.started.store(now, Ordering::Relaxed);
-        slot.done.store(NONE, Ordering::Relaxed);
+        slot.done.store(UNDER_WAY | id, Ordering::Relaxed);
         slot.stamp.store(id, Ordering::Release);
         RecordId(id)
     }
@@ -182,25 +187,39 @@ impl Recorder {
     /// The operation is over.
     #[inline]
     pub fn finish(&self, id: RecordId) {
-        let Some(slot) = self.slot(id) else { return };
-        slot.done.store(clock::now(), Ordering::Relaxed);
-        if timeline::is_on() {
+        if self.slot(id).finish(id, clock::now()) && timeline::is_on() {
             self.add_to_timeline(id);
         }
     }
 
-    /// The operation has failed. It stays as if it were under way.
-    pub fn fail(&self, id: RecordId) {
-        if timeline::is_on() {
-            self.ring.read(id, Scale::now()).into_iter().for_each(timeline::add_failed_operation);
+    /// These operations have failed. They stay as if they were under way. The timeline is written at
+    /// once, as the program may not come to its end, but for one failure of the group only.
+    pub fn fail(&self, ids: impl IntoIterator<Item = RecordId>) {
+        if !timeline::is_on() {
+            return;
+        }
+        let scale = Scale::now();
+        let failed: Vec<Record> =
+            ids.into_iter().filter_map(|id| self.ring.read(id, scale)).collect();
+        if failed.is_empty() {
+            return;
+        }
+        failed.into_iter().for_each(timeline::add_failed_operation);
+        if !self.has_failed.swap(true, Ordering::Relaxed) {
+            timeline::write();
         }
     }
 
     /// The operation is over, and began and ended at these times, in ticks.
     pub fn finish_at(&self, id: RecordId, started: u64, done: u64) {
-        let Some(slot) = self.slot(id) else { return };
-        slot.started.store(started, Ordering::Relaxed);
-        slot.done.store(done, Ordering::Relaxed);
+        let slot = self.slot(id);
+        let enqueued = slot.started.load(Ordering::Relaxed);
+        if !slot.finish(id, done) {
+            return;
+        }
+        // A later operation may take the slot meanwhile: that has another time.
+        let relaxed = Ordering::Relaxed;
+        let _ = slot.started.compare_exchange(enqueued, started, relaxed, relaxed);
         if timeline::is_on() {
             self.add_to_timeline(id);
         }
@@ -233,15 +252,14 @@ impl Recorder {
         }
     }
 
-    /// Its slot, unless a later operation has taken it.
-    fn slot(&self, id: RecordId) -> Option<&Slot> {
-        let slot = &self.ring.slots[id.0 as usize % CAPACITY];
-        (slot.stamp.load(Ordering::Relaxed) == id.0).then_some(slot)
+    /// Its slot, or a later operation's.
+    fn slot(&self, id: RecordId) -> &Slot {
+        &self.ring.slots[id.0 as usize % CAPACITY]
     }
 }
 
 impl Ring {
-    fn records(&self) -> Vec<Record> {
+    pub fn records(&self) -> Vec<Record> {
         let next = self.next.load(Ordering::Acquire);
         let first = next.saturating_sub(CAPACITY as u64).max(1);
         let scale = Scale::now();
@@ -270,39 +288,13 @@ impl Ring {
             backend: if what >> 8 & 1 == 1 { NCCL } else { self.host_backend },
             queued: scale.monotonic(queued),
             started: scale.monotonic(started),
-            done: (done != NONE).then(|| scale.monotonic(done)),
+            done: (done & UNDER_WAY == 0).then(|| scale.monotonic(done)),
         })
     }
 }
 
-/// What this process is in, in all its groups, and what it completed last, for the report of a hang.
-/// Empty if nothing is recorded.
-pub fn activity() -> String {
-    let rings: Vec<_> = {
-        let rings = RINGS.lock().unwrap_or_else(PoisonError::into_inner);
-        rings.iter().filter_map(Weak::upgrade).collect()
-    };
-    let mut records: Vec<_> = rings.iter().flat_map(|ring| ring.records()).collect();
-    records.sort_by_key(|record| record.started);
-    let name = |record: &Record| match rings.len() {
-        1 => name(record),
-        _ => format!("{} of group {}", name(record), record.group),
-    };
-    let mut under_way: Vec<_> =
-        records.iter().filter(|record| record.done.is_none()).map(name).collect();
-    if under_way.len() > SHOWN {
-        let more = format!("{} more", under_way.len() - SHOWN);
-        under_way.truncate(SHOWN);
-        under_way.push(more);
-    }
-    let last = records.iter().filter(|record| record.done.is_some()).max_by_key(|last| last.done);
-    let under_way = Some(under_way.join(", ")).filter(|text| !text.is_empty());
-    let under_way = under_way.map(|under_way| format!("under way: {under_way}"));
-    let last = last.map(|last| format!("last completed: {}", name(last)));
-    under_way.into_iter().chain(last).collect::<Vec<_>>().join("; ")
-}
-
-fn name(record: &Record) -> String {
+/// As errors and reports name it.
+pub fn name(record: &Record) -> String {
     let bucket = record.bucket.map_or(String::new(), |bucket| format!(" (bucket {bucket})"));
     format!("{} #{}{bucket}", record.operation, record.sequence)
 }
@@ -365,29 +357,13 @@ mod tests {
         let ids: Vec<RecordId> =
             (0..CAPACITY as u64 + 10).map(|n| recorder.start(&start(n, None))).collect();
         recorder.finish(ids[0]); // its slot is another's now
+        recorder.finish_at(ids[1], 1, 2);
         let records = recorder.records();
+        let slot = recorder.slot(ids[CAPACITY]);
+        assert!(!slot.finish(ids[0], 1) && slot.finish(ids[CAPACITY], 2));
         assert_eq!(records.len(), CAPACITY);
         assert_eq!((records[0].sequence, records[0].done), (10, None));
         assert!(records.windows(2).all(|pair| pair[0].sequence + 1 == pair[1].sequence));
-    }
-
-    /// Other tests have groups in this process, too.
-    #[test]
-    fn the_activity_of_a_process_names_what_all_groups_are_in() {
-        let groups = ["first", "second"].map(|name| Recorder::new(name.into(), "shm"));
-        groups[0].finish(groups[0].start(&start(6, None)));
-        groups[0].start(&start(7, None));
-        groups[1].start(&start(3, Some(2)));
-        let now = activity();
-        assert!(now.starts_with("under way: ") && now.contains("; last completed: "), "{now}");
-        let rings = RINGS.lock().unwrap().iter().filter(|ring| ring.strong_count() > 0).count();
-        // At most SHOWN are named, those that began first.
-        let has_both = ["all_reduce #7 of group first", "all_reduce #3 (bucket 2) of group second"]
-            .iter()
-            .all(|text| now.contains(text));
-        assert!(has_both || rings > 2, "{now}");
-        drop(groups);
-        assert!(!activity().contains("of group first"));
     }
 
     #[test]

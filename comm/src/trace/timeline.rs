@@ -1,17 +1,21 @@
 //! `FLOW_TRACE=DIR`: everything that a rank did, as one file that Perfetto and Chrome show.
 //!
 //! Operations and phases are kept in memory. They are written when the rank leaves the job, that is
-//! when its last group is dropped, and when an operation fails.
+//! when its last group is dropped, and at the first failure of a group.
 
+use std::fs::File;
+use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use serde_json::{json, Value};
+use serde::Serialize;
+use serde_json::json;
 
 use super::clock;
 use super::record::Record;
+use crate::fork::ForkSafe;
 
 /// The variable that names the folder.
 const VARIABLE: &str = "FLOW_TRACE";
@@ -24,8 +28,8 @@ const COMMUNICATION: u32 = 1;
 static ON: AtomicBool = AtomicBool::new(false);
 /// Groups that this process is in.
 static GROUPS: AtomicUsize = AtomicUsize::new(0);
-static TIMELINE: Mutex<Timeline> =
-    Mutex::new(Timeline { job: None, events: Vec::new(), dropped: 0 });
+/// Of the first job that this process, or the one that it was forked from, has joined.
+static TIMELINE: OnceLock<ForkSafe<Mutex<Timeline>>> = OnceLock::new();
 
 /// This rank's place in its job.
 #[derive(Debug, Clone)]
@@ -37,12 +41,11 @@ pub struct Job {
     pub clock_offset: i64,
     /// Where the file goes.
     pub folder: PathBuf,
-    /// The process: those that are forked from it write nothing.
     pub pid: u32,
 }
 
 struct Timeline {
-    job: Option<Job>,
+    job: Job,
     events: Vec<Event>,
     dropped: u64,
 }
@@ -56,7 +59,8 @@ enum Event {
     Span {
         category: &'static str,
         name: &'static str,
-        args: Value,
+        step: u64,
+        bucket: Option<u32>,
         started: Duration,
         done: Duration,
     },
@@ -69,14 +73,19 @@ pub fn folder() -> Option<PathBuf> {
 
 /// This process joins a job, and keeps events from now on.
 pub fn join(job: Job) {
-    let mut timeline = timeline();
-    // One that was forked from a rank has that rank's number, and would replace its file.
-    if timeline.job.as_ref().is_some_and(|before| before.pid != job.pid) {
-        ON.store(false, Ordering::Relaxed);
-        return;
+    let new = || {
+        let timeline = Timeline { job: job.clone(), events: Vec::new(), dropped: 0 };
+        ForkSafe::new(Mutex::new(timeline))
+    };
+    TIMELINE.get_or_init(new);
+    match timeline() {
+        Some(mut timeline) => {
+            timeline.job = job;
+            ON.store(true, Ordering::Relaxed);
+        }
+        // Forked from a rank, it has that rank's number, and would replace its file.
+        None => ON.store(false, Ordering::Relaxed),
     }
-    timeline.job = Some(job);
-    ON.store(true, Ordering::Relaxed);
 }
 
 /// Whether events are kept: `FLOW_TRACE` is set, and this process has joined a job.
@@ -100,41 +109,49 @@ pub fn leave_group() {
 /// An operation is over.
 pub fn add_operation(record: Record) {
     let Some(done) = record.done else { return };
-    timeline().add(Event::Operation { record, done, has_failed: false });
+    add(Event::Operation { record, done, has_failed: false });
 }
 
-/// An operation has failed: the file is written at once, as the program may not come to its end.
+/// An operation has failed.
 pub fn add_failed_operation(record: Record) {
     let done = clock::monotonic_of(Instant::now());
-    timeline().add(Event::Operation { record, done, has_failed: true });
-    write();
+    add(Event::Operation { record, done, has_failed: true });
 }
 
 /// Writes the file, if there is anything to write it for.
-fn write() {
+pub fn write() {
     if !is_on() {
         return;
     }
-    let timeline = timeline();
-    let Some(job) = timeline.job.as_ref().filter(|job| job.pid == std::process::id()) else {
-        return;
-    };
-    if let Err(error) = write_whole(job, &timeline.to_json(job)) {
+    let Some(timeline) = timeline() else { return };
+    let job = &timeline.job;
+    if let Err(error) = write_whole(&timeline) {
         log::warn!("rank {}: no trace in {}: {error}", job.rank, job.folder.display());
     }
 }
 
 /// Readers find the whole file or none.
-fn write_whole(job: &Job, trace: &Value) -> std::io::Result<()> {
+fn write_whole(timeline: &Timeline) -> std::io::Result<()> {
+    let job = &timeline.job;
     std::fs::create_dir_all(&job.folder)?;
     let path = |name: String| -> PathBuf { Path::join(&job.folder, name) };
     let unfinished = path(format!(".rank{}.json.{}", job.rank, job.pid));
-    std::fs::write(&unfinished, serde_json::to_vec(trace)?)?;
+    let mut file = BufWriter::new(File::create(&unfinished)?);
+    timeline.write_json(&mut file)?;
+    file.flush()?;
     std::fs::rename(&unfinished, path(format!("rank{}.json", job.rank)))
 }
 
-fn timeline() -> MutexGuard<'static, Timeline> {
-    TIMELINE.lock().unwrap_or_else(PoisonError::into_inner)
+/// None in a process that has joined no job, and in one that was forked from a rank.
+fn timeline() -> Option<MutexGuard<'static, Timeline>> {
+    let timeline = TIMELINE.get().filter(|timeline| timeline.is_ours())?;
+    Some(timeline.lock().unwrap_or_else(PoisonError::into_inner))
+}
+
+fn add(event: Event) {
+    if let Some(mut timeline) = timeline() {
+        timeline.add(event);
+    }
 }
 
 impl Timeline {
@@ -146,28 +163,34 @@ impl Timeline {
         }
     }
 
-    /// Chrome's trace event format, as a JSON object.
-    fn to_json(&self, job: &Job) -> Value {
+    /// Writes Chrome's trace event format, a JSON object, one event after the other: there may be
+    /// very many.
+    fn write_json(&self, mut out: impl Write) -> std::io::Result<()> {
+        let job = &self.job;
         let name = |kind: &str, thread: u32, name: &str| {
             let args = json!({ "name": name });
             json!({ "name": kind, "ph": "M", "pid": job.rank, "tid": thread, "args": args })
         };
         let process = format!("rank {} on {}", job.rank, job.host);
-        let mut events = vec![
+        let names = [
             name("process_name", PROGRAM, &process),
             name("thread_name", PROGRAM, "program"),
             name("thread_name", COMMUNICATION, "communication"),
         ];
-        let begins = self.begins();
-        events
-            .extend(self.events.iter().zip(begins).map(|(event, begin)| event.to_json(job, begin)));
-        json!({
-            "traceEvents": events,
-            "otherData": {
-                "rank": job.rank, "world_size": job.world_size, "host": job.host, "pid": job.pid,
-                "dropped": self.dropped,
-            },
-        })
+        out.write_all(b"{\"traceEvents\":[")?;
+        for (index, name) in names.iter().enumerate() {
+            out.write_all(if index == 0 { b"\n" } else { b",\n" })?;
+            serde_json::to_writer(&mut out, name)?;
+        }
+        for (event, begin) in self.events.iter().zip(self.begins()) {
+            out.write_all(b",\n")?;
+            serde_json::to_writer(&mut out, &event.in_file(job, begin))?;
+        }
+        let about = json!({
+            "rank": job.rank, "world_size": job.world_size, "host": job.host, "pid": job.pid,
+            "dropped": self.dropped,
+        });
+        write!(out, "\n],\"otherData\":{about}}}")
     }
 
     /// Where each event begins in the file. Operations that are under way together, such as
@@ -210,30 +233,65 @@ impl Event {
         }
     }
 
-    fn to_json(&self, job: &Job, begin: Duration) -> Value {
+    fn in_file(&self, job: &Job, begin: Duration) -> EventInFile<'_> {
         let ts = |time: Duration| {
             (time.as_nanos() as i128 + i128::from(job.clock_offset)) as f64 / 1000.0
         };
-        let (category, name, thread, args) = match self {
+        let (cat, name, tid, args) = match self {
             Event::Operation { record, has_failed, .. } => {
-                let mut args = json!({
-                    "group": record.group, "sequence": record.sequence, "bytes": record.bytes,
-                    "bucket": record.bucket, "backend": record.backend,
-                    "queued": ts(record.queued), "started": ts(record.started),
-                });
-                if *has_failed {
-                    args["failed"] = Value::Bool(true);
-                }
+                let args = Args::Operation {
+                    group: &record.group,
+                    sequence: record.sequence,
+                    bytes: record.bytes,
+                    bucket: record.bucket,
+                    backend: record.backend,
+                    queued: ts(record.queued),
+                    started: ts(record.started),
+                    failed: has_failed.then_some(true),
+                };
                 ("comm", record.operation, COMMUNICATION, args)
             }
-            Event::Span { category, name, args, .. } => (*category, *name, PROGRAM, args.clone()),
+            Event::Span { category, name, step, bucket, .. } => {
+                (*category, *name, PROGRAM, Args::Span { step: *step, bucket: *bucket })
+            }
         };
         let dur = self.done().saturating_sub(begin).as_nanos() as f64 / 1000.0;
-        json!({
-            "name": name, "cat": category, "ph": "X", "ts": ts(begin), "dur": dur,
-            "pid": job.rank, "tid": thread, "args": args,
-        })
+        EventInFile { name, cat, ph: "X", ts: ts(begin), dur, pid: job.rank, tid, args }
     }
+}
+
+/// A complete event, as Chrome's format has it.
+#[derive(Serialize)]
+struct EventInFile<'a> {
+    name: &'static str,
+    cat: &'static str,
+    ph: &'static str,
+    ts: f64,
+    dur: f64,
+    pid: usize,
+    tid: u32,
+    args: Args<'a>,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Args<'a> {
+    Operation {
+        group: &'a str,
+        sequence: u64,
+        bytes: u64,
+        bucket: Option<u32>,
+        backend: &'static str,
+        queued: f64,
+        started: f64,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        failed: Option<bool>,
+    },
+    Span {
+        step: u64,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        bucket: Option<u32>,
+    },
 }
 
 /// A part of a training step.
@@ -287,19 +345,17 @@ impl Span {
 impl Drop for Span {
     fn drop(&mut self) {
         let Some(started) = self.started else { return };
-        let args = match self.bucket {
-            Some(bucket) => json!({ "step": self.step, "bucket": bucket }),
-            None => json!({ "step": self.step }),
-        };
         let done = clock::monotonic_of(Instant::now());
         let started = clock::monotonic_of(started);
-        let (category, name) = (self.category, self.name);
-        timeline().add(Event::Span { category, name, args, started, done });
+        let Span { category, name, step, bucket, .. } = *self;
+        add(Event::Span { category, name, step, bucket, started, done });
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::Value;
+
     use super::*;
 
     const MS: Duration = Duration::from_millis(1);
@@ -326,8 +382,19 @@ mod tests {
 
     #[test]
     fn events_have_the_time_of_rank_0() {
-        let timeline = Timeline { job: None, events: vec![operation(7, 10, 12)], dropped: 1 };
-        let trace = timeline.to_json(&job());
+        let span = Event::Span {
+            category: "phase",
+            name: "forward",
+            step: 5,
+            bucket: None,
+            started: 3 * MS,
+            done: 4 * MS,
+        };
+        let events = vec![span, operation(7, 10, 12)];
+        let timeline = Timeline { job: job(), events, dropped: 1 };
+        let mut file = Vec::new();
+        timeline.write_json(&mut file).expect("memory takes everything");
+        let trace: Value = serde_json::from_slice(&file).expect("it is JSON");
         let events = trace["traceEvents"].as_array().expect("a list");
         assert_eq!(events[0]["args"]["name"], "rank 3 on host");
         let expected = json!({
@@ -338,6 +405,12 @@ mod tests {
             },
         });
         assert_eq!(events.last(), Some(&expected));
+        let expected = json!({
+            "name": "forward", "cat": "phase", "ph": "X", "ts": 1000.0, "dur": 1000.0,
+            "pid": 3, "tid": 0, "args": { "step": 5 },
+        });
+        assert_eq!(events[3], expected);
+        assert_eq!(events.len(), 5);
         let about = json!({ "rank": 3, "world_size": 4, "host": "host", "pid": 42, "dropped": 1 });
         assert_eq!(trace["otherData"], about);
     }
@@ -351,7 +424,7 @@ mod tests {
             operation(3, 14, 14),
             operation(4, 13, 20),
         ];
-        let timeline = Timeline { job: None, events, dropped: 0 };
+        let timeline = Timeline { job: job(), events, dropped: 0 };
         assert_eq!(timeline.begins(), [0, 10, 11, 14, 15].map(|ms| ms * MS));
     }
 }

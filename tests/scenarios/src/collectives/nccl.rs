@@ -57,7 +57,7 @@ impl OnGpu {
         let counts = vec![1; size + 1];
         let wrong = self.nccl.all_gather_v(&input, &mut output, &counts, &self.gpu.stream);
         let wrong = wrong.err().map(|error| error.to_string()).unwrap_or_default();
-        let expected = format!("all_gather_v: {} counts for {size} ranks", size + 1);
+        let expected = format!("all_gather_v: counts has {} entries for {size} ranks", size + 1);
         ensure!(wrong.contains(&expected), "{wrong:?}");
         Ok(())
     }

@@ -16,6 +16,7 @@ const TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Nobody stops the others when one fails.
 const TWO: Job = by_hand(&[2]).on_fake_cuda();
+const THREE: Job = by_hand(&[3]).on_fake_cuda();
 
 pub const SCENARIOS: &[Scenario] = &[
     scenario("late", late, &[TWO]).checked_by(|test| {
@@ -34,9 +35,23 @@ pub const SCENARIOS: &[Scenario] = &[
         assert_contains(&first_rank(test)[0], &["all_reduce #4", bucket, "rank 1"]);
     }),
     scenario("mismatch", mismatch, &[TWO]).checked_by(|test| {
-        let sides = ["rank 0 called send #0 (10 x f32)", "rank 1 called broadcast #4"];
+        let sides = ["rank 0 called all_reduce #4 (10 x f32", "rank 1 called broadcast #4"];
         assert_contains(&first_rank(test)[0], &["ranks disagree", sides[0], sides[1]]);
     }),
+    scenario("a_message_that_nobody_receives_times_out", unreceived, &[TWO]).checked_by(|test| {
+        let operation = "rank 0: send #0 (10 x f32), 40 bytes, over NCCL timed out after 4s";
+        let place = "which is at broadcast #4";
+        assert_contains(&first_rank(test)[0], &[operation, "waited for rank 1 (pid", place]);
+    }),
+    scenario("a_late_rank_of_uneven_blocks_is_no_mismatch", late_of_uneven, &[THREE]).checked_by(
+        |test| {
+            let late = ["timed out after 4s: waited for rank 2 (pid", "which is at all_reduce"];
+            let line = &first_rank(test)[0];
+            assert_contains(line, &["rank 0: all_to_all_v #4 (4 x f32)", late[0], late[1]]);
+            assert!(!line.contains("waited for rank 1"), "{line}");
+        },
+    ),
+    scenario("wrong_counts_are_errors", wrong_counts, &[launched(2).on_fake_cuda()]),
     scenario("dies", dies, &[TWO]).checked_by(|test| {
         let text = test.ranks().remove(0).finish(TEST_TIMEOUT).success();
         assert_contains(&text, &["rank 0: all_reduce #4", "failed: rank 1 (pid", "died"]);
@@ -185,6 +200,11 @@ fn print(outcome: &flow_comm::Result<()>) {
     }
 }
 
+/// The error of rank 0 is the first one.
+fn first_times_out(group: &ProcessGroup) {
+    group.set_timeout(if group.rank() == 0 { TIMEOUT } else { 4 * TIMEOUT });
+}
+
 /// Longer than the others wait.
 fn sleep() -> Result<()> {
     println!("sleeping");
@@ -225,9 +245,79 @@ fn mismatch(group: &ProcessGroup) -> Result<()> {
         let mut other = gpu.array(DType::F64, &[1.0; 10])?;
         nccl.broadcast(std::slice::from_mut(&mut other), 0, &gpu.stream)?;
     } else {
-        nccl.send(&gpu.array(DType::F32, &[1.0; 10])?, 1, &gpu.stream)?;
+        let mut buffer = gpu.array(DType::F32, &[1.0; 10])?;
+        nccl.all_reduce(&mut buffer, ReduceOp::Sum, &gpu.stream)?;
     }
     started.report(started.stuck())
+}
+
+/// Rank 1 calls a collective instead.
+fn unreceived(group: &ProcessGroup) -> Result<()> {
+    first_times_out(group);
+    let Some(started) = start(group)? else { return Ok(()) };
+    let Started { nccl, gpu, .. } = &started;
+    let mut buffer = gpu.array(DType::F32, &[1.0; 10])?;
+    if started.is_second() {
+        nccl.broadcast(std::slice::from_mut(&mut buffer), 0, &gpu.stream)?;
+    } else {
+        nccl.send(&buffer, 1, &gpu.stream)?;
+    }
+    started.report(started.stuck())
+}
+
+/// Rank 2 does nothing more. The other two exchange a message, and then call a collective in which
+/// each has its own counts.
+fn late_of_uneven(group: &ProcessGroup) -> Result<()> {
+    first_times_out(group);
+    let Some(started) = start(group)? else { return Ok(()) };
+    let Started { nccl, gpu, .. } = &started;
+    let mut message = gpu.array(DType::F32, &[1.0; 10])?;
+    let (inputs, outputs) = match group.rank() {
+        0 => {
+            nccl.send(&message, 1, &gpu.stream)?;
+            ([1, 2, 1], [1, 3, 1])
+        }
+        1 => {
+            nccl.recv(&mut message, 0, &gpu.stream)?;
+            ([3, 1, 1], [2, 1, 1])
+        }
+        _ => return sleep(),
+    };
+    let ones = |counts: [usize; 3]| gpu.array(DType::F32, &vec![1.0; counts.iter().sum()]);
+    let (input, mut output) = (ones(inputs)?, ones(outputs)?);
+    nccl.all_to_all_v(&input, &inputs, &mut output, &outputs, &gpu.stream)?;
+    started.report(started.stuck())
+}
+
+/// Each is an error of this rank alone, and the group is of use after it.
+fn wrong_counts(group: &ProcessGroup) -> Result<()> {
+    let Some(mut started) = start(group)? else { return Ok(()) };
+    let Started { nccl, gpu, .. } = &started;
+    let input = gpu.array(DType::F32, &[1.0; 4])?;
+    let mut output = gpu.array(DType::F32, &[0.0; 4])?;
+    let mut exchange = |inputs: &[usize], outputs: &[usize]| match nccl.all_to_all_v(
+        &input,
+        inputs,
+        &mut output,
+        outputs,
+        &gpu.stream,
+    ) {
+        Ok(()) => "no error".into(),
+        Err(error) => error.to_string(),
+    };
+    let max = usize::MAX;
+    let too_many = exchange(&[max, 5], &[2, 2]); // 4 in all, in 64 bits
+    assert_contains(&too_many, &["all_to_all_v", "input_counts sum up to more than any memory"]);
+    let (own, other) = (group.rank(), 1 - group.rank());
+    let [mut inputs, mut outputs] = [[0; 2]; 2];
+    (inputs[own], inputs[other], outputs[own], outputs[other]) = (1, 3, 3, 1);
+    let unequal = format!("input_counts[{own}] is 1 but output_counts[{own}] is 3");
+    assert_contains(&exchange(&inputs, &outputs), &[&unequal]);
+    assert_contains(&exchange(&[4], &[2, 2]), &["input_counts has 1 entries for 2 ranks"]);
+    assert_contains(&exchange(&[1, 1], &[1, 1]), &["input has 4 elements, its counts say 2"]);
+    started.sum()?;
+    started.nccl.synchronize()?;
+    Ok(())
 }
 
 fn dies(group: &ProcessGroup) -> Result<()> {

@@ -1,0 +1,130 @@
+//! What each rank of a group has enqueued last, as the other ranks read it in the store.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::descriptor::OpDescriptor;
+use crate::kind::Kind;
+use crate::trace::RecordId;
+
+/// An enqueued operation, as messages name it.
+#[derive(Clone, Copy)]
+pub struct EnqueuedOp {
+    pub descriptor: OpDescriptor,
+    /// Its number among all operations of this rank over NCCL, messages too.
+    pub number: u64,
+    /// How many collectives over NCCL this rank has begun, with this operation. Ranks take part in
+    /// all collectives, so these numbers fit each other.
+    pub collectives: u64,
+    pub record: RecordId,
+}
+
+/// What a rank publishes of its last operation.
+#[derive(Serialize, Deserialize)]
+pub struct Progress {
+    number: u64,
+    collectives: u64,
+    /// What all ranks of a collective must agree on; None for a message.
+    agreed: Option<String>,
+    /// The operation, for people.
+    pub text: String,
+}
+
+impl EnqueuedOp {
+    pub fn progress(&self) -> Progress {
+        Progress {
+            number: self.number,
+            collectives: self.collectives,
+            agreed: self.agreed(),
+            text: self.to_string(),
+        }
+    }
+
+    /// What all ranks of a collective must agree on. The sequence number counts the collectives on
+    /// the host too, which other threads may call. Each rank has its own count in an all-to-all of
+    /// uneven blocks.
+    fn agreed(&self) -> Option<String> {
+        let mut common = OpDescriptor { sequence: 0, ..self.descriptor };
+        if common.kind == Kind::AllToAllV {
+            common.count = 0;
+        }
+        (!common.kind.is_message()).then(|| common.to_string())
+    }
+
+    /// Whether the rank of `progress` is in the same collective, but calls it with something else.
+    pub fn disagrees(&self, progress: &Progress) -> bool {
+        self.collectives == progress.collectives
+            && matches!((self.agreed(), &progress.agreed), (Some(a), Some(b)) if a != *b)
+    }
+
+    /// Whether the rank of `progress` has begun this operation. Ranks count their messages alone,
+    /// so for a message this is a guess.
+    pub fn is_begun_by(&self, progress: &Progress) -> bool {
+        match self.descriptor.kind.is_message() {
+            true => progress.number >= self.number,
+            false => progress.collectives >= self.collectives,
+        }
+    }
+}
+
+impl fmt::Display for EnqueuedOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, {} bytes, over NCCL", self.descriptor, self.descriptor.bytes())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use flow_kernels::DType;
+
+    use super::*;
+    use crate::trace::{Recorder, Start};
+
+    fn operation(kind: Kind, count: usize, sequence: u64, collectives: u64) -> EnqueuedOp {
+        let descriptor = OpDescriptor { sequence, ..OpDescriptor::new(kind, DType::F32, count) };
+        let recorder = Recorder::new("0".into(), "shm");
+        let record = recorder.start(&Start { is_cuda: true, ..descriptor.record(None) });
+        EnqueuedOp { descriptor, number: 5, collectives, record }
+    }
+
+    fn disagree(one: EnqueuedOp, other: EnqueuedOp) -> bool {
+        let both = [one.disagrees(&other.progress()), other.disagrees(&one.progress())];
+        assert_eq!(both[0], both[1]);
+        both[0]
+    }
+
+    #[test]
+    fn ranks_disagree_on_what_all_give_alike() {
+        let sum = operation(Kind::AllReduce, 10, 4, 2);
+        assert!(!disagree(sum, sum));
+        assert!(disagree(sum, operation(Kind::AllReduce, 11, 4, 2)));
+        assert!(disagree(sum, operation(Kind::AllGather, 10, 4, 2)));
+        let mut other = sum;
+        other.descriptor.dtype = DType::I32;
+        assert!(disagree(sum, other));
+    }
+
+    #[test]
+    fn ranks_may_differ_in_counts_and_numbers_of_their_own() {
+        let sum = operation(Kind::AllReduce, 10, 4, 2);
+        assert!(!disagree(sum, operation(Kind::AllReduce, 10, 5, 2)), "the shared sequence");
+        assert!(!disagree(sum, operation(Kind::Broadcast, 10, 4, 3)), "another collective");
+        let uneven = |count| operation(Kind::AllToAllV, count, 4, 2);
+        assert!(!disagree(uneven(10), uneven(20)));
+        let batch = |count| operation(Kind::BatchSendRecv, count, 0, 2);
+        assert!(!disagree(batch(10), batch(20)));
+        assert!(!disagree(operation(Kind::Send, 10, 0, 2), operation(Kind::Recv, 10, 0, 2)));
+        assert!(!disagree(operation(Kind::Send, 10, 0, 2), sum));
+    }
+
+    #[test]
+    fn a_collective_is_begun_by_ranks_with_fewer_messages() {
+        let mut sum = operation(Kind::AllReduce, 10, 4, 2);
+        let progress = sum.progress();
+        sum.number += 3; // this rank alone has sent messages
+        assert!(sum.is_begun_by(&progress));
+        sum.collectives += 1;
+        assert!(!sum.is_begun_by(&progress));
+    }
+}

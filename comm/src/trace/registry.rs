@@ -1,0 +1,95 @@
+//! The flight recorders of all groups of this process, for the report of a hang.
+
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+
+use super::record::Record;
+use super::recorder::{name, Ring};
+use crate::fork::Process;
+
+/// How many operations that are under way [`activity`] names.
+const SHOWN: usize = 4;
+
+/// A process' own list. A forked child uses another one: another thread of its parent may have held
+/// this one's lock.
+struct Registry {
+    rings: Mutex<Vec<Weak<Ring>>>,
+    child: OnceLock<Box<Registry>>,
+}
+
+static REGISTRY: Registry = Registry::new();
+
+impl Registry {
+    const fn new() -> Self {
+        Self { rings: Mutex::new(Vec::new()), child: OnceLock::new() }
+    }
+}
+
+fn rings() -> MutexGuard<'static, Vec<Weak<Ring>>> {
+    let mut own = &REGISTRY;
+    for _ in 0..Process::current().forks() {
+        own = own.child.get_or_init(|| Box::new(Registry::new()));
+    }
+    own.rings.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A group is made.
+pub fn register(ring: &Arc<Ring>) {
+    let mut rings = rings();
+    rings.retain(|ring| ring.strong_count() > 0);
+    rings.push(Arc::downgrade(ring));
+}
+
+/// What this process is in, in all its groups, and what it completed last, for the report of a hang.
+/// Empty if nothing is recorded.
+pub fn activity() -> String {
+    let rings: Vec<_> = rings().iter().filter_map(Weak::upgrade).collect();
+    let mut records: Vec<_> = rings.iter().flat_map(|ring| ring.records()).collect();
+    records.sort_by_key(|record| record.started);
+    let name = |record: &Record| match rings.len() {
+        1 => name(record),
+        _ => format!("{} of group {}", name(record), record.group),
+    };
+    let mut under_way: Vec<_> =
+        records.iter().filter(|record| record.done.is_none()).map(name).collect();
+    if under_way.len() > SHOWN {
+        let more = format!("{} more", under_way.len() - SHOWN);
+        under_way.truncate(SHOWN);
+        under_way.push(more);
+    }
+    let last = records.iter().filter(|record| record.done.is_some()).max_by_key(|last| last.done);
+    let under_way = Some(under_way.join(", ")).filter(|text| !text.is_empty());
+    let under_way = under_way.map(|under_way| format!("under way: {under_way}"));
+    let last = last.map(|last| format!("last completed: {}", name(last)));
+    under_way.into_iter().chain(last).collect::<Vec<_>>().join("; ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::recorder::{Recorder, Start};
+    use super::*;
+    use crate::kind::Kind;
+
+    fn start(sequence: u64, bucket: Option<u32>) -> Start {
+        let kind = Kind::AllReduce;
+        Start { kind, sequence, bytes: 4000, bucket, is_cuda: false, queued: None }
+    }
+
+    /// Other tests have groups in this process, too.
+    #[test]
+    fn the_activity_of_a_process_names_what_all_groups_are_in() {
+        let groups = ["first", "second"].map(|name| Recorder::new(name.into(), "shm"));
+        groups[0].finish(groups[0].start(&start(6, None)));
+        groups[0].start(&start(7, None));
+        groups[1].start(&start(3, Some(2)));
+        let now = activity();
+        assert!(now.starts_with("under way: ") && now.contains("; last completed: "), "{now}");
+        let rings = rings().iter().filter(|ring| ring.strong_count() > 0).count();
+        // At most SHOWN are named, those that began first.
+        let has_both = ["all_reduce #7 of group first", "all_reduce #3 (bucket 2) of group second"]
+            .iter()
+            .all(|text| now.contains(text));
+        assert!(has_both || rings > 2, "{now}");
+        drop(groups);
+        assert!(!activity().contains("of group first"));
+    }
+}
