@@ -13,13 +13,15 @@ mod clock;
 mod record;
 mod recorder;
 mod registry;
+mod ring;
 mod timeline;
 
 pub(crate) use align::clock_offset;
 pub(crate) use clock::{now as ticks, Scale};
 pub use record::Record;
 pub use recorder::record_cost;
-pub(crate) use recorder::{Queued, RecordId, Recorder, Start};
+pub(crate) use recorder::{Queued, Recorder, Start};
 pub(crate) use registry::activity;
+pub(crate) use ring::RecordId;
 pub(crate) use timeline::{folder, join, Job};
 pub use timeline::{is_on, phase, wait, Phase, Span};

@@ -11,18 +11,9 @@ use std::time::{Duration, Instant};
 
 use super::clock::{self, Scale};
 use super::record::Record;
+use super::ring::{name, RecordId, Ring, Slot, CAPACITY, UNDER_WAY, WRITING};
 use super::{registry, timeline};
 use crate::kind::Kind;
-
-/// How many operations a group keeps.
-pub const CAPACITY: usize = 256;
-/// The back-end of operations on GPUs.
-const NCCL: &str = "nccl";
-/// Instead of the time at which an operation was over: it is under way. The operation's number in
-/// the ring goes with it, so that [`Slot::finish`] does not end another operation.
-const UNDER_WAY: u64 = 1 << 63;
-/// The stamp of a slot that is being written.
-const WRITING: u64 = 0;
 
 /// What is known of an operation when it begins.
 #[derive(Debug, Clone, Copy)]
@@ -65,25 +56,6 @@ impl Queued {
     }
 }
 
-/// An operation under way.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RecordId(u64);
-
-/// One cache line.
-#[derive(Default)]
-#[repr(align(64))]
-struct Slot {
-    /// The operation's number in the ring, from 1 on.
-    stamp: AtomicU64,
-    sequence: AtomicU64,
-    bytes: AtomicU64,
-    /// Kind, whether on a GPU, and the bucket's number plus one.
-    what: AtomicU64,
-    queued: AtomicU64,
-    started: AtomicU64,
-    done: AtomicU64,
-}
-
 /// The last operations of one group.
 pub struct Recorder {
     ring: Arc<Ring>,
@@ -91,21 +63,6 @@ pub struct Recorder {
     messages: AtomicU64,
     /// An operation has failed, so that the timeline is in its file.
     has_failed: AtomicBool,
-}
-
-pub struct Ring {
-    group: String,
-    host_backend: &'static str,
-    next: AtomicU64,
-    slots: [Slot; CAPACITY],
-}
-
-impl Slot {
-    /// Operation `id` is over. False if a later operation has taken the slot.
-    fn finish(&self, id: RecordId, done: u64) -> bool {
-        let under_way = UNDER_WAY | id.0;
-        self.done.compare_exchange(under_way, done, Ordering::Relaxed, Ordering::Relaxed).is_ok()
-    }
 }
 
 impl Recorder {
@@ -256,47 +213,6 @@ impl Recorder {
     fn slot(&self, id: RecordId) -> &Slot {
         &self.ring.slots[id.0 as usize % CAPACITY]
     }
-}
-
-impl Ring {
-    pub fn records(&self) -> Vec<Record> {
-        let next = self.next.load(Ordering::Acquire);
-        let first = next.saturating_sub(CAPACITY as u64).max(1);
-        let scale = Scale::now();
-        (first..next).filter_map(|id| self.read(RecordId(id), scale)).collect()
-    }
-
-    fn read(&self, id: RecordId, scale: Scale) -> Option<Record> {
-        let slot = &self.slots[id.0 as usize % CAPACITY];
-        let load = |word: &AtomicU64| word.load(Ordering::Relaxed);
-        if slot.stamp.load(Ordering::Acquire) != id.0 {
-            return None;
-        }
-        let [sequence, bytes, what, queued, started, done] =
-            [&slot.sequence, &slot.bytes, &slot.what, &slot.queued, &slot.started, &slot.done]
-                .map(load);
-        fence(Ordering::Acquire);
-        if slot.stamp.load(Ordering::Relaxed) != id.0 {
-            return None;
-        }
-        Some(Record {
-            group: self.group.clone(),
-            sequence,
-            operation: Kind::from_code(what as u8)?.name(),
-            bytes,
-            bucket: ((what >> 16) as u32).checked_sub(1),
-            backend: if what >> 8 & 1 == 1 { NCCL } else { self.host_backend },
-            queued: scale.monotonic(queued),
-            started: scale.monotonic(started),
-            done: (done & UNDER_WAY == 0).then(|| scale.monotonic(done)),
-        })
-    }
-}
-
-/// As errors and reports name it.
-pub fn name(record: &Record) -> String {
-    let bucket = record.bucket.map_or(String::new(), |bucket| format!(" (bucket {bucket})"));
-    format!("{} #{}{bucket}", record.operation, record.sequence)
 }
 
 /// How long it takes to record this many operations, for benches.

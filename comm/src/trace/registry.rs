@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use super::record::Record;
-use super::recorder::{name, Ring};
+use super::ring::{name, Ring};
 use crate::fork::Process;
 
 /// How many operations that are under way [`activity`] names.
