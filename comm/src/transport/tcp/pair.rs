@@ -21,13 +21,11 @@ use std::time::{Duration, Instant};
 
 use super::channel::{Channel, WINDOW};
 use super::control::{self, ChannelId, Notice, Sockets};
-use super::frame::{Incoming, Outgoing, HEADER, READ_AHEAD};
+use super::frame::{frame_bytes, is_large, Incoming, Outgoing, HEADER, READ_AHEAD};
 use super::waker::Waker;
 use crate::transport::queue::QueuePair;
 use crate::transport::DisconnectReason;
 
-/// The most bytes of a frame: other channels' come between two.
-const MAX_FRAME: usize = 1 << 20;
 /// Segments that one call to the kernel moves.
 const MAX_SEGMENTS: usize = 64;
 /// How long the notice of a channel's end may be behind the end of the data.
@@ -183,7 +181,7 @@ impl Pair {
             if self.outgoing.is_through() {
                 let Some(channel) = self.channels.get_mut(&id) else { break };
                 let credit = usize::try_from(channel.limit - channel.sent).unwrap_or(usize::MAX);
-                let count = channel.queues.sending.bytes.min(credit).min(MAX_FRAME);
+                let count = frame_bytes(&channel.queues.sending).min(credit);
                 if count == 0 {
                     break;
                 }
@@ -262,7 +260,7 @@ impl Pair {
         let mut moved = false;
         // Nobody is woken for what was read ahead, so it must not stay there.
         while self.read_end.is_none() && (self.is_receiving(id) || self.incoming.is_complete()) {
-            match self.read(data) {
+            match self.read(id, data) {
                 Ok(true) => moved = true,
                 Ok(false) => self.read_end = Some(Instant::now()),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -282,15 +280,29 @@ impl Pair {
         self.channels.get(&id).is_some_and(|channel| !channel.queues.receiving.parts.is_empty())
     }
 
-    /// Takes what was read ahead, or reads more; false at the end.
-    fn read(&mut self, mut data: &TcpStream) -> io::Result<bool> {
+    /// Takes what was read ahead, or reads more, most likely of channel `id`; false at the end.
+    fn read(&mut self, id: ChannelId, mut data: &TcpStream) -> io::Result<bool> {
         let Self { incoming, channels, .. } = self;
         if incoming.rest == 0 {
             if let Some((id, rest)) = incoming.take_header() {
                 (incoming.channel, incoming.rest) = (id, rest);
                 return Ok(true);
             }
-            return incoming.read_ahead(data);
+            let channel = channels.entry(id).or_default();
+            let receiving = &mut channel.queues.receiving;
+            let count = frame_bytes(receiving);
+            let is_direct = is_large(count) && channel.kept.is_empty() && !channel.is_closed;
+            if !is_direct || !incoming.ahead.bytes().is_empty() {
+                return incoming.read_ahead(data);
+            }
+            let Some(expected) = receiving.slices_mut(count).next() else { return Ok(true) };
+            let read = incoming.read_expected(data, id, expected)?;
+            if let Some(body @ 1..) = read {
+                receiving.skip(body);
+                channel.arrived += body as u64;
+                channel.wake();
+            }
+            return Ok(read.is_some());
         }
         let channel = channels.entry(incoming.channel).or_default();
         let expected = if channel.is_closed { 0 } else { channel.queues.receiving.bytes };
