@@ -7,18 +7,18 @@ from functools import partial
 from programs import BUNDLE, CannotRun, Failed, json_line
 
 # About the CPU's shared memory and cores, or only the fake can check it.
-DDP_NOT_ON_GPUS = {"wrapped_again", "joined_again", "waits", "no_memory", "who_reduces"}
+DDP_NOT_ON_GPUS = {"wrapped_again", "joined_again", "waits", "no_memory", "who_reduces", "beside_the_stream", "allocator"}
 MNIST_STEPS = 400
 FIRST_STEPS = 10
 # Ways to fail, and what rank 0 says of each.
 FAILURES = {
-    "late": ["all_reduce #1 (1000 x f32, sum), 4000 bytes, over NCCL timed out", "waited for rank 1"],
+    "late": ["all_reduce #4 (1000 x f32, sum), 4000 bytes, over NCCL timed out", "waited for rank 1"],
     "late_bucket": ["bucket 7), 2096 bytes, over NCCL timed out", "waited for rank 1"],
-    "mismatch": ["ranks disagree", "rank 0 called send", "rank 1 called broadcast"],
+    "mismatch": ["ranks disagree", "rank 0 called all_reduce", "rank 1 called broadcast"],
     "dies": ["failed: rank 1", "died"],
     "aborts": ["rank 1 aborted the group: the data ran out"],
     "never_joins": ["timed out", "rank 1"],
-    "ignores": ["so its process ends here"],
+    "a_program_that_ignores_a_failure_is_ended": ["so its process ends here"],
 }
 
 
@@ -49,8 +49,11 @@ def checks(about, quick):
             yield f"losses of {model}, {named(ranks)}, against PyTorch DDP", partial(losses, model, ranks)
     for check in about["ddp_checks"]:
         if check not in DDP_NOT_ON_GPUS:
-            yield f"Ddp: {check}, 2 ranks", partial(ddp, check, 2)
-    yield "Ddp: mlp, 4 ranks", partial(ddp, "mlp", 4)
+            yield f"Ddp: {check}, 2 ranks", partial(ddp, f"ddp::{check}", 2)
+    yield "Ddp: mlp, 4 ranks", partial(ddp, "ddp::mlp", 4)
+    for check in about["tensor_checks"]:
+        if check not in DDP_NOT_ON_GPUS:
+            yield f"tensors: {check}, 2 ranks", partial(ddp, f"tensors::{check}", 2)
 
 
 def named(ranks):
@@ -100,7 +103,7 @@ def as_many(programs):
 
 
 def ddp(check, ranks, programs):
-    return scenario(programs, ranks, "ddp_worker", f"ddp::{check}", FLOW_TEST_DEVICE="cuda")
+    return scenario(programs, ranks, "ddp_worker", check, FLOW_TEST_DEVICE="cuda")
 
 
 def train(ranks, programs):

@@ -23,9 +23,10 @@
 //! The gradient is that of the sum of all ranks' losses. Backward is a collective operation as well:
 //! an input requires a gradient on all ranks or on none, all ranks run backward through the results,
 //! and if a program has several of these operations, the results depend on each other, or else their
-//! backwards run in the same order on all ranks. A result that the loss of one rank does not depend on
-//! counts as zeros there. Gradients of gradients work, except for those of [`send`], [`recv`] and
-//! [`batch_send_recv`].
+//! backwards run in the same order on all ranks. A gradient that is undefined on a rank counts as
+//! zeros. But where a rank's loss does not depend on the result at all, no backward runs there, and the
+//! others wait for it until the time-out: add `0 * result.sum()` to that loss. Gradients of gradients
+//! work, except for those of [`send`], [`recv`] and [`batch_send_recv`].
 
 use std::sync::{Arc, OnceLock};
 

@@ -58,6 +58,14 @@ impl EnqueuedOp {
             && matches!((self.agreed(), &progress.agreed), (Some(a), Some(b)) if a != *b)
     }
 
+    /// Whether a rank may take part in this operation.
+    pub fn may_need(&self, rank: usize) -> bool {
+        match self.descriptor.kind {
+            Kind::Send | Kind::Recv => rank == self.descriptor.root as usize,
+            _ => true,
+        }
+    }
+
     /// Whether the rank of `progress` has begun this operation. Ranks count their messages alone,
     /// so for a message this is a guess.
     pub fn is_begun_by(&self, progress: &Progress) -> bool {

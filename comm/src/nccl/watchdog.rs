@@ -350,12 +350,14 @@ impl Shared {
         }
         // A peer may exit when its part of the operation is over, a little before the operation is
         // over here.
-        let gone = failure.departed_peers();
+        let mut gone = failure.departed_peers();
+        gone.retain(|&peer| operation.may_need(peer));
         if !gone.is_empty() && is_over(done) == Ok(false) {
             let late = gone_since.get_or_insert_with(Instant::now).elapsed() > PEER_EXIT_GRACE;
-            if let Some(peer) =
-                gone.into_iter().find(|&peer| late || !self.has_begun(peer, operation))
-            {
+            // Nobody knows which ranks have begun their part of a batch.
+            let is_batch = operation.descriptor.kind == Kind::BatchSendRecv;
+            let is_missed = |&peer: &usize| late || !is_batch && !self.has_begun(peer, operation);
+            if let Some(peer) = gone.into_iter().find(is_missed) {
                 return Some(failure.fail_peer_lost(peer, operation));
             }
         }
@@ -389,7 +391,6 @@ impl Shared {
         state.failure = Some((error.clone(), Instant::now()));
         let pending = std::mem::take(&mut state.pending);
         drop(state);
-        self.failure.core.recorder.fail(pending.iter().map(|op| op.operation.record));
         self.change.notify_all();
         log::error!("{error}");
         if self.failure.check_failure(&"NCCL", false).is_ok() {
@@ -398,6 +399,8 @@ impl Shared {
         let aborted = self.communicator.abort();
         self.state().aborted = aborted;
         self.change.notify_all();
+        // Last: it may write a large file.
+        self.failure.core.recorder.fail(pending.iter().map(|op| op.operation.record));
         error
     }
 

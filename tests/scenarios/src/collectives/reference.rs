@@ -117,7 +117,7 @@ impl Values {
     /// MurmurHash3).
     pub fn of<T: Number>(self, rank: usize, index: usize) -> T {
         if self == Self::Small {
-            return T::small(((rank * 3 + rank / 2 + index) % 3) as u8);
+            return T::small(((rank + index) % 3) as u8);
         }
         let mut seed = (rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ index as u64;
         seed = (seed ^ seed >> 33).wrapping_mul(0xff51_afd7_ed55_8ccd);
