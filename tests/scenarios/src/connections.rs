@@ -18,7 +18,7 @@ pub const SCENARIOS: &[Scenario] = &[
 /// A connection has two sockets: for data, and for what processes tell each other about groups.
 const SOCKETS: usize = 2;
 /// Bytes of a message that neither the kernel's buffers nor a window can hold.
-const LARGE: usize = 24 << 20;
+const LARGE: usize = 40 << 20;
 
 fn sockets() -> Result<usize> {
     let mut count = 0;

@@ -1,7 +1,7 @@
-//! The two ends of a link.
+//! The two ends of a connection.
 //!
 //! Parts are cut into, and put together from, messages of at most [`CHUNK`] bytes. Each member of a
-//! link sends under a tag of its own there, of which it tells the others by a *handshake*. Nobody waits
+//! channel sends under a tag of its own, and tells the others that tag by a *handshake*. Nobody waits
 //! for handshakes: what is sent before its tag is known waits at its destination.
 
 use std::collections::VecDeque;
@@ -63,7 +63,7 @@ impl Transport for MpiTransport {
             let handshake = [&tag.to_le_bytes(), channel.as_bytes()].concat();
             if handshake.len() > MAX_HANDSHAKE {
                 return Err(format!(
-                    "the name of the link has {} bytes, which is too long",
+                    "the name of the channel has {} bytes, which is too long",
                     channel.len()
                 ));
             }
@@ -227,7 +227,7 @@ impl Peer {
 impl MpiConnections {
     fn progress_now(&mut self) -> Result<bool, PeerDown> {
         let Self { channel, tag, peers, .. } = self;
-        // What goes wrong in all of MPI is told of somebody.
+        // A failure of MPI itself needs a member to blame.
         let mut last = peers.iter().position(Option::is_some).unwrap_or_default();
         let moved = with_session(|session| {
             session.progress()?;

@@ -3,7 +3,7 @@
 //! | file | subject |
 //! |---|---|
 //! | `session` | this process' use of MPI: the calls, and when it begins and ends |
-//! | `wire` | links |
+//! | `connections` | connections |
 
 mod connections;
 mod session;

@@ -13,8 +13,7 @@
 //! initialized MPI itself finalizes it itself: then MPI says so first, to an attribute of its
 //! smallest communicator, and the session ends there.
 //!
-//! This file is the only one outside `shm` and `nccl` with `unsafe` code: all of it calls MPI, of
-//! which the `mpi` crate makes safe only what ends within a scope.
+//! The `unsafe` code here calls MPI. The `mpi` crate makes safe only what ends within a scope.
 
 use std::collections::HashMap;
 use std::ffi::{c_char, c_int, c_void};
@@ -232,7 +231,7 @@ impl Session {
         let tick = || loop {
             std::thread::sleep(TICK);
             match &mut *lock() {
-                // Whoever drives a wire hears of what goes wrong.
+                // The thread that uses a connection reports what goes wrong.
                 State::Open(session) => drop(session.progress()),
                 _ => break,
             }
@@ -279,7 +278,7 @@ impl Session {
     pub fn new_tag(&mut self) -> Result<c_int, String> {
         if self.tag >= self.max_tag {
             return Err(format!(
-                "this process has had {} links, and this MPI has no more tags (MPI_TAG_UB): make groups once and keep \
+                "this process has had {} channels, and this MPI has no more tags (MPI_TAG_UB): make groups once and keep \
                  them, or set FLOW_TRANSPORT=tcp",
                 self.max_tag
             ));

@@ -2,7 +2,8 @@
 //!
 //! The thread accepts connections at any time while the process lives, and reads the notices of other
 //! processes. So to connect never waits for the other's program, and a process that is gone refuses at
-//! once. A connection is made when a channel first needs it. If both processes connect at once, the
+//! once. A connection is made when a channel first needs it (leaders of nodes begin to connect when
+//! their group is made). If both processes connect at once, the
 //! connection of the lower rank stays.
 
 use std::collections::HashMap;
@@ -99,6 +100,10 @@ impl Endpoint {
         while owes_ends() && begin.elapsed() < CONNECT_TIMEOUT {
             thread::sleep(CLOSE_INTERVAL);
         }
+        let drain = || (0..self.pairs.len()).filter(|&rank| self.pair(rank).drain()).count() > 0;
+        while drain() && begin.elapsed() < CONNECT_TIMEOUT {
+            thread::sleep(CLOSE_INTERVAL);
+        }
         self.is_closed.store(true, Ordering::SeqCst);
         self.ring();
         for rank in 0..self.pairs.len() {
@@ -188,7 +193,11 @@ impl Endpoint {
                 Ok(1..) if answer[0] == ACCEPTED => return Sockets::new(data, control).map(Some),
                 Ok(1..) => return Ok(None),
                 Ok(0) => return Err(io::ErrorKind::ConnectionReset.into()),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
+                    ) => {}
                 Err(error) => return Err(error),
             }
             if self.is_closed() || !matches!(self.pair(rank).state, State::Connecting) {

@@ -109,7 +109,7 @@ impl Transport for TcpTransport {
             }
         };
         let addresses = peers.iter().enumerate().map(address).collect::<Result<_, _>>()?;
-        // Ranks are told once.
+        // They are set once.
         let _ = self.endpoint.addresses.set(addresses);
         Ok(())
     }
@@ -188,7 +188,11 @@ impl TcpConnections {
 
     fn end(&mut self, how: &DisconnectReason) {
         for &(_, rank) in &self.others {
-            self.endpoint.pair(rank).end(self.id, how);
+            let mut pair = self.endpoint.pair(rank);
+            pair.end(self.id, how);
+            if pair.has_notices() {
+                self.endpoint.ring();
+            }
         }
     }
 

@@ -15,7 +15,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -119,6 +119,36 @@ impl Pair {
         }
     }
 
+    /// Sends no more, and discards what comes: a socket that is closed with unread bytes would take back
+    /// what it has not sent yet. Whether there was anything, and there may be more.
+    pub fn drain(&mut self) -> bool {
+        let Some(Sockets { data, .. }) = self.sockets() else { return false };
+        let _ = data.shutdown(Shutdown::Write);
+        let mut buffer = [0; READ_AHEAD];
+        let mut has_unread = false;
+        loop {
+            match (&*data).read(&mut buffer) {
+                Ok(1..) => has_unread = true,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return has_unread,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Ok(0) | Err(_) => return false,
+            }
+        }
+    }
+
+    /// Removes a channel that both processes have left, and in which nothing is under way.
+    fn remove_if_over(&mut self, id: ChannelId) {
+        let is_over = |channel: &Channel| {
+            let has_all = channel.end.as_ref().is_some_and(|(_, sent)| channel.arrived >= *sent);
+            channel.is_closed && channel.own_end.is_some() && has_all
+        };
+        // Once connected, the other process has been sent how this one left.
+        if matches!(self.state, State::Connected(_)) && self.channels.get(&id).is_some_and(is_over)
+        {
+            self.channels.remove(&id);
+        }
+    }
+
     /// Forgets a channel's segments: from now on nobody touches their memory.
     pub fn close(&mut self, id: ChannelId) {
         let channel = self.channels.entry(id).or_default();
@@ -130,6 +160,7 @@ impl Pair {
         channel.kept = VecDeque::new();
         channel.is_closed = true;
         channel.waker = None;
+        self.remove_if_over(id);
     }
 
     /// Moves what can be moved now.
@@ -191,7 +222,7 @@ impl Pair {
                 // Its own thread, or the endpoint's, sends the rest of another channel's frame.
                 break;
             }
-            match self.write(data) {
+            match self.write(Some(id), data) {
                 Ok(()) => moved = true,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     waits.write = true;
@@ -207,7 +238,8 @@ impl Pair {
         self.channels.get(&id).is_some_and(|channel| !channel.queues.sending.parts.is_empty())
     }
 
-    fn write(&mut self, mut data: &TcpStream) -> io::Result<()> {
+    /// Writes for the thread of a channel, or for the endpoint's.
+    fn write(&mut self, thread: Option<ChannelId>, mut data: &TcpStream) -> io::Result<()> {
         let Self { outgoing, channels, .. } = self;
         let channel = channels.entry(outgoing.channel).or_default();
         let mut slices = [IoSlice::new(&[]); MAX_SEGMENTS];
@@ -230,7 +262,9 @@ impl Pair {
         outgoing.rest -= body;
         if outgoing.orphan.is_empty() {
             channel.queues.sending.skip(body);
-            channel.wake();
+            if thread != Some(outgoing.channel) {
+                channel.wake();
+            }
         } else {
             outgoing.orphan.drain(..body);
         }
@@ -241,7 +275,7 @@ impl Pair {
     pub fn flush_orphan(&mut self) -> bool {
         if let Some(Sockets { data, .. }) = self.sockets() {
             while self.has_orphan() {
-                match self.write(&data) {
+                match self.write(None, &data) {
                     Ok(()) => {}
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => return true,
                     Err(_) => self.write_end = Some(Instant::now()),
@@ -300,7 +334,6 @@ impl Pair {
             if let Some(body @ 1..) = read {
                 receiving.skip(body);
                 channel.arrived += body as u64;
-                channel.wake();
             }
             return Ok(read.is_some());
         }
@@ -326,7 +359,9 @@ impl Pair {
             incoming.ahead.skip(count);
             incoming.rest -= count;
             channel.arrived += count as u64;
-            channel.wake();
+            if incoming.channel != id {
+                channel.wake();
+            }
             return Ok(true);
         }
         let mut slices: [IoSliceMut<'_>; MAX_SEGMENTS] =
@@ -347,7 +382,9 @@ impl Pair {
         let body = read.min(room);
         channel.queues.receiving.skip(body);
         channel.arrived += body as u64;
-        channel.wake();
+        if incoming.channel != id {
+            channel.wake();
+        }
         incoming.rest -= body;
         incoming.ahead.add(read - body);
         Ok(read > 0)
@@ -392,7 +429,7 @@ impl Pair {
     pub fn owes_ends(&self) -> bool {
         match self.state {
             State::Connecting => self.channels.values().any(|channel| channel.own_end.is_some()),
-            State::Connected(_) => self.has_notices(),
+            State::Connected(_) => self.has_notices() || self.has_orphan(),
             State::Unconnected | State::Down(_) => false,
         }
     }
@@ -433,6 +470,7 @@ impl Pair {
                 Notice::End(how, sent) => channel.end = Some((how, sent)),
             }
             channel.wake();
+            self.remove_if_over(id);
         }
     }
 
@@ -451,6 +489,7 @@ impl Pair {
         }
         match (&self.control_end, over) {
             (Some((how @ DisconnectReason::OutOfReach(_), _)), _) => Some(how.clone()),
+            (Some((how, _)), _) if only_sends => Some(how.clone()),
             (Some((how, _)), Some(_)) => Some(how.clone()),
             (None, Some(since)) if since.elapsed() >= CLOSE_TIMEOUT => {
                 Some(DisconnectReason::Ended)
