@@ -333,6 +333,7 @@ impl Reducer {
             reducer.launch(state)?;
             reducer.wait(state)?;
             if reducer.options.find_unused {
+                let _wait = trace::wait(state.step.into(), None);
                 reducer.group.all_reduce(&mut used, ReduceOp::Max)?;
             }
             Ok(())
@@ -394,7 +395,8 @@ impl Reducer {
     fn rebuild(&self, state: &mut BackwardState, missing: Vec<usize>) -> Result<()> {
         let mut order: Vec<i32> =
             state.ready_order.iter().chain(&missing).map(|&i| i as i32).collect();
-        self.defer_missing_grads(state, |reducer, _| {
+        self.defer_missing_grads(state, |reducer, state| {
+            let _wait = trace::wait(state.step.into(), None);
             reducer.group.broadcast(&mut order, 0)?;
             // A rank that went on and failed would else take from slower ones what this backward
             // has done.

@@ -217,23 +217,88 @@ fn what_cannot_be_read_is_an_error_and_what_is_damaged_is_kept() {
     fs::rename(path("model"), &model).unwrap();
     assert_eq!(training.resume(&folder), Ok(2));
 
-    for (times, name) in [(1, "step-2.damaged"), (2, "step-2.damaged.2")] {
+    for (times, name) in [(1, "step-2.damaged"), (2, "step-2.damaged.2"), (3, "step-2.damaged.3")] {
         match times {
             1 => fs::write(path("step-2/model.safetensors"), "damaged").unwrap(),
-            _ => fs::remove_file(path("step-2/state.json")).unwrap(),
+            2 => fs::remove_file(path("step-2/state.json")).unwrap(),
+            _ => fs::remove_file(path("step-2/SHA256SUMS")).unwrap(),
         }
         let mut checkpoints = training.open(&folder);
         let latest = checkpoints.latest::<(usize, f64)>().unwrap().expect("one is whole");
         assert_eq!(latest.state.0, 1);
         training.save(&mut checkpoints, 2).unwrap();
-        assert!(path(name).join("SHA256SUMS").exists(), "{:?}", names(folder.path()));
+        assert!(path(name).join("optimizer.safetensors").exists(), "{:?}", names(folder.path()));
     }
     assert_eq!(fs::read(path("step-2.damaged/model.safetensors")).unwrap(), b"damaged");
     assert_eq!(
         names(folder.path()),
-        [".checkpoint.lock", "step-1", "step-2", "step-2.damaged", "step-2.damaged.2"]
+        [
+            ".checkpoint.lock",
+            "step-1",
+            "step-2",
+            "step-2.damaged",
+            "step-2.damaged.2",
+            "step-2.damaged.3"
+        ]
     );
     assert_eq!(training.resume(&folder), Ok(2));
+
+    for step in [1, 2] {
+        fs::remove_file(path(&format!("step-{step}/SHA256SUMS"))).unwrap();
+    }
+    let error = training.resume(&folder).unwrap_err();
+    let expected = format!("all checkpoints in {} are damaged", folder.path().display());
+    assert!(error.starts_with(&expected) && error.lines().count() == 1, "{error}");
+}
+
+#[test]
+fn a_damaged_one_that_cannot_be_renamed_stays_until_it_can() {
+    let folder = tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    let training = Training::new(3, 1);
+    let mut checkpoints = training.open(&folder);
+    for step in [1, 2] {
+        training.save(&mut checkpoints, step).unwrap();
+    }
+    fs::write(path("step-2/model.safetensors"), "damaged").unwrap();
+    checkpoints.latest::<(usize, f64)>().unwrap().expect("one is whole");
+
+    // No folder takes the name of a link that leads nowhere.
+    symlink("nowhere", path("step-2.damaged")).unwrap();
+    for _ in 0..2 {
+        let error = training.save(&mut checkpoints, 2).unwrap_err().to_string();
+        let expected = format!("cannot rename {}: ", path("step-2").display());
+        assert!(error.starts_with(&expected) && error.lines().count() == 1, "{error}");
+    }
+    fs::remove_file(path("step-2.damaged")).unwrap();
+    training.save(&mut checkpoints, 2).unwrap();
+    assert_eq!(fs::read(path("step-2.damaged/model.safetensors")).unwrap(), b"damaged");
+}
+
+#[test]
+fn a_disk_that_only_rank_0_cannot_read_is_no_disk_that_is_not_shared() {
+    let folders = [tempdir().unwrap(), tempdir().unwrap()];
+    let training = Training::new(3, 1);
+    for folder in &folders {
+        training.save(&mut training.open(folder), 1).unwrap();
+    }
+    let sums = folders[0].path().join("step-1/SHA256SUMS");
+    let latest = |folder: &TempDir, group: ProcessGroup| {
+        let mut checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        if group.rank() == 0 {
+            fs::remove_file(&sums).unwrap();
+            symlink("SHA256SUMS", &sums).unwrap(); // a loop
+        }
+        checkpoints.latest::<(usize, f64)>().err().unwrap().to_string()
+    };
+    let [group_0, group_1] = ProcessGroup::in_process(2).unwrap().try_into().unwrap();
+    let errors = std::thread::scope(|scope| {
+        let other = scope.spawn(|| latest(&folders[1], group_1));
+        [latest(&folders[0], group_0), other.join().unwrap()]
+    });
+    let expected = format!("cannot read the folder {}: ", folders[0].path().display());
+    assert!(errors[0].starts_with(&expected), "{errors:?}");
+    assert_eq!(errors[1], format!("rank 0: {}", errors[0]));
 }
 
 #[test]

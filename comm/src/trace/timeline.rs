@@ -312,7 +312,7 @@ pub struct Span {
     category: &'static str,
     name: &'static str,
     step: u64,
-    /// Of a wait.
+    /// Of a wait for a bucket.
     bucket: Option<u32>,
     /// None if no events are kept.
     started: Option<Instant>,
@@ -329,10 +329,10 @@ pub fn phase(phase: Phase, step: u64) -> Span {
     Span { category: "phase", name, step, bucket: None, started }
 }
 
-/// The program begins to wait for a bucket, at the end of backward.
-pub fn wait(step: u64, bucket: u32) -> Span {
+/// The program begins to wait at the end of backward: for a bucket, or for another operation.
+pub fn wait(step: u64, bucket: impl Into<Option<u32>>) -> Span {
     let started = is_on().then(Instant::now);
-    Span { category: "wait", name: "wait", step, bucket: Some(bucket), started }
+    Span { category: "wait", name: "wait", step, bucket: bucket.into(), started }
 }
 
 impl Span {

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use sha2::{Digest, Sha256};
 
 use super::error::CheckpointError;
+use super::STATE;
 
 type Result<T> = std::result::Result<T, CheckpointError>;
 
@@ -23,8 +24,7 @@ const PARTIAL: &str = ".checkpoint.partial";
 const REMOVED: &str = ".checkpoint.removed";
 /// Followed by the name of a checkpoint that another one of the same step is about to replace.
 const REPLACED: &str = ".checkpoint.replaced.";
-/// The sums of a checkpoint's other files, for `sha256sum --check`. A folder without them is no
-/// checkpoint of ours, and is left alone.
+/// The sums of a checkpoint's other files, for `sha256sum --check`.
 const SUMS: &str = "SHA256SUMS";
 /// How long a writer that is being stopped may still hold the lock: longer than flow-launch waits
 /// before it kills.
@@ -66,7 +66,7 @@ impl Folder {
             let name = old.file_name();
             if step_of(&name).is_some() && !is_checkpoint(&old.path())? {
                 log::warn!(
-                    "{} has no {SUMS}: it is no checkpoint, and stays",
+                    "{} has neither {SUMS} nor {STATE}: it is no checkpoint, and stays",
                     old.path().display()
                 );
             }
@@ -124,7 +124,8 @@ impl Folder {
         self.replace(path, partial)
     }
 
-    /// Makes `new` the checkpoint `path`. After an error the old one is there.
+    /// Makes `new` the checkpoint `path`. After an error the old one is there, from the next `open`
+    /// at the latest. If only the flush has failed, it may be the new one.
     fn replace(&self, path: &Path, new: &Path) -> io::Result<()> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let replaced = self.path.join(format!("{REPLACED}{name}"));
@@ -140,7 +141,11 @@ impl Folder {
             return Err(error);
         }
         sync(&self.path)?;
-        remove(&replaced)
+        if let Err(error) = remove(&replaced) {
+            // The new one is there. `tidy` tries again.
+            log::warn!("cannot remove {}: {error}", replaced.display());
+        }
+        Ok(())
     }
 
     /// Keeps the damaged checkpoint of `step` under another name.
@@ -219,15 +224,18 @@ fn step_of(name: &OsStr) -> Option<usize> {
     number.parse().ok().filter(|step: &usize| number == step.to_string())
 }
 
-/// Whether the folder is a checkpoint of ours, whole or damaged.
+/// Whether the folder is a checkpoint of ours, whole or damaged. One that has lost its sums or its
+/// state is damaged; a folder without both is another program's.
 fn is_checkpoint(folder: &Path) -> io::Result<bool> {
-    match fs::metadata(folder.join(SUMS)) {
-        Ok(_) => Ok(true),
-        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
-            Ok(false)
+    for name in [SUMS, STATE] {
+        match fs::metadata(folder.join(name)) {
+            Ok(_) => return Ok(true),
+            Err(error)
+                if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {}
+            Err(error) => return Err(error),
         }
-        Err(error) => Err(error),
     }
+    Ok(false)
 }
 
 fn lock(folder: &Path) -> Result<File> {
@@ -287,6 +295,9 @@ fn sum(mut from: impl Read) -> io::Result<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     #[test]
@@ -302,6 +313,36 @@ mod tests {
         assert_eq!(folder.steps().unwrap(), [7]);
         let contents = folder.read(7, ["file"]).ok().expect("it is whole");
         assert_eq!(contents, [b"old".to_vec()]);
+        fs::remove_dir_all(&path).unwrap();
+    }
+
+    #[test]
+    fn a_checkpoint_is_replaced_even_if_the_old_one_cannot_be_removed() {
+        let path = std::env::temp_dir().join(format!("flow-replaced-{}", std::process::id()));
+        let folder = Folder::open(&path).unwrap();
+        let fill = |text: &'static str| {
+            move |partial: &Path| {
+                fs::write(partial.join("file"), text).unwrap();
+                Ok(())
+            }
+        };
+        folder.write(7, fill("old")).unwrap();
+        let fixed = |name: &str| path.join(name).join("fixed");
+        fs::create_dir(fixed("step-7")).unwrap();
+        fs::write(fixed("step-7").join("file"), "").unwrap();
+        fs::set_permissions(fixed("step-7"), Permissions::from_mode(0o500)).unwrap();
+        if File::create(fixed("step-7").join("other")).is_ok() {
+            println!("SKIPPED: an old checkpoint that cannot be removed: root removes everything");
+        } else {
+            folder.write(7, fill("new")).unwrap();
+            let contents = folder.read(7, ["file"]).ok().expect("it is whole");
+            assert_eq!(contents, [b"new".to_vec()]);
+            drop(folder);
+            let replaced = fixed(".checkpoint.replaced.step-7");
+            fs::set_permissions(&replaced, Permissions::from_mode(0o700)).unwrap();
+            assert_eq!(Folder::open(&path).unwrap().steps().unwrap(), [7]);
+            assert!(!replaced.exists());
+        }
         fs::remove_dir_all(&path).unwrap();
     }
 }

@@ -50,9 +50,9 @@ const FORMAT: u32 = 2;
 ///
 /// A checkpoint is whole or not there, even if the process is killed or the machine loses its
 /// power: its files are flushed to the disk under another name, and the folder is then renamed. The
-/// last two are kept ([`keep`](Self::keep)). A damaged one is never removed: `save` renames it to
-/// `step-100.damaged`. A folder `step-100` without `SHA256SUMS` is no checkpoint, and stays as it
-/// is.
+/// last two are kept ([`keep`](Self::keep)). A damaged one that [`latest`](Self::latest) has found
+/// is never removed: `save` renames it to `step-100.damaged`. A folder `step-100` that has neither
+/// `SHA256SUMS` nor `state.json` is no checkpoint, and stays as it is.
 ///
 /// ```no_run
 /// use flow_ddp::{Checkpoints, Ddp, DistributedSampler, ProcessGroup};
@@ -172,8 +172,9 @@ impl Checkpoints {
         let state = json::<S>(&state)
             .map_err(|reason| unfit(("the program's state".to_owned(), reason)))?;
         let model: Vec<_> = vs.variables().into_iter().collect();
-        while let Some(damaged) = self.damaged.pop_first() {
+        while let Some(&damaged) = self.damaged.first() {
             folder.set_aside(damaged)?;
+            self.damaged.pop_first();
         }
         folder.write(step, |folder| {
             tensors::write(&model, &folder.join(MODEL)).map_err(unfit)?;
@@ -264,8 +265,12 @@ impl Checkpoints {
     /// A folder that each machine has for itself would let training start anew when another machine
     /// has rank 0.
     fn seen_by_rank_0(&self) -> Result<()> {
-        // Other ranks than 0 need not see the folder at all.
-        let steps = folder::steps(&self.path).unwrap_or_default();
+        let by_rank_0 = from_rank_0(&self.group, self.folder.as_ref().map(Folder::steps))?;
+        let steps = match self.folder {
+            Some(_) => by_rank_0,
+            // Other ranks than 0 need not see the folder at all.
+            None => folder::steps(&self.path).unwrap_or_default(),
+        };
         let own = steps.first().map_or(-1, |&step| step as i64);
         let mut newest = vec![-1i64; self.group.world_size()];
         self.group.all_gather(&[own], &mut newest)?;
