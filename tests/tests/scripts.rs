@@ -22,6 +22,7 @@ fn test(setup: &str, cargo: &str) -> Finished {
             Command::new("cp").arg("-r").arg(checkout().join(name)).arg(folder.path()).status();
         assert!(copied.unwrap().success());
     }
+    fs::write(folder.path().join("Cargo.toml"), "members = []\n").unwrap();
     fs::create_dir(folder.path().join("bin")).unwrap();
     for (name, text) in
         [("scripts/setup", setup), ("scripts/libclang", "exit 1"), ("bin/cargo", cargo)]
