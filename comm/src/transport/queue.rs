@@ -38,11 +38,6 @@ impl Queue {
         }
     }
 
-    /// Bytes of the first segment that are not through.
-    pub fn first_bytes(&self) -> usize {
-        self.parts.front().map_or(0, |first| first.bytes().len() - self.offset)
-    }
-
     /// The next bytes that are not through, at most `limit`, by segment.
     pub fn slices(&self, limit: usize) -> impl Iterator<Item = &[u8]> {
         let slices = self.parts.iter().scan((self.offset, limit), |(offset, left), part| {

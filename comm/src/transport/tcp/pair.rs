@@ -21,11 +21,13 @@ use std::time::{Duration, Instant};
 
 use super::channel::{Channel, WINDOW};
 use super::control::{self, ChannelId, Notice, Sockets};
-use super::frame::{frame_bytes, is_large, Incoming, Outgoing, HEADER, READ_AHEAD};
+use super::frame::{Incoming, Outgoing, HEADER, READ_AHEAD};
 use super::waker::Waker;
 use crate::transport::queue::QueuePair;
 use crate::transport::DisconnectReason;
 
+/// The most bytes of a frame: other channels' come between two.
+const MAX_FRAME: usize = 1 << 20;
 /// Segments that one call to the kernel moves.
 const MAX_SEGMENTS: usize = 64;
 /// How long the notice of a channel's end may be behind the end of the data.
@@ -212,7 +214,7 @@ impl Pair {
             if self.outgoing.is_through() {
                 let Some(channel) = self.channels.get_mut(&id) else { break };
                 let credit = usize::try_from(channel.limit - channel.sent).unwrap_or(usize::MAX);
-                let count = frame_bytes(&channel.queues.sending).min(credit);
+                let count = channel.queues.sending.bytes.min(credit).min(MAX_FRAME);
                 if count == 0 {
                     break;
                 }
@@ -239,18 +241,18 @@ impl Pair {
     }
 
     /// Writes for the thread of a channel, or for the endpoint's.
-    fn write(&mut self, thread: Option<ChannelId>, mut data: &TcpStream) -> io::Result<()> {
+    fn write(&mut self, own: Option<ChannelId>, mut data: &TcpStream) -> io::Result<()> {
         let Self { outgoing, channels, .. } = self;
         let channel = channels.entry(outgoing.channel).or_default();
         let mut slices = [IoSlice::new(&[]); MAX_SEGMENTS];
         let mut count = 0;
         let (first, second) = outgoing.orphan.as_slices();
-        let own = [&outgoing.header[outgoing.begun..], first, second];
+        let head = [&outgoing.header[outgoing.begun..], first, second];
         let segments = match outgoing.orphan.is_empty() {
             true => Some(channel.queues.sending.slices(outgoing.rest)),
             false => None,
         };
-        let parts = own.into_iter().filter(|part| !part.is_empty());
+        let parts = head.into_iter().filter(|part| !part.is_empty());
         for (slice, part) in slices.iter_mut().zip(parts.chain(segments.into_iter().flatten())) {
             *slice = IoSlice::new(part);
             count += 1;
@@ -262,7 +264,7 @@ impl Pair {
         outgoing.rest -= body;
         if outgoing.orphan.is_empty() {
             channel.queues.sending.skip(body);
-            if thread != Some(outgoing.channel) {
+            if Some(outgoing.channel) != own {
                 channel.wake();
             }
         } else {
@@ -314,28 +316,15 @@ impl Pair {
         self.channels.get(&id).is_some_and(|channel| !channel.queues.receiving.parts.is_empty())
     }
 
-    /// Takes what was read ahead, or reads more, most likely of channel `id`; false at the end.
-    fn read(&mut self, id: ChannelId, mut data: &TcpStream) -> io::Result<bool> {
+    /// Takes what was read ahead, or reads more, for the thread of channel `own`; false at the end.
+    fn read(&mut self, own: ChannelId, mut data: &TcpStream) -> io::Result<bool> {
         let Self { incoming, channels, .. } = self;
         if incoming.rest == 0 {
             if let Some((id, rest)) = incoming.take_header() {
                 (incoming.channel, incoming.rest) = (id, rest);
                 return Ok(true);
             }
-            let channel = channels.entry(id).or_default();
-            let receiving = &mut channel.queues.receiving;
-            let count = frame_bytes(receiving);
-            let is_direct = is_large(count) && channel.kept.is_empty() && !channel.is_closed;
-            if !is_direct || !incoming.ahead.bytes().is_empty() {
-                return incoming.read_ahead(data);
-            }
-            let Some(expected) = receiving.slices_mut(count).next() else { return Ok(true) };
-            let read = incoming.read_expected(data, id, expected)?;
-            if let Some(body @ 1..) = read {
-                receiving.skip(body);
-                channel.arrived += body as u64;
-            }
-            return Ok(read.is_some());
+            return incoming.read_ahead(data);
         }
         let channel = channels.entry(incoming.channel).or_default();
         let expected = if channel.is_closed { 0 } else { channel.queues.receiving.bytes };
@@ -359,7 +348,7 @@ impl Pair {
             incoming.ahead.skip(count);
             incoming.rest -= count;
             channel.arrived += count as u64;
-            if incoming.channel != id {
+            if incoming.channel != own {
                 channel.wake();
             }
             return Ok(true);
@@ -382,7 +371,7 @@ impl Pair {
         let body = read.min(room);
         channel.queues.receiving.skip(body);
         channel.arrived += body as u64;
-        if incoming.channel != id {
+        if incoming.channel != own {
             channel.wake();
         }
         incoming.rest -= body;
