@@ -12,7 +12,6 @@ use std::time::{Duration, Instant};
 use sha2::{Digest, Sha256};
 
 use super::error::CheckpointError;
-use super::STATE;
 
 type Result<T> = std::result::Result<T, CheckpointError>;
 
@@ -26,6 +25,8 @@ const REMOVED: &str = ".checkpoint.removed";
 const REPLACED: &str = ".checkpoint.replaced.";
 /// The sums of a checkpoint's other files, for `sha256sum --check`.
 const SUMS: &str = "SHA256SUMS";
+/// What the program, the sampler and the optimizer go on from.
+pub const STATE: &str = "state.json";
 /// How long a writer that is being stopped may still hold the lock: longer than flow-launch waits
 /// before it kills.
 const STOPPING: Duration = Duration::from_secs(10);

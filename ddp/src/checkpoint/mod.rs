@@ -24,13 +24,12 @@ use tch::Tensor;
 use crate::data::sampler::{DistributedSampler, SamplerState};
 use crate::ddp::Ddp;
 pub use error::CheckpointError;
-use folder::{Folder, ReadError};
+use folder::{Folder, ReadError, STATE};
 
 /// Result of what is done with checkpoints.
 type Result<T> = std::result::Result<T, CheckpointError>;
 
 /// Files of a checkpoint.
-const STATE: &str = "state.json";
 const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 /// Raised when files change so that versions before cannot read them.
