@@ -20,11 +20,12 @@ use crate::backend::BufferView;
 use crate::descriptor::{Location, OpDescriptor};
 use crate::error::Result;
 use crate::group::core::GroupCore;
-use crate::internode::{ConnectionsGuard, InterNode, TransferTargets};
+use crate::internode::{ConnectionsGuard, InterNode};
 use crate::shm::bytes;
 use crate::shm::control::{Control, CHUNK};
 use crate::shm::io_segment::IoSegment;
 use crate::shm::rounds::{RoundState, Rounds};
+use crate::transport::Connections;
 
 /// Bytes of a slice: enough for the calls to the kernel to be few, few enough that what is under
 /// way stays in the cache.
@@ -77,6 +78,31 @@ impl Span {
                 (low < high).then(|| (data.wrapping_add((low - start) * self.element), high - low))
             },
         )
+    }
+}
+
+/// How the nodes cut `total` elements: into blocks, and a block into a slice for each node.
+struct Blocks {
+    nodes: usize,
+    total: usize,
+    /// The most elements of a slice.
+    slice: usize,
+    count: usize,
+}
+
+impl Blocks {
+    /// Slices have at most so many bytes. Data that fits one block is cut evenly.
+    fn new(span: &Span, slice: usize, nodes: usize) -> Self {
+        let even = span.total.div_ceil(nodes).next_multiple_of(64 / span.element);
+        let fits = span.total * span.element <= slice * nodes;
+        let slice = if fits { even } else { slice / span.element };
+        let count = span.total.div_ceil((slice * nodes).max(1));
+        Self { nodes, total: span.total, slice, count }
+    }
+
+    fn slice(&self, block: usize, node: usize) -> Range<usize> {
+        let start = (block * self.nodes + node) * self.slice;
+        start.min(self.total)..(start + self.slice).min(self.total)
     }
 }
 
@@ -184,6 +210,9 @@ impl Hierarchical {
         data: BufferView,
     ) -> Result<()> {
         let core = &*self.core;
+        if core.size() == core.leaders.len() {
+            return self.all_reduce_of_leaders(state, operation, data);
+        }
         let own = core.locate(data.data, data.bytes);
         let locations = self.inter_node.agree(state, operation, own, &|_| data.bytes)?;
         let (element, nodes) = (operation.dtype.size(), core.leaders.len());
@@ -196,7 +225,9 @@ impl Hierarchical {
         if core.locals.len() == 1 {
             let mut guard = self.inter_node.lock(operation)?;
             let span = Span::new(vec![(data.data, data.bytes / element)], operation.dtype);
-            self.reduce_scatter_all_gather(&mut guard, operation, &span, slice, None)?;
+            let blocks = Blocks::new(&span, slice, nodes);
+            self.divide_first(operation, &span);
+            self.reduce_scatter_all_gather(&mut guard, operation, &span, &blocks, 0, None)?;
             guard.complete();
             return Ok(());
         }
@@ -219,7 +250,9 @@ impl Hierarchical {
                 .collect();
             let span = Span::new(pieces, operation.dtype);
             let mut guard = self.inter_node.lock(operation)?;
-            self.reduce_scatter_all_gather(&mut guard, operation, &span, slice, Some(&mut node))?;
+            let blocks = Blocks::new(&span, slice, nodes);
+            let node = Some(&mut node);
+            self.reduce_scatter_all_gather(&mut guard, operation, &span, &blocks, 0, node)?;
             guard.complete();
         } else {
             for block in 0..blocks {
@@ -235,6 +268,35 @@ impl Hierarchical {
         self.rounds.wait_done(last, operation)
     }
 
+    /// Reduces `data` where every rank leads its node. The slices of the first block follow the
+    /// descriptors at once: this saves the time that a message is under way.
+    fn all_reduce_of_leaders(
+        &self,
+        state: &mut RoundState,
+        operation: &OpDescriptor,
+        data: BufferView,
+    ) -> Result<()> {
+        let (rounds, nodes) = (&self.rounds, self.core.leaders.len());
+        let elements = data.bytes / operation.dtype.size();
+        let span = Span::new(vec![(data.data, elements)], operation.dtype);
+        // Two blocks would hardly overlap: one is faster.
+        let is_short = data.bytes <= 2 * SLICE * nodes;
+        let blocks = Blocks::new(&span, if is_short { 2 * SLICE } else { SLICE }, nodes);
+        self.divide_first(operation, &span);
+        let round = rounds.acquire(state, operation)?;
+        rounds.publish(round, operation, self.core.locate(data.data, data.bytes));
+        rounds.arrive(round);
+        let mut guard = self.inter_node.lock(operation)?;
+        let send = |leaders: &mut dyn Connections| self.send_slices(leaders, &span, &blocks, 0);
+        self.inter_node.exchange_descriptors(&mut guard, round, operation, 0, &send)?;
+        rounds.wait_all_arrived(round, operation)?;
+        rounds.locations(round, operation, &|_| data.bytes)?;
+        rounds.done(round);
+        self.reduce_scatter_all_gather(&mut guard, operation, &span, &blocks, 1, None)?;
+        guard.complete();
+        Ok(())
+    }
+
     /// In the leader: reduces a bucket between nodes, once it is reduced on this one. This runs
     /// beside what the rank computes.
     pub fn reduce_bucket(&self, bucket: &InterNodeBucket) -> Result<()> {
@@ -242,7 +304,9 @@ impl Hierarchical {
         self.rounds.wait_locals_arrived(*round, operation)?;
         self.rounds.done(*round);
         self.rounds.wait_done(*round, operation)?;
-        self.inter_node.exchange_descriptors(*round, operation, 0)?;
+        let mut guard = self.inter_node.lock(operation)?;
+        self.inter_node.exchange_descriptors(&mut guard, *round, operation, 0, &|_| {})?;
+        guard.complete();
         if !self.rounds.all_agree(*round, operation) {
             // Each rank fails itself when it copies the result.
             self.rounds.arrive_for_remote(*result_round);
@@ -253,77 +317,87 @@ impl Hierarchical {
         let pieces = pieces.map(|(places, &length)| (places[0], length)).collect();
         let span = Span::new(pieces, operation.dtype);
         let mut guard = self.inter_node.lock(operation)?;
-        self.reduce_scatter_all_gather(&mut guard, operation, &span, SLICE, None)?;
+        let blocks = Blocks::new(&span, SLICE, self.core.leaders.len());
+        self.divide_first(operation, &span);
+        self.reduce_scatter_all_gather(&mut guard, operation, &span, &blocks, 0, None)?;
         // Before others may see that a node has left, having done its part.
         self.rounds.arrive_for_remote(*result_round);
         guard.complete();
         Ok(())
     }
 
-    /// Reduces what the leaders have, in place, in slices of so many bytes; all cut alike. The
-    /// other members of the node take part block by block, if there is a `node` phase.
+    /// Where an average is divided before it is summed: divides what is this rank's alone.
+    fn divide_first(&self, operation: &OpDescriptor, span: &Span) {
+        if self.core.locals.len() == 1 && is_divided_first(operation) {
+            for &(data, count) in &span.pieces {
+                // SAFETY: the memory is this rank's alone until it is sent.
+                unsafe { reduce_on_node(operation, &[data], &[data], count, self.core.size()) };
+            }
+        }
+    }
+
+    /// Queues the slices of a block that belong to other nodes.
+    fn send_slices(
+        &self,
+        leaders: &mut dyn Connections,
+        span: &Span,
+        blocks: &Blocks,
+        block: usize,
+    ) {
+        for node in self.inter_node.remote_nodes() {
+            for part in span.parts(blocks.slice(block, node)) {
+                // SAFETY: the operation's memory, which stays as it is until the slice's sum comes
+                // back: after the slice has gone.
+                leaders.send(node, unsafe { segment(part, span.element) });
+            }
+        }
+    }
+
+    /// Reduces what the leaders have, in place; all cut it alike. The slices of the first `sent`
+    /// blocks are sent already. The other members of the node take part block by block, if there
+    /// is a `node` phase.
     fn reduce_scatter_all_gather(
         &self,
         guard: &mut ConnectionsGuard,
         operation: &OpDescriptor,
         span: &Span,
-        slice: usize,
+        blocks: &Blocks,
+        sent: usize,
         mut node: Option<&mut NodePhase>,
     ) -> Result<()> {
         let (core, inter_node, element) = (&self.core, &self.inter_node, span.element);
         let (nodes, here) = (core.leaders.len(), inter_node.node());
-        if core.locals.len() == 1 && is_divided_first(operation) {
-            for &(data, count) in &span.pieces {
-                // SAFETY: the memory is this rank's alone until it is sent.
-                unsafe { reduce_on_node(operation, &[data], &[data], count, core.size()) };
-            }
-        }
-        // What fits one block is cut evenly.
-        let even = span.total.div_ceil(nodes).next_multiple_of(64 / element);
-        let each = if span.total * element > slice * nodes { slice / element } else { even };
-        let blocks = span.total.div_ceil((each * nodes).max(1));
-        let slice = |block: usize, node: usize| {
-            let start = (block * nodes + node) * each;
-            start.min(span.total)..(start + each).min(span.total)
-        };
-        let scratch = guard.scratch(2 * nodes * each * element);
-        let incoming = |block: usize, node: usize| {
-            scratch.wrapping_add((block % 2 * nodes + node) * each * element)
-        };
-        // SAFETY: nobody but this rank uses the memory until the sum is there, and it touches no
-        // slice that is under way.
-        let segment =
-            |(data, count): (*mut u8, usize)| unsafe { IoSegment::new(data, count * element) };
+        let bytes = blocks.slice * element;
+        let scratch = guard.scratch(2 * nodes * bytes);
+        let incoming =
+            |block: usize, node: usize| scratch.wrapping_add((block % 2 * nodes + node) * bytes);
         let mut slices = [vec![(0, 0); nodes], vec![(0, 0); nodes]];
         let mut sums = vec![(0, 0); nodes];
-        let send_slices =
-            |guard: &mut ConnectionsGuard, block: usize, targets: &mut TransferTargets| {
-                for node in inter_node.remote_nodes() {
-                    let leaders = guard.leaders();
-                    for part in span.parts(slice(block, node)) {
-                        leaders.send(node, segment(part));
-                    }
-                    let arriving = (incoming(block, node), slice(block, here).len());
-                    targets[node].1 = leaders.receive(node, segment(arriving));
-                }
-            };
-        for block in 0..=blocks {
+        for block in 0..=blocks.count {
             // Before a block begins, the sums of the block before the last have arrived, and their
             // memory is free.
             if let (Some(node), Some(last)) = (&mut node, block.checked_sub(2)) {
                 inter_node.transfer(guard, operation, &sums, false)?;
                 node.copy_from_leader(last)?;
             }
-            if block < blocks {
+            if block < blocks.count {
                 if let Some(node) = &mut node {
                     node.reduce_to_leader(block)?;
                 }
-                send_slices(guard, block, &mut slices[block % 2]);
+                if block >= sent {
+                    self.send_slices(guard.leaders(), span, blocks, block);
+                }
+                let count = blocks.slice(block, here).len();
+                for node in inter_node.remote_nodes() {
+                    // SAFETY: nobody else uses the scratch memory.
+                    let part = unsafe { segment((incoming(block, node), count), element) };
+                    slices[block % 2][node].1 = guard.leaders().receive(node, part);
+                }
             }
             let Some(block) = block.checked_sub(1) else { continue };
             inter_node.transfer(guard, operation, &slices[block % 2], false)?;
             let mut offset = 0;
-            for (own, count) in span.parts(slice(block, here)) {
+            for (own, count) in span.parts(blocks.slice(block, here)) {
                 let source = |node| match node == here {
                     true => own.cast_const(),
                     false => incoming(block, node).wrapping_add(offset).cast_const(),
@@ -336,20 +410,33 @@ impl Hierarchical {
             }
             for node in inter_node.remote_nodes() {
                 let leaders = guard.leaders();
-                for part in span.parts(slice(block, here)) {
-                    sums[node].0 = leaders.send(node, segment(part));
+                for part in span.parts(blocks.slice(block, here)) {
+                    // SAFETY: the sum stays as it is until the operation is over.
+                    sums[node].0 = leaders.send(node, unsafe { segment(part, element) });
                 }
-                for part in span.parts(slice(block, node)) {
-                    sums[node].1 = leaders.receive(node, segment(part));
+                for part in span.parts(blocks.slice(block, node)) {
+                    // SAFETY: nobody but this rank uses the memory until the sum is there, and the
+                    // node that sends it has taken the slice that was there.
+                    sums[node].1 = leaders.receive(node, unsafe { segment(part, element) });
                 }
             }
         }
         inter_node.transfer(guard, operation, &sums, true)?;
-        match (node, blocks) {
-            (Some(node), 1..) => node.copy_from_leader(blocks - 1),
+        match (node, blocks.count) {
+            (Some(node), count @ 1..) => node.copy_from_leader(count - 1),
             _ => Ok(()),
         }
     }
+}
+
+/// `count` elements of `element` bytes, which are sent or filled.
+///
+/// # Safety
+///
+/// As for [`IoSegment::new`].
+unsafe fn segment((data, count): (*mut u8, usize), element: usize) -> IoSegment {
+    // SAFETY: the caller's promise.
+    unsafe { IoSegment::new(data, count * element) }
 }
 
 #[cfg(test)]

@@ -41,6 +41,8 @@ pub struct LeaderConnections {
     pub leaders: Box<dyn Connections>,
     /// Where data arrives that is to be reduced.
     pub scratch: Vec<u64>,
+    /// The frames of [`InterNode::exchange_descriptors`], by node.
+    frames: Vec<Vec<u8>>,
 }
 
 impl WatchedConnections for Mutex<LeaderConnections> {
@@ -78,6 +80,16 @@ impl ConnectionsGuard<'_> {
     pub fn scratch(&mut self, bytes: usize) -> *mut u8 {
         self.connections.scratch.resize(bytes.div_ceil(8), 0);
         self.connections.scratch.as_mut_ptr().cast()
+    }
+
+    /// A frame of descriptors, with room for `bytes` bytes, which the connections keep as well.
+    fn frame(&mut self, node: usize, bytes: usize) -> &mut [u8] {
+        let frames = &mut self.connections.frames;
+        if frames.len() <= node {
+            frames.resize_with(node + 1, Vec::new);
+        }
+        frames[node].resize(bytes, 0);
+        &mut frames[node]
     }
 
     pub fn complete(mut self) {
@@ -120,8 +132,11 @@ impl InterNode {
             for node in (0..core.leaders.len()).filter(|&node| node != own) {
                 let _ = leaders.disconnect_reason(node);
             }
-            let connected =
-                Arc::new(Mutex::new(LeaderConnections { leaders, scratch: Vec::new() }));
+            let connected = Arc::new(Mutex::new(LeaderConnections {
+                leaders,
+                scratch: Vec::new(),
+                frames: Vec::new(),
+            }));
             failure.watch_connections(Arc::clone(&connected) as Arc<dyn WatchedConnections>);
             connections = Some(connected);
         }
@@ -165,8 +180,10 @@ impl InterNode {
                 let (sent, received) = leaders.moved(node);
                 sent < targets[node].0 || received < targets[node].1
             };
-            late.replace(self.remote_nodes().filter(is_late).collect());
-            late.borrow().is_empty() && (!all || self.remote_nodes().all(|n| leaders.is_idle(n)))
+            let mut late = late.borrow_mut();
+            late.clear();
+            late.extend(self.remote_nodes().filter(is_late));
+            late.is_empty() && (!all || self.remote_nodes().all(|n| leaders.is_idle(n)))
         };
         self.failure.wait_until(operation, &missing, &|| None, &mut |time| {
             progress(guard.leaders(), time, &mut is_over)
@@ -177,64 +194,72 @@ impl InterNode {
     pub fn wait_arrived(&self, round: u64, operation: &OpDescriptor, payload: usize) -> Result<()> {
         if self.core.is_leader() {
             self.rounds.wait_locals_arrived(round, operation)?;
-            self.exchange_descriptors(round, operation, payload)?;
+            let mut guard = self.lock(operation)?;
+            self.exchange_descriptors(&mut guard, round, operation, payload, &|_| {})?;
+            guard.complete();
         }
         self.rounds.wait_all_arrived(round, operation)
     }
 
     /// In the leader: sends the other nodes the descriptors of the members on this one, with
-    /// `payload` bytes each, and writes down theirs: they have arrived.
+    /// `payload` bytes each, and writes down theirs: they have arrived. What `send` queues follows
+    /// the descriptors at once; the other nodes take it when they have found that all agree.
     pub fn exchange_descriptors(
         &self,
+        guard: &mut ConnectionsGuard,
         round: u64,
         operation: &OpDescriptor,
         payload: usize,
+        send: &dyn Fn(&mut dyn Connections),
     ) -> Result<()> {
         const WORDS: usize = DescriptorWords::BYTES;
-        let core = &self.core;
-        // First how many bytes each member contributes, and the descriptors, then those bytes.
-        let mut frame = (payload as u64).to_le_bytes().to_vec();
-        for &rank in &core.locals {
-            let words = self.control.descriptor(round, rank).descriptor();
-            frame.extend(words.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()));
-        }
-        for &rank in &core.locals {
-            let data = self.control.payload(round, rank);
-            // SAFETY: the rank has arrived: it leaves its payload alone until the round is over.
-            frame.extend(unsafe { std::slice::from_raw_parts(data, payload) });
-        }
+        let (core, own) = (&self.core, self.node());
         let members = |node| core.nodes.iter().filter(move |&&of| of == node).count();
-        let mut frames: Vec<Vec<u8>> = (0..core.leaders.len())
-            .map(|node| vec![0; 8 + members(node) * (WORDS + payload)])
-            .collect();
-        let mut targets = vec![(0, 0); core.leaders.len()];
-        // After the frames, which thus outlive the transfers of their contents.
-        let mut guard = self.lock(operation)?;
-        // SAFETY: the frames outlive what the guard has to transfer.
-        let segment = |bytes: &mut [u8]| unsafe { IoSegment::new(bytes.as_mut_ptr(), bytes.len()) };
-        for node in self.remote_nodes() {
-            let head = &mut frames[node][..8 + members(node) * WORDS];
-            targets[node] = (
-                guard.leaders().send(node, segment(&mut frame)),
-                guard.leaders().receive(node, segment(head)),
-            );
+        let head = |node| 8 + members(node) * WORDS;
+        let length = |node| head(node) + members(node) * payload;
+        // First how many bytes each member contributes, and the descriptors, then those bytes.
+        let frame = guard.frame(own, length(own));
+        let (count, rest) = frame.split_at_mut(8);
+        count.copy_from_slice(&(payload as u64).to_le_bytes());
+        let (descriptors, data) = rest.split_at_mut(head(own) - 8);
+        for (&rank, bytes) in core.locals.iter().zip(descriptors.chunks_exact_mut(WORDS)) {
+            let words = self.control.descriptor(round, rank).descriptor();
+            for (word, bytes) in words.iter().zip(bytes.chunks_exact_mut(8)) {
+                bytes.copy_from_slice(&word.load(Ordering::Relaxed).to_le_bytes());
+            }
         }
-        self.transfer(&mut guard, operation, &targets, false)?;
+        for (index, &rank) in core.locals.iter().enumerate() {
+            let from = self.control.payload(round, rank);
+            // SAFETY: the rank has arrived: it leaves its payload alone until the round is over.
+            let from = unsafe { std::slice::from_raw_parts(from, payload) };
+            data[index * payload..][..payload].copy_from_slice(from);
+        }
+        // SAFETY: nobody touches the frames until they are transferred, or the guard is dropped.
+        let segment = |bytes: &mut [u8]| unsafe { IoSegment::new(bytes.as_mut_ptr(), bytes.len()) };
+        let mut targets = vec![(0, 0); core.leaders.len()];
+        for node in self.remote_nodes() {
+            let sent = segment(guard.frame(own, length(own)));
+            let received = segment(&mut guard.frame(node, length(node))[..head(node)]);
+            let leaders = guard.leaders();
+            targets[node] = (leaders.send(node, sent), leaders.receive(node, received));
+        }
+        send(guard.leaders());
+        self.transfer(guard, operation, &targets, false)?;
         // A different byte count means a different operation; the descriptors will report it. Stop
         // here.
-        if self.remote_nodes().all(|node| frames[node][..8] == frame[..8]) {
+        let mut is_equal =
+            |node| guard.frame(node, length(node))[..8] == (payload as u64).to_le_bytes();
+        if payload > 0 && self.remote_nodes().all(&mut is_equal) {
             for node in self.remote_nodes() {
-                let data = &mut frames[node][8 + members(node) * WORDS..];
-                targets[node].1 = guard.leaders().receive(node, segment(data));
+                let data = segment(&mut guard.frame(node, length(node))[head(node)..]);
+                targets[node].1 = guard.leaders().receive(node, data);
             }
-            self.transfer(&mut guard, operation, &targets, false)?;
+            self.transfer(guard, operation, &targets, false)?;
         }
-        guard.complete();
         for node in self.remote_nodes() {
-            let (descriptors, data) = frames[node][8..].split_at(members(node) * WORDS);
+            let (head, data) = guard.frame(node, length(node)).split_at(head(node));
             let ranks = (0..core.size()).filter(|&rank| core.nodes[rank] == node);
-            for (index, (rank, descriptor)) in
-                ranks.zip(descriptors.chunks_exact(WORDS)).enumerate()
+            for (index, (rank, descriptor)) in ranks.zip(head[8..].chunks_exact(WORDS)).enumerate()
             {
                 let words = self.control.descriptor(round, rank).descriptor();
                 for (word, bytes) in words.iter().zip(descriptor.chunks_exact(8)) {

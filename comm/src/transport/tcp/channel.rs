@@ -3,12 +3,17 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use rustc_hash::FxHashMap;
+
+use super::control::ChannelId;
 use super::waker::Waker;
 use crate::transport::queue::QueuePair;
 use crate::transport::DisconnectReason;
 
 /// Bytes that a channel takes from its sender before its receiver expects any.
 pub const WINDOW: u64 = 32 << 20;
+
+pub type Channels = FxHashMap<ChannelId, Channel>;
 
 pub struct Channel {
     pub queues: QueuePair,
@@ -46,6 +51,22 @@ impl Default for Channel {
 }
 
 impl Channel {
+    /// How many more bytes this process may send.
+    pub fn credit(&self) -> usize {
+        usize::try_from(self.limit.saturating_sub(self.sent)).unwrap_or(usize::MAX)
+    }
+
+    /// How many bytes the other process may send in all, from now on.
+    pub fn next_limit(&self) -> u64 {
+        let taken = self.arrived - self.kept.len() as u64;
+        taken + self.queues.receiving.bytes as u64 + WINDOW
+    }
+
+    /// Whether what comes goes where it is expected: what is kept goes first.
+    pub fn takes_directly(&self) -> bool {
+        self.kept.is_empty() && !self.is_closed
+    }
+
     pub fn wake(&self) {
         if let Some(waker) = &self.waker {
             waker.wake();

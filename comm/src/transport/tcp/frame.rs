@@ -1,108 +1,71 @@
 //! Frames: the next bytes of a channel on the data socket.
 
-use std::collections::VecDeque;
-use std::io::{self, Read};
-use std::net::TcpStream;
-use std::ops::Range;
-
 use super::control::ChannelId;
+use crate::transport::queue::Queue;
 
-/// A frame begins with the channel's number and the bytes that follow (u32), little-endian.
-pub const HEADER: usize = 12;
-/// A header is read with what follows it, as far as that fits here: then a small frame takes one call.
-pub const READ_AHEAD: usize = 4096;
+/// Bytes of a frame's header.
+pub const HEADER: usize = 20;
+/// A frame ends with the segment by which it has so many bytes. Both sides have the same segments,
+/// so the receiver knows where headers are likely to be, and reads several frames by one call.
+const MIN_FRAME: usize = 4096;
+/// The most bytes of a frame: other channels' come between two.
+const MAX_FRAME: usize = 1 << 20;
+/// Frames, and segments, that one call to the kernel moves.
+pub const MAX_FRAMES: usize = 4;
+pub const MAX_SEGMENTS: usize = 64;
 
-/// The frame that is under way.
-pub struct Outgoing {
-    pub channel: ChannelId,
-    pub header: [u8; HEADER],
-    /// Bytes of the header that are written.
-    pub begun: usize,
-    /// Bytes that follow the header, and, where their channel was closed meanwhile, those bytes.
-    pub rest: usize,
-    pub orphan: VecDeque<u8>,
-}
-
-/// The frame that comes in.
+/// What a frame begins with.
 #[derive(Default)]
-pub struct Incoming {
+pub struct Header {
     pub channel: ChannelId,
-    pub rest: usize,
-    pub ahead: ReadAhead,
+    /// Bytes that follow the header.
+    pub bytes: usize,
+    /// How many bytes the receiver of the frame may send in this channel in all.
+    pub limit: u64,
 }
 
-/// What was read ahead.
-pub struct ReadAhead {
-    buffer: Box<[u8; READ_AHEAD]>,
-    bytes: Range<usize>,
-}
-
-impl Default for ReadAhead {
-    fn default() -> Self {
-        Self { buffer: Box::new([0; READ_AHEAD]), bytes: 0..0 }
-    }
-}
-
-impl ReadAhead {
-    pub fn bytes(&self) -> &[u8] {
-        &self.buffer[self.bytes.clone()]
-    }
-
-    pub fn skip(&mut self, count: usize) {
-        self.bytes.start += count;
-    }
-
-    /// Room for what comes next, after the bytes that are there.
-    pub fn room(&mut self) -> &mut [u8] {
-        self.buffer.copy_within(self.bytes.clone(), 0);
-        self.bytes = 0..self.bytes.len();
-        &mut self.buffer[self.bytes.end..]
-    }
-
-    /// So many bytes have come into the room.
-    pub fn add(&mut self, count: usize) {
-        self.bytes.end += count;
-    }
-}
-
-impl Default for Outgoing {
-    fn default() -> Self {
-        let (header, orphan) = ([0; HEADER], VecDeque::new());
-        Self { channel: 0, header, begun: HEADER, rest: 0, orphan }
-    }
-}
-
-impl Outgoing {
-    pub fn new(channel: ChannelId, rest: usize) -> Self {
+impl Header {
+    /// Little-endian; the number of bytes is a u32.
+    pub fn encode(&self) -> [u8; HEADER] {
         let mut header = [0; HEADER];
-        header[..8].copy_from_slice(&channel.to_le_bytes());
-        header[8..].copy_from_slice(&(rest as u32).to_le_bytes());
-        Self { channel, header, begun: 0, rest, orphan: VecDeque::new() }
+        header[..8].copy_from_slice(&self.channel.to_le_bytes());
+        header[8..12].copy_from_slice(&(self.bytes as u32).to_le_bytes());
+        header[12..].copy_from_slice(&self.limit.to_le_bytes());
+        header
     }
 
-    pub fn is_through(&self) -> bool {
-        self.begun == HEADER && self.rest == 0
+    /// The header that `bytes` begin with, if all of it is there.
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
+        let (channel, rest) = bytes.split_first_chunk()?;
+        let (count, rest) = rest.split_first_chunk()?;
+        let (limit, _) = rest.split_first_chunk()?;
+        Some(Self {
+            channel: u64::from_le_bytes(*channel),
+            bytes: u32::from_le_bytes(*count) as usize,
+            limit: u64::from_le_bytes(*limit),
+        })
     }
 }
 
-impl Incoming {
-    pub fn take_header(&mut self) -> Option<(ChannelId, usize)> {
-        let (channel, rest) = self.ahead.bytes().split_first_chunk()?;
-        let (count, _) = rest.split_first_chunk()?;
-        let header = (u64::from_le_bytes(*channel), u32::from_le_bytes(*count) as usize);
-        self.ahead.skip(HEADER);
-        Some(header)
-    }
-
-    /// Whether a step is possible without reading.
-    pub fn is_complete(&self) -> bool {
-        self.ahead.bytes().len() >= if self.rest == 0 { HEADER } else { 1 }
-    }
-
-    /// False at the end.
-    pub fn read_ahead(&mut self, mut data: &TcpStream) -> io::Result<bool> {
-        let count = data.read(self.ahead.room())?;
-        self.ahead.add(count);
-        Ok(count > 0)
-    }
+/// How a queue is cut into frames, after its first `skip` bytes and up to `limit`: their lengths.
+pub fn cut(queue: &Queue, mut skip: usize, limit: usize) -> impl Iterator<Item = usize> + '_ {
+    let mut segments = queue.slices(limit).map(<[u8]>::len).filter_map(move |bytes| {
+        let skipped = bytes.min(skip);
+        skip -= skipped;
+        (bytes > skipped).then_some(bytes - skipped)
+    });
+    let mut left = 0;
+    std::iter::from_fn(move || {
+        let mut frame = 0;
+        while frame < MIN_FRAME {
+            if left == 0 {
+                let Some(segment) = segments.next() else { break };
+                left = segment;
+            }
+            let count = left.min(MAX_FRAME - frame);
+            frame += count;
+            left -= count;
+        }
+        (frame > 0).then_some(frame)
+    })
 }

@@ -4,7 +4,8 @@
 //! |---|---|
 //! | `endpoint` | this process' end of all connections: making and accepting them |
 //! | `pair` | the connection with one other process: how its channels share it |
-//! | `channel`, `frame` | what goes between them in one channel, and how it is cut |
+//! | `channel` | what goes between them in one channel |
+//! | `frame`, `outgoing`, `incoming` | how that is cut, written and read |
 //! | `control` | its sockets, and what the processes tell each other about channels |
 //! | `waker` | wakes a thread that waits for a channel |
 
@@ -12,13 +13,15 @@ mod channel;
 mod control;
 mod endpoint;
 mod frame;
+mod incoming;
+mod outgoing;
 mod pair;
 #[cfg(test)]
 mod tests;
 mod waker;
 
 use std::hash::Hasher;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -132,6 +135,7 @@ impl Transport for TcpTransport {
             id,
             others: others.map(|member| (member, members[member])).collect(),
             ranks: members.to_vec(),
+            queued: vec![Queued::default(); members.len()],
             waker,
             events: 0,
         }))
@@ -154,9 +158,32 @@ struct TcpConnections {
     /// The members' ranks in the job, and the other members with theirs.
     ranks: Vec<usize>,
     others: Vec<(usize, usize)>,
+    /// By member.
+    queued: Vec<Queued>,
     waker: Arc<Waker>,
     /// Those of the waker that were seen.
     events: u64,
+}
+
+/// What this thread knows of a member's queues, without locking the connection.
+#[derive(Clone, Copy)]
+struct Queued {
+    /// Segments that are sent, and those that are received.
+    moved: (u64, u64),
+    is_empty: bool,
+}
+
+impl Default for Queued {
+    fn default() -> Self {
+        Self { moved: (0, 0), is_empty: true }
+    }
+}
+
+impl Queued {
+    fn of(queues: &QueuePair) -> Self {
+        let moved = (queues.sending.done, queues.receiving.done);
+        Self { moved, is_empty: queues.is_empty() }
+    }
 }
 
 impl TcpConnections {
@@ -166,7 +193,7 @@ impl TcpConnections {
     fn progress_now(
         &mut self,
         waits: bool,
-        sleeps: &mut Vec<(Arc<std::net::TcpStream>, Waits)>,
+        mut sleeps: Option<&mut Vec<(Arc<TcpStream>, Waits)>>,
     ) -> Result<bool, PeerDown> {
         let events = self.waker.events();
         let mut moved = std::mem::replace(&mut self.events, events) != events;
@@ -176,12 +203,16 @@ impl TcpConnections {
             if !queues.sending.parts.is_empty() || waits && !queues.receiving.parts.is_empty() {
                 self.endpoint.connect(rank, &mut pair);
             }
-            let progress = pair.progress(self.id).map_err(|how| PeerDown { member, how })?;
+            let progress = pair.progress(self.id);
+            self.queued[member] = Queued::of(pair.queues(self.id));
+            let progress = progress.map_err(|how| PeerDown { member, how })?;
             if pair.has_notices() {
                 self.endpoint.ring();
             }
             moved |= progress.moved;
-            sleeps.extend(progress.waits);
+            if let (Some(sleeps), Some(data)) = (&mut sleeps, pair.data()) {
+                sleeps.push((data, progress.waits));
+            }
         }
         Ok(moved)
     }
@@ -209,23 +240,34 @@ impl TcpConnections {
 
 impl Connections for TcpConnections {
     fn with_queues(&mut self, member: usize, action: &mut dyn FnMut(&mut QueuePair)) {
-        action(self.endpoint.pair(self.ranks[member]).queues(self.id));
+        let mut pair = self.endpoint.pair(self.ranks[member]);
+        let queues = pair.queues(self.id);
+        action(queues);
+        self.queued[member] = Queued::of(queues);
+    }
+
+    fn moved(&mut self, member: usize) -> (u64, u64) {
+        self.queued[member].moved
+    }
+
+    fn is_idle(&mut self, member: usize) -> bool {
+        self.queued[member].is_empty
     }
 
     fn progress(&mut self, time: Duration) -> Result<(), PeerDown> {
         let waits = !time.is_zero();
-        if self.progress_now(waits, &mut Vec::new())? || !waits {
+        if self.progress_now(waits, None)? || !waits {
             return Ok(());
         }
         let waker = Arc::clone(&self.waker);
         let fd = waker.fall_asleep();
         let mut sleeps = Vec::with_capacity(self.others.len());
         // What another thread has done before the waker was asked for.
-        let moved = self.progress_now(waits, &mut sleeps);
+        let moved = self.progress_now(waits, Some(&mut sleeps));
         if let Ok(false) = moved {
             let time = fd.as_ref().map_or(time.min(UNWOKEN_SLEEP), |_| time);
             let mut fds: Vec<PollFd> = fd.iter().map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
-            for (data, waits) in &sleeps {
+            for (data, waits) in sleeps.iter().filter(|(_, waits)| *waits != Waits::default()) {
                 let mut events = PollFlags::empty();
                 events.set(PollFlags::IN, waits.read);
                 events.set(PollFlags::OUT, waits.write);
@@ -238,7 +280,7 @@ impl Connections for TcpConnections {
         }
         waker.wake_up();
         if !moved? {
-            self.progress_now(waits, &mut Vec::new())?;
+            self.progress_now(waits, None)?;
         }
         Ok(())
     }

@@ -4,32 +4,29 @@
 //! thread that waits for a channel moves its bytes. It reads whatever comes before them: bytes of
 //! another channel go where that expects them, or are kept until it does. A channel keeps at most
 //! [`WINDOW`] bytes, because its sender may only send so many more than the receiver expects: the
-//! receiver tells it the limit. A limit and the end of a channel go over the *control* socket, which the
-//! endpoint's thread reads, so they arrive whatever the program does, and however full the data socket
-//! is.
+//! receiver tells it the limit, in the frames that it sends itself. Where there are none, the limit goes
+//! over the *control* socket, as the end of a channel does. The endpoint's thread reads that socket, so
+//! these notices arrive whatever the program does, and however full the data socket is.
 //!
 //! The control socket is nearly always idle, so the kernel's keep-alive reports within ten seconds that
 //! the other machine, or the network, is gone; a process that is merely slow, or stopped, is alive to it.
 //! (`TCP_USER_TIMEOUT` on the data would take a stopped reader for dead.) The sizes of buffers are left to
 //! the kernel, which adapts them up to a larger bound than it grants to those who ask.
 
-use std::collections::{HashMap, VecDeque};
-use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::collections::VecDeque;
+use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::channel::{Channel, WINDOW};
+use super::channel::{Channel, Channels, WINDOW};
 use super::control::{self, ChannelId, Notice, Sockets};
-use super::frame::{Incoming, Outgoing, HEADER, READ_AHEAD};
+use super::incoming::{Incoming, READ_AHEAD};
+use super::outgoing::Outgoing;
 use super::waker::Waker;
 use crate::transport::queue::QueuePair;
 use crate::transport::DisconnectReason;
 
-/// The most bytes of a frame: other channels' come between two.
-const MAX_FRAME: usize = 1 << 20;
-/// Segments that one call to the kernel moves.
-const MAX_SEGMENTS: usize = 64;
 /// How long the notice of a channel's end may be behind the end of the data.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(200);
 /// How long what a process has sent before it went may stay away.
@@ -38,15 +35,12 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Default)]
 pub struct Pair {
     pub state: State,
-    channels: HashMap<ChannelId, Channel, fnv::FnvBuildHasher>,
+    channels: Channels,
     outgoing: Outgoing,
     incoming: Incoming,
     /// What the control socket has brought of a notice, and what it is still to take.
     control_in: Vec<u8>,
     control_out: Vec<u8>,
-    /// Since when the data socket brings, and takes, nothing more.
-    read_end: Option<Instant>,
-    write_end: Option<Instant>,
     /// How the control socket has ended, and since when nothing has come from then on.
     control_end: Option<(DisconnectReason, Instant)>,
 }
@@ -64,10 +58,10 @@ pub enum State {
 #[derive(Default)]
 pub struct Progress {
     pub moved: bool,
-    /// The socket that has nothing to read, or no room.
-    pub waits: Option<(Arc<TcpStream>, Waits)>,
+    pub waits: Waits,
 }
 
+/// Whether the data socket has nothing to read, and no room.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub struct Waits {
     pub read: bool,
@@ -93,6 +87,10 @@ impl Pair {
 
     fn wake_all(&self) {
         self.channels.values().for_each(Channel::wake);
+    }
+
+    pub fn data(&self) -> Option<Arc<TcpStream>> {
+        self.sockets().map(|sockets| sockets.data)
     }
 
     fn sockets(&self) -> Option<Sockets> {
@@ -153,11 +151,8 @@ impl Pair {
 
     /// Forgets a channel's segments: from now on nobody touches their memory.
     pub fn close(&mut self, id: ChannelId) {
+        self.outgoing.adopt(&mut self.channels, id);
         let channel = self.channels.entry(id).or_default();
-        if self.outgoing.channel == id && self.outgoing.orphan.is_empty() {
-            let rest = channel.queues.sending.slices(self.outgoing.rest);
-            self.outgoing.orphan = rest.flatten().copied().collect();
-        }
         channel.queues = QueuePair::default();
         channel.kept = VecDeque::new();
         channel.is_closed = true;
@@ -168,19 +163,22 @@ impl Pair {
     /// Moves what can be moved now.
     ///
     /// # Errors
-    /// Something is due in the channel that will not come, or go, any more.
+    /// Nothing can be, and something is due in the channel that will not come, or go, any more.
     pub fn progress(&mut self, id: ChannelId) -> Result<Progress, DisconnectReason> {
-        let mut progress = Progress { moved: self.take_kept(id), waits: None };
-        if let Some(Sockets { data, .. }) = self.sockets() {
-            let mut waits = Waits::default();
-            progress.moved |= self.flush(id, &data, &mut waits);
-            progress.moved |= self.fill(id, &data, &mut waits);
-            progress.moved |= self.take_kept(id);
-            if waits != Waits::default() {
-                progress.waits = Some((data, waits));
+        let mut progress = Progress { moved: self.take_kept(id), ..Progress::default() };
+        if let State::Connected(sockets) = &self.state {
+            let (sent, is_full) = self.outgoing.flush(&mut self.channels, id, &sockets.data);
+            let (filled, is_empty) = self.incoming.fill(&mut self.channels, id, &sockets.data);
+            if let (true, Some((_, last_receive))) = (filled, &mut self.control_end) {
+                *last_receive = Instant::now();
             }
+            progress.waits = Waits { read: is_empty, write: is_full };
+            progress.moved |= sent | filled;
         }
         self.grant(id);
+        if progress.moved {
+            return Ok(progress);
+        }
         match self.reason_of_due(id) {
             Some(how) => Err(how),
             None => Ok(progress),
@@ -207,176 +205,15 @@ impl Pair {
         moved
     }
 
-    /// Writes the frame under way, whosever it is, then frames of this channel.
-    fn flush(&mut self, id: ChannelId, data: &TcpStream, waits: &mut Waits) -> bool {
-        let mut moved = false;
-        while self.write_end.is_none() {
-            if self.outgoing.is_through() {
-                let Some(channel) = self.channels.get_mut(&id) else { break };
-                let credit = usize::try_from(channel.limit - channel.sent).unwrap_or(usize::MAX);
-                let count = channel.queues.sending.bytes.min(credit).min(MAX_FRAME);
-                if count == 0 {
-                    break;
-                }
-                channel.sent += count as u64;
-                self.outgoing = Outgoing::new(id, count);
-            } else if !self.is_sending(id) && self.outgoing.channel != id {
-                // Its own thread, or the endpoint's, sends the rest of another channel's frame.
-                break;
-            }
-            match self.write(Some(id), data) {
-                Ok(()) => moved = true,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    waits.write = true;
-                    break;
-                }
-                Err(_) => self.write_end = Some(Instant::now()),
-            }
+    /// Writes the rest of a frame whose channel is closed, as far as there is room.
+    pub fn flush_orphan(&mut self) {
+        if let State::Connected(sockets) = &self.state {
+            self.outgoing.flush_orphan(&sockets.data);
         }
-        moved
-    }
-
-    fn is_sending(&self, id: ChannelId) -> bool {
-        self.channels.get(&id).is_some_and(|channel| !channel.queues.sending.parts.is_empty())
-    }
-
-    /// Writes for the thread of a channel, or for the endpoint's.
-    fn write(&mut self, own: Option<ChannelId>, mut data: &TcpStream) -> io::Result<()> {
-        let Self { outgoing, channels, .. } = self;
-        let channel = channels.entry(outgoing.channel).or_default();
-        let mut slices = [IoSlice::new(&[]); MAX_SEGMENTS];
-        let mut count = 0;
-        let (first, second) = outgoing.orphan.as_slices();
-        let head = [&outgoing.header[outgoing.begun..], first, second];
-        let segments = match outgoing.orphan.is_empty() {
-            true => Some(channel.queues.sending.slices(outgoing.rest)),
-            false => None,
-        };
-        let parts = head.into_iter().filter(|part| !part.is_empty());
-        for (slice, part) in slices.iter_mut().zip(parts.chain(segments.into_iter().flatten())) {
-            *slice = IoSlice::new(part);
-            count += 1;
-        }
-        let written = data.write_vectored(&slices[..count])?;
-        let head = written.min(HEADER - outgoing.begun);
-        outgoing.begun += head;
-        let body = written - head;
-        outgoing.rest -= body;
-        if outgoing.orphan.is_empty() {
-            channel.queues.sending.skip(body);
-            if Some(outgoing.channel) != own {
-                channel.wake();
-            }
-        } else {
-            outgoing.orphan.drain(..body);
-        }
-        Ok(())
-    }
-
-    /// Writes the rest of a frame whose channel is closed. Whether there is more of it.
-    pub fn flush_orphan(&mut self) -> bool {
-        if let Some(Sockets { data, .. }) = self.sockets() {
-            while self.has_orphan() {
-                match self.write(None, &data) {
-                    Ok(()) => {}
-                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => return true,
-                    Err(_) => self.write_end = Some(Instant::now()),
-                }
-            }
-        }
-        false
     }
 
     pub fn has_orphan(&self) -> bool {
-        !self.outgoing.orphan.is_empty() && self.write_end.is_none()
-    }
-
-    /// Reads while the channel expects something.
-    fn fill(&mut self, id: ChannelId, data: &TcpStream, waits: &mut Waits) -> bool {
-        let mut moved = false;
-        // Nobody is woken for what was read ahead, so it must not stay there.
-        while self.read_end.is_none() && (self.is_receiving(id) || self.incoming.is_complete()) {
-            match self.read(id, data) {
-                Ok(true) => moved = true,
-                Ok(false) => self.read_end = Some(Instant::now()),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    waits.read = true;
-                    break;
-                }
-                Err(_) => self.read_end = Some(Instant::now()),
-            }
-        }
-        if let (true, Some((_, last_receive))) = (moved, &mut self.control_end) {
-            *last_receive = Instant::now();
-        }
-        moved
-    }
-
-    fn is_receiving(&self, id: ChannelId) -> bool {
-        self.channels.get(&id).is_some_and(|channel| !channel.queues.receiving.parts.is_empty())
-    }
-
-    /// Takes what was read ahead, or reads more, for the thread of channel `own`; false at the end.
-    fn read(&mut self, own: ChannelId, mut data: &TcpStream) -> io::Result<bool> {
-        let Self { incoming, channels, .. } = self;
-        if incoming.rest == 0 {
-            if let Some((id, rest)) = incoming.take_header() {
-                (incoming.channel, incoming.rest) = (id, rest);
-                return Ok(true);
-            }
-            return incoming.read_ahead(data);
-        }
-        let channel = channels.entry(incoming.channel).or_default();
-        let expected = if channel.is_closed { 0 } else { channel.queues.receiving.bytes };
-        // What is kept goes first.
-        let expected = if channel.kept.is_empty() { expected.min(incoming.rest) } else { 0 };
-        if incoming.ahead.bytes().is_empty() && expected == 0 && !incoming.read_ahead(data)? {
-            return Ok(false);
-        }
-        if !incoming.ahead.bytes().is_empty() {
-            let mut bytes = incoming.ahead.bytes();
-            let count = incoming.rest.min(bytes.len());
-            let direct = count.min(expected);
-            for slice in channel.queues.receiving.slices_mut(direct) {
-                // A slice is a reader that never fails, and it is long enough.
-                let _ = bytes.read_exact(slice);
-            }
-            channel.queues.receiving.skip(direct);
-            if !channel.is_closed {
-                channel.kept.extend(&bytes[..count - direct]);
-            }
-            incoming.ahead.skip(count);
-            incoming.rest -= count;
-            channel.arrived += count as u64;
-            if incoming.channel != own {
-                channel.wake();
-            }
-            return Ok(true);
-        }
-        let mut slices: [IoSliceMut<'_>; MAX_SEGMENTS] =
-            std::array::from_fn(|_| IoSliceMut::new(&mut []));
-        let (mut count, mut room) = (0, 0);
-        for (slice, part) in
-            slices[..MAX_SEGMENTS - 1].iter_mut().zip(channel.queues.receiving.slices_mut(expected))
-        {
-            room += part.len();
-            *slice = IoSliceMut::new(part);
-            count += 1;
-        }
-        if room == incoming.rest {
-            slices[count] = IoSliceMut::new(incoming.ahead.room());
-            count += 1;
-        }
-        let read = data.read_vectored(&mut slices[..count])?;
-        let body = read.min(room);
-        channel.queues.receiving.skip(body);
-        channel.arrived += body as u64;
-        if incoming.channel != own {
-            channel.wake();
-        }
-        incoming.rest -= body;
-        incoming.ahead.add(read - body);
-        Ok(read > 0)
+        self.outgoing.has_orphan()
     }
 
     /// Tells the sender of a channel how much it may send.
@@ -384,8 +221,7 @@ impl Pair {
         let Some(channel) = self.channels.get_mut(&id).filter(|channel| !channel.is_closed) else {
             return;
         };
-        let taken = channel.arrived - channel.kept.len() as u64;
-        let limit = taken + channel.queues.receiving.bytes as u64 + WINDOW;
+        let limit = channel.next_limit();
         if limit >= channel.granted + WINDOW / 2 && matches!(self.state, State::Connected(_)) {
             channel.granted = limit;
             self.notify(id, &Notice::Limit(limit));
@@ -470,7 +306,7 @@ impl Pair {
             return Some(how.clone());
         }
         let only_sends = channel.queues.receiving.parts.is_empty();
-        let over = self.read_end.or(self.write_end.filter(|_| only_sends));
+        let over = self.incoming.end.or(self.outgoing.end.filter(|_| only_sends));
         if let Some((how, sent)) = &channel.end {
             if only_sends || over.is_some() || channel.arrived >= *sent {
                 return Some(how.clone());

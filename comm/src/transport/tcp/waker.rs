@@ -22,7 +22,7 @@ impl Waker {
 
     pub fn wake(&self) {
         self.events.fetch_add(1, Ordering::SeqCst);
-        if self.is_asleep.load(Ordering::SeqCst) {
+        if self.is_asleep.swap(false, Ordering::SeqCst) {
             if let Some(Some(fd)) = self.fd.get() {
                 // It fails only where the fd is readable for long.
                 let _ = rustix::io::write(fd, &1_u64.to_ne_bytes());
@@ -39,9 +39,11 @@ impl Waker {
     }
 
     pub fn wake_up(&self) {
-        self.is_asleep.store(false, Ordering::SeqCst);
-        if let Some(Some(fd)) = self.fd.get() {
-            let _ = rustix::io::read(fd, &mut [0_u8; 8]);
+        // Else somebody has woken it, or is about to: at worst the next sleep ends at once.
+        if !self.is_asleep.swap(false, Ordering::SeqCst) {
+            if let Some(Some(fd)) = self.fd.get() {
+                let _ = rustix::io::read(fd, &mut [0_u8; 8]);
+            }
         }
     }
 }
