@@ -172,3 +172,30 @@ impl fmt::Display for OpDescriptor {
         write!(f, ")")
     }
 }
+
+/// One side of a message: for errors.
+pub struct MessageDescriptor {
+    /// A send or a receive.
+    pub kind: Kind,
+    /// The other side's rank in the job; None for any.
+    pub peer: Option<usize>,
+    pub count: usize,
+    pub dtype: DType,
+    pub tag: u32,
+}
+
+impl fmt::Display for MessageDescriptor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let direction = if self.kind == Kind::Send { "to" } else { "from" };
+        write!(f, "{} {direction} ", self.kind.name())?;
+        match self.peer {
+            Some(peer) => write!(f, "rank {peer}")?,
+            None => write!(f, "any rank")?,
+        }
+        write!(f, " ({} x {}", self.count, self.dtype)?;
+        if self.tag != 0 {
+            write!(f, ", tag {}", self.tag)?;
+        }
+        write!(f, ")")
+    }
+}

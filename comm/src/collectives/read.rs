@@ -19,12 +19,12 @@ use crate::shm::control::{CHUNK, PAYLOAD};
 /// all ranks have contributed that range.
 pub fn read_from_all(
     host: &HostCollectives,
-    mut operation: OpDescriptor,
+    operation: OpDescriptor,
     contribution: &Contribution,
     read: &mut dyn FnMut(Range<usize>, AddressOf<'_>),
 ) -> Result<()> {
     let HostCollectives { core, control, rounds, inter_node, .. } = host;
-    let state = &mut *rounds.begin(&mut operation)?;
+    let state = &mut *rounds.lock();
     let operation = &operation;
     let Contribution { data, blocks, block_bytes, extent, .. } = *contribution;
     let most = (0..core.size()).map(|rank| contribution.total(rank)).max().unwrap_or(0);

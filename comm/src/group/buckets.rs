@@ -8,9 +8,10 @@ use flow_kernels::{DType, ReduceOp};
 
 use super::lane::Lane;
 use super::ProcessGroup;
-use crate::collectives::segments::Segments;
+use crate::backend::BucketLaunch;
 use crate::error::Result;
 use crate::shm::arena::Arena;
+use crate::shm::segments::Segments;
 
 impl ProcessGroup {
     /// The memory that all ranks of the machine map.
@@ -34,7 +35,21 @@ impl ProcessGroup {
     pub fn launch_bucket(&self, segments: &Arc<Segments>, op: ReduceOp) -> Result<bool> {
         let group = self.member(&"launch_bucket")?;
         self.drain(Lane::Collectives);
-        group.backend.launch_bucket(segments, op)
+        let refused = |reason: &str| {
+            let reason = format!("bucket {} {reason}", segments.bucket);
+            self.caller().argument("launch_bucket", reason)
+        };
+        if !Arc::ptr_eq(segments.arena(), self.arena()) {
+            let reason = "was made by a group of another job; make it with this one's segments()";
+            return Err(refused(reason));
+        }
+        let operation = segments.operation(op);
+        // Before anything is said of the state in which a failure has left the bucket.
+        group.failure.check_poison(&operation)?;
+        let launch = BucketLaunch::new(&group.core, segments, operation);
+        let launch = launch
+            .ok_or_else(|| refused("is being reduced already, or not all its pieces are placed"))?;
+        group.backend.launch_bucket(launch)
     }
 
     /// Does this rank's share of all launched buckets that all ranks have reached, without waiting.
@@ -44,7 +59,7 @@ impl ProcessGroup {
 
     /// Waits for all launched buckets.
     pub fn finish_buckets(&self) -> Result<()> {
-        self.member(&"finish_buckets")?.backend.finish_buckets()
+        self.member(&"finish_buckets")?.finish_buckets()
     }
 
     /// Waits for a launched bucket, and those that were launched with it. Returns when this rank saw

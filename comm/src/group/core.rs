@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::arguments::Caller;
-use crate::descriptor::Location;
-use crate::trace::Recorder;
+use crate::descriptor::{Location, OpDescriptor};
+use crate::trace::{Queued, Recorder, Start};
 use crate::world::World;
 
 /// A group's members, and this rank among them.
@@ -32,11 +32,21 @@ pub struct GroupCore {
     pub sequence: AtomicU64,
     /// What the group does and did, on GPUs too.
     pub recorder: Recorder,
+    /// Buckets that were launched, and those of them that were waited for.
+    pub launched_buckets: AtomicU64,
+    pub finished_buckets: AtomicU64,
     timeout: AtomicU64,
 }
 
 impl GroupCore {
-    pub fn new(world: Arc<World>, ranks: Vec<usize>, timeout: Duration, name: String) -> Self {
+    /// `host_backend` is the name of what moves data on this node.
+    pub fn new(
+        world: Arc<World>,
+        ranks: Vec<usize>,
+        timeout: Duration,
+        name: String,
+        host_backend: &'static str,
+    ) -> Self {
         let rank = ranks.iter().position(|&r| r == world.rank).expect("the caller is a member"); // invariant
         let locals: Vec<usize> =
             (0..ranks.len()).filter(|&r| world.local_index(ranks[r]).is_some()).collect();
@@ -51,7 +61,7 @@ impl GroupCore {
             }));
         }
         let transport = world.transport.as_ref().filter(|_| locals.len() < ranks.len());
-        let backend = transport.map_or("shm", |transport| transport.name());
+        let backend = transport.map_or(host_backend, |transport| transport.name());
         let recorder = Recorder::new(name.clone(), backend);
         let core = Self {
             world,
@@ -66,6 +76,8 @@ impl GroupCore {
             pending_groups: Mutex::default(),
             sequence: AtomicU64::new(0),
             recorder,
+            launched_buckets: AtomicU64::new(0),
+            finished_buckets: AtomicU64::new(0),
             timeout: AtomicU64::new(0),
         };
         core.set_timeout(timeout);
@@ -102,6 +114,15 @@ impl GroupCore {
     pub fn set_timeout(&self, timeout: Duration) {
         self.timeout
             .store(u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    /// Gives a collective on the host its sequence number: that of the asynchronous call that runs
+    /// here, or the next. Returns what is recorded of it.
+    pub fn assign_sequence(&self, operation: &mut OpDescriptor) -> Start {
+        let queued = Queued::take();
+        let next = || self.recorder.next_collective();
+        operation.sequence = queued.map_or_else(next, |queued| queued.sequence);
+        operation.record(queued)
     }
 
     /// A collective begins on the host.

@@ -15,7 +15,6 @@ use crate::descriptor::{Location, OpDescriptor};
 use crate::error::{Error, Result};
 use crate::failure::Failure;
 use crate::group::core::GroupCore;
-use crate::trace::{Queued, Start};
 
 /// A group's control block, and how far this rank is in it.
 pub struct Rounds {
@@ -39,27 +38,9 @@ impl Rounds {
         Self { core, failure, control, state: Mutex::default() }
     }
 
+    /// Held for the length of a collective.
     pub fn lock(&self) -> MutexGuard<'_, RoundState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Begins a collective: gives it its sequence number, and records it until the process group
-    /// ends the record.
-    pub fn begin(&self, operation: &mut OpDescriptor) -> Result<MutexGuard<'_, RoundState>> {
-        let state = self.lock();
-        let start = self.assign_sequence(operation)?;
-        self.core.recorder.begin(&start);
-        Ok(state)
-    }
-
-    /// Gives a collective its sequence number; fails at once in a poisoned group.
-    pub fn assign_sequence(&self, operation: &mut OpDescriptor) -> Result<Start> {
-        let queued = Queued::take();
-        let sequence = || self.core.recorder.next_collective();
-        operation.sequence = queued.map_or_else(sequence, |queued| queued.sequence);
-        self.failure.check_poison(&operation)?;
-        self.core.count_collective();
-        Ok(operation.record(queued))
     }
 
     /// The next round, or None while its slot is still in use by a slow rank.

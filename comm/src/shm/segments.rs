@@ -1,29 +1,29 @@
-//! Where a bucket of gradients lies.
+//! Pieces of the arena that are reduced as one: a bucket of gradients.
 
 use std::hash::{Hash, Hasher};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use flow_kernels::DType;
+use flow_kernels::{DType, ReduceOp};
 use fnv::FnvHasher;
 
+use super::arena::{Arena, Block};
 use crate::descriptor::{Location, OpDescriptor};
-use crate::error::{Error, Result};
-use crate::shm::arena::{Arena, Block};
-use crate::shm::rounds::Rounds;
+use crate::kind::Kind;
 
 /// Pieces of shared memory that are reduced as one: a bucket of gradients, each where it was
 /// allocated.
 ///
 /// Every rank has as many pieces of the same lengths; where they lie may differ.
 pub struct Segments {
-    pub(super) bucket: u32,
-    pub(super) dtype: DType,
-    pub(super) lengths: Vec<usize>,
-    pub(super) total: usize,
-    /// Tells buckets apart whose pieces differ in number or lengths.
-    pub(super) layout: u64,
+    pub(crate) bucket: u32,
+    pub(crate) dtype: DType,
+    /// Elements of each piece, and of all together.
+    pub(crate) lengths: Vec<usize>,
+    pub(crate) total: usize,
+    /// A digest of the lengths.
+    layout: u64,
     /// Which step the bucket is reduced in, the same on all ranks.
     step: AtomicU32,
     /// Offsets of the pieces, readable by all ranks.
@@ -68,10 +68,6 @@ impl Segments {
         self.step.store(step, Ordering::Relaxed);
     }
 
-    pub(super) fn step(&self) -> u32 {
-        self.step.load(Ordering::Relaxed)
-    }
-
     /// Says where piece `index` lies now: in `memory`, whose address stays the same until it is
     /// dropped, which is when the piece has been reduced; its `Drop` must not call the group. False
     /// if there is no such piece, the memory is too short or badly aligned for it, not all ranks
@@ -87,18 +83,19 @@ impl Segments {
         else {
             return false;
         };
-        let mut pieces = self.pieces();
+        let mut pieces = self.placed();
         if pieces.under_way || memory.len() < bytes || offset % self.dtype.size() != 0 {
             return false;
         }
-        self.entry(self.table.offset(), index).store(offset as u64, Ordering::Relaxed);
+        // SAFETY: the table is this bucket's own.
+        unsafe { self.entry(self.table.offset(), index) }.store(offset as u64, Ordering::Relaxed);
         pieces.owners[index] = Some(owner);
         true
     }
 
     /// Lets go of the memory of all pieces, unless they are being reduced.
     pub fn clear(&self) {
-        let mut pieces = self.pieces();
+        let mut pieces = self.placed();
         if !pieces.under_way {
             pieces.owners.fill_with(|| None);
         }
@@ -107,7 +104,7 @@ impl Segments {
     /// When this rank saw that the last reduction was over; None if there was none, or if it is
     /// under way.
     pub fn finished(&self) -> Option<Instant> {
-        self.pieces().finished
+        self.placed().finished
     }
 
     /// Bytes of all pieces together.
@@ -115,90 +112,76 @@ impl Segments {
         self.total * self.dtype.size()
     }
 
+    /// The all-reduce of the pieces, as all ranks must agree on it.
+    pub(crate) fn operation(&self, reduce: ReduceOp) -> OpDescriptor {
+        OpDescriptor {
+            bucket: Some(self.bucket),
+            step: self.step.load(Ordering::Relaxed),
+            layout: self.layout,
+            ..OpDescriptor::new(Kind::AllReduce, self.dtype, self.total).reduce(reduce)
+        }
+    }
+
+    /// Where this rank's pieces lie; they stay there while a reduction is under way.
+    pub(crate) fn pieces(&self) -> Vec<*mut u8> {
+        // SAFETY: the table is this bucket's own.
+        let offset = |index| unsafe { self.offset_of_piece(self.table.offset(), index) };
+        (0..self.lengths.len()).map(|index| self.arena().at(offset(index))).collect()
+    }
+
     /// Where all ranks read the offsets of the pieces.
-    pub(super) fn location(&self) -> Location {
+    pub(crate) fn location(&self) -> Location {
         Location::Shared(self.table.offset())
     }
 
-    pub(super) fn arena(&self) -> &Arc<Arena> {
+    /// The offset of a piece of the rank whose offsets are at `table`.
+    ///
+    /// # Safety
+    ///
+    /// The arena holds an offset for each piece there, which only that rank writes.
+    pub(crate) unsafe fn offset_of_piece(&self, table: usize, index: usize) -> usize {
+        // SAFETY: the caller's promise.
+        unsafe { self.entry(table, index) }.load(Ordering::Relaxed) as usize
+    }
+
+    pub(crate) fn arena(&self) -> &Arc<Arena> {
         self.table.arena()
     }
 
-    /// Whether a reduction may begin: all pieces are in place, and none is under way.
-    pub(super) fn is_ready(&self) -> bool {
-        let pieces = self.pieces();
-        !pieces.under_way && pieces.owners.iter().all(Option::is_some)
+    /// Begins a reduction: the pieces stay where they are. False if one is under way, or not all
+    /// pieces are in place.
+    pub(crate) fn begin(&self) -> bool {
+        let mut pieces = self.placed();
+        if pieces.under_way || !pieces.owners.iter().all(Option::is_some) {
+            return false;
+        }
+        (pieces.under_way, pieces.finished) = (true, None);
+        true
     }
 
-    /// A reduction is under way: the pieces stay where they are.
-    pub(super) fn begin(&self) {
-        let mut pieces = self.pieces();
-        (pieces.under_way, pieces.finished) = (true, None);
+    /// The reduction was not launched: the pieces are as before [`Segments::begin`].
+    pub(crate) fn cancel(&self) {
+        self.placed().under_way = false;
     }
 
     /// The pieces have been reduced: lets go of their memory.
-    pub(super) fn finish(&self) {
-        let mut pieces = self.pieces();
+    pub(crate) fn finish(&self) {
+        let mut pieces = self.placed();
         pieces.under_way = false;
         pieces.finished = Some(Instant::now());
         pieces.owners.fill_with(|| None);
     }
 
-    /// For each piece, where it lies on the members on this node, once these have arrived in the
-    /// round.
-    pub(super) fn pieces_of_locals(
-        &self,
-        rounds: &Rounds,
-        round: u64,
-        operation: &OpDescriptor,
-    ) -> Result<Vec<Vec<*mut u8>>> {
-        let core = &rounds.core;
-        let tables = rounds.local_locations(round, operation, &|_| self.lengths.len() * 8)?;
-        let element = self.dtype.size();
-        let place = |index: usize, rank: usize, table: Location| {
-            let length = self.lengths[index];
-            let offset = match table {
-                // An empty piece is never read.
-                _ if length == 0 => return Ok(std::ptr::null_mut()),
-                Location::Shared(table) if table.is_multiple_of(64) => {
-                    self.entry(table, index).load(Ordering::Relaxed)
-                }
-                _ => 0,
-            } as usize;
-            if !offset.is_multiple_of(element) || !core.is_reachable(rank, offset, length * element)
-            {
-                return Err(invalid_piece_error(rounds, rank, operation));
-            }
-            Ok(core.world.arena.at(offset))
-        };
-        let all = |index| {
-            let locals = core.locals.iter().zip(&tables);
-            locals.map(|(&rank, &table)| place(index, rank, table)).collect()
-        };
-        (0..self.lengths.len()).map(all).collect()
-    }
-
-    fn pieces(&self) -> MutexGuard<'_, PlacedPieces> {
+    fn placed(&self) -> MutexGuard<'_, PlacedPieces> {
         self.pieces.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn entry(&self, table: usize, index: usize) -> &AtomicU64 {
-        let entry = self.table.arena().at(table + index * 8);
-        // SAFETY: `table` was checked to hold an entry per piece, is cache line aligned, and is
-        // written only while its rank has not arrived.
+    /// # Safety
+    ///
+    /// As for [`Segments::offset_of_piece`].
+    unsafe fn entry(&self, table: usize, index: usize) -> &AtomicU64 {
+        let entry = self.arena().at(table + index * 8);
+        // SAFETY: the caller's promise; tables are cache line aligned.
         unsafe { &*entry.cast::<AtomicU64>() }
     }
-}
-
-/// The error where a rank that has launched a bucket no longer has its pieces.
-fn invalid_piece_error(rounds: &Rounds, rank: usize, operation: &OpDescriptor) -> Error {
-    let (core, failure) = (&rounds.core, &rounds.failure);
-    if let Err(error) = failure.check_failure(operation, true) {
-        return error;
-    }
-    if failure.has_left(rank) {
-        return failure.fail_peer_lost(rank, operation);
-    }
-    let detail = format!("rank {} placed a gradient outside the shared memory", core.ranks[rank]);
-    failure.fail(Error::Mismatch { rank: core.world.rank, detail })
 }
