@@ -52,10 +52,10 @@ impl Buffers<'static> {
 
 /// Moves the data of a group's operations on the host.
 ///
-/// The process group has done what is the same for all back-ends before it calls one: it has checked
-/// the arguments and that the group has not failed, waited for earlier operations of the lane (for a
-/// collective, for the launched buckets too), given the operation its sequence number, and recorded
-/// its begin. It records the end as well.
+/// The process group has done what is the same for all back-ends before it calls one: it has
+/// checked the arguments and that the group has not failed, waited for earlier operations of the
+/// lane (for a collective, for the launched buckets too), given the operation its sequence number,
+/// and recorded its begin. It records the end as well.
 ///
 /// What is left to the back-end: all ranks' operations must agree ([`OpDescriptor::agrees`]). Its
 /// waits are watched ([`Failure::wait_until`]), and whatever goes wrong on one rank fails the group
@@ -80,9 +80,9 @@ pub trait HostBackend: Send + Sync {
         from: Option<usize>,
     ) -> Result<usize>;
 
-    /// Launches the reduction of a bucket, without waiting: [`BucketLaunch::begin`] begins it. False
-    /// if too many are under way: then nothing was done. All ranks launch the same buckets in the
-    /// same order.
+    /// Launches the reduction of a bucket, without waiting: [`BucketLaunch::begin`] begins it.
+    /// False if too many are under way: then nothing was done. All ranks launch the same buckets in
+    /// the same order.
     fn launch_bucket(&self, launch: BucketLaunch) -> Result<bool>;
 
     /// Does this rank's share of the launched buckets, without waiting. Those that are reduced on
@@ -96,8 +96,8 @@ pub trait HostBackend: Send + Sync {
     fn new_group(&self, failure: Arc<Failure>, operation: &str) -> Result<Arc<dyn HostBackend>>;
 }
 
-/// A bucket that is about to be launched. Its pieces are in place and stay there; if this is dropped
-/// instead, nothing was done.
+/// A bucket that is about to be launched. Its pieces are in place and stay there; if this is
+/// dropped instead, nothing was done.
 pub struct BucketLaunch<'a> {
     core: &'a Arc<GroupCore>,
     pub segments: &'a Arc<Segments>,

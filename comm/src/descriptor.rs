@@ -84,8 +84,8 @@ impl OpDescriptor {
         Self { root: root as u32, ..self }
     }
 
-    /// Whether ranks that publish these do the same. Sequence numbers name operations: what keeps ranks
-    /// in step is that each takes part in the same rounds.
+    /// Whether ranks that publish these do the same. Sequence numbers name operations: what keeps
+    /// ranks in step is that each takes part in the same rounds.
     pub fn agrees(&self, other: &OpDescriptor) -> bool {
         OpDescriptor { sequence: other.sequence, ..*self } == *other
     }

@@ -48,7 +48,8 @@ pub fn all_to_all_v(
     if let Some(rank) = (0..size).find(differs) {
         let (sender, receiver) = (host.core.ranks[rank], host.core.world.rank);
         let detail = format!(
-            "rank {sender} called all_to_all_v with {} x {dtype} for rank {receiver}, which expects {}",
+            "rank {sender} called all_to_all_v with {} x {dtype} for rank {receiver}, which \
+             expects {}",
             counts[rank][own], output_counts[rank]
         );
         return Err(host.rounds.failure.fail(Error::Mismatch { rank: receiver, detail }));

@@ -1,8 +1,8 @@
 //! Buckets of gradients: reductions that begin during backward, where each rank does its share
 //! without waiting for the others.
 //!
-//! Launching publishes where the gradients lie. For each bucket that all ranks have launched, rank r
-//! then reduces slice r over all ranks' gradients and writes the result into all of them. Over
+//! Launching publishes where the gradients lie. For each bucket that all ranks have launched, rank
+//! r then reduces slice r over all ranks' gradients and writes the result into all of them. Over
 //! several nodes a bucket has two rounds: reduced on this node, into the leader's gradients, and
 //! reduced everywhere. Between them a thread of the leader transfers.
 

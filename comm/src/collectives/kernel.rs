@@ -82,8 +82,8 @@ pub fn is_mean_of_integers(operation: &OpDescriptor) -> bool {
         && matches!(operation.dtype, DType::I32 | DType::I64 | DType::U8)
 }
 
-/// Whether an average is divided in each node, before the sum between nodes: a sum of half-precision
-/// numbers might overflow.
+/// Whether an average is divided in each node, before the sum between nodes: a sum of
+/// half-precision numbers might overflow.
 pub fn is_divided_first(operation: &OpDescriptor) -> bool {
     operation.reduce == ReduceOp::Avg && matches!(operation.dtype, DType::F16 | DType::BF16)
 }
@@ -102,7 +102,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn slices_cover_everything_once(count in 0usize..100_000, ranks in 1usize..40, element in prop::sample::select(vec![1usize, 2, 4, 8])) {
+        fn slices_cover_everything_once(
+            count in 0usize..100_000,
+            ranks in 1usize..40,
+            element in prop::sample::select(vec![1usize, 2, 4, 8]),
+        ) {
             let mut end = 0;
             for rank in 0..ranks {
                 let part = slice(count, ranks, rank, element);

@@ -125,8 +125,8 @@ fn reduce_payload(
     Ok(())
 }
 
-/// Waits until all ranks have reduced their slices of a chunk, and copies the result to the caller's
-/// memory if it is not there.
+/// Waits until all ranks have reduced their slices of a chunk, and copies the result to the
+/// caller's memory if it is not there.
 fn copy_out(
     host: &HostCollectives,
     round: u64,

@@ -29,9 +29,9 @@ impl ProcessGroup {
     }
 
     /// Launches the reduction of a bucket whose pieces are all in place, after the asynchronous
-    /// collectives that were started before. It does not wait for other ranks to launch it; false if
-    /// too many buckets are under way already. All ranks launch the same buckets in the same order;
-    /// [`ProcessGroup::progress`] and [`ProcessGroup::finish_buckets`] reduce them in place.
+    /// collectives that were started before. It does not wait for other ranks to launch it; false
+    /// if too many buckets are under way already. All ranks launch the same buckets in the same
+    /// order; [`ProcessGroup::progress`] and [`ProcessGroup::finish_buckets`] reduce them in place.
     pub fn launch_bucket(&self, segments: &Arc<Segments>, op: ReduceOp) -> Result<bool> {
         let group = self.member(&"launch_bucket")?;
         self.drain(Lane::Collectives);
@@ -62,8 +62,8 @@ impl ProcessGroup {
         self.member(&"finish_buckets")?.finish_buckets()
     }
 
-    /// Waits for a launched bucket, and those that were launched with it. Returns when this rank saw
-    /// that the bucket was reduced.
+    /// Waits for a launched bucket, and those that were launched with it. Returns when this rank
+    /// saw that the bucket was reduced.
     pub fn wait_bucket(&self, segments: &Segments) -> Result<Instant> {
         self.finish_buckets()?;
         let reason = || "the bucket was not launched since it was made or filled".into();

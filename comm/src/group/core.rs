@@ -25,8 +25,8 @@ pub struct GroupCore {
     pub name: String,
     /// How many groups were made from this one.
     pub children: AtomicU64,
-    /// Groups by [`ProcessGroup::new_group_of`](crate::ProcessGroup::new_group_of) that this rank is
-    /// about to join.
+    /// Groups by [`ProcessGroup::new_group_of`](crate::ProcessGroup::new_group_of) that this rank
+    /// is about to join.
     pub pending_groups: Mutex<Vec<String>>,
     /// Collectives on the host that this rank has begun.
     pub sequence: AtomicU64,
@@ -47,10 +47,12 @@ impl GroupCore {
         name: String,
         host_backend: &'static str,
     ) -> Self {
-        let rank = ranks.iter().position(|&r| r == world.rank).expect("the caller is a member"); // invariant
+        let caller = ranks.iter().position(|&rank| rank == world.rank);
+        let rank = caller.expect("the caller is a member"); // invariant
         let locals: Vec<usize> =
             (0..ranks.len()).filter(|&r| world.local_index(ranks[r]).is_some()).collect();
-        let local = locals.iter().position(|&r| r == rank).expect("a rank is on its own node"); // invariant
+        let own = locals.iter().position(|&member| member == rank);
+        let local = own.expect("a rank is on its own node"); // invariant
         let mut leaders: Vec<usize> = Vec::new();
         let mut nodes = Vec::with_capacity(ranks.len());
         for (member, &rank) in ranks.iter().enumerate() {

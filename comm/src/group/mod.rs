@@ -151,8 +151,8 @@ impl ProcessGroup {
         self.core().timeout()
     }
 
-    /// The group's last operations on this rank, the oldest first, with those that are under way: on
-    /// the host and on GPUs, some hundred of them. Recording is always on.
+    /// The group's last operations on this rank, the oldest first, with those that are under way:
+    /// on the host and on GPUs, some hundred of them. Recording is always on.
     pub fn flight_recorder(&self) -> Vec<Record> {
         self.core().recorder.records()
     }

@@ -53,8 +53,8 @@ impl ProcessGroup {
         }
         if let Some(short) = all.chunks(2).find(|rank| rank[0] >= rank[1]) {
             return Err(fail(format!(
-                "asked for {} ranks with a GPU each on this machine, found {} GPU{}: start at most as many ranks \
-                 (--nproc_per_node gpu), or see what CUDA_VISIBLE_DEVICES leaves",
+                "asked for {} ranks with a GPU each on this machine, found {} GPU{}: start at most \
+                 as many ranks (--nproc_per_node gpu), or see what CUDA_VISIBLE_DEVICES leaves",
                 self.core().world.locals.len(),
                 short[1],
                 if short[1] == 1 { "" } else { "s" }
@@ -73,8 +73,8 @@ impl ProcessGroup {
     }
 
     /// The group's collectives on GPUs. At the first call, which all ranks make, they connect
-    /// over NCCL, each with its GPU `ordinal`. A program that also uses libtorch has that load its CUDA
-    /// part first, which brings NCCL.
+    /// over NCCL, each with its GPU `ordinal`. A program that also uses libtorch has that load its
+    /// CUDA part first, which brings NCCL.
     ///
     /// # Errors
     ///

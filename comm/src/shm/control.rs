@@ -7,8 +7,8 @@
 //! reset.
 //!
 //! Every member of the group has its place here, those on other nodes too: this node's
-//! leader writes down what they publish, and raises the counters for them. Only `send` and `recv` are for
-//! members on this node alone.
+//! leader writes down what they publish, and raises the counters for them. Only `send` and `recv`
+//! are for members on this node alone.
 //!
 //! Everything here is atomics over zeroed memory: a peer that was killed half-way leaves values,
 //! never broken locks.

@@ -1,8 +1,8 @@
 //! Rounds: the one protocol beneath all collectives of a group.
 //!
 //! A round: publish the descriptor (what, how much, where), raise `arrived`, wait until all have
-//! arrived, compare the descriptors, move data, raise `done`. Whoever waits watches the peers' lives
-//! and the clock. The first failure poisons the group.
+//! arrived, compare the descriptors, move data, raise `done`. Whoever waits watches the peers'
+//! lives and the clock. The first failure poisons the group.
 //!
 //! Members on other nodes take part through the leader, this node's first member: when all members
 //! here have arrived, the leader fetches the descriptors of the others (see `internode`), and
@@ -225,10 +225,10 @@ impl Rounds {
         if theirs.bucket.and(operation.bucket).is_some() && theirs.step != operation.step {
             let (step, other) = (operation.step, theirs.step);
             return format!(
-                "rank {own} is in step {step}, rank {peer} in step {other} (a forward in training mode without its \
-                 backward is a step: one of them skipped a backward, had a loss without parameters, caught a \
-                 backward's error, or had a forward more than the others: evaluate with train = false or under \
-                 no_grad)"
+                "rank {own} is in step {step}, rank {peer} in step {other} (a forward in training \
+                 mode without its backward is a step: one of them skipped a backward, had a loss \
+                 without parameters, caught a backward's error, or had a forward more than the \
+                 others: evaluate with train = false or under no_grad)"
             );
         }
         let is_same = OpDescriptor { layout: operation.layout, ..*theirs }.agrees(operation);
