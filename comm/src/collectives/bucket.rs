@@ -196,7 +196,7 @@ impl BucketQueue {
         let pieces = pieces_of_locals(segments, &self.rounds, queued.round, operation)?;
         let element = segments.dtype.size();
         let core = &*self.core;
-        // Over several nodes the leader has other work, and is where the sum goes.
+        // Over several nodes the leader gets the sum; it takes no slice, as it has other work.
         let (reducers, own) = match self.hierarchical {
             None => (core.size(), core.local),
             Some(_) => (core.locals.len() - 1, core.local.wrapping_sub(1)),

@@ -70,20 +70,18 @@ impl ProcessGroup {
         segments.finished().ok_or_else(|| self.system("wait_bucket", reason()))
     }
 
-    /// The error of `operation` in a process that was forked from this rank; fine in the rank
-    /// itself.
+    /// The error of `operation` if this process was forked from the rank.
     pub fn check_process(&self, operation: &str) -> Result<()> {
         self.member(&operation).map(drop)
     }
 
-    /// The error of `operation`, which is about to begin, if the group has failed.
+    /// The error of `operation` if the group has failed.
     pub fn check(&self, operation: &str) -> Result<()> {
         self.member(&operation)?.failure.check_poison(&operation)
     }
 
-    /// Fails the group on all ranks because of something one or more of them found out: all ranks
-    /// call this (those with nothing to add with an empty text) and get what all said, by rank in
-    /// the job.
+    /// Fails the group on all ranks for a reason that one or more of them found out. All ranks call
+    /// this, with an empty text if they have nothing to add, and get all texts, by rank in the job.
     pub fn fail_and_collect(&self, operation: &str, own: &str) -> Vec<(usize, String)> {
         self.member(&operation)
             .map_or(Vec::new(), |group| group.failure.fail_and_collect(operation, own))

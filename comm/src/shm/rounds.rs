@@ -24,7 +24,7 @@ pub struct Rounds {
     state: Mutex<RoundState>,
 }
 
-/// Advanced equally on all ranks. One collective at a time has it.
+/// All ranks advance it equally. One collective at a time has it.
 #[derive(Default)]
 pub struct RoundState {
     next: u64,
@@ -106,8 +106,7 @@ impl Rounds {
         operation.write(location, self.control.descriptor(round, self.core.rank));
     }
 
-    // The counters first: a rank that is killed in between must be among those that the others
-    // miss.
+    // The counter comes first: if a rank is killed in between, the others still miss it.
 
     pub fn arrive(&self, round: u64) {
         let targets = [self.control.target(round), self.control.local_target(round)];
@@ -115,7 +114,7 @@ impl Rounds {
         self.control.set_arrived(round, self.core.rank);
     }
 
-    /// In the leader, when it has what the members on other nodes contribute to a round.
+    /// The leader calls this when it has what the members on other nodes contribute to a round.
     pub fn arrive_for_remote(&self, round: u64) {
         let count = self.core.remote_size() as u32;
         self.control.slot(round).arrived.raise_by(count, &[self.control.target(round)]);

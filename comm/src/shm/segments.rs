@@ -68,10 +68,10 @@ impl Segments {
         self.step.store(step, Ordering::Relaxed);
     }
 
-    /// Says where piece `index` lies now: in `memory`, whose address stays the same until it is
-    /// dropped, which is when the piece has been reduced; its `Drop` must not call the group. False
-    /// if there is no such piece, the memory is too short or badly aligned for it, not all ranks
-    /// can reach it there, or the bucket is being reduced.
+    /// Says that piece `index` lies in `memory` now, whose address must not change. The memory is
+    /// dropped when the piece has been reduced; its `Drop` must not call the group. False if there
+    /// is no such piece, the memory is too short or badly aligned for it, not all ranks can reach
+    /// it there, or the bucket is being reduced.
     pub fn set_piece(&self, index: usize, memory: impl AsMut<[u8]> + Send + 'static) -> bool {
         let Some(length) = self.lengths.get(index) else { return false };
         let bytes = length * self.dtype.size();
