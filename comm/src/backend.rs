@@ -4,7 +4,6 @@
 //! back-end moves the data. Who the members are (`GroupCore`) and how a group fails (`Failure`) is
 //! the same for all back-ends.
 
-use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
 use crate::descriptor::{MessageDescriptor, OpDescriptor};
@@ -119,13 +118,14 @@ impl<'a> BucketLaunch<'a> {
     pub fn begin(mut self) -> LaunchedBucket {
         let start = self.core.assign_sequence(&mut self.operation);
         self.core.count_collective();
+        let record = self.core.recorder.start(&start);
+        self.core.launched_buckets.add(record);
         let bucket = LaunchedBucket {
-            record: self.core.recorder.start(&start),
+            record,
             core: Arc::clone(self.core),
             segments: Arc::clone(self.segments),
             operation: self.operation,
         };
-        self.core.launched_buckets.fetch_add(1, Ordering::Relaxed);
         std::mem::forget(self); // it holds references only
         bucket
     }
@@ -149,6 +149,7 @@ impl LaunchedBucket {
     /// All ranks have the reduced pieces: lets go of their memory, and records the end.
     pub fn finish(&self) {
         self.core.recorder.finish(self.record);
+        self.core.launched_buckets.remove(self.record);
         self.segments.finish();
     }
 }

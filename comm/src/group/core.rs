@@ -1,12 +1,12 @@
 //! Who the members of a group are: what all parts of a group use.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::arguments::Caller;
 use crate::descriptor::{Location, OpDescriptor};
-use crate::trace::{Queued, Recorder, Start};
+use crate::trace::{Queued, RecordId, Recorder, Start};
 use crate::world::World;
 
 /// A group's members, and this rank among them.
@@ -32,10 +32,47 @@ pub struct GroupCore {
     pub sequence: AtomicU64,
     /// What the group does and did, on GPUs too.
     pub recorder: Recorder,
-    /// Buckets that were launched, and those of them that were waited for.
-    pub launched_buckets: AtomicU64,
-    pub finished_buckets: AtomicU64,
+    pub launched_buckets: LaunchedBuckets,
     timeout: AtomicU64,
+}
+
+/// The records of the buckets under way.
+#[derive(Default)]
+pub struct LaunchedBuckets {
+    records: Mutex<Vec<RecordId>>,
+    /// How many there are.
+    count: AtomicUsize,
+}
+
+impl LaunchedBuckets {
+    pub fn is_empty(&self) -> bool {
+        self.count.load(Ordering::Relaxed) == 0
+    }
+
+    pub fn records(&self) -> Vec<RecordId> {
+        self.lock().clone()
+    }
+
+    pub fn add(&self, record: RecordId) {
+        self.change(|records| records.push(record));
+    }
+
+    pub fn remove(&self, record: RecordId) {
+        self.change(|records| {
+            let index = records.iter().position(|&other| other == record);
+            index.map(|index| records.remove(index));
+        });
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Vec<RecordId>)) {
+        let mut records = self.lock();
+        change(&mut records);
+        self.count.store(records.len(), Ordering::Relaxed);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<RecordId>> {
+        self.records.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl GroupCore {
@@ -78,8 +115,7 @@ impl GroupCore {
             pending_groups: Mutex::default(),
             sequence: AtomicU64::new(0),
             recorder,
-            launched_buckets: AtomicU64::new(0),
-            finished_buckets: AtomicU64::new(0),
+            launched_buckets: LaunchedBuckets::default(),
             timeout: AtomicU64::new(0),
         };
         core.set_timeout(timeout);

@@ -1,6 +1,5 @@
 //! What a group consists of, apart from its threads.
 
-use std::sync::atomic::Ordering;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -81,13 +80,11 @@ impl Parts {
 
     /// Waits for all launched buckets.
     pub fn finish_buckets(&self) -> Result<()> {
-        let launched = self.core.launched_buckets.load(Ordering::Relaxed);
-        if launched == self.core.finished_buckets.load(Ordering::Relaxed) {
+        let launched = &self.core.launched_buckets;
+        if launched.is_empty() {
             return Ok(());
         }
         let finished = self.backend.finish_buckets();
-        finished.inspect_err(|_| self.core.recorder.fail_buckets())?;
-        self.core.finished_buckets.fetch_max(launched, Ordering::Relaxed);
-        Ok(())
+        finished.inspect_err(|_| self.core.recorder.fail(launched.records()))
     }
 }

@@ -156,20 +156,8 @@ impl Recorder {
             return;
         }
         let scale = Scale::now();
-        self.add_failed(ids.into_iter().filter_map(|id| self.ring.read(id, scale)).collect());
-    }
-
-    /// The buckets under way on the host have failed, as [`Recorder::fail`] has it.
-    pub fn fail_buckets(&self) {
-        if timeline::is_on() {
-            let is_bucket = |record: &Record| record.bucket.is_some() && record.done.is_none();
-            let on_host = |record: &Record| record.backend == self.ring.host_backend;
-            let records = self.records().into_iter();
-            self.add_failed(records.filter(|r| is_bucket(r) && on_host(r)).collect());
-        }
-    }
-
-    fn add_failed(&self, failed: Vec<Record>) {
+        let failed: Vec<Record> =
+            ids.into_iter().filter_map(|id| self.ring.read(id, scale)).collect();
         if failed.is_empty() {
             return;
         }
