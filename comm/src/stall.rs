@@ -68,8 +68,7 @@ impl Stall<'_> {
         }
         let (operation, seconds) = (operation.to_string(), waited.as_secs_f64());
         self.post(serde_json::json!({
-            "rank": self.reporter.rank, "id": self.id, "operation": operation,
-            "seconds": seconds, "missing": missing,
+            "rank": self.reporter.rank, "id": self.id, "operation": operation, "seconds": seconds, "missing": missing,
             "activity": activity(),
         }));
         self.reported = Some(missing);

@@ -2,10 +2,10 @@
 //! from its leader.
 //!
 //! Between nodes: the data is cut into blocks, and a block into a slice for each node. Every leader
-//! sends the slices of its node's sum to the leaders that they belong to, adds up its own slice of
-//! all nodes in their order, and sends the result to all. Each node sends and receives 2N bytes
-//! whatever their number, as in a ring, but in two steps. The slices of the next block and the
-//! results of the last are under way at the same time. All nodes hold the same bits.
+//! sends each other leader that one's slice of its node's sum, adds up its own in the order of
+//! nodes, and sends the result to all. Each node sends and receives 2N bytes whatever their number,
+//! as in a ring, but in two steps; it always has the slices of the next block and the results of
+//! the last under way. All nodes hold the same bits.
 //!
 //! In a node: while the leader transfers one block, the other members reduce the next.
 
@@ -132,7 +132,7 @@ impl NodePhase<'_> {
         rounds.arrive(result_round);
         rounds.wait_locals_arrived(round, operation)?;
         if core.is_leader() {
-            // The leader has other work than the others.
+            // It has other work than the others.
             rounds.arrive_for_remote(round);
             rounds.done(round);
             return rounds.wait_done(round, operation);
@@ -231,7 +231,7 @@ impl Hierarchical {
             }
             node.copy_from_leader(blocks - 1)?;
         }
-        // Others read this rank's memory until then.
+        // Until then others read this rank's memory.
         let last = node.result_round[(blocks - 1) % 2];
         self.rounds.wait_done(last, operation)
     }
@@ -255,14 +255,14 @@ impl Hierarchical {
         let span = Span::new(pieces, operation.dtype);
         let mut guard = self.inter_node.lock(operation)?;
         self.reduce_scatter_all_gather(&mut guard, operation, &span, SLICE, None)?;
-        // First, as others may see at once that a node which has done its part has left.
+        // Before others may see that a node has left, having done its part.
         self.rounds.arrive_for_remote(*result_round);
         guard.complete();
         Ok(())
     }
 
-    /// Reduces what the leaders have, in place, in slices of `slice` bytes, the same on all nodes.
-    /// The other members of the node take part block by block, if there is a `node` phase.
+    /// Reduces what the leaders have, in place, in slices of so many bytes; all cut alike. The
+    /// other members of the node take part block by block, if there is a `node` phase.
     fn reduce_scatter_all_gather(
         &self,
         guard: &mut ConnectionsGuard,
@@ -279,7 +279,7 @@ impl Hierarchical {
                 unsafe { reduce_on_node(operation, &[data], &[data], count, core.size()) };
             }
         }
-        // Data that fits one block is cut evenly.
+        // What fits one block is cut evenly.
         let even = span.total.div_ceil(nodes).next_multiple_of(64 / element);
         let each = if span.total * element > slice * nodes { slice / element } else { even };
         let blocks = span.total.div_ceil((each * nodes).max(1));
