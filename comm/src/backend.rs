@@ -6,12 +6,12 @@
 
 use std::sync::Arc;
 
-use flow_kernels::{DType, ReduceOp};
-
-use crate::collectives::segments::Segments;
-use crate::descriptor::OpDescriptor;
+use crate::descriptor::{MessageDescriptor, OpDescriptor};
 use crate::error::Result;
 use crate::failure::Failure;
+use crate::group::core::GroupCore;
+use crate::shm::segments::Segments;
+use crate::trace::RecordId;
 
 /// Memory of a caller, valid for the length of the call.
 #[derive(Clone, Copy)]
@@ -49,26 +49,43 @@ impl Buffers<'static> {
     }
 }
 
-/// A group's operations on the host. Every call checks whether the group has failed, and records
-/// the operation.
+/// Moves the data of a group's operations on the host.
+///
+/// The process group has done what is the same for all back-ends before it calls one: it has
+/// checked the arguments and that the group has not failed, waited for earlier operations of the
+/// lane (for a collective, for the launched buckets too), given the operation its sequence number,
+/// and recorded its begin. It records the end as well.
+///
+/// What is left to the back-end: all ranks' operations must agree ([`OpDescriptor::agrees`]). Its
+/// waits are watched ([`Failure::wait_until`]), and whatever goes wrong on one rank fails the group
+/// for all ([`Failure::fail`]).
 pub trait HostBackend: Send + Sync {
+    /// Its name in traces.
+    fn name(&self) -> &'static str;
+
     /// Runs a collective: all ranks of the group call it with the same operation, one after the
-    /// other. Launched buckets come first. The operation gets its sequence number here.
+    /// other.
     fn collective(&self, operation: OpDescriptor, buffers: Buffers) -> Result<()>;
 
-    /// Sends a message. May return before its receiver asks for it.
-    fn send(&self, data: BufferView, dtype: DType, to: usize, tag: u32) -> Result<()>;
+    /// Sends a message to rank `to`. May return before its receiver asks for it.
+    fn send(&self, data: BufferView, message: &MessageDescriptor, to: usize) -> Result<()>;
 
     /// Receives the next message with this tag of rank `from`, or, for None, of any rank. Returns
     /// its sender.
-    fn recv(&self, data: BufferView, dtype: DType, from: Option<usize>, tag: u32) -> Result<usize>;
+    fn recv(
+        &self,
+        data: BufferView,
+        message: &MessageDescriptor,
+        from: Option<usize>,
+    ) -> Result<usize>;
 
-    /// Launches the reduction of a bucket whose pieces are all in place, without waiting. False if
-    /// too many are under way: then nothing was done. All ranks launch the same buckets in the same
-    /// order.
-    fn launch_bucket(&self, segments: &Arc<Segments>, reduce: ReduceOp) -> Result<bool>;
+    /// Launches the reduction of a bucket, without waiting: [`BucketLaunch::begin`] begins it.
+    /// False if too many are under way: then nothing was done. All ranks launch the same buckets in
+    /// the same order.
+    fn launch_bucket(&self, launch: BucketLaunch) -> Result<bool>;
 
-    /// Does this rank's share of the launched buckets, without waiting.
+    /// Does this rank's share of the launched buckets, without waiting. Those that are reduced on
+    /// all ranks are over: [`LaunchedBucket::finish`].
     fn progress_buckets(&self) -> Result<()>;
 
     /// Waits for all launched buckets.
@@ -76,4 +93,63 @@ pub trait HostBackend: Send + Sync {
 
     /// The back-end of another group, whose members are some of this one's. `operation` makes it.
     fn new_group(&self, failure: Arc<Failure>, operation: &str) -> Result<Arc<dyn HostBackend>>;
+}
+
+/// A bucket that is about to be launched. Its pieces are in place and stay there; if this is
+/// dropped instead, nothing was done.
+pub struct BucketLaunch<'a> {
+    core: &'a Arc<GroupCore>,
+    pub segments: &'a Arc<Segments>,
+    /// Still without its sequence number.
+    pub operation: OpDescriptor,
+}
+
+impl<'a> BucketLaunch<'a> {
+    /// None if the bucket is being reduced already, or not all its pieces are in place.
+    pub fn new(
+        core: &'a Arc<GroupCore>,
+        segments: &'a Arc<Segments>,
+        operation: OpDescriptor,
+    ) -> Option<Self> {
+        segments.begin().then(|| Self { core, segments, operation })
+    }
+
+    /// Gives the operation its sequence number, and records its begin.
+    pub fn begin(mut self) -> LaunchedBucket {
+        let start = self.core.assign_sequence(&mut self.operation);
+        self.core.count_collective();
+        let record = self.core.recorder.start(&start);
+        self.core.launched_buckets.add(record);
+        let bucket = LaunchedBucket {
+            record,
+            core: Arc::clone(self.core),
+            segments: Arc::clone(self.segments),
+            operation: self.operation,
+        };
+        std::mem::forget(self); // it holds references only
+        bucket
+    }
+}
+
+impl Drop for BucketLaunch<'_> {
+    fn drop(&mut self) {
+        self.segments.cancel();
+    }
+}
+
+/// A bucket under way.
+pub struct LaunchedBucket {
+    core: Arc<GroupCore>,
+    record: RecordId,
+    pub segments: Arc<Segments>,
+    pub operation: OpDescriptor,
+}
+
+impl LaunchedBucket {
+    /// All ranks have the reduced pieces: lets go of their memory, and records the end.
+    pub fn finish(&self) {
+        self.core.recorder.finish(self.record);
+        self.core.launched_buckets.remove(self.record);
+        self.segments.finish();
+    }
 }

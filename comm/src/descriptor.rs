@@ -84,8 +84,8 @@ impl OpDescriptor {
         Self { root: root as u32, ..self }
     }
 
-    /// Whether ranks that publish these do the same. Sequence numbers name operations: what keeps ranks
-    /// in step is that each takes part in the same rounds.
+    /// Whether ranks that publish these do the same. Sequence numbers name operations: what keeps
+    /// ranks in step is that each takes part in the same rounds.
     pub fn agrees(&self, other: &OpDescriptor) -> bool {
         OpDescriptor { sequence: other.sequence, ..*self } == *other
     }
@@ -168,6 +168,33 @@ impl fmt::Display for OpDescriptor {
         }
         if self.step > 0 {
             write!(f, ", step {}", self.step)?;
+        }
+        write!(f, ")")
+    }
+}
+
+/// One side of a message: for errors.
+pub struct MessageDescriptor {
+    /// A send or a receive.
+    pub kind: Kind,
+    /// The other side's rank in the job; None for any.
+    pub peer: Option<usize>,
+    pub count: usize,
+    pub dtype: DType,
+    pub tag: u32,
+}
+
+impl fmt::Display for MessageDescriptor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let direction = if self.kind == Kind::Send { "to" } else { "from" };
+        write!(f, "{} {direction} ", self.kind.name())?;
+        match self.peer {
+            Some(peer) => write!(f, "rank {peer}")?,
+            None => write!(f, "any rank")?,
+        }
+        write!(f, " ({} x {}", self.count, self.dtype)?;
+        if self.tag != 0 {
+            write!(f, ", tag {}", self.tag)?;
         }
         write!(f, ")")
     }

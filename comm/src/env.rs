@@ -309,8 +309,9 @@ fn rendezvous(
             let address = if several_nodes {
                 master(get)?.ok_or_else(|| {
                     Error(format!(
-                        "the job has {world_size} ranks, {local_world_size} of them on this node: set MASTER_ADDR to \
-                         the host of rank 0, and MASTER_PORT to a free port there"
+                        "the job has {world_size} ranks, {local_world_size} of them on this node: \
+                         set MASTER_ADDR to the host of rank 0, and MASTER_PORT to a free port \
+                         there"
                     ))
                 })?
             } else {
@@ -330,12 +331,14 @@ fn uses_mpi(get: &impl Fn(&str) -> Option<String>, is_built: bool) -> Result<boo
         // launcher's.
         None | Some("") => {
             let is_set = |name: &&str| get(name).is_some();
-            Ok(is_built && MPI_RANKS.iter().any(is_set) && !["RANK", "FLOW_STORE"].iter().any(is_set))
+            Ok(is_built
+                && MPI_RANKS.iter().any(is_set)
+                && !["RANK", "FLOW_STORE"].iter().any(is_set))
         }
         Some("mpi") if is_built => Ok(true),
         Some("mpi") => Err(Error(format!(
-            "{TRANSPORT}=mpi but this program is built without MPI: build it with --features mpi, or set \
-             {TRANSPORT}=tcp"
+            "{TRANSPORT}=mpi but this program is built without MPI: build it with --features mpi, \
+             or set {TRANSPORT}=tcp"
         ))),
         Some(_) => Ok(false),
     }

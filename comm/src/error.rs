@@ -28,7 +28,10 @@ pub enum Error {
         reason: String,
     },
     /// Ranks called different operations, or the same one with different sizes or types.
-    #[error("rank {rank}: ranks disagree about the next collective: {detail}; every rank must call the same operations in the same order with the same sizes")]
+    #[error(
+        "rank {rank}: ranks disagree about the next collective: {detail}; every rank must call the \
+         same operations in the same order with the same sizes"
+    )]
     Mismatch {
         /// This rank.
         rank: usize,
@@ -58,7 +61,10 @@ pub enum Error {
         peer: String,
     },
     /// The group failed before; it cannot be used any more.
-    #[error("rank {rank}: {operation} failed: the process group is unusable since an earlier failure: {cause}")]
+    #[error(
+        "rank {rank}: {operation} failed: the process group is unusable since an earlier failure: \
+         {cause}"
+    )]
     Poisoned {
         /// This rank.
         rank: usize,
@@ -69,8 +75,9 @@ pub enum Error {
     },
     /// This process was forked from a rank, which alone is the member of its groups.
     #[error(
-        "rank {rank}: {operation} failed: this process (pid {pid}) was forked from {parent}, and only that is a member of \
-         the group: join in the forked process as a rank of its own, or start it as a program (std::process::Command)"
+        "rank {rank}: {operation} failed: this process (pid {pid}) was forked from {parent}, and \
+         only that is a member of the group: join in the forked process as a rank of its own, or \
+         start it as a program (std::process::Command)"
     )]
     Forked {
         /// The rank that this process was forked from.

@@ -75,10 +75,12 @@ pub fn attach_arena(
         let file = std::fs::File::options().read(true).write(true).open(&path).map_err(|e| {
             fail(match monitor.cancel_reason() {
                 Some(reason) => reason,
-                None if has_ended(pid) => format!("rank {first} (pid {pid}) died before all ranks had joined"),
+                None if has_ended(pid) => {
+                    format!("rank {first} (pid {pid}) died before all ranks had joined")
+                }
                 None => format!(
-                    "cannot open rank {first}'s shared memory at {path}: {e}; all ranks of a node must run on one machine \
-                     as one user"
+                    "cannot open rank {first}'s shared memory at {path}: {e}; all ranks of a node \
+                     must run on one machine as one user"
                 ),
             })
         })?;

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::net::{host_name, secret};
-use crate::shm::arena::Arena;
+use crate::shm::arena::{Arena, MAX_MAPPINGS};
 use crate::shm::arena_header::ArenaHeader;
-use crate::shm::control::{Control, MAX_RANKS};
+use crate::shm::control::Control;
 use crate::store::{Address, Server, Store};
 use crate::world::{Peer, World};
 
@@ -20,8 +20,10 @@ impl World {
     pub fn in_process(size: usize) -> Result<Vec<Self>> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let fail = |reason: String| Error::Join { rank: 0, reason };
-        if size == 0 || size > MAX_RANKS {
-            return Err(fail(format!("a job has 1 to {MAX_RANKS} ranks, not {size}")));
+        if size == 0 || size > MAX_MAPPINGS {
+            return Err(fail(format!(
+                "one process has 1 to {MAX_MAPPINGS} ranks, not {size}: start processes for more"
+            )));
         }
         let prefix = format!("in-process/{}/", NUMBER.fetch_add(1, Ordering::Relaxed));
         // Each rank maps the memory for itself, so that an address is one rank's.
@@ -70,5 +72,18 @@ impl World {
             })
         };
         arenas.into_iter().enumerate().map(world).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn there_is_memory_for_as_many_ranks_as_are_allowed() {
+        assert!(Arena::create_file(MAX_MAPPINGS, MAX_MAPPINGS).is_ok());
+        assert!(Arena::create_file(MAX_MAPPINGS + 1, MAX_MAPPINGS + 1).is_err());
+        let error = World::in_process(MAX_MAPPINGS + 1).err().expect("one too many");
+        assert!(error.to_string().contains("one process has 1 to 724 ranks, not 725"), "{error}");
     }
 }

@@ -96,12 +96,17 @@ impl World {
             };
             let pid = ArenaHeader::pid(&arena, index).load(Ordering::Acquire);
             let others = Pid::from_raw(pid as i32).filter(|_| r != rank);
-            match others.map(|pid| rustix::process::pidfd_open(pid, PidfdFlags::empty())).transpose() {
+            match others
+                .map(|pid| rustix::process::pidfd_open(pid, PidfdFlags::empty()))
+                .transpose()
+            {
                 Ok(pidfd) => Ok(Peer { pid, host, node, pidfd, gone: false }),
-                Err(rustix::io::Errno::SRCH) => Ok(Peer { pid, host, node, pidfd: None, gone: true }),
+                Err(rustix::io::Errno::SRCH) => {
+                    Ok(Peer { pid, host, node, pidfd: None, gone: true })
+                }
                 Err(error) => Err(fail(format!(
-                    "cannot watch rank {r} (pid {pid}): {error}; that takes Linux 5.3, and a file descriptor for each \
-                     rank (ulimit -n)"
+                    "cannot watch rank {r} (pid {pid}): {error}; that takes Linux 5.3, and a file \
+                     descriptor for each rank (ulimit -n)"
                 ))),
             }
         };
@@ -159,8 +164,8 @@ fn check_local_size(
     let local_ranks = infos.iter().filter(|info| info.node == own.node).count();
     if local_ranks != membership.local_world_size {
         return Err(format!(
-            "{} ranks should be on this node ({}), and {local_ranks} are: give all ranks of a node, and no others, the same \
-             GROUP_RANK",
+            "{} ranks should be on this node ({}), and {local_ranks} are: give all ranks of a \
+             node, and no others, the same GROUP_RANK",
             membership.local_world_size, own.host
         ));
     }

@@ -26,7 +26,8 @@ pub fn connect_store(
                 crate::transport::mpi::exchange_store_address(membership, timeout)?;
             let store = connect(&address, &token).map_err(|error| {
                 format!(
-                    "{error}; if the name of rank 0's host leads nowhere, set {} there to its address",
+                    "{error}; if the name of rank 0's host leads nowhere, set {} there to its \
+                     address",
                     crate::settings::LOCAL_ADDRESS
                 )
             })?;
@@ -50,7 +51,8 @@ pub fn connect_store(
             };
             let server = (membership.rank == 0).then(serve).transpose().map_err(|e| {
                 format!(
-                    "cannot serve the rendezvous at {address}: {e}; if another job of yours runs here, give each its own MASTER_PORT"
+                    "cannot serve the rendezvous at {address}: {e}; if another job of yours runs \
+                     here, give each its own MASTER_PORT"
                 )
             })?;
             Ok((server, connect(address, token)?))

@@ -13,10 +13,10 @@ use crate::shm::control::PAYLOAD;
 /// step over all ranks; else `hierarchical`.
 pub fn all_reduce(
     host: &HostCollectives,
-    mut operation: OpDescriptor,
+    operation: OpDescriptor,
     Buffers { output: data, .. }: Buffers,
 ) -> Result<()> {
-    let state = &mut *host.rounds.begin(&mut operation)?;
+    let state = &mut *host.rounds.lock();
     match &host.hierarchical {
         Some(hierarchical) if data.bytes > PAYLOAD && !is_mean_of_integers(&operation) => {
             hierarchical.all_reduce(state, &operation, data)

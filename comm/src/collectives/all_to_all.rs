@@ -7,7 +7,6 @@ use super::read::read_from_all;
 use crate::backend::{BufferView, Buffers};
 use crate::descriptor::OpDescriptor;
 use crate::error::{Error, Result};
-use crate::kind::Kind;
 use crate::shm::contribution::{
     digest, equal_extents, extents_of, longest, Contribution, Contributors, Readers,
 };
@@ -43,13 +42,14 @@ pub fn all_to_all_v(
     Buffers { input, output, input_counts, output_counts }: Buffers,
 ) -> Result<()> {
     let (size, own, dtype) = (host.core.size(), host.core.rank, operation.dtype);
-    let counts = exchange_counts(host, input_counts)?;
+    let counts = exchange_counts(host, &operation, input_counts)?;
     // All ranks see all counts, but each only its own expectations: it fails the group for all.
     let differs = |&rank: &usize| counts[rank][own] != output_counts[rank];
     if let Some(rank) = (0..size).find(differs) {
         let (sender, receiver) = (host.core.ranks[rank], host.core.world.rank);
         let detail = format!(
-            "rank {sender} called all_to_all_v with {} x {dtype} for rank {receiver}, which expects {}",
+            "rank {sender} called all_to_all_v with {} x {dtype} for rank {receiver}, which \
+             expects {}",
             counts[rank][own], output_counts[rank]
         );
         return Err(host.rounds.failure.fail(Error::Mismatch { rank: receiver, detail }));
@@ -76,8 +76,12 @@ pub fn all_to_all_v(
     })
 }
 
-/// Every rank's input counts, by an operation of its own in the record.
-fn exchange_counts(host: &HostCollectives, own: &[usize]) -> Result<Vec<Vec<usize>>> {
+/// Every rank's input counts.
+fn exchange_counts(
+    host: &HostCollectives,
+    operation: &OpDescriptor,
+    own: &[usize],
+) -> Result<Vec<Vec<usize>>> {
     let size = host.core.size();
     let own: Vec<u64> = own.iter().map(|&count| count as u64).collect();
     let mut all = vec![0_u64; size * size];
@@ -92,14 +96,12 @@ fn exchange_counts(host: &HostCollectives, own: &[usize]) -> Result<Vec<Vec<usiz
         block_bytes: bytes,
         extent: &equal_extents(bytes),
     };
-    let operation = OpDescriptor::new(Kind::AllToAllV, DType::U8, bytes);
-    let exchanged = read_from_all(host, operation, &contribution, &mut |range, at| {
+    let operation = OpDescriptor { dtype: DType::U8, count: bytes as u64, ..*operation };
+    read_from_all(host, operation, &contribution, &mut |range, at| {
         for rank in 0..size {
             output.write(rank * bytes + range.start, at(rank, 0), range.len());
         }
-    });
-    exchanged?;
-    host.core.recorder.end(true);
+    })?;
     let counts = |counts: &[u64]| counts.iter().map(|&count| count as usize).collect();
     Ok(all.chunks(size).map(counts).collect())
 }

@@ -1,28 +1,23 @@
 //! Buckets of gradients: reductions that begin during backward, where each rank does its share
 //! without waiting for the others.
 //!
-//! Launching publishes where the gradients lie. For each bucket that all ranks have launched, rank r
-//! then reduces slice r over all ranks' gradients and writes the result into all of them. Over
+//! Launching publishes where the gradients lie. For each bucket that all ranks have launched, rank
+//! r then reduces slice r over all ranks' gradients and writes the result into all of them. Over
 //! several nodes a bucket has two rounds: reduced on this node, into the leader's gradients, and
 //! reduced everywhere. Between them a thread of the leader transfers.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
-use flow_kernels::ReduceOp;
 
 use super::hierarchical::{Hierarchical, InterNodeBucket};
 use super::kernel::{is_mean_of_integers, reduce_all, reduce_on_node, slice};
-use super::segments::Segments;
-use crate::descriptor::OpDescriptor;
+use super::pieces::pieces_of_locals;
+use crate::backend::{BucketLaunch, LaunchedBucket};
 use crate::error::{Error, Result};
 use crate::failure::Failure;
 use crate::group::core::GroupCore;
-use crate::kind::Kind;
 use crate::shm::bytes;
 use crate::shm::rounds::Rounds;
-use crate::trace::RecordId;
 use crate::work::Worker;
 
 /// The buckets that this rank has launched, the oldest first.
@@ -33,19 +28,15 @@ pub struct BucketQueue {
     failure: Arc<Failure>,
     rounds: Arc<Rounds>,
     hierarchical: Option<Arc<Hierarchical>>,
-    launched: Mutex<VecDeque<LaunchedBucket>>,
-    /// How many there are.
-    count: AtomicUsize,
+    launched: Mutex<VecDeque<QueuedBucket>>,
 }
 
-struct LaunchedBucket {
+struct QueuedBucket {
+    bucket: LaunchedBucket,
     round: u64,
     /// Over several nodes: the round in which all ranks copy the result from their leaders.
     result_round: Option<u64>,
-    operation: OpDescriptor,
-    segments: Arc<Segments>,
     reduced: bool,
-    record: RecordId,
 }
 
 impl BucketQueue {
@@ -57,63 +48,38 @@ impl BucketQueue {
             rounds,
             hierarchical,
             launched: Mutex::default(),
-            count: AtomicUsize::new(0),
         }
     }
 
-    /// Launches a bucket whose pieces are all in place. Does not wait; false if too many buckets are
-    /// under way, then nothing was done. All ranks launch the same buckets in the same order.
-    pub fn launch(&self, segments: &Arc<Segments>, reduce: ReduceOp) -> Result<bool> {
-        let refuse = |reason: &str| {
-            let reason = format!("bucket {} {reason}", segments.bucket);
-            Err(self.core.caller().argument("launch_bucket", reason))
-        };
-        if !Arc::ptr_eq(segments.arena(), &self.core.world.arena) {
-            return refuse(
-                "was made by a group of another job; make it with this one's segments()",
+    /// Launches a bucket. Does not wait; false if too many buckets are under way, then nothing was
+    /// done. All ranks launch the same buckets in the same order.
+    pub fn launch(&self, launch: BucketLaunch) -> Result<bool> {
+        if self.hierarchical.is_some() && is_mean_of_integers(&launch.operation) {
+            let reason = format!(
+                "bucket {} is to be an average of integers, which buckets cannot be over several \
+                 nodes; sum them",
+                launch.segments.bucket
             );
+            return Err(self.core.caller().argument("launch_bucket", reason));
         }
         let mut launched = self.launched();
-        let mut operation =
-            OpDescriptor::new(Kind::AllReduce, segments.dtype, segments.total).reduce(reduce);
-        operation.bucket = Some(segments.bucket);
-        operation.step = segments.step();
-        operation.layout = segments.layout;
-        // Before anything is said of the state in which a failure has left the bucket.
-        self.failure.check_poison(&operation)?;
-        if self.hierarchical.is_some() && is_mean_of_integers(&operation) {
-            return refuse("is to be an average of integers, which buckets cannot be over several nodes; sum them");
-        }
-        if !segments.is_ready() {
-            return refuse("is being reduced already, or not all its pieces are placed");
-        }
         let Some((round, result_round)) = self.try_acquire() else {
             return self.advance(&mut launched, false).map(|()| false);
         };
-        let record = self.core.recorder.start(&self.rounds.assign_sequence(&mut operation)?);
-        segments.begin();
-        self.rounds.publish(round, &operation, segments.location());
+        let bucket = launch.begin();
+        self.rounds.publish(round, &bucket.operation, bucket.segments.location());
         self.rounds.arrive(round);
         if let Some(result_round) = result_round {
             self.rounds.arrive(result_round);
         }
-        let bucket = result_round.filter(|_| self.core.is_leader()).map(|result_round| {
-            let segments = Arc::clone(segments);
+        let inter_node = result_round.filter(|_| self.core.is_leader()).map(|result_round| {
+            let (operation, segments) = (bucket.operation, Arc::clone(&bucket.segments));
             InterNodeBucket { round, result_round, operation, segments }
         });
         // In the leader the leader thread does the rest.
-        let reduced = bucket.is_some();
-        let segments = Arc::clone(segments);
-        launched.push_back(LaunchedBucket {
-            round,
-            result_round,
-            operation,
-            segments,
-            reduced,
-            record,
-        });
-        self.count.store(launched.len(), Ordering::Relaxed);
-        match bucket {
+        let reduced = inter_node.is_some();
+        launched.push_back(QueuedBucket { bucket, round, result_round, reduced });
+        match inter_node {
             Some(bucket) => self.reduce_between_nodes(bucket).map(|()| true),
             None => Ok(true),
         }
@@ -156,37 +122,31 @@ impl BucketQueue {
 
     /// Waits for all launched buckets.
     pub fn finish(&self) -> Result<()> {
-        if self.count.load(Ordering::Relaxed) == 0 {
-            return Ok(());
-        }
-        let mut launched = self.launched();
-        self.advance(&mut launched, true).inspect_err(|_| {
-            self.core.recorder.fail(launched.iter().map(|bucket| bucket.record));
-        })
+        self.advance(&mut self.launched(), true)
     }
 
-    fn launched(&self) -> MutexGuard<'_, VecDeque<LaunchedBucket>> {
+    fn launched(&self) -> MutexGuard<'_, VecDeque<QueuedBucket>> {
         self.launched.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn advance(&self, launched: &mut VecDeque<LaunchedBucket>, wait: bool) -> Result<()> {
+    fn advance(&self, launched: &mut VecDeque<QueuedBucket>, wait: bool) -> Result<()> {
         if wait && self.hierarchical.is_some() {
             return self.advance_in_turn(launched);
         }
-        for bucket in launched.iter_mut().filter(|bucket| !bucket.reduced) {
+        for queued in launched.iter_mut().filter(|queued| !queued.reduced) {
             if wait {
-                self.rounds.wait_locals_arrived(bucket.round, &bucket.operation)?;
-            } else if !self.rounds.locals_arrived(bucket.round) {
+                self.rounds.wait_locals_arrived(queued.round, &queued.bucket.operation)?;
+            } else if !self.rounds.locals_arrived(queued.round) {
                 break;
             }
-            self.reduce(bucket)?;
-            bucket.reduced = true;
-            self.rounds.done(bucket.round);
+            self.reduce(queued)?;
+            queued.reduced = true;
+            self.rounds.done(queued.round);
         }
-        while let Some(first) = launched.front_mut().filter(|bucket| bucket.reduced) {
+        while let Some(first) = launched.front_mut().filter(|first| first.reduced) {
             if let Some(result_round) = first.result_round {
                 if wait {
-                    self.rounds.wait_all_arrived(result_round, &first.operation)?;
+                    self.rounds.wait_all_arrived(result_round, &first.bucket.operation)?;
                 } else if !self.rounds.all_arrived(result_round) {
                     break;
                 }
@@ -195,19 +155,17 @@ impl BucketQueue {
                 (first.round, first.result_round) = (result_round, None);
             }
             if wait {
-                self.rounds.wait_done(first.round, &first.operation)?;
+                self.rounds.wait_done(first.round, &first.bucket.operation)?;
             } else if !self.rounds.all_done(first.round) {
                 break;
             }
-            self.core.recorder.finish(first.record);
-            first.segments.finish();
+            first.bucket.finish();
             launched.pop_front();
-            self.count.store(launched.len(), Ordering::Relaxed);
         }
         let Some(first) = launched.front() else { return Ok(()) };
-        self.failure.check_failure(&first.operation, true).or_else(|error| {
+        self.failure.check_failure(&first.bucket.operation, true).or_else(|error| {
             // The others may have come to the end of these, and failed in what follows.
-            let is_over = launched.iter().all(|bucket| self.rounds.all_done(bucket.round));
+            let is_over = launched.iter().all(|queued| self.rounds.all_done(queued.round));
             if is_over {
                 Ok(())
             } else {
@@ -218,9 +176,10 @@ impl BucketQueue {
 
     /// Finishes one bucket after the other: ranks that have launched fewer may wait for this one to
     /// copy the result of the first.
-    fn advance_in_turn(&self, launched: &mut VecDeque<LaunchedBucket>) -> Result<()> {
+    fn advance_in_turn(&self, launched: &mut VecDeque<QueuedBucket>) -> Result<()> {
         while let Some(first) = launched.front() {
-            let LaunchedBucket { round, result_round, operation, reduced, .. } = first;
+            let QueuedBucket { bucket, round, result_round, reduced } = first;
+            let operation = &bucket.operation;
             match result_round {
                 _ if !reduced => self.rounds.wait_locals_arrived(*round, operation)?,
                 Some(result_round) => self.rounds.wait_all_arrived(*result_round, operation)?,
@@ -232,12 +191,12 @@ impl BucketQueue {
     }
 
     /// Reduces this rank's slice of a bucket over the members on this node.
-    fn reduce(&self, bucket: &LaunchedBucket) -> Result<()> {
-        let LaunchedBucket { round, operation, segments, .. } = bucket;
-        let pieces = segments.pieces_of_locals(&self.rounds, *round, operation)?;
+    fn reduce(&self, queued: &QueuedBucket) -> Result<()> {
+        let LaunchedBucket { operation, segments, .. } = &queued.bucket;
+        let pieces = pieces_of_locals(segments, &self.rounds, queued.round, operation)?;
         let element = segments.dtype.size();
         let core = &*self.core;
-        // Over several nodes the leader has other work, and is where the sum goes.
+        // Over several nodes the leader gets the sum; it takes no slice, as it has other work.
         let (reducers, own) = match self.hierarchical {
             None => (core.size(), core.local),
             Some(_) => (core.locals.len() - 1, core.local.wrapping_sub(1)),
@@ -267,22 +226,19 @@ impl BucketQueue {
     }
 
     /// Copies what the leader has of a bucket that is reduced over all nodes.
-    fn copy_from_leader(&self, bucket: &LaunchedBucket) -> Result<()> {
-        let LaunchedBucket { round, operation, segments, .. } = bucket;
+    fn copy_from_leader(&self, queued: &QueuedBucket) -> Result<()> {
+        let LaunchedBucket { operation, segments, .. } = &queued.bucket;
         // Only now are the descriptors of the other nodes here.
-        self.rounds.locations(*round, operation, &|_| 0)?;
-        let local = self.core.local;
-        if local == 0 {
+        self.rounds.locations(queued.round, operation, &|_| 0)?;
+        if self.core.local == 0 {
             return Ok(());
         }
-        let pieces = segments.pieces_of_locals(&self.rounds, *round, operation)?;
-        for (length, places) in
-            segments.lengths.iter().zip(pieces).filter(|(&length, _)| length > 0)
-        {
-            let (from, to, count) = (places[0], places[local], length * segments.dtype.size());
+        let pieces = pieces_of_locals(segments, &self.rounds, queued.round, operation)?;
+        let pieces = segments.lengths.iter().zip(pieces).zip(segments.pieces());
+        for ((length, places), own) in pieces.filter(|((&length, _), _)| length > 0) {
             // SAFETY: both are pieces of that length, in memory that all ranks of this node map;
             // the leader's is final, and this rank's own is its alone now.
-            unsafe { bytes::copy(from, to, count) };
+            unsafe { bytes::copy(places[0], own, length * segments.dtype.size()) };
         }
         Ok(())
     }
@@ -291,7 +247,8 @@ impl BucketQueue {
 impl Drop for BucketQueue {
     fn drop(&mut self) {
         let thread = self.leader_thread.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        let has_buckets = self.count.load(Ordering::Relaxed) > 0;
+        let launched = self.launched.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let has_buckets = !launched.is_empty();
         if thread.is_some() && has_buckets {
             // Nobody waits for the buckets that are still under way.
             self.failure.cancel();

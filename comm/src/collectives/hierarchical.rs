@@ -15,7 +15,7 @@ use std::sync::Arc;
 use flow_kernels::DType;
 
 use super::kernel::{is_divided_first, reduce_nodes, reduce_on_node, slice};
-use super::segments::Segments;
+use super::pieces::pieces_of_locals;
 use crate::backend::BufferView;
 use crate::descriptor::{Location, OpDescriptor};
 use crate::error::Result;
@@ -25,6 +25,7 @@ use crate::shm::bytes;
 use crate::shm::control::{Control, CHUNK};
 use crate::shm::io_segment::IoSegment;
 use crate::shm::rounds::{RoundState, Rounds};
+use crate::shm::segments::Segments;
 use crate::transport::Connections;
 
 /// Bytes of a slice: enough for the calls to the kernel to be few, few enough that what is under
@@ -312,7 +313,7 @@ impl Hierarchical {
             self.rounds.arrive_for_remote(*result_round);
             return Ok(());
         }
-        let places = segments.pieces_of_locals(&self.rounds, *round, operation)?;
+        let places = pieces_of_locals(segments, &self.rounds, *round, operation)?;
         let pieces = places.iter().zip(&segments.lengths);
         let pieces = pieces.map(|(places, &length)| (places[0], length)).collect();
         let span = Span::new(pieces, operation.dtype);

@@ -22,7 +22,7 @@ pub unsafe fn reduce_all(
     unsafe { flow_kernels::reduce(operation.dtype, operation.reduce, from, to, count) }
 }
 
-/// As [`reduce_all`], of the members on one node, of `size` ranks on all nodes.
+/// As [`reduce_all`], over the members on one node of a group of `size` ranks.
 ///
 /// # Safety
 ///
@@ -38,7 +38,8 @@ pub unsafe fn reduce_on_node(
     unsafe { reduce_part(operation, from, to, count, size, is_divided_first(operation)) }
 }
 
-/// As [`reduce_all`], of what [`reduce_on_node`] made on each node, of `size` ranks together.
+/// As [`reduce_all`], over the results of [`reduce_on_node`] on all nodes of a group of `size`
+/// ranks.
 ///
 /// # Safety
 ///
@@ -76,14 +77,15 @@ unsafe fn reduce_part(
     }
 }
 
-/// A mean of integers is exact: sums of a node's values would not fit their type.
+/// Whether the operation is a mean of integers. It is exact, so it is not computed from the sums of
+/// nodes, which may not fit the type.
 pub fn is_mean_of_integers(operation: &OpDescriptor) -> bool {
     operation.reduce == ReduceOp::Avg
         && matches!(operation.dtype, DType::I32 | DType::I64 | DType::U8)
 }
 
-/// Whether an average is divided in each node, before the sum between nodes: a sum of half-precision
-/// numbers might overflow.
+/// Whether an average is divided in each node, before the sum between nodes: a sum of
+/// half-precision numbers might overflow.
 pub fn is_divided_first(operation: &OpDescriptor) -> bool {
     operation.reduce == ReduceOp::Avg && matches!(operation.dtype, DType::F16 | DType::BF16)
 }
@@ -102,7 +104,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn slices_cover_everything_once(count in 0usize..100_000, ranks in 1usize..40, element in prop::sample::select(vec![1usize, 2, 4, 8])) {
+        fn slices_cover_everything_once(
+            count in 0usize..100_000,
+            ranks in 1usize..40,
+            element in prop::sample::select(vec![1usize, 2, 4, 8]),
+        ) {
             let mut end = 0;
             for rank in 0..ranks {
                 let part = slice(count, ranks, rank, element);

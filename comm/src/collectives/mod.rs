@@ -3,11 +3,13 @@
 //!
 //! | file | subject |
 //! |---|---|
-//! | `all_gather`, `all_to_all`, `barrier`, `broadcast`, `gather`, `reduce_scatter`, `scatter` | collectives in which each rank reads from the others |
+//! | `all_gather`, `all_to_all`, `barrier`, `broadcast` | each rank reads from the others |
+//! | `gather`, `reduce_scatter`, `scatter` | the same |
 //! | `read` | the loop that these share |
 //! | `all_reduce`, `reduce` | collectives whose result replaces the input |
 //! | `reduce_in_place` | the loop that these share on one node |
-//! | `bucket` | the reductions of data-parallel training, beside backward; `segments` says where a bucket lies |
+//! | `bucket` | the reductions of data-parallel training, beside backward |
+//! | `pieces` | where a bucket lies |
 //! | `hierarchical` | all_reduce and buckets over several nodes |
 //! | `host` | what all of them run on |
 //! | `kernel` | adding up memory of several ranks |
@@ -22,12 +24,12 @@ mod gather;
 pub mod hierarchical;
 pub mod host;
 mod kernel;
+mod pieces;
 mod read;
 mod reduce;
 mod reduce_in_place;
 mod reduce_scatter;
 mod scatter;
-pub mod segments;
 
 use host::HostCollectives;
 

@@ -1,10 +1,10 @@
-//! The loop that collectives share in which each rank reads what it needs from the others.
+//! The loop of the collectives in which each rank reads what it needs from the others.
 //!
 //! Each rank contributes blocks (one for all_gather, one per rank for all_to_all). If they lie in
 //! shared memory on all ranks, everyone reads in place. Otherwise they go through the staging
 //! buffers in chunks, a chunk holding the same range of every block; up to [`PAYLOAD`] bytes go
-//! through the round's payload at once. What ranks on other nodes contribute, the leader puts where
-//! they would stage it here.
+//! through the round's payload at once. The leader puts what ranks on other nodes contribute where
+//! they would stage it on this node.
 
 use std::ops::Range;
 
@@ -19,12 +19,12 @@ use crate::shm::control::{CHUNK, PAYLOAD};
 /// all ranks have contributed that range.
 pub fn read_from_all(
     host: &HostCollectives,
-    mut operation: OpDescriptor,
+    operation: OpDescriptor,
     contribution: &Contribution,
     read: &mut dyn FnMut(Range<usize>, AddressOf<'_>),
 ) -> Result<()> {
     let HostCollectives { core, control, rounds, inter_node, .. } = host;
-    let state = &mut *rounds.begin(&mut operation)?;
+    let state = &mut *rounds.lock();
     let operation = &operation;
     let Contribution { data, blocks, block_bytes, extent, .. } = *contribution;
     let most = (0..core.size()).map(|rank| contribution.total(rank)).max().unwrap_or(0);
@@ -64,7 +64,7 @@ pub fn read_from_all(
         }
         if let (Some(data), Location::Staged) = (data, own) {
             let staging = rounds.stage(state, round, operation)?;
-            // Nobody else reads this rank's block of several.
+            // Of several blocks, this rank's own is read by itself only, where it is.
             for block in (0..blocks).filter(|&block| blocks == 1 || block != core.rank) {
                 let count = contribution.clip(core.rank, block, &range).len();
                 let from = data.wrapping_add(extent(core.rank, block).start + start);

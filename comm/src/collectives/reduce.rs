@@ -10,9 +10,9 @@ use crate::shm::contribution::Readers;
 /// Reduces `output` over all ranks into the root's; the other ranks' stay as they are.
 pub fn reduce(
     host: &HostCollectives,
-    mut operation: OpDescriptor,
+    operation: OpDescriptor,
     Buffers { output: data, .. }: Buffers,
 ) -> Result<()> {
-    let state = &mut *host.rounds.begin(&mut operation)?;
+    let state = &mut *host.rounds.lock();
     reduce_in_place(host, state, &operation, data, Readers::Root(operation.root as usize))
 }

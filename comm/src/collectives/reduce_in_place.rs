@@ -36,7 +36,7 @@ pub fn reduce_in_place(
         let agreed = inter_node.agree(state, operation, own, &|_| data.bytes)?;
         locations = inter_node.mark_remote_staged(agreed);
     }
-    // The chunk before: reduced here, not yet by all.
+    // The previous chunk: this rank has reduced its slice, others perhaps not yet.
     let mut pending: Option<(u64, Range<usize>)> = None;
     let mut start = 0;
     loop {
@@ -125,8 +125,8 @@ fn reduce_payload(
     Ok(())
 }
 
-/// Waits until all ranks have reduced their slices of a chunk, and copies the result to the caller's
-/// memory if it is not there.
+/// Waits until all ranks have reduced their slices of a chunk, and copies the result to the
+/// caller's memory if it is not there.
 fn copy_out(
     host: &HostCollectives,
     round: u64,

@@ -292,8 +292,8 @@ impl Failure {
         self.remote.watch(connections);
     }
 
-    /// How the connection to a leader on another node has ended, as far as this rank can see. If that
-    /// leader gave its group's failure as the reason, the group fails here too.
+    /// How the connection to a leader on another node has ended, as far as this rank can see. If
+    /// that leader gave its group's failure as the reason, the group fails here too.
     pub fn disconnect_reason(&self, rank: usize) -> Option<DisconnectReason> {
         match self.remote.disconnect_reason(rank)? {
             DisconnectReason::Failed(why) => {
@@ -332,8 +332,8 @@ impl Failure {
         Some(self.encode_failure(kind, &text))
     }
 
-    /// A failure as other nodes read it: its kind, whether it is about a rank that has left, and its
-    /// text.
+    /// A failure as other nodes read it: its kind, whether it is about a rank that has left, and
+    /// its text.
     fn encode_failure(&self, kind: u32, text: &str) -> String {
         let has_left = self.lost_rank(kind).is_some_and(|rank| self.has_left(rank));
         format!("{kind} {} {text}", u8::from(has_left))

@@ -120,8 +120,8 @@ impl RemoteFailures {
         }
     }
 
-    /// The missing ranks without those on other nodes that are known to be as far as this rank: they
-    /// wait as well.
+    /// The missing ranks without those on other nodes that are known to be as far as this rank:
+    /// they wait as well.
     pub fn lagging(&self, missing: Vec<usize>) -> Vec<usize> {
         if !self.core.is_inter_node() {
             return missing;

@@ -24,8 +24,8 @@ impl ProcessGroup {
         ArenaHandle(Arc::clone(&self.core().world))
     }
 
-    /// As [`ProcessGroup::duplicate`], in the memory of `handle` if that is the same on all ranks, of
-    /// whatever join of the same processes. All ranks call this.
+    /// As [`ProcessGroup::duplicate`], in the memory of `handle` if that is the same on all ranks,
+    /// of whatever join of the same processes. All ranks call this.
     pub fn duplicate_in(&self, handle: Option<&ArenaHandle>) -> Result<Self> {
         const NONE: u64 = 0;
         let own = handle.filter(|handle| handle.0.has_ranks_of(&self.core().world));

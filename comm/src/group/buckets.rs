@@ -8,9 +8,10 @@ use flow_kernels::{DType, ReduceOp};
 
 use super::lane::Lane;
 use super::ProcessGroup;
-use crate::collectives::segments::Segments;
+use crate::backend::BucketLaunch;
 use crate::error::Result;
 use crate::shm::arena::Arena;
+use crate::shm::segments::Segments;
 
 impl ProcessGroup {
     /// The memory that all ranks of the machine map.
@@ -28,13 +29,27 @@ impl ProcessGroup {
     }
 
     /// Launches the reduction of a bucket whose pieces are all in place, after the asynchronous
-    /// collectives that were started before. It does not wait for other ranks to launch it; false if
-    /// too many buckets are under way already. All ranks launch the same buckets in the same order;
-    /// [`ProcessGroup::progress`] and [`ProcessGroup::finish_buckets`] reduce them in place.
+    /// collectives that were started before. It does not wait for other ranks to launch it; false
+    /// if too many buckets are under way already. All ranks launch the same buckets in the same
+    /// order; [`ProcessGroup::progress`] and [`ProcessGroup::finish_buckets`] reduce them in place.
     pub fn launch_bucket(&self, segments: &Arc<Segments>, op: ReduceOp) -> Result<bool> {
         let group = self.member(&"launch_bucket")?;
         self.drain(Lane::Collectives);
-        group.backend.launch_bucket(segments, op)
+        let refused = |reason: &str| {
+            let reason = format!("bucket {} {reason}", segments.bucket);
+            self.caller().argument("launch_bucket", reason)
+        };
+        if !Arc::ptr_eq(segments.arena(), self.arena()) {
+            let reason = "was made by a group of another job; make it with this one's segments()";
+            return Err(refused(reason));
+        }
+        let operation = segments.operation(op);
+        // Before anything is said of the state in which a failure has left the bucket.
+        group.failure.check_poison(&operation)?;
+        let launch = BucketLaunch::new(&group.core, segments, operation);
+        let launch = launch
+            .ok_or_else(|| refused("is being reduced already, or not all its pieces are placed"))?;
+        group.backend.launch_bucket(launch)
     }
 
     /// Does this rank's share of all launched buckets that all ranks have reached, without waiting.
@@ -44,31 +59,29 @@ impl ProcessGroup {
 
     /// Waits for all launched buckets.
     pub fn finish_buckets(&self) -> Result<()> {
-        self.member(&"finish_buckets")?.backend.finish_buckets()
+        self.member(&"finish_buckets")?.finish_buckets()
     }
 
-    /// Waits for a launched bucket, and those that were launched with it. Returns when this rank saw
-    /// that the bucket was reduced.
+    /// Waits for a launched bucket, and those that were launched with it. Returns when this rank
+    /// saw that the bucket was reduced.
     pub fn wait_bucket(&self, segments: &Segments) -> Result<Instant> {
         self.finish_buckets()?;
         let reason = || "the bucket was not launched since it was made or filled".into();
         segments.finished().ok_or_else(|| self.system("wait_bucket", reason()))
     }
 
-    /// The error of `operation` in a process that was forked from this rank; fine in the rank
-    /// itself.
+    /// The error of `operation` if this process was forked from the rank.
     pub fn check_process(&self, operation: &str) -> Result<()> {
         self.member(&operation).map(drop)
     }
 
-    /// The error of `operation`, which is about to begin, if the group has failed.
+    /// The error of `operation` if the group has failed.
     pub fn check(&self, operation: &str) -> Result<()> {
         self.member(&operation)?.failure.check_poison(&operation)
     }
 
-    /// Fails the group on all ranks because of something one or more of them found out: all ranks
-    /// call this (those with nothing to add with an empty text) and get what all said, by rank in
-    /// the job.
+    /// Fails the group on all ranks for a reason that one or more of them found out. All ranks call
+    /// this, with an empty text if they have nothing to add, and get all texts, by rank in the job.
     pub fn fail_and_collect(&self, operation: &str, own: &str) -> Vec<(usize, String)> {
         self.member(&operation)
             .map_or(Vec::new(), |group| group.failure.fail_and_collect(operation, own))

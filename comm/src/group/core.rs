@@ -1,12 +1,12 @@
 //! Who the members of a group are: what all parts of a group use.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::arguments::Caller;
-use crate::descriptor::Location;
-use crate::trace::Recorder;
+use crate::descriptor::{Location, OpDescriptor};
+use crate::trace::{Queued, RecordId, Recorder, Start};
 use crate::world::World;
 
 /// A group's members, and this rank among them.
@@ -25,22 +25,71 @@ pub struct GroupCore {
     pub name: String,
     /// How many groups were made from this one.
     pub children: AtomicU64,
-    /// Groups by [`ProcessGroup::new_group_of`](crate::ProcessGroup::new_group_of) that this rank is
-    /// about to join.
+    /// Groups by [`ProcessGroup::new_group_of`](crate::ProcessGroup::new_group_of) that this rank
+    /// is about to join.
     pub pending_groups: Mutex<Vec<String>>,
     /// Collectives on the host that this rank has begun.
     pub sequence: AtomicU64,
     /// What the group does and did, on GPUs too.
     pub recorder: Recorder,
+    pub launched_buckets: LaunchedBuckets,
     timeout: AtomicU64,
 }
 
+/// The records of the buckets under way.
+#[derive(Default)]
+pub struct LaunchedBuckets {
+    records: Mutex<Vec<RecordId>>,
+    /// How many there are.
+    count: AtomicUsize,
+}
+
+impl LaunchedBuckets {
+    pub fn is_empty(&self) -> bool {
+        self.count.load(Ordering::Relaxed) == 0
+    }
+
+    pub fn records(&self) -> Vec<RecordId> {
+        self.lock().clone()
+    }
+
+    pub fn add(&self, record: RecordId) {
+        self.change(|records| records.push(record));
+    }
+
+    pub fn remove(&self, record: RecordId) {
+        self.change(|records| {
+            let index = records.iter().position(|&other| other == record);
+            index.map(|index| records.remove(index));
+        });
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Vec<RecordId>)) {
+        let mut records = self.lock();
+        change(&mut records);
+        self.count.store(records.len(), Ordering::Relaxed);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<RecordId>> {
+        self.records.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 impl GroupCore {
-    pub fn new(world: Arc<World>, ranks: Vec<usize>, timeout: Duration, name: String) -> Self {
-        let rank = ranks.iter().position(|&r| r == world.rank).expect("the caller is a member"); // invariant
+    /// `host_backend` is the name of what moves data on this node.
+    pub fn new(
+        world: Arc<World>,
+        ranks: Vec<usize>,
+        timeout: Duration,
+        name: String,
+        host_backend: &'static str,
+    ) -> Self {
+        let caller = ranks.iter().position(|&rank| rank == world.rank);
+        let rank = caller.expect("the caller is a member"); // invariant
         let locals: Vec<usize> =
             (0..ranks.len()).filter(|&r| world.local_index(ranks[r]).is_some()).collect();
-        let local = locals.iter().position(|&r| r == rank).expect("a rank is on its own node"); // invariant
+        let own = locals.iter().position(|&member| member == rank);
+        let local = own.expect("a rank is on its own node"); // invariant
         let mut leaders: Vec<usize> = Vec::new();
         let mut nodes = Vec::with_capacity(ranks.len());
         for (member, &rank) in ranks.iter().enumerate() {
@@ -51,7 +100,7 @@ impl GroupCore {
             }));
         }
         let transport = world.transport.as_ref().filter(|_| locals.len() < ranks.len());
-        let backend = transport.map_or("shm", |transport| transport.name());
+        let backend = transport.map_or(host_backend, |transport| transport.name());
         let recorder = Recorder::new(name.clone(), backend);
         let core = Self {
             world,
@@ -66,6 +115,7 @@ impl GroupCore {
             pending_groups: Mutex::default(),
             sequence: AtomicU64::new(0),
             recorder,
+            launched_buckets: LaunchedBuckets::default(),
             timeout: AtomicU64::new(0),
         };
         core.set_timeout(timeout);
@@ -102,6 +152,15 @@ impl GroupCore {
     pub fn set_timeout(&self, timeout: Duration) {
         self.timeout
             .store(u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    /// Gives a collective on the host its sequence number: that of the asynchronous call that runs
+    /// here, or the next. Returns what is recorded of it.
+    pub fn assign_sequence(&self, operation: &mut OpDescriptor) -> Start {
+        let queued = Queued::take();
+        let next = || self.recorder.next_collective();
+        operation.sequence = queued.map_or_else(next, |queued| queued.sequence);
+        operation.record(queued)
     }
 
     /// A collective begins on the host.

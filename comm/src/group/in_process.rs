@@ -9,13 +9,13 @@ use crate::error::Result;
 use crate::world::World;
 
 impl ProcessGroup {
-    /// A group of `world_size` ranks in this process, one handle for each: for tests of what is built
-    /// on collectives, without starting processes. Each rank belongs on a thread of its own. All
-    /// operations work as they do between the processes of a node, by the same code, but
+    /// A group of `world_size` ranks in this process, one handle for each: for tests of what is
+    /// built on collectives, without starting processes. Each rank belongs on a thread of its own.
+    /// All operations work as they do between the processes of a node, by the same code, but
     /// [`ProcessGroup::nccl`]: a GPU takes one rank of a process.
     ///
-    /// A rank that drops its handle, as a thread that panics does, has left: who waits for it gets an
-    /// error.
+    /// A rank that drops its handle, as a thread that panics does, has left the group: ranks that
+    /// wait for it get an error.
     ///
     /// ```
     /// use flow_comm::{ProcessGroup, ReduceOp};
@@ -35,7 +35,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// No ranks, or too many; no memory for them.
+    /// No ranks, or more than 724, as each maps the memory of all; no memory for them.
     pub fn in_process(world_size: usize) -> Result<Vec<Self>> {
         let timeout = timeout_from_env(0)?;
         let worlds = World::in_process(world_size)?;

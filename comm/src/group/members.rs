@@ -4,8 +4,8 @@
 //! group to be. All answer it. The last deletes the call, so that the key can serve again, and
 //! writes the *outcome*: where on each node the group's memory is. A member that gives up writes an
 //! outcome too. The first outcome counts, for all: nobody uses the memory of a group that another
-//! has given up. Each member that has read a good outcome raises a counter, and the last one deletes
-//! the outcome; until then the rank that hosts the store stays.
+//! has given up. Each member that has read a good outcome raises a counter, and the last one
+//! deletes the outcome; until then the rank that hosts the store stays.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -40,8 +40,8 @@ impl ProcessGroup {
     /// They use `key`, which no other group that is being made has. It may serve again for a
     /// group none of whose members can come before the earlier one is made. Who makes several
     /// groups one after the other makes them in the same order on all ranks, or waits until the
-    /// time is over; threads may make several at once. Over NCCL the members connect when they first
-    /// call [`ProcessGroup::nccl`].
+    /// time is over; threads may make several at once. Over NCCL the members connect when they
+    /// first call [`ProcessGroup::nccl`].
     ///
     /// Errors: lists that differ, on all members that have come; a member that has ended or left
     /// this group, or does not come in time. This group stays usable. The key of an attempt that
@@ -350,8 +350,8 @@ impl Call<'_> {
                 Err(error) => return Err(self.failed(error.to_string())),
             }
             let missing = || self.missing(store, keys);
-            // Before the outcome nobody comes back from this call, so a member that has left will never
-            // take part.
+            // Before the outcome nobody comes back from this call, so a member that has left will
+            // never take part.
             if let Some(departed) = self.find_departed(wait, &missing) {
                 return self.decide(store, keys, json!({ "departed": departed }));
             }

@@ -28,7 +28,7 @@ use flow_kernels::{DType, Element, ReduceOp};
 use crate::arguments::Caller;
 use crate::backend::{BufferView, Buffers};
 use crate::buffer::{Buffer, SharedBuffer};
-use crate::descriptor::OpDescriptor;
+use crate::descriptor::{MessageDescriptor, OpDescriptor};
 use crate::env::Membership;
 use crate::error::{Error, Result};
 use crate::failure::Failure;
@@ -151,8 +151,8 @@ impl ProcessGroup {
         self.core().timeout()
     }
 
-    /// The group's last operations on this rank, the oldest first, with those that are under way: on
-    /// the host and on GPUs, some hundred of them. Recording is always on.
+    /// The group's last operations on this rank, the oldest first, with those that are under way:
+    /// on the host and on GPUs, some hundred of them. Recording is always on.
     pub fn flight_recorder(&self) -> Vec<Record> {
         self.core().recorder.records()
     }
@@ -305,7 +305,11 @@ impl ProcessGroup {
     pub fn send_with_tag<B: Buffer + ?Sized>(&self, data: &B, to: usize, tag: u32) -> Result<()> {
         self.caller().check_peer("send", to)?;
         let (data, dtype) = self.raw("send", data)?;
-        self.run_in_order(Lane::To(to), |group| group.backend.send(data, dtype, to, tag))
+        let message = self.message(Kind::Send, Some(to), (data, dtype), tag);
+        self.run_in_order(Lane::To(to), |group| {
+            group.begin_message(&message)?;
+            group.backend.send(data, &message, to)
+        })
     }
 
     /// Receives the next message of rank `from` with this tag, as MPI matches them: messages with
@@ -322,8 +326,10 @@ impl ProcessGroup {
     ) -> Result<()> {
         self.caller().check_peer("recv", from)?;
         let (data, dtype) = self.raw_mut("recv", buffer)?;
+        let message = self.message(Kind::Recv, Some(from), (data, dtype), tag);
         self.run_in_order(Lane::From(from, tag), |group| {
-            group.backend.recv(data, dtype, Some(from), tag).map(|_| ())
+            group.begin_message(&message)?;
+            group.backend.recv(data, &message, Some(from)).map(|_| ())
         })
     }
 
@@ -346,7 +352,11 @@ impl ProcessGroup {
                 .argument("recv_any", "there is no other rank in the group".into()));
         }
         let (data, dtype) = self.raw_mut("recv_any", buffer)?;
-        self.run_in_order(Lane::FromAny(tag), |group| group.backend.recv(data, dtype, None, tag))
+        let message = self.message(Kind::Recv, None, (data, dtype), tag);
+        self.run_in_order(Lane::FromAny(tag), |group| {
+            group.begin_message(&message)?;
+            group.backend.recv(data, &message, None)
+        })
     }
 
     /// Returns when all ranks of the group have called it.
@@ -372,9 +382,26 @@ impl ProcessGroup {
         }
     }
 
-    /// Runs a collective after the asynchronous ones that were started before it.
-    fn collective(&self, operation: OpDescriptor, buffers: Buffers) -> Result<()> {
-        self.run_in_order(Lane::Collectives, |group| group.backend.collective(operation, buffers))
+    /// Runs a collective after the asynchronous ones that were started before it, and after the
+    /// launched buckets.
+    fn collective(&self, mut operation: OpDescriptor, buffers: Buffers) -> Result<()> {
+        self.run_in_order(Lane::Collectives, |group| {
+            group.finish_buckets()?;
+            group.begin(&mut operation)?;
+            group.backend.collective(operation, buffers)
+        })
+    }
+
+    /// A message to or from a rank of the group, or from any.
+    fn message(
+        &self,
+        kind: Kind,
+        peer: Option<usize>,
+        (data, dtype): (BufferView, DType),
+        tag: u32,
+    ) -> MessageDescriptor {
+        let (peer, count) = (peer.map(|peer| self.ranks()[peer]), data.bytes / dtype.size());
+        MessageDescriptor { kind, peer, count, dtype, tag }
     }
 
     fn caller(&self) -> Caller {

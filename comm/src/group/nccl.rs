@@ -40,7 +40,7 @@ impl ProcessGroup {
         if share {
             std::env::set_var("NCCL_HOSTID", format!("flow-test-{rank}"));
         }
-        // Nobody goes on if one of them cannot, and all say the same.
+        // If one rank cannot, none goes on, and all give the same reason.
         let mut all = vec![0; 2 * self.world_size()];
         self.all_gather(&[ordinal, found], &mut all)?;
         let fail = |reason: String| self.system("use_cuda", reason);
@@ -53,8 +53,8 @@ impl ProcessGroup {
         }
         if let Some(short) = all.chunks(2).find(|rank| rank[0] >= rank[1]) {
             return Err(fail(format!(
-                "asked for {} ranks with a GPU each on this machine, found {} GPU{}: start at most as many ranks \
-                 (--nproc_per_node gpu), or see what CUDA_VISIBLE_DEVICES leaves",
+                "asked for {} ranks with a GPU each on this machine, found {} GPU{}: start at most \
+                 as many ranks (--nproc_per_node gpu), or see what CUDA_VISIBLE_DEVICES leaves",
                 self.core().world.locals.len(),
                 short[1],
                 if short[1] == 1 { "" } else { "s" }
@@ -73,8 +73,8 @@ impl ProcessGroup {
     }
 
     /// The group's collectives on GPUs. At the first call, which all ranks make, they connect
-    /// over NCCL, each with its GPU `ordinal`. A program that also uses libtorch has that load its CUDA
-    /// part first, which brings NCCL.
+    /// over NCCL, each with its GPU `ordinal`. A program that also uses libtorch has that load its
+    /// CUDA part first, which brings NCCL.
     ///
     /// # Errors
     ///
@@ -107,8 +107,8 @@ impl ProcessGroup {
         Ok(group)
     }
 
-    /// What a group has that others of this one's ranks do not take part in making: the GPU, and no
-    /// communicator yet, as splitting this group's would take them all.
+    /// What a group has at first that only some of this one's ranks make: the GPU, and no
+    /// communicator, as splitting this group's takes all its ranks.
     pub(super) fn apart(&self) -> Cuda {
         Cuda { device: self.cuda_device(), group: None }
     }

@@ -5,10 +5,11 @@ use std::time::Duration;
 
 use super::core::GroupCore;
 use crate::backend::HostBackend;
+use crate::descriptor::{MessageDescriptor, OpDescriptor};
 use crate::error::Result;
 use crate::failure::Failure;
 use crate::shm::arena::Block;
-use crate::shm::backend::SharedMemory;
+use crate::shm::backend::{self, SharedMemory};
 use crate::shm::control::Control;
 use crate::world::World;
 
@@ -38,24 +39,52 @@ impl NewGroup {
         Self { world, ranks, control, block: None, name: "0".into(), timeout }
     }
 
-    pub fn failure(self) -> Arc<Failure> {
-        let core = Arc::new(GroupCore::new(self.world, self.ranks, self.timeout, self.name));
-        Arc::new(Failure::new(core, Arc::new(self.control), self.block))
+    /// The members and their failure, on the back-end of this name.
+    pub fn failure(self, backend: &'static str) -> Arc<Failure> {
+        let core = GroupCore::new(self.world, self.ranks, self.timeout, self.name, backend);
+        Arc::new(Failure::new(Arc::new(core), Arc::new(self.control), self.block))
     }
 }
 
 impl Parts {
     /// The group of all ranks of a job.
     pub fn of_world(world: Arc<World>, timeout: Duration) -> Result<Self> {
-        let failure = NewGroup::of_world(world, timeout).failure();
+        let failure = NewGroup::of_world(world, timeout).failure(backend::NAME);
         let backend = Arc::new(SharedMemory::new(Arc::clone(&failure), "join")?);
         Ok(Self { core: Arc::clone(&failure.core), failure, backend })
     }
 
     /// A group of some of this one's members, on the same back-end.
     pub fn sub_group(&self, group: NewGroup, operation: &str) -> Result<Self> {
-        let failure = group.failure();
+        let failure = group.failure(self.backend.name());
         let backend = self.backend.new_group(Arc::clone(&failure), operation)?;
         Ok(Self { core: Arc::clone(&failure.core), failure, backend })
+    }
+
+    /// Begins a collective, whose end the process group records.
+    pub fn begin(&self, operation: &mut OpDescriptor) -> Result<()> {
+        let start = self.core.assign_sequence(operation);
+        self.failure.check_poison(operation)?;
+        self.core.count_collective();
+        self.core.recorder.begin(&start);
+        Ok(())
+    }
+
+    /// Begins a message, whose end the process group records.
+    pub fn begin_message(&self, message: &MessageDescriptor) -> Result<()> {
+        self.failure.check_poison(message)?;
+        let bytes = message.count * message.dtype.size();
+        self.core.recorder.begin_message(message.kind, bytes);
+        Ok(())
+    }
+
+    /// Waits for all launched buckets.
+    pub fn finish_buckets(&self) -> Result<()> {
+        let launched = &self.core.launched_buckets;
+        if launched.is_empty() {
+            return Ok(());
+        }
+        let finished = self.backend.finish_buckets();
+        finished.inspect_err(|_| self.core.recorder.fail(launched.records()))
     }
 }

@@ -1,8 +1,9 @@
 //! A second back-end, for tests: the ranks, threads of one process, copy everything to a table that
-//! they share. It is all that a process group needs, but buckets.
+//! they share. It offers all that shared memory does, and shows what a back-end needs.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{channel, Sender};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -11,13 +12,18 @@ use flow_kernels::{DType, ReduceOp};
 use super::cuda::Cuda;
 use super::parts::{NewGroup, Parts};
 use super::{Mesh, ProcessGroup};
-use crate::backend::{BufferView, Buffers, HostBackend};
-use crate::collectives::segments::Segments;
-use crate::descriptor::OpDescriptor;
+use crate::backend::{BucketLaunch, BufferView, Buffers, HostBackend, LaunchedBucket};
+use crate::buffer::{Buffer, SharedBuffer};
+use crate::descriptor::{MessageDescriptor, OpDescriptor};
 use crate::error::{Error, Result};
 use crate::failure::Failure;
 use crate::kind::Kind;
+use crate::shm::segments::Segments;
 use crate::world::World;
+
+const NAME: &str = "toy";
+/// How many buckets may be under way.
+const MAX_BUCKETS: usize = 2;
 
 /// What the ranks of one group share.
 #[derive(Default)]
@@ -48,13 +54,16 @@ struct Toy {
     tables: Arc<Mutex<HashMap<String, Arc<Table>>>>,
     table: Arc<Table>,
     round: AtomicU64,
+    /// The launched buckets and their rounds, the oldest first.
+    buckets: Mutex<VecDeque<(u64, LaunchedBucket)>>,
 }
 
 impl Toy {
     fn new(failure: Arc<Failure>, tables: Arc<Mutex<HashMap<String, Arc<Table>>>>) -> Self {
         let table =
             Arc::clone(tables.lock().unwrap().entry(failure.core.name.clone()).or_default());
-        Self { failure, tables, table, round: AtomicU64::new(0) }
+        let (round, buckets) = (AtomicU64::new(0), Mutex::default());
+        Self { failure, tables, table, round, buckets }
     }
 
     /// Waits until `is_over`, for these ranks.
@@ -71,16 +80,27 @@ impl Toy {
         })
     }
 
-    /// What all ranks contribute to a round.
-    fn exchange(&self, own: Contribution) -> Result<Vec<Contribution>> {
-        let (core, operation) = (&self.failure.core, own.operation);
+    /// Puts what this rank contributes to the next round on the table.
+    fn contribute(&self, own: Contribution) -> u64 {
         let round = self.round.fetch_add(1, Ordering::Relaxed);
-        let table = || self.table.contributions.lock().unwrap();
-        table().insert((round, core.rank), own);
-        let missing = || core.ranks_where(|rank| !table().contains_key(&(round, rank)));
-        self.wait(&operation, &missing, || missing().is_empty())?;
-        let all: Vec<_> = (0..core.size()).map(|rank| table()[&(round, rank)].clone()).collect();
-        match all.iter().find(|other| !other.operation.agrees(&operation)) {
+        self.table.contributions.lock().unwrap().insert((round, self.failure.core.rank), own);
+        round
+    }
+
+    /// The ranks that have not yet contributed to a round.
+    fn missing(&self, round: u64) -> Vec<usize> {
+        let contributions = self.table.contributions.lock().unwrap();
+        self.failure.core.ranks_where(|rank| !contributions.contains_key(&(round, rank)))
+    }
+
+    /// What all ranks contribute to a round, once they have.
+    fn contributions(&self, round: u64, operation: &OpDescriptor) -> Result<Vec<Contribution>> {
+        let (core, missing) = (&self.failure.core, || self.missing(round));
+        self.wait(operation, &missing, || missing().is_empty())?;
+        let table = self.table.contributions.lock().unwrap();
+        let all: Vec<_> = (0..core.size()).map(|rank| table[&(round, rank)].clone()).collect();
+        drop(table);
+        match all.iter().find(|other| !other.operation.agrees(operation)) {
             Some(other) => {
                 let detail = format!("{operation} here, {} there", other.operation);
                 Err(self.failure.fail(Error::Mismatch { rank: core.world.rank, detail }))
@@ -88,6 +108,32 @@ impl Toy {
             None => Ok(all),
         }
     }
+
+    /// Reduces the launched buckets in their order, those that all ranks have launched, or all.
+    fn reduce_buckets(&self, wait: bool) -> Result<()> {
+        let mut buckets = self.buckets.lock().unwrap();
+        while let Some((round, bucket)) = buckets.front() {
+            if !wait && !self.missing(*round).is_empty() {
+                return Ok(());
+            }
+            let result = sum(&self.contributions(*round, &bucket.operation)?);
+            let mut result = &result[..];
+            for piece in pieces(&bucket.segments) {
+                let (own, rest) = result.split_at(piece.bytes);
+                piece.write(0, own.as_ptr(), own.len());
+                result = rest;
+            }
+            bucket.finish();
+            buckets.pop_front();
+        }
+        Ok(())
+    }
+}
+
+/// A rank's pieces of a bucket.
+fn pieces(segments: &Segments) -> impl Iterator<Item = BufferView> + '_ {
+    let pieces = segments.pieces().into_iter().zip(&segments.lengths);
+    pieces.map(|(data, &length)| BufferView { data, bytes: length * segments.dtype.size() })
 }
 
 fn read(view: BufferView) -> Vec<u8> {
@@ -108,18 +154,20 @@ fn sum(all: &[Contribution]) -> Vec<u8> {
 }
 
 impl HostBackend for Toy {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
     fn collective(&self, mut operation: OpDescriptor, buffers: Buffers) -> Result<()> {
         let core = &self.failure.core;
-        operation.sequence = core.recorder.next_collective();
-        self.failure.check_poison(&operation)?;
-        core.recorder.begin(&operation.record(None));
         let in_place = matches!(operation.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast);
         if operation.kind == Kind::AllToAllV {
             operation.count = 0; // each rank has its own
         }
         let data = read(if in_place { buffers.output } else { buffers.input });
         let counts = buffers.input_counts.to_vec();
-        let all = self.exchange(Contribution { operation, data, counts })?;
+        let round = self.contribute(Contribution { operation, data, counts });
+        let all = self.contributions(round, &operation)?;
 
         let (rank, size, root) = (core.rank, core.size(), operation.root as usize);
         let concat = || all.iter().flat_map(|other| other.data.clone()).collect();
@@ -151,24 +199,27 @@ impl HostBackend for Toy {
         Ok(())
     }
 
-    fn send(&self, data: BufferView, _: DType, to: usize, tag: u32) -> Result<()> {
-        self.failure.check_poison(&"send")?;
+    fn send(&self, data: BufferView, what: &MessageDescriptor, to: usize) -> Result<()> {
         let sender = self.failure.core.rank;
-        let message = Message { sender, receiver: to, tag, data: read(data) };
+        let message = Message { sender, receiver: to, tag: what.tag, data: read(data) };
         self.table.messages.lock().unwrap().push(message);
         Ok(())
     }
 
-    fn recv(&self, data: BufferView, _: DType, from: Option<usize>, tag: u32) -> Result<usize> {
+    fn recv(
+        &self,
+        data: BufferView,
+        what: &MessageDescriptor,
+        from: Option<usize>,
+    ) -> Result<usize> {
         let core = &self.failure.core;
-        self.failure.check_poison(&"recv")?;
         let mut found = None;
         let missing = || from.map_or_else(|| core.ranks_where(|r| r != core.rank), |r| vec![r]);
-        self.wait(&"recv", &missing, || {
+        self.wait(what, &missing, || {
             let mut messages = self.table.messages.lock().unwrap();
             let is_wanted = |message: &Message| {
                 from.is_none_or(|from| message.sender == from)
-                    && (message.receiver, message.tag) == (core.rank, tag)
+                    && (message.receiver, message.tag) == (core.rank, what.tag)
             };
             let index = messages.iter().position(is_wanted);
             found = index.map(|index| messages.remove(index));
@@ -179,16 +230,24 @@ impl HostBackend for Toy {
         Ok(message.sender)
     }
 
-    fn launch_bucket(&self, _: &Arc<Segments>, _: ReduceOp) -> Result<bool> {
-        Err(self.failure.core.caller().argument("launch_bucket", "a toy has no buckets".into()))
+    fn launch_bucket(&self, launch: BucketLaunch) -> Result<bool> {
+        let mut buckets = self.buckets.lock().unwrap();
+        if buckets.len() == MAX_BUCKETS {
+            return Ok(false);
+        }
+        let bucket = launch.begin();
+        let data = pieces(&bucket.segments).flat_map(read).collect();
+        let (operation, counts) = (bucket.operation, Vec::new());
+        buckets.push_back((self.contribute(Contribution { operation, data, counts }), bucket));
+        Ok(true)
     }
 
     fn progress_buckets(&self) -> Result<()> {
-        Ok(())
+        self.reduce_buckets(false)
     }
 
     fn finish_buckets(&self) -> Result<()> {
-        Ok(())
+        self.reduce_buckets(true)
     }
 
     fn new_group(&self, failure: Arc<Failure>, _: &str) -> Result<Arc<dyn HostBackend>> {
@@ -202,7 +261,7 @@ fn ranks(size: usize, run: impl Fn(ProcessGroup) + Sync) {
     std::thread::scope(|scope| {
         for world in World::in_process(size).unwrap() {
             let group = NewGroup::of_world(Arc::new(world), Duration::from_secs(60));
-            let failure = group.failure();
+            let failure = group.failure(NAME);
             let core = Arc::clone(&failure.core);
             let backend = Arc::new(Toy::new(Arc::clone(&failure), Arc::clone(&tables)));
             let rank = core.rank;
@@ -266,5 +325,66 @@ fn another_back_end_has_sub_groups_messages_and_failures() {
             matches!(&error, Error::PeerLost { peer, .. } if peer.contains("rank 2 ")),
             "{error}"
         );
+    });
+}
+
+/// A piece of a bucket, which tells when it is over.
+struct Piece(SharedBuffer<i64>, Sender<Vec<i64>>);
+
+impl AsMut<[u8]> for Piece {
+    fn as_mut(&mut self) -> &mut [u8] {
+        self.0.bytes_mut()
+    }
+}
+
+impl Drop for Piece {
+    fn drop(&mut self) {
+        let _ = self.1.send(self.0.to_vec());
+    }
+}
+
+#[test]
+fn another_back_end_has_buckets() {
+    ranks(3, |group| {
+        let rank = group.rank() as i64;
+        let bucket = |number: u32, lengths: &[usize], results: &Sender<Vec<i64>>| {
+            let segments = group.segments(number, DType::I64, lengths.to_vec()).unwrap();
+            for (index, &length) in lengths.iter().enumerate() {
+                let mut piece = group.alloc_shared(length).unwrap();
+                piece.fill(100 * i64::from(number) + 10 * index as i64 + rank);
+                assert!(segments.set_piece(index, Piece(piece, results.clone())));
+            }
+            Arc::new(segments)
+        };
+        let (sender, results) = channel();
+        let first = bucket(1, &[5, 0, 2], &sender);
+        assert!(group.launch_bucket(&first, ReduceOp::Sum).unwrap());
+        let again = group.launch_bucket(&first, ReduceOp::Sum).unwrap_err();
+        assert!(again.to_string().contains("is being reduced already"), "{again}");
+        let other = Piece(group.alloc_shared(5).unwrap(), channel().0);
+        assert!(!first.set_piece(0, other), "it is under way all the same");
+        let second = bucket(2, &[1], &sender);
+        assert!(group.launch_bucket(&second, ReduceOp::Sum).unwrap());
+        let third = bucket(3, &[1], &sender);
+        assert!(!group.launch_bucket(&third, ReduceOp::Sum).unwrap(), "two are under way");
+        group.progress().unwrap();
+        group.wait_bucket(&second).unwrap();
+        assert!(group.launch_bucket(&third, ReduceOp::Sum).unwrap());
+        // A collective comes after them.
+        let mut sum = [1_i64];
+        group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+        assert_eq!(sum, [3]);
+        assert!(third.finished().is_some());
+        let reduced: Vec<_> = results.try_iter().collect();
+        assert_eq!(reduced, [vec![303; 5], vec![], vec![363; 2], vec![603], vec![903]]);
+        assert!(group.launch_bucket(&first, ReduceOp::Sum).is_err(), "its pieces are gone");
+
+        let records = group.flight_recorder();
+        let recorded: Vec<_> =
+            records.iter().map(|r| (r.sequence, r.operation, r.bucket)).collect();
+        let bucket = |number| (u64::from(number) - 1, "all_reduce", Some(number));
+        assert_eq!(recorded, [bucket(1), bucket(2), bucket(3), (3, "all_reduce", None)]);
+        assert!(records.iter().all(|record| record.backend == "toy" && record.done.is_some()));
+        assert_eq!(group.sequence(), 4);
     });
 }

@@ -41,8 +41,8 @@ impl Connector {
     }
 }
 
-/// Moves what can be moved; if `is_over` then is false, waits for more, at most for `time`. A member
-/// that has gone may have sent all before.
+/// Moves what can be moved; if `is_over` then is false, waits for more, at most for `time`. A
+/// member that has gone may have sent all before.
 pub fn progress(
     connections: &mut dyn Connections,
     time: Duration,

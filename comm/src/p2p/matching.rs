@@ -10,10 +10,10 @@ use std::sync::atomic::Ordering;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::message::{pieces, transfer, Endpoints, MessageDescriptor, PIECE};
+use super::message::{pieces, transfer, Endpoints, PIECE};
 use super::queue::{Incoming, Message, MessageQueue, Open};
 use crate::backend::BufferView;
-use crate::descriptor::{DescriptorWords, Location, OpDescriptor};
+use crate::descriptor::{DescriptorWords, Location, MessageDescriptor, OpDescriptor};
 use crate::error::{Error, Result};
 use crate::failure::Failure;
 use crate::group::core::GroupCore;

@@ -1,10 +1,7 @@
-//! What is known of a message: for errors, and on its way between nodes.
-
-use std::fmt;
-
-use flow_kernels::DType;
+//! A message on its way between nodes.
 
 use crate::backend::BufferView;
+use crate::descriptor::MessageDescriptor;
 use crate::error::Result;
 use crate::failure::Failure;
 use crate::internode::connect::{progress, Connector};
@@ -16,30 +13,6 @@ pub const PIECE: usize = 8 << 20;
 
 /// To a rank on another node, once there has been a message.
 pub type PeerConnection = Option<Box<dyn Connections>>;
-
-/// One side of a message. Ranks are those in the job.
-pub struct MessageDescriptor {
-    pub verb: &'static str,
-    /// None for any.
-    pub peer: Option<usize>,
-    pub count: usize,
-    pub dtype: DType,
-    pub tag: u32,
-}
-
-impl fmt::Display for MessageDescriptor {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.peer {
-            Some(peer) => write!(f, "{} rank {peer}", self.verb)?,
-            None => write!(f, "{} any rank", self.verb)?,
-        }
-        write!(f, " ({} x {}", self.count, self.dtype)?;
-        if self.tag != 0 {
-            write!(f, ", tag {}", self.tag)?;
-        }
-        write!(f, ")")
-    }
-}
 
 /// The ends of a connection for messages.
 #[derive(Clone, Copy)]

@@ -3,7 +3,7 @@
 //! | file | subject |
 //! |---|---|
 //! | `ops` | a batch of messages, as programs list them |
-//! | `message` | what is known of a message: for errors, and on its way between nodes |
+//! | `message` | a message on its way between nodes |
 //! | `send` | sending: into the receiver's mailbox, or over a connection |
 //! | `matching` | how messages find their receivers, by sender and tag |
 //! | `queue` | one sender's messages, with those that came before anybody asked for them |

@@ -4,13 +4,10 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Duration;
 
-use flow_kernels::DType;
-
 use super::matching::{Found, Matcher, Probe, ProbeWait};
-use super::message::MessageDescriptor;
 use crate::backend::BufferView;
+use crate::descriptor::MessageDescriptor;
 use crate::error::Result;
-use crate::kind::Kind;
 use crate::shm::control::{sleep_on, Counter};
 use crate::transport::DisconnectReason;
 
@@ -24,18 +21,14 @@ impl Receiver {
         Self { matcher }
     }
 
-    pub fn recv(&self, data: BufferView, dtype: DType, from: usize, tag: u32) -> Result<()> {
-        let (peer, count) = (Some(self.matcher.core.ranks[from]), data.bytes / dtype.size());
-        let what = MessageDescriptor { verb: "recv from", peer, count, dtype, tag };
-        self.matcher.failure.check_poison(&what)?;
-        self.matcher.core.recorder.begin_message(Kind::Recv, data.bytes);
-        let found = match self.matcher.probe(from, &what, ProbeWait::None)? {
+    pub fn recv(&self, data: BufferView, what: &MessageDescriptor, from: usize) -> Result<()> {
+        let found = match self.matcher.probe(from, what, ProbeWait::None)? {
             Probe::Found(found) => found,
             probe => self
-                .wait_for(from, probe, &what)
+                .wait_for(from, probe, what)
                 .inspect_err(|_| self.matcher.abort_connection(from))?,
         };
-        self.matcher.finish(found, from, data, &what)
+        self.matcher.finish(found, from, data, what)
     }
 
     fn wait_for<'a>(

@@ -5,14 +5,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use flow_kernels::DType;
-
 use super::matching::{Found, Matcher, Probe, ProbeWait};
-use super::message::MessageDescriptor;
 use crate::backend::BufferView;
+use crate::descriptor::MessageDescriptor;
 use crate::error::{Error, Result};
 use crate::failure::remote::POLL_INTERVAL;
-use crate::kind::Kind;
 use crate::transport::DisconnectReason;
 
 /// How long a receive from any rank sleeps at most before it looks at its connections to other
@@ -42,22 +39,13 @@ impl AnyReceiver {
     }
 
     /// Returns the rank whose message it was.
-    pub fn recv(&self, data: BufferView, dtype: DType, tag: u32) -> Result<usize> {
-        let what = MessageDescriptor {
-            verb: "recv from",
-            peer: None,
-            count: data.bytes / dtype.size(),
-            dtype,
-            tag,
-        };
-        self.matcher.failure.check_poison(&what)?;
-        self.matcher.core.recorder.begin_message(Kind::Recv, data.bytes);
-        let (from, found) = match self.probe_all(&what)? {
+    pub fn recv(&self, data: BufferView, what: &MessageDescriptor) -> Result<usize> {
+        let (from, found) = match self.probe_all(what)? {
             Some(found) => found,
-            None => self.wait_for_any(&what)?,
+            None => self.wait_for_any(what)?,
         };
         self.next_sender.store((from + 1) % self.matcher.core.size(), Ordering::Relaxed);
-        self.matcher.finish(found, from, data, &what)?;
+        self.matcher.finish(found, from, data, what)?;
         Ok(from)
     }
 

@@ -9,11 +9,9 @@
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use flow_kernels::DType;
-
-use super::message::{pieces, transfer, Endpoints, MessageDescriptor, PeerConnection};
+use super::message::{pieces, transfer, Endpoints, PeerConnection};
 use crate::backend::BufferView;
-use crate::descriptor::{DescriptorWords, Location, OpDescriptor};
+use crate::descriptor::{DescriptorWords, Location, MessageDescriptor, OpDescriptor};
 use crate::error::Result;
 use crate::failure::Failure;
 use crate::group::core::GroupCore;
@@ -44,17 +42,13 @@ impl Sender {
         }
     }
 
-    pub fn send(&self, data: BufferView, dtype: DType, to: usize, tag: u32) -> Result<()> {
+    pub fn send(&self, data: BufferView, what: &MessageDescriptor, to: usize) -> Result<()> {
         let mut connection = self.outgoing[to].lock().unwrap_or_else(PoisonError::into_inner);
-        let (peer, count) = (Some(self.core.ranks[to]), data.bytes / dtype.size());
-        let what = MessageDescriptor { verb: "send to", peer, count, dtype, tag };
-        self.failure.check_poison(&what)?;
-        self.core.recorder.begin_message(Kind::Send, data.bytes);
-        let mut operation = OpDescriptor::new(Kind::Send, dtype, count).root(to);
-        operation.layout = u64::from(tag);
+        let mut operation = OpDescriptor::new(Kind::Send, what.dtype, what.count).root(to);
+        operation.layout = u64::from(what.tag);
         match self.core.locals.iter().position(|&local| local == to) {
-            Some(receiver) => self.send_on_node(data, operation, (to, receiver), &what),
-            None => self.send_to_other_node(&mut connection, data, &operation, to, &what),
+            Some(receiver) => self.send_on_node(data, operation, (to, receiver), what),
+            None => self.send_to_other_node(&mut connection, data, &operation, to, what),
         }
     }
 

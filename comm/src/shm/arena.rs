@@ -22,6 +22,12 @@ use crate::fork::ForkSafe;
 /// Alignment of blocks of a page and more; smaller ones are aligned to a cache line.
 const PAGE: usize = 4096;
 const CACHE_LINE: usize = 64;
+/// What a process maps at most, all mappings together: a quarter of the address space.
+const ADDRESS_SPACE: usize = 1 << 45;
+/// The least shared memory of a rank.
+const MIN_REGION: usize = 64 << 20;
+/// How many ranks one process can have if each maps the memory of all.
+pub const MAX_MAPPINGS: usize = (ADDRESS_SPACE / MIN_REGION).isqrt();
 /// Freed blocks keep their pages up to this many bytes, or as many as are in use: allocations of a
 /// training step then never fault. Beyond that, those that were freed longest ago give theirs back.
 const MIN_CACHE: usize = 256 << 20;
@@ -99,14 +105,16 @@ impl Blocks {
 }
 
 impl Arena {
-    /// Makes the memfd for `regions` ranks, which a process maps `mappings` times. Its size is what the
-    /// address space and the file size limit allow, some times the machine's memory for each rank.
+    /// Makes the memfd for `regions` ranks, which a process maps `mappings` times. Its size is what
+    /// the address space and the file size limit allow, some times the machine's memory for each
+    /// rank.
     pub fn create_file(regions: usize, mappings: usize) -> Result<(OwnedFd, usize), String> {
         let memory = {
             let info = rustix::system::sysinfo();
             (info.totalram as usize).saturating_mul(info.mem_unit.max(1) as usize)
         };
-        let wanted = memory.saturating_mul(4).max(64 << 30).min((1 << 45) / regions / mappings);
+        let wanted = memory.saturating_mul(4).max(64 << 30);
+        let wanted = wanted.min(ADDRESS_SPACE / regions / mappings);
         let file_limit = rustix::process::getrlimit(rustix::process::Resource::Fsize)
             .current
             .unwrap_or(u64::MAX);
@@ -115,11 +123,12 @@ impl Arena {
         let space = space_limit / 2 / mappings as u64;
         let limit = file_limit.min(space) as usize / regions;
         let region = wanted.min(limit) / (1 << 20) * (1 << 20);
-        if region < (64 << 20) {
+        if region < MIN_REGION {
             return Err(format!(
-                "only {} MiB of shared memory per rank is allowed by the limits on file size (ulimit -f) and address \
-                 space (ulimit -v); at least 64 MiB are needed: raise them",
-                region >> 20
+                "only {} MiB of shared memory per rank is allowed by the limits on file size \
+                 (ulimit -f) and address space (ulimit -v); at least {} MiB are needed: raise them",
+                region >> 20,
+                MIN_REGION >> 20
             ));
         }
         let file = rustix::fs::memfd_create(c"flow-arena", MemfdFlags::CLOEXEC)
@@ -152,7 +161,10 @@ impl Arena {
             )
         }
         .map_err(|e| {
-            format!("cannot map {len} bytes of shared memory: {e} (is the address space limited? ulimit -v)")
+            format!(
+                "cannot map {len} bytes of shared memory: {e} (is the address space limited? \
+                 ulimit -v)"
+            )
         })?;
         // SAFETY: the range was just mapped. Without this a core dump would walk the whole sparse
         // mapping.

@@ -2,19 +2,19 @@
 
 use std::sync::Arc;
 
-use flow_kernels::{DType, ReduceOp};
-
-use crate::backend::{BufferView, Buffers, HostBackend};
+use crate::backend::{BucketLaunch, BufferView, Buffers, HostBackend};
 use crate::collectives::bucket::BucketQueue;
 use crate::collectives::hierarchical::Hierarchical;
 use crate::collectives::host::HostCollectives;
-use crate::collectives::segments::Segments;
-use crate::descriptor::OpDescriptor;
+use crate::descriptor::{MessageDescriptor, OpDescriptor};
 use crate::error::Result;
 use crate::failure::Failure;
 use crate::internode::InterNode;
 use crate::p2p::{AnyReceiver, Matcher, Receiver, Sender};
 use crate::shm::rounds::Rounds;
+
+/// The back-end's name in traces.
+pub const NAME: &str = "shm";
 
 /// A group's parts. Each depends on those below only, and on the group's members and failure:
 /// buckets and collectives on `Hierarchical`, that on `InterNode`, that on `Rounds`.
@@ -48,24 +48,32 @@ impl SharedMemory {
 }
 
 impl HostBackend for SharedMemory {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
     fn collective(&self, operation: OpDescriptor, buffers: Buffers) -> Result<()> {
-        self.buckets.finish()?;
         crate::collectives::run(&self.collectives, operation, buffers)
     }
 
-    fn send(&self, data: BufferView, dtype: DType, to: usize, tag: u32) -> Result<()> {
-        self.sender.send(data, dtype, to, tag)
+    fn send(&self, data: BufferView, message: &MessageDescriptor, to: usize) -> Result<()> {
+        self.sender.send(data, message, to)
     }
 
-    fn recv(&self, data: BufferView, dtype: DType, from: Option<usize>, tag: u32) -> Result<usize> {
+    fn recv(
+        &self,
+        data: BufferView,
+        message: &MessageDescriptor,
+        from: Option<usize>,
+    ) -> Result<usize> {
         match from {
-            Some(from) => self.receiver.recv(data, dtype, from, tag).map(|()| from),
-            None => self.any_receiver.recv(data, dtype, tag),
+            Some(from) => self.receiver.recv(data, message, from).map(|()| from),
+            None => self.any_receiver.recv(data, message),
         }
     }
 
-    fn launch_bucket(&self, segments: &Arc<Segments>, reduce: ReduceOp) -> Result<bool> {
-        self.buckets.launch(segments, reduce)
+    fn launch_bucket(&self, launch: BucketLaunch) -> Result<bool> {
+        self.buckets.launch(launch)
     }
 
     fn progress_buckets(&self) -> Result<()> {

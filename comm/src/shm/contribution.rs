@@ -43,7 +43,7 @@ impl Readers {
     }
 }
 
-/// Blocks of memory, as many from each rank.
+/// Blocks of memory, the same number from each rank.
 pub struct Contribution<'a> {
     pub from: Contributors,
     pub to: Readers,

@@ -7,8 +7,8 @@
 //! reset.
 //!
 //! Every member of the group has its place here, those on other nodes too: this node's
-//! leader writes down what they publish, and raises the counters for them. Only `send` and `recv` are for
-//! members on this node alone.
+//! leader writes down what they publish, and raises the counters for them. Only `send` and `recv`
+//! are for members on this node alone.
 //!
 //! Everything here is atomics over zeroed memory: a peer that was killed half-way leaves values,
 //! never broken locks.
@@ -27,11 +27,11 @@ pub const SLOTS: u64 = 64;
 pub const PAYLOAD: usize = 4096;
 /// Staging buffer for ordinary memory: two of them per rank stay in the second-level cache.
 pub const CHUNK: usize = 256 << 10;
-/// Each has at least a cache line of a staging buffer.
+/// With more ranks, each would have less than a cache line of a staging buffer.
 pub const MAX_RANKS: usize = CHUNK / 64;
 
-/// A counter that ranks wait on. Of those that arrive in a round, and are done, the last wakes
-/// them; in a mailbox everyone who raises it does; and so does whoever rings a doorbell.
+/// A counter that ranks wait on. In a round the last rank that raises it wakes them; in a mailbox
+/// every rank that raises it does, and so does a rank that rings a doorbell.
 #[repr(C, align(64))]
 pub struct Counter {
     pub value: AtomicU32,
@@ -76,8 +76,8 @@ impl Counter {
         }
     }
 
-    /// Sleeps until the doorbell is rung, at most for `time`; not at all if `is_due` then finds
-    /// that something has happened. What happens after that look rings.
+    /// Sleeps until the doorbell is rung, at most for `time`; not at all if `is_due` says that
+    /// something has happened already. From then on no ring is missed.
     pub fn sleep_unless(&self, time: Duration, is_due: impl FnOnce() -> bool) {
         use rustix::thread::futex;
         self.waiters.fetch_add(1, Ordering::SeqCst);
@@ -148,8 +148,7 @@ pub struct RankState {
     pub arrived: AtomicU64,
     /// Set when the rank has dropped its group.
     pub left: AtomicU32,
-    /// Rung for what may be of interest to a thread of this rank that waits for messages from any
-    /// rank, or for its turn.
+    /// Rung for the threads of this rank that wait for a message from any rank, or for their turn.
     pub doorbell: Counter,
     /// What this rank has to say about a failure.
     pub error_detail: Note,
@@ -219,7 +218,8 @@ pub struct Control {
 }
 
 impl Control {
-    /// Bytes a group of `size` ranks, `locals` of them on this node, needs, zeroed.
+    /// Bytes of the control block of a group of `size` ranks, `locals` of them on this node. All
+    /// are zero at first.
     pub fn bytes(size: usize, locals: usize) -> usize {
         Layout::of(size, locals).total
     }
@@ -269,7 +269,7 @@ impl Control {
         self.descriptor(round, rank).0[ARRIVED].load(Ordering::Acquire) == round + 1
     }
 
-    /// As [`Control::set_arrived`], that it is done.
+    /// Notes that a rank is done with a round.
     pub fn set_done(&self, round: u64, rank: usize) {
         self.descriptor(round, rank).0[DONE].store(round + 1, Ordering::Release);
     }
@@ -278,13 +278,13 @@ impl Control {
         self.descriptor(round, rank).0[DONE].load(Ordering::Acquire) == round + 1
     }
 
-    /// Value of `arrived` or `done` when all ranks are there in `round`.
+    /// Value of `arrived` or `done` when all ranks have raised it in `round`.
     pub fn target(&self, round: u64) -> u32 {
         (self.size as u64 * (round / SLOTS + 1)) as u32
     }
 
-    /// Value of `arrived` when all members on this node are there: the leader speaks for the others
-    /// after that.
+    /// Value of `arrived` when all members on this node have arrived. The leader arrives for the
+    /// others after that.
     pub fn local_target(&self, round: u64) -> u32 {
         self.target(round).wrapping_sub((self.size - self.locals) as u32)
     }
@@ -302,7 +302,7 @@ impl Control {
         self.arena.at(self.offset + self.layout.staging + (rank * 2 + which) * CHUNK)
     }
 
-    /// The ranks are numbers among the members on this node.
+    /// The mailbox of two members, numbered among those on this node.
     pub fn mailbox(&self, from: usize, to: usize) -> &Mailbox {
         debug_assert!(from < self.locals && to < self.locals);
         self.at(self.layout.mailboxes, from * self.locals + to)

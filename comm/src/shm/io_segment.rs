@@ -8,15 +8,15 @@ pub struct IoSegment {
     bytes: usize,
 }
 
-// SAFETY: whoever makes a part promises that nobody else touches the memory meanwhile, on whatever
-// thread that is.
+// SAFETY: the maker of a segment promises that nobody else touches the memory meanwhile, whatever
+// thread has the segment.
 unsafe impl Send for IoSegment {}
 
 impl IoSegment {
     /// # Safety
     ///
-    /// Until the part is through or dropped, the memory stays valid and nobody writes it; where it
-    /// is to be filled, nobody reads it either.
+    /// Until the segment is moved or dropped, its memory stays valid and nobody else writes it. If
+    /// it is to be filled, nobody reads it either.
     pub unsafe fn new(data: *mut u8, bytes: usize) -> Self {
         Self { data, bytes }
     }
@@ -31,7 +31,7 @@ impl IoSegment {
 
     /// What is to be sent.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: the promise of whoever made the part.
+        // SAFETY: the promise of the segment's maker.
         unsafe { std::slice::from_raw_parts(self.data, self.bytes) }
     }
 

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `arena` | the memory all local ranks map, and its allocator |
 //! | `arena_header` | what the ranks of a node share while they come together |
+//! | `segments` | pieces of the arena that are reduced as one: a bucket of gradients |
 //! | `bytes` | memory as bytes and as elements |
 //! | `control` | counters, descriptors and staging buffers of one group |
 //! | `rounds` | the protocol beneath all collectives: publishing, arriving, waiting |
@@ -21,3 +22,4 @@ pub mod contribution;
 pub mod control;
 pub mod io_segment;
 pub mod rounds;
+pub mod segments;

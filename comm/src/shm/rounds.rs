@@ -1,8 +1,8 @@
 //! Rounds: the one protocol beneath all collectives of a group.
 //!
 //! A round: publish the descriptor (what, how much, where), raise `arrived`, wait until all have
-//! arrived, compare the descriptors, move data, raise `done`. Whoever waits watches the peers' lives
-//! and the clock. The first failure poisons the group.
+//! arrived, compare the descriptors, move data, raise `done`. Whoever waits watches the peers'
+//! lives and the clock. The first failure poisons the group.
 //!
 //! Members on other nodes take part through the leader, this node's first member: when all members
 //! here have arrived, the leader fetches the descriptors of the others (see `internode`), and
@@ -15,7 +15,6 @@ use crate::descriptor::{Location, OpDescriptor};
 use crate::error::{Error, Result};
 use crate::failure::Failure;
 use crate::group::core::GroupCore;
-use crate::trace::{Queued, Start};
 
 /// A group's control block, and how far this rank is in it.
 pub struct Rounds {
@@ -25,7 +24,7 @@ pub struct Rounds {
     state: Mutex<RoundState>,
 }
 
-/// Advanced equally on all ranks. One collective at a time has it.
+/// All ranks advance it equally. One collective at a time has it.
 #[derive(Default)]
 pub struct RoundState {
     next: u64,
@@ -39,27 +38,9 @@ impl Rounds {
         Self { core, failure, control, state: Mutex::default() }
     }
 
+    /// Held for the length of a collective.
     pub fn lock(&self) -> MutexGuard<'_, RoundState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Begins a collective: gives it its sequence number, and records it until the process group
-    /// ends the record.
-    pub fn begin(&self, operation: &mut OpDescriptor) -> Result<MutexGuard<'_, RoundState>> {
-        let state = self.lock();
-        let start = self.assign_sequence(operation)?;
-        self.core.recorder.begin(&start);
-        Ok(state)
-    }
-
-    /// Gives a collective its sequence number; fails at once in a poisoned group.
-    pub fn assign_sequence(&self, operation: &mut OpDescriptor) -> Result<Start> {
-        let queued = Queued::take();
-        let sequence = || self.core.recorder.next_collective();
-        operation.sequence = queued.map_or_else(sequence, |queued| queued.sequence);
-        self.failure.check_poison(&operation)?;
-        self.core.count_collective();
-        Ok(operation.record(queued))
     }
 
     /// The next round, or None while its slot is still in use by a slow rank.
@@ -125,8 +106,7 @@ impl Rounds {
         operation.write(location, self.control.descriptor(round, self.core.rank));
     }
 
-    // The counters first: a rank that is killed in between must be among those that the others
-    // miss.
+    // The counter comes first: if a rank is killed in between, the others still miss it.
 
     pub fn arrive(&self, round: u64) {
         let targets = [self.control.target(round), self.control.local_target(round)];
@@ -134,7 +114,7 @@ impl Rounds {
         self.control.set_arrived(round, self.core.rank);
     }
 
-    /// In the leader, when it has what the members on other nodes contribute to a round.
+    /// The leader calls this when it has what the members on other nodes contribute to a round.
     pub fn arrive_for_remote(&self, round: u64) {
         let count = self.core.remote_size() as u32;
         self.control.slot(round).arrived.raise_by(count, &[self.control.target(round)]);
@@ -244,10 +224,10 @@ impl Rounds {
         if theirs.bucket.and(operation.bucket).is_some() && theirs.step != operation.step {
             let (step, other) = (operation.step, theirs.step);
             return format!(
-                "rank {own} is in step {step}, rank {peer} in step {other} (a forward in training mode without its \
-                 backward is a step: one of them skipped a backward, had a loss without parameters, caught a \
-                 backward's error, or had a forward more than the others: evaluate with train = false or under \
-                 no_grad)"
+                "rank {own} is in step {step}, rank {peer} in step {other} (a forward in training \
+                 mode without its backward is a step: one of them skipped a backward, had a loss \
+                 without parameters, caught a backward's error, or had a forward more than the \
+                 others: evaluate with train = false or under no_grad)"
             );
         }
         let is_same = OpDescriptor { layout: operation.layout, ..*theirs }.agrees(operation);

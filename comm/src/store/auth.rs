@@ -152,14 +152,16 @@ impl PendingAuth {
                 }
             }
             (Request::Hello { version }, None) => AuthOutcome::Refuse(format!(
-                "it speaks version {VERSION} of its protocol, this program version {version}; use one version of Flow in a job"
+                "it speaks version {VERSION} of its protocol, this program version {version}; use \
+                 one version of Flow in a job"
             )),
             (Request::Proof { proof }, Some(nonce)) => {
                 let proves = |token: &str| prove(token, &nonce).verify_slice(proof).is_ok();
                 match self.tokens.iter().find(|(_, token)| proves(token)) {
                     Some((store, _)) => AuthOutcome::Admit { service: *store, used: input.len() },
                     None => AuthOutcome::Refuse(
-                        "wrong token; FLOW_TOKEN must be that of the job which serves the store".to_string(),
+                        "wrong token; FLOW_TOKEN must be that of the job that serves the store"
+                            .to_string(),
                     ),
                 }
             }

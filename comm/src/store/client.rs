@@ -199,7 +199,8 @@ impl Store {
         })
     }
 
-    /// Sends a request and has `accept` take the reply, or return `None` where it does not answer the request.
+    /// Sends a request and has `accept` take the reply, or return `None` where it does not answer
+    /// the request.
     fn call<T>(
         &self,
         operation: String,

@@ -296,7 +296,10 @@ impl EventLoop {
                 Some(id) => self.close(id),
                 None => {
                     self.complaint.call_once(|| {
-                        log::warn!("the store cannot accept connections for now: {error} (see also ulimit -n)");
+                        log::warn!(
+                            "the store cannot accept connections for now: {error} (see also ulimit \
+                             -n)"
+                        );
                     });
                     return Some(now + ACCEPT_PAUSE);
                 }

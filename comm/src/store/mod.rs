@@ -54,13 +54,19 @@ pub use server::{Server, TcpStore};
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum Error {
     /// A text is no [`Address`].
-    #[error("\"{text}\" is no store address: give tcp://HOST:PORT or unix://NAME, an IPv6 host in brackets")]
+    #[error(
+        "\"{text}\" is no store address: give tcp://HOST:PORT or unix://NAME, an IPv6 host in \
+         brackets"
+    )]
     Address {
         /// The text.
         text: String,
     },
     /// Nothing answered within the timeout.
-    #[error("store {address}: no connection within {timeout:?}: {cause}; is the process that serves it (flow-launch, or rank 0) alive and reachable?")]
+    #[error(
+        "store {address}: no connection within {timeout:?}: {cause}; is the process that serves it \
+         (flow-launch, or rank 0) alive and reachable?"
+    )]
     Connect {
         /// The store.
         address: Address,
@@ -79,7 +85,8 @@ pub enum Error {
     },
     /// Keys were not set within the timeout.
     #[error(
-        "store {address}: {operation} timed out after {timeout:?}; not set: {}; are the ranks that set them alive?",
+        "store {address}: {operation} timed out after {timeout:?}; not set: {}; are the ranks that \
+         set them alive?",
         list(missing)
     )]
     Timeout {
@@ -93,7 +100,10 @@ pub enum Error {
         missing: Vec<String>,
     },
     /// The connection failed, now or in an earlier call. This client is of no more use.
-    #[error("store {address}: {operation}: {cause}; is the process that serves it (flow-launch, or rank 0) alive?")]
+    #[error(
+        "store {address}: {operation}: {cause}; is the process that serves it (flow-launch, or \
+         rank 0) alive?"
+    )]
     Lost {
         /// The store.
         address: Address,

@@ -199,7 +199,10 @@ fn wait_for_thread<T>(answer: &Receiver<T>) -> io::Result<T> {
     answer.recv_timeout(ANSWER_TIMEOUT).map_err(|error| match error {
         RecvTimeoutError::Timeout => io::Error::new(
             ErrorKind::TimedOut,
-            format!("its thread has not answered within {ANSWER_TIMEOUT:?}; does anybody read the log that it writes?"),
+            format!(
+                "its thread has not answered within {ANSWER_TIMEOUT:?}; does anybody read the log \
+                 that it writes?"
+            ),
         ),
         RecvTimeoutError::Disconnected => {
             io::Error::new(ErrorKind::BrokenPipe, "its thread is over")

@@ -175,6 +175,9 @@ mod tests {
 
     const NAME: &str = "transport::toy::tests::a_job_over_another_transport";
 
+    /// A rank prints this when it has run the job, and not none of the tests.
+    const DONE: &str = "all over the toy transport";
+
     /// Two nodes of two ranks, each a process that runs this test.
     #[test]
     fn a_job_over_another_transport() {
@@ -205,10 +208,10 @@ mod tests {
         let ranks: Vec<_> = (0..4).map(start).collect();
         for rank in ranks {
             let output = rank.wait_with_output().unwrap();
-            let said = String::from_utf8_lossy(&output.stdout);
+            let printed = String::from_utf8_lossy(&output.stdout);
             assert!(
-                output.status.success() && said.contains("over the toy transport"),
-                "{said}{}",
+                output.status.success() && printed.contains(DONE),
+                "{printed}{}",
                 String::from_utf8_lossy(&output.stderr)
             );
         }
@@ -224,6 +227,9 @@ mod tests {
         group.all_gather(&[group.rank() as i64], &mut all).unwrap();
         assert_eq!(all, [0, 1, 2, 3]);
         group.barrier().unwrap();
-        println!("over the toy transport");
+        let records = group.flight_recorder();
+        let transports: Vec<_> = records.iter().map(|record| record.backend).collect();
+        assert_eq!(transports, ["toy"; 3]);
+        println!("{DONE}");
     }
 }

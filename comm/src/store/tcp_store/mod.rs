@@ -228,7 +228,8 @@ impl HostedTcpStore {
         }
         self.complaints.memory.get_or_init(|| {
             log::warn!(
-                "TCPStore: a client of PyTorch's is closed: it would have the store take more than {} bytes",
+                "TCPStore: a client of PyTorch's is closed: it would have the store take more than \
+                 {} bytes",
                 self.max_size
             );
         });
@@ -256,8 +257,8 @@ impl Service for HostedTcpStore {
         if count as u64 >= files / 2 {
             self.complaints.clients.get_or_init(|| {
                 log::warn!(
-                    "TCPStore: {count} clients of PyTorch's are connected, and no more are accepted: the limit on open \
-                     files is {files} (ulimit -n)"
+                    "TCPStore: {count} clients of PyTorch's are connected, and no more are \
+                     accepted: the limit on open files is {files} (ulimit -n)"
                 );
             });
             return Err(ErrorKind::QuotaExceeded.into());
@@ -276,7 +277,8 @@ impl Service for HostedTcpStore {
         if unsent > MAX_UNSENT {
             self.complaints.deaf.get_or_init(|| {
                 log::warn!(
-                    "TCPStore: a client of PyTorch's is closed: it sends requests and does not read the replies"
+                    "TCPStore: a client of PyTorch's is closed: it sends requests and does not \
+                     read the replies"
                 );
             });
             return Err(ErrorKind::InvalidData.into());

@@ -256,7 +256,9 @@ mod tests {
     proptest! {
         /// Whatever was done: once all is removed, nothing is left, also by the count of bytes.
         #[test]
-        fn the_size_is_that_of_what_is_there(steps in vec((0..7u8, 0..4u8, vec(any::<u8>(), 0..9)), 0..60)) {
+        fn the_size_is_that_of_what_is_there(
+            steps in vec((0..7u8, 0..4u8, vec(any::<u8>(), 0..9)), 0..60),
+        ) {
             let mut values = Values::default();
             for (step, key, bytes) in steps {
                 let (key, value) = ([b'k', key], Value::new(&bytes));
@@ -271,7 +273,8 @@ mod tests {
                         let cost = values.list_cost();
                         let list = values.list();
                         prop_assert!(cost == 0 || cost == list.len());
-                        prop_assert_eq!((list.len(), list[0] as usize), (8 + 10 * values.len(), values.len()));
+                        let expected = (8 + 10 * values.len(), values.len());
+                        prop_assert_eq!((list.len(), list[0] as usize), expected);
                     }
                 }
                 prop_assert!(values.size() >= values.len() * (OVERHEAD + 10));

@@ -329,7 +329,8 @@ mod tests {
         #[test]
         fn requests_come_out_of_any_pieces(all in vec(requests(), 0..8), size in 1..40usize) {
             let wire: Vec<u8> = all.iter().flat_map(|(wire, _)| wire.clone()).collect();
-            let expected: Vec<Request> = all.into_iter().flat_map(|(_, requests)| requests).collect();
+            let expected: Vec<Request> =
+                all.into_iter().flat_map(|(_, requests)| requests).collect();
             prop_assert_eq!(&decode(&wire.chunks(size).collect::<Vec<_>>()).unwrap(), &expected);
             prop_assert_eq!(decode(&[&wire]).unwrap(), expected);
         }

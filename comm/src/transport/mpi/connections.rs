@@ -1,8 +1,8 @@
 //! The two ends of a connection.
 //!
 //! Parts are cut into, and put together from, messages of at most [`CHUNK`] bytes. Each member of a
-//! channel sends under a tag of its own, and tells the others that tag by a *handshake*. Nobody waits
-//! for handshakes: what is sent before its tag is known waits at its destination.
+//! channel sends under a tag of its own, and tells the others that tag by a *handshake*. Nobody
+//! waits for handshakes: what is sent before its tag is known waits at its destination.
 
 use std::collections::VecDeque;
 use std::ffi::c_int;

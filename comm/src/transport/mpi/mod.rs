@@ -55,14 +55,13 @@ pub fn exchange_store_address(
 /// Whether MPI gives this process the place that it has in the job.
 fn check_place(membership: &Membership) -> Result<(), String> {
     let (rank, size) = (membership.rank, membership.world_size);
-    with_session(|session| {
-        match (session.rank, session.size) {
+    with_session(|session| match (session.rank, session.size) {
         place if place == (rank, size) => Ok(()),
         (own, of) => Err(format!(
-            "this is rank {rank} of {size}, but rank {own} of {of} to MPI: start the job with the mpirun of the MPI that \
-             the program is built with, or with a srun that knows it (srun --mpi=list), or set FLOW_TRANSPORT=tcp"
+            "this is rank {rank} of {size}, but rank {own} of {of} to MPI: start the job with the \
+             mpirun of the MPI that the program is built with, or with a srun that knows it (srun \
+             --mpi=list), or set FLOW_TRANSPORT=tcp"
         )),
-    }
     })
 }
 

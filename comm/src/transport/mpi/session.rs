@@ -170,7 +170,7 @@ pub fn with_session<T>(
     if !is_ours() {
         return Err(
             "this process was forked from one that uses MPI, and cannot: start it as a program \
-                    (std::process::Command), or set FLOW_TRANSPORT=tcp"
+             (std::process::Command), or set FLOW_TRANSPORT=tcp"
                 .into(),
         );
     }
@@ -212,8 +212,8 @@ impl Session {
         }
         if universe.is_none() && threading < Threading::Multiple {
             return Err(format!(
-                "the program has initialized MPI for {threading:?} threads, and Flow has one that calls MPI as well: \
-                 initialize it with MPI_THREAD_MULTIPLE"
+                "the program has initialized MPI for {threading:?} threads, and Flow has one that \
+                 calls MPI as well: initialize it with MPI_THREAD_MULTIPLE"
             ));
         }
         // Apart from what the program itself may send.
@@ -278,8 +278,8 @@ impl Session {
     pub fn new_tag(&mut self) -> Result<c_int, String> {
         if self.tag >= self.max_tag {
             return Err(format!(
-                "this process has had {} channels, and this MPI has no more tags (MPI_TAG_UB): make groups once and keep \
-                 them, or set FLOW_TRANSPORT=tcp",
+                "this process has had {} channels, and this MPI has no more tags (MPI_TAG_UB): \
+                 make groups once and keep them, or set FLOW_TRANSPORT=tcp",
                 self.max_tag
             ));
         }

@@ -1,0 +1,53 @@
+//! Where the pieces of a bucket lie on the members on this node.
+
+use crate::descriptor::{Location, OpDescriptor};
+use crate::error::{Error, Result};
+use crate::shm::rounds::Rounds;
+use crate::shm::segments::Segments;
+
+/// For each piece, its address on each member on this node, once these have arrived in the round.
+/// An empty piece has none.
+pub fn pieces_of_locals(
+    segments: &Segments,
+    rounds: &Rounds,
+    round: u64,
+    operation: &OpDescriptor,
+) -> Result<Vec<Vec<*mut u8>>> {
+    let core = &rounds.core;
+    let tables = rounds.local_locations(round, operation, &|_| segments.lengths.len() * 8)?;
+    let element = segments.dtype.size();
+    let place = |index: usize, rank: usize, table: Location| {
+        let length = segments.lengths[index];
+        let offset = match table {
+            _ if length == 0 => return Ok(std::ptr::null_mut()),
+            Location::Shared(table) if table.is_multiple_of(64) => {
+                // SAFETY: the table was checked to hold an offset for each piece, and its rank
+                // has arrived.
+                unsafe { segments.offset_of_piece(table, index) }
+            }
+            _ => 0,
+        };
+        if !offset.is_multiple_of(element) || !core.is_reachable(rank, offset, length * element) {
+            return Err(invalid_piece_error(rounds, rank, operation));
+        }
+        Ok(core.world.arena.at(offset))
+    };
+    let all = |index| {
+        let locals = core.locals.iter().zip(&tables);
+        locals.map(|(&rank, &table)| place(index, rank, table)).collect()
+    };
+    (0..segments.lengths.len()).map(all).collect()
+}
+
+/// The error where a rank that has launched a bucket no longer has its pieces.
+fn invalid_piece_error(rounds: &Rounds, rank: usize, operation: &OpDescriptor) -> Error {
+    let (core, failure) = (&rounds.core, &rounds.failure);
+    if let Err(error) = failure.check_failure(operation, true) {
+        return error;
+    }
+    if failure.has_left(rank) {
+        return failure.fail_peer_lost(rank, operation);
+    }
+    let detail = format!("rank {} placed a gradient outside the shared memory", core.ranks[rank]);
+    failure.fail(Error::Mismatch { rank: core.world.rank, detail })
+}

@@ -1,0 +1,187 @@
+//! Pieces of the arena that are reduced as one: a bucket of gradients.
+
+use std::hash::{Hash, Hasher};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use flow_kernels::{DType, ReduceOp};
+use fnv::FnvHasher;
+
+use super::arena::{Arena, Block};
+use crate::descriptor::{Location, OpDescriptor};
+use crate::kind::Kind;
+
+/// Pieces of shared memory that are reduced as one: a bucket of gradients, each where it was
+/// allocated.
+///
+/// Every rank has as many pieces of the same lengths; where they lie may differ.
+pub struct Segments {
+    pub(crate) bucket: u32,
+    pub(crate) dtype: DType,
+    /// Elements of each piece, and of all together.
+    pub(crate) lengths: Vec<usize>,
+    pub(crate) total: usize,
+    /// A digest of the lengths.
+    layout: u64,
+    /// Which step the bucket is reduced in, the same on all ranks.
+    step: AtomicU32,
+    /// Offsets of the pieces, readable by all ranks.
+    table: Block,
+    pieces: Mutex<PlacedPieces>,
+}
+
+struct PlacedPieces {
+    /// Keep the pieces' memory until it is reduced.
+    owners: Vec<Option<Owner>>,
+    under_way: bool,
+    /// When this rank saw that the last reduction was over.
+    finished: Option<Instant>,
+}
+
+type Owner = Box<dyn AsMut<[u8]> + Send>;
+
+impl Segments {
+    pub(crate) fn new(
+        arena: &Arc<Arena>,
+        bucket: u32,
+        dtype: DType,
+        lengths: Vec<usize>,
+    ) -> Option<Self> {
+        let total = lengths.iter().try_fold(0usize, |total, &length| total.checked_add(length))?;
+        total.checked_mul(dtype.size())?;
+        let mut hasher = FnvHasher::default();
+        lengths.hash(&mut hasher);
+        let table = arena.allocate_zeroed(lengths.len() * 8)?;
+        let pieces = Mutex::new(PlacedPieces {
+            owners: lengths.iter().map(|_| None).collect(),
+            under_way: false,
+            finished: None,
+        });
+        let (layout, step) = (hasher.finish(), AtomicU32::new(0));
+        Some(Self { bucket, dtype, lengths, total, layout, step, table, pieces })
+    }
+
+    /// Says in which step, from 1 on, the bucket is launched next: ranks whose steps differ get an
+    /// error that names both.
+    pub fn set_step(&self, step: u32) {
+        self.step.store(step, Ordering::Relaxed);
+    }
+
+    /// Says that piece `index` lies in `memory` now, whose address must not change. The memory is
+    /// dropped when the piece has been reduced; its `Drop` must not call the group. False if there
+    /// is no such piece, the memory is too short or badly aligned for it, not all ranks can reach
+    /// it there, or the bucket is being reduced.
+    pub fn set_piece(&self, index: usize, memory: impl AsMut<[u8]> + Send + 'static) -> bool {
+        let Some(length) = self.lengths.get(index) else { return false };
+        let bytes = length * self.dtype.size();
+        let mut owner: Owner = Box::new(memory);
+        let memory = (*owner).as_mut();
+        // An empty piece needs no valid address; it is never read.
+        let nothing = (bytes == 0).then_some(0);
+        let Some(offset) = nothing.or_else(|| self.table.arena().offset_of(memory.as_ptr(), bytes))
+        else {
+            return false;
+        };
+        let mut pieces = self.placed();
+        if pieces.under_way || memory.len() < bytes || offset % self.dtype.size() != 0 {
+            return false;
+        }
+        // SAFETY: the table is this bucket's own.
+        unsafe { self.entry(self.table.offset(), index) }.store(offset as u64, Ordering::Relaxed);
+        pieces.owners[index] = Some(owner);
+        true
+    }
+
+    /// Lets go of the memory of all pieces, unless they are being reduced.
+    pub fn clear(&self) {
+        let mut pieces = self.placed();
+        if !pieces.under_way {
+            pieces.owners.fill_with(|| None);
+        }
+    }
+
+    /// When this rank saw that the last reduction was over; None if there was none, or if it is
+    /// under way.
+    pub fn finished(&self) -> Option<Instant> {
+        self.placed().finished
+    }
+
+    /// Bytes of all pieces together.
+    pub fn bytes(&self) -> usize {
+        self.total * self.dtype.size()
+    }
+
+    /// The all-reduce of the pieces, as all ranks must agree on it.
+    pub(crate) fn operation(&self, reduce: ReduceOp) -> OpDescriptor {
+        OpDescriptor {
+            bucket: Some(self.bucket),
+            step: self.step.load(Ordering::Relaxed),
+            layout: self.layout,
+            ..OpDescriptor::new(Kind::AllReduce, self.dtype, self.total).reduce(reduce)
+        }
+    }
+
+    /// Where this rank's pieces lie; they stay there while a reduction is under way.
+    pub(crate) fn pieces(&self) -> Vec<*mut u8> {
+        // SAFETY: the table is this bucket's own.
+        let offset = |index| unsafe { self.offset_of_piece(self.table.offset(), index) };
+        (0..self.lengths.len()).map(|index| self.arena().at(offset(index))).collect()
+    }
+
+    /// Where all ranks read the offsets of the pieces.
+    pub(crate) fn location(&self) -> Location {
+        Location::Shared(self.table.offset())
+    }
+
+    /// The offset of a piece of the rank whose offsets are at `table`.
+    ///
+    /// # Safety
+    ///
+    /// The arena holds an offset for each piece there, which only that rank writes.
+    pub(crate) unsafe fn offset_of_piece(&self, table: usize, index: usize) -> usize {
+        // SAFETY: the caller's promise.
+        unsafe { self.entry(table, index) }.load(Ordering::Relaxed) as usize
+    }
+
+    pub(crate) fn arena(&self) -> &Arc<Arena> {
+        self.table.arena()
+    }
+
+    /// Begins a reduction: the pieces stay where they are. False if one is under way, or not all
+    /// pieces are in place.
+    pub(crate) fn begin(&self) -> bool {
+        let mut pieces = self.placed();
+        if pieces.under_way || !pieces.owners.iter().all(Option::is_some) {
+            return false;
+        }
+        (pieces.under_way, pieces.finished) = (true, None);
+        true
+    }
+
+    /// The reduction was not launched: the pieces are as before [`Segments::begin`].
+    pub(crate) fn cancel(&self) {
+        self.placed().under_way = false;
+    }
+
+    /// The pieces have been reduced: lets go of their memory.
+    pub(crate) fn finish(&self) {
+        let mut pieces = self.placed();
+        pieces.under_way = false;
+        pieces.finished = Some(Instant::now());
+        pieces.owners.fill_with(|| None);
+    }
+
+    fn placed(&self) -> MutexGuard<'_, PlacedPieces> {
+        self.pieces.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// # Safety
+    ///
+    /// As for [`Segments::offset_of_piece`].
+    unsafe fn entry(&self, table: usize, index: usize) -> &AtomicU64 {
+        let entry = self.arena().at(table + index * 8);
+        // SAFETY: the caller's promise; tables are cache line aligned.
+        unsafe { &*entry.cast::<AtomicU64>() }
+    }
+}
