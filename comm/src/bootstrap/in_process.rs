@@ -10,7 +10,7 @@ use crate::shm::arena::Arena;
 use crate::shm::arena_header::ArenaHeader;
 use crate::shm::control::{Control, MAX_RANKS};
 use crate::store::{Address, Server, Store};
-use crate::world::{Peer, World};
+use crate::world::{Peer, World, IN_PROCESS};
 
 /// How long a rank waits for the answer of the store, which is in this process.
 const STORE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -23,7 +23,7 @@ impl World {
         if size == 0 || size > MAX_RANKS {
             return Err(fail(format!("a job has 1 to {MAX_RANKS} ranks, not {size}")));
         }
-        let prefix = format!("in-process/{}/", NUMBER.fetch_add(1, Ordering::Relaxed));
+        let prefix = format!("{IN_PROCESS}{}/", NUMBER.fetch_add(1, Ordering::Relaxed));
         // Each rank maps the memory for itself, so that an address is one rank's.
         let (file, region) = Arena::create_file(size, size).map_err(fail)?;
         let map = |rank: usize| {

@@ -3,7 +3,7 @@
 use flow_kernels::DType;
 
 use super::host::HostCollectives;
-use super::read::read_from_all;
+use super::read::{read_from_all, read_in};
 use crate::backend::{BufferView, Buffers};
 use crate::descriptor::OpDescriptor;
 use crate::error::{Error, Result};
@@ -11,6 +11,7 @@ use crate::kind::Kind;
 use crate::shm::contribution::{
     digest, equal_extents, extents_of, longest, Contribution, Contributors, Readers,
 };
+use crate::shm::rounds::RoundState;
 
 /// Block s of rank r's output is block r of rank s' input.
 pub fn all_to_all(
@@ -43,7 +44,8 @@ pub fn all_to_all_v(
     Buffers { input, output, input_counts, output_counts }: Buffers,
 ) -> Result<()> {
     let (size, own, dtype) = (host.core.size(), host.core.rank, operation.dtype);
-    let counts = exchange_counts(host, input_counts)?;
+    let state = &mut *host.rounds.begin(&mut operation)?;
+    let counts = exchange_counts(host, state, operation.sequence, input_counts)?;
     // All ranks see all counts, but each only its own expectations: it fails the group for all.
     let differs = |&rank: &usize| counts[rank][own] != output_counts[rank];
     if let Some(rank) = (0..size).find(differs) {
@@ -68,7 +70,7 @@ pub fn all_to_all_v(
         block_bytes: sent.iter().map(|extents| longest(extents)).max().unwrap_or(0),
         extent: &|rank, block| sent[rank][block].clone(),
     };
-    read_from_all(host, operation, &contribution, &mut |range, at| {
+    read_in(host, state, &operation, &contribution, &mut |range, at| {
         for (rank, place) in received.iter().enumerate() {
             let range = contribution.clip(rank, own, &range);
             output.write(place.start + range.start, at(rank, own), range.len());
@@ -76,8 +78,13 @@ pub fn all_to_all_v(
     })
 }
 
-/// Every rank's input counts, by an operation of its own in the record.
-fn exchange_counts(host: &HostCollectives, own: &[usize]) -> Result<Vec<Vec<usize>>> {
+/// Every rank's input counts.
+fn exchange_counts(
+    host: &HostCollectives,
+    state: &mut RoundState,
+    sequence: u64,
+    own: &[usize],
+) -> Result<Vec<Vec<usize>>> {
     let size = host.core.size();
     let own: Vec<u64> = own.iter().map(|&count| count as u64).collect();
     let mut all = vec![0_u64; size * size];
@@ -92,14 +99,13 @@ fn exchange_counts(host: &HostCollectives, own: &[usize]) -> Result<Vec<Vec<usiz
         block_bytes: bytes,
         extent: &equal_extents(bytes),
     };
-    let operation = OpDescriptor::new(Kind::AllToAllV, DType::U8, bytes);
-    let exchanged = read_from_all(host, operation, &contribution, &mut |range, at| {
+    let operation =
+        OpDescriptor { sequence, ..OpDescriptor::new(Kind::AllToAllV, DType::U8, bytes) };
+    read_in(host, state, &operation, &contribution, &mut |range, at| {
         for rank in 0..size {
             output.write(rank * bytes + range.start, at(rank, 0), range.len());
         }
-    });
-    exchanged?;
-    host.core.recorder.end(true);
+    })?;
     let counts = |counts: &[u64]| counts.iter().map(|&count| count as usize).collect();
     Ok(all.chunks(size).map(counts).collect())
 }

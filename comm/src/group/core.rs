@@ -52,7 +52,7 @@ impl GroupCore {
         }
         let transport = world.transport.as_ref().filter(|_| locals.len() < ranks.len());
         let backend = transport.map_or("shm", |transport| transport.name());
-        let recorder = Recorder::new(name.clone(), backend);
+        let recorder = Recorder::new(name.clone(), backend, !world.is_in_process());
         let core = Self {
             world,
             rank,
@@ -106,7 +106,8 @@ impl GroupCore {
 
     /// A collective begins on the host.
     pub fn count_collective(&self) {
-        self.sequence.fetch_add(1, Ordering::Relaxed);
+        // One at a time.
+        self.sequence.store(self.sequence.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
     }
 
     /// Where the other ranks of this node can find memory of this one.

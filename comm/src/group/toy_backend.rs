@@ -110,9 +110,10 @@ fn sum(all: &[Contribution]) -> Vec<u8> {
 impl HostBackend for Toy {
     fn collective(&self, mut operation: OpDescriptor, buffers: Buffers) -> Result<()> {
         let core = &self.failure.core;
-        operation.sequence = core.recorder.next_collective();
+        let (sequence, queued) = core.recorder.begin_collective();
+        operation.sequence = sequence;
         self.failure.check_poison(&operation)?;
-        core.recorder.begin(&operation.record(None));
+        core.recorder.begin(&operation.record(queued));
         let in_place = matches!(operation.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast);
         if operation.kind == Kind::AllToAllV {
             operation.count = 0; // each rank has its own

@@ -195,7 +195,7 @@ impl InterNode {
         // First how many bytes each member contributes, and the descriptors, then those bytes.
         let mut frame = (payload as u64).to_le_bytes().to_vec();
         for &rank in &core.locals {
-            let words = self.control.descriptor(round, rank).descriptor();
+            let words = &self.control.descriptor(round, rank).0;
             frame.extend(words.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()));
         }
         for &rank in &core.locals {
@@ -236,7 +236,7 @@ impl InterNode {
             for (index, (rank, descriptor)) in
                 ranks.zip(descriptors.chunks_exact(WORDS)).enumerate()
             {
-                let words = self.control.descriptor(round, rank).descriptor();
+                let words = &self.control.descriptor(round, rank).0;
                 for (word, bytes) in words.iter().zip(descriptor.chunks_exact(8)) {
                     let value = u64::from_le_bytes(bytes.try_into().unwrap_or_default());
                     word.store(value, Ordering::Relaxed);

@@ -15,7 +15,7 @@ use crate::descriptor::{Location, OpDescriptor};
 use crate::error::{Error, Result};
 use crate::failure::Failure;
 use crate::group::core::GroupCore;
-use crate::trace::{Queued, Start};
+use crate::trace::Start;
 
 /// A group's control block, and how far this rank is in it.
 pub struct Rounds {
@@ -54,9 +54,8 @@ impl Rounds {
 
     /// Gives a collective its sequence number; fails at once in a poisoned group.
     pub fn assign_sequence(&self, operation: &mut OpDescriptor) -> Result<Start> {
-        let queued = Queued::take();
-        let sequence = || self.core.recorder.next_collective();
-        operation.sequence = queued.map_or_else(sequence, |queued| queued.sequence);
+        let (sequence, queued) = self.core.recorder.begin_collective();
+        operation.sequence = sequence;
         self.failure.check_poison(&operation)?;
         self.core.count_collective();
         Ok(operation.record(queued))
@@ -205,9 +204,15 @@ impl Rounds {
 
     /// Whether all have published this operation.
     pub fn all_agree(&self, round: u64, operation: &OpDescriptor) -> bool {
-        let published = |rank| OpDescriptor::read(self.control.descriptor(round, rank));
-        (0..self.core.size())
-            .all(|rank| published(rank).is_ok_and(|(theirs, _)| theirs.agrees(operation)))
+        (0..self.core.size()).all(|rank| operation.is_in(self.control.descriptor(round, rank)))
+    }
+
+    /// The error of ranks that differ, once all have arrived, where no data is shared.
+    pub fn check_agreement(&self, round: u64, operation: &OpDescriptor) -> Result<()> {
+        match self.all_agree(round, operation) {
+            true => Ok(()),
+            false => self.locations(round, operation, &|_| 0).map(drop),
+        }
     }
 
     fn published_by(
