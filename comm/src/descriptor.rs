@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use flow_kernels::{DType, ReduceOp};
 
 use crate::kind::Kind;
-use crate::trace::{Queued, Start};
+use crate::trace::Start;
 
 /// An operation as all ranks must agree on it. `count` is the number of elements a rank
 /// contributes.
@@ -39,27 +39,22 @@ const STAGED: u64 = u64::MAX;
 /// What is wrong with a peer's descriptor.
 const UNREADABLE: &str = "an operation this version does not know";
 
-/// A descriptor in shared memory, with two words that are no part of it: 1 more than the last round
-/// in which the rank arrived, and in which it was done.
+/// Words of a descriptor.
+const WORDS: usize = 6;
+
+/// A descriptor in shared memory.
 #[repr(C, align(64))]
 #[derive(Default)]
-pub struct DescriptorWords(pub [AtomicU64; 8]);
-
-pub const ARRIVED: usize = 6;
-pub const DONE: usize = 7;
+pub struct DescriptorWords(pub [AtomicU64; WORDS]);
 
 impl DescriptorWords {
-    /// Bytes of the descriptor.
-    pub const BYTES: usize = ARRIVED * std::mem::size_of::<AtomicU64>();
-
-    /// The words of the descriptor.
-    pub fn descriptor(&self) -> &[AtomicU64] {
-        &self.0[..ARRIVED]
-    }
+    /// Bytes of the words.
+    pub const BYTES: usize = WORDS * std::mem::size_of::<AtomicU64>();
 }
 
 impl OpDescriptor {
     /// An operation without root or reduction. It gets its sequence number when it begins.
+    #[inline]
     pub fn new(kind: Kind, dtype: DType, count: usize) -> Self {
         Self {
             sequence: 0,
@@ -75,11 +70,13 @@ impl OpDescriptor {
     }
 
     /// With this reduction.
+    #[inline]
     pub fn reduce(self, reduce: ReduceOp) -> Self {
         Self { reduce, ..self }
     }
 
     /// With this root; of a message, its receiver.
+    #[inline]
     pub fn root(self, root: usize) -> Self {
         Self { root: root as u32, ..self }
     }
@@ -90,19 +87,21 @@ impl OpDescriptor {
         OpDescriptor { sequence: other.sequence, ..*self } == *other
     }
 
-    /// As it is recorded; `queued` if it was asked for earlier.
-    pub fn record(&self, queued: Option<Queued>) -> Start {
+    /// As it is recorded; `queued` is when the program asked for it, if that was earlier.
+    #[inline]
+    pub fn record(&self, queued: Option<u64>) -> Start {
         Start {
             kind: self.kind,
             sequence: self.sequence,
             bytes: self.bytes(),
             bucket: self.bucket,
             is_cuda: false,
-            queued: queued.map(|queued| queued.at),
+            queued,
         }
     }
 
     /// How many bytes a rank contributes.
+    #[inline]
     pub fn bytes(&self) -> u64 {
         self.count * self.dtype.size() as u64
     }
@@ -112,7 +111,25 @@ impl OpDescriptor {
         self.layout as u32
     }
 
+    #[inline]
     pub fn write(&self, location: Location, words: &DescriptorWords) {
+        let words = words.0.iter();
+        words.zip(self.words(location)).for_each(|(word, value)| {
+            word.store(value, Ordering::Relaxed);
+        });
+    }
+
+    /// Whether the words are those of an operation that [agrees](OpDescriptor::agrees), wherever
+    /// its data lies.
+    #[inline]
+    pub fn is_in(&self, words: &DescriptorWords) -> bool {
+        let [_, packed, count, _, bucket, layout] = self.words(Location::Staged);
+        let word = |index: usize| words.0[index].load(Ordering::Relaxed);
+        [word(1), word(2), word(4), word(5)] == [packed, count, bucket, layout]
+    }
+
+    #[inline]
+    fn words(&self, location: Location) -> [u64; WORDS] {
         let packed = u64::from(self.kind as u8)
             | u64::from(self.dtype as u8) << 8
             | u64::from(self.reduce as u8) << 16
@@ -122,11 +139,7 @@ impl OpDescriptor {
             Location::Staged => STAGED,
         };
         let bucket = self.bucket.map_or(0, |b| u64::from(b) + 1) | u64::from(self.step) << 32;
-        for (word, value) in
-            words.0.iter().zip([self.sequence, packed, self.count, offset, bucket, self.layout])
-        {
-            word.store(value, Ordering::Relaxed);
-        }
+        [self.sequence, packed, self.count, offset, bucket, self.layout]
     }
 
     pub fn read(words: &DescriptorWords) -> Result<(Self, Location), &'static str> {

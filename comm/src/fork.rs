@@ -9,7 +9,8 @@
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 
 use nix::libc::pthread_atfork;
 
@@ -48,6 +49,42 @@ impl Process {
     /// Whether it is the one that calls this, and not a parent of it.
     pub fn is_current(self) -> bool {
         self.0 == GENERATION.load(Ordering::Relaxed)
+    }
+}
+
+/// A static value that is made when it is first used, without a lock: a fork may come while another
+/// thread makes it. Of two that are made at the same time, one is dropped.
+pub struct Once<T>(AtomicPtr<T>);
+
+impl<T: Send + Sync> Once<T> {
+    /// Without a value.
+    pub const fn new() -> Self {
+        Self(AtomicPtr::new(ptr::null_mut()))
+    }
+
+    /// The value, which is made if there is none.
+    #[inline]
+    pub fn get_or_make(&'static self, make: impl FnOnce() -> T) -> &'static T {
+        let value = self.0.load(Ordering::Acquire);
+        // SAFETY: what is in there came from a box, and is neither changed nor dropped any more.
+        unsafe { value.as_ref() }.unwrap_or_else(|| self.set(make()))
+    }
+
+    #[cold]
+    fn set(&'static self, value: T) -> &'static T {
+        let own = Box::into_raw(Box::new(value));
+        let none = ptr::null_mut();
+        let swapped = self.0.compare_exchange(none, own, Ordering::AcqRel, Ordering::Acquire);
+        // SAFETY: as above; the own one was not given to anyone if there was another.
+        unsafe {
+            match swapped {
+                Ok(_) => &*own,
+                Err(other) => {
+                    drop(Box::from_raw(own));
+                    &*other
+                }
+            }
+        }
     }
 }
 

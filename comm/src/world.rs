@@ -25,6 +25,9 @@ pub const FIRST_WARNING: Duration = Duration::from_secs(30);
 /// status.
 pub const EXIT_REPORT_TIMEOUT: Duration = Duration::from_millis(500);
 
+/// Begins the prefix of a job whose ranks are threads.
+pub(crate) const IN_PROCESS: &str = "in-process/";
+
 /// What is known of a rank.
 pub struct Peer {
     pub pid: u32,
@@ -81,6 +84,16 @@ impl World {
         };
         let peers = self.peers.iter().zip(&other.peers);
         (self.rank, self.size) == (other.rank, other.size) && peers.into_iter().all(same)
+    }
+
+    /// Names the join, alike on all its ranks: a program's first is `0`.
+    pub fn name(&self) -> &str {
+        self.prefix.trim_start_matches("world/").trim_end_matches('/')
+    }
+
+    /// Whether its ranks are threads of this process.
+    pub fn is_in_process(&self) -> bool {
+        self.prefix.starts_with(IN_PROCESS)
     }
 
     /// Tells joins apart, alike on all ranks of one: no process has two of the same prefix.

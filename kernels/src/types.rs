@@ -60,6 +60,7 @@ coded_enum! {
 
 impl DType {
     /// Bytes of one element, which is also its alignment.
+    #[inline]
     pub const fn size(self) -> usize {
         match self {
             DType::U8 => 1,

@@ -10,7 +10,7 @@ use crate::shm::arena::{Arena, MAX_MAPPINGS};
 use crate::shm::arena_header::ArenaHeader;
 use crate::shm::control::Control;
 use crate::store::{Address, Server, Store};
-use crate::world::{Peer, World};
+use crate::world::{Peer, World, IN_PROCESS};
 
 /// How long a rank waits for the answer of the store, which is in this process.
 const STORE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -25,7 +25,7 @@ impl World {
                 "one process has 1 to {MAX_MAPPINGS} ranks, not {size}: start processes for more"
             )));
         }
-        let prefix = format!("in-process/{}/", NUMBER.fetch_add(1, Ordering::Relaxed));
+        let prefix = format!("{IN_PROCESS}{}/", NUMBER.fetch_add(1, Ordering::Relaxed));
         // Each rank maps the memory for itself, so that an address is one rank's.
         let (file, region) = Arena::create_file(size, size).map_err(fail)?;
         let map = |rank: usize| {

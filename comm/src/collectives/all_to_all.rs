@@ -3,13 +3,15 @@
 use flow_kernels::DType;
 
 use super::host::HostCollectives;
-use super::read::read_from_all;
+use super::read::{read_from_all, read_in};
 use crate::backend::{BufferView, Buffers};
 use crate::descriptor::OpDescriptor;
 use crate::error::{Error, Result};
+use crate::kind::Kind;
 use crate::shm::contribution::{
     digest, equal_extents, extents_of, longest, Contribution, Contributors, Readers,
 };
+use crate::shm::rounds::RoundState;
 
 /// Block s of rank r's output is block r of rank s' input.
 pub fn all_to_all(
@@ -42,7 +44,8 @@ pub fn all_to_all_v(
     Buffers { input, output, input_counts, output_counts }: Buffers,
 ) -> Result<()> {
     let (size, own, dtype) = (host.core.size(), host.core.rank, operation.dtype);
-    let counts = exchange_counts(host, &operation, input_counts)?;
+    let state = &mut *host.rounds.lock();
+    let counts = exchange_counts(host, state, operation.sequence, input_counts)?;
     // All ranks see all counts, but each only its own expectations: it fails the group for all.
     let differs = |&rank: &usize| counts[rank][own] != output_counts[rank];
     if let Some(rank) = (0..size).find(differs) {
@@ -68,7 +71,7 @@ pub fn all_to_all_v(
         block_bytes: sent.iter().map(|extents| longest(extents)).max().unwrap_or(0),
         extent: &|rank, block| sent[rank][block].clone(),
     };
-    read_from_all(host, operation, &contribution, &mut |range, at| {
+    read_in(host, state, &operation, &contribution, &mut |range, at| {
         for (rank, place) in received.iter().enumerate() {
             let range = contribution.clip(rank, own, &range);
             output.write(place.start + range.start, at(rank, own), range.len());
@@ -79,7 +82,8 @@ pub fn all_to_all_v(
 /// Every rank's input counts.
 fn exchange_counts(
     host: &HostCollectives,
-    operation: &OpDescriptor,
+    state: &mut RoundState,
+    sequence: u64,
     own: &[usize],
 ) -> Result<Vec<Vec<usize>>> {
     let size = host.core.size();
@@ -96,8 +100,9 @@ fn exchange_counts(
         block_bytes: bytes,
         extent: &equal_extents(bytes),
     };
-    let operation = OpDescriptor { dtype: DType::U8, count: bytes as u64, ..*operation };
-    read_from_all(host, operation, &contribution, &mut |range, at| {
+    let operation =
+        OpDescriptor { sequence, ..OpDescriptor::new(Kind::AllToAllV, DType::U8, bytes) };
+    read_in(host, state, &operation, &contribution, &mut |range, at| {
         for rank in 0..size {
             output.write(rank * bytes + range.start, at(rank, 0), range.len());
         }

@@ -14,6 +14,7 @@ use crate::error::Result;
 use crate::shm::bytes;
 use crate::shm::contribution::{AddressOf, Contribution};
 use crate::shm::control::{CHUNK, PAYLOAD};
+use crate::shm::rounds::RoundState;
 
 /// Runs one collective. `read(range, at)` is called for consecutive ranges of the blocks, each when
 /// all ranks have contributed that range.
@@ -23,9 +24,19 @@ pub fn read_from_all(
     contribution: &Contribution,
     read: &mut dyn FnMut(Range<usize>, AddressOf<'_>),
 ) -> Result<()> {
+    let state = &mut *host.rounds.lock();
+    read_in(host, state, &operation, contribution, read)
+}
+
+/// As [`read_from_all`], as a part of a collective that has begun.
+pub fn read_in(
+    host: &HostCollectives,
+    state: &mut RoundState,
+    operation: &OpDescriptor,
+    contribution: &Contribution,
+    read: &mut dyn FnMut(Range<usize>, AddressOf<'_>),
+) -> Result<()> {
     let HostCollectives { core, control, rounds, inter_node, .. } = host;
-    let state = &mut *rounds.lock();
-    let operation = &operation;
     let Contribution { data, blocks, block_bytes, extent, .. } = *contribution;
     let most = (0..core.size()).map(|rank| contribution.total(rank)).max().unwrap_or(0);
     let total = contribution.total(core.rank);
@@ -39,7 +50,7 @@ pub fn read_from_all(
         rounds.publish(round, operation, Location::Staged);
         rounds.arrive(round);
         host.wait_arrived(round, operation, most)?;
-        rounds.locations(round, operation, &|_| 0)?;
+        rounds.check_agreement(round, operation)?;
         read(0..block_bytes, &|rank, block| {
             control.payload(round, rank).wrapping_add(extent(rank, block).start)
         });

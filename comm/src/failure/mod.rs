@@ -94,6 +94,9 @@ impl Failure {
 
     /// The error of an operation that begins in a group that has failed.
     pub fn check_poison(&self, operation: &dyn std::fmt::Display) -> Result<()> {
+        if !self.is_cancelled() && !self.control.header().poison.is_set() {
+            return Ok(());
+        }
         self.check_failure(operation, false)
     }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::arguments::Caller;
 use crate::descriptor::{Location, OpDescriptor};
-use crate::trace::{Queued, RecordId, Recorder, Start};
+use crate::trace::{RecordId, Recorder, Start};
 use crate::world::World;
 
 /// A group's members, and this rank among them.
@@ -101,7 +101,7 @@ impl GroupCore {
         }
         let transport = world.transport.as_ref().filter(|_| locals.len() < ranks.len());
         let backend = transport.map_or(host_backend, |transport| transport.name());
-        let recorder = Recorder::new(name.clone(), backend);
+        let recorder = Recorder::new(name.clone(), backend, !world.is_in_process());
         let core = Self {
             world,
             rank,
@@ -157,9 +157,8 @@ impl GroupCore {
     /// Gives a collective on the host its sequence number: that of the asynchronous call that runs
     /// here, or the next. Returns what is recorded of it.
     pub fn assign_sequence(&self, operation: &mut OpDescriptor) -> Start {
-        let queued = Queued::take();
-        let next = || self.recorder.next_collective();
-        operation.sequence = queued.map_or_else(next, |queued| queued.sequence);
+        let (sequence, queued) = self.recorder.begin_collective();
+        operation.sequence = sequence;
         operation.record(queued)
     }
 

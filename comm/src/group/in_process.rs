@@ -14,6 +14,9 @@ impl ProcessGroup {
     /// All operations work as they do between the processes of a node, by the same code, but
     /// [`ProcessGroup::nccl`]: a GPU takes one rank of a process.
     ///
+    /// Each rank has a flight recorder. The timeline of `FLOW_TRACE`, which is one process' and one
+    /// rank's, leaves these groups out.
+    ///
     /// A rank that drops its handle, as a thread that panics does, has left the group: ranks that
     /// wait for it get an error.
     ///

@@ -2,7 +2,8 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::work::Worker;
 
@@ -40,4 +41,25 @@ impl fmt::Display for Lane {
 }
 
 /// Started with the first operation of their lanes.
-pub(super) type Workers = Mutex<HashMap<Lane, Arc<Worker>>>;
+#[derive(Default)]
+pub(super) struct Workers {
+    lanes: Mutex<HashMap<Lane, Arc<Worker>>>,
+    /// Whether there have been any. A group without them need not look.
+    started: AtomicBool,
+}
+
+impl Workers {
+    /// All of them, to start another.
+    pub fn lock(&self) -> MutexGuard<'_, HashMap<Lane, Arc<Worker>>> {
+        self.started.store(true, Ordering::Relaxed);
+        self.lanes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The lane's, if it was started.
+    #[inline]
+    pub fn get(&self, lane: Lane) -> Option<Arc<Worker>> {
+        // A thread sees what it has started itself; threads that start operations beside each
+        // other have no order.
+        self.started.load(Ordering::Relaxed).then(|| self.lock().get(&lane).cloned())?
+    }
+}

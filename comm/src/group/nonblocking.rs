@@ -1,12 +1,11 @@
 //! Collectives that run beside the caller, each lane on a thread of its own.
 
 use std::collections::hash_map::Entry;
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use flow_kernels::ReduceOp;
 
-use super::lane::Lane;
+use super::lane::{Lane, Workers};
 use super::parts::Parts;
 use super::{Inner, ProcessGroup};
 use crate::buffer::Buffer;
@@ -191,8 +190,7 @@ impl ProcessGroup {
 
     /// Waits for the asynchronous operations of a lane that were started.
     pub(super) fn drain(&self, lane: Lane) {
-        let worker = self.workers().get(&lane).cloned();
-        if let Some(worker) = worker {
+        if let Some(worker) = self.inner.workers.get(lane) {
             worker.drain();
         }
     }
@@ -210,14 +208,14 @@ impl ProcessGroup {
         // no thread alive.
         let group = Self {
             inner: Arc::new(ForkSafe::new(Inner {
-                workers: Mutex::default(),
+                workers: Workers::default(),
                 cuda: Mutex::default(),
                 parts: self.inner.parts.clone(),
                 local_rank: self.inner.local_rank,
             })),
         };
         // Until the work is submitted, so that nobody takes the worker for an idle one.
-        let mut workers = self.workers();
+        let mut workers = self.inner.workers.lock();
         if !lane.is_lasting() && !workers.contains_key(&lane) {
             workers.retain(|lane, worker| lane.is_lasting() || !worker.is_idle());
         }
@@ -232,9 +230,5 @@ impl ProcessGroup {
         };
         let queued = self.core().recorder.queue(lane == Lane::Collectives);
         Ok(worker.submit(self.rank(), operation, move || queued.run(|| run(&group))))
-    }
-
-    fn workers(&self) -> MutexGuard<'_, HashMap<Lane, Arc<Worker>>> {
-        self.inner.workers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -36,7 +36,8 @@ impl NewGroup {
     /// The group of all ranks of a job.
     pub fn of_world(world: Arc<World>, timeout: Duration) -> Self {
         let (control, ranks) = (world.root_control(), (0..world.size).collect());
-        Self { world, ranks, control, block: None, name: "0".into(), timeout }
+        let name = world.name().into();
+        Self { world, ranks, control, block: None, name, timeout }
     }
 
     /// The members and their failure, on the back-end of this name.

@@ -223,7 +223,7 @@ impl InterNode {
         count.copy_from_slice(&(payload as u64).to_le_bytes());
         let (descriptors, data) = rest.split_at_mut(head(own) - 8);
         for (&rank, bytes) in core.locals.iter().zip(descriptors.chunks_exact_mut(WORDS)) {
-            let words = self.control.descriptor(round, rank).descriptor();
+            let words = &self.control.descriptor(round, rank).0;
             for (word, bytes) in words.iter().zip(bytes.chunks_exact_mut(8)) {
                 bytes.copy_from_slice(&word.load(Ordering::Relaxed).to_le_bytes());
             }
@@ -261,7 +261,7 @@ impl InterNode {
             let ranks = (0..core.size()).filter(|&rank| core.nodes[rank] == node);
             for (index, (rank, descriptor)) in ranks.zip(head[8..].chunks_exact(WORDS)).enumerate()
             {
-                let words = self.control.descriptor(round, rank).descriptor();
+                let words = &self.control.descriptor(round, rank).0;
                 for (word, bytes) in words.iter().zip(descriptor.chunks_exact(8)) {
                     let value = u64::from_le_bytes(bytes.try_into().unwrap_or_default());
                     word.store(value, Ordering::Relaxed);

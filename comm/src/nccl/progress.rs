@@ -91,7 +91,7 @@ mod tests {
 
     fn operation(kind: Kind, count: usize, sequence: u64, collectives: u64) -> EnqueuedOp {
         let descriptor = OpDescriptor { sequence, ..OpDescriptor::new(kind, DType::F32, count) };
-        let recorder = Recorder::new("0".into(), "shm");
+        let recorder = Recorder::new("0".into(), "shm", false);
         let record = recorder.start(&Start { is_cuda: true, ..descriptor.record(None) });
         EnqueuedOp { descriptor, number: 5, collectives, record }
     }

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::arena::Arena;
-use crate::descriptor::{DescriptorWords, ARRIVED, DONE};
+use crate::descriptor::DescriptorWords;
 
 /// Rounds that may be under way at once.
 pub const SLOTS: u64 = 64;
@@ -144,6 +144,11 @@ impl Note {
 /// What every rank may know of another.
 #[repr(C, align(64))]
 pub struct RankState {
+    /// 1 more than the last round in which this rank arrived, and in which it was done, for each
+    /// slot. The rank writes these in every round; others read them only to find out who is missing,
+    /// so that the cache lines stay with the rank.
+    arrived_in: [AtomicU64; SLOTS as usize],
+    done_in: [AtomicU64; SLOTS as usize],
     /// Rounds this rank has arrived in.
     pub arrived: AtomicU64,
     /// Set when the rank has dropped its group.
@@ -261,21 +266,25 @@ impl Control {
 
     /// Notes that a rank has arrived in a round. That need not be in the order of rounds.
     pub fn set_arrived(&self, round: u64, rank: usize) {
-        self.descriptor(round, rank).0[ARRIVED].store(round + 1, Ordering::Release);
-        self.rank(rank).arrived.fetch_max(round + 1, Ordering::Relaxed);
+        self.rank(rank).arrived_in[(round % SLOTS) as usize].store(round + 1, Ordering::Release);
+        // Only told to people: a number that is lost to another thread does no harm.
+        let arrived = &self.rank(rank).arrived;
+        if arrived.load(Ordering::Relaxed) <= round {
+            arrived.store(round + 1, Ordering::Relaxed);
+        }
     }
 
     pub fn has_arrived(&self, round: u64, rank: usize) -> bool {
-        self.descriptor(round, rank).0[ARRIVED].load(Ordering::Acquire) == round + 1
+        self.rank(rank).arrived_in[(round % SLOTS) as usize].load(Ordering::Acquire) == round + 1
     }
 
     /// Notes that a rank is done with a round.
     pub fn set_done(&self, round: u64, rank: usize) {
-        self.descriptor(round, rank).0[DONE].store(round + 1, Ordering::Release);
+        self.rank(rank).done_in[(round % SLOTS) as usize].store(round + 1, Ordering::Release);
     }
 
     pub fn is_done(&self, round: u64, rank: usize) -> bool {
-        self.descriptor(round, rank).0[DONE].load(Ordering::Acquire) == round + 1
+        self.rank(rank).done_in[(round % SLOTS) as usize].load(Ordering::Acquire) == round + 1
     }
 
     /// Value of `arrived` or `done` when all ranks have raised it in `round`.

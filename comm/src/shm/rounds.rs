@@ -185,9 +185,15 @@ impl Rounds {
 
     /// Whether all have published this operation.
     pub fn all_agree(&self, round: u64, operation: &OpDescriptor) -> bool {
-        let published = |rank| OpDescriptor::read(self.control.descriptor(round, rank));
-        (0..self.core.size())
-            .all(|rank| published(rank).is_ok_and(|(theirs, _)| theirs.agrees(operation)))
+        (0..self.core.size()).all(|rank| operation.is_in(self.control.descriptor(round, rank)))
+    }
+
+    /// The error of ranks that differ, once all have arrived, where no data is shared.
+    pub fn check_agreement(&self, round: u64, operation: &OpDescriptor) -> Result<()> {
+        match self.all_agree(round, operation) {
+            true => Ok(()),
+            false => self.locations(round, operation, &|_| 0).map(drop),
+        }
     }
 
     fn published_by(

@@ -4,10 +4,11 @@
 //! takes a third of what `Instant::now` takes. Counts become nanoseconds when records are read, by
 //! a rate that is measured over the life of the process. Elsewhere `Instant` serves.
 
-use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use rustix::time::{clock_gettime, ClockId};
+
+use crate::fork::Once;
 
 /// The file in which Linux names its clock source.
 const CLOCK_SOURCE: &str = "/sys/devices/system/clocksource/clocksource0/current_clocksource";
@@ -91,9 +92,10 @@ fn moment() -> (u64, Instant) {
     best.map_or_else(|| (counter(), Instant::now()), |(_, ticks, instant)| (ticks, instant))
 }
 
+#[inline]
 fn origin() -> &'static Origin {
-    static ORIGIN: OnceLock<Origin> = OnceLock::new();
-    ORIGIN.get_or_init(|| {
+    static ORIGIN: Once<Origin> = Once::new();
+    ORIGIN.get_or_make(|| {
         let source = std::fs::read_to_string(CLOCK_SOURCE).unwrap_or_default();
         let has_counter = cfg!(target_arch = "x86_64") && source.trim() == "tsc";
         let (ticks, instant) = moment();

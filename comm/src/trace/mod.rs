@@ -20,7 +20,7 @@ pub(crate) use align::clock_offset;
 pub(crate) use clock::{now as ticks, Scale};
 pub use record::Record;
 pub use recorder::record_cost;
-pub(crate) use recorder::{Queued, Recorder, Start};
+pub(crate) use recorder::{Recorder, Start};
 pub(crate) use registry::activity;
 pub(crate) use ring::RecordId;
 pub(crate) use timeline::{folder, join, Job};

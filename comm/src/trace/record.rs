@@ -22,6 +22,8 @@ pub struct Record {
     pub queued: Duration,
     /// When it began.
     pub started: Duration,
-    /// When it was over; None while it is under way, and if it failed.
+    /// When it was over, or failed; None while it is under way.
     pub done: Option<Duration>,
+    /// Whether it failed.
+    pub has_failed: bool,
 }

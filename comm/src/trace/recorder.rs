@@ -3,6 +3,9 @@
 //! Recording an operation takes two readings of the clock and one cache line of plain stores, so it
 //! is always on. Threads that record at the same time take different slots. A reader that meets a
 //! slot while it is written, or written anew, leaves it out.
+//!
+//! An operation keeps its slot until it is over. One that begins while as many as there are slots are
+//! under way is not recorded, and counts as lost in the timeline.
 
 use std::cell::Cell;
 use std::sync::atomic::{fence, AtomicBool, AtomicU64, Ordering};
@@ -11,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use super::clock::{self, Scale};
 use super::record::Record;
-use super::ring::{name, RecordId, Ring, Slot, CAPACITY, UNDER_WAY, WRITING};
+use super::ring::{name, RecordId, Ring, Slot, FAILED, UNDER_WAY, WRITING};
 use super::{registry, timeline};
 use crate::kind::Kind;
 
@@ -42,17 +45,12 @@ thread_local! {
 }
 
 impl Queued {
-    /// Runs the operation: the first that `run` begins.
+    /// Runs the operation: all that `run` begins on this thread has its number.
     pub fn run<T>(self, run: impl FnOnce() -> T) -> T {
         QUEUED.set(Some(self));
         let result = run();
         QUEUED.set(None);
         result
-    }
-
-    /// The operation that this thread runs, once.
-    pub fn take() -> Option<Queued> {
-        QUEUED.take()
     }
 }
 
@@ -67,12 +65,13 @@ pub struct Recorder {
 
 impl Recorder {
     /// For the group of this name, whose collectives on the host `host_backend` does.
-    pub fn new(group: String, host_backend: &'static str) -> Self {
+    pub fn new(group: String, host_backend: &'static str, is_in_timeline: bool) -> Self {
         clock::start();
         timeline::enter_group();
         let ring = Arc::new(Ring {
             group,
             host_backend,
+            is_in_timeline,
             next: AtomicU64::new(1),
             slots: std::array::from_fn(|_| Slot::default()),
         });
@@ -84,6 +83,16 @@ impl Recorder {
     /// The number of the group's next collective, which takes it.
     pub fn next_collective(&self) -> u64 {
         self.collectives.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// The number of the collective that this thread begins, and when the program asked for it, if
+    /// that was earlier.
+    #[inline]
+    pub fn begin_collective(&self) -> (u64, Option<u64>) {
+        match QUEUED.get() {
+            Some(Queued { sequence, at }) => (sequence, Some(at)),
+            None => (self.next_collective(), None),
+        }
     }
 
     /// The number of this rank's next message, which takes it.
@@ -105,7 +114,7 @@ impl Recorder {
 
     /// A message of this thread begins on the host, as [`Recorder::begin`] has it.
     pub fn begin_message(&self, kind: Kind, bytes: usize) {
-        let queued = Queued::take();
+        let queued = QUEUED.get();
         let sequence = queued.map_or_else(|| self.next_message(), |queued| queued.sequence);
         let (bytes, queued) = (bytes as u64, queued.map(|queued| queued.at));
         self.begin(&Start { kind, sequence, bytes, bucket: None, is_cuda: false, queued });
@@ -124,9 +133,12 @@ impl Recorder {
     /// An operation begins now.
     #[inline]
     pub fn start(&self, start: &Start) -> RecordId {
-        let id = self.ring.next.fetch_add(1, Ordering::Relaxed);
+        let id = self.ring.take_slot();
+        if id == RecordId::NONE {
+            return id;
+        }
         let now = clock::now();
-        let slot = &self.ring.slots[id as usize % CAPACITY];
+        let slot = self.ring.slot(id);
         slot.stamp.store(WRITING, Ordering::Relaxed);
         fence(Ordering::Release);
         let bucket = start.bucket.map_or(0, |bucket| u64::from(bucket) + 1);
@@ -136,33 +148,32 @@ impl Recorder {
         slot.what.store(what, Ordering::Relaxed);
         slot.queued.store(start.queued.unwrap_or(now), Ordering::Relaxed);
         slot.started.store(now, Ordering::Relaxed);
-        slot.done.store(UNDER_WAY | id, Ordering::Relaxed);
-        slot.stamp.store(id, Ordering::Release);
-        RecordId(id)
+        slot.done.store(UNDER_WAY | id.0, Ordering::Relaxed);
+        slot.stamp.store(id.0, Ordering::Release);
+        id
     }
 
     /// The operation is over.
     #[inline]
     pub fn finish(&self, id: RecordId) {
-        if self.slot(id).finish(id, clock::now()) && timeline::is_on() {
+        self.slot(id).finish(id, clock::now());
+        if timeline::is_on() {
             self.add_to_timeline(id);
         }
     }
 
-    /// These operations have failed. They stay as if they were under way. The timeline is written at
-    /// once, as the program may not come to its end, but for one failure of the group only.
+    /// These operations have failed. The timeline is written at once, as the program may not come to
+    /// its end, but for one failure of the group only.
     pub fn fail(&self, ids: impl IntoIterator<Item = RecordId>) {
-        if !timeline::is_on() {
-            return;
+        let mut any = false;
+        for id in ids {
+            any = true;
+            self.slot(id).finish(id, FAILED | clock::now());
+            if timeline::is_on() {
+                self.add_to_timeline(id);
+            }
         }
-        let scale = Scale::now();
-        let failed: Vec<Record> =
-            ids.into_iter().filter_map(|id| self.ring.read(id, scale)).collect();
-        if failed.is_empty() {
-            return;
-        }
-        failed.into_iter().for_each(timeline::add_failed_operation);
-        if !self.has_failed.swap(true, Ordering::Relaxed) {
+        if any && timeline::is_on() && !self.has_failed.swap(true, Ordering::Relaxed) {
             timeline::write();
         }
     }
@@ -170,13 +181,10 @@ impl Recorder {
     /// The operation is over, and began and ended at these times, in ticks.
     pub fn finish_at(&self, id: RecordId, started: u64, done: u64) {
         let slot = self.slot(id);
-        let enqueued = slot.started.load(Ordering::Relaxed);
-        if !slot.finish(id, done) {
-            return;
+        if slot.has_under_way(id) {
+            slot.started.store(started, Ordering::Relaxed);
+            slot.finish(id, done);
         }
-        // A later operation may take the slot meanwhile: that has another time.
-        let relaxed = Ordering::Relaxed;
-        let _ = slot.started.compare_exchange(enqueued, started, relaxed, relaxed);
         if timeline::is_on() {
             self.add_to_timeline(id);
         }
@@ -196,7 +204,8 @@ impl Recorder {
             format!("{} for {time:.1} s", name(record))
         });
         let under_way = under_way.collect::<Vec<_>>().join("; ");
-        match records.iter().rev().find(|record| record.done.is_some()) {
+        let is_completed = |record: &&Record| record.done.is_some() && !record.has_failed;
+        match records.iter().rev().find(is_completed) {
             Some(last) => format!("in {under_way}; last completed {}", name(last)),
             None => format!("in {under_way}; has completed nothing before"),
         }
@@ -204,20 +213,21 @@ impl Recorder {
 
     #[cold]
     fn add_to_timeline(&self, id: RecordId) {
-        if let Some(record) = self.ring.read(id, Scale::now()) {
-            timeline::add_operation(record);
+        if self.ring.is_in_timeline {
+            timeline::add_operation(self.ring.read(id, Scale::now()));
         }
     }
 
-    /// Its slot, or a later operation's.
+    /// Its slot; of an operation that has none, another's.
+    #[inline]
     fn slot(&self, id: RecordId) -> &Slot {
-        &self.ring.slots[id.0 as usize % CAPACITY]
+        self.ring.slot(id)
     }
 }
 
 /// How long it takes to record this many operations, for benches.
 pub fn record_cost(operations: u32) -> Duration {
-    let recorder = Recorder::new("bench".into(), "shm");
+    let recorder = Recorder::new("bench".into(), "shm", false);
     let begin = Instant::now();
     for _ in 0..operations {
         let (kind, sequence) = (Kind::AllReduce, recorder.next_collective());
@@ -236,6 +246,7 @@ impl Drop for Recorder {
 
 #[cfg(test)]
 mod tests {
+    use super::super::ring::CAPACITY;
     use super::*;
 
     fn start(sequence: u64, bucket: Option<u32>) -> Start {
@@ -245,7 +256,7 @@ mod tests {
 
     #[test]
     fn a_record_says_what_was_done_and_when() {
-        let recorder = Recorder::new("0.1".into(), "shm");
+        let recorder = Recorder::new("0.1".into(), "shm", true);
         let id = recorder.start(&start(recorder.next_collective(), Some(0)));
         let [under_way] = recorder.records().try_into().expect("one record");
         let expected = Record {
@@ -258,33 +269,74 @@ mod tests {
             queued: under_way.queued,
             started: under_way.started,
             done: None,
+            has_failed: false,
         };
         assert_eq!(under_way, expected);
         recorder.finish(id);
         let [over] = recorder.records().try_into().expect("one record");
         assert!(over.queued <= over.started && over.started <= over.done.expect("it is over"));
+        assert!(!over.has_failed);
         assert_eq!(recorder.next_collective(), 1);
         assert_eq!(recorder.next_message(), 0);
     }
 
     #[test]
     fn the_last_operations_are_kept() {
-        let recorder = Recorder::new("0".into(), "shm");
-        let ids: Vec<RecordId> =
-            (0..CAPACITY as u64 + 10).map(|n| recorder.start(&start(n, None))).collect();
-        recorder.finish(ids[0]); // its slot is another's now
-        recorder.finish_at(ids[1], 1, 2);
+        let recorder = Recorder::new("0".into(), "shm", true);
+        for n in 0..CAPACITY as u64 + 10 {
+            recorder.finish(recorder.start(&start(n, None)));
+        }
         let records = recorder.records();
-        let slot = recorder.slot(ids[CAPACITY]);
-        assert!(!slot.finish(ids[0], 1) && slot.finish(ids[CAPACITY], 2));
-        assert_eq!(records.len(), CAPACITY);
-        assert_eq!((records[0].sequence, records[0].done), (10, None));
+        assert_eq!((records.len(), records[0].sequence), (CAPACITY, 10));
         assert!(records.windows(2).all(|pair| pair[0].sequence + 1 == pair[1].sequence));
     }
 
     #[test]
+    fn operations_under_way_are_kept_until_they_are_over() {
+        let recorder = Recorder::new("0".into(), "shm", true);
+        let first = recorder.start(&start(0, None));
+        for n in 1..3 * CAPACITY as u64 {
+            recorder.finish(recorder.start(&start(n, None)));
+        }
+        let records = recorder.records();
+        assert_eq!((records.len(), records[0].sequence, records[0].done), (CAPACITY, 0, None));
+        recorder.finish(first);
+        let ids: Vec<RecordId> =
+            (0..CAPACITY as u64).map(|n| recorder.start(&start(n, None))).collect();
+        let none = recorder.start(&start(1000, None));
+        assert_eq!(none, RecordId::NONE, "all slots are taken");
+        recorder.finish(none);
+        recorder.finish_at(none, 1, 2);
+        assert!(recorder.records().iter().all(|record| record.done.is_none()));
+        recorder.finish_at(ids[7], 1, 2);
+        assert_eq!(recorder.start(&start(2000, None)).0 % CAPACITY as u64, ids[7].0 % 256);
+    }
+
+    #[test]
+    fn failed_operations_are_no_longer_under_way() {
+        let recorder = Recorder::new("0".into(), "shm", true);
+        recorder.finish(recorder.start(&start(0, None)));
+        let failed = recorder.start(&start(1, None));
+        recorder.fail([failed]);
+        let [done, failed] = recorder.records().try_into().expect("two records");
+        assert_eq!((done.has_failed, failed.has_failed), (false, true));
+        assert!(failed.started <= failed.done.expect("it is over"));
+        assert!(recorder.summary().ends_with("last completed all_reduce #0"));
+    }
+
+    #[test]
+    fn what_runs_as_one_queued_operation_has_its_number() {
+        let recorder = Recorder::new("0".into(), "shm", true);
+        let (first, second) = (recorder.queue(true), recorder.queue(true));
+        let numbers = || [recorder.begin_collective().0, recorder.begin_collective().0];
+        assert_eq!(second.run(numbers), [1, 1]);
+        assert_eq!(first.run(numbers), [0, 0]);
+        assert_eq!(numbers(), [2, 3]);
+    }
+
+    #[test]
     fn threads_record_at_the_same_time() {
-        let recorder = Recorder::new("0".into(), "shm");
+        let recorder = Recorder::new("0".into(), "shm", true);
         std::thread::scope(|scope| {
             for thread in 0..4_u64 {
                 let recorder = &recorder;

@@ -1,10 +1,10 @@
 //! The flight recorders of all groups of this process, for the report of a hang.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::record::Record;
 use super::ring::{name, Ring};
-use crate::fork::Process;
+use crate::fork::{Once, Process};
 
 /// How many operations that are under way [`activity`] names.
 const SHOWN: usize = 4;
@@ -13,21 +13,21 @@ const SHOWN: usize = 4;
 /// this one's lock.
 struct Registry {
     rings: Mutex<Vec<Weak<Ring>>>,
-    child: OnceLock<Box<Registry>>,
+    child: Once<Registry>,
 }
 
 static REGISTRY: Registry = Registry::new();
 
 impl Registry {
     const fn new() -> Self {
-        Self { rings: Mutex::new(Vec::new()), child: OnceLock::new() }
+        Self { rings: Mutex::new(Vec::new()), child: Once::new() }
     }
 }
 
 fn rings() -> MutexGuard<'static, Vec<Weak<Ring>>> {
     let mut own = &REGISTRY;
     for _ in 0..Process::current().forks() {
-        own = own.child.get_or_init(|| Box::new(Registry::new()));
+        own = own.child.get_or_make(Registry::new);
     }
     own.rings.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -39,8 +39,8 @@ pub fn register(ring: &Arc<Ring>) {
     rings.push(Arc::downgrade(ring));
 }
 
-/// What this process is in, in all its groups, and what it completed last, for the report of a hang.
-/// Empty if nothing is recorded.
+/// What this process is in, in all its groups, and what completed and failed last, for the report of
+/// a hang. Empty if nothing is recorded.
 pub fn activity() -> String {
     let rings: Vec<_> = rings().iter().filter_map(Weak::upgrade).collect();
     let mut records: Vec<_> = rings.iter().flat_map(|ring| ring.records()).collect();
@@ -56,11 +56,15 @@ pub fn activity() -> String {
         under_way.truncate(SHOWN);
         under_way.push(more);
     }
-    let last = records.iter().filter(|record| record.done.is_some()).max_by_key(|last| last.done);
+    let last = |has_failed: bool| {
+        let is_over = |record: &&Record| record.done.is_some() && record.has_failed == has_failed;
+        records.iter().filter(is_over).max_by_key(|last| last.done)
+    };
     let under_way = Some(under_way.join(", ")).filter(|text| !text.is_empty());
     let under_way = under_way.map(|under_way| format!("under way: {under_way}"));
-    let last = last.map(|last| format!("last completed: {}", name(last)));
-    under_way.into_iter().chain(last).collect::<Vec<_>>().join("; ")
+    let completed = last(false).map(|last| format!("last completed: {}", name(last)));
+    let failed = last(true).map(|last| format!("last failed: {}", name(last)));
+    under_way.into_iter().chain(completed).chain(failed).collect::<Vec<_>>().join("; ")
 }
 
 #[cfg(test)]
@@ -77,7 +81,7 @@ mod tests {
     /// Other tests have groups in this process, too.
     #[test]
     fn the_activity_of_a_process_names_what_all_groups_are_in() {
-        let groups = ["first", "second"].map(|name| Recorder::new(name.into(), "shm"));
+        let groups = ["first", "second"].map(|name| Recorder::new(name.into(), "shm", true));
         groups[0].finish(groups[0].start(&start(6, None)));
         groups[0].start(&start(7, None));
         groups[1].start(&start(3, Some(2)));
@@ -89,6 +93,10 @@ mod tests {
             .iter()
             .all(|text| now.contains(text));
         assert!(has_both || rings > 2, "{now}");
+        let failed = groups[1].start(&start(4, None));
+        groups[1].fail([failed]);
+        let now = activity();
+        assert!(now.ends_with("; last failed: all_reduce #4 of group second"), "{now}");
         drop(groups);
         assert!(!activity().contains("of group first"));
     }

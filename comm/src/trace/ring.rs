@@ -13,12 +13,19 @@ const NCCL: &str = "nccl";
 /// Instead of the time at which an operation was over: it is under way. The operation's number in
 /// the ring goes with it, so that [`Slot::finish`] does not end another operation.
 pub const UNDER_WAY: u64 = 1 << 63;
-/// The stamp of a slot that is being written.
+/// With the time at which an operation was over: it has failed.
+pub const FAILED: u64 = 1 << 62;
+/// The stamp of a slot that is being written, or was never.
 pub const WRITING: u64 = 0;
 
-/// An operation under way.
+/// An operation under way, by its number in the ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecordId(pub u64);
+
+impl RecordId {
+    /// Of an operation for which there was no slot.
+    pub const NONE: RecordId = RecordId(0);
+}
 
 /// One cache line.
 #[derive(Default)]
@@ -39,30 +46,61 @@ pub struct Slot {
 pub struct Ring {
     pub group: String,
     pub host_backend: &'static str,
+    /// Whether its operations belong in this process' timeline.
+    pub is_in_timeline: bool,
     pub next: AtomicU64,
     pub slots: [Slot; CAPACITY],
 }
 
 impl Slot {
-    /// Operation `id` is over. False if a later operation has taken the slot.
-    pub fn finish(&self, id: RecordId, done: u64) -> bool {
-        let under_way = UNDER_WAY | id.0;
-        self.done.compare_exchange(under_way, done, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+    /// Operation `id` is over, if the slot is its own.
+    #[inline]
+    pub fn finish(&self, id: RecordId, done: u64) {
+        if self.has_under_way(id) {
+            self.done.store(done, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether the slot is that of operation `id`, which is under way.
+    #[inline]
+    pub fn has_under_way(&self, id: RecordId) -> bool {
+        self.done.load(Ordering::Relaxed) == UNDER_WAY | id.0
     }
 }
 
 impl Ring {
+    /// The slot of an operation.
+    #[inline]
+    pub fn slot(&self, id: RecordId) -> &Slot {
+        &self.slots[id.0 as usize % CAPACITY]
+    }
+
+    /// A slot for an operation that begins: the oldest, but operations under way keep theirs. If
+    /// all are under way, it gets none.
+    #[inline]
+    pub fn take_slot(&self) -> RecordId {
+        for _ in 0..CAPACITY {
+            let id = RecordId(self.next.fetch_add(1, Ordering::Relaxed));
+            if self.slot(id).done.load(Ordering::Relaxed) & UNDER_WAY == 0 {
+                return id;
+            }
+        }
+        RecordId::NONE
+    }
+
+    /// What is kept, the oldest first.
     pub fn records(&self) -> Vec<Record> {
-        let next = self.next.load(Ordering::Acquire);
-        let first = next.saturating_sub(CAPACITY as u64).max(1);
+        let stamps = self.slots.iter().map(|slot| slot.stamp.load(Ordering::Acquire));
+        let mut ids: Vec<u64> = stamps.filter(|&stamp| stamp != WRITING).collect();
+        ids.sort_unstable();
         let scale = Scale::now();
-        (first..next).filter_map(|id| self.read(RecordId(id), scale)).collect()
+        ids.into_iter().filter_map(|id| self.read(RecordId(id), scale)).collect()
     }
 
     pub fn read(&self, id: RecordId, scale: Scale) -> Option<Record> {
-        let slot = &self.slots[id.0 as usize % CAPACITY];
+        let slot = self.slot(id);
         let load = |word: &AtomicU64| word.load(Ordering::Relaxed);
-        if slot.stamp.load(Ordering::Acquire) != id.0 {
+        if id == RecordId::NONE || slot.stamp.load(Ordering::Acquire) != id.0 {
             return None;
         }
         let [sequence, bytes, what, queued, started, done] =
@@ -81,7 +119,8 @@ impl Ring {
             backend: if what >> 8 & 1 == 1 { NCCL } else { self.host_backend },
             queued: scale.monotonic(queued),
             started: scale.monotonic(started),
-            done: (done & UNDER_WAY == 0).then(|| scale.monotonic(done)),
+            done: (done & UNDER_WAY == 0).then(|| scale.monotonic(done & !FAILED)),
+            has_failed: done & UNDER_WAY == 0 && done & FAILED != 0,
         })
     }
 }

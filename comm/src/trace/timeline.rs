@@ -15,7 +15,7 @@ use serde_json::json;
 
 use super::clock;
 use super::record::Record;
-use crate::fork::ForkSafe;
+use crate::fork::{ForkSafe, Process};
 
 /// The variable that names the folder.
 const VARIABLE: &str = "FLOW_TRACE";
@@ -28,7 +28,7 @@ const COMMUNICATION: u32 = 1;
 static ON: AtomicBool = AtomicBool::new(false);
 /// Groups that this process is in.
 static GROUPS: AtomicUsize = AtomicUsize::new(0);
-/// Of the first job that this process, or the one that it was forked from, has joined.
+/// Of the jobs that this process, or the one that it was forked from, has joined.
 static TIMELINE: OnceLock<ForkSafe<Mutex<Timeline>>> = OnceLock::new();
 
 /// This rank's place in its job.
@@ -51,11 +51,7 @@ struct Timeline {
 }
 
 enum Event {
-    Operation {
-        record: Record,
-        done: Duration,
-        has_failed: bool,
-    },
+    Operation(Record),
     Span {
         category: &'static str,
         name: &'static str,
@@ -73,18 +69,20 @@ pub fn folder() -> Option<PathBuf> {
 
 /// This process joins a job, and keeps events from now on.
 pub fn join(job: Job) {
+    // A forked process has the number of the rank that it was forked from, and would replace its
+    // file. It must not wait for a thread of its parent either, which may just have made this.
+    if Process::current().forks() > 0 {
+        ON.store(false, Ordering::Relaxed);
+        return;
+    }
     let new = || {
         let timeline = Timeline { job: job.clone(), events: Vec::new(), dropped: 0 };
         ForkSafe::new(Mutex::new(timeline))
     };
     TIMELINE.get_or_init(new);
-    match timeline() {
-        Some(mut timeline) => {
-            timeline.job = job;
-            ON.store(true, Ordering::Relaxed);
-        }
-        // Forked from a rank, it has that rank's number, and would replace its file.
-        None => ON.store(false, Ordering::Relaxed),
+    if let Some(mut timeline) = timeline() {
+        timeline.job = job;
+        ON.store(true, Ordering::Relaxed);
     }
 }
 
@@ -106,16 +104,14 @@ pub fn leave_group() {
     }
 }
 
-/// An operation is over.
-pub fn add_operation(record: Record) {
-    let Some(done) = record.done else { return };
-    add(Event::Operation { record, done, has_failed: false });
-}
-
-/// An operation has failed.
-pub fn add_failed_operation(record: Record) {
-    let done = clock::monotonic_of(Instant::now());
-    add(Event::Operation { record, done, has_failed: true });
+/// An operation is over, or has failed; None if there is no record of it.
+pub fn add_operation(record: Option<Record>) {
+    if let Some(mut timeline) = timeline() {
+        match record.filter(|record| record.done.is_some()) {
+            Some(record) => timeline.add(Event::Operation(record)),
+            None => timeline.dropped += 1,
+        }
+    }
 }
 
 /// Writes the file, if there is anything to write it for.
@@ -199,7 +195,7 @@ impl Timeline {
     fn begins(&self) -> Vec<Duration> {
         let mut begins: Vec<Duration> = self.events.iter().map(Event::started).collect();
         let mut operations: Vec<usize> = (0..self.events.len())
-            .filter(|&index| matches!(self.events[index], Event::Operation { .. }))
+            .filter(|&index| matches!(self.events[index], Event::Operation(_)))
             .collect();
         let done = |index: usize| self.events[index].done();
         operations.sort_by_key(|&index| (begins[index], std::cmp::Reverse(done(index))));
@@ -222,14 +218,15 @@ impl Timeline {
 impl Event {
     fn started(&self) -> Duration {
         match self {
-            Event::Operation { record, .. } => record.started,
+            Event::Operation(record) => record.started,
             Event::Span { started, .. } => *started,
         }
     }
 
     fn done(&self) -> Duration {
         match self {
-            Event::Operation { done, .. } | Event::Span { done, .. } => *done,
+            Event::Operation(record) => record.done.unwrap_or(record.started),
+            Event::Span { done, .. } => *done,
         }
     }
 
@@ -238,7 +235,7 @@ impl Event {
             (time.as_nanos() as i128 + i128::from(job.clock_offset)) as f64 / 1000.0
         };
         let (cat, name, tid, args) = match self {
-            Event::Operation { record, has_failed, .. } => {
+            Event::Operation(record) => {
                 let args = Args::Operation {
                     group: &record.group,
                     sequence: record.sequence,
@@ -247,7 +244,7 @@ impl Event {
                     backend: record.backend,
                     queued: ts(record.queued),
                     started: ts(record.started),
-                    failed: has_failed.then_some(true),
+                    failed: record.has_failed.then_some(true),
                 };
                 ("comm", record.operation, COMMUNICATION, args)
             }
@@ -371,8 +368,9 @@ mod tests {
             queued: started * MS,
             started: started * MS,
             done: Some(done * MS),
+            has_failed: false,
         };
-        Event::Operation { record, done: done * MS, has_failed: false }
+        Event::Operation(record)
     }
 
     fn job() -> Job {

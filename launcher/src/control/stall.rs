@@ -25,7 +25,7 @@ pub struct StallUpdate {
     /// The ranks it waits for.
     #[serde(default)]
     missing: Vec<u32>,
-    /// What its flight recorder has under way, and as the last that it completed.
+    /// What its flight recorders have under way, and what completed and failed last.
     #[serde(default)]
     activity: String,
 }

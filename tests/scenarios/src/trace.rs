@@ -8,7 +8,8 @@ use anyhow::{ensure, Context, Result};
 use flow_comm::{DType, ProcessGroup, ReduceOp};
 use flow_harness::{Process, DETECTION_LIMIT};
 use nix::sys::signal::{kill, Signal};
-use nix::unistd::Pid;
+use nix::sys::wait::{wait, WaitStatus};
+use nix::unistd::{fork, ForkResult, Pid};
 use serde_json::Value;
 
 use crate::nccl::memory::Gpu;
@@ -23,7 +24,11 @@ pub const SCENARIOS: &[Scenario] = &[
         records,
         &[launched(2), by_hand(&[1, 1])],
     ),
+    scenario("an_operation_has_one_number", numbers, &[launched(2), by_hand(&[1, 1])]),
+    scenario("each_join_has_a_name", names, &[launched(2)]),
     process("each_rank_writes_what_it_did_and_when", work, TWO).checked_by(each_writes),
+    process("a_forked_process_leaves_the_timeline_alone", fork_and_work, &[by_hand(&[2])])
+        .checked_by(parents_write),
     process("operations_over_nccl_are_written", work_on_gpu, &[by_hand(&[2]).on_fake_cuda()])
         .checked_by(nccl_is_written),
     process("a_rank_that_sees_a_failure_writes_what_failed", fails, TWO)
@@ -85,6 +90,89 @@ fn records(group: &ProcessGroup) -> Result<()> {
     let last = kept.last().context("some are kept")?;
     ensure!(kept.len() >= 200 && last.sequence == ROUNDS + 300, "{} kept: {last:?}", kept.len());
     Ok(())
+}
+
+/// On both ranks all operations have the same numbers, each once, in whatever form they are called.
+fn numbers(group: &ProcessGroup) -> Result<()> {
+    let group = group.duplicate()?;
+    let counts = || vec![1, 1];
+    let uneven = || group.all_to_all_v_async(vec![1_i64, 2], counts(), vec![0_i64; 2], counts());
+    // Queued beside others, whose numbers are taken meanwhile.
+    let works = (0..3).map(|_| uneven()).collect::<flow_comm::Result<Vec<_>>>()?;
+    let barriers = (0..3).map(|_| group.barrier_async()).collect::<flow_comm::Result<Vec<_>>>()?;
+    for work in works {
+        work.wait()?;
+    }
+    for work in barriers {
+        work.wait()?;
+    }
+    group.all_to_all_v(&[1_i64, 2], &[1, 1], &mut [0_i64; 2], &[1, 1])?;
+    group.all_gather_v_async(vec![1_i64], vec![0_i64; 2], counts())?.wait()?;
+    group
+        .reduce_scatter_v_async(vec![1_i64, 2], vec![0_i64; 1], counts(), ReduceOp::Sum)?
+        .wait()?;
+    let records = group.flight_recorder();
+    let found: Vec<(u64, &str)> =
+        records.iter().map(|record| (record.sequence, record.operation)).collect();
+    let (uneven, barrier) = ("all_to_all_v", "barrier");
+    let operations = [
+        uneven,
+        uneven,
+        uneven,
+        barrier,
+        barrier,
+        barrier,
+        uneven,
+        "all_gather_v",
+        "reduce_scatter_v",
+    ];
+    ensure!(found == (0..).zip(operations).collect::<Vec<_>>(), "{found:?}");
+    ensure!(group.sequence() == operations.len() as u64);
+    Ok(())
+}
+
+/// The names are alike on all ranks, and differ between groups.
+fn names(first: &ProcessGroup) -> Result<()> {
+    let name = |group: &ProcessGroup| -> Result<String> {
+        group.barrier()?;
+        Ok(group.flight_recorder().last().context("a record")?.group.clone())
+    };
+    let membership = flow_comm::env::Membership::from_env()?;
+    let second = ProcessGroup::join(&membership, DETECTION_LIMIT)?;
+    let named = ProcessGroup::join_named(&membership, "evaluation", DETECTION_LIMIT)?;
+    let own = [name(first)?, name(&second)?, name(&named)?, name(&second.duplicate()?)?];
+    ensure!(own == ["0", "1", "\"evaluation\"/0", "1.0:0"], "{own:?}");
+    Ok(())
+}
+
+/// Each rank forks a process that joins by its own, and leaves after the rank has.
+fn fork_and_work() -> Result<()> {
+    drop(ProcessGroup::in_process(1)?);
+    let (left, leave) = std::io::pipe()?;
+    // SAFETY: the process has no other thread that holds a lock.
+    if let ForkResult::Child = unsafe { fork() }? {
+        drop(leave);
+        let work = || -> Result<()> {
+            let group = ProcessGroup::from_env()?;
+            group.barrier()?;
+            std::io::Read::read(&mut &left, &mut [0])?;
+            Ok(())
+        };
+        std::process::exit(i32::from(work().is_err()));
+    }
+    sum(&ProcessGroup::from_env()?)?;
+    drop(leave);
+    ensure!(matches!(wait()?, WaitStatus::Exited(_, 0)));
+    Ok(())
+}
+
+fn parents_write(test: &Test) {
+    assert_eq!(traced(test), [true, true]);
+    for rank in [0, 1] {
+        let events = events(test.folder.path(), rank);
+        assert_eq!(events.len(), 1, "{events:?}");
+        assert_eq!(events[0]["name"], "all_reduce");
+    }
 }
 
 /// Drops its groups before it ends: then the timeline is written.
