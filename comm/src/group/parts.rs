@@ -7,6 +7,7 @@ use super::core::GroupCore;
 use crate::backend::HostBackend;
 use crate::error::Result;
 use crate::failure::Failure;
+use crate::internode::presence::{Presence, ALL_RANKS};
 use crate::shm::arena::Block;
 use crate::shm::backend::SharedMemory;
 use crate::shm::control::Control;
@@ -28,6 +29,7 @@ pub struct NewGroup {
     pub control: Control,
     pub block: Option<Block>,
     pub name: String,
+    pub presence: Presence,
     pub timeout: Duration,
 }
 
@@ -35,12 +37,13 @@ impl NewGroup {
     /// The group of all ranks of a job.
     pub fn of_world(world: Arc<World>, timeout: Duration) -> Self {
         let (control, ranks) = (world.root_control(), (0..world.size).collect());
-        Self { world, ranks, control, block: None, name: "0".into(), timeout }
+        let presence = Presence::new(&world, ALL_RANKS.into());
+        Self { world, ranks, control, block: None, name: ALL_RANKS.into(), presence, timeout }
     }
 
     pub fn failure(self) -> Arc<Failure> {
         let core = Arc::new(GroupCore::new(self.world, self.ranks, self.timeout, self.name));
-        Arc::new(Failure::new(core, Arc::new(self.control), self.block))
+        Arc::new(Failure::new(core, Arc::new(self.control), self.block, self.presence))
     }
 }
 

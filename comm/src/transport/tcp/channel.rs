@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use super::control::GroupId;
 use super::waker::Waker;
 use crate::transport::queue::QueuePair;
 use crate::transport::DisconnectReason;
@@ -11,6 +12,8 @@ use crate::transport::DisconnectReason;
 pub const WINDOW: u64 = 32 << 20;
 
 pub struct Channel {
+    /// None until this process, or the other, has opened the channel.
+    pub group: Option<GroupId>,
     pub queues: QueuePair,
     /// Bytes in frames that have begun, and how many the other process takes in all.
     pub sent: u64,
@@ -31,6 +34,7 @@ pub struct Channel {
 impl Default for Channel {
     fn default() -> Self {
         Self {
+            group: None,
             queues: QueuePair::default(),
             sent: 0,
             limit: WINDOW,

@@ -6,7 +6,7 @@
 //! their group is made). If both processes connect at once, the
 //! connection of the lower rank stays.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{eventfd, EventfdFlags, PollFd, PollFlags, Timespec};
 
-use super::control::{reason, watch, Sockets};
+use super::control::{reason, watch, GroupId, Sockets};
 use super::pair::{Pair, State};
 use crate::transport::acceptor::{connect, Acceptor};
 use crate::transport::DisconnectReason;
@@ -45,6 +45,8 @@ pub struct Endpoint {
     pub addresses: OnceLock<Vec<SocketAddr>>,
     /// By rank.
     pairs: Vec<Mutex<Pair>>,
+    /// Those that this rank is in.
+    groups: Mutex<HashSet<GroupId, fnv::FnvBuildHasher>>,
     attempts: AtomicU64,
     is_closed: AtomicBool,
     /// Readable when the thread has something to do.
@@ -74,6 +76,7 @@ impl Endpoint {
             address: acceptor.address(),
             addresses: OnceLock::new(),
             pairs: (0..size).map(|_| Mutex::default()).collect(),
+            groups: Mutex::default(),
             attempts: AtomicU64::new(0),
             is_closed: AtomicBool::new(false),
             bell: eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?,
@@ -90,6 +93,26 @@ impl Endpoint {
 
     pub fn pair(&self, rank: usize) -> MutexGuard<'_, Pair> {
         self.pairs[rank].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn groups(&self) -> MutexGuard<'_, HashSet<GroupId, fnv::FnvBuildHasher>> {
+        self.groups.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn join_group(&self, group: GroupId) {
+        self.groups().insert(group);
+    }
+
+    /// Closes all channels of a group. Who opens one later learns that this rank is not in the group.
+    pub fn leave_group(&self, group: GroupId) {
+        self.groups().remove(&group);
+        for rank in 0..self.pairs.len() {
+            let mut pair = self.pair(rank);
+            pair.leave(group);
+            if pair.has_orphan() || pair.has_notices() {
+                self.ring();
+            }
+        }
     }
 
     /// Ends all connections, and has the thread end. Waits for a moment first, so that the others
@@ -217,7 +240,7 @@ impl Endpoint {
             }
             for rank in 0..self.pairs.len() {
                 let mut pair = self.pair(rank);
-                pair.read_control();
+                pair.read_control(&|group| self.groups().contains(&group));
                 pair.flush_control();
                 pair.flush_orphan();
             }

@@ -7,6 +7,8 @@ use crate::shm::io_segment::IoSegment;
 
 const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 const LARGE: usize = 40 << 20;
+/// The group that all ranks are in.
+const GROUP: &str = "group";
 
 /// Transports of so many ranks, all in this process.
 fn transports(size: usize) -> Vec<TcpTransport> {
@@ -16,6 +18,7 @@ fn transports(size: usize) -> Vec<TcpTransport> {
         TcpTransport { endpoint, thread: Some(thread) }
     };
     let transports: Vec<_> = (0..size).map(open).collect();
+    transports.iter().for_each(|transport| transport.join_group(GROUP));
     let addresses: Vec<_> = transports.iter().map(|t| t.endpoint.address()).collect();
     for transport in &transports {
         transport.endpoint.addresses.set(addresses.clone()).unwrap();
@@ -28,9 +31,13 @@ fn pair() -> [TcpTransport; 2] {
 }
 
 fn channel(transport: &TcpTransport, name: &str) -> Box<dyn Connections> {
+    channel_of(transport, GROUP, name)
+}
+
+fn channel_of(transport: &TcpTransport, group: &str, name: &str) -> Box<dyn Connections> {
     let own =
         usize::from(transport.endpoint.address() != transport.endpoint.addresses.get().unwrap()[0]);
-    transport.connect(name, &[0, 1], own).map_err(|down| down.how).unwrap()
+    transport.connect(group, name, &[0, 1], own).map_err(|down| down.how).unwrap()
 }
 
 /// Progresses until nothing is due.
@@ -227,5 +234,62 @@ fn who_connects_at_once_has_one_connection() {
                 });
             }
         });
+    }
+}
+
+#[test]
+fn who_has_left_a_group_says_so_in_channels_that_it_has_never_used() {
+    let [one, two] = pair();
+    let groups = ["left before anybody connected", "left later", "never joined"];
+    two.join_group(groups[0]);
+    two.join_group(groups[1]);
+    two.leave_group(groups[0]);
+    let left = |how| matches!(how, DisconnectReason::Left);
+    assert!(left(reason(&mut channel_of(&one, groups[0], "a"), 1)));
+    assert!(left(reason(&mut channel_of(&one, groups[2], "c"), 1)));
+    thread::scope(|scope| {
+        let receiver = scope.spawn(|| reason(&mut channel_of(&one, groups[1], "b"), 1));
+        // The receiver takes no more than a window.
+        let sender = scope.spawn(|| {
+            let (mut data, mut connections) = (pattern(1, LARGE), channel_of(&one, groups[1], "d"));
+            connections.send(1, segment(&mut data));
+            let how = finish(&mut connections, 1).unwrap_err();
+            connections.abort("");
+            how
+        });
+        thread::sleep(Duration::from_millis(100));
+        assert!(!receiver.is_finished() && !sender.is_finished());
+        two.leave_group(groups[1]);
+        assert!(left(receiver.join().unwrap()) && left(sender.join().unwrap()));
+    });
+}
+
+/// Whether or not both sides have used them, and have received all.
+#[test]
+fn nothing_is_kept_of_the_channels_of_a_group_that_both_have_left() {
+    let transports = pair();
+    let [one, two] = &transports;
+    let (mut first, mut second) = (channel(one, "lasting"), channel(two, "lasting"));
+    for round in 0..30 {
+        let group = format!("group {round}");
+        transports.iter().for_each(|transport| transport.join_group(&group));
+        let name = |name: &str| format!("{name} {round}");
+        send(&mut channel_of(one, &group, &name("not received")), 1, &mut pattern(1, 1 << 20));
+        drop(channel_of(two, &group, &name("not used")));
+        // The message is read before anybody has left, after one has, or after both.
+        let early = round % 3;
+        [two, one][..early].iter().for_each(|transport| transport.leave_group(&group));
+        if early == 2 {
+            thread::sleep(Duration::from_millis(20));
+        }
+        send(&mut first, 1, &mut [0; 100]);
+        receive(&mut second, 0, 100);
+        transports.iter().for_each(|transport| transport.leave_group(&group));
+    }
+    let begin = Instant::now();
+    let counts = || [one.endpoint.pair(1).channel_count(), two.endpoint.pair(0).channel_count()];
+    while counts() != [1, 1] {
+        assert!(begin.elapsed() < TEST_TIMEOUT, "{:?} channels", counts());
+        thread::sleep(Duration::from_millis(1));
     }
 }
