@@ -3,6 +3,7 @@
 //! | file | subject |
 //! |---|---|
 //! | `endpoint` | this process' end of all connections: making and accepting them |
+//! | `dial` | a connection that is being made |
 //! | `pair` | the connection with one other process: how its channels share it |
 //! | `channel`, `frame` | what goes between them in one channel, and how it is cut |
 //! | `control` | its sockets, and what the processes tell each other about channels |
@@ -10,6 +11,7 @@
 
 mod channel;
 mod control;
+mod dial;
 mod endpoint;
 mod frame;
 mod pair;

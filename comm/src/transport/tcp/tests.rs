@@ -1,4 +1,4 @@
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, TcpStream};
 use std::thread;
 use std::time::Instant;
 
@@ -12,6 +12,14 @@ const GROUP: &str = "group";
 
 /// Transports of so many ranks, all in this process.
 fn transports(size: usize) -> Vec<TcpTransport> {
+    transports_at(size, |_| None)
+}
+
+/// Those that have `elsewhere` are taken to be there.
+fn transports_at(
+    size: usize,
+    elsewhere: impl Fn(usize) -> Option<SocketAddr>,
+) -> Vec<TcpTransport> {
     let open = |rank| {
         let (endpoint, thread) =
             Endpoint::open(rank, size, Ipv4Addr::LOCALHOST.into(), "token").unwrap();
@@ -19,7 +27,8 @@ fn transports(size: usize) -> Vec<TcpTransport> {
     };
     let transports: Vec<_> = (0..size).map(open).collect();
     transports.iter().for_each(|transport| transport.join_group(GROUP));
-    let addresses: Vec<_> = transports.iter().map(|t| t.endpoint.address()).collect();
+    let own = transports.iter().map(|t| t.endpoint.address()).enumerate();
+    let addresses: Vec<_> = own.map(|(rank, own)| elsewhere(rank).unwrap_or(own)).collect();
     for transport in &transports {
         transport.endpoint.addresses.set(addresses.clone()).unwrap();
     }
@@ -292,4 +301,30 @@ fn nothing_is_kept_of_the_channels_of_a_group_that_both_have_left() {
         assert!(begin.elapsed() < TEST_TIMEOUT, "{:?} channels", counts());
         thread::sleep(Duration::from_millis(1));
     }
+}
+
+/// Nor is anything left of the attempt when the transport is dropped.
+#[test]
+fn who_does_not_answer_delays_no_other_connection() {
+    let deaf = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    nix::sys::socket::listen(&deaf, nix::sys::socket::Backlog::new(0).unwrap()).unwrap();
+    let address = deaf.local_addr().unwrap();
+    // Until there is no room for those that nobody accepts.
+    let connect = || TcpStream::connect_timeout(&address, Duration::from_millis(200)).ok();
+    let _guests: Vec<_> = std::iter::from_fn(connect).collect();
+    let transports = transports_at(3, |rank| (rank == 1).then_some(address));
+    let [one, _, three] = &transports[..] else { unreachable!() };
+    let mut unanswered = one.connect(GROUP, "a", &[0, 1], 0).map_err(|down| down.how).unwrap();
+    assert!(unanswered.disconnect_reason(1).is_none());
+    let mut first = one.connect(GROUP, "b", &[0, 2], 0).map_err(|down| down.how).unwrap();
+    let mut second = three.connect(GROUP, "b", &[0, 2], 1).map_err(|down| down.how).unwrap();
+    send(&mut first, 1, &mut pattern(1, 1000));
+    assert!(receive(&mut second, 0, 1000) == pattern(1, 1000));
+    assert!(matches!(one.endpoint.pair(1).state, pair::State::Connecting));
+    drop((first, second));
+    let endpoint = Arc::clone(&one.endpoint);
+    drop(transports);
+    // The unanswered channel has one, and this test.
+    assert_eq!(Arc::strong_count(&endpoint), 2, "somebody still connects");
+    drop(unanswered);
 }
