@@ -27,6 +27,8 @@ pub const EXIT_REPORT_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Begins the prefix of a job whose ranks are threads.
 pub(crate) const IN_PROCESS: &str = "in-process/";
+/// How long a rank that drops its last group waits at most for the store to take note.
+const DEPARTURE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// What is known of a rank.
 pub struct Peer {
@@ -193,6 +195,16 @@ impl World {
         Some(String::from_utf8_lossy(&report).into_owned())
     }
 
+    /// Whether a rank has dropped all its groups of this join, over several nodes.
+    pub fn has_left(&self, rank: usize) -> bool {
+        let key = |store: &Store| store.try_get(&self.departure_key(rank));
+        self.store.as_ref().is_some_and(|store| matches!(key(store), Ok(Some(_))))
+    }
+
+    fn departure_key(&self, rank: usize) -> String {
+        format!("{}left/{rank}", self.prefix)
+    }
+
     /// How a rank has ended, or that it has `left` its group. A rank often leaves because its process
     /// ends, so this waits for the end: it is the cause, and the process ends before those that fail
     /// because of it.
@@ -215,6 +227,11 @@ impl World {
 
 impl Drop for World {
     fn drop(&mut self) {
+        if let (Some(store), Some(_)) = (&self.store, &self.transport) {
+            // Before the transport refuses connections. The store's machine may be gone.
+            store.set_reply_timeout(DEPARTURE_TIMEOUT);
+            let _ = store.set(&self.departure_key(self.rank), &[]);
+        }
         self.reclaim();
         let retired_blocks = self.retired_blocks.get_mut().unwrap_or_else(PoisonError::into_inner);
         retired_blocks.drain(..).for_each(|(block, _)| block.leak());

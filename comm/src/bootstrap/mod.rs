@@ -26,6 +26,7 @@ use rustix::process::{Pid, PidfdFlags};
 use crate::env::{Membership, Rendezvous};
 use crate::error::{Error, Result};
 use crate::fork::Process;
+use crate::internode::presence::ALL_RANKS;
 use crate::settings;
 use crate::shm::arena_header::ArenaHeader;
 use crate::shm::control::MAX_RANKS;
@@ -52,6 +53,9 @@ impl World {
         let several_nodes = membership.local_world_size < size;
         let mut transport =
             several_nodes.then(|| transport::open(membership)).transpose().map_err(fail)?;
+        if let Some(transport) = &transport {
+            transport.join_group(ALL_RANKS);
+        }
         let address = transport.as_ref().map(|transport| transport.address()).unwrap_or_default();
         let launched = matches!(membership.rendezvous, Rendezvous::Server { .. })
             && is_launchers_rank(membership);

@@ -13,6 +13,7 @@ use remote::{RemoteFailures, WatchedConnections};
 
 use crate::error::{Error, Result};
 use crate::group::core::GroupCore;
+use crate::internode::presence::Presence;
 use crate::shm::arena::Block;
 use crate::shm::control::Control;
 use crate::transport::{Connections, DisconnectReason, PeerDown};
@@ -34,17 +35,25 @@ pub struct Failure {
     cancelled: AtomicBool,
     /// The memory of the control block, in the first rank of the node.
     block: Mutex<Option<Block>>,
+    /// The last to be dropped.
+    pub presence: Presence,
 }
 
 impl Failure {
     /// This rank is a member of the group until it drops this.
-    pub fn new(core: Arc<GroupCore>, control: Arc<Control>, block: Option<Block>) -> Self {
+    pub fn new(
+        core: Arc<GroupCore>,
+        control: Arc<Control>,
+        block: Option<Block>,
+        presence: Presence,
+    ) -> Self {
         Self {
             control,
             remote: RemoteFailures::new(Arc::clone(&core)),
             quarantined: AtomicBool::new(false),
             cancelled: AtomicBool::new(false),
             block: Mutex::new(block),
+            presence,
             core,
         }
     }
@@ -242,10 +251,17 @@ impl Failure {
             return error;
         }
         match how {
+            DisconnectReason::Left => self.control.rank(peer).left.store(1, Ordering::SeqCst),
+            // It may have gone while, or before, this rank connected.
+            DisconnectReason::Ended | DisconnectReason::Refused(_)
+                if !self.core.locals.contains(&peer)
+                    && self.core.world.has_left(self.core.ranks[peer]) =>
+            {
+                self.control.rank(peer).left.store(1, Ordering::SeqCst);
+            }
             DisconnectReason::Ended => {}
             // It was applied.
             DisconnectReason::Failed(_) => {}
-            DisconnectReason::Left => self.control.rank(peer).left.store(1, Ordering::SeqCst),
             DisconnectReason::OutOfReach(_) | DisconnectReason::Refused(_)
                 if self
                     .core

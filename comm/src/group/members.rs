@@ -17,6 +17,7 @@ use serde_json::{json, Value};
 use super::parts::{NewGroup, Parts};
 use super::ProcessGroup;
 use crate::error::{Error, Result};
+use crate::internode::presence::Presence;
 use crate::shm::arena::Block;
 use crate::shm::control::Control;
 use crate::stall::Stall;
@@ -72,7 +73,7 @@ impl ProcessGroup {
         let block = || core.world.new_control_block(ranks.len(), locals.len());
         let mut block = (first == self.rank()).then(block).flatten();
         let own = Call { group, ranks, key, may_succeed: Cell::new(false) };
-        let (name, offset) = match core.world.store() {
+        let (presence, offset) = match core.world.store() {
             Some(store) if ranks.len() > 1 => {
                 own.agree(store, first, block.as_ref()).inspect_err(|_| {
                     // The others may use it.
@@ -81,7 +82,7 @@ impl ProcessGroup {
                     }
                 })?
             }
-            _ => (own.new_name(), block.as_ref().map(Block::offset)),
+            _ => (Presence::new(&core.world, own.new_name()), block.as_ref().map(Block::offset)),
         };
         let bytes = Control::bytes(ranks.len(), locals.len());
         let reachable = |&offset: &usize| core.is_reachable(first, offset, bytes);
@@ -95,7 +96,8 @@ impl ProcessGroup {
             timeout: self.timeout(),
             world,
             block,
-            name,
+            name: presence.group.clone(),
+            presence,
         };
         let parts = group.sub_group(new_group, "new_group_of")?;
         Ok(Self::of(parts, self.inner.local_rank, self.apart()))
@@ -169,13 +171,14 @@ impl Call<'_> {
         Error::System { rank: self.group.core.world.rank, operation: self.to_string(), reason }
     }
 
-    /// The group's name, and where on this node its memory is: in the `block` of member `first`.
+    /// This rank in the group, and where on this node the group's memory is: in the `block` of member
+    /// `first`.
     fn agree(
         &self,
         store: &Store,
         first: usize,
         block: Option<&Block>,
-    ) -> Result<(String, Option<usize>)> {
+    ) -> Result<(Presence, Option<usize>)> {
         let fail = |error: StoreError| self.failed(error.to_string());
         let (begin, warning) = (Instant::now(), FIRST_WARNING);
         let mut wait = WaitState {
@@ -184,7 +187,7 @@ impl Call<'_> {
             warning,
             long: self.group.core.world.long_wait(),
         };
-        let keys = self.answer(store, block, &mut wait)?;
+        let (keys, presence) = self.answer(store, block, &mut wait)?;
         let outcome = self.outcome(store, &keys, &mut wait);
         self.group
             .core
@@ -206,12 +209,17 @@ impl Call<'_> {
             }
         }
         let offset = offsets.get(&first.to_string()).and_then(Value::as_u64);
-        Ok((keys.name, offset.map(|offset| offset as usize)))
+        Ok((presence, offset.map(|offset| offset as usize)))
     }
 
     /// Answers the call under the key, which may be this rank's own. If there is another there,
     /// waits until it is deleted.
-    fn answer(&self, store: &Store, block: Option<&Block>, wait: &mut WaitState) -> Result<Keys> {
+    fn answer(
+        &self,
+        store: &Store,
+        block: Option<&Block>,
+        wait: &mut WaitState,
+    ) -> Result<(Keys, Presence)> {
         let fail = |error: StoreError| self.failed(error.to_string());
         let own = json!({"name": self.new_name(), "rank": self.group.core.world.rank, "ranks": self.ranks});
         loop {
@@ -247,6 +255,7 @@ impl Call<'_> {
             if is_ours && !pending.iter().any(|other| other == name) {
                 let offset = json!(block.map(Block::offset));
                 self.may_succeed.set(true);
+                let presence = Presence::new(&self.group.core.world, name.into());
                 store
                     .set(&keys.answer(self.group.core.rank), offset.to_string().as_bytes())
                     .map_err(fail)?;
@@ -254,7 +263,7 @@ impl Call<'_> {
                 if store.add(&keys.of("answers"), 1).map_err(fail)? == self.ranks.len() as i64 {
                     self.conclude(store, &keys)?;
                 }
-                return Ok(keys);
+                return Ok((keys, presence));
             }
             drop(pending);
             if !is_ours && ranks.contains(&self.group.core.rank) {

@@ -8,6 +8,7 @@ use crate::backend::HostBackend;
 use crate::descriptor::{MessageDescriptor, OpDescriptor};
 use crate::error::Result;
 use crate::failure::Failure;
+use crate::internode::presence::{Presence, ALL_RANKS};
 use crate::shm::arena::Block;
 use crate::shm::backend::{self, SharedMemory};
 use crate::shm::control::Control;
@@ -29,6 +30,7 @@ pub struct NewGroup {
     pub control: Control,
     pub block: Option<Block>,
     pub name: String,
+    pub presence: Presence,
     pub timeout: Duration,
 }
 
@@ -36,14 +38,15 @@ impl NewGroup {
     /// The group of all ranks of a job.
     pub fn of_world(world: Arc<World>, timeout: Duration) -> Self {
         let (control, ranks) = (world.root_control(), (0..world.size).collect());
+        let presence = Presence::new(&world, ALL_RANKS.into());
         let name = world.name().into();
-        Self { world, ranks, control, block: None, name, timeout }
+        Self { world, ranks, control, block: None, name, presence, timeout }
     }
 
     /// The members and their failure, on the back-end of this name.
     pub fn failure(self, backend: &'static str) -> Arc<Failure> {
         let core = GroupCore::new(self.world, self.ranks, self.timeout, self.name, backend);
-        Arc::new(Failure::new(Arc::new(core), Arc::new(self.control), self.block))
+        Arc::new(Failure::new(Arc::new(core), Arc::new(self.control), self.block, self.presence))
     }
 }
 

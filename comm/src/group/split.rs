@@ -11,6 +11,7 @@ use super::ProcessGroup;
 use crate::backend::{BufferView, Buffers};
 use crate::descriptor::OpDescriptor;
 use crate::error::{Error, Result};
+use crate::internode::presence::Presence;
 use crate::kind::Kind;
 use crate::shm::control::Control;
 use crate::world::World;
@@ -96,6 +97,11 @@ impl ProcessGroup {
             Some(None) => FULL,
             None => NOT_FIRST,
         };
+        let child = core.children.fetch_add(1, Ordering::Relaxed);
+        // In another world the name must be none of its own.
+        let prefix = if Arc::ptr_eq(world, &core.world) { "" } else { &core.world.prefix };
+        let family = format!("{prefix}{}.{child}", core.name);
+        let presence = first.map(|_| Presence::new(world, family.clone()));
         let fingerprint = fingerprint(agreed);
         let words = self.exchange_words(&[fingerprint, offset])?;
         if let Some(other) = words.iter().position(|words| words[0] != fingerprint) {
@@ -109,10 +115,7 @@ impl ProcessGroup {
             let reason = format!("the shared memory region of rank {} is full", core.ranks[full]);
             return Err(self.system(operation, reason));
         }
-        let child = core.children.fetch_add(1, Ordering::Relaxed);
-        let member = first.map(|first| {
-            // In another world the name must be none of its own.
-            let prefix = if Arc::ptr_eq(world, &core.world) { "" } else { &core.world.prefix };
+        let member = first.zip(presence).map(|(first, presence)| {
             let (arena, offset) = (Arc::clone(&world.arena), words[first][1] as usize);
             let new_group = NewGroup {
                 world: Arc::clone(world),
@@ -120,7 +123,8 @@ impl ProcessGroup {
                 control: Control::attach(arena, offset, members.len(), locals.len()),
                 block: block.flatten(),
                 // The first member tells the sub-groups of one collective apart.
-                name: format!("{prefix}{}.{child}:{}", core.name, core.ranks[members[0]]),
+                name: format!("{family}:{}", core.ranks[members[0]]),
+                presence,
                 timeout: self.timeout(),
             };
             group.sub_group(new_group, operation)

@@ -36,7 +36,7 @@ impl Connector {
         };
         let ranks: Vec<usize> = members.iter().map(|&member| core.ranks[member]).collect();
         transport
-            .connect(&core.key(channel), &ranks, own)
+            .connect(&failure.presence.group, &core.key(channel), &ranks, own)
             .map_err(|loss| failure.handle_disconnect(members[loss.member], loss.how, operation))
     }
 }

@@ -5,6 +5,7 @@
 //! a rank is that waits long) goes through the store: see `failure::remote`.
 
 pub mod connect;
+pub mod presence;
 
 use std::cell::RefCell;
 use std::ops::Range;

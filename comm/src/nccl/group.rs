@@ -12,7 +12,7 @@ use super::bootstrap::{init_communicator, join_check, not_joined, JOINING};
 use super::communicator::{Communicator, CommunicatorError};
 use super::error::{system_error, EnqueueError};
 use super::memory::{FlatMemory, Registration};
-use super::progress::EnqueuedOp;
+use super::progress::{CudaOp, EnqueuedOp};
 use super::watchdog::Watchdog;
 use crate::arguments::Caller;
 use crate::descriptor::OpDescriptor;
@@ -38,7 +38,7 @@ pub struct CudaGroup {
     /// Before the communicator: it uses that.
     watchdog: ForkSafe<Watchdog>,
     communicator: ForkSafe<Arc<Communicator>>,
-    failure: ForkSafe<Arc<Failure>>,
+    pub(super) failure: ForkSafe<Arc<Failure>>,
     device: ForkSafe<Arc<Device>>,
     stream: ForkSafe<Stream>,
     state: ForkSafe<Mutex<IssueState>>,
@@ -196,28 +196,31 @@ impl CudaGroup {
     /// Enqueues an operation between what was enqueued on `stream` before and what will be.
     pub(super) fn in_order(
         &self,
-        operation: OpDescriptor,
+        operation: impl Into<CudaOp>,
         stream: &Stream,
         issue: impl FnOnce(&Communicator, &Stream) -> Result<(), CommunicatorError>,
     ) -> Result<()> {
+        let operation = operation.into();
         if !Arc::ptr_eq(stream.device(), &self.device) {
             let reason =
                 format!("the stream is on {:?}, the group on {:?}", stream.device(), self.device);
-            return Err(self.caller().argument(operation.kind.name(), reason));
+            return Err(self.caller().argument(operation.descriptor.kind.name(), reason));
         }
-        let done = self.enqueue(operation, std::slice::from_ref(stream), |communicator, own| {
-            Ok(issue(communicator, own)?)
-        })?;
+        let after = std::slice::from_ref(stream);
+        let issue = |communicator: &Communicator, own: &Stream| Ok(issue(communicator, own)?);
+        let done = self.enqueue(operation.clone(), after, issue)?;
         stream.wait(&done).map_err(|error| self.system(&operation.to_string(), error.to_string()))
     }
 
     /// Enqueues an operation that begins when what was enqueued on the streams `after` is over.
     pub(super) fn enqueue(
         &self,
-        mut operation: OpDescriptor,
+        operation: impl Into<CudaOp>,
         after: &[Stream],
         issue: impl FnOnce(&Communicator, &Stream) -> Result<(), EnqueueError>,
     ) -> Result<Arc<Event>> {
+        let mut op = operation.into();
+        let operation = &mut op.descriptor;
         let mut state = self.issue_state(&operation.kind.name())?;
         let recorder = &self.failure.core.recorder;
         let is_message = operation.kind.is_message();
@@ -225,16 +228,17 @@ impl CudaGroup {
             true => recorder.next_message(),
             false => recorder.next_collective(),
         };
-        self.watchdog.check(&operation)?;
+        let start = Start { is_cuda: true, ..operation.record(None) };
+        self.watchdog.check(&op)?;
         state.collectives += u64::from(!is_message);
         let enqueued = EnqueuedOp {
-            descriptor: operation,
+            op,
             number: state.enqueued,
             collectives: state.collectives,
-            record: recorder.start(&Start { is_cuda: true, ..operation.record(None) }),
+            record: recorder.start(&start),
         };
         state.enqueued += 1;
-        self.watchdog.begin(enqueued);
+        self.watchdog.begin(enqueued.clone());
         match self.issue(&mut state, after, issue) {
             Ok((started, done)) => {
                 state.events.extend(started.iter().chain([&done]).cloned());

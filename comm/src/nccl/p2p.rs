@@ -6,6 +6,7 @@ use flow_kernels::ReduceOp;
 use super::collectives::count;
 use super::group::CudaGroup;
 use super::operations::P2pBlock;
+use super::progress::{Batch, CudaOp};
 use crate::error::Result;
 use crate::kind::Kind;
 use crate::p2p::P2pOp;
@@ -44,21 +45,26 @@ impl CudaGroup {
         ops: &mut [P2pOp<&mut B>],
         stream: &Stream,
     ) -> Result<()> {
-        let (mut sends, mut receives) = (Vec::new(), Vec::new());
+        let (mut sends, mut receives, mut messages) = (Vec::new(), Vec::new(), Vec::new());
         for op in ops.iter() {
-            let (name, blocks, buffer, peer) = match op {
-                P2pOp::Send { data, to } => ("send", &mut sends, &**data, *to),
-                P2pOp::Recv { buffer, from } => ("recv", &mut receives, &**buffer, *from),
+            let (name, verb, blocks, buffer, peer) = match op {
+                P2pOp::Send { data, to } => ("send", "send to", &mut sends, &**data, *to),
+                P2pOp::Recv { buffer, from } => {
+                    ("recv", "recv from", &mut receives, &**buffer, *from)
+                }
             };
             self.caller().check_peer(name, peer)?;
+            messages.push((verb, peer));
             blocks.push(P2pBlock { buffer, start: 0, bytes: buffer.bytes(), peer });
         }
         if ops.is_empty() {
             return Ok(());
         }
         let bytes = sends.iter().chain(&receives).map(|block| block.bytes).sum();
-        let operation =
+        let descriptor =
             self.operation(Kind::BatchSendRecv, flow_kernels::DType::U8, bytes, ReduceOp::Sum, 0);
+        let batch = Some(Batch::new(&messages, &self.failure.core.ranks).into());
+        let operation = CudaOp { descriptor, batch };
         // SAFETY: as above.
         self.in_order(operation, stream, |communicator, own| unsafe {
             communicator.grouped_p2p(&sends, &receives, own)

@@ -19,7 +19,6 @@ use flow_kernels::cuda::Event;
 use super::communicator::{Communicator, CommunicatorError};
 use super::device_clock::DeviceClock;
 use super::progress::{EnqueuedOp, Progress};
-use crate::descriptor::OpDescriptor;
 use crate::error::{Error, Result};
 use crate::failure::Failure;
 use crate::kind::Kind;
@@ -141,13 +140,13 @@ impl Watchdog {
     /// An operation begins.
     pub fn begin(&self, operation: EnqueuedOp) {
         let mut state = self.shared.state();
+        state.last = Some(operation.clone());
         state.pending.push_back(Pending {
             operation,
             begun: Instant::now(),
             done: None,
             started: None,
         });
-        state.last = Some(operation);
         if state.pending.len() == 1 {
             state.heartbeat = Instant::now();
             self.shared.change.notify_all();
@@ -206,14 +205,14 @@ impl Shared {
             if state.stopped || state.failure.is_some() {
                 break;
             }
-            let last = state.last;
-            let news = last.map(|operation| operation.number) != published;
+            let last = state.last.clone();
+            let news = last.as_ref().map(|operation| operation.number) != published;
             let due =
                 last_publish.elapsed() >= PUBLISH_INTERVAL.min(self.failure.core.timeout() / 4);
             let oldest = state
                 .pending
                 .front()
-                .map(|pending| (pending.operation, pending.begun, pending.done.clone()));
+                .map(|pending| (pending.operation.clone(), pending.begun, pending.done.clone()));
             let Some((operation, begun, done)) = oldest else {
                 self.change.notify_all();
                 long = None;
@@ -262,8 +261,8 @@ impl Shared {
             }
             std::thread::sleep(POLL_INTERVAL);
         }
-        let last = self.state().last;
-        if last.map(|operation| operation.number) != published {
+        let last = self.state().last.clone();
+        if last.as_ref().map(|operation| operation.number) != published {
             // This rank is about to leave: peers that still wait read its last operation.
             self.publish(last);
         }
@@ -355,7 +354,7 @@ impl Shared {
         if !gone.is_empty() && is_over(done) == Ok(false) {
             let late = gone_since.get_or_insert_with(Instant::now).elapsed() > PEER_EXIT_GRACE;
             // Nobody knows which ranks have begun their part of a batch.
-            let is_batch = operation.descriptor.kind == Kind::BatchSendRecv;
+            let is_batch = operation.op.descriptor.kind == Kind::BatchSendRecv;
             let is_missed = |&peer: &usize| late || !is_batch && !self.has_begun(peer, operation);
             if let Some(peer) = gone.into_iter().find(is_missed) {
                 return Some(failure.fail_peer_lost(peer, operation));
@@ -430,13 +429,12 @@ impl Shared {
         }
     }
 
-    /// The ranks that have not begun the operation, according to the store; the other rank of a
-    /// message.
+    /// The ranks that have not begun the operation, according to the store; the other ranks of
+    /// messages.
     fn late<'a>(&'a self, operation: &'a EnqueuedOp) -> impl Iterator<Item = usize> + 'a {
-        let OpDescriptor { kind, root: peer, .. } = operation.descriptor;
-        let is_late = move |&r: &usize| match kind {
-            Kind::Send | Kind::Recv => r == peer as usize,
-            _ => r != self.failure.core.rank && !self.has_begun(r, operation),
+        let is_late = move |&r: &usize| match operation.op.descriptor.kind.is_message() {
+            true => operation.may_need(r),
+            false => r != self.failure.core.rank && !self.has_begun(r, operation),
         };
         (0..self.failure.core.size()).filter(is_late)
     }

@@ -351,6 +351,17 @@ impl Matcher {
             })
     }
 
+    /// Connects to a rank on another node that has never sent anything, without waiting. Returns how
+    /// it has gone, once that is known.
+    pub fn connect_to_silent(&self, rank: usize) -> Option<DisconnectReason> {
+        if !self.has_never_sent(rank) {
+            return None;
+        }
+        let mut open = self.queues[rank].open(self.doorbell())?;
+        // From the position of the receiver.
+        open.connection.as_mut()?.disconnect_reason(1)
+    }
+
     /// Aborts the connection from a rank: it forgets where to put what was to come, and nobody
     /// takes that for received.
     pub fn abort_connection(&self, from: usize) {

@@ -140,11 +140,21 @@ impl AnyReceiver {
             None => absent.gone.iter().find(|(gone, _)| *gone == rank).map(|(_, how)| how.clone()),
         };
         let senders = self.matcher.core.ranks_where(|rank| rank != self.matcher.core.rank);
-        let gone: Vec<_> = senders.iter().filter_map(|&rank| Some((rank, how(rank)?))).collect();
-        let is_last = gone.len() == senders.len();
-        let died = gone.iter().find(|(_, how)| !matches!(how, DisconnectReason::Left));
-        let lost = died.or(gone.last().filter(|_| is_last))?;
-        let is_silent = gone.iter().all(|&(rank, _)| self.matcher.has_nothing(rank, tag));
+        let gone = senders.iter().filter_map(|&rank| Some((rank, how(rank)?)));
+        let (mut gone, died): (Vec<_>, Vec<_>) =
+            gone.partition(|(_, how)| matches!(how, DisconnectReason::Left));
+        if died.is_empty() {
+            // The others may have left as well: one after the other is asked, until one is there.
+            let is_known = |rank: &usize| gone.iter().any(|(known, _)| known == rank);
+            let others: Vec<_> = senders.iter().copied().filter(|rank| !is_known(rank)).collect();
+            let asked = others
+                .iter()
+                .map_while(|&rank| Some((rank, self.matcher.connect_to_silent(rank)?)));
+            gone.extend(asked);
+        }
+        let is_last = gone.len() + died.len() == senders.len();
+        let lost = died.first().or(gone.last().filter(|_| is_last))?;
+        let is_silent = died.iter().chain(&gone).all(|&(r, _)| self.matcher.has_nothing(r, tag));
         is_silent.then(|| (lost.clone(), is_last))
     }
 

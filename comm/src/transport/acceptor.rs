@@ -49,14 +49,13 @@ enum Outcome {
     Rejected,
 }
 
-/// Connects to another process' acceptor under a name.
-pub fn connect(
+/// Says the handshake at another process' acceptor: the connection gets this name.
+pub fn introduce(
+    stream: &mut TcpStream,
     token: &str,
     address: SocketAddr,
     name: &str,
-    time: Duration,
-) -> io::Result<TcpStream> {
-    let mut stream = TcpStream::connect_timeout(&address, time)?;
+) -> io::Result<()> {
     if stream.local_addr()? == stream.peer_addr()? {
         // While nobody listens there, a socket can get connected to itself.
         return Err(io::ErrorKind::ConnectionRefused.into());
@@ -64,8 +63,8 @@ pub fn connect(
     let mut handshake = ((PROOF + name.len()) as u32).to_le_bytes().to_vec();
     handshake.extend(proof(token, address, name).finalize().into_bytes());
     handshake.extend(name.as_bytes());
-    stream.write_all(&handshake)?;
-    Ok(stream)
+    // A new socket has room for it.
+    stream.write_all(&handshake)
 }
 
 impl Acceptor {
@@ -205,8 +204,14 @@ mod tests {
         Acceptor::open(LOCALHOST, "secret").unwrap()
     }
 
+    fn connect(token: &str, address: SocketAddr, name: &str) -> TcpStream {
+        let mut stream = TcpStream::connect(address).unwrap();
+        introduce(&mut stream, token, address, name).unwrap();
+        stream
+    }
+
     fn connect_to(acceptor: &Acceptor, name: &str) -> TcpStream {
-        connect(&acceptor.token, acceptor.address, name, HANDSHAKE_TIMEOUT).unwrap()
+        connect(&acceptor.token, acceptor.address, name)
     }
 
     fn accepted(acceptor: &mut Acceptor, name: &str) -> Option<TcpStream> {
@@ -257,7 +262,7 @@ mod tests {
     fn a_hello_shows_no_token_and_is_worth_nothing_elsewhere() {
         let mut elsewhere = acceptor();
         let spy = TcpListener::bind("127.0.0.1:0").unwrap();
-        drop(connect("secret", spy.local_addr().unwrap(), "one", HANDSHAKE_TIMEOUT).unwrap());
+        drop(connect("secret", spy.local_addr().unwrap(), "one"));
         let mut handshake = Vec::new();
         spy.accept().unwrap().0.read_to_end(&mut handshake).unwrap();
         assert!(!handshake.windows(6).any(|bytes| bytes == b"secret"), "{handshake:?}");
@@ -304,7 +309,7 @@ mod tests {
         {
             let _ = (&*stranger).write_all(text);
         }
-        let thief = connect("Secret", acceptor.address, "one", HANDSHAKE_TIMEOUT).unwrap();
+        let thief = connect("Secret", acceptor.address, "one");
         let _one = connect_to(&acceptor, "one");
         assert!(!acceptor.accept().1, "not all are accepted at once");
         assert!(accepted(&mut acceptor, "one").is_some());

@@ -41,14 +41,23 @@ pub trait Transport: Send + Sync {
     /// A rank cannot be reached at its address.
     fn set_peers(&mut self, peers: &[PeerInfo], own: &PeerInfo) -> Result<(), String>;
 
+    /// This rank agrees to make a group of this name. From here on it counts as a member, until it
+    /// calls [`Transport::leave_group`]. All members call this before any of them has the group.
+    fn join_group(&self, _group: &str) {}
+
+    /// This rank has left the group, or has not made it after all. A member that uses a channel of the
+    /// group with this rank learns that, even if this rank has never used the channel.
+    fn leave_group(&self, _group: &str) {}
+
     /// Connects `members`, given by their ranks in the job; `own` is this rank's position among them.
-    /// All of them call this with the same channel, which no other connections have. It does not wait
-    /// for them: a connection is made when it is first used.
+    /// All of them call this with the same channel of their group, which no other connections have. It
+    /// does not wait for them: a connection is made when it is first used.
     ///
     /// # Errors
     /// A member cannot be reached.
     fn connect(
         &self,
+        group: &str,
         channel: &str,
         members: &[usize],
         own: usize,
@@ -130,6 +139,7 @@ pub enum DisconnectReason {
     Ended,
     /// Something between it and this rank.
     OutOfReach(String),
-    /// It cannot be connected to: it has ended, well or not, or a firewall lies between.
+    /// It cannot be connected to: it has left all groups, its process has ended, well or not, or a
+    /// firewall lies between.
     Refused(String),
 }

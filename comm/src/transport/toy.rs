@@ -79,6 +79,7 @@ impl Transport for ToyTransport {
     /// Each sends over a connection of its own: nobody waits for anybody.
     fn connect(
         &self,
+        _: &str,
         channel: &str,
         members: &[usize],
         own: usize,

@@ -12,6 +12,7 @@ use crate::registry::{by_hand, launched, scenario, Scenario};
 pub const SCENARIOS: &[Scenario] = &[
     scenario("a_thousand_groups", groups_come_and_go, &[launched(2), by_hand(&[1, 1])]),
     scenario("five_hundred_groups_of_their_members", member_groups_come_and_go, &[launched(2)]),
+    scenario("a_hundred_messages_that_nobody_receives", left_behind, &[by_hand(&[1, 1])]),
     scenario(
         "two_hundred_worlds",
         worlds_come_and_go,
@@ -62,6 +63,18 @@ fn groups_come_and_go(world: &ProcessGroup) -> Result<()> {
 
 fn member_groups_come_and_go(world: &ProcessGroup) -> Result<()> {
     come_and_go(500, || use_all(&world.new_group_of(&[1, 0], "key")?))
+}
+
+/// They have come when the receiver drops the group.
+fn left_behind(world: &ProcessGroup) -> Result<()> {
+    let message = vec![1_u8; 20 << 20];
+    come_and_go(100, || {
+        let group = world.duplicate()?;
+        if group.rank() == 1 {
+            group.send(&message, 0)?;
+        }
+        Ok(world.barrier()?)
+    })
 }
 
 fn worlds_come_and_go(_: &ProcessGroup) -> Result<()> {

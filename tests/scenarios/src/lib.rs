@@ -31,6 +31,7 @@ const FILES: &[registry::File] = &[
     failures::FILES[4],
     failures::FILES[5],
     failures::FILES[6],
+    failures::FILES[7],
     ("arguments", arguments::SCENARIOS),
     ("buckets", buckets::SCENARIOS),
     ("collectives", collectives::SCENARIOS),

@@ -53,6 +53,7 @@ impl Transport for MpiTransport {
 
     fn connect(
         &self,
+        _: &str,
         channel: &str,
         members: &[usize],
         own: usize,

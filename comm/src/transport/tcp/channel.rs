@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
 
-use super::control::ChannelId;
+use super::control::{ChannelId, GroupId};
 use super::waker::Waker;
 use crate::transport::queue::QueuePair;
 use crate::transport::DisconnectReason;
@@ -16,6 +16,8 @@ pub const WINDOW: u64 = 32 << 20;
 pub type Channels = FxHashMap<ChannelId, Channel>;
 
 pub struct Channel {
+    /// None until this process, or the other, has opened the channel.
+    pub group: Option<GroupId>,
     pub queues: QueuePair,
     /// Bytes in frames that have begun, and how many the other process takes in all.
     pub sent: u64,
@@ -36,6 +38,7 @@ pub struct Channel {
 impl Default for Channel {
     fn default() -> Self {
         Self {
+            group: None,
             queues: QueuePair::default(),
             sent: 0,
             limit: WINDOW,

@@ -14,8 +14,9 @@ const PROBE_AFTER: u32 = 4;
 const PROBE_INTERVAL: u32 = 2;
 const PROBES: u32 = 3;
 
-/// A channel's number: a hash of its name.
+/// A channel's number, and a group's: a hash of its name.
 pub type ChannelId = u64;
+pub type GroupId = u64;
 
 #[derive(Clone)]
 pub struct Sockets {
@@ -54,6 +55,9 @@ pub fn reason(error: &io::Error) -> DisconnectReason {
 
 /// What one process tells the other about a channel.
 pub enum Notice {
+    /// It uses the channel, which is one of this group: it wants to know if the other is not, or no
+    /// longer, in the group.
+    Open(GroupId),
     /// How many bytes the other may send in all.
     Limit(u64),
     /// How it has left the channel, in which it has sent so many bytes.
@@ -66,10 +70,12 @@ const HEAD: usize = 21;
 const LIMIT: u8 = 0;
 const LEFT: u8 = 1;
 const FAILED: u8 = 2;
+const OPEN: u8 = 3;
 
 impl Notice {
     pub fn encode(&self, channel: ChannelId, out: &mut Vec<u8>) {
         let (kind, number, text) = match self {
+            Self::Open(group) => (OPEN, group, ""),
             Self::Limit(limit) => (LIMIT, limit, ""),
             Self::End(DisconnectReason::Left, sent) => (LEFT, sent, ""),
             Self::End(DisconnectReason::Ended, sent) => (FAILED, sent, ""),
@@ -98,6 +104,7 @@ impl Notice {
         let (channel, number) = (u64::from_le_bytes(*channel), u64::from_le_bytes(*number));
         bytes.drain(..HEAD + length);
         let notice = match kind {
+            OPEN => Self::Open(number),
             LIMIT => Self::Limit(number),
             LEFT => Self::End(DisconnectReason::Left, number),
             _ if text.is_empty() => Self::End(DisconnectReason::Ended, number),

@@ -1,41 +1,34 @@
 //! This process' end of all its connections, and the thread that serves it.
 //!
-//! The thread accepts connections at any time while the process lives, and reads the notices of other
-//! processes. So to connect never waits for the other's program, and a process that is gone refuses at
-//! once. A connection is made when a channel first needs it (leaders of nodes begin to connect when
-//! their group is made). If both processes connect at once, the
-//! connection of the lower rank stays.
+//! The thread makes and accepts connections at any time while the process lives, and reads the notices
+//! of other processes. So to connect never waits for the other's program, and a process that is gone
+//! refuses at once. A connection is made when a channel first needs it (leaders of nodes begin to
+//! connect when their group is made). If both processes connect at once, the connection of the lower
+//! rank stays.
 
-use std::collections::HashMap;
-use std::io::{self, Read, Write};
+use std::collections::{HashMap, HashSet};
+use std::io::{self, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use rustix::event::{eventfd, EventfdFlags, PollFd, PollFlags, Timespec};
 
-use super::control::{reason, watch, Sockets};
+use super::control::{reason, GroupId, Sockets};
+use super::dial::{Dial, ACCEPTED, CONNECT_TIMEOUT, OTHER};
 use super::pair::{Pair, State};
-use crate::transport::acceptor::{connect, Acceptor};
+use crate::transport::acceptor::Acceptor;
 use crate::transport::DisconnectReason;
 
-/// One attempt to connect, and how long attempts go unanswered before the other is out of reach.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
-const UNANSWERED_TIMEOUT: Duration = Duration::from_secs(10);
-/// When to look again whether the other's connection has come, and whether there are file descriptors
-/// again.
+/// When to look again whether there are file descriptors again.
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 /// How often a process that ends looks whether the others know.
 const CLOSE_INTERVAL: Duration = Duration::from_millis(1);
 /// How long the thread sleeps at most while somebody has not said who it is.
 const PENDING_INTERVAL: Duration = Duration::from_secs(1);
-
-/// The answer to who connects: this connection is used, or another one is.
-const ACCEPTED: u8 = 1;
-const OTHER: u8 = 2;
 
 pub struct Endpoint {
     rank: usize,
@@ -45,7 +38,10 @@ pub struct Endpoint {
     pub addresses: OnceLock<Vec<SocketAddr>>,
     /// By rank.
     pairs: Vec<Mutex<Pair>>,
-    attempts: AtomicU64,
+    /// Those that this rank is in.
+    groups: Mutex<HashSet<GroupId, fnv::FnvBuildHasher>>,
+    /// The ranks that the thread is to connect to.
+    wanted: Mutex<Vec<usize>>,
     is_closed: AtomicBool,
     /// Readable when the thread has something to do.
     bell: OwnedFd,
@@ -74,7 +70,8 @@ impl Endpoint {
             address: acceptor.address(),
             addresses: OnceLock::new(),
             pairs: (0..size).map(|_| Mutex::default()).collect(),
-            attempts: AtomicU64::new(0),
+            groups: Mutex::default(),
+            wanted: Mutex::default(),
             is_closed: AtomicBool::new(false),
             bell: eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?,
         });
@@ -90,6 +87,26 @@ impl Endpoint {
 
     pub fn pair(&self, rank: usize) -> MutexGuard<'_, Pair> {
         self.pairs[rank].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn groups(&self) -> MutexGuard<'_, HashSet<GroupId, fnv::FnvBuildHasher>> {
+        self.groups.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn join_group(&self, group: GroupId) {
+        self.groups().insert(group);
+    }
+
+    /// Closes all channels of a group. Who opens one later learns that this rank is not in the group.
+    pub fn leave_group(&self, group: GroupId) {
+        self.groups().remove(&group);
+        for rank in 0..self.pairs.len() {
+            let mut pair = self.pair(rank);
+            pair.leave(group);
+            if pair.has_orphan() || pair.has_notices() {
+                self.ring();
+            }
+        }
     }
 
     /// Ends all connections, and has the thread end. Waits for a moment first, so that the others
@@ -121,54 +138,31 @@ impl Endpoint {
     }
 
     /// Connects to a rank, unless that has begun, without waiting for it.
-    pub fn connect(self: &Arc<Self>, rank: usize, pair: &mut Pair) {
-        if !matches!(pair.state, State::Unconnected) {
-            return;
-        }
-        pair.state = State::Connecting;
-        let endpoint = Arc::clone(self);
-        let thread = thread::Builder::new().name("flow-connect".into());
-        if let Err(error) = thread.spawn(move || endpoint.connect_now(rank)) {
-            pair.down(DisconnectReason::OutOfReach(format!("no thread to connect: {error}")));
+    pub fn connect(&self, rank: usize, pair: &mut Pair) {
+        if matches!(pair.state, State::Unconnected) {
+            pair.state = State::Connecting;
+            self.wanted().push(rank);
+            self.ring();
         }
     }
 
-    fn connect_now(&self, rank: usize) {
-        let begin = Instant::now();
-        while !self.is_closed() && matches!(self.pair(rank).state, State::Connecting) {
-            let down = match self.try_connect(rank) {
-                Ok(Some(sockets)) => {
-                    let mut pair = self.pair(rank);
-                    if matches!(pair.state, State::Connecting) {
-                        pair.connected(sockets);
-                    }
-                    self.ring();
-                    break;
-                }
-                Ok(None) => {
-                    thread::sleep(RETRY_INTERVAL);
-                    continue;
-                }
-                Err(error) if error.kind() == io::ErrorKind::TimedOut => {
-                    if begin.elapsed() < UNANSWERED_TIMEOUT {
-                        continue;
-                    }
-                    DisconnectReason::OutOfReach(error.to_string())
-                }
-                // It listens until it ends.
-                Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-                    DisconnectReason::Refused(format!(
-                        "{} refuses the connection: the process has ended, or a firewall lies between",
-                        self.address_of(rank)
-                    ))
-                }
-                Err(error) => reason(&error),
-            };
-            let mut pair = self.pair(rank);
-            if matches!(pair.state, State::Connecting) {
-                pair.down(down);
-            }
+    fn wanted(&self) -> MutexGuard<'_, Vec<usize>> {
+        self.wanted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Goes on to connect; whether the connection is still to be made.
+    fn advance(&self, dial: &mut Dial) -> bool {
+        let mut pair = self.pair(dial.rank);
+        // The other's connection may have come.
+        if !matches!(pair.state, State::Connecting) {
+            return false;
         }
+        match dial.advance(self.rank, &self.token) {
+            None => return true,
+            Some(Ok(sockets)) => pair.connected(sockets),
+            Some(Err(how)) => pair.down(how),
+        }
+        false
     }
 
     fn address_of(&self, rank: usize) -> SocketAddr {
@@ -176,48 +170,21 @@ impl Endpoint {
         *addresses.and_then(|addresses| addresses.get(rank)).unwrap_or(&self.address)
     }
 
-    /// None if the other's connection is used instead.
-    fn try_connect(&self, rank: usize) -> io::Result<Option<Sockets>> {
-        let attempt = self.attempts.fetch_add(1, Ordering::Relaxed);
-        let socket = |kind: &str| {
-            let name = format!("{kind}/{}/{attempt}", self.rank);
-            connect(&self.token, self.address_of(rank), &name, CONNECT_TIMEOUT)
-        };
-        let (data, mut control) = (socket("data")?, socket("control")?);
-        // A process that is stopped answers when it goes on.
-        watch(&control)?;
-        control.set_read_timeout(Some(CONNECT_TIMEOUT))?;
-        let mut answer = [0];
-        loop {
-            match control.read(&mut answer) {
-                Ok(1..) if answer[0] == ACCEPTED => return Sockets::new(data, control).map(Some),
-                Ok(1..) => return Ok(None),
-                Ok(0) => return Err(io::ErrorKind::ConnectionReset.into()),
-                Err(error)
-                    if matches!(
-                        error.kind(),
-                        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
-                    ) => {}
-                Err(error) => return Err(error),
-            }
-            if self.is_closed() || !matches!(self.pair(rank).state, State::Connecting) {
-                return Ok(None);
-            }
-        }
-    }
-
     fn serve(&self, mut acceptor: Acceptor) {
-        let mut halves = HashMap::new();
+        let (mut halves, mut dials) = (HashMap::new(), Vec::<Dial>::new());
         while !self.is_closed() {
-            self.sleep(&acceptor);
+            self.sleep(&acceptor, &dials);
             let _ = rustix::io::read(&self.bell, &mut [0_u8; 8]);
             let (admitted, has_accepted_all) = acceptor.accept();
             for (name, stream) in admitted {
                 self.admit(&name, stream, &mut halves);
             }
+            let wanted = std::mem::take(&mut *self.wanted());
+            dials.extend(wanted.into_iter().map(|rank| Dial::new(rank, self.address_of(rank))));
+            dials.retain_mut(|dial| self.advance(dial));
             for rank in 0..self.pairs.len() {
                 let mut pair = self.pair(rank);
-                pair.read_control();
+                pair.read_control(&|group| self.groups().contains(&group));
                 pair.flush_control();
                 pair.flush_orphan();
             }
@@ -228,7 +195,7 @@ impl Endpoint {
     }
 
     /// Waits until there is something to do.
-    fn sleep(&self, acceptor: &Acceptor) {
+    fn sleep(&self, acceptor: &Acceptor, dials: &[Dial]) {
         let mut waits = Vec::new();
         for rank in 0..self.pairs.len() {
             let pair = self.pair(rank);
@@ -247,8 +214,13 @@ impl Endpoint {
         fds.extend(
             acceptor.fds().into_iter().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)),
         );
-        let time = (acceptor.has_pending()).then_some(PENDING_INTERVAL);
-        let time = time.map(|time| Timespec { tv_sec: time.as_secs() as i64, tv_nsec: 0 });
+        let sockets = dials.iter().flat_map(Dial::sockets);
+        fds.extend(sockets.map(|(fd, events)| PollFd::from_borrowed_fd(fd, events)));
+        let now = Instant::now();
+        let deadlines = dials.iter().filter_map(Dial::deadline);
+        let pending = acceptor.has_pending().then_some(now + PENDING_INTERVAL);
+        let time = deadlines.chain(pending).min().map(|until| until.saturating_duration_since(now));
+        let time = time.and_then(|time| Timespec::try_from(time).ok());
         fds.extend(
             waits.iter().map(|(stream, events)| PollFd::from_borrowed_fd(stream.as_fd(), *events)),
         );

@@ -25,6 +25,8 @@ pub struct Incoming {
     /// Bytes of `ahead` that are given already.
     taken: usize,
     buffer: Box<[u8; READ_AHEAD]>,
+    /// Closed channels to which something came.
+    pub discarded: Vec<ChannelId>,
     /// Since when the socket brings nothing more.
     pub end: Option<Instant>,
 }
@@ -32,7 +34,15 @@ pub struct Incoming {
 impl Default for Incoming {
     fn default() -> Self {
         let buffer = Box::new([0; READ_AHEAD]);
-        Self { channel: 0, rest: 0, ahead: Vec::new(), taken: 0, buffer, end: None }
+        Self {
+            channel: 0,
+            rest: 0,
+            ahead: Vec::new(),
+            taken: 0,
+            buffer,
+            discarded: Vec::new(),
+            end: None,
+        }
     }
 }
 
@@ -234,8 +244,9 @@ impl Incoming {
             let _ = bytes.read_exact(segment);
         }
         channel.queues.receiving.skip(direct);
-        if !channel.is_closed {
-            channel.kept.extend(&bytes[..count - direct]);
+        match channel.is_closed {
+            true => self.discarded.push(self.channel),
+            false => channel.kept.extend(&bytes[..count - direct]),
         }
         self.taken += count;
         self.rest -= count;

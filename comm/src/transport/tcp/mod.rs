@@ -3,6 +3,7 @@
 //! | file | subject |
 //! |---|---|
 //! | `endpoint` | this process' end of all connections: making and accepting them |
+//! | `dial` | a connection that is being made |
 //! | `pair` | the connection with one other process: how its channels share it |
 //! | `channel` | what goes between them in one channel |
 //! | `frame`, `outgoing`, `incoming` | how that is cut, written and read |
@@ -11,6 +12,7 @@
 
 mod channel;
 mod control;
+mod dial;
 mod endpoint;
 mod frame;
 mod incoming;
@@ -117,18 +119,29 @@ impl Transport for TcpTransport {
         Ok(())
     }
 
+    fn join_group(&self, group: &str) {
+        self.endpoint.join_group(hash(group));
+    }
+
+    fn leave_group(&self, group: &str) {
+        self.endpoint.leave_group(hash(group));
+    }
+
     fn connect(
         &self,
+        group: &str,
         channel: &str,
         members: &[usize],
         own: usize,
     ) -> Result<Box<dyn Connections>, PeerDown> {
-        let mut hasher = fnv::FnvHasher::default();
-        hasher.write(channel.as_bytes());
-        let (id, waker) = (hasher.finish(), Arc::<Waker>::default());
+        let (id, group, waker) = (hash(channel), hash(group), Arc::<Waker>::default());
         let others = (0..members.len()).filter(|&member| member != own);
         for member in others.clone() {
-            self.endpoint.pair(members[member]).open(id, &waker);
+            let mut pair = self.endpoint.pair(members[member]);
+            pair.open(id, group, &waker);
+            if pair.has_notices() {
+                self.endpoint.ring();
+            }
         }
         Ok(Box::new(TcpConnections {
             endpoint: Arc::clone(&self.endpoint),
@@ -140,6 +153,12 @@ impl Transport for TcpTransport {
             events: 0,
         }))
     }
+}
+
+fn hash(name: &str) -> u64 {
+    let mut hasher = fnv::FnvHasher::default();
+    hasher.write(name.as_bytes());
+    hasher.finish()
 }
 
 impl Drop for TcpTransport {

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::channel::{Channel, Channels, WINDOW};
-use super::control::{self, ChannelId, Notice, Sockets};
+use super::control::{self, ChannelId, GroupId, Notice, Sockets};
 use super::incoming::{Incoming, READ_AHEAD};
 use super::outgoing::Outgoing;
 use super::waker::Waker;
@@ -71,18 +71,25 @@ pub struct Waits {
 impl Pair {
     pub fn connected(&mut self, sockets: Sockets) {
         self.state = State::Connected(sockets);
-        let ended = self
-            .channels
-            .iter()
-            .filter_map(|(&id, channel)| Some((id, channel.sent, channel.own_end.clone()?)));
-        let notices: Vec<_> = ended.map(|(id, sent, how)| (id, Notice::End(how, sent))).collect();
+        let mut notices = Vec::new();
+        for (&id, channel) in &self.channels {
+            let open = channel.group.map(Notice::Open);
+            let end = channel.own_end.clone().map(|how| Notice::End(how, channel.sent));
+            notices.extend(open.into_iter().chain(end).map(|notice| (id, notice)));
+        }
         notices.into_iter().for_each(|(id, notice)| self.notify(id, &notice));
         self.wake_all();
     }
 
     pub fn down(&mut self, how: DisconnectReason) {
         self.state = State::Down(how);
+        self.channels.retain(|_, channel| !channel.is_closed);
         self.wake_all();
+    }
+
+    #[cfg(test)]
+    pub fn channel_count(&self) -> usize {
+        self.channels.len()
     }
 
     fn wake_all(&self) {
@@ -101,8 +108,29 @@ impl Pair {
     }
 
     /// Takes part in a channel; `waker` is called when another thread has something for it.
-    pub fn open(&mut self, id: ChannelId, waker: &Arc<Waker>) {
-        self.channels.entry(id).or_default().waker = Some(Arc::clone(waker));
+    pub fn open(&mut self, id: ChannelId, group: GroupId, waker: &Arc<Waker>) {
+        let channel = self.channels.entry(id).or_default();
+        (channel.group, channel.waker) = (Some(group), Some(Arc::clone(waker)));
+        self.notify(id, &Notice::Open(group));
+    }
+
+    /// Closes the channels of a group that this rank has left, also those that only the other process
+    /// has opened.
+    pub fn leave(&mut self, group: GroupId) {
+        let is_ours = |(_, channel): &(&_, &Channel)| channel.group == Some(group);
+        let ids: Vec<_> = self.channels.iter().filter(is_ours).map(|(&id, _)| id).collect();
+        for id in ids {
+            self.end(id, &DisconnectReason::Left);
+            self.close(id);
+            // Who connects later, and opens the channel, learns it from the group.
+            let has_left =
+                |channel: &Channel| matches!(channel.own_end, Some(DisconnectReason::Left));
+            if matches!(self.state, State::Unconnected)
+                && self.channels.get(&id).is_some_and(has_left)
+            {
+                self.channels.remove(&id);
+            }
+        }
     }
 
     pub fn queues(&mut self, id: ChannelId) -> &mut QueuePair {
@@ -143,8 +171,12 @@ impl Pair {
             channel.is_closed && channel.own_end.is_some() && has_all
         };
         // Once connected, the other process has been sent how this one left.
-        if matches!(self.state, State::Connected(_)) && self.channels.get(&id).is_some_and(is_over)
-        {
+        let is_settled = match self.state {
+            State::Unconnected | State::Connecting => false,
+            State::Connected(_) => self.channels.get(&id).is_some_and(is_over),
+            State::Down(_) => self.channels.get(&id).is_some_and(|channel| channel.is_closed),
+        };
+        if is_settled {
             self.channels.remove(&id);
         }
     }
@@ -171,6 +203,9 @@ impl Pair {
             let (filled, is_empty) = self.incoming.fill(&mut self.channels, id, &sockets.data);
             if let (true, Some((_, last_receive))) = (filled, &mut self.control_end) {
                 *last_receive = Instant::now();
+            }
+            for id in std::mem::take(&mut self.incoming.discarded) {
+                self.remove_if_over(id);
             }
             progress.waits = Waits { read: is_empty, write: is_full };
             progress.moved |= sent | filled;
@@ -269,7 +304,7 @@ impl Pair {
     }
 
     /// Reads notices, and whether the control socket has ended.
-    pub fn read_control(&mut self) {
+    pub fn read_control(&mut self, is_member: &dyn Fn(GroupId) -> bool) {
         let Some(Sockets { control, .. }) = self.sockets().filter(|_| self.hears()) else { return };
         let end = loop {
             let mut buffer = [0; READ_AHEAD];
@@ -277,20 +312,27 @@ impl Pair {
                 Ok(0) => break DisconnectReason::Ended,
                 Ok(count) => self.control_in.extend(&buffer[..count]),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    return self.take_notices();
+                    return self.take_notices(is_member);
                 }
                 Err(error) => break control::reason(&error),
             }
         };
-        self.take_notices();
+        self.take_notices(is_member);
         self.control_end = Some((end, Instant::now()));
         self.wake_all();
     }
 
-    fn take_notices(&mut self) {
+    fn take_notices(&mut self, is_member: &dyn Fn(GroupId) -> bool) {
         while let Some((id, notice)) = Notice::decode(&mut self.control_in) {
             let channel = self.channels.entry(id).or_default();
             match notice {
+                Notice::Open(group) => {
+                    channel.group = Some(group);
+                    if !is_member(group) {
+                        self.leave(group);
+                    }
+                    continue;
+                }
                 Notice::Limit(limit) => channel.limit = channel.limit.max(limit),
                 Notice::End(how, sent) => channel.end = Some((how, sent)),
             }

@@ -1,4 +1,4 @@
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, TcpStream};
 use std::thread;
 use std::time::Instant;
 
@@ -7,16 +7,28 @@ use crate::shm::io_segment::IoSegment;
 
 const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 const LARGE: usize = 40 << 20;
+/// The group that all ranks are in.
+const GROUP: &str = "group";
 
 /// Transports of so many ranks, all in this process.
 fn transports(size: usize) -> Vec<TcpTransport> {
+    transports_at(size, |_| None)
+}
+
+/// Those that have `elsewhere` are taken to be there.
+fn transports_at(
+    size: usize,
+    elsewhere: impl Fn(usize) -> Option<SocketAddr>,
+) -> Vec<TcpTransport> {
     let open = |rank| {
         let (endpoint, thread) =
             Endpoint::open(rank, size, Ipv4Addr::LOCALHOST.into(), "token").unwrap();
         TcpTransport { endpoint, thread: Some(thread) }
     };
     let transports: Vec<_> = (0..size).map(open).collect();
-    let addresses: Vec<_> = transports.iter().map(|t| t.endpoint.address()).collect();
+    transports.iter().for_each(|transport| transport.join_group(GROUP));
+    let own = transports.iter().map(|t| t.endpoint.address()).enumerate();
+    let addresses: Vec<_> = own.map(|(rank, own)| elsewhere(rank).unwrap_or(own)).collect();
     for transport in &transports {
         transport.endpoint.addresses.set(addresses.clone()).unwrap();
     }
@@ -28,9 +40,13 @@ fn pair() -> [TcpTransport; 2] {
 }
 
 fn channel(transport: &TcpTransport, name: &str) -> Box<dyn Connections> {
+    channel_of(transport, GROUP, name)
+}
+
+fn channel_of(transport: &TcpTransport, group: &str, name: &str) -> Box<dyn Connections> {
     let own =
         usize::from(transport.endpoint.address() != transport.endpoint.addresses.get().unwrap()[0]);
-    transport.connect(name, &[0, 1], own).map_err(|down| down.how).unwrap()
+    transport.connect(group, name, &[0, 1], own).map_err(|down| down.how).unwrap()
 }
 
 /// Progresses until nothing is due.
@@ -228,4 +244,87 @@ fn who_connects_at_once_has_one_connection() {
             }
         });
     }
+}
+
+#[test]
+fn who_has_left_a_group_says_so_in_channels_that_it_has_never_used() {
+    let [one, two] = pair();
+    let groups = ["left before anybody connected", "left later", "never joined"];
+    two.join_group(groups[0]);
+    two.join_group(groups[1]);
+    two.leave_group(groups[0]);
+    let left = |how| matches!(how, DisconnectReason::Left);
+    assert!(left(reason(&mut channel_of(&one, groups[0], "a"), 1)));
+    assert!(left(reason(&mut channel_of(&one, groups[2], "c"), 1)));
+    thread::scope(|scope| {
+        let receiver = scope.spawn(|| reason(&mut channel_of(&one, groups[1], "b"), 1));
+        // The receiver takes no more than a window.
+        let sender = scope.spawn(|| {
+            let (mut data, mut connections) = (pattern(1, LARGE), channel_of(&one, groups[1], "d"));
+            connections.send(1, segment(&mut data));
+            let how = finish(&mut connections, 1).unwrap_err();
+            connections.abort("");
+            how
+        });
+        thread::sleep(Duration::from_millis(100));
+        assert!(!receiver.is_finished() && !sender.is_finished());
+        two.leave_group(groups[1]);
+        assert!(left(receiver.join().unwrap()) && left(sender.join().unwrap()));
+    });
+}
+
+/// Whether or not both sides have used them, and have received all.
+#[test]
+fn nothing_is_kept_of_the_channels_of_a_group_that_both_have_left() {
+    let transports = pair();
+    let [one, two] = &transports;
+    let (mut first, mut second) = (channel(one, "lasting"), channel(two, "lasting"));
+    for round in 0..30 {
+        let group = format!("group {round}");
+        transports.iter().for_each(|transport| transport.join_group(&group));
+        let name = |name: &str| format!("{name} {round}");
+        send(&mut channel_of(one, &group, &name("not received")), 1, &mut pattern(1, 1 << 20));
+        drop(channel_of(two, &group, &name("not used")));
+        // The message is read before anybody has left, after one has, or after both.
+        let early = round % 3;
+        [two, one][..early].iter().for_each(|transport| transport.leave_group(&group));
+        if early == 2 {
+            thread::sleep(Duration::from_millis(20));
+        }
+        send(&mut first, 1, &mut [0; 100]);
+        receive(&mut second, 0, 100);
+        transports.iter().for_each(|transport| transport.leave_group(&group));
+    }
+    let begin = Instant::now();
+    let counts = || [one.endpoint.pair(1).channel_count(), two.endpoint.pair(0).channel_count()];
+    while counts() != [1, 1] {
+        assert!(begin.elapsed() < TEST_TIMEOUT, "{:?} channels", counts());
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Nor is anything left of the attempt when the transport is dropped.
+#[test]
+fn who_does_not_answer_delays_no_other_connection() {
+    let deaf = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    nix::sys::socket::listen(&deaf, nix::sys::socket::Backlog::new(0).unwrap()).unwrap();
+    let address = deaf.local_addr().unwrap();
+    // Until there is no room for those that nobody accepts.
+    let connect = || TcpStream::connect_timeout(&address, Duration::from_millis(200)).ok();
+    let _guests: Vec<_> = std::iter::from_fn(connect).collect();
+    let transports = transports_at(3, |rank| (rank == 1).then_some(address));
+    let [one, _, three] = &transports[..] else { unreachable!() };
+    let mut unanswered = one.connect(GROUP, "a", &[0, 1], 0).map_err(|down| down.how).unwrap();
+    assert!(unanswered.disconnect_reason(1).is_none());
+    let mut first = one.connect(GROUP, "b", &[0, 2], 0).map_err(|down| down.how).unwrap();
+    let mut second = three.connect(GROUP, "b", &[0, 2], 1).map_err(|down| down.how).unwrap();
+    send(&mut first, 1, &mut pattern(1, 1000));
+    assert!(receive(&mut second, 0, 1000) == pattern(1, 1000));
+    assert!(matches!(one.endpoint.pair(1).state, pair::State::Connecting));
+    drop((first, second));
+    let endpoint = Arc::clone(&one.endpoint);
+    drop(transports);
+    // The unanswered channel has one, and this test.
+    assert_eq!(Arc::strong_count(&endpoint), 2, "somebody still connects");
+    drop(unanswered);
 }

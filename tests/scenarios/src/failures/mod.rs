@@ -2,6 +2,7 @@
 //! is left behind. A rank prints the kind and the text of the error that it gets, then those of the
 //! next call.
 
+mod departed;
 mod disagreements;
 mod endless;
 mod joining;
@@ -14,7 +15,8 @@ mod unused;
 
 use crate::registry::File;
 
-pub const FILES: [File; 7] = [
+pub const FILES: [File; 8] = [
+    ("failures::departed", departed::SCENARIOS),
     ("failures::disagreements", disagreements::SCENARIOS),
     ("failures::joining", joining::SCENARIOS),
     ("failures::launched", launched::SCENARIOS),

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use flow_comm::nccl::CudaGroup;
-use flow_comm::{DType, ProcessGroup, ReduceOp};
+use flow_comm::{DType, P2pOp, ProcessGroup, ReduceOp};
 use flow_harness::{assert_contains, Finished, Process, TEST_TIMEOUT};
 
 use super::memory::{Array, Gpu};
@@ -42,6 +42,12 @@ pub const SCENARIOS: &[Scenario] = &[
         let operation = "rank 0: send #0 (10 x f32), 40 bytes, over NCCL timed out after 4s";
         let place = "which is at broadcast #4";
         assert_contains(&first_rank(test)[0], &[operation, "waited for rank 1 (pid", place]);
+    }),
+    scenario("a_batch_that_times_out_names_its_peers", batch, &[THREE]).checked_by(|test| {
+        let operation = "rank 0: batch_send_recv #0 of send to 1, recv from 1, 80 bytes, over NCCL";
+        let line = &first_rank(test)[0];
+        assert_contains(line, &[operation, "timed out after 4s: waited for rank 1 (pid"]);
+        assert!(!line.contains("waited for rank 2") && !line.contains("; rank 2"), "{line}");
     }),
     scenario("a_late_rank_of_uneven_blocks_is_no_mismatch", late_of_uneven, &[THREE]).checked_by(
         |test| {
@@ -262,6 +268,22 @@ fn unreceived(group: &ProcessGroup) -> Result<()> {
     } else {
         nccl.send(&buffer, 1, &gpu.stream)?;
     }
+    started.report(started.stuck())
+}
+
+/// Rank 1 calls nothing more, nor does rank 2, whom nobody needs.
+fn batch(group: &ProcessGroup) -> Result<()> {
+    first_times_out(group);
+    let Some(started) = start(group)? else { return Ok(()) };
+    if group.rank() > 0 {
+        return sleep();
+    }
+    let Started { nccl, gpu, .. } = &started;
+    let (mut sent, mut received) =
+        (gpu.array(DType::F32, &[1.0; 10])?, gpu.array(DType::F32, &[0.0; 10])?);
+    let send = P2pOp::Send { data: &mut sent, to: 1 };
+    let receive = P2pOp::Recv { buffer: &mut received, from: 1 };
+    nccl.batch_send_recv(&mut [send, receive], &gpu.stream)?;
     started.report(started.stuck())
 }
 
