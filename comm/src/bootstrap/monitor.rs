@@ -65,7 +65,7 @@ impl BootstrapMonitor<'_> {
             self.next_warning = now + FIRST_WARNING;
         }
         if let Some(long) = &mut self.long {
-            long.look(self.begin.elapsed(), &"joining the process group", || absent);
+            long.check(self.begin.elapsed(), &"joining the process group", || absent);
         }
         if now < self.next_poll {
             return Ok(());

@@ -111,7 +111,7 @@ impl Server {
         &self.host.address
     }
 
-    /// What clients have posted to this process. It need not be read: when there is too much,
+    /// What clients have sent to this process. It need not be read: when there is too much,
     /// clients are refused.
     pub fn inbox(&self) -> &Inbox {
         &self.inbox

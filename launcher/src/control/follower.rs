@@ -196,7 +196,7 @@ impl FollowerThread {
         let will =
             AgentEvent::Gone { why: "its flow-launch was killed, or cannot be reached".into() };
         store.will(&message(agent, &will), self.heartbeat).map_err(lost)?;
-        events_out.post(&message(agent, &AgentEvent::Joined { node })).map_err(lost)?;
+        events_out.send(&message(agent, &AgentEvent::Joined { node })).map_err(lost)?;
         self.connected.store(true, Ordering::SeqCst);
         let post_errors = commands_out
             .try_clone()
@@ -205,9 +205,9 @@ impl FollowerThread {
             let _closes_at_the_end = sending;
             for event in events {
                 let result = match event {
-                    Outgoing::Event(event) => events_out.post(&message(agent, &event)),
+                    Outgoing::Event(event) => events_out.send(&message(agent, &event)),
                     Outgoing::Trace { round, rank, path } => trace::pieces(rank, &path, |piece| {
-                        events_out.post(&message(agent, &AgentEvent::Trace { round, piece }))
+                        events_out.send(&message(agent, &AgentEvent::Trace { round, piece }))
                     }),
                 };
                 if let Err(error) = result {

@@ -2,7 +2,8 @@
 //!
 //! | file | subject |
 //! |---|---|
-//! | `coordinator.rs`, `assignment.rs` | who takes part, when rounds start and stop, how the job ends; ranks (pure) |
+//! | `coordinator.rs`, `job_phase.rs` | who takes part, when rounds start and stop, how the job ends (pure) |
+//! | `assignment.rs` | the ranks of each node (pure) |
 //! | `stall.rs` | workers that wait long for each other (pure) |
 //! | `leader.rs` | the leading agent: runs the coordinator and serves the stores |
 //! | `follower.rs` | any other agent: a client of the leader's store |
@@ -11,6 +12,7 @@
 pub mod assignment;
 pub mod coordinator;
 mod follower;
+mod job_phase;
 mod leader;
 pub mod node;
 pub mod protocol;

@@ -183,7 +183,7 @@ pub fn killed_after_grace(outcomes: &[Outcome], signal: i32) -> Option<String> {
 fn exit_summaries(outcomes: &[&Outcome]) -> String {
     let mut groups: Vec<(String, Vec<u32>)> = Vec::new();
     for outcome in outcomes {
-        let fate = match (outcome.end, outcome.stopped) {
+        let ending = match (outcome.end, outcome.stopped) {
             (None, _) => "could not be killed".into(),
             (Some(ExitStatus::Exit(0 | 143) | ExitStatus::Signal(15)), Stopped::Asked) => {
                 "stopped by flow-launch".into()
@@ -194,14 +194,14 @@ fn exit_summaries(outcomes: &[&Outcome]) -> String {
             (Some(ExitStatus::Exit(0)), Stopped::No) => "had finished".into(),
             (Some(end), Stopped::No) => format!("failed too ({end}{})", at(outcome.time)),
         };
-        match groups.iter_mut().find(|(known, _)| *known == fate) {
+        match groups.iter_mut().find(|(known, _)| *known == ending) {
             Some((_, ranks)) => ranks.push(outcome.rank),
-            None => groups.push((fate, vec![outcome.rank])),
+            None => groups.push((ending, vec![outcome.rank])),
         }
     }
     groups
         .iter()
-        .map(|(fate, members)| format!("{} {fate}", ranks(members)))
+        .map(|(ending, members)| format!("{} {ending}", ranks(members)))
         .collect::<Vec<_>>()
         .join("; ")
 }
