@@ -77,7 +77,7 @@ fn a_rank_out_of_range_is_a_one_line_error() {
 }
 
 #[test]
-fn shuffles_unless_told_otherwise() {
+fn shuffles_by_default() {
     assert_eq!(sampler(10, 3, 1).shuffle(false).indices(), [1, 4, 7, 0]);
     assert_eq!(sampler(10, 1, 0).indices(), [4, 1, 7, 5, 3, 9, 0, 8, 6, 2]);
 }

@@ -52,7 +52,7 @@ fn losses(data: &str, ranks: usize, batch: usize, instruction_set: [(&str, &str)
 
 /// Both have the same 100 images in each step and sum over them in another order. In double
 /// precision that makes 5e-16, whatever the instruction set (in single precision 1e-7 in the first
-/// steps, of which later ones made 4e-5 with AVX-512). Gradients summed instead of averaged make
+/// steps, later steps make 4e-5 of it with AVX-512). Gradients summed instead of averaged make
 /// 3e-3 in the second step and 0.1 in the tenth; other first weights or another order of the images
 /// make 2e-3 in the first.
 #[test]

@@ -136,7 +136,7 @@ fn an_output_held_open_beyond_the_grace_period_does_not_hold_up_the_end() {
 }
 
 #[test]
-fn the_store_tells_survivors_how_a_worker_ended() {
+fn survivors_learn_how_a_worker_ended() {
     let others = "trap '' TERM; echo $FLOW_STORE $FLOW_TOKEN; while :; do sleep 0.05; done";
     let mut running = Running::start(&mut odd_one(
         "--nproc_per_node 2 --grace 1000",

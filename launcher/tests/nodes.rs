@@ -28,7 +28,7 @@ fn fixed(node: usize, more: &str) -> String {
 }
 
 /// Flags of a node of three that meet at an address of node 0.
-fn meeting(host: &str, more: &str) -> String {
+fn rendezvous(host: &str, more: &str) -> String {
     format!("--nnodes 3 --rdzv-backend c10d --rdzv-endpoint {host}:29400 --rdzv-id job {more}")
 }
 
@@ -37,7 +37,7 @@ fn pair(net: &Net, text: &str) -> [Agent; 2] {
     [0, 1].map(|node| net.start(node, &script(&fixed(node, ""), text)))
 }
 
-/// A job on two nodes, of which all workers have started.
+/// A job on two nodes whose workers have all started.
 fn idle_pair(net: &Net) -> [Agent; 2] {
     let agents = pair(net, IDLE);
     agents[0].until_says(&["ready 0", "ready 1"]);
@@ -106,7 +106,7 @@ fn nodes_without_numbers_meet_in_any_order_with_any_number_of_workers() {
         let agents = order.map(|node| {
             let agent = net.start(
                 node,
-                &script(&meeting(&host, &format!("--nproc-per-node {}", node + 1)), text),
+                &script(&rendezvous(&host, &format!("--nproc-per-node {}", node + 1)), text),
             );
             thread::sleep(Duration::from_millis(300));
             agent
@@ -173,7 +173,7 @@ fn nodes_that_do_not_come_are_named() {
         &script(&fixed(1, &format!("{IMPATIENT} --master_addr {}", ipv4(1))), "echo started"),
     );
     let two =
-        [0, 1].map(|node| net.start(node, &script(&meeting(&ipv4(0), IMPATIENT), "echo started")));
+        [0, 1].map(|node| net.start(node, &script(&rendezvous(&ipv4(0), IMPATIENT), "echo started")));
     let expect = |agent: Agent, text: &str| {
         let finished = agent.finish();
         assert_eq!((finished.code, finished.stdout.as_str()), (Some(1), ""), "{finished:?}");
@@ -351,7 +351,7 @@ fn agents_of_one_machine_are_nodes_too() {
     let Some(net) = Net::new(2) else { return };
     // Who comes first at node 0 serves the others.
     let agents = [0, 0, 1]
-        .map(|node| net.start(node, &script(&meeting(&ipv4(0), ""), "echo $RANK of $WORLD_SIZE")));
+        .map(|node| net.start(node, &script(&rendezvous(&ipv4(0), ""), "echo $RANK of $WORLD_SIZE")));
     let mut said: Vec<_> = agents.map(Agent::finish).map(|end| (end.code, end.stdout)).into();
     said.sort_unstable();
     assert_eq!(said, [0, 1, 2].map(|rank| (Some(0), format!("{rank} of 3\n"))));

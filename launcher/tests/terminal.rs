@@ -59,9 +59,9 @@ impl Terminal {
         // Reading ends with an error when nobody has the terminal any more, or when we look no
         // longer.
         let reader = thread::spawn(move || {
-            let (mut bytes, patience) = ([0; 4096], Timespec { tv_sec: 0, tv_nsec: 20_000_000 });
+            let (mut bytes, timeout) = ([0; 4096], Timespec { tv_sec: 0, tv_nsec: 20_000_000 });
             while Arc::strong_count(&text) > 1 {
-                if poll(&mut [PollFd::new(&screen, PollFlags::IN)], Some(&patience)).unwrap() > 0 {
+                if poll(&mut [PollFd::new(&screen, PollFlags::IN)], Some(&timeout)).unwrap() > 0 {
                     let Ok(count @ 1..) = screen.read(&mut bytes) else { return };
                     text.lock().unwrap().push_str(&String::from_utf8_lossy(&bytes[..count]));
                 }

@@ -54,7 +54,7 @@ pub trait TensorCollectives {
     /// Divides the first dimension into as many equal blocks as there are ranks; rank r gets block r
     /// of every rank, in rank order. The result has the shape of `tensor`.
     fn all_to_all_tensor(&self, tensor: &Tensor) -> Result<Tensor>;
-    /// All ranks' tensors, one after the other along the first dimension, of which rank r's has
+    /// All ranks' tensors, one after the other along the first dimension; rank r's has
     /// length `counts[r]`; the other dimensions are equal.
     fn all_gather_v_tensor(&self, tensor: &Tensor, counts: &[usize]) -> Result<Tensor>;
     /// Reduces `tensor` over all ranks; rank r gets its part of the result, which has length

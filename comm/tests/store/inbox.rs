@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn posts_arrive_in_order() {
+fn messages_arrive_in_order() {
     let server = serve();
     no_post(&server);
     let store = client(&server);
@@ -19,7 +19,7 @@ fn posts_arrive_in_order() {
 }
 
 #[test]
-fn posts_that_nobody_reads_are_refused_at_some_point() {
+fn messages_that_nobody_reads_are_refused_at_some_point() {
     let server = serve();
     let store = client(&server);
     store.will(b"gone", LONG).unwrap();

@@ -65,7 +65,7 @@ pub struct DataLoader<'a, D: Dataset + ?Sized> {
 }
 
 impl<'a, D: Dataset + ?Sized> DataLoader<'a, D> {
-    /// A loader of batches of `batch_size` samples, the last of which may be smaller, with one
+    /// A loader of batches of `batch_size` samples (the last may be smaller), with one
     /// worker thread.
     pub fn new(dataset: &'a Arc<D>, sampler: &'a DistributedSampler, batch_size: usize) -> Self {
         Self {

@@ -32,7 +32,7 @@ use super::permutation::{randperm, Index, KeyedPermutation};
 /// # Memory
 ///
 /// Without a shuffle and with [`keyed_shuffle`](Self::keyed_shuffle): none. With PyTorch's shuffle
-/// of `n` samples over `W` ranks: `4 n` bytes while an epoch's order is made, of which `4 n / W`
+/// of `n` samples over `W` ranks: `4 n` bytes while an epoch's order is made; `4 n / W`
 /// stay as long as the epoch's iterator lives (twice that where `n` exceeds 2^32).
 ///
 /// # Continuing in mid-epoch

@@ -10,7 +10,7 @@ use flow_comm::{Buffer, DType, Error, ProcessGroup, ReduceOp, Segments, SharedBu
 use crate::registry::{by_hand, in_process, launched, scenario, Job, Scenario};
 
 pub const SCENARIOS: &[Scenario] = &[
-    scenario("buckets_are_posted_once", pieces, &[launched(2), in_process(2), by_hand(&[1, 1])]),
+    scenario("buckets_are_launched_once", pieces, &[launched(2), in_process(2), by_hand(&[1, 1])]),
     scenario("refused_buckets_leave_the_group_usable", refused, &[launched(2), by_hand(&[1, 1])]),
     scenario(
         "pieces_of_other_lengths_are_an_error",
