@@ -89,7 +89,8 @@ fn workers_have_half_a_minute_after_anothers_failure() {
 
 #[test]
 fn a_stopped_workers_children_may_use_the_grace_period() {
-    let others = "(trap 'sleep 0.3; echo saved; exit' TERM; echo ready; while :; do sleep 0.05; done) & wait";
+    let others = "(trap 'sleep 0.3; echo saved; exit' TERM; echo ready; while :; do sleep 0.05; \
+                  done) & wait";
     let finished = run(&mut odd_one("--nproc_per_node 2", "sleep 0.5; exit 6", others));
     assert_eq!(finished.code, Some(6));
     assert_eq!(finished.stdout, "ready\nsaved\n");
@@ -106,7 +107,8 @@ fn what_a_finished_worker_leaves_in_its_group_is_killed() {
 #[test]
 fn a_process_that_escapes_with_the_output_does_not_hold_up_the_end() {
     let escape =
-        "setsid sleep 1000 & echo $!; until [ $(cut -d' ' -f6 /proc/$!/stat) = $! ]; do :; done; echo last words";
+        "setsid sleep 1000 & echo $!; until [ $(cut -d' ' -f6 /proc/$!/stat) = $! ]; do :; done; \
+         echo last words";
     let mut running = Running::start(&mut script("", escape));
     let pid = running.numbers(1)[0];
     let finished = running.finish();

@@ -243,7 +243,8 @@ impl DistributedSampler {
     pub fn state(&self) -> SamplerState {
         SamplerState {
             epoch: self.epoch,
-            taken: self.taken.load(Ordering::Relaxed).min(self.samples), // the other places are padding
+            // The places after the samples are padding.
+            taken: self.taken.load(Ordering::Relaxed).min(self.samples),
             samples: self.samples,
             seed: self.seed,
             shuffle: self.shuffle,

@@ -1,7 +1,7 @@
 //! LeNet on Fashion-MNIST, trained on any number of ranks.
 //!
 //!     flow-launch --nproc_per_node 2 mnist
-//!     flow-launch --nproc_per_node 2 mnist --checkpoint FOLDER    # and again, to resume after an interruption
+//!     flow-launch --nproc_per_node 2 mnist --checkpoint FOLDER    # and again, to resume
 
 use std::fs;
 use std::path::Path;
@@ -48,7 +48,8 @@ fn run(args: &Options) -> Result<()> {
     let (train, test) = Images::load(&args.data.clone().unwrap_or_else(fashion::default_folder))?;
 
     tch::manual_seed(args.seed.into());
-    let mut vs = nn::VarStore::new(Device::Cpu); // whose random numbers the first weights are, on all devices
+    // The CPU's random numbers are the first weights on all devices.
+    let mut vs = nn::VarStore::new(Device::Cpu);
     let net = lenet(&vs.root());
     vs.set_device(device);
     if args.double {
@@ -73,7 +74,8 @@ fn run(args: &Options) -> Result<()> {
         }
     }
 
-    let batches = train.len().div_ceil(group.world_size() * args.batch_size.get()); // in a whole epoch
+    // In a whole epoch.
+    let batches = train.len().div_ceil(group.world_size() * args.batch_size.get());
     let start_epoch = sampler.epoch().max(1) as usize;
     let later = batches.saturating_mul(args.epochs.get().saturating_sub(start_epoch));
     let left = DataLoader::new(&train, &sampler, args.batch_size.get()).len().saturating_add(later);

@@ -4,8 +4,8 @@
 //!     flow-launch --nproc_per_node 2 noise_scale
 //!
 //! Up to about that many samples, a batch twice as large lets training take half the steps. Each
-//! rank's gradient is that of a small batch, and their mean that of a large one: the hook sees both.
-//! In this program the model is so simple that the noise scale is known.
+//! rank's gradient is that of a small batch, and their mean that of a large one: the hook sees
+//! both. In this program the model is so simple that the noise scale is known.
 
 use std::sync::{Arc, Mutex, PoisonError};
 

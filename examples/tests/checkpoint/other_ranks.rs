@@ -71,7 +71,8 @@ fn another_number_of_threads_is_a_warning() {
         let finished = threads(number);
         assert!(finished.code == Some(0) && finished.stderr.is_empty(), "{finished:?}");
     }
-    let warning = "was saved by 1 rank(s) of 1 thread(s), and 1 of 2 resume: the weights will not be the same to the bit";
+    let warning = "was saved by 1 rank(s) of 1 thread(s), and 1 of 2 resume: the weights will not \
+                   be the same to the bit";
     assert_contains(&threads("2").stderr, &[warning]);
 }
 

@@ -3,10 +3,11 @@
 //!
 //! | file | subject |
 //! |---|---|
-//! | `worker_group.rs`, `worker.rs`, `process.rs` | this node's workers in a round, one worker, its process |
+//! | `worker_group.rs` | this node's workers in a round |
+//! | `worker.rs`, `process.rs` | one worker, its process |
 //! | `start.rs` | what an agent opens before it joins the job |
 //! | `stop_policy.rs` | when workers are stopped, and which failure is the root cause (pure) |
-//! | `reaper.rs` | the process that cleans up after a round that was stopped, and after a launcher that was killed |
+//! | `reaper.rs` | the process that cleans up after a stopped round or a killed launcher |
 //! | `signals.rs` | the signals that flow-launch receives |
 //! | `watchdog.rs`, `timers.rs`, `named_pipe.rs` | torchelastic's timers |
 //! | `health.rs` | torchelastic's health check |

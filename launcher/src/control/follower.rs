@@ -174,8 +174,10 @@ impl FollowerThread {
         let store = match self.open(soon) {
             Err(Error::Connect { cause, .. }) if self.timeout > soon => {
                 let (address, timeout) = (&self.address, self.timeout.as_secs());
-                let wait =
-                    format!("no connection to the leading node at {address} yet ({cause}); trying for {timeout} s");
+                let wait = format!(
+                    "no connection to the leading node at {address} yet ({cause}); trying for \
+                     {timeout} s"
+                );
                 commands_out.send(ControlMessage::Notice(wait));
                 self.open(self.timeout.saturating_sub(begin.elapsed()))
             }
@@ -231,7 +233,8 @@ impl FollowerThread {
             };
             let command: Command = serde_json::from_slice(&text).map_err(|error| {
                 format!(
-                    "malformed command of the leading node ({error}): got '{}'; do all nodes run the same version?",
+                    "malformed command of the leading node ({error}): got '{}'; do all nodes run \
+                     the same version?",
                     excerpt(&text)
                 )
             })?;

@@ -2,7 +2,7 @@
 //!
 //! | file | subject |
 //! |---|---|
-//! | `coordinator.rs`, `job_phase.rs` | who takes part, when rounds start and stop, how the job ends (pure) |
+//! | `coordinator.rs`, `job_phase.rs` | who takes part, when rounds start and stop (pure) |
 //! | `assignment.rs` | the ranks of each node (pure) |
 //! | `stall.rs` | workers that wait long for each other (pure) |
 //! | `leader.rs` | the leading agent: runs the coordinator and serves the stores |
@@ -95,7 +95,8 @@ impl ControlPlane {
                 Ok(leader) => {
                     if job.nodes.max > 1 && std::env::var_os(TOKEN).is_none() {
                         log::warn!(
-                            "whoever knows --rdzv-id may join at port {port}; set {TOKEN}, a secret, on all nodes"
+                            "whoever knows --rdzv-id may join at port {port}; set {TOKEN}, a \
+                             secret, on all nodes"
                         );
                     }
                     return Ok(ControlPlane::Leader(Box::new(leader)));

@@ -95,7 +95,8 @@ pub fn bind(
     };
     if let Some(gpu) = worker_nodes.iter().position(|node| !nodes.contains(node)) {
         return Err(Usage(format!(
-            "--numa-binding: GPU {gpu} is on NUMA node {}, whose CPUs this job may not use; allow some, or leave it out",
+            "--numa-binding: GPU {gpu} is on NUMA node {}, whose CPUs this job may not use; allow \
+             some, or leave it out",
             worker_nodes[gpu]
         )));
     }
@@ -119,8 +120,8 @@ pub fn bind(
                 let cores = topology.groups(node, |cpu| cpu.core);
                 if cores.len() < on_node {
                     return Err(Usage(format!(
-                        "--numa-binding is 'exclusive', but of NUMA node {node} this job may use {} cores for \
-                         {on_node} workers; start fewer, or use node",
+                        "--numa-binding is 'exclusive', but of NUMA node {node} this job may use \
+                         {} cores for {on_node} workers; start fewer, or use node",
                         cores.len()
                     )));
                 }
@@ -414,8 +415,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn exclusive_cpus_are_nobody_elses(nodes in 1usize..4, cores in 3usize..16, workers in 1usize..12) {
-            let cpu = |id: usize| Cpu { id, node: id % cores % nodes, socket: 0, core: id % cores, cache: 0 };
+        fn exclusive_cpus_belong_to_one_worker(
+            nodes in 1usize..4,
+            cores in 3usize..16,
+            workers in 1usize..12,
+        ) {
+            let node = |id: usize| id % cores % nodes;
+            let cpu = |id| Cpu { id, node: node(id), socket: 0, core: id % cores, cache: 0 };
             let topology = Topology { cpus: (0..2 * cores).map(cpu).collect(), gpu_nodes: vec![] };
             if let Ok(bound) = bind(NumaBinding::Exclusive, workers, &topology) {
                 let mut all = bound.concat();
@@ -429,7 +435,9 @@ mod tests {
         }
 
         #[test]
-        fn lists_are_read_as_they_are_written(cpus in prop::collection::btree_set(0usize..200, 0..40)) {
+        fn lists_are_read_as_they_are_written(
+            cpus in prop::collection::btree_set(0usize..200, 0..40),
+        ) {
             let cpus: Vec<_> = cpus.into_iter().collect();
             prop_assert_eq!(parse(&list(&cpus)), Some(cpus));
         }

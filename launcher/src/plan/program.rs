@@ -83,7 +83,8 @@ impl Places {
         let python = python.display();
         found.map(OsString::from).ok_or_else(|| {
             Usage(format!(
-                "PYTHON_EXEC is '{python}'; for {program} it must be an interpreter, by path or by name on PATH"
+                "PYTHON_EXEC is '{python}'; for {program} it must be an interpreter, by path or \
+                 by name on PATH"
             ))
         })
     }

@@ -273,10 +273,9 @@ mod tests {
         assert_eq!(
             lines[3],
             format!(
-                "the others: rank 0 stopped by flow-launch; rank 2 had finished; \
-                 rank 3 killed by flow-launch after the grace period; \
-                 rank 4 asked to stop, ended with exit code 1; rank 5 failed too (exit code 2{time}); \
-                 rank 6 killed by flow-launch"
+                "the others: rank 0 stopped by flow-launch; rank 2 had finished; rank 3 killed by \
+                 flow-launch after the grace period; rank 4 asked to stop, ended with exit code \
+                 1; rank 5 failed too (exit code 2{time}); rank 6 killed by flow-launch"
             )
         );
         assert_eq!(

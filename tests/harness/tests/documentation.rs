@@ -56,6 +56,40 @@ fn the_page_of_variables_has_all_that_the_code_reads_and_no_other() {
 }
 
 #[test]
+fn the_page_says_where_unsafe_is() {
+    let page = fs::read_to_string(root().join("docs/architecture.md")).unwrap();
+    let (_, paragraph) = page.split_once("\n`unsafe` is in").expect("a paragraph on unsafe");
+    let paragraph = paragraph.split("\n\n").next().unwrap();
+    let listed: Vec<&str> =
+        paragraph.split('`').skip(1).step_by(2).filter(|text| text.contains('/')).collect();
+    let mut found = BTreeSet::new();
+    const FOLDERS: &[&str] =
+        &["autograd", "comm", "ddp", "examples", "flow", "kernels", "launcher", "tensor", "tests"];
+    for folder in FOLDERS {
+        for file in files(&root().join(folder), &[".rs"]) {
+            let text = fs::read_to_string(&file).unwrap();
+            let starts = ["unsafe {", "unsafe impl", "unsafe fn", "unsafe extern"];
+            let is_code = |line: &str| {
+                let code = line.split("//").next().unwrap_or_default();
+                starts.iter().any(|start| code.contains(start))
+            };
+            if text.lines().any(is_code) {
+                found.insert(file.strip_prefix(root()).unwrap().display().to_string());
+            }
+        }
+    }
+    let is_listed = |file: &&String| listed.iter().any(|place| file.starts_with(place));
+    let missing: Vec<_> = found.iter().filter(|file| !is_listed(file)).collect();
+    let gone: Vec<_> =
+        listed.iter().filter(|place| !found.iter().any(|file| file.starts_with(**place))).collect();
+    assert!(
+        missing.is_empty() && gone.is_empty(),
+        "docs/architecture.md lacks {missing:?} in its list of unsafe code, and has {gone:?}, which \
+         have none"
+    );
+}
+
+#[test]
 fn links_lead_to_files_and_headings() {
     let mut pages = files(&root().join("docs"), &[".md"]);
     pages.extend(["README.md", "CONTRIBUTING.md", "CHANGELOG.md"].map(|name| root().join(name)));

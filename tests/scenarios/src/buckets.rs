@@ -126,8 +126,8 @@ fn left(world: &ProcessGroup) -> Result<()> {
     given_up(world, None, "has left the group")
 }
 
-/// Rank 1 gives its bucket up when both have launched theirs, saying why or not, and rank 0 learns of
-/// it late.
+/// Rank 1 gives its bucket up when both have launched theirs, saying why or not, and rank 0 learns
+/// of it late.
 fn given_up(world: &ProcessGroup, cause: Option<&str>, named: &str) -> Result<()> {
     let group = world.duplicate()?;
     // So many pieces that the table of their places is several pages.
