@@ -68,7 +68,7 @@ fn the_page_says_where_unsafe_is() {
     for folder in FOLDERS {
         for file in files(&root().join(folder), &[".rs"]) {
             let text = fs::read_to_string(&file).unwrap();
-            let starts = ["unsafe {", "unsafe impl", "unsafe fn", "unsafe extern"];
+            let starts = ["{", "impl", "fn", "extern"].map(|rest| ["unsafe", rest].join(" "));
             let is_code = |line: &str| {
                 let code = line.split("//").next().unwrap_or_default();
                 starts.iter().any(|start| code.contains(start))
