@@ -108,7 +108,7 @@ impl<M> Ddp<M> {
     }
 
     /// Waits until the last backward's gradients are averaged, which on a GPU may be after
-    /// `backward` has returned. To be called before what was trained is kept, as in a checkpoint:
+    /// `backward` has returned. Call this before you keep what was trained, as in a checkpoint:
     /// gradients, and what the optimizer made of them, are of no use after a failure.
     ///
     /// Errors: a failure of this rank or another, a rank that does not come in time.
@@ -132,7 +132,7 @@ impl<M> Ddp<M> {
         if !reducer.synchronizes() {
             return Ok(());
         }
-        // The others wait for this rank's buffers: what is wrong with them is an error of all.
+        // The others wait for this rank's buffers: an error in them must reach all ranks.
         self.broadcast_buffers(reducer).inspect_err(|error| {
             if !matches!(error, Error::Comm(_)) {
                 reducer.abort(&error.to_string());

@@ -299,7 +299,7 @@ impl TensorMeta {
     }
 }
 
-/// Something for what was received to depend on.
+/// A tensor that a received tensor can depend on.
 fn anchor(options: (Kind, Device)) -> Tensor {
     Tensor::zeros([0], options).set_requires_grad(is_floating(options.0))
 }

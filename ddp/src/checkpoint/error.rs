@@ -104,7 +104,7 @@ pub enum CheckpointError {
         /// The difference.
         cause: SamplerError,
     },
-    /// A collective failed, or what was trained is of no use after a failure.
+    /// A collective failed, or a failure has spoiled the weights.
     #[error(transparent)]
     Training(#[from] crate::Error),
 }

@@ -40,7 +40,7 @@ use super::permutation::{randperm, Index, KeyedPermutation};
 /// [`state`](Self::state) counts the samples that were taken from this epoch's iterator; batches
 /// that a [`DataLoader`](crate::DataLoader) has prefetched and not yet handed out do not count.
 /// After [`resume`](Self::resume), the next iteration starts there; those after it start at 0
-/// again. The number of ranks may be another one: what is left of the epoch is dealt out anew, and
+/// again. The number of ranks may be another one: the rest of the epoch is redistributed, and
 /// no sample is left out or seen twice but as padding.
 #[derive(Debug)]
 pub struct DistributedSampler {
