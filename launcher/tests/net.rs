@@ -12,9 +12,8 @@ use std::time::Duration;
 fn connects(net: &Net, from: usize, address: &str) -> Result<(), ErrorKind> {
     let address = address.parse().unwrap();
     net.within(from, || {
-        TcpStream::connect_timeout(&address, Duration::from_millis(500))
-            .map(drop)
-            .map_err(|e| e.kind())
+        // Long enough to send a lost packet again.
+        TcpStream::connect_timeout(&address, Duration::from_secs(3)).map(drop).map_err(|e| e.kind())
     })
 }
 
