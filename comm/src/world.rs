@@ -83,7 +83,7 @@ impl World {
         (self.rank, self.size) == (other.rank, other.size) && peers.into_iter().all(same)
     }
 
-    /// Identifies a join, alike on all its ranks: no process has two with the same prefix.
+    /// Tells joins apart, alike on all ranks of one: no process has two of the same prefix.
     pub fn mark(&self) -> u64 {
         let mut hasher = fnv::FnvHasher::default();
         self.prefix.hash(&mut hasher);
