@@ -51,7 +51,7 @@ def symbols(which, *libraries):
 
 
 def replace_cuda(folder):
-    """Puts the stand-in where libtorch_cuda.so was, in torch's folder of libraries."""
+    """Puts a replacement where libtorch_cuda.so was, in torch's folder of libraries."""
 
     def paths(*names):
         return [os.path.join(folder, f"lib{name}.so") for name in names]

@@ -13,8 +13,8 @@ use crate::ffi;
 use crate::memory::{check_fit, memory, tensor_from_raw};
 use crate::Error;
 
-/// Feature `test-fakes` only: tensors are on the CPU, and a fake driver, whose device memory is host
-/// memory, treats them as tensors on a GPU. Its default stream is the calling thread.
+/// Feature `test-fakes` only: tensors are on the CPU, and a fake driver, whose device memory is
+/// host memory, treats them as tensors on a GPU. Its default stream is the calling thread.
 fn host_as_gpu() -> bool {
     static HOST_AS_GPU: OnceLock<bool> = OnceLock::new();
     *HOST_AS_GPU.get_or_init(|| {
@@ -51,8 +51,8 @@ pub fn load_cuda() -> Result<(), Error> {
         (Device::count().map_err(|error| Error::NoCuda(error.to_string()))?, Cuda::device_count());
     if found > 0 && seen <= 0 {
         return Err(Error::NoCuda(format!(
-            "the driver has {found} GPUs and libtorch none: choose the device before any other use of tch, and see that \
-             the driver is new enough for this libtorch"
+            "the driver has {found} GPUs and libtorch none: choose the device before any other \
+             use of tch, and see that the driver is new enough for this libtorch"
         )));
     }
     Ok(())

@@ -10,7 +10,10 @@ pub enum Error {
     #[error("the tensor has a gradient hook already; drop that GradHook first")]
     HookInstalled,
     /// A tensor's elements are not, one after the other, in CPU memory.
-    #[error("a tensor's bytes can only be used if it is dense, contiguous and on the CPU; this one is {0}")]
+    #[error(
+        "a tensor's bytes can only be used if it is dense, contiguous and on the CPU; this one is \
+         {0}"
+    )]
     NotPlainMemory(String),
     /// Memory does not fit the tensor it is for.
     #[error("{0}")]

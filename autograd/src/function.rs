@@ -43,7 +43,10 @@ pub struct Forward {
 /// let x = Tensor::from_slice(&[3.0]).set_requires_grad(true);
 /// let square = custom_function(
 ///     &[&x],
-///     |inputs| Ok(Forward { outputs: vec![&inputs[0] * &inputs[0]], saved: vec![inputs[0].shallow_clone()] }),
+///     |inputs| {
+///         let square = &inputs[0] * &inputs[0];
+///         Ok(Forward { outputs: vec![square], saved: vec![inputs[0].shallow_clone()] })
+///     },
 ///     |saved, grads| Ok(vec![grads[0].as_ref().map(|grad| grad * &saved[0] * 2)]),
 /// )?;
 /// square[0].f_backward()?;

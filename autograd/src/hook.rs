@@ -59,7 +59,9 @@ impl Slot {
 ///
 /// let weight = Tensor::ones([2], (Kind::Float, Device::Cpu)).set_requires_grad(true);
 /// let (sender, receiver) = std::sync::mpsc::channel();
-/// let hook = GradHook::install(&weight, move |weight| Ok(sender.send(weight.grad().double_value(&[0]))?))?;
+/// let hook = GradHook::install(&weight, move |weight| {
+///     Ok(sender.send(weight.grad().double_value(&[0]))?)
+/// })?;
 /// (&weight * 3).sum(Kind::Float).f_backward()?;
 /// assert_eq!(receiver.try_recv()?, 3.0);
 /// # drop(hook);
@@ -164,8 +166,8 @@ unsafe extern "C" fn call_slot(slot: *mut c_void, parameter: *const C_tensor) ->
 
 type NodeHook = Box<dyn Fn() -> Result<(), BoxError> + Send + Sync>;
 
-/// Calls `hook` whenever a backward reaches the operation that computed `tensor`, on the thread that
-/// runs the backward. The hook is dropped with the graph, or at once if `tensor` has none.
+/// Calls `hook` whenever a backward reaches the operation that computed `tensor`, on the thread
+/// that runs the backward. The hook is dropped with the graph, or at once if `tensor` has none.
 ///
 /// An `Err` or a panic of `hook` ends the backward, which returns an error with that text.
 ///

@@ -6,7 +6,7 @@
 //! | run something when `backward` is otherwise done | [`at_end_of_backward`] |
 //! | add a differentiable operation whose forward and backward are Rust | [`custom_function`] |
 //! | run code when a backward reaches an operation | [`on_backward`] |
-//! | check that nothing else uses a gradient's memory, and replace it | [`grad_is_exclusive`], [`set_grad`] |
+//! | check that a gradient is not shared, and replace it | [`grad_is_exclusive`], [`set_grad`] |
 //! | count the handles to a tensor | [`use_count`] |
 //! | read and write a tensor's memory | [`bytes`], [`bytes_mut`], [`data_ptr`] |
 //! | check that a tensor's elements can be sent | [`unsendable`] |
@@ -14,7 +14,7 @@
 //! | make a tensor of given memory | [`tensor_from_memory`], [`tensor_from_raw`] |
 //! | give libtorch's large tensors other memory | [`set_cpu_allocator`] |
 //! | keep an optimizer's state in a checkpoint | [`OptimizerState`] |
-//! | compute on GPUs, and hand tensors and streams to NCCL and CUDA | [`load_cuda`], [`CudaTensor`], [`current_stream`] |
+//! | compute on GPUs | [`load_cuda`], [`CudaTensor`], [`current_stream`] |
 //!
 //! Errors and panics of hooks and callbacks come out of `backward` as errors: `Tensor::f_backward`
 //! returns them, and `Tensor::backward` panics with their text, as with any error of libtorch.

@@ -44,7 +44,7 @@ fn data_ptr_is_where_the_first_element_is() {
 }
 
 #[test]
-fn handles_of_one_tensor_are_told_from_other_tensors() {
+fn handles_of_one_tensor_differ_from_other_tensors() {
     let tensor = Tensor::zeros([4], F32);
     let (handle, view) = (tensor.shallow_clone(), tensor.narrow(0, 0, 4));
     assert_eq!(identity(&handle), identity(&tensor));

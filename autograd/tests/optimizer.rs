@@ -200,8 +200,8 @@ fn a_state_names_its_optimizer_and_loads_into_no_other() {
         refused(
             &|| Training::new(sgd(0.9)),
             &state(sgd(0.0), steps),
-            "parameter 0 is SGD of [3, 4] Float in the state, SGD with momentum of [3, 4] Float was \
-             expected",
+            "parameter 0 is SGD of [3, 4] Float in the state, SGD with momentum of [3, 4] Float \
+             was expected",
         );
     }
     let mut less = state(nn::Adam::default(), 0);

@@ -18,7 +18,7 @@ pub struct Membership {
     pub local_rank: usize,
     /// The number of processes on its node.
     pub local_world_size: usize,
-    /// The number of its node, where the launcher tells it. Else nodes are told apart by the names
+    /// The number of its node, where the launcher sets it. Else nodes are identified by the names
     /// of their hosts.
     pub node: Option<usize>,
     /// How the processes find each other.
@@ -46,7 +46,7 @@ pub enum Rendezvous {
         /// node it is the socket that admits one user only.
         token: String,
     },
-    /// Through a store that rank 0 is to serve, of which it tells by MPI. Nodes are connected by
+    /// Through a store that rank 0 serves, whose address it sends by MPI. Nodes are connected by
     /// MPI then.
     Mpi,
 }
@@ -69,7 +69,7 @@ impl fmt::Debug for Rendezvous {
 #[error("{0}")]
 pub struct Error(String);
 
-/// The variables in which a kind of launcher tells a process its place.
+/// The variables in which a kind of launcher gives a process its ranks.
 struct Family {
     rank: &'static str,
     world_size: &'static str,
@@ -124,10 +124,10 @@ const FAMILIES: [Family; 3] = [
     },
 ];
 
-/// What tells a process its rank in MPI: set where the launcher is one for MPI programs.
+/// The variables with a process's rank in MPI, set by launchers of MPI programs.
 const MPI_RANKS: [&str; 3] = ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"];
 
-/// What tells a launcher's jobs apart, as far as it is set.
+/// The launcher's name of the job, if it is set.
 const JOB_NAMES: [&str; 7] = [
     "MASTER_ADDR",
     "MASTER_PORT",
@@ -173,7 +173,7 @@ impl Membership {
 }
 
 impl Family {
-    /// The place that this family's variables tell, `None` where they are not set.
+    /// The ranks in this family's variables, `None` where they are not set.
     fn read(&self, get: &impl Fn(&str) -> Option<String>) -> Result<Option<Membership>, Error> {
         let (rank, world_size) = match (number(get, self.rank)?, number(get, self.world_size)?) {
             (Some(rank), Some(world_size)) => (rank, world_size),

@@ -17,7 +17,7 @@ use nix::libc::pthread_atfork;
 /// How many forks lie between this process and the first that used this library.
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 
-/// A process, told from those that are forked from it.
+/// A process, as distinct from its forked children.
 #[derive(Clone, Copy, Debug)]
 pub struct Process(u32);
 

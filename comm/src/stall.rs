@@ -52,7 +52,7 @@ pub struct Stall<'a> {
 
 impl Stall<'_> {
     /// Reports the wait if it has become long, and again when it is for other ranks than before.
-    pub fn look(
+    pub fn check(
         &mut self,
         waited: Duration,
         operation: &dyn Display,
@@ -67,16 +67,16 @@ impl Stall<'_> {
             return;
         }
         let (operation, seconds) = (operation.to_string(), waited.as_secs_f64());
-        self.post(serde_json::json!({
+        self.report(serde_json::json!({
             "rank": self.reporter.rank, "id": self.id, "operation": operation, "seconds": seconds, "missing": missing,
             "activity": activity(),
         }));
         self.reported = Some(missing);
     }
 
-    fn post(&self, message: serde_json::Value) {
+    fn report(&self, message: serde_json::Value) {
         // The wait goes on all the same.
-        if let Err(error) = self.store.post(message.to_string().as_bytes()) {
+        if let Err(error) = self.store.send(message.to_string().as_bytes()) {
             log::debug!(
                 "rank {}: cannot report a long wait to flow-launch: {error}",
                 self.reporter.rank
@@ -88,7 +88,7 @@ impl Stall<'_> {
 impl Drop for Stall<'_> {
     fn drop(&mut self) {
         if self.reported.is_some() {
-            self.post(serde_json::json!({ "rank": self.reporter.rank, "id": self.id }));
+            self.report(serde_json::json!({ "rank": self.reporter.rank, "id": self.id }));
         }
     }
 }

@@ -12,7 +12,7 @@ use log::{LevelFilter, Log, Metadata, Record};
 const TOKEN: &str = "0123456789abcdef";
 const LONG: Duration = Duration::from_secs(60);
 
-/// A log of which nobody reads any more once `stuck`, as a pipe can be.
+/// A log that is no longer read once it is `stuck`, as a pipe can be.
 struct Unread {
     lines: AtomicUsize,
     stuck: AtomicBool,

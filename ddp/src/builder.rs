@@ -249,7 +249,7 @@ impl DdpBuilder {
         let mut broadcast = agree(&group, broadcast)?;
         agree(&group, broadcast.run(&group, 0).map_err(Error::from))?;
         drop(broadcast);
-        // Before the first backward: gradients are to be born in shared memory from then on.
+        // Before the first backward, so that all gradients are allocated in shared memory.
         let allocator = ArenaAllocatorGuard::current().filter(|_| group.cuda_device().is_none());
         let own = group.duplicate_in(allocator.as_ref().map(|allocator| allocator.handle()))?;
         let made =

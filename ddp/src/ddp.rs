@@ -18,9 +18,9 @@ use crate::stats::Stats;
 ///
 /// Made once, it needs no further call: train the model as if it were alone. At construction all
 /// ranks compare their models and take over rank 0's parameters and buffers (these not with
-/// [`broadcast_buffers(false)`](crate::DdpBuilder::broadcast_buffers)). Each `backward` leaves in every parameter's `.grad`
-/// the mean of all ranks' gradients; reductions run while backward still does. In training mode,
-/// `forward_t` first gives all ranks rank 0's buffers (running statistics).
+/// [`broadcast_buffers(false)`](crate::DdpBuilder::broadcast_buffers)). Each `backward` leaves in
+/// every parameter's `.grad` the mean of all ranks' gradients; reductions run while backward still
+/// does. In training mode, `forward_t` first gives all ranks rank 0's buffers (running statistics).
 ///
 /// `Ddp` implements [`ModuleT`] for models that do, and thereby for every [`Module`]; it derefs to
 /// the model for its other methods. (It cannot implement `Module` too: tch implements `ModuleT` for
@@ -108,7 +108,7 @@ impl<M> Ddp<M> {
     }
 
     /// Waits until the last backward's gradients are averaged, which on a GPU may be after
-    /// `backward` has returned. To be called before what was trained is kept, as in a checkpoint:
+    /// `backward` has returned. Call this before you keep what was trained, as in a checkpoint:
     /// gradients, and what the optimizer made of them, are of no use after a failure.
     ///
     /// Errors: a failure of this rank or another, a rank that does not come in time.
@@ -132,7 +132,7 @@ impl<M> Ddp<M> {
         if !reducer.synchronizes() {
             return Ok(());
         }
-        // The others wait for this rank's buffers: what is wrong with them is an error of all.
+        // The others wait for this rank's buffers: an error in them must reach all ranks.
         self.broadcast_buffers(reducer).inspect_err(|error| {
             if !matches!(error, Error::Comm(_)) {
                 reducer.abort(&error.to_string());
@@ -148,9 +148,9 @@ impl<M> Ddp<M> {
                 |buffer: &&HeldBuffer| flow_autograd::use_count(&buffer.tensor) <= buffer.others;
             if let Some(HeldBuffer { name, .. }) = held.iter().find(replaced) {
                 let reason = format!(
-                    "the model has another tensor in place of the buffer {name} since it was wrapped, which ranks would \
-                     not share (or whoever else held the buffer then has dropped it): copy into the buffer (copy_), or wrap \
-                     the model again"
+                    "the model has another tensor in place of the buffer {name} since it was \
+                     wrapped, which ranks would not share (or whoever else held the buffer then \
+                     has dropped it): copy into the buffer (copy_), or wrap the model again"
                 );
                 return Err(Error::Model { rank: job_rank(&self.group), reason });
             }

@@ -75,8 +75,9 @@ pub enum Error {
     },
     /// Some parameters got no gradient in this backward, on some ranks; every rank gets this.
     #[error(
-        "rank {rank}: Ddp: some parameters got no gradient in this backward: {missing}; use every parameter in \
-         computing the loss, or freeze those parameters before wrapping, or build with find_unused_parameters(true)"
+        "rank {rank}: Ddp: some parameters got no gradient in this backward: {missing}; use every \
+         parameter in computing the loss, or freeze those parameters before wrapping, or build \
+         with find_unused_parameters(true)"
     )]
     MissingGradients {
         /// This rank.
@@ -112,10 +113,11 @@ impl Error {
     /// # use tch::{Kind, Tensor};
     /// use flow_ddp::{CommError, Error};
     ///
-    /// # let loss = Tensor::ones([1], (Kind::Float, tch::Device::Cpu)).set_requires_grad(true).sum(Kind::Float);
+    /// # let x = Tensor::ones([1], (Kind::Float, tch::Device::Cpu)).set_requires_grad(true);
+    /// # let loss = x.sum(Kind::Float);
     /// match loss.f_backward().map_err(Error::from_backward) {
     ///     Ok(()) => {}
-    ///     Err(Error::Comm(CommError::PeerLost { peer, .. })) => eprintln!("without {peer} there is no going on"),
+    ///     Err(Error::Comm(CommError::PeerLost { peer, .. })) => eprintln!("{peer} was lost"),
     ///     Err(other) => return Err(other),
     /// }
     /// # Ok(())
@@ -148,7 +150,7 @@ impl Error {
 /// Result of data-parallel training.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// This rank in the job, by which errors call it also in smaller groups.
+/// This rank's number in the job. Errors of sub-groups use it too.
 pub(crate) fn job_rank(group: &ProcessGroup) -> usize {
     group.ranks()[group.rank()]
 }

@@ -35,8 +35,8 @@ impl GradLayout {
         }
     }
 
-    /// The contiguous tensor that [`GradLayout::in_memory_order`] gave, with its dimensions in their
-    /// own order again.
+    /// The contiguous tensor that [`GradLayout::in_memory_order`] gave, with its dimensions in
+    /// their own order again.
     pub fn in_own_order(&self, tensor: &Tensor) -> Tensor {
         match &self.strided {
             // Not as a view for autograd, as gradients are detached in place.
@@ -98,7 +98,8 @@ mod tests {
             (&[2, 3], &[3, 1], Some(&[0, 1])),
             (&[2, 3], &[1, 2], Some(&[1, 0])),
             (&[8, 3, 5, 4], &[60, 1, 12, 3], Some(&[0, 2, 3, 1])), // channels last
-            (&[8, 3, 1, 1], &[3, 1, 3, 3], Some(&[2, 3, 0, 1])), // the same, of a pointwise convolution
+            // The same, of a pointwise convolution.
+            (&[8, 3, 1, 1], &[3, 1, 3, 3], Some(&[2, 3, 0, 1])),
             (&[2, 3, 4], &[4, 8, 1], Some(&[1, 0, 2])),
             (&[3, 1, 2], &[1, 7, 3], Some(&[1, 2, 0])),
             (&[2, 3], &[1, 4], None), // with gaps

@@ -177,8 +177,8 @@ impl Reducer {
             }
             if let Some(name) = self.added.get().and_then(|added| added()) {
                 let reason = format!(
-                    "{name} was added after the model was wrapped: wrap it again, or, if it is another model's, keep that \
-                     in a VarStore of its own"
+                    "{name} was added after the model was wrapped: wrap it again, or, if it is \
+                     another model's, keep that in a VarStore of its own"
                 );
                 return Err(Error::Model { rank: job_rank(&self.group), reason });
             }
@@ -186,8 +186,9 @@ impl Reducer {
         let state = &mut *state;
         if std::mem::replace(&mut state.arrived[index], true) {
             let reason = format!(
-                "{} got its gradient twice in one backward (a nested backward, as in checkpointing): its first part was \
-                 already being reduced; run the parts under no_sync, or wrap the whole",
+                "{} got its gradient twice in one backward (a nested backward, as in \
+                 checkpointing): its first part was already being reduced; run the parts under \
+                 no_sync, or wrap the whole",
                 state.parameters[index].name
             );
             return Err(Error::Model { rank: job_rank(&self.group), reason });
@@ -249,7 +250,8 @@ impl Reducer {
                 rank: job_rank(&self.group),
                 bucket,
                 reason: format!(
-                    "it must return a tensor of one dimension and {expected} elements, as buffer() does"
+                    "it must return a tensor of one dimension and {expected} elements, as \
+                     buffer() does"
                 ),
             })?;
         }
@@ -452,8 +454,8 @@ impl Drop for EndOfBackward {
             // known to its caller alone.
             if !std::mem::replace(&mut state.unusable, true) {
                 self.reducer.group.abort(
-                    "its backward failed before all gradients were there, see its own error; to go on, all ranks drop \
-                     their Ddp and wrap the model again",
+                    "its backward failed before all gradients were there, see its own error; to \
+                     go on, all ranks drop their Ddp and wrap the model again",
                 );
             }
             state.in_backward = false;

@@ -1,5 +1,5 @@
-//! Checkpoints of one process: what is kept comes back, others can read it, and what cannot be right
-//! is an error that names the file.
+//! Checkpoints of one process: what is kept comes back, others can read it, and what cannot be
+//! right is an error that names the file.
 
 use std::fs;
 use std::os::unix::fs::symlink;

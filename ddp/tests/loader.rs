@@ -155,8 +155,8 @@ fn an_error_reaches_the_caller_in_its_place() {
         assert_eq!(good, 2);
         assert_eq!(
             error.to_string(),
-            "cannot load batch 2 of rank 1 (samples 20 to 30 of its epoch, data set indices 41 ... 59): \
-             sample 55 is corrupt"
+            "cannot load batch 2 of rank 1 (samples 20 to 30 of its epoch, data set indices 41 \
+             ... 59): sample 55 is corrupt"
         );
         assert_eq!(sampler.state().taken, 40);
         let LoaderError::Dataset { batch, .. } = error else { panic!("{error}") };
@@ -176,8 +176,8 @@ fn a_panic_reaches_the_caller_as_an_error() {
         assert_eq!(good, 14);
         assert_eq!(
             error.to_string(),
-            "the data set panicked in batch 14 of rank 0 (samples 98 to 100 of its epoch, data set indices 98 ... 99): \
-             sample 99 is cursed"
+            "the data set panicked in batch 14 of rank 0 (samples 98 to 100 of its epoch, data \
+             set indices 98 ... 99): sample 99 is cursed"
         );
         if workers > 0 {
             nothing_is_left(&dataset);

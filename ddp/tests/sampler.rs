@@ -77,7 +77,7 @@ fn a_rank_out_of_range_is_a_one_line_error() {
 }
 
 #[test]
-fn shuffles_unless_told_otherwise() {
+fn shuffles_by_default() {
     assert_eq!(sampler(10, 3, 1).shuffle(false).indices(), [1, 4, 7, 0]);
     assert_eq!(sampler(10, 1, 0).indices(), [4, 1, 7, 5, 3, 9, 0, 8, 6, 2]);
 }
@@ -231,7 +231,11 @@ proptest! {
     }
 
     #[test]
-    fn a_resumed_sampler_continues_exactly(settings in any_settings(), part in 0.0..=1.0, rank: prop::sample::Index) {
+    fn a_resumed_sampler_continues_exactly(
+        settings in any_settings(),
+        part in 0.0..=1.0,
+        rank: prop::sample::Index,
+    ) {
         let rank = rank.index(settings.replicas);
         let before = settings.sampler(rank);
         let taken = (before.len() as f64 * part) as usize;
@@ -274,8 +278,10 @@ proptest! {
     fn epochs_and_seeds_differ(keyed: bool, n in 50usize..400, seed: u64, epoch in 0..u64::MAX) {
         let settings = Settings { n, replicas: 1, keyed, shuffle: true, seed, epoch };
         let indices = settings.sampler(0).indices();
-        prop_assert_ne!(&indices, &Settings { epoch: epoch + 1, ..settings.clone() }.sampler(0).indices());
-        prop_assert_ne!(&indices, &Settings { seed: seed ^ 1, ..settings.clone() }.sampler(0).indices());
+        let next_epoch = Settings { epoch: epoch + 1, ..settings.clone() };
+        prop_assert_ne!(&indices, &next_epoch.sampler(0).indices());
+        let other_seed = Settings { seed: seed ^ 1, ..settings.clone() };
+        prop_assert_ne!(&indices, &other_seed.sampler(0).indices());
         prop_assert_eq!(&indices, &settings.sampler(0).indices());
     }
 }

@@ -129,8 +129,8 @@ mod tests {
             assert_eq!(
                 error(&folder),
                 format!(
-                    "no train-images-idx3-ubyte[.gz] in {}; get Fashion-MNIST with `scripts/setup --data` or \
-                     `apt-get install dataset-fashion-mnist`",
+                    "no train-images-idx3-ubyte[.gz] in {}; get Fashion-MNIST with `scripts/setup \
+                     --data` or `apt-get install dataset-fashion-mnist`",
                     folder.display()
                 )
             );

@@ -58,7 +58,8 @@ pub fn read(path: &Path, dimensions: usize) -> Result<Idx> {
     let expected = [0, 0, UNSIGNED_BYTE, dimensions as u8];
     ensure!(
         magic == expected,
-        "{name} is no IDX file of bytes in {dimensions} dimensions: it starts with {magic:02x?}, not {expected:02x?}"
+        "{name} is no IDX file of bytes in {dimensions} dimensions: it starts with {magic:02x?}, \
+         not {expected:02x?}"
     );
     ensure!(
         bytes.len() == header,
@@ -139,9 +140,10 @@ mod tests {
         let long = [images(), vec![0]].concat();
         for bytes in [gzip(&long), long] {
             let error = error(&bytes);
-            assert!(
-                error.ends_with("is too long: an array of shape [2, 2, 3] takes 12 bytes after the header, found more")
-            );
+            assert!(error.ends_with(
+                "is too long: an array of shape [2, 2, 3] takes 12 bytes after the header, found \
+                 more"
+            ));
         }
     }
 

@@ -30,7 +30,8 @@ impl Images {
             let (count, rows, columns) = (split.labels.len(), split.rows, split.columns);
             ensure!(
                 count > 0 && (rows, columns) == (SIDE, SIDE),
-                "{}: found {count} images of {rows} x {columns}, LeNet takes one or more of {SIDE} x {SIDE}",
+                "{}: found {count} images of {rows} x {columns}, LeNet takes one or more of \
+                 {SIDE} x {SIDE}",
                 folder.display()
             );
         }

@@ -23,10 +23,12 @@ pub struct Options {
     #[arg(long, value_name = "N", default_value = "50")]
     pub batch_size: NonZeroUsize,
     /// Highest learning rate, reached after a fifth of all steps
-    #[arg(long, value_name = "RATE", default_value = "0.08", value_parser = from_zero_up, allow_hyphen_values = true)]
+    #[arg(long, value_name = "RATE", default_value = "0.08")]
+    #[arg(value_parser = from_zero_up, allow_hyphen_values = true)]
     pub lr: f64,
     /// Momentum of the gradient descent
-    #[arg(long, value_name = "M", default_value = "0.9", value_parser = from_zero_up, allow_hyphen_values = true)]
+    #[arg(long, value_name = "M", default_value = "0.9")]
+    #[arg(value_parser = from_zero_up, allow_hyphen_values = true)]
     pub momentum: f64,
     /// Seed of the first weights and of the images' order
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -87,7 +89,8 @@ impl Options {
         for ((name, saved), (_, here)) in saved.iter().zip(here) {
             ensure!(
                 saved == here,
-                "the checkpoint was made with {name} {saved}, not {here}; use that, or another folder"
+                "the checkpoint was made with {name} {saved}, not {here}; use that, or another \
+                 folder"
             );
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! flow-bench: what scripts/bench reads of it is there, and wrong arguments are told.
+//! flow-bench: what scripts/bench reads of it is there, and wrong arguments are errors.
 
 use std::process::Command;
 

@@ -52,7 +52,7 @@ fn losses(data: &str, ranks: usize, batch: usize, instruction_set: [(&str, &str)
 
 /// Both have the same 100 images in each step and sum over them in another order. In double
 /// precision that makes 5e-16, whatever the instruction set (in single precision 1e-7 in the first
-/// steps, of which later ones made 4e-5 with AVX-512). Gradients summed instead of averaged make
+/// steps, later steps make 4e-5 of it with AVX-512). Gradients summed instead of averaged make
 /// 3e-3 in the second step and 0.1 in the tenth; other first weights or another order of the images
 /// make 2e-3 in the first.
 #[test]
@@ -115,8 +115,8 @@ fn an_empty_folder_is_an_error_that_says_how_to_get_the_data() {
     let folder = tempdir().unwrap();
     let folder = folder.path().to_str().unwrap();
     let expected = format!(
-        "mnist: no train-images-idx3-ubyte[.gz] in {folder}; get Fashion-MNIST with `scripts/setup --data` or \
-         `apt-get install dataset-fashion-mnist`\n"
+        "mnist: no train-images-idx3-ubyte[.gz] in {folder}; get Fashion-MNIST with \
+         `scripts/setup --data` or `apt-get install dataset-fashion-mnist`\n"
     );
     assert_eq!(error(&["--data", folder]), expected);
 
@@ -133,7 +133,8 @@ fn a_truncated_file_is_an_error() {
     let file = folder.path().join("train-images-idx3-ubyte");
     fs::File::options().write(true).open(&file).unwrap().set_len(1000).unwrap();
     let expected = format!(
-        "mnist: {} is truncated: an array of shape [4, 28, 28] takes 3136 bytes after the header, found 984\n",
+        "mnist: {} is truncated: an array of shape [4, 28, 28] takes 3136 bytes after the header, \
+         found 984\n",
         file.display()
     );
     assert_eq!(error(&["--data", folder.path().to_str().unwrap()]), expected);

@@ -22,7 +22,10 @@ fn works(program: &str, arguments: &[&str]) -> bool {
 #[test]
 fn by_mpirun() {
     if !works("mpirun", &["--version"]) {
-        println!("SKIPPED: starting by mpirun: there is none (Debian, Ubuntu: apt-get install openmpi-bin)");
+        println!(
+            "SKIPPED: starting by mpirun: there is none (Debian, Ubuntu: apt-get install \
+             openmpi-bin)"
+        );
         return;
     }
     let mpirun = |ranks: &str| {

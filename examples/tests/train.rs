@@ -44,7 +44,7 @@ fn on_fake_gpus_the_digits_are_the_same() {
 }
 
 #[test]
-fn more_ranks_than_gpus_are_told_how_many_there_are() {
+fn an_error_for_more_ranks_than_gpus_has_both_numbers() {
     let Some(mut command) = on_fake_cuda(launcher(2, &[], "train", &["--device", "cuda"])) else {
         return;
     };

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | [`prelude`] | what a training program uses, for `use flow::prelude::*;` |
 //! | [`ddp`] | `Ddp`, samplers, loaders, checkpoints: `torch.nn.parallel`, `torch.utils.data` |
-//! | [`tensor`] | collectives on tensors, asynchronous and differentiable ones too: `torch.distributed.nn` |
+//! | [`tensor`] | collectives on tensors, differentiable ones too: `torch.distributed.nn` |
 //! | [`comm`] | process groups and collectives on slices and buffers: `torch.distributed` |
 //! | [`tch`] | tensors, autograd and models: libtorch |
 //!

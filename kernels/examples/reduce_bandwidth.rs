@@ -51,7 +51,7 @@ fn in_place<T: Element>(ranks: usize, op: ReduceOp, buffer: Vec<T>) {
     );
 }
 
-/// Prints the bandwidth of the fastest of many runs of `run`, each of which moves `bytes`.
+/// Prints the bandwidth of the fastest of many runs of `run`; each moves `bytes`.
 fn report(name: &str, bytes: usize, mut run: impl FnMut()) {
     let (start, mut fastest) = (Instant::now(), Duration::MAX);
     while start.elapsed() < Duration::from_millis(200) {

@@ -164,7 +164,8 @@ macro_rules! widen_by_cast {
     )*};
 }
 
-widen_by_cast!(f32 => f32, f64 => f64, i32 => i32, i32 => i64, i64 => i64, i64 => i128, u8 => u8, u8 => i64);
+widen_by_cast!(f32 => f32, f64 => f64);
+widen_by_cast!(i32 => i32, i32 => i64, i64 => i64, i64 => i128, u8 => u8, u8 => i64);
 
 /// `half`'s own conversions ask for the CPU's features at every element, which keeps loops from
 /// becoming vector code.

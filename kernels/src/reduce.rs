@@ -17,7 +17,7 @@ const TILE: usize = 64;
 /// | | `f32`, `f64` | `f16`, `bf16` | `i32`, `i64`, `u8` |
 /// |---|---|---|---|
 /// | `Sum`, `Product` | in their own type | in `f32`, rounded once at the end | wrapping |
-/// | `Avg` | the sum divided by the number of sources | likewise | the exact sum divided, truncated toward zero |
+/// | `Avg` | the sum divided by the number of sources | likewise | the same, truncated |
 /// | `Min`, `Max` | NaN if any source is NaN | likewise | |
 ///
 /// Without sources nothing is written.

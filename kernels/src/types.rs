@@ -6,7 +6,9 @@ use half::{bf16, f16};
 
 /// Declares an enum whose `#[repr(u8)]` codes count from 0, with a name for each.
 macro_rules! coded_enum {
-    ($(#[$doc:meta])* $name:ident, $kind:literal { $($(#[$variant_doc:meta])* $variant:ident = $text:literal,)* }) => {
+    ($(#[$doc:meta])* $name:ident, $kind:literal {
+        $($(#[$variant_doc:meta])* $variant:ident = $text:literal,)*
+    }) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[repr(u8)]
@@ -32,7 +34,8 @@ macro_rules! coded_enum {
             type Error = UnknownCode;
 
             fn try_from(code: u8) -> Result<Self, UnknownCode> {
-                Self::ALL.get(usize::from(code)).copied().ok_or(UnknownCode { kind: $kind, code, count: Self::ALL.len() })
+                let unknown = UnknownCode { kind: $kind, code, count: Self::ALL.len() };
+                Self::ALL.get(usize::from(code)).copied().ok_or(unknown)
             }
         }
     };

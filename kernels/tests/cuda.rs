@@ -15,7 +15,10 @@ fn without_a_driver_the_error_names_what_is_missing() {
             assert!(matches!(error, Error::NoDriver { .. }), "{error}");
         }
         Err(error) => {
-            println!("SKIPPED: using CUDA without a driver: this machine has one that does not work: {error}")
+            println!(
+                "SKIPPED: using CUDA without a driver: this machine has one that does not work: \
+                 {error}"
+            )
         }
     }
 }

@@ -5,12 +5,12 @@
 //! |---|---|
 //! | `job.rs` | what the user asked for, validated |
 //! | `cli/` | command line and environment -> [`job::Job`] (pure) |
-//! | `plan/` | job and rank assignment -> each worker's rank, command and environment (pure); PROGRAM -> its command; this host's CPUs and GPUs; `--dry-run` |
-//! | `control/` | the control plane: the coordinator (pure) decides who takes part and when rounds start and stop; leader and follower carry its commands |
-//! | `agent/` | this node's event loop: worker processes, signals, when to stop whom (pure), cleaning up after a launcher that is killed |
+//! | `plan/` | job and ranks -> each worker's command and environment (pure); `--dry-run` |
+//! | `control/` | the control plane: the coordinator (pure), the leader and its followers |
+//! | `agent/` | this node's event loop: workers, signals, when to stop whom (pure), the reaper |
 //! | `hosts/` | `--hosts`: starts an agent on each host by ssh |
 //! | `output/` | from workers' pipes to the console and to files |
-//! | `report/` | what is said about a failure; `--events` |
+//! | `report/` | the report of a failure; `--events` |
 //! | `trace/` | `--trace`, `flow-launch trace` |
 //! | `net.rs`, `poll.rs` | addresses of this host; waiting for several descriptors |
 //!

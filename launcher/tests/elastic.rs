@@ -23,7 +23,7 @@ fn places(gate: &Gate) -> String {
     format!("echo $RANK of $WORLD_SIZE, restart $TORCHELASTIC_RESTART_COUNT; {}", gate.wait())
 }
 
-/// One or two nodes, of which node 0 comes first.
+/// One or two nodes; node 0 starts first.
 fn start(net: &Net, node: usize, gate: &Gate) -> Agent {
     net.start(node, &script(&elastic("1:2", "--max-restarts 3"), &places(gate)))
 }
@@ -187,7 +187,7 @@ fn the_others_end_with_the_node_where_all_meet() {
     net.until_nothing_is_left();
 }
 
-/// Two nodes of which all workers do this.
+/// Two nodes, all of whose workers run this.
 fn two(net: &Net, more: &str, text: &str) -> [flow_harness::Finished; 2] {
     [0, 1].map(|node| net.start(node, &script(&elastic("2", more), text))).map(Agent::finish)
 }

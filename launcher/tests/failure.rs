@@ -89,7 +89,8 @@ fn workers_have_half_a_minute_after_anothers_failure() {
 
 #[test]
 fn a_stopped_workers_children_may_use_the_grace_period() {
-    let others = "(trap 'sleep 0.3; echo saved; exit' TERM; echo ready; while :; do sleep 0.05; done) & wait";
+    let others = "(trap 'sleep 0.3; echo saved; exit' TERM; echo ready; while :; do sleep 0.05; \
+                  done) & wait";
     let finished = run(&mut odd_one("--nproc_per_node 2", "sleep 0.5; exit 6", others));
     assert_eq!(finished.code, Some(6));
     assert_eq!(finished.stdout, "ready\nsaved\n");
@@ -106,7 +107,8 @@ fn what_a_finished_worker_leaves_in_its_group_is_killed() {
 #[test]
 fn a_process_that_escapes_with_the_output_does_not_hold_up_the_end() {
     let escape =
-        "setsid sleep 1000 & echo $!; until [ $(cut -d' ' -f6 /proc/$!/stat) = $! ]; do :; done; echo last words";
+        "setsid sleep 1000 & echo $!; until [ $(cut -d' ' -f6 /proc/$!/stat) = $! ]; do :; done; \
+         echo last words";
     let mut running = Running::start(&mut script("", escape));
     let pid = running.numbers(1)[0];
     let finished = running.finish();
@@ -136,7 +138,7 @@ fn an_output_held_open_beyond_the_grace_period_does_not_hold_up_the_end() {
 }
 
 #[test]
-fn the_store_tells_survivors_how_a_worker_ended() {
+fn survivors_learn_how_a_worker_ended() {
     let others = "trap '' TERM; echo $FLOW_STORE $FLOW_TOKEN; while :; do sleep 0.05; done";
     let mut running = Running::start(&mut odd_one(
         "--nproc_per_node 2 --grace 1000",

@@ -57,8 +57,8 @@ fn lines<'a>(finished: &'a Finished, text: &str) -> Vec<&'a str> {
 #[test]
 fn ranks_go_by_the_list() {
     let Some(site) = Site::new() else { return };
-    let text = "echo $RANK of $WORLD_SIZE, $LOCAL_RANK on $(hostname), node $GROUP_RANK, $MASTER_ADDR $MASTER_PORT \
-                $A $B $NCCL_DEBUG $(cat)";
+    let text = "echo $RANK of $WORLD_SIZE, $LOCAL_RANK on $(hostname), node $GROUP_RANK, \
+                $MASTER_ADDR $MASTER_PORT $A $B $NCCL_DEBUG $(cat)";
     let mut command = site.job("-x A=1 -x B --master_port 29600", text);
     let finished =
         run(command.env("B", "two words").env("NCCL_DEBUG", "INFO").env_remove("FLOW_TOKEN"));
@@ -88,8 +88,8 @@ fn hosts_from_a_file() {
     fs::write(&file, "node0\nnode1 slots 2\n").unwrap();
     let finished = run(&mut script(&flags, ""));
     let expected = format!(
-        "flow-launch: --hostfile: {}, line 2 is 'node1 slots 2'; it must be HOST, HOST:N or HOST slots=N, with N workers \
-         from 1 and an IPv6 address in brackets\n",
+        "flow-launch: --hostfile: {}, line 2 is 'node1 slots 2'; it must be HOST, HOST:N or HOST \
+         slots=N, with N workers from 1 and an IPv6 address in brackets\n",
         file.path().display()
     );
     assert_eq!((finished.code, finished.stderr), (Some(2), expected));
@@ -115,7 +115,8 @@ fn an_agent_on_this_machine_needs_no_ssh() {
         (Some(0), vec!["0 of 2", "1 of 2"]),
         "{finished:?}"
     );
-    let note = "flow-launch: --export NOSUCH: there is no NOSUCH here, or it is not UTF-8; NOSUCH=VALUE sets it\n";
+    let note = "flow-launch: --export NOSUCH: there is no NOSUCH here, or it is not UTF-8; \
+                NOSUCH=VALUE sets it\n";
     assert_eq!(finished.stderr, note);
     site.net.until_nothing_is_left();
 }
@@ -152,8 +153,8 @@ fn a_host_that_cannot_be_reached_is_named_and_ends_all() {
     let expected = [
         "nowhere: ssh: Could not resolve hostname nowhere".to_string(),
         format!(
-            "flow-launch: cannot start flow-launch on nowhere: {0} ended with exit code 255; `{0} nowhere true` must work \
-             without a password",
+            "flow-launch: cannot start flow-launch on nowhere: {0} ended with exit code 255; `{0} \
+             nowhere true` must work without a password",
             site.ssh
         ),
     ];
@@ -413,10 +414,13 @@ impl Sshd {
         assert_eq!(keygen.code, Some(0), "{keygen:?}");
         let key = at("key");
         let server = format!(
-            "HostKey {key}\nAuthorizedKeysFile {key}.pub\nStrictModes no\nPidFile none\nUsePAM no\nPermitRootLogin yes\n"
+            "HostKey {key}\nAuthorizedKeysFile {key}.pub\nStrictModes no\nPidFile none\nUsePAM \
+             no\nPermitRootLogin yes\n"
         );
-        let client =
-            format!("IdentityFile {key}\nUserKnownHostsFile /dev/null\nStrictHostKeyChecking no\nLogLevel ERROR\n");
+        let client = format!(
+            "IdentityFile {key}\nUserKnownHostsFile /dev/null\nStrictHostKeyChecking no\nLogLevel \
+             ERROR\n"
+        );
         fs::write(at("server"), server).unwrap();
         fs::write(at("client"), client).unwrap();
         let mut servers = Vec::new();

@@ -96,7 +96,8 @@ fn only_some_ranks_are_shown_and_all_are_logged() {
 fn lines_that_are_looked_for_are_copied() {
     let folder = tempfile::tempdir().unwrap();
     let text = "printf 'loss 1\\nother\\nstep 5 loss'; printf 'bar 1\\rloss bar\\rbar 3\\n' >&2";
-    let flags = "--nproc-per-node 2 --tee 3 --duplicate-stdout-filters loss,5 --duplicate-stderr-filters loss";
+    let flags = "--nproc-per-node 2 --tee 3 --duplicate-stdout-filters loss,5 \
+                 --duplicate-stderr-filters loss";
     let finished = run(&mut logged(folder.path(), flags, text));
     assert_eq!(finished.code, Some(0));
     let attempt = only(folder.path()).join("attempt_0");
@@ -227,7 +228,8 @@ fn a_recorded_error_is_reported_and_passed_on() {
     let reply = folder.path().join("reply.json");
     let finished = run(script("", RECORD).env("TORCHELASTIC_ERROR_FILE", &reply));
     assert_eq!(finished.code, Some(3));
-    let expected = "the last 2 lines of the error it recorded:\nflow-launch:   | Trace\nflow-launch:   | E: boom 0\n";
+    let expected = "the last 2 lines of the error it recorded:\nflow-launch:   | \
+                    Trace\nflow-launch:   | E: boom 0\n";
     assert!(finished.stderr.contains(expected), "{}", finished.stderr);
     let reply: serde_json::Value = serde_json::from_str(&read(reply)).unwrap();
     assert_eq!(reply["message"]["errorCode"], 3);

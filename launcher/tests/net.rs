@@ -12,9 +12,8 @@ use std::time::Duration;
 fn connects(net: &Net, from: usize, address: &str) -> Result<(), ErrorKind> {
     let address = address.parse().unwrap();
     net.within(from, || {
-        TcpStream::connect_timeout(&address, Duration::from_millis(500))
-            .map(drop)
-            .map_err(|e| e.kind())
+        // Long enough to send a lost packet again.
+        TcpStream::connect_timeout(&address, Duration::from_secs(3)).map(drop).map_err(|e| e.kind())
     })
 }
 
@@ -37,7 +36,11 @@ fn nodes_reach_each_other_until_a_link_is_cut() {
 fn a_node_is_a_machine_of_its_own() {
     let Some(net) = Net::new(2) else { return };
     let mut command = Command::new("sh");
-    command.args(["-c", "echo $VALUE >&2; hostname; ls /dev/shm; touch /dev/shm/mine; getent hosts node0; sleep 1000"]);
+    command.args([
+        "-c",
+        "echo $VALUE >&2; hostname; ls /dev/shm; touch /dev/shm/mine; getent hosts node0; sleep \
+         1000",
+    ]);
     let agent = net.start(1, command.env("VALUE", "passed on"));
     agent.until_says(&["node1", &format!("{}        node0", ipv4(0))]);
     until("it sleeps", || net.processes(1).len() == 2);

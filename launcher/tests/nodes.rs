@@ -24,11 +24,14 @@ const IMPATIENT: &str = "--rdzv-conf join_timeout=2";
 /// number.
 fn fixed(node: usize, more: &str) -> String {
     let address = ipv4(0);
-    format!("--nnodes 2 --node_rank {node} --master_addr {address} --master_port 29500 --nproc_per_node 2 {more}")
+    format!(
+        "--nnodes 2 --node_rank {node} --master_addr {address} --master_port 29500 \
+         --nproc_per_node 2 {more}"
+    )
 }
 
 /// Flags of a node of three that meet at an address of node 0.
-fn meeting(host: &str, more: &str) -> String {
+fn rendezvous(host: &str, more: &str) -> String {
     format!("--nnodes 3 --rdzv-backend c10d --rdzv-endpoint {host}:29400 --rdzv-id job {more}")
 }
 
@@ -37,7 +40,7 @@ fn pair(net: &Net, text: &str) -> [Agent; 2] {
     [0, 1].map(|node| net.start(node, &script(&fixed(node, ""), text)))
 }
 
-/// A job on two nodes, of which all workers have started.
+/// A job on two nodes whose workers have all started.
 fn idle_pair(net: &Net) -> [Agent; 2] {
     let agents = pair(net, IDLE);
     agents[0].until_says(&["ready 0", "ready 1"]);
@@ -68,8 +71,8 @@ fn assert_ends_for(agent: Agent, lost: &str) {
 #[test]
 fn nodes_with_numbers_meet_in_any_order() {
     let Some(net) = Net::new(2) else { return };
-    let text = "echo $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, $GROUP_RANK of $GROUP_WORLD_SIZE, \
-                $MASTER_ADDR $MASTER_PORT";
+    let text = "echo $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, $GROUP_RANK of \
+                $GROUP_WORLD_SIZE, $MASTER_ADDR $MASTER_PORT";
     for (first, address) in [(0, ipv4(0)), (1, ipv4(0)), (0, ipv6(0)), (1, ipv6(0))] {
         let start = |node| {
             net.start(node, &script(&fixed(node, &format!("--master_addr {address}")), text))
@@ -99,14 +102,15 @@ fn nodes_with_numbers_meet_in_any_order() {
 #[test]
 fn nodes_without_numbers_meet_in_any_order_with_any_number_of_workers() {
     let Some(net) = Net::new(3) else { return };
-    let text = "echo $RANK $LOCAL_RANK $GROUP_RANK $WORLD_SIZE $GROUP_WORLD_SIZE $TORCHELASTIC_RUN_ID $MASTER_ADDR";
+    let text = "echo $RANK $LOCAL_RANK $GROUP_RANK $WORLD_SIZE $GROUP_WORLD_SIZE \
+                $TORCHELASTIC_RUN_ID $MASTER_ADDR";
     let orders =
         [([0, 1, 2], ipv4(0)), ([1, 0, 2], "node0".into()), ([2, 1, 0], format!("[{}]", ipv6(0)))];
     for (order, host) in orders {
         let agents = order.map(|node| {
             let agent = net.start(
                 node,
-                &script(&meeting(&host, &format!("--nproc-per-node {}", node + 1)), text),
+                &script(&rendezvous(&host, &format!("--nproc-per-node {}", node + 1)), text),
             );
             thread::sleep(Duration::from_millis(300));
             agent
@@ -172,8 +176,8 @@ fn nodes_that_do_not_come_are_named() {
         2,
         &script(&fixed(1, &format!("{IMPATIENT} --master_addr {}", ipv4(1))), "echo started"),
     );
-    let two =
-        [0, 1].map(|node| net.start(node, &script(&meeting(&ipv4(0), IMPATIENT), "echo started")));
+    let two = [0, 1]
+        .map(|node| net.start(node, &script(&rendezvous(&ipv4(0), IMPATIENT), "echo started")));
     let expect = |agent: Agent, text: &str| {
         let finished = agent.finish();
         assert_eq!((finished.code, finished.stdout.as_str()), (Some(1), ""), "{finished:?}");
@@ -350,8 +354,9 @@ fn who_has_another_token_is_refused() {
 fn agents_of_one_machine_are_nodes_too() {
     let Some(net) = Net::new(2) else { return };
     // Who comes first at node 0 serves the others.
-    let agents = [0, 0, 1]
-        .map(|node| net.start(node, &script(&meeting(&ipv4(0), ""), "echo $RANK of $WORLD_SIZE")));
+    let agents = [0, 0, 1].map(|node| {
+        net.start(node, &script(&rendezvous(&ipv4(0), ""), "echo $RANK of $WORLD_SIZE"))
+    });
     let mut said: Vec<_> = agents.map(Agent::finish).map(|end| (end.code, end.stdout)).into();
     said.sort_unstable();
     assert_eq!(said, [0, 1, 2].map(|rank| (Some(0), format!("{rank} of 3\n"))));
@@ -426,7 +431,8 @@ fn strangers_at_the_port_do_no_harm() {
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
     if maximum.is_some_and(|maximum| maximum < 8000) {
         return println!(
-            "SKIPPED: strangers at the port: they need 8000 open files, and the hard limit is {maximum:?}"
+            "SKIPPED: strangers at the port: they need 8000 open files, and the hard limit is \
+             {maximum:?}"
         );
     }
     setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }).unwrap();

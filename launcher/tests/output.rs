@@ -11,7 +11,8 @@ use rustix::process::Signal;
 
 #[test]
 fn long_lines_of_two_workers_never_mix() {
-    let text = "i=0; while [ $i -lt 20 ]; do head -c 200000 /dev/zero | tr '\\0' $RANK; echo; i=$((i+1)); done";
+    let text = "i=0; while [ $i -lt 20 ]; do head -c 200000 /dev/zero | tr '\\0' $RANK; echo; \
+                i=$((i+1)); done";
     let finished = run(&mut script("--nproc_per_node 2", text));
     let lines = finished.sorted_lines();
     assert_eq!(lines.len(), 40);

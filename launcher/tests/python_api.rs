@@ -213,17 +213,17 @@ fn configurations_become_flags() {
     let several = |conf: &str| {
         format!(
             "--nnodes=1:2 --nproc-per-node=3 --rdzv-id=a-job --role=actor --max-restarts=4 \
-                   --local-addr=127.0.0.1 --numa-binding=node --signals-to-handle=SIGTERM,SIGUSR1 \
-                   --duplicate-stdout-filters=a,,b,c --log-dir=/tmp --redirects=1 --tee=0:3,1:2 \
-                   --local-ranks-filter=0,1 --rdzv-backend=c10d --rdzv-endpoint=[::1]:29400 \
-                   --rdzv-conf={conf} --virtual-local-rank"
+             --local-addr=127.0.0.1 --numa-binding=node --signals-to-handle=SIGTERM,SIGUSR1 \
+             --duplicate-stdout-filters=a,,b,c --log-dir=/tmp --redirects=1 --tee=0:3,1:2 \
+             --local-ranks-filter=0,1 --rdzv-backend=c10d --rdzv-endpoint=[::1]:29400 \
+             --rdzv-conf={conf} --virtual-local-rank"
         )
     };
     // PyTorch's appends a timeout, to which flow-launch prefers the other.
     let (pytorchs, ours) = (several("join_timeout=60,timeout=900"), several("join_timeout=60"));
     let fixed = "--nnodes=2:2 --nproc-per-node=1 --rdzv-id=x --role=default_role --max-restarts=3 \
-                 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT --master-addr=::1 --master-port=29500 --node-rank=1 \
-                 --rdzv-conf=timeout=9";
+                 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT --master-addr=::1 \
+                 --master-port=29500 --node-rank=1 --rdzv-conf=timeout=9";
     assert_eq!(lines(&finished), [&pytorchs, fixed, &ours, fixed]);
 }
 

@@ -130,7 +130,8 @@ fn ranks_meet_anew_when_a_node_joins() {
         return;
     }
     let flags = format!(
-        "--nnodes 1:2 --rdzv-endpoint 127.0.0.1:{} --rdzv-conf last_call_timeout=0.1 --nproc-per-node 1",
+        "--nnodes 1:2 --rdzv-endpoint 127.0.0.1:{} --rdzv-conf last_call_timeout=0.1 \
+         --nproc-per-node 1",
         free_port()
     );
     let mut first = Running::start(&mut launch(&flags, "grow.py"));
@@ -177,8 +178,8 @@ fn torchruns_own_cases() {
     let port = master.rsplit(' ').next().unwrap();
     let node_0 = format!("--nnodes 1 --nproc-per-node 4 --node-rank 0 {master}");
     let one_of_two = format!(
-        "--nnodes=1:2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{port} --rdzv-id=a-job \
-         --rdzv-conf=join_timeout=60,last_call_timeout=1"
+        "--nnodes=1:2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{port} \
+         --rdzv-id=a-job --rdzv-conf=join_timeout=60,last_call_timeout=1"
     );
     let cases = [
         ("--nproc-per-node 4", "touch.py"),

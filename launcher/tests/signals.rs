@@ -184,7 +184,8 @@ fn exit_codes_that_cannot_be_seen_are_an_error() {
 
 #[test]
 fn nothing_survives_a_killed_launcher() {
-    let text = "trap '' TERM HUP INT; sh -c 'trap \"\" TERM HUP; echo $$ $PPID; while :; do sleep 1000; done' & wait";
+    let text = "trap '' TERM HUP INT; sh -c 'trap \"\" TERM HUP; echo $$ $PPID; while :; do sleep \
+                1000; done' & wait";
     let mut running = Running::start(&mut script("--nproc_per_node 3", text));
     let mut pids = running.numbers(3);
     // The workers and the guard.

@@ -89,10 +89,13 @@ fn an_address_of_another_machine_is_a_warning() {
 #[test]
 fn three_nodes_meet_at_the_first() {
     let port = two_free_ports();
-    let names = "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $GROUP_RANK $NODE_RANK $MASTER_ADDR $MASTER_PORT";
+    let names = "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $GROUP_RANK $NODE_RANK \
+                 $MASTER_ADDR $MASTER_PORT";
     let node = |rank: u32| {
-        let flags =
-            format!("--nnodes 3 --node-rank={rank} --nproc-per-node 2 --master-addr 127.0.0.1 --master-port {port}");
+        let flags = format!(
+            "--nnodes 3 --node-rank={rank} --nproc-per-node 2 --master-addr 127.0.0.1 \
+             --master-port {port}"
+        );
         // A store that happens to be in the environment is not this job's.
         let mut command = script(&flags, &format!("echo {names} ${{FLOW_STORE%:*}}"));
         Running::start(command.env("FLOW_STORE", "tcp://old:1"))
@@ -168,7 +171,8 @@ fn programs_by_path_beside_and_on_path() {
 #[test]
 fn python_scripts_run_unbuffered() {
     let folder = tempfile::tempdir().unwrap();
-    let text = "import sys, os\nprint(os.environ['RANK'], sys.argv[1:], sys.stdout.write_through, flush=False)\n";
+    let text = "import sys, os\nprint(os.environ['RANK'], sys.argv[1:], sys.stdout.write_through, \
+                flush=False)\n";
     fs::write(folder.path().join("train.py"), text).unwrap();
     let finished = run(launcher(&["train.py", "--lr", "1"]).current_dir(&folder));
     assert_eq!(finished.stdout, "0 ['--lr', '1'] True\n", "{finished:?}");

@@ -59,9 +59,9 @@ impl Terminal {
         // Reading ends with an error when nobody has the terminal any more, or when we look no
         // longer.
         let reader = thread::spawn(move || {
-            let (mut bytes, patience) = ([0; 4096], Timespec { tv_sec: 0, tv_nsec: 20_000_000 });
+            let (mut bytes, timeout) = ([0; 4096], Timespec { tv_sec: 0, tv_nsec: 20_000_000 });
             while Arc::strong_count(&text) > 1 {
-                if poll(&mut [PollFd::new(&screen, PollFlags::IN)], Some(&patience)).unwrap() > 0 {
+                if poll(&mut [PollFd::new(&screen, PollFlags::IN)], Some(&timeout)).unwrap() > 0 {
                     let Ok(count @ 1..) = screen.read(&mut bytes) else { return };
                     text.lock().unwrap().push_str(&String::from_utf8_lossy(&bytes[..count]));
                 }
@@ -178,7 +178,8 @@ fn the_last_words_on_a_terminal_are_not_lost() {
 /// Whoever keeps the terminal of a worker open does not hold up the end.
 #[test]
 fn a_terminal_that_is_held_open_does_not_hold_up_the_end() {
-    let text = "setsid sleep 1000 & echo pid $!; until [ $(cut -d' ' -f6 /proc/$!/stat) = $! ]; do :; done; echo end";
+    let text = "setsid sleep 1000 & echo pid $!; until [ $(cut -d' ' -f6 /proc/$!/stat) = $! ]; \
+                do :; done; echo end";
     let Some(mut terminal) = Terminal::start(&script("", text)) else { return };
     assert_eq!(wait(&mut terminal.child), Some(0));
     terminal.until_it_shows("[rank 0] end\r\n");
@@ -235,7 +236,8 @@ fn a_prompt_that_was_answered_is_over() {
 /// Whoever never answers rank 0 sees all the same what rank 1 asks.
 #[test]
 fn a_prompt_waits_only_a_moment_for_anothers() {
-    let text = "[ $RANK = 0 ] && { printf 'name? '; exec sleep 1000; }; sleep 0.5; printf 'age? '; exec sleep 1000";
+    let text = "[ $RANK = 0 ] && { printf 'name? '; exec sleep 1000; }; sleep 0.5; printf 'age? \
+                '; exec sleep 1000";
     for tail in ["", " 2>&1 | cat"] {
         let launch = format!("$0 --stdin all --prefix --nproc_per_node 2 sh -c \"$1\"{tail}");
         let mut command = Command::new("env");
@@ -273,7 +275,8 @@ fn pytorchs_breakpoint_works() {
     if !have("torch") {
         return;
     }
-    let text = "import torch.distributed as dist\ndist.init_process_group('gloo')\nx = dist.get_rank() + 41\n\
+    let text = "import torch.distributed as dist\ndist.init_process_group('gloo')\nx = \
+                dist.get_rank() + 41\n\
                 dist.breakpoint(0)\nprint('x is', x)\ndist.destroy_process_group()";
     let mut command = launcher(&["--nproc_per_node", "2", &python(&folder, text)]);
     let Some(mut terminal) =
@@ -294,7 +297,8 @@ fn pytorchs_breakpoint_works() {
 #[test]
 fn a_password_is_not_shown() {
     let folder = tempfile::tempdir().unwrap();
-    let text = "import getpass, os\nif os.environ['RANK'] == '0': print(len(getpass.getpass()), 'letters')";
+    let text = "import getpass, os\nif os.environ['RANK'] == '0': print(len(getpass.getpass()), \
+                'letters')";
     let program = python(&folder, text);
     let Some(mut terminal) =
         Terminal::start(&launcher(&["--stdin", "0", "--nproc_per_node", "2", &program]))

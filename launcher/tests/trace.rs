@@ -66,7 +66,10 @@ fn followers_send_theirs_to_the_leader() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("trace.json");
     // More than one piece.
-    let large = format!("{WORKER}; sed -i 's/all_reduce/'$(head -c 100000 /dev/zero | tr '\\0' x)'/' $FLOW_TRACE/rank$RANK.json");
+    let large = format!(
+        "{WORKER}; sed -i 's/all_reduce/'$(head -c 100000 /dev/zero | tr '\\0' x)'/' \
+         $FLOW_TRACE/rank$RANK.json"
+    );
     let agents = [0, 1].map(|node| {
         let flags = format!(
             "--nnodes 2 --node_rank {node} --master_addr {} --nproc_per_node 2 --trace {}",

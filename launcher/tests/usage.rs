@@ -1,4 +1,4 @@
-//! A command line that makes no sense: exit code 2 and one line that names what is wrong.
+//! A wrong command line: exit code 2 and one line that names what is wrong.
 
 use flow_harness::assert_contains;
 use flow_harness::cli::{launcher, run};

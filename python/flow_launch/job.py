@@ -1,4 +1,4 @@
-"""Runs flow-launch to its end, from a program that goes on afterwards."""
+"""Runs flow-launch to its end, from a program that continues afterwards."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def launcher() -> str:
 
 
 def path(file) -> str:
-    """By which other processes open a temporary file, which has no name, so that nothing is left if we are killed."""
+    """The path by which other processes open a temporary file. It has no name, so a kill leaves nothing behind."""
     return f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 
 def run(arguments: list[str], name: str, signals: str, environment: dict[str, str]) -> list[int]:
     """Returns the ranks of this node's workers, once all have ended well.
 
-    A worker that fails is a `ChildFailedError`, one of these signals (names, separated by commas) that ends the job a
-    `SignalException`, and what flow-launch itself refuses, and has told on stderr, a `CalledProcessError`; so is a worker
-    that fails where there are `--hosts`, whose agents tell only the user what happens.
+    Raises `ChildFailedError` if a worker fails, `SignalException` if one of `signals` (names, separated by commas) ends the
+    job, and `CalledProcessError` if flow-launch refuses the command line, with a line on stderr. With `--hosts` a worker
+    that fails is a `CalledProcessError` too, because the agents report it to the user only.
     """
     with tempfile.TemporaryFile() as happened:
         recorded = tempfile.TemporaryFile()
@@ -87,7 +87,7 @@ def _is_on_terminal() -> bool:
 
 
 def _bound_to_parent(own_group: bool):
-    """What flow-launch does before it is one: should we be killed, it is told to end."""
+    """Runs in the child before it becomes flow-launch: it gets SIGTERM if this process is killed."""
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
     def bind():

@@ -31,13 +31,13 @@ NCCL = [
 
 
 def checks(about, quick):
-    """Pairs of a name and a function of the programs, which returns what is to be told or raises."""
+    """Pairs of a name and a function of the programs, which returns the text to report, or raises."""
     yield "kernels against references, on fresh random numbers", kernels
     for ranks in (1, 2, 4):
         for what, name in NCCL[: 2 if ranks == 1 else 3]:
             yield f"NCCL: {what}, {named(ranks)}", partial(scenario, nproc=ranks, worker="worker", name=name)
-    for way, told in FAILURES.items():
-        yield f"failure: {way}", partial(failure, way, told)
+    for way, expected in FAILURES.items():
+        yield f"failure: {way}", partial(failure, way, expected)
     yield "more ranks than GPUs", too_many
     yield "--nproc_per_node gpu", as_many
     for ranks in (1, 2):
@@ -73,12 +73,12 @@ def scenario(programs, nproc, worker, name, ranks=None, **variables):
     return f"passed on {named(ranks)}"
 
 
-def failure(way, told, programs):
+def failure(way, expected, programs):
     try:
         output = programs.pair(f"gpu-check-{os.getpid()}-{way}", "worker", f"nccl::failures::{way}")
     except Failed as error:
         output = str(error)
-    missing = [words for words in told if words not in output]
+    missing = [words for words in expected if words not in output]
     if missing:
         raise Failed(f"{missing[0]!r} is not in: {output[:400]}")
     return output.splitlines()[0]
@@ -86,12 +86,12 @@ def failure(way, told, programs):
 
 def too_many(programs):
     found, asked = programs.gpus, programs.gpus + 1
-    told = f"asked for {asked} ranks with a GPU each on this machine, found {found} GPU"
+    expected = f"asked for {asked} ranks with a GPU each on this machine, found {found} GPU"
     try:
         programs.flow(asked, "worker", NCCL[0][1], FLOW_TEST_SHARE_GPUS="0")
     except Failed as error:
-        if told in str(error):
-            return told + "s" * (found != 1)
+        if expected in str(error):
+            return expected + "s" * (found != 1)
         raise
     raise Failed(f"{asked} ranks work on {found} GPUs")
 

@@ -54,7 +54,7 @@ def probe(python):
 
 
 def driver():
-    """The driver's version, as nvidia-smi tells it."""
+    """The driver's version, from nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
@@ -170,11 +170,11 @@ class Programs:
 
 
 def stop(child):
-    """Ends a program and what it has started: launchers end their workers when told to."""
-    for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, None)):
+    """Ends a program and what it has started: launchers end their workers on SIGTERM."""
+    for number, timeout in ((signal.SIGTERM, 10), (signal.SIGKILL, None)):
         try:
             os.killpg(child.pid, number)
-            child.wait(patience)
+            child.wait(timeout)
             return
         except subprocess.TimeoutExpired:
             continue
@@ -183,7 +183,7 @@ def stop(child):
 
 
 def reason(errors):
-    """The line that tells most, with its cause: the first that names an error, else the last."""
+    """The most useful line, with its cause: the first that names an error, else the last."""
     lines = [line.removeprefix("flow-launch:   |").strip() for line in errors.splitlines()]
     lines = [line for line in lines if line] or ["it printed no reason"]
     first = next((line for line in lines if "rror" in line), lines[-1])

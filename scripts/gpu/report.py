@@ -51,7 +51,7 @@ def page(results):
     if "checks" in parts:
         items = parts["checks"]["items"]
         text += counts(items) + table(
-            ["check", "outcome", "s"], [[item["name"], told(item), f"{item.get('seconds', 0):.1f}"] for item in items]
+            ["check", "outcome", "s"], [[item["name"], outcome(item), f"{item.get('seconds', 0):.1f}"] for item in items]
         )
     else:
         not_run.append("all checks: `run checks`")
@@ -69,12 +69,12 @@ def page(results):
         not_run.append("all benches: `run bench`")
 
     items = [item for part in parts.values() for item in part["items"]]
-    not_run += [f"{item['name']}: {told(item)}" for item in items if item["outcome"] != "ok"]
+    not_run += [f"{item['name']}: {outcome(item)}" for item in items if item["outcome"] != "ok"]
     not_run.append("more GPUs than one, and several machines: `scripts/gpu-check` has nothing for them yet")
     return text + MEASURED + "\n## What did not run, or failed\n\n" + "".join(f"- {line}\n" for line in not_run)
 
 
-def told(item):
+def outcome(item):
     return item["outcome"] + (f": {item['detail']}" if item.get("detail") else "")
 
 

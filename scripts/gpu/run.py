@@ -67,7 +67,7 @@ def run_part(programs, functions, at_a_time, items, save):
     with ThreadPoolExecutor(at_a_time) as pool:
         try:
             for item in pool.map(lambda pair: run_one(programs, *pair), zip(items, functions)):
-                print(f"{item['name']}: {report.told(item)} ({item['seconds']} s)", flush=True)
+                print(f"{item['name']}: {report.outcome(item)} ({item['seconds']} s)", flush=True)
                 for row in item.get("rows", []):
                     print("    " + "  ".join(filter(None, row)), flush=True)
                 save()
@@ -118,7 +118,7 @@ def main():
         programs.compare_exactly(part == "checks")
         listed = list(checks(about, arguments.quick) if part == "checks" else benches(arguments.quick, rehearsal))
         before = {item["name"]: item for item in results["parts"].get(part, {}).get("items", [])}
-        if part == "bench":  # what is left out is told as well
+        if part == "bench":  # what is left out is reported as well
             listed += [(name, None) for name, _ in benches(False, False) if name not in dict(listed)]
         chosen = [(name, function) for name, function in listed if function and arguments.only in name]
         fresh = {name: {"name": name, "outcome": "not run"} for name, _ in chosen}

@@ -99,7 +99,7 @@ def resnet50():
 
 
 class Gpt(nn.Module):
-    """A block of GPT-2 (Radford et al. 2019); classes are told from the mean over all tokens."""
+    """A block of GPT-2 (Radford et al. 2019); classes are predicted from the mean over all tokens."""
 
     def __init__(self, width, heads):
         super().__init__()

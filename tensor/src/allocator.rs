@@ -55,7 +55,10 @@ impl ArenaAllocatorGuard {
         }
         let mut installed = INSTALLED.lock().unwrap_or_else(PoisonError::into_inner);
         if let Err(error) = allocate_from(Some(&handle)) {
-            log::warn!("tensors will be copied into shared memory, as they cannot be allocated there: {error}");
+            log::warn!(
+                "tensors will be copied into shared memory, as they cannot be allocated there: \
+                 {error}"
+            );
             return None;
         }
         let own = Arc::new(Self { handle });

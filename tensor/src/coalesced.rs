@@ -116,8 +116,8 @@ impl CoalescedBroadcast {
             let (name, (kind, length), now) =
                 (&self.names[index], self.sizes[index], &contiguous[index]);
             let reason = format!(
-                "{name} had {length} elements of {kind:?} when the model was wrapped and is {:?} {:?} \
-                 now: wrap it again",
+                "{name} had {length} elements of {kind:?} when the model was wrapped and is {:?} \
+                 {:?} now: wrap it again",
                 now.size(),
                 now.kind()
             );

@@ -19,9 +19,9 @@ use crate::tensors::units;
 /// ranks of the group.
 ///
 /// Reductions take tensors of kind `Float`, `Double`, `Half`, `BFloat16`, `Int`, `Int64` and
-/// `Uint8`; all other operations take tensors of any kind. Tensors are dense. A tensor that a result
-/// is written to has memory of its own for each element, unlike one made by `expand`. Any other
-/// tensor is an error of this rank, before the others take part.
+/// `Uint8`; all other operations take tensors of any kind. Tensors are dense. A tensor that a
+/// result is written to has memory of its own for each element, unlike one made by `expand`. Any
+/// other tensor is an error of this rank, before the others take part.
 ///
 /// Each operation has an asynchronous form, which returns at once: see [`Work`]. Operations with
 /// gradients are in [`functional`](crate::functional).
@@ -51,10 +51,10 @@ pub trait TensorCollectives {
     /// Reduces `tensor` over all ranks; rank r gets `tensor[r]` of the result. The first dimension
     /// is the number of ranks.
     fn reduce_scatter_tensor(&self, tensor: &Tensor, op: ReduceOp) -> Result<Tensor>;
-    /// Divides the first dimension into as many equal blocks as there are ranks; rank r gets block r
-    /// of every rank, in rank order. The result has the shape of `tensor`.
+    /// Divides the first dimension into as many equal blocks as there are ranks; rank r gets block
+    /// r of every rank, in rank order. The result has the shape of `tensor`.
     fn all_to_all_tensor(&self, tensor: &Tensor) -> Result<Tensor>;
-    /// All ranks' tensors, one after the other along the first dimension, of which rank r's has
+    /// All ranks' tensors, one after the other along the first dimension; rank r's has
     /// length `counts[r]`; the other dimensions are equal.
     fn all_gather_v_tensor(&self, tensor: &Tensor, counts: &[usize]) -> Result<Tensor>;
     /// Reduces `tensor` over all ranks; rank r gets its part of the result, which has length
@@ -91,8 +91,9 @@ pub trait TensorCollectives {
     /// another, so that ranks which both send and receive do not wait for each other. Messages from
     /// one rank to another keep their order.
     fn batch_send_recv_tensors(&self, ops: &mut [P2pOp<Tensor>]) -> Result<()>;
-    /// Reduces each tensor over all ranks, in place: as [`all_reduce_tensor`](Self::all_reduce_tensor)
-    /// for each, in one operation for each kind, with a copy before and after.
+    /// Reduces each tensor over all ranks, in place: as
+    /// [`all_reduce_tensor`](Self::all_reduce_tensor) for each, in one operation for each kind,
+    /// with a copy before and after.
     fn all_reduce_coalesced(&self, tensors: &mut [Tensor], op: ReduceOp) -> Result<()>;
 
     /// Starts [`all_reduce_tensor`](Self::all_reduce_tensor); `tensor` comes back.

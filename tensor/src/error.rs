@@ -32,7 +32,7 @@ pub enum Error {
 /// Result of collectives on tensors.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// This rank in the job, by which errors call it also in smaller groups.
+/// This rank's number in the job. Errors of sub-groups use it too.
 pub(crate) fn job_rank(group: &ProcessGroup) -> usize {
     group.ranks()[group.rank()]
 }

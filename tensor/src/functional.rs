@@ -1,7 +1,7 @@
 //! Collectives with gradients: `torch.distributed.nn.functional`.
 //!
-//! Each returns a new tensor. Where tensors of this rank depend on tensors of others, backward sends
-//! their gradients there, by the collective that is its counterpart:
+//! Each returns a new tensor. Where tensors of this rank depend on tensors of others, backward
+//! sends their gradients there, by the collective that is its counterpart:
 //!
 //! | forward | backward |
 //! |---|---|
@@ -20,13 +20,13 @@
 //! | [`recv`] | send |
 //! | [`batch_send_recv`] | batch_send_recv |
 //!
-//! The gradient is that of the sum of all ranks' losses. Backward is a collective operation as well:
-//! an input requires a gradient on all ranks or on none, all ranks run backward through the results,
-//! and if a program has several of these operations, the results depend on each other, or else their
-//! backwards run in the same order on all ranks. A gradient that is undefined on a rank counts as
-//! zeros. But where a rank's loss does not depend on the result at all, no backward runs there, and the
-//! others wait for it until the time-out: add `0 * result.sum()` to that loss. Gradients of gradients
-//! work, except for those of [`send`], [`recv`] and [`batch_send_recv`].
+//! The gradient is that of the sum of all ranks' losses. Backward is a collective operation as
+//! well: an input requires a gradient on all ranks or on none, all ranks run backward through the
+//! results, and if a program has several of these operations, the results depend on each other, or
+//! else their backwards run in the same order on all ranks. A gradient that is undefined on a rank
+//! counts as zeros. But where a rank's loss does not depend on the result at all, no backward runs
+//! there, and the others wait for it until the time-out: add `0 * result.sum()` to that loss.
+//! Gradients of gradients work, except for those of [`send`], [`recv`] and [`batch_send_recv`].
 
 use std::sync::{Arc, OnceLock};
 
@@ -299,7 +299,7 @@ impl TensorMeta {
     }
 }
 
-/// Something for what was received to depend on.
+/// A tensor that a received tensor can depend on.
 fn anchor(options: (Kind, Device)) -> Tensor {
     Tensor::zeros([0], options).set_requires_grad(is_floating(options.0))
 }
@@ -331,13 +331,16 @@ fn function(
     functions(group, operation, &[tensor], forward, backward).map(|mut one| one.swap_remove(0))
 }
 
+/// A gradient for each input, if it has one.
+type Gradients = Vec<Option<Tensor>>;
+
 /// As [`function`], for any number of tensors and results.
 fn functions(
     group: &ProcessGroup,
     operation: &'static str,
     tensors: &[&Tensor],
     forward: impl FnOnce(&[Tensor]) -> Result<Vec<Tensor>>,
-    backward: impl Fn(&ProcessGroup, &[Option<Tensor>]) -> Result<Vec<Option<Tensor>>> + Send + 'static,
+    backward: impl Fn(&ProcessGroup, &[Option<Tensor>]) -> Result<Gradients> + Send + 'static,
 ) -> Result<Vec<Tensor>> {
     let group_of_backward = group.clone();
     let mut own_error = None;
@@ -366,8 +369,8 @@ fn run(
     move |group, tensor| call(group, tensor)?.run(group)
 }
 
-/// `tensor`, in such a way that backward also runs through `empty`, whose first dimension is 0: what
-/// other ranks do to compute a gradient of a gradient, this one must do, too.
+/// `tensor`, in such a way that backward also runs through `empty`, whose first dimension is 0:
+/// what other ranks do to compute a gradient of a gradient, this one must do, too.
 fn depends_on(empty: &Tensor, tensor: &Tensor) -> Tensor {
     Tensor::cat(&[empty, tensor], 0)
 }

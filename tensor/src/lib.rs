@@ -2,10 +2,12 @@
 //!
 //! | here | in `torch.distributed` |
 //! |---|---|
-//! | [`TensorCollectives::all_reduce_tensor`], `reduce_`, `broadcast_` | `all_reduce`, `reduce`, `broadcast` |
-//! | [`TensorCollectives::all_gather_tensor`], `reduce_scatter_` | `all_gather_into_tensor`, `reduce_scatter_tensor` |
+//! | [`TensorCollectives::all_reduce_tensor`], `reduce_` | `all_reduce`, `reduce` |
+//! | [`TensorCollectives::broadcast_tensor`] | `broadcast` |
+//! | [`TensorCollectives::all_gather_tensor`] | `all_gather_into_tensor` |
+//! | [`TensorCollectives::reduce_scatter_tensor`] | `reduce_scatter_tensor` |
 //! | [`TensorCollectives::all_to_all_tensor`] | `all_to_all_single` |
-//! | [`TensorCollectives::all_gather_v_tensor`], `reduce_scatter_v_`, `all_to_all_v_` | the same with uneven sizes |
+//! | `all_gather_v_`, `reduce_scatter_v_`, `all_to_all_v_` | the same with uneven sizes |
 //! | [`TensorCollectives::gather_tensor`], `scatter_` | `gather`, `scatter` |
 //! | [`TensorCollectives::send_tensor`], `recv_` | `send`, `recv` |
 //! | [`TensorCollectives::batch_send_recv_tensors`], [`P2pOp`] | `batch_isend_irecv`, `P2POp` |

@@ -61,7 +61,10 @@ impl Operation {
 /// Runs an operation on `$target`, a process group or, with a stream, a group of GPUs: both have
 /// the same functions, except that only the latter broadcasts several buffers.
 macro_rules! run_on {
-    ($operation:expr, $target:expr, $input:ident, $output:ident, $broadcast:expr $(, $stream:expr)?) => {
+    (
+        $operation:expr, $target:expr, $input:ident, $output:ident, $broadcast:expr
+        $(, $stream:expr)?
+    ) => {
         match $operation {
             AllReduce(op) => $target.all_reduce(&mut $output, *op $(, $stream)?),
             Reduce(op, root) => $target.reduce(&mut $output, *op, *root $(, $stream)?),

@@ -29,7 +29,10 @@ pub fn instruction_sets() -> Vec<[(&'static str, &'static str); 3]> {
             if found {
                 sets.push(set);
             } else {
-                println!("SKIPPED: what depends on rounding, as libtorch computes with {name}: this CPU lacks it");
+                println!(
+                    "SKIPPED: what depends on rounding, as libtorch computes with {name}: this \
+                     CPU lacks it"
+                );
             }
         }
     }

@@ -1,5 +1,5 @@
-//! Whole models trained by `Ddp` with each kind of libtorch's kernels. What `Ddp` promises otherwise
-//! is in the scenarios.
+//! Whole models trained by `Ddp` with each kind of libtorch's kernels. What `Ddp` promises
+//! otherwise is in the scenarios.
 
 use flow_tests::{instruction_sets, launcher, Process, TEST_TIMEOUT};
 

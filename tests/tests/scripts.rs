@@ -94,7 +94,7 @@ fn tests_that_fail_are_named_and_counted() {
 }
 
 #[test]
-fn a_failed_build_is_told_last() {
+fn a_failed_build_is_named_last() {
     let finished =
         test("", "case $1 in build | test) echo 'error: could not compile'; exit 101 ;; esac");
     let expected =

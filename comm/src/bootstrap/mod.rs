@@ -136,7 +136,7 @@ impl World {
     }
 }
 
-/// Begins the keys of a join: tells its name, how often this process has joined under that before,
+/// The prefix of a join's keys: its name, how often this process has joined under that before,
 /// and how many forks lie behind it, so that forked processes do not meet those that they are
 /// forked from.
 fn join_prefix(name: &str) -> String {

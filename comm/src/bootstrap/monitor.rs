@@ -27,7 +27,7 @@ pub struct BootstrapMonitor<'a> {
     pub timeout: Duration,
     pub next_poll: Instant,
     pub next_warning: Instant,
-    /// Tells flow-launch, if it listens, when this takes long.
+    /// Reports to flow-launch, if it listens, when this takes long.
     pub long: Option<Stall<'a>>,
 }
 
@@ -65,7 +65,7 @@ impl BootstrapMonitor<'_> {
             self.next_warning = now + FIRST_WARNING;
         }
         if let Some(long) = &mut self.long {
-            long.look(self.begin.elapsed(), &"joining the process group", || absent);
+            long.check(self.begin.elapsed(), &"joining the process group", || absent);
         }
         if now < self.next_poll {
             return Ok(());
@@ -196,7 +196,7 @@ impl BootstrapMonitor<'_> {
 
     /// Publishes why this rank gives up, for those that come later.
     pub fn cancel(&self, reason: &str) {
-        // It is gone together with rank 0 if that serves it: then there is nothing to tell.
+        // Fails if rank 0 served the store and has ended: then no rank reads it any more.
         let _ =
             self.store.compare_and_set(&format!("{}failure", self.prefix), None, reason.as_bytes());
     }
@@ -206,7 +206,7 @@ impl BootstrapMonitor<'_> {
         self.value(&format!("{}failure", self.prefix), Duration::ZERO)
     }
 
-    /// A store that does not answer has no news.
+    /// A store that does not answer reports no ends.
     fn value(&self, key: &str, timeout: Duration) -> Option<String> {
         let value = self.store.get(key, timeout).ok()?;
         Some(String::from_utf8_lossy(&value).into_owned())

@@ -1,4 +1,4 @@
-//! What ranks tell each other about themselves when they join.
+//! What ranks publish about themselves when they join.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,9 +9,9 @@ use crate::net::host_name;
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct PeerInfo {
     pub pid: u32,
-    /// Tells hosts apart, and the spaces in which process ids mean something.
+    /// Identifies a host and its process id namespace.
     pub host_id: String,
-    /// Tells nodes apart.
+    /// Identifies a node.
     pub node: String,
     pub host: String,
     /// Where ranks on other nodes reach this one, in a form that only the transport knows; empty on

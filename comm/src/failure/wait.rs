@@ -125,7 +125,7 @@ impl Failure {
             (self.core.world.rank, waiting.timeout, waiting.since.elapsed());
         self.remote.publish_progress(waited, timeout);
         if let Some(long) = &mut waiting.long {
-            long.look(waited, operation, || {
+            long.check(waited, operation, || {
                 missing().iter().map(|&r| self.core.ranks[r]).collect()
             });
         }

@@ -394,7 +394,7 @@ impl Call<'_> {
             wait.warning *= 2;
         }
         if let Some(long) = &mut wait.long {
-            long.look(waited, self, || {
+            long.check(waited, self, || {
                 missing().iter().map(|&member| self.group.core.ranks[member]).collect()
             });
         }

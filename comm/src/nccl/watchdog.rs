@@ -255,7 +255,7 @@ impl Shared {
                 long = self.failure.core.world.long_wait();
             }
             if let Some(long) = &mut long {
-                long.look(begun.elapsed(), &operation, || {
+                long.check(begun.elapsed(), &operation, || {
                     self.late(&operation).map(|r| self.failure.core.ranks[r]).collect()
                 });
             }

@@ -51,7 +51,7 @@ pub enum AuthOutcome {
         service: ServiceId,
         used: usize,
     },
-    /// It seems to be one of us, and is told the reason.
+    /// The client speaks this protocol: it gets the reason.
     Refuse(String),
 }
 

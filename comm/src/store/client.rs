@@ -170,18 +170,18 @@ impl Store {
         self.call(operation, &request, timeout, |reply| matches!(reply, Reply::Done).then_some(()))
     }
 
-    /// Hands `message` to the process that serves the store, behind those posted before.
+    /// Sends `message` to the inbox of the process that serves the store, behind those sent before.
     ///
     /// # Errors
     /// [`Error::Rejected`] if that process leaves its messages unread.
-    pub fn post(&self, message: &[u8]) -> Result<()> {
-        let request = Request::Post { message };
-        self.call("post".to_string(), &request, Duration::ZERO, |reply| {
+    pub fn send(&self, message: &[u8]) -> Result<()> {
+        let request = Request::Send { message };
+        self.call("send".to_string(), &request, Duration::ZERO, |reply| {
             matches!(reply, Reply::Done).then_some(())
         })
     }
 
-    /// Has the server post `message` (at most 64 KiB) once for this client when it is gone: when
+    /// Has the server put `message` (at most 64 KiB) into its inbox once for this client when it is gone: when
     /// its connection ends in whatever way, or when it says nothing for `silence`, in which case
     /// the server closes the connection. It replaces the will before; an empty message takes it
     /// back. A server that stops executes no wills.

@@ -21,7 +21,7 @@ use super::tcp_store::HostedTcpStore;
 
 /// Connections accepted in one go, before others are served.
 const ACCEPT_BATCH: usize = 256;
-/// When accepting fails for want of a resource, it is tried again after this time, or when a
+/// When accepting fails because a resource is exhausted, it is tried again after this time, or when a
 /// connection is closed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
 /// What is read of one connection in one go, before others are served.
@@ -129,9 +129,9 @@ impl EventLoop {
         }
     }
 
-    /// Serves until told to stop.
+    /// Serves until it is stopped.
     pub fn run(&mut self) {
-        // Nobody is heard before there is a store to be admitted to.
+        // No client is read before there is a store that can admit it.
         match self.commands.recv() {
             Ok(Command::Stop) | Err(_) => return,
             Ok(first) => self.execute(first),
@@ -374,7 +374,7 @@ impl EventLoop {
     }
 
     /// Handles what can be read, or as much of it as others need not wait long for. `to_end`: the
-    /// client's side may be closed, which no other event would tell.
+    /// client's side may be closed, and no other event reports that.
     ///
     /// Else a short read ends it, as the next bytes are another event.
     fn read(&mut self, id: usize, to_end: bool) {

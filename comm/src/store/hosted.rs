@@ -36,7 +36,7 @@ struct Waiting {
     wants_value: bool,
 }
 
-/// What to post when a client is gone, or has been silent for so long.
+/// What the inbox gets when a client is gone, or has been silent for so long.
 struct Will {
     message: Vec<u8>,
     silence: Duration,
@@ -81,7 +81,7 @@ impl Hosted {
             Request::Delete { keys } => {
                 Reply::Number(keys.into_iter().filter(|key| self.values.remove(key)).count() as i64)
             }
-            Request::Post { message } => {
+            Request::Send { message } => {
                 if self.inbox.has_room(message.len()) {
                     self.inbox.add(message.to_vec());
                     Reply::Done

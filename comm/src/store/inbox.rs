@@ -14,7 +14,7 @@ use super::protocol::MAX_FRAME;
 const MAX_UNREAD: usize = 1 << 16;
 const MAX_UNREAD_BYTES: usize = MAX_FRAME;
 
-/// What clients have posted, and the wills of those that are gone, in the order of arrival.
+/// What clients have sent, and the wills of those that are gone, in the order of arrival.
 ///
 /// Its file descriptor is readable while there is a message: for `poll` and the like, never to be
 /// read from.

@@ -12,7 +12,7 @@
 //! | 3 wait | keys, timeout in us (u64) | done, missing |
 //! | 4 add | key, increment (i64) | number, refused |
 //! | 5 compare and set | key, expected (optional), new value | done, differs |
-//! | 6 post | message | done, refused |
+//! | 6 send | message | done, refused |
 //! | 7 will | message, silence in us (u64) | done, refused |
 //! | 8 proof | HMAC-SHA256 of the challenge with the token as key | done, refused |
 //! | 9 delete | keys | number |
@@ -82,7 +82,7 @@ pub enum Request<'a> {
     Wait { keys: Vec<&'a str>, timeout: Duration },
     Add { key: &'a str, increment: i64 },
     CompareAndSet { key: &'a str, expected: Option<&'a [u8]>, new: &'a [u8] },
-    Post { message: &'a [u8] },
+    Send { message: &'a [u8] },
     Will { message: &'a [u8], silence: Duration },
     Proof { proof: &'a [u8] },
     Delete { keys: Vec<&'a str> },
@@ -113,7 +113,7 @@ impl<'a> Request<'a> {
             Request::CompareAndSet { key, expected, new } => {
                 Frame::new(5).bytes(key.as_bytes()).optional(*expected).bytes(new)
             }
-            Request::Post { message } => Frame::new(6).bytes(message),
+            Request::Send { message } => Frame::new(6).bytes(message),
             Request::Will { message, silence } => Frame::new(7).bytes(message).timeout(*silence),
             Request::Proof { proof } => Frame::new(8).bytes(proof),
             Request::Delete { keys } => Frame::new(9).list(keys),
@@ -141,7 +141,7 @@ impl<'a> Request<'a> {
                 expected: fields.optional()?,
                 new: fields.bytes()?,
             },
-            6 => Request::Post { message: fields.bytes()? },
+            6 => Request::Send { message: fields.bytes()? },
             7 => Request::Will { message: fields.bytes()?, silence: fields.timeout()? },
             8 => Request::Proof { proof: fields.bytes()? },
             9 => Request::Delete { keys: fields.list()? },

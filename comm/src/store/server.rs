@@ -22,7 +22,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A store being served, until dropped.
 ///
-/// Dropping it closes the connections of its clients, of which those that wait get an error at
+/// Dropping it closes the connections of its clients; those that wait get an error at
 /// once, and forgets its values. With the last store at an address, its thread is over and the
 /// address is free. (Not in a process that is forked from this one, where there is no such thread.)
 ///
@@ -111,7 +111,7 @@ impl Server {
         &self.host.address
     }
 
-    /// What clients have posted to this process. It need not be read: when there is too much,
+    /// What clients have sent to this process. It need not be read: when there is too much,
     /// clients are refused.
     pub fn inbox(&self) -> &Inbox {
         &self.inbox
@@ -224,7 +224,7 @@ impl Drop for Host {
                 }
                 thread::sleep(Duration::from_millis(1));
             }
-            // A panic there has been printed, and there is nobody to tell here.
+            // A panic there has been printed already, and `drop` has no caller to report it to.
             let _ = thread.join();
         }
     }

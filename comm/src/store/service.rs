@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Tells the services behind one address apart; never used twice.
+/// Identifies a service behind an address; never used twice.
 pub type ServiceId = usize;
 
 /// Serves the connections that it was given, by their ids.

@@ -112,7 +112,7 @@ impl Acceptor {
         (admitted, has_accepted_all)
     }
 
-    /// Accepts those for whom there is room; whether that was all.
+    /// Accepts clients while there is room; returns whether that was all of them.
     fn accept_pending(&mut self) -> bool {
         for _ in self.pending.len()..MAX_PENDING {
             match self

@@ -64,7 +64,7 @@ pub trait Transport: Send + Sync {
     ) -> Result<Box<dyn Connections>, PeerDown>;
 }
 
-/// Moves bytes between members, each of which is named by its position among them. Bytes reach a
+/// Moves bytes between members, each named by its position among them. Bytes reach a
 /// member in the order in which they were sent to it.
 pub trait Connections: Send {
     /// Shows `action` what is still to be moved between this rank and another member.
@@ -116,7 +116,7 @@ pub trait Connections: Send {
     /// Forgets all segments, and ends the connections. The others get `why` as the reason.
     fn abort(&mut self, why: &str);
 
-    /// Tells the others that this member closes its side in good order.
+    /// Announces to the others that this member closes its side in good order.
     fn shutdown(&mut self);
 }
 

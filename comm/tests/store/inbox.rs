@@ -3,37 +3,37 @@
 use super::*;
 
 #[test]
-fn posts_arrive_in_order() {
+fn messages_arrive_in_order() {
     let server = serve();
     no_post(&server);
     let store = client(&server);
     for message in ["a", "", "c"] {
-        store.post(message.as_bytes()).unwrap();
+        store.send(message.as_bytes()).unwrap();
     }
     for message in ["a", "", "c"] {
-        assert_eq!(next_post(&server), message);
+        assert_eq!(next_message(&server), message);
     }
     no_post(&server);
-    store.post(b"d").unwrap();
-    assert_eq!(next_post(&server), "d");
+    store.send(b"d").unwrap();
+    assert_eq!(next_message(&server), "d");
 }
 
 #[test]
-fn posts_that_nobody_reads_are_refused_at_some_point() {
+fn messages_that_nobody_reads_are_refused_at_some_point() {
     let server = serve();
     let store = client(&server);
     store.will(b"gone", LONG).unwrap();
     let message = vec![0; 20 << 20];
-    let error = (0..10).find_map(|_| store.post(&message).err()).expect("200 MiB unread");
+    let error = (0..10).find_map(|_| store.send(&message).err()).expect("200 MiB unread");
     assert!(
         matches!(error, Error::Rejected { .. }) && error.to_string().contains("unread"),
         "{error}"
     );
     // The will that was accepted is executed even so.
     drop(store);
-    while next_post(&server) != "gone" {}
+    while next_message(&server) != "gone" {}
     let store = client(&server);
-    let error = (0..100_000).find_map(|_| store.post(b"").err()).expect("100,000 unread");
+    let error = (0..100_000).find_map(|_| store.send(b"").err()).expect("100,000 unread");
     assert!(matches!(error, Error::Rejected { .. }), "{error}");
     assert!(matches!(store.will(b"gone", LONG).unwrap_err(), Error::Rejected { .. }));
     assert!(matches!(store.will(&vec![0; 100_000], LONG).unwrap_err(), Error::Rejected { .. }));
@@ -48,7 +48,7 @@ fn a_will_is_executed_once_when_its_connection_ends() {
     store.will(b"gone", LONG).unwrap();
     no_post(&server);
     drop(store);
-    assert_eq!(next_post(&server), "gone");
+    assert_eq!(next_message(&server), "gone");
     let store = client(&server);
     store.will(b"not this", LONG).unwrap();
     store.will(b"", LONG).unwrap();
@@ -63,7 +63,7 @@ fn a_will_is_executed_once_when_its_connection_ends() {
         assert_eq!(ask(&mut stream, &frame(&will("gone", LONG))), [0]);
         stream.write_all(&then).unwrap();
         drop(stream);
-        assert_eq!(next_post(&server), "gone");
+        assert_eq!(next_message(&server), "gone");
     }
     no_post(&server);
 }
@@ -98,7 +98,7 @@ fn a_will_is_executed_when_its_client_is_silent() {
     });
     assert!(matches!(idle.try_get("key").unwrap_err(), Error::Lost { .. }));
     drop(alive);
-    assert_eq!(next_post(&server), "alive");
+    assert_eq!(next_message(&server), "alive");
 }
 
 /// A server whose process was stopped for longer than a client may be silent has not heard it, but
@@ -111,8 +111,8 @@ fn a_stopped_server_takes_no_client_for_silent() {
         let server = serve();
         println!("served at {}", server.address());
         loop {
-            let message = next_post(&server);
-            server.set("posted", message.as_bytes());
+            let message = next_message(&server);
+            server.set("sent", message.as_bytes());
         }
     }
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -153,10 +153,10 @@ fn a_stopped_server_takes_no_client_for_silent() {
         end.store(true, Ordering::Relaxed);
     });
     for store in [&waiting, &asking] {
-        assert_eq!(store.try_get("posted").unwrap(), None);
+        assert_eq!(store.try_get("sent").unwrap(), None);
     }
     drop(waiting);
-    assert_eq!(asking.get("posted", LONG).unwrap(), b"gone");
+    assert_eq!(asking.get("sent", LONG).unwrap(), b"gone");
     child.kill().unwrap();
     child.wait().unwrap();
 }

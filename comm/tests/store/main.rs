@@ -92,19 +92,19 @@ fn admitted(server: &Server) -> TcpStream {
     stream
 }
 
-/// Whether a post comes within `timeout`, by the file descriptor.
-fn has_post(server: &Server, timeout: Duration) -> bool {
+/// Whether a message comes within `timeout`, by the file descriptor.
+fn has_message(server: &Server, timeout: Duration) -> bool {
     let timeout = Timespec::try_from(timeout).unwrap();
     poll(&mut [PollFd::new(server.inbox(), PollFlags::IN)], Some(&timeout)).unwrap() == 1
 }
 
-fn next_post(server: &Server) -> String {
-    assert!(has_post(server, LONG), "no post in time");
+fn next_message(server: &Server) -> String {
+    assert!(has_message(server, LONG), "no message in time");
     String::from_utf8(server.inbox().try_next().expect("it was readable")).unwrap()
 }
 
-/// Asserts that nothing is posted for a while.
+/// Asserts that no message comes for a while.
 fn no_post(server: &Server) {
-    assert!(!has_post(server, 4 * SHORT));
+    assert!(!has_message(server, 4 * SHORT));
     assert_eq!(server.inbox().try_next(), None);
 }

@@ -158,11 +158,11 @@ fn stores_beside_each_other_have_nothing_in_common() {
         (b"a".to_vec(), b"b".to_vec())
     );
     assert_eq!((a.delete(&["key"]).unwrap(), b.try_get("key").unwrap()), (1, Some(b"b".to_vec())));
-    b.post(b"post").unwrap();
-    assert_eq!(next_post(&beside), "post");
+    b.send(b"hello").unwrap();
+    assert_eq!(next_message(&beside), "hello");
     b.will(b"gone", LONG).unwrap();
     drop(b);
-    assert_eq!(next_post(&beside), "gone");
+    assert_eq!(next_message(&beside), "gone");
     no_post(&server);
 
     let b = connect(OTHER);

@@ -145,7 +145,7 @@ fn compare_and_set_has_one_winner() {
 }
 
 #[test]
-fn patience_ends() {
+fn a_wait_for_a_missing_value_times_out() {
     // Like a server whose machine is stopped: it takes the connection, says done to hello, and no
     // more.
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -99,7 +99,8 @@ mod tests {
             first in 1usize..4000,
             rest in 1usize..9000,
         ) {
-            let items: Vec<Item> = sizes.iter().map(|&(bytes, class)| Item { bytes, class }).collect();
+            let items: Vec<Item> =
+                sizes.iter().map(|&(bytes, class)| Item { bytes, class }).collect();
             let order: Vec<usize> = (0..items.len()).rev().collect();
             let buckets = assign(&items, &order, Caps { first, rest });
             let mut seen: Vec<usize> = buckets.concat();

@@ -41,7 +41,7 @@ pub trait CommHook: Send + 'static {
         None
     }
 
-    /// What tells hooks apart: all ranks must have the same.
+    /// The hook's identity: all ranks must have the same.
     fn name(&self) -> String {
         std::any::type_name::<Self>().into()
     }

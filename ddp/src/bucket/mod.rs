@@ -35,7 +35,8 @@ pub(crate) trait Bucket: Send {
     /// Starts to average the bucket over all ranks, without waiting. All slots are ready.
     fn launch(&mut self) -> flow_comm::Result<Pending>;
 
-    /// Makes libtorch's current stream wait for the gradients that the slots were marked ready with.
+    /// Makes libtorch's current stream wait for the gradients that the slots were marked ready
+    /// with.
     fn join_gradients(&self) -> Result<()>;
 
     /// The gradient that a slot was marked ready with, before the bucket is launched; None if it is

@@ -19,7 +19,8 @@ pub(crate) enum Reduced {
 
 impl Pending {
     /// A reduction that is over, with all reduced gradients one after the other, as in
-    /// [`GradBucket::buffer`](crate::GradBucket::buffer). On a GPU they may be computed yet, in libtorch's current stream.
+    /// [`GradBucket::buffer`](crate::GradBucket::buffer). On a GPU they may be computed yet, in
+    /// libtorch's current stream.
     pub fn ready(flat: Tensor) -> Self {
         Self::new(move || Ok(flat))
     }

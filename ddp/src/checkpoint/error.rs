@@ -21,17 +21,24 @@ pub enum CheckpointError {
         remedy: &'static str,
     },
     /// Another job writes to the folder.
-    #[error("another job writes checkpoints to {}; give each job a folder of its own", .0.display())]
+    #[error(
+        "another job writes checkpoints to {}; give each job a folder of its own",
+        .0.display()
+    )]
     Locked(PathBuf),
     /// The folder has checkpoints, and [`latest`](super::Checkpoints::latest) was not called.
     #[error(
-        "{} has checkpoints of an earlier training, which saving would replace; call Checkpoints::latest first, \
-         or use another folder",
+        "{} has checkpoints of an earlier training, which saving would replace; call \
+         Checkpoints::latest first, or use another folder",
         .0.display()
     )]
     Unread(PathBuf),
     /// What has a checkpoint's name is none, and saving would replace it.
-    #[error("{} is no checkpoint of Flow, and saving would replace it; move it away, or use another folder", .0.display())]
+    #[error(
+        "{} is no checkpoint of Flow, and saving would replace it; move it away, or use another \
+         folder",
+        .0.display()
+    )]
     Foreign(PathBuf),
     /// A tensor or the program's state cannot be kept.
     #[error("cannot save {what} in {}: {reason}", .path.display())]
@@ -44,7 +51,10 @@ pub enum CheckpointError {
         reason: String,
     },
     /// Not one checkpoint in the folder is whole.
-    #[error("all checkpoints in {} are damaged; remove them to start anew: {newest}", .folder.display())]
+    #[error(
+        "all checkpoints in {} are damaged; remove them to start anew: {newest}",
+        .folder.display()
+    )]
     Damaged {
         /// The folder.
         folder: PathBuf,
@@ -53,8 +63,8 @@ pub enum CheckpointError {
     },
     /// Rank 0, which reads for all, does not see what another rank sees.
     #[error(
-        "the newest checkpoint in {} is {seen} for rank {rank}, but {by_rank_0} for rank 0, which reads it for all; \
-         use a disk that all machines share",
+        "the newest checkpoint in {} is {seen} for rank {rank}, but {by_rank_0} for rank 0, which \
+         reads it for all; use a disk that all machines share",
         .folder.display()
     )]
     NotShared {
@@ -71,7 +81,10 @@ pub enum CheckpointError {
     #[error("rank 0: {0}")]
     Rank0(String),
     /// The checkpoint is of another program, model, optimizer or data set.
-    #[error("{} is of another {what}: {reason}; use what it was saved with, or another folder", .path.display())]
+    #[error(
+        "{} is of another {what}: {reason}; use what it was saved with, or another folder",
+        .path.display()
+    )]
     Other {
         /// The checkpoint.
         path: PathBuf,
@@ -81,14 +94,17 @@ pub enum CheckpointError {
         reason: String,
     },
     /// The sampler has other settings than the one that was saved.
-    #[error("{}: {cause}; use the settings that it was saved with, or another folder", .path.display())]
+    #[error(
+        "{}: {cause}; use the settings that it was saved with, or another folder",
+        .path.display()
+    )]
     Sampler {
         /// The checkpoint.
         path: PathBuf,
         /// The difference.
         cause: SamplerError,
     },
-    /// A collective failed, or what was trained is of no use after a failure.
+    /// A collective failed, or a failure has spoiled the weights.
     #[error(transparent)]
     Training(#[from] crate::Error),
 }

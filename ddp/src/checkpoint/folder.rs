@@ -256,7 +256,7 @@ fn lock(folder: &Path) -> Result<File> {
     Ok(lock)
 }
 
-/// As `create_dir_all`, and what is made is still there when the machine has lost its power.
+/// As `create_dir_all`; the folders survive a loss of power.
 fn create(folder: &Path) -> io::Result<()> {
     if folder.is_dir() {
         return Ok(());
@@ -282,7 +282,7 @@ fn remove(path: &Path) -> io::Result<()> {
     removed.or_else(|error| if error.kind() == ErrorKind::NotFound { Ok(()) } else { Err(error) })
 }
 
-/// The SHA-256 of what is read, in hexadecimal digits.
+/// The SHA-256 of a file's bytes, in hexadecimal digits.
 fn sum(mut from: impl Read) -> io::Result<String> {
     let mut hash = Sha256::new();
     let mut chunk = vec![0; 1 << 20];

@@ -26,7 +26,7 @@ use crate::ddp::Ddp;
 pub use error::CheckpointError;
 use folder::{Folder, ReadError, STATE};
 
-/// Result of what is done with checkpoints.
+/// Result of operations on checkpoints.
 type Result<T> = std::result::Result<T, CheckpointError>;
 
 /// Files of a checkpoint.

@@ -13,7 +13,7 @@ use crate::bucket::pending::Pending;
 /// single precision; on GPUs they are scaled before they are rounded, and NCCL adds in this type.
 ///
 /// PyTorch's `fp16_compress_hook` divides half numbers before it adds them. The results differ only
-/// for gradients below 2^-14, of which Flow keeps one bit more.
+/// for gradients below 2^-14: Flow keeps one bit more of them.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Fp16Compress;
 

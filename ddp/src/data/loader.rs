@@ -65,7 +65,7 @@ pub struct DataLoader<'a, D: Dataset + ?Sized> {
 }
 
 impl<'a, D: Dataset + ?Sized> DataLoader<'a, D> {
-    /// A loader of batches of `batch_size` samples, the last of which may be smaller, with one
+    /// A loader of batches of `batch_size` samples (the last may be smaller), with one
     /// worker thread.
     pub fn new(dataset: &'a Arc<D>, sampler: &'a DistributedSampler, batch_size: usize) -> Self {
         Self {
@@ -372,7 +372,8 @@ pub enum LoaderError {
     BatchSize,
     /// The sampler was made for another data set.
     #[error(
-        "the sampler was made for {sampler} samples and the data set has {dataset}: make it with the data set's len()"
+        "the sampler was made for {sampler} samples and the data set has {dataset}: make it with \
+         the data set's len()"
     )]
     Length {
         /// Length that the sampler was made for.
@@ -400,7 +401,8 @@ pub enum LoaderError {
     },
     /// The data set took too long.
     #[error(
-        "{batch} was not there within {timeout:?}: does the data set hang? DataLoader::timeout() changes the limit"
+        "{batch} was not there within {timeout:?}: does the data set hang? DataLoader::timeout() \
+         changes the limit"
     )]
     Timeout {
         /// The batch.

@@ -32,7 +32,7 @@ use super::permutation::{randperm, Index, KeyedPermutation};
 /// # Memory
 ///
 /// Without a shuffle and with [`keyed_shuffle`](Self::keyed_shuffle): none. With PyTorch's shuffle
-/// of `n` samples over `W` ranks: `4 n` bytes while an epoch's order is made, of which `4 n / W`
+/// of `n` samples over `W` ranks: `4 n` bytes while an epoch's order is made; `4 n / W`
 /// stay as long as the epoch's iterator lives (twice that where `n` exceeds 2^32).
 ///
 /// # Continuing in mid-epoch
@@ -40,7 +40,7 @@ use super::permutation::{randperm, Index, KeyedPermutation};
 /// [`state`](Self::state) counts the samples that were taken from this epoch's iterator; batches
 /// that a [`DataLoader`](crate::DataLoader) has prefetched and not yet handed out do not count.
 /// After [`resume`](Self::resume), the next iteration starts there; those after it start at 0
-/// again. The number of ranks may be another one: what is left of the epoch is dealt out anew, and
+/// again. The number of ranks may be another one: the rest of the epoch is redistributed, and
 /// no sample is left out or seen twice but as padding.
 #[derive(Debug)]
 pub struct DistributedSampler {
@@ -243,7 +243,8 @@ impl DistributedSampler {
     pub fn state(&self) -> SamplerState {
         SamplerState {
             epoch: self.epoch,
-            taken: self.taken.load(Ordering::Relaxed).min(self.samples), // the other places are padding
+            // The places after the samples are padding.
+            taken: self.taken.load(Ordering::Relaxed).min(self.samples),
             samples: self.samples,
             seed: self.seed,
             shuffle: self.shuffle,

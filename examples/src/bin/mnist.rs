@@ -1,7 +1,7 @@
 //! LeNet on Fashion-MNIST, trained on any number of ranks.
 //!
 //!     flow-launch --nproc_per_node 2 mnist
-//!     flow-launch --nproc_per_node 2 mnist --checkpoint FOLDER    # and again, to resume after an interruption
+//!     flow-launch --nproc_per_node 2 mnist --checkpoint FOLDER    # and again, to resume
 
 use std::fs;
 use std::path::Path;
@@ -21,9 +21,9 @@ use tch::nn::SequentialT;
 struct State {
     /// The options and data that the trained weights depend on.
     hyperparameters: Vec<(String, String)>,
-    /// Of all steps, as text: JSON has no NaN.
+    /// The loss of each step, as text: JSON has no NaN.
     losses: Vec<String>,
-    /// Number of losses of earlier epochs.
+    /// How many of them belong to earlier epochs.
     before: usize,
 }
 
@@ -48,7 +48,8 @@ fn run(args: &Options) -> Result<()> {
     let (train, test) = Images::load(&args.data.clone().unwrap_or_else(fashion::default_folder))?;
 
     tch::manual_seed(args.seed.into());
-    let mut vs = nn::VarStore::new(Device::Cpu); // whose random numbers the first weights are, on all devices
+    // The CPU's random numbers are the first weights on all devices.
+    let mut vs = nn::VarStore::new(Device::Cpu);
     let net = lenet(&vs.root());
     vs.set_device(device);
     if args.double {
@@ -73,15 +74,17 @@ fn run(args: &Options) -> Result<()> {
         }
     }
 
-    let batches = train.len().div_ceil(group.world_size() * args.batch_size.get()); // in a whole epoch
+    // Steps of a whole epoch, of the epochs after this one, and of all that are left. This epoch may
+    // be resumed in its middle.
+    let batches = train.len().div_ceil(group.world_size() * args.batch_size.get());
     let start_epoch = sampler.epoch().max(1) as usize;
     let later = batches.saturating_mul(args.epochs.get().saturating_sub(start_epoch));
     let left = DataLoader::new(&train, &sampler, args.batch_size.get()).len().saturating_add(later);
-    // Those that were done, by however many ranks, and those that are left for these ranks.
+    // Those that are done count too, perhaps by another number of ranks.
     let steps = left.saturating_add(state.losses.len()).min(args.steps.unwrap_or(usize::MAX));
     for epoch in start_epoch..=args.epochs.get() {
         if state.losses.len() == state.before && state.before >= steps {
-            break; // an epoch that has losses is reported, even if it has no step left
+            break; // all steps are done, and all epochs with losses are reported
         }
         let start = Instant::now();
         sampler.set_epoch(epoch as u64);

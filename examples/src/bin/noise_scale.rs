@@ -4,15 +4,13 @@
 //!     flow-launch --nproc_per_node 2 noise_scale
 //!
 //! Up to about that many samples, a batch twice as large lets training take half the steps. Each
-//! rank's gradient is that of a small batch, and their mean that of a large one: the hook sees both.
-//! In this program the model is so simple that the noise scale is known.
+//! rank's gradient is that of a small batch, and their mean that of a large one: the hook sees
+//! both. In this program the model is so simple that the noise scale is known.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use flow_ddp::{
-    BoxError, CommHook, Ddp, GradBucket, Pending, ProcessGroup, ReduceOp, TensorCollectives,
-};
-use tch::{nn, Device, Kind, Tensor};
+use flow::ddp::{BoxError, CommHook, GradBucket, Pending};
+use flow::prelude::*;
 
 /// Sums of squares over all gradients and steps.
 #[derive(Default)]
@@ -62,12 +60,13 @@ fn main() -> anyhow::Result<()> {
     let w = vs.root().ones("w", &[SIZE]);
     let hook = NoiseScale(Arc::clone(&squares));
     let model = Ddp::builder(&group).comm_hook(hook).wrap(w, &vs)?;
+    // With a learning rate of 0, so that the gradient stays what is known.
+    let mut optimizer = nn::Sgd::default().build(&vs, 0.0)?;
     for _ in 0..20 {
         // Samples around 0: the gradient of half the squared distance is w - x, and on average w.
         let x = Tensor::randn([BATCH, SIZE], (Kind::Float, Device::Cpu)) * DEVIATION;
         let distance = (&*model - x).square().sum(Kind::Float) / (2 * BATCH);
-        distance.f_backward()?;
-        flow_autograd::set_grad(&model, None)?;
+        optimizer.try_backward_step(&distance)?;
     }
     let squares = squares.lock().unwrap_or_else(PoisonError::into_inner);
     let measured = noise_scale(&group, &squares, BATCH as f64)?;

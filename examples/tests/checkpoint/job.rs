@@ -30,7 +30,7 @@ impl Folder {
         self.0.path().join(name).to_str().unwrap().to_owned()
     }
 
-    /// Arguments of a training on the random images, of which later ones replace earlier ones.
+    /// Arguments of a training on the random images; later arguments replace earlier ones.
     pub fn arguments(&self, more: &[&str]) -> Vec<String> {
         let data = self.path("");
         let common = ["--data", &data, "--batch-size", "10", "--lr", "0.02"];

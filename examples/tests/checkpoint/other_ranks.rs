@@ -56,7 +56,7 @@ fn so_many_steps_are_done_by_whatever_number_of_ranks() {
 }
 
 #[test]
-fn other_numbers_of_threads_are_told() {
+fn another_number_of_threads_is_a_warning() {
     if thread::available_parallelism().is_ok_and(|cores| cores.get() < 2) {
         println!("SKIPPED: a checkpoint and other threads: libtorch takes one thread on one core");
         return;
@@ -71,8 +71,9 @@ fn other_numbers_of_threads_are_told() {
         let finished = threads(number);
         assert!(finished.code == Some(0) && finished.stderr.is_empty(), "{finished:?}");
     }
-    let told = "was saved by 1 rank(s) of 1 thread(s), and 1 of 2 resume: the weights will not be the same to the bit";
-    assert_contains(&threads("2").stderr, &[told]);
+    let warning = "was saved by 1 rank(s) of 1 thread(s), and 1 of 2 resume: the weights will not \
+                   be the same to the bit";
+    assert_contains(&threads("2").stderr, &[warning]);
 }
 
 #[test]
@@ -90,7 +91,7 @@ fn one_rank_goes_on_for_two_and_learns() {
     assert!((80.0..100.0).contains(&accuracy), "{output}");
 }
 
-/// Two nodes with a rank each, of which one is lost.
+/// Two nodes with a rank each; one is lost.
 #[test]
 fn nodes_that_are_left_go_on_without_the_lost_one() {
     let folder = Folder::new();

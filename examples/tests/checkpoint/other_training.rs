@@ -27,7 +27,10 @@ fn the_checkpoint_of_another_training_is_an_error_that_says_what_differs() {
         (
             "--seed",
             "7",
-            format!("{saved}: cannot resume: the state was saved with seed 0, this sampler has seed 7{remedy}"),
+            format!(
+                "{saved}: cannot resume: the state was saved with seed 0, this sampler has seed \
+                 7{remedy}"
+            ),
         ),
     ] {
         let more = ["--epochs", "1", option, value];

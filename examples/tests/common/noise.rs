@@ -8,7 +8,8 @@ pub fn write_noise(folder: &Path, train: u32, test: u32) {
     let mut state = 1u32;
     let mut noise = |count: u32, below: u32| -> Vec<u8> {
         let mut next = || {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223); // Numerical Recipes' generator
+            // Numerical Recipes' generator.
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
             ((state >> 16) % below) as u8
         };
         (0..count).map(|_| next()).collect()

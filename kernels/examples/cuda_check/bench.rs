@@ -31,9 +31,9 @@ struct Time {
 pub fn run(device: &Arc<Device>, json: bool) -> Outcome {
     if !json {
         println!(
-            "{device:?}, flat buffers of 25 MiB; GB/s counts every byte that is read or written, and is the median of \
-             {BATCHES} batches of {BATCH} operations over {ROTATION} sets of buffers in turn (L2 cannot hold them). Host: \
-             the median time of one call.\n\n\
+            "{device:?}, flat buffers of 25 MiB; GB/s counts every byte that is read or written, \
+             and is the median of {BATCHES} batches of {BATCH} operations over {ROTATION} sets of \
+             buffers in turn (L2 cannot hold them). Host: the median time of one call.\n\n\
              operation  tensors           flat     GB/s   copy GB/s   ratio   host us"
         );
     }
@@ -55,8 +55,8 @@ pub fn run(device: &Arc<Device>, json: bool) -> Outcome {
                     ));
                 } else {
                     println!(
-                        "{operation:<9} {count:>4} x {tensors:<12} {flat:<6} {rate:>7.0} {copy_rate:>11.0} {ratio:>7.2} \
-                         {host:>9.1}"
+                        "{operation:<9} {count:>4} x {tensors:<12} {flat:<6} {rate:>7.0} \
+                         {copy_rate:>11.0} {ratio:>7.2} {host:>9.1}"
                     );
                 }
             }

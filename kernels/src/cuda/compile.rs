@@ -212,7 +212,10 @@ mod tests {
         match load_compiler() {
             Ok(nvrtc) => Some(nvrtc),
             Err(Error::NoCompiler { .. }) if env::var_os("FLOW_NVRTC").is_none() => {
-                println!("SKIPPED: compiling the CUDA kernels: no libnvrtc (scripts/test takes .cuda-tools)");
+                println!(
+                    "SKIPPED: compiling the CUDA kernels: no libnvrtc (scripts/test takes \
+                     .cuda-tools)"
+                );
                 None
             }
             Err(error) => panic!("{error}"),

@@ -9,7 +9,10 @@ use cudarc::driver::sys::{self, CUresult};
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum Error {
     /// The driver's library is missing or too old.
-    #[error("CUDA cannot be used: {reason}; install NVIDIA's driver (580 or newer for CUDA 13), or run on the CPU")]
+    #[error(
+        "CUDA cannot be used: {reason}; install NVIDIA's driver (580 or newer for CUDA 13), or \
+         run on the CPU"
+    )]
     NoDriver {
         /// What is missing.
         reason: String,
@@ -24,8 +27,9 @@ pub enum Error {
     },
     /// The run-time compiler's library is missing or too old.
     #[error(
-        "the CUDA kernels cannot be compiled: {reason}; install it (pip install nvidia-cuda-nvrtc) and, where it is not \
-         found, set FLOW_NVRTC to the path of libnvrtc.so.13"
+        "the CUDA kernels cannot be compiled: {reason}; install it (pip install \
+         nvidia-cuda-nvrtc) and, where it is not found, set FLOW_NVRTC to the path of \
+         libnvrtc.so.13"
     )]
     NoCompiler {
         /// Where it was looked for, or what it lacks.

@@ -202,7 +202,8 @@ mod tests {
                     let tensor = launch.tensors.start + chunk.tensor as usize;
                     prop_assert!(launch.tensors.contains(&tensor) && chunk.length > 0);
                     prop_assert_eq!(chunk.tensor_start, covered[tensor] as u64);
-                    prop_assert_eq!(chunk.flat_start, layout.places()[tensor] as u64 + chunk.tensor_start);
+                    let place = layout.places()[tensor] as u64;
+                    prop_assert_eq!(chunk.flat_start, place + chunk.tensor_start);
                     covered[tensor] += chunk.length as usize;
                 }
             }

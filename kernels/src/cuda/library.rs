@@ -110,7 +110,9 @@ macro_rules! nvrtc {
             /// The library must be NVRTC, and must never be unloaded.
             unsafe fn from(library: &Library) -> std::result::Result<Self, libloading::Error> {
                 // SAFETY: the caller's promise; the signatures are those of NVRTC's documentation.
-                unsafe { Ok(Nvrtc { $($function: *library.get(stringify!($function).as_bytes())?,)* }) }
+                unsafe {
+                    Ok(Nvrtc { $($function: *library.get(stringify!($function).as_bytes())?,)* })
+                }
             }
         }
     };
@@ -228,7 +230,8 @@ mod tests {
     fn nvrtc_is_looked_for_beside_libtorch() {
         let maps = "7f0000000000-7f0000001000 r-xp 00000000 08:01 42    /usr/lib/libc.so.6\n\
                     7f0000002000-7f0000003000 rw-p 00000000 00:00 0 \n\
-                    7f0000004000-7f0000005000 r--p 00000000 08:01 43    /opt/my wheels/torch/lib/libc10.so\n";
+                    7f0000004000-7f0000005000 r--p 00000000 08:01 43    /opt/my \
+                    wheels/torch/lib/libc10.so\n";
         let folder = torch_folder(maps);
         assert_eq!(folder, Some(Path::new("/opt/my wheels/torch/lib")));
         assert_eq!(

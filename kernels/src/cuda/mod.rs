@@ -5,7 +5,7 @@
 //! | [`Device`] | a GPU's primary context, which libtorch uses too |
 //! | [`Stream`], [`Event`] | a queue of the GPU's work, and a mark in it |
 //! | [`DeviceBuffer`], [`DeviceMemory`] | somebody's memory on the GPU, and our own |
-//! | [`Layout`], [`Packer`] | where each tensor lies in the flat buffer, and the kernels that move them |
+//! | [`Layout`], [`Packer`] | places of tensors in the flat buffer, and kernels that move them |
 //!
 //! Nothing of CUDA is linked: the driver (`libcuda.so.1`) is opened when a device is asked for, and
 //! NVIDIA's run-time compiler (`libnvrtc.so`) when a kernel is first needed. Where one is missing,

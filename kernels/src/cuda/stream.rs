@@ -201,7 +201,7 @@ impl Event {
         let mut milliseconds = 0.0f32;
         // SAFETY: both handles are alive, and `milliseconds` is there to be written.
         let result = unsafe { elapsed_time()?(&mut milliseconds, earlier.handle, self.handle) };
-        check("tell the time between two events", result)?;
+        check("measure the time between two events", result)?;
         Ok(Duration::try_from_secs_f64(f64::from(milliseconds) / 1e3).unwrap_or_default())
     }
 }

@@ -20,7 +20,8 @@ const MAX_REQUEST_BYTES: usize = 8192;
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
 const ANSWER: &[u8] =
-    b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 3\r\nConnection: close\r\n\r\nok\n";
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 3\r\nConnection: \
+      close\r\n\r\nok\n";
 
 /// See above.
 pub struct Health {

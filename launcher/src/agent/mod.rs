@@ -3,10 +3,11 @@
 //!
 //! | file | subject |
 //! |---|---|
-//! | `worker_group.rs`, `worker.rs`, `process.rs` | this node's workers in a round, one worker, its process |
+//! | `worker_group.rs` | this node's workers in a round |
+//! | `worker.rs`, `process.rs` | one worker, its process |
 //! | `start.rs` | what an agent opens before it joins the job |
 //! | `stop_policy.rs` | when workers are stopped, and which failure is the root cause (pure) |
-//! | `reaper.rs` | the process that cleans up after a round that was stopped, and after a launcher that was killed |
+//! | `reaper.rs` | the process that cleans up after a stopped round or a killed launcher |
 //! | `signals.rs` | the signals that flow-launch receives |
 //! | `watchdog.rs`, `timers.rs`, `named_pipe.rs` | torchelastic's timers |
 //! | `health.rs` | torchelastic's health check |
@@ -44,7 +45,7 @@ use crate::agent::stop_policy::{Action, Ended, StopPolicy};
 use crate::agent::tracing::Tracing;
 use crate::agent::watchdog::Watchdog;
 use crate::agent::worker::Console;
-use crate::agent::worker_group::WorkerGroup;
+use crate::agent::worker_group::{WorkerGroup, WorkerReady};
 use crate::control::assignment::RankAssignment;
 use crate::control::protocol::{
     AgentEvent, ClusterEvent, Command, ControlMessage, Failure, JobResult,
@@ -60,14 +61,14 @@ use crate::report::events::{EventLog, JobEvent};
 use crate::report::failure::{self, Outcome};
 
 /// What `poll` has found ready.
-enum Ready {
+enum AgentReady {
     Signals,
     Control,
     Reaper,
     Watchdog,
     Health,
     Sink(usize),
-    WorkerGroup(worker_group::Ready),
+    WorkerGroup(WorkerReady),
 }
 
 /// This node's part in a job.
@@ -288,17 +289,17 @@ impl Agent {
         let mut ended = Vec::new();
         for event in ready {
             match (event, &mut self.group) {
-                (Ready::Signals, _) => self.take_signals(),
-                (Ready::Reaper, _) => self.reaper.read_answer(),
-                (Ready::Watchdog, _) => {
+                (AgentReady::Signals, _) => self.take_signals(),
+                (AgentReady::Reaper, _) => self.reaper.read_answer(),
+                (AgentReady::Watchdog, _) => {
                     let complaint = self.watchdog.as_mut().and_then(Watchdog::take);
                     complaint.iter().for_each(|complaint| self.sinks.note(complaint));
                 }
-                (Ready::Sink(sink), _) => self.write_sink(sink),
-                (Ready::WorkerGroup(worker_group::Ready::Output(worker, which)), Some(group)) => {
+                (AgentReady::Sink(sink), _) => self.write_sink(sink),
+                (AgentReady::WorkerGroup(WorkerReady::Output(worker, which)), Some(group)) => {
                     group.read(worker, which, &mut self.sinks);
                 }
-                (Ready::WorkerGroup(worker_group::Ready::End(worker)), Some(group)) => {
+                (AgentReady::WorkerGroup(WorkerReady::End(worker)), Some(group)) => {
                     if let Some((rank, end)) = group.note_end(worker)? {
                         log::debug!("rank {rank} ended: {end}");
                         let round = group.round;
@@ -310,7 +311,7 @@ impl Agent {
                         ended.push((worker, end, group.error_time(worker)));
                     }
                 }
-                (Ready::Control | Ready::Health | Ready::WorkerGroup(_), _) => {}
+                (AgentReady::Control | AgentReady::Health | AgentReady::WorkerGroup(_), _) => {}
             }
         }
         self.supervise(&ended);
@@ -420,18 +421,19 @@ impl Agent {
         self.sinks.redraw();
     }
 
-    fn wait(&self) -> Result<Vec<Ready>, Errno> {
-        let mut watched = vec![readable(Ready::Signals, self.signals.as_fd())];
-        watched.extend(self.control.watch().into_iter().map(|fd| readable(Ready::Control, fd)));
-        watched.extend(self.reaper.watch().map(|fd| readable(Ready::Reaper, fd)));
+    fn wait(&self) -> Result<Vec<AgentReady>, Errno> {
+        let mut watched = vec![readable(AgentReady::Signals, self.signals.as_fd())];
+        watched
+            .extend(self.control.watch().into_iter().map(|fd| readable(AgentReady::Control, fd)));
+        watched.extend(self.reaper.watch().map(|fd| readable(AgentReady::Reaper, fd)));
         let watchdog = self.watchdog.as_ref().map(Watchdog::watch);
-        watched.extend(watchdog.map(|fd| readable(Ready::Watchdog, fd)));
+        watched.extend(watchdog.map(|fd| readable(AgentReady::Watchdog, fd)));
         let health = self.health.iter().flat_map(Health::watch);
-        watched.extend(health.map(|fd| readable(Ready::Health, fd)));
-        watched.extend(self.sinks.watch().map(|(sink, fd)| writable(Ready::Sink(sink), fd)));
+        watched.extend(health.map(|fd| readable(AgentReady::Health, fd)));
+        watched.extend(self.sinks.watch().map(|(sink, fd)| writable(AgentReady::Sink(sink), fd)));
         let group = self.group.as_ref();
         let workers = group.map(|group| group.watch(&self.sinks)).unwrap_or_default();
-        watched.extend(workers.into_iter().map(|(event, fd)| (Ready::WorkerGroup(event), fd)));
+        watched.extend(workers.into_iter().map(|(event, fd)| (AgentReady::WorkerGroup(event), fd)));
         let is_due = self.force_exit() || group.is_some_and(|group| group.is_over(&self.reaper));
         if is_due {
             return poll::ready(watched, Some(Instant::now()));

@@ -206,7 +206,10 @@ impl Reaper {
     fn send(&mut self, line: &str) {
         let Some(pipe) = &mut self.process.stdin else { return };
         if let Err(error) = pipe.write_all(format!("{line}\n").as_bytes()) {
-            log::warn!("the reaper process has gone ({error}): processes that leave their group may outlive the job");
+            log::warn!(
+                "the reaper process has gone ({error}): processes that leave their group may \
+                 outlive the job"
+            );
         }
     }
 }

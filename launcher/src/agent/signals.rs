@@ -34,7 +34,10 @@ impl Signals {
         let ignored = ignored_signals().context("cannot read /proc/self/status")?;
         let is_ignored = |signal: &Signal| ignored & (1 << (*signal as i32 - 1)) != 0;
         if is_ignored(&Signal::SIGCHLD) {
-            bail!("SIGCHLD is ignored by whatever started flow-launch, so that no exit code could be seen; start it otherwise");
+            bail!(
+                "SIGCHLD is ignored by whatever started flow-launch, so that no exit code could \
+                 be seen; start it otherwise"
+            );
         }
         let passed_on = passed_on
             .iter()

@@ -115,8 +115,8 @@ mod tests {
 
     fn line(pid: i32, scope: &str, expiration: f64, signal: i32) -> String {
         format!(
-            "{{\"version\": 1, \"pid\": {pid}, \"scope_id\": \"{scope}\", \"expiration_time\": {expiration}, \
-             \"signal\": {signal}}}\n"
+            "{{\"version\": 1, \"pid\": {pid}, \"scope_id\": \"{scope}\", \"expiration_time\": \
+             {expiration}, \"signal\": {signal}}}\n"
         )
     }
 
@@ -192,7 +192,8 @@ mod tests {
     proptest! {
         #[test]
         fn lines_may_come_in_any_pieces(cuts in prop::collection::vec(1usize..40, 1..20)) {
-            let whole = (0..9).map(|pid| line(pid, "a", f64::from(pid), 9)).collect::<String>().into_bytes();
+            let lines = (0..9).map(|pid| line(pid, "a", f64::from(pid), 9));
+            let whole = lines.collect::<String>().into_bytes();
             let (mut timers, mut rest) = (Timers::default(), &whole[..]);
             for cut in cuts {
                 let (part, later) = rest.split_at(cut.min(rest.len()));

@@ -30,7 +30,7 @@ pub const STDERR: usize = StreamKind::Stderr as usize;
 pub struct Worker {
     pub spec: WorkerSpec,
     pub process: Process,
-    pub streams: [Stream; 2],
+    pub streams: [WorkerStream; 2],
     pub tail: Tail,
     pub error_file: Option<PathBuf>,
     /// The error it recorded there, if it was among the first to fail.
@@ -44,7 +44,7 @@ pub struct Worker {
 }
 
 /// Standard output or standard error of a worker.
-pub struct Stream {
+pub struct WorkerStream {
     /// The pipe, or our side of a pseudoterminal. None once it has ended, or if the worker writes
     /// to a file itself.
     pub pipe: Option<OwnedFd>,
@@ -71,7 +71,7 @@ pub fn has_input() -> bool {
     device(io::stdin().as_fd()).ok() != nothing
 }
 
-impl Stream {
+impl WorkerStream {
     /// When an incomplete line is shown.
     pub fn show_at(&self, which: usize, sinks: &Sinks) -> Option<Instant> {
         let is_free = self.tee.may_show(&sinks.of(which).queue);
@@ -113,7 +113,7 @@ impl Worker {
         let ([out, err], [out_terminal, err_terminal]) = (pipes, terminals);
         let stream = |pipe, terminal: Option<OwnedFd>, tee| {
             let is_pty = terminal.is_some();
-            Stream { pipe: terminal.or(pipe), is_pty, tee, left: None, due: None }
+            WorkerStream { pipe: terminal.or(pipe), is_pty, tee, left: None, due: None }
         };
         Ok(Worker {
             spec,

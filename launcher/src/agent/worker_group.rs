@@ -31,7 +31,7 @@ const LIMITS: &str =
     "; start fewer workers, or raise the limits on open files and processes (ulimit -n, ulimit -u)";
 
 /// What `poll` has found ready in a worker group.
-pub enum Ready {
+pub enum WorkerReady {
     End(usize),
     Output(usize, usize),
 }
@@ -40,7 +40,7 @@ pub enum Ready {
 pub struct WorkerGroup {
     pub round: u32,
     pub policy: StopPolicy,
-    /// StopReason not all workers were started.
+    /// Why not all workers were started.
     pub shortfall: Option<String>,
     workers: Vec<Worker>,
     /// The files for filtered lines, by stream.
@@ -134,16 +134,20 @@ impl WorkerGroup {
     }
 
     /// The descriptors to wait for. A stream whose sink is full is left out.
-    pub fn watch<'a>(&'a self, sinks: &Sinks) -> Vec<(Ready, PollFd<'a>)> {
+    pub fn watch<'a>(&'a self, sinks: &Sinks) -> Vec<(WorkerReady, PollFd<'a>)> {
         let mut watched = Vec::new();
         for (index, worker) in self.workers.iter().enumerate() {
             if worker.end.is_none() && !worker.settled {
-                watched.push((Ready::End(index), PollFd::new(&worker.process, PollFlags::IN)));
+                watched
+                    .push((WorkerReady::End(index), PollFd::new(&worker.process, PollFlags::IN)));
             }
             for (which, stream) in worker.streams.iter().enumerate() {
                 if let Some(pipe) = stream.pipe.as_ref().filter(|_| !stream.must_wait(which, sinks))
                 {
-                    watched.push((Ready::Output(index, which), PollFd::new(pipe, PollFlags::IN)));
+                    watched.push((
+                        WorkerReady::Output(index, which),
+                        PollFd::new(pipe, PollFlags::IN),
+                    ));
                 }
             }
         }

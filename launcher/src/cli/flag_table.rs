@@ -56,7 +56,8 @@ pub const FLAGS: &[Flag] = &[
              only `none`",
         )
         .differs("not in torchrun, where all do"),
-    option(WORKERS, "numa-binding", "KIND", "Cores for each: node, socket, exclusive or core-complex")
+    option(WORKERS, "numa-binding", "KIND", "Cores for each: node, socket, exclusive or \
+                                             core-complex")
         .words(&["node", "socket", "exclusive", "core-complex"])
         .without_variable()
         .meaning("CPUs of each worker: `node`, `socket`, `exclusive` or `core-complex`, see below")
@@ -93,7 +94,8 @@ pub const FLAGS: &[Flag] = &[
         .default("29500; for one node a free one")
         .meaning("port on node 0: for its agent, Flow's store and PyTorch's")
         .differs("one port serves all"),
-    option(NODES, "rdzv-endpoint", "HOST[:PORT]", "Where nodes meet, in any order [default port: 29400]")
+    option(NODES, "rdzv-endpoint", "HOST[:PORT]", "Where nodes meet, in any order [default port: \
+                                                   29400]")
         .meaning(
             "where nodes meet: `HOST`, `HOST:PORT`, `[V6]` or `[V6]:PORT`; the default port is \
              29400",
@@ -112,7 +114,8 @@ pub const FLAGS: &[Flag] = &[
     option(NODES, "rdzv-id", "ID", "Identifies this job")
         .default("none; for one node a new one")
         .meaning("identifies the job; workers get it as TORCHELASTIC_RUN_ID"),
-    option(NODES, "rdzv-conf", "KEY=VALUE,...", "join_timeout, last_call_timeout, heartbeat_timeout, is_host")
+    option(NODES, "rdzv-conf", "KEY=VALUE,...", "join_timeout, last_call_timeout, \
+                                                 heartbeat_timeout, is_host")
         .meaning("`KEY=VALUE,...`, see below")
         .differs("an unknown key is a warning"),
     switch(NODES, "standalone", "One node, whatever the other flags say")
@@ -120,7 +123,8 @@ pub const FLAGS: &[Flag] = &[
         .differs("an error with `--nnodes 2`"),
     option(NODES, "local-addr", "HOST", "Address at which others reach this node")
         .meaning("address at which other nodes reach this one"),
-    option(NODES, "hosts", "HOST[:N],...", "Start a node with N workers on each, by ssh; also --host")
+    option(NODES, "hosts", "HOST[:N],...", "Start a node with N workers on each, by ssh; also \
+                                            --host")
         .alias(&["host"])
         .without_variable()
         .meaning(
@@ -132,7 +136,8 @@ pub const FLAGS: &[Flag] = &[
         .without_variable()
         .meaning("the same from a file, with `HOST`, `HOST:N` or `HOST slots=N` a line")
         .differs("not in torchrun"),
-    option(NODES, "export", "NAME[=VALUE]", "A variable for all hosts, beside FLOW_*, NCCL_* and the like")
+    option(NODES, "export", "NAME[=VALUE]", "A variable for all hosts, beside FLOW_*, NCCL_* and \
+                                             the like")
         .short('x')
         .list()
         .without_variable()
@@ -153,7 +158,8 @@ pub const FLAGS: &[Flag] = &[
         .differs("not in torchrun"),
     option(OUTPUT, "log-dir", "DIR", "For the files of --redirects and --tee")
         .meaning("folder for files of output and errors; `/dev/null` for none"),
-    option(OUTPUT, "redirects", "STREAMS", "To files: 0 none, 1 stdout, 2 stderr, 3 both; or by rank 0:3,10:1")
+    option(OUTPUT, "redirects", "STREAMS", "To files: 0 none, 1 stdout, 2 stderr, 3 both; or by \
+                                            rank 0:3,10:1")
         .words(&["0", "1", "2", "3"])
         .short('r')
         .alias(&["redirect"])
@@ -172,13 +178,15 @@ pub const FLAGS: &[Flag] = &[
     option(OUTPUT, "local-ranks-filter", "RANKS", "Show only these: 0,2")
         .default("all")
         .meaning("local ranks to show on the console: `0,2`; files are written for all"),
-    option(OUTPUT, "duplicate-stdout-filters", "TEXTS", "Copy lines with one of a,b to filtered_stdout.log")
+    option(OUTPUT, "duplicate-stdout-filters", "TEXTS", "Copy lines with one of a,b to \
+                                                         filtered_stdout.log")
         .meaning(
             "copy lines that contain one of these texts to `filtered_stdout.log`; `,,` is a comma \
              in a text",
         )
         .differs("empty texts are ignored"),
-    option(OUTPUT, "duplicate-stderr-filters", "TEXTS", "Copy lines with one of a,b to filtered_stderr.log")
+    option(OUTPUT, "duplicate-stderr-filters", "TEXTS", "Copy lines with one of a,b to \
+                                                         filtered_stderr.log")
         .meaning("the same for `filtered_stderr.log`"),
     switch(OUTPUT, "redirect-stdout-and-stderr", "OneFlow's --redirects 3")
         .without_variable()
@@ -198,11 +206,12 @@ pub const FLAGS: &[Flag] = &[
              [launcher.md](launcher.md#events)",
         )
         .differs("not in torchrun"),
-    option(OUTPUT, "trace", "FILE", "Write a timeline of all ranks, for Perfetto and flow-launch trace")
+    option(OUTPUT, "trace", "FILE", "Write a timeline of all ranks, for Perfetto and flow-launch \
+                                     trace")
         .without_variable()
         .meaning(
-            "write the timeline of all ranks of all nodes to this file on the leading node; give it \
-             on every node. See [launcher.md](launcher.md#traces)",
+            "write the timeline of all ranks of all nodes to this file on the leading node; give \
+             it on every node. See [launcher.md](launcher.md#traces)",
         )
         .differs("not in torchrun"),
     switch(OUTPUT, "quiet", "Print errors only")
@@ -237,7 +246,8 @@ pub const FLAGS: &[Flag] = &[
         .without_variable()
         .meaning("accepted and ignored, from the old `torch.distributed.launch`")
         .differs("the local rank is always in LOCAL_RANK, never an argument"),
-    option(HELP, "completions", "SHELL", "Print completions for bash, zsh, fish, elvish or powershell")
+    option(HELP, "completions", "SHELL", "Print completions for bash, zsh, fish, elvish or \
+                                          powershell")
         .words(&["bash", "zsh", "fish", "elvish", "powershell"])
         .without_variable()
         .meaning(

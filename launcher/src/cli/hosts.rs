@@ -236,7 +236,8 @@ mod tests {
 
     #[test]
     fn files() {
-        let formats = "\u{feff}# nodes\n\na slots=8\n  b:4  # fast\nc\nme@d slots=2 max_slots=4\n[fd00::1] slots=1\n";
+        let formats = "\u{feff}# nodes\n\na slots=8\n  b:4  # fast\nc\nme@d slots=2 \
+                       max_slots=4\n[fd00::1] slots=1\n";
         let expected =
             [("a", Some(8)), ("b", Some(4)), ("c", None), ("me@d", Some(2)), ("fd00::1", Some(1))];
         let list = hosts_of(&flag(file(formats).path())).list;
@@ -299,8 +300,8 @@ mod tests {
 
     #[test]
     fn the_other_flags_are_for_the_agents() {
-        let line =
-            "--hosts a --nproc 3 --master_port=7 --tee 1 --tee 3 -x A=b=c --prefix -x D --max-restarts 0 --dry-run";
+        let line = "--hosts a --nproc 3 --master_port=7 --tee 1 --tee 3 -x A=b=c --prefix -x D \
+                    --max-restarts 0 --dry-run";
         let hosts = hosts_of(line);
         let flags =
             ["--nproc-per-node=3", "--max-restarts=0", "--master-port=7", "--prefix", "--tee=3"];

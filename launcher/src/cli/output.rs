@@ -91,7 +91,7 @@ fn list(setting: &Setting) -> Result<Vec<String>, Usage> {
     Ok(items)
 }
 
-/// Refuses values by which torchrun finds plug-ins.
+/// Refuses values that name torchrun's plug-ins.
 pub fn refuse_plugins(settings: &Settings) -> Result<(), Usage> {
     if let Some(setting) =
         settings.get("logs-specs").filter(|setting| setting.text().ok() != Some("default"))

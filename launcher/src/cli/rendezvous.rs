@@ -70,7 +70,8 @@ pub fn nodes(settings: &Settings) -> Result<Nodes, Usage> {
             Some(endpoint) => host_and_port(&endpoint).map(|(host, port)| (Some(host), port))?,
             None => (master_addr, None),
         };
-        let either = "--master-addr HOST, where node 0 runs, or --rdzv-endpoint HOST[:PORT]; the same on every node";
+        let either = "--master-addr HOST, where node 0 runs, or --rdzv-endpoint HOST[:PORT]; the \
+                      same on every node";
         let master_addr = host.ok_or_else(|| nnodes.needs(either))?;
         let master_port = port.or(master_port).unwrap_or(MASTER_PORT);
         Rendezvous::Static { node_rank, master_addr, master_port }
@@ -130,8 +131,9 @@ struct Configuration {
     is_host: Option<bool>,
 }
 
-const KEYS: &str = "join_timeout (or else timeout), last_call_timeout, heartbeat_timeout, keep_alive_interval, \
-                    keep_alive_max_attempt and is_host; read_timeout, close_timeout and store_type without meaning";
+const KEYS: &str = "join_timeout (or else timeout), last_call_timeout, heartbeat_timeout, \
+                    keep_alive_interval, keep_alive_max_attempt and is_host; read_timeout, \
+                    close_timeout and store_type without meaning";
 
 impl Configuration {
     fn of(settings: &Settings) -> Result<Configuration, Usage> {
@@ -317,9 +319,10 @@ mod tests {
             [("is_host=1", Some(true)), ("is_host=False", Some(false)), ("timeout=1", None)]
         {
             let line = format!("--nnodes 2 --rdzv-endpoint a --rdzv-conf {text}");
-            assert!(
-                matches!(nodes(&line).rendezvous, Rendezvous::Endpoint { is_host: found, .. } if found == is_host)
-            );
+            assert!(matches!(
+                nodes(&line).rendezvous,
+                Rendezvous::Endpoint { is_host: found, .. } if found == is_host
+            ));
         }
         for wrong in [
             "join_timeout=0",

@@ -51,7 +51,7 @@ fn both_spellings_and_the_last_one_wins() {
         "--nproc-per-node=2 --nnodes 3 --node-rank 1 --master-addr h --master-port 9 --grace 0.5 p";
     let underscores =
         "--nproc_per_node 7 --nproc_per_node 2 --nnodes=3 --node_rank=1 --master_addr=h \
-                       --master_port=9 --prefix --shutdown_timeout=.5 p";
+         --master_port=9 --prefix --shutdown_timeout=.5 p";
     let mut first = parse(dashes).unwrap();
     first.output.prefix = true;
     assert_eq!(first, parse(underscores).unwrap());
@@ -165,9 +165,9 @@ fn who_reads_the_input() {
 
 #[test]
 fn quotes_that_a_list_in_yaml_leaves() {
-    let line = "--nproc-per-node='2' --rdzv-conf='timeout=900,last_call_timeout=7' --nnodes=\"2\" --role 'a' \
-                --rdzv-endpoint='node0:7' --tee='0:1' --start-method 'fork' --duplicate-stdout-filters='x' \
-                --events 'e' p";
+    let line = "--nproc-per-node='2' --rdzv-conf='timeout=900,last_call_timeout=7' --nnodes=\"2\" \
+                --role 'a' --rdzv-endpoint='node0:7' --tee='0:1' --start-method 'fork' \
+                --duplicate-stdout-filters='x' --events 'e' p";
     let job = parse(line).unwrap();
     assert_eq!((job.processes, job.nodes.max, job.role.as_str()), (Processes::Count(2), 2, "a"));
     assert_eq!(
@@ -272,19 +272,26 @@ fn bindings_and_times() {
     assert!(refusal("--hang-timeout 0 p").contains("leave it out"));
 }
 
+fn flag_names() -> Vec<&'static str> {
+    flag_table::FLAGS.iter().map(|flag| flag.name).collect()
+}
+
 proptest! {
     #[test]
-    fn everything_after_the_program_is_the_programs(arguments in prop::collection::vec("(--)?[a-z_=-]{0,12}", 0..8)) {
+    fn everything_after_the_program_is_the_programs(
+        arguments in prop::collection::vec("(--)?[a-z_=-]{0,12}", 0..8),
+    ) {
         let mut line = vec!["--nproc_per_node", "2", "train"];
         line.extend(arguments.iter().map(String::as_str));
         let program = parse_with(&[], &line).unwrap().program;
         prop_assert_eq!(program.name, "train");
-        prop_assert_eq!(program.arguments, arguments.iter().map(OsString::from).collect::<Vec<_>>());
+        let expected: Vec<_> = arguments.iter().map(OsString::from).collect();
+        prop_assert_eq!(program.arguments, expected);
     }
 
     #[test]
     fn any_value_gives_a_job_or_a_single_line(
-        flag in prop::sample::select(flag_table::FLAGS.iter().map(|flag| flag.name).chain(["other"]).collect::<Vec<_>>()),
+        flag in prop::sample::select([flag_names(), vec!["other"]].concat()),
         value in "[ -~]{0,10}",
     ) {
         if let Err(Usage(line)) = parse_with(&[], &[&format!("--{flag}={value}"), "train"]) {
@@ -294,7 +301,7 @@ proptest! {
 
     #[test]
     fn any_variable_gives_a_job_or_names_the_variable(
-        flag in prop::sample::select(flag_table::FLAGS.iter().map(|flag| flag.name).collect::<Vec<_>>()),
+        flag in prop::sample::select(flag_names()),
         value in "[ -~]{0,10}",
     ) {
         let variable = format!("PET_{}", flag.to_uppercase().replace('-', "_"));

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use crate::agent::exit_status::ExitStatus;
 use crate::control::assignment;
+use crate::control::job_phase::{AgentRecord, AgentState, JobPhase, StopReason};
 use crate::control::node::{range, Node};
 use crate::control::protocol::{AgentEvent, AgentId, Command, Failure, JobResult, LEADER};
 use crate::job::{Job, Rendezvous, RendezvousTimeouts};
@@ -28,59 +29,6 @@ const HUNG: i32 = 124;
 
 /// How long an agent may take to stop its workers, in addition to their grace period.
 const STOPPING: Duration = Duration::from_secs(30);
-
-/// An agent that has joined.
-struct AgentRecord {
-    node: Node,
-    state: AgentState,
-    cause: Option<String>,
-    /// It has the answer that the round has no place for it.
-    is_spare: bool,
-}
-
-#[derive(Clone, Copy, PartialEq)]
-enum AgentState {
-    /// Waits for a round.
-    Idle,
-    Running,
-    Finished,
-}
-
-#[derive(Clone, Debug, PartialEq)]
-enum JobPhase {
-    /// Waiting for agents. `enough` is when the least number was reached, `notice` when to report
-    /// that some are missing.
-    Gathering {
-        since: Instant,
-        enough: Option<Instant>,
-        notice: Instant,
-    },
-    Running,
-    Stopping {
-        why: StopReason,
-        deadline: Instant,
-    },
-    Over,
-}
-
-#[derive(Clone, Debug, PartialEq)]
-enum StopReason {
-    Failure {
-        agent: AgentId,
-        failure: Failure,
-        at: Instant,
-    },
-    /// A node that the job needs is lost.
-    Lost {
-        summary: String,
-    },
-    /// Nodes have joined or left.
-    Change,
-    Signal {
-        signal: i32,
-        cause: Option<String>,
-    },
-}
 
 /// See above.
 pub struct Coordinator {

@@ -174,8 +174,10 @@ impl FollowerThread {
         let store = match self.open(soon) {
             Err(Error::Connect { cause, .. }) if self.timeout > soon => {
                 let (address, timeout) = (&self.address, self.timeout.as_secs());
-                let wait =
-                    format!("no connection to the leading node at {address} yet ({cause}); trying for {timeout} s");
+                let wait = format!(
+                    "no connection to the leading node at {address} yet ({cause}); trying for \
+                     {timeout} s"
+                );
                 commands_out.send(ControlMessage::Notice(wait));
                 self.open(self.timeout.saturating_sub(begin.elapsed()))
             }
@@ -196,7 +198,7 @@ impl FollowerThread {
         let will =
             AgentEvent::Gone { why: "its flow-launch was killed, or cannot be reached".into() };
         store.will(&message(agent, &will), self.heartbeat).map_err(lost)?;
-        events_out.post(&message(agent, &AgentEvent::Joined { node })).map_err(lost)?;
+        events_out.send(&message(agent, &AgentEvent::Joined { node })).map_err(lost)?;
         self.connected.store(true, Ordering::SeqCst);
         let post_errors = commands_out
             .try_clone()
@@ -205,9 +207,9 @@ impl FollowerThread {
             let _closes_at_the_end = sending;
             for event in events {
                 let result = match event {
-                    Outgoing::Event(event) => events_out.post(&message(agent, &event)),
+                    Outgoing::Event(event) => events_out.send(&message(agent, &event)),
                     Outgoing::Trace { round, rank, path } => trace::pieces(rank, &path, |piece| {
-                        events_out.post(&message(agent, &AgentEvent::Trace { round, piece }))
+                        events_out.send(&message(agent, &AgentEvent::Trace { round, piece }))
                     }),
                 };
                 if let Err(error) = result {
@@ -231,7 +233,8 @@ impl FollowerThread {
             };
             let command: Command = serde_json::from_slice(&text).map_err(|error| {
                 format!(
-                    "malformed command of the leading node ({error}): got '{}'; do all nodes run the same version?",
+                    "malformed command of the leading node ({error}): got '{}'; do all nodes run \
+                     the same version?",
                     excerpt(&text)
                 )
             })?;

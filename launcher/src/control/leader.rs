@@ -63,8 +63,8 @@ impl Leader {
                 let own = net::own(host);
                 if own.is_none() {
                     log::warn!(
-                        "{host} is no address of this host: workers cannot reach the stores there; leave out \
-                         --master-addr for one node"
+                        "{host} is no address of this host: workers cannot reach the stores \
+                         there; leave out --master-addr for one node"
                     );
                 }
                 (secret()?, own.unwrap_or_else(net::any), master_port)
@@ -111,7 +111,8 @@ impl Leader {
                     log::warn!("malformed event: {event:?} in the name of agent {agent}")
                 }
                 Err(error) => log::warn!(
-                    "malformed event of another node's agent ({error}): got '{}'; do all nodes run the same version?",
+                    "malformed event of another node's agent ({error}): got '{}'; do all nodes \
+                     run the same version?",
                     excerpt(&message)
                 ),
             }
@@ -227,7 +228,8 @@ impl Leader {
                 continue;
             }
             let number = self.commands_sent.entry(agent).or_default();
-            let text = serde_json::to_vec(&command).unwrap_or_default(); // plain data: it cannot fail
+            // Plain data: it cannot fail.
+            let text = serde_json::to_vec(&command).unwrap_or_default();
             self.agents.set(&command_key(agent, *number), &text);
             *number += 1;
         }

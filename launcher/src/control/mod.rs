@@ -2,7 +2,8 @@
 //!
 //! | file | subject |
 //! |---|---|
-//! | `coordinator.rs`, `assignment.rs` | who takes part, when rounds start and stop, how the job ends; ranks (pure) |
+//! | `coordinator.rs`, `job_phase.rs` | who takes part, when rounds start and stop (pure) |
+//! | `assignment.rs` | the ranks of each node (pure) |
 //! | `stall.rs` | workers that wait long for each other (pure) |
 //! | `leader.rs` | the leading agent: runs the coordinator and serves the stores |
 //! | `follower.rs` | any other agent: a client of the leader's store |
@@ -11,6 +12,7 @@
 pub mod assignment;
 pub mod coordinator;
 mod follower;
+mod job_phase;
 mod leader;
 pub mod node;
 pub mod protocol;
@@ -93,7 +95,8 @@ impl ControlPlane {
                 Ok(leader) => {
                     if job.nodes.max > 1 && std::env::var_os(TOKEN).is_none() {
                         log::warn!(
-                            "whoever knows --rdzv-id may join at port {port}; set {TOKEN}, a secret, on all nodes"
+                            "whoever knows --rdzv-id may join at port {port}; set {TOKEN}, a \
+                             secret, on all nodes"
                         );
                     }
                     return Ok(ControlPlane::Leader(Box::new(leader)));

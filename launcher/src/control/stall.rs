@@ -194,7 +194,8 @@ mod tests {
         assert_eq!(stalls.elapsed(now), None);
         assert_eq!(stalls.deadline(), Some(now + COALESCE_WINDOW));
         let report =
-            "no progress for 31 s: rank 1 is in no collective\nranks 0, 2 wait in all_reduce #5 (bucket 2) for rank 1";
+            "no progress for 31 s: rank 1 is in no collective\nranks 0, 2 wait in all_reduce #5 \
+             (bucket 2) for rank 1";
         assert_eq!(stalls.elapsed(now + COALESCE_WINDOW), Some(StallAction::Report(report.into())));
         assert_eq!((stalls.deadline(), stalls.elapsed(now + COALESCE_WINDOW * 2)), (None, None));
     }
@@ -213,8 +214,10 @@ mod tests {
         assert_eq!(
             lines,
             [
-                "ranks 0, 2 wait in all_reduce #5 for rank 1 [under way: all_reduce #5; last completed: barrier #4]",
-                "rank 3 waits in all_reduce #5 for rank 1 [under way: all_reduce #5; last completed: barrier #3]"
+                "ranks 0, 2 wait in all_reduce #5 for rank 1 [under way: all_reduce #5; last \
+                 completed: barrier #4]",
+                "rank 3 waits in all_reduce #5 for rank 1 [under way: all_reduce #5; last \
+                 completed: barrier #3]"
             ]
         );
     }

@@ -39,7 +39,7 @@ pub const HEARTBEAT: &str = "\n";
 pub const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Silence after which the head counts as gone.
-const SILENCE: Timespec = Timespec { tv_sec: 60, tv_nsec: 0 };
+const HEARTBEAT_TIMEOUT: Timespec = Timespec { tv_sec: 60, tv_nsec: 0 };
 
 const SIGNAL: &str = "signal ";
 
@@ -85,7 +85,8 @@ pub fn take() -> anyhow::Result<()> {
     leave_terminal()?;
     let input = io::stdin().as_fd().try_clone_to_owned()?;
     nix::unistd::dup2_stdin(File::open("/dev/null")?)?;
-    let mut stream = ControlStream { input, unread: Vec::new(), silence: SILENCE };
+    let mut stream =
+        ControlStream { input, unread: Vec::new(), heartbeat_timeout: HEARTBEAT_TIMEOUT };
     let Some(line) = stream.line() else { bail!("whoever has started this agent is gone") };
     let variables: BTreeMap<String, String> =
         serde_json::from_str(&line).context("malformed variables on the control stream")?;
@@ -102,8 +103,8 @@ pub fn take() -> anyhow::Result<()> {
 struct ControlStream {
     input: OwnedFd,
     unread: Vec<u8>,
-    /// The longest silence.
-    silence: Timespec,
+    /// How long the head may send nothing.
+    heartbeat_timeout: Timespec,
 }
 
 impl ControlStream {
@@ -133,7 +134,10 @@ impl ControlStream {
                 return Some(String::from_utf8_lossy(&line[..end]).into_owned());
             }
             let mut buffer = [0; 4096];
-            match poll(&mut [PollFd::new(&self.input, PollFlags::IN)], Some(&self.silence)) {
+            match poll(
+                &mut [PollFd::new(&self.input, PollFlags::IN)],
+                Some(&self.heartbeat_timeout),
+            ) {
                 Ok(0) => return None,
                 Ok(_) => {}
                 Err(Errno::INTR) => continue,
@@ -155,7 +159,14 @@ mod tests {
 
     fn stream() -> (ControlStream, io::PipeWriter) {
         let (input, output) = io::pipe().unwrap();
-        (ControlStream { input: input.into(), unread: Vec::new(), silence: SILENCE }, output)
+        (
+            ControlStream {
+                input: input.into(),
+                unread: Vec::new(),
+                heartbeat_timeout: HEARTBEAT_TIMEOUT,
+            },
+            output,
+        )
     }
 
     #[test]
@@ -175,7 +186,7 @@ mod tests {
     #[test]
     fn silence_is_an_end() {
         let (mut stream, mut output) = stream();
-        stream.silence = Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
+        stream.heartbeat_timeout = Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
         output.write_all(HEARTBEAT.as_bytes()).unwrap();
         assert_eq!((stream.line().as_deref(), stream.line()), (Some(""), None));
     }

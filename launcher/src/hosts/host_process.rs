@@ -25,7 +25,7 @@ pub struct HostProcess {
     pub control: Option<ChildStdin>,
     /// Bytes to write to the control stream.
     pub unwritten: VecDeque<u8>,
-    pub streams: [Option<Stream>; 2],
+    pub streams: [Option<HostStream>; 2],
     /// Its agent has greeted. Until then, output is the remote shell's.
     pub is_there: bool,
     /// It has ended or was given up.
@@ -34,7 +34,7 @@ pub struct HostProcess {
     pub said: HashMap<Vec<u8>, usize>,
 }
 
-pub struct Stream {
+pub struct HostStream {
     pub pipe: OwnedFd,
     pub assembler: Assembler,
 }
@@ -51,10 +51,10 @@ impl HostProcess {
         let (control, stdout, stderr) =
             (process.stdin.take(), process.stdout.take(), process.stderr.take());
         // It ends when its control stream is closed.
-        let stream = |pipe: Option<OwnedFd>| -> io::Result<Option<Stream>> {
+        let stream = |pipe: Option<OwnedFd>| -> io::Result<Option<HostStream>> {
             let pipe = pipe.ok_or_else(|| io::Error::other("a pipe is missing"))?;
             rustix::io::ioctl_fionbio(&pipe, true)?;
-            Ok(Some(Stream { pipe, assembler: Assembler::new() }))
+            Ok(Some(HostStream { pipe, assembler: Assembler::new() }))
         };
         let streams = [stream(stdout.map(OwnedFd::from))?, stream(stderr.map(OwnedFd::from))?];
         if let Some(control) = &control {

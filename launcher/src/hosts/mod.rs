@@ -121,7 +121,7 @@ enum Phase {
 }
 
 /// What `poll` has found ready; agents and their streams by index.
-enum Ready {
+enum HeadReady {
     Signals,
     Sink(usize),
     Control(usize),
@@ -193,7 +193,7 @@ impl Head {
         let is_idle = ready.is_empty();
         for event in ready {
             match event {
-                Ready::Signals => {
+                HeadReady::Signals => {
                     while let Some(request) = self.signals.next() {
                         match request {
                             Request::End(signal) => {
@@ -208,42 +208,43 @@ impl Head {
                         }
                     }
                 }
-                Ready::Sink(sink) => {
+                HeadReady::Sink(sink) => {
                     // If the reader has gone, the agents get SIGPIPE.
                     for which in self.sinks.write(sink) {
                         self.agents.iter_mut().for_each(|agent| agent.streams[*which] = None);
                     }
                 }
-                Ready::Control(agent) => self.agents[agent].write(),
-                Ready::Output(agent, which) => drop(self.read(agent, which)),
-                Ready::End(agent) => self.note_end(agent)?,
+                HeadReady::Control(agent) => self.agents[agent].write(),
+                HeadReady::Output(agent, which) => drop(self.read(agent, which)),
+                HeadReady::End(agent) => self.note_end(agent)?,
             }
         }
         self.elapsed(Instant::now());
         Ok(!is_idle)
     }
 
-    fn watch(&self) -> Vec<(Ready, PollFd<'_>)> {
-        let mut watched = vec![(Ready::Signals, PollFd::new(&self.signals, PollFlags::IN))];
+    fn watch(&self) -> Vec<(HeadReady, PollFd<'_>)> {
+        let mut watched = vec![(HeadReady::Signals, PollFd::new(&self.signals, PollFlags::IN))];
         let sinks = self.sinks.watch();
-        watched.extend(
-            sinks.map(|(sink, fd)| {
-                (Ready::Sink(sink), PollFd::from_borrowed_fd(fd, PollFlags::OUT))
-            }),
-        );
+        watched.extend(sinks.map(|(sink, fd)| {
+            (HeadReady::Sink(sink), PollFd::from_borrowed_fd(fd, PollFlags::OUT))
+        }));
         for (index, agent) in self.agents.iter().enumerate() {
             let control = agent.control.as_ref().filter(|_| !agent.unwritten.is_empty());
             watched.extend(control.map(|control| {
-                (Ready::Control(index), PollFd::from_borrowed_fd(control.as_fd(), PollFlags::OUT))
+                (
+                    HeadReady::Control(index),
+                    PollFd::from_borrowed_fd(control.as_fd(), PollFlags::OUT),
+                )
             }));
             for (which, stream) in agent.streams.iter().enumerate() {
                 let stream = stream.as_ref().filter(|_| !self.sinks.of(which).is_full());
                 watched.extend(stream.map(|stream| {
-                    (Ready::Output(index, which), PollFd::new(&stream.pipe, PollFlags::IN))
+                    (HeadReady::Output(index, which), PollFd::new(&stream.pipe, PollFlags::IN))
                 }));
             }
             if !agent.has_ended {
-                watched.push((Ready::End(index), PollFd::new(&agent.pidfd, PollFlags::IN)));
+                watched.push((HeadReady::End(index), PollFd::new(&agent.pidfd, PollFlags::IN)));
             }
         }
         watched

@@ -3,7 +3,8 @@
 //! | file | subject |
 //! |---|---|
 //! | `lines.rs` | a stream -> segments (pure) |
-//! | `queue.rs`, `screen.rs` | segments of many streams -> one output; incomplete lines on a terminal (pure) |
+//! | `queue.rs` | segments of many streams -> one output (pure) |
+//! | `screen.rs` | incomplete lines on a terminal (pure) |
 //! | `routing.rs` | where each stream goes (pure) |
 //! | `tee.rs`, `log_file.rs`, `log_files.rs` | copying a stream there; the files |
 //! | `sink.rs` | writing to standard output and standard error without blocking |

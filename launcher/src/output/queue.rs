@@ -250,15 +250,19 @@ mod tests {
             let mut labelled = Vec::new();
             for (id, chunk) in &chunks {
                 // Each stream writes in letters of its own, so that a mixed line would show.
-                let own: String = chunk.chars().map(|c| if c == '\n' { c } else { (b'a' + *id as u8) as char }).collect();
+                let letter = (b'a' + *id as u8) as char;
+                let own: String =
+                    chunk.chars().map(|c| if c == '\n' { c } else { letter }).collect();
                 sent[*id].push_str(&own);
                 labelled.push((*id, own));
             }
-            let borrowed: Vec<_> = labelled.iter().map(|(id, chunk)| (*id, chunk.as_bytes())).collect();
+            let borrowed: Vec<_> =
+                labelled.iter().map(|(id, chunk)| (*id, chunk.as_bytes())).collect();
             let text = output(&borrowed, true);
             for (id, sent) in sent.iter().enumerate() {
                 let prefix = format!("{id}: ");
-                let received: Vec<_> = text.lines().filter_map(|line| line.strip_prefix(&prefix)).collect();
+                let received: Vec<_> =
+                    text.lines().filter_map(|line| line.strip_prefix(&prefix)).collect();
                 if id == 0 {
                     // Others may have come between a prompt and the rest of its line.
                     prop_assert_eq!(received.concat(), sent.replace('\n', ""));
@@ -268,7 +272,8 @@ mod tests {
             }
             for line in text.lines() {
                 let (id, rest) = line.split_once(": ").expect(line);
-                prop_assert!(rest.bytes().all(|letter| letter - b'a' == id.as_bytes()[0] - b'0'), "{}", line);
+                let number = id.as_bytes()[0] - b'0';
+                prop_assert!(rest.bytes().all(|letter| letter - b'a' == number), "{}", line);
             }
         }
 

@@ -383,23 +383,32 @@ mod tests {
     proptest! {
         /// However live streams write, and others between, each line comes out whole and in order.
         #[test]
-        fn any_interleaving_keeps_lines(chunks in prop::collection::vec((0usize..4, "[a-z\n]{1,6}"), 0..40)) {
+        fn any_interleaving_keeps_lines(
+            chunks in prop::collection::vec((0usize..4, "[a-z\n]{1,6}"), 0..40),
+        ) {
             let mut terminal = Terminal::default();
             let mut sent = vec![String::new(); 4];
             for (id, chunk) in &chunks {
                 // Those that are not live come in whole lines.
-                let chunk = if *id < 2 { chunk.clone() } else { format!("{}\n", chunk.replace('\n', "")) };
-                let own: String = chunk.chars().map(|c| if c == '\n' { c } else { (b'a' + *id as u8) as char }).collect();
+                let chunk = match *id {
+                    0 | 1 => chunk.clone(),
+                    _ => format!("{}\n", chunk.replace('\n', "")),
+                };
+                let letter = (b'a' + *id as u8) as char;
+                let own: String =
+                    chunk.chars().map(|c| if c == '\n' { c } else { letter }).collect();
                 sent[*id].push_str(&own);
                 terminal.put(*id, &own);
             }
             (0..4).for_each(|id| terminal.end(id));
             for (id, sent) in sent.iter().enumerate() {
                 let prefix = format!("{id}: ");
-                let shown: Vec<_> = terminal.lines.iter().filter_map(|line| line.strip_prefix(&prefix)).collect();
+                let lines = terminal.lines.iter();
+                let shown: Vec<_> = lines.filter_map(|line| line.strip_prefix(&prefix)).collect();
                 prop_assert_eq!(shown, sent.lines().collect::<Vec<_>>());
             }
-            prop_assert!(terminal.lines.iter().all(|line| line.is_empty() || line[1..].starts_with(": ")));
+            let mut lines = terminal.lines.iter();
+            prop_assert!(lines.all(|line| line.is_empty() || line[1..].starts_with(": ")));
         }
     }
 }

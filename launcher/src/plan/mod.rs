@@ -71,7 +71,8 @@ pub fn local_world_size(job: &Job, host: &LocalHost) -> Result<u32, Usage> {
     let visible = host.visible_devices().map(|list| list.split(',').count());
     match visible.filter(|visible| job.virtual_local_rank && *visible < size as usize) {
         Some(visible) => Err(Usage(format!(
-            "--virtual-local-rank needs a GPU for each of {size} workers, but CUDA_VISIBLE_DEVICES names {visible}"
+            "--virtual-local-rank needs a GPU for each of {size} workers, but \
+             CUDA_VISIBLE_DEVICES names {visible}"
         ))),
         None => Ok(size),
     }
@@ -96,7 +97,10 @@ pub fn omp_threads(local_world_size: u32, host: &LocalHost) -> Option<u32> {
 /// The notice about [`omp_threads`].
 pub fn omp_note(threads: u32, local_world_size: u32, host: &LocalHost) -> String {
     let cores = host.cores;
-    format!("OMP_NUM_THREADS={threads} for each of {local_world_size} workers on {cores} cores; set it to change this")
+    format!(
+        "OMP_NUM_THREADS={threads} for each of {local_world_size} workers on {cores} cores; set \
+         it to change this"
+    )
 }
 
 /// The workers of this node, in rank order. `error_file` is the path for each one's error, by local
@@ -416,10 +420,12 @@ mod tests {
         #[test]
         fn ranks_follow_the_first(first_rank in 0u32..1000, local_world_size in 1u32..9) {
             let assignment = RankAssignment { first_rank, local_world_size, ..assignment() };
-            for (local, worker) in workers(&job("f p"), &assignment, &[], &host(1, 0), |_| None).iter().enumerate() {
+            let workers = workers(&job("f p"), &assignment, &[], &host(1, 0), |_| None);
+            for (local, worker) in workers.iter().enumerate() {
                 let number = |name| get(worker, name).and_then(|value| value.parse::<u32>().ok());
                 prop_assert_eq!(number("RANK"), Some(first_rank + local as u32));
-                prop_assert_eq!((worker.rank, worker.local_rank), (first_rank + local as u32, local as u32));
+                let local = local as u32;
+                prop_assert_eq!((worker.rank, worker.local_rank), (first_rank + local, local));
                 prop_assert_eq!(get(worker, "NODE_RANK"), get(worker, "GROUP_RANK"));
             }
         }

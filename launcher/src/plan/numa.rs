@@ -89,51 +89,52 @@ pub fn bind(
     topology: &Topology,
 ) -> Result<Vec<Vec<usize>>, Usage> {
     let nodes = topology.nodes();
-    let homes: Vec<usize> = match topology.gpu_nodes.get(..workers) {
+    let worker_nodes: Vec<usize> = match topology.gpu_nodes.get(..workers) {
         Some(gpu_nodes) => gpu_nodes.to_vec(),
         None => (0..workers).map(|worker| nodes[worker * nodes.len() / workers]).collect(),
     };
-    if let Some(gpu) = homes.iter().position(|home| !nodes.contains(home)) {
+    if let Some(gpu) = worker_nodes.iter().position(|node| !nodes.contains(node)) {
         return Err(Usage(format!(
-            "--numa-binding: GPU {gpu} is on NUMA node {}, whose CPUs this job may not use; allow some, or leave it out",
-            homes[gpu]
+            "--numa-binding: GPU {gpu} is on NUMA node {}, whose CPUs this job may not use; allow \
+             some, or leave it out",
+            worker_nodes[gpu]
         )));
     }
     let cpus_of = |worker: usize| {
-        let home = homes[worker];
-        let neighbours = homes.iter().filter(|other| **other == home).count();
-        let place = homes[..worker].iter().filter(|other| **other == home).count();
+        let node = worker_nodes[worker];
+        let on_node = worker_nodes.iter().filter(|other| **other == node).count();
+        let index = worker_nodes[..worker].iter().filter(|other| **other == node).count();
         match binding {
-            NumaBinding::Node => Ok(topology.groups(home, |cpu| cpu.node).concat()),
+            NumaBinding::Node => Ok(topology.groups(node, |cpu| cpu.node).concat()),
             NumaBinding::Socket => {
                 let sockets: Vec<_> = topology
                     .cpus
                     .iter()
-                    .filter(|cpu| cpu.node == home)
+                    .filter(|cpu| cpu.node == node)
                     .map(|cpu| cpu.socket)
                     .collect();
                 let is_near = |cpu: &&Cpu| sockets.contains(&cpu.socket);
                 Ok(topology.cpus.iter().filter(is_near).map(|cpu| cpu.id).collect())
             }
             NumaBinding::Exclusive => {
-                let cores = topology.groups(home, |cpu| cpu.core);
-                if cores.len() < neighbours {
+                let cores = topology.groups(node, |cpu| cpu.core);
+                if cores.len() < on_node {
                     return Err(Usage(format!(
-                        "--numa-binding is 'exclusive', but of NUMA node {home} this job may use {} cores for \
-                         {neighbours} workers; start fewer, or use node",
+                        "--numa-binding is 'exclusive', but of NUMA node {node} this job may use \
+                         {} cores for {on_node} workers; start fewer, or use node",
                         cores.len()
                     )));
                 }
                 // The first ones get the remainder.
-                let (share, more) = (cores.len() / neighbours, cores.len() % neighbours);
-                let start = place * share + place.min(more);
-                let end = start + share + usize::from(place < more);
+                let (share, more) = (cores.len() / on_node, cores.len() % on_node);
+                let start = index * share + index.min(more);
+                let end = start + share + usize::from(index < more);
                 Ok(cores[start..end].concat())
             }
             NumaBinding::CoreComplex => {
-                let mut complexes = topology.groups(home, |cpu| cpu.cache);
+                let mut complexes = topology.groups(node, |cpu| cpu.cache);
                 complexes.sort_by_key(|cpus| std::cmp::Reverse(cpus.len()));
-                Ok(complexes[place % complexes.len()].clone())
+                Ok(complexes[index % complexes.len()].clone())
             }
         }
     };
@@ -414,8 +415,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn exclusive_cpus_are_nobody_elses(nodes in 1usize..4, cores in 3usize..16, workers in 1usize..12) {
-            let cpu = |id: usize| Cpu { id, node: id % cores % nodes, socket: 0, core: id % cores, cache: 0 };
+        fn exclusive_cpus_belong_to_one_worker(
+            nodes in 1usize..4,
+            cores in 3usize..16,
+            workers in 1usize..12,
+        ) {
+            let node = |id: usize| id % cores % nodes;
+            let cpu = |id| Cpu { id, node: node(id), socket: 0, core: id % cores, cache: 0 };
             let topology = Topology { cpus: (0..2 * cores).map(cpu).collect(), gpu_nodes: vec![] };
             if let Ok(bound) = bind(NumaBinding::Exclusive, workers, &topology) {
                 let mut all = bound.concat();
@@ -429,7 +435,9 @@ mod tests {
         }
 
         #[test]
-        fn lists_are_read_as_they_are_written(cpus in prop::collection::btree_set(0usize..200, 0..40)) {
+        fn lists_are_read_as_they_are_written(
+            cpus in prop::collection::btree_set(0usize..200, 0..40),
+        ) {
             let cpus: Vec<_> = cpus.into_iter().collect();
             prop_assert_eq!(parse(&list(&cpus)), Some(cpus));
         }

@@ -83,7 +83,8 @@ impl Places {
         let python = python.display();
         found.map(OsString::from).ok_or_else(|| {
             Usage(format!(
-                "PYTHON_EXEC is '{python}'; for {program} it must be an interpreter, by path or by name on PATH"
+                "PYTHON_EXEC is '{python}'; for {program} it must be an interpreter, by path or \
+                 by name on PATH"
             ))
         })
     }
@@ -95,7 +96,7 @@ impl Places {
             here if here.is_file() => {
                 format!("; if the file here is Python's, write --run-path {name}")
             }
-            _ => String::new(),
+            _ => "; give its path".into(),
         };
         let found = self.find(program, is_executable, &hint)?;
         let path = Path::new(&found);
@@ -199,7 +200,7 @@ mod tests {
         let find = |name: &str| {
             places.command(ProgramKind::ByName, OsStr::new(name)).map_err(|usage| usage.0)
         };
-        assert!(find("train").unwrap_err().contains("nor on PATH"));
+        assert!(find("train").unwrap_err().ends_with("nor on PATH; give its path"));
         let in_late = file(late.path(), "train", 0o755);
         file(early.path(), "train", 0o644);
         assert_eq!(find("train").unwrap(), [in_late.clone().into_os_string()]);

@@ -52,13 +52,22 @@ impl Tail {
         self.0.extend(kept);
     }
 
-    /// The last lines, as a terminal would show them: a progress bar is its last state only.
+    /// The last lines, as a terminal would show them: a progress bar is its last state only. The
+    /// frames of a Rust backtrace are left out, as they would leave no room for the error above.
     fn lines(&self) -> Vec<String> {
         let bytes: Vec<u8> = self.0.iter().copied().collect();
         let text = String::from_utf8_lossy(&bytes);
-        let lines: Vec<_> = text.lines().map(|line| line.trim_end_matches('\r')).collect();
-        let shown = lines.iter().skip(lines.len().saturating_sub(TAIL_LINES));
-        shown.map(|line| line.rsplit('\r').next().unwrap_or_default().to_string()).collect()
+        let mut lines = Vec::new();
+        let mut in_backtrace = false;
+        for line in text.lines() {
+            if in_backtrace && line.starts_with(' ') {
+                continue;
+            }
+            in_backtrace = line.eq_ignore_ascii_case("stack backtrace:");
+            let last = line.trim_end_matches('\r').rsplit('\r').next().unwrap_or_default();
+            lines.push(format!("{last}{}", if in_backtrace { " left out" } else { "" }));
+        }
+        lines.split_off(lines.len().saturating_sub(TAIL_LINES))
     }
 }
 
@@ -183,7 +192,7 @@ pub fn killed_after_grace(outcomes: &[Outcome], signal: i32) -> Option<String> {
 fn exit_summaries(outcomes: &[&Outcome]) -> String {
     let mut groups: Vec<(String, Vec<u32>)> = Vec::new();
     for outcome in outcomes {
-        let fate = match (outcome.end, outcome.stopped) {
+        let ending = match (outcome.end, outcome.stopped) {
             (None, _) => "could not be killed".into(),
             (Some(ExitStatus::Exit(0 | 143) | ExitStatus::Signal(15)), Stopped::Asked) => {
                 "stopped by flow-launch".into()
@@ -194,14 +203,14 @@ fn exit_summaries(outcomes: &[&Outcome]) -> String {
             (Some(ExitStatus::Exit(0)), Stopped::No) => "had finished".into(),
             (Some(end), Stopped::No) => format!("failed too ({end}{})", at(outcome.time)),
         };
-        match groups.iter_mut().find(|(known, _)| *known == fate) {
+        match groups.iter_mut().find(|(known, _)| *known == ending) {
             Some((_, ranks)) => ranks.push(outcome.rank),
-            None => groups.push((fate, vec![outcome.rank])),
+            None => groups.push((ending, vec![outcome.rank])),
         }
     }
     groups
         .iter()
-        .map(|(fate, members)| format!("{} {fate}", ranks(members)))
+        .map(|(ending, members)| format!("{} {ending}", ranks(members)))
         .collect::<Vec<_>>()
         .join("; ")
 }
@@ -273,10 +282,9 @@ mod tests {
         assert_eq!(
             lines[3],
             format!(
-                "the others: rank 0 stopped by flow-launch; rank 2 had finished; \
-                 rank 3 killed by flow-launch after the grace period; \
-                 rank 4 asked to stop, ended with exit code 1; rank 5 failed too (exit code 2{time}); \
-                 rank 6 killed by flow-launch"
+                "the others: rank 0 stopped by flow-launch; rank 2 had finished; rank 3 killed by \
+                 flow-launch after the grace period; rank 4 asked to stop, ended with exit code \
+                 1; rank 5 failed too (exit code 2{time}); rank 6 killed by flow-launch"
             )
         );
         assert_eq!(
@@ -284,6 +292,16 @@ mod tests {
             "ranks 3, 6 did not stop on SIGTERM and had to be killed"
         );
         assert_eq!(killed_after_grace(&outcomes[..3], 15), None);
+    }
+
+    #[test]
+    fn a_backtrace_leaves_room_for_the_error() {
+        let mut said = Tail::default();
+        said.push(b"Error: no such file\n\nStack backtrace:\n");
+        said.push("   0: main\n             at ./src/main.rs:1:1\n".repeat(30).as_bytes());
+        said.push(b"done\n");
+        let expected = ["Error: no such file", "", "Stack backtrace: left out", "done"];
+        assert_eq!(said.lines(), expected);
     }
 
     #[test]

@@ -129,7 +129,8 @@ fn table(ranks: &BTreeMap<u32, Rank>, steps: usize, operations: usize) -> String
         let (slowest, last) = (rank.slowest, rank.last);
         let _ = writeln!(
             text,
-            "{number:>4} {time:>10.1} {share:>7.0}% {waits:>10.1} {compute:>12.1} {slowest:>12} {last:>19}"
+            "{number:>4} {time:>10.1} {share:>7.0}% {waits:>10.1} {compute:>12.1} {slowest:>12} \
+             {last:>19}"
         );
     }
     text

@@ -1,4 +1,4 @@
-"""Trains with Lightning's Trainer, then with Fabric; both find the ranks that a launcher has told them."""
+"""Trains with Lightning's Trainer, then with Fabric; both find the ranks that a launcher has set."""
 
 import lightning
 import torch

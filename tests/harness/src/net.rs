@@ -53,8 +53,9 @@ impl Net {
         for node in 0..count {
             // The file of host names lives on, without a name, where it is mounted.
             let machine = Machine::start(&format!(
-                "hostname node{node} && mount -t tmpfs tmpfs /dev/shm && printf '127.0.0.1 localhost\\n{hosts}' \
-                 >/dev/shm/hosts && mount --bind /dev/shm/hosts /etc/hosts && rm /dev/shm/hosts"
+                "hostname node{node} && mount -t tmpfs tmpfs /dev/shm && printf '127.0.0.1 \
+                 localhost\\n{hosts}' >/dev/shm/hosts && mount --bind /dev/shm/hosts /etc/hosts \
+                 && rm /dev/shm/hosts"
             ))?;
             switch.configure(&format!(
                 "ip link add name port{node} type veth peer name eth0 netns {} && \
@@ -62,7 +63,8 @@ impl Net {
                 machine.init
             ))?;
             machine.configure(&format!(
-                "ip addr add {}/24 dev eth0 && ip addr add {}/64 dev eth0 nodad && ip link set eth0 up",
+                "ip addr add {}/24 dev eth0 && ip addr add {}/64 dev eth0 nodad && ip link set \
+                 eth0 up",
                 ipv4(node),
                 ipv6(node)
             ))?;
@@ -109,8 +111,10 @@ impl Net {
         };
         let cases: String = self.nodes.iter().enumerate().map(case).collect();
         let script = format!(
-            "#!/bin/sh\ncase ${{1#*@}} in\n{cases}*) echo \"ssh: Could not resolve hostname $1\" >&2; exit 255 ;;\nesac\n\
-             exec env -i PATH=\"$PATH\" TMPDIR=$tmp nsenter --target $pid --net --uts --ipc --mount --pid -- sh -c \"$2\"\n"
+            "#!/bin/sh\ncase ${{1#*@}} in\n{cases}*) echo \"ssh: Could not resolve hostname $1\" \
+             >&2; exit 255 ;;\nesac\n\
+             exec env -i PATH=\"$PATH\" TMPDIR=$tmp nsenter --target $pid --net --uts --ipc \
+             --mount --pid -- sh -c \"$2\"\n"
         );
         fs::write(&path, script).unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();

@@ -55,6 +55,65 @@ fn the_page_of_variables_has_all_that_the_code_reads_and_no_other() {
     );
 }
 
+/// The folders with code.
+const FOLDERS: &[&str] = &[
+    "autograd", "comm", "ddp", "examples", "flow", "kernels", "launcher", "python", "scripts",
+    "tensor", "tests",
+];
+
+/// All files below them whose names end so, from the root.
+fn code(ends: &[&str]) -> Vec<String> {
+    let from_root = |file: PathBuf| file.strip_prefix(root()).unwrap().display().to_string();
+    let of = |folder: &&str| files(&root().join(folder), ends).into_iter().map(from_root);
+    FOLDERS.iter().flat_map(of).collect()
+}
+
+/// What stands between backticks.
+fn quoted(text: &str) -> impl Iterator<Item = &str> {
+    text.split('`').skip(1).step_by(2)
+}
+
+#[test]
+fn the_page_says_where_unsafe_is() {
+    let page = fs::read_to_string(root().join("docs/architecture.md")).unwrap();
+    let (_, paragraph) = page.split_once("\n`unsafe` is in").expect("a paragraph on unsafe");
+    let paragraph = paragraph.split("\n\n").next().unwrap();
+    let listed: Vec<&str> = quoted(paragraph).filter(|text| text.contains('/')).collect();
+    let starts = ["{", "impl", "fn", "extern"].map(|rest| ["unsafe", rest].join(" "));
+    let is_unsafe = |file: &String| {
+        let text = fs::read_to_string(root().join(file)).unwrap();
+        let mut code = text.lines().filter_map(|line| line.split("//").next());
+        code.any(|code| starts.iter().any(|start| code.contains(start)))
+    };
+    let found: Vec<String> = code(&[".rs"]).into_iter().filter(is_unsafe).collect();
+    let missing = found.iter().filter(|file| !listed.iter().any(|place| file.starts_with(place)));
+    let gone = listed.iter().filter(|place| !found.iter().any(|file| file.starts_with(**place)));
+    let (missing, gone): (Vec<_>, Vec<_>) = (missing.collect(), gone.collect());
+    assert!(
+        missing.is_empty() && gone.is_empty(),
+        "docs/architecture.md lacks {missing:?} in its list of unsafe code, and has {gone:?}, \
+         which have none"
+    );
+}
+
+/// The reading orders name files, from the root or from a folder near their text.
+#[test]
+fn files_that_the_pages_name_exist() {
+    let ends = [".rs", ".py", ".cpp", ".cu", ".h"];
+    let code = code(&ends);
+    for page in ["docs/architecture.md", "CONTRIBUTING.md"] {
+        let text = fs::read_to_string(root().join(page)).unwrap();
+        let named: Vec<&str> = quoted(&text)
+            .filter(|name| !name.contains(' ') && ends.iter().any(|end| name.ends_with(end)))
+            .collect();
+        let exists = |name: &str| {
+            code.iter().any(|file| file == name || file.ends_with(&format!("/{name}")))
+        };
+        let missing: Vec<_> = named.iter().filter(|name| !exists(name)).collect();
+        assert!(named.len() > 5 && missing.is_empty(), "{page} names {missing:?}");
+    }
+}
+
 #[test]
 fn links_lead_to_files_and_headings() {
     let mut pages = files(&root().join("docs"), &[".md"]);

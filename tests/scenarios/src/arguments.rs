@@ -39,7 +39,10 @@ fn arguments(group: &ProcessGroup) -> Result<()> {
     refused("send", &itself, group.send_async(vec![1_u8], rank)?.wait().map(drop))?;
 
     let lengths = |input, output, right| {
-        format!("input of {input} and output of {output} elements do not fit: output must be {right} elements")
+        format!(
+            "input of {input} and output of {output} elements do not fit: output must be {right} \
+             elements"
+        )
     };
     refused("all_gather", &lengths(4, 5, 8), group.all_gather(&four, &mut five))?;
     refused(

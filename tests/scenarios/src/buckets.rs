@@ -10,7 +10,7 @@ use flow_comm::{Buffer, DType, Error, ProcessGroup, ReduceOp, Segments, SharedBu
 use crate::registry::{by_hand, in_process, launched, scenario, Job, Scenario};
 
 pub const SCENARIOS: &[Scenario] = &[
-    scenario("buckets_are_posted_once", pieces, &[launched(2), in_process(2), by_hand(&[1, 1])]),
+    scenario("buckets_are_launched_once", pieces, &[launched(2), in_process(2), by_hand(&[1, 1])]),
     scenario("refused_buckets_leave_the_group_usable", refused, &[launched(2), by_hand(&[1, 1])]),
     scenario(
         "pieces_of_other_lengths_are_an_error",
@@ -126,8 +126,8 @@ fn left(world: &ProcessGroup) -> Result<()> {
     given_up(world, None, "has left the group")
 }
 
-/// Rank 1 gives its bucket up when both have launched theirs, saying why or not, and rank 0 learns of
-/// it late.
+/// Rank 1 gives its bucket up when both have launched theirs, saying why or not, and rank 0 learns
+/// of it late.
 fn given_up(world: &ProcessGroup, cause: Option<&str>, named: &str) -> Result<()> {
     let group = world.duplicate()?;
     // So many pieces that the table of their places is several pages.

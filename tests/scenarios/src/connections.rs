@@ -62,7 +62,8 @@ fn share(group: &ProcessGroup) -> Result<()> {
         ensure!(sum_of_ranks(group)? == (0..group.world_size() as i64).sum::<i64>());
     }
     come_to(of_one_group)?;
-    // Messages go round: with two ranks a node, each has a neighbour elsewhere that is not its leader's.
+    // Messages go round: with two ranks a node, each has a neighbour elsewhere that is not its
+    // leader's.
     groups.iter().try_for_each(use_all)?;
     group.barrier()?;
     let neighbours = usize::from(group.local_world_size() > 1);

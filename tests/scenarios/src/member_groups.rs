@@ -111,7 +111,8 @@ fn members(world: &ProcessGroup) -> Result<()> {
     for list in [&[][..], &[rank, rank], &[rank, 5], &[(rank + 1) % 5]] {
         let error = world.new_group_of(list, "wrong").err().context("a bad list was accepted")?;
         let expected = format!(
-            "rank {rank}: new_group_of: {list:?} must be different ranks from 0 to 4, this one ({rank}) among them"
+            "rank {rank}: new_group_of: {list:?} must be different ranks from 0 to 4, this one \
+             ({rank}) among them"
         );
         ensure!(
             matches!(error, Error::Argument { .. }) && error.to_string() == expected,
@@ -211,8 +212,8 @@ fn members_leave_no_keys(world: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// With three ranks, of which rank 2 says when it can be killed: when it has answered and rank 1 has
-/// not come yet, or before.
+/// With three ranks, of which rank 2 says when it can be killed: when it has answered and rank 1
+/// has not come yet, or before.
 fn member_dies(world: &ProcessGroup, answers: bool) -> Result<()> {
     let rank = world.rank();
     if rank == 2 {

@@ -110,7 +110,8 @@ fn refused(test: &Test, reason: &str) {
     fails(test, &[reason]);
 }
 
-/// Each node has a host name of its own, which leads nowhere; no launcher says what nodes there are.
+/// Each node has a host name of its own, which leads nowhere; no launcher says what nodes there
+/// are.
 fn hosts(test: &Test) {
     const SCRIPT: &str = r#"
         export OMPI_COMM_WORLD_LOCAL_RANK=$((OMPI_COMM_WORLD_RANK % 2)) OMPI_COMM_WORLD_LOCAL_SIZE=2

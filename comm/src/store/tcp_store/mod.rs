@@ -334,7 +334,7 @@ mod tests {
     }
 
     /// Whether a client may have sent this.
-    fn hears(store: &mut HostedTcpStore, id: usize, wire: &[u8]) -> bool {
+    fn accepts(store: &mut HostedTcpStore, id: usize, wire: &[u8]) -> bool {
         store.receive(id, wire, 0, &mut Outbox::default()).is_ok()
     }
 
@@ -344,20 +344,20 @@ mod tests {
             let mut store = store();
             let count = (0..1000)
                 .take_while(|i| {
-                    hears(&mut store, 0, &request(operation, &i.to_string(), Some(900)))
+                    accepts(&mut store, 0, &request(operation, &i.to_string(), Some(900)))
                 })
                 .count();
             assert!((MAX / 2000..MAX / 900).contains(&count), "{count}");
             store.leave(0);
             // What takes no more is possible for others, and what makes room, and then what takes
             // it.
-            assert!(hears(&mut store, 1, &request(3, "0", None)));
-            assert!(!hears(&mut store, 1, &request(operation, "another", Some(900))));
+            assert!(accepts(&mut store, 1, &request(3, "0", None)));
+            assert!(!accepts(&mut store, 1, &request(operation, "another", Some(900))));
             let remove = if operation == 14 { 15 } else { 8 };
             for i in 0..3 {
-                assert!(hears(&mut store, 2, &request(remove, &i.to_string(), None)));
+                assert!(accepts(&mut store, 2, &request(remove, &i.to_string(), None)));
             }
-            assert!(hears(&mut store, 2, &request(operation, "another", Some(900))));
+            assert!(accepts(&mut store, 2, &request(operation, "another", Some(900))));
         }
     }
 
@@ -365,7 +365,7 @@ mod tests {
     fn empty_keys_and_values_take_memory_as_well() {
         let mut store = store();
         let count =
-            (0..MAX).take_while(|_| hears(&mut store, 0, &request(14, "", Some(0)))).count();
+            (0..MAX).take_while(|_| accepts(&mut store, 0, &request(14, "", Some(0)))).count();
         assert!(count < MAX / 100, "{count}");
     }
 
@@ -374,7 +374,7 @@ mod tests {
         let mut store = store();
         let key = "k".repeat(1000);
         (0..40).for_each(|i| {
-            assert!(hears(&mut store, 0, &request(1, &format!("{key}{i}"), Some(0))))
+            assert!(accepts(&mut store, 0, &request(1, &format!("{key}{i}"), Some(0))))
         });
         let before = store.size();
         let mut outbox = Outbox::default();
@@ -386,28 +386,28 @@ mod tests {
         assert_eq!(store.size(), before + list.len());
         // It is kept no more, but on its way; a second one is too much, until the first has been
         // sent.
-        assert!(hears(&mut store, 0, &request(1, "another", Some(0))));
-        assert!(!hears(&mut store, 1, &[17]));
+        assert!(accepts(&mut store, 0, &request(1, "another", Some(0))));
+        assert!(!accepts(&mut store, 1, &[17]));
         outbox.0.clear();
-        assert!(hears(&mut store, 1, &[17]));
+        assert!(accepts(&mut store, 1, &[17]));
         // Values need the room more.
-        assert!(hears(&mut store, 0, &request(1, "large", Some(40_000))));
+        assert!(accepts(&mut store, 0, &request(1, "large", Some(40_000))));
     }
 
     #[test]
     fn what_is_incomplete_or_waits_counts() {
         let mut store = store();
         let wire = request(1, "key", Some(MAX));
-        assert!(hears(&mut store, 0, &wire[..MAX / 2]));
-        assert!(!hears(&mut store, 1, &wire[..MAX - MAX / 4]));
+        assert!(accepts(&mut store, 0, &wire[..MAX / 2]));
+        assert!(!accepts(&mut store, 1, &wire[..MAX - MAX / 4]));
         store.leave(1);
         let wait = |count: u64| {
             let mut wire = [&[6][..], &count.to_le_bytes()].concat();
             (0..count).for_each(|i| wire::put(&mut wire, &i.to_le_bytes()));
             wire
         };
-        assert!(hears(&mut store, 2, &wait(100)));
-        assert!(!hears(&mut store, 2, &wait(1000)));
+        assert!(accepts(&mut store, 2, &wait(100)));
+        assert!(!accepts(&mut store, 2, &wait(1000)));
         store.leave(0);
         store.leave(2);
         assert_eq!(store.size(), 0);

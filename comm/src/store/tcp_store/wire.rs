@@ -66,7 +66,7 @@ pub fn put(wire: &mut Vec<u8>, bytes: &[u8]) {
     wire.extend_from_slice(bytes);
 }
 
-/// Requests of one client, of which the last may be incomplete.
+/// Requests of one client; the last may be incomplete.
 ///
 /// A MULTI_SET comes out as so many sets: nothing of it has to be kept until all has come.
 #[derive(Default)]

@@ -82,11 +82,15 @@ fn print(options: &Options, memory: Memory, bytes: usize, ranks: usize, times: &
         println!(
             "{}",
             json!({
-                "bench": "allreduce", "memory": memory, "bytes": bytes, "ranks": ranks, "median_us": median, "mean_us": mean,
+                "bench": "allreduce", "memory": memory, "bytes": bytes, "ranks": ranks,
+                "median_us": median, "mean_us": mean,
             })
         );
     } else {
         let size = size_name(bytes);
-        println!("all-reduce, {ranks} ranks, {memory:<8} memory {size:>10} {median:>12.2} us, mean {mean:>12.2} us");
+        println!(
+            "all-reduce, {ranks} ranks, {memory:<8} memory {size:>10} {median:>12.2} us, mean \
+             {mean:>12.2} us"
+        );
     }
 }

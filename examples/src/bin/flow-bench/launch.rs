@@ -48,10 +48,16 @@ pub fn run(options: &Options) -> Result<()> {
     if group.rank() == 0 {
         let (ranks, us) = (group.world_size(), microseconds(median(&mut times)));
         if options.json {
-            let line = json!({"bench": "launch", "ranks": ranks, "gradients": GRADIENTS, "bytes": BYTES, "median_us": us});
+            let line = json!({
+                "bench": "launch", "ranks": ranks, "gradients": GRADIENTS, "bytes": BYTES,
+                "median_us": us,
+            });
             println!("{line}");
         } else {
-            println!("launch of a bucket of {GRADIENTS} gradients, {ranks} ranks: {us:.2} us of the host's time");
+            println!(
+                "launch of a bucket of {GRADIENTS} gradients, {ranks} ranks: {us:.2} us of the \
+                 host's time"
+            );
         }
     }
     Ok(())

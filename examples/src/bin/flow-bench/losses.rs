@@ -60,7 +60,8 @@ pub fn run(options: &Options) -> Result<()> {
     group.all_reduce(&mut losses, ReduceOp::Avg)?;
     if rank == 0 {
         let line = json!({
-            "bench": "losses", "model": options.model.name(), "ranks": group.world_size(), "losses": losses,
+            "bench": "losses", "model": options.model.name(), "ranks": group.world_size(),
+            "losses": losses,
         });
         println!("{line}");
     }

@@ -49,7 +49,7 @@ impl Model {
         }
     }
 
-    /// The model, which tells ten classes apart, with its variables below `path`.
+    /// The model, a classifier of ten classes, with its variables below `path`.
     pub fn build(self, path: &nn::Path) -> SequentialT {
         match self {
             Model::Mlp => mlp(path),
@@ -90,7 +90,7 @@ fn wide(path: &nn::Path) -> SequentialT {
     hidden.add(nn::linear(path / "fc6", 2048, 10, Default::default()))
 }
 
-/// A block of GPT-2 (Radford et al. 2019); classes are told from the mean over all tokens.
+/// A block of GPT-2 (Radford et al. 2019); classes are predicted from the mean over all tokens.
 fn gpt(path: &nn::Path) -> SequentialT {
     let norm = |name| nn::layer_norm(path / name, vec![WIDTH], Default::default());
     let dense =

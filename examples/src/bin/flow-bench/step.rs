@@ -186,7 +186,8 @@ fn print(options: &Options, ranks: usize, parameters: usize, times: &mut Times) 
     let efficiency = local / ddp;
     if options.json {
         let mut line = json!({
-            "bench": "step", "model": model, "ranks": ranks, "parameters": parameters, "local_ms": local, "ddp_ms": ddp,
+            "bench": "step", "model": model, "ranks": ranks, "parameters": parameters,
+            "local_ms": local, "ddp_ms": ddp,
             "efficiency": efficiency, "local_mean_ms": local_mean, "ddp_mean_ms": ddp_mean,
         });
         if let Some(barrier) = barrier {
@@ -198,7 +199,8 @@ fn print(options: &Options, ranks: usize, parameters: usize, times: &mut Times) 
             format!("; {barrier:.3} ms with a barrier, {:.3} of which is left", barrier / ddp)
         });
         println!(
-            "step, {model}: {local:.3} ms alone, {ddp:.3} ms with Ddp: efficiency {efficiency:.3}{}",
+            "step, {model}: {local:.3} ms alone, {ddp:.3} ms with Ddp: efficiency {efficiency:.3}\
+             {}",
             bound.unwrap_or_default()
         );
     }

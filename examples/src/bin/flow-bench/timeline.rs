@@ -13,9 +13,16 @@ use serde_json::{json, Value};
 pub fn write(file: &Path, stats: &Stats) -> Result<()> {
     let buckets = stats.buckets.iter().enumerate().map(|(number, bucket)| {
         let details = json!({
-            "bytes": bucket.bytes, "parameters": bucket.parameters.len(), "behind_us": us(bucket.behind_backward),
+            "bytes": bucket.bytes, "parameters": bucket.parameters.len(),
+            "behind_us": us(bucket.behind_backward),
         });
-        span(number + 1, &format!("bucket {number}"), bucket.ready_at, bucket.ready_to_done, details)
+        span(
+            number + 1,
+            &format!("bucket {number}"),
+            bucket.ready_at,
+            bucket.ready_to_done,
+            details,
+        )
     });
     let backward = span(0, "backward", Duration::ZERO, stats.backward, json!({}));
     let events: Vec<Value> = std::iter::once(backward).chain(buckets).collect();
@@ -25,7 +32,8 @@ pub fn write(file: &Path, stats: &Stats) -> Result<()> {
 
 fn span(row: usize, name: &str, start: Duration, duration: Duration, details: Value) -> Value {
     json!({
-        "name": name, "ph": "X", "pid": 0, "tid": row, "ts": us(start), "dur": us(duration), "args": details,
+        "name": name, "ph": "X", "pid": 0, "tid": row,
+        "ts": us(start), "dur": us(duration), "args": details,
     })
 }
 

@@ -100,18 +100,18 @@ impl Test {
     /// The code that all agents end with, and the report.
     fn end(&mut self) -> (u8, Option<String>) {
         let commands = std::mem::take(&mut self.commands);
-        let verdicts: Vec<_> = commands
+        let results: Vec<_> = commands
             .into_iter()
             .map(|(_, command)| match command {
-                Command::Finish(verdict) => verdict,
+                Command::Finish(result) => result,
                 other => panic!("{other:?}"),
             })
             .collect();
         assert!(
-            !verdicts.is_empty() && verdicts.iter().all(|verdict| *verdict == verdicts[0]),
-            "{verdicts:?}"
+            !results.is_empty() && results.iter().all(|result| *result == results[0]),
+            "{results:?}"
         );
-        (verdicts[0].code, verdicts[0].cause.clone())
+        (results[0].code, results[0].cause.clone())
     }
 }
 
@@ -396,7 +396,7 @@ fn an_agent_that_does_not_stop_its_workers_is_given_up() {
     test.stopped(LEADER, Some("rank 0 ..."));
     test.pass(test.coordinator.grace + STOPPING);
     assert!(
-        matches!(&test.commands[0], (1, Command::Finish(verdict)) if verdict.code == 1),
+        matches!(&test.commands[0], (1, Command::Finish(result)) if result.code == 1),
         "{:?}",
         test.commands
     );

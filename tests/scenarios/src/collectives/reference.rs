@@ -93,7 +93,9 @@ macro_rules! integer_reference {
                 match op {
                     ReduceOp::Sum => wide().sum::<i128>() as $integer,
                     ReduceOp::Avg => (wide().sum::<i128>() / values.len() as i128) as $integer,
-                    ReduceOp::Product => values.iter().fold(1, |product, &value| product.wrapping_mul(value)),
+                    ReduceOp::Product => {
+                        values.iter().fold(1, |product, &value| product.wrapping_mul(value))
+                    }
                     ReduceOp::Min => *values.iter().min().unwrap(),
                     ReduceOp::Max => *values.iter().max().unwrap(),
                 }

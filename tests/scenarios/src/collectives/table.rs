@@ -93,7 +93,8 @@ impl<B: Backend, T: Number> Case<'_, B, T> {
         if let Some((index, got)) = wrong {
             let (Self { name, count, root, .. }, rank) = (self, self.backend.rank());
             anyhow::bail!(
-                "{name} of {count} x {}, root {root}, rank {rank} of {}: element {index} is {got:?} and not {:?}",
+                "{name} of {count} x {}, root {root}, rank {rank} of {}: element {index} is \
+                 {got:?} and not {:?}",
                 T::DTYPE,
                 self.size(),
                 expected(index)

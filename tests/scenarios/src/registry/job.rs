@@ -169,7 +169,8 @@ fn by_mpirun(nodes: &[usize], worker: &str, arguments: &[&str]) -> Command {
         for (node, &count) in nodes.iter().enumerate() {
             for local in 0..count {
                 script.push_str(&format!(
-                    "{rank}) export LOCAL_RANK={local} LOCAL_WORLD_SIZE={count} GROUP_RANK={node};;\n"
+                    "{rank}) export LOCAL_RANK={local} LOCAL_WORLD_SIZE={count} \
+                     GROUP_RANK={node};;\n"
                 ));
                 rank += 1;
             }

@@ -40,7 +40,10 @@ pub(super) fn run(files: &[File]) -> ExitCode {
 fn has_mpirun() -> bool {
     let has = Command::new("mpirun").arg("--version").output().is_ok();
     if !has {
-        println!("SKIPPED: groups over MPI: there is no mpirun (Debian, Ubuntu: apt-get install openmpi-bin)");
+        println!(
+            "SKIPPED: groups over MPI: there is no mpirun (Debian, Ubuntu: apt-get install \
+             openmpi-bin)"
+        );
     }
     has
 }

@@ -1,6 +1,6 @@
 //! What becomes of a rank that forks: its child, which is not replaced by another program, neither
-//! disturbs it nor hangs. A child returns from its scenario too, and drops its copies of all that its
-//! parent has.
+//! disturbs it nor hangs. A child returns from its scenario too, and drops its copies of all that
+//! its parent has.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;

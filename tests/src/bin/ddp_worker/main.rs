@@ -29,8 +29,8 @@ const CPU: &[Job] = &[
     launched(3).mode("copies", "FLOW_DDP_COPY", "1"),
     launched(2).mode("thread", "FLOW_DDP_PROGRESS", "thread"),
 ];
-/// The way of GPUs, with tensors on the CPU: there is no fake libtorch. `scripts/gpu-check` runs the
-/// same on GPUs.
+/// The way of GPUs, with tensors on the CPU: there is no fake libtorch. `scripts/gpu-check` runs
+/// the same on GPUs.
 const GPUS: [Job; 2] = [
     launched(2).mode("tensors on the CPU", "FLOW_TEST_HOST_AS_GPU", "1").on_fake_cuda(),
     launched(3).mode("tensors on the CPU", "FLOW_TEST_HOST_AS_GPU", "1").on_fake_cuda(),

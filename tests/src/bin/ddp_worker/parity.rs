@@ -1,5 +1,5 @@
-//! Trains the models of `scripts/parity/models.py`, whose header describes them, and compares every bit
-//! with what PyTorch's DistributedDataParallel made of them.
+//! Trains the models of `scripts/parity/models.py`, whose header describes them, and compares every
+//! bit with what PyTorch's DistributedDataParallel made of them.
 
 use std::hash::Hasher;
 use std::num::Wrapping;
