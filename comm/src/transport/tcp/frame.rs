@@ -10,9 +10,9 @@ pub const HEADER: usize = 20;
 const MIN_FRAME: usize = 4096;
 /// The most bytes of a frame: other channels' come between two.
 const MAX_FRAME: usize = 1 << 20;
-/// Frames, and segments, that one call to the kernel moves.
+/// The most frames that one call to the kernel moves, and pieces of memory.
 pub const MAX_FRAMES: usize = 4;
-pub const MAX_SEGMENTS: usize = 64;
+pub const MAX_SLICES: usize = 64;
 
 /// What a frame begins with.
 #[derive(Default)]

@@ -8,11 +8,13 @@ use std::io::{self, IoSliceMut, Read as _};
 use std::net::TcpStream;
 use std::time::Instant;
 
+use smallvec::SmallVec;
+
 use super::channel::{Channel, Channels};
 use super::control::ChannelId;
-use super::frame::{cut, Header, HEADER, MAX_FRAMES, MAX_SEGMENTS};
+use super::frame::{cut, Header, HEADER, MAX_FRAMES, MAX_SLICES};
 
-/// Bytes that are read beyond what is expected: the next header is among them.
+/// Bytes that are read at once where nothing is expected.
 pub const READ_AHEAD: usize = 4096;
 
 /// The frame that comes in.
@@ -144,37 +146,32 @@ impl Incoming {
         }
         let guess = lengths.iter().sum();
         let mut headers = [[0; HEADER]; MAX_FRAMES];
-        let mut slices: [IoSliceMut<'_>; MAX_SEGMENTS] =
-            std::array::from_fn(|_| IoSliceMut::new(&mut []));
-        let mut count = 0;
-        let mut add = |slice| {
-            slices[count] = IoSliceMut::new(slice);
-            count += 1;
-            // A header, a segment and what is read ahead have room.
-            count + 3 <= MAX_SEGMENTS
-        };
+        let mut slices: SmallVec<[IoSliceMut; MAX_SLICES]> = SmallVec::new();
         let mut headers = headers.iter_mut();
+        slices.extend(headers.next().map(|header| IoSliceMut::new(header)));
         let (mut frame, mut left) = (0, lengths[0]);
-        headers.next().map(|header| add(header));
         'segments: for mut segment in receiving.slices_mut(guess) {
             while !segment.is_empty() {
-                if let (0, Some(header)) = (left, headers.next()) {
-                    add(header);
+                if slices.len() + 2 > MAX_SLICES {
+                    break 'segments;
+                }
+                if left == 0 {
                     frame += 1;
                     left = lengths[frame];
+                    slices.extend(headers.next().map(|header| IoSliceMut::new(header)));
                 }
                 let part;
                 (part, segment) = segment.split_at_mut(segment.len().min(left));
                 left -= part.len();
-                if !add(part) {
-                    break 'segments;
-                }
+                slices.push(IoSliceMut::new(part));
             }
         }
         lengths[frame] -= left;
         lengths[frame + 1..].fill(0);
-        add(&mut self.buffer[..if guess < READ_AHEAD { READ_AHEAD } else { 0 }]);
-        let bytes = rustix::io::readv(data, &mut slices[..count])?;
+        if guess == 0 {
+            slices.push(IoSliceMut::new(&mut self.buffer[..]));
+        }
+        let bytes = rustix::io::readv(data, &mut slices)?;
 
         let mut read = Read { slices: slices.iter(), slice: &[], rest: bytes };
         self.ahead.drain(..self.taken);
@@ -198,6 +195,7 @@ impl Incoming {
             }
         }
         read.take(usize::MAX, |bytes| self.ahead.extend_from_slice(bytes));
+        drop(slices);
         channel.arrived += direct as u64;
         channel.queues.receiving.skip(direct);
         if let Some(limit) = foreign {
@@ -208,21 +206,15 @@ impl Incoming {
 
     /// Reads more of a frame, to where its channel expects it.
     fn read_rest(&mut self, channel: &mut Channel, data: &TcpStream) -> io::Result<bool> {
-        let mut slices: [IoSliceMut<'_>; MAX_SEGMENTS] =
-            std::array::from_fn(|_| IoSliceMut::new(&mut []));
-        let (mut count, mut room) = (0, 0);
         let expected = if channel.takes_directly() { self.rest } else { 0 };
-        let segments = channel.queues.receiving.slices_mut(expected);
-        for (slice, segment) in slices.iter_mut().zip(segments) {
-            room += segment.len();
-            *slice = IoSliceMut::new(segment);
-            count += 1;
-        }
+        let segments = channel.queues.receiving.slices_mut(expected).take(MAX_SLICES);
+        let mut slices: SmallVec<[_; MAX_SLICES]> = segments.map(IoSliceMut::new).collect();
+        let room = slices.iter().map(|slice| slice.len()).sum();
         if room == 0 {
-            slices[count] = IoSliceMut::new(&mut self.buffer[..]);
-            count += 1;
+            slices.push(IoSliceMut::new(&mut self.buffer[..]));
         }
-        let read = rustix::io::readv(data, &mut slices[..count])?;
+        let read = rustix::io::readv(data, &mut slices)?;
+        drop(slices);
         let direct = read.min(room);
         channel.queues.receiving.skip(direct);
         channel.arrived += direct as u64;

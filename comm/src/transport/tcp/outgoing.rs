@@ -5,9 +5,11 @@ use std::io::{self, IoSlice};
 use std::net::TcpStream;
 use std::time::Instant;
 
+use smallvec::SmallVec;
+
 use super::channel::{Channel, Channels};
 use super::control::ChannelId;
-use super::frame::{cut, Header, HEADER, MAX_FRAMES, MAX_SEGMENTS};
+use super::frame::{cut, Header, HEADER, MAX_FRAMES, MAX_SLICES};
 
 /// The frame that is under way.
 pub struct Outgoing {
@@ -87,28 +89,27 @@ impl Outgoing {
             headers[frames] = Header { channel: self.channel, bytes, limit }.encode();
             frames += 1;
         }
-        let mut slices = [IoSlice::new(&[]); MAX_SEGMENTS];
-        slices[0] = IoSlice::new(&headers[0][self.begun..]);
-        let (mut count, mut frame, mut left) = (1, 0, self.rest);
-        'slices: for mut segment in queue.slices(lengths[..frames].iter().sum()) {
+        let mut slices: SmallVec<[IoSlice; MAX_SLICES]> = SmallVec::new();
+        slices.push(IoSlice::new(&headers[0][self.begun..]));
+        let (mut frame, mut left) = (0, self.rest);
+        'segments: for mut segment in queue.slices(lengths[..frames].iter().sum()) {
             while !segment.is_empty() {
-                if count + 1 >= MAX_SEGMENTS {
-                    break 'slices;
+                if slices.len() + 2 > MAX_SLICES {
+                    break 'segments;
                 }
                 if left == 0 {
                     frame += 1;
                     left = lengths[frame];
-                    slices[count] = IoSlice::new(&headers[frame]);
-                    count += 1;
+                    slices.push(IoSlice::new(&headers[frame]));
                 }
                 let part;
                 (part, segment) = segment.split_at(segment.len().min(left));
-                slices[count] = IoSlice::new(part);
                 left -= part.len();
-                count += 1;
+                slices.push(IoSlice::new(part));
             }
         }
-        let mut written = rustix::io::writev(data, &slices[..count])?;
+        let mut written = rustix::io::writev(data, &slices)?;
+        drop(slices);
         for frame in 0..frames {
             if frame > 0 {
                 if written == 0 {
