@@ -1,7 +1,7 @@
 //! What it costs to record an operation: `cargo run --release -p flow-comm --example record_cost`.
 //!
-//! A group of one rank does barriers, which are nothing but the entry, the record and the exit of an
-//! operation. The program prints what a record alone takes, and what a whole barrier does.
+//! A group of one rank does barriers, which are nothing but the entry, the record and the exit of
+//! an operation. The program prints what a record alone takes, and what a whole barrier does.
 
 use std::time::{Duration, Instant};
 

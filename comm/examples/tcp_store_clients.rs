@@ -93,7 +93,7 @@ fn measure(clients: usize, is_ours: bool) -> (f64, f64) {
     let port: u16 = port.trim().parse().expect("PYTHON must have PyTorch");
     let before = processor_time(&server);
 
-    let meeting = Server::start(&Address::Tcp("127.0.0.1:0".to_string()), TOKEN).unwrap();
+    let rendezvous = Server::start(&Address::Tcp("127.0.0.1:0".to_string()), TOKEN).unwrap();
     let processes: Vec<Child> = (0..PROCESSES)
         .map(|process| {
             let own = clients / PROCESSES + usize::from(process < clients % PROCESSES);
@@ -101,13 +101,13 @@ fn measure(clients: usize, is_ours: bool) -> (f64, f64) {
             command.args([
                 own.to_string(),
                 clients.to_string(),
-                meeting.address().to_string(),
+                rendezvous.address().to_string(),
                 port.to_string(),
             ]);
             command.env(ROLE, "clients").spawn().unwrap()
         })
         .collect();
-    let store = Store::connect(meeting.address(), TOKEN, TIMEOUT).unwrap();
+    let store = Store::connect(rendezvous.address(), TOKEN, TIMEOUT).unwrap();
     let ready: Vec<String> =
         processes.iter().map(|process| format!("ready/{}", process.id())).collect();
     store.wait(&ready, TIMEOUT).unwrap();
@@ -140,9 +140,9 @@ fn serve() {
 }
 
 /// `own` of all `clients`.
-fn join(meeting: &str, port: &str, own: usize, clients: usize) {
+fn join(rendezvous: &str, port: &str, own: usize, clients: usize) {
     let port: u16 = port.parse().unwrap();
-    let store = Store::connect(&meeting.parse().unwrap(), TOKEN, TIMEOUT).unwrap();
+    let store = Store::connect(&rendezvous.parse().unwrap(), TOKEN, TIMEOUT).unwrap();
     let barrier = Barrier::new(own + 1);
     let client = || {
         barrier.wait();

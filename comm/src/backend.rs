@@ -13,7 +13,7 @@ use crate::group::core::GroupCore;
 use crate::shm::segments::Segments;
 use crate::trace::RecordId;
 
-/// Memory of a caller, valid for the length of the call.
+/// Memory of a caller, valid for the length of the call, or none.
 #[derive(Clone, Copy)]
 pub struct BufferView {
     pub data: *mut u8,
@@ -63,8 +63,8 @@ pub trait HostBackend: Send + Sync {
     /// Its name in traces.
     fn name(&self) -> &'static str;
 
-    /// Runs a collective: all ranks of the group call it with the same operation, one after the
-    /// other.
+    /// Runs a collective: all ranks of the group call it with the same operation, in the same
+    /// order. Threads of a rank may call it at once: then one waits for the other.
     fn collective(&self, operation: OpDescriptor, buffers: Buffers) -> Result<()>;
 
     /// Sends a message to rank `to`. May return before its receiver asks for it.
@@ -86,6 +86,9 @@ pub trait HostBackend: Send + Sync {
 
     /// Does this rank's share of the launched buckets, without waiting. Those that are reduced on
     /// all ranks are over: [`LaunchedBucket::finish`].
+    ///
+    /// # Errors
+    /// The group has failed.
     fn progress_buckets(&self) -> Result<()>;
 
     /// Waits for all launched buckets.
@@ -148,8 +151,9 @@ pub struct LaunchedBucket {
 impl LaunchedBucket {
     /// All ranks have the reduced pieces: lets go of their memory, and records the end.
     pub fn finish(&self) {
-        self.core.recorder.finish(self.record);
-        self.core.launched_buckets.remove(self.record);
         self.segments.finish();
+        self.core.recorder.finish(self.record);
+        // Last: a thread that finds no bucket under way takes the results.
+        self.core.launched_buckets.remove(self.record);
     }
 }

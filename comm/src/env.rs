@@ -47,7 +47,7 @@ pub enum Rendezvous {
         token: String,
     },
     /// Through a store that rank 0 serves, whose address it sends by MPI. Nodes are connected by
-    /// MPI then.
+    /// MPI then, unless FLOW_TRANSPORT names another transport; tcp refuses, as it needs a token.
     Mpi,
 }
 

@@ -1,4 +1,4 @@
-//! Collectives that run beside the caller.
+//! Operations that run beside the caller.
 
 use std::sync::mpsc;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -6,10 +6,12 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use crate::error::{Error, Result};
 use crate::fork::ForkSafe;
 
-/// A collective that was started: it runs on the group's communication thread.
+/// A collective or a message that was started: it runs on a communication thread of the group.
+/// Collectives share one; messages to each rank, and those from each rank with each tag, have one
+/// of their own.
 ///
 /// The buffer was moved in and comes back from [`Work::wait`], so nothing can touch it meanwhile.
-/// Dropping a `Work` loses the buffer and the result; the collective still runs, as the other ranks
+/// Dropping a `Work` loses the buffer and the result; the operation still runs, as the other ranks
 /// need it.
 #[must_use = "the result, and the buffer, come from wait()"]
 pub struct Work<T> {
@@ -19,7 +21,7 @@ pub struct Work<T> {
 }
 
 impl<T> Work<T> {
-    /// Waits for the collective and returns its buffer. The group's timeout bounds the wait.
+    /// Waits for the operation and returns its buffer. The group's timeout bounds the wait.
     pub fn wait(self) -> Result<T> {
         let lost = |reason: &str| {
             let (rank, operation) = (self.rank, self.operation.into());

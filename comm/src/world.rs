@@ -205,9 +205,9 @@ impl World {
         format!("{}left/{rank}", self.prefix)
     }
 
-    /// How a rank has ended, or that it has `left` its group. A rank often leaves because its process
-    /// ends, so this waits for the end: it is the cause, and the process ends before those that fail
-    /// because of it.
+    /// How a rank has ended, or that it has `left` its group. A rank often leaves because its
+    /// process ends, so this waits for the end: it is the cause, and the process ends before those
+    /// that fail because of it.
     pub fn loss_cause(&self, rank: usize, left: bool) -> String {
         if left
             && self.local_index(rank).is_some()

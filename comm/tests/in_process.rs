@@ -84,7 +84,8 @@ fn a_rank_that_does_not_come_is_named() {
         let error = (group.rank() != 2).then(|| group.barrier().unwrap_err());
         (group, error)
     });
-    // The first of the two to find out has the timeout as its error; the other gets it as the cause.
+    // The first of the two to find out has the timeout as its error; the other gets it as the
+    // cause.
     let errors = outcomes.iter().filter_map(|(_, error)| error.as_ref());
     assert!(errors.clone().any(|error| matches!(error, Error::Timeout { .. })));
     for error in errors.map(Error::to_string) {

@@ -283,17 +283,21 @@ impl Hierarchical {
         // Two blocks would hardly overlap: one is faster.
         let is_short = data.bytes <= 2 * SLICE * nodes;
         let blocks = Blocks::new(&span, if is_short { 2 * SLICE } else { SLICE }, nodes);
-        self.divide_first(operation, &span);
         let round = rounds.acquire(state, operation)?;
         rounds.publish(round, operation, self.core.locate(data.data, data.bytes));
         rounds.arrive(round);
         let mut guard = self.inter_node.lock(operation)?;
-        let send = |leaders: &mut dyn Connections| self.send_slices(leaders, &span, &blocks, 0);
+        // If ranks do not agree, their data stays as it is.
+        let sent = usize::from(!is_divided_first(operation));
+        let send = |leaders: &mut dyn Connections| {
+            (0..sent).for_each(|block| self.send_slices(leaders, &span, &blocks, block));
+        };
         self.inter_node.exchange_descriptors(&mut guard, round, operation, 0, &send)?;
         rounds.wait_all_arrived(round, operation)?;
         rounds.locations(round, operation, &|_| data.bytes)?;
         rounds.done(round);
-        self.reduce_scatter_all_gather(&mut guard, operation, &span, &blocks, 1, None)?;
+        self.divide_first(operation, &span);
+        self.reduce_scatter_all_gather(&mut guard, operation, &span, &blocks, sent, None)?;
         guard.complete();
         Ok(())
     }
@@ -347,8 +351,8 @@ impl Hierarchical {
     ) {
         for node in self.inter_node.remote_nodes() {
             for part in span.parts(blocks.slice(block, node)) {
-                // SAFETY: the operation's memory, which stays as it is until the slice's sum comes
-                // back: after the slice has gone.
+                // SAFETY: the memory is the operation's. It stays as it is until the slice's sum
+                // comes back, and the sum comes only after the slice has been sent.
                 leaders.send(node, unsafe { segment(part, span.element) });
             }
         }

@@ -3,11 +3,11 @@
 //!
 //! | file | subject |
 //! |---|---|
-//! | `all_gather`, `all_to_all`, `barrier`, `broadcast` | each rank reads from the others |
-//! | `gather`, `reduce_scatter`, `scatter` | the same |
-//! | `read` | the loop that these share |
+//! | `all_gather`, `all_to_all`, `barrier`, `broadcast` | collectives that read from other ranks |
+//! | `gather`, `reduce_scatter`, `scatter` | more collectives that read from other ranks |
+//! | `read` | the loop of the collectives above |
 //! | `all_reduce`, `reduce` | collectives whose result replaces the input |
-//! | `reduce_in_place` | the loop that these share on one node |
+//! | `reduce_in_place` | the loop of `all_reduce` and `reduce` on one node |
 //! | `bucket` | the reductions of data-parallel training, beside backward |
 //! | `pieces` | where a bucket lies |
 //! | `hierarchical` | all_reduce and buckets over several nodes |

@@ -45,16 +45,23 @@ impl ProcessGroup {
         }
         let operation = segments.operation(op);
         // Before anything is said of the state in which a failure has left the bucket.
-        group.failure.check_poison(&operation)?;
+        group.failure.check_poison(&operation).inspect_err(|_| self.fail_buckets())?;
         let launch = BucketLaunch::new(&group.core, segments, operation);
         let launch = launch
             .ok_or_else(|| refused("is being reduced already, or not all its pieces are placed"))?;
-        group.backend.launch_bucket(launch)
+        group.backend.launch_bucket(launch).inspect_err(|_| self.fail_buckets())
     }
 
     /// Does this rank's share of all launched buckets that all ranks have reached, without waiting.
     pub fn progress(&self) -> Result<()> {
-        self.member(&"progress")?.backend.progress_buckets()
+        self.member(&"progress")?.backend.progress_buckets().inspect_err(|_| self.fail_buckets())
+    }
+
+    /// Records that the launched buckets have failed, if the group has.
+    fn fail_buckets(&self) {
+        if self.check("progress").is_err() {
+            self.core().recorder.fail(self.core().launched_buckets.records());
+        }
     }
 
     /// Waits for all launched buckets.

@@ -44,7 +44,8 @@ impl fmt::Display for Lane {
 #[derive(Default)]
 pub(super) struct Workers {
     lanes: Mutex<HashMap<Lane, Arc<Worker>>>,
-    /// Whether there have been any. A group without them need not look.
+    /// Whether [`Workers::lock`] was ever called. Until then `lanes` is empty, and [`Workers::get`]
+    /// takes no lock.
     started: AtomicBool,
 }
 

@@ -171,8 +171,8 @@ impl Call<'_> {
         Error::System { rank: self.group.core.world.rank, operation: self.to_string(), reason }
     }
 
-    /// This rank in the group, and where on this node the group's memory is: in the `block` of member
-    /// `first`.
+    /// This rank in the group, and where on this node the group's memory is: in the `block` of
+    /// member `first`.
     fn agree(
         &self,
         store: &Store,

@@ -131,6 +131,12 @@ impl ProcessGroup {
         self.core().locals.len()
     }
 
+    /// How many ranks of the job are on this node, whether in the group or not: they share its
+    /// cores.
+    pub fn ranks_on_node(&self) -> usize {
+        self.core().world.locals.len()
+    }
+
     /// How many collectives this rank has begun in the group on the host.
     pub fn sequence(&self) -> u64 {
         self.core().sequence.load(Ordering::Relaxed)

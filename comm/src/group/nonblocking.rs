@@ -183,9 +183,7 @@ impl ProcessGroup {
     ) -> Result<T> {
         let parts = self.member(&lane)?;
         self.drain(lane);
-        let result = operation(parts);
-        parts.core.recorder.end(result.is_ok());
-        result
+        parts.core.recorder.run(|| operation(parts))
     }
 
     /// Waits for the asynchronous operations of a lane that were started.

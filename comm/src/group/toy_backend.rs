@@ -1,5 +1,6 @@
 //! A second back-end, for tests: the ranks, threads of one process, copy everything to a table that
-//! they share. It offers all that shared memory does, and shows what a back-end needs.
+//! they share. It shows what a back-end needs. It has every operation, but all reductions are sums
+//! of i64, whatever type and operation they are called with.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -102,11 +103,14 @@ impl Toy {
         drop(table);
         match all.iter().find(|other| !other.operation.agrees(operation)) {
             Some(other) => {
-                let detail = format!("{operation} here, {} there", other.operation);
-                Err(self.failure.fail(Error::Mismatch { rank: core.world.rank, detail }))
+                Err(self.mismatch(format!("{operation} here, {} there", other.operation)))
             }
             None => Ok(all),
         }
+    }
+
+    fn mismatch(&self, detail: String) -> Error {
+        self.failure.fail(Error::Mismatch { rank: self.failure.core.world.rank, detail })
     }
 
     /// Reduces the launched buckets in their order, those that all ranks have launched, or all.
@@ -114,7 +118,7 @@ impl Toy {
         let mut buckets = self.buckets.lock().unwrap();
         while let Some((round, bucket)) = buckets.front() {
             if !wait && !self.missing(*round).is_empty() {
-                return Ok(());
+                return self.failure.check_poison(&bucket.operation);
             }
             let result = sum(&self.contributions(*round, &bucket.operation)?);
             let mut result = &result[..];
@@ -170,6 +174,13 @@ impl HostBackend for Toy {
         let all = self.contributions(round, &operation)?;
 
         let (rank, size, root) = (core.rank, core.size(), operation.root as usize);
+        if operation.kind == Kind::AllToAllV {
+            let sent: Vec<usize> = all.iter().map(|other| other.counts[rank]).collect();
+            if sent != buffers.output_counts {
+                let expected = buffers.output_counts;
+                return Err(self.mismatch(format!("{sent:?} elements come, not {expected:?}")));
+            }
+        }
         let concat = || all.iter().flat_map(|other| other.data.clone()).collect();
         // This rank's block of data that has one for each rank.
         let block = |data: &[u8], counts: &[usize]| match counts {
@@ -302,6 +313,19 @@ fn a_group_runs_on_another_back_end() {
             group.barrier().unwrap();
         });
     }
+}
+
+#[test]
+fn another_back_end_compares_the_counts_of_all_to_all_v() {
+    ranks(2, |group| {
+        // Each rank sends 1 element to each; rank 0 expects 2 of rank 1.
+        let expected = [1, 2 - group.rank()];
+        let mut output = vec![0_i64; expected.iter().sum()];
+        let result = group.all_to_all_v(&[1_i64, 2], &[1, 1], &mut output, &expected);
+        if group.rank() == 0 {
+            assert!(matches!(result, Err(Error::Mismatch { rank: 0, .. })), "{result:?}");
+        }
+    });
 }
 
 #[test]

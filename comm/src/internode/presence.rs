@@ -7,8 +7,9 @@ use crate::world::World;
 /// The name of the group of all ranks of a job.
 pub const ALL_RANKS: &str = "0";
 
-/// This rank's membership of a group: from before it agrees to make the group until it has left. So a
-/// member on another node may take this rank for gone if this rank is not in the group.
+/// This rank's membership of a group. It begins before the rank agrees to make the group, and lasts
+/// until the rank leaves. So if a member on another node finds that this rank is not in the group,
+/// this rank has left it.
 pub struct Presence {
     world: Arc<World>,
     /// A name that only groups without common members share.

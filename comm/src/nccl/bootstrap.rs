@@ -56,8 +56,8 @@ pub fn init_communicator(
     joined.map_err(|error| not_joined(failure, error))
 }
 
-/// Announces that this rank waits for all ranks of `failure` to join over NCCL. Returns the check to
-/// call during the wait: its error ends the wait.
+/// Announces that this rank waits for all ranks of `failure` to join over NCCL. Returns the check
+/// to call during the wait: its error ends the wait.
 pub fn join_check<'a>(
     failure: &'a Failure,
     prefix: &'a str,

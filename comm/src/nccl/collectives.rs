@@ -90,8 +90,8 @@ impl CudaGroup {
         })
     }
 
-    /// P2pBlock s of rank r's `output` becomes block r of rank s' `input`; both are group size equal
-    /// blocks.
+    /// Block s of rank r's `output` becomes block r of rank s' `input`. Both buffers consist of
+    /// equal blocks, one for each rank.
     pub fn all_to_all(
         &self,
         input: &impl DeviceBuffer,
@@ -161,7 +161,7 @@ impl CudaGroup {
         })
     }
 
-    /// All ranks' `input`, in rank order, to every rank's `output`: `counts[r]` elements from rank r.
+    /// All ranks' `input`, in rank order, to every rank's `output`: `counts[r]` elements of rank r.
     pub fn all_gather_v(
         &self,
         input: &impl DeviceBuffer,
@@ -184,7 +184,7 @@ impl CudaGroup {
         })
     }
 
-    /// Reduces `input`, `counts[r]` elements for each rank r, over all ranks; rank r gets its block.
+    /// Reduces `input`, `counts[r]` elements for each rank r, over all ranks. Each gets its block.
     pub fn reduce_scatter_v(
         &self,
         input: &impl DeviceBuffer,

@@ -151,13 +151,13 @@ impl Communicator {
         Ok(())
     }
 
-    /// Broadcasts each of `blocks`, one of `input` for each rank that has any, from its rank, as one
-    /// operation: NCCL has no gather of uneven blocks.
+    /// Broadcasts each of `blocks`, one of `input` for each rank that has any, from its rank, as
+    /// one operation: NCCL has no gather of uneven blocks.
     ///
     /// # Safety
     ///
-    /// See [`Communicator::all_reduce`]; blocks lie within their buffers, and this rank's is as long
-    /// as `input`.
+    /// See [`Communicator::all_reduce`]; blocks lie within their buffers, and this rank's is as
+    /// long as `input`.
     pub unsafe fn grouped_broadcasts(
         &self,
         input: &dyn DeviceBuffer,
@@ -181,8 +181,8 @@ impl Communicator {
     ///
     /// # Safety
     ///
-    /// See [`Communicator::all_reduce`]; blocks lie within their buffers, and this rank's is as long
-    /// as `output`.
+    /// See [`Communicator::all_reduce`]; blocks lie within their buffers, and this rank's is as
+    /// long as `output`.
     pub unsafe fn grouped_reduces(
         &self,
         blocks: &[P2pBlock<'_>],

@@ -3,8 +3,8 @@
 //! A receive takes what comes from a sender in order, and keeps messages with other tags until they
 //! are asked for (see `queue`). All threads of a rank that wait for one sender sleep on its `sent`;
 //! the first to open the queue takes what has come, with whatever tag. Threads that find a queue
-//! open, and those that wait for any sender, sleep on the rank's doorbell. It is rung by senders, by
-//! whoever closes a queue that another thread wants, and by whoever keeps a message.
+//! open, and those that wait for any sender, sleep on the rank's doorbell. It is rung by senders,
+//! by whoever closes a queue that another thread wants, and by whoever keeps a message.
 
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
@@ -351,8 +351,8 @@ impl Matcher {
             })
     }
 
-    /// Connects to a rank on another node that has never sent anything, without waiting. Returns how
-    /// it has gone, once that is known.
+    /// Connects to a rank on another node that has never sent anything, without waiting. Returns
+    /// how it has gone, once that is known.
     pub fn connect_to_silent(&self, rank: usize) -> Option<DisconnectReason> {
         if !self.has_never_sent(rank) {
             return None;

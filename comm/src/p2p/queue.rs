@@ -1,9 +1,9 @@
 //! Messages that have come before anybody asked for them: what MPI calls the queue of unexpected
 //! messages.
 //!
-//! Each sender has a queue, which one thread of the receiving rank opens at a time. That thread takes
-//! whatever comes next: a message with its own tag goes where it is wanted, others are kept here.
-//! Nothing but memory limits how many.
+//! Each sender has a queue, which one thread of the receiving rank opens at a time. That thread
+//! takes whatever comes next: a message with its own tag goes where it is wanted, others are kept
+//! here. Nothing but memory limits how many.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};

@@ -72,9 +72,9 @@ impl Receiver {
         outcome.expect("the wait is over because of it") // invariant
     }
 
-    /// Whether, and how, a sender is gone without having sent a message with this tag. The connection
-    /// to one on another node reports that after all that it has sent. If that is nothing, the
-    /// sender may have left the group, as the leaders know.
+    /// Whether, and how, a sender is gone without having sent a message with this tag. The
+    /// connection to one on another node reports that after all that it has sent. If that is
+    /// nothing, the sender may have left the group, as the leaders know.
     fn lost_sender(
         &self,
         from: usize,

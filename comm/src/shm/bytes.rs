@@ -44,7 +44,7 @@ pub fn block_as_slice_mut<T: Element>(block: &mut Block, len: usize) -> &mut [T]
 impl BufferView {
     /// Copies `count` bytes from `from` to position `start`.
     pub fn write(self, start: usize, from: *const u8, count: usize) {
-        debug_assert!(start + count <= self.bytes);
+        assert!(start + count <= self.bytes, "{count} bytes at {start} of {}", self.bytes);
         // SAFETY: the range is inside the caller's memory, which no other rank writes in this
         // collective.
         unsafe { copy(from, self.data.add(start), count) };

@@ -145,8 +145,9 @@ impl Note {
 #[repr(C, align(64))]
 pub struct RankState {
     /// 1 more than the last round in which this rank arrived, and in which it was done, for each
-    /// slot. The rank writes these in every round; others read them only to find out who is missing,
-    /// so that the cache lines stay with the rank.
+    /// slot. The rank writes these in every round; for a rank on another node, this node's leader
+    /// writes `arrived_in`. Others read them only to find out who is missing, so that the cache
+    /// lines stay with the writer.
     arrived_in: [AtomicU64; SLOTS as usize],
     done_in: [AtomicU64; SLOTS as usize],
     /// Rounds this rank has arrived in.
@@ -267,7 +268,8 @@ impl Control {
     /// Notes that a rank has arrived in a round. That need not be in the order of rounds.
     pub fn set_arrived(&self, round: u64, rank: usize) {
         self.rank(rank).arrived_in[(round % SLOTS) as usize].store(round + 1, Ordering::Release);
-        // Only told to people: a number that is lost to another thread does no harm.
+        // This number is only for error messages: it does no harm if another thread's store
+        // overwrites it.
         let arrived = &self.rank(rank).arrived;
         if arrived.load(Ordering::Relaxed) <= round {
             arrived.store(round + 1, Ordering::Relaxed);

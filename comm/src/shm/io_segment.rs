@@ -15,8 +15,8 @@ unsafe impl Send for IoSegment {}
 impl IoSegment {
     /// # Safety
     ///
-    /// Until the segment is moved or dropped, its memory stays valid and nobody else writes it. If
-    /// it is to be filled, nobody reads it either.
+    /// Until the segment's bytes are sent or filled, or it is dropped, its memory stays valid and
+    /// nobody else writes it. If it is to be filled, nobody reads it either.
     pub unsafe fn new(data: *mut u8, bytes: usize) -> Self {
         Self { data, bytes }
     }

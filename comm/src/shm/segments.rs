@@ -159,7 +159,7 @@ impl Segments {
         true
     }
 
-    /// The reduction was not launched: the pieces are as before [`Segments::begin`].
+    /// The reduction was not launched: the pieces are in place as before [`Segments::begin`].
     pub(crate) fn cancel(&self) {
         self.placed().under_way = false;
     }

@@ -181,10 +181,10 @@ impl Store {
         })
     }
 
-    /// Has the server put `message` (at most 64 KiB) into its inbox once for this client when it is gone: when
-    /// its connection ends in whatever way, or when it says nothing for `silence`, in which case
-    /// the server closes the connection. It replaces the will before; an empty message takes it
-    /// back. A server that stops executes no wills.
+    /// Has the server put `message` (at most 64 KiB) into its inbox once for this client when it is
+    /// gone: when its connection ends in whatever way, or when it says nothing for `silence`, in
+    /// which case the server closes the connection. It replaces the will before; an empty message
+    /// takes it back. A server that stops executes no wills.
     ///
     /// A client that waits for a key says nothing: it must ask again before `silence` is over, with
     /// a timeout well below.
@@ -233,7 +233,7 @@ impl Store {
         };
         let reply_timeout = Duration::from_micros(self.reply_timeout.load(Ordering::Relaxed));
         let cause =
-            match exchange(socket.as_mut(), &frame, timeout.min(MAX_TIMEOUT) + reply_timeout) {
+            match round_trip(socket.as_mut(), &frame, timeout.min(MAX_TIMEOUT) + reply_timeout) {
                 Err(error) => describe(&error),
                 Ok(frame) => match Reply::decode(&frame) {
                     Some(Reply::Missing(keys)) => {
@@ -290,14 +290,14 @@ fn open(
             Box::new(stream)
         }
     };
-    let mut frame = exchange(
+    let mut frame = round_trip(
         socket.as_mut(),
         &Request::Hello { version: VERSION }.encode(),
         left_until(deadline)?,
     )?;
     if let Some(Reply::Challenge(nonce)) = Reply::decode(&frame) {
         let proof = prove(token, &nonce).finalize().into_bytes();
-        frame = exchange(
+        frame = round_trip(
             socket.as_mut(),
             &Request::Proof { proof: &proof }.encode(),
             left_until(deadline)?,
@@ -364,7 +364,7 @@ fn may_pass(kind: io::ErrorKind) -> bool {
 
 /// Sends a frame and reads the one that answers it (without its length). Each read or write may
 /// take `timeout`.
-fn exchange(socket: &mut dyn Socket, frame: &[u8], timeout: Duration) -> io::Result<Vec<u8>> {
+fn round_trip(socket: &mut dyn Socket, frame: &[u8], timeout: Duration) -> io::Result<Vec<u8>> {
     socket.set_timeout(timeout)?;
     socket.write_all(frame)?;
     // One read is enough for most replies.

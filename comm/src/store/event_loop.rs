@@ -21,8 +21,8 @@ use super::tcp_store::HostedTcpStore;
 
 /// Connections accepted in one go, before others are served.
 const ACCEPT_BATCH: usize = 256;
-/// When accepting fails because a resource is exhausted, it is tried again after this time, or when a
-/// connection is closed.
+/// When accepting fails because a resource is exhausted, it is tried again after this time, or when
+/// a connection is closed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
 /// What is read of one connection in one go, before others are served.
 const READ_BATCH: usize = 64 << 10;

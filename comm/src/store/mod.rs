@@ -8,7 +8,7 @@
 //! |---|---|
 //! | [`Address`] | where it is: `tcp://host:port` or `unix://name` |
 //! | [`Server`] | serves it until dropped; in `flow-launch`, or in rank 0 without it |
-//! | [`Store`] | one client's connection: `set`, `get`, `wait`, `add`, `compare_and_set` and others |
+//! | [`Store`] | one client's connection: `set`, `get`, `wait`, `compare_and_set` and others |
 //! | [`TcpStore`] | serves PyTorch's clients (`torch.distributed.TCPStore`) at the same address |
 //! | [`Inbox`] | what clients have to say to the process that serves it |
 //!

@@ -42,16 +42,30 @@ pub fn clock_offset(
     if rank != leader {
         return Ok(number(&store.get(&offset, TIMEOUT)?));
     }
-    let mut best = (i64::MAX, 0);
-    for round in 0..ROUNDS {
-        let asked = now();
-        store.set(&key("question", leader, round), b"")?;
-        let theirs = number(&store.get(&key("answer", leader, round), TIMEOUT)?);
-        let answered = now();
-        best = best.min((answered - asked, theirs - (asked + answered) / 2));
+    let mut rounds = [Round::default(); ROUNDS];
+    for (index, round) in rounds.iter_mut().enumerate() {
+        round.asked = now();
+        store.set(&key("question", leader, index), b"")?;
+        round.theirs = number(&store.get(&key("answer", leader, index), TIMEOUT)?);
+        round.answered = now();
     }
-    store.set(&offset, best.1.to_string().as_bytes())?;
-    Ok(best.1)
+    let found = best_offset(&rounds);
+    store.set(&offset, found.to_string().as_bytes())?;
+    Ok(found)
+}
+
+/// One question to rank 0, in nanoseconds on this machine's clock and, `theirs`, on rank 0's.
+#[derive(Default, Clone, Copy)]
+struct Round {
+    asked: i64,
+    theirs: i64,
+    answered: i64,
+}
+
+/// What rank 0's clock shows more than this machine's, by the fastest round.
+fn best_offset(rounds: &[Round]) -> i64 {
+    let fastest = rounds.iter().min_by_key(|round| round.answered - round.asked);
+    fastest.map_or(0, |round| round.theirs - (round.asked + round.answered) / 2)
 }
 
 /// Nanoseconds on this machine's monotonic clock.
@@ -61,4 +75,24 @@ fn now() -> i64 {
 
 fn number(text: &[u8]) -> i64 {
     std::str::from_utf8(text).ok().and_then(|text| text.parse().ok()).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_offset_is_that_of_the_fastest_round() {
+        for offset in [5_000, -5_000] {
+            // The answer of the second round takes longest to arrive.
+            let round = |asked: i64, question: i64, answer: i64| Round {
+                asked,
+                theirs: asked + question + offset,
+                answered: asked + question + answer,
+            };
+            let rounds = [round(10_000, 30, 50), round(11_000, 10, 90), round(12_000, 20, 20)];
+            assert_eq!(best_offset(&rounds), offset);
+            assert_eq!(best_offset(&rounds[1..2]), offset - 40);
+        }
+    }
 }

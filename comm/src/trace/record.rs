@@ -7,8 +7,8 @@ use std::time::Duration;
 pub struct Record {
     /// The group's name, alike on all its ranks.
     pub group: String,
-    /// The operation's number: collectives of a group count together, wherever their buffers are;
-    /// so do, apart from them, this rank's messages.
+    /// The operation's number in its group. Collectives have one count, on the host and on GPUs
+    /// alike. This rank's messages have a count of their own.
     pub sequence: u64,
     /// Its name, such as `all_reduce`.
     pub operation: &'static str,

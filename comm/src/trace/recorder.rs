@@ -1,7 +1,7 @@
 //! A group's flight recorder: a ring of its last operations.
 //!
-//! Recording an operation takes two readings of the clock and one cache line of plain stores, so it
-//! is always on. Threads that record at the same time take different slots. A reader that meets a
+//! Recording an operation takes two readings of the clock and writes to one cache line, so it is
+//! always on. Threads that record at the same time take different slots. A reader that meets a
 //! slot while it is written, or written anew, leaves it out.
 //!
 //! An operation keeps its slot until it is over. One that begins while as many as there are slots are
@@ -14,8 +14,9 @@ use std::time::{Duration, Instant};
 
 use super::clock::{self, Scale};
 use super::record::Record;
-use super::ring::{name, RecordId, Ring, Slot, FAILED, UNDER_WAY, WRITING};
+use super::ring::{name, RecordId, Ring, Slot, FAILED, WRITING};
 use super::{registry, timeline};
+use crate::error::Result;
 use crate::kind::Kind;
 
 /// What is known of an operation when it begins.
@@ -106,7 +107,17 @@ impl Recorder {
         Queued { sequence, at: clock::now() }
     }
 
-    /// An operation of this thread begins on the host: [`Recorder::end`] is its end.
+    /// Runs an operation on the host, which [`Recorder::begin`] begins: it is over when `operation`
+    /// returns, and has failed if that is an error or a panic.
+    #[inline]
+    pub fn run<T>(&self, operation: impl FnOnce() -> Result<T>) -> Result<T> {
+        let mut end = End { recorder: self, is_ok: false };
+        let result = operation();
+        end.is_ok = result.is_ok();
+        result
+    }
+
+    /// An operation of this thread begins on the host, in [`Recorder::run`].
     #[inline]
     pub fn begin(&self, start: &Start) {
         CURRENT.set(Some(self.start(start)));
@@ -122,7 +133,7 @@ impl Recorder {
 
     /// The operation that this thread has begun, if any, is over, or has failed.
     #[inline]
-    pub fn end(&self, is_ok: bool) {
+    fn end(&self, is_ok: bool) {
         match CURRENT.take() {
             Some(id) if is_ok => self.finish(id),
             Some(id) => self.fail([id]),
@@ -148,7 +159,6 @@ impl Recorder {
         slot.what.store(what, Ordering::Relaxed);
         slot.queued.store(start.queued.unwrap_or(now), Ordering::Relaxed);
         slot.started.store(now, Ordering::Relaxed);
-        slot.done.store(UNDER_WAY | id.0, Ordering::Relaxed);
         slot.stamp.store(id.0, Ordering::Release);
         id
     }
@@ -156,10 +166,8 @@ impl Recorder {
     /// The operation is over.
     #[inline]
     pub fn finish(&self, id: RecordId) {
-        self.slot(id).finish(id, clock::now());
-        if timeline::is_on() {
-            self.add_to_timeline(id);
-        }
+        let is_end = self.slot(id).finish(id, clock::now());
+        self.add_to_timeline(id, is_end);
     }
 
     /// These operations have failed. The timeline is written at once, as the program may not come to
@@ -168,10 +176,8 @@ impl Recorder {
         let mut any = false;
         for id in ids {
             any = true;
-            self.slot(id).finish(id, FAILED | clock::now());
-            if timeline::is_on() {
-                self.add_to_timeline(id);
-            }
+            let is_end = self.slot(id).finish(id, FAILED | clock::now());
+            self.add_to_timeline(id, is_end);
         }
         if any && timeline::is_on() && !self.has_failed.swap(true, Ordering::Relaxed) {
             timeline::write();
@@ -180,14 +186,8 @@ impl Recorder {
 
     /// The operation is over, and began and ended at these times, in ticks.
     pub fn finish_at(&self, id: RecordId, started: u64, done: u64) {
-        let slot = self.slot(id);
-        if slot.has_under_way(id) {
-            slot.started.store(started, Ordering::Relaxed);
-            slot.finish(id, done);
-        }
-        if timeline::is_on() {
-            self.add_to_timeline(id);
-        }
+        let is_end = self.slot(id).finish_at(id, started, done);
+        self.add_to_timeline(id, is_end);
     }
 
     /// What is kept, the oldest first.
@@ -205,23 +205,44 @@ impl Recorder {
         });
         let under_way = under_way.collect::<Vec<_>>().join("; ");
         let is_completed = |record: &&Record| record.done.is_some() && !record.has_failed;
-        match records.iter().rev().find(is_completed) {
+        match records.iter().filter(is_completed).max_by_key(|last| last.done) {
             Some(last) => format!("in {under_way}; last completed {}", name(last)),
             None => format!("in {under_way}; has completed nothing before"),
         }
     }
 
+    /// Adds an operation to the timeline when it ends; one without a slot counts as lost.
+    #[inline]
+    fn add_to_timeline(&self, id: RecordId, is_end: bool) {
+        if timeline::is_on() && (is_end || id == RecordId::NONE) {
+            self.add_event(id);
+        }
+    }
+
     #[cold]
-    fn add_to_timeline(&self, id: RecordId) {
+    fn add_event(&self, id: RecordId) {
         if self.ring.is_in_timeline {
             timeline::add_operation(self.ring.read(id, Scale::now()));
         }
     }
 
-    /// Its slot; of an operation that has none, another's.
+    /// The slot of this operation. [`RecordId::NONE`] gets some slot, which it cannot change.
     #[inline]
     fn slot(&self, id: RecordId) -> &Slot {
         self.ring.slot(id)
+    }
+}
+
+/// Ends the operation that a thread runs, also when it panics.
+struct End<'a> {
+    recorder: &'a Recorder,
+    is_ok: bool,
+}
+
+impl Drop for End<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        self.recorder.end(self.is_ok);
     }
 }
 
@@ -232,8 +253,11 @@ pub fn record_cost(operations: u32) -> Duration {
     for _ in 0..operations {
         let (kind, sequence) = (Kind::AllReduce, recorder.next_collective());
         let start = Start { kind, sequence, bytes: 4, bucket: None, is_cuda: false, queued: None };
-        recorder.begin(&start);
-        recorder.end(true);
+        let recorded = recorder.run(|| {
+            recorder.begin(&start);
+            Ok(())
+        });
+        std::hint::black_box(recorded.is_ok());
     }
     begin.elapsed()
 }
@@ -322,6 +346,72 @@ mod tests {
         assert_eq!((done.has_failed, failed.has_failed), (false, true));
         assert!(failed.started <= failed.done.expect("it is over"));
         assert!(recorder.summary().ends_with("last completed all_reduce #0"));
+    }
+
+    #[test]
+    fn an_operation_ends_once() {
+        let recorder = Recorder::new("0".into(), "shm", true);
+        let first = recorder.start(&start(0, None));
+        recorder.fail([first]);
+        recorder.finish(first);
+        recorder.finish_at(first, 1, 2);
+        let [failed] = recorder.records().try_into().expect("one record");
+        assert!(failed.has_failed && failed.started <= failed.done.expect("it is over"));
+        // The slot's next operation is another one.
+        let rest = (1..=CAPACITY as u64).map(|n| recorder.start(&start(n, None)));
+        let next = rest.last().expect("some");
+        assert_eq!(next.0, first.0 + CAPACITY as u64);
+        recorder.finish(first);
+        assert!(!recorder.slot(first).finish(first, 3));
+        assert!(recorder.records().iter().all(|record| record.done.is_none()));
+        assert!(recorder.slot(next).finish(next, 3));
+    }
+
+    #[test]
+    fn a_slot_that_is_claimed_has_no_record() {
+        let recorder = Recorder::new("0".into(), "shm", true);
+        for n in 0..CAPACITY as u64 {
+            recorder.finish(recorder.start(&start(n, None)));
+        }
+        assert_eq!(recorder.records().len(), CAPACITY);
+        let claimed = recorder.ring.take_slot();
+        let records = recorder.records();
+        assert_eq!((records.len(), records[0].sequence), (CAPACITY - 1, 1));
+        // A whole round later its slot is still taken.
+        let later: Vec<RecordId> = (0..CAPACITY).map(|_| recorder.ring.take_slot()).collect();
+        let index = |id: &RecordId| id.0 % CAPACITY as u64;
+        assert!(later.iter().all(|id| index(id) != index(&claimed) || *id == RecordId::NONE));
+    }
+
+    #[test]
+    fn the_last_completed_operation_is_the_one_that_ended_last() {
+        let recorder = Recorder::new("0".into(), "shm", true);
+        let [first, second] = [0, 1].map(|n| recorder.start(&start(n, None)));
+        recorder.finish(second);
+        std::thread::sleep(Duration::from_micros(10));
+        recorder.finish(first);
+        let summary = recorder.summary();
+        assert!(summary.ends_with("last completed all_reduce #0"), "{summary}");
+    }
+
+    #[test]
+    fn an_operation_that_panics_has_failed() {
+        let recorder = Recorder::new("0".into(), "shm", true);
+        let run = |is_panic: bool| {
+            let operation = || {
+                recorder.begin(&start(0, None));
+                if is_panic {
+                    std::panic::resume_unwind(Box::new(()));
+                }
+                Ok(())
+            };
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| recorder.run(operation)))
+        };
+        assert!(run(true).is_err());
+        assert!(matches!(run(false), Ok(Ok(()))));
+        let [panicked, completed] = recorder.records().try_into().expect("two records");
+        assert!(panicked.done.is_some() && panicked.has_failed);
+        assert!(completed.done.is_some() && !completed.has_failed);
     }
 
     #[test]

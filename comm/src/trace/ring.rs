@@ -15,6 +15,8 @@ const NCCL: &str = "nccl";
 pub const UNDER_WAY: u64 = 1 << 63;
 /// With the time at which an operation was over: it has failed.
 pub const FAILED: u64 = 1 << 62;
+/// Instead of the time at which an operation was over: [`Slot::finish_at`] is ending it.
+const FINISHING: u64 = UNDER_WAY | FAILED;
 /// The stamp of a slot that is being written, or was never.
 pub const WRITING: u64 = 0;
 
@@ -53,18 +55,22 @@ pub struct Ring {
 }
 
 impl Slot {
-    /// Operation `id` is over, if the slot is its own.
+    /// Ends operation `id`. False if it is over already, or has no slot: then nothing was done.
     #[inline]
-    pub fn finish(&self, id: RecordId, done: u64) {
-        if self.has_under_way(id) {
-            self.done.store(done, Ordering::Relaxed);
-        }
+    pub fn finish(&self, id: RecordId, done: u64) -> bool {
+        let under_way = UNDER_WAY | id.0;
+        self.done.compare_exchange(under_way, done, Ordering::Release, Ordering::Relaxed).is_ok()
     }
 
-    /// Whether the slot is that of operation `id`, which is under way.
-    #[inline]
-    pub fn has_under_way(&self, id: RecordId) -> bool {
-        self.done.load(Ordering::Relaxed) == UNDER_WAY | id.0
+    /// As [`Slot::finish`], of an operation that began at `started`.
+    pub fn finish_at(&self, id: RecordId, started: u64, done: u64) -> bool {
+        // Until `started` is written, nobody else ends the operation or takes the slot.
+        let is_own = self.finish(id, FINISHING);
+        if is_own {
+            self.started.store(started, Ordering::Relaxed);
+            self.done.store(done, Ordering::Release);
+        }
+        is_own
     }
 }
 
@@ -75,13 +81,20 @@ impl Ring {
         &self.slots[id.0 as usize % CAPACITY]
     }
 
-    /// A slot for an operation that begins: the oldest, but operations under way keep theirs. If
-    /// all are under way, it gets none.
+    /// Claims a slot for an operation that begins: the oldest, but operations under way keep
+    /// theirs. If all are under way, it gets none.
     #[inline]
     pub fn take_slot(&self) -> RecordId {
         for _ in 0..CAPACITY {
             let id = RecordId(self.next.fetch_add(1, Ordering::Relaxed));
-            if self.slot(id).done.load(Ordering::Relaxed) & UNDER_WAY == 0 {
+            let (done, claimed) = (&self.slot(id).done, UNDER_WAY | id.0);
+            let last = done.load(Ordering::Relaxed);
+            // A thread that is a whole round later may claim the slot first.
+            if last & UNDER_WAY == 0
+                && done
+                    .compare_exchange(last, claimed, Ordering::Acquire, Ordering::Relaxed)
+                    .is_ok()
+            {
                 return id;
             }
         }
@@ -107,7 +120,10 @@ impl Ring {
             [&slot.sequence, &slot.bytes, &slot.what, &slot.queued, &slot.started, &slot.done]
                 .map(load);
         fence(Ordering::Acquire);
-        if slot.stamp.load(Ordering::Relaxed) != id.0 {
+        let is_under_way = done & UNDER_WAY != 0;
+        // The slot's next operation claims `done` before it writes the stamp.
+        let is_claimed = is_under_way && done != UNDER_WAY | id.0;
+        if is_claimed || slot.stamp.load(Ordering::Relaxed) != id.0 {
             return None;
         }
         Some(Record {
@@ -119,8 +135,8 @@ impl Ring {
             backend: if what >> 8 & 1 == 1 { NCCL } else { self.host_backend },
             queued: scale.monotonic(queued),
             started: scale.monotonic(started),
-            done: (done & UNDER_WAY == 0).then(|| scale.monotonic(done & !FAILED)),
-            has_failed: done & UNDER_WAY == 0 && done & FAILED != 0,
+            done: (!is_under_way).then(|| scale.monotonic(done & !FAILED)),
+            has_failed: !is_under_way && done & FAILED != 0,
         })
     }
 }

@@ -28,7 +28,7 @@ const COMMUNICATION: u32 = 1;
 static ON: AtomicBool = AtomicBool::new(false);
 /// Groups that this process is in.
 static GROUPS: AtomicUsize = AtomicUsize::new(0);
-/// Of the jobs that this process, or the one that it was forked from, has joined.
+/// The events of this process. After a fork the child finds its parent's, and must not use it.
 static TIMELINE: OnceLock<ForkSafe<Mutex<Timeline>>> = OnceLock::new();
 
 /// This rank's place in its job.

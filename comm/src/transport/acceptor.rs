@@ -1,10 +1,10 @@
 //! Where connections come in: accepts them, and files those that say a right handshake.
 //!
-//! A handshake is its length (u32, little-endian), a proof of knowing the job's token, and the name of
-//! the connection. The proof is HMAC-SHA256 of the acceptor's address and that name with the token as
-//! key: the token is not sent, and at another acceptor the handshake is worth nothing. Nothing of the
-//! handshake is believed, and nothing else is read, before the proof is right; a client that sends
-//! something else, or nothing, is cut off.
+//! A handshake is its length (u32, little-endian), a proof of knowing the job's token, and the name
+//! of the connection. The proof is HMAC-SHA256 of the acceptor's address and that name with the
+//! token as key: the token is not sent, and at another acceptor the handshake is worth nothing.
+//! Nothing of the handshake is believed, and nothing else is read, before the proof is right; a
+//! client that sends something else, or nothing, is cut off.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -22,8 +22,8 @@ use crate::store::prove;
 /// The bytes of a proof, and of the longest handshake.
 const PROOF: usize = 32;
 const MAX_HANDSHAKE: usize = 2048;
-/// Connections that have not said all of their handshake: more are not accepted, nor are they kept for
-/// longer; while others cannot be accepted, not even for so long.
+/// Connections that have not said all of their handshake: more are not accepted, nor are they kept
+/// for longer; while others cannot be accepted, not even for so long.
 const MAX_PENDING: usize = 256;
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 const CROWDED_TIMEOUT: Duration = Duration::from_secs(1);
@@ -188,8 +188,8 @@ impl Pending {
     }
 }
 
-/// The proof of knowing `token`, in a handshake at `address`. The text is longer than what the store
-/// challenges with, so the one proof never passes for the other.
+/// The proof of knowing `token`, in a handshake at `address`. The text is longer than what the
+/// store challenges with, so the one proof never passes for the other.
 fn proof(token: &str, address: SocketAddr, name: &str) -> Hmac<Sha256> {
     prove(token, format!("connection to {address}: {name}").as_bytes())
 }

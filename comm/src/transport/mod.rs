@@ -9,7 +9,8 @@
 //! | `registry` | the transports by name, and which one is used |
 //!
 //! Inside a node ranks share memory (`shm`). Between nodes the first member of a group on each
-//! node, its *leader*, sends and receives for all; for `send` and `recv` any two ranks are connected.
+//! node, its *leader*, sends and receives for all; for `send` and `recv` any two ranks are
+//! connected.
 
 mod acceptor;
 #[cfg(feature = "mpi")]
@@ -45,13 +46,13 @@ pub trait Transport: Send + Sync {
     /// calls [`Transport::leave_group`]. All members call this before any of them has the group.
     fn join_group(&self, _group: &str) {}
 
-    /// This rank has left the group, or has not made it after all. A member that uses a channel of the
-    /// group with this rank learns that, even if this rank has never used the channel.
+    /// This rank has left the group, or has not made it after all. A member that uses a channel of
+    /// the group with this rank learns that, even if this rank has never used the channel.
     fn leave_group(&self, _group: &str) {}
 
-    /// Connects `members`, given by their ranks in the job; `own` is this rank's position among them.
-    /// All of them call this with the same channel of their group, which no other connections have. It
-    /// does not wait for them: a connection is made when it is first used.
+    /// Connects `members`, given by their ranks in the job; `own` is this rank's position among
+    /// them. All of them call this with the same channel of their group, which no other connections
+    /// have. It does not wait for them: a connection is made when it is first used.
     ///
     /// # Errors
     /// A member cannot be reached.
@@ -70,8 +71,8 @@ pub trait Connections: Send {
     /// Shows `action` what is still to be moved between this rank and another member.
     fn with_queues(&mut self, member: usize, action: &mut dyn FnMut(&mut QueuePair));
 
-    /// Has a segment sent. Returns the number that the first of [`Connections::moved`] comes to when it
-    /// is.
+    /// Has a segment sent. Returns the number that the first of [`Connections::moved`] reaches
+    /// when the segment has gone.
     fn send(&mut self, to: usize, part: IoSegment) -> u64 {
         let (mut part, mut number) = (Some(part), 0);
         self.with_queues(to, &mut |queues| {
@@ -109,8 +110,8 @@ pub trait Connections: Send {
     /// Moves what can be moved now, or else as soon as something can, at most for `time`.
     fn progress(&mut self, time: Duration) -> Result<(), PeerDown>;
 
-    /// How a member has gone, if that is known, and nothing more of it is to be received. Connects to it
-    /// without waiting, so that this becomes known.
+    /// How a member has gone, if that is known, and nothing more of it is to be received. Connects
+    /// to it without waiting, so that this becomes known.
     fn disconnect_reason(&mut self, member: usize) -> Option<DisconnectReason>;
 
     /// Forgets all segments, and ends the connections. The others get `why` as the reason.

@@ -24,7 +24,7 @@ pub(crate) struct CpuPath {
 impl CpuPath {
     pub fn new(group: &ProcessGroup, settings: &Settings) -> Result<Self> {
         let model = |reason| Error::Model { rank: job_rank(group), reason };
-        let progress = Progress::choose(group, group.local_world_size(), settings.progress_thread);
+        let progress = Progress::choose(group, settings.progress_thread);
         Ok(Self {
             group: group.clone(),
             progress: Arc::new(progress.map_err(model)?),

@@ -16,16 +16,12 @@ pub(super) enum Progress {
 }
 
 impl Progress {
-    /// A thread only if the computing threads of all `local_ranks` leave a core for each rank's:
-    /// otherwise it would steal from backward.
-    pub fn choose(
-        group: &ProcessGroup,
-        local_ranks: usize,
-        thread: Option<bool>,
-    ) -> std::result::Result<Self, String> {
+    /// A thread only if the computing threads of all ranks on this node leave a core for each
+    /// rank's: otherwise it would steal from backward.
+    pub fn choose(group: &ProcessGroup, thread: Option<bool>) -> std::result::Result<Self, String> {
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
         let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1).max(1);
-        if thread.unwrap_or(local_ranks * (threads + 1) <= cores) {
+        if thread.unwrap_or(group.ranks_on_node() * (threads + 1) <= cores) {
             let worker =
                 Worker::start(group.rank()).map_err(|e| format!("cannot start a thread: {e}"))?;
             Ok(Self::Thread(group.clone(), worker))

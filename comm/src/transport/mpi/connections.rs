@@ -91,7 +91,7 @@ struct MpiConnections {
     tag: c_int,
     /// By position; None for this rank.
     peers: Vec<Option<Peer>>,
-    /// It has told the others that it sends nothing more.
+    /// The other members know that this rank sends nothing more.
     has_ended: bool,
 }
 

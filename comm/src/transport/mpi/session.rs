@@ -60,7 +60,7 @@ pub struct Session {
     /// The tag of the last link, and the highest that MPI has.
     tag: c_int,
     max_tag: c_int,
-    /// What handshakes have told: the tag of a rank in a channel.
+    /// From handshakes: the tag of a rank in a channel.
     pub tags: HashMap<(c_int, String), c_int>,
     /// Where the next handshake comes in.
     handshake: Option<Message>,
@@ -108,7 +108,7 @@ pub struct Status {
 }
 
 extern "C" {
-    /// As `atexit`, but it is told the status.
+    /// As `atexit`, but `function` gets the exit status.
     fn on_exit(function: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
 }
 

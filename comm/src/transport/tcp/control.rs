@@ -8,8 +8,8 @@ use nix::sys::socket::{setsockopt, sockopt};
 
 use crate::transport::DisconnectReason;
 
-/// A socket that is idle for so many seconds is probed, at such an interval, and is broken when so many
-/// probes were not answered, or when a notice was not acknowledged for as long as that takes.
+/// A socket that is idle for so many seconds is probed, at such an interval, and is broken when so
+/// many probes were not answered, or when a notice was not acknowledged for as long as that takes.
 const PROBE_AFTER: u32 = 4;
 const PROBE_INTERVAL: u32 = 2;
 const PROBES: u32 = 3;

@@ -1,10 +1,10 @@
 //! This process' end of all its connections, and the thread that serves it.
 //!
-//! The thread makes and accepts connections at any time while the process lives, and reads the notices
-//! of other processes. So to connect never waits for the other's program, and a process that is gone
-//! refuses at once. A connection is made when a channel first needs it (leaders of nodes begin to
-//! connect when their group is made). If both processes connect at once, the connection of the lower
-//! rank stays.
+//! The thread makes and accepts connections at any time while the process lives, and reads the
+//! notices of other processes. So to connect never waits for the other's program, and a process
+//! that is gone refuses at once. A connection is made when a channel first needs it (leaders of
+//! nodes begin to connect when their group is made). If both processes connect at once, the
+//! connection of the lower rank stays.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{self, Write};
@@ -50,7 +50,7 @@ pub struct Endpoint {
 /// One of the two sockets of a connection that comes in, with the number of the attempt.
 #[derive(Default)]
 struct Halves {
-    attempt: String,
+    attempt: u64,
     data: Option<TcpStream>,
     control: Option<TcpStream>,
 }
@@ -97,7 +97,8 @@ impl Endpoint {
         self.groups().insert(group);
     }
 
-    /// Closes all channels of a group. Who opens one later learns that this rank is not in the group.
+    /// Closes all channels of a group. Who opens one later learns that this rank is not in the
+    /// group.
     pub fn leave_group(&self, group: GroupId) {
         self.groups().remove(&group);
         for rank in 0..self.pairs.len() {
@@ -230,17 +231,23 @@ impl Endpoint {
     /// Takes one of the two sockets of a connection.
     fn admit(&self, name: &str, stream: TcpStream, halves: &mut HashMap<usize, Halves>) {
         let mut parts = name.splitn(3, '/');
-        let (Some(kind), Some(Ok(rank)), Some(attempt)) =
-            (parts.next(), parts.next().map(str::parse::<usize>), parts.next())
-        else {
+        let (Some(kind), Some(Ok(rank)), Some(Ok(attempt))) = (
+            parts.next(),
+            parts.next().map(str::parse::<usize>),
+            parts.next().map(str::parse::<u64>),
+        ) else {
             return;
         };
         if rank >= self.pairs.len() {
             return;
         }
         let half = halves.entry(rank).or_default();
-        if half.attempt != attempt {
-            *half = Halves { attempt: attempt.into(), ..Halves::default() };
+        // Of an attempt that was given up a half may come late.
+        if attempt < half.attempt {
+            return;
+        }
+        if attempt > half.attempt {
+            *half = Halves { attempt, ..Halves::default() };
         }
         match kind {
             "data" => half.data = Some(stream),

@@ -49,8 +49,8 @@ impl Default for Incoming {
 }
 
 impl Incoming {
-    /// Reads while channel `id` expects something. Whether anything came, and whether the socket
-    /// has nothing.
+    /// Reads while channel `id` expects something, or may send no more. Whether anything came, and
+    /// whether the socket has nothing.
     pub fn fill(
         &mut self,
         channels: &mut Channels,
@@ -60,8 +60,11 @@ impl Incoming {
         let mut moved = false;
         while self.end.is_none() {
             let channel = channels.entry(id).or_default();
+            // The limit that a blocked sender waits for may be in a header.
+            let is_blocked = channel.credit() == 0 && channel.queues.sending.bytes > 0;
+            let is_expecting = is_blocked || !channel.queues.receiving.parts.is_empty();
             // Nobody is woken for what was read ahead, so it must not stay there.
-            if channel.queues.receiving.parts.is_empty() && !self.is_complete() {
+            if !is_expecting && !self.is_complete() {
                 break;
             }
             match self.read(channels, id, data) {

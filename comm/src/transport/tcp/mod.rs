@@ -50,8 +50,8 @@ struct TcpTransport {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Begins to listen for ranks on other nodes: at FLOW_LOCAL_ADDR, else at the address from which this
-/// host reaches the store.
+/// Begins to listen for ranks on other nodes: at FLOW_LOCAL_ADDR, else at the address from which
+/// this host reaches the store.
 pub fn open(membership: &Membership) -> Result<Box<dyn Transport>, String> {
     let (Rendezvous::Server { address, token } | Rendezvous::RankZero { address, token }) =
         &membership.rendezvous
@@ -207,8 +207,8 @@ impl Queued {
 
 impl TcpConnections {
     /// Moves what can be moved now; whether that was anything. Connects where there is something to
-    /// send and, for a thread that `waits`, where something is to come. Adds the sockets to wait for
-    /// to `sleeps`.
+    /// send and, for a thread that `waits`, where something is to come. Adds the sockets to wait
+    /// for to `sleeps`.
     fn progress_now(
         &mut self,
         waits: bool,
@@ -224,10 +224,10 @@ impl TcpConnections {
             }
             let progress = pair.progress(self.id);
             self.queued[member] = Queued::of(pair.queues(self.id));
-            let progress = progress.map_err(|how| PeerDown { member, how })?;
             if pair.has_notices() {
                 self.endpoint.ring();
             }
+            let progress = progress.map_err(|how| PeerDown { member, how })?;
             moved |= progress.moved;
             if let (Some(sleeps), Some(data)) = (&mut sleeps, pair.data()) {
                 sleeps.push((data, progress.waits));
@@ -318,6 +318,7 @@ impl Connections for TcpConnections {
             why => DisconnectReason::Failed(why.into()),
         });
         self.close();
+        self.queued.fill(Queued::default());
     }
 
     fn shutdown(&mut self) {

@@ -110,12 +110,12 @@ impl Outgoing {
         }
         let mut written = rustix::io::writev(data, &slices)?;
         drop(slices);
-        for frame in 0..frames {
+        for (frame, &length) in lengths[..frames].iter().enumerate() {
             if frame > 0 {
                 if written == 0 {
                     break;
                 }
-                self.begin(self.channel, channel, lengths[frame]);
+                self.begin(self.channel, channel, length);
             }
             let head = written.min(HEADER - self.begun);
             self.begun += head;

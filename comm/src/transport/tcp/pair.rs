@@ -1,17 +1,19 @@
 //! The connection of this process with another one, which all their groups share.
 //!
-//! It consists of two sockets. Over the *data* socket go frames, each the next bytes of a channel. The
-//! thread that waits for a channel moves its bytes. It reads whatever comes before them: bytes of
-//! another channel go where that expects them, or are kept until it does. A channel keeps at most
-//! [`WINDOW`] bytes, because its sender may only send so many more than the receiver expects: the
-//! receiver tells it the limit, in the frames that it sends itself. Where there are none, the limit goes
-//! over the *control* socket, as the end of a channel does. The endpoint's thread reads that socket, so
-//! these notices arrive whatever the program does, and however full the data socket is.
+//! It consists of two sockets. Over the *data* socket go frames, each the next bytes of a channel.
+//! The thread that waits for a channel moves its bytes. It reads whatever comes before them: bytes
+//! of another channel go where that expects them, or are kept until it does. A channel keeps at
+//! most [`WINDOW`] bytes, because its sender may only send so many more than the receiver expects:
+//! the receiver tells it the limit, in the frames that it sends itself. Where there are none, the
+//! limit goes over the *control* socket, as the end of a channel does. The endpoint's thread reads
+//! that socket, so these notices arrive whatever the program does, and however full the data socket
+//! is.
 //!
-//! The control socket is nearly always idle, so the kernel's keep-alive reports within ten seconds that
-//! the other machine, or the network, is gone; a process that is merely slow, or stopped, is alive to it.
-//! (`TCP_USER_TIMEOUT` on the data would take a stopped reader for dead.) The sizes of buffers are left to
-//! the kernel, which adapts them up to a larger bound than it grants to those who ask.
+//! The control socket is nearly always idle, so the kernel's keep-alive reports within ten seconds
+//! that the other machine, or the network, is gone; a process that is merely slow, or stopped, is
+//! alive to it. (`TCP_USER_TIMEOUT` on the data would take a stopped reader for dead.) The sizes of
+//! buffers are left to the kernel, which adapts them up to a larger bound than it grants to those
+//! who ask.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -114,8 +116,8 @@ impl Pair {
         self.notify(id, &Notice::Open(group));
     }
 
-    /// Closes the channels of a group that this rank has left, also those that only the other process
-    /// has opened.
+    /// Closes the channels of a group that this rank has left, also those that only the other
+    /// process has opened.
     pub fn leave(&mut self, group: GroupId) {
         let is_ours = |(_, channel): &(&_, &Channel)| channel.group == Some(group);
         let ids: Vec<_> = self.channels.iter().filter(is_ours).map(|(&id, _)| id).collect();
@@ -139,7 +141,7 @@ impl Pair {
 
     /// Tells the other process how this rank leaves the channel; the first time counts.
     pub fn end(&mut self, id: ChannelId, how: &DisconnectReason) {
-        let channel = self.channels.entry(id).or_default();
+        let Some(channel) = self.channels.get_mut(&id) else { return };
         if channel.own_end.is_none() {
             channel.own_end = Some(how.clone());
             let notice = Notice::End(how.clone(), channel.sent);
@@ -147,8 +149,8 @@ impl Pair {
         }
     }
 
-    /// Sends no more, and discards what comes: a socket that is closed with unread bytes would take back
-    /// what it has not sent yet. Whether there was anything, and there may be more.
+    /// Sends no more, and discards what comes: a socket that is closed with unread bytes would take
+    /// back what it has not sent yet. Whether there was anything, and there may be more.
     pub fn drain(&mut self) -> bool {
         let Some(Sockets { data, .. }) = self.sockets() else { return false };
         let _ = data.shutdown(Shutdown::Write);
@@ -184,7 +186,7 @@ impl Pair {
     /// Forgets a channel's segments: from now on nobody touches their memory.
     pub fn close(&mut self, id: ChannelId) {
         self.outgoing.adopt(&mut self.channels, id);
-        let channel = self.channels.entry(id).or_default();
+        let Some(channel) = self.channels.get_mut(&id) else { return };
         channel.queues = QueuePair::default();
         channel.kept = VecDeque::new();
         channel.is_closed = true;
@@ -195,8 +197,11 @@ impl Pair {
     /// Moves what can be moved now.
     ///
     /// # Errors
-    /// Nothing can be, and something is due in the channel that will not come, or go, any more.
+    /// Nothing of the channel can be, and something is due in it that will not come, or go, any
+    /// more.
     pub fn progress(&mut self, id: ChannelId) -> Result<Progress, DisconnectReason> {
+        let left = |queues: &QueuePair| (queues.sending.bytes, queues.receiving.bytes);
+        let before = left(self.queues(id));
         let mut progress = Progress { moved: self.take_kept(id), ..Progress::default() };
         if let State::Connected(sockets) = &self.state {
             let (sent, is_full) = self.outgoing.flush(&mut self.channels, id, &sockets.data);
@@ -211,7 +216,7 @@ impl Pair {
             progress.moved |= sent | filled;
         }
         self.grant(id);
-        if progress.moved {
+        if left(self.queues(id)) != before {
             return Ok(progress);
         }
         match self.reason_of_due(id) {
@@ -367,7 +372,8 @@ impl Pair {
         }
     }
 
-    /// How the other process has left a channel in which nothing is due: after all that it has sent.
+    /// How the other process has left a channel in which nothing is due: after all that it has
+    /// sent.
     pub fn reason(&self, id: ChannelId) -> Option<DisconnectReason> {
         let channel = self.channels.get(&id)?;
         let sockets = match &self.state {
@@ -381,6 +387,8 @@ impl Pair {
             (Some((how, sent)), _) if channel.arrived >= *sent && channel.kept.is_empty() => {
                 Some(how.clone())
             }
+            // Nobody may ever read what lies in the data socket.
+            (None, Some((how, last))) if last.elapsed() >= DRAIN_TIMEOUT => Some(how.clone()),
             (None, Some((how, _))) if channel.kept.is_empty() => {
                 match sockets.data.peek(&mut [0]) {
                     Ok(1..) if !channel.is_closed => None,

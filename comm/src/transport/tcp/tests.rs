@@ -149,6 +149,55 @@ fn a_channel_that_nobody_receives_in_blocks_no_other() {
     });
 }
 
+/// The limit comes in the header of a message that the blocked sender does not expect.
+#[test]
+fn a_sender_without_credit_reads_headers() {
+    let [one, two] = pair();
+    let (mut first, mut second) = (channel(&one, "a"), channel(&two, "a"));
+    let (mut input, mut output) = (vec![0; 2 * LARGE], [7]);
+    first.receive(1, segment(&mut input));
+    first.send(1, segment(&mut output));
+    thread::scope(|scope| {
+        let receiver = scope.spawn(|| finish(&mut first, 1).unwrap());
+        send(&mut second, 0, &mut pattern(4, 2 * LARGE));
+        receiver.join().unwrap();
+    });
+    assert_eq!(receive(&mut second, 0, 1), [7]);
+    assert!(input == pattern(4, 2 * LARGE));
+}
+
+/// What a thread reads is not always the frames that it guesses: they are of other sizes, or of
+/// another channel.
+#[test]
+fn segments_that_differ_from_those_sent_get_the_same_bytes() {
+    let [one, two] = pair();
+    let total = 3_000_000;
+    thread::scope(|scope| {
+        for (name, sent, received) in
+            [("a", 5_000, 70_000), ("b", 70_000, 5_000), ("c", 100, 4_097), ("d", 1 << 21, 64)]
+        {
+            let (mut first, mut second) = (channel(&one, name), channel(&two, name));
+            scope.spawn(move || {
+                let mut output = pattern(sent, total);
+                for piece in output.chunks_mut(sent) {
+                    first.send(1, segment(piece));
+                }
+                finish(&mut first, 1).unwrap();
+            });
+            scope.spawn(move || {
+                let mut input = vec![0; total];
+                for pieces in input.chunks_mut(10 * received) {
+                    for piece in pieces.chunks_mut(received) {
+                        second.receive(0, segment(piece));
+                    }
+                    finish(&mut second, 0).unwrap();
+                }
+                assert!(input == pattern(sent, total), "channel {name}");
+            });
+        }
+    });
+}
+
 #[test]
 fn small_messages_keep_their_order() {
     let [one, two] = pair();

@@ -30,7 +30,8 @@ impl Waker {
         }
     }
 
-    /// From now on [`Waker::wake`] makes the fd readable. None if there are no file descriptors left.
+    /// From now on [`Waker::wake`] makes the fd readable. None if there are no file descriptors
+    /// left.
     pub fn fall_asleep(&self) -> Option<BorrowedFd<'_>> {
         let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
         let fd = self.fd.get_or_init(|| eventfd(0, flags).ok());
