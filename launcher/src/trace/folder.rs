@@ -1,5 +1,6 @@
 //! The files of the ranks of a job, before they are merged.
 
+use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, BufWriter, Read, Write};
 use std::os::unix::fs::DirBuilderExt;
@@ -7,8 +8,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
+use serde_json::value::{to_raw_value, RawValue};
 
-use super::format::{Origin, RawTimeline};
+use super::arrivals::Arrivals;
+use super::format::{Origin, RawTimeline, TimelineEvent};
 
 /// The variable that names the folder to workers.
 pub const VARIABLE: &str = "FLOW_TRACE";
@@ -62,7 +65,8 @@ impl TraceFolder {
         options.open(self.file(piece.rank))?.write_all(piece.text.as_bytes())
     }
 
-    /// Merges the files of all ranks into one at `to`; returns the ranks that have no valid file.
+    /// Merges the files of all ranks into one at `to`, where events of collectives say which rank
+    /// was the last to arrive. Returns the ranks that have no valid file.
     pub fn merge(&self, world_size: u32, to: &Path) -> anyhow::Result<Vec<u32>> {
         let mut name = to.as_os_str().to_owned();
         name.push(".partial");
@@ -70,6 +74,11 @@ impl TraceFolder {
         let write = || -> io::Result<Vec<u32>> {
             let mut out = BufWriter::new(File::create(&partial)?);
             let (mut missing, mut origins, mut is_first) = (Vec::new(), Vec::new(), true);
+            let mut arrivals = Arrivals::default();
+            let timelines = (0..world_size).filter_map(|rank| read(&self.file(rank)));
+            for event in timelines.flat_map(|timeline| timeline.events) {
+                parse(&event).iter().for_each(|event| arrivals.add(event));
+            }
             out.write_all(b"{\"traceEvents\":[")?;
             for rank in 0..world_size {
                 let Some(timeline) = read(&self.file(rank)) else {
@@ -79,7 +88,10 @@ impl TraceFolder {
                 for event in &timeline.events {
                     let separator: &[u8] = if is_first { b"\n" } else { b",\n" };
                     out.write_all(separator)?;
-                    out.write_all(event.get().as_bytes())?;
+                    match parse(event).and_then(|event| arrivals.last(&event)) {
+                        Some(last) => serde_json::to_writer(&mut out, &with_last(event, last)?)?,
+                        None => out.write_all(event.get().as_bytes())?,
+                    }
                     is_first = false;
                 }
                 origins.push(timeline.origin);
@@ -102,6 +114,21 @@ fn read(path: &Path) -> Option<RawTimeline> {
     serde_json::from_str(&text)
         .inspect_err(|error| log::warn!("{} is malformed: {error}", path.display()))
         .ok()
+}
+
+fn parse(event: &RawValue) -> Option<TimelineEvent> {
+    serde_json::from_str(event.get()).ok()
+}
+
+/// An event with the last rank to arrive among its arguments; all else stays as it was.
+fn with_last(event: &RawValue, last: u32) -> serde_json::Result<BTreeMap<String, Box<RawValue>>> {
+    let mut event: BTreeMap<String, Box<RawValue>> = serde_json::from_str(event.get())?;
+    if let Some(arguments) = event.get_mut("args") {
+        let mut changed: BTreeMap<String, Box<RawValue>> = serde_json::from_str(arguments.get())?;
+        changed.insert("last_to_arrive".into(), to_raw_value(&last)?);
+        *arguments = to_raw_value(&changed)?;
+    }
+    Ok(event)
 }
 
 /// Calls `send` with the pieces of a rank's file, until it returns an error.
@@ -166,6 +193,34 @@ mod tests {
         assert!(!temporary.path().join("all.json.partial").exists());
         let error = folder.merge(1, Path::new("/no/such/folder/x")).unwrap_err();
         assert!(format!("{error:#}").starts_with("cannot write /no/such/folder/x: "), "{error:#}");
+    }
+
+    #[test]
+    fn collectives_say_who_was_the_last_to_arrive() {
+        let (temporary, folder) = folder();
+        let event = |rank: u32, name: &str, sequence: u32, started: f64| {
+            let args = json!({"group": "0", "sequence": sequence, "started": started, "bytes": 4});
+            json!({"ph": "X", "name": name, "pid": rank, "ts": 9.25, "dur": 1, "args": args})
+        };
+        let ranks = [
+            [event(0, "all_reduce", 0, 1.5), event(0, "send", 1, 1.0), event(0, "barrier", 2, 7.0)],
+            [
+                event(1, "all_reduce", 0, 1.25),
+                event(1, "send", 1, 2.0),
+                event(1, "barrier", 3, 8.0),
+            ],
+        ];
+        for (rank, events) in (0..).zip(&ranks) {
+            let text = json!({"traceEvents": events, "otherData": {}}).to_string();
+            fs::write(folder.file(rank), text).unwrap();
+        }
+        let merged = temporary.path().join("all.json");
+        folder.merge(2, &merged).unwrap();
+        let merged: Value = serde_json::from_slice(&fs::read(merged).unwrap()).unwrap();
+        let mut expected = ranks.concat();
+        expected[0]["args"]["last_to_arrive"] = json!(0);
+        expected[3]["args"]["last_to_arrive"] = json!(0);
+        assert_eq!(merged["traceEvents"], json!(expected));
     }
 
     #[test]

@@ -5,10 +5,12 @@
 //!
 //! | file | subject |
 //! |---|---|
+//! | `arrivals.rs` | who was the last to arrive in each collective (pure) |
 //! | `folder.rs` | the files of the ranks, reading and writing them in pieces, merging them |
 //! | `format.rs` | the JSON of a timeline |
 //! | `summary.rs` | what `flow-launch trace` prints (pure) |
 
+mod arrivals;
 pub mod folder;
 mod format;
 mod summary;

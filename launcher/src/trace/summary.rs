@@ -3,10 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
+use super::arrivals::Arrivals;
 use super::format::{Timeline, TimelineEvent};
-
-/// Operations that ranks count each for itself: nobody waits for all of a group.
-const MESSAGES: [&str; 3] = ["send", "recv", "batch_send_recv"];
 
 /// How much longer than the median rank a straggler computes, as a factor.
 const STRAGGLES: f64 = 1.1;
@@ -82,28 +80,20 @@ impl Slowest {
 /// slowest, and in how many collectives it was the last to arrive. Then the stragglers, and the
 /// steps in which the slowest rank was furthest behind.
 pub fn describe(timeline: &Timeline) -> String {
-    let (mut ranks, mut operations) = (BTreeMap::<u32, Rank>::new(), BTreeMap::new());
+    let (mut ranks, mut arrivals) = (BTreeMap::<u32, Rank>::new(), Arrivals::default());
     for event in timeline.events.iter().filter(|event| event.kind == "X") {
         ranks.entry(event.pid).or_default().add(event);
-        let (name, arguments) = (event.name.as_str(), &event.arguments);
-        let Some(sequence) = arguments.sequence.filter(|_| !MESSAGES.contains(&name)) else {
-            continue;
-        };
-        let key = (arguments.group.to_string(), sequence);
-        let arrivals: &mut Vec<(f64, u32)> = operations.entry(key).or_default();
-        arrivals.push((arguments.started.unwrap_or(event.start), event.pid));
+        arrivals.add(event);
     }
-    for arrivals in operations.values().filter(|arrivals| arrivals.len() > 1) {
-        if let Some((_, last)) = arrivals.iter().max_by(|one, other| one.0.total_cmp(&other.0)) {
-            ranks.entry(*last).or_default().last += 1;
-        }
+    for rank in arrivals.last_of_each() {
+        ranks.entry(rank).or_default().last += 1;
     }
     let steps: BTreeSet<u64> = ranks.values().flat_map(|rank| rank.busy.keys().copied()).collect();
     let slowest: Vec<_> = steps.iter().filter_map(|step| Slowest::of(*step, &ranks)).collect();
     for Slowest { rank, .. } in &slowest {
         ranks.entry(*rank).or_default().slowest += 1;
     }
-    table(&ranks, steps.len(), operations.len())
+    table(&ranks, steps.len(), arrivals.count())
         + &stragglers(&ranks)
         + &furthest_behind(slowest)
         + LEGEND
