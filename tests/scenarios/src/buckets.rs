@@ -153,6 +153,9 @@ fn given_up(world: &ProcessGroup, cause: Option<&str>, named: &str) -> Result<()
             }
         };
         ensure!(error.to_string().contains(named), "{error}");
+        let records = group.flight_recorder();
+        let launched = records.iter().find(|record| record.bucket == Some(0));
+        ensure!(launched.is_some_and(|bucket| bucket.has_failed), "{records:?}");
         ensure!(others.iter().all(|&element| element == 1.0), "other memory was overwritten");
     }
     world.barrier()?;
