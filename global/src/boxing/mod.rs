@@ -1,0 +1,3 @@
+//! Boxing: a tensor gets another placement or SBP.
+
+pub mod plan;

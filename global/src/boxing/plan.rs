@@ -1,0 +1,254 @@
+//! Plans of boxing: how a tensor gets from one placement and SBP to another, with as few bytes as
+//! that needs. Pure.
+//!
+//! A plan has at most two phases. First the terms of partial axes that the result does not have are
+//! reduced by reduce-scatter: each of the ranks that share terms gets the sum of a part. Then ranks
+//! copy from each other what they need and do not have. Where that is possible, the parts are what
+//! the ranks need in the end, and nothing is copied (P to S). Where all need all, the two phases are
+//! an all-reduce (P to B).
+
+use std::collections::BTreeMap;
+
+use flow_comm::ReduceOp;
+
+use crate::placement::Placement;
+use crate::region::{regions, Region};
+use crate::sbp::Sbp;
+
+/// How a tensor lies: on which ranks, and how on each axis.
+#[derive(Clone, Copy, Debug)]
+pub struct Layout<'a> {
+    pub placement: &'a Placement,
+    pub sbp: &'a [Sbp],
+}
+
+/// From one layout to another.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plan {
+    pub reduction: Option<Reduction>,
+    /// What ranks of the new placement copy, from others or from themselves.
+    pub copies: Vec<Copy>,
+    /// What each rank of the new placement has in the end, by position. What it does not copy is
+    /// zero: the rest of its term of a partial result.
+    pub results: Vec<Region>,
+}
+
+/// The first phase: reduce-scatters among ranks of the old placement.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Reduction {
+    pub op: ReduceOp,
+    /// The positions that share terms, by group.
+    pub groups: Vec<Vec<usize>>,
+    /// What each rank of the old placement has a sum of, by position; None for nothing.
+    pub parts: Vec<Option<Region>>,
+}
+
+/// A region that rank `to` gets from rank `from`, which may be the same.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Copy {
+    pub from: usize,
+    pub to: usize,
+    pub region: Region,
+}
+
+impl Plan {
+    /// Plans for a tensor of this shape. The layouts fit it ([`crate::region::check`]).
+    pub fn new(shape: &[usize], from: Layout, to: Layout) -> Self {
+        let held = regions(from.placement, from.sbp, shape);
+        let results = regions(to.placement, to.sbp, shape);
+        let axes = Axes::new(from, to);
+        let reduction = axes.reduced.first().and_then(|&axis| {
+            let Sbp::Partial(op) = from.sbp[axis] else { return None };
+            let groups = groups(from.placement, &axes.reduced);
+            let parts = parts(from, to, &groups, &held, &results);
+            Some(Reduction { op, groups, parts })
+        });
+        let sources = match &reduction {
+            Some(reduction) => reduction.parts.clone(),
+            None => held.into_iter().map(Some).collect(),
+        };
+        let needed = needed(from, to, &axes.new_terms, &sources, &results);
+        let copies = copies(from, to, &axes.kept_terms, &sources, &needed);
+        Self { reduction, copies, results }
+    }
+
+    /// How many elements all ranks together receive from others.
+    pub fn received(&self) -> usize {
+        let reduced = self.reduction.iter().flat_map(|reduction| {
+            let parts = |group: &Vec<usize>| -> usize {
+                let parts = group.iter().filter_map(|&position| reduction.parts[position].as_ref());
+                parts.map(Region::elements).sum()
+            };
+            reduction.groups.iter().map(move |group| (group.len() - 1) * parts(group))
+        });
+        let copied = self.copies.iter().filter(|copy| copy.from != copy.to);
+        reduced.sum::<usize>() + copied.map(|copy| copy.region.elements()).sum::<usize>()
+    }
+}
+
+/// The axes that have to do with terms.
+struct Axes {
+    /// Old partial axes that stay as they are.
+    kept_terms: Vec<usize>,
+    /// Old partial axes whose terms are reduced.
+    reduced: Vec<usize>,
+    /// Partial axes of the new layout that the old one does not have.
+    new_terms: Vec<usize>,
+}
+
+impl Axes {
+    fn new(from: Layout, to: Layout) -> Self {
+        let is_same = from.placement == to.placement;
+        let stays = |axis: &usize| is_same && from.sbp[*axis] == to.sbp[*axis];
+        let partial = |sbp: &[Sbp]| -> Vec<usize> {
+            (0..sbp.len()).filter(|&axis| sbp[axis].is_partial()).collect()
+        };
+        let (kept_terms, reduced) = partial(from.sbp).into_iter().partition(stays);
+        let new_terms = partial(to.sbp).into_iter().filter(|axis| !stays(axis)).collect();
+        Self { kept_terms, reduced, new_terms }
+    }
+}
+
+/// The positions that differ in these axes' coordinates only, in the order of those.
+fn groups(placement: &Placement, axes: &[usize]) -> Vec<Vec<usize>> {
+    let mut groups = BTreeMap::<Vec<usize>, Vec<usize>>::new();
+    for position in 0..placement.ranks().len() {
+        let mut key = placement.coordinates(position);
+        axes.iter().for_each(|&axis| key[axis] = 0);
+        groups.entry(key).or_default().push(position);
+    }
+    groups.into_values().collect()
+}
+
+/// What each position has after the reduction: what it needs in the end, if the needs of its group
+/// divide what the group has; else an equal part.
+fn parts(
+    from: Layout,
+    to: Layout,
+    groups: &[Vec<usize>],
+    held: &[Region],
+    results: &[Region],
+) -> Vec<Option<Region>> {
+    let mut parts = vec![None; held.len()];
+    for group in groups {
+        let all = &held[group[0]];
+        let need = |&position: &usize| {
+            let target = to.placement.position(from.placement.ranks()[position])?;
+            all.intersection(&results[target])
+        };
+        let needs: Vec<_> = group.iter().map(need).collect();
+        let is_divided = divides(&needs, all);
+        for (index, (&position, need)) in group.iter().zip(needs).enumerate() {
+            parts[position] = match cut_dim(all, group.len()) {
+                _ if is_divided => need,
+                Some(dim) => Some(all.part(dim, group.len(), index)),
+                None => (index == 0).then(|| all.clone()),
+            };
+        }
+    }
+    parts
+}
+
+/// Whether regions are disjoint and together a whole.
+fn divides(regions: &[Option<Region>], whole: &Region) -> bool {
+    let regions: Vec<&Region> = regions.iter().flatten().collect();
+    let are_disjoint = regions.iter().enumerate().all(|(index, region)| {
+        regions[..index].iter().all(|other| region.intersection(other).is_none())
+    });
+    are_disjoint
+        && regions.iter().map(|region| region.elements()).sum::<usize>() == whole.elements()
+}
+
+/// The dimension along which a region is cut into equal parts: the first that is long enough, as
+/// its parts are contiguous, else the longest. None without dimensions.
+fn cut_dim(region: &Region, parts: usize) -> Option<usize> {
+    let shape = region.shape();
+    let longest = (0..shape.len()).rev().max_by_key(|&dim| shape[dim]);
+    shape.iter().position(|&size| size >= parts).or(longest)
+}
+
+/// What each position of the new placement must have that is not zero. Of the ranks that share new
+/// terms, each has what it had before, if that is all together, and alike for all that have the
+/// same terms; else the first has all.
+fn needed(
+    from: Layout,
+    to: Layout,
+    new_terms: &[usize],
+    sources: &[Option<Region>],
+    results: &[Region],
+) -> Vec<Option<Region>> {
+    let mut needed: Vec<_> = results.iter().cloned().map(Some).collect();
+    if new_terms.is_empty() {
+        return needed;
+    }
+    let own = |&position: &usize| {
+        let source = from.placement.position(to.placement.ranks()[position])?;
+        sources[source].as_ref()?.intersection(&results[position])
+    };
+    let is_alike = |axis: &usize| to.sbp[*axis] == Sbp::Broadcast || new_terms.contains(axis);
+    let alike: Vec<usize> = (0..to.sbp.len()).filter(is_alike).collect();
+    for alike in groups(to.placement, &alike) {
+        let has = |position: &usize| alike.contains(position);
+        let groups: Vec<_> = groups(to.placement, new_terms)
+            .into_iter()
+            .filter(|group| group.iter().all(has))
+            .map(|group| (group.iter().map(own).collect::<Vec<_>>(), group))
+            .collect();
+        let whole = &results[alike[0]];
+        let is_divided = |(parts, _): &(Vec<_>, _)| *parts == groups[0].0 && divides(parts, whole);
+        let is_divided = groups.iter().all(is_divided);
+        for (index, position, own) in groups.into_iter().flat_map(|(own, group)| {
+            group.into_iter().zip(own).enumerate().map(|(index, (at, own))| (index, at, own))
+        }) {
+            let all = (index == 0).then(|| whole.clone());
+            needed[position] = if is_divided { own } else { all };
+        }
+    }
+    needed
+}
+
+/// Copies to each position of the new placement what it needs: from its own rank if that has it,
+/// else from the holder that is nearest in the mesh, so that holders share the work.
+fn copies(
+    from: Layout,
+    to: Layout,
+    kept_terms: &[usize],
+    sources: &[Option<Region>],
+    needed: &[Option<Region>],
+) -> Vec<Copy> {
+    let is_same = from.placement == to.placement;
+    let coordinates: Vec<_> =
+        (0..sources.len()).map(|position| from.placement.coordinates(position)).collect();
+    // The holders of each region, and, of terms that stay, of each term.
+    let mut tiles = BTreeMap::<_, (&Region, Vec<usize>)>::new();
+    for (position, region) in sources.iter().enumerate() {
+        let Some(region) = region else { continue };
+        let terms: Vec<_> = kept_terms.iter().map(|&axis| coordinates[position][axis]).collect();
+        let bounds: Vec<_> = region.0.iter().map(|range| (range.start, range.end)).collect();
+        let (_, holders) = tiles.entry((terms, bounds)).or_insert_with(|| (region, Vec::new()));
+        holders.push(position);
+    }
+    let mut copies = Vec::new();
+    for (target, needed) in needed.iter().enumerate() {
+        let Some(needed) = needed else { continue };
+        let rank = to.placement.ranks()[target];
+        let own = to.placement.coordinates(target);
+        for ((terms, _), (held, holders)) in &tiles {
+            let is_own_term = kept_terms.iter().zip(terms).all(|(&axis, &at)| own[axis] == at);
+            let Some(region) = needed.intersection(held).filter(|_| is_own_term) else { continue };
+            let holds = |&&holder: &&usize| from.placement.ranks()[holder] == rank;
+            let distance = |holder: usize| {
+                coordinates[holder].iter().zip(&own).filter(|(one, other)| one != other).count()
+            };
+            let holder = match holders.iter().find(holds) {
+                Some(&holder) => holder,
+                None if is_same => {
+                    holders.iter().copied().min_by_key(|&at| (distance(at), at)).unwrap_or_default()
+                }
+                None => holders[target % holders.len()],
+            };
+            copies.push(Copy { from: from.placement.ranks()[holder], to: rank, region });
+        }
+    }
+    copies
+}

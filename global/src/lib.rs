@@ -1,0 +1,11 @@
+//! Global tensors: where a tensor lies (placement) and how (SBP).
+
+pub mod boxing;
+mod error;
+mod placement;
+pub mod region;
+mod sbp;
+
+pub use error::{Error, Result};
+pub use placement::{Placement, Ranks};
+pub use sbp::{NdSbp, Sbp, B, P, S};

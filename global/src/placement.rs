@@ -1,0 +1,209 @@
+//! Placements: which ranks a tensor lies on, as an array of ranks.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::error::{Error, Result};
+
+/// Ranks of a process group in an array of any number of axes. The order counts: in
+/// `[[0, 2], [1, 3]]` rank 2 follows rank 0 on the second axis.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub struct Placement(Arc<Inner>);
+
+#[derive(PartialEq, Eq, Hash)]
+struct Inner {
+    /// Row-major.
+    ranks: Vec<usize>,
+    shape: Vec<usize>,
+}
+
+/// Nested arrays or vectors of ranks.
+pub trait Ranks {
+    /// The extents of the array.
+    ///
+    /// # Errors
+    /// Parts of it differ in shape: says which shapes they have.
+    fn shape(&self) -> std::result::Result<Vec<usize>, String>;
+
+    /// Appends the ranks, row-major.
+    fn flatten(&self, ranks: &mut Vec<usize>);
+}
+
+impl Ranks for usize {
+    fn shape(&self) -> std::result::Result<Vec<usize>, String> {
+        Ok(Vec::new())
+    }
+
+    fn flatten(&self, ranks: &mut Vec<usize>) {
+        ranks.push(*self);
+    }
+}
+
+impl<T: Ranks> Ranks for [T] {
+    fn shape(&self) -> std::result::Result<Vec<usize>, String> {
+        let shapes = self.iter().map(Ranks::shape).collect::<std::result::Result<Vec<_>, _>>()?;
+        let first = shapes.first().cloned().unwrap_or_default();
+        match shapes.iter().find(|&shape| *shape != first) {
+            Some(other) => Err(format!("parts have the shapes {first:?} and {other:?}")),
+            None => Ok([vec![self.len()], first].concat()),
+        }
+    }
+
+    fn flatten(&self, ranks: &mut Vec<usize>) {
+        self.iter().for_each(|part| part.flatten(ranks));
+    }
+}
+
+impl<T: Ranks, const N: usize> Ranks for [T; N] {
+    fn shape(&self) -> std::result::Result<Vec<usize>, String> {
+        self[..].shape()
+    }
+
+    fn flatten(&self, ranks: &mut Vec<usize>) {
+        self[..].flatten(ranks);
+    }
+}
+
+impl<T: Ranks> Ranks for Vec<T> {
+    fn shape(&self) -> std::result::Result<Vec<usize>, String> {
+        self[..].shape()
+    }
+
+    fn flatten(&self, ranks: &mut Vec<usize>) {
+        self[..].flatten(ranks);
+    }
+}
+
+impl Placement {
+    /// # Errors
+    /// No ranks, a rank twice, or parts of different shapes.
+    pub fn of(ranks: impl Ranks) -> Result<Self> {
+        let mut flat = Vec::new();
+        ranks.flatten(&mut flat);
+        Self::with_shape(flat, ranks.shape().map_err(Error::Ragged)?)
+    }
+
+    /// `ranks`, row-major, in an array of this shape.
+    ///
+    /// # Errors
+    /// No ranks, a rank twice, or ranks that do not fill the array.
+    pub fn with_shape(ranks: Vec<usize>, shape: Vec<usize>) -> Result<Self> {
+        if ranks.is_empty() {
+            return Err(Error::NoRanks);
+        }
+        if shape.iter().product::<usize>() != ranks.len() || shape.is_empty() {
+            let reason = format!("{} ranks are no array of shape {shape:?}", ranks.len());
+            return Err(Error::Ragged(reason));
+        }
+        let mut sorted = ranks.clone();
+        sorted.sort_unstable();
+        let repeated = sorted.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0]);
+        let placement = Self(Arc::new(Inner { ranks, shape }));
+        match repeated {
+            Some(rank) => Err(Error::Repeated(rank, placement.to_string())),
+            None => Ok(placement),
+        }
+    }
+
+    /// The ranks, row-major.
+    pub fn ranks(&self) -> &[usize] {
+        &self.0.ranks
+    }
+
+    /// The extent of each axis.
+    pub fn shape(&self) -> &[usize] {
+        &self.0.shape
+    }
+
+    /// The number of axes.
+    pub fn axes(&self) -> usize {
+        self.0.shape.len()
+    }
+
+    /// Where a rank is among [`Placement::ranks`].
+    pub fn position(&self, rank: usize) -> Option<usize> {
+        self.0.ranks.iter().position(|&other| other == rank)
+    }
+
+    /// The coordinates of a position, one for each axis.
+    pub fn coordinates(&self, position: usize) -> Vec<usize> {
+        let mut rest = position;
+        let mut coordinates: Vec<usize> = self
+            .0
+            .shape
+            .iter()
+            .rev()
+            .map(|&extent| {
+                let coordinate = rest % extent;
+                rest /= extent;
+                coordinate
+            })
+            .collect();
+        coordinates.reverse();
+        coordinates
+    }
+
+    /// The position with these coordinates.
+    pub fn position_at(&self, coordinates: &[usize]) -> usize {
+        coordinates
+            .iter()
+            .zip(&self.0.shape)
+            .fold(0, |position, (at, extent)| position * extent + at)
+    }
+}
+
+impl fmt::Display for Placement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fn nested(f: &mut fmt::Formatter<'_>, ranks: &[usize], shape: &[usize]) -> fmt::Result {
+            let Some((&extent, inner)) = shape.split_first() else {
+                return write!(f, "{}", ranks[0]);
+            };
+            f.write_str("[")?;
+            for (index, part) in ranks.chunks(ranks.len() / extent).enumerate() {
+                f.write_str(if index == 0 { "" } else { ", " })?;
+                nested(f, part, inner)?;
+            }
+            f.write_str("]")
+        }
+        nested(f, &self.0.ranks, &self.0.shape)
+    }
+}
+
+impl fmt::Debug for Placement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Placement({self})")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn order_and_shape_are_kept() {
+        let placement = Placement::of([[0, 2], [1, 3]]).unwrap();
+        assert_eq!((placement.ranks(), placement.shape()), (&[0, 2, 1, 3][..], &[2, 2][..]));
+        assert_eq!(placement.to_string(), "[[0, 2], [1, 3]]");
+        assert_eq!(placement.position(2).map(|at| placement.coordinates(at)), Some(vec![0, 1]));
+        assert_eq!(placement.position(4), None);
+        assert_ne!(placement, Placement::of([[0, 1], [2, 3]]).unwrap());
+        let deep = Placement::of([[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]]).unwrap();
+        assert_eq!(deep.shape(), [2, 2, 3]);
+        for position in 0..12 {
+            assert_eq!(deep.position_at(&deep.coordinates(position)), position);
+        }
+    }
+
+    #[test]
+    fn what_is_no_array_of_ranks_is_an_error() {
+        let none: [usize; 0] = [];
+        assert_eq!(Placement::of(none), Err(Error::NoRanks));
+        let error = Placement::of([0, 1, 0]).unwrap_err();
+        let expected = "rank 0 is twice in the placement [0, 1, 0]; give each rank one position";
+        assert_eq!(error.to_string(), expected);
+        let error = Placement::of(vec![vec![0, 1], vec![2]]).unwrap_err();
+        let expected =
+            "the ranks of a placement must fill an array: parts have the shapes [2] and [1]";
+        assert_eq!(error.to_string(), expected);
+    }
+}

@@ -1,0 +1,56 @@
+//! SBP: how a tensor lies on the ranks of one axis of a placement.
+
+use std::fmt;
+
+use flow_comm::ReduceOp;
+
+pub use Sbp::{Broadcast as B, Split as S};
+
+/// How a tensor lies on the ranks of one axis of a placement.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Sbp {
+    /// Each rank has a part along this dimension. The parts are equal, but the first ranks have
+    /// one element more if the dimension is no multiple of their number.
+    Split(usize),
+    /// Each rank has all of it.
+    Broadcast,
+    /// Each rank has a term; reduced over the ranks, the terms are the tensor.
+    Partial(ReduceOp),
+}
+
+/// The terms that ranks have add up to the tensor.
+pub const P: Sbp = Sbp::Partial(ReduceOp::Sum);
+
+/// SBP on each axis of a placement, the first axis first.
+pub type NdSbp = Vec<Sbp>;
+
+impl Sbp {
+    pub fn is_partial(self) -> bool {
+        matches!(self, Sbp::Partial(_))
+    }
+
+    /// The dimension that is split.
+    pub fn dim(self) -> Option<usize> {
+        match self {
+            Sbp::Split(dim) => Some(dim),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for Sbp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Sbp::Split(dim) => write!(f, "S({dim})"),
+            Sbp::Broadcast => f.write_str("B"),
+            Sbp::Partial(ReduceOp::Sum) => f.write_str("P"),
+            Sbp::Partial(op) => write!(f, "P({op:?})"),
+        }
+    }
+}
+
+impl fmt::Debug for Sbp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")
+    }
+}

@@ -1,0 +1,250 @@
+//! Plans of boxing, carried out on numbers in one process: every pair of layouts gives the tensor
+//! that was there before, with no more bytes than the pair needs.
+
+use flow_global::boxing::plan::{Layout, Plan};
+use flow_global::region::{regions, Region};
+use flow_global::{Placement, Sbp, B, P, S};
+
+/// A rank's part of a tensor, row-major.
+type Local = Vec<i64>;
+
+/// The indices of a region's elements in a tensor of this shape.
+fn indices(region: &Region, shape: &[usize]) -> Vec<usize> {
+    let dims = region.0.iter().zip(shape);
+    dims.fold(vec![0], |indices, (range, &size)| {
+        indices.iter().flat_map(|index| range.clone().map(move |at| index * size + at)).collect()
+    })
+}
+
+/// Terms, or parts, of the tensor 1, 2, 3...
+fn scatter(shape: &[usize], layout: Layout) -> Vec<Local> {
+    let parts = regions(layout.placement, layout.sbp, shape);
+    let terms = |position: usize| -> usize {
+        let coordinates = layout.placement.coordinates(position);
+        let axes = layout.sbp.iter().zip(coordinates).zip(layout.placement.shape());
+        axes.filter(|((sbp, _), _)| sbp.is_partial())
+            .fold(0, |term, ((_, at), extent)| term * extent + at)
+    };
+    let count: usize = layout
+        .sbp
+        .iter()
+        .zip(layout.placement.shape())
+        .filter(|(sbp, _)| sbp.is_partial())
+        .map(|(_, extent)| extent)
+        .product();
+    let value = |index: usize, term: usize| {
+        let noise = |term: usize| ((index * 7 + term * 13) % 101) as i64;
+        // All terms add up to index + 1.
+        match term + 1 == count {
+            true => index as i64 + 1 - (0..term).map(noise).sum::<i64>(),
+            false => noise(term),
+        }
+    };
+    parts
+        .iter()
+        .enumerate()
+        .map(|(position, part)| {
+            indices(part, shape).into_iter().map(|index| value(index, terms(position))).collect()
+        })
+        .collect()
+}
+
+/// Carries out a plan.
+fn run(shape: &[usize], plan: &Plan, from: Layout, to: Layout, locals: &[Local]) -> Vec<Local> {
+    let total: usize = shape.iter().product();
+    // What each old rank has, spread over the whole tensor.
+    let held = regions(from.placement, from.sbp, shape);
+    let mut sources: Vec<Vec<Option<i64>>> = held
+        .iter()
+        .zip(locals)
+        .map(|(region, local)| {
+            let mut all = vec![None; total];
+            indices(region, shape)
+                .into_iter()
+                .zip(local)
+                .for_each(|(index, &value)| all[index] = Some(value));
+            all
+        })
+        .collect();
+    if let Some(reduction) = &plan.reduction {
+        let before = sources.clone();
+        for group in &reduction.groups {
+            for &position in group {
+                let mut all = vec![None; total];
+                let part = reduction.parts[position].iter();
+                for index in part.flat_map(|part| indices(part, shape)) {
+                    all[index] = Some(group.iter().map(|&peer| before[peer][index].unwrap()).sum());
+                }
+                sources[position] = all;
+            }
+        }
+    }
+    let mut results: Vec<_> = plan
+        .results
+        .iter()
+        .map(|region| {
+            let mut all = vec![None; total];
+            indices(region, shape).into_iter().for_each(|index| all[index] = Some(0));
+            all
+        })
+        .collect();
+    for copy in &plan.copies {
+        let source = &sources[from.placement.position(copy.from).unwrap()];
+        let target = to.placement.position(copy.to).unwrap();
+        for index in indices(&copy.region, shape) {
+            assert!(results[target][index].is_some(), "{index} is not in the result");
+            results[target][index] = Some(source[index].expect("the source has the element"));
+        }
+    }
+    let regions = plan.results.iter().zip(&results);
+    regions
+        .map(|(region, all)| {
+            indices(region, shape).into_iter().map(|index| all[index].unwrap()).collect()
+        })
+        .collect()
+}
+
+/// The tensor that locals are.
+fn gather(shape: &[usize], layout: Layout, locals: &[Local]) -> Vec<i64> {
+    let mut sum = vec![0; shape.iter().product()];
+    let parts = regions(layout.placement, layout.sbp, shape);
+    for (position, (part, local)) in parts.iter().zip(locals).enumerate() {
+        let coordinates = layout.placement.coordinates(position);
+        // Of ranks that have the same, the first counts; the others must agree.
+        let mut first = coordinates.clone();
+        layout.sbp.iter().zip(&mut first).filter(|(sbp, _)| **sbp == B).for_each(|(_, at)| *at = 0);
+        if first == coordinates {
+            indices(part, shape)
+                .into_iter()
+                .zip(local)
+                .for_each(|(index, value)| sum[index] += value);
+        } else {
+            assert_eq!(local, &locals[layout.placement.position_at(&first)], "copies differ");
+        }
+    }
+    sum
+}
+
+/// Every SBP of so many axes for a tensor of so many dimensions.
+fn sbps(axes: usize, dims: usize) -> Vec<Vec<Sbp>> {
+    let one: Vec<Sbp> = (0..dims).map(S).chain([B, P]).collect();
+    (0..axes).fold(vec![vec![]], |all, _| {
+        all.iter()
+            .flat_map(|sbp: &Vec<Sbp>| one.iter().map(move |&last| [&sbp[..], &[last]].concat()))
+            .collect()
+    })
+}
+
+/// What ranks need and do not have, if there are no terms to reduce or to make.
+fn missing(shape: &[usize], from: Layout, to: Layout) -> usize {
+    let (held, wanted) =
+        (regions(from.placement, from.sbp, shape), regions(to.placement, to.sbp, shape));
+    let missing = |(&rank, wanted): (&usize, &Region)| {
+        let own = from.placement.position(rank);
+        wanted.elements()
+            - own.and_then(|own| held[own].intersection(wanted)).map_or(0, |both| both.elements())
+    };
+    to.placement.ranks().iter().zip(&wanted).map(missing).sum()
+}
+
+fn check(shape: &[usize], from: Layout, to: Layout) {
+    let plan = Plan::new(shape, from, to);
+    let locals = run(shape, &plan, from, to, &scatter(shape, from));
+    let expected: Vec<i64> = (1..=shape.iter().product::<usize>() as i64).collect();
+    let case = format!("{shape:?}, {from:?} -> {to:?}: {plan:?}");
+    assert_eq!(gather(shape, to, &locals), expected, "{case}");
+    if !from.sbp.iter().chain(to.sbp).any(|sbp| sbp.is_partial()) {
+        assert_eq!(plan.received(), missing(shape, from, to), "{case}");
+    }
+    if from.placement == to.placement && from.sbp == to.sbp {
+        assert_eq!(plan.received(), 0, "{case}");
+    }
+}
+
+const SHAPES: [&[usize]; 7] = [&[], &[1], &[5], &[4, 6], &[7, 3], &[2, 3, 5], &[0, 4]];
+
+#[test]
+fn every_pair_of_sbps_on_one_placement() {
+    let placements = [
+        Placement::of([0]).unwrap(),
+        Placement::of([1, 0]).unwrap(),
+        Placement::of([0, 1, 2]).unwrap(),
+        Placement::of([[0, 1], [2, 3]]).unwrap(),
+        Placement::of([[0, 2, 4], [1, 3, 5]]).unwrap(),
+    ];
+    let mut count = 0;
+    for placement in &placements {
+        for shape in SHAPES {
+            let sbps = sbps(placement.axes(), shape.len());
+            for from in &sbps {
+                for to in &sbps {
+                    let [from, to] = [from, to].map(|sbp| Layout { placement, sbp });
+                    check(shape, from, to);
+                    count += 1;
+                }
+            }
+        }
+    }
+    assert!(count > 2000, "{count}");
+}
+
+#[test]
+fn every_pair_of_sbps_on_other_placements() {
+    let pairs = [
+        ([[0, 1], [2, 3]], [[4, 5], [6, 7]]),
+        ([[0, 1], [2, 3]], [[2, 3], [0, 1]]),
+        ([[0, 1], [2, 3]], [[3, 4], [5, 0]]),
+    ];
+    for (old, new) in pairs {
+        let (old, new) = (Placement::of(old).unwrap(), Placement::of(new).unwrap());
+        let line = Placement::of([1, 5, 9]).unwrap();
+        for shape in SHAPES {
+            for from in &sbps(2, shape.len()) {
+                for to in &sbps(2, shape.len()) {
+                    check(
+                        shape,
+                        Layout { placement: &old, sbp: from },
+                        Layout { placement: &new, sbp: to },
+                    );
+                }
+                for to in &sbps(1, shape.len()) {
+                    check(
+                        shape,
+                        Layout { placement: &old, sbp: from },
+                        Layout { placement: &line, sbp: to },
+                    );
+                    check(
+                        shape,
+                        Layout { placement: &line, sbp: to },
+                        Layout { placement: &old, sbp: from },
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn bytes_of_the_usual_pairs() {
+    let four = Placement::of([0, 1, 2, 3]).unwrap();
+    let mesh = Placement::of([[0, 1], [2, 3]]).unwrap();
+    let received = |placement: &Placement, from: &[Sbp], to: &[Sbp]| {
+        let [from, to] = [from, to].map(|sbp| Layout { placement, sbp });
+        Plan::new(&[8, 16], from, to).received()
+    };
+    let total = 8 * 16;
+    // All-reduce, reduce-scatter, all-gather and all-to-all.
+    assert_eq!(received(&four, &[P], &[B]), 2 * 3 * total);
+    assert_eq!(received(&four, &[P], &[S(0)]), 3 * total);
+    assert_eq!(received(&four, &[P], &[S(1)]), 3 * total);
+    assert_eq!(received(&four, &[S(1)], &[B]), 3 * total);
+    assert_eq!(received(&four, &[S(0)], &[S(1)]), 3 * total / 4);
+    // Local: a slice, and a term that is zero elsewhere.
+    for (from, to) in [(B, S(0)), (B, P), (S(0), P), (S(1), P)] {
+        assert_eq!(received(&four, &[from], &[to]), 0, "{from} -> {to}");
+    }
+    // On one axis of two the other one's split is left alone.
+    assert_eq!(received(&mesh, &[P, S(1)], &[B, S(1)]), 2 * total);
+    assert_eq!(received(&mesh, &[S(0), P], &[S(0), S(1)]), total);
+    assert_eq!(received(&mesh, &[P, P], &[S(0), B]), 3 * total + total);
+}
