@@ -3,6 +3,7 @@
 pub mod boxing;
 mod error;
 mod placement;
+pub mod random;
 pub mod region;
 mod sbp;
 
