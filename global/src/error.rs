@@ -4,8 +4,12 @@ use crate::sbp::Sbp;
 
 pub type Result<T> = std::result::Result<T, Error>;
 
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, thiserror::Error)]
 pub enum Error {
+    #[error(transparent)]
+    Comm(#[from] flow_comm::Error),
+    #[error(transparent)]
+    Tensor(#[from] flow_tensor::Error),
     #[error("a placement needs at least one rank")]
     NoRanks,
     #[error("the ranks of a placement must fill an array: {0}")]

@@ -2,11 +2,13 @@
 
 pub mod boxing;
 mod error;
+mod groups;
 mod placement;
 pub mod random;
 pub mod region;
 mod sbp;
 
 pub use error::{Error, Result};
+pub use groups::Groups;
 pub use placement::{Placement, Ranks};
 pub use sbp::{NdSbp, Sbp, B, P, S};
