@@ -6,6 +6,7 @@ mod groups;
 mod placement;
 pub mod random;
 pub mod region;
+pub mod rules;
 mod sbp;
 
 pub use error::{Error, Result};

@@ -1,0 +1,186 @@
+//! Chooses an operation's signature: the one whose inputs need the fewest bytes of boxing.
+//!
+//! Axes of the placement are decided one after the other, each for itself, as OneFlow does: the
+//! next axis sees the shapes that the ones before have left.
+
+use super::op::{Op, Signature};
+use super::rule;
+use crate::placement::Placement;
+use crate::region::part;
+use crate::sbp::{NdSbp, Sbp, B};
+
+/// What was chosen for an operation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Choice {
+    /// What each input is to have before the operation runs on the locals.
+    pub inputs: Vec<NdSbp>,
+    /// What the results have.
+    pub outputs: Vec<NdSbp>,
+    /// Arguments that are logical shapes, with the SBP that cuts them.
+    pub shapes: Vec<(usize, NdSbp)>,
+    /// A rule's code runs instead of the operation.
+    pub has_code: bool,
+}
+
+/// Chooses for inputs that have these SBPs. An in-place operation does not box the tensor that it
+/// writes. None if the operation has no rule: then all inputs are made B.
+pub fn infer(op: &Op, placement: &Placement, have: &[NdSbp]) -> Option<Choice> {
+    let rule = rule(op.name)?;
+    let axes = placement.axes();
+    let all_broadcast = |count: usize| vec![vec![B; axes]; count];
+    let mut choice = Choice {
+        inputs: all_broadcast(op.inputs.len()),
+        outputs: all_broadcast(op.outputs),
+        shapes: Vec::new(),
+        has_code: false,
+    };
+    let mut op = op.clone();
+    for (axis, &ranks) in placement.shape().iter().enumerate() {
+        let have: Vec<Sbp> = have.iter().map(|sbp| sbp[axis]).collect();
+        let mut candidates = (rule.signatures)(&op);
+        candidates.push(Signature::all(&op, B));
+        let cost = |signature: &Signature| cost(&op, signature, &have, ranks);
+        // The first of the cheapest; the last candidate always fits.
+        let cheapest = candidates.iter().filter_map(|one| Some((cost(one)?, one)));
+        let (_, signature) = cheapest.min_by(|(one, _), (other, _)| one.total_cmp(other))?;
+        for (all, &sbp) in choice.inputs.iter_mut().zip(&signature.inputs) {
+            all[axis] = sbp;
+        }
+        for (all, &sbp) in choice.outputs.iter_mut().zip(&signature.outputs) {
+            all[axis] = sbp;
+        }
+        for &(arg, sbp) in &signature.shapes {
+            let index = choice.shapes.iter().position(|(other, _)| *other == arg);
+            let index = index.unwrap_or_else(|| {
+                choice.shapes.push((arg, vec![B; axes]));
+                choice.shapes.len() - 1
+            });
+            choice.shapes[index].1[axis] = sbp;
+        }
+        choice.has_code |= signature.has_code;
+        for (input, sbp) in op.inputs.iter_mut().zip(&signature.inputs) {
+            if let Some(dim) = sbp.dim() {
+                input.shape[dim] = part(input.shape[dim], ranks, 0).len();
+            }
+        }
+    }
+    Some(choice)
+}
+
+/// Bytes that each rank receives on average to give the inputs these SBPs; None if it cannot be:
+/// there is no such dimension, it is shorter than the axis, or an in-place operation would box what
+/// it writes.
+fn cost(op: &Op, signature: &Signature, have: &[Sbp], ranks: usize) -> Option<f64> {
+    let mut bytes = 0.0;
+    for (index, (input, &want)) in op.inputs.iter().zip(&signature.inputs).enumerate() {
+        if !input.is_defined {
+            continue;
+        }
+        if want.dim().is_some_and(|dim| input.shape.get(dim).is_none_or(|&size| size < ranks)) {
+            return None;
+        }
+        if op.in_place && index == 0 && want != have[index] {
+            return None;
+        }
+        let size = (input.shape.iter().product::<usize>() * input.bytes) as f64;
+        bytes += size * share(have[index], want, ranks as f64);
+    }
+    Some(bytes)
+}
+
+/// The part of a tensor that a rank receives in boxing on one axis. Slicing costs next to nothing,
+/// but is not free: equally good signatures that keep what is there come first. Terms are made only
+/// where nothing else will do, as what follows will have to reduce them.
+fn share(from: Sbp, to: Sbp, ranks: f64) -> f64 {
+    const SLICE: f64 = 1e-9;
+    match (from, to) {
+        _ if from == to => 0.0,
+        (_, Sbp::Partial(_)) => 4.0 * ranks,
+        (Sbp::Broadcast, _) => SLICE,
+        (Sbp::Partial(_), Sbp::Broadcast) => 2.0 * (ranks - 1.0) / ranks,
+        (Sbp::Partial(_), Sbp::Split(_)) | (Sbp::Split(_), Sbp::Broadcast) => (ranks - 1.0) / ranks,
+        (Sbp::Split(_), Sbp::Split(_)) => (ranks - 1.0) / (ranks * ranks),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::op::{Arg, Input};
+    use super::*;
+    use crate::sbp::{P, S};
+
+    fn op<'a>(name: &'a str, shapes: &[&[usize]]) -> Op<'a> {
+        let input = |shape: &&[usize]| Input {
+            shape: shape.to_vec(),
+            is_float: true,
+            bytes: 4,
+            is_defined: true,
+        };
+        Op {
+            name,
+            overload: "",
+            args: (0..shapes.len()).map(Arg::Tensor).collect(),
+            inputs: shapes.iter().map(input).collect(),
+            outputs: 1,
+            in_place: false,
+        }
+    }
+
+    fn chosen(op: &Op, placement: &Placement, have: &[&[Sbp]]) -> (Vec<NdSbp>, NdSbp) {
+        let have: Vec<NdSbp> = have.iter().map(|sbp| sbp.to_vec()).collect();
+        let choice = infer(op, placement, &have).unwrap();
+        (choice.inputs, choice.outputs[0].clone())
+    }
+
+    /// As OneFlow's documents say.
+    #[test]
+    fn documented_choices() {
+        let two = Placement::of([0, 1]).unwrap();
+        let mesh = Placement::of([[0, 1], [2, 3]]).unwrap();
+        let product = op("mm", &[&[4, 6], &[6, 8]]);
+        let result = |have: &[&[Sbp]]| chosen(&product, &two, have).1;
+        assert_eq!(result(&[&[S(0)], &[B]]), [S(0)]);
+        assert_eq!(result(&[&[B], &[S(1)]]), [S(1)]);
+        assert_eq!(result(&[&[S(1)], &[S(0)]]), [P]);
+        assert_eq!(result(&[&[B], &[B]]), [B]);
+        let result = |have: &[&[Sbp]]| chosen(&product, &mesh, have).1;
+        assert_eq!(result(&[&[S(0), B], &[B, S(1)]]), [S(0), S(1)]);
+        assert_eq!(result(&[&[B, S(0)], &[S(1), B]]), [S(1), S(0)]);
+        // The smaller tensor is boxed: 20 elements, not 40.
+        let product = op("mm", &[&[4, 5], &[5, 8]]);
+        let (inputs, output) = chosen(&product, &two, &[&[S(0)], &[S(0)]]);
+        assert_eq!((inputs, output), (vec![vec![S(1)], vec![S(0)]], vec![P]));
+    }
+
+    #[test]
+    fn terms_stay_terms_where_an_operation_is_linear() {
+        let two = Placement::of([0, 1]).unwrap();
+        let result = |op: &Op, have: &[&[Sbp]]| chosen(op, &two, have).1;
+        assert_eq!(result(&op("add", &[&[4, 5], &[4, 5]]), &[&[P], &[P]]), [P]);
+        assert_eq!(result(&op("mul", &[&[4, 5], &[4, 5]]), &[&[P], &[B]]), [P]);
+        assert_eq!(result(&op("neg", &[&[4, 5]]), &[&[P]]), [P]);
+        assert_eq!(result(&op("relu", &[&[4, 5]]), &[&[P]]), [S(0)]);
+        // A number would be added by each rank.
+        let mut sum = op("add", &[&[4, 5]]);
+        sum.args.push(Arg::Float(1.0));
+        assert_eq!(result(&sum, &[&[P]]), [S(0)]);
+        // In place nothing is boxed that is written: so all else is.
+        let mut sum = op("add", &[&[4, 5], &[4, 5]]);
+        sum.in_place = true;
+        assert_eq!(chosen(&sum, &two, &[&[S(1)], &[S(0)]]).0, [[S(1)], [S(1)]]);
+    }
+
+    #[test]
+    fn broadcast_and_short_dimensions_are_not_split() {
+        let three = Placement::of([0, 1, 2]).unwrap();
+        let result = |op: &Op, have: &[&[Sbp]]| chosen(op, &three, have);
+        let sum = op("add", &[&[6, 5], &[5]]);
+        assert_eq!(result(&sum, &[&[S(0)], &[B]]).1, [S(0)]);
+        let (inputs, output) = result(&sum, &[&[S(1)], &[B]]);
+        assert_eq!((inputs, output), (vec![vec![S(1)], vec![S(0)]], vec![S(1)]));
+        let column = op("add", &[&[6, 5], &[6, 1]]);
+        assert_eq!(result(&column, &[&[S(1)], &[B]]).0, [[S(1)], [B]]);
+        assert_eq!(result(&op("relu", &[&[2, 2]]), &[&[S(0)]]).1, [B]);
+        assert_eq!(infer(&op("no_such_operation", &[&[2]]), &three, &[vec![B]]), None);
+    }
+}

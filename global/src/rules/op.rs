@@ -1,0 +1,145 @@
+//! An operation as rules see it: its name, its arguments, and what its tensors look like.
+
+use std::ops::Range;
+
+use crate::sbp::{Sbp, B};
+
+/// An operation of libtorch (`aten::`) that is to run on global tensors.
+#[derive(Clone, Debug)]
+pub struct Op<'a> {
+    /// Without `aten::`, and without the `_` at the end of an in-place operation.
+    pub name: &'a str,
+    /// As in `sum.dim_IntList`; empty for the default one.
+    pub overload: &'a str,
+    pub args: Vec<Arg<'a>>,
+    pub inputs: Vec<Input>,
+    /// How many tensors it returns.
+    pub outputs: usize,
+    /// It writes its first tensor.
+    pub in_place: bool,
+}
+
+/// An argument.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Arg<'a> {
+    None,
+    /// The index of an input.
+    Tensor(usize),
+    /// Of a list of tensors: the indices of inputs.
+    Tensors(Range<usize>),
+    Int(i64),
+    Float(f64),
+    Bool(bool),
+    Ints(&'a [i64]),
+    /// Of a type that no rule looks at.
+    Other,
+}
+
+/// A tensor that an operation gets. Sizes are logical.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Input {
+    pub shape: Vec<usize>,
+    pub is_float: bool,
+    /// Bytes of an element.
+    pub bytes: usize,
+    /// False for an optional tensor that is not there.
+    pub is_defined: bool,
+}
+
+impl Op<'_> {
+    /// The number of dimensions of an input.
+    pub fn rank(&self, input: usize) -> usize {
+        self.inputs[input].shape.len()
+    }
+
+    /// The number of dimensions of what pointwise operations make of all inputs.
+    pub fn broadcast_rank(&self) -> usize {
+        self.inputs.iter().map(|input| input.shape.len()).max().unwrap_or(0)
+    }
+
+    pub fn int(&self, arg: usize) -> Option<i64> {
+        match self.args.get(arg)? {
+            Arg::Int(value) => Some(*value),
+            _ => None,
+        }
+    }
+
+    pub fn flag(&self, arg: usize) -> bool {
+        matches!(self.args.get(arg), Some(Arg::Bool(true)))
+    }
+
+    pub fn ints(&self, arg: usize) -> &[i64] {
+        match self.args.get(arg) {
+            Some(Arg::Ints(values)) => values,
+            _ => &[],
+        }
+    }
+
+    /// A dimension that is an argument, of a tensor with `rank` dimensions; negative ones count from
+    /// the end. None if it is missing or out of range.
+    pub fn dim(&self, arg: usize, rank: usize) -> Option<usize> {
+        dim(self.int(arg)?, rank)
+    }
+
+    /// Dimensions that are an argument; all, if it is missing or empty.
+    pub fn dims(&self, arg: usize, rank: usize) -> Vec<usize> {
+        match self.ints(arg) {
+            [] => (0..rank).collect(),
+            dims => dims.iter().filter_map(|&value| dim(value, rank)).collect(),
+        }
+    }
+
+    /// Whether the argument is a tensor, and not a number.
+    pub fn is_tensor(&self, arg: usize) -> bool {
+        matches!(self.args.get(arg), Some(Arg::Tensor(_)))
+    }
+}
+
+fn dim(value: i64, rank: usize) -> Option<usize> {
+    let value = if value < 0 { value + rank as i64 } else { value };
+    usize::try_from(value).ok().filter(|&dim| dim < rank)
+}
+
+/// SBPs of an operation's tensors on one axis of a placement, with which it may run on the locals.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Signature {
+    pub inputs: Vec<Sbp>,
+    pub outputs: Vec<Sbp>,
+    /// Arguments that are the logical shape of a tensor which this SBP splits.
+    pub shapes: Vec<(usize, Sbp)>,
+    /// The operation is not simply run on the locals, but by code of its rule.
+    pub has_code: bool,
+}
+
+impl Signature {
+    pub fn new(inputs: impl Into<Vec<Sbp>>, outputs: impl Into<Vec<Sbp>>) -> Self {
+        let (inputs, outputs) = (inputs.into(), outputs.into());
+        Self { inputs, outputs, shapes: Vec::new(), has_code: false }
+    }
+
+    /// The same for all tensors.
+    pub fn all(op: &Op, sbp: Sbp) -> Self {
+        Self::new(vec![sbp; op.inputs.len()], vec![sbp; op.outputs])
+    }
+
+    /// Of a pointwise operation: split along a dimension of the result. Inputs that are broadcast
+    /// along it are B.
+    pub fn aligned(op: &Op, dim: usize) -> Self {
+        let missing = |input: &crate::rules::op::Input| op.broadcast_rank() - input.shape.len();
+        let sbp = |input| match dim.checked_sub(missing(input)) {
+            Some(own) if input.is_defined && input.shape[own] != 1 => Sbp::Split(own),
+            _ => B,
+        };
+        Self::new(op.inputs.iter().map(sbp).collect::<Vec<_>>(), vec![Sbp::Split(dim); op.outputs])
+    }
+
+    pub fn with_shape(mut self, arg: usize, sbp: Sbp) -> Self {
+        self.shapes.push((arg, sbp));
+        self
+    }
+
+    pub fn with_code(mut self, has_code: bool) -> Self {
+        self.has_code = has_code;
+        self
+    }
+}
