@@ -36,6 +36,7 @@ pub fn infer(op: &Op, placement: &Placement, have: &[NdSbp]) -> Option<Choice> {
     };
     let mut op = op.clone();
     for (axis, &ranks) in placement.shape().iter().enumerate() {
+        op.ranks = ranks;
         let have: Vec<Sbp> = have.iter().map(|sbp| sbp[axis]).collect();
         let mut candidates = (rule.signatures)(&op);
         candidates.push(Signature::all(&op, B));
@@ -123,6 +124,7 @@ mod tests {
             inputs: shapes.iter().map(input).collect(),
             outputs: 1,
             in_place: false,
+            ranks: 1,
         }
     }
 

@@ -3,10 +3,18 @@
 //!
 //! Every operation may also run with all tensors B.
 
+mod attention;
+mod convolution;
+mod creation;
+mod indexing;
 pub mod infer;
+mod losses;
 mod matmul;
+mod normalization;
 pub mod op;
 mod pointwise;
+mod reductions;
+mod views;
 
 use std::collections::HashMap;
 use std::sync::OnceLock;
@@ -21,7 +29,18 @@ pub struct Rule {
     pub signatures: fn(&Op) -> Vec<Signature>,
 }
 
-const FAMILIES: &[&[Rule]] = &[matmul::RULES, pointwise::RULES];
+const FAMILIES: &[&[Rule]] = &[
+    attention::RULES,
+    convolution::RULES,
+    creation::RULES,
+    indexing::RULES,
+    losses::RULES,
+    matmul::RULES,
+    normalization::RULES,
+    pointwise::RULES,
+    reductions::RULES,
+    views::RULES,
+];
 
 /// The rule of an operation, if there is one.
 pub fn rule(name: &str) -> Option<&'static Rule> {
@@ -33,6 +52,7 @@ pub fn rule(name: &str) -> Option<&'static Rule> {
 
 #[cfg(test)]
 mod tests {
+    use super::op::{Arg, Input};
     use super::*;
 
     #[test]
@@ -43,6 +63,42 @@ mod tests {
         names.sort_unstable();
         names.dedup();
         assert_eq!(names.len(), count);
+        assert!(count >= 200, "{count}");
         assert!(rule("mm").is_some() && rule("no_such_operation").is_none());
+    }
+
+    /// Whatever an operation's arguments are, a rule does not panic, and fits the number of tensors.
+    #[test]
+    fn rules_bear_any_arguments() {
+        let shapes: [&[usize]; 5] = [&[], &[0], &[3], &[4, 6], &[2, 3, 4, 5]];
+        let ints = [-1, 2, 0];
+        let names = FAMILIES.iter().flat_map(|rules| rules.iter()).flat_map(|rule| rule.names);
+        for name in names {
+            for shape in shapes {
+                for count in 0..8 {
+                    for arg in
+                        [Arg::None, Arg::Int(-1), Arg::Bool(true), Arg::Ints(&ints), Arg::Tensor(1)]
+                    {
+                        let input = Input {
+                            shape: shape.to_vec(),
+                            is_float: true,
+                            bytes: 4,
+                            is_defined: true,
+                        };
+                        let op = Op {
+                            name,
+                            overload: "",
+                            args: [vec![Arg::Tensor(0)], vec![arg; count]].concat(),
+                            inputs: vec![input; 7],
+                            outputs: 3,
+                            in_place: false,
+                            ranks: 2,
+                        };
+                        let rule = rule(name).unwrap();
+                        drop((rule.signatures)(&op));
+                    }
+                }
+            }
+        }
     }
 }

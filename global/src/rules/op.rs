@@ -17,6 +17,8 @@ pub struct Op<'a> {
     pub outputs: usize,
     /// It writes its first tensor.
     pub in_place: bool,
+    /// Ranks on the axis of the placement that is being decided.
+    pub ranks: usize,
 }
 
 /// An argument.

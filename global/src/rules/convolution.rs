@@ -1,0 +1,53 @@
+//! Convolutions and what samples images: the batch is split, or channels.
+
+use super::op::{Arg, Op, Signature};
+use super::Rule;
+use crate::sbp::{B, P, S};
+
+pub const RULES: &[Rule] = &[
+    Rule { names: &["convolution"], signatures: convolution },
+    Rule { names: &["convolution_backward"], signatures: convolution_backward },
+    Rule { names: SAMPLING, signatures: sampling },
+];
+
+/// Each image and channel by itself.
+const SAMPLING: &[&str] = &[
+    "_adaptive_avg_pool2d",
+    "_adaptive_avg_pool2d_backward",
+    "avg_pool2d",
+    "avg_pool2d_backward",
+    "max_pool2d_with_indices",
+    "max_pool2d_with_indices_backward",
+    "upsample_bilinear2d",
+    "upsample_nearest2d",
+    "upsample_nearest2d_backward",
+];
+
+fn convolution(op: &Op) -> Vec<Signature> {
+    // (input, weight, bias, stride, padding, dilation, transposed, output padding, groups)
+    let batch = Signature::new([S(0), B, B], [S(0)]);
+    let is_simple = op.int(8) == Some(1) && !op.flag(6);
+    let channels = is_simple.then(|| Signature::new([B, S(0), S(0)], [S(1)]));
+    [batch].into_iter().chain(channels).collect()
+}
+
+fn convolution_backward(op: &Op) -> Vec<Signature> {
+    // (gradient, input, weight, bias sizes, stride, padding, dilation, transposed, output padding,
+    // groups, mask)
+    let batch = Signature::new([S(0), S(0), B], [S(0), P, P]);
+    let is_simple = op.int(9) == Some(1) && !op.flag(7);
+    let channels = is_simple.then(|| {
+        let signature = Signature::new([S(1), B, S(0)], [P, S(0), S(0)]);
+        match op.args.get(3) {
+            Some(Arg::Ints(_)) => signature.with_shape(3, S(0)),
+            _ => signature,
+        }
+    });
+    [batch].into_iter().chain(channels).collect()
+}
+
+fn sampling(op: &Op) -> Vec<Signature> {
+    // Without a batch the first dimension is that of channels: it may be split as well.
+    let dims = 0..op.rank(0).saturating_sub(2);
+    dims.map(|dim| Signature::all(op, S(dim))).collect()
+}

@@ -1,0 +1,76 @@
+//! Normalizations. Batch norm over a split batch takes the statistics of all ranks, as SyncBatchNorm.
+
+use super::op::{Op, Signature};
+use super::Rule;
+use crate::sbp::{Sbp, B, P, S};
+
+pub const RULES: &[Rule] = &[
+    Rule { names: &["native_layer_norm"], signatures: layer_norm },
+    Rule { names: &["native_layer_norm_backward"], signatures: layer_norm_backward },
+    Rule { names: &["native_group_norm"], signatures: group_norm },
+    Rule { names: &["native_batch_norm", "_native_batch_norm_legit"], signatures: batch_norm },
+    Rule { names: &["native_batch_norm_backward"], signatures: batch_norm_backward },
+];
+
+/// The dimensions before those that are normalized, whose shape is argument `arg`.
+fn outer(op: &Op, input: usize, arg: usize) -> std::ops::Range<usize> {
+    0..op.rank(input).saturating_sub(op.ints(arg).len())
+}
+
+fn layer_norm(op: &Op) -> Vec<Signature> {
+    // (input, shape, weight, bias, eps) -> result, mean, reciprocal deviation
+    let dims = outer(op, 0, 1);
+    dims.map(|dim| Signature::new([S(dim), B, B], vec![S(dim); 3])).collect()
+}
+
+fn layer_norm_backward(op: &Op) -> Vec<Signature> {
+    // (gradient, input, shape, mean, reciprocal deviation, weight, bias, mask)
+    let signature = |dim| {
+        let mut inputs = vec![B; op.inputs.len()];
+        inputs[..4].fill(S(dim));
+        Signature::new(inputs, [S(dim), P, P])
+    };
+    outer(op, 0, 2).map(signature).collect()
+}
+
+/// The batch's size is an argument, so parts of a batch would not agree with it: as a whole.
+fn group_norm(_: &Op) -> Vec<Signature> {
+    Vec::new()
+}
+
+/// SBP of an input that may be missing.
+fn optional(op: &Op, input: usize, sbp: Sbp) -> Sbp {
+    if op.inputs.get(input).is_some_and(|input| input.is_defined) {
+        sbp
+    } else {
+        B
+    }
+}
+
+fn batch_norm(op: &Op) -> Vec<Signature> {
+    // (input, weight, bias, running mean, running variance, training, momentum, eps)
+    let is_training = op.flag(5);
+    let statistics = if is_training { S(0) } else { B };
+    let mut channels = vec![S(1)];
+    channels.extend((1..op.inputs.len()).map(|input| optional(op, input, S(0))));
+    let mut batch = vec![B; op.inputs.len()];
+    batch[0] = S(0);
+    vec![
+        Signature::new(channels, [S(1), statistics, statistics]),
+        Signature::new(batch, [S(0), B, B]).with_code(is_training),
+    ]
+}
+
+fn batch_norm_backward(op: &Op) -> Vec<Signature> {
+    // (gradient, input, weight, running mean, running variance, mean, deviation, training, ...)
+    let is_training = op.flag(7);
+    let mut channels = vec![S(1), S(1)];
+    channels.extend((2..op.inputs.len()).map(|input| optional(op, input, S(0))));
+    let mut batch = vec![B; op.inputs.len()];
+    batch[..2].fill(S(0));
+    let of_weights = if is_training { B } else { P };
+    vec![
+        Signature::new(channels, [S(1), S(0), S(0)]),
+        Signature::new(batch, [S(0), of_weights, of_weights]).with_code(is_training),
+    ]
+}

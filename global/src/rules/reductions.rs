@@ -1,0 +1,121 @@
+//! Operations over dimensions: sums, means, extremes, norms, sorting, softmax.
+
+use super::op::{Arg, Op, Signature};
+use super::Rule;
+use crate::sbp::{Sbp, B, P, S};
+use flow_comm::ReduceOp;
+
+pub const RULES: &[Rule] = &[
+    Rule { names: &["sum"], signatures: sum },
+    Rule { names: &["mean"], signatures: mean },
+    Rule { names: &["amax"], signatures: |op| extreme(op, ReduceOp::Max) },
+    Rule { names: &["amin"], signatures: |op| extreme(op, ReduceOp::Min) },
+    Rule { names: &["max", "min"], signatures: maximum },
+    Rule { names: &["prod", "any", "all"], signatures: |op| kept(op, &overloaded(op, 1), 2) },
+    Rule { names: &["argmax", "argmin"], signatures: |op| kept(op, &overloaded(op, 1), 2) },
+    Rule { names: &["logsumexp"], signatures: |op| kept(op, &op.dims(1, op.rank(0)), 2) },
+    Rule { names: &["var", "std", "var_mean"], signatures: |op| kept(op, &dims(op, 1), 3) },
+    Rule { names: &["linalg_vector_norm"], signatures: norm },
+    Rule { names: &["sort", "topk", "argsort"], signatures: order },
+    Rule { names: &["_softmax", "_log_softmax", "_safe_softmax"], signatures: softmax },
+    Rule {
+        names: &["_softmax_backward_data", "_log_softmax_backward_data"],
+        signatures: softmax_backward,
+    },
+];
+
+/// Dimensions that are an argument; all, if it is none.
+fn dims(op: &Op, arg: usize) -> Vec<usize> {
+    op.dims(arg, op.rank(0))
+}
+
+/// The dimension that is an argument; all, if it is none, as in the overload without one.
+fn overloaded(op: &Op, arg: usize) -> Vec<usize> {
+    let rank = op.rank(0);
+    op.dim(arg, rank).map_or_else(|| (0..rank).collect(), |dim| vec![dim])
+}
+
+/// Splits along dimensions that are not reduced; argument `keep` says whether the reduced ones stay,
+/// with one element.
+fn kept(op: &Op, reduced: &[usize], keep: usize) -> Vec<Signature> {
+    let gone = |dim: usize| reduced.iter().filter(|&&other| other < dim).count();
+    let dims = (0..op.rank(0)).filter(|dim| !reduced.contains(dim));
+    let to = |dim| if op.flag(keep) { dim } else { dim - gone(dim) };
+    dims.map(|dim| Signature::new([S(dim)], vec![S(to(dim)); op.outputs])).collect()
+}
+
+/// A split along a reduced dimension gives terms, which are reduced by `op`.
+fn terms(reduced: &[usize], terms: ReduceOp) -> impl Iterator<Item = Signature> + '_ {
+    reduced.iter().map(move |&dim| Signature::new([S(dim)], [Sbp::Partial(terms)]))
+}
+
+fn sum(op: &Op) -> Vec<Signature> {
+    // sum(self, dtype) and sum(self, dims, keepdim, dtype)
+    let reduced = dims(op, 1);
+    let linear = [Signature::all(op, P)].into_iter();
+    linear.chain(kept(op, &reduced, 2)).chain(terms(&reduced, ReduceOp::Sum)).collect()
+}
+
+/// As a sum; code divides by the number of elements of the logical tensor.
+fn mean(op: &Op) -> Vec<Signature> {
+    let with_code = |signature: Signature| {
+        let is_term = signature.outputs[0] == P && signature.inputs[0] != P;
+        signature.with_code(is_term)
+    };
+    sum(op).into_iter().map(with_code).collect()
+}
+
+fn extreme(op: &Op, by: ReduceOp) -> Vec<Signature> {
+    let reduced = dims(op, 1);
+    kept(op, &reduced, 2).into_iter().chain(terms(&reduced, by)).collect()
+}
+
+/// Of all elements, along a dimension (with indices), or of two tensors.
+fn maximum(op: &Op) -> Vec<Signature> {
+    if op.is_tensor(1) {
+        return (0..op.broadcast_rank()).map(|dim| Signature::aligned(op, dim)).collect();
+    }
+    if op.args.len() > 1 {
+        return kept(op, &overloaded(op, 1), 2);
+    }
+    let all: Vec<usize> = (0..op.rank(0)).collect();
+    let by = if op.name == "max" { ReduceOp::Max } else { ReduceOp::Min };
+    terms(&all, by).collect()
+}
+
+/// Of all elements: code makes it from the norms of the parts.
+fn norm(op: &Op) -> Vec<Signature> {
+    let reduced = dims(op, 2);
+    let is_of_all = reduced.len() == op.rank(0);
+    let parts = reduced.iter().filter(|_| is_of_all);
+    let parts = parts.map(|&dim| Signature::new([S(dim)], [B]).with_code(true));
+    kept(op, &reduced, 3).into_iter().chain(parts).collect()
+}
+
+fn order(op: &Op) -> Vec<Signature> {
+    let rank = op.rank(0);
+    let arg = match op.name {
+        "topk" => 2,
+        // sort(self, stable, dim, descending) and sort(self, dim, descending)
+        _ if matches!(op.args.get(1), Some(Arg::Int(_))) => 1,
+        _ => 2,
+    };
+    let Some(at) = op.dim(arg, rank) else { return Vec::new() };
+    let dims = (0..rank).filter(|&dim| dim != at);
+    dims.map(|dim| Signature::new([S(dim)], vec![S(dim); op.outputs])).collect()
+}
+
+fn softmax(op: &Op) -> Vec<Signature> {
+    let rank = op.rank(0);
+    let Some(at) = op.dim(1, rank) else { return Vec::new() };
+    (0..rank).filter(|&dim| dim != at).map(|dim| Signature::new([S(dim)], [S(dim)])).collect()
+}
+
+/// Linear in the gradient.
+fn softmax_backward(op: &Op) -> Vec<Signature> {
+    let rank = op.rank(0);
+    let Some(at) = op.dim(2, rank) else { return Vec::new() };
+    let splits = (0..rank).filter(|&dim| dim != at);
+    let splits = splits.map(|dim| Signature::new([S(dim), S(dim)], [S(dim)]));
+    [Signature::new([P, B], [P])].into_iter().chain(splits).collect()
+}
