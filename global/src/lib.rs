@@ -8,6 +8,7 @@ pub mod random;
 pub mod region;
 pub mod rules;
 mod sbp;
+pub mod schedule;
 
 pub use error::{Error, Result};
 pub use groups::Groups;

@@ -1,0 +1,114 @@
+//! Learning rates by step.
+
+use std::f64::consts::PI;
+
+/// A learning rate for each step of a training, the first of which is step 0.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Schedule {
+    /// The same for all steps.
+    Constant(f64),
+    /// `values[i]` up to and with step `boundaries[i]`, then the last value: OneFlow's
+    /// `PiecewiseConstantScheduler`. There is one value more than boundaries.
+    PiecewiseConstant {
+        /// Steps, in order.
+        boundaries: Vec<u64>,
+        /// Learning rates.
+        values: Vec<f64>,
+    },
+    /// From `base` down to `base * alpha` in `steps` steps along half a cosine, which then stays:
+    /// OneFlow's `CosineScheduler`; with `alpha` = `eta_min` / `base` torch's `CosineAnnealingLR`.
+    Cosine {
+        /// The learning rate of step 0.
+        base: f64,
+        /// Steps until the end.
+        steps: u64,
+        /// The part of `base` that is left.
+        alpha: f64,
+    },
+    /// `base * gamma` to the power of step / `every`, rounded down: torch's `StepLR`.
+    Step {
+        /// The learning rate of step 0.
+        base: f64,
+        /// Steps between two changes.
+        every: u64,
+        /// The factor.
+        gamma: f64,
+    },
+    /// `base * gamma` to the power of the step: torch's `ExponentialLR`.
+    Exponential {
+        /// The learning rate of step 0.
+        base: f64,
+        /// The factor.
+        gamma: f64,
+    },
+    /// For the first `steps` steps from `start` times what `then` has at step `steps` in equal
+    /// steps up to that; from there on `then`.
+    LinearWarmUp {
+        /// Steps of warming up.
+        steps: u64,
+        /// The factor of step 0.
+        start: f64,
+        /// What follows.
+        then: Box<Schedule>,
+    },
+}
+
+impl Schedule {
+    /// The learning rate of a step.
+    pub fn at(&self, step: u64) -> f64 {
+        match self {
+            Schedule::Constant(rate) => *rate,
+            Schedule::PiecewiseConstant { boundaries, values } => {
+                let index = boundaries.partition_point(|&boundary| boundary < step);
+                values.get(index).or(values.last()).copied().unwrap_or_default()
+            }
+            Schedule::Cosine { base, steps, alpha } => {
+                let done = step.min(*steps) as f64 / (*steps).max(1) as f64;
+                base * (alpha + (1.0 - alpha) * 0.5 * (1.0 + (PI * done).cos()))
+            }
+            Schedule::Step { base, every, gamma } => {
+                base * gamma.powf((step / (*every).max(1)) as f64)
+            }
+            Schedule::Exponential { base, gamma } => base * gamma.powf(step as f64),
+            Schedule::LinearWarmUp { steps, start, then } if step < *steps => {
+                let done = step as f64 / *steps as f64;
+                then.at(*steps) * (start + (1.0 - start) * done)
+            }
+            Schedule::LinearWarmUp { then, .. } => then.at(step),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn is(schedule: &Schedule, expected: &[(u64, f64)]) {
+        for &(step, rate) in expected {
+            let at = schedule.at(step);
+            assert!((at - rate).abs() < 1e-12, "{schedule:?} at {step}: {at} instead of {rate}");
+        }
+    }
+
+    #[test]
+    fn rates_are_those_of_the_formulas() {
+        is(&Schedule::Constant(0.1), &[(0, 0.1), (1000, 0.1)]);
+        let pieces =
+            Schedule::PiecewiseConstant { boundaries: vec![10, 20], values: vec![3.0, 2.0, 1.0] };
+        is(&pieces, &[(0, 3.0), (10, 3.0), (11, 2.0), (20, 2.0), (21, 1.0), (99, 1.0)]);
+        let cosine = Schedule::Cosine { base: 0.8, steps: 10, alpha: 0.25 };
+        is(&cosine, &[(0, 0.8), (5, 0.5), (10, 0.2), (11, 0.2)]);
+        let step = Schedule::Step { base: 1.0, every: 3, gamma: 0.5 };
+        is(&step, &[(0, 1.0), (2, 1.0), (3, 0.5), (8, 0.25)]);
+        is(&Schedule::Exponential { base: 2.0, gamma: 0.5 }, &[(0, 2.0), (1, 1.0), (3, 0.25)]);
+        let warm = Schedule::LinearWarmUp { steps: 4, start: 0.5, then: Box::new(step) };
+        is(&warm, &[(0, 0.25), (2, 0.375), (4, 0.5), (6, 0.25)]);
+    }
+
+    #[test]
+    fn odd_values_do_no_harm() {
+        is(&Schedule::PiecewiseConstant { boundaries: vec![], values: vec![] }, &[(3, 0.0)]);
+        is(&Schedule::Cosine { base: 1.0, steps: 0, alpha: 0.5 }, &[(0, 1.0), (7, 1.0)]);
+        is(&Schedule::Step { base: 1.0, every: 0, gamma: 0.5 }, &[(2, 0.25)]);
+    }
+}
