@@ -2,22 +2,45 @@
 
 use crate::sbp::Sbp;
 
+/// What can fail returns this.
 pub type Result<T> = std::result::Result<T, Error>;
 
+/// Each error says what was wrong, and what would be right.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
+    /// Of a process group.
     #[error(transparent)]
     Comm(#[from] flow_comm::Error),
+    /// Of a collective on tensors.
     #[error(transparent)]
     Tensor(#[from] flow_tensor::Error),
+    /// A placement without ranks.
     #[error("a placement needs at least one rank")]
     NoRanks,
+    /// Ranks that are no array: why not.
     #[error("the ranks of a placement must fill an array: {0}")]
     Ragged(String),
+    /// A rank that is twice in a placement.
     #[error("rank {0} is twice in the placement {1}; give each rank one position")]
     Repeated(usize, String),
+    /// Not one SBP for each axis.
     #[error("the placement {placement} has {axes} axes, but {given} SBPs are given: {sbp:?}")]
-    Axes { placement: String, axes: usize, given: usize, sbp: Vec<Sbp> },
+    Axes {
+        /// The placement.
+        placement: String,
+        /// Its axes.
+        axes: usize,
+        /// SBPs that are given.
+        given: usize,
+        /// These SBPs.
+        sbp: Vec<Sbp>,
+    },
+    /// A split of a dimension that the tensor does not have.
     #[error("S({dim}) needs a dimension {dim}, but the tensor has the shape {shape:?}")]
-    Dimension { dim: usize, shape: Vec<usize> },
+    Dimension {
+        /// The dimension.
+        dim: usize,
+        /// The tensor's shape.
+        shape: Vec<usize>,
+    },
 }

@@ -16,6 +16,7 @@ impl Region {
         Self(shape.iter().map(|&size| 0..size).collect())
     }
 
+    /// The sizes of its dimensions.
     pub fn shape(&self) -> Vec<usize> {
         self.0.iter().map(ExactSizeIterator::len).collect()
     }

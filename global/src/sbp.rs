@@ -25,6 +25,7 @@ pub const P: Sbp = Sbp::Partial(ReduceOp::Sum);
 pub type NdSbp = Vec<Sbp>;
 
 impl Sbp {
+    /// Whether ranks have terms.
     pub fn is_partial(self) -> bool {
         matches!(self, Sbp::Partial(_))
     }

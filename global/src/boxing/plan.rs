@@ -18,13 +18,16 @@ use crate::sbp::Sbp;
 /// How a tensor lies: on which ranks, and how on each axis.
 #[derive(Clone, Copy, Debug)]
 pub struct Layout<'a> {
+    /// The ranks.
     pub placement: &'a Placement,
+    /// One for each axis.
     pub sbp: &'a [Sbp],
 }
 
 /// From one layout to another.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
+    /// The first phase, if there are terms to reduce.
     pub reduction: Option<Reduction>,
     /// What ranks of the new placement copy, from others or from themselves.
     pub copies: Vec<Copy>,
@@ -36,6 +39,7 @@ pub struct Plan {
 /// The first phase: reduce-scatters among ranks of the old placement.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Reduction {
+    /// How terms are reduced.
     pub op: ReduceOp,
     /// The positions that share terms, by group.
     pub groups: Vec<Vec<usize>>,
@@ -46,8 +50,11 @@ pub struct Reduction {
 /// A region that rank `to` gets from rank `from`, which may be the same.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Copy {
+    /// The rank that has it.
     pub from: usize,
+    /// The rank that needs it.
     pub to: usize,
+    /// Where it is in the tensor.
     pub region: Region,
 }
 

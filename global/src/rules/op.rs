@@ -11,7 +11,9 @@ pub struct Op<'a> {
     pub name: &'a str,
     /// As in `sum.dim_IntList`; empty for the default one.
     pub overload: &'a str,
+    /// In the order of the schema.
     pub args: Vec<Arg<'a>>,
+    /// The tensors among the arguments, in order.
     pub inputs: Vec<Input>,
     /// How many tensors it returns.
     pub outputs: usize,
@@ -24,14 +26,19 @@ pub struct Op<'a> {
 /// An argument.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Arg<'a> {
+    /// An optional argument that is not there.
     None,
     /// The index of an input.
     Tensor(usize),
     /// Of a list of tensors: the indices of inputs.
     Tensors(Range<usize>),
+    /// A number, also of an enum.
     Int(i64),
+    /// A number.
     Float(f64),
+    /// A flag.
     Bool(bool),
+    /// Sizes, dimensions and the like.
     Ints(&'a [i64]),
     /// Of a type that no rule looks at.
     Other,
@@ -40,7 +47,9 @@ pub enum Arg<'a> {
 /// A tensor that an operation gets. Sizes are logical.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Input {
+    /// Sizes of the logical tensor.
     pub shape: Vec<usize>,
+    /// Whether its kind is one of floating point.
     pub is_float: bool,
     /// Bytes of an element.
     pub bytes: usize,
@@ -59,6 +68,7 @@ impl Op<'_> {
         self.inputs.iter().map(|input| input.shape.len()).max().unwrap_or(0)
     }
 
+    /// A number that is an argument.
     pub fn int(&self, arg: usize) -> Option<i64> {
         match self.args.get(arg)? {
             Arg::Int(value) => Some(*value),
@@ -66,10 +76,12 @@ impl Op<'_> {
         }
     }
 
+    /// Whether an argument is true.
     pub fn flag(&self, arg: usize) -> bool {
         matches!(self.args.get(arg), Some(Arg::Bool(true)))
     }
 
+    /// A list that is an argument; empty if there is none.
     pub fn ints(&self, arg: usize) -> &[i64] {
         match self.args.get(arg) {
             Some(Arg::Ints(values)) => values,
@@ -105,7 +117,9 @@ fn dim(value: i64, rank: usize) -> Option<usize> {
 /// SBPs of an operation's tensors on one axis of a placement, with which it may run on the locals.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Signature {
+    /// What each input is to have.
     pub inputs: Vec<Sbp>,
+    /// What each result has then.
     pub outputs: Vec<Sbp>,
     /// Arguments that are the logical shape of a tensor which this SBP splits.
     pub shapes: Vec<(usize, Sbp)>,
@@ -114,6 +128,7 @@ pub struct Signature {
 }
 
 impl Signature {
+    /// Without shapes and code.
     pub fn new(inputs: impl Into<Vec<Sbp>>, outputs: impl Into<Vec<Sbp>>) -> Self {
         let (inputs, outputs) = (inputs.into(), outputs.into());
         Self { inputs, outputs, shapes: Vec::new(), has_code: false }
@@ -135,11 +150,13 @@ impl Signature {
         Self::new(op.inputs.iter().map(sbp).collect::<Vec<_>>(), vec![Sbp::Split(dim); op.outputs])
     }
 
+    /// Argument `arg` is the logical shape of a tensor that `sbp` splits.
     pub fn with_shape(mut self, arg: usize, sbp: Sbp) -> Self {
         self.shapes.push((arg, sbp));
         self
     }
 
+    /// Whether code of the rule runs.
     pub fn with_code(mut self, has_code: bool) -> Self {
         self.has_code = has_code;
         self
