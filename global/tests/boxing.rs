@@ -167,6 +167,10 @@ fn bytes_of_the_usual_pairs() {
     assert_eq!(received(&four, &[P], &[S(1)]), 3 * total);
     assert_eq!(received(&four, &[S(1)], &[B]), 3 * total);
     assert_eq!(received(&four, &[S(0)], &[S(1)]), 3 * total / 4);
+    let layouts = [&[P], &[B], &[S(0)]].map(|sbp| Layout { placement: &four, sbp });
+    assert!(Plan::new(&[8, 16], layouts[0], layouts[1]).is_all_reduce);
+    assert!(!Plan::new(&[8, 16], layouts[0], layouts[2]).is_all_reduce);
+    assert!(!Plan::new(&[8, 16], layouts[2], layouts[1]).is_all_reduce);
     // Local: a slice, and a term that is zero elsewhere.
     for (from, to) in [(B, S(0)), (B, P), (S(0), P), (S(1), P)] {
         assert_eq!(received(&four, &[from], &[to]), 0, "{from} -> {to}");

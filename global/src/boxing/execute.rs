@@ -39,6 +39,14 @@ pub fn execute(
 ) -> Result<Option<Tensor>> {
     let rank = groups.rank();
     let position = from.placement.position(rank);
+    if let (true, Some(reduction)) = (plan.is_all_reduce, &plan.reduction) {
+        let Some((position, local)) = position.zip(local) else { return Ok(None) };
+        let mut sum = local.contiguous().copy();
+        if let Some(group) = reduction.groups.iter().find(|group| group.contains(&position)) {
+            groups.group(&ranks_of(from, group))?.all_reduce_tensor(&mut sum, reduction.op)?;
+        }
+        return Ok(Some(sum));
+    }
     let mut source = position.zip(local).map(|(position, local)| Part {
         tensor: local.shallow_clone(),
         region: regions(from.placement, from.sbp, shape).swap_remove(position),
@@ -68,6 +76,11 @@ pub fn execute(
     Ok(result.map(|result| result.tensor))
 }
 
+/// The ranks at these positions.
+fn ranks_of(layout: Layout, positions: &[usize]) -> Vec<usize> {
+    positions.iter().map(|&position| layout.placement.ranks()[position]).collect()
+}
+
 /// The first phase: a reduce-scatter. None if this rank has no part.
 fn reduce(
     groups: &Groups,
@@ -87,8 +100,11 @@ fn reduce(
     let flat = Tensor::cat(&flat.collect::<Vec<_>>(), 0);
     let count = |part: &Option<&Region>| part.map_or(0, Region::elements);
     let counts: Vec<usize> = parts.iter().map(count).collect();
-    let ranks: Vec<usize> = members.iter().map(|&at| from.placement.ranks()[at]).collect();
-    let sum = groups.group(&ranks)?.reduce_scatter_v_tensor(&flat, &counts, reduction.op)?;
+    let sum = groups.group(&ranks_of(from, members))?.reduce_scatter_v_tensor(
+        &flat,
+        &counts,
+        reduction.op,
+    )?;
     Ok(reduction.parts[position].clone().map(|region| {
         let sizes: Vec<i64> = region.shape().iter().map(|&size| size as i64).collect();
         Part { tensor: sum.view(&sizes[..]), region }

@@ -34,6 +34,9 @@ pub struct Plan {
     /// What each rank of the new placement has in the end, by position. What it does not copy is
     /// zero: the rest of its term of a partial result.
     pub results: Vec<Region>,
+    /// Both phases together are an all-reduce in each group of the reduction: all ranks keep their
+    /// regions, whose terms are reduced.
+    pub is_all_reduce: bool,
 }
 
 /// The first phase: reduce-scatters among ranks of the old placement.
@@ -64,6 +67,10 @@ impl Plan {
         let held = regions(from.placement, from.sbp, shape);
         let results = regions(to.placement, to.sbp, shape);
         let axes = Axes::new(from, to);
+        let is_all_reduce = from.placement == to.placement
+            && held == results
+            && !axes.reduced.is_empty()
+            && axes.new_terms.is_empty();
         let reduction = axes.reduced.first().and_then(|&axis| {
             let Sbp::Partial(op) = from.sbp[axis] else { return None };
             let groups = groups(from.placement, &axes.reduced);
@@ -76,7 +83,7 @@ impl Plan {
         };
         let needed = needed(from, to, &axes.new_terms, &sources, &results);
         let copies = copies(from, to, &axes.kept_terms, &sources, &needed);
-        Self { reduction, copies, results }
+        Self { reduction, copies, results, is_all_reduce }
     }
 
     /// How many elements all ranks together receive from others.
