@@ -43,4 +43,16 @@ pub enum Error {
         /// The tensor's shape.
         shape: Vec<usize>,
     },
+    /// A checkpoint without all of a tensor.
+    #[error(
+        "the checkpoint has {found} of {needed} elements of {name}; are files of ranks missing?"
+    )]
+    Shards {
+        /// The tensor's name.
+        name: String,
+        /// Elements that are there.
+        found: usize,
+        /// Elements that are needed.
+        needed: usize,
+    },
 }

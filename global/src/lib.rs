@@ -1,6 +1,7 @@
 //! Global tensors: where a tensor lies (placement) and how (SBP).
 
 pub mod boxing;
+pub mod checkpoint;
 mod error;
 mod groups;
 mod placement;

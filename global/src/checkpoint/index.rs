@@ -1,0 +1,165 @@
+//! The index of a sharded checkpoint: which file has which region of which tensor. Pure.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::placement::Placement;
+use crate::region::{regions, Region};
+use crate::sbp::{Sbp, B};
+
+/// All tensors of a checkpoint, by name.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Index {
+    /// The tensors.
+    pub tensors: BTreeMap<String, Saved>,
+}
+
+/// A tensor of a checkpoint.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Saved {
+    /// As safetensors calls it: `F32`, `BF16`, ...
+    pub dtype: String,
+    /// The logical sizes.
+    pub shape: Vec<usize>,
+    /// Disjoint regions that are all of it.
+    pub shards: Vec<Shard>,
+}
+
+/// A part of a tensor, which a file has under the tensor's name.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Shard {
+    /// The rank that has saved it: its file.
+    pub rank: usize,
+    /// Where it begins, for each dimension.
+    pub start: Vec<usize>,
+    /// Its sizes.
+    pub shape: Vec<usize>,
+}
+
+/// What to read of a shard.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Read {
+    /// The rank whose file it is in.
+    pub rank: usize,
+    /// Where the shard is in the tensor.
+    pub shard: Region,
+    /// What is needed of it, in the tensor.
+    pub region: Region,
+}
+
+impl Saved {
+    /// A tensor of this layout: of ranks that have the same, the first saves it. Terms are to be
+    /// reduced before.
+    pub fn new(dtype: &str, shape: &[usize], placement: &Placement, sbp: &[Sbp]) -> Self {
+        let is_first = |position: &usize| {
+            let coordinates = placement.coordinates(*position);
+            sbp.iter().zip(coordinates).all(|(&sbp, at)| sbp != B || at == 0)
+        };
+        let regions = regions(placement, sbp, shape);
+        let shard = |position: usize| Shard {
+            rank: placement.ranks()[position],
+            start: regions[position].0.iter().map(|range| range.start).collect(),
+            shape: regions[position].shape(),
+        };
+        let shards = (0..regions.len()).filter(is_first).map(shard);
+        let shards = shards.filter(|shard| !shard.shape.contains(&0)).collect();
+        Self { dtype: dtype.into(), shape: shape.to_vec(), shards }
+    }
+
+    /// What to read for a region of the tensor.
+    ///
+    /// # Errors
+    /// The shards do not have all of it: files of ranks are missing, or the index is damaged.
+    pub fn reads(&self, name: &str, region: &Region) -> Result<Vec<Read>> {
+        let read = |shard: &Shard| {
+            let bounds = shard.start.iter().zip(&shard.shape);
+            let held = Region(bounds.map(|(&start, &size)| start..start + size).collect());
+            let region = held.intersection(region)?;
+            Some(Read { rank: shard.rank, shard: held, region })
+        };
+        let reads: Vec<Read> = self.shards.iter().filter_map(read).collect();
+        let found: usize = reads.iter().map(|read| read.region.elements()).sum();
+        match found == region.elements() {
+            true => Ok(reads),
+            false => Err(Error::Shards { name: name.into(), found, needed: region.elements() }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sbp::S;
+
+    fn layouts() -> Vec<(Placement, Vec<Sbp>)> {
+        let line = Placement::of([2, 0, 1]).unwrap();
+        let mesh = Placement::of([[0, 1], [2, 3]]).unwrap();
+        let sbps = [B, S(0), S(1)];
+        let pairs = sbps.iter().flat_map(|&one| sbps.map(move |other| vec![one, other]));
+        let on_mesh = pairs.map(|sbp| (mesh.clone(), sbp));
+        sbps.iter().map(|&sbp| (line.clone(), vec![sbp])).chain(on_mesh).collect()
+    }
+
+    /// Saved under one layout and read under another: every element comes once.
+    #[test]
+    fn every_element_is_read_once() {
+        for shape in [[4, 6], [5, 3], [2, 1], [0, 4]] {
+            for (saved_on, saved_as) in layouts() {
+                let saved = Saved::new("F32", &shape, &saved_on, &saved_as);
+                let total: usize =
+                    saved.shards.iter().map(|s| s.shape.iter().product::<usize>()).sum();
+                assert_eq!(total, shape.iter().product::<usize>(), "{saved_as:?}: saved once");
+                for (placement, sbp) in layouts() {
+                    for region in regions(&placement, &sbp, &shape) {
+                        let reads = saved.reads("w", &region).unwrap();
+                        let mut seen: Vec<(usize, usize)> = reads
+                            .iter()
+                            .flat_map(|read| {
+                                let columns = read.region.0[1].clone();
+                                read.region.0[0]
+                                    .clone()
+                                    .flat_map(move |i| columns.clone().map(move |j| (i, j)))
+                            })
+                            .collect();
+                        seen.sort_unstable();
+                        let columns = region.0[1].clone();
+                        let expected: Vec<_> = region.0[0]
+                            .clone()
+                            .flat_map(|i| columns.clone().map(move |j| (i, j)))
+                            .collect();
+                        assert_eq!(seen, expected);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_missing_shard_is_an_error() {
+        let line = Placement::of([0, 1]).unwrap();
+        let mut saved = Saved::new("F32", &[4, 2], &line, &[S(0)]);
+        saved.shards.pop();
+        let error = saved.reads("layer.weight", &Region::all(&[4, 2])).unwrap_err().to_string();
+        let expected =
+            "the checkpoint has 4 of 8 elements of layer.weight; are files of ranks missing?";
+        assert_eq!(error, expected);
+        assert_eq!(saved.reads("layer.weight", &Region(vec![0..2, 0..2])).unwrap().len(), 1);
+    }
+
+    #[test]
+    fn the_index_is_json() {
+        let line = Placement::of([0, 1]).unwrap();
+        let saved = Saved::new("F32", &[3], &line, &[S(0)]);
+        let index = Index { tensors: [("b".to_owned(), saved)].into() };
+        let text = serde_json::to_string(&index).unwrap();
+        assert!(
+            text.contains(
+                r#""b":{"dtype":"F32","shape":[3],"shards":[{"rank":0,"start":[0],"shape":[2]}"#
+            ),
+            "{text}"
+        );
+        assert_eq!(serde_json::from_str::<Index>(&text).unwrap(), index);
+    }
+}
