@@ -35,12 +35,15 @@ use tch::nn::{Optimizer, VarStore};
 use tch::{Device, Tensor};
 
 use agree::{agree, from_rank_0, gather};
-use entries::{model_entries, optimizer_entries};
+use entries::{blank_state, entries, reduced, variables};
 pub use error::CheckpointError;
 use folder::{Folder, INDEX};
 use index::{Index, Saved};
 pub use merge::merge;
 use shards::{file_name, Entry, Reader};
+
+use crate::create::{rng_state, set_rng_state};
+use crate::placement::Placement;
 
 type Result<T> = std::result::Result<T, CheckpointError>;
 
@@ -192,26 +195,29 @@ impl Checkpoints {
         optimizer: Option<&Optimizer>,
         state: &S,
     ) -> Result<()> {
+        let unfit = |what| move |reason| CheckpointError::unfit("save", what, reason);
         let prepare = || {
-            let mut entries = model_entries(vs, &self.group)?;
             let dict = optimizer.map(OptimizerState::state).transpose();
-            let unfit = |what| move |reason| CheckpointError::unfit("save", what, reason);
             let dict = dict.map_err(|error| unfit("the optimizer")(error.to_string()))?;
-            if let Some(dict) = &dict {
-                entries.extend(optimizer_entries(dict, &self.group)?);
-            }
             let contents = Contents {
                 format: FORMAT,
                 step,
                 files: Vec::new(),
-                optimizer: dict.map(|dict| dict.parameters),
-                generator: [0; 2],
+                optimizer: dict.as_ref().map(|dict| dict.parameters.clone()),
+                generator: rng_state(&Placement::all(&self.group)?)?,
                 state: json(state).map_err(unfit("the program's state"))?,
                 index: Index::default(),
             };
-            Ok((contents, entries))
+            Ok((contents, dict.map_or_else(Vec::new, |dict| dict.tensors)))
         };
-        let (contents, entries) = agree(&self.group, prepare())?;
+        let (contents, state) = agree(&self.group, prepare())?;
+        let mut tensors = variables(vs);
+        tensors
+            .extend(state.into_iter().map(|(name, tensor)| (format!("{OPTIMIZER}{name}"), tensor)));
+        for (_, tensor) in &mut tensors {
+            *tensor = reduced(tensor)?;
+        }
+        let entries = agree(&self.group, entries(&tensors, &self.group))?;
         self.save_entries(contents, &entries)
     }
 
@@ -324,24 +330,32 @@ impl<S> Checkpoint<S> {
     /// On all ranks, when one of them is of another kind, or a file is missing or damaged; none of
     /// them is of use then.
     pub fn resume(&self, vs: &VarStore, optimizer: Option<&mut Optimizer>) -> Result<()> {
-        let mut entries = agree(&self.group, model_entries(vs, &self.group))?;
-        agree(&self.group, self.check_model(&entries))?;
-        self.load_entries(&mut entries)?;
+        let prepare = || {
+            let entries = entries(&variables(vs), &self.group)?;
+            self.check_model(&entries)?;
+            set_rng_state(&Placement::all(&self.group)?, self.contents.generator)?;
+            Ok(entries)
+        };
+        let mut model = agree(&self.group, prepare())?;
+        self.load_entries(&mut model)?;
         let Some(optimizer) = optimizer else { return Ok(()) };
         let other = |reason| {
             let path = self.path.clone();
             CheckpointError::Other { path, what: "optimizer", reason }
         };
-        let blank = || {
-            let Some(parameters) = &self.contents.optimizer else {
+        let prepare = || {
+            let Some(parameters) = self.contents.optimizer.clone() else {
                 return Err(other("it was saved without one".into()));
             };
-            let tensors = entries::blank_state(&self.contents.index, vs).map_err(other)?;
-            let dict = StateDict { parameters: parameters.clone(), tensors };
-            Ok((optimizer_entries(&dict, &self.group)?, dict))
+            let tensors = blank_state(&self.contents.index, vs).map_err(other)?;
+            let named = tensors
+                .iter()
+                .map(|(name, tensor)| (format!("{OPTIMIZER}{name}"), tensor.shallow_clone()));
+            let entries = entries(&named.collect::<Vec<_>>(), &self.group)?;
+            Ok((entries, StateDict { parameters, tensors }))
         };
-        let (mut entries, dict) = agree(&self.group, blank())?;
-        self.load_entries(&mut entries)?;
+        let (mut state, dict) = agree(&self.group, prepare())?;
+        self.load_entries(&mut state)?;
         let loaded = optimizer.load_state(&dict);
         agree(&self.group, loaded.map_err(|error| other(error.to_string())))
     }

@@ -29,6 +29,7 @@ pub struct Entry {
     /// The logical sizes.
     pub shape: Vec<usize>,
     pub placement: Placement,
+    /// Without terms.
     pub sbp: NdSbp,
     /// None on ranks outside the placement.
     pub local: Option<Tensor>,
@@ -40,19 +41,10 @@ impl Entry {
     /// # Errors
     /// It cannot be saved: says what to do.
     pub fn saved(&self) -> Result<Saved> {
-        let unfit = |reason| CheckpointError::unfit("save", &self.name, reason);
         region::check(&self.placement, &self.sbp, &self.shape)?;
-        if self.sbp.iter().any(|sbp| sbp.is_partial()) {
-            let reason = format!(
-                "it is {:?}, so that ranks have terms of it; save to_global(&placement, ...) of it \
-                 with S or B instead of P",
-                self.sbp
-            );
-            return Err(unfit(reason));
-        }
         let Some(dtype) = dtype(self.kind) else {
             let reason = format!("it is of kind {:?}, which safetensors does not have", self.kind);
-            return Err(unfit(reason));
+            return Err(CheckpointError::unfit("save", &self.name, reason));
         };
         Ok(Saved::new(dtype, &self.shape, &self.placement, &self.sbp))
     }

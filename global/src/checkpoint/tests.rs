@@ -14,7 +14,7 @@ use super::safetensors::DTYPES;
 use super::shards::{file_name, Entry};
 use super::{merge, Checkpoint, CheckpointError, Checkpoints, Contents, FORMAT, MODEL};
 use crate::region::Region;
-use crate::{NdSbp, Placement, Sbp, B, P, S};
+use crate::{NdSbp, Placement, Sbp, B, S};
 
 /// Runs `body` on each of so many ranks.
 fn ranks<T: Send>(size: usize, body: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
@@ -253,9 +253,6 @@ fn what_cannot_be_saved_is_an_error_on_all_ranks() {
             checkpoints.save_entries(contents(2), entries).unwrap_err().to_string()
         })
     };
-    let error = "cannot save model.split: it is [P], so that ranks have terms of it; save \
-                 to_global(&placement, ...) of it with S or B instead of P";
-    assert_eq!(errors(|entry, _| entry.sbp = vec![P]), [error; 2]);
     let error = "cannot save model.split: it is of kind QInt8, which safetensors does not have";
     assert_eq!(errors(|entry, _| entry.kind = Kind::QInt8), [error; 2]);
     let error = "cannot save model.split: this rank has [1, 3] of it, not [2, 3]";
