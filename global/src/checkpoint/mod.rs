@@ -35,7 +35,7 @@ use tch::nn::{Optimizer, VarStore};
 use tch::{Device, Tensor};
 
 use agree::{agree, from_rank_0, gather};
-use entries::{blank_state, entries, reduced, variables};
+use entries::{blank_state, entries, variables};
 pub use error::CheckpointError;
 use folder::{Folder, INDEX};
 use index::{Index, Saved};
@@ -197,27 +197,25 @@ impl Checkpoints {
     ) -> Result<()> {
         let unfit = |what| move |reason| CheckpointError::unfit("save", what, reason);
         let prepare = || {
+            let mut tensors = variables(vs);
             let dict = optimizer.map(OptimizerState::state).transpose();
             let dict = dict.map_err(|error| unfit("the optimizer")(error.to_string()))?;
+            let parameters = dict.map(|dict| {
+                tensors.extend(named(dict.tensors));
+                dict.parameters
+            });
             let contents = Contents {
                 format: FORMAT,
                 step,
                 files: Vec::new(),
-                optimizer: dict.as_ref().map(|dict| dict.parameters.clone()),
+                optimizer: parameters,
                 generator: rng_state(&Placement::all(&self.group)?)?,
                 state: json(state).map_err(unfit("the program's state"))?,
                 index: Index::default(),
             };
-            Ok((contents, dict.map_or_else(Vec::new, |dict| dict.tensors)))
+            Ok((contents, entries(&tensors, &self.group)?))
         };
-        let (contents, state) = agree(&self.group, prepare())?;
-        let mut tensors = variables(vs);
-        tensors
-            .extend(state.into_iter().map(|(name, tensor)| (format!("{OPTIMIZER}{name}"), tensor)));
-        for (_, tensor) in &mut tensors {
-            *tensor = reduced(tensor)?;
-        }
-        let entries = agree(&self.group, entries(&tensors, &self.group))?;
+        let (contents, entries) = agree(&self.group, prepare())?;
         self.save_entries(contents, &entries)
     }
 
@@ -306,6 +304,11 @@ fn check_shared(folder: &Path, files: &[u64]) -> Result<()> {
     Ok(())
 }
 
+/// The optimizer's state as a checkpoint names it.
+fn named(state: impl IntoIterator<Item = (String, Tensor)>) -> Vec<(String, Tensor)> {
+    state.into_iter().map(|(name, tensor)| (format!("{OPTIMIZER}{name}"), tensor)).collect()
+}
+
 /// JSON that can be read back: it has `null` where a number is NaN.
 fn json<S: Serialize + DeserializeOwned>(
     state: &S,
@@ -347,12 +350,13 @@ impl<S> Checkpoint<S> {
             let Some(parameters) = self.contents.optimizer.clone() else {
                 return Err(other("it was saved without one".into()));
             };
-            let tensors = blank_state(&self.contents.index, vs).map_err(other)?;
-            let named = tensors
-                .iter()
-                .map(|(name, tensor)| (format!("{OPTIMIZER}{name}"), tensor.shallow_clone()));
-            let entries = entries(&named.collect::<Vec<_>>(), &self.group)?;
-            Ok((entries, StateDict { parameters, tensors }))
+            let dict = StateDict {
+                parameters,
+                tensors: blank_state(&self.contents.index, vs).map_err(other)?,
+            };
+            let handles =
+                dict.tensors.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
+            Ok((entries(&named(handles), &self.group)?, dict))
         };
         let (mut state, dict) = agree(&self.group, prepare())?;
         self.load_entries(&mut state)?;
