@@ -115,6 +115,19 @@ impl Folder {
         commit().map_err(CheckpointError::file("write", path.clone(), WRITABLE))
     }
 
+    /// Keeps the damaged checkpoint of `step` under another name.
+    pub fn set_aside(&self, step: usize) -> Result<()> {
+        let path = checkpoint(&self.path, step);
+        let mut names = (1..).map(|number| match number {
+            1 => format!("step-{step}.damaged"),
+            number => format!("step-{step}.damaged.{number}"),
+        });
+        let free = names.find(|name| !self.path.join(name).exists()).unwrap_or_default();
+        fs::rename(&path, self.path.join(free))
+            .and_then(|()| sync(&self.path))
+            .map_err(CheckpointError::file("rename", path, WRITABLE))
+    }
+
     /// Removes the checkpoint of `step`.
     pub fn remove(&self, step: usize) -> Result<()> {
         let (path, removed) = (checkpoint(&self.path, step), self.path.join(REMOVED));

@@ -66,7 +66,8 @@ const FORMAT: u32 = 1;
 ///
 /// A checkpoint is whole or not there, even if ranks are killed or a machine loses its power: its
 /// files are flushed to the disk under another name, and the folder is then renamed. The last two
-/// are kept ([`keep`](Self::keep)). One that has lost a file stays as it is.
+/// are kept ([`keep`](Self::keep)). One that has lost a file, as [`latest`](Self::latest) has found,
+/// is never removed: `save` renames it to `step-100.damaged`.
 ///
 /// ```no_run
 /// use flow_global::checkpoint::Checkpoints;
@@ -96,6 +97,8 @@ pub struct Checkpoints {
     /// Whether the folder's checkpoints are this training's: they were looked for, or there were
     /// none.
     read: bool,
+    /// The steps of those that `latest` has found to be damaged.
+    damaged: Vec<usize>,
 }
 
 /// A checkpoint that is whole.
@@ -168,7 +171,7 @@ impl Checkpoints {
         let path = folder.as_ref().to_owned();
         let own = (group.rank() == 0).then(|| Folder::open(&path)).transpose();
         let folder = agree(group, own)?;
-        Ok(Self { path, group: group.clone(), folder, keep: 2, read: false })
+        Ok(Self { path, group: group.clone(), folder, keep: 2, read: false, damaged: Vec::new() })
     }
 
     /// Keeps the last `count` checkpoints, one at least (default: 2).
@@ -229,6 +232,7 @@ impl Checkpoints {
             if !self.read && !folder.steps()?.is_empty() {
                 return Err(CheckpointError::Unread(self.path.clone()));
             }
+            self.damaged.drain(..).try_for_each(|step| folder.set_aside(step))?;
             folder.begin()
         };
         agree(&self.group, begin())?;
@@ -262,6 +266,7 @@ impl Checkpoints {
     pub fn latest<S: DeserializeOwned>(&mut self) -> Result<Option<Checkpoint<S>>> {
         let found = self.folder.as_ref().map(|folder| {
             let mut newest = None;
+            self.damaged.clear();
             for step in folder.steps()? {
                 let path = folder::checkpoint(&self.path, step);
                 let contents = Contents::read(&path)
@@ -271,6 +276,7 @@ impl Checkpoints {
                     Err(error @ CheckpointError::Other { .. }) => return Err(error),
                     Err(error) => {
                         log::warn!("the checkpoint of step {step} is not whole: {error}");
+                        self.damaged.push(step);
                         newest.get_or_insert(error.to_string());
                     }
                 }
@@ -326,8 +332,8 @@ impl<S> Checkpoint<S> {
         self.contents.step
     }
 
-    /// Gives the model, and the optimizer if there is one, what they had, whatever the placements
-    /// and SBPs were: each rank reads its own parts. All ranks call this.
+    /// Gives the model, the global random numbers, and the optimizer if there is one, what they had,
+    /// whatever the placements and SBPs were: each rank reads its own parts. All ranks call this.
     ///
     /// # Errors
     /// On all ranks, when one of them is of another kind, or a file is missing or damaged; none of

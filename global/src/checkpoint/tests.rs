@@ -282,6 +282,11 @@ fn damaged_checkpoints_are_passed_over_or_errors() {
 
     fs::write(&second, &bytes[..bytes.len() - 1]).unwrap();
     assert_eq!(latest(&folder), [Ok(1), Ok(1)]);
+    save(&folder, &[2]);
+    assert_eq!(names(folder.path())[1..], ["step-1", "step-2", "step-2.damaged"]);
+    fs::remove_dir_all(folder.path().join("step-2")).unwrap();
+    fs::rename(folder.path().join("step-2.damaged"), folder.path().join("step-2")).unwrap();
+
     fs::write(file(1, INDEX), "{").unwrap();
     let error = format!(
         "all checkpoints in F are damaged; bring a file back, or remove them to start anew: \
