@@ -13,6 +13,8 @@ pub struct Case {
     pub covers: &'static [&'static str],
     /// It returns numbers that it has read, as plain tensors.
     pub reads: bool,
+    /// Its results are random. What is not a truth value is compared with one rank's.
+    pub draws: bool,
     /// An error with these words is right, too.
     pub refusal: Option<&'static str>,
 }
@@ -60,6 +62,7 @@ pub fn case<R: Outputs>(
         run: Box::new(move |inputs| run(inputs).into_vec()),
         covers,
         reads: false,
+        draws: false,
         refusal: None,
     }
 }
@@ -68,6 +71,12 @@ impl Case {
     /// The results are numbers that were read: plain tensors.
     pub fn reads(mut self) -> Self {
         self.reads = true;
+        self
+    }
+
+    /// Its results are random.
+    pub fn draws(mut self) -> Self {
+        self.draws = true;
         self
     }
 

@@ -1,10 +1,11 @@
 //! New tensors like another one, and random numbers.
 //!
-//! Random numbers cannot be those of plain tensors. Cases return what must hold for any.
+//! Random numbers cannot be those of plain tensors. Cases return what must hold for any, and the
+//! numbers, which must be those of one rank.
 
 use tch::{Kind, Tensor};
 
-use crate::case::{case, normal, Case, Input, CPU};
+use crate::case::{case, normal, positive, Case, Input, CPU};
 
 pub fn cases() -> Vec<Case> {
     [constants(), random()].into_iter().flatten().collect()
@@ -54,57 +55,82 @@ fn random() -> Vec<Case> {
         let kept = (y - x * 2.0).abs().lt(1e-12);
         kept.logical_or(&y.eq(0.0)).all()
     };
-    vec![
-        case("rand_like", large(), &["rand_like"], |x| are_random(&x[0].rand_like(), 0.0, 1.0)),
-        case("randn_like", large(), &["randn_like"], |x| are_random(&x[0].randn_like(), -9.0, 9.0)),
+    let mut cases = vec![
+        case("rand_like", large(), &["rand_like"], |x| {
+            let y = x[0].rand_like();
+            (are_random(&y, 0.0, 1.0), y)
+        }),
+        case("randn_like", large(), &["randn_like"], |x| {
+            let y = x[0].randn_like();
+            (are_random(&y, -9.0, 9.0), y)
+        }),
         case("randint_like", large(), &["randint_like"], |x| {
-            are_random(&x[0].randint_like(5), 0.0, 4.0)
+            let y = x[0].randint_like(5);
+            (are_random(&y, 0.0, 4.0), y)
         }),
         case("uniform_", large(), &["uniform"], |x| {
-            are_random(&x[0].copy().uniform_(2.0, 3.0), 2.0, 3.0)
+            let y = x[0].copy().uniform_(2.0, 3.0);
+            (are_random(&y, 2.0, 3.0), y)
         }),
+        case(
+            "uniform_ in f32",
+            [normal([10, 12]).kind(Kind::Float).constant()],
+            &["uniform"],
+            |x| {
+                let y = x[0].detach().copy().uniform_(2.0, 3.0);
+                (are_random(&y, 2.0, 3.0), y)
+            },
+        ),
         case("normal_", large(), &["normal"], |x| {
-            are_random(&x[0].copy().normal_(100.0, 1.0), 90.0, 110.0)
+            let y = x[0].copy().normal_(100.0, 1.0);
+            (are_random(&y, 90.0, 110.0), y)
         }),
         case("exponential_", large(), &["exponential"], |x| {
-            are_random(&x[0].copy().exponential_(1.0), 0.0, 100.0)
+            let y = x[0].copy().exponential_(1.0);
+            (are_random(&y, 0.0, 100.0), y)
         }),
         case("random_", large(), &["random"], |x| {
-            are_random(&x[0].copy().random_from_(3, 9), 3.0, 8.0)
+            let y = x[0].copy().random_from_(3, 9);
+            (are_random(&y, 3.0, 8.0), y)
         }),
         case("bernoulli_", large(), &["bernoulli"], |x| {
             let y = x[0].copy().bernoulli_float_(0.5);
-            vec![are_random(&y, 0.0, 1.0), y.eq(0.0).logical_or(&y.eq(1.0)).all()]
+            (are_random(&y, 0.0, 1.0), y.eq(0.0).logical_or(&y.eq(1.0)).all(), y)
         }),
         case("bernoulli", large(), &["bernoulli"], |x| {
-            vec![
-                are_random(&x[0].sigmoid().bernoulli(), 0.0, 1.0),
-                x[0].gt(9.0).to_kind(Kind::Double).bernoulli(),
-            ]
+            let never = x[0].gt(9.0).to_kind(Kind::Double).bernoulli().eq(0.0).all();
+            let y = x[0].sigmoid().bernoulli();
+            (are_random(&y, 0.0, 1.0), never, y)
         }),
-        case("dropout", large(), &["bernoulli"], move |x| {
+        case("two draws differ", large(), &["bernoulli"], |x| {
+            let (one, other) = (x[0].rand_like(), x[0].rand_like());
+            (one.ne_tensor(&other).all(), &one + &other)
+        }),
+        case("dropout", [normal([10, 12])], &["bernoulli"], move |x| {
             let y = x[0].dropout(0.5, true);
-            vec![halves(&y, &x[0]), y.eq(0.0).any(), y.ne(0.0).any()]
+            let both = y.eq(0.0).any().logical_and(&y.ne(0.0).any());
+            (halves(&y.detach(), &x[0].detach()), both, y)
         }),
-        case(
-            "native_dropout",
-            [normal([10, 12])],
-            &["native_dropout", "native_dropout_backward"],
-            move |x| {
-                let (y, mask) = x[0].native_dropout(0.5, true);
-                let is_masked = y.ne(0.0).eq_tensor(&mask).all();
-                // The gradient goes through the same mask.
-                let gradient = Tensor::run_backward(&[y.sum(Kind::Double)], &[&x[0]], true, false);
-                let expected = mask.to_kind(Kind::Double) * 2.0;
-                let is_right = (&gradient[0] - expected).abs().lt(1e-12).all();
-                vec![halves(&y.detach(), &x[0].detach()), is_masked, is_right, &x[0] * 1.0]
-            },
-        ),
-        case("dropout that does nothing", [normal([5, 6])], &[], |x| {
-            vec![x[0].dropout(0.5, false) * 2.0, x[0].dropout(0.0, true)]
+        case("native_dropout", [normal([10, 12])], DROPOUT, move |x| {
+            let (y, mask) = x[0].native_dropout(0.5, true);
+            let is_masked = y.ne(0.0).eq_tensor(&mask).all();
+            (halves(&y.detach(), &x[0].detach()), is_masked, y)
         }),
-        case("multinomial", [crate::case::positive([5, 6]).constant()], &[], |x| {
-            are_random(&x[0].multinomial(3, false), 0.0, 5.0)
+        // Without a rule.
+        case("multinomial", [positive([10, 12]).constant()], &[], |x| {
+            let y = x[0].multinomial(3, false);
+            (are_random(&y, 0.0, 11.0), y)
         }),
-    ]
+        case("cauchy_, log_normal_, geometric_", large(), &[], |x| {
+            let one = x[0].copy().cauchy_(0.0, 1.0);
+            (one, x[0].copy().log_normal_(0.0, 1.0), x[0].copy().geometric_(0.3))
+        }),
+    ];
+    cases = cases.into_iter().map(Case::draws).collect();
+    cases.push(case("dropout that does nothing", [normal([5, 6])], &[], |x| {
+        vec![x[0].dropout(0.5, false) * 2.0, x[0].dropout(0.0, true)]
+    }));
+    cases
 }
+
+const DROPOUT: &[&str] = &["native_dropout", "native_dropout_backward"];

@@ -20,6 +20,7 @@ mod views;
 use std::collections::BTreeSet;
 
 use case::{difference, Case};
+use tch::Kind;
 
 fn cases() -> Vec<Case> {
     [
@@ -85,7 +86,8 @@ fn cases_are_sound() {
                 return Err("no results".to_string());
             }
             for (index, (one, other)) in one.outputs.iter().zip(&other.outputs).enumerate() {
-                if let Some(difference) = difference(one, other) {
+                let is_random = case.draws && one.kind() != Kind::Bool;
+                if let Some(difference) = difference(one, other).filter(|_| !is_random) {
                     return Err(format!("result {index} {difference}"));
                 }
                 if one.isnan().any().int64_value(&[]) != 0 {
@@ -100,7 +102,8 @@ fn cases_are_sound() {
                     }
                     (None, None) => {}
                     (Some(one), Some(other)) => {
-                        if let Some(difference) = difference(one, other) {
+                        let is_random = case.draws;
+                        if let Some(difference) = difference(one, other).filter(|_| !is_random) {
                             return Err(format!("gradient {index} {difference}"));
                         }
                     }
