@@ -1,48 +1,15 @@
 //! Operations on global tensors: whatever the SBPs of an operation's inputs are, its results and
 //! their gradients are those of plain tensors.
 
-mod attention;
-mod autograd;
-mod case;
-mod convolution;
-mod creation;
-mod gathered;
-mod in_place;
-mod indexing;
-mod losses;
-mod matmul;
-mod normalization;
-mod pointwise;
-mod reductions;
-mod shapes;
-mod views;
+mod cases;
+mod runner;
 
 use std::collections::BTreeSet;
 
-use case::{difference, Case};
+use cases::case::difference;
+use cases::cases;
+use flow_global::Placement;
 use tch::Kind;
-
-fn cases() -> Vec<Case> {
-    [
-        attention::cases(),
-        autograd::cases(),
-        convolution::cases(),
-        creation::cases(),
-        gathered::cases(),
-        in_place::cases(),
-        indexing::cases(),
-        losses::cases(),
-        matmul::cases(),
-        normalization::cases(),
-        pointwise::cases(),
-        reductions::cases(),
-        shapes::cases(),
-        views::cases(),
-    ]
-    .into_iter()
-    .flatten()
-    .collect()
-}
 
 /// Rules of operations that run on no CPU, or that no function of tch reaches.
 const NOT_HERE: &[(&str, &str)] = &[
@@ -120,4 +87,26 @@ fn cases_are_sound() {
         }
     }
     assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+#[test]
+fn on_two_ranks() {
+    runner::run(&cases(), 2, |group| Placement::new(group, [0, 1]));
+}
+
+/// Sizes of five are split into two, two and one.
+#[test]
+fn on_three_ranks() {
+    runner::run(&cases(), 3, |group| Placement::new(group, [0, 1, 2]));
+}
+
+#[test]
+fn on_a_mesh() {
+    runner::run(&cases(), 4, |group| Placement::new(group, [[0, 1], [2, 3]]));
+}
+
+/// Rank 1 has nothing of the tensors, and the order is another one than that of the ranks.
+#[test]
+fn on_three_of_four_ranks() {
+    runner::run(&cases(), 4, |group| Placement::new(group, [2, 0, 3]));
 }

@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use crate::case::{case, normal, positive, Case};
+use super::case::{case, normal, positive, Case};
 
 const LAYER: &[&str] = &["native_layer_norm", "native_layer_norm_backward"];
 const BATCH: &[&str] = &["native_batch_norm", "native_batch_norm_backward"];

@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use crate::case::{bools, case, ints, normal, Case, CPU};
+use super::case::{bools, case, ints, normal, Case, CPU};
 
 const EMBEDDING: &[&str] = &["embedding", "embedding_dense_backward"];
 

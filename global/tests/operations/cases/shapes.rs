@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use crate::case::{between, case, normal, Case};
+use super::case::{between, case, normal, Case};
 
 pub fn cases() -> Vec<Case> {
     let shapes = [

@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use crate::case::{between, bools, case, ints, normal, positive, Case};
+use super::case::{between, bools, case, ints, normal, positive, Case};
 
 pub fn cases() -> Vec<Case> {
     [of_tensors(), of_views(), outs(), shapes()].into_iter().flatten().collect()

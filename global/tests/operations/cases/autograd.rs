@@ -3,7 +3,7 @@
 
 use tch::{Kind, Tensor};
 
-use crate::case::{case, ints, normal, positive, read, Case};
+use super::case::{case, ints, normal, positive, read, Case};
 
 const DOUBLE: Kind = Kind::Double;
 

@@ -5,7 +5,7 @@
 
 use tch::{Kind, Tensor};
 
-use crate::case::{case, normal, positive, Case, Input, CPU};
+use super::case::{case, normal, positive, Case, Input, CPU};
 
 pub fn cases() -> Vec<Case> {
     [constants(), random()].into_iter().flatten().collect()

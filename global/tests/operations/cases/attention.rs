@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use crate::case::{bools, case, normal, Case, Input};
+use super::case::{bools, case, normal, Case, Input};
 
 const COVERS: &[&str] = &[
     "_scaled_dot_product_flash_attention_for_cpu",

@@ -2,7 +2,7 @@
 
 use tch::{Kind, Reduction, Tensor};
 
-use crate::case::{between, case, ints, normal, positive, Case, Input};
+use super::case::{between, case, ints, normal, positive, Case, Input};
 
 const NLL: &[&str] = &["nll_loss_forward", "nll_loss_backward"];
 const NLL_2D: &[&str] = &["nll_loss2d_forward", "nll_loss2d_backward"];

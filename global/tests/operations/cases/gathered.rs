@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use crate::case::{between, case, ints, normal, positive, Case};
+use super::case::{between, case, ints, normal, positive, Case};
 
 pub fn cases() -> Vec<Case> {
     let square = || [normal([5, 5])];

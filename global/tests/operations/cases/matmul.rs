@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use crate::case::{case, normal, Case};
+use super::case::{case, normal, Case};
 
 pub fn cases() -> Vec<Case> {
     let product = |x: &[Tensor]| x[0].matmul(&x[1]);
@@ -33,7 +33,7 @@ pub fn cases() -> Vec<Case> {
         ),
         case(
             "mm of ints",
-            [crate::case::ints(5, [5, 6]), crate::case::ints(5, [6, 7])],
+            [super::case::ints(5, [5, 6]), super::case::ints(5, [6, 7])],
             &["mm"],
             product,
         ),

@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use crate::case::{between, bools, case, ints, normal, positive, Case, CPU};
+use super::case::{between, bools, case, ints, normal, positive, Case, CPU};
 
 pub fn cases() -> Vec<Case> {
     [sums(), extremes(), moments(), orders(), softmaxes()].into_iter().flatten().collect()

@@ -2,7 +2,7 @@
 
 use tch::{IndexOp, Tensor};
 
-use crate::case::{bools, case, ints, normal, Case, Input};
+use super::case::{bools, case, ints, normal, Case, Input};
 
 pub fn cases() -> Vec<Case> {
     [moved(), reshaped(), parts(), joined(), chains()].into_iter().flatten().collect()
