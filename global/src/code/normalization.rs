@@ -54,7 +54,11 @@ impl Batch {
 
 /// What statistics are computed in.
 fn wide(kind: Kind) -> Kind {
-    if kind == Kind::Double { Kind::Double } else { Kind::Float }
+    if kind == Kind::Double {
+        Kind::Double
+    } else {
+        Kind::Float
+    }
 }
 
 /// In training.

@@ -37,12 +37,13 @@ impl Dispatcher for Operations {
     }
 
     fn gradient(leaf: &Tensor, gradient: &Tensor) -> std::result::Result<Option<Tensor>, BoxError> {
-        use crate::tensor::{boxed, spec_of};
+        use crate::tensor::{spec_of, GlobalTensor};
         let (own, now) = (spec_of(leaf)?, spec_of(gradient)?);
         if own.id() == now.id() || own.sbp().iter().any(|sbp| sbp.is_partial()) {
             return Ok(None);
         }
-        Ok(Some(tch::no_grad(|| boxed(gradient, &own))?))
+        // It may have a gradient itself.
+        Ok(Some(gradient.to_global(own.placement(), own.sbp())?))
     }
 }
 

@@ -121,17 +121,22 @@ impl Written {
 
 impl Plan {
     /// Decides for the tensors of a call.
-    pub fn new(call: &Call<'_, Spec>, placement: &Placement, runtime: &Arc<Runtime>) -> Result<Self> {
+    pub fn new(
+        call: &Call<'_, Spec>,
+        placement: &Placement,
+        runtime: &Arc<Runtime>,
+    ) -> Result<Self> {
         let arguments = call.arguments();
         let written = Written::of(call, &arguments);
         for &tensor in &written.tensors {
             if call.is_detached_view(tensor) {
                 return Err(Error::Unsupported {
                     operation: call.name().to_owned(),
-                    reason: "it would write a view of a global tensor that had to be boxed, and so \
+                    reason:
+                        "it would write a view of a global tensor that had to be boxed, and so \
                              does not share the tensor's memory: write to the tensor itself, or \
                              split it along another dimension"
-                        .to_owned(),
+                            .to_owned(),
                 });
             }
         }
@@ -144,7 +149,9 @@ impl Plan {
         let op = op_of(call, rule_name, &arguments, &written);
         let axes = placement.axes();
         let have: Vec<NdSbp> = (0..call.tensors())
-            .map(|tensor| call.spec(tensor).map_or_else(|| vec![B; axes], |spec| spec.sbp().to_vec()))
+            .map(|tensor| {
+                call.spec(tensor).map_or_else(|| vec![B; axes], |spec| spec.sbp().to_vec())
+            })
             .collect();
         let given = &have[..op.inputs.len()];
         // If what is written fits no signature, another layout is written, and that boxed back.
@@ -322,7 +329,12 @@ fn boxing_back(
 }
 
 /// Lists that are the shape of a tensor: the sizes of this rank's part.
-fn ints(op: &Op<'_>, choice: &Choice, placement: &Placement, rank: usize) -> Vec<(usize, Vec<i64>)> {
+fn ints(
+    op: &Op<'_>,
+    choice: &Choice,
+    placement: &Placement,
+    rank: usize,
+) -> Vec<(usize, Vec<i64>)> {
     // A rank outside finds out what the first one has.
     let position = placement.position(rank).unwrap_or(0);
     let local = |(argument, sbp): &(usize, NdSbp)| {

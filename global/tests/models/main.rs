@@ -32,7 +32,10 @@ fn failures(
                     let result = catch_unwind(AssertUnwindSafe(check)).err()?;
                     let message = result.downcast_ref::<String>().cloned().unwrap_or_default();
                     let (network, optimizer) = (training.name, training.optimizer);
-                    Some(format!("{network} {optimizer:?}, {}, rank {rank}: {message}", layout.name))
+                    Some(format!(
+                        "{network} {optimizer:?}, {}, rank {rank}: {message}",
+                        layout.name
+                    ))
                 })
             };
             let ranks: Vec<_> = groups.into_iter().map(start).collect();
@@ -64,12 +67,8 @@ fn all_of<const N: usize>(layouts: [Vec<Layout>; N]) -> Vec<Layout> {
 
 #[test]
 fn mlp() {
-    let layouts = all_of([
-        layouts::of_data(),
-        layouts::of_tensors(),
-        layouts::odd(),
-        layouts::of_terms(),
-    ]);
+    let layouts =
+        all_of([layouts::of_data(), layouts::of_tensors(), layouts::odd(), layouts::of_terms()]);
     check(Optimizer::ALL.map(|optimizer| on_one_axis(Training::mlp(optimizer), &layouts)));
     check([on_one_axis(Training::uneven_mlp(), &layouts)]);
 }

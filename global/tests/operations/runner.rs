@@ -1,7 +1,7 @@
 //! Runs cases on ranks that are threads, for SBPs of all their inputs.
 
 use std::collections::BTreeMap;
-use std::sync::{Barrier, Mutex, MutexGuard, Once, PoisonError};
+use std::sync::{Barrier, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use flow_global::{Placement, Result};
@@ -18,9 +18,6 @@ const FAILURES: usize = 3;
 
 /// A rank that waits longer for another one has lost it.
 const TIMEOUT: Duration = Duration::from_secs(10);
-
-/// The name of the threads.
-const RANK: &str = "rank";
 
 /// The number of combinations that ran, and the failures by case.
 type Report = (usize, BTreeMap<String, Vec<String>>);
@@ -40,7 +37,6 @@ pub fn run(cases: &[Case], size: usize, place: Place) {
     let wanted = std::env::var("CASE").unwrap_or_default();
     let cases: Vec<&Case> = cases.iter().filter(|case| case.name.contains(&wanted)).collect();
     tch::set_num_threads(1);
-    hide_panics_of_ranks();
     let shared = Shared {
         groups: Mutex::new(groups(size)),
         errors: Mutex::new(vec![None; size]),
@@ -48,8 +44,8 @@ pub fn run(cases: &[Case], size: usize, place: Place) {
     };
     let (count, failures) = std::thread::scope(|scope| {
         let start = |rank| {
-            let body = || run_rank(&cases, rank, place, &shared);
-            std::thread::Builder::new().name(RANK.into()).spawn_scoped(scope, body).unwrap()
+            let (cases, shared) = (&cases, &shared);
+            scope.spawn(move || run_rank(cases, rank, place, shared))
         };
         let ranks: Vec<_> = (0..size).map(start).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).next_back().unwrap()
@@ -74,7 +70,13 @@ fn run_rank(cases: &[&Case], rank: usize, place: Place, shared: &Shared) -> Repo
     let mesh = placement.shape().to_vec();
     let (mut count, mut failures) = Report::default();
     for case in cases {
-        let check = Check::new(case);
+        let check = match Check::new(case) {
+            Ok(check) => check,
+            Err(error) => {
+                failures.insert(case.name.clone(), vec![format!("{}: {error}", case.name)]);
+                continue;
+            }
+        };
         for (index, sbps) in check.combinations(&mesh).into_iter().enumerate() {
             count += 1;
             let error = check.run(Own { rank, placement: &placement }, &sbps, index).err();
@@ -135,17 +137,4 @@ fn summary(errors: &[Option<String>]) -> String {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Their messages are in the list of failures.
-fn hide_panics_of_ranks() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
-        let usual = std::panic::take_hook();
-        std::panic::set_hook(Box::new(move |info| {
-            if std::thread::current().name() != Some(RANK) {
-                usual(info);
-            }
-        }));
-    });
 }

@@ -46,7 +46,8 @@ impl Optimizer {
             Self::Adam => nn::Adam { amsgrad: true, eps, ..Default::default() }.build(vs, 0.01),
             Self::AdamW => nn::AdamW { eps, ..Default::default() }.build(vs, 0.01),
             Self::RmsProp => {
-                let config = nn::RmsProp { momentum: 0.9, centered: true, eps, ..Default::default() };
+                let config =
+                    nn::RmsProp { momentum: 0.9, centered: true, eps, ..Default::default() };
                 config.build(vs, 0.01)
             }
         };
@@ -75,7 +76,12 @@ impl Training {
 
     pub fn uneven_mlp() -> Self {
         let batch = || (numbers(&[9, 7], 1), numbers(&[9, 5], 2));
-        Self { name: "uneven MLP", network: networks::uneven_mlp, batch, ..Self::mlp(Optimizer::Adam) }
+        Self {
+            name: "uneven MLP",
+            network: networks::uneven_mlp,
+            batch,
+            ..Self::mlp(Optimizer::Adam)
+        }
     }
 
     pub fn cnn() -> Self {
@@ -199,7 +205,8 @@ impl Training {
         };
         let losses = (0..self.steps).map(step).collect();
         check(&vs, &optimizer);
-        let full = |(name, tensor): (String, Tensor)| (name, tensor.full().unwrap().detach().copy());
+        let full =
+            |(name, tensor): (String, Tensor)| (name, tensor.full().unwrap().detach().copy());
         Trained { parameters: sorted(&vs).into_iter().map(full).collect(), losses }
     }
 }
@@ -245,6 +252,7 @@ fn numbers(sizes: &[i64], seed: i64) -> Tensor {
 }
 
 fn labels(count: i64, classes: i64) -> Tensor {
-    let values: Vec<i64> = (0..count).map(|index| (index * index + 3 * index + 1) % classes).collect();
+    let values: Vec<i64> =
+        (0..count).map(|index| (index * index + 3 * index + 1) % classes).collect();
     Tensor::from_slice(&values)
 }

@@ -29,7 +29,8 @@ pub fn cnn(path: &nn::Path) -> Network {
         nn::conv2d(path / name, inputs, outputs, 3, config)
     };
     let norm = |name: &str, channels| nn::batch_norm2d(path / name, channels, Default::default());
-    let (one, two) = (convolution("convolution_1", 3, 8, 1), convolution("convolution_2", 8, 16, 2));
+    let (one, two) =
+        (convolution("convolution_1", 3, 8, 1), convolution("convolution_2", 8, 16, 2));
     let (norm_one, norm_two) = (norm("norm_1", 8), norm("norm_2", 16));
     let head = nn::linear(path / "head", 16 * 2 * 2, 10, Default::default());
     Box::new(move |x| {
@@ -66,9 +67,8 @@ pub const LENGTH: i64 = 6;
 
 /// A block of GPT between an embedding and the scores of the next words.
 pub fn gpt(path: &nn::Path) -> Network {
-    let linear = |name: &str, inputs, outputs| {
-        nn::linear(path / name, inputs, outputs, Default::default())
-    };
+    let linear =
+        |name: &str, inputs, outputs| nn::linear(path / name, inputs, outputs, Default::default());
     let norm = |name: &str| nn::layer_norm(path / name, vec![WIDTH], Default::default());
     let words = nn::embedding(path / "words", WORDS, WIDTH, Default::default());
     let positions = nn::embedding(path / "positions", LENGTH, WIDTH, Default::default());

@@ -13,6 +13,8 @@ pub fn cases() -> Vec<Case> {
 
 /// The gradient of a sum, which has a gradient itself.
 fn gradient(y: &Tensor, x: &Tensor) -> Tensor {
+    // libtorch does not check it.
+    assert!(y.requires_grad());
     Tensor::run_backward(&[y.sum(DOUBLE)], &[x], true, true).remove(0)
 }
 

@@ -1,7 +1,9 @@
 //! Runs a case on global tensors, and compares.
 
 use std::any::Any;
+use std::cell::Cell;
 use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::sync::Once;
 
 use flow_global::region::regions;
 use flow_global::{GlobalTensor, NdSbp, Placement, Result, Sbp, B, P, S};
@@ -29,10 +31,14 @@ pub struct Own<'a> {
 
 impl<'a> Check<'a> {
     /// Runs the case on plain tensors; what is random, as one rank does.
-    pub fn new(case: &'a Case) -> Self {
+    ///
+    /// # Errors
+    /// It panics.
+    pub fn new(case: &'a Case) -> std::result::Result<Self, String> {
         let values = case.values();
-        let expected = if case.draws { drawn(case, &values) } else { case.plain(&values) };
-        Self { case, values, expected }
+        let run = || if case.draws { drawn(case, &values) } else { Ok(case.plain(&values)) };
+        let expected = quietly(run)?;
+        Ok(Self { case, values, expected })
     }
 
     /// SBPs of all inputs: all that there are, or as many as are tried, evenly spread.
@@ -66,8 +72,7 @@ impl<'a> Check<'a> {
         sbps: &[NdSbp],
         index: usize,
     ) -> std::result::Result<(), String> {
-        let attempt = || self.compare(&evaluate(self.case, &self.values, own, sbps, index)?);
-        catch_unwind(AssertUnwindSafe(attempt)).unwrap_or_else(|panic| Err(message(panic.as_ref())))
+        quietly(|| self.compare(&evaluate(self.case, &self.values, own, sbps, index)?))
     }
 
     fn compare(&self, found: &Evaluation) -> std::result::Result<(), String> {
@@ -105,15 +110,15 @@ impl<'a> Check<'a> {
 }
 
 /// What one rank draws.
-fn drawn(case: &Case, values: &[Tensor]) -> Evaluation {
+fn drawn(case: &Case, values: &[Tensor]) -> std::result::Result<Evaluation, String> {
     let group = ProcessGroup::in_process(1).unwrap().remove(0);
     let placement = Placement::new(&group, [0]).unwrap();
     let own = Own { rank: 0, placement: &placement };
-    let evaluation = evaluate(case, values, own, &vec![vec![B]; values.len()], 0).unwrap();
+    let evaluation = evaluate(case, values, own, &vec![vec![B]; values.len()], 0)?;
     let full = |tensor: &Tensor| tensor.full().unwrap();
     let outputs = evaluation.outputs.iter().map(full).collect();
     let gradients = evaluation.gradients.iter().map(|one| one.as_ref().map(full)).collect();
-    Evaluation { outputs, gradients }
+    Ok(Evaluation { outputs, gradients })
 }
 
 fn evaluate(
@@ -197,6 +202,30 @@ fn gcd(one: usize, other: usize) -> usize {
     } else {
         gcd(other, one % other)
     }
+}
+
+thread_local! {
+    static IS_QUIET: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Calls a function whose panic is an error, and not printed.
+fn quietly<T>(
+    function: impl FnOnce() -> std::result::Result<T, String>,
+) -> std::result::Result<T, String> {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let usual = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            if !IS_QUIET.get() {
+                usual(info);
+            }
+        }));
+    });
+    IS_QUIET.set(true);
+    // One that panicked in `no_grad` has left its thread without gradients.
+    let result = catch_unwind(AssertUnwindSafe(|| tch::with_grad(function)));
+    IS_QUIET.set(false);
+    result.unwrap_or_else(|panic| Err(message(panic.as_ref())))
 }
 
 fn message(panic: &(dyn Any + Send)) -> String {

@@ -9,7 +9,7 @@ pub fn cases() -> Vec<Case> {
 }
 
 /// What a view that had to be boxed says: a change of it would not reach its base.
-const LOST: &str = "would be lost";
+const LOST: &str = "does not share the tensor's memory";
 
 type Change = fn(&mut Tensor);
 
