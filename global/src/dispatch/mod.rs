@@ -12,6 +12,7 @@ mod plan;
 
 use flow_autograd::global::{Call, Dispatcher, LocalResult, Output as CallOutput, Scalar};
 use flow_autograd::BoxError;
+use flow_tensor::TensorCollectives;
 use std::cell::RefCell;
 use std::sync::Arc;
 use tch::Tensor;
@@ -22,6 +23,7 @@ use crate::code;
 use crate::error::{Error, Result};
 use crate::placement::Placement;
 use crate::runtime::Runtime;
+use crate::sbp::B;
 use crate::spec::Spec;
 pub use plan::Plan;
 use plan::{Input, Output};
@@ -37,8 +39,14 @@ impl Dispatcher for Operations {
     }
 
     fn gradient(leaf: &Tensor, gradient: &Tensor) -> std::result::Result<Option<Tensor>, BoxError> {
-        use crate::tensor::{spec_of, GlobalTensor};
-        let (own, now) = (spec_of(leaf)?, spec_of(gradient)?);
+        use crate::tensor::{find_spec, spec_of, GlobalTensor};
+        let own = spec_of(leaf)?;
+        let Some(now) = find_spec(gradient) else {
+            // Zeros, from a formula that makes them without a look at the tensors.
+            let sbp = own.sbp().iter().map(|&sbp| if sbp.is_partial() { B } else { sbp });
+            let sbp: Vec<_> = sbp.collect();
+            return Ok(Some(crate::scatter(&gradient.copy(), own.placement(), &sbp)?));
+        };
         if own.id() == now.id() || own.sbp().iter().any(|sbp| sbp.is_partial()) {
             return Ok(None);
         }
@@ -69,6 +77,13 @@ fn run(call: &mut Call<'_, Spec>) -> Result<()> {
         call.set_ints(*argument, values)?;
     }
     call.run()?;
+    if plan.is_drawn_apart {
+        for index in 0..call.returns() {
+            if let LocalResult::Tensor(Some(mut drawn)) = call.result(index)? {
+                runtime.groups.group(placement.ranks())?.broadcast_tensor(&mut drawn, 0)?;
+            }
+        }
+    }
     for &(index, result) in &plan.write_backs {
         write_back(call, &plan, &placement, runtime, index, result)?;
     }

@@ -36,6 +36,8 @@ pub struct Plan {
     pub write_backs: Vec<(usize, Option<usize>)>,
     /// How these get back: boxing, and the layouts.
     pub backs: BTreeMap<usize, (Boxing, NdSbp, NdSbp)>,
+    /// Each rank draws random numbers of its own: those of the first one count.
+    pub is_drawn_apart: bool,
     /// Runs instead of the operation.
     pub code: Option<Code>,
     /// The code looks at shapes only, so that ranks outside the placement run it too.
@@ -89,7 +91,7 @@ pub struct Output {
 
 /// The tensors that an operation writes.
 struct Written {
-    /// It writes its first argument, and rules know.
+    /// It writes some of its arguments, and rules know.
     is_in_place: bool,
     /// Arguments that only receive the result, as `out`.
     outs: Vec<usize>,
@@ -101,6 +103,9 @@ impl Written {
     fn of(call: &Call<'_, Spec>, arguments: &[Argument<'_>]) -> Self {
         let name = call.name();
         let is_in_place = name.ends_with('_') && !name.ends_with("__") && call.is_written(0);
+        // Its schema does not say that it does.
+        let writes_statistics = name == "aten::native_batch_norm"
+            && matches!(arguments.get(5), Some(Argument::Bool(true)));
         let is_out = call.overload().ends_with("out");
         let written = (0..arguments.len()).filter(|&argument| call.is_written(argument));
         let (mut outs, mut tensors) = (Vec::new(), Vec::new());
@@ -115,7 +120,10 @@ impl Written {
                 _ => {}
             }
         }
-        Self { is_in_place, outs, tensors }
+        if writes_statistics {
+            tensors.extend((3..5).filter(|&tensor| call.is_defined(tensor)));
+        }
+        Self { is_in_place: is_in_place || writes_statistics, outs, tensors }
     }
 }
 
@@ -156,7 +164,9 @@ impl Plan {
         let given = &have[..op.inputs.len()];
         // If what is written fits no signature, another layout is written, and that boxed back.
         let elsewhere = || infer(&Op { in_place: false, ..op.clone() }, placement, given);
-        let choice = match infer(&op, placement, given).or_else(elsewhere) {
+        let ruled = infer(&op, placement, given).or_else(elsewhere);
+        let is_drawn_apart = ruled.is_none() && call.is_random() && placement.ranks().len() > 1;
+        let choice = match ruled {
             Some(choice) => choice,
             None => {
                 crate::policy::gathered(name)?;
@@ -180,6 +190,7 @@ impl Plan {
             outputs: Vec::new(),
             write_backs: Vec::new(),
             backs: BTreeMap::new(),
+            is_drawn_apart,
             code,
             needs_shapes_only: code::always(rule_name).is_some(),
             outside: OnceLock::new(),

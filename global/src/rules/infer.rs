@@ -60,7 +60,7 @@ pub fn infer(op: &Op, placement: &Placement, have: &[NdSbp]) -> Option<Choice> {
         }
         choice.has_code |= signature.has_code;
         for (input, sbp) in op.inputs.iter_mut().zip(&signature.inputs) {
-            if let Some(dim) = sbp.dim() {
+            if let (true, Some(dim)) = (input.is_defined, sbp.dim()) {
                 input.shape[dim] = part(input.shape[dim], ranks, 0).len();
             }
         }

@@ -17,7 +17,7 @@ pub struct Op<'a> {
     pub inputs: Vec<Input>,
     /// How many tensors it returns.
     pub outputs: usize,
-    /// It writes its first tensor.
+    /// It writes its first tensor, or the running statistics.
     pub in_place: bool,
     /// Ranks on the axis of the placement that is being decided.
     pub ranks: usize,
@@ -107,7 +107,7 @@ impl Op<'_> {
     /// statistics of batch norm, whose schema does not say so.
     pub fn is_fixed(&self, input: usize) -> bool {
         let has_statistics = matches!(self.name, "native_batch_norm" | "_native_batch_norm_legit");
-        (self.in_place && input == 0) || (has_statistics && (3..5).contains(&input) && self.flag(5))
+        self.in_place && if has_statistics { (3..5).contains(&input) } else { input == 0 }
     }
 
     /// Whether the argument is a tensor, and not a number.

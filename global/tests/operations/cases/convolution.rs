@@ -70,6 +70,7 @@ fn samplings() -> Vec<Case> {
     const MAX: &[&str] = &["max_pool2d_with_indices", "max_pool2d_with_indices_backward"];
     const AVERAGE: &[&str] = &["avg_pool2d", "avg_pool2d_backward"];
     const ADAPTIVE: &[&str] = &["_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward"];
+    const BILINEAR: &[&str] = &["upsample_bilinear2d", "upsample_bilinear2d_backward"];
     const NEAREST: &[&str] = &["upsample_nearest2d", "upsample_nearest2d_backward"];
     let nearest = |x: &[Tensor]| x[0].upsample_nearest2d([12, 9], None, None);
     let last: fn() -> [Input; 1] = || [normal([5, 3, 6, 6]).channels_last()];
@@ -87,7 +88,7 @@ fn samplings() -> Vec<Case> {
             x[0].adaptive_avg_pool2d([1, 1])
         }),
         case("upsample_nearest2d", images(), NEAREST, nearest),
-        case("upsample_bilinear2d", images(), &["upsample_bilinear2d"], |x| {
+        case("upsample_bilinear2d", images(), BILINEAR, |x| {
             x[0].upsample_bilinear2d([12, 9], false, None, None)
         }),
         case("adaptive_max_pool2d", images(), &[], |x| x[0].adaptive_max_pool2d([2, 3])),

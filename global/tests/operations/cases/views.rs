@@ -94,9 +94,7 @@ fn reshaped() -> Vec<Case> {
         case("_unsafe_view", wide(), &["_unsafe_view"], |x| {
             x[0].internal_unsafe_view([20, 6]) * 2.0
         }),
-        case("_reshape_alias", wide(), &["_reshape_alias"], |x| {
-            x[0].internal_reshape_alias([20, 6], [6, 1]) * 2.0
-        }),
+        case("_reshape_alias", wide(), &[], |x| x[0].internal_reshape_alias([20, 6], [6, 1]) * 2.0),
         case("view_copy", wide(), &["view_copy"], |x| x[0].view_copy([20, 6]) * 2.0),
         case(
             "reshape_as, view_as",
