@@ -274,7 +274,7 @@ fn op_of<'a>(
         Argument::Int(value) => Arg::Int(value),
         Argument::Float(value) => Arg::Float(value),
         Argument::Bool(value) => Arg::Bool(value),
-        Argument::Ints(values) => Arg::Ints(values),
+        Argument::Ints(values) => Arg::Ints(values.into()),
         Argument::Other => Arg::Other,
     };
     let input = |tensor: usize| {

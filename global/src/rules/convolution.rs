@@ -41,7 +41,7 @@ fn convolution_backward(op: &Op) -> Vec<Signature> {
         let signature = Signature::new([S(1), B, S(0)], [P, S(0), S(0)]);
         // Without a bias its size is 0.
         match op.args.get(3) {
-            Some(Arg::Ints([size, ..])) if *size > 0 => signature.with_shape(3, S(0)),
+            Some(Arg::Ints(sizes)) if sizes[..] != [0] => signature.with_shape(3, S(0)),
             _ => signature,
         }
     });

@@ -81,9 +81,13 @@ mod tests {
         for name in names {
             for shape in shapes {
                 for count in 0..8 {
-                    for arg in
-                        [Arg::None, Arg::Int(-1), Arg::Bool(true), Arg::Ints(&ints), Arg::Tensor(1)]
-                    {
+                    for arg in [
+                        Arg::None,
+                        Arg::Int(-1),
+                        Arg::Bool(true),
+                        Arg::Ints(ints[..].into()),
+                        Arg::Tensor(1),
+                    ] {
                         let input = Input {
                             shape: shape.to_vec(),
                             is_float: true,

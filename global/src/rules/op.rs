@@ -1,5 +1,6 @@
 //! An operation as rules see it: its name, its arguments, and what its tensors look like.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use crate::sbp::{Sbp, B};
@@ -39,7 +40,7 @@ pub enum Arg<'a> {
     /// A flag.
     Bool(bool),
     /// Sizes, dimensions and the like.
-    Ints(&'a [i64]),
+    Ints(Cow<'a, [i64]>),
     /// Of a type that no rule looks at.
     Other,
 }

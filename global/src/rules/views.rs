@@ -76,7 +76,9 @@ fn squeeze(op: &Op) -> Vec<Signature> {
         Some(_) => op.dims(1, shape.len()),
     };
     let is_gone = |dim: &usize| shape[*dim] == 1 && named.contains(dim);
-    moved(op, |dim, _| (!is_gone(&dim)).then(|| dim - (0..dim).filter(is_gone).count()))
+    // On the locals, it would leave out a part of one element.
+    let stays = |dim: &usize| !named.contains(dim) || shape[*dim] / op.ranks > 1;
+    moved(op, |dim, _| stays(&dim).then(|| dim - (0..dim).filter(is_gone).count()))
 }
 
 fn expand(op: &Op) -> Vec<Signature> {

@@ -81,7 +81,8 @@ fn gradients() -> Vec<Case> {
             [normal([7, 6]), ints(6, [7])],
             &["nll_loss_backward"],
             |x| gradient(&x[0].cross_entropy_for_logits(&x[1]), &x[0]),
-        ),
+        )
+        .in_single(),
         case("double backward of norm", [normal([5, 6])], &["linalg_vector_norm"], |x| {
             gradient(&x[0].norm(), &x[0])
         }),

@@ -15,6 +15,8 @@ pub struct Case {
     pub reads: bool,
     /// Its results are random. What is not a truth value is compared with one rank's.
     pub draws: bool,
+    /// Numbers of single precision are on the way.
+    pub is_single: bool,
     /// An error with these words is right, too.
     pub refusal: Option<&'static str>,
 }
@@ -63,6 +65,7 @@ pub fn case<R: Outputs>(
         covers,
         reads: false,
         draws: false,
+        is_single: false,
         refusal: None,
     }
 }
@@ -71,6 +74,12 @@ impl Case {
     /// The results are numbers that were read: plain tensors.
     pub fn reads(mut self) -> Self {
         self.reads = true;
+        self
+    }
+
+    /// Numbers of single precision are on the way.
+    pub fn in_single(mut self) -> Self {
+        self.is_single = true;
         self
     }
 
@@ -259,7 +268,7 @@ pub fn weight(index: usize, output: &Tensor) -> Tensor {
 }
 
 /// How a plain tensor differs from what it is to be; None if it does not.
-pub fn difference(found: &Tensor, expected: &Tensor) -> Option<String> {
+pub fn difference(found: &Tensor, expected: &Tensor, is_single: bool) -> Option<String> {
     if found.size() != expected.size() || found.kind() != expected.kind() {
         let [found, expected] =
             [found, expected].map(|tensor| format!("{:?}{:?}", tensor.kind(), tensor.size()));
@@ -269,8 +278,8 @@ pub fn difference(found: &Tensor, expected: &Tensor) -> Option<String> {
         return None;
     }
     let tolerance = match expected.kind() {
-        Kind::Double => 1e-9,
-        Kind::Float => 1e-4,
+        Kind::Double if !is_single => 1e-9,
+        Kind::Double | Kind::Float => 1e-4,
         Kind::BFloat16 | Kind::Half => 5e-2,
         _ => 0.0,
     };

@@ -255,7 +255,8 @@ fn kinds() -> Vec<Case> {
     let mut cases = vec![
         case("to f32 and back", [normal([5, 6])], &["_to_copy"], |x| {
             (x[0].to_kind(Kind::Float) * 2.0).to_kind(Kind::Double)
-        }),
+        })
+        .in_single(),
         case("to int and bool", [normal([5, 6]).constant()], &["_to_copy"], |x| {
             vec![x[0].to_kind(Kind::Int64), x[0].to_kind(Kind::Bool), x[0].to_kind(Kind::Int)]
         }),

@@ -31,7 +31,8 @@ fn sums() -> Vec<Case> {
         }),
         case("sum of f32 in f64", [normal([5, 6]).kind(Kind::Float)], &["sum"], |x| {
             x[0].sum(DOUBLE)
-        }),
+        })
+        .in_single(),
         case("mean", wide(), &["mean"], |x| x[0].mean(DOUBLE)),
         case("mean over a dimension, kept", wide(), &["mean"], |x| {
             x[0].mean_dim([-1i64].as_slice(), true, DOUBLE)
@@ -148,7 +149,8 @@ fn softmaxes() -> Vec<Case> {
         case("softmax of a vector", [normal([7])], COVERS, |x| x[0].softmax(0, DOUBLE)),
         case("softmax of f32 in f64", [normal([5, 6]).kind(Kind::Float)], COVERS, |x| {
             x[0].softmax(1, DOUBLE)
-        }),
+        })
+        .in_single(),
         case("log_softmax", wide(), LOG_COVERS, |x| x[0].log_softmax(-1, DOUBLE)),
         case("log_softmax of dimension 1", wide(), LOG_COVERS, |x| x[0].log_softmax(1, DOUBLE)),
         case("masked softmax", [normal([5, 6])], &["_softmax", "masked_fill"], |x| {
