@@ -263,6 +263,11 @@ impl<S: Send + Sync + 'static> Call<'_, S> {
         self.view.reshapes
     }
 
+    /// Whether the operation draws random numbers.
+    pub fn is_random(&self) -> bool {
+        self.view.is_random
+    }
+
     fn raw_arguments(&self) -> &[RawArgument] {
         // SAFETY: the list outlives the call.
         unsafe { slice(self.view.arguments, self.view.argument_count) }

@@ -14,6 +14,7 @@ use flow_autograd::global::{
     Call, Dispatcher, LeafGradient, LocalResult, Output as CallOutput, Scalar,
 };
 use flow_autograd::BoxError;
+use flow_tensor::TensorCollectives;
 use std::cell::RefCell;
 use std::sync::Arc;
 use tch::Tensor;
@@ -25,8 +26,9 @@ use crate::error::{Error, Result};
 use crate::placement::Placement;
 use crate::replicas;
 use crate::runtime::Runtime;
+use crate::sbp::B;
 use crate::spec::Spec;
-use crate::tensor::{boxed, spec_of, GlobalTensor};
+use crate::tensor::{boxed, find_spec, spec_of, GlobalTensor};
 pub use plan::Plan;
 use plan::{Input, Output};
 
@@ -45,7 +47,14 @@ impl Dispatcher for Operations {
         gradient: &Tensor,
         exclusive: bool,
     ) -> std::result::Result<LeafGradient, BoxError> {
-        let (own, now) = (spec_of(leaf)?, spec_of(gradient)?);
+        let own = spec_of(leaf)?;
+        let Some(now) = find_spec(gradient) else {
+            // Zeros, from a formula that makes them without a look at the tensors.
+            let sbp = own.sbp().iter().map(|&sbp| if sbp.is_partial() { B } else { sbp });
+            let sbp: Vec<_> = sbp.collect();
+            let boxed = crate::scatter(&gradient.copy(), own.placement(), &sbp)?;
+            return Ok(LeafGradient::Boxed(boxed));
+        };
         if own.sbp().iter().any(|sbp| sbp.is_partial()) {
             return Ok(LeafGradient::Same);
         }
@@ -85,6 +94,13 @@ fn run(call: &mut Call<'_, Spec>) -> Result<()> {
         call.set_ints(*argument, values)?;
     }
     call.run()?;
+    if plan.is_drawn_apart {
+        for index in 0..call.returns() {
+            if let LocalResult::Tensor(Some(mut drawn)) = call.result(index)? {
+                runtime.groups.group(placement.ranks())?.broadcast_tensor(&mut drawn, 0)?;
+            }
+        }
+    }
     for &(index, result) in &plan.write_backs {
         write_back(call, &plan, &placement, runtime, index, result)?;
     }

@@ -1,9 +1,9 @@
 //! Chooses an operation's signature: the one whose inputs need the fewest bytes of boxing.
 //!
 //! Axes of the placement are decided one after the other, each for itself, as OneFlow does: the
-//! next axis sees the shapes that the ones before have left.
+//! next axis sees the shapes that the ones before have left, of the last and so smallest parts.
 
-use super::op::{Op, Signature};
+use super::op::{Arg, Op, Signature};
 use super::rule;
 use crate::placement::Placement;
 use crate::region::part;
@@ -58,10 +58,19 @@ pub fn infer(op: &Op, placement: &Placement, have: &[NdSbp]) -> Option<Choice> {
             });
             choice.shapes[index].1[axis] = sbp;
         }
+        let cut = |size: usize| part(size, ranks, ranks - 1).len();
+        for &(arg, sbp) in &signature.shapes {
+            if let (Some(Arg::Ints(sizes)), Some(dim)) = (op.args.get_mut(arg), sbp.dim()) {
+                if let Some(size) = sizes.to_mut().get_mut(dim) {
+                    // -1 is what is left.
+                    *size = usize::try_from(*size).map_or(*size, |size| cut(size) as i64);
+                }
+            }
+        }
         choice.has_code |= signature.has_code;
         for (input, sbp) in op.inputs.iter_mut().zip(&signature.inputs) {
-            if let Some(dim) = sbp.dim() {
-                input.shape[dim] = part(input.shape[dim], ranks, 0).len();
+            if let (true, Some(dim)) = (input.is_defined, sbp.dim()) {
+                input.shape[dim] = cut(input.shape[dim]);
             }
         }
     }
@@ -106,7 +115,7 @@ fn share(from: Sbp, to: Sbp, ranks: f64) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::op::{Arg, Input};
+    use super::super::op::Input;
     use super::*;
     use crate::sbp::{P, S};
 
