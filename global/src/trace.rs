@@ -252,17 +252,20 @@ impl Trace {
         result
     }
 
-    /// What was boxed for a call.
+    /// What was boxed for a call; what it writes is boxed back.
     pub fn boxings<'a>(&'a self, call: &'a Call) -> impl Iterator<Item = Boxing<'a>> {
         let to_placement = self.placement(call);
-        call.inputs.iter().zip(&call.boxed).filter_map(move |(input, to)| {
+        call.inputs.iter().zip(&call.boxed).enumerate().filter_map(move |(index, (input, to))| {
             let value = (*input)?;
             let Value { tensor, placement, sbp: from, .. } = &self.values[value];
             if from == to && Some(placement) == to_placement {
                 return None;
             }
-            let to_layout = Layout { placement: to_placement?, sbp: to };
-            let bytes = received(tensor, Layout { placement, sbp: from }, to_layout);
+            let old = Layout { placement, sbp: from };
+            let new = Layout { placement: to_placement?, sbp: to };
+            let is_written = call.in_place && index == 0;
+            let back = if is_written { received(tensor, new, old) } else { 0.0 };
+            let bytes = received(tensor, old, new) + back;
             Some(Boxing { value, from, to, bytes })
         })
     }

@@ -198,5 +198,5 @@ fn a_plan_is_for_one_placement() {
     let mut trace = mlp(&two(), 4, &[6, 2], &[S(0)], |_| vec![B]);
     trace.values[0].placement = Placement::of([2, 3]).unwrap();
     let error = auto_sbp(&trace, &Costs::default()).unwrap_err();
-    assert!(matches!(error, Error::Placements(..)), "{error}");
+    assert!(matches!(error, Error::SeveralPlacements(..)), "{error}");
 }

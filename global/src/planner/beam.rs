@@ -312,11 +312,10 @@ impl Search<'_> {
                 sbps.map(|sbp| Signature::new([sbp, sbp], [sbp])).collect::<Vec<_>>()
             }
         };
-        // The values that are not boxed for it.
-        let written = match call.action {
-            Action::Operation if call.in_place => Some(0),
-            Action::Gradient => Some(1),
-            _ => None,
+        let is_written = |at: usize| match call.action {
+            Action::Operation => op.is_fixed(at),
+            Action::ToGlobal => false,
+            Action::Gradient => at == 1,
         };
         let mut candidates = Vec::new();
         for signature in signatures {
@@ -337,7 +336,7 @@ impl Search<'_> {
                     continue;
                 };
                 let wanted = (id, sbp, self.bytes(id, &input.shape));
-                match written == Some(at) {
+                match is_written(at) {
                     true => candidate.written.push(wanted),
                     false => candidate.inputs.push(wanted),
                 }

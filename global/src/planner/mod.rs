@@ -66,7 +66,7 @@ pub struct Pin {
 /// The trace has tensors on several placements.
 pub fn auto_sbp(trace: &Trace, costs: &Costs) -> Result<Plan> {
     if let Some((one, other)) = several(trace) {
-        return Err(Error::Placements(one.to_string(), other.to_string()));
+        return Err(Error::SeveralPlacements(one.to_string(), other.to_string()));
     }
     let mut search = Search::new(Replay::new(trace, *costs), true);
     let best = search.run();

@@ -6,6 +6,7 @@ use super::cost::{flops, local, Cost, Costs};
 use crate::boxing::plan::Layout;
 use crate::placement::Placement;
 use crate::rules::infer::infer;
+use crate::rules::op::Op;
 use crate::sbp::{NdSbp, B};
 use crate::trace::{received, Action, Call, Role, Trace};
 
@@ -194,7 +195,9 @@ impl<'a> Replay<'a> {
             _ => broadcast.clone(),
         });
         let had: Vec<NdSbp> = had.collect();
-        let choice = infer(&op, placement, &had);
+        // As operations are carried out: what is written in place may be boxed, and boxed back.
+        let elsewhere = || infer(&Op { in_place: false, ..op.clone() }, placement, &had);
+        let choice = infer(&op, placement, &had).or_else(elsewhere);
         let mut cost = Cost::default();
         let mut inputs = Vec::new();
         for (index, (id, &from)) in call.inputs.iter().zip(have).enumerate() {
@@ -205,7 +208,7 @@ impl<'a> Replay<'a> {
             let sbp = choice.as_ref().map_or(&broadcast, |choice| &choice.inputs[index]).clone();
             let to = self.code(&sbp);
             cost.bytes += self.convert(id, from, placement, to);
-            if choice.is_none() && op.in_place && index == 0 {
+            if op.in_place && index == 0 {
                 cost.bytes += self.convert(id, to, placement, from);
             }
             inputs.push(local(&values[id].tensor.shape, placement, &sbp));
