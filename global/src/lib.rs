@@ -15,6 +15,7 @@ pub mod planner;
 mod policy;
 pub mod random;
 pub mod region;
+mod replicas;
 pub mod rules;
 mod runtime;
 mod sbp;
