@@ -95,6 +95,11 @@ pub enum Error {
         /// The tensor's shape.
         shape: Vec<usize>,
     },
+    /// A traced step whose tensors lie on several placements.
+    #[error(
+        "a plan is for one placement, but the trace has {0} and {1}; trace one stage at a time"
+    )]
+    SeveralPlacements(String, String),
     /// A checkpoint without all of a tensor.
     #[error(
         "the checkpoint has {found} of {needed} elements of {name}; are files of ranks missing?"

@@ -7,9 +7,11 @@ mod create;
 mod dispatch;
 mod distribute;
 mod error;
+pub mod explain;
 mod from_local;
 mod groups;
 mod placement;
+pub mod planner;
 mod policy;
 pub mod random;
 pub mod region;
@@ -20,6 +22,7 @@ mod sbp;
 pub mod schedule;
 mod spec;
 mod tensor;
+pub mod trace;
 
 pub use create::{
     arange, eye, full, linspace, manual_seed, ones, rand, randint, randn, randperm, rng_state,
