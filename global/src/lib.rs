@@ -4,6 +4,7 @@ pub mod boxing;
 pub mod checkpoint;
 mod error;
 mod groups;
+pub mod init;
 mod placement;
 pub mod random;
 pub mod region;
