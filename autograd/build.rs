@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-const SOURCES: [&str; 5] =
-    ["hooks.cpp", "function.cpp", "memory.cpp", "allocator.cpp", "optimizer.cpp"];
+const SOURCES: [&str; 6] =
+    ["hooks.cpp", "function.cpp", "memory.cpp", "allocator.cpp", "optimizer.cpp", "global.cpp"];
 
 fn main() {
     println!("cargo:rerun-if-changed=src/shim");

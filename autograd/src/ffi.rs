@@ -8,6 +8,8 @@ use torch_sys::{C_optimizer, C_tensor};
 
 use crate::error::{BoxError, Error};
 
+pub mod global;
+
 /// A closure for C++ to own: `call` returns an error's text (see [`report`]) or null, `drop` is
 /// called once.
 #[repr(C)]

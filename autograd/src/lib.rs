@@ -14,6 +14,7 @@
 //! | make a tensor of given memory | [`tensor_from_memory`], [`tensor_from_raw`] |
 //! | give libtorch's large tensors other memory | [`set_cpu_allocator`] |
 //! | keep an optimizer's state in a checkpoint | [`OptimizerState`] |
+//! | have tensors whose operations are carried out in Rust | [`global`] |
 //! | compute on GPUs | [`load_cuda`], [`CudaTensor`], [`current_stream`] |
 //!
 //! Errors and panics of hooks and callbacks come out of `backward` as errors: `Tensor::f_backward`
@@ -26,6 +27,7 @@ mod cuda;
 mod error;
 mod ffi;
 mod function;
+pub mod global;
 mod hook;
 mod memory;
 mod optimizer;

@@ -23,6 +23,55 @@ pub enum Error {
     /// A rank that is twice in a placement.
     #[error("rank {0} is twice in the placement {1}; give each rank one position")]
     Repeated(usize, String),
+    /// A rank that the group does not have.
+    #[error(
+        "the placement {placement} has rank {rank}, but the group has {size} ranks, from 0 to {}",
+        .size - 1
+    )]
+    NoSuchRank {
+        /// The rank.
+        rank: usize,
+        /// The size of the group.
+        size: usize,
+        /// The placement.
+        placement: String,
+    },
+    /// A placement without a process group.
+    #[error("the placement {0} has no process group: make it by Placement::new(&group, ..)")]
+    NoGroup(String),
+    /// Of libtorch.
+    #[error(transparent)]
+    Torch(#[from] tch::TchError),
+    /// Of libtorch, by the dispatcher.
+    #[error(transparent)]
+    Autograd(#[from] flow_autograd::Error),
+    /// A tensor that should be global.
+    #[error("{operation} needs a global tensor, and this one is plain: make it one by to_global")]
+    Plain {
+        /// What was called.
+        operation: &'static str,
+    },
+    /// Tensors of one operation that lie on different ranks.
+    #[error(
+        "{operation}: one input lies on the placement {one}, another on {other}; move one of them \
+         by to_global"
+    )]
+    Placements {
+        /// The operation.
+        operation: String,
+        /// A placement.
+        one: String,
+        /// Another one.
+        other: String,
+    },
+    /// Something that cannot be done with global tensors: the operation, and why.
+    #[error("{operation}: {reason}")]
+    Unsupported {
+        /// The operation.
+        operation: String,
+        /// Why not, and what to do.
+        reason: String,
+    },
     /// Not one SBP for each axis.
     #[error("the placement {placement} has {axes} axes, but {given} SBPs are given: {sbp:?}")]
     Axes {

@@ -2,17 +2,34 @@
 
 pub mod boxing;
 pub mod checkpoint;
+mod code;
+mod create;
+mod dispatch;
+mod distribute;
 mod error;
+mod from_local;
 mod groups;
 pub mod init;
 mod placement;
+mod policy;
 pub mod random;
 pub mod region;
 pub mod rules;
+mod runtime;
 mod sbp;
 pub mod schedule;
+mod spec;
+mod tensor;
 
+pub use create::{
+    arange, eye, full, linspace, manual_seed, ones, rand, randint, randn, randperm, rng_state,
+    set_rng_state, zeros,
+};
+pub use distribute::{distribute, to_global_in_place};
 pub use error::{Error, Result};
+pub use from_local::scatter;
 pub use groups::Groups;
 pub use placement::{Placement, Ranks};
+pub use policy::gathered_operations;
 pub use sbp::{NdSbp, Sbp, B, P, S};
+pub use tensor::GlobalTensor;

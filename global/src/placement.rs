@@ -1,20 +1,44 @@
 //! Placements: which ranks a tensor lies on, as an array of ranks.
 
 use std::fmt;
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
+use flow_tensor::ProcessGroup;
+
 use crate::error::{Error, Result};
+use crate::runtime::Runtime;
 
 /// Ranks of a process group in an array of any number of axes. The order counts: in
 /// `[[0, 2], [1, 3]]` rank 2 follows rank 0 on the second axis.
-#[derive(Clone, PartialEq, Eq, Hash)]
+#[derive(Clone)]
 pub struct Placement(Arc<Inner>);
 
-#[derive(PartialEq, Eq, Hash)]
 struct Inner {
     /// Row-major.
     ranks: Vec<usize>,
     shape: Vec<usize>,
+    /// None of an array of ranks only, on which there are no tensors.
+    runtime: Option<Arc<Runtime>>,
+}
+
+impl PartialEq for Placement {
+    fn eq(&self, other: &Self) -> bool {
+        let (one, other) = (&*self.0, &*other.0);
+        let group = |inner: &Inner| inner.runtime.as_ref().map(Arc::as_ptr);
+        std::ptr::eq(one, other)
+            || (one.ranks == other.ranks
+                && one.shape == other.shape
+                && group(one) == group(other))
+    }
+}
+
+impl Eq for Placement {}
+
+impl Hash for Placement {
+    fn hash<H: Hasher>(&self, hasher: &mut H) {
+        (&self.0.ranks, &self.0.shape).hash(hasher);
+    }
 }
 
 /// Nested arrays or vectors of ranks.
@@ -75,6 +99,36 @@ impl<T: Ranks> Ranks for Vec<T> {
 }
 
 impl Placement {
+    /// These ranks of a group, in an array of one axis (`[0, 1]`) or more (`[[0, 1], [2, 3]]`).
+    /// All ranks of the group make the same placements, those outside a placement as well.
+    ///
+    /// # Errors
+    /// No ranks, a rank twice or that the group does not have, or parts of different shapes.
+    pub fn new(group: &ProcessGroup, ranks: impl Ranks) -> Result<Self> {
+        Self::of(ranks)?.on(group)
+    }
+
+    /// All ranks of a group, in one axis.
+    ///
+    /// # Errors
+    /// As of [`Placement::new`].
+    pub fn all(group: &ProcessGroup) -> Result<Self> {
+        Self::new(group, (0..group.world_size()).collect::<Vec<_>>())
+    }
+
+    /// The same ranks, of this group.
+    fn on(self, group: &ProcessGroup) -> Result<Self> {
+        let size = group.world_size();
+        if let Some(&rank) = self.ranks().iter().find(|&&rank| rank >= size) {
+            return Err(Error::NoSuchRank { rank, size, placement: self.to_string() });
+        }
+        let (ranks, shape) = (self.0.ranks.clone(), self.0.shape.clone());
+        let runtime = Some(Runtime::of(group)?);
+        Ok(Self(Arc::new(Inner { ranks, shape, runtime })))
+    }
+
+    /// An array of ranks, without a group: tensors cannot lie on it.
+    ///
     /// # Errors
     /// No ranks, a rank twice, or parts of different shapes.
     pub fn of(ranks: impl Ranks) -> Result<Self> {
@@ -98,7 +152,7 @@ impl Placement {
         let mut sorted = ranks.clone();
         sorted.sort_unstable();
         let repeated = sorted.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0]);
-        let placement = Self(Arc::new(Inner { ranks, shape }));
+        let placement = Self(Arc::new(Inner { ranks, shape, runtime: None }));
         match repeated {
             Some(rank) => Err(Error::Repeated(rank, placement.to_string())),
             None => Ok(placement),
@@ -113,6 +167,10 @@ impl Placement {
     /// The extent of each axis.
     pub fn shape(&self) -> &[usize] {
         &self.0.shape
+    }
+
+    pub(crate) fn runtime(&self) -> Result<&Arc<Runtime>> {
+        self.0.runtime.as_ref().ok_or_else(|| Error::NoGroup(self.to_string()))
     }
 
     /// The number of axes.

@@ -1,8 +1,10 @@
 // Rust closures that run inside `backward`.
 
+#include "hooks.hpp"
 #include "shim.hpp"
 
 #include <memory>
+#include <mutex>
 #include <utility>
 
 #include <torch/csrc/autograd/engine.h>
@@ -25,26 +27,47 @@ struct Incoming {
 };
 
 // Fills in `Incoming` before libtorch accumulates. Later it is too late: a reference that the engine
-// keeps for other nodes then looks the same as one that it is about to drop.
+// keeps for other nodes then looks the same as one that it is about to drop. The gradient of a global
+// tensor gets the tensor's spec here.
 class IncomingHook final : public autograd::FunctionPreHook {
 public:
-    explicit IncomingHook(std::shared_ptr<Incoming> incoming) : incoming_(std::move(incoming)) {}
+    explicit IncomingHook(const at::Tensor& leaf) : leaf_(leaf.getIntrusivePtr()), incoming(std::make_shared<Incoming>()) {}
 
     autograd::variable_list operator()(const autograd::variable_list& grads) override {
-        *incoming_ = Incoming{};
-        if (grads.size() == 1 && grads[0].defined() && grads[0].has_storage()) {
+        *incoming = Incoming{};
+        if (grads.size() != 1 || !grads[0].defined()) return grads;
+        if (auto leaf = leaf_.lock()) {
+            if (auto boxed = flow::boxed_gradient(at::Tensor(std::move(leaf)), grads[0])) return {std::move(*boxed)};
+        }
+        if (grads[0].has_storage()) {
             const auto& grad = grads[0];
             const auto& storage = grad.storage();
             // A view keeps the tensor that it is a view of.
             const bool alone = grad.is_view() ? storage.use_count() == 2 && grad._base().use_count() == 1 : storage.use_count() == 1;
-            *incoming_ = {storage.unsafeGetStorageImpl(), alone};
+            *incoming = {storage.unsafeGetStorageImpl(), alone};
         }
         return grads;
     }
 
 private:
-    const std::shared_ptr<Incoming> incoming_;
+    const c10::weak_intrusive_ptr<c10::TensorImpl> leaf_;
+
+public:
+    const std::shared_ptr<Incoming> incoming;
 };
+
+// The hook of a leaf, made if it has none: libtorch has room for one.
+const IncomingHook& incoming_hook(const at::Tensor& leaf) {
+    static std::mutex adding;
+    const std::lock_guard<std::mutex> guard(adding);
+    for (const auto& hook : autograd::impl::hooks(leaf)) {
+        if (const auto ours = dynamic_cast<const IncomingHook*>(hook.get())) return *ours;
+    }
+    auto hook = std::make_unique<IncomingHook>(leaf);
+    const auto& added = *hook;
+    autograd::impl::add_hook(leaf, std::move(hook));
+    return added;
+}
 
 class GradHook final : public autograd::PostAccumulateGradHook {
 public:
@@ -122,6 +145,10 @@ private:
 
 }  // namespace
 
+void flow::box_gradients(const at::Tensor& leaf) {
+    if (autograd::impl::hooks(leaf).empty()) incoming_hook(leaf);
+}
+
 extern "C" {
 
 // The data of the closure that `flow_set_grad_hook` put on the parameter, null if it has no hook.
@@ -143,9 +170,7 @@ char* flow_grad_hook(const at::Tensor* parameter, void** data) {
 // has been accumulated in a backward.
 char* flow_set_grad_hook(const at::Tensor* parameter, Closure closure) {
     return guarded([&] {
-        const auto incoming = std::make_shared<Incoming>();
-        auto hook = std::make_unique<GradHook>(closure, incoming);
-        autograd::impl::add_hook(*parameter, std::make_unique<IncomingHook>(incoming));
+        auto hook = std::make_unique<GradHook>(closure, incoming_hook(*parameter).incoming);
         autograd::impl::set_post_acc_grad_hooks(*parameter, std::move(hook));
     });
 }

@@ -26,7 +26,7 @@ impl Part {
 
 /// Carries out a plan for a tensor of this shape; all ranks of both placements call this. `local` is
 /// what this rank has of it: None on ranks outside the old placement. Returns what it has then: None
-/// outside the new one.
+/// outside the new one. A part of what the rank has ([`Plan::slice`]) is not copied.
 ///
 /// # Errors
 /// A collective fails.
@@ -55,7 +55,13 @@ pub fn execute(
     {
         source = reduce(groups, reduction, from, position, part)?;
     }
-    let result = to.placement.position(rank).map(|position| {
+    let target = to.placement.position(rank);
+    if let (Some(target), Some(region), Some(source)) = (target, plan.slice(rank), &source) {
+        if plan.results[target] == *region {
+            return Ok(Some(source.view(region)));
+        }
+    }
+    let result = target.map(|position| {
         let region = plan.results[position].clone();
         let sizes: Vec<i64> = region.shape().iter().map(|&size| size as i64).collect();
         Part { tensor: Tensor::zeros(&sizes[..], (kind, device)), region }

@@ -86,6 +86,15 @@ impl Plan {
         Self { reduction, copies, results, is_all_reduce }
     }
 
+    /// What a rank has in the end, if that is a part of what it had: nobody communicates with it.
+    pub fn slice(&self, rank: usize) -> Option<&Region> {
+        let mut own = self.copies.iter().filter(|copy| copy.from == rank || copy.to == rank);
+        let (first, others) = (own.next()?, own.next());
+        let is_slice = self.reduction.is_none() && others.is_none() && first.from == first.to;
+        let is_all = || self.results.contains(&first.region);
+        (is_slice && is_all()).then_some(&first.region)
+    }
+
     /// How many elements all ranks together receive from others.
     pub fn received(&self) -> usize {
         let reduced = self.reduction.iter().flat_map(|reduction| {
@@ -124,7 +133,7 @@ impl Axes {
 }
 
 /// The positions that differ in these axes' coordinates only, in the order of those.
-fn groups(placement: &Placement, axes: &[usize]) -> Vec<Vec<usize>> {
+pub(crate) fn groups(placement: &Placement, axes: &[usize]) -> Vec<Vec<usize>> {
     let mut groups = BTreeMap::<Vec<usize>, Vec<usize>>::new();
     for position in 0..placement.ranks().len() {
         let mut key = placement.coordinates(position);

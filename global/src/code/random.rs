@@ -1,0 +1,158 @@
+//! Random numbers by logical element: the values of one device, whatever the SBP.
+
+use tch::{Kind, Tensor};
+
+use super::reductions::kind_of;
+use super::Context;
+use crate::create::{bound, drawn, uniform_of};
+use crate::error::Result;
+use crate::random::{self, Bits, Draw};
+use crate::sbp::B;
+
+/// Operations that draw a tensor of random numbers.
+pub fn draws(name: &str) -> bool {
+    super::of(name).is_some_and(|code| std::ptr::fn_addr_eq(code, draw as super::Code))
+}
+
+/// Fills a tensor, or makes one like another.
+pub fn draw(context: &mut Context<'_, '_>) -> Result<()> {
+    let mut draw = context.runtime()?.generator().draw();
+    let name = context.call.name().trim_start_matches("aten::").to_owned();
+    let like = context.local(0)?;
+    match name.as_str() {
+        "native_dropout" => return dropout(context, &mut draw, &like),
+        "bernoulli" => {
+            let uniform = values(context, &mut draw, &like, like.kind(), uniform_of(like.kind()))?;
+            let probability = match context.number(1) {
+                Some(probability) => Tensor::from(probability),
+                None => like.shallow_clone(),
+            };
+            let drawn = uniform.f_lt_tensor(&probability)?.f_to_kind(like.kind())?;
+            let shape = context.shape(0);
+            return context.give(0, &drawn, &shape);
+        }
+        _ => {}
+    }
+    let is_like = name.ends_with("_like");
+    let kind_at = match (name.as_str(), context.call.overload()) {
+        ("randint_like", overload) if overload.starts_with("low") => 3,
+        ("randint_like", _) => 2,
+        _ => 1,
+    };
+    let kind = context.int(kind_at).filter(|_| is_like).and_then(kind_of).unwrap_or(like.kind());
+    let uniform = uniform_of(kind);
+    let number = |at: usize, default: f64| context.number(at).unwrap_or(default);
+    let drawn = match name.as_str() {
+        "rand_like" => values(context, &mut draw, &like, kind, uniform)?,
+        "randn_like" => values(context, &mut draw, &like, kind, random::normal)?,
+        "uniform_" => {
+            let (low, high) = (number(1, 0.0), number(2, 1.0));
+            values(context, &mut draw, &like, kind, |bits| low + (high - low) * uniform(bits))?
+        }
+        "normal_" => {
+            let (mean, deviation) = (number(1, 0.0), number(2, 1.0));
+            let value = |bits| mean + deviation * random::normal(bits);
+            values(context, &mut draw, &like, kind, value)?
+        }
+        "exponential_" => {
+            let rate = number(1, 1.0);
+            values(context, &mut draw, &like, kind, |bits| random::exponential(bits) / rate)?
+        }
+        "bernoulli_" => match context.call.is_defined(context.call.tensors() - 1)
+            && context.call.tensors() > 1
+        {
+            true => {
+                let uniform = values(context, &mut draw, &like, like.kind(), uniform)?;
+                uniform.f_lt_tensor(&context.local(1)?)?.f_to_kind(kind)?
+            }
+            false => {
+                let probability = number(1, 0.5);
+                // In double precision: integers and flags are filled as well.
+                let value = |bits| f64::from(random::uniform(bits) < probability);
+                values(context, &mut draw, &like, kind, value)?
+            }
+        },
+        "random_" | "randint_like" => {
+            let (low, high) = match (context.int(1), context.int(2)) {
+                (Some(low), Some(high)) if kind_at != 2 => (low, high),
+                (Some(high), _) => (0, high),
+                _ => (0, greatest(kind)),
+            };
+            let bound = bound(low, high, &name)?;
+            let value = move |bits| (low + random::below(bound, bits) as i64) as f64;
+            values(context, &mut draw, &like, kind, value)?
+        }
+        _ => return Err(context.fail("global tensors cannot draw from this distribution")),
+    };
+    if is_like {
+        let shape = context.shape(0);
+        return context.give(0, &drawn, &shape);
+    }
+    let (to, shape) = (context.plan.wanted[0].clone(), context.shape(0));
+    let (mut own, sbp) = match (context.call.tensor(0), context.call.spec(0)) {
+        (Some(tensor), Some(spec)) => {
+            let local = context.runtime()?.globals.local(&tensor);
+            (local.unwrap_or(tensor), spec.sbp().to_vec())
+        }
+        (Some(tensor), None) => (tensor, vec![B; to.len()]),
+        _ => return Err(context.fail("the tensor is undefined")),
+    };
+    own.f_copy_(&context.boxed(&drawn, &shape, &to, &sbp)?)?;
+    context.give_written(0)
+}
+
+/// The part of the numbers that this rank has.
+fn values(
+    context: &Context<'_, '_>,
+    draw: &mut Draw,
+    like: &Tensor,
+    kind: Kind,
+    value: impl Fn(Bits) -> f64,
+) -> Result<Tensor> {
+    let options = (kind, like.device());
+    Ok(drawn(draw, &context.shape(0), &context.region(0), options, value)?)
+}
+
+/// Elements are left with a probability, and made greater by that.
+fn dropout(context: &mut Context<'_, '_>, draw: &mut Draw, input: &Tensor) -> Result<()> {
+    // (input, probability, training) -> result, mask
+    let left = 1.0 - context.number(1).unwrap_or(0.5);
+    let is_training = !matches!(context.argument(2), super::Argument::Bool(false));
+    let probability = if is_training { left } else { 1.0 };
+    let value = |bits| f64::from(random::uniform(bits) < probability);
+    let mask = values(context, draw, input, Kind::Double, value)?.f_to_kind(Kind::Bool)?;
+    let scale = if probability > 0.0 { 1.0 / probability } else { 0.0 };
+    let result = (input * &mask) * scale;
+    let shape = context.shape(0);
+    context.give(0, &result.f_to_kind(input.kind())?, &shape)?;
+    context.give(1, &mask, &shape)
+}
+
+/// One more than the greatest number that `random_` draws.
+fn greatest(kind: Kind) -> i64 {
+    match kind {
+        Kind::Bool => 2,
+        Kind::Uint8 => 1 << 8,
+        Kind::Int8 => 1 << 7,
+        Kind::Int16 => 1 << 15,
+        Kind::Int => 1 << 31,
+        Kind::Half => 1 << 11,
+        Kind::BFloat16 => 1 << 8,
+        Kind::Float => 1 << 24,
+        _ => 1 << 53,
+    }
+}
+
+/// Memory for a tensor of the size that is asked for.
+pub fn new_empty_strided(context: &mut Context<'_, '_>) -> Result<()> {
+    // (self, sizes, strides, dtype, ...)
+    let like = context.local(0)?;
+    let asked = context.ints(1);
+    let sizes = match context.plan.ints.first() {
+        Some((1, sizes)) => sizes.clone(),
+        _ => asked.clone(),
+    };
+    let kind = context.int(3).and_then(kind_of).unwrap_or(like.kind());
+    let local = Tensor::f_empty(&sizes[..], (kind, like.device()))?;
+    context.give(0, &local, &crate::dispatch::shape(&asked))
+}

@@ -1,0 +1,116 @@
+//! Means and norms over split dimensions.
+
+use flow_comm::ReduceOp;
+use tch::{Kind, Tensor};
+
+use super::Context;
+use crate::error::Result;
+use crate::sbp::{NdSbp, Sbp, B, P};
+
+/// The kind that an argument asks for: libtorch's number of it.
+pub(super) fn kind_of(number: i64) -> Option<Kind> {
+    Some(match number {
+        0 => Kind::Uint8,
+        1 => Kind::Int8,
+        2 => Kind::Int16,
+        3 => Kind::Int,
+        4 => Kind::Int64,
+        5 => Kind::Half,
+        6 => Kind::Float,
+        7 => Kind::Double,
+        8 => Kind::ComplexHalf,
+        9 => Kind::ComplexFloat,
+        10 => Kind::ComplexDouble,
+        11 => Kind::Bool,
+        15 => Kind::BFloat16,
+        _ => return None,
+    })
+}
+
+/// Dimensions that are an argument; all if it is missing or empty.
+fn dims(context: &Context<'_, '_>, argument: usize) -> Vec<i64> {
+    let rank = context.shape(0).len() as i64;
+    let dims = context.ints(argument);
+    match dims.is_empty() {
+        true => (0..rank).collect(),
+        false => dims.iter().map(|&dim| if dim < 0 { dim + rank } else { dim }).collect(),
+    }
+}
+
+/// The shape without these dimensions, or with one element in each.
+fn reduced(shape: &[usize], dims: &[i64], keep: bool) -> Vec<usize> {
+    let sizes = shape.iter().enumerate().filter_map(|(dim, &size)| {
+        match dims.contains(&(dim as i64)) {
+            true => keep.then_some(1),
+            false => Some(size),
+        }
+    });
+    sizes.collect()
+}
+
+/// Each rank's sum, divided by the number of all elements.
+pub fn mean(context: &mut Context<'_, '_>) -> Result<()> {
+    // mean(self, dtype) and mean(self, dims, keepdim, dtype)
+    let is_of_all = context.call.overload().is_empty();
+    let shape = context.shape(0);
+    let (dims, keep, kind) = match is_of_all {
+        true => ((0..shape.len() as i64).collect(), false, context.int(1)),
+        false => (dims(context, 1), context.flag(2), context.int(3)),
+    };
+    let local = context.local(0)?;
+    let kind = kind.and_then(kind_of).unwrap_or(local.kind());
+    let count: usize = dims.iter().map(|&dim| shape[dim as usize]).product();
+    let sum = match dims.is_empty() {
+        true => local.f_to_kind(kind)?,
+        false => local.f_sum_dim_intlist(&dims[..], keep, kind)?,
+    };
+    context.give(0, &(sum / count as f64), &reduced(&shape, &dims, keep))
+}
+
+/// A norm of all elements, from those of the parts.
+pub fn norm(context: &mut Context<'_, '_>) -> Result<()> {
+    // (self, order, dims, keepdim, dtype)
+    let order = context.number(1).unwrap_or(2.0);
+    let local = context.local(0)?;
+    let kind = context.int(4).and_then(kind_of).unwrap_or(local.kind());
+    // Half precision is not enough for a sum of powers.
+    let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
+    let magnitudes = local.f_abs()?.f_to_kind(wide)?.f_reshape([-1])?;
+    let (own, op): (Tensor, ReduceOp) = if order == f64::INFINITY {
+        (extreme(&magnitudes, 0.0, Tensor::f_max)?, ReduceOp::Max)
+    } else if order == f64::NEG_INFINITY {
+        (extreme(&magnitudes, f64::INFINITY, Tensor::f_min)?, ReduceOp::Min)
+    } else if order == 0.0 {
+        (magnitudes.f_ne(0.0)?.f_sum(wide)?, ReduceOp::Sum)
+    } else {
+        (magnitudes.f_pow_tensor_scalar(order)?.f_sum(wide)?, ReduceOp::Sum)
+    };
+    let term = |sbp: &Sbp| match sbp.dim() {
+        Some(_) if op == ReduceOp::Sum => P,
+        Some(_) => Sbp::Partial(op),
+        None => B,
+    };
+    let from: NdSbp = context.plan.wanted[0].iter().map(term).collect();
+    let all = context.boxed(&own, &[], &from, &vec![B; from.len()])?;
+    let norm = match order.is_finite() && order != 0.0 {
+        true => all.f_pow_tensor_scalar(1.0 / order)?,
+        false => all,
+    };
+    let shape = context.shape(0);
+    let dims: Vec<i64> = (0..shape.len() as i64).collect();
+    let shape = reduced(&shape, &dims, context.flag(3));
+    let sizes: Vec<i64> = shape.iter().map(|&size| size as i64).collect();
+    context.give(0, &norm.f_to_kind(kind)?.f_view(&sizes[..])?, &shape)
+}
+
+/// The greatest or least of the elements; `none` if there are none.
+fn extreme(
+    of: &Tensor,
+    none: f64,
+    find: impl Fn(&Tensor) -> std::result::Result<Tensor, tch::TchError>,
+) -> Result<Tensor> {
+    Ok(match of.numel() {
+        0 => Tensor::f_full([0; 0], none, (of.kind(), of.device()))?,
+        _ => find(of)?,
+    })
+}

@@ -1,0 +1,274 @@
+//! New global tensors: constants, ranges, and random numbers by logical element.
+
+use std::sync::Arc;
+
+use tch::{Device, Kind, Tensor};
+
+use crate::dispatch::shape;
+use crate::error::{Error, Result};
+use crate::placement::Placement;
+use crate::random::{self, Bits, Draw};
+use crate::region::{check, regions, Region};
+use crate::sbp::Sbp;
+use crate::spec::Spec;
+use crate::tensor::wrap;
+
+/// All elements are 0.
+///
+/// # Errors
+/// The SBP does not fit the placement or the shape.
+pub fn zeros(
+    sizes: impl AsRef<[i64]>,
+    kind: Kind,
+    placement: &Placement,
+    sbp: &[Sbp],
+) -> Result<Tensor> {
+    full(sizes, 0.0, kind, placement, sbp)
+}
+
+/// All elements are 1.
+///
+/// # Errors
+/// The SBP does not fit the placement or the shape.
+pub fn ones(
+    sizes: impl AsRef<[i64]>,
+    kind: Kind,
+    placement: &Placement,
+    sbp: &[Sbp],
+) -> Result<Tensor> {
+    full(sizes, 1.0, kind, placement, sbp)
+}
+
+/// All elements are `value`.
+///
+/// # Errors
+/// The SBP does not fit the placement or the shape.
+pub fn full(
+    sizes: impl AsRef<[i64]>,
+    value: f64,
+    kind: Kind,
+    placement: &Placement,
+    sbp: &[Sbp],
+) -> Result<Tensor> {
+    create(sizes.as_ref(), kind, placement, sbp, |_, region, options| {
+        Tensor::f_full(sizes_of(region), value, options)
+    })
+}
+
+/// The whole numbers from 0 to `end`, without it.
+///
+/// # Errors
+/// The SBP does not fit the placement or the shape.
+pub fn arange(end: i64, kind: Kind, placement: &Placement, sbp: &[Sbp]) -> Result<Tensor> {
+    create(&[end.max(0)], kind, placement, sbp, |_, region, options| {
+        let range = &region.0[0];
+        Tensor::f_arange_start(range.start as i64, range.end as i64, options)
+    })
+}
+
+/// `steps` numbers from `start` to `end`, with both, at equal distances.
+///
+/// # Errors
+/// The SBP does not fit the placement or the shape.
+pub fn linspace(
+    start: f64,
+    end: f64,
+    steps: i64,
+    kind: Kind,
+    placement: &Placement,
+    sbp: &[Sbp],
+) -> Result<Tensor> {
+    create(&[steps.max(0)], kind, placement, sbp, |_, region, options| {
+        let range = &region.0[0];
+        let all = Tensor::f_linspace(start, end, steps, options)?;
+        all.f_narrow(0, range.start as i64, range.len() as i64)?.f_contiguous()
+    })
+}
+
+/// The identity matrix with `size` rows.
+///
+/// # Errors
+/// The SBP does not fit the placement or the shape.
+pub fn eye(size: i64, kind: Kind, placement: &Placement, sbp: &[Sbp]) -> Result<Tensor> {
+    create(&[size, size], kind, placement, sbp, |_, region, (_, device)| {
+        let index = |dim: usize| {
+            let range = &region.0[dim];
+            let options = (Kind::Int64, device);
+            Tensor::f_arange_start(range.start as i64, range.end as i64, options)
+        };
+        index(0)?.f_unsqueeze(1)?.f_eq_tensor(&index(1)?)?.f_to_kind(kind)
+    })
+}
+
+/// Normally distributed with mean 0 and variance 1. An element has the same value for every placement
+/// and SBP.
+///
+/// # Errors
+/// The SBP does not fit the placement or the shape.
+pub fn randn(
+    sizes: impl AsRef<[i64]>,
+    kind: Kind,
+    placement: &Placement,
+    sbp: &[Sbp],
+) -> Result<Tensor> {
+    draw(sizes.as_ref(), kind, placement, sbp, random::normal)
+}
+
+/// Evenly distributed in `[0, 1)`. An element has the same value for every placement and SBP.
+///
+/// # Errors
+/// The SBP does not fit the placement or the shape.
+pub fn rand(
+    sizes: impl AsRef<[i64]>,
+    kind: Kind,
+    placement: &Placement,
+    sbp: &[Sbp],
+) -> Result<Tensor> {
+    draw(sizes.as_ref(), kind, placement, sbp, uniform_of(kind))
+}
+
+/// Whole numbers, evenly distributed from `low` to `high`, without `high`. An element has the same
+/// value for every placement and SBP.
+///
+/// # Errors
+/// The SBP does not fit the placement or the shape; `high` is not above `low`.
+pub fn randint(
+    low: i64,
+    high: i64,
+    sizes: impl AsRef<[i64]>,
+    kind: Kind,
+    placement: &Placement,
+    sbp: &[Sbp],
+) -> Result<Tensor> {
+    let bound = bound(low, high, "randint")?;
+    draw(sizes.as_ref(), kind, placement, sbp, move |bits| {
+        (low + random::below(bound, bits) as i64) as f64
+    })
+}
+
+/// The numbers from 0 to `count`, without it, in random order: the same on every rank.
+///
+/// # Errors
+/// The SBP does not fit the placement or the shape.
+pub fn randperm(count: i64, kind: Kind, placement: &Placement, sbp: &[Sbp]) -> Result<Tensor> {
+    let mut draw = placement.runtime()?.generator().draw();
+    create(&[count.max(0)], kind, placement, sbp, |shape, region, (kind, device)| {
+        let keys = draw.region(shape, &Region::all(shape), |[bits, _]| bits);
+        let mut order: Vec<i64> = (0..shape[0] as i64).collect();
+        order.sort_by_key(|&index| (keys[index as usize], index));
+        Tensor::from_slice(&order[region.0[0].clone()]).f_to_device(device)?.f_to_kind(kind)
+    })
+}
+
+/// Numbers that follow begin anew from this seed, on every rank.
+///
+/// # Errors
+/// The placement has no process group.
+pub fn manual_seed(placement: &Placement, seed: u64) -> Result<()> {
+    *placement.runtime()?.generator() = random::Generator::new(seed);
+    Ok(())
+}
+
+/// What [`set_rng_state`] goes on from.
+///
+/// # Errors
+/// The placement has no process group.
+pub fn rng_state(placement: &Placement) -> Result<[u64; 2]> {
+    Ok(placement.runtime()?.generator().state())
+}
+
+/// Numbers that follow are those that followed [`rng_state`].
+///
+/// # Errors
+/// The placement has no process group.
+pub fn set_rng_state(placement: &Placement, state: [u64; 2]) -> Result<()> {
+    *placement.runtime()?.generator() = random::Generator::from_state(state);
+    Ok(())
+}
+
+/// How many whole numbers there are from `low` to `high`.
+pub(crate) fn bound(low: i64, high: i64, operation: &str) -> Result<u64> {
+    match high.checked_sub(low).and_then(|bound| u64::try_from(bound).ok()) {
+        Some(bound) if bound > 0 => Ok(bound),
+        _ => Err(Error::Unsupported {
+            operation: operation.to_owned(),
+            reason: format!("it draws numbers below {high}, from {low} on: there are none"),
+        }),
+    }
+}
+
+/// Evenly distributed numbers that this kind can hold without being rounded to 1.
+pub(crate) fn uniform_of(kind: Kind) -> fn(Bits) -> f64 {
+    match kind {
+        Kind::Double => random::uniform,
+        Kind::Float => |bits| f64::from(random::uniform_f32(bits)),
+        // A multiple of 2^-8, as bf16 holds 8 bits.
+        _ => |[bits, _]| (bits >> 56) as f64 / 256.0,
+    }
+}
+
+fn draw(
+    sizes: &[i64],
+    kind: Kind,
+    placement: &Placement,
+    sbp: &[Sbp],
+    value: impl Fn(Bits) -> f64,
+) -> Result<Tensor> {
+    // On all ranks, also outside the placement: they draw the same tensors.
+    let mut draw = placement.runtime()?.generator().draw();
+    create(sizes, kind, placement, sbp, |shape, region, options| {
+        drawn(&mut draw, shape, region, options, &value)
+    })
+}
+
+/// A region of a tensor of random numbers.
+pub(crate) fn drawn(
+    draw: &mut Draw,
+    shape: &[usize],
+    region: &Region,
+    (kind, device): (Kind, Device),
+    value: impl Fn(Bits) -> f64,
+) -> std::result::Result<Tensor, tch::TchError> {
+    let sizes = sizes_of(region);
+    let flat = match kind {
+        Kind::Float => Tensor::f_from_slice(&draw.region(shape, region, |bits| value(bits) as f32))?,
+        _ => Tensor::f_from_slice(&draw.region(shape, region, value))?,
+    };
+    flat.f_view(&sizes[..])?.f_to_device(device)?.f_to_kind(kind)
+}
+
+fn sizes_of(region: &Region) -> Vec<i64> {
+    region.shape().iter().map(|&size| size as i64).collect()
+}
+
+/// A tensor whose parts `part` makes: of a tensor of this shape, a region. Of partial axes the first
+/// rank has it all, the others zeros.
+fn create(
+    sizes: &[i64],
+    kind: Kind,
+    placement: &Placement,
+    sbp: &[Sbp],
+    mut part: impl FnMut(
+        &[usize],
+        &Region,
+        (Kind, Device),
+    ) -> std::result::Result<Tensor, tch::TchError>,
+) -> Result<Tensor> {
+    let shape = shape(sizes);
+    check(placement, sbp, &shape)?;
+    let runtime = placement.runtime()?;
+    let spec: Arc<Spec> = runtime.spec(placement, sbp);
+    let device = flow_tensor::TensorCollectives::device(runtime.world());
+    let like = Tensor::empty([0], (kind, device));
+    let Some(position) = placement.position(runtime.rank()) else {
+        return wrap(None, &like, spec, sizes);
+    };
+    let region = regions(placement, sbp, &shape).swap_remove(position);
+    let at = placement.coordinates(position);
+    let is_first = sbp.iter().zip(at).all(|(sbp, at)| !sbp.is_partial() || at == 0);
+    let local = match is_first {
+        true => part(&shape, &region, (kind, device))?,
+        false => Tensor::zeros(sizes_of(&region), (kind, device)),
+    };
+    wrap(Some(&local), &like, spec, sizes)
+}

@@ -1,0 +1,276 @@
+//! Operations on global tensors: each is planned by its rule, its inputs are boxed, and it runs on
+//! the locals.
+//!
+//! | file | subject |
+//! |---|---|
+//! | here | carries out an operation |
+//! | `plan` | what an operation on tensors of these sizes and specs needs, decided once |
+//! | `outside` | ranks that have nothing of the tensors |
+
+mod outside;
+mod plan;
+
+use flow_autograd::global::{Call, Dispatcher, LocalResult, Output as CallOutput, Scalar};
+use flow_autograd::BoxError;
+use std::cell::RefCell;
+use std::sync::Arc;
+use tch::Tensor;
+
+use crate::boxing::execute::execute;
+use crate::boxing::plan::Layout;
+use crate::code;
+use crate::error::{Error, Result};
+use crate::placement::Placement;
+use crate::runtime::Runtime;
+use crate::spec::Spec;
+pub use plan::Plan;
+use plan::{Input, Output};
+
+/// Carries out the operations on global tensors.
+pub struct Operations;
+
+impl Dispatcher for Operations {
+    type Spec = Spec;
+
+    fn dispatch(call: &mut Call<'_, Spec>) -> std::result::Result<(), BoxError> {
+        Ok(tch::no_grad(|| run(call))?)
+    }
+
+    fn gradient(leaf: &Tensor, gradient: &Tensor) -> std::result::Result<Option<Tensor>, BoxError> {
+        use crate::tensor::{boxed, spec_of};
+        let (own, now) = (spec_of(leaf)?, spec_of(gradient)?);
+        if own.id() == now.id() || own.sbp().iter().any(|sbp| sbp.is_partial()) {
+            return Ok(None);
+        }
+        Ok(Some(tch::no_grad(|| boxed(gradient, &own))?))
+    }
+}
+
+fn run(call: &mut Call<'_, Spec>) -> Result<()> {
+    let placement = placement_of(call)?;
+    let runtime = placement.runtime()?;
+    let plan = plan_of(call, &placement, runtime)?;
+    let position = placement.position(runtime.rank());
+    if let (true, Some(code)) = (plan.needs_shapes_only, plan.code) {
+        let position = position.unwrap_or(0);
+        return code(&mut code::Context { call, plan: &plan, placement: &placement, position });
+    }
+    let Some(position) = position else {
+        return outside::run(call, &plan, &placement, runtime);
+    };
+    if let Some(code) = plan.code {
+        return code(&mut code::Context { call, plan: &plan, placement: &placement, position });
+    }
+    for (index, input) in plan.inputs.iter().enumerate() {
+        prepare(call, &placement, runtime, index, input)?;
+    }
+    for (argument, values) in &plan.ints {
+        call.set_ints(*argument, values)?;
+    }
+    call.run()?;
+    for &(index, result) in &plan.write_backs {
+        write_back(call, &plan, &placement, runtime, index, result)?;
+    }
+    for (index, output) in plan.outputs.iter().enumerate() {
+        give(call, &placement, runtime, index, output)?;
+    }
+    Ok(())
+}
+
+/// The placement of the inputs: one for all of them.
+fn placement_of(call: &Call<'_, Spec>) -> Result<Placement> {
+    let mut specs = (0..call.tensors()).filter_map(|tensor| call.spec(tensor));
+    let Some(first) = specs.next() else {
+        return Err(Error::Plain { operation: "an operation on global tensors" });
+    };
+    match specs.find(|spec| spec.placement() != first.placement()) {
+        None => Ok(first.placement().clone()),
+        Some(other) => Err(Error::Placements {
+            operation: call.name().to_owned(),
+            one: first.placement().to_string(),
+            other: other.placement().to_string(),
+        }),
+    }
+}
+
+fn plan_of(
+    call: &Call<'_, Spec>,
+    placement: &Placement,
+    runtime: &Arc<Runtime>,
+) -> Result<Arc<Plan>> {
+    thread_local! {
+        static KEY: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+    }
+    let mut key = KEY.with(RefCell::take);
+    key.clear();
+    call.key(Spec::id, &mut key);
+    let plan = match runtime.plan(&key) {
+        Some(plan) => plan,
+        None => {
+            let plan = Arc::new(Plan::new(call, placement, runtime)?);
+            runtime.keep_plan(&key, &plan);
+            plan
+        }
+    };
+    KEY.with(|cell| cell.replace(key));
+    Ok(plan)
+}
+
+/// What the operation gets as this input.
+fn prepare(
+    call: &mut Call<'_, Spec>,
+    placement: &Placement,
+    runtime: &Runtime,
+    index: usize,
+    input: &Input,
+) -> Result<()> {
+    match input {
+        Input::Own => Ok(()),
+        // The operation gives the handle other sizes.
+        Input::Handle => {
+            let local = local_of(call, runtime, index)?.map(|local| local.alias());
+            Ok(call.set_local(index, local.as_ref())?)
+        }
+        Input::Empty => {
+            let like = local_of(call, runtime, index)?;
+            let empty = like.map(|like| Tensor::empty([0], (like.kind(), like.device())));
+            Ok(call.set_local(index, empty.as_ref())?)
+        }
+        Input::Boxed { plan, from, to, is_written } => {
+            let local = local_of(call, runtime, index)?;
+            let Some(tensor) = &local else { return Ok(()) };
+            let shape = shape(call.sizes(index));
+            let (from, to) = (Layout { placement, sbp: from }, Layout { placement, sbp: to });
+            let options = (&shape[..], tensor.kind(), tensor.device());
+            let boxed = execute(&runtime.groups, plan, (from, to), options, local.as_ref())?;
+            let boxed = match is_written {
+                true => boxed.map(|boxed| boxed.copy()),
+                false => boxed,
+            };
+            Ok(call.set_local(index, boxed.as_ref())?)
+        }
+    }
+}
+
+/// A tensor's local; of a plain tensor itself.
+fn local_of(call: &Call<'_, Spec>, runtime: &Runtime, index: usize) -> Result<Option<Tensor>> {
+    let Some(tensor) = call.tensor(index) else { return Ok(None) };
+    Ok(match call.spec(index) {
+        Some(_) => runtime.globals.local(&tensor),
+        None => Some(tensor),
+    })
+}
+
+/// Puts what the operation has written to another layout of an input into the input itself.
+fn write_back(
+    call: &Call<'_, Spec>,
+    plan: &Plan,
+    placement: &Placement,
+    runtime: &Runtime,
+    index: usize,
+    result: Option<usize>,
+) -> Result<()> {
+    let written = match result {
+        Some(result) => match call.result(result)? {
+            LocalResult::Tensor(Some(tensor)) => Some(tensor),
+            _ => None,
+        },
+        None => call.local(index),
+    };
+    let (Some(written), Some(mut local)) = (written, local_of(call, runtime, index)?) else {
+        return Ok(());
+    };
+    let Some((boxing, from, to)) = plan.backs.get(&index) else { return Ok(()) };
+    let shape = shape(call.sizes(index));
+    let (from, to) = (Layout { placement, sbp: from }, Layout { placement, sbp: to });
+    let options = (&shape[..], written.kind(), written.device());
+    let back = execute(&runtime.groups, boxing, (from, to), options, Some(&written))?;
+    if let Some(back) = back {
+        local.f_copy_(&back)?;
+    }
+    Ok(())
+}
+
+/// Returns a result to the caller.
+fn give(
+    call: &mut Call<'_, Spec>,
+    placement: &Placement,
+    runtime: &Arc<Runtime>,
+    index: usize,
+    output: &Output,
+) -> Result<()> {
+    if output.is_written {
+        if let (true, Some(argument)) = (call.reshapes(), call.written(index)) {
+            reshape(call, placement, runtime, index, argument, output)?;
+        }
+        return Ok(call.output_written(index)?);
+    }
+    if output.is_scalar && placement.ranks().len() < runtime.world().world_size() {
+        if let LocalResult::Scalar(scalar) = call.result(index)? {
+            let scalar = outside::share_scalar(placement, runtime, Some(scalar))?;
+            return Ok(call.output_scalar(scalar)?);
+        }
+    }
+    let spec = output.spec(placement, runtime);
+    let output = CallOutput {
+        spec: &spec,
+        split_dims: &output.split_dims,
+        split_sizes: &output.split_sizes,
+        strides: &output.strides,
+        shares: output.shares,
+        is_detached_view: output.is_detached_view,
+    };
+    Ok(call.output(index, &output)?)
+}
+
+/// The tensor that an operation as `transpose_` has written gets the sizes and the spec of the
+/// result.
+fn reshape(
+    call: &Call<'_, Spec>,
+    placement: &Placement,
+    runtime: &Arc<Runtime>,
+    index: usize,
+    argument: usize,
+    output: &Output,
+) -> Result<()> {
+    let LocalResult::Tensor(Some(local)) = call.result(index)? else { return Ok(()) };
+    let mut sizes = local.size();
+    for (&dim, &size) in output.split_dims.iter().zip(&output.split_sizes) {
+        sizes[dim as usize] = size;
+    }
+    let spec = output.spec(placement, runtime);
+    let now = runtime.globals.wrap(Some(&local), &local, spec, &sizes, output.shares)?;
+    if let Some(tensor) = call.tensor(argument) {
+        runtime.globals.assign(&tensor, &now)?;
+    }
+    Ok(())
+}
+
+/// Sizes as rules and boxing have them.
+pub fn shape(sizes: &[i64]) -> Vec<usize> {
+    sizes.iter().map(|&size| usize::try_from(size).unwrap_or(0)).collect()
+}
+
+impl Output {
+    /// The spec, kept while tensors have it.
+    fn spec(&self, placement: &Placement, runtime: &Runtime) -> Arc<Spec> {
+        self.spec.upgrade().unwrap_or_else(|| runtime.spec(placement, &self.sbp))
+    }
+}
+
+/// A number from its bits, and back: what ranks outside a placement get.
+fn scalar_bits(scalar: Scalar) -> [i64; 2] {
+    match scalar {
+        Scalar::Int(value) => [0, value],
+        Scalar::Float(value) => [1, value.to_bits() as i64],
+        Scalar::Bool(value) => [2, i64::from(value)],
+    }
+}
+
+fn scalar_of([tag, bits]: [i64; 2]) -> Scalar {
+    match tag {
+        0 => Scalar::Int(bits),
+        1 => Scalar::Float(f64::from_bits(bits as u64)),
+        _ => Scalar::Bool(bits != 0),
+    }
+}

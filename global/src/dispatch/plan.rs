@@ -1,0 +1,366 @@
+//! What an operation needs, on tensors of these sizes and specs: decided once, and kept.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, OnceLock, Weak};
+
+use flow_autograd::global::{Argument, Call};
+use tch::Kind;
+
+use super::outside::Outside;
+use super::shape;
+use crate::boxing::plan::{Layout, Plan as Boxing};
+use crate::code::{self, Code};
+use crate::error::{Error, Result};
+use crate::placement::Placement;
+use crate::region::regions;
+use crate::rules::infer::{infer, Choice};
+use crate::rules::op::{Arg, Input as OpInput, Op};
+use crate::runtime::Runtime;
+use crate::sbp::{NdSbp, Sbp, B};
+use crate::spec::Spec;
+
+/// How an operation is carried out.
+pub struct Plan {
+    /// Without `aten::`.
+    pub name: String,
+    /// By tensor.
+    pub inputs: Vec<Input>,
+    /// What is wanted of each tensor.
+    pub wanted: Vec<NdSbp>,
+    /// Lists that are sizes of this rank's local: the argument, and its value.
+    pub ints: Vec<(usize, Vec<i64>)>,
+    /// By return.
+    pub outputs: Vec<Output>,
+    /// Tensors that are written in another layout than their own, and the result that is written
+    /// there, if it is not the input itself.
+    pub write_backs: Vec<(usize, Option<usize>)>,
+    /// How these get back: boxing, and the layouts.
+    pub backs: BTreeMap<usize, (Boxing, NdSbp, NdSbp)>,
+    /// Runs instead of the operation.
+    pub code: Option<Code>,
+    /// The code looks at shapes only, so that ranks outside the placement run it too.
+    pub needs_shapes_only: bool,
+    /// What ranks outside the placement know of the results, once it was found out.
+    pub outside: OnceLock<Vec<Outside>>,
+}
+
+/// What the operation gets as an input.
+pub enum Input {
+    /// The local as it is.
+    Own,
+    /// The local, as a handle of its own.
+    Handle,
+    /// An empty tensor, to be filled.
+    Empty,
+    /// What boxing makes of the local.
+    Boxed {
+        /// How.
+        plan: Box<Boxing>,
+        /// What there is.
+        from: NdSbp,
+        /// What is wanted.
+        to: NdSbp,
+        /// The operation writes it.
+        is_written: bool,
+    },
+}
+
+/// What a result is part of.
+pub struct Output {
+    /// How the logical tensor lies.
+    pub sbp: NdSbp,
+    /// The same, while a tensor has it.
+    pub spec: Weak<Spec>,
+    /// Dimensions that are split, and their logical sizes.
+    pub split_dims: Vec<i32>,
+    /// See `split_dims`.
+    pub split_sizes: Vec<i64>,
+    /// Of a view; empty if it is contiguous.
+    pub strides: Vec<i64>,
+    /// All ranks have all of it.
+    pub shares: bool,
+    /// A view that does not share memory.
+    pub is_detached_view: bool,
+    /// It is an argument.
+    pub is_written: bool,
+    /// It is a number.
+    pub is_scalar: bool,
+}
+
+/// The tensors that an operation writes.
+struct Written {
+    /// It writes its first argument, and rules know.
+    is_in_place: bool,
+    /// Arguments that only receive the result, as `out`.
+    outs: Vec<usize>,
+    /// Tensors of all arguments that are written.
+    tensors: Vec<usize>,
+}
+
+impl Written {
+    fn of(call: &Call<'_, Spec>, arguments: &[Argument<'_>]) -> Self {
+        let name = call.name();
+        let is_in_place = name.ends_with('_') && !name.ends_with("__") && call.is_written(0);
+        let is_out = call.overload().ends_with("out");
+        let written = (0..arguments.len()).filter(|&argument| call.is_written(argument));
+        let (mut outs, mut tensors) = (Vec::new(), Vec::new());
+        for argument in written {
+            match arguments[argument] {
+                Argument::Tensor(tensor) if is_out => {
+                    outs.push(argument);
+                    tensors.push(tensor);
+                }
+                Argument::Tensor(tensor) => tensors.push(tensor),
+                Argument::Tensors(first, count) => tensors.extend(first..first + count),
+                _ => {}
+            }
+        }
+        Self { is_in_place, outs, tensors }
+    }
+}
+
+impl Plan {
+    /// Decides for the tensors of a call.
+    pub fn new(call: &Call<'_, Spec>, placement: &Placement, runtime: &Arc<Runtime>) -> Result<Self> {
+        let arguments = call.arguments();
+        let written = Written::of(call, &arguments);
+        for &tensor in &written.tensors {
+            if call.is_detached_view(tensor) {
+                return Err(Error::Unsupported {
+                    operation: call.name().to_owned(),
+                    reason: "it would write a view of a global tensor that had to be boxed, and so \
+                             does not share the tensor's memory: write to the tensor itself, or \
+                             split it along another dimension"
+                        .to_owned(),
+                });
+            }
+        }
+        let full_name = call.name();
+        let name = full_name.strip_prefix("aten::").unwrap_or(full_name);
+        let rule_name = match written.is_in_place || call.reshapes() {
+            true => name.strip_suffix('_').unwrap_or(name),
+            false => name,
+        };
+        let op = op_of(call, rule_name, &arguments, &written);
+        let axes = placement.axes();
+        let have: Vec<NdSbp> = (0..call.tensors())
+            .map(|tensor| call.spec(tensor).map_or_else(|| vec![B; axes], |spec| spec.sbp().to_vec()))
+            .collect();
+        let given = &have[..op.inputs.len()];
+        // If what is written fits no signature, another layout is written, and that boxed back.
+        let elsewhere = || infer(&Op { in_place: false, ..op.clone() }, placement, given);
+        let choice = match infer(&op, placement, given).or_else(elsewhere) {
+            Some(choice) => choice,
+            None => {
+                crate::policy::gathered(name)?;
+                gathered(&op, axes)
+            }
+        };
+        let sizes: Vec<Vec<usize>> =
+            (0..call.tensors()).map(|tensor| shape(call.sizes(tensor))).collect();
+        let code = match choice.has_code {
+            true => Some(code::of(rule_name).ok_or_else(|| Error::Unsupported {
+                operation: full_name.to_owned(),
+                reason: "its rule has no code".to_owned(),
+            })?),
+            false => code::always(rule_name),
+        };
+        let mut plan = Self {
+            name: name.to_owned(),
+            inputs: Vec::new(),
+            wanted: choice.inputs.clone(),
+            ints: ints(&op, &choice, placement, runtime.rank()),
+            outputs: Vec::new(),
+            write_backs: Vec::new(),
+            backs: BTreeMap::new(),
+            code,
+            needs_shapes_only: code::always(rule_name).is_some(),
+            outside: OnceLock::new(),
+        };
+        for tensor in 0..op.inputs.len() {
+            let (from, to) = (&have[tensor], &choice.inputs[tensor]);
+            let is_written = written.tensors.contains(&tensor);
+            let input = match () {
+                () if !call.is_defined(tensor) => Input::Own,
+                () if call.reshapes() && is_written && from == to => Input::Handle,
+                () if from == to => Input::Own,
+                () => {
+                    let (from, to) = (from.clone(), to.clone());
+                    let boxing = boxing(&sizes[tensor], placement, &from, &to);
+                    if is_written && !call.reshapes() {
+                        plan.write_backs.push((tensor, None));
+                        let back = boxing_back(&sizes[tensor], placement, &to, &from);
+                        plan.backs.insert(tensor, back);
+                    }
+                    Input::Boxed { plan: Box::new(boxing), from, to, is_written }
+                }
+            };
+            plan.inputs.push(input);
+        }
+        let is_boxed = |input: &Input| matches!(input, Input::Boxed { .. });
+        let is_detached = call.is_view()
+            && (plan.inputs.iter().any(is_boxed)
+                || (0..call.tensors()).any(|tensor| call.is_detached_view(tensor)));
+        let strides = match call.is_view() {
+            true => call.view_strides().unwrap_or_default(),
+            false => Vec::new(),
+        };
+        for index in 0..call.returns() {
+            let sbp = choice.outputs[index].clone();
+            let (split_dims, split_sizes) = splits(&op, &choice, &sbp);
+            plan.outputs.push(Output {
+                spec: Weak::new(),
+                split_dims,
+                split_sizes,
+                strides: strides.clone(),
+                shares: sbp.iter().all(|&sbp| sbp == B),
+                is_detached_view: is_detached,
+                is_written: call.written(index).is_some(),
+                is_scalar: SCALARS.contains(&name),
+                sbp,
+            });
+        }
+        // What `out` gets: directly if the result has its layout, else boxed.
+        for (index, &argument) in written.outs.iter().enumerate() {
+            let Argument::Tensor(tensor) = arguments[argument] else { continue };
+            let (own, gets) = (&have[tensor], &choice.outputs[index]);
+            let is_same = own == gets && call.spec(tensor).is_some();
+            plan.inputs.push(if is_same { Input::Own } else { Input::Empty });
+            plan.wanted.push(gets.clone());
+            if !is_same {
+                plan.write_backs.push((tensor, Some(index)));
+                plan.backs.insert(tensor, boxing_back(&sizes[tensor], placement, gets, own));
+            }
+        }
+        for output in &mut plan.outputs {
+            output.spec = Arc::downgrade(&runtime.spec(placement, &output.sbp));
+        }
+        Ok(plan)
+    }
+}
+
+/// Operations that return a number.
+const SCALARS: &[&str] = &["_local_scalar_dense", "equal"];
+
+fn op_of<'a>(
+    call: &'a Call<'_, Spec>,
+    name: &'a str,
+    arguments: &[Argument<'a>],
+    written: &Written,
+) -> Op<'a> {
+    let given = arguments.iter().enumerate().filter(|(index, _)| !written.outs.contains(index));
+    let arg = |argument: &Argument<'a>| match *argument {
+        Argument::None(_) => Arg::None,
+        Argument::Tensor(tensor) => Arg::Tensor(tensor),
+        Argument::Tensors(first, count) => Arg::Tensors(first..first + count),
+        Argument::Int(value) => Arg::Int(value),
+        Argument::Float(value) => Arg::Float(value),
+        Argument::Bool(value) => Arg::Bool(value),
+        Argument::Ints(values) => Arg::Ints(values),
+        Argument::Other => Arg::Other,
+    };
+    let input = |tensor: usize| {
+        let kind = call.kind(tensor);
+        OpInput {
+            shape: shape(call.sizes(tensor)),
+            is_float: kind.is_some_and(is_float),
+            bytes: kind.map_or(0, Kind::elt_size_in_bytes),
+            is_defined: call.is_defined(tensor),
+        }
+    };
+    Op {
+        name,
+        overload: call.overload(),
+        args: given.map(|(_, argument)| arg(argument)).collect(),
+        // The tensors of `out` come last.
+        inputs: (0..call.tensors() - written.outs.len()).map(input).collect(),
+        outputs: call.returns(),
+        in_place: written.is_in_place && !call.reshapes(),
+        ranks: 1,
+    }
+}
+
+fn is_float(kind: Kind) -> bool {
+    matches!(
+        kind,
+        Kind::Half
+            | Kind::Float
+            | Kind::Double
+            | Kind::ComplexHalf
+            | Kind::ComplexFloat
+            | Kind::ComplexDouble
+            | Kind::BFloat16
+            | Kind::Float8e5m2
+            | Kind::Float8e4m3fn
+            | Kind::Float8e5m2fnuz
+            | Kind::Float8e4m3fnuz
+    )
+}
+
+/// All tensors B: what every operation can run on.
+fn gathered(op: &Op<'_>, axes: usize) -> Choice {
+    let all = |count: usize| vec![vec![B; axes]; count];
+    Choice {
+        inputs: all(op.inputs.len()),
+        outputs: all(op.outputs),
+        shapes: Vec::new(),
+        has_code: false,
+    }
+}
+
+fn boxing(shape: &[usize], placement: &Placement, from: &[Sbp], to: &[Sbp]) -> Boxing {
+    Boxing::new(shape, Layout { placement, sbp: from }, Layout { placement, sbp: to })
+}
+
+fn boxing_back(
+    shape: &[usize],
+    placement: &Placement,
+    from: &[Sbp],
+    to: &[Sbp],
+) -> (Boxing, NdSbp, NdSbp) {
+    (boxing(shape, placement, from, to), from.to_vec(), to.to_vec())
+}
+
+/// Lists that are the shape of a tensor: the sizes of this rank's part.
+fn ints(op: &Op<'_>, choice: &Choice, placement: &Placement, rank: usize) -> Vec<(usize, Vec<i64>)> {
+    // A rank outside finds out what the first one has.
+    let position = placement.position(rank).unwrap_or(0);
+    let local = |(argument, sbp): &(usize, NdSbp)| {
+        let asked = op.ints(*argument);
+        let known = known_sizes(op, *argument);
+        let local = regions(placement, sbp, &known).swap_remove(position).shape();
+        let size = |(&asked, &local): (&i64, &usize)| match asked {
+            -1 if op.name == "expand" => -1,
+            _ => local as i64,
+        };
+        (*argument, asked.iter().zip(&local).map(size).collect())
+    };
+    choice.shapes.iter().map(local).collect()
+}
+
+/// The sizes that a list asks for; -1 is what is left of the first input.
+fn known_sizes(op: &Op<'_>, argument: usize) -> Vec<usize> {
+    let asked = op.ints(argument);
+    let elements: usize = op.inputs[0].shape.iter().product();
+    let known: usize = asked.iter().filter_map(|&size| usize::try_from(size).ok()).product();
+    let left = elements.checked_div(known).unwrap_or(0);
+    asked.iter().map(|&size| usize::try_from(size).unwrap_or(left)).collect()
+}
+
+/// The dimensions of a result that are split, and their logical sizes: as an argument says, or as
+/// those of the first input that is split on the same axis.
+fn splits(op: &Op<'_>, choice: &Choice, sbp: &[Sbp]) -> (Vec<i32>, Vec<i64>) {
+    let mut splits = BTreeMap::new();
+    for (axis, dim) in sbp.iter().enumerate().filter_map(|(axis, sbp)| Some((axis, sbp.dim()?))) {
+        let named = choice.shapes.iter().find(|(_, sbps)| sbps[axis] == Sbp::Split(dim));
+        let named = named.and_then(|&(arg, _)| known_sizes(op, arg).get(dim).copied());
+        let of_input = || {
+            let inputs = op.inputs.iter().zip(&choice.inputs).filter(|(input, _)| input.is_defined);
+            inputs.into_iter().find_map(|(input, sbp)| Some(input.shape[sbp[axis].dim()?]))
+        };
+        if let Some(size) = named.or_else(of_input) {
+            splits.insert(dim as i32, size as i64);
+        }
+    }
+    splits.into_iter().unzip()
+}

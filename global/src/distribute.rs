@@ -1,0 +1,52 @@
+//! A model's variables become global, in place.
+
+use tch::{nn, Tensor};
+
+use crate::error::Result;
+use crate::placement::Placement;
+use crate::sbp::NdSbp;
+use crate::tensor::GlobalTensor;
+
+/// Makes all variables of a `VarStore` global tensors on a placement, with the SBP that `sbp` says
+/// for each name and tensor. Everyone who holds them (modules, optimizers made before or after) has
+/// them then. Where ranks have made different values, those of the first rank count.
+///
+/// # Errors
+/// An SBP does not fit, or ranks have variables of other shapes.
+pub fn distribute(
+    vs: &nn::VarStore,
+    placement: &Placement,
+    sbp: impl Fn(&str, &Tensor) -> NdSbp,
+) -> Result<()> {
+    // All ranks in the same order.
+    let mut variables: Vec<(String, Tensor)> = vs.variables().into_iter().collect();
+    variables.sort_by(|(one, _), (other, _)| one.cmp(other));
+    for (name, mut variable) in variables {
+        let sbp = sbp(&name, &variable);
+        to_global_in_place(&mut variable, placement, &sbp)?;
+    }
+    Ok(())
+}
+
+/// Makes a tensor, for all who hold it, global: a plain one that is the same logical tensor on all
+/// ranks, or a global one that gets another placement and SBP.
+///
+/// # Errors
+/// The SBP does not fit.
+pub fn to_global_in_place(
+    tensor: &mut Tensor,
+    placement: &Placement,
+    sbp: &[crate::Sbp],
+) -> Result<()> {
+    let global = tch::no_grad(|| {
+        let now = tensor.detach();
+        if now.is_global() {
+            return now.to_global(placement, sbp);
+        }
+        // The first rank's values, then parts of them.
+        let broadcast = vec![crate::B; placement.axes()];
+        now.to_global(placement, &broadcast)?.to_global(placement, sbp)
+    })?;
+    tensor.set_data(&global);
+    Ok(())
+}

@@ -1,0 +1,137 @@
+//! A global tensor of what each rank has.
+
+use std::sync::Arc;
+
+use flow_autograd::custom_function;
+use flow_tensor::TensorCollectives;
+use tch::{Kind, Tensor};
+
+use crate::boxing::plan::groups;
+use crate::dispatch::shape;
+use crate::error::{Error, Result};
+use crate::placement::Placement;
+use crate::region::{check, regions};
+use crate::sbp::{Sbp, B};
+use crate::spec::Spec;
+use crate::tensor::{boxed, dual, local_of, one, outputs, wrap};
+
+/// A dimension more than any tensor has.
+const MAX_DIMS: usize = 64;
+
+/// The global tensor whose part, copy or term `local` is on this rank. What should be copies becomes
+/// what the first rank has.
+pub fn from_local(local: &Tensor, spec: &Arc<Spec>) -> Result<Tensor> {
+    let shape = logical_shape(local, spec.placement(), spec.sbp())?;
+    let sizes: Vec<i64> = shape.iter().map(|&size| size as i64).collect();
+    let dual = spec.placement().runtime()?.spec(spec.placement(), &dual(spec.sbp()));
+    let (own_sizes, spec) = (local.size(), spec.clone());
+    let options = (local.kind(), local.device());
+    one(custom_function(
+        &[local],
+        move |inputs| outputs(first_copies(&inputs[0], spec, &sizes)),
+        move |_, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None]) };
+            let own = local_of(&boxed(gradient, &dual)?);
+            Ok(vec![Some(own.unwrap_or_else(|| Tensor::zeros(&own_sizes[..], options)))])
+        },
+    ))
+}
+
+/// The tensor, after the first ranks of the axes that are B have given theirs to the others.
+fn first_copies(local: &Tensor, spec: Arc<Spec>, sizes: &[i64]) -> Result<Tensor> {
+    let placement = spec.placement();
+    let runtime = placement.runtime()?;
+    let Some(position) = placement.position(runtime.rank()) else {
+        return wrap(None, local, spec, sizes);
+    };
+    let mut own = local.contiguous().copy();
+    let copied: Vec<usize> = (0..placement.axes()).filter(|&axis| spec.sbp()[axis] == B).collect();
+    if !copied.is_empty() && own.numel() > 0 {
+        let groups = groups(placement, &copied);
+        let group = groups.iter().find(|group| group.contains(&position));
+        if let Some(group) = group.filter(|group| group.len() > 1) {
+            let ranks: Vec<usize> = group.iter().map(|&at| placement.ranks()[at]).collect();
+            runtime.groups.group(&ranks)?.broadcast_tensor(&mut own, 0)?;
+        }
+    }
+    wrap(Some(&own), local, spec, sizes)
+}
+
+/// The shape of the logical tensor, from those of all locals, which are checked.
+fn logical_shape(local: &Tensor, placement: &Placement, sbp: &[Sbp]) -> Result<Vec<usize>> {
+    let runtime = placement.runtime()?;
+    let own = shape(&local.size());
+    let mut meta = vec![kind_number(local.kind()), own.len() as i64];
+    meta.extend(own.iter().map(|&size| size as i64));
+    meta.resize(2 + MAX_DIMS, 0);
+    let all = runtime.world().all_gather_tensor(&Tensor::from_slice(&meta))?;
+    let all = Vec::<Vec<i64>>::try_from(all)?;
+    let of = |position: usize| &all[placement.ranks()[position]];
+    let local_shape = |position: usize| {
+        let meta = of(position);
+        shape(&meta[2..2 + (meta[1] as usize).min(MAX_DIMS)])
+    };
+    let first = local_shape(0);
+    check(placement, sbp, &first)?;
+    let fail = |reason: String| Error::Unsupported { operation: "to_global".to_owned(), reason };
+    let mut logical = first.clone();
+    for (dim, size) in logical.iter_mut().enumerate() {
+        let axes = (0..sbp.len()).filter(|&axis| sbp[axis] == Sbp::Split(dim));
+        let axes: Vec<usize> = axes.collect();
+        if !axes.is_empty() {
+            let parts = &groups(placement, &axes)[0];
+            let of_dim = |&position: &usize| local_shape(position).get(dim).copied().unwrap_or(0);
+            *size = parts.iter().map(of_dim).sum();
+        }
+    }
+    for (position, region) in regions(placement, sbp, &logical).iter().enumerate() {
+        let (rank, own) = (placement.ranks()[position], local_shape(position));
+        if of(position)[0] != of(0)[0] {
+            let first = placement.ranks()[0];
+            return Err(fail(format!(
+                "the tensors of rank {first} and rank {rank} differ in kind; convert one by to_kind"
+            )));
+        }
+        if region.shape() != own {
+            return Err(fail(format!(
+                "rank {rank} has a tensor of shape {own:?}; as part of {logical:?} with the SBP \
+                 {sbp:?} on the placement {placement} it must have {:?}: parts are equal, but the \
+                 first ones have one element more if the size is no multiple of their number",
+                region.shape()
+            )));
+        }
+    }
+    Ok(logical)
+}
+
+/// A number for each kind.
+fn kind_number(kind: Kind) -> i64 {
+    format!("{kind:?}").bytes().fold(0, |number, byte| number * 31 + i64::from(byte))
+}
+
+/// This rank's part of a plain tensor that is the same on all ranks, as a global tensor. Nothing is
+/// communicated.
+///
+/// # Errors
+/// The SBP does not fit the placement or the shape.
+pub fn scatter(tensor: &Tensor, placement: &Placement, sbp: &[Sbp]) -> Result<Tensor> {
+    let shape = shape(&tensor.size());
+    check(placement, sbp, &shape)?;
+    let runtime = placement.runtime()?;
+    let spec = runtime.spec(placement, sbp);
+    tch::no_grad(|| {
+        let Some(position) = placement.position(runtime.rank()) else {
+            return wrap(None, tensor, spec.clone(), &tensor.size());
+        };
+        let region = regions(placement, sbp, &shape).swap_remove(position);
+        let ranges = region.0.iter().enumerate();
+        let part = ranges.fold(tensor.shallow_clone(), |part, (dim, range)| {
+            part.narrow(dim as i64, range.start as i64, range.len() as i64)
+        });
+        // Of terms the first rank has all, the others zeros.
+        let at = placement.coordinates(position);
+        let is_first = sbp.iter().zip(at).all(|(sbp, at)| !sbp.is_partial() || at == 0);
+        let part = if is_first { part.contiguous().copy() } else { part.zeros_like() };
+        wrap(Some(&part), tensor, spec.clone(), &tensor.size())
+    })
+}
