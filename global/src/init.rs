@@ -11,9 +11,12 @@
 //! | [`Init::kaiming_uniform`], `_normal` | `kaiming_initializer` (also called MSRA) | the same |
 
 use tch::nn::init::NormalOrUniform;
+use tch::Tensor;
 
-use crate::random::{normal, uniform, Bits, Draw};
-use crate::region::Region;
+use crate::error::Result;
+use crate::random::{normal, uniform, Bits, Draw, Generator};
+use crate::region::{regions, Region};
+use crate::tensor::GlobalTensor;
 
 /// What the first values of a tensor are.
 #[derive(Clone, Copy, Debug)]
@@ -89,6 +92,35 @@ impl Init {
 
     fn scaled(gain: f64, fan: Fan, distribution: NormalOrUniform) -> Self {
         Self::VarianceScaling { scale: gain * gain, fan, distribution }
+    }
+
+    /// Fills a tensor, plain or global: a variable of a `VarStore`, for instance. All ranks fill the
+    /// same tensors in the same order, with generators that began alike. A global tensor then has
+    /// the values that a plain one would have. Nothing is sent.
+    ///
+    /// # Errors
+    /// Of libtorch.
+    pub fn fill(&self, tensor: &mut Tensor, generator: &mut Generator) -> Result<()> {
+        let shape: Vec<usize> = tensor.size().iter().map(|&size| size as usize).collect();
+        let mut draw = generator.draw();
+        let mut local = tensor.detach();
+        let mut region = Region::all(&shape);
+        if tensor.is_global() {
+            let (placement, sbp) = (tensor.placement()?, tensor.sbp()?);
+            let Some(position) = placement.position(placement.runtime()?.rank()) else {
+                return Ok(());
+            };
+            local = local.to_local()?;
+            region = regions(&placement, &sbp, &shape).swap_remove(position);
+            // Of terms the first rank has all, the others zeros.
+            let at = placement.coordinates(position);
+            if sbp.iter().zip(at).any(|(sbp, at)| sbp.is_partial() && at > 0) {
+                return Ok(tch::no_grad(|| local.f_zero_().map(drop))?);
+            }
+        }
+        let values = Tensor::f_from_slice(&self.values(&mut draw, &shape, &region))?;
+        let values = values.f_view_as(&local)?.f_to_device(local.device())?;
+        Ok(tch::no_grad(|| local.f_copy_(&values).map(drop))?)
     }
 
     /// The values of a region of a tensor of this shape, row-major.
@@ -201,8 +233,6 @@ fn quantile(probability: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::random::Generator;
-    use crate::region::regions;
     use crate::{Placement, Sbp, B, S};
 
     fn all(init: Init, shape: &[usize]) -> Vec<f64> {

@@ -20,6 +20,7 @@ mod sbp;
 pub mod schedule;
 mod spec;
 mod tensor;
+pub mod view;
 
 pub use create::{
     arange, eye, full, linspace, manual_seed, ones, rand, randint, randn, randperm, rng_state,
