@@ -11,7 +11,7 @@ use crate::boxing::plan::{Layout, Plan};
 use crate::dispatch::{shape, Operations};
 use crate::error::{Error, Result};
 use crate::placement::Placement;
-use crate::region::{check, regions};
+use crate::region::check;
 use crate::sbp::{NdSbp, Sbp, B, P};
 use crate::spec::Spec;
 
@@ -228,13 +228,6 @@ pub(crate) fn dual(sbp: &[Sbp]) -> NdSbp {
         split => split,
     };
     sbp.iter().map(one).collect()
-}
-
-/// The sizes of this rank's part.
-pub(crate) fn local_sizes(placement: &Placement, sbp: &[Sbp], shape: &[usize]) -> Option<Vec<i64>> {
-    let position = placement.position(placement.runtime().ok()?.rank())?;
-    let region = regions(placement, sbp, shape).swap_remove(position);
-    Some(region.shape().iter().map(|&size| size as i64).collect())
 }
 
 /// What a forward gives that saves nothing.

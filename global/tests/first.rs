@@ -46,6 +46,8 @@ fn mlp() {
     };
     let x = Tensor::randn([12, 8], (Kind::Float, Device::Cpu));
     let t = Tensor::randint(4, [12], (Kind::Int64, Device::Cpu));
+    let xv = Vec::<f32>::try_from(x.reshape([-1])).unwrap();
+    let tv = Vec::<i64>::try_from(&t).unwrap();
     let (vs, net) = make(1);
     let mut opt = nn::Adam::default().build(&vs, 0.01).unwrap();
     for _ in 0..3 {
@@ -55,7 +57,8 @@ fn mlp() {
     let made: Vec<_> = (0..3).map(|_| std::sync::Mutex::new(Some(make(1)))).collect();
     for layout in 0..3 {
         let made: Vec<_> = (0..3).map(|_| std::sync::Mutex::new(Some(make(1)))).collect();
-        ranks(3, |group| {
+        let (want, xv, tv) = (&want, &xv, &tv);
+        ranks(3, move |group| {
             let (vs, net) = made[group.rank()].lock().unwrap().take().unwrap();
             let placement = Placement::new(&group, [0, 1, 2]).unwrap();
             flow_global::distribute(&vs, &placement, |name, t| match layout {
@@ -66,12 +69,14 @@ fn mlp() {
                 _ => vec![B],
             }).unwrap();
             let mut opt = nn::Adam::default().build(&vs, 0.01).unwrap();
+            let x = Tensor::from_slice(xv).view([12, 8]);
+            let t = Tensor::from_slice(tv);
             let (x, t) = tch::no_grad(|| (flow_global::scatter(&x, &placement, &[S(0)]).unwrap(), flow_global::scatter(&t, &placement, &[S(0)]).unwrap()));
             for _ in 0..3 {
                 opt.backward_step(&net.forward(&x).cross_entropy_for_logits(&t));
             }
             let variables = vs.variables();
-            for (name, want) in &want {
+            for (name, want) in want {
                 let t = &variables[name];
                 println!("{name} {:?}", t.sbp().unwrap());
                 let got = Vec::<f32>::try_from(t.full().unwrap().reshape([-1])).unwrap();

@@ -80,7 +80,7 @@ fn cost(op: &Op, signature: &Signature, have: &[Sbp], ranks: usize) -> Option<f6
         if want.dim().is_some_and(|dim| input.shape.get(dim).is_none_or(|&size| size < ranks)) {
             return None;
         }
-        if op.in_place && index == 0 && want != have[index] {
+        if op.is_fixed(index) && want != have[index] {
             return None;
         }
         let size = (input.shape.iter().product::<usize>() * input.bytes) as f64;

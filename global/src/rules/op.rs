@@ -103,6 +103,13 @@ impl Op<'_> {
         }
     }
 
+    /// Whether an input must be as it is, because the operation writes it: also the running
+    /// statistics of batch norm, whose schema does not say so.
+    pub fn is_fixed(&self, input: usize) -> bool {
+        let has_statistics = matches!(self.name, "native_batch_norm" | "_native_batch_norm_legit");
+        (self.in_place && input == 0) || (has_statistics && (3..5).contains(&input) && self.flag(5))
+    }
+
     /// Whether the argument is a tensor, and not a number.
     pub fn is_tensor(&self, arg: usize) -> bool {
         matches!(self.args.get(arg), Some(Arg::Tensor(_)))

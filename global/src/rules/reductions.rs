@@ -6,6 +6,8 @@ use crate::sbp::{Sbp, B, P, S};
 use flow_comm::ReduceOp;
 
 pub const RULES: &[Rule] = &[
+    // Numbers, of all of a tensor.
+    Rule { names: &["_local_scalar_dense", "equal", "is_same_size"], signatures: |_| Vec::new() },
     Rule { names: &["sum"], signatures: sum },
     Rule { names: &["mean"], signatures: mean },
     Rule { names: &["amax"], signatures: |op| extreme(op, ReduceOp::Max) },
