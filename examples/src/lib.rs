@@ -7,3 +7,4 @@ pub mod idx;
 pub mod images;
 pub mod options;
 pub mod progress;
+pub mod views;

@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{ensure, Context, Result};
 use clap::{Args, Parser};
@@ -51,17 +51,17 @@ impl Training {
         let place = (step + 1) as f64 / (steps + 1) as f64;
         self.lr * (5.0 * place).min(1.25 * (1.0 - place))
     }
+}
 
-    /// Writes lines into the file for losses, if there is to be one. Rank 0 calls this, first with
-    /// nothing: an error comes now, rather than when all the work is done.
-    ///
-    /// # Errors
-    /// When the file cannot be written.
-    pub fn write_losses(&self, losses: &[String]) -> Result<()> {
-        let Some(file) = &self.losses else { return Ok(()) };
-        let lines: String = losses.iter().map(|loss| format!("{loss}\n")).collect();
-        fs::write(file, lines).with_context(|| format!("cannot write {}", file.display()))
-    }
+/// Writes the losses of all steps into a file, if there is one, a line each. Rank 0 calls this,
+/// first with nothing: an error comes now, rather than when all the work is done.
+///
+/// # Errors
+/// When the file cannot be written.
+pub fn write_losses(file: Option<&Path>, losses: &[String]) -> Result<()> {
+    let Some(file) = file else { return Ok(()) };
+    let lines: String = losses.iter().map(|loss| format!("{loss}\n")).collect();
+    fs::write(file, lines).with_context(|| format!("cannot write {}", file.display()))
 }
 
 /// Trains LeNet on Fashion-MNIST.
@@ -128,7 +128,7 @@ impl Options {
     }
 }
 
-fn from_zero_up(text: &str) -> Result<f64, String> {
+pub(crate) fn from_zero_up(text: &str) -> Result<f64, String> {
     let number = text.parse().ok().filter(|number: &f64| number.is_finite() && *number >= 0.0);
     number.ok_or_else(|| "it should be a number from 0 up".into())
 }

@@ -42,7 +42,7 @@ fn the_loss_is_the_mean_over_all_elements() {
             let w = vs.root().ones("w", &[10]);
             let optimizer = nn::Sgd::default().build(&vs, 5.0).unwrap();
             let placement = Placement::all(&group).unwrap();
-            let model = |_: &[Tensor]| w.shallow_clone();
+            let model = |_: &[Tensor]| Ok(w.shallow_clone());
             let mut job = Job::train(view, &placement, &vs, optimizer, model).unwrap();
             for expected in [1.0, 0.5] {
                 let loss = job.run(Vec::<Tensor>::new()).unwrap();
@@ -98,7 +98,7 @@ fn train(group: &ProcessGroup, view: View, parts: &[i64], is_split: bool) -> Vec
     let loss = |inputs: &[Tensor]| {
         let logits = net.forward(&inputs[0]);
         let none = None::<Tensor>;
-        logits.cross_entropy_loss(&inputs[1], none, tch::Reduction::None, -100, 0.0)
+        Ok(logits.cross_entropy_loss(&inputs[1], none, tch::Reduction::None, -100, 0.0))
     };
     let most = if view == View::Mirrored { *parts.iter().max().unwrap() } else { 7 };
     let mut job = Job::train(view, &placement, &vs, optimizer, loss)
@@ -115,7 +115,7 @@ fn train(group: &ProcessGroup, view: View, parts: &[i64], is_split: bool) -> Vec
         }
         results.push(numbers(&result.whole().unwrap()));
     }
-    let mut predict = Job::predict(view, &placement, &vs, |inputs| net.forward(&inputs[0]))
+    let mut predict = Job::predict(view, &placement, &vs, |inputs| Ok(net.forward(&inputs[0])))
         .unwrap()
         .input("images", [most, 6], Kind::Double);
     let logits = predict.run([arrays(&images)]).unwrap().whole().unwrap();
@@ -154,7 +154,7 @@ fn callbacks_get_results_in_the_order_of_calls() {
         ranks(2, |group| {
             let placement = devices(&group, 2).unwrap();
             let vs = nn::VarStore::new(Device::Cpu);
-            let mut job = Job::predict(view, &placement, &vs, |inputs| &inputs[0] * 2)
+            let mut job = Job::predict(view, &placement, &vs, |inputs| Ok(&inputs[0] * 2))
                 .unwrap()
                 .input("x", [2], Kind::Int64);
             let seen: Arc<Mutex<Vec<Vec<f64>>>> = Arc::default();
@@ -204,12 +204,12 @@ fn variables_that_are_saved_in_one_view_are_loaded_in_the_other() {
             let placement = Placement::all(&group).unwrap();
             let rank = group.rank() as i64;
             let (vs, net) = make(&placement, 1 + rank, from == View::Consistent);
-            let model = |inputs: &[Tensor]| net.forward(&inputs[0]);
+            let model = |inputs: &[Tensor]| Ok(net.forward(&inputs[0]));
             let saved = Job::predict(from, &placement, &vs, model).unwrap();
             saved.save(&path).unwrap();
 
             let (other, net) = make(&placement, 7, to == View::Consistent);
-            let model = |inputs: &[Tensor]| net.forward(&inputs[0]);
+            let model = |inputs: &[Tensor]| Ok(net.forward(&inputs[0]));
             let mut loaded = Job::predict(to, &placement, &other, model).unwrap();
             assert_ne!(values(&vs), values(&other));
             loaded.load(&path).unwrap();
@@ -217,7 +217,7 @@ fn variables_that_are_saved_in_one_view_are_loaded_in_the_other() {
 
             let few = nn::VarStore::new(Device::Cpu);
             let _more = few.root().zeros("more", &[1]);
-            let mut job = Job::predict(to, &placement, &few, |_| Tensor::new()).unwrap();
+            let mut job = Job::predict(to, &placement, &few, |_| Ok(Tensor::new())).unwrap();
             let error = job.load(&path).unwrap_err().to_string();
             assert_eq!(error, format!("load {}: it has no more", path.display()));
         });
@@ -235,17 +235,18 @@ fn what_a_job_cannot_do_is_an_error() {
 
         let one = devices(&group, 1).unwrap();
         let vs = nn::VarStore::new(Device::Cpu);
-        let error = Job::predict(View::Mirrored, &one, &vs, |_| Tensor::new()).err().unwrap();
+        let error = Job::predict(View::Mirrored, &one, &vs, |_| Ok(Tensor::new())).err().unwrap();
         let expected =
             "a mirrored job: the placement [0] has 1 of 2 ranks, and every rank needs a \
                         model; use View::Consistent, or a group of these ranks only";
         assert_eq!(error.to_string(), expected);
 
         let two = devices(&group, 2).unwrap();
-        let mut job = Job::predict(View::Consistent, &two, &vs, |inputs| inputs[0].shallow_clone())
-            .unwrap()
-            .input("images", [2, 3], Kind::Float)
-            .input("labels", [2], Kind::Int64);
+        let mut job =
+            Job::predict(View::Consistent, &two, &vs, |inputs| Ok(inputs[0].shallow_clone()))
+                .unwrap()
+                .input("images", [2, 3], Kind::Float)
+                .input("labels", [2], Kind::Int64);
         let images = Tensor::zeros([2, 3], (Kind::Float, Device::Cpu));
         let error = job.run([images.shallow_clone()]).unwrap_err().to_string();
         assert_eq!(error, "a job: it declares 2 inputs (images, labels), but got 1");
@@ -256,7 +257,7 @@ fn what_a_job_cannot_do_is_an_error() {
         let w = vs.root().zeros("w", &[2]);
         distribute(&vs, &two, |_, _| vec![B]).unwrap();
         assert!(w.is_global());
-        let error = Job::predict(View::Mirrored, &two, &vs, |_| Tensor::new()).err().unwrap();
+        let error = Job::predict(View::Mirrored, &two, &vs, |_| Ok(Tensor::new())).err().unwrap();
         let expected =
             "a mirrored job: the variable w is global; use View::Consistent, or another \
                         VarStore";

@@ -10,7 +10,12 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use flow::prelude::*;
-use flow_examples::{fashion, images::Images, options::Options, progress::Progress};
+use flow_examples::{
+    fashion,
+    images::Images,
+    options::{write_losses, Options},
+    progress::Progress,
+};
 use serde::{Deserialize, Serialize};
 use tch::nn::init::{FanInOut, Init, NonLinearity, NormalOrUniform};
 use tch::nn::SequentialT;
@@ -43,7 +48,7 @@ fn run(args: &Options) -> Result<()> {
     let device = group.use_device(training.device)?;
     let first = group.rank() == 0;
     if first {
-        training.write_losses(&[])?;
+        write_losses(training.losses.as_deref(), &[])?;
         if let Some(file) = &args.save {
             fs::write(file, "").with_context(|| format!("cannot write {}", file.display()))?;
         }
@@ -132,7 +137,7 @@ fn run(args: &Options) -> Result<()> {
         vs.save(file).with_context(|| format!("cannot write {}", file.display()))?;
     }
     if first {
-        training.write_losses(&state.losses)?;
+        write_losses(training.losses.as_deref(), &state.losses)?;
     }
     Ok(())
 }

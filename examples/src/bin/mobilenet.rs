@@ -12,7 +12,7 @@ use anyhow::{ensure, Context, Result};
 use clap::{Parser, ValueEnum};
 use flow::prelude::*;
 use flow_examples::cifar10::{self, Images};
-use flow_examples::{fashion, options::Training, progress::Progress};
+use flow_examples::{fashion, options::{write_losses, Training}, progress::Progress};
 use tch::vision::mobilenet;
 
 /// Trains MobileNetV2 on CIFAR-10.
@@ -66,14 +66,14 @@ fn run(args: &Args) -> Result<()> {
     let device = group.use_device(args.training.device)?;
     let first = group.rank() == 0;
     if first {
-        args.training.write_losses(&[])?;
+        write_losses(args.training.losses.as_deref(), &[])?;
     }
     let images = load(args, first)?;
     let ways = if args.compare { By::value_variants() } else { &[args.by] };
     let train = |&by: &By| train(by, &args.training, &group, device, &images);
     let trained = ways.iter().map(train).collect::<Result<Vec<_>>>()?;
     if first {
-        args.training.write_losses(&rows(&trained, 1))?;
+        write_losses(args.training.losses.as_deref(), &rows(&trained, 1))?;
         report(&trained);
     }
     Ok(())

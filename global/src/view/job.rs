@@ -49,7 +49,7 @@ struct Output {
     rows: Vec<i64>,
 }
 
-impl<'a, M: FnMut(&[Tensor]) -> Tensor> Job<'a, M> {
+impl<'a, M: FnMut(&[Tensor]) -> Result<Tensor>> Job<'a, M> {
     /// A job that minimizes the mean of what the model returns. Its variables begin with the first
     /// rank's values. In the consistent view those that are not yet global become so, as B: a
     /// variable that is to be split is distributed before.
@@ -141,8 +141,8 @@ impl<'a, M: FnMut(&[Tensor]) -> Tensor> Job<'a, M> {
     /// All ranks call this, with the same inputs; of a list a rank reads its own array only.
     ///
     /// # Errors
-    /// Inputs that are not as declared, before anything is computed; a loss that does not depend on
-    /// the variables; a collective that fails.
+    /// Inputs that are not as declared, before anything is computed; the model's; a loss that does
+    /// not depend on the variables; a collective that fails.
     pub fn run<I: Into<Array>>(&mut self, inputs: impl IntoIterator<Item = I>) -> Result<Array> {
         let output = self.step(inputs)?;
         self.result(output)
@@ -195,10 +195,10 @@ impl<'a, M: FnMut(&[Tensor]) -> Tensor> Job<'a, M> {
         self.wait()?;
         let inputs = self.checked(inputs.into_iter().map(Into::into).collect())?;
         if self.training.is_none() {
-            let tensor = tch::no_grad(|| (self.model)(&inputs));
+            let tensor = tch::no_grad(|| (self.model)(&inputs))?;
             return self.output(tensor);
         }
-        let loss = (self.model)(&inputs);
+        let loss = (self.model)(&inputs)?;
         // A copy: the model may return a variable, which the step changes.
         let output = self.output(loss.detach().copy())?;
         if let Some(training) = &mut self.training {

@@ -27,7 +27,7 @@
 //! let net = nn::linear(vs.root(), 784, 10, Default::default());
 //! let optimizer = nn::Sgd::default().build(&vs, 0.1)?;
 //! let mut train = Job::train(View::Consistent, &placement, &vs, optimizer, |inputs| {
-//!     net.forward(&inputs[0]).cross_entropy_for_logits(&inputs[1])
+//!     Ok(net.forward(&inputs[0]).cross_entropy_for_logits(&inputs[1]))
 //! })?
 //! .input("images", [100, 784], Kind::Float)
 //! .input("labels", [100], Kind::Int64);
