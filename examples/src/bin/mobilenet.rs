@@ -1,4 +1,4 @@
-//! MobileNetV2 on CIFAR-10 by `Ddp` and by a hand-written loop, side by side.
+//! MobileNetV2 on CIFAR-10 by `Ddp`, by a hand-written loop, and by SBP, side by side.
 //!
 //!     flow-launch --nproc_per_node 2 mobilenet --steps 100 --compare
 //!     flow-launch --nproc_per_node 2 mobilenet --by hand --data FOLDER
@@ -12,7 +12,11 @@ use anyhow::{ensure, Context, Result};
 use clap::{Parser, ValueEnum};
 use flow::prelude::*;
 use flow_examples::cifar10::{self, Images};
-use flow_examples::{fashion, options::{write_losses, Training}, progress::Progress};
+use flow_examples::{
+    fashion,
+    options::{write_losses, Training},
+    progress::Progress,
+};
 use tch::vision::mobilenet;
 
 /// Trains MobileNetV2 on CIFAR-10.
@@ -28,6 +32,11 @@ struct Args {
     /// Train by all of them, one after the other, and show their losses and times
     #[arg(long)]
     compare: bool,
+    /// Forward as in evaluation: batch norm takes its running statistics, and nothing is dropped.
+    /// Then all three have equal losses. Else SBP has the losses of one process with the batches of
+    /// all ranks, as its batch norm is over all of them
+    #[arg(long)]
+    frozen: bool,
     #[command(flatten)]
     training: Training,
 }
@@ -38,6 +47,8 @@ enum By {
     Ddp,
     /// A hand-written loop: an all-reduce for each gradient, after backward
     Hand,
+    /// Global tensors: the batch is split, the weights are broadcast
+    Sbp,
 }
 
 /// A training: the loss of each step, the mean over all ranks, and the time it took.
@@ -47,7 +58,8 @@ struct Trained {
     times: Vec<Duration>,
 }
 
-/// Takes images, labels and a learning rate, changes the weights, and returns this rank's loss.
+/// Takes images, labels and a learning rate, changes the weights, and returns this rank's loss, or
+/// that of all ranks.
 type Step = Box<dyn FnMut(&Tensor, &Tensor, f64) -> Result<Tensor>>;
 
 fn main() -> ExitCode {
@@ -70,7 +82,7 @@ fn run(args: &Args) -> Result<()> {
     }
     let images = load(args, first)?;
     let ways = if args.compare { By::value_variants() } else { &[args.by] };
-    let train = |&by: &By| train(by, &args.training, &group, device, &images);
+    let train = |&by: &By| train(by, args, &group, device, &images);
     let trained = ways.iter().map(train).collect::<Result<Vec<_>>>()?;
     if first {
         write_losses(args.training.losses.as_deref(), &rows(&trained, 1))?;
@@ -95,7 +107,7 @@ fn load(args: &Args, first: bool) -> Result<Arc<Images>> {
 
 fn train(
     by: By,
-    args: &Training,
+    Args { frozen, training: args, .. }: &Args,
     group: &ProcessGroup,
     device: Device,
     images: &Arc<Images>,
@@ -106,14 +118,15 @@ fn train(
     let net = mobilenet::v2(&vs.root(), cifar10::CLASSES as i64);
     vs.set_device(device);
     let mut optimizer = nn::sgd(args.momentum, 0.0, 0.0, false).build(&vs, args.lr)?;
-    // What dropout drops: another choice on each rank, the same for each way.
+    // What dropout drops: another choice on each rank, the same by `Ddp` and by hand.
     tch::manual_seed(i64::from(args.seed) + 1 + group.rank() as i64);
+    let in_training = !frozen;
 
     let mut step: Step = match by {
         By::Ddp => {
             let model = Ddp::new(net, &vs, group)?;
             Box::new(move |images, labels, lr| {
-                let loss = model.forward_t(images, true).cross_entropy_for_logits(labels);
+                let loss = model.forward_t(images, in_training).cross_entropy_for_logits(labels);
                 optimizer.set_lr(lr);
                 optimizer.try_backward_step(&loss)?;
                 Ok(loss)
@@ -127,7 +140,7 @@ fn train(
                 tch::no_grad(|| group.broadcast_tensor(weight, 0))?;
             }
             Box::new(move |images, labels, lr| {
-                let loss = net.forward_t(images, true).cross_entropy_for_logits(labels);
+                let loss = net.forward_t(images, in_training).cross_entropy_for_logits(labels);
                 optimizer.zero_grad();
                 loss.backward();
                 for weight in &weights {
@@ -136,6 +149,19 @@ fn train(
                 optimizer.set_lr(lr);
                 optimizer.step();
                 Ok(loss)
+            })
+        }
+        By::Sbp => {
+            let placement = Placement::all(group)?;
+            global::distribute(&vs, &placement, |_, _| vec![B])?;
+            Box::new(move |images, labels, lr| {
+                // Each rank's batch is a part of the logical one.
+                let images = images.to_global(&placement, &[S(0)])?;
+                let labels = labels.to_global(&placement, &[S(0)])?;
+                let loss = net.forward_t(&images, in_training).cross_entropy_for_logits(&labels);
+                optimizer.set_lr(lr);
+                optimizer.try_backward_step(&loss)?;
+                Ok(loss.full()?)
             })
         }
     };
