@@ -39,6 +39,9 @@ pub enum Error {
     /// A placement without a process group.
     #[error("the placement {0} has no process group: make it by Placement::new(&group, ..)")]
     NoGroup(String),
+    /// Of buckets of gradients.
+    #[error(transparent)]
+    Buckets(#[from] flow_ddp::Error),
     /// Of libtorch.
     #[error(transparent)]
     Torch(#[from] tch::TchError),

@@ -14,6 +14,7 @@ mod placement;
 mod policy;
 pub mod random;
 pub mod region;
+mod replicas;
 pub mod rules;
 mod runtime;
 mod sbp;

@@ -50,7 +50,7 @@ fn mlp() {
     let tv = Vec::<i64>::try_from(&t).unwrap();
     let (vs, net) = make(1);
     let mut opt = nn::Adam::default().build(&vs, 0.01).unwrap();
-    for _ in 0..3 {
+    for _ in 0..5 {
         opt.backward_step(&net.forward(&x).cross_entropy_for_logits(&t));
     }
     let want: Vec<(String, Vec<f32>)> = vs.variables().into_iter().map(|(n, t)| (n, Vec::try_from(t.reshape([-1])).unwrap())).collect();
@@ -72,7 +72,7 @@ fn mlp() {
             let x = Tensor::from_slice(xv).view([12, 8]);
             let t = Tensor::from_slice(tv);
             let (x, t) = tch::no_grad(|| (flow_global::scatter(&x, &placement, &[S(0)]).unwrap(), flow_global::scatter(&t, &placement, &[S(0)]).unwrap()));
-            for _ in 0..3 {
+            for _ in 0..5 {
                 opt.backward_step(&net.forward(&x).cross_entropy_for_logits(&t));
             }
             let variables = vs.variables();

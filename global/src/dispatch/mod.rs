@@ -10,7 +10,9 @@
 mod outside;
 mod plan;
 
-use flow_autograd::global::{Call, Dispatcher, LocalResult, Output as CallOutput, Scalar};
+use flow_autograd::global::{
+    Call, Dispatcher, LeafGradient, LocalResult, Output as CallOutput, Scalar,
+};
 use flow_autograd::BoxError;
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -21,8 +23,10 @@ use crate::boxing::plan::Layout;
 use crate::code;
 use crate::error::{Error, Result};
 use crate::placement::Placement;
+use crate::replicas;
 use crate::runtime::Runtime;
 use crate::spec::Spec;
+use crate::tensor::{boxed, spec_of, GlobalTensor};
 pub use plan::Plan;
 use plan::{Input, Output};
 
@@ -36,13 +40,26 @@ impl Dispatcher for Operations {
         Ok(tch::no_grad(|| run(call))?)
     }
 
-    fn gradient(leaf: &Tensor, gradient: &Tensor) -> std::result::Result<Option<Tensor>, BoxError> {
-        use crate::tensor::{boxed, spec_of};
+    fn gradient(
+        leaf: &Tensor,
+        gradient: &Tensor,
+        exclusive: bool,
+    ) -> std::result::Result<LeafGradient, BoxError> {
         let (own, now) = (spec_of(leaf)?, spec_of(gradient)?);
-        if own.id() == now.id() || own.sbp().iter().any(|sbp| sbp.is_partial()) {
-            return Ok(None);
+        if own.sbp().iter().any(|sbp| sbp.is_partial()) {
+            return Ok(LeafGradient::Same);
         }
-        Ok(Some(tch::no_grad(|| boxed(gradient, &own))?))
+        if gradient.requires_grad() {
+            // Of a backward that is itself differentiated.
+            return Ok(LeafGradient::Boxed(gradient.to_global(own.placement(), own.sbp())?));
+        }
+        if replicas::take(leaf, gradient, exclusive)? {
+            return Ok(LeafGradient::Taken);
+        }
+        if own.id() == now.id() {
+            return Ok(LeafGradient::Same);
+        }
+        Ok(LeafGradient::Boxed(tch::no_grad(|| boxed(gradient, &own))?))
     }
 }
 
