@@ -75,6 +75,25 @@ pub enum Error {
         /// Why not, and what to do.
         reason: String,
     },
+    /// Fewer ranks than a job is to have.
+    #[error(
+        "asked for {asked} devices, found {found}: start as many ranks (flow-launch \
+         --nproc_per_node {asked}), or ask for fewer"
+    )]
+    Devices {
+        /// Devices that are asked for.
+        asked: usize,
+        /// Ranks of the group.
+        found: usize,
+    },
+    /// An input that a job does not take.
+    #[error("the input {name}: {reason}")]
+    Input {
+        /// The input's name.
+        name: String,
+        /// What it is, and what the job declares.
+        reason: String,
+    },
     /// Not one SBP for each axis.
     #[error("the placement {placement} has {axes} axes, but {given} SBPs are given: {sbp:?}")]
     Axes {
