@@ -54,6 +54,24 @@ pub enum Error {
         /// What was called.
         operation: &'static str,
     },
+    /// A boxing that an operation needs, and that failed.
+    #[error("{operation}: boxing its input {input}, of shape {shape:?}, from {from:?} to {to:?}: {source}{advice}")]
+    Boxing {
+        /// The operation.
+        operation: String,
+        /// The input's number.
+        input: usize,
+        /// The logical shape.
+        shape: Vec<usize>,
+        /// What there was.
+        from: Vec<Sbp>,
+        /// What was needed.
+        to: Vec<Sbp>,
+        /// Why it failed.
+        source: Box<Error>,
+        /// What may be wrong with the program.
+        advice: &'static str,
+    },
     /// Tensors of one operation that lie on different ranks.
     #[error(
         "{operation}: one input lies on the placement {one}, another on {other}; move one of them \

@@ -175,13 +175,33 @@ fn prepare(
             let shape = shape(call.sizes(index));
             let (from, to) = (Layout { placement, sbp: from }, Layout { placement, sbp: to });
             let options = (&shape[..], tensor.kind(), tensor.device());
-            let boxed = execute(&runtime.groups, plan, (from, to), options, local.as_ref())?;
+            let boxed = execute(&runtime.groups, plan, (from, to), options, local.as_ref());
+            let boxed = boxed.map_err(|source| Error::Boxing {
+                operation: call.name().to_owned(),
+                input: index,
+                shape: shape.clone(),
+                from: from.sbp.to_vec(),
+                to: to.sbp.to_vec(),
+                source: Box::new(source),
+                advice: advice(call.name()),
+            })?;
             let boxed = match is_written {
                 true => boxed.map(|boxed| boxed.copy()),
                 false => boxed,
             };
             Ok(call.set_local(index, boxed.as_ref())?)
         }
+    }
+}
+
+/// What all ranks have to do, where one may have left the others alone.
+fn advice(operation: &str) -> &'static str {
+    match operation {
+        "aten::_local_scalar_dense" => {
+            " (to read a value of a tensor that is split or partial, all ranks must take part: call \
+             full() or double_value() on all of them, or to_local() on one)"
+        }
+        _ => " (all ranks must run the same operations on global tensors, in the same order)",
     }
 }
 
