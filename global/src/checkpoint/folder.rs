@@ -85,9 +85,12 @@ impl Folder {
         ))
     }
 
-    /// Makes [`partial`] an empty folder, which all ranks then fill.
-    pub fn begin(&self) -> Result<()> {
-        let partial = partial(&self.path);
+    /// Makes [`partial`] an empty folder, which all ranks then fill for the checkpoint of `step`.
+    pub fn begin(&self, step: usize) -> Result<()> {
+        let (path, partial) = (checkpoint(&self.path, step), partial(&self.path));
+        if path.exists() && !path.join(INDEX).exists() {
+            return Err(CheckpointError::Foreign(path));
+        }
         remove(&partial)
             .and_then(|()| fs::create_dir(&partial))
             .map_err(CheckpointError::file("write", partial, WRITABLE))

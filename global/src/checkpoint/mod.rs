@@ -233,7 +233,7 @@ impl Checkpoints {
                 return Err(CheckpointError::Unread(self.path.clone()));
             }
             self.damaged.drain(..).try_for_each(|step| folder.set_aside(step))?;
-            folder.begin()
+            folder.begin(contents.step)
         };
         agree(&self.group, begin())?;
         let partial = folder::partial(&self.path);

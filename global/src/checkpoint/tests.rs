@@ -262,6 +262,9 @@ fn what_cannot_be_saved_is_an_error_on_all_ranks() {
         }
     };
     assert_eq!(errors(lose_a_row), [&format!("rank 1: {error}"), error]);
+    fs::create_dir(folder.path().join("step-2")).unwrap();
+    let error = errors(|_, _| ())[0].clone();
+    assert!(error.contains("step-2 has no index.json, so it is no sharded checkpoint"), "{error}");
     assert_eq!(latest(&folder), [Ok(1), Ok(1)]);
 }
 
