@@ -26,6 +26,7 @@ pub fn distribute(
     for (name, mut variable) in variables {
         let sbp = sbp(&name, &variable);
         to_global_in_place(&mut variable, placement, &sbp)?;
+        crate::record::name(&variable, &name)?;
         if variable.requires_grad() && sbp.contains(&B) {
             leaves.push((name, variable));
         }

@@ -24,13 +24,14 @@ use crate::boxing::plan::Layout;
 use crate::code;
 use crate::error::{Error, Result};
 use crate::placement::Placement;
+use crate::record;
 use crate::replicas;
 use crate::runtime::Runtime;
 use crate::sbp::B;
 use crate::spec::Spec;
 use crate::tensor::{boxed, find_spec, spec_of, GlobalTensor};
 pub use plan::Plan;
-use plan::{Input, Output};
+use plan::{Input, Noted, Output};
 
 /// Carries out the operations on global tensors.
 pub struct Operations;
@@ -39,7 +40,16 @@ impl Dispatcher for Operations {
     type Spec = Spec;
 
     fn dispatch(call: &mut Call<'_, Spec>) -> std::result::Result<(), BoxError> {
-        Ok(tch::no_grad(|| run(call))?)
+        let noted = record::is_on().then(|| Noted::new(call));
+        Ok(tch::no_grad(|| match noted {
+            None => run(call),
+            Some(noted) => {
+                let placement = placement_of(call)?;
+                let plan = plan_of(call, &placement, placement.runtime()?)?;
+                run(call)?;
+                noted.tell(call, &plan, &placement)
+            }
+        })?)
     }
 
     fn gradient(
@@ -63,12 +73,16 @@ impl Dispatcher for Operations {
             return Ok(LeafGradient::Boxed(gradient.to_global(own.placement(), own.sbp())?));
         }
         if replicas::take(leaf, gradient, exclusive)? {
+            record::gradient(leaf, gradient, None)?;
             return Ok(LeafGradient::Taken);
         }
         if own.id() == now.id() {
+            record::gradient(leaf, gradient, Some(gradient))?;
             return Ok(LeafGradient::Same);
         }
-        Ok(LeafGradient::Boxed(tch::no_grad(|| boxed(gradient, &own))?))
+        let own = tch::no_grad(|| boxed(gradient, &own))?;
+        record::gradient(leaf, gradient, Some(&own))?;
+        Ok(LeafGradient::Boxed(own))
     }
 }
 

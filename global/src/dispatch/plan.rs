@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock, Weak};
 
-use flow_autograd::global::{Argument, Call};
+use flow_autograd::global::{Argument, Call, Node};
 use tch::Kind;
 
 use super::outside::Outside;
@@ -100,6 +100,16 @@ struct Written {
 }
 
 impl Written {
+    /// The name that rules know.
+    fn rule_name<'a>(&self, call: &'a Call<'_, Spec>) -> &'a str {
+        let name = call.name();
+        let name = name.strip_prefix("aten::").unwrap_or(name);
+        match self.is_in_place || call.reshapes() {
+            true => name.strip_suffix('_').unwrap_or(name),
+            false => name,
+        }
+    }
+
     fn of(call: &Call<'_, Spec>, arguments: &[Argument<'_>]) -> Self {
         let name = call.name();
         let is_in_place = name.ends_with('_') && !name.ends_with("__") && call.is_written(0);
@@ -127,6 +137,49 @@ impl Written {
     }
 }
 
+/// An operation that is to be recorded, as it was before it ran.
+pub struct Noted {
+    name: String,
+    overload: String,
+    args: Vec<crate::trace::Argument>,
+    inputs: Vec<OpInput>,
+    in_place: bool,
+    node: Node,
+}
+
+impl Noted {
+    pub fn new(call: &Call<'_, Spec>) -> Self {
+        let arguments = call.arguments();
+        let written = Written::of(call, &arguments);
+        let op = op_of(call, written.rule_name(call), &arguments, &written);
+        Self {
+            name: op.name.to_owned(),
+            overload: op.overload.to_owned(),
+            args: op.args.iter().map(Into::into).collect(),
+            inputs: op.inputs,
+            in_place: op.in_place,
+            node: call.node(),
+        }
+    }
+
+    /// Records it, after it has run.
+    pub fn tell(self, call: &Call<'_, Spec>, plan: &Plan, placement: &Placement) -> Result<()> {
+        let inputs: Vec<_> = (0..self.inputs.len()).map(|tensor| call.tensor(tensor)).collect();
+        let returned: Vec<_> = (0..call.returns()).flat_map(|index| call.returned(index)).collect();
+        let op = Op {
+            name: &self.name,
+            overload: &self.overload,
+            args: self.args.iter().map(crate::trace::Argument::borrow).collect(),
+            outputs: returned.len(),
+            inputs: self.inputs,
+            in_place: self.in_place,
+            ranks: 1,
+        };
+        let wanted = &plan.wanted[..inputs.len()];
+        crate::record::operation(&op, placement, &inputs, wanted, &returned, self.node)
+    }
+}
+
 impl Plan {
     /// Decides for the tensors of a call.
     pub fn new(
@@ -150,10 +203,7 @@ impl Plan {
         }
         let full_name = call.name();
         let name = full_name.strip_prefix("aten::").unwrap_or(full_name);
-        let rule_name = match written.is_in_place || call.reshapes() {
-            true => name.strip_suffix('_').unwrap_or(name),
-            false => name,
-        };
+        let rule_name = written.rule_name(call);
         let op = op_of(call, rule_name, &arguments, &written);
         let axes = placement.axes();
         let have: Vec<NdSbp> = (0..call.tensors())
