@@ -12,6 +12,7 @@ use crate::error::Result;
 use crate::groups::Groups;
 use crate::placement::Placement;
 use crate::random::Generator;
+use crate::replicas::Replicas;
 use crate::sbp::{NdSbp, Sbp};
 use crate::spec::Spec;
 
@@ -28,6 +29,9 @@ pub struct Runtime {
     specs: Mutex<HashMap<(Vec<usize>, Vec<usize>, NdSbp), Weak<Spec>>>,
     plans: Mutex<FxHashMap<Box<[u64]>, Arc<Plan>>>,
     generator: Mutex<Generator>,
+    replicas: Mutex<Vec<Arc<Replicas>>>,
+    /// Leaves by where their locals are in memory, which the replicas keep.
+    leaves: Mutex<FxHashMap<usize, (Arc<Replicas>, usize)>>,
 }
 
 impl Runtime {
@@ -48,6 +52,8 @@ impl Runtime {
             specs: Mutex::default(),
             plans: Mutex::default(),
             generator: Mutex::new(Generator::new(0)),
+            replicas: Mutex::default(),
+            leaves: Mutex::default(),
         });
         runtimes.push(Arc::downgrade(&runtime));
         drop(runtimes);
@@ -88,6 +94,24 @@ impl Runtime {
             plans.clear();
         }
         plans.insert(key.into(), plan.clone());
+    }
+
+    /// Reduces the gradients of these leaves in buckets.
+    pub fn add_replicas(&self, replicas: Arc<Replicas>) {
+        let mut all = lock(&self.replicas);
+        all.retain(|replicas| !replicas.are_gone());
+        all.push(replicas);
+        let mut leaves = lock(&self.leaves);
+        leaves.clear();
+        for replicas in &*all {
+            let addresses = replicas.addresses();
+            leaves.extend(addresses.map(|(at, index)| (at, (Arc::clone(replicas), index))));
+        }
+    }
+
+    /// The leaf whose local is here.
+    pub fn replica(&self, address: usize) -> Option<(Arc<Replicas>, usize)> {
+        lock(&self.leaves).get(&address).cloned()
     }
 
     /// Where random numbers come from: the same on all ranks.

@@ -52,7 +52,7 @@ fn mlp() {
     let tv = Vec::<i64>::try_from(&t).unwrap();
     let (vs, net) = make(1);
     let mut opt = nn::Adam::default().build(&vs, 0.01).unwrap();
-    for _ in 0..3 {
+    for _ in 0..5 {
         opt.backward_step(&net.forward(&x).cross_entropy_for_logits(&t));
     }
     let want: Vec<(String, Vec<f32>)> = vs
@@ -84,7 +84,7 @@ fn mlp() {
                     flow_global::scatter(&t, &placement, &[S(0)]).unwrap(),
                 )
             });
-            for _ in 0..3 {
+            for _ in 0..5 {
                 opt.backward_step(&net.forward(&x).cross_entropy_for_logits(&t));
             }
             let variables = vs.variables();

@@ -90,7 +90,9 @@ pub struct Callbacks {
     pub gradient: unsafe extern "C" fn(
         leaf: *const C_tensor,
         gradient: *const C_tensor,
+        exclusive: bool,
         boxed: *mut *mut C_tensor,
+        taken: *mut bool,
     ) -> *mut c_char,
     pub drop_spec: unsafe extern "C" fn(spec: *const c_void),
 }

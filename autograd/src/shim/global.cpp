@@ -83,8 +83,9 @@ struct CallView {
 // Rust's part.
 struct Callbacks {
     char* (*dispatch)(const CallView* call);
-    // Null if the gradient may stay as it is.
-    char* (*gradient)(const at::Tensor* leaf, const at::Tensor* gradient, at::Tensor** boxed);
+    // Null if the gradient may stay as it is. `taken`: nothing is to be accumulated. `exclusive`:
+    // nothing else uses the gradient's memory.
+    char* (*gradient)(const at::Tensor* leaf, const at::Tensor* gradient, bool exclusive, at::Tensor** boxed, bool* taken);
     void (*drop_spec)(const void* spec);
 };
 Callbacks callbacks{};
@@ -354,8 +355,14 @@ void kernel(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
 
 std::optional<at::Tensor> flow::boxed_gradient(const at::Tensor& leaf, const at::Tensor& gradient) {
     if (!is_global(leaf)) return std::nullopt;
+    // The temporary pointer is a user of the meta as well.
+    const bool exclusive = is_global(gradient) && gradient.use_count() == 1 && meta_of(gradient).local.use_count() == 1 &&
+                           memory_is_exclusive(meta_of(gradient).local) &&
+                           gradient.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr().use_count() == 2;
     at::Tensor* boxed = nullptr;
-    flow::check(callbacks.gradient(&leaf, &gradient, &boxed));
+    bool taken = false;
+    flow::check(callbacks.gradient(&leaf, &gradient, exclusive, &boxed, &taken));
+    if (taken) return at::Tensor();
     if (!boxed) return std::nullopt;
     const std::unique_ptr<at::Tensor> owner(boxed);
     return std::move(*owner);

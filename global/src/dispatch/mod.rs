@@ -10,7 +10,9 @@
 mod outside;
 mod plan;
 
-use flow_autograd::global::{Call, Dispatcher, LocalResult, Output as CallOutput, Scalar};
+use flow_autograd::global::{
+    Call, Dispatcher, LeafGradient, LocalResult, Output as CallOutput, Scalar,
+};
 use flow_autograd::BoxError;
 use flow_tensor::TensorCollectives;
 use std::cell::RefCell;
@@ -22,9 +24,11 @@ use crate::boxing::plan::Layout;
 use crate::code;
 use crate::error::{Error, Result};
 use crate::placement::Placement;
+use crate::replicas;
 use crate::runtime::Runtime;
 use crate::sbp::B;
 use crate::spec::Spec;
+use crate::tensor::{boxed, find_spec, spec_of, GlobalTensor};
 pub use plan::Plan;
 use plan::{Input, Output};
 
@@ -38,20 +42,33 @@ impl Dispatcher for Operations {
         Ok(tch::no_grad(|| run(call))?)
     }
 
-    fn gradient(leaf: &Tensor, gradient: &Tensor) -> std::result::Result<Option<Tensor>, BoxError> {
-        use crate::tensor::{find_spec, spec_of, GlobalTensor};
+    fn gradient(
+        leaf: &Tensor,
+        gradient: &Tensor,
+        exclusive: bool,
+    ) -> std::result::Result<LeafGradient, BoxError> {
         let own = spec_of(leaf)?;
         let Some(now) = find_spec(gradient) else {
             // Zeros, from a formula that makes them without a look at the tensors.
             let sbp = own.sbp().iter().map(|&sbp| if sbp.is_partial() { B } else { sbp });
             let sbp: Vec<_> = sbp.collect();
-            return Ok(Some(crate::scatter(&gradient.copy(), own.placement(), &sbp)?));
+            let boxed = crate::scatter(&gradient.copy(), own.placement(), &sbp)?;
+            return Ok(LeafGradient::Boxed(boxed));
         };
-        if own.id() == now.id() || own.sbp().iter().any(|sbp| sbp.is_partial()) {
-            return Ok(None);
+        if own.sbp().iter().any(|sbp| sbp.is_partial()) {
+            return Ok(LeafGradient::Same);
         }
-        // It may have a gradient itself.
-        Ok(Some(gradient.to_global(own.placement(), own.sbp())?))
+        if gradient.requires_grad() {
+            // Of a backward that is itself differentiated.
+            return Ok(LeafGradient::Boxed(gradient.to_global(own.placement(), own.sbp())?));
+        }
+        if replicas::take(leaf, gradient, exclusive)? {
+            return Ok(LeafGradient::Taken);
+        }
+        if own.id() == now.id() {
+            return Ok(LeafGradient::Same);
+        }
+        Ok(LeafGradient::Boxed(tch::no_grad(|| boxed(gradient, &own))?))
     }
 }
 
@@ -162,13 +179,33 @@ fn prepare(
             let shape = shape(call.sizes(index));
             let (from, to) = (Layout { placement, sbp: from }, Layout { placement, sbp: to });
             let options = (&shape[..], tensor.kind(), tensor.device());
-            let boxed = execute(&runtime.groups, plan, (from, to), options, local.as_ref())?;
+            let boxed = execute(&runtime.groups, plan, (from, to), options, local.as_ref());
+            let boxed = boxed.map_err(|source| Error::Boxing {
+                operation: call.name().to_owned(),
+                input: index,
+                shape: shape.clone(),
+                from: from.sbp.to_vec(),
+                to: to.sbp.to_vec(),
+                source: Box::new(source),
+                advice: advice(call.name()),
+            })?;
             let boxed = match is_written {
                 true => boxed.map(|boxed| boxed.copy()),
                 false => boxed,
             };
             Ok(call.set_local(index, boxed.as_ref())?)
         }
+    }
+}
+
+/// What all ranks have to do, where one may have left the others alone.
+fn advice(operation: &str) -> &'static str {
+    match operation {
+        "aten::_local_scalar_dense" => {
+            " (to read a value of a tensor that is split or partial, all ranks must take part: call \
+             full() or double_value() on all of them, or to_local() on one)"
+        }
+        _ => " (all ranks must run the same operations on global tensors, in the same order)",
     }
 }
 

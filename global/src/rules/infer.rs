@@ -58,23 +58,28 @@ pub fn infer(op: &Op, placement: &Placement, have: &[NdSbp]) -> Option<Choice> {
             });
             choice.shapes[index].1[axis] = sbp;
         }
-        let cut = |size: usize| part(size, ranks, ranks - 1).len();
         for &(arg, sbp) in &signature.shapes {
-            if let (Some(Arg::Ints(sizes)), Some(dim)) = (op.args.get_mut(arg), sbp.dim()) {
-                if let Some(size) = sizes.to_mut().get_mut(dim) {
-                    // -1 is what is left.
-                    *size = usize::try_from(*size).map_or(*size, |size| cut(size) as i64);
-                }
+            if let Some(Arg::Ints(sizes)) = op.args.get_mut(arg) {
+                *sizes = cut(sizes, sbp, ranks).into();
             }
         }
         choice.has_code |= signature.has_code;
         for (input, sbp) in op.inputs.iter_mut().zip(&signature.inputs) {
             if let (true, Some(dim)) = (input.is_defined, sbp.dim()) {
-                input.shape[dim] = cut(input.shape[dim]);
+                input.shape[dim] = part(input.shape[dim], ranks, ranks - 1).len();
             }
         }
     }
     Some(choice)
+}
+
+/// The sizes of the last and smallest part; -1, which is what is left, stays.
+pub(crate) fn cut(sizes: &[i64], sbp: Sbp, ranks: usize) -> Vec<i64> {
+    let mut sizes = sizes.to_vec();
+    if let Some(size) = sbp.dim().and_then(|dim| sizes.get_mut(dim)) {
+        *size = usize::try_from(*size).map_or(-1, |all| part(all, ranks, ranks - 1).len() as i64);
+    }
+    sizes
 }
 
 /// Bytes that each rank receives on average to give the inputs these SBPs; None if it cannot be:
@@ -101,7 +106,7 @@ fn cost(op: &Op, signature: &Signature, have: &[Sbp], ranks: usize) -> Option<f6
 /// The part of a tensor that a rank receives in boxing on one axis. Slicing costs next to nothing,
 /// but is not free: equally good signatures that keep what is there come first. Terms are made only
 /// where nothing else will do, as what follows will have to reduce them.
-fn share(from: Sbp, to: Sbp, ranks: f64) -> f64 {
+pub(crate) fn share(from: Sbp, to: Sbp, ranks: f64) -> f64 {
     const SLICE: f64 = 1e-9;
     match (from, to) {
         _ if from == to => 0.0,
