@@ -289,6 +289,11 @@ impl<S: Send + Sync + 'static> Call<'_, S> {
         self.view.is_random
     }
 
+    /// Whether the shapes of results depend on values.
+    pub fn is_dynamic(&self) -> bool {
+        self.view.is_dynamic
+    }
+
     fn raw_arguments(&self) -> &[RawArgument] {
         // SAFETY: the list outlives the call.
         unsafe { slice(self.view.arguments, self.view.argument_count) }

@@ -67,6 +67,7 @@ pub struct CallView {
     pub is_view: bool,
     pub reshapes: bool,
     pub is_random: bool,
+    pub is_dynamic: bool,
 }
 
 /// How a result of the local operation is wrapped.

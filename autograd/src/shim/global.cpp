@@ -80,7 +80,7 @@ struct CallView {
     const Argument* arguments;
     const TensorView* tensors;
     size_t argument_count, tensor_count, return_count;
-    bool is_view, reshapes, is_random;
+    bool is_view, reshapes, is_random, is_dynamic;
 };
 
 // Rust's part.
@@ -165,7 +165,7 @@ at::Tensor wrap(at::Tensor local, const void* spec, const Geometry& geometry, ca
 struct OpInfo {
     c10::SmallVector<bool, 16> is_optional_tensor, is_written;  // by argument
     c10::SmallVector<int, 4> writes;                            // by return: the argument that it is, or -1
-    bool is_view = false, reshapes = false, is_composite = false, is_random = false;
+    bool is_view = false, reshapes = false, is_composite = false, is_random = false, is_dynamic = false;
 };
 
 OpInfo info_of(const c10::OperatorHandle& op) {
@@ -193,6 +193,7 @@ OpInfo info_of(const c10::OperatorHandle& op) {
     for (const char* name : {"aten::t_", "aten::transpose_", "aten::squeeze_", "aten::unsqueeze_", "aten::swapaxes_", "aten::swapdims_"}) {
         info.reshapes |= schema.name() == name;
     }
+    info.is_dynamic = op.hasTag(at::Tag::dynamic_output_shape);
     info.is_random = op.hasTag(at::Tag::nondeterministic_seeded);
     info.is_composite = op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) && !op.hasKernelForDispatchKey(DispatchKey::CPU);
     return info;
@@ -348,7 +349,7 @@ void kernel(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
     }
     const CallView view{&call, op.schema().name().c_str(), op.schema().overload_name().c_str(), &op.schema(),
                         call.arguments.data(), call.tensors.data(), call.count, call.tensors.size(),
-                        op.schema().returns().size(), info.is_view, info.reshapes, info.is_random};
+                        op.schema().returns().size(), info.is_view, info.reshapes, info.is_random, info.is_dynamic};
     flow::check(callbacks.dispatch(&view));
     TORCH_CHECK(call.outputs.size() == view.return_count, op.schema().name(), ": its rule gave ", call.outputs.size(), " results");
     torch::jit::drop(*stack, call.count);

@@ -20,6 +20,7 @@ use flow_autograd::global::{Argument, Call, Scalar};
 use tch::Tensor;
 
 pub use random::draws;
+pub use reductions::{kind_of, number_of};
 
 use crate::boxing::execute::execute;
 use crate::boxing::plan::{Layout, Plan as Boxing};

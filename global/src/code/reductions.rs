@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::sbp::{NdSbp, Sbp, B, P};
 
 /// The kind that an argument asks for: libtorch's number of it.
-pub(super) fn kind_of(number: i64) -> Option<Kind> {
+pub fn kind_of(number: i64) -> Option<Kind> {
     Some(match number {
         0 => Kind::Uint8,
         1 => Kind::Int8,
@@ -25,6 +25,11 @@ pub(super) fn kind_of(number: i64) -> Option<Kind> {
         15 => Kind::BFloat16,
         _ => return None,
     })
+}
+
+/// libtorch's number of a kind; -1 for those that no rank can say.
+pub fn number_of(kind: Kind) -> i64 {
+    (0..=15).find(|&number| kind_of(number) == Some(kind)).unwrap_or(-1)
 }
 
 /// Dimensions that are an argument; all if it is missing or empty.

@@ -107,7 +107,11 @@ fn run(call: &mut Call<'_, Spec>) -> Result<()> {
     for (argument, values) in &plan.ints {
         call.set_ints(*argument, values)?;
     }
-    call.run()?;
+    let ran = call.run();
+    if plan.is_told {
+        outside::tell(call, &plan, &placement, runtime, ran.is_ok())?;
+    }
+    ran?;
     if plan.is_drawn_apart {
         for index in 0..call.returns() {
             if let LocalResult::Tensor(Some(mut drawn)) = call.result(index)? {
@@ -272,7 +276,7 @@ fn give(
         }
         return Ok(call.output_written(index)?);
     }
-    if output.is_scalar && placement.ranks().len() < runtime.world().world_size() {
+    if placement.ranks().len() < runtime.world().world_size() {
         if let LocalResult::Scalar(scalar) = call.result(index)? {
             let scalar = outside::share_scalar(placement, runtime, Some(scalar))?;
             return Ok(call.output_scalar(scalar)?);

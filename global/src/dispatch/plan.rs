@@ -42,6 +42,8 @@ pub struct Plan {
     pub code: Option<Code>,
     /// The code looks at shapes only, so that ranks outside the placement run it too.
     pub needs_shapes_only: bool,
+    /// The shapes of results depend on values: the ranks of the placement tell those outside.
+    pub is_told: bool,
     /// What ranks outside the placement know of the results, once it was found out.
     pub outside: OnceLock<Vec<Outside>>,
 }
@@ -85,8 +87,6 @@ pub struct Output {
     pub is_detached_view: bool,
     /// It is an argument.
     pub is_written: bool,
-    /// It is a number.
-    pub is_scalar: bool,
 }
 
 /// The tensors that an operation writes.
@@ -216,6 +216,14 @@ impl Plan {
         let elsewhere = || infer(&Op { in_place: false, ..op.clone() }, placement, given);
         let ruled = infer(&op, placement, given).or_else(elsewhere);
         let is_drawn_apart = ruled.is_none() && call.is_random() && placement.ranks().len() > 1;
+        let is_inside = placement.ranks().len() == runtime.world().world_size();
+        // Numbers as indices say how many elements there will be, masks do not.
+        let is_mask = |tensor| matches!(call.kind(tensor), Some(Kind::Bool | Kind::Uint8));
+        let is_dynamic = match name {
+            "index" | "index_put" | "index_put_" => (1..call.tensors()).any(is_mask),
+            _ => call.is_dynamic(),
+        };
+        let is_told = is_dynamic && ruled.is_none() && !is_inside;
         let choice = match ruled {
             Some(choice) => choice,
             None => {
@@ -241,6 +249,7 @@ impl Plan {
             write_backs: Vec::new(),
             backs: BTreeMap::new(),
             is_drawn_apart,
+            is_told,
             code,
             needs_shapes_only: code::always(rule_name).is_some(),
             outside: OnceLock::new(),
@@ -284,7 +293,6 @@ impl Plan {
                 shares: sbp.iter().all(|&sbp| sbp == B),
                 is_detached_view: is_detached,
                 is_written: call.written(index).is_some(),
-                is_scalar: SCALARS.contains(&name),
                 sbp,
             });
         }
@@ -306,9 +314,6 @@ impl Plan {
         Ok(plan)
     }
 }
-
-/// Operations that return a number.
-const SCALARS: &[&str] = &["_local_scalar_dense", "equal"];
 
 fn op_of<'a>(
     call: &'a Call<'_, Spec>,
@@ -348,7 +353,7 @@ fn op_of<'a>(
     }
 }
 
-fn is_float(kind: Kind) -> bool {
+pub fn is_float(kind: Kind) -> bool {
     matches!(
         kind,
         Kind::Half
