@@ -31,12 +31,27 @@ pub trait Dispatcher: 'static {
     /// Whatever is wrong with the operation: the caller of the operation gets the text.
     fn dispatch(call: &mut Call<'_, Self::Spec>) -> Result<(), BoxError>;
 
-    /// What is accumulated in the gradient of a leaf instead of `gradient`; None for `gradient`
-    /// itself.
+    /// In backward: what becomes of the gradient of a leaf. `exclusive`: nothing else uses the memory
+    /// of the gradient's local.
     ///
     /// # Errors
     /// They end the backward.
-    fn gradient(leaf: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>, BoxError>;
+    fn gradient(
+        leaf: &Tensor,
+        gradient: &Tensor,
+        exclusive: bool,
+    ) -> Result<LeafGradient, BoxError>;
+}
+
+/// What is accumulated in `.grad` of a leaf.
+#[derive(Debug)]
+pub enum LeafGradient {
+    /// The gradient that has come.
+    Same,
+    /// This one instead.
+    Boxed(Tensor),
+    /// Nothing: the dispatcher sets `.grad` itself, later.
+    Taken,
 }
 
 /// Makes global tensors, whose operations one [`Dispatcher`] carries out.
@@ -246,6 +261,11 @@ impl<S: Send + Sync + 'static> Call<'_, S> {
     /// Whether the operation changes the sizes of the tensor that it writes, as `transpose_`.
     pub fn reshapes(&self) -> bool {
         self.view.reshapes
+    }
+
+    /// Whether the operation draws random numbers.
+    pub fn is_random(&self) -> bool {
+        self.view.is_random
     }
 
     fn raw_arguments(&self) -> &[RawArgument] {
@@ -579,19 +599,26 @@ unsafe extern "C" fn call_dispatch<D: Dispatcher>(view: *const CallView) -> *mut
 
 /// # Safety
 ///
-/// The tensors must be valid during the call, and `boxed` be writable.
+/// The tensors must be valid during the call, and `boxed` and `taken` be writable.
 unsafe extern "C" fn call_gradient<D: Dispatcher>(
     leaf: *const C_tensor,
     gradient: *const C_tensor,
+    exclusive: bool,
     boxed: *mut *mut C_tensor,
+    taken: *mut bool,
 ) -> *mut c_char {
     report("the gradient of a global tensor", || {
         // SAFETY: the caller's promise.
         let (leaf, gradient) = unsafe { (borrow(leaf), borrow(gradient)) };
-        if let Some(result) = D::gradient(&leaf, &gradient)? {
-            let result = ManuallyDrop::new(result);
-            // SAFETY: the caller's promise; the handle is given away.
-            unsafe { *boxed = result.as_ptr().cast_mut() };
+        match D::gradient(&leaf, &gradient, exclusive)? {
+            LeafGradient::Same => {}
+            LeafGradient::Boxed(result) => {
+                let result = ManuallyDrop::new(result);
+                // SAFETY: the caller's promise; the handle is given away.
+                unsafe { *boxed = result.as_ptr().cast_mut() };
+            }
+            // SAFETY: the caller's promise.
+            LeafGradient::Taken => unsafe { *taken = true },
         }
         Ok(())
     })

@@ -4,7 +4,8 @@ use tch::{nn, Tensor};
 
 use crate::error::Result;
 use crate::placement::Placement;
-use crate::sbp::NdSbp;
+use crate::replicas::Replicas;
+use crate::sbp::{NdSbp, B};
 use crate::tensor::GlobalTensor;
 
 /// Makes all variables of a `VarStore` global tensors on a placement, with the SBP that `sbp` says
@@ -21,10 +22,15 @@ pub fn distribute(
     // All ranks in the same order.
     let mut variables: Vec<(String, Tensor)> = vs.variables().into_iter().collect();
     variables.sort_by(|(one, _), (other, _)| one.cmp(other));
+    let mut leaves = Vec::new();
     for (name, mut variable) in variables {
         let sbp = sbp(&name, &variable);
         to_global_in_place(&mut variable, placement, &sbp)?;
+        if variable.requires_grad() && sbp.contains(&B) {
+            leaves.push((name, variable));
+        }
     }
+    placement.runtime()?.add_replicas(Replicas::new(&leaves));
     Ok(())
 }
 
@@ -44,7 +50,7 @@ pub fn to_global_in_place(
             return now.to_global(placement, sbp);
         }
         // The first rank's values, then parts of them.
-        let broadcast = vec![crate::B; placement.axes()];
+        let broadcast = vec![B; placement.axes()];
         now.to_global(placement, &broadcast)?.to_global(placement, sbp)
     })?;
     tensor.set_data(&global);

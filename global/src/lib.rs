@@ -7,18 +7,24 @@ mod create;
 mod dispatch;
 mod distribute;
 mod error;
+pub mod explain;
 mod from_local;
 mod groups;
+pub mod init;
 mod placement;
+pub mod planner;
 mod policy;
 pub mod random;
 pub mod region;
+mod replicas;
 pub mod rules;
 mod runtime;
 mod sbp;
 pub mod schedule;
 mod spec;
 mod tensor;
+pub mod trace;
+pub mod view;
 
 pub use create::{
     arange, eye, full, linspace, manual_seed, ones, rand, randint, randn, randperm, rng_state,

@@ -15,6 +15,7 @@ use crate::error::Result;
 use crate::groups::Groups;
 use crate::placement::Placement;
 use crate::random::Generator;
+use crate::replicas::Replicas;
 use crate::sbp::{NdSbp, Sbp};
 use crate::spec::Spec;
 
@@ -34,6 +35,9 @@ pub struct Runtime {
     generator: Mutex<Generator>,
     /// Large tensors are where other ranks can read them.
     _allocator: Option<Arc<ArenaAllocatorGuard>>,
+    replicas: Mutex<Vec<Arc<Replicas>>>,
+    /// Leaves by where their locals are in memory, which the replicas keep.
+    leaves: Mutex<FxHashMap<usize, (Arc<Replicas>, usize)>>,
 }
 
 impl Runtime {
@@ -61,6 +65,8 @@ impl Runtime {
             _allocator: is_shared
                 .then(|| ArenaAllocatorGuard::install(group.arena_handle()))
                 .flatten(),
+            replicas: Mutex::default(),
+            leaves: Mutex::default(),
         });
         runtimes.push(Arc::downgrade(&runtime));
         drop(runtimes);
@@ -131,6 +137,24 @@ impl Runtime {
             boxings.insert(key[..].into(), boxing.clone());
             boxing
         })
+    }
+
+    /// Reduces the gradients of these leaves in buckets.
+    pub fn add_replicas(&self, replicas: Arc<Replicas>) {
+        let mut all = lock(&self.replicas);
+        all.retain(|replicas| !replicas.are_gone());
+        all.push(replicas);
+        let mut leaves = lock(&self.leaves);
+        leaves.clear();
+        for replicas in &*all {
+            let addresses = replicas.addresses();
+            leaves.extend(addresses.map(|(at, index)| (at, (Arc::clone(replicas), index))));
+        }
+    }
+
+    /// The leaf whose local is here.
+    pub fn replica(&self, address: usize) -> Option<(Arc<Replicas>, usize)> {
+        lock(&self.leaves).get(&address).cloned()
     }
 
     /// Where random numbers come from: the same on all ranks.

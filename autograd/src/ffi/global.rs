@@ -66,6 +66,7 @@ pub struct CallView {
     pub return_count: usize,
     pub is_view: bool,
     pub reshapes: bool,
+    pub is_random: bool,
 }
 
 /// How a result of the local operation is wrapped.
@@ -88,7 +89,9 @@ pub struct Callbacks {
     pub gradient: unsafe extern "C" fn(
         leaf: *const C_tensor,
         gradient: *const C_tensor,
+        exclusive: bool,
         boxed: *mut *mut C_tensor,
+        taken: *mut bool,
     ) -> *mut c_char,
     pub drop_spec: unsafe extern "C" fn(spec: *const c_void),
 }

@@ -45,8 +45,10 @@ pub fn of(name: &str) -> Option<Code> {
         "embedding" => indexing::embedding,
         "native_batch_norm" | "_native_batch_norm_legit" => normalization::batch_norm,
         "native_batch_norm_backward" => normalization::batch_norm_backward,
-        "bernoulli" | "exponential" | "native_dropout" | "normal" | "rand_like"
-        | "randint_like" | "randn_like" | "random" | "uniform" => random::draw,
+        "bernoulli" | "cauchy" | "exponential" | "geometric" | "log_normal" | "native_dropout"
+        | "normal" | "rand_like" | "randint_like" | "randn_like" | "random" | "uniform" => {
+            random::draw
+        }
         "new_empty_strided" => random::new_empty_strided,
         _ => return None,
     })
@@ -91,6 +93,21 @@ impl Context<'_, '_> {
             None => (given, vec![B; self.placement.axes()]),
         };
         Ok(Some(self.boxed(&local, &self.shape(tensor), &from, &to)?))
+    }
+
+    /// Writes an input: `value` lies as the signature wants the input.
+    fn overwrite(&self, tensor: usize, value: &Tensor) -> Result<()> {
+        let Some(given) = self.call.tensor(tensor) else { return Ok(()) };
+        let (mut own, sbp) = match self.call.spec(tensor) {
+            Some(spec) => {
+                let local = self.runtime()?.globals.local(&given);
+                (local.unwrap_or(given), spec.sbp().to_vec())
+            }
+            None => (given, vec![B; self.placement.axes()]),
+        };
+        let wanted = &self.plan.wanted[tensor];
+        own.f_copy_(&self.boxed(value, &self.shape(tensor), wanted, &sbp)?)?;
+        Ok(())
     }
 
     /// This rank's local of a tensor of this shape, from one SBP to another.

@@ -39,12 +39,11 @@ fn dims(context: &Context<'_, '_>, argument: usize) -> Vec<i64> {
 
 /// The shape without these dimensions, or with one element in each.
 fn reduced(shape: &[usize], dims: &[i64], keep: bool) -> Vec<usize> {
-    let sizes = shape.iter().enumerate().filter_map(|(dim, &size)| {
-        match dims.contains(&(dim as i64)) {
+    let sizes =
+        shape.iter().enumerate().filter_map(|(dim, &size)| match dims.contains(&(dim as i64)) {
             true => keep.then_some(1),
             false => Some(size),
-        }
-    });
+        });
     sizes.collect()
 }
 

@@ -10,8 +10,11 @@
 mod outside;
 mod plan;
 
-use flow_autograd::global::{Call, Dispatcher, LocalResult, Output as CallOutput, Scalar};
+use flow_autograd::global::{
+    Call, Dispatcher, LeafGradient, LocalResult, Output as CallOutput, Scalar,
+};
 use flow_autograd::BoxError;
+use flow_tensor::TensorCollectives;
 use std::cell::RefCell;
 use std::sync::Arc;
 use tch::Tensor;
@@ -19,8 +22,11 @@ use tch::Tensor;
 use crate::code;
 use crate::error::{Error, Result};
 use crate::placement::Placement;
+use crate::replicas;
 use crate::runtime::Runtime;
+use crate::sbp::B;
 use crate::spec::Spec;
+use crate::tensor::{boxed, find_spec, spec_of, GlobalTensor};
 pub use plan::Plan;
 use plan::{Input, Output};
 
@@ -34,13 +40,33 @@ impl Dispatcher for Operations {
         Ok(tch::no_grad(|| run(call))?)
     }
 
-    fn gradient(leaf: &Tensor, gradient: &Tensor) -> std::result::Result<Option<Tensor>, BoxError> {
-        use crate::tensor::{boxed, spec_of};
-        let (own, now) = (spec_of(leaf)?, spec_of(gradient)?);
-        if own.id() == now.id() || own.sbp().iter().any(|sbp| sbp.is_partial()) {
-            return Ok(None);
+    fn gradient(
+        leaf: &Tensor,
+        gradient: &Tensor,
+        exclusive: bool,
+    ) -> std::result::Result<LeafGradient, BoxError> {
+        let own = spec_of(leaf)?;
+        let Some(now) = find_spec(gradient) else {
+            // Zeros, from a formula that makes them without a look at the tensors.
+            let sbp = own.sbp().iter().map(|&sbp| if sbp.is_partial() { B } else { sbp });
+            let sbp: Vec<_> = sbp.collect();
+            let boxed = crate::scatter(&gradient.copy(), own.placement(), &sbp)?;
+            return Ok(LeafGradient::Boxed(boxed));
+        };
+        if own.sbp().iter().any(|sbp| sbp.is_partial()) {
+            return Ok(LeafGradient::Same);
         }
-        Ok(Some(tch::no_grad(|| boxed(gradient, &own))?))
+        if gradient.requires_grad() {
+            // Of a backward that is itself differentiated.
+            return Ok(LeafGradient::Boxed(gradient.to_global(own.placement(), own.sbp())?));
+        }
+        if replicas::take(leaf, gradient, exclusive)? {
+            return Ok(LeafGradient::Taken);
+        }
+        if own.id() == now.id() {
+            return Ok(LeafGradient::Same);
+        }
+        Ok(LeafGradient::Boxed(tch::no_grad(|| boxed(gradient, &own))?))
     }
 }
 
@@ -66,6 +92,13 @@ fn run(call: &mut Call<'_, Spec>) -> Result<()> {
         call.set_ints(*argument, values)?;
     }
     call.run()?;
+    if plan.is_drawn_apart {
+        for index in 0..call.returns() {
+            if let LocalResult::Tensor(Some(mut drawn)) = call.result(index)? {
+                runtime.groups.group(placement.ranks())?.broadcast_tensor(&mut drawn, 0)?;
+            }
+        }
+    }
     for &(index, result) in &plan.write_backs {
         write_back(call, &plan, runtime, index, result)?;
     }
@@ -133,17 +166,37 @@ fn prepare(
             let empty = like.map(|like| Tensor::empty([0], (like.kind(), like.device())));
             Ok(call.set_local(index, empty.as_ref())?)
         }
-        Input::Boxed { boxing, is_written } => {
+        Input::Boxed { boxing, from, to, is_written } => {
             let local = local_of(call, runtime, index)?;
             let Some(tensor) = &local else { return Ok(()) };
             let options = (tensor.kind(), tensor.device());
-            let boxed = boxing.run(&runtime.groups, options, local.as_ref())?;
+            let boxed = boxing.run(&runtime.groups, options, local.as_ref());
+            let boxed = boxed.map_err(|source| Error::Boxing {
+                operation: call.name().to_owned(),
+                input: index,
+                shape: shape(call.sizes(index)),
+                from: from.clone(),
+                to: to.clone(),
+                source: Box::new(source),
+                advice: advice(call.name()),
+            })?;
             let boxed = match *is_written && boxing.is_view() {
                 true => boxed.map(|boxed| boxed.copy()),
                 false => boxed,
             };
             Ok(call.set_local(index, boxed.as_ref())?)
         }
+    }
+}
+
+/// What all ranks have to do, where one may have left the others alone.
+fn advice(operation: &str) -> &'static str {
+    match operation {
+        "aten::_local_scalar_dense" => {
+            " (to read a value of a tensor that is split or partial, all ranks must take part: call \
+             full() or double_value() on all of them, or to_local() on one)"
+        }
+        _ => " (all ranks must run the same operations on global tensors, in the same order)",
     }
 }
 

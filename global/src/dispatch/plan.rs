@@ -37,6 +37,8 @@ pub struct Plan {
     pub write_backs: Vec<(usize, Option<usize>)>,
     /// How these get back.
     pub backs: BTreeMap<usize, Arc<Boxing>>,
+    /// Each rank draws random numbers of its own: those of the first one count.
+    pub is_drawn_apart: bool,
     /// Runs instead of the operation.
     pub code: Option<Code>,
     /// The code looks at shapes only, so that ranks outside the placement run it too.
@@ -57,6 +59,10 @@ pub enum Input {
     Boxed {
         /// How.
         boxing: Arc<Boxing>,
+        /// What there is.
+        from: NdSbp,
+        /// What is wanted.
+        to: NdSbp,
         /// The operation writes it.
         is_written: bool,
     },
@@ -86,7 +92,7 @@ pub struct Output {
 
 /// The tensors that an operation writes.
 struct Written {
-    /// It writes its first argument, and rules know.
+    /// It writes some of its arguments, and rules know.
     is_in_place: bool,
     /// Arguments that only receive the result, as `out`.
     outs: Vec<usize>,
@@ -98,6 +104,9 @@ impl Written {
     fn of(call: &Call<'_, Spec>, arguments: &[Argument<'_>]) -> Self {
         let name = call.name();
         let is_in_place = name.ends_with('_') && !name.ends_with("__") && call.is_written(0);
+        // Its schema does not say that it does.
+        let writes_statistics = name == "aten::native_batch_norm"
+            && matches!(arguments.get(5), Some(Argument::Bool(true)));
         let is_out = call.overload().ends_with("out");
         let written = (0..arguments.len()).filter(|&argument| call.is_written(argument));
         let (mut outs, mut tensors) = (Vec::new(), Vec::new());
@@ -112,23 +121,31 @@ impl Written {
                 _ => {}
             }
         }
-        Self { is_in_place, outs, tensors }
+        if writes_statistics {
+            tensors.extend((3..5).filter(|&tensor| call.is_defined(tensor)));
+        }
+        Self { is_in_place: is_in_place || writes_statistics, outs, tensors }
     }
 }
 
 impl Plan {
     /// Decides for the tensors of a call.
-    pub fn new(call: &Call<'_, Spec>, placement: &Placement, runtime: &Arc<Runtime>) -> Result<Self> {
+    pub fn new(
+        call: &Call<'_, Spec>,
+        placement: &Placement,
+        runtime: &Arc<Runtime>,
+    ) -> Result<Self> {
         let arguments = call.arguments();
         let written = Written::of(call, &arguments);
         for &tensor in &written.tensors {
             if call.is_detached_view(tensor) {
                 return Err(Error::Unsupported {
                     operation: call.name().to_owned(),
-                    reason: "it would write a view of a global tensor that had to be boxed, and so \
+                    reason:
+                        "it would write a view of a global tensor that had to be boxed, and so \
                              does not share the tensor's memory: write to the tensor itself, or \
                              split it along another dimension"
-                        .to_owned(),
+                            .to_owned(),
                 });
             }
         }
@@ -141,12 +158,16 @@ impl Plan {
         let op = op_of(call, rule_name, &arguments, &written);
         let axes = placement.axes();
         let have: Vec<NdSbp> = (0..call.tensors())
-            .map(|tensor| call.spec(tensor).map_or_else(|| vec![B; axes], |spec| spec.sbp().to_vec()))
+            .map(|tensor| {
+                call.spec(tensor).map_or_else(|| vec![B; axes], |spec| spec.sbp().to_vec())
+            })
             .collect();
         let given = &have[..op.inputs.len()];
         // If what is written fits no signature, another layout is written, and that boxed back.
         let elsewhere = || infer(&Op { in_place: false, ..op.clone() }, placement, given);
-        let choice = match infer(&op, placement, given).or_else(elsewhere) {
+        let ruled = infer(&op, placement, given).or_else(elsewhere);
+        let is_drawn_apart = ruled.is_none() && call.is_random() && placement.ranks().len() > 1;
+        let choice = match ruled {
             Some(choice) => choice,
             None => {
                 crate::policy::gathered(name)?;
@@ -170,6 +191,7 @@ impl Plan {
             outputs: Vec::new(),
             write_backs: Vec::new(),
             backs: BTreeMap::new(),
+            is_drawn_apart,
             code,
             needs_shapes_only: code::always(rule_name).is_some(),
             outside: OnceLock::new(),
@@ -190,7 +212,8 @@ impl Plan {
                         plan.write_backs.push((tensor, None));
                         plan.backs.insert(tensor, boxing(to, from));
                     }
-                    Input::Boxed { boxing: boxing(from, to), is_written }
+                    let boxing = boxing(from, to);
+                    Input::Boxed { boxing, from: from.clone(), to: to.clone(), is_written }
                 }
             };
             plan.inputs.push(input);
@@ -255,7 +278,7 @@ fn op_of<'a>(
         Argument::Int(value) => Arg::Int(value),
         Argument::Float(value) => Arg::Float(value),
         Argument::Bool(value) => Arg::Bool(value),
-        Argument::Ints(values) => Arg::Ints(values),
+        Argument::Ints(values) => Arg::Ints(values.into()),
         Argument::Other => Arg::Other,
     };
     let input = |tensor: usize| {
@@ -308,7 +331,12 @@ fn gathered(op: &Op<'_>, axes: usize) -> Choice {
 }
 
 /// Lists that are the shape of a tensor: the sizes of this rank's part.
-fn ints(op: &Op<'_>, choice: &Choice, placement: &Placement, rank: usize) -> Vec<(usize, Vec<i64>)> {
+fn ints(
+    op: &Op<'_>,
+    choice: &Choice,
+    placement: &Placement,
+    rank: usize,
+) -> Vec<(usize, Vec<i64>)> {
     // A rank outside finds out what the first one has.
     let position = placement.position(rank).unwrap_or(0);
     let local = |(argument, sbp): &(usize, NdSbp)| {
