@@ -8,7 +8,8 @@ use tch::Kind;
 
 use super::outside::Outside;
 use super::shape;
-use crate::boxing::plan::{Layout, Plan as Boxing};
+use crate::boxing::execute::Boxing;
+use crate::boxing::plan::Layout;
 use crate::code::{self, Code};
 use crate::error::{Error, Result};
 use crate::placement::Placement;
@@ -34,8 +35,8 @@ pub struct Plan {
     /// Tensors that are written in another layout than their own, and the result that is written
     /// there, if it is not the input itself.
     pub write_backs: Vec<(usize, Option<usize>)>,
-    /// How these get back: boxing, and the layouts.
-    pub backs: BTreeMap<usize, (Boxing, NdSbp, NdSbp)>,
+    /// How these get back.
+    pub backs: BTreeMap<usize, Arc<Boxing>>,
     /// Each rank draws random numbers of its own: those of the first one count.
     pub is_drawn_apart: bool,
     /// Runs instead of the operation.
@@ -59,7 +60,7 @@ pub enum Input {
     /// What boxing makes of the local.
     Boxed {
         /// How.
-        plan: Box<Boxing>,
+        boxing: Arc<Boxing>,
         /// What there is.
         from: NdSbp,
         /// What is wanted.
@@ -262,14 +263,16 @@ impl Plan {
                 () if call.reshapes() && is_written && from == to => Input::Handle,
                 () if from == to => Input::Own,
                 () => {
-                    let (from, to) = (from.clone(), to.clone());
-                    let boxing = boxing(&sizes[tensor], placement, &from, &to);
+                    let boxing = |from: &[Sbp], to: &[Sbp]| {
+                        let [from, to] = [from, to].map(|sbp| Layout { placement, sbp });
+                        runtime.boxing(&sizes[tensor], from, to)
+                    };
                     if is_written && !call.reshapes() {
                         plan.write_backs.push((tensor, None));
-                        let back = boxing_back(&sizes[tensor], placement, &to, &from);
-                        plan.backs.insert(tensor, back);
+                        plan.backs.insert(tensor, boxing(to, from));
                     }
-                    Input::Boxed { plan: Box::new(boxing), from, to, is_written }
+                    let boxing = boxing(from, to);
+                    Input::Boxed { boxing, from: from.clone(), to: to.clone(), is_written }
                 }
             };
             plan.inputs.push(input);
@@ -305,7 +308,8 @@ impl Plan {
             plan.wanted.push(gets.clone());
             if !is_same {
                 plan.write_backs.push((tensor, Some(index)));
-                plan.backs.insert(tensor, boxing_back(&sizes[tensor], placement, gets, own));
+                let [from, to] = [gets, own].map(|sbp| Layout { placement, sbp });
+                plan.backs.insert(tensor, runtime.boxing(&sizes[tensor], from, to));
             }
         }
         for output in &mut plan.outputs {
@@ -379,19 +383,6 @@ fn gathered(op: &Op<'_>, axes: usize) -> Choice {
         shapes: Vec::new(),
         has_code: false,
     }
-}
-
-fn boxing(shape: &[usize], placement: &Placement, from: &[Sbp], to: &[Sbp]) -> Boxing {
-    Boxing::new(shape, Layout { placement, sbp: from }, Layout { placement, sbp: to })
-}
-
-fn boxing_back(
-    shape: &[usize],
-    placement: &Placement,
-    from: &[Sbp],
-    to: &[Sbp],
-) -> (Boxing, NdSbp, NdSbp) {
-    (boxing(shape, placement, from, to), from.to_vec(), to.to_vec())
 }
 
 /// Lists that are the shape of a tensor: the sizes of this rank's part.
