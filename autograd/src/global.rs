@@ -284,6 +284,16 @@ impl<S: Send + Sync + 'static> Call<'_, S> {
         self.view.reshapes
     }
 
+    /// Whether the operation draws random numbers.
+    pub fn is_random(&self) -> bool {
+        self.view.is_random
+    }
+
+    /// Whether the shapes of results depend on values.
+    pub fn is_dynamic(&self) -> bool {
+        self.view.is_dynamic
+    }
+
     fn raw_arguments(&self) -> &[RawArgument] {
         // SAFETY: the list outlives the call.
         unsafe { slice(self.view.arguments, self.view.argument_count) }

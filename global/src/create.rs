@@ -231,7 +231,9 @@ pub(crate) fn drawn(
 ) -> std::result::Result<Tensor, tch::TchError> {
     let sizes = sizes_of(region);
     let flat = match kind {
-        Kind::Float => Tensor::f_from_slice(&draw.region(shape, region, |bits| value(bits) as f32))?,
+        Kind::Float => {
+            Tensor::f_from_slice(&draw.region(shape, region, |bits| value(bits) as f32))?
+        }
         _ => Tensor::f_from_slice(&draw.region(shape, region, value))?,
     };
     flat.f_view(&sizes[..])?.f_to_device(device)?.f_to_kind(kind)

@@ -54,6 +54,24 @@ pub enum Error {
         /// What was called.
         operation: &'static str,
     },
+    /// A boxing that an operation needs, and that failed.
+    #[error("{operation}: boxing its input {input}, of shape {shape:?}, from {from:?} to {to:?}: {source}{advice}")]
+    Boxing {
+        /// The operation.
+        operation: String,
+        /// The input's number.
+        input: usize,
+        /// The logical shape.
+        shape: Vec<usize>,
+        /// What there was.
+        from: Vec<Sbp>,
+        /// What was needed.
+        to: Vec<Sbp>,
+        /// Why it failed.
+        source: Box<Error>,
+        /// What may be wrong with the program.
+        advice: &'static str,
+    },
     /// Tensors of one operation that lie on different ranks.
     #[error(
         "{operation}: one input lies on the placement {one}, another on {other}; move one of them \
@@ -73,6 +91,25 @@ pub enum Error {
         /// The operation.
         operation: String,
         /// Why not, and what to do.
+        reason: String,
+    },
+    /// Fewer ranks than a job is to have.
+    #[error(
+        "asked for {asked} devices, found {found}: start as many ranks (flow-launch \
+         --nproc_per_node {asked}), or ask for fewer"
+    )]
+    Devices {
+        /// Devices that are asked for.
+        asked: usize,
+        /// Ranks of the group.
+        found: usize,
+    },
+    /// An input that a job does not take.
+    #[error("the input {name}: {reason}")]
+    Input {
+        /// The input's name.
+        name: String,
+        /// What it is, and what the job declares.
         reason: String,
     },
     /// Not one SBP for each axis.

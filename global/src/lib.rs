@@ -10,6 +10,7 @@ mod error;
 pub mod explain;
 mod from_local;
 mod groups;
+pub mod init;
 mod placement;
 pub mod planner;
 mod policy;
@@ -24,6 +25,7 @@ pub mod schedule;
 mod spec;
 mod tensor;
 pub mod trace;
+pub mod view;
 
 pub use create::{
     arange, eye, full, linspace, manual_seed, ones, rand, randint, randn, randperm, rng_state,

@@ -27,9 +27,7 @@ impl PartialEq for Placement {
         let (one, other) = (&*self.0, &*other.0);
         let group = |inner: &Inner| inner.runtime.as_ref().map(Arc::as_ptr);
         std::ptr::eq(one, other)
-            || (one.ranks == other.ranks
-                && one.shape == other.shape
-                && group(one) == group(other))
+            || (one.ranks == other.ranks && one.shape == other.shape && group(one) == group(other))
     }
 }
 

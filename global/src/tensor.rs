@@ -6,8 +6,7 @@ use flow_autograd::global::Globals;
 use flow_autograd::{custom_function, BoxError, Forward};
 use tch::Tensor;
 
-use crate::boxing::execute::execute;
-use crate::boxing::plan::{Layout, Plan};
+use crate::boxing::plan::Layout;
 use crate::dispatch::{shape, Operations};
 use crate::error::{Error, Result};
 use crate::placement::Placement;
@@ -195,14 +194,13 @@ pub(crate) fn boxed(tensor: &Tensor, to: &Arc<Spec>) -> Result<Tensor> {
         Layout { placement: from.placement(), sbp: from.sbp() },
         Layout { placement: to.placement(), sbp: to.sbp() },
     );
-    let plan = Plan::new(&shape, old, new);
     let runtime = to.placement().runtime()?;
+    let boxing = runtime.boxing(&shape, old, new);
     let local = local_of(tensor);
-    let options = (&shape[..], tensor.kind(), tensor.device());
-    let result = execute(&runtime.groups, &plan, (old, new), options, local.as_ref())?;
-    // A slice is still the old tensor's memory.
-    let is_slice = plan.slice(runtime.rank()).is_some();
-    let result = result.map(|result| if is_slice { result.copy() } else { result });
+    let options = (tensor.kind(), tensor.device());
+    let result = boxing.run(&runtime.groups, options, local.as_ref())?;
+    // A view is still the old tensor's memory.
+    let result = result.map(|result| if boxing.is_view() { result.copy() } else { result });
     let like = empty_like(tensor);
     wrap(result.as_ref(), &like, to.clone(), &sizes)
 }

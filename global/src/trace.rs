@@ -135,7 +135,7 @@ impl Argument {
     /// As rules have it.
     pub(crate) fn borrow(&self) -> Arg<'_> {
         match self {
-            Self::Ints(values) => Arg::Ints(values),
+            Self::Ints(values) => Arg::Ints(values.into()),
             Self::Other(arg) => arg.clone(),
         }
     }

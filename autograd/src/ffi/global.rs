@@ -66,6 +66,8 @@ pub struct CallView {
     pub return_count: usize,
     pub is_view: bool,
     pub reshapes: bool,
+    pub is_random: bool,
+    pub is_dynamic: bool,
 }
 
 /// How a result of the local operation is wrapped.

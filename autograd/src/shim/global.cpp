@@ -19,6 +19,7 @@
 #include <ATen/SequenceNumber.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/enum_tag.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -79,7 +80,7 @@ struct CallView {
     const Argument* arguments;
     const TensorView* tensors;
     size_t argument_count, tensor_count, return_count;
-    bool is_view, reshapes;
+    bool is_view, reshapes, is_random, is_dynamic;
 };
 
 // Rust's part.
@@ -164,7 +165,7 @@ at::Tensor wrap(at::Tensor local, const void* spec, const Geometry& geometry, ca
 struct OpInfo {
     c10::SmallVector<bool, 16> is_optional_tensor, is_written;  // by argument
     c10::SmallVector<int, 4> writes;                            // by return: the argument that it is, or -1
-    bool is_view = false, reshapes = false, is_composite = false;
+    bool is_view = false, reshapes = false, is_composite = false, is_random = false, is_dynamic = false;
 };
 
 OpInfo info_of(const c10::OperatorHandle& op) {
@@ -192,6 +193,8 @@ OpInfo info_of(const c10::OperatorHandle& op) {
     for (const char* name : {"aten::t_", "aten::transpose_", "aten::squeeze_", "aten::unsqueeze_", "aten::swapaxes_", "aten::swapdims_"}) {
         info.reshapes |= schema.name() == name;
     }
+    info.is_dynamic = op.hasTag(at::Tag::dynamic_output_shape);
+    info.is_random = op.hasTag(at::Tag::nondeterministic_seeded);
     info.is_composite = op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) && !op.hasKernelForDispatchKey(DispatchKey::CPU);
     return info;
 }
@@ -346,7 +349,7 @@ void kernel(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
     }
     const CallView view{&call, op.schema().name().c_str(), op.schema().overload_name().c_str(), &op.schema(),
                         call.arguments.data(), call.tensors.data(), call.count, call.tensors.size(),
-                        op.schema().returns().size(), info.is_view, info.reshapes};
+                        op.schema().returns().size(), info.is_view, info.reshapes, info.is_random, info.is_dynamic};
     flow::check(callbacks.dispatch(&view));
     TORCH_CHECK(call.outputs.size() == view.return_count, op.schema().name(), ": its rule gave ", call.outputs.size(), " results");
     torch::jit::drop(*stack, call.count);
@@ -356,9 +359,10 @@ void kernel(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
 }  // namespace
 
 std::optional<at::Tensor> flow::boxed_gradient(const at::Tensor& leaf, const at::Tensor& gradient) {
-    if (!is_global(leaf) || !is_global(gradient)) return std::nullopt;
+    if (!is_global(leaf)) return std::nullopt;
     // The temporary pointer is a user of the meta as well.
-    const bool exclusive = gradient.use_count() == 1 && meta_of(gradient).local.use_count() == 1 && memory_is_exclusive(meta_of(gradient).local) &&
+    const bool exclusive = is_global(gradient) && gradient.use_count() == 1 && meta_of(gradient).local.use_count() == 1 &&
+                           memory_is_exclusive(meta_of(gradient).local) &&
                            gradient.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr().use_count() == 2;
     at::Tensor* boxed = nullptr;
     bool taken = false;
