@@ -134,7 +134,7 @@ impl From<&Arg<'_>> for Argument {
 impl Argument {
     fn borrow(&self) -> Arg<'_> {
         match self {
-            Self::Ints(values) => Arg::Ints(values),
+            Self::Ints(values) => Arg::Ints(values.into()),
             Self::Other(arg) => arg.clone(),
         }
     }

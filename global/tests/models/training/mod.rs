@@ -118,7 +118,6 @@ impl Training {
     }
 
     pub fn gpt() -> Self {
-        let (words, length) = (networks::WORDS, networks::LENGTH);
         Self {
             name: "GPT",
             network: networks::gpt,
@@ -173,7 +172,7 @@ impl Training {
                 assert_eq!(found, sbp(&name, &tensor), "{name} lies in another way");
                 layouts.push((tensor.size(), found));
             }
-            for (name, tensor) in optimizer.state().unwrap().iter() {
+            for (name, tensor) in optimizer.state().unwrap().tensors {
                 if tensor.dim() > 0 {
                     let layout = (tensor.size(), tensor.sbp().unwrap());
                     assert!(layouts.contains(&layout), "{name} lies as {layout:?}");
