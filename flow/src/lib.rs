@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`prelude`] | what a training program uses, for `use flow::prelude::*;` |
 //! | [`ddp`] | `Ddp`, samplers, loaders, checkpoints: `torch.nn.parallel`, `torch.utils.data` |
+//! | [`global`] | global tensors: placements, SBPs, views; in PyTorch `torch.distributed.tensor` |
 //! | [`tensor`] | collectives on tensors, differentiable ones too: `torch.distributed.nn` |
 //! | [`comm`] | process groups and collectives on slices and buffers: `torch.distributed` |
 //! | [`tch`] | tensors, autograd and models: libtorch |
@@ -25,6 +26,7 @@
 
 pub use flow_comm as comm;
 pub use flow_ddp as ddp;
+pub use flow_global as global;
 pub use flow_tensor as tensor;
 pub use tch;
 
@@ -35,6 +37,7 @@ pub mod prelude {
         Checkpoints, DataLoader, Dataset, Ddp, DeviceKind, DistributedSampler, OptimizerState,
         ProcessGroup, ReduceOp, TensorCollectives, TryBackwardStep,
     };
+    pub use flow_global::{self as global, GlobalTensor, Placement, Sbp, B, P, S};
     pub use tch::nn::{self, Module, ModuleT, OptimizerConfig};
     pub use tch::{Device, Kind, Tensor};
 }

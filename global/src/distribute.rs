@@ -4,7 +4,7 @@ use tch::{nn, Tensor};
 
 use crate::error::Result;
 use crate::placement::Placement;
-use crate::sbp::NdSbp;
+use crate::sbp::{Sbp, B};
 use crate::tensor::GlobalTensor;
 
 /// Makes all variables of a `VarStore` global tensors on a placement, with the SBP that `sbp` says
@@ -13,17 +13,17 @@ use crate::tensor::GlobalTensor;
 ///
 /// # Errors
 /// An SBP does not fit, or ranks have variables of other shapes.
-pub fn distribute(
+pub fn distribute<T: AsRef<[Sbp]>>(
     vs: &nn::VarStore,
     placement: &Placement,
-    sbp: impl Fn(&str, &Tensor) -> NdSbp,
+    sbp: impl Fn(&str, &Tensor) -> T,
 ) -> Result<()> {
     // All ranks in the same order.
     let mut variables: Vec<(String, Tensor)> = vs.variables().into_iter().collect();
     variables.sort_by(|(one, _), (other, _)| one.cmp(other));
     for (name, mut variable) in variables {
         let sbp = sbp(&name, &variable);
-        to_global_in_place(&mut variable, placement, &sbp)?;
+        to_global_in_place(&mut variable, placement, sbp)?;
     }
     Ok(())
 }
@@ -36,7 +36,7 @@ pub fn distribute(
 pub fn to_global_in_place(
     tensor: &mut Tensor,
     placement: &Placement,
-    sbp: &[crate::Sbp],
+    sbp: impl AsRef<[Sbp]>,
 ) -> Result<()> {
     let global = tch::no_grad(|| {
         let now = tensor.detach();
@@ -44,7 +44,7 @@ pub fn to_global_in_place(
             return now.to_global(placement, sbp);
         }
         // The first rank's values, then parts of them.
-        let broadcast = vec![crate::B; placement.axes()];
+        let broadcast = vec![B; placement.axes()];
         now.to_global(placement, &broadcast)?.to_global(placement, sbp)
     })?;
     tensor.set_data(&global);

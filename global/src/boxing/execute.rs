@@ -37,6 +37,7 @@ pub fn execute(
     (shape, kind, device): (&[usize], Kind, Device),
     local: Option<&Tensor>,
 ) -> Result<Option<Tensor>> {
+    groups.add_moved(plan.received() * kind.elt_size_in_bytes());
     let rank = groups.rank();
     let position = from.placement.position(rank);
     if let (true, Some(reduction)) = (plan.is_all_reduce, &plan.reduction) {
