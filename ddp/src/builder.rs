@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use flow_autograd::GradHook;
-use flow_comm::ProcessGroup;
+use flow_comm::{ProcessGroup, ReduceOp};
 use flow_tensor::{cuda_group, ArenaAllocatorGuard, CoalescedBroadcast};
 use tch::nn::{VarStore, Variables};
 use tch::Tensor;
@@ -97,7 +97,13 @@ impl DdpBuilder {
     /// parameter used.
     fn new(group: &ProcessGroup) -> Self {
         let caps = Caps { first: MIB as usize, rest: 25 * MIB as usize };
-        let options = Options { caps, find_unused: false, bucket_view: false, communication: None };
+        let options = Options {
+            caps,
+            find_unused: false,
+            bucket_view: false,
+            communication: None,
+            op: ReduceOp::Avg,
+        };
         Self {
             group: group.clone(),
             options,
@@ -299,17 +305,28 @@ impl WrappedParts {
         let parameters = parameters.into_iter().map(|(name, tensor)| Parameter::new(name, tensor));
         let (trained, frozen): (Vec<_>, Vec<_>) =
             parameters.partition(|parameter| parameter.tensor.requires_grad());
-        let path: Arc<dyn ReducePath> = match cuda_group(&own, &trained[0].tensor)? {
-            Some(cuda) => Arc::new(CudaPath::new(&own, cuda)),
-            None => Arc::new(CpuPath::new(&own, settings)?),
-        };
-        let allocator = (!path.grads_are_views())
-            .then(|| ArenaAllocatorGuard::install(own.arena_handle()))
-            .flatten();
+        let (path, allocator) = reduce_path(&own, settings, &trained[0].tensor, options.op)?;
         let reducer = Reducer::new(own, path, trained, frozen, options, comm_hook)?;
         let hooks = reducer.install_hooks()?;
         Ok(Self { reducer, hooks, allocator, buffers, held })
     }
+}
+
+/// How gradients of tensors on the device of `like` are reduced, and what has the CPU's allocated where
+/// ranks reach them.
+pub(crate) fn reduce_path(
+    group: &ProcessGroup,
+    settings: &Settings,
+    like: &Tensor,
+    op: ReduceOp,
+) -> Result<(Arc<dyn ReducePath>, Option<Arc<ArenaAllocatorGuard>>)> {
+    Ok(match cuda_group(group, like)? {
+        Some(cuda) => (Arc::new(CudaPath::new(group, cuda, op)), None),
+        None => {
+            let path = Arc::new(CpuPath::new(group, settings, op)?);
+            (path, ArenaAllocatorGuard::install(group.arena_handle()))
+        }
+    })
 }
 
 /// The name of a parameter in a store that has come to the first `known`.

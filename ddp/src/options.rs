@@ -1,5 +1,6 @@
 //! What a reducer does differently when asked to.
 
+use flow_comm::ReduceOp;
 use tch::Kind;
 
 use crate::bucket::assignment::Caps;
@@ -12,4 +13,6 @@ pub(crate) struct Options {
     pub bucket_view: bool,
     /// The type in which gradients are sent; None: their own.
     pub communication: Option<Kind>,
+    /// Avg or Sum.
+    pub op: ReduceOp,
 }

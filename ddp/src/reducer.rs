@@ -69,7 +69,9 @@ impl Reducer {
             let hook = move |tensor: &Tensor| {
                 // First of all: in a forked child the state may be locked for ever.
                 reducer.check_process("backward").map_err(Error::end_backward)?;
-                reducer.on_gradient(index, tensor).map_err(|error| reducer.fail(error))
+                // Backward may read memory that others use again: it must stay as it is.
+                let exclusive = flow_autograd::grad_is_exclusive(tensor);
+                reducer.on_gradient(index, &tensor.grad(), exclusive)
             };
             GradHook::install(&parameter.tensor, hook)
                 .map_err(|e| self.torch("installing a hook", format!("{}: {e}", parameter.name)))
@@ -141,8 +143,22 @@ impl Reducer {
         self.state().timed_stats(&**self.path)
     }
 
-    /// Called by libtorch when `.grad` of a parameter is final.
-    fn on_gradient(self: &Arc<Self>, index: usize, tensor: &Tensor) -> Result<()> {
+    /// In backward: `.grad` of a parameter is final. `exclusive`: nothing else uses its memory.
+    pub fn on_gradient(
+        self: &Arc<Self>,
+        index: usize,
+        gradient: &Tensor,
+        exclusive: bool,
+    ) -> Result<(), BoxError> {
+        self.mark_ready(index, gradient, exclusive).map_err(|error| self.fail(error))
+    }
+
+    fn mark_ready(
+        self: &Arc<Self>,
+        index: usize,
+        gradient: &Tensor,
+        exclusive: bool,
+    ) -> Result<()> {
         let mut state = self.state();
         state.used[index] = true;
         if state.local > 0 {
@@ -194,15 +210,12 @@ impl Reducer {
             return Err(Error::Model { rank: job_rank(&self.group), reason });
         }
         state.ready_order.push(index);
-        let gradient = tensor.grad();
-        if let Some(reason) = flow_autograd::unsendable(&gradient) {
+        if let Some(reason) = flow_autograd::unsendable(gradient) {
             let reason = format!("the gradient of {} {reason}", state.parameters[index].name);
             return Err(Error::Model { rank: job_rank(&self.group), reason });
         }
         let (bucket, slot) = state.slots[index];
-        // Backward may read memory that others use again: it must stay as it is.
-        let exclusive = flow_autograd::grad_is_exclusive(tensor);
-        let in_place = state.buckets[bucket].mark_ready(slot, &gradient, exclusive)?;
+        let in_place = state.buckets[bucket].mark_ready(slot, gradient, exclusive)?;
         if !in_place && self.options.bucket_view && !self.path.grads_are_views() {
             state.alias_grad_to_bucket(index).map_err(|e| self.in_backward(e))?;
         }

@@ -1,21 +1,18 @@
-//! The options of `mnist`.
+//! The options of trainings on images, and those that only `mnist` has.
 
+use std::fs;
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::{ensure, Result};
-use clap::Parser;
+use anyhow::{ensure, Context, Result};
+use clap::{Args, Parser};
 use flow::prelude::*;
 
 use crate::images::Images;
 
-/// Trains LeNet on Fashion-MNIST.
-#[derive(Parser)]
-pub struct Options {
-    /// Folder with the data set's four IDX files, gzipped or not [default: Debian's
-    /// dataset-fashion-mnist]
-    #[arg(long, value_name = "DIR")]
-    pub data: Option<PathBuf>,
+/// The options of a training.
+#[derive(Args)]
+pub struct Training {
     /// How often all images are seen
     #[arg(long, value_name = "N", default_value = "2")]
     pub epochs: NonZeroUsize,
@@ -39,16 +36,48 @@ pub struct Options {
     /// cpu, or cuda: a GPU for each rank
     #[arg(long, default_value = "cpu")]
     pub device: DeviceKind,
-    /// Compute in double precision, to compare trainings: what rounding makes of two then stays
-    /// small
-    #[arg(long)]
-    pub double: bool,
     /// Threads per rank that load images
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub workers: usize,
     /// File for the loss of each step, the mean over all ranks, a line each
     #[arg(long, value_name = "FILE")]
     pub losses: Option<PathBuf>,
+}
+
+impl Training {
+    /// The learning rate of a step: up in a straight line during the first fifth of all steps, then
+    /// down.
+    pub fn lr_at(&self, step: usize, steps: usize) -> f64 {
+        let place = (step + 1) as f64 / (steps + 1) as f64;
+        self.lr * (5.0 * place).min(1.25 * (1.0 - place))
+    }
+}
+
+/// Writes the losses of all steps into a file, if there is one, a line each. Rank 0 calls this,
+/// first with nothing: an error comes now, rather than when all the work is done.
+///
+/// # Errors
+/// When the file cannot be written.
+pub fn write_losses(file: Option<&Path>, losses: &[String]) -> Result<()> {
+    let Some(file) = file else { return Ok(()) };
+    let lines: String = losses.iter().map(|loss| format!("{loss}\n")).collect();
+    fs::write(file, lines).with_context(|| format!("cannot write {}", file.display()))
+}
+
+/// Trains LeNet on Fashion-MNIST.
+#[derive(Parser)]
+pub struct Options {
+    /// Folder with the data set's four IDX files, gzipped or not [default: Debian's
+    /// dataset-fashion-mnist]
+    #[arg(long, value_name = "DIR")]
+    pub data: Option<PathBuf>,
+    /// Of any training
+    #[command(flatten)]
+    pub training: Training,
+    /// Compute in double precision, to compare trainings: what rounding makes of two then stays
+    /// small
+    #[arg(long)]
+    pub double: bool,
     /// File for the trained weights, such as weights.safetensors
     #[arg(long, value_name = "FILE")]
     pub save: Option<PathBuf>,
@@ -63,9 +92,11 @@ pub struct Options {
 impl Options {
     /// The options and data that the trained weights depend on, beside what the sampler keeps.
     pub fn hyperparameters(&self, train: &Images) -> Vec<(String, String)> {
-        let Self { epochs, batch_size, lr, momentum, double, .. } = self;
+        let Self {
+            double, training: Training { epochs, batch_size, lr, momentum, steps, .. }, ..
+        } = self;
         let checksum = format!("{:08x}", train.checksum());
-        let steps = self.steps.map_or("all".to_owned(), |steps| steps.to_string());
+        let steps = steps.map_or("all".to_owned(), |steps| steps.to_string());
         let options: [(&str, &dyn ToString); 7] = [
             ("--epochs", epochs),
             ("--batch-size", batch_size),
@@ -97,7 +128,7 @@ impl Options {
     }
 }
 
-fn from_zero_up(text: &str) -> Result<f64, String> {
+pub(crate) fn from_zero_up(text: &str) -> Result<f64, String> {
     let number = text.parse().ok().filter(|number: &f64| number.is_finite() && *number >= 0.0);
     number.ok_or_else(|| "it should be a number from 0 up".into())
 }

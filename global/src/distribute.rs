@@ -4,6 +4,7 @@ use tch::{nn, Tensor};
 
 use crate::error::Result;
 use crate::placement::Placement;
+use crate::replicas::Replicas;
 use crate::sbp::{Sbp, B};
 use crate::tensor::GlobalTensor;
 
@@ -21,10 +22,16 @@ pub fn distribute<T: AsRef<[Sbp]>>(
     // All ranks in the same order.
     let mut variables: Vec<(String, Tensor)> = vs.variables().into_iter().collect();
     variables.sort_by(|(one, _), (other, _)| one.cmp(other));
+    let mut leaves = Vec::new();
     for (name, mut variable) in variables {
         let sbp = sbp(&name, &variable);
-        to_global_in_place(&mut variable, placement, sbp)?;
+        to_global_in_place(&mut variable, placement, &sbp)?;
+        crate::record::name(&variable, &name)?;
+        if variable.requires_grad() && sbp.as_ref().contains(&B) {
+            leaves.push((name, variable));
+        }
     }
+    placement.runtime()?.add_replicas(Replicas::new(&leaves));
     Ok(())
 }
 

@@ -57,6 +57,9 @@ pub enum Error {
     /// A placement without a process group.
     #[error("the placement {0} has no process group: make it by Placement::new(&group, ..)")]
     NoGroup(String),
+    /// Of buckets of gradients.
+    #[error(transparent)]
+    Buckets(#[from] flow_ddp::Error),
     /// Of libtorch.
     #[error(transparent)]
     Torch(#[from] tch::TchError),
@@ -68,6 +71,24 @@ pub enum Error {
     Plain {
         /// What was called.
         operation: &'static str,
+    },
+    /// A boxing that an operation needs, and that failed.
+    #[error("{operation}: boxing its input {input}, of shape {shape:?}, from {from:?} to {to:?}: {source}{advice}")]
+    Boxing {
+        /// The operation.
+        operation: String,
+        /// The input's number.
+        input: usize,
+        /// The logical shape.
+        shape: Vec<usize>,
+        /// What there was.
+        from: Vec<Sbp>,
+        /// What was needed.
+        to: Vec<Sbp>,
+        /// Why it failed.
+        source: Box<Error>,
+        /// What may be wrong with the program.
+        advice: &'static str,
     },
     /// Tensors of one operation that lie on different ranks.
     #[error(
@@ -90,6 +111,25 @@ pub enum Error {
         /// Why not, and what to do.
         reason: String,
     },
+    /// Fewer ranks than a job is to have.
+    #[error(
+        "asked for {asked} devices, found {found}: start as many ranks (flow-launch \
+         --nproc_per_node {asked}), or ask for fewer"
+    )]
+    Devices {
+        /// Devices that are asked for.
+        asked: usize,
+        /// Ranks of the group.
+        found: usize,
+    },
+    /// An input that a job does not take.
+    #[error("the input {name}: {reason}")]
+    Input {
+        /// The input's name.
+        name: String,
+        /// What it is, and what the job declares.
+        reason: String,
+    },
     /// Not one SBP for each axis.
     #[error("the placement {placement} has {axes} axes, but {given} SBPs are given: {sbp:?}")]
     Axes {
@@ -110,6 +150,11 @@ pub enum Error {
         /// The tensor's shape.
         shape: Vec<usize>,
     },
+    /// A traced step whose tensors lie on several placements.
+    #[error(
+        "a plan is for one placement, but the trace has {0} and {1}; trace one stage at a time"
+    )]
+    SeveralPlacements(String, String),
     /// A checkpoint without all of a tensor.
     #[error(
         "the checkpoint has {found} of {needed} elements of {name}; are files of ranks missing?"

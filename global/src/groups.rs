@@ -13,13 +13,25 @@ use crate::error::Result;
 pub struct Groups {
     world: ProcessGroup,
     made: Arc<Mutex<HashMap<Vec<usize>, ProcessGroup>>>,
-    moved: Arc<AtomicU64>,
+    received: Arc<AtomicU64>,
+    pub(crate) reads_peers: bool,
 }
 
 impl Groups {
     /// Groups of ranks of `world`.
     pub fn new(world: &ProcessGroup) -> Self {
-        Self { world: world.clone(), made: Arc::default(), moved: Arc::default() }
+        Self {
+            world: world.clone(),
+            made: Arc::default(),
+            received: Arc::default(),
+            reads_peers: true,
+        }
+    }
+
+    /// As [`Groups::new`], but boxing goes by collectives even where ranks could read each other's
+    /// memory, as it does between machines.
+    pub fn by_collectives(world: &ProcessGroup) -> Self {
+        Self { reads_peers: false, ..Self::new(world) }
     }
 
     /// This rank.
@@ -40,14 +52,13 @@ impl Groups {
         Ok(group)
     }
 
-    /// Counts bytes that boxing moves.
-    pub(crate) fn add_moved(&self, bytes: usize) {
-        self.moved.fetch_add(bytes as u64, Ordering::Relaxed);
+    /// How many bytes this rank has received from others by boxing.
+    pub fn received(&self) -> u64 {
+        self.received.load(Ordering::Relaxed)
     }
 
-    /// Bytes that all boxings so far have moved between ranks: what all ranks together receive.
-    pub fn moved(&self) -> u64 {
-        self.moved.load(Ordering::Relaxed)
+    pub(crate) fn count(&self, bytes: usize) {
+        self.received.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
     fn made(&self) -> std::sync::MutexGuard<'_, HashMap<Vec<usize>, ProcessGroup>> {

@@ -8,21 +8,28 @@ mod create;
 mod dispatch;
 mod distribute;
 mod error;
+pub mod explain;
 mod from_local;
 mod groups;
+pub mod init;
 mod like;
 mod nested;
 pub mod nn;
 mod placement;
+pub mod planner;
 mod policy;
 pub mod random;
+mod record;
 pub mod region;
+mod replicas;
 pub mod rules;
 mod runtime;
 mod sbp;
 pub mod schedule;
 mod spec;
 mod tensor;
+pub mod trace;
+pub mod view;
 
 pub use clip::{clip_grad_norm, clip_grad_value};
 pub use create::{
@@ -37,5 +44,6 @@ pub use like::{empty_like, full_like, ones_like, rand_like, randn_like, zeros_li
 pub use nested::{to_global, to_local, Nested};
 pub use placement::{Placement, Ranks};
 pub use policy::gathered_operations;
+pub use record::{explain, record};
 pub use sbp::{NdSbp, Sbp, B, P, S};
 pub use tensor::GlobalTensor;

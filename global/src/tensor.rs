@@ -6,8 +6,7 @@ use flow_autograd::global::Globals;
 use flow_autograd::{custom_function, BoxError, Forward};
 use tch::Tensor;
 
-use crate::boxing::execute::execute;
-use crate::boxing::plan::{Layout, Plan};
+use crate::boxing::plan::Layout;
 use crate::dispatch::{shape, Operations};
 use crate::error::{Error, Result};
 use crate::placement::Placement;
@@ -87,7 +86,7 @@ impl GlobalTensor for Tensor {
                 let forward = spec.clone();
                 one(custom_function(
                     &[self],
-                    move |inputs| outputs(boxed(&inputs[0], &forward)),
+                    move |inputs| outputs(asked(&inputs[0], &forward)),
                     // The gradient goes to the old placement, as what it has become.
                     move |_, gradients| Ok(vec![moved(gradients[0].as_ref(), &now)?]),
                 ))
@@ -108,7 +107,7 @@ impl GlobalTensor for Tensor {
             &[self],
             |inputs| outputs(Ok(inputs[0].alias())),
             move |_, gradients| {
-                let boxed = gradients[0].as_ref().map(|gradient| boxed(gradient, &spec));
+                let boxed = gradients[0].as_ref().map(|gradient| asked(gradient, &spec));
                 Ok(vec![boxed.transpose()?])
             },
         ))
@@ -141,7 +140,7 @@ impl GlobalTensor for Tensor {
         tch::no_grad(|| {
             let runtime = spec.placement().runtime()?;
             let all = Placement::all(runtime.world())?;
-            let full = boxed(self, &runtime.spec(&all, &[B]))?;
+            let full = asked(self, &runtime.spec(&all, &[B]))?;
             let local = local_of(&full).unwrap_or_else(|| empty_like(&full));
             // What is B already is the tensor's own memory.
             Ok(if spec.id() == spec_of(&full)?.id() { local.copy() } else { local })
@@ -197,16 +196,22 @@ pub(crate) fn boxed(tensor: &Tensor, to: &Arc<Spec>) -> Result<Tensor> {
         Layout { placement: from.placement(), sbp: from.sbp() },
         Layout { placement: to.placement(), sbp: to.sbp() },
     );
-    let plan = Plan::new(&shape, old, new);
     let runtime = to.placement().runtime()?;
+    let boxing = runtime.boxing(&shape, old, new);
     let local = local_of(tensor);
-    let options = (&shape[..], tensor.kind(), tensor.device());
-    let result = execute(&runtime.groups, &plan, (old, new), options, local.as_ref())?;
-    // A slice is still the old tensor's memory.
-    let is_slice = plan.slice(runtime.rank()).is_some();
-    let result = result.map(|result| if is_slice { result.copy() } else { result });
+    let options = (tensor.kind(), tensor.device());
+    let result = boxing.run(&runtime.groups, options, local.as_ref())?;
+    // A view is still the old tensor's memory.
+    let result = result.map(|result| if boxing.is_view() { result.copy() } else { result });
     let like = empty_like(tensor);
     wrap(result.as_ref(), &like, to.clone(), &sizes)
+}
+
+/// As [`boxed`], because the program asks for it.
+fn asked(tensor: &Tensor, to: &Arc<Spec>) -> Result<Tensor> {
+    let result = boxed(tensor, to)?;
+    crate::record::conversion(tensor, &result)?;
+    Ok(result)
 }
 
 /// A gradient on the placement of `to`: with its own SBP if it lies there already.
@@ -219,7 +224,7 @@ fn moved(gradient: Option<&Tensor>, to: &Arc<Spec>) -> Result<Option<Tensor>> {
     // Terms are not made of a gradient: its tensor may be partial, the gradient need not.
     let sbp = to.sbp().iter().map(|&sbp| if sbp.is_partial() { B } else { sbp });
     let sbp: NdSbp = sbp.collect();
-    Ok(Some(boxed(gradient, &to.placement().runtime()?.spec(to.placement(), &sbp))?))
+    Ok(Some(asked(gradient, &to.placement().runtime()?.spec(to.placement(), &sbp))?))
 }
 
 /// The SBP of the gradient of locals: each copy has a term of it, each term all of it.

@@ -40,11 +40,7 @@ public:
             if (auto boxed = flow::boxed_gradient(at::Tensor(std::move(leaf)), grads[0])) return {std::move(*boxed)};
         }
         if (grads[0].has_storage()) {
-            const auto& grad = grads[0];
-            const auto& storage = grad.storage();
-            // A view keeps the tensor that it is a view of.
-            const bool alone = grad.is_view() ? storage.use_count() == 2 && grad._base().use_count() == 1 : storage.use_count() == 1;
-            *incoming = {storage.unsafeGetStorageImpl(), alone};
+            *incoming = {grads[0].storage().unsafeGetStorageImpl(), flow::memory_is_exclusive(grads[0])};
         }
         return grads;
     }

@@ -24,6 +24,8 @@ pub struct FlatBucket {
     flat: BucketView,
     /// Gradients are of another type than what is communicated.
     casts: bool,
+    /// Avg or Sum.
+    op: ReduceOp,
     timing: Option<[Arc<Event>; 2]>,
 }
 
@@ -38,6 +40,11 @@ impl FlatBucket {
             bytes: length * size,
             ..self.flat.clone()
         })
+    }
+
+    /// Has gradients added up ([`ReduceOp::Sum`]) instead of averaged ([`ReduceOp::Avg`]).
+    pub fn set_op(&mut self, op: ReduceOp) {
+        self.op = op;
     }
 
     /// Says in which step, from 1 on, the bucket is reduced next: errors name it.
@@ -130,11 +137,20 @@ impl CudaGroup {
         let memory = Arc::new(self.allocate(bytes)?);
         // The gaps between places are reduced too, whatever they hold: nobody looks at them.
         let flat = BucketView { memory, start: 0, bytes, dtype: communication };
-        let casts = tensors != communication;
-        Ok(FlatBucket { registration: None, number, step: 0, packer, flat, casts, timing: None })
+        let (casts, op) = (tensors != communication, ReduceOp::Avg);
+        Ok(FlatBucket {
+            registration: None,
+            number,
+            step: 0,
+            packer,
+            flat,
+            casts,
+            op,
+            timing: None,
+        })
     }
 
-    /// Enqueues the mean of a bucket over all ranks: it begins when what has been enqueued on the
+    /// Enqueues the mean of a bucket over all ranks, or the sum ([`FlatBucket::set_op`]): it begins when what has been enqueued on the
     /// streams `after` is over, and other streams wait for it by [`CudaGroup::join`]. The result is
     /// in the bucket's places or, where the types differ, in the gradients themselves, in which
     /// they are also sent. Gradients are scaled in single precision (double, if they are) and
@@ -155,7 +171,7 @@ impl CudaGroup {
         let operation = self.operation(Kind::AllReduce, bucket.flat.dtype, count, ReduceOp::Sum, 0);
         let operation =
             OpDescriptor { bucket: Some(bucket.number), step: bucket.step, ..operation };
-        let scale = 1.0 / self.size() as f64;
+        let scale = if bucket.op == ReduceOp::Sum { 1.0 } else { 1.0 / self.size() as f64 };
         let ready = self.event()?;
         if let Some(stream) = after.last() {
             ready

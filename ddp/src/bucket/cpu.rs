@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use flow_comm::{ProcessGroup, Segments};
+use flow_comm::{ProcessGroup, ReduceOp, Segments};
 use tch::{Kind, Tensor};
 
 use super::pending::Pending;
@@ -22,9 +22,9 @@ pub(crate) struct CpuPath {
 }
 
 impl CpuPath {
-    pub fn new(group: &ProcessGroup, settings: &Settings) -> Result<Self> {
+    pub fn new(group: &ProcessGroup, settings: &Settings, op: ReduceOp) -> Result<Self> {
         let model = |reason| Error::Model { rank: job_rank(group), reason };
-        let progress = Progress::choose(group, settings.progress_thread);
+        let progress = Progress::choose(group, settings.progress_thread, op);
         Ok(Self {
             group: group.clone(),
             progress: Arc::new(progress.map_err(model)?),

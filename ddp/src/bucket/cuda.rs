@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use flow_autograd::CudaTensor;
 use flow_comm::nccl::{CudaGroup, Event, FlatBucket, Stream};
-use flow_comm::ProcessGroup;
+use flow_comm::{ProcessGroup, ReduceOp};
 use tch::{Kind, Tensor};
 
 use super::pending::Pending;
@@ -24,13 +24,14 @@ pub(crate) struct CudaPath {
 struct CudaDevice {
     group: ProcessGroup,
     cuda: Arc<CudaGroup>,
+    op: ReduceOp,
     /// One for each [`BackwardEvent`], in libtorch's stream.
     phases: Mutex<Option<[Event; 3]>>,
 }
 
 impl CudaPath {
-    pub fn new(group: &ProcessGroup, cuda: Arc<CudaGroup>) -> Self {
-        let device = CudaDevice { group: group.clone(), cuda, phases: Mutex::default() };
+    pub fn new(group: &ProcessGroup, cuda: Arc<CudaGroup>, op: ReduceOp) -> Self {
+        let device = CudaDevice { group: group.clone(), cuda, op, phases: Mutex::default() };
         Self { device: Arc::new(device) }
     }
 }
@@ -122,8 +123,9 @@ impl CudaBucket {
         let (group, cuda) = (&device.group, &device.cuda);
         let kind = members[0].kind;
         let lengths: Vec<usize> = members.iter().map(|member| member.elements()).collect();
-        let flat =
+        let mut flat =
             cuda.bucket(number, dtype(group, kind)?, dtype(group, communication)?, &lengths)?;
+        flat.set_op(device.op);
         let view = |(slot, member): (usize, &&Parameter)| {
             let place =
                 flat.view(slot).ok_or_else(|| failed(group)(format!("there is no slot {slot}")))?;

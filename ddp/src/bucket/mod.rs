@@ -32,7 +32,7 @@ pub(crate) trait Bucket: Send {
     /// Takes in zeros for a slot whose parameter got no gradient.
     fn mark_unused(&mut self, slot: usize) -> Result<()>;
 
-    /// Starts to average the bucket over all ranks, without waiting. All slots are ready.
+    /// Starts to reduce the bucket over all ranks, without waiting. All slots are ready.
     fn launch(&mut self) -> flow_comm::Result<Pending>;
 
     /// Makes libtorch's current stream wait for the gradients that the slots were marked ready

@@ -12,25 +12,30 @@ use super::pending::Pending;
 pub(super) enum Progress {
     Hooks(Arc<Hooks>),
     /// The worker launches a bucket and waits for it, before it takes the next.
-    Thread(ProcessGroup, Worker),
+    Thread(ProcessGroup, Worker, ReduceOp),
 }
 
 impl Progress {
     /// A thread only if the computing threads of all ranks on this node leave a core for each
     /// rank's: otherwise it would steal from backward.
-    pub fn choose(group: &ProcessGroup, thread: Option<bool>) -> std::result::Result<Self, String> {
+    pub fn choose(
+        group: &ProcessGroup,
+        thread: Option<bool>,
+        op: ReduceOp,
+    ) -> std::result::Result<Self, String> {
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
         let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1).max(1);
         if thread.unwrap_or(group.ranks_on_node() * (threads + 1) <= cores) {
             let worker =
                 Worker::start(group.rank()).map_err(|e| format!("cannot start a thread: {e}"))?;
-            Ok(Self::Thread(group.clone(), worker))
+            Ok(Self::Thread(group.clone(), worker, op))
         } else {
-            Ok(Self::Hooks(Arc::new(Hooks { group: group.clone(), queue: Mutex::default() })))
+            let (group, queue) = (group.clone(), Mutex::default());
+            Ok(Self::Hooks(Arc::new(Hooks { group, op, queue })))
         }
     }
 
-    /// Starts the mean of a bucket over all ranks, without waiting.
+    /// Starts the reduction of a bucket over all ranks, without waiting.
     pub fn launch(&self, segments: &Arc<Segments>) -> Result<Pending> {
         let segments = Arc::clone(segments);
         match self {
@@ -43,10 +48,10 @@ impl Progress {
                     hooks.group.wait_bucket(&segments).map(Some)
                 }))
             }
-            Self::Thread(group, worker) => {
-                let own = group.clone();
+            Self::Thread(group, worker, op) => {
+                let (own, op) = (group.clone(), *op);
                 let work = worker.submit(group.rank(), "all_reduce", move || {
-                    while !own.launch_bucket(&segments, ReduceOp::Avg)? {
+                    while !own.launch_bucket(&segments, op)? {
                         own.finish_buckets()?;
                     }
                     own.wait_bucket(&segments)
@@ -71,7 +76,7 @@ impl Progress {
     pub fn flush(&self) -> Result<()> {
         match self {
             Self::Hooks(hooks) => hooks.flush(),
-            Self::Thread(_, worker) => {
+            Self::Thread(_, worker, _) => {
                 worker.drain();
                 Ok(())
             }
@@ -83,6 +88,7 @@ impl Progress {
 /// waiting; [`Pending::wait`] does the rest at the end of backward.
 pub(super) struct Hooks {
     group: ProcessGroup,
+    op: ReduceOp,
     /// Buckets that the group has no slot for yet: only so many can be under way at a time.
     queue: Mutex<VecDeque<Arc<Segments>>>,
 }
@@ -92,7 +98,7 @@ impl Hooks {
     fn launch_queued(&self) -> Result<bool> {
         let mut queue = self.queue();
         while let Some(segments) = queue.front() {
-            if !self.group.launch_bucket(segments, ReduceOp::Avg)? {
+            if !self.group.launch_bucket(segments, self.op)? {
                 return Ok(false);
             }
             queue.pop_front();

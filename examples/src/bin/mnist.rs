@@ -4,14 +4,18 @@
 //!     flow-launch --nproc_per_node 2 mnist --checkpoint FOLDER    # and again, to resume
 
 use std::fs;
-use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
 use flow::prelude::*;
-use flow_examples::{fashion, images::Images, options::Options, progress::Progress};
+use flow_examples::{
+    fashion,
+    images::Images,
+    options::{write_losses, Options},
+    progress::Progress,
+};
 use serde::{Deserialize, Serialize};
 use tch::nn::init::{FanInOut, Init, NonLinearity, NormalOrUniform};
 use tch::nn::SequentialT;
@@ -39,15 +43,19 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Options) -> Result<()> {
+    let training = &args.training;
     let group = ProcessGroup::from_env()?;
-    let device = group.use_device(args.device)?;
+    let device = group.use_device(training.device)?;
     let first = group.rank() == 0;
-    for file in [&args.losses, &args.save].into_iter().flatten().filter(|_| first) {
-        write(file, "")?; // now, rather than when all the work is done
+    if first {
+        write_losses(training.losses.as_deref(), &[])?;
+        if let Some(file) = &args.save {
+            fs::write(file, "").with_context(|| format!("cannot write {}", file.display()))?;
+        }
     }
     let (train, test) = Images::load(&args.data.clone().unwrap_or_else(fashion::default_folder))?;
 
-    tch::manual_seed(args.seed.into());
+    tch::manual_seed(training.seed.into());
     // The CPU's random numbers are the first weights on all devices.
     let mut vs = nn::VarStore::new(Device::Cpu);
     let net = lenet(&vs.root());
@@ -56,8 +64,8 @@ fn run(args: &Options) -> Result<()> {
         vs.set_kind(Kind::Double);
     }
     let model = Ddp::new(net, &vs, &group)?;
-    let mut optimizer = nn::sgd(args.momentum, 0.0, 0.0, false).build(&vs, args.lr)?;
-    let mut sampler = DistributedSampler::new(train.len(), &group).seed(args.seed.into());
+    let mut optimizer = nn::sgd(training.momentum, 0.0, 0.0, false).build(&vs, training.lr)?;
+    let mut sampler = DistributedSampler::new(train.len(), &group).seed(training.seed.into());
 
     let mut state = State { hyperparameters: args.hyperparameters(&train), ..Default::default() };
     let mut checkpoints =
@@ -76,25 +84,27 @@ fn run(args: &Options) -> Result<()> {
 
     // Steps of a whole epoch, of the epochs after this one, and of all that are left. This epoch may
     // be resumed in its middle.
-    let batches = train.len().div_ceil(group.world_size() * args.batch_size.get());
+    let batches = train.len().div_ceil(group.world_size() * training.batch_size.get());
     let start_epoch = sampler.epoch().max(1) as usize;
-    let later = batches.saturating_mul(args.epochs.get().saturating_sub(start_epoch));
-    let left = DataLoader::new(&train, &sampler, args.batch_size.get()).len().saturating_add(later);
+    let later = batches.saturating_mul(training.epochs.get().saturating_sub(start_epoch));
+    let left =
+        DataLoader::new(&train, &sampler, training.batch_size.get()).len().saturating_add(later);
     // Those that are done count too, perhaps by another number of ranks.
-    let steps = left.saturating_add(state.losses.len()).min(args.steps.unwrap_or(usize::MAX));
-    for epoch in start_epoch..=args.epochs.get() {
+    let steps = left.saturating_add(state.losses.len()).min(training.steps.unwrap_or(usize::MAX));
+    for epoch in start_epoch..=training.epochs.get() {
         if state.losses.len() == state.before && state.before >= steps {
             break; // all steps are done, and all epochs with losses are reported
         }
         let start = Instant::now();
         sampler.set_epoch(epoch as u64);
-        let loader = DataLoader::new(&train, &sampler, args.batch_size.get()).workers(args.workers);
+        let loader =
+            DataLoader::new(&train, &sampler, training.batch_size.get()).workers(training.workers);
         let end = state.losses.len() + loader.len(); // of the epoch
         let last = end.min(steps);
         let progress = Progress::new(first, epoch, batches);
         for batch in loader.into_iter().take(last.saturating_sub(state.losses.len())) {
             let (images, labels) = on(&vs, batch?);
-            optimizer.set_lr(args.lr * schedule(state.losses.len(), steps));
+            optimizer.set_lr(training.lr_at(state.losses.len(), steps));
             // As `cross_entropy_for_logits`, which is in single precision whatever the model is in.
             let loss = model.forward_t(&images, true).log_softmax(-1, vs.kind()).nll_loss(&labels);
             optimizer.try_backward_step(&loss)?;
@@ -114,7 +124,7 @@ fn run(args: &Options) -> Result<()> {
 
         let losses = state.losses[state.before..].iter().map(|loss| loss.parse::<f64>());
         let loss = losses.sum::<Result<f64, _>>()? / (state.losses.len() - state.before) as f64;
-        let accuracy = 100.0 * accuracy(&model, &vs, &test, args.workers)?;
+        let accuracy = 100.0 * accuracy(&model, &vs, &test, training.workers)?;
         if first {
             let seconds = start.elapsed().as_secs_f64();
             println!(
@@ -126,8 +136,8 @@ fn run(args: &Options) -> Result<()> {
     if let Some(file) = args.save.as_ref().filter(|_| first) {
         vs.save(file).with_context(|| format!("cannot write {}", file.display()))?;
     }
-    if let Some(file) = args.losses.as_ref().filter(|_| first) {
-        write(file, &state.losses.iter().map(|loss| format!("{loss}\n")).collect::<String>())?;
+    if first {
+        write_losses(training.losses.as_deref(), &state.losses)?;
     }
     Ok(())
 }
@@ -155,13 +165,6 @@ fn on(vs: &nn::VarStore, (images, labels): (Tensor, Tensor)) -> (Tensor, Tensor)
     (images.to_device_(vs.device(), vs.kind(), false, false), labels.to(vs.device()))
 }
 
-/// The learning rate's way, as a part of its peak: up in a straight line during the first fifth of
-/// all steps, then down.
-fn schedule(step: usize, steps: usize) -> f64 {
-    let place = (step + 1) as f64 / (steps + 1) as f64;
-    (5.0 * place).min(1.25 * (1.0 - place))
-}
-
 /// The part of `images` that the model classifies rightly, over all ranks. Each image is seen once,
 /// so that ranks may have different numbers of batches: they meet only after their last.
 fn accuracy(
@@ -180,8 +183,4 @@ fn accuracy(
     }
     model.group().all_reduce(&mut correct, ReduceOp::Sum)?;
     Ok(correct[0] as f64 / images.len() as f64)
-}
-
-fn write(file: &Path, text: &str) -> Result<()> {
-    fs::write(file, text).with_context(|| format!("cannot write {}", file.display()))
 }

@@ -3,19 +3,11 @@
 //! | file | subject |
 //! |---|---|
 //! | `plan` | what is to be reduced and copied, with as few bytes as that needs (pure) |
-//! | `execute` | carries out a plan on tensors |
+//! | `execute` | carries out a plan on tensors, by reading other ranks' memory |
+//! | `packed` | the same by collectives, where that cannot be read |
+//! | `memory` | regions of tensors as memory |
 
 pub mod execute;
+mod memory;
+mod packed;
 pub mod plan;
-
-use crate::error::Result;
-use crate::placement::Placement;
-
-/// Bytes that boxing has moved between the ranks of the placement's job so far: what all ranks
-/// together receive, counted on each rank that takes part.
-///
-/// # Errors
-/// The placement has no process group.
-pub fn moved_bytes(placement: &Placement) -> Result<u64> {
-    Ok(placement.runtime()?.groups.moved())
-}

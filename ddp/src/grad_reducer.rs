@@ -1,0 +1,89 @@
+//! Buckets for gradients that come from elsewhere than a wrapped model's hooks.
+
+use std::fmt;
+use std::sync::Arc;
+
+use flow_autograd::BoxError;
+use flow_comm::{ProcessGroup, ReduceOp};
+use flow_tensor::ArenaAllocatorGuard;
+use tch::Tensor;
+
+use crate::bucket::assignment::Caps;
+use crate::builder::reduce_path;
+use crate::comm_hooks::AllReduce;
+use crate::error::{job_rank, Error, Result};
+use crate::model_check::agree;
+use crate::options::Options;
+use crate::parameter::Parameter;
+use crate::reducer::Reducer;
+use crate::settings::Settings;
+
+/// Adds up gradients over all ranks of a group in a [`Ddp`](crate::Ddp)'s buckets, while backward
+/// still runs.
+///
+/// Whoever has a gradient puts it into `.grad` of its parameter and calls
+/// [`GradReducer::mark_ready`] inside backward, once for each parameter in each backward. After
+/// backward `.grad` is the sum. A backward that fails makes this unusable, on all ranks.
+pub struct GradReducer {
+    reducer: Arc<Reducer>,
+    _allocator: Option<Arc<ArenaAllocatorGuard>>,
+}
+
+impl fmt::Debug for GradReducer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GradReducer").finish_non_exhaustive()
+    }
+}
+
+impl GradReducer {
+    /// For these parameters, leaves of one device that require gradients, in the order of their use
+    /// in forward. All ranks of the group call this with parameters of the same sizes and kinds.
+    ///
+    /// # Errors
+    ///
+    /// There are no parameters; settings of the environment that make no sense; a failure of the
+    /// group.
+    pub fn new(group: &ProcessGroup, parameters: Vec<(String, Tensor)>) -> Result<Self> {
+        const MIB: usize = 1 << 20;
+        let rank = job_rank(group);
+        let model = |reason| Error::Model { rank, reason };
+        let Some(first) = parameters.first().map(|(_, tensor)| tensor.shallow_clone()) else {
+            return Err(model("there are no parameters to reduce".to_owned()));
+        };
+        let options = Options {
+            caps: Caps { first: MIB, rest: 25 * MIB },
+            find_unused: false,
+            bucket_view: false,
+            communication: None,
+            op: ReduceOp::Sum,
+        };
+        let settings = Settings::from_env().map_err(model)?;
+        let allocator = ArenaAllocatorGuard::current().filter(|_| group.cuda_device().is_none());
+        let own = group.duplicate_in(allocator.as_ref().map(|allocator| allocator.handle()))?;
+        let parameters: Vec<Parameter> =
+            parameters.into_iter().map(|(name, tensor)| Parameter::new(name, tensor)).collect();
+        let made = reduce_path(&own, &settings, &first, options.op).and_then(|(path, allocator)| {
+            let hook = Box::new(AllReduce);
+            let reducer =
+                Reducer::new(own.clone(), path, parameters, Vec::new(), options, hook)?;
+            Ok(Self { reducer, _allocator: allocator })
+        });
+        agree(&own, made)
+    }
+
+    /// In backward: `gradient`, which is `.grad` of parameter `index`, is final. `exclusive`: nothing
+    /// else uses its memory, so that it may be reduced where it is.
+    ///
+    /// # Errors
+    ///
+    /// They are to end the backward: a failure of the group, a gradient that comes twice, or no
+    /// backward runs.
+    pub fn mark_ready(
+        &self,
+        index: usize,
+        gradient: &Tensor,
+        exclusive: bool,
+    ) -> std::result::Result<(), BoxError> {
+        self.reducer.on_gradient(index, gradient, exclusive)
+    }
+}

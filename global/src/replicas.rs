@@ -1,0 +1,262 @@
+//! Gradients of leaves that are B: their terms are added up in a Ddp's buckets, while backward still
+//! runs.
+//!
+//! Which axes of the placement a leaf's gradient has terms on, its first backward shows. At the end
+//! of that the leaves get buckets, one set for each set of axes. From then on the hook of a leaf gives
+//! its term to its bucket, and the end of backward makes the sum the leaf's `.grad`.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use flow_autograd::BoxError;
+use flow_ddp::GradReducer;
+use tch::Tensor;
+
+use crate::boxing::plan::groups;
+use crate::error::Result;
+use crate::placement::Placement;
+use crate::sbp::{NdSbp, B, P};
+use crate::tensor::{boxed, local_of, spec_of, wrap};
+
+/// Leaves of a model that were distributed together, on one placement. (The placement itself, which
+/// keeps the runtime and thereby this, comes with each call.)
+pub(crate) struct Replicas {
+    leaves: Vec<Mutex<Leaf>>,
+    state: Mutex<State>,
+}
+
+struct Leaf {
+    name: String,
+    /// What this rank has of the leaf, by the leaf's own handle.
+    local: Tensor,
+    /// A plain leaf with the same memory, whose `.grad` the buckets reduce.
+    shadow: Tensor,
+}
+
+#[derive(Default)]
+struct State {
+    /// Axes on which gradients had terms, of leaves without a bucket, in the running backward.
+    noted: BTreeMap<usize, Vec<usize>>,
+    is_noting: bool,
+    reducers: Vec<Arc<Reducer>>,
+    /// By leaf: the reducer, and the number in it.
+    places: HashMap<usize, (usize, usize)>,
+}
+
+/// Buckets of the leaves that have terms on the same axes.
+struct Reducer {
+    axes: Vec<usize>,
+    /// By leaf's number.
+    members: Vec<usize>,
+    buckets: GradReducer,
+    /// Of the running backward: leaves whose gradients have come, by member.
+    taken: Mutex<Option<HashMap<usize, Tensor>>>,
+}
+
+impl Replicas {
+    /// For leaves of one placement.
+    pub fn new(leaves: &[(String, Tensor)]) -> Arc<Self> {
+        let leaf = |(name, tensor): &(String, Tensor)| {
+            let local = local_of(tensor).filter(|local| local.numel() > 0)?;
+            let shadow = local.detach().set_requires_grad(true);
+            Some(Mutex::new(Leaf { name: name.clone(), local, shadow }))
+        };
+        let leaves = leaves.iter().filter_map(leaf).collect();
+        Arc::new(Self { leaves, state: Mutex::default() })
+    }
+
+    /// Where the leaves' locals are in memory, which tells leaves apart.
+    pub fn addresses(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
+        (0..self.leaves.len()).map(|index| (self.leaf(index).local.data_ptr() as usize, index))
+    }
+
+    /// Whether nobody has the leaves any more.
+    pub fn are_gone(&self) -> bool {
+        (0..self.leaves.len()).all(|at| flow_autograd::use_count(&self.leaf(at).local) == 1)
+    }
+
+    fn leaf(&self, index: usize) -> MutexGuard<'_, Leaf> {
+        self.leaves[index].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn shadow(&self, index: usize) -> Tensor {
+        self.leaf(index).shadow.shallow_clone()
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes a gradient, if the leaf has a bucket.
+    fn take(
+        self: &Arc<Self>,
+        index: usize,
+        leaf: &Tensor,
+        gradient: &Tensor,
+        exclusive: bool,
+    ) -> std::result::Result<bool, BoxError> {
+        let (own, now) = (spec_of(leaf)?, spec_of(gradient)?);
+        if own.placement() != now.placement() {
+            return Ok(false);
+        }
+        let mut state = self.state();
+        let Some(&(reducer, member)) = state.places.get(&index) else {
+            let pairs = own.sbp().iter().zip(now.sbp()).enumerate();
+            let axes = pairs.filter(|(_, (&own, &now))| own == B && now == P);
+            let axes: Vec<usize> = axes.map(|(axis, _)| axis).collect();
+            if !axes.is_empty() {
+                state.noted.insert(index, axes);
+                if !std::mem::replace(&mut state.is_noting, true) {
+                    let noting = Noting(Arc::clone(self));
+                    drop(state);
+                    flow_autograd::at_end_of_backward(move || {
+                        Ok(noting.0.make_buckets(own.placement())?)
+                    })?;
+                }
+            }
+            return Ok(false);
+        };
+        let reducer = Arc::clone(&state.reducers[reducer]);
+        drop(state);
+        let mut terms: NdSbp = own.sbp().to_vec();
+        reducer.axes.iter().for_each(|&axis| terms[axis] = P);
+        let is_term = terms == now.sbp();
+        let spec = own.placement().runtime()?.spec(own.placement(), &terms);
+        let term = tch::no_grad(|| boxed(gradient, &spec))?;
+        let Some(term) = local_of(&term) else { return Ok(false) };
+        flow_autograd::set_grad(&self.shadow(index), Some(&term))?;
+        let is_first = reducer.note_taken(member, leaf);
+        if is_first {
+            let (replicas, own) = (Arc::clone(self), Arc::clone(&reducer));
+            flow_autograd::at_end_of_backward(move || replicas.add_missing(&own))?;
+        }
+        reducer.buckets.mark_ready(member, &term, exclusive && is_term)?;
+        if is_first {
+            let end = EndOfBackward { replicas: Arc::clone(self), reducer };
+            flow_autograd::at_end_of_backward(move || Ok(end.give()?))?;
+        }
+        Ok(true)
+    }
+
+    /// Leaves of a reducer that got no gradient in this backward take part with zeros.
+    fn add_missing(&self, reducer: &Reducer) -> std::result::Result<(), BoxError> {
+        let taken: Vec<usize> = match &*reducer.taken() {
+            Some(taken) => taken.keys().copied().collect(),
+            None => return Ok(()),
+        };
+        for (member, &leaf) in reducer.members.iter().enumerate() {
+            if !taken.contains(&member) {
+                let shadow = self.shadow(leaf);
+                let zeros = tch::no_grad(|| shadow.zeros_like());
+                flow_autograd::set_grad(&shadow, Some(&zeros))?;
+                reducer.buckets.mark_ready(member, &zeros, true)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The leaves whose gradients had terms get buckets.
+    fn make_buckets(&self, placement: &Placement) -> Result<()> {
+        let noted = std::mem::take(&mut self.state().noted);
+        let mut by_axes = BTreeMap::<Vec<usize>, Vec<usize>>::new();
+        for (leaf, axes) in noted {
+            by_axes.entry(axes).or_default().push(leaf);
+        }
+        let runtime = placement.runtime()?;
+        let Some(position) = placement.position(runtime.rank()) else { return Ok(()) };
+        for (axes, members) in by_axes {
+            let all = groups(placement, &axes);
+            let Some(group) = all.iter().find(|group| group.contains(&position)) else { continue };
+            if group.len() < 2 {
+                continue;
+            }
+            let ranks: Vec<usize> = group.iter().map(|&at| placement.ranks()[at]).collect();
+            let group = runtime.groups.group(&ranks)?;
+            let parameter = |&leaf: &usize| {
+                let leaf = self.leaf(leaf);
+                (leaf.name.clone(), leaf.shadow.shallow_clone())
+            };
+            let buckets = GradReducer::new(&group, members.iter().map(parameter).collect())?;
+            let mut state = self.state();
+            let number = state.reducers.len();
+            for (member, &leaf) in members.iter().enumerate() {
+                state.places.insert(leaf, (number, member));
+            }
+            let taken = Mutex::default();
+            state.reducers.push(Arc::new(Reducer { axes, members, buckets, taken }));
+        }
+        Ok(())
+    }
+}
+
+impl Reducer {
+    fn taken(&self) -> MutexGuard<'_, Option<HashMap<usize, Tensor>>> {
+        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns whether this is the first gradient of the backward.
+    fn note_taken(&self, member: usize, leaf: &Tensor) -> bool {
+        let mut taken = self.taken();
+        let is_first = taken.is_none();
+        taken.get_or_insert_default().insert(member, leaf.shallow_clone());
+        is_first
+    }
+}
+
+/// At the end of the backward that shows which leaves have terms, however it ends.
+struct Noting(Arc<Replicas>);
+
+impl Drop for Noting {
+    fn drop(&mut self) {
+        let mut state = self.0.state();
+        state.is_noting = false;
+        state.noted.clear();
+    }
+}
+
+/// At the end of a backward, however it ends.
+struct EndOfBackward {
+    replicas: Arc<Replicas>,
+    reducer: Arc<Reducer>,
+}
+
+impl EndOfBackward {
+    /// Gives the leaves the sums.
+    fn give(self) -> Result<()> {
+        let taken = self.reducer.taken().take();
+        for (member, leaf) in taken.into_iter().flatten() {
+            let shadow = self.replicas.shadow(self.reducer.members[member]);
+            let sum = shadow.grad();
+            flow_autograd::set_grad(&shadow, None)?;
+            let gradient = wrap(Some(&sum), &sum, spec_of(&leaf)?, &leaf.size())?;
+            let before = leaf.grad();
+            let gradient = match before.defined() {
+                true => tch::no_grad(|| before.f_add(&gradient))?,
+                false => gradient,
+            };
+            flow_autograd::set_grad(&leaf, Some(&gradient))?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for EndOfBackward {
+    fn drop(&mut self) {
+        *self.reducer.taken() = None;
+    }
+}
+
+/// Takes the gradient of a leaf, if that has a bucket.
+pub(crate) fn take(
+    leaf: &Tensor,
+    gradient: &Tensor,
+    exclusive: bool,
+) -> std::result::Result<bool, BoxError> {
+    let spec = spec_of(leaf)?;
+    let Some(local) = local_of(leaf).filter(|local| local.numel() > 0) else { return Ok(false) };
+    let found = spec.placement().runtime()?.replica(local.data_ptr() as usize);
+    match found {
+        Some((replicas, index)) => replicas.take(index, leaf, gradient, exclusive),
+        None => Ok(false),
+    }
+}

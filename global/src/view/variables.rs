@@ -1,0 +1,97 @@
+//! The variables of jobs: how they begin, and how they are saved.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use flow_tensor::{ProcessGroup, TensorCollectives};
+use tch::{nn, Tensor};
+
+use super::View;
+use crate::distribute::distribute;
+use crate::error::{Error, Result};
+use crate::from_local::scatter;
+use crate::placement::Placement;
+use crate::sbp::B;
+use crate::tensor::GlobalTensor;
+
+/// All variables by name, in the same order on all ranks.
+pub fn sorted(vs: &nn::VarStore) -> Vec<(String, Tensor)> {
+    let mut variables: Vec<(String, Tensor)> = vs.variables().into_iter().collect();
+    variables.sort_by(|(one, _), (other, _)| one.cmp(other));
+    variables
+}
+
+/// Gives all ranks the first rank's variables: as copies, or as global tensors that are B, except
+/// for those that are global already.
+pub fn prepare(
+    view: View,
+    placement: &Placement,
+    group: &ProcessGroup,
+    vs: &nn::VarStore,
+) -> Result<()> {
+    let variables = sorted(vs);
+    if view == View::Consistent {
+        if variables.iter().all(|(_, variable)| variable.is_global()) {
+            return Ok(());
+        }
+        let broadcast = vec![B; placement.axes()];
+        let sbp = |_: &str, tensor: &Tensor| tensor.sbp().unwrap_or_else(|_| broadcast.clone());
+        return distribute(vs, placement, sbp);
+    }
+    for (name, mut variable) in variables {
+        if variable.is_global() {
+            return Err(Error::Unsupported {
+                operation: "a mirrored job".to_owned(),
+                reason: format!(
+                    "the variable {name} is global; use View::Consistent, or another VarStore"
+                ),
+            });
+        }
+        tch::no_grad(|| group.broadcast_tensor(&mut variable, 0))?;
+    }
+    Ok(())
+}
+
+/// Writes all variables, whole, into a safetensors file, as `VarStore::save` does: rank 0 writes,
+/// all ranks call this.
+pub fn save(vs: &nn::VarStore, group: &ProcessGroup, path: &Path) -> Result<()> {
+    let mut whole = Vec::new();
+    for (name, variable) in sorted(vs) {
+        let tensor = variable.full()?;
+        if group.rank() == 0 {
+            whole.push((name, tensor.detach().to_device(tch::Device::Cpu)));
+        }
+    }
+    if group.rank() == 0 {
+        Tensor::write_safetensors(&whole, path)?;
+    }
+    // After this, every rank can read the file.
+    Ok(group.barrier().map_err(flow_tensor::Error::from)?)
+}
+
+/// Gives all variables the values in a safetensors file, which each rank reads.
+pub fn load(vs: &nn::VarStore, path: &Path) -> Result<()> {
+    let mut saved: HashMap<String, Tensor> = Tensor::read_safetensors(path)?.into_iter().collect();
+    let fail = |reason: String| Error::Unsupported {
+        operation: format!("load {}", path.display()),
+        reason,
+    };
+    let mut pairs = Vec::new();
+    for (name, variable) in sorted(vs) {
+        let value = saved.remove(&name).ok_or_else(|| fail(format!("it has no {name}")))?;
+        if value.size() != variable.size() {
+            let (found, needed) = (value.size(), variable.size());
+            return Err(fail(format!("its {name} has the shape {found:?}, not {needed:?}")));
+        }
+        pairs.push((variable, value));
+    }
+    for (mut variable, value) in pairs {
+        let value = value.to_kind(variable.kind()).to_device(variable.device());
+        let value = match variable.is_global() {
+            true => scatter(&value, &variable.placement()?, &variable.sbp()?)?,
+            false => value,
+        };
+        tch::no_grad(|| variable.f_copy_(&value).map(drop))?;
+    }
+    Ok(())
+}
