@@ -22,6 +22,9 @@ use crate::spec::Spec;
 /// More plans than this are forgotten: arguments that differ at each step make new ones.
 const MAX_PLANS: usize = 1 << 16;
 
+/// A placement's ranks, its shape, the names of its axes; and SBPs.
+type SpecKey = (Vec<usize>, Vec<usize>, Vec<String>, NdSbp);
+
 /// One for each process group that placements were made of.
 pub struct Runtime {
     world: ProcessGroup,
@@ -29,7 +32,7 @@ pub struct Runtime {
     pub groups: Groups,
     /// Makes global tensors.
     pub globals: Globals<Spec>,
-    specs: Mutex<HashMap<(Vec<usize>, Vec<usize>, NdSbp), Weak<Spec>>>,
+    specs: Mutex<HashMap<SpecKey, Weak<Spec>>>,
     plans: Mutex<FxHashMap<Box<[u64]>, Arc<Plan>>>,
     boxings: Mutex<FxHashMap<Box<[u64]>, Arc<Boxing>>>,
     generator: Mutex<Generator>,
@@ -85,7 +88,8 @@ impl Runtime {
 
     /// The spec of this placement and SBP.
     pub fn spec(&self, placement: &Placement, sbp: &[Sbp]) -> Arc<Spec> {
-        let key = (placement.ranks().to_vec(), placement.shape().to_vec(), sbp.to_vec());
+        let (ranks, shape) = (placement.ranks().to_vec(), placement.shape().to_vec());
+        let key = (ranks, shape, placement.names().to_vec(), sbp.to_vec());
         let mut specs = lock(&self.specs);
         if let Some(spec) = specs.get(&key).and_then(Weak::upgrade) {
             return spec;

@@ -38,13 +38,13 @@ pub trait GlobalTensor {
     /// # Errors
     /// SBPs that do not fit the placement or the shape, locals that do not fit each other, or a
     /// collective that fails.
-    fn to_global(&self, placement: &Placement, sbp: &[Sbp]) -> Result<Tensor>;
+    fn to_global(&self, placement: &Placement, sbp: impl AsRef<[Sbp]>) -> Result<Tensor>;
 
     /// The same tensor. The gradient that comes back to it gets this SBP.
     ///
     /// # Errors
     /// The tensor is plain, or the SBP does not fit.
-    fn grad_sbp(&self, sbp: &[Sbp]) -> Result<Tensor>;
+    fn grad_sbp(&self, sbp: impl AsRef<[Sbp]>) -> Result<Tensor>;
 
     /// This rank's part of it, with the memory that it has; an empty tensor on ranks outside the
     /// placement. Differentiable: gradients of all ranks' locals are the gradient of the tensor.
@@ -73,7 +73,8 @@ impl GlobalTensor for Tensor {
         Ok(spec_of(self)?.sbp().to_vec())
     }
 
-    fn to_global(&self, placement: &Placement, sbp: &[Sbp]) -> Result<Tensor> {
+    fn to_global(&self, placement: &Placement, sbp: impl AsRef<[Sbp]>) -> Result<Tensor> {
+        let sbp = sbp.as_ref();
         let runtime = placement.runtime()?;
         match find_spec(self) {
             Some(now) => {
@@ -92,12 +93,13 @@ impl GlobalTensor for Tensor {
             }
             None => {
                 let spec = runtime.spec(placement, sbp);
-                crate::from_local::from_local(self, &spec)
+                crate::from_local::from_locals(self, &spec)
             }
         }
     }
 
-    fn grad_sbp(&self, sbp: &[Sbp]) -> Result<Tensor> {
+    fn grad_sbp(&self, sbp: impl AsRef<[Sbp]>) -> Result<Tensor> {
+        let sbp = sbp.as_ref();
         let now = spec_of(self)?;
         check(now.placement(), sbp, &shape(&self.size()))?;
         let spec = now.placement().runtime()?.spec(now.placement(), sbp);
