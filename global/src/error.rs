@@ -73,18 +73,12 @@ pub enum Error {
         operation: &'static str,
     },
     /// A boxing that an operation needs, and that failed.
-    #[error("{operation}: boxing its input {input}, of shape {shape:?}, from {from:?} to {to:?}: {source}{advice}")]
+    #[error("{operation}: boxing {what}: {source}{advice}")]
     Boxing {
         /// The operation.
         operation: String,
-        /// The input's number.
-        input: usize,
-        /// The logical shape.
-        shape: Vec<usize>,
-        /// What there was.
-        from: Vec<Sbp>,
-        /// What was needed.
-        to: Vec<Sbp>,
+        /// Which input, from what to what.
+        what: String,
         /// Why it failed.
         source: Box<Error>,
         /// What may be wrong with the program.

@@ -191,10 +191,7 @@ fn prepare(
             let boxed = boxing.run(&runtime.groups, options, local.as_ref());
             let boxed = boxed.map_err(|source| Error::Boxing {
                 operation: call.name().to_owned(),
-                input: index,
-                shape: shape(call.sizes(index)),
-                from: from.clone(),
-                to: to.clone(),
+                what: format!("input {index}, {:?}, from {from:?} to {to:?}", call.sizes(index)),
                 source: Box::new(source),
                 advice: advice(call.name()),
             })?;

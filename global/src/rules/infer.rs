@@ -4,7 +4,7 @@
 //! next axis sees the shapes that the ones before have left, of the last and so smallest parts.
 
 use super::op::{Arg, Op, Signature};
-use super::rule;
+use super::{is_pointwise, rule};
 use crate::placement::Placement;
 use crate::region::part;
 use crate::sbp::{NdSbp, Sbp, B};
@@ -83,15 +83,18 @@ pub(crate) fn cut(sizes: &[i64], sbp: Sbp, ranks: usize) -> Vec<i64> {
 }
 
 /// Bytes that each rank receives on average to give the inputs these SBPs; None if it cannot be:
-/// there is no such dimension, it is shorter than the axis, or an in-place operation would box what
-/// it writes.
+/// there is no such dimension, it is shorter than the axis (but where tensors lie so already, and the
+/// operation is on each element by itself), or an in-place operation would box what it writes.
 fn cost(op: &Op, signature: &Signature, have: &[Sbp], ranks: usize) -> Option<f64> {
     let mut bytes = 0.0;
+    let bears_empty = is_pointwise(op.name);
     for (index, (input, &want)) in op.inputs.iter().zip(&signature.inputs).enumerate() {
         if !input.is_defined {
             continue;
         }
-        if want.dim().is_some_and(|dim| input.shape.get(dim).is_none_or(|&size| size < ranks)) {
+        let size = want.dim().map(|dim| input.shape.get(dim));
+        let is_short = |size: usize| size < ranks && !(bears_empty && want == have[index]);
+        if size.is_some_and(|size| size.is_none_or(|&size| is_short(size))) {
             return None;
         }
         if op.is_fixed(index) && want != have[index] {
@@ -196,7 +199,9 @@ mod tests {
         assert_eq!((inputs, output), (vec![vec![S(1)], vec![S(0)]], vec![S(1)]));
         let column = op("add", &[&[6, 5], &[6, 1]]);
         assert_eq!(result(&column, &[&[S(1)], &[B]]).0, [[S(1)], [B]]);
-        assert_eq!(result(&op("relu", &[&[2, 2]]), &[&[S(0)]]).1, [B]);
+        assert_eq!(result(&op("_softmax", &[&[2, 2]]), &[&[S(0)]]).1, [B]);
+        // What lies so already stays, if each element is by itself.
+        assert_eq!(result(&op("relu", &[&[2, 2]]), &[&[S(0)]]).1, [S(0)]);
         assert_eq!(infer(&op("no_such_operation", &[&[2]]), &three, &[vec![B]]), None);
     }
 }

@@ -42,6 +42,11 @@ const FAMILIES: &[&[Rule]] = &[
     views::RULES,
 ];
 
+/// Whether an operation is on each element by itself.
+pub fn is_pointwise(name: &str) -> bool {
+    pointwise::RULES.iter().any(|rule| rule.names.contains(&name))
+}
+
 /// The rule of an operation, if there is one.
 pub fn rule(name: &str) -> Option<&'static Rule> {
     static RULES: OnceLock<HashMap<&str, &Rule>> = OnceLock::new();
