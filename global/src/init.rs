@@ -7,8 +7,8 @@
 //! | [`Init::Uniform`] | `random_uniform_initializer` | `uniform_` |
 //! | [`Init::Normal`] | `random_normal_initializer` | `normal_` |
 //! | [`Init::TruncatedNormal`] | `truncated_normal(stddev)` | `trunc_normal_` |
-//! | [`Init::xavier_uniform`], `_normal` | `xavier_uniform_initializer`, `xavier_normal_` | the same |
-//! | [`Init::kaiming_uniform`], `_normal` | `kaiming_initializer` (also called MSRA) | the same |
+//! | [`Init::xavier_uniform`], `_normal` | `xavier_uniform_initializer` | `xavier_uniform_` |
+//! | [`Init::kaiming_uniform`], `_normal` | `kaiming_initializer`, MSRA | `kaiming_uniform_` |
 
 use tch::nn::init::NormalOrUniform;
 use tch::Tensor;
@@ -94,9 +94,9 @@ impl Init {
         Self::VarianceScaling { scale: gain * gain, fan, distribution }
     }
 
-    /// Fills a tensor, plain or global: a variable of a `VarStore`, for instance. All ranks fill the
-    /// same tensors in the same order, with generators that began alike. A global tensor then has
-    /// the values that a plain one would have. Nothing is sent.
+    /// Fills a tensor, plain or global: a variable of a `VarStore`, for instance. All ranks fill
+    /// the same tensors in the same order, with generators that began alike. A global tensor then
+    /// has the values that a plain one would have. Nothing is sent.
     ///
     /// # Errors
     /// Of libtorch.
