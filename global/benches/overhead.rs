@@ -40,7 +40,11 @@ fn compare(mut plain: impl FnMut(), mut global: impl FnMut()) -> [f64; 2] {
 }
 
 fn show(name: &str, [plain, global]: [f64; 2]) {
-    println!("{name:<24}{plain:>10.2}{global:>10.2}{:>+10.2}{:>8.2}", global - plain, global / plain);
+    println!(
+        "{name:<24}{plain:>10.2}{global:>10.2}{:>+10.2}{:>8.2}",
+        global - plain,
+        global / plain
+    );
 }
 
 fn random(sizes: &[i64]) -> Tensor {
@@ -94,7 +98,10 @@ fn main() {
         "mm, with backward",
         compare(|| backward(a.mm(&b), &[&a, &b]), || backward(ga.mm(&gw), &[&ga, &gw])),
     );
-    show("relu, with backward", compare(|| backward(a.relu(), &[&a]), || backward(ga.relu(), &[&ga])));
+    show(
+        "relu, with backward",
+        compare(|| backward(a.relu(), &[&a]), || backward(ga.relu(), &[&ga])),
+    );
 
     let x = random(&[8, 8]);
     let gx = global(&x, B);

@@ -36,6 +36,24 @@ pub enum Error {
         /// The placement.
         placement: String,
     },
+    /// Names that do not fit a placement's axes.
+    #[error("the names {names:?} do not fit the placement {placement}: each axis needs a name of its own")]
+    Names {
+        /// The names.
+        names: Vec<String>,
+        /// The placement.
+        placement: String,
+    },
+    /// An axis by a name that no axis has.
+    #[error("the placement {placement} has no axis {name:?}; its axes are named {names:?}")]
+    NoSuchAxis {
+        /// The name.
+        name: String,
+        /// The placement.
+        placement: String,
+        /// The names that there are.
+        names: Vec<String>,
+    },
     /// A placement without a process group.
     #[error("the placement {0} has no process group: make it by Placement::new(&group, ..)")]
     NoGroup(String),
@@ -53,6 +71,24 @@ pub enum Error {
     Plain {
         /// What was called.
         operation: &'static str,
+    },
+    /// A boxing that an operation needs, and that failed.
+    #[error("{operation}: boxing its input {input}, of shape {shape:?}, from {from:?} to {to:?}: {source}{advice}")]
+    Boxing {
+        /// The operation.
+        operation: String,
+        /// The input's number.
+        input: usize,
+        /// The logical shape.
+        shape: Vec<usize>,
+        /// What there was.
+        from: Vec<Sbp>,
+        /// What was needed.
+        to: Vec<Sbp>,
+        /// Why it failed.
+        source: Box<Error>,
+        /// What may be wrong with the program.
+        advice: &'static str,
     },
     /// Tensors of one operation that lie on different ranks.
     #[error(
@@ -114,6 +150,11 @@ pub enum Error {
         /// The tensor's shape.
         shape: Vec<usize>,
     },
+    /// A traced step whose tensors lie on several placements.
+    #[error(
+        "a plan is for one placement, but the trace has {0} and {1}; trace one stage at a time"
+    )]
+    SeveralPlacements(String, String),
     /// A checkpoint without all of a tensor.
     #[error(
         "the checkpoint has {found} of {needed} elements of {name}; are files of ranks missing?"

@@ -22,7 +22,9 @@ fn first() {
         let y = &x + 1;
         println!("{:?} {:?}", y.size(), y.sbp());
         println!("{:?}", y.full());
-        let w = flow_global::randn([5, 8], Kind::Float, &placement, &[B]).unwrap().set_requires_grad(true);
+        let w = flow_global::randn([5, 8], Kind::Float, &placement, &[B])
+            .unwrap()
+            .set_requires_grad(true);
         let out = x.view([4, 5]).matmul(&w);
         println!("{:?} {:?}", out.size(), out.sbp());
         let loss = out.square().mean(Kind::Float);
@@ -53,7 +55,11 @@ fn mlp() {
     for _ in 0..5 {
         opt.backward_step(&net.forward(&x).cross_entropy_for_logits(&t));
     }
-    let want: Vec<(String, Vec<f32>)> = vs.variables().into_iter().map(|(n, t)| (n, Vec::try_from(t.reshape([-1])).unwrap())).collect();
+    let want: Vec<(String, Vec<f32>)> = vs
+        .variables()
+        .into_iter()
+        .map(|(n, t)| (n, Vec::try_from(t.reshape([-1])).unwrap()))
+        .collect();
     let made: Vec<_> = (0..3).map(|_| std::sync::Mutex::new(Some(make(1)))).collect();
     for layout in 0..3 {
         let made: Vec<_> = (0..3).map(|_| std::sync::Mutex::new(Some(make(1)))).collect();
@@ -67,11 +73,17 @@ fn mlp() {
                 _ if name == "a.weight" || name == "a.bias" => vec![S(0)],
                 _ if name == "b.weight" => vec![S(1)],
                 _ => vec![B],
-            }).unwrap();
+            })
+            .unwrap();
             let mut opt = nn::Adam::default().build(&vs, 0.01).unwrap();
             let x = Tensor::from_slice(xv).view([12, 8]);
             let t = Tensor::from_slice(tv);
-            let (x, t) = tch::no_grad(|| (flow_global::scatter(&x, &placement, &[S(0)]).unwrap(), flow_global::scatter(&t, &placement, &[S(0)]).unwrap()));
+            let (x, t) = tch::no_grad(|| {
+                (
+                    flow_global::scatter(&x, &placement, &[S(0)]).unwrap(),
+                    flow_global::scatter(&t, &placement, &[S(0)]).unwrap(),
+                )
+            });
             for _ in 0..5 {
                 opt.backward_step(&net.forward(&x).cross_entropy_for_logits(&t));
             }

@@ -8,6 +8,7 @@
 #include "shim.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <unordered_map>
 #include <utility>
@@ -15,11 +16,14 @@
 
 #include <ATen/ATen.h>
 #include <ATen/InferSize.h>
+#include <ATen/SequenceNumber.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/enum_tag.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/headeronly/version.h>
 #include <torch/library.h>
@@ -76,7 +80,7 @@ struct CallView {
     const Argument* arguments;
     const TensorView* tensors;
     size_t argument_count, tensor_count, return_count;
-    bool is_view, reshapes;
+    bool is_view, reshapes, is_random, is_dynamic;
 };
 
 // Rust's part.
@@ -99,6 +103,8 @@ struct GlobalMeta final : c10::BackendMeta {
     const void* const spec;
     // A view of another tensor that had to be boxed: it does not share that tensor's memory.
     bool detached_view = false;
+    // A number of the tensor's own, once somebody has asked for it.
+    std::atomic<uint64_t> id{0};
 };
 
 bool is_global(const at::Tensor& tensor) {
@@ -159,7 +165,7 @@ at::Tensor wrap(at::Tensor local, const void* spec, const Geometry& geometry, ca
 struct OpInfo {
     c10::SmallVector<bool, 16> is_optional_tensor, is_written;  // by argument
     c10::SmallVector<int, 4> writes;                            // by return: the argument that it is, or -1
-    bool is_view = false, reshapes = false, is_composite = false;
+    bool is_view = false, reshapes = false, is_composite = false, is_random = false, is_dynamic = false;
 };
 
 OpInfo info_of(const c10::OperatorHandle& op) {
@@ -187,6 +193,8 @@ OpInfo info_of(const c10::OperatorHandle& op) {
     for (const char* name : {"aten::t_", "aten::transpose_", "aten::squeeze_", "aten::unsqueeze_", "aten::swapaxes_", "aten::swapdims_"}) {
         info.reshapes |= schema.name() == name;
     }
+    info.is_dynamic = op.hasTag(at::Tag::dynamic_output_shape);
+    info.is_random = op.hasTag(at::Tag::nondeterministic_seeded);
     info.is_composite = op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) && !op.hasKernelForDispatchKey(DispatchKey::CPU);
     return info;
 }
@@ -341,7 +349,7 @@ void kernel(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
     }
     const CallView view{&call, op.schema().name().c_str(), op.schema().overload_name().c_str(), &op.schema(),
                         call.arguments.data(), call.tensors.data(), call.count, call.tensors.size(),
-                        op.schema().returns().size(), info.is_view, info.reshapes};
+                        op.schema().returns().size(), info.is_view, info.reshapes, info.is_random, info.is_dynamic};
     flow::check(callbacks.dispatch(&view));
     TORCH_CHECK(call.outputs.size() == view.return_count, op.schema().name(), ": its rule gave ", call.outputs.size(), " results");
     torch::jit::drop(*stack, call.count);
@@ -351,9 +359,10 @@ void kernel(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
 }  // namespace
 
 std::optional<at::Tensor> flow::boxed_gradient(const at::Tensor& leaf, const at::Tensor& gradient) {
-    if (!is_global(leaf) || !is_global(gradient)) return std::nullopt;
+    if (!is_global(leaf)) return std::nullopt;
     // The temporary pointer is a user of the meta as well.
-    const bool exclusive = gradient.use_count() == 1 && meta_of(gradient).local.use_count() == 1 && memory_is_exclusive(meta_of(gradient).local) &&
+    const bool exclusive = is_global(gradient) && gradient.use_count() == 1 && meta_of(gradient).local.use_count() == 1 &&
+                           memory_is_exclusive(meta_of(gradient).local) &&
                            gradient.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr().use_count() == 2;
     at::Tensor* boxed = nullptr;
     bool taken = false;
@@ -550,6 +559,36 @@ char* flow_global_assign(const at::Tensor* tensor, const at::Tensor* other) {
         impl->set_backend_meta(from->get_backend_meta_intrusive_ptr());
     });
 }
+
+// A number of the tensor's own, which its shallow copies share; 0 of a plain tensor.
+uint64_t flow_global_id(const at::Tensor* tensor) {
+    static std::atomic<uint64_t> last{0};
+    if (!is_global(*tensor)) return 0;
+    auto& id = meta_of(*tensor).id;
+    uint64_t none = 0;
+    if (id.load() == 0) id.compare_exchange_strong(none, ++last);
+    return id.load();
+}
+
+// Visits the tensors that the caller gets as result `index`, also an undefined one.
+void flow_call_returned(const Call* call, size_t index, void* data, void (*visit)(void* data, const at::Tensor* tensor)) {
+    if (index >= call->outputs.size()) return;
+    const auto& output = call->outputs[index];
+    if (output.isTensor()) visit(data, &output.toTensor());
+    else if (output.isTensorList()) for (const at::Tensor& tensor : output.toTensorVector()) visit(data, &tensor);
+}
+
+// The number of the node that autograd runs on this thread; of the last one that it has made, if it
+// runs none and `is_made`. False if there is neither.
+bool flow_autograd_node(bool is_made, uint64_t* number, bool* is_backward) {
+    const auto node = torch::autograd::get_current_node();
+    *is_backward = node != nullptr;
+    *number = node ? node->sequence_nr() : at::sequence_number::peek() - 1;
+    return node || is_made;
+}
+
+// Whether autograd notes operations on this thread.
+bool flow_grad_mode() { return at::GradMode::is_enabled(); }
 
 // The argument that result `index` is, or -1.
 int flow_call_writes(const Call* call, size_t index) { return call->info.writes[index]; }

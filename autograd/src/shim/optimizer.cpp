@@ -135,7 +135,8 @@ char* flow_set_optimizer_state(optim::Optimizer* optimizer, const char* const* n
             for (const auto& part : wanted) {
                 TORCH_CHECK(is_given(part), "the state lacks ", number, part.name);
                 const at::Tensor* const tensor = given.extract(number + part.name).mapped();
-                check_plain(*tensor, number + part.name + " ");
+                // Global tensors may have no memory of their own.
+                if (parameter.has_storage()) check_plain(*tensor, number + part.name + " ");
                 const at::Tensor value = tensor->detach();
                 if (part.count) {
                     TORCH_CHECK(value.dim() == 0 && value.scalar_type() == at::kLong, number, part.name, " is not a count");

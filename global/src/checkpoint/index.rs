@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use super::safetensors;
 use crate::error::{Error, Result};
 use crate::placement::Placement;
 use crate::region::{regions, Region};
@@ -36,6 +37,35 @@ pub struct Shard {
     pub start: Vec<usize>,
     /// Its sizes.
     pub shape: Vec<usize>,
+}
+
+impl Index {
+    /// Checks that the shards are in their tensors, and together as large.
+    ///
+    /// # Errors
+    /// What is wrong: the index is damaged, or of a later version.
+    pub fn check(&self) -> std::result::Result<(), String> {
+        for (name, saved) in &self.tensors {
+            if safetensors::size(&saved.dtype, &saved.shape).is_none() {
+                let (dtype, shape) = (&saved.dtype, &saved.shape);
+                return Err(format!("{name} cannot be of type {dtype} and shape {shape:?}"));
+            }
+            let is_inside = |shard: &Shard| {
+                let bounds = shard.start.iter().zip(&shard.shape).zip(&saved.shape);
+                shard.start.len() == saved.shape.len()
+                    && shard.shape.len() == saved.shape.len()
+                    && bounds.clone().all(|((&start, &size), &all)| {
+                        start.checked_add(size).is_some_and(|end| end <= all)
+                    })
+            };
+            let elements = |shape: &[usize]| shape.iter().product::<usize>();
+            let held = || saved.shards.iter().map(|shard| elements(&shard.shape)).sum::<usize>();
+            if !saved.shards.iter().all(is_inside) || held() != elements(&saved.shape) {
+                return Err(format!("the shards of {name} are not all of it"));
+            }
+        }
+        Ok(())
+    }
 }
 
 /// What to read of a shard.

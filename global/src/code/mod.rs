@@ -20,9 +20,9 @@ use flow_autograd::global::{Argument, Call, Scalar};
 use tch::Tensor;
 
 pub use random::draws;
+pub use reductions::{kind_of, number_of};
 
-use crate::boxing::execute::execute;
-use crate::boxing::plan::{Layout, Plan as Boxing};
+use crate::boxing::plan::Layout;
 use crate::dispatch::{shape, Plan};
 use crate::error::{Error, Result};
 use crate::placement::Placement;
@@ -46,8 +46,10 @@ pub fn of(name: &str) -> Option<Code> {
         "embedding" => indexing::embedding,
         "native_batch_norm" | "_native_batch_norm_legit" => normalization::batch_norm,
         "native_batch_norm_backward" => normalization::batch_norm_backward,
-        "bernoulli" | "exponential" | "native_dropout" | "normal" | "rand_like"
-        | "randint_like" | "randn_like" | "random" | "uniform" => random::draw,
+        "bernoulli" | "cauchy" | "exponential" | "geometric" | "log_normal" | "native_dropout"
+        | "normal" | "rand_like" | "randint_like" | "randn_like" | "random" | "uniform" => {
+            random::draw
+        }
         "new_empty_strided" => random::new_empty_strided,
         _ => return None,
     })
@@ -94,6 +96,21 @@ impl Context<'_, '_> {
         Ok(Some(self.boxed(&local, &self.shape(tensor), &from, &to)?))
     }
 
+    /// Writes an input: `value` lies as the signature wants the input.
+    fn overwrite(&self, tensor: usize, value: &Tensor) -> Result<()> {
+        let Some(given) = self.call.tensor(tensor) else { return Ok(()) };
+        let (mut own, sbp) = match self.call.spec(tensor) {
+            Some(spec) => {
+                let local = self.runtime()?.globals.local(&given);
+                (local.unwrap_or(given), spec.sbp().to_vec())
+            }
+            None => (given, vec![B; self.placement.axes()]),
+        };
+        let wanted = &self.plan.wanted[tensor];
+        own.f_copy_(&self.boxed(value, &self.shape(tensor), wanted, &sbp)?)?;
+        Ok(())
+    }
+
     /// This rank's local of a tensor of this shape, from one SBP to another.
     fn boxed(&self, local: &Tensor, shape: &[usize], from: &[Sbp], to: &[Sbp]) -> Result<Tensor> {
         if from == to {
@@ -101,9 +118,10 @@ impl Context<'_, '_> {
         }
         let placement = self.placement;
         let (from, to) = (Layout { placement, sbp: from }, Layout { placement, sbp: to });
-        let options = (shape, local.kind(), local.device());
-        let plan = Boxing::new(shape, from, to);
-        let boxed = execute(&self.runtime()?.groups, &plan, (from, to), options, Some(local))?;
+        let runtime = self.runtime()?;
+        let options = (local.kind(), local.device());
+        let boxed =
+            runtime.boxing(shape, from, to).run(&runtime.groups, options, Some(local))?;
         boxed.ok_or_else(|| self.fail("this rank is not in the placement"))
     }
 

@@ -54,7 +54,11 @@ impl Batch {
 
 /// What statistics are computed in.
 fn wide(kind: Kind) -> Kind {
-    if kind == Kind::Double { Kind::Double } else { Kind::Float }
+    if kind == Kind::Double {
+        Kind::Double
+    } else {
+        Kind::Float
+    }
 }
 
 /// In training.
@@ -78,9 +82,9 @@ pub fn batch_norm(context: &mut Context<'_, '_>) -> Result<()> {
     for (tensor, now, scale) in
         [(3, &mean, 1.0), (4, &variance, batch.count / (batch.count - 1.0).max(1.0))]
     {
-        if let Some(mut running) = context.optional(tensor)? {
+        if let Some(running) = context.optional(tensor)? {
             let next = &running * (1.0 - momentum) + now * (momentum * scale);
-            running.f_copy_(&next)?;
+            context.overwrite(tensor, &next)?;
         }
     }
     let shape = context.shape(0);

@@ -1,5 +1,7 @@
 //! Random numbers by logical element: the values of one device, whatever the SBP.
 
+use std::f64::consts::PI;
+
 use tch::{Kind, Tensor};
 
 use super::reductions::kind_of;
@@ -7,7 +9,6 @@ use super::Context;
 use crate::create::{bound, drawn, uniform_of};
 use crate::error::Result;
 use crate::random::{self, Bits, Draw};
-use crate::sbp::B;
 
 /// Operations that draw a tensor of random numbers.
 pub fn draws(name: &str) -> bool {
@@ -58,6 +59,22 @@ pub fn draw(context: &mut Context<'_, '_>) -> Result<()> {
             let rate = number(1, 1.0);
             values(context, &mut draw, &like, kind, |bits| random::exponential(bits) / rate)?
         }
+        "cauchy_" => {
+            let (median, width) = (number(1, 0.0), number(2, 1.0));
+            let tangent = |bits| (PI * (random::uniform(bits) - 0.5)).tan();
+            values(context, &mut draw, &like, kind, |bits| median + width * tangent(bits))?
+        }
+        "log_normal_" => {
+            let (mean, deviation) = (number(1, 1.0), number(2, 2.0));
+            let value = |bits| (mean + deviation * random::normal(bits)).exp();
+            values(context, &mut draw, &like, kind, value)?
+        }
+        "geometric_" => {
+            // Trials up to the first success.
+            let failure = 1.0 - number(1, 0.5);
+            let value = |bits| (-random::exponential(bits) / failure.ln()).ceil().max(1.0);
+            values(context, &mut draw, &like, kind, value)?
+        }
         "bernoulli_" => match context.call.is_defined(context.call.tensors() - 1)
             && context.call.tensors() > 1
         {
@@ -88,16 +105,7 @@ pub fn draw(context: &mut Context<'_, '_>) -> Result<()> {
         let shape = context.shape(0);
         return context.give(0, &drawn, &shape);
     }
-    let (to, shape) = (context.plan.wanted[0].clone(), context.shape(0));
-    let (mut own, sbp) = match (context.call.tensor(0), context.call.spec(0)) {
-        (Some(tensor), Some(spec)) => {
-            let local = context.runtime()?.globals.local(&tensor);
-            (local.unwrap_or(tensor), spec.sbp().to_vec())
-        }
-        (Some(tensor), None) => (tensor, vec![B; to.len()]),
-        _ => return Err(context.fail("the tensor is undefined")),
-    };
-    own.f_copy_(&context.boxed(&drawn, &shape, &to, &sbp)?)?;
+    context.overwrite(0, &drawn)?;
     context.give_written(0)
 }
 

@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::sbp::{NdSbp, Sbp, B, P};
 
 /// The kind that an argument asks for: libtorch's number of it.
-pub(super) fn kind_of(number: i64) -> Option<Kind> {
+pub fn kind_of(number: i64) -> Option<Kind> {
     Some(match number {
         0 => Kind::Uint8,
         1 => Kind::Int8,
@@ -27,6 +27,11 @@ pub(super) fn kind_of(number: i64) -> Option<Kind> {
     })
 }
 
+/// libtorch's number of a kind; -1 for those that no rank can say.
+pub fn number_of(kind: Kind) -> i64 {
+    (0..=15).find(|&number| kind_of(number) == Some(kind)).unwrap_or(-1)
+}
+
 /// Dimensions that are an argument; all if it is missing or empty.
 fn dims(context: &Context<'_, '_>, argument: usize) -> Vec<i64> {
     let rank = context.shape(0).len() as i64;
@@ -39,12 +44,11 @@ fn dims(context: &Context<'_, '_>, argument: usize) -> Vec<i64> {
 
 /// The shape without these dimensions, or with one element in each.
 fn reduced(shape: &[usize], dims: &[i64], keep: bool) -> Vec<usize> {
-    let sizes = shape.iter().enumerate().filter_map(|(dim, &size)| {
-        match dims.contains(&(dim as i64)) {
+    let sizes =
+        shape.iter().enumerate().filter_map(|(dim, &size)| match dims.contains(&(dim as i64)) {
             true => keep.then_some(1),
             false => Some(size),
-        }
-    });
+        });
     sizes.collect()
 }
 

@@ -14,21 +14,22 @@ use flow_autograd::global::{
     Call, Dispatcher, LeafGradient, LocalResult, Output as CallOutput, Scalar,
 };
 use flow_autograd::BoxError;
+use flow_tensor::TensorCollectives;
 use std::cell::RefCell;
 use std::sync::Arc;
 use tch::Tensor;
 
-use crate::boxing::execute::execute;
-use crate::boxing::plan::Layout;
 use crate::code;
 use crate::error::{Error, Result};
 use crate::placement::Placement;
+use crate::record;
 use crate::replicas;
 use crate::runtime::Runtime;
+use crate::sbp::B;
 use crate::spec::Spec;
-use crate::tensor::{boxed, spec_of, GlobalTensor};
+use crate::tensor::{boxed, find_spec, spec_of, GlobalTensor};
 pub use plan::Plan;
-use plan::{Input, Output};
+use plan::{Input, Noted, Output};
 
 /// Carries out the operations on global tensors.
 pub struct Operations;
@@ -37,7 +38,16 @@ impl Dispatcher for Operations {
     type Spec = Spec;
 
     fn dispatch(call: &mut Call<'_, Spec>) -> std::result::Result<(), BoxError> {
-        Ok(tch::no_grad(|| run(call))?)
+        let noted = record::is_on().then(|| Noted::new(call));
+        Ok(tch::no_grad(|| match noted {
+            None => run(call),
+            Some(noted) => {
+                let placement = placement_of(call)?;
+                let plan = plan_of(call, &placement, placement.runtime()?)?;
+                run(call)?;
+                noted.tell(call, &plan, &placement)
+            }
+        })?)
     }
 
     fn gradient(
@@ -45,7 +55,14 @@ impl Dispatcher for Operations {
         gradient: &Tensor,
         exclusive: bool,
     ) -> std::result::Result<LeafGradient, BoxError> {
-        let (own, now) = (spec_of(leaf)?, spec_of(gradient)?);
+        let own = spec_of(leaf)?;
+        let Some(now) = find_spec(gradient) else {
+            // Zeros, from a formula that makes them without a look at the tensors.
+            let sbp = own.sbp().iter().map(|&sbp| if sbp.is_partial() { B } else { sbp });
+            let sbp: Vec<_> = sbp.collect();
+            let boxed = crate::scatter(&gradient.copy(), own.placement(), &sbp)?;
+            return Ok(LeafGradient::Boxed(boxed));
+        };
         if own.sbp().iter().any(|sbp| sbp.is_partial()) {
             return Ok(LeafGradient::Same);
         }
@@ -54,12 +71,16 @@ impl Dispatcher for Operations {
             return Ok(LeafGradient::Boxed(gradient.to_global(own.placement(), own.sbp())?));
         }
         if replicas::take(leaf, gradient, exclusive)? {
+            record::gradient(leaf, gradient, None)?;
             return Ok(LeafGradient::Taken);
         }
         if own.id() == now.id() {
+            record::gradient(leaf, gradient, Some(gradient))?;
             return Ok(LeafGradient::Same);
         }
-        Ok(LeafGradient::Boxed(tch::no_grad(|| boxed(gradient, &own))?))
+        let own = tch::no_grad(|| boxed(gradient, &own))?;
+        record::gradient(leaf, gradient, Some(&own))?;
+        Ok(LeafGradient::Boxed(own))
     }
 }
 
@@ -79,14 +100,25 @@ fn run(call: &mut Call<'_, Spec>) -> Result<()> {
         return code(&mut code::Context { call, plan: &plan, placement: &placement, position });
     }
     for (index, input) in plan.inputs.iter().enumerate() {
-        prepare(call, &placement, runtime, index, input)?;
+        prepare(call, runtime, index, input)?;
     }
     for (argument, values) in &plan.ints {
         call.set_ints(*argument, values)?;
     }
-    call.run()?;
+    let ran = call.run();
+    if plan.is_told {
+        outside::tell(call, &plan, &placement, runtime, ran.is_ok())?;
+    }
+    ran?;
+    if plan.is_drawn_apart {
+        for index in 0..call.returns() {
+            if let LocalResult::Tensor(Some(mut drawn)) = call.result(index)? {
+                runtime.groups.group(placement.ranks())?.broadcast_tensor(&mut drawn, 0)?;
+            }
+        }
+    }
     for &(index, result) in &plan.write_backs {
-        write_back(call, &plan, &placement, runtime, index, result)?;
+        write_back(call, &plan, runtime, index, result)?;
     }
     for (index, output) in plan.outputs.iter().enumerate() {
         give(call, &placement, runtime, index, output)?;
@@ -136,7 +168,6 @@ fn plan_of(
 /// What the operation gets as this input.
 fn prepare(
     call: &mut Call<'_, Spec>,
-    placement: &Placement,
     runtime: &Runtime,
     index: usize,
     input: &Input,
@@ -153,19 +184,37 @@ fn prepare(
             let empty = like.map(|like| Tensor::empty([0], (like.kind(), like.device())));
             Ok(call.set_local(index, empty.as_ref())?)
         }
-        Input::Boxed { plan, from, to, is_written } => {
+        Input::Boxed { boxing, from, to, is_written } => {
             let local = local_of(call, runtime, index)?;
             let Some(tensor) = &local else { return Ok(()) };
-            let shape = shape(call.sizes(index));
-            let (from, to) = (Layout { placement, sbp: from }, Layout { placement, sbp: to });
-            let options = (&shape[..], tensor.kind(), tensor.device());
-            let boxed = execute(&runtime.groups, plan, (from, to), options, local.as_ref())?;
-            let boxed = match is_written {
+            let options = (tensor.kind(), tensor.device());
+            let boxed = boxing.run(&runtime.groups, options, local.as_ref());
+            let boxed = boxed.map_err(|source| Error::Boxing {
+                operation: call.name().to_owned(),
+                input: index,
+                shape: shape(call.sizes(index)),
+                from: from.clone(),
+                to: to.clone(),
+                source: Box::new(source),
+                advice: advice(call.name()),
+            })?;
+            let boxed = match *is_written && boxing.is_view() {
                 true => boxed.map(|boxed| boxed.copy()),
                 false => boxed,
             };
             Ok(call.set_local(index, boxed.as_ref())?)
         }
+    }
+}
+
+/// What all ranks have to do, where one may have left the others alone.
+fn advice(operation: &str) -> &'static str {
+    match operation {
+        "aten::_local_scalar_dense" => {
+            " (to read a value of a tensor that is split or partial, all ranks must take part: call \
+             full() or double_value() on all of them, or to_local() on one)"
+        }
+        _ => " (all ranks must run the same operations on global tensors, in the same order)",
     }
 }
 
@@ -182,7 +231,6 @@ fn local_of(call: &Call<'_, Spec>, runtime: &Runtime, index: usize) -> Result<Op
 fn write_back(
     call: &Call<'_, Spec>,
     plan: &Plan,
-    placement: &Placement,
     runtime: &Runtime,
     index: usize,
     result: Option<usize>,
@@ -197,11 +245,9 @@ fn write_back(
     let (Some(written), Some(mut local)) = (written, local_of(call, runtime, index)?) else {
         return Ok(());
     };
-    let Some((boxing, from, to)) = plan.backs.get(&index) else { return Ok(()) };
-    let shape = shape(call.sizes(index));
-    let (from, to) = (Layout { placement, sbp: from }, Layout { placement, sbp: to });
-    let options = (&shape[..], written.kind(), written.device());
-    let back = execute(&runtime.groups, boxing, (from, to), options, Some(&written))?;
+    let Some(boxing) = plan.backs.get(&index) else { return Ok(()) };
+    let options = (written.kind(), written.device());
+    let back = boxing.run(&runtime.groups, options, Some(&written))?;
     if let Some(back) = back {
         local.f_copy_(&back)?;
     }
@@ -222,7 +268,7 @@ fn give(
         }
         return Ok(call.output_written(index)?);
     }
-    if output.is_scalar && placement.ranks().len() < runtime.world().world_size() {
+    if placement.ranks().len() < runtime.world().world_size() {
         if let LocalResult::Scalar(scalar) = call.result(index)? {
             let scalar = outside::share_scalar(placement, runtime, Some(scalar))?;
             return Ok(call.output_scalar(scalar)?);

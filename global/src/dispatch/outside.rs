@@ -1,8 +1,8 @@
 //! Ranks outside a placement: they have nothing of the tensors on it, know their shapes, and may call
 //! everything.
 //!
-//! What an operation gives, such a rank finds out once, by running it on zeros of the sizes that the
-//! first rank of the placement has.
+//! What an operation gives, such a rank finds out once, by running it on tensors of the sizes that the
+//! first rank of the placement has. Where it depends on values, that rank tells.
 
 use std::sync::Arc;
 
@@ -10,9 +10,9 @@ use flow_autograd::global::{Call, LocalResult, Scalar};
 use flow_tensor::TensorCollectives;
 use tch::{Device, Kind, Tensor};
 
-use super::plan::{Input, Output, Plan};
+use super::plan::{is_float, Input, Output, Plan};
 use super::{scalar_bits, scalar_of, shape};
-use crate::code;
+use crate::code::{self, kind_of, number_of};
 use crate::error::{Error, Result};
 use crate::placement::Placement;
 use crate::region::regions;
@@ -32,17 +32,6 @@ pub enum Outside {
     Scalar,
 }
 
-/// Operations whose results' shapes depend on values.
-const DYNAMIC: &[&str] = &[
-    "_unique2",
-    "bincount",
-    "masked_select",
-    "nonzero",
-    "repeat_interleave",
-    "unique_consecutive",
-    "unique_dim",
-];
-
 /// Returns what the operation would, without a local.
 pub fn run(
     call: &mut Call<'_, Spec>,
@@ -54,7 +43,12 @@ pub fn run(
         // All ranks draw the same tensors.
         runtime.generator().draw();
     }
+    let told;
     let known = match plan.outside.get() {
+        _ if plan.is_told => {
+            told = hear(plan, placement, runtime)?;
+            &told
+        }
         Some(known) => known,
         None => {
             let known = find_out(call, plan, placement)?;
@@ -107,15 +101,27 @@ fn wrap(
 }
 
 fn find_out(call: &mut Call<'_, Spec>, plan: &Plan, placement: &Placement) -> Result<Vec<Outside>> {
-    if DYNAMIC.contains(&plan.name.as_str()) {
-        return Err(Error::Unsupported {
-            operation: plan.name.clone(),
-            reason: format!(
-                "the shape of the result depends on values, which ranks outside the placement \
-                 {placement} do not have: give the input a placement of all ranks by to_global"
-            ),
-        });
-    }
+    // Some operations, as the solution of equations, run on no zeros.
+    try_out(call, plan, placement, |sizes, options| Tensor::f_zeros(sizes, options)).or_else(|_| {
+        try_out(call, plan, placement, |sizes, (kind, device)| {
+            let ones = Tensor::f_ones(sizes, (kind, device))?;
+            match *sizes {
+                [.., rows, columns] if is_float(kind) => {
+                    Tensor::f_eye_m(rows, columns, (kind, device))?.f_add(&(ones * 0.1))
+                }
+                _ => Ok(ones),
+            }
+        })
+    })
+}
+
+/// What the operation gives for tensors of these values.
+fn try_out(
+    call: &mut Call<'_, Spec>,
+    plan: &Plan,
+    placement: &Placement,
+    values: impl Fn(&[i64], (Kind, Device)) -> std::result::Result<Tensor, tch::TchError>,
+) -> Result<Vec<Outside>> {
     for index in 0..call.tensors() {
         let Some(kind) = call.kind(index) else { continue };
         let sizes = match plan.inputs[index] {
@@ -125,12 +131,17 @@ fn find_out(call: &mut Call<'_, Spec>, plan: &Plan, placement: &Placement) -> Re
                 all[0].shape().iter().map(|&size| size as i64).collect()
             }
         };
-        call.set_local(index, Some(&Tensor::zeros(&sizes[..], (kind, Device::Cpu))))?;
+        call.set_local(index, Some(&values(&sizes, (kind, Device::Cpu))?))?;
     }
     for (argument, values) in &plan.ints {
         call.set_ints(*argument, values)?;
     }
     call.run()?;
+    results(call, plan)
+}
+
+/// What is to be known of the results of a call that has run.
+fn results(call: &Call<'_, Spec>, plan: &Plan) -> Result<Vec<Outside>> {
     let known = |(index, output): (usize, &Output)| {
         let logical = |tensor: &Tensor| {
             let mut sizes = tensor.size();
@@ -150,6 +161,83 @@ fn find_out(call: &mut Call<'_, Spec>, plan: &Plan, placement: &Placement) -> Re
         })
     };
     plan.outputs.iter().enumerate().map(known).collect()
+}
+
+/// Told instead of the number of words.
+const FAILED: i64 = -1;
+
+/// On ranks of the placement: the first one tells what is to be known of the results.
+pub fn tell(
+    call: &Call<'_, Spec>,
+    plan: &Plan,
+    placement: &Placement,
+    runtime: &Runtime,
+    has_run: bool,
+) -> Result<()> {
+    let known = has_run.then(|| results(call, plan)).transpose()?;
+    let words = known.as_ref().map(|known| known.iter().flat_map(words_of).collect::<Vec<_>>());
+    let (world, root) = (runtime.world(), placement.ranks()[0]);
+    let count = words.as_ref().map_or(FAILED, |words| words.len() as i64);
+    world.broadcast_tensor(&mut Tensor::from(count), root)?;
+    if let Some(words) = words {
+        world.broadcast_tensor(&mut Tensor::from_slice(&words), root)?;
+    }
+    Ok(())
+}
+
+/// On ranks outside the placement.
+fn hear(plan: &Plan, placement: &Placement, runtime: &Runtime) -> Result<Vec<Outside>> {
+    let (world, root) = (runtime.world(), placement.ranks()[0]);
+    let mut count = Tensor::from(0i64);
+    world.broadcast_tensor(&mut count, root)?;
+    let count = count.int64_value(&[]);
+    if count == FAILED {
+        return Err(Error::Unsupported {
+            operation: plan.name.clone(),
+            reason: format!("it failed on the ranks of the placement {placement}: see their error"),
+        });
+    }
+    let mut words = Tensor::zeros([count], (Kind::Int64, Device::Cpu));
+    world.broadcast_tensor(&mut words, root)?;
+    let mut words = Vec::<i64>::try_from(words)?.into_iter();
+    let known = plan.outputs.iter().map(|_| outside_of(&mut words));
+    known.collect::<Option<_>>().ok_or_else(|| Error::Unsupported {
+        operation: plan.name.clone(),
+        reason: "ranks run different versions of Flow".to_owned(),
+    })
+}
+
+/// As numbers: a tag, for tensors their number, and for each the kind, the number of dimensions, and
+/// the sizes.
+fn words_of(known: &Outside) -> Vec<i64> {
+    let words = |(sizes, kind): &(Vec<i64>, Kind)| {
+        [&[number_of(*kind), sizes.len() as i64][..], &sizes[..]].concat()
+    };
+    match known {
+        Outside::Tensor(sizes, kind) => [vec![0], words(&(sizes.clone(), *kind))].concat(),
+        Outside::Tensors(all) => {
+            [vec![1, all.len() as i64], all.iter().flat_map(words).collect()].concat()
+        }
+        Outside::Undefined => vec![2],
+        Outside::Scalar => vec![3],
+    }
+}
+
+fn outside_of(words: &mut impl Iterator<Item = i64>) -> Option<Outside> {
+    fn tensor(words: &mut impl Iterator<Item = i64>) -> Option<(Vec<i64>, Kind)> {
+        let kind = kind_of(words.next()?)?;
+        let dims = words.next()?;
+        Some(((0..dims).map(|_| words.next()).collect::<Option<_>>()?, kind))
+    }
+    Some(match words.next()? {
+        0 => tensor(words).map(|(sizes, kind)| Outside::Tensor(sizes, kind))?,
+        1 => {
+            let count = words.next()?;
+            Outside::Tensors((0..count).map(|_| tensor(words)).collect::<Option<_>>()?)
+        }
+        2 => Outside::Undefined,
+        _ => Outside::Scalar,
+    })
 }
 
 /// The number that the ranks of a placement have, on all ranks of the job.

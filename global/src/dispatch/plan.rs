@@ -3,12 +3,13 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock, Weak};
 
-use flow_autograd::global::{Argument, Call};
+use flow_autograd::global::{Argument, Call, Node};
 use tch::Kind;
 
 use super::outside::Outside;
 use super::shape;
-use crate::boxing::plan::{Layout, Plan as Boxing};
+use crate::boxing::execute::Boxing;
+use crate::boxing::plan::Layout;
 use crate::code::{self, Code};
 use crate::error::{Error, Result};
 use crate::placement::Placement;
@@ -34,12 +35,16 @@ pub struct Plan {
     /// Tensors that are written in another layout than their own, and the result that is written
     /// there, if it is not the input itself.
     pub write_backs: Vec<(usize, Option<usize>)>,
-    /// How these get back: boxing, and the layouts.
-    pub backs: BTreeMap<usize, (Boxing, NdSbp, NdSbp)>,
+    /// How these get back.
+    pub backs: BTreeMap<usize, Arc<Boxing>>,
+    /// Each rank draws random numbers of its own: those of the first one count.
+    pub is_drawn_apart: bool,
     /// Runs instead of the operation.
     pub code: Option<Code>,
     /// The code looks at shapes only, so that ranks outside the placement run it too.
     pub needs_shapes_only: bool,
+    /// The shapes of results depend on values: the ranks of the placement tell those outside.
+    pub is_told: bool,
     /// What ranks outside the placement know of the results, once it was found out.
     pub outside: OnceLock<Vec<Outside>>,
 }
@@ -55,7 +60,7 @@ pub enum Input {
     /// What boxing makes of the local.
     Boxed {
         /// How.
-        plan: Box<Boxing>,
+        boxing: Arc<Boxing>,
         /// What there is.
         from: NdSbp,
         /// What is wanted.
@@ -83,13 +88,11 @@ pub struct Output {
     pub is_detached_view: bool,
     /// It is an argument.
     pub is_written: bool,
-    /// It is a number.
-    pub is_scalar: bool,
 }
 
 /// The tensors that an operation writes.
 struct Written {
-    /// It writes its first argument, and rules know.
+    /// It writes some of its arguments, and rules know.
     is_in_place: bool,
     /// Arguments that only receive the result, as `out`.
     outs: Vec<usize>,
@@ -98,9 +101,22 @@ struct Written {
 }
 
 impl Written {
+    /// The name that rules know.
+    fn rule_name<'a>(&self, call: &'a Call<'_, Spec>) -> &'a str {
+        let name = call.name();
+        let name = name.strip_prefix("aten::").unwrap_or(name);
+        match self.is_in_place || call.reshapes() {
+            true => name.strip_suffix('_').unwrap_or(name),
+            false => name,
+        }
+    }
+
     fn of(call: &Call<'_, Spec>, arguments: &[Argument<'_>]) -> Self {
         let name = call.name();
         let is_in_place = name.ends_with('_') && !name.ends_with("__") && call.is_written(0);
+        // Its schema does not say that it does.
+        let writes_statistics = name == "aten::native_batch_norm"
+            && matches!(arguments.get(5), Some(Argument::Bool(true)));
         let is_out = call.overload().ends_with("out");
         let written = (0..arguments.len()).filter(|&argument| call.is_written(argument));
         let (mut outs, mut tensors) = (Vec::new(), Vec::new());
@@ -115,41 +131,101 @@ impl Written {
                 _ => {}
             }
         }
-        Self { is_in_place, outs, tensors }
+        if writes_statistics {
+            tensors.extend((3..5).filter(|&tensor| call.is_defined(tensor)));
+        }
+        Self { is_in_place: is_in_place || writes_statistics, outs, tensors }
+    }
+}
+
+/// An operation that is to be recorded, as it was before it ran.
+pub struct Noted {
+    name: String,
+    overload: String,
+    args: Vec<crate::trace::Argument>,
+    inputs: Vec<OpInput>,
+    in_place: bool,
+    node: Node,
+}
+
+impl Noted {
+    pub fn new(call: &Call<'_, Spec>) -> Self {
+        let arguments = call.arguments();
+        let written = Written::of(call, &arguments);
+        let op = op_of(call, written.rule_name(call), &arguments, &written);
+        Self {
+            name: op.name.to_owned(),
+            overload: op.overload.to_owned(),
+            args: op.args.iter().map(Into::into).collect(),
+            inputs: op.inputs,
+            in_place: op.in_place,
+            node: call.node(),
+        }
+    }
+
+    /// Records it, after it has run.
+    pub fn tell(self, call: &Call<'_, Spec>, plan: &Plan, placement: &Placement) -> Result<()> {
+        let inputs: Vec<_> = (0..self.inputs.len()).map(|tensor| call.tensor(tensor)).collect();
+        let returned: Vec<_> = (0..call.returns()).flat_map(|index| call.returned(index)).collect();
+        let op = Op {
+            name: &self.name,
+            overload: &self.overload,
+            args: self.args.iter().map(crate::trace::Argument::borrow).collect(),
+            outputs: returned.len(),
+            inputs: self.inputs,
+            in_place: self.in_place,
+            ranks: 1,
+        };
+        let wanted = &plan.wanted[..inputs.len()];
+        crate::record::operation(&op, placement, &inputs, wanted, &returned, self.node)
     }
 }
 
 impl Plan {
     /// Decides for the tensors of a call.
-    pub fn new(call: &Call<'_, Spec>, placement: &Placement, runtime: &Arc<Runtime>) -> Result<Self> {
+    pub fn new(
+        call: &Call<'_, Spec>,
+        placement: &Placement,
+        runtime: &Arc<Runtime>,
+    ) -> Result<Self> {
         let arguments = call.arguments();
         let written = Written::of(call, &arguments);
         for &tensor in &written.tensors {
             if call.is_detached_view(tensor) {
                 return Err(Error::Unsupported {
                     operation: call.name().to_owned(),
-                    reason: "it would write a view of a global tensor that had to be boxed, and so \
+                    reason:
+                        "it would write a view of a global tensor that had to be boxed, and so \
                              does not share the tensor's memory: write to the tensor itself, or \
                              split it along another dimension"
-                        .to_owned(),
+                            .to_owned(),
                 });
             }
         }
         let full_name = call.name();
         let name = full_name.strip_prefix("aten::").unwrap_or(full_name);
-        let rule_name = match written.is_in_place || call.reshapes() {
-            true => name.strip_suffix('_').unwrap_or(name),
-            false => name,
-        };
+        let rule_name = written.rule_name(call);
         let op = op_of(call, rule_name, &arguments, &written);
         let axes = placement.axes();
         let have: Vec<NdSbp> = (0..call.tensors())
-            .map(|tensor| call.spec(tensor).map_or_else(|| vec![B; axes], |spec| spec.sbp().to_vec()))
+            .map(|tensor| {
+                call.spec(tensor).map_or_else(|| vec![B; axes], |spec| spec.sbp().to_vec())
+            })
             .collect();
         let given = &have[..op.inputs.len()];
         // If what is written fits no signature, another layout is written, and that boxed back.
         let elsewhere = || infer(&Op { in_place: false, ..op.clone() }, placement, given);
-        let choice = match infer(&op, placement, given).or_else(elsewhere) {
+        let ruled = infer(&op, placement, given).or_else(elsewhere);
+        let is_drawn_apart = ruled.is_none() && call.is_random() && placement.ranks().len() > 1;
+        let is_inside = placement.ranks().len() == runtime.world().world_size();
+        // Numbers as indices say how many elements there will be, masks do not.
+        let is_mask = |tensor| matches!(call.kind(tensor), Some(Kind::Bool | Kind::Uint8));
+        let is_dynamic = match name {
+            "index" | "index_put" | "index_put_" => (1..call.tensors()).any(is_mask),
+            _ => call.is_dynamic(),
+        };
+        let is_told = is_dynamic && ruled.is_none() && !is_inside;
+        let choice = match ruled {
             Some(choice) => choice,
             None => {
                 crate::policy::gathered(name)?;
@@ -173,6 +249,8 @@ impl Plan {
             outputs: Vec::new(),
             write_backs: Vec::new(),
             backs: BTreeMap::new(),
+            is_drawn_apart,
+            is_told,
             code,
             needs_shapes_only: code::always(rule_name).is_some(),
             outside: OnceLock::new(),
@@ -185,14 +263,16 @@ impl Plan {
                 () if call.reshapes() && is_written && from == to => Input::Handle,
                 () if from == to => Input::Own,
                 () => {
-                    let (from, to) = (from.clone(), to.clone());
-                    let boxing = boxing(&sizes[tensor], placement, &from, &to);
+                    let boxing = |from: &[Sbp], to: &[Sbp]| {
+                        let [from, to] = [from, to].map(|sbp| Layout { placement, sbp });
+                        runtime.boxing(&sizes[tensor], from, to)
+                    };
                     if is_written && !call.reshapes() {
                         plan.write_backs.push((tensor, None));
-                        let back = boxing_back(&sizes[tensor], placement, &to, &from);
-                        plan.backs.insert(tensor, back);
+                        plan.backs.insert(tensor, boxing(to, from));
                     }
-                    Input::Boxed { plan: Box::new(boxing), from, to, is_written }
+                    let boxing = boxing(from, to);
+                    Input::Boxed { boxing, from: from.clone(), to: to.clone(), is_written }
                 }
             };
             plan.inputs.push(input);
@@ -216,7 +296,6 @@ impl Plan {
                 shares: sbp.iter().all(|&sbp| sbp == B),
                 is_detached_view: is_detached,
                 is_written: call.written(index).is_some(),
-                is_scalar: SCALARS.contains(&name),
                 sbp,
             });
         }
@@ -229,7 +308,8 @@ impl Plan {
             plan.wanted.push(gets.clone());
             if !is_same {
                 plan.write_backs.push((tensor, Some(index)));
-                plan.backs.insert(tensor, boxing_back(&sizes[tensor], placement, gets, own));
+                let [from, to] = [gets, own].map(|sbp| Layout { placement, sbp });
+                plan.backs.insert(tensor, runtime.boxing(&sizes[tensor], from, to));
             }
         }
         for output in &mut plan.outputs {
@@ -238,9 +318,6 @@ impl Plan {
         Ok(plan)
     }
 }
-
-/// Operations that return a number.
-const SCALARS: &[&str] = &["_local_scalar_dense", "equal"];
 
 fn op_of<'a>(
     call: &'a Call<'_, Spec>,
@@ -256,7 +333,7 @@ fn op_of<'a>(
         Argument::Int(value) => Arg::Int(value),
         Argument::Float(value) => Arg::Float(value),
         Argument::Bool(value) => Arg::Bool(value),
-        Argument::Ints(values) => Arg::Ints(values),
+        Argument::Ints(values) => Arg::Ints(values.into()),
         Argument::Other => Arg::Other,
     };
     let input = |tensor: usize| {
@@ -280,7 +357,7 @@ fn op_of<'a>(
     }
 }
 
-fn is_float(kind: Kind) -> bool {
+pub fn is_float(kind: Kind) -> bool {
     matches!(
         kind,
         Kind::Half
@@ -308,21 +385,13 @@ fn gathered(op: &Op<'_>, axes: usize) -> Choice {
     }
 }
 
-fn boxing(shape: &[usize], placement: &Placement, from: &[Sbp], to: &[Sbp]) -> Boxing {
-    Boxing::new(shape, Layout { placement, sbp: from }, Layout { placement, sbp: to })
-}
-
-fn boxing_back(
-    shape: &[usize],
-    placement: &Placement,
-    from: &[Sbp],
-    to: &[Sbp],
-) -> (Boxing, NdSbp, NdSbp) {
-    (boxing(shape, placement, from, to), from.to_vec(), to.to_vec())
-}
-
 /// Lists that are the shape of a tensor: the sizes of this rank's part.
-fn ints(op: &Op<'_>, choice: &Choice, placement: &Placement, rank: usize) -> Vec<(usize, Vec<i64>)> {
+fn ints(
+    op: &Op<'_>,
+    choice: &Choice,
+    placement: &Placement,
+    rank: usize,
+) -> Vec<(usize, Vec<i64>)> {
     // A rank outside finds out what the first one has.
     let position = placement.position(rank).unwrap_or(0);
     let local = |(argument, sbp): &(usize, NdSbp)| {

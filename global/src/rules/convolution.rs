@@ -19,6 +19,7 @@ const SAMPLING: &[&str] = &[
     "max_pool2d_with_indices",
     "max_pool2d_with_indices_backward",
     "upsample_bilinear2d",
+    "upsample_bilinear2d_backward",
     "upsample_nearest2d",
     "upsample_nearest2d_backward",
 ];
@@ -38,8 +39,9 @@ fn convolution_backward(op: &Op) -> Vec<Signature> {
     let is_simple = op.int(9) == Some(1) && !op.flag(7);
     let channels = is_simple.then(|| {
         let signature = Signature::new([S(1), B, S(0)], [P, S(0), S(0)]);
+        // Without a bias its size is 0.
         match op.args.get(3) {
-            Some(Arg::Ints(_)) => signature.with_shape(3, S(0)),
+            Some(Arg::Ints(sizes)) if sizes[..] != [0] => signature.with_shape(3, S(0)),
             _ => signature,
         }
     });
@@ -49,5 +51,12 @@ fn convolution_backward(op: &Op) -> Vec<Signature> {
 fn sampling(op: &Op) -> Vec<Signature> {
     // Without a batch the first dimension is that of channels: it may be split as well.
     let dims = 0..op.rank(0).saturating_sub(2);
-    dims.map(|dim| Signature::all(op, S(dim))).collect()
+    let with_shape = |dim| match op.name {
+        // (gradient, output size, input size, scales)
+        "upsample_bilinear2d_backward" | "upsample_nearest2d_backward" => {
+            Signature::all(op, S(dim)).with_shape(2, S(dim))
+        }
+        _ => Signature::all(op, S(dim)),
+    };
+    dims.map(with_shape).collect()
 }

@@ -13,7 +13,10 @@ pub const RULES: &[Rule] = &[
 /// Drawn by logical element, by code.
 const RANDOM: &[&str] = &[
     "bernoulli",
+    "cauchy",
     "exponential",
+    "geometric",
+    "log_normal",
     "native_dropout",
     "normal",
     "rand_like",

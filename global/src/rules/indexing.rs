@@ -21,8 +21,12 @@ fn embedding(op: &Op) -> Vec<Signature> {
 }
 
 fn embedding_backward(op: &Op) -> Vec<Signature> {
+    // (gradient, indices, rows, padding index, scaling by frequency)
     let rank = op.rank(1);
-    let indices = (0..rank).map(|dim| Signature::new([S(dim), S(dim)], [P]));
+    // Frequencies are those of all indices.
+    let is_counted = op.flag(4);
+    let indices =
+        (0..rank).filter(|_| !is_counted).map(|dim| Signature::new([S(dim), S(dim)], [P]));
     let others = [Signature::new([S(rank), B], [S(1)]), Signature::new([P, B], [P])];
     indices.chain(others).collect()
 }

@@ -1,9 +1,9 @@
 //! Chooses an operation's signature: the one whose inputs need the fewest bytes of boxing.
 //!
 //! Axes of the placement are decided one after the other, each for itself, as OneFlow does: the
-//! next axis sees the shapes that the ones before have left.
+//! next axis sees the shapes that the ones before have left, of the last and so smallest parts.
 
-use super::op::{Op, Signature};
+use super::op::{Arg, Op, Signature};
 use super::rule;
 use crate::placement::Placement;
 use crate::region::part;
@@ -58,14 +58,28 @@ pub fn infer(op: &Op, placement: &Placement, have: &[NdSbp]) -> Option<Choice> {
             });
             choice.shapes[index].1[axis] = sbp;
         }
+        for &(arg, sbp) in &signature.shapes {
+            if let Some(Arg::Ints(sizes)) = op.args.get_mut(arg) {
+                *sizes = cut(sizes, sbp, ranks).into();
+            }
+        }
         choice.has_code |= signature.has_code;
         for (input, sbp) in op.inputs.iter_mut().zip(&signature.inputs) {
-            if let Some(dim) = sbp.dim() {
-                input.shape[dim] = part(input.shape[dim], ranks, 0).len();
+            if let (true, Some(dim)) = (input.is_defined, sbp.dim()) {
+                input.shape[dim] = part(input.shape[dim], ranks, ranks - 1).len();
             }
         }
     }
     Some(choice)
+}
+
+/// The sizes of the last and smallest part; -1, which is what is left, stays.
+pub(crate) fn cut(sizes: &[i64], sbp: Sbp, ranks: usize) -> Vec<i64> {
+    let mut sizes = sizes.to_vec();
+    if let Some(size) = sbp.dim().and_then(|dim| sizes.get_mut(dim)) {
+        *size = usize::try_from(*size).map_or(-1, |all| part(all, ranks, ranks - 1).len() as i64);
+    }
+    sizes
 }
 
 /// Bytes that each rank receives on average to give the inputs these SBPs; None if it cannot be:
@@ -92,7 +106,7 @@ fn cost(op: &Op, signature: &Signature, have: &[Sbp], ranks: usize) -> Option<f6
 /// The part of a tensor that a rank receives in boxing on one axis. Slicing costs next to nothing,
 /// but is not free: equally good signatures that keep what is there come first. Terms are made only
 /// where nothing else will do, as what follows will have to reduce them.
-fn share(from: Sbp, to: Sbp, ranks: f64) -> f64 {
+pub(crate) fn share(from: Sbp, to: Sbp, ranks: f64) -> f64 {
     const SLICE: f64 = 1e-9;
     match (from, to) {
         _ if from == to => 0.0,
@@ -106,7 +120,7 @@ fn share(from: Sbp, to: Sbp, ranks: f64) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::op::{Arg, Input};
+    use super::super::op::Input;
     use super::*;
     use crate::sbp::{P, S};
 

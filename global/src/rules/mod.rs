@@ -50,6 +50,11 @@ pub fn rule(name: &str) -> Option<&'static Rule> {
     RULES.get_or_init(|| by_name().collect()).get(name).copied()
 }
 
+/// The names of all operations that have a rule, family by family.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    FAMILIES.iter().flat_map(|rules| rules.iter()).flat_map(|rule| rule.names).copied()
+}
+
 #[cfg(test)]
 mod tests {
     use super::op::{Arg, Input};
@@ -76,9 +81,13 @@ mod tests {
         for name in names {
             for shape in shapes {
                 for count in 0..8 {
-                    for arg in
-                        [Arg::None, Arg::Int(-1), Arg::Bool(true), Arg::Ints(&ints), Arg::Tensor(1)]
-                    {
+                    for arg in [
+                        Arg::None,
+                        Arg::Int(-1),
+                        Arg::Bool(true),
+                        Arg::Ints(ints[..].into()),
+                        Arg::Tensor(1),
+                    ] {
                         let input = Input {
                             shape: shape.to_vec(),
                             is_float: true,

@@ -1,5 +1,6 @@
 //! An operation as rules see it: its name, its arguments, and what its tensors look like.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use crate::sbp::{Sbp, B};
@@ -17,7 +18,7 @@ pub struct Op<'a> {
     pub inputs: Vec<Input>,
     /// How many tensors it returns.
     pub outputs: usize,
-    /// It writes its first tensor.
+    /// It writes its first tensor, or the running statistics.
     pub in_place: bool,
     /// Ranks on the axis of the placement that is being decided.
     pub ranks: usize,
@@ -39,7 +40,7 @@ pub enum Arg<'a> {
     /// A flag.
     Bool(bool),
     /// Sizes, dimensions and the like.
-    Ints(&'a [i64]),
+    Ints(Cow<'a, [i64]>),
     /// Of a type that no rule looks at.
     Other,
 }
@@ -107,7 +108,7 @@ impl Op<'_> {
     /// statistics of batch norm, whose schema does not say so.
     pub fn is_fixed(&self, input: usize) -> bool {
         let has_statistics = matches!(self.name, "native_batch_norm" | "_native_batch_norm_legit");
-        (self.in_place && input == 0) || (has_statistics && (3..5).contains(&input) && self.flag(5))
+        self.in_place && if has_statistics { (3..5).contains(&input) } else { input == 0 }
     }
 
     /// Whether the argument is a tensor, and not a number.

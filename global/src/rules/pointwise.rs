@@ -155,9 +155,13 @@ fn quotients(op: &Op) -> Vec<Signature> {
     with(op, (!is_rounded).then(|| Signature::new(inputs, [P])))
 }
 
-/// Between kinds of floating point; a sum of rounded terms is not the rounded sum.
+/// Between kinds of floating point, or to another device; a sum of rounded terms is not the rounded
+/// sum.
 fn conversions(op: &Op) -> Vec<Signature> {
-    with(op, op.inputs[0].is_float.then(|| Signature::all(op, P)))
+    // libtorch's numbers of kinds of floating point, complex ones and bf16 with them.
+    let is_to_float = op.int(1).is_none_or(|kind| (5..=10).contains(&kind) || kind == 15);
+    let is_linear = op.inputs[0].is_float && is_to_float;
+    with(op, is_linear.then(|| Signature::all(op, P)))
 }
 
 fn choices(op: &Op) -> Vec<Signature> {

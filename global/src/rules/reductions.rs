@@ -7,7 +7,10 @@ use flow_comm::ReduceOp;
 
 pub const RULES: &[Rule] = &[
     // Numbers, of all of a tensor.
-    Rule { names: &["_local_scalar_dense", "equal", "is_same_size"], signatures: |_| Vec::new() },
+    Rule {
+        names: &["_local_scalar_dense", "allclose", "equal", "is_same_size"],
+        signatures: |_| Vec::new(),
+    },
     Rule { names: &["sum"], signatures: sum },
     Rule { names: &["mean"], signatures: mean },
     Rule { names: &["amax"], signatures: |op| extreme(op, ReduceOp::Max) },

@@ -11,10 +11,7 @@ pub const RULES: &[Rule] = &[
     Rule { names: &["unsqueeze"], signatures: unsqueeze },
     Rule { names: &["squeeze"], signatures: squeeze },
     Rule { names: &["expand"], signatures: expand },
-    Rule {
-        names: &["view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy"],
-        signatures: reshape,
-    },
+    Rule { names: &["view", "_unsafe_view", "reshape", "view_copy"], signatures: reshape },
     Rule { names: &["select", "unbind"], signatures: select },
     Rule { names: &["slice"], signatures: slice },
     Rule { names: &["select_backward", "slice_backward"], signatures: into_zeros },
@@ -79,7 +76,9 @@ fn squeeze(op: &Op) -> Vec<Signature> {
         Some(_) => op.dims(1, shape.len()),
     };
     let is_gone = |dim: &usize| shape[*dim] == 1 && named.contains(dim);
-    moved(op, |dim, _| (!is_gone(&dim)).then(|| dim - (0..dim).filter(is_gone).count()))
+    // On the locals, it would leave out a part of one element.
+    let stays = |dim: &usize| !named.contains(dim) || shape[*dim] / op.ranks > 1;
+    moved(op, |dim, _| stays(&dim).then(|| dim - (0..dim).filter(is_gone).count()))
 }
 
 fn expand(op: &Op) -> Vec<Signature> {

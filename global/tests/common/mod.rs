@@ -2,6 +2,9 @@
 
 #![allow(dead_code)] // each test binary uses some of it
 
+pub mod models;
+pub mod tape;
+
 use flow_global::boxing::plan::Layout;
 use flow_global::region::{regions, Region};
 use flow_global::{Sbp, B, P, S};

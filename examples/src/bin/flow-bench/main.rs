@@ -11,6 +11,7 @@ mod launch;
 mod limit;
 mod losses;
 mod models;
+mod sbp;
 mod sizes;
 mod step;
 mod timeline;
@@ -31,6 +32,8 @@ enum Command {
     Limit(sizes::Sizes),
     /// A training step without and with Ddp, on all ranks
     Step(step::Options),
+    /// A data-parallel training step by SBP beside Ddp, on all ranks
+    Sbp(sbp::Options),
     /// The losses of a short training with Ddp, on all ranks
     Losses(losses::Options),
     /// The host's time to launch the reduction of a bucket on a GPU, on all ranks
@@ -43,6 +46,7 @@ fn main() -> ExitCode {
         Command::Allreduce(options) => allreduce::run(&options),
         Command::Limit(sizes) => limit::run(&sizes),
         Command::Step(options) => step::run(&options),
+        Command::Sbp(options) => sbp::run(&options),
         Command::Losses(options) => losses::run(&options),
         Command::Launch(options) => launch::run(&options),
     };

@@ -1,0 +1,97 @@
+//! The variables of a `VarStore`, and an optimizer's state, as entries of a checkpoint.
+
+use std::sync::PoisonError;
+
+use flow_tensor::ProcessGroup;
+use tch::nn::VarStore;
+use tch::{Device, Kind, Tensor};
+
+use super::error::CheckpointError;
+use super::index::Index;
+use super::shards::Entry;
+use super::{MODEL, OPTIMIZER};
+use crate::placement::Placement;
+use crate::sbp::B;
+use crate::tensor::{find_spec, local_of, wrap};
+
+type Result<T, E = CheckpointError> = std::result::Result<T, E>;
+
+/// The variables, by name: the same order on all ranks.
+pub fn variables(vs: &VarStore) -> Vec<(String, Tensor)> {
+    let variables = vs.variables().into_iter();
+    let mut variables: Vec<_> =
+        variables.map(|(name, tensor)| (format!("{MODEL}{name}"), tensor)).collect();
+    variables.sort_by(|(one, _), (other, _)| one.cmp(other));
+    variables
+}
+
+/// Tensors as entries. A plain one is the same on all ranks.
+pub fn entries(tensors: &[(String, Tensor)], group: &ProcessGroup) -> Result<Vec<Entry>> {
+    tensors.iter().map(|(name, tensor)| entry(name, tensor, group)).collect()
+}
+
+fn entry(name: &str, tensor: &Tensor, group: &ProcessGroup) -> Result<Entry> {
+    let (kind, shape) = (tensor.kind(), shape(tensor));
+    let (placement, sbp, local) = match find_spec(tensor) {
+        Some(spec) => (spec.placement().clone(), spec.sbp().to_vec(), local_of(tensor)),
+        None => (Placement::all(group)?, vec![B], Some(tensor.shallow_clone())),
+    };
+    let unfit = |reason| CheckpointError::unfit("save or load", name, reason);
+    if placement.runtime()?.world() != group {
+        let reason = format!(
+            "its placement {placement} is of another process group; open Checkpoints with that one"
+        );
+        return Err(unfit(reason));
+    }
+    if sbp.iter().any(|sbp| sbp.is_partial()) {
+        let reason = format!("it is {sbp:?}, and ranks have terms; make it S or B by to_global");
+        return Err(unfit(reason));
+    }
+    Ok(Entry { name: name.to_owned(), kind, shape, placement, sbp, local })
+}
+
+/// Tensors for the state of an optimizer that a checkpoint has: each lies as its parameter does.
+/// The error says what this model does not have.
+pub fn blank_state(index: &Index, vs: &VarStore) -> Result<Vec<(String, Tensor)>, String> {
+    let variables = vs.variables_.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut parameters: Vec<_> = variables.trainable_variables.iter().collect();
+    // As an optimizer counts them.
+    parameters.sort_by_key(|parameter| parameter.group);
+    let blank = |name: &str| {
+        let number = name.split('.').next().and_then(|number| number.parse::<usize>().ok());
+        let Some(parameter) = number.and_then(|number| parameters.get(number)) else {
+            let count = parameters.len();
+            return Err(format!("it has {name}, and this model has {count} parameters"));
+        };
+        let saved = &index.tensors[&format!("{OPTIMIZER}{name}")];
+        // Numbers of steps are plain.
+        let tensor = match saved.shape.is_empty() && saved.dtype == "I64" {
+            true => Tensor::zeros([0i64; 0], (Kind::Int64, Device::Cpu)),
+            false => zeros_like(&parameter.tensor).map_err(|error| error.to_string())?,
+        };
+        match shape(&tensor) == saved.shape {
+            true => Ok((name.to_owned(), tensor)),
+            false => {
+                Err(format!("its {name} has the shape {:?}, not {:?}", saved.shape, shape(&tensor)))
+            }
+        }
+    };
+    let names = index.tensors.keys().filter_map(|name| name.strip_prefix(OPTIMIZER));
+    names.map(blank).collect()
+}
+
+/// Zeros that lie as the tensor does.
+fn zeros_like(tensor: &Tensor) -> crate::Result<Tensor> {
+    let tensor = tensor.detach();
+    match find_spec(&tensor) {
+        Some(spec) => {
+            let local = local_of(&tensor).map(|local| local.zeros_like());
+            wrap(local.as_ref(), &tensor, spec, &tensor.size())
+        }
+        None => Ok(tensor.zeros_like()),
+    }
+}
+
+fn shape(tensor: &Tensor) -> Vec<usize> {
+    tensor.size().iter().map(|&size| size as usize).collect()
+}

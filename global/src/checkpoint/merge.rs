@@ -1,0 +1,112 @@
+//! One plain safetensors file of a sharded checkpoint.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::Path;
+
+use super::error::CheckpointError;
+use super::folder;
+use super::safetensors::{size, Header};
+use super::shards::Reader;
+use super::{Contents, MODEL};
+use crate::region::Region;
+
+type Result<T> = std::result::Result<T, CheckpointError>;
+
+/// The most bytes of elements that are in memory at once.
+const BLOCK: usize = 16 << 20;
+
+/// Writes the model of the checkpoint in the folder `checkpoint` to the file `out`, whole or not at
+/// all, with the names of its variables: PyTorch's `safetensors` and tch's
+/// `VarStore::load` read it. The model need not fit into memory.
+///
+/// # Errors
+/// A file of the checkpoint is missing or damaged; `out` cannot be written.
+pub fn merge(checkpoint: impl AsRef<Path>, out: impl AsRef<Path>) -> Result<()> {
+    let (checkpoint, out) = (checkpoint.as_ref(), out.as_ref());
+    let contents = Contents::read(checkpoint)?;
+    contents.check_files(checkpoint)?;
+    let mut partial = out.as_os_str().to_owned();
+    partial.push(".partial");
+    let failed = |error| {
+        let remedy = "see that the disk has space and the folder can be written";
+        CheckpointError::file("write", out, remedy)(error)
+    };
+    let file = File::create(&partial).map_err(failed)?;
+    let merged = write(&contents, checkpoint, &file, &failed);
+    let finished = merged
+        .and_then(|()| file.sync_all().and_then(|()| fs::rename(&partial, out)).map_err(failed));
+    if finished.is_err() {
+        let _ = fs::remove_file(&partial); // the error says more
+    }
+    finished?;
+    let folder = out.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));
+    folder::sync(folder).map_err(failed)
+}
+
+fn write(
+    contents: &Contents,
+    checkpoint: &Path,
+    mut file: &File,
+    failed: &impl Fn(std::io::Error) -> CheckpointError,
+) -> Result<()> {
+    let tensors = contents.index.tensors.iter();
+    let named = tensors.filter_map(|(name, saved)| {
+        Some((name.strip_prefix(MODEL)?.to_owned(), &saved.dtype[..], &saved.shape[..]))
+    });
+    let header = Header::of(named);
+    let mut header = header.map_err(|reason| CheckpointError::damaged(checkpoint, reason))?;
+    // Some of PyTorch's users ask for it.
+    header.metadata.insert("format".into(), "pt".into());
+    file.write_all(&header.to_bytes().map_err(failed)?).map_err(failed)?;
+    let mut reader = Reader::new(checkpoint, &contents.index);
+    let mut bytes = Vec::new();
+    for (name, info) in header.in_order() {
+        let element = size(&info.dtype, &[]).unwrap_or_default();
+        for block in blocks(&Region::all(&info.shape), BLOCK / element.max(1)) {
+            bytes.resize(block.elements() * element, 0);
+            reader.read(&format!("{MODEL}{name}"), &block, &mut bytes)?;
+            file.write_all(&bytes).map_err(failed)?;
+        }
+    }
+    Ok(())
+}
+
+/// Cuts a region into blocks of at most so many elements, which follow each other row-major.
+fn blocks(region: &Region, limit: usize) -> Vec<Region> {
+    let dim = region.0.iter().position(|range| range.len() > 1);
+    let Some(dim) = dim.filter(|_| region.elements() > limit) else { return vec![region.clone()] };
+    let range = region.0[dim].clone();
+    let rows = (limit / (region.elements() / range.len())).max(1);
+    let block = |start: usize| {
+        let mut block = region.clone();
+        block.0[dim] = start..range.end.min(start + rows);
+        blocks(&block, limit)
+    };
+    range.clone().step_by(rows).flat_map(block).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_are_the_region_in_order() {
+        let elements = |region: &Region| -> Vec<usize> {
+            let strides = [15, 5, 1];
+            let dims = region.0.iter().zip(strides);
+            dims.fold(vec![0], |all, (range, stride)| {
+                all.iter().flat_map(|at| range.clone().map(move |i| at + i * stride)).collect()
+            })
+        };
+        for limit in 1..=31 {
+            let blocks = blocks(&Region::all(&[2, 3, 5]), limit);
+            assert!(blocks.iter().all(|block| block.elements() <= limit));
+            let all: Vec<usize> = blocks.iter().flat_map(elements).collect();
+            assert_eq!(all, (0..30).collect::<Vec<_>>());
+            assert!(blocks.len() <= 30usize.div_ceil(limit) * 3, "{limit}: {}", blocks.len());
+        }
+        assert_eq!(blocks(&Region::all(&[]), 1), [Region::all(&[])]);
+        assert_eq!(blocks(&Region::all(&[4, 0]), 1), [Region::all(&[4, 0])]);
+    }
+}

@@ -1,0 +1,236 @@
+//! The files of a checkpoint's shards: each rank writes its own, and reads what it needs of all.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, ErrorKind, Write};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use tch::{Device, Kind, Tensor};
+
+use super::error::CheckpointError;
+use super::index::{Index, Saved};
+use super::safetensors::{dtype, size, Header, TensorInfo};
+use crate::placement::Placement;
+use crate::region::{self, regions, Region};
+use crate::sbp::NdSbp;
+
+type Result<T> = std::result::Result<T, CheckpointError>;
+
+/// Bytes between two pieces that are read along with them: less than a disk reads at once.
+const GAP: usize = 4096;
+/// The longest read of several pieces.
+const SPAN: usize = 1 << 20;
+
+/// A tensor to be saved or loaded, and what this rank has of it.
+pub struct Entry {
+    pub name: String,
+    pub kind: Kind,
+    /// The logical sizes.
+    pub shape: Vec<usize>,
+    pub placement: Placement,
+    /// Without terms.
+    pub sbp: NdSbp,
+    /// None on ranks outside the placement.
+    pub local: Option<Tensor>,
+}
+
+impl Entry {
+    /// How the checkpoint's index has it.
+    ///
+    /// # Errors
+    /// It cannot be saved: says what to do.
+    pub fn saved(&self) -> Result<Saved> {
+        region::check(&self.placement, &self.sbp, &self.shape)?;
+        let Some(dtype) = dtype(self.kind) else {
+            let reason = format!("it is of kind {:?}, which safetensors does not have", self.kind);
+            return Err(CheckpointError::unfit("save", &self.name, reason));
+        };
+        Ok(Saved::new(dtype, &self.shape, &self.placement, &self.sbp))
+    }
+
+    /// What this rank has of it; None outside the placement.
+    pub fn region(&self, rank: usize) -> Option<Region> {
+        let position = self.placement.position(rank)?;
+        Some(regions(&self.placement, &self.sbp, &self.shape).swap_remove(position))
+    }
+}
+
+/// The name of a rank's file.
+pub fn file_name(rank: usize) -> String {
+    format!("rank-{rank:05}.safetensors")
+}
+
+/// Writes this rank's file into `folder`, with what the index says that it saves, and flushes it to
+/// the disk. Returns its length: 0 if there is nothing to write, and no file. One tensor is copied
+/// at a time, and only if it is not contiguous on the CPU.
+///
+/// # Errors
+/// The file cannot be written; libtorch cannot give a tensor's bytes.
+pub fn write(folder: &Path, rank: usize, index: &Index, entries: &[Entry]) -> Result<u64> {
+    let path = folder.join(file_name(rank));
+    let mut own = HashMap::new();
+    let mut named = Vec::new();
+    for entry in entries {
+        let saved = &index.tensors[&entry.name];
+        let shard = saved.shards.iter().find(|shard| shard.rank == rank);
+        let Some((shard, local)) = shard.zip(entry.local.as_ref()) else { continue };
+        named.push((entry.name.clone(), &saved.dtype[..], &shard.shape[..]));
+        own.insert(&entry.name, local);
+    }
+    if named.is_empty() {
+        return Ok(0);
+    }
+    let unfit = |name: &str, reason| CheckpointError::unfit("save", name, reason);
+    let header = Header::of(named).map_err(|reason| unfit("its file", reason))?;
+    let remedy = "see that the disk has space, and that all machines share it";
+    let failed = |error| CheckpointError::file("write", &path, remedy)(error);
+    let mut file = File::create_new(&path).map_err(failed)?;
+    file.write_all(&header.to_bytes().map_err(failed)?).map_err(failed)?;
+    for (name, info) in header.in_order() {
+        let plain = own[name].detach().f_to_device(Device::Cpu).and_then(|t| t.f_contiguous());
+        let plain = plain.map_err(|error| unfit(name, error.to_string()))?;
+        let bytes = flow_autograd::bytes(&plain).map_err(|error| unfit(name, error.to_string()))?;
+        if Some(bytes.len()) != size(&info.dtype, &info.shape) {
+            let reason = format!("this rank has {:?} of it, not {:?}", plain.size(), info.shape);
+            return Err(unfit(name, reason));
+        }
+        file.write_all(bytes).map_err(failed)?;
+    }
+    file.sync_all().map_err(failed)?;
+    file.metadata().map(|metadata| metadata.len()).map_err(failed)
+}
+
+/// Reads tensors of a checkpoint from its files.
+pub struct Reader<'a> {
+    folder: &'a Path,
+    index: &'a Index,
+    /// Of the files that were read from, by rank.
+    headers: HashMap<usize, (Header, u64)>,
+}
+
+impl<'a> Reader<'a> {
+    /// Of the checkpoint in `folder`, which has this index.
+    pub fn new(folder: &'a Path, index: &'a Index) -> Self {
+        Self { folder, index, headers: HashMap::new() }
+    }
+
+    /// Reads a region of a tensor, row-major, into as many bytes as it has.
+    ///
+    /// # Errors
+    /// The checkpoint does not have the tensor; a file is missing or damaged.
+    pub fn read(&mut self, name: &str, region: &Region, bytes: &mut [u8]) -> Result<()> {
+        let Some(saved) = self.index.tensors.get(name) else {
+            return Err(CheckpointError::damaged(self.folder, format!("it has no {name}")));
+        };
+        for read in saved.reads(name, region)? {
+            let path = self.folder.join(file_name(read.rank));
+            let file = File::open(&path).map_err(failed_to_read(&path))?;
+            let (header, start) = match self.headers.entry(read.rank) {
+                std::collections::hash_map::Entry::Occupied(known) => known.into_mut(),
+                std::collections::hash_map::Entry::Vacant(new) => {
+                    new.insert(Header::read(&file).map_err(failed_to_read(&path))?)
+                }
+            };
+            let shape = read.shard.shape();
+            let fits = |info: &&TensorInfo| info.dtype == saved.dtype && info.shape == shape;
+            let Some(info) = header.tensors.get(name).filter(fits) else {
+                let reason = format!("it has no {name} of {} {shape:?}", saved.dtype);
+                return Err(CheckpointError::damaged(path, reason));
+            };
+            let base = *start + info.data_offsets.0;
+            let element = size(&saved.dtype, &[]).unwrap_or_default();
+            let pieces = Pieces::new(&read.region, &read.shard, region, element);
+            read_pieces(&file, base, pieces, bytes).map_err(failed_to_read(&path))?;
+        }
+        Ok(())
+    }
+}
+
+/// Makes the error of reading a file of a checkpoint.
+fn failed_to_read(path: &PathBuf) -> impl FnOnce(io::Error) -> CheckpointError + '_ {
+    move |error| match error.kind() {
+        ErrorKind::UnexpectedEof => CheckpointError::damaged(path, "its end is missing"),
+        ErrorKind::InvalidData => CheckpointError::damaged(path, error),
+        _ => {
+            let remedy = "see that all files of the checkpoint are there, for all machines";
+            CheckpointError::file("read", path, remedy)(error)
+        }
+    }
+}
+
+/// The pieces of a part of two regions that are contiguous in both, in the order of the elements:
+/// where each begins in each, in bytes.
+struct Pieces {
+    /// Of each dimension with several pieces: their number, and how far apart they are.
+    dims: Vec<(usize, usize, usize)>,
+    start: (usize, usize),
+    /// The length of all.
+    length: usize,
+    range: std::ops::Range<usize>,
+}
+
+impl Pieces {
+    fn new(part: &Region, from: &Region, to: &Region, element: usize) -> Self {
+        let (mut steps, mut length, mut start) = ((element, element), element, (0, 0));
+        let mut dims = Vec::new();
+        let mut is_contiguous = true;
+        for (part, (from, to)) in part.0.iter().zip(from.0.iter().zip(&to.0)).rev() {
+            start.0 += (part.start - from.start) * steps.0;
+            start.1 += (part.start - to.start) * steps.1;
+            match is_contiguous {
+                true => length *= part.len(),
+                false => dims.push((part.len(), steps.0, steps.1)),
+            }
+            is_contiguous &= part == from && part == to;
+            steps.0 *= from.len();
+            steps.1 *= to.len();
+        }
+        let range = 0..dims.iter().map(|(count, ..)| count).product();
+        Self { dims, start, length, range }
+    }
+}
+
+impl Iterator for Pieces {
+    type Item = (usize, usize);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let mut rest = self.range.next()?;
+        let (mut from, mut to) = self.start;
+        // The innermost dimension first.
+        for (count, from_step, to_step) in &self.dims {
+            from += rest % count * from_step;
+            to += rest % count * to_step;
+            rest /= count;
+        }
+        Some((from, to))
+    }
+}
+
+/// Copies pieces from the file, where the first byte of all is at `base`, into `bytes`.
+fn read_pieces(file: &File, base: u64, pieces: Pieces, bytes: &mut [u8]) -> io::Result<()> {
+    let length = pieces.length;
+    let mut pieces = pieces.peekable();
+    let (mut near, mut span) = (Vec::new(), Vec::new());
+    while let Some((start, to)) = pieces.next() {
+        let mut end = start + length;
+        near.clear();
+        let is_near = |end: usize| {
+            move |(from, _): &(usize, usize)| from - end <= GAP && from + length - start <= SPAN
+        };
+        while let Some(next) = pieces.next_if(is_near(end)) {
+            end = next.0 + length;
+            near.push(next);
+        }
+        if near.is_empty() {
+            file.read_exact_at(&mut bytes[to..to + length], base + start as u64)?;
+            continue;
+        }
+        span.resize(end - start, 0);
+        file.read_exact_at(&mut span, base + start as u64)?;
+        for (from, to) in std::iter::once((start, to)).chain(near.iter().copied()) {
+            bytes[to..to + length].copy_from_slice(&span[from - start..][..length]);
+        }
+    }
+    Ok(())
+}

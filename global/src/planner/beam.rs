@@ -1,0 +1,446 @@
+//! Beam search for the SBPs of a whole step, on one axis of the placement.
+//!
+//! A call may take any of its rule's signatures, whatever its inputs have: boxing costs its bytes.
+//! The order of calls is free, as signatures are chosen, and nothing runs: a call may be decided
+//! before the one that makes its inputs. So calls are taken in the order that keeps few values
+//! undecided, such as a layer's forward, backward and update together. What is kept for a state
+//! is how these values lie, and what is wanted of them; of states that agree in that, the cheapest
+//! stays, and of all states the cheapest [`WIDTH`].
+
+use std::collections::HashMap;
+
+use flow_comm::ReduceOp;
+
+use super::cost::flops;
+use super::replay::Replay;
+use crate::region::part;
+use crate::rules::infer::{cut, share};
+use crate::rules::op::Signature;
+use crate::rules::rule;
+use crate::sbp::{NdSbp, Sbp, B, S};
+use crate::trace::{Action, Argument, Call, Role};
+
+/// States that are kept.
+const WIDTH: usize = 64;
+
+/// SBPs on the axes that are decided.
+#[derive(Clone, Debug)]
+pub(super) struct Decided {
+    /// Of each value, where it is made.
+    pub values: Vec<NdSbp>,
+    /// What each input of each call is boxed to.
+    pub inputs: Vec<Vec<NdSbp>>,
+    /// Arguments of each call that are shapes, cut.
+    sizes: Vec<Vec<(usize, Vec<i64>)>>,
+}
+
+impl Decided {
+    pub fn nothing(replay: &Replay) -> Self {
+        let calls = &replay.trace.calls;
+        Self {
+            values: vec![Vec::new(); replay.trace.values.len()],
+            inputs: calls.iter().map(|call| vec![Vec::new(); call.inputs.len()]).collect(),
+            sizes: vec![Vec::new(); calls.len()],
+        }
+    }
+}
+
+/// A call, or a leaf that is chosen.
+#[derive(Clone, Copy, Debug)]
+enum Node {
+    Call(usize),
+    Leaf(usize),
+}
+
+/// A way to run a call.
+#[derive(Clone, Debug, Default)]
+struct Candidate {
+    /// The value, what it is to have, its bytes.
+    inputs: Vec<(usize, Sbp, f64)>,
+    /// As inputs, but they are written in place, so that nothing else than this will do.
+    written: Vec<(usize, Sbp, f64)>,
+    outputs: Vec<(usize, Sbp, f64)>,
+    cost: f64,
+    signature: Option<Signature>,
+}
+
+/// What is known of a value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Slot {
+    made: Option<Sbp>,
+    /// What it must be made as.
+    exact: Option<Sbp>,
+    /// What calls want, one bit each.
+    wanted: u64,
+}
+
+#[derive(Clone, Debug)]
+struct State {
+    cost: f64,
+    slots: Vec<Slot>,
+    /// The last of its steps.
+    step: usize,
+}
+
+/// A decision, and the one before it.
+struct Step {
+    before: usize,
+    candidate: usize,
+}
+
+fn bit(sbp: Sbp) -> u32 {
+    match sbp {
+        Sbp::Broadcast => 0,
+        Sbp::Partial(op) => OPS.iter().position(|&other| other == op).map_or(7, |at| at as u32 + 1),
+        Sbp::Split(dim) => 8 + dim.min(55) as u32,
+    }
+}
+
+fn of_bit(bit: u32) -> Sbp {
+    match bit {
+        0 => B,
+        1..=7 => Sbp::Partial(OPS.get(bit as usize - 1).copied().unwrap_or(ReduceOp::Sum)),
+        _ => S(bit as usize - 8),
+    }
+}
+
+const OPS: [ReduceOp; 3] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min];
+
+impl Slot {
+    const NEW: Self = Self { made: None, exact: None, wanted: 0 };
+
+    fn sbps(self) -> impl Iterator<Item = Sbp> {
+        let bits = (0..64).filter(move |bit| self.wanted & (1 << bit) != 0);
+        self.made.into_iter().chain(bits.map(of_bit))
+    }
+
+    /// A call wants this SBP: the share that is received for it, if that is known.
+    fn want(&mut self, sbp: Sbp, ranks: f64) -> f64 {
+        let has = self.wanted & (1 << bit(sbp)) != 0 || self.made == Some(sbp);
+        let shares = self.sbps().map(|from| share(from, sbp, ranks));
+        let least = shares.min_by(f64::total_cmp).filter(|_| !has && self.made.is_some());
+        if self.made != Some(sbp) {
+            self.wanted |= 1 << bit(sbp);
+        }
+        self.forget();
+        least.unwrap_or(0.0)
+    }
+
+    /// All parts can be had of a whole, so that only the whole is remembered.
+    fn forget(&mut self) {
+        let whole = 1 << bit(B);
+        if self.made == Some(B) {
+            self.wanted = 0;
+        } else if self.wanted & whole != 0 {
+            self.wanted = whole;
+        }
+    }
+
+    /// The value is made: the share that is received for all that calls want.
+    fn make(&mut self, sbp: Sbp, ranks: f64) -> f64 {
+        let mut own = Self { made: Some(sbp), exact: None, wanted: 0 };
+        let wanted = Self { made: None, ..*self };
+        let received: f64 = wanted.sbps().map(|wanted| own.want(wanted, ranks)).sum();
+        let written = self.exact.map_or(0.0, |exact| there_and_back(sbp, exact, ranks));
+        *self = own;
+        received + written
+    }
+
+    /// A call writes the value, so that it must be made so: else it is boxed and boxed back.
+    fn fix(&mut self, sbp: Sbp, ranks: f64) -> f64 {
+        let known = self.made.or(self.exact);
+        self.exact = self.made.is_none().then_some(sbp);
+        known.map_or(0.0, |known| there_and_back(known, sbp, ranks))
+    }
+}
+
+fn there_and_back(from: Sbp, to: Sbp, ranks: f64) -> f64 {
+    share(from, to, ranks) + share(to, from, ranks)
+}
+
+/// SBPs of a tensor on one axis: B, and splits along dimensions that are long enough.
+pub(super) fn domain(shape: &[usize], ranks: usize) -> Vec<Sbp> {
+    let dims = shape.iter().enumerate().filter(|(_, &size)| size >= ranks);
+    [B].into_iter().chain(dims.map(|(dim, _)| S(dim))).collect()
+}
+
+/// Decides one more axis. Leaves that are not `free` keep what is recorded.
+pub(super) fn decide(replay: &Replay, decided: &mut Decided, ranks: usize, free: &[bool]) {
+    let search = Search { replay, decided, ranks, free };
+    let nodes = search.order();
+    let candidates: Vec<_> = nodes.iter().map(|&node| search.candidates(node)).collect();
+    let chosen = search.run(&candidates);
+    for ((node, mut candidates), chosen) in nodes.into_iter().zip(candidates).zip(chosen) {
+        let candidate = candidates.swap_remove(chosen);
+        for (value, sbp, _) in candidate.outputs {
+            decided.values[value].push(sbp);
+        }
+        let (Node::Call(call), Some(signature)) = (node, candidate.signature) else { continue };
+        for (input, &sbp) in decided.inputs[call].iter_mut().zip(&signature.inputs) {
+            input.push(sbp);
+        }
+        let args = &replay.trace.calls[call].args;
+        let sizes = &mut decided.sizes[call];
+        for (arg, sbp) in signature.shapes {
+            let Some(Argument::Ints(logical)) = args.get(arg) else { continue };
+            let known = sizes.iter().position(|(other, _)| *other == arg);
+            let known = known.map(|index| sizes.swap_remove(index).1);
+            sizes.push((arg, cut(&known.unwrap_or_else(|| logical.clone()), sbp, ranks)));
+        }
+    }
+}
+
+struct Search<'a> {
+    replay: &'a Replay<'a>,
+    decided: &'a Decided,
+    ranks: usize,
+    free: &'a [bool],
+}
+
+impl Search<'_> {
+    /// All nodes: calls by autograd's node, so that the backward of a call follows it, and so do the
+    /// calls that take the results, such as the update of a weight; before a call the leaves that it
+    /// takes.
+    fn order(&self) -> Vec<Node> {
+        let trace = self.replay.trace;
+        // The node that a tensor was last written in, and that it is next used in.
+        let mut nodes: Vec<Option<u64>> = vec![None; trace.values.len()];
+        let mut calls = Vec::new();
+        for (index, call) in trace.calls.iter().enumerate() {
+            let inputs = call.inputs.iter().flatten().filter_map(|&id| nodes[id]);
+            let node = call.node.or_else(|| inputs.max());
+            call.outputs.iter().flatten().for_each(|&id| nodes[id] = node);
+            calls.push((node, index));
+        }
+        nodes.fill(None);
+        for (node, index) in calls.iter_mut().rev() {
+            let call = &trace.calls[*index];
+            *node = node.or_else(|| call.outputs.iter().flatten().find_map(|&id| nodes[id]));
+            call.inputs.iter().flatten().for_each(|&id| nodes[id] = *node);
+        }
+        calls.sort_unstable();
+        let mut left: Vec<usize> = calls.into_iter().map(|(_, index)| index).collect();
+        let mut is_known = vec![false; nodes.len()];
+        let mut order = Vec::new();
+        while !left.is_empty() {
+            // What takes one tensor follows from what is known of that, so it waits until
+            // something is.
+            let is_ready = |&index: &usize| {
+                let Call { inputs, outputs, .. } = &trace.calls[index];
+                inputs.len() > 1 || inputs.iter().chain(outputs).flatten().any(|&id| is_known[id])
+            };
+            let call = left.remove(left.iter().position(is_ready).unwrap_or(0));
+            let Call { inputs, outputs, .. } = &trace.calls[call];
+            for &id in inputs.iter().flatten() {
+                if trace.values[id].role != Role::Result && !is_known[id] {
+                    order.push(Node::Leaf(id));
+                }
+                is_known[id] = true;
+            }
+            outputs.iter().flatten().for_each(|&id| is_known[id] = true);
+            order.push(Node::Call(call));
+        }
+        let is_leaf = |id: &usize| !is_known[*id] && trace.values[*id].role != Role::Result;
+        order.extend((0..nodes.len()).filter(is_leaf).map(Node::Leaf));
+        order
+    }
+
+    /// A tensor's shape on the axes that are decided.
+    fn local(&self, value: usize, sbp: &[Sbp]) -> Vec<usize> {
+        let value = &self.replay.trace.values[value];
+        super::cost::local(&value.tensor.shape, &value.placement, sbp)
+    }
+
+    fn bytes(&self, value: usize, shape: &[usize]) -> f64 {
+        (shape.iter().product::<usize>() * self.replay.trace.values[value].tensor.bytes) as f64
+    }
+
+    fn candidates(&self, node: Node) -> Vec<Candidate> {
+        match node {
+            Node::Leaf(value) => self.leaf(value),
+            Node::Call(call) => self.call(call),
+        }
+    }
+
+    fn leaf(&self, value: usize) -> Vec<Candidate> {
+        let sbp = &self.decided.values[value];
+        let shape = self.local(value, sbp);
+        let bytes = self.bytes(value, &shape);
+        let sbps = match self.free[value] {
+            true => domain(&shape, self.ranks),
+            false => vec![self.replay.trace.values[value].sbp[sbp.len()]],
+        };
+        let is_kept = self.replay.kept.contains(&value);
+        let candidate = |sbp: Sbp| {
+            let part = if sbp == B { 1.0 } else { 1.0 / self.ranks as f64 };
+            let memory = if is_kept { self.replay.costs.memory } else { 0.0 };
+            let outputs = vec![(value, sbp, bytes)];
+            Candidate { outputs, cost: memory * bytes * part, ..Candidate::default() }
+        };
+        sbps.into_iter().map(candidate).collect()
+    }
+
+    fn call(&self, index: usize) -> Vec<Candidate> {
+        let trace = self.replay.trace;
+        let call = &trace.calls[index];
+        let mut op = call.op(&trace.values);
+        op.ranks = self.ranks;
+        for ((input, sbp), id) in
+            op.inputs.iter_mut().zip(&self.decided.inputs[index]).zip(&call.inputs)
+        {
+            if let Some(id) = *id {
+                input.shape = self.local(id, sbp);
+            }
+        }
+        for (arg, sizes) in &self.decided.sizes[index] {
+            op.args[*arg] = crate::rules::op::Arg::Ints(sizes.into());
+        }
+        let signatures = match call.action {
+            Action::Operation => {
+                let candidates = rule(op.name).map(|rule| (rule.signatures)(&op));
+                let all = Signature::all(&op, B);
+                candidates.unwrap_or_default().into_iter().chain([all]).collect()
+            }
+            Action::ToGlobal => {
+                let sbp = call.outputs[0]
+                    .map_or(B, |id| trace.values[id].sbp[self.decided.values[id].len()]);
+                vec![Signature::new([sbp], [sbp])]
+            }
+            Action::Gradient => {
+                let shape = &op.inputs[1].shape;
+                let sbps = domain(shape, self.ranks).into_iter();
+                sbps.map(|sbp| Signature::new([sbp, sbp], [sbp])).collect::<Vec<_>>()
+            }
+        };
+        let is_written = |at: usize| match call.action {
+            Action::Operation => op.is_fixed(at),
+            Action::ToGlobal => false,
+            Action::Gradient => at == 1,
+        };
+        let mut candidates = Vec::new();
+        for signature in signatures {
+            let fits = |(input, sbp): (&crate::rules::op::Input, &Sbp)| match sbp.dim() {
+                Some(dim) if input.is_defined => {
+                    input.shape.get(dim).is_some_and(|&size| size >= self.ranks)
+                }
+                _ => true,
+            };
+            if !op.inputs.iter().zip(&signature.inputs).all(fits) {
+                continue;
+            }
+            let mut candidate = Candidate::default();
+            let mut shapes = Vec::new();
+            for (at, (input, &sbp)) in op.inputs.iter().zip(&signature.inputs).enumerate() {
+                let Some(id) = call.inputs[at] else {
+                    shapes.push(Vec::new());
+                    continue;
+                };
+                let wanted = (id, sbp, self.bytes(id, &input.shape));
+                match is_written(at) {
+                    true => candidate.written.push(wanted),
+                    false => candidate.inputs.push(wanted),
+                }
+                shapes.push(self.part(input.shape.clone(), sbp));
+            }
+            let mut results = Vec::new();
+            for (&id, &sbp) in call.outputs.iter().zip(&signature.outputs) {
+                let Some(id) = id else { continue };
+                let shape = self.local(id, &self.decided.values[id]);
+                if !call.in_place {
+                    candidate.outputs.push((id, sbp, self.bytes(id, &shape)));
+                }
+                results.push(self.part(shape, sbp));
+            }
+            if call.action == Action::Operation {
+                candidate.cost =
+                    flops(op.name, &shapes, &results) / self.replay.costs.flops_per_byte;
+            }
+            candidate.signature = Some(signature);
+            candidates.push(candidate);
+        }
+        candidates
+    }
+
+    /// What the first rank has.
+    fn part(&self, mut shape: Vec<usize>, sbp: Sbp) -> Vec<usize> {
+        if let Some(size) = sbp.dim().and_then(|dim| shape.get_mut(dim)) {
+            *size = part(*size, self.ranks, 0).len();
+        }
+        shape
+    }
+
+    /// The index of the candidate for each node.
+    fn run(&self, nodes: &[Vec<Candidate>]) -> Vec<usize> {
+        let ranks = self.ranks as f64;
+        let mut uses = vec![0; self.replay.trace.values.len()];
+        let touched = |node: &Vec<Candidate>| {
+            let values = node.iter().flat_map(|one| {
+                one.inputs.iter().chain(&one.written).chain(&one.outputs).map(|&(id, ..)| id)
+            });
+            let mut values: Vec<usize> = values.collect();
+            values.sort_unstable();
+            values.dedup();
+            values
+        };
+        nodes.iter().flat_map(touched).for_each(|value| uses[value] += 1);
+        let mut open: Vec<usize> = Vec::new();
+        let mut steps = vec![Step { before: 0, candidate: 0 }];
+        let mut states = vec![State { cost: 0.0, slots: Vec::new(), step: 0 }];
+        for candidates in nodes {
+            let touched = touched(candidates);
+            let new: Vec<usize> =
+                touched.iter().copied().filter(|value| !open.contains(value)).collect();
+            open.extend(&new);
+            touched.iter().for_each(|&value| uses[value] -= 1);
+            let at = |value: usize| open.iter().position(|&other| other == value).unwrap_or(0);
+            let stays: Vec<bool> = open.iter().map(|&value| uses[value] > 0).collect();
+            let mut next: Vec<State> = Vec::new();
+            let mut known = HashMap::<Vec<Slot>, usize>::new();
+            for state in &states {
+                for (index, candidate) in candidates.iter().enumerate() {
+                    let mut slots = state.slots.clone();
+                    slots.resize(open.len(), Slot::NEW);
+                    let mut cost = state.cost + candidate.cost;
+                    for &(id, sbp, bytes) in &candidate.written {
+                        cost += bytes * slots[at(id)].fix(sbp, ranks);
+                    }
+                    for &(id, sbp, bytes) in &candidate.inputs {
+                        cost += bytes * slots[at(id)].want(sbp, ranks);
+                    }
+                    for &(id, sbp, bytes) in &candidate.outputs {
+                        cost += bytes * slots[at(id)].make(sbp, ranks);
+                    }
+                    let mut is_kept = stays.iter();
+                    slots.retain(|_| is_kept.next() == Some(&true));
+                    match known.get(&slots) {
+                        Some(&other) if next[other].cost <= cost => {}
+                        other => {
+                            steps.push(Step { before: state.step, candidate: index });
+                            let state = State { cost, slots, step: steps.len() - 1 };
+                            match other {
+                                Some(&other) => next[other] = state,
+                                None => {
+                                    known.insert(state.slots.clone(), next.len());
+                                    next.push(state);
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+            // Equally cheap states keep the order in which they were found.
+            next.sort_by(|one, other| one.cost.total_cmp(&other.cost));
+            next.truncate(WIDTH);
+            states = next;
+            open.retain(|&value| uses[value] > 0);
+        }
+        let mut step = states.first().map_or(0, |state| state.step);
+        let mut chosen: Vec<usize> = Vec::new();
+        while step != 0 {
+            chosen.push(steps[step].candidate);
+            step = steps[step].before;
+        }
+        chosen.reverse();
+        chosen
+    }
+}

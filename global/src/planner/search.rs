@@ -1,0 +1,330 @@
+//! Search for SBPs of leaves, and for pins, that make a step cheaper as it will really run: with
+//! signatures that are chosen one by one ([`crate::rules::infer`]).
+
+use std::collections::BTreeMap;
+
+use super::beam::{decide, domain, Decided};
+use super::cost::local;
+use super::replay::{Code, Given, Replay};
+use crate::sbp::{NdSbp, B};
+use crate::trace::{Phase, Role, Trace, Value};
+
+/// Values that get the same: a weight in all equal layers.
+pub(super) type Group = Vec<usize>;
+
+/// The part of the cost that a change must gain, so that rounding decides nothing.
+const LEAST: f64 = 1e-7;
+
+/// The part of the cost that the simplest plan may give away: B, and no pins, where little is gained.
+const GIVEN_AWAY: f64 = 1e-3;
+
+/// Times that everything is tried again.
+const SWEEPS: usize = 4;
+
+/// What may be changed.
+struct Coordinate {
+    group: Group,
+    is_pin: bool,
+    /// The first is no pin, or B.
+    options: Vec<Option<Code>>,
+}
+
+impl Coordinate {
+    fn set(&self, given: &mut Given, option: Option<Code>) {
+        for &id in &self.group {
+            match option {
+                Some(code) if !self.is_pin => given.leaves[id] = code,
+                _ => given.pins[id] = option,
+            }
+        }
+    }
+}
+
+pub(super) struct Search<'a> {
+    pub replay: Replay<'a>,
+    /// Leaves that may be chosen, by value.
+    free: Vec<bool>,
+    weights: Vec<Group>,
+    pins: Vec<Group>,
+}
+
+impl<'a> Search<'a> {
+    /// Chooses pins, and the SBPs of weights if they are `free`.
+    pub fn new(replay: Replay<'a>, is_free: bool) -> Self {
+        let trace = replay.trace;
+        let weights = if is_free { weights(&replay) } else { Vec::new() };
+        let mut free = vec![false; trace.values.len()];
+        weights.iter().flatten().for_each(|&id| free[id] = true);
+        let pins = pins(&replay);
+        Self { replay, free, weights, pins }
+    }
+
+    /// The best that is found.
+    pub fn run(&mut self) -> Given {
+        let mut best = self.replay.recorded();
+        let mut least = self.replay.total(&best);
+        let mut starts = vec![self.beam(), best.clone()];
+        if !self.weights.is_empty() {
+            let axes = self.replay.trace.values.first().map_or(0, |value| value.sbp.len());
+            let broadcast = self.replay.code(&vec![B; axes]);
+            let mut start = best.clone();
+            self.weights.iter().flatten().for_each(|&id| start.leaves[id] = broadcast);
+            starts.push(start);
+            starts.dedup();
+        }
+        let coordinates = self.coordinates();
+        for mut start in starts {
+            let total = self.descend(&mut start, &coordinates);
+            if total < least * (1.0 - LEAST) {
+                (best, least) = (start, total);
+            }
+        }
+        self.simplify(&mut best, &coordinates);
+        best
+    }
+
+    /// What the beam finds, by weights and pins.
+    fn beam(&mut self) -> Given {
+        let trace = self.replay.trace;
+        let mut decided = Decided::nothing(&self.replay);
+        let shape = trace.values.first().map_or(&[][..], |value| value.placement.shape());
+        for &ranks in shape {
+            decide(&self.replay, &mut decided, ranks, &self.free);
+        }
+        let mut given = self.replay.recorded();
+        for group in &self.weights {
+            // All layers alike, as the first one.
+            let code = self.replay.code(&decided.values[group[0]]);
+            group.iter().for_each(|&id| given.leaves[id] = code);
+        }
+        let mut wanted: Vec<Vec<&NdSbp>> = vec![Vec::new(); trace.values.len()];
+        for (call, inputs) in trace.calls.iter().zip(&decided.inputs) {
+            for (id, sbp) in call.inputs.iter().zip(inputs) {
+                if let Some(id) = *id {
+                    wanted[id].push(sbp);
+                }
+            }
+        }
+        for &id in self.pins.iter().flatten() {
+            let whole = |sbp: &&&NdSbp| sbp.iter().filter(|&&sbp| sbp == B).count();
+            let is_pin = |sbp: &&&NdSbp| !sbp.iter().any(|sbp| sbp.is_partial());
+            let pin = wanted[id].iter().rev().filter(is_pin).max_by_key(whole);
+            let pin = pin.filter(|&&sbp| *sbp != decided.values[id]);
+            given.pins[id] = pin.map(|&sbp| self.replay.code(sbp));
+        }
+        given
+    }
+
+    fn coordinates(&mut self) -> Vec<Coordinate> {
+        let mut coordinates = Vec::new();
+        let groups = |groups: &[Group], is_pin: bool| -> Vec<_> {
+            groups.iter().map(|group| (group.clone(), is_pin)).collect()
+        };
+        for (group, is_pin) in [groups(&self.pins, true), groups(&self.weights, false)].concat() {
+            let sbps = sbps(&self.replay.trace.values[group[0]]);
+            let none = is_pin.then_some(None);
+            let options = sbps.iter().map(|sbp| Some(self.replay.code(sbp)));
+            let options = none.into_iter().chain(options).collect();
+            coordinates.push(Coordinate { group, is_pin, options });
+        }
+        coordinates
+    }
+
+    /// Changes one thing after the other for the better; returns the cost.
+    fn descend(&mut self, given: &mut Given, coordinates: &[Coordinate]) -> f64 {
+        let mut least = self.replay.total(given);
+        for _ in 0..SWEEPS {
+            let before = least;
+            for coordinate in coordinates {
+                least = self.improve(given, coordinate, least);
+            }
+            if least >= before {
+                break;
+            }
+        }
+        least
+    }
+
+    /// Leaves out what gains little.
+    fn simplify(&mut self, given: &mut Given, coordinates: &[Coordinate]) {
+        let bound = self.replay.total(given) * (1.0 + GIVEN_AWAY);
+        for coordinate in coordinates {
+            let mut simple = given.clone();
+            coordinate.set(&mut simple, coordinate.options[0]);
+            if simple != *given && self.replay.total(&simple) <= bound {
+                *given = simple;
+            }
+        }
+    }
+
+    fn improve(&mut self, given: &mut Given, coordinate: &Coordinate, mut least: f64) -> f64 {
+        for &option in &coordinate.options {
+            let mut other = given.clone();
+            coordinate.set(&mut other, option);
+            if other == *given {
+                continue;
+            }
+            let total = self.replay.total(&other);
+            if total < least * (1.0 - LEAST) {
+                least = total;
+                *given = other;
+            }
+        }
+        least
+    }
+
+    /// Pins in the order in which they help most, and the bytes received with each and those before.
+    pub fn order(&mut self, best: &Given) -> Vec<(Group, f64)> {
+        let pinned = |group: &&Group| group.iter().any(|&id| best.pins[id].is_some());
+        let mut left: Vec<Group> = self.pins.iter().filter(pinned).cloned().collect();
+        let mut given = Given { pins: vec![None; best.pins.len()], ..best.clone() };
+        let mut order = Vec::new();
+        while !left.is_empty() {
+            let mut totals = Vec::new();
+            for group in &left {
+                let with = with(&given, best, group);
+                totals.push(self.replay.total(&with));
+            }
+            let next = (0..left.len()).min_by(|&one, &other| totals[one].total_cmp(&totals[other]));
+            let group = left.remove(next.unwrap_or(0));
+            given = with(&given, best, &group);
+            order.push((group, self.replay.run(&given).bytes));
+        }
+        order
+    }
+}
+
+/// The pins of a group as well.
+fn with(given: &Given, best: &Given, group: &Group) -> Given {
+    let mut given = given.clone();
+    group.iter().for_each(|&id| given.pins[id] = best.pins[id]);
+    given
+}
+
+/// B and splits on each axis, where dimensions are long enough.
+fn sbps(value: &Value) -> Vec<NdSbp> {
+    let mut all = vec![Vec::new()];
+    for &ranks in value.placement.shape() {
+        let more = |sbp: &NdSbp| {
+            let shape = local(&value.tensor.shape, &value.placement, sbp);
+            let own = sbp.clone();
+            let next = domain(&shape, ranks).into_iter();
+            next.map(move |next| [&own[..], &[next]].concat()).collect::<Vec<_>>()
+        };
+        all = all.iter().flat_map(more).collect();
+    }
+    all
+}
+
+/// Weights of equal layers, with what an optimizer has for them. Names that differ in numbers only
+/// are those of equal layers.
+fn weights(replay: &Replay) -> Vec<Group> {
+    let trace = replay.trace;
+    let mut groups = BTreeMap::<usize, Group>::new();
+    let mut first = BTreeMap::<String, usize>::new();
+    for (id, owner) in owners(replay) {
+        let Value { tensor, name, .. } = &trace.values[owner];
+        let layer: String = name.split(|c: char| c.is_ascii_digit()).collect();
+        let key = if name.is_empty() { owner.to_string() } else { format!("{layer} {tensor:?}") };
+        let place = *first.entry(key).or_insert(id);
+        groups.entry(place).or_default().push(id);
+    }
+    groups.into_values().collect()
+}
+
+/// The weight that a weight or an optimizer's state belongs to: the update takes them together.
+fn owners(replay: &Replay) -> BTreeMap<usize, usize> {
+    let trace = replay.trace;
+    let mut root: Vec<usize> = (0..trace.values.len()).collect();
+    fn find(root: &[usize], mut id: usize) -> usize {
+        while root[id] != id {
+            id = root[id];
+        }
+        id
+    }
+    for call in &trace.calls[update(trace)..] {
+        let values: Vec<usize> =
+            call.inputs.iter().chain(&call.outputs).copied().flatten().collect();
+        let Some(&first) = values.first() else { continue };
+        for &other in &values[1..] {
+            if trace.values[first].tensor.shape == trace.values[other].tensor.shape {
+                let (one, other) = (find(&root, first), find(&root, other));
+                root[one.max(other)] = one.min(other);
+            }
+        }
+    }
+    let is_weight = |&id: &usize| trace.values[id].role == Role::Weight;
+    let weights: Vec<usize> = (0..trace.values.len()).filter(is_weight).collect();
+    let mut owners = BTreeMap::new();
+    for &id in &replay.kept {
+        let same = |&weight: &usize| find(&root, weight) == find(&root, id);
+        let owner = if is_weight(&id) { Some(id) } else { weights.iter().copied().find(same) };
+        owners.extend(owner.map(|owner| (id, owner)));
+    }
+    owners
+}
+
+/// Where the update begins: after the last call of backward.
+fn update(trace: &Trace) -> usize {
+    let backward = trace.calls.iter().rposition(|call| call.phase == Phase::Backward);
+    backward.map_or(trace.calls.len(), |last| last + 1)
+}
+
+/// Values that a program can pin, with `to_global` and `grad_sbp`: results of its own operations, but
+/// not views of weights, and their gradients. Those of equal layers are a group.
+fn pins(replay: &Replay) -> Vec<Group> {
+    let trace = replay.trace;
+    let gradients = trace.gradients();
+    let mut is_data: Vec<bool> =
+        trace.values.iter().map(|value| value.role == Role::Input).collect();
+    let mut pins = Vec::new();
+    for call in trace.calls[..update(trace)].iter().filter(|call| call.phase == Phase::Forward) {
+        let mut inputs = call.inputs.iter().flatten();
+        let is_of_weight = call.inputs.len() == 1 && !inputs.any(|&id| is_data[id]);
+        if is_of_weight || call.in_place {
+            continue;
+        }
+        for &id in call.outputs.iter().flatten() {
+            is_data[id] = true;
+            if trace.values[id].tensor.is_float && !trace.values[id].tensor.shape.is_empty() {
+                pins.push(id);
+                pins.extend(gradients[id]);
+            }
+        }
+    }
+    let labels = labels(replay);
+    let mut groups = BTreeMap::<usize, Group>::new();
+    let mut first = BTreeMap::new();
+    for (place, id) in pins.into_iter().enumerate() {
+        let place = *first.entry(labels[id]).or_insert(place);
+        let group = groups.entry(place).or_default();
+        if !group.contains(&id) {
+            group.push(id);
+        }
+    }
+    groups.into_values().collect()
+}
+
+/// Numbers that are the same for values around which the trace looks the same.
+fn labels(replay: &Replay) -> Vec<usize> {
+    let trace = replay.trace;
+    let mut labels = vec![0; trace.values.len()];
+    for _ in 0..2 {
+        let mut around = vec![Vec::new(); labels.len()];
+        for (call, class) in trace.calls.iter().zip(&replay.classes) {
+            let values: Vec<_> = call.inputs.iter().chain(&call.outputs).copied().collect();
+            let seen: Vec<_> = values.iter().map(|id| id.map(|id| labels[id])).collect();
+            for (place, id) in values.iter().enumerate() {
+                if let Some(id) = *id {
+                    around[id].push((class, place, seen.clone()));
+                }
+            }
+        }
+        let mut names = BTreeMap::new();
+        for (label, around) in labels.iter_mut().zip(around) {
+            let next = names.len();
+            *label = *names.entry((*label, around)).or_insert(next);
+        }
+    }
+    labels
+}

@@ -1,0 +1,384 @@
+//! Traces: the operations that ran on global tensors, and what each made of SBPs.
+//!
+//! A trace is data. What happened is told to it ([`Trace::leaf`], [`Trace::call`],
+//! [`Trace::convert`]); [`crate::explain`] and [`crate::planner`] read it.
+
+use std::collections::HashMap;
+
+use crate::boxing::plan::{Layout, Plan};
+use crate::placement::Placement;
+use crate::rules::infer::Choice;
+use crate::rules::op::{Arg, Input, Op};
+use crate::sbp::{NdSbp, Sbp, B};
+
+/// Operations on global tensors, in the order in which they ran.
+#[derive(Clone, Debug, Default)]
+pub struct Trace {
+    /// The tensors, by id.
+    pub values: Vec<Value>,
+    /// The operations.
+    pub calls: Vec<Call>,
+}
+
+/// A tensor. What is written in place stays the same tensor.
+#[derive(Clone, Debug)]
+pub struct Value {
+    /// Logical shape, and kind.
+    pub tensor: Input,
+    /// Its ranks.
+    pub placement: Placement,
+    /// How it lies on them.
+    pub sbp: NdSbp,
+    /// Of a weight or an input; empty if it has none.
+    pub name: String,
+    /// Where it comes from.
+    pub role: Role,
+}
+
+/// Where a tensor comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// A leaf that is trained: the planner may choose its SBP.
+    Weight,
+    /// It was there before: data, or the state of an optimizer.
+    Input,
+    /// Of a call.
+    Result,
+}
+
+/// Whether autograd runs a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Phase {
+    /// No: the program does, also an optimizer's operations.
+    Forward,
+    /// Yes.
+    Backward,
+}
+
+/// What a call does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Action {
+    /// An operation of libtorch.
+    Operation,
+    /// Boxing that the program asks for.
+    ToGlobal,
+    /// Boxing of a gradient, the first input, to the SBP of its leaf, the second one.
+    Gradient,
+}
+
+/// Something that ran on global tensors.
+#[derive(Clone, Debug)]
+pub struct Call {
+    /// What it does.
+    pub action: Action,
+    /// As [`Op::name`]; `to_global` and `gradient` of boxing.
+    pub name: String,
+    /// As [`Op::overload`].
+    pub overload: String,
+    /// As [`Op::args`].
+    pub args: Vec<Argument>,
+    /// Ids of values; None for an optional tensor that is not there.
+    pub inputs: Vec<Option<usize>>,
+    /// What each input was boxed to.
+    pub boxed: Vec<NdSbp>,
+    /// Ids of values; None for a result that is not there.
+    pub outputs: Vec<Option<usize>>,
+    /// It writes its first tensor.
+    pub in_place: bool,
+    /// Whether an operation has a rule; without one, all its inputs are boxed to B.
+    pub has_rule: bool,
+    /// Whether autograd runs it.
+    pub phase: Phase,
+    /// Autograd's number of the node that this call makes (forward) or is part of (backward). It
+    /// says which call of backward belongs to which of forward.
+    pub node: Option<u64>,
+}
+
+/// An argument: [`Arg`], but it owns what it has.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Argument {
+    /// Sizes, dimensions and the like.
+    Ints(Vec<i64>),
+    /// Anything else.
+    Other(Arg<'static>),
+}
+
+/// Boxing that a call needed.
+#[derive(Clone, Copy, Debug)]
+pub struct Boxing<'a> {
+    /// The tensor.
+    pub value: usize,
+    /// What it had.
+    pub from: &'a [Sbp],
+    /// What the call needed.
+    pub to: &'a [Sbp],
+    /// Bytes that a rank receives from others, on average.
+    pub bytes: f64,
+}
+
+impl From<&Arg<'_>> for Argument {
+    fn from(arg: &Arg) -> Self {
+        Self::Other(match arg {
+            Arg::Ints(values) => return Self::Ints(values.to_vec()),
+            Arg::None => Arg::None,
+            Arg::Tensor(index) => Arg::Tensor(*index),
+            Arg::Tensors(range) => Arg::Tensors(range.clone()),
+            Arg::Int(value) => Arg::Int(*value),
+            Arg::Float(value) => Arg::Float(*value),
+            Arg::Bool(value) => Arg::Bool(*value),
+            Arg::Other => Arg::Other,
+        })
+    }
+}
+
+impl Argument {
+    /// As rules have it.
+    pub(crate) fn borrow(&self) -> Arg<'_> {
+        match self {
+            Self::Ints(values) => Arg::Ints(values.into()),
+            Self::Other(arg) => arg.clone(),
+        }
+    }
+}
+
+impl Trace {
+    /// A tensor that was there before; returns its id.
+    pub fn leaf(
+        &mut self,
+        role: Role,
+        name: &str,
+        tensor: Input,
+        placement: &Placement,
+        sbp: &[Sbp],
+    ) -> usize {
+        let placement = placement.clone();
+        self.add(Value { tensor, placement, sbp: sbp.to_vec(), name: name.to_string(), role })
+    }
+
+    fn add(&mut self, value: Value) -> usize {
+        self.values.push(value);
+        self.values.len() - 1
+    }
+
+    /// An operation that ran: the ids of its inputs, what was chosen (None: it has no rule), and
+    /// its results' shapes and kinds (None for one that is not there). Returns the results' ids.
+    pub fn call(
+        &mut self,
+        op: &Op,
+        placement: &Placement,
+        inputs: &[Option<usize>],
+        choice: Option<&Choice>,
+        results: &[Option<Input>],
+        (phase, node): (Phase, Option<u64>),
+    ) -> Vec<Option<usize>> {
+        let broadcast = vec![B; placement.axes()];
+        let chosen = |of: fn(&Choice) -> &Vec<NdSbp>, index: usize| {
+            choice.and_then(|choice| of(choice).get(index)).unwrap_or(&broadcast).clone()
+        };
+        let boxed = (0..inputs.len()).map(|index| chosen(|choice| &choice.inputs, index)).collect();
+        let mut outputs = Vec::new();
+        for (index, tensor) in results.iter().enumerate() {
+            let written = inputs.first().filter(|_| op.in_place && index == 0);
+            outputs.push(match (written, tensor) {
+                (Some(&written), _) => written,
+                (None, None) => None,
+                (None, Some(tensor)) => Some(self.add(Value {
+                    tensor: tensor.clone(),
+                    placement: placement.clone(),
+                    sbp: chosen(|choice| &choice.outputs, index),
+                    name: String::new(),
+                    role: Role::Result,
+                })),
+            });
+        }
+        self.calls.push(Call {
+            action: Action::Operation,
+            name: op.name.to_string(),
+            overload: op.overload.to_string(),
+            args: op.args.iter().map(Argument::from).collect(),
+            inputs: inputs.to_vec(),
+            boxed,
+            outputs: outputs.clone(),
+            in_place: op.in_place,
+            has_rule: choice.is_some(),
+            phase,
+            node,
+        });
+        outputs
+    }
+
+    /// Boxing that the program asked for, to this placement and SBP; returns the result's id.
+    pub fn convert(
+        &mut self,
+        input: usize,
+        placement: &Placement,
+        sbp: &[Sbp],
+        (phase, node): (Phase, Option<u64>),
+    ) -> usize {
+        self.boxing(Action::ToGlobal, &[input], placement, sbp, (phase, node))
+    }
+
+    /// A gradient was boxed to the SBP of its leaf; returns the id of what the leaf gets.
+    pub fn gradient(&mut self, gradient: usize, leaf: usize) -> usize {
+        let Value { placement, sbp, .. } = self.values[leaf].clone();
+        let phase = (Phase::Backward, None);
+        self.boxing(Action::Gradient, &[gradient, leaf], &placement, &sbp, phase)
+    }
+
+    fn boxing(
+        &mut self,
+        action: Action,
+        inputs: &[usize],
+        placement: &Placement,
+        sbp: &[Sbp],
+        (phase, node): (Phase, Option<u64>),
+    ) -> usize {
+        let tensor = self.values[inputs[0]].tensor.clone();
+        let (placement, role) = (placement.clone(), Role::Result);
+        let result =
+            self.add(Value { tensor, placement, sbp: sbp.to_vec(), name: String::new(), role });
+        self.calls.push(Call {
+            action,
+            name: if action == Action::Gradient { "gradient" } else { "to_global" }.to_string(),
+            overload: String::new(),
+            args: Vec::new(),
+            inputs: inputs.iter().map(|&input| Some(input)).collect(),
+            boxed: vec![sbp.to_vec(); inputs.len()],
+            outputs: vec![Some(result)],
+            in_place: false,
+            has_rule: true,
+            phase,
+            node,
+        });
+        result
+    }
+
+    /// What was boxed for a call; what it writes is boxed back.
+    pub fn boxings<'a>(&'a self, call: &'a Call) -> impl Iterator<Item = Boxing<'a>> {
+        let to_placement = self.placement(call);
+        call.inputs.iter().zip(&call.boxed).enumerate().filter_map(move |(index, (input, to))| {
+            let value = (*input)?;
+            let Value { tensor, placement, sbp: from, .. } = &self.values[value];
+            if from == to && Some(placement) == to_placement {
+                return None;
+            }
+            let old = Layout { placement, sbp: from };
+            let new = Layout { placement: to_placement?, sbp: to };
+            let is_written = call.in_place && index == 0;
+            let back = if is_written { received(tensor, new, old) } else { 0.0 };
+            let bytes = received(tensor, old, new) + back;
+            Some(Boxing { value, from, to, bytes })
+        })
+    }
+
+    /// The placement of what a call returns, else of what it gets.
+    pub fn placement(&self, call: &Call) -> Option<&Placement> {
+        let value = call.outputs.iter().chain(&call.inputs).copied().flatten().next()?;
+        Some(&self.values[value].placement)
+    }
+
+    /// The same operations on another placement. Inputs and weights get the SBPs that `sbp` gives;
+    /// what operations do then is not asked here, so that results are B. Boxing that the program
+    /// asks for gives what `sbp` gives for its result.
+    pub fn on(&self, placement: &Placement, sbp: impl Fn(&Value) -> NdSbp) -> Self {
+        let mut trace = self.clone();
+        let broadcast = vec![B; placement.axes()];
+        let converted = self.calls.iter().filter(|call| call.action == Action::ToGlobal);
+        let converted: Vec<_> = converted.filter_map(|call| call.outputs[0]).collect();
+        for (id, value) in trace.values.iter_mut().enumerate() {
+            let is_given = value.role != Role::Result || converted.contains(&id);
+            value.sbp = if is_given { sbp(value) } else { broadcast.clone() };
+            value.placement = placement.clone();
+        }
+        for call in &mut trace.calls {
+            call.boxed.fill(broadcast.clone());
+        }
+        trace
+    }
+
+    /// A tensor in words: its name, or the operation that made it, of what, and its shape.
+    pub fn describe(&self, value: usize) -> String {
+        let shape = &self.values[value].tensor.shape;
+        format!("{} {shape:?}", self.source(value, 4))
+    }
+
+    fn source(&self, value: usize, depth: usize) -> String {
+        let name = &self.values[value].name;
+        let makes = |call: &&Call| !call.in_place && call.outputs.contains(&Some(value));
+        let Some(call) = self.calls.iter().find(makes).filter(|_| name.is_empty()) else {
+            return if name.is_empty() { "a tensor" } else { name }.to_string();
+        };
+        let inputs: Vec<_> = call.inputs.iter().flatten().collect();
+        let weights = inputs.iter().filter_map(|&&input| self.weight(input));
+        match (weights.collect::<Vec<_>>().join(", "), &inputs[..]) {
+            (weights, _) if !weights.is_empty() => format!("{} of {weights}", call.name),
+            (_, [&input]) if depth > 0 => {
+                format!("{} of {}", call.name, self.source(input, depth - 1))
+            }
+            _ => call.name.clone(),
+        }
+    }
+
+    /// The name of the weight that a tensor is a view of.
+    fn weight(&self, value: usize) -> Option<&str> {
+        let Value { name, role, .. } = &self.values[value];
+        if *role != Role::Result {
+            return Some(&name[..]).filter(|_| *role == Role::Weight);
+        }
+        let makes = |call: &&Call| call.outputs.contains(&Some(value));
+        match self.calls.iter().find(makes)?.inputs[..] {
+            [Some(input)] if input < value => self.weight(input),
+            _ => None,
+        }
+    }
+
+    /// The gradient of each value, where the trace shows it: what enters the backward of the call
+    /// that made the value.
+    pub fn gradients(&self) -> Vec<Option<usize>> {
+        let mut maker = vec![None; self.values.len()];
+        let mut backward = HashMap::<u64, Vec<&Call>>::new();
+        for call in &self.calls {
+            if let (Phase::Backward, Some(node)) = (call.phase, call.node) {
+                backward.entry(node).or_default().push(call);
+            }
+            for &output in call.outputs.iter().flatten().filter(|_| !call.in_place) {
+                maker[output] = Some(call);
+            }
+        }
+        let gradient = |(id, value): (usize, &Value)| {
+            let made: &Call = maker[id].filter(|call| call.phase == Phase::Forward)?;
+            let enters = |&input: &usize| {
+                let comes_from = maker[input].filter(|call| call.phase == Phase::Backward);
+                comes_from.is_some_and(|call| call.node != made.node)
+                    && self.values[input].tensor.shape == value.tensor.shape
+            };
+            let calls = backward.get(&made.node?)?.iter();
+            calls.flat_map(|call| call.inputs.iter().flatten()).copied().find(enters)
+        };
+        self.values.iter().enumerate().map(gradient).collect()
+    }
+}
+
+impl Call {
+    /// The operation, as rules see it.
+    pub fn op(&self, values: &[Value]) -> Op<'_> {
+        let absent = Input { shape: Vec::new(), is_float: false, bytes: 0, is_defined: false };
+        let tensor =
+            |input: &Option<usize>| input.map_or(absent.clone(), |id| values[id].tensor.clone());
+        Op {
+            name: &self.name,
+            overload: &self.overload,
+            args: self.args.iter().map(Argument::borrow).collect(),
+            inputs: self.inputs.iter().map(tensor).collect(),
+            outputs: self.outputs.len(),
+            in_place: self.in_place,
+            ranks: 1,
+        }
+    }
+}
+
+/// Bytes that a rank of the new layout receives from others, on average.
+pub fn received(tensor: &Input, from: Layout, to: Layout) -> f64 {
+    let elements = Plan::new(&tensor.shape, from, to).received();
+    (elements * tensor.bytes) as f64 / to.placement.ranks().len() as f64
+}

@@ -1,0 +1,164 @@
+//! Operations over dimensions.
+
+use tch::{Kind, Tensor};
+
+use super::case::{between, bools, case, ints, normal, positive, Case, CPU};
+
+pub fn cases() -> Vec<Case> {
+    [sums(), extremes(), moments(), orders(), softmaxes()].into_iter().flatten().collect()
+}
+
+const DOUBLE: Kind = Kind::Double;
+
+fn sums() -> Vec<Case> {
+    let wide = || [normal([5, 4, 6])];
+    vec![
+        case("sum", wide(), &["sum"], |x| x[0].sum(DOUBLE)),
+        case("sum of a number", [normal([])], &["sum"], |x| x[0].sum(DOUBLE)),
+        case("sum of nothing", [normal([0, 4])], &["sum"], |x| x[0].sum(DOUBLE)),
+        case("sum over a dimension", wide(), &["sum"], |x| {
+            x[0].sum_dim_intlist([1i64].as_slice(), false, DOUBLE)
+        }),
+        case("sum over dimensions, kept", wide(), &["sum"], |x| {
+            x[0].sum_dim_intlist([0i64, -1].as_slice(), true, DOUBLE)
+        }),
+        case("sum over dimensions", wide(), &["sum"], |x| {
+            x[0].sum_dim_intlist([0i64, 2].as_slice(), false, DOUBLE)
+        }),
+        case("sum of bools", [bools([5, 6])], &["sum"], |x| x[0].sum(Kind::Int64)),
+        case("sum of ints", [ints(9, [5, 6])], &["sum"], |x| {
+            x[0].sum_dim_intlist([0i64].as_slice(), false, Kind::Int64)
+        }),
+        case("sum of f32 in f64", [normal([5, 6]).kind(Kind::Float)], &["sum"], |x| {
+            x[0].sum(DOUBLE)
+        })
+        .in_single(),
+        case("mean", wide(), &["mean"], |x| x[0].mean(DOUBLE)),
+        case("mean over a dimension, kept", wide(), &["mean"], |x| {
+            x[0].mean_dim([-1i64].as_slice(), true, DOUBLE)
+        }),
+        case("mean over dimensions", wide(), &["mean"], |x| {
+            x[0].mean_dim([0i64, 1].as_slice(), false, DOUBLE)
+        }),
+        case("mean in bf16", [positive([5, 6]).kind(Kind::BFloat16)], &["mean"], |x| {
+            x[0].mean(None::<Kind>)
+        }),
+        case("prod", [positive([5, 6])], &["prod"], |x| x[0].prod(DOUBLE)),
+        case("prod over a dimension", [positive([5, 6])], &["prod"], |x| {
+            vec![x[0].prod_dim_int(0, false, DOUBLE), x[0].prod_dim_int(1, true, DOUBLE)]
+        }),
+        case("any", [bools([5, 6])], &["any"], |x| {
+            vec![x[0].any(), x[0].any_dim(0, false), x[0].any_dim(1, true)]
+        }),
+        case("all", [bools([5, 6])], &["all"], |x| {
+            vec![x[0].all(), x[0].all_dim(0, false), x[0].all_dim(1, true)]
+        }),
+        case("cumsum", wide(), &["cumsum"], |x| {
+            vec![x[0].cumsum(1, DOUBLE), x[0].cumsum(-1, DOUBLE)]
+        }),
+        case("logsumexp", wide(), &["logsumexp"], |x| {
+            vec![x[0].logsumexp([1i64], false), x[0].logsumexp([0i64, 2], true)]
+        }),
+    ]
+}
+
+fn extremes() -> Vec<Case> {
+    let wide = || [normal([5, 6])];
+    let constant = || [normal([5, 6]).constant()];
+    vec![
+        case("max", wide(), &["max"], |x| x[0].max()),
+        case("min", wide(), &["min"], |x| x[0].min()),
+        case("max over a dimension", wide(), &["max"], |x| x[0].max_dim(1, false)),
+        case("min over a dimension, kept", wide(), &["min"], |x| x[0].min_dim(0, true)),
+        case("max of two", [normal([5, 6]), normal([6])], &["maximum"], |x| x[0].max_other(&x[1])),
+        case("amax", wide(), &["amax"], |x| {
+            vec![x[0].amax([0i64], false), x[0].amax([0i64, 1], true)]
+        }),
+        case("amin", wide(), &["amin"], |x| {
+            vec![x[0].amin([1i64], true), x[0].amin([0i64, 1], false)]
+        }),
+        case("max of ints", [ints(99, [5, 6])], &["max", "amax"], |x| {
+            vec![x[0].max(), x[0].amax([0i64], false)]
+        }),
+        case("argmax", constant(), &["argmax"], |x| {
+            vec![x[0].argmax(None, false), x[0].argmax(1, false), x[0].argmax(0, true)]
+        }),
+        case("argmin", constant(), &["argmin"], |x| {
+            vec![x[0].argmin(None, false), x[0].argmin(-1, false), x[0].argmin(0, true)]
+        }),
+    ]
+}
+
+fn moments() -> Vec<Case> {
+    let wide = || [normal([5, 4, 6])];
+    let norms: fn(&[Tensor]) -> Vec<Tensor> = |x| {
+        vec![
+            x[0].norm_scalaropt_dim(2, [1i64], false),
+            x[0].norm_scalaropt_dim(1, [0i64, 2], true),
+            x[0].norm_scalaropt_dtype(3, DOUBLE),
+            x[0].norm_scalaropt_dim(f64::INFINITY, [0i64, 1, 2], false),
+        ]
+    };
+    vec![
+        case("var", wide(), &["var"], |x| x[0].var(true)),
+        case("var over a dimension", wide(), &["var"], |x| {
+            vec![
+                x[0].var_dim([0i64].as_slice(), true, false),
+                x[0].var_dim([1i64, 2].as_slice(), false, true),
+            ]
+        }),
+        case("std", wide(), &["std"], |x| x[0].std(true)),
+        case("std over a dimension", wide(), &["std"], |x| {
+            x[0].std_dim([2i64].as_slice(), false, true)
+        }),
+        case("var_mean", wide(), &["var_mean"], |x| {
+            x[0].var_mean_dim([0i64, 1].as_slice(), true, false)
+        }),
+        case("norm", wide(), &["linalg_vector_norm"], |x| x[0].norm()),
+        case("norms", wide(), &["linalg_vector_norm"], norms),
+        case("norm of zeros and nothing", [normal([0, 4])], &["linalg_vector_norm"], |x| {
+            x[0].norm()
+        }),
+        case("counting norm", [ints(2, [5, 6]).kind(DOUBLE)], &["linalg_vector_norm"], |x| {
+            x[0].norm_scalaropt_dim(0, [0i64, 1], false)
+        }),
+    ]
+}
+
+fn orders() -> Vec<Case> {
+    let wide = || [normal([5, 6])];
+    let constant = || [normal([5, 6]).constant()];
+    vec![
+        case("sort", wide(), &["sort"], |x| x[0].sort(1, false)),
+        case("sort, stable", wide(), &["sort"], |x| x[0].sort_stable(true, 0, true)),
+        case("argsort", constant(), &["argsort"], |x| {
+            vec![x[0].argsort(-1, false), x[0].argsort_stable(true, 0, true)]
+        }),
+        case("topk", wide(), &["topk"], |x| x[0].topk(3, 1, true, true)),
+        case("topk of columns", wide(), &["topk"], |x| x[0].topk(2, 0, false, true)),
+    ]
+}
+
+fn softmaxes() -> Vec<Case> {
+    let wide = || [between(-4.0, 4.0, [5, 4, 6])];
+    const COVERS: &[&str] = &["_softmax", "_softmax_backward_data"];
+    const LOG_COVERS: &[&str] = &["_log_softmax", "_log_softmax_backward_data"];
+    vec![
+        case("softmax", wide(), COVERS, |x| x[0].softmax(-1, DOUBLE)),
+        case("softmax of dimension 0", wide(), COVERS, |x| x[0].softmax(0, DOUBLE)),
+        case("softmax of a vector", [normal([7])], COVERS, |x| x[0].softmax(0, DOUBLE)),
+        case("softmax of f32 in f64", [normal([5, 6]).kind(Kind::Float)], COVERS, |x| {
+            x[0].softmax(1, DOUBLE)
+        })
+        .in_single(),
+        case("log_softmax", wide(), LOG_COVERS, |x| x[0].log_softmax(-1, DOUBLE)),
+        case("log_softmax of dimension 1", wide(), LOG_COVERS, |x| x[0].log_softmax(1, DOUBLE)),
+        case("masked softmax", [normal([5, 6])], &["_softmax", "masked_fill"], |x| {
+            let mask = Tensor::ones([5, 6], CPU).tril(0).eq(0.0);
+            x[0].masked_fill(&mask, f64::NEG_INFINITY).softmax(-1, DOUBLE)
+        }),
+        case("safe softmax", [normal([5, 6])], &["_safe_softmax"], |x| {
+            x[0].internal_safe_softmax(-1, None)
+        }),
+    ]
+}
