@@ -9,8 +9,8 @@ use std::path::Path;
 use flow_tests::{assert_contains, launcher, Process, TEST_TIMEOUT};
 use noise::write_noise;
 
-/// Writes CIFAR-10's six files, of `records` records each, with pixels that are no noise: bars whose
-/// place is the class.
+/// Writes CIFAR-10's six files, of `records` records each, with pixels that are no noise: bars
+/// whose place is the class.
 fn write_cifar10(folder: &Path, records: u8) {
     let training = (1..=5).map(|file| format!("data_batch_{file}.bin"));
     for (file, name) in (0..).zip(training.chain(["test_batch.bin".into()])) {

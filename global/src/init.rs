@@ -7,8 +7,8 @@
 //! | [`Init::Uniform`] | `random_uniform_initializer` | `uniform_` |
 //! | [`Init::Normal`] | `random_normal_initializer` | `normal_` |
 //! | [`Init::TruncatedNormal`] | `truncated_normal(stddev)` | `trunc_normal_` |
-//! | [`Init::xavier_uniform`], `_normal` | `xavier_uniform_initializer`, `xavier_normal_` | the same |
-//! | [`Init::kaiming_uniform`], `_normal` | `kaiming_initializer` (also called MSRA) | the same |
+//! | [`Init::xavier_uniform`], `_normal` | `xavier_uniform_initializer` | `xavier_uniform_` |
+//! | [`Init::kaiming_uniform`], `_normal` | `kaiming_initializer`, MSRA | `kaiming_uniform_` |
 
 use tch::nn::init::NormalOrUniform;
 use tch::Tensor;
@@ -94,9 +94,9 @@ impl Init {
         Self::VarianceScaling { scale: gain * gain, fan, distribution }
     }
 
-    /// Fills a tensor, plain or global: a variable of a `VarStore`, for instance. All ranks fill the
-    /// same tensors in the same order, with generators that began alike. A global tensor then has
-    /// the values that a plain one would have. Nothing is sent.
+    /// Fills a tensor, plain or global: a variable of a `VarStore`, for instance. All ranks fill
+    /// the same tensors in the same order, with generators that began alike. A global tensor then
+    /// has the values that a plain one would have. Nothing is sent.
     ///
     /// # Errors
     /// Of libtorch.
@@ -125,8 +125,7 @@ impl Init {
 
     /// The values of a region of a tensor of this shape, row-major.
     pub fn values(&self, draw: &mut Draw, shape: &[usize], region: &Region) -> Vec<f64> {
-        let mut values =
-            |value: &dyn Fn(Bits) -> f64| draw.region(shape, region, |bits| value(bits));
+        let mut values = |value: &dyn Fn(Bits) -> f64| draw.region(shape, region, value);
         match *self {
             Init::Constant(value) => vec![value; region.elements()],
             Init::Uniform { low, high } => values(&|bits| low + (high - low) * uniform(bits)),
@@ -178,15 +177,15 @@ fn quantile(probability: f64) -> f64 {
         [
             2.509_080_928_730_122_7e3,
             3.343_057_558_358_813e4,
-            6.726_577_092_700_870e4,
+            6.726_577_092_700_87e4,
             4.592_195_393_154_987e4,
-            1.373_169_376_550_946_1e4,
+            1.373_169_376_550_946e4,
             1.971_590_950_306_551_4e3,
             1.331_416_678_917_843_8e2,
             3.387_132_872_796_366_6,
         ],
         [
-            5.226_495_278_852_854_6e3,
+            5.226_495_278_852_854e3,
             2.872_908_573_572_194_3e4,
             3.930_789_580_009_271e4,
             2.121_379_430_158_659_6e4,
@@ -214,7 +213,7 @@ fn quantile(probability: f64) -> f64 {
             1.481_039_764_274_800_7e-1,
             6.897_673_349_851e-1,
             1.676_384_830_183_803_8,
-            2.053_191_626_637_758_8,
+            2.053_191_626_637_759,
             1.0,
         ],
     ];

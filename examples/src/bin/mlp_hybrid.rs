@@ -1,5 +1,5 @@
-//! OneFlow's documented hybrid parallelism: an MLP whose hidden layer is split over the ranks (model
-//! parallelism), and whose last layer every rank has (data parallelism).
+//! OneFlow's documented hybrid parallelism: an MLP whose hidden layer is split over the ranks
+//! (model parallelism), and whose last layer every rank has (data parallelism).
 //!
 //!     flow-launch --nproc_per_node 2 mlp_hybrid
 

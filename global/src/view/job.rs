@@ -148,8 +148,8 @@ impl<'a, M: FnMut(&[Tensor]) -> Result<Tensor>> Job<'a, M> {
         self.result(output)
     }
 
-    /// As [`Job::run`], but does not wait for the result: `callback` gets it in the job's next call,
-    /// or in [`Job::wait`]. A result that is not fetched so is dropped with the job.
+    /// As [`Job::run`], but does not wait for the result: `callback` gets it in the job's next
+    /// call, or in [`Job::wait`]. A result that is not fetched so is dropped with the job.
     ///
     /// # Errors
     /// As of [`Job::run`].
@@ -183,7 +183,8 @@ impl<'a, M: FnMut(&[Tensor]) -> Result<Tensor>> Job<'a, M> {
         variables::save(self.variables, &self.group, path.as_ref())
     }
 
-    /// Reads variables that a job of any view, placement and SBP has saved: each rank reads the file.
+    /// Reads variables that a job of any view, placement and SBP has saved. Each rank reads the
+    /// file.
     ///
     /// # Errors
     /// The file cannot be read, lacks a variable, or has one of another shape.

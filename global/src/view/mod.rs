@@ -3,10 +3,10 @@
 //! | | [`View::Consistent`] (the default) | [`View::Mirrored`] |
 //! |---|---|---|
 //! | a rank's model | its parts of one logical model | a copy |
-//! | an input | one array, the logical batch, of which each rank takes its rows | an array for each rank |
+//! | an input | one array, the logical batch: each rank takes its rows | an array for each rank |
 //! | a result | one array: the logical result | an array for each rank |
 //! | parallelism | what the variables' SBPs say: of data, of the model, or both | of data |
-//! | in OneFlow | `consistent_view()`, `Numpy.Placeholder` | `mirrored_view()`, `ListNumpy.Placeholder` |
+//! | in OneFlow | `consistent_view()`, `Numpy` | `mirrored_view()`, `ListNumpy` |
 //!
 //! In both views all ranks run the same program and give a job the same inputs. The loss may have
 //! any number of elements, such as one for each sample; what is minimized is their sum, divided by
