@@ -4,6 +4,7 @@ mod accumulation;
 mod equivalence;
 mod failures;
 mod forks;
+mod globals;
 mod helpers;
 mod hooks;
 mod lifecycle;
@@ -92,10 +93,11 @@ const SCENARIOS: &[Scenario] = &[
 ];
 
 fn main() -> Result<ExitCode> {
-    let files: [File; 5] = [
+    let files: [File; 6] = [
         ("ddp", SCENARIOS),
         ("failures", failures::SCENARIOS),
         ("forks", forks::SCENARIOS),
+        ("globals", globals::SCENARIOS),
         ("parity", parity::SCENARIOS),
         ("tensors", tensors::SCENARIOS),
     ];
