@@ -5,6 +5,7 @@ mod checkpoints;
 mod equivalence;
 mod failures;
 mod forks;
+mod globals;
 mod helpers;
 mod hooks;
 mod lifecycle;
@@ -98,6 +99,7 @@ fn main() -> Result<ExitCode> {
         ("ddp", SCENARIOS),
         ("failures", failures::SCENARIOS),
         ("forks", forks::SCENARIOS),
+        ("globals", globals::SCENARIOS),
         ("parity", parity::SCENARIOS),
         ("tensors", tensors::SCENARIOS),
     ];

@@ -1,0 +1,72 @@
+//! A sample of what the tests of flow-global check on threads: operations and models on global
+//! tensors give what plain tensors do.
+
+// Tables and checks of those tests, which use more of them.
+#[allow(dead_code)]
+#[path = "../../../../global/tests/operations/cases/mod.rs"]
+mod cases;
+#[allow(dead_code)]
+#[path = "../../../../global/tests/models/training/mod.rs"]
+mod training;
+
+use anyhow::{anyhow, ensure, Result};
+use cases::check::{Check, Own};
+use flow_comm::ProcessGroup;
+use flow_global::Placement;
+use flow_tests::registry::{launched, scenario, Job, Scenario};
+use training::layouts;
+use training::{Optimizer, Training};
+
+const JOBS: &[Job] = &[launched(2), launched(3), launched(4)];
+
+pub const SCENARIOS: &[Scenario] =
+    &[scenario("operations", operations, JOBS), scenario("models", models, JOBS)];
+
+/// Every so many combinations of SBPs of a case's inputs.
+const SAMPLE: usize = 7;
+
+/// Two ranks, three in another order, or a mesh.
+fn place(group: &ProcessGroup) -> Result<Placement> {
+    Ok(match group.world_size() {
+        4 => Placement::new(group, [[0, 1], [2, 3]])?,
+        3 => Placement::new(group, [2, 0, 1])?,
+        size => Placement::new(group, (0..size).collect::<Vec<_>>())?,
+    })
+}
+
+fn operations(group: &ProcessGroup) -> Result<()> {
+    let placement = place(group)?;
+    let own = Own { rank: group.rank(), placement: &placement };
+    let mut count = 0;
+    for case in &cases::cases() {
+        let check = Check::new(case).map_err(|error| anyhow!("{}: {error}", case.name))?;
+        let combinations = check.combinations(placement.shape()).into_iter().enumerate();
+        for (index, sbps) in combinations.step_by(SAMPLE) {
+            count += 1;
+            let result = check.run(own, &sbps, index);
+            let is_refused =
+                |error: &String| case.refusal.is_some_and(|words| error.contains(words));
+            if let Err(error) = result.as_ref().map_err(Clone::clone) {
+                ensure!(is_refused(&error), "{} {sbps:?}: {error}", case.name);
+            }
+        }
+    }
+    ensure!(count > 1000, "only {count} combinations");
+    Ok(())
+}
+
+fn models(group: &ProcessGroup) -> Result<()> {
+    let placement = place(group)?;
+    let is_mesh = placement.axes() == 2;
+    for training in [Training::mlp(Optimizer::Adam), Training::cnn(), Training::gpt()] {
+        let reference = training.reference();
+        let layouts = match is_mesh {
+            true => layouts::hybrid(),
+            false => layouts::of_data().into_iter().chain(layouts::of_tensors()).collect(),
+        };
+        for layout in &layouts {
+            training.check(&placement, layout, &reference);
+        }
+    }
+    Ok(())
+}
