@@ -1,7 +1,8 @@
 //! What boxing costs, between real processes: the launcher starts this program again, as its ranks.
 //! Each pair is beside its limit: memory copies, on as many ranks at once, of as many bytes as the
 //! pair has to read and to write if nothing is staged (half of what is read and written together).
-//! Medians of rounds in which both take turns.
+//! Medians of rounds in which both take turns, and the ratio of the best rounds, which other work on
+//! the machine disturbs least.
 //!
 //! `cargo build --release -p flow-launch && cargo bench -p flow-global --bench boxing [PAIR]`
 
@@ -51,8 +52,8 @@ fn rank(only: Option<&str>) -> Result<(), Error> {
     let line = Placement::all(&group)?;
     if group.rank() == 0 {
         println!(
-            "{:<28}{:>5}{:>9}{:>10}{:>10}{:>8}{:>10}{:>7}",
-            "", "ranks", "KiB", "us", "received", "GB/s", "limit us", "ratio"
+            "{:<28}{:>5}{:>9}{:>10}{:>10}{:>8}{:>10}{:>7}{:>7}",
+            "", "ranks", "KiB", "us", "received", "GB/s", "limit us", "ratio", "best"
         );
     }
     let bench = |name: &str, from: Lying, to: Lying| match only {
@@ -121,16 +122,18 @@ fn pair(
         ],
     )?;
     if group.rank() == 0 {
+        let [limit, boxing] = &times[..] else { return Ok(()) };
         let received = plan.received() * 4 / to.0.ranks().len();
         println!(
-            "{name:<28}{:>5}{:>9}{:>10.1}{:>10}{:>8.2}{:>10.1}{:>7.2}",
+            "{name:<28}{:>5}{:>9}{:>10.1}{:>10}{:>8.2}{:>10.1}{:>7.2}{:>7.2}",
             group.world_size(),
             bytes >> 10,
-            times[1],
+            boxing.median,
             received,
-            received as f64 / times[1] / 1e3,
-            times[0],
-            times[0] / times[1]
+            received as f64 / boxing.median / 1e3,
+            limit.median,
+            limit.median / boxing.median,
+            limit.best / boxing.best
         );
     }
     Ok(())
@@ -166,22 +169,27 @@ fn small(group: &ProcessGroup, line: &Placement) -> Result<(), Error> {
     )?;
     if group.rank() == 0 {
         println!(
-            "4 KiB, {} ranks: all_reduce_tensor {:.2} us, of a copy {:.2} us, P > B {:.2} us",
+            "4 KiB, {} ranks, best rounds: all_reduce_tensor {:.2} us, of a copy {:.2} us, P > B {:.2} us",
             group.world_size(),
-            times[0],
-            times[1],
-            times[2]
+            times[0].best,
+            times[1].best,
+            times[2].best
         );
     }
     Ok(())
 }
 
-/// Medians, in microseconds a call.
+/// Times of rounds, in microseconds a call.
+struct Times {
+    median: f64,
+    best: f64,
+}
+
 fn take_turns(
     group: &ProcessGroup,
     calls: usize,
     work: &mut [&mut dyn FnMut() -> Result<(), Error>],
-) -> Result<Vec<f64>, Error> {
+) -> Result<Vec<Times>, Error> {
     let mut times = vec![Vec::new(); work.len()];
     for round in 0..ROUNDS + 1 {
         for (work, times) in work.iter_mut().zip(&mut times) {
@@ -198,5 +206,5 @@ fn take_turns(
         }
     }
     times.iter_mut().for_each(|times| times.sort_by(f64::total_cmp));
-    Ok(times.iter().map(|times| times[ROUNDS / 2]).collect())
+    Ok(times.iter().map(|times| Times { median: times[ROUNDS / 2], best: times[0] }).collect())
 }

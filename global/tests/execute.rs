@@ -6,8 +6,9 @@ mod common;
 use common::{gather, sbps, scatter, Local};
 use flow_global::boxing::execute::Boxing;
 use flow_global::boxing::plan::Layout;
-use flow_global::{Groups, Placement};
-use flow_tensor::ProcessGroup;
+use flow_global::region::regions;
+use flow_global::{Groups, Placement, Sbp, B, P, S};
+use flow_tensor::{ProcessGroup, ReduceOp};
 use tch::{Device, Kind, Tensor};
 
 /// A placement, and an SBP of each of its axes.
@@ -87,4 +88,162 @@ fn check(cases: &[(Vec<usize>, Lying, Lying)], results: &[Vec<Option<Local>>]) {
         let expected: Vec<i64> = (1..=shape.iter().product::<usize>() as i64).collect();
         assert_eq!(gather(shape, layout(to), &locals), expected, "{shape:?} {from:?} -> {to:?}");
     }
+}
+
+/// All ranks' results of this, which each calls with its groups.
+fn on_ranks<T: Send>(size: usize, body: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
+    let groups = ProcessGroup::in_process(size).unwrap();
+    std::thread::scope(|scope| {
+        let start = |group| scope.spawn(|| body(group));
+        let threads: Vec<_> = groups.into_iter().map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// Boxes a local between two SBPs on all ranks in a line.
+fn boxed(group: &ProcessGroup, groups: &Groups, local: &Tensor, from: Sbp, to: Sbp) -> Tensor {
+    let placement = Placement::of((0..group.world_size()).collect::<Vec<_>>()).unwrap();
+    let mut shape: Vec<usize> = local.size().iter().map(|&size| size as usize).collect();
+    if let Sbp::Split(dim) = from {
+        shape[dim] *= group.world_size();
+    }
+    let (from, to) = ([from], [to]);
+    let [from, to] = [&from, &to].map(|sbp| Layout { placement: &placement, sbp });
+    let boxing = Boxing::new(group.rank(), &shape, from, to);
+    boxing.run(groups, (local.kind(), local.device()), Some(local)).unwrap().unwrap()
+}
+
+#[test]
+fn as_many_bytes_are_received_as_the_plan_says() {
+    let line = Placement::of([0, 1, 2, 3]).unwrap();
+    let mesh = Placement::of([[0, 1], [2, 3]]).unwrap();
+    let other = Placement::of([3, 1, 2]).unwrap();
+    // An all-reduce of more than `SMALL` bytes.
+    let shape = [64, 66];
+    let mut cases = Vec::new();
+    for (old, new) in [(&line, &line), (&mesh, &mesh), (&line, &mesh), (&mesh, &other)] {
+        for from in sbps(old.axes(), 2) {
+            for to in sbps(new.axes(), 2) {
+                cases.push(((old, from.clone()), (new, to)));
+            }
+        }
+    }
+    let all = on_ranks(4, |group| {
+        let groups = Groups::new(&group);
+        let one = |((old, from), (new, to)): &((&Placement, Vec<Sbp>), (&Placement, Vec<Sbp>))| {
+            let [from, to] = [(*old, from), (*new, to)]
+                .map(|(placement, sbp)| Layout { placement, sbp: &sbp[..] });
+            let local = from.placement.position(group.rank()).map(|position| {
+                let region = &regions(from.placement, from.sbp, &shape)[position];
+                let sizes: Vec<i64> = region.shape().iter().map(|&size| size as i64).collect();
+                Tensor::ones(&sizes[..], (Kind::Double, Device::Cpu))
+            });
+            let boxing = Boxing::new(group.rank(), &shape, from, to);
+            let before = groups.received();
+            boxing.run(&groups, (Kind::Double, Device::Cpu), local.as_ref()).unwrap();
+            (groups.received() - before, boxing.plan().received() as u64 * 8)
+        };
+        cases.iter().map(one).collect::<Vec<_>>()
+    });
+    for (index, case) in cases.iter().enumerate() {
+        let received: u64 = all.iter().map(|rank| rank[index].0).sum();
+        assert_eq!(received, all[0][index].1, "{case:?}");
+    }
+}
+
+#[test]
+fn terms_of_all_kinds_and_reductions() {
+    let kinds = [
+        Kind::Bool,
+        Kind::Uint8,
+        Kind::Int8,
+        Kind::Int16,
+        Kind::Int,
+        Kind::Int64,
+        Kind::Half,
+        Kind::BFloat16,
+        Kind::Float,
+        Kind::Double,
+    ];
+    on_ranks(3, |group| {
+        for groups in [Groups::new(&group), Groups::by_collectives(&group)] {
+            for kind in kinds {
+                let term = |rank: usize| {
+                    let numbers = Tensor::arange(5 * 7, (Kind::Int64, Device::Cpu));
+                    (numbers + rank as i64 * 2).remainder(4).to_kind(kind).view([5, 7])
+                };
+                let stacked = Tensor::stack(&[term(0), term(1), term(2)], 0).to_kind(Kind::Double);
+                let cases = [
+                    (ReduceOp::Max, stacked.amax([0i64], false)),
+                    (ReduceOp::Min, stacked.amin([0i64], false)),
+                    (ReduceOp::Sum, stacked.sum_dim_intlist(&[0i64][..], false, Kind::Double)),
+                    (ReduceOp::Avg, stacked.mean_dim(&[0i64][..], false, Kind::Double)),
+                ];
+                let own = term(group.rank());
+                for (op, expected) in cases {
+                    if kind == Kind::Bool && matches!(op, ReduceOp::Sum | ReduceOp::Avg) {
+                        continue;
+                    }
+                    let terms = Sbp::Partial(op);
+                    let expected = expected.to_kind(kind);
+                    let all = boxed(&group, &groups, &own, terms, B);
+                    assert_eq!(all.kind(), kind);
+                    assert!(
+                        all.allclose(&expected.to_kind(kind), 1e-2, 1e-2, false),
+                        "{kind:?} {op:?}"
+                    );
+                    for dim in [0, 1] {
+                        let part = boxed(&group, &groups, &own, terms, S(dim));
+                        let expected = &expected.tensor_split(3, dim as i64)[group.rank()];
+                        assert!(
+                            part.allclose(expected, 1e-2, 1e-2, false),
+                            "{kind:?} {op:?} {dim}"
+                        );
+                    }
+                    // New terms of which one is enough are copies; of a sum they are not.
+                    let again =
+                        boxed(&group, &groups, &boxed(&group, &groups, &all, B, terms), terms, B);
+                    assert!(again.allclose(&all, 1e-2, 1e-2, false), "{kind:?} {op:?} again");
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn terms_of_different_reductions_are_reduced_from_the_last_axis_on() {
+    on_ranks(4, |group| {
+        let mesh = Placement::of([[0, 1], [2, 3]]).unwrap();
+        let from = [P, Sbp::Partial(ReduceOp::Max)];
+        let from = Layout { placement: &mesh, sbp: &from };
+        let to = Layout { placement: &mesh, sbp: &[B, B] };
+        let boxing = Boxing::new(group.rank(), &[2], from, to);
+        let local = Tensor::from_slice(&[[1, 8], [5, 2], [30, 10], [10, 40]][group.rank()]);
+        let groups = Groups::new(&group);
+        let result = boxing.run(&groups, (Kind::Int, Device::Cpu), Some(&local)).unwrap().unwrap();
+        assert_eq!(Vec::<i32>::try_from(result).unwrap(), [35, 48]);
+    });
+}
+
+#[test]
+fn one_rank_and_no_elements_communicate_nothing() {
+    on_ranks(2, |group| {
+        let groups = Groups::new(&group);
+        // An axis of one rank has no terms: the result is a view.
+        let alone = Placement::of([[0], [1]]).unwrap();
+        let [from, to] = [&[S(0), P], &[S(0), B]].map(|sbp| Layout { placement: &alone, sbp });
+        let boxing = Boxing::new(group.rank(), &[4, 2], from, to);
+        let local = Tensor::ones([2, 2], (Kind::Float, Device::Cpu));
+        let result = boxing.run(&groups, (Kind::Float, Device::Cpu), Some(&local)).unwrap();
+        assert!(boxing.is_view());
+        assert_eq!(result.unwrap().data_ptr(), local.data_ptr());
+        let empty = Tensor::ones([0, 3], (Kind::Float, Device::Cpu));
+        for (from, to) in [(P, B), (P, S(1)), (S(0), B), (B, P), (S(0), S(1))] {
+            let _ = boxed(&group, &groups, &empty, from, to);
+        }
+        assert_eq!(groups.received(), 0);
+        let number = Tensor::from(3.0);
+        let sum = boxed(&group, &groups, &number, P, B);
+        assert_eq!((sum.double_value(&[]), sum.size()), (6.0, vec![]));
+    });
 }

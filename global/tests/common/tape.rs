@@ -263,7 +263,13 @@ impl Tape {
         let width = [*shape.last().unwrap()];
         let rows = [&shape[..shape.len() - 1], &[1]].concat();
         let sizes = ints(&width);
-        let args = [T[0].clone(), Arg::Ints(sizes.clone().into()), T[1].clone(), T[2].clone(), Arg::Float(1e-5)];
+        let args = [
+            T[0].clone(),
+            Arg::Ints(sizes.clone().into()),
+            T[1].clone(),
+            T[2].clone(),
+            Arg::Float(1e-5),
+        ];
         let results: [&[usize]; 3] = [&shape.clone(), &rows.clone(), &rows];
         self.node("native_layer_norm", &args, &[x, weight, bias], &results, move |tape, own, g| {
             let sizes = ints(&width);
