@@ -94,7 +94,7 @@ const SCENARIOS: &[Scenario] = &[
 ];
 
 fn main() -> Result<ExitCode> {
-    let files: [File; 6] = [
+    let files: [File; 7] = [
         ("checkpoints", checkpoints::SCENARIOS),
         ("ddp", SCENARIOS),
         ("failures", failures::SCENARIOS),
