@@ -121,15 +121,8 @@ impl<S: Send + Sync + 'static> Globals<S> {
         let mut result = null_mut();
         // SAFETY: the tensors and the sizes are alive; the spec is given away; the result is owned.
         unsafe {
-            let text = ffi::flow_global_wrap(
-                local,
-                like.as_ptr(),
-                spec,
-                sizes,
-                dims,
-                shares,
-                &mut result,
-            );
+            let text =
+                ffi::flow_global_wrap(local, like.as_ptr(), spec, sizes, dims, shares, &mut result);
             check("Globals::wrap", text)?;
             Ok(Tensor::from_ptr(result))
         }
@@ -154,6 +147,14 @@ impl<S: Send + Sync + 'static> Globals<S> {
             let local = ffi::flow_global_local(tensor.as_ptr());
             (!local.is_null()).then(|| Tensor::from_ptr(local))
         }
+    }
+
+    /// A number of a global tensor's own, which it keeps when it is written in place; None if the
+    /// tensor is plain.
+    pub fn id(self, tensor: &Tensor) -> Option<u64> {
+        // SAFETY: the tensor is alive.
+        let id = unsafe { ffi::flow_global_id(tensor.as_ptr()) };
+        (id != 0).then_some(id)
     }
 
     /// Makes a global tensor, for all who hold it, what `other` is.
@@ -216,6 +217,26 @@ pub enum Scalar {
     Float(f64),
     /// A flag.
     Bool(bool),
+}
+
+/// Where autograd is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Node {
+    /// It runs backward.
+    pub is_backward: bool,
+    /// The node that it runs, or the one that it has made of this operation of forward: the same
+    /// number for both. None if there is no node.
+    pub number: Option<u64>,
+}
+
+impl Node {
+    /// On this thread. If `is_made`, and no backward runs, the last node that was made.
+    pub fn now(is_made: bool) -> Self {
+        let (mut number, mut is_backward) = (0, false);
+        // SAFETY: both are written before they are read.
+        let is_there = unsafe { ffi::flow_autograd_node(is_made, &mut number, &mut is_backward) };
+        Self { is_backward, number: is_there.then_some(number) }
+    }
 }
 
 /// What a result of the local operation is part of.
@@ -490,6 +511,26 @@ impl<S: Send + Sync + 'static> Call<'_, S> {
         is_known.then_some(strides)
     }
 
+    /// The tensors that the caller gets as result `index`; None for an undefined one.
+    pub fn returned(&self, index: usize) -> Vec<Option<Tensor>> {
+        let mut tensors = Vec::<Option<Tensor>>::new();
+        // SAFETY: the call is alive, and the list outlives this.
+        unsafe {
+            let data = (&raw mut tensors).cast();
+            ffi::flow_call_returned(self.view.call, index, data, push_result);
+        }
+        tensors
+    }
+
+    /// Autograd's node of this operation. To be asked before [`Call::run`].
+    pub fn node(&self) -> Node {
+        let requires_grad =
+            |tensor: Option<Tensor>| tensor.is_some_and(|tensor| tensor.requires_grad());
+        // SAFETY: the function only reads the thread's state.
+        let is_noted = unsafe { ffi::flow_grad_mode() };
+        Node::now(is_noted && (0..self.tensors()).any(|tensor| requires_grad(self.tensor(tensor))))
+    }
+
     /// The argument that a return is, if the operation writes and returns it.
     pub fn written(&self, index: usize) -> Option<usize> {
         // SAFETY: the call is alive.
@@ -518,10 +559,7 @@ impl<S: Send + Sync + 'static> Call<'_, S> {
         };
         // SAFETY: the call and the lists are alive; the spec is given away.
         unsafe {
-            check(
-                "a call",
-                ffi::flow_call_output(self.view.call, index, view, clone_spec::<S>),
-            )
+            check("a call", ffi::flow_call_output(self.view.call, index, view, clone_spec::<S>))
         }
     }
 

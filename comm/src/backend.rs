@@ -67,6 +67,16 @@ pub trait HostBackend: Send + Sync {
     /// order. Threads of a rank may call it at once: then one waits for the other.
     fn collective(&self, operation: OpDescriptor, buffers: Buffers) -> Result<()>;
 
+    /// Runs a collective in which `read` gets the addresses of all ranks' data, of `lengths` bytes,
+    /// on this rank. False if ranks cannot read each other's memory, on all ranks alike.
+    fn read_peers(
+        &self,
+        operation: OpDescriptor,
+        data: BufferView,
+        lengths: &[usize],
+        read: &mut dyn FnMut(&[*const u8]),
+    ) -> Result<bool>;
+
     /// Sends a message to rank `to`. May return before its receiver asks for it.
     fn send(&self, data: BufferView, message: &MessageDescriptor, to: usize) -> Result<()>;
 

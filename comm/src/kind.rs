@@ -19,10 +19,11 @@ pub enum Kind {
     ReduceScatterV,
     AllToAllV,
     BatchSendRecv,
+    ReadPeers,
 }
 
 impl Kind {
-    const ALL: [Kind; 16] = [
+    const ALL: [Kind; 17] = [
         Kind::AllReduce,
         Kind::Reduce,
         Kind::Broadcast,
@@ -39,6 +40,7 @@ impl Kind {
         Kind::ReduceScatterV,
         Kind::AllToAllV,
         Kind::BatchSendRecv,
+        Kind::ReadPeers,
     ];
 
     pub fn name(self) -> &'static str {
@@ -59,6 +61,7 @@ impl Kind {
             Kind::ReduceScatterV => "reduce_scatter_v",
             Kind::AllToAllV => "all_to_all_v",
             Kind::BatchSendRecv => "batch_send_recv",
+            Kind::ReadPeers => "read_peers",
         }
     }
 

@@ -61,7 +61,7 @@ pub use buffer::{Buffer, SharedBuffer};
 pub use error::{Error, Result};
 pub use flow_kernels::{bf16, f16, DType, Element, ReduceOp};
 pub use fork::ForkSafe;
-pub use group::{ArenaHandle, Axis, Lane, Mesh, ProcessGroup, DEFAULT_TIMEOUT};
+pub use group::{ArenaHandle, Axis, Lane, Mesh, Peers, ProcessGroup, DEFAULT_TIMEOUT};
 pub use p2p::P2pOp;
 pub use shm::arena::{Arena, Block};
 pub use shm::segments::Segments;

@@ -21,7 +21,7 @@ pub fn zeros(
     sizes: impl AsRef<[i64]>,
     kind: Kind,
     placement: &Placement,
-    sbp: &[Sbp],
+    sbp: impl AsRef<[Sbp]>,
 ) -> Result<Tensor> {
     full(sizes, 0.0, kind, placement, sbp)
 }
@@ -34,7 +34,7 @@ pub fn ones(
     sizes: impl AsRef<[i64]>,
     kind: Kind,
     placement: &Placement,
-    sbp: &[Sbp],
+    sbp: impl AsRef<[Sbp]>,
 ) -> Result<Tensor> {
     full(sizes, 1.0, kind, placement, sbp)
 }
@@ -48,10 +48,25 @@ pub fn full(
     value: f64,
     kind: Kind,
     placement: &Placement,
-    sbp: &[Sbp],
+    sbp: impl AsRef<[Sbp]>,
 ) -> Result<Tensor> {
-    create(sizes.as_ref(), kind, placement, sbp, |_, region, options| {
+    create(sizes.as_ref(), kind, placement, sbp.as_ref(), |_, region, options| {
         Tensor::f_full(sizes_of(region), value, options)
+    })
+}
+
+/// Elements are whatever the memory has.
+///
+/// # Errors
+/// The SBP does not fit the placement or the shape.
+pub fn empty(
+    sizes: impl AsRef<[i64]>,
+    kind: Kind,
+    placement: &Placement,
+    sbp: impl AsRef<[Sbp]>,
+) -> Result<Tensor> {
+    create(sizes.as_ref(), kind, placement, sbp.as_ref(), |_, region, options| {
+        Tensor::f_empty(sizes_of(region), options)
     })
 }
 
@@ -59,8 +74,13 @@ pub fn full(
 ///
 /// # Errors
 /// The SBP does not fit the placement or the shape.
-pub fn arange(end: i64, kind: Kind, placement: &Placement, sbp: &[Sbp]) -> Result<Tensor> {
-    create(&[end.max(0)], kind, placement, sbp, |_, region, options| {
+pub fn arange(
+    end: i64,
+    kind: Kind,
+    placement: &Placement,
+    sbp: impl AsRef<[Sbp]>,
+) -> Result<Tensor> {
+    create(&[end.max(0)], kind, placement, sbp.as_ref(), |_, region, options| {
         let range = &region.0[0];
         Tensor::f_arange_start(range.start as i64, range.end as i64, options)
     })
@@ -76,9 +96,9 @@ pub fn linspace(
     steps: i64,
     kind: Kind,
     placement: &Placement,
-    sbp: &[Sbp],
+    sbp: impl AsRef<[Sbp]>,
 ) -> Result<Tensor> {
-    create(&[steps.max(0)], kind, placement, sbp, |_, region, options| {
+    create(&[steps.max(0)], kind, placement, sbp.as_ref(), |_, region, options| {
         let range = &region.0[0];
         let all = Tensor::f_linspace(start, end, steps, options)?;
         all.f_narrow(0, range.start as i64, range.len() as i64)?.f_contiguous()
@@ -89,8 +109,8 @@ pub fn linspace(
 ///
 /// # Errors
 /// The SBP does not fit the placement or the shape.
-pub fn eye(size: i64, kind: Kind, placement: &Placement, sbp: &[Sbp]) -> Result<Tensor> {
-    create(&[size, size], kind, placement, sbp, |_, region, (_, device)| {
+pub fn eye(size: i64, kind: Kind, placement: &Placement, sbp: impl AsRef<[Sbp]>) -> Result<Tensor> {
+    create(&[size, size], kind, placement, sbp.as_ref(), |_, region, (_, device)| {
         let index = |dim: usize| {
             let range = &region.0[dim];
             let options = (Kind::Int64, device);
@@ -109,9 +129,27 @@ pub fn randn(
     sizes: impl AsRef<[i64]>,
     kind: Kind,
     placement: &Placement,
-    sbp: &[Sbp],
+    sbp: impl AsRef<[Sbp]>,
 ) -> Result<Tensor> {
-    draw(sizes.as_ref(), kind, placement, sbp, random::normal)
+    draw(sizes.as_ref(), kind, placement, sbp.as_ref(), random::normal)
+}
+
+/// Normally distributed with this mean and standard deviation. An element has the same value for
+/// every placement and SBP.
+///
+/// # Errors
+/// The SBP does not fit the placement or the shape.
+pub fn normal(
+    mean: f64,
+    deviation: f64,
+    sizes: impl AsRef<[i64]>,
+    kind: Kind,
+    placement: &Placement,
+    sbp: impl AsRef<[Sbp]>,
+) -> Result<Tensor> {
+    draw(sizes.as_ref(), kind, placement, sbp.as_ref(), |bits| {
+        mean + deviation * random::normal(bits)
+    })
 }
 
 /// Evenly distributed in `[0, 1)`. An element has the same value for every placement and SBP.
@@ -122,9 +160,9 @@ pub fn rand(
     sizes: impl AsRef<[i64]>,
     kind: Kind,
     placement: &Placement,
-    sbp: &[Sbp],
+    sbp: impl AsRef<[Sbp]>,
 ) -> Result<Tensor> {
-    draw(sizes.as_ref(), kind, placement, sbp, uniform_of(kind))
+    draw(sizes.as_ref(), kind, placement, sbp.as_ref(), uniform_of(kind))
 }
 
 /// Whole numbers, evenly distributed from `low` to `high`, without `high`. An element has the same
@@ -138,10 +176,10 @@ pub fn randint(
     sizes: impl AsRef<[i64]>,
     kind: Kind,
     placement: &Placement,
-    sbp: &[Sbp],
+    sbp: impl AsRef<[Sbp]>,
 ) -> Result<Tensor> {
     let bound = bound(low, high, "randint")?;
-    draw(sizes.as_ref(), kind, placement, sbp, move |bits| {
+    draw(sizes.as_ref(), kind, placement, sbp.as_ref(), move |bits| {
         (low + random::below(bound, bits) as i64) as f64
     })
 }
@@ -150,9 +188,14 @@ pub fn randint(
 ///
 /// # Errors
 /// The SBP does not fit the placement or the shape.
-pub fn randperm(count: i64, kind: Kind, placement: &Placement, sbp: &[Sbp]) -> Result<Tensor> {
+pub fn randperm(
+    count: i64,
+    kind: Kind,
+    placement: &Placement,
+    sbp: impl AsRef<[Sbp]>,
+) -> Result<Tensor> {
     let mut draw = placement.runtime()?.generator().draw();
-    create(&[count.max(0)], kind, placement, sbp, |shape, region, (kind, device)| {
+    create(&[count.max(0)], kind, placement, sbp.as_ref(), |shape, region, (kind, device)| {
         let keys = draw.region(shape, &Region::all(shape), |[bits, _]| bits);
         let mut order: Vec<i64> = (0..shape[0] as i64).collect();
         order.sort_by_key(|&index| (keys[index as usize], index));

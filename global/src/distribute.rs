@@ -5,7 +5,7 @@ use tch::{nn, Tensor};
 use crate::error::Result;
 use crate::placement::Placement;
 use crate::replicas::Replicas;
-use crate::sbp::{NdSbp, B};
+use crate::sbp::{Sbp, B};
 use crate::tensor::GlobalTensor;
 
 /// Makes all variables of a `VarStore` global tensors on a placement, with the SBP that `sbp` says
@@ -14,10 +14,10 @@ use crate::tensor::GlobalTensor;
 ///
 /// # Errors
 /// An SBP does not fit, or ranks have variables of other shapes.
-pub fn distribute(
+pub fn distribute<T: AsRef<[Sbp]>>(
     vs: &nn::VarStore,
     placement: &Placement,
-    sbp: impl Fn(&str, &Tensor) -> NdSbp,
+    sbp: impl Fn(&str, &Tensor) -> T,
 ) -> Result<()> {
     // All ranks in the same order.
     let mut variables: Vec<(String, Tensor)> = vs.variables().into_iter().collect();
@@ -26,7 +26,8 @@ pub fn distribute(
     for (name, mut variable) in variables {
         let sbp = sbp(&name, &variable);
         to_global_in_place(&mut variable, placement, &sbp)?;
-        if variable.requires_grad() && sbp.contains(&B) {
+        crate::record::name(&variable, &name)?;
+        if variable.requires_grad() && sbp.as_ref().contains(&B) {
             leaves.push((name, variable));
         }
     }
@@ -42,7 +43,7 @@ pub fn distribute(
 pub fn to_global_in_place(
     tensor: &mut Tensor,
     placement: &Placement,
-    sbp: &[crate::Sbp],
+    sbp: impl AsRef<[Sbp]>,
 ) -> Result<()> {
     let global = tch::no_grad(|| {
         let now = tensor.detach();

@@ -36,6 +36,24 @@ pub enum Error {
         /// The placement.
         placement: String,
     },
+    /// Names that do not fit a placement's axes.
+    #[error("the names {names:?} do not fit the placement {placement}: each axis needs a name of its own")]
+    Names {
+        /// The names.
+        names: Vec<String>,
+        /// The placement.
+        placement: String,
+    },
+    /// An axis by a name that no axis has.
+    #[error("the placement {placement} has no axis {name:?}; its axes are named {names:?}")]
+    NoSuchAxis {
+        /// The name.
+        name: String,
+        /// The placement.
+        placement: String,
+        /// The names that there are.
+        names: Vec<String>,
+    },
     /// A placement without a process group.
     #[error("the placement {0} has no process group: make it by Placement::new(&group, ..)")]
     NoGroup(String),

@@ -70,26 +70,17 @@ pub enum Why {
 impl Table {
     /// Explains a trace. The search for pins takes a second or so for a step of 12 layers.
     pub fn of(trace: &Trace) -> Self {
-        let mut rows: Vec<Row> = Vec::new();
         let mut boxings = BTreeMap::<String, (usize, f64)>::new();
         for call in &trace.calls {
-            let row = row(trace, call);
             for boxing in trace.boxings(call) {
                 let of = &trace.values[boxing.value].placement;
                 let is_same = trace.placement(call) == Some(of);
                 let total = boxings.entry(kind(of, boxing.from, boxing.to, is_same)).or_default();
                 *total = (total.0 + 1, total.1 + boxing.bytes);
             }
-            match rows.iter_mut().find(|other| other.is_like(&row)) {
-                Some(other) => {
-                    other.count += 1;
-                    other.bytes += row.bytes;
-                }
-                None => rows.push(row),
-            }
         }
         let pins = pins(trace, &Costs::default());
-        Self { rows, boxings, cost: cost(trace), pins }
+        Self { rows: rows(trace), boxings, cost: cost(trace), pins }
     }
 }
 
@@ -101,6 +92,22 @@ impl Row {
             && self.inputs == other.inputs
             && self.outputs == other.outputs
     }
+}
+
+/// The calls, those that are alike together.
+pub(crate) fn rows(trace: &Trace) -> Vec<Row> {
+    let mut rows: Vec<Row> = Vec::new();
+    for call in &trace.calls {
+        let row = row(trace, call);
+        match rows.iter_mut().find(|other| other.is_like(&row)) {
+            Some(other) => {
+                other.count += 1;
+                other.bytes += row.bytes;
+            }
+            None => rows.push(row),
+        }
+    }
+    rows
 }
 
 fn row(trace: &Trace, call: &Call) -> Row {

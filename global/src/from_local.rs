@@ -20,15 +20,58 @@ const MAX_DIMS: usize = 64;
 
 /// The global tensor whose part, copy or term `local` is on this rank. What should be copies becomes
 /// what the first rank has.
-pub fn from_local(local: &Tensor, spec: &Arc<Spec>) -> Result<Tensor> {
+pub fn from_locals(local: &Tensor, spec: &Arc<Spec>) -> Result<Tensor> {
     let shape = logical_shape(local, spec.placement(), spec.sbp())?;
     let sizes: Vec<i64> = shape.iter().map(|&size| size as i64).collect();
+    let to = spec.clone();
+    differentiable(local, spec, move |local| first_copies(local, to, &sizes))
+}
+
+/// The global tensor of these sizes whose part, copy or term `local` is on this rank. As
+/// [`to_global`](crate::GlobalTensor::to_global), but nothing is communicated: the caller knows the
+/// sizes, and that copies are equal. It has the local's memory. Ranks outside the placement may pass
+/// any tensor of that kind. Differentiable.
+///
+/// # Errors
+/// The SBP does not fit the placement or the shape, or the local is not this rank's part.
+pub fn from_local(
+    local: &Tensor,
+    sizes: impl AsRef<[i64]>,
+    placement: &Placement,
+    sbp: impl AsRef<[Sbp]>,
+) -> Result<Tensor> {
+    let (sizes, sbp) = (sizes.as_ref().to_vec(), sbp.as_ref());
+    let logical = shape(&sizes);
+    check(placement, sbp, &logical)?;
+    let runtime = placement.runtime()?;
+    let position = placement.position(runtime.rank());
+    if let Some(position) = position {
+        let (own, rank) = (shape(&local.size()), runtime.rank());
+        let part = regions(placement, sbp, &logical).swap_remove(position).shape();
+        if own != part {
+            return Err(no_part("from_local", rank, &own, &logical, (placement, sbp), &part));
+        }
+    }
+    let spec = runtime.spec(placement, sbp);
+    let to = spec.clone();
+    differentiable(local, &spec, move |local| {
+        let own = position.map(|_| local.detach().contiguous());
+        wrap(own.as_ref(), local, to, &sizes)
+    })
+}
+
+/// Runs `forward`. The gradient of a local is that of its part, of each copy a term, of a term all.
+fn differentiable(
+    local: &Tensor,
+    spec: &Arc<Spec>,
+    forward: impl FnOnce(&Tensor) -> Result<Tensor>,
+) -> Result<Tensor> {
     let dual = spec.placement().runtime()?.spec(spec.placement(), &dual(spec.sbp()));
-    let (own_sizes, spec) = (local.size(), spec.clone());
+    let own_sizes = local.size();
     let options = (local.kind(), local.device());
     one(custom_function(
         &[local],
-        move |inputs| outputs(first_copies(&inputs[0], spec, &sizes)),
+        |inputs| outputs(forward(&inputs[0])),
         move |_, gradients| {
             let Some(gradient) = &gradients[0] else { return Ok(vec![None]) };
             let own = local_of(&boxed(gradient, &dual)?);
@@ -93,15 +136,30 @@ fn logical_shape(local: &Tensor, placement: &Placement, sbp: &[Sbp]) -> Result<V
             )));
         }
         if region.shape() != own {
-            return Err(fail(format!(
-                "rank {rank} has a tensor of shape {own:?}; as part of {logical:?} with the SBP \
-                 {sbp:?} on the placement {placement} it must have {:?}: parts are equal, but the \
-                 first ones have one element more if the size is no multiple of their number",
-                region.shape()
-            )));
+            let part = region.shape();
+            return Err(no_part("to_global", rank, &own, &logical, (placement, sbp), &part));
         }
     }
     Ok(logical)
+}
+
+/// What a rank has is not the part that it must have.
+fn no_part(
+    operation: &str,
+    rank: usize,
+    own: &[usize],
+    logical: &[usize],
+    (placement, sbp): (&Placement, &[Sbp]),
+    part: &[usize],
+) -> Error {
+    Error::Unsupported {
+        operation: operation.to_owned(),
+        reason: format!(
+            "rank {rank} has a tensor of shape {own:?}; as part of {logical:?} with the SBP {sbp:?} \
+             on the placement {placement} it must have {part:?}: parts are equal, but the first \
+             ones have one element more if the size is no multiple of their number"
+        ),
+    }
 }
 
 /// A number for each kind.
@@ -114,7 +172,8 @@ fn kind_number(kind: Kind) -> i64 {
 ///
 /// # Errors
 /// The SBP does not fit the placement or the shape.
-pub fn scatter(tensor: &Tensor, placement: &Placement, sbp: &[Sbp]) -> Result<Tensor> {
+pub fn scatter(tensor: &Tensor, placement: &Placement, sbp: impl AsRef<[Sbp]>) -> Result<Tensor> {
+    let sbp = sbp.as_ref();
     let shape = shape(&tensor.size());
     check(placement, sbp, &shape)?;
     let runtime = placement.runtime()?;

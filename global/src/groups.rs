@@ -1,6 +1,7 @@
 //! The process groups that boxing needs, made when first used.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use flow_tensor::ProcessGroup;
@@ -12,12 +13,25 @@ use crate::error::Result;
 pub struct Groups {
     world: ProcessGroup,
     made: Arc<Mutex<HashMap<Vec<usize>, ProcessGroup>>>,
+    received: Arc<AtomicU64>,
+    pub(crate) reads_peers: bool,
 }
 
 impl Groups {
     /// Groups of ranks of `world`.
     pub fn new(world: &ProcessGroup) -> Self {
-        Self { world: world.clone(), made: Arc::default() }
+        Self {
+            world: world.clone(),
+            made: Arc::default(),
+            received: Arc::default(),
+            reads_peers: true,
+        }
+    }
+
+    /// As [`Groups::new`], but boxing goes by collectives even where ranks could read each other's
+    /// memory, as it does between machines.
+    pub fn by_collectives(world: &ProcessGroup) -> Self {
+        Self { reads_peers: false, ..Self::new(world) }
     }
 
     /// This rank.
@@ -36,6 +50,15 @@ impl Groups {
         let group = self.world.new_group_of(ranks, &format!("boxing {ranks:?}"))?;
         self.made().insert(ranks.to_vec(), group.clone());
         Ok(group)
+    }
+
+    /// How many bytes this rank has received from others by boxing.
+    pub fn received(&self) -> u64 {
+        self.received.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn count(&self, bytes: usize) {
+        self.received.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
     fn made(&self) -> std::sync::MutexGuard<'_, HashMap<Vec<usize>, ProcessGroup>> {

@@ -2,6 +2,7 @@
 
 pub mod boxing;
 pub mod checkpoint;
+mod clip;
 mod code;
 mod create;
 mod dispatch;
@@ -11,10 +12,14 @@ pub mod explain;
 mod from_local;
 mod groups;
 pub mod init;
+mod like;
+mod nested;
+pub mod nn;
 mod placement;
 pub mod planner;
 mod policy;
 pub mod random;
+mod record;
 pub mod region;
 mod replicas;
 pub mod rules;
@@ -26,15 +31,19 @@ mod tensor;
 pub mod trace;
 pub mod view;
 
+pub use clip::{clip_grad_norm, clip_grad_value};
 pub use create::{
-    arange, eye, full, linspace, manual_seed, ones, rand, randint, randn, randperm, rng_state,
-    set_rng_state, zeros,
+    arange, empty, eye, full, linspace, manual_seed, normal, ones, rand, randint, randn, randperm,
+    rng_state, set_rng_state, zeros,
 };
 pub use distribute::{distribute, to_global_in_place};
 pub use error::{Error, Result};
-pub use from_local::scatter;
+pub use from_local::{from_local, scatter};
 pub use groups::Groups;
+pub use like::{empty_like, full_like, ones_like, rand_like, randn_like, zeros_like};
+pub use nested::{to_global, to_local, Nested};
 pub use placement::{Placement, Ranks};
 pub use policy::gathered_operations;
+pub use record::{explain, record};
 pub use sbp::{NdSbp, Sbp, B, P, S};
 pub use tensor::GlobalTensor;

@@ -8,6 +8,7 @@ use flow_tensor::ProcessGroup;
 
 use crate::error::{Error, Result};
 use crate::runtime::Runtime;
+use crate::sbp::{NdSbp, Sbp, B};
 
 /// Ranks of a process group in an array of any number of axes. The order counts: in
 /// `[[0, 2], [1, 3]]` rank 2 follows rank 0 on the second axis.
@@ -18,6 +19,8 @@ struct Inner {
     /// Row-major.
     ranks: Vec<usize>,
     shape: Vec<usize>,
+    /// Of the axes; empty if they have none.
+    names: Vec<String>,
     /// None of an array of ranks only, on which there are no tensors.
     runtime: Option<Arc<Runtime>>,
 }
@@ -122,7 +125,7 @@ impl Placement {
         }
         let (ranks, shape) = (self.0.ranks.clone(), self.0.shape.clone());
         let runtime = Some(Runtime::of(group)?);
-        Ok(Self(Arc::new(Inner { ranks, shape, runtime })))
+        Ok(Self(Arc::new(Inner { ranks, shape, names: Vec::new(), runtime })))
     }
 
     /// An array of ranks, without a group: tensors cannot lie on it.
@@ -150,11 +153,57 @@ impl Placement {
         let mut sorted = ranks.clone();
         sorted.sort_unstable();
         let repeated = sorted.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0]);
-        let placement = Self(Arc::new(Inner { ranks, shape, runtime: None }));
+        let placement = Self(Arc::new(Inner { ranks, shape, names: Vec::new(), runtime: None }));
         match repeated {
             Some(rank) => Err(Error::Repeated(rank, placement.to_string())),
             None => Ok(placement),
         }
+    }
+
+    /// The same placement, whose axes have names: `placement.named(["data", "tensor"])`. Names say
+    /// nothing of where tensors lie: placements that differ in names only are equal.
+    ///
+    /// # Errors
+    /// Not one name for each axis, or a name twice.
+    pub fn named(self, names: impl IntoIterator<Item = impl Into<String>>) -> Result<Self> {
+        let names: Vec<String> = names.into_iter().map(Into::into).collect();
+        let is_repeated = |(index, name)| names[..index].contains(name);
+        if names.len() != self.axes() || names.iter().enumerate().any(is_repeated) {
+            return Err(Error::Names { names, placement: self.to_string() });
+        }
+        let (ranks, shape) = (self.0.ranks.clone(), self.0.shape.clone());
+        let runtime = self.0.runtime.clone();
+        Ok(Self(Arc::new(Inner { ranks, shape, names, runtime })))
+    }
+
+    /// The names of the axes; empty if they have none.
+    pub fn names(&self) -> &[String] {
+        &self.0.names
+    }
+
+    /// The axis with this name.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn axis(&self, name: &str) -> Result<usize> {
+        let found = self.0.names.iter().position(|other| other == name);
+        found.ok_or_else(|| Error::NoSuchAxis {
+            name: name.to_owned(),
+            placement: self.to_string(),
+            names: self.0.names.clone(),
+        })
+    }
+
+    /// SBPs by the names of their axes, the other axes B: `placement.sbp([("tensor", S(1))])?`.
+    ///
+    /// # Errors
+    /// An axis has no such name.
+    pub fn sbp<'a>(&self, of: impl IntoIterator<Item = (&'a str, Sbp)>) -> Result<NdSbp> {
+        let mut sbp = vec![B; self.axes()];
+        for (name, of_axis) in of {
+            sbp[self.axis(name)?] = of_axis;
+        }
+        Ok(sbp)
     }
 
     /// The ranks, row-major.
@@ -248,6 +297,24 @@ mod tests {
         for position in 0..12 {
             assert_eq!(deep.position_at(&deep.coordinates(position)), position);
         }
+    }
+
+    #[test]
+    fn axes_have_names() {
+        let mesh = Placement::of([[0, 1], [2, 3]]).unwrap();
+        let named = mesh.clone().named(["data", "tensor"]).unwrap();
+        assert_eq!(named, mesh);
+        assert_eq!(named.axis("tensor").unwrap(), 1);
+        assert_eq!(named.sbp([("tensor", crate::S(1))]).unwrap(), [B, crate::S(1)]);
+        let error = named.axis("pipe").unwrap_err().to_string();
+        let expected = "the placement [[0, 1], [2, 3]] has no axis \"pipe\"; its axes are named \
+                        [\"data\", \"tensor\"]";
+        assert_eq!(error, expected);
+        let error = mesh.named(["a", "a"]).unwrap_err().to_string();
+        let expected =
+            "the names [\"a\", \"a\"] do not fit the placement [[0, 1], [2, 3]]: each axis \
+                        needs a name of its own";
+        assert_eq!(error, expected);
     }
 
     #[test]

@@ -1,12 +1,15 @@
 //! What all global tensors of a process group share.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use flow_autograd::global::Globals;
-use flow_tensor::ProcessGroup;
+use flow_tensor::{ArenaAllocatorGuard, ProcessGroup};
 use rustc_hash::FxHashMap;
 
+use crate::boxing::execute::Boxing;
+use crate::boxing::plan::Layout;
 use crate::dispatch::{Operations, Plan};
 use crate::error::Result;
 use crate::groups::Groups;
@@ -19,6 +22,9 @@ use crate::spec::Spec;
 /// More plans than this are forgotten: arguments that differ at each step make new ones.
 const MAX_PLANS: usize = 1 << 16;
 
+/// A placement's ranks, its shape, the names of its axes; and SBPs.
+type SpecKey = (Vec<usize>, Vec<usize>, Vec<String>, NdSbp);
+
 /// One for each process group that placements were made of.
 pub struct Runtime {
     world: ProcessGroup,
@@ -26,9 +32,12 @@ pub struct Runtime {
     pub groups: Groups,
     /// Makes global tensors.
     pub globals: Globals<Spec>,
-    specs: Mutex<HashMap<(Vec<usize>, Vec<usize>, NdSbp), Weak<Spec>>>,
+    specs: Mutex<HashMap<SpecKey, Weak<Spec>>>,
     plans: Mutex<FxHashMap<Box<[u64]>, Arc<Plan>>>,
+    boxings: Mutex<FxHashMap<Box<[u64]>, Arc<Boxing>>>,
     generator: Mutex<Generator>,
+    /// Large tensors are where other ranks can read them.
+    _allocator: Option<Arc<ArenaAllocatorGuard>>,
     replicas: Mutex<Vec<Arc<Replicas>>>,
     /// Leaves by where their locals are in memory, which the replicas keep.
     leaves: Mutex<FxHashMap<usize, (Arc<Replicas>, usize)>>,
@@ -45,13 +54,20 @@ impl Runtime {
         if let Some(runtime) = all.iter().find(|runtime| runtime.world == *group) {
             return Ok(runtime.clone());
         }
+        // Threads have one allocator, and a GPU its own.
+        let is_shared =
+            group.world_size() > 1 && !group.is_in_process() && group.cuda_device().is_none();
         let runtime = Arc::new(Self {
             world: group.clone(),
             groups: Groups::new(group),
             globals: Globals::register::<Operations>()?,
             specs: Mutex::default(),
             plans: Mutex::default(),
+            boxings: Mutex::default(),
             generator: Mutex::new(Generator::new(0)),
+            _allocator: is_shared
+                .then(|| ArenaAllocatorGuard::install(group.arena_handle()))
+                .flatten(),
             replicas: Mutex::default(),
             leaves: Mutex::default(),
         });
@@ -72,7 +88,8 @@ impl Runtime {
 
     /// The spec of this placement and SBP.
     pub fn spec(&self, placement: &Placement, sbp: &[Sbp]) -> Arc<Spec> {
-        let key = (placement.ranks().to_vec(), placement.shape().to_vec(), sbp.to_vec());
+        let (ranks, shape) = (placement.ranks().to_vec(), placement.shape().to_vec());
+        let key = (ranks, shape, placement.names().to_vec(), sbp.to_vec());
         let mut specs = lock(&self.specs);
         if let Some(spec) = specs.get(&key).and_then(Weak::upgrade) {
             return spec;
@@ -94,6 +111,36 @@ impl Runtime {
             plans.clear();
         }
         plans.insert(key.into(), plan.clone());
+    }
+
+    /// The boxing of tensors of this shape between two layouts.
+    pub fn boxing(&self, shape: &[usize], from: Layout, to: Layout) -> Arc<Boxing> {
+        thread_local! {
+            static KEY: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+        }
+        KEY.with_borrow_mut(|key| {
+            key.clear();
+            add_numbers(key, shape);
+            for Layout { placement, sbp } in [from, to] {
+                add_numbers(key, placement.ranks());
+                add_numbers(key, placement.shape());
+                key.extend(sbp.iter().map(|sbp| match *sbp {
+                    Sbp::Split(dim) => dim as u64,
+                    Sbp::Broadcast => u64::MAX,
+                    Sbp::Partial(op) => u64::MAX - 1 - op as u64,
+                }));
+            }
+            if let Some(boxing) = lock(&self.boxings).get(&key[..]) {
+                return boxing.clone();
+            }
+            let boxing = Arc::new(Boxing::new(self.rank(), shape, from, to));
+            let mut boxings = lock(&self.boxings);
+            if boxings.len() >= MAX_PLANS {
+                boxings.clear();
+            }
+            boxings.insert(key[..].into(), boxing.clone());
+            boxing
+        })
     }
 
     /// Reduces the gradients of these leaves in buckets.
@@ -118,6 +165,12 @@ impl Runtime {
     pub fn generator(&self) -> MutexGuard<'_, Generator> {
         lock(&self.generator)
     }
+}
+
+/// Appends numbers, and how many there are.
+fn add_numbers(key: &mut Vec<u64>, numbers: &[usize]) {
+    key.push(numbers.len() as u64);
+    key.extend(numbers.iter().map(|&number| number as u64));
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

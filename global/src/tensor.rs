@@ -6,8 +6,7 @@ use flow_autograd::global::Globals;
 use flow_autograd::{custom_function, BoxError, Forward};
 use tch::Tensor;
 
-use crate::boxing::execute::execute;
-use crate::boxing::plan::{Layout, Plan};
+use crate::boxing::plan::Layout;
 use crate::dispatch::{shape, Operations};
 use crate::error::{Error, Result};
 use crate::placement::Placement;
@@ -39,13 +38,13 @@ pub trait GlobalTensor {
     /// # Errors
     /// SBPs that do not fit the placement or the shape, locals that do not fit each other, or a
     /// collective that fails.
-    fn to_global(&self, placement: &Placement, sbp: &[Sbp]) -> Result<Tensor>;
+    fn to_global(&self, placement: &Placement, sbp: impl AsRef<[Sbp]>) -> Result<Tensor>;
 
     /// The same tensor. The gradient that comes back to it gets this SBP.
     ///
     /// # Errors
     /// The tensor is plain, or the SBP does not fit.
-    fn grad_sbp(&self, sbp: &[Sbp]) -> Result<Tensor>;
+    fn grad_sbp(&self, sbp: impl AsRef<[Sbp]>) -> Result<Tensor>;
 
     /// This rank's part of it, with the memory that it has; an empty tensor on ranks outside the
     /// placement. Differentiable: gradients of all ranks' locals are the gradient of the tensor.
@@ -74,7 +73,8 @@ impl GlobalTensor for Tensor {
         Ok(spec_of(self)?.sbp().to_vec())
     }
 
-    fn to_global(&self, placement: &Placement, sbp: &[Sbp]) -> Result<Tensor> {
+    fn to_global(&self, placement: &Placement, sbp: impl AsRef<[Sbp]>) -> Result<Tensor> {
+        let sbp = sbp.as_ref();
         let runtime = placement.runtime()?;
         match find_spec(self) {
             Some(now) => {
@@ -86,19 +86,20 @@ impl GlobalTensor for Tensor {
                 let forward = spec.clone();
                 one(custom_function(
                     &[self],
-                    move |inputs| outputs(boxed(&inputs[0], &forward)),
+                    move |inputs| outputs(asked(&inputs[0], &forward)),
                     // The gradient goes to the old placement, as what it has become.
                     move |_, gradients| Ok(vec![moved(gradients[0].as_ref(), &now)?]),
                 ))
             }
             None => {
                 let spec = runtime.spec(placement, sbp);
-                crate::from_local::from_local(self, &spec)
+                crate::from_local::from_locals(self, &spec)
             }
         }
     }
 
-    fn grad_sbp(&self, sbp: &[Sbp]) -> Result<Tensor> {
+    fn grad_sbp(&self, sbp: impl AsRef<[Sbp]>) -> Result<Tensor> {
+        let sbp = sbp.as_ref();
         let now = spec_of(self)?;
         check(now.placement(), sbp, &shape(&self.size()))?;
         let spec = now.placement().runtime()?.spec(now.placement(), sbp);
@@ -106,7 +107,7 @@ impl GlobalTensor for Tensor {
             &[self],
             |inputs| outputs(Ok(inputs[0].alias())),
             move |_, gradients| {
-                let boxed = gradients[0].as_ref().map(|gradient| boxed(gradient, &spec));
+                let boxed = gradients[0].as_ref().map(|gradient| asked(gradient, &spec));
                 Ok(vec![boxed.transpose()?])
             },
         ))
@@ -139,7 +140,7 @@ impl GlobalTensor for Tensor {
         tch::no_grad(|| {
             let runtime = spec.placement().runtime()?;
             let all = Placement::all(runtime.world())?;
-            let full = boxed(self, &runtime.spec(&all, &[B]))?;
+            let full = asked(self, &runtime.spec(&all, &[B]))?;
             let local = local_of(&full).unwrap_or_else(|| empty_like(&full));
             // What is B already is the tensor's own memory.
             Ok(if spec.id() == spec_of(&full)?.id() { local.copy() } else { local })
@@ -195,16 +196,22 @@ pub(crate) fn boxed(tensor: &Tensor, to: &Arc<Spec>) -> Result<Tensor> {
         Layout { placement: from.placement(), sbp: from.sbp() },
         Layout { placement: to.placement(), sbp: to.sbp() },
     );
-    let plan = Plan::new(&shape, old, new);
     let runtime = to.placement().runtime()?;
+    let boxing = runtime.boxing(&shape, old, new);
     let local = local_of(tensor);
-    let options = (&shape[..], tensor.kind(), tensor.device());
-    let result = execute(&runtime.groups, &plan, (old, new), options, local.as_ref())?;
-    // A slice is still the old tensor's memory.
-    let is_slice = plan.slice(runtime.rank()).is_some();
-    let result = result.map(|result| if is_slice { result.copy() } else { result });
+    let options = (tensor.kind(), tensor.device());
+    let result = boxing.run(&runtime.groups, options, local.as_ref())?;
+    // A view is still the old tensor's memory.
+    let result = result.map(|result| if boxing.is_view() { result.copy() } else { result });
     let like = empty_like(tensor);
     wrap(result.as_ref(), &like, to.clone(), &sizes)
+}
+
+/// As [`boxed`], because the program asks for it.
+fn asked(tensor: &Tensor, to: &Arc<Spec>) -> Result<Tensor> {
+    let result = boxed(tensor, to)?;
+    crate::record::conversion(tensor, &result)?;
+    Ok(result)
 }
 
 /// A gradient on the placement of `to`: with its own SBP if it lies there already.
@@ -217,7 +224,7 @@ fn moved(gradient: Option<&Tensor>, to: &Arc<Spec>) -> Result<Option<Tensor>> {
     // Terms are not made of a gradient: its tensor may be partial, the gradient need not.
     let sbp = to.sbp().iter().map(|&sbp| if sbp.is_partial() { B } else { sbp });
     let sbp: NdSbp = sbp.collect();
-    Ok(Some(boxed(gradient, &to.placement().runtime()?.spec(to.placement(), &sbp))?))
+    Ok(Some(asked(gradient, &to.placement().runtime()?.spec(to.placement(), &sbp))?))
 }
 
 /// The SBP of the gradient of locals: each copy has a term of it, each term all of it.

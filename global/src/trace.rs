@@ -132,7 +132,8 @@ impl From<&Arg<'_>> for Argument {
 }
 
 impl Argument {
-    fn borrow(&self) -> Arg<'_> {
+    /// As rules have it.
+    pub(crate) fn borrow(&self) -> Arg<'_> {
         match self {
             Self::Ints(values) => Arg::Ints(values.into()),
             Self::Other(arg) => arg.clone(),

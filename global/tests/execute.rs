@@ -4,8 +4,8 @@
 mod common;
 
 use common::{gather, sbps, scatter, Local};
-use flow_global::boxing::execute::execute;
-use flow_global::boxing::plan::{Layout, Plan};
+use flow_global::boxing::execute::Boxing;
+use flow_global::boxing::plan::Layout;
 use flow_global::{Groups, Placement};
 use flow_tensor::ProcessGroup;
 use tch::{Device, Kind, Tensor};
@@ -18,17 +18,21 @@ fn layout((placement, sbp): &Lying) -> Layout<'_> {
 }
 
 /// Each rank's results of all cases: None where the rank is outside the new placement.
-fn run(size: usize, cases: &[(Vec<usize>, Lying, Lying)]) -> Vec<Vec<Option<Local>>> {
+fn run(
+    size: usize,
+    make: fn(&ProcessGroup) -> Groups,
+    cases: &[(Vec<usize>, Lying, Lying)],
+) -> Vec<Vec<Option<Local>>> {
     let groups = ProcessGroup::in_process(size).unwrap();
     std::thread::scope(|scope| {
         let threads: Vec<_> = groups
             .into_iter()
             .map(|group| {
                 scope.spawn(move || {
-                    let (groups, rank) = (Groups::new(&group), group.rank());
+                    let (groups, rank) = (make(&group), group.rank());
                     let one = |(shape, from, to): &(Vec<usize>, Lying, Lying)| {
                         let (from, to) = (layout(from), layout(to));
-                        let plan = Plan::new(shape, from, to);
+                        let boxing = Boxing::new(rank, shape, from, to);
                         let local = from.placement.position(rank).map(|position| {
                             let region =
                                 flow_global::region::regions(from.placement, from.sbp, shape);
@@ -36,8 +40,8 @@ fn run(size: usize, cases: &[(Vec<usize>, Lying, Lying)]) -> Vec<Vec<Option<Loca
                             let sizes: Vec<i64> = sizes.iter().map(|&size| size as i64).collect();
                             Tensor::from_slice(&scatter(shape, from)[position]).view(&sizes[..])
                         });
-                        let options = (&shape[..], Kind::Int64, Device::Cpu);
-                        let result = execute(&groups, &plan, (from, to), options, local.as_ref());
+                        let options = (Kind::Int64, Device::Cpu);
+                        let result = boxing.run(&groups, options, local.as_ref());
                         result.unwrap().map(|result| {
                             Vec::<i64>::try_from(result.contiguous().view([-1])).unwrap()
                         })
@@ -68,7 +72,13 @@ fn every_pair_of_layouts() {
         }
     }
     assert!(cases.len() > 2000, "{}", cases.len());
-    let results = run(6, &cases);
+    for make in [Groups::new, Groups::by_collectives] {
+        check(&cases, &run(6, make, &cases));
+    }
+}
+
+/// Compares the results of all ranks with the tensor.
+fn check(cases: &[(Vec<usize>, Lying, Lying)], results: &[Vec<Option<Local>>]) {
     for (index, (shape, from, to)) in cases.iter().enumerate() {
         let locals: Vec<Local> =
             to.0.ranks().iter().map(|&rank| results[rank][index].clone().unwrap()).collect();

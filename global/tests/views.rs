@@ -274,7 +274,7 @@ fn a_consistent_job_may_leave_out_ranks() {
         let w = vs.root().ones("w", &[4]);
         let optimizer = nn::Sgd::default().build(&vs, 1.0).unwrap();
         let mut job =
-            Job::train(View::Consistent, &placement, &vs, optimizer, |inputs| &inputs[0] * &w)
+            Job::train(View::Consistent, &placement, &vs, optimizer, |inputs| Ok(&inputs[0] * &w))
                 .unwrap()
                 .input("x", [4], Kind::Float);
         let x = Tensor::from_slice(&[1.0f32, 2.0, 3.0, 4.0]);

@@ -141,6 +141,15 @@ extern "C" {
         capacity: usize,
         count: *mut usize,
     ) -> bool;
+    pub fn flow_global_id(tensor: *const C_tensor) -> u64;
+    pub fn flow_call_returned(
+        call: *const RawCall,
+        index: usize,
+        data: *mut c_void,
+        visit: VisitResult,
+    );
+    pub fn flow_autograd_node(is_made: bool, number: *mut u64, is_backward: *mut bool) -> bool;
+    pub fn flow_grad_mode() -> bool;
     pub fn flow_call_writes(call: *const RawCall, index: usize) -> c_int;
     pub fn flow_call_output(
         call: *mut RawCall,

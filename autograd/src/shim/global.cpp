@@ -8,6 +8,7 @@
 #include "shim.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <unordered_map>
 #include <utility>
@@ -15,12 +16,14 @@
 
 #include <ATen/ATen.h>
 #include <ATen/InferSize.h>
+#include <ATen/SequenceNumber.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/enum_tag.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/headeronly/version.h>
 #include <torch/library.h>
@@ -100,6 +103,8 @@ struct GlobalMeta final : c10::BackendMeta {
     const void* const spec;
     // A view of another tensor that had to be boxed: it does not share that tensor's memory.
     bool detached_view = false;
+    // A number of the tensor's own, once somebody has asked for it.
+    std::atomic<uint64_t> id{0};
 };
 
 bool is_global(const at::Tensor& tensor) {
@@ -554,6 +559,36 @@ char* flow_global_assign(const at::Tensor* tensor, const at::Tensor* other) {
         impl->set_backend_meta(from->get_backend_meta_intrusive_ptr());
     });
 }
+
+// A number of the tensor's own, which its shallow copies share; 0 of a plain tensor.
+uint64_t flow_global_id(const at::Tensor* tensor) {
+    static std::atomic<uint64_t> last{0};
+    if (!is_global(*tensor)) return 0;
+    auto& id = meta_of(*tensor).id;
+    uint64_t none = 0;
+    if (id.load() == 0) id.compare_exchange_strong(none, ++last);
+    return id.load();
+}
+
+// Visits the tensors that the caller gets as result `index`, also an undefined one.
+void flow_call_returned(const Call* call, size_t index, void* data, void (*visit)(void* data, const at::Tensor* tensor)) {
+    if (index >= call->outputs.size()) return;
+    const auto& output = call->outputs[index];
+    if (output.isTensor()) visit(data, &output.toTensor());
+    else if (output.isTensorList()) for (const at::Tensor& tensor : output.toTensorVector()) visit(data, &tensor);
+}
+
+// The number of the node that autograd runs on this thread; of the last one that it has made, if it
+// runs none and `is_made`. False if there is neither.
+bool flow_autograd_node(bool is_made, uint64_t* number, bool* is_backward) {
+    const auto node = torch::autograd::get_current_node();
+    *is_backward = node != nullptr;
+    *number = node ? node->sequence_nr() : at::sequence_number::peek() - 1;
+    return node || is_made;
+}
+
+// Whether autograd notes operations on this thread.
+bool flow_grad_mode() { return at::GradMode::is_enabled(); }
 
 // The argument that result `index` is, or -1.
 int flow_call_writes(const Call* call, size_t index) { return call->info.writes[index]; }

@@ -9,6 +9,7 @@
 //! | `all_reduce`, `reduce` | collectives whose result replaces the input |
 //! | `reduce_in_place` | the loop of `all_reduce` and `reduce` on one node |
 //! | `bucket` | the reductions of data-parallel training, beside backward |
+//! | `peers` | collectives of any layout: the caller reads from the others |
 //! | `pieces` | where a bucket lies |
 //! | `hierarchical` | all_reduce and buckets over several nodes |
 //! | `host` | what all of them run on |
@@ -24,6 +25,7 @@ mod gather;
 pub mod hierarchical;
 pub mod host;
 mod kernel;
+pub mod peers;
 mod pieces;
 mod read;
 mod reduce;
@@ -53,8 +55,8 @@ pub fn run(host: &HostCollectives, operation: OpDescriptor, buffers: Buffers) ->
         Kind::AllToAll => all_to_all::all_to_all(host, operation, buffers),
         Kind::AllToAllV => all_to_all::all_to_all_v(host, operation, buffers),
         Kind::Barrier => barrier::barrier(host, operation),
-        Kind::Send | Kind::Recv | Kind::BatchSendRecv => {
-            let reason = "messages are no collective".into();
+        Kind::Send | Kind::Recv | Kind::BatchSendRecv | Kind::ReadPeers => {
+            let reason = "it has a function of its own".into();
             Err(host.core.caller().argument(operation.kind.name(), reason))
         }
     }

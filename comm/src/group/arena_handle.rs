@@ -24,6 +24,11 @@ impl ProcessGroup {
         ArenaHandle(Arc::clone(&self.core().world))
     }
 
+    /// Whether its ranks are threads of one process, which has one allocator for all of them.
+    pub fn is_in_process(&self) -> bool {
+        self.core().world.is_in_process()
+    }
+
     /// As [`ProcessGroup::duplicate`], in the memory of `handle` if that is the same on all ranks,
     /// of whatever join of the same processes. All ranks call this.
     pub fn duplicate_in(&self, handle: Option<&ArenaHandle>) -> Result<Self> {

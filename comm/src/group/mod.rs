@@ -13,6 +13,7 @@ mod mesh;
 mod nccl;
 mod nonblocking;
 mod parts;
+mod peers;
 mod split;
 #[cfg(test)]
 mod toy_backend;
@@ -45,6 +46,7 @@ pub use lane::Lane;
 use lane::Workers;
 pub use mesh::{Axis, Mesh};
 use parts::Parts;
+pub use peers::Peers;
 
 /// How long ranks wait for each other unless `FLOW_TIMEOUT` (in seconds) or
 /// [`ProcessGroup::set_timeout`] says otherwise: as long as PyTorch's CPU groups do.

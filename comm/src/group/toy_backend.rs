@@ -210,6 +210,20 @@ impl HostBackend for Toy {
         Ok(())
     }
 
+    fn read_peers(
+        &self,
+        operation: OpDescriptor,
+        data: BufferView,
+        _lengths: &[usize],
+        reader: &mut dyn FnMut(&[*const u8]),
+    ) -> Result<bool> {
+        let contribution = Contribution { operation, data: read(data), counts: Vec::new() };
+        let round = self.contribute(contribution);
+        let all = self.contributions(round, &operation)?;
+        reader(&all.iter().map(|other| other.data.as_ptr()).collect::<Vec<_>>());
+        Ok(true)
+    }
+
     fn send(&self, data: BufferView, what: &MessageDescriptor, to: usize) -> Result<()> {
         let sender = self.failure.core.rank;
         let message = Message { sender, receiver: to, tag: what.tag, data: read(data) };

@@ -56,6 +56,16 @@ impl HostBackend for SharedMemory {
         crate::collectives::run(&self.collectives, operation, buffers)
     }
 
+    fn read_peers(
+        &self,
+        operation: OpDescriptor,
+        data: BufferView,
+        lengths: &[usize],
+        read: &mut dyn FnMut(&[*const u8]),
+    ) -> Result<bool> {
+        crate::collectives::peers::read_peers(&self.collectives, operation, data, lengths, read)
+    }
+
     fn send(&self, data: BufferView, message: &MessageDescriptor, to: usize) -> Result<()> {
         self.sender.send(data, message, to)
     }

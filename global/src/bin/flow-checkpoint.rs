@@ -8,7 +8,7 @@ use flow_global::checkpoint;
 
 /// Work with the sharded checkpoints of global tensors
 #[derive(Parser)]
-#[command(version)]
+#[command(name = "flow-checkpoint", version)]
 struct Arguments {
     #[command(subcommand)]
     command: Command,

@@ -1,154 +1,376 @@
 //! Carries out plans of boxing on tensors.
+//!
+//! Ranks of one machine read each other's memory ([`ProcessGroup::read_peers`]): each element is
+//! copied, or reduced, once, from where it is to where it belongs. Else, on GPUs and between
+//! machines, it goes by collectives, which need elements side by side (`packed`).
 
+use std::hash::{Hash, Hasher};
+use std::sync::OnceLock;
+
+use flow_comm::{Buffer, Peers};
+use flow_tensor::{ProcessGroup, ReduceOp};
+use rustc_hash::FxHasher;
 use tch::{Device, Kind, Tensor};
 
-use super::plan::{Copy, Layout, Plan, Reduction};
-use crate::error::Result;
+use super::memory::{self, runs, view, Part};
+use super::packed;
+use super::plan::{Copy, Layout, Plan};
+use crate::error::{Error, Result};
 use crate::groups::Groups;
 use crate::region::{regions, Region};
-use flow_tensor::TensorCollectives;
+use crate::sbp::{Sbp, B};
 
-/// A rank's part of a tensor, and where it is in the tensor.
-struct Part {
-    tensor: Tensor,
-    region: Region,
+/// Terms of at most so many bytes are read by all ranks: one step is faster than two.
+pub const SMALL: usize = 16 << 10;
+
+/// Boxing of tensors of one shape between two layouts: the plan, and what this rank does.
+pub struct Boxing {
+    plan: Plan,
+    /// Terms that are reduced in another way than the rest come first.
+    first: Option<Box<Boxing>>,
+    /// What this rank has before, and after.
+    held: Option<Region>,
+    result: Option<Region>,
+    slice: Option<Region>,
+    reduce: Option<Reduce>,
+    /// Parts of the result that this rank has itself, and that are not reduced there.
+    own: Vec<Region>,
+    exchange: Option<Exchange>,
+    /// Copies and sums are all of the result.
+    is_covered: bool,
 }
 
-impl Part {
-    /// A region of the tensor, which this part has, as a view.
-    fn view(&self, region: &Region) -> Tensor {
-        let ranges = region.0.iter().zip(&self.region.0).enumerate();
-        ranges.fold(self.tensor.shallow_clone(), |view, (dim, (range, own))| {
-            view.narrow(dim as i64, (range.start - own.start) as i64, range.len() as i64)
-        })
+/// Ranks that do something together.
+pub(super) struct Members {
+    pub ranks: Vec<usize>,
+    group: OnceLock<ProcessGroup>,
+    /// Tells what they do apart.
+    digest: u64,
+}
+
+/// The first phase, for this rank's group.
+pub(super) struct Reduce {
+    pub members: Members,
+    pub op: ReduceOp,
+    /// What the members have, and what each gets a sum of.
+    pub held: Region,
+    pub parts: Vec<Option<Region>>,
+    /// This rank's part, and whether it is a part of the result.
+    pub own: Option<Region>,
+    is_in_result: bool,
+    /// This phase and the next are an all-reduce.
+    pub is_all_reduce: bool,
+}
+
+/// The second phase, for the ranks that this one has to do with.
+pub(super) struct Exchange {
+    pub members: Members,
+    /// What each member shows the others: nothing if they need nothing of it.
+    pub shown: Vec<Option<Region>>,
+    /// All copies between the members.
+    pub copies: Vec<Copy>,
+    /// All members need what all have, which are rows in their order.
+    pub is_all_gather: bool,
+}
+
+impl Boxing {
+    /// For tensors of this shape, on this rank. The layouts fit it ([`crate::region::check`]).
+    pub fn new(rank: usize, shape: &[usize], from: Layout, to: Layout) -> Self {
+        if let Some(between) = between(from, to) {
+            let between = Layout { placement: from.placement, sbp: &between };
+            let first = Some(Box::new(Self::new(rank, shape, from, between)));
+            return Self { first, ..Self::new(rank, shape, between, to) };
+        }
+        let plan = Plan::new(shape, from, to);
+        let digest = {
+            let mut hasher = FxHasher::default();
+            (shape, from.placement, from.sbp, to.placement, to.sbp).hash(&mut hasher);
+            hasher.finish()
+        };
+        let held = regions(from.placement, from.sbp, shape);
+        let position = from.placement.position(rank);
+        let result = to.placement.position(rank).map(|target| plan.results[target].clone());
+        let part = |rank: usize| {
+            let position = from.placement.position(rank)?;
+            match &plan.reduction {
+                Some(reduction) => reduction.parts[position].clone(),
+                None => Some(held[position].clone()),
+            }
+        };
+        // A part that the result has as it is is reduced there.
+        let is_in_result = |rank: usize| {
+            let is_own = |copy: &&Copy| copy.from == rank && copy.to == rank;
+            plan.reduction.is_some()
+                && plan
+                    .copies
+                    .iter()
+                    .filter(is_own)
+                    .any(|copy| Some(&copy.region) == part(rank).as_ref())
+        };
+        let shown = |rank: usize| match to.placement.position(rank) {
+            Some(target) if is_in_result(rank) => Some(plan.results[target].clone()),
+            _ => part(rank),
+        };
+        let reduce = plan.reduction.as_ref().zip(position).and_then(|(reduction, position)| {
+            let group = reduction.groups.iter().find(|group| group.contains(&position))?;
+            let ranks: Vec<usize> =
+                group.iter().map(|&member| from.placement.ranks()[member]).collect();
+            let parts: Vec<_> =
+                group.iter().map(|&member| reduction.parts[member].clone()).collect();
+            let elements: usize = parts.iter().flatten().map(Region::elements).sum();
+            (elements > 0).then(|| Reduce {
+                members: Members { ranks, group: OnceLock::new(), digest },
+                op: reduction.op,
+                held: held[position].clone(),
+                parts,
+                own: reduction.parts[position].clone().filter(|part| part.elements() > 0),
+                is_in_result: is_in_result(rank),
+                is_all_reduce: plan.is_all_reduce,
+            })
+        });
+        let own = plan.copies.iter().filter(|copy| copy.from == rank && copy.to == rank);
+        let own: Vec<Region> = own.map(|copy| copy.region.clone()).collect();
+        // What a rank needs all of: the rest of a new term is zero.
+        let needed = |rank: usize| {
+            let received = plan.copies.iter().filter(|copy| copy.to == rank);
+            let received: usize = received.map(|copy| copy.region.elements()).sum();
+            let result = &plan.results[to.placement.position(rank)?];
+            (received == result.elements()).then_some(result)
+        };
+        let is_covered = needed(rank).is_some();
+        let exchange = connected(rank, &plan.copies).map(|(ranks, copies)| {
+            let sends = |rank: usize| copies.iter().any(|copy| copy.from == rank);
+            let shown: Vec<_> =
+                ranks.iter().map(|&rank| shown(rank).filter(|_| sends(rank))).collect();
+            let is_all_gather = ranks
+                .iter()
+                .all(|&rank| needed(rank).is_some_and(|needed| packed::are_rows(&shown, needed)));
+            let members = Members { ranks, group: OnceLock::new(), digest };
+            Exchange { members, shown, copies, is_all_gather }
+        });
+        let own = if is_in_result(rank) { Vec::new() } else { own };
+        let slice = plan.slice(rank).cloned();
+        let held = position.map(|position| held[position].clone());
+        Self { plan, first: None, held, result, slice, reduce, own, exchange, is_covered }
+    }
+
+    /// What is done.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// What comes before the plan: terms that are reduced in another way.
+    pub fn first(&self) -> Option<&Self> {
+        self.first.as_deref()
+    }
+
+    /// Whether the result is a part of what this rank has, with its memory.
+    pub fn is_view(&self) -> bool {
+        self.slice.is_some() && self.first.is_none()
+    }
+
+    /// Carries it out; all ranks of both placements call this. `local` is what this rank has: None
+    /// on ranks outside the old placement. Returns what it has then: None outside the new one.
+    ///
+    /// # Errors
+    /// A collective fails, or there is no reduction of this kind.
+    pub fn run(
+        &self,
+        groups: &Groups,
+        (kind, device): (Kind, Device),
+        local: Option<&Tensor>,
+    ) -> Result<Option<Tensor>> {
+        let between;
+        let local = match &self.first {
+            Some(first) => {
+                between = first.run(groups, (kind, device), local)?;
+                between.as_ref()
+            }
+            None => local,
+        };
+        let held = self.held.as_ref().zip(local);
+        if let (Some(slice), Some((held, local))) = (&self.slice, held) {
+            return Ok(Some(view(local, held, slice)));
+        }
+        if self.plan.reduction.is_some() && flow_autograd::dtype(kind).is_none() {
+            if !matches!(kind, Kind::Bool | Kind::Int8 | Kind::Int16) {
+                return Err(Error::Unsupported {
+                    operation: "boxing".to_owned(),
+                    reason: format!("terms of kind {kind:?} cannot be reduced; convert by to_kind"),
+                });
+            }
+            let wide = local.map(|local| local.to_kind(Kind::Int));
+            let result = self.run(groups, (Kind::Int, device), wide.as_ref())?;
+            return Ok(result.map(|result| result.to_kind(kind)));
+        }
+        let mut result = self.result.as_ref().map(|region| match self.is_covered {
+            true => Part::empty(region, (kind, device)),
+            false => {
+                let tensor = Tensor::zeros(memory::sizes(region), (kind, device));
+                Part { tensor, region: region.clone() }
+            }
+        });
+        let mut source = held.map(|(held, local)| Part::new(local, held));
+        if let (Some(reduce), Some(terms)) =
+            (&self.reduce, source.take_if(|_| self.plan.reduction.is_some()))
+        {
+            match reduce.run(groups, &terms, result.as_ref())? {
+                Reduced::Part(part) => source = part,
+                Reduced::All => return Ok(result.map(|result| result.tensor)),
+            }
+        }
+        if let (Some(source), Some(result)) = (&source, &result) {
+            self.own.iter().for_each(|region| source.copy(region, result));
+        }
+        if let Some(exchange) = &self.exchange {
+            exchange.run(groups, (kind, device), source.as_ref(), result.as_mut())?;
+        }
+        Ok(result.map(|result| result.tensor))
     }
 }
 
-/// Carries out a plan for a tensor of this shape; all ranks of both placements call this. `local` is
-/// what this rank has of it: None on ranks outside the old placement. Returns what it has then: None
-/// outside the new one. A part of what the rank has ([`Plan::slice`]) is not copied.
-///
-/// # Errors
-/// A collective fails.
-pub fn execute(
-    groups: &Groups,
-    plan: &Plan,
-    (from, to): (Layout, Layout),
-    (shape, kind, device): (&[usize], Kind, Device),
-    local: Option<&Tensor>,
-) -> Result<Option<Tensor>> {
-    let rank = groups.rank();
-    let position = from.placement.position(rank);
-    if let (true, Some(reduction)) = (plan.is_all_reduce, &plan.reduction) {
-        let Some((position, local)) = position.zip(local) else { return Ok(None) };
-        let mut sum = local.contiguous().copy();
-        if let Some(group) = reduction.groups.iter().find(|group| group.contains(&position)) {
-            groups.group(&ranks_of(from, group))?.all_reduce_tensor(&mut sum, reduction.op)?;
+/// What comes between two layouts if the first has terms of different reductions: the last axes'
+/// are reduced first.
+fn between(from: Layout, to: Layout) -> Option<Vec<Sbp>> {
+    let is_kept = |axis: usize| from.placement == to.placement && from.sbp[axis] == to.sbp[axis];
+    let is_reduced = |&axis: &usize| {
+        from.sbp[axis].is_partial() && from.placement.shape()[axis] > 1 && !is_kept(axis)
+    };
+    let reduced: Vec<usize> = (0..from.sbp.len()).filter(is_reduced).collect();
+    let (&first, &last) = (reduced.first()?, reduced.last()?);
+    if from.sbp[first] == from.sbp[last] {
+        return None;
+    }
+    let mut between = from.sbp.to_vec();
+    between[last] = B;
+    Some(between)
+}
+
+/// The ranks that this one copies to or from, and those that they do, in order; and the copies
+/// between them. None if there are none.
+fn connected(rank: usize, copies: &[Copy]) -> Option<(Vec<usize>, Vec<Copy>)> {
+    let mut ranks = vec![rank];
+    let remote: Vec<&Copy> = copies.iter().filter(|copy| copy.from != copy.to).collect();
+    loop {
+        let before = ranks.len();
+        for copy in &remote {
+            match (ranks.contains(&copy.from), ranks.contains(&copy.to)) {
+                (true, false) => ranks.push(copy.to),
+                (false, true) => ranks.push(copy.from),
+                _ => {}
+            }
         }
-        return Ok(Some(sum));
-    }
-    let mut source = position.zip(local).map(|(position, local)| Part {
-        tensor: local.shallow_clone(),
-        region: regions(from.placement, from.sbp, shape).swap_remove(position),
-    });
-    if let (Some(reduction), Some(position), Some(part)) = (&plan.reduction, position, &mut source)
-    {
-        source = reduce(groups, reduction, from, position, part)?;
-    }
-    let target = to.placement.position(rank);
-    if let (Some(target), Some(region), Some(source)) = (target, plan.slice(rank), &source) {
-        if plan.results[target] == *region {
-            return Ok(Some(source.view(region)));
+        if ranks.len() == before {
+            break;
         }
     }
-    let result = target.map(|position| {
-        let region = plan.results[position].clone();
-        let sizes: Vec<i64> = region.shape().iter().map(|&size| size as i64).collect();
-        Part { tensor: Tensor::zeros(&sizes[..], (kind, device)), region }
-    });
-    let is_remote = |copy: &&Copy| copy.from != copy.to;
-    if let (Some(source), Some(result)) = (&source, &result) {
-        for copy in plan.copies.iter().filter(|copy| copy.from == rank && copy.to == rank) {
-            result.view(&copy.region).copy_(&source.view(&copy.region));
-        }
-    }
-    let remote: Vec<&Copy> = plan.copies.iter().filter(is_remote).collect();
-    let mut ranks: Vec<usize> = remote.iter().flat_map(|copy| [copy.from, copy.to]).collect();
     ranks.sort_unstable();
-    ranks.dedup();
-    if ranks.contains(&rank) {
-        exchange(groups, &ranks, &remote, (kind, device), source.as_ref(), result.as_ref())?;
-    }
-    Ok(result.map(|result| result.tensor))
+    let between: Vec<Copy> =
+        remote.into_iter().filter(|copy| ranks.contains(&copy.from)).cloned().collect();
+    (!between.is_empty()).then_some((ranks, between))
 }
 
-/// The ranks at these positions.
-fn ranks_of(layout: Layout, positions: &[usize]) -> Vec<usize> {
-    positions.iter().map(|&position| layout.placement.ranks()[position]).collect()
+impl Members {
+    pub fn group(&self, groups: &Groups) -> Result<&ProcessGroup> {
+        if let Some(group) = self.group.get() {
+            return Ok(group);
+        }
+        let group = groups.group(&self.ranks)?;
+        Ok(self.group.get_or_init(|| group))
+    }
 }
 
-/// The first phase: a reduce-scatter. None if this rank has no part.
-fn reduce(
-    groups: &Groups,
-    reduction: &Reduction,
-    from: Layout,
-    position: usize,
-    own: &Part,
-) -> Result<Option<Part>> {
-    let Some(members) = reduction.groups.iter().find(|group| group.contains(&position)) else {
-        return Ok(None);
-    };
-    let parts: Vec<_> = members.iter().map(|&member| reduction.parts[member].as_ref()).collect();
-    if parts.iter().flatten().all(|part| part.elements() == 0) {
-        return Ok(None);
-    }
-    let flat = parts.iter().flatten().map(|part| own.view(part).reshape([-1]));
-    let flat = Tensor::cat(&flat.collect::<Vec<_>>(), 0);
-    let count = |part: &Option<&Region>| part.map_or(0, Region::elements);
-    let counts: Vec<usize> = parts.iter().map(count).collect();
-    let sum = groups.group(&ranks_of(from, members))?.reduce_scatter_v_tensor(
-        &flat,
-        &counts,
-        reduction.op,
-    )?;
-    Ok(reduction.parts[position].clone().map(|region| {
-        let sizes: Vec<i64> = region.shape().iter().map(|&size| size as i64).collect();
-        Part { tensor: sum.view(&sizes[..]), region }
-    }))
+/// What a reduction gives.
+enum Reduced {
+    /// This rank's part of the sum.
+    Part(Option<Part>),
+    /// All of the result.
+    All,
 }
 
-/// The second phase: an all-to-all among `ranks`.
-fn exchange(
-    groups: &Groups,
-    ranks: &[usize],
-    copies: &[&Copy],
-    options: (Kind, Device),
-    source: Option<&Part>,
-    result: Option<&Part>,
-) -> Result<()> {
-    let rank = groups.rank();
-    let between = |from: usize, to: usize| {
-        copies.iter().filter(move |copy| copy.from == from && copy.to == to)
-    };
-    let count = |from: usize, to: usize| -> usize {
-        between(from, to).map(|copy| copy.region.elements()).sum()
-    };
-    let sent = ranks.iter().flat_map(|&to| between(rank, to));
-    let sent = sent.filter_map(|copy| Some(source?.view(&copy.region).reshape([-1])));
-    let mut sent: Vec<Tensor> = sent.collect();
-    sent.push(Tensor::zeros([0], options));
-    let sends: Vec<usize> = ranks.iter().map(|&to| count(rank, to)).collect();
-    let receives: Vec<usize> = ranks.iter().map(|&from| count(from, rank)).collect();
-    let group = groups.group(ranks)?;
-    let received = group.all_to_all_v_tensor(&Tensor::cat(&sent, 0), &sends, &receives)?;
-    let mut start = 0;
-    for copy in ranks.iter().flat_map(|&from| between(from, rank)) {
-        let Some(result) = result else { break };
-        let length = copy.region.elements() as i64;
-        let sizes: Vec<i64> = copy.region.shape().iter().map(|&size| size as i64).collect();
-        let part = received.narrow(0, start, length).view(&sizes[..]);
-        result.view(&copy.region).copy_(&part);
-        start += length;
+impl Reduce {
+    fn run(&self, groups: &Groups, terms: &Part, result: Option<&Part>) -> Result<Reduced> {
+        let group = self.members.group(groups)?;
+        let (kind, device) = (terms.tensor.kind(), terms.tensor.device());
+        let bytes = self.held.elements() * kind.elt_size_in_bytes();
+        let is_small = self.is_all_reduce && bytes <= SMALL;
+        let in_result = result.filter(|_| self.is_in_result || is_small);
+        let target = match (in_result, &self.own) {
+            (Some(result), _) => Some(result.share()),
+            (None, own) => own.as_ref().map(|own| Part::empty(own, (kind, device))),
+        };
+        let part = if is_small { Some(&self.held) } else { self.own.as_ref() };
+        if groups.reads_peers && device == Device::Cpu {
+            let read = |peers: &Peers| {
+                let (Some(part), Some(target)) = (part, &target) else { return };
+                let (mut memory, size) = (target.memory(), kind.elt_size_in_bytes());
+                let to = memory.bytes_mut();
+                runs(part, &self.held, &target.region, |from, at, length| {
+                    peers.reduce(
+                        from..from + length,
+                        self.op,
+                        &mut to[at * size..(at + length) * size],
+                    );
+                });
+                let others = self.members.ranks.len() - 1;
+                groups.count(others * part.elements() * size);
+            };
+            let counts = vec![self.held.elements(); self.members.ranks.len()];
+            if group.read_peers(&terms.memory(), &counts, self.members.digest, read)? {
+                return Ok(if is_small { Reduced::All } else { Reduced::Part(target) });
+            }
+        }
+        if let (true, Some(result)) = (self.is_all_reduce, result) {
+            packed::all_reduce(group, self, terms, result)?;
+            return Ok(Reduced::All);
+        }
+        let sum = packed::reduce_scatter(group, self, terms)?;
+        Ok(Reduced::Part(match (sum, in_result) {
+            (Some(sum), Some(result)) => {
+                result.view(&sum.region).copy_(&sum.tensor);
+                Some(result.share())
+            }
+            (sum, _) => sum,
+        }))
     }
-    Ok(())
+}
+
+impl Exchange {
+    fn run(
+        &self,
+        groups: &Groups,
+        (kind, device): (Kind, Device),
+        source: Option<&Part>,
+        result: Option<&mut Part>,
+    ) -> Result<()> {
+        let (group, rank, size) =
+            (self.members.group(groups)?, groups.rank(), kind.elt_size_in_bytes());
+        let received = self.copies.iter().filter(|copy| copy.to == rank);
+        groups.count(received.map(|copy| copy.region.elements()).sum::<usize>() * size);
+        if groups.reads_peers && device == Device::Cpu {
+            let units = if flow_autograd::dtype(kind).is_some() { 1 } else { size };
+            let count =
+                |shown: &Option<Region>| shown.as_ref().map_or(0, |shown| shown.elements() * units);
+            let counts: Vec<usize> = self.shown.iter().map(count).collect();
+            let shows = counts[group.rank()] > 0;
+            let nothing = Part::empty(&Region(vec![0..0]), (kind, device));
+            let own = source.filter(|_| shows).unwrap_or(&nothing).memory();
+            let read = |peers: &Peers| {
+                let Some(result) = &result else { return };
+                let mut own = result.memory();
+                let to = own.bytes_mut();
+                for copy in self.copies.iter().filter(|copy| copy.to == rank) {
+                    let member = self.members.ranks.iter().position(|&other| other == copy.from);
+                    let Some(member) = member else { continue };
+                    let Some(shown) = &self.shown[member] else { continue };
+                    let from = (peers.bytes(member), shown);
+                    memory::copy(&copy.region, from, (to, &result.region), size);
+                }
+            };
+            if group.read_peers(&own, &counts, self.members.digest, read)? {
+                return Ok(());
+            }
+        }
+        packed::exchange(group, self, (rank, kind, device), source, result)
+    }
 }

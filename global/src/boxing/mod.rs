@@ -3,7 +3,11 @@
 //! | file | subject |
 //! |---|---|
 //! | `plan` | what is to be reduced and copied, with as few bytes as that needs (pure) |
-//! | `execute` | carries out a plan on tensors |
+//! | `execute` | carries out a plan on tensors, by reading other ranks' memory |
+//! | `packed` | the same by collectives, where that cannot be read |
+//! | `memory` | regions of tensors as memory |
 
 pub mod execute;
+mod memory;
+mod packed;
 pub mod plan;

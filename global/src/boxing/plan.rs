@@ -13,7 +13,7 @@ use flow_comm::ReduceOp;
 
 use crate::placement::Placement;
 use crate::region::{regions, Region};
-use crate::sbp::Sbp;
+use crate::sbp::{NdSbp, Sbp};
 
 /// How a tensor lies: on which ranks, and how on each axis.
 #[derive(Clone, Copy, Debug)]
@@ -64,6 +64,8 @@ pub struct Copy {
 impl Plan {
     /// Plans for a tensor of this shape. The layouts fit it ([`crate::region::check`]).
     pub fn new(shape: &[usize], from: Layout, to: Layout) -> Self {
+        let (old, new) = plain(from, to);
+        let (from, to) = (Layout { sbp: &old, ..from }, Layout { sbp: &new, ..to });
         let held = regions(from.placement, from.sbp, shape);
         let results = regions(to.placement, to.sbp, shape);
         let axes = Axes::new(from, to);
@@ -107,6 +109,24 @@ impl Plan {
         let copied = self.copies.iter().filter(|copy| copy.from != copy.to);
         reduced.sum::<usize>() + copied.map(|copy| copy.region.elements()).sum::<usize>()
     }
+}
+
+/// The SBPs as plans know them. On an axis of one rank all are B. New terms of which one is enough,
+/// as for a maximum, are copies: B, too.
+fn plain(from: Layout, to: Layout) -> (NdSbp, NdSbp) {
+    let plain = |layout: Layout| -> NdSbp {
+        let axes = layout.sbp.iter().zip(layout.placement.shape());
+        axes.map(|(&sbp, &extent)| if extent == 1 { Sbp::Broadcast } else { sbp }).collect()
+    };
+    let (old, mut new) = (plain(from), plain(to));
+    let is_same = from.placement == to.placement;
+    for (axis, sbp) in new.iter_mut().enumerate() {
+        let is_new = !is_same || old[axis] != *sbp;
+        if is_new && matches!(sbp, Sbp::Partial(ReduceOp::Max | ReduceOp::Min | ReduceOp::Avg)) {
+            *sbp = Sbp::Broadcast;
+        }
+    }
+    (old, new)
 }
 
 /// The axes that have to do with terms.

@@ -11,8 +11,8 @@ use super::index::Index;
 use super::shards::Entry;
 use super::{MODEL, OPTIMIZER};
 use crate::placement::Placement;
-use crate::sbp::{Sbp, B, S};
-use crate::tensor::{find_spec, local_of, wrap, GlobalTensor};
+use crate::sbp::B;
+use crate::tensor::{find_spec, local_of, wrap};
 
 type Result<T, E = CheckpointError> = std::result::Result<T, E>;
 
@@ -36,24 +36,18 @@ fn entry(name: &str, tensor: &Tensor, group: &ProcessGroup) -> Result<Entry> {
         Some(spec) => (spec.placement().clone(), spec.sbp().to_vec(), local_of(tensor)),
         None => (Placement::all(group)?, vec![B], Some(tensor.shallow_clone())),
     };
-    let unfit = |reason| CheckpointError::unfit("checkpoint", name, reason);
+    let unfit = |reason| CheckpointError::unfit("save or load", name, reason);
     if placement.runtime()?.world() != group {
-        return Err(unfit(format!("its placement {placement} is of another process group")));
+        let reason = format!(
+            "its placement {placement} is of another process group; open Checkpoints with that one"
+        );
+        return Err(unfit(reason));
     }
     if sbp.iter().any(|sbp| sbp.is_partial()) {
-        let reason = format!("it is {sbp:?}: make it S or B by to_global, as ranks have terms");
+        let reason = format!("it is {sbp:?}, and ranks have terms; make it S or B by to_global");
         return Err(unfit(reason));
     }
     Ok(Entry { name: name.to_owned(), kind, shape, placement, sbp, local })
-}
-
-/// The tensor, or its sum if ranks have terms of it: each rank gets a part. All ranks call this.
-pub fn reduced(tensor: &Tensor) -> Result<Tensor> {
-    let Some(spec) = find_spec(tensor) else { return Ok(tensor.shallow_clone()) };
-    let part = if tensor.dim() == 0 { B } else { S(0) };
-    let whole = |&sbp: &Sbp| if sbp.is_partial() { part } else { sbp };
-    let sbp: Vec<Sbp> = spec.sbp().iter().map(whole).collect();
-    Ok(tch::no_grad(|| tensor.detach().to_global(spec.placement(), &sbp))?)
 }
 
 /// Tensors for the state of an optimizer that a checkpoint has: each lies as its parameter does.

@@ -52,6 +52,13 @@ pub enum CheckpointError {
         .0.display()
     )]
     Unread(PathBuf),
+    /// What has a checkpoint's name is none, and saving would replace it.
+    #[error(
+        "{} has no index.json, so it is no sharded checkpoint, and saving would replace it; move \
+         it away, or use another folder",
+        .0.display()
+    )]
+    Foreign(PathBuf),
     /// Something cannot be kept in a checkpoint, or not be given what the checkpoint has.
     #[error("cannot {operation} {what}: {reason}")]
     Unfit {

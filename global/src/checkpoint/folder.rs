@@ -85,9 +85,12 @@ impl Folder {
         ))
     }
 
-    /// Makes [`partial`] an empty folder, which all ranks then fill.
-    pub fn begin(&self) -> Result<()> {
-        let partial = partial(&self.path);
+    /// Makes [`partial`] an empty folder, which all ranks then fill for the checkpoint of `step`.
+    pub fn begin(&self, step: usize) -> Result<()> {
+        let (path, partial) = (checkpoint(&self.path, step), partial(&self.path));
+        if path.exists() && !path.join(INDEX).exists() {
+            return Err(CheckpointError::Foreign(path));
+        }
         remove(&partial)
             .and_then(|()| fs::create_dir(&partial))
             .map_err(CheckpointError::file("write", partial, WRITABLE))
@@ -113,6 +116,19 @@ impl Folder {
             remove(&replaced)
         };
         commit().map_err(CheckpointError::file("write", path.clone(), WRITABLE))
+    }
+
+    /// Keeps the damaged checkpoint of `step` under another name.
+    pub fn set_aside(&self, step: usize) -> Result<()> {
+        let path = checkpoint(&self.path, step);
+        let mut names = (1..).map(|number| match number {
+            1 => format!("step-{step}.damaged"),
+            number => format!("step-{step}.damaged.{number}"),
+        });
+        let free = names.find(|name| !self.path.join(name).exists()).unwrap_or_default();
+        fs::rename(&path, self.path.join(free))
+            .and_then(|()| sync(&self.path))
+            .map_err(CheckpointError::file("rename", path, WRITABLE))
     }
 
     /// Removes the checkpoint of `step`.

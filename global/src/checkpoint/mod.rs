@@ -35,7 +35,7 @@ use tch::nn::{Optimizer, VarStore};
 use tch::{Device, Tensor};
 
 use agree::{agree, from_rank_0, gather};
-use entries::{blank_state, entries, reduced, variables};
+use entries::{blank_state, entries, variables};
 pub use error::CheckpointError;
 use folder::{Folder, INDEX};
 use index::{Index, Saved};
@@ -66,7 +66,8 @@ const FORMAT: u32 = 1;
 ///
 /// A checkpoint is whole or not there, even if ranks are killed or a machine loses its power: its
 /// files are flushed to the disk under another name, and the folder is then renamed. The last two
-/// are kept ([`keep`](Self::keep)). One that has lost a file stays as it is.
+/// are kept ([`keep`](Self::keep)). One that has lost a file, as [`latest`](Self::latest) has found,
+/// is never removed: `save` renames it to `step-100.damaged`.
 ///
 /// ```no_run
 /// use flow_global::checkpoint::Checkpoints;
@@ -96,6 +97,8 @@ pub struct Checkpoints {
     /// Whether the folder's checkpoints are this training's: they were looked for, or there were
     /// none.
     read: bool,
+    /// The steps of those that `latest` has found to be damaged.
+    damaged: Vec<usize>,
 }
 
 /// A checkpoint that is whole.
@@ -168,7 +171,7 @@ impl Checkpoints {
         let path = folder.as_ref().to_owned();
         let own = (group.rank() == 0).then(|| Folder::open(&path)).transpose();
         let folder = agree(group, own)?;
-        Ok(Self { path, group: group.clone(), folder, keep: 2, read: false })
+        Ok(Self { path, group: group.clone(), folder, keep: 2, read: false, damaged: Vec::new() })
     }
 
     /// Keeps the last `count` checkpoints, one at least (default: 2).
@@ -197,27 +200,25 @@ impl Checkpoints {
     ) -> Result<()> {
         let unfit = |what| move |reason| CheckpointError::unfit("save", what, reason);
         let prepare = || {
+            let mut tensors = variables(vs);
             let dict = optimizer.map(OptimizerState::state).transpose();
             let dict = dict.map_err(|error| unfit("the optimizer")(error.to_string()))?;
+            let parameters = dict.map(|dict| {
+                tensors.extend(named(dict.tensors));
+                dict.parameters
+            });
             let contents = Contents {
                 format: FORMAT,
                 step,
                 files: Vec::new(),
-                optimizer: dict.as_ref().map(|dict| dict.parameters.clone()),
+                optimizer: parameters,
                 generator: rng_state(&Placement::all(&self.group)?)?,
                 state: json(state).map_err(unfit("the program's state"))?,
                 index: Index::default(),
             };
-            Ok((contents, dict.map_or_else(Vec::new, |dict| dict.tensors)))
+            Ok((contents, entries(&tensors, &self.group)?))
         };
-        let (contents, state) = agree(&self.group, prepare())?;
-        let mut tensors = variables(vs);
-        tensors
-            .extend(state.into_iter().map(|(name, tensor)| (format!("{OPTIMIZER}{name}"), tensor)));
-        for (_, tensor) in &mut tensors {
-            *tensor = reduced(tensor)?;
-        }
-        let entries = agree(&self.group, entries(&tensors, &self.group))?;
+        let (contents, entries) = agree(&self.group, prepare())?;
         self.save_entries(contents, &entries)
     }
 
@@ -231,7 +232,8 @@ impl Checkpoints {
             if !self.read && !folder.steps()?.is_empty() {
                 return Err(CheckpointError::Unread(self.path.clone()));
             }
-            folder.begin()
+            self.damaged.drain(..).try_for_each(|step| folder.set_aside(step))?;
+            folder.begin(contents.step)
         };
         agree(&self.group, begin())?;
         let partial = folder::partial(&self.path);
@@ -264,6 +266,7 @@ impl Checkpoints {
     pub fn latest<S: DeserializeOwned>(&mut self) -> Result<Option<Checkpoint<S>>> {
         let found = self.folder.as_ref().map(|folder| {
             let mut newest = None;
+            self.damaged.clear();
             for step in folder.steps()? {
                 let path = folder::checkpoint(&self.path, step);
                 let contents = Contents::read(&path)
@@ -273,6 +276,7 @@ impl Checkpoints {
                     Err(error @ CheckpointError::Other { .. }) => return Err(error),
                     Err(error) => {
                         log::warn!("the checkpoint of step {step} is not whole: {error}");
+                        self.damaged.push(step);
                         newest.get_or_insert(error.to_string());
                     }
                 }
@@ -306,6 +310,11 @@ fn check_shared(folder: &Path, files: &[u64]) -> Result<()> {
     Ok(())
 }
 
+/// The optimizer's state as a checkpoint names it.
+fn named(state: impl IntoIterator<Item = (String, Tensor)>) -> Vec<(String, Tensor)> {
+    state.into_iter().map(|(name, tensor)| (format!("{OPTIMIZER}{name}"), tensor)).collect()
+}
+
 /// JSON that can be read back: it has `null` where a number is NaN.
 fn json<S: Serialize + DeserializeOwned>(
     state: &S,
@@ -323,8 +332,8 @@ impl<S> Checkpoint<S> {
         self.contents.step
     }
 
-    /// Gives the model, and the optimizer if there is one, what they had, whatever the placements
-    /// and SBPs were: each rank reads its own parts. All ranks call this.
+    /// Gives the model, the global random numbers, and the optimizer if there is one, what they had,
+    /// whatever the placements and SBPs were: each rank reads its own parts. All ranks call this.
     ///
     /// # Errors
     /// On all ranks, when one of them is of another kind, or a file is missing or damaged; none of
@@ -347,12 +356,13 @@ impl<S> Checkpoint<S> {
             let Some(parameters) = self.contents.optimizer.clone() else {
                 return Err(other("it was saved without one".into()));
             };
-            let tensors = blank_state(&self.contents.index, vs).map_err(other)?;
-            let named = tensors
-                .iter()
-                .map(|(name, tensor)| (format!("{OPTIMIZER}{name}"), tensor.shallow_clone()));
-            let entries = entries(&named.collect::<Vec<_>>(), &self.group)?;
-            Ok((entries, StateDict { parameters, tensors }))
+            let dict = StateDict {
+                parameters,
+                tensors: blank_state(&self.contents.index, vs).map_err(other)?,
+            };
+            let handles =
+                dict.tensors.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
+            Ok((entries(&named(handles), &self.group)?, dict))
         };
         let (mut state, dict) = agree(&self.group, prepare())?;
         self.load_entries(&mut state)?;

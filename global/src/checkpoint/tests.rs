@@ -262,6 +262,9 @@ fn what_cannot_be_saved_is_an_error_on_all_ranks() {
         }
     };
     assert_eq!(errors(lose_a_row), [&format!("rank 1: {error}"), error]);
+    fs::create_dir(folder.path().join("step-2")).unwrap();
+    let error = errors(|_, _| ())[0].clone();
+    assert!(error.contains("step-2 has no index.json, so it is no sharded checkpoint"), "{error}");
     assert_eq!(latest(&folder), [Ok(1), Ok(1)]);
 }
 
@@ -282,6 +285,11 @@ fn damaged_checkpoints_are_passed_over_or_errors() {
 
     fs::write(&second, &bytes[..bytes.len() - 1]).unwrap();
     assert_eq!(latest(&folder), [Ok(1), Ok(1)]);
+    save(&folder, &[2]);
+    assert_eq!(names(folder.path())[1..], ["step-1", "step-2", "step-2.damaged"]);
+    fs::remove_dir_all(folder.path().join("step-2")).unwrap();
+    fs::rename(folder.path().join("step-2.damaged"), folder.path().join("step-2")).unwrap();
+
     fs::write(file(1, INDEX), "{").unwrap();
     let error = format!(
         "all checkpoints in F are damaged; bring a file back, or remove them to start anew: \

@@ -22,8 +22,7 @@ use tch::Tensor;
 pub use random::draws;
 pub use reductions::{kind_of, number_of};
 
-use crate::boxing::execute::execute;
-use crate::boxing::plan::{Layout, Plan as Boxing};
+use crate::boxing::plan::Layout;
 use crate::dispatch::{shape, Plan};
 use crate::error::{Error, Result};
 use crate::placement::Placement;
@@ -119,9 +118,10 @@ impl Context<'_, '_> {
         }
         let placement = self.placement;
         let (from, to) = (Layout { placement, sbp: from }, Layout { placement, sbp: to });
-        let options = (shape, local.kind(), local.device());
-        let plan = Boxing::new(shape, from, to);
-        let boxed = execute(&self.runtime()?.groups, &plan, (from, to), options, Some(local))?;
+        let runtime = self.runtime()?;
+        let options = (local.kind(), local.device());
+        let boxed =
+            runtime.boxing(shape, from, to).run(&runtime.groups, options, Some(local))?;
         boxed.ok_or_else(|| self.fail("this rank is not in the placement"))
     }
 

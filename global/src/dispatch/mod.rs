@@ -19,18 +19,17 @@ use std::cell::RefCell;
 use std::sync::Arc;
 use tch::Tensor;
 
-use crate::boxing::execute::execute;
-use crate::boxing::plan::Layout;
 use crate::code;
 use crate::error::{Error, Result};
 use crate::placement::Placement;
+use crate::record;
 use crate::replicas;
 use crate::runtime::Runtime;
 use crate::sbp::B;
 use crate::spec::Spec;
 use crate::tensor::{boxed, find_spec, spec_of, GlobalTensor};
 pub use plan::Plan;
-use plan::{Input, Output};
+use plan::{Input, Noted, Output};
 
 /// Carries out the operations on global tensors.
 pub struct Operations;
@@ -39,7 +38,16 @@ impl Dispatcher for Operations {
     type Spec = Spec;
 
     fn dispatch(call: &mut Call<'_, Spec>) -> std::result::Result<(), BoxError> {
-        Ok(tch::no_grad(|| run(call))?)
+        let noted = record::is_on().then(|| Noted::new(call));
+        Ok(tch::no_grad(|| match noted {
+            None => run(call),
+            Some(noted) => {
+                let placement = placement_of(call)?;
+                let plan = plan_of(call, &placement, placement.runtime()?)?;
+                run(call)?;
+                noted.tell(call, &plan, &placement)
+            }
+        })?)
     }
 
     fn gradient(
@@ -63,12 +71,16 @@ impl Dispatcher for Operations {
             return Ok(LeafGradient::Boxed(gradient.to_global(own.placement(), own.sbp())?));
         }
         if replicas::take(leaf, gradient, exclusive)? {
+            record::gradient(leaf, gradient, None)?;
             return Ok(LeafGradient::Taken);
         }
         if own.id() == now.id() {
+            record::gradient(leaf, gradient, Some(gradient))?;
             return Ok(LeafGradient::Same);
         }
-        Ok(LeafGradient::Boxed(tch::no_grad(|| boxed(gradient, &own))?))
+        let own = tch::no_grad(|| boxed(gradient, &own))?;
+        record::gradient(leaf, gradient, Some(&own))?;
+        Ok(LeafGradient::Boxed(own))
     }
 }
 
@@ -88,7 +100,7 @@ fn run(call: &mut Call<'_, Spec>) -> Result<()> {
         return code(&mut code::Context { call, plan: &plan, placement: &placement, position });
     }
     for (index, input) in plan.inputs.iter().enumerate() {
-        prepare(call, &placement, runtime, index, input)?;
+        prepare(call, runtime, index, input)?;
     }
     for (argument, values) in &plan.ints {
         call.set_ints(*argument, values)?;
@@ -106,7 +118,7 @@ fn run(call: &mut Call<'_, Spec>) -> Result<()> {
         }
     }
     for &(index, result) in &plan.write_backs {
-        write_back(call, &plan, &placement, runtime, index, result)?;
+        write_back(call, &plan, runtime, index, result)?;
     }
     for (index, output) in plan.outputs.iter().enumerate() {
         give(call, &placement, runtime, index, output)?;
@@ -156,7 +168,6 @@ fn plan_of(
 /// What the operation gets as this input.
 fn prepare(
     call: &mut Call<'_, Spec>,
-    placement: &Placement,
     runtime: &Runtime,
     index: usize,
     input: &Input,
@@ -173,23 +184,21 @@ fn prepare(
             let empty = like.map(|like| Tensor::empty([0], (like.kind(), like.device())));
             Ok(call.set_local(index, empty.as_ref())?)
         }
-        Input::Boxed { plan, from, to, is_written } => {
+        Input::Boxed { boxing, from, to, is_written } => {
             let local = local_of(call, runtime, index)?;
             let Some(tensor) = &local else { return Ok(()) };
-            let shape = shape(call.sizes(index));
-            let (from, to) = (Layout { placement, sbp: from }, Layout { placement, sbp: to });
-            let options = (&shape[..], tensor.kind(), tensor.device());
-            let boxed = execute(&runtime.groups, plan, (from, to), options, local.as_ref());
+            let options = (tensor.kind(), tensor.device());
+            let boxed = boxing.run(&runtime.groups, options, local.as_ref());
             let boxed = boxed.map_err(|source| Error::Boxing {
                 operation: call.name().to_owned(),
                 input: index,
-                shape: shape.clone(),
-                from: from.sbp.to_vec(),
-                to: to.sbp.to_vec(),
+                shape: shape(call.sizes(index)),
+                from: from.clone(),
+                to: to.clone(),
                 source: Box::new(source),
                 advice: advice(call.name()),
             })?;
-            let boxed = match is_written {
+            let boxed = match *is_written && boxing.is_view() {
                 true => boxed.map(|boxed| boxed.copy()),
                 false => boxed,
             };
@@ -222,7 +231,6 @@ fn local_of(call: &Call<'_, Spec>, runtime: &Runtime, index: usize) -> Result<Op
 fn write_back(
     call: &Call<'_, Spec>,
     plan: &Plan,
-    placement: &Placement,
     runtime: &Runtime,
     index: usize,
     result: Option<usize>,
@@ -237,11 +245,9 @@ fn write_back(
     let (Some(written), Some(mut local)) = (written, local_of(call, runtime, index)?) else {
         return Ok(());
     };
-    let Some((boxing, from, to)) = plan.backs.get(&index) else { return Ok(()) };
-    let shape = shape(call.sizes(index));
-    let (from, to) = (Layout { placement, sbp: from }, Layout { placement, sbp: to });
-    let options = (&shape[..], written.kind(), written.device());
-    let back = execute(&runtime.groups, boxing, (from, to), options, Some(&written))?;
+    let Some(boxing) = plan.backs.get(&index) else { return Ok(()) };
+    let options = (written.kind(), written.device());
+    let back = boxing.run(&runtime.groups, options, Some(&written))?;
     if let Some(back) = back {
         local.f_copy_(&back)?;
     }

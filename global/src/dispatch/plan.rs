@@ -3,12 +3,13 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock, Weak};
 
-use flow_autograd::global::{Argument, Call};
+use flow_autograd::global::{Argument, Call, Node};
 use tch::Kind;
 
 use super::outside::Outside;
 use super::shape;
-use crate::boxing::plan::{Layout, Plan as Boxing};
+use crate::boxing::execute::Boxing;
+use crate::boxing::plan::Layout;
 use crate::code::{self, Code};
 use crate::error::{Error, Result};
 use crate::placement::Placement;
@@ -34,8 +35,8 @@ pub struct Plan {
     /// Tensors that are written in another layout than their own, and the result that is written
     /// there, if it is not the input itself.
     pub write_backs: Vec<(usize, Option<usize>)>,
-    /// How these get back: boxing, and the layouts.
-    pub backs: BTreeMap<usize, (Boxing, NdSbp, NdSbp)>,
+    /// How these get back.
+    pub backs: BTreeMap<usize, Arc<Boxing>>,
     /// Each rank draws random numbers of its own: those of the first one count.
     pub is_drawn_apart: bool,
     /// Runs instead of the operation.
@@ -59,7 +60,7 @@ pub enum Input {
     /// What boxing makes of the local.
     Boxed {
         /// How.
-        plan: Box<Boxing>,
+        boxing: Arc<Boxing>,
         /// What there is.
         from: NdSbp,
         /// What is wanted.
@@ -100,6 +101,16 @@ struct Written {
 }
 
 impl Written {
+    /// The name that rules know.
+    fn rule_name<'a>(&self, call: &'a Call<'_, Spec>) -> &'a str {
+        let name = call.name();
+        let name = name.strip_prefix("aten::").unwrap_or(name);
+        match self.is_in_place || call.reshapes() {
+            true => name.strip_suffix('_').unwrap_or(name),
+            false => name,
+        }
+    }
+
     fn of(call: &Call<'_, Spec>, arguments: &[Argument<'_>]) -> Self {
         let name = call.name();
         let is_in_place = name.ends_with('_') && !name.ends_with("__") && call.is_written(0);
@@ -127,6 +138,49 @@ impl Written {
     }
 }
 
+/// An operation that is to be recorded, as it was before it ran.
+pub struct Noted {
+    name: String,
+    overload: String,
+    args: Vec<crate::trace::Argument>,
+    inputs: Vec<OpInput>,
+    in_place: bool,
+    node: Node,
+}
+
+impl Noted {
+    pub fn new(call: &Call<'_, Spec>) -> Self {
+        let arguments = call.arguments();
+        let written = Written::of(call, &arguments);
+        let op = op_of(call, written.rule_name(call), &arguments, &written);
+        Self {
+            name: op.name.to_owned(),
+            overload: op.overload.to_owned(),
+            args: op.args.iter().map(Into::into).collect(),
+            inputs: op.inputs,
+            in_place: op.in_place,
+            node: call.node(),
+        }
+    }
+
+    /// Records it, after it has run.
+    pub fn tell(self, call: &Call<'_, Spec>, plan: &Plan, placement: &Placement) -> Result<()> {
+        let inputs: Vec<_> = (0..self.inputs.len()).map(|tensor| call.tensor(tensor)).collect();
+        let returned: Vec<_> = (0..call.returns()).flat_map(|index| call.returned(index)).collect();
+        let op = Op {
+            name: &self.name,
+            overload: &self.overload,
+            args: self.args.iter().map(crate::trace::Argument::borrow).collect(),
+            outputs: returned.len(),
+            inputs: self.inputs,
+            in_place: self.in_place,
+            ranks: 1,
+        };
+        let wanted = &plan.wanted[..inputs.len()];
+        crate::record::operation(&op, placement, &inputs, wanted, &returned, self.node)
+    }
+}
+
 impl Plan {
     /// Decides for the tensors of a call.
     pub fn new(
@@ -150,10 +204,7 @@ impl Plan {
         }
         let full_name = call.name();
         let name = full_name.strip_prefix("aten::").unwrap_or(full_name);
-        let rule_name = match written.is_in_place || call.reshapes() {
-            true => name.strip_suffix('_').unwrap_or(name),
-            false => name,
-        };
+        let rule_name = written.rule_name(call);
         let op = op_of(call, rule_name, &arguments, &written);
         let axes = placement.axes();
         let have: Vec<NdSbp> = (0..call.tensors())
@@ -212,14 +263,16 @@ impl Plan {
                 () if call.reshapes() && is_written && from == to => Input::Handle,
                 () if from == to => Input::Own,
                 () => {
-                    let (from, to) = (from.clone(), to.clone());
-                    let boxing = boxing(&sizes[tensor], placement, &from, &to);
+                    let boxing = |from: &[Sbp], to: &[Sbp]| {
+                        let [from, to] = [from, to].map(|sbp| Layout { placement, sbp });
+                        runtime.boxing(&sizes[tensor], from, to)
+                    };
                     if is_written && !call.reshapes() {
                         plan.write_backs.push((tensor, None));
-                        let back = boxing_back(&sizes[tensor], placement, &to, &from);
-                        plan.backs.insert(tensor, back);
+                        plan.backs.insert(tensor, boxing(to, from));
                     }
-                    Input::Boxed { plan: Box::new(boxing), from, to, is_written }
+                    let boxing = boxing(from, to);
+                    Input::Boxed { boxing, from: from.clone(), to: to.clone(), is_written }
                 }
             };
             plan.inputs.push(input);
@@ -255,7 +308,8 @@ impl Plan {
             plan.wanted.push(gets.clone());
             if !is_same {
                 plan.write_backs.push((tensor, Some(index)));
-                plan.backs.insert(tensor, boxing_back(&sizes[tensor], placement, gets, own));
+                let [from, to] = [gets, own].map(|sbp| Layout { placement, sbp });
+                plan.backs.insert(tensor, runtime.boxing(&sizes[tensor], from, to));
             }
         }
         for output in &mut plan.outputs {
@@ -329,19 +383,6 @@ fn gathered(op: &Op<'_>, axes: usize) -> Choice {
         shapes: Vec::new(),
         has_code: false,
     }
-}
-
-fn boxing(shape: &[usize], placement: &Placement, from: &[Sbp], to: &[Sbp]) -> Boxing {
-    Boxing::new(shape, Layout { placement, sbp: from }, Layout { placement, sbp: to })
-}
-
-fn boxing_back(
-    shape: &[usize],
-    placement: &Placement,
-    from: &[Sbp],
-    to: &[Sbp],
-) -> (Boxing, NdSbp, NdSbp) {
-    (boxing(shape, placement, from, to), from.to_vec(), to.to_vec())
 }
 
 /// Lists that are the shape of a tensor: the sizes of this rank's part.

@@ -293,7 +293,7 @@ impl Search<'_> {
             }
         }
         for (arg, sizes) in &self.decided.sizes[index] {
-            op.args[*arg] = crate::rules::op::Arg::Ints(sizes.clone().into());
+            op.args[*arg] = crate::rules::op::Arg::Ints(sizes.into());
         }
         let signatures = match call.action {
             Action::Operation => {

@@ -270,8 +270,8 @@ fn update(trace: &Trace) -> usize {
     backward.map_or(trace.calls.len(), |last| last + 1)
 }
 
-/// Values that a program can pin, with `to_global` and `grad_sbp`: results of its own operations on
-/// data, and their gradients. Those of equal layers are a group.
+/// Values that a program can pin, with `to_global` and `grad_sbp`: results of its own operations, but
+/// not views of weights, and their gradients. Those of equal layers are a group.
 fn pins(replay: &Replay) -> Vec<Group> {
     let trace = replay.trace;
     let gradients = trace.gradients();
@@ -279,7 +279,9 @@ fn pins(replay: &Replay) -> Vec<Group> {
         trace.values.iter().map(|value| value.role == Role::Input).collect();
     let mut pins = Vec::new();
     for call in trace.calls[..update(trace)].iter().filter(|call| call.phase == Phase::Forward) {
-        if !call.inputs.iter().flatten().any(|&id| is_data[id]) || call.in_place {
+        let mut inputs = call.inputs.iter().flatten();
+        let is_of_weight = call.inputs.len() == 1 && !inputs.any(|&id| is_data[id]);
+        if is_of_weight || call.in_place {
             continue;
         }
         for &id in call.outputs.iter().flatten() {

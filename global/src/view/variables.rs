@@ -7,6 +7,7 @@ use flow_tensor::{ProcessGroup, TensorCollectives};
 use tch::{nn, Tensor};
 
 use super::View;
+use crate::distribute::distribute;
 use crate::error::{Error, Result};
 use crate::from_local::scatter;
 use crate::placement::Placement;
@@ -28,25 +29,25 @@ pub fn prepare(
     group: &ProcessGroup,
     vs: &nn::VarStore,
 ) -> Result<()> {
-    for (name, mut variable) in sorted(vs) {
-        match (view, variable.is_global()) {
-            (View::Consistent, true) => (),
-            (View::Consistent, false) => {
-                let sbp = vec![B; placement.axes()];
-                crate::to_global_in_place(&mut variable, placement, &sbp)?;
-            }
-            (View::Mirrored, false) => {
-                tch::no_grad(|| group.broadcast_tensor(&mut variable, 0))?;
-            }
-            (View::Mirrored, true) => {
-                return Err(Error::Unsupported {
-                    operation: "a mirrored job".to_owned(),
-                    reason: format!(
-                        "the variable {name} is global; use View::Consistent, or another VarStore"
-                    ),
-                })
-            }
+    let variables = sorted(vs);
+    if view == View::Consistent {
+        if variables.iter().all(|(_, variable)| variable.is_global()) {
+            return Ok(());
         }
+        let broadcast = vec![B; placement.axes()];
+        let sbp = |_: &str, tensor: &Tensor| tensor.sbp().unwrap_or_else(|_| broadcast.clone());
+        return distribute(vs, placement, sbp);
+    }
+    for (name, mut variable) in variables {
+        if variable.is_global() {
+            return Err(Error::Unsupported {
+                operation: "a mirrored job".to_owned(),
+                reason: format!(
+                    "the variable {name} is global; use View::Consistent, or another VarStore"
+                ),
+            });
+        }
+        tch::no_grad(|| group.broadcast_tensor(&mut variable, 0))?;
     }
     Ok(())
 }

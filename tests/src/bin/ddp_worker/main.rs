@@ -1,6 +1,7 @@
 //! Runs one scenario that needs libtorch: `ddp_worker ddp::NAME`, `ddp_worker forks::NAME`.
 
 mod accumulation;
+mod checkpoints;
 mod equivalence;
 mod failures;
 mod forks;
@@ -93,7 +94,8 @@ const SCENARIOS: &[Scenario] = &[
 ];
 
 fn main() -> Result<ExitCode> {
-    let files: [File; 6] = [
+    let files: [File; 7] = [
+        ("checkpoints", checkpoints::SCENARIOS),
         ("ddp", SCENARIOS),
         ("failures", failures::SCENARIOS),
         ("forks", forks::SCENARIOS),

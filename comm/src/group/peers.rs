@@ -1,0 +1,95 @@
+//! Reading what the other ranks have, where it lies.
+
+use std::ops::Range;
+
+use flow_kernels::{DType, ReduceOp};
+
+use super::lane::Lane;
+use super::ProcessGroup;
+use crate::buffer::Buffer;
+use crate::descriptor::OpDescriptor;
+use crate::error::Result;
+use crate::kind::Kind;
+
+/// What all ranks of a group have, for as long as they hold still.
+pub struct Peers<'a> {
+    memory: &'a [*const u8],
+    counts: &'a [usize],
+    dtype: DType,
+}
+
+impl Peers<'_> {
+    /// A rank's elements, as bytes.
+    pub fn bytes(&self, rank: usize) -> &[u8] {
+        let bytes = self.counts[rank] * self.dtype.size();
+        if bytes == 0 {
+            return &[];
+        }
+        // SAFETY: the rank has published so many bytes there, and leaves them alone until all ranks
+        // have read.
+        unsafe { std::slice::from_raw_parts(self.memory[rank], bytes) }
+    }
+
+    /// Reduces these elements, which every rank has, in rank order. `to` is as long, and aligned for
+    /// elements.
+    pub fn reduce(&self, range: Range<usize>, op: ReduceOp, to: &mut [u8]) {
+        let size = self.dtype.size();
+        let is_inside = self.counts.iter().all(|&count| range.end <= count);
+        assert!(is_inside && range.len() * size == to.len(), "the range is what all ranks have");
+        assert!(to.as_ptr().addr().is_multiple_of(size), "the result is aligned");
+        let from = |memory: &*const u8| memory.wrapping_add(range.start * size);
+        let from: Vec<*const u8> = self.memory.iter().map(from).collect();
+        // SAFETY: all ranks have these elements, aligned, and leave them alone until all have read;
+        // the result is borrowed mutably.
+        unsafe { flow_kernels::reduce(self.dtype, op, &from, &[to.as_mut_ptr()], range.len()) }
+    }
+}
+
+impl ProcessGroup {
+    /// Lets each rank read what all ranks have, where it lies: collectives of any layout, with one
+    /// copy. `counts[r]` is the number of elements of rank r's `data`, the same list on all ranks.
+    /// `layout` is a digest of what else all must agree on. `read` runs when all ranks have come;
+    /// the ranks' data stays as it is until all have read. Data outside the shared memory is copied
+    /// there first.
+    ///
+    /// False if ranks cannot read each other's memory, on all ranks alike, and nothing is read:
+    /// members are on several nodes, or the shared memory of one is full.
+    ///
+    /// ```
+    /// # use flow_comm::ProcessGroup;
+    /// let group = ProcessGroup::from_env()?; // alone: a group of one
+    /// let mut last = 0;
+    /// let is_read = group.read_peers(&[3_u8, 4], &[2], 0, |peers| last = peers.bytes(0)[1])?;
+    /// assert_eq!((is_read, last), (true, 4));
+    /// # Ok::<(), flow_comm::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Ranks give other counts or another layout, or do not come.
+    pub fn read_peers<B: Buffer + ?Sized>(
+        &self,
+        data: &B,
+        counts: &[usize],
+        layout: u64,
+        mut read: impl FnMut(&Peers),
+    ) -> Result<bool> {
+        let name = Kind::ReadPeers.name();
+        let (data, dtype) = self.raw(name, data)?;
+        self.caller().check_counts(name, "counts", counts)?;
+        let own = counts[self.rank()];
+        self.caller().check_length(name, "data", data.bytes / dtype.size(), own)?;
+        if self.core().is_inter_node() {
+            return Ok(false);
+        }
+        let mut operation = OpDescriptor::new(Kind::ReadPeers, dtype, counts.iter().sum());
+        operation.layout = layout;
+        let lengths: Vec<usize> = counts.iter().map(|count| count * dtype.size()).collect();
+        self.run_in_order(Lane::Collectives, |group| {
+            group.finish_buckets()?;
+            group.begin(&mut operation)?;
+            let mut read = |memory: &[*const u8]| read(&Peers { memory, counts, dtype });
+            group.backend.read_peers(operation, data, &lengths, &mut read)
+        })
+    }
+}

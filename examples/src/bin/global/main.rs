@@ -1,0 +1,82 @@
+//! Global tensors: the programs of OneFlow's documents on global tensors and on parallel strategies.
+//!
+//!     flow-launch --nproc_per_node 2 global data-parallel
+//!     flow-launch --nproc_per_node 4 global hybrid
+//!
+//! Each program says where its tensors lie (placement) and how (SBP); the rest is as on one device.
+
+mod creation;
+mod data_parallel;
+mod hybrid;
+mod matmul;
+mod mesh;
+mod model_parallel;
+mod show;
+mod to_global;
+mod train;
+mod two_placements;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use flow::prelude::*;
+
+/// Programs with global tensors.
+#[derive(Parser)]
+#[command(name = "global")]
+enum Command {
+    /// A product of matrices on one device, without global tensors
+    Matmul,
+    /// Makes global tensors; 2 ranks
+    Creation,
+    /// Gives tensors another SBP; 2 ranks
+    ToGlobal,
+    /// The product, where the data are split; 2 ranks
+    DataParallel,
+    /// The product, where the model is split; 2 ranks
+    ModelParallel,
+    /// Two stages, each on a rank of its own; 2 ranks
+    TwoPlacements,
+    /// A data-parallel stage on two ranks and a model-parallel one on two others; 4 ranks
+    Hybrid,
+    /// Data and model are split on a mesh of 2 x 2 ranks; 4 ranks
+    Mesh,
+    /// Trains a linear model, data parallel by SBP; 2 ranks
+    Train,
+}
+
+/// A program, and how many ranks it needs.
+type Program = (fn(&ProcessGroup) -> anyhow::Result<()>, usize);
+
+fn run(command: &Command) -> anyhow::Result<()> {
+    let (program, ranks): Program = match command {
+        Command::Matmul => (matmul::run, 1),
+        Command::Creation => (creation::run, 2),
+        Command::ToGlobal => (to_global::run, 2),
+        Command::DataParallel => (data_parallel::run, 2),
+        Command::ModelParallel => (model_parallel::run, 2),
+        Command::TwoPlacements => (two_placements::run, 2),
+        Command::Hybrid => (hybrid::run, 4),
+        Command::Mesh => (mesh::run, 4),
+        Command::Train => (train::run, 2),
+    };
+    let group = ProcessGroup::from_env()?;
+    let given = group.world_size();
+    anyhow::ensure!(
+        given >= ranks,
+        "this program needs {ranks} ranks, and the job has {given}: start it by flow-launch \
+         --nproc_per_node {ranks}"
+    );
+    program(&group)
+}
+
+fn main() -> ExitCode {
+    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
+    match run(&flow_examples::arguments::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("global: error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! The phases of boxing by collectives, where ranks cannot read each other's memory: on GPUs, and
+//! between machines. What a collective takes lies side by side, so other regions are copied before
+//! and after.
+
+use flow_tensor::{ProcessGroup, TensorCollectives};
+use tch::{Device, Kind, Tensor};
+
+use super::execute::{Exchange, Reduce};
+use super::memory::{sizes, Part};
+use super::plan::Copy;
+use crate::error::Result;
+use crate::region::Region;
+
+/// Whether regions follow each other as the rows of a whole.
+pub fn are_rows(parts: &[Option<Region>], whole: &Region) -> bool {
+    let Some((rows, others)) = whole.0.split_first() else { return false };
+    let end = parts.iter().flatten().try_fold(rows.start, |start, part| {
+        (part.0[0].start == start && part.0[1..] == *others).then_some(part.0[0].end)
+    });
+    end == Some(rows.end)
+}
+
+/// Both phases at once.
+pub fn all_reduce(
+    group: &ProcessGroup,
+    reduce: &Reduce,
+    terms: &Part,
+    result: &Part,
+) -> Result<()> {
+    let mut sum = result.tensor.shallow_clone();
+    sum.copy_(&terms.tensor);
+    Ok(group.all_reduce_tensor(&mut sum, reduce.op)?)
+}
+
+/// The first phase. None if this rank has no part.
+pub fn reduce_scatter(group: &ProcessGroup, reduce: &Reduce, terms: &Part) -> Result<Option<Part>> {
+    let parts = &reduce.parts;
+    let flat = match are_rows(parts, &reduce.held) {
+        true => terms.tensor.view([-1]),
+        false => side_by_side(parts.iter().flatten().map(|part| terms.view(part)).collect()),
+    };
+    let counts: Vec<usize> =
+        parts.iter().map(|part| part.as_ref().map_or(0, Region::elements)).collect();
+    let sum = group.reduce_scatter_v_tensor(&flat, &counts, reduce.op)?;
+    Ok(reduce
+        .own
+        .as_ref()
+        .map(|own| Part { tensor: sum.view(&sizes(own)[..]), region: own.clone() }))
+}
+
+/// The second phase.
+pub fn exchange(
+    group: &ProcessGroup,
+    exchange: &Exchange,
+    (rank, kind, device): (usize, Kind, Device),
+    source: Option<&Part>,
+    mut result: Option<&mut Part>,
+) -> Result<()> {
+    let nothing = Tensor::empty([0], (kind, device));
+    if let (true, Some(result)) = (exchange.is_all_gather, &mut result) {
+        let rows = |shown: &Option<Region>| shown.as_ref().map_or(0, Region::elements);
+        let counts: Vec<usize> = exchange.shown.iter().map(rows).collect();
+        let shows = counts[group.rank()] > 0;
+        let own = source.filter(|_| shows).map_or(nothing, |source| source.tensor.view([-1]));
+        let all = group.all_gather_v_tensor(&own, &counts)?;
+        result.tensor = all.view(&sizes(&result.region)[..]);
+        return Ok(());
+    }
+    let ranks = &exchange.members.ranks;
+    let between = |from: usize, to: usize| {
+        exchange.copies.iter().filter(move |copy| copy.from == from && copy.to == to)
+    };
+    let elements = |copies: &mut dyn Iterator<Item = &Copy>| -> usize {
+        copies.map(|copy| copy.region.elements()).sum()
+    };
+    let sent = ranks.iter().flat_map(|&to| between(rank, to));
+    let sent = side_by_side(sent.filter_map(|copy| Some(source?.view(&copy.region))).collect());
+    let sent = if sent.defined() { sent } else { nothing };
+    let sends: Vec<usize> = ranks.iter().map(|&to| elements(&mut between(rank, to))).collect();
+    let receives: Vec<usize> =
+        ranks.iter().map(|&from| elements(&mut between(from, rank))).collect();
+    let received = group.all_to_all_v_tensor(&sent, &sends, &receives)?;
+    let mut start = 0;
+    for copy in ranks.iter().flat_map(|&from| between(from, rank)) {
+        let Some(result) = &result else { break };
+        let length = copy.region.elements() as i64;
+        let part = received.narrow(0, start, length).view(&sizes(&copy.region)[..]);
+        result.view(&copy.region).copy_(&part);
+        start += length;
+    }
+    Ok(())
+}
+
+/// All elements one after the other; undefined without any tensor.
+fn side_by_side(mut tensors: Vec<Tensor>) -> Tensor {
+    match tensors.len() {
+        0 => Tensor::new(),
+        1 => tensors.remove(0).reshape([-1]),
+        _ => Tensor::cat(&tensors.iter().map(|tensor| tensor.reshape([-1])).collect::<Vec<_>>(), 0),
+    }
+}

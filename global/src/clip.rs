@@ -1,0 +1,162 @@
+//! Gradients are clipped where they lie.
+
+use flow_comm::ReduceOp;
+use flow_tensor::TensorCollectives;
+use tch::{Kind, Tensor};
+
+use crate::error::{Error, Result};
+use crate::sbp::{NdSbp, B};
+use crate::tensor::{find_spec, globals, GlobalTensor};
+
+/// Scales the gradients of these tensors so that the norm of all of them together is at most
+/// `max_norm`, and returns the norm before: `torch.nn.utils.clip_grad_norm_`. `norm_type` is the order
+/// of the norm: 2 for the usual one, `f64::INFINITY` for the greatest element. Of a model:
+/// `clip_grad_norm(&vs.trainable_variables(), 1.0, 2.0, true)`.
+///
+/// Tensors may be global, on any placements, or plain ones, which are the same on all ranks. Nothing
+/// is gathered: each rank adds up its own elements, and one number is reduced over all ranks of the
+/// job, which all call this.
+///
+/// # Errors
+/// The order is 0 or not a number; the norm is infinite or not a number and `error_if_nonfinite` is
+/// set, which leaves the gradients alone; or a collective fails.
+pub fn clip_grad_norm(
+    tensors: &[Tensor],
+    max_norm: f64,
+    norm_type: f64,
+    error_if_nonfinite: bool,
+) -> Result<f64> {
+    if norm_type == 0.0 || norm_type.is_nan() {
+        return Err(fail("the order of the norm is 0 or not a number; the usual one is 2"));
+    }
+    tch::no_grad(|| {
+        let gradients: Vec<Tensor> = gradients(tensors).collect();
+        let norm = norm(&gradients, norm_type)?;
+        if error_if_nonfinite && !norm.is_finite() {
+            return Err(fail(&format!(
+                "the norm of order {norm_type} of the gradients is {norm}; without \
+                 error_if_nonfinite they are scaled all the same"
+            )));
+        }
+        let coefficient = max_norm / (norm + 1e-6);
+        // Not so if the norm is not a number: nor are the gradients then.
+        let fits = coefficient >= 1.0;
+        if !fits {
+            for gradient in &gradients {
+                if let Some(mut own) = own(gradient)? {
+                    let _ = own.f_mul_scalar_(coefficient)?;
+                }
+            }
+        }
+        Ok(norm)
+    })
+}
+
+/// Limits each element of the gradients of these tensors to `-value..=value`:
+/// `torch.nn.utils.clip_grad_value_`.
+///
+/// # Errors
+/// A collective fails, where the gradient of a partial tensor is reduced.
+pub fn clip_grad_value(tensors: &[Tensor], value: f64) -> Result<()> {
+    tch::no_grad(|| {
+        for mut gradient in gradients(tensors) {
+            let whole = reduced(&gradient)?;
+            if let Some(mut own) = own(&whole)? {
+                let _ = own.f_clamp_(-value, value)?;
+            }
+            if is_partial(&gradient) {
+                gradient.set_data(&whole);
+            }
+        }
+        Ok(())
+    })
+}
+
+fn gradients(tensors: &[Tensor]) -> impl Iterator<Item = Tensor> + '_ {
+    tensors.iter().map(Tensor::grad).filter(Tensor::defined)
+}
+
+/// What this rank has of a gradient; None outside its placement.
+fn own(gradient: &Tensor) -> Result<Option<Tensor>> {
+    match find_spec(gradient) {
+        Some(_) => Ok(globals()?.local(gradient)),
+        None => Ok(Some(gradient.shallow_clone())),
+    }
+}
+
+fn is_partial(gradient: &Tensor) -> bool {
+    let spec = find_spec(gradient);
+    spec.is_some_and(|spec| spec.sbp().iter().any(|sbp| sbp.is_partial()))
+}
+
+/// The gradient without terms.
+fn reduced(gradient: &Tensor) -> Result<Tensor> {
+    if !is_partial(gradient) {
+        return Ok(gradient.shallow_clone());
+    }
+    let whole = |sbp: crate::Sbp| if sbp.is_partial() { B } else { sbp };
+    let sbp: NdSbp = gradient.sbp()?.into_iter().map(whole).collect();
+    gradient.to_global(&gradient.placement()?, sbp)
+}
+
+/// The norm of all elements of these tensors, on every rank.
+fn norm(gradients: &[Tensor], order: f64) -> Result<f64> {
+    let is_extreme = order.is_infinite();
+    let mut world = None;
+    // Those that this rank answers for, and those that are no rank's own.
+    let (mut own_norms, mut plain_norms) = (Vec::new(), Vec::new());
+    for gradient in gradients {
+        let of = |tensor: &Tensor| tensor.f_norm_scalaropt_dtype(order, Kind::Double);
+        let Some(spec) = find_spec(gradient) else {
+            if gradient.numel() > 0 {
+                plain_norms.push(of(gradient)?);
+            }
+            continue;
+        };
+        let placement = spec.placement();
+        let runtime = placement.runtime()?;
+        world.get_or_insert_with(|| runtime.world().clone());
+        let whole = reduced(gradient)?;
+        let Some(position) = placement.position(runtime.rank()) else { continue };
+        // Of copies, the first one counts.
+        let sbp = whole.sbp()?;
+        let at = placement.coordinates(position);
+        let is_first = sbp.iter().zip(at).all(|(&sbp, at)| sbp != B || at == 0);
+        match own(&whole)? {
+            Some(own) if is_first && own.numel() > 0 => own_norms.push(of(&own)?),
+            _ => {}
+        }
+    }
+    let none = if order == f64::NEG_INFINITY { f64::INFINITY } else { 0.0 };
+    // Norms as what can be added up: powers.
+    let total = |norms: &[Tensor]| -> Result<f64> {
+        if norms.is_empty() {
+            return Ok(none);
+        }
+        let norm = Tensor::f_stack(norms, 0)?;
+        let norm = norm.f_norm_scalaropt_dtype(order, Kind::Double)?;
+        let norm = norm.f_double_value(&[])?;
+        Ok(if is_extreme { norm } else { norm.powf(order) })
+    };
+    let op = match order {
+        f64::INFINITY => ReduceOp::Max,
+        f64::NEG_INFINITY => ReduceOp::Min,
+        _ => ReduceOp::Sum,
+    };
+    let mut sum = total(&own_norms)?;
+    if let Some(world) = world {
+        let mut number = Tensor::from(sum).to_device(world.device());
+        world.all_reduce_tensor(&mut number, op)?;
+        sum = number.f_double_value(&[])?;
+    }
+    let plain = total(&plain_norms)?;
+    Ok(match op {
+        ReduceOp::Max => sum.max(plain),
+        ReduceOp::Min => sum.min(plain),
+        _ => (sum + plain).powf(1.0 / order),
+    })
+}
+
+fn fail(reason: &str) -> Error {
+    Error::Unsupported { operation: "clip_grad_norm".to_owned(), reason: reason.to_owned() }
+}

@@ -1,0 +1,126 @@
+//! Linear layers whose weight is split by columns or by rows.
+//!
+//! The names are Megatron's: it writes a weight as inputs by outputs. libtorch's is outputs by
+//! inputs, so that a column layer's weight is S(0).
+
+use std::borrow::Borrow;
+
+use tch::{nn, Tensor};
+
+use super::{pinned, variable, with_axis};
+use crate::error::Result;
+use crate::placement::Placement;
+use crate::sbp::{Sbp, B, S};
+use crate::tensor::GlobalTensor;
+
+/// A linear layer, each rank of which computes a part of the outputs.
+#[derive(Debug)]
+pub struct ColumnLinear {
+    /// Outputs by inputs, S(0) on the axis.
+    pub ws: Tensor,
+    /// S(0) on the axis.
+    pub bs: Option<Tensor>,
+    axis: usize,
+}
+
+/// A linear layer, each rank of which has a part of the inputs.
+#[derive(Debug)]
+pub struct RowLinear {
+    /// Outputs by inputs, S(1) on the axis.
+    pub ws: Tensor,
+    /// B.
+    pub bs: Option<Tensor>,
+    axis: usize,
+}
+
+/// A linear layer whose outputs are split over an axis of the placement. Names, sizes and initial
+/// values are those of [`nn::linear`]; no rank has more than its part.
+///
+/// # Errors
+/// The placement has no such axis.
+pub fn column_linear<'a>(
+    path: impl Borrow<nn::Path<'a>>,
+    inputs: i64,
+    outputs: i64,
+    placement: &Placement,
+    axis: usize,
+    config: nn::LinearConfig,
+) -> Result<ColumnLinear> {
+    let split = [S(0), S(0)];
+    let (ws, bs) = weights(path.borrow(), (inputs, outputs), placement, (axis, split), config)?;
+    Ok(ColumnLinear { ws, bs, axis })
+}
+
+/// A linear layer whose inputs are split over an axis of the placement. Names, sizes and initial
+/// values are those of [`nn::linear`]; no rank has more than its part.
+///
+/// # Errors
+/// The placement has no such axis.
+pub fn row_linear<'a>(
+    path: impl Borrow<nn::Path<'a>>,
+    inputs: i64,
+    outputs: i64,
+    placement: &Placement,
+    axis: usize,
+    config: nn::LinearConfig,
+) -> Result<RowLinear> {
+    let split = [S(1), B];
+    let (ws, bs) = weights(path.borrow(), (inputs, outputs), placement, (axis, split), config)?;
+    Ok(RowLinear { ws, bs, axis })
+}
+
+fn weights(
+    path: &nn::Path<'_>,
+    (inputs, outputs): (i64, i64),
+    placement: &Placement,
+    (axis, [of_weight, of_bias]): (usize, [Sbp; 2]),
+    config: nn::LinearConfig,
+) -> Result<(Tensor, Option<Tensor>)> {
+    let bound = 1.0 / (inputs as f64).sqrt();
+    let init = config.bs_init.unwrap_or(nn::Init::Uniform { lo: -bound, up: bound });
+    let bias = || variable(path, ("bias", &[outputs], init), placement, (axis, of_bias));
+    let bs = config.bias.then(bias).transpose()?;
+    let weight = ("weight", &[outputs, inputs][..], config.ws_init);
+    Ok((variable(path, weight, placement, (axis, of_weight))?, bs))
+}
+
+impl ColumnLinear {
+    /// The result is S(last) on the layer's axis. Backward, the input's gradient is reduced there.
+    ///
+    /// # Errors
+    /// The input is plain or does not fit, or a collective fails.
+    pub fn f_forward(&self, xs: &Tensor) -> Result<Tensor> {
+        let xs = pinned(xs, self.axis, B)?;
+        let xs = xs.grad_sbp(xs.sbp()?)?;
+        Ok(xs.f_linear(&self.ws, self.bs.as_ref())?)
+    }
+}
+
+impl RowLinear {
+    /// The result is reduced: B on the layer's axis.
+    ///
+    /// # Errors
+    /// The input is plain or does not fit, or a collective fails.
+    pub fn f_forward(&self, xs: &Tensor) -> Result<Tensor> {
+        let xs = pinned(xs, self.axis, S(xs.dim().saturating_sub(1)))?;
+        let terms = xs.f_linear(&self.ws, None::<&Tensor>)?;
+        let sum = terms.to_global(&terms.placement()?, with_axis(&terms, self.axis, B)?)?;
+        // Added once, not by each rank.
+        Ok(match &self.bs {
+            Some(bs) => sum.f_add(bs)?,
+            None => sum,
+        })
+    }
+}
+
+impl nn::Module for ColumnLinear {
+    fn forward(&self, xs: &Tensor) -> Tensor {
+        self.f_forward(xs).expect("column_linear")
+    }
+}
+
+impl nn::Module for RowLinear {
+    fn forward(&self, xs: &Tensor) -> Tensor {
+        self.f_forward(xs).expect("row_linear")
+    }
+}
