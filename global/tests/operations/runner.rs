@@ -51,6 +51,7 @@ pub fn run(cases: &[Case], size: usize, place: Place) {
         ranks.into_iter().map(|rank| rank.join().unwrap()).next_back().unwrap()
     });
     println!("{count} combinations of SBPs on {size} ranks");
+    println!("gathered: {}", flow_global::gathered_operations().join(" "));
     let list: Vec<String> = failures.into_values().flatten().collect();
     assert!(list.is_empty(), "{} failures:\n{}", list.len(), list.join("\n"));
 }

@@ -150,7 +150,8 @@ fn values() -> Vec<Case> {
             read((x[0].int64_value(&[4, 5]) + x[0].max().int64_value(&[])) as f64)
         })
         .reads(),
-        case("equal, allclose", wide(), &["equal", "allclose"], |x| {
+        case("equal, allclose", wide(), &["equal", "allclose", "is_same_size"], |x| {
+            assert!(x[0].is_same_size(&(&x[0] + 1.0)));
             let (same, other) = (x[0].equal(&x[0].copy()), x[0].equal(&(&x[0] + 1.0)));
             let close = x[0].allclose(&(&x[0] + 1e-12), 1e-6, 1e-8, false);
             read(f64::from(u8::from(same)) + 2.0 * f64::from(u8::from(other || !close)))
