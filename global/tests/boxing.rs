@@ -180,3 +180,42 @@ fn bytes_of_the_usual_pairs() {
     assert_eq!(received(&mesh, &[S(0), P], &[S(0), S(1)]), total);
     assert_eq!(received(&mesh, &[P, P], &[S(0), B]), 3 * total + total);
 }
+
+/// The least that all ranks together can receive on a line of `ranks`: what they need and do not
+/// have; of terms, each element of the sum from all others but one (reduce-scatter), and then, if
+/// all need it, from its holder (all-gather).
+fn least(total: usize, ranks: usize, from: Sbp, to: Sbp) -> usize {
+    match (from, to) {
+        (P, B) => 2 * (ranks - 1) * total,
+        (P, S(_)) | (S(_), B) => (ranks - 1) * total,
+        (S(one), S(other)) if one != other => (ranks - 1) * total / ranks,
+        _ => 0,
+    }
+}
+
+#[test]
+fn no_pair_needs_more_than_the_least_bytes() {
+    let total = 12 * 12;
+    for ranks in [1, 2, 3, 4, 6] {
+        let line = Placement::of((0..ranks).collect::<Vec<_>>()).unwrap();
+        for from in sbps(1, 2) {
+            for to in sbps(1, 2) {
+                let [one, other] = [&from, &to].map(|sbp| Layout { placement: &line, sbp });
+                let received = Plan::new(&[12, 12], one, other).received();
+                assert_eq!(
+                    received,
+                    least(total, ranks, from[0], to[0]),
+                    "{ranks} {from:?} {to:?}"
+                );
+                // On a mesh, where the other axis is B, in each of its two rows.
+                let mesh: Vec<Vec<usize>> =
+                    [0, 1].map(|row| (0..ranks).map(|at| row * ranks + at).collect()).into();
+                let mesh = Placement::of(mesh).unwrap();
+                let both = [vec![B, from[0]], vec![B, to[0]]];
+                let [one, other] = [&both[0], &both[1]].map(|sbp| Layout { placement: &mesh, sbp });
+                let received = Plan::new(&[12, 12], one, other).received();
+                assert_eq!(received, 2 * least(total, ranks, from[0], to[0]), "{ranks} {both:?}");
+            }
+        }
+    }
+}
