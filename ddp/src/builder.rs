@@ -279,7 +279,7 @@ impl DdpBuilder {
 struct WrappedParts {
     reducer: Arc<Reducer>,
     hooks: Vec<GradHook>,
-    allocator: Option<Arc<ArenaAllocatorGuard>>,
+    allocator: Allocator,
     buffers: CoalescedBroadcast,
     held: Vec<HeldBuffer>,
 }
@@ -312,6 +312,9 @@ impl WrappedParts {
     }
 }
 
+/// What has the CPU's gradients allocated where ranks reach them; None on GPUs.
+pub(crate) type Allocator = Option<Arc<ArenaAllocatorGuard>>;
+
 /// How gradients of tensors on the device of `like` are reduced, and what has the CPU's allocated where
 /// ranks reach them.
 pub(crate) fn reduce_path(
@@ -319,7 +322,7 @@ pub(crate) fn reduce_path(
     settings: &Settings,
     like: &Tensor,
     op: ReduceOp,
-) -> Result<(Arc<dyn ReducePath>, Option<Arc<ArenaAllocatorGuard>>)> {
+) -> Result<(Arc<dyn ReducePath>, Allocator)> {
     Ok(match cuda_group(group, like)? {
         Some(cuda) => (Arc::new(CudaPath::new(group, cuda, op)), None),
         None => {

@@ -9,7 +9,7 @@ use flow_tensor::ArenaAllocatorGuard;
 use tch::Tensor;
 
 use crate::bucket::assignment::Caps;
-use crate::builder::reduce_path;
+use crate::builder::{reduce_path, Allocator};
 use crate::comm_hooks::AllReduce;
 use crate::error::{job_rank, Error, Result};
 use crate::model_check::agree;
@@ -26,7 +26,7 @@ use crate::settings::Settings;
 /// backward `.grad` is the sum. A backward that fails makes this unusable, on all ranks.
 pub struct GradReducer {
     reducer: Arc<Reducer>,
-    _allocator: Option<Arc<ArenaAllocatorGuard>>,
+    _allocator: Allocator,
 }
 
 impl fmt::Debug for GradReducer {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::Result;
 use clap::Args;
 use flow_ddp::{Ddp, DeviceKind, ProcessGroup, TensorCollectives};
-use flow_train::global::{self, GlobalTensor, Placement, B, S};
+use flow::global::{self, GlobalTensor, Placement, B, S};
 use tch::nn::{ModuleT, Optimizer, OptimizerConfig, Sgd, VarStore};
 use tch::{Kind, Tensor};
 
