@@ -62,12 +62,13 @@ impl GradReducer {
         let own = group.duplicate_in(allocator.as_ref().map(|allocator| allocator.handle()))?;
         let parameters: Vec<Parameter> =
             parameters.into_iter().map(|(name, tensor)| Parameter::new(name, tensor)).collect();
-        let made = reduce_path(&own, &settings, &first, options.op).and_then(|(path, allocator)| {
-            let hook = Box::new(AllReduce);
-            let reducer =
-                Reducer::new(own.clone(), path, parameters, Vec::new(), options, hook)?;
-            Ok(Self { reducer, _allocator: allocator })
-        });
+        let made =
+            reduce_path(&own, &settings, &first, options.op).and_then(|(path, allocator)| {
+                let hook = Box::new(AllReduce);
+                let reducer =
+                    Reducer::new(own.clone(), path, parameters, Vec::new(), options, hook)?;
+                Ok(Self { reducer, _allocator: allocator })
+            });
         agree(&own, made)
     }
 

@@ -353,7 +353,7 @@ impl Exchange {
                 |shown: &Option<Region>| shown.as_ref().map_or(0, |shown| shown.elements() * units);
             let counts: Vec<usize> = self.shown.iter().map(count).collect();
             let shows = counts[group.rank()] > 0;
-            let nothing = Part::empty(&Region(vec![0..0]), (kind, device));
+            let nothing = Part::empty(&Region::all(&[0]), (kind, device));
             let own = source.filter(|_| shows).unwrap_or(&nothing).memory();
             let read = |peers: &Peers| {
                 let Some(result) = &result else { return };

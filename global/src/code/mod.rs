@@ -120,8 +120,7 @@ impl Context<'_, '_> {
         let (from, to) = (Layout { placement, sbp: from }, Layout { placement, sbp: to });
         let runtime = self.runtime()?;
         let options = (local.kind(), local.device());
-        let boxed =
-            runtime.boxing(shape, from, to).run(&runtime.groups, options, Some(local))?;
+        let boxed = runtime.boxing(shape, from, to).run(&runtime.groups, options, Some(local))?;
         boxed.ok_or_else(|| self.fail("this rank is not in the placement"))
     }
 

@@ -241,7 +241,7 @@ impl<'a, M: FnMut(&[Tensor]) -> Result<Tensor>> Job<'a, M> {
         let device = self.group.device();
         let own = |input: Array| match input {
             Array::Whole(tensor) => {
-                scatter(&tensor.to_device(device), &self.placement, &self.rows_split(&tensor))
+                scatter(&tensor.to_device(device), &self.placement, self.rows_split(&tensor))
             }
             Array::List(mut list) => Ok(list.swap_remove(self.group.rank()).to_device(device)),
         };

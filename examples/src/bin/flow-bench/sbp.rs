@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use anyhow::Result;
 use clap::Args;
-use flow_ddp::{Ddp, DeviceKind, ProcessGroup, TensorCollectives};
 use flow::global::{self, GlobalTensor, Placement, B, S};
+use flow_ddp::{Ddp, DeviceKind, ProcessGroup, TensorCollectives};
 use tch::nn::{ModuleT, Optimizer, OptimizerConfig, Sgd, VarStore};
 use tch::{Kind, Tensor};
 
