@@ -118,7 +118,10 @@ fn pair(
                 one.copy_from_slice(other);
                 Ok(())
             },
-            &mut || Ok(drop(tensor.to_global(to.0, to.1)?)),
+            &mut || {
+                let _: () = drop(tensor.to_global(to.0, to.1)?);
+                Ok(())
+            },
         ],
     )?;
     if group.rank() == 0 {
@@ -157,14 +160,17 @@ fn small(group: &ProcessGroup, line: &Placement) -> Result<(), Error> {
     let _no_grad = tch::no_grad_guard();
     let plain = Tensor::ones([1024], (Kind::Float, Device::Cpu));
     let mut sum = plain.copy();
-    let tensor = scatter(&plain, line, &[P])?;
+    let tensor = scatter(&plain, line, [P])?;
     let times = take_turns(
         group,
         1000,
         &mut [
             &mut || Ok(group.all_reduce_tensor(&mut sum, ReduceOp::Sum)?),
             &mut || Ok(group.all_reduce_tensor(&mut plain.copy(), ReduceOp::Sum)?),
-            &mut || Ok(drop(tensor.to_global(line, &[B])?)),
+            &mut || {
+                let _: () = drop(tensor.to_global(line, [B])?);
+                Ok(())
+            },
         ],
     )?;
     if group.rank() == 0 {

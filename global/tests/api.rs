@@ -20,7 +20,7 @@ fn tensors_like_others() {
         let tensors = [
             (global::zeros_like(&plain, &placement, [S(0)]).unwrap(), Some(0.0)),
             (global::ones_like(&plain, &placement, [P]).unwrap(), Some(1.0)),
-            (global::full_like(&plain, 7.0, &placement, &[S(1)]).unwrap(), Some(7.0)),
+            (global::full_like(&plain, 7.0, &placement, [S(1)]).unwrap(), Some(7.0)),
             (global::empty_like(&plain, &placement, vec![B]).unwrap(), None),
             (global::rand_like(&plain, &placement, [S(0)]).unwrap(), None),
             (global::randn_like(&plain, &placement, [S(0)]).unwrap(), None),

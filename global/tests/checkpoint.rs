@@ -226,7 +226,7 @@ fn sgd_with_momentum_goes_on_under_any_layout() {
 fn random_numbers_go_on() {
     let folder = tempdir().unwrap();
     let draw = |placement: &Placement, sbp| {
-        let numbers = randn([6], Kind::Double, placement, &[sbp]).unwrap().full().unwrap();
+        let numbers = randn([6], Kind::Double, placement, [sbp]).unwrap().full().unwrap();
         Vec::<f64>::try_from(numbers).unwrap()
     };
     let drawn = ranks(3, |group| {

@@ -50,9 +50,9 @@ fn run(Args { options }: &Args) -> Result<()> {
     let shown = Cell::new(false);
     let mlp = |images: &Tensor| {
         // Every rank computes its features of all images, and then the classes of some images.
-        let images = images.flatten(1, -1).to_global(placement, &[B])?;
+        let images = images.flatten(1, -1).to_global(placement, [B])?;
         let hidden = dense1.forward(&images).relu();
-        let rows = hidden.to_global(placement, &[S(0)])?;
+        let rows = hidden.to_global(placement, [S(0)])?;
         let logits = dense2.forward(&rows);
         if setting.group.rank() == 0 && !shown.replace(true) {
             let sbps = [&images, &hidden, &rows, &logits].map(|tensor| tensor.sbp());

@@ -156,8 +156,8 @@ fn train(
             global::distribute(&vs, &placement, |_, _| vec![B])?;
             Box::new(move |images, labels, lr| {
                 // Each rank's batch is a part of the logical one.
-                let images = images.to_global(&placement, &[S(0)])?;
-                let labels = labels.to_global(&placement, &[S(0)])?;
+                let images = images.to_global(&placement, [S(0)])?;
+                let labels = labels.to_global(&placement, [S(0)])?;
                 let loss = net.forward_t(&images, in_training).cross_entropy_for_logits(&labels);
                 optimizer.set_lr(lr);
                 optimizer.try_backward_step(&loss)?;
