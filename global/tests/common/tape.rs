@@ -127,7 +127,7 @@ impl Tape {
     }
 
     fn plain_view(&mut self, x: usize, shape: &[usize]) -> usize {
-        self.one("view", &[T[0].clone(), Arg::Ints(&ints(shape))], &[x], shape)
+        self.one("view", &[T[0].clone(), Arg::Ints(ints(shape).into())], &[x], shape)
     }
 
     fn plain_mm(&mut self, a: usize, b: usize) -> usize {
@@ -147,7 +147,7 @@ impl Tape {
 
     pub fn view(&mut self, x: usize, shape: &[usize]) -> usize {
         let before = self.shape(x);
-        let args = [T[0].clone(), Arg::Ints(&ints(shape))];
+        let args = [T[0].clone(), Arg::Ints(ints(shape).into())];
         self.node("view", &args, &[x], &[shape], move |tape, _, g| {
             vec![(x, tape.plain_view(g, &before))]
         })
@@ -183,7 +183,7 @@ impl Tape {
         let args = [&T[..3], &[Arg::Int(1), Arg::Int(1)]].concat();
         self.node("addmm", &args, &[bias, a, b], &[&shape], move |tape, _, g| {
             let mut gradients = tape.mm_backward(a, b, g);
-            let args = [T[0].clone(), Arg::Ints(&[0]), Arg::Bool(true), Arg::None];
+            let args = [T[0].clone(), Arg::Ints(vec![0].into()), Arg::Bool(true), Arg::None];
             let sum = tape.one("sum", &args, &[g], &[1, shape[1]]);
             gradients.push((bias, tape.plain_view(sum, &[shape[1]])));
             gradients
@@ -263,12 +263,18 @@ impl Tape {
         let width = [*shape.last().unwrap()];
         let rows = [&shape[..shape.len() - 1], &[1]].concat();
         let sizes = ints(&width);
-        let args = [T[0].clone(), Arg::Ints(&sizes), T[1].clone(), T[2].clone(), Arg::Float(1e-5)];
+        let args = [
+            T[0].clone(),
+            Arg::Ints(sizes.clone().into()),
+            T[1].clone(),
+            T[2].clone(),
+            Arg::Float(1e-5),
+        ];
         let results: [&[usize]; 3] = [&shape.clone(), &rows.clone(), &rows];
         self.node("native_layer_norm", &args, &[x, weight, bias], &results, move |tape, own, g| {
             let sizes = ints(&width);
             let mut args = T[..6].to_vec();
-            args.insert(2, Arg::Ints(&sizes));
+            args.insert(2, Arg::Ints(sizes.clone().into()));
             args.push(Arg::Other);
             let inputs = [g, x, own[1], own[2], weight, bias];
             let results: [&[usize]; 3] = [&shape, &width, &width];
