@@ -130,9 +130,9 @@ fn as_many_bytes_are_received_as_the_plan_says() {
     }
     let all = on_ranks(4, |group| {
         let groups = Groups::new(&group);
-        let one = |((old, from), (new, to)): &((&Placement, Vec<Sbp>), (&Placement, Vec<Sbp>))| {
-            let [from, to] = [(*old, from), (*new, to)]
-                .map(|(placement, sbp)| Layout { placement, sbp: &sbp[..] });
+        type Lies<'a> = (&'a Placement, Vec<Sbp>);
+        let one = |(from, to): &(Lies, Lies)| {
+            let [from, to] = [from, to].map(|(placement, sbp)| Layout { placement, sbp: &sbp[..] });
             let local = from.placement.position(group.rank()).map(|position| {
                 let region = &regions(from.placement, from.sbp, &shape)[position];
                 let sizes: Vec<i64> = region.shape().iter().map(|&size| size as i64).collect();

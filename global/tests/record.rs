@@ -55,7 +55,8 @@ fn a_step_is_recorded_as_it_ran() {
         "b.weight" => S(1),
         _ => B,
     };
-    let layouts: [(Sbp, fn(&str) -> Sbp); 3] = [(S(0), |_| B), (B, columns), (S(0), |_| S(0))];
+    type Weights = fn(&str) -> Sbp;
+    let layouts: [(Sbp, Weights); 3] = [(S(0), |_| B), (B, columns), (S(0), |_| S(0))];
     for (data, weights) in layouts {
         let traces = traces(data, weights);
         // All ranks have the same trace.

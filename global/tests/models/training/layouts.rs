@@ -2,13 +2,15 @@
 
 use flow_global::{NdSbp, Sbp, B, P, S};
 
+/// The SBP of a variable, by its name and number of dimensions.
+type Weight = dyn Fn(&str, usize) -> NdSbp + Sync;
+
 /// SBPs of one training.
 pub struct Layout {
     pub name: &'static str,
     /// Of the batch and its targets.
     pub data: NdSbp,
-    /// Of a variable, by its name and number of dimensions.
-    pub weight: Box<dyn Fn(&str, usize) -> NdSbp + Sync>,
+    pub weight: Box<Weight>,
 }
 
 fn layout(

@@ -55,7 +55,8 @@ fn goes_on(group: &ProcessGroup) -> Result<()> {
         _ => vec![B, B],
     };
     let line = Placement::new(group, [3, 1])?;
-    let layouts: [(&Placement, &dyn Fn(&str) -> NdSbp, NdSbp); 2] =
+    type Layout<'a> = (&'a Placement, &'a dyn Fn(&str) -> NdSbp, NdSbp);
+    let layouts: [Layout; 2] =
         [(&mesh, &by_column_and_row, vec![S(0), B]), (&line, &|_| vec![S(0)], vec![S(0)])];
     let mut losses = Vec::new();
     for (placement, sbp, batches) in layouts {
