@@ -31,14 +31,16 @@ pub trait Dispatcher: 'static {
     /// Whatever is wrong with the operation: the caller of the operation gets the text.
     fn dispatch(call: &mut Call<'_, Self::Spec>) -> Result<(), BoxError>;
 
-    /// In backward: what becomes of the gradient of a leaf. `exclusive`: nothing else uses the memory
-    /// of the gradient's local.
+    /// In backward: what becomes of the gradient of a leaf. `may_take`: it is to be accumulated, and
+    /// not returned to the caller, so that it may be [taken](LeafGradient::Taken). `exclusive`:
+    /// nothing else uses the memory of the gradient's local.
     ///
     /// # Errors
     /// They end the backward.
     fn gradient(
         leaf: &Tensor,
         gradient: &Tensor,
+        may_take: bool,
         exclusive: bool,
     ) -> Result<LeafGradient, BoxError>;
 }
@@ -646,6 +648,7 @@ unsafe extern "C" fn call_dispatch<D: Dispatcher>(view: *const CallView) -> *mut
 unsafe extern "C" fn call_gradient<D: Dispatcher>(
     leaf: *const C_tensor,
     gradient: *const C_tensor,
+    may_take: bool,
     exclusive: bool,
     boxed: *mut *mut C_tensor,
     taken: *mut bool,
@@ -653,7 +656,7 @@ unsafe extern "C" fn call_gradient<D: Dispatcher>(
     report("the gradient of a global tensor", || {
         // SAFETY: the caller's promise.
         let (leaf, gradient) = unsafe { (borrow(leaf), borrow(gradient)) };
-        match D::gradient(&leaf, &gradient, exclusive)? {
+        match D::gradient(&leaf, &gradient, may_take, exclusive)? {
             LeafGradient::Same => {}
             LeafGradient::Boxed(result) => {
                 let result = ManuallyDrop::new(result);

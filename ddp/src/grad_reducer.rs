@@ -72,6 +72,11 @@ impl GradReducer {
         agree(&own, made)
     }
 
+    /// Whether the sums are views of the buckets, which the next backward overwrites.
+    pub fn grads_are_views(&self) -> bool {
+        self.reducer.grads_are_views()
+    }
+
     /// In backward: `gradient`, which is `.grad` of parameter `index`, is final. `exclusive`: nothing
     /// else uses its memory, so that it may be reduced where it is.
     ///

@@ -131,6 +131,10 @@ impl Reducer {
         Ok(buffers.run(&self.group, 0)?)
     }
 
+    pub fn grads_are_views(&self) -> bool {
+        self.path.grads_are_views()
+    }
+
     /// Waits until the reductions of the last backward are over.
     pub fn synchronize(&self) -> Result<()> {
         self.path.synchronize()

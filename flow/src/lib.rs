@@ -1,4 +1,4 @@
-//! Distributed data-parallel training of `tch` models: one crate to depend on.
+//! Distributed training of `tch` models: one crate to depend on.
 //!
 //! | module | what |
 //! |---|---|

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::placement::Placement;
 use crate::random::{self, Bits, Draw};
 use crate::region::{check, regions, Region};
-use crate::sbp::Sbp;
+use crate::sbp::{has_values, Sbp};
 use crate::spec::Spec;
 use crate::tensor::wrap;
 
@@ -309,9 +309,7 @@ fn create(
         return wrap(None, &like, spec, sizes);
     };
     let region = regions(placement, sbp, &shape).swap_remove(position);
-    let at = placement.coordinates(position);
-    let is_first = sbp.iter().zip(at).all(|(sbp, at)| !sbp.is_partial() || at == 0);
-    let local = match is_first {
+    let local = match has_values(sbp, &placement.coordinates(position)) {
         true => part(&shape, &region, (kind, device))?,
         false => Tensor::zeros(sizes_of(&region), (kind, device)),
     };

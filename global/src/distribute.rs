@@ -2,8 +2,10 @@
 
 use tch::{nn, Tensor};
 
+use crate::dispatch::shape;
 use crate::error::Result;
 use crate::placement::Placement;
+use crate::region::regions;
 use crate::replicas::Replicas;
 use crate::sbp::{Sbp, B};
 use crate::tensor::GlobalTensor;
@@ -27,7 +29,11 @@ pub fn distribute<T: AsRef<[Sbp]>>(
         let sbp = sbp(&name, &variable);
         to_global_in_place(&mut variable, placement, &sbp)?;
         crate::record::name(&variable, &name)?;
-        if variable.requires_grad() && sbp.as_ref().contains(&B) {
+        // All ranks decide alike, also one that has nothing of the leaf.
+        let sbp = sbp.as_ref();
+        let parts = regions(placement, sbp, &shape(&variable.size()));
+        let has_all = parts.iter().all(|part| part.elements() > 0);
+        if variable.requires_grad() && sbp.contains(&B) && has_all {
             leaves.push((name, variable));
         }
     }

@@ -1,4 +1,4 @@
-//! What can be wrong with placements and SBPs.
+//! What can be wrong with global tensors.
 
 use crate::sbp::Sbp;
 
@@ -67,11 +67,8 @@ pub enum Error {
     #[error(transparent)]
     Autograd(#[from] flow_autograd::Error),
     /// A tensor that should be global.
-    #[error("{operation} needs a global tensor, and this one is plain: make it one by to_global")]
-    Plain {
-        /// What was called.
-        operation: &'static str,
-    },
+    #[error("a plain tensor is given where a global one is needed: make it global by to_global")]
+    Plain,
     /// A boxing that an operation needs, and that failed.
     #[error("{operation}: boxing {what}: {source}{advice}")]
     Boxing {

@@ -11,9 +11,9 @@ use crate::dispatch::shape;
 use crate::error::{Error, Result};
 use crate::placement::Placement;
 use crate::region::{check, regions};
-use crate::sbp::{Sbp, B};
+use crate::sbp::{has_values, Sbp, B, P};
 use crate::spec::Spec;
-use crate::tensor::{boxed, dual, local_of, one, outputs, wrap};
+use crate::tensor::{boxed, dual, local_of, one, outputs, wrap, GlobalTensor};
 
 /// A dimension more than any tensor has.
 const MAX_DIMS: usize = 64;
@@ -66,6 +66,13 @@ fn differentiable(
     spec: &Arc<Spec>,
     forward: impl FnOnce(&Tensor) -> Result<Tensor>,
 ) -> Result<Tensor> {
+    let other = spec.sbp().iter().find(|&&sbp| sbp.is_partial() && sbp != P);
+    if let (Some(other), true) = (other, local.requires_grad()) {
+        return Err(Error::Unsupported {
+            operation: "to_global".to_owned(),
+            reason: format!("a local of {other} gets no gradient: use P, or detach() the local"),
+        });
+    }
     let dual = spec.placement().runtime()?.spec(spec.placement(), &dual(spec.sbp()));
     let own_sizes = local.size();
     let options = (local.kind(), local.device());
@@ -74,6 +81,11 @@ fn differentiable(
         |inputs| outputs(forward(&inputs[0])),
         move |_, gradients| {
             let Some(gradient) = &gradients[0] else { return Ok(vec![None]) };
+            if gradient.requires_grad() {
+                // Of a backward that is itself differentiated.
+                let boxed = gradient.to_global(dual.placement(), dual.sbp())?;
+                return Ok(vec![Some(boxed.to_local()?)]);
+            }
             let own = local_of(&boxed(gradient, &dual)?);
             Ok(vec![Some(own.unwrap_or_else(|| Tensor::zeros(&own_sizes[..], options)))])
         },
@@ -187,10 +199,10 @@ pub fn scatter(tensor: &Tensor, placement: &Placement, sbp: impl AsRef<[Sbp]>) -
         let part = ranges.fold(tensor.shallow_clone(), |part, (dim, range)| {
             part.narrow(dim as i64, range.start as i64, range.len() as i64)
         });
-        // Of terms the first rank has all, the others zeros.
-        let at = placement.coordinates(position);
-        let is_first = sbp.iter().zip(at).all(|(sbp, at)| !sbp.is_partial() || at == 0);
-        let part = if is_first { part.contiguous().copy() } else { part.zeros_like() };
+        let part = match has_values(sbp, &placement.coordinates(position)) {
+            true => part.contiguous().copy(),
+            false => part.zeros_like(),
+        };
         wrap(Some(&part), tensor, spec.clone(), &tensor.size())
     })
 }

@@ -16,6 +16,7 @@ use tch::Tensor;
 use crate::error::Result;
 use crate::random::{normal, uniform, Bits, Draw, Generator};
 use crate::region::{regions, Region};
+use crate::sbp::has_values;
 use crate::tensor::GlobalTensor;
 
 /// What the first values of a tensor are.
@@ -112,9 +113,7 @@ impl Init {
             };
             local = local.to_local()?;
             region = regions(&placement, &sbp, &shape).swap_remove(position);
-            // Of terms the first rank has all, the others zeros.
-            let at = placement.coordinates(position);
-            if sbp.iter().zip(at).any(|(sbp, at)| sbp.is_partial() && at > 0) {
+            if !has_values(&sbp, &placement.coordinates(position)) {
                 return Ok(tch::no_grad(|| local.f_zero_().map(drop))?);
             }
         }

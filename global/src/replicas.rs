@@ -27,6 +27,8 @@ pub(crate) struct Replicas {
 
 struct Leaf {
     name: String,
+    /// Of the leaf's own handle.
+    identity: usize,
     /// What this rank has of the leaf, by the leaf's own handle.
     local: Tensor,
     /// A plain leaf with the same memory, whose `.grad` the buckets reduce.
@@ -50,7 +52,7 @@ struct Reducer {
     members: Vec<usize>,
     buckets: GradReducer,
     /// Of the running backward: leaves whose gradients have come, by member.
-    taken: Mutex<Option<HashMap<usize, Tensor>>>,
+    taken: Mutex<Option<BTreeMap<usize, Tensor>>>,
 }
 
 impl Replicas {
@@ -59,7 +61,8 @@ impl Replicas {
         let leaf = |(name, tensor): &(String, Tensor)| {
             let local = local_of(tensor).filter(|local| local.numel() > 0)?;
             let shadow = local.detach().set_requires_grad(true);
-            Some(Mutex::new(Leaf { name: name.clone(), local, shadow }))
+            let identity = flow_autograd::identity(tensor);
+            Some(Mutex::new(Leaf { name: name.clone(), identity, local, shadow }))
         };
         let leaves = leaves.iter().filter_map(leaf).collect();
         Arc::new(Self { leaves, state: Mutex::default() })
@@ -124,13 +127,18 @@ impl Replicas {
         let spec = own.placement().runtime()?.spec(own.placement(), &terms);
         let term = tch::no_grad(|| boxed(gradient, &spec))?;
         let Some(term) = local_of(&term) else { return Ok(false) };
-        flow_autograd::set_grad(&self.shadow(index), Some(&term))?;
+        // Memory that others use is copied by the bucket, and stays as it is.
+        let is_own = exclusive || !is_term;
+        flow_autograd::set_grad(&self.shadow(index), is_own.then_some(&term))?;
         let is_first = reducer.note_taken(member, leaf);
         if is_first {
             let (replicas, own) = (Arc::clone(self), Arc::clone(&reducer));
             flow_autograd::at_end_of_backward(move || replicas.add_missing(&own))?;
         }
-        reducer.buckets.mark_ready(member, &term, exclusive && is_term)?;
+        if let Err(error) = reducer.buckets.mark_ready(member, &term, is_own) {
+            *reducer.taken() = None;
+            return Err(error);
+        }
         if is_first {
             let end = EndOfBackward { replicas: Arc::clone(self), reducer };
             flow_autograd::at_end_of_backward(move || Ok(end.give()?))?;
@@ -190,7 +198,7 @@ impl Replicas {
 }
 
 impl Reducer {
-    fn taken(&self) -> MutexGuard<'_, Option<HashMap<usize, Tensor>>> {
+    fn taken(&self) -> MutexGuard<'_, Option<BTreeMap<usize, Tensor>>> {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -228,6 +236,8 @@ impl EndOfBackward {
             let shadow = self.replicas.shadow(self.reducer.members[member]);
             let sum = shadow.grad();
             flow_autograd::set_grad(&shadow, None)?;
+            // The next backward uses the buckets' memory again.
+            let sum = if self.reducer.buckets.grads_are_views() { sum.copy() } else { sum };
             let gradient = wrap(Some(&sum), &sum, spec_of(&leaf)?, &leaf.size())?;
             let before = leaf.grad();
             let gradient = match before.defined() {
@@ -256,7 +266,11 @@ pub(crate) fn take(
     let Some(local) = local_of(leaf).filter(|local| local.numel() > 0) else { return Ok(false) };
     let found = spec.placement().runtime()?.replica(local.data_ptr() as usize);
     match found {
-        Some((replicas, index)) => replicas.take(index, leaf, gradient, exclusive),
-        None => Ok(false),
+        Some((replicas, index))
+            if replicas.leaf(index).identity == flow_autograd::identity(leaf) =>
+        {
+            replicas.take(index, leaf, gradient, exclusive)
+        }
+        _ => Ok(false),
     }
 }

@@ -32,7 +32,8 @@ pub struct Runtime {
     pub groups: Groups,
     /// Makes global tensors.
     pub globals: Globals<Spec>,
-    specs: Mutex<HashMap<SpecKey, Weak<Spec>>>,
+    /// By what they say, with numbers that stay: plans know specs by them.
+    specs: Mutex<HashMap<SpecKey, (u64, Weak<Spec>)>>,
     plans: Mutex<FxHashMap<Box<[u64]>, Arc<Plan>>>,
     boxings: Mutex<FxHashMap<Box<[u64]>, Arc<Boxing>>>,
     generator: Mutex<Generator>,
@@ -91,12 +92,12 @@ impl Runtime {
         let (ranks, shape) = (placement.ranks().to_vec(), placement.shape().to_vec());
         let key = (ranks, shape, placement.names().to_vec(), sbp.to_vec());
         let mut specs = lock(&self.specs);
-        if let Some(spec) = specs.get(&key).and_then(Weak::upgrade) {
-            return spec;
-        }
-        let spec = Arc::new(Spec::new(placement.clone(), sbp.to_vec()));
-        specs.insert(key, Arc::downgrade(&spec));
-        spec
+        let (id, known) = specs.entry(key).or_insert_with(|| (Spec::next_id(), Weak::new()));
+        known.upgrade().unwrap_or_else(|| {
+            let spec = Arc::new(Spec::new(*id, placement.clone(), sbp.to_vec()));
+            *known = Arc::downgrade(&spec);
+            spec
+        })
     }
 
     /// The plan of an operation.
@@ -146,7 +147,11 @@ impl Runtime {
     /// Reduces the gradients of these leaves in buckets.
     pub fn add_replicas(&self, replicas: Arc<Replicas>) {
         let mut all = lock(&self.replicas);
-        all.retain(|replicas| !replicas.are_gone());
+        let new: Vec<usize> = replicas.addresses().map(|(address, _)| address).collect();
+        // Models that are gone, or are distributed anew.
+        all.retain(|old| {
+            !old.are_gone() && old.addresses().any(|(address, _)| !new.contains(&address))
+        });
         all.push(replicas);
         let mut leaves = lock(&self.leaves);
         leaves.clear();

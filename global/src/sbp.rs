@@ -39,6 +39,12 @@ impl Sbp {
     }
 }
 
+/// Whether the rank at these coordinates has the values of a tensor that is made. Of a sum the first
+/// rank has them, and the others zeros; of other reductions all have them.
+pub(crate) fn has_values(sbp: &[Sbp], coordinates: &[usize]) -> bool {
+    sbp.iter().zip(coordinates).all(|(&sbp, &at)| sbp != P || at == 0)
+}
+
 impl fmt::Display for Sbp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -14,9 +14,14 @@ pub struct Spec {
 }
 
 impl Spec {
-    pub(crate) fn new(placement: Placement, sbp: NdSbp) -> Self {
+    pub(crate) fn new(id: u64, placement: Placement, sbp: NdSbp) -> Self {
+        Self { id, placement, sbp }
+    }
+
+    /// A number that no other spec has.
+    pub(crate) fn next_id() -> u64 {
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        Self { id: NEXT.fetch_add(1, Ordering::Relaxed), placement, sbp }
+        NEXT.fetch_add(1, Ordering::Relaxed)
     }
 
     /// Different for different specs, for as long as the process runs.

@@ -110,7 +110,7 @@ impl GlobalTensor for Tensor {
             &[self],
             |inputs| outputs(Ok(inputs[0].alias())),
             move |_, gradients| {
-                let boxed = gradients[0].as_ref().map(|gradient| asked(gradient, &spec));
+                let boxed = gradients[0].as_ref().map(|gradient| converted(gradient, &spec));
                 Ok(vec![boxed.transpose()?])
             },
         ))
@@ -131,6 +131,11 @@ impl GlobalTensor for Tensor {
                 let placement = spec.placement();
                 let runtime = placement.runtime()?;
                 let is_inside = placement.position(runtime.rank()).is_some();
+                if is_inside && gradient.requires_grad() {
+                    // Of a backward that is itself differentiated.
+                    let global = crate::from_local(gradient, &sizes, placement, &dual)?;
+                    return Ok(vec![Some(global)]);
+                }
                 let local = is_inside.then_some(gradient);
                 let spec = runtime.spec(placement, &dual);
                 Ok(vec![Some(wrap(local, gradient, spec, &sizes)?)])
@@ -163,7 +168,7 @@ pub(crate) fn find_spec(tensor: &Tensor) -> Option<Arc<Spec>> {
 
 /// The spec of a global tensor.
 pub(crate) fn spec_of(tensor: &Tensor) -> Result<Arc<Spec>> {
-    find_spec(tensor).ok_or(Error::Plain { operation: "this" })
+    find_spec(tensor).ok_or(Error::Plain)
 }
 
 /// The local of a global tensor; None outside its placement.
@@ -205,9 +210,22 @@ pub(crate) fn boxed(tensor: &Tensor, to: &Arc<Spec>) -> Result<Tensor> {
     let options = (tensor.kind(), tensor.device());
     let result = boxing.run(&runtime.groups, options, local.as_ref())?;
     // A view is still the old tensor's memory.
-    let result = result.map(|result| if boxing.is_view() { result.copy() } else { result });
+    let result = result.map(|result| match boxing.is_view() && result.is_contiguous() {
+        true => result.copy(),
+        // All ranks' strides are alike.
+        false => result.contiguous(),
+    });
     let like = empty_like(tensor);
     wrap(result.as_ref(), &like, to.clone(), &sizes)
+}
+
+/// As [`asked`], and differentiable if the tensor is part of a graph: a gradient, in a backward that
+/// is itself differentiated.
+fn converted(tensor: &Tensor, to: &Arc<Spec>) -> Result<Tensor> {
+    match tensor.requires_grad() {
+        true => tensor.to_global(to.placement(), to.sbp()),
+        false => asked(tensor, to),
+    }
 }
 
 /// As [`boxed`], because the program asks for it.
@@ -227,7 +245,7 @@ fn moved(gradient: Option<&Tensor>, to: &Arc<Spec>) -> Result<Option<Tensor>> {
     // Terms are not made of a gradient: its tensor may be partial, the gradient need not.
     let sbp = to.sbp().iter().map(|&sbp| if sbp.is_partial() { B } else { sbp });
     let sbp: NdSbp = sbp.collect();
-    Ok(Some(asked(gradient, &to.placement().runtime()?.spec(to.placement(), &sbp))?))
+    Ok(Some(converted(gradient, &to.placement().runtime()?.spec(to.placement(), &sbp))?))
 }
 
 /// The SBP of the gradient of locals: each copy has a term of it, each term all of it.

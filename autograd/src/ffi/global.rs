@@ -90,6 +90,7 @@ pub struct Callbacks {
     pub gradient: unsafe extern "C" fn(
         leaf: *const C_tensor,
         gradient: *const C_tensor,
+        may_take: bool,
         exclusive: bool,
         boxed: *mut *mut C_tensor,
         taken: *mut bool,

@@ -24,6 +24,7 @@
 #include <c10/core/TensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/headeronly/version.h>
 #include <torch/library.h>
@@ -86,9 +87,9 @@ struct CallView {
 // Rust's part.
 struct Callbacks {
     char* (*dispatch)(const CallView* call);
-    // Null if the gradient may stay as it is. `taken`: nothing is to be accumulated. `exclusive`:
-    // nothing else uses the gradient's memory.
-    char* (*gradient)(const at::Tensor* leaf, const at::Tensor* gradient, bool exclusive, at::Tensor** boxed, bool* taken);
+    // Null if the gradient may stay as it is. `taken`, if it may be: nothing is to be accumulated.
+    // `exclusive`: nothing else uses the gradient's memory.
+    char* (*gradient)(const at::Tensor* leaf, const at::Tensor* gradient, bool may_take, bool exclusive, at::Tensor** boxed, bool* taken);
     void (*drop_spec)(const void* spec);
 };
 Callbacks callbacks{};
@@ -107,11 +108,11 @@ struct GlobalMeta final : c10::BackendMeta {
     std::atomic<uint64_t> id{0};
 };
 
-bool is_global(const at::Tensor& tensor) {
+bool is_global(const at::TensorBase& tensor) {
     return tensor.defined() && tensor.unsafeGetTensorImpl()->key_set().has(KEY);
 }
 
-GlobalMeta& meta_of(const at::Tensor& tensor) {
+GlobalMeta& meta_of(const at::TensorBase& tensor) {
     return *static_cast<GlobalMeta*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
 }
 
@@ -356,17 +357,30 @@ void kernel(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
     for (auto& output : call.outputs) stack->push_back(std::move(output));
 }
 
+// Whether nothing else uses the memory of a gradient's local.
+bool local_is_exclusive(const at::Tensor& gradient) {
+    flow::forget_base(gradient);
+    const auto& local = meta_of(gradient).local;
+    // The temporary pointer is a user of the meta as well.
+    const bool is_only_handle =
+        gradient.use_count() == 1 && gradient.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr().use_count() == 2 && local.use_count() == 1;
+    return is_only_handle && local.has_storage() && local.storage().use_count() == 1;
+}
+
+// Whether this backward accumulates gradients in leaves, and does not return them (autograd.grad).
+bool accumulates() {
+    const auto* nodes = torch::autograd::get_current_graph_task_exec_info();
+    return !nodes || nodes->empty();
+}
+
 }  // namespace
 
 std::optional<at::Tensor> flow::boxed_gradient(const at::Tensor& leaf, const at::Tensor& gradient) {
     if (!is_global(leaf)) return std::nullopt;
-    // The temporary pointer is a user of the meta as well.
-    const bool exclusive = is_global(gradient) && gradient.use_count() == 1 && meta_of(gradient).local.use_count() == 1 &&
-                           memory_is_exclusive(meta_of(gradient).local) &&
-                           gradient.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr().use_count() == 2;
+    const bool exclusive = is_global(gradient) && local_is_exclusive(gradient);
     at::Tensor* boxed = nullptr;
     bool taken = false;
-    flow::check(callbacks.gradient(&leaf, &gradient, exclusive, &boxed, &taken));
+    flow::check(callbacks.gradient(&leaf, &gradient, accumulates(), exclusive, &boxed, &taken));
     if (taken) return at::Tensor();
     if (!boxed) return std::nullopt;
     const std::unique_ptr<at::Tensor> owner(boxed);
@@ -549,6 +563,7 @@ char* flow_call_output_written(Call* call, size_t index) {
 // Makes a global tensor, in place, what another one is.
 char* flow_global_assign(const at::Tensor* tensor, const at::Tensor* other) {
     return guarded([&] {
+        TORCH_CHECK(is_global(*tensor) && is_global(*other), "both tensors must be global");
         auto* impl = tensor->unsafeGetTensorImpl();
         const auto* from = other->unsafeGetTensorImpl();
         impl->set_sizes_and_strides(from->sizes(), from->strides());

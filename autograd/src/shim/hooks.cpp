@@ -40,7 +40,8 @@ public:
             if (auto boxed = flow::boxed_gradient(at::Tensor(std::move(leaf)), grads[0])) return {std::move(*boxed)};
         }
         if (grads[0].has_storage()) {
-            *incoming = {grads[0].storage().unsafeGetStorageImpl(), flow::memory_is_exclusive(grads[0])};
+            flow::forget_base(grads[0]);
+            *incoming = {grads[0].storage().unsafeGetStorageImpl(), grads[0].storage().use_count() == 1};
         }
         return grads;
     }
@@ -142,7 +143,7 @@ private:
 }  // namespace
 
 void flow::box_gradients(const at::Tensor& leaf) {
-    if (autograd::impl::hooks(leaf).empty()) incoming_hook(leaf);
+    incoming_hook(leaf);
 }
 
 extern "C" {

@@ -15,11 +15,10 @@ void box_gradients(const at::Tensor& leaf);
 // accumulated.
 std::optional<at::Tensor> boxed_gradient(const at::Tensor& leaf, const at::Tensor& gradient);
 
-// Whether no other tensor uses the memory of this one.
-inline bool memory_is_exclusive(const at::Tensor& tensor) {
-    const auto& storage = tensor.storage();
-    // A view keeps the tensor that it is a view of.
-    return tensor.is_view() ? storage.use_count() == 2 && tensor._base().use_count() == 1 : storage.use_count() == 1;
+// Makes a gradient that nobody else has forget what it is a view of: it would keep that tensor, and
+// those between, and so their memory would look as if it were used.
+inline void forget_base(const at::Tensor& gradient) {
+    if (gradient.use_count() == 1 && gradient.is_view() && !gradient.requires_grad()) gradient.unsafeGetTensorImpl()->set_autograd_meta(nullptr);
 }
 
 }  // namespace flow

@@ -180,14 +180,19 @@ impl Boxing {
         (kind, device): (Kind, Device),
         local: Option<&Tensor>,
     ) -> Result<Option<Tensor>> {
-        let between;
-        let local = match &self.first {
-            Some(first) => {
-                between = first.run(groups, (kind, device), local)?;
-                between.as_ref()
-            }
-            None => local,
+        let between = match &self.first {
+            Some(first) => first.run(groups, (kind, device), local)?,
+            None => return self.run_plan(groups, (kind, device), local),
         };
+        self.run_plan(groups, (kind, device), between.as_ref())
+    }
+
+    fn run_plan(
+        &self,
+        groups: &Groups,
+        (kind, device): (Kind, Device),
+        local: Option<&Tensor>,
+    ) -> Result<Option<Tensor>> {
         let held = self.held.as_ref().zip(local);
         if let (Some(slice), Some((held, local))) = (&self.slice, held) {
             return Ok(Some(view(local, held, slice)));
@@ -200,7 +205,7 @@ impl Boxing {
                 });
             }
             let wide = local.map(|local| local.to_kind(Kind::Int));
-            let result = self.run(groups, (Kind::Int, device), wide.as_ref())?;
+            let result = self.run_plan(groups, (Kind::Int, device), wide.as_ref())?;
             return Ok(result.map(|result| result.to_kind(kind)));
         }
         let mut result = self.result.as_ref().map(|region| match self.is_covered {
@@ -238,7 +243,7 @@ fn between(from: Layout, to: Layout) -> Option<Vec<Sbp>> {
     };
     let reduced: Vec<usize> = (0..from.sbp.len()).filter(is_reduced).collect();
     let (&first, &last) = (reduced.first()?, reduced.last()?);
-    if from.sbp[first] == from.sbp[last] {
+    if reduced.iter().all(|&axis| from.sbp[axis] == from.sbp[first]) {
         return None;
     }
     let mut between = from.sbp.to_vec();

@@ -2,6 +2,7 @@
 
 use tch::{Reduction, Tensor};
 
+use super::reductions::wide;
 use super::Context;
 use crate::error::Result;
 use crate::sbp::B;
@@ -14,8 +15,10 @@ fn elements(context: &Context<'_, '_>, tensor: usize) -> f64 {
 /// The mean.
 pub fn mse_loss(context: &mut Context<'_, '_>) -> Result<()> {
     // (input, target, reduction)
-    let sum = context.local(0)?.f_mse_loss(&context.local(1)?, Reduction::Sum)?;
-    let mean = sum / elements(context, 0);
+    let (input, target) = (context.local(0)?, context.local(1)?);
+    let kind = wide(input.kind());
+    let sum = input.f_to_kind(kind)?.f_mse_loss(&target.f_to_kind(kind)?, Reduction::Sum)?;
+    let mean = (sum / elements(context, 0)).f_to_kind(input.kind())?;
     context.give(0, &mean, &[])
 }
 
@@ -32,7 +35,10 @@ pub fn mse_loss_backward(context: &mut Context<'_, '_>) -> Result<()> {
 pub fn nll_loss(context: &mut Context<'_, '_>) -> Result<()> {
     // (input, target, weight, reduction, ignored class) -> loss, total weight
     let (input, target) = (context.local(0)?, context.local(1)?);
+    let kind = input.kind();
+    let input = input.f_to_kind(wide(kind))?;
     let weight = context.optional(2)?;
+    let weight = weight.map(|weight| weight.f_to_kind(wide(kind))).transpose()?;
     let ignored = context.int(4).unwrap_or(-100);
     let is_flat = input.dim() <= 2;
     let sum = match is_flat {
@@ -50,6 +56,6 @@ pub fn nll_loss(context: &mut Context<'_, '_>) -> Result<()> {
     };
     let split = context.plan.wanted[0].clone();
     let total = context.summed(&own, &split)?;
-    context.give(0, &(sum / &total), &[])?;
-    context.give_as(&total, &[], &vec![B; split.len()])
+    context.give(0, &(sum / &total).f_to_kind(kind)?, &[])?;
+    context.give_as(&total.f_to_kind(kind)?, &[], &vec![B; split.len()])
 }

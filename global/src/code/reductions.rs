@@ -32,6 +32,14 @@ pub fn number_of(kind: Kind) -> i64 {
     (0..=15).find(|&number| kind_of(number) == Some(kind)).unwrap_or(-1)
 }
 
+/// What sums of a kind are computed in: half precision is not enough for them.
+pub(super) fn wide(kind: Kind) -> Kind {
+    match kind {
+        Kind::Half | Kind::BFloat16 => Kind::Float,
+        other => other,
+    }
+}
+
 /// Dimensions that are an argument; all if it is missing or empty.
 fn dims(context: &Context<'_, '_>, argument: usize) -> Vec<i64> {
     let rank = context.shape(0).len() as i64;
@@ -65,10 +73,11 @@ pub fn mean(context: &mut Context<'_, '_>) -> Result<()> {
     let kind = kind.and_then(kind_of).unwrap_or(local.kind());
     let count: usize = dims.iter().map(|&dim| shape[dim as usize]).product();
     let sum = match dims.is_empty() {
-        true => local.f_to_kind(kind)?,
-        false => local.f_sum_dim_intlist(&dims[..], keep, kind)?,
+        true => local.f_to_kind(wide(kind))?,
+        false => local.f_sum_dim_intlist(&dims[..], keep, wide(kind))?,
     };
-    context.give(0, &(sum / count as f64), &reduced(&shape, &dims, keep))
+    let mean = (sum / count as f64).f_to_kind(kind)?;
+    context.give(0, &mean, &reduced(&shape, &dims, keep))
 }
 
 /// A norm of all elements, from those of the parts.
@@ -77,7 +86,6 @@ pub fn norm(context: &mut Context<'_, '_>) -> Result<()> {
     let order = context.number(1).unwrap_or(2.0);
     let local = context.local(0)?;
     let kind = context.int(4).and_then(kind_of).unwrap_or(local.kind());
-    // Half precision is not enough for a sum of powers.
     let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
     let magnitudes = local.f_abs()?.f_to_kind(wide)?.f_reshape([-1])?;
     let (own, op): (Tensor, ReduceOp) = if order == f64::INFINITY {

@@ -39,20 +39,24 @@ impl Dispatcher for Operations {
 
     fn dispatch(call: &mut Call<'_, Spec>) -> std::result::Result<(), BoxError> {
         let noted = record::is_on().then(|| Noted::new(call));
-        Ok(tch::no_grad(|| match noted {
-            None => run(call),
+        // A guard, which is dropped if this panics as well.
+        let _no_grad = tch::no_grad_guard();
+        match noted {
+            None => run(call)?,
             Some(noted) => {
                 let placement = placement_of(call)?;
                 let plan = plan_of(call, &placement, placement.runtime()?)?;
                 run(call)?;
-                noted.tell(call, &plan, &placement)
+                noted.tell(call, &plan, &placement)?;
             }
-        })?)
+        }
+        Ok(())
     }
 
     fn gradient(
         leaf: &Tensor,
         gradient: &Tensor,
+        may_take: bool,
         exclusive: bool,
     ) -> std::result::Result<LeafGradient, BoxError> {
         let own = spec_of(leaf)?;
@@ -70,7 +74,7 @@ impl Dispatcher for Operations {
             // Of a backward that is itself differentiated.
             return Ok(LeafGradient::Boxed(gradient.to_global(own.placement(), own.sbp())?));
         }
-        if replicas::take(leaf, gradient, exclusive)? {
+        if may_take && replicas::take(leaf, gradient, exclusive)? {
             record::gradient(leaf, gradient, None)?;
             return Ok(LeafGradient::Taken);
         }
@@ -130,7 +134,7 @@ fn run(call: &mut Call<'_, Spec>) -> Result<()> {
 fn placement_of(call: &Call<'_, Spec>) -> Result<Placement> {
     let mut specs = (0..call.tensors()).filter_map(|tensor| call.spec(tensor));
     let Some(first) = specs.next() else {
-        return Err(Error::Plain { operation: "an operation on global tensors" });
+        return Err(Error::Plain);
     };
     match specs.find(|spec| spec.placement() != first.placement()) {
         None => Ok(first.placement().clone()),

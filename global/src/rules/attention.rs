@@ -1,6 +1,6 @@
 //! Scaled dot-product attention: samples or heads are split.
 
-use super::op::{Op, Signature};
+use super::op::{Input, Op, Signature};
 use super::Rule;
 use crate::sbp::{Sbp, B};
 
@@ -17,16 +17,22 @@ const ATTENTION: &[&str] = &[
     "_scaled_dot_product_flash_attention_for_cpu_backward",
 ];
 
-/// Inputs that do not have the dimension, such as a mask for all heads, are B.
+/// Samples, or heads if queries have as many as keys. Masks of words for all samples and heads are B.
 fn attention(op: &Op) -> Vec<Signature> {
+    let heads = |input: &Input| input.shape.get(1).copied();
+    // The gradient comes first in a backward.
+    let first = usize::from(op.name.ends_with("_backward"));
+    let tensors = op.inputs.get(first..first + 3).unwrap_or_default();
+    let are_alike = tensors.iter().all(|input| heads(input) == heads(&tensors[0]));
+    let dims = if are_alike { 0..2 } else { 0..1 };
     let signature = |dim: usize| {
         let size = op.inputs[0].shape.get(dim);
-        let sbp = |input: &crate::rules::op::Input| match input.shape.get(dim) {
-            own if input.is_defined && own.is_some() && own == size => Sbp::Split(dim),
+        let sbp = |input: &Input| match input.shape.get(dim) {
+            own if input.is_defined && input.shape.len() > 2 && own == size => Sbp::Split(dim),
             _ => B,
         };
         let inputs: Vec<Sbp> = op.inputs.iter().map(sbp).collect();
         Signature::new(inputs, vec![Sbp::Split(dim); op.outputs])
     };
-    (0..2).map(signature).collect()
+    dims.map(signature).collect()
 }
