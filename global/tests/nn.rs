@@ -333,7 +333,7 @@ fn what_does_not_fit_is_an_error() {
         assert!(error.to_string().contains("the placement [0, 1] has no axis 1"), "{error}");
         let row = row_linear(vs.root(), 2, 2, &placement, 0, Default::default()).unwrap();
         let error = row.f_forward(&Tensor::zeros([2, 2], (Kind::Double, Device::Cpu))).unwrap_err();
-        assert!(error.to_string().contains("make it one by to_global"), "{error}");
+        assert!(error.to_string().contains("make it global by to_global"), "{error}");
         let logits = flow_global::zeros([2, 3], Kind::Double, &placement, [S(1)]).unwrap();
         let target = flow_global::zeros([3], Kind::Int64, &placement, [B]).unwrap();
         let error = parallel_cross_entropy(&logits, &target).unwrap_err().to_string();

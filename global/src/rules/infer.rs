@@ -100,7 +100,8 @@ fn cost(op: &Op, signature: &Signature, have: &[Sbp], ranks: usize) -> Option<f6
         if op.is_fixed(index) && want != have[index] {
             return None;
         }
-        let size = (input.shape.iter().product::<usize>() * input.bytes) as f64;
+        // To leave an empty part as it lies is cheapest as well.
+        let size = (input.shape.iter().product::<usize>() * input.bytes).max(1) as f64;
         bytes += size * share(have[index], want, ranks as f64);
     }
     Some(bytes)

@@ -150,9 +150,13 @@ impl Signature {
     /// Of a pointwise operation: split along a dimension of the result. Inputs that are broadcast
     /// along it are B.
     pub fn aligned(op: &Op, dim: usize) -> Self {
-        let missing = |input: &crate::rules::op::Input| op.broadcast_rank() - input.shape.len();
-        let sbp = |input| match dim.checked_sub(missing(input)) {
-            Some(own) if input.is_defined && input.shape[own] != 1 => Sbp::Split(own),
+        let missing = |input: &Input| op.broadcast_rank() - input.shape.len();
+        let own_dim = |input: &Input| dim.checked_sub(missing(input)).filter(|_| input.is_defined);
+        // Where the result itself has one element, nothing is broadcast.
+        let sizes = op.inputs.iter().filter_map(|input| Some(input.shape[own_dim(input)?]));
+        let is_one = sizes.into_iter().all(|size| size == 1);
+        let sbp = |input: &Input| match own_dim(input) {
+            Some(own) if is_one || input.shape[own] != 1 => Sbp::Split(own),
             _ => B,
         };
         Self::new(op.inputs.iter().map(sbp).collect::<Vec<_>>(), vec![Sbp::Split(dim); op.outputs])

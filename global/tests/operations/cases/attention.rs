@@ -28,6 +28,12 @@ pub fn cases() -> Vec<Case> {
             attention(Some(&x[3]), false, x)
         }),
         case(
+            "attention with a mask, as many words as samples and heads",
+            with([(); 3].map(|()| normal([4, 4, 4, 3])), normal([4, 4]).constant()),
+            COVERS,
+            move |x| attention(Some(&x[3]), false, x),
+        ),
+        case(
             "attention with a mask for each head",
             with(three(), normal([2, 4, 5, 5]).constant()),
             COVERS,
