@@ -42,7 +42,7 @@ fn wrong_arguments_are_usage_errors() {
     let cases: [(&[&str], &str); 5] = [
         (
             &[],
-            "error: a subcommand is missing: allreduce, limit, step, losses, launch; see --help\n",
+            "error: a subcommand is missing: allreduce, limit, step, sbp, losses, launch; see --help\n",
         ),
         (
             &["allreduce", "--sizes", "-4"],

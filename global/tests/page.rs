@@ -22,20 +22,20 @@ fn list() -> String {
     lines.iter().map(|line| format!("{}\n", line.trim_end())).collect()
 }
 
-/// With `FLOW_WRITE_PAGE=1` this test writes the list into the page.
+/// With `FLOW_UPDATE_DOCS=1` this test writes the list into the page.
 #[test]
 fn the_page_lists_the_operations_with_rules() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/global.md");
     let page = std::fs::read_to_string(&path).unwrap();
     let (before, rest) = page.split_once(START).expect("the start of the list");
     let (listed, after) = rest.split_once(END).expect("the end of the list");
-    if std::env::var_os("FLOW_WRITE_PAGE").is_some() {
+    if std::env::var_os("FLOW_UPDATE_DOCS").is_some() {
         std::fs::write(&path, format!("{before}{START}{}{END}{after}", list())).unwrap();
     } else {
         assert_eq!(
             listed,
             list(),
-            "write the list: FLOW_WRITE_PAGE=1 cargo test --release -p flow-global --test page"
+            "write the list: FLOW_UPDATE_DOCS=1 cargo test --release -p flow-global --test page"
         );
     }
 }
