@@ -1,7 +1,7 @@
 //! Traces: the operations that ran on global tensors, and what each made of SBPs.
 //!
 //! A trace is data. What happened is told to it ([`Trace::leaf`], [`Trace::call`],
-//! [`Trace::convert`]); [`crate::explain`] and [`crate::planner`] read it.
+//! [`Trace::convert`]); [`mod@crate::explain`] and [`crate::planner`] read it.
 
 use std::collections::HashMap;
 
