@@ -4,7 +4,7 @@
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// What can go wrong outside `backward`.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, thiserror::Error)]
 pub enum Error {
     /// A parameter has room for one [`GradHook`](crate::GradHook).
     #[error("the tensor has a gradient hook already; drop that GradHook first")]

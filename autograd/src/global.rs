@@ -9,7 +9,7 @@ use std::ffi::{c_char, c_void, CStr};
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
 use std::ptr::{null, null_mut};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use tch::{Kind, Tensor};
 use torch_sys::C_tensor;
@@ -56,6 +56,15 @@ pub enum LeafGradient {
     Taken,
 }
 
+/// The process's dispatcher, and the type of its specs.
+struct Registered {
+    dispatcher: TypeId,
+    spec: TypeId,
+}
+
+/// What came of the first registration.
+static REGISTERED: OnceLock<Result<Registered, Error>> = OnceLock::new();
+
 /// Makes global tensors, whose operations one [`Dispatcher`] carries out.
 pub struct Globals<S>(PhantomData<fn() -> S>);
 
@@ -81,26 +90,27 @@ impl<S: Send + Sync + 'static> Globals<S> {
     /// Another dispatcher is registered, or this version of libtorch is not known.
     pub fn register<D: Dispatcher<Spec = S>>() -> Result<Self, Error> {
         const OPERATION: &str = "Globals::register";
-        static REGISTERED: Mutex<Option<TypeId>> = Mutex::new(None);
-        let mut registered = REGISTERED.lock().unwrap_or_else(PoisonError::into_inner);
-        match *registered {
-            Some(id) if id == TypeId::of::<D>() => {}
-            Some(_) => {
-                let reason = "the process has another dispatcher of global tensors".to_owned();
-                return Err(Error::Libtorch { operation: OPERATION, reason });
-            }
-            None => {
-                let callbacks = Callbacks {
-                    dispatch: call_dispatch::<D>,
-                    gradient: call_gradient::<D>,
-                    drop_spec: drop_spec::<S>,
-                };
-                // SAFETY: the functions fit the specs, which are `Arc<S>`: all come from this type.
-                unsafe { check(OPERATION, ffi::flow_global_register(callbacks))? };
-                *registered = Some(TypeId::of::<D>());
-            }
+        let registered = REGISTERED.get_or_init(|| {
+            let callbacks = Callbacks {
+                dispatch: call_dispatch::<D>,
+                gradient: call_gradient::<D>,
+                drop_spec: drop_spec::<S>,
+            };
+            // SAFETY: the functions fit the specs, which are `Arc<S>`: all come from this type.
+            unsafe { check(OPERATION, ffi::flow_global_register(callbacks))? };
+            Ok(Registered { dispatcher: TypeId::of::<D>(), spec: TypeId::of::<S>() })
+        });
+        if registered.as_ref().map_err(Clone::clone)?.dispatcher == TypeId::of::<D>() {
+            return Ok(Self(PhantomData));
         }
-        Ok(Self(PhantomData))
+        let reason = "the process has another dispatcher of global tensors".to_owned();
+        Err(Error::Libtorch { operation: OPERATION, reason })
+    }
+
+    /// For those who do not know the dispatcher; None if no dispatcher of this spec is registered.
+    pub fn registered() -> Option<Self> {
+        let registered = REGISTERED.get()?.as_ref().ok()?;
+        (registered.spec == TypeId::of::<S>()).then_some(Self(PhantomData))
     }
 
     /// A global tensor of these logical sizes. `local` is what this rank has; `like` has its kind and
