@@ -37,7 +37,7 @@ pub mod prelude {
         Checkpoints, DataLoader, Dataset, Ddp, DeviceKind, DistributedSampler, OptimizerState,
         ProcessGroup, ReduceOp, TensorCollectives, TryBackwardStep,
     };
-    pub use flow_global::{self as global, GlobalTensor, Placement, Sbp, B, P, S};
+    pub use flow_global::{self as global, GlobalTensor, GradScaler, Placement, Sbp, B, P, S};
     pub use tch::nn::{self, Module, ModuleT, OptimizerConfig};
     pub use tch::{Device, Kind, Tensor};
 }

@@ -5,8 +5,9 @@ use flow_tensor::TensorCollectives;
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::handle::{find_spec, globals};
-use crate::sbp::{NdSbp, B};
+use crate::gradients::{gradients, is_partial, own, reduced};
+use crate::handle::find_spec;
+use crate::sbp::B;
 use crate::tensor::GlobalTensor;
 
 /// Scales the gradients of these tensors so that the norm of all of them together is at most
@@ -44,7 +45,7 @@ pub fn clip_grad_norm(
         let fits = coefficient >= 1.0;
         if !fits {
             for gradient in &gradients {
-                if let Some(mut own) = own(gradient)? {
+                if let Some(mut own) = own(gradient) {
                     let _ = own.f_mul_scalar_(coefficient)?;
                 }
             }
@@ -62,7 +63,7 @@ pub fn clip_grad_value(tensors: &[Tensor], value: f64) -> Result<()> {
     tch::no_grad(|| {
         for mut gradient in gradients(tensors) {
             let whole = reduced(&gradient)?;
-            if let Some(mut own) = own(&whole)? {
+            if let Some(mut own) = own(&whole) {
                 let _ = own.f_clamp_(-value, value)?;
             }
             if is_partial(&gradient) {
@@ -71,33 +72,6 @@ pub fn clip_grad_value(tensors: &[Tensor], value: f64) -> Result<()> {
         }
         Ok(())
     })
-}
-
-fn gradients(tensors: &[Tensor]) -> impl Iterator<Item = Tensor> + '_ {
-    tensors.iter().map(Tensor::grad).filter(Tensor::defined)
-}
-
-/// What this rank has of a gradient; None outside its placement.
-fn own(gradient: &Tensor) -> Result<Option<Tensor>> {
-    match find_spec(gradient) {
-        Some(_) => Ok(globals()?.local(gradient)),
-        None => Ok(Some(gradient.shallow_clone())),
-    }
-}
-
-fn is_partial(gradient: &Tensor) -> bool {
-    let spec = find_spec(gradient);
-    spec.is_some_and(|spec| spec.sbp().iter().any(|sbp| sbp.is_partial()))
-}
-
-/// The gradient without terms.
-fn reduced(gradient: &Tensor) -> Result<Tensor> {
-    if !is_partial(gradient) {
-        return Ok(gradient.shallow_clone());
-    }
-    let whole = |sbp: crate::Sbp| if sbp.is_partial() { B } else { sbp };
-    let sbp: NdSbp = gradient.sbp()?.into_iter().map(whole).collect();
-    gradient.to_global(&gradient.placement()?, sbp)
 }
 
 /// The norm of all elements of these tensors, on every rank.
@@ -123,7 +97,7 @@ fn norm(gradients: &[Tensor], order: f64) -> Result<f64> {
         let sbp = whole.sbp()?;
         let at = placement.coordinates(position);
         let is_first = sbp.iter().zip(at).all(|(&sbp, at)| sbp != B || at == 0);
-        match own(&whole)? {
+        match own(&whole) {
             Some(own) if is_first && own.numel() > 0 => own_norms.push(of(&own)?),
             _ => {}
         }

@@ -11,6 +11,8 @@ mod dispatch;
 mod distribute;
 mod error;
 pub mod explain;
+mod grad_scaler;
+mod gradients;
 mod group_placement;
 mod groups;
 mod handle;
@@ -43,6 +45,7 @@ pub use create::{
 };
 pub use distribute::{distribute, to_global_in_place};
 pub use error::{Error, Result};
+pub use grad_scaler::GradScaler;
 pub use groups::Groups;
 pub use like::{empty_like, full_like, ones_like, rand_like, randn_like, zeros_like};
 pub use local::{from_local, scatter};

@@ -1,5 +1,7 @@
 //! Ranks that are threads.
 
+#![allow(dead_code)] // each test binary uses some of it
+
 use std::time::Duration;
 
 use flow_tensor::ProcessGroup;

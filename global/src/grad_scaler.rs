@@ -1,0 +1,177 @@
+//! Losses are scaled so that gradients in half precision do not underflow.
+
+use flow_tensor::{ReduceOp, TensorCollectives};
+use tch::{nn, Kind, Tensor};
+
+use crate::error::{Error, Result};
+use crate::gradients::{gradients, own, reduced};
+use crate::handle::find_spec;
+
+/// Scales the loss, and skips the steps whose gradients overflow: `torch.amp.GradScaler`, with its
+/// defaults. For models of global tensors, and for those of a `Ddp`. All ranks call the same
+/// functions, and skip the same steps.
+///
+/// ```
+/// use flow_global::{distribute, GradScaler, Placement, S, B};
+/// use flow_tensor::ProcessGroup;
+/// use tch::nn::{self, Module, OptimizerConfig};
+/// use tch::{Device, Kind, Tensor};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let group = ProcessGroup::from_env()?;
+/// let placement = Placement::all(&group)?;
+/// let vs = nn::VarStore::new(Device::Cpu);
+/// let model = nn::linear(vs.root(), 4, 2, Default::default());
+/// distribute(&vs, &placement, |_, _| [B])?;
+/// let mut optimizer = nn::Sgd::default().build(&vs, 0.1)?;
+/// let mut scaler = GradScaler::default();
+/// let x = flow_global::randn([6, 4], Kind::Float, &placement, [S(0)])?;
+///
+/// optimizer.zero_grad();
+/// let loss = model.forward(&x).square().mean(Kind::Float);
+/// scaler.scale(&loss).backward();
+/// scaler.unscale(&optimizer)?; // only to clip, or to look at gradients
+/// let was_taken = scaler.step(&mut optimizer)?;
+/// scaler.update();
+/// # assert!(was_taken);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct GradScaler {
+    scale: f64,
+    growth_factor: f64,
+    backoff_factor: f64,
+    growth_interval: u64,
+    /// Steps since the scale changed, none of which overflowed.
+    good_steps: u64,
+    /// Of this iteration, once its gradients are unscaled.
+    found_inf: Option<bool>,
+}
+
+impl Default for GradScaler {
+    fn default() -> Self {
+        Self::new(65536.0, 2.0, 0.5, 2000)
+    }
+}
+
+impl GradScaler {
+    /// Begins with a scale of `init_scale`, which a step that overflows multiplies by
+    /// `backoff_factor`, and `growth_interval` steps in a row that do not by `growth_factor`.
+    pub fn new(
+        init_scale: f64,
+        growth_factor: f64,
+        backoff_factor: f64,
+        growth_interval: u64,
+    ) -> Self {
+        Self {
+            scale: init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            good_steps: 0,
+            found_inf: None,
+        }
+    }
+
+    /// The loss times the scale.
+    pub fn scale(&self, loss: &Tensor) -> Tensor {
+        loss * self.scale
+    }
+
+    /// What the loss is multiplied by.
+    pub fn get_scale(&self) -> f64 {
+        self.scale
+    }
+
+    /// Divides the gradients of the optimizer's variables by the scale, and finds out on all ranks
+    /// whether an element of any rank is infinite or not a number.
+    ///
+    /// # Errors
+    /// It was called already in this iteration, a gradient is in f16 (which cannot hold unscaled
+    /// gradients: keep the variables in f32), or a collective fails.
+    pub fn unscale(&mut self, optimizer: &nn::Optimizer) -> Result<()> {
+        if self.found_inf.is_some() {
+            return Err(fail("gradients are unscaled already; call update() after each step()"));
+        }
+        self.found_inf = Some(tch::no_grad(|| self.divide(&optimizer.trainable_variables()))?);
+        Ok(())
+    }
+
+    /// The optimizer's step, if no gradient has overflowed; returns whether the step was taken.
+    /// Unscales the gradients, if that has not been done.
+    ///
+    /// # Errors
+    /// As of [`GradScaler::unscale`].
+    pub fn step(&mut self, optimizer: &mut nn::Optimizer) -> Result<bool> {
+        if self.found_inf.is_none() {
+            self.unscale(optimizer)?;
+        }
+        let is_taken = self.found_inf == Some(false);
+        if is_taken {
+            optimizer.step();
+        }
+        Ok(is_taken)
+    }
+
+    /// The scale of the next iteration.
+    pub fn update(&mut self) {
+        match self.found_inf.take() {
+            Some(true) => {
+                self.scale *= self.backoff_factor;
+                self.good_steps = 0;
+            }
+            Some(false) => {
+                self.good_steps += 1;
+                if self.good_steps == self.growth_interval {
+                    self.scale *= self.growth_factor;
+                    self.good_steps = 0;
+                }
+            }
+            None => {}
+        }
+    }
+
+    /// For a checkpoint: the scale, and the steps since it changed.
+    pub fn state(&self) -> (f64, u64) {
+        (self.scale, self.good_steps)
+    }
+
+    /// Goes on from [`GradScaler::state`].
+    pub fn load_state(&mut self, (scale, good_steps): (f64, u64)) {
+        (self.scale, self.good_steps, self.found_inf) = (scale, good_steps, None);
+    }
+
+    fn divide(&self, variables: &[Tensor]) -> Result<bool> {
+        let (mut flags, mut world) = (Vec::new(), None);
+        for mut gradient in gradients(variables) {
+            if gradient.kind() == Kind::Half {
+                return Err(fail(
+                    "a gradient is in f16, which would underflow; keep variables in f32",
+                ));
+            }
+            if let Some(spec) = find_spec(&gradient) {
+                let group = spec.placement().runtime()?.world();
+                world.get_or_insert_with(|| group.clone());
+            }
+            // A sum may overflow where its terms do not.
+            let whole = reduced(&gradient)?;
+            if let Some(own) = own(&whole) {
+                flags.push(own.f_isfinite()?.f_all()?.f_logical_not()?);
+            }
+            let _ = gradient.f_mul_scalar_(1.0 / self.scale)?;
+        }
+        let own = match flags.is_empty() {
+            true => 0.0,
+            false => Tensor::f_stack(&flags, 0)?.f_any()?.f_double_value(&[])?,
+        };
+        let Some(world) = world else { return Ok(own > 0.0) };
+        let mut found = Tensor::from(own).to_device(world.device());
+        world.all_reduce_tensor(&mut found, ReduceOp::Max)?;
+        Ok(found.f_double_value(&[])? > 0.0)
+    }
+}
+
+fn fail(reason: &str) -> Error {
+    Error::Unsupported { operation: "GradScaler".to_owned(), reason: reason.to_owned() }
+}

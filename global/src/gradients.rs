@@ -1,0 +1,37 @@
+//! Gradients of tensors that are global or plain, as optimizers change them.
+
+use tch::Tensor;
+
+use crate::convert::convert;
+use crate::error::Result;
+use crate::handle::{find_spec, local_of};
+use crate::sbp::{NdSbp, Sbp, B};
+
+/// Those that the tensors have.
+pub fn gradients(tensors: &[Tensor]) -> impl Iterator<Item = Tensor> + '_ {
+    tensors.iter().map(Tensor::grad).filter(Tensor::defined)
+}
+
+/// What this rank has of a gradient; None outside its placement.
+pub fn own(gradient: &Tensor) -> Option<Tensor> {
+    match find_spec(gradient) {
+        Some(_) => local_of(gradient),
+        None => Some(gradient.shallow_clone()),
+    }
+}
+
+/// Whether ranks have terms of it.
+pub fn is_partial(gradient: &Tensor) -> bool {
+    let spec = find_spec(gradient);
+    spec.is_some_and(|spec| spec.sbp().iter().any(|sbp| sbp.is_partial()))
+}
+
+/// The gradient without terms.
+pub fn reduced(gradient: &Tensor) -> Result<Tensor> {
+    let Some(spec) = find_spec(gradient).filter(|_| is_partial(gradient)) else {
+        return Ok(gradient.shallow_clone());
+    };
+    let whole = |sbp: Sbp| if sbp.is_partial() { B } else { sbp };
+    let sbp: NdSbp = spec.sbp().iter().copied().map(whole).collect();
+    convert(gradient, spec.placement(), &sbp)
+}

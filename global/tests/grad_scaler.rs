@@ -1,0 +1,119 @@
+//! `GradScaler`, with the numbers of `torch.amp.GradScaler`.
+
+#[path = "common/ranks.rs"]
+mod common;
+
+use common::{assert_close, ranks};
+use flow_global::{distribute, scatter, GlobalTensor, GradScaler, Placement, Sbp, B, P, S};
+use tch::nn::{self, OptimizerConfig};
+use tch::{Device, Kind, Tensor};
+
+/// The factor of the first element's gradient, step by step; and the scale and the parameter
+/// after each step, as torch 2.11 has them with `init_scale=8.0, growth_interval=2`.
+const FACTORS: [f32; 8] = [1.0, 1.0, f32::INFINITY, 1.0, 1.0, 1.0, f32::NAN, 1.0];
+const SCALES: [f64; 8] = [8.0, 16.0, 8.0, 8.0, 16.0, 16.0, 8.0, 8.0];
+const PARAMETERS: [[f64; 2]; 8] = [
+    [0.9, 0.8],
+    [0.8, 0.6],
+    [0.8, 0.6],
+    [0.7, 0.4],
+    [0.6, 0.2],
+    [0.5, 0.0],
+    [0.5, 0.0],
+    [0.4, -0.2],
+];
+
+fn parameter() -> (nn::VarStore, Tensor) {
+    let vs = nn::VarStore::new(Device::Cpu);
+    let parameter = vs.root().ones("p", &[3]);
+    (vs, parameter)
+}
+
+/// Trains; `place` makes a tensor what the parameter is multiplied by.
+fn train(
+    vs: &nn::VarStore,
+    parameter: &Tensor,
+    place: impl Fn(&Tensor) -> Tensor,
+    mut after_step: impl FnMut(usize),
+) {
+    let mut optimizer = nn::Sgd::default().build(vs, 0.1).unwrap();
+    let mut scaler = GradScaler::new(8.0, 2.0, 0.5, 2);
+    for (step, factor) in FACTORS.into_iter().enumerate() {
+        optimizer.zero_grad();
+        let loss = (parameter * place(&Tensor::from_slice(&[factor, 1.0, 2.0]))).sum(Kind::Float);
+        scaler.scale(&loss).backward();
+        assert_eq!(scaler.step(&mut optimizer).unwrap(), factor.is_finite());
+        scaler.update();
+        assert_eq!(scaler.get_scale(), SCALES[step]);
+        after_step(step);
+    }
+    assert_eq!(scaler.state(), (8.0, 1));
+}
+
+#[test]
+fn a_plain_model_trains_as_in_torch() {
+    let (vs, parameter) = parameter();
+    train(&vs, &parameter, Tensor::shallow_clone, |step| {
+        let [first, last] = PARAMETERS[step];
+        let expected = Tensor::from_slice(&[first, first, last]);
+        assert_close(&parameter.to_kind(Kind::Double), &expected, 1e-6);
+    });
+}
+
+/// Only one rank has the element that overflows; no rank takes the step. Also on two of three ranks.
+#[test]
+fn all_ranks_skip_the_step_that_overflows_on_one() {
+    let train_on = |placement: &Placement, sbp: Sbp, of_data: Sbp| {
+        let (vs, parameter) = parameter();
+        distribute(&vs, placement, |_, _| [sbp]).unwrap();
+        let place = |factor: &Tensor| scatter(factor, placement, [of_data]).unwrap();
+        train(&vs, &parameter, place, |step| {
+            let [first, last] = PARAMETERS[step];
+            let expected = Tensor::from_slice(&[first, first, last]);
+            let full = parameter.full().unwrap().to_kind(Kind::Double);
+            assert_close(&full, &expected, 1e-6);
+        });
+    };
+    for (size, ranks_of) in [(2, vec![0, 1]), (3, vec![0, 1, 2]), (3, vec![2, 0])] {
+        for sbp in [S(0), B] {
+            for of_data in [S(0), B, P] {
+                ranks(size, |group| {
+                    let placement = Placement::new(&group, ranks_of.clone()).unwrap();
+                    train_on(&placement, sbp, of_data);
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn clipping_comes_between_unscale_and_step() {
+    let (vs, parameter) = parameter();
+    let mut optimizer = nn::Sgd::default().build(&vs, 1.0).unwrap();
+    let mut scaler = GradScaler::default();
+    let loss = (&parameter * Tensor::from_slice(&[3f32, 0.0, 4.0])).sum(Kind::Float);
+    scaler.scale(&loss).backward();
+    scaler.unscale(&optimizer).unwrap();
+    let error = scaler.unscale(&optimizer).unwrap_err().to_string();
+    assert!(error.contains("unscaled already"), "{error}");
+    let norm = flow_global::clip_grad_norm(&vs.trainable_variables(), 1.0, 2.0, true).unwrap();
+    assert!((norm - 5.0).abs() < 1e-6, "{norm}");
+    assert!(scaler.step(&mut optimizer).unwrap());
+    scaler.update();
+    assert_close(&parameter, &Tensor::from_slice(&[0.4f32, 1.0, 0.2]), 1e-5);
+    // A checkpoint goes on with the same scale.
+    let mut resumed = GradScaler::default();
+    resumed.load_state(scaler.state());
+    assert_eq!(resumed, scaler);
+}
+
+#[test]
+fn gradients_in_f16_are_an_error() {
+    let (mut vs, parameter) = parameter();
+    vs.half();
+    let optimizer = nn::Sgd::default().build(&vs, 1.0).unwrap();
+    let scaled = GradScaler::new(2.0, 2.0, 0.5, 2);
+    scaled.scale(&parameter.sum(Kind::Half)).backward();
+    let error = scaled.clone().unscale(&optimizer).unwrap_err().to_string();
+    assert!(error.contains("keep variables in f32"), "{error}");
+}
