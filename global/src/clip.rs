@@ -5,8 +5,9 @@ use flow_tensor::TensorCollectives;
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
+use crate::handle::{find_spec, globals};
 use crate::sbp::{NdSbp, B};
-use crate::tensor::{find_spec, globals, GlobalTensor};
+use crate::tensor::GlobalTensor;
 
 /// Scales the gradients of these tensors so that the norm of all of them together is at most
 /// `max_norm`, and returns the norm before: `torch.nn.utils.clip_grad_norm_`. `norm_type` is the order

@@ -1,17 +1,14 @@
 //! New global tensors: constants, ranges, and random numbers by logical element.
 
-use std::sync::Arc;
-
 use tch::{Device, Kind, Tensor};
 
-use crate::dispatch::shape;
 use crate::error::{Error, Result};
+use crate::handle::wrap;
 use crate::placement::Placement;
 use crate::random::{self, Bits, Draw};
-use crate::region::{check, regions, Region};
+use crate::region::{check, regions, shape, Region};
 use crate::sbp::{has_values, Sbp};
 use crate::spec::Spec;
-use crate::tensor::wrap;
 
 /// All elements are 0.
 ///
@@ -194,7 +191,7 @@ pub fn randperm(
     placement: &Placement,
     sbp: impl AsRef<[Sbp]>,
 ) -> Result<Tensor> {
-    let mut draw = placement.runtime()?.generator().draw();
+    let mut draw = random::generator(placement.runtime()?).draw();
     create(&[count.max(0)], kind, placement, sbp.as_ref(), |shape, region, (kind, device)| {
         let keys = draw.region(shape, &Region::all(shape), |[bits, _]| bits);
         let mut order: Vec<i64> = (0..shape[0] as i64).collect();
@@ -208,7 +205,7 @@ pub fn randperm(
 /// # Errors
 /// The placement has no process group.
 pub fn manual_seed(placement: &Placement, seed: u64) -> Result<()> {
-    *placement.runtime()?.generator() = random::Generator::new(seed);
+    *random::generator(placement.runtime()?) = random::Generator::new(seed);
     Ok(())
 }
 
@@ -217,7 +214,7 @@ pub fn manual_seed(placement: &Placement, seed: u64) -> Result<()> {
 /// # Errors
 /// The placement has no process group.
 pub fn rng_state(placement: &Placement) -> Result<[u64; 2]> {
-    Ok(placement.runtime()?.generator().state())
+    Ok(random::generator(placement.runtime()?).state())
 }
 
 /// Numbers that follow are those that followed [`rng_state`].
@@ -225,7 +222,7 @@ pub fn rng_state(placement: &Placement) -> Result<[u64; 2]> {
 /// # Errors
 /// The placement has no process group.
 pub fn set_rng_state(placement: &Placement, state: [u64; 2]) -> Result<()> {
-    *placement.runtime()?.generator() = random::Generator::from_state(state);
+    *random::generator(placement.runtime()?) = random::Generator::from_state(state);
     Ok(())
 }
 
@@ -258,7 +255,7 @@ fn draw(
     value: impl Fn(Bits) -> f64,
 ) -> Result<Tensor> {
     // On all ranks, also outside the placement: they draw the same tensors.
-    let mut draw = placement.runtime()?.generator().draw();
+    let mut draw = random::generator(placement.runtime()?).draw();
     create(sizes, kind, placement, sbp, |shape, region, options| {
         drawn(&mut draw, shape, region, options, &value)
     })
@@ -302,7 +299,7 @@ fn create(
     let shape = shape(sizes);
     check(placement, sbp, &shape)?;
     let runtime = placement.runtime()?;
-    let spec: Arc<Spec> = runtime.spec(placement, sbp);
+    let spec = Spec::of(placement, sbp)?;
     let device = flow_tensor::TensorCollectives::device(runtime.world());
     let like = Tensor::empty([0], (kind, device));
     let Some(position) = placement.position(runtime.rank()) else {

@@ -2,11 +2,10 @@
 
 use tch::{nn, Tensor};
 
-use crate::dispatch::shape;
 use crate::error::Result;
 use crate::placement::Placement;
-use crate::region::regions;
-use crate::replicas::Replicas;
+use crate::region::{regions, shape};
+use crate::replicas;
 use crate::sbp::{Sbp, B};
 use crate::tensor::GlobalTensor;
 
@@ -37,7 +36,7 @@ pub fn distribute<T: AsRef<[Sbp]>>(
             leaves.push((name, variable));
         }
     }
-    placement.runtime()?.add_replicas(Replicas::new(&leaves));
+    replicas::add(placement.runtime()?, &leaves);
     Ok(())
 }
 

@@ -1,18 +1,23 @@
 //! Global tensors: where a tensor lies (placement) and how (SBP).
 
 pub mod boxing;
+mod cache;
 pub mod checkpoint;
 mod clip;
 mod code;
+mod convert;
 mod create;
 mod dispatch;
 mod distribute;
 mod error;
 pub mod explain;
-mod from_local;
+mod group_placement;
 mod groups;
+mod handle;
 pub mod init;
+mod kinds;
 mod like;
+mod local;
 mod nested;
 pub mod nn;
 mod placement;
@@ -38,9 +43,9 @@ pub use create::{
 };
 pub use distribute::{distribute, to_global_in_place};
 pub use error::{Error, Result};
-pub use from_local::{from_local, scatter};
 pub use groups::Groups;
 pub use like::{empty_like, full_like, ones_like, rand_like, randn_like, zeros_like};
+pub use local::{from_local, scatter};
 pub use nested::{to_global, to_local, Nested};
 pub use placement::{Placement, Ranks};
 pub use policy::gathered_operations;

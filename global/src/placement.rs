@@ -100,31 +100,14 @@ impl<T: Ranks> Ranks for Vec<T> {
 }
 
 impl Placement {
-    /// These ranks of a group, in an array of one axis (`[0, 1]`) or more (`[[0, 1], [2, 3]]`).
-    /// All ranks of the group make the same placements, those outside a placement as well.
-    ///
-    /// # Errors
-    /// No ranks, a rank twice or that the group does not have, or parts of different shapes.
-    pub fn new(group: &ProcessGroup, ranks: impl Ranks) -> Result<Self> {
-        Self::of(ranks)?.on(group)
-    }
-
-    /// All ranks of a group, in one axis.
-    ///
-    /// # Errors
-    /// As of [`Placement::new`].
-    pub fn all(group: &ProcessGroup) -> Result<Self> {
-        Self::new(group, (0..group.world_size()).collect::<Vec<_>>())
-    }
-
-    /// The same ranks, of this group.
-    fn on(self, group: &ProcessGroup) -> Result<Self> {
+    /// The same ranks, of a process group.
+    pub(crate) fn on(self, group: &ProcessGroup) -> Result<Self> {
         let size = group.world_size();
         if let Some(&rank) = self.ranks().iter().find(|&&rank| rank >= size) {
             return Err(Error::NoSuchRank { rank, size, placement: self.to_string() });
         }
         let (ranks, shape) = (self.0.ranks.clone(), self.0.shape.clone());
-        let runtime = Some(Runtime::of(group)?);
+        let runtime = Some(Runtime::of(group));
         Ok(Self(Arc::new(Inner { ranks, shape, names: Vec::new(), runtime })))
     }
 

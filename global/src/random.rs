@@ -6,18 +6,20 @@
 //! ChaCha, a variant of Salsa20, 2008).
 
 use std::f64::consts::TAU;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::region::Region;
+use crate::runtime::Runtime;
 
 /// 32-bit words for an element: two 64-bit numbers.
 const WORDS: u128 = 4;
 
 /// Numbers the tensors that are drawn from one seed. All ranks draw the same tensors in the same
 /// order, and so have the same generator.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Generator {
     seed: u64,
     /// Tensors that were drawn.
@@ -32,6 +34,11 @@ pub struct Draw {
 
 /// Two numbers of 64 random bits each.
 pub type Bits = [u64; 2];
+
+/// Where the random numbers of a job come from: the same on all ranks.
+pub(crate) fn generator(runtime: &Runtime) -> MutexGuard<'_, Generator> {
+    runtime.part::<Mutex<Generator>>().lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 impl Generator {
     /// Begins anew.

@@ -8,16 +8,16 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use flow_autograd::global::Node;
 use tch::Tensor;
 
-use crate::dispatch::shape;
 use crate::error::Result;
 use crate::explain::Table;
+use crate::handle::{find_spec, globals};
 use crate::placement::Placement;
+use crate::region::shape;
 use crate::rules::infer::Choice;
 use crate::rules::op::{Input, Op};
 use crate::rules::rule;
 use crate::runtime::Runtime;
 use crate::sbp::{NdSbp, B};
-use crate::tensor::{find_spec, globals};
 use crate::trace::{Phase, Role, Trace};
 
 /// Runs `body`, and returns the operations on global tensors that this rank has carried out for it,

@@ -53,6 +53,11 @@ pub fn part(total: usize, parts: usize, index: usize) -> Range<usize> {
     start..start + each + usize::from(index < rest)
 }
 
+/// A tensor's sizes as a shape.
+pub fn shape(sizes: &[i64]) -> Vec<usize> {
+    sizes.iter().map(|&size| usize::try_from(size).unwrap_or(0)).collect()
+}
+
 /// Checks that there is an SBP for each axis of a placement, and a dimension for each split.
 ///
 /// # Errors

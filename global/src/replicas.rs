@@ -10,19 +10,30 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use flow_autograd::BoxError;
 use flow_ddp::GradReducer;
+use rustc_hash::FxHashMap;
 use tch::Tensor;
 
 use crate::boxing::plan::groups;
 use crate::error::Result;
+use crate::handle::{boxed, local_of, spec_of, wrap};
 use crate::placement::Placement;
+use crate::runtime::Runtime;
 use crate::sbp::{NdSbp, B, P};
-use crate::tensor::{boxed, local_of, spec_of, wrap};
+use crate::spec::Spec;
 
 /// Leaves of a model that were distributed together, on one placement. (The placement itself, which
 /// keeps the runtime and thereby this, comes with each call.)
-pub(crate) struct Replicas {
+struct Replicas {
     leaves: Vec<Mutex<Leaf>>,
     state: Mutex<State>,
+}
+
+/// All that a job has.
+#[derive(Default)]
+struct Registry {
+    all: Mutex<Vec<Arc<Replicas>>>,
+    /// Leaves by where their locals are in memory, which the replicas keep.
+    leaves: Mutex<FxHashMap<usize, (Arc<Replicas>, usize)>>,
 }
 
 struct Leaf {
@@ -57,7 +68,7 @@ struct Reducer {
 
 impl Replicas {
     /// For leaves of one placement.
-    pub fn new(leaves: &[(String, Tensor)]) -> Arc<Self> {
+    fn new(leaves: &[(String, Tensor)]) -> Arc<Self> {
         let leaf = |(name, tensor): &(String, Tensor)| {
             let local = local_of(tensor).filter(|local| local.numel() > 0)?;
             let shadow = local.detach().set_requires_grad(true);
@@ -69,12 +80,12 @@ impl Replicas {
     }
 
     /// Where the leaves' locals are in memory, which tells leaves apart.
-    pub fn addresses(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
+    fn addresses(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
         (0..self.leaves.len()).map(|index| (self.leaf(index).local.data_ptr() as usize, index))
     }
 
     /// Whether nobody has the leaves any more.
-    pub fn are_gone(&self) -> bool {
+    fn are_gone(&self) -> bool {
         (0..self.leaves.len()).all(|at| flow_autograd::use_count(&self.leaf(at).local) == 1)
     }
 
@@ -124,7 +135,7 @@ impl Replicas {
         let mut terms: NdSbp = own.sbp().to_vec();
         reducer.axes.iter().for_each(|&axis| terms[axis] = P);
         let is_term = terms == now.sbp();
-        let spec = own.placement().runtime()?.spec(own.placement(), &terms);
+        let spec = Spec::of(own.placement(), &terms)?;
         let term = tch::no_grad(|| boxed(gradient, &spec))?;
         let Some(term) = local_of(&term) else { return Ok(false) };
         // Memory that others use is copied by the bucket, and stays as it is.
@@ -256,6 +267,29 @@ impl Drop for EndOfBackward {
     }
 }
 
+/// Reduces the gradients of these leaves in buckets from now on.
+pub(crate) fn add(runtime: &Runtime, leaves: &[(String, Tensor)]) {
+    let replicas = Replicas::new(leaves);
+    let registry = runtime.part::<Registry>();
+    let mut all = registry.all.lock().unwrap_or_else(PoisonError::into_inner);
+    let new: Vec<usize> = replicas.addresses().map(|(address, _)| address).collect();
+    // Models that are gone, or are distributed anew.
+    all.retain(|old| !old.are_gone() && old.addresses().any(|(at, _)| !new.contains(&at)));
+    all.push(replicas);
+    let mut leaves = registry.leaves.lock().unwrap_or_else(PoisonError::into_inner);
+    leaves.clear();
+    for replicas in &*all {
+        let addresses = replicas.addresses();
+        leaves.extend(addresses.map(|(at, index)| (at, (Arc::clone(replicas), index))));
+    }
+}
+
+/// The leaf whose local is here.
+fn find(runtime: &Runtime, address: usize) -> Option<(Arc<Replicas>, usize)> {
+    let leaves = &runtime.part::<Registry>().leaves;
+    leaves.lock().unwrap_or_else(PoisonError::into_inner).get(&address).cloned()
+}
+
 /// Takes the gradient of a leaf, if that has a bucket.
 pub(crate) fn take(
     leaf: &Tensor,
@@ -264,7 +298,7 @@ pub(crate) fn take(
 ) -> std::result::Result<bool, BoxError> {
     let spec = spec_of(leaf)?;
     let Some(local) = local_of(leaf).filter(|local| local.numel() > 0) else { return Ok(false) };
-    let found = spec.placement().runtime()?.replica(local.data_ptr() as usize);
+    let found = find(spec.placement().runtime()?, local.data_ptr() as usize);
     match found {
         Some((replicas, index))
             if replicas.leaf(index).identity == flow_autograd::identity(leaf) =>

@@ -45,6 +45,16 @@ pub(crate) fn has_values(sbp: &[Sbp], coordinates: &[usize]) -> bool {
     sbp.iter().zip(coordinates).all(|(&sbp, &at)| sbp != P || at == 0)
 }
 
+/// The SBP of the gradient of locals: each copy has a term of it, each term all of it.
+pub(crate) fn dual(sbp: &[Sbp]) -> NdSbp {
+    let one = |&sbp: &Sbp| match sbp {
+        Sbp::Broadcast => P,
+        Sbp::Partial(_) => B,
+        split => split,
+    };
+    sbp.iter().map(one).collect()
+}
+
 impl fmt::Display for Sbp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -1,7 +1,10 @@
 //! How a global tensor lies on the ranks.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use crate::error::Result;
 use crate::placement::Placement;
 use crate::sbp::{NdSbp, Sbp};
 
@@ -13,15 +16,31 @@ pub struct Spec {
     sbp: NdSbp,
 }
 
-impl Spec {
-    pub(crate) fn new(id: u64, placement: Placement, sbp: NdSbp) -> Self {
-        Self { id, placement, sbp }
-    }
+/// A placement's ranks, its shape, the names of its axes; and SBPs.
+type Key = (Vec<usize>, Vec<usize>, Vec<String>, NdSbp);
 
-    /// A number that no other spec has.
-    pub(crate) fn next_id() -> u64 {
+/// Specs of a job, with numbers that stay: plans know specs by them.
+#[derive(Default)]
+struct Specs(Mutex<HashMap<Key, (u64, Weak<Spec>)>>);
+
+impl Spec {
+    /// The spec of this placement and SBP.
+    ///
+    /// # Errors
+    /// The placement has no process group.
+    pub fn of(placement: &Placement, sbp: &[Sbp]) -> Result<Arc<Self>> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        NEXT.fetch_add(1, Ordering::Relaxed)
+        let (ranks, shape) = (placement.ranks().to_vec(), placement.shape().to_vec());
+        let key = (ranks, shape, placement.names().to_vec(), sbp.to_vec());
+        let specs = &placement.runtime()?.part::<Specs>().0;
+        let mut specs = specs.lock().unwrap_or_else(PoisonError::into_inner);
+        let new = || (NEXT.fetch_add(1, Ordering::Relaxed), Weak::new());
+        let (id, known) = specs.entry(key).or_insert_with(new);
+        Ok(known.upgrade().unwrap_or_else(|| {
+            let spec = Arc::new(Self { id: *id, placement: placement.clone(), sbp: sbp.to_vec() });
+            *known = Arc::downgrade(&spec);
+            spec
+        }))
     }
 
     /// Different for different specs, for as long as the process runs.

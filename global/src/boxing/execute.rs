@@ -4,20 +4,23 @@
 //! copied, or reduced, once, from where it is to where it belongs. Else, on GPUs and between
 //! machines, it goes by collectives, which need elements side by side (`packed`).
 
+use std::cell::RefCell;
 use std::hash::{Hash, Hasher};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use flow_comm::{Buffer, Peers};
-use flow_tensor::{ProcessGroup, ReduceOp};
 use rustc_hash::FxHasher;
 use tch::{Device, Kind, Tensor};
 
 use super::memory::{self, runs, view, Part};
 use super::packed;
+use super::phases::{Exchange, Members, Reduce};
 use super::plan::{Copy, Layout, Plan};
+use crate::cache::Cache;
 use crate::error::{Error, Result};
 use crate::groups::Groups;
 use crate::region::{regions, Region};
+use crate::runtime::Runtime;
 use crate::sbp::{Sbp, B};
 
 /// Terms of at most so many bytes are read by all ranks: one step is faster than two.
@@ -40,40 +43,33 @@ pub struct Boxing {
     is_covered: bool,
 }
 
-/// Ranks that do something together.
-pub(super) struct Members {
-    pub ranks: Vec<usize>,
-    group: OnceLock<ProcessGroup>,
-    /// Tells what they do apart.
-    digest: u64,
-}
-
-/// The first phase, for this rank's group.
-pub(super) struct Reduce {
-    pub members: Members,
-    pub op: ReduceOp,
-    /// What the members have, and what each gets a sum of.
-    pub held: Region,
-    pub parts: Vec<Option<Region>>,
-    /// This rank's part, and whether it is a part of the result.
-    pub own: Option<Region>,
-    is_in_result: bool,
-    /// This phase and the next are an all-reduce.
-    pub is_all_reduce: bool,
-}
-
-/// The second phase, for the ranks that this one has to do with.
-pub(super) struct Exchange {
-    pub members: Members,
-    /// What each member shows the others: nothing if they need nothing of it.
-    pub shown: Vec<Option<Region>>,
-    /// All copies between the members.
-    pub copies: Vec<Copy>,
-    /// All members need what all have, which are rows in their order.
-    pub is_all_gather: bool,
-}
-
 impl Boxing {
+    /// The boxing of tensors of this shape between two layouts, on this rank, kept once it is made.
+    pub fn between(runtime: &Runtime, shape: &[usize], from: Layout, to: Layout) -> Arc<Self> {
+        thread_local! {
+            static KEY: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+        }
+        let known = runtime.part::<Cache<Self>>();
+        KEY.with_borrow_mut(|key| {
+            key.clear();
+            add_numbers(key, shape);
+            for Layout { placement, sbp } in [from, to] {
+                add_numbers(key, placement.ranks());
+                add_numbers(key, placement.shape());
+                key.extend(sbp.iter().map(|sbp| match *sbp {
+                    Sbp::Split(dim) => dim as u64,
+                    Sbp::Broadcast => u64::MAX,
+                    Sbp::Partial(op) => u64::MAX - 1 - op as u64,
+                }));
+            }
+            known.get(key).unwrap_or_else(|| {
+                let boxing = Arc::new(Self::new(runtime.rank(), shape, from, to));
+                known.insert(key, &boxing);
+                boxing
+            })
+        })
+    }
+
     /// For tensors of this shape, on this rank. The layouts fit it ([`crate::region::check`]).
     pub fn new(rank: usize, shape: &[usize], from: Layout, to: Layout) -> Self {
         if let Some(between) = between(from, to) {
@@ -234,6 +230,12 @@ impl Boxing {
     }
 }
 
+/// Appends numbers, and how many there are.
+fn add_numbers(key: &mut Vec<u64>, numbers: &[usize]) {
+    key.push(numbers.len() as u64);
+    key.extend(numbers.iter().map(|&number| number as u64));
+}
+
 /// What comes between two layouts if the first has terms of different reductions: the last axes'
 /// are reduced first.
 fn between(from: Layout, to: Layout) -> Option<Vec<Sbp>> {
@@ -273,16 +275,6 @@ fn connected(rank: usize, copies: &[Copy]) -> Option<(Vec<usize>, Vec<Copy>)> {
     let between: Vec<Copy> =
         remote.into_iter().filter(|copy| ranks.contains(&copy.from)).cloned().collect();
     (!between.is_empty()).then_some((ranks, between))
-}
-
-impl Members {
-    pub fn group(&self, groups: &Groups) -> Result<&ProcessGroup> {
-        if let Some(group) = self.group.get() {
-            return Ok(group);
-        }
-        let group = groups.group(&self.ranks)?;
-        Ok(self.group.get_or_init(|| group))
-    }
 }
 
 /// What a reduction gives.

@@ -3,6 +3,7 @@
 //! | file | subject |
 //! |---|---|
 //! | `plan` | what is to be reduced and copied, with as few bytes as that needs (pure) |
+//! | `phases` | what a rank does for it |
 //! | `execute` | carries out a plan on tensors, by reading other ranks' memory |
 //! | `packed` | the same by collectives, where that cannot be read |
 //! | `memory` | regions of tensors as memory |
@@ -10,4 +11,5 @@
 pub mod execute;
 mod memory;
 mod packed;
+mod phases;
 pub mod plan;

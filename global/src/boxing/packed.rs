@@ -5,8 +5,8 @@
 use flow_tensor::{ProcessGroup, TensorCollectives};
 use tch::{Device, Kind, Tensor};
 
-use super::execute::{Exchange, Reduce};
 use super::memory::{sizes, Part};
+use super::phases::{Exchange, Reduce};
 use super::plan::Copy;
 use crate::error::Result;
 use crate::region::Region;

@@ -10,9 +10,9 @@ use super::error::CheckpointError;
 use super::index::Index;
 use super::shards::Entry;
 use super::{MODEL, OPTIMIZER};
+use crate::handle::{find_spec, local_of, wrap};
 use crate::placement::Placement;
 use crate::sbp::B;
-use crate::tensor::{find_spec, local_of, wrap};
 
 type Result<T, E = CheckpointError> = std::result::Result<T, E>;
 

@@ -2,7 +2,7 @@
 
 use flow_autograd::global::Scalar;
 
-use super::Context;
+use super::context::Context;
 use crate::error::Result;
 
 /// Whether two logical tensors have the same sizes.

@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use super::Context;
+use super::context::Context;
 use crate::error::Result;
 
 /// Rows that other ranks have give zeros: the results are terms.

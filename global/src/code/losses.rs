@@ -2,9 +2,9 @@
 
 use tch::{Reduction, Tensor};
 
-use super::reductions::wide;
-use super::Context;
+use super::context::Context;
 use crate::error::Result;
+use crate::kinds::wide;
 use crate::sbp::B;
 
 /// The number of elements of a logical tensor.
@@ -54,7 +54,7 @@ pub fn nll_loss(context: &mut Context<'_, '_>) -> Result<()> {
         }
         None => counts.f_sum(input.kind())?,
     };
-    let split = context.plan.wanted[0].clone();
+    let split = context.choice.inputs[0].clone();
     let total = context.summed(&own, &split)?;
     context.give(0, &(sum / &total).f_to_kind(kind)?, &[])?;
     context.give_as(&total.f_to_kind(kind)?, &[], &vec![B; split.len()])

@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::Context;
+use super::context::Context;
 use crate::error::Result;
 use crate::sbp::{NdSbp, Sbp, B, P, S};
 
@@ -22,7 +22,7 @@ struct Batch {
 impl Batch {
     fn of(context: &Context<'_, '_>, input: usize) -> Self {
         let shape = context.shape(input);
-        let sbp = &context.plan.wanted[input];
+        let sbp = &context.choice.inputs[input];
         let term = |sbp: &Sbp| match sbp.dim() {
             Some(1) => S(0),
             Some(_) => P,

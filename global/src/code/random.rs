@@ -2,22 +2,39 @@
 
 use std::f64::consts::PI;
 
+use flow_autograd::global::Argument;
 use tch::{Kind, Tensor};
 
-use super::reductions::kind_of;
-use super::Context;
+use super::context::Context;
 use crate::create::{bound, drawn, uniform_of};
 use crate::error::Result;
+use crate::kinds::kind_of;
 use crate::random::{self, Bits, Draw};
+use crate::region::shape;
 
-/// Operations that draw a tensor of random numbers.
+/// Whether an operation draws a tensor of random numbers; its name is without the `_` of in-place
+/// ones.
 pub fn draws(name: &str) -> bool {
-    super::of(name).is_some_and(|code| std::ptr::fn_addr_eq(code, draw as super::Code))
+    matches!(
+        name,
+        "bernoulli"
+            | "cauchy"
+            | "exponential"
+            | "geometric"
+            | "log_normal"
+            | "native_dropout"
+            | "normal"
+            | "rand_like"
+            | "randint_like"
+            | "randn_like"
+            | "random"
+            | "uniform"
+    )
 }
 
 /// Fills a tensor, or makes one like another.
 pub fn draw(context: &mut Context<'_, '_>) -> Result<()> {
-    let mut draw = context.runtime()?.generator().draw();
+    let mut draw = random::generator(context.runtime()?).draw();
     let name = context.call.name().trim_start_matches("aten::").to_owned();
     let like = context.local(0)?;
     match name.as_str() {
@@ -125,7 +142,7 @@ fn values(
 fn dropout(context: &mut Context<'_, '_>, draw: &mut Draw, input: &Tensor) -> Result<()> {
     // (input, probability, training) -> result, mask
     let left = 1.0 - context.number(1).unwrap_or(0.5);
-    let is_training = !matches!(context.argument(2), super::Argument::Bool(false));
+    let is_training = !matches!(context.argument(2), Argument::Bool(false));
     let probability = if is_training { left } else { 1.0 };
     let value = |bits| f64::from(random::uniform(bits) < probability);
     let mask = values(context, draw, input, Kind::Double, value)?.f_to_kind(Kind::Bool)?;
@@ -156,11 +173,11 @@ pub fn new_empty_strided(context: &mut Context<'_, '_>) -> Result<()> {
     // (self, sizes, strides, dtype, ...)
     let like = context.local(0)?;
     let asked = context.ints(1);
-    let sizes = match context.plan.ints.first() {
+    let sizes = match context.ints.first() {
         Some((1, sizes)) => sizes.clone(),
         _ => asked.clone(),
     };
     let kind = context.int(3).and_then(kind_of).unwrap_or(like.kind());
     let local = Tensor::f_empty(&sizes[..], (kind, like.device()))?;
-    context.give(0, &local, &crate::dispatch::shape(&asked))
+    context.give(0, &local, &shape(&asked))
 }

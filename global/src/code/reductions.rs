@@ -3,42 +3,10 @@
 use flow_comm::ReduceOp;
 use tch::{Kind, Tensor};
 
-use super::Context;
+use super::context::Context;
 use crate::error::Result;
+use crate::kinds::{kind_of, wide};
 use crate::sbp::{NdSbp, Sbp, B, P};
-
-/// The kind that an argument asks for: libtorch's number of it.
-pub fn kind_of(number: i64) -> Option<Kind> {
-    Some(match number {
-        0 => Kind::Uint8,
-        1 => Kind::Int8,
-        2 => Kind::Int16,
-        3 => Kind::Int,
-        4 => Kind::Int64,
-        5 => Kind::Half,
-        6 => Kind::Float,
-        7 => Kind::Double,
-        8 => Kind::ComplexHalf,
-        9 => Kind::ComplexFloat,
-        10 => Kind::ComplexDouble,
-        11 => Kind::Bool,
-        15 => Kind::BFloat16,
-        _ => return None,
-    })
-}
-
-/// libtorch's number of a kind; -1 for those that no rank can say.
-pub fn number_of(kind: Kind) -> i64 {
-    (0..=15).find(|&number| kind_of(number) == Some(kind)).unwrap_or(-1)
-}
-
-/// What sums of a kind are computed in: half precision is not enough for them.
-pub(super) fn wide(kind: Kind) -> Kind {
-    match kind {
-        Kind::Half | Kind::BFloat16 => Kind::Float,
-        other => other,
-    }
-}
 
 /// Dimensions that are an argument; all if it is missing or empty.
 fn dims(context: &Context<'_, '_>, argument: usize) -> Vec<i64> {
@@ -102,7 +70,7 @@ pub fn norm(context: &mut Context<'_, '_>) -> Result<()> {
         Some(_) => Sbp::Partial(op),
         None => B,
     };
-    let from: NdSbp = context.plan.wanted[0].iter().map(term).collect();
+    let from: NdSbp = context.choice.inputs[0].iter().map(term).collect();
     let all = context.boxed(&own, &[], &from, &vec![B; from.len()])?;
     let norm = match order.is_finite() && order != 0.0 {
         true => all.f_pow_tensor_scalar(1.0 / order)?,

@@ -4,32 +4,38 @@
 //! | file | subject |
 //! |---|---|
 //! | here | carries out an operation |
+//! | `op` | the operation as rules see it |
 //! | `plan` | what an operation on tensors of these sizes and specs needs, decided once |
 //! | `outside` | ranks that have nothing of the tensors |
+//! | `noted` | operations that are recorded |
 
+mod noted;
+mod op;
 mod outside;
 mod plan;
 
-use flow_autograd::global::{
-    Call, Dispatcher, LeafGradient, LocalResult, Output as CallOutput, Scalar,
-};
-use flow_autograd::BoxError;
-use flow_tensor::TensorCollectives;
 use std::cell::RefCell;
 use std::sync::Arc;
+
+use flow_autograd::global::{Call, Dispatcher, LeafGradient, LocalResult, Output as CallOutput};
+use flow_autograd::BoxError;
+use flow_tensor::TensorCollectives;
 use tch::Tensor;
 
-use crate::code;
+use crate::cache::Cache;
+use crate::code::{Code, Context};
+use crate::convert::convert;
 use crate::error::{Error, Result};
+use crate::handle::{boxed, find_spec, globals, local_of, spec_of};
+use crate::local::scatter;
 use crate::placement::Placement;
 use crate::record;
 use crate::replicas;
 use crate::runtime::Runtime;
 use crate::sbp::B;
 use crate::spec::Spec;
-use crate::tensor::{boxed, find_spec, spec_of, GlobalTensor};
-pub use plan::Plan;
-use plan::{Input, Noted, Output};
+use noted::Noted;
+use plan::{Input, Output, Plan};
 
 /// Carries out the operations on global tensors.
 pub struct Operations;
@@ -64,7 +70,7 @@ impl Dispatcher for Operations {
             // Zeros, from a formula that makes them without a look at the tensors.
             let sbp = own.sbp().iter().map(|&sbp| if sbp.is_partial() { B } else { sbp });
             let sbp: Vec<_> = sbp.collect();
-            let boxed = crate::scatter(&gradient.copy(), own.placement(), &sbp)?;
+            let boxed = scatter(&gradient.copy(), own.placement(), &sbp)?;
             return Ok(LeafGradient::Boxed(boxed));
         };
         if own.sbp().iter().any(|sbp| sbp.is_partial()) {
@@ -72,7 +78,7 @@ impl Dispatcher for Operations {
         }
         if gradient.requires_grad() {
             // Of a backward that is itself differentiated.
-            return Ok(LeafGradient::Boxed(gradient.to_global(own.placement(), own.sbp())?));
+            return Ok(LeafGradient::Boxed(convert(gradient, own.placement(), own.sbp())?));
         }
         if may_take && replicas::take(leaf, gradient, exclusive)? {
             record::gradient(leaf, gradient, None)?;
@@ -95,13 +101,13 @@ fn run(call: &mut Call<'_, Spec>) -> Result<()> {
     let position = placement.position(runtime.rank());
     if let (true, Some(code)) = (plan.needs_shapes_only, plan.code) {
         let position = position.unwrap_or(0);
-        return code(&mut code::Context { call, plan: &plan, placement: &placement, position });
+        return run_code(code, call, &plan, &placement, position);
     }
     let Some(position) = position else {
         return outside::run(call, &plan, &placement, runtime);
     };
     if let Some(code) = plan.code {
-        return code(&mut code::Context { call, plan: &plan, placement: &placement, position });
+        return run_code(code, call, &plan, &placement, position);
     }
     for (index, input) in plan.inputs.iter().enumerate() {
         prepare(call, runtime, index, input)?;
@@ -130,6 +136,16 @@ fn run(call: &mut Call<'_, Spec>) -> Result<()> {
     Ok(())
 }
 
+fn run_code(
+    code: Code,
+    call: &mut Call<'_, Spec>,
+    plan: &Plan,
+    placement: &Placement,
+    position: usize,
+) -> Result<()> {
+    code(&mut Context { call, choice: &plan.choice, ints: &plan.ints, placement, position })
+}
+
 /// The placement of the inputs: one for all of them.
 fn placement_of(call: &Call<'_, Spec>) -> Result<Placement> {
     let mut specs = (0..call.tensors()).filter_map(|tensor| call.spec(tensor));
@@ -146,22 +162,19 @@ fn placement_of(call: &Call<'_, Spec>) -> Result<Placement> {
     }
 }
 
-fn plan_of(
-    call: &Call<'_, Spec>,
-    placement: &Placement,
-    runtime: &Arc<Runtime>,
-) -> Result<Arc<Plan>> {
+fn plan_of(call: &Call<'_, Spec>, placement: &Placement, runtime: &Runtime) -> Result<Arc<Plan>> {
     thread_local! {
         static KEY: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
     }
+    let plans = runtime.part::<Cache<Plan>>();
     let mut key = KEY.with(RefCell::take);
     key.clear();
     call.key(Spec::id, &mut key);
-    let plan = match runtime.plan(&key) {
+    let plan = match plans.get(&key) {
         Some(plan) => plan,
         None => {
             let plan = Arc::new(Plan::new(call, placement, runtime)?);
-            runtime.keep_plan(&key, &plan);
+            plans.insert(&key, &plan);
             plan
         }
     };
@@ -180,16 +193,16 @@ fn prepare(
         Input::Own => Ok(()),
         // The operation gives the handle other sizes.
         Input::Handle => {
-            let local = local_of(call, runtime, index)?.map(|local| local.alias());
+            let local = input_local(call, index)?.map(|local| local.alias());
             Ok(call.set_local(index, local.as_ref())?)
         }
         Input::Empty => {
-            let like = local_of(call, runtime, index)?;
+            let like = input_local(call, index)?;
             let empty = like.map(|like| Tensor::empty([0], (like.kind(), like.device())));
             Ok(call.set_local(index, empty.as_ref())?)
         }
         Input::Boxed { boxing, from, to, is_written } => {
-            let local = local_of(call, runtime, index)?;
+            let local = input_local(call, index)?;
             let Some(tensor) = &local else { return Ok(()) };
             let options = (tensor.kind(), tensor.device());
             let boxed = boxing.run(&runtime.groups, options, local.as_ref());
@@ -220,10 +233,10 @@ fn advice(operation: &str) -> &'static str {
 }
 
 /// A tensor's local; of a plain tensor itself.
-fn local_of(call: &Call<'_, Spec>, runtime: &Runtime, index: usize) -> Result<Option<Tensor>> {
+fn input_local(call: &Call<'_, Spec>, index: usize) -> Result<Option<Tensor>> {
     let Some(tensor) = call.tensor(index) else { return Ok(None) };
     Ok(match call.spec(index) {
-        Some(_) => runtime.globals.local(&tensor),
+        Some(_) => local_of(&tensor),
         None => Some(tensor),
     })
 }
@@ -243,7 +256,7 @@ fn write_back(
         },
         None => call.local(index),
     };
-    let (Some(written), Some(mut local)) = (written, local_of(call, runtime, index)?) else {
+    let (Some(written), Some(mut local)) = (written, input_local(call, index)?) else {
         return Ok(());
     };
     let Some(boxing) = plan.backs.get(&index) else { return Ok(()) };
@@ -259,13 +272,13 @@ fn write_back(
 fn give(
     call: &mut Call<'_, Spec>,
     placement: &Placement,
-    runtime: &Arc<Runtime>,
+    runtime: &Runtime,
     index: usize,
     output: &Output,
 ) -> Result<()> {
     if output.is_written {
         if let (true, Some(argument)) = (call.reshapes(), call.written(index)) {
-            reshape(call, placement, runtime, index, argument, output)?;
+            reshape(call, placement, index, argument, output)?;
         }
         return Ok(call.output_written(index)?);
     }
@@ -275,7 +288,7 @@ fn give(
             return Ok(call.output_scalar(scalar)?);
         }
     }
-    let spec = output.spec(placement, runtime);
+    let spec = output.spec(placement)?;
     let output = CallOutput {
         spec: &spec,
         split_dims: &output.split_dims,
@@ -292,7 +305,6 @@ fn give(
 fn reshape(
     call: &Call<'_, Spec>,
     placement: &Placement,
-    runtime: &Arc<Runtime>,
     index: usize,
     argument: usize,
     output: &Output,
@@ -302,39 +314,10 @@ fn reshape(
     for (&dim, &size) in output.split_dims.iter().zip(&output.split_sizes) {
         sizes[dim as usize] = size;
     }
-    let spec = output.spec(placement, runtime);
-    let now = runtime.globals.wrap(Some(&local), &local, spec, &sizes, output.shares)?;
+    let spec = output.spec(placement)?;
+    let now = globals()?.wrap(Some(&local), &local, spec, &sizes, output.shares)?;
     if let Some(tensor) = call.tensor(argument) {
-        runtime.globals.assign(&tensor, &now)?;
+        globals()?.assign(&tensor, &now)?;
     }
     Ok(())
-}
-
-/// Sizes as rules and boxing have them.
-pub fn shape(sizes: &[i64]) -> Vec<usize> {
-    sizes.iter().map(|&size| usize::try_from(size).unwrap_or(0)).collect()
-}
-
-impl Output {
-    /// The spec, kept while tensors have it.
-    fn spec(&self, placement: &Placement, runtime: &Runtime) -> Arc<Spec> {
-        self.spec.upgrade().unwrap_or_else(|| runtime.spec(placement, &self.sbp))
-    }
-}
-
-/// A number from its bits, and back: what ranks outside a placement get.
-fn scalar_bits(scalar: Scalar) -> [i64; 2] {
-    match scalar {
-        Scalar::Int(value) => [0, value],
-        Scalar::Float(value) => [1, value.to_bits() as i64],
-        Scalar::Bool(value) => [2, i64::from(value)],
-    }
-}
-
-fn scalar_of([tag, bits]: [i64; 2]) -> Scalar {
-    match tag {
-        0 => Scalar::Int(bits),
-        1 => Scalar::Float(f64::from_bits(bits as u64)),
-        _ => Scalar::Bool(bits != 0),
-    }
 }

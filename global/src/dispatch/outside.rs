@@ -4,44 +4,31 @@
 //! What an operation gives, such a rank finds out once, by running it on tensors of the sizes that the
 //! first rank of the placement has. Where it depends on values, that rank tells.
 
-use std::sync::Arc;
-
 use flow_autograd::global::{Call, LocalResult, Scalar};
 use flow_tensor::TensorCollectives;
 use tch::{Device, Kind, Tensor};
 
-use super::plan::{is_float, Input, Output, Plan};
-use super::{scalar_bits, scalar_of, shape};
-use crate::code::{self, kind_of, number_of};
+use super::plan::{Input, Output, Outside, Plan};
+use crate::code::draws;
 use crate::error::{Error, Result};
+use crate::handle::globals;
+use crate::kinds::{is_float, kind_of, number_of};
 use crate::placement::Placement;
-use crate::region::regions;
+use crate::random;
+use crate::region::{regions, shape};
 use crate::runtime::Runtime;
 use crate::spec::Spec;
-
-/// What is known of a result.
-#[derive(Clone, Debug)]
-pub enum Outside {
-    /// Its logical sizes, and its kind.
-    Tensor(Vec<i64>, Kind),
-    /// Of each tensor of a list.
-    Tensors(Vec<(Vec<i64>, Kind)>),
-    /// An undefined tensor.
-    Undefined,
-    /// A number: the ranks of the placement tell which.
-    Scalar,
-}
 
 /// Returns what the operation would, without a local.
 pub fn run(
     call: &mut Call<'_, Spec>,
     plan: &Plan,
     placement: &Placement,
-    runtime: &Arc<Runtime>,
+    runtime: &Runtime,
 ) -> Result<()> {
-    if code::draws(plan.name.trim_end_matches('_')) {
+    if draws(plan.name.trim_end_matches('_')) {
         // All ranks draw the same tensors.
-        runtime.generator().draw();
+        random::generator(runtime).draw();
     }
     let told;
     let known = match plan.outside.get() {
@@ -60,9 +47,9 @@ pub fn run(
             if let (true, Some(argument), Outside::Tensor(sizes, kind)) =
                 (call.reshapes(), call.written(index), known)
             {
-                let now = wrap(runtime, placement, output, sizes, *kind)?;
+                let now = wrap(placement, output, sizes, *kind)?;
                 if let Some(tensor) = call.tensor(argument) {
-                    runtime.globals.assign(&tensor, &now)?;
+                    globals()?.assign(&tensor, &now)?;
                 }
             }
             call.output_written(index)?;
@@ -70,13 +57,11 @@ pub fn run(
         }
         match known {
             Outside::Tensor(sizes, kind) => {
-                let tensor = wrap(runtime, placement, output, sizes, *kind)?;
+                let tensor = wrap(placement, output, sizes, *kind)?;
                 call.output_tensor(Some(&tensor))?;
             }
             Outside::Tensors(all) => {
-                let wrap = |(sizes, kind): &(Vec<i64>, Kind)| {
-                    wrap(runtime, placement, output, sizes, *kind)
-                };
+                let wrap = |(sizes, kind): &(Vec<i64>, Kind)| wrap(placement, output, sizes, *kind);
                 call.output_tensors(&all.iter().map(wrap).collect::<Result<Vec<_>>>()?)?;
             }
             Outside::Undefined => call.output_tensor(None)?,
@@ -88,16 +73,9 @@ pub fn run(
     Ok(())
 }
 
-fn wrap(
-    runtime: &Runtime,
-    placement: &Placement,
-    output: &Output,
-    sizes: &[i64],
-    kind: Kind,
-) -> Result<Tensor> {
+fn wrap(placement: &Placement, output: &Output, sizes: &[i64], kind: Kind) -> Result<Tensor> {
     let like = Tensor::empty([0], (kind, Device::Cpu));
-    let spec = output.spec(placement, runtime);
-    Ok(runtime.globals.wrap(None, &like, spec, sizes, false)?)
+    Ok(globals()?.wrap(None, &like, output.spec(placement)?, sizes, false)?)
 }
 
 fn find_out(call: &mut Call<'_, Spec>, plan: &Plan, placement: &Placement) -> Result<Vec<Outside>> {
@@ -127,7 +105,7 @@ fn try_out(
         let sizes = match plan.inputs[index] {
             Input::Empty => vec![0],
             _ => {
-                let all = regions(placement, &plan.wanted[index], &shape(call.sizes(index)));
+                let all = regions(placement, &plan.choice.inputs[index], &shape(call.sizes(index)));
                 all[0].shape().iter().map(|&size| size as i64).collect()
             }
         };
@@ -250,4 +228,21 @@ pub fn share_scalar(
     let mut shared = Tensor::from_slice(&bits);
     runtime.world().broadcast_tensor(&mut shared, placement.ranks()[0])?;
     Ok(scalar_of([shared.int64_value(&[0]), shared.int64_value(&[1])]))
+}
+
+/// A number from its bits, and back: what ranks outside a placement get.
+fn scalar_bits(scalar: Scalar) -> [i64; 2] {
+    match scalar {
+        Scalar::Int(value) => [0, value],
+        Scalar::Float(value) => [1, value.to_bits() as i64],
+        Scalar::Bool(value) => [2, i64::from(value)],
+    }
+}
+
+fn scalar_of([tag, bits]: [i64; 2]) -> Scalar {
+    match tag {
+        0 => Scalar::Int(bits),
+        1 => Scalar::Float(f64::from_bits(bits as u64)),
+        _ => Scalar::Bool(bits != 0),
+    }
 }

@@ -3,19 +3,19 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock, Weak};
 
-use flow_autograd::global::{Argument, Call, Node};
+use flow_autograd::global::{Argument, Call};
 use tch::Kind;
 
-use super::outside::Outside;
-use super::shape;
+use super::op::{op_of, Written};
 use crate::boxing::execute::Boxing;
 use crate::boxing::plan::Layout;
 use crate::code::{self, Code};
 use crate::error::{Error, Result};
 use crate::placement::Placement;
-use crate::region::regions;
+use crate::policy;
+use crate::region::{regions, shape};
 use crate::rules::infer::{infer, Choice};
-use crate::rules::op::{Arg, Input as OpInput, Op};
+use crate::rules::op::Op;
 use crate::runtime::Runtime;
 use crate::sbp::{NdSbp, Sbp, B};
 use crate::spec::Spec;
@@ -26,8 +26,8 @@ pub struct Plan {
     pub name: String,
     /// By tensor.
     pub inputs: Vec<Input>,
-    /// What is wanted of each tensor.
-    pub wanted: Vec<NdSbp>,
+    /// What is wanted of each tensor, and what the results have then.
+    pub choice: Choice,
     /// Lists that are sizes of this rank's local: the argument, and its value.
     pub ints: Vec<(usize, Vec<i64>)>,
     /// By return.
@@ -70,6 +70,19 @@ pub enum Input {
     },
 }
 
+/// What is known of a result.
+#[derive(Clone, Debug)]
+pub enum Outside {
+    /// Its logical sizes, and its kind.
+    Tensor(Vec<i64>, Kind),
+    /// Of each tensor of a list.
+    Tensors(Vec<(Vec<i64>, Kind)>),
+    /// An undefined tensor.
+    Undefined,
+    /// A number: the ranks of the placement tell which.
+    Scalar,
+}
+
 /// What a result is part of.
 pub struct Output {
     /// How the logical tensor lies.
@@ -90,104 +103,9 @@ pub struct Output {
     pub is_written: bool,
 }
 
-/// The tensors that an operation writes.
-struct Written {
-    /// It writes some of its arguments, and rules know.
-    is_in_place: bool,
-    /// Arguments that only receive the result, as `out`.
-    outs: Vec<usize>,
-    /// Tensors of all arguments that are written.
-    tensors: Vec<usize>,
-}
-
-impl Written {
-    /// The name that rules know.
-    fn rule_name<'a>(&self, call: &'a Call<'_, Spec>) -> &'a str {
-        let name = call.name();
-        let name = name.strip_prefix("aten::").unwrap_or(name);
-        match self.is_in_place || call.reshapes() {
-            true => name.strip_suffix('_').unwrap_or(name),
-            false => name,
-        }
-    }
-
-    fn of(call: &Call<'_, Spec>, arguments: &[Argument<'_>]) -> Self {
-        let name = call.name();
-        let is_in_place = name.ends_with('_') && !name.ends_with("__") && call.is_written(0);
-        // Its schema does not say that it does.
-        let writes_statistics = name == "aten::native_batch_norm"
-            && matches!(arguments.get(5), Some(Argument::Bool(true)));
-        let is_out = call.overload().ends_with("out");
-        let written = (0..arguments.len()).filter(|&argument| call.is_written(argument));
-        let (mut outs, mut tensors) = (Vec::new(), Vec::new());
-        for argument in written {
-            match arguments[argument] {
-                Argument::Tensor(tensor) if is_out => {
-                    outs.push(argument);
-                    tensors.push(tensor);
-                }
-                Argument::Tensor(tensor) => tensors.push(tensor),
-                Argument::Tensors(first, count) => tensors.extend(first..first + count),
-                _ => {}
-            }
-        }
-        if writes_statistics {
-            tensors.extend((3..5).filter(|&tensor| call.is_defined(tensor)));
-        }
-        Self { is_in_place: is_in_place || writes_statistics, outs, tensors }
-    }
-}
-
-/// An operation that is to be recorded, as it was before it ran.
-pub struct Noted {
-    name: String,
-    overload: String,
-    args: Vec<crate::trace::Argument>,
-    inputs: Vec<OpInput>,
-    in_place: bool,
-    node: Node,
-}
-
-impl Noted {
-    pub fn new(call: &Call<'_, Spec>) -> Self {
-        let arguments = call.arguments();
-        let written = Written::of(call, &arguments);
-        let op = op_of(call, written.rule_name(call), &arguments, &written);
-        Self {
-            name: op.name.to_owned(),
-            overload: op.overload.to_owned(),
-            args: op.args.iter().map(Into::into).collect(),
-            inputs: op.inputs,
-            in_place: op.in_place,
-            node: call.node(),
-        }
-    }
-
-    /// Records it, after it has run.
-    pub fn tell(self, call: &Call<'_, Spec>, plan: &Plan, placement: &Placement) -> Result<()> {
-        let inputs: Vec<_> = (0..self.inputs.len()).map(|tensor| call.tensor(tensor)).collect();
-        let returned: Vec<_> = (0..call.returns()).flat_map(|index| call.returned(index)).collect();
-        let op = Op {
-            name: &self.name,
-            overload: &self.overload,
-            args: self.args.iter().map(crate::trace::Argument::borrow).collect(),
-            outputs: returned.len(),
-            inputs: self.inputs,
-            in_place: self.in_place,
-            ranks: 1,
-        };
-        let wanted = &plan.wanted[..inputs.len()];
-        crate::record::operation(&op, placement, &inputs, wanted, &returned, self.node)
-    }
-}
-
 impl Plan {
     /// Decides for the tensors of a call.
-    pub fn new(
-        call: &Call<'_, Spec>,
-        placement: &Placement,
-        runtime: &Arc<Runtime>,
-    ) -> Result<Self> {
+    pub fn new(call: &Call<'_, Spec>, placement: &Placement, runtime: &Runtime) -> Result<Self> {
         let arguments = call.arguments();
         let written = Written::of(call, &arguments);
         for &tensor in &written.tensors {
@@ -228,7 +146,7 @@ impl Plan {
         let choice = match ruled {
             Some(choice) => choice,
             None => {
-                crate::policy::gathered(name)?;
+                policy::gathered(name)?;
                 gathered(&op, axes)
             }
         };
@@ -244,7 +162,7 @@ impl Plan {
         let mut plan = Self {
             name: name.to_owned(),
             inputs: Vec::new(),
-            wanted: choice.inputs.clone(),
+            choice: choice.clone(),
             ints: ints(&op, &choice, placement, runtime.rank()),
             outputs: Vec::new(),
             write_backs: Vec::new(),
@@ -265,7 +183,7 @@ impl Plan {
                 () => {
                     let boxing = |from: &[Sbp], to: &[Sbp]| {
                         let [from, to] = [from, to].map(|sbp| Layout { placement, sbp });
-                        runtime.boxing(&sizes[tensor], from, to)
+                        Boxing::between(runtime, &sizes[tensor], from, to)
                     };
                     if is_written && !call.reshapes() {
                         plan.write_backs.push((tensor, None));
@@ -305,73 +223,25 @@ impl Plan {
             let (own, gets) = (&have[tensor], &choice.outputs[index]);
             let is_same = own == gets && call.spec(tensor).is_some();
             plan.inputs.push(if is_same { Input::Own } else { Input::Empty });
-            plan.wanted.push(gets.clone());
+            plan.choice.inputs.push(gets.clone());
             if !is_same {
                 plan.write_backs.push((tensor, Some(index)));
                 let [from, to] = [gets, own].map(|sbp| Layout { placement, sbp });
-                plan.backs.insert(tensor, runtime.boxing(&sizes[tensor], from, to));
+                plan.backs.insert(tensor, Boxing::between(runtime, &sizes[tensor], from, to));
             }
         }
         for output in &mut plan.outputs {
-            output.spec = Arc::downgrade(&runtime.spec(placement, &output.sbp));
+            output.spec = Arc::downgrade(&Spec::of(placement, &output.sbp)?);
         }
         Ok(plan)
     }
 }
 
-fn op_of<'a>(
-    call: &'a Call<'_, Spec>,
-    name: &'a str,
-    arguments: &[Argument<'a>],
-    written: &Written,
-) -> Op<'a> {
-    let given = arguments.iter().enumerate().filter(|(index, _)| !written.outs.contains(index));
-    let arg = |argument: &Argument<'a>| match *argument {
-        Argument::None(_) => Arg::None,
-        Argument::Tensor(tensor) => Arg::Tensor(tensor),
-        Argument::Tensors(first, count) => Arg::Tensors(first..first + count),
-        Argument::Int(value) => Arg::Int(value),
-        Argument::Float(value) => Arg::Float(value),
-        Argument::Bool(value) => Arg::Bool(value),
-        Argument::Ints(values) => Arg::Ints(values.into()),
-        Argument::Other => Arg::Other,
-    };
-    let input = |tensor: usize| {
-        let kind = call.kind(tensor);
-        OpInput {
-            shape: shape(call.sizes(tensor)),
-            is_float: kind.is_some_and(is_float),
-            bytes: kind.map_or(0, Kind::elt_size_in_bytes),
-            is_defined: call.is_defined(tensor),
-        }
-    };
-    Op {
-        name,
-        overload: call.overload(),
-        args: given.map(|(_, argument)| arg(argument)).collect(),
-        // The tensors of `out` come last.
-        inputs: (0..call.tensors() - written.outs.len()).map(input).collect(),
-        outputs: call.returns(),
-        in_place: written.is_in_place && !call.reshapes(),
-        ranks: 1,
+impl Output {
+    /// The spec, kept while tensors have it.
+    pub fn spec(&self, placement: &Placement) -> Result<Arc<Spec>> {
+        self.spec.upgrade().map_or_else(|| Spec::of(placement, &self.sbp), Ok)
     }
-}
-
-pub fn is_float(kind: Kind) -> bool {
-    matches!(
-        kind,
-        Kind::Half
-            | Kind::Float
-            | Kind::Double
-            | Kind::ComplexHalf
-            | Kind::ComplexFloat
-            | Kind::ComplexDouble
-            | Kind::BFloat16
-            | Kind::Float8e5m2
-            | Kind::Float8e4m3fn
-            | Kind::Float8e5m2fnuz
-            | Kind::Float8e4m3fnuz
-    )
 }
 
 /// All tensors B: what every operation can run on.

@@ -3,10 +3,9 @@
 use flow_comm::ReduceOp;
 use tch::{Kind, Tensor};
 
-use crate::dispatch::shape;
 use crate::error::{Error, Result};
-use crate::from_local::from_local;
-use crate::region::regions;
+use crate::local::from_local;
+use crate::region::{regions, shape};
 use crate::sbp::{NdSbp, Sbp, B, P, S};
 use crate::tensor::GlobalTensor;
 

@@ -5,11 +5,10 @@ use std::borrow::Borrow;
 use tch::{nn, Kind, Tensor};
 
 use super::{pinned, variable, with_axis};
-use crate::dispatch::shape;
 use crate::error::Result;
-use crate::from_local::from_local;
+use crate::local::from_local;
 use crate::placement::Placement;
-use crate::region::regions;
+use crate::region::{regions, shape};
 use crate::sbp::{B, P, S};
 use crate::tensor::GlobalTensor;
 

@@ -1,7 +1,6 @@
 //! Scaled dot-product attention: samples or heads are split.
 
-use super::op::{Input, Op, Signature};
-use super::Rule;
+use super::op::{Input, Op, Rule, Signature};
 use crate::sbp::{Sbp, B};
 
 pub const RULES: &[Rule] = &[Rule { names: ATTENTION, signatures: attention }];

@@ -1,7 +1,6 @@
 //! Convolutions and what samples images: the batch is split, or channels.
 
-use super::op::{Arg, Op, Signature};
-use super::Rule;
+use super::op::{Arg, Op, Rule, Signature};
 use crate::sbp::{B, P, S};
 
 pub const RULES: &[Rule] = &[

@@ -1,7 +1,6 @@
 //! New tensors like another one: constants and random numbers.
 
-use super::op::{Op, Signature};
-use super::Rule;
+use super::op::{Op, Rule, Signature};
 use crate::sbp::{B, P, S};
 
 pub const RULES: &[Rule] = &[

@@ -1,7 +1,6 @@
 //! Losses. A mean over split samples is a sum of terms that code divides by the whole number.
 
-use super::op::{Op, Signature};
-use super::Rule;
+use super::op::{Op, Rule, Signature};
 use crate::sbp::{B, P, S};
 
 pub const RULES: &[Rule] = &[

@@ -1,7 +1,6 @@
 //! Matrix products: rows, columns, or the terms of the sum are split.
 
-use super::op::{Op, Signature};
-use super::Rule;
+use super::op::{Op, Rule, Signature};
 use crate::sbp::{Sbp, B, P, S};
 
 pub const RULES: &[Rule] = &[

@@ -19,15 +19,7 @@ mod views;
 use std::collections::HashMap;
 use std::sync::OnceLock;
 
-use op::{Op, Signature};
-
-/// The signatures of some operations, on one axis of a placement.
-pub struct Rule {
-    /// Of the operations, without `aten::` and the `_` of in-place ones.
-    pub names: &'static [&'static str],
-    /// The candidates, in the order in which equally cheap ones are taken.
-    pub signatures: fn(&Op) -> Vec<Signature>,
-}
+use op::Rule;
 
 const FAMILIES: &[&[Rule]] = &[
     attention::RULES,
@@ -62,7 +54,7 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 
 #[cfg(test)]
 mod tests {
-    use super::op::{Arg, Input};
+    use super::op::{Arg, Input, Op};
     use super::*;
 
     #[test]

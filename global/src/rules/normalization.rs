@@ -1,7 +1,6 @@
 //! Normalizations. Batch norm over a split batch takes the statistics of all ranks, as SyncBatchNorm.
 
-use super::op::{Op, Signature};
-use super::Rule;
+use super::op::{Op, Rule, Signature};
 use crate::sbp::{Sbp, B, P, S};
 
 pub const RULES: &[Rule] = &[

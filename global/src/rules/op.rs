@@ -174,3 +174,11 @@ impl Signature {
         self
     }
 }
+
+/// The signatures of some operations, on one axis of a placement.
+pub struct Rule {
+    /// Of the operations, without `aten::` and the `_` of in-place ones.
+    pub names: &'static [&'static str],
+    /// The candidates, in the order in which equally cheap ones are taken.
+    pub signatures: fn(&Op) -> Vec<Signature>,
+}

@@ -1,7 +1,6 @@
 //! Operations on each element by itself, with broadcasting.
 
-use super::op::{Arg, Op, Signature};
-use super::Rule;
+use super::op::{Arg, Op, Rule, Signature};
 use crate::sbp::{B, P};
 
 pub const RULES: &[Rule] = &[

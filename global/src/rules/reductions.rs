@@ -1,7 +1,6 @@
 //! Operations over dimensions: sums, means, extremes, norms, sorting, softmax.
 
-use super::op::{Arg, Op, Signature};
-use super::Rule;
+use super::op::{Arg, Op, Rule, Signature};
 use crate::sbp::{Sbp, B, P, S};
 use flow_comm::ReduceOp;
 

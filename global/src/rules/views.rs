@@ -1,7 +1,6 @@
 //! Views, and operations that only move elements: where a split goes.
 
-use super::op::{Arg, Op, Signature};
-use super::Rule;
+use super::op::{Arg, Op, Rule, Signature};
 use crate::sbp::{Sbp, P, S};
 
 pub const RULES: &[Rule] = &[

@@ -9,7 +9,7 @@ use tch::{Kind, Tensor};
 use super::placeholder::Placeholder;
 use super::{variables, Array, View};
 use crate::error::{Error, Result};
-use crate::from_local::scatter;
+use crate::local::scatter;
 use crate::placement::Placement;
 use crate::sbp::{Sbp, B, S};
 use crate::schedule::Schedule;

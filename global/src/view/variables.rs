@@ -9,7 +9,7 @@ use tch::{nn, Tensor};
 use super::View;
 use crate::distribute::distribute;
 use crate::error::{Error, Result};
-use crate::from_local::scatter;
+use crate::local::scatter;
 use crate::placement::Placement;
 use crate::sbp::B;
 use crate::tensor::GlobalTensor;

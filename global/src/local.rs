@@ -1,4 +1,4 @@
-//! A global tensor of what each rank has.
+//! Global tensors of what each rank has, and back.
 
 use std::sync::Arc;
 
@@ -7,13 +7,13 @@ use flow_tensor::TensorCollectives;
 use tch::{Kind, Tensor};
 
 use crate::boxing::plan::groups;
-use crate::dispatch::shape;
+use crate::convert::{convert, one, outputs};
 use crate::error::{Error, Result};
+use crate::handle::{boxed, empty_like, local_of, spec_of, wrap};
 use crate::placement::Placement;
-use crate::region::{check, regions};
-use crate::sbp::{has_values, Sbp, B, P};
+use crate::region::{check, regions, shape};
+use crate::sbp::{dual, has_values, Sbp, B, P};
 use crate::spec::Spec;
-use crate::tensor::{boxed, dual, local_of, one, outputs, wrap, GlobalTensor};
 
 /// A dimension more than any tensor has.
 const MAX_DIMS: usize = 64;
@@ -52,7 +52,7 @@ pub fn from_local(
             return Err(no_part("from_local", rank, &own, &logical, (placement, sbp), &part));
         }
     }
-    let spec = runtime.spec(placement, sbp);
+    let spec = Spec::of(placement, sbp)?;
     let to = spec.clone();
     differentiable(local, &spec, move |local| {
         let own = position.map(|_| local.detach().contiguous());
@@ -73,7 +73,7 @@ fn differentiable(
             reason: format!("a local of {other} gets no gradient: use P, or detach() the local"),
         });
     }
-    let dual = spec.placement().runtime()?.spec(spec.placement(), &dual(spec.sbp()));
+    let dual = Spec::of(spec.placement(), &dual(spec.sbp()))?;
     let own_sizes = local.size();
     let options = (local.kind(), local.device());
     one(custom_function(
@@ -83,11 +83,39 @@ fn differentiable(
             let Some(gradient) = &gradients[0] else { return Ok(vec![None]) };
             if gradient.requires_grad() {
                 // Of a backward that is itself differentiated.
-                let boxed = gradient.to_global(dual.placement(), dual.sbp())?;
-                return Ok(vec![Some(boxed.to_local()?)]);
+                let boxed = convert(gradient, dual.placement(), dual.sbp())?;
+                return Ok(vec![Some(to_local(&boxed)?)]);
             }
             let own = local_of(&boxed(gradient, &dual)?);
             Ok(vec![Some(own.unwrap_or_else(|| Tensor::zeros(&own_sizes[..], options)))])
+        },
+    ))
+}
+
+/// This rank's part, with the memory that it has. Differentiable.
+pub fn to_local(tensor: &Tensor) -> Result<Tensor> {
+    let spec = spec_of(tensor)?;
+    let sizes = tensor.size();
+    let dual = dual(spec.sbp());
+    one(custom_function(
+        &[tensor],
+        |inputs| {
+            let local = local_of(&inputs[0]);
+            outputs(Ok(local.unwrap_or_else(|| empty_like(&inputs[0]))))
+        },
+        move |_, gradients| {
+            let Some(gradient) = &gradients[0] else { return Ok(vec![None]) };
+            let placement = spec.placement();
+            let runtime = placement.runtime()?;
+            let is_inside = placement.position(runtime.rank()).is_some();
+            if is_inside && gradient.requires_grad() {
+                // Of a backward that is itself differentiated.
+                let global = from_local(gradient, &sizes, placement, &dual)?;
+                return Ok(vec![Some(global)]);
+            }
+            let local = is_inside.then_some(gradient);
+            let spec = Spec::of(placement, &dual)?;
+            Ok(vec![Some(wrap(local, gradient, spec, &sizes)?)])
         },
     ))
 }
@@ -189,7 +217,7 @@ pub fn scatter(tensor: &Tensor, placement: &Placement, sbp: impl AsRef<[Sbp]>) -
     let shape = shape(&tensor.size());
     check(placement, sbp, &shape)?;
     let runtime = placement.runtime()?;
-    let spec = runtime.spec(placement, sbp);
+    let spec = Spec::of(placement, sbp)?;
     tch::no_grad(|| {
         let Some(position) = placement.position(runtime.rank()) else {
             return wrap(None, tensor, spec.clone(), &tensor.size());

@@ -1,0 +1,53 @@
+//! What this rank does in the two phases of a boxing.
+
+use std::sync::OnceLock;
+
+use flow_tensor::{ProcessGroup, ReduceOp};
+
+use super::plan::Copy;
+use crate::error::Result;
+use crate::groups::Groups;
+use crate::region::Region;
+
+/// Ranks that do something together.
+pub struct Members {
+    pub ranks: Vec<usize>,
+    pub group: OnceLock<ProcessGroup>,
+    /// Tells what they do apart.
+    pub digest: u64,
+}
+
+/// The first phase, for this rank's group.
+pub struct Reduce {
+    pub members: Members,
+    pub op: ReduceOp,
+    /// What the members have, and what each gets a sum of.
+    pub held: Region,
+    pub parts: Vec<Option<Region>>,
+    /// This rank's part, and whether it is a part of the result.
+    pub own: Option<Region>,
+    pub is_in_result: bool,
+    /// This phase and the next are an all-reduce.
+    pub is_all_reduce: bool,
+}
+
+/// The second phase, for the ranks that this one has to do with.
+pub struct Exchange {
+    pub members: Members,
+    /// What each member shows the others: nothing if they need nothing of it.
+    pub shown: Vec<Option<Region>>,
+    /// All copies between the members.
+    pub copies: Vec<Copy>,
+    /// All members need what all have, which are rows in their order.
+    pub is_all_gather: bool,
+}
+
+impl Members {
+    pub fn group(&self, groups: &Groups) -> Result<&ProcessGroup> {
+        if let Some(group) = self.group.get() {
+            return Ok(group);
+        }
+        let group = groups.group(&self.ranks)?;
+        Ok(self.group.get_or_init(|| group))
+    }
+}

@@ -1,0 +1,55 @@
+//! Operations that are recorded.
+
+use flow_autograd::global::{Call, Node};
+
+use super::op::{op_of, Written};
+use super::plan::Plan;
+use crate::error::Result;
+use crate::placement::Placement;
+use crate::record;
+use crate::rules::op::{Input, Op};
+use crate::spec::Spec;
+use crate::trace::Argument;
+
+/// An operation that is to be recorded, as it was before it ran.
+pub struct Noted {
+    name: String,
+    overload: String,
+    args: Vec<Argument>,
+    inputs: Vec<Input>,
+    in_place: bool,
+    node: Node,
+}
+
+impl Noted {
+    pub fn new(call: &Call<'_, Spec>) -> Self {
+        let arguments = call.arguments();
+        let written = Written::of(call, &arguments);
+        let op = op_of(call, written.rule_name(call), &arguments, &written);
+        Self {
+            name: op.name.to_owned(),
+            overload: op.overload.to_owned(),
+            args: op.args.iter().map(Into::into).collect(),
+            inputs: op.inputs,
+            in_place: op.in_place,
+            node: call.node(),
+        }
+    }
+
+    /// Records it, after it has run.
+    pub fn tell(self, call: &Call<'_, Spec>, plan: &Plan, placement: &Placement) -> Result<()> {
+        let inputs: Vec<_> = (0..self.inputs.len()).map(|tensor| call.tensor(tensor)).collect();
+        let returned: Vec<_> = (0..call.returns()).flat_map(|index| call.returned(index)).collect();
+        let op = Op {
+            name: &self.name,
+            overload: &self.overload,
+            args: self.args.iter().map(Argument::borrow).collect(),
+            outputs: returned.len(),
+            inputs: self.inputs,
+            in_place: self.in_place,
+            ranks: 1,
+        };
+        let wanted = &plan.choice.inputs[..inputs.len()];
+        record::operation(&op, placement, &inputs, wanted, &returned, self.node)
+    }
+}

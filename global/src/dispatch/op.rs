@@ -1,0 +1,97 @@
+//! A call as rules see it.
+
+use flow_autograd::global::{Argument, Call};
+use tch::Kind;
+
+use crate::kinds::is_float;
+use crate::region::shape;
+use crate::rules::op::{Arg, Input as OpInput, Op};
+use crate::spec::Spec;
+
+/// The tensors that an operation writes.
+pub struct Written {
+    /// It writes some of its arguments, and rules know.
+    pub is_in_place: bool,
+    /// Arguments that only receive the result, as `out`.
+    pub outs: Vec<usize>,
+    /// Tensors of all arguments that are written.
+    pub tensors: Vec<usize>,
+}
+
+impl Written {
+    /// The name that rules know.
+    pub fn rule_name<'a>(&self, call: &'a Call<'_, Spec>) -> &'a str {
+        let name = call.name();
+        let name = name.strip_prefix("aten::").unwrap_or(name);
+        match self.is_in_place || call.reshapes() {
+            true => name.strip_suffix('_').unwrap_or(name),
+            false => name,
+        }
+    }
+
+    /// Of a call with these arguments.
+    pub fn of(call: &Call<'_, Spec>, arguments: &[Argument<'_>]) -> Self {
+        let name = call.name();
+        let is_in_place = name.ends_with('_') && !name.ends_with("__") && call.is_written(0);
+        // Its schema does not say that it does.
+        let writes_statistics = name == "aten::native_batch_norm"
+            && matches!(arguments.get(5), Some(Argument::Bool(true)));
+        let is_out = call.overload().ends_with("out");
+        let written = (0..arguments.len()).filter(|&argument| call.is_written(argument));
+        let (mut outs, mut tensors) = (Vec::new(), Vec::new());
+        for argument in written {
+            match arguments[argument] {
+                Argument::Tensor(tensor) if is_out => {
+                    outs.push(argument);
+                    tensors.push(tensor);
+                }
+                Argument::Tensor(tensor) => tensors.push(tensor),
+                Argument::Tensors(first, count) => tensors.extend(first..first + count),
+                _ => {}
+            }
+        }
+        if writes_statistics {
+            tensors.extend((3..5).filter(|&tensor| call.is_defined(tensor)));
+        }
+        Self { is_in_place: is_in_place || writes_statistics, outs, tensors }
+    }
+}
+
+/// The operation of a call.
+pub fn op_of<'a>(
+    call: &'a Call<'_, Spec>,
+    name: &'a str,
+    arguments: &[Argument<'a>],
+    written: &Written,
+) -> Op<'a> {
+    let given = arguments.iter().enumerate().filter(|(index, _)| !written.outs.contains(index));
+    let arg = |argument: &Argument<'a>| match *argument {
+        Argument::None(_) => Arg::None,
+        Argument::Tensor(tensor) => Arg::Tensor(tensor),
+        Argument::Tensors(first, count) => Arg::Tensors(first..first + count),
+        Argument::Int(value) => Arg::Int(value),
+        Argument::Float(value) => Arg::Float(value),
+        Argument::Bool(value) => Arg::Bool(value),
+        Argument::Ints(values) => Arg::Ints(values.into()),
+        Argument::Other => Arg::Other,
+    };
+    let input = |tensor: usize| {
+        let kind = call.kind(tensor);
+        OpInput {
+            shape: shape(call.sizes(tensor)),
+            is_float: kind.is_some_and(is_float),
+            bytes: kind.map_or(0, Kind::elt_size_in_bytes),
+            is_defined: call.is_defined(tensor),
+        }
+    };
+    Op {
+        name,
+        overload: call.overload(),
+        args: given.map(|(_, argument)| arg(argument)).collect(),
+        // The tensors of `out` come last.
+        inputs: (0..call.tensors() - written.outs.len()).map(input).collect(),
+        outputs: call.returns(),
+        in_place: written.is_in_place && !call.reshapes(),
+        ranks: 1,
+    }
+}

@@ -1,0 +1,28 @@
+//! Placements on a process group: where global tensors begin.
+
+use flow_autograd::global::Globals;
+use flow_tensor::ProcessGroup;
+
+use crate::dispatch::Operations;
+use crate::error::Result;
+use crate::placement::{Placement, Ranks};
+
+impl Placement {
+    /// These ranks of a group, in an array of one axis (`[0, 1]`) or more (`[[0, 1], [2, 3]]`).
+    /// All ranks of the group make the same placements, those outside a placement as well.
+    ///
+    /// # Errors
+    /// No ranks, a rank twice or that the group does not have, or parts of different shapes.
+    pub fn new(group: &ProcessGroup, ranks: impl Ranks) -> Result<Self> {
+        Globals::register::<Operations>()?;
+        Self::of(ranks)?.on(group)
+    }
+
+    /// All ranks of a group, in one axis.
+    ///
+    /// # Errors
+    /// As of [`Placement::new`].
+    pub fn all(group: &ProcessGroup) -> Result<Self> {
+        Self::new(group, (0..group.world_size()).collect::<Vec<_>>())
+    }
+}

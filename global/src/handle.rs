@@ -1,0 +1,79 @@
+//! Global tensors as this rank has them: the spec and the local.
+
+use std::sync::Arc;
+
+use flow_autograd::global::Globals;
+use tch::Tensor;
+
+use crate::boxing::execute::Boxing;
+use crate::boxing::plan::Layout;
+use crate::error::{Error, Result};
+use crate::region::shape;
+use crate::sbp::B;
+use crate::spec::Spec;
+
+/// Global tensors of this process.
+///
+/// # Errors
+/// There are none: a placement on a process group comes before them.
+pub fn globals() -> Result<Globals<Spec>> {
+    Globals::registered().ok_or(Error::Plain)
+}
+
+/// The spec of a tensor, if it is global.
+pub fn find_spec(tensor: &Tensor) -> Option<Arc<Spec>> {
+    globals().ok().filter(|_| tensor.defined())?.spec(tensor)
+}
+
+/// The spec of a global tensor.
+pub fn spec_of(tensor: &Tensor) -> Result<Arc<Spec>> {
+    find_spec(tensor).ok_or(Error::Plain)
+}
+
+/// The local of a global tensor; None outside its placement.
+pub fn local_of(tensor: &Tensor) -> Option<Tensor> {
+    globals().ok()?.local(tensor)
+}
+
+/// A global tensor of a local; `like` has its kind and device.
+pub fn wrap(
+    local: Option<&Tensor>,
+    like: &Tensor,
+    spec: Arc<Spec>,
+    sizes: &[i64],
+) -> Result<Tensor> {
+    let shares = spec.sbp().iter().all(|&sbp| sbp == B);
+    Ok(globals()?.wrap(local, like, spec, sizes, shares)?)
+}
+
+/// A plain tensor of the kind of a global one, without elements.
+pub fn empty_like(tensor: &Tensor) -> Tensor {
+    Tensor::empty([0], (tensor.kind(), tensor.device()))
+}
+
+/// A global tensor that has this spec, outside autograd.
+pub fn boxed(tensor: &Tensor, to: &Arc<Spec>) -> Result<Tensor> {
+    let from = spec_of(tensor)?;
+    if from.id() == to.id() {
+        return Ok(tensor.shallow_clone());
+    }
+    let sizes = tensor.size();
+    let shape = shape(&sizes);
+    let (old, new) = (
+        Layout { placement: from.placement(), sbp: from.sbp() },
+        Layout { placement: to.placement(), sbp: to.sbp() },
+    );
+    let runtime = to.placement().runtime()?;
+    let boxing = Boxing::between(runtime, &shape, old, new);
+    let local = local_of(tensor);
+    let options = (tensor.kind(), tensor.device());
+    let result = boxing.run(&runtime.groups, options, local.as_ref())?;
+    // A view is still the old tensor's memory.
+    let result = result.map(|result| match boxing.is_view() && result.is_contiguous() {
+        true => result.copy(),
+        // All ranks' strides are alike.
+        false => result.contiguous(),
+    });
+    let like = empty_like(tensor);
+    wrap(result.as_ref(), &like, to.clone(), &sizes)
+}

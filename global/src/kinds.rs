@@ -1,0 +1,54 @@
+//! Kinds of elements: their numbers in libtorch, and what they are.
+
+use tch::Kind;
+
+/// The kind that an argument asks for: libtorch's number of it.
+pub fn kind_of(number: i64) -> Option<Kind> {
+    Some(match number {
+        0 => Kind::Uint8,
+        1 => Kind::Int8,
+        2 => Kind::Int16,
+        3 => Kind::Int,
+        4 => Kind::Int64,
+        5 => Kind::Half,
+        6 => Kind::Float,
+        7 => Kind::Double,
+        8 => Kind::ComplexHalf,
+        9 => Kind::ComplexFloat,
+        10 => Kind::ComplexDouble,
+        11 => Kind::Bool,
+        15 => Kind::BFloat16,
+        _ => return None,
+    })
+}
+
+/// libtorch's number of a kind; -1 for those that no rank can say.
+pub fn number_of(kind: Kind) -> i64 {
+    (0..=15).find(|&number| kind_of(number) == Some(kind)).unwrap_or(-1)
+}
+
+/// What sums of a kind are computed in: half precision is not enough for them.
+pub fn wide(kind: Kind) -> Kind {
+    match kind {
+        Kind::Half | Kind::BFloat16 => Kind::Float,
+        other => other,
+    }
+}
+
+/// Whether a kind is one of floating point, complex ones too.
+pub fn is_float(kind: Kind) -> bool {
+    matches!(
+        kind,
+        Kind::Half
+            | Kind::Float
+            | Kind::Double
+            | Kind::ComplexHalf
+            | Kind::ComplexFloat
+            | Kind::ComplexDouble
+            | Kind::BFloat16
+            | Kind::Float8e5m2
+            | Kind::Float8e4m3fn
+            | Kind::Float8e5m2fnuz
+            | Kind::Float8e4m3fnuz
+    )
+}
