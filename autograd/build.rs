@@ -2,8 +2,17 @@
 
 use std::path::PathBuf;
 
-const SOURCES: [&str; 6] =
-    ["hooks.cpp", "function.cpp", "memory.cpp", "allocator.cpp", "optimizer.cpp", "global.cpp"];
+const SOURCES: [&str; 9] = [
+    "hooks.cpp",
+    "function.cpp",
+    "memory.cpp",
+    "allocator.cpp",
+    "optimizer.cpp",
+    "global/tensor.cpp",
+    "global/schema.cpp",
+    "global/call.cpp",
+    "global/ffi.cpp",
+];
 
 fn main() {
     println!("cargo:rerun-if-changed=src/shim");

@@ -2,8 +2,10 @@
 
 use std::any::Any;
 use std::ffi::{c_char, c_int, c_void, CStr, CString};
+use std::mem::ManuallyDrop;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 
+use tch::Tensor;
 use torch_sys::{C_optimizer, C_tensor};
 
 use crate::error::{BoxError, Error};
@@ -156,6 +158,29 @@ pub fn report(who: &str, body: impl FnOnce() -> Result<(), BoxError>) -> *mut c_
 fn panic_text(payload: &(dyn Any + Send)) -> &str {
     let text = payload.downcast_ref::<&str>().copied();
     text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("no text")
+}
+
+/// A list of C++'s.
+///
+/// # Safety
+///
+/// `data` must point to `count` values that outlive the result, if there are any.
+pub unsafe fn slice<'a, T>(data: *const T, count: usize) -> &'a [T] {
+    match count {
+        0 => &[],
+        // SAFETY: the caller's promise.
+        _ => unsafe { std::slice::from_raw_parts(data, count) },
+    }
+}
+
+/// A handle that the result does not drop.
+///
+/// # Safety
+///
+/// `tensor` must be valid as long as the result.
+pub unsafe fn borrow(tensor: *const C_tensor) -> ManuallyDrop<Tensor> {
+    // SAFETY: the caller's promise; the handle is not dropped here.
+    ManuallyDrop::new(unsafe { Tensor::from_ptr(tensor.cast_mut()) })
 }
 
 /// Drops the `Box<T>` behind `data`, for C++. The panic of a destructor ends here: the panic hook

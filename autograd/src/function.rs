@@ -1,7 +1,6 @@
 //! Differentiable operations written in Rust.
 
 use std::ffi::{c_char, c_void};
-use std::mem::ManuallyDrop;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::ptr::null;
 
@@ -148,11 +147,8 @@ where
 /// The slice must be valid.
 unsafe fn handles(slice: TensorSlice) -> Vec<Option<Tensor>> {
     let handle = |&tensor: &*const C_tensor| {
-        (!tensor.is_null()).then(|| {
-            // SAFETY: the tensor is C++'s, and not dropped here.
-            let tensor = unsafe { Tensor::from_ptr(tensor.cast_mut()) };
-            ManuallyDrop::new(tensor).shallow_clone()
-        })
+        // SAFETY: the tensor is C++'s, and alive.
+        (!tensor.is_null()).then(|| unsafe { ffi::borrow(tensor) }.shallow_clone())
     };
     if slice.count == 0 {
         return Vec::new();

@@ -1,7 +1,6 @@
 //! Code that runs inside `backward`.
 
 use std::ffi::{c_char, c_void};
-use std::mem::ManuallyDrop;
 use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 
@@ -157,9 +156,7 @@ pub fn grad_is_exclusive(parameter: &Tensor) -> bool {
 unsafe extern "C" fn call_slot(slot: *mut c_void, parameter: *const C_tensor) -> *mut c_char {
     ffi::report("a gradient hook", || {
         // SAFETY: the caller's promise. The tensor is C++'s, and not dropped here.
-        let (slot, parameter) = unsafe {
-            (&*slot.cast::<Arc<Slot>>(), ManuallyDrop::new(Tensor::from_ptr(parameter.cast_mut())))
-        };
+        let (slot, parameter) = unsafe { (&*slot.cast::<Arc<Slot>>(), ffi::borrow(parameter)) };
         slot.call(&parameter)
     })
 }

@@ -1,4 +1,4 @@
-//! The functions of `global.cpp`.
+//! The functions of `shim/global/`.
 
 use std::ffi::{c_char, c_int, c_void};
 

@@ -1,0 +1,238 @@
+//! Global tensors: ordinary tensors with a dispatch key of ours, whose operations come to Rust.
+//!
+//! A global tensor has the logical sizes, this rank's local tensor (none on ranks outside its
+//! placement), and a spec: a value of the caller's type that says how its elements lie on the ranks.
+//! Autograd, optimizers and modules see a tensor like any other.
+
+mod call;
+mod node;
+mod value;
+
+use std::any::TypeId;
+use std::ffi::{c_char, c_void};
+use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
+use std::ptr::{null, null_mut};
+use std::sync::{Arc, OnceLock};
+
+use tch::Tensor;
+use torch_sys::C_tensor;
+
+use crate::error::{BoxError, Error};
+use crate::ffi::global::{self as ffi, CallView, Callbacks};
+use crate::ffi::{borrow, check, report};
+
+pub use call::Call;
+pub use node::Node;
+pub use value::{Argument, LocalResult, Output, Scalar};
+
+/// What happens to operations on global tensors.
+pub trait Dispatcher: 'static {
+    /// How a tensor lies on the ranks.
+    type Spec: Send + Sync + 'static;
+
+    /// Carries out an operation: gives as many outputs as it has returns.
+    ///
+    /// # Errors
+    /// Whatever is wrong with the operation: the caller of the operation gets the text.
+    fn dispatch(call: &mut Call<'_, Self::Spec>) -> Result<(), BoxError>;
+
+    /// In backward: what becomes of the gradient of a leaf. `may_take`: it is to be accumulated, and
+    /// not returned to the caller, so that it may be [taken](LeafGradient::Taken). `exclusive`:
+    /// nothing else uses the memory of the gradient's local.
+    ///
+    /// # Errors
+    /// They end the backward.
+    fn gradient(
+        leaf: &Tensor,
+        gradient: &Tensor,
+        may_take: bool,
+        exclusive: bool,
+    ) -> Result<LeafGradient, BoxError>;
+}
+
+/// What is accumulated in `.grad` of a leaf.
+#[derive(Debug)]
+pub enum LeafGradient {
+    /// The gradient that has come.
+    Same,
+    /// This one instead.
+    Boxed(Tensor),
+    /// Nothing: the dispatcher sets `.grad` itself, later.
+    Taken,
+}
+
+/// The process's dispatcher, and the type of its specs.
+struct Registered {
+    dispatcher: TypeId,
+    spec: TypeId,
+}
+
+/// What came of the first registration.
+static REGISTERED: OnceLock<Result<Registered, Error>> = OnceLock::new();
+
+/// Makes global tensors, whose operations one [`Dispatcher`] carries out.
+pub struct Globals<S>(PhantomData<fn() -> S>);
+
+impl<S> Clone for Globals<S> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<S> Copy for Globals<S> {}
+
+impl<S> std::fmt::Debug for Globals<S> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Globals")
+    }
+}
+
+impl<S: Send + Sync + 'static> Globals<S> {
+    /// Has all operations of libtorch on global tensors carried out by `D`. A process has one
+    /// dispatcher: registering the same one again changes nothing.
+    ///
+    /// # Errors
+    /// Another dispatcher is registered, or this version of libtorch is not known.
+    pub fn register<D: Dispatcher<Spec = S>>() -> Result<Self, Error> {
+        const OPERATION: &str = "Globals::register";
+        let registered = REGISTERED.get_or_init(|| {
+            let callbacks = Callbacks {
+                dispatch: call_dispatch::<D>,
+                gradient: call_gradient::<D>,
+                drop_spec: drop_spec::<S>,
+            };
+            // SAFETY: the functions fit the specs, which are `Arc<S>`: all come from this type.
+            unsafe { check(OPERATION, ffi::flow_global_register(callbacks))? };
+            Ok(Registered { dispatcher: TypeId::of::<D>(), spec: TypeId::of::<S>() })
+        });
+        if registered.as_ref().map_err(Clone::clone)?.dispatcher == TypeId::of::<D>() {
+            return Ok(Self(PhantomData));
+        }
+        let reason = "the process has another dispatcher of global tensors".to_owned();
+        Err(Error::Libtorch { operation: OPERATION, reason })
+    }
+
+    /// For those who do not know the dispatcher; None if no dispatcher of this spec is registered.
+    pub fn registered() -> Option<Self> {
+        let registered = REGISTERED.get()?.as_ref().ok()?;
+        (registered.spec == TypeId::of::<S>()).then_some(Self(PhantomData))
+    }
+
+    /// A global tensor of these logical sizes. `local` is what this rank has; `like` has its kind and
+    /// device, on a rank that has nothing too. If all ranks have all of the tensor (`shares`), its
+    /// memory is the local's.
+    ///
+    /// # Errors
+    /// libtorch's.
+    pub fn wrap(
+        self,
+        local: Option<&Tensor>,
+        like: &Tensor,
+        spec: Arc<S>,
+        sizes: &[i64],
+        shares: bool,
+    ) -> Result<Tensor, Error> {
+        let local = local.map_or(null(), |local| local.as_ptr());
+        let (sizes, dims) = (sizes.as_ptr(), sizes.len());
+        let spec = Arc::into_raw(spec).cast();
+        let mut result = null_mut();
+        // SAFETY: the tensors and the sizes are alive; the spec is given away; the result is owned.
+        unsafe {
+            let text =
+                ffi::flow_global_wrap(local, like.as_ptr(), spec, sizes, dims, shares, &mut result);
+            check("Globals::wrap", text)?;
+            Ok(Tensor::from_ptr(result))
+        }
+    }
+
+    /// The spec of a global tensor; None if the tensor is not global.
+    pub fn spec(self, tensor: &Tensor) -> Option<Arc<S>> {
+        // SAFETY: the tensor is alive; all specs are `Arc<S>`, and the tensor keeps its own.
+        unsafe {
+            let spec = ffi::flow_global_spec(tensor.as_ptr()).cast::<S>();
+            (!spec.is_null()).then(|| {
+                Arc::increment_strong_count(spec);
+                Arc::from_raw(spec)
+            })
+        }
+    }
+
+    /// What this rank has of a global tensor; None on a rank that has nothing.
+    pub fn local(self, tensor: &Tensor) -> Option<Tensor> {
+        // SAFETY: the tensor is alive; the result is a handle of our own, or null.
+        unsafe {
+            let local = ffi::flow_global_local(tensor.as_ptr());
+            (!local.is_null()).then(|| Tensor::from_ptr(local))
+        }
+    }
+
+    /// A number of a global tensor's own, which it keeps when it is written in place; None if the
+    /// tensor is plain.
+    pub fn id(self, tensor: &Tensor) -> Option<u64> {
+        // SAFETY: the tensor is alive.
+        let id = unsafe { ffi::flow_global_id(tensor.as_ptr()) };
+        (id != 0).then_some(id)
+    }
+
+    /// Makes a global tensor, for all who hold it, what `other` is.
+    ///
+    /// # Errors
+    /// libtorch's.
+    pub fn assign(self, tensor: &Tensor, other: &Tensor) -> Result<(), Error> {
+        // SAFETY: both are alive.
+        unsafe {
+            check("Globals::assign", ffi::flow_global_assign(tensor.as_ptr(), other.as_ptr()))
+        }
+    }
+}
+
+/// # Safety
+///
+/// `view` must be valid during the call, with specs that are `Arc<D::Spec>`.
+unsafe extern "C" fn call_dispatch<D: Dispatcher>(view: *const CallView) -> *mut c_char {
+    report("an operation on global tensors", || {
+        // SAFETY: the caller's promise.
+        let mut call = unsafe { Call::new(&*view) };
+        D::dispatch(&mut call)
+    })
+}
+
+/// # Safety
+///
+/// The tensors must be valid during the call, and `boxed` and `taken` be writable.
+unsafe extern "C" fn call_gradient<D: Dispatcher>(
+    leaf: *const C_tensor,
+    gradient: *const C_tensor,
+    may_take: bool,
+    exclusive: bool,
+    boxed: *mut *mut C_tensor,
+    taken: *mut bool,
+) -> *mut c_char {
+    report("the gradient of a global tensor", || {
+        // SAFETY: the caller's promise.
+        let (leaf, gradient) = unsafe { (borrow(leaf), borrow(gradient)) };
+        match D::gradient(&leaf, &gradient, may_take, exclusive)? {
+            LeafGradient::Same => {}
+            LeafGradient::Boxed(result) => {
+                let result = ManuallyDrop::new(result);
+                // SAFETY: the caller's promise; the handle is given away.
+                unsafe { *boxed = result.as_ptr().cast_mut() };
+            }
+            // SAFETY: the caller's promise.
+            LeafGradient::Taken => unsafe { *taken = true },
+        }
+        Ok(())
+    })
+}
+
+/// # Safety
+///
+/// `spec` must come from `Arc::<S>::into_raw` and not be used again.
+unsafe extern "C" fn drop_spec<S>(spec: *const c_void) {
+    // A panic of a destructor ends here: the panic hook has reported it.
+    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        // SAFETY: the caller's promise.
+        drop(unsafe { Arc::from_raw(spec.cast::<S>()) });
+    }));
+}

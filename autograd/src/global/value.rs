@@ -1,0 +1,101 @@
+//! What operations get and give.
+
+use std::sync::Arc;
+
+use tch::Tensor;
+
+use crate::ffi::global::{self as ffi, Argument as RawArgument, ScalarView};
+use crate::ffi::slice;
+
+/// An argument of an operation.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Argument<'a> {
+    /// An optional argument that is not there, with the index of its undefined tensor if it would be
+    /// one.
+    None(Option<usize>),
+    /// The index of a tensor.
+    Tensor(usize),
+    /// A list of tensors: the index of the first, and how many.
+    Tensors(usize, usize),
+    /// A number, also of an enum.
+    Int(i64),
+    /// A number.
+    Float(f64),
+    /// A flag.
+    Bool(bool),
+    /// Sizes, dimensions and the like.
+    Ints(&'a [i64]),
+    /// Of another type.
+    Other,
+}
+
+impl Argument<'_> {
+    /// # Safety
+    ///
+    /// The list in `raw`, if it is one, must outlive the result.
+    pub(super) unsafe fn of(raw: &RawArgument) -> Self {
+        match raw.tag {
+            ffi::NONE => Self::None((raw.count > 0).then_some(raw.first as usize)),
+            ffi::TENSOR => Self::Tensor(raw.first as usize),
+            ffi::TENSORS => Self::Tensors(raw.first as usize, raw.count as usize),
+            ffi::INT => Self::Int(raw.integer),
+            ffi::FLOAT => Self::Float(raw.number),
+            ffi::BOOL => Self::Bool(raw.integer != 0),
+            // SAFETY: the caller's promise.
+            ffi::INTS => Self::Ints(unsafe { slice(raw.integers, raw.count as usize) }),
+            _ => Self::Other,
+        }
+    }
+}
+
+/// What the operation gave on the local tensors.
+#[derive(Debug)]
+pub enum LocalResult {
+    /// A tensor; None for an undefined one.
+    Tensor(Option<Tensor>),
+    /// A list of tensors.
+    Tensors(Vec<Tensor>),
+    /// A number.
+    Scalar(Scalar),
+}
+
+/// A number that an operation returns.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Scalar {
+    /// A number.
+    Int(i64),
+    /// A number.
+    Float(f64),
+    /// A flag.
+    Bool(bool),
+}
+
+impl Scalar {
+    /// For C++.
+    pub(super) fn view(self) -> ScalarView {
+        match self {
+            Self::Int(integer) => ScalarView { tag: ffi::INT, integer, number: 0.0 },
+            Self::Float(number) => ScalarView { tag: ffi::FLOAT, integer: 0, number },
+            Self::Bool(flag) => {
+                ScalarView { tag: ffi::BOOL, integer: i64::from(flag), number: 0.0 }
+            }
+        }
+    }
+}
+
+/// What a result of the local operation is part of.
+#[derive(Debug)]
+pub struct Output<'a, S> {
+    /// How the logical tensor lies.
+    pub spec: &'a Arc<S>,
+    /// Dimensions that are split.
+    pub split_dims: &'a [i32],
+    /// Their logical sizes.
+    pub split_sizes: &'a [i64],
+    /// Of the logical tensor; empty if it is contiguous.
+    pub strides: &'a [i64],
+    /// All ranks have all of it.
+    pub shares: bool,
+    /// It should be a view of an input, and does not share that one's memory.
+    pub is_detached_view: bool,
+}

@@ -1,0 +1,182 @@
+#include "call.hpp"
+
+#include <utility>
+
+#include <ATen/ATen.h>
+#include <ATen/InferSize.h>
+#include <ATen/TensorUtils.h>
+#include <c10/core/AutogradState.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/headeronly/version.h>
+#include <torch/library.h>
+
+#include "../hooks.hpp"
+#include "../shim.hpp"
+
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using c10::IValue;
+using flow::guarded;
+using namespace flow::global;
+using torch::jit::Stack;
+
+Call::Call(const c10::OperatorHandle& op, const OpInfo& info, Stack& stack)
+    : op(op), info(info), stack(stack), count(op.schema().arguments().size()), values(stack.data() + (stack.size() - count)) {
+    for (size_t i = 0; i < count; ++i) add(i);
+    size_t next = 0;
+    for (auto& argument : arguments) {
+        if (argument.tag == INTS) argument.integers = lists[next++].data();
+    }
+}
+
+void Call::add(size_t index) {
+    const auto& value = values[index];
+    Argument argument{};
+    argument.first = static_cast<uint32_t>(tensors.size());
+    argument.written = info.is_written[index];
+    if (value.isTensor() || (value.isNone() && info.is_optional_tensor[index])) {
+        const at::Tensor& tensor = value.isNone() ? UNDEFINED : value.toTensor();
+        argument.tag = tensor.defined() ? TENSOR : NONE;
+        argument.count = 1;
+        add(tensor);
+    } else if (value.isNone()) {
+        argument.tag = NONE;
+    } else if (value.isInt()) {
+        argument.tag = INT;
+        argument.integer = value.toInt();
+    } else if (value.isDouble()) {
+        argument.tag = FLOAT;
+        argument.number = value.toDouble();
+    } else if (value.isBool()) {
+        argument.tag = BOOL;
+        argument.integer = value.toBool();
+    } else if (value.isIntList()) {
+        lists.push_back(value.toIntVector());
+        argument.tag = INTS;
+        argument.count = static_cast<uint32_t>(lists.back().size());
+    } else if (value.isTensorList() || value.isOptionalTensorList()) {
+        const auto list = value.toListRef();
+        argument.tag = TENSORS;
+        argument.count = static_cast<uint32_t>(list.size());
+        for (const auto& item : list) add(item.isNone() ? UNDEFINED : item.toTensor());
+    } else {
+        argument.tag = OTHER;
+    }
+    arguments.push_back(argument);
+}
+
+void Call::add(const at::Tensor& tensor) {
+    TensorView view{};
+    view.tensor = &tensor;
+    view.defined = tensor.defined();
+    if (view.defined) {
+        view.sizes = tensor.sizes().data();
+        view.strides = tensor.strides().data();
+        view.dims = static_cast<int32_t>(tensor.dim());
+        view.kind = static_cast<int8_t>(tensor.scalar_type());
+    }
+    if (is_global(tensor)) {
+        const auto& meta = meta_of(tensor);
+        any_global = true;
+        view.spec = meta.spec;
+        view.detached_view = meta.detached_view;
+        locals.push_back(meta.local);
+        if (tensor.requires_grad() && tensor.is_leaf()) flow::box_gradients(tensor);
+    } else {
+        locals.push_back(tensor);
+    }
+    tensors.push_back(view);
+}
+
+Stack Call::arguments_with(c10::ArrayRef<at::Tensor> with) const {
+    Stack copy;
+    for (size_t i = 0; i < count; ++i) {
+        const auto& argument = arguments[i];
+        const auto items = with.slice(argument.first, argument.tag == TENSORS ? argument.count : 0);
+        if (argument.tag == TENSOR) {
+            copy.emplace_back(with[argument.first]);
+        } else if (argument.tag == TENSORS && values[i].isTensorList()) {
+            copy.emplace_back(c10::List<at::Tensor>(items));
+        } else if (argument.tag == TENSORS) {
+            c10::List<std::optional<at::Tensor>> list;
+            for (const auto& item : items) list.push_back(item.defined() ? std::optional(item) : std::nullopt);
+            copy.emplace_back(std::move(list));
+        } else if (argument.tag == INTS) {
+            copy.emplace_back(c10::List<int64_t>(c10::IntArrayRef(argument.integers, argument.count)));
+        } else {
+            copy.push_back(values[i]);
+        }
+    }
+    return copy;
+}
+
+void Call::run() {
+    if (info.is_view && arguments.size() > 1 && arguments[1].tag == INTS && op.schema().name() == "aten::view") {
+        auto& local = locals[0];
+        const c10::IntArrayRef sizes(arguments[1].integers, arguments[1].count);
+        const auto known = at::infer_size_dv(sizes, local.numel());
+        if (!at::detail::computeStride(local.sizes(), local.strides(), known)) local = local.contiguous();
+    }
+    Stack local = arguments_with(locals);
+    op.callBoxed(&local);
+    results.assign(std::make_move_iterator(local.begin()), std::make_move_iterator(local.end()));
+}
+
+namespace {
+
+const auto BELOW = c10::autograd_dispatch_keyset_with_ADInplaceOrView | DispatchKeySet(KEY);
+
+struct Quiet final : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+};
+
+void kernel(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
+    // Views are replayed in backward: as_strided would need the logical memory.
+    c10::AutogradState::get_tls_state().set_view_replay_enabled(true);
+    const auto& info = info_of(op);
+    if (info.is_composite) {
+        // These come here only without autograd (inference mode): take them apart.
+        c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+        op.callBoxedForDispatchKey(DispatchKey::CompositeImplicitAutograd, *stack);
+        return;
+    }
+    c10::impl::ExcludeDispatchKeyGuard below(BELOW);
+    Call call(op, info, *stack);
+    if (!call.any_global) {
+        op.callBoxed(stack);
+        return;
+    }
+    const CallView view{&call, op.schema().name().c_str(), op.schema().overload_name().c_str(), &op.schema(),
+                        call.arguments.data(), call.tensors.data(), call.count, call.tensors.size(),
+                        op.schema().returns().size(), info.is_view, info.reshapes, info.is_random, info.is_dynamic};
+    flow::check(callbacks.dispatch(&view));
+    TORCH_CHECK(call.outputs.size() == view.return_count, op.schema().name(), ": its rule gave ", call.outputs.size(), " results");
+    torch::jit::drop(*stack, call.count);
+    for (auto& output : call.outputs) stack->push_back(std::move(output));
+}
+
+}  // namespace
+
+extern "C" {
+
+// Registers the kernel for all of libtorch's operators. Once in a process.
+char* flow_global_register(Callbacks functions) {
+    return guarded([&] {
+        TORCH_CHECK(TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= OLDEST_MINOR && TORCH_VERSION_MINOR <= NEWEST_MINOR,
+                    "global tensors know libtorch 2.", OLDEST_MINOR, " to 2.", NEWEST_MINOR, ", and this is " TORCH_VERSION);
+        callbacks = functions;
+        static auto* library = new torch::Library(torch::Library::IMPL, "aten", KEY, __FILE__, __LINE__);
+        auto& dispatcher = c10::Dispatcher::singleton();
+        // libtorch warns that two kernels of functorch's are replaced: they serve a mode that no global
+        // tensor is used in.
+        Quiet quiet;
+        c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+        for (const auto& name : dispatcher.getAllOpNames()) {
+            if (name.name.rfind("aten::", 0) != 0 || !dispatcher.findSchema(name)) continue;
+            const auto full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
+            library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&kernel>());
+        }
+    });
+}
+
+}  // extern "C"

@@ -1,0 +1,167 @@
+// What Rust does with an operation.
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/ATen.h>
+#include <ATen/SequenceNumber.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "../shim.hpp"
+#include "call.hpp"
+
+using flow::guarded;
+using namespace flow::global;
+using torch::jit::Stack;
+
+namespace {
+
+at::Tensor wrap_result(const at::Tensor& local, const void* spec, const OutputView& output) {
+    c10::SmallVector<int64_t, 6> sizes(local.sizes());
+    for (size_t i = 0; i < output.splits; ++i) sizes[output.split_dims[i]] = output.split_sizes[i];
+    auto tensor = wrap(local, spec, {sizes, {output.strides, output.stride_count}}, local.dtype(), local.device(), output.shares);
+    meta_of(tensor).detached_view = output.detached_view;
+    return tensor;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Runs the operation on this instead of the tensor's own local.
+char* flow_call_set_local(Call* call, size_t index, const at::Tensor* local) {
+    return guarded([&] { call->locals[index] = local ? *local : at::Tensor(); });
+}
+
+// What the operation runs on as this tensor.
+at::Tensor* flow_call_local(const Call* call, size_t index) {
+    return call->locals[index].defined() ? new at::Tensor(call->locals[index]) : nullptr;
+}
+
+// Runs the operation with this list.
+char* flow_call_set_integers(Call* call, size_t argument, const int64_t* values, size_t count) {
+    return guarded([&] {
+        call->lists.emplace_back(values, values + count);
+        call->arguments[argument].integers = call->lists.back().data();
+        call->arguments[argument].count = static_cast<uint32_t>(count);
+    });
+}
+
+char* flow_call_run(Call* call) {
+    return guarded([&] { call->run(); });
+}
+
+// A result: visits its tensors, also an undefined one; or it is a number.
+char* flow_call_result(const Call* call, size_t index, void* data, void (*visit)(void* data, const at::Tensor* tensor), bool* is_list,
+                       ScalarView* scalar) {
+    return guarded([&] {
+        TORCH_CHECK(index < call->results.size(), call->op.schema().name(), " was not run on the locals");
+        const auto& result = call->results[index];
+        *is_list = result.isTensorList();
+        *scalar = {NONE, 0, 0.0};
+        if (result.isTensor()) visit(data, &result.toTensor());
+        else if (result.isNone()) visit(data, &UNDEFINED);
+        else if (*is_list) for (const at::Tensor& tensor : result.toTensorVector()) visit(data, &tensor);
+        else if (result.isInt()) *scalar = {INT, result.toInt(), 0.0};
+        else if (result.isDouble()) *scalar = {FLOAT, 0, result.toDouble()};
+        else if (result.isBool()) *scalar = {BOOL, result.toBool(), 0.0};
+        else TORCH_CHECK(false, call->op.schema().name(), " returns a ", result.tagKind(), ", which no global tensor can be");
+    });
+}
+
+// The strides of the first tensor that a view operation makes of the logical tensors; none if
+// libtorch cannot tell, as it says.
+bool flow_call_view_strides(const Call* call, int64_t* strides, size_t capacity, size_t* count) {
+    try {
+        c10::SmallVector<at::Tensor, 8> stubs;
+        for (const auto& view : call->tensors) {
+            stubs.push_back(view.defined ? at::empty_strided(view.tensor->sizes(), view.tensor->strides(), view.tensor->options().device(c10::kMeta)) : UNDEFINED);
+        }
+        Stack stack = call->arguments_with(stubs);
+        call->op.callBoxed(&stack);
+        const auto& result = stack.front();
+        const auto tensor = result.isTensorList() ? result.toTensorVector().at(0) : result.toTensor();
+        if (static_cast<size_t>(tensor.dim()) > capacity) return false;
+        std::copy(tensor.strides().begin(), tensor.strides().end(), strides);
+        *count = tensor.dim();
+        return true;
+    } catch (...) {
+        return false;
+    }
+}
+
+// Gives the caller result `index` as a global tensor; a number as it is. Of a list, `clone` makes
+// specs for all but the first tensor.
+char* flow_call_output(Call* call, size_t index, OutputView output, const void* (*clone)(const void* spec)) {
+    return guarded([&] {
+        const auto& result = call->results[index];
+        if (result.isTensor() && result.toTensor().defined()) {
+            call->outputs.emplace_back(wrap_result(result.toTensor(), output.spec, output));
+        } else if (result.isTensorList()) {
+            c10::List<at::Tensor> list;
+            for (const at::Tensor& local : result.toTensorVector()) list.push_back(wrap_result(local, clone(output.spec), output));
+            callbacks.drop_spec(output.spec);
+            call->outputs.emplace_back(std::move(list));
+        } else {
+            callbacks.drop_spec(output.spec);
+            call->outputs.push_back(result);
+        }
+    });
+}
+
+// Gives the caller a tensor that Rust made.
+char* flow_call_output_tensor(Call* call, const at::Tensor* tensor) {
+    return guarded([&] { call->outputs.emplace_back(tensor ? *tensor : at::Tensor()); });
+}
+
+char* flow_call_output_tensors(Call* call, const at::Tensor* const* tensors, size_t count) {
+    return guarded([&] {
+        c10::List<at::Tensor> list;
+        for (size_t i = 0; i < count; ++i) list.push_back(*tensors[i]);
+        call->outputs.emplace_back(std::move(list));
+    });
+}
+
+// Gives the caller the argument that the operation has written. If the operation has reshaped it,
+// result `index` is its local now.
+char* flow_call_output_written(Call* call, size_t index) {
+    return guarded([&] {
+        const int written = call->info.writes[index];
+        TORCH_CHECK(written >= 0, "result ", index, " is no argument that was written");
+        call->outputs.push_back(call->values[written]);
+    });
+}
+
+// Visits the tensors that the caller gets as result `index`, also an undefined one.
+void flow_call_returned(const Call* call, size_t index, void* data, void (*visit)(void* data, const at::Tensor* tensor)) {
+    if (index >= call->outputs.size()) return;
+    const auto& output = call->outputs[index];
+    if (output.isTensor()) visit(data, &output.toTensor());
+    else if (output.isTensorList()) for (const at::Tensor& tensor : output.toTensorVector()) visit(data, &tensor);
+}
+
+// The number of the node that autograd runs on this thread; of the last one that it has made, if it
+// runs none and `is_made`. False if there is neither.
+bool flow_autograd_node(bool is_made, uint64_t* number, bool* is_backward) {
+    const auto node = torch::autograd::get_current_node();
+    *is_backward = node != nullptr;
+    *number = node ? node->sequence_nr() : at::sequence_number::peek() - 1;
+    return node || is_made;
+}
+
+// Whether autograd notes operations on this thread.
+bool flow_grad_mode() { return at::GradMode::is_enabled(); }
+
+// The argument that result `index` is, or -1.
+int flow_call_writes(const Call* call, size_t index) { return call->info.writes[index]; }
+
+char* flow_call_output_scalar(Call* call, ScalarView scalar) {
+    return guarded([&] {
+        if (scalar.tag == INT) call->outputs.emplace_back(scalar.integer);
+        else if (scalar.tag == BOOL) call->outputs.emplace_back(scalar.integer != 0);
+        else call->outputs.emplace_back(scalar.number);
+    });
+}
+
+}  // extern "C"
