@@ -4,15 +4,15 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use flow_ddp::checkpoint::agree::agree;
 use flow_tensor::ProcessGroup;
 use tch::{Device, Kind, Tensor};
 use tempfile::{tempdir, TempDir};
 
-use super::agree::agree;
-use super::folder::{partial, INDEX};
+use super::contents::{Contents, FORMAT, INDEX, MODEL};
 use super::safetensors::DTYPES;
 use super::shards::{file_name, Entry};
-use super::{merge, Checkpoint, CheckpointError, Checkpoints, Contents, FORMAT, MODEL};
+use super::{merge, Checkpoint, CheckpointError, Checkpoints};
 use crate::region::Region;
 use crate::{NdSbp, Placement, Sbp, B, S};
 
@@ -226,20 +226,24 @@ fn the_last_few_are_kept() {
 #[test]
 fn a_rank_that_dies_in_a_save_leaves_the_older_checkpoint() {
     let folder = tempdir().unwrap();
+    let partial = folder.path().join(".checkpoint.partial");
     save(&folder, &[1]);
     on_two_ranks(&folder, |mut checkpoints, entries, group| {
         checkpoints.latest::<()>().unwrap();
         if group.rank() == 0 {
             let error = checkpoints.save_entries(contents(2), entries).unwrap_err();
-            assert!(matches!(error, CheckpointError::Global(crate::Error::Comm(_))), "{error}");
+            assert!(
+                matches!(error, CheckpointError::Training(flow_ddp::Error::Comm(_))),
+                "{error}"
+            );
         } else {
             agree(&group, Ok(())).unwrap();
-            fs::write(partial(folder.path()).join(file_name(1)), "half a file").unwrap();
+            fs::write(partial.join(file_name(1)), "half a file").unwrap();
         }
     });
-    assert!(partial(folder.path()).exists());
+    assert!(partial.exists());
     assert_eq!(latest(&folder), [Ok(1), Ok(1)]);
-    assert!(!partial(folder.path()).exists());
+    assert!(!partial.exists());
 }
 
 #[test]
@@ -264,7 +268,7 @@ fn what_cannot_be_saved_is_an_error_on_all_ranks() {
     assert_eq!(errors(lose_a_row), [&format!("rank 1: {error}"), error]);
     fs::create_dir(folder.path().join("step-2")).unwrap();
     let error = errors(|_, _| ())[0].clone();
-    assert!(error.contains("step-2 has no index.json, so it is no sharded checkpoint"), "{error}");
+    assert!(error.contains("step-2 is no checkpoint of Flow (it has no index.json)"), "{error}");
     assert_eq!(latest(&folder), [Ok(1), Ok(1)]);
 }
 
@@ -292,7 +296,7 @@ fn damaged_checkpoints_are_passed_over_or_errors() {
 
     fs::write(file(1, INDEX), "{").unwrap();
     let error = format!(
-        "all checkpoints in F are damaged; bring a file back, or remove them to start anew: \
+        "all checkpoints in F are damaged; remove them to start anew: \
          F/step-2/rank-00001.safetensors is damaged: it has {} of {} bytes; bring it back, or use \
          another checkpoint",
         bytes.len() - 1,
