@@ -56,6 +56,12 @@ pub enum LeafGradient {
     Taken,
 }
 
+/// Whether a tensor is global.
+pub fn is_global(tensor: &Tensor) -> bool {
+    // SAFETY: the tensor is alive.
+    unsafe { !ffi::flow_global_spec(tensor.as_ptr()).is_null() }
+}
+
 /// Makes global tensors, whose operations one [`Dispatcher`] carries out.
 pub struct Globals<S>(PhantomData<fn() -> S>);
 

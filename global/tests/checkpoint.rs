@@ -5,6 +5,7 @@ use std::path::Path;
 use std::process::Command;
 
 use flow_autograd::OptimizerState;
+use flow_ddp::{Ddp, DistributedSampler};
 use flow_global::checkpoint::{CheckpointError, Checkpoints};
 use flow_global::{
     distribute, manual_seed, randn, scatter, GlobalTensor, NdSbp, Placement, Sbp, B, P, S,
@@ -266,6 +267,31 @@ fn terms_and_other_groups_are_errors() {
                      group; open Checkpoints with that one";
         assert_eq!(save(&group.duplicate().unwrap(), S(0)), error);
     });
+}
+
+/// `Ddp`'s checkpoints, which rank 0 writes for all, refuse what no rank has all of.
+#[test]
+fn checkpoints_of_ddp_name_those_of_global_tensors() {
+    let folder = tempdir().unwrap();
+    let errors = ranks(2, |group| {
+        let vs = VarStore::new(Device::Cpu);
+        let net = nn::linear(vs.root() / "one", 6, 4, Default::default());
+        let model = Ddp::new(net, &vs, &group).unwrap();
+        let placement = Placement::new(&group, [0, 1]).unwrap();
+        distribute(&vs, &placement, |name, _| vec![if name == "one.weight" { S(0) } else { B }])
+            .unwrap();
+        let optimizer = nn::Sgd::default().build(&vs, 0.1).unwrap();
+        let sampler = DistributedSampler::new(4, &group);
+        let mut checkpoints = flow_ddp::Checkpoints::open(folder.path(), &group).unwrap();
+        let saved = checkpoints.save(1, &model, &vs, &optimizer, &sampler, &());
+        saved.err().map(|error| error.to_string())
+    });
+    let error = format!(
+        "cannot save one.weight in {}: it is a global tensor, and no rank has all of it; use \
+         flow::global::checkpoint::Checkpoints, where each rank saves its part",
+        folder.path().join("step-1").display()
+    );
+    assert_eq!(errors, [Some(error), None], "rank 0 writes for all");
 }
 
 #[test]
