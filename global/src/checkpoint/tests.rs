@@ -2,12 +2,16 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::Command;
 
 use flow_ddp::checkpoint::agree::agree;
 use flow_tensor::ProcessGroup;
 use tch::{Device, Kind, Tensor};
 use tempfile::{tempdir, TempDir};
+
+#[path = "../../tests/common/pytorch.rs"]
+mod pytorch;
+
+use pytorch::pytorch;
 
 use super::contents::{Contents, FORMAT, INDEX, MODEL};
 use super::safetensors::DTYPES;
@@ -376,35 +380,20 @@ fn merged_tensors_are_the_plain_ones() {
     assert_eq!(names(folder.path()), [".checkpoint.lock", "model.safetensors", "step-1"]);
 }
 
-/// PyTorch's own reader has the same of the merged file.
+/// PyTorch has the same of the merged file.
 fn read_by_pytorch(file: &Path) {
     let program = r#"
 import sys
-try:
-    import torch
-    from safetensors import safe_open
-except ImportError as error:
-    print(error)
-    sys.exit(77)
-with safe_open(sys.argv[1], "pt") as file:
-    assert file.metadata() == {"format": "pt"}, file.metadata()
-    for name in file.keys():
-        tensor = file.get_tensor(name)
-        expected = torch.arange(tensor.numel(), dtype=torch.float32).reshape(tensor.shape) + 1
-        if tensor.dtype == torch.bool:
-            expected = expected % 3
-        assert torch.equal(tensor, expected.to(tensor.dtype)), name
-    print(len(file.keys()))
+import merged, torch
+tensors = merged.load(sys.argv[1])
+for name, tensor in tensors.items():
+    expected = torch.arange(tensor.numel(), dtype=torch.float32).reshape(tensor.shape) + 1
+    if tensor.dtype == torch.bool:
+        expected = expected % 3
+    assert torch.equal(tensor, expected.to(tensor.dtype)), name
+print(len(tensors))
 "#;
-    let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".into());
-    let read = Command::new(python).args(["-c", program]).arg(file).output();
-    match read.map(|read| (read.status.code(), read)) {
-        Ok((Some(0), read)) => assert_eq!(String::from_utf8_lossy(&read.stdout), "43\n"),
-        Ok((Some(77), read)) => {
-            let reason = String::from_utf8_lossy(&read.stdout).into_owned();
-            println!("SKIPPED: a merged checkpoint read by PyTorch: {}", reason.trim());
-        }
-        Err(error) => println!("SKIPPED: a merged checkpoint read by PyTorch: {error}"),
-        Ok((_, read)) => panic!("{}", String::from_utf8_lossy(&read.stderr)),
+    if let Some(printed) = pytorch(program, file) {
+        assert_eq!(printed, "43\n");
     }
 }
