@@ -29,7 +29,8 @@
 mod backward_state;
 mod bucket;
 mod builder;
-mod checkpoint;
+#[doc(hidden)]
+pub mod checkpoint;
 pub mod comm_hooks;
 mod data;
 mod ddp;

@@ -30,7 +30,8 @@ pub use flow_global as global;
 pub use flow_tensor as tensor;
 pub use tch;
 
-/// What a training program uses.
+/// What a training program uses. [`Checkpoints`](prelude::Checkpoints) is `Ddp`'s: for a model of
+/// global tensors there is [`global::checkpoint::Checkpoints`].
 pub mod prelude {
     pub use flow_comm::Mesh;
     pub use flow_ddp::{

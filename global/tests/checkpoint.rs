@@ -1,27 +1,24 @@
 //! Checkpoints of a model and its optimizer, on ranks that are threads.
 
+#[path = "common/pytorch.rs"]
+mod pytorch;
+#[path = "common/ranks.rs"]
+mod ranks;
+
 use std::ops::Range;
 use std::path::Path;
 use std::process::Command;
 
 use flow_autograd::OptimizerState;
+use flow_ddp::{Ddp, DistributedSampler};
 use flow_global::checkpoint::{CheckpointError, Checkpoints};
-use flow_global::{
-    distribute, manual_seed, randn, scatter, GlobalTensor, NdSbp, Placement, Sbp, B, P, S,
-};
+use flow_global::{distribute, scatter, GlobalTensor, NdSbp, Placement, Sbp, B, P, S};
 use flow_tensor::ProcessGroup;
+use pytorch::pytorch;
+use ranks::ranks;
 use tch::nn::{self, Module, Optimizer, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 use tempfile::tempdir;
-
-/// Runs `body` on each of so many ranks.
-fn ranks<T: Send>(size: usize, body: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
-    let groups = ProcessGroup::in_process(size).unwrap();
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(|| body(group))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
-}
 
 /// An MLP with a buffer, in double precision.
 struct Training {
@@ -89,22 +86,29 @@ fn plain_tensors_are_rank_0s() {
     }
 }
 
-/// How a training lies: the placement, the SBPs of its variables by name, and those of its batches.
+/// How a training lies: how many ranks there are, the placement, the SBPs of its variables by name, and those of its batches.
 struct Layout {
+    size: usize,
     ranks: (Vec<usize>, Vec<usize>),
     variables: fn(&str) -> NdSbp,
     batches: NdSbp,
 }
 
-/// Layouts on four ranks.
+/// Layouts on two to four ranks.
 fn layouts() -> Vec<Layout> {
     let all = vec![0, 1, 2, 3];
     vec![
         // Data parallel, and its variables in parts.
-        Layout { ranks: (all.clone(), vec![4]), variables: |_| vec![B], batches: vec![S(0)] },
-        Layout { ranks: (all, vec![4]), variables: |_| vec![S(0)], batches: vec![S(0)] },
+        Layout {
+            size: 4,
+            ranks: (all.clone(), vec![4]),
+            variables: |_| vec![B],
+            batches: vec![S(0)],
+        },
+        Layout { size: 4, ranks: (all, vec![4]), variables: |_| vec![S(0)], batches: vec![S(0)] },
         // Megatron's, beside data parallel.
         Layout {
+            size: 4,
             ranks: (vec![0, 2, 3, 1], vec![2, 2]),
             variables: |name| match name {
                 "one.weight" | "one.bias" => vec![B, S(0)],
@@ -115,7 +119,21 @@ fn layouts() -> Vec<Layout> {
         },
         // Ranks outside.
         Layout {
+            size: 4,
             ranks: (vec![3, 1], vec![2]),
+            variables: |name| vec![if name.ends_with("weight") { S(1) } else { S(0) }],
+            batches: vec![B],
+        },
+        // Fewer ranks.
+        Layout {
+            size: 3,
+            ranks: (vec![0, 1, 2], vec![3]),
+            variables: |_| vec![S(0)],
+            batches: vec![S(0)],
+        },
+        Layout {
+            size: 2,
+            ranks: (vec![1, 0], vec![2]),
             variables: |name| vec![if name.ends_with("weight") { S(1) } else { S(0) }],
             batches: vec![B],
         },
@@ -185,7 +203,7 @@ fn goes_on_under_any_layout(config: impl OptimizerConfig + Copy + Sync) {
     };
     for (index, from) in layouts().iter().enumerate() {
         let folder = tempdir().unwrap();
-        ranks(4, |group| {
+        ranks(from.size, |group| {
             let mut training = Training::with(5, config);
             let placement = from.on(&group, &training);
             assert_eq!(resume(start.path(), &group, &mut training), 0);
@@ -195,7 +213,7 @@ fn goes_on_under_any_layout(config: impl OptimizerConfig + Copy + Sync) {
             checkpoints.save(3, &training.vs, Some(&training.optimizer), &()).unwrap();
         });
         for (other, to) in layouts().iter().enumerate() {
-            ranks(4, |group| {
+            ranks(to.size, |group| {
                 let mut training = Training::with(5, config);
                 let placement = to.on(&group, &training);
                 assert_eq!(resume(folder.path(), &group, &mut training), 3);
@@ -222,29 +240,38 @@ fn sgd_with_momentum_goes_on_under_any_layout() {
     goes_on_under_any_layout(nn::sgd(0.9, 0.0, 0.0, false));
 }
 
+/// In half precision weights and state come back to the bit.
 #[test]
-fn random_numbers_go_on() {
-    let folder = tempdir().unwrap();
-    let draw = |placement: &Placement, sbp| {
-        let numbers = randn([6], Kind::Double, placement, [sbp]).unwrap().full().unwrap();
-        Vec::<f64>::try_from(numbers).unwrap()
-    };
-    let drawn = ranks(3, |group| {
-        let placement = Placement::new(&group, [0, 1, 2]).unwrap();
-        manual_seed(&placement, 5).unwrap();
-        draw(&placement, S(0));
-        let vs = VarStore::new(Device::Cpu);
-        Checkpoints::open(folder.path(), &group).unwrap().save(1, &vs, None, &()).unwrap();
-        draw(&placement, S(0))
-    });
-    let resumed = ranks(2, |group| {
-        let placement = Placement::new(&group, [1]).unwrap();
-        let mut checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
-        let checkpoint = checkpoints.latest::<()>().unwrap().unwrap();
-        checkpoint.resume(&VarStore::new(Device::Cpu), None).unwrap();
-        draw(&placement, B)
-    });
-    assert_eq!(resumed, vec![drawn[0].clone(); 2]);
+fn half_precision_comes_back_under_another_number_of_ranks() {
+    for kind in [Kind::BFloat16, Kind::Half] {
+        let folder = tempdir().unwrap();
+        let train = |group: ProcessGroup, ranks: Vec<usize>, sbp: Sbp| {
+            let mut vs = VarStore::new(Device::Cpu);
+            let layer = nn::linear(vs.root(), 6, 5, Default::default());
+            vs.set_kind(kind);
+            let placement = Placement::new(&group, ranks).unwrap();
+            distribute(&vs, &placement, |name, _| vec![if name == "bias" { B } else { sbp }])
+                .unwrap();
+            let mut optimizer = nn::Adam::default().build(&vs, 0.1).unwrap();
+            let mut checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+            if let Some(checkpoint) = checkpoints.latest::<()>().unwrap() {
+                checkpoint.resume(&vs, Some(&mut optimizer)).unwrap();
+            } else {
+                let loss = layer.forward(&batch(0).to_kind(kind)).square().mean(kind);
+                optimizer.backward_step(&loss);
+                checkpoints.save(1, &vs, Some(&optimizer), &()).unwrap();
+            }
+            let state = optimizer.state().unwrap().tensors.into_iter();
+            let mut tensors: Vec<_> = state.chain(vs.variables()).collect();
+            tensors.sort_by(|(one, _), (other, _)| one.cmp(other));
+            let full = |(name, tensor): (String, Tensor)| (name, tensor.full().unwrap());
+            tensors.into_iter().map(full).collect::<Vec<_>>()
+        };
+        let saved = ranks(2, |group| train(group, vec![1, 0], S(0)));
+        let resumed = ranks(3, |group| train(group, vec![0, 1, 2], S(1)));
+        assert!(saved[0].iter().filter(|(_, tensor)| tensor.kind() == kind).count() >= 4);
+        resumed.iter().for_each(|resumed| assert_eq!(*resumed, saved[0]));
+    }
 }
 
 #[test]
@@ -266,6 +293,31 @@ fn terms_and_other_groups_are_errors() {
                      group; open Checkpoints with that one";
         assert_eq!(save(&group.duplicate().unwrap(), S(0)), error);
     });
+}
+
+/// `Ddp`'s checkpoints, which rank 0 writes for all, refuse what no rank has all of.
+#[test]
+fn checkpoints_of_ddp_name_those_of_global_tensors() {
+    let folder = tempdir().unwrap();
+    let errors = ranks(2, |group| {
+        let vs = VarStore::new(Device::Cpu);
+        let net = nn::linear(vs.root() / "one", 6, 4, Default::default());
+        let model = Ddp::new(net, &vs, &group).unwrap();
+        let placement = Placement::new(&group, [0, 1]).unwrap();
+        distribute(&vs, &placement, |name, _| vec![if name == "one.weight" { S(0) } else { B }])
+            .unwrap();
+        let optimizer = nn::Sgd::default().build(&vs, 0.1).unwrap();
+        let sampler = DistributedSampler::new(4, &group);
+        let mut checkpoints = flow_ddp::Checkpoints::open(folder.path(), &group).unwrap();
+        let saved = checkpoints.save(1, &model, &vs, &optimizer, &sampler, &());
+        saved.err().map(|error| error.to_string())
+    });
+    let error = format!(
+        "cannot save one.weight in {}: it is a global tensor, and no rank has all of it; use \
+         flow::global::checkpoint::Checkpoints, where each rank saves its part",
+        folder.path().join("step-1").display()
+    );
+    assert_eq!(errors, [Some(error), None], "rank 0 writes for all");
 }
 
 #[test]
@@ -316,22 +368,43 @@ fn merge(checkpoint: &Path, out: &Path) -> (bool, String) {
     (output.status.success(), String::from_utf8(output.stderr).unwrap())
 }
 
+/// The file is PyTorch's and tch's, whatever lay in parts: their models compute the same.
 #[test]
 fn flow_checkpoint_merges() {
     let folder = tempdir().unwrap();
     let (step, out) = (folder.path().join("step-7"), folder.path().join("model.safetensors"));
-    let saved = ranks(2, |group| {
-        let training = Training::new(5);
+    let expected = ranks(4, |group| {
+        let mut training = Training::new(5);
+        let layout = &layouts()[2];
+        let placement = layout.on(&group, &training);
+        layout.steps(&mut training, &placement, 0..2);
         let mut checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
         checkpoints.save(7, &training.vs, Some(&training.optimizer), &()).unwrap();
-        training.vs
+        tch::no_grad(|| training.model.forward(&batch(9))).full().unwrap()
     });
+    let sum = expected[0].square().sum(Kind::Double).double_value(&[]);
     assert_eq!(merge(&step, &out), (true, String::new()));
-    let mut vs = Training::new(5).vs;
-    vs.load(&out).unwrap();
-    for (name, variable) in saved[0].variables() {
-        assert_eq!(vs.variables()[&name], variable, "{name}");
+    let mut plain = Training::new(5);
+    plain.vs.load(&out).unwrap();
+    let output = tch::no_grad(|| plain.model.forward(&batch(9)));
+    assert!((output - &expected[0]).abs().max().double_value(&[]) < 1e-12);
+
+    let program = r#"
+import sys
+import merged, torch
+tensors = merged.load(sys.argv[1])
+assert tensors.pop("count").tolist() == [0, 0]
+one, two = torch.nn.Linear(6, 5).double(), torch.nn.Linear(5, 3).double()
+model = torch.nn.ModuleDict({"one": one, "two": two})
+model.load_state_dict(tensors)
+batch = torch.sin(torch.arange(24, dtype=torch.float64).view(4, 6) * 10)
+print(two(one(batch).relu()).square().sum().item())
+"#;
+    if let Some(printed) = pytorch(program, &out) {
+        let read: f64 = printed.trim().parse().unwrap();
+        assert!((read - sum).abs() < 1e-9 * sum, "{read}, not {sum}");
     }
+
     std::fs::remove_file(step.join("rank-00000.safetensors")).unwrap();
     let (is_merged, error) = merge(&step, &out);
     let file = "step-7/rank-00000.safetensors: No such file or directory";

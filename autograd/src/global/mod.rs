@@ -71,6 +71,12 @@ struct Registered {
 /// What came of the first registration.
 static REGISTERED: OnceLock<Result<Registered, Error>> = OnceLock::new();
 
+/// Whether a tensor is global.
+pub fn is_global(tensor: &Tensor) -> bool {
+    // SAFETY: the tensor is alive.
+    unsafe { !ffi::flow_global_spec(tensor.as_ptr()).is_null() }
+}
+
 /// Makes global tensors, whose operations one [`Dispatcher`] carries out.
 pub struct Globals<S>(PhantomData<fn() -> S>);
 

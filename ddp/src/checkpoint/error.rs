@@ -1,11 +1,17 @@
 //! What can go wrong with checkpoints.
 
-use std::io;
+use std::io::{self, ErrorKind};
 use std::path::PathBuf;
 
 use crate::data::sampler::SamplerError;
 
-/// Errors of [`Checkpoints`](super::Checkpoints): one line, with the file and what to do.
+pub(super) const WRITABLE: &str = "see that the disk has space and the folder can be written";
+
+/// Result of operations on checkpoints.
+pub type Result<T, E = CheckpointError> = std::result::Result<T, E>;
+
+/// Errors of [`Checkpoints`](super::Checkpoints), and of the sharded ones of global tensors: one
+/// line, with the file and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
     /// A file or folder cannot be read or written.
@@ -35,19 +41,33 @@ pub enum CheckpointError {
     Unread(PathBuf),
     /// What has a checkpoint's name is none, and saving would replace it.
     #[error(
-        "{} is no checkpoint of Flow, and saving would replace it; move it away, or use another \
-         folder",
-        .0.display()
+        "{} is no checkpoint of Flow (it has no {lacks}), and saving would replace it; move it \
+         away, or use another folder",
+        .path.display()
     )]
-    Foreign(PathBuf),
-    /// A tensor or the program's state cannot be kept.
-    #[error("cannot save {what} in {}: {reason}", .path.display())]
+    Foreign {
+        /// The folder.
+        path: PathBuf,
+        /// The files by which a checkpoint is known.
+        lacks: String,
+    },
+    /// A tensor or the program's state cannot be kept in a checkpoint, or not be given what the
+    /// checkpoint has.
+    #[error("cannot {operation} {what}: {reason}")]
     Unfit {
+        /// Save or load.
+        operation: &'static str,
         /// The tensor's name, or the program's state.
         what: String,
-        /// The checkpoint.
-        path: PathBuf,
         /// Why, and what to do.
+        reason: String,
+    },
+    /// A file is not what was written.
+    #[error("{} is damaged: {reason}; bring it back, or use another checkpoint", .path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
         reason: String,
     },
     /// Not one checkpoint in the folder is whole.
@@ -55,31 +75,36 @@ pub enum CheckpointError {
         "all checkpoints in {} are damaged; remove them to start anew: {newest}",
         .folder.display()
     )]
-    Damaged {
+    AllDamaged {
         /// The folder.
         folder: PathBuf,
         /// What is wrong with the newest.
         newest: String,
     },
-    /// Rank 0, which reads for all, does not see what another rank sees.
+    /// Rank 0, which looks for all, does not see what another rank sees.
     #[error(
-        "the newest checkpoint in {} is {seen} for rank {rank}, but {by_rank_0} for rank 0, which \
-         reads it for all; use a disk that all machines share",
-        .folder.display()
+        "rank {rank} sees {seen} in {}, but rank 0 sees {by_rank_0}; use a disk that all machines \
+         share",
+        .path.display()
     )]
     NotShared {
-        /// The folder.
-        folder: PathBuf,
-        /// The rank that sees a newer one.
+        /// The file or folder.
+        path: PathBuf,
+        /// The rank that sees more.
         rank: usize,
-        /// The name of that one.
+        /// What it sees: a checkpoint, or so many bytes.
         seen: String,
-        /// The name of the one that rank 0 sees, or none.
+        /// What rank 0 sees.
         by_rank_0: String,
     },
-    /// What rank 0, which reads and writes for all, failed with, on the other ranks.
-    #[error("rank 0: {0}")]
-    Rank0(String),
+    /// What another rank has failed with.
+    #[error("rank {rank}: {reason}")]
+    OtherRank {
+        /// The rank.
+        rank: usize,
+        /// Its error.
+        reason: String,
+    },
     /// The checkpoint is of another program, model, optimizer or data set.
     #[error(
         "{} is of another {what}: {reason}; use what it was saved with, or another folder",
@@ -107,6 +132,9 @@ pub enum CheckpointError {
     /// A collective failed, or a failure has spoiled the weights.
     #[error(transparent)]
     Training(#[from] crate::Error),
+    /// Of global tensors: their own error.
+    #[error(transparent)]
+    Global(Box<dyn std::error::Error + Send + Sync>),
 }
 
 impl From<flow_comm::Error> for CheckpointError {
@@ -115,14 +143,41 @@ impl From<flow_comm::Error> for CheckpointError {
     }
 }
 
+#[doc(hidden)]
 impl CheckpointError {
     /// The error of `operation` on `path`.
-    pub(super) fn file(
+    pub fn file(
         operation: &'static str,
         path: impl Into<PathBuf>,
         remedy: &'static str,
     ) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
         move |cause| Self::File { operation, path, cause, remedy }
+    }
+
+    /// The error of writing the file `path`.
+    pub fn write(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
+        Self::file("write", path, WRITABLE)
+    }
+
+    /// Why `what` cannot be saved or loaded.
+    pub fn unfit(operation: &'static str, what: impl Into<String>, reason: impl ToString) -> Self {
+        // libtorch's texts have many lines: the first says what is wrong.
+        let reason = reason.to_string().lines().next().unwrap_or_default().to_owned();
+        Self::Unfit { operation, what: what.into(), reason }
+    }
+
+    /// What is wrong with the file `path`.
+    pub fn damaged(path: impl Into<PathBuf>, reason: impl ToString) -> Self {
+        Self::Damaged { path: path.into(), reason: reason.to_string() }
+    }
+
+    /// Whether a file of the checkpoint is missing or damaged. If not, it may be whole.
+    pub(super) fn is_damage(&self) -> bool {
+        match self {
+            Self::Damaged { .. } => true,
+            Self::File { cause, .. } => cause.kind() == ErrorKind::NotFound,
+            _ => false,
+        }
     }
 }

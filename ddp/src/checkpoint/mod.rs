@@ -1,17 +1,24 @@
-//! Checkpoints of a training: model, optimizer, sampler and the program's own state.
+//! Checkpoints of a training: model, optimizer, sampler and the program's own state. And what those
+//! of global tensors (`flow-global`) are made of too.
 //!
 //! | file | what |
 //! |---|---|
 //! | `mod.rs` | [`Checkpoints`]: save, find the latest; [`Checkpoint`]: resume |
-//! | `folder.rs` | files on rank 0's disk: whole or not there, with their sums |
+//! | `folder.rs` | [`Folder`]: checkpoints that are whole or not there, for both kinds |
+//! | `agree.rs` | what one rank has come to, on all; for both kinds |
+//! | `files.rs` | locks, and files that survive a loss of power; for both kinds |
+//! | `error.rs` | [`CheckpointError`], for both kinds |
 //! | `tensors.rs` | tensors as safetensors |
-//! | `error.rs` | [`CheckpointError`] |
+//! | `sums.rs` | the sums of files |
 
+pub mod agree;
 mod error;
+pub mod files;
 mod folder;
+mod sums;
 mod tensors;
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use flow_autograd::{OptimizerState, StateDict};
@@ -23,15 +30,15 @@ use tch::Tensor;
 
 use crate::data::sampler::{DistributedSampler, SamplerState};
 use crate::ddp::Ddp;
-pub use error::CheckpointError;
-use folder::{Folder, ReadError, STATE};
-
-/// Result of operations on checkpoints.
-type Result<T> = std::result::Result<T, CheckpointError>;
+pub use error::{CheckpointError, Result};
+pub use folder::Folder;
+use sums::SUMS;
 
 /// Files of a checkpoint.
 const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
+/// What the program, the sampler and the optimizer go on from.
+const STATE: &str = "state.json";
 /// Raised when files change so that versions before cannot read them.
 const FORMAT: u32 = 2;
 
@@ -74,14 +81,8 @@ const FORMAT: u32 = 2;
 /// # Ok(()) }
 /// ```
 pub struct Checkpoints {
-    path: PathBuf,
+    folder: Folder,
     group: ProcessGroup,
-    /// On rank 0.
-    folder: Option<Folder>,
-    keep: usize,
-    /// Whether this training knows of the checkpoints that were there before.
-    read: bool,
-    damaged: BTreeSet<usize>,
 }
 
 /// A checkpoint to resume from.
@@ -117,17 +118,13 @@ impl Checkpoints {
     ///
     /// On all ranks, when rank 0 cannot write there, or another job does.
     pub fn open(folder: impl AsRef<Path>, group: &ProcessGroup) -> Result<Self> {
-        let path = folder.as_ref().to_owned();
-        let mut folder = None;
-        let opened = (group.rank() == 0).then(|| Folder::open(&path).map(|own| folder = Some(own)));
-        from_rank_0(group, opened)?;
-        let (group, damaged) = (group.clone(), BTreeSet::new());
-        Ok(Self { path, group, folder, keep: 2, read: false, damaged })
+        let folder = Folder::open(folder.as_ref(), group, &[SUMS, STATE])?;
+        Ok(Self { folder, group: group.clone() })
     }
 
     /// Keeps the last `count` checkpoints, one at least (default: 2).
     pub fn keep(mut self, count: usize) -> Self {
-        self.keep = count.max(1);
+        self.folder.keep = count;
         self
     }
 
@@ -151,15 +148,15 @@ impl Checkpoints {
         state: &S,
     ) -> Result<()> {
         model.synchronize()?;
-        let Some(folder) = &self.folder else { return Ok(()) };
-        if !self.read && !folder.steps()?.is_empty() {
-            return Err(CheckpointError::Unread(self.path.clone()));
+        if self.group.rank() != 0 {
+            return Ok(());
         }
-        let path = folder.checkpoint(step);
-        let unfit = |(what, reason)| CheckpointError::Unfit { what, path: path.clone(), reason };
-        let optimizer = optimizer
-            .state()
-            .map_err(|error| unfit(("the optimizer".into(), error.to_string())))?;
+        let path = self.folder.checkpoint(step);
+        let unfit = |what: String, reason: String| {
+            CheckpointError::unfit("save", format!("{what} in {}", path.display()), reason)
+        };
+        let optimizer =
+            optimizer.state().map_err(|error| unfit("the optimizer".into(), error.to_string()))?;
         let state = SavedState {
             format: FORMAT,
             world_size: self.group.world_size(),
@@ -168,31 +165,18 @@ impl Checkpoints {
             sampler: sampler.state(),
             state,
         };
-        let state = json::<S>(&state)
-            .map_err(|reason| unfit(("the program's state".to_owned(), reason)))?;
+        let state = json::<SavedState<S>>(&state)
+            .map_err(|reason| unfit("the program's state".into(), reason))?;
         let model: Vec<_> = vs.variables().into_iter().collect();
-        while let Some(&damaged) = self.damaged.first() {
-            folder.set_aside(damaged)?;
-            self.damaged.pop_first();
+        let partial = self.folder.begin(step)?;
+        for (tensors, file) in [(&model, MODEL), (&optimizer.tensors, OPTIMIZER)] {
+            tensors::write(tensors, &partial.join(file))
+                .map_err(|(what, reason)| unfit(what, reason))?;
         }
-        folder.write(step, |folder| {
-            tensors::write(&model, &folder.join(MODEL)).map_err(unfit)?;
-            tensors::write(&optimizer.tensors, &folder.join(OPTIMIZER)).map_err(unfit)?;
-            let file = folder.join(STATE);
-            std::fs::write(&file, &state).map_err(CheckpointError::file(
-                "write",
-                file,
-                "see that the disk has space",
-            ))
-        })?;
-        self.read = true;
-        // Later ones are of a way that this training has not gone.
-        let (kept, later): (Vec<_>, Vec<_>) =
-            folder.steps()?.into_iter().partition(|other| *other <= step);
-        for old in later.into_iter().chain(kept.into_iter().skip(self.keep)) {
-            folder.remove(old)?;
-        }
-        Ok(())
+        let file = partial.join(STATE);
+        std::fs::write(&file, &state).map_err(CheckpointError::write(file))?;
+        sums::write(&partial).map_err(CheckpointError::write(&path))?;
+        self.folder.commit(step)
     }
 
     /// The latest checkpoint that is whole, the same on all ranks; None where there is none at all.
@@ -203,36 +187,16 @@ impl Checkpoints {
     /// On all ranks, when the disk cannot be read, there are only damaged ones, or those of another
     /// program, or rank 0 does not see what another rank sees.
     pub fn latest<S: DeserializeOwned>(&mut self) -> Result<Option<Checkpoint<S>>> {
-        self.seen_by_rank_0()?;
         let mut contents = [const { Vec::new() }; 3];
-        let found = self.folder.as_ref().map(|folder| {
-            let steps = folder.steps()?;
-            let mut newest = None;
-            for &step in &steps {
-                match folder.read(step, [STATE, MODEL, OPTIMIZER]) {
-                    Ok(read) => {
-                        contents = read;
-                        return Ok(Some(step));
-                    }
-                    Err(ReadError::Failed(error)) => return Err(error),
-                    Err(ReadError::Damaged(reason)) => {
-                        let path = folder.checkpoint(step);
-                        log::warn!("the checkpoint {} is damaged: {reason}", path.display());
-                        self.damaged.insert(step);
-                        newest.get_or_insert(reason);
-                    }
-                }
-            }
-            let damaged = |newest| CheckpointError::Damaged { folder: self.path.clone(), newest };
-            newest.map_or(Ok(None), |newest| Err(damaged(newest)))
-        });
-        let found = from_rank_0(&self.group, found)?;
-        self.read = true;
-        let Some(step) = found else { return Ok(None) };
+        let found = self.folder.latest(|path| {
+            contents = sums::read(path, [STATE, MODEL, OPTIMIZER])?;
+            Ok(())
+        })?;
+        let Some((step, ())) = found else { return Ok(None) };
         for bytes in &mut contents {
-            broadcast(&self.group, bytes)?;
+            agree::broadcast(&self.group, 0, bytes)?;
         }
-        self.parse(self.path.join(format!("step-{step}")), contents).map(Some)
+        self.parse(self.folder.checkpoint(step), contents).map(Some)
     }
 
     fn parse<S: DeserializeOwned>(
@@ -259,28 +223,6 @@ impl Checkpoints {
         let optimizer = StateDict { parameters, tensors };
         let group = self.group.clone();
         Ok(Checkpoint { state, path, world_size, threads, sampler, model, optimizer, group })
-    }
-
-    /// A folder that each machine has for itself would let training start anew when another machine
-    /// has rank 0.
-    fn seen_by_rank_0(&self) -> Result<()> {
-        let by_rank_0 = from_rank_0(&self.group, self.folder.as_ref().map(Folder::steps))?;
-        let steps = match self.folder {
-            Some(_) => by_rank_0,
-            // Other ranks than 0 need not see the folder at all.
-            None => folder::steps(&self.path).unwrap_or_default(),
-        };
-        let own = steps.first().map_or(-1, |&step| step as i64);
-        let mut newest = vec![-1i64; self.group.world_size()];
-        self.group.all_gather(&[own], &mut newest)?;
-        let Some(rank) = newest.iter().position(|&step| step > newest[0]) else { return Ok(()) };
-        let name = |step: i64| if step < 0 { "none".to_owned() } else { format!("step-{step}") };
-        Err(CheckpointError::NotShared {
-            folder: self.path.clone(),
-            rank,
-            seen: name(newest[rank]),
-            by_rank_0: name(newest[0]),
-        })
     }
 }
 
@@ -323,7 +265,7 @@ impl<S> Checkpoint<S> {
         Ok(())
     }
 
-    fn load_model(&self, vs: &VarStore) -> std::result::Result<(), String> {
+    fn load_model(&self, vs: &VarStore) -> Result<(), String> {
         let mut variables = vs.variables();
         for (name, variable) in &variables {
             let fits = |saved: &&Tensor| {
@@ -345,40 +287,11 @@ impl<S> Checkpoint<S> {
     }
 }
 
-/// JSON that can be read back: it has `null` where a number is NaN.
-fn json<S: DeserializeOwned>(
-    state: &SavedState<&(impl Serialize + ?Sized)>,
-) -> std::result::Result<Vec<u8>, String> {
-    let bytes = serde_json::to_vec_pretty(state).map_err(|error| error.to_string())?;
-    match serde_json::from_slice::<SavedState<S>>(&bytes) {
+/// JSON that can be read back as a `T`: it has `null` where a number is NaN.
+pub fn json<T: DeserializeOwned>(value: &impl Serialize) -> Result<Vec<u8>, String> {
+    let bytes = serde_json::to_vec_pretty(value).map_err(|error| error.to_string())?;
+    match serde_json::from_slice::<T>(&bytes) {
         Ok(_) => Ok(bytes),
         Err(error) => Err(format!("it cannot be read back: {error}; JSON has no NaN or infinity")),
     }
-}
-
-/// What rank 0 has come to, on all ranks. `own` is rank 0's.
-fn from_rank_0<T: Serialize + DeserializeOwned>(
-    group: &ProcessGroup,
-    own: Option<Result<T>>,
-) -> Result<T> {
-    let text = own.as_ref().map(|own| own.as_ref().map_err(ToString::to_string));
-    let mut bytes =
-        text.map(|text| serde_json::to_vec(&text).unwrap_or_default()).unwrap_or_default();
-    broadcast(group, &mut bytes)?;
-    own.unwrap_or_else(|| {
-        let result: std::result::Result<T, String> = serde_json::from_slice(&bytes)
-            .unwrap_or_else(|error| Err(format!("its answer cannot be read: {error}")));
-        result.map_err(CheckpointError::Rank0)
-    })
-}
-
-/// Rank 0's bytes to all.
-fn broadcast(group: &ProcessGroup, bytes: &mut Vec<u8>) -> Result<()> {
-    let mut length = [bytes.len() as i64];
-    group.broadcast(&mut length, 0)?;
-    bytes.resize(length[0] as usize, 0);
-    if !bytes.is_empty() {
-        group.broadcast(bytes, 0)?;
-    }
-    Ok(())
 }

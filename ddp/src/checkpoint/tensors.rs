@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use flow_autograd::global::is_global;
 use safetensors::{Dtype, SafeTensors};
 use tch::{Device, Kind, Tensor};
 
@@ -12,6 +13,9 @@ pub fn write(tensors: &[(String, Tensor)], path: &Path) -> Result<(), (String, S
         let unfit = |reason: String| (name.clone(), first_line(&reason));
         if tensor.is_sparse() {
             return Err(unfit("it is sparse, which safetensors cannot keep; make it dense".into()));
+        }
+        if is_global(tensor) && flow_autograd::data_ptr(tensor).is_null() {
+            return Err(unfit(SHARDED.into()));
         }
         let kind = tensor.kind();
         if !KINDS.iter().any(|(known, _)| *known == kind) {
@@ -41,6 +45,10 @@ pub fn read(bytes: &[u8]) -> Result<Vec<(String, Tensor)>, String> {
     };
     tensors.tensors().into_iter().map(tensor).collect()
 }
+
+/// Why a global tensor without memory of its own is not kept.
+const SHARDED: &str = "it is a global tensor, and no rank has all of it; use \
+                       flow::global::checkpoint::Checkpoints, where each rank saves its part";
 
 /// The kinds that both libtorch and safetensors have.
 const KINDS: [(Kind, Dtype); 10] = [

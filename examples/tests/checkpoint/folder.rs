@@ -91,8 +91,8 @@ fn a_checkpoint_that_rank_0_does_not_see_is_an_error() {
 
     let expected = |seen: &str| {
         format!(
-            "mnist: the newest checkpoint in local is step-30 for rank 1, but {seen} for rank 0, \
-             which reads it for all; use a disk that all machines share\n"
+            "mnist: rank 1 sees step-30 in local, but rank 0 sees {seen}; use a disk that all \
+             machines share\n"
         )
     };
     for seen in ["none", "step-20"] {

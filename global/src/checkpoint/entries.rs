@@ -2,19 +2,17 @@
 
 use std::sync::PoisonError;
 
+use flow_ddp::checkpoint::{CheckpointError, Result};
 use flow_tensor::ProcessGroup;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
-use super::error::CheckpointError;
+use super::contents::{MODEL, OPTIMIZER};
 use super::index::Index;
 use super::shards::Entry;
-use super::{MODEL, OPTIMIZER};
 use crate::handle::{find_spec, local_of, wrap};
 use crate::placement::Placement;
 use crate::sbp::B;
-
-type Result<T, E = CheckpointError> = std::result::Result<T, E>;
 
 /// The variables, by name: the same order on all ranks.
 pub fn variables(vs: &VarStore) -> Vec<(String, Tensor)> {
@@ -23,6 +21,11 @@ pub fn variables(vs: &VarStore) -> Vec<(String, Tensor)> {
         variables.map(|(name, tensor)| (format!("{MODEL}{name}"), tensor)).collect();
     variables.sort_by(|(one, _), (other, _)| one.cmp(other));
     variables
+}
+
+/// The optimizer's state as a checkpoint names it.
+pub fn named(state: impl IntoIterator<Item = (String, Tensor)>) -> Vec<(String, Tensor)> {
+    state.into_iter().map(|(name, tensor)| (format!("{OPTIMIZER}{name}"), tensor)).collect()
 }
 
 /// Tensors as entries. A plain one is the same on all ranks.

@@ -4,14 +4,12 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::Path;
 
-use super::error::CheckpointError;
-use super::folder;
+use flow_ddp::checkpoint::{files, CheckpointError, Result};
+
+use super::contents::{Contents, MODEL};
 use super::safetensors::{size, Header};
 use super::shards::Reader;
-use super::{Contents, MODEL};
 use crate::region::Region;
-
-type Result<T> = std::result::Result<T, CheckpointError>;
 
 /// The most bytes of elements that are in memory at once.
 const BLOCK: usize = 16 << 20;
@@ -28,10 +26,7 @@ pub fn merge(checkpoint: impl AsRef<Path>, out: impl AsRef<Path>) -> Result<()> 
     contents.check_files(checkpoint)?;
     let mut partial = out.as_os_str().to_owned();
     partial.push(".partial");
-    let failed = |error| {
-        let remedy = "see that the disk has space and the folder can be written";
-        CheckpointError::file("write", out, remedy)(error)
-    };
+    let failed = |error| CheckpointError::write(out)(error);
     let file = File::create(&partial).map_err(failed)?;
     let merged = write(&contents, checkpoint, &file, &failed);
     let finished = merged
@@ -40,8 +35,7 @@ pub fn merge(checkpoint: impl AsRef<Path>, out: impl AsRef<Path>) -> Result<()> 
         let _ = fs::remove_file(&partial); // the error says more
     }
     finished?;
-    let folder = out.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));
-    folder::sync(folder).map_err(failed)
+    files::sync(files::parent(out)).map_err(failed)
 }
 
 fn write(

@@ -6,16 +6,14 @@ use std::io::{self, ErrorKind, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use flow_ddp::checkpoint::{CheckpointError, Result};
 use tch::{Device, Kind, Tensor};
 
-use super::error::CheckpointError;
 use super::index::{Index, Saved};
 use super::safetensors::{dtype, size, Header, TensorInfo};
 use crate::placement::Placement;
 use crate::region::{self, regions, Region};
 use crate::sbp::NdSbp;
-
-type Result<T> = std::result::Result<T, CheckpointError>;
 
 /// Bytes between two pieces that are read along with them: less than a disk reads at once.
 const GAP: usize = 4096;
@@ -113,6 +111,26 @@ impl<'a> Reader<'a> {
     /// Of the checkpoint in `folder`, which has this index.
     pub fn new(folder: &'a Path, index: &'a Index) -> Self {
         Self { folder, index, headers: HashMap::new() }
+    }
+
+    /// Reads what `rank` has of a tensor into its local: one copy, and only if that is not
+    /// contiguous on the CPU.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read); libtorch cannot write the local.
+    pub fn load(&mut self, entry: &mut Entry, rank: usize) -> Result<()> {
+        let region = entry.region(rank);
+        let Some((region, local)) = region.zip(entry.local.as_mut()) else { return Ok(()) };
+        if let Ok(bytes) = flow_autograd::bytes_mut(local) {
+            return self.read(&entry.name, &region, bytes);
+        }
+        let unfit = |reason| CheckpointError::unfit("load", &entry.name, reason);
+        let shape: Vec<i64> = region.shape().iter().map(|&size| size as i64).collect();
+        let mut read = Tensor::empty(&shape[..], (entry.kind, Device::Cpu));
+        let bytes = flow_autograd::bytes_mut(&mut read);
+        self.read(&entry.name, &region, bytes.map_err(|error| unfit(error.to_string()))?)?;
+        let copied = tch::no_grad(|| local.f_copy_(&read));
+        copied.map(drop).map_err(|error| unfit(error.to_string()))
     }
 
     /// Reads a region of a tensor, row-major, into as many bytes as it has.

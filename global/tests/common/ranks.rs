@@ -7,16 +7,17 @@ use std::time::Duration;
 use flow_tensor::ProcessGroup;
 use tch::Tensor;
 
-/// Runs `body` on so many ranks.
-pub fn ranks(size: usize, body: impl Fn(ProcessGroup) + Sync) {
+/// Runs `body` on each of so many ranks, and returns what they have returned.
+pub fn ranks<T: Send>(size: usize, body: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
     let groups = ProcessGroup::in_process(size).unwrap();
     std::thread::scope(|scope| {
-        for group in groups {
+        let start = |group: ProcessGroup| {
             group.set_timeout(Duration::from_secs(60));
-            let body = &body;
-            scope.spawn(move || body(group));
-        }
-    });
+            scope.spawn(|| body(group))
+        };
+        let threads: Vec<_> = groups.into_iter().map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
 }
 
 /// That tensors have the same size, and elements that differ by no more than this.

@@ -1,0 +1,60 @@
+//! Files and folders that are there to last, and one job's.
+
+use std::fs::{self, File, TryLockError};
+use std::io::{self, ErrorKind};
+use std::path::Path;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use super::error::{CheckpointError, Result, WRITABLE};
+
+/// How long a job that is being stopped may still hold the lock: longer than flow-launch waits
+/// before it kills.
+const STOPPING: Duration = Duration::from_secs(10);
+
+/// Locks a file in `folder`, until it is dropped or the process ends.
+pub fn lock(folder: &Path, name: &str) -> Result<File> {
+    let lock = File::create(folder.join(name))
+        .map_err(CheckpointError::file("write to", folder, WRITABLE))?;
+    let end = Instant::now() + STOPPING;
+    while let Err(error) = lock.try_lock() {
+        match error {
+            TryLockError::WouldBlock if Instant::now() < end => sleep(Duration::from_millis(50)),
+            TryLockError::WouldBlock => return Err(CheckpointError::Locked(folder.to_owned())),
+            TryLockError::Error(error) => {
+                let remedy = "use a file system with locks";
+                return Err(CheckpointError::file("lock", folder, remedy)(error));
+            }
+        }
+    }
+    Ok(lock)
+}
+
+/// As `create_dir_all`; the folders survive a loss of power.
+pub fn create(folder: &Path) -> io::Result<()> {
+    if folder.is_dir() {
+        return Ok(());
+    }
+    create(parent(folder))?;
+    fs::create_dir_all(folder)?; // no error where another process has just made it
+    sync(parent(folder))
+}
+
+/// The folder that a file or folder is in.
+pub fn parent(path: &Path) -> &Path {
+    path.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."))
+}
+
+/// Writes a folder's list of names to the disk.
+pub fn sync(folder: &Path) -> io::Result<()> {
+    File::open(folder)?.sync_all()
+}
+
+/// Removes a file, or a folder with all that is in it, if it is there.
+pub fn remove(path: &Path) -> io::Result<()> {
+    let removed = match fs::remove_dir_all(path) {
+        Err(error) if error.kind() == ErrorKind::NotADirectory => fs::remove_file(path),
+        other => other,
+    };
+    removed.or_else(|error| if error.kind() == ErrorKind::NotFound { Ok(()) } else { Err(error) })
+}

@@ -1,0 +1,85 @@
+//! `index.json`: what a checkpoint has, and in which files.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::Path;
+
+use flow_ddp::checkpoint::{CheckpointError, Result};
+use serde::{Deserialize, Serialize};
+
+use super::index::Index;
+use super::shards::file_name;
+
+/// Says what is in a checkpoint.
+pub const INDEX: &str = "index.json";
+/// Raised when files change so that versions before cannot read them.
+pub const FORMAT: u32 = 1;
+/// Before the names of the `VarStore`'s variables.
+pub const MODEL: &str = "model.";
+/// Before the names of the optimizer's state.
+pub const OPTIMIZER: &str = "optimizer.";
+
+/// What the file has.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Contents {
+    pub format: u32,
+    pub step: usize,
+    /// The length of each rank's file; 0 of a rank that had nothing to save.
+    pub files: Vec<u64>,
+    /// [`flow_autograd::StateDict::parameters`]; None without an optimizer.
+    pub optimizer: Option<Vec<String>>,
+    /// [`crate::random::Generator::state`].
+    pub generator: [u64; 2],
+    /// The program's.
+    pub state: serde_json::Value,
+    pub index: Index,
+}
+
+impl Contents {
+    /// Of the checkpoint `path`.
+    pub fn read(path: &Path) -> Result<Self> {
+        let file = path.join(INDEX);
+        let remedy = "give the folder of one checkpoint, as checkpoints/step-100";
+        let text = fs::read(&file).map_err(CheckpointError::file("read", &file, remedy))?;
+        let damaged = |reason| CheckpointError::damaged(&file, reason);
+        let value: serde_json::Value =
+            serde_json::from_slice(&text).map_err(|error| damaged(error.to_string()))?;
+        if value["format"] != FORMAT {
+            let reason = format!("it has not format {FORMAT} of Flow's sharded checkpoints");
+            return Err(CheckpointError::Other { path: path.into(), what: "program", reason });
+        }
+        let contents: Self =
+            serde_json::from_slice(&text).map_err(|error| damaged(error.to_string()))?;
+        contents.index.check().map_err(damaged)?;
+        Ok(contents)
+    }
+
+    /// Writes the file into `folder`, and flushes it to the disk.
+    pub fn write(&self, folder: &Path) -> Result<()> {
+        let path = folder.join(INDEX);
+        let text = serde_json::to_vec_pretty(self)
+            .map_err(|error| CheckpointError::unfit("save", "the index", error))?;
+        let write = || {
+            let mut file = File::create(&path)?;
+            file.write_all(&text)?;
+            file.sync_all()
+        };
+        write().map_err(CheckpointError::write(&path))
+    }
+
+    /// Checks that each rank's file is there and as long as it was.
+    pub fn check_files(&self, path: &Path) -> Result<()> {
+        let written = self.files.iter().enumerate().filter(|(_, &bytes)| bytes > 0);
+        for (rank, &bytes) in written {
+            let file = path.join(file_name(rank));
+            let remedy = "bring it back, or use another checkpoint";
+            let metadata = fs::metadata(&file);
+            let seen = metadata.map_err(CheckpointError::file("read", &file, remedy))?.len();
+            if seen != bytes {
+                let reason = format!("it has {seen} of {bytes} bytes");
+                return Err(CheckpointError::damaged(file, reason));
+            }
+        }
+        Ok(())
+    }
+}
