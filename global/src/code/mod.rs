@@ -30,7 +30,10 @@ pub fn of(name: &str) -> Option<Code> {
         "mse_loss_backward" => losses::mse_loss_backward,
         "nll_loss_forward" | "nll_loss2d_forward" => losses::nll_loss,
         "embedding" => indexing::embedding,
-        "native_batch_norm" | "_native_batch_norm_legit" => normalization::batch_norm,
+        "cudnn_batch_norm" | "native_batch_norm" | "_native_batch_norm_legit" => {
+            normalization::batch_norm
+        }
+        "cudnn_batch_norm_backward" => normalization::cudnn_batch_norm_backward,
         "native_batch_norm_backward" => normalization::batch_norm_backward,
         name if random::draws(name) => random::draw,
         "new_empty_strided" => random::new_empty_strided,

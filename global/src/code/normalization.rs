@@ -91,14 +91,32 @@ pub fn batch_norm(context: &mut Context<'_, '_>) -> Result<()> {
     context.give(0, &output.f_to_kind(given.kind())?, &shape)?;
     let sbp = batch.sbps[1].clone();
     context.give_as(&mean, &[batch.channels], &sbp)?;
-    context.give_as(&inverse, &[batch.channels], &sbp)
+    context.give_as(&inverse, &[batch.channels], &sbp)?;
+    if context.choice.outputs.len() > 3 {
+        // What cuDNN's backward would read.
+        let nothing = Tensor::f_empty([0], (Kind::Uint8, given.device()))?;
+        context.give(3, &nothing, &[0])?;
+    }
+    Ok(())
 }
 
 /// In training.
 pub fn batch_norm_backward(context: &mut Context<'_, '_>) -> Result<()> {
     // (gradient, input, weight, running mean, running variance, mean, deviation, training, eps, mask)
-    let batch = Batch::of(context, 1);
-    let (gradient, input) = (context.local(0)?, context.local(1)?);
+    backward(context, 0, 1)
+}
+
+/// In training.
+pub fn cudnn_batch_norm_backward(context: &mut Context<'_, '_>) -> Result<()> {
+    // (input, gradient, weight, running mean, running variance, mean, deviation, eps, memory)
+    backward(context, 1, 0)
+}
+
+/// The rest of the arguments is the same.
+fn backward(context: &mut Context<'_, '_>, gradient: usize, input: usize) -> Result<()> {
+    let batch = Batch::of(context, input);
+    let shape = context.shape(input);
+    let (gradient, input) = (context.local(gradient)?, context.local(input)?);
     let kind = input.kind();
     let (gradient, input) = (gradient.f_to_kind(wide(kind))?, input.f_to_kind(wide(kind))?);
     let (mean, inverse) = (context.local(5)?, context.local(6)?);
@@ -111,7 +129,6 @@ pub fn batch_norm_backward(context: &mut Context<'_, '_>) -> Result<()> {
     if let Some(weight) = &weight {
         of_input *= batch.spread(weight)?;
     }
-    let shape = context.shape(1);
     context.give(0, &of_input.f_to_kind(kind)?, &shape)?;
     let sbp = batch.sbps[1].clone();
     let kind = weight.map_or(kind, |weight| weight.kind());

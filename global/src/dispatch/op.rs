@@ -34,8 +34,9 @@ impl Written {
         let name = call.name();
         let is_in_place = name.ends_with('_') && !name.ends_with("__") && call.is_written(0);
         // Its schema does not say that it does.
-        let writes_statistics = name == "aten::native_batch_norm"
-            && matches!(arguments.get(5), Some(Argument::Bool(true)));
+        let writes_statistics =
+            matches!(name, "aten::cudnn_batch_norm" | "aten::native_batch_norm")
+                && matches!(arguments.get(5), Some(Argument::Bool(true)));
         let is_out = call.overload().ends_with("out");
         let written = (0..arguments.len()).filter(|&argument| call.is_written(argument));
         let (mut outs, mut tensors) = (Vec::new(), Vec::new());

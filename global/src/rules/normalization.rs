@@ -9,6 +9,8 @@ pub const RULES: &[Rule] = &[
     Rule { names: &["native_group_norm"], signatures: group_norm },
     Rule { names: &["native_batch_norm", "_native_batch_norm_legit"], signatures: batch_norm },
     Rule { names: &["native_batch_norm_backward"], signatures: batch_norm_backward },
+    Rule { names: &["cudnn_batch_norm"], signatures: cudnn_batch_norm },
+    Rule { names: &["cudnn_batch_norm_backward"], signatures: cudnn_batch_norm_backward },
 ];
 
 /// The dimensions before those that are normalized, whose shape is argument `arg`.
@@ -72,4 +74,35 @@ fn batch_norm_backward(op: &Op) -> Vec<Signature> {
         Signature::new(channels, [S(1), S(0), S(0)]),
         Signature::new(batch, [S(0), of_weights, of_weights]).with_code(is_training),
     ]
+}
+
+/// As [`batch_norm`], with a result more: memory of cuDNN's that its backward reads. Code leaves
+/// that empty.
+fn cudnn_batch_norm(op: &Op) -> Vec<Signature> {
+    let is_training = op.flag(5);
+    let with_memory = |signature: Signature| {
+        let outputs = [signature.outputs, vec![B]].concat();
+        Signature::new(signature.inputs, outputs).with_code(is_training)
+    };
+    batch_norm(op).into_iter().map(with_memory).collect()
+}
+
+/// Of training; of evaluation libtorch takes the native one.
+fn cudnn_batch_norm_backward(op: &Op) -> Vec<Signature> {
+    // (input, gradient, weight, running mean, running variance, mean, deviation, eps, memory)
+    let mut channels = vec![S(1), S(1)];
+    channels.extend((2..op.inputs.len()).map(|input| optional(op, input, S(0))));
+    let mut batch = vec![B; op.inputs.len()];
+    batch[..2].fill(S(0));
+    let Some(memory) = channels.get_mut(7) else { return Vec::new() };
+    *memory = B;
+    let mut all = vec![
+        Signature::new(channels, [S(1), S(0), S(0)]).with_code(true),
+        Signature::new(batch, [S(0), B, B]).with_code(true),
+    ];
+    // After code there is nothing for cuDNN to read.
+    if op.inputs[7].shape == [0] {
+        all.push(Signature::all(op, B).with_code(true));
+    }
+    all
 }

@@ -107,7 +107,10 @@ impl Op<'_> {
     /// Whether an input must be as it is, because the operation writes it: also the running
     /// statistics of batch norm, whose schema does not say so.
     pub fn is_fixed(&self, input: usize) -> bool {
-        let has_statistics = matches!(self.name, "native_batch_norm" | "_native_batch_norm_legit");
+        let has_statistics = matches!(
+            self.name,
+            "cudnn_batch_norm" | "native_batch_norm" | "_native_batch_norm_legit"
+        );
         self.in_place && if has_statistics { (3..5).contains(&input) } else { input == 0 }
     }
 
