@@ -54,6 +54,9 @@ def checks(about, quick):
     for check in about["tensor_checks"]:
         if check not in DDP_NOT_ON_GPUS:
             yield f"tensors: {check}, 2 ranks", partial(ddp, f"tensors::{check}", 2)
+    for check in about["global_checks"]:
+        for ranks in (2, 4):
+            yield f"global tensors: {check}, {ranks} ranks", partial(ddp, f"globals::{check}", ranks)
 
 
 def named(ranks):

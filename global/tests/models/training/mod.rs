@@ -3,6 +3,8 @@
 pub mod layouts;
 mod networks;
 
+use std::sync::OnceLock;
+
 use flow_autograd::OptimizerState;
 use flow_global::{distribute, scatter, GlobalTensor, Placement, B};
 use flow_tensor::ProcessGroup;
@@ -202,7 +204,7 @@ impl Training {
         split: impl Fn(&Tensor) -> Tensor,
         check: impl Fn(&nn::VarStore, &nn::Optimizer),
     ) -> Trained {
-        let vs = nn::VarStore::new(Device::Cpu);
+        let vs = nn::VarStore::new(device());
         let network = (self.network)(&vs.root());
         initialize(&vs, self.has_single_head);
         distribute(&vs);
@@ -258,7 +260,7 @@ fn initialize(vs: &nn::VarStore, has_single_head: bool) {
 /// Numbers from -1 to 1 that look random.
 fn numbers(sizes: &[i64], seed: i64) -> Tensor {
     let count = sizes.iter().product::<i64>();
-    let at = Tensor::arange(count, (Kind::Double, Device::Cpu)) * 1.7 + (seed * seed) as f64 + 0.3;
+    let at = Tensor::arange(count, (Kind::Double, device())) * 1.7 + (seed * seed) as f64 + 0.3;
     // The fraction of a large multiple of a sine.
     let sine = at.sin() * 43758.5453;
     ((&sine - sine.floor()) * 2.0 - 1.0).view(sizes)
@@ -267,5 +269,12 @@ fn numbers(sizes: &[i64], seed: i64) -> Tensor {
 fn labels(count: i64, classes: i64) -> Tensor {
     let values: Vec<i64> =
         (0..count).map(|index| (index * index + 3 * index + 1) % classes).collect();
-    Tensor::from_slice(&values)
+    Tensor::from_slice(&values).to_device(device())
+}
+
+/// Where tensors are: on the CPU, if nobody sets it.
+pub static DEVICE: OnceLock<Device> = OnceLock::new();
+
+fn device() -> Device {
+    *DEVICE.get().unwrap_or(&Device::Cpu)
 }

@@ -3,7 +3,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::case::{case, ints, normal, positive, read, Case};
+use super::case::{case, ints, normal, options, positive, read, Case};
 
 const DOUBLE: Kind = Kind::Double;
 
@@ -160,12 +160,12 @@ fn values() -> Vec<Case> {
         case("size, kind, numel", [positive([5, 6]).kind(Kind::Float).constant()], &[], |x| {
             let view = x[0].transpose(0, 1);
             let sizes = [view.size(), vec![x[0].numel() as i64, x[0].dim() as i64]].concat();
-            assert_eq!((x[0].kind(), x[0].device()), (Kind::Float, tch::Device::Cpu));
+            assert_eq!((x[0].kind(), x[0].device()), (Kind::Float, options().1));
             Tensor::from_slice(&sizes)
         })
         .reads(),
         case("Vec of all", wide(), &[], |x| {
-            let all = Tensor::zeros([5, 6], (DOUBLE, tch::Device::Cpu));
+            let all = Tensor::zeros([5, 6], options());
             read(
                 (0..30).map(|index| x[0].double_value(&[index / 6, index % 6])).sum::<f64>()
                     + all.numel() as f64,

@@ -1,6 +1,7 @@
 //! A case: an operation, or a few, on inputs that are made from their positions alone.
 
 use std::fmt;
+use std::sync::OnceLock;
 
 use tch::{Device, Kind, Tensor};
 
@@ -204,7 +205,7 @@ pub fn random(shape: &[i64], (low, high): (f64, f64), seed: u64) -> Tensor {
         low + (high - low) * unit
     };
     let values: Vec<f64> = (0..count as u64).map(value).collect();
-    Tensor::from_slice(&values).view(shape)
+    Tensor::from_slice(&values).view(shape).to_device(options().1)
 }
 
 pub fn is_float(kind: Kind) -> bool {
@@ -300,4 +301,9 @@ pub fn read(value: f64) -> Tensor {
     Tensor::from_slice(&[value])
 }
 
-pub const CPU: (Kind, Device) = (Kind::Double, Device::Cpu);
+/// Where inputs are: on the CPU, if nobody sets it.
+pub static DEVICE: OnceLock<Device> = OnceLock::new();
+
+pub fn options() -> (Kind, Device) {
+    (Kind::Double, *DEVICE.get().unwrap_or(&Device::Cpu))
+}

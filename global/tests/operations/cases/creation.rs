@@ -5,7 +5,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::case::{case, normal, positive, Case, Input, CPU};
+use super::case::{case, normal, options, positive, Case, Input};
 
 pub fn cases() -> Vec<Case> {
     [constants(), random()].into_iter().flatten().collect()
@@ -18,21 +18,28 @@ fn like() -> [Input; 1] {
 fn constants() -> Vec<Case> {
     vec![
         case("new_zeros", like(), &["new_zeros"], |x| {
-            vec![x[0].new_zeros([5, 6], CPU), x[0].new_zeros([3], CPU), x[0].new_zeros([5, 4], CPU)]
+            vec![
+                x[0].new_zeros([5, 6], options()),
+                x[0].new_zeros([3], options()),
+                x[0].new_zeros([5, 4], options()),
+            ]
         }),
         case("new_ones", like(), &["new_ones"], |x| {
-            vec![x[0].new_ones([5, 6], CPU), x[0].new_ones([3, 7], CPU)]
+            vec![x[0].new_ones([5, 6], options()), x[0].new_ones([3, 7], options())]
         }),
         case("new_full", like(), &["new_full"], |x| {
-            vec![x[0].new_full([5, 6], 2.5, CPU), x[0].new_full([6, 5], 2.5, CPU)]
+            vec![x[0].new_full([5, 6], 2.5, options()), x[0].new_full([6, 5], 2.5, options())]
         }),
         case("new_empty", like(), &["new_empty"], |x| {
-            vec![x[0].new_empty([5, 6], CPU).fill_(1.5), x[0].new_empty([2], CPU).fill_(1.5)]
+            vec![
+                x[0].new_empty([5, 6], options()).fill_(1.5),
+                x[0].new_empty([2], options()).fill_(1.5),
+            ]
         }),
         case("new_empty_strided", like(), &["new_empty_strided"], |x| {
             vec![
-                x[0].new_empty_strided([5, 6], [6, 1], CPU).fill_(1.5),
-                x[0].new_empty_strided([5, 6], [1, 5], CPU).fill_(1.5),
+                x[0].new_empty_strided([5, 6], [6, 1], options()).fill_(1.5),
+                x[0].new_empty_strided([5, 6], [1, 5], options()).fill_(1.5),
             ]
         }),
         case("new_zeros of another kind", like(), &["new_zeros"], |x| {

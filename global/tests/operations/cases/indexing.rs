@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::case::{bools, case, ints, normal, Case, CPU};
+use super::case::{bools, case, ints, normal, options, Case};
 
 const EMBEDDING: &[&str] = &["embedding", "embedding_dense_backward"];
 
@@ -92,7 +92,7 @@ pub fn cases() -> Vec<Case> {
             vec![x[0].bincount(None::<Tensor>, 6), x[1].histc(5)]
         }),
         case("bucketize", [normal([5, 6]).constant()], &[], |x| {
-            x[0].bucketize(&Tensor::linspace(-2, 2, 5, CPU), false, false)
+            x[0].bucketize(&Tensor::linspace(-2, 2, 5, options()), false, false)
         }),
     ]
 }

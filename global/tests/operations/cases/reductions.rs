@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::case::{between, bools, case, ints, normal, positive, Case, CPU};
+use super::case::{between, bools, case, ints, normal, options, positive, Case};
 
 pub fn cases() -> Vec<Case> {
     [sums(), extremes(), moments(), orders(), softmaxes()].into_iter().flatten().collect()
@@ -154,7 +154,7 @@ fn softmaxes() -> Vec<Case> {
         case("log_softmax", wide(), LOG_COVERS, |x| x[0].log_softmax(-1, DOUBLE)),
         case("log_softmax of dimension 1", wide(), LOG_COVERS, |x| x[0].log_softmax(1, DOUBLE)),
         case("masked softmax", [normal([5, 6])], &["_softmax", "masked_fill"], |x| {
-            let mask = Tensor::ones([5, 6], CPU).tril(0).eq(0.0);
+            let mask = Tensor::ones([5, 6], options()).tril(0).eq(0.0);
             x[0].masked_fill(&mask, f64::NEG_INFINITY).softmax(-1, DOUBLE)
         }),
         case("safe softmax", [normal([5, 6])], &["_safe_softmax"], |x| {

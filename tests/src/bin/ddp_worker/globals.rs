@@ -9,6 +9,7 @@ mod cases;
 #[path = "../../../../global/tests/models/training/mod.rs"]
 mod training;
 
+use crate::models;
 use anyhow::{anyhow, ensure, Result};
 use cases::check::{Check, Own};
 use flow_comm::ProcessGroup;
@@ -17,13 +18,25 @@ use flow_tests::registry::{launched, scenario, Job, Scenario};
 use training::layouts;
 use training::{Optimizer, Training};
 
-const JOBS: &[Job] = &[launched(2), launched(3), launched(4)];
+/// Ranks that read each other's memory, and those that have NCCL's collectives only.
+const JOBS: &[Job] = &[launched(2), launched(3), launched(4), on_gpus(2), on_gpus(4)];
+
+/// With tensors on the CPU: there is no fake libtorch.
+const fn on_gpus(ranks: usize) -> Job {
+    launched(ranks).mode("tensors on the CPU", "FLOW_TEST_HOST_AS_GPU", "1").on_fake_cuda()
+}
 
 pub const SCENARIOS: &[Scenario] =
-    &[scenario("operations", operations, JOBS), scenario("models", models, JOBS)];
+    &[scenario("operations", operations, JOBS), scenario("models", trained, JOBS)];
 
 /// Every so many combinations of SBPs of a case's inputs.
 const SAMPLE: usize = 7;
+
+/// On a GPU (`FLOW_TEST_DEVICE=cuda`) tensors are there.
+fn choose_device() {
+    cases::case::DEVICE.get_or_init(models::device);
+    training::DEVICE.get_or_init(models::device);
+}
 
 /// Two ranks, three in another order, or a mesh.
 fn place(group: &ProcessGroup) -> Result<Placement> {
@@ -35,6 +48,7 @@ fn place(group: &ProcessGroup) -> Result<Placement> {
 }
 
 fn operations(group: &ProcessGroup) -> Result<()> {
+    choose_device();
     let placement = place(group)?;
     let own = Own { rank: group.rank(), placement: &placement };
     let mut count = 0;
@@ -55,7 +69,8 @@ fn operations(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-fn models(group: &ProcessGroup) -> Result<()> {
+fn trained(group: &ProcessGroup) -> Result<()> {
+    choose_device();
     let placement = place(group)?;
     let is_mesh = placement.axes() == 2;
     for training in [Training::mlp(Optimizer::Adam), Training::cnn(), Training::gpt()] {
