@@ -86,7 +86,8 @@ fn plain_tensors_are_rank_0s() {
     }
 }
 
-/// How a training lies: how many ranks there are, the placement, the SBPs of its variables by name, and those of its batches.
+/// How a training lies: how many ranks there are, the placement, the SBPs of its variables by name,
+/// and those of its batches.
 struct Layout {
     size: usize,
     ranks: (Vec<usize>, Vec<usize>),

@@ -1,5 +1,5 @@
-//! The folder of a training's checkpoints: `step-N` is a folder of files that is whole or not there,
-//! whenever a process is killed or a machine loses its power.
+//! The folder of a training's checkpoints: `step-N` is a folder of files that is whole or not
+//! there, whenever a process is killed or a machine loses its power.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -43,7 +43,8 @@ pub struct Folder {
 
 impl Folder {
     /// The folder `path`, which is made if it is missing, locked, and tidied up after a killed job.
-    /// What has none of the files `marks` is no checkpoint, and stays as it is. All ranks call this.
+    /// What has none of the files `marks` is no checkpoint, and stays as it is. All ranks call
+    /// this.
     ///
     /// # Errors
     /// On all ranks, when rank 0 cannot write there, or another job does.
@@ -143,8 +144,9 @@ impl Folder {
         old.into_iter().try_for_each(|old| self.remove(old))
     }
 
-    /// The newest checkpoint that is whole: its step, and what `read` has made of its folder. Rank 0
-    /// calls `read`, all ranks get it. None where there is no checkpoint at all. All ranks call this.
+    /// The newest checkpoint that is whole: its step, and what `read` has made of its folder. Rank
+    /// 0 calls `read`, all ranks get it. None where there is no checkpoint at all. All ranks call
+    /// this.
     ///
     /// # Errors
     /// On all ranks, when rank 0 cannot read the disk, finds damaged checkpoints only, or does not

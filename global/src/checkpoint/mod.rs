@@ -12,8 +12,8 @@
 //! | `safetensors.rs` | the head of a safetensors file |
 //! | `merge.rs` | one plain file for PyTorch |
 //!
-//! `flow_ddp::checkpoint` has what `Ddp`'s checkpoints are made of too: folders that are whole or not
-//! there, ranks that agree, and [`CheckpointError`].
+//! `flow_ddp::checkpoint` has what `Ddp`'s checkpoints are made of too: folders that are whole or
+//! not there, ranks that agree, and [`CheckpointError`].
 
 mod contents;
 mod entries;
@@ -53,13 +53,13 @@ use crate::placement::Placement;
 ///
 /// | file | what |
 /// |---|---|
-/// | `rank-00000.safetensors` | parts of the variables of the `VarStore`, as `model.` and their names, and of the optimizer's state, as `optimizer.` and what [`StateDict`] names them. Of ranks that have the same, the first saves it |
+/// | `rank-00000.safetensors` | parts of the variables of the `VarStore`, as `model.` and their names, and of the optimizer's state, as `optimizer.` and what [`StateDict`](flow_autograd::StateDict) names them. Of ranks that have the same, the first saves it |
 /// | `index.json` | which file has which part, and the program's state |
 ///
 /// A checkpoint is whole or not there, even if ranks are killed or a machine loses its power: its
 /// files are flushed to the disk under another name, and the folder is then renamed. The last two
-/// are kept ([`keep`](Self::keep)). One that has lost a file, as [`latest`](Self::latest) has found,
-/// is never removed: `save` renames it to `step-100.damaged`.
+/// are kept ([`keep`](Self::keep)). One that has lost a file, as [`latest`](Self::latest) has
+/// found, is never removed: `save` renames it to `step-100.damaged`.
 ///
 /// ```no_run
 /// use flow_global::checkpoint::Checkpoints;

@@ -1,4 +1,5 @@
-"""Reads a safetensors file into PyTorch: as the format's specification has it, and by its own library if that is there."""
+"""Reads a safetensors file into PyTorch as the format's specification has it, and by its own
+library if that is there: both must have the same."""
 
 import json
 import struct
@@ -41,7 +42,9 @@ def load(path):
     try:
         from safetensors.torch import load_file
     except ImportError:
-        print("SKIPPED: a merged checkpoint read by the library safetensors: scripts/setup --python-libraries gets it", file=sys.stderr)
+        remedy = "scripts/setup --python-libraries gets it"
+        what = "SKIPPED: a merged checkpoint read by the library safetensors"
+        print(f"{what}: {remedy}", file=sys.stderr)
         return tensors
     for name, tensor in load_file(path).items():
         assert tensor.dtype == tensors[name].dtype and torch.equal(tensor, tensors[name]), name
