@@ -4,6 +4,7 @@
 //! A step is zero_grad, forward, backward and Adam. The one process is rank 0, in which large
 //! tensors lie in Flow's memory in both cases; the other ranks sleep meanwhile.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use anyhow::{ensure, Result};
@@ -19,6 +20,8 @@ use crate::timing::{median, repetitions, time};
 
 const LEARNING_RATE: f64 = 1e-6;
 const BLOCKS: usize = 9;
+const TIME_PER_BLOCK: Duration = Duration::from_millis(500);
+const MOST_STEPS: usize = 500;
 const WARM_UP: usize = 5;
 /// How far the losses may be apart, as a part of one.
 const TOLERANCE: f64 = 1e-4;
@@ -77,7 +80,7 @@ pub fn run(options: &Options) -> Result<()> {
     let mut parallel = tensor_parallel(options, &placement, &alone)?;
     compare(&alone, &parallel)?;
 
-    // The others only wait at the end.
+    // The other ranks wait meanwhile.
     let mut one_process = |count: usize| -> Result<Vec<Duration>> {
         group.barrier()?;
         let mut times = Vec::new();
@@ -95,16 +98,21 @@ pub fn run(options: &Options) -> Result<()> {
         group.barrier()?;
         time(count, || parallel.step())
     };
+    let steps = |mut warm_up: Vec<Duration>| -> Result<usize> {
+        let of_rank_0 = match group.rank() {
+            0 => repetitions(&mut warm_up, TIME_PER_BLOCK).min(MOST_STEPS),
+            _ => 0,
+        };
+        let mut count = [of_rank_0 as i64];
+        group.broadcast(&mut count, 0)?;
+        Ok(count[0] as usize)
+    };
     all_ranks(WARM_UP)?;
-    let mut count =
-        [repetitions(&mut all_ranks(WARM_UP)?, Duration::from_millis(500)).min(500) as i64];
-    group.broadcast(&mut count, 0)?;
-    let count = count[0] as usize;
-    one_process(WARM_UP)?;
+    let counts = [steps(all_ranks(WARM_UP)?)?, steps(one_process(WARM_UP)?)?];
     let (mut parallel, mut alone) = (Vec::new(), Vec::new());
     for _ in 0..BLOCKS {
-        parallel.extend(all_ranks(count)?);
-        alone.extend(one_process(count)?);
+        parallel.extend(all_ranks(counts[0])?);
+        alone.extend(one_process(counts[1])?);
     }
     if group.rank() == 0 {
         print(options, ranks, [&mut parallel, &mut alone]);
@@ -141,7 +149,8 @@ fn tensor_parallel(options: &Options, placement: &Placement, plain: &Training) -
         Err(_) => vec![B],
     })?;
     let values = plain.store.variables();
-    for (name, mut variable) in store.variables() {
+    // All ranks in the same order.
+    for (name, mut variable) in BTreeMap::from_iter(store.variables()) {
         tch::no_grad(|| variable.f_copy_(&values[&name]))?;
     }
     let optimizer = Adam::default().build(&store, LEARNING_RATE)?;
