@@ -38,11 +38,36 @@ fn steps_are_measured() {
 }
 
 #[test]
+fn global_tensors_are_measured() {
+    let measured = lines(&launch(2, "flow-bench", &["sbp", "--model", "mlp", "--json"]));
+    assert_eq!(measured.len(), 1);
+    positive(&measured[0], &["sbp_ms", "ddp_ms", "ratio"]);
+
+    let small = ["gpt", "--width", "16", "--heads", "2", "--tokens", "4", "--json"];
+    let measured = lines(&launch(2, "flow-bench", &small));
+    assert_eq!(measured.len(), 1);
+    positive(&measured[0], &["width", "tokens", "parallel_ms", "alone_ms", "ratio", "ranks"]);
+
+    let measured = lines(&launch(2, "flow-bench", &["overhead", "--json"]));
+    let names: Vec<_> = measured.iter().map(|line| line["name"].as_str().unwrap()).collect();
+    for name in ["add", "mm", "relu", "view", "MLP step with Adam"] {
+        assert!(names.contains(&name), "{name} in {names:?}");
+    }
+    measured.iter().for_each(|line| positive(line, &["plain_us", "global_us", "ranks"]));
+
+    let pairs = ["boxing", "--json", "--sizes", "4096", "--pair", "S0 > B", "--pair", "P > S0"];
+    let measured = lines(&launch(2, "flow-bench", &pairs));
+    let names: Vec<_> = measured.iter().map(|line| line["pair"].as_str().unwrap()).collect();
+    assert_eq!(names, ["S0 > B", "P > S0"]);
+    measured.iter().for_each(|line| positive(line, &["bytes", "median_us", "limit_us"]));
+}
+
+#[test]
 fn wrong_arguments_are_usage_errors() {
     let cases: [(&[&str], &str); 5] = [
         (
             &[],
-            "error: a subcommand is missing: allreduce, limit, step, sbp, losses, launch; see --help\n",
+            "error: a subcommand is missing: allreduce, limit, step, sbp, gpt, overhead, boxing, losses, launch; see --help\n",
         ),
         (
             &["allreduce", "--sizes", "-4"],
@@ -64,6 +89,23 @@ fn wrong_arguments_are_usage_errors() {
             finished.stderr.lines().count() == 1 && finished.stderr.ends_with(end),
             "{finished:?}"
         );
+    }
+}
+
+#[test]
+fn what_cannot_be_measured_is_an_error() {
+    let cases: [(&[&str], &str); 4] = [
+        (&["gpt", "--heads", "3"], "--width 512 is no multiple of --heads 3"),
+        (&["gpt", "--tokens", "0"], "0 is not in 1.."),
+        (&["boxing", "--sizes", "4"], "--sizes 4 is no multiple of 256"),
+        (&["boxing"], "boxing takes at least 2 ranks"),
+    ];
+    for (arguments, part) in cases {
+        let mut command = Command::new(program("flow-bench"));
+        command.args(arguments);
+        let finished = Process::start(command).finish(TEST_TIMEOUT);
+        assert!(finished.code.is_some_and(|code| code != 0), "{finished:?}");
+        assert!(finished.stderr.contains(part), "{finished:?}");
     }
 }
 

@@ -114,7 +114,7 @@ class Gpt(nn.Module):
 
     def attention(self, qkv):
         batch, tokens, _ = qkv.shape
-        q, k, v = qkv.view(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.view(batch, tokens, self.heads, 3, -1).permute(3, 0, 2, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return attended.transpose(1, 2).reshape(batch, tokens, -1)
 

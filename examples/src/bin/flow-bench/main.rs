@@ -7,10 +7,13 @@
 //! `--device cuda`.
 
 mod allreduce;
+mod boxing;
+mod gpt;
 mod launch;
 mod limit;
 mod losses;
 mod models;
+mod overhead;
 mod sbp;
 mod sizes;
 mod step;
@@ -34,6 +37,12 @@ enum Command {
     Step(step::Options),
     /// A data-parallel training step by SBP beside Ddp, on all ranks
     Sbp(sbp::Options),
+    /// A training step of a tensor-parallel GPT block, on all ranks, beside the block in one process
+    Gpt(gpt::Options),
+    /// Operations on global tensors beside plain ones, on all ranks, without communication
+    Overhead(overhead::Options),
+    /// Conversions of global tensors beside memory copies, on all ranks
+    Boxing(boxing::Options),
     /// The losses of a short training with Ddp, on all ranks
     Losses(losses::Options),
     /// The host's time to launch the reduction of a bucket on a GPU, on all ranks
@@ -47,6 +56,9 @@ fn main() -> ExitCode {
         Command::Limit(sizes) => limit::run(&sizes),
         Command::Step(options) => step::run(&options),
         Command::Sbp(options) => sbp::run(&options),
+        Command::Gpt(options) => gpt::run(&options),
+        Command::Overhead(options) => overhead::run(&options),
+        Command::Boxing(options) => boxing::run(&options),
         Command::Losses(options) => losses::run(&options),
         Command::Launch(options) => launch::run(&options),
     };

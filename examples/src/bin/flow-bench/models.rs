@@ -1,7 +1,9 @@
-//! The models of the step bench, the same as in `scripts/peers/step.py`.
+//! The models of the benches, the same as in `scripts/peers/models.py`.
+
+use std::convert::Infallible;
 
 use clap::ValueEnum;
-use tch::nn::{self, SequentialT};
+use tch::nn::{self, Module, SequentialT};
 use tch::vision::{mobilenet, resnet};
 use tch::Tensor;
 
@@ -90,28 +92,46 @@ fn wide(path: &nn::Path) -> SequentialT {
     hidden.add(nn::linear(path / "fc6", 2048, 10, Default::default()))
 }
 
-/// A block of GPT-2 (Radford et al. 2019); classes are predicted from the mean over all tokens.
 fn gpt(path: &nn::Path) -> SequentialT {
-    let norm = |name| nn::layer_norm(path / name, vec![WIDTH], Default::default());
-    let dense =
-        |name, inputs, outputs| nn::linear(path / name, inputs, outputs, Default::default());
-    let (norm1, qkv, projection) =
-        (norm("norm1"), dense("qkv", WIDTH, 3 * WIDTH), dense("projection", WIDTH, WIDTH));
-    let (norm2, up, down) =
-        (norm("norm2"), dense("up", WIDTH, 4 * WIDTH), dense("down", 4 * WIDTH, WIDTH));
-    nn::seq_t()
-        .add_fn(move |x| x + attention(&x.apply(&norm1).apply(&qkv)).apply(&projection))
-        .add_fn(move |x| x + x.apply(&norm2).apply(&up).gelu("tanh").apply(&down))
-        .add_fn(|x| x.mean_dim([1i64].as_slice(), false, None))
-        .add(dense("classes", WIDTH, 10))
+    let dense = |name: &str, inputs, outputs| -> Result<nn::Linear, Infallible> {
+        Ok(nn::linear(path / name, inputs, outputs, Default::default()))
+    };
+    let Ok(block) = gpt_block(path, (WIDTH, HEADS), dense, dense);
+    block.add_fn(|x| x.mean_dim([1i64].as_slice(), false, None)).add(nn::linear(
+        path / "classes",
+        WIDTH,
+        10,
+        Default::default(),
+    ))
 }
 
-/// Causal attention, from the queries, keys and values `[batch, tokens, 3 * WIDTH]`.
-fn attention(qkv: &Tensor) -> Tensor {
-    let (batch, tokens) = (qkv.size()[0], qkv.size()[1]);
-    let heads = qkv.view([batch, tokens, 3, HEADS, WIDTH / HEADS]).permute([2, 0, 3, 1, 4]);
-    let [q, k, v] = [0, 1, 2].map(|part| heads.get(part));
+/// A block of GPT-2 (Radford et al. 2019) of this width, with so many heads. Its linear layers are
+/// made from their names, inputs and outputs: `column` makes those whose outputs may be split over
+/// ranks, and `row` those that take such inputs.
+pub fn gpt_block<C: Module + 'static, R: Module + 'static, E>(
+    path: &nn::Path,
+    (width, heads): (i64, i64),
+    column: impl Fn(&str, i64, i64) -> Result<C, E>,
+    row: impl Fn(&str, i64, i64) -> Result<R, E>,
+) -> Result<SequentialT, E> {
+    let norm = |name| nn::layer_norm(path / name, vec![width], Default::default());
+    let (norm1, qkv) = (norm("norm1"), column("qkv", width, 3 * width)?);
+    let projection = row("projection", width, width)?;
+    let (norm2, up) = (norm("norm2"), column("up", width, 4 * width)?);
+    let down = row("down", 4 * width, width)?;
+    Ok(nn::seq_t()
+        .add_fn(move |x| x + attention(&x.apply(&norm1).apply(&qkv), heads).apply(&projection))
+        .add_fn(move |x| x + x.apply(&norm2).apply(&up).gelu("tanh").apply(&down)))
+}
+
+/// Causal attention. For each of `batch` and `tokens`, `qkv` has each head's queries, keys and
+/// values, one after the other: so that a part of them is some heads'.
+fn attention(qkv: &Tensor, heads: i64) -> Tensor {
+    let sizes = qkv.size();
+    let (batch, tokens, width) = (sizes[0], sizes[1], sizes[2] / 3);
+    let of_heads = qkv.view([batch, tokens, heads, 3, width / heads]).permute([3, 0, 2, 1, 4]);
+    let [q, k, v] = [0, 1, 2].map(|part| of_heads.get(part));
     let attended =
         Tensor::scaled_dot_product_attention(&q, &k, &v, None::<Tensor>, 0.0, true, None, false);
-    attended.transpose(1, 2).reshape([batch, tokens, WIDTH])
+    attended.transpose(1, 2).reshape([batch, tokens, width])
 }

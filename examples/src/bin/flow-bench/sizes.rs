@@ -14,7 +14,8 @@ pub struct Sizes {
     pub json: bool,
 }
 
-fn parse_size(text: &str) -> Result<usize, String> {
+/// A size on the command line.
+pub fn parse_size(text: &str) -> Result<usize, String> {
     let bytes = text
         .parse()
         .ok()
