@@ -1,7 +1,7 @@
 //! What an operation on global tensors costs beyond the same one on plain tensors: without
 //! communication, on one rank and one thread. Medians of many rounds, in which both take turns.
 //!
-//! `cargo bench -p flow-global --bench overhead`
+//! `cargo bench -p flow-global --bench overhead [-- NAME]`: all, or those whose names begin so.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -39,7 +39,13 @@ fn compare(mut plain: impl FnMut(), mut global: impl FnMut()) -> [f64; 2] {
     })
 }
 
-fn show(name: &str, [plain, global]: [f64; 2]) {
+fn show(name: &str, plain: impl FnMut(), global: impl FnMut()) {
+    // Cargo adds options of its own.
+    let asked = std::env::args().skip(1).find(|argument| !argument.starts_with("--"));
+    if asked.is_some_and(|asked| !name.starts_with(&asked)) {
+        return;
+    }
+    let [plain, global] = compare(plain, global);
     println!(
         "{name:<24}{plain:>10.2}{global:>10.2}{:>+10.2}{:>8.2}",
         global - plain,
@@ -76,14 +82,14 @@ fn main() {
     let (ga, gb, gw) = (global(&a, S(0)), global(&b, S(0)), global(&b, B));
     {
         let _no_grad = tch::no_grad_guard();
-        show("add", compare(|| drop(black_box(&a + &b)), || drop(black_box(&ga + &gb))));
-        show("mm", compare(|| drop(black_box(a.mm(&b))), || drop(black_box(ga.mm(&gw)))));
-        show("relu", compare(|| drop(black_box(a.relu())), || drop(black_box(ga.relu()))));
+        show("add", || drop(black_box(&a + &b)), || drop(black_box(&ga + &gb)));
+        show("mm", || drop(black_box(a.mm(&b))), || drop(black_box(ga.mm(&gw))));
+        show("relu", || drop(black_box(a.relu())), || drop(black_box(ga.relu())));
         let view = |tensor: &Tensor| drop(black_box(tensor.view([64])));
-        show("view", compare(|| view(&b), || view(&gw)));
+        show("view", || view(&b), || view(&gw));
         let (mut c, mut gc) = (a.copy(), global(&a, S(0)));
         let add = |to: &mut Tensor, what: &Tensor| drop(black_box(to.g_add_(what)));
-        show("add_", compare(|| add(&mut c, &b), || add(&mut gc, &gb)));
+        show("add_", || add(&mut c, &b), || add(&mut gc, &gb));
     }
     let leaf = |tensor: &Tensor| tensor.detach().set_requires_grad(true);
     let (a, b, ga, gb, gw) = (leaf(&a), leaf(&b), leaf(&ga), leaf(&gb), leaf(&gw));
@@ -92,16 +98,15 @@ fn main() {
     };
     show(
         "add, with backward",
-        compare(|| backward(&a + &b, &[&a, &b]), || backward(&ga + &gb, &[&ga, &gb])),
+        || backward(&a + &b, &[&a, &b]),
+        || backward(&ga + &gb, &[&ga, &gb]),
     );
     show(
         "mm, with backward",
-        compare(|| backward(a.mm(&b), &[&a, &b]), || backward(ga.mm(&gw), &[&ga, &gw])),
+        || backward(a.mm(&b), &[&a, &b]),
+        || backward(ga.mm(&gw), &[&ga, &gw]),
     );
-    show(
-        "relu, with backward",
-        compare(|| backward(a.relu(), &[&a]), || backward(ga.relu(), &[&ga])),
-    );
+    show("relu, with backward", || backward(a.relu(), &[&a]), || backward(ga.relu(), &[&ga]));
 
     let x = random(&[8, 8]);
     let gx = global(&x, B);
@@ -112,6 +117,7 @@ fn main() {
     };
     show(
         "MLP step with Adam",
-        compare(|| step(&net, &mut optimizer, &x), || step(&gnet, &mut goptimizer, &gx)),
+        || step(&net, &mut optimizer, &x),
+        || step(&gnet, &mut goptimizer, &gx),
     );
 }
