@@ -52,13 +52,22 @@ pub struct ScalarView {
     pub number: f64,
 }
 
+/// What an operation is known by, once it was dispatched.
+#[repr(C)]
+pub struct FastView {
+    pub call: *mut RawCall,
+    pub key: *const u64,
+    pub key_count: usize,
+    /// Of the first global tensor.
+    pub spec: *const c_void,
+}
+
 /// A running operation.
 #[repr(C)]
 pub struct CallView {
-    pub call: *mut RawCall,
+    pub fast: FastView,
     pub name: *const c_char,
     pub overload: *const c_char,
-    pub id: *const c_void,
     pub arguments: *const Argument,
     pub tensors: *const TensorView,
     pub argument_count: usize,
@@ -68,6 +77,7 @@ pub struct CallView {
     pub reshapes: bool,
     pub is_random: bool,
     pub is_dynamic: bool,
+    pub gives_tensors: bool,
 }
 
 /// How a result of the local operation is wrapped.
@@ -86,6 +96,7 @@ pub struct OutputView {
 /// What C++ calls.
 #[repr(C)]
 pub struct Callbacks {
+    pub fast: unsafe extern "C" fn(call: *const FastView, done: *mut bool) -> *mut c_char,
     pub dispatch: unsafe extern "C" fn(call: *const CallView) -> *mut c_char,
     pub gradient: unsafe extern "C" fn(
         leaf: *const C_tensor,
@@ -95,6 +106,7 @@ pub struct Callbacks {
         boxed: *mut *mut C_tensor,
         taken: *mut bool,
     ) -> *mut c_char,
+    pub spec_id: unsafe extern "C" fn(spec: *const c_void) -> u64,
     pub drop_spec: unsafe extern "C" fn(spec: *const c_void),
 }
 
@@ -115,6 +127,19 @@ extern "C" {
         result: *mut *mut C_tensor,
     ) -> *mut c_char;
     pub fn flow_global_assign(tensor: *const C_tensor, other: *const C_tensor) -> *mut c_char;
+    pub fn flow_fast_set_integers(
+        call: *mut RawCall,
+        argument: usize,
+        values: *const i64,
+        count: usize,
+    ) -> *mut c_char;
+    pub fn flow_fast_run(call: *mut RawCall) -> *mut c_char;
+    pub fn flow_fast_output(
+        call: *mut RawCall,
+        index: usize,
+        output: OutputView,
+        clone: CloneSpec,
+    ) -> *mut c_char;
     pub fn flow_call_set_local(
         call: *mut RawCall,
         index: usize,

@@ -3,17 +3,14 @@
 use std::ffi::{c_void, CStr};
 use std::marker::PhantomData;
 use std::ptr::null;
-use std::sync::Arc;
 
 use tch::{Kind, Tensor};
 use torch_sys::C_tensor;
 
 use super::node::Node;
-use super::value::{Argument, LocalResult, Output, Scalar};
+use super::value::{clone_spec, Argument, LocalResult, Output, Scalar};
 use crate::error::Error;
-use crate::ffi::global::{
-    self as ffi, Argument as RawArgument, CallView, OutputView, ScalarView, TensorView,
-};
+use crate::ffi::global::{self as ffi, Argument as RawArgument, CallView, ScalarView, TensorView};
 use crate::ffi::{borrow, check, slice};
 
 /// An operation of libtorch on global tensors, on its way.
@@ -60,6 +57,11 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
     /// Whether the operation draws random numbers.
     pub fn is_random(&self) -> bool {
         self.view.is_random
+    }
+
+    /// Whether all results are tensors, or lists of them.
+    pub fn gives_tensors(&self) -> bool {
+        self.view.gives_tensors
     }
 
     /// Whether the shapes of results depend on values.
@@ -130,36 +132,12 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         view.defined.then(|| unsafe { borrow(view.tensor) }.shallow_clone())
     }
 
-    /// Appends what decides how the operation is carried out: the operator, kinds, sizes and specs
-    /// of tensors (and strides, for views), and arguments. Of numbers with a fraction only whether
-    /// they are zero.
-    pub fn key(&self, id: impl Fn(&S) -> u64, key: &mut Vec<u64>) {
-        key.push(self.view.id as u64);
-        for (index, view) in self.views().iter().enumerate() {
-            let flags = u64::from(view.defined) | u64::from(view.detached_view) << 1;
-            let kind = u64::from(view.kind as u8) << 8;
-            key.push(flags | kind | (view.dims as u64) << 16);
-            key.push(self.spec(index).map_or(0, &id));
-            key.extend(self.sizes(index).iter().map(|&size| size as u64));
-            if self.view.is_view {
-                // SAFETY: the strides outlive the call.
-                let strides: &[i64] = unsafe { slice(view.strides, view.dims as usize) };
-                key.extend(strides.iter().map(|&stride| stride as u64));
-            }
-        }
-        for raw in self.raw_arguments() {
-            key.push(u64::from(raw.tag) | u64::from(raw.count) << 8);
-            match raw.tag {
-                ffi::INT | ffi::BOOL => key.push(raw.integer as u64),
-                ffi::FLOAT => key.push(u64::from(raw.number == 0.0)),
-                ffi::INTS => {
-                    // SAFETY: the list outlives the call.
-                    let values: &[i64] = unsafe { slice(raw.integers, raw.count as usize) };
-                    key.extend(values.iter().map(|&value| value as u64));
-                }
-                _ => {}
-            }
-        }
+    /// What decides how the operation is carried out: the operator, kinds, sizes and specs of
+    /// tensors (and strides, for views), and arguments. Of numbers with a fraction only whether they
+    /// are zero.
+    pub fn key(&self) -> &[u64] {
+        // SAFETY: the key outlives the call.
+        unsafe { slice(self.view.fast.key, self.view.fast.key_count) }
     }
 
     /// Has the operation run on this instead of the tensor's own local.
@@ -170,7 +148,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         assert!(tensor < self.view.tensor_count, "the call has no tensor {tensor}");
         let local = local.map_or(null(), |local| local.as_ptr());
         // SAFETY: the call and the tensor are alive.
-        unsafe { check("a call", ffi::flow_call_set_local(self.view.call, tensor, local)) }
+        unsafe { check("a call", ffi::flow_call_set_local(self.view.fast.call, tensor, local)) }
     }
 
     /// What the operation runs on as this tensor.
@@ -178,7 +156,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         assert!(tensor < self.view.tensor_count, "the call has no tensor {tensor}");
         // SAFETY: the call is alive; the result is a handle of our own, or null.
         unsafe {
-            let local = ffi::flow_call_local(self.view.call, tensor);
+            let local = ffi::flow_call_local(self.view.fast.call, tensor);
             (!local.is_null()).then(|| Tensor::from_ptr(local))
         }
     }
@@ -192,7 +170,10 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         let (values, count) = (values.as_ptr(), values.len());
         // SAFETY: the call and the list are alive.
         unsafe {
-            check("a call", ffi::flow_call_set_integers(self.view.call, argument, values, count))
+            check(
+                "a call",
+                ffi::flow_call_set_integers(self.view.fast.call, argument, values, count),
+            )
         }
     }
 
@@ -202,7 +183,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
     /// The operation's own.
     pub fn run(&mut self) -> Result<(), Error> {
         // SAFETY: the call is alive.
-        unsafe { check("a call", ffi::flow_call_run(self.view.call)) }
+        unsafe { check("a call", ffi::flow_call_run(self.view.fast.call)) }
     }
 
     /// A result of [`Call::run`].
@@ -219,7 +200,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
             check(
                 "a call",
                 ffi::flow_call_result(
-                    self.view.call,
+                    self.view.fast.call,
                     index,
                     data,
                     push_result,
@@ -245,7 +226,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         // SAFETY: the call is alive; there is room for as many as is said.
         let is_known = unsafe {
             ffi::flow_call_view_strides(
-                self.view.call,
+                self.view.fast.call,
                 strides.as_mut_ptr(),
                 strides.len(),
                 &mut count,
@@ -261,7 +242,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         // SAFETY: the call is alive, and the list outlives this.
         unsafe {
             let data = (&raw mut tensors).cast();
-            ffi::flow_call_returned(self.view.call, index, data, push_result);
+            ffi::flow_call_returned(self.view.fast.call, index, data, push_result);
         }
         tensors
     }
@@ -278,7 +259,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
     /// The argument that a return is, if the operation writes and returns it.
     pub fn written(&self, index: usize) -> Option<usize> {
         // SAFETY: the call is alive.
-        usize::try_from(unsafe { ffi::flow_call_writes(self.view.call, index) }).ok()
+        usize::try_from(unsafe { ffi::flow_call_writes(self.view.fast.call, index) }).ok()
     }
 
     /// Returns result `index` of [`Call::run`] to the caller: as a global tensor, or all tensors of a
@@ -287,23 +268,10 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
     /// # Errors
     /// libtorch's.
     pub fn output(&mut self, index: usize, output: &Output<'_, S>) -> Result<(), Error> {
-        assert!(
-            output.split_dims.len() == output.split_sizes.len(),
-            "each dimension that is split has a size"
-        );
-        let view = OutputView {
-            spec: Arc::into_raw(output.spec.clone()).cast(),
-            split_dims: output.split_dims.as_ptr(),
-            split_sizes: output.split_sizes.as_ptr(),
-            splits: output.split_dims.len(),
-            strides: output.strides.as_ptr(),
-            stride_count: output.strides.len(),
-            shares: output.shares,
-            detached_view: output.is_detached_view,
-        };
         // SAFETY: the call and the lists are alive; the spec is given away.
         unsafe {
-            check("a call", ffi::flow_call_output(self.view.call, index, view, clone_spec::<S>))
+            let (view, clone) = (output.view(), clone_spec::<S>);
+            check("a call", ffi::flow_call_output(self.view.fast.call, index, view, clone))
         }
     }
 
@@ -314,7 +282,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
     pub fn output_tensor(&mut self, tensor: Option<&Tensor>) -> Result<(), Error> {
         let tensor = tensor.map_or(null(), |tensor| tensor.as_ptr());
         // SAFETY: the call and the tensor are alive.
-        unsafe { check("a call", ffi::flow_call_output_tensor(self.view.call, tensor)) }
+        unsafe { check("a call", ffi::flow_call_output_tensor(self.view.fast.call, tensor)) }
     }
 
     /// Returns a list of tensors to the caller.
@@ -325,7 +293,9 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         let tensors: Vec<_> = tensors.iter().map(|tensor| tensor.as_ptr()).collect();
         let (tensors, count) = (tensors.as_ptr(), tensors.len());
         // SAFETY: the call and the tensors are alive.
-        unsafe { check("a call", ffi::flow_call_output_tensors(self.view.call, tensors, count)) }
+        unsafe {
+            check("a call", ffi::flow_call_output_tensors(self.view.fast.call, tensors, count))
+        }
     }
 
     /// Returns the argument that the operation has written.
@@ -334,7 +304,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
     /// Return `index` is no such argument.
     pub fn output_written(&mut self, index: usize) -> Result<(), Error> {
         // SAFETY: the call is alive.
-        unsafe { check("a call", ffi::flow_call_output_written(self.view.call, index)) }
+        unsafe { check("a call", ffi::flow_call_output_written(self.view.fast.call, index)) }
     }
 
     /// Returns a number to the caller.
@@ -344,17 +314,8 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
     pub fn output_scalar(&mut self, scalar: Scalar) -> Result<(), Error> {
         let view = scalar.view();
         // SAFETY: the call is alive.
-        unsafe { check("a call", ffi::flow_call_output_scalar(self.view.call, view)) }
+        unsafe { check("a call", ffi::flow_call_output_scalar(self.view.fast.call, view)) }
     }
-}
-
-/// # Safety
-///
-/// `spec` must come from `Arc::<S>::into_raw` and be alive.
-unsafe extern "C" fn clone_spec<S>(spec: *const c_void) -> *const c_void {
-    // SAFETY: the caller's promise.
-    unsafe { Arc::increment_strong_count(spec.cast::<S>()) };
-    spec
 }
 
 /// # Safety

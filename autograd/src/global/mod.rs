@@ -5,6 +5,7 @@
 //! Autograd, optimizers and modules see a tensor like any other.
 
 mod call;
+mod fast;
 mod node;
 mod value;
 
@@ -19,10 +20,11 @@ use tch::Tensor;
 use torch_sys::C_tensor;
 
 use crate::error::{BoxError, Error};
-use crate::ffi::global::{self as ffi, CallView, Callbacks};
+use crate::ffi::global::{self as ffi, CallView, Callbacks, FastView};
 use crate::ffi::{borrow, check, report};
 
 pub use call::Call;
+pub use fast::FastCall;
 pub use node::Node;
 pub use value::{Argument, LocalResult, Output, Scalar};
 
@@ -30,6 +32,16 @@ pub use value::{Argument, LocalResult, Output, Scalar};
 pub trait Dispatcher: 'static {
     /// How a tensor lies on the ranks.
     type Spec: Send + Sync + 'static;
+
+    /// A number that no other spec has, in the life of the process.
+    fn spec_id(spec: &Self::Spec) -> u64;
+
+    /// Carries out an operation whose key is known from [`Dispatcher::dispatch`], if it needs no more
+    /// than to run on the locals. Returns false, and has done nothing, if it is to be dispatched.
+    ///
+    /// # Errors
+    /// As those of `dispatch`.
+    fn run_known(call: &mut FastCall<'_, Self::Spec>) -> Result<bool, BoxError>;
 
     /// Carries out an operation: gives as many outputs as it has returns.
     ///
@@ -104,8 +116,10 @@ impl<S: Send + Sync + 'static> Globals<S> {
         const OPERATION: &str = "Globals::register";
         let registered = REGISTERED.get_or_init(|| {
             let callbacks = Callbacks {
+                fast: call_fast::<D>,
                 dispatch: call_dispatch::<D>,
                 gradient: call_gradient::<D>,
+                spec_id: spec_id::<D>,
                 drop_spec: drop_spec::<S>,
             };
             // SAFETY: the functions fit the specs, which are `Arc<S>`: all come from this type.
@@ -195,6 +209,20 @@ impl<S: Send + Sync + 'static> Globals<S> {
 
 /// # Safety
 ///
+/// `view` must be valid during the call, with a spec in an `Arc<D::Spec>`, and `done` be writable.
+unsafe extern "C" fn call_fast<D: Dispatcher>(
+    view: *const FastView,
+    done: *mut bool,
+) -> *mut c_char {
+    report("an operation on global tensors", || {
+        // SAFETY: the caller's promise.
+        unsafe { *done = D::run_known(&mut FastCall::new(&*view))? };
+        Ok(())
+    })
+}
+
+/// # Safety
+///
 /// `view` must be valid during the call, with specs that are `Arc<D::Spec>`.
 unsafe extern "C" fn call_dispatch<D: Dispatcher>(view: *const CallView) -> *mut c_char {
     report("an operation on global tensors", || {
@@ -230,6 +258,14 @@ unsafe extern "C" fn call_gradient<D: Dispatcher>(
         }
         Ok(())
     })
+}
+
+/// # Safety
+///
+/// `spec` must be in an `Arc<D::Spec>`.
+unsafe extern "C" fn spec_id<D: Dispatcher>(spec: *const c_void) -> u64 {
+    // SAFETY: the caller's promise.
+    D::spec_id(unsafe { &*spec.cast() })
 }
 
 /// # Safety

@@ -1,10 +1,11 @@
 //! What operations get and give.
 
+use std::ffi::c_void;
 use std::sync::Arc;
 
 use tch::Tensor;
 
-use crate::ffi::global::{self as ffi, Argument as RawArgument, ScalarView};
+use crate::ffi::global::{self as ffi, Argument as RawArgument, OutputView, ScalarView};
 use crate::ffi::slice;
 
 /// An argument of an operation.
@@ -98,4 +99,33 @@ pub struct Output<'a, S> {
     pub shares: bool,
     /// It should be a view of an input, and does not share that one's memory.
     pub is_detached_view: bool,
+}
+
+impl<S> Output<'_, S> {
+    /// For C++, which gets a spec.
+    pub(super) fn view(&self) -> OutputView {
+        assert!(
+            self.split_dims.len() == self.split_sizes.len(),
+            "each dimension that is split has a size"
+        );
+        OutputView {
+            spec: Arc::into_raw(self.spec.clone()).cast(),
+            split_dims: self.split_dims.as_ptr(),
+            split_sizes: self.split_sizes.as_ptr(),
+            splits: self.split_dims.len(),
+            strides: self.strides.as_ptr(),
+            stride_count: self.strides.len(),
+            shares: self.shares,
+            detached_view: self.is_detached_view,
+        }
+    }
+}
+
+/// # Safety
+///
+/// `spec` must come from `Arc::<S>::into_raw` and be alive.
+pub(super) unsafe extern "C" fn clone_spec<S>(spec: *const c_void) -> *const c_void {
+    // SAFETY: the caller's promise.
+    unsafe { Arc::increment_strong_count(spec.cast::<S>()) };
+    spec
 }

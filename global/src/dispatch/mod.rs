@@ -6,18 +6,19 @@
 //! | here | carries out an operation |
 //! | `op` | the operation as rules see it |
 //! | `plan` | what an operation on tensors of these sizes and specs needs, decided once |
+//! | `known` | operations that run on the locals as they are |
 //! | `outside` | ranks that have nothing of the tensors |
 //! | `noted` | operations that are recorded |
 
+mod known;
 mod noted;
 mod op;
 mod outside;
 mod plan;
 
-use std::cell::RefCell;
 use std::sync::Arc;
 
-use flow_autograd::global::{Call, Dispatcher, LeafGradient, LocalResult, Output as CallOutput};
+use flow_autograd::global::{Call, Dispatcher, FastCall, LeafGradient, LocalResult};
 use flow_autograd::BoxError;
 use flow_tensor::TensorCollectives;
 use tch::Tensor;
@@ -42,6 +43,14 @@ pub struct Operations;
 
 impl Dispatcher for Operations {
     type Spec = Spec;
+
+    fn spec_id(spec: &Spec) -> u64 {
+        spec.id()
+    }
+
+    fn run_known(call: &mut FastCall<'_, Spec>) -> std::result::Result<bool, BoxError> {
+        Ok(!record::is_on() && known::run(call)?)
+    }
 
     fn dispatch(call: &mut Call<'_, Spec>) -> std::result::Result<(), BoxError> {
         let noted = record::is_on().then(|| Noted::new(call));
@@ -133,6 +142,9 @@ fn run(call: &mut Call<'_, Spec>) -> Result<()> {
     for (index, output) in plan.outputs.iter().enumerate() {
         give(call, &placement, runtime, index, output)?;
     }
+    if plan.is_local(call, &placement, runtime) {
+        known::keep(call.key(), &plan);
+    }
     Ok(())
 }
 
@@ -163,22 +175,12 @@ fn placement_of(call: &Call<'_, Spec>) -> Result<Placement> {
 }
 
 fn plan_of(call: &Call<'_, Spec>, placement: &Placement, runtime: &Runtime) -> Result<Arc<Plan>> {
-    thread_local! {
-        static KEY: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
-    }
     let plans = runtime.part::<Cache<Plan>>();
-    let mut key = KEY.with(RefCell::take);
-    key.clear();
-    call.key(Spec::id, &mut key);
-    let plan = match plans.get(&key) {
-        Some(plan) => plan,
-        None => {
-            let plan = Arc::new(Plan::new(call, placement, runtime)?);
-            plans.insert(&key, &plan);
-            plan
-        }
-    };
-    KEY.with(|cell| cell.replace(key));
+    if let Some(plan) = plans.get(call.key()) {
+        return Ok(plan);
+    }
+    let plan = Arc::new(Plan::new(call, placement, runtime)?);
+    plans.insert(call.key(), &plan);
     Ok(plan)
 }
 
@@ -289,15 +291,7 @@ fn give(
         }
     }
     let spec = output.spec(placement)?;
-    let output = CallOutput {
-        spec: &spec,
-        split_dims: &output.split_dims,
-        split_sizes: &output.split_sizes,
-        strides: &output.strides,
-        shares: output.shares,
-        is_detached_view: output.is_detached_view,
-    };
-    Ok(call.output(index, &output)?)
+    Ok(call.output(index, &output.of(&spec))?)
 }
 
 /// The tensor that an operation as `transpose_` has written gets the sizes and the spec of the

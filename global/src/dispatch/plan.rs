@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock, Weak};
 
-use flow_autograd::global::{Argument, Call};
+use flow_autograd::global::{Argument, Call, Output as CallOutput};
 use tch::Kind;
 
 use super::op::{op_of, Written};
@@ -84,6 +84,7 @@ pub enum Outside {
 }
 
 /// What a result is part of.
+#[derive(Clone)]
 pub struct Output {
     /// How the logical tensor lies.
     pub sbp: NdSbp,
@@ -235,12 +236,44 @@ impl Plan {
         }
         Ok(plan)
     }
+
+    /// On a rank of the placement: whether the operation runs on the locals as they are, and nothing
+    /// is left to do then.
+    pub fn is_local(
+        &self,
+        call: &Call<'_, Spec>,
+        placement: &Placement,
+        runtime: &Runtime,
+    ) -> bool {
+        let is_own = |input: &Input| matches!(input, Input::Own);
+        // Ranks outside are told numbers.
+        let is_inside = placement.ranks().len() == runtime.world().world_size();
+        self.code.is_none()
+            && self.inputs.iter().all(is_own)
+            && self.write_backs.is_empty()
+            && !self.is_drawn_apart
+            && !self.is_told
+            && !call.reshapes()
+            && (is_inside || call.gives_tensors())
+    }
 }
 
 impl Output {
     /// The spec, kept while tensors have it.
     pub fn spec(&self, placement: &Placement) -> Result<Arc<Spec>> {
         self.spec.upgrade().map_or_else(|| Spec::of(placement, &self.sbp), Ok)
+    }
+
+    /// For the call that returns it.
+    pub fn of<'a>(&'a self, spec: &'a Arc<Spec>) -> CallOutput<'a, Spec> {
+        CallOutput {
+            spec,
+            split_dims: &self.split_dims,
+            split_sizes: &self.split_sizes,
+            strides: &self.strides,
+            shares: self.shares,
+            is_detached_view: self.is_detached_view,
+        }
     }
 }
 

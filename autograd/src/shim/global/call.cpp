@@ -21,16 +21,120 @@ using namespace flow::global;
 using torch::jit::Stack;
 
 Call::Call(const c10::OperatorHandle& op, const OpInfo& info, Stack& stack)
-    : op(op), info(info), stack(stack), count(op.schema().arguments().size()), values(stack.data() + (stack.size() - count)) {
+    : op(op), info(info), stack(stack), first(stack.size() - info.argument_count), count(info.argument_count) {
+    key.push_back(reinterpret_cast<uint64_t>(info.id));
+    for (size_t i = 0; i < count; ++i) add_to_key(value(i), info.is_optional_tensor[i]);
+}
+
+void Call::add_to_key(const IValue& value, bool is_optional_tensor) {
+    const auto note = [&](Tag tag, uint64_t count = 0) { key.push_back(tag | count << 8); };
+    if (value.isTensor()) {
+        note(TENSOR);
+        add_to_key(value.toTensor());
+    } else if (value.isNone()) {
+        note(NONE, is_optional_tensor);
+    } else if (value.isInt()) {
+        note(INT);
+        key.push_back(value.toInt());
+    } else if (value.isDouble()) {
+        note(FLOAT, value.toDouble() == 0.0);
+    } else if (value.isBool()) {
+        note(BOOL, value.toBool());
+    } else if (value.isIntList()) {
+        const auto list = value.toListRef();
+        note(INTS, list.size());
+        for (const auto& item : list) key.push_back(item.toInt());
+    } else if (value.isTensorList() || value.isOptionalTensorList()) {
+        const auto list = value.toListRef();
+        note(TENSORS, list.size());
+        for (const auto& item : list) add_to_key(item.isNone() ? UNDEFINED : item.toTensor());
+    } else {
+        note(OTHER);
+    }
+}
+
+void Call::add_to_key(const at::Tensor& tensor) {
+    if (!tensor.defined()) {
+        key.push_back(0);
+        return;
+    }
+    const auto sizes = tensor.sizes();
+    uint64_t flags = 1, spec_id = 0;
+    if (is_global(tensor)) {
+        const auto& meta = meta_of(tensor);
+        if (!spec) spec = meta.spec;
+        flags |= meta.detached_view << 1;
+        spec_id = meta.spec_id;
+        if (tensor.requires_grad() && tensor.is_leaf()) flow::box_gradients(tensor);
+    }
+    key.push_back(flags | static_cast<uint64_t>(tensor.scalar_type()) << 8 | static_cast<uint64_t>(sizes.size()) << 16);
+    key.push_back(spec_id);
+    key.append(sizes.begin(), sizes.end());
+    if (info.is_view) {
+        const auto strides = tensor.strides();
+        key.append(strides.begin(), strides.end());
+    }
+}
+
+CallView Call::view() {
     for (size_t i = 0; i < count; ++i) add(i);
     size_t next = 0;
     for (auto& argument : arguments) {
         if (argument.tag == INTS) argument.integers = lists[next++].data();
     }
+    const auto& schema = op.schema();
+    return {fast_view(), schema.name().c_str(), schema.overload_name().c_str(), arguments.data(), tensors.data(), count, tensors.size(),
+            info.writes.size(), info.is_view, info.reshapes, info.is_random, info.is_dynamic, info.gives_tensors};
+}
+
+namespace {
+
+// A list of tensors, each as `local` makes it.
+template <typename Local>
+IValue list_of(const IValue& list, const Local& local) {
+    if (list.isTensorList()) {
+        c10::List<at::Tensor> items;
+        for (const auto& item : list.toListRef()) items.push_back(local(item.toTensor()));
+        return items;
+    }
+    c10::List<std::optional<at::Tensor>> items;
+    for (const auto& item : list.toListRef()) items.push_back(item.isNone() ? std::nullopt : std::optional(local(item.toTensor())));
+    return items;
+}
+
+// The tensor, in an order of its elements of which there is a view of these sizes.
+at::Tensor viewable(const at::Tensor& local, c10::IntArrayRef sizes) {
+    const auto known = at::infer_size_dv(sizes, local.numel());
+    return at::detail::computeStride(local.sizes(), local.strides(), known) ? local : local.contiguous();
+}
+
+}  // namespace
+
+void Call::run_fast() {
+    TORCH_CHECK(!has_run(), op.schema().name(), ": was run before");
+    const auto local = [](const at::Tensor& tensor) { return is_global(tensor) ? meta_of(tensor).local : tensor; };
+    own.resize(count);
+    for (size_t i = 0; i < count; ++i) {
+        auto& value = this->value(i);
+        if (value.isTensor()) {
+            if (!is_global(value.toTensor())) continue;
+            own[i] = std::move(value);
+            value = meta_of(own[i].toTensor()).local;
+        } else if (value.isTensorList() || value.isOptionalTensorList()) {
+            own[i] = std::move(value);
+            value = list_of(own[i], local);
+        }
+    }
+    if (info.wants_viewable) value(0) = viewable(value(0).toTensor(), value(1).toIntVector());
+    op.callBoxed(&stack);
+    for (size_t i = 0; i < info.writes.size(); ++i) {
+        const int written = info.writes[i];
+        if (written >= 0 && !own[written].isNone()) value(i) = own[written];
+    }
 }
 
 void Call::add(size_t index) {
-    const auto& value = values[index];
+    const auto& value = this->value(index);
     Argument argument{};
     argument.first = static_cast<uint32_t>(tensors.size());
     argument.written = info.is_written[index];
@@ -77,11 +181,9 @@ void Call::add(const at::Tensor& tensor) {
     }
     if (is_global(tensor)) {
         const auto& meta = meta_of(tensor);
-        any_global = true;
         view.spec = meta.spec;
         view.detached_view = meta.detached_view;
         locals.push_back(meta.local);
-        if (tensor.requires_grad() && tensor.is_leaf()) flow::box_gradients(tensor);
     } else {
         locals.push_back(tensor);
     }
@@ -95,7 +197,7 @@ Stack Call::arguments_with(c10::ArrayRef<at::Tensor> with) const {
         const auto items = with.slice(argument.first, argument.tag == TENSORS ? argument.count : 0);
         if (argument.tag == TENSOR) {
             copy.emplace_back(with[argument.first]);
-        } else if (argument.tag == TENSORS && values[i].isTensorList()) {
+        } else if (argument.tag == TENSORS && value(i).isTensorList()) {
             copy.emplace_back(c10::List<at::Tensor>(items));
         } else if (argument.tag == TENSORS) {
             c10::List<std::optional<at::Tensor>> list;
@@ -104,18 +206,15 @@ Stack Call::arguments_with(c10::ArrayRef<at::Tensor> with) const {
         } else if (argument.tag == INTS) {
             copy.emplace_back(c10::List<int64_t>(c10::IntArrayRef(argument.integers, argument.count)));
         } else {
-            copy.push_back(values[i]);
+            copy.push_back(value(i));
         }
     }
     return copy;
 }
 
 void Call::run() {
-    if (info.is_view && arguments.size() > 1 && arguments[1].tag == INTS && op.schema().name() == "aten::view") {
-        auto& local = locals[0];
-        const c10::IntArrayRef sizes(arguments[1].integers, arguments[1].count);
-        const auto known = at::infer_size_dv(sizes, local.numel());
-        if (!at::detail::computeStride(local.sizes(), local.strides(), known)) local = local.contiguous();
+    if (info.wants_viewable) {
+        locals[0] = viewable(locals[0], c10::IntArrayRef(arguments[1].integers, arguments[1].count));
     }
     Stack local = arguments_with(locals);
     op.callBoxed(&local);
@@ -142,13 +241,16 @@ void kernel(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
     }
     c10::impl::ExcludeDispatchKeyGuard below(BELOW);
     Call call(op, info, *stack);
-    if (!call.any_global) {
+    if (!call.spec) {
         op.callBoxed(stack);
         return;
     }
-    const CallView view{&call, op.schema().name().c_str(), op.schema().overload_name().c_str(), &op.schema(),
-                        call.arguments.data(), call.tensors.data(), call.count, call.tensors.size(),
-                        op.schema().returns().size(), info.is_view, info.reshapes, info.is_random, info.is_dynamic};
+    const auto fast = call.fast_view();
+    bool done = false;
+    flow::check(callbacks.fast(&fast, &done));
+    if (done) return;
+    TORCH_CHECK(!call.has_run(), op.schema().name(), ": was run, and is to be dispatched again");
+    const auto view = call.view();
     flow::check(callbacks.dispatch(&view));
     TORCH_CHECK(call.outputs.size() == view.return_count, op.schema().name(), ": its rule gave ", call.outputs.size(), " results");
     torch::jit::drop(*stack, call.count);

@@ -18,7 +18,12 @@ OpInfo read(const c10::OperatorHandle& op) {
         info.is_optional_tensor.push_back(optional && optional->getElementType()->kind() == c10::TypeKind::TensorType);
         info.is_written.push_back(argument.alias_info() && argument.alias_info()->isWrite());
     }
+    info.id = &schema;
+    info.argument_count = arguments.size();
+    info.wants_viewable = schema.name() == "aten::view" && schema.overload_name().empty();
     for (const auto& value : schema.returns()) {
+        const auto kind = value.type()->kind();
+        info.gives_tensors &= kind == c10::TypeKind::TensorType || kind == c10::TypeKind::ListType;
         const auto* alias = value.alias_info();
         int written = -1;
         if (alias && alias->isWrite()) {

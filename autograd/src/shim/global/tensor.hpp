@@ -16,13 +16,17 @@
 namespace flow::global {
 
 struct CallView;
+struct FastView;
 
 // Rust's part.
 struct Callbacks {
+    // An operation that was dispatched before: false if it is to be dispatched again.
+    char* (*fast)(const FastView* call, bool* done);
     char* (*dispatch)(const CallView* call);
     // Null if the gradient may stay as it is. `taken`, if it may be: nothing is to be accumulated.
     // `exclusive`: nothing else uses the gradient's memory.
     char* (*gradient)(const at::Tensor* leaf, const at::Tensor* gradient, bool may_take, bool exclusive, at::Tensor** boxed, bool* taken);
+    uint64_t (*spec_id)(const void* spec);
     void (*drop_spec)(const void* spec);
 };
 extern Callbacks callbacks;
@@ -32,13 +36,14 @@ constexpr auto KEY = c10::DispatchKey::FuncTorchDynamicLayerBackMode;
 constexpr int OLDEST_MINOR = 11, NEWEST_MINOR = 13;
 
 struct GlobalMeta final : c10::BackendMeta {
-    GlobalMeta(at::Tensor local, const void* spec) : local(std::move(local)), spec(spec) {}
+    GlobalMeta(at::Tensor local, const void* spec) : local(std::move(local)), spec(spec), spec_id(callbacks.spec_id(spec)) {}
     GlobalMeta(const GlobalMeta&) = delete;
     GlobalMeta& operator=(const GlobalMeta&) = delete;
     ~GlobalMeta() override { callbacks.drop_spec(spec); }
 
     const at::Tensor local;  // undefined on ranks outside the placement
     const void* const spec;
+    const uint64_t spec_id;
     // A view of another tensor that had to be boxed: it does not share that tensor's memory.
     bool detached_view = false;
     // A number of the tensor's own, once somebody has asked for it.

@@ -1,0 +1,59 @@
+//! Operations that were planned before, and need no more than to run on the locals.
+//!
+//! Each thread keeps the ones that it has run last: they take no lock.
+
+use std::cell::RefCell;
+use std::hash::Hasher;
+use std::rc::Rc;
+
+use flow_autograd::global::FastCall;
+use rustc_hash::FxHasher;
+
+use super::plan::{Output, Plan};
+use crate::error::Result;
+use crate::spec::Spec;
+
+/// A key has one place, and a newer one of the same place replaces it.
+const PLACES: usize = 1 << 12;
+
+struct Known {
+    key: Box<[u64]>,
+    /// Lists that are sizes of this rank's local: the argument, and its value.
+    ints: Vec<(usize, Vec<i64>)>,
+    /// By return.
+    outputs: Vec<Output>,
+}
+
+thread_local! {
+    static KNOWN: RefCell<Vec<Option<Rc<Known>>>> = const { RefCell::new(Vec::new()) };
+}
+
+fn place(key: &[u64]) -> usize {
+    let mut hasher = FxHasher::default();
+    key.iter().for_each(|&word| hasher.write_u64(word));
+    hasher.finish() as usize % PLACES
+}
+
+/// Runs an operation that was kept. Returns false if it was not.
+pub fn run(call: &mut FastCall<'_, Spec>) -> Result<bool> {
+    let known = KNOWN.with_borrow(|all| all.get(place(call.key())).cloned().flatten());
+    let Some(known) = known.filter(|known| *known.key == *call.key()) else { return Ok(false) };
+    call.run(&known.ints)?;
+    for (index, output) in known.outputs.iter().enumerate() {
+        if !output.is_written {
+            let spec = output.spec(call.spec().placement())?;
+            call.output(index, &output.of(&spec))?;
+        }
+    }
+    Ok(true)
+}
+
+/// Keeps an operation of this key.
+pub fn keep(key: &[u64], plan: &Plan) {
+    let (ints, outputs) = (plan.ints.clone(), plan.outputs.clone());
+    let known = Rc::new(Known { key: key.into(), ints, outputs });
+    KNOWN.with_borrow_mut(|all| {
+        all.resize(PLACES, None);
+        all[place(key)] = Some(known);
+    });
+}
