@@ -14,6 +14,7 @@ mod nccl;
 mod nonblocking;
 mod parts;
 mod peers;
+mod reports;
 mod split;
 #[cfg(test)]
 mod toy_backend;

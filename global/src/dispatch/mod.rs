@@ -7,8 +7,10 @@
 //! | `op` | the operation as rules see it |
 //! | `plan` | what an operation on tensors of these sizes and specs needs, decided once |
 //! | `outside` | ranks that have nothing of the tensors |
+//! | `agreed` | what all ranks must agree on in an operation |
 //! | `noted` | operations that are recorded |
 
+mod agreed;
 mod noted;
 mod op;
 mod outside;
@@ -33,6 +35,7 @@ use crate::record;
 use crate::replicas;
 use crate::runtime::Runtime;
 use crate::sbp::B;
+use crate::sequence;
 use crate::spec::Spec;
 use noted::Noted;
 use plan::{Input, Output, Plan};
@@ -99,6 +102,12 @@ fn run(call: &mut Call<'_, Spec>) -> Result<()> {
     let runtime = placement.runtime()?;
     let plan = plan_of(call, &placement, runtime)?;
     let position = placement.position(runtime.rank());
+    if let Some(operation) = &plan.operation {
+        sequence::note(&runtime.groups, operation);
+        if agreed::is_compared() && position.is_some() {
+            agreed::compare(call, &placement, runtime)?;
+        }
+    }
     if let (true, Some(code)) = (plan.needs_shapes_only, plan.code) {
         let position = position.unwrap_or(0);
         return run_code(code, call, &plan, &placement, position);
@@ -228,7 +237,10 @@ fn advice(operation: &str) -> &'static str {
             " (to read a value of a tensor that is split or partial, all ranks must take part: call \
              full() or double_value() on all of them, or to_local() on one)"
         }
-        _ => " (all ranks must run the same operations on global tensors, in the same order)",
+        "aten::masked_select" => {
+            " (to print a tensor that is split or partial, call full() on all ranks, and print that)"
+        }
+        _ => "",
     }
 }
 

@@ -17,6 +17,7 @@ pub fn ranks(size: usize, body: impl Fn(ProcessGroup) + Sync) {
     });
 }
 
+#[allow(dead_code)] // not all tests compare tensors
 /// That tensors have the same size, and elements that differ by no more than this.
 #[track_caller]
 pub fn assert_close(a: &Tensor, b: &Tensor, tolerance: f64) {
