@@ -326,6 +326,7 @@ impl Reduce {
                 return Ok(if is_small { Reduced::All } else { Reduced::Part(target) });
             }
         }
+        let group = &group.with_layout(self.members.agreed(groups));
         if let (true, Some(result)) = (self.is_all_reduce, result) {
             packed::all_reduce(group, self, terms, result)?;
             return Ok(Reduced::All);
@@ -377,6 +378,7 @@ impl Exchange {
                 return Ok(());
             }
         }
+        let group = &group.with_layout(self.members.agreed(groups));
         packed::exchange(group, self, (rank, kind, device), source, result)
     }
 }
