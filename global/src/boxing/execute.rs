@@ -1,7 +1,7 @@
 //! Carries out plans of boxing on tensors.
 //!
-//! Ranks of one machine read each other's memory ([`ProcessGroup::read_peers`]): each element is
-//! copied, or reduced, once, from where it is to where it belongs. Else, on GPUs and between
+//! Ranks of one machine read each other's memory ([`flow_tensor::ProcessGroup::read_peers`]): each
+//! element is copied, or reduced, once, from where it is to where it belongs. Else, on GPUs and between
 //! machines, it goes by collectives, which need elements side by side (`packed`).
 
 use std::cell::RefCell;
