@@ -101,5 +101,16 @@ pub enum Error {
     },
 }
 
+impl Error {
+    /// Whether ranks called different operations, as this rank or another one has found out.
+    pub fn is_mismatch(&self) -> bool {
+        match self {
+            Self::Mismatch { .. } => true,
+            Self::Poisoned { cause, .. } => cause.contains("disagree about the next collective"),
+            _ => false,
+        }
+    }
+}
+
 /// Result of process group operations.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -81,6 +81,25 @@ pub enum Error {
         /// What may be wrong with the program.
         advice: &'static str,
     },
+    /// A collective of global tensors that fails, with what ranks were doing.
+    #[error(
+        "{what}; all ranks must run the same operations on global tensors, in the same order \
+         ({source})"
+    )]
+    OutOfStep {
+        /// What this rank does, and the others if that differs.
+        what: String,
+        /// Why it failed.
+        source: Box<Error>,
+    },
+    /// What ranks give an operation, and must be the same.
+    #[error("{operation}: {reason}")]
+    Differs {
+        /// The operation.
+        operation: String,
+        /// What differs on which ranks, and what to do.
+        reason: String,
+    },
     /// Tensors of one operation that lie on different ranks.
     #[error(
         "{operation}: one input lies on the placement {one}, another on {other}; move one of them \

@@ -5,7 +5,7 @@ use std::fmt;
 
 use crate::placement::Placement;
 use crate::planner::{cost, pins, Cost, Costs, Pin};
-use crate::sbp::{NdSbp, Sbp};
+use crate::sbp::{text, NdSbp, Sbp};
 use crate::trace::{Action, Call, Phase, Trace};
 
 /// A trace as a table. Its text has a line for each kind of call, then the bytes by kind of boxing,
@@ -148,14 +148,6 @@ fn kind(placement: &Placement, from: &[Sbp], to: &[Sbp], is_same: bool) -> Strin
     };
     let names: Vec<_> = axes.filter(|(_, &ranks)| ranks > 1).filter_map(name).collect();
     names.join(" + ")
-}
-
-/// `S(0)`, and `[S(0), B]` on several axes.
-fn text(sbp: &[Sbp]) -> String {
-    match sbp {
-        [one] => one.to_string(),
-        _ => format!("{sbp:?}"),
-    }
 }
 
 /// As in `1.5 MiB`.

@@ -14,16 +14,20 @@ pub struct Groups {
     world: ProcessGroup,
     made: Arc<Mutex<HashMap<Vec<usize>, ProcessGroup>>>,
     received: Arc<AtomicU64>,
+    /// Of these groups, and no others of the process.
+    number: u64,
     pub(crate) reads_peers: bool,
 }
 
 impl Groups {
     /// Groups of ranks of `world`.
     pub fn new(world: &ProcessGroup) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
         Self {
             world: world.clone(),
             made: Arc::default(),
             received: Arc::default(),
+            number: NEXT.fetch_add(1, Ordering::Relaxed),
             reads_peers: true,
         }
     }
@@ -55,6 +59,11 @@ impl Groups {
     /// How many bytes this rank has received from others by boxing.
     pub fn received(&self) -> u64 {
         self.received.load(Ordering::Relaxed)
+    }
+
+    /// Tells them from those of other process groups.
+    pub(crate) fn number(&self) -> u64 {
+        self.number
     }
 
     pub(crate) fn count(&self, bytes: usize) {

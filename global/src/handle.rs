@@ -10,6 +10,7 @@ use crate::boxing::plan::Layout;
 use crate::error::{Error, Result};
 use crate::region::shape;
 use crate::sbp::B;
+use crate::sequence;
 use crate::spec::Spec;
 
 /// Global tensors of this process.
@@ -65,6 +66,7 @@ pub fn boxed(tensor: &Tensor, to: &Arc<Spec>) -> Result<Tensor> {
     );
     let runtime = to.placement().runtime()?;
     let boxing = Boxing::between(runtime, &shape, old, new);
+    sequence::note(&runtime.groups, boxing.operation());
     let local = local_of(tensor);
     let options = (tensor.kind(), tensor.device());
     let result = boxing.run(&runtime.groups, options, local.as_ref())?;

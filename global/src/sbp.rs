@@ -55,6 +55,14 @@ pub(crate) fn dual(sbp: &[Sbp]) -> NdSbp {
     sbp.iter().map(one).collect()
 }
 
+/// `S(0)`, and `[S(0), B]` on several axes.
+pub(crate) fn text(sbp: &[Sbp]) -> String {
+    match sbp {
+        [one] => one.to_string(),
+        _ => format!("{sbp:?}"),
+    }
+}
+
 impl fmt::Display for Sbp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

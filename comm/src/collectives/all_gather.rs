@@ -36,7 +36,7 @@ pub fn all_gather_v(
     mut operation: OpDescriptor,
     Buffers { input, output, output_counts, .. }: Buffers,
 ) -> Result<()> {
-    operation.layout = digest(output_counts);
+    operation.layout ^= digest(output_counts);
     let places = extents_of(output_counts, operation.dtype.size());
     let contribution = Contribution {
         from: Contributors::All,

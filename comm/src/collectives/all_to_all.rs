@@ -59,7 +59,7 @@ pub fn all_to_all_v(
     }
     let all: Vec<usize> = counts.concat();
     operation.count = all.iter().sum::<usize>() as u64;
-    operation.layout = digest(&all);
+    operation.layout ^= digest(&all);
     let element = dtype.size();
     let sent: Vec<_> = counts.iter().map(|counts| extents_of(counts, element)).collect();
     let received = extents_of(output_counts, element);

@@ -29,7 +29,7 @@ pub fn reduce_scatter_v(
     mut operation: OpDescriptor,
     buffers: Buffers,
 ) -> Result<()> {
-    operation.layout = digest(buffers.input_counts);
+    operation.layout ^= digest(buffers.input_counts);
     let places = extents_of(buffers.input_counts, operation.dtype.size());
     let extent = |_, block: usize| places[block].clone();
     reduce_blocks(host, operation, buffers, &extent, longest(&places))

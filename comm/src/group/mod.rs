@@ -14,6 +14,7 @@ mod nccl;
 mod nonblocking;
 mod parts;
 mod peers;
+mod reports;
 mod split;
 #[cfg(test)]
 mod toy_backend;
@@ -70,6 +71,8 @@ const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
 #[derive(Clone)]
 pub struct ProcessGroup {
     inner: Arc<ForkSafe<Inner>>,
+    /// What else all ranks must agree on in collectives on the host.
+    layout: u64,
 }
 
 /// Clones are equal, and nothing else is.
@@ -124,7 +127,8 @@ impl ProcessGroup {
 
     fn of(parts: Parts, local_rank: usize, cuda: Cuda) -> Self {
         let (workers, cuda) = (Workers::default(), Mutex::new(cuda));
-        Self { inner: Arc::new(ForkSafe::new(Inner { workers, cuda, parts, local_rank })) }
+        let inner = Arc::new(ForkSafe::new(Inner { workers, cuda, parts, local_rank }));
+        Self { inner, layout: 0 }
     }
 
     /// This process' number in the group.
@@ -172,6 +176,12 @@ impl ProcessGroup {
     /// on the host and on GPUs, some hundred of them. Recording is always on.
     pub fn flight_recorder(&self) -> Vec<Record> {
         self.core().recorder.records()
+    }
+
+    /// This group, for blocking collectives on the host of which all ranks must agree on a digest too:
+    /// what they are part of.
+    pub fn with_layout(&self, layout: u64) -> Self {
+        Self { layout, ..self.clone() }
     }
 
     /// Changes how long this rank waits; groups made from this one start with the new value.
@@ -402,6 +412,7 @@ impl ProcessGroup {
     /// Runs a collective after the asynchronous ones that were started before it, and after the
     /// launched buckets.
     fn collective(&self, mut operation: OpDescriptor, buffers: Buffers) -> Result<()> {
+        operation.layout = self.layout;
         self.run_in_order(Lane::Collectives, |group| {
             group.finish_buckets()?;
             group.begin(&mut operation)?;

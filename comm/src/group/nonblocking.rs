@@ -205,6 +205,7 @@ impl ProcessGroup {
         // On the worker's side the group has no workers: its operations run at once, and it keeps
         // no thread alive.
         let group = Self {
+            layout: self.layout,
             inner: Arc::new(ForkSafe::new(Inner {
                 workers: Workers::default(),
                 cuda: Mutex::default(),

@@ -239,7 +239,7 @@ impl Rounds {
         let is_same = OpDescriptor { layout: operation.layout, ..*theirs }.agrees(operation);
         let pieces = match operation.bucket {
             Some(_) if is_same => " with pieces of other lengths",
-            None if is_same => " with other counts",
+            None if is_same => " with other counts or another layout",
             _ => "",
         };
         format!("rank {own} called {operation}, rank {peer} called {theirs}{pieces}")

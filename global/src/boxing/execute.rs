@@ -1,15 +1,13 @@
 //! Carries out plans of boxing on tensors.
 //!
-//! Ranks of one machine read each other's memory ([`ProcessGroup::read_peers`]): each element is
-//! copied, or reduced, once, from where it is to where it belongs. Else, on GPUs and between
+//! Ranks of one machine read each other's memory ([`flow_tensor::ProcessGroup::read_peers`]): each
+//! element is copied, or reduced, once, from where it is to where it belongs. Else, on GPUs and between
 //! machines, it goes by collectives, which need elements side by side (`packed`).
 
 use std::cell::RefCell;
-use std::hash::{Hash, Hasher};
 use std::sync::{Arc, OnceLock};
 
 use flow_comm::{Buffer, Peers};
-use rustc_hash::FxHasher;
 use tch::{Device, Kind, Tensor};
 
 use super::memory::{self, runs, view, Part};
@@ -21,7 +19,8 @@ use crate::error::{Error, Result};
 use crate::groups::Groups;
 use crate::region::{regions, Region};
 use crate::runtime::Runtime;
-use crate::sbp::{Sbp, B};
+use crate::sbp::{text, Sbp, B};
+use crate::sequence::{digest_of, Operation};
 
 /// Terms of at most so many bytes are read by all ranks: one step is faster than two.
 pub const SMALL: usize = 16 << 10;
@@ -29,6 +28,7 @@ pub const SMALL: usize = 16 << 10;
 /// Boxing of tensors of one shape between two layouts: the plan, and what this rank does.
 pub struct Boxing {
     plan: Plan,
+    operation: Arc<Operation>,
     /// Terms that are reduced in another way than the rest come first.
     first: Option<Box<Boxing>>,
     /// What this rank has before, and after.
@@ -78,11 +78,11 @@ impl Boxing {
             return Self { first, ..Self::new(rank, shape, between, to) };
         }
         let plan = Plan::new(shape, from, to);
-        let digest = {
-            let mut hasher = FxHasher::default();
-            (shape, from.placement, from.sbp, to.placement, to.sbp).hash(&mut hasher);
-            hasher.finish()
-        };
+        let what = (shape, from.placement, from.sbp, to.placement, to.sbp);
+        let digest = digest_of(what);
+        let told = format!("boxing({shape:?} {}) -> {}", text(from.sbp), text(to.sbp));
+        let operation = Operation::new(from.placement, ("boxing", what), told);
+        let placement = (from.placement == to.placement).then(|| operation.placement());
         let held = regions(from.placement, from.sbp, shape);
         let position = from.placement.position(rank);
         let result = to.placement.position(rank).map(|target| plan.results[target].clone());
@@ -115,7 +115,7 @@ impl Boxing {
                 group.iter().map(|&member| reduction.parts[member].clone()).collect();
             let elements: usize = parts.iter().flatten().map(Region::elements).sum();
             (elements > 0).then(|| Reduce {
-                members: Members { ranks, group: OnceLock::new(), digest },
+                members: Members { ranks, group: OnceLock::new(), digest, placement },
                 op: reduction.op,
                 held: held[position].clone(),
                 parts,
@@ -141,18 +141,24 @@ impl Boxing {
             let is_all_gather = ranks
                 .iter()
                 .all(|&rank| needed(rank).is_some_and(|needed| packed::are_rows(&shown, needed)));
-            let members = Members { ranks, group: OnceLock::new(), digest };
+            let members = Members { ranks, group: OnceLock::new(), digest, placement };
             Exchange { members, shown, copies, is_all_gather }
         });
         let own = if is_in_result(rank) { Vec::new() } else { own };
         let slice = plan.slice(rank).cloned();
         let held = position.map(|position| held[position].clone());
-        Self { plan, first: None, held, result, slice, reduce, own, exchange, is_covered }
+        let first = None;
+        Self { plan, operation, first, held, result, slice, reduce, own, exchange, is_covered }
     }
 
     /// What is done.
     pub fn plan(&self) -> &Plan {
         &self.plan
+    }
+
+    /// As it is counted where the program asks for it.
+    pub(crate) fn operation(&self) -> &Arc<Operation> {
+        &self.operation
     }
 
     /// What comes before the plan: terms that are reduced in another way.
@@ -215,7 +221,8 @@ impl Boxing {
         if let (Some(reduce), Some(terms)) =
             (&self.reduce, source.take_if(|_| self.plan.reduction.is_some()))
         {
-            match reduce.run(groups, &terms, result.as_ref())? {
+            let reduced = reduce.run(groups, &terms, result.as_ref());
+            match reduced.map_err(|error| reduce.members.explained(error, groups))? {
                 Reduced::Part(part) => source = part,
                 Reduced::All => return Ok(result.map(|result| result.tensor)),
             }
@@ -224,7 +231,9 @@ impl Boxing {
             self.own.iter().for_each(|region| source.copy(region, result));
         }
         if let Some(exchange) = &self.exchange {
-            exchange.run(groups, (kind, device), source.as_ref(), result.as_mut())?;
+            exchange
+                .run(groups, (kind, device), source.as_ref(), result.as_mut())
+                .map_err(|error| exchange.members.explained(error, groups))?;
         }
         Ok(result.map(|result| result.tensor))
     }
@@ -313,10 +322,11 @@ impl Reduce {
                 groups.count(others * part.elements() * size);
             };
             let counts = vec![self.held.elements(); self.members.ranks.len()];
-            if group.read_peers(&terms.memory(), &counts, self.members.digest, read)? {
+            if group.read_peers(&terms.memory(), &counts, self.members.agreed(groups), read)? {
                 return Ok(if is_small { Reduced::All } else { Reduced::Part(target) });
             }
         }
+        let group = &group.with_layout(self.members.agreed(groups));
         if let (true, Some(result)) = (self.is_all_reduce, result) {
             packed::all_reduce(group, self, terms, result)?;
             return Ok(Reduced::All);
@@ -364,10 +374,11 @@ impl Exchange {
                     memory::copy(&copy.region, from, (to, &result.region), size);
                 }
             };
-            if group.read_peers(&own, &counts, self.members.digest, read)? {
+            if group.read_peers(&own, &counts, self.members.agreed(groups), read)? {
                 return Ok(());
             }
         }
+        let group = &group.with_layout(self.members.agreed(groups));
         packed::exchange(group, self, (rank, kind, device), source, result)
     }
 }

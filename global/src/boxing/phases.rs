@@ -5,9 +5,10 @@ use std::sync::OnceLock;
 use flow_tensor::{ProcessGroup, ReduceOp};
 
 use super::plan::Copy;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::groups::Groups;
 use crate::region::Region;
+use crate::sequence;
 
 /// Ranks that do something together.
 pub struct Members {
@@ -15,6 +16,8 @@ pub struct Members {
     pub group: OnceLock<ProcessGroup>,
     /// Tells what they do apart.
     pub digest: u64,
+    /// The placement, if there is one only, whose operations they compare.
+    pub placement: Option<u64>,
 }
 
 /// The first phase, for this rank's group.
@@ -49,5 +52,22 @@ impl Members {
         }
         let group = groups.group(&self.ranks)?;
         Ok(self.group.get_or_init(|| group))
+    }
+
+    /// What all must agree on: this boxing, and what was done before it.
+    pub fn agreed(&self, groups: &Groups) -> u64 {
+        let before = self.placement.map_or(0, |placement| sequence::digest(groups, placement));
+        self.digest ^ before
+    }
+
+    /// An error, with what ranks were doing.
+    pub fn explained(&self, error: Error, groups: &Groups) -> Error {
+        match self.placement {
+            Some(placement) => {
+                let group = self.group.get().map(|group| (group, &self.ranks[..]));
+                sequence::explained(error, groups, group, placement)
+            }
+            None => error,
+        }
     }
 }

@@ -5,12 +5,14 @@
 use std::cell::RefCell;
 use std::hash::Hasher;
 use std::rc::Rc;
+use std::sync::Arc;
 
 use flow_autograd::global::FastCall;
 use rustc_hash::FxHasher;
 
 use super::plan::{Output, Plan};
 use crate::error::Result;
+use crate::sequence::{self, Operation};
 use crate::spec::Spec;
 
 /// A key has one place, and a newer one of the same place replaces it.
@@ -22,6 +24,8 @@ struct Known {
     ints: Vec<(usize, Vec<i64>)>,
     /// By return.
     outputs: Vec<Output>,
+    /// See [`Plan::operation`].
+    operation: Option<Arc<Operation>>,
 }
 
 thread_local! {
@@ -38,6 +42,9 @@ fn place(key: &[u64]) -> usize {
 pub fn run(call: &mut FastCall<'_, Spec>) -> Result<bool> {
     let known = KNOWN.with_borrow(|all| all.get(place(call.key())).cloned().flatten());
     let Some(known) = known.filter(|known| *known.key == *call.key()) else { return Ok(false) };
+    if let Some(operation) = &known.operation {
+        sequence::note(&call.spec().placement().runtime()?.groups, operation);
+    }
     call.run(&known.ints)?;
     for (index, output) in known.outputs.iter().enumerate() {
         if !output.is_written {
@@ -51,7 +58,8 @@ pub fn run(call: &mut FastCall<'_, Spec>) -> Result<bool> {
 /// Keeps an operation of this key.
 pub fn keep(key: &[u64], plan: &Plan) {
     let (ints, outputs) = (plan.ints.clone(), plan.outputs.clone());
-    let known = Rc::new(Known { key: key.into(), ints, outputs });
+    let operation = plan.operation.clone();
+    let known = Rc::new(Known { key: key.into(), ints, outputs, operation });
     KNOWN.with_borrow_mut(|all| {
         all.resize(PLACES, None);
         all[place(key)] = Some(known);

@@ -8,8 +8,10 @@
 //! | `plan` | what an operation on tensors of these sizes and specs needs, decided once |
 //! | `known` | operations that run on the locals as they are |
 //! | `outside` | ranks that have nothing of the tensors |
+//! | `agreed` | what all ranks must agree on in an operation |
 //! | `noted` | operations that are recorded |
 
+mod agreed;
 mod known;
 mod noted;
 mod op;
@@ -34,6 +36,7 @@ use crate::record;
 use crate::replicas;
 use crate::runtime::Runtime;
 use crate::sbp::B;
+use crate::sequence;
 use crate::spec::Spec;
 use noted::Noted;
 use plan::{Input, Output, Plan};
@@ -108,6 +111,12 @@ fn run(call: &mut Call<'_, Spec>) -> Result<()> {
     let runtime = placement.runtime()?;
     let plan = plan_of(call, &placement, runtime)?;
     let position = placement.position(runtime.rank());
+    if let Some(operation) = &plan.operation {
+        sequence::note(&runtime.groups, operation);
+        if agreed::is_compared() && position.is_some() {
+            agreed::compare(call, &placement, runtime)?;
+        }
+    }
     if let (true, Some(code)) = (plan.needs_shapes_only, plan.code) {
         let position = position.unwrap_or(0);
         return run_code(code, call, &plan, &placement, position);
@@ -142,7 +151,7 @@ fn run(call: &mut Call<'_, Spec>) -> Result<()> {
     for (index, output) in plan.outputs.iter().enumerate() {
         give(call, &placement, runtime, index, output)?;
     }
-    if plan.is_local(call, &placement, runtime) {
+    if plan.is_local(call, &placement, runtime) && !agreed::is_compared() {
         known::keep(call.key(), &plan);
     }
     Ok(())
@@ -223,14 +232,28 @@ fn prepare(
     }
 }
 
+/// The error of ranks that wait for a value, or give it to ranks outside the placement.
+fn unshared(call: &Call<'_, Spec>, source: Error) -> Error {
+    Error::Boxing {
+        operation: call.name().to_owned(),
+        what: "a value, for ranks outside the placement".to_owned(),
+        source: Box::new(source),
+        advice: advice(call.name()),
+    }
+}
+
 /// What all ranks have to do, where one may have left the others alone.
 fn advice(operation: &str) -> &'static str {
     match operation {
         "aten::_local_scalar_dense" => {
-            " (to read a value of a tensor that is split or partial, all ranks must take part: call \
-             full() or double_value() on all of them, or to_local() on one)"
+            " (to read a value of a tensor that is split or partial, or lies on some ranks only, all \
+             ranks must take part: call full() or double_value() on all of them, or to_local() on \
+             one)"
         }
-        _ => " (all ranks must run the same operations on global tensors, in the same order)",
+        "aten::masked_select" => {
+            " (to print a tensor that is split or partial, call full() on all ranks, and print that)"
+        }
+        _ => "",
     }
 }
 
@@ -286,7 +309,8 @@ fn give(
     }
     if placement.ranks().len() < runtime.world().world_size() {
         if let LocalResult::Scalar(scalar) = call.result(index)? {
-            let scalar = outside::share_scalar(placement, runtime, Some(scalar))?;
+            let shared = outside::share_scalar(placement, runtime, Some(scalar));
+            let scalar = shared.map_err(|source| unshared(call, source))?;
             return Ok(call.output_scalar(scalar)?);
         }
     }

@@ -66,7 +66,9 @@ pub fn run(
             }
             Outside::Undefined => call.output_tensor(None)?,
             Outside::Scalar => {
-                call.output_scalar(share_scalar(placement, runtime, None)?)?;
+                let scalar = share_scalar(placement, runtime, None);
+                let scalar = scalar.map_err(|source| super::unshared(call, source))?;
+                call.output_scalar(scalar)?;
             }
         }
     }

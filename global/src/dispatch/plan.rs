@@ -6,6 +6,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use flow_autograd::global::{Argument, Call, Output as CallOutput};
 use tch::Kind;
 
+use super::agreed;
 use super::op::{op_of, Written};
 use crate::boxing::execute::Boxing;
 use crate::boxing::plan::Layout;
@@ -18,6 +19,7 @@ use crate::rules::infer::{infer, Choice};
 use crate::rules::op::Op;
 use crate::runtime::Runtime;
 use crate::sbp::{NdSbp, Sbp, B};
+use crate::sequence::Operation;
 use crate::spec::Spec;
 
 /// How an operation is carried out.
@@ -47,6 +49,8 @@ pub struct Plan {
     pub is_told: bool,
     /// What ranks outside the placement know of the results, once it was found out.
     pub outside: OnceLock<Vec<Outside>>,
+    /// Counted, and compared with what other ranks run; None if a rank may run it alone.
+    pub operation: Option<Arc<Operation>>,
 }
 
 /// What the operation gets as an input.
@@ -173,6 +177,7 @@ impl Plan {
             code,
             needs_shapes_only: code::always(rule_name).is_some(),
             outside: OnceLock::new(),
+            operation: None,
         };
         for tensor in 0..op.inputs.len() {
             let (from, to) = (&have[tensor], &choice.inputs[tensor]);
@@ -231,6 +236,9 @@ impl Plan {
                 plan.backs.insert(tensor, Boxing::between(runtime, &sizes[tensor], from, to));
             }
         }
+        if agreed::is_compared() || !plan.is_harmless(call, &have) {
+            plan.operation = Some(agreed::operation(call, &op, &have, placement));
+        }
         for output in &mut plan.outputs {
             output.spec = Arc::downgrade(&Spec::of(placement, &output.sbp)?);
         }
@@ -255,6 +263,20 @@ impl Plan {
             && !self.is_told
             && !call.reshapes()
             && (is_inside || call.gives_tensors())
+    }
+
+    /// Whether a rank may run it alone: it needs nothing of others, writes nothing, and its results
+    /// are the same on all ranks, or those of its input. So each rank may print what is B, and
+    /// autograd may copy a gradient on some ranks.
+    fn is_harmless(&self, call: &Call<'_, Spec>, have: &[NdSbp]) -> bool {
+        let is_b = |sbp: &NdSbp| sbp.iter().all(|&sbp| sbp == B);
+        let is_same = call.is_view() || matches!(self.name.as_str(), "clone" | "detach");
+        let is_alone = self.code.is_none()
+            && !self.is_told
+            && !call.is_random()
+            && self.inputs.iter().all(|input| matches!(input, Input::Own))
+            && (0..call.arguments().len()).all(|argument| !call.is_written(argument));
+        is_alone && (is_same || (have.iter().all(is_b) && self.choice.outputs.iter().all(is_b)))
     }
 }
 

@@ -20,6 +20,7 @@ pub fn ranks<T: Send>(size: usize, body: impl Fn(ProcessGroup) -> T + Sync) -> V
     })
 }
 
+#[allow(dead_code)] // not all tests compare tensors
 /// That tensors have the same size, and elements that differ by no more than this.
 #[track_caller]
 pub fn assert_close(a: &Tensor, b: &Tensor, tolerance: f64) {

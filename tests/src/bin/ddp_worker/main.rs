@@ -12,6 +12,7 @@ mod lifecycle;
 mod models;
 mod nested;
 mod options;
+mod out_of_step;
 mod parity;
 mod reported;
 mod tensors;
@@ -94,12 +95,13 @@ const SCENARIOS: &[Scenario] = &[
 ];
 
 fn main() -> Result<ExitCode> {
-    let files: [File; 7] = [
+    let files: [File; 8] = [
         ("checkpoints", checkpoints::SCENARIOS),
         ("ddp", SCENARIOS),
         ("failures", failures::SCENARIOS),
         ("forks", forks::SCENARIOS),
         ("globals", globals::SCENARIOS),
+        ("out_of_step", out_of_step::SCENARIOS),
         ("parity", parity::SCENARIOS),
         ("tensors", tensors::SCENARIOS),
     ];

@@ -1,0 +1,32 @@
+//! What ranks of a group have to say to each other, also when the group has failed.
+
+use std::time::{Duration, Instant};
+
+use super::ProcessGroup;
+use crate::world::EXIT_REPORT_TIMEOUT;
+
+impl ProcessGroup {
+    /// Gives the others this rank's report under a key, and waits for theirs, at most for `time`:
+    /// by rank in this group, None of those that give none. It goes through the store, so it works
+    /// where this group has failed. Who gives a report under a key that the rank has used gives
+    /// the first one again.
+    pub fn exchange_reports(&self, key: &str, own: &[u8], time: Duration) -> Vec<Option<Vec<u8>>> {
+        let mut reports = vec![None; self.world_size()];
+        reports[self.rank()] = Some(own.to_vec());
+        let core = self.core();
+        let Some(store) = core.world.store() else { return reports };
+        let key = |rank: usize| core.key(&format!("report/{key}/{rank}"));
+        // If the store is gone, so are the others.
+        let _ = store.compare_and_set(&key(self.rank()), None, own);
+        let deadline = Instant::now() + time;
+        for rank in core.ranks_where(|rank| rank != self.rank()) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            reports[rank] = store.get(&key(rank), left).ok();
+        }
+        if core.world.hosts_store() {
+            // The others ask for them as well.
+            std::thread::sleep(EXIT_REPORT_TIMEOUT);
+        }
+        reports
+    }
+}

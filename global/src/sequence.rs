@@ -1,0 +1,222 @@
+//! What this rank has done on each placement, to be compared with what other ranks have done.
+//!
+//! Each thread counts the operations on a placement and keeps a digest of them all. Boxing compares
+//! it: ranks that run different operations get an error there, and find out from each other where
+//! they part.
+
+use std::cell::RefCell;
+use std::hash::{Hash, Hasher};
+use std::sync::Arc;
+use std::time::Duration;
+
+use flow_tensor::ProcessGroup;
+use rustc_hash::FxHasher;
+
+use crate::error::Error;
+use crate::groups::Groups;
+use crate::line::line;
+use crate::placement::Placement;
+
+/// The last operations, among which ranks look for the first one that differs.
+const KEPT: usize = 512;
+/// More placements than this in one thread are forgotten, the first one first.
+const MAX_PLACEMENTS: usize = 64;
+/// How long a rank waits for what the others have done, once they differ.
+const REPORTS: Duration = Duration::from_secs(5);
+
+/// An operation, the same on all ranks.
+pub struct Operation {
+    placement: u64,
+    digest: u64,
+    text: String,
+}
+
+impl Operation {
+    /// On this placement; `what` all ranks agree on, and `text` is for errors.
+    pub fn new(placement: &Placement, what: impl Hash, text: String) -> Arc<Self> {
+        Arc::new(Self { placement: digest_of(placement), digest: digest_of(what), text })
+    }
+
+    /// The number of the placement that it is on.
+    pub fn placement(&self) -> u64 {
+        self.placement
+    }
+}
+
+/// The digest of a value, the same on all ranks.
+pub fn digest_of(value: impl Hash) -> u64 {
+    let mut hasher = FxHasher::default();
+    value.hash(&mut hasher);
+    hasher.finish()
+}
+
+/// The operations of this thread on a placement.
+struct Sequence {
+    groups: u64,
+    placement: u64,
+    count: usize,
+    digest: u64,
+    /// Each with the digest after it; operation `n`, from 1 on, is at `n % KEPT`.
+    last: Vec<(u64, Arc<Operation>)>,
+}
+
+thread_local! {
+    static SEQUENCES: RefCell<Vec<Sequence>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Counts an operation.
+pub fn note(groups: &Groups, operation: &Arc<Operation>) {
+    SEQUENCES.with_borrow_mut(|all| {
+        let is_own = |one: &&mut Sequence| {
+            one.placement == operation.placement && one.groups == groups.number()
+        };
+        match all.iter_mut().find(is_own) {
+            Some(sequence) => sequence.add(operation),
+            None => {
+                if all.len() == MAX_PLACEMENTS {
+                    all.remove(0);
+                }
+                let (groups, placement) = (groups.number(), operation.placement);
+                let none = (0, operation.clone());
+                let mut new = Sequence { groups, placement, count: 0, digest: 0, last: vec![none] };
+                new.add(operation);
+                all.push(new);
+            }
+        }
+    });
+}
+
+impl Sequence {
+    fn add(&mut self, operation: &Arc<Operation>) {
+        self.count += 1;
+        self.digest =
+            (self.digest.rotate_left(5) ^ operation.digest).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        let entry = (self.digest, operation.clone());
+        match self.last.get_mut(self.count % KEPT) {
+            Some(place) => *place = entry,
+            None => self.last.push(entry),
+        }
+    }
+}
+
+/// The digest of what this thread has done on a placement.
+pub fn digest(groups: &Groups, placement: u64) -> u64 {
+    with(groups, placement, |sequence| sequence.digest).unwrap_or(0)
+}
+
+/// How many operations this thread has done on a placement.
+pub fn count(groups: &Groups, placement: u64) -> usize {
+    with(groups, placement, |sequence| sequence.count).unwrap_or(0)
+}
+
+fn with<T>(groups: &Groups, placement: u64, read: impl FnOnce(&Sequence) -> T) -> Option<T> {
+    SEQUENCES.with_borrow(|all| {
+        let is_own = |one: &&Sequence| one.placement == placement && one.groups == groups.number();
+        all.iter().find(is_own).map(read)
+    })
+}
+
+/// The error of a collective of a placement's ranks, with what this rank, and the others if they do
+/// something else, were doing. Every rank of the group comes here if they do; None if it is not made.
+pub fn explained(
+    error: Error,
+    groups: &Groups,
+    group: Option<(&ProcessGroup, &[usize])>,
+    placement: u64,
+) -> Error {
+    let comm = match &error {
+        Error::Comm(comm) | Error::Tensor(flow_tensor::Error::Comm(comm)) => comm,
+        _ => return error,
+    };
+    let what = match group {
+        Some(group) if comm.is_mismatch() => differences("mismatch", groups, group, placement),
+        _ => own(groups, placement).now(groups.rank()),
+    };
+    Error::OutOfStep { what, source: Box::new(error) }
+}
+
+/// What ranks do that differ, as far as they say. All ranks of the group call this, each time with
+/// another `key`, or in a group that has failed.
+pub fn differences(
+    key: &str,
+    groups: &Groups,
+    (group, ranks): (&ProcessGroup, &[usize]),
+    placement: u64,
+) -> String {
+    let own = own(groups, placement);
+    let bytes = serde_json::to_vec(&own).unwrap_or_default();
+    let time = REPORTS.min(group.timeout());
+    let reports = group.exchange_reports(key, &bytes, time);
+    let reports = reports.iter().zip(ranks).filter_map(|(report, &rank)| {
+        Some((rank, serde_json::from_slice::<Report>(report.as_deref()?).ok()?))
+    });
+    let reports: Vec<(usize, Report)> = reports.collect();
+    let now: Vec<String> = reports.iter().map(|(rank, report)| report.now(*rank)).collect();
+    match parting(&reports) {
+        Some(parting) => format!("{parting}; now {}", now.join(", ")),
+        None => now.join(", "),
+    }
+}
+
+/// What a rank tells the others.
+#[derive(serde::Serialize, serde::Deserialize)]
+struct Report {
+    count: usize,
+    line: Option<String>,
+    /// The digest after each of the last operations, and the operation.
+    last: Vec<(u64, String)>,
+}
+
+/// What this thread has done on a placement, and where the program is.
+fn own(groups: &Groups, placement: u64) -> Report {
+    let last = |sequence: &Sequence| {
+        let first = (sequence.count + 1).saturating_sub(KEPT).max(1);
+        let operation = |number: usize| {
+            let (digest, operation) = &sequence.last[number % KEPT];
+            (*digest, operation.text.clone())
+        };
+        (sequence.count, (first..=sequence.count).map(operation).collect())
+    };
+    let (count, last) = with(groups, placement, last).unwrap_or_default();
+    Report { count, line: line(), last }
+}
+
+impl Report {
+    /// Operation `number`, if it is known.
+    fn operation(&self, number: usize) -> Option<&(u64, String)> {
+        let first = self.count + 1 - self.last.len();
+        self.last.get(number.checked_sub(first)?)
+    }
+
+    /// Where the rank is.
+    fn now(&self, rank: usize) -> String {
+        let line = self.line.as_ref().map_or(String::new(), |line| format!(" at {line}"));
+        match self.last.last() {
+            Some((_, text)) => format!("rank {rank} is at operation {}, {text},{line}", self.count),
+            None => format!("rank {rank} is before its first operation{line}"),
+        }
+        .trim_end_matches(',')
+        .to_owned()
+    }
+}
+
+/// The first operation that differs.
+fn parting(reports: &[(usize, Report)]) -> Option<String> {
+    let last = reports.iter().map(|(_, report)| report.count).max()?;
+    let first = reports.iter().map(|(_, report)| report.count + 1 - report.last.len()).max()?;
+    let differs = |&number: &usize| {
+        let mut digests = reports.iter().map(|(_, report)| report.operation(number));
+        let digest = |operation: Option<&(u64, String)>| operation.map(|(digest, _)| *digest);
+        let one = digests.next().map(digest);
+        digests.any(|other| Some(digest(other)) != one)
+    };
+    let number = (first..=last).find(differs)?;
+    let one = |(rank, report): &(usize, Report)| match report.operation(number) {
+        Some((_, text)) => format!("{text} on rank {rank}"),
+        None => format!("still to come on rank {rank}"),
+    };
+    // What was before may differ already.
+    let since = if number == first && first > 1 { " or an earlier one" } else { "" };
+    let all: Vec<String> = reports.iter().map(one).collect();
+    Some(format!("operation {number}{since} is {}", all.join(", ")))
+}
