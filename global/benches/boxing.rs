@@ -11,7 +11,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use flow_global::boxing::plan::{Layout, Plan};
-use flow_global::{scatter, GlobalTensor, Placement, Sbp, B, P, S};
+use flow_global::{distribute_tensor, GlobalTensor, Placement, Sbp, B, P, S};
 use flow_tensor::{ProcessGroup, ReduceOp, TensorCollectives};
 use tch::{Device, Kind, Tensor};
 
@@ -103,7 +103,7 @@ fn pair(
     let _no_grad = tch::no_grad_guard();
     let shape = [ROWS, bytes / 4 / ROWS];
     let tensor = Tensor::ones([ROWS as i64, (bytes / 4 / ROWS) as i64], (Kind::Float, Device::Cpu));
-    let tensor = scatter(&tensor, from.0, from.1)?;
+    let tensor = distribute_tensor(&tensor, from.0, from.1)?;
     let [old, new] = [from, to].map(|(placement, sbp)| Layout { placement, sbp });
     let plan = Plan::new(&shape, old, new);
     let moved = traffic(&plan, old, group.rank()) * 4 / 2;
@@ -160,7 +160,7 @@ fn small(group: &ProcessGroup, line: &Placement) -> Result<(), Error> {
     let _no_grad = tch::no_grad_guard();
     let plain = Tensor::ones([1024], (Kind::Float, Device::Cpu));
     let mut sum = plain.copy();
-    let tensor = scatter(&plain, line, [P])?;
+    let tensor = distribute_tensor(&plain, line, [P])?;
     let times = take_turns(
         group,
         1000,

@@ -6,7 +6,7 @@
 use std::hint::black_box;
 use std::time::Instant;
 
-use flow_global::{distribute, scatter, Placement, Sbp, B, S};
+use flow_global::{distribute, distribute_tensor, Placement, Sbp, B, S};
 use flow_tensor::ProcessGroup;
 use tch::nn::{self, Module, OptimizerConfig};
 use tch::{Device, Kind, Reduction, Tensor};
@@ -69,7 +69,8 @@ fn main() {
     tch::set_num_threads(1);
     let group = ProcessGroup::in_process(1).expect("a group").remove(0);
     let placement = Placement::all(&group).expect("a placement");
-    let global = |tensor: &Tensor, sbp: Sbp| scatter(tensor, &placement, [sbp]).expect("a tensor");
+    let global =
+        |tensor: &Tensor, sbp: Sbp| distribute_tensor(tensor, &placement, [sbp]).expect("a tensor");
     println!("{:<24}{:>10}{:>10}{:>10}{:>8}", "us a call", "plain", "global", "", "ratio");
 
     let (a, b) = (random(&[8, 8]), random(&[8, 8]));
