@@ -2,8 +2,9 @@
 
 use std::path::PathBuf;
 
-const SOURCES: [&str; 9] = [
+const SOURCES: [&str; 10] = [
     "hooks.cpp",
+    "gradient.cpp",
     "function.cpp",
     "memory.cpp",
     "allocator.cpp",

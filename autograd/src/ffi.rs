@@ -48,6 +48,18 @@ pub struct FunctionClosure {
     pub drop: unsafe extern "C" fn(data: *mut c_void),
 }
 
+/// Changes a gradient: see `gradient.cpp`.
+#[repr(C)]
+pub struct GradientClosure {
+    pub data: *mut c_void,
+    pub call: unsafe extern "C" fn(
+        data: *mut c_void,
+        gradient: *const C_tensor,
+        result: *mut *mut C_tensor,
+    ) -> *mut c_char,
+    pub drop: unsafe extern "C" fn(data: *mut c_void),
+}
+
 /// Memory for a tensor, freed by dropping its owner.
 #[repr(C)]
 pub struct RawBlock {
@@ -89,6 +101,7 @@ extern "C" {
     pub fn flow_grad_is_exclusive(parameter: *const C_tensor, exclusive: *mut bool) -> *mut c_char;
     pub fn flow_at_end_of_backward(closure: Closure) -> *mut c_char;
     pub fn flow_on_backward(tensor: *const C_tensor, closure: Closure) -> *mut c_char;
+    pub fn flow_map_gradient(tensor: *const C_tensor, closure: GradientClosure) -> *mut c_char;
     pub fn flow_use_count(tensor: *const C_tensor) -> usize;
     pub fn flow_set_grad(parameter: *const C_tensor, grad: *const C_tensor) -> *mut c_char;
     pub fn flow_check_plain(tensor: *const C_tensor) -> *mut c_char;

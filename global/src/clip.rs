@@ -1,4 +1,4 @@
-//! Gradients are clipped where they lie.
+//! Gradients are clipped where they are.
 
 use flow_comm::ReduceOp;
 use flow_tensor::TensorCollectives;

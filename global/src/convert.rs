@@ -47,14 +47,14 @@ pub fn asked(tensor: &Tensor, to: &Arc<Spec>) -> Result<Tensor> {
     Ok(result)
 }
 
-/// A gradient on the placement of `to`: with its own SBP if it lies there already.
-fn moved(gradient: Option<&Tensor>, to: &Arc<Spec>) -> Result<Option<Tensor>> {
+/// A gradient on the placement of `to`: with its own SBP if it is there already.
+pub fn moved(gradient: Option<&Tensor>, to: &Arc<Spec>) -> Result<Option<Tensor>> {
     let Some(gradient) = gradient else { return Ok(None) };
     let now = spec_of(gradient)?;
     if now.placement() == to.placement() {
         return Ok(Some(gradient.shallow_clone()));
     }
-    // Terms are not made of a gradient: its tensor may be partial, the gradient need not.
+    // Partial values are not made of a gradient: its tensor may be partial, the gradient need not.
     let sbp = to.sbp().iter().map(|&sbp| if sbp.is_partial() { B } else { sbp });
     let sbp: NdSbp = sbp.collect();
     Ok(Some(converted(gradient, &Spec::of(to.placement(), &sbp)?)?))

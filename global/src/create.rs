@@ -7,7 +7,7 @@ use crate::handle::wrap;
 use crate::placement::Placement;
 use crate::random::{self, Bits, Draw};
 use crate::region::{check, regions, shape, Region};
-use crate::sbp::{has_values, Sbp};
+use crate::sbp::{filler, Sbp};
 use crate::spec::Spec;
 
 /// All elements are 0.
@@ -175,9 +175,10 @@ pub fn randint(
     placement: &Placement,
     sbp: impl AsRef<[Sbp]>,
 ) -> Result<Tensor> {
-    let bound = bound(low, high, "randint")?;
-    draw(sizes.as_ref(), kind, placement, sbp.as_ref(), move |bits| {
-        (low + random::below(bound, bits) as i64) as f64
+    let value = whole(low, high, "randint")?;
+    let mut draw = random::generator(placement.runtime()?).draw();
+    create(sizes.as_ref(), kind, placement, sbp.as_ref(), |shape, region, options| {
+        drawn_whole(&mut draw, shape, region, options, &value)
     })
 }
 
@@ -200,7 +201,8 @@ pub fn randperm(
     })
 }
 
-/// Numbers that follow begin anew from this seed, on every rank.
+/// Numbers that follow begin anew from this seed, on every rank, and on all placements of the same
+/// process group: they have one generator, which lives as long as one of the placements does.
 ///
 /// # Errors
 /// The placement has no process group.
@@ -226,10 +228,12 @@ pub fn set_rng_state(placement: &Placement, state: [u64; 2]) -> Result<()> {
     Ok(())
 }
 
-/// How many whole numbers there are from `low` to `high`.
-pub(crate) fn bound(low: i64, high: i64, operation: &str) -> Result<u64> {
-    match high.checked_sub(low).and_then(|bound| u64::try_from(bound).ok()) {
-        Some(bound) if bound > 0 => Ok(bound),
+/// Draws whole numbers from `low` to `high`, without `high`.
+pub(crate) fn whole(low: i64, high: i64, operation: &str) -> Result<impl Fn(Bits) -> i64> {
+    match u64::try_from(i128::from(high) - i128::from(low)) {
+        Ok(bound) if bound > 0 => {
+            Ok(move |bits| low.wrapping_add_unsigned(random::below(bound, bits)))
+        }
         _ => Err(Error::Unsupported {
             operation: operation.to_owned(),
             reason: format!("it draws numbers below {high}, from {low} on: there are none"),
@@ -242,7 +246,8 @@ pub(crate) fn uniform_of(kind: Kind) -> fn(Bits) -> f64 {
     match kind {
         Kind::Double => random::uniform,
         Kind::Float => |bits| f64::from(random::uniform_f32(bits)),
-        // A multiple of 2^-8, as bf16 holds 8 bits.
+        // As many bits as the kind holds.
+        Kind::Half => |[bits, _]| (bits >> 53) as f64 / 2048.0,
         _ => |[bits, _]| (bits >> 56) as f64 / 256.0,
     }
 }
@@ -269,14 +274,25 @@ pub(crate) fn drawn(
     (kind, device): (Kind, Device),
     value: impl Fn(Bits) -> f64,
 ) -> std::result::Result<Tensor, tch::TchError> {
-    let sizes = sizes_of(region);
     let flat = match kind {
         Kind::Float => {
             Tensor::f_from_slice(&draw.region(shape, region, |bits| value(bits) as f32))?
         }
         _ => Tensor::f_from_slice(&draw.region(shape, region, value))?,
     };
-    flat.f_view(&sizes[..])?.f_to_device(device)?.f_to_kind(kind)
+    flat.f_view(&sizes_of(region)[..])?.f_to_device(device)?.f_to_kind(kind)
+}
+
+/// The same of whole numbers, which f64 does not hold all.
+pub(crate) fn drawn_whole(
+    draw: &mut Draw,
+    shape: &[usize],
+    region: &Region,
+    (kind, device): (Kind, Device),
+    value: impl Fn(Bits) -> i64,
+) -> std::result::Result<Tensor, tch::TchError> {
+    let flat = Tensor::f_from_slice(&draw.region(shape, region, value))?;
+    flat.f_view(&sizes_of(region)[..])?.f_to_device(device)?.f_to_kind(kind)
 }
 
 fn sizes_of(region: &Region) -> Vec<i64> {
@@ -284,7 +300,7 @@ fn sizes_of(region: &Region) -> Vec<i64> {
 }
 
 /// A tensor whose parts `part` makes: of a tensor of this shape, a region. Of partial axes the first
-/// rank has it all, the others zeros.
+/// rank has it all, the others what leaves it as it is.
 fn create(
     sizes: &[i64],
     kind: Kind,
@@ -306,9 +322,9 @@ fn create(
         return wrap(None, &like, spec, sizes);
     };
     let region = regions(placement, sbp, &shape).swap_remove(position);
-    let local = match has_values(sbp, &placement.coordinates(position)) {
-        true => part(&shape, &region, (kind, device))?,
-        false => Tensor::zeros(sizes_of(&region), (kind, device)),
+    let local = match filler(sbp, &placement.coordinates(position)) {
+        None => part(&shape, &region, (kind, device))?,
+        Some(value) => Tensor::f_full(sizes_of(&region), value, (kind, device))?,
     };
     wrap(Some(&local), &like, spec, sizes)
 }

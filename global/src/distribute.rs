@@ -40,6 +40,28 @@ pub fn distribute<T: AsRef<[Sbp]>>(
     Ok(())
 }
 
+/// Makes all variables of a `VarStore` plain again, and their gradients: each rank has all of each of
+/// them, for all who hold them. The reverse of [`distribute`]; a collective.
+///
+/// # Errors
+/// A collective fails.
+pub fn undistribute(vs: &nn::VarStore) -> Result<()> {
+    let mut variables: Vec<(String, Tensor)> = vs.variables().into_iter().collect();
+    variables.sort_by(|(one, _), (other, _)| one.cmp(other));
+    for (_, mut variable) in variables {
+        if !variable.is_global() {
+            continue;
+        }
+        let gradient = variable.grad();
+        let gradient = gradient.defined().then(|| gradient.full()).transpose()?;
+        flow_autograd::set_grad(&variable, None)?;
+        let full = variable.full()?;
+        variable.set_data(&full);
+        flow_autograd::set_grad(&variable, gradient.as_ref())?;
+    }
+    Ok(())
+}
+
 /// Makes a tensor, for all who hold it, global: a plain one that is the same logical tensor on all
 /// ranks, or a global one that gets another placement and SBP.
 ///

@@ -100,10 +100,10 @@ pub enum Error {
         /// What differs on which ranks, and what to do.
         reason: String,
     },
-    /// Tensors of one operation that lie on different ranks.
+    /// Tensors of one operation that are placed on different ranks.
     #[error(
-        "{operation}: one input lies on the placement {one}, another on {other}; move one of them \
-         by to_global"
+        "{operation}: one input is placed on {one}, another one on {other}; move one of them by \
+         to_global, or have all of them moved by move_inputs(true)"
     )]
     Placements {
         /// The operation.
@@ -160,7 +160,7 @@ pub enum Error {
         /// The tensor's shape.
         shape: Vec<usize>,
     },
-    /// A traced step whose tensors lie on several placements.
+    /// A traced step whose tensors have several placements.
     #[error(
         "a plan is for one placement, but the trace has {0} and {1}; trace one stage at a time"
     )]

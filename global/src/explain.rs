@@ -139,7 +139,7 @@ fn kind(placement: &Placement, from: &[Sbp], to: &[Sbp], is_same: bool) -> Strin
     let axes = from.iter().zip(to).zip(placement.shape());
     let name = |((from, to), _): ((&Sbp, &Sbp), &usize)| match (from, to) {
         _ if from == to => None,
-        (_, Sbp::Partial(_)) => Some("to terms"),
+        (_, Sbp::Partial(_)) => Some("to partial"),
         (Sbp::Broadcast, _) => Some("slice"),
         (Sbp::Partial(_), Sbp::Broadcast) => Some("all-reduce"),
         (Sbp::Partial(_), Sbp::Split(_)) => Some("reduce-scatter"),

@@ -16,7 +16,7 @@ use tch::Tensor;
 use crate::error::Result;
 use crate::random::{normal, uniform, Bits, Draw, Generator};
 use crate::region::{regions, Region};
-use crate::sbp::has_values;
+use crate::sbp::filler;
 use crate::tensor::GlobalTensor;
 
 /// What the first values of a tensor are.
@@ -113,8 +113,8 @@ impl Init {
             };
             local = local.to_local()?;
             region = regions(&placement, &sbp, &shape).swap_remove(position);
-            if !has_values(&sbp, &placement.coordinates(position)) {
-                return Ok(tch::no_grad(|| local.f_zero_().map(drop))?);
+            if let Some(value) = filler(&sbp, &placement.coordinates(position)) {
+                return Ok(tch::no_grad(|| local.f_fill_(value).map(drop))?);
             }
         }
         let values = Tensor::f_from_slice(&self.values(&mut draw, &shape, &region))?;

@@ -35,6 +35,16 @@ pub fn wide(kind: Kind) -> Kind {
     }
 }
 
+/// The kind of a complex number's magnitude; of a real number itself.
+pub fn real(kind: Kind) -> Kind {
+    match kind {
+        Kind::ComplexHalf => Kind::Half,
+        Kind::ComplexFloat => Kind::Float,
+        Kind::ComplexDouble => Kind::Double,
+        other => other,
+    }
+}
+
 /// Whether a kind is one of floating point, complex ones too.
 pub fn is_float(kind: Kind) -> bool {
     matches!(

@@ -1,9 +1,11 @@
-//! New global tensors with the sizes and the kind of another tensor, plain or global.
+//! New global tensors with the sizes and the kind of another tensor, plain or global, or with its kind
+//! only (`new_zeros` and others).
 
 use tch::Tensor;
 
 use crate::create;
 use crate::error::Result;
+use crate::local::distribute_tensor;
 use crate::placement::Placement;
 use crate::sbp::Sbp;
 
@@ -70,4 +72,85 @@ pub fn randn_like(
     sbp: impl AsRef<[Sbp]>,
 ) -> Result<Tensor> {
     create::randn(tensor.size(), tensor.kind(), placement, sbp)
+}
+
+/// See [`randint`](crate::randint).
+///
+/// # Errors
+/// The SBP does not fit the placement or the shape; `high` is not above `low`.
+pub fn randint_like(
+    tensor: &Tensor,
+    low: i64,
+    high: i64,
+    placement: &Placement,
+    sbp: impl AsRef<[Sbp]>,
+) -> Result<Tensor> {
+    create::randint(low, high, tensor.size(), tensor.kind(), placement, sbp)
+}
+
+/// See [`empty`](crate::empty). As the other functions `new_...`: of the kind of `tensor`. On a
+/// tensor's own placement, tch's methods of these names do the same.
+///
+/// # Errors
+/// The SBP does not fit the placement or the shape.
+pub fn new_empty(
+    tensor: &Tensor,
+    sizes: impl AsRef<[i64]>,
+    placement: &Placement,
+    sbp: impl AsRef<[Sbp]>,
+) -> Result<Tensor> {
+    create::empty(sizes, tensor.kind(), placement, sbp)
+}
+
+/// See [`zeros`](crate::zeros).
+///
+/// # Errors
+/// The SBP does not fit the placement or the shape.
+pub fn new_zeros(
+    tensor: &Tensor,
+    sizes: impl AsRef<[i64]>,
+    placement: &Placement,
+    sbp: impl AsRef<[Sbp]>,
+) -> Result<Tensor> {
+    create::zeros(sizes, tensor.kind(), placement, sbp)
+}
+
+/// See [`ones`](crate::ones).
+///
+/// # Errors
+/// The SBP does not fit the placement or the shape.
+pub fn new_ones(
+    tensor: &Tensor,
+    sizes: impl AsRef<[i64]>,
+    placement: &Placement,
+    sbp: impl AsRef<[Sbp]>,
+) -> Result<Tensor> {
+    create::ones(sizes, tensor.kind(), placement, sbp)
+}
+
+/// See [`full`](crate::full).
+///
+/// # Errors
+/// The SBP does not fit the placement or the shape.
+pub fn new_full(
+    tensor: &Tensor,
+    sizes: impl AsRef<[i64]>,
+    value: f64,
+    placement: &Placement,
+    sbp: impl AsRef<[Sbp]>,
+) -> Result<Tensor> {
+    create::full(sizes, value, tensor.kind(), placement, sbp)
+}
+
+/// See [`distribute_tensor`]: `data` is the same on all ranks, and converted to the kind of `tensor`.
+///
+/// # Errors
+/// The SBP does not fit the placement or the shape.
+pub fn new_tensor(
+    tensor: &Tensor,
+    data: &Tensor,
+    placement: &Placement,
+    sbp: impl AsRef<[Sbp]>,
+) -> Result<Tensor> {
+    distribute_tensor(&data.to_kind(tensor.kind()), placement, sbp)
 }

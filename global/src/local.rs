@@ -12,14 +12,14 @@ use crate::error::{Error, Result};
 use crate::handle::{boxed, empty_like, local_of, spec_of, wrap};
 use crate::placement::Placement;
 use crate::region::{check, regions, shape};
-use crate::sbp::{dual, has_values, Sbp, B, P};
+use crate::sbp::{dual, filler, Sbp, B, P};
 use crate::spec::Spec;
 
 /// A dimension more than any tensor has.
 const MAX_DIMS: usize = 64;
 
-/// The global tensor whose part, copy or term `local` is on this rank. What should be copies becomes
-/// what the first rank has.
+/// The global tensor whose part, copy or partial sum `local` is on this rank. What should be copies
+/// becomes what the first rank has.
 pub fn from_locals(local: &Tensor, spec: &Arc<Spec>) -> Result<Tensor> {
     let shape = logical_shape(local, spec.placement(), spec.sbp())?;
     let sizes: Vec<i64> = shape.iter().map(|&size| size as i64).collect();
@@ -27,7 +27,7 @@ pub fn from_locals(local: &Tensor, spec: &Arc<Spec>) -> Result<Tensor> {
     differentiable(local, spec, move |local| first_copies(local, to, &sizes))
 }
 
-/// The global tensor of these sizes whose part, copy or term `local` is on this rank. As
+/// The global tensor of these sizes whose part, copy or partial sum `local` is on this rank. As
 /// [`to_global`](crate::GlobalTensor::to_global), but nothing is communicated: the caller knows the
 /// sizes, and that copies are equal. It has the local's memory. Ranks outside the placement may pass
 /// any tensor of that kind. Differentiable.
@@ -60,7 +60,8 @@ pub fn from_local(
     })
 }
 
-/// Runs `forward`. The gradient of a local is that of its part, of each copy a term, of a term all.
+/// Runs `forward`. The gradient of a local is that of its part; of a copy, a partial gradient; of a
+/// partial sum, all of it.
 fn differentiable(
     local: &Tensor,
     spec: &Arc<Spec>,
@@ -207,12 +208,16 @@ fn kind_number(kind: Kind) -> i64 {
     format!("{kind:?}").bytes().fold(0, |number, byte| number * 31 + i64::from(byte))
 }
 
-/// This rank's part of a plain tensor that is the same on all ranks, as a global tensor. Nothing is
-/// communicated.
+/// The global tensor of a plain tensor that is the same on all ranks: each rank keeps its part, in
+/// memory of its own. Nothing is communicated. Not differentiable.
 ///
 /// # Errors
 /// The SBP does not fit the placement or the shape.
-pub fn scatter(tensor: &Tensor, placement: &Placement, sbp: impl AsRef<[Sbp]>) -> Result<Tensor> {
+pub fn distribute_tensor(
+    tensor: &Tensor,
+    placement: &Placement,
+    sbp: impl AsRef<[Sbp]>,
+) -> Result<Tensor> {
     let sbp = sbp.as_ref();
     let shape = shape(&tensor.size());
     check(placement, sbp, &shape)?;
@@ -227,9 +232,9 @@ pub fn scatter(tensor: &Tensor, placement: &Placement, sbp: impl AsRef<[Sbp]>) -
         let part = ranges.fold(tensor.shallow_clone(), |part, (dim, range)| {
             part.narrow(dim as i64, range.start as i64, range.len() as i64)
         });
-        let part = match has_values(sbp, &placement.coordinates(position)) {
-            true => part.contiguous().copy(),
-            false => part.zeros_like(),
+        let part = match filler(sbp, &placement.coordinates(position)) {
+            None => part.contiguous().copy(),
+            Some(value) => part.full_like(value),
         };
         wrap(Some(&part), tensor, spec.clone(), &tensor.size())
     })

@@ -1,4 +1,4 @@
-//! Placements: which ranks a tensor lies on, as an array of ranks.
+//! Placements: which ranks a tensor is placed on, as an array of ranks.
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
@@ -111,7 +111,7 @@ impl Placement {
         Ok(Self(Arc::new(Inner { ranks, shape, names: Vec::new(), runtime })))
     }
 
-    /// An array of ranks, without a group: tensors cannot lie on it.
+    /// An array of ranks, without a group: there are no tensors on it.
     ///
     /// # Errors
     /// No ranks, a rank twice, or parts of different shapes.
@@ -143,8 +143,8 @@ impl Placement {
         }
     }
 
-    /// The same placement, whose axes have names: `placement.named(["data", "tensor"])`. Names say
-    /// nothing of where tensors lie: placements that differ in names only are equal.
+    /// The same placement, whose axes have names: `placement.named(["data", "tensor"])`. Placements
+    /// that differ in names only are equal.
     ///
     /// # Errors
     /// Not one name for each axis, or a name twice.

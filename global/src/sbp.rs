@@ -1,4 +1,4 @@
-//! SBP: how a tensor lies on the ranks of one axis of a placement.
+//! SBP: the layout of a tensor on the ranks of one axis of a placement.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use flow_comm::ReduceOp;
 
 pub use Sbp::{Broadcast as B, Split as S};
 
-/// How a tensor lies on the ranks of one axis of a placement.
+/// The layout of a tensor on the ranks of one axis of a placement.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Sbp {
     /// Each rank has a part along this dimension. The parts are equal, but the first ranks have
@@ -14,18 +14,18 @@ pub enum Sbp {
     Split(usize),
     /// Each rank has all of it.
     Broadcast,
-    /// Each rank has a term; reduced over the ranks, the terms are the tensor.
+    /// Each rank has partial values; reduced over the ranks, they are the tensor.
     Partial(ReduceOp),
 }
 
-/// The terms that ranks have add up to the tensor.
+/// The ranks have partial sums: added up, they are the tensor.
 pub const P: Sbp = Sbp::Partial(ReduceOp::Sum);
 
 /// SBP on each axis of a placement, the first axis first.
 pub type NdSbp = Vec<Sbp>;
 
 impl Sbp {
-    /// Whether ranks have terms.
+    /// Whether ranks have partial values.
     pub fn is_partial(self) -> bool {
         matches!(self, Sbp::Partial(_))
     }
@@ -39,13 +39,28 @@ impl Sbp {
     }
 }
 
-/// Whether the rank at these coordinates has the values of a tensor that is made. Of a sum the first
-/// rank has them, and the others zeros; of other reductions all have them.
-pub(crate) fn has_values(sbp: &[Sbp], coordinates: &[usize]) -> bool {
-    sbp.iter().zip(coordinates).all(|(&sbp, &at)| sbp != P || at == 0)
+/// What leaves a value as it is in a sum or a product. None for the other reductions: there the value
+/// itself does.
+pub(crate) fn neutral(op: ReduceOp) -> Option<f64> {
+    match op {
+        ReduceOp::Sum => Some(0.0),
+        ReduceOp::Product => Some(1.0),
+        ReduceOp::Avg | ReduceOp::Max | ReduceOp::Min => None,
+    }
 }
 
-/// The SBP of the gradient of locals: each copy has a term of it, each term all of it.
+/// What the rank at these coordinates has of a new tensor instead of the tensor's values. Of a sum or
+/// a product the first rank has the values, and the others what leaves them as they are; of other
+/// reductions all have the values. Inner axes come first: they reduce to what the outer ones reduce.
+pub(crate) fn filler(sbp: &[Sbp], coordinates: &[usize]) -> Option<f64> {
+    let axes = sbp.iter().zip(coordinates).rev();
+    axes.filter(|(_, &at)| at > 0).find_map(|(&sbp, _)| match sbp {
+        Sbp::Partial(op) => neutral(op),
+        _ => None,
+    })
+}
+
+/// The SBP of the gradient of locals: each copy has a partial gradient, each partial sum all of it.
 pub(crate) fn dual(sbp: &[Sbp]) -> NdSbp {
     let one = |&sbp: &Sbp| match sbp {
         Sbp::Broadcast => P,
@@ -77,5 +92,33 @@ impl fmt::Display for Sbp {
 impl fmt::Debug for Sbp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{self}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The values of all ranks of a 2 x 2 mesh, reduced over the inner axis, then over the outer one,
+    /// are the value.
+    #[test]
+    fn fillers_leave_the_value_as_it_is() {
+        let reduce = |sbp: Sbp, one: f64, other: f64| match sbp {
+            Sbp::Partial(ReduceOp::Sum) => one + other,
+            Sbp::Partial(ReduceOp::Product) => one * other,
+            Sbp::Partial(ReduceOp::Avg) => (one + other) / 2.0,
+            Sbp::Partial(ReduceOp::Max) => one.max(other),
+            Sbp::Partial(ReduceOp::Min) => one.min(other),
+            _ => one,
+        };
+        let ops = ReduceOp::ALL.iter().map(|&op| Sbp::Partial(op)).chain([B, S(0)]);
+        let ops: Vec<Sbp> = ops.collect();
+        for &outer in &ops {
+            for &inner in &ops {
+                let own = |at: [usize; 2]| filler(&[outer, inner], &at).unwrap_or(7.0);
+                let row = |at| reduce(inner, own([at, 0]), own([at, 1]));
+                assert_eq!(reduce(outer, row(0), row(1)), 7.0, "{outer} {inner}");
+            }
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! How a global tensor lies on the ranks.
+//! The layout of a global tensor: placement and SBP.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};

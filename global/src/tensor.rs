@@ -12,19 +12,19 @@ use crate::region::{check, shape};
 use crate::sbp::{NdSbp, Sbp, B};
 use crate::spec::Spec;
 
-/// Global tensors, which are ordinary `tch` tensors: how they lie, and how they get another placement
+/// Global tensors, which are ordinary `tch` tensors: their layout, and how they get another placement
 /// or SBP. All ranks of the group call the same functions in the same order.
 pub trait GlobalTensor {
     /// Whether this is a global tensor.
     fn is_global(&self) -> bool;
 
-    /// The ranks that it lies on.
+    /// The ranks that it is placed on.
     ///
     /// # Errors
     /// The tensor is plain.
     fn placement(&self) -> Result<Placement>;
 
-    /// How it lies on them.
+    /// Its layout on them: one SBP for each axis of the placement.
     ///
     /// # Errors
     /// The tensor is plain.
@@ -33,10 +33,25 @@ pub trait GlobalTensor {
     /// The tensor with this placement and SBP. Of a plain tensor, which is this rank's local: ranks
     /// that are not in the placement may pass any tensor of that kind. Differentiable.
     ///
+    /// A global tensor that has this placement and SBP already is returned as it is, with its memory:
+    /// `copy()` makes one of its own. The global tensor of a local never has the local's memory.
+    ///
     /// # Errors
     /// SBPs that do not fit the placement or the shape, locals that do not fit each other, or a
     /// collective that fails.
     fn to_global(&self, placement: &Placement, sbp: impl AsRef<[Sbp]>) -> Result<Tensor>;
+
+    /// The global tensor with this SBP, on its own placement. Differentiable.
+    ///
+    /// # Errors
+    /// The tensor is plain, the SBP does not fit, or a collective fails.
+    fn to_sbp(&self, sbp: impl AsRef<[Sbp]>) -> Result<Tensor>;
+
+    /// The global tensor on another placement that has as many axes, with its own SBP. Differentiable.
+    ///
+    /// # Errors
+    /// The tensor is plain, the placement has more or fewer axes, or a collective fails.
+    fn to_placement(&self, placement: &Placement) -> Result<Tensor>;
 
     /// The same tensor. The gradient that comes back to it gets this SBP.
     ///
@@ -77,6 +92,14 @@ impl GlobalTensor for Tensor {
             Some(_) => convert(self, placement, sbp),
             None => from_locals(self, &Spec::of(placement, sbp)?),
         }
+    }
+
+    fn to_sbp(&self, sbp: impl AsRef<[Sbp]>) -> Result<Tensor> {
+        convert(self, spec_of(self)?.placement(), sbp.as_ref())
+    }
+
+    fn to_placement(&self, placement: &Placement) -> Result<Tensor> {
+        convert(self, placement, spec_of(self)?.sbp())
     }
 
     fn grad_sbp(&self, sbp: impl AsRef<[Sbp]>) -> Result<Tensor> {

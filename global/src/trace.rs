@@ -27,7 +27,7 @@ pub struct Value {
     pub tensor: Input,
     /// Its ranks.
     pub placement: Placement,
-    /// How it lies on them.
+    /// Its layout on them.
     pub sbp: NdSbp,
     /// Of a weight or an input; empty if it has none.
     pub name: String,

@@ -7,7 +7,8 @@ use std::collections::HashMap;
 
 use common::{assert_close, ranks};
 use flow_global as global;
-use flow_global::{GlobalTensor, Placement, B, P, S};
+use flow_global::{GlobalTensor, Placement, Sbp, B, P, S};
+use flow_tensor::ReduceOp;
 use tch::{nn, Device, Kind, Tensor};
 
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
@@ -17,6 +18,8 @@ fn tensors_like_others() {
     ranks(3, |group| {
         let placement = Placement::new(&group, [2, 0]).unwrap();
         let plain = Tensor::zeros([3, 5], F32);
+        let product = Sbp::Partial(ReduceOp::Product);
+        let twos = Tensor::full([3, 5], 2, (Kind::Int64, Device::Cpu));
         let tensors = [
             (global::zeros_like(&plain, &placement, [S(0)]).unwrap(), Some(0.0)),
             (global::ones_like(&plain, &placement, [P]).unwrap(), Some(1.0)),
@@ -24,6 +27,12 @@ fn tensors_like_others() {
             (global::empty_like(&plain, &placement, vec![B]).unwrap(), None),
             (global::rand_like(&plain, &placement, [S(0)]).unwrap(), None),
             (global::randn_like(&plain, &placement, [S(0)]).unwrap(), None),
+            (global::randint_like(&plain, 4, 5, &placement, [P]).unwrap(), Some(4.0)),
+            (global::new_zeros(&plain, [3, 5], &placement, [S(0)]).unwrap(), Some(0.0)),
+            (global::new_ones(&plain, [3, 5], &placement, [product]).unwrap(), Some(1.0)),
+            (global::new_full(&plain, [3, 5], 7.0, &placement, [product]).unwrap(), Some(7.0)),
+            (global::new_empty(&plain, [3, 5], &placement, [B]).unwrap(), None),
+            (global::new_tensor(&plain, &twos, &placement, [S(1)]).unwrap(), Some(2.0)),
         ];
         for (tensor, value) in tensors {
             assert!(tensor.is_global());
@@ -111,6 +120,219 @@ fn a_model_becomes_global() {
     });
 }
 
+/// A tensor gets another SBP, or another placement, or neither.
+#[test]
+fn one_of_placement_and_sbp() {
+    ranks(3, |group| {
+        let placement = Placement::new(&group, [0, 1]).unwrap();
+        let other = Placement::new(&group, [2, 0]).unwrap();
+        let x = global::randn([4, 6], Kind::Float, &placement, [S(0)]).unwrap();
+        let columns = x.to_sbp([S(1)]).unwrap();
+        assert_eq!(columns.sbp().unwrap(), [S(1)]);
+        assert_eq!(columns.placement().unwrap(), placement);
+        let there = x.to_placement(&other).unwrap();
+        assert_eq!(there.sbp().unwrap(), [S(0)]);
+        assert_eq!(there.placement().unwrap(), other);
+        for y in [&columns, &there] {
+            assert_close(&y.full().unwrap(), &x.full().unwrap(), 0.0);
+        }
+        let mesh = Placement::new(&group, [[0], [1]]).unwrap();
+        assert!(message(x.to_placement(&mesh)).contains("has 2 axes, but 1 SBPs are given"));
+        // The same placement and SBP: the same memory, and by copy() another one.
+        let mut same = x.to_global(&placement, [S(0)]).unwrap();
+        let mut copy = same.copy();
+        let before = x.full().unwrap();
+        let _ = copy.fill_(3.0);
+        assert_close(&x.full().unwrap(), &before, 0.0);
+        let _ = same.fill_(5.0);
+        assert_close(&x.full().unwrap(), &Tensor::full([4, 6], 5.0, F32), 0.0);
+        // A local's memory stays the local's own.
+        let local = Tensor::zeros([2, 6], F32);
+        for sbp in [S(0), B, P] {
+            let _ = local.to_global(&placement, [sbp]).unwrap().fill_(1.0);
+        }
+        assert_close(&local, &Tensor::zeros([2, 6], F32), 0.0);
+    });
+}
+
+/// `copy_` and `set_data` move by nature.
+#[test]
+fn assignments_between_placements() {
+    ranks(4, |group| {
+        let placement = Placement::new(&group, [0, 1]).unwrap();
+        let mesh = Placement::new(&group, [[2, 1], [3, 0]]).unwrap();
+        let plain = Tensor::arange(20, F32).view([4, 5]);
+        let source = global::distribute_tensor(&plain, &placement, [S(0)]).unwrap();
+        let source = source.set_requires_grad(true);
+        for sbp in [[S(0), S(1)], [B, S(0)], [P, B]] {
+            let mut target = global::zeros([4, 5], Kind::Float, &mesh, sbp).unwrap();
+            target.copy_(&(&source * 2.0));
+            assert_eq!(target.sbp().unwrap(), sbp);
+            assert_eq!(target.placement().unwrap(), mesh);
+            assert_close(&target.full().unwrap(), &(&plain * 2.0), 0.0);
+            (target * 3.0).sum(Kind::Float).backward();
+        }
+        assert_eq!(source.grad().placement().unwrap(), placement);
+        assert_close(&source.grad().full().unwrap(), &Tensor::full([4, 5], 18.0, F32), 0.0);
+        // Of another size: broadcast.
+        let mut rows = global::zeros([3, 5], Kind::Float, &mesh, [B, S(1)]).unwrap();
+        rows.copy_(&source.detach().narrow(0, 1, 1));
+        let expected = plain.narrow(0, 1, 1).expand([3, 5], false);
+        assert_close(&rows.full().unwrap(), &expected, 0.0);
+
+        let mut data = global::ones([2], Kind::Float, &mesh, [B, B]).unwrap();
+        let holder = data.shallow_clone();
+        data.set_data(&source.detach());
+        assert_eq!((holder.size(), holder.sbp().unwrap()), (vec![4, 5], vec![S(0)]));
+        assert_close(&holder.full().unwrap(), &plain, 0.0);
+    });
+}
+
+/// A model that was made global is plain again, for all who hold its variables, and trains on.
+#[test]
+fn a_model_becomes_plain_again() {
+    ranks(3, |group| {
+        let placement = Placement::new(&group, [2, 1]).unwrap();
+        let vs = nn::VarStore::new(Device::Cpu);
+        let linear = nn::linear(vs.root(), 4, 5, Default::default());
+        tch::no_grad(|| linear.ws.shallow_clone().copy_(&Tensor::arange(20, F32).view([5, 4])));
+        global::distribute(&vs, &placement, |_, _| [S(0)]).unwrap();
+        linear.ws.sum(Kind::Float).backward();
+        global::undistribute(&vs).unwrap();
+        assert!(!linear.ws.is_global() && !linear.ws.grad().is_global());
+        assert_close(&linear.ws.detach(), &Tensor::arange(20, F32).view([5, 4]), 0.0);
+        assert_close(&linear.ws.grad(), &Tensor::ones([5, 4], F32), 0.0);
+        linear.ws.sum(Kind::Float).backward();
+        assert_close(&linear.ws.grad(), &Tensor::full([5, 4], 2.0, F32), 0.0);
+        // And once more global.
+        global::distribute(&vs, &placement, |_, _| [B]).unwrap();
+        assert_close(&linear.ws.full().unwrap(), &Tensor::arange(20, F32).view([5, 4]), 0.0);
+        global::undistribute(&vs).unwrap();
+    });
+}
+
+/// Operations that reduce a split dimension leave partial values of their own reduction.
+#[test]
+fn partial_results() {
+    ranks(3, |group| {
+        let placement = Placement::all(&group).unwrap();
+        let plain = (Tensor::arange(21, F32).view([7, 3]) * 0.7).sin();
+        let x = global::distribute_tensor(&plain, &placement, [S(0)]).unwrap();
+        let (flags, plain_flags) = (x.gt(0.9), plain.gt(0.9));
+        let cases: Vec<(Tensor, Tensor, ReduceOp)> = vec![
+            (x.sum(Kind::Float), plain.sum(Kind::Float), ReduceOp::Sum),
+            (x.mean(Kind::Float), plain.mean(Kind::Float), ReduceOp::Sum),
+            (x.amax([0i64], false), plain.amax([0i64], false), ReduceOp::Max),
+            (x.amin([0i64], true), plain.amin([0i64], true), ReduceOp::Min),
+            (x.max(), plain.max(), ReduceOp::Max),
+            (x.min(), plain.min(), ReduceOp::Min),
+            (x.prod(Kind::Float), plain.prod(Kind::Float), ReduceOp::Product),
+            (flags.any(), plain_flags.any(), ReduceOp::Max),
+            (flags.all_dim(0, false), plain_flags.all_dim(0, false), ReduceOp::Min),
+        ];
+        for (found, expected, op) in cases {
+            assert_eq!(found.sbp().unwrap(), [Sbp::Partial(op)]);
+            let (found, expected) = (found.full().unwrap(), expected);
+            assert_eq!(found.kind(), expected.kind());
+            assert_close(&found.to_kind(Kind::Float), &expected.to_kind(Kind::Float), 1e-6);
+        }
+        assert_eq!(x.amax([1i64], false).sbp().unwrap(), [S(0)]);
+    });
+}
+
+/// A norm is a real number.
+#[test]
+fn norms_of_complex_tensors() {
+    ranks(2, |group| {
+        let placement = Placement::all(&group).unwrap();
+        for (kind, real) in [(Kind::ComplexFloat, Kind::Float), (Kind::ComplexDouble, Kind::Double)]
+        {
+            let part = |start: i64| Tensor::arange_start(start, start + 12, (real, Device::Cpu));
+            let plain = Tensor::complex(&part(1), &part(-7));
+            let x = global::distribute_tensor(&plain, &placement, [S(0)]).unwrap();
+            assert_eq!(x.kind(), kind);
+            for order in [2.0, 1.0, f64::INFINITY] {
+                let found = x.linalg_norm(order, None::<&[i64]>, false, None).full().unwrap();
+                let expected = plain.linalg_norm(order, None::<&[i64]>, false, None);
+                assert_eq!(found.kind(), expected.kind());
+                assert_close(&found, &expected, 1e-4);
+            }
+        }
+    });
+}
+
+/// Whole numbers are exact, and half precision has all its numbers.
+#[test]
+fn random_numbers_use_all_bits() {
+    ranks(2, |group| {
+        let placement = Placement::all(&group).unwrap();
+        global::manual_seed(&placement, 5).unwrap();
+        let ints = |low: i64, high: i64| {
+            let x = global::randint(low, high, [500], Kind::Int64, &placement, [S(0)]).unwrap();
+            Vec::<i64>::try_from(x.full().unwrap()).unwrap()
+        };
+        let large = ints(1 << 60, (1 << 60) + (1 << 40));
+        assert!(large.iter().all(|&x| (1 << 60..(1 << 60) + (1 << 40)).contains(&x)));
+        // f64 would have multiples of 256 only.
+        assert!(large.iter().any(|x| x % 256 != 0));
+        let all = ints(i64::MIN, i64::MAX);
+        assert!(all.iter().any(|&x| x < 0) && all.iter().any(|&x| x > 1 << 62));
+        let like = global::zeros([500], Kind::Int64, &placement, [S(0)]).unwrap();
+        let like = like.randint_like_low_dtype(1 << 60, (1 << 60) + 512).full().unwrap();
+        let like = Vec::<i64>::try_from(like).unwrap();
+        assert!(like.iter().all(|&x| (1 << 60..(1 << 60) + 512).contains(&x)));
+        assert!(like.iter().any(|x| x % 256 != 0));
+        for (kind, steps) in [(Kind::Half, 2048.0), (Kind::BFloat16, 256.0)] {
+            let x = global::rand([5000], kind, &placement, [S(0)]).unwrap().full().unwrap();
+            let x = x.to_kind(Kind::Double);
+            let mut values = Vec::<f64>::try_from(&x * steps).unwrap();
+            assert!(values.iter().all(|x| x.fract() == 0.0 && (0.0..steps).contains(x)));
+            values.sort_by(f64::total_cmp);
+            values.dedup();
+            assert!(values.len() as f64 > 0.8 * steps, "{kind:?}: {} values", values.len());
+        }
+    });
+}
+
+/// What is plain is written on all ranks, also on those outside the placement; and an `out` tensor gets
+/// the size of the result.
+#[test]
+fn plain_and_resized_tensors_are_written() {
+    ranks(3, |group| {
+        let placement = Placement::new(&group, [2, 0]).unwrap();
+        let value = Tensor::arange(12, F32).view([4, 3]);
+        for sbp in [S(0), B, P] {
+            let x = global::distribute_tensor(&value, &placement, [sbp]).unwrap();
+            let mut plain = Tensor::ones([4, 3], F32);
+            let _ = plain.g_add_(&x);
+            assert!(!plain.is_global());
+            assert_close(&plain, &(&value + 1.0), 0.0);
+            let mut columns = Tensor::zeros([3, 4], F32).tr();
+            columns.copy_(&x);
+            assert_close(&columns, &value, 0.0);
+            let _ = plain.bernoulli_(&x.ge(5.0).to_kind(Kind::Float));
+            assert_close(&plain, &value.ge(5.0).to_kind(Kind::Float), 0.0);
+
+            let expected = value.matmul(&value.tr());
+            let plain_out = Tensor::zeros([2], F32);
+            let _ = x.mm_out(&plain_out, &x.tr());
+            assert_close(&plain_out, &expected, 1e-6);
+            for of_out in [S(0), B, P] {
+                let out = global::zeros([2], Kind::Float, &placement, [of_out]).unwrap();
+                let _ = x.mm_out(&out, &x.tr());
+                assert_eq!(out.size(), [4, 4]);
+                assert_close(&out.full().unwrap(), &expected, 1e-6);
+                assert_close(&(&out * 2.0).full().unwrap(), &(&expected * 2.0), 1e-6);
+            }
+            let mut x = x;
+            for error in [x.f_resize_([2, 2]).unwrap_err(), x.f_resize_as_(&plain).unwrap_err()] {
+                let error = error.to_string();
+                assert!(error.contains("cannot be changed in place"), "{error}");
+            }
+        }
+    });
+}
+
 /// Each says what was wrong.
 #[test]
 fn errors() {
@@ -134,7 +356,7 @@ fn errors() {
             (message(plain.to_kind(kind).to_global(&placement, [B])), "differ in kind"),
             (
                 x.f_matmul(&on_other.tr()).unwrap_err().to_string(),
-                "one input lies on the placement [0, 1], another on [0]",
+                "one input is placed on [0, 1], another one on [0]",
             ),
             (
                 message(Placement::of([0, 1]).and_then(|of| plain.to_global(&of, [B]))),

@@ -12,7 +12,7 @@ use std::process::Command;
 use flow_autograd::OptimizerState;
 use flow_ddp::{Ddp, DistributedSampler};
 use flow_global::checkpoint::{CheckpointError, Checkpoints};
-use flow_global::{distribute, scatter, GlobalTensor, NdSbp, Placement, Sbp, B, P, S};
+use flow_global::{distribute, distribute_tensor, GlobalTensor, NdSbp, Placement, Sbp, B, P, S};
 use flow_tensor::ProcessGroup;
 use pytorch::pytorch;
 use ranks::ranks;
@@ -160,7 +160,8 @@ impl Layout {
         steps: Range<usize>,
     ) -> Vec<f64> {
         let step = |step| {
-            let input = tch::no_grad(|| scatter(&batch(step), placement, &self.batches)).unwrap();
+            let input =
+                tch::no_grad(|| distribute_tensor(&batch(step), placement, &self.batches)).unwrap();
             training.step(&input)
         };
         steps.map(step).collect()
@@ -287,7 +288,7 @@ fn terms_and_other_groups_are_errors() {
             distribute(&vs, &placement, |_, _| vec![sbp]).unwrap();
             checkpoints.save(1, &vs, None, &()).unwrap_err().to_string()
         };
-        let error = "cannot save or load model.w: it is [P], and ranks have terms; make it S or B \
+        let error = "cannot save or load model.w: it is [P], partial; make it S or B \
                      by to_global";
         assert_eq!(save(&group, P), error);
         let error = "cannot save or load model.w: its placement [0, 1] is of another process \

@@ -6,7 +6,9 @@ mod ranks;
 
 use flow_ddp::{DistributedSampler, SamplerState};
 use flow_global::checkpoint::Checkpoints;
-use flow_global::{distribute, manual_seed, randn, scatter, GlobalTensor, NdSbp, Placement, B, S};
+use flow_global::{
+    distribute, distribute_tensor, manual_seed, randn, GlobalTensor, NdSbp, Placement, B, S,
+};
 use flow_tensor::ProcessGroup;
 use ranks::ranks;
 use tch::nn::{self, ModuleT, OptimizerConfig, VarStore};
@@ -68,7 +70,7 @@ fn with_dropout(
     for step in start..6 {
         let batch = Tensor::arange(24, (Kind::Double, Device::Cpu)).view([4, 6]);
         let batch = (batch * (step as f64 + 1.0)).sin();
-        let batch = tch::no_grad(|| scatter(&batch, placement, &batches)).unwrap();
+        let batch = tch::no_grad(|| distribute_tensor(&batch, placement, &batches)).unwrap();
         let loss = net.forward_t(&batch, true).square().mean(Kind::Double);
         optimizer.backward_step(&loss);
         losses.push(loss.full().unwrap().double_value(&[]));

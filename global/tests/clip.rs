@@ -5,15 +5,16 @@ mod common;
 
 use common::{assert_close, ranks};
 use flow_global::{
-    clip_grad_norm, clip_grad_value, record, scatter, GlobalTensor, Placement, Sbp, B, P, S,
+    clip_grad_norm, clip_grad_value, distribute_tensor, record, GlobalTensor, Placement, Sbp, B, P,
+    S,
 };
 use tch::{Device, Kind, Tensor};
 
 /// A tensor on a placement with this gradient.
 fn with_gradient(gradient: &Tensor, placement: &Placement, sbp: &[Sbp]) -> Tensor {
-    let leaf = tch::no_grad(|| scatter(&gradient.zeros_like(), placement, sbp)).unwrap();
+    let leaf = tch::no_grad(|| distribute_tensor(&gradient.zeros_like(), placement, sbp)).unwrap();
     let leaf = leaf.set_requires_grad(true);
-    let factor = scatter(gradient, placement, vec![B; sbp.len()]).unwrap();
+    let factor = distribute_tensor(gradient, placement, vec![B; sbp.len()]).unwrap();
     (&leaf * factor).sum(gradient.kind()).backward();
     leaf
 }
@@ -36,7 +37,7 @@ fn the_documented_example() {
         ranks(2, |group| {
             let placement = Placement::all(&group).unwrap();
             let x = Tensor::from_slice2(&[[2f32, 3.0, 4.0], [1.5, 2.6, 3.7]]);
-            let x = scatter(&x, &placement, [sbp]).unwrap().set_requires_grad(true);
+            let x = distribute_tensor(&x, &placement, [sbp]).unwrap().set_requires_grad(true);
             x.relu().sum(Kind::Float).backward();
             let total = clip_grad_norm(&[x.shallow_clone()], 0.6, 1.0, false).unwrap();
             assert_eq!(total, 6.0);

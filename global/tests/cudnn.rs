@@ -5,7 +5,7 @@
 mod common;
 
 use common::{assert_close, ranks};
-use flow_global::{scatter, GlobalTensor, Placement, S};
+use flow_global::{distribute_tensor, GlobalTensor, Placement, S};
 use tch::{Device, Kind, Tensor};
 
 const OPTIONS: (Kind, Device) = (Kind::Double, Device::Cpu);
@@ -49,7 +49,8 @@ fn split_batches_and_channels_give_what_the_native_one_gives() {
             );
             (&expected * &gradient).sum(Kind::Double).backward();
 
-            let place = |tensor: &Tensor, sbp| scatter(tensor, &placement, [sbp]).unwrap();
+            let place =
+                |tensor: &Tensor, sbp| distribute_tensor(tensor, &placement, [sbp]).unwrap();
             let global = [
                 place(&x, data).set_requires_grad(true),
                 place(&w, channels).set_requires_grad(true),

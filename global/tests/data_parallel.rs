@@ -5,7 +5,7 @@
 mod common;
 
 use common::{assert_close, ranks};
-use flow_global::{distribute, randn, scatter, GlobalTensor, Placement, Sbp, B, P, S};
+use flow_global::{distribute, distribute_tensor, randn, GlobalTensor, Placement, Sbp, B, P, S};
 use flow_tensor::{ProcessGroup, ReduceOp};
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -65,7 +65,7 @@ impl Net {
 fn batch(placement: &Placement, step: i64) -> (Tensor, Tensor) {
     let x = numbers(&[ROWS, 4], 0.7 + step as f64);
     let data: Vec<Sbp> = (0..placement.axes()).map(|axis| [S(0), B][axis]).collect();
-    (x.shallow_clone(), scatter(&x, placement, data).unwrap())
+    (x.shallow_clone(), distribute_tensor(&x, placement, data).unwrap())
 }
 
 fn assert_alike(net: &Net, plain: &Net) {
@@ -163,7 +163,9 @@ fn a_split_leaf_that_some_ranks_have_nothing_of_is_reduced_alike_on_all() {
             let x = numbers(&[8, 4], 0.3 + f64::from(step)).to_kind(Kind::Float);
             let mut leaf = row.shallow_clone();
             leaf.zero_grad();
-            (scatter(&x, &mesh, [S(0), S(0)]).unwrap() * &row).sum(Kind::Float).backward();
+            (distribute_tensor(&x, &mesh, [S(0), S(0)]).unwrap() * &row)
+                .sum(Kind::Float)
+                .backward();
             let wanted = x.sum_dim_intlist([0i64].as_slice(), true, Kind::Float);
             assert_close(&row.grad().full().unwrap(), &wanted, 1e-5);
         }
@@ -183,7 +185,9 @@ fn gradients_of_gradients_go_through_conversions() {
             Tensor::run_backward(&[penalty], &[w], false, false).remove(0)
         };
         let wanted = second(&plain, plain.tanh());
-        let w = || scatter(&plain.detach(), &placement, [S(0)]).unwrap().set_requires_grad(true);
+        let w = || {
+            distribute_tensor(&plain.detach(), &placement, [S(0)]).unwrap().set_requires_grad(true)
+        };
         let converted: [fn(&Tensor, &Placement, &Placement) -> Tensor; 3] = [
             |x, _, _| x.grad_sbp([S(1)]).unwrap(),
             |x, own, other| x.to_global(other, [S(1)]).unwrap().to_global(own, [B]).unwrap(),
@@ -208,8 +212,8 @@ fn a_tensor_of_any_reduction_has_its_values() {
             let sbp = [Sbp::Partial(op)];
             let made = flow_global::full([3], -1.5, Kind::Double, &placement, sbp).unwrap();
             assert_close(&made.full().unwrap(), &minus, 0.0);
-            let scattered = scatter(&minus, &placement, sbp).unwrap();
-            assert_close(&scattered.full().unwrap(), &minus, 0.0);
+            let distributed = distribute_tensor(&minus, &placement, sbp).unwrap();
+            assert_close(&distributed.full().unwrap(), &minus, 0.0);
         }
         assert_eq!(P, Sbp::Partial(ReduceOp::Sum));
     });

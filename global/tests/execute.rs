@@ -178,10 +178,12 @@ fn terms_of_all_kinds_and_reductions() {
                     (ReduceOp::Min, stacked.amin([0i64], false)),
                     (ReduceOp::Sum, stacked.sum_dim_intlist(&[0i64][..], false, Kind::Double)),
                     (ReduceOp::Avg, stacked.mean_dim(&[0i64][..], false, Kind::Double)),
+                    (ReduceOp::Product, stacked.prod_dim_int(0, false, Kind::Double)),
                 ];
                 let own = term(group.rank());
                 for (op, expected) in cases {
-                    if kind == Kind::Bool && matches!(op, ReduceOp::Sum | ReduceOp::Avg) {
+                    let is_arithmetic = !matches!(op, ReduceOp::Max | ReduceOp::Min);
+                    if kind == Kind::Bool && is_arithmetic {
                         continue;
                     }
                     let terms = Sbp::Partial(op);
@@ -200,7 +202,7 @@ fn terms_of_all_kinds_and_reductions() {
                             "{kind:?} {op:?} {dim}"
                         );
                     }
-                    // New terms of which one is enough are copies; of a sum they are not.
+                    // New terms of which one is enough are copies; of sums and products they are not.
                     let again =
                         boxed(&group, &groups, &boxed(&group, &groups, &all, B, terms), terms, B);
                     assert!(again.allclose(&all, 1e-2, 1e-2, false), "{kind:?} {op:?} again");
@@ -223,6 +225,60 @@ fn terms_of_different_reductions_are_reduced_from_the_last_axis_on() {
         let result = boxing.run(&groups, (Kind::Int, Device::Cpu), Some(&local)).unwrap().unwrap();
         assert_eq!(Vec::<i32>::try_from(result).unwrap(), [35, 48]);
     });
+}
+
+/// On a mesh, what the ranks have is reduced over the last axis, then over the first one. Boxing
+/// between any two pairs of SBPs does not change what comes out.
+#[test]
+fn pairs_of_reductions() {
+    let ops = ReduceOp::ALL.iter().map(|&op| Sbp::Partial(op));
+    let sbps: Vec<Sbp> = ops.chain([B, S(0)]).collect();
+    let pairs: Vec<[Sbp; 2]> =
+        sbps.iter().flat_map(|&one| sbps.iter().map(move |&other| [one, other])).collect();
+    let mesh = Placement::of([[0, 1], [2, 3]]).unwrap();
+    let local = |sbp: &[Sbp; 2], rank: usize| -> Vec<f64> {
+        let range = regions(&mesh, sbp, &[4])[rank].0[0].clone();
+        // Copies are equal.
+        let at = mesh.coordinates(rank).into_iter().zip(sbp);
+        let number = at.fold(0, |number, (at, &sbp)| 2 * number + if sbp == B { 0 } else { at });
+        range.map(|index| ((number * 7 + index * 3) % 5 + 1) as f64).collect()
+    };
+    let results = on_ranks(4, |group| {
+        let groups = Groups::new(&group);
+        let mut results = Vec::new();
+        for (from, to) in pairs.iter().flat_map(|from| pairs.iter().map(move |to| (from, to))) {
+            let [old, new] = [from, to].map(|sbp| Layout { placement: &mesh, sbp });
+            let boxing = Boxing::new(group.rank(), &[4], old, new);
+            let local = Tensor::from_slice(&local(from, group.rank()));
+            let options = (Kind::Double, Device::Cpu);
+            let result = boxing.run(&groups, options, Some(&local)).unwrap().unwrap();
+            results.push(Vec::<f64>::try_from(result.contiguous()).unwrap());
+        }
+        results
+    });
+    let combine = |sbp: Sbp, one: Vec<f64>, other: Vec<f64>| -> Vec<f64> {
+        let Sbp::Partial(op) = sbp else {
+            assert!(sbp != B || one == other, "copies differ: {one:?} {other:?}");
+            return if sbp == B { one } else { [one, other].concat() };
+        };
+        let reduce = |(a, b): (f64, f64)| match op {
+            ReduceOp::Sum => a + b,
+            ReduceOp::Avg => (a + b) / 2.0,
+            ReduceOp::Product => a * b,
+            ReduceOp::Max => a.max(b),
+            ReduceOp::Min => a.min(b),
+        };
+        one.into_iter().zip(other).map(reduce).collect()
+    };
+    let value = |[outer, inner]: [Sbp; 2], own: &dyn Fn(usize) -> Vec<f64>| {
+        combine(outer, combine(inner, own(0), own(1)), combine(inner, own(2), own(3)))
+    };
+    let cases = pairs.iter().flat_map(|&from| pairs.iter().map(move |&to| (from, to)));
+    for (index, (from, to)) in cases.enumerate() {
+        let expected = value(from, &|rank| local(&from, rank));
+        let found = value(to, &|rank| results[rank][index].clone());
+        assert_eq!(found, expected, "{from:?} -> {to:?}");
+    }
 }
 
 #[test]

@@ -4,7 +4,9 @@
 mod common;
 
 use common::{assert_close, ranks};
-use flow_global::{distribute, scatter, GlobalTensor, GradScaler, Placement, Sbp, B, P, S};
+use flow_global::{
+    distribute, distribute_tensor, GlobalTensor, GradScaler, Placement, Sbp, B, P, S,
+};
 use tch::nn::{self, OptimizerConfig};
 use tch::{Device, Kind, Tensor};
 
@@ -66,7 +68,7 @@ fn all_ranks_skip_the_step_that_overflows_on_one() {
     let train_on = |placement: &Placement, sbp: Sbp, of_data: Sbp| {
         let (vs, parameter) = parameter();
         distribute(&vs, placement, |_, _| [sbp]).unwrap();
-        let place = |factor: &Tensor| scatter(factor, placement, [of_data]).unwrap();
+        let place = |factor: &Tensor| distribute_tensor(factor, placement, [of_data]).unwrap();
         train(&vs, &parameter, place, |step| {
             let [first, last] = PARAMETERS[step];
             let expected = Tensor::from_slice(&[first, first, last]);

@@ -6,7 +6,7 @@ mod common;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use common::ranks;
-use flow_global::{distribute, scatter, GlobalTensor, Placement, Sbp, B, S};
+use flow_global::{distribute, distribute_tensor, GlobalTensor, Placement, Sbp, B, S};
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Tensor};
 
@@ -116,7 +116,7 @@ fn gradients_are_as_exact_as_those_of_plain_tensors() {
                 };
                 distribute(&model.vs, &placement, sbp).unwrap();
                 let (x, y) = batch(kind);
-                let [x, y] = [x, y].map(|one| scatter(&one, &placement, [data]).unwrap());
+                let [x, y] = [x, y].map(|one| distribute_tensor(&one, &placement, [data]).unwrap());
                 assert_eq!(model.network.forward(&x).kind(), kind);
                 let values = model.step(&x, &y);
                 let errors = errors(&values, &exact);

@@ -9,7 +9,7 @@ use common::{assert_close, ranks};
 use flow_global::nn::{
     column_linear, parallel_cross_entropy, row_linear, vocab_embedding, ColumnLinear, RowLinear,
 };
-use flow_global::{record, scatter, GlobalTensor, Placement, Sbp, B, S};
+use flow_global::{distribute_tensor, record, GlobalTensor, Placement, Sbp, B, S};
 use tch::nn::Module;
 use tch::{nn, Device, Kind, Reduction, Tensor};
 
@@ -86,7 +86,9 @@ fn a_column_and_a_row_layer_are_two_plain_ones() {
                 sbp[0] = S(0);
             }
             let plain_x = leaf(&numbers(&[batch, 4, 5], 1));
-            let x = scatter(&plain_x.detach(), &placement, &sbp).unwrap().set_requires_grad(true);
+            let x = distribute_tensor(&plain_x.detach(), &placement, &sbp)
+                .unwrap()
+                .set_requires_grad(true);
             let hidden = column.forward(&x);
             // A batch that is split unevenly is boxed where samples and positions become rows.
             if (axis, batch) != (1, 5) {
@@ -123,7 +125,7 @@ fn an_embedding_of_a_split_vocabulary_is_a_plain_one() {
             let layer = vocab_embedding(vs.root(), vocabulary, 4, &placement, 0, init).unwrap();
             let indices = Tensor::from_slice(&[0i64, 1, 1, 0, 1, 0]) * (vocabulary - 1);
             let indices = indices.view([2, 3]);
-            let out = layer.forward(&scatter(&indices, &placement, [B]).unwrap());
+            let out = layer.forward(&distribute_tensor(&indices, &placement, [B]).unwrap());
             assert_eq!(out.sbp().unwrap(), [B]);
             let weights = numbers(&[2, 3, 4], 3);
             (&out * &weights).sum(Kind::Double).backward();
@@ -154,10 +156,11 @@ fn cross_entropy_of_split_classes_is_that_of_whole_ones() {
             };
             let values = numbers(&[3, 2, classes], 4) * 30;
             let target = Tensor::from_slice(&[0, classes - 1, 1, -100, 0, 1]).view([3, 2]);
-            let logits = scatter(&values, &placement, sbp).unwrap().set_requires_grad(true);
+            let logits =
+                distribute_tensor(&values, &placement, sbp).unwrap().set_requires_grad(true);
             let of_target: Vec<Sbp> =
                 sbp.iter().map(|&sbp| if sbp == S(0) { sbp } else { B }).collect();
-            let global_target = scatter(&target, &placement, &of_target).unwrap();
+            let global_target = distribute_tensor(&target, &placement, &of_target).unwrap();
             let (losses, forward) =
                 received(|| parallel_cross_entropy(&logits, &global_target).unwrap());
             let ((), backward) = received(|| losses.sum(Kind::Double).backward());
@@ -270,8 +273,9 @@ fn a_tensor_parallel_block_moves_as_many_bytes_as_megatron() {
                 }
             }
             let values = numbers(&[SAMPLES, LENGTH, WIDTH], 5);
-            let x = scatter(&values, &placement, [B]).unwrap().set_requires_grad(true);
-            let weights = scatter(&numbers(&[SAMPLES, LENGTH, WIDTH], 6), &placement, [B]).unwrap();
+            let x = distribute_tensor(&values, &placement, [B]).unwrap().set_requires_grad(true);
+            let weights =
+                distribute_tensor(&numbers(&[SAMPLES, LENGTH, WIDTH], 6), &placement, [B]).unwrap();
             let (out, forward) = received(|| block.forward(&x));
             let ((), backward) = received(|| (&out * &weights).sum(Kind::Double).backward());
             let activations = all_reduced(size as f64, (SAMPLES * LENGTH * WIDTH) as f64);
@@ -303,7 +307,7 @@ fn layers_on_some_of_the_ranks() {
         let embedding = vocab_embedding(&path / "e", 7, 4, &placement, 0, init).unwrap();
         let head = column_linear(&path / "h", 4, 7, &placement, 0, Default::default()).unwrap();
         let tokens = Tensor::from_slice(&[6i64, 0, 3]);
-        let target = scatter(&tokens, &placement, [B]).unwrap();
+        let target = distribute_tensor(&tokens, &placement, [B]).unwrap();
         let logits = head.forward(&embedding.forward(&target));
         let losses = parallel_cross_entropy(&logits, &target).unwrap();
         assert_eq!(losses.size(), [3]);

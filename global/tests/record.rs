@@ -6,7 +6,9 @@ use std::sync::Mutex;
 use flow_global::explain::Table;
 use flow_global::planner::{auto_sbp, cost, Costs};
 use flow_global::trace::{Action, Phase, Trace};
-use flow_global::{distribute, explain, record, scatter, GlobalTensor, Placement, Sbp, B, P, S};
+use flow_global::{
+    distribute, distribute_tensor, explain, record, GlobalTensor, Placement, Sbp, B, P, S,
+};
 use flow_tensor::ProcessGroup;
 use tch::nn::{self, Module, OptimizerConfig};
 use tch::{Device, Kind, Reduction, Tensor};
@@ -34,8 +36,8 @@ fn traces(data: Sbp, weights: impl Fn(&str) -> Sbp + Sync) -> Vec<Trace> {
         let mut optimizer = nn::Adam::default().build(&vs, 0.01).unwrap();
         distribute(&vs, &placement, |name, _| vec![weights(name)]).unwrap();
         let ones = |width: i64| Tensor::ones([12, width], (Kind::Float, Device::Cpu));
-        let x = scatter(&ones(8), &placement, [data]).unwrap();
-        let y = scatter(&ones(4), &placement, [data]).unwrap();
+        let x = distribute_tensor(&ones(8), &placement, [data]).unwrap();
+        let y = distribute_tensor(&ones(4), &placement, [data]).unwrap();
         let (_, trace) = record(|| {
             optimizer.backward_step(&net.forward(&x).mse_loss(&y, Reduction::Mean));
         });
@@ -111,7 +113,7 @@ fn block(tokens: i64, width: i64, is_pinned: bool) -> Trace {
         let sum = |x: Tensor| if is_pinned { x.to_global(&placement, [B]).unwrap() } else { x };
         let copy = |x: Tensor| if is_pinned { sum(x).grad_sbp([B]).unwrap() } else { x };
         let ones = Tensor::ones([2, tokens / 2, width], (Kind::Float, Device::Cpu));
-        let x = scatter(&ones, &placement, [B]).unwrap().set_requires_grad(true);
+        let x = distribute_tensor(&ones, &placement, [B]).unwrap().set_requires_grad(true);
         let (_, trace) = record(|| {
             let n = copy(first.forward(&x));
             let heads = |layer: &nn::Linear| {
@@ -175,8 +177,8 @@ fn explain_shows_boxing() {
     ranks(2, |group| {
         let placement = Placement::all(&group).unwrap();
         let ones = |shape: [i64; 2]| Tensor::ones(shape, (Kind::Float, Device::Cpu));
-        let x = scatter(&ones([4, 6]), &placement, [S(1)]).unwrap();
-        let w = scatter(&ones([6, 8]), &placement, [S(0)]).unwrap();
+        let x = distribute_tensor(&ones([4, 6]), &placement, [S(1)]).unwrap();
+        let w = distribute_tensor(&ones([6, 8]), &placement, [S(0)]).unwrap();
         let (y, table) = explain(|| x.matmul(&w).to_global(&placement, [B]).unwrap());
         assert_eq!(y.sbp().unwrap(), [B]);
         let text = table.to_string();

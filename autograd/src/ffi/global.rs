@@ -153,6 +153,11 @@ extern "C" {
         count: usize,
     ) -> *mut c_char;
     pub fn flow_call_run(call: *mut RawCall) -> *mut c_char;
+    pub fn flow_call_run_with(
+        call: *mut RawCall,
+        tensors: *const *const C_tensor,
+        count: usize,
+    ) -> *mut c_char;
     pub fn flow_call_result(
         call: *const RawCall,
         index: usize,

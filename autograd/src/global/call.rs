@@ -186,6 +186,20 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         unsafe { check("a call", ffi::flow_call_run(self.view.fast.call)) }
     }
 
+    /// Carries out the operation with these tensors in place of the call's, as a call of its own: the
+    /// caller gets its results.
+    ///
+    /// # Errors
+    /// The operation's own.
+    pub fn run_with(&mut self, tensors: &[Option<Tensor>]) -> Result<(), Error> {
+        assert!(tensors.len() == self.view.tensor_count, "the call has other tensors");
+        let pointer = |tensor: &Option<Tensor>| tensor.as_ref().map_or(null(), Tensor::as_ptr);
+        let tensors: Vec<_> = tensors.iter().map(pointer).collect();
+        let (tensors, count) = (tensors.as_ptr(), tensors.len());
+        // SAFETY: the call and the tensors are alive.
+        unsafe { check("a call", ffi::flow_call_run_with(self.view.fast.call, tensors, count)) }
+    }
+
     /// A result of [`Call::run`].
     ///
     /// # Errors

@@ -1,7 +1,7 @@
 //! Carries out plans of boxing on tensors.
 //!
-//! Ranks of one machine read each other's memory ([`flow_tensor::ProcessGroup::read_peers`]): each
-//! element is copied, or reduced, once, from where it is to where it belongs. Else, on GPUs and between
+//! Ranks of one machine read each other's memory (`ProcessGroup::read_peers`): each element is
+//! copied, or reduced, once, from where it is to where it belongs. Else, on GPUs and between
 //! machines, it goes by collectives, which need elements side by side (`packed`).
 
 use std::cell::RefCell;
@@ -17,9 +17,10 @@ use super::plan::{Copy, Layout, Plan};
 use crate::cache::Cache;
 use crate::error::{Error, Result};
 use crate::groups::Groups;
+use crate::placement::Placement;
 use crate::region::{regions, Region};
 use crate::runtime::Runtime;
-use crate::sbp::{text, Sbp, B};
+use crate::sbp::{neutral, text, NdSbp, Sbp, B};
 use crate::sequence::{digest_of, Operation};
 
 /// Terms of at most so many bytes are read by all ranks: one step is faster than two.
@@ -29,8 +30,8 @@ pub const SMALL: usize = 16 << 10;
 pub struct Boxing {
     plan: Plan,
     operation: Arc<Operation>,
-    /// Terms that are reduced in another way than the rest come first.
-    first: Option<Box<Boxing>>,
+    /// What one plan cannot do together with the rest comes first ([`between`]).
+    first: Vec<Boxing>,
     /// What this rank has before, and after.
     held: Option<Region>,
     result: Option<Region>,
@@ -72,10 +73,14 @@ impl Boxing {
 
     /// For tensors of this shape, on this rank. The layouts fit it ([`crate::region::check`]).
     pub fn new(rank: usize, shape: &[usize], from: Layout, to: Layout) -> Self {
-        if let Some(between) = between(from, to) {
-            let between = Layout { placement: from.placement, sbp: &between };
-            let first = Some(Box::new(Self::new(rank, shape, from, between)));
-            return Self { first, ..Self::new(rank, shape, between, to) };
+        if let Some((placement, between)) = between(from, to) {
+            let between = Layout { placement, sbp: &between };
+            let mut one = Self::new(rank, shape, from, between);
+            let mut last = Self::new(rank, shape, between, to);
+            let mut first = std::mem::take(&mut one.first);
+            first.push(one);
+            first.append(&mut last.first);
+            return Self { first, ..last };
         }
         let plan = Plan::new(shape, from, to);
         let what = (shape, from.placement, from.sbp, to.placement, to.sbp);
@@ -147,7 +152,7 @@ impl Boxing {
         let own = if is_in_result(rank) { Vec::new() } else { own };
         let slice = plan.slice(rank).cloned();
         let held = position.map(|position| held[position].clone());
-        let first = None;
+        let first = Vec::new();
         Self { plan, operation, first, held, result, slice, reduce, own, exchange, is_covered }
     }
 
@@ -161,14 +166,9 @@ impl Boxing {
         &self.operation
     }
 
-    /// What comes before the plan: terms that are reduced in another way.
-    pub fn first(&self) -> Option<&Self> {
-        self.first.as_deref()
-    }
-
     /// Whether the result is a part of what this rank has, with its memory.
     pub fn is_view(&self) -> bool {
-        self.slice.is_some() && self.first.is_none()
+        self.slice.is_some() && self.first.is_empty()
     }
 
     /// Carries it out; all ranks of both placements call this. `local` is what this rank has: None
@@ -182,11 +182,13 @@ impl Boxing {
         (kind, device): (Kind, Device),
         local: Option<&Tensor>,
     ) -> Result<Option<Tensor>> {
-        let between = match &self.first {
-            Some(first) => first.run(groups, (kind, device), local)?,
-            None => return self.run_plan(groups, (kind, device), local),
-        };
-        self.run_plan(groups, (kind, device), between.as_ref())
+        let mut between = None;
+        for (index, step) in self.first.iter().enumerate() {
+            let own = if index == 0 { local } else { between.as_ref() };
+            between = step.run_plan(groups, (kind, device), own)?;
+        }
+        let own = if self.first.is_empty() { local } else { between.as_ref() };
+        self.run_plan(groups, (kind, device), own)
     }
 
     fn run_plan(
@@ -203,7 +205,9 @@ impl Boxing {
             if !matches!(kind, Kind::Bool | Kind::Int8 | Kind::Int16) {
                 return Err(Error::Unsupported {
                     operation: "boxing".to_owned(),
-                    reason: format!("terms of kind {kind:?} cannot be reduced; convert by to_kind"),
+                    reason: format!(
+                        "partial values of kind {kind:?} cannot be reduced; convert by to_kind"
+                    ),
                 });
             }
             let wide = local.map(|local| local.to_kind(Kind::Int));
@@ -213,7 +217,7 @@ impl Boxing {
         let mut result = self.result.as_ref().map(|region| match self.is_covered {
             true => Part::empty(region, (kind, device)),
             false => {
-                let tensor = Tensor::zeros(memory::sizes(region), (kind, device));
+                let tensor = Tensor::full(memory::sizes(region), self.plan.filler, (kind, device));
                 Part { tensor, region: region.clone() }
             }
         });
@@ -245,21 +249,28 @@ fn add_numbers(key: &mut Vec<u64>, numbers: &[usize]) {
     key.extend(numbers.iter().map(|&number| number as u64));
 }
 
-/// What comes between two layouts if the first has terms of different reductions: the last axes'
-/// are reduced first.
-fn between(from: Layout, to: Layout) -> Option<Vec<Sbp>> {
+/// What comes between two layouts, and on which placement, if one plan cannot connect them: partial
+/// values of different reductions do not commute. Those of inner axes (the last ones) are reduced
+/// before those of outer axes, also if they stay partial in the end; new ones are made after those of
+/// outer axes.
+fn between<'a>(from: Layout<'a>, to: Layout<'a>) -> Option<(&'a Placement, NdSbp)> {
     let is_kept = |axis: usize| from.placement == to.placement && from.sbp[axis] == to.sbp[axis];
-    let is_reduced = |&axis: &usize| {
-        from.sbp[axis].is_partial() && from.placement.shape()[axis] > 1 && !is_kept(axis)
+    // The last axis that is partial by another reduction than the first one that changes.
+    let last = |layout: Layout<'a>, is_counted: fn(Sbp) -> bool| {
+        let is_partial =
+            |&axis: &usize| is_counted(layout.sbp[axis]) && layout.placement.shape()[axis] > 1;
+        let partial: Vec<usize> = (0..layout.sbp.len()).filter(is_partial).collect();
+        let first = *partial.iter().find(|&&axis| !is_kept(axis))?;
+        let differs = |axis: &usize| *axis > first && layout.sbp[*axis] != layout.sbp[first];
+        let has_other = partial.iter().any(differs);
+        let last = *partial.iter().rfind(|&axis| has_other && (*axis > first))?;
+        let mut between = layout.sbp.to_vec();
+        between[last] = B;
+        Some((layout.placement, between))
     };
-    let reduced: Vec<usize> = (0..from.sbp.len()).filter(is_reduced).collect();
-    let (&first, &last) = (reduced.first()?, reduced.last()?);
-    if reduced.iter().all(|&axis| from.sbp[axis] == from.sbp[first]) {
-        return None;
-    }
-    let mut between = from.sbp.to_vec();
-    between[last] = B;
-    Some(between)
+    // New maxima, minima and means are copies.
+    let is_made = |sbp: Sbp| matches!(sbp, Sbp::Partial(op) if neutral(op).is_some());
+    last(from, Sbp::is_partial).or_else(|| last(to, is_made))
 }
 
 /// The ranks that this one copies to or from, and those that they do, in order; and the copies

@@ -13,9 +13,9 @@ use flow_comm::ReduceOp;
 
 use crate::placement::Placement;
 use crate::region::{regions, Region};
-use crate::sbp::{NdSbp, Sbp};
+use crate::sbp::{neutral, NdSbp, Sbp};
 
-/// How a tensor lies: on which ranks, and how on each axis.
+/// The layout of a tensor: on which ranks, and how on each axis.
 #[derive(Clone, Copy, Debug)]
 pub struct Layout<'a> {
     /// The ranks.
@@ -32,8 +32,10 @@ pub struct Plan {
     /// What ranks of the new placement copy, from others or from themselves.
     pub copies: Vec<Copy>,
     /// What each rank of the new placement has in the end, by position. What it does not copy is
-    /// zero: the rest of its term of a partial result.
+    /// `filler`: the rest of its term of a partial result.
     pub results: Vec<Region>,
+    /// Leaves what it is reduced with as it is: 0 in sums, 1 in products.
+    pub filler: f64,
     /// Both phases together are an all-reduce in each group of the reduction: all ranks keep their
     /// regions, whose terms are reduced.
     pub is_all_reduce: bool,
@@ -62,7 +64,8 @@ pub struct Copy {
 }
 
 impl Plan {
-    /// Plans for a tensor of this shape. The layouts fit it ([`crate::region::check`]).
+    /// Plans for a tensor of this shape. The layouts fit it ([`crate::region::check`]). Those axes whose
+    /// partial values are reduced have one reduction, and so have those that get new ones.
     pub fn new(shape: &[usize], from: Layout, to: Layout) -> Self {
         let (old, new) = plain(from, to);
         let (from, to) = (Layout { sbp: &old, ..from }, Layout { sbp: &new, ..to });
@@ -85,7 +88,11 @@ impl Plan {
         };
         let needed = needed(from, to, &axes.new_terms, &sources, &results);
         let copies = copies(from, to, &axes.kept_terms, &sources, &needed);
-        Self { reduction, copies, results, is_all_reduce }
+        let filler = axes.new_terms.first().and_then(|&axis| match to.sbp[axis] {
+            Sbp::Partial(op) => neutral(op),
+            _ => None,
+        });
+        Self { reduction, copies, results, filler: filler.unwrap_or(0.0), is_all_reduce }
     }
 
     /// What a rank has in the end, if that is a part of what it had: nobody communicates with it.
@@ -122,7 +129,7 @@ fn plain(from: Layout, to: Layout) -> (NdSbp, NdSbp) {
     let is_same = from.placement == to.placement;
     for (axis, sbp) in new.iter_mut().enumerate() {
         let is_new = !is_same || old[axis] != *sbp;
-        if is_new && matches!(sbp, Sbp::Partial(ReduceOp::Max | ReduceOp::Min | ReduceOp::Avg)) {
+        if is_new && matches!(*sbp, Sbp::Partial(op) if neutral(op).is_none()) {
             *sbp = Sbp::Broadcast;
         }
     }

@@ -47,7 +47,7 @@ fn entry(name: &str, tensor: &Tensor, group: &ProcessGroup) -> Result<Entry> {
         return Err(unfit(reason));
     }
     if sbp.iter().any(|sbp| sbp.is_partial()) {
-        let reason = format!("it is {sbp:?}, and ranks have terms; make it S or B by to_global");
+        let reason = format!("it is {sbp:?}, partial; make it S or B by to_global");
         return Err(unfit(reason));
     }
     Ok(Entry { name: name.to_owned(), kind, shape, placement, sbp, local })

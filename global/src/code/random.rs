@@ -6,7 +6,7 @@ use flow_autograd::global::Argument;
 use tch::{Kind, Tensor};
 
 use super::context::Context;
-use crate::create::{bound, drawn, uniform_of};
+use crate::create::{drawn, drawn_whole, uniform_of, whole};
 use crate::error::Result;
 use crate::kinds::kind_of;
 use crate::random::{self, Bits, Draw};
@@ -112,9 +112,9 @@ pub fn draw(context: &mut Context<'_, '_>) -> Result<()> {
                 (Some(high), _) => (0, high),
                 _ => (0, greatest(kind)),
             };
-            let bound = bound(low, high, &name)?;
-            let value = move |bits| (low + random::below(bound, bits) as i64) as f64;
-            values(context, &mut draw, &like, kind, value)?
+            let (shape, region) = (context.shape(0), context.region(0));
+            let value = whole(low, high, &name)?;
+            drawn_whole(&mut draw, &shape, &region, (kind, like.device()), value)?
         }
         _ => return Err(context.fail("global tensors cannot draw from this distribution")),
     };
@@ -164,6 +164,7 @@ fn greatest(kind: Kind) -> i64 {
         Kind::Half => 1 << 11,
         Kind::BFloat16 => 1 << 8,
         Kind::Float => 1 << 24,
+        Kind::Int64 => i64::MAX,
         _ => 1 << 53,
     }
 }

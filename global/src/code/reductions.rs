@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 
 use super::context::Context;
 use crate::error::Result;
-use crate::kinds::{kind_of, wide};
+use crate::kinds::{kind_of, real, wide};
 use crate::sbp::{NdSbp, Sbp, B, P};
 
 /// Dimensions that are an argument; all if it is missing or empty.
@@ -53,7 +53,7 @@ pub fn norm(context: &mut Context<'_, '_>) -> Result<()> {
     // (self, order, dims, keepdim, dtype)
     let order = context.number(1).unwrap_or(2.0);
     let local = context.local(0)?;
-    let kind = context.int(4).and_then(kind_of).unwrap_or(local.kind());
+    let kind = real(context.int(4).and_then(kind_of).unwrap_or(local.kind()));
     let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
     let magnitudes = local.f_abs()?.f_to_kind(wide)?.f_reshape([-1])?;
     let (own, op): (Tensor, ReduceOp) = if order == f64::INFINITY {

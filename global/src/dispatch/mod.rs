@@ -8,15 +8,19 @@
 //! | `plan` | what an operation on tensors of these sizes and specs needs, decided once |
 //! | `known` | operations that run on the locals as they are |
 //! | `outside` | ranks that have nothing of the tensors |
+//! | `moved` | inputs on different placements |
+//! | `written` | `out` tensors of other sizes, and plain tensors that are written |
 //! | `agreed` | what all ranks must agree on in an operation |
 //! | `noted` | operations that are recorded |
 
 mod agreed;
 mod known;
+mod moved;
 mod noted;
 mod op;
 mod outside;
 mod plan;
+mod written;
 
 use std::sync::Arc;
 
@@ -27,10 +31,10 @@ use tch::Tensor;
 
 use crate::cache::Cache;
 use crate::code::{Code, Context};
-use crate::convert::convert;
+use crate::convert::{convert, moved};
 use crate::error::{Error, Result};
 use crate::handle::{boxed, find_spec, globals, local_of, spec_of};
-use crate::local::scatter;
+use crate::local::distribute_tensor;
 use crate::placement::Placement;
 use crate::record;
 use crate::replicas;
@@ -59,16 +63,10 @@ impl Dispatcher for Operations {
         let noted = record::is_on().then(|| Noted::new(call));
         // A guard, which is dropped if this panics as well.
         let _no_grad = tch::no_grad_guard();
-        match noted {
-            None => run(call)?,
-            Some(noted) => {
-                let placement = placement_of(call)?;
-                let plan = plan_of(call, &placement, placement.runtime()?)?;
-                run(call)?;
-                noted.tell(call, &plan, &placement)?;
-            }
+        match carry_out(call, noted) {
+            Err(Error::Placements { .. }) if moved::may_move(call) => Ok(moved::run(call)?),
+            result => Ok(result?),
         }
-        Ok(())
     }
 
     fn gradient(
@@ -82,11 +80,15 @@ impl Dispatcher for Operations {
             // Zeros, from a formula that makes them without a look at the tensors.
             let sbp = own.sbp().iter().map(|&sbp| if sbp.is_partial() { B } else { sbp });
             let sbp: Vec<_> = sbp.collect();
-            let boxed = scatter(&gradient.copy(), own.placement(), &sbp)?;
+            let boxed = distribute_tensor(&gradient.copy(), own.placement(), &sbp)?;
             return Ok(LeafGradient::Boxed(boxed));
         };
         if own.sbp().iter().any(|sbp| sbp.is_partial()) {
-            return Ok(LeafGradient::Same);
+            if own.placement() == now.placement() {
+                return Ok(LeafGradient::Same);
+            }
+            let moved = moved(Some(gradient), &own)?;
+            return Ok(moved.map_or(LeafGradient::Same, LeafGradient::Boxed));
         }
         if gradient.requires_grad() {
             // Of a backward that is itself differentiated.
@@ -106,26 +108,44 @@ impl Dispatcher for Operations {
     }
 }
 
+fn carry_out(call: &mut Call<'_, Spec>, noted: Option<Noted>) -> Result<()> {
+    let Some(noted) = noted else { return run(call) };
+    let placement = placement_of(call)?;
+    let plan = plan_of(call, &placement, placement.runtime()?)?;
+    run(call)?;
+    noted.tell(call, &plan, &placement)
+}
+
 fn run(call: &mut Call<'_, Spec>) -> Result<()> {
     let placement = placement_of(call)?;
     let runtime = placement.runtime()?;
     let plan = plan_of(call, &placement, runtime)?;
+    run_plan(call, &plan, &placement, runtime)?;
+    written::share_plain(call, &plan, &placement, runtime)
+}
+
+fn run_plan(
+    call: &mut Call<'_, Spec>,
+    plan: &Plan,
+    placement: &Placement,
+    runtime: &Runtime,
+) -> Result<()> {
     let position = placement.position(runtime.rank());
     if let Some(operation) = &plan.operation {
         sequence::note(&runtime.groups, operation);
         if agreed::is_compared() && position.is_some() {
-            agreed::compare(call, &placement, runtime)?;
+            agreed::compare(call, placement, runtime)?;
         }
     }
     if let (true, Some(code)) = (plan.needs_shapes_only, plan.code) {
         let position = position.unwrap_or(0);
-        return run_code(code, call, &plan, &placement, position);
+        return run_code(code, call, plan, placement, position);
     }
     let Some(position) = position else {
-        return outside::run(call, &plan, &placement, runtime);
+        return outside::run(call, plan, placement, runtime);
     };
     if let Some(code) = plan.code {
-        return run_code(code, call, &plan, &placement, position);
+        return run_code(code, call, plan, placement, position);
     }
     for (index, input) in plan.inputs.iter().enumerate() {
         prepare(call, runtime, index, input)?;
@@ -135,7 +155,7 @@ fn run(call: &mut Call<'_, Spec>) -> Result<()> {
     }
     let ran = call.run();
     if plan.is_told {
-        outside::tell(call, &plan, &placement, runtime, ran.is_ok())?;
+        outside::tell(call, plan, placement, runtime, ran.is_ok())?;
     }
     ran?;
     if plan.is_drawn_apart {
@@ -145,14 +165,17 @@ fn run(call: &mut Call<'_, Spec>) -> Result<()> {
             }
         }
     }
+    let resized = written::resize_outs(call, plan, placement, runtime)?;
     for &(index, result) in &plan.write_backs {
-        write_back(call, &plan, runtime, index, result)?;
+        if !resized.contains(&index) {
+            write_back(call, plan, runtime, index, result)?;
+        }
     }
     for (index, output) in plan.outputs.iter().enumerate() {
-        give(call, &placement, runtime, index, output)?;
+        give(call, placement, runtime, index, output)?;
     }
-    if plan.is_local(call, &placement, runtime) && !agreed::is_compared() {
-        known::keep(call.key(), &plan);
+    if resized.is_empty() && plan.is_local(call, placement, runtime) && !agreed::is_compared() {
+        known::keep(call.key(), plan);
     }
     Ok(())
 }
@@ -175,11 +198,7 @@ fn placement_of(call: &Call<'_, Spec>) -> Result<Placement> {
     };
     match specs.find(|spec| spec.placement() != first.placement()) {
         None => Ok(first.placement().clone()),
-        Some(other) => Err(Error::Placements {
-            operation: call.name().to_owned(),
-            one: first.placement().to_string(),
-            other: other.placement().to_string(),
-        }),
+        Some(other) => Err(moved::placements_differ(call, first.placement(), other.placement())),
     }
 }
 
@@ -328,10 +347,7 @@ fn reshape(
     output: &Output,
 ) -> Result<()> {
     let LocalResult::Tensor(Some(local)) = call.result(index)? else { return Ok(()) };
-    let mut sizes = local.size();
-    for (&dim, &size) in output.split_dims.iter().zip(&output.split_sizes) {
-        sizes[dim as usize] = size;
-    }
+    let sizes = output.logical(&local);
     let spec = output.spec(placement)?;
     let now = globals()?.wrap(Some(&local), &local, spec, &sizes, output.shares)?;
     if let Some(tensor) = call.tensor(argument) {

@@ -9,6 +9,7 @@ use flow_tensor::TensorCollectives;
 use tch::{Device, Kind, Tensor};
 
 use super::plan::{Input, Output, Outside, Plan};
+use super::written;
 use crate::code::draws;
 use crate::error::{Error, Result};
 use crate::handle::globals;
@@ -44,6 +45,10 @@ pub fn run(
     };
     for (index, (known, output)) in known.iter().zip(&plan.outputs).enumerate() {
         if output.is_written {
+            if let Outside::Tensor(sizes, kind) = known {
+                let like = Tensor::empty([0], (*kind, Device::Cpu));
+                written::resize_out(call, plan, placement, index, (sizes, &like))?;
+            }
             if let (true, Some(argument), Outside::Tensor(sizes, kind)) =
                 (call.reshapes(), call.written(index), known)
             {
@@ -123,13 +128,7 @@ fn try_out(
 /// What is to be known of the results of a call that has run.
 fn results(call: &Call<'_, Spec>, plan: &Plan) -> Result<Vec<Outside>> {
     let known = |(index, output): (usize, &Output)| {
-        let logical = |tensor: &Tensor| {
-            let mut sizes = tensor.size();
-            for (&dim, &size) in output.split_dims.iter().zip(&output.split_sizes) {
-                sizes[dim as usize] = size;
-            }
-            (sizes, tensor.kind())
-        };
+        let logical = |tensor: &Tensor| (output.logical(tensor), tensor.kind());
         Ok(match call.result(index)? {
             LocalResult::Tensor(Some(tensor)) => {
                 let (sizes, kind) = logical(&tensor);

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock, Weak};
 
 use flow_autograd::global::{Argument, Call, Output as CallOutput};
-use tch::Kind;
+use tch::{Kind, Tensor};
 
 use super::agreed;
 use super::op::{op_of, Written};
@@ -22,6 +22,9 @@ use crate::sbp::{NdSbp, Sbp, B};
 use crate::sequence::Operation;
 use crate::spec::Spec;
 
+/// Operations that would change the sizes of a tensor, or its memory.
+const RESIZES: &[&str] = &["aten::resize_", "aten::resize_as_", "aten::set_"];
+
 /// How an operation is carried out.
 pub struct Plan {
     /// Without `aten::`.
@@ -37,6 +40,10 @@ pub struct Plan {
     /// Tensors that are written in another layout than their own, and the result that is written
     /// there, if it is not the input itself.
     pub write_backs: Vec<(usize, Option<usize>)>,
+    /// `out` tensors, and the result of each: they may get other sizes.
+    pub outs: Vec<(usize, usize)>,
+    /// Plain tensors that are written, where ranks outside the placement do not write theirs.
+    pub plain_written: Vec<usize>,
     /// How these get back.
     pub backs: BTreeMap<usize, Arc<Boxing>>,
     /// Each rank draws random numbers of its own: those of the first one count.
@@ -90,7 +97,7 @@ pub enum Outside {
 /// What a result is part of.
 #[derive(Clone)]
 pub struct Output {
-    /// How the logical tensor lies.
+    /// The layout of the logical tensor.
     pub sbp: NdSbp,
     /// The same, while a tensor has it.
     pub spec: Weak<Spec>,
@@ -126,6 +133,16 @@ impl Plan {
             }
         }
         let full_name = call.name();
+        if RESIZES.contains(&full_name) {
+            return Err(Error::Unsupported {
+                operation: full_name.to_owned(),
+                reason:
+                    "the sizes of a global tensor cannot be changed in place: make a new tensor \
+                         (narrow, reshape, zeros), and give it to all who hold the old one by \
+                         set_data"
+                        .to_owned(),
+            });
+        }
         let name = full_name.strip_prefix("aten::").unwrap_or(full_name);
         let rule_name = written.rule_name(call);
         let op = op_of(call, rule_name, &arguments, &written);
@@ -171,6 +188,8 @@ impl Plan {
             ints: ints(&op, &choice, placement, runtime.rank()),
             outputs: Vec::new(),
             write_backs: Vec::new(),
+            outs: Vec::new(),
+            plain_written: Vec::new(),
             backs: BTreeMap::new(),
             is_drawn_apart,
             is_told,
@@ -226,6 +245,7 @@ impl Plan {
         // What `out` gets: directly if the result has its layout, else boxed.
         for (index, &argument) in written.outs.iter().enumerate() {
             let Argument::Tensor(tensor) = arguments[argument] else { continue };
+            plan.outs.push((tensor, index));
             let (own, gets) = (&have[tensor], &choice.outputs[index]);
             let is_same = own == gets && call.spec(tensor).is_some();
             plan.inputs.push(if is_same { Input::Own } else { Input::Empty });
@@ -238,6 +258,10 @@ impl Plan {
         }
         if agreed::is_compared() || !plan.is_harmless(call, &have) {
             plan.operation = Some(agreed::operation(call, &op, &have, placement));
+        }
+        if !is_inside {
+            let is_plain = |&tensor: &usize| call.spec(tensor).is_none();
+            plan.plain_written = written.tensors.iter().copied().filter(is_plain).collect();
         }
         for output in &mut plan.outputs {
             output.spec = Arc::downgrade(&Spec::of(placement, &output.sbp)?);
@@ -259,6 +283,7 @@ impl Plan {
         self.code.is_none()
             && self.inputs.iter().all(is_own)
             && self.write_backs.is_empty()
+            && self.plain_written.is_empty()
             && !self.is_drawn_apart
             && !self.is_told
             && !call.reshapes()
@@ -296,6 +321,15 @@ impl Output {
             shares: self.shares,
             is_detached_view: self.is_detached_view,
         }
+    }
+
+    /// The sizes of the logical tensor, of which this rank has a local.
+    pub fn logical(&self, local: &Tensor) -> Vec<i64> {
+        let mut sizes = local.size();
+        for (&dim, &size) in self.split_dims.iter().zip(&self.split_sizes) {
+            sizes[dim as usize] = size;
+        }
+        sizes
     }
 }
 

@@ -42,7 +42,7 @@ impl VocabEmbedding {
     /// made where its rows are.
     ///
     /// # Errors
-    /// The indices are plain or lie on other ranks, or a collective fails.
+    /// The indices are plain or placed on other ranks, or a collective fails.
     pub fn f_forward(&self, indices: &Tensor) -> Result<Tensor> {
         let placement = self.ws.placement()?;
         let indices = pinned(&indices.to_global(&placement, indices.sbp()?)?, self.axis, B)?;

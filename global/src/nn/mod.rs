@@ -1,4 +1,4 @@
-//! Layers that say how their inputs and results lie: tensor parallelism as in Megatron.
+//! Layers that pin the layout of their inputs and results: tensor parallelism as in Megatron.
 //!
 //! Operations on global tensors are boxed one by one, each as cheaply as it can be. For the layers of
 //! a transformer that is not the cheapest on the whole. These layers pin their inputs, their results

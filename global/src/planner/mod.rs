@@ -43,7 +43,7 @@ pub struct Plan {
     pub without_pins: Cost,
 }
 
-/// Tensors that had better lie otherwise, one in each of some equal layers.
+/// Tensors that had better have another layout, one in each of some equal layers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Pin {
     /// The tensors, by id in the trace.
@@ -87,7 +87,7 @@ pub fn cost(trace: &Trace) -> Cost {
     replay.run(&recorded)
 }
 
-/// The pins that save most, if leaves lie as the trace has it. None if tensors lie on several
+/// The pins that save most, if leaves have the layout of the trace. None if tensors have several
 /// placements.
 pub(crate) fn pins(trace: &Trace, costs: &Costs) -> Vec<Pin> {
     if several(trace).is_some() {

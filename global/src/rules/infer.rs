@@ -83,8 +83,8 @@ pub(crate) fn cut(sizes: &[i64], sbp: Sbp, ranks: usize) -> Vec<i64> {
 }
 
 /// Bytes that each rank receives on average to give the inputs these SBPs; None if it cannot be:
-/// there is no such dimension, it is shorter than the axis (but where tensors lie so already, and the
-/// operation is on each element by itself), or an in-place operation would box what it writes.
+/// there is no such dimension, it is shorter than the axis (but where tensors are split so already,
+/// and the operation is on each element by itself), or an in-place operation would box what it writes.
 fn cost(op: &Op, signature: &Signature, have: &[Sbp], ranks: usize) -> Option<f64> {
     let mut bytes = 0.0;
     let bears_empty = is_pointwise(op.name);

@@ -15,7 +15,9 @@ pub const RULES: &[Rule] = &[
     Rule { names: &["amax"], signatures: |op| extreme(op, ReduceOp::Max) },
     Rule { names: &["amin"], signatures: |op| extreme(op, ReduceOp::Min) },
     Rule { names: &["max", "min"], signatures: maximum },
-    Rule { names: &["prod", "any", "all"], signatures: |op| kept(op, &overloaded(op, 1), 2) },
+    Rule { names: &["prod"], signatures: |op| folded(op, ReduceOp::Product) },
+    Rule { names: &["any"], signatures: |op| folded(op, ReduceOp::Max) },
+    Rule { names: &["all"], signatures: |op| folded(op, ReduceOp::Min) },
     Rule { names: &["argmax", "argmin"], signatures: |op| kept(op, &overloaded(op, 1), 2) },
     Rule { names: &["logsumexp"], signatures: |op| kept(op, &op.dims(1, op.rank(0)), 2) },
     Rule { names: &["var", "std", "var_mean"], signatures: |op| kept(op, &dims(op, 1), 3) },
@@ -71,6 +73,17 @@ fn mean(op: &Op) -> Vec<Signature> {
 
 fn extreme(op: &Op, by: ReduceOp) -> Vec<Signature> {
     let reduced = dims(op, 1);
+    kept(op, &reduced, 2).into_iter().chain(terms(&reduced, by)).collect()
+}
+
+/// Of all elements, along a dimension, or along several.
+fn folded(op: &Op, by: ReduceOp) -> Vec<Signature> {
+    let reduced = match op.args.get(1) {
+        // prod(self, dtype)
+        _ if op.overload.is_empty() => (0..op.rank(0)).collect(),
+        Some(Arg::Ints(_)) => dims(op, 1),
+        _ => overloaded(op, 1),
+    };
     kept(op, &reduced, 2).into_iter().chain(terms(&reduced, by)).collect()
 }
 

@@ -9,7 +9,7 @@ use tch::{Kind, Tensor};
 use super::placeholder::Placeholder;
 use super::{variables, Array, View};
 use crate::error::{Error, Result};
-use crate::local::scatter;
+use crate::local::distribute_tensor;
 use crate::placement::Placement;
 use crate::sbp::{Sbp, B, S};
 use crate::schedule::Schedule;
@@ -240,9 +240,11 @@ impl<'a, M: FnMut(&[Tensor]) -> Result<Tensor>> Job<'a, M> {
         }
         let device = self.group.device();
         let own = |input: Array| match input {
-            Array::Whole(tensor) => {
-                scatter(&tensor.to_device(device), &self.placement, self.rows_split(&tensor))
-            }
+            Array::Whole(tensor) => distribute_tensor(
+                &tensor.to_device(device),
+                &self.placement,
+                self.rows_split(&tensor),
+            ),
             Array::List(mut list) => Ok(list.swap_remove(self.group.rank()).to_device(device)),
         };
         inputs.into_iter().map(own).collect()

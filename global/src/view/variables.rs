@@ -9,7 +9,7 @@ use tch::{nn, Tensor};
 use super::View;
 use crate::distribute::distribute;
 use crate::error::{Error, Result};
-use crate::local::scatter;
+use crate::local::distribute_tensor;
 use crate::placement::Placement;
 use crate::sbp::B;
 use crate::tensor::GlobalTensor;
@@ -88,7 +88,7 @@ pub fn load(vs: &nn::VarStore, path: &Path) -> Result<()> {
     for (mut variable, value) in pairs {
         let value = value.to_kind(variable.kind()).to_device(variable.device());
         let value = match variable.is_global() {
-            true => scatter(&value, &variable.placement()?, &variable.sbp()?)?,
+            true => distribute_tensor(&value, &variable.placement()?, &variable.sbp()?)?,
             false => value,
         };
         tch::no_grad(|| variable.f_copy_(&value).map(drop))?;

@@ -19,6 +19,8 @@ const NOT_HERE: &[(&str, &str)] = &[
     ("_scaled_dot_product_efficient_attention_backward", "CUDA only"),
     ("_scaled_dot_product_flash_attention", "CUDA only"),
     ("_scaled_dot_product_flash_attention_backward", "CUDA only"),
+    ("cudnn_batch_norm", "CUDA only: tests/cudnn.rs has its code"),
+    ("cudnn_batch_norm_backward", "CUDA only: tests/cudnn.rs has its code"),
 ];
 
 #[test]

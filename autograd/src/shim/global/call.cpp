@@ -281,4 +281,16 @@ char* flow_global_register(Callbacks functions) {
     });
 }
 
+// Carries out the operation with these global tensors as a call of its own, whose results the caller
+// gets.
+char* flow_call_run_with(Call* call, const at::Tensor* const* tensors, size_t count) {
+    return guarded([&] {
+        c10::SmallVector<at::Tensor, 8> with;
+        for (size_t i = 0; i < count; ++i) with.push_back(tensors[i] ? *tensors[i] : UNDEFINED);
+        Stack stack = call->arguments_with(with);
+        kernel(call->op, DispatchKeySet(), &stack);
+        call->outputs.assign(std::make_move_iterator(stack.begin()), std::make_move_iterator(stack.end()));
+    });
+}
+
 }  // extern "C"

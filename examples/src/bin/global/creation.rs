@@ -22,5 +22,5 @@ pub fn run(group: &ProcessGroup) -> anyhow::Result<()> {
     show::all(group, "eye", &global::eye(3, Kind::Float, &placement, [S(0)])?)?;
     // The same data on all ranks, of which each keeps its part.
     let data = Tensor::from_slice2(&[[1.0, 2.0], [3.0, 4.0]]);
-    show::all(group, "tensor", &global::scatter(&data, &placement, [S(0)])?)
+    show::all(group, "tensor", &global::distribute_tensor(&data, &placement, [S(0)])?)
 }

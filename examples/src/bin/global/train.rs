@@ -9,8 +9,8 @@ pub fn run(group: &ProcessGroup) -> anyhow::Result<()> {
     let placement = Placement::new(group, [0, 1])?;
     let x = Tensor::from_slice2(&[[1f32, 2.0], [2.0, 3.0], [4.0, 6.0], [3.0, 1.0]]);
     let y = Tensor::from_slice(&[8f32, 13.0, 26.0, 9.0]).view([4, 1]);
-    let x = global::scatter(&x, &placement, [S(0)])?;
-    let y = global::scatter(&y, &placement, [S(0)])?;
+    let x = global::distribute_tensor(&x, &placement, [S(0)])?;
+    let y = global::distribute_tensor(&y, &placement, [S(0)])?;
     let vs = nn::VarStore::new(group.device());
     let w = vs.root().zeros("w", &[2, 1]);
     global::distribute(&vs, &placement, |_, _| [B])?;

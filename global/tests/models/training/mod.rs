@@ -6,7 +6,7 @@ mod networks;
 use std::sync::OnceLock;
 
 use flow_autograd::OptimizerState;
-use flow_global::{distribute, scatter, GlobalTensor, Placement, B};
+use flow_global::{distribute, distribute_tensor, GlobalTensor, Placement, B};
 use flow_tensor::ProcessGroup;
 use layouts::Layout;
 use networks::Network;
@@ -180,7 +180,7 @@ impl Training {
         flow_global::manual_seed(placement, 5).unwrap();
         let sbp = |name: &str, tensor: &Tensor| (layout.weight)(name, tensor.dim());
         let distribute = |vs: &nn::VarStore| distribute(vs, placement, sbp).unwrap();
-        let split = |tensor: &Tensor| scatter(tensor, placement, &layout.data).unwrap();
+        let split = |tensor: &Tensor| distribute_tensor(tensor, placement, &layout.data).unwrap();
         self.train(distribute, split, |vs, optimizer| {
             // Training keeps the layout.
             let mut layouts = Vec::new();

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{ensure, Context, Result};
 use flow_global::checkpoint::Checkpoints;
-use flow_global::{distribute, scatter, GlobalTensor, NdSbp, Placement, B, S};
+use flow_global::{distribute, distribute_tensor, GlobalTensor, NdSbp, Placement, B, S};
 use flow_tensor::ProcessGroup;
 use flow_tests::registry::{by_hand, launched, scenario, Scenario, Test};
 use flow_tests::{assert_contains, Process, TEST_TIMEOUT};
@@ -79,7 +79,7 @@ fn goes_on(group: &ProcessGroup) -> Result<()> {
         let step = |optimizer: &mut Optimizer, step: usize| -> Result<f64> {
             let batch = Tensor::arange(24, (Kind::Double, Device::Cpu)).view([4, 6]);
             let batch = (batch * (step as f64 + 1.0)).sin();
-            let batch = tch::no_grad(|| scatter(&batch, placement, &batches))?;
+            let batch = tch::no_grad(|| distribute_tensor(&batch, placement, &batches))?;
             let loss = net.forward(&batch).square().mean(Kind::Double);
             optimizer.backward_step(&loss);
             Ok(loss.full()?.double_value(&[]))

@@ -1,0 +1,82 @@
+//! Operations whose inputs are on different placements: the inputs are moved to one.
+
+use std::sync::Arc;
+
+use flow_autograd::global::Call;
+use flow_autograd::map_gradient;
+
+use super::op::Written;
+use crate::convert::{asked, moved};
+use crate::error::{Error, Result};
+use crate::handle::find_spec;
+use crate::placement::Placement;
+use crate::policy;
+use crate::sbp::{NdSbp, B};
+use crate::spec::Spec;
+
+/// Whether the inputs of this operation may be moved. `copy_` is a move by nature.
+pub fn may_move(call: &Call<'_, Spec>) -> bool {
+    policy::moves_inputs() || is_copy(call)
+}
+
+/// Two inputs are on these placements, and are not moved.
+pub fn placements_differ(call: &Call<'_, Spec>, one: &Placement, other: &Placement) -> Error {
+    let (operation, one, other) = (call.name().to_owned(), one.to_string(), other.to_string());
+    Error::Placements { operation, one, other }
+}
+
+fn is_copy(call: &Call<'_, Spec>) -> bool {
+    call.name() == "aten::copy_"
+}
+
+/// Moves the inputs to one placement, and carries out the operation there. The gradients of moved
+/// inputs come back to the inputs' own placements.
+pub fn run(call: &mut Call<'_, Spec>) -> Result<()> {
+    let written = Written::of(call, &call.arguments()).tensors;
+    let target = target(call, &written)?;
+    let placement = target.placement();
+    let mut tensors = Vec::new();
+    for index in 0..call.tensors() {
+        let mut tensor = call.tensor(index);
+        let own = tensor.as_ref().and_then(find_spec).filter(|own| own.placement() != placement);
+        if let (Some(tensor), Some(own)) = (&mut tensor, own) {
+            if written.contains(&index) {
+                return Err(placements_differ(call, placement, own.placement()));
+            }
+            // What is copied gets the layout of the tensor that it is copied to.
+            let is_alike = is_copy(call) && call.sizes(index) == call.sizes(0);
+            let to = if is_alike { Arc::clone(&target) } else { alike(&own, placement)? };
+            let here = asked(tensor, &to)?;
+            if tensor.requires_grad() && !tensor.is_leaf() {
+                // A leaf has a hook that does the same.
+                map_gradient(tensor, move |gradient| Ok(moved(Some(gradient), &own)?))?;
+            }
+            *tensor = here;
+        }
+        tensors.push(tensor);
+    }
+    Ok(call.run_with(&tensors)?)
+}
+
+/// The spec of the tensor to whose placement the others are moved: of a tensor that is written, else
+/// of the largest; of equal ones, of the first.
+fn target(call: &Call<'_, Spec>, written: &[usize]) -> Result<Arc<Spec>> {
+    let bytes = |tensor: usize| {
+        let size = call.kind(tensor).map_or(0, |kind| kind.elt_size_in_bytes());
+        call.sizes(tensor).iter().product::<i64>() * size as i64
+    };
+    let globals = (0..call.tensors()).filter(|&tensor| call.spec(tensor).is_some());
+    let first = globals.max_by_key(|&tensor| {
+        (written.contains(&tensor), bytes(tensor), std::cmp::Reverse(tensor))
+    });
+    first.and_then(|tensor| find_spec(&call.tensor(tensor)?)).ok_or(Error::Plain)
+}
+
+/// The same SBP on another placement, where that has as many axes; else B. Partial sums become B.
+fn alike(own: &Spec, placement: &Placement) -> Result<Arc<Spec>> {
+    let sbp: NdSbp = match own.placement().axes() == placement.axes() {
+        true => own.sbp().iter().map(|&sbp| if sbp.is_partial() { B } else { sbp }).collect(),
+        false => vec![B; placement.axes()],
+    };
+    Spec::of(placement, &sbp)
+}
