@@ -138,3 +138,18 @@ fn digest_of_tensor(tensor: &Tensor) -> Result<u64> {
     let own = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?;
     Ok(digest_of(flow_autograd::bytes(&own)?))
 }
+
+/// What all ranks have to do, where one may have left the others alone.
+pub fn advice(operation: &str) -> &'static str {
+    match operation {
+        "aten::_local_scalar_dense" => {
+            " (to read a value of a tensor that is split or partial, or lies on some ranks only, all \
+             ranks must take part: call full() or double_value() on all of them, or to_local() on \
+             one)"
+        }
+        "aten::masked_select" => {
+            " (to print a tensor that is split or partial, call full() on all ranks, and print that)"
+        }
+        _ => "",
+    }
+}

@@ -240,7 +240,7 @@ fn prepare(
                 operation: call.name().to_owned(),
                 what: format!("input {index}, {:?}, from {from:?} to {to:?}", call.sizes(index)),
                 source: Box::new(source),
-                advice: advice(call.name()),
+                advice: agreed::advice(call.name()),
             })?;
             let boxed = match *is_written && boxing.is_view() {
                 true => boxed.map(|boxed| boxed.copy()),
@@ -248,31 +248,6 @@ fn prepare(
             };
             Ok(call.set_local(index, boxed.as_ref())?)
         }
-    }
-}
-
-/// The error of ranks that wait for a value, or give it to ranks outside the placement.
-fn unshared(call: &Call<'_, Spec>, source: Error) -> Error {
-    Error::Boxing {
-        operation: call.name().to_owned(),
-        what: "a value, for ranks outside the placement".to_owned(),
-        source: Box::new(source),
-        advice: advice(call.name()),
-    }
-}
-
-/// What all ranks have to do, where one may have left the others alone.
-fn advice(operation: &str) -> &'static str {
-    match operation {
-        "aten::_local_scalar_dense" => {
-            " (to read a value of a tensor that is split or partial, or lies on some ranks only, all \
-             ranks must take part: call full() or double_value() on all of them, or to_local() on \
-             one)"
-        }
-        "aten::masked_select" => {
-            " (to print a tensor that is split or partial, call full() on all ranks, and print that)"
-        }
-        _ => "",
     }
 }
 
@@ -329,7 +304,7 @@ fn give(
     if placement.ranks().len() < runtime.world().world_size() {
         if let LocalResult::Scalar(scalar) = call.result(index)? {
             let shared = outside::share_scalar(placement, runtime, Some(scalar));
-            let scalar = shared.map_err(|source| unshared(call, source))?;
+            let scalar = shared.map_err(|source| outside::unshared(call, source))?;
             return Ok(call.output_scalar(scalar)?);
         }
     }

@@ -8,6 +8,7 @@ use flow_autograd::global::{Call, LocalResult, Scalar};
 use flow_tensor::TensorCollectives;
 use tch::{Device, Kind, Tensor};
 
+use super::agreed;
 use super::plan::{Input, Output, Outside, Plan};
 use super::written;
 use crate::code::draws;
@@ -72,7 +73,7 @@ pub fn run(
             Outside::Undefined => call.output_tensor(None)?,
             Outside::Scalar => {
                 let scalar = share_scalar(placement, runtime, None);
-                let scalar = scalar.map_err(|source| super::unshared(call, source))?;
+                let scalar = scalar.map_err(|source| unshared(call, source))?;
                 call.output_scalar(scalar)?;
             }
         }
@@ -245,5 +246,15 @@ fn scalar_of([tag, bits]: [i64; 2]) -> Scalar {
         0 => Scalar::Int(bits),
         1 => Scalar::Float(f64::from_bits(bits as u64)),
         _ => Scalar::Bool(bits != 0),
+    }
+}
+
+/// The error of ranks that wait for a value, or give it to ranks outside the placement.
+pub fn unshared(call: &Call<'_, Spec>, source: Error) -> Error {
+    Error::Boxing {
+        operation: call.name().to_owned(),
+        what: "a value, for ranks outside the placement".to_owned(),
+        source: Box::new(source),
+        advice: agreed::advice(call.name()),
     }
 }

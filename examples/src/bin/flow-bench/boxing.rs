@@ -10,7 +10,7 @@ use std::time::Instant;
 use anyhow::{ensure, Result};
 use clap::Args;
 use flow::global::boxing::plan::{Layout, Plan};
-use flow::global::{scatter, GlobalTensor, Placement, Sbp, B, P, S};
+use flow::global::{distribute_tensor, GlobalTensor, Placement, Sbp, B, P, S};
 use flow_ddp::{DeviceKind, ProcessGroup, TensorCollectives};
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
@@ -108,7 +108,7 @@ fn measure(
     let _no_grad = tch::no_grad_guard();
     let shape = [ROWS, bytes / 4 / ROWS];
     let tensor = Tensor::ones([ROWS as i64, (bytes / 4 / ROWS) as i64], (Kind::Float, Device::Cpu));
-    let tensor = scatter(&tensor, from.0, from.1)?;
+    let tensor = distribute_tensor(&tensor, from.0, from.1)?;
     let [old, new] = [from, to].map(|(placement, sbp)| Layout { placement, sbp });
     let plan = Plan::new(&shape, old, new);
     let moved = traffic(&plan, old, group.rank()) * 4 / 2;

@@ -154,7 +154,8 @@ fn tensor_parallel(options: &Options, placement: &Placement, plain: &Training) -
         tch::no_grad(|| variable.f_copy_(&values[&name]))?;
     }
     let optimizer = Adam::default().build(&store, LEARNING_RATE)?;
-    let [x, y] = [&plain.x, &plain.y].map(|tensor| global::scatter(tensor, placement, [B]));
+    let [x, y] =
+        [&plain.x, &plain.y].map(|tensor| global::distribute_tensor(tensor, placement, [B]));
     Ok(Training { block, store, optimizer, x: x?, y: y? })
 }
 

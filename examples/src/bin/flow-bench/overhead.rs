@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use anyhow::Result;
 use clap::Args;
-use flow::global::{distribute, scatter, Placement, Sbp, B, S};
+use flow::global::{distribute, distribute_tensor, Placement, Sbp, B, S};
 use flow_ddp::{DeviceKind, ProcessGroup, TensorCollectives};
 use serde_json::json;
 use tch::nn::{self, Module, OptimizerConfig};
@@ -32,7 +32,7 @@ pub fn run(options: &Options) -> Result<()> {
     tch::set_num_threads(1);
     tch::manual_seed(0); // the same values on all ranks
     let placement = Placement::all(&group)?;
-    let global = |tensor: &Tensor, sbp: Sbp| scatter(tensor, &placement, [sbp]);
+    let global = |tensor: &Tensor, sbp: Sbp| distribute_tensor(tensor, &placement, [sbp]);
     if group.rank() == 0 && !options.json {
         println!("{:<24}{:>10}{:>10}{:>10}{:>8}", "us a call", "plain", "global", "", "ratio");
     }
