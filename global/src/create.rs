@@ -259,6 +259,14 @@ fn draw(
     sbp: &[Sbp],
     value: impl Fn(Bits) -> f64,
 ) -> Result<Tensor> {
+    if !matches!(kind, Kind::Half | Kind::BFloat16 | Kind::Float | Kind::Double) {
+        return Err(Error::Unsupported {
+            operation: "rand".to_owned(),
+            reason: format!(
+                "it draws floating-point numbers, not {kind:?}; use randint, or convert the result"
+            ),
+        });
+    }
     // On all ranks, also outside the placement: they draw the same tensors.
     let mut draw = random::generator(placement.runtime()?).draw();
     create(sizes, kind, placement, sbp, |shape, region, options| {

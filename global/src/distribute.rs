@@ -62,11 +62,11 @@ pub fn undistribute(vs: &nn::VarStore) -> Result<()> {
     Ok(())
 }
 
-/// Makes a tensor, for all who hold it, global: a plain one that is the same logical tensor on all
-/// ranks, or a global one that gets another placement and SBP.
+/// Makes a tensor global, for all who hold it. Of a plain tensor, the values of the placement's first
+/// rank count; a global one gets the placement and the SBP. A collective.
 ///
 /// # Errors
-/// The SBP does not fit.
+/// The SBP does not fit, or a collective fails.
 pub fn to_global_in_place(
     tensor: &mut Tensor,
     placement: &Placement,

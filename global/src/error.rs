@@ -8,10 +8,10 @@ pub type Result<T> = std::result::Result<T, Error>;
 /// Each error says what was wrong, and what would be right.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Of a process group.
+    /// A process group reports an error.
     #[error(transparent)]
     Comm(#[from] flow_comm::Error),
-    /// Of a collective on tensors.
+    /// A collective on tensors fails.
     #[error(transparent)]
     Tensor(#[from] flow_tensor::Error),
     /// A placement without ranks.
@@ -57,13 +57,13 @@ pub enum Error {
     /// A placement without a process group.
     #[error("the placement {0} has no process group: make it by Placement::new(&group, ..)")]
     NoGroup(String),
-    /// Of buckets of gradients.
+    /// The buckets that reduce gradients report an error.
     #[error(transparent)]
     Buckets(#[from] flow_ddp::Error),
-    /// Of libtorch.
+    /// libtorch reports an error.
     #[error(transparent)]
     Torch(#[from] tch::TchError),
-    /// Of libtorch, by the dispatcher.
+    /// The library's own C++ code reports an error.
     #[error(transparent)]
     Autograd(#[from] flow_autograd::Error),
     /// A tensor that should be global.
@@ -92,7 +92,7 @@ pub enum Error {
         /// Why it failed.
         source: Box<Error>,
     },
-    /// What ranks give an operation, and must be the same.
+    /// Ranks call an operation with different tensors or numbers, which must be the same on all.
     #[error("{operation}: {reason}")]
     Differs {
         /// The operation.
@@ -140,7 +140,7 @@ pub enum Error {
         /// What it is, and what the job declares.
         reason: String,
     },
-    /// Not one SBP for each axis.
+    /// The number of SBPs is not the placement's number of axes.
     #[error("the placement {placement} has {axes} axes, but {given} SBPs are given: {sbp:?}")]
     Axes {
         /// The placement.

@@ -9,7 +9,7 @@ use crate::handle::find_spec;
 
 /// Scales the loss, and skips the steps whose gradients overflow: `torch.amp.GradScaler`, with its
 /// defaults. For models of global tensors, and for those of a `Ddp`. All ranks call the same
-/// functions, and skip the same steps.
+/// functions, and skip the same steps. Each optimizer needs a scaler of its own.
 ///
 /// ```
 /// use flow_global::{distribute, GradScaler, Placement, S, B};
@@ -45,8 +45,18 @@ pub struct GradScaler {
     growth_interval: u64,
     /// Steps since the scale changed, none of which overflowed.
     good_steps: u64,
-    /// Of this iteration, once its gradients are unscaled.
-    found_inf: Option<bool>,
+    stage: Stage,
+}
+
+/// How far an iteration is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Stage {
+    /// The gradients are, or will be, multiplied by the scale.
+    Scaled,
+    /// They are divided by it.
+    Unscaled { found_inf: bool },
+    /// The step was taken or skipped.
+    Stepped { found_inf: bool },
 }
 
 impl Default for GradScaler {
@@ -70,7 +80,7 @@ impl GradScaler {
             backoff_factor,
             growth_interval,
             good_steps: 0,
-            found_inf: None,
+            stage: Stage::Scaled,
         }
     }
 
@@ -91,10 +101,11 @@ impl GradScaler {
     /// It was called already in this iteration, a gradient is in f16 (which cannot hold unscaled
     /// gradients: keep the variables in f32), or a collective fails.
     pub fn unscale(&mut self, optimizer: &nn::Optimizer) -> Result<()> {
-        if self.found_inf.is_some() {
+        if self.stage != Stage::Scaled {
             return Err(fail("gradients are unscaled already; call update() after each step()"));
         }
-        self.found_inf = Some(tch::no_grad(|| self.divide(&optimizer.trainable_variables()))?);
+        let found_inf = tch::no_grad(|| self.divide(&optimizer.trainable_variables()))?;
+        self.stage = Stage::Unscaled { found_inf };
         Ok(())
     }
 
@@ -102,33 +113,39 @@ impl GradScaler {
     /// Unscales the gradients, if that has not been done.
     ///
     /// # Errors
-    /// As of [`GradScaler::unscale`].
+    /// As of [`GradScaler::unscale`], or it was called already in this iteration.
     pub fn step(&mut self, optimizer: &mut nn::Optimizer) -> Result<bool> {
-        if self.found_inf.is_none() {
+        if self.stage == Stage::Scaled {
             self.unscale(optimizer)?;
         }
-        let is_taken = self.found_inf == Some(false);
-        if is_taken {
+        let Stage::Unscaled { found_inf } = self.stage else {
+            return Err(fail(
+                "step() was called already since the last update(); call update() after each \
+                 step(), and use one GradScaler for each optimizer",
+            ));
+        };
+        if !found_inf {
             optimizer.step();
         }
-        Ok(is_taken)
+        self.stage = Stage::Stepped { found_inf };
+        Ok(!found_inf)
     }
 
     /// The scale of the next iteration.
     pub fn update(&mut self) {
-        match self.found_inf.take() {
-            Some(true) => {
+        match std::mem::replace(&mut self.stage, Stage::Scaled) {
+            Stage::Stepped { found_inf: true } | Stage::Unscaled { found_inf: true } => {
                 self.scale *= self.backoff_factor;
                 self.good_steps = 0;
             }
-            Some(false) => {
+            Stage::Stepped { found_inf: false } | Stage::Unscaled { found_inf: false } => {
                 self.good_steps += 1;
                 if self.good_steps == self.growth_interval {
                     self.scale *= self.growth_factor;
                     self.good_steps = 0;
                 }
             }
-            None => {}
+            Stage::Scaled => {}
         }
     }
 
@@ -139,7 +156,7 @@ impl GradScaler {
 
     /// Goes on from [`GradScaler::state`].
     pub fn load_state(&mut self, (scale, good_steps): (f64, u64)) {
-        (self.scale, self.good_steps, self.found_inf) = (scale, good_steps, None);
+        (self.scale, self.good_steps, self.stage) = (scale, good_steps, Stage::Scaled);
     }
 
     fn divide(&self, variables: &[Tensor]) -> Result<bool> {

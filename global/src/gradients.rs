@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::handle::{find_spec, local_of};
 use crate::sbp::{NdSbp, Sbp, B};
 
-/// Those that the tensors have.
+/// The gradients of these tensors; tensors without one are left out.
 pub fn gradients(tensors: &[Tensor]) -> impl Iterator<Item = Tensor> + '_ {
     tensors.iter().map(Tensor::grad).filter(Tensor::defined)
 }
@@ -20,13 +20,13 @@ pub fn own(gradient: &Tensor) -> Option<Tensor> {
     }
 }
 
-/// Whether ranks have terms of it.
+/// Whether the gradient is partial on an axis.
 pub fn is_partial(gradient: &Tensor) -> bool {
     let spec = find_spec(gradient);
     spec.is_some_and(|spec| spec.sbp().iter().any(|sbp| sbp.is_partial()))
 }
 
-/// The gradient without terms.
+/// The gradient, with partial axes reduced to B.
 pub fn reduced(gradient: &Tensor) -> Result<Tensor> {
     let Some(spec) = find_spec(gradient).filter(|_| is_partial(gradient)) else {
         return Ok(gradient.shallow_clone());

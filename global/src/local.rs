@@ -145,7 +145,7 @@ fn first_copies(local: &Tensor, spec: Arc<Spec>, sizes: &[i64]) -> Result<Tensor
 fn logical_shape(local: &Tensor, placement: &Placement, sbp: &[Sbp]) -> Result<Vec<usize>> {
     let runtime = placement.runtime()?;
     let own = shape(&local.size());
-    let mut meta = vec![kind_number(local.kind()), own.len() as i64];
+    let mut meta = vec![local.kind() as i64, own.len() as i64];
     meta.extend(own.iter().map(|&size| size as i64));
     meta.resize(2 + MAX_DIMS, 0);
     let all = runtime.world().all_gather_tensor(&Tensor::from_slice(&meta))?;
@@ -203,13 +203,10 @@ fn no_part(
     }
 }
 
-/// A number for each kind.
-fn kind_number(kind: Kind) -> i64 {
-    format!("{kind:?}").bytes().fold(0, |number, byte| number * 31 + i64::from(byte))
-}
-
 /// The global tensor of a plain tensor that is the same on all ranks: each rank keeps its part, in
-/// memory of its own. Nothing is communicated. Not differentiable.
+/// memory of its own. Nothing is communicated: unlike PyTorch's `distribute_tensor`, rank 0's values
+/// are not sent to the others. If ranks may have different values, use `to_global` with B. Not
+/// differentiable.
 ///
 /// # Errors
 /// The SBP does not fit the placement or the shape.

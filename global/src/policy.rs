@@ -10,7 +10,8 @@ static GATHERED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 static MOVES_INPUTS: LazyLock<AtomicBool> =
     LazyLock::new(|| AtomicBool::new(is_set("FLOW_GLOBAL_MOVE_INPUTS")));
 
-fn is_set(variable: &str) -> bool {
+/// Whether a variable of the environment is 1.
+pub fn is_set(variable: &str) -> bool {
     std::env::var(variable).is_ok_and(|value| value == "1")
 }
 

@@ -12,6 +12,7 @@ use crate::error::Result;
 use crate::explain::Table;
 use crate::handle::{find_spec, globals};
 use crate::placement::Placement;
+use crate::policy;
 use crate::region::shape;
 use crate::rules::infer::Choice;
 use crate::rules::op::{Input, Op};
@@ -121,7 +122,7 @@ pub(crate) fn is_on() -> bool {
 /// Whether `FLOW_EXPLAIN` is 1.
 fn prints() -> bool {
     static PRINTS: OnceLock<bool> = OnceLock::new();
-    *PRINTS.get_or_init(|| std::env::var("FLOW_EXPLAIN").is_ok_and(|value| value == "1"))
+    *PRINTS.get_or_init(|| policy::is_set("FLOW_EXPLAIN"))
 }
 
 /// Notes an operation that has run, what its inputs were boxed to, and what it returned.

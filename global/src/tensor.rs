@@ -66,7 +66,8 @@ pub trait GlobalTensor {
     /// The tensor is plain.
     fn to_local(&self) -> Result<Tensor>;
 
-    /// All of it, as a plain tensor, on every rank of the job. A plain tensor is itself.
+    /// All of it, as a plain tensor, on every rank of the job. Not differentiable: for a gradient use
+    /// `to_sbp` with B, then `to_local`. Returns a plain tensor as it is.
     ///
     /// # Errors
     /// A collective fails.

@@ -119,3 +119,20 @@ fn gradients_in_f16_are_an_error() {
     let error = scaled.clone().unscale(&optimizer).unwrap_err().to_string();
     assert!(error.contains("keep variables in f32"), "{error}");
 }
+
+/// Else a second optimizer, or the next iteration, would take a step with gradients that are too large.
+#[test]
+fn a_second_step_before_update_is_an_error() {
+    let (vs, parameter) = parameter();
+    let mut optimizer = nn::Sgd::default().build(&vs, 1.0).unwrap();
+    let mut scaler = GradScaler::default();
+    scaler.scale(&parameter.sum(Kind::Float)).backward();
+    assert!(scaler.step(&mut optimizer).unwrap());
+    let error = scaler.step(&mut optimizer).unwrap_err().to_string();
+    assert!(error.contains("one GradScaler for each optimizer"), "{error}");
+    assert_close(&parameter, &Tensor::zeros([3], (Kind::Float, Device::Cpu)), 0.0);
+    scaler.update();
+    optimizer.zero_grad();
+    scaler.scale(&parameter.sum(Kind::Float)).backward();
+    assert!(scaler.step(&mut optimizer).unwrap());
+}

@@ -4,6 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::context::Context;
 use crate::error::Result;
+use crate::kinds::wide;
 use crate::sbp::{NdSbp, Sbp, B, P, S};
 
 /// A batch as batch norm sees it.
@@ -49,15 +50,6 @@ impl Batch {
     /// Values of channels, for the elements of the batch.
     fn spread(&self, values: &Tensor) -> Result<Tensor> {
         Ok(values.f_view(&self.view[..])?)
-    }
-}
-
-/// What statistics are computed in.
-fn wide(kind: Kind) -> Kind {
-    if kind == Kind::Double {
-        Kind::Double
-    } else {
-        Kind::Float
     }
 }
 

@@ -8,6 +8,7 @@ use tch::{Device, Tensor};
 use crate::error::{Error, Result};
 use crate::line::line;
 use crate::placement::Placement;
+use crate::policy;
 use crate::rules::op::{Arg, Op};
 use crate::runtime::Runtime;
 use crate::sbp::{text, NdSbp};
@@ -17,7 +18,7 @@ use crate::spec::Spec;
 /// Whether `FLOW_GLOBAL_DEBUG` is 1: ranks compare each operation, and plain tensors.
 pub fn is_compared() -> bool {
     static IS_COMPARED: OnceLock<bool> = OnceLock::new();
-    *IS_COMPARED.get_or_init(|| std::env::var("FLOW_GLOBAL_DEBUG").is_ok_and(|value| value == "1"))
+    *IS_COMPARED.get_or_init(|| policy::is_set("FLOW_GLOBAL_DEBUG"))
 }
 
 /// The operation, as it is compared. `have` is how its tensors lie.

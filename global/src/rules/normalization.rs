@@ -76,8 +76,8 @@ fn batch_norm_backward(op: &Op) -> Vec<Signature> {
     ]
 }
 
-/// As [`batch_norm`], with a result more: memory of cuDNN's that its backward reads. Code leaves
-/// that empty.
+/// As [`batch_norm`], with one more output: cuDNN's reserve space, which its backward reads. Flow's
+/// own code leaves it empty.
 fn cudnn_batch_norm(op: &Op) -> Vec<Signature> {
     let is_training = op.flag(5);
     let with_memory = |signature: Signature| {
@@ -87,7 +87,7 @@ fn cudnn_batch_norm(op: &Op) -> Vec<Signature> {
     batch_norm(op).into_iter().map(with_memory).collect()
 }
 
-/// Of training; of evaluation libtorch takes the native one.
+/// The backward of training. For evaluation libtorch calls `native_batch_norm_backward`.
 fn cudnn_batch_norm_backward(op: &Op) -> Vec<Signature> {
     // (input, gradient, weight, running mean, running variance, mean, deviation, eps, memory)
     let mut channels = vec![S(1), S(1)];

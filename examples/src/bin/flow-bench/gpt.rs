@@ -18,7 +18,7 @@ use tch::{Device, Kind, Tensor};
 use crate::models::gpt_block;
 use crate::timing::{median, repetitions, time};
 
-const LEARNING_RATE: f64 = 1e-6;
+const LEARNING_RATE: f64 = 1e-4;
 const BLOCKS: usize = 9;
 const TIME_PER_BLOCK: Duration = Duration::from_millis(500);
 const MOST_STEPS: usize = 500;
@@ -78,6 +78,10 @@ pub fn run(options: &Options) -> Result<()> {
         [0, 1].map(|_| Tensor::randn([batch_size, tokens, width], (Kind::Float, Device::Cpu)));
     let mut alone = plain(options, &x, &y)?;
     let mut parallel = tensor_parallel(options, &placement, &alone)?;
+    compare(&alone, &parallel)?;
+    // Gradients and the optimizer too.
+    alone.step()?;
+    parallel.step()?;
     compare(&alone, &parallel)?;
 
     // The other ranks wait meanwhile.
