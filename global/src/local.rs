@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use flow_autograd::custom_function;
 use flow_tensor::TensorCollectives;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use crate::boxing::plan::groups;
 use crate::convert::{convert, one, outputs};

@@ -26,6 +26,7 @@ impl Runtime {
         // Dropped after the lock, should this be the last handle.
         let all: Vec<Arc<Self>> = runtimes.iter().filter_map(Weak::upgrade).collect();
         if let Some(runtime) = all.iter().find(|runtime| runtime.world == *group) {
+            drop(runtimes);
             return runtime.clone();
         }
         // Threads have one allocator, and a GPU its own.

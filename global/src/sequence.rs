@@ -20,7 +20,7 @@ use crate::placement::Placement;
 /// The last operations, among which ranks look for the first one that differs.
 const KEPT: usize = 512;
 /// More placements than this in one thread are forgotten, the first one first.
-const MAX_PLACEMENTS: usize = 64;
+const MAX_PLACEMENTS: usize = 1024;
 /// How long a rank waits for what the others have done, once they differ.
 const REPORTS: Duration = Duration::from_secs(5);
 

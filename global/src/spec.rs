@@ -43,6 +43,11 @@ impl Spec {
         }))
     }
 
+    /// The spec with this number, which [`Spec::of`] has given to the same placement and SBP.
+    pub fn again(id: u64, placement: &Placement, sbp: &[Sbp]) -> Arc<Self> {
+        Arc::new(Self { id, placement: placement.clone(), sbp: sbp.to_vec() })
+    }
+
     /// Different for different specs, for as long as the process runs.
     pub fn id(&self) -> u64 {
         self.id

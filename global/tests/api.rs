@@ -372,3 +372,42 @@ fn errors() {
 fn message<T>(result: global::Result<T>) -> String {
     result.err().expect("an error").to_string()
 }
+
+/// The sizes depend on values, so an operation of the same sizes need not fit the same `out`.
+#[test]
+fn out_gets_the_size_of_each_result() {
+    ranks(2, |group| {
+        let placement = Placement::all(&group).unwrap();
+        let out = global::zeros([2, 1], Kind::Int64, &placement, [B]).unwrap();
+        for values in [[1f32, 0.0, 1.0], [0.0, 1.0, 1.0], [1.0, 1.0, 1.0], [0.0, 0.0, 1.0]] {
+            let plain = Tensor::from_slice(&values);
+            let _ = global::distribute_tensor(&plain, &placement, [B]).unwrap().nonzero_out(&out);
+            let expected = plain.nonzero();
+            assert_eq!(out.size(), expected.size());
+            assert_close(&out.full().unwrap(), &expected, 0.0);
+        }
+    });
+}
+
+/// Ranks outside a placement know which gradients a backward gives, whichever were asked for before.
+#[test]
+fn gradients_that_are_asked_for_reach_the_other_placement() {
+    ranks(2, |group| {
+        let first = Placement::new(&group, [0]).unwrap();
+        let second = Placement::new(&group, [1]).unwrap();
+        let leaf = |placement: &Placement, sizes: &[i64]| {
+            let ones = global::ones(sizes, Kind::Float, placement, [B]).unwrap();
+            ones.set_requires_grad(true)
+        };
+        let (weight, bias) = (leaf(&second, &[6]), leaf(&second, &[6]));
+        let norm = |x: &Tensor| x.layer_norm([6], Some(&weight), Some(&bias), 1e-5, false);
+        let x = global::randn([4, 6], Kind::Float, &second, [B]).unwrap();
+        norm(&x).square().sum(Kind::Float).backward();
+        let x = leaf(&first, &[4, 6]);
+        let factors = global::randn([4, 6], Kind::Float, &second, [B]).unwrap();
+        let moved = x.to_global(&second, [B]).unwrap();
+        (norm(&moved) * factors).sum(Kind::Float).backward();
+        assert!(x.grad().defined());
+        assert_eq!(x.grad().full().unwrap().size(), [4, 6]);
+    });
+}

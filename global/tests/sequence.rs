@@ -227,3 +227,26 @@ fn one_rank_goes_away() {
         }
     });
 }
+
+/// Its schema does not say that it writes the running statistics.
+#[test]
+fn a_batch_norm_in_training_on_one_rank() {
+    let errors = errors(|rank, x, w| {
+        let [mean, variance] = [0, 1].map(|row| w.get(row).copy());
+        if rank == 0 {
+            let none = None::<Tensor>;
+            let _ = w.batch_norm(
+                none.as_ref(),
+                none.as_ref(),
+                Some(&mean),
+                Some(&variance),
+                true,
+                0.1,
+                1e-5,
+                false,
+            );
+        }
+        full(x)
+    });
+    all_say(&errors, &["aten::native_batch_norm"]);
+}

@@ -48,7 +48,7 @@ pub fn run(call: &mut FastCall<'_, Spec>) -> Result<bool> {
     call.run(&known.ints)?;
     for (index, output) in known.outputs.iter().enumerate() {
         if !output.is_written {
-            let spec = output.spec(call.spec().placement())?;
+            let spec = output.spec(call.spec().placement());
             call.output(index, &output.of(&spec))?;
         }
     }

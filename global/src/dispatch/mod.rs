@@ -308,7 +308,7 @@ fn give(
             return Ok(call.output_scalar(scalar)?);
         }
     }
-    let spec = output.spec(placement)?;
+    let spec = output.spec(placement);
     Ok(call.output(index, &output.of(&spec))?)
 }
 
@@ -323,7 +323,7 @@ fn reshape(
 ) -> Result<()> {
     let LocalResult::Tensor(Some(local)) = call.result(index)? else { return Ok(()) };
     let sizes = output.logical(&local);
-    let spec = output.spec(placement)?;
+    let spec = output.spec(placement);
     let now = globals()?.wrap(Some(&local), &local, spec, &sizes, output.shares)?;
     if let Some(tensor) = call.tensor(argument) {
         globals()?.assign(&tensor, &now)?;

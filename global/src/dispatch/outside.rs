@@ -83,7 +83,7 @@ pub fn run(
 
 fn wrap(placement: &Placement, output: &Output, sizes: &[i64], kind: Kind) -> Result<Tensor> {
     let like = Tensor::empty([0], (kind, Device::Cpu));
-    Ok(globals()?.wrap(None, &like, output.spec(placement)?, sizes, false)?)
+    Ok(globals()?.wrap(None, &like, output.spec(placement), sizes, false)?)
 }
 
 fn find_out(call: &mut Call<'_, Spec>, plan: &Plan, placement: &Placement) -> Result<Vec<Outside>> {

@@ -99,8 +99,8 @@ pub enum Outside {
 pub struct Output {
     /// The layout of the logical tensor.
     pub sbp: NdSbp,
-    /// The same, while a tensor has it.
-    pub spec: Weak<Spec>,
+    /// The same, while a tensor has it, and its number.
+    pub spec: (Weak<Spec>, u64),
     /// Dimensions that are split, and their logical sizes.
     pub split_dims: Vec<i32>,
     /// See `split_dims`.
@@ -232,7 +232,7 @@ impl Plan {
             let sbp = choice.outputs[index].clone();
             let (split_dims, split_sizes) = splits(&op, &choice, &sbp);
             plan.outputs.push(Output {
-                spec: Weak::new(),
+                spec: (Weak::new(), 0),
                 split_dims,
                 split_sizes,
                 strides: strides.clone(),
@@ -256,7 +256,7 @@ impl Plan {
                 plan.backs.insert(tensor, Boxing::between(runtime, &sizes[tensor], from, to));
             }
         }
-        if agreed::is_compared() || !plan.is_harmless(call, &have) {
+        if agreed::is_compared() || !plan.is_harmless(call, &written, &have) {
             plan.operation = Some(agreed::operation(call, &op, &have, placement));
         }
         if !is_inside {
@@ -264,7 +264,8 @@ impl Plan {
             plan.plain_written = written.tensors.iter().copied().filter(is_plain).collect();
         }
         for output in &mut plan.outputs {
-            output.spec = Arc::downgrade(&Spec::of(placement, &output.sbp)?);
+            let spec = Spec::of(placement, &output.sbp)?;
+            output.spec = (Arc::downgrade(&spec), spec.id());
         }
         Ok(plan)
     }
@@ -284,6 +285,7 @@ impl Plan {
             && self.inputs.iter().all(is_own)
             && self.write_backs.is_empty()
             && self.plain_written.is_empty()
+            && self.outs.is_empty()
             && !self.is_drawn_apart
             && !self.is_told
             && !call.reshapes()
@@ -293,22 +295,23 @@ impl Plan {
     /// Whether a rank may run it alone: it needs nothing of others, writes nothing, and its results
     /// are the same on all ranks, or those of its input. So each rank may print what is B, and
     /// autograd may copy a gradient on some ranks.
-    fn is_harmless(&self, call: &Call<'_, Spec>, have: &[NdSbp]) -> bool {
+    fn is_harmless(&self, call: &Call<'_, Spec>, written: &Written, have: &[NdSbp]) -> bool {
         let is_b = |sbp: &NdSbp| sbp.iter().all(|&sbp| sbp == B);
         let is_same = call.is_view() || matches!(self.name.as_str(), "clone" | "detach");
         let is_alone = self.code.is_none()
             && !self.is_told
             && !call.is_random()
             && self.inputs.iter().all(|input| matches!(input, Input::Own))
-            && (0..call.arguments().len()).all(|argument| !call.is_written(argument));
+            && written.tensors.is_empty();
         is_alone && (is_same || (have.iter().all(is_b) && self.choice.outputs.iter().all(is_b)))
     }
 }
 
 impl Output {
-    /// The spec, kept while tensors have it.
-    pub fn spec(&self, placement: &Placement) -> Result<Arc<Spec>> {
-        self.spec.upgrade().map_or_else(|| Spec::of(placement, &self.sbp), Ok)
+    /// The spec, on the placement of the operation.
+    pub fn spec(&self, placement: &Placement) -> Arc<Spec> {
+        let (spec, id) = &self.spec;
+        spec.upgrade().unwrap_or_else(|| Spec::again(*id, placement, &self.sbp))
     }
 
     /// For the call that returns it.

@@ -75,7 +75,7 @@ fn resize(
     placement: &Placement,
 ) -> Result<()> {
     let shares = output.shares && local.is_some();
-    let now = globals()?.wrap(local, like, output.spec(placement)?, sizes, shares)?;
+    let now = globals()?.wrap(local, like, output.spec(placement), sizes, shares)?;
     Ok(globals()?.assign(out, &now)?)
 }
 

@@ -48,6 +48,11 @@ void Call::add_to_key(const IValue& value, bool is_optional_tensor) {
         const auto list = value.toListRef();
         note(TENSORS, list.size());
         for (const auto& item : list) add_to_key(item.isNone() ? UNDEFINED : item.toTensor());
+    } else if (value.isBoolList()) {
+        // As in the mask of the gradients that a backward gives.
+        const auto list = value.toBoolList();
+        note(OTHER, list.size());
+        for (const bool item : list) key.push_back(item);
     } else {
         note(OTHER);
     }
