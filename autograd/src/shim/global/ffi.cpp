@@ -20,7 +20,14 @@ namespace {
 
 at::Tensor wrap_result(at::Tensor local, const void* spec, const OutputView& output) {
     c10::SmallVector<int64_t, 6> sizes(local.sizes());
-    for (size_t i = 0; i < output.splits; ++i) sizes[output.split_dims[i]] = output.split_sizes[i];
+    for (size_t i = 0; i < output.splits; ++i) {
+        const auto dim = static_cast<size_t>(output.split_dims[i]);
+        if (dim >= sizes.size()) {
+            callbacks.drop_spec(spec);
+            TORCH_CHECK(false, "a result of ", sizes.size(), " dimensions cannot be split along dimension ", output.split_dims[i]);
+        }
+        sizes[dim] = output.split_sizes[i];
+    }
     const auto kind = local.dtype();
     const auto device = local.device();
     auto tensor = wrap(std::move(local), spec, {sizes, {output.strides, output.stride_count}}, kind, device, output.shares);

@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::case::{bools, case, normal, Case, Input};
+use super::case::{bools, case, normal, options, Case, Input};
 
 const COVERS: &[&str] = &[
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -15,7 +15,7 @@ pub fn cases() -> Vec<Case> {
     let attention = |mask: Option<&Tensor>, is_causal: bool, x: &[Tensor]| {
         Tensor::scaled_dot_product_attention(&x[0], &x[1], &x[2], mask, 0.0, is_causal, None, false)
     };
-    vec![
+    let mut all = vec![
         case("attention", three(), COVERS, move |x| attention(None, false, x)),
         case("causal attention", three(), COVERS, move |x| attention(None, true, x)),
         case(
@@ -60,7 +60,20 @@ pub fn cases() -> Vec<Case> {
             &[],
             move |x| attention(None, true, x),
         ),
-    ]
+    ];
+    // libtorch's fast kernels on GPUs know these kinds only; on CPUs bf16 may want AMX.
+    let kinds: &[Kind] = match options().1.is_cuda() {
+        true => &[Kind::Float, Kind::Half, Kind::BFloat16],
+        false => &[Kind::Float],
+    };
+    for &kind in kinds {
+        let heads = || normal([2, 4, 16, 16]).kind(kind);
+        let name = format!("causal attention in {kind:?}");
+        all.push(case(&name, [heads(), heads(), heads()], COVERS, move |x| {
+            attention(None, true, x)
+        }));
+    }
+    all
 }
 
 fn with(inputs: [Input; 3], mask: Input) -> Vec<Input> {
