@@ -7,9 +7,9 @@ use crate::world::EXIT_REPORT_TIMEOUT;
 
 impl ProcessGroup {
     /// Gives the others this rank's report under a key, and waits for theirs, at most for `time`:
-    /// by rank in this group, None of those that give none. It goes through the store, so it works
-    /// where this group has failed. Who gives a report under a key that the rank has used gives
-    /// the first one again.
+    /// by rank in this group, None of those that give none. Reports go through the store, so this
+    /// works where the group has failed. A rank's first report under a key stays: the others never
+    /// see a later one under the same key.
     pub fn exchange_reports(&self, key: &str, own: &[u8], time: Duration) -> Vec<Option<Vec<u8>>> {
         let mut reports = vec![None; self.world_size()];
         reports[self.rank()] = Some(own.to_vec());
