@@ -4,12 +4,11 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::net::TcpListener;
-use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
 use flow_harness::cli::run;
-use flow_harness::{program, root, Finished, Process, TEST_TIMEOUT};
+use flow_harness::{executable, program, root, Finished, Process, TEST_TIMEOUT};
 use tempfile::{tempdir, TempDir};
 
 /// The code blocks of this language in the page, in order.
@@ -25,9 +24,7 @@ fn commands(others: &[(&str, &str)]) -> TempDir {
     let place =
         "echo \"rank $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, node $GROUP_RANK\"";
     for (name, text) in [&[("my-training", place)], others].concat() {
-        let path = folder.path().join(name);
-        fs::write(&path, format!("#!/bin/bash\n{text}\n")).unwrap();
-        fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+        executable(folder.path().join(name), format!("#!/bin/bash\n{text}\n"));
     }
     folder
 }
@@ -35,7 +32,7 @@ fn commands(others: &[(&str, &str)]) -> TempDir {
 /// PATH with these commands and flow-launch before all others. flow-launch lies among them, as it
 /// prefers programs beside it, and target/release may have a `my-training` of another test.
 fn path(folder: &Path) -> String {
-    fs::copy(program("flow-launch"), folder.join("flow-launch")).unwrap();
+    executable(folder.join("flow-launch"), fs::read(program("flow-launch")).unwrap());
     format!("{}:{}", folder.display(), std::env::var("PATH").unwrap())
 }
 

@@ -1,17 +1,10 @@
 //! What flags and variables do to the workers.
 
 use flow_harness::cli::{launcher, run, script};
+use flow_harness::executable;
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
 use std::process::Command;
-
-/// A file with this text, to be executed.
-fn executable(path: &Path, text: &str) {
-    fs::write(path, text).unwrap();
-    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
-}
 
 #[test]
 fn variables_stand_in_for_flags() {
@@ -91,7 +84,7 @@ fn python_by_name_by_flag_and_as_a_module() {
         fs::write(folder.path().join(name), text).unwrap();
     }
     for name in ["shell.py", "other"] {
-        executable(&folder.path().join(name), "#!/bin/sh\necho other \"$@\"\n");
+        executable(folder.path().join(name), "#!/bin/sh\necho other \"$@\"\n");
     }
     let stdout = |arguments: &[&str]| run(launcher(arguments).current_dir(&folder)).stdout;
     for arguments in

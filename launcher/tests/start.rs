@@ -1,9 +1,9 @@
 //! How workers are started: command, arguments, environment.
 
 use flow_harness::cli::{launcher, run, script, Running};
+use flow_harness::executable;
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
 #[test]
@@ -146,8 +146,7 @@ fn programs_by_path_beside_and_on_path() {
     let folder = tempfile::tempdir().unwrap();
     let write = |name: &str, text: &str| {
         let path = folder.path().join(name);
-        fs::write(&path, text).unwrap();
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        executable(&path, text);
         path
     };
     let by_path = write("tool", "#!/bin/sh\necho by path");
@@ -160,10 +159,8 @@ fn programs_by_path_beside_and_on_path() {
 
     // Beside flow-launch comes before PATH.
     let bin = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    // A link: a copy could not be executed while a process that another test starts has it open for
-    // writing.
     fs::hard_link(env!("CARGO_BIN_EXE_flow-launch"), bin.path().join("flow-launch")).unwrap();
-    fs::copy(write("beside", "#!/bin/sh\necho beside"), bin.path().join("tool")).unwrap();
+    executable(bin.path().join("tool"), "#!/bin/sh\necho beside");
     let finished = run(Command::new(bin.path().join("flow-launch")).arg("tool").env("PATH", &path));
     assert_eq!(finished.stdout, "beside\n", "{finished:?}");
 }
@@ -185,8 +182,7 @@ fn what_cannot_be_executed_is_said_by_the_worker() {
         [("#!/no/such/interpreter\n", 127, "interpreter"), ("#!/tmp\n", 126, "denied")]
     {
         let path = folder.path().join("tool");
-        fs::write(&path, text).unwrap();
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        executable(&path, text);
         let finished = run(&mut launcher(&[path.to_str().unwrap()]));
         assert_eq!(finished.code, Some(code), "{finished:?}");
         assert!(

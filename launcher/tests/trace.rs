@@ -5,6 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use flow_harness::cli::{launcher, run, script};
+use flow_harness::executable;
 use flow_harness::net::{ipv4, Net};
 use serde_json::Value;
 
@@ -90,9 +91,7 @@ fn followers_send_theirs_to_the_leader() {
 fn a_program_called_trace_is_not_hidden_silently() {
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("trace");
-    fs::write(&program, "#!/bin/sh\necho traced\n").unwrap();
-    let executable = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-    fs::set_permissions(&program, executable).unwrap();
+    executable(&program, "#!/bin/sh\necho traced\n");
     let path = format!("{}:/usr/bin:/bin", folder.path().display());
     let with_program = |arguments: &[&str]| run(launcher(arguments).env("PATH", &path));
     let finished = with_program(&["trace"]);

@@ -2,11 +2,10 @@
 //! find.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
-use flow_tests::{Finished, Process, TEST_TIMEOUT};
+use flow_tests::{executable, Finished, Process, TEST_TIMEOUT};
 use tempfile::tempdir;
 
 fn checkout() -> &'static Path {
@@ -27,9 +26,7 @@ fn test(setup: &str, cargo: &str) -> Finished {
     for (name, text) in
         [("scripts/setup", setup), ("scripts/libclang", "exit 1"), ("bin/cargo", cargo)]
     {
-        let file = folder.path().join(name);
-        fs::write(&file, format!("#!/bin/sh\n{text}\n")).unwrap();
-        fs::set_permissions(file, fs::Permissions::from_mode(0o755)).unwrap();
+        executable(folder.path().join(name), format!("#!/bin/sh\n{text}\n"));
     }
     let mut command = Command::new(folder.path().join("scripts/test"));
     let path = std::env::var("PATH").unwrap();

@@ -230,9 +230,7 @@ mod tests {
         };
         let folder = folder.path().to_str().unwrap();
         let launcher = format!("{folder}/launch er");
-        std::fs::write(&launcher, "#!/bin/sh\npwd; printf '<%s>' \"$@\"\n").unwrap();
-        let executable = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-        std::fs::set_permissions(&launcher, executable).unwrap();
+        flow_harness::executable(&launcher, "#!/bin/sh\npwd; printf '<%s>' \"$@\"\n");
         let expected = format!("{folder}\n<a b><'><$HOME><><\\><`><!><*>");
         assert_eq!(run(&place(folder, &launcher)), (Some(0), expected, String::new()));
         let (code, _, stderr) = run(&place("/no/where", &launcher));

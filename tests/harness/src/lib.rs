@@ -5,10 +5,12 @@
 //! - [`launch`], [`ranks`], [`ranks_on_nodes`]: jobs of the workspace's programs, which are built
 //!   first where they are older than their sources.
 //! - [`cli`]: flow-launch itself, with shell scripts as workers.
+//! - [`executable`]: programs and scripts that a test writes.
 //! - [`net`]: several machines.
 //! - [`python`]: the interpreter, its modules, and flow-launch's wheel.
 
 pub mod cli;
+mod executable;
 mod job;
 pub mod net;
 mod process;
@@ -17,6 +19,7 @@ pub mod python;
 use std::path::Path;
 use std::time::Duration;
 
+pub use executable::executable;
 pub use job::{
     build, job, launch, launcher, program, rank, rank_commands, ranks, ranks_on_nodes, run_tests_of,
 };

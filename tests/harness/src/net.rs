@@ -8,7 +8,7 @@
 use std::fs::{self, File};
 use std::io::{pipe, BufRead, BufReader};
 use std::os::fd::AsFd;
-use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::thread;
@@ -18,7 +18,7 @@ use rustix::thread::{move_into_link_name_space, LinkNameSpaceType};
 use tempfile::TempDir;
 
 use crate::cli::{children, is_alive, until, wait_for_status};
-use crate::Finished;
+use crate::{executable, Finished};
 
 /// Nodes `node0`, `node1`, ... at one switch.
 pub struct Net {
@@ -116,8 +116,7 @@ impl Net {
              exec env -i PATH=\"$PATH\" TMPDIR=$tmp nsenter --target $pid --net --uts --ipc \
              --mount --pid -- sh -c \"$2\"\n"
         );
-        fs::write(&path, script).unwrap();
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        executable(&path, script);
         let path = path.to_str().unwrap().to_string();
         (folder, path)
     }
