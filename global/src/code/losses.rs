@@ -12,23 +12,96 @@ fn elements(context: &Context<'_, '_>, tensor: usize) -> f64 {
     context.shape(tensor).iter().product::<usize>() as f64
 }
 
-/// The mean.
-pub fn mse_loss(context: &mut Context<'_, '_>) -> Result<()> {
-    // (input, target, reduction)
-    let (input, target) = (context.local(0)?, context.local(1)?);
+/// The mean: this rank's sum, divided by the number of all elements.
+fn mean(
+    context: &mut Context<'_, '_>,
+    sum: impl Fn(&Context<'_, '_>, &Tensor, &Tensor) -> Result<Tensor>,
+) -> Result<()> {
+    let input = context.local(0)?;
     let kind = wide(input.kind());
-    let sum = input.f_to_kind(kind)?.f_mse_loss(&target.f_to_kind(kind)?, Reduction::Sum)?;
+    let target = context.local(1)?.f_to_kind(kind)?;
+    let sum = sum(context, &input.f_to_kind(kind)?, &target)?;
     let mean = (sum / elements(context, 0)).f_to_kind(input.kind())?;
     context.give(0, &mean, &[])
 }
 
-/// Of the mean.
-pub fn mse_loss_backward(context: &mut Context<'_, '_>) -> Result<()> {
-    // (gradient, input, target, reduction)
-    let difference = context.local(1)? - context.local(2)?;
-    let gradient = difference * context.local(0)? * (2.0 / elements(context, 1));
+/// Of the mean: of the sum, divided by the number of all elements.
+fn mean_backward(
+    context: &mut Context<'_, '_>,
+    of_sum: impl Fn(&Context<'_, '_>, &Tensor, &Tensor, &Tensor) -> Result<Tensor>,
+) -> Result<()> {
+    let gradient = context.local(0)? / elements(context, 1);
+    let gradient = of_sum(context, &gradient, &context.local(1)?, &context.local(2)?)?;
     let shape = context.shape(1);
     context.give(0, &gradient, &shape)
+}
+
+/// (input, target, reduction)
+pub fn mse_loss(context: &mut Context<'_, '_>) -> Result<()> {
+    mean(context, |_, input, target| Ok(input.f_mse_loss(target, Reduction::Sum)?))
+}
+
+/// (gradient, input, target, reduction)
+pub fn mse_loss_backward(context: &mut Context<'_, '_>) -> Result<()> {
+    mean_backward(context, |_, gradient, input, target| {
+        Ok(input.f_mse_loss_backward(gradient, target, Reduction::Sum)?)
+    })
+}
+
+/// (input, target, reduction, beta)
+pub fn smooth_l1_loss(context: &mut Context<'_, '_>) -> Result<()> {
+    mean(context, |context, input, target| {
+        let beta = context.number(3).unwrap_or(1.0);
+        Ok(input.f_smooth_l1_loss(target, Reduction::Sum, beta)?)
+    })
+}
+
+/// (gradient, input, target, reduction, beta)
+pub fn smooth_l1_loss_backward(context: &mut Context<'_, '_>) -> Result<()> {
+    mean_backward(context, |context, gradient, input, target| {
+        let beta = context.number(4).unwrap_or(1.0);
+        Ok(input.f_smooth_l1_loss_backward(gradient, target, Reduction::Sum, beta)?)
+    })
+}
+
+/// (input, target, reduction, delta)
+pub fn huber_loss(context: &mut Context<'_, '_>) -> Result<()> {
+    mean(context, |context, input, target| {
+        let delta = context.number(3).unwrap_or(1.0);
+        Ok(input.f_huber_loss(target, Reduction::Sum, delta)?)
+    })
+}
+
+/// (gradient, input, target, reduction, delta)
+pub fn huber_loss_backward(context: &mut Context<'_, '_>) -> Result<()> {
+    mean_backward(context, |context, gradient, input, target| {
+        let delta = context.number(4).unwrap_or(1.0);
+        Ok(input.f_huber_loss_backward(gradient, target, Reduction::Sum, delta)?)
+    })
+}
+
+/// (input, target, weight, reduction)
+pub fn binary_cross_entropy(context: &mut Context<'_, '_>) -> Result<()> {
+    mean(context, |context, input, target| {
+        Ok(input.f_binary_cross_entropy(target, context.optional(2)?, Reduction::Sum)?)
+    })
+}
+
+/// (gradient, input, target, weight, reduction)
+pub fn binary_cross_entropy_backward(context: &mut Context<'_, '_>) -> Result<()> {
+    mean_backward(context, |context, gradient, input, target| {
+        let (weight, sum) = (context.optional(3)?, Reduction::Sum);
+        Ok(input.f_binary_cross_entropy_backward(gradient, target, weight, sum)?)
+    })
+}
+
+/// (input, target, weight, weight of positives, reduction)
+pub fn binary_cross_entropy_with_logits(context: &mut Context<'_, '_>) -> Result<()> {
+    mean(context, |context, input, target| {
+        let (weight, positive) = (context.optional(2)?, context.optional(3)?);
+        let sum = Reduction::Sum;
+        Ok(input.f_binary_cross_entropy_with_logits(target, weight, positive, sum)?)
+    })
 }
 
 /// The mean, weighted by class, without samples of the ignored class.

@@ -7,11 +7,13 @@
 //! | `losses` | means over split samples |
 //! | `indexing` | embeddings of a split vocabulary |
 //! | `normalization` | batch norm over a split batch |
+//! | `group_norm` | group norm, which has the size of the batch as an argument |
 //! | `random` | random numbers by logical element |
 //! | `checks` | comparisons of shapes, which need no elements |
 
 mod checks;
 mod context;
+mod group_norm;
 mod indexing;
 mod losses;
 mod normalization;
@@ -25,9 +27,16 @@ pub use random::draws;
 pub fn of(name: &str) -> Option<Code> {
     Some(match name {
         "mean" => reductions::mean,
-        "linalg_vector_norm" => reductions::norm,
+        "linalg_vector_norm" | "norm" => reductions::norm,
         "mse_loss" => losses::mse_loss,
         "mse_loss_backward" => losses::mse_loss_backward,
+        "smooth_l1_loss" => losses::smooth_l1_loss,
+        "smooth_l1_loss_backward" => losses::smooth_l1_loss_backward,
+        "huber_loss" => losses::huber_loss,
+        "huber_loss_backward" => losses::huber_loss_backward,
+        "binary_cross_entropy" => losses::binary_cross_entropy,
+        "binary_cross_entropy_backward" => losses::binary_cross_entropy_backward,
+        "binary_cross_entropy_with_logits" => losses::binary_cross_entropy_with_logits,
         "nll_loss_forward" | "nll_loss2d_forward" => losses::nll_loss,
         "embedding" => indexing::embedding,
         "cudnn_batch_norm" | "native_batch_norm" | "_native_batch_norm_legit" => {
@@ -35,6 +44,8 @@ pub fn of(name: &str) -> Option<Code> {
         }
         "cudnn_batch_norm_backward" => normalization::cudnn_batch_norm_backward,
         "native_batch_norm_backward" => normalization::batch_norm_backward,
+        "native_group_norm" => group_norm::group_norm,
+        "native_group_norm_backward" => group_norm::group_norm_backward,
         name if random::draws(name) => random::draw,
         "new_empty_strided" => random::new_empty_strided,
         _ => return None,

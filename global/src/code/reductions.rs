@@ -50,10 +50,11 @@ pub fn mean(context: &mut Context<'_, '_>) -> Result<()> {
 
 /// A norm of all elements, from those of the parts.
 pub fn norm(context: &mut Context<'_, '_>) -> Result<()> {
-    // (self, order, dims, keepdim, dtype)
+    // (self, order, dims, keepdim, dtype), and norm(self, order, dtype)
+    let dtype = if context.call.overload() == "ScalarOpt_dtype" { 2 } else { 4 };
     let order = context.number(1).unwrap_or(2.0);
     let local = context.local(0)?;
-    let kind = real(context.int(4).and_then(kind_of).unwrap_or(local.kind()));
+    let kind = real(context.int(dtype).and_then(kind_of).unwrap_or(local.kind()));
     let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
     let magnitudes = local.f_abs()?.f_to_kind(wide)?.f_reshape([-1])?;
     let (own, op): (Tensor, ReduceOp) = if order == f64::INFINITY {

@@ -2,7 +2,8 @@
 //! everything.
 //!
 //! What an operation gives, such a rank finds out once, by running it on tensors of the sizes that the
-//! first rank of the placement has. Where it depends on values, that rank tells.
+//! first rank of the placement has, or, where that rank runs code instead, on tensors of the whole
+//! sizes. Where it depends on values, that rank tells.
 
 use flow_autograd::global::{Call, LocalResult, Scalar};
 use flow_tensor::TensorCollectives;
@@ -112,6 +113,7 @@ fn try_out(
         let Some(kind) = call.kind(index) else { continue };
         let sizes = match plan.inputs[index] {
             Input::Empty => vec![0],
+            _ if plan.code.is_some() => call.sizes(index).to_vec(),
             _ => {
                 let all = regions(placement, &plan.choice.inputs[index], &shape(call.sizes(index)));
                 all[0].shape().iter().map(|&size| size as i64).collect()
@@ -119,7 +121,7 @@ fn try_out(
         };
         call.set_local(index, Some(&values(&sizes, (kind, Device::Cpu))?))?;
     }
-    for (argument, values) in &plan.ints {
+    for (argument, values) in plan.ints.iter().filter(|_| plan.code.is_none()) {
         call.set_ints(*argument, values)?;
     }
     call.run()?;
@@ -129,7 +131,9 @@ fn try_out(
 /// What is to be known of the results of a call that has run.
 fn results(call: &Call<'_, Spec>, plan: &Plan) -> Result<Vec<Outside>> {
     let known = |(index, output): (usize, &Output)| {
-        let logical = |tensor: &Tensor| (output.logical(tensor), tensor.kind());
+        let is_whole = plan.code.is_some();
+        let sizes = |tensor: &Tensor| if is_whole { tensor.size() } else { output.logical(tensor) };
+        let logical = |tensor: &Tensor| (sizes(tensor), tensor.kind());
         Ok(match call.result(index)? {
             LocalResult::Tensor(Some(tensor)) => {
                 let (sizes, kind) = logical(&tensor);

@@ -162,9 +162,9 @@ impl Plan {
         let is_mask = |tensor| matches!(call.kind(tensor), Some(Kind::Bool | Kind::Uint8));
         let is_dynamic = match name {
             "index" | "index_put" | "index_put_" => (1..call.tensors()).any(is_mask),
-            _ => call.is_dynamic(),
+            _ => call.is_dynamic() && ruled.is_none(),
         };
-        let is_told = is_dynamic && ruled.is_none() && !is_inside;
+        let is_told = is_dynamic && !is_inside;
         let choice = match ruled {
             Some(choice) => choice,
             None => {

@@ -6,8 +6,14 @@ use crate::sbp::{B, P, S};
 pub const RULES: &[Rule] = &[
     Rule { names: &["nll_loss_forward", "nll_loss2d_forward"], signatures: nll_loss },
     Rule { names: &["nll_loss_backward", "nll_loss2d_backward"], signatures: nll_loss_backward },
-    Rule { names: &["mse_loss"], signatures: mse_loss },
-    Rule { names: &["mse_loss_backward"], signatures: mse_loss_backward },
+    Rule { names: &["mse_loss", "smooth_l1_loss", "huber_loss"], signatures: |op| loss(op, 2) },
+    Rule {
+        names: &["mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward"],
+        signatures: |op| loss_backward(op, 3),
+    },
+    Rule { names: &["binary_cross_entropy"], signatures: |op| loss(op, 3) },
+    Rule { names: &["binary_cross_entropy_backward"], signatures: |op| loss_backward(op, 4) },
+    Rule { names: &["binary_cross_entropy_with_logits"], signatures: |op| loss(op, 4) },
 ];
 
 /// libtorch's `Reduction`.
@@ -32,23 +38,30 @@ fn nll_loss_backward(op: &Op) -> Vec<Signature> {
     vec![Signature::new([gradient, S(0), S(0), B, B], [S(0)])]
 }
 
-fn mse_loss(op: &Op) -> Vec<Signature> {
+/// Of pairs of elements: (input, target, ..., reduction). Weights are broadcast to them.
+fn loss(op: &Op, reduction: usize) -> Vec<Signature> {
     let dims = 0..op.rank(0);
-    dims.map(|dim| match op.int(2) {
-        Some(NONE) => Signature::new([S(dim), S(dim)], [S(dim)]),
-        reduction => Signature::new([S(dim), S(dim)], [P]).with_code(reduction == Some(MEAN)),
+    dims.map(|dim| {
+        let each = Signature::aligned(op, dim);
+        match op.int(reduction) {
+            Some(NONE) => each,
+            reduction => Signature { outputs: vec![P], ..each }.with_code(reduction == Some(MEAN)),
+        }
     })
     .collect()
 }
 
-fn mse_loss_backward(op: &Op) -> Vec<Signature> {
-    // (gradient, input, target, reduction)
+/// (gradient, input, target, ..., reduction)
+fn loss_backward(op: &Op, reduction: usize) -> Vec<Signature> {
     let dims = 0..op.rank(1);
-    dims.map(|dim| match op.int(3) {
-        Some(NONE) => Signature::all(op, S(dim)),
-        reduction => {
-            let signature = Signature::new([B, S(dim), S(dim)], [S(dim)]);
-            signature.with_code(reduction == Some(MEAN))
+    dims.map(|dim| {
+        let mut each = Signature::aligned(op, dim);
+        match op.int(reduction) {
+            Some(NONE) => each,
+            reduction => {
+                each.inputs[0] = B;
+                each.with_code(reduction == Some(MEAN))
+            }
         }
     })
     .collect()

@@ -7,6 +7,7 @@ pub const RULES: &[Rule] = &[
     Rule { names: &["native_layer_norm"], signatures: layer_norm },
     Rule { names: &["native_layer_norm_backward"], signatures: layer_norm_backward },
     Rule { names: &["native_group_norm"], signatures: group_norm },
+    Rule { names: &["native_group_norm_backward"], signatures: group_norm_backward },
     Rule { names: &["native_batch_norm", "_native_batch_norm_legit"], signatures: batch_norm },
     Rule { names: &["native_batch_norm_backward"], signatures: batch_norm_backward },
     Rule { names: &["cudnn_batch_norm"], signatures: cudnn_batch_norm },
@@ -34,9 +35,19 @@ fn layer_norm_backward(op: &Op) -> Vec<Signature> {
     outer(op, 0, 2).map(signature).collect()
 }
 
-/// The batch's size is an argument, so parts of a batch would not agree with it: as a whole.
-fn group_norm(_: &Op) -> Vec<Signature> {
-    Vec::new()
+/// The batch's size is an argument, so code runs on parts of a batch.
+fn group_norm(op: &Op) -> Vec<Signature> {
+    // (input, weight, bias, images, channels, pixels, groups, eps) -> result, mean, reciprocal deviation
+    let mut inputs = vec![B; op.inputs.len()];
+    inputs[0] = S(0);
+    vec![Signature::new(inputs, [S(0); 3]).with_code(true)]
+}
+
+fn group_norm_backward(op: &Op) -> Vec<Signature> {
+    // (gradient, input, mean, reciprocal deviation, weight, images, channels, pixels, groups, mask)
+    let mut inputs = vec![B; op.inputs.len()];
+    inputs[..4].fill(S(0));
+    vec![Signature::new(inputs, [S(0), P, P]).with_code(true)]
 }
 
 /// SBP of an input that may be missing.

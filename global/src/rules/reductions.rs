@@ -21,13 +21,32 @@ pub const RULES: &[Rule] = &[
     Rule { names: &["argmax", "argmin"], signatures: |op| kept(op, &overloaded(op, 1), 2) },
     Rule { names: &["logsumexp"], signatures: |op| kept(op, &op.dims(1, op.rank(0)), 2) },
     Rule { names: &["var", "std", "var_mean"], signatures: |op| kept(op, &dims(op, 1), 3) },
-    Rule { names: &["linalg_vector_norm"], signatures: norm },
-    Rule { names: &["sort", "topk", "argsort"], signatures: order },
-    Rule { names: &["_softmax", "_log_softmax", "_safe_softmax"], signatures: softmax },
+    Rule { names: &["linalg_vector_norm", "norm"], signatures: norm },
+    Rule { names: &["trace"], signatures: |_| vec![Signature::new([P], [P])] },
+    Rule { names: &["kthvalue"], signatures: |op| kept(op, &overloaded(op, 2), 3) },
     Rule {
-        names: &["_softmax_backward_data", "_log_softmax_backward_data"],
-        signatures: softmax_backward,
+        names: &["median", "nanmedian", "mode"],
+        signatures: |op| kept(op, &overloaded(op, 1), 2),
     },
+    Rule { names: &["sort", "topk", "argsort"], signatures: order },
+    Rule { names: ALONG, signatures: along },
+    Rule {
+        names: &["_softmax_backward_data", "_log_softmax_backward_data", "glu_backward"],
+        signatures: along_backward,
+    },
+    Rule { names: &["bucketize"], signatures: bucketize },
+];
+
+/// Along one dimension, which argument 1 is.
+const ALONG: &[&str] = &[
+    "_log_softmax",
+    "_safe_softmax",
+    "_softmax",
+    "cummax",
+    "cummin",
+    "cumprod",
+    "glu",
+    "logcumsumexp",
 ];
 
 /// Dimensions that are an argument; all, if it is none.
@@ -122,17 +141,23 @@ fn order(op: &Op) -> Vec<Signature> {
     dims.map(|dim| Signature::new([S(dim)], vec![S(dim); op.outputs])).collect()
 }
 
-fn softmax(op: &Op) -> Vec<Signature> {
+fn along(op: &Op) -> Vec<Signature> {
     let rank = op.rank(0);
     let Some(at) = op.dim(1, rank) else { return Vec::new() };
-    (0..rank).filter(|&dim| dim != at).map(|dim| Signature::new([S(dim)], [S(dim)])).collect()
+    (0..rank).filter(|&dim| dim != at).map(|dim| Signature::all(op, S(dim))).collect()
 }
 
 /// Linear in the gradient.
-fn softmax_backward(op: &Op) -> Vec<Signature> {
+fn along_backward(op: &Op) -> Vec<Signature> {
     let rank = op.rank(0);
     let Some(at) = op.dim(2, rank) else { return Vec::new() };
     let splits = (0..rank).filter(|&dim| dim != at);
     let splits = splits.map(|dim| Signature::new([S(dim), S(dim)], [S(dim)]));
     [Signature::new([P, B], [P])].into_iter().chain(splits).collect()
+}
+
+/// All ranks have the boundaries.
+fn bucketize(op: &Op) -> Vec<Signature> {
+    let boundaries = |dim| if op.inputs.len() > 1 { vec![S(dim), B] } else { vec![S(dim)] };
+    (0..op.rank(0)).map(|dim| Signature::new(boundaries(dim), [S(dim)])).collect()
 }

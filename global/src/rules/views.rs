@@ -15,8 +15,20 @@ pub const RULES: &[Rule] = &[
     Rule { names: &["slice"], signatures: slice },
     Rule { names: &["select_backward", "slice_backward"], signatures: into_zeros },
     Rule { names: &["split", "split_with_sizes"], signatures: |op| others(op, &dims_at(op, 2)) },
-    Rule { names: &["cumsum"], signatures: |op| others(op, &dims_at(op, 1)) },
+    Rule { names: &["cumsum", "unfold"], signatures: |op| others(op, &dims_at(op, 1)) },
+    Rule { names: &["unfold_backward"], signatures: unfold_backward },
     Rule { names: &["flip"], signatures: |op| others(op, &op.dims(1, op.rank(0))) },
+    Rule { names: &["roll"], signatures: |op| others(op, &op.dims(2, op.rank(0))) },
+    Rule { names: &["repeat"], signatures: repeat },
+    Rule { names: &["diagonal"], signatures: diagonal },
+    Rule { names: &["diagonal_backward"], signatures: diagonal_backward },
+    Rule {
+        names: &["pixel_shuffle", "pixel_unshuffle"],
+        signatures: |op| moved(op, |dim, rank| (dim + 3 < rank).then_some(dim)),
+    },
+    Rule { names: &["view_as_real"], signatures: |op| split(op, 0) },
+    // The last dimension is that of the two parts.
+    Rule { names: &["view_as_complex"], signatures: |op| split(op, 1) },
     Rule { names: &["constant_pad_nd"], signatures: pad },
     Rule { names: &["tril", "triu"], signatures: triangle },
     Rule { names: &["cat"], signatures: cat },
@@ -36,6 +48,12 @@ fn moved(op: &Op, to: impl Fn(usize, usize) -> Option<usize>) -> Vec<Signature> 
 /// All dimensions but these stay.
 fn others(op: &Op, dims: &[usize]) -> Vec<Signature> {
     moved(op, |dim, _| (!dims.contains(&dim)).then_some(dim))
+}
+
+/// Splits along all dimensions but the last so many ones.
+fn split(op: &Op, last: usize) -> Vec<Signature> {
+    let dims = 0..op.rank(0).saturating_sub(last);
+    dims.map(|dim| Signature::new([S(dim)], [S(dim)])).collect()
 }
 
 /// The dimension that an argument is; all, if it is none.
@@ -127,6 +145,39 @@ fn target(from: &[usize], to: &[usize], dim: usize) -> Option<usize> {
     })
 }
 
+/// Dimensions that are repeated once stay.
+fn repeat(op: &Op) -> Vec<Signature> {
+    let times = op.ints(1);
+    let new = times.len().saturating_sub(op.rank(0));
+    moved(op, |dim, _| (times.get(dim + new) == Some(&1)).then_some(dim + new))
+}
+
+/// Where a dimension goes if two are taken away, and become the last one.
+fn beside(dim: usize, diagonal: [usize; 2]) -> Option<usize> {
+    let gone = diagonal.iter().filter(|&&other| other < dim).count();
+    (!diagonal.contains(&dim)).then(|| dim - gone)
+}
+
+fn diagonal(op: &Op) -> Vec<Signature> {
+    // (self, offset, dim1, dim2)
+    let rank = op.rank(0);
+    let (Some(one), Some(other)) = (op.dim(2, rank), op.dim(3, rank)) else { return Vec::new() };
+    moved(op, |dim, _| beside(dim, [one, other]))
+}
+
+fn diagonal_backward(op: &Op) -> Vec<Signature> {
+    // (gradient, shape, offset, dim1, dim2)
+    let rank = op.ints(1).len();
+    let (Some(one), Some(other)) = (op.dim(3, rank), op.dim(4, rank)) else { return Vec::new() };
+    into(op, |dim| beside(dim, [one, other]))
+}
+
+fn unfold_backward(op: &Op) -> Vec<Signature> {
+    // (gradient, shape, dim, size, step)
+    let Some(at) = op.dim(2, op.ints(1).len()) else { return Vec::new() };
+    into(op, |dim| (dim != at).then_some(dim))
+}
+
 fn select(op: &Op) -> Vec<Signature> {
     let Some(at) = op.dim(1, op.rank(0)) else { return Vec::new() };
     moved(op, |dim, _| (dim != at).then_some(if dim > at { dim - 1 } else { dim }))
@@ -141,16 +192,20 @@ fn slice(op: &Op) -> Vec<Signature> {
     moved(op, |dim, _| (dim != at || is_whole).then_some(dim))
 }
 
-/// The gradient is put into zeros of the shape that argument 1 is.
+/// A tensor of the shape that argument 1 is, made of the gradient. Each dimension of the tensor
+/// comes from one of the gradient, if any.
+fn into(op: &Op, from: impl Fn(usize) -> Option<usize>) -> Vec<Signature> {
+    let splits = (0..op.ints(1).len())
+        .filter_map(|dim| Some(Signature::new([S(from(dim)?)], [S(dim)]).with_shape(1, S(dim))));
+    [Signature::all(op, P)].into_iter().chain(splits).collect()
+}
+
+/// The gradient is put into zeros.
 fn into_zeros(op: &Op) -> Vec<Signature> {
     let rank = op.ints(1).len();
     let Some(at) = op.dim(2, rank) else { return Vec::new() };
     let is_select = op.name == "select_backward";
-    let splits = (0..rank).filter(|&dim| dim != at).map(|dim| {
-        let own = if is_select && dim > at { dim - 1 } else { dim };
-        Signature::new([S(own)], [S(dim)]).with_shape(1, S(dim))
-    });
-    [Signature::all(op, P)].into_iter().chain(splits).collect()
+    into(op, |dim| (dim != at).then_some(if is_select && dim > at { dim - 1 } else { dim }))
 }
 
 /// Pairs of what is added before and after, from the last dimension on.

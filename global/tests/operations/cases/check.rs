@@ -12,8 +12,11 @@ use tch::{Kind, Tensor};
 
 use super::case::{difference, weight, Case, Evaluation};
 
-/// Combinations of SBPs of a case's inputs that are tried.
-const COMBINATIONS: usize = 20;
+/// Combinations of SBPs of a case's inputs that are tried: `COMBINATIONS` of the environment.
+fn tried() -> usize {
+    let count = std::env::var("COMBINATIONS");
+    count.map_or(20, |count| count.parse().expect("COMBINATIONS is a number"))
+}
 
 /// A case on plain tensors.
 pub struct Check<'a> {
@@ -45,7 +48,7 @@ impl<'a> Check<'a> {
     pub fn combinations(&self, mesh: &[usize]) -> Vec<Vec<NdSbp>> {
         let each: Vec<Vec<NdSbp>> = self.values.iter().map(|value| sbps(value, mesh)).collect();
         let total: usize = each.iter().map(Vec::len).product();
-        let mut stride = total.div_ceil(COMBINATIONS);
+        let mut stride = total.div_ceil(tried());
         // A divisor of their number would pass over some SBPs of an input.
         while each.iter().any(|sbps| gcd(stride, sbps.len()) > 1) {
             stride += 1;
@@ -59,7 +62,7 @@ impl<'a> Check<'a> {
             };
             each.iter().map(&mut next).collect()
         };
-        (0..total.min(COMBINATIONS)).map(combination).collect()
+        (0..total.min(tried())).map(combination).collect()
     }
 
     /// Runs combination number `index`, and compares.

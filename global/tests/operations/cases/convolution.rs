@@ -70,6 +70,9 @@ fn samplings() -> Vec<Case> {
     const MAX: &[&str] = &["max_pool2d_with_indices", "max_pool2d_with_indices_backward"];
     const AVERAGE: &[&str] = &["avg_pool2d", "avg_pool2d_backward"];
     const ADAPTIVE: &[&str] = &["_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward"];
+    const ADAPTIVE_MAX: &[&str] = &["adaptive_max_pool2d", "adaptive_max_pool2d_backward"];
+    const REFLECTED: &[&str] = &["reflection_pad2d", "reflection_pad2d_backward"];
+    const REPLICATED: &[&str] = &["replication_pad2d", "replication_pad2d_backward"];
     const BILINEAR: &[&str] = &["upsample_bilinear2d", "upsample_bilinear2d_backward"];
     const NEAREST: &[&str] = &["upsample_nearest2d", "upsample_nearest2d_backward"];
     let nearest = |x: &[Tensor]| x[0].upsample_nearest2d([12, 9], None, None);
@@ -91,7 +94,11 @@ fn samplings() -> Vec<Case> {
         case("upsample_bilinear2d", images(), BILINEAR, |x| {
             x[0].upsample_bilinear2d([12, 9], false, None, None)
         }),
-        case("adaptive_max_pool2d", images(), &[], |x| x[0].adaptive_max_pool2d([2, 3])),
+        case("adaptive_max_pool2d", images(), ADAPTIVE_MAX, |x| x[0].adaptive_max_pool2d([2, 3])),
+        case("pad by reflection", images(), REFLECTED, |x| x[0].pad([1, 1, 2, 2], "reflect", None)),
+        case("pad by replication", images(), REPLICATED, |x| {
+            x[0].pad([1, 1, 2, 2], "replicate", None)
+        }),
         case("max_pool1d", [normal([5, 3, 8])], &[], |x| x[0].max_pool1d(2, 2, 0, 1, false)),
     ]
 }

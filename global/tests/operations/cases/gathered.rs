@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::case::{between, case, ints, normal, positive, Case};
+use super::case::{case, ints, normal, Case};
 
 pub fn cases() -> Vec<Case> {
     let square = || [normal([5, 5])];
@@ -15,37 +15,25 @@ pub fn cases() -> Vec<Case> {
         }),
         case("solve, inverse, det", [normal([4, 4]), normal([4, 2])], &[], |x| {
             let a = &x[0] + Tensor::eye(4, (Kind::Double, x[0].device())) * 5.0;
-            vec![Tensor::linalg_solve(&a, &x[1], true), a.inverse(), a.det(), a.trace()]
+            vec![Tensor::linalg_solve(&a, &x[1], true), a.inverse(), a.det()]
         }),
-        case("roll", [normal([5, 6])], &[], |x| vec![x[0].roll([2], [1]), x[0].roll([1], [0])]),
-        case("repeat", [normal([5, 6])], &[], |x| x[0].repeat([2, 3])),
         case("repeat_interleave", [normal([5, 6])], &[], |x| {
             x[0].repeat_interleave_self_int(2, 0, None)
         }),
-        case("cumprod, cummax", [positive([5, 6])], &[], |x| {
-            vec![x[0].cumprod(1, Kind::Double), x[0].cummax(0).0]
-        }),
-        case("kthvalue, median", [normal([5, 6])], &[], |x| {
-            vec![x[0].kthvalue(2, 1, false).0, x[0].median()]
-        }),
+        case(
+            "float_power, selu, log_sigmoid, median",
+            [normal([5, 6]), normal([6]).constant()],
+            &[],
+            |x| {
+                let power = x[1].abs().ceil().detach();
+                vec![x[0].float_power(&power), x[0].selu(), x[0].log_sigmoid(), x[0].median()]
+            },
+        ),
         case("cdist", [normal([5, 3]), normal([4, 3])], &[], |x| {
             Tensor::cdist(&x[0], &x[1], 2.0, None)
         }),
         case("cosine_similarity", [normal([5, 6]), normal([5, 6])], &[], |x| {
             Tensor::cosine_similarity(&x[0], &x[1], 1, 1e-8)
-        }),
-        case("prelu, glu, celu", [normal([5, 6]), positive([6])], &[], |x| {
-            vec![x[0].prelu(&x[1]), x[0].glu(1), x[0].celu(), x[0].selu(), x[0].log_sigmoid()]
-        }),
-        case("lgamma, digamma, erfinv", [between(0.1, 0.9, [5, 6])], &[], |x| {
-            vec![x[0].lgamma(), x[0].digamma(), x[0].erfinv(), x[0].logit(None)]
-        }),
-        case("hypot, logaddexp", [normal([5, 6]), normal([6])], &[], |x| {
-            vec![
-                x[0].hypot(&x[1]),
-                x[0].logaddexp(&x[1]),
-                x[0].float_power(&x[1].abs().ceil().detach()),
-            ]
         }),
         case("unique", [ints(4, [9])], &[], |x| {
             vec![
@@ -55,10 +43,6 @@ pub fn cases() -> Vec<Case> {
         }),
         case("meshgrid, block_diag", [normal([5]), normal([3])], &[], |x| {
             Tensor::meshgrid(x).into_iter().chain([Tensor::block_diag(x)]).collect::<Vec<_>>()
-        }),
-        case("pixel_shuffle", [normal([3, 8, 2, 2])], &[], |x| x[0].pixel_shuffle(2)),
-        case("pad by reflection", [normal([2, 3, 6, 6])], &[], |x| {
-            x[0].pad([1, 1, 2, 2], "reflect", None)
         }),
         case("fft", [normal([5, 6])], &[], |x| x[0].fft_rfft(None, 1, "backward").view_as_real()),
         case(

@@ -2,8 +2,10 @@
 
 use tch::{Kind, Tensor};
 
-use super::case::{bools, case, ints, normal, options, Case};
+use super::case::{bools, case, ints, normal, Case};
 
+const INDEX: &[&str] = &["index"];
+const PUT: &[&str] = &["index_put"];
 const EMBEDDING: &[&str] = &["embedding", "embedding_dense_backward"];
 
 pub fn cases() -> Vec<Case> {
@@ -53,31 +55,52 @@ pub fn cases() -> Vec<Case> {
             &["scatter_add"],
             |x| x[0].scatter_add(1, &x[1], &x[2]),
         ),
-        // Without rules.
-        case("index", [normal([5, 6]), ints(5, [4])], &[], |x| x[0].index(&[Some(&x[1])])),
-        case("index of columns", [normal([5, 6]), ints(6, [4])], &[], |x| {
+        case("index", [normal([5, 6]), ints(5, [4])], INDEX, |x| x[0].index(&[Some(&x[1])])),
+        case("index of columns", [normal([5, 6]), ints(6, [4])], INDEX, |x| {
             x[0].index(&[None, Some(&x[1])])
         }),
-        case("index by two", [normal([5, 6]), ints(5, [4]), ints(6, [4])], &[], |x| {
+        case("index by two", [normal([5, 6]), ints(5, [4]), ints(6, [4])], INDEX, |x| {
             x[0].index(&[Some(&x[1]), Some(&x[2])])
         }),
-        case("index by plain indices", [normal([5, 6])], &[], |x| {
+        case(
+            "index by two, apart",
+            [normal([5, 4, 6]), ints(5, [3, 1]), ints(6, [4])],
+            INDEX,
+            |x| {
+                vec![
+                    x[0].index(&[Some(&x[1]), None, Some(&x[2])]),
+                    x[0].transpose(0, 1).index(&[None, Some(&x[1]), Some(&x[2])]),
+                ]
+            },
+        ),
+        case("index by plain indices", [normal([5, 6])], INDEX, |x| {
             x[0].index(&[Some(Tensor::from_slice(&[0i64, 3, 3]))])
         }),
-        case("index by a mask", [normal([5, 6]), bools([5])], &[], |x| x[0].index(&[Some(&x[1])])),
-        case("masked_select", [normal([5, 6]), bools([5, 6])], &[], |x| x[0].masked_select(&x[1])),
-        case("nonzero", [bools([5, 6])], &[], |x| x[0].nonzero()),
-        case("index_put", [normal([5, 6]), normal([2, 6])], &[], |x| {
+        case("index_put", [normal([5, 6]), normal([2, 6])], &["index_put"], |x| {
             let rows = Tensor::from_slice(&[0i64, 3]);
             x[0].index_put(&[Some(rows)], &x[1], false)
         }),
-        case("index_put, added", [normal([5, 6]), ints(5, [7]), normal([7, 6])], &[], |x| {
-            x[0].index_put(&[Some(&x[1])], &x[2], true)
+        case("index_put, added", [normal([5, 6]), ints(5, [7]), normal([7, 6])], PUT, |x| {
+            vec![
+                x[0].index_put(&[Some(&x[1])], &x[2], true),
+                x[0].tr().index_put(&[None, Some(&x[1])], &x[2].tr(), true),
+                x[0].index_put(&[Some(&x[1])], &x[2].select(0, 1), true),
+            ]
         }),
-        case("index_add", [normal([5, 6]), ints(5, [7]), normal([7, 6])], &[], |x| {
+        case("index_put in place", [normal([5, 6]), normal([6])], &["_index_put_impl"], |x| {
+            let rows = Tensor::from_slice(&[0i64, 3]);
+            (&x[0] * 2.0).internal_index_put_impl_(&[Some(rows)], &x[1], true, false)
+        }),
+        case("index_add", [normal([5, 6]), ints(5, [7]), normal([7, 6])], &["index_add"], |x| {
             x[0].index_add(0, &x[1], &x[2])
         }),
-        case("index_fill", [normal([5, 6]), ints(5, [2])], &[], |x| x[0].index_fill(0, &x[1], 2.5)),
+        case("index_fill", [normal([5, 6]), ints(5, [2]), normal([])], &["index_fill"], |x| {
+            vec![x[0].index_fill(0, &x[1], 2.5), x[0].index_fill_int_tensor(1, &x[1], &x[2])]
+        }),
+        // Without rules.
+        case("index by a mask", [normal([5, 6]), bools([5])], &[], |x| x[0].index(&[Some(&x[1])])),
+        case("masked_select", [normal([5, 6]), bools([5, 6])], &[], |x| x[0].masked_select(&x[1])),
+        case("nonzero", [bools([5, 6])], &[], |x| x[0].nonzero()),
         case("take, take_along_dim", [normal([5, 6]), ints(30, [4]), ints(5, [2, 6])], &[], |x| {
             vec![x[0].take(&x[1]), x[0].take_along_dim(&x[2], 0)]
         }),
@@ -90,9 +113,6 @@ pub fn cases() -> Vec<Case> {
         ),
         case("bincount, histc", [ints(6, [12]), normal([30]).constant()], &[], |x| {
             vec![x[0].bincount(None::<Tensor>, 6), x[1].histc(5)]
-        }),
-        case("bucketize", [normal([5, 6]).constant()], &[], |x| {
-            x[0].bucketize(&Tensor::linspace(-2, 2, 5, options()), false, false)
         }),
     ]
 }

@@ -7,6 +7,10 @@ use super::case::{between, case, ints, normal, positive, Case, Input};
 const NLL: &[&str] = &["nll_loss_forward", "nll_loss_backward"];
 const NLL_2D: &[&str] = &["nll_loss2d_forward", "nll_loss2d_backward"];
 const MSE: &[&str] = &["mse_loss", "mse_loss_backward"];
+const SMOOTH: &[&str] = &["smooth_l1_loss", "smooth_l1_loss_backward"];
+const HUBER: &[&str] = &["huber_loss", "huber_loss_backward"];
+const ENTROPY: &[&str] = &["binary_cross_entropy", "binary_cross_entropy_backward"];
+const SCORES: &[&str] = &["binary_cross_entropy_with_logits"];
 
 pub fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
@@ -51,18 +55,32 @@ pub fn cases() -> Vec<Case> {
         add("l1_loss", vec![normal([5, 6]), normal([5, 6])], &["abs", "sub"], |x, reduction| {
             x[0].l1_loss(&x[1], reduction)
         });
-        add("smooth_l1_loss", vec![normal([5, 6]), normal([5, 6])], &[], |x, reduction| {
+        add("smooth_l1_loss", vec![normal([5, 6]), normal([5, 6])], SMOOTH, |x, reduction| {
             x[0].smooth_l1_loss(&x[1], reduction, 1.0)
         });
-        add("huber_loss", vec![normal([5, 6]), normal([5, 6])], &[], |x, reduction| {
+        add("huber_loss", vec![normal([5, 6]), normal([5, 6])], HUBER, |x, reduction| {
             x[0].huber_loss(&x[1], reduction, 0.7)
         });
         let unit = || between(0.1, 0.9, [5, 6]);
-        add("binary cross entropy", vec![unit(), unit().constant()], &[], |x, reduction| {
+        add("binary cross entropy", vec![unit(), unit().constant()], ENTROPY, |x, reduction| {
             x[0].binary_cross_entropy(&x[1], None::<Tensor>, reduction)
         });
-        add("binary cross entropy of scores", vec![normal([5, 6]), unit()], &[], |x, reduction| {
-            x[0].binary_cross_entropy_with_logits(&x[1], None::<Tensor>, None, reduction)
+        let weighted = vec![unit(), unit().constant(), positive([6]).constant()];
+        add("binary cross entropy, weighted", weighted, ENTROPY, |x, reduction| {
+            x[0].binary_cross_entropy(&x[1], Some(&x[2]), reduction)
+        });
+        add(
+            "binary cross entropy of scores",
+            vec![normal([5, 6]), unit()],
+            SCORES,
+            |x, reduction| {
+                x[0].binary_cross_entropy_with_logits(&x[1], None::<Tensor>, None, reduction)
+            },
+        );
+        let weights = || positive([6]).constant();
+        let weighted = vec![normal([5, 6]), unit(), positive([5, 1]).constant(), weights()];
+        add("binary cross entropy of scores, weighted", weighted, SCORES, |x, reduction| {
+            x[0].binary_cross_entropy_with_logits(&x[1], Some(&x[2]), Some(&x[3]), reduction)
         });
         add("kl_div", vec![normal([5, 6]), unit()], &["xlogy"], |x, reduction| {
             x[0].kl_div(&x[1], reduction, false)

@@ -51,6 +51,12 @@ pub fn cases() -> Vec<Case> {
             &["bmm"],
             product,
         ),
+        case("addmv", [normal([5]), normal([5, 6]), normal([6])], &["addmv"], |x| {
+            vec![x[0].addmv(&x[1], &x[2]), x[0].sum(Kind::Double).addmv(&x[1], &x[2])]
+        }),
+        case("addr", [normal([6]), normal([5]), normal([6])], &["addr"], |x| {
+            vec![x[0].addr(&x[1], &x[2]), x[0].expand([5, 6], false).addr(&x[1], &x[2])]
+        }),
         case("matmul by a vector", [normal([5, 6]), normal([6])], &["mv"], product),
         case("matmul of vectors", [normal([6]), normal([6])], &["dot"], product),
         case("a vector by matmul", [normal([5]), normal([5, 6])], &["mv"], product),
@@ -92,10 +98,6 @@ pub fn cases() -> Vec<Case> {
             |x| x[0].linear(&x[1], Some(&x[2])).relu().linear(&x[3], None::<Tensor>),
         ),
         case("outer", [normal([5]), normal([6])], &["mul"], |x| x[0].outer(&x[1])),
-        case("addmv", [normal([5]), normal([5, 6]), normal([6])], &[], |x| {
-            x[0].addmv(&x[1], &x[2])
-        }),
-        case("addr", [normal([5, 6]), normal([5]), normal([6])], &[], |x| x[0].addr(&x[1], &x[2])),
         case("einsum of matrices", [normal([5, 6]), normal([6, 4])], &["bmm"], |x| {
             Tensor::einsum("ij,jk->ki", x, None::<i64>)
         }),

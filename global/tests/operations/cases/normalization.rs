@@ -5,6 +5,7 @@ use tch::Tensor;
 use super::case::{case, normal, positive, Case};
 
 const LAYER: &[&str] = &["native_layer_norm", "native_layer_norm_backward"];
+const GROUP: &[&str] = &["native_group_norm", "native_group_norm_backward"];
 const BATCH: &[&str] = &["native_batch_norm", "native_batch_norm_backward"];
 
 pub fn cases() -> Vec<Case> {
@@ -85,8 +86,14 @@ pub fn cases() -> Vec<Case> {
         case("instance_norm", channels(), &[], |x| {
             x[0].instance_norm(Some(&x[1]), Some(&x[2]), None, None, true, 0.1, 1e-5, false)
         }),
-        case("group_norm", channels(), &["native_group_norm"], |x| {
+        case("group_norm", channels(), GROUP, |x| {
             x[0].group_norm(2, Some(&x[1]), Some(&x[2]), 1e-5, false)
+        }),
+        case("group_norm without weights", [images()], GROUP, |x| {
+            x[0].group_norm(4, None::<Tensor>, None, 1e-5, false)
+        }),
+        case("group_norm, channels last", [images().channels_last(), normal([4])], GROUP, |x| {
+            x[0].group_norm(2, Some(&x[1]), None, 1e-5, false)
         }),
         case(
             "weight norm by hand",

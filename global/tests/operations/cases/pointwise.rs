@@ -36,25 +36,30 @@ fn functions() -> Vec<Case> {
         "atan", wide(), Tensor::atan;
         "atanh", unit(), Tensor::atanh;
         "ceil", wide(), Tensor::ceil;
+        "celu", wide(), Tensor::celu;
         "clamp", wide(), |x| x.clamp(-1.0, 1.0);
         "clamp_max", wide(), |x| x.clamp_max(0.5);
         "clamp_min", wide(), |x| x.clamp_min(0.5);
         "clone", wide(), |x| x.transpose(0, 1).contiguous();
         "cos", wide(), Tensor::cos;
         "cosh", wide(), Tensor::cosh;
+        "digamma", positive([5, 6]), Tensor::digamma;
         "erf", wide(), Tensor::erf;
         "erfc", wide(), Tensor::erfc;
+        "erfinv", unit(), Tensor::erfinv;
         "exp", wide(), Tensor::exp;
         "exp2", wide(), Tensor::exp2;
         "expm1", wide(), Tensor::expm1;
         "floor", wide(), Tensor::floor;
         "frac", wide(), Tensor::frac;
+        "lgamma", positive([5, 6]), Tensor::lgamma;
         "log", positive([5, 6]), Tensor::log;
         "log10", positive([5, 6]), Tensor::log10;
         "log1p", positive([5, 6]), Tensor::log1p;
         "log2", positive([5, 6]), Tensor::log2;
         "nan_to_num", wide(), |x| x.log().nan_to_num(3.0, None, None) + x.nan_to_num(0.0, 1.0, 2.0);
         "neg", wide(), Tensor::neg;
+        "polygamma", positive([5, 6]), |x| x.polygamma(1);
         "reciprocal", positive([5, 6]), Tensor::reciprocal;
         "relu", wide(), Tensor::relu;
         "round", wide(), Tensor::round;
@@ -97,7 +102,12 @@ fn functions() -> Vec<Case> {
         "tanh", Tensor::tanh;
     }
     cases.extend([
-        case("threshold", [wide()], &["threshold_backward"], |x| x[0].threshold(0.3, 0.1)),
+        case("logit", [between(0.1, 0.9, [5, 6])], &["logit", "logit_backward"], |x| {
+            vec![x[0].logit(None), x[0].logit(0.2)]
+        }),
+        case("threshold", [wide()], &["threshold", "threshold_backward"], |x| {
+            x[0].threshold(0.3, 0.1)
+        }),
         case("gelu tanh", [wide()], &["gelu"], |x| x[0].gelu("tanh")),
         case("relu6", [between(-3.0, 9.0, [5, 6])], &["hardtanh"], |x| x[0].relu6()),
         case("round to decimals", [wide()], &["round"], |x| x[0].round_decimals(1)),
@@ -176,6 +186,20 @@ fn of_two() -> Vec<Case> {
         }),
         case("addcdiv", [wide(), wide(), positive([6])], &["addcdiv"], |x| {
             x[0].addcdiv(&x[1], &x[2])
+        }),
+        case("copysign", [wide(), normal([6])], &["copysign"], |x| x[0].copysign(&x[1])),
+        case("hypot", [wide(), normal([6])], &["hypot"], |x| x[0].hypot(&x[1])),
+        case("logaddexp", [wide(), normal([6])], &["logaddexp", "logaddexp2"], |x| {
+            vec![x[0].logaddexp(&x[1]), x[0].logaddexp2(&x[1])]
+        }),
+        case(
+            "prelu",
+            [normal([3, 6, 5]), positive([6])],
+            &["_prelu_kernel", "_prelu_kernel_backward"],
+            |x| x[0].prelu(&x[1]),
+        ),
+        case("prelu of one weight", [wide(), positive([1])], &["_prelu_kernel"], |x| {
+            x[0].prelu(&x[1])
         }),
         case("pow", powers(), &["pow"], |x| x[0].pow(&x[1])),
         case("xlogy", [wide(), positive([5, 6])], &["xlogy"], |x| x[0].xlogy(&x[1])),

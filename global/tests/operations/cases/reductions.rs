@@ -56,6 +56,14 @@ fn sums() -> Vec<Case> {
         case("cumsum", wide(), &["cumsum"], |x| {
             vec![x[0].cumsum(1, DOUBLE), x[0].cumsum(-1, DOUBLE)]
         }),
+        case("cumprod", [positive([5, 6])], &["cumprod"], |x| {
+            vec![x[0].cumprod(1, DOUBLE), x[0].cumprod(0, DOUBLE)]
+        }),
+        case("cummax, cummin", [normal([5, 6])], &["cummax", "cummin"], |x| {
+            let (max, at) = x[0].cummax(0);
+            vec![max, at, x[0].cummin(1).0]
+        }),
+        case("logcumsumexp", [normal([5, 6])], &["logcumsumexp"], |x| x[0].logcumsumexp(-1)),
         case("logsumexp", wide(), &["logsumexp"], |x| {
             vec![x[0].logsumexp([1i64], false), x[0].logsumexp([0i64, 2], true)]
         }),
@@ -114,11 +122,26 @@ fn moments() -> Vec<Case> {
         case("var_mean", wide(), &["var_mean"], |x| {
             x[0].var_mean_dim([0i64, 1].as_slice(), true, false)
         }),
-        case("norm", wide(), &["linalg_vector_norm"], |x| x[0].norm()),
-        case("norms", wide(), &["linalg_vector_norm"], norms),
+        case("norm", wide(), &["norm"], |x| x[0].norm()),
+        case("norms", wide(), &["norm"], norms),
+        case("linalg_vector_norm", wide(), &["linalg_vector_norm"], |x| {
+            let whole: Option<&[i64]> = None;
+            vec![
+                x[0].view([-1]).linalg_norm(3, whole, true, DOUBLE),
+                x[0].linalg_norm(2, [0i64].as_slice(), false, DOUBLE),
+            ]
+        }),
         case("norm of zeros and nothing", [normal([0, 4])], &["linalg_vector_norm"], |x| {
             x[0].norm()
         }),
+        case("norm in another kind", [normal([5, 6]).kind(Kind::Float)], &["norm"], |x| {
+            vec![
+                x[0].norm_scalaropt_dtype(2, DOUBLE),
+                x[0].norm_scalaropt_dim_dtype(1, [1i64], true, DOUBLE),
+            ]
+        })
+        .in_single(),
+        case("trace", [normal([5, 5])], &["trace"], |x| x[0].trace()),
         case("counting norm", [ints(2, [5, 6]).kind(DOUBLE)], &["linalg_vector_norm"], |x| {
             x[0].norm_scalaropt_dim(0, [0i64, 1], false)
         }),
@@ -135,6 +158,19 @@ fn orders() -> Vec<Case> {
             vec![x[0].argsort(-1, false), x[0].argsort_stable(true, 0, true)]
         }),
         case("topk", wide(), &["topk"], |x| x[0].topk(3, 1, true, true)),
+        case("kthvalue", wide(), &["kthvalue"], |x| {
+            vec![x[0].kthvalue(2, 1, false).0, x[0].kthvalue(3, 0, true).0]
+        }),
+        case("median", wide(), &["median"], |x| {
+            vec![x[0].median_dim(1, false).0, x[0].median_dim(0, true).0]
+        }),
+        case("nanmedian", wide(), &["nanmedian"], |x| {
+            vec![x[0].nanmedian_dim(1, false).0, x[0].nanmedian_dim(0, true).0]
+        }),
+        case("mode", [ints(3, [5, 6])], &["mode"], |x| x[0].mode(1, false).0),
+        case("bucketize", [normal([5, 6]).constant()], &["bucketize"], |x| {
+            x[0].bucketize(&Tensor::linspace(-2, 2, 5, options()), false, false)
+        }),
         case("topk of columns", wide(), &["topk"], |x| x[0].topk(2, 0, false, true)),
     ]
 }
@@ -146,6 +182,9 @@ fn softmaxes() -> Vec<Case> {
     vec![
         case("softmax", wide(), COVERS, |x| x[0].softmax(-1, DOUBLE)),
         case("softmax of dimension 0", wide(), COVERS, |x| x[0].softmax(0, DOUBLE)),
+        case("glu", [normal([5, 4, 6])], &["glu", "glu_backward"], |x| {
+            vec![x[0].glu(-1), x[0].glu(1)]
+        }),
         case("softmax of a vector", [normal([7])], COVERS, |x| x[0].softmax(0, DOUBLE)),
         case("softmax of f32 in f64", [normal([5, 6]).kind(Kind::Float)], COVERS, |x| {
             x[0].softmax(1, DOUBLE)

@@ -44,6 +44,19 @@ fn moved() -> Vec<Case> {
             x[0].expand_as(&x[1]) * &x[1]
         }),
         case("flip", wide(), &["flip"], |x| vec![x[0].flip([0i64]), x[0].flip([1i64, -1])]),
+        case("roll", wide(), &["roll"], |x| {
+            vec![x[0].roll([2], [1]), x[0].roll([1, -1], [0, 2]), x[0].roll([3], &[] as &[i64])]
+        }),
+        case("repeat", wide(), &["repeat"], |x| {
+            vec![x[0].repeat([1, 2, 1]), x[0].repeat([2, 1, 1, 3]), x[0].repeat([1, 0, 1])]
+        }),
+        case("pixel_shuffle", [normal([3, 8, 2, 4])], &["pixel_shuffle", "pixel_unshuffle"], |x| {
+            vec![x[0].pixel_shuffle(2), x[0].pixel_unshuffle(2)]
+        }),
+        case("complex numbers", [normal([5, 6, 2])], &["view_as_complex", "view_as_real"], |x| {
+            let complex = x[0].view_as_complex();
+            (&complex * &complex).view_as_real()
+        }),
         case("tril, triu", wide(), &["tril", "triu"], |x| {
             vec![x[0].tril(0), x[0].triu(1), x[0].tril(-1)]
         }),
@@ -142,8 +155,12 @@ fn parts() -> Vec<Case> {
         case("some of the parts", wide(), &["split", "unbind"], |x| {
             &x[0].split(2, 2)[1] * x[0].unbind(2)[3].unsqueeze(2)
         }),
-        case("diagonal", [normal([5, 6])], &[], |x| x[0].diagonal(1, 0, 1) * 2.0),
-        case("unfold", [normal([5, 6])], &[], |x| x[0].unfold(1, 3, 2) * 2.0),
+        case("diagonal", wide(), &["diagonal", "diagonal_backward"], |x| {
+            vec![x[0].diagonal(1, 0, 1) * 2.0, x[0].diagonal(0, 2, -2) * 2.0]
+        }),
+        case("unfold", wide(), &["unfold", "unfold_backward"], |x| {
+            vec![x[0].unfold(1, 3, 2) * 2.0, x[0].unfold(-1, 2, 2) * 2.0]
+        }),
     ]
 }
 
