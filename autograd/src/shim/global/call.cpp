@@ -222,6 +222,7 @@ void Call::run() {
         locals[0] = viewable(locals[0], c10::IntArrayRef(arguments[1].integers, arguments[1].count));
     }
     Stack local = arguments_with(locals);
+    at::AutoGradMode as_called(grad_mode);
     op.callBoxed(&local);
     results.assign(std::make_move_iterator(local.begin()), std::make_move_iterator(local.end()));
 }

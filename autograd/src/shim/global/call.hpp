@@ -85,6 +85,7 @@ struct Call {
     const size_t first, count;  // of the arguments on the stack
     c10::SmallVector<uint64_t, 64> key;
     const void* spec = nullptr;  // of the first global tensor; null if all are plain
+    const bool grad_mode = at::GradMode::is_enabled();  // some kernels look at it
 
     Call(const c10::OperatorHandle& op, const OpInfo& info, torch::jit::Stack& stack);
     FastView fast_view() { return {this, key.data(), key.size(), spec}; }
