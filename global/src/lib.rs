@@ -52,6 +52,7 @@ mod cache;
 pub mod checkpoint;
 mod clip;
 mod code;
+mod compare;
 mod convert;
 mod create;
 mod dispatch;

@@ -9,6 +9,7 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
+use flow_autograd::global::Node;
 use flow_tensor::ProcessGroup;
 use rustc_hash::FxHasher;
 
@@ -29,12 +30,26 @@ pub struct Operation {
     placement: u64,
     digest: u64,
     text: String,
+    is_copy: bool,
 }
 
 impl Operation {
     /// On this placement; `what` all ranks agree on, and `text` is for errors.
-    pub fn new(placement: &Placement, what: impl Hash, text: String) -> Arc<Self> {
-        Arc::new(Self { placement: digest_of(placement), digest: digest_of(what), text })
+    pub fn new(placement: &Placement, what: impl Hash, text: String) -> Self {
+        let (placement, digest) = (digest_of(placement), digest_of(what));
+        Self { placement, digest, text, is_copy: false }
+    }
+
+    /// Whether it copies a tensor as it is. Autograd copies a gradient for a leaf where something
+    /// else uses the gradient: this may be so on some ranks only.
+    pub fn is_copy(self, is_copy: bool) -> Self {
+        Self { is_copy, ..self }
+    }
+
+    fn is_of_autograd(&self) -> bool {
+        /// The number of the nodes that accumulate gradients.
+        const ACCUMULATE: u64 = u64::MAX;
+        self.is_copy && Node::now(false).number == Some(ACCUMULATE)
     }
 
     /// The number of the placement that it is on.
@@ -64,8 +79,11 @@ thread_local! {
     static SEQUENCES: RefCell<Vec<Sequence>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Counts an operation.
-pub fn note(groups: &Groups, operation: &Arc<Operation>) {
+/// Counts an operation. Returns false if a rank may run it alone.
+pub fn note(groups: &Groups, operation: &Arc<Operation>) -> bool {
+    if operation.is_of_autograd() {
+        return false;
+    }
     SEQUENCES.with_borrow_mut(|all| {
         let is_own = |one: &&mut Sequence| {
             one.placement == operation.placement && one.groups == groups.number()
@@ -84,6 +102,7 @@ pub fn note(groups: &Groups, operation: &Arc<Operation>) {
             }
         }
     });
+    true
 }
 
 impl Sequence {
@@ -118,6 +137,7 @@ fn with<T>(groups: &Groups, placement: u64, read: impl FnOnce(&Sequence) -> T) -
 
 /// The error of a collective of a placement's ranks, with what this rank, and the others if they do
 /// something else, were doing. Every rank of the group comes here if they do; None if it is not made.
+/// A group fails once: of a later collective, the error says what this rank was doing.
 pub fn explained(
     error: Error,
     groups: &Groups,
@@ -129,14 +149,16 @@ pub fn explained(
         _ => return error,
     };
     let what = match group {
-        Some(group) if comm.is_mismatch() => differences("mismatch", groups, group, placement),
+        Some(group) if comm.is_mismatch() && groups.is_first_mismatch(group.1) => {
+            differences("mismatch", groups, group, placement)
+        }
         _ => own(groups, placement).now(groups.rank()),
     };
     Error::OutOfStep { what, source: Box::new(error) }
 }
 
-/// What ranks do that differ, as far as they say. All ranks of the group call this, each time with
-/// another `key`, or in a group that has failed.
+/// What ranks do that differ, as far as they say. All ranks of the group call this with one `key`,
+/// each time another one.
 pub fn differences(
     key: &str,
     groups: &Groups,

@@ -85,8 +85,8 @@ impl Boxing {
         let plan = Plan::new(shape, from, to);
         let what = (shape, from.placement, from.sbp, to.placement, to.sbp);
         let digest = digest_of(what);
-        let told = format!("boxing({shape:?} {}) -> {}", text(from.sbp), text(to.sbp));
-        let operation = Operation::new(from.placement, ("boxing", what), told);
+        let text = format!("boxing({shape:?} {}) -> {}", text(from.sbp), text(to.sbp));
+        let operation = Arc::new(Operation::new(from.placement, ("boxing", what), text));
         let placement = (from.placement == to.placement).then(|| operation.placement());
         let held = regions(from.placement, from.sbp, shape);
         let position = from.placement.position(rank);
