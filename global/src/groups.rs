@@ -71,7 +71,7 @@ impl Groups {
         self.received.load(Ordering::Relaxed)
     }
 
-    /// Tells them from those of other process groups.
+    /// Not that of other process groups.
     pub(crate) fn number(&self) -> u64 {
         self.number
     }

@@ -34,16 +34,12 @@ pub struct Operation {
 }
 
 impl Operation {
-    /// On this placement; `what` all ranks agree on, and `text` is for errors.
-    pub fn new(placement: &Placement, what: impl Hash, text: String) -> Self {
+    /// On this placement; `what` all ranks agree on, and `text` is for errors. `is_copy`: it copies a
+    /// tensor as it is, as autograd does with the gradient of a leaf where something else uses it,
+    /// which may be so on some ranks only.
+    pub fn new(placement: &Placement, what: impl Hash, text: String, is_copy: bool) -> Arc<Self> {
         let (placement, digest) = (digest_of(placement), digest_of(what));
-        Self { placement, digest, text, is_copy: false }
-    }
-
-    /// Whether it copies a tensor as it is. Autograd copies a gradient for a leaf where something
-    /// else uses the gradient: this may be so on some ranks only.
-    pub fn is_copy(self, is_copy: bool) -> Self {
-        Self { is_copy, ..self }
+        Arc::new(Self { placement, digest, text, is_copy })
     }
 
     fn is_of_autograd(&self) -> bool {
@@ -145,7 +141,9 @@ pub fn explained(
     placement: u64,
 ) -> Error {
     let comm = match &error {
-        Error::Comm(comm) | Error::Tensor(flow_tensor::Error::Comm(comm)) => comm,
+        Error::Comm(comm)
+        | Error::Tensor(flow_tensor::Error::Comm(comm))
+        | Error::Buckets(flow_ddp::Error::Comm(comm)) => comm,
         _ => return error,
     };
     let what = match group {
@@ -180,7 +178,7 @@ pub fn differences(
     }
 }
 
-/// What a rank tells the others.
+/// What a rank reports to the others.
 #[derive(serde::Serialize, serde::Deserialize)]
 struct Report {
     count: usize,

@@ -268,7 +268,9 @@ fn a_gradient_that_one_rank_keeps() {
             })
             .unwrap();
         }
-        (&y * 3).sum(Kind::Float).backward();
+        // Split as the leaf is: else the leaf gets another tensor.
+        let threes = global::full([4, 6], 3, Kind::Float, &placement, [S(0)]).unwrap();
+        (&y * &threes).sum(Kind::Float).backward();
         assert_eq!(kept.lock().unwrap().len(), 1 - group.rank());
         assert_eq!(w.grad().full().unwrap(), Tensor::from(3_f32).expand([4, 6], false));
         // A copy that the program makes counts.
@@ -294,5 +296,41 @@ fn a_second_mismatch_says_what_this_rank_does() {
         let own = format!("rank {} is at operation 4, boxing([4, 6] S(0)) -> B", group.rank());
         all_say(&[error.clone()], &[&own, "unusable since an earlier failure"]);
         assert!(!error.contains("operation 1 is"), "{error}");
+    });
+}
+
+/// Ranks that reduce other gradients, or in another order, are told which parameter differs.
+#[test]
+fn buckets_that_differ() {
+    ranks(2, |group| {
+        let leaf = |sizes: &[i64]| {
+            Tensor::zeros(sizes, (Kind::Float, tch::Device::Cpu)).set_requires_grad(true)
+        };
+        let (weight, bias) =
+            (("weight".to_owned(), leaf(&[4, 6])), ("bias".to_owned(), leaf(&[4])));
+        let own = if group.rank() == 0 { vec![weight, bias] } else { vec![bias, weight] };
+        let error = flow_ddp::GradReducer::new(&group, own).unwrap_err().to_string();
+        all_say(
+            &[error],
+            &["rank 0 has parameter weight [4, 6] Float", "rank 1 has parameter bias [4] Float"],
+        );
+    });
+}
+
+/// The same operations, on other leaves.
+#[test]
+fn buckets_of_other_leaves() {
+    ranks(2, |group| {
+        let placement = Placement::all(&group).unwrap();
+        let vs = tch::nn::VarStore::new(tch::Device::Cpu);
+        let leaves = ["one", "other"].map(|name| vs.root().zeros(name, &[6, 6]));
+        global::distribute(&vs, &placement, |_, _| [B]).unwrap();
+        let x = global::ones([4, 6], Kind::Float, &placement, [S(0)]).unwrap();
+        let loss = x.matmul(&leaves[group.rank()]).sum(Kind::Float);
+        let error = loss.f_backward().unwrap_err().to_string();
+        all_say(
+            &[error],
+            &["rank 0 has parameter one [6, 6] Float", "rank 1 has parameter other [6, 6] Float"],
+        );
     });
 }

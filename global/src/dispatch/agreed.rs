@@ -1,4 +1,4 @@
-//! What all ranks must agree on in an operation: its name, its arguments, and how its tensors lie.
+//! What all ranks must agree on in an operation: its name, its arguments, and the SBPs of its tensors.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::sbp::{text, NdSbp};
 use crate::sequence::Operation;
 use crate::spec::Spec;
 
-/// The operation, as it is compared. `have` is how its tensors lie.
+/// The operation, as it is compared. `have` are the SBPs of its tensors.
 pub fn operation(
     call: &Call<'_, Spec>,
     op: &Op<'_>,
@@ -58,7 +58,7 @@ pub fn operation(
         "copy" => is_global(1) && have[0] == have[1] && call.sizes(0) == call.sizes(1),
         _ => false,
     };
-    Arc::new(Operation::new(placement, what, text).is_copy(is_copy))
+    Operation::new(placement, what, text, is_copy)
 }
 
 /// Compares the operation, and the bytes of plain tensors, with what the other ranks of the placement

@@ -114,7 +114,7 @@ fn carry_out(call: &mut Call<'_, Spec>, noted: Option<Noted>) -> Result<()> {
     let placement = placement_of(call)?;
     let plan = plan_of(call, &placement, placement.runtime()?)?;
     run(call)?;
-    noted.tell(call, &plan, &placement)
+    noted.record(call, &plan, &placement)
 }
 
 fn run(call: &mut Call<'_, Spec>) -> Result<()> {
@@ -155,8 +155,8 @@ fn run_plan(
         call.set_ints(*argument, values)?;
     }
     let ran = call.run();
-    if plan.is_told {
-        outside::tell(call, plan, placement, runtime, ran.is_ok())?;
+    if plan.is_sent {
+        outside::send(call, plan, placement, runtime, ran.is_ok())?;
     }
     ran?;
     if plan.is_drawn_apart {

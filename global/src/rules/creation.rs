@@ -39,9 +39,9 @@ fn constants(op: &Op) -> Vec<Signature> {
 
 fn zeros(op: &Op) -> Vec<Signature> {
     let splits = constants(op);
-    let terms = Signature::all(op, P).with_code(op.name == "new_empty_strided");
-    let has_terms = !splits.is_empty();
-    has_terms.then_some(terms).into_iter().chain(splits).collect()
+    let partial = Signature::all(op, P).with_code(op.name == "new_empty_strided");
+    let has_partial = !splits.is_empty();
+    has_partial.then_some(partial).into_iter().chain(splits).collect()
 }
 
 fn random(op: &Op) -> Vec<Signature> {

@@ -23,7 +23,7 @@ pub const RULES: &[Rule] = &[
     Rule { names: &["stack"], signatures: stack },
 ];
 
-/// Terms stay terms, and each dimension goes where `to(dim, rank)` says, if anywhere.
+/// What is partial stays so, and each dimension goes where `to(dim, rank)` says, if anywhere.
 fn moved(op: &Op, to: impl Fn(usize, usize) -> Option<usize>) -> Vec<Signature> {
     let rank = op.rank(0);
     let splits = (0..rank).filter_map(|dim| {
