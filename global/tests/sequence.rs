@@ -294,7 +294,7 @@ fn a_second_mismatch_says_what_this_rank_does() {
         let y = if group.rank() == 0 { x.exp() } else { x.abs() };
         let error = full(&y).unwrap_err();
         let own = format!("rank {} is at operation 4, boxing([4, 6] S(0)) -> B", group.rank());
-        all_say(&[error.clone()], &[&own, "unusable since an earlier failure"]);
+        all_say(std::slice::from_ref(&error), &[&own, "unusable since an earlier failure"]);
         assert!(!error.contains("operation 1 is"), "{error}");
     });
 }
