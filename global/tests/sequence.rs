@@ -299,7 +299,7 @@ fn a_second_mismatch_says_what_this_rank_does() {
     });
 }
 
-/// Ranks that reduce other gradients, or in another order, are told which parameter differs.
+/// Ranks that reduce other gradients, or in another order, get an error that names the parameter.
 #[test]
 fn buckets_that_differ() {
     ranks(2, |group| {
