@@ -72,6 +72,8 @@ pub enum Error {
         operation: String,
         /// The first failure, as the rank that saw it described it.
         cause: String,
+        /// That failure was a [`Error::Mismatch`].
+        is_mismatch: bool,
     },
     /// This process was forked from a rank, which alone is the member of its groups.
     #[error(
@@ -106,7 +108,7 @@ impl Error {
     pub fn is_mismatch(&self) -> bool {
         match self {
             Self::Mismatch { .. } => true,
-            Self::Poisoned { cause, .. } => cause.contains("disagree about the next collective"),
+            Self::Poisoned { is_mismatch, .. } => *is_mismatch,
             _ => false,
         }
     }

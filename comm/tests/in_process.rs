@@ -97,6 +97,25 @@ fn a_rank_that_does_not_come_is_named() {
 }
 
 #[test]
+fn a_mismatch_is_one_on_all_ranks_and_stays_one() {
+    ranks(3, |group| {
+        let error = match group.rank() {
+            1 => group.all_reduce(&mut [0_i64][..], ReduceOp::Sum).unwrap_err(),
+            _ => group.barrier().unwrap_err(),
+        };
+        assert!(error.is_mismatch(), "{error}");
+        let later = group.barrier().unwrap_err();
+        assert!(matches!(later, Error::Poisoned { .. }) && later.is_mismatch(), "{later}");
+    });
+    // Whatever the words.
+    ranks(2, |group| {
+        group.abort("ranks disagree about the next collective");
+        let error = group.barrier().unwrap_err();
+        assert!(matches!(error, Error::Poisoned { .. }) && !error.is_mismatch(), "{error}");
+    });
+}
+
+#[test]
 fn a_rank_that_leaves_is_an_error_for_the_others() {
     // By dropping its handle, by a panic, by aborting the group.
     let left = |error: &Error| match error {

@@ -47,6 +47,16 @@ pub enum Error {
         /// What is wrong and what would be right.
         reason: String,
     },
+    /// Ranks reduce the gradients of different parameters; every rank gets this.
+    #[error(
+        "rank {rank}: the parameters whose gradients are reduced differ between ranks: {difference}"
+    )]
+    Buckets {
+        /// This rank.
+        rank: usize,
+        /// The first difference, with the ranks that have each side.
+        difference: String,
+    },
     /// Ranks wrapped different models; every rank gets this.
     #[error("rank {rank}: Ddp: the model differs between ranks: {difference}")]
     Mismatch {

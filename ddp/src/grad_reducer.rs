@@ -12,7 +12,7 @@ use crate::bucket::assignment::Caps;
 use crate::builder::{reduce_path, Allocator};
 use crate::comm_hooks::AllReduce;
 use crate::error::{job_rank, Error, Result};
-use crate::model_check::agree;
+use crate::model_check::{agree, describe, first_mismatch};
 use crate::options::Options;
 use crate::parameter::Parameter;
 use crate::reducer::Reducer;
@@ -37,16 +37,20 @@ impl fmt::Debug for GradReducer {
 
 impl GradReducer {
     /// For these parameters, leaves of one device that require gradients, in the order of their use
-    /// in forward. All ranks of the group call this with parameters of the same sizes and kinds.
+    /// in forward. All ranks of the group call this with parameters of the same names, sizes and
+    /// kinds.
     ///
     /// # Errors
     ///
-    /// There are no parameters; settings of the environment that make no sense; a failure of the
-    /// group.
+    /// Ranks have different parameters, or another order; there are no parameters; settings of the
+    /// environment that make no sense; a failure of the group.
     pub fn new(group: &ProcessGroup, parameters: Vec<(String, Tensor)>) -> Result<Self> {
         const MIB: usize = 1 << 20;
         let rank = job_rank(group);
         let model = |reason| Error::Model { rank, reason };
+        if let Some(difference) = first_mismatch(group, &describe(&parameters, &[]))? {
+            return Err(Error::Buckets { rank, difference });
+        }
         let Some(first) = parameters.first().map(|(_, tensor)| tensor.shallow_clone()) else {
             return Err(model("there are no parameters to reduce".to_owned()));
         };

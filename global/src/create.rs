@@ -1,6 +1,6 @@
 //! New global tensors: constants, ranges, and random numbers by logical element.
 
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, Scalar, Tensor};
 
 use crate::error::{Error, Result};
 use crate::handle::wrap;
@@ -36,13 +36,13 @@ pub fn ones(
     full(sizes, 1.0, kind, placement, sbp)
 }
 
-/// All elements are `value`.
+/// All elements are `value`, a whole number or one with a fraction.
 ///
 /// # Errors
 /// The SBP does not fit the placement or the shape.
 pub fn full(
     sizes: impl AsRef<[i64]>,
-    value: f64,
+    value: impl Into<Scalar>,
     kind: Kind,
     placement: &Placement,
     sbp: impl AsRef<[Sbp]>,
@@ -70,17 +70,79 @@ pub fn empty(
 /// The whole numbers from 0 to `end`, without it.
 ///
 /// # Errors
-/// The SBP does not fit the placement or the shape.
+/// The SBP does not fit the placement or the shape; `end` is negative.
 pub fn arange(
-    end: i64,
+    end: impl Into<Scalar>,
     kind: Kind,
     placement: &Placement,
     sbp: impl AsRef<[Sbp]>,
 ) -> Result<Tensor> {
-    create(&[end.max(0)], kind, placement, sbp.as_ref(), |_, region, options| {
+    arange_start(0, end, kind, placement, sbp)
+}
+
+/// The numbers from `start` to `end`, without that, in steps of 1.
+///
+/// # Errors
+/// The SBP does not fit the placement or the shape; `end` is less than `start`.
+pub fn arange_start(
+    start: impl Into<Scalar>,
+    end: impl Into<Scalar>,
+    kind: Kind,
+    placement: &Placement,
+    sbp: impl AsRef<[Sbp]>,
+) -> Result<Tensor> {
+    arange_start_step(start, end, 1, kind, placement, sbp)
+}
+
+/// The numbers from `start` to `end`, without that, in steps of `step`.
+///
+/// # Errors
+/// The SBP does not fit the placement or the shape; steps that do not lead from `start` to `end`.
+pub fn arange_start_step(
+    start: impl Into<Scalar>,
+    end: impl Into<Scalar>,
+    step: impl Into<Scalar>,
+    kind: Kind,
+    placement: &Placement,
+    sbp: impl AsRef<[Sbp]>,
+) -> Result<Tensor> {
+    let given: [Scalar; 3] = [start.into(), end.into(), step.into()];
+    let whole: Option<Vec<i64>> = given.iter().map(whole_of).collect();
+    let [start, end, step] = given.map(f64::from);
+    let steps = ((end - start) / step).ceil();
+    if !(0.0..=i64::MAX as f64).contains(&steps) {
+        return Err(Error::Unsupported {
+            operation: "arange".to_owned(),
+            reason: format!("steps of {step} do not lead from {start} to {end}"),
+        });
+    }
+    let count = match whole.as_deref() {
+        Some(&[start, end, step]) => {
+            let [start, end, step] = [start, end, step].map(i128::from);
+            ((end - start + step - step.signum()) / step) as i64
+        }
+        _ => steps as i64,
+    };
+    create(&[count], kind, placement, sbp.as_ref(), |_, region, options| {
         let range = &region.0[0];
-        Tensor::f_arange_start(range.start as i64, range.end as i64, options)
+        match whole.as_deref() {
+            Some(&[start, _, step]) => {
+                let at = |index: usize| start.saturating_add((index as i64).saturating_mul(step));
+                Tensor::f_arange_start_step(at(range.start), at(range.end), step, options)
+            }
+            _ => Tensor::f_arange_start_step(start, end, step, options)?
+                .f_narrow(0, range.start as i64, range.len() as i64)?
+                .f_contiguous(),
+        }
     })
+}
+
+/// The whole number that a scalar is.
+fn whole_of(scalar: &Scalar) -> Option<i64> {
+    let number = f64::from(scalar);
+    // Others do not fit.
+    let is_whole = number.fract() == 0.0 && number.abs() < 9e18;
+    is_whole.then(|| i64::from(scalar))
 }
 
 /// `steps` numbers from `start` to `end`, with both, at equal distances.
@@ -314,11 +376,7 @@ fn create(
     kind: Kind,
     placement: &Placement,
     sbp: &[Sbp],
-    mut part: impl FnMut(
-        &[usize],
-        &Region,
-        (Kind, Device),
-    ) -> std::result::Result<Tensor, tch::TchError>,
+    part: impl FnOnce(&[usize], &Region, (Kind, Device)) -> std::result::Result<Tensor, tch::TchError>,
 ) -> Result<Tensor> {
     let shape = shape(sizes);
     check(placement, sbp, &shape)?;

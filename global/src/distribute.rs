@@ -32,7 +32,9 @@ pub fn distribute<T: AsRef<[Sbp]>>(
         let sbp = sbp.as_ref();
         let parts = regions(placement, sbp, &shape(&variable.size()));
         let has_all = parts.iter().all(|part| part.elements() > 0);
-        if variable.requires_grad() && sbp.contains(&B) && has_all {
+        // Buckets do not know complex numbers.
+        let is_real = variable.is_floating_point();
+        if variable.requires_grad() && sbp.contains(&B) && has_all && is_real {
             leaves.push((name, variable));
         }
     }

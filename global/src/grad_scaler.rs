@@ -171,7 +171,7 @@ impl GradScaler {
                 let group = spec.placement().runtime()?.world();
                 world.get_or_insert_with(|| group.clone());
             }
-            // A sum may overflow where its terms do not.
+            // A sum may overflow where what is added does not.
             let whole = reduced(&gradient)?;
             if let Some(own) = own(&whole) {
                 flags.push(own.f_isfinite()?.f_all()?.f_logical_not()?);

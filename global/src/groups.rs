@@ -1,6 +1,6 @@
 //! The process groups that boxing needs, made when first used.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -13,6 +13,8 @@ use crate::error::Result;
 pub struct Groups {
     world: ProcessGroup,
     made: Arc<Mutex<HashMap<Vec<usize>, ProcessGroup>>>,
+    /// Ranks of groups that have failed because their ranks called different operations.
+    mismatched: Arc<Mutex<HashSet<Vec<usize>>>>,
     received: Arc<AtomicU64>,
     /// Of these groups, and no others of the process.
     number: u64,
@@ -26,6 +28,7 @@ impl Groups {
         Self {
             world: world.clone(),
             made: Arc::default(),
+            mismatched: Arc::default(),
             received: Arc::default(),
             number: NEXT.fetch_add(1, Ordering::Relaxed),
             reads_peers: true,
@@ -56,12 +59,19 @@ impl Groups {
         Ok(group)
     }
 
+    /// Notes that the group of these ranks has failed because they called different operations.
+    /// Returns whether this rank did not know.
+    pub(crate) fn is_first_mismatch(&self, ranks: &[usize]) -> bool {
+        let mut mismatched = self.mismatched.lock().unwrap_or_else(PoisonError::into_inner);
+        mismatched.insert(ranks.to_vec())
+    }
+
     /// How many bytes this rank has received from others by boxing.
     pub fn received(&self) -> u64 {
         self.received.load(Ordering::Relaxed)
     }
 
-    /// Tells them from those of other process groups.
+    /// Not that of other process groups.
     pub(crate) fn number(&self) -> u64 {
         self.number
     }

@@ -52,6 +52,7 @@ mod cache;
 pub mod checkpoint;
 mod clip;
 mod code;
+mod compare;
 mod convert;
 mod create;
 mod dispatch;
@@ -89,8 +90,8 @@ pub mod view;
 
 pub use clip::{clip_grad_norm, clip_grad_value};
 pub use create::{
-    arange, empty, eye, full, linspace, manual_seed, normal, ones, rand, randint, randn, randperm,
-    rng_state, set_rng_state, zeros,
+    arange, arange_start, arange_start_step, empty, eye, full, linspace, manual_seed, normal, ones,
+    rand, randint, randn, randperm, rng_state, set_rng_state, zeros,
 };
 pub use distribute::{distribute, to_global_in_place, undistribute};
 pub use error::{Error, Result};

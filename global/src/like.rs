@@ -1,7 +1,7 @@
 //! New global tensors with the sizes and the kind of another tensor, plain or global, or with its kind
 //! only (`new_zeros` and others).
 
-use tch::Tensor;
+use tch::{Scalar, Tensor};
 
 use crate::create;
 use crate::error::Result;
@@ -9,138 +9,59 @@ use crate::local::distribute_tensor;
 use crate::placement::Placement;
 use crate::sbp::Sbp;
 
-/// See [`empty`](crate::empty).
-///
-/// # Errors
-/// The SBP does not fit the placement or the shape.
-pub fn empty_like(
-    tensor: &Tensor,
-    placement: &Placement,
-    sbp: impl AsRef<[Sbp]>,
-) -> Result<Tensor> {
-    create::empty(tensor.size(), tensor.kind(), placement, sbp)
+/// `name = of(arguments before the sizes; arguments after them)`: with the sizes and the kind of
+/// `tensor`.
+macro_rules! like {
+    ($name:ident = $of:ident($($before:ident: $b:ty),*; $($after:ident: $a:ty),*)) => {
+        #[doc = concat!("See [`", stringify!($of), "`](crate::", stringify!($of), ").")]
+        ///
+        /// # Errors
+        /// The same.
+        pub fn $name(
+            tensor: &Tensor,
+            $($before: $b,)*
+            $($after: $a,)*
+            placement: &Placement,
+            sbp: impl AsRef<[Sbp]>,
+        ) -> Result<Tensor> {
+            create::$of($($before,)* tensor.size(), $($after,)* tensor.kind(), placement, sbp)
+        }
+    };
 }
 
-/// See [`zeros`](crate::zeros).
-///
-/// # Errors
-/// The SBP does not fit the placement or the shape.
-pub fn zeros_like(
-    tensor: &Tensor,
-    placement: &Placement,
-    sbp: impl AsRef<[Sbp]>,
-) -> Result<Tensor> {
-    create::zeros(tensor.size(), tensor.kind(), placement, sbp)
+like!(empty_like = empty(;));
+like!(zeros_like = zeros(;));
+like!(ones_like = ones(;));
+like!(full_like = full(; value: impl Into<Scalar>));
+like!(rand_like = rand(;));
+like!(randn_like = randn(;));
+like!(randint_like = randint(low: i64, high: i64;));
+
+/// `name = of(arguments after the sizes)`: with the kind of `tensor`.
+macro_rules! new {
+    ($name:ident = $of:ident($($after:ident: $a:ty),*)) => {
+        #[doc = concat!("See [`", stringify!($of), "`](crate::", stringify!($of), ").")]
+        /// As the other functions `new_...`: of the kind of `tensor`. On a tensor's own placement,
+        /// tch's methods of these names do the same.
+        ///
+        /// # Errors
+        /// The same.
+        pub fn $name(
+            tensor: &Tensor,
+            sizes: impl AsRef<[i64]>,
+            $($after: $a,)*
+            placement: &Placement,
+            sbp: impl AsRef<[Sbp]>,
+        ) -> Result<Tensor> {
+            create::$of(sizes, $($after,)* tensor.kind(), placement, sbp)
+        }
+    };
 }
 
-/// See [`ones`](crate::ones).
-///
-/// # Errors
-/// The SBP does not fit the placement or the shape.
-pub fn ones_like(tensor: &Tensor, placement: &Placement, sbp: impl AsRef<[Sbp]>) -> Result<Tensor> {
-    create::ones(tensor.size(), tensor.kind(), placement, sbp)
-}
-
-/// See [`full`](crate::full).
-///
-/// # Errors
-/// The SBP does not fit the placement or the shape.
-pub fn full_like(
-    tensor: &Tensor,
-    value: f64,
-    placement: &Placement,
-    sbp: impl AsRef<[Sbp]>,
-) -> Result<Tensor> {
-    create::full(tensor.size(), value, tensor.kind(), placement, sbp)
-}
-
-/// See [`rand`](crate::rand).
-///
-/// # Errors
-/// The SBP does not fit the placement or the shape.
-pub fn rand_like(tensor: &Tensor, placement: &Placement, sbp: impl AsRef<[Sbp]>) -> Result<Tensor> {
-    create::rand(tensor.size(), tensor.kind(), placement, sbp)
-}
-
-/// See [`randn`](crate::randn).
-///
-/// # Errors
-/// The SBP does not fit the placement or the shape.
-pub fn randn_like(
-    tensor: &Tensor,
-    placement: &Placement,
-    sbp: impl AsRef<[Sbp]>,
-) -> Result<Tensor> {
-    create::randn(tensor.size(), tensor.kind(), placement, sbp)
-}
-
-/// See [`randint`](crate::randint).
-///
-/// # Errors
-/// The SBP does not fit the placement or the shape; `high` is not above `low`.
-pub fn randint_like(
-    tensor: &Tensor,
-    low: i64,
-    high: i64,
-    placement: &Placement,
-    sbp: impl AsRef<[Sbp]>,
-) -> Result<Tensor> {
-    create::randint(low, high, tensor.size(), tensor.kind(), placement, sbp)
-}
-
-/// See [`empty`](crate::empty). As the other functions `new_...`: of the kind of `tensor`. On a
-/// tensor's own placement, tch's methods of these names do the same.
-///
-/// # Errors
-/// The SBP does not fit the placement or the shape.
-pub fn new_empty(
-    tensor: &Tensor,
-    sizes: impl AsRef<[i64]>,
-    placement: &Placement,
-    sbp: impl AsRef<[Sbp]>,
-) -> Result<Tensor> {
-    create::empty(sizes, tensor.kind(), placement, sbp)
-}
-
-/// See [`zeros`](crate::zeros).
-///
-/// # Errors
-/// The SBP does not fit the placement or the shape.
-pub fn new_zeros(
-    tensor: &Tensor,
-    sizes: impl AsRef<[i64]>,
-    placement: &Placement,
-    sbp: impl AsRef<[Sbp]>,
-) -> Result<Tensor> {
-    create::zeros(sizes, tensor.kind(), placement, sbp)
-}
-
-/// See [`ones`](crate::ones).
-///
-/// # Errors
-/// The SBP does not fit the placement or the shape.
-pub fn new_ones(
-    tensor: &Tensor,
-    sizes: impl AsRef<[i64]>,
-    placement: &Placement,
-    sbp: impl AsRef<[Sbp]>,
-) -> Result<Tensor> {
-    create::ones(sizes, tensor.kind(), placement, sbp)
-}
-
-/// See [`full`](crate::full).
-///
-/// # Errors
-/// The SBP does not fit the placement or the shape.
-pub fn new_full(
-    tensor: &Tensor,
-    sizes: impl AsRef<[i64]>,
-    value: f64,
-    placement: &Placement,
-    sbp: impl AsRef<[Sbp]>,
-) -> Result<Tensor> {
-    create::full(sizes, value, tensor.kind(), placement, sbp)
-}
+new!(new_empty = empty());
+new!(new_zeros = zeros());
+new!(new_ones = ones());
+new!(new_full = full(value: impl Into<Scalar>));
 
 /// See [`distribute_tensor`]: `data` is the same on all ranks, and converted to the kind of `tensor`.
 ///

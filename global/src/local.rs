@@ -7,12 +7,15 @@ use flow_tensor::TensorCollectives;
 use tch::Tensor;
 
 use crate::boxing::plan::groups;
+use crate::compare;
 use crate::convert::{convert, one, outputs};
 use crate::error::{Error, Result};
 use crate::handle::{boxed, empty_like, local_of, spec_of, wrap};
 use crate::placement::Placement;
 use crate::region::{check, regions, shape};
-use crate::sbp::{dual, filler, Sbp, B, P};
+use crate::runtime::Runtime;
+use crate::sbp::{dual, filler, text, Sbp, B, P};
+use crate::sequence::{self, digest_of};
 use crate::spec::Spec;
 
 /// A dimension more than any tensor has.
@@ -29,8 +32,8 @@ pub fn from_locals(local: &Tensor, spec: &Arc<Spec>) -> Result<Tensor> {
 
 /// The global tensor of these sizes whose part, copy or partial sum `local` is on this rank. As
 /// [`to_global`](crate::GlobalTensor::to_global), but nothing is communicated: the caller knows the
-/// sizes, and that copies are equal. It has the local's memory. Ranks outside the placement may pass
-/// any tensor of that kind. Differentiable.
+/// sizes, and that copies are equal (`FLOW_GLOBAL_DEBUG=1` has ranks compare them). It has the
+/// local's memory. Ranks outside the placement may pass any tensor of that kind. Differentiable.
 ///
 /// # Errors
 /// The SBP does not fit the placement or the shape, or the local is not this rank's part.
@@ -48,7 +51,11 @@ pub fn from_local(
     if let Some(position) = position {
         let (own, rank) = (shape(&local.size()), runtime.rank());
         let part = regions(placement, sbp, &logical).swap_remove(position).shape();
-        if own != part {
+        let is_part = own == part;
+        if compare::is_on() {
+            compare_locals(local, is_part, &logical, (placement, sbp), runtime)?;
+        }
+        if !is_part {
             return Err(no_part("from_local", rank, &own, &logical, (placement, sbp), &part));
         }
     }
@@ -58,6 +65,32 @@ pub fn from_local(
         let own = position.map(|_| local.detach().contiguous());
         wrap(own.as_ref(), local, to, &sizes)
     })
+}
+
+/// Compares what the ranks give to `from_local`: all do if one's local is not its part.
+fn compare_locals(
+    local: &Tensor,
+    is_part: bool,
+    shape: &[usize],
+    (placement, sbp): (&Placement, &[Sbp]),
+    runtime: &Runtime,
+) -> Result<()> {
+    let all: Vec<usize> = (0..placement.ranks().len()).collect();
+    let sizes = format!(
+        "the local {:?} {:?} of a tensor {shape:?} {}",
+        local.size(),
+        local.kind(),
+        text(sbp)
+    );
+    let asked = digest_of((shape, placement, sbp, local.kind() as i64, is_part));
+    let (sizes, remedy) = ([(sizes, asked)], "each rank gives its part of the same tensor");
+    compare::values("from_local", (placement, &[all]), runtime, &sizes, remedy)?;
+    let copied: Vec<usize> = (0..placement.axes()).filter(|&axis| sbp[axis] == B).collect();
+    let copies = groups(placement, &copied);
+    let what = format!("the local {:?} of {}", local.size(), text(sbp));
+    let remedy = "what is B is the same on all ranks (to_global gives all of them the first one's)";
+    let given = [(what, compare::digest_of_tensor(local)?)];
+    compare::values("from_local", (placement, &copies), runtime, &given, remedy)
 }
 
 /// Runs `forward`. The gradient of a local is that of its part; of a copy, a partial gradient; of a
@@ -135,7 +168,11 @@ fn first_copies(local: &Tensor, spec: Arc<Spec>, sizes: &[i64]) -> Result<Tensor
         let group = groups.iter().find(|group| group.contains(&position));
         if let Some(group) = group.filter(|group| group.len() > 1) {
             let ranks: Vec<usize> = group.iter().map(|&at| placement.ranks()[at]).collect();
-            runtime.groups.group(&ranks)?.broadcast_tensor(&mut own, 0)?;
+            let group = runtime.groups.group(&ranks)?;
+            group.broadcast_tensor(&mut own, 0).map_err(|error| {
+                let group = Some((&group, &ranks[..]));
+                sequence::explained(error.into(), &runtime.groups, group, digest_of(placement))
+            })?;
         }
     }
     wrap(Some(&own), local, spec, sizes)
@@ -148,7 +185,9 @@ fn logical_shape(local: &Tensor, placement: &Placement, sbp: &[Sbp]) -> Result<V
     let mut meta = vec![local.kind() as i64, own.len() as i64];
     meta.extend(own.iter().map(|&size| size as i64));
     meta.resize(2 + MAX_DIMS, 0);
-    let all = runtime.world().all_gather_tensor(&Tensor::from_slice(&meta))?;
+    let all = runtime.world().all_gather_tensor(&Tensor::from_slice(&meta)).map_err(|error| {
+        sequence::explained(error.into(), &runtime.groups, None, digest_of(placement))
+    })?;
     let all = Vec::<Vec<i64>>::try_from(all)?;
     let of = |position: usize| &all[placement.ranks()[position]];
     let local_shape = |position: usize| {
@@ -205,8 +244,8 @@ fn no_part(
 
 /// The global tensor of a plain tensor that is the same on all ranks: each rank keeps its part, in
 /// memory of its own. Nothing is communicated: unlike PyTorch's `distribute_tensor`, rank 0's values
-/// are not sent to the others. If ranks may have different values, use `to_global` with B. Not
-/// differentiable.
+/// are not sent to the others. If ranks may have different values, use `to_global` with B;
+/// `FLOW_GLOBAL_DEBUG=1` has ranks compare them. Not differentiable.
 ///
 /// # Errors
 /// The SBP does not fit the placement or the shape.
@@ -220,6 +259,13 @@ pub fn distribute_tensor(
     check(placement, sbp, &shape)?;
     let runtime = placement.runtime()?;
     let spec = Spec::of(placement, sbp)?;
+    if compare::is_on() && placement.position(runtime.rank()).is_some() {
+        let all: Vec<usize> = (0..placement.ranks().len()).collect();
+        let what = format!("the tensor {:?}", tensor.size());
+        let given = [(what, compare::digest_of_tensor(tensor)?)];
+        let remedy = "give all ranks the same tensor, or use to_global with B";
+        compare::values("distribute_tensor", (placement, &[all]), runtime, &given, remedy)?;
+    }
     tch::no_grad(|| {
         let Some(position) = placement.position(runtime.rank()) else {
             return wrap(None, tensor, spec.clone(), &tensor.size());

@@ -203,6 +203,12 @@ impl Placement {
         self.0.runtime.as_ref().ok_or_else(|| Error::NoGroup(self.to_string()))
     }
 
+    /// The same ranks, for what a runtime keeps.
+    pub(crate) fn without_group(&self) -> Self {
+        let (ranks, shape) = (self.0.ranks.clone(), self.0.shape.clone());
+        Self(Arc::new(Inner { ranks, shape, names: Vec::new(), runtime: None }))
+    }
+
     /// The number of axes.
     pub fn axes(&self) -> usize {
         self.0.shape.len()

@@ -1,7 +1,7 @@
 //! Records the operations on global tensors, for [`crate::explain`] and [`crate::planner`].
 
 use std::cell::RefCell;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -114,7 +114,7 @@ fn current(runtime: &Arc<Runtime>) -> Option<Arc<Mutex<Recorder>>> {
     lock(&RECORDERS).iter().find(records).cloned()
 }
 
-/// Whether calls are to be told to [`operation`].
+/// Whether [`operation`] is to be called.
 pub(crate) fn is_on() -> bool {
     COUNT.load(Ordering::Relaxed) != 0 || prints()
 }
@@ -134,14 +134,14 @@ pub(crate) fn operation(
     returned: &[Option<Tensor>],
     node: Node,
 ) -> Result<()> {
-    tell(placement, |recorder| recorder.operation(op, placement, inputs, wanted, returned, node))
+    note(placement, |recorder| recorder.operation(op, placement, inputs, wanted, returned, node))
 }
 
 /// Notes that a tensor was boxed because the program asked for it.
 pub(crate) fn conversion(tensor: &Tensor, result: &Tensor) -> Result<()> {
     let Some(spec) = is_on().then(|| find_spec(result)).flatten() else { return Ok(()) };
     let node = Node::now(tensor.requires_grad());
-    tell(spec.placement(), |recorder| {
+    note(spec.placement(), |recorder| {
         let input = recorder.value(tensor, spec.placement())?;
         let output = recorder.trace.convert(input, spec.placement(), spec.sbp(), phase(node));
         recorder.ids.extend(globals()?.id(result).map(|id| (id, output)));
@@ -153,7 +153,7 @@ pub(crate) fn conversion(tensor: &Tensor, result: &Tensor) -> Result<()> {
 /// the leaf gets it at the end of backward.
 pub(crate) fn gradient(leaf: &Tensor, gradient: &Tensor, result: Option<&Tensor>) -> Result<()> {
     let Some(spec) = is_on().then(|| find_spec(leaf)).flatten() else { return Ok(()) };
-    tell(spec.placement(), |recorder| {
+    note(spec.placement(), |recorder| {
         let input = recorder.value(gradient, spec.placement())?;
         let of = recorder.value(leaf, spec.placement())?;
         let output = recorder.trace.gradient(input, of);
@@ -165,16 +165,16 @@ pub(crate) fn gradient(leaf: &Tensor, gradient: &Tensor, result: Option<&Tensor>
     })
 }
 
-/// Tells it to the recorder; with `FLOW_EXPLAIN=1`, the first rank prints each kind of call once.
-fn tell(placement: &Placement, note: impl Fn(&mut Recorder) -> Result<()>) -> Result<()> {
+/// Has `change` note it in the recorder; with `FLOW_EXPLAIN=1`, the first rank prints each kind of call once.
+fn note(placement: &Placement, change: impl Fn(&mut Recorder) -> Result<()>) -> Result<()> {
     static PRINTED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     let runtime = placement.runtime()?;
     if let Some(recorder) = current(runtime) {
-        note(&mut lock(&recorder))?;
+        change(&mut lock(&recorder))?;
     }
     if prints() && runtime.rank() == 0 {
         let mut one = Recorder::default();
-        note(&mut one)?;
+        change(&mut one)?;
         for row in crate::explain::rows(&one.trace) {
             let text = row.to_string();
             if lock(&PRINTED).insert(text.clone()) {
@@ -185,13 +185,31 @@ fn tell(placement: &Placement, note: impl Fn(&mut Recorder) -> Result<()>) -> Re
     Ok(())
 }
 
-/// Names by the numbers of variables.
-static NAMES: Mutex<Vec<(u64, String)>> = Mutex::new(Vec::new());
+/// Names by the numbers of variables. A number is never used again.
+struct Names(VecDeque<(u64, String)>);
+
+static NAMES: Mutex<Names> = Mutex::new(Names(VecDeque::new()));
+
+impl Names {
+    /// More names are forgotten, the first one first.
+    const MAX: usize = 1 << 16;
+
+    fn add(&mut self, id: u64, name: &str) {
+        if self.0.len() == Self::MAX {
+            self.0.pop_front();
+        }
+        self.0.push_back((id, name.to_owned()));
+    }
+
+    fn find(&self, id: u64) -> Option<&str> {
+        self.0.iter().find(|(other, _)| *other == id).map(|(_, name)| name.as_str())
+    }
+}
 
 /// Gives a variable the name that it has in traces.
 pub(crate) fn name(variable: &Tensor, name: &str) -> Result<()> {
     if let Some(id) = globals()?.id(variable) {
-        lock(&NAMES).push((id, name.to_owned()));
+        lock(&NAMES).add(id, name);
     }
     Ok(())
 }
@@ -213,8 +231,7 @@ impl Recorder {
         }
         let is_weight = id.is_some() && tensor.requires_grad() && tensor.is_leaf();
         let role = if is_weight { Role::Weight } else { Role::Input };
-        let name = lock(&NAMES).iter().find(|(other, _)| Some(*other) == id).cloned();
-        let name = name.map_or(String::new(), |(_, name)| name);
+        let name = id.and_then(|id| lock(&NAMES).find(id).map(str::to_owned)).unwrap_or_default();
         let value = match find_spec(tensor) {
             Some(spec) => self.trace.leaf(role, &name, input(tensor), spec.placement(), spec.sbp()),
             None => {
@@ -280,4 +297,17 @@ fn input(tensor: &Tensor) -> Input {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_not_kept_for_ever() {
+        let mut names = Names(VecDeque::new());
+        (0..=Names::MAX as u64).for_each(|id| names.add(id, &format!("w{id}")));
+        assert_eq!((names.find(0), names.find(1)), (None, Some("w1")));
+        assert_eq!(names.0.len(), Names::MAX);
+    }
 }

@@ -1,9 +1,9 @@
-//! Gradients of leaves that are B: their terms are added up in a Ddp's buckets, while backward still
+//! Gradients of leaves that are B: partial sums are added up in a Ddp's buckets, while backward still
 //! runs.
 //!
-//! Which axes of the placement a leaf's gradient has terms on, its first backward shows. At the end
-//! of that the leaves get buckets, one set for each set of axes. From then on the hook of a leaf gives
-//! its term to its bucket, and the end of backward makes the sum the leaf's `.grad`.
+//! The first backward of a leaf shows on which axes of the placement its gradient is partial. At the
+//! end of that the leaves get buckets, one set for each set of axes. From then on the hook of a leaf
+//! gives its partial sum to its bucket, and the end of backward makes the sum the leaf's `.grad`.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -19,6 +19,7 @@ use crate::handle::{boxed, local_of, spec_of, wrap};
 use crate::placement::Placement;
 use crate::runtime::Runtime;
 use crate::sbp::{NdSbp, B, P};
+use crate::sequence::{self, digest_of, Operation};
 use crate::spec::Spec;
 
 /// Leaves of a model that were distributed together, on one placement. (The placement itself, which
@@ -48,7 +49,7 @@ struct Leaf {
 
 #[derive(Default)]
 struct State {
-    /// Axes on which gradients had terms, of leaves without a bucket, in the running backward.
+    /// Axes on which gradients were partial, of leaves without a bucket, in the running backward.
     noted: BTreeMap<usize, Vec<usize>>,
     is_noting: bool,
     reducers: Vec<Arc<Reducer>>,
@@ -56,7 +57,7 @@ struct State {
     places: HashMap<usize, (usize, usize)>,
 }
 
-/// Buckets of the leaves that have terms on the same axes.
+/// Buckets of the leaves whose gradients are partial on the same axes.
 struct Reducer {
     axes: Vec<usize>,
     /// By leaf's number.
@@ -79,7 +80,7 @@ impl Replicas {
         Arc::new(Self { leaves, state: Mutex::default() })
     }
 
-    /// Where the leaves' locals are in memory, which tells leaves apart.
+    /// Where the leaves' locals are in memory: no two are at one place.
     fn addresses(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
         (0..self.leaves.len()).map(|index| (self.leaf(index).local.data_ptr() as usize, index))
     }
@@ -174,7 +175,7 @@ impl Replicas {
         Ok(())
     }
 
-    /// The leaves whose gradients had terms get buckets.
+    /// The leaves whose gradients were partial get buckets.
     fn make_buckets(&self, placement: &Placement) -> Result<()> {
         let noted = std::mem::take(&mut self.state().noted);
         let mut by_axes = BTreeMap::<Vec<usize>, Vec<usize>>::new();
@@ -191,11 +192,19 @@ impl Replicas {
             }
             let ranks: Vec<usize> = group.iter().map(|&at| placement.ranks()[at]).collect();
             let group = runtime.groups.group(&ranks)?;
+            let names: Vec<_> = members.iter().map(|&leaf| self.leaf(leaf).name.clone()).collect();
+            let text = format!("buckets for the gradients of {}", names.join(", "));
+            let operation = Operation::new(placement, ("buckets", &axes, names), text, false);
+            sequence::note(&runtime.groups, &operation);
             let parameter = |&leaf: &usize| {
                 let leaf = self.leaf(leaf);
                 (leaf.name.clone(), leaf.shadow.shallow_clone())
             };
-            let buckets = GradReducer::new(&group, members.iter().map(parameter).collect())?;
+            let buckets = GradReducer::new(&group, members.iter().map(parameter).collect());
+            let buckets = buckets.map_err(|error| {
+                let (of, group) = (digest_of(placement), Some((&group, &ranks[..])));
+                sequence::explained(error.into(), &runtime.groups, group, of)
+            })?;
             let mut state = self.state();
             let number = state.reducers.len();
             for (member, &leaf) in members.iter().enumerate() {
@@ -222,7 +231,7 @@ impl Reducer {
     }
 }
 
-/// At the end of the backward that shows which leaves have terms, however it ends.
+/// At the end of the backward that shows which gradients are partial, however it ends.
 struct Noting(Arc<Replicas>);
 
 impl Drop for Noting {

@@ -9,6 +9,7 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
+use flow_autograd::global::Node;
 use flow_tensor::ProcessGroup;
 use rustc_hash::FxHasher;
 
@@ -29,12 +30,22 @@ pub struct Operation {
     placement: u64,
     digest: u64,
     text: String,
+    is_copy: bool,
 }
 
 impl Operation {
-    /// On this placement; `what` all ranks agree on, and `text` is for errors.
-    pub fn new(placement: &Placement, what: impl Hash, text: String) -> Arc<Self> {
-        Arc::new(Self { placement: digest_of(placement), digest: digest_of(what), text })
+    /// On this placement; `what` all ranks agree on, and `text` is for errors. `is_copy`: it copies a
+    /// tensor as it is, as autograd does with the gradient of a leaf where something else uses it,
+    /// which may be so on some ranks only.
+    pub fn new(placement: &Placement, what: impl Hash, text: String, is_copy: bool) -> Arc<Self> {
+        let (placement, digest) = (digest_of(placement), digest_of(what));
+        Arc::new(Self { placement, digest, text, is_copy })
+    }
+
+    fn is_of_autograd(&self) -> bool {
+        /// The number of the nodes that accumulate gradients.
+        const ACCUMULATE: u64 = u64::MAX;
+        self.is_copy && Node::now(false).number == Some(ACCUMULATE)
     }
 
     /// The number of the placement that it is on.
@@ -64,8 +75,11 @@ thread_local! {
     static SEQUENCES: RefCell<Vec<Sequence>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Counts an operation.
-pub fn note(groups: &Groups, operation: &Arc<Operation>) {
+/// Counts an operation. Returns false if a rank may run it alone.
+pub fn note(groups: &Groups, operation: &Arc<Operation>) -> bool {
+    if operation.is_of_autograd() {
+        return false;
+    }
     SEQUENCES.with_borrow_mut(|all| {
         let is_own = |one: &&mut Sequence| {
             one.placement == operation.placement && one.groups == groups.number()
@@ -84,6 +98,7 @@ pub fn note(groups: &Groups, operation: &Arc<Operation>) {
             }
         }
     });
+    true
 }
 
 impl Sequence {
@@ -118,6 +133,7 @@ fn with<T>(groups: &Groups, placement: u64, read: impl FnOnce(&Sequence) -> T) -
 
 /// The error of a collective of a placement's ranks, with what this rank, and the others if they do
 /// something else, were doing. Every rank of the group comes here if they do; None if it is not made.
+/// A group fails once: of a later collective, the error says what this rank was doing.
 pub fn explained(
     error: Error,
     groups: &Groups,
@@ -125,18 +141,22 @@ pub fn explained(
     placement: u64,
 ) -> Error {
     let comm = match &error {
-        Error::Comm(comm) | Error::Tensor(flow_tensor::Error::Comm(comm)) => comm,
+        Error::Comm(comm)
+        | Error::Tensor(flow_tensor::Error::Comm(comm))
+        | Error::Buckets(flow_ddp::Error::Comm(comm)) => comm,
         _ => return error,
     };
     let what = match group {
-        Some(group) if comm.is_mismatch() => differences("mismatch", groups, group, placement),
+        Some(group) if comm.is_mismatch() && groups.is_first_mismatch(group.1) => {
+            differences("mismatch", groups, group, placement)
+        }
         _ => own(groups, placement).now(groups.rank()),
     };
     Error::OutOfStep { what, source: Box::new(error) }
 }
 
-/// What ranks do that differ, as far as they say. All ranks of the group call this, each time with
-/// another `key`, or in a group that has failed.
+/// What ranks do that differ, as far as they say. All ranks of the group call this with one `key`,
+/// each time another one.
 pub fn differences(
     key: &str,
     groups: &Groups,
@@ -158,7 +178,7 @@ pub fn differences(
     }
 }
 
-/// What a rank tells the others.
+/// What a rank reports to the others.
 #[derive(serde::Serialize, serde::Deserialize)]
 struct Report {
     count: usize,

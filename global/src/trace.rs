@@ -1,6 +1,6 @@
 //! Traces: the operations that ran on global tensors, and what each made of SBPs.
 //!
-//! A trace is data. What happened is told to it ([`Trace::leaf`], [`Trace::call`],
+//! A trace is data. What happened is added to it ([`Trace::leaf`], [`Trace::call`],
 //! [`Trace::convert`]); [`mod@crate::explain`] and [`crate::planner`] read it.
 
 use std::collections::HashMap;

@@ -411,3 +411,99 @@ fn gradients_that_are_asked_for_reach_the_other_placement() {
         assert_eq!(x.grad().full().unwrap().size(), [4, 6]);
     });
 }
+
+#[test]
+fn ranges() {
+    ranks(3, |group| {
+        let placement = Placement::all(&group).unwrap();
+        for sbp in [S(0), B, P] {
+            let plain = |start: i64, end: i64, step: i64, kind| {
+                Tensor::arange_start_step(start, end, step, (kind, Device::Cpu))
+            };
+            let same = |made: global::Result<Tensor>, expected: Tensor| {
+                let made = made.unwrap();
+                assert_eq!(made.sbp().unwrap(), [sbp]);
+                assert_eq!(made.full().unwrap(), expected);
+            };
+            let (long, float) = (Kind::Int64, Kind::Float);
+            same(global::arange(7, long, &placement, [sbp]), plain(0, 7, 1, long));
+            same(global::arange(0, long, &placement, [sbp]), plain(0, 0, 1, long));
+            let fractions = Tensor::arange_start_step(0.5, 2.9, 0.25, F32);
+            same(global::arange_start_step(0.5, 2.9, 0.25, float, &placement, [sbp]), fractions);
+            same(global::arange_start(-2, 5, float, &placement, [sbp]), plain(-2, 5, 1, float));
+            let down = plain(9, -4, -3, long);
+            same(global::arange_start_step(9, -4, -3, long, &placement, [sbp]), down);
+            // f64 does not hold these.
+            let large = (1_i64 << 60) + 1;
+            let many = plain(large, large + 5000, 1000, long);
+            same(
+                global::arange_start_step(large, large + 5000, 1000, long, &placement, [sbp]),
+                many,
+            );
+        }
+        for (end, step) in [(5, -1), (5, 0), (-5, 1)] {
+            let error = global::arange_start_step(0, end, step, Kind::Int64, &placement, [B]);
+            let expected = format!("steps of {step} do not lead from 0 to {end}");
+            assert!(error.unwrap_err().to_string().contains(&expected));
+        }
+    });
+}
+
+#[test]
+fn full_of_whole_numbers() {
+    ranks(2, |group| {
+        let placement = Placement::all(&group).unwrap();
+        // f64 does not hold it.
+        let large = (1_i64 << 60) + 1;
+        let x = global::full([3], large, Kind::Int64, &placement, [S(0)]).unwrap();
+        assert_eq!(x.full().unwrap(), Tensor::full([3], large, (Kind::Int64, Device::Cpu)));
+        let x = global::full_like(&x, large, &placement, [B]).unwrap();
+        assert_eq!(x.int64_value(&[2]), large);
+        let x = global::full([3], 1, Kind::Bool, &placement, [P]).unwrap();
+        assert_eq!(x.full().unwrap(), Tensor::ones([3], (Kind::Bool, Device::Cpu)));
+    });
+}
+
+/// A sum of complex numbers is that of their real and imaginary parts.
+#[test]
+fn partial_sums_of_complex_tensors() {
+    ranks(2, |group| {
+        let placement = Placement::all(&group).unwrap();
+        for kind in [Kind::Float, Kind::Double] {
+            let part = |start: i64| Tensor::arange_start(start, start + 20, (kind, Device::Cpu));
+            let plain = Tensor::complex(&part(1), &part(-7)).view([4, 5]);
+            let x = global::distribute_tensor(&plain, &placement, [S(1)]).unwrap();
+            let y = global::distribute_tensor(&plain.tr().conj(), &placement, [S(0)]).unwrap();
+            let product = x.matmul(&y);
+            assert_eq!(product.sbp().unwrap(), [P]);
+            let expected = plain.matmul(&plain.tr().conj());
+            for sbp in [B, S(0), S(1)] {
+                let boxed = product.to_global(&placement, [sbp]).unwrap().full().unwrap();
+                assert_eq!(boxed.kind(), expected.kind());
+                assert_close(&boxed.view_as_real(), &expected.view_as_real(), 0.0);
+            }
+            let sum = x.sum_dim_intlist([1i64].as_slice(), false, None);
+            let expected = plain.sum_dim_intlist([1i64].as_slice(), false, None);
+            assert_close(&sum.full().unwrap().view_as_real(), &expected.view_as_real(), 0.0);
+        }
+        // Products of partial products are not.
+        let x =
+            global::ones([2], Kind::ComplexFloat, &placement, [Sbp::Partial(ReduceOp::Product)]);
+        let error = x.unwrap().full().unwrap_err().to_string();
+        assert!(error.contains("partial values of kind ComplexFloat cannot be reduced"), "{error}");
+    });
+}
+
+/// On two axes: one is added up, the other is averaged.
+#[test]
+fn partial_complex_tensors_on_a_mesh() {
+    ranks(4, |group| {
+        let placement = Placement::new(&group, [[0, 1], [2, 3]]).unwrap();
+        let own =
+            Tensor::complex(&Tensor::full([3], group.rank() as f64, F32), &Tensor::ones([3], F32));
+        let sbp = [P, Sbp::Partial(ReduceOp::Avg)];
+        let x = global::from_local(&own, [3], &placement, sbp).unwrap();
+        let expected = Tensor::complex(&Tensor::full([3], 3.0, F32), &Tensor::full([3], 2.0, F32));
+        assert_close(&x.full().unwrap().view_as_real(), &expected.view_as_real(), 0.0);
+    });
+}

@@ -5,8 +5,10 @@ mod common;
 
 use common::ranks;
 use flow_global as global;
-use flow_global::{Placement, B, S};
-use tch::{Kind, Tensor};
+use flow_global::{GlobalTensor, Placement, B, P, S};
+use tch::{Device, Kind, Tensor};
+
+const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 
 /// What the ranks get as the result of `body`, on two ranks, each with a split tensor.
 fn run(body: impl Fn(usize, &Tensor) -> Result<Tensor, tch::TchError> + Sync) -> Vec<String> {
@@ -42,7 +44,7 @@ fn the_first_operation_that_differs() {
         &texts,
         &[
             "operation 1 is aten::relu([4, 6] S(0)) on rank 0, aten::tanh([4, 6] S(0)) on rank 1",
-            "at tests/debug.rs:40",
+            "at tests/debug.rs:42",
             "all ranks must run the same operations",
         ],
     );
@@ -81,4 +83,75 @@ fn operations_that_need_no_other_rank() {
         let error = result.unwrap_err().to_string();
         all_say(&[error], &["aten::relu([4, 6] B) on rank 0, aten::tanh([4, 6] B) on rank 1"]);
     });
+}
+
+/// The counts of operations differ: one rank has taken its part of what it has, which needs no other
+/// rank.
+#[test]
+fn ranks_that_have_run_more_and_less() {
+    let texts = run(|rank, x| {
+        let placement = x.placement().unwrap();
+        let w = global::ones([4, 6], Kind::Float, &placement, [B]).unwrap();
+        if rank == 0 {
+            let _ = w.to_global(&placement, [S(0)]).unwrap();
+        }
+        x.f_relu()
+    });
+    all_say(
+        &texts,
+        &["operation 1 is boxing([4, 6] B) -> S(0) on rank 0, aten::relu([4, 6] S(0)) on rank 1"],
+    );
+}
+
+#[test]
+fn tensors_that_are_distributed() {
+    let own = |rank: usize| Tensor::from_slice(&[0_f32, 1.0, 2.0, rank as f32]);
+    let distribute = |tensor: &Tensor, x: &Tensor| {
+        let placement = x.placement().unwrap();
+        let tensor = global::distribute_tensor(tensor, &placement, [S(0)]);
+        tensor.map_err(|error| tch::TchError::Convert(error.to_string()))
+    };
+    all_say(
+        &run(|rank, x| distribute(&own(rank), x)),
+        &[
+            "distribute_tensor: the tensor [4], at tests/debug.rs:",
+            "differs from rank 0's on the ranks [1]: give all ranks the same tensor",
+        ],
+    );
+    all_say(&run(|_, x| distribute(&own(0), x)), &["[4]"]);
+    // The sizes, and data that gets a kind first.
+    all_say(
+        &run(|rank, x| distribute(&own(0).narrow(0, 0, 3 + rank as i64), x)),
+        &["on the ranks [1]"],
+    );
+    let new = |rank: usize, x: &Tensor| {
+        let tensor = global::new_tensor(x, &own(rank), &x.placement().unwrap(), [B]);
+        tensor.map_err(|error| tch::TchError::Convert(error.to_string()))
+    };
+    all_say(&run(new), &["distribute_tensor: the tensor [4], at"]);
+}
+
+#[test]
+fn locals() {
+    let made = |local: Tensor, x: &Tensor, sizes: [i64; 1], sbp: global::Sbp| {
+        let tensor = global::from_local(&local, sizes, &x.placement().unwrap(), [sbp]);
+        tensor.map_err(|error| tch::TchError::Convert(error.to_string()))
+    };
+    let own = |rank: usize| Tensor::from_slice(&[0_f32, 1.0, 2.0, rank as f32]);
+    all_say(
+        &run(|rank, x| made(own(rank), x, [4], B)),
+        &[
+            "from_local: the local [4] of B, at tests/debug.rs:",
+            "differs from rank 0's on the ranks [1]: what is B is the same on all ranks",
+        ],
+    );
+    // Parts and partial sums differ by nature.
+    all_say(&run(|rank, x| made(own(rank), x, [8], S(0))), &["[8]"]);
+    all_say(&run(|rank, x| made(own(rank), x, [4], P)), &["[4]"]);
+    // Rank 1 has more than its part: rank 0 would not know.
+    let texts = run(|rank, x| made(Tensor::zeros([3 + rank as i64], F32), x, [6], S(0)));
+    all_say(
+        &texts,
+        &["from_local: ", "of a tensor [6] S(0)", "differs from rank 0's on the ranks [1]"],
+    );
 }

@@ -250,3 +250,87 @@ fn a_batch_norm_in_training_on_one_rank() {
     });
     all_say(&errors, &["aten::native_batch_norm"]);
 }
+
+/// Autograd copies a gradient for its leaf where something else has the gradient too.
+#[test]
+fn a_gradient_that_one_rank_keeps() {
+    ranks(2, |group| {
+        let placement = Placement::all(&group).unwrap();
+        let w = global::ones([4, 6], Kind::Float, &placement, [S(0)]).unwrap();
+        let w = w.set_requires_grad(true);
+        let y = &w + 1;
+        let kept = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
+        if group.rank() == 0 {
+            let kept = kept.clone();
+            flow_autograd::map_gradient(&y, move |gradient| {
+                kept.lock().unwrap().push(gradient.shallow_clone());
+                Ok(None)
+            })
+            .unwrap();
+        }
+        // Split as the leaf is: else the leaf gets another tensor.
+        let threes = global::full([4, 6], 3, Kind::Float, &placement, [S(0)]).unwrap();
+        (&y * &threes).sum(Kind::Float).backward();
+        assert_eq!(kept.lock().unwrap().len(), 1 - group.rank());
+        assert_eq!(w.grad().full().unwrap(), Tensor::from(3_f32).expand([4, 6], false));
+        // A copy that the program makes counts.
+        let (mut x, other) = (w.detach().copy(), w.grad() * 2);
+        if group.rank() == 0 {
+            x.copy_(&other);
+        }
+        let error = x.full().unwrap_err().to_string();
+        all_say(&[error], &["is aten::copy_([4, 6] S(0), [4, 6] S(0), false) on rank 0"]);
+    });
+}
+
+/// The group has failed: nothing differs anew.
+#[test]
+fn a_second_mismatch_says_what_this_rank_does() {
+    ranks(2, |group| {
+        let placement = Placement::all(&group).unwrap();
+        let x = global::ones([4, 6], Kind::Float, &placement, [S(0)]).unwrap();
+        let y = if group.rank() == 0 { x.relu() } else { x.tanh() };
+        all_say(&[full(&y).unwrap_err()], &["operation 1 is aten::relu([4, 6] S(0)) on rank 0"]);
+        let y = if group.rank() == 0 { x.exp() } else { x.abs() };
+        let error = full(&y).unwrap_err();
+        let own = format!("rank {} is at operation 4, boxing([4, 6] S(0)) -> B", group.rank());
+        all_say(std::slice::from_ref(&error), &[&own, "unusable since an earlier failure"]);
+        assert!(!error.contains("operation 1 is"), "{error}");
+    });
+}
+
+/// Ranks that reduce other gradients, or in another order, get an error that names the parameter.
+#[test]
+fn buckets_that_differ() {
+    ranks(2, |group| {
+        let leaf = |sizes: &[i64]| {
+            Tensor::zeros(sizes, (Kind::Float, tch::Device::Cpu)).set_requires_grad(true)
+        };
+        let (weight, bias) =
+            (("weight".to_owned(), leaf(&[4, 6])), ("bias".to_owned(), leaf(&[4])));
+        let own = if group.rank() == 0 { vec![weight, bias] } else { vec![bias, weight] };
+        let error = flow_ddp::GradReducer::new(&group, own).unwrap_err().to_string();
+        all_say(
+            &[error],
+            &["rank 0 has parameter weight [4, 6] Float", "rank 1 has parameter bias [4] Float"],
+        );
+    });
+}
+
+/// The same operations, on other leaves.
+#[test]
+fn buckets_of_other_leaves() {
+    ranks(2, |group| {
+        let placement = Placement::all(&group).unwrap();
+        let vs = tch::nn::VarStore::new(tch::Device::Cpu);
+        let leaves = ["one", "other"].map(|name| vs.root().zeros(name, &[6, 6]));
+        global::distribute(&vs, &placement, |_, _| [B]).unwrap();
+        let x = global::ones([4, 6], Kind::Float, &placement, [S(0)]).unwrap();
+        let loss = x.matmul(&leaves[group.rank()]).sum(Kind::Float);
+        let error = loss.f_backward().unwrap_err().to_string();
+        all_say(
+            &[error],
+            &["rank 0 has parameter one [6, 6] Float", "rank 1 has parameter other [6, 6] Float"],
+        );
+    });
+}

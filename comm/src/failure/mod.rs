@@ -21,9 +21,11 @@ use crate::world::EXIT_REPORT_TIMEOUT;
 
 /// Kind of a poison note whose ranks have more to say: see [`Failure::fail_and_collect`].
 pub const ERROR_DETAILS: u32 = 1;
+/// Kind of a poison note about ranks that called different operations.
+const MISMATCH: u32 = 2;
 /// Kind of a poison note about the loss of the group's first rank; of the next, one more; and so
 /// on.
-pub const LOST: u32 = 2;
+const LOST: u32 = 3;
 
 /// Whether, and why, a group has failed.
 pub struct Failure {
@@ -60,7 +62,7 @@ impl Failure {
 
     /// Marks the group as failed, wakes everyone, and hands the error back.
     pub fn fail(&self, error: Error) -> Error {
-        self.poison(0, &error.to_string());
+        self.poison(if error.is_mismatch() { MISMATCH } else { 0 }, &error.to_string());
         error
     }
 
@@ -121,6 +123,7 @@ impl Failure {
                 rank: self.core.world.rank,
                 operation: operation.to_string(),
                 cause,
+                is_mismatch: false,
             });
         }
         let Some((kind, cause)) = self.control.header().poison.read() else { return Ok(()) };
@@ -131,6 +134,7 @@ impl Failure {
                 rank: self.core.world.rank,
                 operation: operation.to_string(),
                 cause,
+                is_mismatch: kind == MISMATCH,
             },
         })
     }

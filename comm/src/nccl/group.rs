@@ -190,7 +190,8 @@ impl CudaGroup {
         }
         self.failure.abort(cause);
         let rank = self.failure.core.world.rank;
-        self.watchdog.fail(Error::Poisoned { rank, operation: "NCCL".into(), cause: cause.into() });
+        let (operation, cause) = ("NCCL".into(), cause.into());
+        self.watchdog.fail(Error::Poisoned { rank, operation, cause, is_mismatch: false });
     }
 
     /// Enqueues an operation between what was enqueued on `stream` before and what will be.

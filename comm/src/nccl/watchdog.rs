@@ -131,6 +131,7 @@ impl Watchdog {
                 rank,
                 operation: operation.to_string(),
                 cause: cause.to_string(),
+                is_mismatch: cause.is_mismatch(),
             });
         }
         drop(state);

@@ -18,7 +18,7 @@ pub fn write(tensors: &[(String, Tensor)], path: &Path) -> Result<(), (String, S
             return Err(unfit(SHARDED.into()));
         }
         let kind = tensor.kind();
-        if !KINDS.iter().any(|(known, _)| *known == kind) {
+        if Dtype::try_from(kind).is_err() {
             return Err(unfit(format!("it is of kind {kind:?}, which safetensors cannot keep")));
         }
         let copy = tensor
@@ -38,9 +38,9 @@ pub fn read(bytes: &[u8]) -> Result<Vec<(String, Tensor)>, String> {
     let tensors = SafeTensors::deserialize(bytes).map_err(|error| format!("{error:?}"))?;
     let tensor = |(name, view): (String, safetensors::tensor::TensorView)| {
         let shape: Vec<i64> = view.shape().iter().map(|&length| length as i64).collect();
-        let kind = KINDS.iter().find(|(_, dtype)| *dtype == view.dtype());
-        let (kind, _) = kind.ok_or_else(|| format!("{name} is of type {:?}", view.dtype()))?;
-        let tensor = Tensor::f_from_data_size(view.data(), &shape, *kind);
+        let kind = Kind::try_from(view.dtype());
+        let kind = kind.map_err(|_| format!("{name} is of type {:?}", view.dtype()))?;
+        let tensor = Tensor::f_from_data_size(view.data(), &shape, kind);
         Ok((name, tensor.map_err(|error| first_line(&error.to_string()))?))
     };
     tensors.tensors().into_iter().map(tensor).collect()
@@ -49,20 +49,6 @@ pub fn read(bytes: &[u8]) -> Result<Vec<(String, Tensor)>, String> {
 /// Why a global tensor without memory of its own is not kept.
 const SHARDED: &str = "it is a global tensor, and no rank has all of it; use \
                        flow::global::checkpoint::Checkpoints, where each rank saves its part";
-
-/// The kinds that both libtorch and safetensors have.
-const KINDS: [(Kind, Dtype); 10] = [
-    (Kind::Bool, Dtype::BOOL),
-    (Kind::Uint8, Dtype::U8),
-    (Kind::Int8, Dtype::I8),
-    (Kind::Int16, Dtype::I16),
-    (Kind::Int, Dtype::I32),
-    (Kind::Int64, Dtype::I64),
-    (Kind::BFloat16, Dtype::BF16),
-    (Kind::Half, Dtype::F16),
-    (Kind::Float, Dtype::F32),
-    (Kind::Double, Dtype::F64),
-];
 
 /// libtorch's texts have many lines: the first says what is wrong.
 fn first_line(text: &str) -> String {

@@ -7,27 +7,34 @@
 use std::cell::RefCell;
 use std::sync::{Arc, OnceLock};
 
-use flow_comm::{Buffer, Peers};
+use flow_comm::{Buffer, Peers, ReduceOp};
 use tch::{Device, Kind, Tensor};
 
 use super::memory::{self, runs, view, Part};
 use super::packed;
 use super::phases::{Exchange, Members, Reduce};
-use super::plan::{Copy, Layout, Plan};
+use super::plan::{Copy, Layout, Plan, Reduction};
 use crate::cache::Cache;
 use crate::error::{Error, Result};
 use crate::groups::Groups;
+use crate::kinds::real;
 use crate::placement::Placement;
 use crate::region::{regions, Region};
 use crate::runtime::Runtime;
 use crate::sbp::{neutral, text, NdSbp, Sbp, B};
 use crate::sequence::{digest_of, Operation};
 
-/// Terms of at most so many bytes are read by all ranks: one step is faster than two.
+/// Partial values of at most so many bytes are read by all ranks: one step is faster than two.
 pub const SMALL: usize = 16 << 10;
 
 /// Boxing of tensors of one shape between two layouts: the plan, and what this rank does.
 pub struct Boxing {
+    rank: usize,
+    shape: Vec<usize>,
+    /// The old layout and the new one.
+    layouts: [(Placement, NdSbp); 2],
+    /// The same of complex numbers' parts: see [`Boxing::of_parts`].
+    of_parts: OnceLock<Box<Boxing>>,
     plan: Plan,
     operation: Arc<Operation>,
     /// What one plan cannot do together with the rest comes first ([`between`]).
@@ -73,6 +80,7 @@ impl Boxing {
 
     /// For tensors of this shape, on this rank. The layouts fit it ([`crate::region::check`]).
     pub fn new(rank: usize, shape: &[usize], from: Layout, to: Layout) -> Self {
+        let layouts = || [from, to].map(|of| (of.placement.without_group(), of.sbp.to_vec()));
         if let Some((placement, between)) = between(from, to) {
             let between = Layout { placement, sbp: &between };
             let mut one = Self::new(rank, shape, from, between);
@@ -80,13 +88,13 @@ impl Boxing {
             let mut first = std::mem::take(&mut one.first);
             first.push(one);
             first.append(&mut last.first);
-            return Self { first, ..last };
+            return Self { first, layouts: layouts(), ..last };
         }
         let plan = Plan::new(shape, from, to);
         let what = (shape, from.placement, from.sbp, to.placement, to.sbp);
         let digest = digest_of(what);
-        let told = format!("boxing({shape:?} {}) -> {}", text(from.sbp), text(to.sbp));
-        let operation = Operation::new(from.placement, ("boxing", what), told);
+        let text = format!("boxing({shape:?} {}) -> {}", text(from.sbp), text(to.sbp));
+        let operation = Operation::new(from.placement, ("boxing", what), text, false);
         let placement = (from.placement == to.placement).then(|| operation.placement());
         let held = regions(from.placement, from.sbp, shape);
         let position = from.placement.position(rank);
@@ -131,7 +139,7 @@ impl Boxing {
         });
         let own = plan.copies.iter().filter(|copy| copy.from == rank && copy.to == rank);
         let own: Vec<Region> = own.map(|copy| copy.region.clone()).collect();
-        // What a rank needs all of: the rest of a new term is zero.
+        // What a rank needs all of: the rest of new partial values is zero.
         let needed = |rank: usize| {
             let received = plan.copies.iter().filter(|copy| copy.to == rank);
             let received: usize = received.map(|copy| copy.region.elements()).sum();
@@ -152,8 +160,42 @@ impl Boxing {
         let own = if is_in_result(rank) { Vec::new() } else { own };
         let slice = plan.slice(rank).cloned();
         let held = position.map(|position| held[position].clone());
-        let first = Vec::new();
-        Self { plan, operation, first, held, result, slice, reduce, own, exchange, is_covered }
+        Self {
+            rank,
+            shape: shape.to_vec(),
+            layouts: layouts(),
+            of_parts: OnceLock::new(),
+            plan,
+            operation,
+            first: Vec::new(),
+            held,
+            result,
+            slice,
+            reduce,
+            own,
+            exchange,
+            is_covered,
+        }
+    }
+
+    /// For complex tensors as real ones: the real and the imaginary parts are one more dimension.
+    fn of_parts(&self) -> &Self {
+        self.of_parts.get_or_init(|| {
+            let shape = [&self.shape[..], &[2]].concat();
+            let [from, to] = [0, 1]
+                .map(|at| &self.layouts[at])
+                .map(|(placement, sbp)| Layout { placement, sbp });
+            Box::new(Self::new(self.rank, &shape, from, to))
+        })
+    }
+
+    /// Whether it adds up partial sums, or takes their mean, and reduces in no other way.
+    fn adds(&self) -> bool {
+        let mut ops =
+            self.first.iter().chain([self]).filter_map(|step| step.plan.reduction.as_ref());
+        let is_linear =
+            |reduction: &Reduction| matches!(reduction.op, ReduceOp::Sum | ReduceOp::Avg);
+        ops.clone().next().is_some() && ops.all(is_linear)
     }
 
     /// What is done.
@@ -182,6 +224,11 @@ impl Boxing {
         (kind, device): (Kind, Device),
         local: Option<&Tensor>,
     ) -> Result<Option<Tensor>> {
+        if self.adds() && real(kind) != kind {
+            let parts = local.map(|local| local.resolve_conj().view_as_real());
+            let parts = self.of_parts().run(groups, (real(kind), device), parts.as_ref())?;
+            return Ok(parts.map(|parts| parts.view_as_complex()));
+        }
         let mut between = None;
         for (index, step) in self.first.iter().enumerate() {
             let own = if index == 0 { local } else { between.as_ref() };

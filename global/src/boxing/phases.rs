@@ -14,7 +14,7 @@ use crate::sequence;
 pub struct Members {
     pub ranks: Vec<usize>,
     pub group: OnceLock<ProcessGroup>,
-    /// Tells what they do apart.
+    /// Of what they do.
     pub digest: u64,
     /// The placement, if there is one only, whose operations they compare.
     pub placement: Option<u64>,

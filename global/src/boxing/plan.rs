@@ -1,9 +1,8 @@
 //! Plans of boxing: how a tensor gets from one placement and SBP to another, with as few bytes as
 //! that needs. Pure.
 //!
-//! A plan has at most two phases. First the terms of partial axes that the result does not have are
-//! reduced by reduce-scatter: each of the ranks that share terms gets the sum of a part. Then ranks
-//! copy from each other what they need and do not have. Where that is possible, the parts are what
+//! A plan has at most two phases. First the partial values of axes that are not partial in the result
+//! are reduced by reduce-scatter: each rank of a group gets the sum of a part. Then ranks copy from each other what they need and do not have. Where that is possible, the parts are what
 //! the ranks need in the end, and nothing is copied (P to S). Where all need all, the two phases are
 //! an all-reduce (P to B).
 
@@ -27,26 +26,26 @@ pub struct Layout<'a> {
 /// From one layout to another.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
-    /// The first phase, if there are terms to reduce.
+    /// The first phase, if there are partial values to reduce.
     pub reduction: Option<Reduction>,
     /// What ranks of the new placement copy, from others or from themselves.
     pub copies: Vec<Copy>,
     /// What each rank of the new placement has in the end, by position. What it does not copy is
-    /// `filler`: the rest of its term of a partial result.
+    /// `filler`: the rest of its partial values.
     pub results: Vec<Region>,
     /// Leaves what it is reduced with as it is: 0 in sums, 1 in products.
     pub filler: f64,
     /// Both phases together are an all-reduce in each group of the reduction: all ranks keep their
-    /// regions, whose terms are reduced.
+    /// regions, which are reduced.
     pub is_all_reduce: bool,
 }
 
 /// The first phase: reduce-scatters among ranks of the old placement.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Reduction {
-    /// How terms are reduced.
+    /// How partial values are reduced.
     pub op: ReduceOp,
-    /// The positions that share terms, by group.
+    /// The positions whose partial values are reduced together, by group.
     pub groups: Vec<Vec<usize>>,
     /// What each rank of the old placement has a sum of, by position; None for nothing.
     pub parts: Vec<Option<Region>>,
@@ -118,8 +117,8 @@ impl Plan {
     }
 }
 
-/// The SBPs as plans know them. On an axis of one rank all are B. New terms of which one is enough,
-/// as for a maximum, are copies: B, too.
+/// The SBPs as plans know them. On an axis of one rank all are B. New partial values that may be
+/// copies, as for a maximum, are B, too.
 fn plain(from: Layout, to: Layout) -> (NdSbp, NdSbp) {
     let plain = |layout: Layout| -> NdSbp {
         let axes = layout.sbp.iter().zip(layout.placement.shape());
@@ -136,11 +135,11 @@ fn plain(from: Layout, to: Layout) -> (NdSbp, NdSbp) {
     (old, new)
 }
 
-/// The axes that have to do with terms.
+/// The axes that have to do with partial values.
 struct Axes {
     /// Old partial axes that stay as they are.
     kept_terms: Vec<usize>,
-    /// Old partial axes whose terms are reduced.
+    /// Old partial axes that are reduced.
     reduced: Vec<usize>,
     /// Partial axes of the new layout that the old one does not have.
     new_terms: Vec<usize>,
@@ -217,9 +216,9 @@ fn cut_dim(region: &Region, parts: usize) -> Option<usize> {
     shape.iter().position(|&size| size >= parts).or(longest)
 }
 
-/// What each position of the new placement must have that is not zero. Of the ranks that share new
-/// terms, each has what it had before, if that is all together, and alike for all that have the
-/// same terms; else the first has all.
+/// What each position of the new placement must have that is not zero. Of the ranks along a new
+/// partial axis, each has what it had before, if that is all together, and alike for all at the same
+/// place of the axis; else the first has all.
 fn needed(
     from: Layout,
     to: Layout,
@@ -269,7 +268,7 @@ fn copies(
     let is_same = from.placement == to.placement;
     let coordinates: Vec<_> =
         (0..sources.len()).map(|position| from.placement.coordinates(position)).collect();
-    // The holders of each region, and, of terms that stay, of each term.
+    // The holders of each region, and, of partial values that stay, of each of these.
     let mut tiles = BTreeMap::<_, (&Region, Vec<usize>)>::new();
     for (position, region) in sources.iter().enumerate() {
         let Some(region) = region else { continue };

@@ -53,7 +53,7 @@ fn entry(name: &str, tensor: &Tensor, group: &ProcessGroup) -> Result<Entry> {
     Ok(Entry { name: name.to_owned(), kind, shape, placement, sbp, local })
 }
 
-/// Tensors for the state of an optimizer that a checkpoint has: each lies as its parameter does.
+/// Tensors for the state of an optimizer that a checkpoint has: each has the SBP of its parameter.
 /// The error says what this model does not have.
 pub fn blank_state(index: &Index, vs: &VarStore) -> Result<Vec<(String, Tensor)>, String> {
     let variables = vs.variables_.lock().unwrap_or_else(PoisonError::into_inner);
@@ -83,7 +83,7 @@ pub fn blank_state(index: &Index, vs: &VarStore) -> Result<Vec<(String, Tensor)>
     names.map(blank).collect()
 }
 
-/// Zeros that lie as the tensor does.
+/// Zeros with the SBP of the tensor.
 fn zeros_like(tensor: &Tensor) -> crate::Result<Tensor> {
     let tensor = tensor.detach();
     match find_spec(&tensor) {

@@ -80,8 +80,8 @@ pub struct Read {
 }
 
 impl Saved {
-    /// A tensor of this layout: of ranks that have the same, the first saves it. Terms are to be
-    /// reduced before.
+    /// A tensor of this layout: of ranks that have the same, the first saves it. Partial values
+    /// are to be reduced before.
     pub fn new(dtype: &str, shape: &[usize], placement: &Placement, sbp: &[Sbp]) -> Self {
         let is_first = |position: &usize| {
             let coordinates = placement.coordinates(*position);

@@ -27,7 +27,7 @@ pub struct Entry {
     /// The logical sizes.
     pub shape: Vec<usize>,
     pub placement: Placement,
-    /// Without terms.
+    /// None of them is partial.
     pub sbp: NdSbp,
     /// None on ranks outside the placement.
     pub local: Option<Tensor>,

@@ -74,7 +74,7 @@ fn contents(step: usize) -> Contents {
     }
 }
 
-/// Every SBP without terms of so many axes for a tensor of so many dimensions.
+/// Every SBP of so many axes, none of them partial, for a tensor of so many dimensions.
 fn sbps(axes: usize, dims: usize) -> Vec<NdSbp> {
     let one: Vec<Sbp> = (0..dims).map(S).chain([B]).collect();
     (0..axes).fold(vec![vec![]], |all, _| {

@@ -58,7 +58,7 @@ impl Context<'_, '_> {
         Ok(Some(self.boxed(&local, &self.shape(tensor), &from, &to)?))
     }
 
-    /// Writes an input: `value` lies as the signature wants the input.
+    /// Writes an input: `value` has the SBP that the signature wants of it.
     pub fn overwrite(&self, tensor: usize, value: &Tensor) -> Result<()> {
         let Some(given) = self.call.tensor(tensor) else { return Ok(()) };
         let (mut own, sbp) = match self.call.spec(tensor) {
@@ -93,7 +93,7 @@ impl Context<'_, '_> {
         boxed.ok_or_else(|| self.fail("this rank is not in the placement"))
     }
 
-    /// The sum, on all ranks, of values that are terms on the axes where an SBP is a split.
+    /// The sum, on all ranks, of values that are partial on the axes where an SBP is a split.
     pub fn summed(&self, local: &Tensor, split: &[Sbp]) -> Result<Tensor> {
         let shape = shape(&local.size());
         let term = |sbp: &Sbp| if sbp.dim().is_some() { P } else { B };

@@ -5,7 +5,7 @@ use tch::Tensor;
 use super::context::Context;
 use crate::error::Result;
 
-/// Rows that other ranks have give zeros: the results are terms.
+/// Rows that other ranks have give zeros: the results are partial sums.
 pub fn embedding(context: &mut Context<'_, '_>) -> Result<()> {
     // (weight, indices, padding index, scaling by frequency, sparse)
     let (weight, indices) = (context.local(0)?, context.local(1)?);

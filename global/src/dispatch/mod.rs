@@ -31,6 +31,7 @@ use tch::Tensor;
 
 use crate::cache::Cache;
 use crate::code::{Code, Context};
+use crate::compare;
 use crate::convert::{convert, moved};
 use crate::error::{Error, Result};
 use crate::handle::{boxed, find_spec, globals, local_of, spec_of};
@@ -40,7 +41,7 @@ use crate::record;
 use crate::replicas;
 use crate::runtime::Runtime;
 use crate::sbp::B;
-use crate::sequence;
+use crate::sequence::{self, digest_of};
 use crate::spec::Spec;
 use noted::Noted;
 use plan::{Input, Output, Plan};
@@ -113,7 +114,7 @@ fn carry_out(call: &mut Call<'_, Spec>, noted: Option<Noted>) -> Result<()> {
     let placement = placement_of(call)?;
     let plan = plan_of(call, &placement, placement.runtime()?)?;
     run(call)?;
-    noted.tell(call, &plan, &placement)
+    noted.record(call, &plan, &placement)
 }
 
 fn run(call: &mut Call<'_, Spec>) -> Result<()> {
@@ -132,8 +133,8 @@ fn run_plan(
 ) -> Result<()> {
     let position = placement.position(runtime.rank());
     if let Some(operation) = &plan.operation {
-        sequence::note(&runtime.groups, operation);
-        if agreed::is_compared() && position.is_some() {
+        let is_counted = sequence::note(&runtime.groups, operation);
+        if is_counted && compare::is_on() && position.is_some() {
             agreed::compare(call, placement, runtime)?;
         }
     }
@@ -154,14 +155,19 @@ fn run_plan(
         call.set_ints(*argument, values)?;
     }
     let ran = call.run();
-    if plan.is_told {
-        outside::tell(call, plan, placement, runtime, ran.is_ok())?;
+    if plan.is_sent {
+        outside::send(call, plan, placement, runtime, ran.is_ok())?;
     }
     ran?;
     if plan.is_drawn_apart {
         for index in 0..call.returns() {
             if let LocalResult::Tensor(Some(mut drawn)) = call.result(index)? {
-                runtime.groups.group(placement.ranks())?.broadcast_tensor(&mut drawn, 0)?;
+                let ranks = placement.ranks();
+                let group = runtime.groups.group(ranks)?;
+                group.broadcast_tensor(&mut drawn, 0).map_err(|error| {
+                    let (of, group) = (digest_of(placement), Some((&group, ranks)));
+                    sequence::explained(error.into(), &runtime.groups, group, of)
+                })?;
             }
         }
     }
@@ -174,7 +180,7 @@ fn run_plan(
     for (index, output) in plan.outputs.iter().enumerate() {
         give(call, placement, runtime, index, output)?;
     }
-    if resized.is_empty() && plan.is_local(call, placement, runtime) && !agreed::is_compared() {
+    if resized.is_empty() && plan.is_local(call, placement, runtime) && !compare::is_on() {
         known::keep(call.key(), plan);
     }
     Ok(())

@@ -3,7 +3,7 @@
 //!
 //! What an operation gives, such a rank finds out once, by running it on tensors of the sizes that the
 //! first rank of the placement has, or, where that rank runs code instead, on tensors of the whole
-//! sizes. Where it depends on values, that rank tells.
+//! sizes. Where it depends on values, that rank sends it.
 
 use flow_autograd::global::{Call, LocalResult, Scalar};
 use flow_tensor::TensorCollectives;
@@ -33,11 +33,11 @@ pub fn run(
         // All ranks draw the same tensors.
         random::generator(runtime).draw();
     }
-    let told;
+    let received;
     let known = match plan.outside.get() {
-        _ if plan.is_told => {
-            told = hear(plan, placement, runtime)?;
-            &told
+        _ if plan.is_sent => {
+            received = receive(plan, placement, runtime)?;
+            &received
         }
         Some(known) => known,
         None => {
@@ -45,16 +45,20 @@ pub fn run(
             plan.outside.get_or_init(|| known)
         }
     };
+    let wrap = |output: &Output, sizes: &[i64], kind: Kind| {
+        let like = Tensor::empty([0], (kind, runtime.world().device()));
+        Ok::<_, Error>(globals()?.wrap(None, &like, output.spec(placement), sizes, false)?)
+    };
     for (index, (known, output)) in known.iter().zip(&plan.outputs).enumerate() {
         if output.is_written {
             if let Outside::Tensor(sizes, kind) = known {
-                let like = Tensor::empty([0], (*kind, Device::Cpu));
+                let like = Tensor::empty([0], (*kind, runtime.world().device()));
                 written::resize_out(call, plan, placement, index, (sizes, &like))?;
             }
             if let (true, Some(argument), Outside::Tensor(sizes, kind)) =
                 (call.reshapes(), call.written(index), known)
             {
-                let now = wrap(placement, output, sizes, *kind)?;
+                let now = wrap(output, sizes, *kind)?;
                 if let Some(tensor) = call.tensor(argument) {
                     globals()?.assign(&tensor, &now)?;
                 }
@@ -64,11 +68,11 @@ pub fn run(
         }
         match known {
             Outside::Tensor(sizes, kind) => {
-                let tensor = wrap(placement, output, sizes, *kind)?;
+                let tensor = wrap(output, sizes, *kind)?;
                 call.output_tensor(Some(&tensor))?;
             }
             Outside::Tensors(all) => {
-                let wrap = |(sizes, kind): &(Vec<i64>, Kind)| wrap(placement, output, sizes, *kind);
+                let wrap = |(sizes, kind): &(Vec<i64>, Kind)| wrap(output, sizes, *kind);
                 call.output_tensors(&all.iter().map(wrap).collect::<Result<Vec<_>>>()?)?;
             }
             Outside::Undefined => call.output_tensor(None)?,
@@ -80,11 +84,6 @@ pub fn run(
         }
     }
     Ok(())
-}
-
-fn wrap(placement: &Placement, output: &Output, sizes: &[i64], kind: Kind) -> Result<Tensor> {
-    let like = Tensor::empty([0], (kind, Device::Cpu));
-    Ok(globals()?.wrap(None, &like, output.spec(placement), sizes, false)?)
 }
 
 fn find_out(call: &mut Call<'_, Spec>, plan: &Plan, placement: &Placement) -> Result<Vec<Outside>> {
@@ -110,7 +109,7 @@ fn try_out(
     values: impl Fn(&[i64], (Kind, Device)) -> std::result::Result<Tensor, tch::TchError>,
 ) -> Result<Vec<Outside>> {
     for index in 0..call.tensors() {
-        let Some(kind) = call.kind(index) else { continue };
+        let Some(tensor) = call.tensor(index) else { continue };
         let sizes = match plan.inputs[index] {
             Input::Empty => vec![0],
             _ if plan.code.is_some() => call.sizes(index).to_vec(),
@@ -119,7 +118,7 @@ fn try_out(
                 all[0].shape().iter().map(|&size| size as i64).collect()
             }
         };
-        call.set_local(index, Some(&values(&sizes, (kind, Device::Cpu))?))?;
+        call.set_local(index, Some(&values(&sizes, (tensor.kind(), tensor.device()))?))?;
     }
     for (argument, values) in plan.ints.iter().filter(|_| plan.code.is_none()) {
         call.set_ints(*argument, values)?;
@@ -147,11 +146,11 @@ fn results(call: &Call<'_, Spec>, plan: &Plan) -> Result<Vec<Outside>> {
     plan.outputs.iter().enumerate().map(known).collect()
 }
 
-/// Told instead of the number of words.
+/// Sent instead of the number of words.
 const FAILED: i64 = -1;
 
-/// On ranks of the placement: the first one tells what is to be known of the results.
-pub fn tell(
+/// On ranks of the placement: the first one sends what is to be known of the results.
+pub fn send(
     call: &Call<'_, Spec>,
     plan: &Plan,
     placement: &Placement,
@@ -170,7 +169,7 @@ pub fn tell(
 }
 
 /// On ranks outside the placement.
-fn hear(plan: &Plan, placement: &Placement, runtime: &Runtime) -> Result<Vec<Outside>> {
+fn receive(plan: &Plan, placement: &Placement, runtime: &Runtime) -> Result<Vec<Outside>> {
     let (world, root) = (runtime.world(), placement.ranks()[0]);
     let mut count = Tensor::from(0i64);
     world.broadcast_tensor(&mut count, root)?;

@@ -11,6 +11,7 @@ use super::op::{op_of, Written};
 use crate::boxing::execute::Boxing;
 use crate::boxing::plan::Layout;
 use crate::code::{self, Code};
+use crate::compare;
 use crate::error::{Error, Result};
 use crate::placement::Placement;
 use crate::policy;
@@ -52,8 +53,9 @@ pub struct Plan {
     pub code: Option<Code>,
     /// The code looks at shapes only, so that ranks outside the placement run it too.
     pub needs_shapes_only: bool,
-    /// The shapes of results depend on values: the ranks of the placement tell those outside.
-    pub is_told: bool,
+    /// The shapes of results depend on values: the first rank of the placement sends them to ranks
+    /// outside.
+    pub is_sent: bool,
     /// What ranks outside the placement know of the results, once it was found out.
     pub outside: OnceLock<Vec<Outside>>,
     /// Counted, and compared with what other ranks run; None if a rank may run it alone.
@@ -90,7 +92,7 @@ pub enum Outside {
     Tensors(Vec<(Vec<i64>, Kind)>),
     /// An undefined tensor.
     Undefined,
-    /// A number: the ranks of the placement tell which.
+    /// A number, which the first rank of the placement sends.
     Scalar,
 }
 
@@ -164,7 +166,7 @@ impl Plan {
             "index" | "index_put" | "index_put_" => (1..call.tensors()).any(is_mask),
             _ => call.is_dynamic() && ruled.is_none(),
         };
-        let is_told = is_dynamic && !is_inside;
+        let is_sent = is_dynamic && !is_inside;
         let choice = match ruled {
             Some(choice) => choice,
             None => {
@@ -192,7 +194,7 @@ impl Plan {
             plain_written: Vec::new(),
             backs: BTreeMap::new(),
             is_drawn_apart,
-            is_told,
+            is_sent,
             code,
             needs_shapes_only: code::always(rule_name).is_some(),
             outside: OnceLock::new(),
@@ -256,7 +258,7 @@ impl Plan {
                 plan.backs.insert(tensor, Boxing::between(runtime, &sizes[tensor], from, to));
             }
         }
-        if agreed::is_compared() || !plan.is_harmless(call, &written, &have) {
+        if compare::is_on() || !plan.is_harmless(call, &written, &have) {
             plan.operation = Some(agreed::operation(call, &op, &have, placement));
         }
         if !is_inside {
@@ -279,7 +281,7 @@ impl Plan {
         runtime: &Runtime,
     ) -> bool {
         let is_own = |input: &Input| matches!(input, Input::Own);
-        // Ranks outside are told numbers.
+        // Ranks outside receive numbers.
         let is_inside = placement.ranks().len() == runtime.world().world_size();
         self.code.is_none()
             && self.inputs.iter().all(is_own)
@@ -287,7 +289,7 @@ impl Plan {
             && self.plain_written.is_empty()
             && self.outs.is_empty()
             && !self.is_drawn_apart
-            && !self.is_told
+            && !self.is_sent
             && !call.reshapes()
             && (is_inside || call.gives_tensors())
     }
@@ -299,7 +301,7 @@ impl Plan {
         let is_b = |sbp: &NdSbp| sbp.iter().all(|&sbp| sbp == B);
         let is_same = call.is_view() || matches!(self.name.as_str(), "clone" | "detach");
         let is_alone = self.code.is_none()
-            && !self.is_told
+            && !self.is_sent
             && !call.is_random()
             && self.inputs.iter().all(|input| matches!(input, Input::Own))
             && written.tensors.is_empty();

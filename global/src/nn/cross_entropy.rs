@@ -37,7 +37,7 @@ pub fn parallel_cross_entropy(logits: &Tensor, target: &Tensor) -> Result<Tensor
         }
     };
     let classes = S(samples.len());
-    // Terms cannot be exponentiated.
+    // Partial sums cannot be exponentiated.
     let split = |sbp: Sbp| if sbp.is_partial() { classes } else { sbp };
     let sbp: NdSbp = logits.sbp()?.into_iter().map(split).collect();
     let where_split = |to: Sbp| -> NdSbp {

@@ -4,7 +4,7 @@
 //! The order of calls is free, as signatures are chosen, and nothing runs: a call may be decided
 //! before the one that makes its inputs. So calls are taken in the order that keeps few values
 //! undecided, such as a layer's forward, backward and update together. What is kept for a state
-//! is how these values lie, and what is wanted of them; of states that agree in that, the cheapest
+//! is the SBPs of these values, and those that are wanted; of states that agree in that, the cheapest
 //! stays, and of all states the cheapest [`WIDTH`].
 
 use std::collections::HashMap;

@@ -9,7 +9,7 @@
 //!
 //! Rules choose for one operation at a time: the signature whose inputs need the fewest bytes. What
 //! that costs later they do not see. The planner sees the whole step: beam search first decides all
-//! calls together, as if each could be told its signature. A program cannot tell that, but it can
+//! calls together, as if each could be given its signature. A program cannot do that, but it can
 //! give weights their SBPs and pin tensors with `to_global` and `grad_sbp`. So the search then takes
 //! these over, and changes one at a time for the better, by what rules will make of them. It has no
 //! randomness: the same trace gives the same plan on each rank.

@@ -34,16 +34,16 @@ fn constants(op: &Op) -> Vec<Signature> {
         true => Signature::new([S(dim)], [S(dim)]).with_shape(1, S(dim)),
         false => Signature::new([S(dim)], [B]),
     };
-    let terms = Signature::new([P], [B]);
-    with_code(op, (0..own.len()).map(split).chain([terms]))
+    let partial = Signature::new([P], [B]);
+    with_code(op, (0..own.len()).map(split).chain([partial]))
 }
 
-/// Zeros of the other tensor's shape may be terms.
+/// Zeros of the other tensor's shape may be partial, as it is.
 fn zeros(op: &Op) -> Vec<Signature> {
     let (own, asked) = (&op.inputs[0].shape, op.ints(1));
     let is_same = own.iter().map(|&size| size as i64).eq(asked.iter().copied());
-    let terms = is_same.then(|| Signature::new([P], [P]));
-    with_code(op, terms.into_iter().chain(constants(op)))
+    let partial = is_same.then(|| Signature::new([P], [P]));
+    with_code(op, partial.into_iter().chain(constants(op)))
 }
 
 fn with_code(op: &Op, signatures: impl Iterator<Item = Signature>) -> Vec<Signature> {

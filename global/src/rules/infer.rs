@@ -100,7 +100,7 @@ fn cost(op: &Op, signature: &Signature, have: &[Sbp], ranks: usize) -> Option<f6
         if op.is_fixed(index) && want != have[index] {
             return None;
         }
-        // To leave an empty part as it lies is cheapest as well.
+        // To leave an empty part as it is is cheapest as well.
         let size = (input.shape.iter().product::<usize>() * input.bytes).max(1) as f64;
         bytes += size * share(have[index], want, ranks as f64);
     }
@@ -108,8 +108,8 @@ fn cost(op: &Op, signature: &Signature, have: &[Sbp], ranks: usize) -> Option<f6
 }
 
 /// The part of a tensor that a rank receives in boxing on one axis. Slicing costs next to nothing,
-/// but is not free: equally good signatures that keep what is there come first. Terms are made only
-/// where nothing else will do, as what follows will have to reduce them.
+/// but is not free: equally good signatures that keep what is there come first. Partial values are
+/// made only where nothing else will do, as what follows will have to reduce them.
 pub(crate) fn share(from: Sbp, to: Sbp, ranks: f64) -> f64 {
     const SLICE: f64 = 1e-9;
     match (from, to) {
@@ -201,7 +201,7 @@ mod tests {
         let column = op("add", &[&[6, 5], &[6, 1]]);
         assert_eq!(result(&column, &[&[S(1)], &[B]]).0, [[S(1)], [B]]);
         assert_eq!(result(&op("_softmax", &[&[2, 2]]), &[&[S(0)]]).1, [B]);
-        // What lies so already stays, if each element is by itself.
+        // What has that SBP already keeps it, if each element is by itself.
         assert_eq!(result(&op("relu", &[&[2, 2]]), &[&[S(0)]]).1, [S(0)]);
         assert_eq!(infer(&op("no_such_operation", &[&[2]]), &three, &[vec![B]]), None);
     }

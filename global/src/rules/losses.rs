@@ -1,4 +1,4 @@
-//! Losses. A mean over split samples is a sum of terms that code divides by the whole number.
+//! Losses. A mean over split samples is a partial sum that code divides by the whole number.
 
 use super::op::{Op, Rule, Signature};
 use crate::sbp::{B, P, S};

@@ -15,7 +15,7 @@ pub const RULES: &[Rule] = &[
     Rule { names: NONLINEAR, signatures: splits },
 ];
 
-/// Of one tensor: a sum of terms gives the sum of the results.
+/// Of one tensor: partial sums give partial sums.
 const LINEAR: &[&str] =
     &["neg", "clone", "detach", "alias", "zero", "lift_fresh", "copy", "zeros_like"];
 
@@ -139,16 +139,16 @@ fn splits(op: &Op) -> Vec<Signature> {
     signatures.filter(|signature| signature.inputs.iter().any(|sbp| sbp.dim().is_some())).collect()
 }
 
-/// Some signatures that keep terms, then the splits.
-fn with(op: &Op, terms: impl IntoIterator<Item = Signature>) -> Vec<Signature> {
-    terms.into_iter().chain(splits(op)).collect()
+/// Some signatures of partial values, then the splits.
+fn with(op: &Op, partial: impl IntoIterator<Item = Signature>) -> Vec<Signature> {
+    partial.into_iter().chain(splits(op)).collect()
 }
 
 fn linear(op: &Op) -> Vec<Signature> {
     with(op, [Signature::all(op, P)])
 }
 
-/// Terms and terms; a number would be added once for each rank.
+/// Both are partial; a number would be added once for each rank.
 fn sums(op: &Op) -> Vec<Signature> {
     with(op, op.is_tensor(1).then(|| Signature::all(op, P)))
 }
@@ -168,8 +168,8 @@ fn quotients(op: &Op) -> Vec<Signature> {
     with(op, (!is_rounded).then(|| Signature::new(inputs, [P])))
 }
 
-/// Between kinds of floating point, or to another device; a sum of rounded terms is not the rounded
-/// sum.
+/// Between kinds of floating point, or to another device; a sum of rounded numbers is not the
+/// rounded sum.
 fn conversions(op: &Op) -> Vec<Signature> {
     // libtorch's numbers of kinds of floating point, complex ones and bf16 with them.
     let is_to_float = op.int(1).is_none_or(|kind| (5..=10).contains(&kind) || kind == 15);

@@ -69,16 +69,16 @@ fn kept(op: &Op, reduced: &[usize], keep: usize) -> Vec<Signature> {
     dims.map(|dim| Signature::new([S(dim)], vec![S(to(dim)); op.outputs])).collect()
 }
 
-/// A split along a reduced dimension gives terms, which are reduced by `op`.
-fn terms(reduced: &[usize], terms: ReduceOp) -> impl Iterator<Item = Signature> + '_ {
-    reduced.iter().map(move |&dim| Signature::new([S(dim)], [Sbp::Partial(terms)]))
+/// A split along a reduced dimension gives partial values, which are reduced by `op`.
+fn partial(reduced: &[usize], op: ReduceOp) -> impl Iterator<Item = Signature> + '_ {
+    reduced.iter().map(move |&dim| Signature::new([S(dim)], [Sbp::Partial(op)]))
 }
 
 fn sum(op: &Op) -> Vec<Signature> {
     // sum(self, dtype) and sum(self, dims, keepdim, dtype)
     let reduced = dims(op, 1);
     let linear = [Signature::all(op, P)].into_iter();
-    linear.chain(kept(op, &reduced, 2)).chain(terms(&reduced, ReduceOp::Sum)).collect()
+    linear.chain(kept(op, &reduced, 2)).chain(partial(&reduced, ReduceOp::Sum)).collect()
 }
 
 /// As a sum; code divides by the number of elements of the logical tensor.
@@ -92,7 +92,7 @@ fn mean(op: &Op) -> Vec<Signature> {
 
 fn extreme(op: &Op, by: ReduceOp) -> Vec<Signature> {
     let reduced = dims(op, 1);
-    kept(op, &reduced, 2).into_iter().chain(terms(&reduced, by)).collect()
+    kept(op, &reduced, 2).into_iter().chain(partial(&reduced, by)).collect()
 }
 
 /// Of all elements, along a dimension, or along several.
@@ -103,7 +103,7 @@ fn folded(op: &Op, by: ReduceOp) -> Vec<Signature> {
         Some(Arg::Ints(_)) => dims(op, 1),
         _ => overloaded(op, 1),
     };
-    kept(op, &reduced, 2).into_iter().chain(terms(&reduced, by)).collect()
+    kept(op, &reduced, 2).into_iter().chain(partial(&reduced, by)).collect()
 }
 
 /// Of all elements, along a dimension (with indices), or of two tensors.
@@ -116,7 +116,7 @@ fn maximum(op: &Op) -> Vec<Signature> {
     }
     let all: Vec<usize> = (0..op.rank(0)).collect();
     let by = if op.name == "max" { ReduceOp::Max } else { ReduceOp::Min };
-    terms(&all, by).collect()
+    partial(&all, by).collect()
 }
 
 /// Of all elements: code makes it from the norms of the parts.

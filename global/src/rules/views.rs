@@ -26,16 +26,19 @@ pub const RULES: &[Rule] = &[
         names: &["pixel_shuffle", "pixel_unshuffle"],
         signatures: |op| moved(op, |dim, rank| (dim + 3 < rank).then_some(dim)),
     },
-    Rule { names: &["view_as_real"], signatures: |op| split(op, 0) },
+    Rule { names: &["view_as_real"], signatures: |op| others(op, &[]) },
     // The last dimension is that of the two parts.
-    Rule { names: &["view_as_complex"], signatures: |op| split(op, 1) },
+    Rule {
+        names: &["view_as_complex"],
+        signatures: |op| moved(op, |dim, rank| (dim + 1 < rank).then_some(dim)),
+    },
     Rule { names: &["constant_pad_nd"], signatures: pad },
     Rule { names: &["tril", "triu"], signatures: triangle },
     Rule { names: &["cat"], signatures: cat },
     Rule { names: &["stack"], signatures: stack },
 ];
 
-/// Terms stay terms, and each dimension goes where `to(dim, rank)` says, if anywhere.
+/// What is partial stays so, and each dimension goes where `to(dim, rank)` says, if anywhere.
 fn moved(op: &Op, to: impl Fn(usize, usize) -> Option<usize>) -> Vec<Signature> {
     let rank = op.rank(0);
     let splits = (0..rank).filter_map(|dim| {
@@ -48,12 +51,6 @@ fn moved(op: &Op, to: impl Fn(usize, usize) -> Option<usize>) -> Vec<Signature> 
 /// All dimensions but these stay.
 fn others(op: &Op, dims: &[usize]) -> Vec<Signature> {
     moved(op, |dim, _| (!dims.contains(&dim)).then_some(dim))
-}
-
-/// Splits along all dimensions but the last so many ones.
-fn split(op: &Op, last: usize) -> Vec<Signature> {
-    let dims = 0..op.rank(0).saturating_sub(last);
-    dims.map(|dim| Signature::new([S(dim)], [S(dim)])).collect()
 }
 
 /// The dimension that an argument is; all, if it is none.
