@@ -270,8 +270,8 @@ extern "C" {
 // Registers the kernel for all of libtorch's operators. Once in a process.
 char* flow_global_register(Callbacks functions) {
     return guarded([&] {
-        TORCH_CHECK(TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= OLDEST_MINOR && TORCH_VERSION_MINOR <= NEWEST_MINOR,
-                    "global tensors know libtorch 2.", OLDEST_MINOR, " to 2.", NEWEST_MINOR, ", and this is " TORCH_VERSION);
+        TORCH_CHECK(TORCH_VERSION_MAJOR == 2 && (TORCH_VERSION_MINOR == 11 || TORCH_VERSION_MINOR == 13),
+                    "global tensors know libtorch 2.11 and 2.13, and this is " TORCH_VERSION);
         callbacks = functions;
         static auto* library = new torch::Library(torch::Library::IMPL, "aten", KEY, __FILE__, __LINE__);
         auto& dispatcher = c10::Dispatcher::singleton();

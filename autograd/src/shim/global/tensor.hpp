@@ -31,9 +31,8 @@ struct Callbacks {
 };
 extern Callbacks callbacks;
 
-// A key of a functorch mode that no tensor of libtorch's carries, in these versions.
+// A key of a functorch mode that no tensor of libtorch's carries, in 2.11 and 2.13.
 constexpr auto KEY = c10::DispatchKey::FuncTorchDynamicLayerBackMode;
-constexpr int OLDEST_MINOR = 11, NEWEST_MINOR = 13;
 
 struct GlobalMeta final : c10::BackendMeta {
     GlobalMeta(at::Tensor local, const void* spec) : local(std::move(local)), spec(spec), spec_id(callbacks.spec_id(spec)) {}
