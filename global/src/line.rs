@@ -65,8 +65,9 @@ fn is_file_of_library(file: &Path) -> bool {
         }
         _ => false,
     });
-    let is_of = |part: &&str| part.starts_with("tch-0") || part.starts_with("torch-sys-0");
-    is_ours || parts.contains(&"rustc") || parts.iter().any(is_of)
+    let is_crate = |name: &str| name.starts_with("tch-0") || name.starts_with("torch-sys-0");
+    let is_source = |pair: &[&str]| is_crate(pair[0]) && pair[1] == "src";
+    is_ours || parts.contains(&"rustc") || parts.windows(2).any(is_source)
 }
 
 /// Whether a function is one of Rust's that no library has.
@@ -100,6 +101,11 @@ mod tests {
         let without: Vec<&str> =
             backtrace.lines().filter(|line| !line.trim().starts_with("at ")).collect();
         assert_eq!(of_program(&without.join("\n"), root).as_deref(), Some("train::main"));
+        let elsewhere = "   0: train\n             at /clones/tch-0.26/train/src/main.rs:7:1";
+        assert_eq!(
+            of_program(elsewhere, root).as_deref(),
+            Some("/clones/tch-0.26/train/src/main.rs:7")
+        );
         assert_eq!(of_program("   0: std::rt::lang_start\n   1: main", root), None);
     }
 }
