@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-const SOURCES: [&str; 10] = [
+const SOURCES: [&str; 12] = [
     "hooks.cpp",
     "gradient.cpp",
     "function.cpp",
@@ -11,6 +11,8 @@ const SOURCES: [&str; 10] = [
     "optimizer.cpp",
     "global/tensor.cpp",
     "global/schema.cpp",
+    "global/key.cpp",
+    "global/unboxed.cpp",
     "global/call.cpp",
     "global/ffi.cpp",
 ];

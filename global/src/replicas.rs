@@ -6,6 +6,7 @@
 //! gives its partial sum to its bucket, and the end of backward makes the sum the leaf's `.grad`.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use flow_autograd::BoxError;
@@ -35,6 +36,8 @@ struct Registry {
     all: Mutex<Vec<Arc<Replicas>>>,
     /// Leaves by where their locals are in memory, which the replicas keep.
     leaves: Mutex<FxHashMap<usize, (Arc<Replicas>, usize)>>,
+    /// Some leaf has a bucket, or had one.
+    has_buckets: AtomicBool,
 }
 
 struct Leaf {
@@ -212,6 +215,7 @@ impl Replicas {
             }
             let taken = Mutex::default();
             state.reducers.push(Arc::new(Reducer { axes, members, buckets, taken }));
+            runtime.part::<Registry>().has_buckets.store(true, Ordering::Relaxed);
         }
         Ok(())
     }
@@ -291,6 +295,11 @@ pub(crate) fn add(runtime: &Runtime, leaves: &[(String, Tensor)]) {
         let addresses = replicas.addresses();
         leaves.extend(addresses.map(|(at, index)| (at, (Arc::clone(replicas), index))));
     }
+}
+
+/// Whether a leaf may have a bucket.
+pub(crate) fn has_buckets(runtime: &Runtime) -> bool {
+    runtime.part::<Registry>().has_buckets.load(Ordering::Relaxed)
 }
 
 /// The leaf whose local is here.

@@ -52,10 +52,16 @@ pub struct ScalarView {
     pub number: f64,
 }
 
+/// C++'s object for a running operation that may be known.
+#[repr(C)]
+pub struct RawFastCall {
+    _opaque: [u8; 0],
+}
+
 /// What an operation is known by, once it was dispatched.
 #[repr(C)]
 pub struct FastView {
-    pub call: *mut RawCall,
+    pub call: *mut RawFastCall,
     pub key: *const u64,
     pub key_count: usize,
     /// Of the first global tensor.
@@ -65,7 +71,9 @@ pub struct FastView {
 /// A running operation.
 #[repr(C)]
 pub struct CallView {
-    pub fast: FastView,
+    pub call: *mut RawCall,
+    pub key: *const u64,
+    pub key_count: usize,
     pub name: *const c_char,
     pub overload: *const c_char,
     pub arguments: *const Argument,
@@ -107,10 +115,10 @@ pub struct Callbacks {
         taken: *mut bool,
     ) -> *mut c_char,
     pub spec_id: unsafe extern "C" fn(spec: *const c_void) -> u64,
+    pub clone_spec: unsafe extern "C" fn(spec: *const c_void) -> *const c_void,
     pub drop_spec: unsafe extern "C" fn(spec: *const c_void),
 }
 
-pub type CloneSpec = unsafe extern "C" fn(spec: *const c_void) -> *const c_void;
 pub type VisitResult = unsafe extern "C" fn(data: *mut c_void, tensor: *const C_tensor);
 
 extern "C" {
@@ -128,17 +136,16 @@ extern "C" {
     ) -> *mut c_char;
     pub fn flow_global_assign(tensor: *const C_tensor, other: *const C_tensor) -> *mut c_char;
     pub fn flow_fast_set_integers(
-        call: *mut RawCall,
+        call: *mut RawFastCall,
         argument: usize,
         values: *const i64,
         count: usize,
     ) -> *mut c_char;
-    pub fn flow_fast_run(call: *mut RawCall) -> *mut c_char;
+    pub fn flow_fast_run(call: *mut RawFastCall) -> *mut c_char;
     pub fn flow_fast_output(
-        call: *mut RawCall,
+        call: *mut RawFastCall,
         index: usize,
         output: OutputView,
-        clone: CloneSpec,
     ) -> *mut c_char;
     pub fn flow_call_set_local(
         call: *mut RawCall,
@@ -182,12 +189,7 @@ extern "C" {
     pub fn flow_autograd_node(is_made: bool, number: *mut u64, is_backward: *mut bool) -> bool;
     pub fn flow_grad_mode() -> bool;
     pub fn flow_call_writes(call: *const RawCall, index: usize) -> c_int;
-    pub fn flow_call_output(
-        call: *mut RawCall,
-        index: usize,
-        output: OutputView,
-        clone: CloneSpec,
-    ) -> *mut c_char;
+    pub fn flow_call_output(call: *mut RawCall, index: usize, output: OutputView) -> *mut c_char;
     pub fn flow_call_output_tensor(call: *mut RawCall, tensor: *const C_tensor) -> *mut c_char;
     pub fn flow_call_output_tensors(
         call: *mut RawCall,

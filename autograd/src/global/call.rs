@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 use torch_sys::C_tensor;
 
 use super::node::Node;
-use super::value::{clone_spec, Argument, LocalResult, Output, Scalar};
+use super::value::{Argument, LocalResult, Output, Scalar};
 use crate::error::Error;
 use crate::ffi::global::{self as ffi, Argument as RawArgument, CallView, ScalarView, TensorView};
 use crate::ffi::{borrow, check, slice};
@@ -137,7 +137,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
     /// are zero.
     pub fn key(&self) -> &[u64] {
         // SAFETY: the key outlives the call.
-        unsafe { slice(self.view.fast.key, self.view.fast.key_count) }
+        unsafe { slice(self.view.key, self.view.key_count) }
     }
 
     /// Has the operation run on this instead of the tensor's own local.
@@ -148,7 +148,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         assert!(tensor < self.view.tensor_count, "the call has no tensor {tensor}");
         let local = local.map_or(null(), |local| local.as_ptr());
         // SAFETY: the call and the tensor are alive.
-        unsafe { check("a call", ffi::flow_call_set_local(self.view.fast.call, tensor, local)) }
+        unsafe { check("a call", ffi::flow_call_set_local(self.view.call, tensor, local)) }
     }
 
     /// What the operation runs on as this tensor.
@@ -156,7 +156,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         assert!(tensor < self.view.tensor_count, "the call has no tensor {tensor}");
         // SAFETY: the call is alive; the result is a handle of our own, or null.
         unsafe {
-            let local = ffi::flow_call_local(self.view.fast.call, tensor);
+            let local = ffi::flow_call_local(self.view.call, tensor);
             (!local.is_null()).then(|| Tensor::from_ptr(local))
         }
     }
@@ -170,10 +170,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         let (values, count) = (values.as_ptr(), values.len());
         // SAFETY: the call and the list are alive.
         unsafe {
-            check(
-                "a call",
-                ffi::flow_call_set_integers(self.view.fast.call, argument, values, count),
-            )
+            check("a call", ffi::flow_call_set_integers(self.view.call, argument, values, count))
         }
     }
 
@@ -183,7 +180,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
     /// The operation's own.
     pub fn run(&mut self) -> Result<(), Error> {
         // SAFETY: the call is alive.
-        unsafe { check("a call", ffi::flow_call_run(self.view.fast.call)) }
+        unsafe { check("a call", ffi::flow_call_run(self.view.call)) }
     }
 
     /// Carries out the operation with these tensors in place of the call's, as a call of its own: the
@@ -197,7 +194,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         let tensors: Vec<_> = tensors.iter().map(pointer).collect();
         let (tensors, count) = (tensors.as_ptr(), tensors.len());
         // SAFETY: the call and the tensors are alive.
-        unsafe { check("a call", ffi::flow_call_run_with(self.view.fast.call, tensors, count)) }
+        unsafe { check("a call", ffi::flow_call_run_with(self.view.call, tensors, count)) }
     }
 
     /// A result of [`Call::run`].
@@ -214,7 +211,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
             check(
                 "a call",
                 ffi::flow_call_result(
-                    self.view.fast.call,
+                    self.view.call,
                     index,
                     data,
                     push_result,
@@ -240,7 +237,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         // SAFETY: the call is alive; there is room for as many as is said.
         let is_known = unsafe {
             ffi::flow_call_view_strides(
-                self.view.fast.call,
+                self.view.call,
                 strides.as_mut_ptr(),
                 strides.len(),
                 &mut count,
@@ -256,7 +253,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         // SAFETY: the call is alive, and the list outlives this.
         unsafe {
             let data = (&raw mut tensors).cast();
-            ffi::flow_call_returned(self.view.fast.call, index, data, push_result);
+            ffi::flow_call_returned(self.view.call, index, data, push_result);
         }
         tensors
     }
@@ -273,7 +270,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
     /// The argument that a return is, if the operation writes and returns it.
     pub fn written(&self, index: usize) -> Option<usize> {
         // SAFETY: the call is alive.
-        usize::try_from(unsafe { ffi::flow_call_writes(self.view.fast.call, index) }).ok()
+        usize::try_from(unsafe { ffi::flow_call_writes(self.view.call, index) }).ok()
     }
 
     /// Returns result `index` of [`Call::run`] to the caller: as a global tensor, or all tensors of a
@@ -282,11 +279,8 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
     /// # Errors
     /// libtorch's.
     pub fn output(&mut self, index: usize, output: &Output<'_, S>) -> Result<(), Error> {
-        // SAFETY: the call and the lists are alive; the spec is given away.
-        unsafe {
-            let (view, clone) = (output.view(), clone_spec::<S>);
-            check("a call", ffi::flow_call_output(self.view.fast.call, index, view, clone))
-        }
+        // SAFETY: the call, the spec and the lists are alive.
+        unsafe { check("a call", ffi::flow_call_output(self.view.call, index, output.view())) }
     }
 
     /// Returns a tensor to the caller; None for an undefined one.
@@ -296,7 +290,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
     pub fn output_tensor(&mut self, tensor: Option<&Tensor>) -> Result<(), Error> {
         let tensor = tensor.map_or(null(), |tensor| tensor.as_ptr());
         // SAFETY: the call and the tensor are alive.
-        unsafe { check("a call", ffi::flow_call_output_tensor(self.view.fast.call, tensor)) }
+        unsafe { check("a call", ffi::flow_call_output_tensor(self.view.call, tensor)) }
     }
 
     /// Returns a list of tensors to the caller.
@@ -307,9 +301,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         let tensors: Vec<_> = tensors.iter().map(|tensor| tensor.as_ptr()).collect();
         let (tensors, count) = (tensors.as_ptr(), tensors.len());
         // SAFETY: the call and the tensors are alive.
-        unsafe {
-            check("a call", ffi::flow_call_output_tensors(self.view.fast.call, tensors, count))
-        }
+        unsafe { check("a call", ffi::flow_call_output_tensors(self.view.call, tensors, count)) }
     }
 
     /// Returns the argument that the operation has written.
@@ -318,7 +310,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
     /// Return `index` is no such argument.
     pub fn output_written(&mut self, index: usize) -> Result<(), Error> {
         // SAFETY: the call is alive.
-        unsafe { check("a call", ffi::flow_call_output_written(self.view.fast.call, index)) }
+        unsafe { check("a call", ffi::flow_call_output_written(self.view.call, index)) }
     }
 
     /// Returns a number to the caller.
@@ -328,7 +320,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
     pub fn output_scalar(&mut self, scalar: Scalar) -> Result<(), Error> {
         let view = scalar.view();
         // SAFETY: the call is alive.
-        unsafe { check("a call", ffi::flow_call_output_scalar(self.view.fast.call, view)) }
+        unsafe { check("a call", ffi::flow_call_output_scalar(self.view.call, view)) }
     }
 }
 

@@ -1,8 +1,9 @@
 //! An operation that is known: one of the same key was dispatched before.
 
-use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
+use std::sync::Arc;
 
-use super::value::{clone_spec, Output};
+use super::value::Output;
 use crate::error::Error;
 use crate::ffi::global::{self as ffi, FastView};
 use crate::ffi::{check, slice};
@@ -11,7 +12,8 @@ use crate::ffi::{check, slice};
 /// inputs, as they are.
 pub struct FastCall<'a, S> {
     view: &'a FastView,
-    specs: PhantomData<S>,
+    /// Of the first global tensor, which keeps it.
+    spec: ManuallyDrop<Arc<S>>,
 }
 
 impl<'a, S: Send + Sync + 'static> FastCall<'a, S> {
@@ -19,7 +21,9 @@ impl<'a, S: Send + Sync + 'static> FastCall<'a, S> {
     ///
     /// What `view` points to must be alive as long as this, and its spec be in an `Arc<S>`.
     pub(super) unsafe fn new(view: &'a FastView) -> Self {
-        Self { view, specs: PhantomData }
+        // SAFETY: the caller's promise; the spec stays the tensor's, as it is not dropped here.
+        let spec = ManuallyDrop::new(unsafe { Arc::from_raw(view.spec.cast()) });
+        Self { view, spec }
     }
 
     /// See [`Call::key`](super::Call::key).
@@ -29,9 +33,8 @@ impl<'a, S: Send + Sync + 'static> FastCall<'a, S> {
     }
 
     /// Of the first global tensor.
-    pub fn spec(&self) -> &S {
-        // SAFETY: one of the inputs, which the call keeps, has the spec.
-        unsafe { &*self.view.spec.cast() }
+    pub fn spec(&self) -> &Arc<S> {
+        &self.spec
     }
 
     /// Runs the operation on the locals, with these lists in place of arguments of the same numbers.
@@ -58,11 +61,8 @@ impl<'a, S: Send + Sync + 'static> FastCall<'a, S> {
     ///
     /// # Errors
     /// libtorch's.
-    pub fn output(&mut self, index: usize, output: &Output<'_, S>) -> Result<(), Error> {
-        // SAFETY: the call and the lists are alive; the spec is given away.
-        unsafe {
-            let (view, clone) = (output.view(), clone_spec::<S>);
-            check("a call", ffi::flow_fast_output(self.view.call, index, view, clone))
-        }
+    pub fn output(&self, index: usize, output: &Output<'_, S>) -> Result<(), Error> {
+        // SAFETY: the call, the spec and the lists are alive.
+        unsafe { check("a call", ffi::flow_fast_output(self.view.call, index, output.view())) }
     }
 }

@@ -120,6 +120,7 @@ impl<S: Send + Sync + 'static> Globals<S> {
                 dispatch: call_dispatch::<D>,
                 gradient: call_gradient::<D>,
                 spec_id: spec_id::<D>,
+                clone_spec: clone_spec::<S>,
                 drop_spec: drop_spec::<S>,
             };
             // SAFETY: the functions fit the specs, which are `Arc<S>`: all come from this type.
@@ -266,6 +267,15 @@ unsafe extern "C" fn call_gradient<D: Dispatcher>(
 unsafe extern "C" fn spec_id<D: Dispatcher>(spec: *const c_void) -> u64 {
     // SAFETY: the caller's promise.
     D::spec_id(unsafe { &*spec.cast() })
+}
+
+/// # Safety
+///
+/// `spec` must be in an `Arc<S>`.
+unsafe extern "C" fn clone_spec<S>(spec: *const c_void) -> *const c_void {
+    // SAFETY: the caller's promise.
+    unsafe { Arc::increment_strong_count(spec.cast::<S>()) };
+    spec
 }
 
 /// # Safety

@@ -1,6 +1,5 @@
 //! What operations get and give.
 
-use std::ffi::c_void;
 use std::sync::Arc;
 
 use tch::Tensor;
@@ -102,14 +101,14 @@ pub struct Output<'a, S> {
 }
 
 impl<S> Output<'_, S> {
-    /// For C++, which gets a spec.
+    /// For C++.
     pub(super) fn view(&self) -> OutputView {
         assert!(
             self.split_dims.len() == self.split_sizes.len(),
             "each dimension that is split has a size"
         );
         OutputView {
-            spec: Arc::into_raw(self.spec.clone()).cast(),
+            spec: Arc::as_ptr(self.spec).cast(),
             split_dims: self.split_dims.as_ptr(),
             split_sizes: self.split_sizes.as_ptr(),
             splits: self.split_dims.len(),
@@ -119,13 +118,4 @@ impl<S> Output<'_, S> {
             detached_view: self.is_detached_view,
         }
     }
-}
-
-/// # Safety
-///
-/// `spec` must come from `Arc::<S>::into_raw` and be alive.
-pub(super) unsafe extern "C" fn clone_spec<S>(spec: *const c_void) -> *const c_void {
-    // SAFETY: the caller's promise.
-    unsafe { Arc::increment_strong_count(spec.cast::<S>()) };
-    spec
 }

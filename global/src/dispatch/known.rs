@@ -48,8 +48,11 @@ pub fn run(call: &mut FastCall<'_, Spec>) -> Result<bool> {
     call.run(&known.ints)?;
     for (index, output) in known.outputs.iter().enumerate() {
         if !output.is_written {
-            let spec = output.spec(call.spec().placement());
-            call.output(index, &output.of(&spec))?;
+            let own = call.spec();
+            match output.spec.1 == own.id() {
+                true => call.output(index, &output.of(own))?,
+                false => call.output(index, &output.of(&output.spec(own.placement())))?,
+            }
         }
     }
     Ok(true)

@@ -84,6 +84,10 @@ impl Dispatcher for Operations {
             let boxed = distribute_tensor(&gradient.copy(), own.placement(), &sbp)?;
             return Ok(LeafGradient::Boxed(boxed));
         };
+        let is_same = own.id() == now.id();
+        if is_same && !record::is_on() && !replicas::has_buckets(own.placement().runtime()?) {
+            return Ok(LeafGradient::Same);
+        }
         if own.sbp().iter().any(|sbp| sbp.is_partial()) {
             if own.placement() == now.placement() {
                 return Ok(LeafGradient::Same);
@@ -99,7 +103,7 @@ impl Dispatcher for Operations {
             record::gradient(leaf, gradient, None)?;
             return Ok(LeafGradient::Taken);
         }
-        if own.id() == now.id() {
+        if is_same {
             record::gradient(leaf, gradient, Some(gradient))?;
             return Ok(LeafGradient::Same);
         }

@@ -21,64 +21,8 @@ using namespace flow::global;
 using torch::jit::Stack;
 
 Call::Call(const c10::OperatorHandle& op, const OpInfo& info, Stack& stack)
-    : op(op), info(info), stack(stack), first(stack.size() - info.argument_count), count(info.argument_count) {
-    key.push_back(reinterpret_cast<uint64_t>(info.id));
-    for (size_t i = 0; i < count; ++i) add_to_key(value(i), info.is_optional_tensor[i]);
-}
-
-void Call::add_to_key(const IValue& value, bool is_optional_tensor) {
-    const auto note = [&](Tag tag, uint64_t count = 0) { key.push_back(tag | count << 8); };
-    if (value.isTensor()) {
-        note(TENSOR);
-        add_to_key(value.toTensor());
-    } else if (value.isNone()) {
-        note(NONE, is_optional_tensor);
-    } else if (value.isInt()) {
-        note(INT);
-        key.push_back(value.toInt());
-    } else if (value.isDouble()) {
-        note(FLOAT, value.toDouble() == 0.0);
-    } else if (value.isBool()) {
-        note(BOOL, value.toBool());
-    } else if (value.isIntList()) {
-        const auto list = value.toListRef();
-        note(INTS, list.size());
-        for (const auto& item : list) key.push_back(item.toInt());
-    } else if (value.isTensorList() || value.isOptionalTensorList()) {
-        const auto list = value.toListRef();
-        note(TENSORS, list.size());
-        for (const auto& item : list) add_to_key(item.isNone() ? UNDEFINED : item.toTensor());
-    } else if (value.isBoolList()) {
-        // As in the mask of the gradients that a backward gives.
-        const auto list = value.toBoolList();
-        note(OTHER, list.size());
-        for (const bool item : list) key.push_back(item);
-    } else {
-        note(OTHER);
-    }
-}
-
-void Call::add_to_key(const at::Tensor& tensor) {
-    if (!tensor.defined()) {
-        key.push_back(0);
-        return;
-    }
-    const auto sizes = tensor.sizes();
-    uint64_t flags = 1, spec_id = 0;
-    if (is_global(tensor)) {
-        const auto& meta = meta_of(tensor);
-        if (!spec) spec = meta.spec;
-        flags |= meta.detached_view << 1;
-        spec_id = meta.spec_id;
-        if (tensor.requires_grad() && tensor.is_leaf()) flow::box_gradients(tensor);
-    }
-    key.push_back(flags | static_cast<uint64_t>(tensor.scalar_type()) << 8 | static_cast<uint64_t>(sizes.size()) << 16);
-    key.push_back(spec_id);
-    key.append(sizes.begin(), sizes.end());
-    if (info.is_view) {
-        const auto strides = tensor.strides();
-        key.append(strides.begin(), strides.end());
-    }
+    : FastCall(info), op(op), info(info), stack(stack), first(stack.size() - info.argument_count), count(info.argument_count) {
+    for (size_t i = 0; i < count; ++i) key.add(value(i), info.is_optional_tensor[i]);
 }
 
 CallView Call::view() {
@@ -88,7 +32,7 @@ CallView Call::view() {
         if (argument.tag == INTS) argument.integers = lists[next++].data();
     }
     const auto& schema = op.schema();
-    return {fast_view(), schema.name().c_str(), schema.overload_name().c_str(), arguments.data(), tensors.data(), count, tensors.size(),
+    return {this, key.words.data(), key.words.size(), schema.name().c_str(), schema.overload_name().c_str(), arguments.data(), tensors.data(), count, tensors.size(),
             info.writes.size(), info.is_view, info.reshapes, info.is_random, info.is_dynamic, info.gives_tensors};
 }
 
@@ -107,13 +51,30 @@ IValue list_of(const IValue& list, const Local& local) {
     return items;
 }
 
-// The tensor, in an order of its elements of which there is a view of these sizes.
-at::Tensor viewable(const at::Tensor& local, c10::IntArrayRef sizes) {
+}  // namespace
+
+at::Tensor flow::global::viewable(const at::Tensor& local, c10::IntArrayRef sizes) {
     const auto known = at::infer_size_dv(sizes, local.numel());
     return at::detail::computeStride(local.sizes(), local.strides(), known) ? local : local.contiguous();
 }
 
-}  // namespace
+IValue flow::global::global_result(IValue result, const OutputView& output) {
+    if (result.isTensor() && result.toTensor().defined()) return wrap_result(std::move(result).toTensor(), output);
+    if (!result.isTensorList()) return result;
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& local : result.toTensorVector()) list.push_back(wrap_result(local, output));
+    return list;
+}
+
+void Call::set_integers(size_t argument, c10::IntArrayRef values) {
+    TORCH_CHECK(!has_run() && argument < count, "the call has no argument ", argument);
+    value(argument) = c10::List<int64_t>(values);
+}
+
+void Call::give(size_t index, const OutputView& output) {
+    TORCH_CHECK(has_run() && first + index < stack.size(), "the call has no result ", index);
+    value(index) = global_result(std::move(value(index)), output);
+}
 
 void Call::run_fast() {
     TORCH_CHECK(!has_run(), op.schema().name(), ": was run before");
@@ -227,15 +188,14 @@ void Call::run() {
     results.assign(std::make_move_iterator(local.begin()), std::make_move_iterator(local.end()));
 }
 
-namespace {
+bool flow::global::run_if_known(FastCall& call) {
+    const FastView view{&call, call.key.words.data(), call.key.words.size(), call.key.spec};
+    bool done = false;
+    flow::check(callbacks.fast(&view, &done));
+    return done;
+}
 
-const auto BELOW = c10::autograd_dispatch_keyset_with_ADInplaceOrView | DispatchKeySet(KEY);
-
-struct Quiet final : c10::WarningHandler {
-    void process(const c10::Warning&) override {}
-};
-
-void kernel(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
+void flow::global::kernel(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
     // Views are replayed in backward: as_strided would need the logical memory.
     c10::AutogradState::get_tls_state().set_view_replay_enabled(true);
     const auto& info = info_of(op);
@@ -247,14 +207,11 @@ void kernel(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
     }
     c10::impl::ExcludeDispatchKeyGuard below(BELOW);
     Call call(op, info, *stack);
-    if (!call.spec) {
+    if (!call.key.spec) {
         op.callBoxed(stack);
         return;
     }
-    const auto fast = call.fast_view();
-    bool done = false;
-    flow::check(callbacks.fast(&fast, &done));
-    if (done) return;
+    if (run_if_known(call)) return;
     TORCH_CHECK(!call.has_run(), op.schema().name(), ": was run, and is to be dispatched again");
     const auto view = call.view();
     flow::check(callbacks.dispatch(&view));
@@ -262,6 +219,12 @@ void kernel(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
     torch::jit::drop(*stack, call.count);
     for (auto& output : call.outputs) stack->push_back(std::move(output));
 }
+
+namespace {
+
+struct Quiet final : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+};
 
 }  // namespace
 
@@ -282,7 +245,8 @@ char* flow_global_register(Callbacks functions) {
         for (const auto& name : dispatcher.getAllOpNames()) {
             if (name.name.rfind("aten::", 0) != 0 || !dispatcher.findSchema(name)) continue;
             const auto full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
-            library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&kernel>());
+            auto unboxed = unboxed_kernel(full);
+            library->impl(full.c_str(), unboxed ? std::move(*unboxed) : torch::CppFunction::makeFromBoxedFunction<&kernel>());
         }
     });
 }

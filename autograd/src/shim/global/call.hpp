@@ -6,8 +6,7 @@
 
 #include <ATen/core/stack.h>
 
-#include "schema.hpp"
-#include "tensor.hpp"
+#include "fast.hpp"
 
 namespace flow::global {
 
@@ -21,8 +20,6 @@ struct TensorView {
     int8_t kind;  // c10::ScalarType
     bool defined, detached_view;
 };
-
-enum Tag : uint8_t { NONE, TENSOR, TENSORS, INT, FLOAT, BOOL, INTS, OTHER };
 
 struct Argument {
     int64_t integer;
@@ -41,18 +38,10 @@ struct ScalarView {
 
 struct Call;
 
-// What an operation is known by, once it was dispatched.
-struct FastView {
+struct CallView {
     Call* call;
-    // What decides how an operation is carried out: the operator, kinds, sizes and specs of tensors
-    // (and strides, for views), and arguments. Of numbers with a fraction only whether they are zero.
     const uint64_t* key;
     size_t key_count;
-    const void* spec;  // of the first global tensor
-};
-
-struct CallView {
-    FastView fast;
     const char* name;
     const char* overload;
     const Argument* arguments;
@@ -61,39 +50,22 @@ struct CallView {
     bool is_view, reshapes, is_random, is_dynamic, gives_tensors;
 };
 
-// What becomes of a result: its spec, and the logical sizes of dimensions that are split. Null
-// strides: contiguous.
-struct OutputView {
-    const void* spec;  // given away
-    const int32_t* split_dims;
-    const int64_t* split_sizes;
-    size_t splits;
-    const int64_t* strides;
-    size_t stride_count;
-    bool shares, detached_view;
-};
-
-using CloneSpec = const void* (*)(const void* spec);
-
-inline const at::Tensor UNDEFINED;
-
 // One operation on its way.
-struct Call {
+struct Call final : FastCall {
     const c10::OperatorHandle& op;
     const OpInfo& info;
     torch::jit::Stack& stack;
-    const size_t first, count;  // of the arguments on the stack
-    c10::SmallVector<uint64_t, 64> key;
-    const void* spec = nullptr;  // of the first global tensor; null if all are plain
+    const size_t first, count;             // of the arguments on the stack
+    c10::SmallVector<c10::IValue, 8> own;  // arguments in whose place their locals are
     const bool grad_mode = at::GradMode::is_enabled();  // some kernels look at it
 
     Call(const c10::OperatorHandle& op, const OpInfo& info, torch::jit::Stack& stack);
-    FastView fast_view() { return {this, key.data(), key.size(), spec}; }
 
-    // Runs the operation on the locals of its inputs: the stack has the results then.
-    void run_fast();
     bool has_run() const { return !own.empty(); }
-    c10::SmallVector<c10::IValue, 8> own;  // arguments in whose place their locals are
+    void set_integers(size_t argument, c10::IntArrayRef values) override;
+    // The stack has the results then.
+    void run_fast() override;
+    void give(size_t index, const OutputView& output) override;
 
     // All that follows is there once this was called.
     CallView view();
@@ -113,10 +85,14 @@ struct Call {
     void run();
 
 private:
-    void add_to_key(const c10::IValue& value, bool is_optional_tensor);
-    void add_to_key(const at::Tensor& tensor);
     void add(size_t index);
     void add(const at::Tensor& tensor);
 };
+
+// A result as a global tensor, or a list of them; a number as it is.
+c10::IValue global_result(c10::IValue result, const OutputView& output);
+
+// Every operator's kernel.
+void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
 }  // namespace flow::global

@@ -16,63 +16,22 @@ using flow::guarded;
 using namespace flow::global;
 using torch::jit::Stack;
 
-namespace {
-
-at::Tensor wrap_result(at::Tensor local, const void* spec, const OutputView& output) {
-    c10::SmallVector<int64_t, 6> sizes(local.sizes());
-    for (size_t i = 0; i < output.splits; ++i) {
-        const auto dim = static_cast<size_t>(output.split_dims[i]);
-        if (dim >= sizes.size()) {
-            callbacks.drop_spec(spec);
-            TORCH_CHECK(false, "a result of ", sizes.size(), " dimensions cannot be split along dimension ", output.split_dims[i]);
-        }
-        sizes[dim] = output.split_sizes[i];
-    }
-    const auto kind = local.dtype();
-    const auto device = local.device();
-    auto tensor = wrap(std::move(local), spec, {sizes, {output.strides, output.stride_count}}, kind, device, output.shares);
-    meta_of(tensor).detached_view = output.detached_view;
-    return tensor;
-}
-
-// A result as a global tensor; a number as it is. Of a list, `clone` makes specs for all but the first
-// tensor.
-IValue global_result(IValue result, const OutputView& output, CloneSpec clone) {
-    if (result.isTensor() && result.toTensor().defined()) return wrap_result(std::move(result).toTensor(), output.spec, output);
-    if (!result.isTensorList()) {
-        callbacks.drop_spec(output.spec);
-        return result;
-    }
-    c10::List<at::Tensor> list;
-    for (const at::Tensor& local : result.toTensorVector()) list.push_back(wrap_result(local, clone(output.spec), output));
-    callbacks.drop_spec(output.spec);
-    return list;
-}
-
-}  // namespace
-
 extern "C" {
 
-// Runs the operation with this list. Before `flow_fast_run`.
-char* flow_fast_set_integers(Call* call, size_t argument, const int64_t* values, size_t count) {
-    return guarded([&] {
-        TORCH_CHECK(!call->has_run() && argument < call->count, "the call has no argument ", argument);
-        call->value(argument) = c10::List<int64_t>(c10::IntArrayRef(values, count));
-    });
+// Runs the operation with this list, which lives until then. Before `flow_fast_run`.
+char* flow_fast_set_integers(FastCall* call, size_t argument, const int64_t* values, size_t count) {
+    return guarded([&] { call->set_integers(argument, {values, count}); });
 }
 
 // Runs the operation on the locals of its inputs, and gives the caller the arguments that it has
 // written.
-char* flow_fast_run(Call* call) {
+char* flow_fast_run(FastCall* call) {
     return guarded([&] { call->run_fast(); });
 }
 
 // Makes result `index` of that, which the operation has not written, a global tensor.
-char* flow_fast_output(Call* call, size_t index, OutputView output, CloneSpec clone) {
-    return guarded([&] {
-        TORCH_CHECK(call->has_run() && call->first + index < call->stack.size(), "the call has no result ", index);
-        call->value(index) = global_result(std::move(call->value(index)), output, clone);
-    });
+char* flow_fast_output(FastCall* call, size_t index, OutputView output) {
+    return guarded([&] { call->give(index, output); });
 }
 
 // Runs the operation on this instead of the tensor's own local.
@@ -138,8 +97,8 @@ bool flow_call_view_strides(const Call* call, int64_t* strides, size_t capacity,
 }
 
 // Gives the caller result `index` as a global tensor; a number as it is.
-char* flow_call_output(Call* call, size_t index, OutputView output, CloneSpec clone) {
-    return guarded([&] { call->outputs.push_back(global_result(call->results[index], output, clone)); });
+char* flow_call_output(Call* call, size_t index, OutputView output) {
+    return guarded([&] { call->outputs.push_back(global_result(call->results[index], output)); });
 }
 
 // Gives the caller a tensor that Rust made.

@@ -74,6 +74,21 @@ at::Tensor flow::global::wrap(at::Tensor local, const void* spec, const Geometry
     return at::Tensor(std::move(impl));
 }
 
+at::Tensor flow::global::wrap_result(at::Tensor local, const OutputView& output) {
+    c10::SmallVector<int64_t, 6> sizes(local.sizes());
+    for (size_t i = 0; i < output.splits; ++i) {
+        const auto dim = static_cast<size_t>(output.split_dims[i]);
+        TORCH_CHECK(dim < sizes.size(), "a result of ", sizes.size(), " dimensions cannot be split along dimension ", dim);
+        sizes[dim] = output.split_sizes[i];
+    }
+    const auto kind = local.dtype();
+    const auto device = local.device();
+    const Geometry geometry{sizes, {output.strides, output.stride_count}};
+    auto tensor = wrap(std::move(local), callbacks.clone_spec(output.spec), geometry, kind, device, output.shares);
+    meta_of(tensor).detached_view = output.detached_view;
+    return tensor;
+}
+
 std::optional<at::Tensor> flow::boxed_gradient(const at::Tensor& leaf, const at::Tensor& gradient) {
     if (!is_global(leaf)) return std::nullopt;
     const bool exclusive = is_global(gradient) && local_is_exclusive(gradient);

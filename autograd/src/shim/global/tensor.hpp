@@ -27,6 +27,7 @@ struct Callbacks {
     // `exclusive`: nothing else uses the gradient's memory.
     char* (*gradient)(const at::Tensor* leaf, const at::Tensor* gradient, bool may_take, bool exclusive, at::Tensor** boxed, bool* taken);
     uint64_t (*spec_id)(const void* spec);
+    const void* (*clone_spec)(const void* spec);
     void (*drop_spec)(const void* spec);
 };
 extern Callbacks callbacks;
@@ -40,7 +41,7 @@ struct GlobalMeta final : c10::BackendMeta {
     GlobalMeta& operator=(const GlobalMeta&) = delete;
     ~GlobalMeta() override { callbacks.drop_spec(spec); }
 
-    const at::Tensor local;  // undefined on ranks outside the placement
+    at::Tensor local;  // never another one; undefined on ranks outside the placement
     const void* const spec;
     const uint64_t spec_id;
     // A view of another tensor that had to be boxed: it does not share that tensor's memory.
@@ -62,6 +63,23 @@ struct Geometry {
     c10::IntArrayRef sizes;
     c10::IntArrayRef strides;  // empty: contiguous
 };
+
+// What becomes of a result: its spec, and the logical sizes of dimensions that are split. Null
+// strides: contiguous.
+struct OutputView {
+    const void* spec;
+    const int32_t* split_dims;
+    const int64_t* split_sizes;
+    size_t splits;
+    const int64_t* strides;
+    size_t stride_count;
+    bool shares, detached_view;
+};
+
+inline const at::Tensor UNDEFINED;
+
+// A local result as a global tensor.
+at::Tensor wrap_result(at::Tensor local, const OutputView& output);
 
 // A global tensor of this local, outside autograd. Takes the spec.
 at::Tensor wrap(at::Tensor local, const void* spec, const Geometry& geometry, caffe2::TypeMeta kind, c10::Device device, bool shares);
