@@ -5,7 +5,6 @@ from measure import MIB, PEERS, RELEASE, flow_launch, row, run, size_name, torch
 RANKS = {1: "1 rank", 2: "2 ranks"}
 OPERATIONS = ["add", "mm", "relu", "view"]
 STEP = "MLP step with Adam"
-PAIRS = ["S0 > B", "P > B", "S0 > S1", "P > S0"]
 SIZES = [16 * MIB]
 BLOCKS = [(256, 128), (512, 256), (768, 256)]  # width and tokens
 
@@ -14,7 +13,6 @@ def one_round(figures, python, models):
     figures.add_lines("flow", run(RELEASE / "flow-bench", "overhead", "--json")[0])
     figures.add_lines("flow", flow_launch(2, "flow-bench", "overhead", "--json")[0])
     boxing = ["flow-bench", "boxing", "--json", "--sizes", ",".join(map(str, SIZES))]
-    boxing += [part for pair in PAIRS for part in ("--pair", pair)]
     for _ in range(3):  # short
         figures.add_lines("flow", flow_launch(2, *boxing)[0])
     if python:
@@ -45,12 +43,14 @@ def table(figures, models):
             yield row(name, flow, torch, at_most=0.6)
         yield step_row(figures, ranks)
     for size in SIZES:
-        for pair in PAIRS:
-            key = "boxing", pair, size
+        boxing = [key for key in figures if key[:2] == ("flow", "boxing") and key[3:] == (size,)]
+        for _, *key in boxing:
+            pair = key[1]
             flow, name = figures.median("flow", *key), f"{pair.replace(' > ', ' to ')}, {size_name(size)}"
             limit, ratio = (figures.median("flow", *key, what) for what in ("limit", "ratio"))
             yield row(f"{name}, against memory copies of what it needs", flow, limit, at_least=0.8, ratio=ratio)
-            yield row(f"{name}, against DTensor's redistribute", flow, figures.median("torch", *key))
+            if ("torch", *key) in figures:
+                yield row(f"{name}, against DTensor's redistribute", flow, figures.median("torch", *key))
     for width, tokens in BLOCKS:
         parallel, alone, ratio = (
             figures.median("flow", "gpt", width, tokens, what) for what in ("parallel", "alone", "ratio")
