@@ -109,7 +109,13 @@ pub fn arange_start_step(
     let given: [Scalar; 3] = [start.into(), end.into(), step.into()];
     let whole: Option<Vec<i64>> = given.iter().map(whole_of).collect();
     let [start, end, step] = given.map(f64::from);
-    let steps = ((end - start) / step).ceil();
+    let steps = (end - start) / step;
+    if kind == Kind::Int64 && whole.is_none() {
+        return Err(Error::Unsupported {
+            operation: "arange".to_owned(),
+            reason: format!("{start}, {end} and {step} are to be whole numbers of kind Int64"),
+        });
+    }
     if !(0.0..=i64::MAX as f64).contains(&steps) {
         return Err(Error::Unsupported {
             operation: "arange".to_owned(),
@@ -121,7 +127,7 @@ pub fn arange_start_step(
             let [start, end, step] = [start, end, step].map(i128::from);
             ((end - start + step - step.signum()) / step) as i64
         }
-        _ => steps as i64,
+        _ => steps.ceil() as i64,
     };
     create(&[count], kind, placement, sbp.as_ref(), |_, region, options| {
         let range = &region.0[0];

@@ -446,6 +446,10 @@ fn ranges() {
             let expected = format!("steps of {step} do not lead from 0 to {end}");
             assert!(error.unwrap_err().to_string().contains(&expected));
         }
+        let error = global::arange(2.5, Kind::Int64, &placement, [S(0)]).unwrap_err();
+        assert!(error.to_string().contains("are to be whole numbers of kind Int64"), "{error}");
+        let back = global::arange_start_step(1, 0, 2, Kind::Int64, &placement, [S(0)]);
+        assert!(back.unwrap_err().to_string().contains("do not lead from 1 to 0"));
     });
 }
 

@@ -41,6 +41,7 @@ pub struct Argument {
     pub count: u32,
     pub tag: u8,
     pub written: bool,
+    pub out: bool,
 }
 
 /// A number; `tag` says what it is.
@@ -86,6 +87,7 @@ pub struct CallView {
     pub is_random: bool,
     pub is_dynamic: bool,
     pub gives_tensors: bool,
+    pub grad_mode: bool,
 }
 
 /// How a result of the local operation is wrapped.

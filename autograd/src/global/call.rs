@@ -64,6 +64,11 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         self.view.gives_tensors
     }
 
+    /// Whether gradients are asked for, where the operation is called.
+    pub fn grad_mode(&self) -> bool {
+        self.view.grad_mode
+    }
+
     /// Whether the shapes of results depend on values.
     pub fn is_dynamic(&self) -> bool {
         self.view.is_dynamic
@@ -88,6 +93,11 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
     /// Whether the operation writes the tensors of an argument.
     pub fn is_written(&self, argument: usize) -> bool {
         self.raw_arguments()[argument].written
+    }
+
+    /// Whether an argument only receives a result, as `out`.
+    pub fn is_out(&self, argument: usize) -> bool {
+        self.raw_arguments()[argument].out
     }
 
     /// How many tensors there are among the arguments.

@@ -30,10 +30,14 @@ fn mean_backward(
     context: &mut Context<'_, '_>,
     of_sum: impl Fn(&Context<'_, '_>, &Tensor, &Tensor, &Tensor) -> Result<Tensor>,
 ) -> Result<()> {
-    let gradient = context.local(0)? / elements(context, 1);
-    let gradient = of_sum(context, &gradient, &context.local(1)?, &context.local(2)?)?;
+    let input = context.local(1)?;
+    let kind = wide(input.kind());
+    let [gradient, target] = [context.local(0)?, context.local(2)?];
+    let gradient = gradient.f_to_kind(kind)? / elements(context, 1);
+    let target = target.f_to_kind(kind)?;
+    let gradient = of_sum(context, &gradient, &input.f_to_kind(kind)?, &target)?;
     let shape = context.shape(1);
-    context.give(0, &gradient, &shape)
+    context.give(0, &gradient.f_to_kind(input.kind())?, &shape)
 }
 
 /// (input, target, reduction)

@@ -52,6 +52,12 @@ pub fn of(name: &str) -> Option<Code> {
     })
 }
 
+/// Whether sizes are among an operation's arguments, so that the operation itself runs on whole tensors
+/// only.
+pub fn takes_sizes(name: &str) -> bool {
+    matches!(name, "native_group_norm" | "native_group_norm_backward")
+}
+
 /// The code of an operation that never runs on the locals.
 pub fn always(name: &str) -> Option<Code> {
     (name == "is_same_size").then_some(checks::is_same_size as Code)

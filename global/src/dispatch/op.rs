@@ -37,12 +37,11 @@ impl Written {
         let writes_statistics =
             matches!(name, "aten::cudnn_batch_norm" | "aten::native_batch_norm")
                 && matches!(arguments.get(5), Some(Argument::Bool(true)));
-        let is_out = call.overload().ends_with("out");
         let written = (0..arguments.len()).filter(|&argument| call.is_written(argument));
         let (mut outs, mut tensors) = (Vec::new(), Vec::new());
         for argument in written {
             match arguments[argument] {
-                Argument::Tensor(tensor) if is_out => {
+                Argument::Tensor(tensor) if call.is_out(argument) => {
                     outs.push(argument);
                     tensors.push(tensor);
                 }

@@ -2,8 +2,8 @@
 //! everything.
 //!
 //! What an operation gives, such a rank finds out once, by running it on tensors of the sizes that the
-//! first rank of the placement has, or, where that rank runs code instead, on tensors of the whole
-//! sizes. Where it depends on values, that rank sends it.
+//! first rank of the placement has, or on tensors of the whole sizes, if the sizes are arguments as
+//! well. Where it depends on values, that rank sends it.
 
 use flow_autograd::global::{Call, LocalResult, Scalar};
 use flow_tensor::TensorCollectives;
@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 use super::agreed;
 use super::plan::{Input, Output, Outside, Plan};
 use super::written;
-use crate::code::draws;
+use crate::code::{draws, takes_sizes};
 use crate::error::{Error, Result};
 use crate::handle::globals;
 use crate::kinds::{is_float, kind_of, number_of};
@@ -29,12 +29,13 @@ pub fn run(
     placement: &Placement,
     runtime: &Runtime,
 ) -> Result<()> {
-    if draws(plan.name.trim_end_matches('_')) {
+    if plan.code.is_some() && draws(plan.name.trim_end_matches('_')) {
         // All ranks draw the same tensors.
         random::generator(runtime).draw();
     }
     let received;
-    let known = match plan.outside.get() {
+    let outside = &plan.outside[usize::from(call.grad_mode())];
+    let known = match outside.get() {
         _ if plan.is_sent => {
             received = receive(plan, placement, runtime)?;
             &received
@@ -42,7 +43,7 @@ pub fn run(
         Some(known) => known,
         None => {
             let known = find_out(call, plan, placement)?;
-            plan.outside.get_or_init(|| known)
+            outside.get_or_init(|| known)
         }
     };
     let wrap = |output: &Output, sizes: &[i64], kind: Kind| {
@@ -112,7 +113,7 @@ fn try_out(
         let Some(tensor) = call.tensor(index) else { continue };
         let sizes = match plan.inputs[index] {
             Input::Empty => vec![0],
-            _ if plan.code.is_some() => call.sizes(index).to_vec(),
+            _ if takes_sizes(&plan.name) => call.sizes(index).to_vec(),
             _ => {
                 let all = regions(placement, &plan.choice.inputs[index], &shape(call.sizes(index)));
                 all[0].shape().iter().map(|&size| size as i64).collect()
@@ -120,7 +121,7 @@ fn try_out(
         };
         call.set_local(index, Some(&values(&sizes, (tensor.kind(), tensor.device()))?))?;
     }
-    for (argument, values) in plan.ints.iter().filter(|_| plan.code.is_none()) {
+    for (argument, values) in &plan.ints {
         call.set_ints(*argument, values)?;
     }
     call.run()?;
@@ -130,7 +131,7 @@ fn try_out(
 /// What is to be known of the results of a call that has run.
 fn results(call: &Call<'_, Spec>, plan: &Plan) -> Result<Vec<Outside>> {
     let known = |(index, output): (usize, &Output)| {
-        let is_whole = plan.code.is_some();
+        let is_whole = takes_sizes(&plan.name);
         let sizes = |tensor: &Tensor| if is_whole { tensor.size() } else { output.logical(tensor) };
         let logical = |tensor: &Tensor| (sizes(tensor), tensor.kind());
         Ok(match call.result(index)? {

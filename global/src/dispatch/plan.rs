@@ -18,6 +18,7 @@ use crate::policy;
 use crate::region::{regions, shape};
 use crate::rules::infer::{infer, Choice};
 use crate::rules::op::Op;
+use crate::rules::rule;
 use crate::runtime::Runtime;
 use crate::sbp::{NdSbp, Sbp, B};
 use crate::sequence::Operation;
@@ -57,7 +58,8 @@ pub struct Plan {
     /// outside.
     pub is_sent: bool,
     /// What ranks outside the placement know of the results, once it was found out.
-    pub outside: OnceLock<Vec<Outside>>,
+    /// Without and with gradients: some kernels then give more.
+    pub outside: [OnceLock<Vec<Outside>>; 2],
     /// Counted, and compared with what other ranks run; None if a rank may run it alone.
     pub operation: Option<Arc<Operation>>,
 }
@@ -157,20 +159,26 @@ impl Plan {
         let given = &have[..op.inputs.len()];
         // If what is written fits no signature, another layout is written, and that boxed back.
         let elsewhere = || infer(&Op { in_place: false, ..op.clone() }, placement, given);
-        let ruled = infer(&op, placement, given).or_else(elsewhere);
+        // Code gives its results, and writes no `out`.
+        let can_run = |choice: &Choice| !choice.has_code || written.outs.is_empty();
+        let ruled = infer(&op, placement, given).or_else(elsewhere).filter(can_run);
         let is_drawn_apart = ruled.is_none() && call.is_random() && placement.ranks().len() > 1;
         let is_inside = placement.ranks().len() == runtime.world().world_size();
         // Numbers as indices say how many elements there will be, masks do not.
         let is_mask = |tensor| matches!(call.kind(tensor), Some(Kind::Bool | Kind::Uint8));
         let is_dynamic = match name {
-            "index" | "index_put" | "index_put_" => (1..call.tensors()).any(is_mask),
+            "index" | "index_put" | "index_put_" | "_index_put_impl_" => {
+                (1..call.tensors()).any(is_mask)
+            }
             _ => call.is_dynamic() && ruled.is_none(),
         };
         let is_sent = is_dynamic && !is_inside;
         let choice = match ruled {
             Some(choice) => choice,
             None => {
-                policy::gathered(name)?;
+                if rule(rule_name).is_none() {
+                    policy::gathered(name)?;
+                }
                 gathered(&op, axes)
             }
         };
@@ -197,7 +205,7 @@ impl Plan {
             is_sent,
             code,
             needs_shapes_only: code::always(rule_name).is_some(),
-            outside: OnceLock::new(),
+            outside: Default::default(),
             operation: None,
         };
         for tensor in 0..op.inputs.len() {

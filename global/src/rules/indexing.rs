@@ -45,6 +45,10 @@ fn index_rows(op: &Op) -> Vec<Signature> {
     // (self, dim, index, source or value)
     let rank = op.rank(0);
     let Some(at) = op.dim(1, rank) else { return Vec::new() };
+    let own = &op.inputs[0].shape;
+    let is_equal = |dim: usize| {
+        op.inputs.iter().all(|input| input.shape.len() != rank || input.shape[dim] == own[dim])
+    };
     let signature = |dim| {
         let sbp = |(number, input): (usize, &Input)| match number {
             1 => B,
@@ -53,7 +57,7 @@ fn index_rows(op: &Op) -> Vec<Signature> {
         };
         Signature::new(op.inputs.iter().enumerate().map(sbp).collect::<Vec<_>>(), [S(dim)])
     };
-    (0..rank).filter(|&dim| dim != at).map(signature).collect()
+    (0..rank).filter(|&dim| dim != at && is_equal(dim)).map(signature).collect()
 }
 
 /// What `tensor[indices]` is made of.
@@ -103,6 +107,8 @@ fn index(op: &Op) -> Vec<Signature> {
         let inputs = [B].into_iter().chain(indices.iter().map(of));
         Signature::new(inputs.collect::<Vec<_>>(), [S(indexed.at + dim)])
     });
+    // Where all have one index, nothing is split.
+    let along = along.filter(|signature| signature.inputs.iter().any(|sbp| *sbp != B));
     [Signature::new(all(P), [P])].into_iter().chain(others).chain(along).collect()
 }
 

@@ -38,8 +38,18 @@ fn nll_loss_backward(op: &Op) -> Vec<Signature> {
     vec![Signature::new([gradient, S(0), S(0), B, B], [S(0)])]
 }
 
+/// Whether input and target are alike. Where they are broadcast or converted, the number of elements
+/// and the kind of the loss are others than the input's.
+fn are_alike(op: &Op, input: usize) -> bool {
+    let [input, target] = [&op.inputs[input], &op.inputs[input + 1]];
+    input.is_float && input == target
+}
+
 /// Of pairs of elements: (input, target, ..., reduction). Weights are broadcast to them.
 fn loss(op: &Op, reduction: usize) -> Vec<Signature> {
+    if !are_alike(op, 0) {
+        return Vec::new();
+    }
     let dims = 0..op.rank(0);
     dims.map(|dim| {
         let each = Signature::aligned(op, dim);
@@ -53,6 +63,9 @@ fn loss(op: &Op, reduction: usize) -> Vec<Signature> {
 
 /// (gradient, input, target, ..., reduction)
 fn loss_backward(op: &Op, reduction: usize) -> Vec<Signature> {
+    if !are_alike(op, 1) {
+        return Vec::new();
+    }
     let dims = 0..op.rank(1);
     dims.map(|dim| {
         let mut each = Signature::aligned(op, dim);

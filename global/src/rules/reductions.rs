@@ -158,6 +158,7 @@ fn along_backward(op: &Op) -> Vec<Signature> {
 
 /// All ranks have the boundaries.
 fn bucketize(op: &Op) -> Vec<Signature> {
-    let boundaries = |dim| if op.inputs.len() > 1 { vec![S(dim), B] } else { vec![S(dim)] };
-    (0..op.rank(0)).map(|dim| Signature::new(boundaries(dim), [S(dim)])).collect()
+    // Of a number there is the other input only.
+    let dims = 0..if op.inputs.len() == 2 { op.rank(0) } else { 0 };
+    dims.map(|dim| Signature::new([S(dim), B], [S(dim)])).collect()
 }

@@ -33,7 +33,7 @@ CallView Call::view() {
     }
     const auto& schema = op.schema();
     return {this, key.words.data(), key.words.size(), schema.name().c_str(), schema.overload_name().c_str(), arguments.data(), tensors.data(), count, tensors.size(),
-            info.writes.size(), info.is_view, info.reshapes, info.is_random, info.is_dynamic, info.gives_tensors};
+            info.writes.size(), info.is_view, info.reshapes, info.is_random, info.is_dynamic, info.gives_tensors, grad_mode};
 }
 
 namespace {
@@ -104,6 +104,7 @@ void Call::add(size_t index) {
     Argument argument{};
     argument.first = static_cast<uint32_t>(tensors.size());
     argument.written = info.is_written[index];
+    argument.out = info.is_out[index];
     if (value.isTensor() || (value.isNone() && info.is_optional_tensor[index])) {
         const at::Tensor& tensor = value.isNone() ? UNDEFINED : value.toTensor();
         argument.tag = tensor.defined() ? TENSOR : NONE;

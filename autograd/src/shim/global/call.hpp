@@ -27,7 +27,7 @@ struct Argument {
     const int64_t* integers;
     uint32_t first, count;  // of tensors, or the length of a list
     Tag tag;
-    bool written;
+    bool written, out;
 };
 
 struct ScalarView {
@@ -47,7 +47,7 @@ struct CallView {
     const Argument* arguments;
     const TensorView* tensors;
     size_t argument_count, tensor_count, return_count;
-    bool is_view, reshapes, is_random, is_dynamic, gives_tensors;
+    bool is_view, reshapes, is_random, is_dynamic, gives_tensors, grad_mode;
 };
 
 // One operation on its way.

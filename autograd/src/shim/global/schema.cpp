@@ -17,6 +17,8 @@ OpInfo read(const c10::OperatorHandle& op) {
         const auto optional = argument.type()->cast<c10::OptionalType>();
         info.is_optional_tensor.push_back(optional && optional->getElementType()->kind() == c10::TypeKind::TensorType);
         info.is_written.push_back(argument.alias_info() && argument.alias_info()->isWrite());
+        // What is written besides is `self`, or running statistics.
+        info.is_out.push_back(info.is_written.back() && argument.kwarg_only());
     }
     info.id = &schema;
     info.argument_count = arguments.size();

@@ -8,7 +8,7 @@
 namespace flow::global {
 
 struct OpInfo {
-    c10::SmallVector<bool, 16> is_optional_tensor, is_written;  // by argument
+    c10::SmallVector<bool, 16> is_optional_tensor, is_written, is_out;  // by argument; an `out` only receives a result
     c10::SmallVector<int, 4> writes;                            // by return: the argument that it is, or -1
     bool is_view = false, reshapes = false, is_composite = false, is_random = false, is_dynamic = false;
     bool gives_tensors = true;    // and no numbers

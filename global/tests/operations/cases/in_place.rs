@@ -1,8 +1,8 @@
 //! Operations in place, on tensors and on views of them, and into tensors that are given (`out=`).
 
-use tch::{Kind, Tensor};
+use tch::{Kind, Reduction, Tensor};
 
-use super::case::{between, bools, case, ints, normal, positive, Case};
+use super::case::{between, bools, case, ints, normal, options, positive, Case};
 
 pub fn cases() -> Vec<Case> {
     [of_tensors(), of_views(), outs(), shapes()].into_iter().flatten().collect()
@@ -241,6 +241,36 @@ fn outs() -> Vec<Case> {
             let _ = x[0].sum_intlist_out(&out, [1i64].as_slice(), false, Kind::Double);
             out
         }),
+        case("mean_out, norm_out", [constant()], &["mean", "norm"], |x| {
+            let [mean, norm] = [(); 2].map(|_| x[0].new_zeros([0], options()));
+            let _ = x[0].mean_out(&mean, [0i64, 1].as_slice(), false, Kind::Double);
+            let _ = x[0].norm_out(&norm, 2, [0i64, 1], false);
+            vec![mean, norm]
+        }),
+        case("losses' out", [constant(), constant()], &["mse_loss", "smooth_l1_loss"], |x| {
+            let [mse, smooth] = [(); 2].map(|_| Tensor::zeros([], options()));
+            let mean = Reduction::Mean;
+            let _ = x[0].mse_loss_out(&mse, &x[1], mean);
+            let _ = x[0].smooth_l1_loss_out(&smooth, &x[1], mean, 1.0);
+            vec![mse, smooth]
+        })
+        .reads(),
+        case("values and indices", [constant()], &["sort", "topk", "kthvalue", "median"], |x| {
+            let mut results = Vec::new();
+            let mut add = |run: &dyn Fn(&Tensor, &Tensor)| {
+                let values = Tensor::zeros([0], options());
+                let indices = Tensor::zeros([0], (Kind::Int64, options().1));
+                run(&values, &indices);
+                results.push(values);
+            };
+            add(&|values, indices| drop(x[0].sort_values(values, indices, 1, false)));
+            add(&|values, indices| drop(x[0].topk_values(values, indices, 2, 1, true, true)));
+            add(&|values, indices| drop(x[0].kthvalue_values(values, indices, 2, 1, false)));
+            add(&|values, indices| drop(x[0].median_dim_values(values, indices, 1, false)));
+            add(&|values, indices| drop(x[0].max_dim_max(values, indices, 1, false)));
+            results
+        })
+        .reads(),
         case("cat_out", [constant(), constant()], &["cat"], |x| {
             let out = x[0].new_zeros([10, 6], (Kind::Double, x[0].device()));
             let _ = Tensor::cat_out(&out, x, 0);

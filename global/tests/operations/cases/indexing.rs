@@ -73,6 +73,10 @@ pub fn cases() -> Vec<Case> {
                 ]
             },
         ),
+        case("index by one", [normal([5, 6]), ints(5, [1])], INDEX, |x| x[0].index(&[Some(&x[1])])),
+        case("index by three", [normal([5, 6]), ints(5, [3])], INDEX, |x| {
+            x[0].index(&[Some(&x[1])])
+        }),
         case("index by plain indices", [normal([5, 6])], INDEX, |x| {
             x[0].index(&[Some(Tensor::from_slice(&[0i64, 3, 3]))])
         }),

@@ -103,6 +103,37 @@ pub fn cases() -> Vec<Case> {
         case("mse_loss of broadcast targets", [normal([5, 6]), normal([6])], MSE, |x| {
             x[0].mse_loss(&x[1].expand([5, 6], false), Reduction::Mean)
         }),
+        // libtorch broadcasts, and divides by the number of pairs.
+        case("losses of a row and a column", [normal([6, 1]), normal([6])], &[], |x| {
+            vec![
+                x[0].mse_loss(&x[1], Reduction::Mean),
+                x[0].smooth_l1_loss(&x[1], Reduction::Mean, 1.0),
+                x[0].huber_loss(&x[1], Reduction::Sum, 0.7),
+            ]
+        }),
+        case(
+            "losses of two kinds",
+            [normal([6]).kind(Kind::Float).constant(), normal([6]).constant()],
+            &[],
+            |x| {
+                vec![
+                    x[0].mse_loss(&x[1], Reduction::Mean),
+                    x[0].huber_loss(&x[1], Reduction::Mean, 1.0),
+                ]
+            },
+        )
+        .in_single(),
+        case(
+            "losses in f16",
+            [normal([6]).kind(Kind::Half), normal([6]).kind(Kind::Half)],
+            MSE,
+            |x| {
+                vec![
+                    x[0].mse_loss(&x[1], Reduction::Mean),
+                    x[0].smooth_l1_loss(&x[1], Reduction::Mean, 1.0),
+                ]
+            },
+        ),
         case("accuracy", [normal([7, 6]).constant(), ints(6, [7])], &[], |x| {
             x[0].accuracy_for_logits(&x[1])
         }),
