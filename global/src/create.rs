@@ -70,7 +70,7 @@ pub fn empty(
 /// The whole numbers from 0 to `end`, without it.
 ///
 /// # Errors
-/// The SBP does not fit the placement or the shape; `end` is negative.
+/// The SBP does not fit the placement or the shape; `end` is negative; a fraction in kind Int64.
 pub fn arange(
     end: impl Into<Scalar>,
     kind: Kind,
@@ -83,7 +83,8 @@ pub fn arange(
 /// The numbers from `start` to `end`, without that, in steps of 1.
 ///
 /// # Errors
-/// The SBP does not fit the placement or the shape; `end` is less than `start`.
+/// The SBP does not fit the placement or the shape; `end` is less than `start`; fractions in kind
+/// Int64.
 pub fn arange_start(
     start: impl Into<Scalar>,
     end: impl Into<Scalar>,
@@ -97,7 +98,8 @@ pub fn arange_start(
 /// The numbers from `start` to `end`, without that, in steps of `step`.
 ///
 /// # Errors
-/// The SBP does not fit the placement or the shape; steps that do not lead from `start` to `end`.
+/// The SBP does not fit the placement or the shape; steps that do not lead from `start` to `end`;
+/// fractions in kind Int64.
 pub fn arange_start_step(
     start: impl Into<Scalar>,
     end: impl Into<Scalar>,

@@ -1,6 +1,6 @@
 //! The phases of boxing by collectives, where ranks cannot read each other's memory: on GPUs, and
-//! between machines. What a collective takes is side by side in memory, so other regions are copied before
-//! and after.
+//! between machines. What a collective takes is side by side in memory, so other regions are copied
+//! before and after.
 
 use flow_tensor::{ProcessGroup, TensorCollectives};
 use tch::{Device, Kind, Tensor};

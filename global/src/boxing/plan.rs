@@ -1,10 +1,11 @@
 //! Plans of boxing: how a tensor gets from one placement and SBP to another, with as few bytes as
 //! that needs. Pure.
 //!
-//! A plan has at most two phases. First the partial values of axes that are not partial in the result
-//! are reduced by reduce-scatter: each rank of a group gets the sum of a part. Then ranks copy from each other what they need and do not have. Where that is possible, the parts are what
-//! the ranks need in the end, and nothing is copied (P to S). Where all need all, the two phases are
-//! an all-reduce (P to B).
+//! A plan has at most two phases. First the partial values of axes that are not partial in the
+//! result are reduced by reduce-scatter: each rank of a group gets the sum of a part. Then ranks
+//! copy from each other what they need and do not have. Where that is possible, the parts are what
+//! the ranks need in the end, and nothing is copied (P to S). Where all need all, the two phases
+//! are an all-reduce (P to B).
 
 use std::collections::BTreeMap;
 
