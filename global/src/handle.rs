@@ -72,7 +72,7 @@ pub fn boxed(tensor: &Tensor, to: &Arc<Spec>) -> Result<Tensor> {
     let result = boxing.run(&runtime.groups, options, local.as_ref())?;
     // A view is still the old tensor's memory.
     let result = result.map(|result| match boxing.is_view() && result.is_contiguous() {
-        true => result.copy(),
+        true => result.alias_copy(),
         // All ranks' strides are alike.
         false => result.contiguous(),
     });

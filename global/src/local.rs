@@ -161,7 +161,7 @@ fn first_copies(local: &Tensor, spec: Arc<Spec>, sizes: &[i64]) -> Result<Tensor
     let Some(position) = placement.position(runtime.rank()) else {
         return wrap(None, local, spec, sizes);
     };
-    let mut own = local.contiguous().copy();
+    let mut own = local.contiguous().alias_copy();
     let copied: Vec<usize> = (0..placement.axes()).filter(|&axis| spec.sbp()[axis] == B).collect();
     if !copied.is_empty() && own.numel() > 0 {
         let groups = groups(placement, &copied);
@@ -276,7 +276,7 @@ pub fn distribute_tensor(
             part.narrow(dim as i64, range.start as i64, range.len() as i64)
         });
         let part = match filler(sbp, &placement.coordinates(position)) {
-            None => part.contiguous().copy(),
+            None => part.contiguous().alias_copy(),
             Some(value) => part.full_like(value),
         };
         wrap(Some(&part), tensor, spec.clone(), &tensor.size())

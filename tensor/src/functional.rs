@@ -43,7 +43,7 @@ use crate::operation::{Call, Prepared};
 pub fn all_reduce(group: &ProcessGroup, tensor: &Tensor, op: ReduceOp) -> Result<Tensor> {
     check_linear(group, "all_reduce", op)?;
     let forward = |group: &ProcessGroup, tensor: &Tensor| {
-        let result = tensor.copy();
+        let result = copied(tensor);
         calls::all_reduce(group, &result, op)?.run(group)
     };
     function(group, "all_reduce", tensor, forward, move |group, grad| all_reduce(group, grad, op))
@@ -119,7 +119,7 @@ pub fn all_to_all_v(
 /// Rank `root`'s tensor, on all ranks. The others pass a tensor of the same shape.
 pub fn broadcast(group: &ProcessGroup, tensor: &Tensor, root: usize) -> Result<Tensor> {
     let forward = |group: &ProcessGroup, tensor: &Tensor| {
-        let result = tensor.copy();
+        let result = copied(tensor);
         calls::broadcast(group, &result, root)?.run(group)
     };
     function(group, "broadcast", tensor, forward, move |group, grad| {
@@ -131,7 +131,7 @@ pub fn broadcast(group: &ProcessGroup, tensor: &Tensor, root: usize) -> Result<T
 pub fn reduce(group: &ProcessGroup, tensor: &Tensor, op: ReduceOp, root: usize) -> Result<Tensor> {
     check_linear(group, "reduce", op)?;
     let forward = |group: &ProcessGroup, tensor: &Tensor| {
-        let result = tensor.copy();
+        let result = copied(tensor);
         let result = calls::reduce(group, &result, op, root)?.run(group)?;
         Ok(if group.rank() == root { result } else { result.zeros_like() })
     };
@@ -373,6 +373,11 @@ fn run(
 /// what other ranks do to compute a gradient of a gradient, this one must do, too.
 fn depends_on(empty: &Tensor, tensor: &Tensor) -> Tensor {
     Tensor::cat(&[empty, tensor], 0)
+}
+
+/// A copy in memory of its own; `Tensor::copy` writes zeros there first.
+fn copied(tensor: &Tensor) -> Tensor {
+    tensor.internal_to_copy(of(tensor), false)
 }
 
 fn of(tensor: &Tensor) -> (Kind, Device) {

@@ -278,13 +278,16 @@ impl Boxing {
                 Reduced::All => return Ok(result.map(|result| result.tensor)),
             }
         }
-        if let (Some(source), Some(result)) = (&source, &result) {
-            self.own.iter().for_each(|region| source.copy(region, result));
-        }
-        if let Some(exchange) = &self.exchange {
-            exchange
-                .run(groups, (kind, device), source.as_ref(), result.as_mut())
-                .map_err(|error| exchange.members.explained(error, groups))?;
+        let copy_own = |result: Option<&Part>| {
+            if let (Some(source), Some(result)) = (&source, result) {
+                self.own.iter().for_each(|region| source.copy(region, result));
+            }
+        };
+        match &self.exchange {
+            Some(exchange) => exchange
+                .run(groups, (kind, device), source.as_ref(), result.as_mut(), copy_own)
+                .map_err(|error| exchange.members.explained(error, groups))?,
+            None => copy_own(result.as_ref()),
         }
         Ok(result.map(|result| result.tensor))
     }
@@ -401,12 +404,14 @@ impl Reduce {
 }
 
 impl Exchange {
+    /// `copy_own` copies what this rank has itself: while other ranks read its memory, where they can.
     fn run(
         &self,
         groups: &Groups,
         (kind, device): (Kind, Device),
         source: Option<&Part>,
         result: Option<&mut Part>,
+        copy_own: impl Fn(Option<&Part>),
     ) -> Result<()> {
         let (group, rank, size) =
             (self.members.group(groups)?, groups.rank(), kind.elt_size_in_bytes());
@@ -421,6 +426,7 @@ impl Exchange {
             let nothing = Part::empty(&Region::all(&[0]), (kind, device));
             let own = source.filter(|_| shows).unwrap_or(&nothing).memory();
             let read = |peers: &Peers| {
+                copy_own(result.as_deref());
                 let Some(result) = &result else { return };
                 let mut own = result.memory();
                 let to = own.bytes_mut();
@@ -436,6 +442,7 @@ impl Exchange {
                 return Ok(());
             }
         }
+        copy_own(result.as_deref());
         let group = &group.with_layout(self.members.agreed(groups));
         packed::exchange(group, self, (rank, kind, device), source, result)
     }

@@ -253,7 +253,7 @@ fn prepare(
                 advice: agreed::advice(call.name()),
             })?;
             let boxed = match *is_written && boxing.is_view() {
-                true => boxed.map(|boxed| boxed.copy()),
+                true => boxed.map(|boxed| boxed.alias_copy()),
                 false => boxed,
             };
             Ok(call.set_local(index, boxed.as_ref())?)

@@ -28,7 +28,7 @@ pub const RULES: &[Rule] = &[
         names: &["median", "nanmedian", "mode"],
         signatures: |op| kept(op, &overloaded(op, 1), 2),
     },
-    Rule { names: &["sort", "topk", "argsort"], signatures: order },
+    Rule { names: &["sort", "topk"], signatures: order },
     Rule { names: ALONG, signatures: along },
     Rule {
         names: &["_softmax_backward_data", "_log_softmax_backward_data", "glu_backward"],

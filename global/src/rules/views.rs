@@ -10,7 +10,7 @@ pub const RULES: &[Rule] = &[
     Rule { names: &["unsqueeze"], signatures: unsqueeze },
     Rule { names: &["squeeze"], signatures: squeeze },
     Rule { names: &["expand"], signatures: expand },
-    Rule { names: &["view", "_unsafe_view", "reshape", "view_copy"], signatures: reshape },
+    Rule { names: &["view", "_unsafe_view", "view_copy"], signatures: reshape },
     Rule { names: &["select", "unbind"], signatures: select },
     Rule { names: &["slice"], signatures: slice },
     Rule { names: &["select_backward", "slice_backward"], signatures: into_zeros },

@@ -6,7 +6,7 @@ mod runner;
 
 use std::collections::BTreeSet;
 
-use cases::case::difference;
+use cases::case::{difference, Case};
 use cases::cases;
 use flow_global::Placement;
 use tch::Kind;
@@ -22,6 +22,9 @@ const NOT_HERE: &[(&str, &str)] = &[
     ("cudnn_batch_norm", "CUDA only: tests/cudnn.rs has its code"),
     ("cudnn_batch_norm_backward", "CUDA only: tests/cudnn.rs has its code"),
 ];
+
+/// Rules of operations that read all of their tensors.
+const ALL_B: &[&str] = &["_local_scalar_dense", "allclose", "equal", "is_same_size"];
 
 #[test]
 fn every_rule_has_a_case() {
@@ -95,24 +98,40 @@ fn cases_are_sound() {
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
+/// Cases reach the rules that they say they cover, and each rule does more than all tensors B.
 #[test]
 fn on_two_ranks() {
-    runner::run(&cases(), 2, |group| Placement::new(group, [0, 1]));
+    let cases = cases();
+    let used = runner::run(&cases, 2, |group| Placement::new(group, [0, 1]), true);
+    let ran = |case: &Case| used.get(&case.name).cloned().unwrap_or_default();
+    let mut wrong = Vec::new();
+    for case in cases.iter().filter(|case| used.contains_key(&case.name)) {
+        let ran = ran(case);
+        let missing = case.covers.iter().filter(|&&name| !ran.contains_key(name));
+        wrong.extend(missing.map(|name| format!("{} does not reach {name}", case.name)));
+    }
+    let is_split = |name: &str| {
+        ALL_B.contains(&name) || cases.iter().any(|case| ran(case).get(name) == Some(&true))
+    };
+    let covered: BTreeSet<&str> = cases.iter().flat_map(|case| case.covers).copied().collect();
+    let all_b = covered.iter().filter(|name| !is_split(name) && used.len() == cases.len());
+    wrong.extend(all_b.map(|name| format!("{name} runs with all tensors B only")));
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
 /// Sizes of five are split into two, two and one.
 #[test]
 fn on_three_ranks() {
-    runner::run(&cases(), 3, |group| Placement::new(group, [0, 1, 2]));
+    runner::run(&cases(), 3, |group| Placement::new(group, [0, 1, 2]), false);
 }
 
 #[test]
 fn on_a_mesh() {
-    runner::run(&cases(), 4, |group| Placement::new(group, [[0, 1], [2, 3]]));
+    runner::run(&cases(), 4, |group| Placement::new(group, [[0, 1], [2, 3]]), false);
 }
 
 /// Rank 1 has nothing of the tensors, and the order is another one than that of the ranks.
 #[test]
 fn on_three_of_four_ranks() {
-    runner::run(&cases(), 4, |group| Placement::new(group, [2, 0, 3]));
+    runner::run(&cases(), 4, |group| Placement::new(group, [2, 0, 3]), false);
 }

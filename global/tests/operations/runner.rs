@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::{Barrier, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use flow_global::{Placement, Result};
+use flow_global::trace::Trace;
+use flow_global::{Placement, Result, Sbp};
 use flow_tensor::ProcessGroup;
 
 use crate::cases::case::Case;
@@ -19,8 +20,18 @@ const FAILURES: usize = 3;
 /// A rank that waits longer for another one has lost it.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The number of combinations that ran, and the failures by case.
-type Report = (usize, BTreeMap<String, Vec<String>>);
+/// The operations with rules that ran in each case, and whether one of their tensors was not B.
+pub type Used = BTreeMap<String, BTreeMap<String, bool>>;
+
+/// What a rank finds.
+#[derive(Default)]
+struct Report {
+    /// Combinations that ran.
+    count: usize,
+    /// By case.
+    failures: BTreeMap<String, Vec<String>>,
+    used: Used,
+}
 
 /// What all ranks see.
 struct Shared {
@@ -32,8 +43,8 @@ struct Shared {
 }
 
 /// Runs all cases on `size` ranks; those that have `CASE` in their name, if the environment has it.
-/// Panics with a list of all failures.
-pub fn run(cases: &[Case], size: usize, place: Place) {
+/// Panics with a list of all failures. `records`: returns the operations that ran on rank 0.
+pub fn run(cases: &[Case], size: usize, place: Place, records: bool) -> Used {
     let wanted = std::env::var("CASE").unwrap_or_default();
     let cases: Vec<&Case> = cases.iter().filter(|case| case.name.contains(&wanted)).collect();
     tch::set_num_threads(1);
@@ -42,18 +53,21 @@ pub fn run(cases: &[Case], size: usize, place: Place) {
         errors: Mutex::new(vec![None; size]),
         barrier: Barrier::new(size),
     };
-    let (count, failures) = std::thread::scope(|scope| {
+    let Report { count, failures, used } = std::thread::scope(|scope| {
         let start = |rank| {
-            let (cases, shared) = (&cases, &shared);
-            scope.spawn(move || run_rank(cases, rank, place, shared))
+            let (cases, shared, records) = (&cases, &shared, records && rank == 0);
+            scope.spawn(move || run_rank(cases, rank, place, shared, records))
         };
-        let ranks: Vec<_> = (0..size).map(start).collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).next_back().unwrap()
+        let mut ranks = (0..size).map(start).collect::<Vec<_>>().into_iter();
+        let first = ranks.next().unwrap().join().unwrap();
+        ranks.for_each(|rank| drop(rank.join().unwrap()));
+        first
     });
     println!("{count} combinations of SBPs on {size} ranks");
     println!("gathered: {}", flow_global::gathered_operations().join(" "));
     let list: Vec<String> = failures.into_values().flatten().collect();
     assert!(list.is_empty(), "{} failures:\n{}", list.len(), list.join("\n"));
+    used
 }
 
 /// New ones for each rank.
@@ -62,27 +76,35 @@ fn groups(size: usize) -> Vec<Option<ProcessGroup>> {
     groups.inspect(|group| group.set_timeout(TIMEOUT)).map(Some).collect()
 }
 
-fn run_rank(cases: &[&Case], rank: usize, place: Place, shared: &Shared) -> Report {
+fn run_rank(cases: &[&Case], rank: usize, place: Place, shared: &Shared, records: bool) -> Report {
     let take = || {
         let group = lock(&shared.groups)[rank].take().unwrap();
         place(&group).unwrap()
     };
     let mut placement = take();
     let mesh = placement.shape().to_vec();
-    let (mut count, mut failures) = Report::default();
+    let mut report = Report::default();
     for case in cases {
         let check = match Check::new(case) {
             Ok(check) => check,
             Err(error) => {
-                failures.insert(case.name.clone(), vec![format!("{}: {error}", case.name)]);
+                report.failures.insert(case.name.clone(), vec![format!("{}: {error}", case.name)]);
                 continue;
             }
         };
         for (index, sbps) in check.combinations(&mesh).into_iter().enumerate() {
-            count += 1;
+            report.count += 1;
             let run = || check.run(Own { rank, placement: &placement }, &sbps, index);
+            let mut first = || match records {
+                true => {
+                    let (result, trace) = flow_global::record(run);
+                    note(&trace, report.used.entry(case.name.clone()).or_default());
+                    result
+                }
+                false => run(),
+            };
             // The second time, operations are known and may go a shorter way.
-            let error = run().and_then(|_| run()).err();
+            let error = first().and_then(|_| run()).err();
             let errors = exchange(shared, rank, error, &mut placement);
             if errors.iter().all(Option::is_none) {
                 continue;
@@ -92,14 +114,23 @@ fn run_rank(cases: &[&Case], rank: usize, place: Place, shared: &Shared) -> Repo
             if errors.iter().flatten().any(refusal) {
                 continue;
             }
-            let of_case = failures.entry(case.name.clone()).or_default();
+            let of_case = report.failures.entry(case.name.clone()).or_default();
             of_case.push(format!("{} {sbps:?}: {}", case.name, summary(&errors)));
             if of_case.len() == FAILURES {
                 break;
             }
         }
     }
-    (count, failures)
+    report
+}
+
+/// Adds the operations that ran by a rule.
+fn note(trace: &Trace, used: &mut BTreeMap<String, bool>) {
+    for call in trace.calls.iter().filter(|call| call.has_rule) {
+        let results = call.outputs.iter().flatten().flat_map(|&id| &trace.values[id].sbp);
+        let mut sbps = call.boxed.iter().flatten().chain(results);
+        *used.entry(call.name.clone()).or_default() |= sbps.any(|&sbp| sbp != Sbp::Broadcast);
+    }
 }
 
 /// All ranks' errors. If there is one, ranks may have stopped at different collectives: then there

@@ -83,7 +83,7 @@ fn gradients() -> Vec<Case> {
             |x| gradient(&x[0].cross_entropy_for_logits(&x[1]), &x[0]),
         )
         .in_single(),
-        case("double backward of norm", [normal([5, 6])], &["linalg_vector_norm"], |x| {
+        case("double backward of norm", [normal([5, 6])], &["norm"], |x| {
             gradient(&x[0].norm(), &x[0])
         }),
         case("double backward of embedding", [normal([9, 4]), ints(9, [5])], &["embedding"], |x| {

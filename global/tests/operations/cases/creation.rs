@@ -109,7 +109,7 @@ fn random() -> Vec<Case> {
             let y = x[0].sigmoid().bernoulli();
             (are_random(&y, 0.0, 1.0), never, y)
         }),
-        case("two draws differ", large(), &["bernoulli"], |x| {
+        case("two draws differ", large(), &["rand_like"], |x| {
             let (one, other) = (x[0].rand_like(), x[0].rand_like());
             (one.ne_tensor(&other).all(), &one + &other)
         }),

@@ -152,7 +152,7 @@ fn orders() -> Vec<Case> {
     vec![
         case("sort", wide(), &["sort"], |x| x[0].sort(1, false)),
         case("sort, stable", wide(), &["sort"], |x| x[0].sort_stable(true, 0, true)),
-        case("argsort", constant(), &["argsort"], |x| {
+        case("argsort", constant(), &["sort"], |x| {
             vec![x[0].argsort(-1, false), x[0].argsort_stable(true, 0, true)]
         }),
         case("topk", wide(), &["topk"], |x| x[0].topk(3, 1, true, true)),

@@ -87,12 +87,7 @@ fn reshaped() -> Vec<Case> {
         case("view as a number", [normal([1, 1])], &["view"], view(&[])),
         case("view of nothing", [normal([0, 4])], &["view"], view(&[2, 0, 2])),
         case("reshape", wide(), &["view"], reshape(&[10, 12])),
-        case(
-            "reshape of transposed",
-            [normal([4, 6]).transposed()],
-            &["_unsafe_view", "clone"],
-            reshape(&[24]),
-        ),
+        case("reshape of transposed", [normal([4, 6]).transposed()], &["view"], reshape(&[24])),
         case("reshape after transpose", wide(), &["_unsafe_view", "clone"], |x| {
             x[0].transpose(0, 1).reshape([4, 30]) * 2.0
         }),
@@ -112,7 +107,7 @@ fn reshaped() -> Vec<Case> {
         case(
             "reshape_as, view_as",
             [normal([5, 12]), normal([10, 6]).constant()],
-            &["view", "reshape"],
+            &["view"],
             |x| x[0].reshape_as(&x[1]) * x[0].view_as(&x[1]),
         ),
     ]
@@ -182,7 +177,7 @@ fn joined() -> Vec<Case> {
         }),
         case("cat of kinds", [normal([5, 4]), ints(5, [5, 4])], &["cat"], |x| Tensor::cat(x, 0)),
         case("cat of bools", [bools([5, 4]), bools([5, 4])], &["cat"], |x| Tensor::cat(x, 1)),
-        case("stack", three(), &["stack", "cat"], |x| {
+        case("stack", three(), &["stack"], |x| {
             vec![Tensor::stack(x, 0), Tensor::stack(x, 1), Tensor::stack(x, -1)]
         }),
         case("vstack, hstack", three(), &["cat"], |x| vec![Tensor::vstack(x), Tensor::hstack(x)]),
@@ -201,7 +196,7 @@ fn chains() -> Vec<Case> {
         case("back and forth", wide(), &["permute", "squeeze"], |x| {
             x[0].unsqueeze(1).permute([3, 1, 0, 2]).permute([2, 1, 3, 0]).squeeze_dim(1) * 2.0
         }),
-        case("a view and its base", wide(), &["add", "transpose"], |x| {
+        case("a view and its base", wide(), &["add", "select"], |x| {
             x[0].select(1, 0).unsqueeze(1) + &x[0] + x[0].narrow(1, 2, 1)
         }),
     ]
