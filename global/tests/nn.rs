@@ -142,6 +142,25 @@ fn an_embedding_of_a_split_vocabulary_is_a_plain_one() {
     }
 }
 
+/// As in libtorch, on each rank.
+#[test]
+fn an_index_that_is_no_row_is_an_error() {
+    ranks(2, |group| {
+        let placement = Placement::all(&group).unwrap();
+        let vs = store();
+        let init = nn::Init::Const(1.0);
+        let layer = vocab_embedding(vs.root(), 5, 4, &placement, 0, init).unwrap();
+        for (index, words) in [(5_i64, "index 5 is no row"), (-1, "index -1 is no row")] {
+            let indices =
+                distribute_tensor(&Tensor::from_slice(&[0, index]), &placement, [B]).unwrap();
+            let error = layer.f_forward(&indices).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+            let error = Tensor::f_embedding(&layer.ws, &indices, -1, false, false).unwrap_err();
+            assert!(error.to_string().contains(words), "{error}");
+        }
+    });
+}
+
 /// Also with fewer classes than ranks, samples that are split on another axis, and samples that do
 /// not count.
 #[test]

@@ -14,7 +14,7 @@
 mod checks;
 mod context;
 mod group_norm;
-mod indexing;
+pub mod indexing;
 mod losses;
 mod normalization;
 mod random;

@@ -40,12 +40,13 @@ pub fn draw(context: &mut Context<'_, '_>) -> Result<()> {
     match name.as_str() {
         "native_dropout" => return dropout(context, &mut draw, &like),
         "bernoulli" => {
-            let uniform = values(context, &mut draw, &like, like.kind(), uniform_of(like.kind()))?;
-            let probability = match context.number(1) {
-                Some(probability) => Tensor::from(probability),
-                None => like.shallow_clone(),
+            // (self), (self, probability), and the same with a tensor
+            let probability = match (context.argument(1), context.number(1)) {
+                (Argument::Tensor(tensor), _) => context.local(tensor)?,
+                (_, Some(probability)) => Tensor::from(probability),
+                _ => like.shallow_clone(),
             };
-            let drawn = uniform.f_lt_tensor(&probability)?.f_to_kind(like.kind())?;
+            let drawn = trials(context, &mut draw, &like, &probability)?;
             let shape = context.shape(0);
             return context.give(0, &drawn, &shape);
         }
@@ -95,21 +96,23 @@ pub fn draw(context: &mut Context<'_, '_>) -> Result<()> {
         "bernoulli_" => match context.call.is_defined(context.call.tensors() - 1)
             && context.call.tensors() > 1
         {
-            true => {
-                let uniform = values(context, &mut draw, &like, like.kind(), uniform)?;
-                uniform.f_lt_tensor(&context.local(1)?)?.f_to_kind(kind)?
-            }
+            true => trials(context, &mut draw, &like, &context.local(1)?)?,
             false => {
                 let probability = number(1, 0.5);
-                // In double precision: integers and flags are filled as well.
                 let value = |bits| f64::from(random::uniform(bits) < probability);
                 values(context, &mut draw, &like, kind, value)?
             }
         },
         "random_" | "randint_like" => {
-            let (low, high) = match (context.int(1), context.int(2)) {
-                (Some(low), Some(high)) if kind_at != 2 => (low, high),
-                (Some(high), _) => (0, high),
+            let (low, high) = match (context.argument(1), context.int(2)) {
+                (Argument::Tensor(_), _) => {
+                    return Err(context.fail("the limit must be a number: read the tensor first"))
+                }
+                (Argument::Int(low), Some(high)) if kind_at != 2 => (low, high),
+                (Argument::Int(low), None) if context.call.overload() == "from" => {
+                    (low, greatest(kind))
+                }
+                (Argument::Int(high), _) => (0, high),
                 _ => (0, greatest(kind)),
             };
             let (shape, region) = (context.shape(0), context.region(0));
@@ -124,6 +127,18 @@ pub fn draw(context: &mut Context<'_, '_>) -> Result<()> {
     }
     context.overwrite(0, &drawn)?;
     context.give_written(0)
+}
+
+/// Ones with a probability, else zeros. The numbers are drawn in double precision, also for
+/// integers and flags.
+fn trials(
+    context: &Context<'_, '_>,
+    draw: &mut Draw,
+    like: &Tensor,
+    probability: &Tensor,
+) -> Result<Tensor> {
+    let uniform = values(context, draw, like, Kind::Double, random::uniform)?;
+    Ok(uniform.f_lt_tensor(probability)?.f_to_kind(like.kind())?)
 }
 
 /// The part of the numbers that this rank has.

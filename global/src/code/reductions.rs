@@ -28,6 +28,17 @@ fn reduced(shape: &[usize], dims: &[i64], keep: bool) -> Vec<usize> {
     sizes.collect()
 }
 
+/// As libtorch: an average or a norm is no integer.
+fn check_kind(context: &Context<'_, '_>, kind: Kind) -> Result<()> {
+    match kind {
+        Kind::Uint8 | Kind::Int8 | Kind::Int16 | Kind::Int | Kind::Int64 | Kind::Bool => {
+            let reason = format!("the result is no {kind:?}: convert the tensor by to_kind first");
+            Err(context.fail(&reason))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Each rank's sum, divided by the number of all elements.
 pub fn mean(context: &mut Context<'_, '_>) -> Result<()> {
     // mean(self, dtype) and mean(self, dims, keepdim, dtype)
@@ -39,6 +50,7 @@ pub fn mean(context: &mut Context<'_, '_>) -> Result<()> {
     };
     let local = context.local(0)?;
     let kind = kind.and_then(kind_of).unwrap_or(local.kind());
+    check_kind(context, kind)?;
     let count: usize = dims.iter().map(|&dim| shape[dim as usize]).product();
     let sum = match dims.is_empty() {
         true => local.f_to_kind(wide(kind))?,
@@ -54,7 +66,9 @@ pub fn norm(context: &mut Context<'_, '_>) -> Result<()> {
     let dtype = if context.call.overload() == "ScalarOpt_dtype" { 2 } else { 4 };
     let order = context.number(1).unwrap_or(2.0);
     let local = context.local(0)?;
-    let kind = real(context.int(dtype).and_then(kind_of).unwrap_or(local.kind()));
+    let kind = context.int(dtype).and_then(kind_of).unwrap_or(local.kind());
+    check_kind(context, kind)?;
+    let kind = real(kind);
     let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
     let magnitudes = local.f_abs()?.f_to_kind(wide)?.f_reshape([-1])?;
     let (own, op): (Tensor, ReduceOp) = if order == f64::INFINITY {

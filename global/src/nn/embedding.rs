@@ -2,9 +2,10 @@
 
 use std::borrow::Borrow;
 
-use tch::{nn, Kind, Tensor};
+use tch::{nn, Tensor};
 
 use super::{pinned, variable, with_axis};
+use crate::code::indexing::found;
 use crate::error::Result;
 use crate::local::from_local;
 use crate::placement::Placement;
@@ -42,7 +43,8 @@ impl VocabEmbedding {
     /// made where its rows are.
     ///
     /// # Errors
-    /// The indices are plain or placed on other ranks, or a collective fails.
+    /// The indices are plain or placed on other ranks, one is no row (on a GPU this is not checked), or
+    /// a collective fails.
     pub fn f_forward(&self, indices: &Tensor) -> Result<Tensor> {
         let placement = self.ws.placement()?;
         let indices = pinned(&indices.to_global(&placement, indices.sbp()?)?, self.axis, B)?;
@@ -51,8 +53,8 @@ impl VocabEmbedding {
         let own = match placement.position(placement.runtime()?.rank()) {
             Some(position) => {
                 let all = regions(&placement, &self.ws.sbp()?, &shape(&sizes));
-                let rows = &all[position].0[0];
-                found(&weight, &indices.to_local()?, rows.start as i64, rows.len() as i64)?
+                let rows = all[position].0[0].clone();
+                found(&weight, &indices.to_local()?, rows, shape(&sizes)[0])?
             }
             None => weight,
         };
@@ -60,20 +62,6 @@ impl VocabEmbedding {
         let terms = from_local(&own, sizes, &placement, with_axis(&indices, self.axis, P)?)?;
         pinned(&terms, self.axis, B)
     }
-}
-
-/// The vectors of indices, of which this rank has `count` rows from `start` on: zeros for others.
-fn found(weight: &Tensor, indices: &Tensor, start: i64, count: i64) -> Result<Tensor> {
-    if count == 0 {
-        // A part without rows still depends on its weight.
-        let sizes = [indices.size(), vec![weight.size()[1]]].concat();
-        let zeros = Tensor::f_zeros(&sizes[..], (weight.kind(), weight.device()))?;
-        return Ok(zeros.f_add(&weight.f_sum(weight.kind())?)?);
-    }
-    let is_own = indices.f_ge(start)?.f_logical_and(&indices.f_lt(start + count)?)?;
-    let rows = indices.f_sub_scalar(start)?.f_clamp(0, count - 1)?.f_to_kind(Kind::Int64)?;
-    let found = Tensor::f_embedding(weight, &rows, -1, false, false)?;
-    Ok(found.f_mul(&is_own.f_unsqueeze(-1)?.f_to_kind(weight.kind())?)?)
 }
 
 impl nn::Module for VocabEmbedding {

@@ -1,7 +1,7 @@
 //! Scaled dot-product attention: samples or heads are split.
 
-use super::op::{Input, Op, Rule, Signature};
-use crate::sbp::{Sbp, B};
+use super::op::{Arg, Input, Op, Rule, Signature};
+use crate::sbp::{Sbp, B, P};
 
 pub const RULES: &[Rule] = &[Rule { names: ATTENTION, signatures: attention }];
 
@@ -18,6 +18,15 @@ const ATTENTION: &[&str] = &[
 
 /// Samples, or heads if queries have as many as keys. Masks of words for all samples and heads are B.
 fn attention(op: &Op) -> Vec<Signature> {
+    // The probability of dropout is the first fraction among the arguments. CUDA's generators of the
+    // ranks would draw other numbers.
+    let mut fractions = op.args.iter().filter_map(|arg| match arg {
+        Arg::Float(value) => Some(*value),
+        _ => None,
+    });
+    if fractions.next().is_some_and(|dropout| dropout != 0.0) {
+        return Vec::new();
+    }
     let heads = |input: &Input| input.shape.get(1).copied();
     // The gradient comes first in a backward.
     let first = usize::from(op.name.ends_with("_backward"));
@@ -31,7 +40,19 @@ fn attention(op: &Op) -> Vec<Signature> {
             _ => B,
         };
         let inputs: Vec<Sbp> = op.inputs.iter().map(sbp).collect();
-        Signature::new(inputs, vec![Sbp::Split(dim); op.outputs])
+        // Results and their normalizers, then the state of the random generator, which each rank has
+        // for itself. Gradients of queries, keys and values, then that of the mask.
+        let of_mask = match inputs.get(4) {
+            Some(&B) => P,
+            _ => Sbp::Split(dim),
+        };
+        let outputs = (0..op.outputs).map(|output| match (first, output) {
+            (0, 0..2) | (1, 0..3) => Sbp::Split(dim),
+            (0, _) => B,
+            _ => of_mask,
+        });
+        let outputs: Vec<Sbp> = outputs.collect();
+        Signature::new(inputs, outputs)
     };
     dims.map(signature).collect()
 }

@@ -61,6 +61,9 @@ fn optional(op: &Op, input: usize, sbp: Sbp) -> Sbp {
 
 fn batch_norm(op: &Op) -> Vec<Signature> {
     // (input, weight, bias, running mean, running variance, training, momentum, eps)
+    if op.overload.starts_with("no_stats") {
+        return Vec::new(); // no running statistics among its arguments
+    }
     let is_training = op.flag(5);
     let statistics = if is_training { S(0) } else { B };
     let mut channels = vec![S(1)];

@@ -114,6 +114,17 @@ impl Op<'_> {
         self.in_place && if has_statistics { (3..5).contains(&input) } else { input == 0 }
     }
 
+    /// Whether partial sums stay so in the kind that an argument is, the input's if it is none: a
+    /// sum of rounded numbers is not the rounded sum.
+    pub fn keeps_terms(&self, arg: usize) -> bool {
+        // libtorch's numbers of kinds: integers, then those of floating point, complex ones and
+        // bf16 with them.
+        match self.int(arg) {
+            None | Some(5..=10 | 15) => true,
+            Some(kind) => (0..5).contains(&kind) && !self.inputs[0].is_float,
+        }
+    }
+
     /// Whether the argument is a tensor, and not a number.
     pub fn is_tensor(&self, arg: usize) -> bool {
         matches!(self.args.get(arg), Some(Arg::Tensor(_)))

@@ -9,6 +9,7 @@ pub const RULES: &[Rule] = &[
     Rule { names: &["div"], signatures: quotients },
     Rule { names: LINEAR, signatures: linear },
     Rule { names: &["_to_copy"], signatures: conversions },
+    Rule { names: &["copy"], signatures: copies },
     Rule { names: &["where"], signatures: choices },
     Rule { names: &["ones_like", "empty_like", "full_like"], signatures: constants },
     Rule { names: BACKWARD, signatures: backwards },
@@ -16,8 +17,7 @@ pub const RULES: &[Rule] = &[
 ];
 
 /// Of one tensor: partial sums give partial sums.
-const LINEAR: &[&str] =
-    &["neg", "clone", "detach", "alias", "zero", "lift_fresh", "copy", "zeros_like"];
+const LINEAR: &[&str] = &["neg", "clone", "detach", "alias", "zero", "lift_fresh", "zeros_like"];
 
 /// Linear in the first tensor, the gradient of the result.
 const BACKWARD: &[&str] = &[
@@ -168,9 +168,14 @@ fn quotients(op: &Op) -> Vec<Signature> {
 /// Between kinds of floating point, or to another device; a sum of rounded numbers is not the
 /// rounded sum.
 fn conversions(op: &Op) -> Vec<Signature> {
-    // libtorch's numbers of kinds of floating point, complex ones and bf16 with them.
-    let is_to_float = op.int(1).is_none_or(|kind| (5..=10).contains(&kind) || kind == 15);
-    let is_linear = op.inputs[0].is_float && is_to_float;
+    let is_linear = op.inputs[0].is_float && op.keeps_terms(1);
+    with(op, is_linear.then(|| Signature::all(op, P)))
+}
+
+/// Into a tensor that is there, of its kind.
+fn copies(op: &Op) -> Vec<Signature> {
+    let is_linear = op.inputs.iter().take(2).all(|input| input.is_float)
+        || op.inputs.get(1).is_some_and(|input| !input.is_float);
     with(op, is_linear.then(|| Signature::all(op, P)))
 }
 

@@ -77,7 +77,8 @@ fn partial(reduced: &[usize], op: ReduceOp) -> impl Iterator<Item = Signature> +
 fn sum(op: &Op) -> Vec<Signature> {
     // sum(self, dtype) and sum(self, dims, keepdim, dtype)
     let reduced = dims(op, 1);
-    let linear = [Signature::all(op, P)].into_iter();
+    let kind = if op.overload.is_empty() { 1 } else { 3 };
+    let linear = op.keeps_terms(kind).then(|| Signature::all(op, P)).into_iter();
     linear.chain(kept(op, &reduced, 2)).chain(partial(&reduced, ReduceOp::Sum)).collect()
 }
 
@@ -100,6 +101,8 @@ fn folded(op: &Op, by: ReduceOp) -> Vec<Signature> {
     let reduced = match op.args.get(1) {
         // prod(self, dtype)
         _ if op.overload.is_empty() => (0..op.rank(0)).collect(),
+        // Here no dimensions are none, and not all.
+        Some(Arg::Ints(dims)) if dims.is_empty() => Vec::new(),
         Some(Arg::Ints(_)) => dims(op, 1),
         _ => overloaded(op, 1),
     };

@@ -15,7 +15,8 @@ pub const RULES: &[Rule] = &[
     Rule { names: &["slice"], signatures: slice },
     Rule { names: &["select_backward", "slice_backward"], signatures: into_zeros },
     Rule { names: &["split", "split_with_sizes"], signatures: |op| others(op, &dims_at(op, 2)) },
-    Rule { names: &["cumsum", "unfold"], signatures: |op| others(op, &dims_at(op, 1)) },
+    Rule { names: &["unfold"], signatures: |op| others(op, &dims_at(op, 1)) },
+    Rule { names: &["cumsum"], signatures: cumsum },
     Rule { names: &["unfold_backward"], signatures: unfold_backward },
     Rule { names: &["flip"], signatures: |op| others(op, &op.dims(1, op.rank(0))) },
     Rule { names: &["roll"], signatures: |op| others(op, &op.dims(2, op.rank(0))) },
@@ -53,6 +54,15 @@ fn others(op: &Op, dims: &[usize]) -> Vec<Signature> {
     moved(op, |dim, _| (!dims.contains(&dim)).then_some(dim))
 }
 
+fn cumsum(op: &Op) -> Vec<Signature> {
+    // (self, dim, dtype)
+    let mut signatures = others(op, &dims_at(op, 1));
+    if !op.keeps_terms(2) {
+        signatures.remove(0);
+    }
+    signatures
+}
+
 /// The dimension that an argument is; all, if it is none.
 fn dims_at(op: &Op, arg: usize) -> Vec<usize> {
     let rank = op.rank(0);
@@ -87,6 +97,7 @@ fn squeeze(op: &Op) -> Vec<Signature> {
     let named = match op.args.get(1) {
         None => (0..shape.len()).collect(),
         Some(Arg::Int(_)) => op.dim(1, shape.len()).into_iter().collect(),
+        Some(Arg::Ints(dims)) if dims.is_empty() => Vec::new(),
         Some(_) => op.dims(1, shape.len()),
     };
     let is_gone = |dim: &usize| shape[*dim] == 1 && named.contains(dim);
@@ -113,6 +124,10 @@ fn expand(op: &Op) -> Vec<Signature> {
 /// A split dimension may begin a group of dimensions that are taken together or apart, if the cuts
 /// are at the same elements before and after.
 fn reshape(op: &Op) -> Vec<Signature> {
+    // view(self, dtype) takes the bits for those of another kind.
+    if !matches!(op.args.get(1), Some(Arg::Ints(_))) {
+        return Vec::new();
+    }
     let from = &op.inputs[0].shape;
     let to = sizes(op.ints(1), from.iter().product());
     let splits = (0..from.len()).filter_map(|dim| {

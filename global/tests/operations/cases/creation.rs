@@ -109,6 +109,20 @@ fn random() -> Vec<Case> {
             let y = x[0].sigmoid().bernoulli();
             (are_random(&y, 0.0, 1.0), never, y)
         }),
+        case("bernoulli of integers and flags", large(), &["bernoulli"], |x| {
+            let p = x[0].sigmoid();
+            let mixed = |y: Tensor| y.eq(0).any().logical_and(&y.eq(1).any());
+            let truth = [Kind::Int64, Kind::Bool].map(|kind| {
+                let mut zeros = x[0].zeros_like().to_kind(kind);
+                mixed(zeros.bernoulli_p(0.3)).logical_and(&mixed(zeros.bernoulli_(&p)))
+            });
+            let never = x[0].bernoulli_tensor(&p.zeros_like()).eq(0.0).all();
+            truth.into_iter().chain([never]).collect::<Vec<_>>()
+        }),
+        case("random_ from a number on", large(), &["random"], |x| {
+            let y = x[0].copy().random_from_(5, None);
+            (y.ge(5.0).all().logical_and(&y.gt(1e6).any()), y)
+        }),
         case("two draws differ", large(), &["rand_like"], |x| {
             let (one, other) = (x[0].rand_like(), x[0].rand_like());
             (one.ne_tensor(&other).all(), &one + &other)

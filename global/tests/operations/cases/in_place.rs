@@ -85,6 +85,11 @@ fn of_tensors() -> Vec<Case> {
                 y
             },
         ),
+        case("copy_ into integers", [ints(9, [5, 6]), normal([5, 6]).constant()], &["copy"], |x| {
+            let mut y = x[0].copy();
+            y.copy_(&x[1]);
+            y
+        }),
         case("copy_ of a plain tensor", [normal([5, 6]).constant()], &["copy"], |x| {
             let mut y = x[0].copy();
             y.copy_(&Tensor::arange(30, (Kind::Double, y.device())).view([5, 6]));

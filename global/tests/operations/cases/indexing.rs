@@ -23,6 +23,11 @@ pub fn cases() -> Vec<Case> {
         case("embedding, scaled by frequency", [table(), ints(9, [12])], EMBEDDING, |x| {
             Tensor::embedding(&x[0], &x[1], -1, true, false)
         }),
+        case("embedding beside an infinite row", [table(), ints(2, [3])], &["embedding"], |x| {
+            let row = Tensor::from_slice(&[2_i64]).to_device(x[1].device());
+            let table = x[0].index_fill(0, &row, f64::INFINITY);
+            Tensor::embedding(&table, &x[1], -1, false, false)
+        }),
         case("embedding of few words", [normal([2, 3]), ints(2, [3])], EMBEDDING, |x| {
             Tensor::embedding(&x[0], &x[1], -1, false, false)
         }),

@@ -95,6 +95,11 @@ pub fn cases() -> Vec<Case> {
         case("group_norm, channels last", [images().channels_last(), normal([4])], GROUP, |x| {
             x[0].group_norm(2, Some(&x[1]), None, 1e-5, false)
         }),
+        case("batch norm without running statistics", [normal([4, 3, 2, 2])], &[], |x| {
+            let no = None::<&Tensor>;
+            let norm = Tensor::internal_native_batch_norm_legit_no_stats;
+            norm(&x[0], no, no, true, 0.1, 1e-5).0 * 2.0
+        }),
         case("weight norm by hand", [normal([5, 6]), normal([5, 1])], &["norm"], |x| {
             &x[0] / x[0].norm_scalaropt_dim(2, [1i64], true) * &x[1]
         }),

@@ -9,6 +9,7 @@ pub fn cases() -> Vec<Case> {
 }
 
 const DOUBLE: Kind = Kind::Double;
+const NONE: &[i64] = &[];
 
 fn sums() -> Vec<Case> {
     let wide = || [normal([5, 4, 6])];
@@ -52,6 +53,21 @@ fn sums() -> Vec<Case> {
         }),
         case("all", [bools([5, 6])], &["all"], |x| {
             vec![x[0].all(), x[0].all_dim(0, false), x[0].all_dim(1, true)]
+        }),
+        case("any, all of no dimensions", [bools([5, 6])], &["any", "all"], |x| {
+            vec![
+                x[0].any_dims(NONE, false),
+                x[0].all_dims(NONE, true),
+                x[0].any_dims(&[0_i64, 1][..], true),
+            ]
+        }),
+        case("sums as integers", [normal([5, 6]).constant()], &["sum", "cumsum"], |x| {
+            vec![
+                x[0].sum(Kind::Int64),
+                x[0].sum_dim_intlist(0, false, Kind::Int64),
+                x[0].cumsum(0, Kind::Int64),
+                x[0].to_kind(Kind::Int64).sum(Kind::Int),
+            ]
         }),
         case("cumsum", wide(), &["cumsum"], |x| {
             vec![x[0].cumsum(1, DOUBLE), x[0].cumsum(-1, DOUBLE)]

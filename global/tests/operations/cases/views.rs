@@ -1,12 +1,14 @@
 //! Views, and what only moves elements.
 
-use tch::{IndexOp, Tensor};
+use tch::{IndexOp, Kind, Tensor};
 
 use super::case::{bools, case, ints, normal, Case, Input};
 
 pub fn cases() -> Vec<Case> {
     [moved(), reshaped(), parts(), joined(), chains()].into_iter().flatten().collect()
 }
+
+const NONE: &[i64] = &[];
 
 fn wide() -> [Input; 1] {
     [normal([5, 4, 6])]
@@ -103,6 +105,19 @@ fn reshaped() -> Vec<Case> {
             x[0].internal_unsafe_view([20, 6]) * 2.0
         }),
         case("_reshape_alias", wide(), &[], |x| x[0].internal_reshape_alias([20, 6], [6, 1]) * 2.0),
+        case(
+            "view of other kinds",
+            [normal([5, 4]).kind(Kind::Float).constant()],
+            &["view"],
+            |x| {
+                // The bits of a sum, with the last ones of rounding.
+                vec![x[0].view_dtype(Kind::Int).to_kind(Kind::Double), x[0].view([20])]
+            },
+        )
+        .in_single(),
+        case("squeeze of no dimensions", [normal([1, 4])], &["squeeze"], |x| {
+            vec![x[0].squeeze_dims(NONE) * 2.0, x[0].squeeze_dims([0, 1]) * 2.0]
+        }),
         case("view_copy", wide(), &["view_copy"], |x| x[0].view_copy([20, 6]) * 2.0),
         case(
             "reshape_as, view_as",
