@@ -16,7 +16,7 @@ pub struct Cli {
     #[command(subcommand)]
     pub command: Option<Command>,
     #[command(flatten)]
-    pub plan: Option<PlanArgs>,
+    pub plan: PlanArgs,
 }
 
 #[derive(Subcommand)]
@@ -28,11 +28,11 @@ pub enum Command {
 #[derive(Args)]
 pub struct PlanArgs {
     /// The model, its batch, and how it is trained (docs/planner.md)
-    #[arg(value_name = "MODEL.json")]
-    pub model: PathBuf,
+    #[arg(value_name = "MODEL.json", required = true)]
+    pub model: Option<PathBuf>,
     /// Ranks in all
-    #[arg(short = 'n', long, value_name = "N", value_parser = count())]
-    pub ranks: usize,
+    #[arg(short = 'n', long, value_name = "N", required = true, value_parser = count())]
+    pub ranks: Option<usize>,
     /// The machines, if not those in MODEL.json
     #[arg(long, value_name = "FILE")]
     pub cluster: Option<PathBuf>,

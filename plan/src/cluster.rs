@@ -81,9 +81,15 @@ impl Cluster {
         not_negative("cluster.layer_overhead", self.layer_overhead)
     }
 
-    /// Each `stride`-th rank, `size` of them, as the ranks of an axis of a mesh are.
-    pub(crate) fn group(&self, size: usize, stride: usize) -> Group {
-        let on_a_node = (self.ranks_per_node / stride).clamp(1, size);
+    /// Each `stride`-th of `ranks` ranks, `size` of them, as the ranks of an axis of a mesh are. Where
+    /// such groups lie differently on nodes, the one that crosses nodes most counts.
+    pub(crate) fn group(&self, size: usize, stride: usize, ranks: usize) -> Group {
+        let node = self.ranks_per_node;
+        let on_a_node = match node.is_multiple_of(stride) {
+            _ if ranks <= node => size,
+            true => greatest_common_divisor(node / stride, size),
+            false => 1,
+        };
         let crosses_nodes = size > on_a_node;
         let link = match crosses_nodes {
             false => self.intra_node,
@@ -104,6 +110,13 @@ impl Cluster {
     pub(crate) fn ranks_per_core(&self, ranks: usize) -> f64 {
         let on_a_node = self.ranks_per_node.min(ranks);
         on_a_node as f64 / self.concurrent_ranks.unwrap_or(on_a_node).min(on_a_node) as f64
+    }
+}
+
+fn greatest_common_divisor(a: usize, b: usize) -> usize {
+    match b {
+        0 => a,
+        _ => greatest_common_divisor(b, a % b),
     }
 }
 
@@ -155,15 +168,18 @@ mod tests {
     #[test]
     fn a_group_uses_the_slowest_link_on_its_way() {
         let cluster = dgx();
-        let within = cluster.group(8, 1);
+        let within = cluster.group(8, 1, 64);
         assert!(!within.crosses_nodes);
         assert_eq!(within.link.bandwidth, cluster.intra_node.bandwidth);
-        let across = cluster.group(6, 8);
+        let across = cluster.group(6, 8, 48);
         assert!(across.crosses_nodes);
         assert_eq!(across.link.bandwidth, cluster.inter_node.bandwidth);
         // Four ranks of each node are in the group: the two groups share the node's connections.
-        assert_eq!(cluster.group(32, 2).link.bandwidth, 4.0 * cluster.inter_node.bandwidth);
-        assert_eq!(cluster.group(1, 1).all_reduce(1e9), 0.0);
+        assert_eq!(cluster.group(32, 2, 64).link.bandwidth, 4.0 * cluster.inter_node.bandwidth);
+        // Six do not divide a node's eight: one group is ranks 6 and 7, and four of the next node.
+        assert!(cluster.group(6, 1, 24).crosses_nodes);
+        assert!(!cluster.group(6, 1, 6).crosses_nodes);
+        assert_eq!(cluster.group(1, 1, 8).all_reduce(1e9), 0.0);
     }
 
     #[test]

@@ -60,7 +60,7 @@ pub(crate) struct Costs {
 
 impl Costs {
     pub fn new(model: &Model, cluster: &Cluster, training: &Training, layout: &Layout) -> Self {
-        let group = cluster.group(layout.tensor, 1);
+        let group = cluster.group(layout.tensor, 1, layout.ranks());
         let mut costs = Self {
             layers: Vec::with_capacity(model.layers.len()),
             largest_layer: 0.0,
@@ -118,8 +118,7 @@ fn cost_of(layer: &Layer, cluster: &Cluster, group: &Group, layout: &Layout) -> 
     // What is kept has been written once, and read once by the operation that follows.
     let moving = |bytes: f64| 2.0 * bytes / cluster.memory_bandwidth;
     let scores = samples * layer.score_activations / tensor;
-    let others =
-        samples * (layer.activations / tensor + layer.replicated_activations / replicas);
+    let others = samples * (layer.activations / tensor + layer.replicated_activations / replicas);
     let overhead = if layer.flops > 0.0 { cluster.layer_overhead } else { 0.0 };
     let forward = computing(layer.flops) + moving(scores + others) + overhead;
     let all_reduce = group.all_reduce(samples * layer.all_reduce);

@@ -47,7 +47,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub(crate) fn positive(field: &'static str, value: f64) -> Result<()> {
     match value.is_finite() && value > 0.0 {
         true => Ok(()),
-        false => Err(Error::Field { field, value: value.to_string(), need: "give a number above 0" }),
+        false => {
+            Err(Error::Field { field, value: value.to_string(), need: "give a number above 0" })
+        }
     }
 }
 
@@ -55,9 +57,11 @@ pub(crate) fn positive(field: &'static str, value: f64) -> Result<()> {
 pub(crate) fn not_negative(field: &'static str, value: f64) -> Result<()> {
     match value.is_finite() && value >= 0.0 {
         true => Ok(()),
-        false => {
-            Err(Error::Field { field, value: value.to_string(), need: "give a number of at least 0" })
-        }
+        false => Err(Error::Field {
+            field,
+            value: value.to_string(),
+            need: "give a number of at least 0",
+        }),
     }
 }
 

@@ -18,7 +18,7 @@ pub fn prediction(plan: &Prediction, cluster: &Cluster) -> String {
     let schedule = layout.schedule.name();
     let times = [
         row("compute", time.compute, format!("{count} micro-batches, forward and backward")),
-        row("recompute", time.recompute, format!("{} of the activations", layout.recompute.name())),
+        row("recompute", time.recompute, format!("of activations: {}", layout.recompute.name())),
         row("tp", time.tensor, format!("all-reduces of {} ranks", layout.tensor)),
         row("pp", time.pipeline, format!("sends of {count} micro-batches, and {sends} hops")),
         row("dp", time.data, format!("gradients of {} ranks, ZeRO {}", layout.data, layout.zero)),
@@ -26,7 +26,7 @@ pub fn prediction(plan: &Prediction, cluster: &Cluster) -> String {
         row(
             "bubble",
             time.bubble,
-            format!("{schedule}, {} ranks with {chunks} stages each", layout.pipeline),
+            format!("{schedule}; stages: {} ranks x {chunks}", layout.pipeline),
         ),
         row("cores", time.cores, "ranks of a node take turns".into()),
     ];
@@ -41,7 +41,7 @@ pub fn prediction(plan: &Prediction, cluster: &Cluster) -> String {
         part("weights", memory.weights, shared(3)),
         part("gradients", memory.gradients, shared(2)),
         part("optimizer", memory.optimizer, shared(1)),
-        part("activations", memory.activations, format!("recompute {}", layout.recompute.name())),
+        part("activations", memory.activations, format!("recomputed: {}", layout.recompute.name())),
     ];
     let traffic = |name: &str, traffic: &Traffic, ranks: usize| {
         let link = if traffic.crosses_nodes { "between nodes" } else { "within a node" };

@@ -17,11 +17,9 @@ use cli::{Cli, Command, CompareArgs, PlanArgs};
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    let output = match (cli.command, cli.plan) {
-        (Some(Command::Compare(args)), _) => compare_output(&args),
-        (None, Some(args)) => plan_output(&args),
-        // clap asks for the model.
-        (None, None) => Ok(String::new()),
+    let output = match &cli.command {
+        Some(Command::Compare(args)) => compare_output(args),
+        None => plan_output(&cli.plan),
     };
     match output {
         Ok(text) => match std::io::stdout().write_all(text.as_bytes()) {
@@ -37,9 +35,13 @@ fn main() -> ExitCode {
 }
 
 fn plan_output(args: &PlanArgs) -> anyhow::Result<String> {
-    let (model, cluster) = (read(&args.model)?, read_some(args.cluster.as_deref())?);
-    let task = Task::from_json(&model, cluster.as_deref()).with_context(|| names(args))?;
-    let plans = search(&task, args.ranks, &args.layout.wanted(), args.top)?;
+    let (Some(model), Some(ranks)) = (&args.model, args.ranks) else {
+        bail!("give MODEL.json and --ranks N");
+    };
+    let (text, cluster) = (read(model)?, read_some(args.cluster.as_deref())?);
+    let task = Task::from_json(&text, cluster.as_deref());
+    let task = task.with_context(|| files(model, args.cluster.as_deref()))?;
+    let plans = search(&task, ranks, &args.layout.wanted(), args.top)?;
     if args.json {
         return Ok(serde_json::to_string_pretty(&plans.best)? + "\n");
     }
@@ -65,7 +67,7 @@ fn plan_output(args: &PlanArgs) -> anyhow::Result<String> {
 fn compare_output(args: &CompareArgs) -> anyhow::Result<String> {
     let (runs, cluster) = (read(&args.runs)?, read_some(args.cluster.as_deref())?);
     let (source, comparisons) = compare(&runs, cluster.as_deref())
-        .with_context(|| args.runs.display().to_string())?;
+        .with_context(|| files(&args.runs, args.cluster.as_deref()))?;
     if args.json {
         return Ok(serde_json::to_string_pretty(&comparisons)? + "\n");
     }
@@ -73,10 +75,10 @@ fn compare_output(args: &CompareArgs) -> anyhow::Result<String> {
 }
 
 /// The files that a fault may be in.
-fn names(args: &PlanArgs) -> String {
-    match &args.cluster {
-        None => args.model.display().to_string(),
-        Some(cluster) => format!("{} with {}", args.model.display(), cluster.display()),
+fn files(file: &Path, cluster: Option<&Path>) -> String {
+    match cluster {
+        None => file.display().to_string(),
+        Some(cluster) => format!("{} with {}", file.display(), cluster.display()),
     }
 }
 

@@ -106,7 +106,8 @@ impl Transformer {
             ("transformer.mlp", self.mlp.unwrap_or(1)),
         ];
         // Above this a product of sizes is no number that means anything.
-        if let Some(&(field, value)) = sizes.iter().find(|(_, size)| !(1..=1 << 30).contains(size)) {
+        if let Some(&(field, value)) = sizes.iter().find(|(_, size)| !(1..=1 << 30).contains(size))
+        {
             let need = "give a number from 1 to 2^30";
             return Err(Error::Field { field, value: value.to_string(), need });
         }

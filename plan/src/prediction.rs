@@ -152,8 +152,7 @@ impl Stages {
                 sum.add(&costs.of(ranges[stage].clone()));
                 for border in [stage, stage + 1] {
                     // The two stages at the tip of the V are on one rank.
-                    let is_tip =
-                        layout.schedule == ScheduleKind::ZbV && border == layout.pipeline;
+                    let is_tip = layout.schedule == ScheduleKind::ZbV && border == layout.pipeline;
                     if border == 0 || border == ranges.len() || layout.pipeline == 1 || is_tip {
                         continue;
                     }
@@ -208,7 +207,7 @@ impl Stages {
             memory,
             tensor_traffic: Traffic {
                 bytes: count * slowest.reduced_bytes,
-                crosses_nodes: cluster.group(layout.tensor, 1).crosses_nodes,
+                crosses_nodes: cluster.group(layout.tensor, 1, layout.ranks()).crosses_nodes,
             },
             pipeline_traffic: Traffic {
                 bytes: count * self.sent_bytes,
@@ -282,7 +281,7 @@ impl Stages {
 
 /// The ranks of an axis of stages.
 fn neighbours(cluster: &Cluster, layout: &Layout) -> Group {
-    cluster.group(layout.pipeline, layout.data * layout.tensor)
+    cluster.group(layout.pipeline, layout.data * layout.tensor, layout.ranks())
 }
 
 /// What data parallelism adds to a step, for the rank with the most parameters.
@@ -301,7 +300,7 @@ struct DataParallel {
 
 impl DataParallel {
     fn new(stages: &Stages, task: &Task, layout: &Layout) -> Self {
-        let group = task.cluster.group(layout.data, layout.tensor);
+        let group = task.cluster.group(layout.data, layout.tensor, layout.ranks());
         let Training { weights, gradients, optimizer, .. } = task.training;
         let parameters = stages.ranks.iter().map(|cost| cost.parameters).fold(0.0, f64::max);
         let (weight_bytes, gradient_bytes) = (weights * parameters, gradients * parameters);

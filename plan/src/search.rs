@@ -61,9 +61,6 @@ pub fn search(task: &Task, ranks: usize, wanted: &Wanted, top: usize) -> Result<
                 let stages = Stages::new(task, &scheduled, &costs);
                 for zero in choices(wanted.zero, if mesh.data > 1 { 0..=3 } else { 0..=0 }) {
                     let layout = Layout { zero, ..scheduled };
-                    if layout.check(&task.model, task.batch).is_err() {
-                        continue;
-                    }
                     tried += 1;
                     let Prediction { time, memory, .. } = stages.predict(task, &layout, &costs);
                     let candidate = Candidate { step: time.step, memory: memory.total, layout };
@@ -103,8 +100,15 @@ fn meshes(task: &Task, ranks: usize, wanted: &Wanted) -> Vec<Layout> {
         for pipeline in divisors(ranks / tensor) {
             let data = ranks / tensor / pipeline;
             let is_wanted = |wanted: Option<usize>, size| wanted.is_none_or(|want| want == size);
-            let (some_data, some_tensor, some_pipeline) = (Some(data), Some(tensor), Some(pipeline));
-            let mesh = Wanted { data: some_data, tensor: some_tensor, pipeline: some_pipeline, ..Wanted::default() }.filled();
+            let (some_data, some_tensor, some_pipeline) =
+                (Some(data), Some(tensor), Some(pipeline));
+            let mesh = Wanted {
+                data: some_data,
+                tensor: some_tensor,
+                pipeline: some_pipeline,
+                ..Wanted::default()
+            }
+            .filled();
             if is_wanted(wanted.data, data)
                 && is_wanted(wanted.tensor, tensor)
                 && is_wanted(wanted.pipeline, pipeline)
@@ -150,7 +154,9 @@ fn schedules(task: &Task, split: &Layout, wanted: &Wanted) -> Vec<Layout> {
             _ => 1..=1,
         };
         for chunks in choices(wanted.chunks, chunks) {
-            let layout = Layout { schedule, chunks, ..*split };
+            // The stage of ZeRO is checked here; the caller tries the others.
+            let zero = wanted.zero.unwrap_or(0);
+            let layout = Layout { schedule, chunks, zero, ..*split };
             if layout.check(&task.model, task.batch).is_ok() {
                 schedules.push(layout);
             }
@@ -180,7 +186,8 @@ fn divisors(number: usize) -> Vec<usize> {
 fn reason(task: &Task, ranks: usize, wanted: &Wanted) -> String {
     let given = [wanted.data, wanted.tensor, wanted.pipeline];
     let product = given.iter().flatten().product::<usize>();
-    if !ranks.is_multiple_of(product.max(1)) || (given.iter().all(Option::is_some) && product != ranks)
+    if !ranks.is_multiple_of(product.max(1))
+        || (given.iter().all(Option::is_some) && product != ranks)
     {
         let shown = given.map(|size| size.map_or("any".into(), |size| size.to_string()));
         return format!("dp {} x tp {} x pp {} are not {ranks}", shown[0], shown[1], shown[2]);

@@ -5,8 +5,22 @@ use flow_plan::{Comparison, Limit, Measured, Part, Plans, Prediction, ScheduleKi
 /// The layouts, a line for each.
 pub fn plans(plans: &Plans) -> String {
     let mut rows = vec![[
-        "step", "dp", "tp", "pp", "micro-batch", "schedule", "ZeRO", "recompute", "SP", "Tflop/s",
-        "memory", "tp sends", "pp sends", "dp sends", "bubble", "limited by",
+        "step",
+        "dp",
+        "tp",
+        "pp",
+        "micro-batch",
+        "schedule",
+        "ZeRO",
+        "recompute",
+        "SP",
+        "Tflop/s",
+        "memory",
+        "tp sends",
+        "pp sends",
+        "dp sends",
+        "bubble",
+        "limited by",
     ]
     .map(String::from)];
     rows.extend(plans.best.iter().map(row));

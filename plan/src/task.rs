@@ -127,8 +127,6 @@ pub(crate) fn from_json<T: DeserializeOwned>(text: &str) -> Result<T> {
         let field = error.path().to_string();
         Error::Json { field, source: error.into_inner() }
     })?;
-    deserializer
-        .end()
-        .map_err(|source| Error::Json { field: "after the end".into(), source })?;
+    deserializer.end().map_err(|source| Error::Json { field: "after the end".into(), source })?;
     Ok(value)
 }
