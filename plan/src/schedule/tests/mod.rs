@@ -1,5 +1,7 @@
 //! What schedules are made of; what they cost is tested in the simulator's tests.
 
+mod costs;
+
 use super::Action::*;
 use super::*;
 
