@@ -65,9 +65,9 @@ impl Schedule {
     /// backward in halves. The rank before needs the gradients of the inputs only, so those of the
     /// weights wait, and fill the time that would be idle at the end. Stage s is on rank s.
     ///
-    /// With times F, B (inputs) and W (weights) the step takes (p - 1) (F + B - W) longer than the
-    /// work of a rank, for W <= B and m >= p; with 1F1B (p - 1) (F + B + W). Each rank holds
-    /// min(p, m) activations, as rank 0 in 1F1B.
+    /// A rank is idle for (p - 1) (F + B - W) where F, B and W are the times of a forward and of the
+    /// gradients of inputs and of weights, if W is no more than F and B, and m >= p; in 1F1B for
+    /// (p - 1) (F + B + W). Each rank holds min(p, m) activations, as rank 0 in 1F1B.
     ///
     /// # Errors
     /// A count of 0, or more than 2^24 computations.
@@ -78,9 +78,9 @@ impl Schedule {
 
     /// ZB-V (Qi et al. 2023, section 6): each rank has two stages, s and 2 p - 1 - s, so that the
     /// model goes down the ranks and up again in the form of a V; the first and the last stage are
-    /// both on rank 0. Once a rank has begun it is never idle if F = B = W and m >= 2 p - 1. Each
-    /// rank holds at most 2 p activations of a stage: as much as rank 0 in 1F1B, whose stages are
-    /// twice as large.
+    /// both on rank 0. From its first computation to its last a rank is never idle if the forward, the
+    /// gradients of inputs and those of weights take the same time, and m >= 2 p - 1. Each rank holds
+    /// at most 2 p activations of a stage: as much as rank 0 in 1F1B, whose stages are twice as large.
     ///
     /// # Errors
     /// A count of 0, or more than 2^24 computations.

@@ -12,6 +12,7 @@ mod constructors;
 mod definition;
 mod error;
 mod one_f_one_b;
+mod picture;
 mod simulator;
 mod zero_bubble;
 
@@ -19,6 +20,7 @@ pub use action::Action;
 pub use constructors::NAMES;
 pub use definition::Schedule;
 pub use error::{Error, Result};
+pub use picture::{picture, table};
 pub use simulator::{simulate, Costs, Interval, Timeline};
 
 #[cfg(test)]

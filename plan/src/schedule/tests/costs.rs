@@ -82,4 +82,75 @@ proptest! {
             prop_assert!(peaks(&timeline).into_iter().all(|peak| peak <= 2 * p.min(m)));
         }
     }
+
+    #[test]
+    fn none_is_slower_than_1f1b(p in 1..9usize, v in 1..5usize, m in 1..30usize, costs in costs()) {
+        let slowest = (m + p - 1) as f64 * work(&costs);
+        for name in NAMES {
+            let schedule = Schedule::named(name, p, v, m).unwrap();
+            let stages = (schedule.stages() / p) as f64;
+            let total = simulate(&schedule, &costs).unwrap().total() / stages;
+            prop_assert!(total <= slowest + 1e-9, "{name}: {total}");
+        }
+    }
+
+    #[test]
+    fn a_transfer_delays_the_way_there_and_back(p in 1..9usize, m in 1..20usize, send in 0..4u8) {
+        let costs = Costs { send: f64::from(send), ..Costs::default() };
+        let timeline = simulate(&Schedule::gpipe(p, m).unwrap(), &costs).unwrap();
+        let hops = 2 * (p - 1);
+        let expected = (m + p - 1) as f64 * work(&costs) + hops as f64 * costs.send;
+        prop_assert_eq!(timeline.total(), expected);
+    }
+}
+
+#[test]
+fn ranks_that_wait_for_each_other_are_an_error() {
+    // Stages 0 and 2 are on rank 0, which begins with stage 2.
+    let of = |stage| {
+        [Action::Forward { stage, micro_batch: 0 }, Action::Backward { stage, micro_batch: 0 }]
+    };
+    let ([f0, b0], [f2, b2]) = (of(0), of(2));
+    let error = |first: Vec<Action>| {
+        let computations = vec![first, of(1).to_vec()];
+        Schedule::custom(vec![0, 1, 0], computations).unwrap_err().to_string()
+    };
+    assert_eq!(
+        error(vec![f2, f0, b2, b0]),
+        "the schedule does not end: rank 0 waits for the receive of the input of stage 2, \
+         micro-batch 0; rank 1 waits for the receive of the input of stage 1, micro-batch 0"
+    );
+    assert_eq!(
+        error(vec![f0, b2, f2, b0]),
+        "the schedule does not end: rank 0: forward of stage 2, micro-batch 0 must come before \
+         backward of stage 2, micro-batch 0; rank 1 waits for the receive of the output's gradient \
+         of stage 1, micro-batch 0"
+    );
+}
+
+#[test]
+fn receives_in_another_order_than_the_sends_are_an_error() {
+    let mut schedule = Schedule::gpipe(2, 2).unwrap();
+    let receives = |micro_batch| Action::RecvActivation { stage: 1, micro_batch };
+    let actions = &mut schedule.actions[1];
+    actions.retain(|action| ![receives(0), receives(1)].contains(action));
+    actions.splice(0..0, [receives(1), receives(0)]);
+    assert_eq!(
+        simulate(&schedule, &Costs::default()).unwrap_err().to_string(),
+        "rank 1: receive of the input of stage 1, micro-batch 1: rank 0 sends what the receive of \
+         the input of stage 1, micro-batch 0 takes before"
+    );
+}
+
+#[test]
+fn costs_are_times() {
+    let schedule = Schedule::gpipe(1, 1).unwrap();
+    for cost in [-1.0, f64::NAN, f64::INFINITY] {
+        let costs = Costs { backward_weight: cost, ..Costs::default() };
+        let error = simulate(&schedule, &costs).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            format!("a cost of {cost}; costs are finite numbers, 0 or more")
+        );
+    }
 }
