@@ -14,9 +14,9 @@ pub const NAMES: [&str; 5] = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"];
 
 impl Schedule {
     /// GPipe (Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline
-    /// Parallelism", section 2.3): all forwards, then all backwards. Stage s is on rank s. With p
-    /// ranks and m micro-batches a part (p - 1) / (m + p - 1) of the time is idle, and each rank
-    /// holds m activations.
+    /// Parallelism"): all forwards, then all backwards. Stage s is on rank s. With p ranks and m
+    /// micro-batches a part (p - 1) / (m + p - 1) of the time is idle, and each rank holds m
+    /// activations.
     ///
     /// Backwards come in the order of the forwards, as in torch's `ScheduleGPipe`, so that a stage
     /// adds up its gradients in the same order as with [`Schedule::one_f_one_b`].
@@ -44,13 +44,14 @@ impl Schedule {
     /// the communication, and for more activations.
     ///
     /// Ranks take micro-batches in groups: a group passes one of the rank's stages, then the next.
-    /// The paper's groups have p micro-batches, so that their number must be a multiple of p. Here
-    /// any number works: there are max(1, m / p) groups, as equal as can be, the larger first. Rank
-    /// r holds at most min((v - 1) g + 2 (p - 1 - r) + 1, v m) activations of a stage, with v
-    /// chunks and g micro-batches in the first group; with g = p rank 0 so has 1 + (p - 1) / (p v)
-    /// times what it has in 1F1B (Korthikanti et al. 2022, "Reducing Activation Recomputation in
-    /// Large Transformer Models", section 4.2.3). Where m < p, ranks also wait for each other
-    /// between chunks.
+    /// The paper's groups have p micro-batches, so that m must be a multiple of p. Here m may be
+    /// any number: there are max(1, m / p) groups, as equal as can be, the larger first. With m < p
+    /// ranks also wait for each other between chunks.
+    ///
+    /// With v chunks and g micro-batches in the first group, rank r holds at most
+    /// min((v - 1) g + 2 (p - 1 - r) + 1, v m) activations of a stage. With g = p, rank 0 so has
+    /// 1 + (p - 1) / (p v) times what it has in 1F1B (Korthikanti et al. 2022, "Reducing Activation
+    /// Recomputation in Large Transformer Models", on pipeline parallelism).
     ///
     /// With one chunk this is [`Schedule::one_f_one_b`].
     ///
@@ -65,8 +66,8 @@ impl Schedule {
     /// backward in halves. The rank before needs the gradients of the inputs only, so those of the
     /// weights wait, and fill the time that would be idle at the end. Stage s is on rank s.
     ///
-    /// A rank is idle for (p - 1) (F + B - W) where F, B and W are the times of a forward and of the
-    /// gradients of inputs and of weights, if W is no more than F and B, and m >= p; in 1F1B for
+    /// Let F, B and W be the times of a forward, and of the gradients of inputs and of weights. If
+    /// W is no more than F and B, and m >= p, a rank is idle for (p - 1) (F + B - W); in 1F1B for
     /// (p - 1) (F + B + W). Each rank holds min(p, m) activations, as rank 0 in 1F1B.
     ///
     /// # Errors
@@ -78,9 +79,11 @@ impl Schedule {
 
     /// ZB-V (Qi et al. 2023, section 6): each rank has two stages, s and 2 p - 1 - s, so that the
     /// model goes down the ranks and up again in the form of a V; the first and the last stage are
-    /// both on rank 0. From its first computation to its last a rank is never idle if the forward, the
-    /// gradients of inputs and those of weights take the same time, and m >= 2 p - 1. Each rank holds
-    /// at most 2 p activations of a stage: as much as rank 0 in 1F1B, whose stages are twice as large.
+    /// both on rank 0.
+    ///
+    /// From its first computation to its last a rank is never idle, if the forward, the gradients
+    /// of inputs and those of weights take the same time, and m >= 2 p - 1. Each rank holds at most
+    /// 2 p activations of a stage: as much as rank 0 in 1F1B, whose stages are twice as large.
     ///
     /// # Errors
     /// A count of 0, or more than 2^24 computations.
@@ -112,15 +115,17 @@ impl Schedule {
     /// ```
     /// use flow_plan::schedule::{Action::*, Schedule};
     ///
-    /// let rank = |stage| vec![Forward { stage, micro_batch: 0 }, Backward { stage, micro_batch: 0 }];
-    /// let schedule = Schedule::custom(vec![0, 1], vec![rank(0), rank(1)])?;
+    /// let forward = |stage| Forward { stage, micro_batch: 0 };
+    /// let backward = |stage| Backward { stage, micro_batch: 0 };
+    /// let computations = vec![vec![forward(0), backward(0)], vec![forward(1), backward(1)]];
+    /// let schedule = Schedule::custom(vec![0, 1], computations)?;
     /// assert_eq!(schedule, Schedule::gpipe(2, 1)?);
     /// # Ok::<(), flow_plan::schedule::Error>(())
     /// ```
     ///
     /// # Errors
-    /// Each micro-batch must pass each stage once forward and once backward (at once, or in halves),
-    /// on the rank of the stage, and no ranks may wait for each other.
+    /// Each micro-batch must pass each stage once forward and once backward (at once or in halves)
+    /// on the rank of the stage. No ranks may wait for each other.
     pub fn custom(rank_of_stage: Vec<usize>, computations: Vec<Vec<Action>>) -> Result<Self> {
         let micro_batches = check(&rank_of_stage, &computations)?;
         let actions = with_communication(&rank_of_stage, computations);

@@ -50,7 +50,7 @@ fn groups(ranks: usize, micro_batches: usize) -> (impl Iterator<Item = Range<usi
     (groups, micro_batches.div_ceil(count))
 }
 
-/// `warm_up` of the forwards, then a forward and a backward in turns, then the rest of the backwards.
+/// `warm_up` of the forwards, then a forward and a backward in turns, then the other backwards.
 fn in_turns(forwards: Vec<Action>, backwards: Vec<Action>, warm_up: usize) -> Vec<Action> {
     let mut actions = Vec::with_capacity(2 * forwards.len());
     let mut backwards = backwards.into_iter();

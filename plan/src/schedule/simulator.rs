@@ -99,9 +99,8 @@ impl Timeline {
 
     /// The most activations that a rank holds at once: of each stage and micro-batch, from the
     /// forward to the end of the backward, or in zero bubble schedules of the gradients of weights.
-    /// Qi et al. (2023, section 2.3) count from the gradients of inputs on only what those of the
-    /// weights still need (their M_W, at most M_B), so that this is an upper bound of theirs. 0 if
-    /// there is no such rank.
+    /// Once the gradients of inputs are there, those of weights need a part of the activation only
+    /// (M_W of M_B in Qi et al. 2023), so that this is an upper bound. 0 if there is no such rank.
     pub fn peak_activations(&self, rank: usize) -> usize {
         self.peak_activations.get(rank).copied().unwrap_or(0)
     }

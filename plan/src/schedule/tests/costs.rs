@@ -25,7 +25,9 @@ fn peaks(timeline: &Timeline) -> Vec<usize> {
 
 proptest! {
     #[test]
-    fn gpipe_is_idle_for_p_less_1_of_m_plus_p_less_1(p in 1..9usize, m in 1..20usize, costs in costs()) {
+    fn gpipe_is_idle_for_p_less_1_of_m_plus_p_less_1(
+        p in 1..9usize, m in 1..20usize, costs in costs(),
+    ) {
         let timeline = simulate(&Schedule::gpipe(p, m).unwrap(), &costs).unwrap();
         prop_assert_eq!(timeline.total(), (m + p - 1) as f64 * work(&costs));
         for rank in 0..p {
@@ -36,7 +38,9 @@ proptest! {
     }
 
     #[test]
-    fn one_f_one_b_is_as_fast_as_gpipe_and_holds_less(p in 1..9usize, m in 1..20usize, costs in costs()) {
+    fn one_f_one_b_is_as_fast_as_gpipe_and_holds_less(
+        p in 1..9usize, m in 1..20usize, costs in costs(),
+    ) {
         let timeline = simulate(&Schedule::one_f_one_b(p, m).unwrap(), &costs).unwrap();
         prop_assert_eq!(timeline.total(), (m + p - 1) as f64 * work(&costs));
         let expected: Vec<_> = (0..p).map(|rank| m.min(p - rank)).collect();
@@ -44,7 +48,9 @@ proptest! {
     }
 
     #[test]
-    fn interleaving_divides_the_bubble(p in 1..9usize, v in 2..5usize, m in 1..40usize, costs in costs()) {
+    fn interleaving_divides_the_bubble(
+        p in 1..9usize, v in 2..5usize, m in 1..40usize, costs in costs(),
+    ) {
         let timeline = simulate(&Schedule::interleaved(p, v, m).unwrap(), &costs).unwrap();
         if m >= p {
             prop_assert_eq!(timeline.total(), (v * m + p - 1) as f64 * work(&costs));
@@ -84,7 +90,9 @@ proptest! {
     }
 
     #[test]
-    fn none_is_slower_than_1f1b(p in 1..9usize, v in 1..5usize, m in 1..30usize, costs in costs()) {
+    fn none_is_slower_than_1f1b(
+        p in 1..9usize, v in 1..5usize, m in 1..30usize, costs in costs(),
+    ) {
         let slowest = (m + p - 1) as f64 * work(&costs);
         for name in NAMES {
             let schedule = Schedule::named(name, p, v, m).unwrap();

@@ -127,7 +127,8 @@ proptest! {
             "zb-v" => 2 * p,
             _ => p,
         };
-        prop_assert_eq!((schedule.ranks(), schedule.stages(), schedule.micro_batches()), (p, stages, m));
+        prop_assert_eq!((schedule.ranks(), schedule.stages()), (p, stages));
+        prop_assert_eq!(schedule.micro_batches(), m);
         for rank in 0..p {
             prop_assert_eq!(schedule.stages_of(rank).len(), stages / p);
         }
@@ -166,10 +167,9 @@ proptest! {
             prop_assert!(from != to || sent.is_empty());
             messages += sent.len();
         }
-        // Where two stages meet on one rank, at the tip of a V or on a single rank, nothing is sent.
-        let stages = schedule.stages();
-        let cuts = (1..stages).filter(|&stage| schedule.rank_of(stage) != schedule.rank_of(stage - 1));
-        prop_assert_eq!(messages, 2 * m * cuts.count());
+        // Where two stages meet on one rank, nothing is sent.
+        let is_cut = |&stage: &usize| schedule.rank_of(stage) != schedule.rank_of(stage - 1);
+        prop_assert_eq!(messages, 2 * m * (1..schedule.stages()).filter(is_cut).count());
     }
 }
 
