@@ -40,6 +40,16 @@ impl ScheduleKind {
         }
     }
 
+    /// With fewer micro-batches than this, `ranks` ranks wait for each other between chunks and
+    /// phases, too: more than [`bubble`] says.
+    pub fn fewest_micro_batches(self, ranks: usize) -> usize {
+        match self {
+            Self::Gpipe | Self::OneFOneB => 1,
+            Self::Interleaved | Self::ZbH1 => ranks,
+            Self::ZbV => (2 * ranks).saturating_sub(1),
+        }
+    }
+
     /// The stages of a rank of `ranks`, with `chunks` for each.
     pub fn stages_of(
         self,
@@ -74,16 +84,16 @@ impl Work {
 
 /// Seconds that a rank waits for others in a step, before its first forward and after its last
 /// backward. `others` is the work of all ranks but the slowest, added up: (p - 1) times a rank's if
-/// the p ranks are equal.
+/// the p ranks are equal. Holds from [`ScheduleKind::fewest_micro_batches`] on, and in zero bubble
+/// schedules where gradients of inputs take the longest and those of weights the shortest.
 pub fn bubble(kind: ScheduleKind, chunks: usize, others: Work) -> f64 {
     let Work { forward, backward_input, backward_weight } = others;
     match kind {
         ScheduleKind::Gpipe | ScheduleKind::OneFOneB => others.total(),
         ScheduleKind::Interleaved => others.total() / chunks as f64,
         ScheduleKind::ZbH1 => (forward + backward_input - backward_weight).max(0.0),
-        // The last rank's first forward comes after one chunk of each other rank. No other time is
-        // idle where the three parts take as long.
-        ScheduleKind::ZbV => forward / chunks as f64,
+        // Found with the simulator; the papers only say that ranks are not idle in between.
+        ScheduleKind::ZbV => (backward_input / 2.0).max(backward_input - backward_weight),
     }
 }
 
@@ -98,11 +108,11 @@ pub fn in_flight(
     match kind {
         ScheduleKind::Gpipe => micro_batches as f64,
         ScheduleKind::OneFOneB => micro_batches.min(ranks - rank) as f64,
-        // Forwards of chunks before the first backward, and one more (Korthikanti et al. 2022,
-        // section 4.2.3, for rank 0).
+        // As `Schedule::interleaved` says, by the size of the first group of micro-batches.
         ScheduleKind::Interleaved => {
-            let warmup = 2 * (ranks - 1 - rank) + (chunks - 1) * ranks + 1;
-            warmup.min(chunks * micro_batches) as f64 / chunks as f64
+            let group = micro_batches.div_ceil((micro_batches / ranks).max(1));
+            let most = 2 * (ranks - 1 - rank) + (chunks - 1) * group + 1;
+            most.min(chunks * micro_batches) as f64 / chunks as f64
         }
         ScheduleKind::ZbH1 | ScheduleKind::ZbV => micro_batches.min(ranks) as f64,
     }
@@ -110,19 +120,10 @@ pub fn in_flight(
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
-
-    const WORK: Work = Work { forward: 3.0, backward_input: 3.0, backward_weight: 3.0 };
-
-    #[test]
-    fn published_bubbles() {
-        // (p - 1)(tf + tb), and 1/v of that, as in Narayanan et al. 2021, section 2.2.
-        assert_eq!(bubble(ScheduleKind::OneFOneB, 1, WORK), 9.0);
-        assert_eq!(bubble(ScheduleKind::Gpipe, 1, WORK), 9.0);
-        assert_eq!(bubble(ScheduleKind::Interleaved, 3, WORK), 3.0);
-        // (p - 1)(TF + TB - TW), as in Qi et al. 2023, table 2.
-        assert_eq!(bubble(ScheduleKind::ZbH1, 1, WORK), 3.0);
-    }
+    use crate::schedule::{simulate, Costs, Schedule};
 
     #[test]
     fn published_activations() {
@@ -134,11 +135,47 @@ mod tests {
         assert_eq!(in_flight(ScheduleKind::OneFOneB, 1, 7, 8, 64), 1.0);
     }
 
-    #[test]
-    fn stages_of_a_v() {
-        let stages = |rank| ScheduleKind::ZbV.stages_of(rank, 4, 2).collect::<Vec<_>>();
-        assert_eq!([stages(0), stages(3)], [[0, 7], [3, 4]]);
-        let stages = |rank| ScheduleKind::Interleaved.stages_of(rank, 4, 2).collect::<Vec<_>>();
-        assert_eq!([stages(0), stages(3)], [[0, 4], [3, 7]]);
+    proptest! {
+        /// Times are quarters, so that sums of them are exact.
+        #[test]
+        fn formulas_are_what_the_simulator_says(
+            kind in prop::sample::select(ScheduleKind::ALL.to_vec()),
+            ranks in 1..9usize,
+            several in 2..5usize,
+            more in 0..20usize,
+            weight in 1..8u8,
+            longer in 0..8u8,
+            longest in 0..8u8,
+        ) {
+            let chunks = match kind {
+                ScheduleKind::Interleaved => several,
+                ScheduleKind::ZbV => 2,
+                _ => 1,
+            };
+            let micro_batches = kind.fewest_micro_batches(ranks) + more;
+            let quarters = |count: u8| f64::from(count) / 4.0;
+            let costs = Costs {
+                forward: quarters(weight + longer),
+                backward_input: quarters(weight + longer + longest),
+                backward_weight: quarters(weight),
+                send: 0.0,
+            };
+            let schedule = Schedule::named(kind.name(), ranks, chunks, micro_batches).unwrap();
+            let timeline = simulate(&schedule, &costs).unwrap();
+            let times = |count: usize| Work {
+                forward: count as f64 * costs.forward,
+                backward_input: count as f64 * costs.backward_input,
+                backward_weight: count as f64 * costs.backward_weight,
+            };
+            let idle = bubble(kind, chunks, times(chunks * (ranks - 1)));
+            prop_assert_eq!(timeline.total(), times(chunks * micro_batches).total() + idle);
+            for rank in 0..ranks {
+                let stages: Vec<_> = kind.stages_of(rank, ranks, chunks).collect();
+                prop_assert_eq!(stages, schedule.stages_of(rank));
+                let held = in_flight(kind, chunks, rank, ranks, micro_batches);
+                let simulated = timeline.peak_activations(rank) as f64 / chunks as f64;
+                prop_assert_eq!(held, simulated);
+            }
+        }
     }
 }

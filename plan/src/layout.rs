@@ -103,17 +103,20 @@ impl Layout {
             let need = format!("{data} x {micro_batch} samples do not divide the batch of {batch}");
             return Some(need);
         }
-        let micro_batches = self.micro_batches(batch);
+        let (micro_batches, name) = (self.micro_batches(batch), self.schedule.name());
+        let fewest = self.schedule.fewest_micro_batches(pipeline);
+        if micro_batches < fewest {
+            return Some(format!(
+                "{name} takes {fewest} micro-batches or more, not {micro_batches}"
+            ));
+        }
         match self.schedule {
             ScheduleKind::Interleaved if chunks < 2 => {
                 Some("interleaved takes 2 chunks or more".into())
             }
-            ScheduleKind::Interleaved if !micro_batches.is_multiple_of(pipeline) => Some(format!(
-                "interleaved takes a multiple of {pipeline} micro-batches, not {micro_batches}"
-            )),
             ScheduleKind::ZbV if chunks != 2 => Some("zb-v takes 2 chunks".into()),
             ScheduleKind::Gpipe | ScheduleKind::OneFOneB | ScheduleKind::ZbH1 if chunks != 1 => {
-                Some(format!("{} takes 1 chunk", self.schedule.name()))
+                Some(format!("{name} takes 1 chunk"))
             }
             _ => None,
         }

@@ -16,18 +16,17 @@ pub(crate) fn partition(model: &Model, stages: usize) -> Vec<Range<usize>> {
     }
     let mut ranges = Vec::with_capacity(stages);
     let mut start = 0;
-    for stage in 1..=stages {
+    for stage in 1..stages {
         let latest = layers - (stages - stage);
         let share = sum * stage as f64 / stages as f64;
-        let after = sums.partition_point(|&sum| sum < share);
-        let closest = match after > 0 && share - sums[after - 1] < sums[after] - share {
-            true => after - 1,
-            false => after,
-        };
-        let end = if stage == stages { layers } else { closest.clamp(start + 1, latest) };
+        let after = sums.partition_point(|&sum| sum < share).min(layers);
+        let is_before_closer = after > 0 && share - sums[after - 1] < sums[after] - share;
+        let closest = if is_before_closer { after - 1 } else { after };
+        let end = closest.clamp(start + 1, latest);
         ranges.push(start..end);
         start = end;
     }
+    ranges.push(start..layers);
     ranges
 }
 

@@ -1,5 +1,7 @@
 //! What a layout is predicted to need: the time of a step, memory, and bytes on links.
 
+use std::ops::Range;
+
 use serde::Serialize;
 
 use crate::bubble::{bubble, in_flight, ScheduleKind, Work};
@@ -124,8 +126,8 @@ pub struct Prediction {
 pub fn predict(task: &Task, layout: &Layout) -> Result<Prediction> {
     layout.check(&task.model, task.batch)?;
     let costs = Costs::new(&task.model, &task.cluster, &task.training, layout);
-    let pipeline = Stages::new(task, layout, &costs);
-    Ok(pipeline.predict(task, layout, &costs))
+    let stages = Stages::new(task, layout, &costs, &partition(&task.model, layout.stages()));
+    Ok(stages.predict(task, layout, &costs))
 }
 
 /// The stages of a layout's ranks; the same for all stages of ZeRO.
@@ -140,8 +142,8 @@ pub(crate) struct Stages {
 }
 
 impl Stages {
-    pub fn new(task: &Task, layout: &Layout, costs: &Costs) -> Self {
-        let ranges = partition(&task.model, layout.stages());
+    /// `ranges` are the layers of each stage.
+    pub fn new(task: &Task, layout: &Layout, costs: &Costs, ranges: &[Range<usize>]) -> Self {
         let group = neighbours(&task.cluster, layout);
         let (mut send, mut sent_bytes, mut hop) = (0.0_f64, 0.0_f64, 0.0_f64);
         let rank = |rank| {

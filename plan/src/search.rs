@@ -1,11 +1,13 @@
 //! All layouts of so many ranks, by predicted time.
 
 use std::cmp::Ordering;
+use std::collections::BTreeMap;
 
 use crate::bubble::ScheduleKind;
 use crate::cost::Costs;
 use crate::error::{Error, Result};
 use crate::layout::{Layout, Recompute, Wanted};
+use crate::partition::partition;
 use crate::prediction::{Prediction, Stages};
 use crate::task::Task;
 
@@ -53,12 +55,17 @@ pub fn search(task: &Task, ranks: usize, wanted: &Wanted, top: usize) -> Result<
     let (mut tried, mut fit) = (0, 0);
     let mut smallest: Option<Candidate> = None;
     let mut best: Vec<Candidate> = Vec::new();
+    // By the number of stages.
+    let mut partitions = BTreeMap::new();
     for mesh in meshes(task, ranks, &wanted) {
         let mut candidates = Vec::new();
         for split in splits(task, &mesh, &wanted) {
             let costs = Costs::new(&task.model, &task.cluster, &task.training, &split);
             for scheduled in schedules(task, &split, &wanted) {
-                let stages = Stages::new(task, &scheduled, &costs);
+                let count = scheduled.stages();
+                let ranges =
+                    partitions.entry(count).or_insert_with(|| partition(&task.model, count));
+                let stages = Stages::new(task, &scheduled, &costs, ranges);
                 for zero in choices(wanted.zero, if mesh.data > 1 { 0..=3 } else { 0..=0 }) {
                     let layout = Layout { zero, ..scheduled };
                     tried += 1;
