@@ -23,6 +23,8 @@ pub struct Cli {
 pub enum Command {
     /// Prints measured runs beside what is predicted for them
     Compare(CompareArgs),
+    /// Draws when each rank of a pipeline computes what; without a name, a table of all schedules
+    Schedule(ScheduleArgs),
 }
 
 #[derive(Args)]
@@ -108,6 +110,33 @@ pub struct CompareArgs {
     /// Prints all numbers as JSON
     #[arg(long)]
     pub json: bool,
+}
+
+#[derive(Args)]
+pub struct ScheduleArgs {
+    #[arg(value_name = "NAME", value_parser = schedule())]
+    pub schedule: Option<ScheduleKind>,
+    /// Ranks of the pipeline
+    #[arg(long, value_name = "N", value_parser = count())]
+    pub pp: usize,
+    /// Micro-batches of a step
+    #[arg(long, value_name = "N", value_parser = count())]
+    pub micro_batches: usize,
+    /// Stages on each rank of an interleaved schedule
+    #[arg(long, value_name = "N", default_value = "2", value_parser = count())]
+    pub chunks: usize,
+    /// Time of the forward of all that a rank has, in any unit
+    #[arg(long, value_name = "TIME", default_value = "1")]
+    pub forward: f64,
+    /// Time of the gradients of inputs
+    #[arg(long, value_name = "TIME", default_value = "1")]
+    pub backward_input: f64,
+    /// Time of the gradients of weights
+    #[arg(long, value_name = "TIME", default_value = "1")]
+    pub backward_weight: f64,
+    /// Time from a send until what was sent is there
+    #[arg(long, value_name = "TIME", default_value = "0")]
+    pub send: f64,
 }
 
 fn count() -> impl TypedValueParser<Value = usize> {

@@ -141,8 +141,8 @@ impl Group {
         if self.size == 1 || bytes == 0.0 {
             return 0.0;
         }
-        let steps = (self.size as f64).log2().ceil();
-        self.half_bytes(bytes) / self.link.bandwidth + steps * self.link.latency
+        let steps = usize::BITS - (self.size - 1).leading_zeros();
+        self.half_bytes(bytes) / self.link.bandwidth + f64::from(steps) * self.link.latency
     }
 
     /// Seconds of an all-reduce of `bytes`.

@@ -5,12 +5,12 @@
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The text is no JSON, or a field is missing, unknown, or of another type.
-    #[error("{field}: {source}")]
+    #[error("{field}: {reason}")]
     Json {
         /// The path to the field, as `transformer.hidden`.
         field: String,
         /// What is wrong, with line and column.
-        source: serde_json::Error,
+        reason: serde_json::Error,
     },
     /// A field has a value that cannot be.
     #[error("{field} is {value}: {need}")]

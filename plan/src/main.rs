@@ -11,14 +11,16 @@ use std::process::ExitCode;
 
 use anyhow::{bail, Context};
 use clap::Parser;
+use flow_plan::schedule::{self, Schedule};
 use flow_plan::{compare, search, Task};
 
-use cli::{Cli, Command, CompareArgs, PlanArgs};
+use cli::{Cli, Command, CompareArgs, PlanArgs, ScheduleArgs};
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let output = match &cli.command {
         Some(Command::Compare(args)) => compare_output(args),
+        Some(Command::Schedule(args)) => schedule_output(args),
         None => plan_output(&cli.plan),
     };
     match output {
@@ -72,6 +74,23 @@ fn compare_output(args: &CompareArgs) -> anyhow::Result<String> {
         return Ok(serde_json::to_string_pretty(&comparisons)? + "\n");
     }
     Ok(table::comparisons(&source, &comparisons))
+}
+
+fn schedule_output(args: &ScheduleArgs) -> anyhow::Result<String> {
+    let ScheduleArgs { pp, micro_batches, chunks, .. } = *args;
+    let costs = |stages: f64| schedule::Costs {
+        forward: args.forward / stages,
+        backward_input: args.backward_input / stages,
+        backward_weight: args.backward_weight / stages,
+        send: args.send,
+    };
+    let Some(kind) = args.schedule else {
+        return Ok(schedule::table(pp, chunks, micro_batches, &costs(1.0))?);
+    };
+    let named = Schedule::named(kind.name(), pp, chunks, micro_batches)?;
+    let stages = named.stages() / named.ranks();
+    let timeline = schedule::simulate(&named, &costs(stages as f64))?;
+    Ok(schedule::picture(&timeline))
 }
 
 /// The files that a fault may be in.

@@ -48,7 +48,7 @@ pub struct Task {
 /// A model in JSON: its shape as a transformer, or its layers.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct TaskFile {
+struct TaskFile {
     #[serde(default)]
     transformer: Option<Transformer>,
     #[serde(default)]
@@ -124,9 +124,13 @@ impl Cluster {
 pub(crate) fn from_json<T: DeserializeOwned>(text: &str) -> Result<T> {
     let mut deserializer = serde_json::Deserializer::from_str(text);
     let value = serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
-        let field = error.path().to_string();
-        Error::Json { field, source: error.into_inner() }
+        let field = match error.path().to_string().as_str() {
+            "." => "top level".to_owned(),
+            path => path.to_owned(),
+        };
+        Error::Json { field, reason: error.into_inner() }
     })?;
-    deserializer.end().map_err(|source| Error::Json { field: "after the end".into(), source })?;
+    let end = deserializer.end();
+    end.map_err(|reason| Error::Json { field: "after the end".into(), reason })?;
     Ok(value)
 }
