@@ -47,7 +47,7 @@ mod tests {
         // An embedding, 8 blocks, and logits of a third of a block.
         let flops = [0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.33];
         assert_eq!(partition(&model(&flops), 4), [0..3, 3..5, 5..7, 7..10]);
-        assert_eq!(partition(&model(&flops), 1), [0..10]);
+        assert_eq!(partition(&model(&flops), 1), vec![0..10; 1]);
         assert_eq!(partition(&model(&flops), 10).len(), 10);
     }
 

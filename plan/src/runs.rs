@@ -3,11 +3,11 @@
 use serde::{Deserialize, Serialize};
 
 use crate::cluster::Cluster;
-use crate::error::{Error, Result};
+use crate::error::{positive, Result};
 use crate::layout::Wanted;
-use crate::model::{Model, Transformer};
+use crate::model::{Layer, Transformer};
 use crate::prediction::{predict, Prediction};
-use crate::task::{from_json, Task};
+use crate::task::{cluster_of, from_json, model_of, Task};
 use crate::training::Training;
 
 /// Measured runs on one cluster, in JSON.
@@ -16,7 +16,6 @@ use crate::training::Training;
 struct RunsFile {
     /// Where the numbers are from.
     source: String,
-    #[serde(default)]
     cluster: Option<Cluster>,
     #[serde(default)]
     training: Training,
@@ -27,7 +26,9 @@ struct RunsFile {
 #[serde(deny_unknown_fields)]
 struct RunFile {
     name: String,
-    transformer: Transformer,
+    transformer: Option<Transformer>,
+    layers: Option<Vec<Layer>>,
+    tensor_parallel: Option<usize>,
     batch: usize,
     /// What is left out is 1, no ZeRO, 1f1b, and no recomputation.
     layout: Wanted,
@@ -63,23 +64,18 @@ pub struct Comparison {
 /// the text of a cluster's own JSON; without it, the file has one.
 ///
 /// # Errors
-/// [`Error::Json`] and [`Error::Field`], which name the field, and [`Error::Layout`].
+/// As of [`Task::from_json`] and [`predict`].
 pub fn compare(runs: &str, cluster: Option<&str>) -> Result<(String, Vec<Comparison>)> {
     let file: RunsFile = from_json(runs)?;
     file.training.check()?;
-    let cluster = match cluster {
-        Some(text) => Some(Cluster::from_json(text)?),
-        None => file.cluster,
-    };
-    let Some(cluster) = cluster else {
-        let need = "give the machines in the file of the runs, or in one of their own";
-        return Err(Error::Field { field: "cluster", value: "missing".into(), need });
-    };
-    cluster.check()?;
+    let cluster = cluster_of(cluster, file.cluster)?;
     let comparison = |run: RunFile| {
-        let model = Model::transformer(&run.transformer, file.training.element)?;
+        let element = file.training.element;
+        let model = model_of(run.transformer, run.layers, run.tensor_parallel, element)?;
         let (batch, cluster) = (run.batch, cluster.clone());
         let task = Task { model, batch, cluster, training: file.training, layout: run.layout };
+        let (Measured::Seconds(number) | Measured::Teraflops(number)) = run.measured;
+        positive("runs[].measured", number)?;
         let prediction = predict(&task, &run.layout.filled())?;
         let (predicted, error) = match run.measured {
             Measured::Seconds(seconds) => (prediction.time.step, prediction.time.step / seconds),

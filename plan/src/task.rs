@@ -49,15 +49,10 @@ pub struct Task {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct TaskFile {
-    #[serde(default)]
     transformer: Option<Transformer>,
-    #[serde(default)]
     layers: Option<Vec<Layer>>,
-    /// Tensor parallelism of `layers` must divide this; 1 if left out.
-    #[serde(default)]
     tensor_parallel: Option<usize>,
     batch: usize,
-    #[serde(default)]
     cluster: Option<Cluster>,
     #[serde(default)]
     training: Training,
@@ -73,38 +68,48 @@ impl Task {
     /// [`Error::Json`] and [`Error::Field`], which name the field.
     pub fn from_json(model: &str, cluster: Option<&str>) -> Result<Self> {
         let file: TaskFile = from_json(model)?;
-        file.training.check()?;
-        let cluster = match cluster {
-            Some(text) => Some(Cluster::from_json(text)?),
-            None => file.cluster,
-        };
-        let Some(cluster) = cluster else {
-            let need = "give the machines in the model's file, or in one of their own";
-            return Err(Error::Field { field: "cluster", value: "missing".into(), need });
-        };
-        cluster.check()?;
-        let model = match (file.transformer, file.layers) {
-            (Some(shape), None) => {
-                if file.tensor_parallel.is_some() {
-                    let need = "leave it out: it is the number of heads of a transformer";
-                    let value = "given".into();
-                    return Err(Error::Field { field: "tensor_parallel", value, need });
-                }
-                Model::transformer(&shape, file.training.element)?
-            }
-            (None, Some(layers)) => Model::new(&layers, file.tensor_parallel.unwrap_or(1))?,
-            (given, _) => {
-                let value = if given.is_some() { "given beside layers" } else { "missing" };
-                let need = "give either `transformer` or `layers`";
-                return Err(Error::Field { field: "transformer", value: value.into(), need });
-            }
-        };
-        if file.batch == 0 {
+        let TaskFile { transformer, layers, tensor_parallel, batch, training, layout, .. } = file;
+        training.check()?;
+        let cluster = cluster_of(cluster, file.cluster)?;
+        let model = model_of(transformer, layers, tensor_parallel, training.element)?;
+        if batch == 0 {
             let need = "give the samples of a step";
             return Err(Error::Field { field: "batch", value: "0".into(), need });
         }
-        let TaskFile { batch, training, layout, .. } = file;
         Ok(Self { model, batch, cluster, training, layout })
+    }
+}
+
+/// The cluster of this JSON, else the one of the file.
+pub(crate) fn cluster_of(text: Option<&str>, own: Option<Cluster>) -> Result<Cluster> {
+    let given = text.map(from_json).transpose()?;
+    let Some(cluster) = given.or(own) else {
+        let need = "give the machines in this file, or in one of their own";
+        return Err(Error::Field { field: "cluster", value: "missing".into(), need });
+    };
+    cluster.check()?;
+    Ok(cluster)
+}
+
+/// A model by its shape or by its layers, whichever is given.
+pub(crate) fn model_of(
+    transformer: Option<Transformer>,
+    layers: Option<Vec<Layer>>,
+    tensor_parallel: Option<usize>,
+    element: f64,
+) -> Result<Model> {
+    let invalid = |field, value: &str, need| Err(Error::Field { field, value: value.into(), need });
+    match (transformer, layers, tensor_parallel) {
+        (Some(shape), None, None) => Model::transformer(&shape, element),
+        (None, Some(layers), most) => Model::new(&layers, most.unwrap_or(1)),
+        (Some(_), None, Some(_)) => {
+            let need = "leave it out: for a transformer it is the number of heads";
+            invalid("tensor_parallel", "given", need)
+        }
+        (Some(_), Some(_), _) => {
+            invalid("layers", "given beside `transformer`", "give one of the two")
+        }
+        (None, None, _) => invalid("transformer", "missing", "give `transformer` or `layers`"),
     }
 }
 
@@ -114,9 +119,7 @@ impl Cluster {
     /// # Errors
     /// [`Error::Json`] and [`Error::Field`], which name the field.
     pub fn from_json(text: &str) -> Result<Self> {
-        let cluster: Self = from_json(text)?;
-        cluster.check()?;
-        Ok(cluster)
+        cluster_of(Some(text), None)
     }
 }
 
