@@ -2,7 +2,6 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
-
 use super::action::Action::{self, *};
 use super::definition::Schedule;
 use super::error::{Error, Result};
