@@ -82,8 +82,10 @@ impl Schedule {
     /// both on rank 0.
     ///
     /// From its first computation to its last a rank is never idle, if the forward, the gradients
-    /// of inputs and those of weights take the same time, and m >= 2 p - 1. Each rank holds at most
-    /// 2 p activations of a stage: as much as rank 0 in 1F1B, whose stages are twice as large.
+    /// of inputs and those of weights take the same time, and m >= 2 p - 1. Then the whole step
+    /// takes (p - 1) B longer than the work of a rank, where B is the time of a stage's gradients of
+    /// inputs. Each rank holds at most 2 p activations of a stage: as much as rank 0 in 1F1B, whose
+    /// stages are twice as large.
     ///
     /// # Errors
     /// A count of 0, or more than 2^24 computations.

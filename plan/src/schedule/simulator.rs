@@ -128,8 +128,11 @@ pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Timeline> {
         costs,
         ranks: (0..schedule.ranks()).map(|_| Rank::default()).collect(),
         channels: HashMap::new(),
+        awake: (0..schedule.ranks()).collect(),
     };
-    while simulation.advance()? {}
+    while let Some(rank) = simulation.awake.pop() {
+        simulation.run(rank)?;
+    }
     simulation.check_finished()?;
     let (intervals, peak_activations) =
         simulation.ranks.into_iter().map(|rank| (rank.intervals, rank.peak)).unzip();
@@ -156,21 +159,19 @@ struct Simulation<'a> {
     ranks: Vec<Rank>,
     /// What is on its way from one rank to another, with the time when it is there.
     channels: HashMap<(usize, usize), VecDeque<(Action, f64)>>,
+    /// Ranks that can perhaps go on: something has been sent to them since they had to wait.
+    awake: Vec<usize>,
 }
 
 impl Simulation<'_> {
-    /// Each rank goes on until it has to wait. Whether any has done something.
-    fn advance(&mut self) -> Result<bool> {
-        let mut advanced = false;
-        for rank in 0..self.ranks.len() {
-            while let Some(&action) = self.schedule.actions(rank).get(self.ranks[rank].next) {
-                if !self.act(rank, action)? {
-                    break;
-                }
-                advanced = true;
+    /// The rank goes on until it has to wait.
+    fn run(&mut self, rank: usize) -> Result<()> {
+        while let Some(&action) = self.schedule.actions(rank).get(self.ranks[rank].next) {
+            if !self.act(rank, action)? {
+                break;
             }
         }
-        Ok(advanced)
+        Ok(())
     }
 
     /// Whether the rank could do this action now, and has done it.
@@ -183,6 +184,7 @@ impl Simulation<'_> {
             let to = self.schedule.rank_of(receive.stage());
             let channel = self.channels.entry((rank, to)).or_default();
             channel.push_back((receive, state.now + self.costs.send));
+            self.awake.push(to);
         } else if let Some(send) = action.send() {
             let from = self.schedule.rank_of(send.stage());
             match self.channels.entry((from, rank)).or_default().pop_front() {

@@ -82,8 +82,24 @@ proptest! {
                 let span = intervals.last().unwrap().end - intervals[0].start;
                 prop_assert_eq!(span, (2 * m) as f64 * work(&costs));
             }
-            prop_assert_eq!(timeline.total(), (2 * m) as f64 * work(&costs) + (p - 1) as f64);
+        }
+    }
+
+    #[test]
+    fn zb_v_holds_as_much_on_all_ranks_as_1f1b_on_rank_0(
+        p in 1..9usize,
+        m in 1..40usize,
+        costs in costs(),
+    ) {
+        let timeline = simulate(&Schedule::zb_v(p, m).unwrap(), &costs).unwrap();
+        let Costs { forward, backward_input, backward_weight, .. } = costs;
+        if m >= 2 * p - 1 {
             prop_assert_eq!(peaks(&timeline), vec![2 * p; p]);
+            if backward_weight <= forward && forward <= backward_input {
+                let hop = backward_input.max(2.0 * (backward_input - backward_weight));
+                let expected = (2 * m) as f64 * work(&costs) + (p - 1) as f64 * hop;
+                prop_assert_eq!(timeline.total(), expected);
+            }
         } else {
             prop_assert!(peaks(&timeline).into_iter().all(|peak| peak <= 2 * p.min(m)));
         }
