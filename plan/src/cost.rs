@@ -88,12 +88,7 @@ impl Costs {
     /// The costs of a stage of these layers.
     pub fn of(&self, layers: Range<usize>) -> Cost {
         let mut sum = Cost::default();
-        let with_first = layers.start == 0;
         self.layers[layers].iter().for_each(|cost| sum.add(cost));
-        if with_first {
-            sum.parameters -= sum.tied_parameters;
-            sum.tied_parameters = 0.0;
-        }
         sum
     }
 

@@ -2,7 +2,7 @@
 
 use flow_plan::{Cluster, Prediction, Traffic};
 
-use crate::table::{aligned, bytes, percent, seconds, significant};
+use crate::table::{aligned, bytes, operations, percent, seconds};
 
 /// A layout's time, memory and traffic, part by part.
 pub fn prediction(plan: &Prediction, cluster: &Cluster) -> String {
@@ -17,10 +17,10 @@ pub fn prediction(plan: &Prediction, cluster: &Cluster) -> String {
     let sends = 2 * (layout.pipeline - 1);
     let schedule = layout.schedule.name();
     let times = [
-        row("compute", time.compute, format!("{count} micro-batches, forward and backward")),
+        row("compute", time.compute, format!("forward and backward of micro-batches: {count}")),
         row("recompute", time.recompute, format!("of activations: {}", layout.recompute.name())),
         row("tp", time.tensor, format!("all-reduces of {} ranks", layout.tensor)),
-        row("pp", time.pipeline, format!("sends of {count} micro-batches, and {sends} hops")),
+        row("pp", time.pipeline, format!("sends of micro-batches: {count}; hops: {sends}")),
         row("dp", time.data, format!("gradients of {} ranks, ZeRO {}", layout.data, layout.zero)),
         row("optimizer", time.optimizer, "reads and writes its state once".into()),
         row(
@@ -53,11 +53,11 @@ pub fn prediction(plan: &Prediction, cluster: &Cluster) -> String {
         traffic("pp", &plan.pipeline_traffic, layout.pipeline),
         traffic("dp", &plan.data_traffic, layout.data),
     ];
-    let (flops, used) = (significant(plan.flops / 1e12), percent(plan.utilization));
+    let (flops, used) = (operations(plan.flops), percent(plan.utilization));
     let (step, needed) = (seconds(time.step), bytes(memory.total));
     let available = bytes(cluster.memory);
     format!(
-        "{layout}\nstep {step}: {flops} Tflop/s a rank; the model's own operations are {used} of the \
+        "{layout}\nstep {step}: {flops}flop/s a rank; the model's own operations are {used} of the \
          peak\n{}memory {needed} of {available}, on the rank that needs most\n{}sent by a rank in a \
          step\n{}",
         aligned(&times),

@@ -44,9 +44,6 @@ fn plan_output(args: &PlanArgs) -> anyhow::Result<String> {
     let task = Task::from_json(&text, cluster.as_deref());
     let task = task.with_context(|| files(model, args.cluster.as_deref()))?;
     let plans = search(&task, ranks, &args.layout.wanted(), args.top)?;
-    if args.json {
-        return Ok(serde_json::to_string_pretty(&plans.best)? + "\n");
-    }
     if plans.best.is_empty() {
         let (memory, layout) = (plans.smallest.memory.total, plans.smallest.layout);
         let (memory, available) = (table::bytes(memory), table::bytes(task.cluster.memory));
@@ -55,6 +52,9 @@ fn plan_output(args: &PlanArgs) -> anyhow::Result<String> {
              {layout}",
             plans.tried
         );
+    }
+    if args.json {
+        return Ok(serde_json::to_string_pretty(&plans.best)? + "\n");
     }
     let mut text = table::plans(&plans);
     if args.explain {

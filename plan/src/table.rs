@@ -14,7 +14,7 @@ pub fn plans(plans: &Plans) -> String {
         "ZeRO",
         "recompute",
         "SP",
-        "Tflop/s",
+        "flop/s",
         "memory",
         "tp sends",
         "pp sends",
@@ -45,7 +45,7 @@ fn row(plan: &Prediction) -> [String; 16] {
         layout.zero.to_string(),
         layout.recompute.name().into(),
         if layout.sequence_parallel { "yes" } else { "-" }.into(),
-        significant(plan.flops / 1e12),
+        operations(plan.flops),
         bytes(plan.memory.total),
         bytes(plan.tensor_traffic.bytes),
         bytes(plan.pipeline_traffic.bytes),
@@ -63,10 +63,10 @@ pub fn comparisons(source: &str, comparisons: &[Comparison]) -> String {
         let layout = &comparison.prediction.layout;
         let (measured, predicted) = match comparison.measured {
             Measured::Seconds(measured) => (seconds(measured), seconds(comparison.predicted)),
-            Measured::Teraflops(measured) => (
-                format!("{} Tflop/s", significant(measured)),
-                format!("{} Tflop/s", significant(comparison.predicted)),
-            ),
+            Measured::Teraflops(measured) => {
+                let shown = |teraflops: f64| operations(1e12 * teraflops) + "flop/s";
+                (shown(measured), shown(comparison.predicted))
+            }
         };
         rows.push([
             comparison.name.clone(),
@@ -123,6 +123,11 @@ pub fn seconds(seconds: f64) -> String {
     scaled(seconds, &[(1.0, "s"), (1e-3, "ms"), (1e-6, "us")], "s")
 }
 
+/// As `153 T`, of operations a second.
+pub fn operations(operations: f64) -> String {
+    scaled(operations, &[(1e12, "T"), (1e9, "G"), (1e6, "M")], "")
+}
+
 /// As `12.3%`.
 pub fn percent(part: f64) -> String {
     format!("{:.1}%", 100.0 * part)
@@ -137,7 +142,7 @@ fn scaled(value: f64, units: &[(f64, &str)], none: &str) -> String {
 }
 
 /// Three digits.
-pub fn significant(value: f64) -> String {
+fn significant(value: f64) -> String {
     match value {
         value if value >= 100.0 => format!("{value:.0}"),
         value if value >= 10.0 => format!("{value:.1}"),
