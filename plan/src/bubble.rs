@@ -1,5 +1,4 @@
-//! What a pipeline's schedule costs, as formulas: idle time, and how many micro-batches' activations
-//! a rank holds.
+//! What a pipeline's schedule costs, as formulas: idle time, and how many activations a rank holds.
 
 use serde::{Deserialize, Serialize};
 

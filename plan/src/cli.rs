@@ -6,9 +6,10 @@ use clap::builder::{PossibleValuesParser, RangedU64ValueParser, TypedValueParser
 use clap::{Args, Parser, Subcommand};
 use flow_plan::{Recompute, ScheduleKind, Wanted};
 
-/// Lists layouts of a training job on N ranks, the fastest first: data x tensor x pipeline parallel,
-/// micro-batch, schedule, ZeRO stage, recomputation, with predicted time, memory, traffic and idle
-/// time
+/// Lists layouts of a training job on N ranks, the fastest first
+///
+/// A layout is data x tensor x pipeline parallel, micro-batch, schedule, stage of ZeRO and
+/// recomputation. Time, memory, traffic and idle time are predicted: docs/planner.md.
 #[derive(Parser)]
 #[command(name = "flow-plan", version, term_width = 120, args_conflicts_with_subcommands = true)]
 #[command(subcommand_negates_reqs = true, infer_long_args = true)]

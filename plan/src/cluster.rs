@@ -4,7 +4,8 @@ use serde::Deserialize;
 
 use crate::error::{not_negative, positive, share, Error, Result};
 
-/// The machines that a job runs on. Ranks 0 to `ranks_per_node` - 1 are on the first node, and so on.
+/// The machines that a job runs on. The first `ranks_per_node` ranks are on the first node, and so
+/// on.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Cluster {
@@ -81,8 +82,8 @@ impl Cluster {
         not_negative("cluster.layer_overhead", self.layer_overhead)
     }
 
-    /// Each `stride`-th of `ranks` ranks, `size` of them, as the ranks of an axis of a mesh are. Where
-    /// such groups lie differently on nodes, the one that crosses nodes most counts.
+    /// Each `stride`-th of `ranks` ranks, `size` of them, as the ranks of an axis of a mesh are.
+    /// Where such groups lie differently on nodes, the one that crosses nodes most counts.
     pub(crate) fn group(&self, size: usize, stride: usize, ranks: usize) -> Group {
         let node = self.ranks_per_node;
         let on_a_node = match node.is_multiple_of(stride) {

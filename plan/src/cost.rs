@@ -16,8 +16,7 @@ pub(crate) struct Cost {
     pub tied_parameters: f64,
     /// Seconds of the forward's computing. Each half of the backward takes as long.
     pub forward: f64,
-    /// Seconds of the forward's all-reduces among ranks of tensor parallelism; the backward's are as
-    /// long.
+    /// Seconds of the forward's all-reduces of tensor parallelism; the backward's are as long.
     pub all_reduce: f64,
     /// Seconds of computing again.
     pub recompute: f64,

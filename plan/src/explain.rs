@@ -44,9 +44,12 @@ pub fn prediction(plan: &Prediction, cluster: &Cluster) -> String {
         part("activations", memory.activations, format!("recomputed: {}", layout.recompute.name())),
     ];
     let traffic = |name: &str, traffic: &Traffic, ranks: usize| {
-        let link = if traffic.crosses_nodes { "between nodes" } else { "within a node" };
-        let link = if ranks > 1 { link } else { "one rank" };
-        [format!("  {name}"), bytes(traffic.bytes), String::new(), link.into()]
+        let place = if traffic.crosses_nodes { "between nodes" } else { "within a node" };
+        let link = match ranks {
+            1 => "one rank".into(),
+            _ => format!("{ranks} ranks, {}/s {place}", bytes(traffic.bandwidth)),
+        };
+        [format!("  {name}"), bytes(traffic.bytes), link]
     };
     let links = [
         traffic("tp", &plan.tensor_traffic, layout.tensor),

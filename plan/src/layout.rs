@@ -35,7 +35,8 @@ impl Recompute {
     }
 }
 
-/// A mesh of `pipeline` x `data` x `tensor` ranks, of which the last are neighbours, and what they do.
+/// A mesh of `pipeline` x `data` x `tensor` ranks, of which the last are neighbours, and what they
+/// do.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize)]
 pub struct Layout {
     /// Ranks that share a batch.

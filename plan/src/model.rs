@@ -14,7 +14,7 @@ pub struct Layer {
     /// Parameters.
     #[serde(default)]
     pub parameters: f64,
-    /// Parameters of the first layer that this layer uses too: a copy, unless both are in one stage.
+    /// Parameters of the first layer that this layer uses too: a copy, unless both are on one rank.
     #[serde(default)]
     pub tied_parameters: f64,
     /// Floating point operations of the forward; the backward has twice as many.
@@ -145,7 +145,7 @@ impl Transformer {
             matmul_size: Some(h.min(f)),
             rows: Some(s),
             input: element * s * h,
-            // Queries, keys and values, the input of the projection; the MLP's before and after GELU.
+            // Queries, keys, values, the projection's input; the MLP's before and after GELU.
             activations: element * s * (4.0 * h + 2.0 * f),
             // Inputs of the layer norms, of attention and of the MLP; two masks.
             replicated_activations: (4.0 * element + 2.0 * mask) * s * h,
@@ -183,7 +183,7 @@ pub struct Model {
 }
 
 /// More layers than this are refused.
-const MOST_LAYERS: usize = 100_000;
+const MOST_LAYERS: usize = 10_000;
 
 impl Model {
     /// A transformer, with elements of so many bytes.
@@ -198,7 +198,7 @@ impl Model {
     /// A model of these layers. Tensor parallelism must divide `tensor_parallel`.
     ///
     /// # Errors
-    /// No layers or more than 100,000, none with operations, or a number that is negative or not
+    /// No layers or more than 10,000, none with operations, or a number that is negative or not
     /// finite.
     pub fn new(layers: &[Layer], tensor_parallel: usize) -> Result<Self> {
         let invalid = |field, value: String, need| Err(Error::Field { field, value, need });
@@ -207,7 +207,7 @@ impl Model {
             layer.check()?;
             let count = layer.repeat.unwrap_or(1);
             if count > MOST_LAYERS - all.len() {
-                return invalid("layers", count.to_string(), "give at most 100,000 layers");
+                return invalid("layers", count.to_string(), "give at most 10,000 layers");
             }
             let single = Layer { repeat: None, ..layer.clone() };
             all.extend(std::iter::repeat_n(single, count));
@@ -297,7 +297,7 @@ mod tests {
         let message = |shape| Model::transformer(&shape, 2.0).unwrap_err().to_string();
         assert!(message(gpt(0, 8, 2)).starts_with("transformer.layers is 0"));
         assert!(message(gpt(1, 8, 3)).starts_with("transformer.heads is 3"));
-        assert!(message(gpt(1 << 30, 8, 2)).contains("at most 100,000 layers"));
+        assert!(message(gpt(1 << 30, 8, 2)).contains("at most 10,000 layers"));
         let message = |layers: &[Layer]| Model::new(layers, 1).unwrap_err().to_string();
         assert!(message(&[]).contains("at least one layer computes"));
         let negative = Layer { flops: -1.0, ..Layer::default() };

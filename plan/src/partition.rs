@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use crate::model::Model;
 
-/// The layers of each of `stages` stages, which are at most as many as there are layers: each stage
-/// ends where the operations up to there come closest to its share of all, and has a layer at least.
+/// The layers of each of `stages` stages, which are at most as many as there are layers. Each stage
+/// ends where the operations up to there come closest to its share of all. It has a layer at least.
 pub(crate) fn partition(model: &Model, stages: usize) -> Vec<Range<usize>> {
     let layers = model.layers.len();
     let mut sums = vec![0.0];

@@ -60,6 +60,15 @@ pub struct Traffic {
     pub bytes: f64,
     /// Whether the ranks are on several nodes.
     pub crosses_nodes: bool,
+    /// Bytes a second of the link.
+    pub bandwidth: f64,
+}
+
+impl Traffic {
+    fn over(group: &Group, bytes: f64) -> Self {
+        let Group { crosses_nodes, link, .. } = *group;
+        Self { bytes, crosses_nodes, bandwidth: link.bandwidth }
+    }
 }
 
 /// What a part of a step's time goes to.
@@ -148,7 +157,7 @@ impl Stages {
         let (mut send, mut sent_bytes, mut hop) = (0.0_f64, 0.0_f64, 0.0_f64);
         let rank = |rank| {
             let mut sum = Cost::default();
-            // An activation and a gradient over each border: what one side sends the other receives.
+            // An activation and a gradient over each border: one side's send, the other's receive.
             let (mut seconds, mut bytes) = (0.0, 0.0);
             for stage in layout.schedule.stages_of(rank, layout.pipeline, layout.chunks) {
                 sum.add(&costs.of(ranges[stage].clone()));
@@ -211,18 +220,12 @@ impl Stages {
             micro_batches,
             time,
             memory,
-            tensor_traffic: Traffic {
-                bytes: count * slowest.reduced_bytes,
-                crosses_nodes: cluster.group(layout.tensor, 1, layout.ranks()).crosses_nodes,
-            },
-            pipeline_traffic: Traffic {
-                bytes: count * self.sent_bytes,
-                crosses_nodes: neighbours(cluster, layout).crosses_nodes,
-            },
-            data_traffic: Traffic {
-                bytes: data.bytes_once + count * data.bytes_each,
-                crosses_nodes: data.group.crosses_nodes,
-            },
+            tensor_traffic: Traffic::over(
+                &cluster.group(layout.tensor, 1, layout.ranks()),
+                count * slowest.reduced_bytes,
+            ),
+            pipeline_traffic: Traffic::over(&neighbours(cluster, layout), count * self.sent_bytes),
+            data_traffic: Traffic::over(&data.group, data.bytes_once + count * data.bytes_each),
             bubble: time.bubble / time.step,
             flops: a_second(model.flops(layout.recompute == Recompute::Full)),
             utilization: a_second(model.flops(false)) / cluster.flops,

@@ -14,6 +14,9 @@ use crate::task::Task;
 /// The most chunks that interleaved schedules are tried with.
 const MOST_CHUNKS: usize = 8;
 
+/// More ranks are refused: finding their divisors takes too long.
+const MOST_RANKS: usize = 1 << 32;
+
 /// What a search has found.
 pub struct Plans {
     /// The fastest layouts that fit in memory, the fastest first. Of the layouts of one mesh, those
@@ -28,6 +31,7 @@ pub struct Plans {
 }
 
 /// What a search keeps of a layout.
+#[derive(Clone, Copy)]
 struct Candidate {
     step: f64,
     memory: f64,
@@ -49,8 +53,11 @@ impl Candidate {
 /// `wanted` has none), and returns the `top` fastest. The same input gives the same result.
 ///
 /// # Errors
-/// No layout has the wanted parts and divides the model and the batch.
+/// No layout has the wanted parts and divides the model and the batch; 0 ranks, or more than 2^32.
 pub fn search(task: &Task, ranks: usize, wanted: &Wanted, top: usize) -> Result<Plans> {
+    if !(1..=MOST_RANKS).contains(&ranks) {
+        return Err(Error::Impossible { ranks, reason: "give 1 to 2^32 ranks".into() });
+    }
     let wanted = wanted.or(task.layout);
     let (mut tried, mut fit) = (0, 0);
     let mut smallest: Option<Candidate> = None;
@@ -72,7 +79,7 @@ pub fn search(task: &Task, ranks: usize, wanted: &Wanted, top: usize) -> Result<
                     let Prediction { time, memory, .. } = stages.predict(task, &layout, &costs);
                     let candidate = Candidate { step: time.step, memory: memory.total, layout };
                     if smallest.as_ref().is_none_or(|least| candidate.by_memory(least).is_lt()) {
-                        smallest = Some(Candidate { ..candidate });
+                        smallest = Some(candidate);
                     }
                     if memory.fits {
                         fit += 1;
@@ -107,15 +114,13 @@ fn meshes(task: &Task, ranks: usize, wanted: &Wanted) -> Vec<Layout> {
         for pipeline in divisors(ranks / tensor) {
             let data = ranks / tensor / pipeline;
             let is_wanted = |wanted: Option<usize>, size| wanted.is_none_or(|want| want == size);
-            let (some_data, some_tensor, some_pipeline) =
-                (Some(data), Some(tensor), Some(pipeline));
             let mesh = Wanted {
-                data: some_data,
-                tensor: some_tensor,
-                pipeline: some_pipeline,
+                data: Some(data),
+                tensor: Some(tensor),
+                pipeline: Some(pipeline),
                 ..Wanted::default()
-            }
-            .filled();
+            };
+            let mesh = mesh.filled();
             if is_wanted(wanted.data, data)
                 && is_wanted(wanted.tensor, tensor)
                 && is_wanted(wanted.pipeline, pipeline)

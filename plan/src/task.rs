@@ -15,7 +15,9 @@ use crate::training::Training;
 /// use flow_plan::{predict, search, Task, Wanted};
 ///
 /// let text = r#"{
-///     "transformer": { "layers": 4, "hidden": 256, "heads": 8, "sequence": 128, "vocabulary": 1024 },
+///     "transformer": {
+///         "layers": 4, "hidden": 256, "heads": 8, "sequence": 128, "vocabulary": 1024
+///     },
 ///     "batch": 32,
 ///     "cluster": {
 ///         "ranks_per_node": 8, "memory": 80e9, "flops": 312e12, "memory_bandwidth": 2e12,
@@ -72,9 +74,9 @@ impl Task {
         training.check()?;
         let cluster = cluster_of(cluster, file.cluster)?;
         let model = model_of(transformer, layers, tensor_parallel, training.element)?;
-        if batch == 0 {
-            let need = "give the samples of a step";
-            return Err(Error::Field { field: "batch", value: "0".into(), need });
+        if !(1..=1 << 32).contains(&batch) {
+            let need = "give the samples of a step, 1 to 2^32";
+            return Err(Error::Field { field: "batch", value: batch.to_string(), need });
         }
         Ok(Self { model, batch, cluster, training, layout })
     }
