@@ -1,17 +1,18 @@
-//! What a layout is predicted to need: the time of a step, memory, and bytes on links.
+//! What a layout is predicted to need: the time of a step, and bytes on links.
 
 use std::ops::Range;
 
 use serde::Serialize;
 
-use crate::bubble::{bubble, in_flight, ScheduleKind, Work};
+use crate::bubble::{bubble, ScheduleKind, Work};
 use crate::cluster::{Cluster, Group};
 use crate::cost::{Cost, Costs};
+use crate::data_parallel::DataParallel;
 use crate::error::Result;
 use crate::layout::{Layout, Recompute};
+use crate::memory::Memory;
 use crate::partition::partition;
 use crate::task::Task;
-use crate::training::Training;
 
 /// Seconds of a step, on the rank that computes most.
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -34,23 +35,6 @@ pub struct Time {
     pub cores: f64,
     /// All of these.
     pub step: f64,
-}
-
-/// Bytes of a rank, on the rank that needs most.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub struct Memory {
-    /// Weights.
-    pub weights: f64,
-    /// Gradients.
-    pub gradients: f64,
-    /// The optimizer's state.
-    pub optimizer: f64,
-    /// What is kept for the backward, and what the backward of one layer needs beside.
-    pub activations: f64,
-    /// All of these.
-    pub total: f64,
-    /// Whether the cluster's memory is enough.
-    pub fits: bool,
 }
 
 /// Bytes that a rank sends in a step, on the rank that sends most, and over which link.
@@ -191,8 +175,8 @@ impl Stages {
         let count = micro_batches as f64;
         let slowest = self.ranks.iter().max_by(|a, b| a.seconds().total_cmp(&b.seconds()));
         let slowest = slowest.copied().unwrap_or_default();
-        let memory = self.memory(layout, micro_batches, task, costs);
-        let data = DataParallel::new(self, task, layout);
+        let memory = Memory::new(&self.ranks, micro_batches, task, layout, costs);
+        let data = DataParallel::new(&self.ranks, task, layout);
 
         let hops = 2.0 * (layout.pipeline - 1) as f64 * self.hop;
         let pipeline = (1.0 - training.pipeline_overlap) * count * self.send + hops;
@@ -207,9 +191,12 @@ impl Stages {
             cores: 0.0,
             step: 0.0,
         };
-        let busy = time.compute + time.recompute + time.tensor + time.data + time.optimizer;
-        let alone = busy + time.pipeline + time.bubble;
+        let once = time.data + time.optimizer;
+        let own = time.compute + time.recompute + time.tensor + once;
+        let alone = own + time.pipeline + time.bubble;
         // Ranks that share cores fill each other's idle time.
+        let all: f64 = self.ranks.iter().map(Cost::seconds).sum();
+        let busy = count * all / layout.pipeline as f64 + once;
         time.step = alone.max(busy * cluster.ranks_per_core(layout.ranks()));
         time.cores = time.step - alone;
 
@@ -256,95 +243,11 @@ impl Stages {
             backward_weight: sum.backward_weight - slowest.backward_weight,
         }
     }
-
-    fn memory(&self, layout: &Layout, micro_batches: usize, task: &Task, costs: &Costs) -> Memory {
-        let Training { weights, gradients, optimizer, .. } = task.training;
-        let data = layout.data as f64;
-        let part = |stage: u8| if layout.zero >= stage { data } else { 1.0 };
-        // A layer's whole weights and gradients are there while the layer is computed.
-        let whole = |stage: u8| match layout.zero >= stage && layout.data > 1 {
-            true => costs.largest_layer,
-            false => 0.0,
-        };
-        let of = |(rank, cost): (usize, &Cost)| {
-            let held =
-                in_flight(layout.schedule, layout.chunks, rank, layout.pipeline, micro_batches);
-            let parameters = cost.parameters;
-            let mut memory = Memory {
-                weights: weights * (parameters / part(3) + whole(3)),
-                gradients: gradients * (parameters / part(2) + whole(2)),
-                optimizer: optimizer * parameters / part(1),
-                activations: held * cost.kept + costs.working,
-                total: 0.0,
-                fits: false,
-            };
-            memory.total =
-                memory.weights + memory.gradients + memory.optimizer + memory.activations;
-            memory.fits = memory.total <= task.cluster.memory;
-            memory
-        };
-        let all = self.ranks.iter().enumerate().map(of);
-        all.max_by(|a, b| a.total.total_cmp(&b.total)).unwrap_or_else(|| of((0, &Cost::default())))
-    }
 }
 
 /// The ranks of an axis of stages.
 fn neighbours(cluster: &Cluster, layout: &Layout) -> Group {
     cluster.group(layout.pipeline, layout.data * layout.tensor, layout.ranks())
-}
-
-/// What data parallelism adds to a step, for the rank with the most parameters.
-struct DataParallel {
-    group: Group,
-    /// Once in a step: seconds and bytes.
-    once: f64,
-    bytes_once: f64,
-    /// For each micro-batch.
-    each: f64,
-    bytes_each: f64,
-    optimizer: f64,
-    /// Whether ZeRO pays with time for memory.
-    for_memory: bool,
-}
-
-impl DataParallel {
-    fn new(stages: &Stages, task: &Task, layout: &Layout) -> Self {
-        let group = task.cluster.group(layout.data, layout.tensor, layout.ranks());
-        let Training { weights, gradients, optimizer, .. } = task.training;
-        let parameters = stages.ranks.iter().map(|cost| cost.parameters).fold(0.0, f64::max);
-        let (weight_bytes, gradient_bytes) = (weights * parameters, gradients * parameters);
-        // What is reduced or gathered once in a step, and for each micro-batch (Rajbhandari et al.
-        // 2020, section 7): gradients of ZeRO 2 and 3 are not kept whole until the end of a step.
-        let (once, each) = match layout.zero {
-            0 => (2.0 * gradient_bytes, 0.0),
-            1 => (gradient_bytes + weight_bytes, 0.0),
-            2 => (weight_bytes, gradient_bytes),
-            _ => (0.0, 2.0 * weight_bytes + gradient_bytes),
-        };
-        let updated = if layout.zero > 0 { parameters / layout.data as f64 } else { parameters };
-        Self {
-            group,
-            once: group.half(once),
-            bytes_once: group.half_bytes(once),
-            each: group.half(each),
-            bytes_each: group.half_bytes(each),
-            // Everything is read once and written once.
-            optimizer: 2.0 * updated * (weights + gradients + optimizer)
-                / task.cluster.memory_bandwidth,
-            for_memory: layout.zero > 1,
-        }
-    }
-
-    /// Seconds in which nothing else runs. The reduction at the end runs beside the backward of the
-    /// last micro-batch at most.
-    fn exposed(&self, count: f64, slowest: &Cost, training: &Training, layout: &Layout) -> f64 {
-        let beside = |seconds: f64, work: f64| {
-            seconds - (training.data_overlap * seconds).min(work.max(0.0))
-        };
-        let backward = slowest.seconds() - slowest.forward - slowest.all_reduce;
-        let each_beside = if layout.zero == 3 { slowest.seconds() } else { backward };
-        beside(self.once, backward) + count * beside(self.each, each_beside)
-    }
 }
 
 /// The two largest parts of a step. What ZeRO 2 and 3 move, and what is computed again, is for want
