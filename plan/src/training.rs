@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use crate::error::{not_negative, positive, share, Result};
+use crate::error::{share, Error, Result};
 
 /// How the training is done. Left out, all is as in mixed precision with Adam.
 #[derive(Clone, Copy, Debug, Deserialize)]
@@ -42,10 +42,17 @@ impl Default for Training {
 
 impl Training {
     pub(crate) fn check(&self) -> Result<()> {
-        positive("training.element", self.element)?;
-        positive("training.weights", self.weights)?;
-        positive("training.gradients", self.gradients)?;
-        not_negative("training.optimizer", self.optimizer)?;
+        let bytes = |field, value: f64| match (0.0..=1024.0).contains(&value) {
+            true => Ok(()),
+            false => {
+                let need = "give a number of bytes from 0 to 1024";
+                Err(Error::Field { field, value: value.to_string(), need })
+            }
+        };
+        bytes("training.element", self.element)?;
+        bytes("training.weights", self.weights)?;
+        bytes("training.gradients", self.gradients)?;
+        bytes("training.optimizer", self.optimizer)?;
         share("training.data_overlap", self.data_overlap)?;
         share("training.pipeline_overlap", self.pipeline_overlap)
     }

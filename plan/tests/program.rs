@@ -95,6 +95,12 @@ fn the_layout_of_the_issue_is_possible() {
 }
 
 #[test]
+fn a_model_may_have_its_cluster() {
+    let text = output("plan/models/gpt.json --ranks 8 --top 3");
+    assert_eq!(text.lines().count(), 5, "{text}");
+}
+
+#[test]
 fn ten_thousand_ranks() {
     let (_folder, path) = file(
         r#"{ "transformer": { "layers": 96, "hidden": 12288, "heads": 96, "sequence": 2048,

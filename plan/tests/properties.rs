@@ -129,6 +129,45 @@ proptest! {
     }
 }
 
+proptest! {
+    /// However large or small the numbers are, there is a prediction or an error.
+    #[test]
+    fn no_numbers_panic(
+        heads in 1..5usize,
+        sizes in prop::collection::vec(
+            prop::sample::select(vec![1usize, 2, 3, 7, 12, 1 << 20, 1 << 28]),
+            8,
+        ),
+        numbers in prop::collection::vec(
+            prop::sample::select(vec![1e-300, 0.5, 1.0, 3e9, 1e15, 1e300]),
+            7,
+        ),
+        layers in 1..9usize,
+        share in prop::sample::select(vec![1e-300, 0.5, 1.0]),
+    ) {
+        let text = serde_json::json!({
+            "transformer": {
+                "layers": layers, "hidden": heads * sizes[0], "heads": heads,
+                "sequence": sizes[1], "vocabulary": sizes[2], "mlp": sizes[3],
+            },
+            "batch": sizes[4],
+            "training": { "element": share, "optimizer": 1024.0 * share },
+            "cluster": {
+                "ranks_per_node": sizes[5], "concurrent_ranks": sizes[6],
+                "memory": numbers[0], "flops": numbers[1], "memory_bandwidth": numbers[2],
+                "matmul": { "peak_share": share, "half_size": numbers[3] },
+                "intra_node": { "bandwidth": numbers[4], "latency": numbers[6] },
+                "inter_node": { "bandwidth": numbers[5], "latency": numbers[6] },
+            },
+        });
+        let task = Task::from_json(&text.to_string(), None).unwrap();
+        match search(&task, sizes[7], &Wanted::default(), 3) {
+            Ok(plans) => prop_assert!(plans.best.len() <= plans.fit && plans.fit <= plans.tried),
+            Err(error) => prop_assert!(error.to_string().contains("is possible"), "{error}"),
+        }
+    }
+}
+
 /// With cores for two ranks, eight ranks are not faster than two, and idle time is used by others.
 #[test]
 fn ranks_that_share_cores_are_no_faster() {
