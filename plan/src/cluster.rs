@@ -1,0 +1,194 @@
+//! The machines: what a rank computes and moves in a second, and how ranks are connected.
+
+use serde::Deserialize;
+
+use crate::error::{not_negative, positive, share, Error, Result};
+
+/// The machines that a job runs on. The first `ranks_per_node` ranks are on the first node, and so
+/// on.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Cluster {
+    /// Ranks (GPUs) of a node.
+    pub ranks_per_node: usize,
+    /// Bytes that a rank may use.
+    pub memory: f64,
+    /// Floating point operations a second of a rank, at best.
+    pub flops: f64,
+    /// How much of `flops` matrix products reach.
+    pub matmul: Efficiency,
+    /// Bytes a second between a rank and its memory.
+    pub memory_bandwidth: f64,
+    /// Between ranks of a node.
+    pub intra_node: Link,
+    /// Between nodes: the bandwidth is what each rank of a node has if all of them send.
+    pub inter_node: Link,
+    /// Ranks of a node that compute at once: all of them, unless ranks share cores.
+    pub concurrent_ranks: Option<usize>,
+    /// Seconds that a layer's forward takes besides: starting its operations.
+    #[serde(default)]
+    pub layer_overhead: f64,
+}
+
+/// The share of the peak that a matrix product reaches: `peak_share * size / (size + half_size)`,
+/// where `size` is the smallest of its three dimensions on a rank.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Efficiency {
+    /// The share that very large products reach, above 0 and at most 1.
+    pub peak_share: f64,
+    /// The size that reaches half of it; 0: all sizes reach the same.
+    pub half_size: f64,
+}
+
+impl Efficiency {
+    /// The share of the peak for a product whose smallest dimension is `size`.
+    pub fn of(&self, size: f64) -> f64 {
+        self.peak_share * size / (size + self.half_size)
+    }
+}
+
+/// A connection.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Link {
+    /// Bytes a second that a rank sends, while it receives as many.
+    pub bandwidth: f64,
+    /// Seconds that a message of a few bytes takes.
+    pub latency: f64,
+}
+
+impl Cluster {
+    pub(crate) fn check(&self) -> Result<()> {
+        if self.ranks_per_node == 0 {
+            let need = "a node has at least 1 rank";
+            return Err(Error::Field { field: "cluster.ranks_per_node", value: "0".into(), need });
+        }
+        if let Some(value @ 0) = self.concurrent_ranks {
+            let need = "at least 1 rank of a node computes";
+            let value = value.to_string();
+            return Err(Error::Field { field: "cluster.concurrent_ranks", value, need });
+        }
+        positive("cluster.memory", self.memory)?;
+        positive("cluster.flops", self.flops)?;
+        positive("cluster.matmul.peak_share", self.matmul.peak_share)?;
+        share("cluster.matmul.peak_share", self.matmul.peak_share)?;
+        not_negative("cluster.matmul.half_size", self.matmul.half_size)?;
+        positive("cluster.memory_bandwidth", self.memory_bandwidth)?;
+        positive("cluster.intra_node.bandwidth", self.intra_node.bandwidth)?;
+        not_negative("cluster.intra_node.latency", self.intra_node.latency)?;
+        positive("cluster.inter_node.bandwidth", self.inter_node.bandwidth)?;
+        not_negative("cluster.inter_node.latency", self.inter_node.latency)?;
+        not_negative("cluster.layer_overhead", self.layer_overhead)
+    }
+
+    /// Each `stride`-th of `ranks` ranks, `size` of them, as the ranks of an axis of a mesh are.
+    /// Where such groups lie differently on nodes, the one that crosses nodes most counts.
+    pub(crate) fn group(&self, size: usize, stride: usize, ranks: usize) -> Group {
+        let node = self.ranks_per_node;
+        let on_a_node = match node.is_multiple_of(stride) {
+            _ if ranks <= node => size,
+            true => greatest_common_divisor(node / stride, size),
+            false => 1,
+        };
+        let crosses_nodes = size > on_a_node;
+        let link = match crosses_nodes {
+            false => self.intra_node,
+            // The ring enters and leaves a node once: over the connections of all its ranks there.
+            true => {
+                let shared = self.inter_node.bandwidth * on_a_node as f64;
+                let bandwidth = match on_a_node {
+                    1 => shared,
+                    _ => shared.min(self.intra_node.bandwidth),
+                };
+                Link { bandwidth, latency: self.inter_node.latency }
+            }
+        };
+        Group { size, link, crosses_nodes }
+    }
+
+    /// How many ranks of a node take turns on what one of them needs.
+    pub(crate) fn ranks_per_core(&self, ranks: usize) -> f64 {
+        let on_a_node = self.ranks_per_node.min(ranks);
+        on_a_node as f64 / self.concurrent_ranks.unwrap_or(on_a_node).min(on_a_node) as f64
+    }
+}
+
+fn greatest_common_divisor(a: usize, b: usize) -> usize {
+    match b {
+        0 => a,
+        _ => greatest_common_divisor(b, a % b),
+    }
+}
+
+/// Ranks that communicate, and the slowest link that they do it over.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Group {
+    pub size: usize,
+    pub link: Link,
+    pub crosses_nodes: bool,
+}
+
+impl Group {
+    /// Bytes that a rank sends in a reduce-scatter or an all-gather of `bytes` in all: one half of
+    /// an all-reduce (Thakur et al. 2005, "Optimization of Collective Communication Operations in
+    /// MPICH").
+    pub fn half_bytes(&self, bytes: f64) -> f64 {
+        bytes * (self.size - 1) as f64 / self.size as f64
+    }
+
+    /// Seconds of a reduce-scatter or an all-gather of `bytes` in all.
+    pub fn half(&self, bytes: f64) -> f64 {
+        if self.size == 1 || bytes == 0.0 {
+            return 0.0;
+        }
+        let steps = usize::BITS - (self.size - 1).leading_zeros();
+        self.half_bytes(bytes) / self.link.bandwidth + f64::from(steps) * self.link.latency
+    }
+
+    /// Seconds of an all-reduce of `bytes`.
+    pub fn all_reduce(&self, bytes: f64) -> f64 {
+        2.0 * self.half(bytes)
+    }
+
+    /// Seconds until the next rank has `bytes`.
+    pub fn send(&self, bytes: f64) -> f64 {
+        bytes / self.link.bandwidth + self.link.latency
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn dgx() -> Cluster {
+        let text = include_str!("../models/dgx-a100.json");
+        serde_json::from_str(text).unwrap()
+    }
+
+    #[test]
+    fn a_group_uses_the_slowest_link_on_its_way() {
+        let cluster = dgx();
+        let within = cluster.group(8, 1, 64);
+        assert!(!within.crosses_nodes);
+        assert_eq!(within.link.bandwidth, cluster.intra_node.bandwidth);
+        let across = cluster.group(6, 8, 48);
+        assert!(across.crosses_nodes);
+        assert_eq!(across.link.bandwidth, cluster.inter_node.bandwidth);
+        // Four ranks of each node are in the group: the two groups share the node's connections.
+        assert_eq!(cluster.group(32, 2, 64).link.bandwidth, 4.0 * cluster.inter_node.bandwidth);
+        // Six do not divide a node's eight: one group is ranks 6 and 7, and four of the next node.
+        assert!(cluster.group(6, 1, 24).crosses_nodes);
+        assert!(!cluster.group(6, 1, 6).crosses_nodes);
+        assert_eq!(cluster.group(1, 1, 8).all_reduce(1e9), 0.0);
+    }
+
+    #[test]
+    fn ranks_that_share_cores_take_turns() {
+        let mut cluster = dgx();
+        assert_eq!(cluster.ranks_per_core(3072), 1.0);
+        cluster.concurrent_ranks = Some(2);
+        assert_eq!(cluster.ranks_per_core(3072), 4.0);
+        assert_eq!(cluster.ranks_per_core(1), 1.0);
+    }
+}

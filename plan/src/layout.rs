@@ -1,0 +1,197 @@
+//! How a job is laid out on its ranks.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::bubble::ScheduleKind;
+use crate::error::{Error, Result};
+use crate::model::Model;
+
+/// What of the forward is computed again in the backward, so that fewer activations are kept
+/// (Korthikanti et al. 2022).
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Recompute {
+    /// Nothing.
+    None,
+    /// The scores of attention.
+    Selective,
+    /// Each layer, from its input.
+    Full,
+}
+
+impl Recompute {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::None, Self::Selective, Self::Full];
+
+    /// As on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Selective => "selective",
+            Self::Full => "full",
+        }
+    }
+}
+
+/// A mesh of `pipeline` x `data` x `tensor` ranks, of which the last are neighbours, and what they
+/// do.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize)]
+pub struct Layout {
+    /// Ranks that share a batch.
+    pub data: usize,
+    /// Ranks that share each layer.
+    pub tensor: usize,
+    /// Ranks that share the list of layers.
+    pub pipeline: usize,
+    /// Samples that pass the pipeline at once.
+    pub micro_batch: usize,
+    /// The order of forwards and backwards.
+    pub schedule: ScheduleKind,
+    /// Stages of a rank: 2 for zb-v, 2 or more for interleaved, else 1.
+    pub chunks: usize,
+    /// What the ranks of data parallelism share out (Rajbhandari et al. 2020): 0 nothing, 1 the
+    /// optimizer's state, 2 gradients too, 3 weights too.
+    pub zero: u8,
+    /// What is computed again.
+    pub recompute: Recompute,
+    /// Whether ranks of tensor parallelism share out what lies between its matrix products.
+    pub sequence_parallel: bool,
+}
+
+impl Layout {
+    /// Ranks in all.
+    pub fn ranks(&self) -> usize {
+        self.data.saturating_mul(self.tensor).saturating_mul(self.pipeline)
+    }
+
+    /// Stages of the model.
+    pub fn stages(&self) -> usize {
+        self.pipeline.saturating_mul(self.chunks)
+    }
+
+    /// How many micro-batches of a batch pass each pipeline.
+    pub fn micro_batches(&self, batch: usize) -> usize {
+        batch / (self.data * self.micro_batch)
+    }
+
+    /// Whether the layout divides the model and the batch.
+    pub(crate) fn check(&self, model: &Model, batch: usize) -> Result<()> {
+        match self.reason_against(model, batch) {
+            None => Ok(()),
+            Some(reason) => Err(Error::Layout { layout: self.to_string(), reason }),
+        }
+    }
+
+    fn reason_against(&self, model: &Model, batch: usize) -> Option<String> {
+        let Self { data, tensor, pipeline, micro_batch, chunks, .. } = *self;
+        if [data, tensor, pipeline, micro_batch, chunks].contains(&0) {
+            return Some("all sizes are at least 1".into());
+        }
+        if self.zero > 3 {
+            return Some("ZeRO stages go from 0 to 3".into());
+        }
+        if !model.tensor_parallel.is_multiple_of(tensor) {
+            let most = model.tensor_parallel;
+            return Some(format!("tensor parallelism must divide {most}, the model's heads"));
+        }
+        let (stages, layers) = (self.stages(), model.layers.len());
+        if stages > layers {
+            return Some(format!("{stages} stages are more than the model's {layers} layers"));
+        }
+        if !batch.is_multiple_of(data.saturating_mul(micro_batch)) {
+            let need = format!("{data} x {micro_batch} samples do not divide the batch of {batch}");
+            return Some(need);
+        }
+        let (micro_batches, name) = (self.micro_batches(batch), self.schedule.name());
+        let fewest = self.schedule.fewest_micro_batches(pipeline);
+        if micro_batches < fewest {
+            return Some(format!(
+                "{name} takes {fewest} micro-batches or more, not {micro_batches}"
+            ));
+        }
+        match self.schedule {
+            ScheduleKind::Interleaved if chunks < 2 => {
+                Some("interleaved takes 2 chunks or more".into())
+            }
+            ScheduleKind::ZbV if chunks != 2 => Some("zb-v takes 2 chunks".into()),
+            ScheduleKind::Gpipe | ScheduleKind::OneFOneB | ScheduleKind::ZbH1 if chunks != 1 => {
+                Some(format!("{name} takes 1 chunk"))
+            }
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for Layout {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let Self { data, tensor, pipeline, micro_batch, zero, .. } = self;
+        write!(f, "dp {data} x tp {tensor} x pp {pipeline}, micro-batch {micro_batch}, ")?;
+        write!(f, "{}", self.schedule.name())?;
+        if self.schedule == ScheduleKind::Interleaved {
+            write!(f, " x {}", self.chunks)?;
+        }
+        write!(f, ", ZeRO {zero}, recompute {}", self.recompute.name())?;
+        if self.sequence_parallel {
+            write!(f, ", sequence parallel")?;
+        }
+        Ok(())
+    }
+}
+
+/// The parts of a layout that are given; the others are searched for.
+#[derive(Clone, Copy, Default, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Wanted {
+    /// As [`Layout::data`].
+    pub data: Option<usize>,
+    /// As [`Layout::tensor`].
+    pub tensor: Option<usize>,
+    /// As [`Layout::pipeline`].
+    pub pipeline: Option<usize>,
+    /// As [`Layout::micro_batch`].
+    pub micro_batch: Option<usize>,
+    /// As [`Layout::schedule`].
+    pub schedule: Option<ScheduleKind>,
+    /// As [`Layout::chunks`].
+    pub chunks: Option<usize>,
+    /// As [`Layout::zero`].
+    pub zero: Option<u8>,
+    /// As [`Layout::recompute`].
+    pub recompute: Option<Recompute>,
+    /// As [`Layout::sequence_parallel`].
+    pub sequence_parallel: Option<bool>,
+}
+
+impl Wanted {
+    /// These parts, and those of `other` that are not given here.
+    pub fn or(self, other: Self) -> Self {
+        Self {
+            data: self.data.or(other.data),
+            tensor: self.tensor.or(other.tensor),
+            pipeline: self.pipeline.or(other.pipeline),
+            micro_batch: self.micro_batch.or(other.micro_batch),
+            schedule: self.schedule.or(other.schedule),
+            chunks: self.chunks.or(other.chunks),
+            zero: self.zero.or(other.zero),
+            recompute: self.recompute.or(other.recompute),
+            sequence_parallel: self.sequence_parallel.or(other.sequence_parallel),
+        }
+    }
+
+    /// The layout of these parts. What is not given is 1, 1f1b, or nothing.
+    pub fn filled(self) -> Layout {
+        Layout {
+            data: self.data.unwrap_or(1),
+            tensor: self.tensor.unwrap_or(1),
+            pipeline: self.pipeline.unwrap_or(1),
+            micro_batch: self.micro_batch.unwrap_or(1),
+            schedule: self.schedule.unwrap_or(ScheduleKind::OneFOneB),
+            chunks: self.chunks.unwrap_or(1),
+            zero: self.zero.unwrap_or(0),
+            recompute: self.recompute.unwrap_or(Recompute::None),
+            sequence_parallel: self.sequence_parallel.unwrap_or(false),
+        }
+    }
+}

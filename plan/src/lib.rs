@@ -1,0 +1,33 @@
+//! How a job is spread over its ranks, as pure functions: no process, no tensor, no I/O.
+//!
+//! [`schedule`] says what each rank of a pipeline does, and when. The planner is the rest: from a
+//! model, a cluster and a batch ([`Task`]) it predicts what a [`Layout`] needs ([`predict`]) and
+//! finds the fastest ones ([`search`]). The program `flow-plan` prints what these return.
+
+pub mod bubble;
+mod cluster;
+mod cost;
+mod data_parallel;
+mod error;
+mod layout;
+mod memory;
+mod model;
+mod partition;
+mod prediction;
+mod runs;
+pub mod schedule;
+mod search;
+mod task;
+mod training;
+
+pub use bubble::ScheduleKind;
+pub use cluster::{Cluster, Efficiency, Link};
+pub use error::{Error, Result};
+pub use layout::{Layout, Recompute, Wanted};
+pub use memory::Memory;
+pub use model::{Layer, Model, Transformer};
+pub use prediction::{predict, Limit, Part, Prediction, Time, Traffic};
+pub use runs::{compare, Comparison, Measured};
+pub use search::{search, Plans};
+pub use task::Task;
+pub use training::Training;

@@ -1,0 +1,306 @@
+//! The model as a list of layers: what each needs of a rank for one sample.
+
+use serde::Deserialize;
+
+use crate::error::{not_negative, Error, Result};
+
+/// A layer, or several equal ones. Bytes and operations are those of one sample, before tensor
+/// parallelism splits them.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Layer {
+    /// How often the layer follows itself; 1 if left out.
+    pub repeat: Option<usize>,
+    /// Parameters.
+    #[serde(default)]
+    pub parameters: f64,
+    /// Parameters of the first layer that this layer uses too: a copy, unless both are on one rank.
+    #[serde(default)]
+    pub tied_parameters: f64,
+    /// Floating point operations of the forward; the backward has twice as many.
+    pub flops: f64,
+    /// The smallest dimension of its matrix products, beside the batch: tensor parallelism divides
+    /// it. Left out: so large that it does not matter.
+    pub matmul_size: Option<f64>,
+    /// Rows of its matrix products for one sample, as the tokens of a sequence; 1 if left out.
+    pub rows: Option<f64>,
+    /// Bytes of the input.
+    #[serde(default)]
+    pub input: f64,
+    /// Bytes that are kept for the backward and that tensor parallelism divides.
+    #[serde(default)]
+    pub activations: f64,
+    /// Bytes that are kept for the backward on each rank of tensor parallelism, unless sequence
+    /// parallelism divides them.
+    #[serde(default)]
+    pub replicated_activations: f64,
+    /// Bytes kept for the backward that selective recomputation does not keep: the scores of
+    /// attention. Tensor parallelism divides them.
+    #[serde(default)]
+    pub score_activations: f64,
+    /// Operations by which selective recomputation makes these again.
+    #[serde(default)]
+    pub score_flops: f64,
+    /// Bytes that tensor parallelism all-reduces in the forward, and again in the backward.
+    #[serde(default)]
+    pub all_reduce: f64,
+    /// Whether full recomputation leaves the layer as it is.
+    #[serde(default)]
+    pub never_recomputed: bool,
+}
+
+impl Layer {
+    fn check(&self) -> Result<()> {
+        not_negative("layers[].parameters", self.parameters)?;
+        not_negative("layers[].tied_parameters", self.tied_parameters)?;
+        not_negative("layers[].flops", self.flops)?;
+        not_negative("layers[].input", self.input)?;
+        not_negative("layers[].activations", self.activations)?;
+        not_negative("layers[].replicated_activations", self.replicated_activations)?;
+        not_negative("layers[].score_activations", self.score_activations)?;
+        not_negative("layers[].score_flops", self.score_flops)?;
+        not_negative("layers[].all_reduce", self.all_reduce)?;
+        let at_least_1 = |field, value: f64| match value >= 1.0 && value.is_finite() {
+            true => Ok(()),
+            false => {
+                let need = "give a number of at least 1";
+                Err(Error::Field { field, value: value.to_string(), need })
+            }
+        };
+        at_least_1("layers[].repeat", self.repeat.unwrap_or(1) as f64)?;
+        at_least_1("layers[].matmul_size", self.matmul_size.unwrap_or(1.0))?;
+        at_least_1("layers[].rows", self.rows.unwrap_or(1.0))
+    }
+}
+
+/// The shape of a transformer of the kind of GPT.
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Transformer {
+    /// Blocks of attention and MLP.
+    pub layers: usize,
+    /// Features of a token.
+    pub hidden: usize,
+    /// Heads of attention: tensor parallelism divides them.
+    pub heads: usize,
+    /// Tokens of a sample.
+    pub sequence: usize,
+    /// Tokens that there are.
+    pub vocabulary: usize,
+    /// Features inside the MLP; 4 `hidden` if left out.
+    pub mlp: Option<usize>,
+    /// Whether there is dropout, whose masks are kept for the backward; yes if left out.
+    pub dropout: Option<bool>,
+    /// Whether the logits use the embedding's weights; yes if left out.
+    pub tied_embeddings: Option<bool>,
+}
+
+impl Transformer {
+    fn check(&self) -> Result<()> {
+        let sizes = [
+            ("transformer.layers", self.layers),
+            ("transformer.hidden", self.hidden),
+            ("transformer.heads", self.heads),
+            ("transformer.sequence", self.sequence),
+            ("transformer.vocabulary", self.vocabulary),
+            ("transformer.mlp", self.mlp.unwrap_or(1)),
+        ];
+        // Above this a product of sizes is no number that means anything.
+        if let Some(&(field, value)) = sizes.iter().find(|(_, size)| !(1..=1 << 30).contains(size))
+        {
+            let need = "give a number from 1 to 2^30";
+            return Err(Error::Field { field, value: value.to_string(), need });
+        }
+        if !self.hidden.is_multiple_of(self.heads) {
+            let need = "give a number of heads that divides `hidden`";
+            let value = self.heads.to_string();
+            return Err(Error::Field { field: "transformer.heads", value, need });
+        }
+        Ok(())
+    }
+
+    /// The embedding, the blocks, and the logits, with elements of so many bytes.
+    ///
+    /// Parameters and operations are those of Narayanan et al. 2021 (equations 2 and 3); the bytes
+    /// of activations those of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+    /// Transformer Models" (section 4.1), with 2 bytes written out as the size of an element. Masks
+    /// of dropout have 1 byte.
+    pub fn layers(&self, element: f64) -> Vec<Layer> {
+        let [h, s, a, v] =
+            [self.hidden, self.sequence, self.heads, self.vocabulary].map(|size| size as f64);
+        let f = self.mlp.map_or(4.0 * h, |mlp| mlp as f64);
+        let mask = if self.dropout.unwrap_or(true) { 1.0 } else { 0.0 };
+        let embedding = Layer {
+            parameters: (v + s) * h,
+            replicated_activations: mask * s * h,
+            all_reduce: element * s * h,
+            never_recomputed: true,
+            ..Layer::default()
+        };
+        let block = Layer {
+            repeat: Some(self.layers),
+            // Matrices and biases of attention and MLP, and two layer norms.
+            parameters: 4.0 * h * h + 2.0 * h * f + 9.0 * h + f,
+            flops: 8.0 * s * h * h + 4.0 * s * h * f + 4.0 * s * s * h,
+            matmul_size: Some(h.min(f)),
+            rows: Some(s),
+            input: element * s * h,
+            // Queries, keys, values, the projection's input; the MLP's before and after GELU.
+            activations: element * s * (4.0 * h + 2.0 * f),
+            // Inputs of the layer norms, of attention and of the MLP; two masks.
+            replicated_activations: (4.0 * element + 2.0 * mask) * s * h,
+            // Softmax, its mask, and what dropout leaves of it.
+            score_activations: (element + mask * (element + 1.0)) * a * s * s,
+            score_flops: 4.0 * s * s * h,
+            all_reduce: 2.0 * element * s * h,
+            ..Layer::default()
+        };
+        let tied = self.tied_embeddings.unwrap_or(true);
+        let logits = Layer {
+            parameters: if tied { 0.0 } else { v * h },
+            tied_parameters: if tied { v * h } else { 0.0 },
+            flops: 2.0 * s * h * v,
+            matmul_size: Some(h.min(v)),
+            rows: Some(s),
+            input: element * s * h,
+            // In 4 bytes, for the loss.
+            activations: 4.0 * s * v,
+            replicated_activations: 2.0 * element * s * h,
+            never_recomputed: true,
+            ..Layer::default()
+        };
+        vec![embedding, block, logits]
+    }
+}
+
+/// The layers of a model, one after another.
+#[derive(Clone, Debug)]
+pub struct Model {
+    /// Equal layers are written out: none has a `repeat`.
+    pub layers: Vec<Layer>,
+    /// Tensor parallelism must divide this; 1: the model has none.
+    pub tensor_parallel: usize,
+}
+
+/// More layers than this are refused.
+const MOST_LAYERS: usize = 10_000;
+
+impl Model {
+    /// A transformer, with elements of so many bytes.
+    ///
+    /// # Errors
+    /// A size of 0 or above 2^30, or heads that do not divide the features.
+    pub fn transformer(shape: &Transformer, element: f64) -> Result<Self> {
+        shape.check()?;
+        Self::new(&shape.layers(element), shape.heads)
+    }
+
+    /// A model of these layers. Tensor parallelism must divide `tensor_parallel`.
+    ///
+    /// # Errors
+    /// No layers or more than 10,000, none with operations, or a number that is negative or not
+    /// finite.
+    pub fn new(layers: &[Layer], tensor_parallel: usize) -> Result<Self> {
+        let invalid = |field, value: String, need| Err(Error::Field { field, value, need });
+        let mut all = Vec::new();
+        for layer in layers {
+            layer.check()?;
+            let count = layer.repeat.unwrap_or(1);
+            if count > MOST_LAYERS - all.len() {
+                return invalid("layers", count.to_string(), "give at most 10,000 layers");
+            }
+            let single = Layer { repeat: None, ..layer.clone() };
+            all.extend(std::iter::repeat_n(single, count));
+        }
+        if !all.iter().any(|layer| layer.flops > 0.0) {
+            return invalid("layers[].flops", "0".into(), "at least one layer computes");
+        }
+        if tensor_parallel == 0 {
+            return invalid("tensor_parallel", "0".into(), "give 1 for a model without it");
+        }
+        Ok(Self { layers: all, tensor_parallel })
+    }
+
+    /// All parameters.
+    pub fn parameters(&self) -> f64 {
+        self.layers.iter().map(|layer| layer.parameters).sum()
+    }
+
+    /// Operations of forward and backward of one sample: three times the forward's. With full
+    /// recomputation as Narayanan et al. 2021 count them (equation 3): four times, except in layers
+    /// that are not recomputed.
+    pub fn flops(&self, recomputes: bool) -> f64 {
+        let times = |layer: &Layer| if recomputes && !layer.never_recomputed { 4.0 } else { 3.0 };
+        self.layers.iter().map(|layer| times(layer) * layer.flops).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpt(layers: usize, hidden: usize, heads: usize) -> Transformer {
+        let (sequence, vocabulary) = (2048, 51_200);
+        let (mlp, dropout, tied_embeddings) = (None, None, None);
+        Transformer { layers, hidden, heads, sequence, vocabulary, mlp, dropout, tied_embeddings }
+    }
+
+    /// Table 1 of Narayanan et al. 2021: billions of parameters.
+    #[test]
+    fn parameters_are_those_of_the_papers_table() {
+        let rows = [
+            (1.7, 24, 2304, 24),
+            (3.6, 30, 3072, 32),
+            (7.5, 36, 4096, 32),
+            (18.4, 40, 6144, 48),
+            (39.1, 48, 8192, 64),
+            (76.1, 60, 10_240, 80),
+            (145.6, 80, 12_288, 96),
+            (174.6, 96, 12_288, 96),
+            (310.1, 96, 16_384, 128),
+            (529.6, 105, 20_480, 128),
+            (1008.0, 128, 25_600, 160),
+        ];
+        for (billions, layers, hidden, heads) in rows {
+            let model = Model::transformer(&gpt(layers, hidden, heads), 2.0).unwrap();
+            let rounded = (model.parameters() / 1e8).round() / 10.0;
+            assert_eq!(rounded, billions, "{layers} layers of {hidden}");
+        }
+    }
+
+    /// Equation 3 of Narayanan et al. 2021: F = 96 B s l h^2 (1 + s / 6h + V / 16lh).
+    #[test]
+    fn operations_are_those_of_the_papers_equation() {
+        let model = Model::transformer(&gpt(96, 12_288, 96), 2.0).unwrap();
+        let (s, l, h, v) = (2048.0, 96.0, 12_288.0, 51_200.0);
+        let paper = 96.0 * s * l * h * h * (1.0 + s / (6.0 * h) + v / (16.0 * l * h));
+        assert!((model.flops(true) / paper - 1.0).abs() < 1e-12);
+        // Korthikanti et al. 2022, equation 7: without what is recomputed.
+        let paper = 72.0 * s * l * h * h * (1.0 + s / (6.0 * h) + v / (12.0 * l * h));
+        assert!((model.flops(false) / paper - 1.0).abs() < 1e-12);
+    }
+
+    /// Korthikanti et al. 2022, table 2: s b h (10 + 24 + 5 a s / h) bytes of a block.
+    #[test]
+    fn activations_are_those_of_the_papers_table() {
+        let shape = gpt(96, 12_288, 96);
+        let block = &shape.layers(2.0)[1];
+        let (s, h) = (2048.0, 12_288.0);
+        assert_eq!(block.replicated_activations, 10.0 * s * h);
+        assert_eq!(block.activations, 24.0 * s * h);
+        assert_eq!(block.score_activations, 5.0 * 96.0 * s * s);
+        assert_eq!(block.input, 2.0 * s * h);
+    }
+
+    #[test]
+    fn bad_shapes_are_errors_that_name_the_field() {
+        let message = |shape| Model::transformer(&shape, 2.0).unwrap_err().to_string();
+        assert!(message(gpt(0, 8, 2)).starts_with("transformer.layers is 0"));
+        assert!(message(gpt(1, 8, 3)).starts_with("transformer.heads is 3"));
+        assert!(message(gpt(1 << 30, 8, 2)).contains("at most 10,000 layers"));
+        let message = |layers: &[Layer]| Model::new(layers, 1).unwrap_err().to_string();
+        assert!(message(&[]).contains("at least one layer computes"));
+        let negative = Layer { flops: -1.0, ..Layer::default() };
+        assert!(message(&[negative]).starts_with("layers[].flops is -1"));
+    }
+}

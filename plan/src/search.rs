@@ -1,0 +1,232 @@
+//! All layouts of so many ranks, by predicted time.
+
+use std::cmp::Ordering;
+use std::collections::BTreeMap;
+
+use crate::bubble::ScheduleKind;
+use crate::cost::Costs;
+use crate::error::{Error, Result};
+use crate::layout::{Layout, Recompute, Wanted};
+use crate::partition::partition;
+use crate::prediction::{Prediction, Stages};
+use crate::task::Task;
+
+/// The most chunks that interleaved schedules are tried with.
+const MOST_CHUNKS: usize = 8;
+
+/// More ranks are refused: finding their divisors takes too long.
+const MOST_RANKS: usize = 1 << 32;
+
+/// What a search has found.
+pub struct Plans {
+    /// The fastest layouts that fit in memory, the fastest first. Of the layouts of one mesh, those
+    /// are left out that another one beats in both time and memory.
+    pub best: Vec<Prediction>,
+    /// The layout that needs the least memory, be it enough or not.
+    pub smallest: Prediction,
+    /// How many layouts were predicted.
+    pub tried: usize,
+    /// How many of them fit in memory.
+    pub fit: usize,
+}
+
+/// What a search keeps of a layout.
+#[derive(Clone, Copy)]
+struct Candidate {
+    step: f64,
+    memory: f64,
+    layout: Layout,
+}
+
+impl Candidate {
+    fn by_time(&self, other: &Self) -> Ordering {
+        let by_step = self.step.total_cmp(&other.step);
+        by_step.then(self.memory.total_cmp(&other.memory)).then(self.layout.cmp(&other.layout))
+    }
+
+    fn by_memory(&self, other: &Self) -> Ordering {
+        self.memory.total_cmp(&other.memory).then(self.by_time(other))
+    }
+}
+
+/// Predicts all layouts of `ranks` ranks that have the wanted parts (those of the task count where
+/// `wanted` has none), and returns the `top` fastest. The same input gives the same result.
+///
+/// # Errors
+/// No layout has the wanted parts and divides the model and the batch; 0 ranks, or more than 2^32.
+pub fn search(task: &Task, ranks: usize, wanted: &Wanted, top: usize) -> Result<Plans> {
+    if !(1..=MOST_RANKS).contains(&ranks) {
+        return Err(Error::Impossible { ranks, reason: "give 1 to 2^32 ranks".into() });
+    }
+    let wanted = wanted.or(task.layout);
+    let (mut tried, mut fit) = (0, 0);
+    let mut smallest: Option<Candidate> = None;
+    let mut best: Vec<Candidate> = Vec::new();
+    // By the number of stages.
+    let mut partitions = BTreeMap::new();
+    for mesh in meshes(task, ranks, &wanted) {
+        let mut candidates = Vec::new();
+        for split in splits(task, &mesh, &wanted) {
+            let costs = Costs::new(&task.model, &task.cluster, &task.training, &split);
+            for scheduled in schedules(task, &split, &wanted) {
+                let count = scheduled.stages();
+                let ranges =
+                    partitions.entry(count).or_insert_with(|| partition(&task.model, count));
+                let stages = Stages::new(task, &scheduled, &costs, ranges);
+                for zero in choices(wanted.zero, if mesh.data > 1 { 0..=3 } else { 0..=0 }) {
+                    let layout = Layout { zero, ..scheduled };
+                    tried += 1;
+                    let Prediction { time, memory, .. } = stages.predict(task, &layout, &costs);
+                    let candidate = Candidate { step: time.step, memory: memory.total, layout };
+                    if smallest.as_ref().is_none_or(|least| candidate.by_memory(least).is_lt()) {
+                        smallest = Some(candidate);
+                    }
+                    if memory.fits {
+                        fit += 1;
+                        candidates.push(candidate);
+                    }
+                }
+            }
+        }
+        candidates.sort_by(Candidate::by_time);
+        let mut least = f64::INFINITY;
+        candidates.retain(|candidate| {
+            let is_smaller = candidate.memory < least;
+            least = least.min(candidate.memory);
+            is_smaller
+        });
+        best.extend(candidates);
+        best.sort_by(Candidate::by_time);
+        best.truncate(top);
+    }
+    let Some(smallest) = smallest else {
+        return Err(Error::Impossible { ranks, reason: reason(task, ranks, &wanted) });
+    };
+    let predict = |candidate: &Candidate| crate::predict(task, &candidate.layout);
+    let best = best.iter().map(predict).collect::<Result<_>>()?;
+    Ok(Plans { best, smallest: predict(&smallest)?, tried, fit })
+}
+
+/// The layouts that differ in the mesh only.
+fn meshes(task: &Task, ranks: usize, wanted: &Wanted) -> Vec<Layout> {
+    let mut meshes = Vec::new();
+    for tensor in divisors(ranks) {
+        for pipeline in divisors(ranks / tensor) {
+            let data = ranks / tensor / pipeline;
+            let is_wanted = |wanted: Option<usize>, size| wanted.is_none_or(|want| want == size);
+            let mesh = Wanted {
+                data: Some(data),
+                tensor: Some(tensor),
+                pipeline: Some(pipeline),
+                ..Wanted::default()
+            };
+            let mesh = mesh.filled();
+            if is_wanted(wanted.data, data)
+                && is_wanted(wanted.tensor, tensor)
+                && is_wanted(wanted.pipeline, pipeline)
+                && mesh.check(&task.model, task.batch).is_ok()
+            {
+                meshes.push(mesh);
+            }
+        }
+    }
+    meshes
+}
+
+/// The mesh with each micro-batch and each way of recomputing and splitting activations.
+fn splits(task: &Task, mesh: &Layout, wanted: &Wanted) -> Vec<Layout> {
+    let mut splits = Vec::new();
+    let sizes = match wanted.micro_batch {
+        Some(size) => vec![size],
+        None => divisors(task.batch / mesh.data),
+    };
+    let sequence = if mesh.tensor > 1 { vec![false, true] } else { vec![false] };
+    for micro_batch in sizes {
+        for recompute in choices(wanted.recompute, Recompute::ALL) {
+            for sequence_parallel in choices(wanted.sequence_parallel, sequence.clone()) {
+                splits.push(Layout { micro_batch, recompute, sequence_parallel, ..*mesh });
+            }
+        }
+    }
+    splits
+}
+
+/// The layout with each schedule that it can have.
+fn schedules(task: &Task, split: &Layout, wanted: &Wanted) -> Vec<Layout> {
+    // One rank has no pipeline: all schedules are the same.
+    let kinds = match split.pipeline {
+        1 => vec![ScheduleKind::OneFOneB],
+        _ => ScheduleKind::ALL.to_vec(),
+    };
+    let mut schedules = Vec::new();
+    for schedule in choices(wanted.schedule, kinds) {
+        let chunks = match schedule {
+            ScheduleKind::Interleaved => 2..=MOST_CHUNKS,
+            ScheduleKind::ZbV => 2..=2,
+            _ => 1..=1,
+        };
+        for chunks in choices(wanted.chunks, chunks) {
+            // The stage of ZeRO is checked here; the caller tries the others.
+            let zero = wanted.zero.unwrap_or(0);
+            let layout = Layout { schedule, chunks, zero, ..*split };
+            if layout.check(&task.model, task.batch).is_ok() {
+                schedules.push(layout);
+            }
+        }
+    }
+    schedules
+}
+
+/// What is wanted, else all there is.
+fn choices<T>(wanted: Option<T>, all: impl IntoIterator<Item = T>) -> Vec<T> {
+    match wanted {
+        Some(wanted) => vec![wanted],
+        None => all.into_iter().collect(),
+    }
+}
+
+/// All divisors, ascending.
+fn divisors(number: usize) -> Vec<usize> {
+    let root = (1..).take_while(|divisor| divisor * divisor <= number);
+    let low: Vec<usize> = root.filter(|divisor| number.is_multiple_of(*divisor)).collect();
+    let high = low.iter().rev().map(|divisor| number / divisor);
+    let high = high.filter(|divisor| divisor * divisor > number);
+    low.iter().copied().chain(high).collect()
+}
+
+/// Why there is no layout.
+fn reason(task: &Task, ranks: usize, wanted: &Wanted) -> String {
+    let given = [wanted.data, wanted.tensor, wanted.pipeline];
+    let product = given.iter().flatten().product::<usize>();
+    if !ranks.is_multiple_of(product.max(1))
+        || (given.iter().all(Option::is_some) && product != ranks)
+    {
+        let shown = given.map(|size| size.map_or("any".into(), |size| size.to_string()));
+        return format!("dp {} x tp {} x pp {} are not {ranks}", shown[0], shown[1], shown[2]);
+    }
+    if given.iter().all(Option::is_some) {
+        if let Err(Error::Layout { reason, .. }) = wanted.filled().check(&task.model, task.batch) {
+            return reason;
+        }
+    }
+    format!(
+        "data parallelism must divide the batch of {}, tensor parallelism {}, and the {} layers must \
+         be enough for all stages; use another number of ranks or want less",
+        task.batch,
+        task.model.tensor_parallel,
+        task.model.layers.len()
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn divisors_are_all_and_ascend() {
+        assert_eq!(divisors(1), [1]);
+        assert_eq!(divisors(12), [1, 2, 3, 4, 6, 12]);
+        assert_eq!(divisors(16), [1, 2, 4, 8, 16]);
+        assert_eq!(divisors(0), [0; 0]);
+    }
+}

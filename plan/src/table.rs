@@ -1,0 +1,151 @@
+//! Predictions as tables.
+
+use flow_plan::{Comparison, Limit, Measured, Part, Plans, Prediction, ScheduleKind};
+
+/// The layouts, a line for each.
+pub fn plans(plans: &Plans) -> String {
+    let mut rows = vec![[
+        "step",
+        "dp",
+        "tp",
+        "pp",
+        "micro-batch",
+        "schedule",
+        "ZeRO",
+        "recompute",
+        "SP",
+        "flop/s",
+        "memory",
+        "tp sends",
+        "pp sends",
+        "dp sends",
+        "bubble",
+        "limited by",
+    ]
+    .map(String::from)];
+    rows.extend(plans.best.iter().map(row));
+    let count = format!("{} layouts, {} of them fit in memory", plans.tried, plans.fit);
+    format!("{}{count}\n", aligned(&rows))
+}
+
+fn row(plan: &Prediction) -> [String; 16] {
+    let layout = &plan.layout;
+    let schedule = match (layout.pipeline, layout.schedule) {
+        (1, _) => "-".into(),
+        (_, ScheduleKind::Interleaved) => format!("interleaved x {}", layout.chunks),
+        (_, schedule) => schedule.name().into(),
+    };
+    [
+        seconds(plan.time.step),
+        layout.data.to_string(),
+        layout.tensor.to_string(),
+        layout.pipeline.to_string(),
+        layout.micro_batch.to_string(),
+        schedule,
+        layout.zero.to_string(),
+        layout.recompute.name().into(),
+        if layout.sequence_parallel { "yes" } else { "-" }.into(),
+        operations(plan.flops),
+        bytes(plan.memory.total),
+        bytes(plan.tensor_traffic.bytes),
+        bytes(plan.pipeline_traffic.bytes),
+        bytes(plan.data_traffic.bytes),
+        percent(plan.bubble),
+        limits(plan),
+    ]
+}
+
+/// Measured runs beside what is predicted.
+pub fn comparisons(source: &str, comparisons: &[Comparison]) -> String {
+    let mut rows =
+        vec![["run", "dp x tp x pp", "measured", "predicted", "time", "memory"].map(String::from)];
+    for comparison in comparisons {
+        let layout = &comparison.prediction.layout;
+        let (measured, predicted) = match comparison.measured {
+            Measured::Seconds(measured) => (seconds(measured), seconds(comparison.predicted)),
+            Measured::Teraflops(measured) => {
+                let shown = |teraflops: f64| operations(1e12 * teraflops) + "flop/s";
+                (shown(measured), shown(comparison.predicted))
+            }
+        };
+        rows.push([
+            comparison.name.clone(),
+            format!("{} x {} x {}", layout.data, layout.tensor, layout.pipeline),
+            measured,
+            predicted,
+            format!("{:+.1}%", 100.0 * comparison.error),
+            bytes(comparison.prediction.memory.total),
+        ]);
+    }
+    let errors = comparisons.iter().map(|comparison| comparison.error.abs());
+    let (sum, worst) = errors.fold((0.0, 0.0_f64), |(sum, worst), e| (sum + e, worst.max(e)));
+    let mean = sum / comparisons.len().max(1) as f64;
+    let (mean, worst) = (percent(mean), percent(worst));
+    format!("measured: {source}\n{}mean error {mean}, worst {worst}\n", aligned(&rows))
+}
+
+/// Columns as wide as their widest cell.
+pub fn aligned<const N: usize>(rows: &[[String; N]]) -> String {
+    let width = |column: usize| rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..N).map(width).collect();
+    let line = |row: &[String; N]| {
+        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}"));
+        cells.collect::<Vec<_>>().join("  ").trim_end().to_owned() + "\n"
+    };
+    rows.iter().map(line).collect()
+}
+
+/// The two largest parts of a step.
+fn limits(plan: &Prediction) -> String {
+    let shown = |part: &Part| {
+        let name = match part.limit {
+            Limit::Compute => "compute",
+            Limit::Memory => "memory",
+            Limit::TensorLink => "tp link",
+            Limit::PipelineLink => "pp link",
+            Limit::DataLink => "dp link",
+            Limit::Bubble => "bubble",
+            Limit::Cores => "cores",
+        };
+        (part.part > 0.0).then(|| format!("{name} {}", percent(part.part)))
+    };
+    plan.limits.iter().filter_map(shown).collect::<Vec<_>>().join(", ")
+}
+
+/// As `1.23 GB`.
+pub fn bytes(bytes: f64) -> String {
+    let units = [(1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")];
+    scaled(bytes, &units, "B")
+}
+
+/// As `12.3 ms`.
+pub fn seconds(seconds: f64) -> String {
+    scaled(seconds, &[(1.0, "s"), (1e-3, "ms"), (1e-6, "us")], "s")
+}
+
+/// As `153 T`, of operations a second.
+pub fn operations(operations: f64) -> String {
+    scaled(operations, &[(1e12, "T"), (1e9, "G"), (1e6, "M")], "")
+}
+
+/// As `12.3%`.
+pub fn percent(part: f64) -> String {
+    format!("{:.1}%", 100.0 * part)
+}
+
+fn scaled(value: f64, units: &[(f64, &str)], none: &str) -> String {
+    let unit = units.iter().find(|(size, _)| value >= *size).or(units.last());
+    match unit {
+        Some(&(size, unit)) if value > 0.0 => format!("{} {unit}", significant(value / size)),
+        _ => format!("0 {none}"),
+    }
+}
+
+/// Three digits.
+fn significant(value: f64) -> String {
+    match value {
+        value if value >= 100.0 => format!("{value:.0}"),
+        value if value >= 10.0 => format!("{value:.1}"),
+        value => format!("{value:.2}"),
+    }
+}

@@ -1,0 +1,141 @@
+//! What is planned: a model, a cluster, a batch, read from JSON.
+
+use serde::de::DeserializeOwned;
+use serde::Deserialize;
+
+use crate::cluster::Cluster;
+use crate::error::{Error, Result};
+use crate::layout::Wanted;
+use crate::model::{Layer, Model, Transformer};
+use crate::training::Training;
+
+/// What is planned.
+///
+/// ```
+/// use flow_plan::{predict, search, Task, Wanted};
+///
+/// let text = r#"{
+///     "transformer": {
+///         "layers": 4, "hidden": 256, "heads": 8, "sequence": 128, "vocabulary": 1024
+///     },
+///     "batch": 32,
+///     "cluster": {
+///         "ranks_per_node": 8, "memory": 80e9, "flops": 312e12, "memory_bandwidth": 2e12,
+///         "matmul": { "peak_share": 0.75, "half_size": 100 },
+///         "intra_node": { "bandwidth": 230e9, "latency": 5e-6 },
+///         "inter_node": { "bandwidth": 25e9, "latency": 1e-5 }
+///     }
+/// }"#;
+/// let task = Task::from_json(text, None)?;
+/// let plans = search(&task, 4, &Wanted::default(), 10)?;
+/// let best = &plans.best[0];
+/// assert_eq!(best.layout.ranks(), 4);
+/// assert_eq!(predict(&task, &best.layout)?.time.step, best.time.step);
+/// # Ok::<(), flow_plan::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Task {
+    /// The model.
+    pub model: Model,
+    /// Samples of a step.
+    pub batch: usize,
+    /// The machines.
+    pub cluster: Cluster,
+    /// How the training is done.
+    pub training: Training,
+    /// Parts of the layout that are given.
+    pub layout: Wanted,
+}
+
+/// A model in JSON: its shape as a transformer, or its layers.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct TaskFile {
+    transformer: Option<Transformer>,
+    layers: Option<Vec<Layer>>,
+    tensor_parallel: Option<usize>,
+    batch: usize,
+    cluster: Option<Cluster>,
+    #[serde(default)]
+    training: Training,
+    #[serde(default)]
+    layout: Wanted,
+}
+
+impl Task {
+    /// Reads a model with batch, cluster, training and layout. `cluster` is the text of a cluster's
+    /// own JSON; without it, the model has one.
+    ///
+    /// # Errors
+    /// [`Error::Json`] and [`Error::Field`], which name the field.
+    pub fn from_json(model: &str, cluster: Option<&str>) -> Result<Self> {
+        let file: TaskFile = from_json(model)?;
+        let TaskFile { transformer, layers, tensor_parallel, batch, training, layout, .. } = file;
+        training.check()?;
+        let cluster = cluster_of(cluster, file.cluster)?;
+        let model = model_of(transformer, layers, tensor_parallel, training.element)?;
+        if !(1..=1 << 32).contains(&batch) {
+            let need = "give the samples of a step, 1 to 2^32";
+            return Err(Error::Field { field: "batch", value: batch.to_string(), need });
+        }
+        Ok(Self { model, batch, cluster, training, layout })
+    }
+}
+
+/// The cluster of this JSON, else the one of the file.
+pub(crate) fn cluster_of(text: Option<&str>, own: Option<Cluster>) -> Result<Cluster> {
+    let given = text.map(from_json).transpose()?;
+    let Some(cluster) = given.or(own) else {
+        let need = "give the machines in this file, or in one of their own";
+        return Err(Error::Field { field: "cluster", value: "missing".into(), need });
+    };
+    cluster.check()?;
+    Ok(cluster)
+}
+
+/// A model by its shape or by its layers, whichever is given.
+pub(crate) fn model_of(
+    transformer: Option<Transformer>,
+    layers: Option<Vec<Layer>>,
+    tensor_parallel: Option<usize>,
+    element: f64,
+) -> Result<Model> {
+    let invalid = |field, value: &str, need| Err(Error::Field { field, value: value.into(), need });
+    match (transformer, layers, tensor_parallel) {
+        (Some(shape), None, None) => Model::transformer(&shape, element),
+        (None, Some(layers), most) => Model::new(&layers, most.unwrap_or(1)),
+        (Some(_), None, Some(_)) => {
+            let need = "leave it out: for a transformer it is the number of heads";
+            invalid("tensor_parallel", "given", need)
+        }
+        (Some(_), Some(_), _) => {
+            invalid("layers", "given beside `transformer`", "give one of the two")
+        }
+        (None, None, _) => invalid("transformer", "missing", "give `transformer` or `layers`"),
+    }
+}
+
+impl Cluster {
+    /// Reads a cluster.
+    ///
+    /// # Errors
+    /// [`Error::Json`] and [`Error::Field`], which name the field.
+    pub fn from_json(text: &str) -> Result<Self> {
+        cluster_of(Some(text), None)
+    }
+}
+
+/// Reads JSON. An error names the field.
+pub(crate) fn from_json<T: DeserializeOwned>(text: &str) -> Result<T> {
+    let mut deserializer = serde_json::Deserializer::from_str(text);
+    let value = serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
+        let field = match error.path().to_string().as_str() {
+            "." => "top level".to_owned(),
+            path => path.to_owned(),
+        };
+        Error::Json { field, reason: error.into_inner() }
+    })?;
+    let end = deserializer.end();
+    end.map_err(|reason| Error::Json { field: "after the end".into(), reason })?;
+    Ok(value)
+}

@@ -1,0 +1,59 @@
+//! How the training is done: the bytes of a parameter, and what runs beside what.
+
+use serde::Deserialize;
+
+use crate::error::{share, Error, Result};
+
+/// How the training is done. Left out, all is as in mixed precision with Adam.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Training {
+    /// Bytes of an element of activations.
+    pub element: f64,
+    /// Bytes of a parameter's weight.
+    pub weights: f64,
+    /// Bytes of a parameter's gradient, which is also what data parallelism reduces.
+    pub gradients: f64,
+    /// Bytes that the optimizer has for a parameter: a copy of the weight in 4 bytes and Adam's two
+    /// averages are 12.
+    pub optimizer: f64,
+    /// The part of the reduction of gradients that runs beside the backward, from 0 to 1.
+    pub data_overlap: f64,
+    /// The part of sends between stages that runs beside computing, from 0 to 1.
+    pub pipeline_overlap: f64,
+    /// Whether each rank of tensor parallelism sends its part only, and the receivers gather
+    /// (Narayanan et al. 2021, section 4.1). With sequence parallelism that is always so.
+    pub scatter_gather: bool,
+}
+
+impl Default for Training {
+    fn default() -> Self {
+        Self {
+            element: 2.0,
+            weights: 2.0,
+            gradients: 2.0,
+            optimizer: 12.0,
+            data_overlap: 0.0,
+            pipeline_overlap: 0.0,
+            scatter_gather: false,
+        }
+    }
+}
+
+impl Training {
+    pub(crate) fn check(&self) -> Result<()> {
+        let bytes = |field, value: f64| match (0.0..=1024.0).contains(&value) {
+            true => Ok(()),
+            false => {
+                let need = "give a number of bytes from 0 to 1024";
+                Err(Error::Field { field, value: value.to_string(), need })
+            }
+        };
+        bytes("training.element", self.element)?;
+        bytes("training.weights", self.weights)?;
+        bytes("training.gradients", self.gradients)?;
+        bytes("training.optimizer", self.optimizer)?;
+        share("training.data_overlap", self.data_overlap)?;
+        share("training.pipeline_overlap", self.pipeline_overlap)
+    }
+}

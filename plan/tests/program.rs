@@ -1,0 +1,170 @@
+//! The program `flow-plan`, as users run it, and what docs/planner.md shows of it.
+
+use std::fs;
+use std::process::Command;
+use std::time::Instant;
+
+use serde_json::Value;
+
+const PAGE: &str = include_str!("../../docs/planner.md");
+
+/// Runs `flow-plan` with these words; returns whether it succeeded, its output and its errors.
+fn run(arguments: &str) -> (bool, String, String) {
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
+    let program = env!("CARGO_BIN_EXE_flow-plan");
+    let arguments = arguments.split_whitespace();
+    let output = Command::new(program).args(arguments).current_dir(root).output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (output.status.success(), text(output.stdout), text(output.stderr))
+}
+
+fn output(arguments: &str) -> String {
+    let (succeeded, output, errors) = run(arguments);
+    assert!(succeeded, "flow-plan {arguments}: {errors}");
+    output
+}
+
+/// The only line that it prints.
+fn error(arguments: &str) -> String {
+    let (succeeded, output, errors) = run(arguments);
+    assert!(!succeeded && output.is_empty(), "flow-plan {arguments}: {output}");
+    assert_eq!(errors.lines().count(), 1, "{errors}");
+    errors
+}
+
+/// A file with this text, which is gone with the folder.
+fn file(text: &str) -> (tempfile::TempDir, String) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.json");
+    fs::write(&path, text).unwrap();
+    let path = path.display().to_string();
+    (folder, path)
+}
+
+const GPT3: &str = "plan/models/gpt3-175b.json --cluster plan/models/dgx-a100.json";
+
+#[test]
+fn the_page_shows_what_the_program_prints() {
+    let commands: Vec<&str> =
+        PAGE.lines().filter_map(|line| line.strip_prefix("$ flow-plan ")).collect();
+    assert!(commands.len() > 3, "{commands:?}");
+    for command in commands {
+        let shown = format!("$ flow-plan {command}\n{}", output(command));
+        assert!(PAGE.contains(&shown), "docs/planner.md differs from\n{shown}");
+    }
+}
+
+/// Ten models of one paper, by one cluster: the worst row is 4.6% off.
+#[test]
+fn published_runs_are_predicted() {
+    let compare = |runs: &str| -> Vec<f64> {
+        let command = "--cluster plan/models/dgx-a100.json --json";
+        let text = output(&format!("compare plan/models/{runs}.json {command}"));
+        let rows: Vec<Value> = serde_json::from_str(&text).unwrap();
+        rows.iter().map(|row| row["error"].as_f64().unwrap()).collect()
+    };
+    let table1 = compare("megatron-table1");
+    assert_eq!(table1.len(), 10);
+    assert!(table1.iter().all(|error| error.abs() < 0.05), "{table1:?}");
+    let table5 = compare("korthikanti-table5");
+    assert_eq!(table5.len(), 8);
+    assert!(table5.iter().all(|error| error.abs() < 0.15), "{table5:?}");
+}
+
+#[test]
+fn layouts_come_in_order_and_always_the_same() {
+    let command = format!("{GPT3} -n 3072 --top 40 --json");
+    let first = output(&command);
+    assert_eq!(first, output(&command));
+    let plans: Vec<Value> = serde_json::from_str(&first).unwrap();
+    assert_eq!(plans.len(), 40);
+    let steps: Vec<f64> = plans.iter().map(|plan| plan["time"]["step"].as_f64().unwrap()).collect();
+    assert!(steps.is_sorted(), "{steps:?}");
+}
+
+#[test]
+fn the_layout_of_the_issue_is_possible() {
+    let command = format!("{GPT3} -n 3072 --pp 64 --dp 6 --tp 8 --json");
+    let plans: Vec<Value> = serde_json::from_str(&output(&command)).unwrap();
+    for plan in &plans {
+        let layout = &plan["layout"];
+        assert_eq!((&layout["pipeline"], &layout["data"]), (&64.into(), &6.into()));
+        assert_eq!(plan["pipeline_traffic"]["crosses_nodes"], true);
+        assert_eq!(plan["tensor_traffic"]["crosses_nodes"], false);
+    }
+}
+
+#[test]
+fn a_model_may_have_its_cluster() {
+    let text = output("plan/models/gpt.json --ranks 8 --top 3");
+    assert_eq!(text.lines().count(), 5, "{text}");
+}
+
+#[test]
+fn ten_thousand_ranks() {
+    let (_folder, path) = file(
+        r#"{ "transformer": { "layers": 96, "hidden": 12288, "heads": 96, "sequence": 2048,
+             "vocabulary": 51200 }, "batch": 10000 }"#,
+    );
+    let start = Instant::now();
+    let text = output(&format!("{path} --cluster plan/models/dgx-a100.json -n 10000"));
+    println!("{:?}, {}", start.elapsed(), text.lines().last().unwrap());
+}
+
+#[test]
+fn a_model_may_be_a_list_of_layers() {
+    let (_folder, path) = file(
+        r#"{ "layers": [
+               { "repeat": 4, "parameters": 1e6, "flops": 2e6, "input": 4000, "activations": 8000 },
+               { "parameters": 1e4, "flops": 2e4 } ],
+             "batch": 64 }"#,
+    );
+    let text = output(&format!("{path} --cluster plan/models/dgx-a100.json -n 4 --explain"));
+    assert!(text.contains("dp 4 x tp 1 x pp 1"), "{text}");
+    // These layers cannot be split.
+    assert!(!text.contains("tp 2"), "{text}");
+}
+
+#[test]
+fn bad_input_is_a_line_that_says_what_is_wrong() {
+    let with = |text: &str, arguments: &str| {
+        let (_folder, path) = file(text);
+        error(&format!("{path} {arguments}"))
+    };
+    let dgx = "--cluster plan/models/dgx-a100.json -n 8";
+    let shape = r#""layers": 2, "hidden": 8, "heads": 2, "sequence": 4, "vocabulary": 8"#;
+    let gpt = |rest: &str| format!(r#"{{ "transformer": {{ {shape} }}, "batch": 8 {rest} }}"#);
+    let cases = [
+        (r#"{ "batch": 8 }"#.to_owned(), "transformer is missing: give `transformer` or `layers`"),
+        (r#"{ "transformer": { "layers": 2 } }"#.to_owned(), "transformer: missing field `hidden`"),
+        (format!(r#"{{ "transformer": {{ {shape} }} }}"#), "top level: missing field `batch`"),
+        (gpt(r#", "bath": 3"#), "bath: unknown field `bath`"),
+        (gpt(r#", "layers": []"#), "layers is given beside `transformer`: give one of the two"),
+        (gpt(r#", "training": { "element": "f32" }"#), "training.element: invalid type: string"),
+        (gpt(r#", "training": { "data_overlap": 2 }"#), "training.data_overlap is 2: give a share"),
+        (gpt("").replace(r#""heads": 2"#, r#""heads": 3"#), "transformer.heads is 3: give"),
+        (gpt("").replace(r#""batch": 8"#, r#""batch": 0"#), "batch is 0: give the samples"),
+        (gpt("") + "x", "after the end: trailing characters at line 1"),
+    ];
+    for (text, expected) in cases {
+        let line = with(&text, dgx);
+        assert!(line.starts_with("flow-plan: ") && line.contains(expected), "{line}");
+    }
+    assert!(with(&gpt(""), "-n 8").contains("cluster is missing: give the machines"));
+    assert!(error("no-such.json -n 8").contains("no-such.json: No such file"));
+    let line = error(&format!("{GPT3} -n 8"));
+    assert!(line.contains("layouts fits in 80.0 GB a rank; the smallest needs"), "{line}");
+    let line = error(&format!("{GPT3} -n 64 --dp 3 --tp 8"));
+    assert!(line.contains("dp 3 x tp 8 x pp any are not 64"), "{line}");
+    let line =
+        error(&format!("{GPT3} -n 64 --dp 1 --tp 8 --pp 8 --schedule interleaved --chunks 1"));
+    assert!(line.contains("interleaved takes 2 chunks or more"), "{line}");
+}
+
+#[test]
+fn schedules_are_drawn() {
+    let text = output("schedule 1f1b --pp 2 --micro-batches 2");
+    assert_eq!(text, "rank 0: F0 F1 ..... B0--- .. B1---\nrank 1: .. F0 B0--- F1 B1--- .....\n");
+    let text = output("schedule --pp 4 --micro-batches 16");
+    assert_eq!(text.lines().count(), 6, "{text}");
+}
