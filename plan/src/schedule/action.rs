@@ -86,6 +86,54 @@ impl Action {
         )
     }
 
+    /// Of a send: what the other rank does to receive it.
+    pub fn receive(self) -> Option<Self> {
+        match self {
+            SendActivation { stage, micro_batch } => {
+                Some(RecvActivation { stage: stage + 1, micro_batch })
+            }
+            SendGradient { stage, micro_batch } => {
+                Some(RecvGradient { stage: stage.checked_sub(1)?, micro_batch })
+            }
+            _ => None,
+        }
+    }
+
+    /// Of a receive: what the other rank does to send it.
+    pub fn send(self) -> Option<Self> {
+        match self {
+            RecvActivation { stage, micro_batch } => {
+                Some(SendActivation { stage: stage.checked_sub(1)?, micro_batch })
+            }
+            RecvGradient { stage, micro_batch } => {
+                Some(SendGradient { stage: stage + 1, micro_batch })
+            }
+            _ => None,
+        }
+    }
+
+    /// The same computation of another micro-batch; sends and receives are left as they are.
+    pub(super) fn of_micro_batch(self, micro_batch: usize) -> Self {
+        match self {
+            Forward { stage, .. } => Forward { stage, micro_batch },
+            Backward { stage, .. } => Backward { stage, micro_batch },
+            BackwardInput { stage, .. } => BackwardInput { stage, micro_batch },
+            BackwardWeight { stage, .. } => BackwardWeight { stage, micro_batch },
+            other => other,
+        }
+    }
+
+    /// A backward at once is both halves; all else is one thing.
+    pub(super) fn halves(self) -> impl Iterator<Item = Self> {
+        let (first, second) = match self {
+            Backward { stage, micro_batch } => {
+                (BackwardInput { stage, micro_batch }, Some(BackwardWeight { stage, micro_batch }))
+            }
+            _ => (self, None),
+        };
+        std::iter::once(first).chain(second)
+    }
+
     fn parts(self) -> (&'static str, usize, usize) {
         match self {
             Forward { stage, micro_batch } => ("forward", stage, micro_batch),

@@ -16,10 +16,11 @@ pub(super) fn check_counts(ranks: usize, chunks: usize, micro_batches: usize) ->
             return Err(Error::Zero(what));
         }
     }
-    // A forward and the halves of a backward, of each micro-batch in each stage.
-    let count = [chunks, micro_batches, 3].iter().try_fold(ranks, |count, &n| count.checked_mul(n));
-    match count {
-        Some(count) if count <= MAX => Ok(()),
+    // A forward and the halves of a backward, of each micro-batch in each stage. Making and
+    // simulating a schedule takes as long as if there were no fewer micro-batches than ranks.
+    let counts = [chunks, micro_batches.max(ranks), 3];
+    match counts.iter().try_fold(ranks, |product, &count| product.checked_mul(count)) {
+        Some(product) if product <= MAX => Ok(()),
         _ => Err(Error::TooLarge(MAX)),
     }
 }
@@ -48,7 +49,7 @@ pub(super) fn check(rank_of_stage: &[usize], computations: &[Vec<Action>]) -> Re
             if owner != rank {
                 return Err(Error::WrongRank { rank, action, owner });
             }
-            if halves(action).into_iter().any(|half| !done.insert(half)) {
+            if action.halves().any(|half| !done.insert(half)) {
                 return Err(Error::Repeated { rank, action });
             }
             last = last.max(Some(action.micro_batch()));
@@ -68,14 +69,4 @@ pub(super) fn check(rank_of_stage: &[usize], computations: &[Vec<Action>]) -> Re
         }
     }
     Ok(last + 1)
-}
-
-/// A backward at once is both halves.
-fn halves(action: Action) -> Vec<Action> {
-    match action {
-        Backward { stage, micro_batch } => {
-            vec![BackwardInput { stage, micro_batch }, BackwardWeight { stage, micro_batch }]
-        }
-        _ => vec![action],
-    }
 }

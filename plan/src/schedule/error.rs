@@ -70,4 +70,30 @@ pub enum Error {
         /// What it is to do.
         action: Action,
     },
+    /// A schedule of a name that is not known.
+    #[error("no schedule has the name {name:?}; the names are {names}")]
+    UnknownName {
+        /// The name.
+        name: String,
+        /// The names that are known.
+        names: String,
+    },
+    /// A cost that is no time.
+    #[error("a cost of {0}; costs are finite numbers, 0 or more")]
+    Cost(f64),
+    /// Ranks that wait for each other, and for what.
+    #[error("the schedule does not end: {0}")]
+    Deadlock(String),
+    /// A receive of something else than what is sent next.
+    #[error("rank {rank}: {action}: rank {from} sends what the {sent} takes before")]
+    Order {
+        /// The rank that receives.
+        rank: usize,
+        /// The rank that sends.
+        from: usize,
+        /// The receive.
+        action: Action,
+        /// The receive of what is sent next.
+        sent: Action,
+    },
 }
