@@ -272,7 +272,7 @@ impl<'a, 'l> Step<'a, 'l> {
     }
 
     fn outputs_of(&self, stage: usize, inputs: &[Tensor]) -> Outcome<Vec<Tensor>> {
-        taken(self.executor.stages.get(&stage))?.forward(inputs)
+        taken(self.executor.stages.get(&stage))?.forward_micro_batch(inputs)
     }
 
     /// The outputs; of the last stage instead the loss and its gradient.

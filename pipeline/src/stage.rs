@@ -15,7 +15,7 @@ pub trait Stage: Send {
     ///
     /// # Errors
     /// They end the step, on all ranks. So does a panic.
-    fn forward(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>, BoxError>;
+    fn forward_micro_batch(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>, BoxError>;
 
     /// Backwards leave gradients as they are on this rank as long as the guard lives. The pipeline
     /// has one until the last backward of a step: gradients are averaged once.
@@ -25,7 +25,7 @@ pub trait Stage: Send {
 }
 
 impl<M: ModuleT> Stage for M {
-    fn forward(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>, BoxError> {
+    fn forward_micro_batch(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>, BoxError> {
         Ok(vec![self.forward_t(one(inputs)?, true)])
     }
 }
@@ -34,7 +34,7 @@ impl<M: ModuleT> Stage for M {
 pub struct DdpStage<M>(pub Ddp<M>);
 
 impl<M: ModuleT> Stage for DdpStage<M> {
-    fn forward(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>, BoxError> {
+    fn forward_micro_batch(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>, BoxError> {
         Ok(vec![self.0.try_forward_t(one(inputs)?, true)?])
     }
 
@@ -68,7 +68,7 @@ impl<F> Stage for Function<F>
 where
     F: Fn(&[Tensor]) -> Result<Vec<Tensor>, BoxError> + Send,
 {
-    fn forward(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>, BoxError> {
+    fn forward_micro_batch(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>, BoxError> {
         self.0(inputs)
     }
 }

@@ -24,14 +24,15 @@ fn close(one: &Tensor, other: &Tensor) {
 #[test]
 fn tied_weights_get_the_sum_of_their_gradients() {
     let weight = || numbers(&[4, 4], 0.3).set_requires_grad(true);
-    let (x, y) = (numbers(&[6, 4], 0.5), numbers(&[6, 4], 0.9));
+    let batch = || (numbers(&[6, 4], 0.5), numbers(&[6, 4], 0.9));
+    let (x, y) = batch();
     let alone = weight();
     let loss = |output: &Tensor, y: &Tensor| (output - y).square().mean(Kind::Double);
     loss(&x.matmul(&alone).tanh().matmul(&alone.tr()), &y).backward();
     for schedule in [Schedule::one_f_one_b(3, 3).unwrap(), Schedule::zb_v(3, 3).unwrap()] {
         let last = schedule.stages() - 1;
         let gradients = ranks(3, |group| {
-            let (x, y) = (x.shallow_clone(), y.shallow_clone());
+            let (x, y) = batch();
             let own = match schedule.rank_of(last) == group.rank() && last == 2 {
                 // Another value, which tie() replaces.
                 true => numbers(&[4, 4], 0.7).set_requires_grad(true),
@@ -68,8 +69,8 @@ fn tied_weights_get_the_sum_of_their_gradients() {
 fn recomputation_draws_the_same_numbers() {
     let gradient = |recomputes: bool| {
         tch::manual_seed(3);
-        let weight = numbers(&[8], 0.3).set_requires_grad(true);
-        ranks(1, |group| {
+        let gradients = ranks(1, |group| {
+            let weight = numbers(&[8], 0.3).set_requires_grad(true);
             let own = weight.shallow_clone();
             let mut pipeline = Pipeline::builder(&mesh(&group), "pp")
                 .schedule(Schedule::gpipe(1, 4).unwrap())
@@ -81,8 +82,9 @@ fn recomputation_draws_the_same_numbers() {
                 .unwrap();
             let x = numbers(&[8, 8], 0.7);
             pipeline.step(&[x], |outputs, _| outputs[0].square().mean(Kind::Double)).unwrap();
+            weight.grad()
         });
-        weight.grad()
+        gradients.into_iter().next()
     };
     assert_eq!(gradient(true), gradient(false));
 }
@@ -150,7 +152,7 @@ impl Module for Tanh {
 }
 
 #[test]
-fn ddp_averages_once_in_a_step() {
+fn ddp_averages_the_gradients_of_a_step() {
     let expected = gradients_alone(12);
     for schedule in [Schedule::one_f_one_b(2, 3).unwrap(), Schedule::zb_h1(2, 3).unwrap()] {
         let found = ranks(4, |group| {
@@ -263,8 +265,8 @@ fn errors(fails: fn(usize) -> Result<(), String>) -> Vec<String> {
 
 #[test]
 fn a_stage_that_fails_fails_the_step_on_all_ranks() {
-    let fail = |run| if run == 2 { Err("out of coffee".to_owned()) } else { Ok(()) };
-    let panic = |run| if run == 2 { panic!("out of coffee") } else { Ok(()) };
+    let fail = |run: usize| if run == 2 { Err("out of coffee".to_owned()) } else { Ok(()) };
+    let panic = |run: usize| if run == 2 { panic!("out of coffee") } else { Ok(()) };
     for (fails, text) in
         [(fail as fn(usize) -> _, "out of coffee"), (panic, "panic: out of coffee")]
     {
@@ -313,7 +315,8 @@ fn what_does_not_fit_is_an_error_that_says_why() {
 fn ranks_with_different_schedules_find_out() {
     let errors = ranks(2, |group| {
         let schedule = Schedule::gpipe(2, 4 + group.rank()).unwrap();
-        let made = Pipeline::builder(&mesh(&group), "pp").schedule(schedule);
+        let mesh = mesh(&group);
+        let made = Pipeline::builder(&mesh, "pp").schedule(schedule);
         made.build(|_| Ok(Box::new(nn::func(|x| x * 2)))).unwrap_err().to_string()
     });
     assert!(errors.iter().all(|error| error.contains("the same schedule")), "{errors:?}");
