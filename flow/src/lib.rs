@@ -48,6 +48,11 @@ pub mod prelude {
     pub use tch::{Device, Kind, Tensor};
 }
 
+/// The programs of docs/pipelines.md compile.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/pipelines.md")]
+struct Pipelines;
+
 /// The programs in the READMEs compile.
 #[cfg(doctest)]
 #[doc = include_str!("../../README.md")]
