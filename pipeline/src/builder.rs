@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use flow_autograd::BoxError;
-use flow_comm::Mesh;
+use flow_comm::{Axis, Mesh};
 use flow_global::Placement;
 use flow_plan::schedule::Schedule;
 use flow_tensor::TensorCollectives;
@@ -15,19 +15,19 @@ use crate::stage::Stage;
 
 /// Micro-batches for each rank, unless the schedule is given: with four the bubble is below a fifth
 /// (Huang et al. 2019, section 2.3).
-const MICRO_BATCHES: usize = 4;
+pub(crate) const MICRO_BATCHES: usize = 4;
 
 /// Makes a [`Pipeline`]: [`Pipeline::builder`].
 pub struct Builder<'a> {
     mesh: &'a Mesh,
-    axis: &'a str,
+    axis: Axis<'a>,
     schedule: Option<Schedule>,
     recomputes: bool,
     placement: Option<Placement>,
 }
 
 impl<'a> Builder<'a> {
-    pub(crate) fn new(mesh: &'a Mesh, axis: &'a str) -> Self {
+    pub(crate) fn new(mesh: &'a Mesh, axis: Axis<'a>) -> Self {
         Self { mesh, axis, schedule: None, recomputes: false, placement: None }
     }
 
@@ -79,7 +79,7 @@ impl<'a> Builder<'a> {
         }
         if schedule.ranks() != ranks {
             let reason = format!(
-                "the schedule is for {} ranks, but the axis {:?} of the mesh has {ranks}",
+                "the schedule is for {} ranks, but the axis {} of the mesh has {ranks}",
                 schedule.ranks(),
                 self.axis
             );

@@ -5,12 +5,12 @@ use std::fmt;
 use std::time::Instant;
 
 use flow_autograd::BoxError;
-use flow_comm::{Mesh, ProcessGroup};
+use flow_comm::{Axis, Mesh, ProcessGroup};
 use flow_global::{no_sync, Placement};
 use flow_plan::schedule::{Action, Schedule};
 use tch::{Device, Tensor};
 
-use crate::builder::Builder;
+use crate::builder::{Builder, MICRO_BATCHES};
 use crate::error::{Error, Result};
 use crate::executor::{Executor, Last, Results, Step};
 use crate::messages::Messages;
@@ -47,26 +47,19 @@ impl Pipeline {
     /// # Errors
     /// As [`Builder::build`].
     pub fn new(stages: Vec<Box<dyn Stage>>, mesh: &Mesh) -> Result<Self> {
-        let ranks = match mesh.names().iter().position(|name| name == "pp") {
-            Some(axis) => mesh.shape()[axis],
-            None => mesh.shape()[0],
+        let is_named = mesh.names().iter().any(|name| name == "pp");
+        let axis = match is_named || mesh.shape().len() != 1 {
+            true => Axis::Name("pp"),
+            false => Axis::Number(0),
         };
-        let chunks = stages.len() / ranks;
+        let ranks = mesh.group(axis)?.world_size();
+        let (count, chunks) = (stages.len(), stages.len() / ranks);
         let schedule = match chunks {
-            0 | 1 => Schedule::one_f_one_b(stages.len(), 4 * ranks)?,
-            _ => Schedule::interleaved(ranks, chunks, 4 * ranks)?,
+            0 | 1 => Schedule::one_f_one_b(count, MICRO_BATCHES * ranks)?,
+            _ => Schedule::interleaved(ranks, chunks, MICRO_BATCHES * ranks)?,
         };
-        let count = stages.len();
         let mut stages: Vec<Option<Box<dyn Stage>>> = stages.into_iter().map(Some).collect();
-        let named;
-        let mesh = match mesh.names() {
-            [] if mesh.shape().len() == 1 => {
-                named = mesh.clone().with_names(&["pp"])?;
-                &named
-            }
-            _ => mesh,
-        };
-        Self::builder(mesh, "pp").schedule(schedule).build(|stage| {
+        Self::builder(mesh, axis).schedule(schedule).build(|stage| {
             let own = stages.get_mut(stage).and_then(Option::take);
             own.ok_or_else(|| {
                 format!("there are {count} stages; give a multiple of the ranks").into()
@@ -74,9 +67,9 @@ impl Pipeline {
         })
     }
 
-    /// A pipeline along this axis of a mesh.
-    pub fn builder<'a>(mesh: &'a Mesh, axis: &'a str) -> Builder<'a> {
-        Builder::new(mesh, axis)
+    /// A pipeline along this axis of a mesh, by name or number.
+    pub fn builder<'a>(mesh: &'a Mesh, axis: impl Into<Axis<'a>>) -> Builder<'a> {
+        Builder::new(mesh, axis.into())
     }
 
     /// The schedule.

@@ -7,9 +7,11 @@ use std::sync::Arc;
 
 use common::{mesh, numbers, ranks, Model};
 use flow_comm::Mesh;
-use flow_ddp::Ddp;
+use flow_ddp::{Ddp, DistributedSampler};
 use flow_global::{distribute, GlobalTensor, Placement, B, S};
-use flow_pipeline::{stage_fn, DdpStage, Pipeline, Schedule, Stage};
+use flow_pipeline::{
+    split_by_parameters, split_by_time, stage_fn, DdpStage, Layers, Pipeline, Schedule, Stage,
+};
 use flow_tensor::ProcessGroup;
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -154,7 +156,11 @@ impl Module for Tanh {
 #[test]
 fn ddp_averages_the_gradients_of_a_step() {
     let expected = gradients_alone(12);
-    for schedule in [Schedule::one_f_one_b(2, 3).unwrap(), Schedule::zb_h1(2, 3).unwrap()] {
+    for (schedule, recomputes) in [
+        (Schedule::one_f_one_b(2, 3).unwrap(), false),
+        (Schedule::gpipe(2, 3).unwrap(), true),
+        (Schedule::zb_h1(2, 3).unwrap(), false),
+    ] {
         let found = ranks(4, |group| {
             let mesh = mesh_of_four(&group);
             let rank = mesh.coordinates().unwrap()[1] as i64;
@@ -162,6 +168,7 @@ fn ddp_averages_the_gradients_of_a_step() {
             let mut gradients = Vec::new();
             let mut pipeline = Pipeline::builder(&mesh, "pp")
                 .schedule(schedule.clone())
+                .recompute(recomputes)
                 .build(|stage| {
                     let layer = linear(&mut vs, [0.3, 0.5][stage]);
                     let bias = layer.bs.as_ref().unwrap();
@@ -336,4 +343,37 @@ fn a_list_of_modules_is_a_pipeline() {
         });
         assert_eq!(losses, [false, true]);
     }
+}
+
+/// Times are the machine's: only that all layers are there.
+#[test]
+fn layers_are_split_by_time_and_by_parameters() {
+    let vs = VarStore::new(Device::Cpu);
+    let layer = |outputs| -> Box<dyn nn::ModuleT> {
+        Box::new(nn::linear(vs.root(), 64, outputs, Default::default()))
+    };
+    let layers = Layers(vec![layer(64), Box::new(nn::func(|x| x.relu())), layer(64), layer(64)]);
+    let x = Tensor::ones([8, 64], (Kind::Float, Device::Cpu));
+    let ranges = split_by_time(&layers, &vs, &x, 3);
+    assert_eq!((ranges.len(), ranges[0].start, ranges[2].end), (3, 0, 4));
+    assert!(ranges.windows(2).all(|pair| pair[0].end == pair[1].start));
+    let has_none = |weight: &Tensor| {
+        !weight.grad().defined() || weight.grad().abs().max() == Tensor::from(0.0)
+    };
+    assert!(vs.trainable_variables().iter().all(has_none));
+    assert_eq!(split_by_parameters(&[10, 10, 10, 30], 2), [0..3, 3..4]);
+}
+
+/// Both data-parallel pipelines together see each sample once, and all stages of one the same.
+#[test]
+fn samplers_take_the_data_parallel_rank() {
+    let samples = ranks(4, |group| {
+        let mesh = mesh_of_four(&group);
+        let sampler = DistributedSampler::new(10, mesh.group("dp").unwrap()).shuffle(true);
+        sampler.iter().collect::<Vec<usize>>()
+    });
+    assert_eq!((&samples[0], &samples[1]), (&samples[2], &samples[3]));
+    let mut all = [&samples[0][..], &samples[1]].concat();
+    all.sort_unstable();
+    assert_eq!(all, (0..10).collect::<Vec<usize>>());
 }

@@ -400,7 +400,7 @@ mod tests {
             name: "forward",
             step: 5,
             bucket: None,
-            place: None,
+            place: Some((1, 6)),
             started: 3 * MS,
             done: 4 * MS,
         };
@@ -421,7 +421,7 @@ mod tests {
         assert_eq!(events.last(), Some(&expected));
         let expected = json!({
             "name": "forward", "cat": "phase", "ph": "X", "ts": 1000.0, "dur": 1000.0,
-            "pid": 3, "tid": 0, "args": { "step": 5 },
+            "pid": 3, "tid": 0, "args": { "step": 5, "stage": 1, "micro_batch": 6 },
         });
         assert_eq!(events[3], expected);
         assert_eq!(events.len(), 5);
