@@ -35,7 +35,7 @@
 //! |---|---|
 //! | [`Stage`] | the submodule of a `PipelineStage` |
 //! | [`Pipeline::builder`], [`Builder::build`] | `PipelineStage`, and the schedule's constructor |
-//! | [`Schedule`] | `ScheduleGPipe`, `Schedule1F1B`, `ScheduleInterleaved1F1B`, `ScheduleZBVZeroBubble` |
+//! | [`Schedule`] | `ScheduleGPipe`, `Schedule1F1B` and others |
 //! | [`Pipeline::step`] | `schedule.step(x, target=y, losses=losses)` |
 //! | [`Pipeline::forward`] | `schedule.eval(x)` |
 //! | [`MicroBatch`] | what `n_microbatches` divides a batch into |

@@ -5,12 +5,11 @@ use std::fmt;
 use std::time::Instant;
 
 use flow_autograd::BoxError;
-use flow_comm::{Axis, Mesh, ProcessGroup};
+use flow_comm::ProcessGroup;
 use flow_global::{no_sync, Placement};
 use flow_plan::schedule::{Action, Schedule};
 use tch::{Device, Tensor};
 
-use crate::builder::{Builder, MICRO_BATCHES};
 use crate::error::{Error, Result};
 use crate::executor::{Executor, Last, Results, Step};
 use crate::messages::Messages;
@@ -40,38 +39,6 @@ pub struct Pipeline {
 }
 
 impl Pipeline {
-    /// Of a list of stages, which all ranks have: stage s is on rank s of the mesh's axis `pp`, or
-    /// of its only axis, and each rank keeps its own. As many stages as ranks, or, interleaved, a
-    /// multiple; four times as many micro-batches as ranks.
-    ///
-    /// # Errors
-    /// As [`Builder::build`].
-    pub fn new(stages: Vec<Box<dyn Stage>>, mesh: &Mesh) -> Result<Self> {
-        let is_named = mesh.names().iter().any(|name| name == "pp");
-        let axis = match is_named || mesh.shape().len() != 1 {
-            true => Axis::Name("pp"),
-            false => Axis::Number(0),
-        };
-        let ranks = mesh.group(axis)?.world_size();
-        let (count, chunks) = (stages.len(), stages.len() / ranks);
-        let schedule = match chunks {
-            0 | 1 => Schedule::one_f_one_b(count, MICRO_BATCHES * ranks)?,
-            _ => Schedule::interleaved(ranks, chunks, MICRO_BATCHES * ranks)?,
-        };
-        let mut stages: Vec<Option<Box<dyn Stage>>> = stages.into_iter().map(Some).collect();
-        Self::builder(mesh, axis).schedule(schedule).build(|stage| {
-            let own = stages.get_mut(stage).and_then(Option::take);
-            own.ok_or_else(|| {
-                format!("there are {count} stages; give a multiple of the ranks").into()
-            })
-        })
-    }
-
-    /// A pipeline along this axis of a mesh, by name or number.
-    pub fn builder<'a>(mesh: &'a Mesh, axis: impl Into<Axis<'a>>) -> Builder<'a> {
-        Builder::new(mesh, axis.into())
-    }
-
     /// The schedule.
     pub fn schedule(&self) -> &Schedule {
         &self.schedule
