@@ -5,7 +5,9 @@
 mod common;
 
 use common::{assert_close, ranks};
-use flow_global::{distribute, distribute_tensor, randn, GlobalTensor, Placement, Sbp, B, P, S};
+use flow_global::{
+    distribute, distribute_tensor, no_sync, randn, GlobalTensor, Placement, Sbp, B, P, S,
+};
 use flow_tensor::{ProcessGroup, ReduceOp};
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -105,6 +107,34 @@ fn gradients_are_those_of_one_process() {
                 }
                 plain.loss(&x, has_second).backward();
                 net.loss(&global, has_second).backward();
+                assert_alike(&net, &plain);
+            }
+        }
+    });
+}
+
+/// Several backwards, whose gradients are reduced at the end; then ordinary ones again.
+#[test]
+fn gradients_may_be_reduced_once_for_several_backwards() {
+    ranks(4, |group| {
+        for (placement, sbp) in layouts(&group) {
+            let (net, plain) = (Net::on(&placement, &sbp), Net::new());
+            for step in 0..6 {
+                net.zero_grad();
+                plain.zero_grad();
+                let once = (step % 3 != 2).then(|| no_sync(&placement).unwrap());
+                for part in 0..3 {
+                    let (x, global) = batch(&placement, 3 * step + part);
+                    // The second layer is not in the last backward.
+                    plain.loss(&x, part != 2).backward();
+                    net.loss(&global, part != 2).backward();
+                }
+                if let Some(once) = once {
+                    let is_inside = placement.ranks().contains(&group.rank());
+                    let sbp = net.first.ws.grad().sbp().unwrap();
+                    assert_eq!(is_inside, sbp.contains(&P));
+                    once.finish().unwrap();
+                }
                 assert_alike(&net, &plain);
             }
         }
