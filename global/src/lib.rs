@@ -40,6 +40,7 @@
 //! | make a model global, and plain again | [`distribute`], [`undistribute`]; [`to_global_in_place`] for one tensor |
 //! | layers split over ranks | [`nn`] |
 //! | clip gradients, train in half precision | [`clip_grad_norm`], [`clip_grad_value`], [`GradScaler`] |
+//! | split an optimizer's state over ranks | [`ZeroRedundancyOptimizer`] |
 //! | see what is moved, and why | [`explain()`], [`record()`], [`gathered_operations`]; [`mod@explain`], [`trace`] |
 //! | have SBPs chosen | [`planner`] |
 //! | have inputs on different placements moved | [`move_inputs`] |
@@ -55,6 +56,7 @@ mod code;
 mod compare;
 mod convert;
 mod create;
+mod deferred;
 mod dispatch;
 mod distribute;
 mod error;
@@ -87,6 +89,7 @@ mod spec;
 mod tensor;
 pub mod trace;
 pub mod view;
+mod zero;
 
 pub use clip::{clip_grad_norm, clip_grad_value};
 pub use create::{
@@ -108,3 +111,4 @@ pub use policy::{gathered_operations, move_inputs};
 pub use record::{explain, record};
 pub use sbp::{NdSbp, Sbp, B, P, S};
 pub use tensor::GlobalTensor;
+pub use zero::ZeroRedundancyOptimizer;

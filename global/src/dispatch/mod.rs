@@ -33,6 +33,7 @@ use crate::cache::Cache;
 use crate::code::{Code, Context};
 use crate::compare;
 use crate::convert::{convert, moved};
+use crate::deferred;
 use crate::error::{Error, Result};
 use crate::handle::{boxed, find_spec, globals, local_of, spec_of};
 use crate::local::distribute_tensor;
@@ -98,6 +99,11 @@ impl Dispatcher for Operations {
         if gradient.requires_grad() {
             // Of a backward that is itself differentiated.
             return Ok(LeafGradient::Boxed(convert(gradient, own.placement(), own.sbp())?));
+        }
+        if let Some(kept) = deferred::spec_of_gradient(leaf, &own, &now)? {
+            let kept = tch::no_grad(|| boxed(gradient, &kept))?;
+            record::gradient(leaf, gradient, Some(&kept))?;
+            return Ok(LeafGradient::Boxed(kept));
         }
         if may_take && replicas::take(leaf, gradient, exclusive)? {
             record::gradient(leaf, gradient, None)?;

@@ -1,0 +1,71 @@
+//! Leaves whose gradients stay partial in backward, until somebody reduces them.
+
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tch::Tensor;
+
+use crate::error::Result;
+use crate::handle::{find_spec, spec_of};
+use crate::runtime::Runtime;
+use crate::sbp::{NdSbp, B};
+use crate::spec::Spec;
+
+/// Those of a job, by identity.
+#[derive(Default)]
+struct Registry(Mutex<HashSet<usize>>);
+
+impl Registry {
+    fn lock(&self) -> MutexGuard<'_, HashSet<usize>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Keeps gradients partial as long as it lives.
+pub struct Deferred {
+    /// With the runtime of their placements. Kept, so that no other tensor gets their identity.
+    leaves: Vec<(Tensor, Arc<Runtime>)>,
+}
+
+impl Deferred {
+    /// The gradients of these leaves stay partial.
+    ///
+    /// # Errors
+    /// A leaf is plain.
+    pub fn new(leaves: &[Tensor]) -> Result<Self> {
+        let mut deferred = Self { leaves: Vec::new() };
+        for leaf in leaves {
+            let runtime = spec_of(leaf)?.placement().runtime()?.clone();
+            runtime.part::<Registry>().lock().insert(flow_autograd::identity(leaf));
+            deferred.leaves.push((leaf.shallow_clone(), runtime));
+        }
+        Ok(deferred)
+    }
+}
+
+impl Drop for Deferred {
+    fn drop(&mut self) {
+        for (leaf, runtime) in &self.leaves {
+            runtime.part::<Registry>().lock().remove(&flow_autograd::identity(leaf));
+        }
+    }
+}
+
+/// What the gradient of a deferred leaf becomes: what that is which it is added to, else the leaf's
+/// spec, but partial where the gradient is and the leaf is B. None of other leaves.
+pub fn spec_of_gradient(leaf: &Tensor, own: &Spec, gradient: &Spec) -> Result<Option<Arc<Spec>>> {
+    let placement = own.placement();
+    let is_deferred = || -> Result<bool> {
+        let registry = placement.runtime()?.part::<Registry>();
+        Ok(registry.lock().contains(&flow_autograd::identity(leaf)))
+    };
+    if placement != gradient.placement() || !is_deferred()? {
+        return Ok(None);
+    }
+    if let Some(sum) = find_spec(&leaf.grad()) {
+        return Ok(Some(sum));
+    }
+    let pairs = own.sbp().iter().zip(gradient.sbp());
+    let kept = pairs.map(|(&own, &now)| if own == B && now.is_partial() { now } else { own });
+    Ok(Some(Spec::of(placement, &kept.collect::<NdSbp>())?))
+}
