@@ -2,9 +2,11 @@
 
 use std::path::PathBuf;
 
-const SOURCES: [&str; 12] = [
+const SOURCES: [&str; 14] = [
     "hooks.cpp",
     "gradient.cpp",
+    "graph.cpp",
+    "random.cpp",
     "function.cpp",
     "memory.cpp",
     "allocator.cpp",

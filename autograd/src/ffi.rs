@@ -48,6 +48,12 @@ pub struct FunctionClosure {
     pub drop: unsafe extern "C" fn(data: *mut c_void),
 }
 
+/// Where a backward begins: see `graph.cpp`.
+#[repr(C)]
+pub struct GraphHandle {
+    _opaque: [u8; 0],
+}
+
 /// Changes a gradient: see `gradient.cpp`.
 #[repr(C)]
 pub struct GradientClosure {
@@ -102,6 +108,19 @@ extern "C" {
     pub fn flow_at_end_of_backward(closure: Closure) -> *mut c_char;
     pub fn flow_on_backward(tensor: *const C_tensor, closure: Closure) -> *mut c_char;
     pub fn flow_map_gradient(tensor: *const C_tensor, closure: GradientClosure) -> *mut c_char;
+    pub fn flow_graph_new(outputs: TensorSlice, graph: *mut *mut GraphHandle) -> *mut c_char;
+    pub fn flow_graph_drop(graph: *mut GraphHandle);
+    pub fn flow_graph_backward(graph: *mut GraphHandle, gradients: TensorSlice) -> *mut c_char;
+    pub fn flow_graph_backward_inputs(
+        graph: *mut GraphHandle,
+        gradients: TensorSlice,
+        inputs: TensorSlice,
+        results: *mut c_void,
+        push: PushTensor,
+    ) -> *mut c_char;
+    pub fn flow_graph_backward_weights(graph: *mut GraphHandle) -> *mut c_char;
+    pub fn flow_rng_state(like: *const C_tensor, state: *mut *mut C_tensor) -> *mut c_char;
+    pub fn flow_set_rng_state(like: *const C_tensor, state: *const C_tensor) -> *mut c_char;
     pub fn flow_use_count(tensor: *const C_tensor) -> usize;
     pub fn flow_set_grad(parameter: *const C_tensor, grad: *const C_tensor) -> *mut c_char;
     pub fn flow_check_plain(tensor: *const C_tensor) -> *mut c_char;

@@ -7,6 +7,9 @@
 //! | add a differentiable operation whose forward and backward are Rust | [`custom_function`] |
 //! | run code when a backward reaches an operation | [`on_backward`] |
 //! | change the gradient that comes back to a tensor | [`map_gradient`] |
+//! | run the backward of several tensors, as a whole or in two halves | [`Graph`] |
+//! | compute activations anew in backward instead of keeping them | [`recompute`] |
+//! | draw the same random numbers again | [`RngState`], [`with_rng_state`] |
 //! | check that a gradient is not shared, and replace it | [`grad_is_exclusive`], [`set_grad`] |
 //! | count the handles to a tensor | [`use_count`] |
 //! | read and write a tensor's memory | [`bytes`], [`bytes_mut`], [`data_ptr`] |
@@ -30,18 +33,24 @@ mod ffi;
 mod function;
 pub mod global;
 mod gradient;
+mod graph;
 mod hook;
 mod memory;
 mod optimizer;
+mod random;
+mod recompute;
 
 pub use allocator::{set_cpu_allocator, Block, BlockAllocator};
 pub use cuda::{current_stream, load_cuda, tensor_from_device_memory, torch_device, CudaTensor};
 pub use error::{BoxError, Error};
 pub use function::{custom_function, Forward};
 pub use gradient::map_gradient;
+pub use graph::{Graph, WeightGraph};
 pub use hook::{at_end_of_backward, grad_is_exclusive, on_backward, GradHook};
 pub use memory::{
     bytes, bytes_mut, data_ptr, dtype, identity, set_grad, tensor_from_memory, tensor_from_raw,
     unsendable, use_count,
 };
 pub use optimizer::{OptimizerState, StateDict};
+pub use random::{with_rng_state, RngState};
+pub use recompute::recompute;

@@ -1,0 +1,72 @@
+//! Whether counts can be those of a schedule, and computations are one: each on the rank of its
+//! stage, each once, none missing.
+
+use std::collections::HashSet;
+
+use super::action::Action::{self, *};
+use super::error::{Error, Result};
+
+/// The most computations that a schedule may have.
+pub(super) const MAX: usize = 1 << 24;
+
+/// Whether a schedule can have these counts: none is 0, and no list gets too long.
+pub(super) fn check_counts(ranks: usize, chunks: usize, micro_batches: usize) -> Result<()> {
+    for (count, what) in [(ranks, "rank"), (chunks, "chunk"), (micro_batches, "micro-batch")] {
+        if count == 0 {
+            return Err(Error::Zero(what));
+        }
+    }
+    // A forward and the halves of a backward, of each micro-batch in each stage. Making and
+    // simulating a schedule takes as long as if there were no fewer micro-batches than ranks.
+    let counts = [chunks, micro_batches.max(ranks), 3];
+    match counts.iter().try_fold(ranks, |product, &count| product.checked_mul(count)) {
+        Some(product) if product <= MAX => Ok(()),
+        _ => Err(Error::TooLarge(MAX)),
+    }
+}
+
+/// The number of micro-batches of these computations, or what is wrong with them.
+pub(super) fn check(rank_of_stage: &[usize], computations: &[Vec<Action>]) -> Result<usize> {
+    let (stages, ranks) = (rank_of_stage.len(), computations.len());
+    for (count, what) in [(ranks, "rank"), (stages, "stage")] {
+        if count == 0 {
+            return Err(Error::Zero(what));
+        }
+    }
+    if let Some(stage) = rank_of_stage.iter().position(|&rank| rank >= ranks) {
+        return Err(Error::UnknownRank { stage, rank: rank_of_stage[stage], ranks });
+    }
+    let mut done = HashSet::new();
+    let mut last = None;
+    for (rank, list) in computations.iter().enumerate() {
+        for &action in list {
+            if !action.is_computation() {
+                return Err(Error::NoComputation { rank, action });
+            }
+            let Some(&owner) = rank_of_stage.get(action.stage()) else {
+                return Err(Error::UnknownStage { rank, action, stages });
+            };
+            if owner != rank {
+                return Err(Error::WrongRank { rank, action, owner });
+            }
+            if action.halves().any(|half| !done.insert(half)) {
+                return Err(Error::Repeated { rank, action });
+            }
+            last = last.max(Some(action.micro_batch()));
+        }
+    }
+    let last = last.ok_or(Error::Zero("micro-batch"))?;
+    for micro_batch in 0..=last {
+        for (stage, &rank) in rank_of_stage.iter().enumerate() {
+            let all = [
+                Forward { stage, micro_batch },
+                BackwardInput { stage, micro_batch },
+                BackwardWeight { stage, micro_batch },
+            ];
+            if let Some(&action) = all.iter().find(|action| !done.contains(action)) {
+                return Err(Error::Missing { rank, action });
+            }
+        }
+    }
+    Ok(last + 1)
+}

@@ -1,0 +1,148 @@
+//! How schedules are made.
+
+use super::action::Action;
+use super::check::{check, check_counts};
+use super::communication::with_communication;
+use super::definition::Schedule;
+use super::error::{Error, Result};
+use super::one_f_one_b;
+use super::simulator::{simulate, Costs};
+use super::zero_bubble;
+
+/// The names that [`Schedule::named`] knows.
+pub const NAMES: [&str; 5] = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"];
+
+impl Schedule {
+    /// GPipe (Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+    /// Parallelism"): all forwards, then all backwards. Stage s is on rank s. With p ranks and m
+    /// micro-batches a part (p - 1) / (m + p - 1) of the time is idle, and each rank holds m
+    /// activations.
+    ///
+    /// Backwards come in the order of the forwards, as in torch's `ScheduleGPipe`, so that a stage
+    /// adds up its gradients in the same order as with [`Schedule::one_f_one_b`].
+    ///
+    /// # Errors
+    /// A count of 0, or more than 2^24 computations.
+    pub fn gpipe(ranks: usize, micro_batches: usize) -> Result<Self> {
+        let actions = |rank| one_f_one_b::gpipe(rank, micro_batches);
+        Self::looped(ranks, 1, micro_batches, actions)
+    }
+
+    /// 1F1B (PipeDream-Flush; Narayanan et al. 2021, "Efficient Large-Scale Language Model Training
+    /// on GPU Clusters Using Megatron-LM", section 2.2.1): a rank begins with backwards as soon as
+    /// it can, then does a forward and a backward in turns. Stage s is on rank s. As much time is
+    /// idle as with [`Schedule::gpipe`], but rank r of p holds min(p - r, m) activations only.
+    ///
+    /// # Errors
+    /// A count of 0, or more than 2^24 computations.
+    pub fn one_f_one_b(ranks: usize, micro_batches: usize) -> Result<Self> {
+        Self::interleaved(ranks, 1, micro_batches)
+    }
+
+    /// Interleaved 1F1B (Narayanan et al. 2021, section 2.2.2): each rank has `chunks` stages, and
+    /// stage s is on rank s mod p. The idle time of 1F1B is divided by `chunks`, for as many times
+    /// the communication, and for more activations.
+    ///
+    /// Ranks take micro-batches in groups: a group passes one of the rank's stages, then the next.
+    /// The paper's groups have p micro-batches, so that m must be a multiple of p. Here m may be
+    /// any number: there are max(1, m / p) groups, as equal as can be, the larger first. With m < p
+    /// ranks also wait for each other between chunks.
+    ///
+    /// With v chunks and g micro-batches in the first group, rank r holds at most
+    /// min((v - 1) g + 2 (p - 1 - r) + 1, v m) activations of a stage. With g = p, rank 0 so has
+    /// 1 + (p - 1) / (p v) times what it has in 1F1B (Korthikanti et al. 2022, "Reducing Activation
+    /// Recomputation in Large Transformer Models", on pipeline parallelism).
+    ///
+    /// With one chunk this is [`Schedule::one_f_one_b`].
+    ///
+    /// # Errors
+    /// A count of 0, or more than 2^24 computations.
+    pub fn interleaved(ranks: usize, chunks: usize, micro_batches: usize) -> Result<Self> {
+        let actions = |rank| one_f_one_b::interleaved(rank, ranks, chunks, micro_batches);
+        Self::looped(ranks, chunks, micro_batches, actions)
+    }
+
+    /// ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.1): 1F1B with the
+    /// backward in halves. The rank before needs the gradients of the inputs only, so those of the
+    /// weights wait, and fill the time that would be idle at the end. Stage s is on rank s.
+    ///
+    /// Let F, B and W be the times of a forward, and of the gradients of inputs and of weights. If
+    /// W is no more than F and B, and m >= p, a rank is idle for (p - 1) (F + B - W); in 1F1B for
+    /// (p - 1) (F + B + W). Each rank holds min(p, m) activations, as rank 0 in 1F1B.
+    ///
+    /// # Errors
+    /// A count of 0, or more than 2^24 computations.
+    pub fn zb_h1(ranks: usize, micro_batches: usize) -> Result<Self> {
+        let actions = |rank| zero_bubble::zb_h1(rank, ranks, micro_batches);
+        Self::looped(ranks, 1, micro_batches, actions)
+    }
+
+    /// ZB-V (Qi et al. 2023, section 6): each rank has two stages, s and 2 p - 1 - s, so that the
+    /// model goes down the ranks and up again in the form of a V; the first and the last stage are
+    /// both on rank 0.
+    ///
+    /// From its first computation to its last a rank is never idle, if the forward, the gradients
+    /// of inputs and those of weights take the same time, and m >= 2 p - 1. Each rank holds at most
+    /// 2 p activations of a stage: as much as rank 0 in 1F1B, whose stages are twice as large.
+    ///
+    /// # Errors
+    /// A count of 0, or more than 2^24 computations.
+    pub fn zb_v(ranks: usize, micro_batches: usize) -> Result<Self> {
+        check_counts(ranks, 2, micro_batches)?;
+        let rank_of_stage = (0..ranks).chain((0..ranks).rev()).collect();
+        let actions = |rank| zero_bubble::zb_v(rank, ranks, micro_batches);
+        Self::custom(rank_of_stage, (0..ranks).map(actions).collect())
+    }
+
+    /// The schedule of this name, one of [`NAMES`]. Only `interleaved` looks at `chunks`.
+    ///
+    /// # Errors
+    /// No such name; else as the schedule's own method.
+    pub fn named(name: &str, ranks: usize, chunks: usize, micro_batches: usize) -> Result<Self> {
+        match name {
+            "gpipe" => Self::gpipe(ranks, micro_batches),
+            "1f1b" => Self::one_f_one_b(ranks, micro_batches),
+            "interleaved" => Self::interleaved(ranks, chunks, micro_batches),
+            "zb-h1" => Self::zb_h1(ranks, micro_batches),
+            "zb-v" => Self::zb_v(ranks, micro_batches),
+            _ => Err(Error::UnknownName { name: name.to_owned(), names: NAMES.join(", ") }),
+        }
+    }
+
+    /// A schedule of your own: the rank of each stage, and what each rank computes, in order. Sends
+    /// and receives are added.
+    ///
+    /// ```
+    /// use flow_plan::schedule::{Action::*, Schedule};
+    ///
+    /// let forward = |stage| Forward { stage, micro_batch: 0 };
+    /// let backward = |stage| Backward { stage, micro_batch: 0 };
+    /// let computations = vec![vec![forward(0), backward(0)], vec![forward(1), backward(1)]];
+    /// let schedule = Schedule::custom(vec![0, 1], computations)?;
+    /// assert_eq!(schedule, Schedule::gpipe(2, 1)?);
+    /// # Ok::<(), flow_plan::schedule::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Each micro-batch must pass each stage once forward and once backward (at once or in halves)
+    /// on the rank of the stage. No ranks may wait for each other.
+    pub fn custom(rank_of_stage: Vec<usize>, computations: Vec<Vec<Action>>) -> Result<Self> {
+        let micro_batches = check(&rank_of_stage, &computations)?;
+        let actions = with_communication(&rank_of_stage, computations);
+        let schedule = Self { rank_of_stage, micro_batches, actions };
+        simulate(&schedule, &Costs::default())?;
+        Ok(schedule)
+    }
+
+    /// With stage s on rank s mod p: what `actions` says of each rank.
+    fn looped(
+        ranks: usize,
+        chunks: usize,
+        micro_batches: usize,
+        actions: impl Fn(usize) -> Vec<Action>,
+    ) -> Result<Self> {
+        check_counts(ranks, chunks, micro_batches)?;
+        let rank_of_stage = (0..ranks * chunks).map(|stage| stage % ranks).collect();
+        Self::custom(rank_of_stage, (0..ranks).map(actions).collect())
+    }
+}

@@ -1,0 +1,27 @@
+//! Pipeline schedules: what each rank does with the stages of a model, and in which order.
+//!
+//! A [`Schedule`] is data. Whoever carries it out does each rank's [`Schedule::actions`] one after
+//! another. Sends do not wait for their receivers. From one rank to another, receives come in the
+//! order of their sends, so that an executor needs no tags. [`simulate`] says when ranks do what,
+//! how long they are idle, and how many activations they hold.
+
+mod action;
+mod check;
+mod communication;
+mod constructors;
+mod definition;
+mod error;
+mod one_f_one_b;
+mod picture;
+mod simulator;
+mod zero_bubble;
+
+pub use action::Action;
+pub use constructors::NAMES;
+pub use definition::Schedule;
+pub use error::{Error, Result};
+pub use picture::{picture, table};
+pub use simulator::{simulate, Costs, Interval, Timeline};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,258 @@
+//! When ranks do what.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+
+use super::action::Action::{self, *};
+use super::definition::Schedule;
+use super::error::{Error, Result};
+
+/// What a stage's computations of one micro-batch and a transfer take, in any unit of time. All
+/// stages take the same. By default each computation takes 1, and transfers nothing.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Costs {
+    /// The forward.
+    pub forward: f64,
+    /// The gradients of the inputs.
+    pub backward_input: f64,
+    /// The gradients of the weights. A backward at once takes both.
+    pub backward_weight: f64,
+    /// From a send until the receive is over. Neither rank is busy for that time, and transfers do
+    /// not slow each other down.
+    pub send: f64,
+}
+
+impl Default for Costs {
+    fn default() -> Self {
+        Self { forward: 1.0, backward_input: 1.0, backward_weight: 1.0, send: 0.0 }
+    }
+}
+
+impl Costs {
+    fn check(&self) -> Result<()> {
+        let Self { forward, backward_input, backward_weight, send } = *self;
+        let mut costs = [forward, backward_input, backward_weight, send].into_iter();
+        match costs.find(|cost| !(cost.is_finite() && *cost >= 0.0)) {
+            Some(cost) => Err(Error::Cost(cost)),
+            None => Ok(()),
+        }
+    }
+
+    fn of(&self, action: Action) -> f64 {
+        match action {
+            Forward { .. } => self.forward,
+            Backward { .. } => self.backward_input + self.backward_weight,
+            BackwardInput { .. } => self.backward_input,
+            BackwardWeight { .. } => self.backward_weight,
+            _ => 0.0,
+        }
+    }
+}
+
+/// A computation, from when to when.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Interval {
+    /// What is computed.
+    pub action: Action,
+    /// When it begins.
+    pub start: f64,
+    /// When it is over.
+    pub end: f64,
+}
+
+/// When each rank computes what in one step, from time 0.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Timeline {
+    intervals: Vec<Vec<Interval>>,
+    peak_activations: Vec<usize>,
+}
+
+impl Timeline {
+    /// The number of ranks.
+    pub fn ranks(&self) -> usize {
+        self.intervals.len()
+    }
+
+    /// What a rank computes, in order: nothing if there is no such rank.
+    pub fn intervals(&self, rank: usize) -> &[Interval] {
+        self.intervals.get(rank).map_or(&[], Vec::as_slice)
+    }
+
+    /// When the last rank is ready.
+    pub fn total(&self) -> f64 {
+        let ends = self.intervals.iter().filter_map(|list| list.last());
+        ends.fold(0.0, |total, last| last.end.max(total))
+    }
+
+    /// The time of the step that a rank does not compute.
+    pub fn idle(&self, rank: usize) -> f64 {
+        let busy = self.intervals(rank).iter().map(|interval| interval.end - interval.start);
+        self.total() - busy.sum::<f64>()
+    }
+
+    /// The bubble of a rank: its idle part of the step, from 0 to 1.
+    pub fn bubble(&self, rank: usize) -> f64 {
+        match self.total() {
+            0.0 => 0.0,
+            total => self.idle(rank) / total,
+        }
+    }
+
+    /// The most activations that a rank holds at once: of each stage and micro-batch, from the
+    /// forward to the end of the backward, or in zero bubble schedules of the gradients of weights.
+    /// Once the gradients of inputs are there, those of weights need a part of the activation only
+    /// (M_W of M_B in Qi et al. 2023), so that this is an upper bound. 0 if there is no such rank.
+    pub fn peak_activations(&self, rank: usize) -> usize {
+        self.peak_activations.get(rank).copied().unwrap_or(0)
+    }
+}
+
+/// Carries the schedule out on ranks that take these times.
+///
+/// ```
+/// use flow_plan::schedule::{simulate, Costs, Schedule};
+///
+/// let timeline = simulate(&Schedule::one_f_one_b(4, 8)?, &Costs::default())?;
+/// assert_eq!(timeline.total(), 33.0);
+/// assert_eq!(timeline.bubble(0), 3.0 / 11.0);
+/// assert_eq!(timeline.peak_activations(0), 4);
+/// # Ok::<(), flow_plan::schedule::Error>(())
+/// ```
+///
+/// # Errors
+/// Costs that are negative or no number; ranks that wait for each other; a receive that does not
+/// come in the order of the sends.
+pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Timeline> {
+    costs.check()?;
+    let mut simulation = Simulation {
+        schedule,
+        costs,
+        ranks: (0..schedule.ranks()).map(|_| Rank::default()).collect(),
+        channels: HashMap::new(),
+    };
+    while simulation.advance()? {}
+    simulation.check_finished()?;
+    let (intervals, peak_activations) =
+        simulation.ranks.into_iter().map(|rank| (rank.intervals, rank.peak)).unzip();
+    Ok(Timeline { intervals, peak_activations })
+}
+
+/// How far a rank is.
+#[derive(Default)]
+struct Rank {
+    /// The number of actions that are over.
+    next: usize,
+    /// When the last of them was over.
+    now: f64,
+    done: HashSet<Action>,
+    intervals: Vec<Interval>,
+    /// Activations that it holds, and the most that it has held.
+    held: usize,
+    peak: usize,
+}
+
+struct Simulation<'a> {
+    schedule: &'a Schedule,
+    costs: &'a Costs,
+    ranks: Vec<Rank>,
+    /// What is on its way from one rank to another, with the time when it is there.
+    channels: HashMap<(usize, usize), VecDeque<(Action, f64)>>,
+}
+
+impl Simulation<'_> {
+    /// Each rank goes on until it has to wait. Whether any has done something.
+    fn advance(&mut self) -> Result<bool> {
+        let mut advanced = false;
+        for rank in 0..self.ranks.len() {
+            while let Some(&action) = self.schedule.actions(rank).get(self.ranks[rank].next) {
+                if !self.act(rank, action)? {
+                    break;
+                }
+                advanced = true;
+            }
+        }
+        Ok(advanced)
+    }
+
+    /// Whether the rank could do this action now, and has done it.
+    fn act(&mut self, rank: usize, action: Action) -> Result<bool> {
+        if self.lacks(rank, action).is_some() {
+            return Ok(false);
+        }
+        let state = &mut self.ranks[rank];
+        if let Some(receive) = action.receive() {
+            let to = self.schedule.rank_of(receive.stage());
+            let channel = self.channels.entry((rank, to)).or_default();
+            channel.push_back((receive, state.now + self.costs.send));
+        } else if let Some(send) = action.send() {
+            let from = self.schedule.rank_of(send.stage());
+            match self.channels.entry((from, rank)).or_default().pop_front() {
+                None => return Ok(false),
+                Some((sent, _)) if sent != action => {
+                    return Err(Error::Order { rank, from, action, sent })
+                }
+                Some((_, arrival)) => state.now = state.now.max(arrival),
+            }
+        } else {
+            let start = state.now;
+            state.now += self.costs.of(action);
+            state.intervals.push(Interval { action, start, end: state.now });
+            match action {
+                Forward { .. } => state.held += 1,
+                Backward { .. } | BackwardWeight { .. } => state.held -= 1,
+                _ => {}
+            }
+            state.peak = state.peak.max(state.held);
+        }
+        state.done.extend(action.halves());
+        state.next += 1;
+        Ok(true)
+    }
+
+    /// What must be over on this rank before the action, and is not.
+    fn lacks(&self, rank: usize, action: Action) -> Option<Action> {
+        let mut needs = needs(self.schedule, action).into_iter().flatten();
+        needs.find(|need| !self.ranks[rank].done.contains(need))
+    }
+
+    /// An error if ranks still wait: each of them waits for another, or for itself.
+    fn check_finished(&self) -> Result<()> {
+        let waits = self.ranks.iter().enumerate().filter_map(|(rank, state)| {
+            let &action = self.schedule.actions(rank).get(state.next)?;
+            Some(match self.lacks(rank, action) {
+                Some(need) => format!("rank {rank}: {need} must come before {action}"),
+                None => format!("rank {rank} waits for the {action}"),
+            })
+        });
+        match waits.collect::<Vec<_>>() {
+            waits if waits.is_empty() => Ok(()),
+            waits => Err(Error::Deadlock(waits.join("; "))),
+        }
+    }
+}
+
+/// What must be over on the same rank before this action.
+fn needs(schedule: &Schedule, action: Action) -> [Option<Action>; 2] {
+    let is_here = |other| schedule.rank_of(other) == schedule.rank_of(action.stage());
+    match action {
+        Forward { stage: 0, .. } | RecvActivation { .. } | RecvGradient { .. } => [None, None],
+        Forward { stage, micro_batch } => match is_here(stage - 1) {
+            true => [Some(Forward { stage: stage - 1, micro_batch }), None],
+            false => [Some(RecvActivation { stage, micro_batch }), None],
+        },
+        Backward { stage, micro_batch } | BackwardInput { stage, micro_batch } => {
+            let forward = Some(Forward { stage, micro_batch });
+            let next = stage + 1;
+            match next < schedule.stages() {
+                false => [forward, None],
+                true if is_here(next) => {
+                    [forward, Some(BackwardInput { stage: next, micro_batch })]
+                }
+                true => [forward, Some(RecvGradient { stage, micro_batch })],
+            }
+        }
+        SendActivation { stage, micro_batch } => [Some(Forward { stage, micro_batch }), None],
+        BackwardWeight { stage, micro_batch } | SendGradient { stage, micro_batch } => {
+            [Some(BackwardInput { stage, micro_batch }), None]
+        }
+    }
+}
