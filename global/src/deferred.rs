@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tch::Tensor;
 
 use crate::error::Result;
-use crate::handle::{find_spec, spec_of};
+use crate::handle::{boxed, find_spec, local_of, spec_of, wrap};
 use crate::runtime::Runtime;
 use crate::sbp::{NdSbp, B};
 use crate::spec::Spec;
@@ -68,4 +68,16 @@ pub fn spec_of_gradient(leaf: &Tensor, own: &Spec, gradient: &Spec) -> Result<Op
     let pairs = own.sbp().iter().zip(gradient.sbp());
     let kept = pairs.map(|(&own, &now)| if own == B && now.is_partial() { now } else { own });
     Ok(Some(Spec::of(placement, &kept.collect::<NdSbp>())?))
+}
+
+/// The gradient with this spec, as a tensor that later ones may be added to: no view, and in memory
+/// that nothing else uses.
+pub fn own(gradient: &Tensor, spec: &Arc<Spec>, exclusive: bool) -> Result<Tensor> {
+    let is_boxed = spec_of(gradient)?.id() != spec.id();
+    let tensor = boxed(gradient, spec)?;
+    let local = local_of(&tensor).map(|local| match exclusive || is_boxed {
+        true => local.contiguous(),
+        false => local.contiguous().copy(),
+    });
+    wrap(local.as_ref(), &tensor, spec.clone(), &tensor.size())
 }

@@ -220,7 +220,7 @@ fn with_shards(vs: &VarStore, pairs: &[(Tensor, Tensor)]) -> VarStore {
         let mut parts: Vec<&str> = name.split('.').collect();
         let last = parts.pop().unwrap_or_default();
         let path = parts.into_iter().fold(shards.root(), |path, part| path / part);
-        path.set_group(group).add(last, tensor.shallow_clone(), trainable);
+        let _ = path.set_group(group).add(last, tensor.shallow_clone(), trainable);
     };
     let mut trained = HashSet::new();
     for (variable, (parameter, shard)) in variables.trainable_variables.iter().zip(pairs) {

@@ -85,6 +85,12 @@ impl Dispatcher for Operations {
             let boxed = distribute_tensor(&gradient.copy(), own.placement(), &sbp)?;
             return Ok(LeafGradient::Boxed(boxed));
         };
+        let deferred = deferred::spec_of_gradient(leaf, &own, &now)?;
+        if let Some(kept) = deferred.filter(|_| !gradient.requires_grad()) {
+            let kept = tch::no_grad(|| deferred::own(gradient, &kept, exclusive))?;
+            record::gradient(leaf, gradient, Some(&kept))?;
+            return Ok(LeafGradient::Boxed(kept));
+        }
         let is_same = own.id() == now.id();
         if is_same && !record::is_on() && !replicas::has_buckets(own.placement().runtime()?) {
             return Ok(LeafGradient::Same);
@@ -99,11 +105,6 @@ impl Dispatcher for Operations {
         if gradient.requires_grad() {
             // Of a backward that is itself differentiated.
             return Ok(LeafGradient::Boxed(convert(gradient, own.placement(), own.sbp())?));
-        }
-        if let Some(kept) = deferred::spec_of_gradient(leaf, &own, &now)? {
-            let kept = tch::no_grad(|| boxed(gradient, &kept))?;
-            record::gradient(leaf, gradient, Some(&kept))?;
-            return Ok(LeafGradient::Boxed(kept));
         }
         if may_take && replicas::take(leaf, gradient, exclusive)? {
             record::gradient(leaf, gradient, None)?;

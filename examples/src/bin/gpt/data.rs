@@ -35,10 +35,6 @@ impl Text {
         Ok(Self(bytes))
     }
 
-    /// Bytes.
-    pub fn len(&self) -> usize {
-        self.0.len()
-    }
 
     /// A checksum, to tell texts apart.
     pub fn checksum(&self) -> u32 {

@@ -5,7 +5,8 @@
 //! axis and by tokens over the other (sequence parallelism); inside of attention and of the MLP by
 //! heads and by features.
 
-use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
 
 use flow::global::nn::{
     column_linear, parallel_cross_entropy, row_linear, vocab_embedding, ColumnLinear, RowLinear,
@@ -45,7 +46,7 @@ pub struct Stage {
     blocks: Vec<Block>,
     head: Option<Head>,
     /// Micro-batches that went through in training, over the whole training.
-    pub micro_batches: Cell<u64>,
+    micro_batches: Arc<AtomicU64>,
 }
 
 struct Embedding {
@@ -80,6 +81,7 @@ impl Stage {
         config: Config,
         (stage, stages): (i64, i64),
         placement: &Placement,
+        micro_batches: &Arc<AtomicU64>,
     ) -> Result<Self> {
         let Config { layers, width, context, .. } = config;
         let embedding = || -> Result<Embedding> {
@@ -106,13 +108,16 @@ impl Stage {
             Ok(Head { norm, logits })
         };
         let head = (stage == stages - 1).then(head).transpose()?;
-        let placement = placement.clone();
-        Ok(Self { config, placement, embedding, blocks, head, micro_batches: Cell::new(0) })
+        let (placement, micro_batches) = (placement.clone(), micro_batches.clone());
+        Ok(Self { config, placement, embedding, blocks, head, micro_batches })
     }
 
     /// Of tokens or of the stage before's activations: activations, or logits in the last stage.
     pub fn forward(&self, x: &Tensor, train: bool) -> Result<Tensor> {
-        let micro_batch = self.micro_batches.get();
+        let micro_batch = match train {
+            true => self.micro_batches.fetch_add(1, Ordering::Relaxed),
+            false => 0,
+        };
         let draw = |layer| Draw { stage: self, micro_batch, layer, train };
         let mut x = match &self.embedding {
             Some(Embedding { tokens, positions }) => {
@@ -122,9 +127,6 @@ impl Stage {
         };
         for block in &self.blocks {
             x = block.forward(&x, self.config.heads, &draw(block.number))?;
-        }
-        if train {
-            self.micro_batches.set(micro_batch + 1);
         }
         match &self.head {
             Some(Head { norm, logits }) => logits.f_forward(&norm.forward(&x)?),

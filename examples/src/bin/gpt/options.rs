@@ -151,6 +151,7 @@ impl Options {
 
     /// The options and the text that the trained weights depend on.
     pub fn hyperparameters(&self, checksum: u32) -> Vec<(String, String)> {
+        let kind = format!("{:?}", self.dtype.kind());
         let options: [(&str, &dyn ToString); 13] = [
             ("--layers", &self.layers),
             ("--width", &self.width),
@@ -163,7 +164,7 @@ impl Options {
             ("--lr", &self.lr),
             ("--clip", &self.clip),
             ("--seed", &self.seed),
-            ("a --dtype of", &self.dtype.kind().c_int()),
+            ("parameters of", &kind),
             ("a text of checksum", &checksum),
         ];
         options.map(|(name, value)| (name.to_owned(), value.to_string())).to_vec()
