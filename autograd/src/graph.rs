@@ -71,9 +71,7 @@ impl Graph {
     pub fn backward(self, gradients: &[Option<Tensor>]) -> Result<(), Error> {
         let gradients = pointers(gradients);
         // SAFETY: the graph and the tensors are alive.
-        unsafe {
-            ffi::check("backward", ffi::flow_graph_backward(self.0 .0, slice(&gradients)))
-        }
+        unsafe { ffi::check("backward", ffi::flow_graph_backward(self.0 .0, slice(&gradients))) }
     }
 
     /// The first half of a backward: the gradients of the inputs, which are leaves, `None` for one

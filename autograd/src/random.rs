@@ -60,9 +60,7 @@ pub fn with_rng_state<T>(state: &RngState, draw: impl FnOnce() -> T) -> Result<T
 }
 
 fn empty(device: Device) -> Result<Tensor, Error> {
-    let libtorch = |error: tch::TchError| Error::Libtorch {
-        operation: "RngState",
-        reason: error.to_string(),
-    };
+    let libtorch =
+        |error: tch::TchError| Error::Libtorch { operation: "RngState", reason: error.to_string() };
     Tensor::f_empty([0], (Kind::Float, device)).map_err(libtorch)
 }

@@ -39,6 +39,7 @@
 //! | do it with vectors, maps, pairs, options | [`to_global()`], [`to_local()`], [`Nested`] |
 //! | make a model global, and plain again | [`distribute`], [`undistribute`]; [`to_global_in_place`] for one tensor |
 //! | layers split over ranks | [`nn`] |
+//! | reduce gradients once for several backwards | [`no_sync()`] |
 //! | clip gradients, train in half precision | [`clip_grad_norm`], [`clip_grad_value`], [`GradScaler`] |
 //! | split an optimizer's state over ranks | [`ZeroRedundancyOptimizer`] |
 //! | see what is moved, and why | [`explain()`], [`record()`], [`gathered_operations`]; [`mod@explain`], [`trace`] |
@@ -73,6 +74,7 @@ mod line;
 mod local;
 mod nested;
 pub mod nn;
+mod no_sync;
 mod placement;
 pub mod planner;
 mod policy;
@@ -106,6 +108,7 @@ pub use like::{
 };
 pub use local::{distribute_tensor, from_local};
 pub use nested::{to_global, to_local, Nested};
+pub use no_sync::{no_sync, NoSync};
 pub use placement::{Placement, Ranks};
 pub use policy::{gathered_operations, move_inputs};
 pub use record::{explain, record};

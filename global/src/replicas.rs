@@ -308,21 +308,29 @@ fn find(runtime: &Runtime, address: usize) -> Option<(Arc<Replicas>, usize)> {
     leaves.lock().unwrap_or_else(PoisonError::into_inner).get(&address).cloned()
 }
 
+/// The leaf, if it is one of a model that was distributed.
+fn known(leaf: &Tensor) -> Result<Option<(Arc<Replicas>, usize)>> {
+    let spec = spec_of(leaf)?;
+    let Some(local) = local_of(leaf).filter(|local| local.numel() > 0) else { return Ok(None) };
+    let found = find(spec.placement().runtime()?, local.data_ptr() as usize);
+    Ok(found.filter(|(replicas, index)| {
+        replicas.leaf(*index).identity == flow_autograd::identity(leaf)
+    }))
+}
+
+/// Whether the leaf is one of a model that was distributed.
+pub(crate) fn is_known(leaf: &Tensor) -> Result<bool> {
+    Ok(known(leaf)?.is_some())
+}
+
 /// Takes the gradient of a leaf, if that has a bucket.
 pub(crate) fn take(
     leaf: &Tensor,
     gradient: &Tensor,
     exclusive: bool,
 ) -> std::result::Result<bool, BoxError> {
-    let spec = spec_of(leaf)?;
-    let Some(local) = local_of(leaf).filter(|local| local.numel() > 0) else { return Ok(false) };
-    let found = find(spec.placement().runtime()?, local.data_ptr() as usize);
-    match found {
-        Some((replicas, index))
-            if replicas.leaf(index).identity == flow_autograd::identity(leaf) =>
-        {
-            replicas.take(index, leaf, gradient, exclusive)
-        }
-        _ => Ok(false),
+    match known(leaf)? {
+        Some((replicas, index)) => replicas.take(index, leaf, gradient, exclusive),
+        None => Ok(false),
     }
 }

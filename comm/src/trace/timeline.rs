@@ -57,6 +57,7 @@ enum Event {
         name: &'static str,
         step: u64,
         bucket: Option<u32>,
+        place: Option<(usize, usize)>,
         started: Duration,
         done: Duration,
     },
@@ -248,8 +249,10 @@ impl Event {
                 };
                 ("comm", record.operation, COMMUNICATION, args)
             }
-            Event::Span { category, name, step, bucket, .. } => {
-                (*category, *name, PROGRAM, Args::Span { step: *step, bucket: *bucket })
+            Event::Span { category, name, step, bucket, place, .. } => {
+                let (stage, micro_batch) = place.unzip();
+                let args = Args::Span { step: *step, bucket: *bucket, stage, micro_batch };
+                (*category, *name, PROGRAM, args)
             }
         };
         let dur = self.done().saturating_sub(begin).as_nanos() as f64 / 1000.0;
@@ -288,6 +291,10 @@ enum Args<'a> {
         step: u64,
         #[serde(skip_serializing_if = "Option::is_none")]
         bucket: Option<u32>,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        stage: Option<usize>,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        micro_batch: Option<usize>,
     },
 }
 
@@ -311,6 +318,8 @@ pub struct Span {
     step: u64,
     /// Of a wait for a bucket.
     bucket: Option<u32>,
+    /// Of a pipeline: the stage and the micro-batch.
+    place: Option<(usize, usize)>,
     /// None if no events are kept.
     started: Option<Instant>,
 }
@@ -323,16 +332,22 @@ pub fn phase(phase: Phase, step: u64) -> Span {
         Phase::Optimizer => "optimizer",
     };
     let started = is_on().then(Instant::now);
-    Span { category: "phase", name, step, bucket: None, started }
+    Span { category: "phase", name, step, bucket: None, place: None, started }
 }
 
 /// The program begins to wait at the end of backward: for a bucket, or for another operation.
 pub fn wait(step: u64, bucket: impl Into<Option<u32>>) -> Span {
     let started = is_on().then(Instant::now);
-    Span { category: "wait", name: "wait", step, bucket: bucket.into(), started }
+    Span { category: "wait", name: "wait", step, bucket: bucket.into(), place: None, started }
 }
 
 impl Span {
+    /// It is a part of a step of a pipeline.
+    pub fn of_stage(mut self, stage: usize, micro_batch: usize) -> Self {
+        self.place = Some((stage, micro_batch));
+        self
+    }
+
     /// Leaves no event: what began has not come to its end.
     pub fn cancel(mut self) {
         self.started = None;
@@ -344,8 +359,8 @@ impl Drop for Span {
         let Some(started) = self.started else { return };
         let done = clock::monotonic_of(Instant::now());
         let started = clock::monotonic_of(started);
-        let Span { category, name, step, bucket, .. } = *self;
-        add(Event::Span { category, name, step, bucket, started, done });
+        let Span { category, name, step, bucket, place, .. } = *self;
+        add(Event::Span { category, name, step, bucket, place, started, done });
     }
 }
 
@@ -385,6 +400,7 @@ mod tests {
             name: "forward",
             step: 5,
             bucket: None,
+            place: None,
             started: 3 * MS,
             done: 4 * MS,
         };

@@ -37,6 +37,7 @@ use crate::deferred;
 use crate::error::{Error, Result};
 use crate::handle::{boxed, find_spec, globals, local_of, spec_of};
 use crate::local::distribute_tensor;
+use crate::no_sync;
 use crate::placement::Placement;
 use crate::record;
 use crate::replicas;
@@ -105,6 +106,9 @@ impl Dispatcher for Operations {
         if gradient.requires_grad() {
             // Of a backward that is itself differentiated.
             return Ok(LeafGradient::Boxed(convert(gradient, own.placement(), own.sbp())?));
+        }
+        if may_take && no_sync::defer(leaf, &own, &now)? {
+            return Ok(LeafGradient::Same);
         }
         if may_take && replicas::take(leaf, gradient, exclusive)? {
             record::gradient(leaf, gradient, None)?;

@@ -1,0 +1,47 @@
+//! What can go wrong in a pipeline.
+
+use flow_autograd::BoxError;
+use flow_plan::schedule::Action;
+
+/// Errors of pipelines. Ranks are those in the job.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// What a rank was doing failed: its stage, its loss, or a message. The other ranks' steps fail
+    /// as well.
+    #[error("rank {rank}: {action} failed: {source}")]
+    Action {
+        /// This rank.
+        rank: usize,
+        /// What it was doing.
+        action: Action,
+        /// The cause.
+        source: BoxError,
+    },
+    /// A part of a step that belongs to no action failed.
+    #[error("rank {rank}: {operation} failed: {source}")]
+    Step {
+        /// This rank.
+        rank: usize,
+        /// Which part.
+        operation: &'static str,
+        /// The cause.
+        source: BoxError,
+    },
+    /// What was asked for cannot work.
+    #[error("rank {rank}: pipeline: {reason}")]
+    Argument {
+        /// This rank.
+        rank: usize,
+        /// What was wrong and what would be right.
+        reason: String,
+    },
+    /// The process group failed.
+    #[error(transparent)]
+    Comm(#[from] flow_comm::Error),
+    /// A schedule cannot be made or predicted.
+    #[error(transparent)]
+    Schedule(#[from] flow_plan::schedule::Error),
+}
+
+/// Result of a pipeline's methods.
+pub type Result<T, E = Error> = std::result::Result<T, E>;

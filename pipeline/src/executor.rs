@@ -1,0 +1,424 @@
+//! Carries out a schedule: one step of this rank.
+
+use std::collections::{BTreeMap, HashMap};
+use std::panic::{catch_unwind, AssertUnwindSafe};
+
+use flow_autograd::{BoxError, Graph, WeightGraph};
+use flow_comm::trace;
+use flow_ddp::NoSync;
+use flow_global::Placement;
+use flow_plan::schedule::{Action, Schedule};
+use tch::{Device, Tensor};
+
+use crate::messages::Messages;
+use crate::micro_batch::MicroBatch;
+use crate::random::Random;
+use crate::report::Measured;
+use crate::stage::Stage;
+
+type Outcome<T> = Result<T, BoxError>;
+
+/// A stage, and a micro-batch in it.
+type Place = (usize, usize);
+
+/// What a rank has of a pipeline.
+pub struct Executor<'a> {
+    pub schedule: &'a Schedule,
+    pub stages: &'a BTreeMap<usize, Box<dyn Stage>>,
+    pub placement: Option<&'a Placement>,
+    pub device: Device,
+    pub recomputes: bool,
+    /// The number of the step.
+    pub number: u64,
+}
+
+/// What is done with the outputs of the last stage.
+pub enum Last<'a> {
+    /// Trains on this loss.
+    Loss(&'a mut dyn FnMut(&[Tensor], MicroBatch) -> Tensor),
+    /// Keeps them.
+    Outputs,
+}
+
+/// What a step has at its end.
+#[derive(Default)]
+pub struct Results {
+    /// Of the last stage: the mean loss of the batch.
+    pub loss: Option<Tensor>,
+    /// Of the last stage, without a loss: of each micro-batch.
+    pub outputs: BTreeMap<usize, Vec<Tensor>>,
+}
+
+/// The step that runs.
+pub struct Step<'a, 'l> {
+    executor: &'a Executor<'a>,
+    messages: Messages<'a>,
+    batch: Vec<Tensor>,
+    last: Last<'l>,
+    /// Inputs that wait for the forward.
+    inputs: HashMap<Place, (MicroBatch, Vec<Tensor>)>,
+    /// Outputs that wait to be sent, without their graph.
+    outputs: HashMap<Place, (MicroBatch, Vec<Tensor>)>,
+    /// From forward to backward.
+    activations: HashMap<Place, Activation>,
+    /// Gradients of outputs that wait for the backward.
+    gradients: HashMap<Place, Vec<Option<Tensor>>>,
+    /// Gradients of inputs that wait to be sent.
+    input_gradients: HashMap<Place, (MicroBatch, Vec<Option<Tensor>>)>,
+    /// From the first half of a backward to the second.
+    weights: HashMap<Place, WeightGraph>,
+    /// Of stages whose last backward has yet to come.
+    no_sync: HashMap<usize, NoSync>,
+    results: Results,
+    pub measured: Measured,
+}
+
+/// What is kept of a forward for its backward.
+struct Activation {
+    micro_batch: MicroBatch,
+    /// Leaves.
+    inputs: Vec<Tensor>,
+    graph: Kept,
+}
+
+enum Kept {
+    /// What computed the outputs; of a loss also its gradient.
+    Graph(Graph, Option<Tensor>),
+    /// Nothing: where the forward's random numbers began.
+    Random(Random),
+}
+
+impl<'a, 'l> Step<'a, 'l> {
+    pub fn new(
+        executor: &'a Executor<'a>,
+        messages: Messages<'a>,
+        batch: &[Tensor],
+        last: Last<'l>,
+    ) -> Self {
+        Self {
+            executor,
+            messages,
+            batch: batch.iter().map(Tensor::shallow_clone).collect(),
+            last,
+            inputs: HashMap::new(),
+            outputs: HashMap::new(),
+            activations: HashMap::new(),
+            gradients: HashMap::new(),
+            input_gradients: HashMap::new(),
+            weights: HashMap::new(),
+            no_sync: HashMap::new(),
+            results: Results::default(),
+            measured: Measured::default(),
+        }
+    }
+
+    /// Carries out the actions; the error with the action that failed.
+    pub fn run(&mut self, actions: &[Action]) -> Result<(), (Action, BoxError)> {
+        for (&stage, of) in self.executor.stages {
+            let guard = of.no_sync().map(|guard| (stage, guard));
+            self.no_sync.extend(guard);
+        }
+        for (at, &action) in actions.iter().enumerate() {
+            let left = &actions[at + 1..];
+            self.act(action, left).map_err(|error| (action, error))?;
+        }
+        Ok(())
+    }
+
+    /// Waits until all has been sent.
+    pub fn finish(self) -> Outcome<(Results, Measured)> {
+        self.messages.finish()?;
+        Ok((self.results, self.measured))
+    }
+
+    fn act(&mut self, action: Action, left: &[Action]) -> Outcome<()> {
+        let place = (action.stage(), action.micro_batch());
+        let (stage, micro_batch) = place;
+        match action {
+            Action::RecvActivation { .. } => {
+                let (micro_batch, tensors) = self.receive(action)?;
+                let tensors = tensors.into_iter().flatten().collect();
+                self.inputs.insert(place, (micro_batch, tensors));
+            }
+            Action::RecvGradient { .. } => {
+                let (_, tensors) = self.receive(action)?;
+                self.gradients.insert(place, tensors);
+            }
+            Action::SendActivation { .. } => {
+                let (of, tensors) = taken(self.outputs.remove(&place))?;
+                let receive = Action::RecvActivation { stage: stage + 1, micro_batch };
+                let tensors: Vec<_> = tensors.into_iter().map(Some).collect();
+                let to = self.executor.schedule.rank_of(stage + 1);
+                self.messages.send(to, receive, of, &tensors)?;
+            }
+            Action::SendGradient { .. } => {
+                let (of, tensors) = taken(self.input_gradients.remove(&place))?;
+                let receive = Action::RecvGradient { stage: stage - 1, micro_batch };
+                let to = self.executor.schedule.rank_of(stage - 1);
+                self.messages.send(to, receive, of, &tensors)?;
+            }
+            computation => self.compute(computation, left)?,
+        }
+        Ok(())
+    }
+
+    fn receive(&mut self, action: Action) -> Outcome<(MicroBatch, Vec<Option<Tensor>>)> {
+        let received = self.messages.receive(action)?;
+        let mut locals = received.locals.iter();
+        let tensor = |description: &Option<crate::message::Description>| {
+            let Some(description) = description else { return Ok(None) };
+            let local = locals.next().ok_or("a tensor is missing in a message")?;
+            description.tensor(local, self.executor.placement, self.executor.device).map(Some)
+        };
+        let tensors = received.header.tensors.iter().map(tensor).collect::<Outcome<_>>()?;
+        Ok((received.header.micro_batch, tensors))
+    }
+
+    /// Does a forward or a backward. The last backward of a stage reduces its gradients.
+    fn compute(&mut self, action: Action, left: &[Action]) -> Outcome<()> {
+        let place = (action.stage(), action.micro_batch());
+        if is_backward_of_weights(action) {
+            let is_another =
+                |next: &Action| is_backward_of_weights(*next) && next.stage() == action.stage();
+            if !left.iter().any(is_another) {
+                self.no_sync.remove(&action.stage());
+            }
+        }
+        let phase = match action {
+            Action::Forward { .. } => trace::Phase::Forward,
+            _ => trace::Phase::Backward,
+        };
+        let span = trace::phase(phase, self.executor.number).of_stage(place.0, place.1);
+        let measured = self.measured.begin(action);
+        let result = catch_unwind(AssertUnwindSafe(|| match action {
+            Action::Forward { .. } => {
+                let next = left.iter().find(|next| next.is_computation());
+                let is_next = next.is_some_and(|next| {
+                    (next.stage(), next.micro_batch()) == place
+                        && !matches!(next, Action::Forward { .. })
+                });
+                self.forward(place, self.executor.recomputes && !is_next)
+            }
+            Action::Backward { .. } => self.backward(place),
+            Action::BackwardInput { .. } => self.backward_input(place),
+            _ => Ok(taken(self.weights.remove(&place))?.backward()?),
+        }));
+        drop(span);
+        self.measured.end(measured, self.activations.len() + self.weights.len());
+        result.unwrap_or_else(|panic| Err(panic_text(panic.as_ref()).into()))
+    }
+
+    fn forward(&mut self, place: Place, recomputes: bool) -> Outcome<()> {
+        let (stage, index) = place;
+        let (micro_batch, inputs) = match stage {
+            0 => self.part_of_batch(index)?,
+            _ => taken(self.inputs.remove(&place))?,
+        };
+        if matches!(self.last, Last::Outputs) {
+            let outputs = tch::no_grad(|| self.outputs_of(stage, &inputs))?;
+            return self.give_outputs(place, micro_batch, outputs);
+        }
+        let graph = match recomputes {
+            true => {
+                let random = Random::state(self.executor.device, self.executor.placement)?;
+                let (outputs, seed) = tch::no_grad(|| self.run_stage(stage, &inputs, micro_batch))?;
+                if let Some((loss, _)) = &seed {
+                    self.add_loss(loss, micro_batch)?;
+                } else {
+                    // Outputs of a model of which nothing requires a gradient need none either,
+                    // which only the graph would show.
+                    self.give_outputs(place, micro_batch, floating(&outputs))?;
+                }
+                Kept::Random(random)
+            }
+            false => {
+                let (outputs, seed) = self.run_stage(stage, &inputs, micro_batch)?;
+                match seed {
+                    Some((loss, seed)) => {
+                        self.add_loss(&loss, micro_batch)?;
+                        Kept::Graph(Graph::of(&[loss])?, Some(seed))
+                    }
+                    None => {
+                        let graph = Graph::of(&outputs)?;
+                        self.give_outputs(place, micro_batch, outputs)?;
+                        Kept::Graph(graph, None)
+                    }
+                }
+            }
+        };
+        self.activations.insert(place, Activation { micro_batch, inputs, graph });
+        Ok(())
+    }
+
+    fn part_of_batch(&self, index: usize) -> Outcome<(MicroBatch, Vec<Tensor>)> {
+        let count = self.executor.schedule.micro_batches();
+        let first =
+            self.batch.first().ok_or("the first stage needs the batch: step(&[inputs], ..)")?;
+        let rows = crate::micro_batch::local_rows(first)?.unwrap_or(0);
+        if rows < count as i64 {
+            return Err(format!(
+                "a batch of shape {:?} has too few rows for {count} micro-batches",
+                first.size()
+            )
+            .into());
+        }
+        let micro_batch = MicroBatch::new(index, count, rows);
+        let part = |tensor: &Tensor| {
+            Outcome::Ok(
+                micro_batch.try_of(tensor)?.detach().set_requires_grad(tensor.requires_grad()),
+            )
+        };
+        Ok((micro_batch, self.batch.iter().map(part).collect::<Outcome<_>>()?))
+    }
+
+    fn outputs_of(&self, stage: usize, inputs: &[Tensor]) -> Outcome<Vec<Tensor>> {
+        taken(self.executor.stages.get(&stage))?.forward_micro_batch(inputs)
+    }
+
+    /// The outputs; of the last stage instead the loss and its gradient.
+    fn run_stage(
+        &mut self,
+        stage: usize,
+        inputs: &[Tensor],
+        micro_batch: MicroBatch,
+    ) -> Outcome<(Vec<Tensor>, Option<Loss>)> {
+        let outputs = self.outputs_of(stage, inputs)?;
+        let Last::Loss(loss) = &mut self.last else { return Ok((outputs, None)) };
+        if stage + 1 < self.executor.schedule.stages() {
+            return Ok((outputs, None));
+        }
+        let loss = loss(&outputs, micro_batch);
+        if loss.numel() != 1 {
+            return Err(format!("a loss has one element, not the shape {:?}", loss.size()).into());
+        }
+        let weight = micro_batch.weight();
+        let seed = tch::no_grad(|| loss.detach().ones_like() * weight);
+        Ok((Vec::new(), Some((loss, seed))))
+    }
+
+    fn add_loss(&mut self, loss: &Tensor, micro_batch: MicroBatch) -> Outcome<()> {
+        let term = tch::no_grad(|| loss.detach() * micro_batch.weight());
+        self.results.loss = Some(match self.results.loss.take() {
+            None => term,
+            Some(sum) => sum + term,
+        });
+        Ok(())
+    }
+
+    /// Gives outputs to the next stage.
+    fn give_outputs(
+        &mut self,
+        (stage, index): Place,
+        micro_batch: MicroBatch,
+        outputs: Vec<Tensor>,
+    ) -> Outcome<()> {
+        let schedule = self.executor.schedule;
+        if stage + 1 == schedule.stages() {
+            self.results.outputs.insert(index, outputs);
+            return Ok(());
+        }
+        let leaf = |output: Tensor| output.detach().set_requires_grad(output.requires_grad());
+        let given = (micro_batch, outputs.into_iter().map(leaf).collect());
+        if schedule.rank_of(stage + 1) == schedule.rank_of(stage) {
+            self.inputs.insert((stage + 1, index), given);
+        } else {
+            self.outputs.insert((stage, index), given);
+        }
+        Ok(())
+    }
+
+    /// What a backward begins with.
+    fn begin_backward(&mut self, place: Place) -> Outcome<Backward> {
+        let Activation { micro_batch, inputs, graph } = taken(self.activations.remove(&place))?;
+        let (graph, seed) = match graph {
+            Kept::Graph(graph, seed) => (graph, seed),
+            Kept::Random(random) => {
+                let run = || tch::with_grad(|| self.run_stage(place.0, &inputs, micro_batch));
+                let (outputs, seed) = random.replay(run)??;
+                match seed {
+                    Some((loss, seed)) => (Graph::of(&[loss])?, Some(seed)),
+                    None => (Graph::of(&outputs)?, None),
+                }
+            }
+        };
+        let gradients = match seed {
+            Some(seed) => vec![Some(seed)],
+            None => taken(self.gradients.remove(&place))?,
+        };
+        Ok(Backward { micro_batch, inputs, graph, gradients })
+    }
+
+    fn backward(&mut self, place: Place) -> Outcome<()> {
+        let Backward { micro_batch, inputs, graph, gradients } = self.begin_backward(place)?;
+        graph.backward(&gradients)?;
+        let gradient = |input: &Tensor| Some(input.grad()).filter(Tensor::defined);
+        let gradients = inputs.iter().map(gradient).collect();
+        self.give_gradients(place, micro_batch, gradients);
+        Ok(())
+    }
+
+    fn backward_input(&mut self, place: Place) -> Outcome<()> {
+        let Backward { micro_batch, inputs, graph, gradients } = self.begin_backward(place)?;
+        let leaves: Vec<&Tensor> = inputs.iter().filter(|input| input.requires_grad()).collect();
+        let (of_leaves, weights) = graph.backward_inputs(&gradients, &leaves)?;
+        self.weights.insert(place, weights);
+        let mut of_leaves = of_leaves.into_iter();
+        let gradient =
+            |input: &Tensor| input.requires_grad().then(|| of_leaves.next()).flatten()?;
+        let gradients = inputs.iter().map(gradient).collect();
+        self.give_gradients(place, micro_batch, gradients);
+        Ok(())
+    }
+
+    /// Gives gradients of inputs to the stage before.
+    fn give_gradients(
+        &mut self,
+        (stage, index): Place,
+        micro_batch: MicroBatch,
+        gradients: Vec<Option<Tensor>>,
+    ) {
+        let schedule = self.executor.schedule;
+        if stage == 0 {
+            return;
+        }
+        if schedule.rank_of(stage - 1) == schedule.rank_of(stage) {
+            self.gradients.insert((stage - 1, index), gradients);
+        } else {
+            self.input_gradients.insert((stage, index), (micro_batch, gradients));
+        }
+    }
+}
+
+/// What a backward begins with.
+struct Backward {
+    micro_batch: MicroBatch,
+    /// Leaves.
+    inputs: Vec<Tensor>,
+    graph: Graph,
+    /// Where the graph begins: of the outputs, or of the loss.
+    gradients: Vec<Option<Tensor>>,
+}
+
+/// A loss, and the gradient that its backward begins with.
+type Loss = (Tensor, Tensor);
+
+/// Tensors that gradients may come back to.
+fn floating(tensors: &[Tensor]) -> Vec<Tensor> {
+    let leaf = |tensor: &Tensor| tensor.detach().set_requires_grad(tensor.is_floating_point());
+    tensors.iter().map(leaf).collect()
+}
+
+fn is_backward_of_weights(action: Action) -> bool {
+    matches!(action, Action::Backward { .. } | Action::BackwardWeight { .. })
+}
+
+/// What an action needs that an earlier one has made.
+fn taken<T>(made: Option<T>) -> Outcome<T> {
+    made.ok_or_else(|| "the schedule has not computed before what this needs".into())
+}
+
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(ToString::to_string);
+    let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+    format!("panic: {}", text.unwrap_or_default())
+}

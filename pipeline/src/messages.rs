@@ -1,0 +1,162 @@
+//! Sending and receiving beside the computations.
+//!
+//! Sends and receives of a pair of ranks are in one order on both sides, which the schedule has
+//! made sure of. So each rank has two threads for each other rank that it talks to, flow-comm's
+//! lanes, which send and receive whatever the rank computes meanwhile: no rank waits for a
+//! receiver, and large messages need not be received when they are sent.
+
+use std::collections::{HashMap, VecDeque};
+
+use flow_autograd::BoxError;
+use flow_comm::{Lane, ProcessGroup, Work};
+use flow_plan::schedule::{Action, Schedule};
+use flow_tensor::TensorCollectives;
+use tch::Tensor;
+
+use crate::message::{Description, Header};
+use crate::micro_batch::MicroBatch;
+
+/// Receives that are under way from each rank: one for what is computed next, and one after it.
+const AHEAD: usize = 2;
+
+type Outcome<T> = Result<T, BoxError>;
+
+/// The messages of one step.
+pub struct Messages<'a> {
+    group: &'a ProcessGroup,
+    schedule: &'a Schedule,
+    sends: Vec<Work<Outcome<()>>>,
+    /// By the rank that they are from.
+    from: HashMap<usize, Receives>,
+}
+
+#[derive(Default)]
+struct Receives {
+    /// Not begun yet.
+    left: VecDeque<Action>,
+    under_way: VecDeque<Work<Outcome<Received>>>,
+}
+
+/// A message.
+pub struct Received {
+    pub header: Header,
+    /// What came of each tensor that there is.
+    pub locals: Vec<Tensor>,
+}
+
+impl<'a> Messages<'a> {
+    /// For a rank that carries out these actions.
+    pub fn new(
+        group: &'a ProcessGroup,
+        schedule: &'a Schedule,
+        actions: &[Action],
+    ) -> Outcome<Self> {
+        let mut from = HashMap::<usize, Receives>::new();
+        for &action in actions {
+            if let Some(rank) = sender(schedule, action) {
+                from.entry(rank).or_default().left.push_back(action);
+            }
+        }
+        let mut messages = Self { group, schedule, sends: Vec::new(), from };
+        let ranks: Vec<usize> = messages.from.keys().copied().collect();
+        ranks.into_iter().try_for_each(|rank| messages.begin_receives(rank))?;
+        Ok(messages)
+    }
+
+    /// Sends tensors to a rank, for a receive there.
+    pub fn send(
+        &mut self,
+        to: usize,
+        receive: Action,
+        micro_batch: MicroBatch,
+        tensors: &[Option<Tensor>],
+    ) -> Outcome<()> {
+        let mut locals = Vec::new();
+        let mut descriptions = Vec::new();
+        for tensor in tensors {
+            descriptions.push(match tensor {
+                None => None,
+                Some(tensor) => {
+                    let (description, local) = Description::of(tensor)?;
+                    locals.push(local);
+                    Some(description)
+                }
+            });
+        }
+        let receive = receive.to_string();
+        let header = serde_json::to_vec(&Header { receive, micro_batch, tensors: descriptions })?;
+        self.sends.push(self.group.start(Lane::To(to), "send", move |group| {
+            group.send(&[header.len() as i64][..], to)?;
+            group.send(&header[..], to)?;
+            Ok(locals.iter().try_for_each(|local| {
+                if local.numel() > 0 {
+                    group.send_tensor(local, to)?;
+                }
+                Ok(())
+            }))
+        })?);
+        Ok(())
+    }
+
+    /// Waits for what is received next from the rank of this receive.
+    pub fn receive(&mut self, action: Action) -> Outcome<Received> {
+        let from = sender(self.schedule, action).ok_or("there is nothing to receive")?;
+        let receives = self.from.get_mut(&from).ok_or("there is nothing to receive")?;
+        let next = receives.under_way.pop_front().ok_or("there is nothing to receive")?;
+        self.begin_receives(from)?;
+        let received = next.wait()??;
+        let came = &received.header.receive;
+        if *came != action.to_string() {
+            return Err(format!(
+                "the rank's message is for the {came}: give all ranks the same schedule"
+            )
+            .into());
+        }
+        Ok(received)
+    }
+
+    /// Waits until all has been sent.
+    pub fn finish(self) -> Outcome<()> {
+        self.sends.into_iter().try_for_each(|send| send.wait()?)
+    }
+
+    fn begin_receives(&mut self, from: usize) -> Outcome<()> {
+        let Some(receives) = self.from.get_mut(&from) else { return Ok(()) };
+        while receives.under_way.len() < AHEAD && receives.left.pop_front().is_some() {
+            receives.under_way.push_back(self.group.start(
+                Lane::From(from, 0),
+                "recv",
+                move |group| {
+                    let mut length = [0_i64];
+                    group.recv(&mut length[..], from)?;
+                    let mut header = vec![0_u8; length[0] as usize];
+                    group.recv(&mut header[..], from)?;
+                    Ok(receive_tensors(group, &header, from))
+                },
+            )?);
+        }
+        Ok(())
+    }
+}
+
+fn receive_tensors(group: &ProcessGroup, header: &[u8], from: usize) -> Outcome<Received> {
+    let header: Header = serde_json::from_slice(header)?;
+    let receive = |description: &Description| {
+        let mut local = description.empty()?;
+        if local.numel() > 0 {
+            group.recv_tensor(&mut local, from)?;
+        }
+        Outcome::Ok(local)
+    };
+    let locals = header.tensors.iter().flatten().map(receive).collect::<Outcome<_>>()?;
+    Ok(Received { header, locals })
+}
+
+/// The rank that a receive is from.
+fn sender(schedule: &Schedule, action: Action) -> Option<usize> {
+    match action {
+        Action::RecvActivation { stage, .. } => Some(schedule.rank_of(stage - 1)),
+        Action::RecvGradient { stage, .. } => Some(schedule.rank_of(stage + 1)),
+        _ => None,
+    }
+}

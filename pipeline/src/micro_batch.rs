@@ -1,0 +1,100 @@
+//! Parts of a batch.
+
+use flow_autograd::BoxError;
+use flow_global::{from_local, GlobalTensor, Sbp};
+use serde::{Deserialize, Serialize};
+use tch::Tensor;
+
+/// One of the parts of a batch that pass the stages one after the other. Parts are equal, but the
+/// first ones have one row more if the batch cannot be divided evenly (`torch.tensor_split`).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct MicroBatch {
+    /// Which one, from 0.
+    pub index: usize,
+    /// Its first row in the batch.
+    pub start: i64,
+    /// Its number of rows.
+    pub rows: i64,
+    /// The number of rows of the batch.
+    pub batch_rows: i64,
+}
+
+impl MicroBatch {
+    /// One of `count` parts.
+    pub(crate) fn new(index: usize, count: usize, batch_rows: i64) -> Self {
+        let (at, count) = (index as i64, count as i64);
+        let (rows, longer) = (batch_rows / count, batch_rows % count);
+        let start = at * rows + at.min(longer);
+        Self { index, start, rows: rows + i64::from(at < longer), batch_rows }
+    }
+
+    /// Its share of the batch.
+    pub(crate) fn weight(&self) -> f64 {
+        self.rows as f64 / self.batch_rows as f64
+    }
+
+    /// Its rows of a tensor that has the rows of the batch, such as the labels. Of a global tensor
+    /// each rank takes these rows of its local.
+    ///
+    /// # Panics
+    /// The tensor has not as many rows as the batch. (In a loss this is an error of the step.)
+    pub fn of(&self, tensor: &Tensor) -> Tensor {
+        self.try_of(tensor).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    pub(crate) fn try_of(&self, tensor: &Tensor) -> Result<Tensor, BoxError> {
+        if !tensor.is_global() {
+            self.check(tensor)?;
+            return Ok(tensor.f_narrow(0, self.start, self.rows)?);
+        }
+        let (placement, sbp) = (tensor.placement()?, tensor.sbp()?);
+        let local = tensor.to_local()?;
+        self.check(&local)?;
+        let axes = sbp.iter().zip(placement.shape());
+        let parts: usize = axes.filter(|(&sbp, _)| sbp == Sbp::Split(0)).map(|(_, &n)| n).product();
+        let mut sizes = tensor.size();
+        sizes[0] = self.rows * parts as i64;
+        Ok(from_local(&local.f_narrow(0, self.start, self.rows)?, sizes, &placement, sbp)?)
+    }
+
+    fn check(&self, tensor: &Tensor) -> Result<(), BoxError> {
+        match batch_rows(tensor) {
+            Some(rows) if rows == self.batch_rows => Ok(()),
+            _ => Err(format!(
+                "a tensor of shape {:?} is no batch of {} rows: give one whose first dimension is \
+                 the batch",
+                tensor.size(),
+                self.batch_rows
+            )
+            .into()),
+        }
+    }
+}
+
+/// The rows that this rank has of a batch.
+pub(crate) fn local_rows(tensor: &Tensor) -> Result<Option<i64>, BoxError> {
+    Ok(match tensor.is_global() {
+        true => batch_rows(&tensor.to_local()?),
+        false => batch_rows(tensor),
+    })
+}
+
+fn batch_rows(tensor: &Tensor) -> Option<i64> {
+    tensor.size().first().copied()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_those_of_tensor_split() {
+        let batch = Tensor::arange(11, (tch::Kind::Int64, tch::Device::Cpu));
+        for count in 1..=11 {
+            let parts = batch.tensor_split(count as i64, 0);
+            for (index, part) in parts.iter().enumerate() {
+                assert_eq!(MicroBatch::new(index, count, 11).of(&batch), *part);
+            }
+        }
+    }
+}

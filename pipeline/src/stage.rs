@@ -1,0 +1,90 @@
+//! What a rank has of a model.
+
+use std::fmt;
+
+use flow_autograd::BoxError;
+use flow_ddp::{Ddp, NoSync};
+use tch::nn::ModuleT;
+use tch::Tensor;
+
+/// A part of a model. Any `tch` module is one, with a tensor in and a tensor out; [`stage_fn`] makes
+/// one of a closure with several.
+pub trait Stage: Send {
+    /// Computes the outputs of a micro-batch: what the next stage has as inputs, or what the loss
+    /// is computed of. The inputs of the first stage are those of the batch.
+    ///
+    /// # Errors
+    /// They end the step, on all ranks. So does a panic.
+    fn forward_micro_batch(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>, BoxError>;
+
+    /// Backwards leave gradients as they are on this rank as long as the guard lives. The pipeline
+    /// has one until the last backward of a step: gradients are averaged once.
+    fn no_sync(&self) -> Option<NoSync> {
+        None
+    }
+}
+
+impl<M: ModuleT> Stage for M {
+    fn forward_micro_batch(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>, BoxError> {
+        Ok(vec![self.forward_t(one(inputs)?, true)])
+    }
+}
+
+/// A stage whose gradients are averaged over the group of its [`Ddp`].
+pub struct DdpStage<M>(pub Ddp<M>);
+
+impl<M: ModuleT> Stage for DdpStage<M> {
+    fn forward_micro_batch(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>, BoxError> {
+        Ok(vec![self.0.try_forward_t(one(inputs)?, true)?])
+    }
+
+    fn no_sync(&self) -> Option<NoSync> {
+        Some(self.0.no_sync())
+    }
+}
+
+/// Some layers of a model, one after the other.
+#[derive(Debug)]
+pub struct Layers(pub Vec<Box<dyn ModuleT>>);
+
+impl ModuleT for Layers {
+    fn forward_t(&self, input: &Tensor, train: bool) -> Tensor {
+        let first = input.shallow_clone();
+        self.0.iter().fold(first, |input, layer| layer.forward_t(&input, train))
+    }
+}
+
+/// A stage of a closure, with any number of inputs and outputs.
+pub fn stage_fn<F>(forward: F) -> Box<dyn Stage>
+where
+    F: Fn(&[Tensor]) -> Result<Vec<Tensor>, BoxError> + Send + 'static,
+{
+    Box::new(Function(forward))
+}
+
+struct Function<F>(F);
+
+impl<F> Stage for Function<F>
+where
+    F: Fn(&[Tensor]) -> Result<Vec<Tensor>, BoxError> + Send,
+{
+    fn forward_micro_batch(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>, BoxError> {
+        self.0(inputs)
+    }
+}
+
+impl fmt::Debug for dyn Stage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Stage")
+    }
+}
+
+fn one(inputs: &[Tensor]) -> Result<&Tensor, BoxError> {
+    match inputs {
+        [input] => Ok(input),
+        _ => {
+            Err(format!("a module has one input, not {}: make the stage by stage_fn", inputs.len())
+                .into())
+        }
+    }
+}
