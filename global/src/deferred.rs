@@ -65,8 +65,17 @@ pub fn spec_of_gradient(leaf: &Tensor, own: &Spec, gradient: &Spec) -> Result<Op
     if let Some(sum) = find_spec(&leaf.grad()) {
         return Ok(Some(sum));
     }
-    let pairs = own.sbp().iter().zip(gradient.sbp());
-    let kept = pairs.map(|(&own, &now)| if own == B && now.is_partial() { now } else { own });
+    // On an axis of one rank a sum is there already.
+    let axes = own.sbp().iter().zip(gradient.sbp()).zip(placement.shape());
+    let kept = axes.map(
+        |((&own, &now), &extent)| {
+            if own == B && now.is_partial() && extent > 1 {
+                now
+            } else {
+                own
+            }
+        },
+    );
     Ok(Some(Spec::of(placement, &kept.collect::<NdSbp>())?))
 }
 

@@ -354,7 +354,8 @@ fn tokens_are_split_between_a_row_and_a_column_layer() {
             let placement = Placement::new(&group, mesh.clone()).unwrap();
             let vs = store();
             let embedding =
-                vocab_embedding(vs.root() / "e", 9, 6, &placement, 1, nn::Init::Const(0.0)).unwrap();
+                vocab_embedding(vs.root() / "e", 9, 6, &placement, 1, nn::Init::Const(0.0))
+                    .unwrap();
             let embedding = embedding.scattered(1);
             let column =
                 column_linear(vs.root() / "a", 6, 8, &placement, 1, Default::default()).unwrap();
@@ -364,8 +365,10 @@ fn tokens_are_split_between_a_row_and_a_column_layer() {
                 let values = numbers(&variable.size(), index as i64);
                 tch::no_grad(|| variable.copy_(&values));
             }
-            let plain: HashMap<String, Tensor> =
-                variables(&vs).into_iter().map(|(name, tensor)| (name, full_leaf(&tensor))).collect();
+            let plain: HashMap<String, Tensor> = variables(&vs)
+                .into_iter()
+                .map(|(name, tensor)| (name, full_leaf(&tensor)))
+                .collect();
             let linear = |x: &Tensor, name: &str| {
                 x.linear(&plain[&format!("{name}.weight")], Some(&plain[&format!("{name}.bias")]))
             };
@@ -390,7 +393,10 @@ fn tokens_are_split_between_a_row_and_a_column_layer() {
             if size == 2 {
                 // A reduce-scatter and a gather each, forward and backward, of the layers' results
                 // and of their input; the embedding's result; the bias of the row layer.
-                assert_close_bytes(bytes, 3.0 * all_reduced(2.0, 4.0 * 5.0 * 6.0) + all_reduced(2.0, 6.0));
+                assert_close_bytes(
+                    bytes,
+                    3.0 * all_reduced(2.0, 4.0 * 5.0 * 6.0) + all_reduced(2.0, 6.0),
+                );
             }
         });
     }

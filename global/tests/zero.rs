@@ -108,7 +108,11 @@ impl Model {
         full(&self.vs)
     }
 
-    fn train_sharded(&self, optimizer: &mut ZeroRedundancyOptimizer, steps: std::ops::Range<usize>) {
+    fn train_sharded(
+        &self,
+        optimizer: &mut ZeroRedundancyOptimizer,
+        steps: std::ops::Range<usize>,
+    ) {
         for step in steps {
             self.backward(step);
             optimizer.clip_grad_norm(MAX_NORM).unwrap();
@@ -128,8 +132,10 @@ fn check(config: impl OptimizerConfig + Copy + Sync) {
         let model = Model::on(&placement, Kind::Double);
         let mut optimizer = ZeroRedundancyOptimizer::new(&model.vs, 0, config, 0.05).unwrap();
         // A weight that columns split is split by its rows as well, and the other way round.
-        let sbps: Vec<_> =
-            variables(optimizer.shards()).into_iter().map(|(_, shard)| shard.sbp().unwrap()).collect();
+        let sbps: Vec<_> = variables(optimizer.shards())
+            .into_iter()
+            .map(|(_, shard)| shard.sbp().unwrap())
+            .collect();
         assert_eq!(sbps, [[B, S(0)], [S(1), S(0)], [S(0), B], [S(0), S(1)]]);
         model.train_sharded(&mut optimizer, 0..STEPS);
         for (weights, expected) in full(&model.vs).iter().zip(&expected) {
@@ -197,7 +203,8 @@ fn shards_of_half_precision_are_single() {
         let placement = Placement::new(&group, [[0], [1]]).unwrap();
         let model = Model::on(&placement, Kind::BFloat16);
         let mut optimizer =
-            ZeroRedundancyOptimizer::new(&model.vs, 0, nn::sgd(0.0, 0.0, 0.0, false), 0.05).unwrap();
+            ZeroRedundancyOptimizer::new(&model.vs, 0, nn::sgd(0.0, 0.0, 0.0, false), 0.05)
+                .unwrap();
         let before = full(optimizer.shards());
         optimizer.optimizer().set_lr(1e-4);
         model.train_sharded(&mut optimizer, 0..STEPS);

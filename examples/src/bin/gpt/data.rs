@@ -24,7 +24,9 @@ impl Text {
         let path = path.map_or_else(default, PathBuf::from);
         let name = path.display();
         let file = File::open(&path).with_context(|| {
-            format!("cannot read {name}; get a text by `scripts/setup --data`, or name one by --text")
+            format!(
+                "cannot read {name}; get a text by `scripts/setup --data`, or name one by --text"
+            )
         })?;
         let mut bytes = Vec::new();
         let read = match path.extension().is_some_and(|extension| extension == "gz") {
@@ -35,30 +37,34 @@ impl Text {
         Ok(Self(bytes))
     }
 
-
     /// A checksum, to tell texts apart.
     pub fn checksum(&self) -> u32 {
         self.0.iter().fold(1, |sum, &byte| (sum ^ u32::from(byte)).wrapping_mul(0x0100_0193))
     }
 
-    /// Pieces of the text from places that are drawn, each with what follows each of its bytes: two
-    /// tensors of `samples` by `context`, split by samples on the first axis of the placement. Each
-    /// rank reads its own. The same `number` is the same pieces, on any placement.
+    /// The batch of a step: pieces of the text from places that are drawn, each with what follows
+    /// each of its bytes. Two tensors, `samples` by `context`, split by samples on the first axis of
+    /// the placement; each rank reads its own. Each of `parts` micro-batches, of the ranks' first
+    /// rows, their next ones and so on, has the same pieces on any placement.
     pub fn batch(
         &self,
         placement: &Placement,
-        (samples, context): (i64, i64),
-        (seed, number): (u64, u64),
+        (samples, parts, context): (i64, i64, i64),
+        (seed, step): (u64, u64),
     ) -> Result<[Tensor; 2]> {
-        let places = self.0.len().saturating_sub(context as usize);
+        let places = self.0.len() as i64 - context;
         ensure!(places > 0, "the text has {} bytes: it needs more than {context}", self.0.len());
-        global::set_rng_state(placement, [seed, number])?;
         let split = [S(0), B];
-        let first = global::randint(0, places as i64, [samples], Kind::Int64, placement, split)?;
-        let own = Vec::<i64>::try_from(first.to_local()?)?;
-        let pieces = own.iter().map(|&at| &self.0[at as usize..at as usize + context as usize + 1]);
-        let pieces = Tensor::from_slice(&pieces.collect::<Vec<_>>().concat());
-        let pieces = pieces.view([-1, context + 1]).to_kind(Kind::Int64).to(first.device());
+        let mut pieces = Vec::new();
+        for part in 0..parts as u64 {
+            global::set_rng_state(placement, [seed, step * parts as u64 + part])?;
+            let sizes = [samples / parts];
+            let first = global::randint(0, places, sizes, Kind::Int64, placement, split)?;
+            for at in Vec::<i64>::try_from(first.to_local()?)? {
+                pieces.extend_from_slice(&self.0[at as usize..=(at + context) as usize]);
+            }
+        }
+        let pieces = Tensor::from_slice(&pieces).view([-1, context + 1]).to_kind(Kind::Int64);
         let part = |start| {
             let part = pieces.narrow(1, start, context);
             from_local(&part, [samples, context], placement, split)

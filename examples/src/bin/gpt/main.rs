@@ -20,16 +20,15 @@ mod options;
 mod sample;
 
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{bail, ensure, Result};
 use flow::global::checkpoint::Checkpoints;
-use flow::global::schedule::Schedule;
+use flow::global::schedule::Schedule as LearningRate;
 use flow::global::{self, GlobalTensor, ZeroRedundancyOptimizer};
-use flow::prelude::{nn, Mesh, Placement, ProcessGroup, TensorCollectives};
+use flow::prelude::{nn, Mesh, Placement, ProcessGroup, ReduceOp, Tensor, TensorCollectives, B};
 use flow_examples::options::{write_losses, Options as Training};
+use flow_pipeline::{Pipeline, Schedule};
 use serde::{Deserialize, Serialize};
 
 use data::Text;
@@ -66,12 +65,11 @@ fn run(options: &Options) -> Result<()> {
     let mut vs = nn::VarStore::new(group.device());
     vs.set_kind(options.dtype.kind());
     global::manual_seed(&placements[0], config.seed)?;
-    let micro_batches = Arc::new(AtomicU64::new(0));
-    let mut model = Vec::new();
-    for (stage, placement) in placements.iter().enumerate() {
-        let place = (stage as i64, stages as i64);
-        model.push(Stage::new(&vs.root(), config, place, placement, &micro_batches)?);
-    }
+    let stage = |(stage, placement)| {
+        Stage::new(&vs.root(), config, (stage as i64, stages as i64), placement)
+    };
+    let model: Vec<Stage> =
+        placements.iter().enumerate().map(stage).collect::<global::Result<_>>()?;
     let adam = nn::AdamW { wd: 0.1, beta2: 0.99, ..Default::default() };
     let mut optimizer = ZeroRedundancyOptimizer::new(&vs, DATA, adam, options.lr)?;
 
@@ -89,7 +87,8 @@ fn run(options: &Options) -> Result<()> {
     }
 
     let text = Text::load(options.text.as_deref())?;
-    let mut state = State { hyperparameters: options.hyperparameters(text.checksum()), ..Default::default() };
+    let mut state =
+        State { hyperparameters: options.hyperparameters(text.checksum()), ..Default::default() };
     if let Some(saved) = latest {
         Training::check_hyperparameters(&saved.state.hyperparameters, &state.hyperparameters)?;
         state = saved.state;
@@ -97,29 +96,39 @@ fn run(options: &Options) -> Result<()> {
             println!("going on after step {}", state.losses.len());
         }
     }
-    let shape = (options.batch_size / options.micro_batches, config.context);
+    let parts = options.micro_batches;
+    let samples = options.batch_size / parts;
     ensure!(
-        shape.0 % data_ranks as i64 == 0,
-        "--dp {data_ranks} does not divide the {} samples of a micro-batch",
-        shape.0
+        samples % data_ranks as i64 == 0,
+        "--dp {data_ranks} does not divide the {samples} samples of a micro-batch"
     );
-    let schedule = rates(options);
-    let parts = options.micro_batches as u64;
-    let start = Instant::now();
+
     let first_step = state.losses.len() as u64;
     let last_step = options.stop_after.unwrap_or(u64::MAX).min(options.steps);
+    model.iter().for_each(|stage| stage.micro_batches.set(first_step * parts as u64));
+    let placement = &placements[mesh.coordinates().unwrap_or_default()[0]];
+    let mut model: Vec<Option<Stage>> = model.into_iter().map(Some).collect();
+    let mut pipeline = Pipeline::builder(&mesh, "pp")
+        .schedule(Schedule::one_f_one_b(stages, parts as usize)?)
+        .placement(placement.clone())
+        .build(|stage| {
+            let own = model[stage].take().ok_or("a stage is made once")?;
+            Ok(Box::new(own))
+        })?;
+    let rates = rates(options);
+    let start = Instant::now();
     for step in first_step..last_step {
-        micro_batches.store(step * parts, Ordering::Relaxed);
-        optimizer.optimizer().set_lr(schedule.at(step));
-        let mut loss = 0.0;
-        for part in 0..parts {
-            let [inputs, targets] =
-                text.batch(&placements[0], shape, (config.seed + 1, step * parts + part))?;
-            let logits = model[0].forward(&inputs, true)?;
-            let of_part = model::loss(&logits, &targets)? / parts as f64;
-            of_part.f_backward()?;
-            loss += of_part.full()?.f_double_value(&[])?;
-        }
+        optimizer.optimizer().set_lr(rates.at(step));
+        let shape = (options.batch_size, parts, config.context);
+        let batch = match pipeline.needs_inputs() || pipeline.needs_targets() {
+            true => Vec::from(text.batch(placement, shape, (config.seed + 1, step))?),
+            false => Vec::new(),
+        };
+        let loss = pipeline.step(batch.get(..1).unwrap_or_default(), |logits, micro_batch| {
+            let targets = micro_batch.of(&batch[1]);
+            model::loss(&logits[0], &targets).unwrap_or_else(|error| panic!("{error}"))
+        })?;
+        let loss = on_all_ranks(loss, &mesh, &group)?;
         optimizer.clip_grad_norm(options.clip)?;
         optimizer.step()?;
         state.losses.push(loss.to_string());
@@ -127,7 +136,11 @@ fn run(options: &Options) -> Result<()> {
         let done = step + 1;
         if is_first && (done.is_multiple_of(50) || done == last_step) {
             let per_step = start.elapsed().as_secs_f64() / (done - first_step) as f64;
-            println!("step {done}/{}: loss {loss:.4}, {:.0} ms a step", options.steps, 1e3 * per_step);
+            println!(
+                "step {done}/{}: loss {loss:.4}, {:.0} ms a step",
+                options.steps,
+                1e3 * per_step
+            );
         }
         let due = done.is_multiple_of(options.checkpoint_every.get() as u64) || done == last_step;
         if let Some(checkpoints) = checkpoints.as_mut().filter(|_| due) {
@@ -150,8 +163,21 @@ fn placements(mesh: &Mesh, group: &ProcessGroup) -> Result<Vec<Placement>> {
     mesh.ranks().chunks(dp * tp).map(of_stage).collect()
 }
 
+/// The loss, which the ranks of the last stage have.
+fn on_all_ranks(loss: Option<Tensor>, mesh: &Mesh, group: &ProcessGroup) -> Result<f64> {
+    let is_first = mesh.coordinates().is_some_and(|at| at[1..].iter().all(|&at| at == 0));
+    let mut sum = [0.0];
+    if let Some(loss) = loss {
+        let loss = loss.to_sbp([B, B])?.to_local()?.f_double_value(&[])?;
+        // One rank answers for all that have it.
+        sum[0] = if is_first { loss } else { 0.0 };
+    }
+    group.all_reduce(&mut sum, ReduceOp::Sum)?;
+    Ok(sum[0])
+}
+
 /// The learning rate of each step: up in a straight line, then down along half a cosine.
-fn rates(options: &Options) -> Schedule {
-    let cosine = Schedule::Cosine { base: options.lr, steps: options.steps, alpha: 0.1 };
-    Schedule::LinearWarmUp { steps: options.steps / 10, start: 0.05, then: Box::new(cosine) }
+fn rates(options: &Options) -> LearningRate {
+    let cosine = LearningRate::Cosine { base: options.lr, steps: options.steps, alpha: 0.1 };
+    LearningRate::LinearWarmUp { steps: options.steps / 10, start: 0.05, then: Box::new(cosine) }
 }

@@ -5,8 +5,8 @@
 //! axis and by tokens over the other (sequence parallelism); inside of attention and of the MLP by
 //! heads and by features.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::Arc;
+use std::cell::Cell;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use flow::global::nn::{
     column_linear, parallel_cross_entropy, row_linear, vocab_embedding, ColumnLinear, RowLinear,
@@ -14,6 +14,7 @@ use flow::global::nn::{
 };
 use flow::global::{Result, Sbp};
 use flow::prelude::*;
+use flow_autograd::{recompute, BoxError};
 
 use crate::data::VOCABULARY;
 
@@ -36,6 +37,8 @@ pub struct Config {
     pub context: i64,
     pub dropout: f64,
     pub seed: u64,
+    /// Whether the activations of blocks are computed again in backward.
+    pub recompute: bool,
 }
 
 /// The layers that one stage of the pipeline has.
@@ -43,10 +46,10 @@ pub struct Stage {
     config: Config,
     placement: Placement,
     embedding: Option<Embedding>,
-    blocks: Vec<Block>,
+    blocks: Vec<Arc<Mutex<Block>>>,
     head: Option<Head>,
     /// Micro-batches that went through in training, over the whole training.
-    micro_batches: Arc<AtomicU64>,
+    pub micro_batches: Cell<u64>,
 }
 
 struct Embedding {
@@ -81,7 +84,6 @@ impl Stage {
         config: Config,
         (stage, stages): (i64, i64),
         placement: &Placement,
-        micro_batches: &Arc<AtomicU64>,
     ) -> Result<Self> {
         let Config { layers, width, context, .. } = config;
         let embedding = || -> Result<Embedding> {
@@ -97,7 +99,10 @@ impl Stage {
         };
         let embedding = (stage == 0).then(embedding).transpose()?;
         let blocks = stage * layers / stages..(stage + 1) * layers / stages;
-        let block = |number| Block::new(&(path / "blocks" / number), config, number, placement);
+        let block = |number| {
+            let block = Block::new(&(path / "blocks" / number), config, number, placement)?;
+            Result::Ok(Arc::new(Mutex::new(block)))
+        };
         let blocks = blocks.map(block).collect::<Result<_>>()?;
         let head = || -> Result<Head> {
             let path = &(path / "head");
@@ -108,25 +113,36 @@ impl Stage {
             Ok(Head { norm, logits })
         };
         let head = (stage == stages - 1).then(head).transpose()?;
-        let (placement, micro_batches) = (placement.clone(), micro_batches.clone());
-        Ok(Self { config, placement, embedding, blocks, head, micro_batches })
+        let placement = placement.clone();
+        Ok(Self { config, placement, embedding, blocks, head, micro_batches: Cell::new(0) })
     }
 
     /// Of tokens or of the stage before's activations: activations, or logits in the last stage.
-    pub fn forward(&self, x: &Tensor, train: bool) -> Result<Tensor> {
-        let micro_batch = match train {
-            true => self.micro_batches.fetch_add(1, Ordering::Relaxed),
-            false => 0,
+    pub fn logits(&self, x: &Tensor, train: bool) -> Result<Tensor> {
+        let Config { layers, recompute, .. } = self.config;
+        let micro_batch = self.micro_batches.get();
+        let draws = |layer| {
+            let place = (micro_batch * (layers as u64 + 1) + layer as u64) * DRAWS;
+            Draws { placement: self.placement.clone(), config: self.config, place, train }
         };
-        let draw = |layer| Draw { stage: self, micro_batch, layer, train };
         let mut x = match &self.embedding {
             Some(Embedding { tokens, positions }) => {
-                draw(self.config.layers).dropout(&tokens.f_forward(x)?.f_add(positions)?)?
+                let draws = draws(layers);
+                draws.begin()?;
+                draws.dropout(&tokens.f_forward(x)?.f_add(positions)?)?
             }
             None => x.shallow_clone(),
         };
         for block in &self.blocks {
-            x = block.forward(&x, self.config.heads, &draw(block.number))?;
+            let (block, draws) = (block.clone(), draws(lock(block).number));
+            let forward = move |x: &Tensor| lock(&block).forward(x, &draws);
+            x = match train && recompute {
+                true => recomputed(&x, forward)?,
+                false => forward(&x)?,
+            };
+        }
+        if train {
+            self.micro_batches.set(micro_batch + 1);
         }
         match &self.head {
             Some(Head { norm, logits }) => logits.f_forward(&norm.forward(&x)?),
@@ -135,34 +151,49 @@ impl Stage {
     }
 }
 
+impl flow_pipeline::Stage for Stage {
+    fn forward_micro_batch(&self, inputs: &[Tensor]) -> std::result::Result<Vec<Tensor>, BoxError> {
+        inputs.iter().map(|input| Ok(self.logits(input, true)?)).collect()
+    }
+}
+
+/// Keeps the input only, and computes the rest again in backward.
+fn recomputed(
+    x: &Tensor,
+    forward: impl Fn(&Tensor) -> Result<Tensor> + Send + 'static,
+) -> Result<Tensor> {
+    let outputs = recompute(&[x], move |inputs| Ok(vec![forward(&inputs[0])?]))?;
+    Ok(outputs.into_iter().next().unwrap_or_default())
+}
+
+fn lock(block: &Mutex<Block>) -> std::sync::MutexGuard<'_, Block> {
+    block.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// The mean cross entropy of the targets.
 pub fn loss(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     let losses = parallel_cross_entropy(logits, targets)?;
     Ok(losses.f_mean(losses.kind())?)
 }
 
-/// What a layer draws random numbers for.
-struct Draw<'a> {
-    stage: &'a Stage,
-    micro_batch: u64,
-    layer: i64,
+/// The random numbers of a layer for a micro-batch.
+struct Draws {
+    placement: Placement,
+    config: Config,
+    /// Tensors that are drawn before.
+    place: u64,
     train: bool,
 }
 
-impl Draw<'_> {
-    /// The numbers of this layer and micro-batch come next: the same ones on any layout, and when
-    /// activations are computed again.
+impl Draws {
+    /// The numbers of this layer come next: the same ones on any layout, and when activations are
+    /// computed again.
     fn begin(&self) -> Result<()> {
-        let Config { layers, seed, .. } = self.stage.config;
-        let place = self.micro_batch * (layers as u64 + 1) + self.layer as u64;
-        global::set_rng_state(&self.stage.placement, [seed, place * DRAWS])
+        global::set_rng_state(&self.placement, [!self.config.seed, self.place])
     }
 
     fn dropout(&self, x: &Tensor) -> Result<Tensor> {
-        if self.layer == self.stage.config.layers {
-            self.begin()?;
-        }
-        Ok(x.f_dropout(self.stage.config.dropout, self.train)?)
+        Ok(x.f_dropout(self.config.dropout, self.train)?)
     }
 }
 
@@ -199,13 +230,14 @@ impl Block {
         })
     }
 
-    fn forward(&self, x: &Tensor, heads: i64, draw: &Draw) -> Result<Tensor> {
-        draw.begin()?;
+    fn forward(&self, x: &Tensor, draws: &Draws) -> Result<Tensor> {
+        draws.begin()?;
         let [norm1, norm2] = &self.norms;
-        let attended = attention(&self.qkv.f_forward(&norm1.forward(x)?)?, heads)?;
-        let x = x.f_add(&draw.dropout(&self.projection.f_forward(&attended)?)?)?;
+        let attended = self.qkv.f_forward(&norm1.forward(x)?)?;
+        let attended = attention(&attended, draws.config.heads)?;
+        let x = x.f_add(&draws.dropout(&self.projection.f_forward(&attended)?)?)?;
         let hidden = self.up.f_forward(&norm2.forward(&x)?)?.f_gelu("tanh")?;
-        Ok(x.f_add(&draw.dropout(&self.down.f_forward(&hidden)?)?)?)
+        Ok(x.f_add(&draws.dropout(&self.down.f_forward(&hidden)?)?)?)
     }
 }
 

@@ -125,14 +125,14 @@ fn probability(text: &str) -> Result<f64, String> {
 impl Options {
     /// The sizes of the model.
     pub fn config(&self) -> Result<Config> {
-        let &Self { layers, width, heads, context, dropout, seed, .. } = self;
+        let &Self { layers, width, heads, context, dropout, seed, recompute, .. } = self;
         let (tp, pp) = (self.tp.get() as i64, self.pp.get() as i64);
         ensure!(width % heads == 0, "--heads {heads} does not divide --width {width}");
         ensure!(heads % tp == 0, "--tp {tp} does not divide --heads {heads}");
         ensure!(layers >= pp, "--pp {pp} needs as many --layers, and there are {layers}");
         let (batch, parts) = (self.batch_size, self.micro_batches);
         ensure!(batch % parts == 0, "--micro-batches {parts} does not divide --batch-size {batch}");
-        Ok(Config { layers, width, heads, context, dropout, seed })
+        Ok(Config { layers, width, heads, context, dropout, seed, recompute })
     }
 
     /// All ranks, with the axes `pp`, `dp` and `tp`: tensor parallel ranks are neighbours, as they

@@ -37,7 +37,7 @@ pub fn print(
         tokens.resize(context, 0);
         let tokens = Tensor::from_slice(&tokens).view([1, -1]);
         let tokens = global::distribute_tensor(&tokens, placement, [B, B])?;
-        let logits = model.forward(&tokens, false)?.full()?.to(Device::Cpu);
+        let logits = model.logits(&tokens, false)?.full()?.to(Device::Cpu);
         let logits = logits.select(0, 0).select(0, last).to_kind(Kind::Double);
         let likely = (logits / options.temperature).softmax(-1, Kind::Double);
         let next = likely.multinomial(1, false).int64_value(&[0]) as u8;
