@@ -12,6 +12,7 @@ use crate::model::Config;
 /// Trains a GPT on text, on any data x tensor x pipeline parallel layout of ranks, or continues a
 /// text.
 #[derive(Parser)]
+#[command(args_override_self = true)]
 pub struct Options {
     /// Data parallel ranks [default: all that --tp and --pp leave]
     #[arg(long, value_name = "N")]
