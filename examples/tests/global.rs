@@ -1,6 +1,8 @@
 //! The programs with global tensors give the shapes and the values of OneFlow's documents.
 
 use flow_tests::{launch, launcher, Process, TEST_TIMEOUT};
+use tch::nn::{self, Module, OptimizerConfig};
+use tch::{Kind, Tensor};
 
 type Matrix = Vec<Vec<f64>>;
 
@@ -71,6 +73,32 @@ fn each_stage_has_a_placement_of_its_own() {
     assert_layout(&output, "out_stage1", "[4, 3] [B] on [1]", &["[0]", "[4, 3]"]);
     let [x, w0, w1, out] = ["x", "w0", "w1", "out"].map(|name| matrix(&output, name));
     assert_close(&out, &product(&product(&x, &w0), &w1));
+}
+
+/// The losses are those of the two stages, one after the other, in this process.
+#[test]
+fn a_pipeline_of_two_stages_trains_as_one_process() {
+    let output = launch(2, "global", &["pipeline"]);
+    let losses: Vec<f64> =
+        output.lines().filter_map(|line| line.split("loss:").nth(1)?.trim().parse().ok()).collect();
+    let device = tch::Device::Cpu;
+    tch::manual_seed(2);
+    let x = Tensor::randn([16, 1, 28, 28], (Kind::Float, device));
+    let y = Tensor::randint(10, [16], (Kind::Int64, device));
+    let vs = nn::VarStore::new(device);
+    let layer = |inputs, outputs| nn::linear(vs.root(), inputs, outputs, Default::default());
+    tch::manual_seed(0);
+    let first = layer(784, 512);
+    tch::manual_seed(1);
+    let (second, third) = (layer(512, 512), layer(512, 10));
+    let mut optimizer = nn::Sgd::default().build(&vs, 1e-3).unwrap();
+    assert_eq!(losses.len(), 20, "{output}");
+    for found in losses {
+        let hidden = second.forward(&first.forward(&x.flatten(1, -1)).relu()).relu();
+        let loss = third.forward(&hidden).cross_entropy_for_logits(&y);
+        assert!((loss.double_value(&[]) - found).abs() < 1e-4, "{found} instead of {loss}");
+        optimizer.backward_step(&loss);
+    }
 }
 
 #[test]

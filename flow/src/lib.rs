@@ -5,6 +5,8 @@
 //! | [`prelude`] | what a training program uses, for `use flow::prelude::*;` |
 //! | [`ddp`] | `Ddp`, samplers, loaders, checkpoints: `torch.nn.parallel`, `torch.utils.data` |
 //! | [`global`] | global tensors: placements, SBPs, views; in PyTorch `torch.distributed.tensor` |
+//! | [`pipeline`] | stages of a model on different ranks: `torch.distributed.pipelining` |
+//! | [`plan`] | pipeline schedules and their simulator |
 //! | [`tensor`] | collectives on tensors, differentiable ones too: `torch.distributed.nn` |
 //! | [`comm`] | process groups and collectives on slices and buffers: `torch.distributed` |
 //! | [`tch`] | tensors, autograd and models: libtorch |
@@ -27,6 +29,8 @@
 pub use flow_comm as comm;
 pub use flow_ddp as ddp;
 pub use flow_global as global;
+pub use flow_pipeline as pipeline;
+pub use flow_plan as plan;
 pub use flow_tensor as tensor;
 pub use tch;
 
@@ -39,9 +43,15 @@ pub mod prelude {
         ProcessGroup, ReduceOp, TensorCollectives, TryBackwardStep,
     };
     pub use flow_global::{self as global, GlobalTensor, GradScaler, Placement, Sbp, B, P, S};
+    pub use flow_pipeline::{stage_fn, Pipeline, Schedule, Stage};
     pub use tch::nn::{self, Module, ModuleT, OptimizerConfig};
     pub use tch::{Device, Kind, Tensor};
 }
+
+/// The programs of docs/pipelines.md compile.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/pipelines.md")]
+struct Pipelines;
 
 /// The programs in the READMEs compile.
 #[cfg(doctest)]

@@ -57,8 +57,8 @@ fn the_page_of_variables_has_all_that_the_code_reads_and_no_other() {
 
 /// The folders with code.
 const FOLDERS: &[&str] = &[
-    "autograd", "comm", "ddp", "examples", "flow", "global", "kernels", "launcher", "plan",
-    "python", "scripts", "tensor", "tests",
+    "autograd", "comm", "ddp", "examples", "flow", "global", "kernels", "launcher", "pipeline",
+    "plan", "python", "scripts", "tensor", "tests",
 ];
 
 /// All files below them whose names end so, from the root.

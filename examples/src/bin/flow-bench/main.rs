@@ -14,6 +14,7 @@ mod limit;
 mod losses;
 mod models;
 mod overhead;
+mod pipeline;
 mod sbp;
 mod sizes;
 mod step;
@@ -43,6 +44,8 @@ enum Command {
     Overhead(overhead::Options),
     /// Conversions of global tensors beside memory copies, on all ranks
     Boxing(boxing::Options),
+    /// A training step of a pipeline, on all ranks, beside the work of a rank without idle time
+    Pipeline(pipeline::Options),
     /// The losses of a short training with Ddp, on all ranks
     Losses(losses::Options),
     /// The host's time to launch the reduction of a bucket on a GPU, on all ranks
@@ -59,6 +62,7 @@ fn main() -> ExitCode {
         Command::Gpt(options) => gpt::run(&options),
         Command::Overhead(options) => overhead::run(&options),
         Command::Boxing(options) => boxing::run(&options),
+        Command::Pipeline(options) => pipeline::run(&options),
         Command::Losses(options) => losses::run(&options),
         Command::Launch(options) => launch::run(&options),
     };

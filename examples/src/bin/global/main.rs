@@ -11,6 +11,7 @@ mod hybrid;
 mod matmul;
 mod mesh;
 mod model_parallel;
+mod pipeline;
 mod show;
 mod to_global;
 mod train;
@@ -37,6 +38,8 @@ enum Command {
     ModelParallel,
     /// Two stages, each on a rank of its own; 2 ranks
     TwoPlacements,
+    /// Trains a pipeline of two stages, each on a rank of its own; 2 ranks
+    Pipeline,
     /// A data-parallel stage on two ranks and a model-parallel one on two others; 4 ranks
     Hybrid,
     /// Data and model are split on a mesh of 2 x 2 ranks; 4 ranks
@@ -56,6 +59,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::DataParallel => (data_parallel::run, 2),
         Command::ModelParallel => (model_parallel::run, 2),
         Command::TwoPlacements => (two_placements::run, 2),
+        Command::Pipeline => (pipeline::run, 2),
         Command::Hybrid => (hybrid::run, 4),
         Command::Mesh => (mesh::run, 4),
         Command::Train => (train::run, 2),

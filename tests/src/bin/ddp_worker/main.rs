@@ -14,6 +14,7 @@ mod nested;
 mod options;
 mod out_of_step;
 mod parity;
+mod pipelines;
 mod reported;
 mod tensors;
 mod tied;
@@ -95,7 +96,7 @@ const SCENARIOS: &[Scenario] = &[
 ];
 
 fn main() -> Result<ExitCode> {
-    let files: [File; 8] = [
+    let files: [File; 9] = [
         ("checkpoints", checkpoints::SCENARIOS),
         ("ddp", SCENARIOS),
         ("failures", failures::SCENARIOS),
@@ -103,6 +104,7 @@ fn main() -> Result<ExitCode> {
         ("globals", globals::SCENARIOS),
         ("out_of_step", out_of_step::SCENARIOS),
         ("parity", parity::SCENARIOS),
+        ("pipelines", pipelines::SCENARIOS),
         ("tensors", tensors::SCENARIOS),
     ];
     registry::main(&files, |group, run| {

@@ -1,0 +1,82 @@
+"""PyTorch's side of `flow-bench pipeline`: torch.distributed.pipelining, as JSON lines.
+
+The model is the same: linear layers with ReLU. `ideal_ms` is the work of one rank without a pipeline, which all ranks do
+at the same time.
+
+usage: torchrun --nproc_per_node R pipeline.py [--schedule gpipe|1f1b] [--micro-batches M] [--rows N] [--width W] [--layers L]
+"""
+
+import argparse
+import json
+import statistics
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from ranks import join, leave
+
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+BLOCKS = 5
+STEPS = 5
+
+
+def time_steps(step):
+    dist.barrier()
+    step()
+    times = []
+    for _ in range(STEPS):
+        start = perf_counter()
+        step()
+        times.append(perf_counter() - start)
+    return times
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=16)
+    arguments = parser.parse_args()
+    device = join("cpu")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    width, count = arguments.width, arguments.micro_batches
+    layers = [layer for _ in range(arguments.layers // ranks) for layer in (nn.Linear(width, width), nn.ReLU())]
+    module = nn.Sequential(*layers)
+    x = torch.randn(arguments.rows * count, width)
+
+    def loss_of(output, _):
+        return output.square().mean()
+
+    schedule = SCHEDULES[arguments.schedule](PipelineStage(module, rank, ranks, device), count, loss_fn=loss_of)
+
+    def piped():
+        if rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=x) if rank == ranks - 1 else schedule.step()
+
+    part = x[: arguments.rows].clone().requires_grad_()
+
+    def alone():
+        for _ in range(count):
+            module(part).square().mean().backward()
+
+    pipes, ideal = [], []
+    for _ in range(BLOCKS):
+        pipes += time_steps(piped)
+        ideal += time_steps(alone)
+    if rank == 0:
+        pipe_ms, ideal_ms = (statistics.median(times) * 1e3 for times in (pipes, ideal))
+        limit = count / (count + ranks - 1)
+        line = {"bench": "pipeline", "schedule": arguments.schedule, "ranks": ranks, "step_ms": pipe_ms}
+        print(json.dumps({**line, "ideal_ms": ideal_ms, "efficiency": ideal_ms / pipe_ms, "limit": limit}), flush=True)
+    leave()
+
+
+main()

@@ -1,0 +1,87 @@
+//! Pipelines between processes: what the tests of flow-pipeline check on threads, and ranks that die.
+
+#[allow(dead_code)]
+#[path = "../../../../pipeline/tests/common/mod.rs"]
+mod common;
+
+use anyhow::{ensure, Result};
+use common::{mesh, Model};
+use flow_comm::ProcessGroup;
+use flow_pipeline::{stage_fn, Pipeline, Schedule};
+use flow_tests::registry::{by_hand, launched, scenario, Job, Scenario, Test};
+use flow_tests::{assert_contains, Finished, DETECTION_LIMIT};
+use nix::sys::signal::{raise, Signal};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use tch::{Device, Kind, Tensor};
+
+const JOBS: &[Job] = &[launched(2), launched(4), by_hand(&[1, 1])];
+const THREE: &[Job] = &[by_hand(&[3]), by_hand(&[1, 1, 1])];
+
+pub const SCENARIOS: &[Scenario] = &[
+    scenario("trained", trained, JOBS),
+    scenario("survivors_name_a_killed_stage", killed, THREE).checked_by(names_who_is_gone),
+];
+
+/// Bit for bit what one process has.
+fn trained(group: &ProcessGroup) -> Result<()> {
+    let ranks = group.world_size();
+    for schedule in [
+        Schedule::gpipe(ranks, 5)?,
+        Schedule::one_f_one_b(ranks, 5)?,
+        Schedule::interleaved(ranks, 2, 2 * ranks)?,
+        Schedule::zb_h1(ranks, 5)?,
+        Schedule::zb_v(ranks, 5)?,
+    ] {
+        let (rows, stages) = (11, schedule.stages());
+        let expected = Model::trained_alone(stages, rows, schedule.micro_batches());
+        let model = Model::new(stages);
+        let mut pipeline = Pipeline::builder(&mesh(group), "pp")
+            .schedule(schedule.clone())
+            .recompute(stages > ranks)
+            .build(|stage| Ok(model.stage(stage)))?;
+        let losses = model.train(
+            |x, y| pipeline.step(&[x], |outputs, part| Model::loss(outputs, &part.of(&y))),
+            rows,
+        );
+        for (found, expected) in losses.into_iter().zip(&expected.losses) {
+            let found = found?;
+            ensure!(found.is_some() == pipeline.needs_targets(), "who has the loss");
+            ensure!(found.is_none_or(|found| found == *expected), "the loss of {schedule:?}");
+        }
+        for stage in pipeline.stages() {
+            let mut pairs = model.of_stage(stage).zip(expected.model.of_stage(stage));
+            ensure!(pairs.all(|(found, expected)| found == expected), "stage {stage}");
+        }
+    }
+    Ok(())
+}
+
+/// Rank 1 is killed in its third forward.
+fn killed(group: &ProcessGroup) -> Result<()> {
+    let mut pipeline = Pipeline::builder(&mesh(group), "pp")
+        .schedule(Schedule::one_f_one_b(3, 6)?)
+        .build(|stage| {
+            let runs = AtomicUsize::new(0);
+            Ok(stage_fn(move |inputs| {
+                if stage == 1 && runs.fetch_add(1, Ordering::Relaxed) == 2 {
+                    raise(Signal::SIGKILL)?;
+                }
+                Ok(vec![&inputs[0] * 2])
+            }))
+        })?;
+    let x = Tensor::ones([6, 4], (Kind::Double, Device::Cpu)).set_requires_grad(true);
+    pipeline.step(&[x], |outputs, _| outputs[0].mean(Kind::Double))?;
+    Ok(())
+}
+
+/// The survivors say what they waited for, and who has died.
+fn names_who_is_gone(test: &Test) {
+    let ranks: Vec<Finished> =
+        test.ranks().into_iter().map(|rank| rank.finish(DETECTION_LIMIT)).collect();
+    let waits = ["receive of the output's gradient of stage 0", "receive of the input of stage 2"];
+    for (rank, waits) in [(0, waits[0]), (2, waits[1])] {
+        let Finished { code, stderr, .. } = &ranks[rank];
+        assert_eq!(*code, Some(1), "{stderr}");
+        assert_contains(stderr, &[&format!("rank {rank}: {waits}, micro-batch "), "rank 1"]);
+    }
+}
