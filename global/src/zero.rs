@@ -25,8 +25,8 @@ use crate::tensor::GlobalTensor;
 /// PyTorch's word is `ZeroRedundancyOptimizer`.
 ///
 /// Gradients of parameters that are B stay partial in backward, also over several backwards, and
-/// are reduce-scattered in [`step`](Self::step). Weights are those that the optimizer alone would
-/// make, bit for bit where sums have the same order.
+/// are reduce-scattered once, in [`step`](Self::step). Weights are those that the optimizer alone
+/// would make, bit for bit where sums have the same order: one backward a step, without clipping.
 ///
 /// A shard is split by the first dimension that no other axis splits; a parameter without one stays
 /// whole. Shards of parameters in half precision are `f32`: the optimizer works in full precision,

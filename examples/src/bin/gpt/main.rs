@@ -26,9 +26,9 @@ use anyhow::{bail, ensure, Result};
 use flow::global::checkpoint::Checkpoints;
 use flow::global::schedule::Schedule as LearningRate;
 use flow::global::{self, GlobalTensor, ZeroRedundancyOptimizer};
+use flow::pipeline::{Pipeline, Schedule};
 use flow::prelude::{nn, Mesh, Placement, ProcessGroup, ReduceOp, Tensor, TensorCollectives, B};
 use flow_examples::options::{write_losses, Options as Training};
-use flow_pipeline::{Pipeline, Schedule};
 use serde::{Deserialize, Serialize};
 
 use data::Text;

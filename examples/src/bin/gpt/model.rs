@@ -151,7 +151,7 @@ impl Stage {
     }
 }
 
-impl flow_pipeline::Stage for Stage {
+impl flow::pipeline::Stage for Stage {
     fn forward_micro_batch(&self, inputs: &[Tensor]) -> std::result::Result<Vec<Tensor>, BoxError> {
         inputs.iter().map(|input| Ok(self.logits(input, true)?)).collect()
     }

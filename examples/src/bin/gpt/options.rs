@@ -57,10 +57,10 @@ pub struct Options {
     #[arg(long, value_name = "N")]
     pub stop_after: Option<u64>,
     /// Highest learning rate, after a tenth of all steps
-    #[arg(long, value_name = "RATE", default_value_t = 1e-3)]
+    #[arg(long, value_name = "RATE", default_value_t = 1e-3, value_parser = positive)]
     pub lr: f64,
     /// Greatest norm of the gradients
-    #[arg(long, value_name = "NORM", default_value_t = 1.0)]
+    #[arg(long, value_name = "NORM", default_value_t = 1.0, value_parser = positive)]
     pub clip: f64,
     /// Seed of first weights, samples and dropout
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -93,7 +93,7 @@ pub struct Options {
     #[arg(long, value_name = "N", default_value_t = 500)]
     pub sample_bytes: usize,
     /// Below 1 likely bytes become likelier
-    #[arg(long, value_name = "T", default_value_t = 0.8)]
+    #[arg(long, value_name = "T", default_value_t = 0.8, value_parser = positive)]
     pub temperature: f64,
 }
 
@@ -116,6 +116,11 @@ impl Dtype {
             Self::F64 => Kind::Double,
         }
     }
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|number: &f64| number.is_finite() && *number > 0.0);
+    number.ok_or_else(|| "it should be a number above 0".into())
 }
 
 fn probability(text: &str) -> Result<f64, String> {
