@@ -121,7 +121,7 @@ fn run(options: &Options) -> Result<()> {
         optimizer.optimizer().set_lr(rates.at(step));
         let shape = (options.batch_size, parts, config.context);
         let batch = match pipeline.needs_inputs() || pipeline.needs_targets() {
-            true => Vec::from(text.batch(placement, shape, (config.seed + 1, step))?),
+            true => Vec::from(text.batch(placement, shape, (config.seed.wrapping_add(1), step))?),
             false => Vec::new(),
         };
         let loss = pipeline.step(batch.get(..1).unwrap_or_default(), |logits, micro_batch| {
