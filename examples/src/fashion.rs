@@ -25,21 +25,19 @@ pub struct Split {
     pub columns: usize,
 }
 
+/// The cache folder of `scripts/setup`; None without a home.
+pub fn cache_folder() -> Option<PathBuf> {
+    let absolute =
+        |variable| env::var_os(variable).map(PathBuf::from).filter(|folder| folder.is_absolute());
+    let of_user = || absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")));
+    absolute("FLOW_CACHE").or_else(|| Some(of_user()?.join("flow")))
+}
+
 /// The folder where Fashion-MNIST is looked for by default: Debian's, or the cache folder of
 /// `scripts/setup --data` where that one exists and Debian's does not.
 pub fn default_folder() -> PathBuf {
     let installed = PathBuf::from(INSTALLED);
-    let absolute =
-        |variable| env::var_os(variable).map(PathBuf::from).filter(|folder| folder.is_absolute());
-    let cache = absolute("FLOW_CACHE")
-        .or_else(|| {
-            Some(
-                absolute("XDG_CACHE_HOME")
-                    .or_else(|| Some(absolute("HOME")?.join(".cache")))?
-                    .join("flow"),
-            )
-        })
-        .map(|cache| cache.join("fashion-mnist"));
+    let cache = cache_folder().map(|cache| cache.join("fashion-mnist"));
     cache.filter(|cache| !installed.is_dir() && cache.is_dir()).unwrap_or(installed)
 }
 

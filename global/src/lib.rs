@@ -41,6 +41,7 @@
 //! | layers split over ranks | [`nn`] |
 //! | reduce gradients once for several backwards | [`no_sync()`] |
 //! | clip gradients, train in half precision | [`clip_grad_norm`], [`clip_grad_value`], [`GradScaler`] |
+//! | split an optimizer's state over ranks | [`ZeroRedundancyOptimizer`] |
 //! | see what is moved, and why | [`explain()`], [`record()`], [`gathered_operations`]; [`mod@explain`], [`trace`] |
 //! | have SBPs chosen | [`planner`] |
 //! | have inputs on different placements moved | [`move_inputs`] |
@@ -56,6 +57,7 @@ mod code;
 mod compare;
 mod convert;
 mod create;
+mod deferred;
 mod dispatch;
 mod distribute;
 mod error;
@@ -89,6 +91,7 @@ mod spec;
 mod tensor;
 pub mod trace;
 pub mod view;
+mod zero;
 
 pub use clip::{clip_grad_norm, clip_grad_value};
 pub use create::{
@@ -111,3 +114,4 @@ pub use policy::{gathered_operations, move_inputs};
 pub use record::{explain, record};
 pub use sbp::{NdSbp, Sbp, B, P, S};
 pub use tensor::GlobalTensor;
+pub use zero::ZeroRedundancyOptimizer;

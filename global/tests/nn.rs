@@ -363,3 +363,60 @@ fn what_does_not_fit_is_an_error() {
         assert!(error.contains("[2, 3] need targets of the same shape"), "{error}");
     });
 }
+
+/// Sequence parallelism: what lies between the layers is split by tokens, and as many bytes are moved
+/// as without.
+#[test]
+fn tokens_are_split_between_a_row_and_a_column_layer() {
+    for (size, mesh) in [(2, vec![vec![0, 1]]), (4, vec![vec![0, 1], vec![2, 3]])] {
+        ranks(size, |group| {
+            let placement = Placement::new(&group, mesh.clone()).unwrap();
+            let vs = store();
+            let embedding =
+                vocab_embedding(vs.root() / "e", 9, 6, &placement, 1, nn::Init::Const(0.0))
+                    .unwrap();
+            let embedding = embedding.scattered(1);
+            let column =
+                column_linear(vs.root() / "a", 6, 8, &placement, 1, Default::default()).unwrap();
+            let row = row_linear(vs.root() / "b", 8, 6, &placement, 1, Default::default()).unwrap();
+            let row = row.scattered(1);
+            for (index, (_, mut variable)) in variables(&vs).into_iter().enumerate() {
+                let values = numbers(&variable.size(), index as i64);
+                tch::no_grad(|| variable.copy_(&values));
+            }
+            let plain: HashMap<String, Tensor> = variables(&vs)
+                .into_iter()
+                .map(|(name, tensor)| (name, full_leaf(&tensor)))
+                .collect();
+            let linear = |x: &Tensor, name: &str| {
+                x.linear(&plain[&format!("{name}.weight")], Some(&plain[&format!("{name}.bias")]))
+            };
+            let indices = (numbers(&[4, 5], 3) * 4.4 + 4.4).to_kind(Kind::Int64);
+            let x = Tensor::embedding(&plain["e.weight"], &indices, -1, false, false);
+            let expected = (&x + linear(&linear(&x, "a").tanh(), "b").tanh()).square();
+            expected.sum(Kind::Double).backward();
+            let indices = distribute_tensor(&indices, &placement, [S(0), B]).unwrap();
+            let (output, bytes) = received(|| {
+                let x = embedding.f_forward(&indices).unwrap();
+                assert_eq!(x.sbp().unwrap(), [S(0), S(1)]);
+                let y = row.f_forward(&column.f_forward(&x).unwrap().tanh()).unwrap();
+                assert_eq!(y.sbp().unwrap(), [S(0), S(1)]);
+                let output = (x + y.tanh()).square();
+                output.sum(Kind::Double).backward();
+                output
+            });
+            assert_close(&output.full().unwrap(), &expected, EXACT);
+            for (name, variable) in variables(&vs) {
+                assert_same_gradient(&variable, &plain[&name]);
+            }
+            if size == 2 {
+                // A reduce-scatter and a gather each, forward and backward, of the layers' results
+                // and of their input; the embedding's result; the bias of the row layer.
+                assert_close_bytes(
+                    bytes,
+                    3.0 * all_reduced(2.0, 4.0 * 5.0 * 6.0) + all_reduced(2.0, 6.0),
+                );
+            }
+        });
+    }
+}

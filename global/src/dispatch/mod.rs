@@ -33,6 +33,7 @@ use crate::cache::Cache;
 use crate::code::{Code, Context};
 use crate::compare;
 use crate::convert::{convert, moved};
+use crate::deferred;
 use crate::error::{Error, Result};
 use crate::handle::{boxed, find_spec, globals, local_of, spec_of};
 use crate::local::distribute_tensor;
@@ -85,6 +86,12 @@ impl Dispatcher for Operations {
             let boxed = distribute_tensor(&gradient.copy(), own.placement(), &sbp)?;
             return Ok(LeafGradient::Boxed(boxed));
         };
+        let deferred = deferred::spec_of_gradient(leaf, &own, &now)?;
+        if let Some(kept) = deferred.filter(|_| !gradient.requires_grad()) {
+            let kept = tch::no_grad(|| deferred::own(gradient, &kept, exclusive))?;
+            record::gradient(leaf, gradient, Some(&kept))?;
+            return Ok(LeafGradient::Boxed(kept));
+        }
         let is_same = own.id() == now.id();
         if is_same && !record::is_on() && !replicas::has_buckets(own.placement().runtime()?) {
             return Ok(LeafGradient::Same);

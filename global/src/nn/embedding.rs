@@ -4,13 +4,13 @@ use std::borrow::Borrow;
 
 use tch::{nn, Tensor};
 
-use super::{pinned, variable, with_axis};
+use super::{pinned, summed, variable, with_axis};
 use crate::code::indexing::found;
 use crate::error::Result;
 use crate::local::from_local;
 use crate::placement::Placement;
 use crate::region::{regions, shape};
-use crate::sbp::{B, P, S};
+use crate::sbp::{Sbp, B, P, S};
 use crate::tensor::GlobalTensor;
 
 /// An embedding, each rank of which has the vectors of a part of the vocabulary.
@@ -19,6 +19,7 @@ pub struct VocabEmbedding {
     /// Vocabulary by width, S(0) on the axis.
     pub ws: Tensor,
     axis: usize,
+    result: Sbp,
 }
 
 /// An embedding whose vocabulary is split over an axis of the placement. Name, sizes and initial
@@ -35,12 +36,20 @@ pub fn vocab_embedding<'a>(
     init: nn::Init,
 ) -> Result<VocabEmbedding> {
     let weight = ("weight", &[vocabulary, width][..], init);
-    Ok(VocabEmbedding { ws: variable(path.borrow(), weight, placement, (axis, S(0)))?, axis })
+    let ws = variable(path.borrow(), weight, placement, (axis, S(0)))?;
+    Ok(VocabEmbedding { ws, axis, result: B })
 }
 
 impl VocabEmbedding {
-    /// The vectors of these indices, reduced: B on the layer's axis. The gradient of the weight is
-    /// made where its rows are.
+    /// Has the result split by this dimension on the layer's axis, as
+    /// [`RowLinear::scattered`](super::RowLinear::scattered).
+    pub fn scattered(mut self, dim: usize) -> Self {
+        self.result = S(dim);
+        self
+    }
+
+    /// The vectors of these indices, reduced: B on the layer's axis, or split as
+    /// [`scattered`](Self::scattered) says. The gradient of the weight is made where its rows are.
     ///
     /// # Errors
     /// The indices are plain or placed on other ranks, one is no row (on a GPU this is not checked), or
@@ -60,7 +69,7 @@ impl VocabEmbedding {
         };
         let sizes = [indices.size(), vec![sizes[1]]].concat();
         let terms = from_local(&own, sizes, &placement, with_axis(&indices, self.axis, P)?)?;
-        pinned(&terms, self.axis, B)
+        summed(&terms, self.axis, self.result)
     }
 }
 

@@ -7,10 +7,10 @@ use std::borrow::Borrow;
 
 use tch::{nn, Tensor};
 
-use super::{pinned, variable, with_axis};
+use super::{pinned, summed, variable};
 use crate::error::Result;
 use crate::placement::Placement;
-use crate::sbp::{Sbp, B, S};
+use crate::sbp::{NdSbp, Sbp, B, S};
 use crate::tensor::GlobalTensor;
 
 /// A linear layer, each rank of which computes a part of the outputs.
@@ -31,6 +31,7 @@ pub struct RowLinear {
     /// B.
     pub bs: Option<Tensor>,
     axis: usize,
+    result: Sbp,
 }
 
 /// A linear layer whose outputs are split over an axis of the placement. Names, sizes and initial
@@ -66,7 +67,7 @@ pub fn row_linear<'a>(
 ) -> Result<RowLinear> {
     let split = [S(1), B];
     let (ws, bs) = weights(path.borrow(), (inputs, outputs), placement, (axis, split), config)?;
-    Ok(RowLinear { ws, bs, axis })
+    Ok(RowLinear { ws, bs, axis, result: B })
 }
 
 fn weights(
@@ -85,26 +86,37 @@ fn weights(
 }
 
 impl ColumnLinear {
-    /// The result is S(last) on the layer's axis. Backward, the input's gradient is reduced there.
+    /// The result is S(last) on the layer's axis. An input that is split there is gathered. Backward,
+    /// the input's gradient is reduced, to the layout that the input had.
     ///
     /// # Errors
     /// The input is plain or does not fit, or a collective fails.
     pub fn f_forward(&self, xs: &Tensor) -> Result<Tensor> {
-        let xs = pinned(xs, self.axis, B)?;
-        let xs = xs.grad_sbp(xs.sbp()?)?;
+        let given = xs.sbp()?.into_iter().map(|sbp| if sbp.is_partial() { B } else { sbp });
+        let xs = xs.grad_sbp(given.collect::<NdSbp>())?;
+        let xs = pinned(&xs, self.axis, B)?;
         Ok(xs.f_linear(&self.ws, self.bs.as_ref())?)
     }
 }
 
 impl RowLinear {
-    /// The result is reduced: B on the layer's axis.
+    /// Has the result split by this dimension on the layer's axis: a reduce-scatter, instead of an
+    /// all-reduce. With the dimension of tokens this is sequence parallelism (Korthikanti et al.,
+    /// Reducing Activation Recomputation in Large Transformer Models, 2022): what lies between a row
+    /// layer and the next column layer, such as layer norm and dropout, is split over the ranks.
+    pub fn scattered(mut self, dim: usize) -> Self {
+        self.result = S(dim);
+        self
+    }
+
+    /// The result is reduced: B on the layer's axis, or split as [`scattered`](Self::scattered) says.
     ///
     /// # Errors
     /// The input is plain or does not fit, or a collective fails.
     pub fn f_forward(&self, xs: &Tensor) -> Result<Tensor> {
         let xs = pinned(xs, self.axis, S(xs.dim().saturating_sub(1)))?;
         let terms = xs.f_linear(&self.ws, None::<&Tensor>)?;
-        let sum = terms.to_global(&terms.placement()?, with_axis(&terms, self.axis, B)?)?;
+        let sum = summed(&terms, self.axis, self.result)?;
         // Added once, not by each rank.
         Ok(match &self.bs {
             Some(bs) => sum.f_add(bs)?,

@@ -7,10 +7,13 @@
 //!
 //! | function | weight on the layer's axis | input | result |
 //! |---|---|---|---|
-//! | [`column_linear`] | S(0) | B; its gradient is reduced | S(last) |
+//! | [`column_linear`] | S(0) | B, else gathered; its gradient is reduced | S(last) |
 //! | [`row_linear`] | S(1) | S(last) | B, reduced |
 //! | [`vocab_embedding`] | S(0) | B | B, reduced |
 //! | [`parallel_cross_entropy`] | | S(last), the classes | B |
+//!
+//! [`scattered`](RowLinear::scattered) has the results of row layers and of embeddings split by tokens:
+//! sequence parallelism. Column layers take such inputs.
 //!
 //! The other axes of the placement are as the input has them: a batch that is split there stays so.
 
@@ -64,4 +67,13 @@ fn with_axis(tensor: &Tensor, axis: usize, on_axis: Sbp) -> Result<NdSbp> {
 /// The tensor, boxed on this axis.
 fn pinned(tensor: &Tensor, axis: usize, on_axis: Sbp) -> Result<Tensor> {
     tensor.to_global(&tensor.placement()?, with_axis(tensor, axis, on_axis)?)
+}
+
+/// Partial values, added up on this axis: B, or split there. The gradient of split ones is gathered
+/// once, for all that it is needed for.
+fn summed(terms: &Tensor, axis: usize, result: Sbp) -> Result<Tensor> {
+    if result == B {
+        return pinned(terms, axis, B);
+    }
+    pinned(&terms.grad_sbp(with_axis(terms, axis, B)?)?, axis, result)
 }

@@ -112,14 +112,18 @@ fn cost(op: &Op, signature: &Signature, have: &[Sbp], ranks: usize) -> Option<f6
 /// made only where nothing else will do, as what follows will have to reduce them.
 pub(crate) fn share(from: Sbp, to: Sbp, ranks: f64) -> f64 {
     const SLICE: f64 = 1e-9;
-    match (from, to) {
-        _ if from == to => 0.0,
+    if from == to {
+        return 0.0;
+    }
+    let moved = match (from, to) {
         (_, Sbp::Partial(_)) => 4.0 * ranks,
-        (Sbp::Broadcast, _) => SLICE,
+        (Sbp::Broadcast, _) => 0.0,
         (Sbp::Partial(_), Sbp::Broadcast) => 2.0 * (ranks - 1.0) / ranks,
         (Sbp::Partial(_), Sbp::Split(_)) | (Sbp::Split(_), Sbp::Broadcast) => (ranks - 1.0) / ranks,
         (Sbp::Split(_), Sbp::Split(_)) => (ranks - 1.0) / (ranks * ranks),
-    }
+    };
+    // Also on an axis of one rank, where nothing is moved.
+    moved.max(SLICE)
 }
 
 #[cfg(test)]
@@ -188,6 +192,17 @@ mod tests {
         let mut sum = op("add", &[&[4, 5], &[4, 5]]);
         sum.in_place = true;
         assert_eq!(chosen(&sum, &two, &[&[S(1)], &[S(0)]]).0, [[S(1)], [S(1)]]);
+    }
+
+    /// Nothing is moved on an axis of one rank, and yet what is there is kept: a view of it shares
+    /// its memory then.
+    #[test]
+    fn on_one_rank_inputs_stay_as_they_are() {
+        let one = Placement::of([0]).unwrap();
+        for sbp in [S(0), S(1), P, B] {
+            let detach = op("detach", &[&[4, 5]]);
+            assert_eq!(chosen(&detach, &one, &[&[sbp]]), (vec![vec![sbp]], vec![sbp]));
+        }
     }
 
     #[test]

@@ -1,0 +1,269 @@
+//! A GPT (Radford et al., Language Models are Unsupervised Multitask Learners, 2019), laid out as
+//! Megatron does: the layers of a stage on a placement whose axes are data and tensor parallelism.
+//!
+//! Between the blocks an activation of `samples x tokens x width` is split by samples over the one
+//! axis and by tokens over the other (sequence parallelism); inside of attention and of the MLP by
+//! heads and by features.
+
+use std::cell::Cell;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use flow::global::nn::{
+    column_linear, parallel_cross_entropy, row_linear, vocab_embedding, ColumnLinear, RowLinear,
+    VocabEmbedding,
+};
+use flow::global::{Result, Sbp};
+use flow::prelude::*;
+use flow_autograd::{recompute, BoxError};
+
+use crate::data::VOCABULARY;
+
+/// The axis of a placement that has different samples.
+pub const DATA: usize = 0;
+/// The axis of a placement that splits layers.
+const TENSOR: usize = 1;
+/// Dimensions of an activation.
+const TOKENS: usize = 1;
+const DEVIATION: f64 = 0.02;
+/// Dropouts of a layer.
+const DRAWS: u64 = 2;
+
+/// Sizes and numbers of the whole model.
+#[derive(Clone, Copy)]
+pub struct Config {
+    pub layers: i64,
+    pub width: i64,
+    pub heads: i64,
+    pub context: i64,
+    pub dropout: f64,
+    pub seed: u64,
+    /// Whether the activations of blocks are computed again in backward.
+    pub recompute: bool,
+}
+
+/// The layers that one stage of the pipeline has.
+pub struct Stage {
+    config: Config,
+    placement: Placement,
+    embedding: Option<Embedding>,
+    blocks: Vec<Arc<Mutex<Block>>>,
+    head: Option<Head>,
+    /// Micro-batches that went through in training, over the whole training.
+    pub micro_batches: Cell<u64>,
+}
+
+struct Embedding {
+    tokens: VocabEmbedding,
+    positions: Tensor,
+}
+
+struct Block {
+    number: i64,
+    norms: [Norm; 2],
+    qkv: ColumnLinear,
+    projection: RowLinear,
+    up: ColumnLinear,
+    down: RowLinear,
+}
+
+struct Head {
+    norm: Norm,
+    logits: ColumnLinear,
+}
+
+struct Norm {
+    ws: Tensor,
+    bs: Tensor,
+}
+
+impl Stage {
+    /// Stage `stage` of `stages`. All ranks make all stages, in their order, and so draw the same
+    /// first weights: a rank has memory for those only that are placed on it.
+    pub fn new(
+        path: &nn::Path,
+        config: Config,
+        (stage, stages): (i64, i64),
+        placement: &Placement,
+    ) -> Result<Self> {
+        let Config { layers, width, context, .. } = config;
+        let embedding = || -> Result<Embedding> {
+            let init = nn::Init::Randn { mean: 0.0, stdev: DEVIATION };
+            let tokens =
+                vocab_embedding(path / "tokens", VOCABULARY, width, placement, TENSOR, init)?;
+            // As the activations are split by tokens.
+            let sizes = [context, width];
+            let positions =
+                global::normal(0.0, DEVIATION, sizes, path.kind(), placement, [B, S(0)])?;
+            let positions = (path / "positions").add("weight", positions, true);
+            Ok(Embedding { tokens: tokens.scattered(TOKENS), positions })
+        };
+        let embedding = (stage == 0).then(embedding).transpose()?;
+        let blocks = stage * layers / stages..(stage + 1) * layers / stages;
+        let block = |number| {
+            let block = Block::new(&(path / "blocks" / number), config, number, placement)?;
+            Result::Ok(Arc::new(Mutex::new(block)))
+        };
+        let blocks = blocks.map(block).collect::<Result<_>>()?;
+        let head = || -> Result<Head> {
+            let path = &(path / "head");
+            let linear = linear_config(DEVIATION, false);
+            let norm = Norm::new(&(path / "norm"), width, placement)?;
+            let logits =
+                column_linear(path / "logits", width, VOCABULARY, placement, TENSOR, linear)?;
+            Ok(Head { norm, logits })
+        };
+        let head = (stage == stages - 1).then(head).transpose()?;
+        let placement = placement.clone();
+        Ok(Self { config, placement, embedding, blocks, head, micro_batches: Cell::new(0) })
+    }
+
+    /// Of tokens or of the stage before's activations: activations, or logits in the last stage.
+    pub fn logits(&self, x: &Tensor, train: bool) -> Result<Tensor> {
+        let Config { layers, recompute, .. } = self.config;
+        let micro_batch = self.micro_batches.get();
+        let draws = |layer| {
+            let place = (micro_batch * (layers as u64 + 1) + layer as u64) * DRAWS;
+            Draws { placement: self.placement.clone(), config: self.config, place, train }
+        };
+        let mut x = match &self.embedding {
+            Some(Embedding { tokens, positions }) => {
+                let draws = draws(layers);
+                draws.begin()?;
+                draws.dropout(&tokens.f_forward(x)?.f_add(positions)?)?
+            }
+            None => x.shallow_clone(),
+        };
+        for block in &self.blocks {
+            let (block, draws) = (block.clone(), draws(lock(block).number));
+            let forward = move |x: &Tensor| lock(&block).forward(x, &draws);
+            x = match train && recompute {
+                true => recomputed(&x, forward)?,
+                false => forward(&x)?,
+            };
+        }
+        if train {
+            self.micro_batches.set(micro_batch + 1);
+        }
+        match &self.head {
+            Some(Head { norm, logits }) => logits.f_forward(&norm.forward(&x)?),
+            None => Ok(x),
+        }
+    }
+}
+
+impl flow::pipeline::Stage for Stage {
+    fn forward_micro_batch(&self, inputs: &[Tensor]) -> std::result::Result<Vec<Tensor>, BoxError> {
+        inputs.iter().map(|input| Ok(self.logits(input, true)?)).collect()
+    }
+}
+
+/// Keeps the input only, and computes the rest again in backward.
+fn recomputed(
+    x: &Tensor,
+    forward: impl Fn(&Tensor) -> Result<Tensor> + Send + 'static,
+) -> Result<Tensor> {
+    let outputs = recompute(&[x], move |inputs| Ok(vec![forward(&inputs[0])?]))?;
+    Ok(outputs.into_iter().next().unwrap_or_default())
+}
+
+fn lock(block: &Mutex<Block>) -> std::sync::MutexGuard<'_, Block> {
+    block.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The mean cross entropy of the targets.
+pub fn loss(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    let losses = parallel_cross_entropy(logits, targets)?;
+    Ok(losses.f_mean(losses.kind())?)
+}
+
+/// The random numbers of a layer for a micro-batch.
+struct Draws {
+    placement: Placement,
+    config: Config,
+    /// Tensors that are drawn before.
+    place: u64,
+    train: bool,
+}
+
+impl Draws {
+    /// The numbers of this layer come next: the same ones on any layout, and when activations are
+    /// computed again.
+    fn begin(&self) -> Result<()> {
+        global::set_rng_state(&self.placement, [!self.config.seed, self.place])
+    }
+
+    fn dropout(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(x.f_dropout(self.config.dropout, self.train)?)
+    }
+}
+
+fn linear_config(deviation: f64, bias: bool) -> nn::LinearConfig {
+    let ws_init = nn::Init::Randn { mean: 0.0, stdev: deviation };
+    nn::LinearConfig { ws_init, bs_init: Some(nn::Init::Const(0.0)), bias }
+}
+
+impl Block {
+    fn new(
+        path: &nn::Path,
+        Config { layers, width, .. }: Config,
+        number: i64,
+        placement: &Placement,
+    ) -> Result<Self> {
+        let norm = |name| Norm::new(&(path / name), width, placement);
+        let column = |name, outputs| {
+            let config = linear_config(DEVIATION, true);
+            column_linear(path / name, width, outputs, placement, TENSOR, config)
+        };
+        // As GPT-2: what blocks add up to does not grow with their number.
+        let row = |name, inputs| -> Result<RowLinear> {
+            let config = linear_config(DEVIATION / (2.0 * layers as f64).sqrt(), true);
+            let row = row_linear(path / name, inputs, width, placement, TENSOR, config)?;
+            Ok(row.scattered(TOKENS))
+        };
+        Ok(Self {
+            number,
+            norms: [norm("norm1")?, norm("norm2")?],
+            qkv: column("qkv", 3 * width)?,
+            projection: row("projection", width)?,
+            up: column("up", 4 * width)?,
+            down: row("down", 4 * width)?,
+        })
+    }
+
+    fn forward(&self, x: &Tensor, draws: &Draws) -> Result<Tensor> {
+        draws.begin()?;
+        let [norm1, norm2] = &self.norms;
+        let attended = self.qkv.f_forward(&norm1.forward(x)?)?;
+        let attended = attention(&attended, draws.config.heads)?;
+        let x = x.f_add(&draws.dropout(&self.projection.f_forward(&attended)?)?)?;
+        let hidden = self.up.f_forward(&norm2.forward(&x)?)?.f_gelu("tanh")?;
+        Ok(x.f_add(&draws.dropout(&self.down.f_forward(&hidden)?)?)?)
+    }
+}
+
+/// Causal attention. Each token has each head's query, key and value, one after the other: so that a
+/// part of them is some heads'.
+fn attention(qkv: &Tensor, heads: i64) -> Result<Tensor> {
+    let sizes = qkv.size();
+    let (samples, tokens, width) = (sizes[0], sizes[1], sizes[2] / 3);
+    let of_heads = qkv.f_view([samples, tokens, heads, 3, width / heads])?;
+    let of_heads = of_heads.f_permute([3, 0, 2, 1, 4])?;
+    let [q, k, v] = [0, 1, 2].map(|part| of_heads.f_select(0, part));
+    let none = None::<&Tensor>;
+    let attended =
+        Tensor::f_scaled_dot_product_attention(&q?, &k?, &v?, none, 0.0, true, None, false)?;
+    Ok(attended.f_transpose(1, 2)?.f_reshape([samples, tokens, width])?)
+}
+
+impl Norm {
+    fn new(path: &nn::Path, width: i64, placement: &Placement) -> Result<Self> {
+        let whole: [Sbp; 2] = [B, B];
+        let ws = global::ones([width], path.kind(), placement, whole)?;
+        let bs = global::zeros([width], path.kind(), placement, whole)?;
+        Ok(Self { ws: path.add("weight", ws, true), bs: path.add("bias", bs, true) })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(x.f_layer_norm(self.ws.size(), Some(&self.ws), Some(&self.bs), 1e-5, true)?)
+    }
+}
