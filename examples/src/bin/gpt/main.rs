@@ -85,7 +85,8 @@ fn run(options: &Options) -> Result<()> {
         let Some(checkpoint) = &latest else {
             bail!("there is no checkpoint to take the model from; train one first")
         };
-        let of_model = |all: &[(String, String)]| all.iter().take(SIZES).cloned().collect::<Vec<_>>();
+        let of_model =
+            |all: &[(String, String)]| all.iter().take(SIZES).cloned().collect::<Vec<_>>();
         let saved = of_model(&checkpoint.state.hyperparameters);
         Training::check_hyperparameters(&saved, &of_model(&options.hyperparameters(0)))?;
         optimizer.resume(checkpoint)?;
