@@ -92,7 +92,7 @@ fn a_checkpoint_goes_on_under_other_layouts() {
     assert!(output.starts_with("a small") && output.len() >= "a small".len() + 6, "{output}");
 }
 
-/// Weights in half precision learn too, though steps are smaller than their rounding.
+/// Weights in half precision learn too.
 #[test]
 fn half_precision_learns_as_double_does() {
     let folder = folder();

@@ -17,7 +17,8 @@ use crate::tensor::GlobalTensor;
 ///
 /// Tensors may be global, on any placements, or plain ones, which are the same on all ranks. Nothing
 /// is gathered: each rank adds up its own elements, and one number is reduced over all ranks of the
-/// job, which all call this.
+/// job, which all call this. Tied weights that are tensors of their own on several placements count
+/// as often as there are copies.
 ///
 /// # Errors
 /// The order is 0 or not a number; the norm is infinite or not a number and `error_if_nonfinite` is

@@ -1,6 +1,6 @@
 //! Leaves whose gradients stay partial in backward, until somebody reduces them.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::Tensor;
@@ -11,12 +11,12 @@ use crate::runtime::Runtime;
 use crate::sbp::{NdSbp, B};
 use crate::spec::Spec;
 
-/// Those of a job, by identity.
+/// Those of a job, by identity: how many keep each one's gradient partial.
 #[derive(Default)]
-struct Registry(Mutex<HashSet<usize>>);
+struct Registry(Mutex<HashMap<usize, usize>>);
 
 impl Registry {
-    fn lock(&self) -> MutexGuard<'_, HashSet<usize>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<usize, usize>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -36,7 +36,8 @@ impl Deferred {
         let mut deferred = Self { leaves: Vec::new() };
         for leaf in leaves {
             let runtime = spec_of(leaf)?.placement().runtime()?.clone();
-            runtime.part::<Registry>().lock().insert(flow_autograd::identity(leaf));
+            let registry = runtime.part::<Registry>();
+            *registry.lock().entry(flow_autograd::identity(leaf)).or_default() += 1;
             deferred.leaves.push((leaf.shallow_clone(), runtime));
         }
         Ok(deferred)
@@ -46,7 +47,13 @@ impl Deferred {
 impl Drop for Deferred {
     fn drop(&mut self) {
         for (leaf, runtime) in &self.leaves {
-            runtime.part::<Registry>().lock().remove(&flow_autograd::identity(leaf));
+            let registry = runtime.part::<Registry>();
+            let (mut registry, leaf) = (registry.lock(), flow_autograd::identity(leaf));
+            let left = registry.get(&leaf).map_or(0, |&count| count - 1);
+            match left {
+                0 => drop(registry.remove(&leaf)),
+                left => drop(registry.insert(leaf, left)),
+            }
         }
     }
 }
@@ -57,7 +64,7 @@ pub fn spec_of_gradient(leaf: &Tensor, own: &Spec, gradient: &Spec) -> Result<Op
     let placement = own.placement();
     let is_deferred = || -> Result<bool> {
         let registry = placement.runtime()?.part::<Registry>();
-        Ok(registry.lock().contains(&flow_autograd::identity(leaf)))
+        Ok(registry.lock().contains_key(&flow_autograd::identity(leaf)))
     };
     if placement != gradient.placement() || !is_deferred()? {
         return Ok(None);

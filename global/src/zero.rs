@@ -5,6 +5,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::PoisonError;
 
 use flow_autograd::identity;
+use flow_comm::{ProcessGroup, ReduceOp};
 use flow_ddp::checkpoint::Result as CheckpointResult;
 use serde::de::DeserializeOwned;
 use serde::Serialize;
@@ -15,7 +16,7 @@ use crate::checkpoint::{Checkpoint, Checkpoints};
 use crate::clip::clip_grad_norm;
 use crate::deferred::Deferred;
 use crate::error::{Error, Result};
-use crate::handle::spec_of;
+use crate::handle::{local_of, spec_of};
 use crate::sbp::{NdSbp, B, S};
 use crate::spec::Spec;
 use crate::tensor::GlobalTensor;
@@ -28,9 +29,12 @@ use crate::tensor::GlobalTensor;
 /// are reduce-scattered once, in [`step`](Self::step). Weights are those that the optimizer alone
 /// would make, bit for bit where sums have the same order: one backward a step, without clipping.
 ///
-/// A shard is split by the first dimension that no other axis splits; a parameter without one stays
-/// whole. Shards of parameters in half precision are `f32`: the optimizer works in full precision,
-/// and the parameters are rounded from that.
+/// A shard is split by the largest dimension that no other axis splits and that has an element for
+/// each rank; a parameter without one stays whole. Shards of `bf16` parameters are `f32`: the
+/// optimizer works in full precision, and the parameters are rounded from that. There are no `f16`
+/// parameters, which would need a [`GradScaler`](crate::GradScaler): that takes other optimizers.
+///
+/// What else changes the parameters, as `VarStore::load` does, changes the shards at the next step.
 ///
 /// ```
 /// use flow_global::{self as global, Placement, ZeroRedundancyOptimizer, B, S};
@@ -54,6 +58,8 @@ use crate::tensor::GlobalTensor;
 pub struct ZeroRedundancyOptimizer {
     /// What modules compute with, and what the optimizer changes.
     pairs: Vec<(Tensor, Tensor)>,
+    /// Of all ranks, if there are ranks that some parameter is not on.
+    world: Option<ProcessGroup>,
     /// The shards, and what else the model's store has, by the model's names.
     shards: VarStore,
     optimizer: Optimizer,
@@ -65,29 +71,46 @@ impl ZeroRedundancyOptimizer {
     /// is split over this axis of their placements.
     ///
     /// # Errors
-    /// A variable is plain, or its placement has no such axis.
+    /// A variable is plain or in `f16`, or its placement has no such axis.
     pub fn new(
         vs: &VarStore,
         axis: usize,
         config: impl OptimizerConfig,
         learning_rate: f64,
     ) -> Result<Self> {
-        let parameters = vs.trainable_variables();
+        let mut seen = HashSet::new();
+        let parameters = vs.trainable_variables().into_iter();
+        // One may have several names.
+        let parameters: Vec<_> = parameters.filter(|one| seen.insert(identity(one))).collect();
         let sharded = |parameter: &Tensor| Ok((parameter.shallow_clone(), shard(parameter, axis)?));
         let pairs: Vec<_> = parameters.iter().map(sharded).collect::<Result<_>>()?;
         let shards = with_shards(vs, &pairs);
         let optimizer = config.build(&shards, learning_rate)?;
-        Ok(Self { pairs, shards, optimizer, _deferred: Deferred::new(&parameters)? })
+        let deferred = Deferred::new(&parameters)?;
+        Ok(Self { world: world(&parameters)?, pairs, shards, optimizer, _deferred: deferred })
     }
 
-    /// The shards as variables, by the names of the model's.
+    /// The shards as variables, by the names of the model's. Of several names the first in
+    /// alphabetical order. Change the model's variables instead.
     pub fn shards(&self) -> &VarStore {
         &self.shards
     }
 
-    /// The optimizer of the shards.
-    pub fn optimizer(&mut self) -> &mut Optimizer {
-        &mut self.optimizer
+    /// Sets the learning rate of all parameters.
+    pub fn set_lr(&mut self, learning_rate: f64) {
+        self.optimizer.set_lr(learning_rate);
+    }
+
+    /// Drops the gradients: [`step`](Self::step) has done so already.
+    ///
+    /// # Errors
+    /// Of `libtorch`.
+    pub fn zero_grad(&mut self) -> Result<()> {
+        for (parameter, shard) in &self.pairs {
+            flow_autograd::set_grad(parameter, None)?;
+            flow_autograd::set_grad(shard, None)?;
+        }
+        Ok(())
     }
 
     /// Clips the gradients, as [`clip_grad_norm`](crate::clip_grad_norm) of order 2 does, and
@@ -95,10 +118,14 @@ impl ZeroRedundancyOptimizer {
     /// Nothing is reduced twice: the gradients go to the shards first.
     ///
     /// # Errors
-    /// The norm is infinite or not a number, or a collective fails.
+    /// The norm is infinite or not a number, or a collective fails. The gradients are dropped then.
     pub fn clip_grad_norm(&mut self, max_norm: f64) -> Result<f64> {
         self.reduce_gradients()?;
-        clip_grad_norm(&self.shards.trainable_variables(), max_norm, 2.0, true)
+        let norm = clip_grad_norm(&self.shards.trainable_variables(), max_norm, 2.0, true);
+        if norm.is_err() {
+            self.zero_grad()?;
+        }
+        norm
     }
 
     /// Reduce-scatters the gradients, has the optimizer change the shards, and gathers the
@@ -108,10 +135,9 @@ impl ZeroRedundancyOptimizer {
     /// A collective fails.
     pub fn step(&mut self) -> Result<()> {
         self.reduce_gradients()?;
+        self.renew_shards()?;
         self.optimizer.step();
-        for (_, shard) in &self.pairs {
-            flow_autograd::set_grad(shard, None)?;
-        }
+        self.zero_grad()?;
         self.gather_parameters()
     }
 
@@ -126,6 +152,7 @@ impl ZeroRedundancyOptimizer {
         step: usize,
         state: &T,
     ) -> CheckpointResult<()> {
+        self.renew_shards()?;
         checkpoints.save(step, &self.shards, Some(&self.optimizer), state)
     }
 
@@ -141,8 +168,9 @@ impl ZeroRedundancyOptimizer {
 
     /// Moves the gradients of the parameters to the shards.
     fn reduce_gradients(&mut self) -> Result<()> {
+        let is_trained = self.is_trained()?;
         tch::no_grad(|| {
-            for (parameter, shard) in &self.pairs {
+            for ((parameter, shard), is_trained) in self.pairs.iter().zip(is_trained) {
                 let (gradient, reduced) = (parameter.grad(), shard.grad());
                 if gradient.defined() {
                     let gradient = gradient.f_to_kind(shard.kind())?.to_sbp(shard.sbp()?)?;
@@ -152,9 +180,39 @@ impl ZeroRedundancyOptimizer {
                         false => gradient,
                     };
                     flow_autograd::set_grad(shard, Some(&sum))?;
-                } else if !reduced.defined() && is_elsewhere(parameter)? {
+                } else if !reduced.defined() && is_trained {
                     // All ranks have the same state, for checkpoints: here without elements.
                     flow_autograd::set_grad(shard, Some(&shard.detach().f_zeros_like()?))?;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// Whether a rank has a gradient, for each parameter.
+    fn is_trained(&self) -> Result<Vec<bool>> {
+        let has = |(one, shard): &(Tensor, Tensor)| one.grad().defined() || shard.grad().defined();
+        let mut trained: Vec<i64> = self.pairs.iter().map(|pair| i64::from(has(pair))).collect();
+        if let Some(world) = &self.world {
+            world.all_reduce(&mut trained, ReduceOp::Max)?;
+        }
+        Ok(trained.into_iter().map(|trained| trained > 0).collect())
+    }
+
+    /// Makes the shards of the parameters, where these are not what they were made of the shards.
+    fn renew_shards(&self) -> Result<()> {
+        tch::no_grad(|| {
+            for (parameter, shard) in &self.pairs {
+                let part = parameter.detach().to_sbp(shard.sbp()?)?;
+                let (Some(part), Some(mut shard)) = (local_of(&part), local_of(shard)) else {
+                    continue;
+                };
+                if part.kind() == shard.kind() {
+                    shard.f_copy_(&part)?;
+                } else {
+                    let is_same = shard.f_to_kind(part.kind())?.f_eq_tensor(&part)?;
+                    let renewed = shard.f_where_self(&is_same, &part.f_to_kind(shard.kind())?)?;
+                    shard.f_copy_(&renewed)?;
                 }
             }
             Ok(())
@@ -173,38 +231,51 @@ impl ZeroRedundancyOptimizer {
     }
 }
 
-/// Whether this rank has nothing of the tensor because the placement is without it.
-fn is_elsewhere(tensor: &Tensor) -> Result<bool> {
-    let placement = tensor.placement()?;
-    Ok(placement.position(placement.runtime()?.rank()).is_none())
+/// The group of all ranks, if one of these is not on all of them.
+fn world(parameters: &[Tensor]) -> Result<Option<ProcessGroup>> {
+    for parameter in parameters {
+        let placement = parameter.placement()?;
+        let world = placement.runtime()?.world();
+        if placement.ranks().len() < world.world_size() {
+            return Ok(Some(world.clone()));
+        }
+    }
+    Ok(None)
 }
 
 /// A parameter's shard on this axis: a leaf of its own.
 fn shard(parameter: &Tensor, axis: usize) -> Result<Tensor> {
     let spec = spec_of(parameter)?;
+    let unsupported = |reason| {
+        Err(Error::Unsupported { operation: "ZeroRedundancyOptimizer".to_owned(), reason })
+    };
     if axis >= spec.sbp().len() {
-        return Err(Error::Unsupported {
-            operation: "ZeroRedundancyOptimizer".to_owned(),
-            reason: format!(
-                "the placement {} of a variable has no axis {axis}; axes count from 0",
-                spec.placement()
-            ),
-        });
+        return unsupported(format!(
+            "the placement {} of a variable has no axis {axis}; axes count from 0",
+            spec.placement()
+        ));
     }
+    let kind = match parameter.kind() {
+        Kind::Half => return unsupported("a variable is in f16; make it bf16 or f32".to_owned()),
+        Kind::BFloat16 => Kind::Float,
+        kind => kind,
+    };
     tch::no_grad(|| {
-        let is_half = matches!(parameter.kind(), Kind::Half | Kind::BFloat16);
-        let kind = if is_half { Kind::Float } else { parameter.kind() };
-        let part = parameter.detach().to_sbp(sharded(&spec, axis, parameter.dim()))?;
+        let part = parameter.detach().to_sbp(sharded(&spec, axis, &parameter.size()))?;
         // Memory of its own, where nothing was moved or converted.
         Ok(part.f_to_kind(kind)?.copy().set_requires_grad(true))
     })
 }
 
 /// The SBP of the shard of a parameter.
-fn sharded(spec: &Spec, axis: usize, dims: usize) -> NdSbp {
+fn sharded(spec: &Spec, axis: usize, sizes: &[i64]) -> NdSbp {
     let mut sbp = spec.sbp().to_vec();
-    let free = (0..dims).map(S).find(|split| !sbp.contains(split));
-    if let (B, Some(split)) = (sbp[axis], free) {
+    let ranks = spec.placement().shape()[axis] as i64;
+    // Of dimensions as large as each other the first.
+    let dims = sizes.iter().enumerate().rev();
+    let free = dims.filter(|&(dim, &size)| size >= ranks && !sbp.contains(&S(dim)));
+    let largest = free.max_by_key(|&(_, size)| size).map(|(dim, _)| S(dim));
+    if let (B, Some(split)) = (sbp[axis], largest) {
         sbp[axis] = split;
     }
     sbp
@@ -213,8 +284,12 @@ fn sharded(spec: &Spec, axis: usize, dims: usize) -> NdSbp {
 /// A store like `vs`, with the shards instead of the parameters.
 fn with_shards(vs: &VarStore, pairs: &[(Tensor, Tensor)]) -> VarStore {
     let variables = vs.variables_.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut named: Vec<_> = variables.named_variables.iter().collect();
+    named.sort_by_key(|&(name, _)| std::cmp::Reverse(name));
+    // Of several names the last one inserted.
     let names: HashMap<usize, &String> =
-        variables.named_variables.iter().map(|(name, at)| (identity(at), name)).collect();
+        named.iter().map(|(name, tensor)| (identity(tensor), *name)).collect();
+    let of: HashMap<usize, &Tensor> = pairs.iter().map(|(one, of)| (identity(one), of)).collect();
     let shards = VarStore::new(vs.device());
     let add = |name: &str, group: usize, tensor: &Tensor, trainable: bool| {
         let mut parts: Vec<&str> = name.split('.').collect();
@@ -223,13 +298,15 @@ fn with_shards(vs: &VarStore, pairs: &[(Tensor, Tensor)]) -> VarStore {
         let _ = path.set_group(group).add(last, tensor.shallow_clone(), trainable);
     };
     let mut trained = HashSet::new();
-    for (variable, (parameter, shard)) in variables.trainable_variables.iter().zip(pairs) {
-        if let Some(&name) = names.get(&identity(parameter)) {
-            trained.insert(name);
-            add(name, variable.group, shard, true);
+    for variable in &variables.trainable_variables {
+        let parameter = identity(&variable.tensor);
+        if let (Some(&name), Some(shard)) = (names.get(&parameter), of.get(&parameter)) {
+            if trained.insert(name) {
+                add(name, variable.group, shard, true);
+            }
         }
     }
-    for (name, tensor) in &variables.named_variables {
+    for (name, tensor) in named {
         if !trained.contains(name) {
             add(name, 0, tensor, false);
         }

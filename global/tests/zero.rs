@@ -223,7 +223,7 @@ fn shards_of_half_precision_are_single() {
             ZeroRedundancyOptimizer::new(&model.vs, 0, nn::sgd(0.0, 0.0, 0.0, false), 0.05)
                 .unwrap();
         let before = full(optimizer.shards());
-        optimizer.optimizer().set_lr(1e-4);
+        optimizer.set_lr(1e-4);
         model.train_sharded(&mut optimizer, 0..STEPS);
         for (name, shard) in variables(optimizer.shards()) {
             assert_eq!(shard.kind(), Kind::Float, "{name}");
@@ -234,6 +234,140 @@ fn shards_of_half_precision_are_single() {
             assert_ne!(after, before);
             assert_eq!(after.to_kind(Kind::BFloat16), rounded);
         }
+    });
+}
+
+fn sgd(vs: &VarStore) -> ZeroRedundancyOptimizer {
+    ZeroRedundancyOptimizer::new(vs, 0, nn::sgd(0.0, 0.0, 0.0, false), 0.05).unwrap()
+}
+
+/// As when weights are loaded after the optimizer is made.
+#[test]
+fn changes_of_parameters_stay() {
+    ranks(2, |group| {
+        for kind in [Kind::Double, Kind::BFloat16] {
+            let model = Model::on(&Placement::new(&group, [[0], [1]]).unwrap(), kind);
+            let mut optimizer = sgd(&model.vs);
+            for (_, mut variable) in variables(&model.vs) {
+                tch::no_grad(|| variable.copy_(&(&variable * 0.5 + 1.0)));
+            }
+            let expected = full(&model.vs);
+            optimizer.set_lr(0.0);
+            model.backward(0);
+            optimizer.step().unwrap();
+            assert_eq!(full(&model.vs), expected);
+        }
+    });
+}
+
+#[test]
+fn gradients_that_are_not_finite_are_dropped() {
+    ranks(2, |group| {
+        let model = Model::on(&Placement::new(&group, [[0], [1]]).unwrap(), Kind::Double);
+        let mut optimizer = sgd(&model.vs);
+        let before = full(&model.vs);
+        (model.loss(0, 0) * f64::INFINITY).backward();
+        assert!(optimizer.clip_grad_norm(1.0).is_err());
+        optimizer.step().unwrap();
+        assert_eq!(full(&model.vs), before);
+        model.backward(0);
+        optimizer.zero_grad().unwrap();
+        optimizer.step().unwrap();
+        assert_eq!(full(&model.vs), before);
+        model.backward(0);
+        optimizer.clip_grad_norm(1.0).unwrap();
+        optimizer.step().unwrap();
+        assert_ne!(full(&model.vs), before);
+    });
+}
+
+/// Also when the old one goes after the new one is made.
+#[test]
+fn an_optimizer_made_anew_defers_gradients() {
+    ranks(2, |group| {
+        let model = Model::on(&Placement::new(&group, [[0], [1]]).unwrap(), Kind::Double);
+        let mut optimizer = sgd(&model.vs);
+        let is_partial = || {
+            let variables = variables(&model.vs);
+            variables.iter().all(|(_, one)| one.grad().sbp().unwrap()[0].is_partial())
+        };
+        model.backward(0);
+        assert!(is_partial());
+        optimizer.zero_grad().unwrap();
+        optimizer = sgd(&model.vs);
+        model.backward(0);
+        assert!(is_partial());
+        drop(optimizer);
+        model.vs.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
+    });
+}
+
+#[test]
+fn a_parameter_of_two_names_is_trained() {
+    ranks(2, |group| {
+        let vs = store(Kind::Double);
+        let placement = Placement::all(&group).unwrap();
+        let ws = distribute_tensor(&numbers(&[4, 2], 1), &placement, [B]).unwrap();
+        let ws = (vs.root() / "b").add("weight", ws, true);
+        let _ = (vs.root() / "a").add("weight", ws.shallow_clone(), true);
+        let mut optimizer = sgd(&vs);
+        assert_eq!(optimizer.shards().trainable_variables().len(), 1);
+        assert_eq!(variables(optimizer.shards())[0].1.sbp().unwrap(), [S(0)]);
+        ws.sum(Kind::Double).backward();
+        optimizer.step().unwrap();
+        assert_close(&ws.detach().full().unwrap(), &(numbers(&[4, 2], 1) - 0.05), 1e-12);
+    });
+}
+
+/// The dimension is the largest one, if all ranks have a part of that.
+#[test]
+fn no_rank_is_without_a_part_of_a_shard() {
+    ranks(2, |group| {
+        let vs = store(Kind::Double);
+        let placement = Placement::all(&group).unwrap();
+        for (name, sizes) in [("a", &[1, 4][..]), ("b", &[1]), ("c", &[2, 3]), ("d", &[3, 3])] {
+            let ws = distribute_tensor(&numbers(sizes, 1), &placement, [B]).unwrap();
+            let _ = vs.root().add(name, ws, true);
+        }
+        let sbps: Vec<_> = variables(sgd(&vs).shards())
+            .into_iter()
+            .map(|(_, shard)| shard.sbp().unwrap())
+            .collect();
+        assert_eq!(sbps, [[S(1)], [B], [S(1)], [S(0)]]);
+    });
+}
+
+/// One is unused, one is frozen, on a placement without all ranks.
+#[test]
+fn what_is_not_trained_has_no_state_on_any_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    ranks(2, |group| {
+        let stages = [0, 1].map(|rank| Placement::new(&group, [rank]).unwrap());
+        let vs = store(Kind::Double);
+        let add = |name: &str, stage: usize| {
+            let ws = distribute_tensor(&numbers(&[4], stage), &stages[stage], [B]).unwrap();
+            vs.root().add(name, ws, true)
+        };
+        let used = [add("used0", 0), add("used1", 1)];
+        let _unused = add("unused", 1);
+        let _ = add("frozen", 0).set_requires_grad(false);
+        let make = || ZeroRedundancyOptimizer::new(&vs, 0, nn::Adam::default(), 0.1).unwrap();
+        let step = |optimizer: &mut ZeroRedundancyOptimizer| {
+            used[group.rank()].square().sum(Kind::Double).backward();
+            optimizer.clip_grad_norm(1.0).unwrap();
+            optimizer.step().unwrap();
+        };
+        let mut optimizer = make();
+        step(&mut optimizer);
+        let mut checkpoints = Checkpoints::open(folder, &group).unwrap();
+        optimizer.save(&mut checkpoints, 1, &()).unwrap();
+        step(&mut optimizer);
+        let expected = full(&vs);
+        let mut optimizer = make();
+        optimizer.resume(&checkpoints.latest::<()>().unwrap().unwrap()).unwrap();
+        step(&mut optimizer);
+        assert_eq!(full(&vs), expected);
     });
 }
 
@@ -248,5 +382,10 @@ fn what_does_not_fit_is_an_error() {
         let error = new(1).err().unwrap().to_string();
         assert!(error.contains("the placement [0] of a variable has no axis 1"), "{error}");
         assert!(new(0).is_ok());
+        let half = store(Kind::Half);
+        let _layer = nn::linear(half.root(), 2, 2, Default::default());
+        distribute(&half, &Placement::all(&group).unwrap(), |_, _| [B]).unwrap();
+        let error = ZeroRedundancyOptimizer::new(&half, 0, nn::Adam::default(), 0.1).err().unwrap();
+        assert!(error.to_string().contains("a variable is in f16; make it bf16"), "{error}");
     });
 }

@@ -45,12 +45,13 @@ impl Text {
     /// The batch of a step: pieces of the text from places that are drawn, each with what follows
     /// each of its bytes. Two tensors, `samples` by `context`, split by samples on the first axis of
     /// the placement; each rank reads its own. Each of `parts` micro-batches, of the ranks' first
-    /// rows, their next ones and so on, has the same pieces on any placement.
+    /// rows, their next ones and so on, has the same pieces on any placement. `device` is this rank's.
     pub fn batch(
         &self,
         placement: &Placement,
         (samples, parts, context): (i64, i64, i64),
         (seed, step): (u64, u64),
+        device: Device,
     ) -> Result<[Tensor; 2]> {
         let places = self.0.len() as i64 - context;
         ensure!(places > 0, "the text has {} bytes: it needs more than {context}", self.0.len());
@@ -65,6 +66,7 @@ impl Text {
             }
         }
         let pieces = Tensor::from_slice(&pieces).view([-1, context + 1]).to_kind(Kind::Int64);
+        let pieces = pieces.to_device(device);
         let part = |start| {
             let part = pieces.narrow(1, start, context);
             from_local(&part, [samples, context], placement, split)

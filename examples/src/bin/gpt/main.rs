@@ -33,7 +33,7 @@ use serde::{Deserialize, Serialize};
 
 use data::Text;
 use model::{Stage, DATA};
-use options::Options;
+use options::{Options, SIZES};
 
 /// What a checkpoint has beside the model and the optimizer.
 #[derive(Clone, Default, Serialize, Deserialize)]
@@ -74,16 +74,23 @@ fn run(options: &Options) -> Result<()> {
     let mut optimizer = ZeroRedundancyOptimizer::new(&vs, DATA, adam, options.lr)?;
 
     let folder = options.checkpoint.as_ref();
+    if let (Some(_), Some(folder)) = (&options.sample, folder) {
+        ensure!(folder.is_dir(), "there is no folder {} of checkpoints", folder.display());
+    }
     let mut checkpoints = folder.map(|folder| Checkpoints::open(folder, &group)).transpose()?;
     let latest = checkpoints.as_mut().map(|checkpoints| checkpoints.latest::<State>());
     let latest = latest.transpose()?.flatten();
-    if let Some(checkpoint) = &latest {
-        optimizer.resume(checkpoint)?;
-    }
     if let Some(prompt) = &options.sample {
         ensure!(stages == 1, "--sample needs --pp 1, which reads checkpoints of any layout");
-        ensure!(latest.is_some(), "there is no checkpoint to take the model from; train one first");
-        return sample::print(&model[0], &placements[0], prompt, options, is_first);
+        let Some(checkpoint) = &latest else {
+            bail!("there is no checkpoint to take the model from; train one first")
+        };
+        let of_model =
+            |all: &[(String, String)]| all.iter().take(SIZES).cloned().collect::<Vec<_>>();
+        let saved = of_model(&checkpoint.state.hyperparameters);
+        Training::check_hyperparameters(&saved, &of_model(&options.hyperparameters(0)))?;
+        optimizer.resume(checkpoint)?;
+        return sample::print((&model[0], &placements[0]), prompt, options, &group);
     }
 
     let text = Text::load(options.text.as_deref())?;
@@ -91,6 +98,7 @@ fn run(options: &Options) -> Result<()> {
         State { hyperparameters: options.hyperparameters(text.checksum()), ..Default::default() };
     if let Some(saved) = latest {
         Training::check_hyperparameters(&saved.state.hyperparameters, &state.hyperparameters)?;
+        optimizer.resume(&saved)?;
         state = saved.state;
         if is_first {
             println!("going on after step {}", state.losses.len());
@@ -116,12 +124,13 @@ fn run(options: &Options) -> Result<()> {
             Ok(Box::new(own))
         })?;
     let rates = rates(options);
+    let data_seed = config.seed.wrapping_add(1);
     let start = Instant::now();
     for step in first_step..last_step {
-        optimizer.optimizer().set_lr(rates.at(step));
+        optimizer.set_lr(rates.at(step));
         let shape = (options.batch_size, parts, config.context);
         let batch = match pipeline.needs_inputs() || pipeline.needs_targets() {
-            true => Vec::from(text.batch(placement, shape, (config.seed.wrapping_add(1), step))?),
+            true => Vec::from(text.batch(placement, shape, (data_seed, step), group.device())?),
             false => Vec::new(),
         };
         let loss = pipeline.step(batch.get(..1).unwrap_or_default(), |logits, micro_batch| {

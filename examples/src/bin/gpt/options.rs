@@ -97,6 +97,9 @@ pub struct Options {
     pub temperature: f64,
 }
 
+/// Hyperparameters that a sample depends on.
+pub const SIZES: usize = 5;
+
 /// Types of parameters.
 #[derive(Clone, Copy, ValueEnum)]
 pub enum Dtype {
@@ -155,7 +158,7 @@ impl Options {
         Ok(Mesh::new(group, &ranks, &[pp, dp, tp])?.with_names(&["pp", "dp", "tp"])?)
     }
 
-    /// The options and the text that the trained weights depend on.
+    /// The options and the text that the trained weights depend on; first the model's [`SIZES`].
     pub fn hyperparameters(&self, checksum: u32) -> Vec<(String, String)> {
         let kind = format!("{:?}", self.dtype.kind());
         let options: [(&str, &dyn ToString); 13] = [
@@ -163,6 +166,7 @@ impl Options {
             ("--width", &self.width),
             ("--heads", &self.heads),
             ("--context", &self.context),
+            ("parameters of", &kind),
             ("--dropout", &self.dropout),
             ("--batch-size", &self.batch_size),
             ("--micro-batches", &self.micro_batches),
@@ -170,7 +174,6 @@ impl Options {
             ("--lr", &self.lr),
             ("--clip", &self.clip),
             ("--seed", &self.seed),
-            ("parameters of", &kind),
             ("a text of checksum", &checksum),
         ];
         options.map(|(name, value)| (name.to_owned(), value.to_string())).to_vec()

@@ -10,11 +10,10 @@ use crate::options::Options;
 
 /// Prints the prompt, and byte after byte what the model draws to follow. All ranks draw the same.
 pub fn print(
-    model: &Stage,
-    placement: &Placement,
+    (model, placement): (&Stage, &Placement),
     prompt: &str,
     options: &Options,
-    is_first: bool,
+    group: &ProcessGroup,
 ) -> Result<()> {
     ensure!(!prompt.is_empty(), "--sample needs some text to go on with");
     let context = options.context as usize;
@@ -22,7 +21,7 @@ pub fn print(
     tch::manual_seed(options.seed as i64);
     let mut bytes = prompt.as_bytes().to_vec();
     let show = |bytes: &[u8]| -> Result<()> {
-        if is_first {
+        if group.rank() == 0 {
             stdout().write_all(bytes)?;
             stdout().flush()?;
         }
@@ -35,7 +34,7 @@ pub fn print(
         // What follows the last byte changes nothing before it.
         let mut tokens: Vec<i64> = seen.iter().map(|&byte| i64::from(byte)).collect();
         tokens.resize(context, 0);
-        let tokens = Tensor::from_slice(&tokens).view([1, -1]);
+        let tokens = Tensor::from_slice(&tokens).view([1, -1]).to_device(group.device());
         let tokens = global::distribute_tensor(&tokens, placement, [B, B])?;
         let logits = model.logits(&tokens, false)?.full()?.to(Device::Cpu);
         let logits = logits.select(0, 0).select(0, last).to_kind(Kind::Double);
