@@ -377,3 +377,55 @@ fn samplers_take_the_data_parallel_rank() {
     all.sort_unstable();
     assert_eq!(all, (0..10).collect::<Vec<usize>>());
 }
+
+#[test]
+fn what_a_pipeline_cannot_do_right_is_an_error() {
+    let errors = ranks(2, |group| {
+        let stages = (0..5).map(|_| stage_fn(|x| Ok(vec![&x[0] * 2]))).collect();
+        Pipeline::new(stages, &mesh(&group)).unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|error| error.contains("there are 5 stages")), "{errors:?}");
+}
+
+/// Whether it trains; and after a panic a loss without a gradient, then a step that is right.
+#[test]
+fn stages_know_whether_they_train_and_panics_leave_gradients_on() {
+    ranks(1, |group| {
+        let pipeline = |recomputes: bool, panics: bool| {
+            Pipeline::builder(&mesh(&group), "pp")
+                .schedule(Schedule::gpipe(1, 2).unwrap())
+                .recompute(recomputes)
+                .build(|_| {
+                    Ok(flow_pipeline::stage_fn_t(move |x, train| {
+                        assert!(!panics, "no forward today");
+                        Ok(vec![&x[0] * if train { 3 } else { 1 }])
+                    }))
+                })
+                .unwrap()
+        };
+        let x = || numbers(&[4, 2], 0.7);
+        assert_eq!(pipeline(false, false).forward(&[x()]).unwrap().unwrap()[0], x());
+        for recomputes in [true, false] {
+            let mean = |outputs: &[Tensor]| outputs[0].mean(Kind::Double);
+            let batch = x().set_requires_grad(true);
+            let mut made = pipeline(recomputes, false);
+            made.step(&[batch.shallow_clone()], |outputs, _| mean(outputs)).unwrap();
+            close(&batch.grad(), &Tensor::full([4, 2], 3.0 / 8.0, (Kind::Double, Device::Cpu)));
+            let error = made.step(&[x()], |outputs, _| mean(outputs)).unwrap_err().to_string();
+            assert!(error.contains("requires no gradient"), "{error}");
+            let batch = x().set_requires_grad(true);
+            // The step before has ended this group.
+            assert!((&batch * 2).requires_grad());
+        }
+    });
+    ranks(1, |group| {
+        let mut made = Pipeline::builder(&mesh(&group), "pp")
+            .schedule(Schedule::gpipe(1, 2).unwrap())
+            .recompute(true)
+            .build(|_| Ok(stage_fn(|_| panic!("no forward today"))))
+            .unwrap();
+        let x = numbers(&[4, 2], 0.7).set_requires_grad(true);
+        assert!(made.step(&[x.shallow_clone()], |y, _| y[0].mean(Kind::Double)).is_err());
+        assert!((&x * 2).requires_grad());
+    });
+}
