@@ -28,6 +28,13 @@ pub struct TensorSlice {
     pub count: usize,
 }
 
+/// Values that are only read during a call.
+#[repr(C)]
+pub struct BoolSlice {
+    pub values: *const bool,
+    pub count: usize,
+}
+
 /// A list of tensors that C++ owns; [`flow_push_tensor`] appends to it.
 #[repr(C)]
 pub struct TensorList {
@@ -44,6 +51,7 @@ pub struct FunctionClosure {
         second: TensorSlice,
         results: *mut TensorList,
         saved: *mut TensorList,
+        needed: BoolSlice,
     ) -> *mut c_char,
     pub drop: unsafe extern "C" fn(data: *mut c_void),
 }
@@ -187,7 +195,8 @@ pub fn report(who: &str, body: impl FnOnce() -> Result<(), BoxError>) -> *mut c_
     unsafe { libc::strdup(text.as_ptr()) }
 }
 
-fn panic_text(payload: &(dyn Any + Send)) -> &str {
+/// What a panic said.
+pub fn panic_text(payload: &(dyn Any + Send)) -> &str {
     let text = payload.downcast_ref::<&str>().copied();
     text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("no text")
 }

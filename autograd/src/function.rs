@@ -8,7 +8,7 @@ use tch::Tensor;
 use torch_sys::C_tensor;
 
 use crate::error::{BoxError, Error};
-use crate::ffi::{self, FunctionClosure, TensorList, TensorSlice};
+use crate::ffi::{self, BoolSlice, FunctionClosure, TensorList, TensorSlice};
 
 /// What the forward of a [`custom_function`] returns.
 #[derive(Debug)]
@@ -61,6 +61,22 @@ where
     F: FnOnce(&[Tensor]) -> Result<Forward, BoxError>,
     B: Fn(&[Tensor], &[Option<Tensor>]) -> Result<Vec<Option<Tensor>>, BoxError> + Send + 'static,
 {
+    custom_function_of_needed(inputs, forward, move |saved, grads, _| backward(saved, grads))
+}
+
+/// As [`custom_function`]; `backward` is also told of each input whether its gradient is needed:
+/// `ctx.needs_input_grad`, for this backward.
+pub(crate) fn custom_function_of_needed<F, B>(
+    inputs: &[&Tensor],
+    forward: F,
+    backward: B,
+) -> Result<Vec<Tensor>, Error>
+where
+    F: FnOnce(&[Tensor]) -> Result<Forward, BoxError>,
+    B: Fn(&[Tensor], &[Option<Tensor>], &[bool]) -> Result<Vec<Option<Tensor>>, BoxError>
+        + Send
+        + 'static,
+{
     const OPERATION: &str = "custom_function";
     let mut forward = Some(forward);
     let forward = FunctionClosure {
@@ -98,6 +114,7 @@ unsafe extern "C" fn call_forward<F>(
     _: TensorSlice,
     outputs: *mut TensorList,
     saved: *mut TensorList,
+    _: BoolSlice,
 ) -> *mut c_char
 where
     F: FnOnce(&[Tensor]) -> Result<Forward, BoxError>,
@@ -126,15 +143,18 @@ unsafe extern "C" fn call_backward<B>(
     grads: TensorSlice,
     results: *mut TensorList,
     _: *mut TensorList,
+    needed: BoolSlice,
 ) -> *mut c_char
 where
-    B: Fn(&[Tensor], &[Option<Tensor>]) -> Result<Vec<Option<Tensor>>, BoxError>,
+    B: Fn(&[Tensor], &[Option<Tensor>], &[bool]) -> Result<Vec<Option<Tensor>>, BoxError>,
 {
     ffi::report("the backward of a custom function", || {
         // SAFETY: the caller's promise.
-        let (backward, saved, grads) =
-            unsafe { (&*backward.cast::<B>(), handles(saved), handles(grads)) };
-        for grad in backward(&defined(saved)?, &grads)? {
+        let (backward, saved, grads, needed) = unsafe {
+            let needed = ffi::slice(needed.values, needed.count);
+            (&*backward.cast::<B>(), handles(saved), handles(grads), needed)
+        };
+        for grad in backward(&defined(saved)?, &grads, needed)? {
             // SAFETY: the caller's promise.
             unsafe { push(results, grad.as_ref())? };
         }

@@ -78,7 +78,8 @@ impl Graph {
     /// that the outputs do not depend on. No gradient is accumulated. The other half,
     /// [`WeightGraph::backward`], accumulates those of all other leaves, and computes nothing
     /// twice but custom functions on the way to the inputs, whose backward runs in both halves if
-    /// they also have a branch to other leaves. (Qi et al. 2023, "Zero Bubble Pipeline
+    /// they also have a branch to other leaves; [`recompute`](crate::recompute()) then gives each
+    /// half what belongs to it. (Qi et al. 2023, "Zero Bubble Pipeline
     /// Parallelism", section 2.)
     ///
     /// # Errors

@@ -1,5 +1,6 @@
 //! The state of libtorch's random number generators.
 
+use std::panic::{catch_unwind, resume_unwind, AssertUnwindSafe};
 use std::ptr::null_mut;
 
 use tch::{Device, Kind, Tensor};
@@ -7,56 +8,61 @@ use tch::{Device, Kind, Tensor};
 use crate::error::Error;
 use crate::ffi;
 
-/// Where libtorch's generator of a device is: [`RngState::restore`] has the numbers that followed
-/// drawn again.
-pub struct RngState {
-    device: Device,
-    state: Tensor,
-}
+/// Where libtorch's generators are, of a device and of the CPU: [`RngState::restore`] has the
+/// numbers that followed drawn again.
+pub struct RngState(Vec<(Device, Tensor)>);
 
 impl RngState {
-    /// The state of the generator of this device.
+    /// The state of the generators of this device and of the CPU.
     ///
     /// # Errors
     ///
     /// libtorch has no such device.
     pub fn of(device: Device) -> Result<Self, Error> {
-        let like = empty(device)?;
-        let mut state = null_mut();
-        // SAFETY: the tensor is alive, and `state` is writable.
-        let state = unsafe {
-            ffi::check("RngState::of", ffi::flow_rng_state(like.as_ptr(), &mut state))?;
-            Tensor::from_ptr(state)
+        let of_device = |device| {
+            let like = empty(device)?;
+            let mut state = null_mut();
+            // SAFETY: the tensor is alive, and `state` is writable.
+            let state = unsafe {
+                ffi::check("RngState::of", ffi::flow_rng_state(like.as_ptr(), &mut state))?;
+                Tensor::from_ptr(state)
+            };
+            Ok((device, state))
         };
-        Ok(Self { device, state })
+        let other = (device != Device::Cpu).then_some(device);
+        Ok(Self([Device::Cpu].into_iter().chain(other).map(of_device).collect::<Result<_, _>>()?))
     }
 
-    /// Has the generator go on from here.
+    /// Has the generators go on from here.
     ///
     /// # Errors
     ///
     /// libtorch's.
     pub fn restore(&self) -> Result<(), Error> {
-        let like = empty(self.device)?;
-        // SAFETY: the tensors are alive.
-        unsafe {
-            let text = ffi::flow_set_rng_state(like.as_ptr(), self.state.as_ptr());
-            ffi::check("RngState::restore", text)
-        }
+        self.0.iter().try_for_each(|(device, state)| {
+            let like = empty(*device)?;
+            // SAFETY: the tensors are alive.
+            unsafe {
+                let text = ffi::flow_set_rng_state(like.as_ptr(), state.as_ptr());
+                ffi::check("RngState::restore", text)
+            }
+        })
     }
 }
 
-/// Runs `draw` from `state` on; the generator then goes on from where it was before.
+/// Runs `draw` from `state` on; the generators then go on from where they were before, also after a
+/// panic.
 ///
 /// # Errors
 ///
 /// libtorch's.
 pub fn with_rng_state<T>(state: &RngState, draw: impl FnOnce() -> T) -> Result<T, Error> {
-    let now = RngState::of(state.device)?;
+    let device = state.0.last().map_or(Device::Cpu, |&(device, _)| device);
+    let now = RngState::of(device)?;
     state.restore()?;
-    let result = draw();
+    let result = catch_unwind(AssertUnwindSafe(draw));
     now.restore()?;
-    Ok(result)
+    Ok(result.unwrap_or_else(|panic| resume_unwind(panic)))
 }
 
 fn empty(device: Device) -> Result<Tensor, Error> {

@@ -1,9 +1,12 @@
 //! Activations that backward computes anew instead of keeping them.
 
+use std::panic::{catch_unwind, AssertUnwindSafe};
+
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{BoxError, Error};
-use crate::function::{custom_function, Forward};
+use crate::ffi::panic_text;
+use crate::function::{custom_function_of_needed, Forward};
 use crate::graph::Graph;
 use crate::random::{with_rng_state, RngState};
 
@@ -12,11 +15,13 @@ use crate::random::{with_rng_state, RngState};
 /// (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
 ///
 /// Gradients of the inputs come back as from `compute` itself, and those of other leaves that
-/// `compute` uses are accumulated. `compute` gives the same each time it runs.
+/// `compute` uses are accumulated. `compute` gives the same each time it runs, and changes no input
+/// in place. In the halves of [`Graph::backward_inputs`] it runs in each.
 ///
 /// # Errors
 ///
-/// Those of `compute`, or libtorch's; in backward with their text.
+/// Those of `compute` and its panics, or libtorch's; in backward with their text. An input that was
+/// changed in place.
 ///
 /// ```
 /// use flow_autograd::recompute;
@@ -36,29 +41,60 @@ where
 {
     let device = inputs.first().map_or(Device::Cpu, |input| input.device());
     let state = RngState::of(device)?;
-    let outputs = tch::no_grad(|| {
+    // A panic would leave libtorch's grad mode, and its generators, as they are in there.
+    let compute = move |inputs: &[Tensor]| match catch_unwind(AssertUnwindSafe(|| compute(inputs)))
+    {
+        Ok(outputs) => outputs,
+        Err(panic) => Err(format!("recompute panicked: {}", panic_text(panic.as_ref())).into()),
+    };
+    let outputs: Result<_, BoxError> = tch::no_grad(|| {
         let inputs: Vec<Tensor> = inputs.iter().map(|input| input.detach()).collect();
-        compute(&inputs)
+        let before = versions(&inputs);
+        let outputs = compute(&inputs)?;
+        match versions(&inputs) == before {
+            true => Ok(outputs),
+            false => {
+                Err("recompute: an input was changed in place, so that it cannot be computed \
+                          from anew: change a copy"
+                    .into())
+            }
+        }
     });
     let requires_grad: Vec<bool> = inputs.iter().map(|input| input.requires_grad()).collect();
     // Of no use but to require a gradient: leaves that `compute` uses may do so where no input does.
     let any = Tensor::zeros([0], (Kind::Float, Device::Cpu)).set_requires_grad(true);
     let with_any: Vec<&Tensor> = inputs.iter().copied().chain([&any]).collect();
-    custom_function(
+    custom_function_of_needed(
         &with_any,
         |inputs| {
             let saved = inputs[..inputs.len() - 1].iter().map(Tensor::shallow_clone).collect();
             Ok(Forward { outputs: outputs?, saved })
         },
-        move |saved, gradients| {
-            let leaf = |(saved, &requires_grad): (&Tensor, &bool)| {
-                saved.detach().set_requires_grad(requires_grad)
+        move |saved, gradients, needed| {
+            // In a backward in halves, `any` stands for the leaves that are not inputs.
+            let (needed, of_leaves) = (&needed[..saved.len()], needed[saved.len()]);
+            let leaf = |((saved, &requires_grad), &needed): ((&Tensor, &bool), &bool)| {
+                saved.detach().set_requires_grad(requires_grad && needed)
             };
-            let inputs: Vec<Tensor> = saved.iter().zip(&requires_grad).map(leaf).collect();
+            let leaves = saved.iter().zip(&requires_grad).zip(needed).map(leaf);
+            let inputs: Vec<Tensor> = leaves.collect();
             let outputs = tch::with_grad(|| with_rng_state(&state, || compute(&inputs)))??;
-            Graph::of(&outputs)?.backward(gradients)?;
-            let gradient = |input: &Tensor| Some(input.grad()).filter(Tensor::defined);
+            let graph = Graph::of(&outputs)?;
+            if of_leaves {
+                graph.backward(gradients)?;
+                let gradient = |input: &Tensor| Some(input.grad()).filter(Tensor::defined);
+                return Ok(inputs.iter().map(gradient).chain([None]).collect());
+            }
+            let leaves: Vec<&Tensor> = inputs.iter().filter(|leaf| leaf.requires_grad()).collect();
+            let mut of_inputs = graph.backward_inputs(gradients, &leaves)?.0.into_iter();
+            let gradient =
+                |input: &Tensor| input.requires_grad().then(|| of_inputs.next()).flatten()?;
             Ok(inputs.iter().map(gradient).chain([None]).collect())
         },
     )
+}
+
+/// How often tensors have been changed in place.
+fn versions(tensors: &[Tensor]) -> Vec<Option<i64>> {
+    tensors.iter().map(|tensor| tensor.f_internal_version().ok()).collect()
 }

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 
-use flow_autograd::recompute;
+use flow_autograd::{recompute, Graph};
 use tch::{Kind, Tensor};
 
 fn weights() -> [Tensor; 2] {
@@ -65,4 +65,42 @@ fn an_error_comes_out_of_forward_and_of_backward() {
     });
     let error = y.unwrap()[0].sum(Kind::Double).f_backward().unwrap_err().to_string();
     assert!(error.contains("no second forward"), "{error}");
+}
+
+/// One half has the gradients of the inputs, the other one those of the weights, each once.
+#[test]
+fn halves_are_the_whole() {
+    let weight = || weights()[0].shallow_clone();
+    let (x, whole, other) = (weights()[1].detach().set_requires_grad(true), weight(), weight());
+    let layer = |x: &Tensor, weight: &Tensor| (x * weight).tanh();
+    (layer(&x, &whole) * &other).sum(Kind::Double).backward();
+    let of_x = x.grad();
+    let (half, half_other) = (weight(), weight());
+    let own = half.shallow_clone();
+    let x = x.detach().set_requires_grad(true);
+    let y = recompute(&[&x], move |inputs| Ok(vec![layer(&inputs[0], &own)])).unwrap();
+    let graph = Graph::of(&[(&y[0] * &half_other).sum(Kind::Double)]).unwrap();
+    let one = Some(Tensor::ones([], (Kind::Double, tch::Device::Cpu)));
+    let (gradients, rest) = graph.backward_inputs(&[one], &[&x]).unwrap();
+    assert_eq!(gradients[0].as_ref().unwrap(), &of_x);
+    assert!(!half.grad().defined() && !half_other.grad().defined());
+    rest.backward().unwrap();
+    assert_eq!((half.grad(), half_other.grad()), (whole.grad(), other.grad()));
+    assert!(!x.grad().defined());
+}
+
+#[test]
+fn a_panic_leaves_gradients_on() {
+    let x = weights()[0].shallow_clone();
+    let error = recompute(&[&x], |_| panic!("no forward today")).unwrap_err().to_string();
+    assert!(error.contains("no forward today"), "{error}");
+    assert!((&x * 2).requires_grad());
+}
+
+#[test]
+fn an_input_that_is_changed_in_place_is_an_error() {
+    let x = weights()[0].shallow_clone();
+    let add = |inputs: &[Tensor]| Ok(vec![inputs[0].shallow_clone().g_add_scalar_(1.0)]);
+    let error = recompute(&[&x], add).unwrap_err().to_string();
+    assert!(error.contains("changed in place"), "{error}");
 }

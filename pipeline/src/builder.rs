@@ -41,8 +41,13 @@ impl Pipeline {
         };
         let ranks = mesh.group(axis)?.world_size();
         let (count, chunks) = (stages.len(), stages.len() / ranks);
+        if count == 0 || count % ranks != 0 {
+            let group = mesh.group(axis)?;
+            let reason = format!("there are {count} stages; give a multiple of the {ranks} ranks");
+            return Err(Error::Argument { rank: group.ranks()[group.rank()], reason });
+        }
         let schedule = match chunks {
-            0 | 1 => Schedule::one_f_one_b(count, MICRO_BATCHES * ranks)?,
+            1 => Schedule::one_f_one_b(count, MICRO_BATCHES * ranks)?,
             _ => Schedule::interleaved(ranks, chunks, MICRO_BATCHES * ranks)?,
         };
         let mut stages: Vec<Option<Box<dyn Stage>>> = stages.into_iter().map(Some).collect();
@@ -74,6 +79,8 @@ impl<'a> Builder<'a> {
 
     /// Whether a rank keeps only the inputs of its stages, and computes the rest anew in backward,
     /// with the same random numbers. It does not where the backward comes right after the forward.
+    /// Running statistics are updated each time that a stage runs, so twice in a step. A stage that
+    /// changes its inputs in place cannot be computed anew: an error.
     pub fn recompute(mut self, recomputes: bool) -> Self {
         self.recomputes = recomputes;
         self

@@ -6,12 +6,12 @@ use std::panic::{catch_unwind, AssertUnwindSafe};
 use flow_autograd::{BoxError, Graph, WeightGraph};
 use flow_comm::trace;
 use flow_ddp::NoSync;
-use flow_global::Placement;
+use flow_global::{GlobalTensor, Placement};
 use flow_plan::schedule::{Action, Schedule};
 use tch::{Device, Tensor};
 
 use crate::messages::Messages;
-use crate::micro_batch::MicroBatch;
+use crate::micro_batch::{join, MicroBatch};
 use crate::random::Random;
 use crate::report::Measured;
 use crate::stage::Stage;
@@ -46,7 +46,38 @@ pub struct Results {
     /// Of the last stage: the mean loss of the batch.
     pub loss: Option<Tensor>,
     /// Of the last stage, without a loss: of each micro-batch.
-    pub outputs: BTreeMap<usize, Vec<Tensor>>,
+    pub outputs: BTreeMap<usize, (MicroBatch, Vec<Tensor>)>,
+    /// Of the first stage: of each micro-batch.
+    input_gradients: BTreeMap<usize, (MicroBatch, Vec<Option<Tensor>>)>,
+}
+
+impl Results {
+    /// Gives the tensors of the batch the gradients of the first stage's inputs.
+    pub fn backward_of(&mut self, batch: &[Tensor]) -> Outcome<()> {
+        let parts = std::mem::take(&mut self.input_gradients);
+        let mut with_gradients = (Vec::new(), Vec::new());
+        for (number, tensor) in batch.iter().enumerate() {
+            let of = |(_, gradients): &(MicroBatch, Vec<Option<Tensor>>)| {
+                gradients.get(number).is_some_and(Option::is_some)
+            };
+            if !tensor.requires_grad() || !parts.values().any(of) {
+                continue;
+            }
+            let _no_grad = tch::no_grad_guard();
+            let mut own = Vec::new();
+            for (micro_batch, gradients) in parts.values() {
+                let gradient = match gradients.get(number).and_then(Option::as_ref) {
+                    Some(gradient) if gradient.is_global() => gradient.to_sbp(tensor.sbp()?)?,
+                    Some(gradient) => gradient.shallow_clone(),
+                    None => micro_batch.try_of(tensor)?.f_zeros_like()?,
+                };
+                own.push((*micro_batch, gradient));
+            }
+            with_gradients.0.push(tensor.shallow_clone());
+            with_gradients.1.push(Some(join(&own)?));
+        }
+        Ok(Graph::of(&with_gradients.0)?.backward(&with_gradients.1)?)
+    }
 }
 
 /// The step that runs.
@@ -120,13 +151,14 @@ impl<'a, 'l> Step<'a, 'l> {
         }
         for (at, &action) in actions.iter().enumerate() {
             let left = &actions[at + 1..];
-            self.act(action, left).map_err(|error| (action, error))?;
+            caught(|| self.act(action, left)).map_err(|error| (action, error))?;
         }
         Ok(())
     }
 
     /// Waits until all has been sent.
-    pub fn finish(self) -> Outcome<(Results, Measured)> {
+    pub fn finish(mut self) -> Outcome<(Results, Measured)> {
+        self.results.backward_of(&self.batch)?;
         self.messages.finish()?;
         Ok((self.results, self.measured))
     }
@@ -190,7 +222,7 @@ impl<'a, 'l> Step<'a, 'l> {
         };
         let span = trace::phase(phase, self.executor.number).of_stage(place.0, place.1);
         let measured = self.measured.begin(action);
-        let result = catch_unwind(AssertUnwindSafe(|| match action {
+        let result = match action {
             Action::Forward { .. } => {
                 let next = left.iter().find(|next| next.is_computation());
                 let is_next = next.is_some_and(|next| {
@@ -201,11 +233,11 @@ impl<'a, 'l> Step<'a, 'l> {
             }
             Action::Backward { .. } => self.backward(place),
             Action::BackwardInput { .. } => self.backward_input(place),
-            _ => Ok(taken(self.weights.remove(&place))?.backward()?),
-        }));
+            _ => taken(self.weights.remove(&place)).and_then(|weights| Ok(weights.backward()?)),
+        };
         drop(span);
         self.measured.end(measured, self.activations.len() + self.weights.len());
-        result.unwrap_or_else(|panic| Err(panic_text(panic.as_ref()).into()))
+        result
     }
 
     fn forward(&mut self, place: Place, recomputes: bool) -> Outcome<()> {
@@ -221,7 +253,13 @@ impl<'a, 'l> Step<'a, 'l> {
         let graph = match recomputes {
             true => {
                 let random = Random::state(self.executor.device, self.executor.placement)?;
+                let before = versions(&inputs);
                 let (outputs, seed) = tch::no_grad(|| self.run_stage(stage, &inputs, micro_batch))?;
+                if versions(&inputs) != before {
+                    return Err("the stage changes its inputs in place, so that they cannot be \
+                                used to compute it anew: change a copy"
+                        .into());
+                }
                 if let Some((loss, _)) = &seed {
                     self.add_loss(loss, micro_batch)?;
                 } else {
@@ -235,6 +273,7 @@ impl<'a, 'l> Step<'a, 'l> {
                 let (outputs, seed) = self.run_stage(stage, &inputs, micro_batch)?;
                 match seed {
                     Some((loss, seed)) => {
+                        check_loss(&loss)?;
                         self.add_loss(&loss, micro_batch)?;
                         Kept::Graph(Graph::of(&[loss])?, Some(seed))
                     }
@@ -272,7 +311,9 @@ impl<'a, 'l> Step<'a, 'l> {
     }
 
     fn outputs_of(&self, stage: usize, inputs: &[Tensor]) -> Outcome<Vec<Tensor>> {
-        taken(self.executor.stages.get(&stage))?.forward_micro_batch(inputs)
+        let stage = taken(self.executor.stages.get(&stage))?;
+        let train = matches!(self.last, Last::Loss(_));
+        caught(|| stage.forward_micro_batch(inputs, train))
     }
 
     /// The outputs; of the last stage instead the loss and its gradient.
@@ -287,7 +328,7 @@ impl<'a, 'l> Step<'a, 'l> {
         if stage + 1 < self.executor.schedule.stages() {
             return Ok((outputs, None));
         }
-        let loss = loss(&outputs, micro_batch);
+        let loss = caught(|| Ok(loss(&outputs, micro_batch)))?;
         if loss.numel() != 1 {
             return Err(format!("a loss has one element, not the shape {:?}", loss.size()).into());
         }
@@ -314,7 +355,7 @@ impl<'a, 'l> Step<'a, 'l> {
     ) -> Outcome<()> {
         let schedule = self.executor.schedule;
         if stage + 1 == schedule.stages() {
-            self.results.outputs.insert(index, outputs);
+            self.results.outputs.insert(index, (micro_batch, outputs));
             return Ok(());
         }
         let leaf = |output: Tensor| output.detach().set_requires_grad(output.requires_grad());
@@ -336,7 +377,10 @@ impl<'a, 'l> Step<'a, 'l> {
                 let run = || tch::with_grad(|| self.run_stage(place.0, &inputs, micro_batch));
                 let (outputs, seed) = random.replay(run)??;
                 match seed {
-                    Some((loss, seed)) => (Graph::of(&[loss])?, Some(seed)),
+                    Some((loss, seed)) => {
+                        check_loss(&loss)?;
+                        (Graph::of(&[loss])?, Some(seed))
+                    }
                     None => (Graph::of(&outputs)?, None),
                 }
             }
@@ -379,6 +423,7 @@ impl<'a, 'l> Step<'a, 'l> {
     ) {
         let schedule = self.executor.schedule;
         if stage == 0 {
+            self.results.input_gradients.insert(index, (micro_batch, gradients));
             return;
         }
         if schedule.rank_of(stage - 1) == schedule.rank_of(stage) {
@@ -404,7 +449,9 @@ type Loss = (Tensor, Tensor);
 
 /// Tensors that gradients may come back to.
 fn floating(tensors: &[Tensor]) -> Vec<Tensor> {
-    let leaf = |tensor: &Tensor| tensor.detach().set_requires_grad(tensor.is_floating_point());
+    let leaf = |tensor: &Tensor| {
+        tensor.detach().set_requires_grad(tensor.is_floating_point() || tensor.is_complex())
+    };
     tensors.iter().map(leaf).collect()
 }
 
@@ -415,6 +462,30 @@ fn is_backward_of_weights(action: Action) -> bool {
 /// What an action needs that an earlier one has made.
 fn taken<T>(made: Option<T>) -> Outcome<T> {
     made.ok_or_else(|| "the schedule has not computed before what this needs".into())
+}
+
+fn check_loss(loss: &Tensor) -> Outcome<()> {
+    match loss.requires_grad() {
+        true => Ok(()),
+        false => {
+            Err("the loss requires no gradient: compute it of the outputs, with gradients on, \
+                      and have some weight of the model require one"
+                .into())
+        }
+    }
+}
+
+/// How often plain tensors have been changed in place.
+fn versions(tensors: &[Tensor]) -> Vec<Option<i64>> {
+    let plain = tensors.iter().filter(|tensor| !tensor.is_global());
+    plain.map(|tensor| tensor.f_internal_version().ok()).collect()
+}
+
+/// A panic as an error. Nothing around it then unwinds, such as tch's `no_grad`, which would leave
+/// gradients off.
+fn caught<T>(run: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
+    let result = catch_unwind(AssertUnwindSafe(run));
+    result.unwrap_or_else(|panic| Err(panic_text(panic.as_ref()).into()))
 }
 
 fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {

@@ -61,4 +61,4 @@ pub use micro_batch::MicroBatch;
 pub use pipeline::Pipeline;
 pub use report::Report;
 pub use split::{split, split_by_parameters, split_by_time};
-pub use stage::{stage_fn, DdpStage, Layers, Stage};
+pub use stage::{stage_fn, stage_fn_t, DdpStage, Layers, Stage};

@@ -53,6 +53,14 @@ impl MicroBatch {
         let axes = sbp.iter().zip(placement.shape());
         let parts: usize = axes.filter(|(&sbp, _)| sbp == Sbp::Split(0)).map(|(_, &n)| n).product();
         let mut sizes = tensor.size();
+        if sizes[0] != self.batch_rows * parts as i64 {
+            return Err(format!(
+                "a batch of {} rows is split unevenly: this rank has {}; give a batch whose rows \
+                 {parts} can divide",
+                sizes[0], self.batch_rows
+            )
+            .into());
+        }
         sizes[0] = self.rows * parts as i64;
         Ok(from_local(&local.f_narrow(0, self.start, self.rows)?, sizes, &placement, sbp)?)
     }
@@ -69,6 +77,41 @@ impl MicroBatch {
             .into()),
         }
     }
+}
+
+/// What micro-batches have, as one tensor: the other way round than [`MicroBatch::of`].
+pub(crate) fn join(parts: &[(MicroBatch, Tensor)]) -> Result<Tensor, BoxError> {
+    let Some((_, first)) = parts.first() else { return Err("there is nothing to join".into()) };
+    if !first.is_global() {
+        let parts: Vec<&Tensor> = parts.iter().map(|(_, part)| part).collect();
+        return Ok(Tensor::f_cat(&parts, 0)?);
+    }
+    if let [(_, whole)] = parts {
+        return Ok(whole.shallow_clone());
+    }
+    let (placement, sbp) = (first.placement()?, first.sbp()?);
+    let axes = sbp.iter().zip(placement.shape());
+    let split: usize = axes.filter(|(&sbp, _)| sbp == Sbp::Split(0)).map(|(_, &n)| n).product();
+    let mut locals = Vec::new();
+    for (micro_batch, part) in parts {
+        let local = part.to_local()?;
+        if part.sbp()? != sbp || batch_rows(&local) != Some(micro_batch.rows) {
+            return Err(format!(
+                "an output of shape {:?} and SBP {:?} has not the {} rows that each rank has of \
+                 micro-batch {}: split its rows as those of the batch",
+                part.size(),
+                part.sbp()?,
+                micro_batch.rows,
+                micro_batch.index
+            )
+            .into());
+        }
+        locals.push(local);
+    }
+    let local = Tensor::f_cat(&locals, 0)?;
+    let mut sizes = first.size();
+    sizes[0] = local.size()[0] * split as i64;
+    Ok(from_local(&local, sizes, &placement, sbp)?)
 }
 
 /// The rows that this rank has of a batch.

@@ -13,7 +13,7 @@ use tch::{Device, Tensor};
 use crate::error::{Error, Result};
 use crate::executor::{Executor, Last, Results, Step};
 use crate::messages::Messages;
-use crate::micro_batch::MicroBatch;
+use crate::micro_batch::{join, MicroBatch};
 use crate::report::Report;
 use crate::stage::Stage;
 use crate::tied::Tied;
@@ -133,14 +133,16 @@ impl Pipeline {
         let actions = self.schedule.actions(self.group.rank()).iter().filter(is_forward);
         let actions: Vec<Action> = actions.copied().collect();
         let results = self.run(&actions, inputs, Last::Outputs)?;
-        let parts: Vec<Vec<Tensor>> = results.outputs.into_values().collect();
-        let Some(first) = parts.first() else { return Ok(None) };
+        let parts: Vec<(MicroBatch, Vec<Tensor>)> = results.outputs.into_values().collect();
+        let Some((_, first)) = parts.first() else { return Ok(None) };
         let whole = |output: usize| {
-            let parts: Vec<&Tensor> = parts.iter().filter_map(|part| part.get(output)).collect();
-            Tensor::f_cat(&parts, 0)
+            let of = |(part, outputs): &(MicroBatch, Vec<Tensor>)| {
+                Some((*part, outputs.get(output)?.shallow_clone()))
+            };
+            join(&parts.iter().filter_map(of).collect::<Vec<_>>())
         };
-        let whole: Result<Vec<Tensor>, tch::TchError> = (0..first.len()).map(whole).collect();
-        Ok(Some(whole.map_err(|error| self.failed("joining the outputs", error.into()))?))
+        let whole: Result<Vec<Tensor>, BoxError> = (0..first.len()).map(whole).collect();
+        Ok(Some(whole.map_err(|error| self.failed("joining the outputs", error))?))
     }
 
     /// What the last step took on this rank; None before the first.
@@ -155,7 +157,9 @@ impl Pipeline {
         let outcome = self.carry_out(actions, batch, last);
         let (results, measured) = outcome.inspect_err(|error| {
             // The other ranks wait for this one.
-            self.group.abort(&error.to_string());
+            let cause = error.to_string();
+            self.group.abort(&cause);
+            self.tied.iter().for_each(|tied| tied.abort(&cause));
         })?;
         if is_training {
             self.report =
@@ -184,6 +188,9 @@ impl Pipeline {
         let no_sync = no_sync.map_err(|error| self.failed("step", error.into()))?;
         let messages = Messages::new(&self.group, &self.schedule, actions)
             .map_err(|error| self.failed("step", error))?;
+        let tied = self.tied.iter().filter(|_| is_training);
+        let before: Result<Vec<_>, BoxError> = tied.map(|tied| Ok((tied, tied.begin()?))).collect();
+        let before = before.map_err(|error| self.failed("step", error))?;
         let mut step = Step::new(&executor, messages, batch, last);
         step.run(actions).map_err(|(action, source)| {
             let rank = self.job_rank();
@@ -194,10 +201,9 @@ impl Pipeline {
             let reduced = no_sync.finish();
             reduced.map_err(|error| self.failed("reducing gradients", error.into()))?;
         }
-        if is_training {
-            for tied in &self.tied {
-                tied.reduce().map_err(|error| self.failed("adding up a tied gradient", error))?;
-            }
+        for (tied, before) in before {
+            let reduced = tied.reduce(before);
+            reduced.map_err(|error| self.failed("adding up a tied gradient", error))?;
         }
         Ok(done)
     }

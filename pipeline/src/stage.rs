@@ -11,11 +11,12 @@ use tch::Tensor;
 /// one of a closure with several.
 pub trait Stage: Send {
     /// Computes the outputs of a micro-batch: what the next stage has as inputs, or what the loss
-    /// is computed of. The inputs of the first stage are those of the batch.
+    /// is computed of. The inputs of the first stage are those of the batch. `train` is false in
+    /// [`Pipeline::forward`](crate::Pipeline::forward).
     ///
     /// # Errors
     /// They end the step, on all ranks. So does a panic.
-    fn forward_micro_batch(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>, BoxError>;
+    fn forward_micro_batch(&self, inputs: &[Tensor], train: bool) -> Result<Vec<Tensor>, BoxError>;
 
     /// Backwards leave gradients as they are on this rank as long as the guard lives. The pipeline
     /// has one until the last backward of a step: gradients are averaged once.
@@ -25,8 +26,8 @@ pub trait Stage: Send {
 }
 
 impl<M: ModuleT> Stage for M {
-    fn forward_micro_batch(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>, BoxError> {
-        Ok(vec![self.forward_t(one(inputs)?, true)])
+    fn forward_micro_batch(&self, inputs: &[Tensor], train: bool) -> Result<Vec<Tensor>, BoxError> {
+        Ok(vec![self.forward_t(one(inputs)?, train)])
     }
 }
 
@@ -34,8 +35,8 @@ impl<M: ModuleT> Stage for M {
 pub struct DdpStage<M>(pub Ddp<M>);
 
 impl<M: ModuleT> Stage for DdpStage<M> {
-    fn forward_micro_batch(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>, BoxError> {
-        Ok(vec![self.0.try_forward_t(one(inputs)?, true)?])
+    fn forward_micro_batch(&self, inputs: &[Tensor], train: bool) -> Result<Vec<Tensor>, BoxError> {
+        Ok(vec![self.0.try_forward_t(one(inputs)?, train)?])
     }
 
     fn no_sync(&self) -> Option<NoSync> {
@@ -54,10 +55,19 @@ impl ModuleT for Layers {
     }
 }
 
-/// A stage of a closure, with any number of inputs and outputs.
+/// A stage of a closure, with any number of inputs and outputs: the same in training and in
+/// evaluation, as `tch::nn::func`.
 pub fn stage_fn<F>(forward: F) -> Box<dyn Stage>
 where
     F: Fn(&[Tensor]) -> Result<Vec<Tensor>, BoxError> + Send + 'static,
+{
+    stage_fn_t(move |inputs, _| forward(inputs))
+}
+
+/// As [`stage_fn`], of a closure that is told whether it trains, as `tch::nn::func_t`.
+pub fn stage_fn_t<F>(forward: F) -> Box<dyn Stage>
+where
+    F: Fn(&[Tensor], bool) -> Result<Vec<Tensor>, BoxError> + Send + 'static,
 {
     Box::new(Function(forward))
 }
@@ -66,10 +76,10 @@ struct Function<F>(F);
 
 impl<F> Stage for Function<F>
 where
-    F: Fn(&[Tensor]) -> Result<Vec<Tensor>, BoxError> + Send,
+    F: Fn(&[Tensor], bool) -> Result<Vec<Tensor>, BoxError> + Send,
 {
-    fn forward_micro_batch(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>, BoxError> {
-        self.0(inputs)
+    fn forward_micro_batch(&self, inputs: &[Tensor], train: bool) -> Result<Vec<Tensor>, BoxError> {
+        self.0(inputs, train)
     }
 }
 

@@ -66,31 +66,6 @@ fn tied_weights_get_the_sum_of_their_gradients() {
     }
 }
 
-/// Dropout draws the same numbers again. One rank, as libtorch's generator is the process'.
-#[test]
-fn recomputation_draws_the_same_numbers() {
-    let gradient = |recomputes: bool| {
-        tch::manual_seed(3);
-        let gradients = ranks(1, |group| {
-            let weight = numbers(&[8], 0.3).set_requires_grad(true);
-            let own = weight.shallow_clone();
-            let mut pipeline = Pipeline::builder(&mesh(&group), "pp")
-                .schedule(Schedule::gpipe(1, 4).unwrap())
-                .recompute(recomputes)
-                .build(|_| {
-                    let own = own.shallow_clone();
-                    Ok(stage_fn(move |inputs| Ok(vec![(&inputs[0] * &own).dropout(0.5, true)])))
-                })
-                .unwrap();
-            let x = numbers(&[8, 8], 0.7);
-            pipeline.step(&[x], |outputs, _| outputs[0].square().mean(Kind::Double)).unwrap();
-            weight.grad()
-        });
-        gradients.into_iter().next()
-    };
-    assert_eq!(gradient(true), gradient(false));
-}
-
 /// What a stage keeps is what recomputation is for; it forwards twice.
 #[test]
 fn recomputation_runs_forward_twice_unless_backward_follows() {
@@ -376,4 +351,56 @@ fn samplers_take_the_data_parallel_rank() {
     let mut all = [&samples[0][..], &samples[1]].concat();
     all.sort_unstable();
     assert_eq!(all, (0..10).collect::<Vec<usize>>());
+}
+
+#[test]
+fn what_a_pipeline_cannot_do_right_is_an_error() {
+    let errors = ranks(2, |group| {
+        let stages = (0..5).map(|_| stage_fn(|x| Ok(vec![&x[0] * 2]))).collect();
+        Pipeline::new(stages, &mesh(&group)).unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|error| error.contains("there are 5 stages")), "{errors:?}");
+}
+
+/// Whether it trains; and after a panic a loss without a gradient, then a step that is right.
+#[test]
+fn stages_know_whether_they_train_and_panics_leave_gradients_on() {
+    ranks(1, |group| {
+        let pipeline = |recomputes: bool, panics: bool| {
+            Pipeline::builder(&mesh(&group), "pp")
+                .schedule(Schedule::gpipe(1, 2).unwrap())
+                .recompute(recomputes)
+                .build(|_| {
+                    Ok(flow_pipeline::stage_fn_t(move |x, train| {
+                        assert!(!panics, "no forward today");
+                        Ok(vec![&x[0] * if train { 3 } else { 1 }])
+                    }))
+                })
+                .unwrap()
+        };
+        let x = || numbers(&[4, 2], 0.7);
+        assert_eq!(pipeline(false, false).forward(&[x()]).unwrap().unwrap()[0], x());
+        for recomputes in [true, false] {
+            let mean = |outputs: &[Tensor]| outputs[0].mean(Kind::Double);
+            let batch = x().set_requires_grad(true);
+            let mut made = pipeline(recomputes, false);
+            made.step(&[batch.shallow_clone()], |outputs, _| mean(outputs)).unwrap();
+            close(&batch.grad(), &Tensor::full([4, 2], 3.0 / 8.0, (Kind::Double, Device::Cpu)));
+            let error = made.step(&[x()], |outputs, _| mean(outputs)).unwrap_err().to_string();
+            assert!(error.contains("requires no gradient"), "{error}");
+            let batch = x().set_requires_grad(true);
+            // The step before has ended this group.
+            assert!((&batch * 2).requires_grad());
+        }
+    });
+    ranks(1, |group| {
+        let mut made = Pipeline::builder(&mesh(&group), "pp")
+            .schedule(Schedule::gpipe(1, 2).unwrap())
+            .recompute(true)
+            .build(|_| Ok(stage_fn(|_| panic!("no forward today"))))
+            .unwrap();
+        let x = numbers(&[4, 2], 0.7).set_requires_grad(true);
+        assert!(made.step(&[x.shallow_clone()], |y, _| y[0].mean(Kind::Double)).is_err());
+        assert!((&x * 2).requires_grad());
+    });
 }

@@ -2,6 +2,7 @@
 
 #include "shim.hpp"
 
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -20,13 +21,18 @@ struct TensorSlice {
     size_t count;
 };
 
+struct BoolSlice {
+    const bool* values;
+    size_t count;
+};
+
 // The forward reads the inputs, and pushes the outputs to `results` and what backward needs to
 // `saved`. The backward reads the saved tensors and the gradients of the outputs, and pushes the
-// gradients of the inputs to `results`.
+// gradients of the inputs to `results`; `needed` then says, for each input, whether its gradient is.
 struct FunctionClosure {
     void* data;
     char* (*call)(void* data, TensorSlice first, TensorSlice second, variable_list* results,
-                  variable_list* saved);
+                  variable_list* saved, BoolSlice needed);
     void (*drop)(void* data);
 };
 
@@ -41,7 +47,7 @@ struct Backward final : torch::CustomClassHolder {
 };
 
 variable_list run(const FunctionClosure& closure, const variable_list& first,
-                  const variable_list& second, variable_list* saved) {
+                  const variable_list& second, variable_list* saved, BoolSlice needed) {
     const auto pointers = [](const variable_list& tensors) {
         std::vector<const at::Tensor*> pointers;
         for (const auto& tensor : tensors) {
@@ -52,7 +58,7 @@ variable_list run(const FunctionClosure& closure, const variable_list& first,
     const auto a = pointers(first), b = pointers(second);
     variable_list results;
     flow::check(closure.call(closure.data, {a.data(), a.size()}, {b.data(), b.size()}, &results,
-                             saved));
+                             saved, needed));
     return results;
 }
 
@@ -67,7 +73,7 @@ struct RustFunction final : autograd::Function<RustFunction> {
     static variable_list forward(autograd::AutogradContext* context, at::TensorList inputs,
                                  const Call* call) {
         variable_list saved;
-        auto outputs = run(call->forward, inputs.vec(), {}, &saved);
+        auto outputs = run(call->forward, inputs.vec(), {}, &saved, {});
         context->set_materialize_grads(false);
         context->saved_data[BACKWARD] = c10::IValue::make_capsule(call->backward);
         context->saved_data[HAS_SAVED] = !saved.empty();
@@ -83,8 +89,10 @@ struct RustFunction final : autograd::Function<RustFunction> {
         // Python.
         const bool has_saved = context->saved_data[HAS_SAVED].toBool();
         const auto saved = has_saved ? context->get_saved_variables() : variable_list();
-        auto results = run(closure, saved, grads, nullptr);
         const auto inputs = static_cast<size_t>(context->saved_data[INPUTS].toInt());
+        const auto needed = std::make_unique<bool[]>(inputs);
+        for (size_t i = 0; i < inputs; ++i) needed[i] = context->needs_input_grad(i);
+        auto results = run(closure, saved, grads, nullptr, {needed.get(), inputs});
         TORCH_CHECK(results.size() == inputs, "the backward of a custom function returned ",
                     results.size(), " gradients for ", inputs, " inputs");
         results.emplace_back();  // for `call`
