@@ -152,8 +152,12 @@ impl Stage {
 }
 
 impl flow::pipeline::Stage for Stage {
-    fn forward_micro_batch(&self, inputs: &[Tensor]) -> std::result::Result<Vec<Tensor>, BoxError> {
-        inputs.iter().map(|input| Ok(self.logits(input, true)?)).collect()
+    fn forward_micro_batch(
+        &self,
+        inputs: &[Tensor],
+        train: bool,
+    ) -> std::result::Result<Vec<Tensor>, BoxError> {
+        inputs.iter().map(|input| Ok(self.logits(input, train)?)).collect()
     }
 }
 
