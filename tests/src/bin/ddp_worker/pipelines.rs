@@ -1,6 +1,5 @@
 //! Pipelines between processes: what the tests of flow-pipeline check on threads, and ranks that die.
 
-#[allow(dead_code)]
 #[path = "../../../../pipeline/tests/common/mod.rs"]
 mod common;
 
