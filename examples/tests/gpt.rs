@@ -74,7 +74,7 @@ fn every_layout_learns_as_one_rank() {
 fn layouts(ranks: usize) -> Vec<[usize; 3]> {
     let sizes = [1, 2, 4];
     let pairs = sizes.iter().flat_map(|&tp| sizes.map(|pp| [tp, pp]));
-    let fits = pairs.filter(|&[tp, pp]| ranks % (tp * pp) == 0);
+    let fits = pairs.filter(|&[tp, pp]| ranks.is_multiple_of(tp * pp));
     fits.map(|[tp, pp]| [ranks / tp / pp, tp, pp]).collect()
 }
 
