@@ -6,7 +6,6 @@ RANKS = {1: "1 rank", 2: "2 ranks"}
 OPERATIONS = ["add", "mm", "relu", "view"]
 STEP = "MLP step with Adam"
 SIZES = [16 * MIB]
-BLOCKS = [(256, 128), (512, 256), (768, 256)]  # width and tokens
 
 
 def one_round(figures, python, models):
@@ -19,9 +18,6 @@ def one_round(figures, python, models):
         for ranks in RANKS:
             figures.add_lines("torch", torchrun(python, ranks, PEERS / "overhead.py")[0])
         figures.add_lines("torch", torchrun(python, 2, PEERS / "boxing.py", *SIZES)[0])
-    for width, tokens in BLOCKS:
-        command = "flow-bench", "gpt", "--json", "--width", width, "--tokens", tokens
-        figures.add_lines("flow", flow_launch(2, *command)[0])
     for model in models:
         figures.add_lines("flow", flow_launch(2, "flow-bench", "sbp", "--json", "--model", model)[0])
 
@@ -51,12 +47,6 @@ def table(figures, models):
             yield row(f"{name}, against memory copies of what it needs", flow, limit, at_least=0.8, ratio=ratio)
             if ("torch", *key) in figures:
                 yield row(f"{name}, against DTensor's redistribute", flow, figures.median("torch", *key))
-    for width, tokens in BLOCKS:
-        parallel, alone, ratio = (
-            figures.median("flow", "gpt", width, tokens, what) for what in ("parallel", "alone", "ratio")
-        )
-        name = f"step of a GPT block, width {width}, {tokens} tokens, against one process with 2 threads"
-        yield row(name, parallel, alone, at_least=0.91, ratio=ratio)
     for model in models:
         sbp, ddp = (figures.median("flow", name, model) for name in ("sbp", "ddp"))
         ratio = figures.median("flow", "sbp", model, "ratio")

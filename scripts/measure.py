@@ -76,8 +76,14 @@ class Figures(dict):
             elif line["bench"] == "gpt":
                 key = who, "gpt", line["width"], line["tokens"]
                 self.add((*key, "parallel"), line["parallel_ms"] * 1e3)
-                self.add((*key, "alone"), line["alone_ms"] * 1e3)
-                self.add((*key, "ratio"), line["alone_ms"] / line["parallel_ms"])
+                if "alone_ms" in line:
+                    self.add((*key, "alone"), line["alone_ms"] * 1e3)
+                    self.add((*key, "ratio"), line["alone_ms"] / line["parallel_ms"])
+            elif line["bench"] == "pipeline":
+                key = who, "pipeline", line["schedule"], line["ranks"]
+                self.add((*key, "step"), line["step_ms"] * 1e3)
+                for name in ("efficiency", "limit"):
+                    self.add((*key, name), line[name])
             elif line["bench"] == "sbp":
                 for name in ("sbp", "ddp"):
                     self.add((who, name, line["model"]), line[f"{name}_ms"] * 1e3)

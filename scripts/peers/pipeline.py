@@ -3,7 +3,7 @@
 The model is the same: linear layers with ReLU. `ideal_ms` is the work of one rank without a pipeline, which all ranks do
 at the same time.
 
-usage: torchrun --nproc_per_node R pipeline.py [--schedule gpipe|1f1b] [--micro-batches M] [--rows N] [--width W] [--layers L]
+usage: torchrun --nproc_per_node R pipeline.py [--schedules gpipe,1f1b] [--micro-batches M] [--rows N] [--width W] [--layers L]
 """
 
 import argparse
@@ -36,7 +36,7 @@ def time_steps(step):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
+    parser.add_argument("--schedules", default="gpipe,1f1b")
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--width", type=int, default=512)
@@ -53,9 +53,12 @@ def main():
     def loss_of(output, _):
         return output.square().mean()
 
-    schedule = SCHEDULES[arguments.schedule](PipelineStage(module, rank, ranks, device), count, loss_fn=loss_of)
+    def made(name):
+        return SCHEDULES[name](PipelineStage(module, rank, ranks, device), count, loss_fn=loss_of)
 
-    def piped():
+    schedules = {name: made(name) for name in arguments.schedules.split(",")}
+
+    def piped(schedule):
         if rank == 0:
             schedule.step(x)
         else:
@@ -67,15 +70,18 @@ def main():
         for _ in range(count):
             module(part).square().mean().backward()
 
-    pipes, ideal = [], []
+    pipes, ideal = {name: [] for name in schedules}, []
     for _ in range(BLOCKS):
-        pipes += time_steps(piped)
+        for name, schedule in schedules.items():
+            pipes[name] += time_steps(lambda: piped(schedule))
         ideal += time_steps(alone)
     if rank == 0:
-        pipe_ms, ideal_ms = (statistics.median(times) * 1e3 for times in (pipes, ideal))
+        ideal_ms = statistics.median(ideal) * 1e3
         limit = count / (count + ranks - 1)
-        line = {"bench": "pipeline", "schedule": arguments.schedule, "ranks": ranks, "step_ms": pipe_ms}
-        print(json.dumps({**line, "ideal_ms": ideal_ms, "efficiency": ideal_ms / pipe_ms, "limit": limit}), flush=True)
+        for name, times in pipes.items():
+            pipe_ms = statistics.median(times) * 1e3
+            line = {"bench": "pipeline", "schedule": name, "ranks": ranks, "step_ms": pipe_ms, "ideal_ms": ideal_ms}
+            print(json.dumps({**line, "efficiency": ideal_ms / pipe_ms, "limit": limit}), flush=True)
     leave()
 
 

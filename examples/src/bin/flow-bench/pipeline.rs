@@ -1,7 +1,9 @@
 //! A step of a pipeline of linear layers, beside the time that its ranks would need if none were ever
 //! idle.
 
-use anyhow::Result;
+use std::time::Duration;
+
+use anyhow::{ensure, Result};
 use clap::Args;
 use flow::plan::schedule::{simulate, Costs};
 use flow::prelude::*;
@@ -10,12 +12,14 @@ use crate::timing::{median, time};
 
 const BLOCKS: usize = 5;
 const STEPS: usize = 5;
+/// Stages of a rank, where the schedule has several.
+const CHUNKS: usize = 2;
 
 #[derive(Args)]
 pub struct Options {
-    /// gpipe, 1f1b, interleaved, zb-h1 or zb-v
-    #[arg(long, default_value = "1f1b")]
-    schedule: String,
+    /// Any of gpipe, 1f1b, interleaved, zb-h1, zb-v: blocks of their steps take turns
+    #[arg(long, value_delimiter = ',', default_values_t = ["1f1b".to_string()])]
+    schedules: Vec<String>,
     /// Micro-batches of a step
     #[arg(long, default_value_t = 8)]
     micro_batches: usize,
@@ -25,7 +29,7 @@ pub struct Options {
     /// Width of the layers
     #[arg(long, default_value_t = 512)]
     width: i64,
-    /// Layers of the model, a multiple of the stages
+    /// Layers of the model, a multiple of twice the ranks
     #[arg(long, default_value_t = 16)]
     layers: usize,
     /// Print a JSON line
@@ -33,70 +37,102 @@ pub struct Options {
     json: bool,
 }
 
+/// A schedule, its pipeline, and how long its steps take.
+struct Candidate<'a> {
+    name: &'a str,
+    schedule: Schedule,
+    pipeline: Pipeline,
+    times: Vec<Duration>,
+}
+
 pub fn run(options: &Options) -> Result<()> {
     let group = ProcessGroup::from_env()?;
     let ranks = group.world_size();
+    let layers = options.layers;
+    ensure!(
+        layers > 0 && layers.is_multiple_of(CHUNKS * ranks),
+        "--layers {layers} is no multiple of {}: {CHUNKS} stages for each of {ranks} ranks",
+        CHUNKS * ranks
+    );
     tch::set_num_threads(1);
     tch::manual_seed(0);
-    let schedule = Schedule::named(&options.schedule, ranks, 2, options.micro_batches)?;
-    let layers = options.layers / schedule.stages();
-    let stage = |vs: &nn::Path| {
-        (0..layers).fold(nn::seq(), |stage, _| {
-            let layer = nn::linear(vs, options.width, options.width, Default::default());
-            stage.add(layer).add_fn(|x| x.relu())
-        })
-    };
     let all: Vec<usize> = (0..ranks).collect();
     let mesh = Mesh::new(&group, &all, &[ranks])?.with_names(&["pp"])?;
-    let vs = nn::VarStore::new(Device::Cpu);
-    let mut pipeline = Pipeline::builder(&mesh, "pp")
-        .schedule(schedule.clone())
-        .build(|_| Ok(Box::new(stage(&vs.root()))))?;
+    let candidates = options.schedules.iter().map(|name| {
+        let schedule = Schedule::named(name, ranks, CHUNKS, options.micro_batches)?;
+        let vs = nn::VarStore::new(Device::Cpu);
+        let layers = layers / schedule.stages();
+        let pipeline = Pipeline::builder(&mesh, "pp")
+            .schedule(schedule.clone())
+            .build(|_| Ok(Box::new(stage(&vs.root(), layers, options.width))))?;
+        Ok(Candidate { name, schedule, pipeline, times: Vec::new() })
+    });
+    let mut candidates = candidates.collect::<Result<Vec<_>>>()?;
     let rows = options.rows * options.micro_batches as i64;
     let x = Tensor::randn([rows, options.width], (Kind::Float, Device::Cpu));
-    let mut piped = || -> Result<()> {
-        pipeline.step(&[x.shallow_clone()], |outputs, _| outputs[0].square().mean(Kind::Float))?;
-        Ok(())
-    };
     // What one rank of them has to do, without a pipeline: all ranks at once, as in the pipeline.
-    let own = nn::VarStore::new(Device::Cpu);
-    let stages: Vec<_> =
-        (0..schedule.stages_of(group.rank()).len()).map(|_| stage(&own.root())).collect();
+    let vs = nn::VarStore::new(Device::Cpu);
+    let own = stage(&vs.root(), layers / ranks, options.width);
     let part = x.narrow(0, 0, options.rows).set_requires_grad(true);
     let mut alone = || -> Result<()> {
         for _ in 0..options.micro_batches {
-            for stage in &stages {
-                stage.forward(&part).square().mean(Kind::Float).f_backward()?;
-            }
+            own.forward(&part).square().mean(Kind::Float).f_backward()?;
         }
         Ok(())
     };
-    let (mut pipes, mut ideal) = (Vec::new(), Vec::new());
+    let block = |step: &mut dyn FnMut() -> Result<()>| -> Result<Vec<Duration>> {
+        group.barrier()?;
+        step()?;
+        time(STEPS, step)
+    };
+    let mut ideal = Vec::new();
     for _ in 0..BLOCKS {
-        group.barrier()?;
-        piped()?;
-        pipes.extend(time(STEPS, &mut piped)?);
-        group.barrier()?;
-        alone()?;
-        ideal.extend(time(STEPS, &mut alone)?);
+        for Candidate { pipeline, times, .. } in &mut candidates {
+            times.extend(block(&mut || {
+                pipeline.step(&[x.shallow_clone()], |outputs, _| {
+                    outputs[0].square().mean(Kind::Float)
+                })?;
+                Ok(())
+            })?);
+        }
+        ideal.extend(block(&mut alone)?);
     }
     if group.rank() == 0 {
-        let [pipe, ideal] = [&mut pipes, &mut ideal].map(|times| median(times).as_secs_f64() * 1e3);
-        let bubble = simulate(&schedule, &Costs::default())?.bubble(0);
-        let (efficiency, name) = (ideal / pipe, &options.schedule);
-        if options.json {
-            let line = serde_json::json!({
-                "bench": "pipeline", "schedule": name, "ranks": ranks, "step_ms": pipe,
-                "ideal_ms": ideal, "efficiency": efficiency, "limit": 1.0 - bubble,
-            });
-            println!("{line}");
-        } else {
-            println!(
-                "pipeline, {name}: a step takes {pipe:.3} ms, {ideal:.3} ms without idle time: \
-                 efficiency {efficiency:.3} of at most {:.3}",
-                1.0 - bubble
-            );
+        let ideal = median(&mut ideal);
+        for candidate in &mut candidates {
+            print(options, ranks, candidate, ideal)?;
         }
+    }
+    Ok(())
+}
+
+fn stage(vs: &nn::Path, layers: usize, width: i64) -> nn::Sequential {
+    (0..layers).fold(nn::seq(), |stage, _| {
+        stage.add(nn::linear(vs, width, width, Default::default())).add_fn(|x| x.relu())
+    })
+}
+
+fn print(
+    options: &Options,
+    ranks: usize,
+    candidate: &mut Candidate,
+    ideal: Duration,
+) -> Result<()> {
+    let Candidate { name, schedule, times, .. } = candidate;
+    let [step, ideal] = [median(times), ideal].map(|time| time.as_secs_f64() * 1e3);
+    let limit = 1.0 - simulate(schedule, &Costs::default())?.bubble(0);
+    let efficiency = ideal / step;
+    if options.json {
+        let line = serde_json::json!({
+            "bench": "pipeline", "schedule": name, "ranks": ranks, "step_ms": step,
+            "ideal_ms": ideal, "efficiency": efficiency, "limit": limit,
+        });
+        println!("{line}");
+    } else {
+        println!(
+            "pipeline, {name}: a step takes {step:.3} ms, {ideal:.3} ms without idle time: \
+             efficiency {efficiency:.3} of at most {limit:.3}"
+        );
     }
     Ok(())
 }
