@@ -1,4 +1,4 @@
-//! Fashion-MNIST as a data set of normalized tensors.
+//! Fashion-MNIST as a data set of tensors.
 
 use std::error::Error;
 use std::path::Path;
@@ -16,15 +16,27 @@ pub const SIDE: usize = 28;
 const MEAN: f32 = 0.2860;
 const DEVIATION: f32 = 0.3530;
 
+/// What grey values become.
+#[derive(Clone, Copy)]
+pub enum Pixels {
+    /// Numbers from 0 to 1.
+    Scaled,
+    /// Numbers of mean 0 and deviation 1 over all training images.
+    Standardized,
+}
+
 /// Labelled images that become tensors a batch at a time.
-pub struct Images(Split);
+pub struct Images {
+    split: Split,
+    pixels: Pixels,
+}
 
 impl Images {
     /// The training and the test images in `folder`.
     ///
     /// # Errors
     /// When they are missing, damaged, or not of 28 x 28.
-    pub fn load(folder: &Path) -> Result<(Arc<Self>, Arc<Self>)> {
+    pub fn load(folder: &Path, pixels: Pixels) -> Result<(Arc<Self>, Arc<Self>)> {
         let (train, test) = fashion::load(folder)?;
         for split in [&train, &test] {
             let (count, rows, columns) = (split.labels.len(), split.rows, split.columns);
@@ -35,31 +47,35 @@ impl Images {
                 folder.display()
             );
         }
-        Ok((Arc::new(Self(train)), Arc::new(Self(test))))
+        Ok((Arc::new(Self { split: train, pixels }), Arc::new(Self { split: test, pixels })))
     }
 
     /// A number that differs where images or labels do.
     pub fn checksum(&self) -> u32 {
         let mut checksum = Crc::new();
-        checksum.update(&self.0.images);
-        checksum.update(&self.0.labels);
+        checksum.update(&self.split.images);
+        checksum.update(&self.split.labels);
         checksum.sum()
     }
 }
 
 impl Dataset for Images {
-    /// Normalized images `[batch, 1, 28, 28]` and their classes `[batch]`.
+    /// Images `[batch, 1, 28, 28]` and their classes `[batch]`.
     type Batch = (Tensor, Tensor);
 
     fn len(&self) -> usize {
-        self.0.labels.len()
+        self.split.labels.len()
     }
 
     fn batch(&self, indices: &[usize]) -> Result<Self::Batch, Box<dyn Error + Send + Sync>> {
-        let Split { images, labels, .. } = &self.0;
+        let Split { images, labels, .. } = &self.split;
+        let (mean, deviation) = match self.pixels {
+            Pixels::Scaled => (0.0, 1.0),
+            Pixels::Standardized => (MEAN, DEVIATION),
+        };
         let bytes = indices.iter().flat_map(|index| &images[index * SIDE * SIDE..][..SIDE * SIDE]);
         let pixels: Vec<f32> =
-            bytes.map(|&byte| (f32::from(byte) / 255.0 - MEAN) / DEVIATION).collect();
+            bytes.map(|&byte| (f32::from(byte) / 255.0 - mean) / deviation).collect();
         let labels: Vec<i64> = indices.iter().map(|&index| labels[index].into()).collect();
         let shape = [-1, 1, SIDE as i64, SIDE as i64];
         Ok((Tensor::from_slice(&pixels).view(shape), Tensor::from_slice(&labels)))

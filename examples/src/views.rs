@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Result;
-use clap::Args;
+use clap::{Args, ValueEnum};
 use flow::global::init::Init;
 use flow::global::random::Generator;
 use flow::global::schedule::Schedule;
@@ -13,8 +13,26 @@ use flow::global::view::{devices, Array, Job, View};
 use flow::prelude::*;
 
 use crate::fashion;
-use crate::images::{Images, SIDE};
+use crate::images::{Images, Pixels, SIDE};
 use crate::options::{from_zero_up, write_losses};
+
+/// How a program sees batches.
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+pub enum Seen {
+    /// A list with an array for each rank
+    Mirrored,
+    /// One array: the logical batch
+    Consistent,
+}
+
+impl From<Seen> for View {
+    fn from(seen: Seen) -> Self {
+        match seen {
+            Seen::Mirrored => Self::Mirrored,
+            Seen::Consistent => Self::Consistent,
+        }
+    }
+}
 
 /// The options of a training on Fashion-MNIST.
 #[derive(Args)]
@@ -33,7 +51,7 @@ pub struct Options {
     #[arg(long, value_name = "N", default_value = "100")]
     pub batch_size: NonZeroUsize,
     /// Learning rate
-    #[arg(long, value_name = "RATE", default_value = "0.01")]
+    #[arg(long, value_name = "RATE", default_value = "0.1")]
     #[arg(value_parser = from_zero_up, allow_hyphen_values = true)]
     pub lr: f64,
     /// Seed of the first weights and of the images' order
@@ -82,7 +100,7 @@ impl Options {
         global::manual_seed(&placement, self.seed)?;
         tch::manual_seed(self.seed as i64 + group.rank() as i64);
         let folder = self.data.clone().unwrap_or_else(fashion::default_folder);
-        let (train, test) = Images::load(&folder)?;
+        let (train, test) = Images::load(&folder, Pixels::Scaled)?;
         if group.rank() == 0 {
             write_losses(self.losses.as_deref(), &[])?;
         }

@@ -20,6 +20,14 @@ fn product(a: &Matrix, b: &Matrix) -> Matrix {
     a.iter().map(of_row).collect()
 }
 
+fn transposed(a: &Matrix) -> Matrix {
+    (0..a[0].len()).map(|column| a.iter().map(|row| row[column]).collect()).collect()
+}
+
+fn ones(rows: usize, columns: usize) -> Matrix {
+    vec![vec![1.0; columns]; rows]
+}
+
 #[track_caller]
 fn assert_close(a: &Matrix, b: &Matrix) {
     let sizes = |m: &Matrix| (m.len(), m[0].len());
@@ -60,6 +68,11 @@ fn data_and_model_parallel_give_the_same_values() {
             assert_layout(&output, "out", &format!("[4, 8] {sbp} on [0, 1]"), &locals[..ranks]);
             let [x, w, out] = ["x", "w", "out"].map(|name| matrix(&output, name));
             assert_close(&out, &product(&x, &w));
+            if program == "data-parallel" {
+                let locals = ["[5, 8]", "[5, 8]", "[0]", "[0]"];
+                assert_layout(&output, "w.grad", "[5, 8] [B] on [0, 1]", &locals[..ranks]);
+                assert_close(&matrix(&output, "w.grad"), &product(&transposed(&x), &ones(4, 8)));
+            }
             values.push((x, w));
         }
     }
@@ -73,12 +86,19 @@ fn each_stage_has_a_placement_of_its_own() {
     assert_layout(&output, "out_stage1", "[4, 3] [B] on [1]", &["[0]", "[4, 3]"]);
     let [x, w0, w1, out] = ["x", "w0", "w1", "out"].map(|name| matrix(&output, name));
     assert_close(&out, &product(&product(&x, &w0), &w1));
+    assert_layout(&output, "w0.grad", "[5, 8] [B] on [0]", &["[5, 8]", "[0]"]);
+    assert_layout(&output, "w1.grad", "[8, 3] [B] on [1]", &["[0]", "[8, 3]"]);
+    let of_hidden = product(&ones(4, 3), &transposed(&w1));
+    assert_close(&matrix(&output, "w0.grad"), &product(&transposed(&x), &of_hidden));
+    let hidden = product(&x, &w0);
+    assert_close(&matrix(&output, "w1.grad"), &product(&transposed(&hidden), &ones(4, 3)));
 }
 
-/// The losses are those of the two stages, one after the other, in this process.
+/// The losses are those of the two stages, one after the other, in this process. A third rank has
+/// nothing to do.
 #[test]
 fn a_pipeline_of_two_stages_trains_as_one_process() {
-    let output = launch(2, "global", &["pipeline"]);
+    let output = launch(3, "global", &["pipeline"]);
     let losses: Vec<f64> =
         output.lines().filter_map(|line| line.split("loss:").nth(1)?.trim().parse().ok()).collect();
     let device = tch::Device::Cpu;

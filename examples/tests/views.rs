@@ -7,14 +7,25 @@ use std::fs;
 use std::path::Path;
 
 use flow_tests::{launcher, Process, TEST_TIMEOUT};
-use noise::write_noise;
+use noise::{write_noise, write_stripes};
 
 /// What a program prints when `ranks` ranks run it on the data in `folder`, and the losses of its
-/// six steps. A batch of 25 images is not the same number for each of two or three ranks.
+/// six steps.
 fn train(folder: &Path, ranks: usize, program: &str, options: &[&str]) -> (String, Vec<f64>) {
+    run_steps("6", folder, ranks, program, options)
+}
+
+/// A batch of 25 images is not the same number for each of two or three ranks.
+fn run_steps(
+    steps: &str,
+    folder: &Path,
+    ranks: usize,
+    program: &str,
+    options: &[&str],
+) -> (String, Vec<f64>) {
     let file = folder.join("losses");
     let (data, losses) = (folder.to_str().unwrap(), file.to_str().unwrap());
-    let shared = ["--data", data, "--batch-size", "25", "--steps", "6", "--losses", losses];
+    let shared = ["--data", data, "--batch-size", "25", "--steps", steps, "--losses", losses];
     let options = [&shared[..], &["--double"], options].concat();
     let output =
         Process::start(launcher(ranks, &[], program, &options)).finish(TEST_TIMEOUT).success();
@@ -62,18 +73,31 @@ fn dropout_is_that_of_one_rank_in_the_consistent_view() {
     assert_equal("2 ranks", &run(2), &run(1));
 }
 
+/// At the learning rate of OneFlow's programs, 0.1.
 #[test]
-fn an_mlp_in_hybrid_parallelism_learns_as_on_one_rank() {
+fn both_views_learn_images_that_have_something_to_learn() {
+    let folder = tempfile::tempdir().unwrap();
+    write_stripes(folder.path(), 500, 50);
+    for (program, view) in [("lenet", "consistent"), ("lenet", "mirrored"), ("mlp", "mirrored")] {
+        let (output, losses) = run_steps("20", folder.path(), 2, program, &["--view", view]);
+        let last = losses[15..].iter().sum::<f64>() / 5.0;
+        assert!(last < 0.5 * losses[0], "{program}, {view}: {losses:?}, {output}");
+    }
+}
+
+#[test]
+fn an_mlp_learns_the_same_data_parallel_and_hybrid_as_on_one_rank() {
     let folder = tempfile::tempdir().unwrap();
     write_noise(folder.path(), 200, 50);
-    let (output, alone) = train(folder.path(), 1, "mlp_hybrid", &[]);
+    let run = |ranks, view| train(folder.path(), ranks, "mlp", &["--view", view, "--lr", "0.01"]);
+    let (output, alone) = run(1, "consistent");
     assert!(alone[5] < 0.9 * alone[0], "it does not learn: {alone:?}");
-    for ranks in [2, 3] {
-        let (printed, losses) = train(folder.path(), ranks, "mlp_hybrid", &[]);
-        assert_equal(&format!("{ranks} ranks"), &losses, &alone);
+    for (ranks, view) in [(2, "mirrored"), (2, "consistent"), (3, "consistent")] {
+        let (printed, losses) = run(ranks, view);
+        assert_equal(&format!("{view}, {ranks} ranks"), &losses, &alone);
         assert_eq!(accuracy(&printed), accuracy(&output));
         let sbps = "images [B], hidden [S(1)] -> [S(0)], logits [S(0)]\n";
-        assert!(printed.starts_with(sbps), "{printed}");
+        assert_eq!(printed.starts_with(sbps), view == "consistent", "{printed}");
     }
 }
 
@@ -96,7 +120,7 @@ fn more_devices_than_ranks_are_an_error_with_both_numbers() {
     for (program, view) in [
         ("lenet", &["--view", "mirrored"][..]),
         ("lenet", &["--view", "consistent"]),
-        ("mlp_hybrid", &[]),
+        ("mlp", &["--view", "consistent"]),
     ] {
         let options = [&["--data", data, "--devices", "3"], view].concat();
         let finished = Process::start(launcher(2, &[], program, &options)).finish(TEST_TIMEOUT);

@@ -8,6 +8,7 @@
 //! | [`pipeline`] | stages of a model on different ranks: `torch.distributed.pipelining` |
 //! | [`plan`] | pipeline schedules and their simulator |
 //! | [`tensor`] | collectives on tensors, differentiable ones too: `torch.distributed.nn` |
+//! | [`autograd`] | recomputation of activations: `torch.utils.checkpoint` |
 //! | [`comm`] | process groups and collectives on slices and buffers: `torch.distributed` |
 //! | [`tch`] | tensors, autograd and models: libtorch |
 //!
@@ -26,6 +27,7 @@
 //! # Ok(()) }
 //! ```
 
+pub use flow_autograd as autograd;
 pub use flow_comm as comm;
 pub use flow_ddp as ddp;
 pub use flow_global as global;

@@ -6,8 +6,8 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
-use clap::{Parser, ValueEnum};
-use flow::global::view::{Job, View};
+use clap::Parser;
+use flow::global::view::Job;
 use flow::prelude::*;
 use flow_examples::{fashion, views};
 
@@ -16,21 +16,13 @@ use flow_examples::{fashion, views};
 struct Args {
     /// How the program sees batches
     #[arg(long)]
-    view: By,
+    view: views::Seen,
     /// The part of the hidden features that is dropped in training. Ranks drop other features in
     /// the mirrored view than in the consistent one; with 0 both views have equal losses
     #[arg(long, value_name = "RATE", default_value = "0.5")]
     dropout: f64,
     #[command(flatten)]
     options: views::Options,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum By {
-    /// A list with an array for each rank
-    Mirrored,
-    /// One array: the logical batch
-    Consistent,
 }
 
 struct LeNet {
@@ -79,10 +71,7 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<()> {
-    let view = match args.view {
-        By::Mirrored => View::Mirrored,
-        By::Consistent => View::Consistent,
-    };
+    let view = args.view.into();
     let setting = args.options.setting()?;
     let placement = &setting.placement;
     let mut vs = nn::VarStore::new(setting.device);

@@ -12,7 +12,7 @@ use anyhow::{Context, Result};
 use flow::prelude::*;
 use flow_examples::{
     fashion,
-    images::Images,
+    images::{Images, Pixels},
     options::{write_losses, Options},
     progress::Progress,
 };
@@ -53,7 +53,10 @@ fn run(args: &Options) -> Result<()> {
             fs::write(file, "").with_context(|| format!("cannot write {}", file.display()))?;
         }
     }
-    let (train, test) = Images::load(&args.data.clone().unwrap_or_else(fashion::default_folder))?;
+    let (train, test) = {
+        let folder = args.data.clone().unwrap_or_else(fashion::default_folder);
+        Images::load(&folder, Pixels::Standardized)?
+    };
 
     tch::manual_seed(training.seed.into());
     // The CPU's random numbers are the first weights on all devices.

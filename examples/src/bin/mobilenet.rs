@@ -2,6 +2,10 @@
 //!
 //!     flow-launch --nproc_per_node 2 mobilenet --steps 100 --compare
 //!     flow-launch --nproc_per_node 2 mobilenet --by hand --data FOLDER
+//!
+//! With the numbers of OneFlow's documents, whose batch of 64 is that of all ranks:
+//!
+//!     flow-launch --nproc_per_node 2 mobilenet --by sbp --constant-lr --lr 1e-3 --momentum 0 --batch-size 32 --epochs 1
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -37,6 +41,9 @@ struct Args {
     /// all ranks, as its batch norm is over all of them
     #[arg(long)]
     frozen: bool,
+    /// Keep the learning rate at --lr, instead of going up to it and down again
+    #[arg(long)]
+    constant_lr: bool,
     #[command(flatten)]
     training: Training,
 }
@@ -107,7 +114,7 @@ fn load(args: &Args, first: bool) -> Result<Arc<Images>> {
 
 fn train(
     by: By,
-    Args { frozen, training: args, .. }: &Args,
+    Args { frozen, constant_lr, training: args, .. }: &Args,
     group: &ProcessGroup,
     device: Device,
     images: &Arc<Images>,
@@ -180,7 +187,11 @@ fn train(
             let (images, labels) = batch?;
             let (images, labels) = (images.to(device), labels.to(device));
             let start = Instant::now();
-            let loss = step(&images, &labels, args.lr_at(trained.losses.len(), steps))?;
+            let lr = match constant_lr {
+                true => args.lr,
+                false => args.lr_at(trained.losses.len(), steps),
+            };
+            let loss = step(&images, &labels, lr)?;
             let mut loss = [loss.double_value(&[])];
             trained.times.push(start.elapsed());
             group.all_reduce(&mut loss, ReduceOp::Avg)?;

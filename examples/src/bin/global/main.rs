@@ -19,12 +19,21 @@ mod two_placements;
 
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::{Parser, Subcommand};
 use flow::prelude::*;
 
 /// Programs with global tensors.
 #[derive(Parser)]
 #[command(name = "global")]
+struct Args {
+    #[command(subcommand)]
+    command: Command,
+    /// cpu, or cuda: a GPU for each rank
+    #[arg(long, default_value = "cpu", global = true)]
+    device: DeviceKind,
+}
+
+#[derive(Subcommand)]
 enum Command {
     /// A product of matrices on one device, without global tensors
     Matmul,
@@ -51,8 +60,8 @@ enum Command {
 /// A program, and how many ranks it needs.
 type Program = (fn(&ProcessGroup) -> anyhow::Result<()>, usize);
 
-fn run(command: &Command) -> anyhow::Result<()> {
-    let (program, ranks): Program = match command {
+fn run(args: &Args) -> anyhow::Result<()> {
+    let (program, ranks): Program = match args.command {
         Command::Matmul => (matmul::run, 1),
         Command::Creation => (creation::run, 2),
         Command::ToGlobal => (to_global::run, 2),
@@ -71,6 +80,7 @@ fn run(command: &Command) -> anyhow::Result<()> {
         "this program needs {ranks} ranks, and the job has {given}: start it by flow-launch \
          --nproc_per_node {ranks}"
     );
+    group.use_device(args.device)?;
     program(&group)
 }
 

@@ -1,4 +1,5 @@
-//! Trains a pipeline of two stages, with two micro-batches, on the numbers of OneFlow's example.
+//! Trains a pipeline of two stages, with two micro-batches: the model and the numbers of "Pipelining
+//! Parallelism" in OneFlow's documents.
 
 use flow::prelude::*;
 
@@ -6,6 +7,9 @@ pub fn run(group: &ProcessGroup) -> anyhow::Result<()> {
     const BATCH: i64 = 16;
     const MICRO_BATCHES: usize = 2;
     let mesh = Mesh::new(group, &[0, 1], &[2])?.with_names(&["pp"])?;
+    if !mesh.ranks().contains(&group.rank()) {
+        return Ok(());
+    }
     let vs = nn::VarStore::new(group.device());
     let mut pipeline = Pipeline::builder(&mesh, "pp")
         .schedule(Schedule::one_f_one_b(2, MICRO_BATCHES)?)

@@ -19,7 +19,7 @@ pub fn run(group: &ProcessGroup) -> anyhow::Result<()> {
         let loss = (x.matmul(&w) - &y).square().sum(Kind::Float);
         if step % 50 == 0 && placement.position(group.rank()).is_some() {
             // The loss is the sum of what the ranks have.
-            println!("{step}/{STEPS} loss:{}", loss.to_local()?.double_value(&[]));
+            println!("{step}/{STEPS} loss:{:e}", loss.to_local()?.double_value(&[]));
         }
         optimizer.backward_step(&loss);
     }

@@ -9,6 +9,7 @@ pub fn run(group: &ProcessGroup) -> anyhow::Result<()> {
     let second = Placement::new(group, [1])?;
     let w0 = global::randn([5, 8], Kind::Float, &first, [B])?;
     let w1 = global::randn([8, 3], Kind::Float, &second, [B])?;
+    let [w0, w1] = [w0, w1].map(|w| w.set_requires_grad(true));
     // Of this plain tensor, the first stage takes that of rank 0.
     let x = Tensor::randn([4, 5], (Kind::Float, group.device()));
     let x = x.to_global(&first, [B])?;
@@ -20,5 +21,8 @@ pub fn run(group: &ProcessGroup) -> anyhow::Result<()> {
     for (name, tensor) in [("x", &x), ("w0", &w0), ("w1", &w1), ("out", &out1)] {
         show::values(group, name, tensor)?;
     }
-    Ok(())
+    // The backward goes through the stages the other way round.
+    out1.sum(Kind::Float).f_backward()?;
+    show::all(group, "w0.grad", &w0.grad())?;
+    show::all(group, "w1.grad", &w1.grad())
 }

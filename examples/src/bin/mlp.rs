@@ -1,21 +1,29 @@
-//! OneFlow's documented hybrid parallelism: an MLP whose hidden layer is split over the ranks
-//! (model parallelism), and whose last layer every rank has (data parallelism).
+//! The MLP of OneFlow's documents in their two views: data parallel in the mirrored one; hybrid
+//! parallel in the consistent one, its hidden layer split over the ranks (model parallelism), and its
+//! last layer on every rank (data parallelism).
 //!
-//!     flow-launch --nproc_per_node 2 mlp_hybrid
+//!     flow-launch --nproc_per_node 2 mlp --view mirrored
+//!     flow-launch --nproc_per_node 2 mlp --view consistent
 
 use std::cell::Cell;
 use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::Parser;
-use flow::global::view::{Job, View};
+use flow::global::view::Job;
 use flow::prelude::*;
 use flow_examples::images::SIDE;
-use flow_examples::{fashion, views};
+use flow_examples::{
+    fashion,
+    views::{self, Seen},
+};
 
-/// Trains an MLP on Fashion-MNIST, its hidden layer in model parallelism.
+/// Trains an MLP on Fashion-MNIST.
 #[derive(Parser)]
 struct Args {
+    /// How the program sees batches; in the consistent view the hidden layer is model parallel
+    #[arg(long)]
+    view: Seen,
     #[command(flatten)]
     options: views::Options,
 }
@@ -25,13 +33,13 @@ fn main() -> ExitCode {
     match run(&flow_examples::arguments::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("mlp_hybrid: {error:#}");
+            eprintln!("mlp: {error:#}");
             ExitCode::FAILURE
         }
     }
 }
 
-fn run(Args { options }: &Args) -> Result<()> {
+fn run(&Args { view, ref options }: &Args) -> Result<()> {
     let setting = options.setting()?;
     let placement = &setting.placement;
     let mut vs = nn::VarStore::new(setting.device);
@@ -40,15 +48,21 @@ fn run(Args { options }: &Args) -> Result<()> {
     let dense2 = nn::linear(&path / "dense2", 512, fashion::CLASSES as i64, Default::default());
     options.first_weights(&mut vs)?;
 
-    // A row of a weight makes one output: each rank has some of the hidden features.
-    global::distribute(&vs, placement, |name, _| match name.starts_with("dense1") {
-        true => vec![S(0)],
-        false => vec![B],
-    })?;
+    if view == Seen::Consistent {
+        // A row of a weight makes one output: each rank has some of the hidden features.
+        global::distribute(&vs, placement, |name, _| match name.starts_with("dense1") {
+            true => vec![S(0)],
+            false => vec![B],
+        })?;
+    }
     let optimizer = nn::Sgd::default().build(&vs, options.lr)?;
 
     let shown = Cell::new(false);
     let mlp = |images: &Tensor| {
+        if view == Seen::Mirrored {
+            let hidden = dense1.forward(&images.flatten(1, -1)).relu();
+            return Ok(dense2.forward(&hidden));
+        }
         // Every rank computes its features of all images, and then the classes of some images.
         let images = images.flatten(1, -1).to_global(placement, [B])?;
         let hidden = dense1.forward(&images).relu();
@@ -65,7 +79,7 @@ fn run(Args { options }: &Args) -> Result<()> {
         global::Result::Ok(logits)
     };
 
-    let view = View::Consistent;
+    let view = view.into();
     let train_job = Job::train(view, placement, &vs, optimizer, |inputs| {
         Ok(views::losses(&mlp(&inputs[0])?, &inputs[1]))
     })?;
