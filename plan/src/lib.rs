@@ -20,7 +20,6 @@ mod search;
 mod task;
 mod training;
 
-pub use bubble::ScheduleKind;
 pub use cluster::{Cluster, Efficiency, Link};
 pub use error::{Error, Result};
 pub use layout::{Layout, Recompute, Wanted};
@@ -28,6 +27,7 @@ pub use memory::Memory;
 pub use model::{Layer, Model, Transformer};
 pub use prediction::{predict, Limit, Part, Prediction, Time, Traffic};
 pub use runs::{compare, Comparison, Measured};
+pub use schedule::ScheduleKind;
 pub use search::{search, Plans};
 pub use task::Task;
 pub use training::Training;

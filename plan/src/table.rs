@@ -19,7 +19,7 @@ pub fn plans(plans: &Plans) -> String {
         "tp sends",
         "pp sends",
         "dp sends",
-        "bubble",
+        "idle",
         "limited by",
     ]
     .map(String::from)];
@@ -47,10 +47,10 @@ fn row(plan: &Prediction) -> [String; 16] {
         if layout.sequence_parallel { "yes" } else { "-" }.into(),
         operations(plan.flops),
         bytes(plan.memory.total),
-        bytes(plan.tensor_traffic.bytes),
-        bytes(plan.pipeline_traffic.bytes),
-        bytes(plan.data_traffic.bytes),
-        percent(plan.bubble),
+        bytes(plan.tensor_traffic.bytes()),
+        bytes(plan.pipeline_traffic.bytes()),
+        bytes(plan.data_traffic.bytes()),
+        percent(plan.idle),
         limits(plan),
     ]
 }
@@ -73,15 +73,23 @@ pub fn comparisons(source: &str, comparisons: &[Comparison]) -> String {
             format!("{} x {} x {}", layout.data, layout.tensor, layout.pipeline),
             measured,
             predicted,
-            format!("{:+.1}%", 100.0 * comparison.error),
+            format!(
+                "{:+.1}%{}",
+                100.0 * comparison.error,
+                if comparison.fitted { " fitted" } else { "" }
+            ),
             bytes(comparison.prediction.memory.total),
         ]);
     }
-    let errors = comparisons.iter().map(|comparison| comparison.error.abs());
+    let (fitted, checks): (Vec<_>, Vec<_>) = comparisons.iter().partition(|run| run.fitted);
+    let errors = checks.iter().map(|comparison| comparison.error.abs());
     let (sum, worst) = errors.fold((0.0, 0.0_f64), |(sum, worst), e| (sum + e, worst.max(e)));
-    let mean = sum / comparisons.len().max(1) as f64;
-    let (mean, worst) = (percent(mean), percent(worst));
-    format!("measured: {source}\n{}mean error {mean}, worst {worst}\n", aligned(&rows))
+    let (mean, worst) = (percent(sum / checks.len().max(1) as f64), percent(worst));
+    let without = match fitted.len() {
+        0 => String::new(),
+        count => format!(", without the {count} fitted"),
+    };
+    format!("measured: {source}\n{}mean error {mean}, worst {worst}{without}\n", aligned(&rows))
 }
 
 /// Columns as wide as their widest cell.
@@ -104,6 +112,7 @@ fn limits(plan: &Prediction) -> String {
             Limit::TensorLink => "tp link",
             Limit::PipelineLink => "pp link",
             Limit::DataLink => "dp link",
+            Limit::Imbalance => "imbalance",
             Limit::Bubble => "bubble",
             Limit::Cores => "cores",
         };

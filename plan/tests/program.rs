@@ -89,8 +89,8 @@ fn the_layout_of_the_issue_is_possible() {
     for plan in &plans {
         let layout = &plan["layout"];
         assert_eq!((&layout["pipeline"], &layout["data"]), (&64.into(), &6.into()));
-        assert_eq!(plan["pipeline_traffic"]["crosses_nodes"], true);
-        assert_eq!(plan["tensor_traffic"]["crosses_nodes"], false);
+        assert_eq!(plan["pipeline_traffic"]["intra_node"], 0.0);
+        assert_eq!(plan["tensor_traffic"]["inter_node"], 0.0);
     }
 }
 

@@ -1,13 +1,14 @@
 //! When ranks do what.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
 
 use super::action::Action::{self, *};
 use super::definition::Schedule;
+use super::done::Done;
 use super::error::{Error, Result};
 
-/// What a stage's computations of one micro-batch and a transfer take, in any unit of time. All
-/// stages take the same. By default each computation takes 1, and transfers nothing.
+/// What a stage's computations of one micro-batch and a transfer take, in any unit of time. By
+/// default each computation takes 1, and transfers nothing.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Costs {
     /// The forward.
@@ -106,7 +107,7 @@ impl Timeline {
     }
 }
 
-/// Carries the schedule out on ranks that take these times.
+/// Carries the schedule out on ranks whose stages all take these times.
 ///
 /// ```
 /// use flow_plan::schedule::{simulate, Costs, Schedule};
@@ -122,10 +123,23 @@ impl Timeline {
 /// Costs that are negative or no number; ranks that wait for each other; a receive that does not
 /// come in the order of the sends.
 pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Timeline> {
-    costs.check()?;
+    simulate_stages(schedule, &vec![*costs; schedule.stages()])
+}
+
+/// As [`simulate`], with the times of each stage: `send` is that of what the stage sends.
+///
+/// # Errors
+/// As [`simulate`], and costs of more or fewer stages than the schedule has.
+pub fn simulate_stages(schedule: &Schedule, costs: &[Costs]) -> Result<Timeline> {
+    costs.iter().try_for_each(Costs::check)?;
+    let (stages, given) = (schedule.stages(), costs.len());
+    if given != stages {
+        return Err(Error::Stages { given, stages });
+    }
     let mut simulation = Simulation {
         schedule,
         costs,
+        done: Done::new(stages, schedule.micro_batches()),
         ranks: (0..schedule.ranks()).map(|_| Rank::default()).collect(),
         channels: HashMap::new(),
         awake: (0..schedule.ranks()).collect(),
@@ -146,7 +160,6 @@ struct Rank {
     next: usize,
     /// When the last of them was over.
     now: f64,
-    done: HashSet<Action>,
     intervals: Vec<Interval>,
     /// Activations that it holds, and the most that it has held.
     held: usize,
@@ -155,7 +168,10 @@ struct Rank {
 
 struct Simulation<'a> {
     schedule: &'a Schedule,
-    costs: &'a Costs,
+    /// By stage.
+    costs: &'a [Costs],
+    /// Of all ranks: each stage is on one.
+    done: Done,
     ranks: Vec<Rank>,
     /// What is on its way from one rank to another, with the time when it is there.
     channels: HashMap<(usize, usize), VecDeque<(Action, f64)>>,
@@ -176,14 +192,14 @@ impl Simulation<'_> {
 
     /// Whether the rank could do this action now, and has done it.
     fn act(&mut self, rank: usize, action: Action) -> Result<bool> {
-        if self.lacks(rank, action).is_some() {
+        if self.lacks(action).is_some() {
             return Ok(false);
         }
         let state = &mut self.ranks[rank];
         if let Some(receive) = action.receive() {
             let to = self.schedule.rank_of(receive.stage());
             let channel = self.channels.entry((rank, to)).or_default();
-            channel.push_back((receive, state.now + self.costs.send));
+            channel.push_back((receive, state.now + self.costs[action.stage()].send));
             self.awake.push(to);
         } else if let Some(send) = action.send() {
             let from = self.schedule.rank_of(send.stage());
@@ -196,7 +212,7 @@ impl Simulation<'_> {
             }
         } else {
             let start = state.now;
-            state.now += self.costs.of(action);
+            state.now += self.costs[action.stage()].of(action);
             state.intervals.push(Interval { action, start, end: state.now });
             match action {
                 Forward { .. } => state.held += 1,
@@ -205,22 +221,22 @@ impl Simulation<'_> {
             }
             state.peak = state.peak.max(state.held);
         }
-        state.done.extend(action.halves());
         state.next += 1;
+        self.done.insert(action);
         Ok(true)
     }
 
     /// What must be over on this rank before the action, and is not.
-    fn lacks(&self, rank: usize, action: Action) -> Option<Action> {
+    fn lacks(&self, action: Action) -> Option<Action> {
         let mut needs = needs(self.schedule, action).into_iter().flatten();
-        needs.find(|need| !self.ranks[rank].done.contains(need))
+        needs.find(|need| !self.done.contains(*need))
     }
 
     /// An error if ranks still wait: each of them waits for another, or for itself.
     fn check_finished(&self) -> Result<()> {
         let waits = self.ranks.iter().enumerate().filter_map(|(rank, state)| {
             let &action = self.schedule.actions(rank).get(state.next)?;
-            Some(match self.lacks(rank, action) {
+            Some(match self.lacks(action) {
                 Some(need) => format!("rank {rank}: {need} must come before {action}"),
                 None => format!("rank {rank} waits for the {action}"),
             })
