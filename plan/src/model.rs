@@ -231,6 +231,11 @@ impl Model {
         Ok(Self { layers: all, tensor_parallel })
     }
 
+    /// What a stage is divided by: each layer's operations.
+    pub(crate) fn costs(&self) -> Vec<f64> {
+        self.layers.iter().map(|layer| layer.flops).collect()
+    }
+
     /// All parameters.
     pub fn parameters(&self) -> f64 {
         self.layers.iter().map(|layer| layer.parameters).sum()

@@ -11,8 +11,8 @@ use crate::data_parallel::DataParallel;
 use crate::error::Result;
 use crate::layout::{Layout, Recompute};
 use crate::memory::{self, Memory};
-use crate::partition::partition;
 use crate::schedule::ScheduleKind;
+use crate::split::split;
 use crate::task::Task;
 
 /// Seconds of a step, of the average rank.
@@ -131,7 +131,7 @@ pub struct Prediction {
 pub fn predict(task: &Task, layout: &Layout) -> Result<Prediction> {
     layout.check(&task.model, task.batch)?;
     let costs = Costs::new(&task.model, &task.cluster, &task.training, layout);
-    let stages = Stages::new(task, layout, &costs, &partition(&task.model, layout.stages()));
+    let stages = Stages::new(task, layout, &costs, &split(&task.model.costs(), layout.stages()));
     Ok(stages.predict(task, layout, &costs))
 }
 

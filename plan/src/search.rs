@@ -6,9 +6,9 @@ use std::collections::BTreeMap;
 use crate::cost::Costs;
 use crate::error::{Error, Result};
 use crate::layout::{Layout, Recompute, Wanted};
-use crate::partition::partition;
 use crate::prediction::{Prediction, Stages};
 use crate::schedule::ScheduleKind;
+use crate::split::split;
 use crate::task::Task;
 
 /// The most chunks that interleaved schedules are tried with.
@@ -64,17 +64,17 @@ pub fn search(task: &Task, ranks: usize, wanted: &Wanted, top: usize) -> Result<
     let mut smallest: Option<Candidate> = None;
     let mut best: Vec<Candidate> = Vec::new();
     // By the number of stages.
-    let mut partitions = BTreeMap::new();
+    let layer_costs = task.model.costs();
+    let mut ranges_of = BTreeMap::new();
     // Why the last layout could not be that was the furthest from being one.
     let mut reason = None;
     for mesh in meshes(task, ranks, &wanted, &mut reason) {
         let mut candidates = Vec::new();
-        for split in splits(task, &mesh, &wanted) {
-            let costs = Costs::new(&task.model, &task.cluster, &task.training, &split);
-            for scheduled in schedules(task, &split, &wanted, &mut reason) {
+        for variant in variants(task, &mesh, &wanted) {
+            let costs = Costs::new(&task.model, &task.cluster, &task.training, &variant);
+            for scheduled in schedules(task, &variant, &wanted, &mut reason) {
                 let count = scheduled.stages();
-                let ranges =
-                    partitions.entry(count).or_insert_with(|| partition(&task.model, count));
+                let ranges = ranges_of.entry(count).or_insert_with(|| split(&layer_costs, count));
                 let stages = Stages::new(task, &scheduled, &costs, ranges);
                 for zero in choices(wanted.zero, if mesh.data > 1 { 0..=3 } else { 0..=0 }) {
                     let layout = Layout { zero, ..scheduled };
@@ -138,8 +138,8 @@ fn meshes(task: &Task, ranks: usize, wanted: &Wanted, reason: &mut Option<String
 }
 
 /// The mesh with each micro-batch and each way of recomputing and splitting activations.
-fn splits(task: &Task, mesh: &Layout, wanted: &Wanted) -> Vec<Layout> {
-    let mut splits = Vec::new();
+fn variants(task: &Task, mesh: &Layout, wanted: &Wanted) -> Vec<Layout> {
+    let mut variants = Vec::new();
     let sizes = match wanted.micro_batch {
         Some(size) => vec![size],
         None => divisors(task.batch / mesh.data),
@@ -148,17 +148,17 @@ fn splits(task: &Task, mesh: &Layout, wanted: &Wanted) -> Vec<Layout> {
     for micro_batch in sizes {
         for recompute in choices(wanted.recompute, Recompute::ALL) {
             for sequence_parallel in choices(wanted.sequence_parallel, sequence.clone()) {
-                splits.push(Layout { micro_batch, recompute, sequence_parallel, ..*mesh });
+                variants.push(Layout { micro_batch, recompute, sequence_parallel, ..*mesh });
             }
         }
     }
-    splits
+    variants
 }
 
 /// The layout with each schedule that it can have.
 fn schedules(
     task: &Task,
-    split: &Layout,
+    variant: &Layout,
     wanted: &Wanted,
     reason: &mut Option<String>,
 ) -> Vec<Layout> {
@@ -168,7 +168,7 @@ fn schedules(
         _ => 1..=1,
     };
     // One rank has no pipeline: all schedules are the same.
-    let kinds = match split.pipeline {
+    let kinds = match variant.pipeline {
         1 => vec![ScheduleKind::OneFOneB],
         _ => {
             let has_chunks = |kind: &ScheduleKind| {
@@ -183,7 +183,7 @@ fn schedules(
         for chunks in choices(wanted.chunks, chunks) {
             // The stage of ZeRO is checked here; the caller tries the others.
             let zero = wanted.zero.unwrap_or(0);
-            let layout = Layout { schedule, chunks, zero, ..*split };
+            let layout = Layout { schedule, chunks, zero, ..*variant };
             match layout.reason_against(&task.model, task.batch) {
                 None => schedules.push(layout),
                 Some(against) => *reason = Some(against),
