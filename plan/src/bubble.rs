@@ -398,6 +398,20 @@ mod tests {
         }
     }
 
+    /// 80 blocks on 48 stages: one or two on each, so that ranks wait for two chunk by chunk.
+    #[test]
+    fn interleaved_waits_chunk_by_chunk() {
+        let work = |range: std::ops::Range<usize>| {
+            let blocks = range.len() as f64;
+            Work { forward: blocks, backward_input: blocks, backward_weight: blocks }
+        };
+        let stages: Vec<Work> = crate::split(&[1.0; 80], 48).into_iter().map(work).collect();
+        let kind = ScheduleKind::Interleaved;
+        let simulated = timeline(kind, &stages, 0.0, 8, 128).total();
+        let planned = step(kind, &stages, 0.0, 8, 128);
+        assert!((1.0..1.05).contains(&(planned / simulated)), "{planned} {simulated}");
+    }
+
     /// Sends that another rank has to wait for, micro-batch by micro-batch: numbers of
     /// `flow-plan schedule --pp 8 --micro-batches 64 --send 0.5`.
     #[test]

@@ -31,13 +31,13 @@ pub fn split(costs: &[f64], stages: usize) -> Vec<Range<usize>> {
     }
     let mut ranges = Vec::with_capacity(stages);
     let mut start = 0;
-    for stage in 1..=stages {
+    for (stage, &earliest) in earliest.iter().enumerate().skip(1) {
         let share = sums[layers] * stage as f64 / stages as f64;
         let after = sums.partition_point(|&sum| sum < share).min(layers);
         let is_before_closer = after > 0 && share - sums[after - 1] < sums[after] - share;
         let closest = if is_before_closer { after - 1 } else { after };
         let mut latest = furthest(&sums, start, most);
-        let mut first = earliest[stage].max(start);
+        let mut first = earliest.max(start);
         if layers >= stages {
             first = first.max(start + 1);
             latest = latest.min(layers - (stages - stage));
