@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use flow_plan::schedule::{Schedule, ScheduleKind};
-use flow_plan::{search, Task, Wanted};
+use flow_plan::{search, Constraints, Task};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (model, cluster) =
@@ -12,7 +12,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let mut task = Task::from_json(model, Some(cluster))?;
         task.batch = batch;
         let start = Instant::now();
-        let tried = search(&task, ranks, &Wanted::default(), 10)?.tried;
+        let tried = search(&task, ranks, &Constraints::default(), 10)?.tried;
         println!("batch {batch}, {ranks} ranks: {tried} layouts in {:.2?}", start.elapsed());
     }
     for kind in ScheduleKind::ALL {

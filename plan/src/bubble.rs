@@ -59,8 +59,8 @@ impl ScheduleKind {
 /// Holds from [`ScheduleKind::fewest_micro_batches`] on, and in zero bubble schedules where
 /// gradients of inputs take the longest and those of weights the shortest. For equal stages and
 /// sends that are shorter than half a stage's gradients of weights (zb) or its forward
-/// (interleaved) all is exact. Otherwise gpipe is exact, 1f1b, interleaved and zb-h1 are upper
-/// bounds, and zb-v is a few percent off, either way.
+/// (interleaved) all is exact. Otherwise gpipe is exact, 1f1b and zb-h1 are upper bounds;
+/// interleaved and zb-v are a few percent off, either way, with stages as `split` deals them out.
 pub fn waits(
     kind: ScheduleKind,
     ranks: usize,
@@ -80,6 +80,8 @@ pub fn waits(
         backward_weight: all.backward_weight - slowest.backward_weight,
     };
     let least = |of: fn(&Work) -> f64| stages.iter().map(of).fold(f64::INFINITY, f64::min);
+    let longest_of = |chunk: &[Work]| chunk.iter().map(Work::total).fold(0.0, f64::max);
+    let by_chunk: f64 = stages.chunks(ranks).map(longest_of).sum();
     // `pace` is the time between two micro-batches.
     let (pace, bubble, sends) = match kind {
         // All ranks wait for the slowest forward, then for the slowest backward.
@@ -95,18 +97,14 @@ pub fn waits(
         }
         // Ranks wait for each other chunk by chunk.
         ScheduleKind::Interleaved => {
-            let (mut pace, mut bubble) = (0.0, 0.0_f64);
-            for chunk in stages.chunks(ranks) {
-                let slowest = chunk.iter().map(Work::total).fold(0.0, f64::max);
-                pace += slowest;
-                bubble = bubble.max(Work::sum(chunk).total() - slowest);
-            }
+            let others = |chunk: &[Work]| Work::sum(chunk).total() - longest_of(chunk);
+            let bubble = stages.chunks(ranks).map(others).fold(0.0, f64::max);
             // Below this a send is over before its receiver has time for what is sent.
             let (forward, total) = (least(|work| work.forward), least(Work::total));
             let late = ((send - forward) / 2.0).max((send - total / 2.0) / 2.0).max(0.0);
             let borders = (stages.len() - 1) as f64;
             let stalls = 2.0 * late * (count * chunks as f64 + hops);
-            (pace, bubble, if ranks > 1 { stalls + 2.0 * borders * (send - late) } else { 0.0 })
+            (by_chunk, bubble, if ranks > 1 { stalls + 2.0 * borders * (send - late) } else { 0.0 })
         }
         // The first rank begins p - 1 forwards before the last, and gets the last gradient p - 1
         // gradients of inputs after it. Meanwhile it does p - 1 gradients of weights. The way there
@@ -130,9 +128,11 @@ pub fn waits(
                 let (there, back) = (5.0 * hops - 2.0, 6.0 * hops - 2.0);
                 (input / 2.0 + there * send).max(input - weight + back * send)
             };
+            // Ranks wait for some stages of others, not for all: the middle is closest.
+            let pace = (slowest.total() + by_chunk) / 2.0;
             match ranks {
-                1 => (slowest.total(), 0.0, 0.0),
-                _ => (slowest.total(), bubble(0.0), stalls + bubble(send) - bubble(0.0)),
+                1 => (pace, 0.0, 0.0),
+                _ => (pace, bubble(0.0), stalls + bubble(send) - bubble(0.0)),
             }
         }
     };
@@ -364,6 +364,7 @@ mod tests {
         }
 
         /// Stages of one block or two, and a longer last one; sends of up to a block's forward.
+        /// Blocks are dealt out as the planner does where that matters, else in any way.
         #[test]
         fn uneven_stages_do_not_take_longer_than_planned(
             (kind, chunks) in kinds(),
@@ -374,9 +375,16 @@ mod tests {
             again in 0..2u8,
             send in 0..5u8,
         ) {
-            let mut sizes: Vec<f64> =
-                blocks.iter().take(ranks * chunks).map(|&count| f64::from(count)).collect();
-            sizes[ranks * chunks - 1] += f64::from(last) / 4.0;
+            let count = ranks * chunks;
+            let blocks = blocks.iter().take(count).copied().map(f64::from);
+            let mut sizes: Vec<f64> = match kind {
+                ScheduleKind::Interleaved | ScheduleKind::ZbV => {
+                    let blocks = vec![1.0; blocks.sum::<f64>() as usize];
+                    crate::split(&blocks, count).iter().map(|range| range.len() as f64).collect()
+                }
+                _ => blocks.collect(),
+            };
+            sizes[count - 1] += f64::from(last) / 4.0;
             let work = |&size: &f64| Work {
                 forward: 1.125 * size,
                 backward_input: (1.125 + f64::from(again)) * size,
@@ -389,7 +397,7 @@ mod tests {
             let planned = step(kind, &stages, send, ranks, count);
             let fastest = match kind {
                 ScheduleKind::Gpipe | ScheduleKind::OneFOneB | ScheduleKind::ZbH1 => 0.999_999,
-                ScheduleKind::Interleaved | ScheduleKind::ZbV => 0.9,
+                ScheduleKind::Interleaved | ScheduleKind::ZbV => 0.95,
             };
             prop_assert!(planned > fastest * simulated, "{kind} {planned} {simulated}");
             if kind == ScheduleKind::Gpipe {

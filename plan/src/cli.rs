@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::builder::{PossibleValuesParser, RangedU64ValueParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
-use flow_plan::{Recompute, ScheduleKind, Wanted};
+use flow_plan::{Constraints, Recompute, ScheduleKind};
 
 /// Lists layouts of a training job on N ranks, the fastest first
 ///
@@ -85,8 +85,8 @@ pub struct LayoutArgs {
 }
 
 impl LayoutArgs {
-    pub fn wanted(&self) -> Wanted {
-        Wanted {
+    pub fn wanted(&self) -> Constraints {
+        Constraints {
             data: self.dp,
             tensor: self.tp,
             pipeline: self.pp,

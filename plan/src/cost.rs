@@ -140,7 +140,7 @@ fn cost_of(layer: &Layer, cluster: &Cluster, group: &Group, layout: &Layout) -> 
     let tensor = layout.tensor as f64;
     let replicas = if layout.sequence_parallel { tensor } else { 1.0 };
     let rows = samples * layer.rows.unwrap_or(1.0);
-    let share = match layer.matmul_size {
+    let share = match layer.gemm_size {
         Some(size) => cluster.matmul.of(rows.min(size / tensor)),
         None => cluster.matmul.peak_share,
     };

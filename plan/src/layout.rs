@@ -152,7 +152,7 @@ impl fmt::Display for Layout {
 /// The parts of a layout that are given; the others are searched for.
 #[derive(Clone, Copy, Default, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct Wanted {
+pub struct Constraints {
     /// As [`Layout::data`].
     pub data: Option<usize>,
     /// As [`Layout::tensor`].
@@ -173,7 +173,7 @@ pub struct Wanted {
     pub sequence_parallel: Option<bool>,
 }
 
-impl Wanted {
+impl Constraints {
     /// These parts, and those of `other` that are not given here.
     pub fn or(self, other: Self) -> Self {
         Self {

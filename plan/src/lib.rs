@@ -22,7 +22,7 @@ mod training;
 
 pub use cluster::{Cluster, Efficiency, Link};
 pub use error::{Error, Result};
-pub use layout::{Layout, Recompute, Wanted};
+pub use layout::{Constraints, Layout, Recompute};
 pub use memory::Memory;
 pub use model::{Layer, Model, Transformer};
 pub use prediction::{predict, Limit, Part, Prediction, Time, Traffic};

@@ -21,7 +21,7 @@ pub struct Layer {
     pub flops: f64,
     /// The smallest dimension of its matrix products, beside the batch: tensor parallelism divides
     /// it. Left out: so large that it does not matter.
-    pub matmul_size: Option<f64>,
+    pub gemm_size: Option<f64>,
     /// Rows of its matrix products for one sample, as the tokens of a sequence; 1 if left out.
     pub rows: Option<f64>,
     /// Bytes of the input.
@@ -69,7 +69,7 @@ impl Layer {
         }
         let counts = [
             ("repeat", self.repeat.map(|count| count as f64)),
-            ("matmul_size", self.matmul_size),
+            ("gemm_size", self.gemm_size),
             ("rows", self.rows),
         ];
         for (name, value) in counts {
@@ -150,7 +150,7 @@ impl Transformer {
             // Matrices and biases of attention and MLP, and two layer norms.
             parameters: 4.0 * h * h + 2.0 * h * f + 9.0 * h + f,
             flops: 8.0 * s * h * h + 4.0 * s * h * f + 4.0 * s * s * h,
-            matmul_size: Some(h.min(f)),
+            gemm_size: Some(h.min(f)),
             rows: Some(s),
             input: element * s * h,
             // Queries, keys, values, the projection's input; the MLP's before and after GELU.
@@ -168,7 +168,7 @@ impl Transformer {
             parameters: if tied { 0.0 } else { v * h },
             tied_parameters: if tied { v * h } else { 0.0 },
             flops: 2.0 * s * h * v,
-            matmul_size: Some(h.min(v)),
+            gemm_size: Some(h.min(v)),
             rows: Some(s),
             input: element * s * h,
             // In 4 bytes, for the loss.

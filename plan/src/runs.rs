@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::cluster::Cluster;
 use crate::error::{positive, Error, Result};
-use crate::layout::Wanted;
+use crate::layout::Constraints;
 use crate::model::{Layer, Transformer};
 use crate::prediction::{predict, Prediction};
 use crate::task::{cluster_of, from_json, model_of, Task};
@@ -33,7 +33,7 @@ struct RunFile {
     /// Else that of the file.
     training: Option<Training>,
     /// What is left out is 1, no ZeRO, 1f1b, and no recomputation.
-    layout: Wanted,
+    layout: Constraints,
     measured: Measured,
     /// Whether numbers of the cluster were chosen so that this run is predicted.
     #[serde(default)]

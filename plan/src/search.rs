@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use crate::cost::Costs;
 use crate::error::{Error, Result};
-use crate::layout::{Layout, Recompute, Wanted};
+use crate::layout::{Constraints, Layout, Recompute};
 use crate::prediction::{Prediction, Stages};
 use crate::schedule::ScheduleKind;
 use crate::split::split;
@@ -54,7 +54,7 @@ impl Candidate {
 ///
 /// # Errors
 /// No layout has the wanted parts and divides the model and the batch; 0 ranks, or more than 2^32.
-pub fn search(task: &Task, ranks: usize, wanted: &Wanted, top: usize) -> Result<Plans> {
+pub fn search(task: &Task, ranks: usize, wanted: &Constraints, top: usize) -> Result<Plans> {
     if !(1..=MOST_RANKS).contains(&ranks) {
         return Err(Error::Impossible { ranks, reason: "give 1 to 2^32 ranks".into() });
     }
@@ -112,17 +112,22 @@ pub fn search(task: &Task, ranks: usize, wanted: &Wanted, top: usize) -> Result<
 }
 
 /// The layouts that differ in the mesh only.
-fn meshes(task: &Task, ranks: usize, wanted: &Wanted, reason: &mut Option<String>) -> Vec<Layout> {
+fn meshes(
+    task: &Task,
+    ranks: usize,
+    wanted: &Constraints,
+    reason: &mut Option<String>,
+) -> Vec<Layout> {
     let mut meshes = Vec::new();
     for tensor in divisors(ranks) {
         for pipeline in divisors(ranks / tensor) {
             let data = ranks / tensor / pipeline;
             let is_wanted = |wanted: Option<usize>, size| wanted.is_none_or(|want| want == size);
-            let mesh = Wanted {
+            let mesh = Constraints {
                 data: Some(data),
                 tensor: Some(tensor),
                 pipeline: Some(pipeline),
-                ..Wanted::default()
+                ..Constraints::default()
             };
             let mesh = mesh.filled();
             let sizes = [(wanted.data, data), (wanted.tensor, tensor), (wanted.pipeline, pipeline)];
@@ -138,7 +143,7 @@ fn meshes(task: &Task, ranks: usize, wanted: &Wanted, reason: &mut Option<String
 }
 
 /// The mesh with each micro-batch and each way of recomputing and splitting activations.
-fn variants(task: &Task, mesh: &Layout, wanted: &Wanted) -> Vec<Layout> {
+fn variants(task: &Task, mesh: &Layout, wanted: &Constraints) -> Vec<Layout> {
     let mut variants = Vec::new();
     let sizes = match wanted.micro_batch {
         Some(size) => vec![size],
@@ -159,7 +164,7 @@ fn variants(task: &Task, mesh: &Layout, wanted: &Wanted) -> Vec<Layout> {
 fn schedules(
     task: &Task,
     variant: &Layout,
-    wanted: &Wanted,
+    wanted: &Constraints,
     reason: &mut Option<String>,
 ) -> Vec<Layout> {
     let chunks_of = |schedule| match schedule {
@@ -211,7 +216,7 @@ fn divisors(number: usize) -> Vec<usize> {
 }
 
 /// Why no mesh has the wanted sizes.
-fn not_a_mesh(ranks: usize, wanted: &Wanted) -> String {
+fn not_a_mesh(ranks: usize, wanted: &Constraints) -> String {
     let sizes = [wanted.data, wanted.tensor, wanted.pipeline];
     let [data, tensor, pipeline] =
         sizes.map(|size| size.map_or("any".into(), |size| size.to_string()));

@@ -25,7 +25,13 @@ pub fn plans(plans: &Plans) -> String {
     .map(String::from)];
     rows.extend(plans.best.iter().map(row));
     let count = format!("{} layouts, {} of them fit in memory", plans.tried, plans.fit);
-    format!("{}{count}\n", aligned(&rows))
+    let is_too_fast =
+        |plan: &Prediction| plan.layout.zero == 3 && plan.data_traffic.inter_node > 0.0;
+    let warning = match plans.best.iter().any(is_too_fast) {
+        true => "ZeRO 3 on several nodes is predicted too fast: docs/planner.md\n",
+        false => "",
+    };
+    format!("{}{count}\n{warning}", aligned(&rows))
 }
 
 fn row(plan: &Prediction) -> [String; 16] {

@@ -5,14 +5,14 @@ use serde::Deserialize;
 
 use crate::cluster::Cluster;
 use crate::error::{Error, Result};
-use crate::layout::{Wanted, BATCHES};
+use crate::layout::{Constraints, BATCHES};
 use crate::model::{Layer, Model, Transformer};
 use crate::training::Training;
 
 /// What is planned.
 ///
 /// ```
-/// use flow_plan::{predict, search, Task, Wanted};
+/// use flow_plan::{predict, search, Task, Constraints};
 ///
 /// let text = r#"{
 ///     "transformer": {
@@ -27,7 +27,7 @@ use crate::training::Training;
 ///     }
 /// }"#;
 /// let task = Task::from_json(text, None)?;
-/// let plans = search(&task, 4, &Wanted::default(), 10)?;
+/// let plans = search(&task, 4, &Constraints::default(), 10)?;
 /// let best = &plans.best[0];
 /// assert_eq!(best.layout.ranks(), 4);
 /// assert_eq!(predict(&task, &best.layout)?.time.step, best.time.step);
@@ -44,7 +44,7 @@ pub struct Task {
     /// How the training is done.
     pub training: Training,
     /// Parts of the layout that are given.
-    pub layout: Wanted,
+    pub layout: Constraints,
 }
 
 /// A model in JSON: its shape as a transformer, or its layers.
@@ -59,7 +59,7 @@ struct TaskFile {
     #[serde(default)]
     training: Training,
     #[serde(default)]
-    layout: Wanted,
+    layout: Constraints,
 }
 
 impl Task {

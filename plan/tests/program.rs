@@ -154,6 +154,19 @@ fn runs_on_two_cores_are_predicted_better_than_by_the_cores_alone() {
     let sentence = format!("{} on average, and that by the cores alone {}", shown[0], shown[1]);
     assert!(PAGE.contains(&sentence), "docs/planner.md differs from: {sentence}");
     assert!(model < 0.6 * cores, "{sentence}");
+
+    let (mut pairs, mut right) = (0, 0);
+    for (index, row) in rows.iter().enumerate() {
+        let is_alike = |other: &&Value| width(other) == width(row) && ranks(other) == ranks(row);
+        for other in rows[index + 1..].iter().filter(is_alike) {
+            let predicted = |row: &Value| row["predicted"].as_f64().unwrap();
+            pairs += 1;
+            let is_right = (seconds(row) < seconds(other)) == (predicted(row) < predicted(other));
+            right += usize::from(is_right);
+        }
+    }
+    let sentence = format!("of {pairs} such pairs it has {right} in the right order");
+    assert!(PAGE.contains(&sentence), "docs/planner.md differs from: {sentence}");
 }
 
 #[test]
