@@ -110,6 +110,14 @@ fn the_layout_of_the_issue_is_possible() {
     }
 }
 
+/// Table 2 of Narayanan et al. 2021 is far from what is predicted for ZeRO 3 on several nodes.
+#[test]
+fn zero_3_on_several_nodes_comes_with_a_warning() {
+    let warning = "ZeRO 3 on several nodes is predicted too fast";
+    assert!(output(&format!("{GPT3} -n 64 --dp 64 --zero 3")).contains(warning));
+    assert!(!output(&format!("{GPT3} -n 64 --zero 1")).contains(warning));
+}
+
 #[test]
 fn a_model_may_have_its_cluster() {
     let text = output("plan/models/gpt.json --ranks 8 --top 3");

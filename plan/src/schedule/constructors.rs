@@ -7,7 +7,7 @@ use super::definition::Schedule;
 use super::error::{Error, Result};
 use super::kind::ScheduleKind;
 use super::one_f_one_b;
-use super::simulator::{simulate, Costs};
+use super::simulator::check_order;
 use super::zero_bubble;
 
 impl Schedule {
@@ -134,7 +134,7 @@ impl Schedule {
         let micro_batches = check(&rank_of_stage, &computations)?;
         let actions = with_communication(&rank_of_stage, micro_batches, computations);
         let schedule = Self { rank_of_stage, micro_batches, actions };
-        simulate(&schedule, &Costs::default())?;
+        check_order(&schedule)?;
         Ok(schedule)
     }
 

@@ -1,6 +1,6 @@
 //! When ranks do what.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 
 use super::action::Action::{self, *};
 use super::definition::Schedule;
@@ -136,21 +136,45 @@ pub fn simulate_stages(schedule: &Schedule, costs: &[Costs]) -> Result<Timeline>
     if given != stages {
         return Err(Error::Stages { given, stages });
     }
+    let ranks = carry_out(schedule, costs, true)?;
+    let (intervals, peak_activations) =
+        ranks.into_iter().map(|rank| (rank.intervals, rank.peak)).unzip();
+    Ok(Timeline { intervals, peak_activations })
+}
+
+/// An error if ranks wait for each other, or receive in another order than others send.
+pub(super) fn check_order(schedule: &Schedule) -> Result<()> {
+    carry_out(schedule, &vec![Costs::default(); schedule.stages()], false).map(drop)
+}
+
+/// Carries the schedule out; intervals are recorded if wanted.
+fn carry_out(schedule: &Schedule, costs: &[Costs], records: bool) -> Result<Vec<Rank>> {
     let mut simulation = Simulation {
         schedule,
         costs,
-        done: Done::new(stages, schedule.micro_batches()),
+        records,
+        done: Done::new(schedule.stages(), schedule.micro_batches()),
         ranks: (0..schedule.ranks()).map(|_| Rank::default()).collect(),
-        channels: HashMap::new(),
+        channels: vec![Vec::new(); schedule.ranks()],
         awake: (0..schedule.ranks()).collect(),
     };
     while let Some(rank) = simulation.awake.pop() {
         simulation.run(rank)?;
     }
     simulation.check_finished()?;
-    let (intervals, peak_activations) =
-        simulation.ranks.into_iter().map(|rank| (rank.intervals, rank.peak)).unzip();
-    Ok(Timeline { intervals, peak_activations })
+    Ok(simulation.ranks)
+}
+
+/// What is on its way from a rank, with the times when it is there.
+type Channel = VecDeque<(Action, f64)>;
+
+/// The channel from a rank, of those to another: a rank has few neighbours.
+fn channel(channels: &mut Vec<(usize, Channel)>, from: usize) -> &mut Channel {
+    let at = channels.iter().position(|(rank, _)| *rank == from).unwrap_or(channels.len());
+    if at == channels.len() {
+        channels.push((from, Channel::new()));
+    }
+    &mut channels[at].1
 }
 
 /// How far a rank is.
@@ -173,8 +197,9 @@ struct Simulation<'a> {
     /// Of all ranks: each stage is on one.
     done: Done,
     ranks: Vec<Rank>,
-    /// What is on its way from one rank to another, with the time when it is there.
-    channels: HashMap<(usize, usize), VecDeque<(Action, f64)>>,
+    records: bool,
+    /// By the rank that receives, then by the rank that sends.
+    channels: Vec<Vec<(usize, Channel)>>,
     /// Ranks that can perhaps go on: something has been sent to them since they had to wait.
     awake: Vec<usize>,
 }
@@ -198,12 +223,12 @@ impl Simulation<'_> {
         let state = &mut self.ranks[rank];
         if let Some(receive) = action.receive() {
             let to = self.schedule.rank_of(receive.stage());
-            let channel = self.channels.entry((rank, to)).or_default();
-            channel.push_back((receive, state.now + self.costs[action.stage()].send));
+            let arrival = state.now + self.costs[action.stage()].send;
+            channel(&mut self.channels[to], rank).push_back((receive, arrival));
             self.awake.push(to);
         } else if let Some(send) = action.send() {
             let from = self.schedule.rank_of(send.stage());
-            match self.channels.entry((from, rank)).or_default().pop_front() {
+            match channel(&mut self.channels[rank], from).pop_front() {
                 None => return Ok(false),
                 Some((sent, _)) if sent != action => {
                     return Err(Error::Order { rank, from, action, sent })
@@ -213,7 +238,9 @@ impl Simulation<'_> {
         } else {
             let start = state.now;
             state.now += self.costs[action.stage()].of(action);
-            state.intervals.push(Interval { action, start, end: state.now });
+            if self.records {
+                state.intervals.push(Interval { action, start, end: state.now });
+            }
             match action {
                 Forward { .. } => state.held += 1,
                 Backward { .. } | BackwardWeight { .. } => state.held -= 1,
