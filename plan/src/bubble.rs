@@ -107,8 +107,8 @@ pub fn waits(
             (by_chunk, bubble, if ranks > 1 { stalls + 2.0 * borders * (send - late) } else { 0.0 })
         }
         // The first rank begins p - 1 forwards before the last, and gets the last gradient p - 1
-        // gradients of inputs after it. Meanwhile it does p - 1 gradients of weights. The way there
-        // and back is as long for sends at the beginning as at the end.
+        // gradients of inputs after it. Meanwhile it does p - 1 gradients of weights. With sends, as
+        // the simulator has it, that path crosses each border four times.
         ScheduleKind::ZbH1 => {
             let bubble = others.forward + others.backward_input - others.backward_weight;
             let late = (send - least(|work| work.backward_weight) / 2.0).max(0.0);
