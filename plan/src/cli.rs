@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::builder::{PossibleValuesParser, RangedU64ValueParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
-use flow_plan::{Recompute, ScheduleKind, Wanted};
+use flow_plan::{Constraints, Recompute, ScheduleKind};
 
 /// Lists layouts of a training job on N ranks, the fastest first
 ///
@@ -85,8 +85,8 @@ pub struct LayoutArgs {
 }
 
 impl LayoutArgs {
-    pub fn wanted(&self) -> Wanted {
-        Wanted {
+    pub fn wanted(&self) -> Constraints {
+        Constraints {
             data: self.dp,
             tensor: self.tp,
             pipeline: self.pp,
@@ -127,16 +127,16 @@ pub struct ScheduleArgs {
     #[arg(long, value_name = "N", default_value = "2", value_parser = count())]
     pub chunks: usize,
     /// Time of the forward of all that a rank has, in any unit
-    #[arg(long, value_name = "TIME", default_value = "1")]
+    #[arg(long, allow_negative_numbers = true, value_name = "TIME", default_value = "1")]
     pub forward: f64,
     /// Time of the gradients of inputs
-    #[arg(long, value_name = "TIME", default_value = "1")]
+    #[arg(long, allow_negative_numbers = true, value_name = "TIME", default_value = "1")]
     pub backward_input: f64,
     /// Time of the gradients of weights
-    #[arg(long, value_name = "TIME", default_value = "1")]
+    #[arg(long, allow_negative_numbers = true, value_name = "TIME", default_value = "1")]
     pub backward_weight: f64,
     /// Time from a send until what was sent is there
-    #[arg(long, value_name = "TIME", default_value = "0")]
+    #[arg(long, allow_negative_numbers = true, value_name = "TIME", default_value = "0")]
     pub send: f64,
 }
 

@@ -62,12 +62,11 @@ impl Cluster {
     pub(crate) fn check(&self) -> Result<()> {
         if self.ranks_per_node == 0 {
             let need = "a node has at least 1 rank";
-            return Err(Error::Field { field: "cluster.ranks_per_node", value: "0".into(), need });
+            return Err(Error::field("cluster.ranks_per_node", 0, need));
         }
         if let Some(value @ 0) = self.concurrent_ranks {
             let need = "at least 1 rank of a node computes";
-            let value = value.to_string();
-            return Err(Error::Field { field: "cluster.concurrent_ranks", value, need });
+            return Err(Error::field("cluster.concurrent_ranks", value, need));
         }
         positive("cluster.memory", self.memory)?;
         positive("cluster.flops", self.flops)?;
@@ -91,8 +90,7 @@ impl Cluster {
             true => greatest_common_divisor(node / stride, size),
             false => 1,
         };
-        let crosses_nodes = size > on_a_node;
-        let link = match crosses_nodes {
+        let link = match size > on_a_node {
             false => self.intra_node,
             // The ring enters and leaves a node once: over the connections of all its ranks there.
             true => {
@@ -104,7 +102,16 @@ impl Cluster {
                 Link { bandwidth, latency: self.inter_node.latency }
             }
         };
-        Group { size, link, crosses_nodes }
+        Group { size, on_a_node, link }
+    }
+
+    /// As [`Cluster::group`], of ranks that send to their neighbours: each over its own connection.
+    pub(crate) fn neighbours(&self, size: usize, stride: usize, ranks: usize) -> Group {
+        let group = self.group(size, stride, ranks);
+        let link = if group.crosses_nodes() { self.inter_node } else { self.intra_node };
+        // Of the borders between neighbours, the slowest counts.
+        let on_a_node = if group.crosses_nodes() { 1 } else { size };
+        Group { link, on_a_node, ..group }
     }
 
     /// How many ranks of a node take turns on what one of them needs.
@@ -125,30 +132,40 @@ fn greatest_common_divisor(a: usize, b: usize) -> usize {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Group {
     pub size: usize,
+    /// How many of them are on a node.
+    pub on_a_node: usize,
     pub link: Link,
-    pub crosses_nodes: bool,
 }
 
 impl Group {
+    pub fn crosses_nodes(&self) -> bool {
+        self.size > self.on_a_node
+    }
+
     /// Bytes that a rank sends in a reduce-scatter or an all-gather of `bytes` in all: one half of
     /// an all-reduce (Thakur et al. 2005, "Optimization of Collective Communication Operations in
     /// MPICH").
-    pub fn half_bytes(&self, bytes: f64) -> f64 {
+    pub fn reduce_scatter_bytes(&self, bytes: f64) -> f64 {
         bytes * (self.size - 1) as f64 / self.size as f64
     }
 
     /// Seconds of a reduce-scatter or an all-gather of `bytes` in all.
-    pub fn half(&self, bytes: f64) -> f64 {
+    pub fn reduce_scatter(&self, bytes: f64) -> f64 {
         if self.size == 1 || bytes == 0.0 {
             return 0.0;
         }
+        self.reduce_scatter_bytes(bytes) / self.link.bandwidth + self.reduce_scatter_latency()
+    }
+
+    /// Seconds of a reduce-scatter or an all-gather of a few bytes.
+    pub fn reduce_scatter_latency(&self) -> f64 {
         let steps = usize::BITS - (self.size - 1).leading_zeros();
-        self.half_bytes(bytes) / self.link.bandwidth + f64::from(steps) * self.link.latency
+        f64::from(steps) * self.link.latency
     }
 
     /// Seconds of an all-reduce of `bytes`.
     pub fn all_reduce(&self, bytes: f64) -> f64 {
-        2.0 * self.half(bytes)
+        2.0 * self.reduce_scatter(bytes)
     }
 
     /// Seconds until the next rank has `bytes`.
@@ -170,17 +187,21 @@ mod tests {
     fn a_group_uses_the_slowest_link_on_its_way() {
         let cluster = dgx();
         let within = cluster.group(8, 1, 64);
-        assert!(!within.crosses_nodes);
+        assert!(!within.crosses_nodes());
         assert_eq!(within.link.bandwidth, cluster.intra_node.bandwidth);
         let across = cluster.group(6, 8, 48);
-        assert!(across.crosses_nodes);
+        assert!(across.crosses_nodes());
         assert_eq!(across.link.bandwidth, cluster.inter_node.bandwidth);
         // Four ranks of each node are in the group: the two groups share the node's connections.
         assert_eq!(cluster.group(32, 2, 64).link.bandwidth, 4.0 * cluster.inter_node.bandwidth);
         // Six do not divide a node's eight: one group is ranks 6 and 7, and four of the next node.
-        assert!(cluster.group(6, 1, 24).crosses_nodes);
-        assert!(!cluster.group(6, 1, 6).crosses_nodes);
+        assert!(cluster.group(6, 1, 24).crosses_nodes());
+        assert!(!cluster.group(6, 1, 6).crosses_nodes());
         assert_eq!(cluster.group(1, 1, 8).all_reduce(1e9), 0.0);
+        // A ring of two ranks on each node has both their connections; a send has one.
+        assert_eq!(cluster.group(4, 4, 16).link.bandwidth, 2.0 * cluster.inter_node.bandwidth);
+        assert_eq!(cluster.neighbours(4, 4, 16).link.bandwidth, cluster.inter_node.bandwidth);
+        assert_eq!(cluster.neighbours(2, 4, 8).link.bandwidth, cluster.intra_node.bandwidth);
     }
 
     #[test]

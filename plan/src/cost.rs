@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use crate::bubble::Work;
 use crate::cluster::{Cluster, Group};
 use crate::layout::{Layout, Recompute};
 use crate::model::{Layer, Model};
@@ -25,7 +26,11 @@ pub(crate) struct Cost {
     /// Bytes that go through all-reduces, forward and backward.
     pub reduced_bytes: f64,
     /// Bytes kept from forward to backward.
-    pub kept: f64,
+    pub activations: f64,
+    /// Bytes that the backward computes again.
+    pub recomputed: f64,
+    /// Layers with parameters.
+    pub layers: f64,
 }
 
 impl Cost {
@@ -37,12 +42,35 @@ impl Cost {
         self.recompute += other.recompute;
         self.recompute_all_reduce += other.recompute_all_reduce;
         self.reduced_bytes += other.reduced_bytes;
-        self.kept += other.kept;
+        self.activations += other.activations;
+        self.recomputed += other.recomputed;
+        self.layers += other.layers;
     }
 
     /// Seconds of a micro-batch.
-    pub fn seconds(&self) -> f64 {
-        3.0 * self.forward + 2.0 * self.all_reduce + self.recompute + self.recompute_all_reduce
+    pub fn work(&self) -> Work {
+        let forward = self.forward + self.all_reduce;
+        Work {
+            forward,
+            backward_input: forward + self.recompute + self.recompute_all_reduce,
+            backward_weight: self.forward,
+        }
+    }
+
+    /// Each of these costs, divided.
+    pub fn divided_by(&self, count: f64) -> Self {
+        Self {
+            parameters: self.parameters / count,
+            tied_parameters: self.tied_parameters / count,
+            forward: self.forward / count,
+            all_reduce: self.all_reduce / count,
+            recompute: self.recompute / count,
+            recompute_all_reduce: self.recompute_all_reduce / count,
+            reduced_bytes: self.reduced_bytes / count,
+            activations: self.activations / count,
+            recomputed: self.recomputed / count,
+            layers: self.layers / count,
+        }
     }
 }
 
@@ -51,8 +79,8 @@ pub(crate) struct Costs {
     layers: Vec<Cost>,
     /// The most parameters of a layer on a rank.
     pub largest_layer: f64,
-    /// The most bytes that the backward of one layer needs beside what is kept.
-    pub working: f64,
+    /// The most bytes that the backward of one layer computes again.
+    pub largest_recomputed: f64,
     /// Bytes of each layer's input that a rank keeps.
     inputs: Vec<f64>,
 }
@@ -63,19 +91,19 @@ impl Costs {
         let mut costs = Self {
             layers: Vec::with_capacity(model.layers.len()),
             largest_layer: 0.0,
-            working: 0.0,
+            largest_recomputed: 0.0,
             inputs: Vec::with_capacity(model.layers.len()),
         };
         // Most layers are as the one before.
-        let mut last: Option<(&Layer, Cost, f64)> = None;
+        let mut last: Option<(&Layer, Cost)> = None;
         for layer in &model.layers {
-            let (cost, working) = match last {
-                Some((same, cost, working)) if same == layer => (cost, working),
+            let cost = match last {
+                Some((same, cost)) if same == layer => cost,
                 _ => cost_of(layer, cluster, &group, layout),
             };
-            last = Some((layer, cost, working));
+            last = Some((layer, cost));
             costs.largest_layer = costs.largest_layer.max(cost.parameters);
-            costs.working = costs.working.max(working);
+            costs.largest_recomputed = costs.largest_recomputed.max(cost.recomputed);
             costs.layers.push(cost);
             let is_split = layout.sequence_parallel || training.scatter_gather;
             let parts = if is_split { layout.tensor as f64 } else { 1.0 };
@@ -96,15 +124,23 @@ impl Costs {
     pub fn sent_to(&self, layer: usize) -> f64 {
         self.inputs[layer]
     }
+
+    /// Of what a rank receives: the bytes that it then gathers from its group of tensor parallelism.
+    pub fn gathered(&self, layer: usize, training: &Training, layout: &Layout) -> f64 {
+        match training.scatter_gather && !layout.sequence_parallel {
+            true => self.inputs[layer] * layout.tensor as f64,
+            false => 0.0,
+        }
+    }
 }
 
-/// A layer's costs, and the bytes that its backward needs beside what is kept.
-fn cost_of(layer: &Layer, cluster: &Cluster, group: &Group, layout: &Layout) -> (Cost, f64) {
+/// A layer's costs.
+fn cost_of(layer: &Layer, cluster: &Cluster, group: &Group, layout: &Layout) -> Cost {
     let samples = layout.micro_batch as f64;
     let tensor = layout.tensor as f64;
     let replicas = if layout.sequence_parallel { tensor } else { 1.0 };
     let rows = samples * layer.rows.unwrap_or(1.0);
-    let share = match layer.matmul_size {
+    let share = match layer.gemm_size {
         Some(size) => cluster.matmul.of(rows.min(size / tensor)),
         None => cluster.matmul.peak_share,
     };
@@ -117,21 +153,22 @@ fn cost_of(layer: &Layer, cluster: &Cluster, group: &Group, layout: &Layout) -> 
     let forward = computing(layer.flops) + moving(scores + others) + overhead;
     let all_reduce = group.all_reduce(samples * layer.all_reduce);
     let recompute = if layer.never_recomputed { Recompute::None } else { layout.recompute };
-    let (again, again_all_reduce, kept) = match recompute {
+    let (again, again_all_reduce, activations) = match recompute {
         Recompute::None => (0.0, 0.0, scores + others),
         Recompute::Selective => (computing(layer.score_flops) + moving(scores), 0.0, others),
         Recompute::Full => (forward, all_reduce, samples * layer.input / replicas),
     };
     let passes = if recompute == Recompute::Full { 3.0 } else { 2.0 };
-    let cost = Cost {
+    Cost {
         parameters: (layer.parameters + layer.tied_parameters) / tensor,
         tied_parameters: layer.tied_parameters / tensor,
         forward,
         all_reduce,
         recompute: again,
         recompute_all_reduce: again_all_reduce,
-        reduced_bytes: passes * 2.0 * group.half_bytes(samples * layer.all_reduce),
-        kept,
-    };
-    (cost, scores + others - kept.min(scores + others))
+        reduced_bytes: passes * 2.0 * group.reduce_scatter_bytes(samples * layer.all_reduce),
+        activations,
+        recomputed: (scores + others - activations).max(0.0),
+        layers: if layer.parameters + layer.tied_parameters > 0.0 { 1.0 } else { 0.0 },
+    }
 }

@@ -16,7 +16,7 @@ pub enum Error {
     #[error("{field} is {value}: {need}")]
     Field {
         /// The path to the field.
-        field: &'static str,
+        field: String,
         /// The value.
         value: String,
         /// What would be right.
@@ -29,6 +29,14 @@ pub enum Error {
         layout: String,
         /// Why not, and what would be right.
         reason: String,
+    },
+    /// One of several measured runs.
+    #[error("run {name:?}: {error}")]
+    Run {
+        /// The run's name.
+        name: String,
+        /// What is wrong with it.
+        error: Box<Error>,
     },
     /// No layout of so many ranks has all the wanted parts and divides the model and the batch.
     #[error("no layout of {ranks} ranks is possible: {reason}")]
@@ -43,25 +51,33 @@ pub enum Error {
 /// A result with [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error unless `value` is a number above 0.
-pub(crate) fn positive(field: &'static str, value: f64) -> Result<()> {
-    match value.is_finite() && value > 0.0 {
-        true => Ok(()),
-        false => {
-            Err(Error::Field { field, value: value.to_string(), need: "give a number above 0" })
-        }
+impl Error {
+    /// [`Error::Field`].
+    pub(crate) fn field(
+        field: impl Into<String>,
+        value: impl ToString,
+        need: &'static str,
+    ) -> Self {
+        Self::Field { field: field.into(), value: value.to_string(), need }
     }
 }
 
-/// An error unless `value` is a number of at least 0.
-pub(crate) fn not_negative(field: &'static str, value: f64) -> Result<()> {
-    match value.is_finite() && value >= 0.0 {
+/// The largest number that is taken: products of several are still numbers.
+const LARGEST: f64 = 1e30;
+
+/// An error unless `value` is above 0, from 1e-30 to 1e30.
+pub(crate) fn positive(field: impl Into<String>, value: f64) -> Result<()> {
+    match (1.0 / LARGEST..=LARGEST).contains(&value) {
         true => Ok(()),
-        false => Err(Error::Field {
-            field,
-            value: value.to_string(),
-            need: "give a number of at least 0",
-        }),
+        false => Err(Error::field(field, value, "give a number above 0, from 1e-30 to 1e30")),
+    }
+}
+
+/// An error unless `value` is from 0 to 1e30.
+pub(crate) fn not_negative(field: impl Into<String>, value: f64) -> Result<()> {
+    match (0.0..=LARGEST).contains(&value) {
+        true => Ok(()),
+        false => Err(Error::field(field, value, "give a number from 0 to 1e30")),
     }
 }
 
@@ -69,8 +85,6 @@ pub(crate) fn not_negative(field: &'static str, value: f64) -> Result<()> {
 pub(crate) fn share(field: &'static str, value: f64) -> Result<()> {
     match (0.0..=1.0).contains(&value) {
         true => Ok(()),
-        false => {
-            Err(Error::Field { field, value: value.to_string(), need: "give a share from 0 to 1" })
-        }
+        false => Err(Error::field(field, value, "give a share from 0 to 1")),
     }
 }

@@ -16,13 +16,20 @@ pub fn prediction(plan: &Prediction, cluster: &Cluster) -> String {
     let chunks = layout.chunks;
     let sends = 2 * (layout.pipeline - 1);
     let schedule = layout.schedule.name();
+    let exchanged = match layout.zero {
+        0 => "gradients",
+        1 => "gradients and weights",
+        2 => "gradients of each micro-batch, and weights,",
+        _ => "gradients and, twice, weights of each micro-batch,",
+    };
     let times = [
         row("compute", time.compute, format!("forward and backward of micro-batches: {count}")),
         row("recompute", time.recompute, format!("of activations: {}", layout.recompute.name())),
         row("tp", time.tensor, format!("all-reduces of {} ranks", layout.tensor)),
         row("pp", time.pipeline, format!("sends of micro-batches: {count}; hops: {sends}")),
-        row("dp", time.data, format!("gradients of {} ranks, ZeRO {}", layout.data, layout.zero)),
+        row("dp", time.data, format!("{exchanged} of {} ranks, ZeRO {}", layout.data, layout.zero)),
         row("optimizer", time.optimizer, "reads and writes its state once".into()),
+        row("imbalance", time.imbalance, "stages that take longer than the average".into()),
         row(
             "bubble",
             time.bubble,
@@ -34,6 +41,8 @@ pub fn prediction(plan: &Prediction, cluster: &Cluster) -> String {
         [format!("  {name}"), bytes(part), percent(part / memory.total), meaning]
     };
     let shared = |stage: u8| match layout.zero >= stage {
+        // The optimizer needs no whole layer.
+        true if stage > 1 => format!("shared by {} ranks, and one layer whole", layout.data),
         true => format!("shared by {} ranks", layout.data),
         false => "whole".into(),
     };
@@ -44,12 +53,13 @@ pub fn prediction(plan: &Prediction, cluster: &Cluster) -> String {
         part("activations", memory.activations, format!("recomputed: {}", layout.recompute.name())),
     ];
     let traffic = |name: &str, traffic: &Traffic, ranks: usize| {
-        let place = if traffic.crosses_nodes { "between nodes" } else { "within a node" };
+        let [within, between] = [traffic.intra_node, traffic.inter_node].map(bytes);
         let link = match ranks {
             1 => "one rank".into(),
-            _ => format!("{ranks} ranks, {}/s {place}", bytes(traffic.bandwidth)),
+            _ => format!("{ranks} ranks, slowest link {}/s", bytes(traffic.bandwidth)),
         };
-        [format!("  {name}"), bytes(traffic.bytes), link]
+        let places = format!("{within} within a node, {between} between nodes");
+        [format!("  {name}"), bytes(traffic.bytes()), places, link]
     };
     let links = [
         traffic("tp", &plan.tensor_traffic, layout.tensor),

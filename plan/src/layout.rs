@@ -4,9 +4,9 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::bubble::ScheduleKind;
 use crate::error::{Error, Result};
 use crate::model::Model;
+use crate::schedule::ScheduleKind;
 
 /// What of the forward is computed again in the backward, so that fewer activations are kept
 /// (Korthikanti et al. 2022).
@@ -34,6 +34,9 @@ impl Recompute {
         }
     }
 }
+
+/// The samples that a step may have.
+pub(crate) const BATCHES: std::ops::RangeInclusive<usize> = 1..=1 << 32;
 
 /// A mesh of `pipeline` x `data` x `tensor` ranks, of which the last are neighbours, and what they
 /// do.
@@ -73,7 +76,7 @@ impl Layout {
 
     /// How many micro-batches of a batch pass each pipeline.
     pub fn micro_batches(&self, batch: usize) -> usize {
-        batch / (self.data * self.micro_batch)
+        batch / self.data.saturating_mul(self.micro_batch).max(1)
     }
 
     /// Whether the layout divides the model and the batch.
@@ -84,13 +87,28 @@ impl Layout {
         }
     }
 
-    fn reason_against(&self, model: &Model, batch: usize) -> Option<String> {
+    /// Why the layout cannot be, if it cannot.
+    pub(crate) fn reason_against(&self, model: &Model, batch: usize) -> Option<String> {
         let Self { data, tensor, pipeline, micro_batch, chunks, .. } = *self;
         if [data, tensor, pipeline, micro_batch, chunks].contains(&0) {
             return Some("all sizes are at least 1".into());
         }
+        let name = self.schedule.name();
+        match self.schedule {
+            ScheduleKind::Interleaved if chunks < 2 => {
+                return Some("interleaved takes 2 chunks or more".into())
+            }
+            ScheduleKind::ZbV if chunks != 2 => return Some("zb-v takes 2 chunks".into()),
+            ScheduleKind::Gpipe | ScheduleKind::OneFOneB | ScheduleKind::ZbH1 if chunks != 1 => {
+                return Some(format!("{name} takes 1 chunk, not {chunks}"))
+            }
+            _ => {}
+        }
         if self.zero > 3 {
             return Some("ZeRO stages go from 0 to 3".into());
+        }
+        if !BATCHES.contains(&batch) {
+            return Some(format!("a batch of {batch}; give 1 to 2^32 samples"));
         }
         if !model.tensor_parallel.is_multiple_of(tensor) {
             let most = model.tensor_parallel;
@@ -104,23 +122,14 @@ impl Layout {
             let need = format!("{data} x {micro_batch} samples do not divide the batch of {batch}");
             return Some(need);
         }
-        let (micro_batches, name) = (self.micro_batches(batch), self.schedule.name());
+        let micro_batches = self.micro_batches(batch);
         let fewest = self.schedule.fewest_micro_batches(pipeline);
         if micro_batches < fewest {
             return Some(format!(
                 "{name} takes {fewest} micro-batches or more, not {micro_batches}"
             ));
         }
-        match self.schedule {
-            ScheduleKind::Interleaved if chunks < 2 => {
-                Some("interleaved takes 2 chunks or more".into())
-            }
-            ScheduleKind::ZbV if chunks != 2 => Some("zb-v takes 2 chunks".into()),
-            ScheduleKind::Gpipe | ScheduleKind::OneFOneB | ScheduleKind::ZbH1 if chunks != 1 => {
-                Some(format!("{name} takes 1 chunk"))
-            }
-            _ => None,
-        }
+        None
     }
 }
 
@@ -143,7 +152,7 @@ impl fmt::Display for Layout {
 /// The parts of a layout that are given; the others are searched for.
 #[derive(Clone, Copy, Default, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct Wanted {
+pub struct Constraints {
     /// As [`Layout::data`].
     pub data: Option<usize>,
     /// As [`Layout::tensor`].
@@ -164,7 +173,7 @@ pub struct Wanted {
     pub sequence_parallel: Option<bool>,
 }
 
-impl Wanted {
+impl Constraints {
     /// These parts, and those of `other` that are not given here.
     pub fn or(self, other: Self) -> Self {
         Self {
@@ -177,6 +186,24 @@ impl Wanted {
             zero: self.zero.or(other.zero),
             recompute: self.recompute.or(other.recompute),
             sequence_parallel: self.sequence_parallel.or(other.sequence_parallel),
+        }
+    }
+
+    /// Whether there are such sizes.
+    pub(crate) fn check(&self) -> Result<()> {
+        let sizes = [
+            ("layout.data", self.data),
+            ("layout.tensor", self.tensor),
+            ("layout.pipeline", self.pipeline),
+            ("layout.micro_batch", self.micro_batch),
+            ("layout.chunks", self.chunks),
+        ];
+        if let Some((field, _)) = sizes.iter().find(|(_, size)| *size == Some(0)) {
+            return Err(Error::field(*field, "0", "give 1 or more"));
+        }
+        match self.zero {
+            Some(zero) if zero > 3 => Err(Error::field("layout.zero", zero, "give 0 to 3")),
+            _ => Ok(()),
         }
     }
 

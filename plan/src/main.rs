@@ -17,7 +17,7 @@ use flow_plan::{compare, search, Task};
 use cli::{Cli, Command, CompareArgs, PlanArgs, ScheduleArgs};
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = parse();
     let output = match &cli.command {
         Some(Command::Compare(args)) => compare_output(args),
         Some(Command::Schedule(args)) => schedule_output(args),
@@ -34,6 +34,23 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// The arguments. Help and version go to stdout; what is wrong with them is one line, and exit code
+/// 2.
+fn parse() -> Cli {
+    Cli::try_parse().unwrap_or_else(|error| {
+        if !error.use_stderr() {
+            error.exit();
+        }
+        let text = error.to_string();
+        let is_usage =
+            |line: &&str| line.starts_with("Usage:") || line.starts_with("For more information");
+        let lines = text.lines().map(str::trim).take_while(|line| !is_usage(line));
+        let line = lines.filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" ");
+        eprintln!("flow-plan: {}", line.trim_start_matches("error: "));
+        std::process::exit(2)
+    })
 }
 
 fn plan_output(args: &PlanArgs) -> anyhow::Result<String> {

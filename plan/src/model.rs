@@ -21,7 +21,7 @@ pub struct Layer {
     pub flops: f64,
     /// The smallest dimension of its matrix products, beside the batch: tensor parallelism divides
     /// it. Left out: so large that it does not matter.
-    pub matmul_size: Option<f64>,
+    pub gemm_size: Option<f64>,
     /// Rows of its matrix products for one sample, as the tokens of a sequence; 1 if left out.
     pub rows: Option<f64>,
     /// Bytes of the input.
@@ -50,26 +50,35 @@ pub struct Layer {
 }
 
 impl Layer {
-    fn check(&self) -> Result<()> {
-        not_negative("layers[].parameters", self.parameters)?;
-        not_negative("layers[].tied_parameters", self.tied_parameters)?;
-        not_negative("layers[].flops", self.flops)?;
-        not_negative("layers[].input", self.input)?;
-        not_negative("layers[].activations", self.activations)?;
-        not_negative("layers[].replicated_activations", self.replicated_activations)?;
-        not_negative("layers[].score_activations", self.score_activations)?;
-        not_negative("layers[].score_flops", self.score_flops)?;
-        not_negative("layers[].all_reduce", self.all_reduce)?;
-        let at_least_1 = |field, value: f64| match value >= 1.0 && value.is_finite() {
-            true => Ok(()),
-            false => {
-                let need = "give a number of at least 1";
-                Err(Error::Field { field, value: value.to_string(), need })
+    /// Whether this layer of a model's list can be.
+    fn check(&self, index: usize) -> Result<()> {
+        let field = |name| format!("layers[{index}].{name}");
+        let numbers = [
+            ("parameters", self.parameters),
+            ("tied_parameters", self.tied_parameters),
+            ("flops", self.flops),
+            ("input", self.input),
+            ("activations", self.activations),
+            ("replicated_activations", self.replicated_activations),
+            ("score_activations", self.score_activations),
+            ("score_flops", self.score_flops),
+            ("all_reduce", self.all_reduce),
+        ];
+        for (name, value) in numbers {
+            not_negative(field(name), value)?;
+        }
+        let counts = [
+            ("repeat", self.repeat.map(|count| count as f64)),
+            ("gemm_size", self.gemm_size),
+            ("rows", self.rows),
+        ];
+        for (name, value) in counts {
+            let value = value.unwrap_or(1.0);
+            if !(1.0..=1e30).contains(&value) {
+                return Err(Error::field(field(name), value, "give a number of at least 1"));
             }
-        };
-        at_least_1("layers[].repeat", self.repeat.unwrap_or(1) as f64)?;
-        at_least_1("layers[].matmul_size", self.matmul_size.unwrap_or(1.0))?;
-        at_least_1("layers[].rows", self.rows.unwrap_or(1.0))
+        }
+        Ok(())
     }
 }
 
@@ -109,12 +118,11 @@ impl Transformer {
         if let Some(&(field, value)) = sizes.iter().find(|(_, size)| !(1..=1 << 30).contains(size))
         {
             let need = "give a number from 1 to 2^30";
-            return Err(Error::Field { field, value: value.to_string(), need });
+            return Err(Error::field(field, value, need));
         }
         if !self.hidden.is_multiple_of(self.heads) {
             let need = "give a number of heads that divides `hidden`";
-            let value = self.heads.to_string();
-            return Err(Error::Field { field: "transformer.heads", value, need });
+            return Err(Error::field("transformer.heads", self.heads, need));
         }
         Ok(())
     }
@@ -142,7 +150,7 @@ impl Transformer {
             // Matrices and biases of attention and MLP, and two layer norms.
             parameters: 4.0 * h * h + 2.0 * h * f + 9.0 * h + f,
             flops: 8.0 * s * h * h + 4.0 * s * h * f + 4.0 * s * s * h,
-            matmul_size: Some(h.min(f)),
+            gemm_size: Some(h.min(f)),
             rows: Some(s),
             input: element * s * h,
             // Queries, keys, values, the projection's input; the MLP's before and after GELU.
@@ -160,7 +168,7 @@ impl Transformer {
             parameters: if tied { 0.0 } else { v * h },
             tied_parameters: if tied { v * h } else { 0.0 },
             flops: 2.0 * s * h * v,
-            matmul_size: Some(h.min(v)),
+            gemm_size: Some(h.min(v)),
             rows: Some(s),
             input: element * s * h,
             // In 4 bytes, for the loss.
@@ -201,24 +209,31 @@ impl Model {
     /// No layers or more than 10,000, none with operations, or a number that is negative or not
     /// finite.
     pub fn new(layers: &[Layer], tensor_parallel: usize) -> Result<Self> {
-        let invalid = |field, value: String, need| Err(Error::Field { field, value, need });
+        if layers.is_empty() {
+            return Err(Error::field("layers", "[]", "give at least one layer"));
+        }
         let mut all = Vec::new();
-        for layer in layers {
-            layer.check()?;
+        for (index, layer) in layers.iter().enumerate() {
+            layer.check(index)?;
             let count = layer.repeat.unwrap_or(1);
             if count > MOST_LAYERS - all.len() {
-                return invalid("layers", count.to_string(), "give at most 10,000 layers");
+                return Err(Error::field("layers", count, "give at most 10,000 layers"));
             }
             let single = Layer { repeat: None, ..layer.clone() };
             all.extend(std::iter::repeat_n(single, count));
         }
         if !all.iter().any(|layer| layer.flops > 0.0) {
-            return invalid("layers[].flops", "0".into(), "at least one layer computes");
+            return Err(Error::field("layers", "without `flops`", "at least one layer computes"));
         }
         if tensor_parallel == 0 {
-            return invalid("tensor_parallel", "0".into(), "give 1 for a model without it");
+            return Err(Error::field("tensor_parallel", 0, "give 1 for a model without it"));
         }
         Ok(Self { layers: all, tensor_parallel })
+    }
+
+    /// What a stage is divided by: each layer's operations.
+    pub(crate) fn costs(&self) -> Vec<f64> {
+        self.layers.iter().map(|layer| layer.flops).collect()
     }
 
     /// All parameters.
@@ -299,8 +314,9 @@ mod tests {
         assert!(message(gpt(1, 8, 3)).starts_with("transformer.heads is 3"));
         assert!(message(gpt(1 << 30, 8, 2)).contains("at most 10,000 layers"));
         let message = |layers: &[Layer]| Model::new(layers, 1).unwrap_err().to_string();
-        assert!(message(&[]).contains("at least one layer computes"));
+        assert_eq!(message(&[]), "layers is []: give at least one layer");
+        assert!(message(&[Layer::default()]).contains("at least one layer computes"));
         let negative = Layer { flops: -1.0, ..Layer::default() };
-        assert!(message(&[negative]).starts_with("layers[].flops is -1"));
+        assert!(message(&[Layer::default(), negative]).starts_with("layers[1].flops is -1"));
     }
 }

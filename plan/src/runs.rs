@@ -3,8 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use crate::cluster::Cluster;
-use crate::error::{positive, Result};
-use crate::layout::Wanted;
+use crate::error::{positive, Error, Result};
+use crate::layout::Constraints;
 use crate::model::{Layer, Transformer};
 use crate::prediction::{predict, Prediction};
 use crate::task::{cluster_of, from_json, model_of, Task};
@@ -30,9 +30,14 @@ struct RunFile {
     layers: Option<Vec<Layer>>,
     tensor_parallel: Option<usize>,
     batch: usize,
+    /// Else that of the file.
+    training: Option<Training>,
     /// What is left out is 1, no ZeRO, 1f1b, and no recomputation.
-    layout: Wanted,
+    layout: Constraints,
     measured: Measured,
+    /// Whether numbers of the cluster were chosen so that this run is predicted.
+    #[serde(default)]
+    fitted: bool,
 }
 
 /// What was measured of a run.
@@ -56,6 +61,8 @@ pub struct Comparison {
     pub predicted: f64,
     /// How much more time is predicted than was measured, as a part of the latter.
     pub error: f64,
+    /// Whether numbers of the cluster were chosen so that this run is predicted: no check of them.
+    pub fitted: bool,
     /// All that is predicted.
     pub prediction: Prediction,
 }
@@ -64,29 +71,40 @@ pub struct Comparison {
 /// the text of a cluster's own JSON; without it, the file has one.
 ///
 /// # Errors
-/// As of [`Task::from_json`] and [`predict`].
+/// As of [`Task::from_json`] and [`predict`]; [`Error::Run`] names the run.
 pub fn compare(runs: &str, cluster: Option<&str>) -> Result<(String, Vec<Comparison>)> {
     let file: RunsFile = from_json(runs)?;
     file.training.check()?;
     let cluster = cluster_of(cluster, file.cluster)?;
+    if file.runs.is_empty() {
+        return Err(Error::field("runs", "[]", "give at least one run"));
+    }
     let comparison = |run: RunFile| {
-        let element = file.training.element;
-        let model = model_of(run.transformer, run.layers, run.tensor_parallel, element)?;
-        let (batch, cluster) = (run.batch, cluster.clone());
-        let task = Task { model, batch, cluster, training: file.training, layout: run.layout };
-        let (Measured::Seconds(number) | Measured::Teraflops(number)) = run.measured;
-        positive("runs[].measured", number)?;
-        let prediction = predict(&task, &run.layout.filled())?;
-        let (predicted, error) = match run.measured {
-            Measured::Seconds(seconds) => (prediction.time.step, prediction.time.step / seconds),
-            Measured::Teraflops(teraflops) => {
-                let predicted = prediction.flops / 1e12;
-                (predicted, teraflops / predicted)
-            }
-        };
-        let (name, measured) = (run.name, run.measured);
-        Ok(Comparison { name, measured, predicted, error: error - 1.0, prediction })
+        let name = run.name.clone();
+        let compared = compare_run(run, &cluster, file.training);
+        compared.map_err(|error| Error::Run { name, error: Box::new(error) })
     };
     let comparisons = file.runs.into_iter().map(comparison).collect::<Result<_>>()?;
     Ok((file.source, comparisons))
+}
+
+fn compare_run(run: RunFile, cluster: &Cluster, training: Training) -> Result<Comparison> {
+    let training = run.training.unwrap_or(training);
+    training.check()?;
+    run.layout.check()?;
+    let model = model_of(run.transformer, run.layers, run.tensor_parallel, training.element)?;
+    let (batch, cluster) = (run.batch, cluster.clone());
+    let task = Task { model, batch, cluster, training, layout: run.layout };
+    let (Measured::Seconds(number) | Measured::Teraflops(number)) = run.measured;
+    positive("measured", number)?;
+    let prediction = predict(&task, &run.layout.filled())?;
+    let (predicted, error) = match run.measured {
+        Measured::Seconds(seconds) => (prediction.time.step, prediction.time.step / seconds),
+        Measured::Teraflops(teraflops) => {
+            let predicted = prediction.flops / 1e12;
+            (predicted, teraflops / predicted)
+        }
+    };
+    let (name, measured, fitted) = (run.name, run.measured, run.fitted);
+    Ok(Comparison { name, measured, predicted, error: error - 1.0, fitted, prediction })
 }

@@ -3,12 +3,12 @@
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
-use crate::bubble::ScheduleKind;
 use crate::cost::Costs;
 use crate::error::{Error, Result};
-use crate::layout::{Layout, Recompute, Wanted};
-use crate::partition::partition;
+use crate::layout::{Constraints, Layout, Recompute};
 use crate::prediction::{Prediction, Stages};
+use crate::schedule::ScheduleKind;
+use crate::split::split;
 use crate::task::Task;
 
 /// The most chunks that interleaved schedules are tried with.
@@ -54,24 +54,27 @@ impl Candidate {
 ///
 /// # Errors
 /// No layout has the wanted parts and divides the model and the batch; 0 ranks, or more than 2^32.
-pub fn search(task: &Task, ranks: usize, wanted: &Wanted, top: usize) -> Result<Plans> {
+pub fn search(task: &Task, ranks: usize, wanted: &Constraints, top: usize) -> Result<Plans> {
     if !(1..=MOST_RANKS).contains(&ranks) {
         return Err(Error::Impossible { ranks, reason: "give 1 to 2^32 ranks".into() });
     }
     let wanted = wanted.or(task.layout);
+    wanted.check()?;
     let (mut tried, mut fit) = (0, 0);
     let mut smallest: Option<Candidate> = None;
     let mut best: Vec<Candidate> = Vec::new();
     // By the number of stages.
-    let mut partitions = BTreeMap::new();
-    for mesh in meshes(task, ranks, &wanted) {
+    let layer_costs = task.model.costs();
+    let mut ranges_of = BTreeMap::new();
+    // Why the last layout could not be that was the furthest from being one.
+    let mut reason = None;
+    for mesh in meshes(task, ranks, &wanted, &mut reason) {
         let mut candidates = Vec::new();
-        for split in splits(task, &mesh, &wanted) {
-            let costs = Costs::new(&task.model, &task.cluster, &task.training, &split);
-            for scheduled in schedules(task, &split, &wanted) {
+        for variant in variants(task, &mesh, &wanted) {
+            let costs = Costs::new(&task.model, &task.cluster, &task.training, &variant);
+            for scheduled in schedules(task, &variant, &wanted, &mut reason) {
                 let count = scheduled.stages();
-                let ranges =
-                    partitions.entry(count).or_insert_with(|| partition(&task.model, count));
+                let ranges = ranges_of.entry(count).or_insert_with(|| split(&layer_costs, count));
                 let stages = Stages::new(task, &scheduled, &costs, ranges);
                 for zero in choices(wanted.zero, if mesh.data > 1 { 0..=3 } else { 0..=0 }) {
                     let layout = Layout { zero, ..scheduled };
@@ -100,7 +103,8 @@ pub fn search(task: &Task, ranks: usize, wanted: &Wanted, top: usize) -> Result<
         best.truncate(top);
     }
     let Some(smallest) = smallest else {
-        return Err(Error::Impossible { ranks, reason: reason(task, ranks, &wanted) });
+        let reason = reason.unwrap_or_else(|| not_a_mesh(ranks, &wanted));
+        return Err(Error::Impossible { ranks, reason });
     };
     let predict = |candidate: &Candidate| crate::predict(task, &candidate.layout);
     let best = best.iter().map(predict).collect::<Result<_>>()?;
@@ -108,25 +112,30 @@ pub fn search(task: &Task, ranks: usize, wanted: &Wanted, top: usize) -> Result<
 }
 
 /// The layouts that differ in the mesh only.
-fn meshes(task: &Task, ranks: usize, wanted: &Wanted) -> Vec<Layout> {
+fn meshes(
+    task: &Task,
+    ranks: usize,
+    wanted: &Constraints,
+    reason: &mut Option<String>,
+) -> Vec<Layout> {
     let mut meshes = Vec::new();
     for tensor in divisors(ranks) {
         for pipeline in divisors(ranks / tensor) {
             let data = ranks / tensor / pipeline;
             let is_wanted = |wanted: Option<usize>, size| wanted.is_none_or(|want| want == size);
-            let mesh = Wanted {
+            let mesh = Constraints {
                 data: Some(data),
                 tensor: Some(tensor),
                 pipeline: Some(pipeline),
-                ..Wanted::default()
+                ..Constraints::default()
             };
             let mesh = mesh.filled();
-            if is_wanted(wanted.data, data)
-                && is_wanted(wanted.tensor, tensor)
-                && is_wanted(wanted.pipeline, pipeline)
-                && mesh.check(&task.model, task.batch).is_ok()
-            {
-                meshes.push(mesh);
+            let sizes = [(wanted.data, data), (wanted.tensor, tensor), (wanted.pipeline, pipeline)];
+            if sizes.iter().all(|&(wanted, size)| is_wanted(wanted, size)) {
+                match mesh.reason_against(&task.model, task.batch) {
+                    None => meshes.push(mesh),
+                    Some(against) => *reason = Some(against),
+                }
             }
         }
     }
@@ -134,8 +143,8 @@ fn meshes(task: &Task, ranks: usize, wanted: &Wanted) -> Vec<Layout> {
 }
 
 /// The mesh with each micro-batch and each way of recomputing and splitting activations.
-fn splits(task: &Task, mesh: &Layout, wanted: &Wanted) -> Vec<Layout> {
-    let mut splits = Vec::new();
+fn variants(task: &Task, mesh: &Layout, wanted: &Constraints) -> Vec<Layout> {
+    let mut variants = Vec::new();
     let sizes = match wanted.micro_batch {
         Some(size) => vec![size],
         None => divisors(task.batch / mesh.data),
@@ -144,33 +153,45 @@ fn splits(task: &Task, mesh: &Layout, wanted: &Wanted) -> Vec<Layout> {
     for micro_batch in sizes {
         for recompute in choices(wanted.recompute, Recompute::ALL) {
             for sequence_parallel in choices(wanted.sequence_parallel, sequence.clone()) {
-                splits.push(Layout { micro_batch, recompute, sequence_parallel, ..*mesh });
+                variants.push(Layout { micro_batch, recompute, sequence_parallel, ..*mesh });
             }
         }
     }
-    splits
+    variants
 }
 
 /// The layout with each schedule that it can have.
-fn schedules(task: &Task, split: &Layout, wanted: &Wanted) -> Vec<Layout> {
+fn schedules(
+    task: &Task,
+    variant: &Layout,
+    wanted: &Constraints,
+    reason: &mut Option<String>,
+) -> Vec<Layout> {
+    let chunks_of = |schedule| match schedule {
+        ScheduleKind::Interleaved => 2..=wanted.chunks.unwrap_or(0).max(MOST_CHUNKS),
+        ScheduleKind::ZbV => 2..=2,
+        _ => 1..=1,
+    };
     // One rank has no pipeline: all schedules are the same.
-    let kinds = match split.pipeline {
+    let kinds = match variant.pipeline {
         1 => vec![ScheduleKind::OneFOneB],
-        _ => ScheduleKind::ALL.to_vec(),
+        _ => {
+            let has_chunks = |kind: &ScheduleKind| {
+                wanted.chunks.is_none_or(|chunks| chunks_of(*kind).contains(&chunks))
+            };
+            ScheduleKind::ALL.into_iter().filter(has_chunks).collect()
+        }
     };
     let mut schedules = Vec::new();
     for schedule in choices(wanted.schedule, kinds) {
-        let chunks = match schedule {
-            ScheduleKind::Interleaved => 2..=MOST_CHUNKS,
-            ScheduleKind::ZbV => 2..=2,
-            _ => 1..=1,
-        };
+        let chunks = chunks_of(schedule);
         for chunks in choices(wanted.chunks, chunks) {
             // The stage of ZeRO is checked here; the caller tries the others.
             let zero = wanted.zero.unwrap_or(0);
-            let layout = Layout { schedule, chunks, zero, ..*split };
-            if layout.check(&task.model, task.batch).is_ok() {
-                schedules.push(layout);
+            let layout = Layout { schedule, chunks, zero, ..*variant };
+            match layout.reason_against(&task.model, task.batch) {
+                None => schedules.push(layout),
+                Some(against) => *reason = Some(against),
             }
         }
     }
@@ -194,28 +215,12 @@ fn divisors(number: usize) -> Vec<usize> {
     low.iter().copied().chain(high).collect()
 }
 
-/// Why there is no layout.
-fn reason(task: &Task, ranks: usize, wanted: &Wanted) -> String {
-    let given = [wanted.data, wanted.tensor, wanted.pipeline];
-    let product = given.iter().flatten().product::<usize>();
-    if !ranks.is_multiple_of(product.max(1))
-        || (given.iter().all(Option::is_some) && product != ranks)
-    {
-        let shown = given.map(|size| size.map_or("any".into(), |size| size.to_string()));
-        return format!("dp {} x tp {} x pp {} are not {ranks}", shown[0], shown[1], shown[2]);
-    }
-    if given.iter().all(Option::is_some) {
-        if let Err(Error::Layout { reason, .. }) = wanted.filled().check(&task.model, task.batch) {
-            return reason;
-        }
-    }
-    format!(
-        "data parallelism must divide the batch of {}, tensor parallelism {}, and the {} layers must \
-         be enough for all stages; use another number of ranks or want less",
-        task.batch,
-        task.model.tensor_parallel,
-        task.model.layers.len()
-    )
+/// Why no mesh has the wanted sizes.
+fn not_a_mesh(ranks: usize, wanted: &Constraints) -> String {
+    let sizes = [wanted.data, wanted.tensor, wanted.pipeline];
+    let [data, tensor, pipeline] =
+        sizes.map(|size| size.map_or("any".into(), |size| size.to_string()));
+    format!("dp {data} x tp {tensor} x pp {pipeline} are not {ranks}")
 }
 
 #[cfg(test)]

@@ -19,13 +19,19 @@ pub fn plans(plans: &Plans) -> String {
         "tp sends",
         "pp sends",
         "dp sends",
-        "bubble",
+        "idle",
         "limited by",
     ]
     .map(String::from)];
     rows.extend(plans.best.iter().map(row));
     let count = format!("{} layouts, {} of them fit in memory", plans.tried, plans.fit);
-    format!("{}{count}\n", aligned(&rows))
+    let is_too_fast =
+        |plan: &Prediction| plan.layout.zero == 3 && plan.data_traffic.inter_node > 0.0;
+    let warning = match plans.best.iter().any(is_too_fast) {
+        true => "ZeRO 3 on several nodes is predicted too fast: docs/planner.md\n",
+        false => "",
+    };
+    format!("{}{count}\n{warning}", aligned(&rows))
 }
 
 fn row(plan: &Prediction) -> [String; 16] {
@@ -47,10 +53,10 @@ fn row(plan: &Prediction) -> [String; 16] {
         if layout.sequence_parallel { "yes" } else { "-" }.into(),
         operations(plan.flops),
         bytes(plan.memory.total),
-        bytes(plan.tensor_traffic.bytes),
-        bytes(plan.pipeline_traffic.bytes),
-        bytes(plan.data_traffic.bytes),
-        percent(plan.bubble),
+        bytes(plan.tensor_traffic.bytes()),
+        bytes(plan.pipeline_traffic.bytes()),
+        bytes(plan.data_traffic.bytes()),
+        percent(plan.idle),
         limits(plan),
     ]
 }
@@ -73,15 +79,23 @@ pub fn comparisons(source: &str, comparisons: &[Comparison]) -> String {
             format!("{} x {} x {}", layout.data, layout.tensor, layout.pipeline),
             measured,
             predicted,
-            format!("{:+.1}%", 100.0 * comparison.error),
+            format!(
+                "{:+.1}%{}",
+                100.0 * comparison.error,
+                if comparison.fitted { " fitted" } else { "" }
+            ),
             bytes(comparison.prediction.memory.total),
         ]);
     }
-    let errors = comparisons.iter().map(|comparison| comparison.error.abs());
+    let (fitted, checks): (Vec<_>, Vec<_>) = comparisons.iter().partition(|run| run.fitted);
+    let errors = checks.iter().map(|comparison| comparison.error.abs());
     let (sum, worst) = errors.fold((0.0, 0.0_f64), |(sum, worst), e| (sum + e, worst.max(e)));
-    let mean = sum / comparisons.len().max(1) as f64;
-    let (mean, worst) = (percent(mean), percent(worst));
-    format!("measured: {source}\n{}mean error {mean}, worst {worst}\n", aligned(&rows))
+    let (mean, worst) = (percent(sum / checks.len().max(1) as f64), percent(worst));
+    let without = match fitted.len() {
+        0 => String::new(),
+        count => format!(", without the {count} fitted"),
+    };
+    format!("measured: {source}\n{}mean error {mean}, worst {worst}{without}\n", aligned(&rows))
 }
 
 /// Columns as wide as their widest cell.
@@ -104,6 +118,7 @@ fn limits(plan: &Prediction) -> String {
             Limit::TensorLink => "tp link",
             Limit::PipelineLink => "pp link",
             Limit::DataLink => "dp link",
+            Limit::Imbalance => "imbalance",
             Limit::Bubble => "bubble",
             Limit::Cores => "cores",
         };

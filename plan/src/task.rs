@@ -5,14 +5,14 @@ use serde::Deserialize;
 
 use crate::cluster::Cluster;
 use crate::error::{Error, Result};
-use crate::layout::Wanted;
+use crate::layout::{Constraints, BATCHES};
 use crate::model::{Layer, Model, Transformer};
 use crate::training::Training;
 
 /// What is planned.
 ///
 /// ```
-/// use flow_plan::{predict, search, Task, Wanted};
+/// use flow_plan::{predict, search, Task, Constraints};
 ///
 /// let text = r#"{
 ///     "transformer": {
@@ -27,7 +27,7 @@ use crate::training::Training;
 ///     }
 /// }"#;
 /// let task = Task::from_json(text, None)?;
-/// let plans = search(&task, 4, &Wanted::default(), 10)?;
+/// let plans = search(&task, 4, &Constraints::default(), 10)?;
 /// let best = &plans.best[0];
 /// assert_eq!(best.layout.ranks(), 4);
 /// assert_eq!(predict(&task, &best.layout)?.time.step, best.time.step);
@@ -44,7 +44,7 @@ pub struct Task {
     /// How the training is done.
     pub training: Training,
     /// Parts of the layout that are given.
-    pub layout: Wanted,
+    pub layout: Constraints,
 }
 
 /// A model in JSON: its shape as a transformer, or its layers.
@@ -59,7 +59,7 @@ struct TaskFile {
     #[serde(default)]
     training: Training,
     #[serde(default)]
-    layout: Wanted,
+    layout: Constraints,
 }
 
 impl Task {
@@ -72,11 +72,12 @@ impl Task {
         let file: TaskFile = from_json(model)?;
         let TaskFile { transformer, layers, tensor_parallel, batch, training, layout, .. } = file;
         training.check()?;
+        layout.check()?;
         let cluster = cluster_of(cluster, file.cluster)?;
         let model = model_of(transformer, layers, tensor_parallel, training.element)?;
-        if !(1..=1 << 32).contains(&batch) {
+        if !BATCHES.contains(&batch) {
             let need = "give the samples of a step, 1 to 2^32";
-            return Err(Error::Field { field: "batch", value: batch.to_string(), need });
+            return Err(Error::field("batch", batch, need));
         }
         Ok(Self { model, batch, cluster, training, layout })
     }
@@ -87,7 +88,7 @@ pub(crate) fn cluster_of(text: Option<&str>, own: Option<Cluster>) -> Result<Clu
     let given = text.map(from_json).transpose()?;
     let Some(cluster) = given.or(own) else {
         let need = "give the machines in this file, or in one of their own";
-        return Err(Error::Field { field: "cluster", value: "missing".into(), need });
+        return Err(Error::field("cluster", "missing", need));
     };
     cluster.check()?;
     Ok(cluster)
@@ -100,7 +101,7 @@ pub(crate) fn model_of(
     tensor_parallel: Option<usize>,
     element: f64,
 ) -> Result<Model> {
-    let invalid = |field, value: &str, need| Err(Error::Field { field, value: value.into(), need });
+    let invalid = |field: &str, value: &str, need| Err(Error::field(field, value, need));
     match (transformer, layers, tensor_parallel) {
         (Some(shape), None, None) => Model::transformer(&shape, element),
         (None, Some(layers), most) => Model::new(&layers, most.unwrap_or(1)),

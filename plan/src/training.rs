@@ -17,9 +17,11 @@ pub struct Training {
     /// Bytes that the optimizer has for a parameter: a copy of the weight in 4 bytes and Adam's two
     /// averages are 12.
     pub optimizer: f64,
-    /// The part of the reduction of gradients that runs beside the backward, from 0 to 1.
+    /// The part of the reduction of gradients that runs beside the backward, from 0 to 1. In ZeRO 3
+    /// also of gathering weights, beside forward and backward.
     pub data_overlap: f64,
-    /// The part of sends between stages that runs beside computing, from 0 to 1.
+    /// The part of a send between stages that keeps neither rank from computing, from 0 to 1. Ranks
+    /// still wait for what they need.
     pub pipeline_overlap: f64,
     /// Whether each rank of tensor parallelism sends its part only, and the receivers gather
     /// (Narayanan et al. 2021, section 4.1). With sequence parallelism that is always so.
@@ -42,11 +44,11 @@ impl Default for Training {
 
 impl Training {
     pub(crate) fn check(&self) -> Result<()> {
-        let bytes = |field, value: f64| match (0.0..=1024.0).contains(&value) {
+        let bytes = |field: &str, value: f64| match (0.0..=1024.0).contains(&value) {
             true => Ok(()),
             false => {
                 let need = "give a number of bytes from 0 to 1024";
-                Err(Error::Field { field, value: value.to_string(), need })
+                Err(Error::field(field, value, need))
             }
         };
         bytes("training.element", self.element)?;

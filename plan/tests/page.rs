@@ -1,6 +1,6 @@
 //! What docs/pipelines.md shows of schedules is so.
 
-use flow_plan::schedule::{picture, simulate, table, Costs, Schedule, NAMES};
+use flow_plan::schedule::{picture, simulate, table, Costs, Schedule, ScheduleKind};
 
 const PAGE: &str = include_str!("../../docs/pipelines.md");
 
@@ -17,8 +17,9 @@ fn the_pictures_are_those_of_the_schedules() {
         let schedule = Schedule::named(name, 3, 2, 6).unwrap();
         picture(&simulate(&schedule, &costs).unwrap())
     };
-    assert_eq!(blocks()[..NAMES.len()], NAMES.map(picture));
-    assert_eq!(blocks()[NAMES.len()], table(4, 2, 16, &costs).unwrap());
+    let names = ScheduleKind::ALL.map(ScheduleKind::name);
+    assert_eq!(blocks()[..names.len()], names.map(picture));
+    assert_eq!(blocks()[names.len()], table(4, 2, 16, &costs).unwrap());
 }
 
 #[test]

@@ -123,17 +123,6 @@ impl Action {
         }
     }
 
-    /// A backward at once is both halves; all else is one thing.
-    pub(super) fn halves(self) -> impl Iterator<Item = Self> {
-        let (first, second) = match self {
-            Backward { stage, micro_batch } => {
-                (BackwardInput { stage, micro_batch }, Some(BackwardWeight { stage, micro_batch }))
-            }
-            _ => (self, None),
-        };
-        std::iter::once(first).chain(second)
-    }
-
     fn parts(self) -> (&'static str, usize, usize) {
         match self {
             Forward { stage, micro_batch } => ("forward", stage, micro_batch),

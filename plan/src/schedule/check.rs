@@ -1,9 +1,8 @@
 //! Whether counts can be those of a schedule, and computations are one: each on the rank of its
 //! stage, each once, none missing.
 
-use std::collections::HashSet;
-
 use super::action::Action::{self, *};
+use super::done::Done;
 use super::error::{Error, Result};
 
 /// The most computations that a schedule may have.
@@ -36,8 +35,12 @@ pub(super) fn check(rank_of_stage: &[usize], computations: &[Vec<Action>]) -> Re
     if let Some(stage) = rank_of_stage.iter().position(|&rank| rank >= ranks) {
         return Err(Error::UnknownRank { stage, rank: rank_of_stage[stage], ranks });
     }
-    let mut done = HashSet::new();
-    let mut last = None;
+    let all = || computations.iter().flatten();
+    let last = all().map(|action| action.micro_batch()).max();
+    let last = last.ok_or(Error::Zero("micro-batch"))?;
+    // With more micro-batches than this a forward or a backward is missing, of one of these.
+    let enough = all().count() / (2 * stages);
+    let mut done = Done::new(stages, last.min(enough) + 1);
     for (rank, list) in computations.iter().enumerate() {
         for &action in list {
             if !action.is_computation() {
@@ -49,21 +52,19 @@ pub(super) fn check(rank_of_stage: &[usize], computations: &[Vec<Action>]) -> Re
             if owner != rank {
                 return Err(Error::WrongRank { rank, action, owner });
             }
-            if action.halves().any(|half| !done.insert(half)) {
+            if !done.insert(action) {
                 return Err(Error::Repeated { rank, action });
             }
-            last = last.max(Some(action.micro_batch()));
         }
     }
-    let last = last.ok_or(Error::Zero("micro-batch"))?;
-    for micro_batch in 0..=last {
+    for micro_batch in 0..=last.min(enough) {
         for (stage, &rank) in rank_of_stage.iter().enumerate() {
             let all = [
                 Forward { stage, micro_batch },
                 BackwardInput { stage, micro_batch },
                 BackwardWeight { stage, micro_batch },
             ];
-            if let Some(&action) = all.iter().find(|action| !done.contains(action)) {
+            if let Some(&action) = all.iter().find(|action| !done.contains(**action)) {
                 return Err(Error::Missing { rank, action });
             }
         }

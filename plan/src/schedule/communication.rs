@@ -37,13 +37,17 @@ fn exchange_after(action: Action, stages: usize) -> Option<(Action, Action)> {
 /// waits for more than the computation does.
 pub(super) fn with_communication(
     rank_of_stage: &[usize],
+    micro_batches: usize,
     computations: Vec<Vec<Action>>,
 ) -> Vec<Vec<Action>> {
     let stages = rank_of_stage.len();
     // From one rank to another: the receives, in the order of their sends.
     let mut channels: HashMap<(usize, usize), Vec<Action>> = HashMap::new();
-    // Of each receive: the rank that sends, and the place in the channel.
-    let mut places: HashMap<Action, (usize, usize)> = HashMap::new();
+    // Of each receive of activations, and of gradients: the rank that sends, and the place in the
+    // channel.
+    let mut places = [(); 2].map(|()| vec![None; stages * micro_batches]);
+    let table_of = |receive: Action| usize::from(matches!(receive, RecvGradient { .. }));
+    let at = |receive: Action| receive.stage() * micro_batches + receive.micro_batch();
     let mut add_sends = |(rank, list): (usize, Vec<Action>)| {
         let mut actions = Vec::with_capacity(2 * list.len());
         for action in list {
@@ -52,7 +56,7 @@ pub(super) fn with_communication(
                 let to = rank_of_stage[receive.stage()];
                 if to != rank {
                     let channel = channels.entry((rank, to)).or_default();
-                    places.insert(receive, (rank, channel.len()));
+                    places[table_of(receive)][at(receive)] = Some((rank, channel.len()));
                     channel.push(receive);
                     actions.push(send);
                 }
@@ -67,7 +71,8 @@ pub(super) fn with_communication(
         let mut received: HashMap<usize, usize> = HashMap::new();
         for action in list {
             let receive = receive_before(action, stages);
-            if let Some(&(from, place)) = receive.and_then(|receive| places.get(&receive)) {
+            let place = receive.and_then(|receive| places[table_of(receive)][at(receive)]);
+            if let Some((from, place)) = place {
                 let channel = channels.get(&(from, rank)).map_or(&[][..], Vec::as_slice);
                 let received = received.entry(from).or_default();
                 actions.extend(channel.iter().take(place + 1).skip(*received));

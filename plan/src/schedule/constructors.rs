@@ -5,12 +5,10 @@ use super::check::{check, check_counts};
 use super::communication::with_communication;
 use super::definition::Schedule;
 use super::error::{Error, Result};
+use super::kind::ScheduleKind;
 use super::one_f_one_b;
-use super::simulator::{simulate, Costs};
+use super::simulator::check_order;
 use super::zero_bubble;
-
-/// The names that [`Schedule::named`] knows.
-pub const NAMES: [&str; 5] = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"];
 
 impl Schedule {
     /// GPipe (Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline
@@ -96,18 +94,22 @@ impl Schedule {
         Self::custom(rank_of_stage, (0..ranks).map(actions).collect())
     }
 
-    /// The schedule of this name, one of [`NAMES`]. Only `interleaved` looks at `chunks`.
+    /// The schedule of this name, one of [`ScheduleKind::ALL`]. Only `interleaved` looks at
+    /// `chunks`.
     ///
     /// # Errors
     /// No such name; else as the schedule's own method.
     pub fn named(name: &str, ranks: usize, chunks: usize, micro_batches: usize) -> Result<Self> {
-        match name {
-            "gpipe" => Self::gpipe(ranks, micro_batches),
-            "1f1b" => Self::one_f_one_b(ranks, micro_batches),
-            "interleaved" => Self::interleaved(ranks, chunks, micro_batches),
-            "zb-h1" => Self::zb_h1(ranks, micro_batches),
-            "zb-v" => Self::zb_v(ranks, micro_batches),
-            _ => Err(Error::UnknownName { name: name.to_owned(), names: NAMES.join(", ") }),
+        let Some(kind) = ScheduleKind::named(name) else {
+            let names = ScheduleKind::ALL.map(ScheduleKind::name).join(", ");
+            return Err(Error::UnknownName { name: name.to_owned(), names });
+        };
+        match kind {
+            ScheduleKind::Gpipe => Self::gpipe(ranks, micro_batches),
+            ScheduleKind::OneFOneB => Self::one_f_one_b(ranks, micro_batches),
+            ScheduleKind::Interleaved => Self::interleaved(ranks, chunks, micro_batches),
+            ScheduleKind::ZbH1 => Self::zb_h1(ranks, micro_batches),
+            ScheduleKind::ZbV => Self::zb_v(ranks, micro_batches),
         }
     }
 
@@ -130,9 +132,9 @@ impl Schedule {
     /// on the rank of the stage. No ranks may wait for each other.
     pub fn custom(rank_of_stage: Vec<usize>, computations: Vec<Vec<Action>>) -> Result<Self> {
         let micro_batches = check(&rank_of_stage, &computations)?;
-        let actions = with_communication(&rank_of_stage, computations);
+        let actions = with_communication(&rank_of_stage, micro_batches, computations);
         let schedule = Self { rank_of_stage, micro_batches, actions };
-        simulate(&schedule, &Costs::default())?;
+        check_order(&schedule)?;
         Ok(schedule)
     }
 

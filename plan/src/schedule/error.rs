@@ -81,6 +81,14 @@ pub enum Error {
     /// A cost that is no time.
     #[error("a cost of {0}; costs are finite numbers, 0 or more")]
     Cost(f64),
+    /// Costs of more or fewer stages than there are.
+    #[error("costs of {given} stages, but the schedule has {stages}; give each stage's")]
+    Stages {
+        /// The number of costs.
+        given: usize,
+        /// The number of stages.
+        stages: usize,
+    },
     /// Ranks that wait for each other, and for what.
     #[error("the schedule does not end: {0}")]
     Deadlock(String),

@@ -10,18 +10,20 @@ mod check;
 mod communication;
 mod constructors;
 mod definition;
+mod done;
 mod error;
+mod kind;
 mod one_f_one_b;
 mod picture;
 mod simulator;
 mod zero_bubble;
 
 pub use action::Action;
-pub use constructors::NAMES;
 pub use definition::Schedule;
 pub use error::{Error, Result};
+pub use kind::ScheduleKind;
 pub use picture::{picture, table};
-pub use simulator::{simulate, Costs, Interval, Timeline};
+pub use simulator::{simulate, simulate_stages, Costs, Interval, Timeline};
 
 #[cfg(test)]
 mod tests;

@@ -3,9 +3,9 @@
 use std::fmt::Write;
 
 use super::action::Action;
-use super::constructors::NAMES;
 use super::definition::Schedule;
 use super::error::Result;
+use super::kind::ScheduleKind;
 use super::simulator::{simulate, Costs, Timeline};
 
 /// The longest line, without the rank.
@@ -93,7 +93,7 @@ fn name(action: Action, with_stage: bool) -> String {
 /// A count of 0, too many computations, or costs that are no times.
 pub fn table(ranks: usize, chunks: usize, micro_batches: usize, costs: &Costs) -> Result<String> {
     let mut text = String::from("schedule           time  bubble  activations\n");
-    for name in NAMES {
+    for name in ScheduleKind::ALL.map(ScheduleKind::name) {
         let schedule = Schedule::named(name, ranks, chunks, micro_batches)?;
         let stages = (schedule.stages() / schedule.ranks()) as f64;
         let of_stage = Costs {

@@ -1,13 +1,14 @@
 //! When ranks do what.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::VecDeque;
 
 use super::action::Action::{self, *};
 use super::definition::Schedule;
+use super::done::Done;
 use super::error::{Error, Result};
 
-/// What a stage's computations of one micro-batch and a transfer take, in any unit of time. All
-/// stages take the same. By default each computation takes 1, and transfers nothing.
+/// What a stage's computations of one micro-batch and a transfer take, in any unit of time. By
+/// default each computation takes 1, and transfers nothing.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Costs {
     /// The forward.
@@ -106,7 +107,7 @@ impl Timeline {
     }
 }
 
-/// Carries the schedule out on ranks that take these times.
+/// Carries the schedule out on ranks whose stages all take these times.
 ///
 /// ```
 /// use flow_plan::schedule::{simulate, Costs, Schedule};
@@ -122,21 +123,58 @@ impl Timeline {
 /// Costs that are negative or no number; ranks that wait for each other; a receive that does not
 /// come in the order of the sends.
 pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Timeline> {
-    costs.check()?;
+    simulate_stages(schedule, &vec![*costs; schedule.stages()])
+}
+
+/// As [`simulate`], with the times of each stage: `send` is that of what the stage sends.
+///
+/// # Errors
+/// As [`simulate`], and costs of more or fewer stages than the schedule has.
+pub fn simulate_stages(schedule: &Schedule, costs: &[Costs]) -> Result<Timeline> {
+    costs.iter().try_for_each(Costs::check)?;
+    let (stages, given) = (schedule.stages(), costs.len());
+    if given != stages {
+        return Err(Error::Stages { given, stages });
+    }
+    let ranks = carry_out(schedule, costs, true)?;
+    let (intervals, peak_activations) =
+        ranks.into_iter().map(|rank| (rank.intervals, rank.peak)).unzip();
+    Ok(Timeline { intervals, peak_activations })
+}
+
+/// An error if ranks wait for each other, or receive in another order than others send.
+pub(super) fn check_order(schedule: &Schedule) -> Result<()> {
+    carry_out(schedule, &vec![Costs::default(); schedule.stages()], false).map(drop)
+}
+
+/// Carries the schedule out; intervals are recorded if wanted.
+fn carry_out(schedule: &Schedule, costs: &[Costs], records: bool) -> Result<Vec<Rank>> {
     let mut simulation = Simulation {
         schedule,
         costs,
+        records,
+        done: Done::new(schedule.stages(), schedule.micro_batches()),
         ranks: (0..schedule.ranks()).map(|_| Rank::default()).collect(),
-        channels: HashMap::new(),
+        channels: vec![Vec::new(); schedule.ranks()],
         awake: (0..schedule.ranks()).collect(),
     };
     while let Some(rank) = simulation.awake.pop() {
         simulation.run(rank)?;
     }
     simulation.check_finished()?;
-    let (intervals, peak_activations) =
-        simulation.ranks.into_iter().map(|rank| (rank.intervals, rank.peak)).unzip();
-    Ok(Timeline { intervals, peak_activations })
+    Ok(simulation.ranks)
+}
+
+/// What is on its way from a rank, with the times when it is there.
+type Channel = VecDeque<(Action, f64)>;
+
+/// The channel from a rank, of those to another: a rank has few neighbours.
+fn channel(channels: &mut Vec<(usize, Channel)>, from: usize) -> &mut Channel {
+    let at = channels.iter().position(|(rank, _)| *rank == from).unwrap_or(channels.len());
+    if at == channels.len() {
+        channels.push((from, Channel::new()));
+    }
+    &mut channels[at].1
 }
 
 /// How far a rank is.
@@ -146,7 +184,6 @@ struct Rank {
     next: usize,
     /// When the last of them was over.
     now: f64,
-    done: HashSet<Action>,
     intervals: Vec<Interval>,
     /// Activations that it holds, and the most that it has held.
     held: usize,
@@ -155,10 +192,14 @@ struct Rank {
 
 struct Simulation<'a> {
     schedule: &'a Schedule,
-    costs: &'a Costs,
+    /// By stage.
+    costs: &'a [Costs],
+    /// Of all ranks: each stage is on one.
+    done: Done,
     ranks: Vec<Rank>,
-    /// What is on its way from one rank to another, with the time when it is there.
-    channels: HashMap<(usize, usize), VecDeque<(Action, f64)>>,
+    records: bool,
+    /// By the rank that receives, then by the rank that sends.
+    channels: Vec<Vec<(usize, Channel)>>,
     /// Ranks that can perhaps go on: something has been sent to them since they had to wait.
     awake: Vec<usize>,
 }
@@ -176,18 +217,18 @@ impl Simulation<'_> {
 
     /// Whether the rank could do this action now, and has done it.
     fn act(&mut self, rank: usize, action: Action) -> Result<bool> {
-        if self.lacks(rank, action).is_some() {
+        if self.lacks(action).is_some() {
             return Ok(false);
         }
         let state = &mut self.ranks[rank];
         if let Some(receive) = action.receive() {
             let to = self.schedule.rank_of(receive.stage());
-            let channel = self.channels.entry((rank, to)).or_default();
-            channel.push_back((receive, state.now + self.costs.send));
+            let arrival = state.now + self.costs[action.stage()].send;
+            channel(&mut self.channels[to], rank).push_back((receive, arrival));
             self.awake.push(to);
         } else if let Some(send) = action.send() {
             let from = self.schedule.rank_of(send.stage());
-            match self.channels.entry((from, rank)).or_default().pop_front() {
+            match channel(&mut self.channels[rank], from).pop_front() {
                 None => return Ok(false),
                 Some((sent, _)) if sent != action => {
                     return Err(Error::Order { rank, from, action, sent })
@@ -196,8 +237,10 @@ impl Simulation<'_> {
             }
         } else {
             let start = state.now;
-            state.now += self.costs.of(action);
-            state.intervals.push(Interval { action, start, end: state.now });
+            state.now += self.costs[action.stage()].of(action);
+            if self.records {
+                state.intervals.push(Interval { action, start, end: state.now });
+            }
             match action {
                 Forward { .. } => state.held += 1,
                 Backward { .. } | BackwardWeight { .. } => state.held -= 1,
@@ -205,22 +248,22 @@ impl Simulation<'_> {
             }
             state.peak = state.peak.max(state.held);
         }
-        state.done.extend(action.halves());
         state.next += 1;
+        self.done.insert(action);
         Ok(true)
     }
 
     /// What must be over on this rank before the action, and is not.
-    fn lacks(&self, rank: usize, action: Action) -> Option<Action> {
+    fn lacks(&self, action: Action) -> Option<Action> {
         let mut needs = needs(self.schedule, action).into_iter().flatten();
-        needs.find(|need| !self.ranks[rank].done.contains(need))
+        needs.find(|need| !self.done.contains(*need))
     }
 
     /// An error if ranks still wait: each of them waits for another, or for itself.
     fn check_finished(&self) -> Result<()> {
         let waits = self.ranks.iter().enumerate().filter_map(|(rank, state)| {
             let &action = self.schedule.actions(rank).get(state.next)?;
-            Some(match self.lacks(rank, action) {
+            Some(match self.lacks(action) {
                 Some(need) => format!("rank {rank}: {need} must come before {action}"),
                 None => format!("rank {rank} waits for the {action}"),
             })

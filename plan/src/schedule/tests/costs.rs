@@ -110,7 +110,7 @@ proptest! {
         p in 1..9usize, v in 1..5usize, m in 1..30usize, costs in costs(),
     ) {
         let slowest = (m + p - 1) as f64 * work(&costs);
-        for name in NAMES {
+        for name in ScheduleKind::ALL.map(ScheduleKind::name) {
             let schedule = Schedule::named(name, p, v, m).unwrap();
             let stages = (schedule.stages() / p) as f64;
             let total = simulate(&schedule, &costs).unwrap().total() / stages;

@@ -119,7 +119,7 @@ fn what_is_no_schedule_is_an_error_that_says_why() {
 proptest! {
     #[test]
     fn each_micro_batch_passes_each_stage_once_each_way(
-        name in select(&NAMES[..]), p in 1..9usize, v in 1..5usize, m in 1..30usize,
+        name in select(ScheduleKind::ALL.map(ScheduleKind::name).to_vec()), p in 1..9usize, v in 1..5usize, m in 1..30usize,
     ) {
         let schedule = Schedule::named(name, p, v, m).unwrap();
         let stages = match name {
@@ -150,7 +150,7 @@ proptest! {
 
     #[test]
     fn receives_come_in_the_order_of_their_sends(
-        name in select(&NAMES[..]), p in 1..9usize, v in 1..5usize, m in 1..30usize,
+        name in select(ScheduleKind::ALL.map(ScheduleKind::name).to_vec()), p in 1..9usize, v in 1..5usize, m in 1..30usize,
     ) {
         let schedule = Schedule::named(name, p, v, m).unwrap();
         let mut messages = 0;
