@@ -31,9 +31,9 @@ impl Links {
     /// None where ranks do not compute on GPUs. All ranks of the group call this.
     pub fn new(group: &ProcessGroup, schedule: &Schedule) -> flow_comm::Result<Option<Self>> {
         let Some(device) = group.cuda_device() else { return Ok(None) };
-        let ranks = (0..schedule.stages()).map(|stage| schedule.rank_of(stage));
-        let ranks: Vec<usize> = ranks.collect();
-        let pairs = ranks.windows(2).flat_map(|pair| [(pair[0], pair[1]), (pair[1], pair[0])]);
+        let rank_of = |stage| schedule.rank_of(stage);
+        let neighbours = (1..schedule.stages()).map(|stage| (rank_of(stage - 1), rank_of(stage)));
+        let pairs = neighbours.flat_map(|(one, other)| [(one, other), (other, one)]);
         let pairs: BTreeSet<(usize, usize)> = pairs.filter(|(from, to)| from != to).collect();
         let mut links = Self { to: HashMap::new(), from: HashMap::new() };
         for (from, to) in pairs {
