@@ -220,13 +220,9 @@ impl<'a, 'l> Step<'a, 'l> {
     /// Does a forward or a backward. The last backward of a stage reduces its gradients.
     fn compute(&mut self, action: Action, left: &[Action]) -> Outcome<()> {
         let place = (action.stage(), action.micro_batch());
-        if is_backward_of_weights(action) {
-            let is_another =
-                |next: &Action| is_backward_of_weights(*next) && next.stage() == action.stage();
-            if !left.iter().any(is_another) {
-                self.no_sync.remove(&action.stage());
-            }
-        }
+        let is_another =
+            |next: &Action| is_backward_of_weights(*next) && next.stage() == action.stage();
+        let is_last = is_backward_of_weights(action) && !left.iter().any(is_another);
         let phase = match action {
             Action::Forward { .. } => trace::Phase::Forward,
             _ => trace::Phase::Backward,
@@ -242,9 +238,9 @@ impl<'a, 'l> Step<'a, 'l> {
                 });
                 self.forward(place, self.executor.recomputes && !is_next)
             }
-            Action::Backward { .. } => self.backward(place),
+            Action::Backward { .. } => self.backward(place, is_last),
             Action::BackwardInput { .. } => self.backward_input(place),
-            _ => taken(self.weights.remove(&place)).and_then(|weights| Ok(weights.backward()?)),
+            _ => self.backward_weight(place, is_last),
         };
         drop(span);
         self.measured.end(measured);
@@ -420,12 +416,26 @@ impl<'a, 'l> Step<'a, 'l> {
         Ok(Backward { micro_batch, inputs, graph, gradients })
     }
 
-    fn backward(&mut self, place: Place) -> Outcome<()> {
+    fn backward(&mut self, place: Place, is_last: bool) -> Outcome<()> {
         let Backward { micro_batch, inputs, graph, gradients } = self.begin_backward(place)?;
+        self.sync_if(is_last, place);
         graph.backward(&gradients)?;
         let gradient = |input: &Tensor| Some(input.grad()).filter(Tensor::defined);
         let gradients = inputs.iter().map(gradient).collect();
         self.give_gradients(place, micro_batch, gradients)
+    }
+
+    /// The backward that follows reduces gradients if it is the last one of its stage.
+    fn sync_if(&mut self, is_last: bool, (stage, _): Place) {
+        if is_last {
+            self.no_sync.remove(&stage);
+        }
+    }
+
+    fn backward_weight(&mut self, place: Place, is_last: bool) -> Outcome<()> {
+        let weights = taken(self.weights.remove(&place))?;
+        self.sync_if(is_last, place);
+        Ok(weights.backward()?)
     }
 
     fn backward_input(&mut self, place: Place) -> Outcome<()> {

@@ -147,34 +147,46 @@ fn tied_global_weights_have_the_gradient_of_one_process() {
     }
 }
 
-/// Two steps of batch normalization: only in the first one replicas have different rows.
+/// Two steps of batch normalization: only in the first one replicas have different rows. Within a step
+/// each replica has its own, also when forwards run again.
 #[test]
 fn a_step_begins_with_the_buffers_of_the_first_replica() {
-    let means = ranks(4, |group| {
-        let mesh = mesh_of_four(&group);
-        let replica = mesh.coordinates().unwrap()[1];
-        let mut vs = VarStore::new(Device::Cpu);
-        let mut mean = Tensor::new();
-        let mut pipeline = Pipeline::builder(&mesh, "pp")
-            .schedule(Schedule::one_f_one_b(2, 3).unwrap())
-            .build(|_| {
-                let layer = nn::batch_norm1d(vs.root(), 4, Default::default());
-                vs.double();
-                mean = layer.running_mean.shallow_clone();
-                Ok(Box::new(DdpStage(Ddp::new(layer, &vs, mesh.group("dp")?)?)))
-            })
-            .unwrap();
-        [[0.7, 0.9][replica], 0.7].map(|factor| {
-            let x = numbers(&[12, 4], factor);
-            pipeline.step(&[x], |outputs, _| outputs[0].square().mean(Kind::Double)).unwrap();
-            mean.copy()
-        })
-    });
-    for stage in 0..2 {
-        let [first, second] = [&means[2 * stage], &means[2 * stage + 1]];
-        assert_ne!(first[0], second[0]);
-        assert_eq!(first[1], second[1]);
-        assert_ne!(first[0], first[1]);
+    for recomputes in [false, true] {
+        let found = ranks(4, |group| {
+            let mesh = mesh_of_four(&group);
+            let replica = mesh.coordinates().unwrap()[1];
+            let mut vs = VarStore::new(Device::Cpu);
+            let mut mean = Tensor::new();
+            let mut pipeline = Pipeline::builder(&mesh, "pp")
+                .schedule(Schedule::gpipe(2, 3).unwrap())
+                .recompute(recomputes)
+                .build(|_| {
+                    let layer = nn::batch_norm1d(vs.root(), 4, Default::default());
+                    vs.double();
+                    mean = layer.running_mean.shallow_clone();
+                    Ok(Box::new(DdpStage(Ddp::new(layer, &vs, mesh.group("dp")?)?)))
+                })
+                .unwrap();
+            let means = [[0.7, 0.9][replica], 0.7].map(|factor| {
+                let x = numbers(&[12, 4], factor);
+                pipeline.step(&[x], |outputs, _| outputs[0].square().mean(Kind::Double)).unwrap();
+                mean.copy()
+            });
+            // Of the first stage after the first step.
+            let x = numbers(&[12, 4], [0.7, 0.9][replica]);
+            let mut expected = Tensor::zeros([4], (Kind::Double, Device::Cpu));
+            for part in [0, 1, 2].repeat(1 + usize::from(recomputes)) {
+                let rows = x.narrow(0, 4 * part, 4);
+                expected =
+                    expected * 0.9 + rows.mean_dim([0_i64].as_slice(), false, Kind::Double) * 0.1;
+            }
+            (means, expected)
+        });
+        for pair in found.chunks(2) {
+            assert_ne!(pair[0].0[0], pair[1].0[0]);
+            assert_eq!(pair[0].0[1], pair[1].0[1]);
+        }
+        found[..2].iter().for_each(|(means, expected)| close(&means[0], expected));
     }
 }
 
