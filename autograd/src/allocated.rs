@@ -40,8 +40,11 @@ struct Measurement(*mut MeasurementHandle);
 impl Measurement {
     fn end(&mut self) -> usize {
         let handle = std::mem::replace(&mut self.0, null_mut());
-        // SAFETY: the handle is of this thread, ours, and not used again.
-        (!handle.is_null()).then(|| unsafe { ffi::flow_end_measurement(handle) }).unwrap_or(0)
+        match handle.is_null() {
+            true => 0,
+            // SAFETY: the handle is of this thread, ours, and not used again.
+            false => unsafe { ffi::flow_end_measurement(handle) },
+        }
     }
 }
 
