@@ -119,7 +119,7 @@ fn tied_global_weights_have_the_gradient_of_one_process() {
                 let start = [0, rows[0]][own[1]];
                 let local = all.narrow(0, start, rows[own[1]]);
                 let total = rows.iter().sum::<i64>();
-                flow_global::from_local(&local, &[total, 4], &placement, [S(0)]).unwrap()
+                flow_global::from_local(&local, [total, 4], &placement, [S(0)]).unwrap()
             };
             for step in 0..3 {
                 let [x, y] = batch(step).map(|all| part(all, [6, 6]));
