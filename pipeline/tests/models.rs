@@ -9,11 +9,13 @@ use tch::{Kind, Tensor};
 const ROWS: i64 = 7;
 const WIDTH: i64 = 4;
 
+/// Of the weight, the number and the inputs of a stage.
+type Layer = fn(&Tensor, (usize, usize), &[Tensor]) -> Vec<Tensor>;
+
 /// What a model is made of. Stages have a number, and the last one's.
 struct Case {
     name: &'static str,
-    /// Of the weight, the number and the inputs of a stage.
-    forward: fn(&Tensor, (usize, usize), &[Tensor]) -> Vec<Tensor>,
+    forward: Layer,
     /// A stage whose weight requires no gradient.
     frozen: Option<usize>,
     /// Whether first and last stage have the same weight.
