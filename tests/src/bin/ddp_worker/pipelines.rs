@@ -16,19 +16,22 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use tch::{Device, Kind, Tensor};
 
-const JOBS: &[Job] = &[
-    launched(2),
-    launched(4),
-    by_hand(&[1, 1]),
-    // Tensors go over NCCL, if only a fake one, and are on the CPU: there is no fake libtorch.
-    launched(2).mode("tensors on the CPU", "FLOW_TEST_HOST_AS_GPU", "1").on_fake_cuda(),
-];
+const JOBS: &[Job] = &[launched(2), launched(4), by_hand(&[1, 1]), on_gpus(launched(2))];
+/// Tensors go over the fake NCCL, and are on the CPU: there is no fake libtorch.
+const fn on_gpus(job: Job) -> Job {
+    job.mode("tensors on the CPU", "FLOW_TEST_HOST_AS_GPU", "1").on_fake_cuda()
+}
+
 const THREE: &[Job] = &[by_hand(&[3]), by_hand(&[1, 1, 1])];
 
 pub const SCENARIOS: &[Scenario] = &[
     scenario("trained", trained, JOBS),
-    process("the_timeline_shows_each_forward_and_backward", traced, &[by_hand(&[2])])
-        .checked_by(shows_stages),
+    process(
+        "the_timeline_shows_each_forward_and_backward",
+        traced,
+        &[by_hand(&[2]), on_gpus(by_hand(&[2]))],
+    )
+    .checked_by(shows_stages),
     scenario("survivors_name_a_killed_stage", killed, THREE).checked_by(names_who_is_gone),
 ];
 
@@ -70,6 +73,7 @@ fn trained(group: &ProcessGroup) -> Result<()> {
 /// One step. Drops its groups before it ends: then the timeline is written.
 fn traced() -> Result<()> {
     let group = ProcessGroup::from_env()?;
+    models::choose_device(&group)?;
     let model = Model::new(4);
     let mut pipeline = Pipeline::builder(&mesh(&group), "pp")
         .schedule(Schedule::zb_v(2, 3)?)
@@ -86,13 +90,16 @@ fn shows_stages(test: &Test) {
         command.env("FLOW_TRACE", &folder);
         Process::start(command)
     };
-    let ranks: Vec<Process> = test.commands().into_iter().map(start).collect();
+    let commands = test.commands();
+    let is_on_gpus = commands[0].get_envs().any(|(name, _)| name == "FLOW_TEST_DEVICE");
+    let ranks: Vec<Process> = commands.into_iter().map(start).collect();
     ranks.into_iter().for_each(|rank| drop(rank.finish(DETECTION_LIMIT)));
     for (rank, stages) in [(0, [0, 3]), (1, [1, 2])] {
         let text = std::fs::read(folder.join(format!("rank{rank}.json"))).expect("a timeline");
         let trace: Value = serde_json::from_slice(&text).expect("it is JSON");
         let mut counts = BTreeMap::new();
-        for event in trace["traceEvents"].as_array().expect("a list") {
+        let events = trace["traceEvents"].as_array().expect("a list");
+        for event in events {
             if event["cat"] == "phase" {
                 let args = &event["args"];
                 let place = ["stage", "micro_batch"].map(|name| args[name].as_u64());
@@ -109,6 +116,9 @@ fn shows_stages(test: &Test) {
             }
         }
         assert_eq!(counts, expected, "rank {rank}");
+        let goes_over_nccl = |event: &&Value| event["args"]["backend"] == "nccl";
+        let messages = events.iter().filter(goes_over_nccl).count();
+        assert_eq!(messages > 0, is_on_gpus, "rank {rank}");
     }
 }
 
