@@ -2,7 +2,8 @@
 
 use std::path::PathBuf;
 
-const SOURCES: [&str; 14] = [
+const SOURCES: [&str; 15] = [
+    "allocated.cpp",
     "hooks.cpp",
     "gradient.cpp",
     "graph.cpp",

@@ -56,6 +56,12 @@ pub struct FunctionClosure {
     pub drop: unsafe extern "C" fn(data: *mut c_void),
 }
 
+/// A count of allocated bytes: see `allocated.cpp`.
+#[repr(C)]
+pub struct MeasurementHandle {
+    _opaque: [u8; 0],
+}
+
 /// Where a backward begins: see `graph.cpp`.
 #[repr(C)]
 pub struct GraphHandle {
@@ -127,6 +133,8 @@ extern "C" {
         push: PushTensor,
     ) -> *mut c_char;
     pub fn flow_graph_backward_weights(graph: *mut GraphHandle) -> *mut c_char;
+    pub fn flow_measure_allocated(measurement: *mut *mut MeasurementHandle) -> *mut c_char;
+    pub fn flow_end_measurement(measurement: *mut MeasurementHandle) -> usize;
     pub fn flow_rng_state(like: *const C_tensor, state: *mut *mut C_tensor) -> *mut c_char;
     pub fn flow_set_rng_state(like: *const C_tensor, state: *const C_tensor) -> *mut c_char;
     pub fn flow_use_count(tensor: *const C_tensor) -> usize;

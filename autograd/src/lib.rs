@@ -9,6 +9,7 @@
 //! | change the gradient that comes back to a tensor | [`map_gradient`] |
 //! | run the backward of several tensors, as a whole or in two halves | [`Graph`] |
 //! | compute activations anew in backward instead of keeping them | [`recompute`] |
+//! | count the bytes that a forward keeps | [`allocated_by`] |
 //! | draw the same random numbers again | [`RngState`], [`with_rng_state`] |
 //! | check that a gradient is not shared, and replace it | [`grad_is_exclusive`], [`set_grad`] |
 //! | count the handles to a tensor | [`use_count`] |
@@ -26,6 +27,7 @@
 //!
 //! This is the only crate with C++ in it (`src/shim`).
 
+mod allocated;
 mod allocator;
 mod cuda;
 mod error;
@@ -40,6 +42,7 @@ mod optimizer;
 mod random;
 mod recompute;
 
+pub use allocated::allocated_by;
 pub use allocator::{set_cpu_allocator, Block, BlockAllocator};
 pub use cuda::{current_stream, load_cuda, tensor_from_device_memory, torch_device, CudaTensor};
 pub use error::{BoxError, Error};

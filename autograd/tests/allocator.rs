@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use flow_autograd::{data_ptr, set_cpu_allocator, Block, BlockAllocator};
+use flow_autograd::{allocated_by, data_ptr, set_cpu_allocator, Block, BlockAllocator};
 use tch::{Device, Kind, Tensor};
 
 const MIN_BYTES: usize = 64 << 10;
@@ -76,6 +76,24 @@ impl Tracking {
 
 fn tensor(bytes: usize) -> Tensor {
     Tensor::ones([bytes as i64], (Kind::Uint8, Device::Cpu))
+}
+
+/// Whoever allocates: what lives at the end counts, and what was there before does not.
+#[test]
+fn allocated_bytes_are_counted() {
+    let _turn = turn();
+    let _allocator = Tracking::install();
+    let before = tensor(2 * MIN_BYTES);
+    let (kept, bytes) = allocated_by(|| {
+        drop(before);
+        let (small, large, gone) = (tensor(100), tensor(MIN_BYTES), tensor(3 * MIN_BYTES));
+        drop(gone);
+        [small, large]
+    })
+    .unwrap();
+    assert_eq!(bytes, 100 + MIN_BYTES);
+    assert_eq!(allocated_by(|| drop(kept)).unwrap().1, 0);
+    set_cpu_allocator(None, 0).unwrap();
 }
 
 #[test]

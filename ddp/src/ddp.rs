@@ -116,6 +116,14 @@ impl<M> Ddp<M> {
         self.reducer.as_ref().map_or(Ok(()), |reducer| reducer.synchronize())
     }
 
+    /// Makes this `Ddp` unusable on all ranks: whoever waits in a backward or a forward, or comes to
+    /// one, gets an error with `cause`. For a rank that fails where the others cannot see it.
+    pub fn abort(&self, cause: &str) {
+        if let Some(reducer) = &self.reducer {
+            reducer.abort(cause);
+        }
+    }
+
     /// What the last backward's communication took.
     pub fn stats(&self) -> Stats {
         self.reducer.as_ref().map(|r| r.stats()).unwrap_or_default()
@@ -126,7 +134,13 @@ impl<M> Ddp<M> {
         self.model
     }
 
-    fn sync_buffers(&self) -> Result<()> {
+    /// Gives all ranks rank 0's buffers, as `forward_t` does in training mode: for a step that has
+    /// them so once, before several forwards under [`Ddp::no_sync`], which leave them alone. All
+    /// ranks call this.
+    ///
+    /// # Errors
+    /// A failure of this rank or another; a buffer that the model has replaced.
+    pub fn sync_buffers(&self) -> Result<()> {
         let Some(reducer) = &self.reducer else { return Ok(()) };
         reducer.check_process("forward")?;
         if !reducer.synchronizes() {

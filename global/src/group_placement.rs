@@ -25,4 +25,13 @@ impl Placement {
     pub fn all(group: &ProcessGroup) -> Result<Self> {
         Self::new(group, (0..group.world_size()).collect::<Vec<_>>())
     }
+
+    /// Has the operations of all ranks on global tensors of this placement's group fail with `cause`,
+    /// those that are under way as well. For a rank that fails where the others cannot see it.
+    pub fn abort(&self, cause: &str) {
+        if let Ok(runtime) = self.runtime() {
+            runtime.world().abort(cause);
+            runtime.groups.abort(cause);
+        }
+    }
 }

@@ -59,6 +59,11 @@ impl Groups {
         Ok(group)
     }
 
+    /// Makes the groups unusable on all their ranks.
+    pub(crate) fn abort(&self, cause: &str) {
+        self.made().values().for_each(|group| group.abort(cause));
+    }
+
     /// Notes that the group of these ranks has failed because they called different operations.
     /// Returns whether this rank did not know.
     pub(crate) fn is_first_mismatch(&self, ranks: &[usize]) -> bool {

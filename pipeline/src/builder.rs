@@ -10,6 +10,7 @@ use flow_plan::schedule::Schedule;
 use flow_tensor::TensorCollectives;
 
 use crate::error::{Error, Result};
+use crate::links::Links;
 use crate::pipeline::Pipeline;
 use crate::stage::Stage;
 
@@ -133,8 +134,10 @@ impl<'a> Builder<'a> {
             stages.insert(number, made);
         }
         let device = self.mesh.group(self.axis)?.device();
+        let links = Links::new(&group, &schedule)?;
         Ok(Pipeline {
             group,
+            links,
             schedule,
             stages,
             placement: self.placement,
@@ -142,7 +145,7 @@ impl<'a> Builder<'a> {
             recomputes: self.recomputes,
             tied: Vec::new(),
             steps: 0,
-            report: None,
+            measured: None,
         })
     }
 }

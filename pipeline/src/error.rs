@@ -27,6 +27,14 @@ pub enum Error {
         /// The cause.
         source: BoxError,
     },
+    /// A layer cannot be measured.
+    #[error("layer {layer} cannot be measured: {source}")]
+    Layer {
+        /// Which of the layers, from 0.
+        layer: usize,
+        /// The cause.
+        source: BoxError,
+    },
     /// What was asked for cannot work.
     #[error("rank {rank}: pipeline: {reason}")]
     Argument {

@@ -3,13 +3,14 @@
 use std::collections::{BTreeMap, HashMap};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 
-use flow_autograd::{BoxError, Graph, WeightGraph};
+use flow_autograd::{allocated_by, BoxError, Graph, WeightGraph};
 use flow_comm::trace;
 use flow_ddp::NoSync;
 use flow_global::{GlobalTensor, Placement};
 use flow_plan::schedule::{Action, Schedule};
 use tch::{Device, Tensor};
 
+use crate::message::{local_of, Firsts};
 use crate::messages::Messages;
 use crate::micro_batch::{join, MicroBatch};
 use crate::random::Random;
@@ -98,6 +99,11 @@ pub struct Step<'a, 'l> {
     input_gradients: HashMap<Place, (MicroBatch, Vec<Option<Tensor>>)>,
     /// From the first half of a backward to the second.
     weights: HashMap<Place, WeightGraph>,
+    /// What stages have given in the first micro-batch, and their gradients.
+    first_outputs: Firsts,
+    first_gradients: Firsts,
+    /// Bytes from forward to the end of backward.
+    held: HashMap<Place, usize>,
     /// Of stages whose last backward has yet to come.
     no_sync: HashMap<usize, NoSync>,
     results: Results,
@@ -125,8 +131,14 @@ impl<'a, 'l> Step<'a, 'l> {
         messages: Messages<'a>,
         batch: &[Tensor],
         last: Last<'l>,
-    ) -> Self {
-        Self {
+    ) -> Outcome<Self> {
+        let mut no_sync = HashMap::new();
+        if matches!(last, Last::Loss(_)) {
+            for (&stage, of) in executor.stages {
+                no_sync.extend(caught(|| of.begin_step())?.map(|guard| (stage, guard)));
+            }
+        }
+        Ok(Self {
             executor,
             messages,
             batch: batch.iter().map(Tensor::shallow_clone).collect(),
@@ -137,18 +149,17 @@ impl<'a, 'l> Step<'a, 'l> {
             gradients: HashMap::new(),
             input_gradients: HashMap::new(),
             weights: HashMap::new(),
-            no_sync: HashMap::new(),
+            first_outputs: Firsts::new("output"),
+            first_gradients: Firsts::new("gradient"),
+            held: HashMap::new(),
+            no_sync,
             results: Results::default(),
             measured: Measured::default(),
-        }
+        })
     }
 
     /// Carries out the actions; the error with the action that failed.
     pub fn run(&mut self, actions: &[Action]) -> Result<(), (Action, BoxError)> {
-        for (&stage, of) in self.executor.stages {
-            let guard = of.no_sync().map(|guard| (stage, guard));
-            self.no_sync.extend(guard);
-        }
         for (at, &action) in actions.iter().enumerate() {
             let left = &actions[at + 1..];
             caught(|| self.act(action, left)).map_err(|error| (action, error))?;
@@ -209,13 +220,9 @@ impl<'a, 'l> Step<'a, 'l> {
     /// Does a forward or a backward. The last backward of a stage reduces its gradients.
     fn compute(&mut self, action: Action, left: &[Action]) -> Outcome<()> {
         let place = (action.stage(), action.micro_batch());
-        if is_backward_of_weights(action) {
-            let is_another =
-                |next: &Action| is_backward_of_weights(*next) && next.stage() == action.stage();
-            if !left.iter().any(is_another) {
-                self.no_sync.remove(&action.stage());
-            }
-        }
+        let is_another =
+            |next: &Action| is_backward_of_weights(*next) && next.stage() == action.stage();
+        let is_last = is_backward_of_weights(action) && !left.iter().any(is_another);
         let phase = match action {
             Action::Forward { .. } => trace::Phase::Forward,
             _ => trace::Phase::Backward,
@@ -231,12 +238,15 @@ impl<'a, 'l> Step<'a, 'l> {
                 });
                 self.forward(place, self.executor.recomputes && !is_next)
             }
-            Action::Backward { .. } => self.backward(place),
+            Action::Backward { .. } => self.backward(place, is_last),
             Action::BackwardInput { .. } => self.backward_input(place),
-            _ => taken(self.weights.remove(&place)).and_then(|weights| Ok(weights.backward()?)),
+            _ => self.backward_weight(place, is_last),
         };
         drop(span);
-        self.measured.end(measured, self.activations.len() + self.weights.len());
+        self.measured.end(measured);
+        if is_backward_of_weights(action) {
+            self.held.remove(&place);
+        }
         result
     }
 
@@ -250,6 +260,7 @@ impl<'a, 'l> Step<'a, 'l> {
             let outputs = tch::no_grad(|| self.outputs_of(stage, &inputs))?;
             return self.give_outputs(place, micro_batch, outputs);
         }
+        let mut bytes = inputs.iter().map(bytes_of).sum::<Outcome<usize>>()?;
         let graph = match recomputes {
             true => {
                 let random = Random::state(self.executor.device, self.executor.placement)?;
@@ -270,7 +281,10 @@ impl<'a, 'l> Step<'a, 'l> {
                 Kept::Random(random)
             }
             false => {
-                let (outputs, seed) = self.run_stage(stage, &inputs, micro_batch)?;
+                let run = || self.run_stage(stage, &inputs, micro_batch);
+                let (ran, allocated) = allocated_by(run)?;
+                bytes += allocated;
+                let (outputs, seed) = ran?;
                 match seed {
                     Some((loss, seed)) => {
                         check_loss(&loss)?;
@@ -286,7 +300,14 @@ impl<'a, 'l> Step<'a, 'l> {
             }
         };
         self.activations.insert(place, Activation { micro_batch, inputs, graph });
+        self.hold(place, bytes);
         Ok(())
+    }
+
+    /// So many bytes more are held for the backward.
+    fn hold(&mut self, place: Place, bytes: usize) {
+        *self.held.entry(place).or_default() += bytes;
+        self.measured.hold(&self.held);
     }
 
     fn part_of_batch(&self, index: usize) -> Outcome<(MicroBatch, Vec<Tensor>)> {
@@ -358,6 +379,7 @@ impl<'a, 'l> Step<'a, 'l> {
             self.results.outputs.insert(index, (micro_batch, outputs));
             return Ok(());
         }
+        self.first_outputs.check(stage, micro_batch, outputs.iter().map(Some))?;
         let leaf = |output: Tensor| output.detach().set_requires_grad(output.requires_grad());
         let given = (micro_batch, outputs.into_iter().map(leaf).collect());
         if schedule.rank_of(stage + 1) == schedule.rank_of(stage) {
@@ -375,7 +397,9 @@ impl<'a, 'l> Step<'a, 'l> {
             Kept::Graph(graph, seed) => (graph, seed),
             Kept::Random(random) => {
                 let run = || tch::with_grad(|| self.run_stage(place.0, &inputs, micro_batch));
-                let (outputs, seed) = random.replay(run)??;
+                let (ran, allocated) = allocated_by(|| random.replay(run))?;
+                let (outputs, seed) = ran??;
+                self.hold(place, allocated);
                 match seed {
                     Some((loss, seed)) => {
                         check_loss(&loss)?;
@@ -392,13 +416,26 @@ impl<'a, 'l> Step<'a, 'l> {
         Ok(Backward { micro_batch, inputs, graph, gradients })
     }
 
-    fn backward(&mut self, place: Place) -> Outcome<()> {
+    fn backward(&mut self, place: Place, is_last: bool) -> Outcome<()> {
         let Backward { micro_batch, inputs, graph, gradients } = self.begin_backward(place)?;
+        self.sync_if(is_last, place);
         graph.backward(&gradients)?;
         let gradient = |input: &Tensor| Some(input.grad()).filter(Tensor::defined);
         let gradients = inputs.iter().map(gradient).collect();
-        self.give_gradients(place, micro_batch, gradients);
-        Ok(())
+        self.give_gradients(place, micro_batch, gradients)
+    }
+
+    /// The backward that follows reduces gradients if it is the last one of its stage.
+    fn sync_if(&mut self, is_last: bool, (stage, _): Place) {
+        if is_last {
+            self.no_sync.remove(&stage);
+        }
+    }
+
+    fn backward_weight(&mut self, place: Place, is_last: bool) -> Outcome<()> {
+        let weights = taken(self.weights.remove(&place))?;
+        self.sync_if(is_last, place);
+        Ok(weights.backward()?)
     }
 
     fn backward_input(&mut self, place: Place) -> Outcome<()> {
@@ -410,8 +447,7 @@ impl<'a, 'l> Step<'a, 'l> {
         let gradient =
             |input: &Tensor| input.requires_grad().then(|| of_leaves.next()).flatten()?;
         let gradients = inputs.iter().map(gradient).collect();
-        self.give_gradients(place, micro_batch, gradients);
-        Ok(())
+        self.give_gradients(place, micro_batch, gradients)
     }
 
     /// Gives gradients of inputs to the stage before.
@@ -420,17 +456,19 @@ impl<'a, 'l> Step<'a, 'l> {
         (stage, index): Place,
         micro_batch: MicroBatch,
         gradients: Vec<Option<Tensor>>,
-    ) {
+    ) -> Outcome<()> {
         let schedule = self.executor.schedule;
         if stage == 0 {
             self.results.input_gradients.insert(index, (micro_batch, gradients));
-            return;
+            return Ok(());
         }
+        self.first_gradients.check(stage, micro_batch, gradients.iter().map(Option::as_ref))?;
         if schedule.rank_of(stage - 1) == schedule.rank_of(stage) {
             self.gradients.insert((stage - 1, index), gradients);
         } else {
             self.input_gradients.insert((stage, index), (micro_batch, gradients));
         }
+        Ok(())
     }
 }
 
@@ -453,6 +491,12 @@ fn floating(tensors: &[Tensor]) -> Vec<Tensor> {
         tensor.detach().set_requires_grad(tensor.is_floating_point() || tensor.is_complex())
     };
     tensors.iter().map(leaf).collect()
+}
+
+/// What this rank has of a tensor.
+fn bytes_of(tensor: &Tensor) -> Outcome<usize> {
+    let local = local_of(tensor)?;
+    Ok(local.numel() * local.f_kind()?.elt_size_in_bytes())
 }
 
 fn is_backward_of_weights(action: Action) -> bool {
@@ -483,7 +527,7 @@ fn versions(tensors: &[Tensor]) -> Vec<Option<i64>> {
 
 /// A panic as an error. Nothing around it then unwinds, such as tch's `no_grad`, which would leave
 /// gradients off.
-fn caught<T>(run: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
+pub fn caught<T>(run: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
     let result = catch_unwind(AssertUnwindSafe(run));
     result.unwrap_or_else(|panic| Err(panic_text(panic.as_ref()).into()))
 }

@@ -44,6 +44,7 @@
 mod builder;
 mod error;
 mod executor;
+mod links;
 mod message;
 mod messages;
 mod micro_batch;
@@ -59,6 +60,6 @@ pub use error::{Error, Result};
 pub use flow_plan::schedule::{Action, Schedule};
 pub use micro_batch::MicroBatch;
 pub use pipeline::Pipeline;
-pub use report::Report;
+pub use report::{Report, StageReport};
 pub use split::{split, split_by_parameters, split_by_time};
 pub use stage::{stage_fn, stage_fn_t, DdpStage, Layers, Stage};

@@ -1,5 +1,8 @@
 //! What ranks of a pipeline send each other: tensors, and what is said of them.
 
+use std::collections::HashMap;
+use std::fmt;
+
 use flow_autograd::BoxError;
 use flow_global::{from_local, GlobalTensor, Placement, Sbp, B, P, S};
 use serde::{Deserialize, Serialize};
@@ -7,7 +10,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::micro_batch::MicroBatch;
 
-/// Comes before the tensors. So that any micro-batch may have other shapes than the one before.
+/// Comes before the tensors, whose rows may differ.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub struct Header {
     /// The receive that this is for, as its action is displayed.
@@ -51,27 +54,46 @@ const KINDS: [Kind; 12] = [
 ];
 
 impl Description {
-    /// What is said of a tensor, and what is sent of it: contiguous, in memory of the host.
-    pub fn of(tensor: &Tensor) -> Result<(Self, Tensor), BoxError> {
-        let (local, layout) = match tensor.is_global() {
-            true => {
-                let sbp = tensor.sbp()?.iter().map(ToString::to_string).collect();
-                (tensor.to_local()?, Some(Layout { sizes: tensor.size(), sbp }))
-            }
-            false => (tensor.shallow_clone(), None),
-        };
+    /// What is said of a tensor.
+    pub fn of(tensor: &Tensor) -> Result<Self, BoxError> {
+        let local = local_of(tensor)?;
+        if let Some(reason) = flow_autograd::unsendable(&local) {
+            return Err(format!("a tensor that goes to another stage {reason}").into());
+        }
         let kind = KINDS.iter().position(|&kind| kind == local.kind());
         let kind =
             kind.ok_or_else(|| format!("tensors of kind {:?} cannot be sent", local.kind()))?;
-        let (sizes, requires_grad) = (local.size(), tensor.requires_grad());
-        let local = local.detach().to_device(Device::Cpu).contiguous();
-        Ok((Self { kind, sizes, requires_grad, layout }, local))
+        let layout = match tensor.is_global() {
+            true => {
+                let sbp = tensor.sbp()?.iter().map(ToString::to_string).collect();
+                Some(Layout { sizes: tensor.size(), sbp })
+            }
+            false => None,
+        };
+        Ok(Self { kind, sizes: local.size(), requires_grad: tensor.requires_grad(), layout })
+    }
+
+    /// Whether a micro-batch of `rows` rows may have this where one of `other_rows` has `other`: what
+    /// the rows make of a size may differ.
+    fn fits(&self, rows: i64, other: &Self, other_rows: i64) -> bool {
+        let fits = |sizes: &[i64], others: &[i64]| {
+            let mut pairs = sizes.iter().zip(others);
+            sizes.len() == others.len()
+                && pairs.all(|(&size, &other)| size == other || size * other_rows == other * rows)
+        };
+        let layouts_fit = match (&self.layout, &other.layout) {
+            (Some(one), Some(other)) => one.sbp == other.sbp && fits(&one.sizes, &other.sizes),
+            (one, other) => one.is_none() && other.is_none(),
+        };
+        (self.kind, self.requires_grad) == (other.kind, other.requires_grad)
+            && fits(&self.sizes, &other.sizes)
+            && layouts_fit
     }
 
     /// Room for what is sent.
-    pub fn empty(&self) -> Result<Tensor, BoxError> {
+    pub fn empty(&self, device: Device) -> Result<Tensor, BoxError> {
         let kind = *KINDS.get(self.kind).ok_or("a message has a tensor of an unknown kind")?;
-        Ok(Tensor::f_empty(&self.sizes[..], (kind, Device::Cpu))?)
+        Ok(Tensor::f_empty(&self.sizes[..], (kind, device))?)
     }
 
     /// The tensor, of what was sent: a leaf.
@@ -97,6 +119,83 @@ impl Description {
             }
         };
         Ok(tensor.set_requires_grad(self.requires_grad))
+    }
+}
+
+impl fmt::Display for Description {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?} {:?}", KINDS[self.kind], self.sizes)?;
+        if let Some(Layout { sizes, sbp }) = &self.layout {
+            write!(f, " of the global {sizes:?} with SBP ({})", sbp.join(", "))?;
+        }
+        let requires = if self.requires_grad { "requires a gradient" } else { "requires none" };
+        write!(f, ", which {requires}")
+    }
+}
+
+/// What this rank has of a tensor.
+pub fn local_of(tensor: &Tensor) -> Result<Tensor, BoxError> {
+    Ok(match tensor.is_global() {
+        true => tch::no_grad(|| tensor.to_local())?,
+        false => tensor.shallow_clone(),
+    })
+}
+
+/// What is sent of a tensor: contiguous, and in memory of the host if that sends it.
+pub fn sent(tensor: &Tensor, by_host: bool) -> Result<Tensor, BoxError> {
+    let local = local_of(tensor)?.detach();
+    let local = if by_host { local.f_to_device(Device::Cpu)? } else { local };
+    Ok(local.f_contiguous()?)
+}
+
+/// What each stage gave in the first micro-batch of a step: the others have to be alike.
+pub struct Firsts {
+    /// What the tensors are: "output".
+    what: &'static str,
+    of_stages: HashMap<usize, (MicroBatch, Vec<Option<Description>>)>,
+}
+
+impl Firsts {
+    pub fn new(what: &'static str) -> Self {
+        Self { what, of_stages: HashMap::new() }
+    }
+
+    /// Compares what a stage gives, or takes it as the first. A gradient may be missing in some
+    /// micro-batches.
+    ///
+    /// # Errors
+    /// The tensors are not alike, or cannot be sent.
+    pub fn check<'a>(
+        &mut self,
+        stage: usize,
+        micro_batch: MicroBatch,
+        tensors: impl Iterator<Item = Option<&'a Tensor>>,
+    ) -> Result<(), BoxError> {
+        let own = tensors.map(|tensor| tensor.map(Description::of).transpose());
+        let own = own.collect::<Result<Vec<_>, _>>()?;
+        let Some((first, others)) = self.of_stages.get(&stage) else {
+            self.of_stages.insert(stage, (micro_batch, own));
+            return Ok(());
+        };
+        let (what, number) = (self.what, first.index);
+        if own.len() != others.len() {
+            let (now, then) = (own.len(), others.len());
+            return Err(format!(
+                "the number of {what}s is {now}, but in micro-batch {number} it was {then}"
+            )
+            .into());
+        }
+        for (at, (own, other)) in own.iter().zip(others).enumerate() {
+            let (Some(own), Some(other)) = (own, other) else { continue };
+            if !own.fits(micro_batch.rows, other, first.rows) {
+                return Err(format!(
+                    "{what} {at} is {own}, but in micro-batch {number} it was {other}: give each \
+                     micro-batch of a step the same, but for its rows"
+                )
+                .into());
+            }
+        }
+        Ok(())
     }
 }
 

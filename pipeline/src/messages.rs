@@ -11,9 +11,10 @@ use flow_autograd::BoxError;
 use flow_comm::{Lane, ProcessGroup, Work};
 use flow_plan::schedule::{Action, Schedule};
 use flow_tensor::TensorCollectives;
-use tch::Tensor;
+use tch::{Device, Tensor};
 
-use crate::message::{Description, Header};
+use crate::links::{Link, Links};
+use crate::message::{sent, Description, Header};
 use crate::micro_batch::MicroBatch;
 
 /// Receives that are under way from each rank: one for what is computed next, and one after it.
@@ -24,6 +25,9 @@ type Outcome<T> = Result<T, BoxError>;
 /// The messages of one step.
 pub struct Messages<'a> {
     group: &'a ProcessGroup,
+    /// On GPUs: the way of tensors.
+    links: Option<&'a Links>,
+    device: Device,
     schedule: &'a Schedule,
     sends: Vec<Work<Outcome<()>>>,
     /// By the rank that they are from.
@@ -42,12 +46,16 @@ pub struct Received {
     pub header: Header,
     /// What came of each tensor that there is.
     pub locals: Vec<Tensor>,
+    /// What is on its way to them, on GPUs.
+    under_way: Vec<flow_tensor::Work>,
 }
 
 impl<'a> Messages<'a> {
     /// For a rank that carries out these actions.
     pub fn new(
         group: &'a ProcessGroup,
+        links: Option<&'a Links>,
+        device: Device,
         schedule: &'a Schedule,
         actions: &[Action],
     ) -> Outcome<Self> {
@@ -57,7 +65,7 @@ impl<'a> Messages<'a> {
                 from.entry(rank).or_default().left.push_back(action);
             }
         }
-        let mut messages = Self { group, schedule, sends: Vec::new(), from };
+        let mut messages = Self { group, links, device, schedule, sends: Vec::new(), from };
         let ranks: Vec<usize> = messages.from.keys().copied().collect();
         ranks.into_iter().try_for_each(|rank| messages.begin_receives(rank))?;
         Ok(messages)
@@ -77,23 +85,22 @@ impl<'a> Messages<'a> {
             descriptions.push(match tensor {
                 None => None,
                 Some(tensor) => {
-                    let (description, local) = Description::of(tensor)?;
-                    locals.push(local);
-                    Some(description)
+                    let local = sent(tensor, self.links.is_none())?;
+                    locals.extend(Some(local).filter(|local| local.numel() > 0));
+                    Some(Description::of(tensor)?)
                 }
             });
         }
         let receive = receive.to_string();
         let header = serde_json::to_vec(&Header { receive, micro_batch, tensors: descriptions })?;
+        let link = self.links.and_then(|links| links.to(to));
         self.sends.push(self.group.start(Lane::To(to), "send", move |group| {
             group.send(&[header.len() as i64][..], to)?;
             group.send(&header[..], to)?;
-            Ok(locals.iter().try_for_each(|local| {
-                if local.numel() > 0 {
-                    group.send_tensor(local, to)?;
-                }
-                Ok(())
-            }))
+            Ok(match link {
+                Some(link) => link.send(locals),
+                None => locals.iter().try_for_each(|local| Ok(group.send_tensor(local, to)?)),
+            })
         })?);
         Ok(())
     }
@@ -104,7 +111,10 @@ impl<'a> Messages<'a> {
         let receives = self.from.get_mut(&from).ok_or("there is nothing to receive")?;
         let next = receives.under_way.pop_front().ok_or("there is nothing to receive")?;
         self.begin_receives(from)?;
-        let received = next.wait()??;
+        let mut received = next.wait()??;
+        for work in received.under_way.drain(..) {
+            drop(work.wait()?);
+        }
         let came = &received.header.receive;
         if *came != action.to_string() {
             return Err(format!(
@@ -122,7 +132,13 @@ impl<'a> Messages<'a> {
 
     fn begin_receives(&mut self, from: usize) -> Outcome<()> {
         let Some(receives) = self.from.get_mut(&from) else { return Ok(()) };
+        let link = self.links.and_then(|links| links.from(from));
+        let device = match link {
+            Some(_) => self.device,
+            None => Device::Cpu,
+        };
         while receives.under_way.len() < AHEAD && receives.left.pop_front().is_some() {
+            let link = link.clone();
             receives.under_way.push_back(self.group.start(
                 Lane::From(from, 0),
                 "recv",
@@ -131,7 +147,7 @@ impl<'a> Messages<'a> {
                     group.recv(&mut length[..], from)?;
                     let mut header = vec![0_u8; length[0] as usize];
                     group.recv(&mut header[..], from)?;
-                    Ok(receive_tensors(group, &header, from))
+                    Ok(receive_tensors(group, link.as_ref(), device, &header, from))
                 },
             )?);
         }
@@ -139,17 +155,26 @@ impl<'a> Messages<'a> {
     }
 }
 
-fn receive_tensors(group: &ProcessGroup, header: &[u8], from: usize) -> Outcome<Received> {
+fn receive_tensors(
+    group: &ProcessGroup,
+    link: Option<&Link>,
+    device: Device,
+    header: &[u8],
+    from: usize,
+) -> Outcome<Received> {
     let header: Header = serde_json::from_slice(header)?;
+    let mut under_way = Vec::new();
     let receive = |description: &Description| {
-        let mut local = description.empty()?;
-        if local.numel() > 0 {
-            group.recv_tensor(&mut local, from)?;
+        let mut local = description.empty(device)?;
+        match link {
+            _ if local.numel() == 0 => {}
+            Some(link) => under_way.push(link.receive(local.shallow_clone())?),
+            None => group.recv_tensor(&mut local, from)?,
         }
         Outcome::Ok(local)
     };
     let locals = header.tensors.iter().flatten().map(receive).collect::<Outcome<_>>()?;
-    Ok(Received { header, locals })
+    Ok(Received { header, locals, under_way })
 }
 
 /// The rank that a receive is from.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use flow_autograd::BoxError;
 use flow_comm::ProcessGroup;
@@ -12,9 +12,10 @@ use tch::{Device, Tensor};
 
 use crate::error::{Error, Result};
 use crate::executor::{Executor, Last, Results, Step};
+use crate::links::Links;
 use crate::messages::Messages;
 use crate::micro_batch::{join, MicroBatch};
-use crate::report::Report;
+use crate::report::{Measured, Report};
 use crate::stage::Stage;
 use crate::tied::Tied;
 
@@ -23,8 +24,8 @@ use crate::tied::Tied;
 /// After a step, loss, gradients and, once the optimizer has run, weights are those of one process
 /// that has the whole batch, to rounding: the loss is the mean over the batch.
 ///
-/// A step that fails on one rank fails on all, and the pipeline is then unusable: make it anew, or
-/// end the job.
+/// A step that fails on one rank fails on all, and on the replicas of its stages. The pipeline is then
+/// unusable, as are its `Ddp`s, and its placement's group: make them anew, or end the job.
 pub struct Pipeline {
     /// The ranks along the axis.
     pub(crate) group: ProcessGroup,
@@ -33,9 +34,12 @@ pub struct Pipeline {
     pub(crate) placement: Option<Placement>,
     pub(crate) device: Device,
     pub(crate) recomputes: bool,
+    /// Where ranks compute on GPUs.
+    pub(crate) links: Option<Links>,
     pub(crate) tied: Vec<Tied>,
     pub(crate) steps: u64,
-    pub(crate) report: Option<Report>,
+    /// Of the last training step, with the time that it took.
+    pub(crate) measured: Option<(Measured, Duration)>,
 }
 
 impl Pipeline {
@@ -145,9 +149,36 @@ impl Pipeline {
         Ok(Some(whole.map_err(|error| self.failed("joining the outputs", error))?))
     }
 
-    /// What the last step took on this rank; None before the first.
-    pub fn report(&self) -> Option<&Report> {
-        self.report.as_ref()
+    /// What the last training step took on this rank.
+    ///
+    /// # Errors
+    /// There has been no step.
+    pub fn report(&self) -> Result<Report> {
+        let Some((measured, took)) = &self.measured else {
+            return Err(self.argument("call report() after a step".into()));
+        };
+        measured.report(&self.schedule, (self.job_rank(), self.group.rank()), *took)
+    }
+
+    /// The reports of all ranks of the pipeline, in the order of its axis. All of them call this.
+    ///
+    /// # Errors
+    /// There has been no step; a collective that fails.
+    pub fn reports(&self) -> Result<Vec<Report>> {
+        let failed = |error: BoxError| self.failed("gathering the reports", error);
+        let own = serde_json::to_vec(&self.report()?).map_err(|error| failed(error.into()))?;
+        let mut lengths = vec![0_i64; self.group.world_size()];
+        self.group.all_gather(&[own.len() as i64][..], &mut lengths[..])?;
+        let lengths: Vec<usize> = lengths.iter().map(|&length| length as usize).collect();
+        let mut all = vec![0_u8; lengths.iter().sum()];
+        self.group.all_gather_v(&own[..], &mut all[..], &lengths)?;
+        let mut rest = &all[..];
+        let report = |&length: &usize| {
+            let (own, others) = rest.split_at(length);
+            rest = others;
+            serde_json::from_slice(own).map_err(|error| failed(error.into()))
+        };
+        lengths.iter().map(report).collect()
     }
 
     fn run(&mut self, actions: &[Action], batch: &[Tensor], last: Last) -> Result<Results> {
@@ -156,16 +187,23 @@ impl Pipeline {
         let is_training = matches!(last, Last::Loss(_));
         let outcome = self.carry_out(actions, batch, last);
         let (results, measured) = outcome.inspect_err(|error| {
-            // The other ranks wait for this one.
-            let cause = error.to_string();
-            self.group.abort(&cause);
-            self.tied.iter().for_each(|tied| tied.abort(&cause));
+            self.abort(&error.to_string());
         })?;
         if is_training {
-            self.report =
-                Some(measured.report(&self.schedule, self.group.rank(), began.elapsed())?);
+            self.measured = Some((measured, began.elapsed()));
         }
         Ok(results)
+    }
+
+    /// Has all ranks fail that wait for this one, or will: of the pipeline, and of its stages.
+    fn abort(&self, cause: &str) {
+        self.group.abort(cause);
+        self.links.iter().for_each(|links| links.abort(cause));
+        self.tied.iter().for_each(|tied| tied.abort(cause));
+        self.stages.values().for_each(|stage| stage.abort(cause));
+        if let Some(placement) = &self.placement {
+            placement.abort(cause);
+        }
     }
 
     fn carry_out(
@@ -173,7 +211,7 @@ impl Pipeline {
         actions: &[Action],
         batch: &[Tensor],
         last: Last,
-    ) -> Result<(Results, crate::report::Measured)> {
+    ) -> Result<(Results, Measured)> {
         let is_training = matches!(last, Last::Loss(_));
         let executor = Executor {
             schedule: &self.schedule,
@@ -186,12 +224,14 @@ impl Pipeline {
         // Gradients of global tensors are reduced once, after the last backward.
         let no_sync = self.placement.as_ref().filter(|_| is_training).map(no_sync).transpose();
         let no_sync = no_sync.map_err(|error| self.failed("step", error.into()))?;
-        let messages = Messages::new(&self.group, &self.schedule, actions)
-            .map_err(|error| self.failed("step", error))?;
+        let messages =
+            Messages::new(&self.group, self.links.as_ref(), self.device, &self.schedule, actions)
+                .map_err(|error| self.failed("step", error))?;
         let tied = self.tied.iter().filter(|_| is_training);
         let before: Result<Vec<_>, BoxError> = tied.map(|tied| Ok((tied, tied.begin()?))).collect();
         let before = before.map_err(|error| self.failed("step", error))?;
-        let mut step = Step::new(&executor, messages, batch, last);
+        let mut step = Step::new(&executor, messages, batch, last)
+            .map_err(|error| self.failed("the beginning of a step", error))?;
         step.run(actions).map_err(|(action, source)| {
             let rank = self.job_rank();
             Error::Action { rank, action, source }

@@ -1,36 +1,56 @@
 //! What a step took.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::time::{Duration, Instant};
 
 use flow_plan::schedule::{simulate, Action, Costs, Schedule};
+use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
 
 /// What the last step took on this rank: [`Pipeline::report`](crate::Pipeline::report).
-#[derive(Clone, Debug)]
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Report {
+    /// The rank in the job.
+    pub rank: usize,
     /// Seconds from the step's begin to its end.
     pub seconds: f64,
-    /// Seconds of a forward, and of a backward with both its halves: by stage, the mean of the
-    /// micro-batches.
-    pub stages: BTreeMap<usize, [f64; 2]>,
+    /// This rank's stages.
+    pub stages: BTreeMap<usize, StageReport>,
     /// The part of the step in which this rank computed nothing.
     pub bubble: f64,
     /// What the schedule's simulator has for the bubble of this rank, if all stages took as long as
     /// this rank's.
     pub predicted_bubble: f64,
-    /// The most micro-batches that were between their forward and the end of their backward in one
-    /// of this rank's stages.
+    /// The most micro-batches that were between their forward and the end of their backward, in all
+    /// of this rank's stages together.
     pub peak_activations: usize,
+    /// The most bytes of activations that were held at once, in all of this rank's stages together.
+    pub peak_activation_bytes: usize,
 }
 
-/// The clock of a step.
+/// What the last step took in one stage.
+#[derive(Clone, Copy, PartialEq, Default, Debug, Serialize, Deserialize)]
+pub struct StageReport {
+    /// Seconds of a forward: the mean of the micro-batches.
+    pub forward: f64,
+    /// Seconds of a backward with both its halves: the mean of the micro-batches.
+    pub backward: f64,
+    /// The most bytes that the stage held at once for its backwards. Of a micro-batch these are the
+    /// inputs, and what libtorch allocated in the forward and did not free at its end: what
+    /// autograd has saved, and outputs. With recomputation these are the inputs, and the rest from
+    /// the recomputation to the end of the backward. Weights and gradients do not count.
+    pub activation_bytes: usize,
+}
+
+/// The clock of a step, and what it holds.
 #[derive(Default)]
 pub struct Measured {
     computations: Vec<(Action, Duration)>,
     peak_activations: usize,
+    peak_bytes: usize,
+    peak_bytes_of_stages: BTreeMap<usize, usize>,
 }
 
 impl Measured {
@@ -38,40 +58,65 @@ impl Measured {
         (action, Instant::now())
     }
 
-    /// The computation is over, and so many activations are held.
-    pub fn end(&mut self, (action, began): (Action, Instant), activations: usize) {
+    /// The computation is over.
+    pub fn end(&mut self, (action, began): (Action, Instant)) {
         self.computations.push((action, began.elapsed()));
-        self.peak_activations = self.peak_activations.max(activations);
     }
 
-    pub fn report(&self, schedule: &Schedule, rank: usize, step: Duration) -> Result<Report> {
-        let mut stages = BTreeMap::<usize, [f64; 2]>::new();
+    /// So many bytes are held now, by stage and micro-batch.
+    pub fn hold(&mut self, held: &HashMap<(usize, usize), usize>) {
+        self.peak_activations = self.peak_activations.max(held.len());
+        self.peak_bytes = self.peak_bytes.max(held.values().sum());
+        let mut stages = BTreeMap::<usize, usize>::new();
+        for (&(stage, _), bytes) in held {
+            *stages.entry(stage).or_default() += bytes;
+        }
+        for (stage, bytes) in stages {
+            let peak = self.peak_bytes_of_stages.entry(stage).or_default();
+            *peak = bytes.max(*peak);
+        }
+    }
+
+    /// `rank` is that in the job, and `own` that in the pipeline.
+    pub fn report(
+        &self,
+        schedule: &Schedule,
+        (rank, own): (usize, usize),
+        step: Duration,
+    ) -> Result<Report> {
+        let mut stages = BTreeMap::<usize, StageReport>::new();
         // Of a micro-batch in a stage: forward, the gradients of inputs, those of weights.
         let mut costs = [0.0; 3];
+        let count = schedule.micro_batches() as f64;
         for (action, took) in &self.computations {
-            let took = took.as_secs_f64();
-            let (number, parts) = match action {
-                Action::Forward { .. } => (0, [took, 0.0, 0.0]),
-                Action::BackwardInput { .. } => (1, [0.0, took, 0.0]),
-                Action::BackwardWeight { .. } => (1, [0.0, 0.0, took]),
-                _ => (1, [0.0, took / 2.0, took / 2.0]),
+            let took = took.as_secs_f64() / count;
+            let stage = stages.entry(action.stage()).or_default();
+            let parts = match action {
+                Action::Forward { .. } => [took, 0.0, 0.0],
+                Action::BackwardInput { .. } => [0.0, took, 0.0],
+                Action::BackwardWeight { .. } => [0.0, 0.0, took],
+                _ => [0.0, took / 2.0, took / 2.0],
             };
-            stages.entry(action.stage()).or_default()[number] += took;
+            stage.forward += parts[0];
+            stage.backward += parts[1] + parts[2];
             costs.iter_mut().zip(parts).for_each(|(cost, part)| *cost += part);
         }
-        let count = schedule.micro_batches() as f64;
-        stages.values_mut().flatten().for_each(|seconds| *seconds /= count);
+        for (stage, bytes) in &self.peak_bytes_of_stages {
+            stages.entry(*stage).or_default().activation_bytes = *bytes;
+        }
         let [forward, backward_input, backward_weight] =
-            costs.map(|cost| cost / count / stages.len().max(1) as f64);
+            costs.map(|cost| cost / stages.len().max(1) as f64);
         let costs = Costs { forward, backward_input, backward_weight, ..Costs::default() };
         let busy: f64 = self.computations.iter().map(|(_, took)| took.as_secs_f64()).sum();
         let seconds = step.as_secs_f64();
         Ok(Report {
+            rank,
             seconds,
             stages,
             bubble: 1.0 - busy / seconds,
-            predicted_bubble: simulate(schedule, &costs)?.bubble(rank),
+            predicted_bubble: simulate(schedule, &costs)?.bubble(own),
             peak_activations: self.peak_activations,
+            peak_activation_bytes: self.peak_bytes,
         })
     }
 }
@@ -80,15 +125,22 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "step {:.3} ms, bubble {:.3} (predicted {:.3}), at most {} activations",
+            "rank {}: step {:.3} ms, bubble {:.3} (predicted {:.3}), at most {} activations, {} KiB",
+            self.rank,
             self.seconds * 1e3,
             self.bubble,
             self.predicted_bubble,
-            self.peak_activations
+            self.peak_activations,
+            self.peak_activation_bytes.div_ceil(1 << 10),
         )?;
-        for (stage, [forward, backward]) in &self.stages {
-            let (forward, backward) = (forward * 1e3, backward * 1e3);
-            write!(f, "; stage {stage}: forward {forward:.3} ms, backward {backward:.3} ms")?;
+        for (number, stage) in &self.stages {
+            write!(
+                f,
+                "; stage {number}: forward {:.3} ms, backward {:.3} ms, {} KiB",
+                stage.forward * 1e3,
+                stage.backward * 1e3,
+                stage.activation_bytes.div_ceil(1 << 10),
+            )?;
         }
         Ok(())
     }

@@ -3,10 +3,15 @@
 use std::ops::Range;
 use std::time::Instant;
 
-use tch::nn::VarStore;
-use tch::{Kind, Tensor};
+use flow_autograd::{set_grad, with_rng_state, BoxError, RngState};
+use tch::nn::{ModuleT, VarStore};
+use tch::Tensor;
 
+use crate::error::{Error, Result};
+use crate::executor::caught;
 use crate::stage::Layers;
+
+type Outcome<T> = std::result::Result<T, BoxError>;
 
 /// Divides layers with these costs into contiguous stages, so that the largest cost of a stage is
 /// as small as it can be: the linear partition problem, by dynamic programming over prefixes. With
@@ -56,36 +61,85 @@ pub fn split_by_parameters(parameters: &[usize], stages: usize) -> Vec<Range<usi
 
 /// Divides layers by the time that each takes forward and backward on a micro-batch like `input`,
 /// the shortest of three runs, on this rank: [`split`]. Ranks measure differently, so one rank
-/// measures and the others take over its ranges. Leaves no gradients in `vs`, the layers' variables.
+/// measures and the others take over its ranges. Gradients and buffers in `vs`, the layers'
+/// variables, are the same afterwards, and so are libtorch's random numbers.
+///
+/// # Errors
+/// A layer fails, or panics, on what the one before it gives.
 pub fn split_by_time(
     layers: &Layers,
     vs: &VarStore,
     input: &Tensor,
     stages: usize,
-) -> Vec<Range<usize>> {
+) -> Result<Vec<Range<usize>>> {
+    let failed = |layer| move |source| Error::Layer { layer, source };
+    let kept = Kept::of(vs).map_err(failed(0))?;
+    let random = RngState::of(input.device()).map_err(|error| failed(0)(error.into()))?;
     let mut input = input.detach();
     let mut costs = Vec::new();
-    for layer in &layers.0 {
-        let mut seconds = f64::INFINITY;
-        let mut output = Tensor::new();
-        for _ in 0..3 {
-            let leaf = input.detach().set_requires_grad(input.is_floating_point());
-            let began = Instant::now();
-            output = layer.forward_t(&leaf, true);
-            if output.requires_grad() {
-                output.sum(Kind::Float).backward();
-            }
-            seconds = seconds.min(began.elapsed().as_secs_f64());
-        }
+    let measured = layers.0.iter().enumerate().try_for_each(|(number, layer)| {
+        let measured = with_rng_state(&random, || caught(|| measure(layer.as_ref(), &input)));
+        let measured = measured.map_err(BoxError::from).and_then(|measured| measured);
+        let (seconds, output) = measured.map_err(failed(number))?;
         costs.push(seconds);
-        input = output.detach();
-    }
-    for mut variable in vs.trainable_variables() {
-        if variable.grad().defined() {
-            variable.zero_grad();
+        input = output;
+        Ok(())
+    });
+    kept.restore().map_err(failed(0))?;
+    measured.map(|()| split(&costs, stages))
+}
+
+/// The shortest time of a layer, and its output.
+fn measure(layer: &dyn ModuleT, input: &Tensor) -> Outcome<(f64, Tensor)> {
+    let (mut seconds, mut last) = (f64::INFINITY, Tensor::new());
+    for _ in 0..3 {
+        let leaf = input.detach().set_requires_grad(input.is_floating_point());
+        let began = Instant::now();
+        let output = layer.forward_t(&leaf, true);
+        if output.requires_grad() {
+            output.f_sum(output.kind())?.f_backward()?;
         }
+        seconds = seconds.min(began.elapsed().as_secs_f64());
+        last = output.detach();
     }
-    split(&costs, stages)
+    Ok((seconds, last))
+}
+
+/// What forwards and backwards change of a model.
+struct Kept {
+    gradients: Vec<(Tensor, Tensor)>,
+    /// What requires no gradient, with a copy.
+    buffers: Vec<(Tensor, Tensor)>,
+}
+
+impl Kept {
+    /// Takes the gradients away.
+    fn of(vs: &VarStore) -> Outcome<Self> {
+        let (weights, buffers): (Vec<_>, Vec<_>) =
+            vs.variables().into_values().partition(Tensor::requires_grad);
+        let gradients = weights.into_iter().map(|weight| {
+            let gradient = weight.grad();
+            set_grad(&weight, None)?;
+            Ok((weight, gradient))
+        });
+        let gradients = gradients.collect::<Outcome<_>>()?;
+        let copied = |buffer: Tensor| {
+            let copy = buffer.copy();
+            (buffer, copy)
+        };
+        Ok(Self { gradients, buffers: buffers.into_iter().map(copied).collect() })
+    }
+
+    fn restore(self) -> Outcome<()> {
+        for (weight, gradient) in self.gradients {
+            set_grad(&weight, Some(&gradient).filter(|gradient| gradient.defined()))?;
+        }
+        let _no_grad = tch::no_grad_guard();
+        for (mut buffer, copy) in self.buffers {
+            buffer.f_copy_(&copy)?;
+        }
+        Ok(())
+    }
 }
 
 #[cfg(test)]

@@ -18,11 +18,18 @@ pub trait Stage: Send {
     /// They end the step, on all ranks. So does a panic.
     fn forward_micro_batch(&self, inputs: &[Tensor], train: bool) -> Result<Vec<Tensor>, BoxError>;
 
-    /// Backwards leave gradients as they are on this rank as long as the guard lives. The pipeline
-    /// has one until the last backward of a step: gradients are averaged once.
-    fn no_sync(&self) -> Option<NoSync> {
-        None
+    /// A training step begins: makes equal what the stage's replicas have in common, such as buffers.
+    /// Backwards leave gradients as they are on this rank as long as the guard lives, which is until
+    /// the last backward of the step: gradients are averaged once.
+    ///
+    /// # Errors
+    /// They end the step, on all ranks.
+    fn begin_step(&self) -> Result<Option<NoSync>, BoxError> {
+        Ok(None)
     }
+
+    /// This rank's step has failed: has the stage's replicas fail, which may wait for this rank.
+    fn abort(&self, _cause: &str) {}
 }
 
 impl<M: ModuleT> Stage for M {
@@ -31,7 +38,8 @@ impl<M: ModuleT> Stage for M {
     }
 }
 
-/// A stage whose gradients are averaged over the group of its [`Ddp`].
+/// A stage whose gradients are averaged over the group of its [`Ddp`], once in a step. Each step begins
+/// with the buffers of the first rank of that group.
 pub struct DdpStage<M>(pub Ddp<M>);
 
 impl<M: ModuleT> Stage for DdpStage<M> {
@@ -39,8 +47,13 @@ impl<M: ModuleT> Stage for DdpStage<M> {
         Ok(vec![self.0.try_forward_t(one(inputs)?, train)?])
     }
 
-    fn no_sync(&self) -> Option<NoSync> {
-        Some(self.0.no_sync())
+    fn begin_step(&self) -> Result<Option<NoSync>, BoxError> {
+        self.0.sync_buffers()?;
+        Ok(Some(self.0.no_sync()))
+    }
+
+    fn abort(&self, cause: &str) {
+        self.0.abort(cause);
     }
 }
 

@@ -6,6 +6,8 @@ use flow_global::GlobalTensor;
 use flow_tensor::{ReduceOp, TensorCollectives};
 use tch::Tensor;
 
+use crate::message::local_of;
+
 /// One weight of which several ranks have a copy.
 pub struct Tied {
     /// The ranks that have one.
@@ -66,9 +68,5 @@ impl Tied {
 
 /// What this rank has of a tensor, with its memory.
 fn own(tensor: &Tensor) -> Result<Tensor, BoxError> {
-    let local = match tensor.is_global() {
-        true => tch::no_grad(|| tensor.to_local())?,
-        false => tensor.shallow_clone(),
-    };
-    Ok(local.detach())
+    Ok(local_of(tensor)?.detach())
 }

@@ -31,7 +31,7 @@ fn check(schedule: &Schedule, rows: i64, recomputes: bool) {
             },
             rows,
         );
-        let report = pipeline.report().unwrap().clone();
+        let report = pipeline.report().unwrap();
         assert!(report.peak_activations <= micro_batches * report.stages.len());
         (pipeline.stages(), pipeline.needs_targets(), losses, model)
     });

@@ -6,8 +6,11 @@ from functools import partial
 
 from programs import BUNDLE, CannotRun, Failed, json_line
 
-# About the CPU's shared memory and cores, or only the fake can check it.
-DDP_NOT_ON_GPUS = {"wrapped_again", "joined_again", "waits", "no_memory", "who_reduces", "beside_the_stream", "allocator"}
+# About the CPU's shared memory and cores, ranks that are killed, or only the fake can check it.
+DDP_NOT_ON_GPUS = {
+    "wrapped_again", "joined_again", "waits", "no_memory", "who_reduces", "beside_the_stream", "allocator",
+    "survivors_name_a_killed_stage",
+}
 MNIST_STEPS = 400
 FIRST_STEPS = 10
 # Ways to fail, and what rank 0 says of each.
@@ -57,6 +60,10 @@ def checks(about, quick):
     for check in about["global_checks"]:
         for ranks in (2, 4):
             yield f"global tensors: {check}, {ranks} ranks", partial(ddp, f"globals::{check}", ranks)
+    for check in about["pipeline_checks"]:
+        if check not in DDP_NOT_ON_GPUS:
+            for ranks in (2, 4):
+                yield f"pipelines: {check}, {ranks} ranks", partial(ddp, f"pipelines::{check}", ranks)
 
 
 def named(ranks):

@@ -56,6 +56,7 @@ public:
         if (bytes >= min_bytes_.load(std::memory_order_relaxed)) {
             RawBlock block;
             if (take_(bytes, &block)) {
+                c10::profiledCPUMemoryReporter().New(block.data, bytes);
                 std::lock_guard<std::mutex> lock(mutex_);
                 owners_.emplace(block.data, block.owner);
                 return {block.data, block.data, free_any, c10::Device(c10::kCPU)};
@@ -78,6 +79,7 @@ private:
         const auto node = owners_.extract(data);
         lock.unlock();
         if (node) {
+            c10::profiledCPUMemoryReporter().Delete(data);
             drop_(node.mapped());
         } else {
             original_->raw_deleter()(data);

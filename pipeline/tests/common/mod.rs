@@ -2,6 +2,7 @@
 
 #![allow(dead_code)] // each test binary uses some of it
 
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use flow_comm::Mesh;
@@ -31,10 +32,14 @@ pub fn mesh(group: &ProcessGroup) -> Mesh {
     Mesh::new(group, &ranks, &[ranks.len()]).unwrap().with_names(&["pp"]).unwrap()
 }
 
+/// Where tensors are, if not on the CPU.
+pub static DEVICE: OnceLock<Device> = OnceLock::new();
+
 /// Numbers that are the same on each call.
 pub fn numbers(sizes: &[i64], factor: f64) -> Tensor {
     let count: i64 = sizes.iter().product();
-    (Tensor::arange(count, (Kind::Double, Device::Cpu)) * factor).sin().view(sizes)
+    let device = *DEVICE.get().unwrap_or(&Device::Cpu);
+    (Tensor::arange(count, (Kind::Double, device)) * factor).sin().view(sizes)
 }
 
 /// A model of many stages. From stage to stage go two tensors, one of which needs no gradient. Each
@@ -130,4 +135,11 @@ fn layer(inputs: &[Tensor], [weight, bias, frozen]: &[Tensor; 3]) -> Vec<Tensor>
         None => vec![x.tanh(), frozen.expand_as(&x).contiguous()],
         Some(other) => vec![(x * (other + 1.0)).tanh(), other.shallow_clone()],
     }
+}
+
+/// To rounding.
+pub fn close(one: &Tensor, other: &Tensor) {
+    assert_eq!(one.size(), other.size());
+    let worst = (one - other).abs().max().double_value(&[]);
+    assert!(worst < 1e-13, "{worst}");
 }

@@ -3,26 +3,41 @@
 #[path = "../../../../pipeline/tests/common/mod.rs"]
 mod common;
 
+use crate::models;
 use anyhow::{ensure, Result};
 use common::{mesh, Model};
 use flow_comm::ProcessGroup;
 use flow_pipeline::{stage_fn, Pipeline, Schedule};
-use flow_tests::registry::{by_hand, launched, scenario, Job, Scenario, Test};
-use flow_tests::{assert_contains, Finished, DETECTION_LIMIT};
+use flow_tests::registry::{by_hand, launched, process, scenario, Job, Scenario, Test};
+use flow_tests::{assert_contains, Finished, Process, DETECTION_LIMIT};
 use nix::sys::signal::{raise, Signal};
+use serde_json::Value;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use tch::{Device, Kind, Tensor};
 
-const JOBS: &[Job] = &[launched(2), launched(4), by_hand(&[1, 1])];
+const JOBS: &[Job] = &[launched(2), launched(4), by_hand(&[1, 1]), on_gpus(launched(2))];
+/// Tensors go over the fake NCCL, and are on the CPU: there is no fake libtorch.
+const fn on_gpus(job: Job) -> Job {
+    job.mode("tensors on the CPU", "FLOW_TEST_HOST_AS_GPU", "1").on_fake_cuda()
+}
+
 const THREE: &[Job] = &[by_hand(&[3]), by_hand(&[1, 1, 1])];
 
 pub const SCENARIOS: &[Scenario] = &[
     scenario("trained", trained, JOBS),
+    process(
+        "the_timeline_shows_each_forward_and_backward",
+        traced,
+        &[by_hand(&[2]), on_gpus(by_hand(&[2]))],
+    )
+    .checked_by(shows_stages),
     scenario("survivors_name_a_killed_stage", killed, THREE).checked_by(names_who_is_gone),
 ];
 
 /// Bit for bit what one process has.
 fn trained(group: &ProcessGroup) -> Result<()> {
+    common::DEVICE.get_or_init(models::device);
     let ranks = group.world_size();
     for schedule in [
         Schedule::gpipe(ranks, 5)?,
@@ -53,6 +68,58 @@ fn trained(group: &ProcessGroup) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// One step. Drops its groups before it ends: then the timeline is written.
+fn traced() -> Result<()> {
+    let group = ProcessGroup::from_env()?;
+    models::choose_device(&group)?;
+    let model = Model::new(4);
+    let mut pipeline = Pipeline::builder(&mesh(&group), "pp")
+        .schedule(Schedule::zb_v(2, 3)?)
+        .build(|stage| Ok(model.stage(stage)))?;
+    let (x, y) = Model::batch(0, 6);
+    pipeline.step(&[x], |outputs, part| Model::loss(outputs, &part.of(&y)))?;
+    Ok(())
+}
+
+/// A backward is there once for each of its halves.
+fn shows_stages(test: &Test) {
+    let folder = test.folder.path().join("trace");
+    let start = |mut command: std::process::Command| {
+        command.env("FLOW_TRACE", &folder);
+        Process::start(command)
+    };
+    let commands = test.commands();
+    let is_on_gpus = commands[0].get_envs().any(|(name, _)| name == "FLOW_TEST_DEVICE");
+    let ranks: Vec<Process> = commands.into_iter().map(start).collect();
+    ranks.into_iter().for_each(|rank| drop(rank.finish(DETECTION_LIMIT)));
+    for (rank, stages) in [(0, [0, 3]), (1, [1, 2])] {
+        let text = std::fs::read(folder.join(format!("rank{rank}.json"))).expect("a timeline");
+        let trace: Value = serde_json::from_slice(&text).expect("it is JSON");
+        let mut counts = BTreeMap::new();
+        let events = trace["traceEvents"].as_array().expect("a list");
+        for event in events {
+            if event["cat"] == "phase" {
+                let args = &event["args"];
+                let place = ["stage", "micro_batch"].map(|name| args[name].as_u64());
+                let name = event["name"].as_str().expect("a name").to_owned();
+                *counts.entry((name, place)).or_insert(0) += 1;
+            }
+        }
+        let mut expected = BTreeMap::new();
+        for (name, count) in [("forward", 1), ("backward", 2)] {
+            for stage in stages {
+                for micro_batch in 0..3 {
+                    expected.insert((name.to_owned(), [Some(stage), Some(micro_batch)]), count);
+                }
+            }
+        }
+        assert_eq!(counts, expected, "rank {rank}");
+        let goes_over_nccl = |event: &&Value| event["args"]["backend"] == "nccl";
+        let messages = events.iter().filter(goes_over_nccl).count();
+        assert_eq!(messages > 0, is_on_gpus, "rank {rank}");
+    }
 }
 
 /// Rank 1 is killed in its third forward.

@@ -1,0 +1,251 @@
+//! Stages with replicas on a data-parallel axis: by `Ddp`, and as global tensors.
+
+mod common;
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use common::{close, numbers, ranks};
+use flow_comm::Mesh;
+use flow_ddp::{Ddp, DistributedSampler};
+use flow_global::{distribute, GlobalTensor, Placement, B, S};
+use flow_pipeline::{DdpStage, Pipeline, Schedule, Stage};
+use flow_tensor::ProcessGroup;
+use tch::nn::{self, Module, ModuleT, VarStore};
+use tch::{Device, Kind, Tensor};
+
+fn mesh_of_four(group: &ProcessGroup) -> Mesh {
+    Mesh::new(group, &[0, 1, 2, 3], &[2, 2]).unwrap().with_names(&["pp", "dp"]).unwrap()
+}
+
+fn loss(output: &Tensor, y: &Tensor) -> Tensor {
+    (output - y).square().mean(Kind::Double)
+}
+
+/// First and last stage have the same weight.
+#[derive(Debug)]
+struct Half(Tensor, usize);
+
+impl Half {
+    fn new(vs: &mut VarStore, stage: usize) -> Self {
+        let mut weight = vs.root().var("weight", &[4, 4], nn::Init::Const(0.0));
+        vs.double();
+        tch::no_grad(|| weight.copy_(&numbers(&[4, 4], 0.3)));
+        Self(weight, stage)
+    }
+}
+
+impl Module for Half {
+    fn forward(&self, x: &Tensor) -> Tensor {
+        match self.1 {
+            0 => x.matmul(&self.0).tanh(),
+            _ => x.matmul(&self.0.tr()),
+        }
+    }
+}
+
+fn batch(step: usize) -> [Tensor; 2] {
+    [0.7, 0.9].map(|factor| numbers(&[12, 4], factor + step as f64))
+}
+
+/// The gradient of three steps, in one process.
+fn tied_alone() -> Tensor {
+    let weight = numbers(&[4, 4], 0.3).set_requires_grad(true);
+    for step in 0..3 {
+        let [x, y] = batch(step);
+        loss(&x.matmul(&weight).tanh().matmul(&weight.tr()), &y).backward();
+    }
+    weight.grad()
+}
+
+const SCHEDULES: [(&str, bool); 3] = [("1f1b", false), ("gpipe", true), ("zb-h1", true)];
+
+/// The sampler of the data-parallel rank says which rows a pipeline has.
+#[test]
+fn tied_weights_of_ddp_have_the_gradient_of_one_process() {
+    let expected = tied_alone();
+    for (name, recomputes) in SCHEDULES {
+        let schedule = Schedule::named(name, 2, 1, 3).unwrap();
+        let found = ranks(4, |group| {
+            let mesh = mesh_of_four(&group);
+            let mut vs = VarStore::new(Device::Cpu);
+            let mut weight = Tensor::new();
+            let mut pipeline = Pipeline::builder(&mesh, "pp")
+                .schedule(schedule.clone())
+                .recompute(recomputes)
+                .build(|stage| {
+                    let half = Half::new(&mut vs, stage);
+                    weight = half.0.shallow_clone();
+                    Ok(Box::new(DdpStage(Ddp::new(half, &vs, mesh.group("dp")?)?)))
+                })
+                .unwrap();
+            pipeline.tie(&[0, 1], Some(&weight)).unwrap();
+            let sampler = DistributedSampler::new(12, mesh.group("dp").unwrap()).shuffle(true);
+            let rows: Vec<i64> = sampler.iter().map(|row| row as i64).collect();
+            for step in 0..3 {
+                let [x, y] = batch(step).map(|all| all.index_select(0, &Tensor::from_slice(&rows)));
+                pipeline.step(&[x], |outputs, part| loss(&outputs[0], &part.of(&y))).unwrap();
+            }
+            weight.grad()
+        });
+        found.iter().for_each(|found| close(found, &expected));
+    }
+}
+
+#[test]
+fn tied_global_weights_have_the_gradient_of_one_process() {
+    let expected = tied_alone();
+    for (name, recomputes) in SCHEDULES {
+        let schedule = Schedule::named(name, 2, 1, 3).unwrap();
+        let found = ranks(4, |group| {
+            let mesh = mesh_of_four(&group);
+            let own = mesh.coordinates().unwrap();
+            let stage_group = group.split(Some(own[0]), 0).unwrap().unwrap();
+            let placement = Placement::all(&stage_group).unwrap();
+            let mut vs = VarStore::new(Device::Cpu);
+            let mut shared = Tensor::new();
+            let mut pipeline = Pipeline::builder(&mesh, "pp")
+                .schedule(schedule.clone())
+                .recompute(recomputes)
+                .placement(placement.clone())
+                .build(|stage| {
+                    let half = Half::new(&mut vs, stage);
+                    distribute(&vs, &placement, |_, _| [B])?;
+                    shared = half.0.shallow_clone();
+                    Ok(Box::new(half) as Box<dyn Stage>)
+                })
+                .unwrap();
+            pipeline.tie(&[0, 1], Some(&shared)).unwrap();
+            let part = |all: Tensor, rows: [i64; 2]| {
+                let start = [0, rows[0]][own[1]];
+                let local = all.narrow(0, start, rows[own[1]]);
+                let total = rows.iter().sum::<i64>();
+                flow_global::from_local(&local, [total, 4], &placement, [S(0)]).unwrap()
+            };
+            for step in 0..3 {
+                let [x, y] = batch(step).map(|all| part(all, [6, 6]));
+                pipeline.step(&[x], |outputs, part| loss(&outputs[0], &part.of(&y))).unwrap();
+            }
+            let gradient = shared.grad().to_local().unwrap();
+
+            // Rows come out of an evaluation as they went in.
+            let weight = numbers(&[4, 4], 0.3);
+            let [x, _] = batch(0);
+            let outputs = pipeline.forward(&[part(x.shallow_clone(), [6, 6])]).unwrap();
+            for output in outputs.iter().flatten() {
+                let whole = output.to_sbp([B]).unwrap().to_local().unwrap();
+                close(&whole, &x.matmul(&weight).tanh().matmul(&weight.tr()));
+            }
+            // What would be weighted wrongly is an error.
+            let [x, _] = batch(0);
+            let step =
+                pipeline.step(&[part(x, [6, 5])], |outputs, _| outputs[0].mean(Kind::Double));
+            let error = step.unwrap_err().to_string();
+            assert!(error.contains("is split unevenly"), "{error}");
+            gradient
+        });
+        found.iter().for_each(|found| close(found, &expected));
+    }
+}
+
+/// Two steps of batch normalization: only in the first one replicas have different rows. Within a step
+/// each replica has its own, also when forwards run again.
+#[test]
+fn a_step_begins_with_the_buffers_of_the_first_replica() {
+    for recomputes in [false, true] {
+        let found = ranks(4, |group| {
+            let mesh = mesh_of_four(&group);
+            let replica = mesh.coordinates().unwrap()[1];
+            let mut vs = VarStore::new(Device::Cpu);
+            let mut mean = Tensor::new();
+            let mut pipeline = Pipeline::builder(&mesh, "pp")
+                .schedule(Schedule::gpipe(2, 3).unwrap())
+                .recompute(recomputes)
+                .build(|_| {
+                    let layer = nn::batch_norm1d(vs.root(), 4, Default::default());
+                    vs.double();
+                    mean = layer.running_mean.shallow_clone();
+                    Ok(Box::new(DdpStage(Ddp::new(layer, &vs, mesh.group("dp")?)?)))
+                })
+                .unwrap();
+            let means = [[0.7, 0.9][replica], 0.7].map(|factor| {
+                let x = numbers(&[12, 4], factor);
+                pipeline.step(&[x], |outputs, _| outputs[0].square().mean(Kind::Double)).unwrap();
+                mean.copy()
+            });
+            // Of the first stage after the first step.
+            let x = numbers(&[12, 4], [0.7, 0.9][replica]);
+            let mut expected = Tensor::zeros([4], (Kind::Double, Device::Cpu));
+            for part in [0, 1, 2].repeat(1 + usize::from(recomputes)) {
+                let rows = x.narrow(0, 4 * part, 4);
+                expected =
+                    expected * 0.9 + rows.mean_dim([0_i64].as_slice(), false, Kind::Double) * 0.1;
+            }
+            (means, expected)
+        });
+        for pair in found.chunks(2) {
+            assert_ne!(pair[0].0[0], pair[1].0[0]);
+            assert_eq!(pair[0].0[1], pair[1].0[1]);
+        }
+        found[..2].iter().for_each(|(means, expected)| close(&means[0], expected));
+    }
+}
+
+/// A stage that fails in its second forward on the first replica.
+#[derive(Debug)]
+struct Failing {
+    half: Half,
+    fails: bool,
+    forwards: AtomicUsize,
+}
+
+impl ModuleT for Failing {
+    fn forward_t(&self, x: &Tensor, _: bool) -> Tensor {
+        let number = self.forwards.fetch_add(1, Ordering::Relaxed);
+        assert!(!self.fails || number < 1, "out of coffee");
+        self.half.forward(x)
+    }
+}
+
+/// Those that share neither a stage nor a pipeline with it, too. (The time-out says nothing of
+/// coffee.)
+#[test]
+fn a_replica_that_fails_fails_all() {
+    for is_global in [false, true] {
+        let errors = ranks(4, |group| {
+            let mesh = mesh_of_four(&group);
+            let own = mesh.coordinates().unwrap();
+            let stage_group = group.split(Some(own[0]), 0).unwrap().unwrap();
+            let placement = Placement::all(&stage_group).unwrap();
+            let mut vs = VarStore::new(Device::Cpu);
+            let mut builder =
+                Pipeline::builder(&mesh, "pp").schedule(Schedule::one_f_one_b(2, 3).unwrap());
+            if is_global {
+                builder = builder.placement(placement.clone());
+            }
+            let mut pipeline = builder
+                .build(|stage| -> Result<Box<dyn Stage>, _> {
+                    let (half, fails) = (Half::new(&mut vs, stage), own == [1, 0]);
+                    let module = Failing { half, fails, forwards: AtomicUsize::new(0) };
+                    if is_global {
+                        distribute(&vs, &placement, |_, _| [B])?;
+                        return Ok(Box::new(module));
+                    }
+                    Ok(Box::new(DdpStage(Ddp::new(module, &vs, mesh.group("dp")?)?)))
+                })
+                .unwrap();
+            let [x, y] = batch(0).map(|all| {
+                let own = all.narrow(0, 6 * own[1] as i64, 6);
+                if is_global {
+                    own.to_global(&placement, [S(0)]).unwrap()
+                } else {
+                    own
+                }
+            });
+            let step = pipeline.step(&[x], |outputs, part| loss(&outputs[0], &part.of(&y)));
+            step.unwrap_err().to_string()
+        });
+        let own = "rank 2: forward of stage 1, micro-batch 1 failed: panic: out of coffee";
+        assert!(errors[2].starts_with(own), "{errors:?}");
+        assert!(errors.iter().all(|error| error.contains(own)), "{errors:?}");
+    }
+}
