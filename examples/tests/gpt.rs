@@ -176,12 +176,12 @@ fn recomputation_sequence_parallelism_and_sharding_happen() {
         let elements = |words| number_after(&job.stdout, words);
         (elements("a rank has at most "), elements("the optimizer's state of "))
     };
-    let (parameters, state) = of(&kept);
-    assert_eq!(state * 2, parameters);
     let (parameters, state) = of(&output(folder, [1, 2, 1], "--stop-after 0"));
     assert_eq!(state, parameters);
-    // What each rank has saved of the state.
-    let (_, state) = of(&kept);
+    // Half of it, but for biases that are split already.
+    let (parameters, state) = of(&kept);
+    assert!(state < parameters * 53 / 100, "{state} of {parameters}");
+    // What the ranks have saved of it: the first one all that it has.
     let path = folder.join(format!("checkpoint/step-{STEPS}"));
     for rank in 0..4 {
         assert!(path.join(format!("rank-{rank:05}.safetensors")).is_file(), "{rank}");
