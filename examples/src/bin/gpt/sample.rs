@@ -48,7 +48,7 @@ pub fn print(job: &mut Job, latest: Option<&Checkpoint<State>>, prompt: &str) ->
         };
         let mut next = [0u8];
         if let Some(logits) = job.pipeline.forward(&tokens)? {
-            let logits = logits[0].full()?.to(Device::Cpu);
+            let logits = logits[0].to_sbp([B, B])?.to_local()?.to(Device::Cpu);
             let logits = logits.select(0, 0).select(0, last).to_kind(Kind::Double);
             let likely = (logits / options.temperature).softmax(-1, Kind::Double);
             next[0] = likely.multinomial(1, false).int64_value(&[0]) as u8;
