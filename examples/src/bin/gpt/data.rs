@@ -12,9 +12,6 @@ use flow_examples::fashion::cache_folder;
 
 use super::options::Options;
 
-/// Tokens are bytes.
-pub const VOCABULARY: i64 = 256;
-
 /// By samples, over the data parallel ranks.
 const SPLIT: [Sbp; 2] = [S(0), B];
 

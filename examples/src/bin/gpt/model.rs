@@ -16,8 +16,8 @@ use flow::global::{Result, Sbp};
 use flow::prelude::*;
 use flow_autograd::{recompute, BoxError};
 
-use super::data::VOCABULARY;
-
+/// Tokens are bytes.
+const VOCABULARY: i64 = 256;
 /// The axis of a placement that has different samples.
 pub const DATA: usize = 0;
 /// The axis of a placement that splits layers.

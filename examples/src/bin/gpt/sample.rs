@@ -7,9 +7,9 @@ use flow::global::checkpoint::Checkpoint;
 use flow::prelude::*;
 use flow_examples::options::Options as Training;
 
+use super::job::Job;
 use super::options::SIZES;
 use super::train::State;
-use super::Job;
 
 /// Prints the prompt, and byte after byte what the checkpoint's model draws to follow.
 pub fn print(job: &mut Job, latest: Option<&Checkpoint<State>>, prompt: &str) -> Result<()> {

@@ -12,9 +12,9 @@ use flow_examples::options::{write_losses, Options as Training};
 use serde::{Deserialize, Serialize};
 
 use super::data::Text;
+use super::job::Job;
 use super::model;
 use super::options::Options;
-use super::Job;
 
 /// The last part of the text, which `--validate-every` holds out: one of so many.
 const HELD_OUT: usize = 20;
