@@ -78,7 +78,7 @@ impl Text {
     /// How many batches of pieces, one after the other, the text has.
     ///
     /// # Errors
-    /// None.
+    /// It has none.
     pub fn batches(&self, options: &Options) -> Result<i64> {
         let (context, bytes) = (options.context, self.0.len() as i64);
         let batches = (bytes - 1) / context / options.batch_size;

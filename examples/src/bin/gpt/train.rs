@@ -43,6 +43,7 @@ pub fn train(
     );
     let mut text = Text::load(options.text.as_deref())?;
     let held_out = options.validate_every.map(|_| text.split_off_part(HELD_OUT));
+    held_out.as_ref().map(|held_out| held_out.batches(options)).transpose()?;
     let mut state =
         State { hyperparameters: options.hyperparameters(text.checksum()), ..Default::default() };
     if let Some(saved) = latest {
