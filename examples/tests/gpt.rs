@@ -273,8 +273,8 @@ fn a_checkpoint_goes_on_under_other_layouts() {
     assert!(!Path::new(&nowhere).exists());
 }
 
-/// bf16 has 8 bits: a loss near 5.5 is right within some hundredths. Steps too small for that would
-/// be lost without the optimizer's f32.
+/// Rounding to bf16 changes a number by up to 2^-9 of it, here at random: so the losses, means over
+/// many such numbers, differ by less.
 #[test]
 fn half_precision_learns_as_double_does() {
     let folder = folder();
@@ -282,8 +282,8 @@ fn half_precision_learns_as_double_does() {
     for layout in [[2, 1, 1], [1, 2, 2], [2, 2, 2]] {
         let half = losses(folder.path(), layout, "--dtype bf16");
         for (half, double) in half.iter().zip(&double) {
-            let difference = (half - double).abs();
-            assert!(difference < 0.05, "{layout:?}: {half} instead of {double}");
+            let difference = (half - double).abs() / double;
+            assert!(difference < 1.0 / 512.0, "{layout:?}: {half} instead of {double}");
         }
         assert_ne!(half, double);
     }
