@@ -1,7 +1,8 @@
 //! Losses are scaled so that gradients in half precision do not underflow.
 
 use flow_tensor::{ReduceOp, TensorCollectives};
-use tch::{nn, Kind, Tensor};
+use tch::nn::Optimizer;
+use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
 use crate::gradients::{gradients, own, reduced};
@@ -9,7 +10,8 @@ use crate::handle::find_spec;
 
 /// Scales the loss, and skips the steps whose gradients overflow: `torch.amp.GradScaler`, with its
 /// defaults. For models of global tensors, and for those of a `Ddp`. All ranks call the same
-/// functions, and skip the same steps. Each optimizer needs a scaler of its own.
+/// functions, and skip the same steps. Each optimizer needs a scaler of its own: one of `tch`, or a
+/// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer).
 ///
 /// ```
 /// use flow_global::{distribute, GradScaler, Placement, S, B};
@@ -46,6 +48,42 @@ pub struct GradScaler {
     /// Steps since the scale changed, none of which overflowed.
     good_steps: u64,
     stage: Stage,
+}
+
+/// An optimizer as a [`GradScaler`] needs it.
+pub trait ScaledOptimizer {
+    /// The variables whose gradients the step takes: with these, whole or as this rank's shards.
+    ///
+    /// # Errors
+    /// A collective fails.
+    fn variables_to_step(&self) -> Result<Vec<Tensor>>;
+
+    /// The step.
+    ///
+    /// # Errors
+    /// A collective fails.
+    fn take_step(&mut self) -> Result<()>;
+
+    /// What there is to do instead of the step.
+    ///
+    /// # Errors
+    /// Of `libtorch`.
+    fn skip_step(&mut self) -> Result<()>;
+}
+
+impl ScaledOptimizer for Optimizer {
+    fn variables_to_step(&self) -> Result<Vec<Tensor>> {
+        Ok(self.trainable_variables())
+    }
+
+    fn take_step(&mut self) -> Result<()> {
+        self.step();
+        Ok(())
+    }
+
+    fn skip_step(&mut self) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// How far an iteration is.
@@ -99,12 +137,13 @@ impl GradScaler {
     ///
     /// # Errors
     /// It was called already in this iteration, a gradient is in f16 (which cannot hold unscaled
-    /// gradients: keep the variables in f32), or a collective fails.
-    pub fn unscale(&mut self, optimizer: &nn::Optimizer) -> Result<()> {
+    /// gradients: keep the variables in f32, or take a
+    /// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer)), or a collective fails.
+    pub fn unscale(&mut self, optimizer: &impl ScaledOptimizer) -> Result<()> {
         if self.stage != Stage::Scaled {
             return Err(fail("gradients are unscaled already; call update() after each step()"));
         }
-        let found_inf = tch::no_grad(|| self.divide(&optimizer.trainable_variables()))?;
+        let found_inf = tch::no_grad(|| self.divide(&optimizer.variables_to_step()?))?;
         self.stage = Stage::Unscaled { found_inf };
         Ok(())
     }
@@ -114,7 +153,7 @@ impl GradScaler {
     ///
     /// # Errors
     /// As of [`GradScaler::unscale`], or it was called already in this iteration.
-    pub fn step(&mut self, optimizer: &mut nn::Optimizer) -> Result<bool> {
+    pub fn step(&mut self, optimizer: &mut impl ScaledOptimizer) -> Result<bool> {
         if self.stage == Stage::Scaled {
             self.unscale(optimizer)?;
         }
@@ -124,8 +163,9 @@ impl GradScaler {
                  step(), and use one GradScaler for each optimizer",
             ));
         };
-        if !found_inf {
-            optimizer.step();
+        match found_inf {
+            true => optimizer.skip_step()?,
+            false => optimizer.take_step()?,
         }
         self.stage = Stage::Stepped { found_inf };
         Ok(!found_inf)
@@ -164,7 +204,8 @@ impl GradScaler {
         for mut gradient in gradients(variables) {
             if gradient.kind() == Kind::Half {
                 return Err(fail(
-                    "a gradient is in f16, which would underflow; keep variables in f32",
+                    "a gradient is in f16, which would underflow; keep variables in f32, or use \
+                     ZeroRedundancyOptimizer",
                 ));
             }
             if let Some(spec) = find_spec(&gradient) {

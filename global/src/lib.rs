@@ -74,7 +74,6 @@ mod line;
 mod local;
 mod nested;
 pub mod nn;
-mod no_sync;
 mod placement;
 pub mod planner;
 mod policy;
@@ -98,9 +97,10 @@ pub use create::{
     arange, arange_start, arange_start_step, empty, eye, full, linspace, manual_seed, normal, ones,
     rand, randint, randn, randperm, rng_state, set_rng_state, zeros,
 };
+pub use deferred::{no_sync, NoSync};
 pub use distribute::{distribute, to_global_in_place, undistribute};
 pub use error::{Error, Result};
-pub use grad_scaler::GradScaler;
+pub use grad_scaler::{GradScaler, ScaledOptimizer};
 pub use groups::Groups;
 pub use like::{
     empty_like, full_like, new_empty, new_full, new_ones, new_tensor, new_zeros, ones_like,
@@ -108,7 +108,6 @@ pub use like::{
 };
 pub use local::{distribute_tensor, from_local};
 pub use nested::{to_global, to_local, Nested};
-pub use no_sync::{no_sync, NoSync};
 pub use placement::{Placement, Ranks};
 pub use policy::{gathered_operations, move_inputs};
 pub use record::{explain, record};

@@ -16,6 +16,7 @@ use crate::checkpoint::{Checkpoint, Checkpoints};
 use crate::clip::clip_grad_norm;
 use crate::deferred::Deferred;
 use crate::error::{Error, Result};
+use crate::grad_scaler::ScaledOptimizer;
 use crate::handle::{local_of, spec_of};
 use crate::sbp::{NdSbp, B, S};
 use crate::spec::Spec;
@@ -30,9 +31,9 @@ use crate::tensor::GlobalTensor;
 /// would make, bit for bit where sums have the same order: one backward a step, without clipping.
 ///
 /// A shard is split by the largest dimension that no other axis splits and that has an element for
-/// each rank; a parameter without one stays whole. Shards of `bf16` parameters are `f32`: the
-/// optimizer works in full precision, and the parameters are rounded from that. There are no `f16`
-/// parameters, which would need a [`GradScaler`](crate::GradScaler): that takes other optimizers.
+/// each rank; a parameter without one stays whole. Shards of `bf16` and `f16` parameters are `f32`:
+/// the optimizer works in full precision, and the parameters are rounded from that. Train in `f16`
+/// with a [`GradScaler`](crate::GradScaler), which takes this optimizer as others.
 ///
 /// What else changes the parameters, as `VarStore::load` does, changes the shards at the next step.
 ///
@@ -50,7 +51,7 @@ use crate::tensor::GlobalTensor;
 /// let mut optimizer = ZeroRedundancyOptimizer::new(&vs, 0, nn::Adam::default(), 1e-3)?;
 /// let x = global::randn([4, 5], Kind::Float, &placement, [S(0)])?;
 /// layer.forward(&x).sum(Kind::Float).backward();
-/// let norm = optimizer.clip_grad_norm(1.0)?;
+/// let norm = optimizer.clip_grad_norm(1.0, true)?;
 /// optimizer.step()?;
 /// # assert!(norm > 0.0);
 /// # Ok(()) }
@@ -71,7 +72,7 @@ impl ZeroRedundancyOptimizer {
     /// is split over this axis of their placements.
     ///
     /// # Errors
-    /// A variable is plain or in `f16`, or its placement has no such axis.
+    /// A variable is plain, or its placement has no such axis.
     pub fn new(
         vs: &VarStore,
         axis: usize,
@@ -118,10 +119,13 @@ impl ZeroRedundancyOptimizer {
     /// Nothing is reduced twice: the gradients go to the shards first.
     ///
     /// # Errors
-    /// The norm is infinite or not a number, or a collective fails. The gradients are dropped then.
-    pub fn clip_grad_norm(&mut self, max_norm: f64) -> Result<f64> {
+    /// The norm is infinite or not a number and `error_if_nonfinite` is set, or a collective fails.
+    /// The gradients are dropped then. With a [`GradScaler`](crate::GradScaler), which skips such a
+    /// step, leave it unset.
+    pub fn clip_grad_norm(&mut self, max_norm: f64, error_if_nonfinite: bool) -> Result<f64> {
         self.reduce_gradients()?;
-        let norm = clip_grad_norm(&self.shards.trainable_variables(), max_norm, 2.0, true);
+        let variables = self.shards.trainable_variables();
+        let norm = clip_grad_norm(&variables, max_norm, 2.0, error_if_nonfinite);
         if norm.is_err() {
             self.zero_grad()?;
         }
@@ -167,7 +171,7 @@ impl ZeroRedundancyOptimizer {
     }
 
     /// Moves the gradients of the parameters to the shards.
-    fn reduce_gradients(&mut self) -> Result<()> {
+    fn reduce_gradients(&self) -> Result<()> {
         let is_trained = self.is_trained()?;
         tch::no_grad(|| {
             for ((parameter, shard), is_trained) in self.pairs.iter().zip(is_trained) {
@@ -231,6 +235,22 @@ impl ZeroRedundancyOptimizer {
     }
 }
 
+impl ScaledOptimizer for ZeroRedundancyOptimizer {
+    fn variables_to_step(&self) -> Result<Vec<Tensor>> {
+        self.reduce_gradients()?;
+        Ok(self.shards.trainable_variables())
+    }
+
+    fn take_step(&mut self) -> Result<()> {
+        self.step()
+    }
+
+    /// Drops the gradients, as the step does.
+    fn skip_step(&mut self) -> Result<()> {
+        self.zero_grad()
+    }
+}
+
 /// The group of all ranks, if one of these is not on all of them.
 fn world(parameters: &[Tensor]) -> Result<Option<ProcessGroup>> {
     for parameter in parameters {
@@ -246,18 +266,15 @@ fn world(parameters: &[Tensor]) -> Result<Option<ProcessGroup>> {
 /// A parameter's shard on this axis: a leaf of its own.
 fn shard(parameter: &Tensor, axis: usize) -> Result<Tensor> {
     let spec = spec_of(parameter)?;
-    let unsupported = |reason| {
-        Err(Error::Unsupported { operation: "ZeroRedundancyOptimizer".to_owned(), reason })
-    };
     if axis >= spec.sbp().len() {
-        return unsupported(format!(
+        let reason = format!(
             "the placement {} of a variable has no axis {axis}; axes count from 0",
             spec.placement()
-        ));
+        );
+        return Err(Error::Unsupported { operation: "ZeroRedundancyOptimizer".to_owned(), reason });
     }
     let kind = match parameter.kind() {
-        Kind::Half => return unsupported("a variable is in f16; make it bf16 or f32".to_owned()),
-        Kind::BFloat16 => Kind::Float,
+        Kind::Half | Kind::BFloat16 => Kind::Float,
         kind => kind,
     };
     tch::no_grad(|| {

@@ -47,6 +47,8 @@ def checks(about, quick):
         yield f"train, {named(ranks)}, against the CPU", partial(train, ranks)
     for ranks in (1, 2):
         yield f"mnist, {named(ranks)}, against the CPU", partial(mnist, ranks, 100 if quick else MNIST_STEPS)
+    for ranks in (1, 2):
+        yield f"gpt, {named(ranks)}, against the CPU", partial(gpt, ranks)
     for model in ("mlp", "lenet"):
         for ranks in (1, 2):
             yield f"losses of {model}, {named(ranks)}, against PyTorch DDP", partial(losses, model, ranks)
@@ -148,6 +150,22 @@ def mnist(ranks, steps, programs):
     if abs(accuracy - expected_accuracy) > 1.5:
         raise Failed(f"test accuracy {accuracy} %, on the CPU {expected_accuracy} %")
     return f"test accuracy {accuracy} %, on the CPU {expected_accuracy} %"
+
+
+def gpt(ranks, programs):
+    """Tensor parallel, with recomputation and validation; the text is this file."""
+    sizes = "--layers 2 --width 64 --heads 4 --context 32 --batch-size 8 --micro-batches 2 --steps 20 --dropout 0.1"
+
+    def run(device):
+        file = programs.out / f"gpt-losses-{device}-{ranks}.txt"
+        options = ["--device", device, "--tp", ranks, "--text", __file__, "--losses", file, "--recompute"]
+        output = programs.flow(ranks, "gpt", *sizes.split(), *options, "--validate-every", 20)
+        losses = [float(line) for line in file.read_text().split()]
+        file.unlink()
+        return [*losses, float(re.findall(r"validation loss ([0-9.]+)", output)[-1])]
+
+    furthest = compare("the losses", run("cuda"), run("cpu"), 5e-3)
+    return f"losses differ by {furthest:.1e} at most, relatively"
 
 
 def losses(model, ranks, programs):

@@ -18,7 +18,7 @@ pub struct Index {
 }
 
 /// A tensor of a checkpoint.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Hash, PartialEq, Serialize, Deserialize)]
 pub struct Saved {
     /// As safetensors calls it: `F32`, `BF16`, ...
     pub dtype: String,
@@ -29,7 +29,7 @@ pub struct Saved {
 }
 
 /// A part of a tensor, which a file has under the tensor's name.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Hash, PartialEq, Serialize, Deserialize)]
 pub struct Shard {
     /// The rank that has saved it: its file.
     pub rank: usize,

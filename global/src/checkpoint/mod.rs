@@ -26,10 +26,10 @@ mod shards;
 mod tests;
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use flow_autograd::OptimizerState;
-use flow_ddp::checkpoint::agree::agree;
+use flow_ddp::checkpoint::agree::{agree, from_rank_0};
 use flow_ddp::checkpoint::{json, Folder, Result};
 use flow_tensor::ProcessGroup;
 use serde::de::DeserializeOwned;
@@ -46,6 +46,7 @@ use shards::{file_name, Entry};
 
 use crate::create::rng_state;
 use crate::placement::Placement;
+use crate::sequence::digest_of;
 
 /// The checkpoints of one training, in a folder that all machines share.
 ///
@@ -109,8 +110,8 @@ impl Checkpoints {
     /// `VarStore` counts as B: rank 0's is saved.
     ///
     /// # Errors
-    /// On all ranks, when one of them cannot write, or a tensor or the state cannot be kept; the
-    /// checkpoints before are then still there. Also when the folder has checkpoints and
+    /// On all ranks, when one of them cannot write, a tensor or the state cannot be kept, or ranks have
+    /// different tensors; the checkpoints before are then still there. Also when the folder has checkpoints and
     /// [`latest`](Self::latest) was not called.
     pub fn save<S: Serialize + DeserializeOwned>(
         &mut self,
@@ -148,13 +149,7 @@ impl Checkpoints {
 
     /// Writes what the ranks have of the entries. `contents` is without index and files.
     fn save_entries(&mut self, mut contents: Contents, entries: &[Entry]) -> Result<()> {
-        let mut begin = || {
-            for entry in entries {
-                contents.index.tensors.insert(entry.name.clone(), entry.saved()?);
-            }
-            self.folder.begin(contents.step)
-        };
-        let partial = agree(&self.group, begin())?;
+        let partial = self.begin(&mut contents, entries)?;
         let written = shards::write(&partial, self.group.rank(), &contents.index, entries);
         let own = [agree(&self.group, written)? as i64];
         let mut files = vec![0i64; self.group.world_size()];
@@ -168,6 +163,15 @@ impl Checkpoints {
             self.folder.commit(contents.step)
         };
         agree(&self.group, finish())
+    }
+
+    /// Gives `contents` the index of the entries, and returns the folder to write into.
+    fn begin(&mut self, contents: &mut Contents, entries: &[Entry]) -> Result<PathBuf> {
+        let saved = |entry: &Entry| Result::Ok((entry.name.clone(), entry.saved()?));
+        let tensors = agree(&self.group, entries.iter().map(saved).collect())?;
+        contents.index = Index { tensors };
+        check_same(&self.group, &contents.index)?;
+        agree(&self.group, self.folder.begin(contents.step))
     }
 
     /// The latest checkpoint that is whole, the same on all ranks; None where there is none at all.
@@ -192,6 +196,29 @@ impl Checkpoints {
             }
         }
     }
+}
+
+/// Checks that each rank saves what rank 0 does, whose index counts. A name that only one has would
+/// make a checkpoint that no rank, or only some, could read.
+fn check_same(group: &ProcessGroup, own: &Index) -> Result<()> {
+    let mut digests = vec![0i64; group.world_size()];
+    group.all_gather(&[digest_of(&own.tensors) as i64], &mut digests)?;
+    if digests.iter().all(|&digest| digest == digests[0]) {
+        return Ok(());
+    }
+    let of_rank_0: Index = from_rank_0(group, (group.rank() == 0).then(|| Ok(own.clone())))?;
+    let mut names = of_rank_0.tensors.keys().chain(own.tensors.keys());
+    let differing = names.find(|&name| of_rank_0.tensors.get(name) != own.tensors.get(name));
+    let Some(name) = differing else { return agree(group, Ok(())) };
+    let has = match (of_rank_0.tensors.get(name), own.tensors.get(name)) {
+        (Some(_), None) => "rank 0 has it, and this rank has not",
+        (None, _) => "this rank has it, and rank 0 has not",
+        _ => "its type, shape or layout is not that of rank 0",
+    };
+    let reason = format!(
+        "{has}; save the same variables on all ranks, and give a variable a gradient on all of them"
+    );
+    agree(group, Err(CheckpointError::unfit("save", name, reason)))
 }
 
 /// Rank 0 checks that it sees what the ranks have written.

@@ -3,7 +3,6 @@
 use std::fs;
 use std::path::Path;
 
-use flow_ddp::checkpoint::agree::agree;
 use flow_tensor::ProcessGroup;
 use tch::{Device, Kind, Tensor};
 use tempfile::{tempdir, TempDir};
@@ -241,7 +240,7 @@ fn a_rank_that_dies_in_a_save_leaves_the_older_checkpoint() {
                 "{error}"
             );
         } else {
-            agree(&group, Ok(())).unwrap();
+            checkpoints.begin(&mut contents(2), entries).unwrap();
             fs::write(partial.join(file_name(1)), "half a file").unwrap();
         }
     });
@@ -273,6 +272,34 @@ fn what_cannot_be_saved_is_an_error_on_all_ranks() {
     fs::create_dir(folder.path().join("step-2")).unwrap();
     let error = errors(|_, _| ())[0].clone();
     assert!(error.contains("step-2 is no checkpoint of Flow (it has no index.json)"), "{error}");
+    assert_eq!(latest(&folder), [Ok(1), Ok(1)]);
+}
+
+/// As the state of a parameter that has had a gradient on one rank only.
+#[test]
+fn ranks_that_save_different_tensors_get_an_error_that_names_one() {
+    let folder = tempdir().unwrap();
+    save(&folder, &[1]);
+    let errors = |spoil: fn(&mut Vec<Entry>, usize)| {
+        on_two_ranks(&folder, |mut checkpoints, entries, group| {
+            checkpoints.latest::<()>().unwrap();
+            spoil(entries, group.rank());
+            checkpoints.save_entries(contents(2), entries).unwrap_err().to_string()
+        })
+    };
+    let is = |errors: Vec<String>, has: &str| {
+        let error = format!(
+            "cannot save model.split: {has}; save the same variables on all ranks, and give a \
+             variable a gradient on all of them"
+        );
+        assert_eq!(errors, [format!("rank 1: {error}"), error]);
+    };
+    let only_on_1 = errors(|entries, rank| entries.drain(..1 - rank).for_each(drop));
+    is(only_on_1, "this rank has it, and rank 0 has not");
+    let only_on_0 = errors(|entries, rank| entries.drain(..rank).for_each(drop));
+    is(only_on_0, "rank 0 has it, and this rank has not");
+    let otherwise = errors(|entries, rank| entries[0].sbp = vec![[S(0), S(1)][rank]]);
+    is(otherwise, "its type, shape or layout is not that of rank 0");
     assert_eq!(latest(&folder), [Ok(1), Ok(1)]);
 }
 

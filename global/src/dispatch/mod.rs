@@ -37,7 +37,6 @@ use crate::deferred;
 use crate::error::{Error, Result};
 use crate::handle::{boxed, find_spec, globals, local_of, spec_of};
 use crate::local::distribute_tensor;
-use crate::no_sync;
 use crate::placement::Placement;
 use crate::record;
 use crate::replicas;
@@ -86,8 +85,12 @@ impl Dispatcher for Operations {
             let boxed = distribute_tensor(&gradient.copy(), own.placement(), &sbp)?;
             return Ok(LeafGradient::Boxed(boxed));
         };
-        let deferred = deferred::spec_of_gradient(leaf, &own, &now)?;
-        if let Some(kept) = deferred.filter(|_| !gradient.requires_grad()) {
+        // Not in a backward that is itself differentiated.
+        let deferred = match gradient.requires_grad() {
+            true => None,
+            false => deferred::spec_of_gradient(leaf, &own, &now)?,
+        };
+        if let Some(kept) = deferred {
             let kept = tch::no_grad(|| deferred::own(gradient, &kept, exclusive))?;
             record::gradient(leaf, gradient, Some(&kept))?;
             return Ok(LeafGradient::Boxed(kept));
@@ -106,9 +109,6 @@ impl Dispatcher for Operations {
         if gradient.requires_grad() {
             // Of a backward that is itself differentiated.
             return Ok(LeafGradient::Boxed(convert(gradient, own.placement(), own.sbp())?));
-        }
-        if may_take && no_sync::defer(leaf, &own, &now)? {
-            return Ok(LeafGradient::Same);
         }
         if may_take && replicas::take(leaf, gradient, exclusive)? {
             record::gradient(leaf, gradient, None)?;

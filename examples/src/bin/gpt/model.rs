@@ -5,7 +5,7 @@
 //! axis and by tokens over the other (sequence parallelism); inside of attention and of the MLP by
 //! heads and by features.
 
-use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use flow::global::nn::{
@@ -16,8 +16,8 @@ use flow::global::{Result, Sbp};
 use flow::prelude::*;
 use flow_autograd::{recompute, BoxError};
 
-use crate::data::VOCABULARY;
-
+/// Tokens are bytes.
+const VOCABULARY: i64 = 256;
 /// The axis of a placement that has different samples.
 pub const DATA: usize = 0;
 /// The axis of a placement that splits layers.
@@ -48,8 +48,8 @@ pub struct Stage {
     embedding: Option<Embedding>,
     blocks: Vec<Arc<Mutex<Block>>>,
     head: Option<Head>,
-    /// Micro-batches that went through in training, over the whole training.
-    pub micro_batches: Cell<u64>,
+    /// How many went through in training, over the whole training.
+    pub micro_batches: Arc<AtomicU64>,
 }
 
 struct Embedding {
@@ -114,13 +114,13 @@ impl Stage {
         };
         let head = (stage == stages - 1).then(head).transpose()?;
         let placement = placement.clone();
-        Ok(Self { config, placement, embedding, blocks, head, micro_batches: Cell::new(0) })
+        Ok(Self { config, placement, embedding, blocks, head, micro_batches: Arc::default() })
     }
 
     /// Of tokens or of the stage before's activations: activations, or logits in the last stage.
     pub fn logits(&self, x: &Tensor, train: bool) -> Result<Tensor> {
         let Config { layers, recompute, .. } = self.config;
-        let micro_batch = self.micro_batches.get();
+        let micro_batch = self.micro_batches.load(Ordering::Relaxed);
         let draws = |layer| {
             let place = (micro_batch * (layers as u64 + 1) + layer as u64) * DRAWS;
             Draws { placement: self.placement.clone(), config: self.config, place, train }
@@ -142,7 +142,7 @@ impl Stage {
             };
         }
         if train {
-            self.micro_batches.set(micro_batch + 1);
+            self.micro_batches.store(micro_batch + 1, Ordering::Relaxed);
         }
         match &self.head {
             Some(Head { norm, logits }) => logits.f_forward(&norm.forward(&x)?),
@@ -241,7 +241,9 @@ impl Block {
         let attended = attention(&attended, draws.config.heads)?;
         let x = x.f_add(&draws.dropout(&self.projection.f_forward(&attended)?)?)?;
         let hidden = self.up.f_forward(&norm2.forward(&x)?)?.f_gelu("tanh")?;
-        Ok(x.f_add(&draws.dropout(&self.down.f_forward(&hidden)?)?)?)
+        let x = x.f_add(&draws.dropout(&self.down.f_forward(&hidden)?)?)?;
+        log::debug!("block {}: activations {:?} as {:?}", self.number, x.size(), x.sbp()?);
+        Ok(x)
     }
 }
 

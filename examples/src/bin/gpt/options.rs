@@ -4,10 +4,12 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use anyhow::{ensure, Result};
+use clap::builder::PossibleValuesParser;
 use clap::{Parser, ValueEnum};
+use flow::plan::schedule::NAMES;
 use flow::prelude::*;
 
-use crate::model::Config;
+use super::model::Config;
 
 /// Trains a GPT on text, on any data x tensor x pipeline parallel layout of ranks, or continues a
 /// text.
@@ -23,6 +25,13 @@ pub struct Options {
     /// Pipeline parallel ranks
     #[arg(long, value_name = "N", default_value = "1")]
     pub pp: NonZeroUsize,
+    /// Schedule of the pipeline: docs/pipelines.md
+    #[arg(long, value_name = "NAME", default_value = "1f1b")]
+    #[arg(value_parser = PossibleValuesParser::new(NAMES))]
+    pub schedule: String,
+    /// Stages of each rank with --schedule interleaved
+    #[arg(long, value_name = "N", default_value = "2")]
+    pub chunks: NonZeroUsize,
     /// Blocks
     #[arg(long, value_name = "N", default_value_t = 4)]
     #[arg(value_parser = clap::value_parser!(i64).range(1..))]
@@ -83,6 +92,9 @@ pub struct Options {
     /// Steps from one checkpoint to the next; there is also one at the end
     #[arg(long, value_name = "N", default_value = "500")]
     pub checkpoint_every: NonZeroUsize,
+    /// Hold out the last twentieth of the text, and print its loss after every N steps and the last
+    #[arg(long, value_name = "N")]
+    pub validate_every: Option<NonZeroUsize>,
     /// File for the loss of each step, a line each
     #[arg(long, value_name = "FILE")]
     pub losses: Option<PathBuf>,
@@ -132,16 +144,26 @@ fn probability(text: &str) -> Result<f64, String> {
 }
 
 impl Options {
-    /// The sizes of the model.
-    pub fn config(&self) -> Result<Config> {
+    /// The sizes of the model, which has so many stages.
+    pub fn config(&self, stages: usize) -> Result<Config> {
         let &Self { layers, width, heads, context, dropout, seed, recompute, .. } = self;
-        let (tp, pp) = (self.tp.get() as i64, self.pp.get() as i64);
+        let tp = self.tp.get() as i64;
         ensure!(width % heads == 0, "--heads {heads} does not divide --width {width}");
         ensure!(heads % tp == 0, "--tp {tp} does not divide --heads {heads}");
-        ensure!(layers >= pp, "--pp {pp} needs as many --layers, and there are {layers}");
+        ensure!(context >= tp, "--tp {tp} needs as large a --context, and it is {context}");
+        ensure!(
+            layers >= stages as i64,
+            "{stages} stages need as many --layers, and there are {layers}"
+        );
+        Ok(Config { layers, width, heads, context, dropout, seed, recompute })
+    }
+
+    /// What the ranks of the pipeline do. A sample is a single micro-batch.
+    pub fn schedule(&self) -> Result<Schedule> {
         let (batch, parts) = (self.batch_size, self.micro_batches);
         ensure!(batch % parts == 0, "--micro-batches {parts} does not divide --batch-size {batch}");
-        Ok(Config { layers, width, heads, context, dropout, seed, recompute })
+        let parts = if self.sample.is_some() { 1 } else { parts as usize };
+        Ok(Schedule::named(&self.schedule, self.pp.get(), self.chunks.get(), parts)?)
     }
 
     /// All ranks, with the axes `pp`, `dp` and `tp`: tensor parallel ranks are neighbours, as they

@@ -2,20 +2,27 @@
 
 use std::io::{stdout, Write};
 
-use anyhow::{ensure, Result};
+use anyhow::{bail, ensure, Result};
+use flow::global::checkpoint::Checkpoint;
 use flow::prelude::*;
+use flow_examples::options::Options as Training;
 
-use crate::model::Stage;
-use crate::options::Options;
+use super::job::Job;
+use super::options::SIZES;
+use super::train::State;
 
-/// Prints the prompt, and byte after byte what the model draws to follow. All ranks draw the same.
-pub fn print(
-    (model, placement): (&Stage, &Placement),
-    prompt: &str,
-    options: &Options,
-    group: &ProcessGroup,
-) -> Result<()> {
+/// Prints the prompt, and byte after byte what the checkpoint's model draws to follow.
+pub fn print(job: &mut Job, latest: Option<&Checkpoint<State>>, prompt: &str) -> Result<()> {
+    let Job { options, group, .. } = *job;
     ensure!(!prompt.is_empty(), "--sample needs some text to go on with");
+    let Some(checkpoint) = latest else {
+        bail!("there is no checkpoint to take the model from; train one first")
+    };
+    let of_model = |all: &[(String, String)]| all.iter().take(SIZES).cloned().collect::<Vec<_>>();
+    let saved = of_model(&checkpoint.state.hyperparameters);
+    Training::check_hyperparameters(&saved, &of_model(&options.hyperparameters(0)))?;
+    job.optimizer.resume(checkpoint)?;
+
     let context = options.context as usize;
     let _no_grad = tch::no_grad_guard();
     tch::manual_seed(options.seed as i64);
@@ -35,13 +42,20 @@ pub fn print(
         let mut tokens: Vec<i64> = seen.iter().map(|&byte| i64::from(byte)).collect();
         tokens.resize(context, 0);
         let tokens = Tensor::from_slice(&tokens).view([1, -1]).to_device(group.device());
-        let tokens = global::distribute_tensor(&tokens, placement, [B, B])?;
-        let logits = model.logits(&tokens, false)?.full()?.to(Device::Cpu);
-        let logits = logits.select(0, 0).select(0, last).to_kind(Kind::Double);
-        let likely = (logits / options.temperature).softmax(-1, Kind::Double);
-        let next = likely.multinomial(1, false).int64_value(&[0]) as u8;
-        bytes.push(next);
-        show(&[next])?;
+        let tokens = match job.pipeline.needs_inputs() {
+            true => vec![global::distribute_tensor(&tokens, &job.placement, [B, B])?],
+            false => Vec::new(),
+        };
+        let mut next = [0u8];
+        if let Some(logits) = job.pipeline.forward(&tokens)? {
+            let logits = logits[0].to_sbp([B, B])?.to_local()?.to(Device::Cpu);
+            let logits = logits.select(0, 0).select(0, last).to_kind(Kind::Double);
+            let likely = (logits / options.temperature).softmax(-1, Kind::Double);
+            next[0] = likely.multinomial(1, false).int64_value(&[0]) as u8;
+        }
+        group.broadcast(&mut next, job.last_rank)?;
+        bytes.extend(next);
+        show(&next)?;
     }
     show(b"\n")
 }
