@@ -335,6 +335,10 @@ fn what_does_not_fit_is_one_line() {
         "cannot read nowhere; get a text by `scripts/setup --data`, or \
         name one by --text: No such file or directory (os error 2)",
     );
+    let bytes = fs::metadata(folder.path().join("text")).unwrap().len();
+    let expected =
+        format!("the text has {bytes} bytes to train on: it needs more than --context 9000");
+    fails("--context 9000", &expected);
     for (layout, more, expected) in [
         ([3, 1, 1], "", "--dp 3 does not divide the 8 samples of a micro-batch"),
         ([1, 3, 1], "", "--tp 3 does not divide --heads 8"),

@@ -44,6 +44,17 @@ impl Text {
         self.0.iter().fold(1, |sum, &byte| (sum ^ u32::from(byte)).wrapping_mul(0x0100_0193))
     }
 
+    /// # Errors
+    /// It is too short for a sample.
+    pub fn check(&self, options: &Options) -> Result<()> {
+        let (bytes, context) = (self.0.len(), options.context);
+        ensure!(
+            bytes as i64 > context,
+            "the text has {bytes} bytes to train on: it needs more than --context {context}"
+        );
+        Ok(())
+    }
+
     /// Takes the last of so many parts away.
     pub fn split_off_part(&mut self, parts: usize) -> Self {
         Self(self.0.split_off(self.0.len() - self.0.len() / parts))
@@ -63,7 +74,6 @@ impl Text {
         let &Options { batch_size, micro_batches, context, .. } = options;
         let seed = options.seed.wrapping_add(1);
         let count = self.0.len() as i64 - context;
-        ensure!(count > 0, "the text has {} bytes: it needs more than {context}", self.0.len());
         let mut places = Vec::new();
         for part in 0..micro_batches as u64 {
             global::set_rng_state(placement, [seed, step * micro_batches as u64 + part])?;
@@ -78,7 +88,7 @@ impl Text {
     /// How many batches of pieces, one after the other, the text has.
     ///
     /// # Errors
-    /// It has none.
+    /// When it has none.
     pub fn batches(&self, options: &Options) -> Result<i64> {
         let (context, bytes) = (options.context, self.0.len() as i64);
         let batches = (bytes - 1) / context / options.batch_size;

@@ -183,7 +183,8 @@ impl Options {
     /// The options and the text that the trained weights depend on; first the model's [`SIZES`].
     pub fn hyperparameters(&self, checksum: u32) -> Vec<(String, String)> {
         let kind = format!("{:?}", self.dtype.kind());
-        let options: [(&str, &dyn ToString); 13] = [
+        let held_out = self.validate_every.is_some();
+        let options: [(&str, &dyn ToString); 14] = [
             ("--layers", &self.layers),
             ("--width", &self.width),
             ("--heads", &self.heads),
@@ -197,6 +198,7 @@ impl Options {
             ("--clip", &self.clip),
             ("--seed", &self.seed),
             ("a text of checksum", &checksum),
+            ("a part of the text held out (--validate-every):", &held_out),
         ];
         options.map(|(name, value)| (name.to_owned(), value.to_string())).to_vec()
     }

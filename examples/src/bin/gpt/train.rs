@@ -42,10 +42,12 @@ pub fn train(
         "--dp {data_ranks} does not divide the {samples} samples of a micro-batch"
     );
     let mut text = Text::load(options.text.as_deref())?;
+    let checksum = text.checksum();
     let held_out = options.validate_every.map(|_| text.split_off_part(HELD_OUT));
+    text.check(options)?;
     held_out.as_ref().map(|held_out| held_out.batches(options)).transpose()?;
     let mut state =
-        State { hyperparameters: options.hyperparameters(text.checksum()), ..Default::default() };
+        State { hyperparameters: options.hyperparameters(checksum), ..Default::default() };
     if let Some(saved) = latest {
         Training::check_hyperparameters(&saved.state.hyperparameters, &state.hyperparameters)?;
         job.optimizer.resume(&saved)?;
