@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use anyhow::{ensure, Result};
 use clap::builder::PossibleValuesParser;
 use clap::{Parser, ValueEnum};
-use flow::plan::schedule::NAMES;
+use flow::plan::schedule::ScheduleKind;
 use flow::prelude::*;
 
 use super::model::Config;
@@ -27,7 +27,7 @@ pub struct Options {
     pub pp: NonZeroUsize,
     /// Schedule of the pipeline: docs/pipelines.md
     #[arg(long, value_name = "NAME", default_value = "1f1b")]
-    #[arg(value_parser = PossibleValuesParser::new(NAMES))]
+    #[arg(value_parser = PossibleValuesParser::new(ScheduleKind::ALL.map(ScheduleKind::name)))]
     pub schedule: String,
     /// Stages of each rank with --schedule interleaved
     #[arg(long, value_name = "N", default_value = "2")]
