@@ -56,4 +56,4 @@ pub use memory::{
 };
 pub use optimizer::{OptimizerState, StateDict};
 pub use random::{with_rng_state, RngState};
-pub use recompute::recompute;
+pub use recompute::{recompute, versions};

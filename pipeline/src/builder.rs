@@ -1,6 +1,7 @@
 //! Making a pipeline.
 
-use std::collections::BTreeMap;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use flow_autograd::BoxError;
@@ -10,6 +11,7 @@ use flow_plan::schedule::Schedule;
 use flow_tensor::TensorCollectives;
 
 use crate::error::{Error, Result};
+use crate::executor::caught;
 use crate::links::Links;
 use crate::pipeline::Pipeline;
 use crate::stage::Stage;
@@ -54,9 +56,7 @@ impl Pipeline {
         let mut stages: Vec<Option<Box<dyn Stage>>> = stages.into_iter().map(Some).collect();
         Self::builder(mesh, axis).schedule(schedule).build(|stage| {
             let own = stages.get_mut(stage).and_then(Option::take);
-            own.ok_or_else(|| {
-                format!("there are {count} stages; give a multiple of the ranks").into()
-            })
+            own.ok_or_else(|| "it has been made before".into())
         })
     }
 
@@ -79,9 +79,10 @@ impl<'a> Builder<'a> {
     }
 
     /// Whether a rank keeps only the inputs of its stages, and computes the rest anew in backward,
-    /// with the same random numbers. It does not where the backward comes right after the forward.
-    /// Running statistics are updated each time that a stage runs, so twice in a step. A stage that
-    /// changes its inputs in place cannot be computed anew: an error.
+    /// with the same random numbers. It does not in stages of which each backward comes right after
+    /// its forward. Running statistics are updated each time that a stage runs, so twice in a step,
+    /// and the loss may be called twice. A stage that changes its inputs in place cannot be computed
+    /// anew: an error, but for global tensors, whose changes are not seen.
     pub fn recompute(mut self, recomputes: bool) -> Self {
         self.recomputes = recomputes;
         self
@@ -99,7 +100,7 @@ impl<'a> Builder<'a> {
     ///
     /// # Errors
     /// The schedule is for another number of ranks; ranks have different schedules; what `stage`
-    /// fails with.
+    /// fails with, or its panic: the other ranks fail as well, here or in their next step.
     pub fn build(
         self,
         mut stage: impl FnMut(usize) -> Result<Box<dyn Stage>, BoxError>,
@@ -129,8 +130,12 @@ impl<'a> Builder<'a> {
         }
         let mut stages = BTreeMap::new();
         for number in schedule.stages_of(group.rank()) {
-            let made = stage(number)
-                .map_err(|error| argument(format!("stage {number} cannot be made: {error}")))?;
+            let made = caught(|| stage(number))
+                .map_err(|error| argument(format!("stage {number} cannot be made: {error}")));
+            let made = made.inspect_err(|error| {
+                group.abort(&error.to_string());
+                self.placement.iter().for_each(|of| of.abort(&error.to_string()));
+            })?;
             stages.insert(number, made);
         }
         let device = self.mesh.group(self.axis)?.device();
@@ -145,6 +150,7 @@ impl<'a> Builder<'a> {
             recomputes: self.recomputes,
             tied: Vec::new(),
             steps: 0,
+            allocated: RefCell::new(HashMap::new()),
             measured: None,
         })
     }

@@ -8,32 +8,35 @@ use flow_plan::schedule::Action;
 pub enum Error {
     /// What a rank was doing failed: its stage, its loss, or a message. The other ranks' steps fail
     /// as well.
-    #[error("rank {rank}: {action} failed: {source}")]
+    #[error("rank {rank}: {action} failed: {cause}")]
     Action {
         /// This rank.
         rank: usize,
         /// What it was doing.
         action: Action,
         /// The cause.
-        source: BoxError,
+        cause: BoxError,
     },
     /// A part of a step that belongs to no action failed.
-    #[error("rank {rank}: {operation} failed: {source}")]
+    #[error("rank {rank}: {operation} failed: {cause}")]
     Step {
         /// This rank.
         rank: usize,
         /// Which part.
         operation: &'static str,
         /// The cause.
-        source: BoxError,
+        cause: BoxError,
     },
+    /// [`split_by_time`](crate::split_by_time) could not set a model's state aside, or restore it.
+    #[error("a model's state cannot be kept while its layers are measured: {0}")]
+    State(BoxError),
     /// A layer cannot be measured.
-    #[error("layer {layer} cannot be measured: {source}")]
+    #[error("layer {layer} cannot be measured: {cause}")]
     Layer {
         /// Which of the layers, from 0.
         layer: usize,
         /// The cause.
-        source: BoxError,
+        cause: BoxError,
     },
     /// What was asked for cannot work.
     #[error("rank {rank}: pipeline: {reason}")]

@@ -1,9 +1,10 @@
 //! Carries out a schedule: one step of this rank.
 
-use std::collections::{BTreeMap, HashMap};
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 
-use flow_autograd::{allocated_by, BoxError, Graph, WeightGraph};
+use flow_autograd::{allocated_by, versions, BoxError, Graph, WeightGraph};
 use flow_comm::trace;
 use flow_ddp::NoSync;
 use flow_global::{GlobalTensor, Placement};
@@ -22,6 +23,9 @@ type Outcome<T> = Result<T, BoxError>;
 /// A stage, and a micro-batch in it.
 type Place = (usize, usize);
 
+/// Bytes that a stage allocates in a forward and keeps, by the stage and the shapes of its inputs.
+pub type Allocated = HashMap<(usize, Vec<Vec<i64>>), usize>;
+
 /// What a rank has of a pipeline.
 pub struct Executor<'a> {
     pub schedule: &'a Schedule,
@@ -29,6 +33,8 @@ pub struct Executor<'a> {
     pub placement: Option<&'a Placement>,
     pub device: Device,
     pub recomputes: bool,
+    /// What has been measured so far.
+    pub allocated: &'a RefCell<Allocated>,
     /// The number of the step.
     pub number: u64,
 }
@@ -99,9 +105,9 @@ pub struct Step<'a, 'l> {
     input_gradients: HashMap<Place, (MicroBatch, Vec<Option<Tensor>>)>,
     /// From the first half of a backward to the second.
     weights: HashMap<Place, WeightGraph>,
-    /// What stages have given in the first micro-batch, and their gradients.
     first_outputs: Firsts,
-    first_gradients: Firsts,
+    /// Stages that are computed anew in backward.
+    recomputed: BTreeSet<usize>,
     /// Bytes from forward to the end of backward.
     held: HashMap<Place, usize>,
     /// Of stages whose last backward has yet to come.
@@ -149,8 +155,8 @@ impl<'a, 'l> Step<'a, 'l> {
             gradients: HashMap::new(),
             input_gradients: HashMap::new(),
             weights: HashMap::new(),
-            first_outputs: Firsts::new("output"),
-            first_gradients: Firsts::new("gradient"),
+            first_outputs: Firsts::default(),
+            recomputed: BTreeSet::new(),
             held: HashMap::new(),
             no_sync,
             results: Results::default(),
@@ -160,6 +166,9 @@ impl<'a, 'l> Step<'a, 'l> {
 
     /// Carries out the actions; the error with the action that failed.
     pub fn run(&mut self, actions: &[Action]) -> Result<(), (Action, BoxError)> {
+        if self.executor.recomputes {
+            self.recomputed = stages_that_wait(actions);
+        }
         for (at, &action) in actions.iter().enumerate() {
             let left = &actions[at + 1..];
             caught(|| self.act(action, left)).map_err(|error| (action, error))?;
@@ -230,14 +239,7 @@ impl<'a, 'l> Step<'a, 'l> {
         let span = trace::phase(phase, self.executor.number).of_stage(place.0, place.1);
         let measured = self.measured.begin(action);
         let result = match action {
-            Action::Forward { .. } => {
-                let next = left.iter().find(|next| next.is_computation());
-                let is_next = next.is_some_and(|next| {
-                    (next.stage(), next.micro_batch()) == place
-                        && !matches!(next, Action::Forward { .. })
-                });
-                self.forward(place, self.executor.recomputes && !is_next)
-            }
+            Action::Forward { .. } => self.forward(place),
             Action::Backward { .. } => self.backward(place, is_last),
             Action::BackwardInput { .. } => self.backward_input(place),
             _ => self.backward_weight(place, is_last),
@@ -250,7 +252,7 @@ impl<'a, 'l> Step<'a, 'l> {
         result
     }
 
-    fn forward(&mut self, place: Place, recomputes: bool) -> Outcome<()> {
+    fn forward(&mut self, place: Place) -> Outcome<()> {
         let (stage, index) = place;
         let (micro_batch, inputs) = match stage {
             0 => self.part_of_batch(index)?,
@@ -260,8 +262,11 @@ impl<'a, 'l> Step<'a, 'l> {
             let outputs = tch::no_grad(|| self.outputs_of(stage, &inputs))?;
             return self.give_outputs(place, micro_batch, outputs);
         }
-        let mut bytes = inputs.iter().map(bytes_of).sum::<Outcome<usize>>()?;
-        let graph = match recomputes {
+        let mut bytes = match self.has_inputs_anyway(stage) {
+            true => 0,
+            false => inputs.iter().map(bytes_of).sum::<Outcome<usize>>()?,
+        };
+        let graph = match self.recomputed.contains(&stage) {
             true => {
                 let random = Random::state(self.executor.device, self.executor.placement)?;
                 let before = versions(&inputs);
@@ -281,10 +286,10 @@ impl<'a, 'l> Step<'a, 'l> {
                 Kept::Random(random)
             }
             false => {
-                let run = || self.run_stage(stage, &inputs, micro_batch);
-                let (ran, allocated) = allocated_by(run)?;
+                let ran = self
+                    .measured(stage, &inputs, |step| step.run_stage(stage, &inputs, micro_batch));
+                let ((outputs, seed), allocated) = ran?;
                 bytes += allocated;
-                let (outputs, seed) = ran?;
                 match seed {
                     Some((loss, seed)) => {
                         check_loss(&loss)?;
@@ -302,6 +307,33 @@ impl<'a, 'l> Step<'a, 'l> {
         self.activations.insert(place, Activation { micro_batch, inputs, graph });
         self.hold(place, bytes);
         Ok(())
+    }
+
+    /// Whether the inputs are parts of the batch, or outputs that another stage of this rank holds:
+    /// its backward is later.
+    fn has_inputs_anyway(&self, stage: usize) -> bool {
+        let is_held = |before: usize| {
+            self.executor.stages.contains_key(&before) && !self.recomputed.contains(&before)
+        };
+        stage.checked_sub(1).is_none_or(is_held)
+    }
+
+    /// What `run` gives, and the bytes that it keeps: measured once for each shape of the inputs.
+    fn measured<T>(
+        &mut self,
+        stage: usize,
+        inputs: &[Tensor],
+        run: impl FnOnce(&mut Self) -> Outcome<T>,
+    ) -> Outcome<(T, usize)> {
+        let key = (stage, inputs.iter().map(Tensor::size).collect());
+        let allocated = self.executor.allocated;
+        let known = allocated.borrow().get(&key).copied();
+        if let Some(bytes) = known {
+            return Ok((run(self)?, bytes));
+        }
+        let (ran, bytes) = allocated_by(|| run(self))?;
+        allocated.borrow_mut().insert(key, bytes);
+        Ok((ran?, bytes))
     }
 
     /// So many bytes more are held for the backward.
@@ -375,11 +407,11 @@ impl<'a, 'l> Step<'a, 'l> {
         outputs: Vec<Tensor>,
     ) -> Outcome<()> {
         let schedule = self.executor.schedule;
+        self.first_outputs.check(stage, micro_batch, &outputs)?;
         if stage + 1 == schedule.stages() {
             self.results.outputs.insert(index, (micro_batch, outputs));
             return Ok(());
         }
-        self.first_outputs.check(stage, micro_batch, outputs.iter().map(Some))?;
         let leaf = |output: Tensor| output.detach().set_requires_grad(output.requires_grad());
         let given = (micro_batch, outputs.into_iter().map(leaf).collect());
         if schedule.rank_of(stage + 1) == schedule.rank_of(stage) {
@@ -396,9 +428,12 @@ impl<'a, 'l> Step<'a, 'l> {
         let (graph, seed) = match graph {
             Kept::Graph(graph, seed) => (graph, seed),
             Kept::Random(random) => {
-                let run = || tch::with_grad(|| self.run_stage(place.0, &inputs, micro_batch));
-                let (ran, allocated) = allocated_by(|| random.replay(run))?;
-                let (outputs, seed) = ran??;
+                let ran = self.measured(place.0, &inputs, |step| {
+                    random.replay(|| {
+                        tch::with_grad(|| step.run_stage(place.0, &inputs, micro_batch))
+                    })?
+                });
+                let ((outputs, seed), allocated) = ran?;
                 self.hold(place, allocated);
                 match seed {
                     Some((loss, seed)) => {
@@ -462,7 +497,6 @@ impl<'a, 'l> Step<'a, 'l> {
             self.results.input_gradients.insert(index, (micro_batch, gradients));
             return Ok(());
         }
-        self.first_gradients.check(stage, micro_batch, gradients.iter().map(Option::as_ref))?;
         if schedule.rank_of(stage - 1) == schedule.rank_of(stage) {
             self.gradients.insert((stage - 1, index), gradients);
         } else {
@@ -499,6 +533,19 @@ fn bytes_of(tensor: &Tensor) -> Outcome<usize> {
     Ok(local.numel() * local.f_kind()?.elt_size_in_bytes())
 }
 
+/// Stages with a forward whose backward does not come right after it. It is all of a stage's
+/// micro-batches that are computed anew, so that their outputs are alike.
+fn stages_that_wait(actions: &[Action]) -> BTreeSet<usize> {
+    let place = |action: Action| (action.stage(), action.micro_batch());
+    let computations: Vec<Action> =
+        actions.iter().copied().filter(|action| action.is_computation()).collect();
+    let waits = |pair: &&[Action]| {
+        matches!(pair[0], Action::Forward { .. })
+            && (place(pair[0]) != place(pair[1]) || matches!(pair[1], Action::Forward { .. }))
+    };
+    computations.windows(2).filter(waits).map(|pair| pair[0].stage()).collect()
+}
+
 fn is_backward_of_weights(action: Action) -> bool {
     matches!(action, Action::Backward { .. } | Action::BackwardWeight { .. })
 }
@@ -517,12 +564,6 @@ fn check_loss(loss: &Tensor) -> Outcome<()> {
                 .into())
         }
     }
-}
-
-/// How often plain tensors have been changed in place.
-fn versions(tensors: &[Tensor]) -> Vec<Option<i64>> {
-    let plain = tensors.iter().filter(|tensor| !tensor.is_global());
-    plain.map(|tensor| tensor.f_internal_version().ok()).collect()
 }
 
 /// A panic as an error. Nothing around it then unwinds, such as tch's `no_grad`, which would leave

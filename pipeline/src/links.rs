@@ -3,8 +3,8 @@
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
-use flow_autograd::BoxError;
-use flow_comm::nccl::CudaGroup;
+use flow_autograd::{current_stream, BoxError, CudaTensor};
+use flow_comm::nccl::{CudaGroup, Event, Stream};
 use flow_comm::ProcessGroup;
 use flow_plan::schedule::Schedule;
 use flow_tensor::{TensorCollectives, Work};
@@ -65,12 +65,27 @@ impl Links {
 }
 
 impl Link {
-    /// Sends tensors, and has the host wait until they have been sent: their memory is free then.
-    pub fn send(&self, tensors: Vec<Tensor>) -> Result<(), BoxError> {
-        let send = |tensor| self.group.send_tensor_async(tensor, 1);
-        let works = tensors.into_iter().map(send).collect::<Result<Vec<_>, _>>()?;
-        self.cuda.synchronize()?;
-        works.into_iter().try_for_each(|work| Ok(work.wait().map(drop)?))
+    /// A stream that waits for what libtorch has enqueued so far, and for nothing that follows:
+    /// that may wait for what the receiver computes of the tensors to send.
+    pub fn so_far(&self) -> Result<Stream, BoxError> {
+        let device = self.cuda.device();
+        let (stream, event) = (Stream::high_priority(device)?, Event::new(device)?);
+        event.record(&current_stream(device)?)?;
+        stream.wait(&event)?;
+        Ok(stream)
+    }
+
+    /// Sends contiguous tensors in the order of a stream, and has the host wait until they have been
+    /// sent: their memory is free then.
+    pub fn send(&self, tensors: &[Tensor], stream: &Stream) -> Result<(), BoxError> {
+        for tensor in tensors {
+            let memory = match flow_autograd::dtype(tensor.kind()) {
+                Some(_) => CudaTensor::new(tensor)?,
+                None => CudaTensor::as_bytes(tensor)?,
+            };
+            self.cuda.send(&memory, 1, stream)?;
+        }
+        Ok(self.cuda.synchronize()?)
     }
 
     /// Begins to receive a tensor.

@@ -81,13 +81,13 @@ impl Description {
             sizes.len() == others.len()
                 && pairs.all(|(&size, &other)| size == other || size * other_rows == other * rows)
         };
-        let layouts_fit = match (&self.layout, &other.layout) {
+        let sizes_fit = match (&self.layout, &other.layout) {
+            // Ranks may have uneven parts.
             (Some(one), Some(other)) => one.sbp == other.sbp && fits(&one.sizes, &other.sizes),
-            (one, other) => one.is_none() && other.is_none(),
+            (None, None) => fits(&self.sizes, &other.sizes),
+            _ => false,
         };
-        (self.kind, self.requires_grad) == (other.kind, other.requires_grad)
-            && fits(&self.sizes, &other.sizes)
-            && layouts_fit
+        (self.kind, self.requires_grad) == (other.kind, other.requires_grad) && sizes_fit
     }
 
     /// Room for what is sent.
@@ -145,51 +145,41 @@ pub fn local_of(tensor: &Tensor) -> Result<Tensor, BoxError> {
 pub fn sent(tensor: &Tensor, by_host: bool) -> Result<Tensor, BoxError> {
     let local = local_of(tensor)?.detach();
     let local = if by_host { local.f_to_device(Device::Cpu)? } else { local };
-    Ok(local.f_contiguous()?)
+    Ok(local.f_resolve_conj()?.f_resolve_neg()?.f_contiguous()?)
 }
 
-/// What each stage gave in the first micro-batch of a step: the others have to be alike.
-pub struct Firsts {
-    /// What the tensors are: "output".
-    what: &'static str,
-    of_stages: HashMap<usize, (MicroBatch, Vec<Option<Description>>)>,
-}
+/// The outputs of each stage in the first micro-batch of a step: the others have to be alike.
+#[derive(Default)]
+pub struct Firsts(HashMap<usize, (MicroBatch, Vec<Description>)>);
 
 impl Firsts {
-    pub fn new(what: &'static str) -> Self {
-        Self { what, of_stages: HashMap::new() }
-    }
-
-    /// Compares what a stage gives, or takes it as the first. A gradient may be missing in some
-    /// micro-batches.
+    /// Compares what a stage gives, or takes it as the first.
     ///
     /// # Errors
     /// The tensors are not alike, or cannot be sent.
-    pub fn check<'a>(
+    pub fn check(
         &mut self,
         stage: usize,
         micro_batch: MicroBatch,
-        tensors: impl Iterator<Item = Option<&'a Tensor>>,
+        outputs: &[Tensor],
     ) -> Result<(), BoxError> {
-        let own = tensors.map(|tensor| tensor.map(Description::of).transpose());
-        let own = own.collect::<Result<Vec<_>, _>>()?;
-        let Some((first, others)) = self.of_stages.get(&stage) else {
-            self.of_stages.insert(stage, (micro_batch, own));
+        let own = outputs.iter().map(Description::of).collect::<Result<Vec<_>, _>>()?;
+        let Some((first, others)) = self.0.get(&stage) else {
+            self.0.insert(stage, (micro_batch, own));
             return Ok(());
         };
-        let (what, number) = (self.what, first.index);
+        let number = first.index;
         if own.len() != others.len() {
             let (now, then) = (own.len(), others.len());
             return Err(format!(
-                "the number of {what}s is {now}, but in micro-batch {number} it was {then}"
+                "the number of outputs is {now}, but in micro-batch {number} it was {then}"
             )
             .into());
         }
         for (at, (own, other)) in own.iter().zip(others).enumerate() {
-            let (Some(own), Some(other)) = (own, other) else { continue };
             if !own.fits(micro_batch.rows, other, first.rows) {
                 return Err(format!(
-                    "{what} {at} is {own}, but in micro-batch {number} it was {other}: give each \
+                    "output {at} is {own}, but in micro-batch {number} it was {other}: give each \
                      micro-batch of a step the same, but for its rows"
                 )
                 .into());
@@ -218,5 +208,30 @@ mod tests {
             assert_eq!(parse(&sbp.to_string()).unwrap(), sbp);
         }
         assert!(parse("P(Max)").is_err());
+    }
+
+    #[test]
+    fn micro_batches_may_differ_in_rows_only() {
+        let global = |kind, local: i64, sizes: [i64; 2], sbp: [&str; 2]| Description {
+            kind,
+            sizes: vec![local, sizes[1]],
+            requires_grad: true,
+            layout: Some(Layout { sizes: sizes.into(), sbp: sbp.map(str::to_owned).into() }),
+        };
+        // Ten rows, then eight, over four ranks: this one has three, then two.
+        let first = global(6, 3, [10, 4], ["S(0)", "S(0)"]);
+        assert!(global(6, 2, [8, 4], ["S(0)", "S(0)"]).fits(4, &first, 5));
+        assert!(!global(7, 2, [8, 4], ["S(0)", "S(0)"]).fits(4, &first, 5));
+        assert!(!global(6, 2, [8, 4], ["S(0)", "B"]).fits(4, &first, 5));
+        assert!(!global(6, 2, [8, 6], ["S(0)", "S(0)"]).fits(4, &first, 5));
+        let plain = |sizes: [i64; 2]| Description {
+            kind: 6,
+            sizes: sizes.into(),
+            requires_grad: true,
+            layout: None,
+        };
+        assert!(!plain([2, 4]).fits(4, &first, 5));
+        assert!(plain([4, 4]).fits(4, &plain([5, 4]), 5));
+        assert!(!plain([3, 4]).fits(4, &plain([5, 4]), 5));
     }
 }

@@ -94,11 +94,12 @@ impl<'a> Messages<'a> {
         let receive = receive.to_string();
         let header = serde_json::to_vec(&Header { receive, micro_batch, tensors: descriptions })?;
         let link = self.links.and_then(|links| links.to(to));
+        let link = link.map(|link| Outcome::Ok((link.so_far()?, link))).transpose()?;
         self.sends.push(self.group.start(Lane::To(to), "send", move |group| {
             group.send(&[header.len() as i64][..], to)?;
             group.send(&header[..], to)?;
             Ok(match link {
-                Some(link) => link.send(locals),
+                Some((stream, link)) => link.send(&locals, &stream),
                 None => locals.iter().try_for_each(|local| Ok(group.send_tensor(local, to)?)),
             })
         })?);

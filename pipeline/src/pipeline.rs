@@ -1,5 +1,6 @@
 //! The pipeline as a program has it.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -11,7 +12,7 @@ use flow_plan::schedule::{Action, Schedule};
 use tch::{Device, Tensor};
 
 use crate::error::{Error, Result};
-use crate::executor::{Executor, Last, Results, Step};
+use crate::executor::{Allocated, Executor, Last, Results, Step};
 use crate::links::Links;
 use crate::messages::Messages;
 use crate::micro_batch::{join, MicroBatch};
@@ -38,6 +39,7 @@ pub struct Pipeline {
     pub(crate) links: Option<Links>,
     pub(crate) tied: Vec<Tied>,
     pub(crate) steps: u64,
+    pub(crate) allocated: RefCell<Allocated>,
     /// Of the last training step, with the time that it took.
     pub(crate) measured: Option<(Measured, Duration)>,
 }
@@ -219,6 +221,7 @@ impl Pipeline {
             placement: self.placement.as_ref(),
             device: self.device,
             recomputes: self.recomputes,
+            allocated: &self.allocated,
             number: self.steps,
         };
         // Gradients of global tensors are reduced once, after the last backward.
@@ -232,9 +235,9 @@ impl Pipeline {
         let before = before.map_err(|error| self.failed("step", error))?;
         let mut step = Step::new(&executor, messages, batch, last)
             .map_err(|error| self.failed("the beginning of a step", error))?;
-        step.run(actions).map_err(|(action, source)| {
+        step.run(actions).map_err(|(action, cause)| {
             let rank = self.job_rank();
-            Error::Action { rank, action, source }
+            Error::Action { rank, action, cause }
         })?;
         let done = step.finish().map_err(|error| self.failed("sending", error))?;
         if let Some(no_sync) = no_sync {
@@ -256,8 +259,8 @@ impl Pipeline {
         Error::Argument { rank: self.job_rank(), reason }
     }
 
-    fn failed(&self, operation: &'static str, source: BoxError) -> Error {
-        Error::Step { rank: self.job_rank(), operation, source }
+    fn failed(&self, operation: &'static str, cause: BoxError) -> Error {
+        Error::Step { rank: self.job_rank(), operation, cause }
     }
 }
 
@@ -266,6 +269,7 @@ impl fmt::Debug for Pipeline {
         f.debug_struct("Pipeline")
             .field("stages", &self.stages)
             .field("group", &self.group)
+            .field("over_nccl", &self.links.is_some())
             .finish_non_exhaustive()
     }
 }

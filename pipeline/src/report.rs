@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
 
-/// What the last step took on this rank: [`Pipeline::report`](crate::Pipeline::report).
+/// What the last step took on this rank: [`Pipeline::report`](crate::Pipeline::report). Times are
+/// those of the host: on GPUs, of enqueueing what is computed.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Report {
     /// The rank in the job.
@@ -38,9 +39,11 @@ pub struct StageReport {
     /// Seconds of a backward with both its halves: the mean of the micro-batches.
     pub backward: f64,
     /// The most bytes that the stage held at once for its backwards. Of a micro-batch these are the
-    /// inputs, and what libtorch allocated in the forward and did not free at its end: what
-    /// autograd has saved, and outputs. With recomputation these are the inputs, and the rest from
-    /// the recomputation to the end of the backward. Weights and gradients do not count.
+    /// inputs that came from another rank, and what libtorch allocated in the forward and did not free
+    /// at its end: what autograd has saved, and outputs. With recomputation these are the inputs, and
+    /// the rest from the recomputation to the end of the backward. What is allocated is measured the
+    /// first time that a stage has inputs of such shapes, on the thread that calls the step. Weights,
+    /// gradients and the batch do not count, and a tensor that two stages of a rank hold counts once.
     pub activation_bytes: usize,
 }
 

@@ -218,3 +218,49 @@ fn splitting_by_time_leaves_a_model_as_it_was() {
     let error = unchanged(split_by_time(&layers, &vs, &x, 2)).unwrap_err().to_string();
     assert!(error.starts_with("layer 3 cannot be measured: "), "{error}");
 }
+
+/// The other rank has made its stage, and learns of it in its step.
+#[test]
+fn a_stage_that_cannot_be_made_fails_all_ranks() {
+    for panics in [false, true] {
+        let errors = ranks(2, |group| {
+            let made = Pipeline::builder(&mesh(&group), "pp").build(|stage| {
+                assert!(!panics || stage == 0, "out of coffee");
+                match stage {
+                    0 => Ok(stage_fn(|x| twice(&x[0]))),
+                    _ => Err("out of coffee".into()),
+                }
+            });
+            let step = made.and_then(|mut pipeline| {
+                pipeline.step(&[numbers(&[8, 2], 0.7)], |outputs, _| mean(outputs))
+            });
+            // The cause is there once also where an error is shown with its sources.
+            format!("{:#}", anyhow::Error::from(step.unwrap_err()))
+        });
+        for error in errors {
+            assert_eq!(error.matches("stage 1 cannot be made").count(), 1, "{error}");
+            assert_eq!(error.matches("out of coffee").count(), 1, "{error}");
+        }
+    }
+}
+
+#[test]
+fn outputs_that_some_micro_batches_lack_are_not_lost() {
+    ranks(1, |group| {
+        let mut pipeline = Pipeline::builder(&mesh(&group), "pp")
+            .schedule(Schedule::gpipe(1, 3).unwrap())
+            .build(|_| {
+                let runs = AtomicUsize::new(0);
+                Ok(stage_fn(move |x| {
+                    let count = if runs.fetch_add(1, Ordering::Relaxed) == 1 { 1 } else { 2 };
+                    Ok((0..count).map(|_| x[0].shallow_clone()).collect())
+                }))
+            })
+            .unwrap();
+        let error = pipeline.forward(&[numbers(&[6, 2], 0.7)]).unwrap_err().to_string();
+        assert!(
+            error.contains("the number of outputs is 1, but in micro-batch 0 it was 2"),
+            "{error}"
+        );
+    });
+}

@@ -13,7 +13,7 @@ use flow_pipeline::{
     split_by_parameters, split_by_time, stage_fn, DdpStage, Layers, Pipeline, Schedule, Stage,
 };
 use flow_tensor::ProcessGroup;
-use tch::nn::{self, Module, VarStore};
+use tch::nn::{self, Module, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 
 /// First and last stage multiply by the same weight.
@@ -346,6 +346,61 @@ fn layers_are_split_by_time_and_by_parameters() {
     };
     assert!(vs.trainable_variables().iter().all(has_none));
     assert_eq!(split_by_parameters(&[10, 10, 10, 30], 2), [0..3, 3..4]);
+}
+
+/// A model of layers, divided by their parameters.
+#[test]
+fn a_split_model_trains_as_one_process() {
+    let layers = |vs: &VarStore| -> Vec<Box<dyn nn::ModuleT>> {
+        let linear = |factor: f64, sizes: [i64; 2]| {
+            let values = numbers(&[sizes[1], sizes[0]], factor);
+            let weight = vs.root().var_copy("weight", &values);
+            nn::func(move |x: &Tensor| x.matmul(&weight.tr()))
+        };
+        vec![
+            Box::new(linear(0.3, [4, 4])),
+            Box::new(nn::func(|x| x.tanh())),
+            Box::new(linear(0.5, [4, 6])),
+            Box::new(nn::func(|x| x.tanh())),
+            Box::new(linear(0.7, [6, 2])),
+        ]
+    };
+    let loss = |y: &Tensor, target: &Tensor| (y - target).square().mean(Kind::Double);
+    let batch = || (numbers(&[9, 4], 0.7), numbers(&[9, 2], 0.9));
+    let mut vs = VarStore::new(Device::Cpu);
+    let whole = Layers(layers(&vs));
+    vs.double();
+    let (x, target) = batch();
+    let mut expected = Vec::new();
+    let mut sgd = nn::Sgd::default().build(&vs, 0.1).unwrap();
+    for _ in 0..3 {
+        let own = loss(&nn::ModuleT::forward_t(&whole, &x, true), &target);
+        sgd.backward_step(&own);
+        expected.push(own.detach());
+    }
+    assert!(expected[2].double_value(&[]) < expected[0].double_value(&[]));
+    let found = ranks(2, |group| {
+        let mut vs = VarStore::new(Device::Cpu);
+        let mut layers = layers(&vs).into_iter();
+        vs.double();
+        let ranges = split_by_parameters(&[20, 0, 30, 0, 14], 2);
+        let stages = ranges.into_iter().map(|range| -> Box<dyn Stage> {
+            Box::new(Layers(layers.by_ref().take(range.len()).collect()))
+        });
+        let mut pipeline = Pipeline::new(stages.collect(), &mesh(&group)).unwrap();
+        let mut sgd = nn::Sgd::default().build(&vs, 0.1).unwrap();
+        let (x, target) = batch();
+        let step = |_| {
+            sgd.zero_grad();
+            let own = pipeline.step(&[x.shallow_clone()], |y, part| loss(&y[0], &part.of(&target)));
+            sgd.step();
+            own.unwrap()
+        };
+        (0..3).map(step).collect::<Vec<_>>()
+    });
+    for (found, expected) in found[1].iter().zip(&expected) {
+        close(found.as_ref().unwrap(), expected);
+    }
 }
 
 /// Both data-parallel pipelines together see each sample once, and all stages of one the same.

@@ -32,6 +32,7 @@ pub const SCENARIOS: &[Scenario] = &[
         &[by_hand(&[2]), on_gpus(by_hand(&[2]))],
     )
     .checked_by(shows_stages),
+    scenario("a_failed_stage_fails_all", failed, &[by_hand(&[2]), on_gpus(by_hand(&[2]))]),
     scenario("survivors_name_a_killed_stage", killed, THREE).checked_by(names_who_is_gone),
 ];
 
@@ -53,6 +54,9 @@ fn trained(group: &ProcessGroup) -> Result<()> {
             .schedule(schedule.clone())
             .recompute(stages > ranks)
             .build(|stage| Ok(model.stage(stage)))?;
+        let is_on_gpus = std::env::var_os("FLOW_TEST_DEVICE").is_some();
+        let goes_over_nccl = format!("{pipeline:?}").contains("over_nccl: true");
+        ensure!(goes_over_nccl == is_on_gpus, "over NCCL exactly on GPUs: {pipeline:?}");
         let losses = model.train(
             |x, y| pipeline.step(&[x], |outputs, part| Model::loss(outputs, &part.of(&y))),
             rows,
@@ -120,6 +124,29 @@ fn shows_stages(test: &Test) {
         let messages = events.iter().filter(goes_over_nccl).count();
         assert_eq!(messages > 0, is_on_gpus, "rank {rank}");
     }
+}
+
+/// Rank 1 fails in its third forward, and so both.
+fn failed(group: &ProcessGroup) -> Result<()> {
+    let mut pipeline = Pipeline::builder(&mesh(group), "pp")
+        .schedule(Schedule::one_f_one_b(2, 4)?)
+        .build(|stage| {
+            let runs = AtomicUsize::new(0);
+            Ok(stage_fn(move |inputs| {
+                if stage == 1 && runs.fetch_add(1, Ordering::Relaxed) == 2 {
+                    return Err("out of coffee".into());
+                }
+                Ok(vec![&inputs[0] * 2])
+            }))
+        })?;
+    let x = Tensor::ones([4, 4], (Kind::Double, models::device())).set_requires_grad(true);
+    let error = match pipeline.step(&[x], |outputs, _| outputs[0].mean(Kind::Double)) {
+        Ok(_) => anyhow::bail!("the step has worked"),
+        Err(error) => error.to_string(),
+    };
+    let cause = "rank 1: forward of stage 1, micro-batch 2 failed: out of coffee";
+    ensure!(error.contains(cause), "{error}");
+    Ok(())
 }
 
 /// Rank 1 is killed in its third forward.
