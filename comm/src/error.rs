@@ -45,7 +45,7 @@ pub enum Error {
         rank: usize,
         /// Name and sequence number of the operation.
         operation: String,
-        /// The group's timeout.
+        /// How long this rank was to wait.
         timeout: Duration,
         /// The ranks that had not arrived, and how far they were.
         missing: String,

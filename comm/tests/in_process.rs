@@ -97,6 +97,38 @@ fn a_rank_that_does_not_come_is_named() {
 }
 
 #[test]
+fn an_operation_may_have_a_timeout_of_its_own() {
+    const OWN: Duration = Duration::from_millis(300);
+    type Wait = fn(&ProcessGroup) -> Result<(), Error>;
+    let waits: [(&str, Wait); 5] = [
+        ("barrier", |group| group.barrier()),
+        ("recv", |group| group.recv_with_tag(&mut [0_u8], 1, 7)),
+        ("recv from any rank", |group| group.recv_any(&mut [0_u8], 7).map(drop)),
+        ("recv", |group| group.recv_async(vec![0_u8], 1)?.wait().map(drop)),
+        ("all_reduce", |group| {
+            group.all_reduce_async(vec![0_f32], ReduceOp::Sum)?.wait().map(drop)
+        }),
+    ];
+    for (name, wait) in waits {
+        let outcomes = ranks(2, |group| {
+            let impatient = group.with_timeout(OWN);
+            impatient.barrier().unwrap();
+            let error = (group.rank() == 0).then(|| wait(&impatient).unwrap_err());
+            (group, error)
+        });
+        let Some(Error::Timeout { operation, timeout, .. }) = &outcomes[0].1 else {
+            panic!("{name}: {outcomes:?}")
+        };
+        assert!(*timeout == OWN && operation.starts_with(name), "{name}: {outcomes:?}");
+        assert_eq!(outcomes[0].0.timeout(), TIMEOUT);
+    }
+    ranks(2, |group| {
+        let pair = group.with_timeout(OWN).duplicate().unwrap();
+        assert_eq!((pair.timeout(), group.timeout()), (OWN, TIMEOUT));
+    });
+}
+
+#[test]
 fn a_mismatch_is_one_on_all_ranks_and_stays_one() {
     ranks(3, |group| {
         let error = match group.rank() {

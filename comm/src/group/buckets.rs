@@ -66,7 +66,8 @@ impl ProcessGroup {
 
     /// Waits for all launched buckets.
     pub fn finish_buckets(&self) -> Result<()> {
-        self.member(&"finish_buckets")?.finish_buckets()
+        let group = self.member(&"finish_buckets")?;
+        group.core.within(self.timeout, || group.finish_buckets())
     }
 
     /// Waits for a launched bucket, and those that were launched with it. Returns when this rank

@@ -1,5 +1,6 @@
 //! Who the members of a group are: what all parts of a group use.
 
+use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -8,6 +9,11 @@ use crate::arguments::Caller;
 use crate::descriptor::{Location, OpDescriptor};
 use crate::trace::{RecordId, Recorder, Start};
 use crate::world::World;
+
+thread_local! {
+    /// How long the operation that this thread runs waits, if it has a timeout of its own.
+    static OPERATION_TIMEOUT: Cell<Option<Duration>> = const { Cell::new(None) };
+}
 
 /// A group's members, and this rank among them.
 pub struct GroupCore {
@@ -145,8 +151,23 @@ impl GroupCore {
         Caller { job_rank: self.world.rank, rank: self.rank, size: self.size() }
     }
 
+    /// How long the operation that this thread runs waits.
     pub fn timeout(&self) -> Duration {
-        Duration::from_nanos(self.timeout.load(Ordering::Relaxed))
+        let of_group = || Duration::from_nanos(self.timeout.load(Ordering::Relaxed));
+        OPERATION_TIMEOUT.get().unwrap_or_else(of_group)
+    }
+
+    /// Runs an operation, which waits so long if it has a timeout of its own.
+    #[inline]
+    pub fn within<T>(&self, timeout: Option<Duration>, operation: impl FnOnce() -> T) -> T {
+        struct Reset(Option<Duration>);
+        impl Drop for Reset {
+            fn drop(&mut self) {
+                OPERATION_TIMEOUT.set(self.0);
+            }
+        }
+        let _reset = timeout.map(|own| Reset(OPERATION_TIMEOUT.replace(Some(own))));
+        operation()
     }
 
     pub fn set_timeout(&self, timeout: Duration) {

@@ -75,7 +75,8 @@ impl ProcessGroup {
         let own = Call { group, ranks, key, may_succeed: Cell::new(false) };
         let (presence, offset) = match core.world.store() {
             Some(store) if ranks.len() > 1 => {
-                own.agree(store, first, block.as_ref()).inspect_err(|_| {
+                let agree = || own.agree(store, first, block.as_ref());
+                core.within(self.timeout, agree).inspect_err(|_| {
                     // The others may use it.
                     if let Some(block) = block.take_if(|_| own.may_succeed.get()) {
                         block.leak();

@@ -73,6 +73,8 @@ pub struct ProcessGroup {
     inner: Arc<ForkSafe<Inner>>,
     /// What else all ranks must agree on in collectives on the host.
     layout: u64,
+    /// How long operations on the host wait, if not as long as the group says.
+    timeout: Option<Duration>,
 }
 
 /// Clones are equal, and nothing else is.
@@ -128,7 +130,7 @@ impl ProcessGroup {
     fn of(parts: Parts, local_rank: usize, cuda: Cuda) -> Self {
         let (workers, cuda) = (Workers::default(), Mutex::new(cuda));
         let inner = Arc::new(ForkSafe::new(Inner { workers, cuda, parts, local_rank }));
-        Self { inner, layout: 0 }
+        Self { inner, layout: 0, timeout: None }
     }
 
     /// This process' number in the group.
@@ -169,7 +171,7 @@ impl ProcessGroup {
 
     /// How long this rank waits for others before the group fails.
     pub fn timeout(&self) -> Duration {
-        self.core().timeout()
+        self.timeout.unwrap_or_else(|| self.core().timeout())
     }
 
     /// The group's last operations on this rank, the oldest first, with those that are under way:
@@ -182,6 +184,19 @@ impl ProcessGroup {
     /// what they are part of.
     pub fn with_layout(&self, layout: u64) -> Self {
         Self { layout, ..self.clone() }
+    }
+
+    /// This group, whose operations on the host wait so long when they are called on this handle:
+    /// a timeout of their own. Groups made from it start with that.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # let group = flow_comm::ProcessGroup::from_env()?; // alone: a group of one
+    /// group.with_timeout(Duration::from_secs(5)).barrier()?;
+    /// # Ok::<(), flow_comm::Error>(())
+    /// ```
+    pub fn with_timeout(&self, timeout: Duration) -> Self {
+        Self { timeout: Some(timeout.min(MAX_TIMEOUT)), ..self.clone() }
     }
 
     /// Changes how long this rank waits; groups made from this one start with the new value.

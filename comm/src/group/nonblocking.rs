@@ -183,7 +183,7 @@ impl ProcessGroup {
     ) -> Result<T> {
         let parts = self.member(&lane)?;
         self.drain(lane);
-        parts.core.recorder.run(|| operation(parts))
+        parts.core.within(self.timeout, || parts.core.recorder.run(|| operation(parts)))
     }
 
     /// Waits for the asynchronous operations of a lane that were started.
@@ -206,6 +206,7 @@ impl ProcessGroup {
         // no thread alive.
         let group = Self {
             layout: self.layout,
+            timeout: self.timeout,
             inner: Arc::new(ForkSafe::new(Inner {
                 workers: Workers::default(),
                 cuda: Mutex::default(),

@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 
 use crate::{root, Process, TEST_TIMEOUT};
 
-/// The program `name` of this workspace, of the running test's profile, and as new as its sources.
+/// The program or C library `name` of this workspace, of the running test's profile, and as new as its sources.
 pub fn program(name: &str) -> PathBuf {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     let path = FOLDER.get_or_init(|| {
@@ -40,7 +40,8 @@ pub fn build(package: &Path, folder: &Path) {
     let profile = folder.file_name().and_then(|name| name.to_str()).expect("a profile has a name");
     let profile = if profile == "debug" { "dev" } else { profile };
     let mut command = Command::new(cargo);
-    command.args(["build", "--quiet", "--workspace", "--bins", "--examples", "--profile", profile]);
+    command.args(["build", "--quiet", "--workspace", "--lib", "--bins", "--examples"]);
+    command.args(["--profile", profile]);
     command
         .env("CARGO_TARGET_DIR", folder.parent().expect("it lies in target"))
         .current_dir(package);

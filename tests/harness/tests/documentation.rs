@@ -37,7 +37,8 @@ fn the_page_of_variables_has_all_that_the_code_reads_and_no_other() {
         if ["examples", "tests", "scripts"].iter().any(|name| package.ends_with(name)) {
             continue;
         }
-        let folder = if package.ends_with("python") { package } else { package.join("src") };
+        let is_python = ["python", "pytorch"].iter().any(|name| package.ends_with(name));
+        let folder = if is_python { package } else { package.join("src") };
         for file in files(&folder, &[".rs", ".cpp", ".py"]) {
             let text = fs::read_to_string(&file).unwrap();
             read.extend(variables(&text).map(|name| format!("FLOW_{name}")));
@@ -57,8 +58,8 @@ fn the_page_of_variables_has_all_that_the_code_reads_and_no_other() {
 
 /// The folders with code.
 const FOLDERS: &[&str] = &[
-    "autograd", "comm", "ddp", "examples", "flow", "global", "kernels", "launcher", "pipeline",
-    "plan", "python", "scripts", "tensor", "tests",
+    "autograd", "capi", "comm", "ddp", "examples", "flow", "global", "kernels", "launcher",
+    "pipeline", "plan", "python", "pytorch", "scripts", "tensor", "tests",
 ];
 
 /// All files below them whose names end so, from the root.

@@ -1,0 +1,107 @@
+//! What C gives: texts, lists, places for results.
+
+use std::ffi::{c_char, CStr};
+use std::time::Duration;
+
+use flow_comm::{DType, ReduceOp};
+
+use crate::status::{Failure, Result};
+
+/// The error of a pointer that is null and must not be.
+fn null(what: &str) -> Failure {
+    Failure::argument(format!("{what} is null"))
+}
+
+/// What a pointer points to.
+///
+/// # Safety
+///
+/// It is null, or points to a `T` that stays for the length of the call.
+pub unsafe fn reference<'a, T>(pointer: *const T, what: &str) -> Result<&'a T> {
+    // SAFETY: the caller's promise.
+    unsafe { pointer.as_ref() }.ok_or_else(|| null(what))
+}
+
+/// A text of C's; None if it is null.
+///
+/// # Safety
+///
+/// It is null, or ends with a zero and stays for the length of the call.
+pub unsafe fn optional_text<'a>(text: *const c_char, what: &str) -> Result<Option<&'a str>> {
+    if text.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: the caller's promise.
+    let text = unsafe { CStr::from_ptr(text) }.to_str();
+    text.map(Some).map_err(|_| Failure::argument(format!("{what} is not UTF-8")))
+}
+
+/// A text of C's.
+///
+/// # Safety
+///
+/// As for [`optional_text`].
+pub unsafe fn text<'a>(text: *const c_char, what: &str) -> Result<&'a str> {
+    // SAFETY: the caller's promise.
+    unsafe { optional_text(text, what) }?.ok_or_else(|| null(what))
+}
+
+/// `count` numbers; null is allowed for none.
+///
+/// # Safety
+///
+/// It is null, or points to so many numbers, which stay as they are for the length of the call.
+pub unsafe fn numbers<'a>(list: *const usize, count: usize, what: &str) -> Result<&'a [usize]> {
+    if count == 0 {
+        return Ok(&[]);
+    }
+    if list.is_null() || !list.is_aligned() || count > isize::MAX as usize / size_of::<usize>() {
+        return Err(Failure::argument(format!("{what} are not {count} numbers")));
+    }
+    // SAFETY: the caller's promise.
+    Ok(unsafe { std::slice::from_raw_parts(list, count) })
+}
+
+/// A place for a result.
+pub struct Place<T>(*mut T);
+
+impl<T> Place<T> {
+    /// # Safety
+    ///
+    /// It is null, or can be written during the call.
+    pub unsafe fn new(place: *mut T, what: &str) -> Result<Self> {
+        if place.is_null() {
+            return Err(null(what));
+        }
+        Ok(Self(place))
+    }
+
+    pub fn set(self, value: T) {
+        // SAFETY: whoever made this has promised that it can be written.
+        unsafe { self.0.write(value) }
+    }
+}
+
+pub fn duration(seconds: f64) -> Result<Duration> {
+    if seconds == f64::INFINITY {
+        return Ok(Duration::MAX);
+    }
+    let time = Duration::try_from_secs_f64(seconds).ok().filter(|time| !time.is_zero());
+    time.ok_or_else(|| {
+        Failure::argument(format!("a timeout of {seconds} s: it must be a positive number"))
+    })
+}
+
+pub fn dtype(code: u32) -> Result<DType> {
+    coded(code, "dtype")
+}
+
+pub fn reduce_op(code: u32) -> Result<ReduceOp> {
+    coded(code, "reduce operation")
+}
+
+fn coded<T: TryFrom<u8>>(code: u32, what: &str) -> Result<T> {
+    let value = u8::try_from(code).ok().and_then(|code| T::try_from(code).ok());
+    let unknown = || format!("{code} is not the code of a {what}: flow_comm.h has them");
+    value.ok_or_else(|| Failure::argument(unknown()))
+}

@@ -1,0 +1,68 @@
+//! Collectives.
+
+use std::ffi::c_int;
+
+use crate::arguments::{numbers, reduce_op};
+use crate::group::{on, Group};
+use crate::memory::Memory;
+
+/// Functions of a group: their names, what C passes, and the method with what that takes.
+macro_rules! collectives {
+    ($($name:ident($($argument:ident: $type:ty),*) |$group:ident| $call:expr;)*) => {$(
+        /// See `flow_comm.h`.
+        ///
+        /// # Safety
+        ///
+        /// The pointers are null or as the header says.
+        #[no_mangle]
+        pub unsafe extern "C" fn $name(group: *const Group, $($argument: $type),*) -> c_int {
+            // SAFETY: the caller's promise.
+            unsafe { on(group, |$group| Ok($call?)) }
+        }
+    )*};
+}
+
+collectives! {
+    flow_barrier() |group| group.barrier();
+    flow_all_reduce(data: Memory, op: u32)
+        |group| group.all_reduce(&mut data.elements()?, reduce_op(op)?);
+    flow_reduce(data: Memory, op: u32, root: usize)
+        |group| group.reduce(&mut data.elements()?, reduce_op(op)?, root);
+    flow_broadcast(data: Memory, root: usize)
+        |group| group.broadcast(&mut data.elements()?, root);
+    flow_all_gather(input: Memory, output: Memory)
+        |group| group.all_gather(&input.elements()?, &mut output.elements()?);
+    flow_gather(input: Memory, output: Memory, root: usize)
+        |group| {
+            let mut output = (group.rank() == root).then(|| output.elements()).transpose()?;
+            group.gather(&input.elements()?, output.as_mut(), root)
+        };
+    flow_scatter(input: Memory, output: Memory, root: usize)
+        |group| {
+            let input = (group.rank() == root).then(|| input.elements()).transpose()?;
+            group.scatter(input.as_ref(), &mut output.elements()?, root)
+        };
+    flow_reduce_scatter(input: Memory, output: Memory, op: u32)
+        |group| group.reduce_scatter(&input.elements()?, &mut output.elements()?, reduce_op(op)?);
+    flow_all_to_all(input: Memory, output: Memory)
+        |group| group.all_to_all(&input.elements()?, &mut output.elements()?);
+    flow_all_gather_v(input: Memory, output: Memory, counts: *const usize)
+        |group| {
+            let counts = numbers(counts, group.world_size(), "counts")?;
+            group.all_gather_v(&input.elements()?, &mut output.elements()?, counts)
+        };
+    flow_reduce_scatter_v(input: Memory, output: Memory, counts: *const usize, op: u32)
+        |group| {
+            let counts = numbers(counts, group.world_size(), "counts")?;
+            let (input, mut output) = (input.elements()?, output.elements()?);
+            group.reduce_scatter_v(&input, &mut output, counts, reduce_op(op)?)
+        };
+    flow_all_to_all_v(
+        input: Memory, input_counts: *const usize, output: Memory, output_counts: *const usize
+    )
+        |group| {
+            let sent = numbers(input_counts, group.world_size(), "input_counts")?;
+            let received = numbers(output_counts, group.world_size(), "output_counts")?;
+            group.all_to_all_v(&input.elements()?, sent, &mut output.elements()?, received)
+        };
+}

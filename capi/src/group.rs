@@ -1,0 +1,225 @@
+//! Joining, sub-groups, timeouts.
+
+use std::ffi::{c_char, c_int};
+
+use flow_comm::env::{Membership, Rendezvous};
+use flow_comm::{Error, ProcessGroup, DEFAULT_TIMEOUT};
+
+use crate::arguments::{duration, numbers, optional_text, reference, text, Place};
+use crate::status::{call, Failure, Result};
+
+/// `flow_group`.
+pub struct Group(pub ProcessGroup);
+
+/// `flow_membership`.
+#[repr(C)]
+pub struct Member {
+    rank: usize,
+    world_size: usize,
+    local_rank: usize,
+    local_world_size: usize,
+    node: i64,
+    address: *const c_char,
+    token: *const c_char,
+}
+
+/// # Safety
+///
+/// It is null or lives.
+pub unsafe fn group<'a>(group: *const Group) -> Result<&'a ProcessGroup> {
+    // SAFETY: the caller's promise.
+    unsafe { reference(group, "group") }.map(|Group(group)| group)
+}
+
+/// Runs what a function does with a group.
+///
+/// # Safety
+///
+/// The group is null or lives.
+pub unsafe fn on(handle: *const Group, body: impl FnOnce(&ProcessGroup) -> Result<()>) -> c_int {
+    // SAFETY: the caller's promise.
+    call(|| body(unsafe { group(handle) }?))
+}
+
+fn handle(group: ProcessGroup) -> *mut Group {
+    Box::into_raw(Box::new(Group(group)))
+}
+
+impl Member {
+    /// # Safety
+    ///
+    /// Its texts are null or end with a zero.
+    unsafe fn membership(&self) -> Result<Membership> {
+        // SAFETY: the caller's promise.
+        let (address, token) = unsafe {
+            (optional_text(self.address, "address")?, optional_text(self.token, "token")?)
+        };
+        let Self { rank, world_size, local_rank, local_world_size, .. } = *self;
+        let wrong = |reason: String| Failure::argument(format!("rank {rank}: flow_join: {reason}"));
+        if rank >= world_size {
+            return Err(wrong(format!("the rank must be below the world size, {world_size}")));
+        }
+        if local_rank >= local_world_size || local_world_size > world_size {
+            return Err(wrong(format!(
+                "local rank {local_rank} of {local_world_size}: it must be below that, and that at \
+                 most the world size, {world_size}"
+            )));
+        }
+        let rendezvous = match (address, token) {
+            (None, _) if world_size == 1 => Rendezvous::None,
+            (Some(address), Some(token)) => {
+                let address = address
+                    .parse()
+                    .map_err(|error: flow_comm::store::Error| wrong(error.to_string()))?;
+                Rendezvous::RankZero { address, token: token.into() }
+            }
+            _ => return Err(wrong(format!("{world_size} ranks need an address and a token"))),
+        };
+        let node = usize::try_from(self.node).ok();
+        Ok(Membership { rank, world_size, local_rank, local_world_size, node, rendezvous })
+    }
+}
+
+/// See `flow_comm.h`.
+///
+/// # Safety
+///
+/// The pointers are null or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn flow_join(
+    member: *const Member,
+    name: *const c_char,
+    timeout: f64,
+    joined: *mut *mut Group,
+) -> c_int {
+    call(|| {
+        // SAFETY: the caller's promise.
+        let (member, name, joined) = unsafe {
+            (member.as_ref(), optional_text(name, "name")?, Place::new(joined, "group")?)
+        };
+        let membership = match member {
+            // SAFETY: the caller's promise.
+            Some(member) => unsafe { member.membership() }?,
+            None => Membership::from_env().map_err(Error::from)?,
+        };
+        let timeout = if timeout == 0.0 { DEFAULT_TIMEOUT } else { duration(timeout)? };
+        let group = ProcessGroup::join_named(&membership, name.unwrap_or_default(), timeout)?;
+        joined.set(handle(group));
+        Ok(())
+    })
+}
+
+/// See `flow_comm.h`.
+///
+/// # Safety
+///
+/// The group came from this library, and is not used any more; or it is null.
+#[no_mangle]
+pub unsafe extern "C" fn flow_leave(group: *mut Group) {
+    if !group.is_null() {
+        // SAFETY: the caller's promise.
+        let group = unsafe { Box::from_raw(group) };
+        call(|| {
+            drop(group);
+            Ok(())
+        });
+    }
+}
+
+/// See `flow_comm.h`.
+///
+/// # Safety
+///
+/// The pointers are null or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn flow_new_group_of(
+    group: *const Group,
+    ranks: *const usize,
+    count: usize,
+    key: *const c_char,
+    made: *mut *mut Group,
+) -> c_int {
+    let body = |group: &ProcessGroup| {
+        // SAFETY: the caller's promise.
+        let (ranks, key, made) = unsafe {
+            (numbers(ranks, count, "ranks")?, text(key, "key")?, Place::new(made, "made")?)
+        };
+        made.set(handle(group.new_group_of(ranks, key)?));
+        Ok(())
+    };
+    // SAFETY: the caller's promise.
+    unsafe { on(group, body) }
+}
+
+/// See `flow_comm.h`.
+///
+/// # Safety
+///
+/// The pointers are null or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn flow_with_timeout(
+    group: *const Group,
+    seconds: f64,
+    made: *mut *mut Group,
+) -> c_int {
+    let body = |group: &ProcessGroup| {
+        // SAFETY: the caller's promise.
+        let made = unsafe { Place::new(made, "made") }?;
+        made.set(handle(group.with_timeout(duration(seconds)?)));
+        Ok(())
+    };
+    // SAFETY: the caller's promise.
+    unsafe { on(group, body) }
+}
+
+/// See `flow_comm.h`.
+///
+/// # Safety
+///
+/// The group is null or lives.
+#[no_mangle]
+pub unsafe extern "C" fn flow_set_timeout(group: *const Group, seconds: f64) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { on(group, |group| duration(seconds).map(|time| group.set_timeout(time))) }
+}
+
+/// See `flow_comm.h`.
+///
+/// # Safety
+///
+/// The pointers are null or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn flow_abort(group: *const Group, cause: *const c_char) -> c_int {
+    let body = |group: &ProcessGroup| {
+        // SAFETY: the caller's promise.
+        let cause = unsafe { text(cause, "cause") }?;
+        group.check_process("abort")?;
+        group.abort(cause);
+        Ok(())
+    };
+    // SAFETY: the caller's promise.
+    unsafe { on(group, body) }
+}
+
+/// Functions that read a number of a group: 0 of none.
+macro_rules! numbers_of_group {
+    ($($name:ident => $method:ident;)*) => {$(
+        /// See `flow_comm.h`.
+        ///
+        /// # Safety
+        ///
+        /// The group is null or lives.
+        #[no_mangle]
+        pub unsafe extern "C" fn $name(handle: *const Group) -> usize {
+            // SAFETY: the caller's promise.
+            unsafe { group(handle) }.map_or(0, ProcessGroup::$method)
+        }
+    )*};
+}
+
+numbers_of_group! {
+    flow_rank => rank;
+    flow_world_size => world_size;
+    flow_local_rank => local_rank;
+    flow_local_world_size => local_world_size;
+}

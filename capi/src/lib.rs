@@ -1,0 +1,22 @@
+//! flow-comm's process groups as C functions, which `include/flow_comm.h` documents: what is said
+//! there of a function is not said again here.
+//!
+//! | file | subject |
+//! |---|---|
+//! | `status` | what functions return, and the text of the last error |
+//! | `arguments` | what C gives: texts, lists, places for results |
+//! | `memory` | elements that belong to the caller, and blocks of shared memory |
+//! | `group` | joining, sub-groups, timeouts |
+//! | `collectives` | collectives |
+//! | `messages` | send and receive |
+//! | `buckets` | reductions that do not wait |
+//!
+//! Nothing that C can pass makes these functions panic, and a panic of what they call is an error.
+
+mod arguments;
+mod buckets;
+mod collectives;
+mod group;
+mod memory;
+mod messages;
+mod status;

@@ -1,0 +1,85 @@
+//! What functions return, and the text of the last error.
+
+use std::any::Any;
+use std::cell::RefCell;
+use std::ffi::{c_char, c_int, CString};
+use std::panic::{catch_unwind, AssertUnwindSafe};
+
+use flow_comm::Error;
+
+const OK: c_int = 0;
+const ENVIRONMENT: c_int = 1;
+const JOIN: c_int = 2;
+const ARGUMENT: c_int = 3;
+const MISMATCH: c_int = 4;
+const TIMEOUT: c_int = 5;
+const PEER_LOST: c_int = 6;
+const POISONED: c_int = 7;
+const FORKED: c_int = 8;
+const SYSTEM: c_int = 9;
+const PANIC: c_int = 10;
+
+thread_local! {
+    static MESSAGE: RefCell<CString> = RefCell::default();
+}
+
+/// An error as C gets it.
+pub struct Failure {
+    code: c_int,
+    message: String,
+}
+
+/// Result of what a function does.
+pub type Result<T, E = Failure> = std::result::Result<T, E>;
+
+impl Failure {
+    /// C has passed something that is not allowed.
+    pub fn argument(message: String) -> Self {
+        Self { code: ARGUMENT, message }
+    }
+
+    /// The system, or its memory, has no more.
+    pub fn system(message: String) -> Self {
+        Self { code: SYSTEM, message }
+    }
+
+    fn panic(cause: Box<dyn Any + Send>) -> Self {
+        let text = cause.downcast_ref::<&str>().copied();
+        let text = text.or_else(|| cause.downcast_ref::<String>().map(String::as_str));
+        let message = format!("flow-comm panicked: {}", text.unwrap_or("it does not say why"));
+        Self { code: PANIC, message }
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        let code = match error {
+            Error::Environment(_) => ENVIRONMENT,
+            Error::Join { .. } => JOIN,
+            Error::Argument { .. } => ARGUMENT,
+            Error::Mismatch { .. } => MISMATCH,
+            Error::Timeout { .. } => TIMEOUT,
+            Error::PeerLost { .. } => PEER_LOST,
+            Error::Poisoned { .. } => POISONED,
+            Error::Forked { .. } => FORKED,
+            Error::System { .. } => SYSTEM,
+        };
+        Self { code, message: error.to_string() }
+    }
+}
+
+/// Runs what a function does. Returns the code of its error, and keeps the text.
+pub fn call(body: impl FnOnce() -> Result<()>) -> c_int {
+    let result = catch_unwind(AssertUnwindSafe(body));
+    let Err(failure) = result.unwrap_or_else(|cause| Err(Failure::panic(cause))) else { return OK };
+    let text = CString::new(failure.message.replace('\0', " ")).unwrap_or_default();
+    // A thread that ends has no text any more.
+    let _ = MESSAGE.try_with(|message| message.replace(text));
+    failure.code
+}
+
+/// See `flow_comm.h`.
+#[no_mangle]
+pub extern "C" fn flow_error_message() -> *const c_char {
+    MESSAGE.try_with(|message| message.borrow().as_ptr()).unwrap_or(c"".as_ptr())
+}

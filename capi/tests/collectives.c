@@ -1,0 +1,216 @@
+/* Two ranks call every function of flow_comm.h. Prints "rank R is done", or what was not as it should be. */
+#include "flow_comm.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define CHECK(condition)                                                                           \
+    do {                                                                                           \
+        if (!(condition)) {                                                                        \
+            fprintf(stderr, "line %d: %s; last error: %s\n", __LINE__, #condition,                 \
+                    flow_error_message());                                                         \
+            exit(1);                                                                               \
+        }                                                                                          \
+    } while (0)
+#define OK(call) CHECK((call) == FLOW_OK)
+#define FAILS(code, text, call)                                                                    \
+    do {                                                                                           \
+        CHECK((call) == (code));                                                                   \
+        CHECK(strstr(flow_error_message(), text));                                                 \
+    } while (0)
+#define I64(array) ((flow_buffer){array, sizeof(array) / sizeof((array)[0]), FLOW_I64})
+
+static flow_group *group;
+static int64_t rank;
+
+static void collectives(void) {
+    int64_t own[2] = {rank, 10 + rank}, all[4] = {0}, blocks[4] = {rank, 2, 3 + rank, 4}, half[2];
+
+    OK(flow_barrier(group));
+    OK(flow_all_reduce(group, I64(own), FLOW_SUM));
+    CHECK(own[0] == 1 && own[1] == 21);
+    own[0] = rank;
+    OK(flow_reduce(group, I64(own), FLOW_MAX, 1));
+    CHECK(own[0] == rank && own[1] == 21); /* on rank 0 as it was */
+    own[0] = 7 + rank;
+    OK(flow_broadcast(group, I64(own), 1));
+    CHECK(own[0] == 8);
+    own[0] = rank;
+
+    OK(flow_all_gather(group, I64(own), I64(all)));
+    CHECK(all[0] == 0 && all[2] == 1 && all[3] == 21);
+    memset(all, 0, sizeof all);
+    all[2 * rank] = 5 + rank; /* the input is this rank's part of the output */
+    OK(flow_all_gather(group, (flow_buffer){all + 2 * rank, 2, FLOW_I64}, I64(all)));
+    CHECK(all[0] == 5 && all[2] == 6);
+    memset(all, 0, sizeof all);
+    OK(flow_gather(group, I64(own), rank == 1 ? I64(all) : (flow_buffer){0}, 1));
+    CHECK(rank == 0 ? all[1] == 0 : all[1] == 21 && all[2] == 1);
+    OK(flow_scatter(group, rank == 0 ? I64(blocks) : (flow_buffer){0}, I64(half), 0));
+    CHECK(half[0] == (rank == 0 ? 0 : 3) && half[1] == (rank == 0 ? 2 : 4));
+    OK(flow_reduce_scatter(group, I64(blocks), I64(half), FLOW_PRODUCT));
+    CHECK(half[0] == (rank == 0 ? 0 : 12) && half[1] == (rank == 0 ? 4 : 16));
+    OK(flow_all_to_all(group, I64(blocks), I64(all)));
+    CHECK(all[0] == (rank == 0 ? 0 : 3) && all[2] == (rank == 0 ? 1 : 4));
+
+    size_t counts[2] = {1, 3}, sent[2] = {1, 3}, received[2] = {rank == 0 ? 1 : 3, rank == 0 ? 1 : 3};
+    int64_t to[6] = {0};
+    OK(flow_all_gather_v(group, (flow_buffer){blocks, counts[rank], FLOW_I64}, I64(all), counts));
+    CHECK(all[0] == 0 && all[1] == 1 && all[2] == 2 && all[3] == 4);
+    OK(flow_reduce_scatter_v(group, I64(blocks), (flow_buffer){to, counts[rank], FLOW_I64}, counts, FLOW_MIN));
+    CHECK(rank == 0 ? to[0] == 0 : to[0] == 2 && to[1] == 3 && to[2] == 4);
+    flow_buffer output = {to, received[0] + received[1], FLOW_I64};
+    OK(flow_all_to_all_v(group, I64(blocks), sent, output, received));
+    CHECK(rank == 0 ? to[0] == 0 && to[1] == 1 : to[0] == 2 && to[3] == 2 && to[4] == 4);
+
+    double mean = rank;
+    OK(flow_all_reduce(group, (flow_buffer){&mean, 1, FLOW_F64}, FLOW_AVG));
+    CHECK(fabs(mean - 0.5) < 1e-15);
+    OK(flow_all_reduce(group, (flow_buffer){NULL, 0, FLOW_F32}, FLOW_SUM));
+}
+
+static void messages(void) {
+    int64_t first[1] = {0}, second[1] = {0};
+    size_t from = 9;
+    if (rank == 0) {
+        first[0] = 1, second[0] = 2;
+        OK(flow_send(group, I64(first), 1, 4));
+        OK(flow_send(group, I64(second), 1, 5));
+        OK(flow_recv_any(group, I64(first), 6, &from));
+        CHECK(from == 1 && first[0] == 3);
+    } else {
+        OK(flow_recv(group, I64(second), 0, 5));
+        OK(flow_recv(group, I64(first), 0, 4));
+        CHECK(first[0] == 1 && second[0] == 2);
+        first[0] = 3;
+        OK(flow_send(group, I64(first), 0, 6));
+    }
+}
+
+static void shared_memory(void) {
+    enum { COUNT = 100000 };
+    flow_block *block;
+    void *data;
+    OK(flow_alloc(group, COUNT * sizeof(float), &block, &data));
+    CHECK((uintptr_t)data % 64 == 0 && flow_is_shared(group, data, COUNT * sizeof(float)));
+    CHECK(!flow_is_shared(group, &data, sizeof data) && !flow_is_shared(NULL, data, 1));
+    float *values = data;
+    for (int round = 0; round < 3; ++round) {
+        for (int i = 0; i < COUNT; ++i) values[i] = (float)(i % 100) + (float)rank;
+        bool launched = false;
+        OK(flow_launch_bucket(group, (flow_buffer){values, COUNT, FLOW_F32}, 1, FLOW_SUM, &launched));
+        CHECK(launched);
+        OK(flow_progress(group));
+        OK(flow_finish_buckets(group));
+        for (int i = 0; i < COUNT; ++i) CHECK(values[i] == (float)(2 * (i % 100) + 1));
+    }
+    int64_t own[1] = {0};
+    bool launched;
+    FAILS(FLOW_ERROR_ARGUMENT, "bucket 2: the memory is not shared",
+          flow_launch_bucket(group, I64(own), 2, FLOW_SUM, &launched));
+
+    /* A forked process is no rank, and what it frees stays its parent's. */
+    pid_t child = fork();
+    if (child == 0) {
+        bool forked = flow_barrier(group) == FLOW_ERROR_FORKED && strstr(flow_error_message(), "was forked from rank") &&
+                      flow_alloc(group, 8, &block, &data) == FLOW_ERROR_FORKED && values[1] == 3;
+        flow_free(block);
+        flow_leave(group);
+        _exit(forked ? 0 : 1);
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && status == 0 && values[1] == 3);
+    flow_free(block);
+    flow_free(NULL);
+}
+
+static void arguments(void) {
+    int64_t own[1] = {0};
+    flow_block *block;
+    void *data;
+    FAILS(FLOW_ERROR_ARGUMENT, "group is null", flow_barrier(NULL));
+    FAILS(FLOW_ERROR_ARGUMENT, "8 bytes is null", flow_broadcast(group, (flow_buffer){NULL, 1, FLOW_I64}, 0));
+    FAILS(FLOW_ERROR_ARGUMENT, "7 is not the code of a dtype", flow_broadcast(group, (flow_buffer){own, 1, 7}, 0));
+    FAILS(FLOW_ERROR_ARGUMENT, "300 is not the code of a reduce operation", flow_all_reduce(group, I64(own), 300));
+    FAILS(FLOW_ERROR_ARGUMENT, "more than any memory", flow_broadcast(group, (flow_buffer){own, SIZE_MAX, FLOW_I64}, 0));
+    FAILS(FLOW_ERROR_ARGUMENT, "root 2", flow_broadcast(group, I64(own), 2));
+    FAILS(FLOW_ERROR_ARGUMENT, "counts", flow_all_gather_v(group, I64(own), I64(own), NULL));
+    FAILS(FLOW_ERROR_ARGUMENT, "a timeout of -1 s", flow_set_timeout(group, -1));
+    FAILS(FLOW_ERROR_ARGUMENT, "a timeout of NaN s", flow_set_timeout(group, NAN));
+    FAILS(FLOW_ERROR_ARGUMENT, "from is null", flow_recv_any(group, I64(own), 0, NULL));
+    FAILS(FLOW_ERROR_ARGUMENT, "cause is null", flow_abort(group, NULL));
+    FAILS(FLOW_ERROR_SYSTEM, "no room", flow_alloc(group, SIZE_MAX / 4, &block, &data));
+    flow_membership member = {2, 2, 0, 1, -1, NULL, NULL};
+    flow_group *none = NULL;
+    FAILS(FLOW_ERROR_ARGUMENT, "rank 2: flow_join", flow_join(&member, NULL, 0, &none));
+    member.rank = 1;
+    FAILS(FLOW_ERROR_ARGUMENT, "need an address", flow_join(&member, NULL, 0, &none));
+    member.address = "port 5", member.token = "";
+    FAILS(FLOW_ERROR_ARGUMENT, "no store address", flow_join(&member, NULL, 0, &none));
+    CHECK(flow_rank(NULL) == 0 && flow_world_size(NULL) == 0);
+    flow_leave(NULL);
+}
+
+static void groups(void) {
+    flow_group *alone, *swapped, *again;
+    size_t ranks[2] = {1, 0}, own[1] = {rank};
+    OK(flow_new_group_of(group, own, 1, rank == 0 ? "zero" : "one", &alone));
+    CHECK(flow_rank(alone) == 0 && flow_world_size(alone) == 1);
+    OK(flow_new_group_of(group, ranks, 2, "swapped", &swapped));
+    CHECK(flow_rank(swapped) == 1 - (size_t)rank && flow_local_world_size(swapped) == 2);
+    CHECK(flow_local_rank(swapped) == (size_t)rank);
+    OK(flow_barrier(swapped));
+
+    /* Joined by hand, under a name that the ranks agree on. */
+    char token[64];
+    snprintf(token, sizeof token, "%d-%s", rank == 0 ? (int)getpid() : 0, getenv("FLOW_TEST_JOB"));
+    OK(flow_broadcast(group, (flow_buffer){token, sizeof token, FLOW_U8}, 0));
+    char address[128];
+    snprintf(address, sizeof address, "unix://flow-capi-%s", token);
+    flow_membership member = {rank, 2, rank, 2, -1, address, token};
+    OK(flow_join(&member, "again", 60, &again));
+    int64_t one[1] = {1};
+    OK(flow_all_reduce(again, I64(one), FLOW_SUM));
+    CHECK(one[0] == 2);
+
+    /* Each operation may have its own timeout; a group that fails leaves others alone. */
+    if (rank == 0) {
+        flow_group *impatient;
+        OK(flow_with_timeout(again, 0.2, &impatient));
+        FAILS(FLOW_ERROR_TIMEOUT, "barrier #1 timed out after 200ms: waited for rank 1", flow_barrier(impatient));
+        flow_leave(impatient);
+        FAILS(FLOW_ERROR_POISONED, "an earlier failure", flow_barrier(again));
+    }
+    OK(flow_barrier(group));
+    OK(flow_set_timeout(swapped, 60));
+    if (rank == 1) OK(flow_abort(swapped, "enough"));
+    FAILS(FLOW_ERROR_POISONED, "enough", flow_barrier(swapped));
+    OK(flow_barrier(group));
+    flow_leave(again);
+    flow_leave(swapped);
+    flow_leave(alone);
+}
+
+int main(int count, char **words) {
+    CHECK(flow_error_message()[0] == '\0');
+    OK(flow_join(NULL, NULL, 60, &group));
+    rank = (int64_t)flow_rank(group);
+    CHECK(flow_world_size(group) == 2);
+    if (count > 1 && strcmp(words[1], "killed") == 0) {
+        if (rank == 1) raise(SIGKILL);
+        FAILS(FLOW_ERROR_PEER_LOST, "barrier #0 failed: rank 1 (pid", flow_barrier(group));
+    } else {
+        collectives();
+        messages();
+        shared_memory();
+        arguments();
+        groups();
+    }
+    flow_leave(group);
+    printf("rank %d is done\n", (int)rank);
+    return 0;
+}

@@ -1,0 +1,633 @@
+// torch.distributed's backend "flow": flow-comm's collectives for tensors on CPUs.
+
+#include <map>
+#include <numeric>
+#include <set>
+
+#include <pybind11/chrono.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Utils.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include "lane.h"
+#include "memory.h"
+
+namespace {
+
+using at::Tensor;
+using c10d::OpType;
+using flow::check;
+using flow::elements;
+using flow::Group;
+using flow::Job;
+using flow::Milliseconds;
+using flow::OperationPtr;
+using flow::reducible;
+using RedOp = c10d::ReduceOp::RedOpType;
+using Tensors = std::vector<Tensor>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+// How long a helper leaves a collective, and a message, to whoever waits for it. Two ranks that send to each other first both need
+// their helpers.
+constexpr std::chrono::milliseconds kPatience(20);
+constexpr std::chrono::microseconds kPatienceForMessages(50);
+
+const Tensor& dense(const Tensor& tensor) {
+    TORCH_CHECK(tensor.is_cpu() && tensor.layout() == at::kStrided, "flow: only dense CPU tensors can be communicated here, not ",
+                tensor.layout(), " ones on ", tensor.device());
+    return tensor;
+}
+
+const Tensor& only(const Tensors& tensors) {
+    TORCH_CHECK(tensors.size() == 1, "flow: one tensor is expected, not ", tensors.size());
+    return tensors[0];
+}
+
+const Tensors& only(const std::vector<Tensors>& lists) {
+    TORCH_CHECK(lists.size() == 1, "flow: one list of tensors is expected, not ", lists.size());
+    return lists[0];
+}
+
+// A tensor of every rank of a group, all of one type.
+const Tensors& of_ranks(const Tensors& tensors, int size) {
+    TORCH_CHECK(tensors.size() == static_cast<size_t>(size), "flow: a tensor for each of ", size, " ranks is expected, not ",
+                tensors.size());
+    for (const auto& tensor : tensors) {
+        TORCH_CHECK_TYPE(dense(tensor).scalar_type() == tensors[0].scalar_type(), "flow: the tensors must have one type");
+    }
+    return tensors;
+}
+
+// That blocks have the type and the number of elements of this rank's.
+void alike(const Tensors& blocks, const Tensor& own) {
+    for (const auto& block : blocks) {
+        TORCH_CHECK_TYPE(block.scalar_type() == own.scalar_type(), "flow: inputs and outputs must have one type, not ",
+                         block.scalar_type(), " and ", own.scalar_type());
+        TORCH_CHECK_VALUE(block.numel() == own.numel(), "flow: inputs and outputs must have as many elements, not ", block.numel(),
+                          " and ", own.numel());
+    }
+}
+
+// Has `write` fill a tensor: where it is, or by way of a contiguous copy.
+template <typename Write>
+void fill(const Tensor& tensor, const Write& write) {
+    const auto own = tensor.contiguous();
+    write(own);
+    if (!own.is_same(tensor)) tensor.copy_(own);
+}
+
+// `count` blocks of as many elements as the tensor has, one after the other.
+Tensor blocks(const Tensor& tensor, int64_t count) {
+    return at::empty({count, tensor.numel()}, tensor.options().memory_format(at::MemoryFormat::Contiguous));
+}
+
+// The elements of all tensors, one after the other.
+Tensor joined(const Tensors& tensors) {
+    Tensors flat;
+    for (const auto& tensor : tensors) flat.push_back(tensor.reshape(-1));
+    return at::cat(flat);
+}
+
+// Room for them.
+Tensor room_for(const Tensors& tensors) {
+    int64_t total = 0;
+    for (const auto& tensor : tensors) total += tensor.numel();
+    return at::empty({total}, tensors[0].options().memory_format(at::MemoryFormat::Contiguous));
+}
+
+// Copies them to their tensors.
+void divide(const Tensor& joined, const Tensors& tensors) {
+    int64_t start = 0;
+    for (const auto& tensor : tensors) {
+        tensor.copy_(joined.narrow(0, start, tensor.numel()).view(tensor.sizes()));
+        start += tensor.numel();
+    }
+}
+
+// How many elements each rank has, as flow-comm counts them.
+std::vector<size_t> counts(const Tensors& tensors) {
+    std::vector<size_t> counts;
+    for (const auto& tensor : tensors) counts.push_back(flow::code_of(tensor.scalar_type()) ? tensor.numel() : tensor.nbytes());
+    return counts;
+}
+
+Tensor combine(RedOp op, const Tensor& left, const Tensor& right) {
+    using Op = c10d::ReduceOp;
+    const bool is_bool = left.scalar_type() == at::kBool;
+    switch (op) {
+        case Op::SUM: return is_bool ? left.logical_or(right) : left + right;
+        case Op::PRODUCT: return is_bool ? left.logical_and(right) : left * right;
+        case Op::MIN: return at::minimum(left, right);
+        case Op::MAX: return at::maximum(left, right);
+        case Op::BAND: return left.bitwise_and(right);
+        case Op::BOR: return left.bitwise_or(right);
+        case Op::BXOR: return left.bitwise_xor(right);
+        default: TORCH_CHECK(false, "flow: this reduction is not supported for ", left.scalar_type());
+    }
+}
+
+// Reduces the rows of a matrix, in their order, into one tensor: for types and reductions that flow-comm does not know.
+void reduce_rows(RedOp op, const Tensor& rows, const Tensor& result) {
+    auto sum = rows[0];
+    for (int64_t row = 1; row < rows.size(0); ++row) sum = combine(op, sum, rows[row]);
+    result.copy_(sum.view(result.sizes()));
+}
+
+void check_tag(int tag) {
+    TORCH_CHECK_VALUE(tag >= 0, "flow: a tag must not be negative: ", tag);
+}
+
+void check_bitwise(RedOp op, at::ScalarType type) {
+    const bool is_bitwise = op == c10d::ReduceOp::BAND || op == c10d::ReduceOp::BOR || op == c10d::ReduceOp::BXOR;
+    TORCH_CHECK(!is_bitwise || c10::isIntegralType(type, /*includeBool=*/true), "flow: only integers have bitwise reductions, not ", type);
+}
+
+class FlowBackend final : public c10d::Backend {
+public:
+    FlowBackend(Group group, Milliseconds timeout)
+        : Backend(static_cast<int>(flow_rank(group.get())), static_cast<int>(flow_world_size(group.get()))),
+          group_(std::move(group)),
+          options_(c10::make_intrusive<Options>("flow", timeout)),
+          collectives_(std::make_shared<flow::Lane>(group_, kPatience)) {
+        init();
+    }
+
+    ~FlowBackend() override {
+        // What is under way may have to call Python.
+        std::optional<py::gil_scoped_release> released;
+        if (Py_IsInitialized() && PyGILState_Check()) released.emplace();
+        shutdown();
+    }
+
+    // destroy_process_group calls this; programs may still have the group.
+    void shutdown() override {
+        collectives_->close();
+        std::unique_lock<std::mutex> lock(messages_mutex_, std::defer_lock);
+        if (!collectives_->is_forked()) lock.lock();
+        for (const auto& [_, lane] : messages_) lane->close();
+    }
+
+    const Group& group() const { return group_; }
+
+    const std::string getBackendName() const override { return "flow"; }
+    c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+
+    void setTimeout(Milliseconds timeout) override {
+        options_->timeout = timeout;
+        check(flow_set_timeout(get(), flow::seconds(timeout)));
+    }
+
+    void abort() override { check(flow_abort(get(), "torch.distributed's abort()")); }
+    void setSequenceNumberForGroup() override {}
+    uint64_t getSequenceNumberForGroup() override { return sequence_; }
+    bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+
+    Tensor allocateTensor(long size, at::TensorOptions options) override {
+        const auto tensor = flow::empty_shared(get(), {size}, c10::typeMetaToScalarType(options.dtype()));
+        return tensor.defined() ? tensor : at::empty({size}, options);
+    }
+
+    WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
+        const auto& tensor = only(tensors);
+        if (tensor.layout() == at::kSparse) return all_reduce_sparse(tensor, opts);
+        const auto op = opts.reduceOp.op_;
+        const auto code = reducible(dense(tensor).scalar_type(), op);
+        check_bitwise(op, tensor.scalar_type());
+        const bool in_backward = opts.asyncOp && torch::autograd::get_current_graph_task_id() != -1;
+        if (in_backward && code && tensor.is_contiguous() && tensor.nbytes() >= flow::kMinShared) {
+            return reduce_bucket(tensor, *code, op, opts.timeout);
+        }
+        return collective(OpType::ALLREDUCE, tensors, opts, [this, tensor, op, code](const flow_group* group) {
+            fill(tensor, [&](const Tensor& own) {
+                if (code) {
+                    check(flow_all_reduce(group, elements(own, *code), flow_op(op)));
+                } else {
+                    const auto all = blocks(own, size_);
+                    check(flow_all_gather(group, elements(own), elements(all)));
+                    reduce_rows(op, all, own);
+                }
+            });
+        });
+    }
+
+    WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override {
+        return each(tensors.size(), tensors, opts, [&](size_t i) {
+            Tensors one{tensors[i]};
+            return allreduce(one, opts);
+        });
+    }
+
+    WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
+        const auto& tensor = dense(only(tensors));
+        const auto op = opts.reduceOp.op_;
+        const auto code = reducible(tensor.scalar_type(), op);
+        check_bitwise(op, tensor.scalar_type());
+        return collective(OpType::REDUCE, tensors, opts, [this, tensor, op, code, root = opts.rootRank](const flow_group* group) {
+            const auto own = tensor.contiguous();
+            if (code) {
+                check(flow_reduce(group, elements(own, *code), flow_op(op), root));
+            } else {
+                const auto all = blocks(own, rank_ == root ? size_ : 0);
+                check(flow_gather(group, elements(own), elements(all), root));
+                if (rank_ == root) reduce_rows(op, all, own);
+            }
+            if (rank_ == root && !own.is_same(tensor)) tensor.copy_(own);
+        });
+    }
+
+    WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
+        const auto& tensor = dense(only(tensors));
+        return collective(OpType::BROADCAST, tensors, opts, [tensor, root = opts.rootRank](const flow_group* group) {
+            fill(tensor, [&](const Tensor& own) { check(flow_broadcast(group, elements(own), root)); });
+        });
+    }
+
+    WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
+        const auto& input = dense(only(inputs));
+        const auto& output = of_ranks(only(outputs), size_);
+        for (const auto& tensor : output) {
+            TORCH_CHECK_TYPE(tensor.scalar_type() == input.scalar_type(), "flow: input and outputs must have one type");
+        }
+        return collective(OpType::ALLGATHER, output, opts, [input, output](const flow_group* group) {
+            const auto all = room_for(output);
+            check(flow_all_gather_v(group, elements(input.contiguous()), elements(all), counts(output).data()));
+            divide(all, output);
+        });
+    }
+
+    WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& opts) override {
+        dense(output);
+        dense(input);
+        TORCH_CHECK_TYPE(output.scalar_type() == input.scalar_type(), "flow: input and output must have one type");
+        return collective(OpType::_ALLGATHER_BASE, {output}, opts, [output, input](const flow_group* group) {
+            fill(output, [&](const Tensor& own) {
+                check(flow_all_gather(group, elements(input.contiguous()), elements(own)));
+            });
+        });
+    }
+
+    WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
+        return each(outputs.size(), outputs, opts, [&](size_t i) { return _allgather_base(outputs[i], inputs.at(i), opts); });
+    }
+
+    WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
+        Tensors results;
+        for (const auto& of_rank : outputs) results.insert(results.end(), of_rank.begin(), of_rank.end());
+        return each(inputs.size(), results, opts, [&](size_t i) {
+            std::vector<Tensors> output(1);
+            for (const auto& of_rank : outputs) output[0].push_back(of_rank.at(i));
+            Tensors one{inputs[i]};
+            return allgather(output, one, opts);
+        });
+    }
+
+    WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
+        const auto& input = dense(only(inputs));
+        const bool is_root = rank_ == opts.rootRank;
+        TORCH_CHECK(is_root || outputs.empty(), "flow: only the root gives outputs to gather");
+        const auto output = is_root ? of_ranks(only(outputs), size_) : Tensors{};
+        alike(output, input);
+        return collective(OpType::GATHER, output, opts, [this, input, output, root = opts.rootRank](const flow_group* group) {
+            const auto all = blocks(input, rank_ == root ? size_ : 0);
+            check(flow_gather(group, elements(input.contiguous()), elements(all), root));
+            divide(all.view(-1), output);
+        });
+    }
+
+    WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override {
+        const auto& output = dense(only(outputs));
+        const bool is_root = rank_ == opts.rootRank;
+        TORCH_CHECK(is_root || inputs.empty(), "flow: only the root gives inputs to scatter");
+        const auto input = is_root ? of_ranks(only(inputs), size_) : Tensors{};
+        alike(input, output);
+        return collective(OpType::SCATTER, outputs, opts, [input, output, root = opts.rootRank](const flow_group* group) {
+            const auto all = input.empty() ? Tensor() : joined(input);
+            const auto given = all.defined() ? elements(all) : flow_buffer{};
+            fill(output, [&](const Tensor& own) { check(flow_scatter(group, given, elements(own), root)); });
+        });
+    }
+
+    WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& opts) override {
+        const auto& output = dense(only(outputs));
+        const auto& input = of_ranks(only(inputs), size_);
+        alike({input[rank_]}, output);
+        const auto op = opts.reduceOp.op_;
+        const auto code = reducible(output.scalar_type(), op);
+        check_bitwise(op, output.scalar_type());
+        // Each rank's output may have its own length.
+        return collective(OpType::REDUCE_SCATTER, outputs, opts, [this, input, output, op, code](const flow_group* group) {
+            fill(output, [&](const Tensor& own) {
+                if (code) {
+                    const auto all = joined(input);
+                    check(flow_reduce_scatter_v(group, elements(all, *code), elements(own, *code), counts(input).data(), flow_op(op)));
+                } else {
+                    exchange_and_reduce(group, op, joined(input), counts(input), own);
+                }
+            });
+        });
+    }
+
+    WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& opts) override {
+        dense(output);
+        dense(input);
+        TORCH_CHECK_TYPE(output.scalar_type() == input.scalar_type(), "flow: input and output must have one type");
+        TORCH_CHECK(input.numel() == output.numel() * size_, "flow: the input must be ", size_, " times as long as the output");
+        const auto op = opts.reduceOp.op_;
+        const auto code = reducible(output.scalar_type(), op);
+        check_bitwise(op, output.scalar_type());
+        return collective(OpType::_REDUCE_SCATTER_BASE, {output}, opts, [this, output, input, op, code](const flow_group* group) {
+            fill(output, [&](const Tensor& own) {
+                const auto all = input.contiguous();
+                if (code) {
+                    check(flow_reduce_scatter(group, elements(all, *code), elements(own, *code), flow_op(op)));
+                } else {
+                    exchange_and_reduce(group, op, all, std::vector<size_t>(size_, elements(own).count), own);
+                }
+            });
+        });
+    }
+
+    WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) override {
+        return each(outputs.size(), outputs, opts, [&](size_t i) { return _reduce_scatter_base(outputs[i], inputs.at(i), opts); });
+    }
+
+    WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
+                          const c10d::AllToAllOptions& opts) override {
+        dense(output);
+        dense(input);
+        TORCH_CHECK_TYPE(output.scalar_type() == input.scalar_type(), "flow: input and output must have one type");
+        c10d::checkSplitSizes(input_splits, input, size_);
+        c10d::checkSplitSizes(output_splits, output, size_);
+        const auto parts = [this](const Tensor& tensor, const std::vector<int64_t>& splits) {
+            const auto unit = elements(tensor).count / std::max<int64_t>(tensor.dim() ? tensor.size(0) : 1, 1);
+            const auto rows = splits.empty() ? std::vector<int64_t>(size_, tensor.size(0) / size_) : splits;
+            std::vector<size_t> counts;
+            for (const auto row : rows) counts.push_back(row * unit);
+            return counts;
+        };
+        return collective(OpType::ALLTOALL_BASE, {output}, opts,
+                          [output, input, sent = parts(input, input_splits),
+                           received = parts(output, output_splits)](const flow_group* group) {
+                              fill(output, [&](const Tensor& own) {
+                                  const auto all = input.contiguous();
+                                  check(flow_all_to_all_v(group, elements(all), sent.data(), elements(own), received.data()));
+                              });
+                          });
+    }
+
+    WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
+        const auto& output = of_ranks(outputs, size_);
+        const auto& input = of_ranks(inputs, size_);
+        return collective(OpType::ALLTOALL, outputs, opts, [output, input](const flow_group* group) {
+            const auto from = joined(input), to = room_for(output);
+            check(flow_all_to_all_v(group, elements(from), counts(input).data(), elements(to), counts(output).data()));
+            divide(to, output);
+        });
+    }
+
+    WorkPtr send(Tensors& tensors, int to, int tag) override {
+        check_tag(tag);
+        const auto& tensor = dense(only(tensors));
+        return message(OpType::SEND, tensors, {to, kToRank}, [tensor, to, tag](const flow_group* group, flow::Operation&) {
+            check(flow_send(group, elements(tensor.contiguous()), to, tag));
+        });
+    }
+
+    WorkPtr recv(Tensors& tensors, int from, int tag) override {
+        check_tag(tag);
+        const auto& tensor = dense(only(tensors));
+        return message(OpType::RECV, tensors, {from, tag}, [tensor, from, tag](const flow_group* group, flow::Operation& own) {
+            fill(tensor, [&](const Tensor& data) { check(flow_recv(group, elements(data), from, tag)); });
+            own.set_source(from);
+        });
+    }
+
+    WorkPtr recvAnysource(Tensors& tensors, int tag) override {
+        check_tag(tag);
+        const auto& tensor = dense(only(tensors));
+        return message(OpType::RECVANYSOURCE, tensors, {kAnyRank, tag}, [tensor, tag](const flow_group* group, flow::Operation& own) {
+            size_t from = 0;
+            fill(tensor, [&](const Tensor& data) { check(flow_recv_any(group, elements(data), tag, &from)); });
+            own.set_source(static_cast<int>(from));
+        });
+    }
+
+    WorkPtr barrier(const c10d::BarrierOptions& opts) override {
+        return collective(OpType::BARRIER, {}, opts, [](const flow_group* group) { check(flow_barrier(group)); });
+    }
+
+    // Messages to rank 0 and back, so that rank 0 knows who has not come. If ranks are missing, the group is of no more use.
+    void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
+        using Clock = std::chrono::steady_clock;
+        constexpr uint32_t kArrived = UINT32_MAX, kPassed = UINT32_MAX - 1;  // programs' tags are smaller
+        const auto timeout = opts.timeout == c10d::kUnsetTimeout ? options_->timeout : opts.timeout;
+        const auto end = Clock::now() + timeout;
+        uint8_t byte = 0;
+        const flow_buffer word{&byte, 1, FLOW_U8};
+        if (rank_ != 0) {
+            const auto group = flow::within(group_, timeout);
+            if (flow_send(group.get(), word, 0, kArrived) != FLOW_OK || flow_recv(group.get(), word, 0, kPassed) != FLOW_OK) {
+                C10_THROW_ERROR(DistBackendError, c10::str("Rank ", rank_, " successfully reached monitoredBarrier, but received errors while ",
+                                                           "waiting for send/recv from rank 0: ", flow_error_message()));
+            }
+            return;
+        }
+        if (timeout <= Milliseconds::zero()) {
+            C10_THROW_ERROR(DistBackendError, c10::str("Rank 0 timed out in monitoredBarrier after ", timeout.count(), " ms"));
+        }
+        std::set<int> missing;
+        for (int rank = 1; rank < size_; ++rank) missing.insert(rank);
+        while (!missing.empty()) {
+            const auto left = std::chrono::ceil<Milliseconds>(end - Clock::now());
+            size_t from = 0;
+            const auto group = flow::within(group_, std::max(left, Milliseconds(1)));
+            if (flow_recv_any(group.get(), word, kArrived, &from) != FLOW_OK) {
+                std::vector<int> named(missing.begin(), wait_all_ranks ? missing.end() : std::next(missing.begin()));
+                C10_THROW_ERROR(DistBackendError,
+                                c10::str(named.size() > 1 ? "Ranks " : "Rank ", c10::Join(", ", named),
+                                         " failed to pass monitoredBarrier in ", timeout.count(), " ms: ", flow_error_message()));
+            }
+            missing.erase(static_cast<int>(from));
+        }
+        for (int rank = 1; rank < size_; ++rank) check(flow_send(get(), word, rank, kPassed));
+    }
+
+private:
+    // A lane of messages: the other rank, and the tag of what comes from there.
+    using Peer = std::pair<int, int>;
+    static constexpr int kAnyRank = -1;
+    static constexpr int kToRank = -1;
+
+    const flow_group* get() const { return group_.get(); }
+
+    // A collective that runs now, if it is not asynchronous.
+    template <typename Options>
+    WorkPtr collective(OpType type, Tensors results, const Options& opts, std::function<void(const flow_group*)> run) {
+        ++sequence_;
+        const auto operation = c10::make_intrusive<flow::Operation>(rank_, type, std::move(results));
+        Job job{std::move(run), opts.timeout};
+        if (opts.asyncOp) {
+            collectives_->submit(operation, std::move(job));
+        } else {
+            collectives_->run(operation, std::move(job));
+        }
+        return operation;
+    }
+
+    // The same for several, of which the last stands for all.
+    template <typename Options>
+    WorkPtr each(size_t count, const Tensors& results, const Options& opts, const std::function<WorkPtr(size_t)>& start) {
+        std::vector<WorkPtr> works;
+        for (size_t i = 0; i < count; ++i) works.push_back(start(i));
+        return collective(OpType::COALESCED, results, opts, [works](const flow_group*) {
+            for (const auto& work : works) {
+                if (work->exception()) std::rethrow_exception(work->exception());
+            }
+        });
+    }
+
+    template <typename Run>
+    WorkPtr message(OpType type, const Tensors& tensors, Peer peer, Run run) {
+        const auto operation = c10::make_intrusive<flow::Operation>(rank_, type, tensors);
+        Job job{[run, own = operation.get()](const flow_group* group) { run(group, *own); }};
+        if (collectives_->is_forked()) {
+            collectives_->run(operation, std::move(job));
+            return operation;
+        }
+        std::lock_guard<std::mutex> lock(messages_mutex_);
+        if (!messages_.count(peer)) close_idle_lanes();
+        auto& lane = messages_[peer];
+        if (!lane) lane = std::make_shared<flow::Lane>(group_, kPatienceForMessages, type != OpType::SEND);
+        lane->submit(operation, std::move(job));
+        return operation;
+    }
+
+    // Of messages with tags: programs may use any number of these, each for a short time.
+    void close_idle_lanes() {
+        for (auto lane = messages_.begin(); lane != messages_.end();) {
+            const bool is_over = lane->first.second > 0 && lane->second->is_idle();
+            if (is_over) lane->second->close();
+            lane = is_over ? messages_.erase(lane) : std::next(lane);
+        }
+    }
+
+    // A bucket of gradients: announced now, and reduced in place; or by way of shared memory, if it cannot lie there.
+    WorkPtr reduce_bucket(const Tensor& tensor, flow_dtype code, RedOp op, Milliseconds timeout) {
+        flow::share_bucket(get(), tensor);
+        const bool in_place = flow_is_shared(get(), tensor.const_data_ptr(), tensor.nbytes());
+        const auto bucket = in_place ? tensor : flow::empty_shared(get(), tensor.sizes(), tensor.scalar_type());
+        TORCH_CHECK(bucket.defined(), "flow: no shared memory for ", tensor.nbytes(), " bytes: ", flow_error_message());
+        if (!in_place) bucket.copy_(tensor);
+        const auto number = static_cast<uint32_t>(sequence_++);
+        const auto launch = [code, op, bucket, number](const flow_group* group) {
+            bool launched = false;
+            check(flow_launch_bucket(group, elements(bucket, code), number, flow_op(op), &launched));
+            return launched;
+        };
+        const auto launched = std::make_shared<bool>(false);
+        Job job;
+        job.timeout = timeout;
+        job.launch = [this, launch, launched] {
+            check(flow_progress(get()));
+            return *launched = launch(get());
+        };
+        job.run = [tensor, bucket, launch, launched, in_place](const flow_group* group) {
+            if (!*launched && !launch(group)) {
+                // Too many were under way.
+                check(flow_finish_buckets(group));
+                TORCH_CHECK(launch(group), "flow: a bucket cannot be launched");
+            }
+            check(flow_finish_buckets(group));
+            if (!in_place) tensor.copy_(bucket);
+        };
+        const auto operation = c10::make_intrusive<flow::Operation>(rank_, OpType::ALLREDUCE, Tensors{tensor});
+        collectives_->submit(operation, std::move(job));
+        return operation;
+    }
+
+    // The sum of sparse tensors: that of everybody's entries.
+    WorkPtr all_reduce_sparse(const Tensor& tensor, const c10d::AllreduceOptions& opts) {
+        TORCH_CHECK(opts.reduceOp == c10d::ReduceOp::SUM, "unsupported reduction operation: sparse tensors can only be summed up");
+        return collective(OpType::_ALLREDUCE_SPARSE, {tensor}, opts, [this, tensor](const flow_group* group) {
+            const auto own = tensor.coalesce();
+            int64_t entries = own._nnz();
+            std::vector<int64_t> all_entries(size_);
+            check(flow_all_gather(group, {&entries, 1, FLOW_I64}, {all_entries.data(), all_entries.size(), FLOW_I64}));
+            const auto total = std::accumulate(all_entries.begin(), all_entries.end(), int64_t{0});
+            const auto gather = [&](const Tensor& rows) {
+                auto shape = rows.sizes().vec();
+                shape[0] = total;
+                const auto all = at::empty(shape, rows.options());
+                const auto unit = elements(all).count / std::max<int64_t>(total, 1);
+                std::vector<size_t> counts;
+                for (const auto entries : all_entries) counts.push_back(entries * unit);
+                check(flow_all_gather_v(group, elements(rows), elements(all), counts.data()));
+                return all;
+            };
+            const auto indices = gather(own.indices().t().contiguous()), values = gather(own.values().contiguous());
+            tensor.copy_(at::sparse_coo_tensor(indices.t(), values, tensor.sizes()).coalesce());
+        });
+    }
+
+    // reduce_scatter of a type or a reduction that flow-comm does not know: `own` is this rank's of the blocks of `all`.
+    void exchange_and_reduce(const flow_group* group, RedOp op, const Tensor& all, const std::vector<size_t>& sent,
+                             const Tensor& own) {
+        const auto received = blocks(own, size_);
+        const std::vector<size_t> counts(size_, elements(own).count);
+        check(flow_all_to_all_v(group, elements(all), sent.data(), elements(received), counts.data()));
+        reduce_rows(op, received, own);
+    }
+
+    const Group group_;
+    const c10::intrusive_ptr<Options> options_;
+    std::atomic<uint64_t> sequence_{0};
+    const std::shared_ptr<flow::Lane> collectives_;
+    std::mutex messages_mutex_;
+    std::map<Peer, std::shared_ptr<flow::Lane>> messages_;
+};
+
+c10::intrusive_ptr<FlowBackend> backend(flow_group* group, Milliseconds timeout) {
+    return c10::make_intrusive<FlowBackend>(flow::own(group), timeout);
+}
+
+// Which rank this is, and how the ranks meet.
+struct Place {
+    size_t rank, world_size, local_rank, local_world_size;
+    int64_t node;
+    std::string address, token;
+};
+
+c10::intrusive_ptr<FlowBackend> join(const std::optional<Place>& place, const std::string& name, Milliseconds timeout) {
+    flow_group* group = nullptr;
+    flow_membership membership{};
+    if (place) {
+        membership = {place->rank, place->world_size,      place->local_rank,    place->local_world_size,
+                      place->node, place->address.c_str(), place->token.c_str()};
+    }
+    check(flow_join(place ? &membership : nullptr, name.c_str(), flow::seconds(timeout), &group));
+    return backend(group, timeout);
+}
+
+c10::intrusive_ptr<FlowBackend> new_group_of(const FlowBackend& world, const std::vector<size_t>& ranks, const std::string& key,
+                                             Milliseconds timeout) {
+    flow_group* group = nullptr;
+    check(flow_new_group_of(flow::within(world.group(), timeout).get(), ranks.data(), ranks.size(), key.c_str(), &group));
+    return backend(group, timeout);
+}
+
+bool is_shared(const FlowBackend& group, const Tensor& tensor) {
+    return flow_is_shared(group.group().get(), tensor.const_data_ptr(), tensor.nbytes());
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+    const auto no_gil = py::call_guard<py::gil_scoped_release>();
+    py::class_<Place>(module, "Place")
+        .def(py::init<size_t, size_t, size_t, size_t, int64_t, std::string, std::string>(), py::arg("rank"), py::arg("world_size"),
+             py::arg("local_rank"), py::arg("local_world_size"), py::arg("node"), py::arg("address"), py::arg("token"));
+    py::class_<FlowBackend, c10::intrusive_ptr<FlowBackend>, c10d::Backend>(module, "Backend")
+        .def("new_group_of", &new_group_of, no_gil, py::arg("ranks"), py::arg("key"), py::arg("timeout"))
+        .def("is_shared", &is_shared, py::arg("tensor"));
+    module.def("join", &join, no_gil, py::arg("place"), py::arg("name"), py::arg("timeout"));
+}

@@ -1,0 +1,372 @@
+// Operations that keep their order, and who runs them.
+//
+// Whoever waits for an operation runs it, and those before it, on its own thread: with a core for each rank that is faster than to
+// hand it to another thread. What nobody waits for in time a helper thread runs, so that it gets done in any case.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+#include <unistd.h>
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "group.h"
+
+namespace flow {
+
+class Lane;
+
+// What an operation does, once.
+struct Job {
+    std::function<void(const flow_group*)> run;
+    // Of its own; see `within`.
+    Milliseconds timeout = c10d::kUnsetTimeout;
+    // If there is one: announces the operation to other ranks, before it is run, without waiting. False if that is not possible
+    // now.
+    std::function<bool()> launch = nullptr;
+};
+
+class Operation final : public c10d::Work {
+public:
+    Operation(int rank, c10d::OpType type, std::vector<at::Tensor> results) : Work(rank, type), results_(std::move(results)) {}
+
+    bool wait(Milliseconds timeout) override;
+    std::vector<at::Tensor> result() override { return results_; }
+    int sourceRank() const override { return source_; }
+    c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+    void set_source(int rank) { source_ = rank; }
+
+private:
+    friend class Lane;
+
+    // Does what there is to do, and keeps its error. Who waits goes on.
+    void run(const Group& group);
+    // Completes the future, if somebody has asked for it, unless that is left to the end of backward. This runs its callbacks, which
+    // may communicate: no lock is held.
+    void announce();
+    void complete(const c10::intrusive_ptr<c10::ivalue::Future>& future);
+
+    const std::vector<at::Tensor> results_;
+    std::atomic<int> source_{-1};
+    Job job_;
+    bool launched_ = false;
+    std::shared_ptr<Lane> lane_;
+    std::atomic<bool> ended_{false};
+    std::mutex future_mutex_;
+    // Both under the mutex: of the thread that runs the operation and one that asks for the future exactly one completes it.
+    bool done_ = false;
+    bool is_deferred_ = false;
+    c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+using OperationPtr = c10::intrusive_ptr<Operation>;
+
+class Lane final : public std::enable_shared_from_this<Lane> {
+public:
+    // `patience`: how long the helper leaves an operation to others.
+    // `receives`: whether the operations are receives.
+    Lane(Group group, std::chrono::microseconds patience, bool receives = false)
+        : group_(std::move(group)), patience_(patience), receives_(receives) {}
+
+    // Ends the helper, before the last owner goes. First runs what there is; but what waits for messages, which may never come,
+    // fails, and a message that is being waited for is left to its thread. In a forked process the helper is missing, and nobody
+    // may destroy what a thread that is missing waits on.
+    void close() {
+        if (is_forked()) {
+            new std::shared_ptr<Lane>(shared_from_this());
+            return;
+        }
+        if (!receives_) run_up_to(nullptr, kNoTimeout);
+        std::deque<OperationPtr> dropped;
+        bool is_waiting = false;
+        {
+            std::lock_guard<std::mutex> lock(queue_mutex_);
+            closing_ = true;
+            if (receives_) dropped.swap(queue_);
+            is_waiting = receives_ && is_running_;
+        }
+        wakeup_.notify_all();
+        for (const auto& operation : dropped) {
+            operation->job_.run = [](const flow_group*) {
+                C10_THROW_ERROR(DistBackendError, "flow: the group was destroyed before this message came");
+            };
+            operation->run(group_);
+            operation->announce();
+        }
+        if (!helper_.joinable()) return;
+        // A callback on the helper may be what drops the group.
+        if (is_waiting || helper_.get_id() == std::this_thread::get_id()) {
+            helper_.detach();
+        } else {
+            helper_.join();
+        }
+    }
+
+    // Runs the operation after those before it.
+    void run(const OperationPtr& operation, Job job) {
+        operation->job_ = std::move(job);
+        if (is_forked()) {
+            operation->run(group_);
+            return operation->announce();
+        }
+        std::vector<OperationPtr> ended;
+        {
+            std::lock_guard<std::timed_mutex> running(running_);
+            while (const auto first = take()) {
+                run_taken(first);
+                ended.push_back(first);
+            }
+            operation->run(group_);
+        }
+        ended.push_back(operation);
+        for (const auto& each : ended) each->announce();
+    }
+
+    // Has the operation run when somebody waits for it.
+    void submit(const OperationPtr& operation, Job job) {
+        operation->job_ = std::move(job);
+        if (is_forked()) {
+            operation->run(group_);
+            return operation->announce();
+        }
+        operation->lane_ = shared_from_this();
+        std::unique_lock<std::mutex> lock(queue_mutex_);
+        // In order: not before one that could not be launched.
+        if (operation->job_.launch && not_launched_ == 0) operation->launched_ = operation->job_.launch();
+        if (!operation->launched_) ++not_launched_;
+        queue_.push_back(operation);
+        if (!helper_.joinable()) helper_ = std::thread([self = shared_from_this()] { self->help(); });
+        const bool wake = asleep_;
+        lock.unlock();
+        if (wake) wakeup_.notify_all();
+    }
+
+    // Runs all operations up to this one, which are to end in this time, or all there are.
+    void run_up_to(Operation* last, Milliseconds timeout) {
+        using Clock = std::chrono::steady_clock;
+        if (is_forked()) return;
+        const bool is_limited = timeout > Milliseconds::zero();
+        const auto end = Clock::now() + timeout;
+        while (!last || !last->isCompleted()) {
+            std::unique_lock<std::timed_mutex> running(running_, std::defer_lock);
+            if (!is_limited) {
+                running.lock();
+            } else if (!running.try_lock_until(end)) {
+                give_up(timeout);
+            }
+            const auto left = std::chrono::ceil<Milliseconds>(end - Clock::now());
+            if (is_limited && left <= Milliseconds::zero() && !(last && last->isCompleted())) {
+                give_up(timeout);
+            }
+            const auto first = take();
+            if (!first) return;
+            if (is_limited) {
+                auto& own = first->job_.timeout;
+                own = first.get() == last || own <= Milliseconds::zero() ? left : std::min(own, left);
+            }
+            run_taken(first);
+            running.unlock();
+            if (std::this_thread::get_id() == helper_id_) {
+                announce_apart(first);
+            } else {
+                first->announce();
+            }
+        }
+    }
+
+    // The futures of what was submitted must be completed: at the end of backward, if this is one, else at once.
+    // Those of a backward are completed at its end and in order, so that callbacks which communicate do so in one order on all ranks.
+    // True if so.
+    bool complete_futures() {
+        const int task = torch::autograd::get_current_graph_task_id();
+        std::unique_lock<std::mutex> lock(queue_mutex_);
+        if (task == -1) {
+            hurry_ = true;
+            lock.unlock();
+            wakeup_.notify_all();
+            return false;
+        }
+        if (is_ending_backward_ || !torch::autograd::get_current_node()) {
+            // At the end of backward, in a callback, which may wait.
+            hurry_ = true;
+            lock.unlock();
+            wakeup_.notify_all();
+            return false;
+        }
+        if (task != task_) {
+            task_ = task;
+            lock.unlock();
+            // The Reducer's own callback, which waits for the futures, comes later.
+            torch::autograd::Engine::get_default_engine().queue_callback(
+                [lane = shared_from_this()] { lane->end_backward(); });
+        }
+        return true;
+    }
+
+    // With the operation's mutex held: its future is to be completed at the end of backward.
+    void defer(const OperationPtr& operation) {
+        std::lock_guard<std::mutex> lock(queue_mutex_);
+        deferred_.push_back(operation);
+    }
+
+    bool is_idle() {
+        std::lock_guard<std::mutex> lock(queue_mutex_);
+        return queue_.empty() && !is_running_;
+    }
+
+    // In a forked process the locks are as some thread of the parent's had them, for ever. There an operation fails at once: the
+    // group sees to that.
+    bool is_forked() const { return getpid() != process_; }
+
+private:
+    // Ends what is under way as well: nothing can come after an operation that one rank does not wait for.
+    [[noreturn]] void give_up(Milliseconds timeout) {
+        const auto cause = c10::str("an operation, with those before it, has not ended in the ", timeout.count(), " ms of its wait()");
+        flow_abort(group_.get(), cause.c_str());
+        C10_THROW_ERROR(DistBackendError, "flow: " + cause);
+    }
+
+    // The first operation, off the queue, with `running_` held.
+    OperationPtr take() {
+        std::lock_guard<std::mutex> lock(queue_mutex_);
+        if (queue_.empty()) return {};
+        const auto first = queue_.front();
+        queue_.pop_front();
+        is_running_ = true;
+        return first;
+    }
+
+    // With `running_` held.
+    void run_taken(const OperationPtr& first) {
+        first->run(group_);
+        std::lock_guard<std::mutex> lock(queue_mutex_);
+        is_running_ = false;
+        if (!first->launched_) --not_launched_;
+    }
+
+    // A callback may wait for what the helper is to run.
+    void announce_apart(const OperationPtr& operation) {
+        std::unique_lock<std::mutex> lock(operation->future_mutex_);
+        const bool is_simple = !operation->future_ || operation->is_deferred_;
+        lock.unlock();
+        if (is_simple) return operation->announce();
+        std::thread([operation] { operation->announce(); }).detach();
+    }
+
+    void end_backward() {
+        is_ending_backward_ = true;
+        run_up_to(nullptr, kNoTimeout);
+        std::vector<OperationPtr> deferred;
+        {
+            std::lock_guard<std::mutex> lock(queue_mutex_);
+            deferred.swap(deferred_);
+        }
+        for (const auto& operation : deferred) operation->complete(operation->future_);
+        is_ending_backward_ = false;
+    }
+
+    // Looks again and again whether the first operation is still the same, so that it need not be woken for each; sleeps when there
+    // was none for many looks.
+    void help() {
+        helper_id_ = std::this_thread::get_id();
+        const int looks = patience_ < std::chrono::milliseconds(1) ? 0 : 50;
+        std::unique_lock<std::mutex> lock(queue_mutex_);
+        for (int idle = 0; !closing_; idle = queue_.empty() ? idle + 1 : 0) {
+            if (queue_.empty() && idle >= looks) {
+                asleep_ = true;
+                wakeup_.wait(lock, [this] { return closing_ || !queue_.empty(); });
+                asleep_ = false;
+            }
+            const auto first = queue_.empty() ? OperationPtr() : queue_.front();
+            wakeup_.wait_for(lock, patience_, [this] { return closing_ || hurry_; });
+            const bool is_overdue = !queue_.empty() && (hurry_ || queue_.front() == first);
+            hurry_ = false;
+            if (!is_overdue) continue;
+            lock.unlock();
+            run_up_to(nullptr, kNoTimeout);
+            lock.lock();
+        }
+    }
+
+    const Group group_;
+    const std::chrono::microseconds patience_;
+    const bool receives_;
+    const pid_t process_ = getpid();
+    std::timed_mutex running_;  // locked before queue_mutex_
+    std::mutex queue_mutex_;
+    std::condition_variable wakeup_;
+    std::deque<OperationPtr> queue_;
+    std::vector<OperationPtr> deferred_;
+    std::atomic<std::thread::id> helper_id_{};
+    size_t not_launched_ = 0;
+    int task_ = -1;
+    bool is_running_ = false;
+    // Of this thread, in whatever lane.
+    static inline thread_local bool is_ending_backward_ = false;
+    bool asleep_ = false;
+    bool hurry_ = false;
+    bool closing_ = false;
+    std::thread helper_;
+};
+
+inline bool Operation::wait(Milliseconds timeout) {
+    const auto start = std::chrono::steady_clock::now();
+    if (lane_ && lane_->is_forked() && !ended_) {
+        C10_THROW_ERROR(DistBackendError,
+                        c10::str("flow: this process was forked from rank ", rank_, ", and only there the operation can be waited for"));
+    }
+    if (lane_) lane_->run_up_to(this, timeout);
+    if (timeout <= Milliseconds::zero()) return Work::wait(timeout);
+    const auto spent = std::chrono::duration_cast<Milliseconds>(std::chrono::steady_clock::now() - start);
+    return Work::wait(std::max(timeout - spent, Milliseconds(1)));
+}
+
+inline void Operation::run(const Group& group) {
+    std::exception_ptr error;
+    try {
+        at::NoGradGuard no_grad;
+        job_.run(within(group, job_.timeout).get());
+    } catch (...) {
+        error = std::current_exception();
+    }
+    job_ = Job{};
+    finish(error);
+    ended_ = true;
+}
+
+inline void Operation::announce() {
+    std::unique_lock<std::mutex> lock(future_mutex_);
+    done_ = true;
+    const auto future = is_deferred_ ? nullptr : future_;
+    lock.unlock();
+    if (future) complete(future);
+}
+
+inline void Operation::complete(const c10::intrusive_ptr<c10::ivalue::Future>& future) {
+    if (const auto error = exception()) {
+        future->setError(error);
+    } else {
+        future->markCompleted(c10::IValue(results_));
+    }
+}
+
+inline c10::intrusive_ptr<c10::ivalue::Future> Operation::getFuture() {
+    std::unique_lock<std::mutex> lock(future_mutex_);
+    if (future_) return future_;
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    is_deferred_ = lane_ && !lane_->is_forked() && lane_->complete_futures();
+    if (is_deferred_) lane_->defer(OperationPtr::reclaim_copy(this));
+    const bool is_done = done_ && !is_deferred_;
+    lock.unlock();
+    if (is_done) complete(future_);
+    return future_;
+}
+
+}  // namespace flow

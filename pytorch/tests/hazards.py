@@ -1,0 +1,151 @@
+"""Calls that would hang, read freed memory or give wrong data, if the backend did not look out. Two ranks; a line for each case."""
+
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import flow_torch
+
+
+def raised(call, kind=Exception):
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return ""
+
+
+def reduce_scatter_of_lists(rank):
+    same = True
+    for dtype in (torch.float32, torch.int16):
+        for count in (1, 7, 1000, 70_000, 400_000):
+            full = (torch.arange(2 * count) % 100 + rank).to(dtype)
+            part, expected = torch.zeros(count, dtype=dtype), torch.zeros(count, dtype=dtype)
+            dist.reduce_scatter(part, list(full.view(2, -1)))
+            dist.reduce_scatter_tensor(expected, full)
+            same = same and torch.equal(part, expected)
+    return same
+
+
+def sizes_that_differ(rank):
+    """In a group of one, for others would wait for this rank."""
+    alone = [dist.new_group([other]) for other in (0, 1)][rank]
+    three, two, whole = torch.ones(3), torch.ones(2), torch.ones(3, dtype=torch.int64)
+    return all(
+        raised(call, kind)
+        for other, kind in ((two, ValueError), (whole, TypeError))
+        for call in (
+            lambda: alone.gather([[other]], [three], root()).wait(),
+            lambda: alone.scatter([three], [[other]], scatter_root()).wait(),
+            lambda: alone.reduce_scatter([three], [[other]]).wait(),
+        )
+    )
+
+
+def root():
+    options = dist.GatherOptions()
+    options.rootRank = 0
+    return options
+
+
+def scatter_root():
+    options = dist.ScatterOptions()
+    options.rootRank = 0
+    return options
+
+
+def callback_that_communicates(_):
+    def again(done):
+        sums = done.value()[0].clone()
+        dist.all_reduce(sums)
+        return sums
+
+    chained = dist.all_reduce(torch.ones(4), async_op=True).get_future().then(again)
+    return chained.wait().tolist() == [4.0] * 4
+
+
+def power_sgd(rank):
+    torch.manual_seed(1)
+    net = DistributedDataParallel(nn.Sequential(nn.Linear(400, 400), nn.Linear(400, 400)), bucket_cap_mb=0.5)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for step in range(5):
+        net.zero_grad()
+        net(torch.full((2, 400), step + rank + 1.0)).square().mean().backward()
+    own = next(net.parameters()).grad
+    others = [torch.zeros_like(own) for _ in range(2)]
+    dist.all_gather(others, own)
+    return torch.equal(*others) and bool(own.abs().sum() > 0)
+
+
+def bucket_seen_by_a_view(_):
+    net = DistributedDataParallel(nn.Linear(1000, 1000), gradient_as_bucket_view=True)
+    batch = torch.ones(1, 1000)
+    net(batch).sum().backward()
+    net.zero_grad(set_to_none=False)
+    loss = net(batch).sum()
+    array = net.module.weight.grad.numpy()
+    loss.backward()
+    # The rank's share, as before the reduction; or the mean, where the bucket has not moved.
+    return array.sum() in (500_000, 1_000_000) and bool((net.module.weight.grad == 1).all())
+
+
+def timeout_of_wait(rank):
+    group = dist.new_group()
+    error = "wait()"
+    if rank == 0:
+        works = [dist.all_reduce(torch.ones(4), group=group, async_op=True) for _ in range(2)]
+        error = raised(lambda: works[1].wait(timedelta(milliseconds=300)), dist.DistBackendError)
+    dist.barrier()
+    return bool(error)
+
+
+def tags(rank):
+    calls = (lambda: dist.send(torch.ones(1), 1 - rank, tag=-1), lambda: dist.recv(torch.ones(1), 1 - rank, tag=-1))
+    return all("tag" in raised(call, ValueError) for call in calls)
+
+
+def work_of_the_parent(rank):
+    work = dist.irecv(torch.ones(1), 1 - rank, tag=9)
+    child = os.fork()
+    if child == 0:
+        os._exit("forked" not in raised(work.wait) or "forked" not in raised(lambda: dist.isend(torch.ones(1), 1 - rank).wait()))
+    _, status = os.waitpid(child, 0)
+    dist.send(torch.ones(1), 1 - rank, tag=9)
+    work.wait()
+    return status == 0
+
+
+def main():
+    torch.set_num_threads(1)
+    dist.init_process_group("flow")
+    rank, failures = dist.get_rank(), 0
+    for case in (
+        reduce_scatter_of_lists,
+        sizes_that_differ,
+        callback_that_communicates,
+        power_sgd,
+        bucket_seen_by_a_view,
+        timeout_of_wait,
+        tags,
+        work_of_the_parent,
+    ):
+        good = case(rank)
+        failures += not good
+        print(f"{case.__name__}: {'good' if good else 'BAD'}", flush=True)
+    # Nobody sends these.
+    receives = [dist.irecv(torch.ones(1), 1 - rank, tag=3) for _ in range(2)]
+    dist.barrier()
+    dist.destroy_process_group()
+    print("receives without a partner: good" if raised(receives[1].wait) else "receives without a partner: BAD", flush=True)
+    sys.exit(failures > 0)
+
+
+if __name__ == "__main__":
+    main()

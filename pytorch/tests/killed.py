@@ -1,0 +1,32 @@
+"""A rank that is killed, in backward or in an asynchronous collective, is an error on the other, which names it.
+
+usage: killed.py backward|async STORE RANK     STORE: a file that is not there yet
+"""
+
+import os
+import signal
+import sys
+
+import torch
+import torch.distributed as dist
+
+import flow_torch
+
+how, store, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+torch.set_num_threads(1)
+dist.init_process_group("flow", init_method=f"file://{store}", rank=rank, world_size=2)
+net = torch.nn.Linear(400, 400)
+if how == "backward":
+    net = torch.nn.parallel.DistributedDataParallel(net)
+try:
+    for step in range(6):
+        if rank == 1 and step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss = net(torch.randn(4, 400)).sum()
+        loss.backward()
+        if how == "async":
+            dist.all_reduce(torch.ones(9), async_op=True).wait()
+except dist.DistBackendError as error:
+    print(error)
+    # The group is of no more use, and nobody is left to agree with.
+    os._exit(3)
