@@ -33,6 +33,7 @@ fn main() {
     for folder in [include.join("torch/csrc/api/include"), include] {
         build.flag("-isystem").flag(folder);
     }
+    build.debug(false); // libtorch's headers would add 90 MB to every program
     build.compile("flow_autograd_shim");
     println!("cargo:rustc-link-arg=-Wl,-rpath,{}", libraries.display()); // for this package's tests
 }

@@ -12,6 +12,7 @@ fn a_program_older_than_its_sources_is_built_anew() {
     fs::create_dir(package.path().join("src")).unwrap();
     let manifest = "[package]\nname = \"says\"\nedition = \"2021\"\n\n[workspace]\n";
     fs::write(package.path().join("Cargo.toml"), manifest).unwrap();
+    fs::write(package.path().join("src/lib.rs"), "").unwrap(); // libraries are built too
     let release = package.path().join("target/release");
     for word in ["old", "new"] {
         fs::write(package.path().join("src/main.rs"), format!("fn main() {{ print!({word:?}) }}"))
