@@ -37,8 +37,9 @@ fn a_crate_of_ones_own() {
     let _ = fs::remove_dir_all(&installed);
     fs::create_dir_all(folder.join("src")).unwrap();
     fs::create_dir_all(folder.join(".cargo")).unwrap();
-    // It is no member of the workspace around it.
-    fs::write(folder.join("Cargo.toml"), flow(manifest) + "\n[workspace]\n").unwrap();
+    // It is no member of the workspace around it, and compiles dependencies as that does.
+    let own = "\n[workspace]\n\n[profile.release.package.\"*\"]\ndebug = false\n";
+    fs::write(folder.join("Cargo.toml"), flow(manifest) + own).unwrap();
     fs::write(folder.join(".cargo/config.toml"), flow(config)).unwrap();
     fs::write(folder.join("build.rs"), build).unwrap();
     fs::write(folder.join("src/main.rs"), program).unwrap();
