@@ -82,7 +82,7 @@ class Figures(dict):
             elif line["bench"] == "pipeline":
                 key = who, "pipeline", line["schedule"], line["ranks"]
                 self.add((*key, "step"), line["step_ms"] * 1e3)
-                for name in ("efficiency", "limit"):
+                for name in filter(line.__contains__, ("efficiency", "limit")):
                     self.add((*key, name), line[name])
             elif line["bench"] == "sbp":
                 for name in ("sbp", "ddp"):

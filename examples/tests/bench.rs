@@ -63,6 +63,19 @@ fn global_tensors_are_measured() {
 }
 
 #[test]
+fn pipelines_are_measured() {
+    let small = ["--micro-batches", "4", "--rows", "2", "--width", "8", "--layers", "4"];
+    let all = ["pipeline", "--json", "--schedules", "gpipe,1f1b,interleaved,zb-h1,zb-v"];
+    let measured = lines(&launch(2, "flow-bench", &[&all[..], &small[..]].concat()));
+    let names: Vec<_> = measured.iter().map(|line| line["schedule"].as_str().unwrap()).collect();
+    assert_eq!(names, ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]);
+    for line in &measured {
+        positive(line, &["step_ms", "ideal_ms", "efficiency", "limit", "ranks"]);
+        assert!(line["limit"].as_f64().is_some_and(|limit| limit <= 1.0), "{line}");
+    }
+}
+
+#[test]
 fn wrong_arguments_are_usage_errors() {
     let cases: [(&[&str], &str); 5] = [
         (
