@@ -10,8 +10,8 @@ use flow_global::Placement;
 use flow_plan::schedule::Schedule;
 use flow_tensor::TensorCollectives;
 
+use crate::caught::caught;
 use crate::error::{Error, Result};
-use crate::executor::caught;
 use crate::links::Links;
 use crate::pipeline::Pipeline;
 use crate::stage::Stage;
