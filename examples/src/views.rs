@@ -7,8 +7,8 @@ use std::sync::Arc;
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use flow::global::init::Init;
+use flow::global::lr_scheduler::LrScheduler;
 use flow::global::random::Generator;
-use flow::global::schedule::Schedule;
 use flow::global::view::{devices, Array, Job, View};
 use flow::prelude::*;
 
@@ -157,8 +157,8 @@ impl Options {
         view: View,
         setting: &Setting,
     ) -> Result<()> {
-        let schedule = Schedule::PiecewiseConstant { boundaries: vec![], values: vec![self.lr] };
-        let mut job = self.declare(job, view, setting, true).schedule(schedule, 0);
+        let rates = LrScheduler::PiecewiseConstant { boundaries: vec![], values: vec![self.lr] };
+        let mut job = self.declare(job, view, setting, true).lr_scheduler(rates, 0);
         let first = setting.group.rank() == 0;
         // The order of one rank: every rank sees the same whole batches.
         let mut sampler =

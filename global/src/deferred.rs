@@ -123,28 +123,33 @@ fn is_deferred(leaf: &Tensor, runtime: &Runtime) -> Result<bool> {
     Ok(true)
 }
 
-/// What the gradient of a deferred leaf becomes: what that is which it is added to, else the leaf's
-/// spec, but partial where the gradient is and the leaf is B. None of other leaves.
+/// What the gradient of a deferred leaf becomes, None of other leaves: what that is which it is added
+/// to, else the leaf's spec, but partial where the gradient is and that is B. What it is added to becomes
+/// partial as well, without communication: after `Tensor::zero_grad` these are zeros that are B.
 pub fn spec_of_gradient(leaf: &Tensor, own: &Spec, gradient: &Spec) -> Result<Option<Arc<Spec>>> {
     let placement = own.placement();
     if placement != gradient.placement() || !is_deferred(leaf, placement.runtime()?)? {
         return Ok(None);
     }
-    if let Some(sum) = find_spec(&leaf.grad()) {
-        return Ok(Some(sum));
-    }
+    let sum = find_spec(&leaf.grad());
+    let before = sum.as_deref().unwrap_or(own).sbp();
     // On an axis of one rank a sum is there already.
-    let axes = own.sbp().iter().zip(gradient.sbp()).zip(placement.shape());
+    let axes = before.iter().zip(gradient.sbp()).zip(placement.shape());
     let kept = axes.map(
-        |((&own, &now), &extent)| {
-            if own == B && now.is_partial() && extent > 1 {
+        |((&before, &now), &extent)| {
+            if before == B && now.is_partial() && extent > 1 {
                 now
             } else {
-                own
+                before
             }
         },
     );
-    Ok(Some(Spec::of(placement, &kept.collect::<NdSbp>())?))
+    let kept = Spec::of(placement, &kept.collect::<NdSbp>())?;
+    if sum.is_some_and(|sum| sum.id() != kept.id()) {
+        let partial = tch::no_grad(|| self::own(&leaf.grad(), &kept, false))?;
+        flow_autograd::set_grad(leaf, Some(&partial))?;
+    }
+    Ok(Some(kept))
 }
 
 /// The gradient with this spec, as a tensor that later ones may be added to: no view, and in memory
@@ -157,4 +162,62 @@ pub fn own(gradient: &Tensor, spec: &Arc<Spec>, exclusive: bool) -> Result<Tenso
         false => local.contiguous().copy(),
     });
     wrap(local.as_ref(), &tensor, spec.clone(), &tensor.size())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::Duration;
+
+    use flow_tensor::ProcessGroup;
+    use tch::nn::{Init, VarStore};
+    use tch::{Device, Kind};
+
+    use super::*;
+    use crate::sbp::S;
+    use crate::{distribute, ones, GlobalTensor};
+
+    /// The gradients before are none, zeros, zeros, and those of the step before.
+    fn trained(group: ProcessGroup) {
+        group.set_timeout(Duration::from_secs(60));
+        let placement = Placement::all(&group).unwrap();
+        let vs = VarStore::new(Device::Cpu);
+        let mut weight = vs.root().var("weight", &[4, 4], Init::Const(0.5));
+        distribute(&vs, &placement, |_, _| [B]).unwrap();
+        let received = || placement.runtime().unwrap().groups.received();
+        let mut of_steps = Vec::new();
+        for step in 0..4 {
+            if step < 3 {
+                weight.zero_grad();
+            }
+            let once = no_sync(&placement).unwrap();
+            let before = received();
+            for _ in 0..3 {
+                let x = ones([4, 4], Kind::Float, &placement, [S(0)]).unwrap();
+                x.matmul(&weight).sum(Kind::Float).backward();
+            }
+            assert_eq!(received(), before, "step {step}");
+            once.finish().unwrap();
+            of_steps.push(received() - before);
+        }
+        // Those of one gradient.
+        assert!(
+            of_steps[0] > 0 && of_steps.iter().all(|&bytes| bytes == of_steps[0]),
+            "{of_steps:?}"
+        );
+        let gradient = weight.grad();
+        assert_eq!(gradient.sbp().unwrap(), [B]);
+        assert_eq!(
+            gradient.to_local().unwrap(),
+            Tensor::full([4, 4], 24, (Kind::Float, Device::Cpu))
+        );
+    }
+
+    #[test]
+    fn gradients_are_reduced_once_whatever_they_are_added_to() {
+        let groups = ProcessGroup::in_process(2).unwrap();
+        thread::scope(|scope| {
+            groups.into_iter().for_each(|group| drop(scope.spawn(|| trained(group))))
+        });
+    }
 }

@@ -46,7 +46,7 @@
 //! | have SBPs chosen | [`planner`] |
 //! | have inputs on different placements moved | [`move_inputs`] |
 //! | save and resume | [`checkpoint`] |
-//! | train in OneFlow's views | [`view`], [`schedule`], [`init`] |
+//! | train in OneFlow's views | [`view`], [`lr_scheduler`], [`init`] |
 //! | look below: which part a rank has, how tensors are boxed, what operations need, random bits | [`region`], [`boxing`], [`Groups`], [`rules`], [`random`] |
 
 pub mod boxing;
@@ -72,6 +72,7 @@ mod kinds;
 mod like;
 mod line;
 mod local;
+pub mod lr_scheduler;
 mod nested;
 pub mod nn;
 mod placement;
@@ -84,7 +85,6 @@ mod replicas;
 pub mod rules;
 mod runtime;
 mod sbp;
-pub mod schedule;
 mod sequence;
 mod spec;
 mod tensor;

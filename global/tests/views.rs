@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use flow_global::init::Init;
+use flow_global::lr_scheduler::LrScheduler;
 use flow_global::random::Generator;
-use flow_global::schedule::Schedule;
 use flow_global::view::{devices, Array, Job, View};
 use flow_global::{distribute, GlobalTensor, Placement, B, S};
 use flow_tensor::ProcessGroup;
@@ -105,7 +105,10 @@ fn train(group: &ProcessGroup, view: View, parts: &[i64], is_split: bool) -> Vec
         .unwrap()
         .input("images", [most, 6], Kind::Double)
         .input("labels", [most], Kind::Int64)
-        .schedule(Schedule::PiecewiseConstant { boundaries: vec![0], values: vec![1.0, 0.5] }, 0);
+        .lr_scheduler(
+            LrScheduler::PiecewiseConstant { boundaries: vec![0], values: vec![1.0, 0.5] },
+            0,
+        );
     let mut results: Vec<Vec<f64>> = Vec::new();
     for _ in 0..5 {
         let result = job.run([arrays(&images), arrays(&labels)]).unwrap();

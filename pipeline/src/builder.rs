@@ -5,13 +5,13 @@ use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use flow_autograd::BoxError;
-use flow_comm::{Axis, Mesh};
+use flow_comm::{Axis, Mesh, ProcessGroup};
 use flow_global::Placement;
 use flow_plan::schedule::Schedule;
 use flow_tensor::TensorCollectives;
 
+use crate::caught::caught;
 use crate::error::{Error, Result};
-use crate::executor::caught;
 use crate::links::Links;
 use crate::pipeline::Pipeline;
 use crate::stage::Stage;
@@ -35,19 +35,21 @@ impl Pipeline {
     /// multiple; four times as many micro-batches as ranks.
     ///
     /// # Errors
-    /// As [`Builder::build`].
+    /// A number of stages that is no multiple of the number of ranks; else as [`Builder::build`].
     pub fn new(stages: Vec<Box<dyn Stage>>, mesh: &Mesh) -> Result<Self> {
         let is_named = mesh.names().iter().any(|name| name == "pp");
         let axis = match is_named || mesh.shape().len() != 1 {
             true => Axis::Name("pp"),
             false => Axis::Number(0),
         };
-        let ranks = mesh.group(axis)?.world_size();
+        let group = mesh.group(axis)?;
+        let ranks = group.world_size();
         let (count, chunks) = (stages.len(), stages.len() / ranks);
         if count == 0 || count % ranks != 0 {
-            let group = mesh.group(axis)?;
             let reason = format!("there are {count} stages; give a multiple of the {ranks} ranks");
-            return Err(Error::Argument { rank: group.ranks()[group.rank()], reason });
+            let error = Error::Argument { rank: group.ranks()[group.rank()], reason };
+            mesh.abort(&error.to_string());
+            return Err(error);
         }
         let schedule = match chunks {
             1 => Schedule::one_f_one_b(count, MICRO_BATCHES * ranks)?,
@@ -100,12 +102,31 @@ impl<'a> Builder<'a> {
     ///
     /// # Errors
     /// The schedule is for another number of ranks; ranks have different schedules; what `stage`
-    /// fails with, or its panic: the other ranks fail as well, here or in their next step.
+    /// fails with, or its panic. The mesh's groups, and that of the placement, are of no use then:
+    /// so the pipeline's other ranks fail as well, here or in their next step, and so do replicas
+    /// that wait for this rank in [`Ddp::new`](flow_ddp::Ddp::new) with a group of the mesh.
     pub fn build(
         self,
+        stage: impl FnMut(usize) -> Result<Box<dyn Stage>, BoxError>,
+    ) -> Result<Pipeline> {
+        let (mesh, placement) = (self.mesh, self.placement.clone());
+        let group = mesh.group(self.axis).and_then(ProcessGroup::duplicate);
+        let made = group.map_err(Error::from).and_then(|group| {
+            let made = self.build_in(&group, stage);
+            made.inspect_err(|error| group.abort(&error.to_string()))
+        });
+        made.inspect_err(|error| {
+            mesh.abort(&error.to_string());
+            placement.iter().for_each(|of| of.abort(&error.to_string()));
+        })
+    }
+
+    /// `group` is the pipeline's own.
+    fn build_in(
+        self,
+        group: &ProcessGroup,
         mut stage: impl FnMut(usize) -> Result<Box<dyn Stage>, BoxError>,
     ) -> Result<Pipeline> {
-        let group = self.mesh.group(self.axis)?.duplicate()?;
         let rank = group.ranks()[group.rank()];
         let argument = |reason| Error::Argument { rank, reason };
         let ranks = group.world_size();
@@ -131,17 +152,13 @@ impl<'a> Builder<'a> {
         let mut stages = BTreeMap::new();
         for number in schedule.stages_of(group.rank()) {
             let made = caught(|| stage(number))
-                .map_err(|error| argument(format!("stage {number} cannot be made: {error}")));
-            let made = made.inspect_err(|error| {
-                group.abort(&error.to_string());
-                self.placement.iter().for_each(|of| of.abort(&error.to_string()));
-            })?;
+                .map_err(|error| argument(format!("stage {number} cannot be made: {error}")))?;
             stages.insert(number, made);
         }
         let device = self.mesh.group(self.axis)?.device();
-        let links = Links::new(&group, &schedule)?;
+        let links = Links::new(group, &schedule)?;
         Ok(Pipeline {
-            group,
+            group: group.clone(),
             links,
             schedule,
             stages,

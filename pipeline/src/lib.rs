@@ -42,6 +42,7 @@
 //! | [`split_by_parameters`], [`split_by_time`] | `SplitPoint`, by hand |
 
 mod builder;
+mod caught;
 mod error;
 mod executor;
 mod links;

@@ -21,7 +21,7 @@ pub struct Header {
 }
 
 /// A tensor without its elements.
-#[derive(Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Description {
     /// A place in [`KINDS`].
     kind: usize,
@@ -32,7 +32,7 @@ pub struct Description {
 }
 
 /// Of a global tensor.
-#[derive(Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Layout {
     sizes: Vec<i64>,
     sbp: Vec<String>,
@@ -54,8 +54,7 @@ const KINDS: [Kind; 12] = [
 ];
 
 impl Description {
-    /// What is said of a tensor.
-    pub fn of(tensor: &Tensor) -> Result<Self, BoxError> {
+    fn of(tensor: &Tensor) -> Result<Self, BoxError> {
         let local = local_of(tensor)?;
         if let Some(reason) = flow_autograd::unsendable(&local) {
             return Err(format!("a tensor that goes to another stage {reason}").into());
@@ -133,6 +132,27 @@ impl fmt::Display for Description {
     }
 }
 
+/// A tensor with its description.
+pub struct Described {
+    pub tensor: Tensor,
+    pub description: Description,
+}
+
+impl Described {
+    /// # Errors
+    /// The tensor cannot be sent.
+    pub fn of(tensor: Tensor) -> Result<Self, BoxError> {
+        let description = Description::of(&tensor)?;
+        Ok(Self { tensor, description })
+    }
+
+    /// The same as a leaf.
+    pub fn without_graph(self) -> Self {
+        let tensor = self.tensor.detach().set_requires_grad(self.description.requires_grad);
+        Self { tensor, ..self }
+    }
+}
+
 /// What this rank has of a tensor.
 pub fn local_of(tensor: &Tensor) -> Result<Tensor, BoxError> {
     Ok(match tensor.is_global() {
@@ -156,16 +176,16 @@ impl Firsts {
     /// Compares what a stage gives, or takes it as the first.
     ///
     /// # Errors
-    /// The tensors are not alike, or cannot be sent.
+    /// The tensors are not alike.
     pub fn check(
         &mut self,
         stage: usize,
         micro_batch: MicroBatch,
-        outputs: &[Tensor],
+        outputs: &[Described],
     ) -> Result<(), BoxError> {
-        let own = outputs.iter().map(Description::of).collect::<Result<Vec<_>, _>>()?;
+        let own = outputs.iter().map(|output| &output.description);
         let Some((first, others)) = self.0.get(&stage) else {
-            self.0.insert(stage, (micro_batch, own));
+            self.0.insert(stage, (micro_batch, own.cloned().collect()));
             return Ok(());
         };
         let number = first.index;
@@ -176,7 +196,7 @@ impl Firsts {
             )
             .into());
         }
-        for (at, (own, other)) in own.iter().zip(others).enumerate() {
+        for (at, (own, other)) in own.zip(others).enumerate() {
             if !own.fits(micro_batch.rows, other, first.rows) {
                 return Err(format!(
                     "output {at} is {own}, but in micro-batch {number} it was {other}: give each \

@@ -14,7 +14,7 @@ use flow_tensor::TensorCollectives;
 use tch::{Device, Tensor};
 
 use crate::links::{Link, Links};
-use crate::message::{sent, Description, Header};
+use crate::message::{sent, Described, Description, Header};
 use crate::micro_batch::MicroBatch;
 
 /// Receives that are under way from each rank: one for what is computed next, and one after it.
@@ -77,19 +77,16 @@ impl<'a> Messages<'a> {
         to: usize,
         receive: Action,
         micro_batch: MicroBatch,
-        tensors: &[Option<Tensor>],
+        tensors: Vec<Option<Described>>,
     ) -> Outcome<()> {
         let mut locals = Vec::new();
         let mut descriptions = Vec::new();
         for tensor in tensors {
-            descriptions.push(match tensor {
-                None => None,
-                Some(tensor) => {
-                    let local = sent(tensor, self.links.is_none())?;
-                    locals.extend(Some(local).filter(|local| local.numel() > 0));
-                    Some(Description::of(tensor)?)
-                }
-            });
+            if let Some(Described { tensor, .. }) = &tensor {
+                let local = sent(tensor, self.links.is_none())?;
+                locals.extend(Some(local).filter(|local| local.numel() > 0));
+            }
+            descriptions.push(tensor.map(|tensor| tensor.description));
         }
         let receive = receive.to_string();
         let header = serde_json::to_vec(&Header { receive, micro_batch, tensors: descriptions })?;
@@ -180,9 +177,5 @@ fn receive_tensors(
 
 /// The rank that a receive is from.
 fn sender(schedule: &Schedule, action: Action) -> Option<usize> {
-    match action {
-        Action::RecvActivation { stage, .. } => Some(schedule.rank_of(stage - 1)),
-        Action::RecvGradient { stage, .. } => Some(schedule.rank_of(stage + 1)),
-        _ => None,
-    }
+    action.send().map(|send| schedule.rank_of(send.stage()))
 }

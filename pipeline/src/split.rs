@@ -8,8 +8,8 @@ use flow_plan::split;
 use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Tensor};
 
+use crate::caught::caught;
 use crate::error::{Error, Result};
-use crate::executor::caught;
 use crate::stage::Layers;
 
 type Outcome<T> = std::result::Result<T, BoxError>;

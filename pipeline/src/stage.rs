@@ -39,12 +39,15 @@ impl<M: ModuleT> Stage for M {
 }
 
 /// A stage whose gradients are averaged over the group of its [`Ddp`], once in a step. Each step begins
-/// with the buffers of the first rank of that group.
-pub struct DdpStage<M>(pub Ddp<M>);
+/// with the buffers of the first rank of that group. The `Ddp` is of a module, or of a stage with
+/// several inputs and outputs, as [`stage_fn`] makes it.
+pub struct DdpStage<S>(pub Ddp<S>);
 
-impl<M: ModuleT> Stage for DdpStage<M> {
+impl<S: Stage> Stage for DdpStage<S> {
+    /// Without [`Ddp::forward_t`]'s part: a step has the buffers already, and its backwards belong to
+    /// its forwards.
     fn forward_micro_batch(&self, inputs: &[Tensor], train: bool) -> Result<Vec<Tensor>, BoxError> {
-        Ok(vec![self.0.try_forward_t(one(inputs)?, train)?])
+        S::forward_micro_batch(&self.0, inputs, train)
     }
 
     fn begin_step(&self) -> Result<Option<NoSync>, BoxError> {
@@ -54,6 +57,20 @@ impl<M: ModuleT> Stage for DdpStage<M> {
 
     fn abort(&self, cause: &str) {
         self.0.abort(cause);
+    }
+}
+
+impl Stage for Box<dyn Stage> {
+    fn forward_micro_batch(&self, inputs: &[Tensor], train: bool) -> Result<Vec<Tensor>, BoxError> {
+        (**self).forward_micro_batch(inputs, train)
+    }
+
+    fn begin_step(&self) -> Result<Option<NoSync>, BoxError> {
+        (**self).begin_step()
+    }
+
+    fn abort(&self, cause: &str) {
+        (**self).abort(cause);
     }
 }
 

@@ -244,6 +244,17 @@ fn a_stage_that_cannot_be_made_fails_all_ranks() {
     }
 }
 
+/// The other rank waits for this one.
+#[test]
+fn a_list_of_stages_that_does_not_fit_fails_all_ranks() {
+    let errors = ranks(2, |group| {
+        let list = (0..2 + group.rank()).map(|_| stage_fn(|x| twice(&x[0]))).collect();
+        Pipeline::new(list, &mesh(&group)).unwrap_err().to_string()
+    });
+    let cause = "rank 1: pipeline: there are 3 stages; give a multiple of the 2 ranks";
+    assert!(errors.iter().all(|error| error.contains(cause)), "{errors:?}");
+}
+
 #[test]
 fn outputs_that_some_micro_batches_lack_are_not_lost() {
     ranks(1, |group| {

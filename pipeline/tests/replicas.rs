@@ -8,7 +8,7 @@ use common::{close, numbers, ranks};
 use flow_comm::Mesh;
 use flow_ddp::{Ddp, DistributedSampler};
 use flow_global::{distribute, GlobalTensor, Placement, B, S};
-use flow_pipeline::{DdpStage, Pipeline, Schedule, Stage};
+use flow_pipeline::{stage_fn, DdpStage, Pipeline, Schedule, Stage};
 use flow_tensor::ProcessGroup;
 use tch::nn::{self, Module, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -187,6 +187,73 @@ fn a_step_begins_with_the_buffers_of_the_first_replica() {
             assert_eq!(pair[0].0[1], pair[1].0[1]);
         }
         found[..2].iter().for_each(|(means, expected)| close(&means[0], expected));
+    }
+}
+
+/// Two tensors go from stage to stage, each of which has its own weight.
+#[test]
+fn ddp_has_stages_of_several_tensors() {
+    let weight = |of| numbers(&[4, 4], [0.3, 0.5][of]);
+    let pair = |inputs: &[Tensor], weight: &Tensor| {
+        let [x, y] = inputs else { panic!("{} inputs", inputs.len()) };
+        vec![x.matmul(weight).tanh(), y + x.matmul(&weight.tr())]
+    };
+    let loss = |outputs: &[Tensor]| (&outputs[0] * &outputs[1]).mean(Kind::Double);
+    let [x, y] = batch(0);
+    let alone = [0, 1].map(|of| weight(of).set_requires_grad(true));
+    loss(&pair(&pair(&[x, y], &alone[0]), &alone[1])).backward();
+    for (name, recomputes) in SCHEDULES {
+        let schedule = Schedule::named(name, 2, 1, 3).unwrap();
+        let found = ranks(4, |group| {
+            let mesh = mesh_of_four(&group);
+            let [stage, replica] = mesh.coordinates().unwrap()[..] else { panic!("two axes") };
+            let mut vs = VarStore::new(Device::Cpu);
+            vs.set_kind(Kind::Double);
+            let own = vs.root().var_copy("weight", &weight(stage));
+            let mut pipeline = Pipeline::builder(&mesh, "pp")
+                .schedule(schedule.clone())
+                .recompute(recomputes)
+                .build(|_| {
+                    let own = own.shallow_clone();
+                    let stage = stage_fn(move |inputs| Ok(pair(inputs, &own)));
+                    Ok(Box::new(DdpStage(Ddp::new(stage, &vs, mesh.group("dp")?)?)))
+                })
+                .unwrap();
+            let inputs = batch(0).map(|all| all.narrow(0, 6 * replica as i64, 6));
+            pipeline.step(&inputs, |outputs, _| loss(outputs)).unwrap();
+            (stage, own.grad())
+        });
+        found.iter().for_each(|(stage, found)| close(found, &alone[*stage].grad()));
+    }
+}
+
+/// Rank 2 makes no stage, while its replica waits in `Ddp::new`. (The time-out says nothing of coffee.)
+#[test]
+fn a_replica_that_cannot_be_made_fails_all() {
+    for panics in [false, true] {
+        let errors = ranks(4, |group| {
+            let mesh = mesh_of_four(&group);
+            let own = mesh.coordinates().unwrap();
+            let mut vs = VarStore::new(Device::Cpu);
+            let made = Pipeline::builder(&mesh, "pp").build(|stage| {
+                let fails = own == [1, 0];
+                assert!(!fails || !panics, "out of coffee");
+                if fails {
+                    return Err("out of coffee".into());
+                }
+                let half = Half::new(&mut vs, stage);
+                Ok(Box::new(DdpStage(Ddp::new(half, &vs, mesh.group("dp")?)?)))
+            });
+            let [x, y] = batch(0);
+            let step = made.and_then(|mut pipeline| {
+                pipeline.step(&[x], |outputs, part| loss(&outputs[0], &part.of(&y)))
+            });
+            step.unwrap_err().to_string()
+        });
+        let cause = "rank 2: pipeline: stage 1 cannot be made: ";
+        assert!(errors[2].starts_with(cause), "{errors:?}");
+        let said = |error: &String| error.contains(cause) && error.contains("out of coffee");
+        assert!(errors.iter().all(said), "{errors:?}");
     }
 }
 

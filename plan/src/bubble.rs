@@ -116,10 +116,8 @@ pub fn waits(
             let sends = if ranks > 1 { stalls + 4.0 * hops * (send - late) } else { 0.0 };
             (slowest.total(), bubble, sends)
         }
-        // Found with the simulator: Qi et al. say only that ranks are not idle in between. Of two
-        // paths the longer counts. Along the one, gradients of inputs come from the tip of the V
-        // (a rank has two stages, so a hop is half a rank's). Along the other they also come back,
-        // while each rank does as many gradients of weights.
+        // Of the two ends in `Schedule::zb_v` the later counts; a rank has two stages, so that a hop
+        // is half a rank's. What sends add was found with the simulator.
         ScheduleKind::ZbV => {
             let late = (send - least(|work| work.backward_weight) / 2.0).max(0.0);
             let (stalls, send) = (2.0 * late * (2.0 * count + hops), send - late);

@@ -153,6 +153,12 @@ impl Mesh {
         self.groups.get(axis).ok_or_else(|| self.outside("Mesh::group"))
     }
 
+    /// Makes the groups of this rank unusable on all their ranks, whose waits end with `cause`: see
+    /// [`ProcessGroup::abort`].
+    pub fn abort(&self, cause: &str) {
+        self.groups.iter().for_each(|group| group.abort(cause));
+    }
+
     /// The mesh of some axes through this rank: the ranks that differ from it on these axes only,
     /// in the given order of axes. It shares the groups of this mesh, so nothing is communicated.
     ///

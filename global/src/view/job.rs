@@ -10,9 +10,9 @@ use super::placeholder::Placeholder;
 use super::{variables, Array, View};
 use crate::error::{Error, Result};
 use crate::local::distribute_tensor;
+use crate::lr_scheduler::LrScheduler;
 use crate::placement::Placement;
 use crate::sbp::{Sbp, B, S};
-use crate::schedule::Schedule;
 use crate::tensor::GlobalTensor;
 
 /// A model that all ranks call together, to train it or to predict with it.
@@ -36,7 +36,7 @@ type Callback = Box<dyn FnOnce(Array)>;
 
 struct Training {
     optimizer: Optimizer,
-    schedule: Option<Schedule>,
+    lr_scheduler: Option<LrScheduler>,
     step: u64,
 }
 
@@ -64,7 +64,7 @@ impl<'a, M: FnMut(&[Tensor]) -> Result<Tensor>> Job<'a, M> {
         optimizer: Optimizer,
         model: M,
     ) -> Result<Self> {
-        let training = Training { optimizer, schedule: None, step: 0 };
+        let training = Training { optimizer, lr_scheduler: None, step: 0 };
         Self::new(view, placement, vs, Some(training), model)
     }
 
@@ -128,10 +128,10 @@ impl<'a, M: FnMut(&[Tensor]) -> Result<Tensor>> Job<'a, M> {
     }
 
     /// Sets the learning rate of each step, the next of which is number `step`: 0, unless the
-    /// training goes on from a checkpoint. Without a schedule the optimizer's own stays.
-    pub fn schedule(mut self, schedule: Schedule, step: u64) -> Self {
+    /// training goes on from a checkpoint. Without this the optimizer's own stays.
+    pub fn lr_scheduler(mut self, lr_scheduler: LrScheduler, step: u64) -> Self {
         if let Some(training) = &mut self.training {
-            (training.schedule, training.step) = (Some(schedule), step);
+            (training.lr_scheduler, training.step) = (Some(lr_scheduler), step);
         }
         self
     }
@@ -212,8 +212,8 @@ impl<'a, M: FnMut(&[Tensor]) -> Result<Tensor>> Job<'a, M> {
                 let mut gradients: Vec<Tensor> = gradients.collect();
                 self.group.all_reduce_coalesced(&mut gradients, ReduceOp::Sum)?;
             }
-            if let Some(schedule) = &training.schedule {
-                training.optimizer.set_lr(schedule.at(training.step));
+            if let Some(scheduler) = &training.lr_scheduler {
+                training.optimizer.set_lr(scheduler.at(training.step));
             }
             training.optimizer.step();
             training.step += 1;

@@ -15,9 +15,8 @@ pub(super) fn check_counts(ranks: usize, chunks: usize, micro_batches: usize) ->
             return Err(Error::Zero(what));
         }
     }
-    // A forward and the halves of a backward, of each micro-batch in each stage. Making and
-    // simulating a schedule takes as long as if there were no fewer micro-batches than ranks.
-    let counts = [chunks, micro_batches.max(ranks), 3];
+    // A forward and the halves of a backward, of each micro-batch in each stage.
+    let counts = [chunks, micro_batches, 3];
     match counts.iter().try_fold(ranks, |product, &count| product.checked_mul(count)) {
         Some(product) if product <= MAX => Ok(()),
         _ => Err(Error::TooLarge(MAX)),

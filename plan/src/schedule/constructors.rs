@@ -79,11 +79,18 @@ impl Schedule {
     /// model goes down the ranks and up again in the form of a V; the first and the last stage are
     /// both on rank 0.
     ///
-    /// From its first computation to its last a rank is never idle, if the forward, the gradients
-    /// of inputs and those of weights take the same time, and m >= 2 p - 1. Then the whole step
-    /// takes (p - 1) B longer than the work of a rank, where B is the time of a stage's gradients of
-    /// inputs. Each rank holds at most 2 p activations of a stage: as much as rank 0 in 1F1B, whose
-    /// stages are twice as large.
+    /// Let F, B and W be the times of a stage's forward, and of its gradients of inputs and of
+    /// weights. If W <= F <= B, and m >= 2 p - 1, the step takes (p - 1) max(B, 2 (B - W)) longer
+    /// than the work of a rank. For the last rank, the tip of the V, cannot begin with gradients
+    /// before the first micro-batch has passed all 2 p stages, and its gradient p - 1 of them: at
+    /// 2 p F + (p - 1) B, when it has computed 2 p forwards. From then on it is not idle, so that it
+    /// ends (p - 1) B after its work; meanwhile its last gradient of inputs passes the other p - 1
+    /// ranks, while it does 2 (p - 1) gradients of weights that it has put off. The later end of
+    /// these two counts (the simulator finds none that is later). If all three times are the same no
+    /// rank is idle from its first computation to its last.
+    ///
+    /// Each rank holds at most 2 p activations of a stage: as much as rank 0 in 1F1B, whose stages
+    /// are twice as large.
     ///
     /// # Errors
     /// A count of 0, or more than 2^24 computations.

@@ -52,12 +52,12 @@ fn computations(stage: usize) -> [Action; 3] {
 }
 
 /// Each phase is repeated so often. Whenever one of its computations comes, that is the one of the
-/// next micro-batch, as long as there is one.
+/// next micro-batch, as long as there is one: so never more often than there are micro-batches.
 fn in_phases(phases: &[(usize, &[Action])], micro_batches: usize) -> Vec<Action> {
     let mut next: HashMap<Action, usize> = HashMap::new();
     let mut actions = Vec::new();
     for &(times, phase) in phases {
-        for &computation in std::iter::repeat_n(phase, times).flatten() {
+        for &computation in std::iter::repeat_n(phase, times.min(micro_batches)).flatten() {
             let next = next.entry(computation).or_default();
             if *next < micro_batches {
                 actions.push(computation.of_micro_batch(*next));

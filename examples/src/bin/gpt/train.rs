@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use anyhow::{ensure, Result};
 use flow::global::checkpoint::{Checkpoint, Checkpoints};
-use flow::global::schedule::Schedule as LearningRate;
+use flow::global::lr_scheduler::LrScheduler;
 use flow::global::GlobalTensor;
 use flow::prelude::{nn, ReduceOp, Tensor, TensorCollectives, B};
 use flow_examples::options::{write_losses, Options as Training};
@@ -175,7 +175,7 @@ impl Job<'_> {
 }
 
 /// The learning rate of each step: up in a straight line, then down along half a cosine.
-fn rates(options: &Options) -> LearningRate {
-    let cosine = LearningRate::Cosine { base: options.lr, steps: options.steps, alpha: 0.1 };
-    LearningRate::LinearWarmUp { steps: options.steps / 10, start: 0.05, then: Box::new(cosine) }
+fn rates(options: &Options) -> LrScheduler {
+    let cosine = LrScheduler::Cosine { base: options.lr, steps: options.steps, alpha: 0.1 };
+    LrScheduler::LinearWarmUp { steps: options.steps / 10, start: 0.05, then: Box::new(cosine) }
 }

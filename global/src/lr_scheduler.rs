@@ -4,7 +4,7 @@ use std::f64::consts::PI;
 
 /// A learning rate for each step of a training, the first of which is step 0.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Schedule {
+pub enum LrScheduler {
     /// The same for all steps.
     Constant(f64),
     /// `values[i]` up to and with step `boundaries[i]`, then the last value: OneFlow's
@@ -49,32 +49,32 @@ pub enum Schedule {
         /// The factor of step 0.
         start: f64,
         /// What follows.
-        then: Box<Schedule>,
+        then: Box<LrScheduler>,
     },
 }
 
-impl Schedule {
+impl LrScheduler {
     /// The learning rate of a step.
     pub fn at(&self, step: u64) -> f64 {
         match self {
-            Schedule::Constant(rate) => *rate,
-            Schedule::PiecewiseConstant { boundaries, values } => {
+            LrScheduler::Constant(rate) => *rate,
+            LrScheduler::PiecewiseConstant { boundaries, values } => {
                 let index = boundaries.partition_point(|&boundary| boundary < step);
                 values.get(index).or(values.last()).copied().unwrap_or_default()
             }
-            Schedule::Cosine { base, steps, alpha } => {
+            LrScheduler::Cosine { base, steps, alpha } => {
                 let done = step.min(*steps) as f64 / (*steps).max(1) as f64;
                 base * (alpha + (1.0 - alpha) * 0.5 * (1.0 + (PI * done).cos()))
             }
-            Schedule::Step { base, every, gamma } => {
+            LrScheduler::Step { base, every, gamma } => {
                 base * gamma.powf((step / (*every).max(1)) as f64)
             }
-            Schedule::Exponential { base, gamma } => base * gamma.powf(step as f64),
-            Schedule::LinearWarmUp { steps, start, then } if step < *steps => {
+            LrScheduler::Exponential { base, gamma } => base * gamma.powf(step as f64),
+            LrScheduler::LinearWarmUp { steps, start, then } if step < *steps => {
                 let done = step as f64 / *steps as f64;
                 then.at(*steps) * (start + (1.0 - start) * done)
             }
-            Schedule::LinearWarmUp { then, .. } => then.at(step),
+            LrScheduler::LinearWarmUp { then, .. } => then.at(step),
         }
     }
 }
@@ -83,32 +83,34 @@ impl Schedule {
 mod tests {
     use super::*;
 
-    fn is(schedule: &Schedule, expected: &[(u64, f64)]) {
+    fn is(scheduler: &LrScheduler, expected: &[(u64, f64)]) {
         for &(step, rate) in expected {
-            let at = schedule.at(step);
-            assert!((at - rate).abs() < 1e-12, "{schedule:?} at {step}: {at} instead of {rate}");
+            let at = scheduler.at(step);
+            assert!((at - rate).abs() < 1e-12, "{scheduler:?} at {step}: {at} instead of {rate}");
         }
     }
 
     #[test]
     fn rates_are_those_of_the_formulas() {
-        is(&Schedule::Constant(0.1), &[(0, 0.1), (1000, 0.1)]);
-        let pieces =
-            Schedule::PiecewiseConstant { boundaries: vec![10, 20], values: vec![3.0, 2.0, 1.0] };
+        is(&LrScheduler::Constant(0.1), &[(0, 0.1), (1000, 0.1)]);
+        let pieces = LrScheduler::PiecewiseConstant {
+            boundaries: vec![10, 20],
+            values: vec![3.0, 2.0, 1.0],
+        };
         is(&pieces, &[(0, 3.0), (10, 3.0), (11, 2.0), (20, 2.0), (21, 1.0), (99, 1.0)]);
-        let cosine = Schedule::Cosine { base: 0.8, steps: 10, alpha: 0.25 };
+        let cosine = LrScheduler::Cosine { base: 0.8, steps: 10, alpha: 0.25 };
         is(&cosine, &[(0, 0.8), (5, 0.5), (10, 0.2), (11, 0.2)]);
-        let step = Schedule::Step { base: 1.0, every: 3, gamma: 0.5 };
+        let step = LrScheduler::Step { base: 1.0, every: 3, gamma: 0.5 };
         is(&step, &[(0, 1.0), (2, 1.0), (3, 0.5), (8, 0.25)]);
-        is(&Schedule::Exponential { base: 2.0, gamma: 0.5 }, &[(0, 2.0), (1, 1.0), (3, 0.25)]);
-        let warm = Schedule::LinearWarmUp { steps: 4, start: 0.5, then: Box::new(step) };
+        is(&LrScheduler::Exponential { base: 2.0, gamma: 0.5 }, &[(0, 2.0), (1, 1.0), (3, 0.25)]);
+        let warm = LrScheduler::LinearWarmUp { steps: 4, start: 0.5, then: Box::new(step) };
         is(&warm, &[(0, 0.25), (2, 0.375), (4, 0.5), (6, 0.25)]);
     }
 
     #[test]
     fn odd_values_do_no_harm() {
-        is(&Schedule::PiecewiseConstant { boundaries: vec![], values: vec![] }, &[(3, 0.0)]);
-        is(&Schedule::Cosine { base: 1.0, steps: 0, alpha: 0.5 }, &[(0, 1.0), (7, 1.0)]);
-        is(&Schedule::Step { base: 1.0, every: 0, gamma: 0.5 }, &[(2, 0.25)]);
+        is(&LrScheduler::PiecewiseConstant { boundaries: vec![], values: vec![] }, &[(3, 0.0)]);
+        is(&LrScheduler::Cosine { base: 1.0, steps: 0, alpha: 0.5 }, &[(0, 1.0), (7, 1.0)]);
+        is(&LrScheduler::Step { base: 1.0, every: 0, gamma: 0.5 }, &[(2, 0.25)]);
     }
 }
