@@ -1,5 +1,7 @@
 //! What can go wrong in a pipeline.
 
+use std::ops::Range;
+
 use flow_autograd::BoxError;
 use flow_plan::schedule::Action;
 
@@ -37,6 +39,17 @@ pub enum Error {
         layer: usize,
         /// The cause.
         cause: BoxError,
+    },
+    /// [`Layers::into_stages`](crate::Layers::into_stages) has ranges of other layers.
+    #[error(
+        "{ranges:?} do not divide {layers} layers: give ranges that follow each other from 0 to \
+         {layers}, such as those of split_by_parameters"
+    )]
+    Ranges {
+        /// The ranges.
+        ranges: Vec<Range<usize>>,
+        /// How many layers there are.
+        layers: usize,
     },
     /// What was asked for cannot work.
     #[error("rank {rank}: pipeline: {reason}")]

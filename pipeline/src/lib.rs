@@ -39,7 +39,7 @@
 //! | [`Pipeline::step`] | `schedule.step(x, target=y, losses=losses)` |
 //! | [`Pipeline::forward`] | `schedule.eval(x)` |
 //! | [`MicroBatch`] | what `n_microbatches` divides a batch into |
-//! | [`split_by_parameters`], [`split_by_time`] | `SplitPoint`, by hand |
+//! | [`split_by_parameters`], [`split_by_time`], [`Layers::into_stages`] | `SplitPoint`, by hand |
 
 mod builder;
 mod caught;

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::time::Instant;
 
 use flow_autograd::{set_grad, with_rng_state, BoxError, RngState};
+use flow_comm::ProcessGroup;
 use flow_plan::split;
 use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Tensor};
@@ -14,31 +15,53 @@ use crate::stage::Layers;
 
 type Outcome<T> = std::result::Result<T, BoxError>;
 
-/// Divides layers with these numbers of parameters: [`split`].
-pub fn split_by_parameters(parameters: &[usize], stages: usize) -> Vec<Range<usize>> {
-    let costs: Vec<f64> = parameters.iter().map(|&count| count as f64).collect();
+/// Divides layers by their parameters: [`split`].
+pub fn split_by_parameters(layers: &Layers, stages: usize) -> Vec<Range<usize>> {
+    let costs: Vec<f64> = layers.0.iter().map(|layer| layer.parameters as f64).collect();
     split(&costs, stages)
 }
 
 /// Divides layers by the time that each takes forward and backward on a micro-batch like `input`,
-/// the shortest of three runs, on this rank: [`split`]. Ranks measure differently, and stages have to
-/// be the same on all: call this on one rank, and broadcast where its ranges end. Gradients and buffers in `vs`, the layers'
-/// variables, are the same afterwards, and so are libtorch's random numbers.
+/// the shortest of three runs: [`split`]. Rank 0 of `group` measures, and all its ranks, which call
+/// this with the same layers, get what it has found. With replicas these are all ranks of the mesh, so
+/// that replicas have the same stages. Gradients and buffers in `vs`, the layers' variables, are the
+/// same afterwards, and so are libtorch's random numbers.
 ///
 /// # Errors
-/// A layer fails, or panics, on what the one before it gives; libtorch's, of what is in `vs`.
+/// A layer fails on rank 0, or panics, on what the one before it gives; libtorch's, of what is in
+/// `vs`; a collective that fails.
 pub fn split_by_time(
     layers: &Layers,
     vs: &VarStore,
     input: &Tensor,
     stages: usize,
+    group: &ProcessGroup,
 ) -> Result<Vec<Range<usize>>> {
-    let kept = Kept::of(vs).map_err(Error::State)?;
+    let mut costs = vec![f64::NAN; layers.0.len()];
+    let measured = match group.rank() {
+        0 => measure_all(layers, vs, input).map(|found| costs = found),
+        _ => Ok(()),
+    };
+    let sent = group.broadcast(&mut costs[..], 0);
+    measured?;
+    sent?;
+    if costs.iter().any(|cost| cost.is_nan()) {
+        let ranks = group.ranks();
+        let reason = format!("the layers cannot be measured: see the error of rank {}", ranks[0]);
+        return Err(Error::Argument { rank: ranks[group.rank()], reason });
+    }
+    Ok(split(&costs, stages))
+}
+
+/// The seconds of each layer.
+fn measure_all(layers: &Layers, vs: &VarStore, input: &Tensor) -> Result<Vec<f64>> {
     let random = RngState::of(input.device()).map_err(|error| Error::State(error.into()))?;
+    let kept = Kept::of(vs).map_err(Error::State)?;
     let mut input = input.detach();
     let mut costs = Vec::new();
     let measured = layers.0.iter().enumerate().try_for_each(|(number, layer)| {
-        let measured = with_rng_state(&random, || caught(|| measure(layer.as_ref(), &input)));
+        let run = || caught(|| measure(layer.module.as_ref(), &input));
+        let measured = with_rng_state(&random, run);
         let measured = measured.map_err(BoxError::from).and_then(|measured| measured);
         let (seconds, output) = measured.map_err(|cause| Error::Layer { layer: number, cause })?;
         costs.push(seconds);
@@ -46,7 +69,7 @@ pub fn split_by_time(
         Ok(())
     });
     kept.restore().map_err(Error::State)?;
-    measured.map(|()| split(&costs, stages))
+    measured.map(|()| costs)
 }
 
 /// The shortest time of a layer, and its output.

@@ -1,11 +1,14 @@
 //! What a rank has of a model.
 
 use std::fmt;
+use std::ops::Range;
 
 use flow_autograd::BoxError;
 use flow_ddp::{Ddp, NoSync};
-use tch::nn::ModuleT;
+use tch::nn::{ModuleT, Path, VarStore};
 use tch::Tensor;
+
+use crate::error::Error;
 
 /// A part of a model. Any `tch` module is one, with a tensor in and a tensor out; [`stage_fn`] makes
 /// one of a closure with several.
@@ -75,13 +78,70 @@ impl Stage for Box<dyn Stage> {
 }
 
 /// Some layers of a model, one after the other.
+///
+/// ```
+/// use flow_pipeline::{split_by_parameters, Layers};
+/// use tch::{nn, Device};
+///
+/// let vs = nn::VarStore::new(Device::Cpu);
+/// let layers = Layers::default()
+///     .add(&vs, |path| nn::linear(path, 784, 128, Default::default()))
+///     .add(&vs, |_| nn::func(|x| x.relu()))
+///     .add(&vs, |path| nn::linear(path, 128, 10, Default::default()));
+/// let ranges = split_by_parameters(&layers, 2);
+/// let stages = layers.into_stages(&ranges)?;
+/// assert_eq!(stages.len(), 2);
+/// # Ok::<(), flow_pipeline::Error>(())
+/// ```
+#[derive(Debug, Default)]
+pub struct Layers(pub(crate) Vec<Layer>);
+
 #[derive(Debug)]
-pub struct Layers(pub Vec<Box<dyn ModuleT>>);
+pub(crate) struct Layer {
+    pub module: Box<dyn ModuleT>,
+    /// Elements of its trainable variables.
+    pub parameters: usize,
+}
+
+impl Layers {
+    /// With one more layer at the end. The variables that `make` makes in `vs`, below the layer's
+    /// number (`0.weight`, as in `torch.nn.Sequential`), are the layer's parameters.
+    #[must_use]
+    pub fn add<M: ModuleT + 'static>(
+        mut self,
+        vs: &VarStore,
+        make: impl FnOnce(Path) -> M,
+    ) -> Self {
+        let count = || vs.trainable_variables().iter().map(Tensor::numel).sum::<usize>();
+        let before = count();
+        let module = Box::new(make(vs.root() / self.0.len()));
+        self.0.push(Layer { module, parameters: count() - before });
+        self
+    }
+
+    /// The layers of each of these ranges as a stage, for [`Pipeline::new`](crate::Pipeline::new).
+    ///
+    /// # Errors
+    /// The ranges are not all layers in their order.
+    pub fn into_stages(self, ranges: &[Range<usize>]) -> crate::Result<Vec<Box<dyn Stage>>> {
+        let layers = self.0.len();
+        let follows =
+            |at, range: &Range<usize>| (range.start == at && range.end >= at).then_some(range.end);
+        if ranges.iter().try_fold(0, follows) != Some(layers) {
+            return Err(Error::Ranges { ranges: ranges.to_vec(), layers });
+        }
+        let mut rest = self.0.into_iter();
+        let stage = |range: &Range<usize>| -> Box<dyn Stage> {
+            Box::new(Self(rest.by_ref().take(range.len()).collect()))
+        };
+        Ok(ranges.iter().map(stage).collect())
+    }
+}
 
 impl ModuleT for Layers {
     fn forward_t(&self, input: &Tensor, train: bool) -> Tensor {
         let first = input.shallow_clone();
-        self.0.iter().fold(first, |input, layer| layer.forward_t(&input, train))
+        self.0.iter().fold(first, |input, layer| layer.module.forward_t(&input, train))
     }
 }
 

@@ -193,30 +193,54 @@ fn who_has_failed_trains_again_with_a_new_pipeline() {
 /// Gradients, statistics and random numbers are what they were, also after an error.
 #[test]
 fn splitting_by_time_leaves_a_model_as_it_was() {
-    let mut vs = VarStore::new(Device::Cpu);
-    let linear = nn::linear(vs.root(), 4, 4, Default::default());
-    let norm = nn::batch_norm1d(vs.root(), 4, Default::default());
-    vs.double();
-    let (weight, mean_of) = (linear.ws.shallow_clone(), norm.running_mean.shallow_clone());
-    weight.square().sum(Kind::Double).backward();
-    let dropout = nn::func_t(|x, train| x.dropout(0.5, train));
-    let mut layers = Layers(vec![Box::new(linear), Box::new(norm), Box::new(dropout)]);
-    let x = numbers(&[6, 4], 0.7);
-    tch::manual_seed(3);
-    let drawn = Tensor::rand([3], (Kind::Double, Device::Cpu));
-    let unchanged = |ranges: Result<Vec<_>, flow_pipeline::Error>| {
-        assert_eq!(weight.grad(), weight.detach() * 2);
-        assert_eq!(mean_of, mean_of.zeros_like());
-        assert_eq!(Tensor::rand([3], (Kind::Double, Device::Cpu)), drawn);
-        tch::manual_seed(3);
-        ranges
+    let split = |fails: bool| {
+        ranks(2, |group| {
+            let mut vs = VarStore::new(Device::Cpu);
+            let mut of_layers = [Tensor::new(), Tensor::new()];
+            let mut layers = Layers::default()
+                .add(&vs, |path| {
+                    let linear = nn::linear(path, 4, 4, Default::default());
+                    of_layers[0] = linear.ws.shallow_clone();
+                    linear
+                })
+                .add(&vs, |path| {
+                    let norm = nn::batch_norm1d(path, 4, Default::default());
+                    of_layers[1] = norm.running_mean.shallow_clone();
+                    norm
+                })
+                .add(&vs, |_| nn::func_t(|x, train| x.dropout(0.5, train)));
+            if fails {
+                layers = layers.add(&vs, |_| nn::func(|x| x.matmul(&numbers(&[5, 5], 0.3))));
+            }
+            vs.double();
+            let [weight, mean] = of_layers;
+            weight.square().sum(Kind::Double).backward();
+            let drawn = || Tensor::rand([3], (Kind::Double, Device::Cpu));
+            let x = numbers(&[6, 4], 0.7);
+            // From here on only rank 0 draws, and measures.
+            group.barrier().unwrap();
+            let mut expected = None;
+            if group.rank() == 0 {
+                tch::manual_seed(3);
+                expected = Some(drawn());
+                tch::manual_seed(3);
+            }
+            let ranges = split_by_time(&layers, &vs, &x, 2, &group);
+            if let Some(expected) = expected {
+                assert_eq!(drawn(), expected);
+            }
+            assert_eq!(weight.grad(), weight.detach() * 2);
+            assert_eq!(mean, mean.zeros_like());
+            ranges.map_err(|error| error.to_string())
+        })
     };
-    tch::manual_seed(3);
-    let ranges = unchanged(split_by_time(&layers, &vs, &x, 2)).unwrap();
-    assert_eq!((ranges.len(), ranges[0].start, ranges[1].end), (2, 0, 3));
-    layers.0.push(Box::new(nn::func(|x| x.matmul(&numbers(&[5, 5], 0.3)))));
-    let error = unchanged(split_by_time(&layers, &vs, &x, 2)).unwrap_err().to_string();
-    assert!(error.starts_with("layer 3 cannot be measured: "), "{error}");
+    let ranges = split(false).into_iter().map(|ranges| ranges.unwrap()).collect::<Vec<_>>();
+    assert_eq!(ranges[0], ranges[1]);
+    assert_eq!((ranges[0].len(), ranges[0][0].start, ranges[0][1].end), (2, 0, 3));
+    let errors: Vec<_> = split(true).into_iter().map(|ranges| ranges.unwrap_err()).collect();
+    assert!(errors[0].starts_with("layer 3 cannot be measured: "), "{errors:?}");
+    let other = "rank 1: pipeline: the layers cannot be measured: see the error of rank 0";
+    assert_eq!(errors[1], other);
 }
 
 /// The other rank has made its stage, and learns of it in its step.

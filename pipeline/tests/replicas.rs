@@ -4,9 +4,10 @@ mod common;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use common::replicas::{self, loss, Half, Replica, ROWS};
 use common::{close, numbers, ranks};
 use flow_comm::Mesh;
-use flow_ddp::{Ddp, DistributedSampler};
+use flow_ddp::Ddp;
 use flow_global::{distribute, GlobalTensor, Placement, B, S};
 use flow_pipeline::{stage_fn, DdpStage, Pipeline, Schedule, Stage};
 use flow_tensor::ProcessGroup;
@@ -17,134 +18,59 @@ fn mesh_of_four(group: &ProcessGroup) -> Mesh {
     Mesh::new(group, &[0, 1, 2, 3], &[2, 2]).unwrap().with_names(&["pp", "dp"]).unwrap()
 }
 
-fn loss(output: &Tensor, y: &Tensor) -> Tensor {
-    (output - y).square().mean(Kind::Double)
+fn batch(step: usize) -> [Tensor; 2] {
+    replicas::batch(12, step)
 }
 
-/// First and last stage have the same weight.
-#[derive(Debug)]
-struct Half(Tensor, usize);
+const SCHEDULES: [(&str, bool); 3] = [("1f1b", false), ("gpipe", true), ("zb-h1", true)];
+/// With two stages on each rank.
+const CHUNKED: [(&str, bool); 3] = [("interleaved", false), ("interleaved", true), ("zb-v", false)];
 
-impl Half {
-    fn new(vs: &mut VarStore, stage: usize) -> Self {
-        let mut weight = vs.root().var("weight", &[4, 4], nn::Init::Const(0.0));
-        vs.double();
-        tch::no_grad(|| weight.copy_(&numbers(&[4, 4], 0.3)));
-        Self(weight, stage)
-    }
-}
-
-impl Module for Half {
-    fn forward(&self, x: &Tensor) -> Tensor {
-        match self.1 {
-            0 => x.matmul(&self.0).tanh(),
-            _ => x.matmul(&self.0.tr()),
+/// On all schedules; micro-batches differ in rows.
+fn check_gradients(is_global: bool) {
+    for (name, recomputes) in SCHEDULES.into_iter().chain(CHUNKED) {
+        let schedule = Schedule::named(name, 2, 2, 3).unwrap();
+        let expected = replicas::gradients_alone(schedule.stages());
+        let found = ranks(4, |group| {
+            let mesh = mesh_of_four(&group);
+            let mut replica = Replica::new(&mesh, &schedule, recomputes, is_global).unwrap();
+            replica.gradients().unwrap()
+        });
+        assert_eq!(found.iter().flatten().count(), 2 * schedule.stages(), "{name}");
+        for (stage, found) in found.iter().flatten() {
+            close(found, &expected[*stage]);
         }
     }
 }
 
-fn batch(step: usize) -> [Tensor; 2] {
-    [0.7, 0.9].map(|factor| numbers(&[12, 4], factor + step as f64))
-}
-
-/// The gradient of three steps, in one process.
-fn tied_alone() -> Tensor {
-    let weight = numbers(&[4, 4], 0.3).set_requires_grad(true);
-    for step in 0..3 {
-        let [x, y] = batch(step);
-        loss(&x.matmul(&weight).tanh().matmul(&weight.tr()), &y).backward();
-    }
-    weight.grad()
-}
-
-const SCHEDULES: [(&str, bool); 3] = [("1f1b", false), ("gpipe", true), ("zb-h1", true)];
-
 /// The sampler of the data-parallel rank says which rows a pipeline has.
 #[test]
 fn tied_weights_of_ddp_have_the_gradient_of_one_process() {
-    let expected = tied_alone();
-    for (name, recomputes) in SCHEDULES {
-        let schedule = Schedule::named(name, 2, 1, 3).unwrap();
-        let found = ranks(4, |group| {
-            let mesh = mesh_of_four(&group);
-            let mut vs = VarStore::new(Device::Cpu);
-            let mut weight = Tensor::new();
-            let mut pipeline = Pipeline::builder(&mesh, "pp")
-                .schedule(schedule.clone())
-                .recompute(recomputes)
-                .build(|stage| {
-                    let half = Half::new(&mut vs, stage);
-                    weight = half.0.shallow_clone();
-                    Ok(Box::new(DdpStage(Ddp::new(half, &vs, mesh.group("dp")?)?)))
-                })
-                .unwrap();
-            pipeline.tie(&[0, 1], Some(&weight)).unwrap();
-            let sampler = DistributedSampler::new(12, mesh.group("dp").unwrap()).shuffle(true);
-            let rows: Vec<i64> = sampler.iter().map(|row| row as i64).collect();
-            for step in 0..3 {
-                let [x, y] = batch(step).map(|all| all.index_select(0, &Tensor::from_slice(&rows)));
-                pipeline.step(&[x], |outputs, part| loss(&outputs[0], &part.of(&y))).unwrap();
-            }
-            weight.grad()
-        });
-        found.iter().for_each(|found| close(found, &expected));
-    }
+    check_gradients(false);
 }
 
 #[test]
 fn tied_global_weights_have_the_gradient_of_one_process() {
-    let expected = tied_alone();
-    for (name, recomputes) in SCHEDULES {
-        let schedule = Schedule::named(name, 2, 1, 3).unwrap();
-        let found = ranks(4, |group| {
-            let mesh = mesh_of_four(&group);
-            let own = mesh.coordinates().unwrap();
-            let stage_group = group.split(Some(own[0]), 0).unwrap().unwrap();
-            let placement = Placement::all(&stage_group).unwrap();
-            let mut vs = VarStore::new(Device::Cpu);
-            let mut shared = Tensor::new();
-            let mut pipeline = Pipeline::builder(&mesh, "pp")
-                .schedule(schedule.clone())
-                .recompute(recomputes)
-                .placement(placement.clone())
-                .build(|stage| {
-                    let half = Half::new(&mut vs, stage);
-                    distribute(&vs, &placement, |_, _| [B])?;
-                    shared = half.0.shallow_clone();
-                    Ok(Box::new(half) as Box<dyn Stage>)
-                })
-                .unwrap();
-            pipeline.tie(&[0, 1], Some(&shared)).unwrap();
-            let part = |all: Tensor, rows: [i64; 2]| {
-                let start = [0, rows[0]][own[1]];
-                let local = all.narrow(0, start, rows[own[1]]);
-                let total = rows.iter().sum::<i64>();
-                flow_global::from_local(&local, [total, 4], &placement, [S(0)]).unwrap()
-            };
-            for step in 0..3 {
-                let [x, y] = batch(step).map(|all| part(all, [6, 6]));
-                pipeline.step(&[x], |outputs, part| loss(&outputs[0], &part.of(&y))).unwrap();
-            }
-            let gradient = shared.grad().to_local().unwrap();
+    check_gradients(true);
+}
 
-            // Rows come out of an evaluation as they went in.
-            let weight = numbers(&[4, 4], 0.3);
-            let [x, _] = batch(0);
-            let outputs = pipeline.forward(&[part(x.shallow_clone(), [6, 6])]).unwrap();
-            for output in outputs.iter().flatten() {
-                let whole = output.to_sbp([B]).unwrap().to_local().unwrap();
-                close(&whole, &x.matmul(&weight).tanh().matmul(&weight.tr()));
-            }
-            // What would be weighted wrongly is an error.
-            let [x, _] = batch(0);
-            let step =
-                pipeline.step(&[part(x, [6, 5])], |outputs, _| outputs[0].mean(Kind::Double));
-            let error = step.unwrap_err().to_string();
-            assert!(error.contains("is split unevenly"), "{error}");
-            gradient
-        });
-        found.iter().for_each(|found| close(found, &expected));
-    }
+#[test]
+fn global_rows_come_out_of_an_evaluation_as_they_went_in() {
+    let schedule = Schedule::one_f_one_b(2, 3).unwrap();
+    ranks(4, |group| {
+        let mut replica = Replica::new(&mesh_of_four(&group), &schedule, false, true).unwrap();
+        let [x, _] = replicas::batch(ROWS, 0);
+        let part = replica.part(&x, [7, 7]).unwrap();
+        for output in replica.pipeline.forward(&[part]).unwrap().iter().flatten() {
+            let whole = output.to_sbp([B]).unwrap().to_local().unwrap();
+            close(&whole, &replicas::alone(2).iter().fold(&x + 0, |x, half| half.forward(&x)));
+        }
+        // What would be weighted wrongly is an error.
+        let part = replica.part(&x, [7, 6]).unwrap();
+        let step = replica.pipeline.step(&[part], |outputs, _| outputs[0].mean(Kind::Double));
+        let error = step.unwrap_err().to_string();
+        assert!(error.contains("is split unevenly"), "{error}");
+    });
 }
 
 /// Two steps of batch normalization: only in the first one replicas have different rows. Within a step

@@ -98,7 +98,8 @@ fn linear(vs: &mut VarStore, factor: f64) -> nn::Linear {
     layer
 }
 
-/// Gradients of a layer of each of two stages, in one process.
+/// Gradients of a layer of each of two stages, in one process. Of 14 rows a replica has 7, and its
+/// micro-batches 3, 2 and 2.
 fn gradients_alone(rows: i64) -> Vec<[Tensor; 2]> {
     let mut stores = [VarStore::new(Device::Cpu), VarStore::new(Device::Cpu)];
     let layers = [linear(&mut stores[0], 0.3), linear(&mut stores[1], 0.5)];
@@ -124,7 +125,7 @@ impl Module for Tanh {
 
 #[test]
 fn ddp_averages_the_gradients_of_a_step() {
-    let expected = gradients_alone(12);
+    let expected = gradients_alone(14);
     for (schedule, recomputes) in [
         (Schedule::one_f_one_b(2, 3).unwrap(), false),
         (Schedule::gpipe(2, 3).unwrap(), true),
@@ -146,7 +147,7 @@ fn ddp_averages_the_gradients_of_a_step() {
                     Ok(Box::new(DdpStage(ddp)))
                 })
                 .unwrap();
-            let part = |factor| numbers(&[12, 4], factor).narrow(0, rank * 6, 6);
+            let part = |factor| numbers(&[14, 4], factor).narrow(0, rank * 7, 7);
             let (x, y) = (part(0.7), part(0.9));
             for _ in 0..2 {
                 for weight in &mut gradients {
@@ -167,7 +168,7 @@ fn ddp_averages_the_gradients_of_a_step() {
 
 #[test]
 fn global_tensors_go_from_stage_to_stage() {
-    let expected = gradients_alone(12);
+    let expected = gradients_alone(14);
     for (schedule, recomputes) in [
         (Schedule::one_f_one_b(2, 3).unwrap(), false),
         (Schedule::gpipe(2, 3).unwrap(), true),
@@ -193,7 +194,7 @@ fn global_tensors_go_from_stage_to_stage() {
                 })
                 .unwrap();
             let part = |factor| {
-                let local = numbers(&[12, 4], factor).narrow(0, own[1] as i64 * 6, 6);
+                let local = numbers(&[14, 4], factor).narrow(0, own[1] as i64 * 7, 7);
                 local.to_global(&placement, [S(0)]).unwrap()
             };
             let (x, y) = (part(0.7), part(0.9));
@@ -329,47 +330,51 @@ fn a_list_of_modules_is_a_pipeline() {
     }
 }
 
-/// Times are the machine's: only that all layers are there.
-#[test]
-fn layers_are_split_by_time_and_by_parameters() {
-    let vs = VarStore::new(Device::Cpu);
-    let layer = |outputs| -> Box<dyn nn::ModuleT> {
-        Box::new(nn::linear(vs.root(), 64, outputs, Default::default()))
+/// A model of five layers, whose variables have known values.
+fn layers(vs: &VarStore) -> Layers {
+    let linear = |path: nn::Path, factor: f64, sizes: [i64; 2]| {
+        let weight = path.var_copy("weight", &numbers(&[sizes[1], sizes[0]], factor));
+        nn::func(move |x: &Tensor| x.matmul(&weight.tr()))
     };
-    let layers = Layers(vec![layer(64), Box::new(nn::func(|x| x.relu())), layer(64), layer(64)]);
-    let x = Tensor::ones([8, 64], (Kind::Float, Device::Cpu));
-    let ranges = split_by_time(&layers, &vs, &x, 3).unwrap();
-    assert_eq!((ranges.len(), ranges[0].start, ranges[2].end), (3, 0, 4));
-    assert!(ranges.windows(2).all(|pair| pair[0].end == pair[1].start));
-    let has_none = |weight: &Tensor| {
-        !weight.grad().defined() || weight.grad().abs().max() == Tensor::from(0.0)
-    };
-    assert!(vs.trainable_variables().iter().all(has_none));
-    assert_eq!(split_by_parameters(&[10, 10, 10, 30], 2), [0..3, 3..4]);
+    Layers::default()
+        .add(vs, |path| linear(path, 0.3, [4, 4]))
+        .add(vs, |_| nn::func(|x| x.tanh()))
+        .add(vs, |path| linear(path, 0.5, [4, 6]))
+        .add(vs, |_| nn::func(|x| x.tanh()))
+        .add(vs, |path| linear(path, 0.7, [6, 2]))
 }
 
-/// A model of layers, divided by their parameters.
+/// In double precision.
+fn store() -> VarStore {
+    let mut vs = VarStore::new(Device::Cpu);
+    vs.set_kind(Kind::Double);
+    vs
+}
+
+/// Of 16, 0, 24, 0 and 12 parameters.
+#[test]
+fn ranges_of_layers_become_stages() {
+    let vs = store();
+    let model = layers(&vs);
+    let mut names: Vec<String> = vs.variables().into_keys().collect();
+    names.sort();
+    assert_eq!(names, ["0.weight", "2.weight", "4.weight"]);
+    assert_eq!(split_by_parameters(&model, 2), [0..2, 2..5]);
+    assert_eq!(split_by_parameters(&model, 3), [0..2, 2..3, 3..5]);
+    for wrong in [&[(0, 2), (3, 5)][..], &[(0, 2), (2, 4)], &[(0, 3), (3, 2), (2, 5)], &[(1, 5)]] {
+        let wrong: Vec<_> = wrong.iter().map(|&(start, end)| start..end).collect();
+        let error = layers(&store()).into_stages(&wrong).unwrap_err().to_string();
+        assert!(error.contains("give ranges that follow each other from 0 to 5"), "{error}");
+    }
+}
+
+/// Divided by parameters, and by times, which are the machine's: all ranks have the same ranges.
 #[test]
 fn a_split_model_trains_as_one_process() {
-    let layers = |vs: &VarStore| -> Vec<Box<dyn nn::ModuleT>> {
-        let linear = |factor: f64, sizes: [i64; 2]| {
-            let values = numbers(&[sizes[1], sizes[0]], factor);
-            let weight = vs.root().var_copy("weight", &values);
-            nn::func(move |x: &Tensor| x.matmul(&weight.tr()))
-        };
-        vec![
-            Box::new(linear(0.3, [4, 4])),
-            Box::new(nn::func(|x| x.tanh())),
-            Box::new(linear(0.5, [4, 6])),
-            Box::new(nn::func(|x| x.tanh())),
-            Box::new(linear(0.7, [6, 2])),
-        ]
-    };
     let loss = |y: &Tensor, target: &Tensor| (y - target).square().mean(Kind::Double);
     let batch = || (numbers(&[9, 4], 0.7), numbers(&[9, 2], 0.9));
-    let mut vs = VarStore::new(Device::Cpu);
-    let whole = Layers(layers(&vs));
-    vs.double();
+    let vs = store();
+    let whole = layers(&vs);
     let (x, target) = batch();
     let mut expected = Vec::new();
     let mut sgd = nn::Sgd::default().build(&vs, 0.1).unwrap();
@@ -379,27 +384,31 @@ fn a_split_model_trains_as_one_process() {
         expected.push(own.detach());
     }
     assert!(expected[2].double_value(&[]) < expected[0].double_value(&[]));
-    let found = ranks(2, |group| {
-        let mut vs = VarStore::new(Device::Cpu);
-        let mut layers = layers(&vs).into_iter();
-        vs.double();
-        let ranges = split_by_parameters(&[20, 0, 30, 0, 14], 2);
-        let stages = ranges.into_iter().map(|range| -> Box<dyn Stage> {
-            Box::new(Layers(layers.by_ref().take(range.len()).collect()))
+    for is_by_time in [false, true] {
+        let found = ranks(2, |group| {
+            let vs = store();
+            let layers = layers(&vs);
+            let (x, target) = batch();
+            let ranges = match is_by_time {
+                true => split_by_time(&layers, &vs, &x, 2, &group).unwrap(),
+                false => split_by_parameters(&layers, 2),
+            };
+            let stages = layers.into_stages(&ranges).unwrap();
+            let mut pipeline = Pipeline::new(stages, &mesh(&group)).unwrap();
+            let mut sgd = nn::Sgd::default().build(&vs, 0.1).unwrap();
+            let step = |_| {
+                sgd.zero_grad();
+                let own =
+                    pipeline.step(&[x.shallow_clone()], |y, part| loss(&y[0], &part.of(&target)));
+                sgd.step();
+                own.unwrap()
+            };
+            (ranges, (0..3).map(step).collect::<Vec<_>>())
         });
-        let mut pipeline = Pipeline::new(stages.collect(), &mesh(&group)).unwrap();
-        let mut sgd = nn::Sgd::default().build(&vs, 0.1).unwrap();
-        let (x, target) = batch();
-        let step = |_| {
-            sgd.zero_grad();
-            let own = pipeline.step(&[x.shallow_clone()], |y, part| loss(&y[0], &part.of(&target)));
-            sgd.step();
-            own.unwrap()
-        };
-        (0..3).map(step).collect::<Vec<_>>()
-    });
-    for (found, expected) in found[1].iter().zip(&expected) {
-        close(found.as_ref().unwrap(), expected);
+        assert_eq!(found[0].0, found[1].0);
+        for (found, expected) in found[1].1.iter().zip(&expected) {
+            close(found.as_ref().unwrap(), expected);
+        }
     }
 }
 

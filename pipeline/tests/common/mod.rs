@@ -2,6 +2,8 @@
 
 #![allow(dead_code)] // each test binary uses some of it
 
+pub mod replicas;
+
 use std::sync::OnceLock;
 use std::time::Duration;
 
@@ -35,11 +37,14 @@ pub fn mesh(group: &ProcessGroup) -> Mesh {
 /// Where tensors are, if not on the CPU.
 pub static DEVICE: OnceLock<Device> = OnceLock::new();
 
+pub fn device() -> Device {
+    *DEVICE.get().unwrap_or(&Device::Cpu)
+}
+
 /// Numbers that are the same on each call.
 pub fn numbers(sizes: &[i64], factor: f64) -> Tensor {
     let count: i64 = sizes.iter().product();
-    let device = *DEVICE.get().unwrap_or(&Device::Cpu);
-    (Tensor::arange(count, (Kind::Double, device)) * factor).sin().view(sizes)
+    (Tensor::arange(count, (Kind::Double, device())) * factor).sin().view(sizes)
 }
 
 /// A model of many stages. From stage to stage go two tensors, one of which needs no gradient. Each
