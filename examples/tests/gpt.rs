@@ -168,6 +168,11 @@ fn recomputation_sequence_parallelism_and_sharding_happen() {
     let forwards = |job: &Finished| job.stderr.matches("] block ").count();
     assert_eq!(forwards(&kept), 4 * STEPS * 2 * 8, "ranks, steps, micro-batches, blocks");
     assert_eq!(forwards(&again), 2 * forwards(&kept));
+    let memory = |job: &Finished, part: &str| -> f64 {
+        let (_, rest) = job.stdout.split_once(&format!("{part} ")).unwrap();
+        rest.split([',', '\n']).next().unwrap().parse().unwrap()
+    };
+    assert!(memory(&again, "activations") < 0.5 * memory(&kept, "activations"), "{kept:?}");
     // Split by samples and by tokens.
     let split = "activations [8, 8, 16] as [S(0), S(1)]\n";
     assert_eq!(kept.stderr.matches(split).count(), forwards(&kept), "{}", kept.stderr);
@@ -181,6 +186,13 @@ fn recomputation_sequence_parallelism_and_sharding_happen() {
     // Half of it, but for biases that are split already.
     let (parameters, state) = of(&kept);
     assert!(state < parameters * 53 / 100, "{state} of {parameters}");
+    // In double precision; AdamW has shards and two means.
+    for (part, elements) in
+        [("weights", parameters), ("gradients", parameters), ("optimizer", 3 * state)]
+    {
+        let megabytes = 8.0 * elements as f64 / 1e6;
+        assert!((memory(&kept, part) - megabytes).abs() < 1e-3, "{part}: {megabytes}, {kept:?}");
+    }
     // What the ranks have saved of it: the first one all that it has.
     let path = folder.join(format!("checkpoint/step-{STEPS}"));
     for rank in 0..4 {

@@ -99,7 +99,7 @@ impl Costs {
         for layer in &model.layers {
             let cost = match last {
                 Some((same, cost)) if same == layer => cost,
-                _ => cost_of(layer, cluster, &group, layout),
+                _ => cost_of(layer, cluster, training, &group, layout),
             };
             last = Some((layer, cost));
             costs.largest_layer = costs.largest_layer.max(cost.parameters);
@@ -135,7 +135,13 @@ impl Costs {
 }
 
 /// A layer's costs.
-fn cost_of(layer: &Layer, cluster: &Cluster, group: &Group, layout: &Layout) -> Cost {
+fn cost_of(
+    layer: &Layer,
+    cluster: &Cluster,
+    training: &Training,
+    group: &Group,
+    layout: &Layout,
+) -> Cost {
     let samples = layout.micro_batch as f64;
     let tensor = layout.tensor as f64;
     let replicas = if layout.sequence_parallel { tensor } else { 1.0 };
@@ -148,7 +154,11 @@ fn cost_of(layer: &Layer, cluster: &Cluster, group: &Group, layout: &Layout) -> 
     // What is kept has been written once, and read once by the operation that follows.
     let moving = |bytes: f64| 2.0 * bytes / cluster.memory_bandwidth;
     let scores = samples * layer.score_activations / tensor;
-    let others = samples * (layer.activations / tensor + layer.replicated_activations / replicas);
+    let gathered = if training.keep_gathered { 1.0 } else { replicas };
+    let others = samples
+        * (layer.activations / tensor
+            + layer.replicated_activations / replicas
+            + layer.gathered_activations / gathered);
     let overhead = if layer.flops > 0.0 { cluster.layer_overhead } else { 0.0 };
     let forward = computing(layer.flops) + moving(scores + others) + overhead;
     let all_reduce = group.all_reduce(samples * layer.all_reduce);

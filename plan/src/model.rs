@@ -34,6 +34,11 @@ pub struct Layer {
     /// parallelism divides them.
     #[serde(default)]
     pub replicated_activations: f64,
+    /// Bytes of inputs of linear layers, which sequence parallelism gathers. They too are kept for
+    /// the backward on each rank of tensor parallelism, unless sequence parallelism divides them and
+    /// [`Training::keep_gathered`](crate::Training::keep_gathered) is not set.
+    #[serde(default)]
+    pub gathered_activations: f64,
     /// Bytes kept for the backward that selective recomputation does not keep: the scores of
     /// attention. Tensor parallelism divides them.
     #[serde(default)]
@@ -60,6 +65,7 @@ impl Layer {
             ("input", self.input),
             ("activations", self.activations),
             ("replicated_activations", self.replicated_activations),
+            ("gathered_activations", self.gathered_activations),
             ("score_activations", self.score_activations),
             ("score_flops", self.score_flops),
             ("all_reduce", self.all_reduce),
@@ -102,6 +108,9 @@ pub struct Transformer {
     pub dropout: Option<bool>,
     /// Whether the logits use the embedding's weights; yes if left out.
     pub tied_embeddings: Option<bool>,
+    /// Whether attention is one operation that keeps no scores for the backward, as FlashAttention
+    /// (Dao et al. 2022) and libtorch's `scaled_dot_product_attention` are; no if left out.
+    pub flash_attention: Option<bool>,
 }
 
 impl Transformer {
@@ -138,6 +147,7 @@ impl Transformer {
             [self.hidden, self.sequence, self.heads, self.vocabulary].map(|size| size as f64);
         let f = self.mlp.map_or(4.0 * h, |mlp| mlp as f64);
         let mask = if self.dropout.unwrap_or(true) { 1.0 } else { 0.0 };
+        let scores = if self.flash_attention.unwrap_or(false) { 0.0 } else { 1.0 };
         let embedding = Layer {
             parameters: (v + s) * h,
             replicated_activations: mask * s * h,
@@ -155,11 +165,13 @@ impl Transformer {
             input: element * s * h,
             // Queries, keys, values, the projection's input; the MLP's before and after GELU.
             activations: element * s * (4.0 * h + 2.0 * f),
-            // Inputs of the layer norms, of attention and of the MLP; two masks.
-            replicated_activations: (4.0 * element + 2.0 * mask) * s * h,
+            // Inputs of the layer norms; two masks.
+            replicated_activations: (2.0 * element + 2.0 * mask) * s * h,
+            // Inputs of attention and of the MLP.
+            gathered_activations: 2.0 * element * s * h,
             // Softmax, its mask, and what dropout leaves of it.
-            score_activations: (element + mask * (element + 1.0)) * a * s * s,
-            score_flops: 4.0 * s * s * h,
+            score_activations: scores * (element + mask * (element + 1.0)) * a * s * s,
+            score_flops: scores * 4.0 * s * s * h,
             all_reduce: 2.0 * element * s * h,
             ..Layer::default()
         };
@@ -173,7 +185,8 @@ impl Transformer {
             input: element * s * h,
             // In 4 bytes, for the loss.
             activations: 4.0 * s * v,
-            replicated_activations: 2.0 * element * s * h,
+            replicated_activations: element * s * h,
+            gathered_activations: element * s * h,
             never_recomputed: true,
             ..Layer::default()
         };
@@ -256,8 +269,18 @@ mod tests {
 
     fn gpt(layers: usize, hidden: usize, heads: usize) -> Transformer {
         let (sequence, vocabulary) = (2048, 51_200);
-        let (mlp, dropout, tied_embeddings) = (None, None, None);
-        Transformer { layers, hidden, heads, sequence, vocabulary, mlp, dropout, tied_embeddings }
+        let (mlp, dropout, tied_embeddings, flash_attention) = (None, None, None, None);
+        Transformer {
+            layers,
+            hidden,
+            heads,
+            sequence,
+            vocabulary,
+            mlp,
+            dropout,
+            tied_embeddings,
+            flash_attention,
+        }
     }
 
     /// Table 1 of Narayanan et al. 2021: billions of parameters.
@@ -301,10 +324,12 @@ mod tests {
         let shape = gpt(96, 12_288, 96);
         let block = &shape.layers(2.0)[1];
         let (s, h) = (2048.0, 12_288.0);
-        assert_eq!(block.replicated_activations, 10.0 * s * h);
+        assert_eq!(block.replicated_activations + block.gathered_activations, 10.0 * s * h);
         assert_eq!(block.activations, 24.0 * s * h);
         assert_eq!(block.score_activations, 5.0 * 96.0 * s * s);
         assert_eq!(block.input, 2.0 * s * h);
+        let flash = Transformer { flash_attention: Some(true), ..shape };
+        assert_eq!(flash.layers(2.0)[1].score_activations, 0.0);
     }
 
     #[test]

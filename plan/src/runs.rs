@@ -40,14 +40,19 @@ struct RunFile {
     fitted: bool,
 }
 
-/// What was measured of a run.
+/// What was measured of a run: one of the first two.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Measured {
+#[serde(deny_unknown_fields)]
+pub struct Measured {
     /// Seconds of a step.
-    Seconds(f64),
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub seconds: Option<f64>,
     /// 10^12 floating point operations a second of a rank, counted as [`Prediction::flops`].
-    Teraflops(f64),
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub teraflops: Option<f64>,
+    /// Bytes of weights, gradients, the optimizer's state and activations, of the rank that has most.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory: Option<f64>,
 }
 
 /// A run, measured and predicted.
@@ -57,10 +62,13 @@ pub struct Comparison {
     pub name: String,
     /// What was measured.
     pub measured: Measured,
-    /// The same, predicted.
+    /// The same, predicted: seconds, or 10^12 operations a second.
     pub predicted: f64,
     /// How much more time is predicted than was measured, as a part of the latter.
     pub error: f64,
+    /// How much more memory is predicted than was measured, as a part of the latter.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_error: Option<f64>,
     /// Whether numbers of the cluster were chosen so that this run is predicted: no check of them.
     pub fitted: bool,
     /// All that is predicted.
@@ -95,16 +103,22 @@ fn compare_run(run: RunFile, cluster: &Cluster, training: Training) -> Result<Co
     let model = model_of(run.transformer, run.layers, run.tensor_parallel, training.element)?;
     let (batch, cluster) = (run.batch, cluster.clone());
     let task = Task { model, batch, cluster, training, layout: run.layout };
-    let (Measured::Seconds(number) | Measured::Teraflops(number)) = run.measured;
-    positive("measured", number)?;
+    let Measured { seconds, teraflops, memory } = run.measured;
+    for number in [seconds, teraflops, memory].into_iter().flatten() {
+        positive("measured", number)?;
+    }
     let prediction = predict(&task, &run.layout.filled())?;
-    let (predicted, error) = match run.measured {
-        Measured::Seconds(seconds) => (prediction.time.step, prediction.time.step / seconds),
-        Measured::Teraflops(teraflops) => {
-            let predicted = prediction.flops / 1e12;
-            (predicted, teraflops / predicted)
+    let (step, operations) = (prediction.time.step, prediction.flops / 1e12);
+    let (predicted, ratio) = match (seconds, teraflops) {
+        (Some(seconds), None) => (step, step / seconds),
+        (None, Some(teraflops)) => (operations, teraflops / operations),
+        (seconds, _) => {
+            let given = if seconds.is_some() { "two speeds" } else { "without a speed" };
+            return Err(Error::field("measured", given, "give `seconds` or `teraflops`"));
         }
     };
+    let memory_error = memory.map(|measured| prediction.memory.total / measured - 1.0);
     let (name, measured, fitted) = (run.name, run.measured, run.fitted);
-    Ok(Comparison { name, measured, predicted, error: error - 1.0, fitted, prediction })
+    let error = ratio - 1.0;
+    Ok(Comparison { name, measured, predicted, error, memory_error, fitted, prediction })
 }

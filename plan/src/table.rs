@@ -1,6 +1,6 @@
 //! Predictions as tables.
 
-use flow_plan::{Comparison, Limit, Measured, Part, Plans, Prediction, ScheduleKind};
+use flow_plan::{Comparison, Limit, Part, Plans, Prediction, ScheduleKind};
 
 /// The layouts, a line for each.
 pub fn plans(plans: &Plans) -> String {
@@ -63,39 +63,59 @@ fn row(plan: &Prediction) -> [String; 16] {
 
 /// Measured runs beside what is predicted.
 pub fn comparisons(source: &str, comparisons: &[Comparison]) -> String {
-    let mut rows =
-        vec![["run", "dp x tp x pp", "measured", "predicted", "time", "memory"].map(String::from)];
-    for comparison in comparisons {
-        let layout = &comparison.prediction.layout;
-        let (measured, predicted) = match comparison.measured {
-            Measured::Seconds(measured) => (seconds(measured), seconds(comparison.predicted)),
-            Measured::Teraflops(measured) => {
-                let shown = |teraflops: f64| operations(1e12 * teraflops) + "flop/s";
-                (shown(measured), shown(comparison.predicted))
-            }
-        };
-        rows.push([
-            comparison.name.clone(),
-            format!("{} x {} x {}", layout.data, layout.tensor, layout.pipeline),
-            measured,
-            predicted,
-            format!(
-                "{:+.1}%{}",
-                100.0 * comparison.error,
-                if comparison.fitted { " fitted" } else { "" }
-            ),
-            bytes(comparison.prediction.memory.total),
-        ]);
-    }
+    let memory_errors: Vec<f64> = comparisons.iter().filter_map(|run| run.memory_error).collect();
+    let has_memory = !memory_errors.is_empty();
+    let [of_memory, of_error] = if has_memory { ["measured", "error"] } else { [""; 2] };
+    let mut rows = vec![[
+        "run",
+        "dp x tp x pp",
+        "measured",
+        "predicted",
+        "time",
+        "memory",
+        of_memory,
+        of_error,
+    ]
+    .map(String::from)];
+    rows.extend(comparisons.iter().map(comparison));
     let (fitted, checks): (Vec<_>, Vec<_>) = comparisons.iter().partition(|run| run.fitted);
-    let errors = checks.iter().map(|comparison| comparison.error.abs());
-    let (sum, worst) = errors.fold((0.0, 0.0_f64), |(sum, worst), e| (sum + e, worst.max(e)));
-    let (mean, worst) = (percent(sum / checks.len().max(1) as f64), percent(worst));
     let without = match fitted.len() {
         0 => String::new(),
         count => format!(", without the {count} fitted"),
     };
-    format!("measured: {source}\n{}mean error {mean}, worst {worst}{without}\n", aligned(&rows))
+    let of_time = mean_and_worst(checks.iter().map(|run| run.error));
+    let of_memory = match has_memory {
+        true => format!("memory: {}\n", mean_and_worst(memory_errors.into_iter())),
+        false => String::new(),
+    };
+    format!("measured: {source}\n{}{of_time}{without}\n{of_memory}", aligned(&rows))
+}
+
+fn comparison(run: &Comparison) -> [String; 8] {
+    let layout = &run.prediction.layout;
+    let teraflops = |teraflops: f64| operations(1e12 * teraflops) + "flop/s";
+    let shown = |number| match run.measured.seconds {
+        Some(_) => seconds(number),
+        None => teraflops(number),
+    };
+    let error = |error: f64| format!("{:+.1}%", 100.0 * error);
+    [
+        run.name.clone(),
+        format!("{} x {} x {}", layout.data, layout.tensor, layout.pipeline),
+        run.measured.seconds.or(run.measured.teraflops).map(shown).unwrap_or_default(),
+        shown(run.predicted),
+        error(run.error) + if run.fitted { " fitted" } else { "" },
+        bytes(run.prediction.memory.total),
+        run.measured.memory.map(bytes).unwrap_or_default(),
+        run.memory_error.map(error).unwrap_or_default(),
+    ]
+}
+
+fn mean_and_worst(errors: impl ExactSizeIterator<Item = f64>) -> String {
+    let count = errors.len().max(1) as f64;
+    let add = |(sum, worst): (f64, f64), error: f64| (sum + error.abs(), worst.max(error.abs()));
+    let (sum, worst) = errors.fold((0.0, 0.0), add);
+    format!("mean error {}, worst {}", percent(sum / count), percent(worst))
 }
 
 /// Columns as wide as their widest cell.

@@ -26,6 +26,10 @@ pub struct Training {
     /// Whether each rank of tensor parallelism sends its part only, and the receivers gather
     /// (Narayanan et al. 2021, section 4.1). With sequence parallelism that is always so.
     pub scatter_gather: bool,
+    /// Whether a rank keeps what sequence parallelism has gathered for linear layers, as Flow's
+    /// example `gpt` does. Else it keeps its part, and the backward gathers again (Korthikanti et al.
+    /// 2022, section 4.2.2).
+    pub keep_gathered: bool,
 }
 
 impl Default for Training {
@@ -38,6 +42,7 @@ impl Default for Training {
             data_overlap: 0.0,
             pipeline_overlap: 0.0,
             scatter_gather: false,
+            keep_gathered: false,
         }
     }
 }

@@ -162,6 +162,8 @@ fn runs_on_two_cores_are_predicted_better_than_by_the_cores_alone() {
     let sentence = format!("{} on average, and that by the cores alone {}", shown[0], shown[1]);
     assert!(PAGE.contains(&sentence), "docs/planner.md differs from: {sentence}");
     assert!(model < 0.6 * cores, "{sentence}");
+    let memory: Vec<f64> = rows.iter().map(|row| row["memory_error"].as_f64().unwrap()).collect();
+    assert!(memory.iter().all(|error| (-0.08..0.0).contains(error)), "{memory:?}");
 
     let (mut pairs, mut right) = (0, 0);
     for (index, row) in rows.iter().enumerate() {

@@ -10,9 +10,18 @@ fn cluster() -> Cluster {
 
 fn task(layers: usize, hidden: usize, batch: usize) -> Task {
     let (heads, sequence, vocabulary) = (16, 512, 8192);
-    let (mlp, dropout, tied_embeddings) = (None, None, None);
-    let shape =
-        Transformer { layers, hidden, heads, sequence, vocabulary, mlp, dropout, tied_embeddings };
+    let (mlp, dropout, tied_embeddings, flash_attention) = (None, None, None, None);
+    let shape = Transformer {
+        layers,
+        hidden,
+        heads,
+        sequence,
+        vocabulary,
+        mlp,
+        dropout,
+        tied_embeddings,
+        flash_attention,
+    };
     let training = Training::default();
     let model = Model::transformer(&shape, training.element).unwrap();
     Task { model, batch, cluster: cluster(), training, layout: Constraints::default() }

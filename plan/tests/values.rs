@@ -81,6 +81,32 @@ fn tensor_parallelism_moves_four_all_reduces_a_layer() {
     assert_eq!(bytes(3) - bytes(2), 16.0 * 4.0 * 32.0 * 64.0 * 7.0 / 8.0);
 }
 
+/// Korthikanti et al. 2022, table 2, with sequence parallelism: s b h / t (34 + 5 a s / h) bytes. Of
+/// these 4 s b h are inputs of linear layers, and 5 a s^2 b are scores.
+#[test]
+fn sequence_parallelism_divides_what_is_not_gathered() {
+    let (h, s, a, t) = (64.0, 32.0, 8.0, 8.0);
+    let activations = |layers: usize, keep_gathered: bool, flash_attention: bool| {
+        let text = json!({
+            "transformer": {
+                "layers": layers, "hidden": h as usize, "heads": a as usize, "sequence": s as usize,
+                "vocabulary": 128, "flash_attention": flash_attention,
+            },
+            "training": { "keep_gathered": keep_gathered },
+            "batch": 1,
+        });
+        let cluster = include_str!("../models/dgx-a100.json");
+        let task = Task::from_json(&text.to_string(), Some(cluster)).unwrap();
+        let layout = Layout { tensor: 8, sequence_parallel: true, ..NARROW };
+        predicted(&task, layout).memory.activations
+    };
+    let of_block = |keep, flash| activations(3, keep, flash) - activations(2, keep, flash);
+    let paper = s * h / t * (34.0 + 5.0 * a * s / h);
+    assert_eq!(of_block(false, false), paper);
+    assert_eq!(of_block(true, false), paper + 4.0 * s * h * (t - 1.0) / t);
+    assert_eq!(of_block(false, true), paper - 5.0 * a * s * s / t);
+}
+
 /// Three collectives of each layer for each micro-batch, in steps of log2 of the ranks.
 #[test]
 fn zero_3_waits_for_each_layer() {
@@ -174,6 +200,15 @@ fn bad_runs_are_named() {
                  "measured": measured }])
     };
     assert_eq!(error(json!([])), "runs is []: give at least one run");
+    let measured = |measured: serde_json::Value| {
+        let mut runs = run(8, json!({}), 1.0);
+        runs[0]["measured"] = measured;
+        error(runs)
+    };
+    let without = r#"run "a": measured is without a speed: give `seconds` or `teraflops`"#;
+    assert_eq!(measured(json!({ "memory": 1 })), without);
+    assert!(measured(json!({ "seconds": 1, "teraflops": 1 })).contains("measured is two speeds"));
+    assert!(measured(json!({ "seconds": 1, "memory": 0 })).contains("measured is 0: give"));
     assert!(error(run(0, json!({}), 1.0)).starts_with(r#"run "a": dp 1 x tp 1"#));
     assert_eq!(
         error(run(8, json!({}), 1e308)),

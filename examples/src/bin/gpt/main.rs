@@ -10,6 +10,7 @@
 //! | `data.rs` | the text |
 //! | `model.rs` | the model of a stage |
 //! | `train.rs` | the training |
+//! | `memory.rs` | what a rank's memory is for |
 //! | `sample.rs` | text that a trained model makes |
 //!
 //! The losses of a training are those of one rank on each layout, but for rounding: first weights,
@@ -17,6 +18,7 @@
 
 mod data;
 mod job;
+mod memory;
 mod model;
 mod options;
 mod sample;

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::data::Text;
 use super::job::Job;
+use super::memory::Memory;
 use super::model;
 use super::options::Options;
 
@@ -73,6 +74,7 @@ pub fn train(
     for step in first_step..last_step {
         job.optimizer.set_lr(rates.at(step));
         let loss = job.forward_backward(&text, step)?;
+        let memory = (step + 1 == last_step).then(|| Memory::most(job)).transpose()?;
         let norm = job.optimizer.clip_grad_norm(options.clip, true)?;
         job.optimizer.step()?;
         state.losses.push(loss.to_string());
@@ -85,6 +87,9 @@ pub fn train(
                 options.steps,
                 1e3 * per_step
             );
+        }
+        if let Some(memory) = memory.filter(|_| is_first) {
+            println!("{memory}");
         }
         let is_due = |every: usize| done.is_multiple_of(every as u64) || done == last_step;
         let validate = options.validate_every.filter(|every| is_due(every.get()));
