@@ -285,6 +285,38 @@ fn a_checkpoint_goes_on_under_other_layouts() {
     assert!(!Path::new(&nowhere).exists());
 }
 
+/// With the learning rates of the longer training from the first step on it is that training.
+#[test]
+fn a_training_goes_on_for_more_steps() {
+    let folder = folder();
+    let folder = folder.path();
+    let run = |checkpoint: &str, more: &str| {
+        let checkpoint = folder.join(checkpoint);
+        losses(folder, [1, 1, 1], &format!("--checkpoint {} {more}", checkpoint.display()))
+    };
+    let longer = losses(folder, [1, 1, 1], "--steps 5");
+    assert_same(&run("planned", "--lr-decay-steps 5"), &longer[..STEPS], "the first steps");
+    assert_same(&run("planned", "--steps 5"), &longer, "all steps");
+    // Else the rates change from there on, or stay at the lowest.
+    let first = run("renewed", "");
+    assert_eq!(run("stays", ""), first);
+    let stays = run("stays", &format!("--steps 5 --lr-decay-steps {STEPS}"));
+    let checkpoint = format!("--checkpoint {}", folder.join("renewed").display());
+    let said = output(folder, [1, 1, 1], &format!("{checkpoint} --steps 5")).stdout;
+    let renewed = read_losses(folder);
+    for losses in [&stays, &renewed] {
+        assert_eq!((losses.len(), &losses[..STEPS]), (5, &first[..]));
+    }
+    // The first loss after that has the same weights.
+    assert_eq!(stays[STEPS], renewed[STEPS]);
+    assert_ne!(stays[STEPS + 1], renewed[STEPS + 1]);
+    let expected = format!(
+        "the learning rate now falls until step 5, not {STEPS} as before: --lr-decay-steps {STEPS} \
+         keeps that\n"
+    );
+    assert!(said.contains(&expected), "{said}");
+}
+
 /// Rounding to bf16 changes a number by up to 2^-9 of it, here at random: so the losses, means over
 /// many such numbers, differ by less.
 #[test]

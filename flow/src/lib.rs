@@ -44,16 +44,17 @@ pub mod prelude {
         Checkpoints, DataLoader, Dataset, Ddp, DeviceKind, DistributedSampler, OptimizerState,
         ProcessGroup, ReduceOp, TensorCollectives, TryBackwardStep,
     };
-    pub use flow_global::{self as global, GlobalTensor, GradScaler, Placement, Sbp, B, P, S};
-    pub use flow_pipeline::{stage_fn, Pipeline, Schedule, Stage};
+    pub use flow_global::{self as global, B, GlobalTensor, GradScaler, P, Placement, S, Sbp};
+    pub use flow_pipeline::{Pipeline, Schedule, Stage, stage_fn};
     pub use tch::nn::{self, Module, ModuleT, OptimizerConfig};
     pub use tch::{Device, Kind, Tensor};
 }
 
-/// The programs of docs/pipelines.md compile.
+/// The programs of docs/ compile.
 #[cfg(doctest)]
+#[doc = include_str!("../../docs/global.md")]
 #[doc = include_str!("../../docs/pipelines.md")]
-struct Pipelines;
+struct Docs;
 
 /// The programs in the READMEs compile.
 #[cfg(doctest)]

@@ -59,13 +59,16 @@ pub struct Options {
     #[arg(long, value_name = "N", default_value_t = 1)]
     #[arg(value_parser = clap::value_parser!(i64).range(1..))]
     pub micro_batches: i64,
-    /// Steps of the training
+    /// Steps of the training: a training that goes on may be given more
     #[arg(long, value_name = "N", default_value_t = 1000)]
     pub steps: u64,
+    /// Steps until the learning rate has fallen to a tenth of --lr, where it stays [default: --steps]
+    #[arg(long, value_name = "N")]
+    pub lr_decay_steps: Option<u64>,
     /// Stop after this step, with a checkpoint: the same command goes on
     #[arg(long, value_name = "N")]
     pub stop_after: Option<u64>,
-    /// Highest learning rate, after a tenth of all steps
+    /// Highest learning rate, after a tenth of --lr-decay-steps
     #[arg(long, value_name = "RATE", default_value_t = 1e-3, value_parser = positive)]
     pub lr: f64,
     /// Greatest norm of the gradients
@@ -180,11 +183,16 @@ impl Options {
         Ok(Mesh::new(group, &ranks, &[pp, dp, tp])?.with_names(&["pp", "dp", "tp"])?)
     }
 
-    /// The options and the text that the trained weights depend on; first the model's [`SIZES`].
+    /// The steps until the learning rate is at its lowest.
+    pub fn lr_decay_steps(&self) -> u64 {
+        self.lr_decay_steps.unwrap_or(self.steps)
+    }
+
+    /// The options and the text that the trained weights depend on, beside the steps; first the model's [`SIZES`].
     pub fn hyperparameters(&self, checksum: u32) -> Vec<(String, String)> {
         let kind = format!("{:?}", self.dtype.kind());
         let held_out = self.validate_every.is_some();
-        let options: [(&str, &dyn ToString); 14] = [
+        let options: [(&str, &dyn ToString); 13] = [
             ("--layers", &self.layers),
             ("--width", &self.width),
             ("--heads", &self.heads),
@@ -193,7 +201,6 @@ impl Options {
             ("--dropout", &self.dropout),
             ("--batch-size", &self.batch_size),
             ("--micro-batches", &self.micro_batches),
-            ("--steps", &self.steps),
             ("--lr", &self.lr),
             ("--clip", &self.clip),
             ("--seed", &self.seed),

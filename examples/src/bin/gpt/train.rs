@@ -21,9 +21,10 @@ use super::options::Options;
 const HELD_OUT: usize = 20;
 
 /// What a checkpoint has beside the model and the optimizer.
-#[derive(Clone, Default, Serialize, Deserialize)]
+#[derive(Clone, Serialize, Deserialize)]
 pub struct State {
     pub hyperparameters: Vec<(String, String)>,
+    lr_decay_steps: u64,
     /// The loss of each step, as text: JSON has no NaN.
     losses: Vec<String>,
 }
@@ -47,12 +48,17 @@ pub fn train(
     let held_out = options.validate_every.map(|_| text.split_off_part(HELD_OUT));
     text.check(options)?;
     held_out.as_ref().map(|held_out| held_out.batches(options)).transpose()?;
-    let mut state =
-        State { hyperparameters: options.hyperparameters(checksum), ..Default::default() };
+    let mut state = State {
+        hyperparameters: options.hyperparameters(checksum),
+        lr_decay_steps: options.lr_decay_steps(),
+        losses: Vec::new(),
+    };
+    let mut decay_before = state.lr_decay_steps;
     if let Some(saved) = latest {
         Training::check_hyperparameters(&saved.state.hyperparameters, &state.hyperparameters)?;
         job.optimizer.resume(&saved)?;
-        state = saved.state;
+        decay_before = saved.state.lr_decay_steps;
+        state.losses = saved.state.losses;
     }
     let first_step = state.losses.len() as u64;
     let last_step = options.stop_after.unwrap_or(u64::MAX).min(options.steps);
@@ -61,6 +67,13 @@ pub fn train(
         println!("{said}");
         if first_step > 0 {
             println!("going on after step {first_step}");
+        }
+        let decay = state.lr_decay_steps;
+        if decay != decay_before {
+            println!(
+                "the learning rate now falls until step {decay}, not {decay_before} as before: \
+                 --lr-decay-steps {decay_before} keeps that"
+            );
         }
     }
     if let Some(checkpoints) = checkpoints.as_mut().filter(|_| last_step == 0) {
@@ -181,6 +194,7 @@ impl Job<'_> {
 
 /// The learning rate of each step: up in a straight line, then down along half a cosine.
 fn rates(options: &Options) -> LrScheduler {
-    let cosine = LrScheduler::Cosine { base: options.lr, steps: options.steps, alpha: 0.1 };
-    LrScheduler::LinearWarmUp { steps: options.steps / 10, start: 0.05, then: Box::new(cosine) }
+    let steps = options.lr_decay_steps();
+    let cosine = LrScheduler::Cosine { base: options.lr, steps, alpha: 0.1 };
+    LrScheduler::LinearWarmUp { steps: steps / 10, start: 0.05, then: Box::new(cosine) }
 }

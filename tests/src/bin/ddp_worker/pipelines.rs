@@ -6,14 +6,17 @@ mod common;
 use crate::models;
 use anyhow::{ensure, Result};
 use common::{mesh, Model};
-use flow_comm::ProcessGroup;
-use flow_pipeline::{stage_fn, Pipeline, Schedule};
+use flow_comm::{Mesh, ProcessGroup};
+use flow_ddp::Ddp;
+use flow_global::{distribute, GlobalTensor, Placement, B, S};
+use flow_pipeline::{stage_fn, DdpStage, Pipeline, Schedule};
 use flow_tests::registry::{by_hand, launched, process, scenario, Job, Scenario, Test};
 use flow_tests::{assert_contains, Finished, Process, DETECTION_LIMIT};
-use nix::sys::signal::{raise, Signal};
+use nix::sys::signal::{raise, SigSet, Signal};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
 
 const JOBS: &[Job] = &[launched(2), launched(4), by_hand(&[1, 1]), on_gpus(launched(2))];
@@ -23,6 +26,7 @@ const fn on_gpus(job: Job) -> Job {
 }
 
 const THREE: &[Job] = &[by_hand(&[3]), by_hand(&[1, 1, 1])];
+const GRID: &[Job] = &[launched(4).flags(&["--grace", "20"])];
 
 pub const SCENARIOS: &[Scenario] = &[
     scenario("trained", trained, JOBS),
@@ -34,6 +38,10 @@ pub const SCENARIOS: &[Scenario] = &[
     .checked_by(shows_stages),
     scenario("a_failed_stage_fails_all", failed, &[by_hand(&[2]), on_gpus(by_hand(&[2]))]),
     scenario("survivors_name_a_killed_stage", killed, THREE).checked_by(names_who_is_gone),
+    process("a_grid_of_ddp_names_a_killed_rank", || killed_in_a_grid(false), GRID)
+        .checked_by(all_name_rank_3),
+    process("a_grid_of_global_tensors_names_a_killed_rank", || killed_in_a_grid(true), GRID)
+        .checked_by(all_name_rank_3),
 ];
 
 /// Bit for bit what one process has.
@@ -176,5 +184,60 @@ fn names_who_is_gone(test: &Test) {
         let Finished { code, stderr, .. } = &ranks[rank];
         assert_eq!(*code, Some(1), "{stderr}");
         assert_contains(stderr, &[&format!("rank {rank}: {waits}, micro-batch "), "rank 1"]);
+    }
+}
+
+/// dp 2 x pp 2: rank 3 is killed in the second step. The others do not react to SIGTERM, so that they
+/// say what they have seen.
+fn killed_in_a_grid(is_global: bool) -> Result<()> {
+    let mut deaf = SigSet::empty();
+    deaf.add(Signal::SIGTERM);
+    deaf.thread_block()?;
+    let group = ProcessGroup::from_env()?;
+    let mesh = Mesh::new(&group, &[0, 1, 2, 3], &[2, 2])?.with_names(&["pp", "dp"])?;
+    let placement = Placement::all(mesh.group("dp")?)?;
+    let vs = VarStore::new(Device::Cpu);
+    let mut builder = Pipeline::builder(&mesh, "pp").schedule(Schedule::one_f_one_b(2, 4)?);
+    if is_global {
+        builder = builder.placement(placement.clone());
+    }
+    let mut pipeline = builder.build(|_| {
+        let layer = nn::linear(vs.root(), 4, 4, Default::default());
+        if is_global {
+            distribute(&vs, &placement, |_, _| [B])?;
+        }
+        let (rank, runs) = (group.rank(), AtomicUsize::new(0));
+        let stage = stage_fn(move |inputs| {
+            if rank == 3 && runs.fetch_add(1, Ordering::Relaxed) == 6 {
+                raise(Signal::SIGKILL)?;
+            }
+            Ok(vec![layer.forward(&inputs[0])])
+        });
+        match is_global {
+            true => Ok(stage),
+            false => Ok(Box::new(DdpStage(Ddp::new(stage, &vs, mesh.group("dp")?)?))),
+        }
+    })?;
+    let local = Tensor::ones([8, 4], (Kind::Float, Device::Cpu));
+    let x = if is_global { local.to_global(&placement, [S(0)])? } else { local };
+    for _ in 0..3 {
+        let step = pipeline.step(&[x.shallow_clone()], |y, _| y[0].square().mean(Kind::Float));
+        if let Err(error) = step {
+            println!("rank {} says: {error}", group.rank());
+            return Err(error.into());
+        }
+    }
+    Ok(())
+}
+
+/// Its peer in the pipeline, its replica, and the rank that is neither.
+fn all_name_rank_3(test: &Test) {
+    let job = test.launcher().finish(DETECTION_LIMIT);
+    assert_eq!(job.code, Some(128 + 9), "{job:?}");
+    for rank in 0..3 {
+        let begin = format!("rank {rank} says: rank {rank}: ");
+        let said = job.stdout.lines().find(|line| line.starts_with(&begin));
+        let said = said.unwrap_or_else(|| panic!("rank {rank} says nothing: {job:?}"));
+        assert_contains(said, &["rank 3 (pid "]);
     }
 }
