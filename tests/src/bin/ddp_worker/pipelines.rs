@@ -22,6 +22,7 @@ const fn on_gpus(job: Job) -> Job {
     job.mode("tensors on the CPU", "FLOW_TEST_HOST_AS_GPU", "1").on_fake_cuda()
 }
 
+const FAILED: &[Job] = &[by_hand(&[2]), by_hand(&[4]), on_gpus(by_hand(&[2]))];
 const THREE: &[Job] = &[by_hand(&[3]), by_hand(&[1, 1, 1])];
 
 pub const SCENARIOS: &[Scenario] = &[
@@ -32,7 +33,7 @@ pub const SCENARIOS: &[Scenario] = &[
         &[by_hand(&[2]), on_gpus(by_hand(&[2]))],
     )
     .checked_by(shows_stages),
-    scenario("a_failed_stage_fails_all", failed, &[by_hand(&[2]), on_gpus(by_hand(&[2]))]),
+    scenario("a_failed_stage_fails_all", failed, FAILED),
     scenario("survivors_name_a_killed_stage", killed, THREE).checked_by(names_who_is_gone),
 ];
 
@@ -126,10 +127,10 @@ fn shows_stages(test: &Test) {
     }
 }
 
-/// Rank 1 fails in its third forward, and so both.
+/// Rank 1 fails in its third forward, and so all.
 fn failed(group: &ProcessGroup) -> Result<()> {
     let mut pipeline = Pipeline::builder(&mesh(group), "pp")
-        .schedule(Schedule::one_f_one_b(2, 4)?)
+        .schedule(Schedule::one_f_one_b(group.world_size(), 4)?)
         .build(|stage| {
             let runs = AtomicUsize::new(0);
             Ok(stage_fn(move |inputs| {
