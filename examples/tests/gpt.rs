@@ -11,7 +11,7 @@ use std::thread;
 
 use clap::Parser;
 use flow::prelude::ProcessGroup;
-use flow_tests::{launch, launcher, python, Finished, Process, TEST_TIMEOUT};
+use flow_tests::{launch, launcher, on_fake_cuda, python, Finished, Process, TEST_TIMEOUT};
 use serde_json::Value;
 use tempfile::{tempdir, TempDir};
 
@@ -136,6 +136,23 @@ fn every_schedule_learns_as_one_rank() {
     ] {
         let losses = losses(folder.path(), layout, &format!("--schedule {schedule}"));
         assert_same(&losses, &expected, &format!("{layout:?} {schedule}"));
+    }
+}
+
+/// Activations and gradients over NCCL, with tensors on the CPU.
+#[test]
+fn on_fake_gpus_layouts_learn_as_one_rank() {
+    let folder = folder();
+    let folder = folder.path();
+    let expected = losses(folder, [1, 1, 1], "");
+    for (layout, more) in [([1, 1, 2], "--recompute"), ([2, 1, 2], "--schedule zb-v")] {
+        let arguments = arguments(folder, layout, &format!("--device cuda {more}"));
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        let job = launcher(layout.iter().product(), &[], "gpt", &arguments);
+        let Some(mut job) = on_fake_cuda(job) else { return };
+        job.env("FLOW_TEST_HOST_AS_GPU", "1");
+        Process::start(job).finish(TEST_TIMEOUT).success();
+        assert_same(&read_losses(folder), &expected, &format!("{layout:?} {more}"));
     }
 }
 

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::executor::{Allocated, Executor, Last, Results, Step};
 use crate::links::Links;
 use crate::messages::Messages;
-use crate::micro_batch::{join, MicroBatch};
+use crate::micro_batch::{join, local_rows, MicroBatch};
 use crate::report::{Measured, Report};
 use crate::stage::Stage;
 use crate::tied::Tied;
@@ -106,12 +106,14 @@ impl Pipeline {
     /// them before, and has its optimizer step after.
     ///
     /// The rank of the first stage gives the tensors of the batch, whose first dimension is the
-    /// batch; others may give none. `loss` is called for each micro-batch where the last stage is,
-    /// and gives its mean; with recomputation it may be called twice. Returns the mean loss of the
-    /// batch there, None on the other ranks. All ranks of the pipeline call this.
+    /// batch; others may give none. A batch has at least as many rows as there are micro-batches.
+    /// `loss` is called for each micro-batch where the last stage is, and gives its mean; with
+    /// recomputation it may be called twice. Returns the mean loss of the batch there, None on the
+    /// other ranks. All ranks of the pipeline call this.
     ///
     /// # Errors
-    /// A stage, the loss or a message failed on this rank, or on another.
+    /// A stage, the loss or a message failed on this rank, or on another; a batch has fewer rows than
+    /// there are micro-batches, of which all ranks learn: drop such a last batch, or pad it.
     pub fn step(
         &mut self,
         inputs: &[Tensor],
@@ -187,7 +189,7 @@ impl Pipeline {
         let began = Instant::now();
         self.steps += 1;
         let is_training = matches!(last, Last::Loss(_));
-        let outcome = self.carry_out(actions, batch, last);
+        let outcome = self.check_rows(batch).and_then(|()| self.carry_out(actions, batch, last));
         let (results, measured) = outcome.inspect_err(|error| {
             self.abort(&error.to_string());
         })?;
@@ -195,6 +197,19 @@ impl Pipeline {
             self.measured = Some((measured, began.elapsed()));
         }
         Ok(results)
+    }
+
+    fn check_rows(&self, batch: &[Tensor]) -> Result<()> {
+        let Some(first) = batch.first().filter(|_| self.needs_inputs()) else { return Ok(()) };
+        let rows = local_rows(first).map_err(|error| self.failed("step", error))?.unwrap_or(0);
+        let count = self.schedule.micro_batches();
+        if rows < count as i64 {
+            return Err(self.argument(format!(
+                "a batch of {rows} rows has too few for {count} micro-batches: drop such a last batch, \
+                 or pad it"
+            )));
+        }
+        Ok(())
     }
 
     /// Has all ranks fail that wait for this one, or will: of the pipeline, and of its stages.

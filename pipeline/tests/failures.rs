@@ -161,6 +161,29 @@ fn a_loss_that_fails_and_one_who_waits_for_a_tied_gradient() {
     }
 }
 
+/// In training and in evaluation.
+#[test]
+fn a_batch_that_is_too_small_is_an_error_of_all_ranks() {
+    for trains in [true, false] {
+        let errors = ranks(2, |group| {
+            let mut pipeline = Pipeline::builder(&mesh(&group), "pp")
+                .schedule(Schedule::gpipe(2, 4).unwrap())
+                .build(|_| Ok(stage_fn(|x| twice(&x[0]))))
+                .unwrap();
+            let batch = [numbers(&[3, 2], 0.7).set_requires_grad(true)];
+            let error = match trains {
+                true => pipeline.step(&batch, |outputs, _| mean(outputs)).unwrap_err(),
+                false => pipeline.forward(&batch).unwrap_err(),
+            };
+            error.to_string()
+        });
+        let cause = "rank 0: pipeline: a batch of 3 rows has too few for 4 micro-batches: drop such a \
+                     last batch, or pad it";
+        assert_eq!(errors[0], cause);
+        assert!(errors[1].contains(cause), "{errors:?}");
+    }
+}
+
 /// In a forward without gradients, and when it is computed anew.
 #[test]
 fn who_has_failed_trains_again_with_a_new_pipeline() {

@@ -1,6 +1,7 @@
 """What is to be fast on a GPU, with the aims."""
 
 import json
+import re
 import statistics
 from functools import partial
 
@@ -10,6 +11,13 @@ MODELS = ["mlp", "lenet", "mobilenet", "resnet50", "gpt"]
 QUICK_MODELS = ["mlp", "resnet50"]
 REHEARSED_MODELS = ["mlp", "lenet"]
 TIMELINES = {"resnet50", "gpt"}
+PIPELINES = ["1f1b", "interleaved", "zb-h1", "zb-v"]
+PEERS_PIPELINES = ["1f1b", "interleaved"]
+PIPELINE = "--micro-batches 8 --layers 16 --width 2048 --rows 1024"
+REHEARSED_PIPELINE = "--micro-batches 4 --layers 4 --width 8 --rows 2"
+GPT = "--layers 8 --width 1024 --heads 16 --context 256 --batch-size 32 --micro-batches 4 --steps 20"
+REHEARSED_GPT = "--layers 2 --width 16 --heads 2 --context 8 --batch-size 8 --micro-batches 2 --steps 2"
+GPT_LAYOUTS = {"--tp 2": 2, "--pp 2": 2, "--dp 2 --pp 2": 4, "--dp 2 --tp 2": 4}
 
 
 def benches(quick, rehearsal):
@@ -23,6 +31,8 @@ def benches(quick, rehearsal):
     for model in models:
         timeline = model in TIMELINES or rehearsal
         yield f"step of {model}, 2 ranks, against PyTorch DDP", partial(against_pytorch, model, rounds, timeline)
+    yield "step of a pipeline, 2 ranks, against torch.distributed.pipelining", partial(pipeline, rounds)
+    yield "step of the example gpt on layouts of 2 and 4 ranks", gpt
 
 
 def row(name, flow, other, ratio, at_least=None, at_most=None, value=None, unit=""):
@@ -103,6 +113,44 @@ def against_pytorch(model, rounds, with_timeline, programs):
         for bucket, share in zip(buckets, hidden)
     ]
     return rows, {model: timeline}
+
+
+def pipeline(rounds, programs):
+    sizes = (REHEARSED_PIPELINE if programs.rehearsal else PIPELINE).split()
+    flow = {name: [] for name in PIPELINES}
+    torch = {name: [] for name in PEERS_PIPELINES}
+    for _ in range(rounds):
+        output = programs.flow(2, "flow-bench", "pipeline", "--json", "--device", "cuda", "--schedules", ",".join(flow), *sizes)
+        output += programs.pytorch(2, "pipeline.py", "--schedules", ",".join(torch), *sizes)
+        lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+        for line in lines[: len(flow)]:
+            flow[line["schedule"]].append(line)
+        for line in lines[len(flow) :]:
+            torch[line["schedule"]].append(line)
+    rows = []
+    for name, lines in flow.items():
+        step, ideal = (statistics.median(line[what] for line in lines) for what in ("step_ms", "ideal_ms"))
+        rows.append(row(f"step of a pipeline, {name}, 2 ranks, against its work alone", ms(step), ms(ideal), ideal / step))
+        if name in torch:
+            other = statistics.median(line["step_ms"] for line in torch[name])
+            title = f"step of a pipeline, {name}, 2 ranks, against torch.distributed.pipelining"
+            rows.append(row(title, ms(step), ms(other), other / step, at_least=1))
+    return rows, {}
+
+
+def gpt(programs):
+    sizes = (REHEARSED_GPT if programs.rehearsal else GPT).split()
+
+    def step(layout, ranks):
+        output = programs.flow(ranks, "gpt", *sizes, *layout.split(), "--device", "cuda", "--text", __file__)
+        return float(re.findall(r"([0-9.]+) ms a step", output)[-1])
+
+    alone = step("", 1)
+    rows = []
+    for layout, ranks in GPT_LAYOUTS.items():
+        hybrid = step(layout, ranks)
+        rows.append(row(f"step of gpt {layout}, {ranks} ranks, against 1 rank", ms(hybrid), ms(alone), alone / hybrid))
+    return rows, {}
 
 
 def ms(value):

@@ -11,6 +11,10 @@ DDP_NOT_ON_GPUS = {
     "wrapped_again", "joined_again", "waits", "no_memory", "who_reduces", "beside_the_stream", "allocator",
     "survivors_name_a_killed_stage",
 }
+# These have two pipelines of two ranks.
+ON_FOUR_RANKS = {"trained_with_replicas"}
+# Options of gpt, and the ranks that they ask for.
+GPT_LAYOUTS = {"": 1, "--tp 2": 2, "--pp 2": 2, "--dp 2 --pp 2": 4}
 MNIST_STEPS = 400
 FIRST_STEPS = 10
 # Ways to fail, and what rank 0 says of each.
@@ -47,8 +51,8 @@ def checks(about, quick):
         yield f"train, {named(ranks)}, against the CPU", partial(train, ranks)
     for ranks in (1, 2):
         yield f"mnist, {named(ranks)}, against the CPU", partial(mnist, ranks, 100 if quick else MNIST_STEPS)
-    for ranks in (1, 2):
-        yield f"gpt, {named(ranks)}, against the CPU", partial(gpt, ranks)
+    for layout, ranks in GPT_LAYOUTS.items():
+        yield f"{f'gpt {layout}'.strip()}, {named(ranks)}, against the CPU", partial(gpt, layout, ranks)
     for model in ("mlp", "lenet"):
         for ranks in (1, 2):
             yield f"losses of {model}, {named(ranks)}, against PyTorch DDP", partial(losses, model, ranks)
@@ -64,7 +68,7 @@ def checks(about, quick):
             yield f"global tensors: {check}, {ranks} ranks", partial(ddp, f"globals::{check}", ranks)
     for check in about["pipeline_checks"]:
         if check not in DDP_NOT_ON_GPUS:
-            for ranks in (2, 4):
+            for ranks in (4,) if check in ON_FOUR_RANKS else (2, 4):
                 yield f"pipelines: {check}, {ranks} ranks", partial(ddp, f"pipelines::{check}", ranks)
 
 
@@ -152,13 +156,13 @@ def mnist(ranks, steps, programs):
     return f"test accuracy {accuracy} %, on the CPU {expected_accuracy} %"
 
 
-def gpt(ranks, programs):
-    """Tensor parallel, with recomputation and validation; the text is this file."""
+def gpt(layout, ranks, programs):
+    """With recomputation and validation; the text is this file."""
     sizes = "--layers 2 --width 64 --heads 4 --context 32 --batch-size 8 --micro-batches 2 --steps 20 --dropout 0.1"
 
     def run(device):
-        file = programs.out / f"gpt-losses-{device}-{ranks}.txt"
-        options = ["--device", device, "--tp", ranks, "--text", __file__, "--losses", file, "--recompute"]
+        file = programs.out / f"gpt-losses-{device}{layout.replace(' ', '')}.txt"
+        options = [*layout.split(), "--device", device, "--text", __file__, "--losses", file, "--recompute"]
         output = programs.flow(ranks, "gpt", *sizes.split(), *options, "--validate-every", 20)
         losses = [float(line) for line in file.read_text().split()]
         file.unlink()

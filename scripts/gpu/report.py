@@ -19,10 +19,14 @@ MEASURED = """\
   communication.
 - Models: MLP 784-512-10, batch 50; LeNet on 28 x 28, batch 50; MobileNetV2 on 32 x 32, batch 32; ResNet-50 on 224 x 224,
   batch 32; a GPT-2 block (width 1024, 16 heads, 1024 tokens), batch 8.
+- A **pipeline** has 16 linear layers of width 2048 with ReLU, and 8 micro-batches of 1024 rows; "its work alone" is what a rank
+  computes in a step, on all ranks at once. Its blocks are five steps. **gpt** is the example program with 8 blocks of width 1024,
+  and a batch of 32 samples of 256 bytes in 4 micro-batches; its time is the mean of 20 steps.
 - **Packing** moves 25 MiB; its rate counts every byte read and written, as that of the copy beside it.
 - **Launch** is the median time that the call takes on the host, with a device that keeps up.
 - **Reductions inside backward**: rank 0's last backward, by the device's clock from its first gradient on.
-- Ratios are other / Flow for steps against PyTorch, Ddp / plain at world size 1, and Flow / copy for packing.
+- Ratios are other / Flow for steps against PyTorch, of pipelines and of gpt, Ddp / plain at world size 1, and Flow / copy for
+  packing.
 """
 
 

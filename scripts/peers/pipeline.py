@@ -3,13 +3,13 @@
 The model is the same: linear layers with ReLU. `ideal_ms` is the work of one rank without a pipeline, which all ranks do
 at the same time.
 
-usage: torchrun --nproc_per_node R pipeline.py [--schedules gpipe,1f1b,interleaved] [--micro-batches M] [--rows N] [--width W] [--layers L]
+usage: torchrun --nproc_per_node R pipeline.py [--device cuda [--share-gpus]] [--schedules gpipe,1f1b,interleaved]
+    [--micro-batches M] [--rows N] [--width W] [--layers L]
 """
 
 import argparse
 import json
 import statistics
-from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from ranks import join, leave
+from timing import block
 
 # And the stages of a rank.
 SCHEDULES = {
@@ -28,35 +29,27 @@ BLOCKS = 5
 STEPS = 5
 
 
-def time_steps(step):
-    dist.barrier()
-    step()
-    times = []
-    for _ in range(STEPS):
-        start = perf_counter()
-        step()
-        times.append(perf_counter() - start)
-    return times
-
-
 def main():
     parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--share-gpus", action="store_true")
     parser.add_argument("--schedules", default="gpipe,1f1b")
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=16)
     arguments = parser.parse_args()
-    device = join("cpu")
+    device = join(arguments.device, arguments.share_gpus)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     width, count = arguments.width, arguments.micro_batches
 
     def sequential(layers):
-        return nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.ReLU())))
+        modules = (layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.ReLU()))
+        return nn.Sequential(*modules).to(device)
 
     module = sequential(arguments.layers // ranks)
-    x = torch.randn(arguments.rows * count, width)
+    x = torch.randn(arguments.rows * count, width, device=device)
 
     def loss_of(output, _):
         return output.square().mean()
@@ -82,8 +75,8 @@ def main():
     pipes, ideal = {name: [] for name in schedules}, []
     for _ in range(BLOCKS):
         for name, step in schedules.items():
-            pipes[name] += time_steps(step)
-        ideal += time_steps(alone)
+            pipes[name] += block(device, STEPS, step)
+        ideal += block(device, STEPS, alone)
     if rank == 0:
         ideal_ms = statistics.median(ideal) * 1e3
         for name, times in pipes.items():

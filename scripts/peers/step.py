@@ -12,7 +12,6 @@ import argparse
 import copy
 import json
 import statistics
-from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from models import MODELS
 from ranks import join, leave
+from timing import block
 
 # Blocks, seconds for each, and how many steps at most.
 PLANS = {"cpu": (5, 0.5, 500), "cuda": (10, 0.25, 250)}
@@ -38,26 +38,6 @@ def stepper(model, x, y):
             optimizer.step()
 
     return step
-
-
-def time_one(step):
-    start = perf_counter()
-    step()
-    return perf_counter() - start
-
-
-def block(device, count, step):
-    """Runs steps, after one that is not counted: the time of each or, on a GPU, their mean."""
-    dist.barrier()
-    step()
-    if device.type == "cpu":
-        return [time_one(step) for _ in range(count)]
-    torch.cuda.synchronize(device)
-    start = perf_counter()
-    for _ in range(count):
-        step()
-    torch.cuda.synchronize(device)
-    return [(perf_counter() - start) / count]
 
 
 def bench(name, device, arguments):

@@ -7,7 +7,7 @@ use anyhow::{ensure, Result};
 use clap::Args;
 use flow::prelude::*;
 
-use crate::timing::{median, time};
+use crate::timing::{block, median};
 
 const BLOCKS: usize = 5;
 const STEPS: usize = 5;
@@ -31,13 +31,17 @@ pub struct Options {
     /// Layers of the model, a multiple of twice the ranks
     #[arg(long, default_value_t = 16)]
     layers: usize,
+    /// cpu, or cuda: a GPU for each rank
+    #[arg(long, default_value = "cpu")]
+    device: DeviceKind,
     /// Print a JSON line
     #[arg(long)]
     json: bool,
 }
 
 /// A schedule's pipeline, how long its steps take, and what its simulator has for the part of a step
-/// in which this rank is busy, given what forwards and backwards took: of a step in each block.
+/// in which this rank is busy, given what forwards and backwards took: of a step in each block. Not on
+/// GPUs, where the host knows only how long it has enqueued them.
 struct Candidate<'a> {
     name: &'a str,
     pipeline: Pipeline,
@@ -47,6 +51,7 @@ struct Candidate<'a> {
 
 pub fn run(options: &Options) -> Result<()> {
     let group = ProcessGroup::from_env()?;
+    let device = group.use_device(options.device)?;
     let ranks = group.world_size();
     let layers = options.layers;
     ensure!(
@@ -60,7 +65,7 @@ pub fn run(options: &Options) -> Result<()> {
     let mesh = Mesh::new(&group, &all, &[ranks])?.with_names(&["pp"])?;
     let candidates = options.schedules.iter().map(|name| {
         let schedule = Schedule::named(name, ranks, CHUNKS, options.micro_batches)?;
-        let vs = nn::VarStore::new(Device::Cpu);
+        let vs = nn::VarStore::new(device);
         let layers = layers / schedule.stages();
         let pipeline = Pipeline::builder(&mesh, "pp")
             .schedule(schedule)
@@ -69,9 +74,9 @@ pub fn run(options: &Options) -> Result<()> {
     });
     let mut candidates = candidates.collect::<Result<Vec<_>>>()?;
     let rows = options.rows * options.micro_batches as i64;
-    let x = Tensor::randn([rows, options.width], (Kind::Float, Device::Cpu));
+    let x = Tensor::randn([rows, options.width], (Kind::Float, device));
     // What one rank of them has to do, without a pipeline: all ranks at once, as in the pipeline.
-    let vs = nn::VarStore::new(Device::Cpu);
+    let vs = nn::VarStore::new(device);
     let own = stage(&vs.root(), layers / ranks, options.width);
     let part = x.narrow(0, 0, options.rows).set_requires_grad(true);
     let mut alone = || -> Result<()> {
@@ -80,11 +85,7 @@ pub fn run(options: &Options) -> Result<()> {
         }
         Ok(())
     };
-    let block = |step: &mut dyn FnMut() -> Result<()>| -> Result<Vec<Duration>> {
-        group.barrier()?;
-        step()?;
-        time(STEPS, step)
-    };
+    let block = |step: &mut dyn FnMut() -> Result<()>| block(&group, device, STEPS, step);
     let mut ideal = Vec::new();
     for _ in 0..BLOCKS {
         for Candidate { pipeline, times, limits, .. } in &mut candidates {
@@ -94,7 +95,9 @@ pub fn run(options: &Options) -> Result<()> {
                 })?;
                 Ok(())
             })?);
-            limits.push(1.0 - pipeline.report()?.predicted_bubble);
+            if device == Device::Cpu {
+                limits.push(1.0 - pipeline.report()?.predicted_bubble);
+            }
         }
         ideal.extend(block(&mut alone)?);
     }
@@ -122,18 +125,22 @@ fn print(
     let Candidate { name, times, limits, .. } = candidate;
     let [step, ideal] = [median(times), ideal].map(|time| time.as_secs_f64() * 1e3);
     limits.sort_by(f64::total_cmp);
-    let limit = limits[limits.len() / 2];
+    let limit = limits.get(limits.len() / 2);
     let efficiency = ideal / step;
     if options.json {
-        let line = serde_json::json!({
+        let mut line = serde_json::json!({
             "bench": "pipeline", "schedule": name, "ranks": ranks, "step_ms": step,
-            "ideal_ms": ideal, "efficiency": efficiency, "limit": limit,
+            "ideal_ms": ideal, "efficiency": efficiency,
         });
+        if let Some(&limit) = limit {
+            line["limit"] = limit.into();
+        }
         println!("{line}");
     } else {
+        let limit = limit.map(|limit| format!(" of at most {limit:.3}")).unwrap_or_default();
         println!(
             "pipeline, {name}: a step takes {step:.3} ms, {ideal:.3} ms without idle time: \
-             efficiency {efficiency:.3} of at most {limit:.3}"
+             efficiency {efficiency:.3}{limit}"
         );
     }
     Ok(())

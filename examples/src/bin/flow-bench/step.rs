@@ -11,18 +11,18 @@
 //! Python's.
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::Result;
 use clap::Args;
 use flow_ddp::{Ddp, DeviceKind, ProcessGroup, Stats, TensorCollectives};
 use serde_json::json;
 use tch::nn::{ModuleT, Optimizer, OptimizerConfig, Sgd, VarStore};
-use tch::{Cuda, Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use crate::models::Model;
 use crate::timeline;
-use crate::timing::{mean, median, repetitions, time};
+use crate::timing::{block, mean, median, repetitions};
 
 /// So small that all models stay alike: max_pool, for one, takes longer or shorter with the values
 /// it meets.
@@ -156,24 +156,6 @@ fn step(
         optimizer.step();
     }
     Ok(())
-}
-
-/// Runs `count` steps, after one that is not counted, on all ranks at once: the time of each or, on
-/// a GPU, their mean.
-fn block(
-    group: &ProcessGroup,
-    device: Device,
-    count: usize,
-    step: &mut dyn FnMut() -> Result<()>,
-) -> Result<Vec<Duration>> {
-    group.barrier()?;
-    step()?;
-    let Device::Cuda(ordinal) = device else { return time(count, step) };
-    Cuda::synchronize(ordinal as i64);
-    let start = Instant::now();
-    (0..count).try_for_each(|_| step())?;
-    Cuda::synchronize(ordinal as i64);
-    Ok(vec![start.elapsed() / count as u32])
 }
 
 fn print(options: &Options, ranks: usize, parameters: usize, times: &mut Times) {

@@ -2,6 +2,10 @@
 
 use std::time::{Duration, Instant};
 
+use anyhow::Result;
+use flow_ddp::ProcessGroup;
+use tch::{Cuda, Device};
+
 /// How often to repeat what took these times, for `total` altogether.
 pub fn repetitions(warm_up: &mut [Duration], total: Duration) -> usize {
     let one = median(warm_up).max(Duration::from_nanos(100));
@@ -15,6 +19,24 @@ pub fn time<E>(count: usize, mut run: impl FnMut() -> Result<(), E>) -> Result<V
         run().map(|()| start.elapsed())
     };
     (0..count).map(one).collect()
+}
+
+/// Runs `count` steps, after one that is not counted, on all ranks at once: the time of each or, on
+/// a GPU, their mean.
+pub fn block(
+    group: &ProcessGroup,
+    device: Device,
+    count: usize,
+    step: &mut dyn FnMut() -> Result<()>,
+) -> Result<Vec<Duration>> {
+    group.barrier()?;
+    step()?;
+    let Device::Cuda(ordinal) = device else { return time(count, step) };
+    Cuda::synchronize(ordinal as i64);
+    let start = Instant::now();
+    (0..count).try_for_each(|_| step())?;
+    Cuda::synchronize(ordinal as i64);
+    Ok(vec![start.elapsed() / count as u32])
 }
 
 pub fn median(times: &mut [Duration]) -> Duration {

@@ -25,18 +25,21 @@ const fn on_gpus(job: Job) -> Job {
     job.mode("tensors on the CPU", "FLOW_TEST_HOST_AS_GPU", "1").on_fake_cuda()
 }
 
+const FOUR: &[Job] = &[launched(4), on_gpus(launched(4))];
+const FAILED: &[Job] = &[by_hand(&[2]), by_hand(&[4]), on_gpus(by_hand(&[2]))];
 const THREE: &[Job] = &[by_hand(&[3]), by_hand(&[1, 1, 1])];
 const GRID: &[Job] = &[launched(4).flags(&["--grace", "20"])];
 
 pub const SCENARIOS: &[Scenario] = &[
     scenario("trained", trained, JOBS),
+    scenario("trained_with_replicas", trained_with_replicas, FOUR),
     process(
         "the_timeline_shows_each_forward_and_backward",
         traced,
         &[by_hand(&[2]), on_gpus(by_hand(&[2]))],
     )
     .checked_by(shows_stages),
-    scenario("a_failed_stage_fails_all", failed, &[by_hand(&[2]), on_gpus(by_hand(&[2]))]),
+    scenario("a_failed_stage_fails_all", failed, FAILED),
     scenario("survivors_name_a_killed_stage", killed, THREE).checked_by(names_who_is_gone),
     process("a_grid_of_ddp_names_a_killed_rank", || killed_in_a_grid(false), GRID)
         .checked_by(all_name_rank_3),
@@ -62,9 +65,7 @@ fn trained(group: &ProcessGroup) -> Result<()> {
             .schedule(schedule.clone())
             .recompute(stages > ranks)
             .build(|stage| Ok(model.stage(stage)))?;
-        let is_on_gpus = std::env::var_os("FLOW_TEST_DEVICE").is_some();
-        let goes_over_nccl = format!("{pipeline:?}").contains("over_nccl: true");
-        ensure!(goes_over_nccl == is_on_gpus, "over NCCL exactly on GPUs: {pipeline:?}");
+        goes_over_nccl_exactly_on_gpus(&pipeline)?;
         let losses = model.train(
             |x, y| pipeline.step(&[x], |outputs, part| Model::loss(outputs, &part.of(&y))),
             rows,
@@ -77,6 +78,31 @@ fn trained(group: &ProcessGroup) -> Result<()> {
         for stage in pipeline.stages() {
             let mut pairs = model.of_stage(stage).zip(expected.model.of_stage(stage));
             ensure!(pairs.all(|(found, expected)| found == expected), "stage {stage}");
+        }
+    }
+    Ok(())
+}
+
+fn goes_over_nccl_exactly_on_gpus(pipeline: &Pipeline) -> Result<()> {
+    let goes_over_nccl = format!("{pipeline:?}").contains("over_nccl: true");
+    ensure!(goes_over_nccl == models::on_gpu(), "{pipeline:?}");
+    Ok(())
+}
+
+/// pp 2 x dp 2, by `Ddp` and as global tensors; first and last stage share a weight.
+fn trained_with_replicas(group: &ProcessGroup) -> Result<()> {
+    common::DEVICE.get_or_init(models::device);
+    let mesh = flow_comm::Mesh::new(group, &[0, 1, 2, 3], &[2, 2])?.with_names(&["pp", "dp"])?;
+    for (name, recomputes) in [("1f1b", false), ("gpipe", true), ("zb-v", false)] {
+        let schedule = Schedule::named(name, 2, 2, 3)?;
+        let expected = common::replicas::gradients_alone(schedule.stages());
+        for is_global in [false, true] {
+            let mut replica =
+                common::replicas::Replica::new(&mesh, &schedule, recomputes, is_global)?;
+            goes_over_nccl_exactly_on_gpus(&replica.pipeline)?;
+            for (stage, found) in replica.gradients()? {
+                common::close(&found, &expected[stage]);
+            }
         }
     }
     Ok(())
@@ -134,10 +160,10 @@ fn shows_stages(test: &Test) {
     }
 }
 
-/// Rank 1 fails in its third forward, and so both.
+/// Rank 1 fails in its third forward, and so all.
 fn failed(group: &ProcessGroup) -> Result<()> {
     let mut pipeline = Pipeline::builder(&mesh(group), "pp")
-        .schedule(Schedule::one_f_one_b(2, 4)?)
+        .schedule(Schedule::one_f_one_b(group.world_size(), 4)?)
         .build(|stage| {
             let runs = AtomicUsize::new(0);
             Ok(stage_fn(move |inputs| {
