@@ -148,6 +148,10 @@ fn uneven_sizes_learn_as_one_rank() {
     for layout in [[1, 3, 1], [1, 3, 2]] {
         assert_same(&losses(folder.path(), layout, sizes), &expected, &format!("{layout:?}"));
     }
+    // Stages without blocks.
+    let sizes = "--layers 2";
+    let expected = losses(folder.path(), [1, 1, 1], sizes);
+    assert_same(&losses(folder.path(), [1, 1, 4], sizes), &expected, sizes);
 }
 
 /// The number after these words.
@@ -183,6 +187,9 @@ fn recomputation_sequence_parallelism_and_sharding_happen() {
     };
     let (parameters, state) = of(&output(folder, [1, 2, 1], "--stop-after 0"));
     assert_eq!(state, parameters);
+    // The stages are the planner's: three blocks and the embedding, two and the head.
+    let (parameters, _) = of(&output(folder, [1, 1, 2], "--layers 5 --stop-after 0"));
+    assert_eq!(parameters, 3 * (12 * 16 * 16 + 13 * 16) + (256 + 8) * 16);
     // Half of it, but for biases that are split already.
     let (parameters, state) = of(&kept);
     assert!(state < parameters * 53 / 100, "{state} of {parameters}");
@@ -357,8 +364,8 @@ fn what_does_not_fit_is_one_line() {
         ([1, 2, 1], "--context 1", "--tp 2 needs as large a --context, and it is 1"),
         (
             [1, 1, 2],
-            "--layers 3 --schedule zb-v",
-            "4 stages need as many --layers, and there are 3",
+            "--layers 1 --schedule zb-v",
+            "4 stages are more than embedding, --layers 1 and head",
         ),
     ] {
         let finished = processes(folder.path(), layout, more);

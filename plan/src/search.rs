@@ -8,7 +8,6 @@ use crate::error::{Error, Result};
 use crate::layout::{Constraints, Layout, Recompute};
 use crate::prediction::{Prediction, Stages};
 use crate::schedule::ScheduleKind;
-use crate::split::split;
 use crate::task::Task;
 
 /// The most chunks that interleaved schedules are tried with.
@@ -64,7 +63,6 @@ pub fn search(task: &Task, ranks: usize, wanted: &Constraints, top: usize) -> Re
     let mut smallest: Option<Candidate> = None;
     let mut best: Vec<Candidate> = Vec::new();
     // By the number of stages.
-    let layer_costs = task.model.costs();
     let mut ranges_of = BTreeMap::new();
     // Why the last layout could not be that was the furthest from being one.
     let mut reason = None;
@@ -74,7 +72,7 @@ pub fn search(task: &Task, ranks: usize, wanted: &Constraints, top: usize) -> Re
             let costs = Costs::new(&task.model, &task.cluster, &task.training, &variant);
             for scheduled in schedules(task, &variant, &wanted, &mut reason) {
                 let count = scheduled.stages();
-                let ranges = ranges_of.entry(count).or_insert_with(|| split(&layer_costs, count));
+                let ranges = ranges_of.entry(count).or_insert_with(|| task.model.stages(count));
                 let stages = Stages::new(task, &scheduled, &costs, ranges);
                 for zero in choices(wanted.zero, if mesh.data > 1 { 0..=3 } else { 0..=0 }) {
                     let layout = Layout { zero, ..scheduled };
