@@ -53,7 +53,7 @@ fn the_page_shows_what_the_program_prints() {
     }
 }
 
-/// Ten models of one paper, by one cluster: the worst row is 4.6% off.
+/// Ten models of one paper, by one cluster.
 #[test]
 fn published_runs_are_predicted() {
     let compare = |runs: &str| -> Vec<f64> {
