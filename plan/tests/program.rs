@@ -110,6 +110,24 @@ fn the_layout_of_the_issue_is_possible() {
     }
 }
 
+/// It has no selective recomputation, and no ZeRO 2 and 3.
+#[test]
+fn what_flow_lacks_is_listed_only_if_asked_for() {
+    let layouts = |wanted: &str| -> Vec<Value> {
+        let text = output(&format!("{GPT3} -n 384 --top 1000 --json {wanted}"));
+        let plans: Vec<Value> = serde_json::from_str(&text).unwrap();
+        plans.into_iter().map(|plan| plan["layout"].clone()).collect()
+    };
+    let all = layouts("");
+    let of = |key: &str, value: Value| all.iter().filter(|layout| layout[key] == value).count();
+    assert_eq!(of("recompute", "none".into()) + of("recompute", "full".into()), all.len());
+    assert_eq!(of("zero", 0.into()) + of("zero", 1.into()), all.len());
+    let wanted = layouts("--zero 2 --recompute selective");
+    assert!(!wanted.is_empty());
+    let is_wanted = |layout: &Value| layout["zero"] == 2 && layout["recompute"] == "selective";
+    assert!(wanted.iter().all(is_wanted), "{wanted:?}");
+}
+
 /// Table 2 of Narayanan et al. 2021 is far from what is predicted for ZeRO 3 on several nodes.
 #[test]
 fn zero_3_on_several_nodes_comes_with_a_warning() {
