@@ -73,10 +73,10 @@ pub struct LayoutArgs {
     /// So many stages on each rank of an interleaved schedule
     #[arg(long, value_name = "N", value_parser = count())]
     chunks: Option<usize>,
-    /// This stage of ZeRO
+    /// This stage of ZeRO: else 0 and 1, which Flow has
     #[arg(long, value_name = "STAGE", value_parser = clap::value_parser!(u8).range(..4))]
     zero: Option<u8>,
-    /// This recomputation of activations
+    /// This recomputation of activations: else none and full, which Flow has
     #[arg(long, value_name = "WHAT", value_parser = recompute())]
     recompute: Option<Recompute>,
     /// Sequence parallelism, or none

@@ -1,8 +1,11 @@
 //! The model as a list of layers: what each needs of a rank for one sample.
 
+use std::ops::Range;
+
 use serde::Deserialize;
 
 use crate::error::{not_negative, Error, Result};
+use crate::split::split;
 
 /// A layer, or several equal ones. Bytes and operations are those of one sample, before tensor
 /// parallelism splits them.
@@ -244,9 +247,10 @@ impl Model {
         Ok(Self { layers: all, tensor_parallel })
     }
 
-    /// What a stage is divided by: each layer's operations.
-    pub(crate) fn costs(&self) -> Vec<f64> {
-        self.layers.iter().map(|layer| layer.flops).collect()
+    /// The layers of each of so many stages: the largest has as few operations as it can.
+    pub fn stages(&self, count: usize) -> Vec<Range<usize>> {
+        let flops: Vec<f64> = self.layers.iter().map(|layer| layer.flops).collect();
+        split(&flops, count)
     }
 
     /// All parameters.

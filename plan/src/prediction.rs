@@ -12,7 +12,6 @@ use crate::error::Result;
 use crate::layout::{Layout, Recompute};
 use crate::memory::{self, Memory};
 use crate::schedule::ScheduleKind;
-use crate::split::split;
 use crate::task::Task;
 
 /// Seconds of a step, of the average rank.
@@ -131,7 +130,7 @@ pub struct Prediction {
 pub fn predict(task: &Task, layout: &Layout) -> Result<Prediction> {
     layout.check(&task.model, task.batch)?;
     let costs = Costs::new(&task.model, &task.cluster, &task.training, layout);
-    let stages = Stages::new(task, layout, &costs, &split(&task.model.costs(), layout.stages()));
+    let stages = Stages::new(task, layout, &costs, &task.model.stages(layout.stages()));
     Ok(stages.predict(task, layout, &costs))
 }
 

@@ -2,17 +2,22 @@
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
 
 use crate::cost::Costs;
 use crate::error::{Error, Result};
 use crate::layout::{Constraints, Layout, Recompute};
 use crate::prediction::{Prediction, Stages};
 use crate::schedule::ScheduleKind;
-use crate::split::split;
 use crate::task::Task;
 
 /// The most chunks that interleaved schedules are tried with.
 const MOST_CHUNKS: usize = 8;
+
+/// What is tried where nothing else is wanted: what Flow has. It has no selective recomputation, and
+/// no stages 2 and 3 of ZeRO.
+const RECOMPUTATIONS: [Recompute; 2] = [Recompute::None, Recompute::Full];
+const ZERO_STAGES: RangeInclusive<u8> = 0..=1;
 
 /// More ranks are refused: finding their divisors takes too long.
 const MOST_RANKS: usize = 1 << 32;
@@ -50,7 +55,8 @@ impl Candidate {
 }
 
 /// Predicts all layouts of `ranks` ranks that have the wanted parts (those of the task count where
-/// `wanted` has none), and returns the `top` fastest. The same input gives the same result.
+/// `wanted` has none), and returns the `top` fastest. Selective recomputation and stages 2 and 3 of
+/// ZeRO, which Flow does not have, are tried only if wanted. The same input gives the same result.
 ///
 /// # Errors
 /// No layout has the wanted parts and divides the model and the batch; 0 ranks, or more than 2^32.
@@ -64,7 +70,6 @@ pub fn search(task: &Task, ranks: usize, wanted: &Constraints, top: usize) -> Re
     let mut smallest: Option<Candidate> = None;
     let mut best: Vec<Candidate> = Vec::new();
     // By the number of stages.
-    let layer_costs = task.model.costs();
     let mut ranges_of = BTreeMap::new();
     // Why the last layout could not be that was the furthest from being one.
     let mut reason = None;
@@ -74,9 +79,9 @@ pub fn search(task: &Task, ranks: usize, wanted: &Constraints, top: usize) -> Re
             let costs = Costs::new(&task.model, &task.cluster, &task.training, &variant);
             for scheduled in schedules(task, &variant, &wanted, &mut reason) {
                 let count = scheduled.stages();
-                let ranges = ranges_of.entry(count).or_insert_with(|| split(&layer_costs, count));
+                let ranges = ranges_of.entry(count).or_insert_with(|| task.model.stages(count));
                 let stages = Stages::new(task, &scheduled, &costs, ranges);
-                for zero in choices(wanted.zero, if mesh.data > 1 { 0..=3 } else { 0..=0 }) {
+                for zero in choices(wanted.zero, if mesh.data > 1 { ZERO_STAGES } else { 0..=0 }) {
                     let layout = Layout { zero, ..scheduled };
                     tried += 1;
                     let Prediction { time, memory, .. } = stages.predict(task, &layout, &costs);
@@ -151,7 +156,7 @@ fn variants(task: &Task, mesh: &Layout, wanted: &Constraints) -> Vec<Layout> {
     };
     let sequence = if mesh.tensor > 1 { vec![false, true] } else { vec![false] };
     for micro_batch in sizes {
-        for recompute in choices(wanted.recompute, Recompute::ALL) {
+        for recompute in choices(wanted.recompute, RECOMPUTATIONS) {
             for sequence_parallel in choices(wanted.sequence_parallel, sequence.clone()) {
                 variants.push(Layout { micro_batch, recompute, sequence_parallel, ..*mesh });
             }

@@ -13,7 +13,8 @@ pub fn run(group: &ProcessGroup) -> anyhow::Result<()> {
     show::values(group, "x", &x)?;
     show::values(group, "w", &w)?;
     show::all(group, "out", &out)?; // [4, 8]
-                                    // Each rank's samples give a part of the gradient: their sum is that of w.
+
+    // Each rank's samples give a part of the gradient: their sum is that of w.
     out.sum(Kind::Float).f_backward()?;
     show::all(group, "w.grad", &w.grad())
 }

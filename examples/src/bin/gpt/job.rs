@@ -38,11 +38,12 @@ impl<'a> Job<'a> {
         let mut vs = nn::VarStore::new(group.device());
         vs.set_kind(options.dtype.kind());
         global::manual_seed(&placements[0], config.seed)?;
-        let stage = |number: usize| {
+        let stage = |(number, layers)| {
             let placement = &placements[schedule.rank_of(number)];
-            Stage::new(&vs.root(), config, (number as i64, stages as i64), placement)
+            Stage::new(&vs.root(), config, layers, placement)
         };
-        let model: Vec<Stage> = (0..stages).map(stage).collect::<global::Result<_>>()?;
+        let layers = config.stages(stages)?.into_iter().enumerate();
+        let model: Vec<Stage> = layers.map(stage).collect::<global::Result<_>>()?;
         let adam = nn::AdamW { wd: 0.1, beta2: 0.99, ..Default::default() };
         let optimizer = ZeroRedundancyOptimizer::new(&vs, DATA, adam, options.lr)?;
 

@@ -5,6 +5,7 @@
 //! axis and by tokens over the other (sequence parallelism); inside of attention and of the MLP by
 //! heads and by features.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -13,6 +14,7 @@ use flow::global::nn::{
     VocabEmbedding,
 };
 use flow::global::{Result, Sbp};
+use flow::plan::{Model, Transformer};
 use flow::prelude::*;
 use flow_autograd::{recompute, BoxError};
 
@@ -39,6 +41,29 @@ pub struct Config {
     pub seed: u64,
     /// Whether the activations of blocks are computed again in backward.
     pub recompute: bool,
+}
+
+impl Config {
+    /// The layers of each stage, as the planner divides them: layer 0 is the embedding, then come the
+    /// blocks, and the head is last.
+    pub fn stages(&self, stages: usize) -> flow::plan::Result<Vec<Range<usize>>> {
+        let [layers, hidden, heads, sequence, vocabulary] =
+            [self.layers, self.width, self.heads, self.context, VOCABULARY]
+                .map(|size| size as usize);
+        let shape = Transformer {
+            layers,
+            hidden,
+            heads,
+            sequence,
+            vocabulary,
+            mlp: None,
+            dropout: None,
+            tied_embeddings: Some(false),
+            flash_attention: Some(true),
+        };
+        // How many operations there are does not depend on the bytes of an element.
+        Ok(Model::transformer(&shape, 1.0)?.stages(stages))
+    }
 }
 
 /// The layers that one stage of the pipeline has.
@@ -77,15 +102,16 @@ struct Norm {
 }
 
 impl Stage {
-    /// Stage `stage` of `stages`. All ranks make all stages, in their order, and so draw the same
-    /// first weights: a rank has memory for those only that are placed on it.
+    /// The stage of these [layers](Config::stages). All ranks make all stages, in their order, and so
+    /// draw the same first weights: a rank has memory for those only that are placed on it.
     pub fn new(
         path: &nn::Path,
         config: Config,
-        (stage, stages): (i64, i64),
+        layers: Range<usize>,
         placement: &Placement,
     ) -> Result<Self> {
-        let Config { layers, width, context, .. } = config;
+        let Config { width, context, .. } = config;
+        let head = config.layers as usize + 1;
         let embedding = || -> Result<Embedding> {
             let init = nn::Init::Randn { mean: 0.0, stdev: DEVIATION };
             let tokens =
@@ -97,14 +123,15 @@ impl Stage {
             let positions = (path / "positions").add("weight", positions, true);
             Ok(Embedding { tokens: tokens.scattered(TOKENS), positions })
         };
-        let embedding = (stage == 0).then(embedding).transpose()?;
-        let blocks = stage * layers / stages..(stage + 1) * layers / stages;
-        let block = |number| {
+        let embedding = layers.contains(&0).then(embedding).transpose()?;
+        let blocks = layers.clone().filter(|layer| (1..head).contains(layer));
+        let block = |layer: usize| {
+            let number = layer as i64 - 1;
             let block = Block::new(&(path / "blocks" / number), config, number, placement)?;
             Result::Ok(Arc::new(Mutex::new(block)))
         };
         let blocks = blocks.map(block).collect::<Result<_>>()?;
-        let head = || -> Result<Head> {
+        let make_head = || -> Result<Head> {
             let path = &(path / "head");
             let linear = linear_config(DEVIATION, false);
             let norm = Norm::new(&(path / "norm"), width, placement)?;
@@ -112,7 +139,7 @@ impl Stage {
                 column_linear(path / "logits", width, VOCABULARY, placement, TENSOR, linear)?;
             Ok(Head { norm, logits })
         };
-        let head = (stage == stages - 1).then(head).transpose()?;
+        let head = layers.contains(&head).then(make_head).transpose()?;
         let placement = placement.clone();
         Ok(Self { config, placement, embedding, blocks, head, micro_batches: Arc::default() })
     }

@@ -155,8 +155,8 @@ impl Options {
         ensure!(heads % tp == 0, "--tp {tp} does not divide --heads {heads}");
         ensure!(context >= tp, "--tp {tp} needs as large a --context, and it is {context}");
         ensure!(
-            layers >= stages as i64,
-            "{stages} stages need as many --layers, and there are {layers}"
+            layers + 2 >= stages as i64,
+            "{stages} stages are more than embedding, --layers {layers} and head"
         );
         Ok(Config { layers, width, heads, context, dropout, seed, recompute })
     }
