@@ -6,6 +6,11 @@ wheel. See docs/torch.md.
 
 import warnings
 
+
+def _autoload():
+    """What the entry point calls, at the end of `import torch`; also of the next line's, so that this must be there already."""
+
+
 import torch
 import torch.distributed as dist
 
@@ -51,10 +56,6 @@ def is_shared(tensor, group=None):
     """Whether collectives of the group use the tensor's memory in place, and copy nothing."""
     backend = _backend(group)
     return backend is not None and backend.is_shared(tensor)
-
-
-def _autoload():
-    """What the entry point calls, at the end of `import torch`."""
 
 
 if dist.is_available() and not hasattr(dist.Backend, "FLOW"):

@@ -14,6 +14,7 @@ import weakref
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from .functions import DTYPES, REDUCTIONS, Buffer, Membership, flow, leave, list_of, number
 
@@ -62,7 +63,10 @@ class _Work(dist.Work):
     def __init__(self, group, job, results, timeout, lane):
         super().__init__()
         self.group, self.job, self.results, self.timeout, self.lane = group, job, results, timeout, lane
-        self.error, self.source, self.ended, self.future = None, -1, threading.Event(), torch.futures.Future()
+        self.error, self.source, self.ended = None, -1, threading.Event()
+        # The second, as only an error that a callback raises is one for C++ as well.
+        self.over = torch.futures.Future()
+        self.future = self.over.then(self.outcome)
         self.process = os.getpid()
 
     def run(self):
@@ -76,10 +80,12 @@ class _Work(dist.Work):
     def end(self):
         self.job = None
         self.ended.set()
-        if self.error is None:
-            self.future.set_result(self.results)
-        else:
-            self.future.set_exception(self.error)
+        self.over.set_result(None)
+
+    def outcome(self, _):
+        if self.error is not None:
+            raise self.error
+        return self.results
 
     def wait(self, timeout=NO_TIME):
         if os.getpid() != self.process and not self.ended.is_set():
@@ -164,6 +170,9 @@ class ProcessGroup(dist.ProcessGroup):
     def is_shared(self, _):
         return False
 
+    # Of PyTorch's for C++: here the group is its own backend.
+    _device_types = [torch.device("cpu")]
+
     def supports_tensor_alloc(self, _):
         return False
 
@@ -201,7 +210,7 @@ class ProcessGroup(dist.ProcessGroup):
     # Of collectives, each with a function that takes the group.
 
     def allreduce(self, tensors, opts=None):
-        tensor, opts = _only(tensors), opts or dist.AllreduceOptions()
+        tensor, opts = _only(tensors), opts or c10d.AllreduceOptions()
         if tensor.layout == torch.sparse_coo:
             return self._all_reduce_sparse(tensor, opts)
         code = _reducible(_dense(tensor), opts.reduceOp)
@@ -253,7 +262,7 @@ class ProcessGroup(dist.ProcessGroup):
             flow("all_gather_v")(group, _elements(input_.contiguous()), _elements(joined), _counts(output))
             _divide(joined, output)
 
-        return self._begin(run, output, opts or dist.AllgatherOptions())
+        return self._begin(run, output, opts or c10d.AllgatherOptions())
 
     def _allgather_base(self, output, input_, opts=None):
         _of_one_type([_dense(output)], _dense(input_))
@@ -262,7 +271,7 @@ class ProcessGroup(dist.ProcessGroup):
             with _filled(output) as own:
                 flow("all_gather")(group, _elements(input_.contiguous()), _elements(own))
 
-        return self._begin(run, [output], opts or dist.AllgatherOptions())
+        return self._begin(run, [output], opts or c10d.AllgatherOptions())
 
     def gather(self, outputs, inputs, opts):
         input_, root = _dense(_only(inputs)), opts.rootRank
@@ -289,7 +298,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._begin(run, outputs, opts)
 
     def reduce_scatter(self, outputs, inputs, opts=None):
-        output, input_, opts = _dense(_only(outputs)), self._of_ranks(_only(inputs)), opts or dist.ReduceScatterOptions()
+        output, input_, opts = _dense(_only(outputs)), self._of_ranks(_only(inputs)), opts or c10d.ReduceScatterOptions()
         _alike([input_[self._rank]], output)
         return self._reduce_scatter(output, lambda: _joined(input_), [part.numel() for part in input_], opts)
 
@@ -297,7 +306,7 @@ class ProcessGroup(dist.ProcessGroup):
         _of_one_type([_dense(output)], _dense(input_))
         if input_.numel() != output.numel() * self._size:
             raise ValueError(f"flow: the input must be {self._size} times as long as the output")
-        return self._reduce_scatter(output, input_.contiguous, [output.numel()] * self._size, opts or dist.ReduceScatterOptions())
+        return self._reduce_scatter(output, input_.contiguous, [output.numel()] * self._size, opts or c10d.ReduceScatterOptions())
 
     def _reduce_scatter(self, output, joined, counts, opts):
         code = _reducible(output, opts.reduceOp)
@@ -325,7 +334,7 @@ class ProcessGroup(dist.ProcessGroup):
             with _filled(output) as own:
                 flow("all_to_all_v")(group, _elements(input_.contiguous()), list_of(sent), _elements(own), list_of(received))
 
-        return self._begin(run, [output], opts or dist.AllToAllOptions())
+        return self._begin(run, [output], opts or c10d.AllToAllOptions())
 
     def alltoall(self, outputs, inputs, opts=None):
         output, input_ = self._of_ranks(outputs), self._of_ranks(inputs)
@@ -335,10 +344,10 @@ class ProcessGroup(dist.ProcessGroup):
             flow("all_to_all_v")(group, _elements(from_), _counts(input_), _elements(to), _counts(output))
             _divide(to, output)
 
-        return self._begin(run, outputs, opts or dist.AllToAllOptions())
+        return self._begin(run, outputs, opts or c10d.AllToAllOptions())
 
     def barrier(self, opts=None):
-        return self._begin(flow("barrier"), [], opts or dist.BarrierOptions())
+        return self._begin(flow("barrier"), [], opts or c10d.BarrierOptions())
 
     # Of several tensors: the last operation stands for all.
 
@@ -362,7 +371,7 @@ class ProcessGroup(dist.ProcessGroup):
                 if work.error is not None:
                     raise work.error
 
-        return self._begin(run, [result for work in works for result in work.results], opts or dist.AllreduceOptions())
+        return self._begin(run, [result for work in works for result in work.results], opts or c10d.AllreduceOptions())
 
     # Of messages.
 
@@ -436,8 +445,11 @@ class ProcessGroup(dist.ProcessGroup):
             work.run()
             return work
         lane.operations.put(work)
-        if not opts.asyncOp or torch._C._current_graph_task_id() != -1:
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward or not opts.asyncOp:
             work.ended.wait()
+        if in_backward and work.error is not None:
+            raise work.error
         return work
 
     def _check(self):
