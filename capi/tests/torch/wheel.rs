@@ -132,8 +132,8 @@ fn accelerate() {
     }
     let launch = || {
         let mut command = Command::new(python());
-        command.args(["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]);
-        command.args(["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]);
+        // What the launcher calls several GPUs are several processes; the program says they have CPUs.
+        command.args(["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]);
         command
     };
     trains_as_over_gloo(site, launch, "accelerate");
